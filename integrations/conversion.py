@@ -1,0 +1,463 @@
+"""How expert weights travel between files and modules: transformers' weight converters.
+
+Files hold one tensor per expert and projection, with ModelOpt's names:
+
+    ...experts.3.gate_proj.weight          U8      codes
+    ...experts.3.gate_proj.weight_scale    F8_E4M3 sf
+    ...experts.3.gate_proj.weight_scale_2  F32     global_scale
+    ...experts.3.gate_proj.input_scale     F32     static activation scale, optional
+
+A family that stores its bf16 experts one by one keeps its own names (Mixtral: w1, w3, w2); for the
+others gate_proj, up_proj, down_proj are used. Modules hold all experts of a layer stacked. A
+`Conversions` builds the converters for both directions, and for quantizing bf16 checkpoints on
+the way in, one expert at a time.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers.core_model_loading import (
+    Concatenate,
+    ConversionOps,
+    MergeModulelist,
+    WeightConverter,
+    rename_source_key,
+)
+
+from moe_nvfp4.integrations.experts import HFExperts
+from moe_nvfp4.layer import quantize_expert
+
+SCALE_SUFFIXES = ("weight_scale", "weight_scale_2", "input_scale")
+FILE_DTYPES = {"weight": "U8", "weight_scale": "F8_E4M3", "weight_scale_2": "F32", "input_scale": "F32"}
+
+
+# ---------------------------------------------------------------- small operations
+class ViewDtype(ConversionOps):
+    """The same bytes under another dtype: files have e4m3 scales, modules uint8 bytes."""
+
+    def __init__(self, dtype: torch.dtype, stored: torch.dtype):
+        self.dtype, self.stored = dtype, stored
+
+    def convert(self, input_dict, **kwargs):
+        def view(value):
+            return [v.view(self.dtype) for v in value] if isinstance(value, list) else value.view(self.dtype)
+
+        return {key: view(value) for key, value in input_dict.items()}
+
+    @property
+    def reverse_op(self):
+        return ViewDtype(self.stored, self.dtype)
+
+
+class SharedScale(ConversionOps):
+    """Scalars of E experts, of one or two projections that read the same rows -> the larger, [E]."""
+
+    def convert(self, input_dict, source_patterns, target_patterns, **kwargs):
+        columns = [torch.stack([t.reshape(()) for t in tensors]) for tensors in input_dict.values()]
+        return {target_patterns[0]: torch.stack(columns).amax(dim=0)}
+
+    @property
+    def reverse_op(self):
+        return _UnshareScale()
+
+
+class _UnshareScale(ConversionOps):
+    supports_many_to_many = True
+
+    def convert(self, input_dict, source_patterns, target_patterns, **kwargs):
+        (scale,) = input_dict.values()
+        scale = scale[0] if isinstance(scale, list) else scale
+        return {
+            pattern.replace("*", str(e)): scale[e].clone()
+            for pattern in target_patterns
+            for e in range(len(scale))
+        }
+
+    @property
+    def reverse_op(self):
+        return SharedScale()
+
+
+class _Stacked(ConversionOps):
+    """A tensor that holds all experts already."""
+
+    def convert(self, input_dict, source_patterns, target_patterns, **kwargs):
+        (tensor,) = input_dict.values()
+        return {target_patterns[0]: tensor[0] if isinstance(tensor, list) else tensor}
+
+    @property
+    def reverse_op(self):
+        return _Stacked()
+
+
+class _DbrxStack(ConversionOps):
+    """DBRX's [E * I, H] matrices -> [E, 2I, H] (w1, v1) or [E, H, I] (w2)."""
+
+    def __init__(self, num_experts: int):
+        self.num_experts = num_experts
+
+    def convert(self, input_dict, source_patterns, target_patterns, **kwargs):
+        parts = [input_dict[p] for p in source_patterns]
+        parts = [p[0] if isinstance(p, list) else p for p in parts]
+        parts = [p.view(self.num_experts, -1, p.shape[-1]) for p in parts]
+        stacked = torch.cat(parts, dim=1) if len(parts) == 2 else parts[0].transpose(1, 2)
+        return {target_patterns[0]: stacked}
+
+
+# ---------------------------------------------------------------- the converter
+class ExpertsConverter(WeightConverter):
+    """A WeightConverter that knows the 4-bit experts modules it serves.
+
+    While a bf16 checkpoint loads, it quantizes: expert by expert and before merging where the file
+    has one tensor per expert, so that a layer's bf16 weights are never in memory together. Its
+    errors leave `from_pretrained` as they are (transformers collects those of operations).
+    """
+
+    def __init__(self, source_patterns, target_patterns, operations, force_cpu=False, owner=None, only=False):
+        super().__init__(source_patterns, target_patterns, operations, force_cpu)
+        self.owner: Conversions = owner
+        self.only = only  # True: leave the tensors of experts that were not swapped alone
+
+    def _scoped_match(self, source_key):
+        if self.only and source_key.rpartition(".")[0] in self.owner.excluded:
+            return None
+        match = super()._scoped_match(source_key)
+        # `weight` must not match `weight_scale`: older transformers have no name boundary
+        return match if match and match[2].end() == len(match[1]) else None
+
+    def copy(self, source_patterns, target_patterns, **kwargs):
+        kwargs = {"operations": self.operations, "force_cpu": self.force_cpu} | kwargs
+        new = type(self)(source_patterns, target_patterns, owner=self.owner, only=self.only, **kwargs)
+        new.scope_prefix, new.base_model_prefix = self.scope_prefix, self.base_model_prefix
+        return new
+
+    def __deepcopy__(self, memo):  # the loader copies a converter per target; never copy the model
+        return self.copy(self._original_source_patterns, self._original_target_patterns)
+
+    def reverse_transform(self):
+        operations = [op.reverse_op for op in self.operations[::-1]]
+        return self.copy(
+            self._original_target_patterns, self._original_source_patterns, operations=operations
+        )
+
+    def convert(self, layer_name, model=None, config=None, hf_quantizer=None, loading_info=None):
+        module_name, _, name = layer_name.rpartition(".")
+        experts = self.owner.packed.get(module_name)
+        self.quantization_operation = None
+        if loading_info is None or experts is None or self.owner.pre_quantized:
+            return super().convert(layer_name, model, config, hf_quantizer, loading_info)
+        if _is_merge(self.operations):
+            sources = [self.collected_tensors.pop(p, []) for p in self.source_patterns]
+            dense = _LazyExperts(sources)
+        else:
+            loaded = super().convert(layer_name, model, config, hf_quantizer, loading_info)
+            (tensor,) = loaded.values()
+            dense = _StackedExperts(tensor[0] if isinstance(tensor, list) else tensor, experts, name)
+        if name.endswith("_bias"):
+            return {layer_name: torch.stack([dense[e] for e in range(len(dense))])}
+        packed = self.owner.quantize(dense, experts, name, layer_name)
+        return {f"{module_name}.{key}": tensor for key, tensor in packed.items()}
+
+
+class _LazyExperts:
+    """Expert e's rows, read from the file when asked for: [gate; up] or one projection."""
+
+    def __init__(self, sources: list[list[Callable]]):
+        self.sources = sources
+
+    def __len__(self) -> int:
+        return len(self.sources[0])
+
+    def __getitem__(self, e: int) -> Tensor | None:
+        parts = [source[e]() for source in self.sources]
+        return None if parts[0] is None else torch.cat(parts) if len(parts) > 1 else parts[0]
+
+
+class _StackedExperts:
+    def __init__(self, tensor: Tensor, experts: HFExperts, name: str):
+        self.tensor, self.layout, self.name = tensor, experts.layout, name
+
+    def __len__(self) -> int:
+        return min(self.tensor.shape[0], self.layout.num_experts)
+
+    def __getitem__(self, e: int) -> Tensor:
+        return self.layout.canonical(self.name, self.tensor[e])
+
+
+def _is_merge(operations: list[ConversionOps]) -> bool:
+    """[MergeModulelist(0)] or [MergeModulelist(0), Concatenate(1)]: one file tensor per expert."""
+    kinds = [(type(op), getattr(op, "dim", None)) for op in operations]
+    return kinds in ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)])
+
+
+# ---------------------------------------------------------------- all converters of a model
+class Conversions:
+    """The converters for the 4-bit experts of one model.
+
+    packed         module name -> HFExperts, the swapped modules
+    excluded       names of experts modules that keep their weights
+    pre_quantized  the checkpoint is NVFP4 already
+    """
+
+    def __init__(self, packed: dict[str, HFExperts], excluded: Iterable[str], recipe: str, pre_quantized: bool):
+        self.packed, self.excluded = packed, frozenset(excluded)
+        self.recipe, self.pre_quantized = recipe, pre_quantized
+        self._base: list = []
+        self._files: list[ExpertsConverter] = []
+
+    def build(self, base: list) -> list:
+        """The conversions to load with: `base` (the model's own) with ours in front."""
+        self._base, self._files, extra, kept = base, [], [], []
+        covered: set[str] = set()
+        for name, experts in self.packed.items():
+            _check_sharding(name, experts)
+        for c in base:
+            names = self._params_of(c)
+            if not names:
+                kept.append(c)
+            elif _is_merge(c.operations) and all(s.endswith(".weight") for s in c.source_patterns):
+                covered |= names
+                self._files += self._packed_files(
+                    c._original_source_patterns, c._original_target_patterns[0], names, c
+                )
+            elif self.pre_quantized:
+                kept.append(c)
+            else:
+                quantizing = self._converter(
+                    c._original_source_patterns, c._original_target_patterns[0], c.operations, c
+                )
+                extra.append(quantizing)
+        for module_name, experts in self.packed.items():
+            suffix = ".".join(module_name.split(".")[-2:])
+            for name in (experts.up_name, "down_proj"):
+                if f"{module_name}.{name}" not in covered:
+                    covered |= {f"{m}.{name}" for m in self.packed if f".{m}".endswith(f".{suffix}")}
+                    self._files += self._own_files(suffix, name, experts)
+                    if not self.pre_quantized:
+                        extra += self._stacked_sources(suffix, name, experts, extra)
+        return self._files + extra + kept
+
+    def for_saving(self, used: list) -> list:
+        """The conversions whose reverse writes files, from those `used` while loading."""
+        mine = (ExpertsConverter,)
+        kept = [c for c in used if not isinstance(c, mine) and not self._merges(c)]
+        return kept + self._files  # reversed when saving, so that ours are asked first
+
+    def _merges(self, c) -> bool:
+        return bool(self._params_of(c)) and _is_merge(c.operations)
+
+    def _params_of(self, c) -> set[str]:
+        """The full names of packed parameters that converter `c` makes."""
+        if not isinstance(c, WeightConverter) or len(c.target_patterns) != 1:
+            return set()
+        scope = f"{c.scope_prefix}." if c.scope_prefix else ""
+        target = c.target_patterns[0].replace("\\", "")
+        names = (f"{m}.{p}" for m, e in self.packed.items() for p in (e.up_name, "down_proj"))
+        return {n for n in names if f".{n}".endswith(target) and scope in f"{n}"}
+
+    def _converter(self, sources, target, operations, like=None, only=False) -> ExpertsConverter:
+        c = ExpertsConverter(list(sources), [target], list(operations), owner=self, only=only)
+        if like is not None:
+            c.scope_prefix, c.base_model_prefix = like.scope_prefix, like.base_model_prefix
+            c.force_cpu = like.force_cpu
+        return c
+
+    def _packed_files(self, sources, target, names, like=None, only=False) -> list[ExpertsConverter]:
+        """Converters between the tensors of packed files and a module's parameters."""
+        merge = [MergeModulelist(0)] + ([Concatenate(1)] if len(sources) == 2 else [])
+        as_bytes = ViewDtype(torch.uint8, torch.float8_e4m3fn)
+        stem = target[: -len(target.split(".")[-1])] if "." in target else ""
+        up_or_down = target.split(".")[-1]
+        projections = ["gate_proj", "up_proj"] if len(sources) == 2 else [up_or_down]
+        files = [
+            self._converter(sources, target, merge, like, only),
+            self._converter([f"{s}_scale" for s in sources], f"{target}_sf", [as_bytes, *merge], like, only),
+        ]
+        for source, projection in zip(sources, projections, strict=True):
+            scale = f"{stem}{projection}_global_scale"
+            files.append(self._converter([f"{source}_scale_2"], scale, [MergeModulelist(0)], like, only))
+        shared = f"{stem}{projections[-1]}_input_scale"
+        if any(n.rpartition(".")[0] in self.packed and self._has(n, f"{projections[-1]}_input_scale") for n in names):
+            inputs = [s.removesuffix("weight") + "input_scale" for s in sources]
+            files.append(self._converter(inputs, shared, [SharedScale()], like, only))
+        return files
+
+    def _has(self, param_name: str, sibling: str) -> bool:
+        return sibling in self.packed[param_name.rpartition(".")[0]]._parameters
+
+    def _own_files(self, suffix: str, name: str, experts: HFExperts) -> list[ExpertsConverter]:
+        """The same with ModelOpt's names, for families whose own files are stacked."""
+        parts = ("gate_proj", "up_proj") if name == "gate_up_proj" else (name,)
+        names = {f"{m}.{name}" for m in self.packed if f".{m}".endswith(f".{suffix}")}
+        sources = [f"{suffix}.*.{p}.weight" for p in parts]
+        files = self._packed_files(sources, f"{suffix}.{name}", names, only=True)
+        if experts.layout.bias is not None:
+            merge = [MergeModulelist(0)] + ([Concatenate(1)] if len(parts) == 2 else [])
+            biases = [f"{suffix}.*.{p}.bias" for p in parts]
+            files.append(self._converter(biases, f"{suffix}.{name}_bias", merge, only=True))
+        return files
+
+    def _stacked_sources(self, suffix, name, experts, extra) -> list[ExpertsConverter]:
+        """Converters for bf16 files with all experts in one tensor."""
+        target = f"{suffix}.{name}"
+        if any(self._params_of(c) & {f"{m}.{name}" for m in self.packed} for c in extra):
+            return []
+        found = []
+        if experts.source_class.__name__ == "DbrxExperts":
+            sources = ["w1", "v1"] if name == "gate_up_proj" else ["w2"]
+            stack = [_DbrxStack(experts.layout.num_experts)]
+            found.append(self._converter([f"{suffix}.mlp.{s}" for s in sources], target, stack))
+        else:
+            found.append(self._converter([target], target, [_Stacked()], only=True))
+        if experts.layout.bias is not None and experts.layout.interleaved and name == "gate_up_proj":
+            found.append(self._converter([f"{target}_bias"], f"{target}_bias", [_Stacked()], only=True))
+        return found
+
+    # ------------------------------------------------------------ quantizing
+    def quantize(self, dense, experts: HFExperts, name: str, layer_name: str) -> dict[str, Tensor]:
+        """Quantize `dense` (a sequence of [N, K] matrices) to the tensors of parameter `name`.
+
+        Under tensor parallelism every rank has a slice of each matrix; the global scale comes from
+        the whole matrix, so that ranks and single process agree bit for bit.
+        """
+        parts = ("gate_proj", "up_proj") if name == "gate_up_proj" else (name,)
+        param = getattr(experts, name)
+        expected = experts.layout.num_experts
+        if isinstance(dense, _StackedExperts) and isinstance(param, DTensor):
+            expected = param.to_local().shape[0]
+        if len(dense) != expected:
+            raise ValueError(
+                f"{layer_name}: the checkpoint has {len(dense)} of {expected} experts; "
+                "a shard or a tensor is missing: download the checkpoint again"
+            )
+        amax = _global_amax(dense, len(parts), param) if _splits_matrices(param) else None
+        out: dict[str, list[Tensor]] = {}
+        for e in range(expected):
+            matrix = dense[e]
+            if matrix is None:  # another rank's expert
+                continue
+            try:
+                for key, tensor in quantize_expert(matrix, name, self.recipe, None if amax is None else amax[e]).items():
+                    out.setdefault(key, []).append(tensor)
+            except ValueError as error:
+                raise ValueError(f"{layer_name}, expert {e}: {error}") from None
+        return {key: torch.stack(tensors) for key, tensors in out.items()}
+
+
+def _check_sharding(module_name: str, experts: HFExperts) -> None:
+    """The plan of tensor parallelism must cut our [E, N, K] tensors at whole blocks of 16."""
+    for name in (experts.up_name, "down_proj"):
+        codes, sf = getattr(experts, name), getattr(experts, f"{name}_sf")
+        if not _splits_matrices(codes):
+            continue
+        if experts.layout.transposed:
+            raise NotImplementedError(
+                f"{module_name}: {experts.source_class.__name__} stores its experts transposed, so its "
+                "tensor-parallel plan does not fit 4-bit experts: use expert parallelism "
+                "(DistributedConfig(tp_size=n, ep_size=n))"
+            )
+        if codes.to_local().shape[-1] * 2 != sf.to_local().shape[-1] * 16:
+            raise ValueError(
+                f"{module_name}.{name}: K = {codes.shape[-1] * 2} does not split over "
+                f"{codes.device_mesh.size()} ranks into whole blocks of 16: choose a tp_size that "
+                "divides K / 16, or expert parallelism"
+            )
+
+
+def _splits_matrices(param: Tensor) -> bool:
+    return isinstance(param, DTensor) and any(
+        hasattr(p, "dim") and p.dim % param.ndim != 0 for p in param.placements
+    )
+
+
+def _global_amax(dense, parts: int, param: DTensor) -> Tensor:
+    """fp32 [E, parts]: the largest magnitude of each matrix over all ranks that share it."""
+    rows = [torch.stack([c.abs().amax().float() for c in dense[e].chunk(parts)]) for e in range(len(dense))]
+    amax = torch.stack(rows)
+    for dim, placement in enumerate(param.placements):
+        if hasattr(placement, "dim"):
+            torch.distributed.all_reduce(
+                amax, torch.distributed.ReduceOp.MAX, group=param.device_mesh.get_group(dim)
+            )
+    return amax
+
+
+# ---------------------------------------------------------------- before a byte is loaded
+def verify_files(headers: dict[str, dict], model, conversions: list, owner: Conversions) -> None:
+    """Every tensor that the 4-bit experts need is in the files, with its dtype; no scale is extra.
+
+    headers: tensor name -> {"dtype", "shape"} of all checkpoint files. Raises ValueError.
+    """
+    # copies: asking for a name marks a conversion as used
+    renamings = [copy.copy(c) for c in conversions if not isinstance(c, WeightConverter)]
+    converters = [copy.copy(c) for c in conversions if isinstance(c, WeightConverter)]
+    state = model.state_dict()
+    needed = {f"{m}.{p}" for m, e in owner.packed.items() for p in e._parameters}
+    found: dict[str, dict[str | None, int]] = {}
+    for key, info in headers.items():
+        name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, state)
+        if name not in state and key in state:
+            name, pattern = key, None
+        last = key.rpartition(".")[2]
+        if name in needed:
+            counts = found.setdefault(name, {})
+            counts[pattern] = counts.get(pattern, 0) + 1
+            if owner.pre_quantized and pattern is not None and last in FILE_DTYPES:
+                if info["dtype"] != FILE_DTYPES[last]:
+                    raise ValueError(
+                        f"{key} has dtype {info['dtype']}, but NVFP4 experts need {FILE_DTYPES[last]} "
+                        "there: this file is not NVFP4, or this layer should be in the config's "
+                        "'ignore' list"
+                    )
+                _check_shape(key, last, info["shape"], name, owner)
+        elif last.endswith(SCALE_SUFFIXES) and name not in state:
+            raise ValueError(
+                f"{key} is a scale that nothing reads: loading on would give silently wrong numbers. "
+                "Either this layer is excluded in the config but quantized in the file, or the file "
+                "quantizes layers other than experts, which is not supported yet"
+            )
+    if not owner.pre_quantized:
+        needed = {f"{m}.{p}" for m, e in owner.packed.items() for p in (e.up_name, "down_proj")}
+    for name in sorted(needed - found.keys()):
+        raise ValueError(
+            f"nothing in the checkpoint gives {name}: its tensors are missing (or named in a way "
+            "this model does not know); download the checkpoint again"
+        )
+    if owner.pre_quantized:
+        _check_counts(found, owner)
+
+
+def _check_shape(key: str, last: str, shape: list[int], name: str, owner: Conversions) -> None:
+    module_name, _, param = name.rpartition(".")
+    param = owner.packed[module_name]._parameters[param]
+    if last in ("weight", "weight_scale"):
+        parts = 2 if name.endswith(("gate_up_proj", "gate_up_proj_sf")) else 1
+        rows = param.shape[1] // parts
+        expected = [rows, param.shape[2]]
+    else:
+        expected = []
+    if list(shape) != expected and not (expected == [] and list(shape) == [1]):
+        raise ValueError(
+            f"{key} has shape {list(shape)}, expected {expected} from the model's config: "
+            "the file belongs to another model, or its packing is not [out, in / 2]"
+        )
+
+
+def _check_counts(found: dict[str, dict[str | None, int]], owner: Conversions) -> None:
+    for converter in owner._files:
+        for name, counts in found.items():
+            if not set(counts) & set(converter.source_patterns):
+                continue
+            E = owner.packed[name.rpartition(".")[0]].layout.num_experts
+            for pattern in converter.source_patterns:
+                if counts.get(pattern, 0) != E:
+                    raise ValueError(
+                        f"{name}: the checkpoint has {counts.get(pattern, 0)} of {E} tensors "
+                        f"'{pattern.replace(chr(92), '')}': one scale or weight per expert is needed; "
+                        "a shard is missing or the file is damaged"
+                    )

@@ -1,0 +1,352 @@
+"""Hugging Face transformers: swap experts, quantize while loading, save and load again.
+
+Importing this module registers the quantization methods `modelopt` (NVFP4 files with ModelOpt's
+names, what `save_pretrained` writes) and `moe_nvfp4` with transformers:
+
+    model = AutoModelForCausalLM.from_pretrained(path, quantization_config=MoeNvfp4Config())
+    model = swap_experts(model)                      # or: a model already in memory
+    model.save_pretrained(folder)                    # 4-bit files
+    model = AutoModelForCausalLM.from_pretrained(folder)
+"""
+
+from __future__ import annotations
+
+import re
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
+from tqdm import tqdm
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils import logging
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from moe_nvfp4 import __version__
+from moe_nvfp4.integrations.conversion import (
+    Conversions,
+    ExpertsConverter,
+    verify_files,
+)
+from moe_nvfp4.integrations.experts import HFExperts, dense_experts, describe
+from moe_nvfp4.quantize.checkpoint import read_headers
+from moe_nvfp4.quantize.experts import DEFAULT_RECIPE, RECIPES
+from moe_nvfp4.weights import ACTIVATIONS, check_global_scale
+
+logger = logging.get_logger(__name__)
+
+QUANT_ALGOS = {"NVFP4": "nvfp4", "W4A16_NVFP4": "bf16"}  # -> activations
+
+
+@register_quantization_config("modelopt")
+@register_quantization_config("moe_nvfp4")
+class MoeNvfp4Config(QuantizationConfigMixin):
+    """How to make a model's experts 4-bit, and what config.json says about it afterwards.
+
+    activations  "bf16" (W4A16) or "nvfp4" (W4A4: rows quantized to NVFP4 before each GEMM, with the
+                 file's `input_scale` where it has one, else one scale per token)
+    recipe       how block scales are chosen when bf16 weights are quantized
+                 (moe_nvfp4.quantize.experts.RECIPES)
+    exclude      experts modules to leave as they are: names or wildcards of the model's modules,
+                 such as "model.layers.0.*"
+
+    In config.json this is ModelOpt's `quantization_config` (quant_method "modelopt"), so that
+    servers read the files too; our own fields travel in its key "moe_nvfp4".
+    """
+
+    def __init__(
+        self,
+        activations: str = "bf16",
+        recipe: str = DEFAULT_RECIPE,
+        exclude: list[str] | None = None,
+        **kwargs: Any,
+    ):
+        if activations not in ACTIVATIONS:
+            raise ValueError(f"activations must be one of {ACTIVATIONS}, got {activations!r}")
+        if recipe not in RECIPES:
+            raise ValueError(f"unknown recipe {recipe!r}: choose one of {', '.join(RECIPES)}")
+        self.quant_method = "modelopt"
+        self.activations, self.recipe, self.exclude = activations, recipe, list(exclude or [])
+        self.ignore: list[str] = list(kwargs.pop("ignore", None) or [])
+        self.input_scale = bool(kwargs.pop("input_scale", False))  # the files hold input scales
+        self.unknown = kwargs  # carried through, whatever other tools wrote
+
+    @classmethod
+    def from_dict(cls, config_dict: dict, return_unused_kwargs: bool = False, **kwargs: Any):
+        config = dict(config_dict)
+        own = config.pop("moe_nvfp4", None) or {}
+        method, algo = config.pop("quant_method", None), config.pop("quant_algo", None)
+        if method == "modelopt" and algo not in QUANT_ALGOS:
+            raise ValueError(
+                f"quantization_config says quant_algo {algo!r}; this library reads "
+                f"{', '.join(QUANT_ALGOS)}. Quantize the original checkpoint again "
+                "(moe-nvfp4 quantize SRC DST), or load this one with the tool that wrote it"
+            )
+        if algo is not None:
+            own = {"activations": QUANT_ALGOS[algo]} | own
+        if config.get("group_size", 16) != 16:
+            raise ValueError(f"NVFP4 has blocks of 16, got group_size {config['group_size']}")
+        config.pop("config_groups", None)
+        config.pop("producer", None)
+        result = cls(**{**config, **own, **kwargs})
+        return (result, {}) if return_unused_kwargs else result
+
+    def to_dict(self) -> dict[str, Any]:
+        weights = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}
+        group = {"weights": weights, "targets": ["Linear"]}
+        if self.input_scale:
+            group["input_activations"] = dict(weights)
+        return {
+            **self.unknown,
+            "quant_method": self.quant_method,
+            # W4A16: no input scale in the files; what *we* do with activations is our own field
+            "quant_algo": "NVFP4" if self.input_scale else "W4A16_NVFP4",
+            "config_groups": {"group_0": group},
+            "ignore": self.ignore,
+            "producer": {"name": "moe_nvfp4", "version": __version__},
+            "moe_nvfp4": {
+                "activations": self.activations,
+                "recipe": self.recipe,
+                "exclude": self.exclude,
+                "input_scale": self.input_scale,
+            },
+        }
+
+    def excludes(self, module_name: str) -> bool:
+        """Whether the experts module `module_name` is to be left alone."""
+        patterns = [*self.exclude, *(p for p in self.ignore if "expert" in p)]
+        names = (module_name, f"{module_name}.0.down_proj", f"{module_name}.0.w2")
+        return any(fnmatchcase(name, p) or name.startswith(f"{p}.") for p in patterns for name in names)
+
+
+@register_quantizer("modelopt")
+@register_quantizer("moe_nvfp4")
+class MoeNvfp4Quantizer(HfQuantizer):
+    """The hooks that transformers calls while it builds, shards, loads and saves a model."""
+
+    requires_calibration = False
+
+    def __init__(self, quantization_config: MoeNvfp4Config, **kwargs: Any):
+        super().__init__(quantization_config, **kwargs)
+        self.conversions: Conversions | None = None
+        self._headers: dict[str, dict] = {}
+        self._model: nn.Module | None = None
+
+    # ------------------------------------------------------------ before loading
+    def _process_model_before_weight_loading(self, model, checkpoint_files=None, dtype=None, **kwargs):
+        self._headers = read_headers(checkpoint_files or [])
+        if self.pre_quantized:
+            self.quantization_config.input_scale = any(
+                key.endswith(".input_scale") and "expert" in key for key in self._headers
+            )
+        # A quantizing load casts to the parameter's dtype first (transformers before 5.23): keep
+        # the placeholder in the checkpoint's precision, the loaded codes replace it.
+        placeholder = None if self.pre_quantized else dtype
+        packed, excluded = {}, []
+        for name, module, layout in find_experts(model, self.quantization_config):
+            if layout is None:
+                excluded.append(name)
+                continue
+            experts = _replace(model, name, module, layout, self.quantization_config, "meta")
+            if placeholder is not None:
+                for key in (experts.up_name, "down_proj"):
+                    param = getattr(experts, key)
+                    setattr(experts, key, nn.Parameter(param.to(placeholder), requires_grad=False))
+            packed[name] = experts
+        self._attach(model, packed, excluded)
+
+    def _attach(self, model: nn.Module, packed: dict[str, HFExperts], excluded: list[str]) -> None:
+        config = self.quantization_config
+        self._model = model
+        self.conversions = Conversions(packed, excluded, config.recipe, self.pre_quantized)
+        config.ignore = sorted({*config.ignore, *_not_quantized(model, excluded)})
+
+    def update_weight_conversions(self, weight_conversions, model=None):
+        model = model if model is not None else self._model  # transformers 5.17 does not pass it
+        conversions = self.conversions.build(weight_conversions)
+        if self._headers:
+            verify_files(self._headers, model, conversions, self.conversions)
+        return conversions
+
+    def param_needs_quantization(self, model, param_name, **kwargs):
+        module, _, name = param_name.rpartition(".")
+        experts = self.conversions.packed.get(module)
+        quantized = experts is not None and name in (experts.up_name, "down_proj")
+        interleaved_bias = experts is not None and name.endswith("_bias") and experts.layout.interleaved
+        return not self.pre_quantized and (quantized or interleaved_bias)
+
+    def get_quantize_ops(self):
+        return None  # ExpertsConverter quantizes, expert by expert
+
+    def get_new_dtype(self, converter, param, dtype):
+        return None if isinstance(converter, ExpertsConverter) else super().get_new_dtype(converter, param, dtype)
+
+    def param_element_size(self, model, param_name, param):
+        module, _, _ = param_name.rpartition(".")
+        return 1 if param.dtype == torch.uint8 or module in self.conversions.packed else param.element_size()
+
+    def update_parallel_plan(self, model, plan):
+        """Scales follow their weights; global scales are per expert, so only experts split them."""
+        names = {re.sub(r"\.\d+(?=\.)", ".*", n) for n, _ in model.named_parameters()}
+        for key, style in list(plan.items()):
+            stem, _, name = key.rpartition(".")
+            if name not in ("gate_up_proj", "up_proj", "down_proj"):
+                continue
+            parts = ("gate_proj", "up_proj") if name == "gate_up_proj" else (name,)
+            scales = [f"{p}_{kind}" for p in parts for kind in ("global_scale", "input_scale")]
+            by_expert = style == "grouped_gemm"
+            for extra, wanted in [(f"{name}_sf", style), *((s, style if by_expert else None) for s in scales)]:
+                full = f"{stem}.{extra}"
+                if wanted is not None and full not in plan and any(n.endswith(full) for n in names):
+                    plan[full] = wanted
+
+    # ------------------------------------------------------------ after loading
+    def _process_model_after_weight_loading(self, model, **kwargs):
+        for name, experts in self.conversions.packed.items():
+            for key, param in experts.named_parameters(recurse=False):
+                param.requires_grad_(False)  # the loader makes every floating parameter trainable
+                if key.endswith("_scale") and param.device.type != "meta":
+                    local = param.to_local() if hasattr(param, "to_local") else param
+                    check_global_scale(local, f"{name}.{key}")
+        model._weight_conversions = self.conversions.for_saving(model._weight_conversions)
+        self._headers = {}
+        return model
+
+    def is_serializable(self, *args, **kwargs):
+        return True
+
+    @property
+    def is_trainable(self):
+        return False
+
+    @property
+    def is_compileable(self):
+        return True
+
+    def _dequantize(self, model, dtype=None):
+        raise NotImplementedError(
+            "4-bit experts are not turned back into dense ones: load the original checkpoint instead"
+        )
+
+
+# ---------------------------------------------------------------- models in memory
+def swap_experts(
+    model: nn.Module,
+    activations: str = "bf16",
+    recipe: str = DEFAULT_RECIPE,
+    exclude: list[str] | None = None,
+    progress: bool = True,
+) -> nn.Module:
+    """Make the experts of a transformers `model` 4-bit, in place; returns the model.
+
+    Walks the whole model, composite ones too. Layer by layer: the peak above the result is one
+    layer's dense experts. The model then saves and loads like one quantized while loading.
+
+    Raises NotImplementedError for experts in an unknown form (naming their class and the way out)
+    and ValueError if the model has no experts, or weights that are NaN or Inf.
+    """
+    config = MoeNvfp4Config(activations=activations, recipe=recipe, exclude=exclude)
+    if getattr(model, "hf_quantizer", None) is not None:
+        raise ValueError(
+            f"{type(model).__name__} is quantized already "
+            f"({model.hf_quantizer.quantization_config.quant_method}): load the original checkpoint"
+        )
+    if (base := getattr(model, "_weight_conversions", None)) is None and hasattr(model, "config"):
+        base = _model_conversions(model)
+    quantizer = MoeNvfp4Quantizer(config, pre_quantized=False)
+    found = find_experts(model, config)
+    packed = {}
+    swaps = [(name, module, layout) for name, module, layout in found if layout is not None]
+    for name, module, layout in tqdm(swaps, desc="NVFP4 experts", unit="layer", disable=not progress):
+        device = next(module.parameters()).device
+        experts = _replace(model, name, module, layout, config, device)
+        for e, (w13, w2) in enumerate(dense_experts(module, layout)):
+            try:
+                experts.load_expert(e, w13, w2, recipe)
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from None
+        for key in (experts.up_name, "down_proj") if layout.bias is not None else ():
+            bias = getattr(module, f"{key}_bias").detach()
+            bias = torch.stack([layout.canonical(f"{key}_bias", b) for b in bias])
+            getattr(experts, f"{key}_bias").data.copy_(bias)
+        packed[name] = experts
+    quantizer._attach(model, packed, [name for name, _, layout in found if layout is None])
+    quantizer.conversions.build(list(base or []))
+    model._weight_conversions = quantizer.conversions.for_saving(list(base or []))
+    model.hf_quantizer, model.is_quantized = quantizer, True
+    model.quantization_method = config.quant_method
+    if hasattr(model, "config"):
+        model.config.quantization_config = config
+    return model
+
+
+def set_activations(model: nn.Module, activations: str) -> nn.Module:
+    """Switch the 4-bit experts of `model` between "bf16" (W4A16) and "nvfp4" (W4A4), in place."""
+    if activations not in ACTIVATIONS:
+        raise ValueError(f"activations must be one of {ACTIVATIONS}, got {activations!r}")
+    experts = [m for m in model.modules() if isinstance(m, HFExperts)]
+    if not experts:
+        raise ValueError(f"{type(model).__name__} has no 4-bit experts: call swap_experts first")
+    for module in experts:
+        module.activations = activations
+    model.hf_quantizer.quantization_config.activations = activations
+    return model
+
+
+def find_experts(model: nn.Module, config: MoeNvfp4Config) -> list[tuple[str, nn.Module, Any]]:
+    """(name, module, layout) of every experts module; layout None: excluded by `config`.
+
+    Raises ValueError where there is none to quantize.
+    """
+    found, inside = [], ()
+    for name, module in model.named_modules():
+        if inside and name.startswith(inside):
+            continue  # parts of an experts module are not experts modules
+        excluded = config.excludes(name)
+        try:
+            layout = describe(module)
+        except NotImplementedError:
+            if not excluded:
+                raise
+            layout = None
+            found.append((name, module, None))
+            continue
+        if layout is not None:
+            found.append((name, module, None if excluded else layout))
+            inside = (f"{name}.",)
+    if not any(layout is not None for _, _, layout in found):
+        raise ValueError(
+            f"{type(model).__name__} has no experts to quantize"
+            + (f": {len(found)} experts modules are all excluded" if found else
+               "; dense models are not what this library is for")
+        )  # fmt: skip
+    return found
+
+
+def _replace(model, name, module, layout, config, device) -> HFExperts:
+    experts = HFExperts(module, layout, config.activations, config.input_scale, device)
+    if experts.gate.kind == "raw":
+        logger.warning_once(
+            f"{type(module).__name__} has a gate of its own: it runs unfused, between the two GEMMs"
+        )
+    experts.train(module.training)
+    model.set_submodule(name, experts)
+    return experts
+
+
+def _not_quantized(model: nn.Module, excluded: list[str]) -> set[str]:
+    """What other readers of the files must not take for NVFP4: all linears, and excluded experts."""
+    linears = {n for n, m in model.named_modules() if isinstance(m, nn.Linear)}
+    routers = {n for n, m in model.named_modules() if n.endswith((".gate", ".router"))}
+    wild = {re.sub(r"\.\d+(?=\.|$)", ".*", n) for n in linears | routers}
+    return wild | {f"{name}*" for name in excluded}
+
+
+def _model_conversions(model: nn.Module) -> list:
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import PrefixChange
+
+    # as transformers does when it saves a model that was not loaded from files
+    conversions = get_model_conversion_mapping(model, add_legacy=False)
+    return [c for c in conversions if not isinstance(c, PrefixChange)]

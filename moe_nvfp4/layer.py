@@ -1,0 +1,300 @@
+"""The layer: `NVFP4Experts`, a drop-in for the experts module of a Hugging Face MoE model.
+
+    x, top-k ids ── group_by_expert ── quantize_rows ── gemm1_swiglu ── gemm2_combine ── y
+
+The stages are torch.library ops, opaque to torch.compile; each runs on the backend of its device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+
+import torch
+from torch import Tensor, nn
+
+from moe_nvfp4 import format as nvfp4
+from moe_nvfp4 import reference
+from moe_nvfp4.quantize.experts import DEFAULT_RECIPE, quantize_matrix
+from moe_nvfp4.routing import Groups, Rows, group_by_expert
+from moe_nvfp4.weights import ACTIVATIONS, ExpertWeights, Gate
+
+
+def backend(device: torch.device) -> ModuleType:
+    """The module with the stage functions for `device`: today the reference, everywhere."""
+    return reference
+
+
+# ---------------------------------------------------------------- the stages as torch ops
+# Lists of tensors travel instead of the dataclasses; `spec` carries gate and activations. The
+# reference waits for the group offsets, which a CUDA graph can't.
+_OP = dict(mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
+
+
+@torch.library.custom_op(
+    "moe_nvfp4::quantize_rows",
+    schema="(Tensor x, Tensor? index, Tensor? scale, Tensor order, Tensor offsets) -> Tensor[]",
+    **_OP,
+)
+def _quantize_rows(x, index, scale, order, offsets):
+    rows = backend(x.device).quantize_rows(x, index, scale, Groups(order, offsets, 1))
+    return [rows.values, rows.sf, rows.scale]
+
+
+@_quantize_rows.register_fake
+def _(x, index, scale, order, offsets):
+    return _empty_nvfp4(x, order.shape[0], offsets.shape[0] - 1, -(-x.shape[1] // 16) * 16)
+
+
+@torch.library.custom_op(
+    "moe_nvfp4::gemm1_swiglu",
+    schema="(Tensor?[] rows, Tensor?[] weights, str spec, Tensor order, Tensor offsets, "
+    "ScalarType dtype) -> Tensor[]",
+    **_OP,
+)
+def _gemm1_swiglu(rows, weights, spec, order, offsets, dtype):
+    weights = ExpertWeights.from_tensors(weights, spec)
+    stage = backend(order.device)
+    h = stage.gemm1_swiglu(Rows(*rows), weights, Groups(order, offsets, 1), dtype)
+    return [h.values, h.sf, h.scale] if h.is_nvfp4 else [h.values]
+
+
+@_gemm1_swiglu.register_fake
+def _(rows, weights, spec, order, offsets, dtype):
+    w, R = ExpertWeights.from_tensors(weights, spec), order.shape[0]
+    if w.activations == "nvfp4" and w.h_scale is not None and w.gate.kind != "raw":
+        return _empty_nvfp4(order, R, w.num_experts, w.w2.shape[-1] * 2)
+    width = w.w13.shape[1] if w.gate.kind == "raw" else w.intermediate_size
+    return [order.new_empty(R, width, dtype=dtype)]
+
+
+@torch.library.custom_op(
+    "moe_nvfp4::gemm2_combine",
+    schema="(Tensor?[] h, Tensor?[] weights, str spec, Tensor order, Tensor offsets, "
+    "Tensor top_k_weights, ScalarType dtype) -> Tensor",
+    **_OP,
+)
+def _gemm2_combine(h, weights, spec, order, offsets, top_k_weights, dtype):
+    weights = ExpertWeights.from_tensors(weights, spec)
+    groups = Groups(order, offsets, top_k_weights.shape[1])
+    return backend(order.device).gemm2_combine(Rows(*h), weights, groups, top_k_weights, dtype)
+
+
+@_gemm2_combine.register_fake
+def _(h, weights, spec, order, offsets, top_k_weights, dtype):
+    H = ExpertWeights.from_tensors(weights, spec).hidden_size
+    return top_k_weights.new_empty(top_k_weights.shape[0], H, dtype=dtype)
+
+
+def _empty_nvfp4(like: Tensor, R: int, E: int, K: int) -> list[Tensor]:
+    sf_bytes = nvfp4.grouped_sf_rows(R, E) * (-(-K // 64) * 4)
+    return [
+        like.new_empty(R, K // 2, dtype=torch.uint8),
+        like.new_empty(sf_bytes, dtype=torch.uint8),
+        like.new_empty(R, dtype=torch.float32),
+    ]
+
+
+def moe_forward(
+    x: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    weights: ExpertWeights,
+    own_gate: Callable[[Tensor], Tensor] | None = None,
+    post_expert_norm: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:
+    """The MoE experts: y[t] = sum_j top_k_weights[t, j] * expert[top_k_index[t, j]](x[t]).
+
+    x [T, H] bf16, fp16 or fp32; top_k_index [T, top_k] integer (num_experts or -1: skip the slot);
+    top_k_weights [T, top_k] floating; returns [T, H] in x's dtype. `own_gate` maps GEMM 1's output
+    [R, 2I] to h [R, I] when the gate of `weights` is "raw"; `post_expert_norm` acts on every
+    expert's output [T * top_k, H] before it is weighted.
+    """
+    if x.dim() != 2 or x.shape[1] != weights.hidden_size or x.shape[0] != top_k_index.shape[0]:
+        raise ValueError(
+            f"x must be [tokens, {weights.hidden_size}] with a row of top_k_index per token, got x "
+            f"{tuple(x.shape)} and top_k_index {tuple(top_k_index.shape)}"
+        )
+    groups = group_by_expert(top_k_index, weights.num_experts)
+    order, offsets = groups.order, groups.offsets
+    tensors, spec = weights.tensors(), weights.spec
+    quantized = weights.activations == "nvfp4"
+
+    rows = [x, None, None, groups.token]
+    if quantized:
+        rows = [*_quantize_rows(x, groups.token, weights.x_scale, order, offsets), None]
+    h = _gemm1_swiglu(rows, tensors, spec, order, offsets, x.dtype)
+    if own_gate is not None:
+        h = [own_gate(h[0])]
+    if quantized and len(h) == 1:
+        h = _quantize_rows(h[0], None, weights.h_scale, order, offsets)
+    h = [*h, *[None] * (4 - len(h))]
+    if post_expert_norm is None:
+        return _gemm2_combine(h, tensors, spec, order, offsets, top_k_weights, x.dtype)
+
+    # The norm sits between the expert's output and its routing weight, so combine by hand.
+    T, top_k = top_k_weights.shape
+    ones = torch.ones_like(top_k_weights).reshape(-1, 1)
+    y = _gemm2_combine(h, tensors, spec, order, offsets, ones, x.dtype)
+    y = post_expert_norm(y).view(T, top_k, x.shape[1]).float() * top_k_weights[..., None].float()
+    here = (top_k_index >= 0) & (top_k_index < weights.num_experts)
+    return y.masked_fill(~here[..., None], 0.0).sum(dim=1).to(x.dtype)
+
+
+def quantize_expert(
+    matrix: Tensor, name: str, recipe: str = DEFAULT_RECIPE, amax: Tensor | None = None
+) -> dict[str, Tensor]:
+    """One expert's matrix [N, K] -> its slices of `NVFP4Experts`' parameters, by their names.
+
+    name: "gate_up_proj" (rows [gate; up], each half with a global scale of its own), "up_proj" or
+    "down_proj". amax: fp32 [1 or 2], the largest magnitudes where the matrix is a part of a larger
+    one. ValueError for NaN or Inf.
+    """
+    parts = ("gate_proj", "up_proj") if name == "gate_up_proj" else (name,)
+    quantized = [
+        quantize_matrix(nvfp4.pad_k(part), recipe, amax=None if amax is None else amax[i])
+        for i, part in enumerate(matrix.chunk(len(parts)))
+    ]
+    result = {
+        name: torch.cat([codes for codes, _, _ in quantized]),
+        f"{name}_sf": torch.cat([sf.view(torch.uint8) for _, sf, _ in quantized]),
+    }
+    for part, (_, _, global_scale) in zip(parts, quantized, strict=True):
+        result[f"{part}_global_scale"] = global_scale
+    return result
+
+
+class NVFP4Experts(nn.Module):
+    """The experts of one MoE layer with 4-bit weights.
+
+    forward(hidden_states [T, H], top_k_index [T, top_k], top_k_weights [T, top_k]) -> [T, H]
+
+    Parameters (all frozen; uint8 bytes so that every collective and every loader carries them),
+    with the names Hugging Face's experts use, so that its tensor- and expert-parallel plans apply:
+
+    gate_up_proj           uint8 [E, 2I, K/2]   codes, rows [gate; up]; `up_proj` [E, I, K/2] if not
+                                                gated
+    gate_up_proj_sf        uint8 [E, 2I, K/16]  e4m3 bytes
+    gate_proj_global_scale fp32 [E]             and up_proj_global_scale
+    down_proj, down_proj_sf, down_proj_global_scale
+    gate_up_proj_bias, down_proj_bias           [E, 2I], [E, H], with `bias`
+    up_proj_input_scale, down_proj_input_scale  fp32 [E], with `input_scale`: static activation
+                                                scales for activations="nvfp4"
+
+    Build one with `NVFP4Experts.from_dense`, or `moe_nvfp4.integrations.huggingface.swap_experts`.
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size: int,
+        gate: Gate = Gate(),
+        activations: str = "bf16",
+        bias: torch.dtype | None = None,
+        input_scale: bool = False,
+        device: torch.device | str | None = None,
+    ):
+        super().__init__()
+        if activations not in ACTIVATIONS:
+            raise ValueError(f"activations must be one of {ACTIVATIONS}, got {activations!r}")
+        self.num_experts, self.gate, self.activations = num_experts, gate, activations
+        self.hidden_size, self.intermediate_size = hidden_size, intermediate_size
+        self.post_expert_norm: nn.Module | None = None
+        self.up_name = "gate_up_proj" if gate.gated else "up_proj"
+        E, N13 = num_experts, intermediate_size * (2 if gate.gated else 1)
+
+        def add(name: str, *shape: int, dtype: torch.dtype = torch.uint8) -> None:
+            parameter = nn.Parameter(torch.zeros(shape, dtype=dtype, device=device), requires_grad=False)
+            self.register_parameter(name, parameter)
+
+        for name, N, K in ((self.up_name, N13, hidden_size), ("down_proj", hidden_size, intermediate_size)):
+            K = -(-K // 16) * 16
+            add(name, E, N, K // 2)
+            add(f"{name}_sf", E, N, K // 16)
+            if bias is not None:
+                add(f"{name}_bias", E, N, dtype=bias)
+        for name in self.projections:
+            add(f"{name}_global_scale", E, dtype=torch.float32)
+        for name in ("up_proj", "down_proj") if input_scale else ():
+            add(f"{name}_input_scale", E, dtype=torch.float32)
+
+    @classmethod
+    def from_dense(
+        cls,
+        w13: Tensor,
+        w2: Tensor,
+        gate: Gate = Gate(),
+        activations: str = "bf16",
+        bias: tuple[Tensor, Tensor] | None = None,
+        recipe: str = DEFAULT_RECIPE,
+    ) -> NVFP4Experts:
+        """Quantize dense experts: w13 [E, 2I, H] (rows [gate; up]; [E, I, H] if not gated) and
+        w2 [E, H, I], floating; bias: ([E, 2I], [E, H])."""
+        E, N13, H = w13.shape
+        I = N13 // (2 if gate.gated else 1)
+        if w2.shape != (E, H, I):
+            raise ValueError(f"w2 must be {(E, H, I)} for w13 {tuple(w13.shape)}, got {tuple(w2.shape)}")
+        dtype = None if bias is None else bias[0].dtype
+        layer = cls(E, H, I, gate, activations, dtype, device=w13.device)
+        for e in range(E):
+            layer.load_expert(e, w13[e], w2[e], recipe)
+        if bias is not None:
+            getattr(layer, f"{layer.up_name}_bias").data.copy_(bias[0])
+            layer.down_proj_bias.data.copy_(bias[1])
+        return layer
+
+    def load_expert(self, e: int, w13: Tensor, w2: Tensor, recipe: str = DEFAULT_RECIPE) -> None:
+        """Quantize one expert's dense w13 [N13, H] and w2 [H, I] into place."""
+        for name, matrix in ((self.up_name, w13), ("down_proj", w2)):
+            try:
+                tensors = quantize_expert(matrix, name, recipe)
+            except ValueError as error:
+                raise ValueError(f"{name} of expert {e}: {error}") from None
+            for key, tensor in tensors.items():
+                getattr(self, key).data[e] = tensor
+
+    @property
+    def projections(self) -> tuple[str, ...]:
+        """The projections as checkpoints name them."""
+        return ("gate_proj", "up_proj", "down_proj") if self.gate.gated else ("up_proj", "down_proj")
+
+    @property
+    def weights(self) -> ExpertWeights:
+        """The parameters as they are now: read at every call, so sharding and offloading just work."""
+        p, up = self._parameters, self.up_name
+        return ExpertWeights(
+            w13=getattr(self, up),
+            w13_sf=getattr(self, f"{up}_sf"),
+            gate_scale=getattr(self, "gate_proj_global_scale") if self.gate.gated else None,
+            up_scale=self.up_proj_global_scale,
+            w2=self.down_proj,
+            w2_sf=self.down_proj_sf,
+            w2_scale=self.down_proj_global_scale,
+            b13=getattr(self, f"{up}_bias") if f"{up}_bias" in p else None,
+            b2=self.down_proj_bias if "down_proj_bias" in p else None,
+            x_scale=self.up_proj_input_scale if "up_proj_input_scale" in p else None,
+            h_scale=self.down_proj_input_scale if "down_proj_input_scale" in p else None,
+            gate=self.gate,
+            activations=self.activations,
+        )
+
+    def own_gate(self, w13_out: Tensor) -> Tensor:
+        """The gate of a "raw" layer, [R, 2I] -> [R, I]; adapters replace it."""
+        raise NotImplementedError(
+            "this layer has gate kind 'raw': assign `own_gate`, a function from GEMM 1's output "
+            "[rows, 2 * I] to h [rows, I]"
+        )
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        own_gate = self.own_gate if self.gate.kind == "raw" else None
+        return moe_forward(
+            hidden_states, top_k_index, top_k_weights, self.weights, own_gate, self.post_expert_norm
+        )
+
+    def extra_repr(self) -> str:
+        return (
+            f"num_experts={self.num_experts}, hidden_size={self.hidden_size}, "
+            f"intermediate_size={self.intermediate_size}, gate={self.gate.kind}, "
+            f"activations={self.activations!r}"
+        )

@@ -1,0 +1,131 @@
+"""The reference backend: the three stages in plain torch, on any device.
+
+This is the oracle the kernels are tested against, so it is written to be read: one loop over the
+experts that are hit, fp32 sums, no fusion. It reads the group offsets back to the host, and it
+dequantizes at most `CHUNK` weights at a time, so it never holds a layer's weights in another form
+than NVFP4.
+
+Numerics, the same on every backend: a GEMM sums (code * sf) * x in fp32; the global scales (of
+the weights, and of the rows when they are NVFP4) multiply the sum; bias and gate are fp32; h is
+rounded once, to the rows' dtype or to NVFP4; the combine adds the weighted slots 0, 1, ... of a
+token in fp32, in that order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from moe_nvfp4 import format as nvfp4
+from moe_nvfp4.routing import Groups, Rows
+from moe_nvfp4.weights import ExpertWeights
+
+CHUNK = 1 << 21  # weights dequantized at a time: 8 MiB of fp32
+
+
+def quantize_rows(x: Tensor, index: Tensor | None, scale: Tensor | None, groups: Groups) -> Rows:
+    """bf16/fp16/fp32 x [*, K] -> NVFP4 rows: row r is x[index[r]] (x[r] without an index).
+
+    scale fp32 [E]: the static global scale of each expert's rows (`input_scale` of a checkpoint);
+    None: dynamic, amax / (6 * 448) of every row. K is padded to a multiple of 16 with zeros.
+    """
+    x = nvfp4.pad_k(x if index is None else x[index])
+    if scale is None:
+        row_scale = nvfp4.global_scale_for(x.abs().amax(dim=-1).float())
+    else:
+        row_scale = F.pad(scale, (0, 1), value=1.0)[groups.expert_of_row()]
+    codes, sf, _ = nvfp4.quantize(x, row_scale, check=False)
+    sf = nvfp4.swizzle_sf_grouped(sf.view(torch.uint8), groups.offsets)
+    return Rows(codes, sf, row_scale)
+
+
+def gemm1_swiglu(rows: Rows, weights: ExpertWeights, groups: Groups, dtype: torch.dtype) -> Rows:
+    """h = gate(rows · w13ᵀ): `dtype` [R, I] (raw gate: [R, N13]), or NVFP4 where weights.h_scale is.
+
+    Rows of nobody come back as zeros.
+    """
+    w, I = weights, weights.intermediate_size
+    width = w.w13.shape[1] if w.gate.kind == "raw" else I
+    R, device = groups.num_rows, rows.values.device
+    static = w.activations == "nvfp4" and w.h_scale is not None and w.gate.kind != "raw"
+    if static:
+        K2 = w.w2.shape[-1] * 2
+        codes = torch.zeros(R, K2 // 2, dtype=torch.uint8, device=device)
+        sf = torch.zeros(R, K2 // 16, dtype=torch.uint8, device=device)
+    else:
+        h = torch.zeros(R, width, dtype=dtype, device=device)
+    for e, live, x in _rows_by_expert(rows, groups):
+        out = _matmul(x, w.w13[e], w.w13_sf[e])
+        if w.gate_scale is not None:
+            out[:, :I] *= w.gate_scale[e]
+            out[:, I:] *= w.up_scale[e]
+        else:
+            out *= w.up_scale[e]
+        if rows.is_nvfp4:
+            out *= rows.scale[live, None]
+        if w.b13 is not None:
+            out += w.b13[e].float()
+        out = w.gate(out)
+        if static:
+            codes[live], sf_e, _ = nvfp4.quantize(nvfp4.pad_k(out), w.h_scale[e], check=False)
+            sf[live] = sf_e.view(torch.uint8)
+        else:
+            h[live] = out.to(dtype)
+    if not static:
+        return Rows(h)
+    scale = F.pad(w.h_scale, (0, 1), value=1.0)[groups.expert_of_row()]
+    return Rows(codes, nvfp4.swizzle_sf_grouped(sf, groups.offsets), scale)
+
+
+def gemm2_combine(
+    h: Rows, weights: ExpertWeights, groups: Groups, top_k_weights: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """y[t] = sum over slots j of top_k_weights[t, j] * (h · w2ᵀ), in `dtype` [T, H]."""
+    w = weights
+    T, top_k = top_k_weights.shape
+    out = torch.zeros(T * top_k, w.hidden_size, dtype=torch.float32, device=h.values.device)
+    for e, live, x in _rows_by_expert(h, groups):
+        y = _matmul(x, w.w2[e], w.w2_sf[e])
+        y *= w.w2_scale[e]
+        if h.is_nvfp4:
+            y *= h.scale[live, None]
+        if w.b2 is not None:
+            y += w.b2[e].float()
+        out[groups.order[live]] = y
+    out = out.view(T, top_k, w.hidden_size)
+    total = torch.zeros(T, w.hidden_size, dtype=torch.float32, device=out.device)
+    for j in range(top_k):
+        total += top_k_weights[:, j, None].float() * out[:, j]
+    return total.to(dtype)
+
+
+def _rows_by_expert(rows: Rows, groups: Groups) -> Iterator[tuple[int, slice, Tensor]]:
+    """(expert, its rows as a slice, their values in fp32 without global scale) for experts hit."""
+    sf = None
+    if rows.is_nvfp4:
+        R = groups.num_rows
+        sf = nvfp4.unswizzle_sf_grouped(rows.sf, groups.offsets, R, rows.values.shape[-1] // 8)
+    offsets = groups.offsets.tolist()
+    for e, (first, last) in enumerate(zip(offsets, offsets[1:], strict=False)):
+        if first == last:
+            continue
+        live = slice(first, last)
+        if sf is not None:
+            x = nvfp4.dequantize(rows.values[live], sf[live], None)
+        else:
+            x = rows.values[live if rows.index is None else rows.index[live]].float()
+        yield e, live, x
+
+
+def _matmul(x: Tensor, codes: Tensor, sf: Tensor) -> Tensor:
+    """fp32 [m, K] times one expert's (code * sf) [N, K]ᵀ -> fp32 [m, N]."""
+    N, K = codes.shape[0], codes.shape[1] * 2
+    out = torch.empty(x.shape[0], N, dtype=torch.float32, device=x.device)
+    step = max(1, CHUNK // K)
+    for n in range(0, N, step):
+        w = nvfp4.dequantize(codes[n : n + step], sf[n : n + step], None)
+        torch.mm(x, w[:, : x.shape[1]].T, out=out[:, n : n + step])
+    return out

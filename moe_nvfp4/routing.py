@@ -1,0 +1,145 @@
+"""Routing: top-k expert ids -> rows grouped by expert.
+
+Nothing here reads a value back to the host and no shape depends on data, so the same code runs
+eagerly, under `torch.compile(fullgraph=True)` and inside a CUDA graph.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """A tile map: `count` tiles, each of at most `tile` rows of one expert.
+
+    expert  int32 [max_tiles]  the expert of tile i; -1 for i >= count
+    row     int32 [max_tiles]  the first row of tile i
+    count   int32 [1]          how many tiles there are
+    """
+
+    expert: Tensor
+    row: Tensor
+    count: Tensor
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The assignments (token, slot) of a batch, sorted by expert. R = T * top_k rows.
+
+    order    int32 [R]      row r is assignment order[r] = token * top_k + slot; stable, so rows of
+                            one expert are in token order
+    offsets  int32 [E + 1]  expert e owns rows offsets[e] : offsets[e + 1]; rows from offsets[E] on
+                            belong to nobody (sentinel ids) and contribute exactly zero
+    top_k    int            slots per token
+    """
+
+    order: Tensor
+    offsets: Tensor
+    top_k: int
+
+    @property
+    def num_rows(self) -> int:
+        return self.order.shape[0]
+
+    @property
+    def num_experts(self) -> int:
+        return self.offsets.shape[0] - 1
+
+    @property
+    def token(self) -> Tensor:
+        """int32 [R]: the token of each row."""
+        return self.order // self.top_k
+
+    def expert_of_row(self) -> Tensor:
+        """int32 [R]: the expert of each row, E for rows that belong to nobody."""
+        rows = torch.arange(self.num_rows, dtype=torch.int32, device=self.order.device)
+        return torch.searchsorted(self.offsets[1:], rows, right=True, out_int32=True)
+
+    def per_assignment(self) -> Groups:
+        """The same rows with every assignment as a token of its own (top_k = 1)."""
+        return Groups(self.order, self.offsets, 1)
+
+    def tiles(self, tile: int) -> Tiles:
+        """The tile map for tiles of `tile` rows: every expert's rows, ragged at the end of each.
+
+        max_tiles = R // tile + min(E, R), a bound that holds for every routing.
+        """
+        if tile < 1:
+            raise ValueError(f"tile must be at least 1 row, got {tile}")
+        R, E = self.num_rows, self.num_experts
+        tiles_of = (self.offsets.diff() + (tile - 1)) // tile
+        end = tiles_of.cumsum(0, dtype=torch.int32)
+        index = torch.arange(R // tile + min(E, R), dtype=torch.int32, device=self.order.device)
+        expert = torch.searchsorted(end, index, right=True, out_int32=True)
+        inside = expert.clamp(max=E - 1)
+        row = self.offsets[inside] + (index - (end - tiles_of)[inside]) * tile
+        live = index < end[-1]
+        return Tiles(torch.where(live, expert, -1), torch.where(live, row, 0), end[-1:])
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The token side of a grouped GEMM, R rows in the order of a `Groups`.
+
+    values  [R, K] bf16/fp16/fp32 (or [T, K] with `index`), or NVFP4 codes uint8 [R, K/2]
+    sf      NVFP4 only: e4m3 bytes uint8, 128x4 layout, every expert's group padded to 128 rows
+    scale   NVFP4 only: fp32 [R], the global scale of each row
+    index   int32 [R] or None: row r is values[index[r]] (rows not gathered yet)
+    """
+
+    values: Tensor
+    sf: Tensor | None = None
+    scale: Tensor | None = None
+    index: Tensor | None = None
+
+    @property
+    def is_nvfp4(self) -> bool:
+        return self.sf is not None
+
+    def tensors(self) -> list[Tensor | None]:
+        return [self.values, self.sf, self.scale, self.index]
+
+
+def group_by_expert(top_k_index: Tensor, num_experts: int) -> Groups:
+    """Sort the assignments of `top_k_index` [T, top_k] (any integer dtype) by expert.
+
+    Ids 0 .. num_experts-1 name an expert; `num_experts` (and -1) are the sentinels of expert
+    parallelism: "not on this rank", skipped. T = 0, experts without tokens, one expert with all of
+    them and the same id twice in a row of `top_k_index` are all legal.
+
+    Raises TypeError for ids that are not integers, ValueError for another rank than 2 and for ids
+    outside the legal range (on a GPU an assertion in the stream, so that nothing waits for it).
+    """
+    if top_k_index.dim() != 2:
+        raise ValueError(
+            f"top_k_index must be [tokens, top_k], got shape {tuple(top_k_index.shape)}; "
+            "flatten batch and sequence before the experts"
+        )
+    if top_k_index.dtype.is_floating_point or top_k_index.dtype == torch.bool:
+        raise TypeError(
+            f"top_k_index must hold integer expert ids, got {top_k_index.dtype}; "
+            "are top_k_index and top_k_weights swapped?"
+        )
+    ids = top_k_index.reshape(-1)
+    _check_range(ids, num_experts)
+    ids = torch.where((ids >= 0) & (ids < num_experts), ids, num_experts).to(torch.int32)
+    sorted_ids, order = torch.sort(ids, stable=True)
+    experts = torch.arange(num_experts + 1, dtype=torch.int32, device=ids.device)
+    offsets = torch.searchsorted(sorted_ids, experts, out_int32=True)
+    return Groups(order.to(torch.int32), offsets, top_k_index.shape[1])
+
+
+def _check_range(ids: Tensor, num_experts: int) -> None:
+    legal = ((ids >= -1) & (ids <= num_experts)).all()
+    rule = (
+        f"expert ids must lie in 0..{num_experts - 1}, or be {num_experts} or -1 for 'not here'; "
+        "the router and the experts disagree about the number of experts"
+    )
+    if torch.compiler.is_compiling() or ids.is_cuda:
+        torch._assert_async(legal, rule)
+    elif not legal:
+        raise ValueError(f"{rule}: got ids from {int(ids.min())} to {int(ids.max())}")

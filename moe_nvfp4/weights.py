@@ -1,0 +1,201 @@
+"""ExpertWeights: the 4-bit weights of one MoE layer, as every backend reads them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from math import inf
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+ACTIVATIONS = ("bf16", "nvfp4")
+GATE_KINDS = ("silu", "gelu_tanh", "relu2", "raw")
+
+
+@dataclass(frozen=True)
+class Gate:
+    """What happens between the two GEMMs, in fp32.
+
+    kind       formula
+    silu       g * sigmoid(alpha * g) * (u + up_offset)
+    gelu_tanh  gelu(g, tanh) * (u + up_offset)
+    relu2      relu(u)^2, without a gate projection (Nemotron-H)
+    raw        nothing: GEMM 1 returns its fp32 sums in the rows' dtype and the caller goes on
+
+    With a finite `limit`, g <= limit and |u| <= limit: before the activation, or, with
+    `clamp_after`, on act(g) (Step-3.7). SwiGLU-OAI (gpt-oss, MiniMax-M3) is
+    Gate("silu", alpha=1.702, limit=7.0, up_offset=1.0). `gated` is False where the experts have
+    an up projection only.
+    """
+
+    kind: str = "silu"
+    alpha: float = 1.0
+    limit: float = inf
+    up_offset: float = 0.0
+    clamp_after: bool = False
+    gated: bool = True
+
+    def __post_init__(self):
+        if self.kind not in GATE_KINDS:
+            raise ValueError(
+                f"unknown activation {self.kind!r}: the fused gates are {', '.join(GATE_KINDS)}; "
+                "for another one use kind 'raw' and apply it to what GEMM 1 returns"
+            )
+        if self.kind == "relu2" and self.gated:
+            raise ValueError("relu2 has no gate projection: pass gated=False")
+        if self.kind in ("silu", "gelu_tanh") and not self.gated:
+            raise ValueError(f"{self.kind} needs a gate projection: pass gated=True or kind 'raw'")
+        if not self.limit > 0:
+            raise ValueError(f"limit must be positive, got {self.limit}")
+
+    def __call__(self, w13_out: Tensor) -> Tensor:
+        """fp32 [R, 2I] ([gate; up] halves; [R, I] when not gated) -> fp32 [R, I] (raw: as it is)."""
+        if self.kind == "raw":
+            return w13_out
+        if self.kind == "relu2":
+            return F.relu(w13_out).square()
+        g, u = w13_out.chunk(2, dim=-1)
+        if self.limit < inf:
+            u = u.clamp(-self.limit, self.limit)
+            g = g if self.clamp_after else g.clamp(max=self.limit)
+        g = g * torch.sigmoid(self.alpha * g) if self.kind == "silu" else F.gelu(g, approximate="tanh")
+        if self.clamp_after:
+            g = g.clamp(max=self.limit)
+        return g * (u + self.up_offset) if self.up_offset else g * u
+
+    @property
+    def spec(self) -> str:
+        """A string that `Gate.parse` reads back: how a gate travels through a torch op."""
+        return " ".join(f"{f.name}={getattr(self, f.name)!r}" for f in fields(self))
+
+    @classmethod
+    @lru_cache(maxsize=64)
+    def parse(cls, spec: str) -> Gate:
+        read = {"str": lambda v: v.strip("'"), "float": float, "bool": lambda v: v == "True"}
+        types = {f.name: f.type for f in fields(cls)}
+        pairs = (item.split("=") for item in spec.split())
+        return cls(**{name: read[types[name]](value) for name, value in pairs})
+
+
+@dataclass(frozen=True)
+class ExpertWeights:
+    """The weights of E experts; `value = code * sf * global_scale`.
+
+    w13         uint8 [E, N13, K13/2]   codes, low nibble = even k; rows [gate; up] as in Hugging
+                                        Face checkpoints (N13 = 2I), or up only (N13 = I)
+    w13_sf      uint8 [E, N13, K13/16]  e4m3 bytes, row-major
+    gate_scale  fp32 [E] or None        global scale of the gate rows (None: no gate projection)
+    up_scale    fp32 [E]                global scale of the up rows
+    w2, w2_sf   uint8 [E, H, K2/2], [E, H, K2/16]
+    w2_scale    fp32 [E]
+    b13, b2     [E, N13], [E, H] or None
+    x_scale     fp32 [E] or None        static global scale of the activations x, decode direction
+    h_scale     fp32 [E] or None        the same for h; None: dynamic, one scale per token
+
+    K13 and K2 are H and I rounded up to 16, the padding holds zero codes: exact.
+    """
+
+    w13: Tensor
+    w13_sf: Tensor
+    gate_scale: Tensor | None
+    up_scale: Tensor
+    w2: Tensor
+    w2_sf: Tensor
+    w2_scale: Tensor
+    b13: Tensor | None = None
+    b2: Tensor | None = None
+    x_scale: Tensor | None = None
+    h_scale: Tensor | None = None
+    gate: Gate = Gate()
+    activations: str = "bf16"
+
+    @property
+    def num_experts(self) -> int:
+        return self.w13.shape[0]
+
+    @property
+    def hidden_size(self) -> int:
+        return self.w2.shape[1]
+
+    @property
+    def intermediate_size(self) -> int:
+        return self.w13.shape[1] // (2 if self.gate.gated else 1)
+
+    def tensors(self) -> list[Tensor | None]:
+        """The tensor fields in order; with `spec` all that `from_tensors` needs."""
+        return [getattr(self, f.name) for f in fields(self)[:-2]]
+
+    @property
+    def spec(self) -> str:
+        return f"{self.activations};{self.gate.spec}"
+
+    @classmethod
+    def from_tensors(cls, tensors: list[Tensor | None], spec: str) -> ExpertWeights:
+        activations, gate = spec.split(";")
+        return cls(*tensors, gate=Gate.parse(gate), activations=activations)
+
+    def validate(self, name: str = "experts") -> ExpertWeights:
+        """Check dtypes, shapes and scales against each other; returns self.
+
+        Reads the scales back to the host: call it once, after loading. Raises ValueError naming
+        the tensor, the rule and the way out.
+        """
+        if self.activations not in ACTIVATIONS:
+            raise ValueError(
+                f"activations must be one of {', '.join(map(repr, ACTIVATIONS))}, "
+                f"got {self.activations!r}"
+            )
+        E, I, H = self.num_experts, self.intermediate_size, self.hidden_size
+        K13, K2 = self.w13.shape[-1] * 2, self.w2.shape[-1] * 2
+        shapes = {
+            "w13": (E, I * (2 if self.gate.gated else 1), K13 // 2),
+            "w13_sf": (E, I * (2 if self.gate.gated else 1), K13 // 16),
+            "gate_scale": (E,), "up_scale": (E,), "w2_scale": (E,), "x_scale": (E,), "h_scale": (E,),
+            "w2": (E, H, K2 // 2), "w2_sf": (E, H, K2 // 16),
+            "b13": (E, I * (2 if self.gate.gated else 1)), "b2": (E, H),
+        }  # fmt: skip
+        for field, shape in shapes.items():
+            tensor = getattr(self, field)
+            if tensor is None:
+                if field in ("gate_scale",) and self.gate.gated:
+                    raise ValueError(f"{name}.{field} is missing: a gated layer needs it")
+                continue
+            if tuple(tensor.shape) != shape:
+                raise ValueError(f"{name}.{field} has shape {tuple(tensor.shape)}, expected {shape}")
+            codes = field in ("w13", "w13_sf", "w2", "w2_sf")
+            if codes and tensor.dtype != torch.uint8:
+                raise ValueError(f"{name}.{field} has dtype {tensor.dtype}, expected torch.uint8 bytes")
+            if field.endswith("_scale"):
+                check_global_scale(tensor, f"{name}.{field}")
+        for field, K, width in (("w13", K13, H), ("w2", K2, I)):
+            if K != -(-width // 16) * 16:
+                raise ValueError(
+                    f"{name}.{field} holds K = {K} codes per row for a width of {width}: it must be "
+                    f"the width rounded up to 16; under tensor parallelism choose tp_size so that "
+                    "the local width is a multiple of 16"
+                )
+        for field in ("w13_sf", "w2_sf"):
+            # 0x7f and 0xff are e4m3's NaNs; a set sign bit is a negative scale
+            if (getattr(self, field) >= 0x7F).any():
+                raise ValueError(
+                    f"{name}.{field} holds NaN or negative block scales: the file is damaged or is "
+                    "not NVFP4 (block scales are positive e4m3 numbers); quantize again"
+                )
+        return self
+
+
+def check_global_scale(scale: Tensor, name: str) -> None:
+    """ValueError unless every fp32 scale is finite and positive (0, inf and NaN are named)."""
+    if scale.dtype != torch.float32:
+        raise ValueError(f"{name} has dtype {scale.dtype}, expected torch.float32")
+    bad = ~(torch.isfinite(scale) & (scale > 0))
+    if bad.any():
+        first = int(bad.reshape(-1).nonzero()[0])
+        raise ValueError(
+            f"{name} of expert {first} is {scale.reshape(-1)[first].item()}: a global scale is a "
+            "finite positive number (value = code * sf * global_scale); the checkpoint is damaged "
+            "or was written with a reciprocal of zero: quantize it again"
+            + (", or load with activations='bf16'" if name.endswith("input_scale") else "")
+        )

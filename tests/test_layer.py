@@ -1,0 +1,265 @@
+"""The layer and its stages against per-token loops in float64."""
+
+import math
+
+import pytest
+import torch
+from common import THRESHOLDS, relative_error
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moe_nvfp4 import ExpertWeights, Gate, NVFP4Experts, moe_forward
+from moe_nvfp4 import format as nvfp4
+
+GATES = {
+    "silu": Gate(),
+    "gelu_tanh": Gate("gelu_tanh"),
+    "swiglu_oai": Gate("silu", alpha=1.702, limit=1.5, up_offset=1.0),
+    "clamped": Gate("silu", limit=0.8),
+    "clamp_after": Gate("silu", limit=0.5, clamp_after=True),
+    "relu2": Gate("relu2", gated=False),
+}
+
+
+def naive_gate(gate: Gate, v: list[float], I: int) -> list[float]:
+    """The formulas of `Gate`, written out again with the math module."""
+    if gate.kind == "relu2":
+        return [max(x, 0.0) ** 2 for x in v]
+    out = []
+    for g, u in zip(v[:I], v[I:], strict=True):
+        u = max(-gate.limit, min(gate.limit, u))
+        if not gate.clamp_after:
+            g = min(g, gate.limit)
+        if gate.kind == "silu":
+            a = g / (1 + math.exp(-gate.alpha * g))
+        else:
+            a = 0.5 * g * (1 + math.tanh(math.sqrt(2 / math.pi) * (g + 0.044715 * g**3)))
+        if gate.clamp_after:
+            a = min(a, gate.limit)
+        out.append(a * (u + gate.up_offset))
+    return out
+
+
+def dense(codes, sf, scale):
+    """[N, K/2] codes -> float64 by the dictionary definition of the format."""
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6]).double()
+    low, high = values[(codes & 15).long()], values[(codes >> 4).long()]
+    sf = sf.view(torch.float8_e4m3fn).double().repeat_interleave(16, dim=-1)
+    return torch.stack([low, high], -1).flatten(-2) * sf * scale.double()
+
+
+def fake_quantize(row, scale=None):
+    """One float64 row -> the values its NVFP4 form has (the format itself is tested elsewhere)."""
+    row = nvfp4.pad_k(row.float())
+    scale = nvfp4.global_scale_for(row.abs().amax()) if scale is None else scale
+    codes, sf, scale = nvfp4.quantize(row, scale)
+    return dense(codes, sf.view(torch.uint8), scale)
+
+
+def naive_moe(x, ids, weights, w: ExpertWeights):
+    """Token by token, slot by slot, float64; rounds h where the specification rounds it."""
+    y = torch.zeros(x.shape[0], w.hidden_size, dtype=torch.float64)
+    I, quantized = w.intermediate_size, w.activations == "nvfp4"
+    for t in range(x.shape[0]):
+        for e, p in zip(ids[t].tolist(), weights[t].double().tolist(), strict=True):
+            if not 0 <= e < w.num_experts:
+                continue
+            row = nvfp4.pad_k(x[t].double())
+            if quantized:
+                row = fake_quantize(x[t], None if w.x_scale is None else w.x_scale[e])
+            if w.gate.gated:
+                scale = torch.cat([w.gate_scale[e].expand(I), w.up_scale[e].expand(I)])[:, None]
+            else:
+                scale = w.up_scale[e]
+            v = dense(w.w13[e], w.w13_sf[e], scale) @ row
+            if w.b13 is not None:
+                v = v + w.b13[e].double()
+            h = torch.tensor(naive_gate(w.gate, v.tolist(), I), dtype=torch.float64)
+            if not quantized:
+                h = nvfp4.pad_k(h.to(x.dtype).double())
+            elif w.h_scale is None:
+                h = fake_quantize(h.to(x.dtype))
+            else:
+                h = fake_quantize(h, w.h_scale[e])
+            out = dense(w.w2[e], w.w2_sf[e], w.w2_scale[e]) @ h
+            if w.b2 is not None:
+                out = out + w.b2[e].double()
+            y[t] += p * out
+    return y
+
+
+def make(E=4, H=64, I=32, gate="silu", activations="bf16", bias=False, static=False, seed=0):
+    torch.manual_seed(seed)
+    gate = GATES[gate]
+    layer = NVFP4Experts.from_dense(
+        torch.randn(E, I * (2 if gate.gated else 1), H) / H**0.5,
+        torch.randn(E, H, I) / I**0.5,
+        gate=gate,
+        activations=activations,
+        bias=(torch.randn(E, I * (2 if gate.gated else 1)), torch.randn(E, H)) if bias else None,
+    )
+    if static:
+        for name in ("up_proj", "down_proj"):
+            scale = torch.rand(E) * 1e-3 + 5e-4
+            layer.register_parameter(f"{name}_input_scale", torch.nn.Parameter(scale, requires_grad=False))
+    return layer
+
+
+def batch(T, E, k, H, dtype=torch.float32, sentinels=False):
+    ids = torch.randint(-1 if sentinels else 0, E + sentinels, (T, k))
+    return torch.randn(T, H).to(dtype), ids, torch.rand(T, k).to(dtype)
+
+
+@pytest.mark.parametrize("activations", ["bf16", "nvfp4"])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("gate", GATES)
+def test_layer_matches_the_loop(gate, bias, activations):
+    layer = make(gate=gate, bias=bias, activations=activations)
+    x, ids, p = batch(9, 4, 3, 64, sentinels=True)
+    expected = naive_moe(x, ids, p, layer.weights.validate())
+    assert relative_error(layer(x, ids, p), expected) < THRESHOLDS["fp32"]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("activations", ["bf16", "nvfp4"])
+def test_half_precision_rows(dtype, static, activations):
+    layer = make(activations=activations, static=static)
+    x, ids, p = batch(16, 4, 2, 64, dtype)
+    y = layer(x, ids, p)
+    assert y.dtype == dtype
+    # an h that is a hair from a rounding boundary may land on the other side: one step of bf16
+    # or of e2m1 in one element, hence a threshold above that of fp32
+    kind = "w4a4" if activations == "nvfp4" else "half"
+    assert relative_error(y, naive_moe(x, ids, p, layer.weights)) < THRESHOLDS[kind]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    E=st.integers(1, 6), T=st.integers(0, 12), k=st.integers(1, 4),
+    H=st.sampled_from([16, 48, 72, 100]), I=st.sampled_from([8, 16, 40]),
+    gate=st.sampled_from(sorted(GATES)), activations=st.sampled_from(["bf16", "nvfp4"]),
+    static=st.booleans(), seed=st.integers(0, 99),
+)  # fmt: skip
+def test_any_shape(E, T, k, H, I, gate, activations, static, seed):
+    """Widths that are no multiple of 16 are padded with zeros, which changes nothing."""
+    layer = make(E, H, I, gate, activations, static=static, seed=seed)
+    x, ids, p = batch(T, E, k, H, sentinels=True)
+    y = layer(x, ids, p)
+    assert y.shape == (T, H)
+    expected = naive_moe(x, ids, p, layer.weights.validate())
+    assert T == 0 or relative_error(y, expected) < THRESHOLDS["w4a4" if activations == "nvfp4" else "fp32"]
+
+
+def test_gate_and_up_keep_their_own_global_scale():
+    layer = make()
+    layer.up_proj_global_scale.mul_(7.0)
+    x, ids, p = batch(8, 4, 2, 64)
+    assert relative_error(layer(x, ids, p), naive_moe(x, ids, p, layer.weights)) < THRESHOLDS["fp32"]
+
+
+def test_sentinels_duplicates_and_zero_weights():
+    layer = make()
+    x = torch.randn(3, 64)
+    nobody = layer(x, torch.full((3, 2), 4), torch.rand(3, 2))
+    assert torch.equal(nobody, torch.zeros(3, 64))
+    one = layer(x, torch.tensor([[1], [2], [3]]), torch.ones(3, 1))
+    twice = layer(x, torch.tensor([[1, 1], [2, 2], [3, 3]]), torch.full((3, 2), 0.5))
+    assert relative_error(twice, one) < THRESHOLDS["fp32"]
+    with_sentinel = layer(x, torch.tensor([[4, 1], [2, -1], [3, 4]]), torch.ones(3, 2))
+    assert torch.equal(with_sentinel, one)
+    zero = layer(x, torch.tensor([[1, 0], [2, 0], [3, 0]]), torch.tensor([[1.0, 0.0]] * 3))
+    assert torch.equal(zero, one)
+
+
+def test_same_bits_twice_and_in_any_batch():
+    """The combine's order is fixed, and a token's result does not depend on its neighbours' order."""
+    layer = make(activations="nvfp4")
+    x, ids, p = batch(32, 4, 2, 64)
+    y = layer(x, ids, p)
+    assert torch.equal(y, layer(x, ids, p))
+    perm = torch.randperm(32)
+    assert relative_error(layer(x[perm], ids[perm], p[perm]), y[perm]) < THRESHOLDS["fp32"]
+
+
+def test_own_gate_runs_between_the_gemms():
+    layer, raw = make(), make()
+    raw.gate = Gate("raw")
+    raw.own_gate = lambda v: torch.nn.functional.silu(v.chunk(2, -1)[0]) * v.chunk(2, -1)[1]
+    for activations in ("bf16", "nvfp4"):
+        layer.activations = raw.activations = activations
+        x, ids, p = batch(8, 4, 2, 64)
+        assert relative_error(raw(x, ids, p), layer(x, ids, p)) < THRESHOLDS["w4a4"]
+
+
+def test_post_expert_norm_comes_before_the_routing_weight():
+    layer = make()
+    x, ids, p = batch(6, 4, 2, 64, sentinels=True)
+    norm = torch.nn.RMSNorm(64)
+    torch.nn.init.uniform_(norm.weight)
+    y = moe_forward(x, ids, p, layer.weights, post_expert_norm=norm)
+    expected = torch.zeros(6, 64, dtype=torch.float64)
+    one = torch.ones(1, 1)
+    for t in range(6):
+        for j in range(2):
+            if 0 <= ids[t, j] < 4:
+                out = naive_moe(x[t : t + 1], ids[t : t + 1, j : j + 1], one, layer.weights)
+                out = out / (out.square().mean() + torch.finfo(torch.float32).eps).sqrt()
+                expected[t] += p[t, j].double() * (out * norm.weight.double())[0]
+    assert relative_error(y, expected) < THRESHOLDS["fp32"]
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("activations", ["bf16", "nvfp4"])
+def test_compiles_without_a_graph_break(activations, static):
+    layer = make(activations=activations, static=static)
+    compiled = torch.compile(layer, fullgraph=True)
+    for T in (1, 5, 8):
+        x, ids, p = batch(T, 4, 2, 64, torch.bfloat16, sentinels=True)
+        assert torch.equal(compiled(x, ids, p), layer(x, ids, p))
+
+
+def test_ops_pass_torchs_own_check():
+    for activations, static in (("bf16", False), ("nvfp4", False), ("nvfp4", True)):
+        layer = make(activations=activations, static=static)
+        w = layer.weights
+        x, ids, p = batch(5, 4, 2, 64)
+        from moe_nvfp4.layer import _gemm1_swiglu, _gemm2_combine, _quantize_rows
+        from moe_nvfp4.routing import group_by_expert
+
+        g = group_by_expert(ids, 4)
+        rows = [x, None, None, g.token]
+        if activations == "nvfp4":
+            args = (x, g.token, w.x_scale, g.order, g.offsets)
+            torch.library.opcheck(_quantize_rows, args, test_utils=("test_schema", "test_faketensor"))
+            rows = [*_quantize_rows(*args), None]
+        args = (rows, w.tensors(), w.spec, g.order, g.offsets, x.dtype)
+        torch.library.opcheck(_gemm1_swiglu, args, test_utils=("test_schema", "test_faketensor"))
+        h = _gemm1_swiglu(*args)
+        h = [*h, *[None] * (4 - len(h))]
+        if activations == "bf16" or static:
+            args = (h, w.tensors(), w.spec, g.order, g.offsets, p, x.dtype)
+            torch.library.opcheck(_gemm2_combine, args, test_utils=("test_schema", "test_faketensor"))
+
+
+def test_bad_weights_are_named():
+    layer = make()
+    with pytest.raises(ValueError, match="unknown activation 'swish2'"):
+        Gate("swish2")
+    with pytest.raises(ValueError, match="activations must be one of"):
+        make(activations="fp8")
+    for bad in (0.0, float("inf"), float("nan"), -1.0):
+        layer.up_proj_global_scale[2] = bad
+        with pytest.raises(ValueError, match="experts.up_scale of expert 2 is"):
+            layer.weights.validate()
+    layer = make()
+    layer.down_proj_sf[1, 2, 0] = 0x7F
+    with pytest.raises(ValueError, match="w2_sf holds NaN or negative"):
+        layer.weights.validate()
+    with pytest.raises(ValueError, match="of expert 0.*NaN or Inf"):
+        NVFP4Experts.from_dense(torch.full((1, 32, 16), float("nan")), torch.zeros(1, 16, 16))
+    x, ids, p = batch(2, 4, 2, 64)
+    with pytest.raises(ValueError, match="row of top_k_index per token"):
+        layer(x[:1], ids, p)
+    with pytest.raises(ValueError, match=r"x must be \[tokens, 64\]"):
+        layer(x[:, :32], ids, p)

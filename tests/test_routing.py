@@ -1,0 +1,69 @@
+"""Routing against naive loops."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moe_nvfp4.routing import group_by_expert
+
+
+@st.composite
+def routings(draw):
+    E = draw(st.integers(1, 12))
+    T, top_k = draw(st.integers(0, 20)), draw(st.integers(1, 6))
+    ids = draw(st.lists(st.integers(-1, E), min_size=T * top_k, max_size=T * top_k))
+    dtype = draw(st.sampled_from([torch.int64, torch.int32]))
+    return E, torch.tensor(ids, dtype=dtype).view(T, top_k)
+
+
+@settings(max_examples=200, deadline=None)
+@given(routings(), st.sampled_from([1, 2, 8, 32]))
+def test_groups_and_tiles_match_a_loop(routing, tile):
+    E, ids = routing
+    groups = group_by_expert(ids, E)
+
+    flat = ids.reshape(-1).tolist()
+    rows = [[i for i, id in enumerate(flat) if id == e] for e in range(E)]
+    live = sum(map(len, rows))
+    assert groups.order.tolist()[:live] == sum(rows, [])
+    assert sorted(groups.order.tolist()) == list(range(len(flat)))
+    ends = [0]
+    for r in rows:
+        ends.append(ends[-1] + len(r))
+    assert groups.offsets.tolist() == ends
+    assert groups.token.tolist() == [a // ids.shape[1] for a in groups.order.tolist()]
+    expected = [e for e, r in enumerate(rows) for _ in r] + [E] * (len(flat) - live)
+    assert groups.expert_of_row().tolist() == expected
+
+    tiles = groups.tiles(tile)
+    count = tiles.count.item()
+    naive = [(e, ends[e] + i) for e, r in enumerate(rows) for i in range(0, len(r), tile)]
+    assert list(zip(tiles.expert.tolist(), tiles.row.tolist(), strict=True))[:count] == naive
+    assert count == len(naive) and set(tiles.expert.tolist()[count:]) <= {-1}
+
+
+def test_every_shape_is_static_and_compiles():
+    def sizes(ids):
+        groups = group_by_expert(ids, 4)
+        tiles = groups.tiles(8)
+        return groups.order, groups.offsets, groups.expert_of_row(), tiles.expert, tiles.row
+
+    compiled = torch.compile(sizes, fullgraph=True)
+    for ids in ([[0, 0], [0, 0], [0, 0]], [[4, 4], [-1, 4], [4, 4]], [[0, 1], [2, 3], [1, 4]]):
+        ids = torch.tensor(ids)
+        eager, traced = sizes(ids), compiled(ids)
+        for a, b in zip(eager, traced, strict=True):
+            assert torch.equal(a, b)
+    assert [t.shape for t in sizes(torch.zeros(3, 2, dtype=torch.long))] == [t.shape for t in eager]
+
+
+def test_misuse_is_named():
+    with pytest.raises(ValueError, match=r"expert ids must lie in 0\.\.3.*got ids from 0 to 9"):
+        group_by_expert(torch.tensor([[0, 9]]), 4)
+    with pytest.raises(TypeError, match="top_k_index and top_k_weights swapped"):
+        group_by_expert(torch.rand(2, 2), 4)
+    with pytest.raises(ValueError, match=r"must be \[tokens, top_k\]"):
+        group_by_expert(torch.zeros(4, dtype=torch.long), 4)
+    with pytest.raises(ValueError, match="tile must be at least 1"):
+        group_by_expert(torch.zeros(1, 1, dtype=torch.long), 4).tiles(0)
