@@ -32,7 +32,7 @@ from moe_nvfp4.integrations.conversion import (
 from moe_nvfp4.integrations.experts import HFExperts, dense_experts, describe
 from moe_nvfp4.quantize.checkpoint import read_headers
 from moe_nvfp4.quantize.experts import DEFAULT_RECIPE, RECIPES
-from moe_nvfp4.weights import ACTIVATIONS, check_global_scale
+from moe_nvfp4.weights import ACTIVATIONS, check_block_scales, check_global_scale
 
 logger = logging.get_logger(__name__)
 
@@ -134,25 +134,24 @@ class MoeNvfp4Quantizer(HfQuantizer):
         self._model: nn.Module | None = None
 
     # ------------------------------------------------------------ before loading
-    def _process_model_before_weight_loading(self, model, checkpoint_files=None, dtype=None, **kwargs):
+    def _process_model_before_weight_loading(self, model, checkpoint_files=None, **kwargs):
         self._headers = read_headers(checkpoint_files or [])
         if self.pre_quantized:
             self.quantization_config.input_scale = any(
                 key.endswith(".input_scale") and "expert" in key for key in self._headers
             )
-        # A quantizing load casts to the parameter's dtype first (transformers before 5.23): keep
-        # the placeholder in the checkpoint's precision, the loaded codes replace it.
-        placeholder = None if self.pre_quantized else dtype
         packed, excluded = {}, []
         for name, module, layout in find_experts(model, self.quantization_config):
             if layout is None:
                 excluded.append(name)
                 continue
             experts = _replace(model, name, module, layout, self.quantization_config, "meta")
-            if placeholder is not None:
-                for key in (experts.up_name, "down_proj"):
-                    param = getattr(experts, key)
-                    setattr(experts, key, nn.Parameter(param.to(placeholder), requires_grad=False))
+            # A load that quantizes casts to the parameter's dtype first (transformers before 5.23):
+            # until the codes come, the placeholder has the dtype of the dense weights.
+            dense = next(module.parameters()).dtype
+            for key in (experts.up_name, "down_proj") if not self.pre_quantized else ():
+                placeholder = nn.Parameter(getattr(experts, key).to(dense), requires_grad=False)
+                setattr(experts, key, placeholder)
             packed[name] = experts
         self._attach(model, packed, excluded)
 
@@ -206,9 +205,13 @@ class MoeNvfp4Quantizer(HfQuantizer):
         for name, experts in self.conversions.packed.items():
             for key, param in experts.named_parameters(recurse=False):
                 param.requires_grad_(False)  # the loader makes every floating parameter trainable
-                if key.endswith("_scale") and param.device.type != "meta":
-                    local = param.to_local() if hasattr(param, "to_local") else param
+                if param.device.type == "meta":  # offloaded to disk
+                    continue
+                local = param.to_local() if hasattr(param, "to_local") else param
+                if key.endswith("_scale"):
                     check_global_scale(local, f"{name}.{key}")
+                elif key.endswith("_sf"):
+                    check_block_scales(local, f"{name}.{key}")
         model._weight_conversions = self.conversions.for_saving(model._weight_conversions)
         self._headers = {}
         return model

@@ -159,7 +159,7 @@ class ExpertWeights:
         for field, shape in shapes.items():
             tensor = getattr(self, field)
             if tensor is None:
-                if field in ("gate_scale",) and self.gate.gated:
+                if field == "gate_scale" and self.gate.gated:
                     raise ValueError(f"{name}.{field} is missing: a gated layer needs it")
                 continue
             if tuple(tensor.shape) != shape:
@@ -169,19 +169,14 @@ class ExpertWeights:
                 raise ValueError(f"{name}.{field} has dtype {tensor.dtype}, expected torch.uint8 bytes")
             if field.endswith("_scale"):
                 check_global_scale(tensor, f"{name}.{field}")
+            if field.endswith("_sf"):
+                check_block_scales(tensor, f"{name}.{field}")
         for field, K, width in (("w13", K13, H), ("w2", K2, I)):
             if K != -(-width // 16) * 16:
                 raise ValueError(
                     f"{name}.{field} holds K = {K} codes per row for a width of {width}: it must be "
                     f"the width rounded up to 16; under tensor parallelism choose tp_size so that "
                     "the local width is a multiple of 16"
-                )
-        for field in ("w13_sf", "w2_sf"):
-            # 0x7f and 0xff are e4m3's NaNs; a set sign bit is a negative scale
-            if (getattr(self, field) >= 0x7F).any():
-                raise ValueError(
-                    f"{name}.{field} holds NaN or negative block scales: the file is damaged or is "
-                    "not NVFP4 (block scales are positive e4m3 numbers); quantize again"
                 )
         return self
 
@@ -198,4 +193,14 @@ def check_global_scale(scale: Tensor, name: str) -> None:
             "finite positive number (value = code * sf * global_scale); the checkpoint is damaged "
             "or was written with a reciprocal of zero: quantize it again"
             + (", or load with activations='bf16'" if name.endswith("input_scale") else "")
+        )
+
+
+def check_block_scales(sf: Tensor, name: str) -> None:
+    """ValueError unless every e4m3 byte is a number that is not negative."""
+    # 0x7f and 0xff are NaN, a set sign bit is a negative scale
+    if (sf >= 0x7F).any():
+        raise ValueError(
+            f"{name} holds NaN or negative block scales: the file is damaged or is not NVFP4 "
+            "(block scales are e4m3 numbers from 0 to 448); quantize again"
         )

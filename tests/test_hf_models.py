@@ -1,0 +1,513 @@
+"""Whole models: swap, quantize while loading, save, load, generate, compile, offload."""
+
+import json
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
+
+from moe_nvfp4.integrations.experts import HFExperts
+from moe_nvfp4.integrations.huggingface import MoeNvfp4Config, set_activations, swap_experts
+
+SMALL = dict(
+    vocab_size=96, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+    max_position_embeddings=128, bos_token_id=1, eos_token_id=2, pad_token_id=0,
+)  # fmt: skip
+
+
+def qwen3_moe():
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(
+        **SMALL, intermediate_size=96, moe_intermediate_size=48, num_experts=8, num_experts_per_tok=2))  # fmt: skip
+
+
+def mixtral():
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    return MixtralForCausalLM(MixtralConfig(
+        **SMALL, intermediate_size=48, num_local_experts=4, num_experts_per_tok=2))  # fmt: skip
+
+
+def gpt_oss():
+    """Transposed, interleaved, with biases, stacked in its files."""
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    config = GptOssConfig(**SMALL, intermediate_size=48, num_local_experts=4, num_experts_per_tok=2,
+                          rope_parameters={"rope_type": "default", "rope_theta": 1e4})  # fmt: skip
+    return GptOssForCausalLM(config)
+
+
+def granite():
+    """Plain, but stacked in its files."""
+    from transformers import GraniteMoeConfig, GraniteMoeForCausalLM
+
+    small = {k: v for k, v in SMALL.items() if k != "head_dim"}
+    return GraniteMoeForCausalLM(GraniteMoeConfig(
+        **small, intermediate_size=48, num_local_experts=4, num_experts_per_tok=2))  # fmt: skip
+
+
+def nemotron_h():
+    """No gate projection."""
+    from transformers import NemotronHConfig, NemotronHForCausalLM
+
+    config = NemotronHConfig(
+        vocab_size=96, hidden_size=64, num_hidden_layers=2, layers_block_type=["moe", "attention"],
+        num_attention_heads=4, num_key_value_heads=2, head_dim=16, n_routed_experts=4, num_experts_per_tok=2,
+        moe_intermediate_size=48, intermediate_size=48, moe_shared_expert_intermediate_size=48, n_group=1,
+        topk_group=1, bos_token_id=1, eos_token_id=2, pad_token_id=0,
+    )  # fmt: skip
+    return NemotronHForCausalLM(config)
+
+
+def dbrx():
+    from transformers import DbrxConfig, DbrxForCausalLM
+
+    config = DbrxConfig(
+        d_model=64, n_heads=4, n_layers=2, max_seq_len=128, vocab_size=96, attn_config={"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
+        ffn_config={"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2, "hidden_size": 64},
+    )  # fmt: skip
+    return DbrxForCausalLM(config)
+
+
+def llama4():
+    from transformers import Llama4ForCausalLM, Llama4TextConfig
+
+    config = Llama4TextConfig(
+        **SMALL, intermediate_size=48, intermediate_size_mlp=48, num_local_experts=4, num_experts_per_tok=1,
+        interleave_moe_layer_step=1, attn_temperature_tuning=False,
+    )  # fmt: skip
+    return Llama4ForCausalLM(config)
+
+
+FAMILIES = [qwen3_moe, mixtral, gpt_oss, granite, nemotron_h, dbrx, llama4]
+IDS = torch.tensor([[3, 17, 40, 5, 9, 11, 2, 8]])
+
+
+@pytest.fixture(params=FAMILIES, ids=lambda f: f.__name__)
+def family(request):
+    return request.param
+
+
+def make(family, dtype=torch.bfloat16):
+    torch.manual_seed(0)
+    model = family().to(dtype).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.dim() > 1:
+                p.normal_(std=0.2)
+    return model
+
+
+def folder(tmp_path, family, name="bf16", **kwargs):
+    path = tmp_path / name
+    make(family).save_pretrained(path, **kwargs)
+    return path
+
+
+def load(path, **kwargs):
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, **kwargs).eval()
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(IDS).logits
+
+
+def tensors(path):
+    found = {}
+    for file in sorted(path.glob("*.safetensors")):
+        with safe_open(file, "pt") as f:
+            found |= {key: f.get_tensor(key) for key in f.keys()}
+    return found
+
+
+def same_experts(a, b):
+    ours, theirs = (dict(m.named_parameters()) for m in (a, b))
+    assert ours.keys() == theirs.keys()
+    for name, p in ours.items():
+        assert torch.equal(p, theirs[name]), name
+        assert p.dtype == theirs[name].dtype
+
+
+# ---------------------------------------------------------------- the round trip
+def test_round_trip(family, tmp_path):
+    """In memory = while loading = saved and loaded: the same bytes, logits and tokens."""
+    source = folder(tmp_path, family)
+    swapped = swap_experts(load(source), progress=False)
+    model = load(source, quantization_config=MoeNvfp4Config())
+    assert sum(isinstance(m, HFExperts) for m in model.modules()) > 0
+    same_experts(swapped, model)
+    assert torch.equal(logits(swapped), logits(model))
+    assert not any(p.requires_grad for m in model.modules() if isinstance(m, HFExperts) for p in m.parameters())
+
+    for i, saved in enumerate((model, swapped)):
+        saved.save_pretrained(tmp_path / f"nvfp4-{i}")
+        again = load(tmp_path / f"nvfp4-{i}")
+        same_experts(again, model)
+        assert torch.equal(logits(again), logits(model))
+        greedy = dict(max_new_tokens=8, do_sample=False)
+        assert torch.equal(again.generate(IDS, **greedy), model.generate(IDS, **greedy))
+    assert_same_files(tmp_path / "nvfp4-0", tmp_path / "nvfp4-1")
+    again.save_pretrained(tmp_path / "nvfp4-2")  # and a loaded one saves the same files again
+    assert_same_files(tmp_path / "nvfp4-0", tmp_path / "nvfp4-2")
+
+
+def as_bytes(tensor):
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def assert_same_files(a, b):
+    a_tensors, b_tensors = tensors(a), tensors(b)
+    assert a_tensors.keys() == b_tensors.keys()
+    for key, value in a_tensors.items():
+        assert value.dtype == b_tensors[key].dtype, key
+        assert as_bytes(value) == as_bytes(b_tensors[key]), key
+    assert json.loads((a / "config.json").read_text()) == json.loads((b / "config.json").read_text())
+
+
+NAMES = {
+    "qwen3_moe": ("model.layers.1.mlp.experts.{e}.", ("gate_proj", "up_proj", "down_proj")),
+    "mixtral": ("model.layers.1.block_sparse_moe.experts.{e}.", ("w1", "w3", "w2")),
+    "gpt_oss": ("model.layers.1.mlp.experts.{e}.", ("gate_proj", "up_proj", "down_proj")),
+    "granite": ("model.layers.1.block_sparse_moe.experts.{e}.", ("gate_proj", "up_proj", "down_proj")),
+    "nemotron_h": ("backbone.layers.0.mixer.experts.{e}.", ("up_proj", "down_proj")),
+    "dbrx": ("transformer.blocks.1.ffn.experts.{e}.", ("gate_proj", "up_proj", "down_proj")),
+    "llama4": ("model.layers.1.feed_forward.experts.{e}.", ("gate_proj", "up_proj", "down_proj")),
+}
+
+
+def test_files_have_modelopt_names_and_the_quantizers_bytes(family, tmp_path):
+    """One tensor per expert, projection and scale; every byte as quantizing the matrix alone gives."""
+    from moe_nvfp4.quantize.experts import quantize_matrix
+
+    source = folder(tmp_path, family)
+    load(source, quantization_config=MoeNvfp4Config()).save_pretrained(tmp_path / "nvfp4")
+    files, config = tensors(tmp_path / "nvfp4"), json.loads((tmp_path / "nvfp4/config.json").read_text())
+    stem, projections = NAMES[family.__name__]
+    prefix = stem.split(".{e}")[0]
+    dense = experts_by_hand(tmp_path, family, prefix)
+    seen = set()
+    for e in range(4):
+        for projection, matrix in zip(projections, dense[e], strict=True):
+            codes, sf, global_scale = quantize_matrix(matrix)
+            expected = {"weight": codes, "weight_scale": sf, "weight_scale_2": global_scale}
+            for suffix, value in expected.items():
+                key = stem.format(e=e) + f"{projection}.{suffix}"
+                assert files[key].dtype == value.dtype and files[key].shape == value.shape, key
+                assert as_bytes(files[key]) == as_bytes(value), key
+                seen.add(key)
+    expert_keys = {k for k in files if k.startswith(prefix + ".") and not k.endswith("bias")}
+    per_expert = len(seen) // 4
+    assert len(expert_keys) == per_expert * (8 if family is qwen3_moe else 4)
+    quantization = config["quantization_config"]
+    assert quantization["quant_method"] == "modelopt" and quantization["quant_algo"] == "W4A16_NVFP4"
+    assert any("lm_head" in name for name in quantization["ignore"])
+
+
+def experts_by_hand(tmp_path, family, prefix):
+    """(gate, up, down) [out, in] of the first experts of the second MoE layer, from the bf16 model."""
+    layers = make(family)
+    name = prefix.replace("block_sparse_moe", "mlp") if family is mixtral else prefix
+    name = name.replace("backbone", "model") if family is nemotron_h else name
+    m = layers.get_submodule(name)
+    if family is dbrx:
+        w1, v1, w2 = (getattr(m.mlp, n).view(4, 48, 64) for n in ("w1", "v1", "w2"))
+        return [(w1[e], v1[e], w2[e].T) for e in range(4)]
+    if family is nemotron_h:
+        return [(m.up_proj[e], m.down_proj[e]) for e in range(4)]
+    found = []
+    for e in range(4):
+        up, down = m.gate_up_proj[e], m.down_proj[e]
+        if family in (gpt_oss, llama4):
+            up, down = up.T, down.T
+        gate, up = (up[0::2], up[1::2]) if family is gpt_oss else up.chunk(2)
+        found.append((gate, up, down))
+    return found
+
+
+def test_stacked_layout_saves_and_loads(tmp_path):
+    """save_original_format=False: one tensor per parameter, nothing of the other layout."""
+    model = load(folder(tmp_path, qwen3_moe), quantization_config=MoeNvfp4Config())
+    model.save_pretrained(tmp_path / "stacked", save_original_format=False)
+    keys = tensors(tmp_path / "stacked").keys()
+    assert not any(".experts.0." in k for k in keys)
+    assert "model.layers.0.mlp.experts.gate_up_proj_sf" in keys
+    same_experts(load(tmp_path / "stacked"), model)
+
+
+@pytest.mark.parametrize("family", [qwen3_moe, gpt_oss, granite], ids=lambda f: f.__name__)
+def test_exclusions_are_honoured_and_recorded(family, tmp_path):
+    source = folder(tmp_path, family)
+    first = "model.layers.0." + ("block_sparse_moe" if family is granite else "mlp") + ".experts"
+    model = load(source, quantization_config=MoeNvfp4Config(exclude=["model.layers.0.*"]))
+    kinds = {n: isinstance(m, HFExperts) for n, m in model.named_modules() if n.endswith(".experts")}
+    assert kinds.pop(first) is False and set(kinds.values()) == {True}
+    model.save_pretrained(tmp_path / "nvfp4")
+    config = json.loads((tmp_path / "nvfp4/config.json").read_text())["quantization_config"]
+    assert f"{first}*" in config["ignore"] and config["moe_nvfp4"]["exclude"] == ["model.layers.0.*"]
+    again = load(tmp_path / "nvfp4")
+    same_experts(again, model)
+    assert torch.equal(logits(again), logits(model))
+    dense = dict(load(source).named_parameters())
+    for name, p in again.get_submodule(first).named_parameters():
+        assert torch.equal(p, dense[f"{first}.{name}"])
+
+
+def test_shards_and_missing_index(tmp_path):
+    source = folder(tmp_path, qwen3_moe, max_shard_size="40KB")
+    assert len(list(source.glob("*.safetensors"))) > 4
+    model = load(source, quantization_config=MoeNvfp4Config())
+    model.save_pretrained(tmp_path / "nvfp4", max_shard_size="30KB")
+    assert len(list((tmp_path / "nvfp4").glob("*.safetensors"))) > 2
+    same_experts(load(tmp_path / "nvfp4"), model)
+
+
+# ---------------------------------------------------------------- generate
+@pytest.mark.parametrize("activations", ["bf16", "nvfp4"])
+def test_generate_with_every_cache_and_compiled(activations, tmp_path):
+    model = load(folder(tmp_path, qwen3_moe), quantization_config=MoeNvfp4Config(activations=activations))
+    greedy = dict(max_new_tokens=10, do_sample=False)
+    expected = model.generate(IDS, **greedy)
+    assert torch.equal(model.generate(IDS, cache_implementation="static", **greedy), expected)
+    assert torch.equal(model.generate(IDS, use_cache=False, **greedy), expected)
+    step = torch.compile(model.model.layers[0].mlp, fullgraph=True)
+    x = torch.randn(1, 5, 64, dtype=torch.bfloat16)
+    with torch.no_grad():
+        traced, eager = (y[0] if isinstance(y, tuple) else y for y in (step(x), model.model.layers[0].mlp(x)))
+    assert torch.equal(traced, eager)
+
+
+def test_compiled_model_has_no_graph_break(tmp_path):
+    model = load(folder(tmp_path, mixtral), quantization_config=MoeNvfp4Config())
+    compiled = torch.compile(model, fullgraph=True)
+    with torch.no_grad():
+        a, b = compiled(IDS, use_cache=False).logits, model(IDS, use_cache=False).logits
+    # the rest of the model is fused by the compiler and rounds elsewhere
+    assert (a - b).abs().max() <= 0.05 * b.abs().max()
+
+
+def test_generate_batch_equals_generate(tmp_path):
+    model = load(folder(tmp_path, qwen3_moe), quantization_config=MoeNvfp4Config())
+    from transformers import GenerationConfig
+
+    config = GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    outputs = model.generate_batch(inputs=[IDS[0].tolist()], generation_config=config, progress_bar=False)
+    (result,) = outputs.values()
+    expected = model.generate(IDS, generation_config=config)[0, IDS.shape[1] :]
+    assert result.generated_tokens == expected.tolist()
+
+
+@pytest.mark.parametrize("quantized", [False, True], ids=["while loading", "from 4-bit files"])
+def test_disk_offload(quantized, tmp_path):
+    source = folder(tmp_path, qwen3_moe)
+    whole = load(source, quantization_config=MoeNvfp4Config())
+    kwargs = dict(quantization_config=MoeNvfp4Config())
+    if quantized:
+        whole.save_pretrained(tmp_path / "nvfp4")
+        source, kwargs = tmp_path / "nvfp4", {}
+    device_map = {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk",
+                  "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}  # fmt: skip
+    model = load(source, device_map=device_map, offload_folder=tmp_path / "offload", **kwargs)
+    assert next(model.model.layers[1].mlp.experts.parameters()).device.type == "meta"
+    assert torch.equal(logits(model), logits(whole))
+
+
+def test_set_activations(tmp_path):
+    model = load(folder(tmp_path, qwen3_moe), quantization_config=MoeNvfp4Config())
+    w4a16 = logits(model)
+    set_activations(model, "nvfp4")
+    assert not torch.equal(logits(model), w4a16)
+    model.save_pretrained(tmp_path / "nvfp4")
+    assert torch.equal(logits(load(tmp_path / "nvfp4")), logits(model))
+    assert torch.equal(logits(set_activations(model, "bf16")), w4a16)
+
+
+# ---------------------------------------------------------------- files from elsewhere
+def test_static_input_scales_are_loaded_used_and_saved_again(tmp_path):
+    source = nvfp4_folder(tmp_path)
+
+    def add(files):
+        for key in list(files):
+            if key.endswith("weight_scale_2"):
+                up = "up_proj" in key  # gate and up read the same rows: the larger counts
+                files[key.replace("weight_scale_2", "input_scale")] = torch.tensor(0.002 if up else 0.0015)
+
+    edit(source, add)
+    edit_config(source, lambda q: q.update(quant_algo="NVFP4"))
+    model = load(source)
+    experts = model.model.layers[0].mlp.experts
+    assert experts.activations == "bf16", "our own field decides what we do"
+    assert experts.up_proj_input_scale.tolist() == pytest.approx([0.002] * 8)
+    assert experts.down_proj_input_scale.tolist() == pytest.approx([0.0015] * 8)
+    dynamic = logits(set_activations(load(nvfp4_folder(tmp_path, "plain")), "nvfp4"))
+    assert not torch.equal(logits(set_activations(model, "nvfp4")), dynamic)
+    model.save_pretrained(tmp_path / "again")
+    config = json.loads((tmp_path / "again/config.json").read_text())["quantization_config"]
+    assert config["quant_algo"] == "NVFP4"
+    assert torch.equal(logits(load(tmp_path / "again")), logits(model))
+
+
+def test_gate_and_up_with_different_global_scales_are_both_honoured(tmp_path):
+    source = nvfp4_folder(tmp_path)
+    before = logits(load(source))
+    key = "model.layers.0.mlp.experts.{}.up_proj.weight_scale_2"
+    edit(source, lambda f: [f[key.format(e)].mul_(4) for e in range(8)])
+    model = load(source)
+    experts = model.model.layers[0].mlp.experts
+    ratio = experts.up_proj_global_scale / tensors(nvfp4_folder(tmp_path, "plain"))[key.format(0)]
+    assert ratio[0] == 4.0 and not torch.equal(logits(model), before)
+
+
+def nvfp4_folder(tmp_path, name="nvfp4"):
+    source = folder(tmp_path, qwen3_moe, f"{name}-source")
+    load(source, quantization_config=MoeNvfp4Config()).save_pretrained(tmp_path / name)
+    return tmp_path / name
+
+
+def edit(path, change):
+    (file,) = path.glob("*.safetensors")
+    files = tensors(path)
+    change(files)
+    save_file(files, file, metadata={"format": "pt"})
+
+
+def edit_config(path, change):
+    config = json.loads((path / "config.json").read_text())
+    change(config["quantization_config"])
+    (path / "config.json").write_text(json.dumps(config))
+
+
+EXPERT = "model.layers.1.mlp.experts.3"
+DAMAGE = {
+    "a scale is missing": (
+        lambda f: f.pop(f"{EXPERT}.up_proj.weight_scale"),
+        r"layers\.1\.mlp\.experts\.gate_up_proj_sf.*7 of 8 tensors 'mlp.experts.\*.up_proj.weight_scale'",
+    ),
+    "a weight is missing": (lambda f: f.pop(f"{EXPERT}.down_proj.weight"), r"7 of 8 tensors"),
+    "a layer's scales are missing": (
+        lambda f: [f.pop(k) for k in list(f) if "layers.1" in k and k.endswith("weight_scale_2")],
+        r"nothing in the checkpoint gives model.layers.1.mlp.experts.down_proj_global_scale",
+    ),
+    "an extra scale": (
+        lambda f: f.update({"model.layers.0.self_attn.q_proj.weight_scale": torch.ones(64, 4)}),
+        r"self_attn.q_proj.weight_scale is a scale that nothing reads",
+    ),
+    "a scale of an expert that is not there": (
+        lambda f: f.update({"model.layers.0.mlp.experts.8.up_proj.weight_scale_2": torch.tensor(1.0)}),
+        r"9 of 8 tensors",
+    ),
+    "bf16 codes": (
+        lambda f: f.update({f"{EXPERT}.up_proj.weight": torch.zeros(48, 32, dtype=torch.bfloat16)}),
+        rf"{EXPERT}.up_proj.weight has dtype BF16, but NVFP4 experts need U8",
+    ),
+    "fp32 block scales": (
+        lambda f: f.update({f"{EXPERT}.up_proj.weight_scale": torch.ones(48, 4)}),
+        rf"{EXPERT}.up_proj.weight_scale has dtype F32, but NVFP4 experts need F8_E4M3",
+    ),
+    "another shape": (
+        lambda f: f.update({f"{EXPERT}.up_proj.weight": torch.zeros(48, 16, dtype=torch.uint8)}),
+        r"has shape \[48, 16\], expected \[48, 32\]",
+    ),
+    "a global scale of zero": (
+        lambda f: f.update({f"{EXPERT}.up_proj.weight_scale_2": torch.tensor(0.0)}),
+        r"up_proj_global_scale of expert 3 is 0.0: a global scale is a finite positive number",
+    ),
+    "an infinite global scale": (
+        lambda f: f.update({f"{EXPERT}.down_proj.weight_scale_2": torch.tensor(float("inf"))}),
+        r"down_proj_global_scale of expert 3 is inf",
+    ),
+    "NaN block scales": (
+        lambda f: f[f"{EXPERT}.down_proj.weight_scale"].view(torch.uint8).fill_(0x7F),
+        r"down_proj_sf.*NaN or negative block scales",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damaged_files_are_named(damage, tmp_path):
+    change, message = DAMAGE[damage]
+    source = nvfp4_folder(tmp_path)
+    edit(source, change)
+    with pytest.raises(ValueError, match=message):
+        load(source)
+
+
+@pytest.mark.parametrize("value", [0.0, float("inf"), float("nan")])
+def test_bad_input_scales_are_named(value, tmp_path):
+    source = nvfp4_folder(tmp_path)
+
+    def add(files):
+        for key in [k for k in files if k.endswith("weight_scale_2")]:
+            files[key.replace("weight_scale_2", "input_scale")] = torch.tensor(0.002)
+        files[f"{EXPERT}.down_proj.input_scale"] = torch.tensor(value)
+
+    edit(source, add)
+    with pytest.raises(ValueError, match="down_proj_input_scale of expert 3 is .*activations='bf16'"):
+        load(source)
+
+
+def test_missing_input_scales_are_named(tmp_path):
+    source = nvfp4_folder(tmp_path)
+    edit(source, lambda f: f.update({f"{EXPERT}.down_proj.input_scale": torch.tensor(0.002)}))
+    with pytest.raises(ValueError, match="input_scale"):
+        load(source)
+
+
+def test_truncated_file_is_named(tmp_path):
+    for quantized in (True, False):
+        source = nvfp4_folder(tmp_path, f"t{quantized}") if quantized else folder(tmp_path, qwen3_moe)
+        (file,) = source.glob("*.safetensors")
+        file.write_bytes(file.read_bytes()[:-1000])
+        kwargs = {} if quantized else dict(quantization_config=MoeNvfp4Config())
+        with pytest.raises(ValueError, match="model.safetensors is truncated"):
+            load(source, **kwargs)
+
+
+@pytest.mark.parametrize("family", [qwen3_moe, gpt_oss], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_weights_that_are_not_finite_are_named(family, value, tmp_path):
+    model = make(family)
+    with torch.no_grad():
+        model.model.layers[1].mlp.experts.down_proj[2, 5, 7] = value
+    model.save_pretrained(tmp_path / "bad")
+    message = r"model.layers.1.mlp.experts.*down_proj.*expert 2: .*NaN or Inf"
+    with pytest.raises(ValueError, match=message):
+        load(tmp_path / "bad", quantization_config=MoeNvfp4Config())
+    with pytest.raises(ValueError, match="down_proj of expert 2: .*NaN or Inf"):
+        swap_experts(model, progress=False)
+
+
+def test_a_missing_expert_of_a_bf16_checkpoint_is_named(tmp_path):
+    source = folder(tmp_path, qwen3_moe)
+    edit(source, lambda f: [f.pop(k) for k in list(f) if k.startswith(f"{EXPERT}.")])
+    with pytest.raises(ValueError, match="the checkpoint has 7 of 8 experts"):
+        load(source, quantization_config=MoeNvfp4Config())
+
+
+def test_unknown_settings_are_named(tmp_path):
+    source = nvfp4_folder(tmp_path)
+    for algo in ("NVFP4_SVD", "W4A8_NVFP4_FP8", None):
+        edit_config(source, lambda q, algo=algo: q.update(quant_algo=algo))
+        with pytest.raises(ValueError, match=f"quant_algo {algo!r}; this library reads"):
+            load(source)
+    with pytest.raises(ValueError, match="activations must be one of"):
+        MoeNvfp4Config(activations="int4")
+    with pytest.raises(ValueError, match="unknown recipe 'best'"):
+        MoeNvfp4Config(recipe="best")
+    with pytest.raises(ValueError, match="are all excluded"):
+        swap_experts(make(qwen3_moe), exclude=["*"], progress=False)
+    with pytest.raises(ValueError, match="quantized already"):
+        swap_experts(swap_experts(make(qwen3_moe), progress=False), progress=False)
+
+
+def test_saving_is_refused_nothing(tmp_path):
+    """deepcopy and half()/float() behave: a copy runs alone, a cast of a 4-bit model is refused."""
+    import copy
+
+    model = load(folder(tmp_path, qwen3_moe), quantization_config=MoeNvfp4Config())
+    assert torch.equal(logits(copy.deepcopy(model)), logits(model))
+    with pytest.raises(ValueError):
+        model.half()
