@@ -149,6 +149,8 @@ class ExpertsConverter(WeightConverter):
         module_name, _, name = layer_name.rpartition(".")
         experts = self.owner.packed.get(module_name)
         self.quantization_operation = None
+        if loading_info is not None and experts is not None:
+            _check_sharding(module_name, experts)
         if loading_info is None or experts is None or self.owner.pre_quantized:
             return super().convert(layer_name, model, config, hf_quantizer, loading_info)
         if _is_merge(self.operations):
@@ -214,8 +216,6 @@ class Conversions:
         """The conversions to load with: `base` (the model's own) with ours in front."""
         self._base, self._files, extra, kept = base, [], [], []
         covered: set[str] = set()
-        for name, experts in self.packed.items():
-            _check_sharding(name, experts)
         for c in base:
             names = self._params_of(c)
             if not names:

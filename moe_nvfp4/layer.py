@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from moe_nvfp4 import format as nvfp4
 from moe_nvfp4 import reference
-from moe_nvfp4.quantize.experts import DEFAULT_RECIPE, quantize_matrix
+from moe_nvfp4.quantize.experts import DEFAULT_RECIPE, quantize_matrix, recipe_global_scale
 from moe_nvfp4.routing import Groups, Rows, group_by_expert
 from moe_nvfp4.weights import ACTIVATIONS, ExpertWeights, Gate
 
@@ -151,9 +151,10 @@ def quantize_expert(
     one. ValueError for NaN or Inf.
     """
     parts = ("gate_proj", "up_proj") if name == "gate_up_proj" else (name,)
+    scales = [None] * len(parts) if amax is None else recipe_global_scale(amax, recipe)
     quantized = [
-        quantize_matrix(nvfp4.pad_k(part), recipe, amax=None if amax is None else amax[i])
-        for i, part in enumerate(matrix.chunk(len(parts)))
+        quantize_matrix(nvfp4.pad_k(part), recipe, scale)
+        for part, scale in zip(matrix.chunk(len(parts)), scales, strict=True)
     ]
     result = {
         name: torch.cat([codes for codes, _, _ in quantized]),

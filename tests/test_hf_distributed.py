@@ -17,28 +17,28 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausal
 from moe_nvfp4.integrations.huggingface import MoeNvfp4Config
 
 WORKER = '''
-import json, os, sys
+import json, sys
 import torch
 torch.set_num_threads(1)
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 from moe_nvfp4.integrations.huggingface import MoeNvfp4Config
 
-source, out, settings = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
 torch.distributed.init_process_group("gloo")
-kwargs = dict(quantization_config=MoeNvfp4Config()) if settings.pop("quantize") else {}
-ids = torch.tensor(settings.pop("ids"))
-model = AutoModelForCausalLM.from_pretrained(
-    source, dtype=torch.float32, distributed_config=DistributedConfig(**settings), **kwargs).eval()
-experts = model.model.layers[0].mlp.experts
-local = {n: list(getattr(p, "to_local", lambda p=p: p)().shape) for n, p in experts.named_parameters()}
-with torch.no_grad():
-    logits = model(ids).logits
-tokens = model.generate(ids, max_new_tokens=8, do_sample=False)
-model.save_pretrained(out)
-if torch.distributed.get_rank() == 0:
-    torch.save({"logits": logits, "tokens": tokens, "local": local}, out + "/result.pt")
-torch.distributed.barrier()
+ids = torch.tensor(json.loads(sys.argv[1]))
+for run in json.loads(sys.argv[2]):  # one start of the interpreter serves all runs
+    kwargs = dict(quantization_config=MoeNvfp4Config()) if run["quantize"] else {}
+    model = AutoModelForCausalLM.from_pretrained(
+        run["source"], dtype=torch.float32, distributed_config=DistributedConfig(**run["mode"]), **kwargs).eval()
+    experts = model.model.layers[0].mlp.experts
+    local = {n: list(getattr(p, "to_local", lambda p=p: p)().shape) for n, p in experts.named_parameters()}
+    with torch.no_grad():
+        logits = model(ids).logits
+    tokens = model.generate(ids, max_new_tokens=8, do_sample=False)
+    model.save_pretrained(run["out"])
+    if torch.distributed.get_rank() == 0:
+        torch.save({"logits": logits, "tokens": tokens, "local": local}, run["out"] + "/result.pt")
+    torch.distributed.barrier()
 torch.distributed.destroy_process_group()
 '''
 
@@ -49,27 +49,26 @@ MODES = {
 }
 
 
-def launch(tmp_path, source, **settings):
+def launch(tmp_path, runs):
+    """Two processes that do all `runs`; returns their exit codes and outputs."""
     script = tmp_path / "worker.py"
     script.write_text(WORKER)
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    out = tmp_path / "saved"
     root = Path(__file__).parent.parent
-    paths = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
-    settings = json.dumps({**settings, "ids": IDS.tolist()})
+    env = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+           "PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])}  # fmt: skip
     workers = [
         subprocess.Popen(
-            [sys.executable, str(script), str(source), str(out), settings],
-            env={**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2",
-                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PYTHONPATH": paths},
+            [sys.executable, str(script), json.dumps(IDS.tolist()), json.dumps(runs)],
+            env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )
         for rank in range(2)
     ]  # fmt: skip
-    outputs = [w.communicate(timeout=240)[0] for w in workers]
-    return [w.returncode for w in workers], outputs, out
+    outputs = [w.communicate(timeout=400)[0] for w in workers]
+    return [w.returncode for w in workers], outputs
 
 
 def qwen(intermediate=64):
@@ -82,31 +81,38 @@ def load(path, **kwargs):
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **kwargs).eval()
 
 
-@pytest.fixture(scope="module")
-def one_process(tmp_path_factory):
-    """The bf16 folder, the 4-bit folder, and what one process says."""
-    path = tmp_path_factory.mktemp("one")
-    make(qwen).save_pretrained(path / "bf16")
-    model = load(path / "bf16", quantization_config=MoeNvfp4Config())
-    model.save_pretrained(path / "nvfp4")
-    with torch.no_grad():
-        logits = model(IDS).logits
-    return path, logits, model.generate(IDS, max_new_tokens=8, do_sample=False)
-
-
 needs_ep = pytest.mark.skipif(
     Version(transformers.__version__) < Version("5.20"),
     reason="DistributedConfig's expert parallelism came after transformers 5.17",
 )
 
 
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """What one process says, and what two say in every mode from bf16 and from 4-bit files."""
+    path = tmp_path_factory.mktemp("distributed")
+    make(qwen).save_pretrained(path / "bf16")
+    model = load(path / "bf16", quantization_config=MoeNvfp4Config())
+    model.save_pretrained(path / "nvfp4")
+    with torch.no_grad():
+        logits = model(IDS).logits
+    tokens = model.generate(IDS, max_new_tokens=8, do_sample=False)
+    runs = [
+        {"source": str(path / source), "quantize": source == "bf16", "mode": mode, "out": str(path / f"{name}-{source}")}
+        for name, mode in MODES.items()
+        for source in ("bf16", "nvfp4")
+    ]
+    codes, outputs = launch(path, runs)
+    assert codes == [0, 0], "\n".join(o[-3000:] for o in outputs)
+    return path, logits, tokens
+
+
 @needs_ep
 @pytest.mark.parametrize("source", ["bf16", "nvfp4"])
 @pytest.mark.parametrize("mode", MODES)
-def test_two_processes_equal_one(mode, source, one_process, tmp_path):
-    path, logits, tokens = one_process
-    codes, outputs, saved = launch(tmp_path, path / source, quantize=source == "bf16", **MODES[mode])
-    assert codes == [0, 0], "\n".join(o[-3000:] for o in outputs)
+def test_two_processes_equal_one(mode, source, results):
+    path, logits, tokens = results
+    saved = path / f"{mode}-{source}"
     result = torch.load(saved / "result.pt")
     assert result["local"]["gate_up_proj"] == ([8, 64, 32] if mode == "tp" else [4, 128, 32])
     assert result["local"]["down_proj_sf"] == ([8, 64, 2] if mode == "tp" else [4, 64, 4])
@@ -121,6 +127,7 @@ def test_two_processes_equal_one(mode, source, one_process, tmp_path):
 @needs_ep
 def test_a_shard_that_cuts_a_block_is_refused(tmp_path):
     make(lambda: qwen(intermediate=48)).save_pretrained(tmp_path / "bf16")
-    codes, outputs, _ = launch(tmp_path, tmp_path / "bf16", quantize=True, tp_size=2)
+    run = {"source": str(tmp_path / "bf16"), "quantize": True, "mode": MODES["tp"], "out": str(tmp_path / "out")}
+    codes, outputs = launch(tmp_path, [run])
     assert codes != [0, 0]
     assert any("does not split over 2 ranks into whole blocks of 16" in o for o in outputs), outputs[0][-2000:]
