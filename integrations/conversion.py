@@ -176,6 +176,7 @@ class _LazyExperts:
         return len(self.sources[0])
 
     def __getitem__(self, e: int) -> Tensor | None:
+        """None: another rank's expert."""
         parts = [source[e]() for source in self.sources]
         return None if parts[0] is None else torch.cat(parts) if len(parts) > 1 else parts[0]
 
@@ -327,26 +328,30 @@ class Conversions:
         """
         parts = ("gate_proj", "up_proj") if name == "gate_up_proj" else (name,)
         param = getattr(experts, name)
-        expected = experts.layout.num_experts
-        if isinstance(dense, _StackedExperts) and isinstance(param, DTensor):
-            expected = param.to_local().shape[0]
+        here = param.to_local().shape[0] if isinstance(param, DTensor) else experts.layout.num_experts
+        expected = here if isinstance(dense, _StackedExperts) else experts.layout.num_experts
         if len(dense) != expected:
             raise ValueError(
                 f"{layer_name}: the checkpoint has {len(dense)} of {expected} experts; "
                 "a shard or a tensor is missing: download the checkpoint again"
             )
         amax = _global_amax(dense, len(parts), param) if _splits_matrices(param) else None
-        out: dict[str, list[Tensor]] = {}
+        out: dict[str, Tensor] = {}
+        row = 0
         for e in range(expected):
             matrix = dense[e]
             if matrix is None:  # another rank's expert
                 continue
             try:
-                for key, tensor in quantize_expert(matrix, name, self.recipe, None if amax is None else amax[e]).items():
-                    out.setdefault(key, []).append(tensor)
+                tensors = quantize_expert(matrix, name, self.recipe, None if amax is None else amax[e])
             except ValueError as error:
                 raise ValueError(f"{layer_name}, expert {e}: {error}") from None
-        return {key: torch.stack(tensors) for key, tensors in out.items()}
+            for key, tensor in tensors.items():
+                if key not in out:
+                    out[key] = tensor.new_empty((here, *tensor.shape))
+                out[key][row] = tensor
+            row += 1
+        return out
 
 
 def _check_sharding(module_name: str, experts: HFExperts) -> None:

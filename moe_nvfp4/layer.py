@@ -17,7 +17,7 @@ from moe_nvfp4 import format as nvfp4
 from moe_nvfp4 import reference
 from moe_nvfp4.quantize.experts import DEFAULT_RECIPE, quantize_matrix, recipe_global_scale
 from moe_nvfp4.routing import Groups, Rows, group_by_expert
-from moe_nvfp4.weights import ACTIVATIONS, ExpertWeights, Gate
+from moe_nvfp4.weights import ACTIVATIONS, SILU, ExpertWeights, Gate
 
 
 def backend(device: torch.device) -> ModuleType:
@@ -190,7 +190,7 @@ class NVFP4Experts(nn.Module):
         num_experts: int,
         hidden_size: int,
         intermediate_size: int,
-        gate: Gate = Gate(),
+        gate: Gate = SILU,
         activations: str = "bf16",
         bias: torch.dtype | None = None,
         input_scale: bool = False,
@@ -225,7 +225,7 @@ class NVFP4Experts(nn.Module):
         cls,
         w13: Tensor,
         w2: Tensor,
-        gate: Gate = Gate(),
+        gate: Gate = SILU,
         activations: str = "bf16",
         bias: tuple[Tensor, Tensor] | None = None,
         recipe: str = DEFAULT_RECIPE,
@@ -267,7 +267,7 @@ class NVFP4Experts(nn.Module):
         return ExpertWeights(
             w13=getattr(self, up),
             w13_sf=getattr(self, f"{up}_sf"),
-            gate_scale=getattr(self, "gate_proj_global_scale") if self.gate.gated else None,
+            gate_scale=self.gate_proj_global_scale if self.gate.gated else None,
             up_scale=self.up_proj_global_scale,
             w2=self.down_proj,
             w2_sf=self.down_proj_sf,

@@ -79,6 +79,9 @@ class Gate:
         return cls(**{name: read[types[name]](value) for name, value in pairs})
 
 
+SILU = Gate()
+
+
 @dataclass(frozen=True)
 class ExpertWeights:
     """The weights of E experts; `value = code * sf * global_scale`.
@@ -108,7 +111,7 @@ class ExpertWeights:
     b2: Tensor | None = None
     x_scale: Tensor | None = None
     h_scale: Tensor | None = None
-    gate: Gate = Gate()
+    gate: Gate = SILU
     activations: str = "bf16"
 
     @property

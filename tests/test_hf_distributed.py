@@ -11,10 +11,10 @@ import pytest
 import torch
 import transformers
 from packaging.version import Version
-from test_hf_models import IDS, SMALL, as_bytes, make, tensors
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from moe_nvfp4.integrations.huggingface import MoeNvfp4Config
+from tests.models import IDS, SMALL, as_bytes, make, tensors
 
 WORKER = '''
 import json, sys
@@ -98,7 +98,8 @@ def results(tmp_path_factory):
         logits = model(IDS).logits
     tokens = model.generate(IDS, max_new_tokens=8, do_sample=False)
     runs = [
-        {"source": str(path / source), "quantize": source == "bf16", "mode": mode, "out": str(path / f"{name}-{source}")}
+        {"source": str(path / source), "quantize": source == "bf16", "mode": mode,
+         "out": str(path / f"{name}-{source}")}  # fmt: skip
         for name, mode in MODES.items()
         for source in ("bf16", "nvfp4")
     ]

@@ -14,12 +14,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
-from common import THRESHOLDS, relative_error
 from torch import nn
 
 from moe_nvfp4 import format as nvfp4
 from moe_nvfp4.integrations.experts import HFExperts, describe
 from moe_nvfp4.integrations.huggingface import swap_experts
+from tests.common import THRESHOLDS, relative_error
 
 MODELS = Path(transformers.__file__).parent / "models"
 E, H, I, K = 4, 64, 32, 2

@@ -1,106 +1,40 @@
 """Whole models: swap, quantize while loading, save, load, generate, compile, offload."""
 
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 import transformers
 from packaging.version import Version
-from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from moe_nvfp4.integrations.experts import HFExperts
 from moe_nvfp4.integrations.huggingface import MoeNvfp4Config, set_activations, swap_experts
-
-SMALL = dict(
-    vocab_size=96, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
-    max_position_embeddings=128, bos_token_id=1, eos_token_id=2, pad_token_id=0,
+from tests.models import (
+    FAMILIES,
+    IDS,
+    SMALL,
+    as_bytes,
+    dbrx,
+    gpt_oss,
+    granite,
+    llama4,
+    make,
+    mixtral,
+    nemotron_h,
+    qwen3_moe,
+    tensors,
 )  # fmt: skip
-
-
-def qwen3_moe():
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    return Qwen3MoeForCausalLM(Qwen3MoeConfig(
-        **SMALL, intermediate_size=96, moe_intermediate_size=48, num_experts=8, num_experts_per_tok=2))  # fmt: skip
-
-
-def mixtral():
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    return MixtralForCausalLM(MixtralConfig(
-        **SMALL, intermediate_size=48, num_local_experts=4, num_experts_per_tok=2))  # fmt: skip
-
-
-def gpt_oss():
-    """Transposed, interleaved, with biases, stacked in its files."""
-    from transformers import GptOssConfig, GptOssForCausalLM
-
-    config = GptOssConfig(**SMALL, intermediate_size=48, num_local_experts=4, num_experts_per_tok=2,
-                          rope_parameters={"rope_type": "default", "rope_theta": 1e4})  # fmt: skip
-    return GptOssForCausalLM(config)
-
-
-def granite():
-    """Plain, but stacked in its files."""
-    from transformers import GraniteMoeConfig, GraniteMoeForCausalLM
-
-    small = {k: v for k, v in SMALL.items() if k != "head_dim"}
-    return GraniteMoeForCausalLM(GraniteMoeConfig(
-        **small, intermediate_size=48, num_local_experts=4, num_experts_per_tok=2))  # fmt: skip
-
-
-def nemotron_h():
-    """No gate projection."""
-    from transformers import NemotronHConfig, NemotronHForCausalLM
-
-    config = NemotronHConfig(
-        vocab_size=96, hidden_size=64, num_hidden_layers=2, layers_block_type=["moe", "attention"],
-        num_attention_heads=4, num_key_value_heads=2, head_dim=16, n_routed_experts=4, num_experts_per_tok=2,
-        moe_intermediate_size=48, intermediate_size=48, moe_shared_expert_intermediate_size=48, n_group=1,
-        topk_group=1, bos_token_id=1, eos_token_id=2, pad_token_id=0,
-    )  # fmt: skip
-    return NemotronHForCausalLM(config)
-
-
-def dbrx():
-    from transformers import DbrxConfig, DbrxForCausalLM
-
-    config = DbrxConfig(
-        d_model=64, n_heads=4, n_layers=2, max_seq_len=128, vocab_size=96, attn_config={"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
-        ffn_config={"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2, "hidden_size": 64},
-    )  # fmt: skip
-    return DbrxForCausalLM(config)
-
-
-def llama4():
-    from transformers import Llama4ForCausalLM, Llama4TextConfig
-
-    config = Llama4TextConfig(
-        **SMALL, intermediate_size=48, intermediate_size_mlp=48, num_local_experts=4, num_experts_per_tok=1,
-        interleave_moe_layer_step=1, attn_temperature_tuning=False,
-    )  # fmt: skip
-    return Llama4ForCausalLM(config)
-
-
-FAMILIES = [qwen3_moe, mixtral, gpt_oss, granite, nemotron_h, dbrx, llama4]
-IDS = torch.tensor([[3, 17, 40, 5, 9, 11, 2, 8]])
 
 
 @pytest.fixture(params=FAMILIES, ids=lambda f: f.__name__)
 def family(request):
     return request.param
-
-
-def make(family, dtype=torch.bfloat16):
-    torch.manual_seed(0)
-    model = family().to(dtype).eval()
-    with torch.no_grad():
-        for p in model.parameters():
-            if p.dim() > 1:
-                p.normal_(std=0.2)
-    return model
 
 
 def folder(tmp_path, family, name="bf16", **kwargs):
@@ -109,21 +43,13 @@ def folder(tmp_path, family, name="bf16", **kwargs):
     return path
 
 
-def load(path, **kwargs):
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, **kwargs).eval()
+def load(path, dtype=torch.bfloat16, **kwargs):
+    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **kwargs).eval()
 
 
 def logits(model):
     with torch.no_grad():
         return model(IDS).logits
-
-
-def tensors(path):
-    found = {}
-    for file in sorted(path.glob("*.safetensors")):
-        with safe_open(file, "pt") as f:
-            found |= {key: f.get_tensor(key) for key in f.keys()}
-    return found
 
 
 def same_experts(a, b):
@@ -155,10 +81,6 @@ def test_round_trip(family, tmp_path):
     assert_same_files(tmp_path / "nvfp4-0", tmp_path / "nvfp4-1")
     again.save_pretrained(tmp_path / "nvfp4-2")  # and a loaded one saves the same files again
     assert_same_files(tmp_path / "nvfp4-0", tmp_path / "nvfp4-2")
-
-
-def as_bytes(tensor):
-    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def assert_same_files(a, b):
@@ -270,13 +192,15 @@ def test_shards_and_missing_index(tmp_path):
 # ---------------------------------------------------------------- generate
 @pytest.mark.parametrize("activations", ["bf16", "nvfp4"])
 def test_generate_with_every_cache_and_compiled(activations, tmp_path):
-    model = load(folder(tmp_path, qwen3_moe), quantization_config=MoeNvfp4Config(activations=activations))
+    # fp32: the caches round attention differently, which in bf16 decides near-ties of a random model
+    config = MoeNvfp4Config(activations=activations)
+    model = load(folder(tmp_path, qwen3_moe), torch.float32, quantization_config=config)
     greedy = dict(max_new_tokens=10, do_sample=False)
     expected = model.generate(IDS, **greedy)
     assert torch.equal(model.generate(IDS, cache_implementation="static", **greedy), expected)
     assert torch.equal(model.generate(IDS, use_cache=False, **greedy), expected)
     step = torch.compile(model.model.layers[0].mlp, fullgraph=True)
-    x = torch.randn(1, 5, 64, dtype=torch.bfloat16)
+    x = torch.randn(1, 5, 64)
     with torch.no_grad():
         traced, eager = (y[0] if isinstance(y, tuple) else y for y in (step(x), model.model.layers[0].mlp(x)))
     assert torch.equal(traced, eager)
@@ -517,3 +441,58 @@ def test_saving_is_refused_nothing(tmp_path):
     assert torch.equal(logits(copy.deepcopy(model)), logits(model))
     with pytest.raises(ValueError):
         model.half()
+
+
+PEAK = """
+import sys, threading, time
+import torch
+torch.set_num_threads(1)
+from transformers import AutoModelForCausalLM
+from moe_nvfp4.integrations.huggingface import MoeNvfp4Config, swap_experts
+
+def anonymous():
+    with open("/proc/self/status") as f:
+        return next(int(line.split()[1]) * 1024 for line in f if line.startswith("RssAnon"))
+
+peak, done = 0, False
+def watch():
+    global peak
+    while not done:
+        peak = max(peak, anonymous())
+        time.sleep(0.002)
+
+import transformers.models.qwen3_moe.modeling_qwen3_moe  # its code is not the checkpoint's memory
+base = anonymous()
+threading.Thread(target=watch, daemon=True).start()
+model = AutoModelForCausalLM.from_pretrained(
+    sys.argv[1], dtype=torch.bfloat16, quantization_config=MoeNvfp4Config(recipe="max"))
+done = True
+time.sleep(0.01)
+result = sum(p.numel() * p.element_size() for p in model.parameters())
+print(peak - base, result)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the peak from /proc")
+def test_loading_holds_little_more_than_the_result(tmp_path):
+    """Quantizing while loading: at most 1.3 times the result plus one shard, in anonymous memory."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    config = Qwen3MoeConfig(
+        **{**SMALL, "num_hidden_layers": 6}, intermediate_size=96, moe_intermediate_size=512, num_experts=64,
+        num_experts_per_tok=2,
+    )  # fmt: skip
+    config.hidden_size, shard = 512, 40_000_000
+    model = Qwen3MoeForCausalLM(config).to(torch.bfloat16)
+    dense = sum(p.numel() * 2 for p in model.parameters())
+    model.save_pretrained(tmp_path / "big", max_shard_size=shard)
+    del model
+    script = tmp_path / "peak.py"
+    script.write_text(PEAK)
+    root = str(Path(__file__).parent.parent)
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}
+    run = subprocess.run([sys.executable, script, tmp_path / "big"], env=env, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    peak, result = map(int, run.stdout.split())
+    assert result < dense / 3
+    assert peak <= 1.3 * result + shard, f"peak {peak / 1e6:.0f} MB for a result of {result / 1e6:.0f} MB"

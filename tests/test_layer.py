@@ -4,12 +4,12 @@ import math
 
 import pytest
 import torch
-from common import THRESHOLDS, relative_error
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_nvfp4 import ExpertWeights, Gate, NVFP4Experts, moe_forward
 from moe_nvfp4 import format as nvfp4
+from tests.common import THRESHOLDS, relative_error
 
 GATES = {
     "silu": Gate(),

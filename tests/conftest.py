@@ -1,0 +1,30 @@
+"""For all tests: seeds, threads, and a Hugging Face that never asks the network."""
+
+import os
+
+# Before anything imports huggingface_hub, which reads it once.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+
+
+@pytest.fixture(scope="session", autouse=True)
+def few_threads():
+    torch.set_num_threads(min(4, os.cpu_count() or 1))
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def hf_home(tmp_path_factory):
+    """Nothing is read from, or left in, the user's own Hugging Face cache."""
+    with pytest.MonkeyPatch.context() as patch:
+        home = tmp_path_factory.mktemp("hf")
+        patch.setenv("HF_HOME", str(home))
+        patch.setenv("HF_HUB_CACHE", str(home / "hub"))
+        yield home

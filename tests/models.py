@@ -1,0 +1,101 @@
+"""Small random models of every kind of checkpoint, and helpers to look into their files."""
+
+import torch
+from safetensors import safe_open
+
+SMALL = dict(
+    vocab_size=96, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+    max_position_embeddings=128, bos_token_id=1, eos_token_id=2, pad_token_id=0,
+)  # fmt: skip
+
+
+def qwen3_moe():
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(
+        **SMALL, intermediate_size=96, moe_intermediate_size=48, num_experts=8, num_experts_per_tok=2))  # fmt: skip
+
+
+def mixtral():
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    return MixtralForCausalLM(MixtralConfig(
+        **SMALL, intermediate_size=48, num_local_experts=4, num_experts_per_tok=2))  # fmt: skip
+
+
+def gpt_oss():
+    """Transposed, interleaved, with biases, stacked in its files."""
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    config = GptOssConfig(**SMALL, intermediate_size=48, num_local_experts=4, num_experts_per_tok=2,
+                          rope_parameters={"rope_type": "default", "rope_theta": 1e4})  # fmt: skip
+    return GptOssForCausalLM(config)
+
+
+def granite():
+    """Plain, but stacked in its files."""
+    from transformers import GraniteMoeConfig, GraniteMoeForCausalLM
+
+    small = {k: v for k, v in SMALL.items() if k != "head_dim"}
+    return GraniteMoeForCausalLM(GraniteMoeConfig(
+        **small, intermediate_size=48, num_local_experts=4, num_experts_per_tok=2))  # fmt: skip
+
+
+def nemotron_h():
+    """No gate projection."""
+    from transformers import NemotronHConfig, NemotronHForCausalLM
+
+    config = NemotronHConfig(
+        vocab_size=96, hidden_size=64, num_hidden_layers=2, layers_block_type=["moe", "attention"],
+        num_attention_heads=4, num_key_value_heads=2, head_dim=16, n_routed_experts=4, num_experts_per_tok=2,
+        moe_intermediate_size=48, intermediate_size=48, moe_shared_expert_intermediate_size=48, n_group=1,
+        topk_group=1, bos_token_id=1, eos_token_id=2, pad_token_id=0,
+    )  # fmt: skip
+    return NemotronHForCausalLM(config)
+
+
+def dbrx():
+    from transformers import DbrxConfig, DbrxForCausalLM
+
+    config = DbrxConfig(
+        d_model=64, n_heads=4, n_layers=2, max_seq_len=128, vocab_size=96,
+        attn_config={"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
+        ffn_config={"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2, "hidden_size": 64},
+    )  # fmt: skip
+    return DbrxForCausalLM(config)
+
+
+def llama4():
+    from transformers import Llama4ForCausalLM, Llama4TextConfig
+
+    config = Llama4TextConfig(
+        **SMALL, intermediate_size=48, intermediate_size_mlp=48, num_local_experts=4, num_experts_per_tok=1,
+        interleave_moe_layer_step=1, attn_temperature_tuning=False,
+    )  # fmt: skip
+    return Llama4ForCausalLM(config)
+
+
+FAMILIES = [qwen3_moe, mixtral, gpt_oss, granite, nemotron_h, dbrx, llama4]
+IDS = torch.tensor([[3, 17, 40, 5, 9, 11, 2, 8]])
+
+
+def make(family, dtype=torch.bfloat16):
+    torch.manual_seed(0)
+    model = family().to(dtype).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.dim() > 1:
+                p.normal_(std=0.2)
+    return model
+
+
+def tensors(path):
+    found = {}
+    for file in sorted(path.glob("*.safetensors")):
+        with safe_open(file, "pt") as f:
+            found |= {key: f.get_tensor(key) for key in f.keys()}
+    return found
+
+
+def as_bytes(tensor):
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
