@@ -265,6 +265,8 @@ class NVFP4Experts(nn.Module):
         """The parameters as they are now: read at every call, so sharding and offloading just work."""
         p, up = self._parameters, self.up_name
         return ExpertWeights(
+            gate=self.gate,
+            activations=self.activations,
             w13=getattr(self, up),
             w13_sf=getattr(self, f"{up}_sf"),
             gate_scale=self.gate_proj_global_scale if self.gate.gated else None,
@@ -276,8 +278,6 @@ class NVFP4Experts(nn.Module):
             b2=self.down_proj_bias if "down_proj_bias" in p else None,
             x_scale=self.up_proj_input_scale if "up_proj_input_scale" in p else None,
             h_scale=self.down_proj_input_scale if "down_proj_input_scale" in p else None,
-            gate=self.gate,
-            activations=self.activations,
         )
 
     def own_gate(self, w13_out: Tensor) -> Tensor:

@@ -97,9 +97,14 @@ class ExpertWeights:
     x_scale     fp32 [E] or None        static global scale of the activations x, decode direction
     h_scale     fp32 [E] or None        the same for h; None: dynamic, one scale per token
 
+    gate        what happens between the GEMMs
+    activations "bf16" (W4A16) or "nvfp4" (W4A4)
+
     K13 and K2 are H and I rounded up to 16, the padding holds zero codes: exact.
     """
 
+    gate: Gate
+    activations: str
     w13: Tensor
     w13_sf: Tensor
     gate_scale: Tensor | None
@@ -111,8 +116,6 @@ class ExpertWeights:
     b2: Tensor | None = None
     x_scale: Tensor | None = None
     h_scale: Tensor | None = None
-    gate: Gate = SILU
-    activations: str = "bf16"
 
     @property
     def num_experts(self) -> int:
@@ -128,7 +131,7 @@ class ExpertWeights:
 
     def tensors(self) -> list[Tensor | None]:
         """The tensor fields in order; with `spec` all that `from_tensors` needs."""
-        return [getattr(self, f.name) for f in fields(self)[:-2]]
+        return [getattr(self, f.name) for f in fields(self)[2:]]
 
     @property
     def spec(self) -> str:
@@ -137,7 +140,7 @@ class ExpertWeights:
     @classmethod
     def from_tensors(cls, tensors: list[Tensor | None], spec: str) -> ExpertWeights:
         activations, gate = spec.split(";")
-        return cls(*tensors, gate=Gate.parse(gate), activations=activations)
+        return cls(Gate.parse(gate), activations, *tensors)
 
     def validate(self, name: str = "experts") -> ExpertWeights:
         """Check dtypes, shapes and scales against each other; returns self.

@@ -13,5 +13,5 @@ THRESHOLDS = {
 
 def relative_error(a: Tensor, b: Tensor) -> float:
     assert a.shape == b.shape, f"{tuple(a.shape)} is compared with {tuple(b.shape)}"
-    a, b = a.detach().double(), b.detach().double()
+    a, b = a.detach().cpu().double(), b.detach().cpu().double()
     return ((a - b).norm() / b.norm().clamp(min=torch.finfo(torch.float64).tiny)).item()

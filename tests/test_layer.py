@@ -1,6 +1,7 @@
 """The layer and its stages against per-token loops in float64."""
 
 import math
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -42,7 +43,7 @@ def naive_gate(gate: Gate, v: list[float], I: int) -> list[float]:
 
 def dense(codes, sf, scale):
     """[N, K/2] codes -> float64 by the dictionary definition of the format."""
-    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6]).double()
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], device="cpu").double()
     low, high = values[(codes & 15).long()], values[(codes >> 4).long()]
     sf = sf.view(torch.float8_e4m3fn).double().repeat_interleave(16, dim=-1)
     return torch.stack([low, high], -1).flatten(-2) * sf * scale.double()
@@ -58,7 +59,9 @@ def fake_quantize(row, scale=None):
 
 def naive_moe(x, ids, weights, w: ExpertWeights):
     """Token by token, slot by slot, float64; rounds h where the specification rounds it."""
-    y = torch.zeros(x.shape[0], w.hidden_size, dtype=torch.float64)
+    x, ids, weights = x.cpu(), ids.cpu(), weights.cpu()
+    w = replace(w, **{f.name: v.cpu() for f in fields(w) if isinstance(v := getattr(w, f.name), torch.Tensor)})
+    y = torch.zeros(x.shape[0], w.hidden_size, dtype=torch.float64, device="cpu")
     I, quantized = w.intermediate_size, w.activations == "nvfp4"
     for t in range(x.shape[0]):
         for e, p in zip(ids[t].tolist(), weights[t].double().tolist(), strict=True):
@@ -74,7 +77,7 @@ def naive_moe(x, ids, weights, w: ExpertWeights):
             v = dense(w.w13[e], w.w13_sf[e], scale) @ row
             if w.b13 is not None:
                 v = v + w.b13[e].double()
-            h = torch.tensor(naive_gate(w.gate, v.tolist(), I), dtype=torch.float64)
+            h = torch.tensor(naive_gate(w.gate, v.tolist(), I), dtype=torch.float64, device="cpu")
             if not quantized:
                 h = nvfp4.pad_k(h.to(x.dtype).double())
             elif w.h_scale is None:
@@ -86,6 +89,15 @@ def naive_moe(x, ids, weights, w: ExpertWeights):
                 out = out + w.b2[e].double()
             y[t] += p * out
     return y
+
+
+@pytest.fixture(
+    params=["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
+)
+def device(request):
+    """What is made in a test lands here; the loops always run on the CPU."""
+    with torch.device(request.param):
+        yield request.param
 
 
 def make(E=4, H=64, I=32, gate="silu", activations="bf16", bias=False, static=False, seed=0):
@@ -113,7 +125,7 @@ def batch(T, E, k, H, dtype=torch.float32, sentinels=False):
 @pytest.mark.parametrize("activations", ["bf16", "nvfp4"])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("gate", GATES)
-def test_layer_matches_the_loop(gate, bias, activations):
+def test_layer_matches_the_loop(gate, bias, activations, device):
     layer = make(gate=gate, bias=bias, activations=activations)
     x, ids, p = batch(9, 4, 3, 64, sentinels=True)
     expected = naive_moe(x, ids, p, layer.weights.validate())
@@ -123,7 +135,7 @@ def test_layer_matches_the_loop(gate, bias, activations):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("activations", ["bf16", "nvfp4"])
-def test_half_precision_rows(dtype, static, activations):
+def test_half_precision_rows(dtype, static, activations, device):
     layer = make(activations=activations, static=static)
     x, ids, p = batch(16, 4, 2, 64, dtype)
     y = layer(x, ids, p)
@@ -158,7 +170,7 @@ def test_gate_and_up_keep_their_own_global_scale():
     assert relative_error(layer(x, ids, p), naive_moe(x, ids, p, layer.weights)) < THRESHOLDS["fp32"]
 
 
-def test_sentinels_duplicates_and_zero_weights():
+def test_sentinels_duplicates_and_zero_weights(device):
     layer = make()
     x = torch.randn(3, 64)
     nobody = layer(x, torch.full((3, 2), 4), torch.rand(3, 2))
@@ -211,7 +223,7 @@ def test_post_expert_norm_comes_before_the_routing_weight():
 
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("activations", ["bf16", "nvfp4"])
-def test_compiles_without_a_graph_break(activations, static):
+def test_compiles_without_a_graph_break(activations, static, device):
     layer = make(activations=activations, static=static)
     compiled = torch.compile(layer, fullgraph=True)
     for T in (1, 5, 8):
