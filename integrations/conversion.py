@@ -25,6 +25,7 @@ from transformers.core_model_loading import (
     Concatenate,
     ConversionOps,
     MergeModulelist,
+    SplitModulelist,
     WeightConverter,
     rename_source_key,
 )
@@ -52,6 +53,26 @@ class ViewDtype(ConversionOps):
     @property
     def reverse_op(self):
         return ViewDtype(self.stored, self.dtype)
+
+
+class StackExperts(MergeModulelist):
+    """One tensor per expert -> [E, ...]; the way back keeps every dimension, also those of size 1."""
+
+    @property
+    def reverse_op(self):
+        return _UnstackExperts(self.dim)
+
+
+class _UnstackExperts(SplitModulelist):
+    def convert(self, input_dict, source_patterns, target_patterns, **kwargs):
+        first = next(iter(input_dict.values()))
+        shape = (first[0] if isinstance(first, list) else first).shape[1:]
+        tensors = super().convert(input_dict, source_patterns, target_patterns, **kwargs)
+        return {key: tensor.reshape(shape) for key, tensor in tensors.items()}  # 5.17 squeezes them all
+
+    @property
+    def reverse_op(self):
+        return StackExperts(self.dim)
 
 
 class SharedScale(ConversionOps):
@@ -194,8 +215,10 @@ class _StackedExperts:
 
 def _is_merge(operations: list[ConversionOps]) -> bool:
     """[MergeModulelist(0)] or [MergeModulelist(0), Concatenate(1)]: one file tensor per expert."""
-    kinds = [(type(op), getattr(op, "dim", None)) for op in operations]
-    return kinds in ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)])
+    chain = ((MergeModulelist, 0), (Concatenate, 1))
+    return 0 < len(operations) <= 2 and all(
+        isinstance(op, kind) and op.dim == dim for op, (kind, dim) in zip(operations, chain, strict=False)
+    )
 
 
 # ---------------------------------------------------------------- all converters of a model
@@ -270,7 +293,7 @@ class Conversions:
 
     def _packed_files(self, sources, target, names, like=None, only=False) -> list[ExpertsConverter]:
         """Converters between the tensors of packed files and a module's parameters."""
-        merge = [MergeModulelist(0)] + ([Concatenate(1)] if len(sources) == 2 else [])
+        merge = [StackExperts(0)] + ([Concatenate(1)] if len(sources) == 2 else [])
         as_bytes = ViewDtype(torch.uint8, torch.float8_e4m3fn)
         stem = target[: -len(target.split(".")[-1])] if "." in target else ""
         up_or_down = target.split(".")[-1]
@@ -281,7 +304,7 @@ class Conversions:
         ]
         for source, projection in zip(sources, projections, strict=True):
             scale = f"{stem}{projection}_global_scale"
-            files.append(self._converter([f"{source}_scale_2"], scale, [MergeModulelist(0)], like, only))
+            files.append(self._converter([f"{source}_scale_2"], scale, [StackExperts(0)], like, only))
         shared = f"{stem}{projections[-1]}_input_scale"
         if any(n.rpartition(".")[0] in self.packed and self._has(n, f"{projections[-1]}_input_scale") for n in names):
             inputs = [s.removesuffix("weight") + "input_scale" for s in sources]
@@ -298,7 +321,7 @@ class Conversions:
         sources = [f"{suffix}.*.{p}.weight" for p in parts]
         files = self._packed_files(sources, f"{suffix}.{name}", names, only=True)
         if experts.layout.bias is not None:
-            merge = [MergeModulelist(0)] + ([Concatenate(1)] if len(parts) == 2 else [])
+            merge = [StackExperts(0)] + ([Concatenate(1)] if len(parts) == 2 else [])
             biases = [f"{suffix}.*.{p}.bias" for p in parts]
             files.append(self._converter(biases, f"{suffix}.{name}_bias", merge, only=True))
         return files

@@ -9,11 +9,12 @@ SMALL = dict(
 )  # fmt: skip
 
 
-def qwen3_moe():
+def qwen3_moe(experts=8, intermediate=48, **settings):
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     return Qwen3MoeForCausalLM(Qwen3MoeConfig(
-        **SMALL, intermediate_size=96, moe_intermediate_size=48, num_experts=8, num_experts_per_tok=2))  # fmt: skip
+        **SMALL | settings, intermediate_size=96, moe_intermediate_size=intermediate, num_experts=experts,
+        num_experts_per_tok=2))  # fmt: skip
 
 
 def mixtral():
@@ -23,12 +24,14 @@ def mixtral():
         **SMALL, intermediate_size=48, num_local_experts=4, num_experts_per_tok=2))  # fmt: skip
 
 
-def gpt_oss():
+def gpt_oss(experts=4, intermediate=48, **settings):
     """Transposed, interleaved, with biases, stacked in its files."""
     from transformers import GptOssConfig, GptOssForCausalLM
 
-    config = GptOssConfig(**SMALL, intermediate_size=48, num_local_experts=4, num_experts_per_tok=2,
-                          rope_parameters={"rope_type": "default", "rope_theta": 1e4})  # fmt: skip
+    config = GptOssConfig(
+        **SMALL | settings, intermediate_size=intermediate, num_local_experts=experts, num_experts_per_tok=2,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+    )  # fmt: skip
     return GptOssForCausalLM(config)
 
 

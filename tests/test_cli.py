@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.models import make, qwen3_moe, tensors
 
 from moe_nvfp4 import cli, demo
+from tests.models import make, qwen3_moe, tensors
 
 ROOT = Path(__file__).parent.parent
 

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from packaging.version import Version
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
@@ -178,6 +180,29 @@ def test_exclusions_are_honoured_and_recorded(family, tmp_path):
     dense = dict(load(source).named_parameters())
     for name, p in again.get_submodule(first).named_parameters():
         assert torch.equal(p, dense[f"{first}.{name}"])
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    family=st.sampled_from([qwen3_moe, gpt_oss]), experts=st.integers(2, 11), intermediate=st.integers(1, 5),
+    odd=st.booleans(), layers=st.integers(1, 3), excluded=st.integers(-1, 2), recipe=st.sampled_from(["max", "mse"]),
+    shard=st.sampled_from(["20KB", "1GB"]),
+)  # fmt: skip
+def test_any_checkpoint_round_trips(
+    family, experts, intermediate, odd, layers, excluded, recipe, shard, tmp_path_factory
+):
+    """Any number of experts (over ten: '10' sorts before '2'), widths that need padding, shards, exclusions."""
+    path = tmp_path_factory.mktemp("any")
+    width = 16 * intermediate + 8 * odd
+    make(lambda: family(experts, width, num_hidden_layers=layers)).save_pretrained(path / "a", max_shard_size=shard)
+    exclude = [f"model.layers.{excluded}.*"] if 0 <= excluded < layers and layers > 1 else []
+    config = MoeNvfp4Config(recipe=recipe, exclude=exclude)
+    model = load(path / "a", quantization_config=config)
+    same_experts(swap_experts(load(path / "a"), recipe=recipe, exclude=exclude, progress=False), model)
+    model.save_pretrained(path / "b", max_shard_size=shard)
+    again = load(path / "b")
+    same_experts(again, model)
+    assert torch.equal(logits(again), logits(model))
 
 
 def test_shards_and_missing_index(tmp_path):

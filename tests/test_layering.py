@@ -113,7 +113,7 @@ def test_every_folder_is_packaged():
         ("quantize/experts.py", "from quantize import dialects"),
         ("quantize/experts.py", "def f():\n    import moe_nvfp4.kernels.sm90"),
         ("integrations/huggingface.py", "from moe_nvfp4.cli import main"),
-        ("moe_nvfp4/cli.py", "from tests.conftest import THRESHOLDS"),
+        ("moe_nvfp4/cli.py", "from tests.common import THRESHOLDS"),
         ("tests/test_x.py", "import integrations"),
     ],
 )
