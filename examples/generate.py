@@ -15,9 +15,9 @@ name = sys.argv[1] if len(sys.argv) > 1 else demo_path()
 prompt = sys.argv[2] if len(sys.argv) > 2 else "Explain in two sentences why the sky is blue."
 
 tokenizer = AutoTokenizer.from_pretrained(name)
-device = "cuda" if torch.cuda.is_available() else "cpu"
-model = AutoModelForCausalLM.from_pretrained(name, dtype="bfloat16", device_map=device)
+model = AutoModelForCausalLM.from_pretrained(name, dtype="bfloat16")
 swap_experts(model, activations="bf16")
+model.to("cuda" if torch.cuda.is_available() else "cpu")
 
 chat = [{"role": "user", "content": prompt}]
 inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)

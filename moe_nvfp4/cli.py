@@ -329,7 +329,9 @@ def _load(model: str, device, recipe, exclude, activations, tokenizer: bool = Tr
     if recipe is not None and "quantization_config" not in config.to_dict():
         kwargs["quantization_config"] = MoeNvfp4Config(activations=activations, recipe=recipe, exclude=exclude)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    loaded = _model_class(config).from_pretrained(source, dtype=torch.bfloat16, device_map=device, **kwargs)
+    if device != "cpu":  # needs the package accelerate (extra "gpu"), which a CPU can do without
+        kwargs["device_map"] = device
+    loaded = _model_class(config).from_pretrained(source, dtype=torch.bfloat16, **kwargs)
     return loaded.eval(), AutoTokenizer.from_pretrained(source) if tokenizer else None
 
 
