@@ -86,7 +86,7 @@ def install_torch(gpu: bool) -> None:
 def set_up(job: str) -> None:
     texts = [p.read_bytes() for p in (ROOT / "pyproject.toml", Path(__file__))]
     # An environment holds absolute paths: it is of use for this place and this Python only.
-    place = [str(ROOT), sys.executable, sys.version]
+    place = [str(ROOT), sys.base_prefix, sys.version]
     recipe = hashlib.sha256(b"".join(texts)).hexdigest()
     stamp = json.loads(STAMP.read_text("utf-8")) if STAMP.exists() else {}
     done = stamp.get("extras", []) if stamp.get("place") == place else []
@@ -114,6 +114,8 @@ def main(arguments: list[str]) -> int:
         fail(f"Python 3.10 or newer is needed and this is {sys.version.split()[0]}; start it with a newer one")
     job, rest = arguments[0], arguments[1:]
     set_up(job)
+    # On a busy machine, threads of torch that wait by spinning slow each other down a hundredfold.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if job == "test":
         return subprocess.call([PYTHON, "-m", "pytest", "-q", *rest], cwd=ROOT)
     return subprocess.call([str(BIN / "moe-nvfp4"), "generate", "demo", *rest])

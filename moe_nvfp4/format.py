@@ -303,7 +303,8 @@ def _div(a: Tensor, b: Tensor) -> Tensor:
     """a / b in float32, correctly rounded wherever it runs."""
     if a.is_cuda and torch.compiler.is_compiling():
         # Triton divides float32 approximately. A float64 quotient rounded to float32 is exact:
-        # 53 bits are enough for the double rounding not to show.
+        # 53 bits are enough for the double rounding not to show. (Its conversion to e4m3 still
+        # rounds twice, so that code generated for CUDA can differ in a block scale near a tie.)
         return (a.double() / b.double()).float()
     return a / b
 

@@ -225,6 +225,7 @@ def test_post_expert_norm_comes_before_the_routing_weight():
 @pytest.mark.parametrize("activations", ["bf16", "nvfp4"])
 def test_compiles_without_a_graph_break(activations, static, device):
     layer = make(activations=activations, static=static)
+    torch.compiler.reset()
     compiled = torch.compile(layer, fullgraph=True)
     for T in (1, 5, 8):
         x, ids, p = batch(T, 4, 2, 64, torch.bfloat16, sentinels=True)
