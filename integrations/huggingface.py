@@ -31,12 +31,11 @@ from moe_nvfp4.integrations.conversion import (
 )
 from moe_nvfp4.integrations.experts import HFExperts, dense_experts, describe
 from moe_nvfp4.quantize.checkpoint import read_headers
+from moe_nvfp4.quantize.dialects import MODELOPT, read_config, write_config
 from moe_nvfp4.quantize.experts import DEFAULT_RECIPE, RECIPES
 from moe_nvfp4.weights import ACTIVATIONS, check_block_scales, check_global_scale
 
 logger = logging.get_logger(__name__)
-
-QUANT_ALGOS = {"NVFP4": "nvfp4", "W4A16_NVFP4": "bf16"}  # -> activations
 
 
 @register_quantization_config("modelopt")
@@ -76,42 +75,22 @@ class MoeNvfp4Config(QuantizationConfigMixin):
     def from_dict(cls, config_dict: dict, return_unused_kwargs: bool = False, **kwargs: Any):
         config = dict(config_dict)
         own = config.pop("moe_nvfp4", None) or {}
-        method, algo = config.pop("quant_method", None), config.pop("quant_algo", None)
-        if method == "modelopt" and algo not in QUANT_ALGOS:
-            raise ValueError(
-                f"quantization_config says quant_algo {algo!r}; this library reads "
-                f"{', '.join(QUANT_ALGOS)}. Quantize the original checkpoint again "
-                "(moe-nvfp4 quantize SRC DST), or load this one with the tool that wrote it"
-            )
-        if algo is not None:
-            own = {"activations": QUANT_ALGOS[algo]} | own
-        if config.get("group_size", 16) != 16:
-            raise ValueError(f"NVFP4 has blocks of 16, got group_size {config['group_size']}")
+        if config.pop("quant_method", None) == "modelopt":
+            own = {"activations": read_config(config_dict).activations} | own
+        config.pop("quant_algo", None)
         config.pop("config_groups", None)
         config.pop("producer", None)
         result = cls(**{**config, **own, **kwargs})
         return (result, {}) if return_unused_kwargs else result
 
     def to_dict(self) -> dict[str, Any]:
-        weights = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}
-        group = {"weights": weights, "targets": ["Linear"]}
-        if self.input_scale:
-            group["input_activations"] = dict(weights)
-        return {
-            **self.unknown,
-            "quant_method": self.quant_method,
-            # W4A16: no input scale in the files; what *we* do with activations is our own field
-            "quant_algo": "NVFP4" if self.input_scale else "W4A16_NVFP4",
-            "config_groups": {"group_0": group},
-            "ignore": self.ignore,
-            "producer": {"name": "moe_nvfp4", "version": __version__},
-            "moe_nvfp4": {
-                "activations": self.activations,
-                "recipe": self.recipe,
-                "exclude": self.exclude,
-                "input_scale": self.input_scale,
-            },
+        own = {
+            "activations": self.activations,
+            "recipe": self.recipe,
+            "exclude": self.exclude,
+            "input_scale": self.input_scale,
         }
+        return {**self.unknown, **write_config(MODELOPT, self.ignore, self.input_scale, own, __version__)}
 
     def excludes(self, module_name: str) -> bool:
         """Whether the experts module `module_name` is to be left alone."""

@@ -1,0 +1,199 @@
+"""How other tools name and scale the same NVFP4 numbers. The only file with a reciprocal.
+
+                    ModelOpt (`modelopt`)        compressed-tensors (`nvfp4-pack-quantized`)
+    codes           weight          U8           weight_packed        U8        low nibble = even k
+    sf              weight_scale    F8_E4M3      weight_scale         F8_E4M3   row-major, the same bytes
+    global_scale    weight_scale_2  F32 []       weight_global_scale  F32 [1]   its reciprocal
+    input_scale     input_scale     F32 []       input_global_scale   F32 [1]   its reciprocal
+
+Sources: nvidia-modelopt 0.47 (`torch/export`), compressed-tensors 0.20 (`compressors/nvfp4`).
+A reciprocal of a reciprocal may differ in the last bit, so `encode_scale` looks for one that does
+not; codes and block scales are the same bytes in both.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """The last parts of the tensor names, and the direction of the global scales."""
+
+    name: str
+    weight: str
+    sf: str
+    global_scale: str
+    input_scale: str
+    reciprocal: bool
+
+    @property
+    def suffixes(self) -> tuple[str, str, str, str]:
+        return self.weight, self.sf, self.global_scale, self.input_scale
+
+    def decode_scale(self, stored: Tensor) -> Tensor:
+        """A stored global scale, any shape of one element or more -> fp32, the direction that multiplies."""
+        stored = stored.float()
+        return 1.0 / stored if self.reciprocal else stored
+
+    def encode_scale(self, scale: Tensor) -> Tensor:
+        """fp32 0-d, multiplying -> as stored: [] or [1]; decode_scale of it gives `scale` back where it can."""
+        if not self.reciprocal:
+            return scale.float().reshape(())
+        scale = scale.float().reshape(1)
+        near = 1.0 / scale
+        for stored in (near, torch.nextafter(near, near * 2), torch.nextafter(near, near / 2)):
+            if torch.equal(1.0 / stored, scale):
+                return stored
+        return near
+
+
+MODELOPT = Dialect("modelopt", "weight", "weight_scale", "weight_scale_2", "input_scale", False)
+COMPRESSED_TENSORS = Dialect(
+    "compressed-tensors", "weight_packed", "weight_scale", "weight_global_scale", "input_global_scale", True
+)
+DIALECTS = {d.name: d for d in (MODELOPT, COMPRESSED_TENSORS)}
+
+# quant_algo of ModelOpt -> activations
+ALGOS = {"NVFP4": "nvfp4", "W4A16_NVFP4": "bf16"}
+
+
+@dataclass(frozen=True)
+class QuantizationInfo:
+    """What a checkpoint's config says about its NVFP4 tensors.
+
+    ignore       patterns of modules left alone: wildcards (ModelOpt) or `re:` expressions and class
+                 names (compressed-tensors)
+    layers       module name -> quant_algo where the file mixes precisions, else None
+    activations  "nvfp4" or "bf16": what the file was made for
+    kv_cache     the KV cache scheme it names, for the report; this library does not apply it
+    """
+
+    dialect: Dialect
+    ignore: tuple[str, ...] = ()
+    layers: Mapping[str, str] | None = None
+    activations: str = "bf16"
+    kv_cache: str | None = None
+    extra: dict = field(default_factory=dict)
+
+    def ignores(self, module: str) -> bool:
+        return any(_matches(pattern, module) for pattern in self.ignore)
+
+
+def _matches(pattern: str, module: str) -> bool:
+    if pattern.startswith("re:"):
+        return re.match(pattern[3:], module) is not None
+    return fnmatchcase(module, pattern) or module == pattern or module.startswith(pattern.rstrip("*.") + ".")
+
+
+def read_config(config: Mapping, hf_quant_config: Mapping | None = None) -> QuantizationInfo | None:
+    """The NVFP4 part of a checkpoint's `config.json` (whole, or its quantization_config) and, if there is
+    one, `hf_quant_config.json`. None: not an NVFP4 checkpoint. ValueError: NVFP4 in a form that is not
+    supported, naming it.
+    """
+    q = config.get("quantization_config", config if "quant_method" in config else None)
+    hf = (hf_quant_config or {}).get("quantization", {})
+    method = (q or {}).get("quant_method")
+    if q is None and not hf:
+        return None
+    if method == "compressed-tensors":
+        return _compressed_tensors(q)
+    if method in ("modelopt", "moe_nvfp4", None) or (method == "fp8" and "moe_quant_algo" in q):
+        return _modelopt({**hf, **(q or {})}, hf)
+    return None
+
+
+def _modelopt(q: Mapping, hf: Mapping) -> QuantizationInfo:
+    algo = q.get("moe_quant_algo") or q.get("quant_algo")
+    ignore = tuple(dict.fromkeys([*(q.get("ignore") or ()), *(q.get("exclude_modules") or ())]))
+    kv = q.get("kv_cache_scheme") or q.get("kv_cache_quant_algo")
+    layers = None
+    if algo == "MIXED_PRECISION":
+        layers = {name: entry["quant_algo"] for name, entry in (q.get("quantized_layers") or {}).items()}
+        unknown = {a for a in layers.values() if a.startswith(("NVFP4", "W4A")) and a not in ALGOS}
+        if unknown:
+            raise ValueError(_unsupported(", ".join(sorted(unknown))))
+        used = sorted({a for a in layers.values() if a in ALGOS})
+        if not used:
+            raise ValueError("quant_algo MIXED_PRECISION names no NVFP4 layer: nothing here is for this library")
+        algo = used[0]
+    if algo not in ALGOS:
+        raise ValueError(_unsupported(algo))
+    size = q.get("group_size", 16)
+    if size != 16:
+        raise ValueError(f"NVFP4 has blocks of 16, the checkpoint says group_size {size}")
+    return QuantizationInfo(MODELOPT, ignore, layers, ALGOS[algo], None if kv is None else str(kv))
+
+
+def _compressed_tensors(q: Mapping) -> QuantizationInfo | None:
+    groups = q.get("config_groups") or {}
+    formats = {g.get("format") or q.get("format") for g in groups.values()} or {q.get("format")}
+    if "nvfp4-pack-quantized" not in formats:
+        return None
+    activations = "bf16"
+    for group in groups.values():
+        if (group.get("format") or q.get("format")) != "nvfp4-pack-quantized":
+            continue
+        weights = group.get("weights") or {}
+        if weights.get("group_size", 16) != 16 or weights.get("num_bits", 4) != 4:
+            raise ValueError(f"nvfp4-pack-quantized has 4 bits in blocks of 16, the config group says {weights}")
+        if group.get("input_activations"):
+            activations = "nvfp4"
+    kv = q.get("kv_cache_scheme")
+    return QuantizationInfo(
+        COMPRESSED_TENSORS, tuple(q.get("ignore") or ()), None, activations, None if kv is None else str(kv)
+    )
+
+
+def _unsupported(algo: str | None) -> str:
+    return (
+        f"quant_algo {algo!r}; this library reads {', '.join(ALGOS)}. Quantize the original checkpoint "
+        "again (moe-nvfp4 quantize SRC DST), or load this one with the tool that wrote it"
+    )
+
+
+def write_config(dialect: Dialect, ignore: list[str], input_scale: bool, own: dict, version: str) -> dict:
+    """The `quantization_config` of config.json for files in `dialect`; `own` is kept under "moe_nvfp4".
+
+    input_scale: the files hold static activation scales (W4A4), else weights only are quantized (W4A16).
+    """
+    if dialect is MODELOPT:
+        numbers = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}
+        group = {"weights": numbers, "targets": ["Linear"]}
+        if input_scale:
+            group["input_activations"] = dict(numbers)
+        return {
+            "quant_method": "modelopt",
+            "quant_algo": "NVFP4" if input_scale else "W4A16_NVFP4",
+            "config_groups": {"group_0": group},
+            "ignore": ignore,
+            "producer": {"name": "moe_nvfp4", "version": version},
+            "moe_nvfp4": own,
+        }
+    numbers = {
+        "num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "symmetric": True,
+        "scale_dtype": "torch.float8_e4m3fn",
+    }  # fmt: skip
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "nvfp4-pack-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "format": "nvfp4-pack-quantized",
+                "weights": {**numbers, "dynamic": False},
+                "input_activations": {**numbers, "dynamic": "local"} if input_scale else None,
+                "output_activations": None,
+            }
+        },
+        "ignore": ignore,
+        "kv_cache_scheme": None,
+        "moe_nvfp4": own,
+    }
