@@ -213,6 +213,12 @@ class _StackedExperts:
         return self.layout.canonical(self.name, self.tensor[e])
 
 
+def _suffix(module_name: str) -> str:
+    """What the names of all layers share: "mlp.experts", or "experts" where a layer's number precedes it."""
+    parts = module_name.split(".")[-2:]
+    return ".".join(p for p in parts if not p.isdigit())
+
+
 def _is_merge(operations: list[ConversionOps]) -> bool:
     """[MergeModulelist(0)] or [MergeModulelist(0), Concatenate(1)]: one file tensor per expert."""
     chain = ((MergeModulelist, 0), (Concatenate, 1))
@@ -257,7 +263,7 @@ class Conversions:
                 )
                 extra.append(quantizing)
         for module_name, experts in self.packed.items():
-            suffix = ".".join(module_name.split(".")[-2:])
+            suffix = _suffix(module_name)
             for name in (experts.up_name, "down_proj"):
                 if f"{module_name}.{name}" not in covered:
                     covered |= {f"{m}.{name}" for m in self.packed if f".{m}".endswith(f".{suffix}")}

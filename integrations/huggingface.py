@@ -184,7 +184,9 @@ class MoeNvfp4Quantizer(HfQuantizer):
         for name, experts in self.conversions.packed.items():
             for key, param in experts.named_parameters(recurse=False):
                 param.requires_grad_(False)  # the loader makes every floating parameter trainable
-                if param.device.type == "meta":  # offloaded to disk
+                if param.device.type == "meta":  # offloaded to disk; comes back in the dtype it has here
+                    if key in (experts.up_name, "down_proj"):
+                        setattr(experts, key, nn.Parameter(param.to(torch.uint8), requires_grad=False))
                     continue
                 local = param.to_local() if hasattr(param, "to_local") else param
                 if key.endswith("_scale"):

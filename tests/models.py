@@ -44,6 +44,18 @@ def granite():
         **small, intermediate_size=48, num_local_experts=4, num_experts_per_tok=2))  # fmt: skip
 
 
+def gemma4():
+    """The experts sit beside the layer's MLP: `layers.1.experts`."""
+    from transformers import Gemma4ForCausalLM, Gemma4TextConfig
+
+    config = Gemma4TextConfig(
+        **SMALL, intermediate_size=48, moe_intermediate_size=48, num_experts=4, top_k_experts=2, enable_moe_block=True,
+        hidden_size_per_layer_input=0, vocab_size_per_layer_input=96, num_kv_shared_layers=0, sliding_window=32,
+        layer_types=["sliding_attention", "full_attention"], global_head_dim=16,
+    )  # fmt: skip
+    return Gemma4ForCausalLM(config)
+
+
 def nemotron_h():
     """No gate projection."""
     from transformers import NemotronHConfig, NemotronHForCausalLM
@@ -78,7 +90,7 @@ def llama4():
     return Llama4ForCausalLM(config)
 
 
-FAMILIES = [qwen3_moe, mixtral, gpt_oss, granite, nemotron_h, dbrx, llama4]
+FAMILIES = [qwen3_moe, mixtral, gpt_oss, granite, gemma4, nemotron_h, dbrx, llama4]
 IDS = torch.tensor([[3, 17, 40, 5, 9, 11, 2, 8]])
 
 

@@ -99,6 +99,7 @@ NAMES = {
     "mixtral": ("model.layers.1.block_sparse_moe.experts.{e}.", ("w1", "w3", "w2")),
     "gpt_oss": ("model.layers.1.mlp.experts.{e}.", ("gate_proj", "up_proj", "down_proj")),
     "granite": ("model.layers.1.block_sparse_moe.experts.{e}.", ("gate_proj", "up_proj", "down_proj")),
+    "gemma4": ("model.layers.1.experts.{e}.", ("gate_proj", "up_proj", "down_proj")),
     "nemotron_h": ("backbone.layers.0.mixer.experts.{e}.", ("up_proj", "down_proj")),
     "dbrx": ("transformer.blocks.1.ffn.experts.{e}.", ("gate_proj", "up_proj", "down_proj")),
     "llama4": ("model.layers.1.feed_forward.experts.{e}.", ("gate_proj", "up_proj", "down_proj")),
