@@ -1,16 +1,14 @@
-"""The command line: moe-nvfp4 generate | quantize | info | compare."""
+"""The command line: moe-nvfp4 generate | quantize | verify | info | compare."""
 
 from __future__ import annotations
 
 import argparse
 import math
-import os
-import shutil
 import sys
-import tempfile
 import time
 from pathlib import Path
 
+from moe_nvfp4.quantize.dialects import DIALECTS
 from moe_nvfp4.quantize.experts import DEFAULT_RECIPE, RECIPES
 from moe_nvfp4.weights import ACTIVATIONS
 
@@ -84,13 +82,32 @@ def _parser() -> argparse.ArgumentParser:
 
     sub = command(
         "quantize", quantize, "write a 4-bit checkpoint",
-        "Quantize the experts of the checkpoint SRC and write DST, with ModelOpt's names, which "
-        "servers read too. DST appears when it is complete; SRC is only read.",
+        "Quantize the experts of the checkpoint SRC (bf16, fp16, fp32, FP8 in blocks, MXFP4) and write DST, "
+        "or carry NVFP4 files from one dialect to the other. No model is built: memory stays below 1.5 GB. "
+        "DST appears when it is complete; an interrupted run goes on where it was; SRC is only read.",
     )  # fmt: skip
     sub.add_argument("source", metavar="SRC", help=MODEL_HELP)
     sub.add_argument("destination", metavar="DST", type=Path, help="folder to make; must not exist")
     sub.add_argument("--activations", choices=ACTIVATIONS, default="bf16", help="what DST asks for when loaded")
     quantizing(sub)
+    sub.add_argument(
+        "--include", action="append", default=None, metavar="NAME",
+        help="only these experts modules, wildcards allowed (default: all)",
+    )  # fmt: skip
+    sub.add_argument(
+        "--dialect", choices=DIALECTS, default="modelopt", help="names and config of the files (default modelopt)"
+    )
+    sub.add_argument("--dry-run", action="store_true", help="print the plan and the sizes, write nothing")
+    sub.add_argument("--workers", type=int, default=None, metavar="N", help="threads (default: one per core)")
+    device(sub)
+
+    sub = command(
+        "verify", verify, "check a 4-bit checkpoint",
+        "Read every tensor of the NVFP4 checkpoint DST: names, shapes, dtypes, scales, every expert complete. "
+        "With --against, the error of each layer against the original too. Exit code 0 (good) or 2.",
+    )  # fmt: skip
+    sub.add_argument("destination", metavar="DST", type=Path, help="folder of a 4-bit checkpoint")
+    sub.add_argument("--against", type=Path, default=None, metavar="SRC", help="the checkpoint it was made from")
 
     sub = command(
         "info", info, "what is in a model",
@@ -158,34 +175,30 @@ def generate(args: argparse.Namespace) -> None:
 
 
 def quantize(args: argparse.Namespace) -> None:
-    from transformers import AutoTokenizer
+    from moe_nvfp4.quantize.convert import convert_checkpoint
 
-    destination: Path = args.destination
-    if destination.exists():
-        raise ValueError(f"{destination} exists: name a folder that does not, or remove it first")
-    destination.parent.mkdir(parents=True, exist_ok=True)
-    source = _resolve(args.source)
-    files = sorted(Path(source).glob("*.safetensors")) if Path(source).is_dir() else []
-    needed, free = sum(f.stat().st_size for f in files) // 2, shutil.disk_usage(destination.parent).free
-    if needed > free:
-        raise ValueError(f"{destination.parent} has {_size(free)} free, about {_size(needed)} are needed")
-    if "quantization_config" in _config(source).to_dict():
-        raise ValueError(f"{args.source} is quantized already; quantize the original checkpoint")
-    model, _ = _load(source, "cpu", args.recipe, args.exclude, args.activations, tokenizer=False)
-    part = Path(tempfile.mkdtemp(prefix=f".{destination.name}.", dir=destination.parent))
-    try:
-        model.save_pretrained(part)
-        if Path(source).is_dir():
-            _carry_over(Path(source), part)
-        else:
-            AutoTokenizer.from_pretrained(source).save_pretrained(part)
-        part.chmod(0o755)
-        os.replace(part, destination)
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
-    before, after = _expert_bytes(model)
-    size = sum(f.stat().st_size for f in destination.iterdir())
-    _say(f"wrote {destination}: {_size(size)}; experts {_size(before)} in bf16 -> {_size(after)} ({args.recipe})")
+    report = convert_checkpoint(
+        _folder(args.source), args.destination, args.recipe, args.exclude, args.include, args.dialect,
+        args.activations, args.workers, args.device, args.dry_run,
+    )  # fmt: skip
+    if args.dry_run:
+        for line in report.lines():
+            _say(line)
+        return
+    for name, why in report.skipped.items():
+        _say(f"left alone: {name}: {why}")
+    before, after = _size(report.experts_before), _size(report.experts_after)
+    experts = f"; experts {before} -> {after} ({args.recipe})" if report.quantized else ""
+    resumed = f", {report.resumed_shards} of {report.shards} files from an earlier run" if report.resumed_shards else ""
+    _say(f"wrote {args.destination}: {_size(report.bytes_after)}{experts} in {report.seconds:.1f} s{resumed}")
+
+
+def verify(args: argparse.Namespace) -> None:
+    from moe_nvfp4.quantize.verify import verify_checkpoint
+
+    report = verify_checkpoint(args.destination, args.against)
+    for line in report.lines():
+        _say(line)
 
 
 def info(args: argparse.Namespace) -> None:
@@ -288,6 +301,16 @@ def compare(args: argparse.Namespace) -> None:
 
 
 # ---------------------------------------------------------------- helpers
+def _folder(model: str) -> str:
+    """The folder of a model: as named, or of the hub model in the local cache."""
+    source = _resolve(model)
+    if Path(source).is_dir() or Path(source).is_absolute() or source.count("/") != 1 or source.startswith("."):
+        return source
+    from huggingface_hub import snapshot_download
+
+    return snapshot_download(source)
+
+
 def _resolve(model: str) -> str:
     if model != "demo":
         return model
@@ -333,14 +356,6 @@ def _load(model: str, device, recipe, exclude, activations, tokenizer: bool = Tr
         kwargs["device_map"] = device
     loaded = _model_class(config).from_pretrained(source, dtype=torch.bfloat16, **kwargs)
     return loaded.eval(), AutoTokenizer.from_pretrained(source) if tokenizer else None
-
-
-def _carry_over(source: Path, part: Path) -> None:
-    """Tokenizer, templates and the like: all that is not weights and was not written anew."""
-    for file in source.iterdir():
-        weights = file.suffix in (".safetensors", ".bin", ".pt", ".pth") or file.name.endswith(".index.json")
-        if file.is_file() and not weights and not (part / file.name).exists():
-            shutil.copy2(file, part / file.name)
 
 
 def _expert_bytes(model) -> tuple[int, int]:

@@ -77,18 +77,29 @@ def test_compare(folder, tmp_path, capsys):
 
 
 def test_an_interrupted_quantize_leaves_nothing(folder, tmp_path, monkeypatch, capsys):
-    from transformers import PreTrainedModel
+    from moe_nvfp4.quantize.checkpoint import ShardWriter
 
-    whole = PreTrainedModel.save_pretrained
-
-    def fails(self, path, **kwargs):
-        whole(self, path, **kwargs)
+    def fails(self, name, data, offset=0):
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(PreTrainedModel, "save_pretrained", fails)
+    monkeypatch.setattr(ShardWriter, "write", fails)
     run("quantize", folder, tmp_path / "nvfp4", "--recipe", "max", expect=2)
     assert "No space left on device" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_quantize_verify_and_back(folder, tmp_path, capsys):
+    """bf16 -> compressed-tensors -> ModelOpt is bf16 -> ModelOpt; verify says so."""
+    run("quantize", folder, tmp_path / "ct", "--dialect", "compressed-tensors", "--device", "cpu", "--workers", 2)
+    run("quantize", tmp_path / "ct", tmp_path / "back")
+    run("quantize", folder, tmp_path / "direct")
+    back, direct = tensors(tmp_path / "back"), tensors(tmp_path / "direct")
+    assert back.keys() == direct.keys() and all(torch.equal(back[k], direct[k]) for k in back if "scale_2" not in k)
+    capsys.readouterr()
+    run("verify", tmp_path / "direct", "--against", folder)
+    assert re.search(r"model.layers.1.mlp.experts +24 +0\.0\d+ +2\d\.\d+", capsys.readouterr().out)
+    run("verify", folder, expect=2)
+    assert "is not an NVFP4 checkpoint" in capsys.readouterr().err
 
 
 def test_mistakes_are_one_line_and_exit_code_2(folder, tmp_path, capsys):
@@ -118,7 +129,8 @@ def test_mistakes_are_one_line_and_exit_code_2(folder, tmp_path, capsys):
 
 
 def test_help_teaches(capsys):
-    for args in (["--help"], ["generate", "--help"], ["quantize", "--help"], ["info", "--help"], ["compare", "--help"]):
+    for args in (["--help"], ["generate", "--help"], ["quantize", "--help"], ["info", "--help"], ["compare", "--help"],
+                 ["verify", "--help"]):  # fmt: skip
         with pytest.raises(SystemExit) as stop:
             cli.main(args)
         assert stop.value.code == 0
