@@ -7,6 +7,7 @@ The stages are torch.library ops, opaque to torch.compile; each runs on the back
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from types import ModuleType
 
@@ -21,7 +22,12 @@ from moe_nvfp4.weights import ACTIVATIONS, SILU, ExpertWeights, Gate
 
 
 def backend(device: torch.device) -> ModuleType:
-    """The module with the stage functions for `device`: today the reference, everywhere."""
+    """The module with the stage functions for `device`; the environment's MOE_NVFP4_BACKEND=reference forces that."""
+    if device.type == "cpu" and os.environ.get("MOE_NVFP4_BACKEND") != "reference":
+        from moe_nvfp4.kernels import cpu
+
+        if cpu.available():
+            return cpu
     return reference
 
 

@@ -1,0 +1,150 @@
+"""4-bit experts on the CPU against transformers' bf16 experts: one layer, cold weights, a markdown table.
+
+python examples/benchmark_cpu.py [--seconds 1.0] [--shapes smol,mixtral,qwen] [--tokens 1,4,16,64,256] [--threads N]
+
+Every call takes another copy of the layer, so that its weights are not in a cache. Each number is the
+median over calls; the speedup is against the faster of transformers' two ways, eager and grouped_mm.
+On a machine that does other work too, a call waits for the slower of its threads: take --threads 1.
+GB/s are the touched 4-bit bytes, in brackets as a part of what this machine reads.
+"""
+
+import argparse
+import datetime
+import os
+import platform
+import re
+import time
+
+import torch
+from transformers import MixtralConfig, Qwen3MoeConfig
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+from moe_nvfp4 import NVFP4Experts
+from moe_nvfp4.layer import backend
+
+SHAPES = {  # name: (title, H, I, E, top_k)
+    "smol": ("SmolLM2 demo", 576, 192, 8, 8),
+    "mixtral": ("Mixtral slice", 4096, 3584, 8, 2),
+    "qwen": ("Qwen3-30B-A3B", 2048, 768, 128, 8),
+}
+COLD = 200e6  # bytes to rotate through, far beyond a cache
+
+
+def bf16_layers(name):
+    """Copies of transformers' experts in bf16, with any weights."""
+    _, H, I, E, top_k = SHAPES[name]
+    if name == "qwen":
+        config = Qwen3MoeConfig(hidden_size=H, moe_intermediate_size=I, num_experts=E, num_experts_per_tok=top_k)
+    else:
+        config = MixtralConfig(hidden_size=H, intermediate_size=I, num_local_experts=E, num_experts_per_tok=top_k)
+    layers = []
+    for _ in range(1 + max(1, int(COLD / (6 * E * H * I)))):
+        with torch.device("meta"):
+            layer = (Qwen3MoeExperts if name == "qwen" else MixtralExperts)(config)
+        layer = layer.bfloat16().to_empty(device="cpu")
+        for parameter in layer.parameters():
+            parameter.uniform_(-0.02, 0.02)
+        layers.append(layer)
+    return layers
+
+
+def nvfp4_layers(name):
+    """Copies of our experts, with any codes and scales."""
+    _, H, I, E, _ = SHAPES[name]
+    layers, size = [], 6 * E * H * I * 9 // 32
+    for _ in range(1 + max(1, int(COLD / size))):
+        layer = NVFP4Experts(E, H, I)
+        for key, parameter in layer.named_parameters():
+            if parameter.dtype == torch.float32:
+                parameter.fill_(1e-2)
+            else:
+                parameter.random_(32, 64) if key.endswith("_sf") else parameter.random_(0, 256)
+        layers.append(layer)
+    return layers
+
+
+def median_us(call, seconds):
+    """Median microseconds of call(0), call(1), ..."""
+    for i in range(2):
+        call(i)
+    times, stop = [], time.perf_counter() + seconds
+    while len(times) < 5 or time.perf_counter() < stop:
+        start = time.perf_counter()
+        call(len(times))
+        times.append(time.perf_counter() - start)
+    return sorted(times)[len(times) // 2] * 1e6
+
+
+def read_bandwidth():
+    """GB/s of summing 512 MiB with all threads."""
+    numbers = torch.ones(1 << 26, dtype=torch.int64)
+    return numbers.nbytes / median_us(lambda i: numbers.sum(), 2.0) / 1e3
+
+
+def cpu_name():
+    try:
+        with open("/proc/cpuinfo") as file:
+            return re.search(r"model name\s*: (.*)", file.read())[1]
+    except (OSError, TypeError):
+        return platform.processor() or platform.machine()
+
+
+def measure(name, token_counts, seconds):
+    """{(variant, T): us} and {T: the part of the experts that is touched}."""
+    _, H, _, E, top_k = SHAPES[name]
+    batches = {}
+    for T in token_counts:
+        routings = [torch.rand(T, E).topk(top_k).indices for _ in range(16)]
+        batches[T] = torch.randn(T, H).bfloat16(), routings, torch.full((T, top_k), 1 / top_k).bfloat16()
+    us = {}
+
+    def time_all(variant, layers):
+        for T, (x, ids, p) in batches.items():
+            us[variant, T] = median_us(lambda i: layers[i % len(layers)](x, ids[i % 16], p), seconds)  # noqa: B023
+
+    layers = nvfp4_layers(name)
+    time_all("W4A16", layers)
+    for layer in layers:
+        layer.activations = "nvfp4"
+    time_all("W4A4", layers)
+    layers = bf16_layers(name)
+    for variant in ("eager", "grouped_mm"):
+        for layer in layers:
+            layer.config._experts_implementation = variant
+        time_all(variant, layers)
+    return us, {T: sum(len(i.unique()) for i in ids) / len(ids) / E for T, (_, ids, _) in batches.items()}
+
+
+@torch.inference_mode()
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--seconds", type=float, default=1.0, help="for each number")
+    parser.add_argument("--shapes", default=",".join(SHAPES))
+    parser.add_argument("--tokens", default="1,4,16,64,256")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    arguments = parser.parse_args()
+    torch.manual_seed(0)
+    torch.set_num_threads(arguments.threads)
+    path = getattr(backend(torch.device("cpu")), "path", lambda: "reference")()
+    load = f"load before {os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else ""
+    bandwidth = read_bandwidth()
+    print(f"{cpu_name()}, {torch.get_num_threads()} threads, path {path}, torch {torch.__version__},")
+    print(f"{datetime.date.today()}, {load}, reads {bandwidth:.1f} GB/s\n")
+    print("| layer (H, I, E, k) | T | W4A16 us | GB/s (of read) | W4A4 us | bf16 eager us | grouped_mm us | speedup |")
+    print("|---|--:|--:|--:|--:|--:|--:|--:|")
+    for name in arguments.shapes.split(","):
+        title, H, I, E, top_k = SHAPES[name]
+        us, touched = measure(name, [int(T) for T in arguments.tokens.split(",")], arguments.seconds)
+        for T, part in touched.items():
+            ours, w4a4, eager, grouped = (us[v, T] for v in ("W4A16", "W4A4", "eager", "grouped_mm"))
+            rate = part * 3 * E * H * I * 9 / 16 / ours / 1e3
+            print(
+                f"| {title} ({H}, {I}, {E}, {top_k}) | {T} | {ours:.0f} | {rate:.1f} ({rate / bandwidth:.0%}) "
+                f"| {w4a4:.0f} | {eager:.0f} | {grouped:.0f} | {min(eager, grouped) / ours:.1f}x |",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()
