@@ -90,6 +90,8 @@ def gemm2_combine(
 def _gemm(rows: Rows, groups: Groups, target: Tensor | None, tensors: list, split: int, paired: bool, *gate) -> None:
     codes, sf, first, rest, bias, out = tensors
     x = rows.values if rows.is_nvfp4 else _floating(rows.values)
+    if not codes.dtype == sf.dtype == torch.uint8:
+        raise TypeError(f"codes and sf are bytes (torch.uint8), got {codes.dtype} and {sf.dtype}: a loader cast them")
     first, rest, bias = first.float(), rest.float(), bias if bias is None else _floating(bias)
     tensors = [x, rows.sf, rows.scale, rows.index, groups.offsets, target, codes, sf, first, rest, bias, out]
     numbers = (
