@@ -239,12 +239,11 @@ class Conversions:
     def __init__(self, packed: dict[str, HFExperts], excluded: Iterable[str], recipe: str, pre_quantized: bool):
         self.packed, self.excluded = packed, frozenset(excluded)
         self.recipe, self.pre_quantized = recipe, pre_quantized
-        self._base: list = []
         self._files: list[ExpertsConverter] = []
 
     def build(self, base: list) -> list:
         """The conversions to load with: `base` (the model's own) with ours in front."""
-        self._base, self._files, extra, kept = base, [], [], []
+        self._files, extra, kept = [], [], []
         covered: set[str] = set()
         for c in base:
             names = self._params_of(c)
@@ -274,8 +273,7 @@ class Conversions:
 
     def for_saving(self, used: list) -> list:
         """The conversions whose reverse writes files, from those `used` while loading."""
-        mine = (ExpertsConverter,)
-        kept = [c for c in used if not isinstance(c, mine) and not self._merges(c)]
+        kept = [c for c in used if not isinstance(c, ExpertsConverter) and not self._merges(c)]
         return kept + self._files  # reversed when saving, so that ours are asked first
 
     def _merges(self, c) -> bool:
@@ -288,7 +286,7 @@ class Conversions:
         scope = f"{c.scope_prefix}." if c.scope_prefix else ""
         target = c.target_patterns[0].replace("\\", "")
         names = (f"{m}.{p}" for m, e in self.packed.items() for p in (e.up_name, "down_proj"))
-        return {n for n in names if f".{n}".endswith(target) and scope in f"{n}"}
+        return {n for n in names if f".{n}".endswith(target) and scope in n}
 
     def _converter(self, sources, target, operations, like=None, only=False) -> ExpertsConverter:
         c = ExpertsConverter(list(sources), [target], list(operations), owner=self, only=only)
@@ -301,9 +299,9 @@ class Conversions:
         """Converters between the tensors of packed files and a module's parameters."""
         merge = [StackExperts(0)] + ([Concatenate(1)] if len(sources) == 2 else [])
         as_bytes = ViewDtype(torch.uint8, torch.float8_e4m3fn)
-        stem = target[: -len(target.split(".")[-1])] if "." in target else ""
-        up_or_down = target.split(".")[-1]
-        projections = ["gate_proj", "up_proj"] if len(sources) == 2 else [up_or_down]
+        before, dot, name = target.rpartition(".")
+        stem = before + dot
+        projections = ["gate_proj", "up_proj"] if len(sources) == 2 else [name]
         files = [
             self._converter(sources, target, merge, like, only),
             self._converter([f"{s}_scale" for s in sources], f"{target}_sf", [as_bytes, *merge], like, only),
