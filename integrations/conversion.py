@@ -219,6 +219,11 @@ def _suffix(module_name: str) -> str:
     return ".".join(p for p in parts if not p.isdigit())
 
 
+def _merge(sources: list[str]) -> list[ConversionOps]:
+    """One tensor per expert, of one or two projections -> stacked, the second's rows after the first's."""
+    return [StackExperts(0)] + ([Concatenate(1)] if len(sources) == 2 else [])
+
+
 def _is_merge(operations: list[ConversionOps]) -> bool:
     """[MergeModulelist(0)] or [MergeModulelist(0), Concatenate(1)]: one file tensor per expert."""
     chain = ((MergeModulelist, 0), (Concatenate, 1))
@@ -297,7 +302,7 @@ class Conversions:
 
     def _packed_files(self, sources, target, names, like=None, only=False) -> list[ExpertsConverter]:
         """Converters between the tensors of packed files and a module's parameters."""
-        merge = [StackExperts(0)] + ([Concatenate(1)] if len(sources) == 2 else [])
+        merge = _merge(sources)
         as_bytes = ViewDtype(torch.uint8, torch.float8_e4m3fn)
         before, dot, name = target.rpartition(".")
         stem = before + dot
@@ -325,9 +330,8 @@ class Conversions:
         sources = [f"{suffix}.*.{p}.weight" for p in parts]
         files = self._packed_files(sources, f"{suffix}.{name}", names, only=True)
         if experts.layout.bias is not None:
-            merge = [StackExperts(0)] + ([Concatenate(1)] if len(parts) == 2 else [])
             biases = [f"{suffix}.*.{p}.bias" for p in parts]
-            files.append(self._converter(biases, f"{suffix}.{name}_bias", merge, only=True))
+            files.append(self._converter(biases, f"{suffix}.{name}_bias", _merge(biases), only=True))
         return files
 
     def _stacked_sources(self, suffix, name, experts, extra) -> list[ExpertsConverter]:

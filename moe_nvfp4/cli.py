@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+from moe_nvfp4.quantize.convert import convert_checkpoint, readable_size
 from moe_nvfp4.quantize.dialects import DIALECTS
 from moe_nvfp4.quantize.experts import DEFAULT_RECIPE, RECIPES
 from moe_nvfp4.weights import ACTIVATIONS
@@ -171,12 +172,10 @@ def generate(args: argparse.Namespace) -> None:
     if len(times) > 1:
         _say(f"speed:   {(len(times) - 1) / (times[-1] - times[0]):.1f} tokens/s over {len(times)} tokens, "
              f"first token after {times[0] - start:.2f} s ({prompt} tokens of prompt), on {model.device}")  # fmt: skip
-    _say(f"experts: {_size(before)} in bf16, {_size(after)} in NVFP4 ({before / after:.2f}x smaller)")
+    _say(f"experts: {readable_size(before)} in bf16, {readable_size(after)} in NVFP4 ({before / after:.2f}x smaller)")
 
 
 def quantize(args: argparse.Namespace) -> None:
-    from moe_nvfp4.quantize.convert import convert_checkpoint
-
     report = convert_checkpoint(
         _folder(args.source), args.destination, args.recipe, args.exclude, args.include, args.dialect,
         args.activations, args.workers, args.device, args.dry_run,
@@ -187,10 +186,10 @@ def quantize(args: argparse.Namespace) -> None:
         return
     for name, why in report.skipped.items():
         _say(f"left alone: {name}: {why}")
-    before, after = _size(report.experts_before), _size(report.experts_after)
+    before, after = readable_size(report.experts_before), readable_size(report.experts_after)
     experts = f"; experts {before} -> {after} ({args.recipe})" if report.quantized else ""
     resumed = f", {report.resumed_shards} of {report.shards} files from an earlier run" if report.resumed_shards else ""
-    _say(f"wrote {args.destination}: {_size(report.bytes_after)}{experts} in {report.seconds:.1f} s{resumed}")
+    _say(f"wrote {args.destination}: {readable_size(report.bytes_after)}{experts} in {report.seconds:.1f} s{resumed}")
 
 
 def verify(args: argparse.Namespace) -> None:
@@ -204,7 +203,7 @@ def verify(args: argparse.Namespace) -> None:
 def info(args: argparse.Namespace) -> None:
     import torch
 
-    from moe_nvfp4.integrations.experts import HFExperts, describe, recognise_gate
+    from moe_nvfp4.integrations.experts import HFExperts, describe
     from moe_nvfp4.integrations.huggingface import MoeNvfp4Config
 
     source = _resolve(args.model)
@@ -232,25 +231,25 @@ def info(args: argparse.Namespace) -> None:
         if chosen.excludes(name):
             skipped.append((name, "excluded"))
             continue
-        gate = recognise_gate(module, layout)
         experts = HFExperts(module, layout, chosen.activations, device="meta")
         dense = 2 * sum(p.numel() for p in module.parameters())
         packed = sum(p.numel() * p.element_size() for p in experts.parameters())
-        rows.append((name, type(module).__name__, layout, gate, dense, packed))
+        rows.append((name, type(module).__name__, layout, experts.gate, dense, packed))
     total = 2 * sum(p.numel() for p in model.parameters())
     state = "bf16, would become NVFP4" if quantization is None else f"NVFP4 ({quantization.get('quant_algo')})"
     _say(f"{args.model}: {type(model).__name__}, {len(rows)} layers of experts, {state}")
     for name, kind, layout, gate, dense, packed in rows:
         shape = f"E {layout.num_experts}  H {layout.hidden_size}  I {layout.intermediate_size}"
         fused = "own gate, unfused" if gate.kind == "raw" else gate.kind
-        _say(f"  {name:44s} {kind:24s} {shape:28s} {fused:12s} {_size(dense):>9s} -> {_size(packed):>9s}")
+        sizes = f"{readable_size(dense):>9s} -> {readable_size(packed):>9s}"
+        _say(f"  {name:44s} {kind:24s} {shape:28s} {fused:12s} {sizes}")
     for name, why in skipped:
         _say(f"  {name:44s} left as it is: {why}")
     if not rows:
         raise ValueError(f"{args.model} has no experts that this library can quantize")
     dense, packed = sum(r[4] for r in rows), sum(r[5] for r in rows)
-    _say(f"experts: {_size(dense)} in bf16, {_size(packed)} in NVFP4; "
-         f"whole model {_size(total)} -> {_size(total - dense + packed)}")  # fmt: skip
+    _say(f"experts: {readable_size(dense)} in bf16, {readable_size(packed)} in NVFP4; "
+         f"whole model {readable_size(total)} -> {readable_size(total - dense + packed)}")  # fmt: skip
 
 
 def compare(args: argparse.Namespace) -> None:
@@ -370,14 +369,6 @@ def _expert_bytes(model) -> tuple[int, int]:
             before += 2 * layout.num_experts * rows * layout.hidden_size
             after += sum(p.numel() * p.element_size() for p in module.parameters(recurse=False))
     return before, after
-
-
-def _size(n: float) -> str:
-    for unit in ("B", "KB", "MB"):
-        if n < 1000:
-            return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"
-        n /= 1000
-    return f"{n:.2f} GB"
 
 
 def _say(line: str) -> None:

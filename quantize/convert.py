@@ -94,11 +94,12 @@ class ConversionReport:
             if count:
                 yield f"  {count:7d} {what}"
         yield from (f"  left alone: {name}: {why}" for name, why in self.skipped.items())
-        yield f"  experts {_size(self.experts_before)} -> {_size(self.experts_after)}"
-        yield f"  all     {_size(self.bytes_before)} -> {_size(self.bytes_after)}"
+        yield f"  experts {readable_size(self.experts_before)} -> {readable_size(self.experts_after)}"
+        yield f"  all     {readable_size(self.bytes_before)} -> {readable_size(self.bytes_after)}"
 
 
-def _size(n: float) -> str:
+def readable_size(n: float) -> str:
+    """n bytes, for a person: "44.8 MB"."""
     for unit in ("B", "KB", "MB"):
         if n < 1000:
             return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"
@@ -871,8 +872,10 @@ def _check_space(place: Workplace, needed: int) -> None:
     done = sum(f.stat().st_size for f in place.files.glob("*")) if place.files.is_dir() else 0
     free = shutil.disk_usage(parent).free
     if needed - done > free:
-        raise ValueError(f"{parent} has {_size(free)} free, about {_size(needed - done)} are needed: make room, or "
-                         "name a destination on another disk")  # fmt: skip
+        raise ValueError(
+            f"{parent} has {readable_size(free)} free, about {readable_size(needed - done)} are needed: make room, or "
+            "name a destination on another disk"
+        )
 
 
 def _other_files(checkpoint: Checkpoint) -> list[Path]:
