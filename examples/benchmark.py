@@ -1,0 +1,179 @@
+"""4-bit experts on a GPU against transformers' bf16 experts: one layer, cold L2, CUDA-graph replay.
+
+python examples/benchmark.py [--shapes qwen,mixtral,deepseek,gptoss] [--tokens 1,4,16,64,256,1024,4096,16384]
+                             [--peer module] [--json file] [--plot file.png]
+
+Each number is the median of replays of a captured call. Before each, L2 is filled by writing (so that
+nothing of ours is in it) and then by reading (so that no dirty lines are left for the next kernel to
+wait for). The roof is what the touched 4-bit bytes take at --bandwidth or the arithmetic at --tflops,
+whichever is longer: their defaults were measured on an H200 (a large copy, a bf16 matrix product).
+
+A peer is a module with `make(w13 [E, 2I, H], w2 [E, H, I]) -> f(x [T, H], ids [T, top_k], weights) -> [T, H]`,
+given dense bf16 weights.
+"""
+
+import argparse
+import datetime
+import importlib
+import json
+from functools import partial
+
+import torch
+from transformers import Qwen3MoeConfig
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+from moe_nvfp4 import NVFP4Experts
+
+SHAPES = {  # name: (title, H, I, E, top_k)
+    "qwen": ("Qwen3-30B-A3B", 2048, 768, 128, 8),
+    "mixtral": ("Mixtral-8x7B", 4096, 14336, 8, 2),
+    "deepseek": ("DeepSeek-R1, 32 of 256 experts", 7168, 2048, 32, 8),
+    "gptoss": ("gpt-oss-120b", 2880, 2880, 128, 4),
+}
+REPLAYS = 15
+
+
+def make_ours(E, H, I):
+    """Any codes, block scales of usual size, two global scales."""
+    with torch.device("cuda"):
+        layer = NVFP4Experts(E, H, I)
+        for key, parameter in layer.named_parameters():
+            if parameter.dtype == torch.float32:
+                parameter.data.fill_(1e-2)
+            else:
+                parameter.data.random_(40, 72) if key.endswith("_sf") else parameter.data.random_(0, 256)
+    layer.prepare()
+    return layer
+
+
+def make_bf16(E, H, I, top_k):
+    config = Qwen3MoeConfig(hidden_size=H, moe_intermediate_size=I, num_experts=E, num_experts_per_tok=top_k)
+    config._experts_implementation = "grouped_mm"
+    with torch.device("meta"):
+        layer = Qwen3MoeExperts(config)
+    layer = layer.bfloat16().to_empty(device="cuda")
+    for parameter in layer.parameters():
+        parameter.data.normal_(std=0.02)
+    return layer
+
+
+class Clock:
+    def __init__(self):
+        self.dirty = torch.empty(1 << 26, dtype=torch.int32, device="cuda")
+        self.clean = torch.ones(1 << 27, device="cuda")
+        self.empty = self(lambda: self.dirty[:1].zero_())
+
+    def __call__(self, call):
+        """Median microseconds, with the cost of launching a graph."""
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                call()
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=stream):
+                call()
+            times = []
+            for _ in range(REPLAYS):
+                self.dirty.fill_(1)
+                self.clean.sum()
+                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                start.record()
+                graph.replay()
+                end.record()
+                end.synchronize()
+                times.append(start.elapsed_time(end) * 1e3)
+        return sorted(times)[REPLAYS // 2]
+
+
+def measure(name, token_counts, peers, clock):
+    """Rows of numbers for one shape."""
+    title, H, I, E, top_k = SHAPES[name]
+    batches = []
+    for T in token_counts:
+        scores, ids = torch.rand(T, E, device="cuda").topk(top_k)
+        batches.append((torch.randn(T, H, device="cuda").bfloat16(), ids, scores))
+    us = {}
+    layers = {"W4A16": partial(make_ours, E, H, I), "bf16": partial(make_bf16, E, H, I, top_k)}
+    for peer in peers:
+        layers[peer] = partial(make_peer, peer, E, H, I)
+    for variant, make in layers.items():
+        layer = make()
+        us |= {(variant, len(batch[0])): clock(partial(layer, *batch)) for batch in batches}
+        layer = None  # the next one needs its memory
+        torch.cuda.empty_cache()
+    for x, ids, _ in batches:
+        T = len(x)
+        yield {
+            "shape": name, "title": title, "H": H, "I": I, "E": E, "top_k": top_k, "T": T,
+            "bytes": ids.unique().numel() * 3 * H * I * 9 / 16, "flops": 6 * H * I * T * top_k,
+            "us": {variant: us[variant, T] for variant in layers},
+        }  # fmt: skip
+
+
+def make_peer(module, E, H, I):
+    w13 = torch.randn(E, 2 * I, H, device="cuda", dtype=torch.bfloat16) * 0.02
+    w2 = torch.randn(E, H, I, device="cuda", dtype=torch.bfloat16) * 0.02
+    return importlib.import_module(module).make(w13, w2)
+
+
+def plot(rows, arguments, path):
+    """TFLOP/s over arithmetic intensity, log-log, under the roof."""
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(8, 5))
+    intensity = [1, arguments.tflops / arguments.bandwidth, 1e5]
+    axes.plot(intensity, [min(i * arguments.bandwidth, arguments.tflops) for i in intensity], "k-", lw=1)
+    for name in dict.fromkeys(row["shape"] for row in rows):
+        mine = [row for row in rows if row["shape"] == name]
+        x = [row["flops"] / row["bytes"] for row in mine]
+        (line,) = axes.plot(x, [row["flops"] / row["us"]["W4A16"] / 1e6 for row in mine], "o-", label=mine[0]["title"])
+        bf16 = [row["flops"] / row["us"]["bf16"] / 1e6 for row in mine]
+        axes.plot(x, bf16, "x:", color=line.get_color(), alpha=0.6)
+    axes.set(xscale="log", yscale="log", xlabel="operations per byte of touched 4-bit weights", ylabel="TFLOP/s")
+    axes.set_title("4-bit experts (circles), bf16 experts (crosses), and the roof of 4-bit weights")
+    axes.legend()
+    axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=120, bbox_inches="tight")
+
+
+@torch.inference_mode()
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--shapes", default=",".join(SHAPES))
+    parser.add_argument("--tokens", default="1,4,16,64,256,1024,4096,16384")
+    parser.add_argument("--peer", action="append", default=[], help="a module, see above")
+    parser.add_argument("--bandwidth", type=float, default=4.3, help="TB/s of the roof")
+    parser.add_argument("--tflops", type=float, default=790, help="TFLOP/s of the roof")
+    parser.add_argument("--json")
+    parser.add_argument("--plot")
+    arguments = parser.parse_args()
+    torch.manual_seed(0)
+    clock = Clock()
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {datetime.date.today()}, ", end="")
+    print(f"launching an empty graph is {clock.empty:.1f} us of every number\n")
+    peers = "".join(f" {peer} us |" for peer in arguments.peer)
+    print(f"| layer (H, I, E, k) | T | W4A16 us | TB/s | TFLOP/s | of the roof | bf16 us |{peers} x bf16 |")
+    print("|---|--:|--:|--:|--:|--:|--:|" + "--:|" * (len(arguments.peer) + 1))
+    rows = []
+    for name in arguments.shapes.split(","):
+        for row in measure(name, [int(T) for T in arguments.tokens.split(",")], arguments.peer, clock):
+            rows.append(row)
+            ours, bf16 = row["us"]["W4A16"], row["us"]["bf16"]
+            roof = max(row["bytes"] / arguments.bandwidth, row["flops"] / arguments.tflops) / 1e6
+            peers = "".join(f" {row['us'][peer]:.0f} |" for peer in arguments.peer)
+            print(
+                f"| {row['title']} ({row['H']}, {row['I']}, {row['E']}, {row['top_k']}) | {row['T']} | {ours:.1f} "
+                f"| {row['bytes'] / ours / 1e6:.2f} | {row['flops'] / ours / 1e6:.0f} | {roof / ours:.0%} "
+                f"| {bf16:.0f} |{peers} {bf16 / ours:.1f} |",
+                flush=True,
+            )
+    if arguments.json:
+        with open(arguments.json, "w") as file:
+            json.dump(rows, file, indent=1)
+    if arguments.plot:
+        plot(rows, arguments, arguments.plot)
+
+
+if __name__ == "__main__":
+    main()
