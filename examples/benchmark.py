@@ -33,10 +33,10 @@ SHAPES = {  # name: (title, H, I, E, top_k)
 REPLAYS = 15
 
 
-def make_ours(E, H, I):
+def make_ours(E, H, I, activations):
     """Any codes, block scales of usual size, two global scales."""
     with torch.device("cuda"):
-        layer = NVFP4Experts(E, H, I)
+        layer = NVFP4Experts(E, H, I, activations=activations)
         for key, parameter in layer.named_parameters():
             if parameter.dtype == torch.float32:
                 parameter.data.fill_(1e-2)
@@ -94,7 +94,8 @@ def measure(name, token_counts, peers, clock):
         scores, ids = torch.rand(T, E, device="cuda").topk(top_k)
         batches.append((torch.randn(T, H, device="cuda").bfloat16(), ids, scores))
     us = {}
-    layers = {"W4A16": partial(make_ours, E, H, I), "bf16": partial(make_bf16, E, H, I, top_k)}
+    layers = {"W4A16": partial(make_ours, E, H, I, "bf16"), "W4A4": partial(make_ours, E, H, I, "nvfp4")}
+    layers |= {"bf16": partial(make_bf16, E, H, I, top_k)}
     for peer in peers:
         layers[peer] = partial(make_peer, peer, E, H, I)
     for variant, make in layers.items():
@@ -153,8 +154,8 @@ def main():
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {datetime.date.today()}, ", end="")
     print(f"launching an empty graph is {clock.empty:.1f} us of every number\n")
     peers = "".join(f" {peer} us |" for peer in arguments.peer)
-    print(f"| layer (H, I, E, k) | T | W4A16 us | TB/s | TFLOP/s | of the roof | bf16 us |{peers} x bf16 |")
-    print("|---|--:|--:|--:|--:|--:|--:|" + "--:|" * (len(arguments.peer) + 1))
+    print(f"| layer (H, I, E, k) | T | W4A16 us | TB/s | TFLOP/s | of the roof | W4A4 us | bf16 us |{peers} x bf16 |")
+    print("|---|--:|--:|--:|--:|--:|--:|--:|" + "--:|" * (len(arguments.peer) + 1))
     rows = []
     for name in arguments.shapes.split(","):
         for row in measure(name, [int(T) for T in arguments.tokens.split(",")], arguments.peer, clock):
@@ -165,7 +166,7 @@ def main():
             print(
                 f"| {row['title']} ({row['H']}, {row['I']}, {row['E']}, {row['top_k']}) | {row['T']} | {ours:.1f} "
                 f"| {row['bytes'] / ours / 1e6:.2f} | {row['flops'] / ours / 1e6:.0f} | {roof / ours:.0%} "
-                f"| {bf16:.0f} |{peers} {bf16 / ours:.1f} |",
+                f"| {row['us']['W4A4']:.1f} | {bf16:.0f} |{peers} {bf16 / ours:.1f} |",
                 flush=True,
             )
     if arguments.json:

@@ -86,8 +86,7 @@ def _(x, index, scale, order, offsets):
 
 @torch.library.custom_op(
     "moe_nvfp4::gemm1_swiglu",
-    schema="(Tensor?[] rows, Tensor?[] weights, str spec, Tensor order, Tensor offsets, "
-    "ScalarType dtype) -> Tensor[]",
+    schema="(Tensor?[] rows, Tensor?[] weights, str spec, Tensor order, Tensor offsets, ScalarType dtype) -> Tensor[]",
     **_OP,
 )
 def _gemm1_swiglu(rows, weights, spec, order, offsets, dtype):
@@ -203,9 +202,10 @@ def moe_forward(
 
 
 def supports_hopper(weights: ExpertWeights) -> bool:
-    """What the Hopper kernels take: W4A16, widths that are multiples of 16, up to 1024 experts."""
+    """What the Hopper kernels take: widths that are multiples of 16, up to 1024 experts, a gate of ours for W4A4."""
     widths = weights.hidden_size % 16 == 0 and weights.intermediate_size % 16 == 0
-    return weights.activations == "bf16" and widths and weights.num_experts <= 1024
+    gate = weights.activations == "bf16" or weights.gate.kind != "raw"
+    return widths and gate and weights.num_experts <= 1024
 
 
 def quantize_expert(
@@ -274,6 +274,7 @@ class NVFP4Experts(nn.Module):
         self.post_expert_norm: nn.Module | None = None
         self._packed: dict = {}  # what `unpack` needs to know about each projection
         self._packed_sizes: tuple[int, int] | None = None
+        self._packed_for: tuple[torch.dtype, str] | None = None
         self.up_name = "gate_up_proj" if gate.gated else "up_proj"
         E, N13 = num_experts, intermediate_size * (2 if gate.gated else 1)
 
@@ -370,17 +371,18 @@ class NVFP4Experts(nn.Module):
         call of the module does it; before torch.compile or a CUDA graph call it by hand. Weights that
         an offloading hook brings and takes away are left alone.
         """
-        device = getattr(self, self.up_name).device
-        if self.packed:
-            if dtype != torch.bfloat16:
-                self.unpack()
-        elif dtype == torch.bfloat16 and not hasattr(self, "_hf_hook") and on_hopper(device):
-            weights = self.weights
-            if not supports_hopper(weights):
-                return
+        if self.packed and (dtype, self.activations) == self._packed_for:
+            return
+        self.unpack()
+        device, weights = getattr(self, self.up_name).device, self.weights
+        stages = self.activations == "nvfp4" and self.post_expert_norm is not None  # NVFP4 rows between stages
+        if dtype != torch.bfloat16 or hasattr(self, "_hf_hook") or stages or not supports_hopper(weights):
+            return
+        if on_hopper(device):
             from moe_nvfp4.kernels import sm90_pack
 
             self._packed_sizes = (weights.hidden_size, weights.intermediate_size)
+            self._packed_for = (dtype, self.activations)
             for name in (self.up_name, "down_proj"):
                 codes, sf = getattr(self, name), getattr(self, f"{name}_sf")
                 packed = sm90_pack.pack(codes.data, sf.data, self.gate.gated and name == self.up_name)
@@ -421,9 +423,7 @@ class NVFP4Experts(nn.Module):
         if not torch.compiler.is_compiling():
             self.prepare(hidden_states.dtype)
         own_gate = self.own_gate if self.gate.kind == "raw" else None
-        return moe_forward(
-            hidden_states, top_k_index, top_k_weights, self.weights, own_gate, self.post_expert_norm
-        )
+        return moe_forward(hidden_states, top_k_index, top_k_weights, self.weights, own_gate, self.post_expert_norm)
 
     def extra_repr(self) -> str:
         return (

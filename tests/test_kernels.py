@@ -223,6 +223,68 @@ def test_dequantization_is_exact(T):
         assert torch.equal(h.values.float(), want[:, first : first + T].T)
 
 
+# ---- NVFP4 activations ---------------------------------------------------------------------------
+
+
+@on_gpu
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("K", [16, 208, 2048])
+def test_rows_are_quantized_to_the_bit(K, dtype, static):
+    from moe_nvfp4.kernels import sm90
+
+    ids, _ = routing(50, 8, 3, sentinels=True)
+    groups = group_by_expert(ids, 8)
+    x = tokens(50, K).to(dtype)
+    x[:8] *= torch.logspace(-30, 30, 8).cuda()[:, None]  # beyond the short division, both ways
+    x[8], x[9, ::3], x[10, 5] = 0, 0, float("nan")
+    scale = torch.logspace(-4, 0, 8).cuda() if static else None
+    want = reference.quantize_rows(x, groups.token, scale, groups)
+    R = groups.num_rows
+    sf = nvfp4.unswizzle_sf_grouped(want.sf, groups.offsets, R, K // 16)
+    values, row_scale = sm90.quantize_rows(x, groups.token, scale, groups)
+    live = int(groups.offsets[-1])  # nobody's rows have no block scales to compare with
+    codes_times_sf = nvfp4.dequantize(want.values[:live], sf[:live], None)
+    assert torch.equal(row_scale.nan_to_num(-1), want.scale.nan_to_num(-1))
+    assert torch.equal(values[:live].float().nan_to_num(-1), codes_times_sf.nan_to_num(-1))
+
+
+@on_gpu
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("T", [1, 7, 30, 150, 600])
+@pytest.mark.parametrize("gate, bias", [(SILU, False), (OAI, True), (RELU2, False)], ids=["silu", "oai", "relu2"])
+def test_w4a4(gate, bias, T, static):
+    layer = NVFP4Experts(16, 512, 192, gate, "nvfp4", torch.bfloat16 if bias else None, input_scale=static)
+    like = make_layer(16, 512, 192, gate, bias)
+    layer.cuda().load_state_dict(like.state_dict(), strict=False)
+    for name in ("up_proj", "down_proj") if static else ():
+        getattr(layer, f"{name}_input_scale").data.uniform_(1e-3, 2e-3)
+    x, (ids, weights) = tokens(T, 512), routing(T, 16, 4, sentinels=True)
+    w, groups = layer.weights, group_by_expert(ids, 16)
+    rows = reference.quantize_rows(x, groups.token, w.x_scale, groups)
+    h = reference.gemm1_swiglu(rows, w, groups, x.dtype)
+    h = h if static else reference.quantize_rows(h.values, None, None, groups)
+    want = reference.gemm2_combine(h, w, groups, weights, torch.float32)
+    got = layer(x, ids, weights)
+    assert layer.packed
+    assert relative_error(got, want) < THRESHOLDS["w4a4"]
+    assert torch.equal(got, layer(x, ids, weights))
+
+
+@on_gpu
+def test_switching_activations():
+    layer = make_layer(8, 256, 128)
+    x, (ids, weights) = tokens(20, 256), routing(20, 8, 2)
+    first = layer(x, ids, weights)
+    layer.activations = "nvfp4"
+    assert relative_error(layer(x, ids, weights), first) > THRESHOLDS["half"]
+    layer.activations = "bf16"
+    assert torch.equal(layer(x, ids, weights), first)
+
+
+# ---- stages --------------------------------------------------------------------------------------
+
+
 @on_gpu
 @pytest.mark.parametrize("T", [3, 40, 200])
 def test_own_gate_and_norm_between_the_stages(T):

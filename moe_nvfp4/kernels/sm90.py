@@ -1,10 +1,13 @@
-"""The Hopper backend: the experts as CuTe DSL kernels over 4-bit weights, for bf16 activations (W4A16).
+"""The Hopper backend: the experts as CuTe DSL kernels over 4-bit weights.
 
-    Route ── (Gather) ── GroupedGemm, both GEMMs ── Combine
+    W4A16   Route ── (Gather) ── GroupedGemm, both GEMMs ── Combine
+    W4A4    Route ── Quantize, gathering ── GEMM 1 ── Quantize ── GEMM 2 ── Combine
 
 each dependent on the one before and started early. Weights are in the layout of `sm90_pack`. Nothing
 waits for the device, no shape depends on data and buffers are torch's, so that a CUDA graph can
 capture all of it; on any stream, and on several at once. The same input gives the same bits.
+
+NVFP4 rows stand as bf16 `code * sf`, exact, beside their global scales: Hopper multiplies bf16 either way.
 
 `gemm1_swiglu` and `gemm2_combine` are the stages by themselves, for a gate of the caller's own.
 Numerics are the reference's up to the order of fp32 sums and, beyond `EXACT_BYTES` of expert outputs
@@ -25,7 +28,7 @@ from torch import Tensor
 from moe_nvfp4.kernels import launch
 from moe_nvfp4.kernels.sm90_gemm import GroupedGemm, Tile, Work
 from moe_nvfp4.kernels.sm90_pack import UNIT, UNIT_WORDS, pack
-from moe_nvfp4.kernels.sm90_rows import CHUNK, THREADS, Combine, Count, Gather, Route
+from moe_nvfp4.kernels.sm90_rows import CHUNK, THREADS, Combine, Count, Gather, Quantize, Route
 from moe_nvfp4.routing import Groups, Rows
 from moe_nvfp4.weights import ExpertWeights
 
@@ -49,12 +52,27 @@ def experts(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: Expe
     plan = _plan(w, T, top_k, x.device)
     groups, token, sync = route(top_k_index, E, 1 + _token_tiles(T * top_k, E, plan.tile))
     x = x.contiguous()
-    if not plan.work.gathered:
-        x = gather(x, token, groups)
-    h = x.new_empty(T * top_k, w.intermediate_size)
     y = x.new_empty(plan.splits * T * top_k, w.hidden_size, dtype=plan.rows)
-    _gemms(x, token, groups, w, h, y, sync, plan)
+    if w.activations == "nvfp4":
+        _quantized(x, token, groups, w, y, sync, plan)
+    else:
+        if not plan.work.gathered:
+            x = gather(x, token, groups)
+        h = x.new_empty(T * top_k, w.intermediate_size)
+        _gemms(x, token, groups, w, h, y, sync, plan)
     return _combine(y, groups, top_k_weights, out, plan.splits)
+
+
+def _quantized(x, token, groups, w, y, sync, plan) -> None:
+    """x -> y with NVFP4 rows. A static scale of h quantizes its fp32 values, as the reference does."""
+    static = w.h_scale is not None
+    x, scale = quantize_rows(x, token, w.x_scale, groups)
+    h = x.new_empty(x.shape[0], w.intermediate_size, dtype=torch.float32 if static else x.dtype)
+    work = replace(plan.work, gathered=False, row_scale=True)
+    first = replace(work, down=False, h=Float32 if static else BFloat16)
+    _gemms(x, token, groups, w, h, y, sync, replace(plan, work=first), scale)
+    h, scale = quantize_rows(h, None, w.h_scale, groups)
+    _gemms(x, token, groups, w, h, y, sync, replace(plan, work=replace(work, gate=None)), scale)
 
 
 def gemm1_swiglu(rows: Rows, weights: ExpertWeights, groups: Groups, dtype: torch.dtype) -> Rows:
@@ -237,11 +255,29 @@ def _gather():
     return launch.compiled(Gather(), arguments, ARCHITECTURE)
 
 
-def _gemms(x, index, groups, w, h, y, sync, plan) -> None:
+def quantize_rows(x: Tensor, index: Tensor | None, scale: Tensor | None, groups: Groups) -> tuple[Tensor, Tensor]:
+    """As `reference.quantize_rows`: (bf16 code * sf [R, K], fp32 global scale of each row [R])."""
+    rows = x.new_empty(groups.num_rows, x.shape[1], dtype=torch.bfloat16)
+    row_scale = x.new_empty(groups.num_rows, dtype=torch.float32)
+    quantize = _quantize(x.dtype, scale is not None, index is not None)
+    none = groups.offsets
+    quantize(x, none if index is None else index, row_scale if scale is None else scale, none, rows, row_scale)
+    return rows, row_scale
+
+
+@cache
+def _quantize(dtype, static, gathered):
+    r, v = launch.rows, launch.vector
+    arguments = (r(_TYPES[dtype], 16), v(Int32), v(Float32), v(Int32), r(BFloat16, 16), v(Float32))
+    return launch.compiled(Quantize(static, gathered), arguments, ARCHITECTURE)
+
+
+def _gemms(x, index, groups, w, h, y, sync, plan, row_scale=None) -> None:
     """GEMM 1 from x to h, GEMM 2 from h to y, or one of them. What is not used may be any tensor of its dtype."""
     tile, work = plan.tile, plan.work
     units13, units2 = w.w13.flatten(2), w.w2.flatten(2)
-    b13, b2 = (h[:1], h[:1]) if w.b13 is None else (w.b13, w.b2)
+    b13, b2 = (x[:1], x[:1]) if w.b13 is None else (w.b13, w.b2)
+    row_scale = w.up_scale if row_scale is None else row_scale
     gate_scale = w.up_scale if w.gate_scale is None else w.gate_scale
     weight_tiles = (-(-w.w13.shape[1] // tile.blocks) if work.gate else 0) + (
         -(-w.w2.shape[1] // tile.blocks) * plan.splits if work.down else 0
@@ -249,7 +285,7 @@ def _gemms(x, index, groups, w, h, y, sync, plan) -> None:
     grid = min(_multiprocessors(x.device), _token_tiles(groups.num_rows, w.num_experts, tile) * weight_tiles)
     _kernel(tile, work, b13.dtype)(
         units13, units2, x, index, h, y, groups.offsets, gate_scale, w.up_scale, w.w2_scale,
-        b13, b2, w.up_scale, w.up_scale, sync, plan.splits, grid,
+        b13, b2, row_scale, row_scale, sync, plan.splits, grid,
     )  # fmt: skip
 
 
@@ -257,7 +293,7 @@ def _gemms(x, index, groups, w, h, y, sync, plan) -> None:
 def _kernel(tile, work, bias):
     r, v = launch.rows, launch.vector
     arguments = (
-        r(Int32, UNIT_WORDS, 3), r(Int32, UNIT_WORDS, 3), r(BFloat16, 16), v(Int32), r(BFloat16, 16), r(work.out, 16),
+        r(Int32, UNIT_WORDS, 3), r(Int32, UNIT_WORDS, 3), r(BFloat16, 16), v(Int32), r(work.h, 16), r(work.out, 16),
         v(Int32), v(Float32), v(Float32), v(Float32), r(_TYPES[bias]), r(_TYPES[bias]), v(Float32), v(Float32),
         v(Int32), Int32(1), Int32(1),
     )  # fmt: skip

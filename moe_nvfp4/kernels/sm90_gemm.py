@@ -135,7 +135,8 @@ class Work:
     """What a launch computes. gate: GEMM 1 and what follows it (None: no GEMM 1); down: GEMM 2.
 
     gathered: rows of x come by index, one by one; else they lie in order
-    row_scale: rows carry a global scale (NVFP4 activations); out: of GEMM 2, bf16 or fp32
+    row_scale: rows carry a global scale (NVFP4 activations)
+    h, out: dtype of what GEMM 1, GEMM 2 write, bf16 or fp32
     """
 
     gate: Gate | None = None
@@ -143,6 +144,7 @@ class Work:
     gathered: bool = True
     bias: bool = False
     row_scale: bool = False
+    h: type = BFloat16
     out: type = BFloat16
 
     @property
@@ -291,7 +293,7 @@ class GroupedGemm:
         mW2: cute.Tensor,
         mX: cute.Tensor,  # bf16 [T, K]
         mIndex: cute.Tensor,  # int32 [R], row r of GEMM 1 is mX[mIndex[r]]
-        mH: cute.Tensor,  # bf16 [R, I] (raw gate: [R, 2I])
+        mH: cute.Tensor,  # [R, I] (raw gate: [R, 2I]); bf16 if GEMM 2 reads it
         mY: cute.Tensor,  # [splits * R, H]
         mOffsets: cute.Tensor,  # int32 [E + 1]
         mGateScale: cute.Tensor,  # fp32 [E], times the gate rows
@@ -299,7 +301,7 @@ class GroupedGemm:
         mDownScale: cute.Tensor,
         mBias1: cute.Tensor,  # [E, rows of the matrix]
         mBias2: cute.Tensor,
-        mXScale: cute.Tensor,  # fp32 [T], [R]
+        mXScale: cute.Tensor,  # fp32 [R]
         mHScale: cute.Tensor,
         mSync: cute.Tensor,  # int32 [1 + token tiles], zeros
         splits: Int32,
@@ -319,7 +321,10 @@ class GroupedGemm:
             tma_x, _ = cpasync.make_tiled_tma_atom(load, mX, row, (1, 64))
         else:
             tma_x, _ = cpasync.make_tiled_tma_atom(load, mX, box, (t.box, 64))
-        tma_h, _ = cpasync.make_tiled_tma_atom(load, mH, box, (t.box, 64))
+        if const_expr(self.work.down):
+            tma_h, _ = cpasync.make_tiled_tma_atom(load, mH, box, (t.box, 64))
+        else:
+            tma_h = tma_x
         x_layout = sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, (64, t.BN, t.KB * 64), BFloat16, t.stages)
 
         @cute.struct
@@ -875,7 +880,7 @@ class GroupedGemm:
                             b = acc[i + 2 + 4 * n + t.BN // 2 * m] * scale1
                             if const_expr(work.row_scale):
                                 at = row + cutlass.min(n * 8 + c * 2 + i, rows - 1)
-                                s = mHScale[at] if const_expr(down) else mXScale[mIndex[at]]
+                                s = mHScale[at] if const_expr(down) else mXScale[at]
                                 a, b = a * s, b * s
                             if const_expr(work.bias):
                                 a, b = a + bias0, b + bias1

@@ -6,6 +6,7 @@ Route    top-k ids -> order, position, token, offsets: a stable counting sort by
          assignments; otherwise `Count` first writes the histogram of every CTA's chunk, from which
          each CTA of `Route` adds up what stands before it.
 Gather   the rows of x in grouped order.
+Quantize rows -> NVFP4, each with a global scale of its own; a value stands as bf16 `code * sf`, which is exact.
 Combine  y[t] = sum over slots j = 0, 1, ... of weight[t, j] * rows[position[t, j]], fp32, in that order; a row
          may come in parts (GEMM 2 split along K), which are added first.
 """
@@ -14,7 +15,9 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import BFloat16, Float32, Int32, Int64, const_expr
+
+from moe_nvfp4.kernels import arithmetic
 
 
 @cute.jit
@@ -229,6 +232,124 @@ class Gather:
                     for i in cutlass.range_constexpr(8):
                         if chunk + i * 32 < chunks:
                             cute.autovec_copy(parts[i], _eight(mRows, row, (chunk + i * 32) * 8))
+
+
+class Quantize:
+    """Row r is x[index[r]] (x[r] unless `gathered`); its global scale is its expert's if `static`, else its own.
+
+    A CTA a row: its largest magnitude, then blocks of 16, one a thread at a time. Values and scales are
+    what `format.quantize` returns, bit for bit.
+    """
+
+    THREADS = 128
+
+    def __init__(self, static: bool, gathered: bool):
+        self.static, self.gathered = static, gathered
+
+    def __repr__(self) -> str:
+        return f"Quantize({self.static}, {self.gathered})"
+
+    @cute.jit
+    def __call__(self, mX, mIndex, mScale, mOffsets, mRows, mRowScale, stream):
+        self.kernel(mX, mIndex, mScale, mOffsets, mRows, mRowScale).launch(
+            grid=[mRows.shape[0], 1, 1], block=[self.THREADS, 1, 1], smem=64, stream=stream, use_pdl=True
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        mX: cute.Tensor,  # bf16 or fp32 [*, K]
+        mIndex: cute.Tensor,  # int32 [R]
+        mScale: cute.Tensor,  # fp32 [E]
+        mOffsets: cute.Tensor,  # int32 [E + 1]
+        mRows: cute.Tensor,  # bf16 [R, K], written
+        mRowScale: cute.Tensor,  # fp32 [R], written
+    ):
+        tid, _, _ = cute.arch.thread_idx()
+        row, _, _ = cute.arch.block_idx()
+        E, blocks = mOffsets.shape[0] - 1, mRows.shape[1] // 16
+        smem = cute.arch.get_dyn_smem(Float32)
+        sLargest = cute.make_tensor(smem, cute.make_layout(4))
+        sBefore = cute.make_tensor(cute.recast_ptr(smem + 4, dtype=Int32), cute.make_layout(4))
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
+        source = mIndex[row] if const_expr(self.gathered) else row
+
+        before, largest = Int32(0), Float32(0.0)
+        if const_expr(self.static):
+            for e in cutlass.range(tid, E, self.THREADS, unroll=1):
+                if mOffsets[e + 1] <= row:
+                    before += 1
+        else:
+            for block in cutlass.range(tid, blocks, self.THREADS, unroll=1):
+                magnitude = arithmetic.largest_magnitude(self.load(mX, source, block))
+                largest = cute.arch.fmax(largest, magnitude, nan=True)
+        for p in cutlass.range_constexpr(5):
+            before += cute.arch.shuffle_sync_bfly(before, 1 << p)
+            largest = cute.arch.fmax(largest, cute.arch.shuffle_sync_bfly(largest, 1 << p), nan=True)
+        if tid % 32 == 0:
+            sLargest[tid // 32], sBefore[tid // 32] = largest, before
+        cute.arch.sync_threads()
+        global_scale = Float32(1.0)
+        if const_expr(self.static):
+            before = sBefore[0] + sBefore[1] + sBefore[2] + sBefore[3]
+            if before < E:
+                global_scale = mScale[before]
+        else:
+            largest = arithmetic.largest_magnitude([sLargest[i] for i in range(4)])
+            if largest != 0.0:
+                global_scale = arithmetic.divide(largest, Float32(6.0 * 448.0))
+                global_scale = cute.arch.fmax(global_scale, Float32(TINY), nan=True)
+        if tid == 0:
+            mRowScale[row] = global_scale
+        for block in cutlass.range(tid, blocks, self.THREADS, unroll=1):
+            values = self.round(self.load(mX, source, block), global_scale)
+            for half in cutlass.range_constexpr(2):
+                part = cute.make_rmem_tensor(8, BFloat16)
+                for i in cutlass.range_constexpr(8):
+                    part[i] = values[half * 8 + i].to(BFloat16)
+                cute.autovec_copy(part, _eight(mRows, row, block * 16 + half * 8))
+
+    def load(self, mX, row, block):
+        """16 values of a row, as fp32."""
+        values = []
+        for part in range(2):
+            eight = cute.make_rmem_tensor(8, mX.element_type)
+            cute.autovec_copy(_eight(mX, row, block * 16 + part * 8), eight)
+            values += [eight[i].to(Float32) for i in range(8)]
+        return values
+
+    @cute.jit
+    def round(self, values, global_scale):
+        """16 values -> their code * sf: sf = e4m3(max / 6 / global_scale), code = e2m1(x / (sf * global_scale))."""
+        largest = arithmetic.largest_magnitude(values)
+        sf = arithmetic.encode_e4m3(arithmetic.divide(arithmetic.divide(largest, Float32(6.0)), global_scale))
+        value = arithmetic.decode_e4m3(sf)
+        scale = arithmetic.mul(value, global_scale)
+        rounded = [Float32(0.0)] * 16
+        if sf != 0:
+            if scale > 2.0**-60 and scale < 2.0**60 and largest < 2.0**60:  # one division for 16
+                inverse = arithmetic.divide(Float32(1.0), scale)
+                rounded = [_e2m1(arithmetic.divide_near(v, scale, inverse)) * value for v in values]
+            else:
+                rounded = [_e2m1(arithmetic.divide(v, scale)) * value for v in values]
+        return rounded
+
+
+TINY = 1.1754943508222875e-38  # the smallest normal fp32 number, and global scale
+
+
+def _e2m1(x):
+    """The nearest of 0, 0.5, 1, 1.5, 2, 3, 4, 6 with x's sign; ties to the even code; beyond 6, 6; NaN stays."""
+    a = cute.arch.fmax(x, 0.0 - x, nan=True)
+    step = cutlass.select_(a < 2.0, Float32(0.5), cutlass.select_(a < 4.0, Float32(1.0), Float32(2.0)))
+    inverse = cutlass.select_(a < 2.0, Float32(2.0), cutlass.select_(a < 4.0, Float32(1.0), Float32(0.5)))
+    a = (
+        cute.arch.inline_ptx("cvt.rni.f32.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[a * inverse])
+        * step
+    )
+    a = cutlass.select_(a > 6.0, Float32(6.0), a)
+    return cutlass.select_(x < 0.0, 0.0 - a, a)
 
 
 class Combine:
