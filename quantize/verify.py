@@ -11,8 +11,10 @@ from dataclasses import dataclass, field
 import torch
 
 from moe_nvfp4.quantize.checkpoint import TORCH_DTYPES, Checkpoint, Stored, open_checkpoint
-from moe_nvfp4.quantize.convert import DENSE, KV_SCALE, PER_EXPERT, SCALES, Matrix, nvfp4_matrix, source_matrices
 from moe_nvfp4.quantize.dialects import Dialect, read_config
+from moe_nvfp4.quantize.matrices import Matrix, nvfp4_matrix
+from moe_nvfp4.quantize.names import DENSE, KV_SCALE, PER_EXPERT, SCALES
+from moe_nvfp4.quantize.plan import source_matrices
 from moe_nvfp4.weights import check_block_scales, check_global_scale
 
 PIECE = 1 << 22  # elements read at once

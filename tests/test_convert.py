@@ -24,11 +24,12 @@ from safetensors.torch import save_file
 from moe_nvfp4 import cli
 from moe_nvfp4.format import decode, dequantize, pack
 from moe_nvfp4.integrations.huggingface import MoeNvfp4Config
-from moe_nvfp4.quantize import convert
+from moe_nvfp4.quantize import jobs
 from moe_nvfp4.quantize.checkpoint import INDEX, ShardWriter, Stored, open_checkpoint, read_header
 from moe_nvfp4.quantize.convert import convert_checkpoint
 from moe_nvfp4.quantize.dialects import COMPRESSED_TENSORS, DIALECTS, MODELOPT, read_config
 from moe_nvfp4.quantize.experts import RECIPES, quantize_matrix
+from moe_nvfp4.quantize.names import STACKS
 from moe_nvfp4.quantize.verify import verify_checkpoint
 from tests.models import (
     FAMILIES,
@@ -212,10 +213,10 @@ def test_qwen3_vl_moe_in_both_orientations(transposed, tmp_path):
         converted(source, tmp_path / "c")
 
 
-@pytest.mark.parametrize("kind", sorted(convert.STACKS))
+@pytest.mark.parametrize("kind", sorted(STACKS))
 def test_every_stacked_family_by_hand(kind, tmp_path):
     """The table of layouts, entry by entry, against tensors laid out here."""
-    stack = convert.STACKS[kind]
+    stack = STACKS[kind]
     if stack.transposed is None:
         pytest.skip("has a test of its own")
     up, down = torch.randn(3, 96, 64).bfloat16(), torch.randn(3, 64, 48).bfloat16()
@@ -242,7 +243,7 @@ def test_the_table_agrees_with_transformers():
     for path in models.glob("*/modeling_*.py"):
         for flags in re.findall(r"^@use_experts_implementation(.*)\nclass \w+", path.read_text(), re.M):
             for kind in (path.parent.name, f"{path.parent.name}_text"):
-                stack = convert.STACKS.get(kind)
+                stack = STACKS.get(kind)
                 if stack is not None and stack.transposed is not None:
                     assert stack.transposed == ("is_transposed=True" in flags), kind
                     assert stack.interleaved == ("is_concatenated=False" in flags), kind
@@ -373,8 +374,8 @@ def test_matrices_larger_than_a_piece(tmp_path, monkeypatch):
         source = saved(tmp_path, family, f"{i}")
         whole = converted(source, tmp_path / f"{i}-whole")
         with monkeypatch.context() as patch:
-            patch.setattr(convert, "CHUNK", 64 * 7)
-            patch.setattr(convert, "COPY", 100)
+            patch.setattr(jobs, "CHUNK", 64 * 7)
+            patch.setattr(jobs, "COPY", 100)
             same_files(whole, converted(source, tmp_path / f"{i}-pieces", workers=3))
 
 
@@ -518,12 +519,12 @@ def command(source, destination, *options):
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
 SLOWED = """
 import sys, time
-from moe_nvfp4.quantize import convert
-whole = convert.quantize_matrix
+from moe_nvfp4.quantize import convert, jobs
+whole = jobs.quantize_matrix
 def slow(*args):
     time.sleep(0.003)
     return whole(*args)
-convert.quantize_matrix = slow
+jobs.quantize_matrix = slow
 convert.convert_checkpoint(sys.argv[1], sys.argv[2], progress=False)
 """
 
@@ -612,14 +613,14 @@ def test_other_settings_or_another_source_start_again(split, tmp_path, monkeypat
 def test_two_converters_on_one_destination(split, tmp_path, monkeypatch):
     source, whole = split
     started, go_on = threading.Event(), threading.Event()
-    quantize = convert.quantize_matrix
+    quantize = jobs.quantize_matrix
 
     def waits(*args):
         started.set()
         assert go_on.wait(60)
         return quantize(*args)
 
-    monkeypatch.setattr(convert, "quantize_matrix", waits)
+    monkeypatch.setattr(jobs, "quantize_matrix", waits)
     first = threading.Thread(target=converted, args=(source, tmp_path / "x"))
     first.start()
     assert started.wait(60)
@@ -632,7 +633,7 @@ def test_two_converters_on_one_destination(split, tmp_path, monkeypatch):
 
 
 def test_a_source_that_changes_or_vanishes(split, tmp_path, monkeypatch):
-    quantize = convert.quantize_matrix
+    quantize = jobs.quantize_matrix
     actions = {
         "vanishes": lambda p: p.unlink(),
         "shrinks": lambda p: p.write_bytes(p.read_bytes()[:5000]),
@@ -648,7 +649,7 @@ def test_a_source_that_changes_or_vanishes(split, tmp_path, monkeypatch):
                 action(last)
             return quantize(*args)
 
-        monkeypatch.setattr(convert, "quantize_matrix", acts)
+        monkeypatch.setattr(jobs, "quantize_matrix", acts)
         with pytest.raises((OSError, ValueError), match="model-00008|changed while it was read"):
             converted(copy, tmp_path / "x", workers=1)
         assert not (tmp_path / "x").exists()
