@@ -1,4 +1,4 @@
-"""The layer: `NVFP4Experts`, a drop-in for the experts module of a Hugging Face MoE model.
+"""The layers: `NVFP4Experts`, a drop-in for the experts module of a Hugging Face MoE model, and `NVFP4Linear`.
 
     x, top-k ids ── group_by_expert ── quantize_rows ── gemm1_swiglu ── gemm2_combine ── y
 
@@ -303,5 +303,70 @@ class NVFP4Experts(nn.Module):
         return (
             f"num_experts={self.num_experts}, hidden_size={self.hidden_size}, "
             f"intermediate_size={self.intermediate_size}, gate={self.gate.kind}, "
+            f"activations={self.activations!r}"
+        )
+
+
+class NVFP4Linear(nn.Module):
+    """A linear layer with 4-bit weights: y = x · wᵀ + bias. It is GEMM 2 of a layer with one expert.
+
+    forward(x [..., K]) -> [..., N] in x's dtype; sums in fp32, rounded once.
+
+    Parameters (frozen): weight uint8 [N, K/2], weight_sf uint8 [N, K/16], weight_global_scale fp32 [1]; bias [N],
+    with `bias`; input_scale fp32 [1], with `input_scale`: the static global scale of the rows for
+    activations="nvfp4" (without it, one scale per row); pre_quant_scale [K], with `pre_quant_scale`: a dtype:
+    x is multiplied by it first (AWQ).
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: torch.dtype | None = None,
+        activations: str = "bf16",
+        input_scale: bool = False,
+        pre_quant_scale: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ):
+        super().__init__()
+        if activations not in ACTIVATIONS:
+            raise ValueError(f"activations must be one of {ACTIVATIONS}, got {activations!r}")
+        if in_features % 16:
+            raise ValueError(f"in_features = {in_features} is not a multiple of 16, the NVFP4 block")
+        self.in_features, self.out_features, self.activations = in_features, out_features, activations
+        K, N = in_features, out_features
+        sizes = {
+            "weight": ((N, K // 2), torch.uint8),
+            "weight_sf": ((N, K // 16), torch.uint8),
+            "weight_global_scale": ((1,), torch.float32),
+            "bias": ((N,), bias),
+            "input_scale": ((1,), torch.float32 if input_scale else None),
+            "pre_quant_scale": ((K,), pre_quant_scale),
+        }
+        for name, (shape, dtype) in sizes.items():
+            zeros = None if dtype is None else torch.zeros(shape, dtype=dtype, device=device)
+            self.register_parameter(name, None if zeros is None else nn.Parameter(zeros, requires_grad=False))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        if self.pre_quant_scale is not None:
+            rows = rows * self.pre_quant_scale.to(rows.dtype)
+        T, device = rows.shape[0], rows.device
+        # the stages read the second GEMM's weights only; they count experts on the first's
+        codes, sf, scale = self.weight[None], self.weight_sf[None], self.weight_global_scale
+        bias = None if self.bias is None else self.bias[None]
+        w = ExpertWeights(SILU, self.activations, codes, sf, scale, scale, codes, sf, scale, None, bias)
+        order = torch.arange(T, dtype=torch.int32, device=device)
+        offsets = torch.arange(2, dtype=torch.int32, device=device) * T
+        h = [rows, None, None, None]
+        if self.activations == "nvfp4":
+            h = [*_quantize_rows(rows, None, self.input_scale, order, offsets), None]
+        ones = torch.ones(T, 1, device=device)
+        y = _gemm2_combine(h, w.tensors(), w.spec, order, offsets, ones, x.dtype)
+        return y.view(*x.shape[:-1], self.out_features)
+
+    def extra_repr(self) -> str:
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
             f"activations={self.activations!r}"
         )

@@ -37,6 +37,11 @@ class Dialect:
     def suffixes(self) -> tuple[str, str, str, str]:
         return self.weight, self.sf, self.global_scale, self.input_scale
 
+    @property
+    def scale_shape(self) -> tuple[int, ...]:
+        """The shape of a stored global scale."""
+        return (1,) if self.reciprocal else ()
+
     def decode_scale(self, stored: Tensor) -> Tensor:
         """A stored global scale, any shape of one element or more -> fp32, the direction that multiplies."""
         stored = stored.float()
@@ -83,10 +88,11 @@ class QuantizationInfo:
     extra: dict = field(default_factory=dict)
 
     def ignores(self, module: str) -> bool:
-        return any(_matches(pattern, module) for pattern in self.ignore)
+        return any(matches(pattern, module) for pattern in self.ignore)
 
 
-def _matches(pattern: str, module: str) -> bool:
+def matches(pattern: str, module: str) -> bool:
+    """Whether an entry of an `ignore` list names `module`: a name, a wildcard, or `re:` and an expression."""
     if pattern.startswith("re:"):
         return re.match(pattern[3:], module) is not None
     return fnmatchcase(module, pattern) or module == pattern or module.startswith(pattern.rstrip("*.") + ".")

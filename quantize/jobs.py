@@ -75,7 +75,7 @@ def scale_job(name: str, stored: Stored, new_name: str, source: Dialect, target:
         check_global_scale(scale, name)
         write(new_name, target.encode_scale(scale), 0)
 
-    return Job(stored.file.name, 4, 64, {new_name: ("F32", (1,) if target.reciprocal else ())}, run)
+    return Job(stored.file.name, 4, 64, {new_name: ("F32", target.scale_shape)}, run)
 
 
 def quantize_job(shard: str, stem: str, matrix: Matrix, options: Options) -> Job:
@@ -104,7 +104,7 @@ def quantize_job(shard: str, stem: str, matrix: Matrix, options: Options) -> Job
     outputs = {
         weight: ("U8", (N, K // 2)),
         sf: ("F8_E4M3", (N, K // 16)),
-        scale: ("F32", (1,) if options.dialect.reciprocal else ()),
+        scale: ("F32", options.dialect.scale_shape),
     }
     return Job(shard, matrix.size, matrix.held + min(N, step) * K * 10 + 10_000_000, outputs, run)
 

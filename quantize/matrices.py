@@ -55,24 +55,51 @@ def slice_view(stored: Stored, e: int, shape: tuple[int, int], view: Callable[[T
     return Matrix(rows, columns, size // parts, open, held=size)
 
 
-def fp8_blocks(weight: Stored, scale: Stored, block: tuple[int, int], name: str) -> Matrix:
-    """e4m3 [N, K] with a scale for every block [128, 128] -> fp32. ValueError where shapes disagree."""
-    if len(weight.shape) != 2 or scale.shape != tuple(-(-n // b) for n, b in zip(weight.shape, block, strict=True)):
+def fp8_block(shape: tuple[int, ...], scales: tuple[int, ...]) -> tuple[int, int] | None:
+    """The block of weights [N, K] that shares a scale: one for all, for a row, for 32 of K, or for 128 x 128.
+
+    None: scales of this shape are none of these.
+    """
+    if len(shape) != 2:
+        return None
+    N, K = shape
+    if scales in ((), (1,), (1, 1)):
+        return N, K
+    if scales in ((N,), (N, 1)):
+        return 1, K
+    blocks = [b for b in ((1, 32), (128, 128)) if scales == (-(-N // b[0]), -(-K // b[1]))]
+    return blocks[0] if blocks else None
+
+
+def fp8_dense(codes: Tensor, scales: Tensor, block: tuple[int, int], first: int = 0) -> Tensor:
+    """Rows `first`, ... of e4m3 weights, [n, K] -> fp32: code * scale.
+
+    scales: of the whole matrix, with a scale for every `block`; floating, or uint8 as e8m0 (2^(byte - 127)).
+    """
+    n, K = codes.shape
+    scales = torch.ldexp(torch.ones(()), scales.int() - 127) if scales.dtype == torch.uint8 else scales.float()
+    scales = scales.reshape(-1, -(-K // block[1]))
+    of_rows = scales[torch.arange(first, first + n, device=codes.device) // block[0]]
+    return codes.float().mul_(of_rows.repeat_interleave(block[1], dim=1)[:, :K])
+
+
+def fp8(weight: Stored, scale: Stored, block: tuple[int, int] | None, name: str) -> Matrix:
+    """e4m3 [N, K] with a scale for every block (None: as `fp8_block` finds) -> fp32. ValueError for other shapes."""
+    fits = block is None or scale.shape == tuple(-(-n // b) for n, b in zip(weight.shape, block, strict=False))
+    block = block or fp8_block(weight.shape, scale.shape)
+    if len(weight.shape) != 2 or not fits or block is None:
         raise ValueError(
-            f"{name}: scales {list(scale.shape)} do not fit weights {list(weight.shape)} in blocks of {list(block)}: "
-            "the file or weight_block_size in config.json is damaged; download them again"
+            f"{name}: scales {list(scale.shape)} do not fit weights {list(weight.shape)}"
+            + (f" in blocks of {list(block)}" if block else "")
+            + ": the file or weight_block_size in config.json is damaged; download them again"
         )
     N, K = weight.shape
 
     def open() -> Callable[[int, int], Tensor]:
-        scales = scale.tensor().float()
-
-        def rows(a: int, b: int) -> Tensor:
-            dense = weight.read(a * K, (b - a) * K).view(torch.float8_e4m3fn).view(-1, K).float()
-            of_rows = scales[torch.arange(a, b) // block[0]]
-            return dense.mul_(of_rows.repeat_interleave(block[1], dim=1)[:, :K])
-
-        return rows
+        scales = scale.tensor()
+        return lambda a, b: fp8_dense(
+            weight.read(a * K, (b - a) * K).view(torch.float8_e4m3fn).view(-1, K), scales, block, a
+        )
 
     return Matrix(N, K, weight.size + scale.size, open, held=4 * scale.size)
 

@@ -49,6 +49,10 @@ STACKS: dict[str, Stack] = {
          "qwen4_exp_text"), PLAIN,
     ),
 }  # fmt: skip
+# ModelOpt's stacks of NVFP4 experts [E, in/2, out], and its older order of names
+FUSED = re.compile(r"(^|\.)experts\.(gate_up_proj|up_proj|down_proj)$")
+PROJECTION_FIRST = re.compile(r"(?P<module>(?:.+\.)?experts)\.(?P<part>gate_proj|up_proj|down_proj|w[123])\."
+                              r"(?P<e>\d+)(?=\.|$)")  # fmt: skip
 DBRX = re.compile(r"(?P<module>(?:.+\.)?experts)\.mlp\.(?P<part>w1|v1|w2)")
 DBRX_PARTS = {"w1": "gate_proj", "v1": "up_proj", "w2": "down_proj"}
 # 4-bit and 8-bit formats keep these next to a weight; one that nobody reads means wrong numbers

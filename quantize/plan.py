@@ -13,7 +13,7 @@ from pathlib import Path
 from moe_nvfp4.quantize.checkpoint import Checkpoint, Stored, tensor_bytes
 from moe_nvfp4.quantize.dialects import DIALECTS, QuantizationInfo, read_config, write_config
 from moe_nvfp4.quantize.jobs import Job, Options, bias_jobs, copy_job, dense_job, quantize_job, scale_job
-from moe_nvfp4.quantize.matrices import Matrix, fp8_blocks, mxfp4, nvfp4_matrix, row_major, slice_view
+from moe_nvfp4.quantize.matrices import Matrix, fp8, mxfp4, nvfp4_matrix, row_major, slice_view
 from moe_nvfp4.quantize.names import (
     DBRX,
     DBRX_PARTS,
@@ -304,7 +304,7 @@ class Plan:
             weight = self.left.get(f"{stem}.weight")
             if weight is None or weight.dtype != "F8_E4M3" or self.left[name].dtype not in ("F32", "BF16", "F8_E8M0"):
                 raise ValueError(f"{name} has no F8_E4M3 {stem}.weight: a shard is missing; download it again")
-            matrix = fp8_blocks(weight, self.left.pop(name), tuple(block), stem)
+            matrix = fp8(weight, self.left.pop(name), tuple(block), stem)
             del self.left[f"{stem}.weight"]
             match = PER_EXPERT.fullmatch(stem)
             if match is not None and not self._leave(match["module"]):
