@@ -307,8 +307,9 @@ class Conversions:
             elif _is_merge(c.operations) and all(s.endswith(".weight") for s in c.source_patterns):
                 covered |= names
                 self._saved += self._packed_files(
-                    c._original_source_patterns, c._original_target_patterns[0], names, c
+                    c._original_source_patterns, c._original_target_patterns[0], names, c, only=self._apart
                 )
+                kept += [c] if self._apart else []
             elif self.pre_quantized:
                 kept.append(c)
             else:
@@ -333,11 +334,14 @@ class Conversions:
 
     def for_saving(self, used: list) -> list:
         """The conversions whose reverse writes files, from those `used` while loading."""
-        kept = [c for c in used if not isinstance(c, ExpertsConverter) and not self._merges(c)]
+        merges = lambda c: not self._apart and self._params_of(c) and _is_merge(c.operations)
+        kept = [c for c in used if not isinstance(c, ExpertsConverter) and not merges(c)]
         return kept + self._saved  # reversed when saving, so that ours are asked first
 
-    def _merges(self, c) -> bool:
-        return bool(self._params_of(c)) and _is_merge(c.operations)
+    @property
+    def _apart(self) -> bool:
+        """Dense experts have other names than codes do, so that the model's own converters are for them."""
+        return bool(self.excluded) and self.dialect.weight != "weight"
 
     def _params_of(self, c) -> set[str]:
         """The full names of packed parameters that converter `c` makes."""

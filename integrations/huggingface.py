@@ -251,8 +251,9 @@ class MoeNvfp4Quantizer(HfQuantizer):
         return None  # ExpertsConverter quantizes, expert by expert
 
     def get_new_dtype(self, converter, param, dtype):
-        ours = isinstance(converter, (ExpertsConverter, LinearConverter))
-        return None if ours else super().get_new_dtype(converter, param, dtype)
+        if isinstance(converter, LinearConverter) or (isinstance(converter, ExpertsConverter) and dtype == torch.uint8):
+            return None  # as it is stored; dense experts next to packed ones are cast
+        return super().get_new_dtype(converter, param, dtype)
 
     def param_element_size(self, model, param_name, param):
         module, _, _ = param_name.rpartition(".")

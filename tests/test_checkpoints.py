@@ -1,0 +1,466 @@
+"""4-bit folders as other tools write them, straight into transformers: the same numbers, or a refusal by name."""
+
+import importlib.util
+import json
+import re
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from transformers import AutoModel, AutoModelForCausalLM
+
+from moe_nvfp4.format import dequantize
+from moe_nvfp4.integrations.experts import HFExperts
+from moe_nvfp4.integrations.huggingface import MoeNvfp4Config, checkpoint_config, set_activations
+from moe_nvfp4.layer import NVFP4Linear
+from moe_nvfp4.quantize.experts import quantize_matrix
+from tests.common import THRESHOLDS, relative_error
+from tests.models import IDS, SMALL, as_bytes, gpt_oss, llama4, make, mixtral, nemotron_h, qwen3_moe, tensors
+
+
+def qwen2_moe():
+    """With biases in the attention, and a shared expert."""
+    from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
+
+    small = {k: v for k, v in SMALL.items() if k != "head_dim"}
+    return Qwen2MoeForCausalLM(Qwen2MoeConfig(
+        **small, intermediate_size=96, moe_intermediate_size=48, shared_expert_intermediate_size=32, num_experts=4,
+        num_experts_per_tok=2))  # fmt: skip
+
+
+def is_expert(key):
+    return ".experts." in key
+
+
+def is_linear(key):
+    return any(part in key for part in ("self_attn.", "shared_expert.", "lm_head")) and key.endswith("proj.weight")
+
+
+NUMBERS = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "symmetric": True}
+CONFIGS = {
+    "modelopt": {
+        "quant_method": "modelopt", "quant_algo": "NVFP4",
+        "config_groups": {"group_0": {"weights": {"num_bits": 4, "group_size": 16}, "targets": ["Linear"]}},
+        "ignore": ["lm_head", "model.layers.*.mlp.gate"],
+    },
+    "compressed-tensors": {
+        "quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "quantization_status": "compressed",
+        "config_groups": {"group_0": {
+            "targets": ["Linear"], "format": "nvfp4-pack-quantized", "weights": {**NUMBERS, "dynamic": False},
+            "input_activations": {**NUMBERS, "dynamic": "local"}, "output_activations": None}},
+        "ignore": ["lm_head", "re:.*mlp.gate$"], "kv_cache_scheme": None,
+    },
+}  # fmt: skip
+
+
+def stored(dialect, stem, matrix, input_scale=None):
+    """The tensors of one NVFP4 matrix as a tool writes them, by the definition of each dialect."""
+    codes, sf, scale = quantize_matrix(matrix.float(), "max")
+    found = {f"{stem}.weight_scale": sf}
+    if dialect == "modelopt":
+        found |= {f"{stem}.weight": codes, f"{stem}.weight_scale_2": scale}
+        if input_scale:
+            found[f"{stem}.input_scale"] = torch.tensor(input_scale)
+        return found
+    found |= {f"{stem}.weight_packed": codes, f"{stem}.weight_global_scale": (1 / scale).reshape(1)}
+    if input_scale:
+        found[f"{stem}.input_global_scale"] = torch.tensor([1 / input_scale])
+    return found
+
+
+def value(dialect, files, stem):
+    """fp32: what one NVFP4 matrix of a folder is worth."""
+    if dialect == "modelopt":
+        return dequantize(files[f"{stem}.weight"], files[f"{stem}.weight_scale"], files[f"{stem}.weight_scale_2"])
+    scale = 1 / files[f"{stem}.weight_global_scale"].reshape(())
+    return dequantize(files[f"{stem}.weight_packed"], files[f"{stem}.weight_scale"], scale)
+
+
+def write(path, files, config, quantization):
+    path.mkdir(exist_ok=True)
+    save_file({k: v.contiguous() for k, v in files.items()}, path / "model.safetensors", metadata={"format": "pt"})
+    config = {k: v for k, v in config.items() if k != "quantization_config"}
+    if quantization is not None:
+        config["quantization_config"] = quantization
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def quantized(tmp_path, family, dialect, which=is_expert, input_scale=None, rename=lambda stem: stem, **config):
+    """A folder of `family` whose weights `which` are NVFP4, and its twin with the dequantized weights in fp32."""
+    source = tmp_path / "bf16"
+    if not source.exists():
+        make(family).save_pretrained(source)
+    files, twin = {}, {}
+    for key, tensor in tensors(source).items():
+        twin[key] = tensor.float()
+        if tensor.dim() != 2 or not which(key):
+            files[key] = tensor
+            continue
+        stem = key.removesuffix(".weight")
+        new = stored(dialect, rename(stem), tensor, input_scale)
+        files |= new
+        twin[key] = value(dialect, new, rename(stem))
+    original = json.loads((source / "config.json").read_text())
+    folder = write(tmp_path / dialect, files, original, {**CONFIGS[dialect], **config})
+    return folder, write(tmp_path / f"{dialect}-twin", twin, {**original, "dtype": "float32"}, None)
+
+
+def load(path, dtype=torch.float32, **kwargs):
+    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **kwargs).eval()
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(IDS).logits
+
+
+def packed(model, kind):
+    return {n: m for n, m in model.named_modules() if isinstance(m, kind)}
+
+
+both = pytest.mark.parametrize("dialect", ["modelopt", "compressed-tensors"])
+
+
+# ---------------------------------------------------------------- experts
+@both
+@pytest.mark.parametrize("family", [qwen3_moe, mixtral, nemotron_h], ids=lambda f: f.__name__)
+def test_experts_are_packed_and_compute_what_the_dense_twin_does(family, dialect, tmp_path):
+    folder, twin = quantized(tmp_path, family, dialect)
+    model = load(folder)
+    found = packed(model, HFExperts)
+    assert found and all(p.dtype == torch.uint8 for m in found.values() for n, p in m.named_parameters()
+                         if n.endswith(("proj", "_sf")))  # fmt: skip
+    assert {m.activations for m in found.values()} == {"nvfp4"}, "what the config says the file was made for"
+    assert relative_error(logits(set_activations(model, "bf16")), logits(load(twin))) < 10 * THRESHOLDS["fp32"]
+
+
+def test_both_dialects_are_the_same_model(tmp_path):
+    """Bit for bit: the parameters, the logits in W4A16 and in W4A4 with static scales, and what is saved again."""
+    models = []
+    for dialect in CONFIGS:
+        folder, _ = quantized(tmp_path, qwen3_moe, dialect, lambda k: is_expert(k) or is_linear(k), 2**-9)
+        models.append(load(folder, torch.bfloat16))
+        assert models[-1].model.layers[0].mlp.experts.down_proj_input_scale.tolist() == [2**-9] * 8
+    a, b = (dict(m.named_parameters()) for m in models)
+    assert a.keys() == b.keys()
+    for name, p in a.items():
+        if name.endswith("_global_scale"):  # 1 / (1 / scale) may miss the last bit
+            torch.testing.assert_close(b[name], p, rtol=2**-23, atol=0)
+            b[name].data.copy_(p)
+        assert torch.equal(p, b[name]), name
+    for activations in ("nvfp4", "bf16"):
+        first, second = (logits(set_activations(m, activations)) for m in models)
+        assert torch.equal(first, second)
+
+
+@both
+def test_saving_writes_the_same_files(dialect, tmp_path):
+    folder, _ = quantized(tmp_path, qwen2_moe, dialect, lambda k: is_expert(k) or is_linear(k), 0.003)
+    model = load(folder, torch.bfloat16)
+    assert packed(model, NVFP4Linear)
+    model.save_pretrained(tmp_path / "again")
+    files, again = tensors(folder), tensors(tmp_path / "again")
+    assert files.keys() == again.keys()
+    for key, tensor in files.items():
+        assert tensor.dtype == again[key].dtype and tensor.shape == again[key].shape, key
+        if "global_scale" in key:  # some scale whose reciprocal is the same
+            assert torch.equal(1 / tensor, 1 / again[key]), key
+        else:
+            assert as_bytes(tensor) == as_bytes(again[key]), key
+    config = json.loads((tmp_path / "again/config.json").read_text())["quantization_config"]
+    assert config["quant_method"] == dialect
+    assert torch.equal(logits(load(tmp_path / "again", torch.bfloat16)), logits(model))
+
+
+# ---------------------------------------------------------------- linears
+@both
+@pytest.mark.parametrize("family", [qwen2_moe, mixtral], ids=lambda f: f.__name__)
+def test_linears_stay_packed_or_become_dense(family, dialect, tmp_path):
+    folder, twin = quantized(tmp_path, family, dialect, lambda k: is_expert(k) or is_linear(k))
+    expected = logits(load(twin))
+    model = set_activations(load(folder), "bf16")
+    linears = packed(model, NVFP4Linear)
+    assert {n.rpartition(".")[2] for n in linears} >= {"q_proj", "k_proj", "v_proj", "o_proj"}
+    assert ("model.layers.0.mlp.shared_expert.up_proj" in linears) == (family is qwen2_moe)
+    assert not any(p.requires_grad for m in linears.values() for p in m.parameters())
+    assert relative_error(logits(model), expected) < 10 * THRESHOLDS["fp32"]
+
+    dense = load(folder, config=checkpoint_config(folder, linears="dense", activations="bf16"))
+    assert not packed(dense, NVFP4Linear) and packed(dense, HFExperts)
+    assert relative_error(logits(dense), expected) < 10 * THRESHOLDS["fp32"]
+    for name in linears:
+        assert torch.equal(dense.get_submodule(name).weight, tensors(twin)[f"{name}.weight"]), name
+    dense.save_pretrained(tmp_path / "dense")
+    again = load(tmp_path / "dense")
+    assert torch.equal(logits(again), logits(dense)) and not packed(again, NVFP4Linear)
+
+
+def test_a_base_model_loads_too(tmp_path):
+    """AutoModel: module names without `model.` in front."""
+    folder, twin = quantized(tmp_path, qwen2_moe, "modelopt", lambda k: is_expert(k) or is_linear(k))
+    model, dense = (AutoModel.from_pretrained(p, dtype=torch.float32).eval() for p in (folder, twin))
+    assert len(packed(model, NVFP4Linear)) == 14 and len(packed(model, HFExperts)) == 2
+    set_activations(model, "bf16")
+    with torch.no_grad():
+        a, b = (m(IDS).last_hidden_state for m in (model, dense))
+    assert relative_error(a, b) < 10 * THRESHOLDS["fp32"]
+
+
+@pytest.mark.parametrize("linears", ["packed", "dense"])
+def test_a_quantized_lm_head(linears, tmp_path):
+    folder, twin = quantized(tmp_path, qwen3_moe, "modelopt", lambda k: is_expert(k) or k == "lm_head.weight")
+    config = checkpoint_config(folder, linears=linears, activations="bf16")
+    model = load(folder, config=config)
+    assert isinstance(model.lm_head, NVFP4Linear if linears == "packed" else nn.Linear)
+    assert relative_error(logits(model), logits(load(twin))) < 10 * THRESHOLDS["fp32"]
+    greedy = dict(max_new_tokens=6, do_sample=False)
+    assert torch.equal(model.generate(IDS, **greedy), load(twin).generate(IDS, **greedy))
+    change_config(folder, tie_word_embeddings=True)
+    with pytest.raises(ValueError, match="lm_head is quantized in the files, but config.json ties it"):
+        load(folder)
+
+
+def change_config(folder, **changes):
+    config = json.loads((folder / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+# ---------------------------------------------------------------- configs
+def without(config, *keys):
+    return {k: v for k, v in config.items() if k not in keys}
+
+
+W4A16 = {"group_0": {**CONFIGS["compressed-tensors"]["config_groups"]["group_0"], "input_activations": None}}
+VARIANTS = {
+    "W4A16": ("compressed-tensors", lambda q: {**q, "config_groups": W4A16}, "bf16"),
+    "no config_groups": ("compressed-tensors", lambda q: without(q, "config_groups"), "bf16"),
+    "mixed-precision": ("compressed-tensors", lambda q: {**q, "format": "mixed-precision"}, "nvfp4"),
+    "ModelOpt W4A16": ("modelopt", lambda q: {**q, "quant_algo": "W4A16_NVFP4"}, "bf16"),
+    "ModelOpt MIXED": (
+        "modelopt", lambda q: {**without(q, "config_groups"), "quant_algo": "MIXED_PRECISION", "quantized_layers": {
+            "model.layers.0.mlp.experts": {"quant_algo": "NVFP4", "group_size": 16}}}, "nvfp4"),
+    "DeepSeek V4": (
+        "modelopt", lambda q: {"quant_method": "fp8", "weight_block_size": [128, 128], "moe_quant_algo": "NVFP4"},
+        "nvfp4"),
+    "a string for the KV cache": ("modelopt", lambda q: {**q, "kv_cache_scheme": "FP8"}, "nvfp4"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_config_variants(variant, tmp_path):
+    dialect, change, activations = VARIANTS[variant]
+    folder, twin = quantized(tmp_path, qwen3_moe, dialect)
+    change_config(folder, quantization_config=change(CONFIGS[dialect]))
+    model = load(folder)
+    assert {m.activations for m in packed(model, HFExperts).values()} == {activations}
+    assert relative_error(logits(set_activations(model, "bf16")), logits(load(twin))) < 10 * THRESHOLDS["fp32"]
+
+
+@pytest.mark.parametrize("config", ["hf_quant_config.json", "nothing"])
+def test_a_folder_whose_config_is_silent(config, tmp_path):
+    """Older exports have hf_quant_config.json only; files say what they are even without that."""
+    folder, twin = quantized(tmp_path, qwen3_moe, "modelopt")
+    change_config(folder, quantization_config=None)
+    with pytest.raises(ValueError, match="neither config.json nor hf_quant_config.json says so"):
+        checkpoint_config(folder)
+    if config == "nothing":
+        model = load(folder, quantization_config=MoeNvfp4Config())
+    else:
+        hf = {"quantization": {"quant_algo": "W4A16_NVFP4", "group_size": 16, "exclude_modules": ["lm_head"]}}
+        (folder / config).write_text(json.dumps(hf))
+        model = load(folder, config=checkpoint_config(folder))
+    assert relative_error(logits(model), logits(load(twin))) < 10 * THRESHOLDS["fp32"]
+
+
+@both
+def test_layers_whose_experts_are_dense_in_the_files(dialect, tmp_path):
+    pattern = "model.layers.0*" if dialect == "modelopt" else "re:model.layers.0.*"
+    folder, twin = quantized(tmp_path, qwen3_moe, dialect, lambda k: is_expert(k) and "layers.1." in k,
+                             ignore=["lm_head", pattern])  # fmt: skip
+    model = set_activations(load(folder), "bf16")
+    assert list(packed(model, HFExperts)) == ["model.layers.1.mlp.experts"]
+    assert relative_error(logits(model), logits(load(twin))) < 10 * THRESHOLDS["fp32"]
+    model.save_pretrained(tmp_path / "again")
+    assert torch.equal(logits(load(tmp_path / "again")), logits(model))
+
+
+def fp8(kind, weight):
+    """(e4m3 codes, scales) of a weight [N, K] whose sides are multiples of 32, and what they are worth in fp32."""
+    rows, columns = {"tensor": weight.shape, "row": (1, weight.shape[1]), "mx": (1, 32), "block": (128, 128)}[kind]
+    N, K = weight.shape
+    grid = -(-N // rows), -(-K // columns)
+    padded = torch.zeros(grid[0] * rows, grid[1] * columns)
+    padded[:N, :K] = weight
+    blocks = padded.view(grid[0], rows, grid[1], columns)
+    scale = blocks.abs().amax(dim=(1, 3), keepdim=True) / 448
+    scale = scale.log2().ceil().exp2() if kind == "mx" else scale
+    codes = (blocks / scale).to(torch.float8_e4m3fn)
+    worth = (codes.float() * scale).reshape(padded.shape)[:N, :K]
+    scale = scale.reshape(grid)
+    if kind == "mx":
+        scale = (scale.log2() + 127).to(torch.uint8)
+    return codes.reshape(padded.shape)[:N, :K].contiguous(), scale.reshape(()) if kind == "tensor" else scale, worth
+
+
+@pytest.mark.parametrize("kind", ["tensor", "row", "mx", "block"])
+def test_mixed_precision_fp8_linears_become_dense(kind, tmp_path, caplog):
+    folder, twin = quantized(tmp_path, qwen2_moe, "modelopt")
+    files, dense = tensors(folder), tensors(twin)
+    for key in [k for k in files if is_linear(k)]:
+        codes, scale, dense[key] = fp8(kind, files[key].float())
+        files[key], stem = codes, key.removesuffix(".weight")
+        files[f"{stem}.weight_scale_inv" if kind == "block" else f"{stem}.weight_scale"] = scale
+        if kind == "tensor":
+            files[f"{stem}.input_scale"] = torch.tensor(0.01)
+    save_file(files, folder / "model.safetensors", metadata={"format": "pt"})
+    dense = {key: tensor.contiguous() for key, tensor in dense.items()}
+    save_file(dense, twin / "model.safetensors", metadata={"format": "pt"})
+    model = set_activations(load(folder), "bf16")
+    assert "14 FP8 linears are made dense" in caplog.text
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            assert torch.equal(module.weight, dense[f"{name}.weight"]), name
+    assert relative_error(logits(model), logits(load(twin))) < 10 * THRESHOLDS["fp32"]
+
+
+@both
+def test_kv_cache_scales_are_reported_once(dialect, tmp_path, caplog):
+    folder, twin = quantized(tmp_path, qwen3_moe, dialect)
+    files = tensors(folder)
+    for layer in range(2):
+        stem = f"model.layers.{layer}.self_attn"
+        names = ("k_proj.k_scale", "v_proj.v_scale") if dialect == "modelopt" else ("k_scale", "v_scale")
+        files |= {f"{stem}.{name}": torch.tensor(0.5) for name in names}
+    save_file(files, folder / "model.safetensors", metadata={"format": "pt"})
+    model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    assert caplog.text.count("4 scales of a quantized KV cache are left out (model.layers.0.self_attn") == 1
+    assert not info["unexpected_keys"] and not info["missing_keys"]
+    assert relative_error(logits(set_activations(model, "bf16")), logits(load(twin))) < 10 * THRESHOLDS["fp32"]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("compressed_tensors") is None, reason="needs compressed-tensors")
+def test_other_compressed_tensors_folders_are_left_to_transformers(tmp_path):
+    """FP8 by row: its config and its quantizer, and the numbers of the dense model."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.quantizers.quantizer_compressed_tensors import CompressedTensorsHfQuantizer
+
+    make(lambda: LlamaForCausalLM(LlamaConfig(**SMALL, intermediate_size=96))).save_pretrained(tmp_path / "bf16")
+    files, twin = tensors(tmp_path / "bf16"), {}
+    for key in list(files):
+        twin[key] = files[key].float()
+        if is_linear(key) or ".mlp." in key:
+            files[key], scale, twin[key] = fp8("row", files[key].float())
+            files[f"{key}_scale"] = scale
+    numbers = {"num_bits": 8, "type": "float", "symmetric": True}
+    group = {"targets": ["Linear"], "weights": {**numbers, "strategy": "channel", "dynamic": False}}
+    quantization = {"quant_method": "compressed-tensors", "format": "float-quantized", "ignore": ["lm_head"],
+                    "quantization_status": "compressed", "config_groups": {"group_0": group}}  # fmt: skip
+    original = json.loads((tmp_path / "bf16/config.json").read_text())
+    model = load(write(tmp_path / "fp8", files, original, quantization))
+    assert type(model.hf_quantizer) is CompressedTensorsHfQuantizer
+    dense = load(write(tmp_path / "twin", twin, {**original, "dtype": "float32"}, None))
+    assert relative_error(logits(model), logits(dense)) < 1e-3
+
+
+def test_other_fp8_folders_are_left_to_transformers():
+    from transformers.quantizers.auto import AutoQuantizationConfig
+    from transformers.utils.quantization_config import FineGrainedFP8Config
+
+    config = AutoQuantizationConfig.from_dict({"quant_method": "fp8", "weight_block_size": [64, 64]})
+    assert type(config) is FineGrainedFP8Config and config.weight_block_size == [64, 64]
+
+
+# ---------------------------------------------------------------- other layouts of experts
+def test_experts_numbered_after_the_projection(tmp_path):
+    """experts.gate_proj.3, as older ModelOpt wrote some families."""
+    folder, twin = quantized(tmp_path, lambda: qwen3_moe(experts=12), "modelopt", rename=turned, input_scale=0.002)
+    assert "model.layers.0.mlp.experts.up_proj.11.weight_scale_2" in tensors(folder)
+    model = set_activations(load(folder), "bf16")
+    assert relative_error(logits(model), logits(load(twin))) < 10 * THRESHOLDS["fp32"]
+    model.save_pretrained(tmp_path / "again")  # in the order that all readers know
+    assert "model.layers.0.mlp.experts.11.up_proj.weight_scale_2" in tensors(tmp_path / "again")
+    assert torch.equal(logits(load(tmp_path / "again")), logits(model))
+
+
+def turned(stem):
+    return re.sub(r"experts\.(\d+)\.(\w+)", r"experts.\2.\1", stem)
+
+
+@pytest.mark.parametrize("inputs", [False, True], ids=["W4A16", "input scales"])
+@pytest.mark.parametrize("family", [gpt_oss, llama4], ids=lambda f: f.__name__)
+def test_fused_stacks(family, inputs, tmp_path):
+    """[E, in/2, out] codes with one scale for all experts, the layout of Llama 4 and gpt-oss exports."""
+    make(family).save_pretrained(tmp_path / "bf16")
+    files, twin = tensors(tmp_path / "bf16"), {}
+    for key in list(files):
+        twin[key] = files[key].float()
+        if not key.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            continue
+        E, K, N = files[key].shape
+        codes, sf, scale = quantize_matrix(files.pop(key).transpose(1, 2).reshape(E * N, K), "max")
+        twin[key] = dequantize(codes, sf, scale).view(E, N, K).transpose(1, 2).contiguous()
+        files[key] = codes.view(E, N, K // 2).transpose(1, 2).contiguous()
+        files[f"{key}_weight_scale"] = sf.view(E, N, K // 16).transpose(1, 2).contiguous()
+        files[f"{key}_weight_scale_2"] = scale
+        if inputs:
+            files[f"{key}_input_scale"] = torch.tensor(0.01)
+    original = json.loads((tmp_path / "bf16/config.json").read_text())
+    folder = write(tmp_path / "fused", files, original, CONFIGS["modelopt"])
+    dense = load(write(tmp_path / "twin", twin, {**original, "dtype": "float32"}, None))
+    model = load(folder)
+    experts = next(iter(packed(model, HFExperts).values()))
+    assert ("down_proj_input_scale" in experts._parameters) == inputs
+    w4a4 = logits(model)
+    assert relative_error(logits(set_activations(model, "bf16")), logits(dense)) < 10 * THRESHOLDS["fp32"]
+    model.save_pretrained(tmp_path / "again")
+    again = load(tmp_path / "again")
+    assert torch.equal(logits(again), logits(model))
+    assert torch.equal(logits(set_activations(again, "nvfp4")), w4a4)
+
+
+# ---------------------------------------------------------------- refused by name
+Q = "model.layers.1.self_attn.q_proj"
+E3 = "model.layers.1.mlp.experts.3"
+DAMAGE = {
+    "a scale of a linear is missing": (lambda f: f.pop(f"{Q}.weight_scale"), f"{Q}.weight_scale is missing"),
+    "a global scale of a linear is missing": (
+        lambda f: f.pop(f"{Q}.weight_scale_2"), f"{Q}.weight_scale is a scale that nothing reads"),
+    "another shape": (
+        lambda f: f.update({f"{Q}.weight": torch.zeros(8, 32, dtype=torch.uint8)}),
+        rf"{Q}.weight is U8 \[8, 32\], expected U8 \[64, 32\]"),
+    "a zero global scale": (lambda f: f[f"{Q}.weight_scale_2"].zero_(), rf"{Q}.weight_scale_2 of expert 0 is 0.0"),
+    "NaN block scales": (lambda f: f[f"{Q}.weight_scale"].view(torch.uint8).fill_(127), f"{Q}.weight_scale holds NaN"),
+    "FP8 without a scale": (
+        lambda f: f.update({"model.layers.0.mlp.gate.weight": torch.zeros(8, 64).to(torch.float8_e4m3fn)}),
+        "mlp.gate.weight is FP8 and has no scale"),
+    "an SVD part": (
+        lambda f: f.update({f"{Q}.svdquant_lora_a": torch.zeros(4, 64)}), "svdquant_lora_a is a scale that nothing"),
+    "experts in two ways": (
+        lambda f: [f.update({turned(k): f.pop(k)}) for k in list(f) if "layers.0" in k and is_expert(k)],
+        "the files name experts in several ways"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", DAMAGE)
+def test_damage_is_named(case, tmp_path):
+    change, message = DAMAGE[case]
+    folder, _ = quantized(tmp_path, qwen3_moe, "modelopt", lambda k: is_expert(k) or is_linear(k))
+    files = tensors(folder)
+    change(files)
+    save_file(files, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=message):
+        load(folder)
+
+
+def test_what_is_not_supported_is_refused_by_name(tmp_path):
+    folder, _ = quantized(tmp_path, qwen3_moe, "modelopt")
+    for algo in ("NVFP4_SVD", "W4A8_NVFP4_FP8", "W4A8_MXFP4_FP8"):
+        change_config(folder, quantization_config={**CONFIGS["modelopt"], "quant_algo": algo})
+        with pytest.raises(ValueError, match=f"quant_algo '{algo}'; this library reads"):
+            load(folder)
+    with pytest.raises(ValueError, match="linears must be one of"):
+        MoeNvfp4Config(linears="sparse")
+    with pytest.raises(ValueError, match="dialect must be one of"):
+        MoeNvfp4Config(dialect="gguf")
