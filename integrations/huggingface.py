@@ -180,6 +180,7 @@ class MoeNvfp4Quantizer(HfQuantizer):
         self.conversions: Conversions | None = None
         self.linears: LinearConverter | None = None
         self._found: Survey | None = None
+        self._dtypes: dict[str, torch.dtype] = {}
         self._model: nn.Module | None = None
 
     # ------------------------------------------------------------ before loading
@@ -215,6 +216,7 @@ class MoeNvfp4Quantizer(HfQuantizer):
         if not packed and not linears and not found.linears:
             raise ValueError(f"{type(model).__name__}: the files hold no NVFP4 weights that this model has")
         self._attach(model, packed, excluded, found)
+        self._dtypes = {name: p.dtype for name, p in model.named_parameters()}
         _report(model, found)
 
     def _attach(self, model: nn.Module, packed: dict, excluded: list[str], found: Survey | None = None) -> None:
@@ -276,6 +278,10 @@ class MoeNvfp4Quantizer(HfQuantizer):
 
     # ------------------------------------------------------------ after loading
     def _process_model_after_weight_loading(self, model, **kwargs):
+        for name, p in model.named_parameters():
+            # transformers 5.17 leaves renamed tensors of quantized files in the dtype they are stored in
+            if p.dtype in (torch.bfloat16, torch.float16) and p.device.type != "meta":
+                p.data = p.data.to(self._dtypes.get(name, p.dtype))
         for name, experts in self.conversions.packed.items():
             for key, param in experts.named_parameters(recurse=False):
                 param.requires_grad_(False)  # the loader makes every floating parameter trainable
