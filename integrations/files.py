@@ -16,11 +16,8 @@ from transformers.core_model_loading import WeightConverter, rename_source_key
 
 from moe_nvfp4.quantize.dialects import COMPRESSED_TENSORS, MODELOPT, Dialect
 from moe_nvfp4.quantize.matrices import fp8_block
-from moe_nvfp4.quantize.names import DENSE, FUSED, KV_SCALE, PROJECTION_FIRST, SCALES
+from moe_nvfp4.quantize.names import DENSE, FP8_SCALES, FUSED, KV_SCALE, PRE_QUANT_SCALE, PROJECTION_FIRST, SCALES
 
-PRE_QUANT_SCALE = "pre_quant_scale"
-# Scales of FP8 weights: ModelOpt and compressed-tensors; DeepSeek V3; DeepSeek V4
-FP8_SCALES = ("weight_scale", "weight_scale_inv", "scale")
 # One expert says what the others are like
 OTHER_EXPERT = re.compile(r"\bexperts\.(\w+\.)?[1-9]\d*\.")
 

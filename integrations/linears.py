@@ -12,10 +12,11 @@ from torch.distributed.tensor import DTensor
 from transformers.core_model_loading import ConversionOps, WeightConverter
 
 from moe_nvfp4.format import dequantize
-from moe_nvfp4.integrations.files import FP8_SCALES, PRE_QUANT_SCALE, QuantizedLinear
+from moe_nvfp4.integrations.files import QuantizedLinear
 from moe_nvfp4.layer import NVFP4Linear
 from moe_nvfp4.quantize.dialects import Dialect
 from moe_nvfp4.quantize.matrices import fp8_block, fp8_dense
+from moe_nvfp4.quantize.names import FP8_SCALES, PRE_QUANT_SCALE
 from moe_nvfp4.weights import check_block_scales, check_global_scale
 
 FP8_TENSORS = ("weight", *FP8_SCALES, "input_scale")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -66,8 +67,7 @@ def scale_job(name: str, stored: Stored, new_name: str, source: Dialect, target:
     """A global scale from one dialect to the other."""
     if stored.dtype != "F32" or tensor_bytes("F32", stored.shape) != 4:
         raise ValueError(
-            f"{name} is {stored.dtype} {list(stored.shape)}: one F32 number per matrix is expected; fused experts "
-            "with one scale for a whole stack are not supported: quantize the original checkpoint"
+            f"{name} is {stored.dtype} {list(stored.shape)}: one F32 number per matrix is expected; the file is damaged"
         )
 
     def run(write: Write) -> None:
@@ -121,6 +121,64 @@ def dense_job(name: str, shard: str, matrix: Matrix, dtype: str) -> Job:
             write(name, rows(a, min(a + step, N)).to(target), a * K * target.itemsize)
 
     return Job(shard, matrix.size, matrix.held + min(N, step) * K * 10, {name: (dtype, (N, K))}, run)
+
+
+def dense_stack_job(name: str, shard: str, matrices: list[Matrix], dtype: str) -> Job:
+    """The matrices [N, K] of all experts as one dense tensor [E, K, N]. `matrices`: of one shape."""
+    N, K = matrices[0].rows, matrices[0].columns
+    target = TORCH_DTYPES[dtype]
+
+    def run(write: Write) -> None:
+        for e, matrix in enumerate(matrices):
+            write(name, matrix.open()(0, N).to(target).T, e * N * K * target.itemsize)
+
+    outputs = {name: (dtype, (len(matrices), K, N))}
+    return Job(shard, sum(m.size for m in matrices), N * K * 12, outputs, run)
+
+
+@dataclass(frozen=True)
+class FusedStack:
+    """NVFP4 experts as ModelOpt stacks them: codes [E, in/2, out], sf [E, in/16, out], one scale for all."""
+
+    codes: Stored
+    sf: Stored
+    scales: dict[str, Stored]  # by the last part of a matrix's own name: weight_scale_2, input_scale
+    interleaved: bool
+
+    def pieces(self, stored: Stored, e: int, parts: int) -> list[Tensor]:
+        """uint8 [out, in'] of expert e, in `parts` projections."""
+        size = stored.size // stored.shape[0]
+        rows = stored.read(e * size, size).view(stored.shape[1:]).T
+        return [rows[i::parts] for i in range(parts)] if self.interleaved else list(rows.chunk(parts))
+
+
+def fused_jobs(stack: FusedStack, stems: list[str], source: Dialect, target: Dialect) -> Iterator[Job]:
+    """A stack as one matrix per expert and projection, the same bytes. stems: with {e} for the expert."""
+    E, half, out = stack.codes.shape
+    n = len(stems)
+
+    def job(e: int) -> Job:
+        names = [stem.format(e=e) for stem in stems]
+
+        def run(write: Write) -> None:
+            for stored, suffix in ((stack.codes, target.weight), (stack.sf, target.sf)):
+                for name, piece in zip(names, stack.pieces(stored, e, n), strict=True):
+                    write(f"{name}.{suffix}", piece, 0)
+            for name, (last, stored) in product(names, stack.scales.items()):
+                scale = source.decode_scale(stored.tensor()).reshape(())
+                check_global_scale(scale, f"{name}.{last}")
+                write(f"{name}.{target.suffixes[source.suffixes.index(last)]}", target.encode_scale(scale), 0)
+
+        outputs: dict[str, tuple[str, tuple[int, ...]]] = {}
+        for name in names:
+            outputs[f"{name}.{target.weight}"] = ("U8", (out // n, half))
+            outputs[f"{name}.{target.sf}"] = ("F8_E4M3", (out // n, half // 8))
+            for last in stack.scales:
+                outputs[f"{name}.{target.suffixes[source.suffixes.index(last)]}"] = ("F32", target.scale_shape)
+        size = (stack.codes.size + stack.sf.size) // E
+        return Job(stack.codes.file.name, size, 3 * size, outputs, run)
+
+    return (job(e) for e in range(E))
 
 
 def bias_jobs(name: str, stored: Stored, stems: list[str], interleaved: bool) -> Iterator[Job]:

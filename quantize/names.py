@@ -45,8 +45,9 @@ STACKS: dict[str, Stack] = {
     "granitemoeshared": GRANITE,
     "granitemoehybrid": GRANITE,
     **dict.fromkeys(
-        ("diffusion_gemma_text", "gemma4_text", "hy_v4", "mistral4", "qwen3_5_moe_text", "qwen3_next",
-         "qwen4_exp_text"), PLAIN,
+        ("diffusion_gemma_text", "dots3_note_text", "gemma4_text", "granitemoe_swa", "hy_v4", "inkling_text",
+         "mistral4", "muse_spark_text", "qwen3_5_moe_text", "qwen3_next", "qwen4_exp_text", "unlimited_ocr_text",
+         "zaya"), PLAIN,
     ),
 }  # fmt: skip
 # ModelOpt's stacks of NVFP4 experts [E, in/2, out], and its older order of names
@@ -58,6 +59,9 @@ DBRX_PARTS = {"w1": "gate_proj", "v1": "up_proj", "w2": "down_proj"}
 # 4-bit and 8-bit formats keep these next to a weight; one that nobody reads means wrong numbers
 SCALES = re.compile(r"(weight_scale(_2|_inv)?|_scale_inv|_scales|_blocks|input_scale|activation_scale|_global_scale|"
                     r"weight_packed|pre_quant_scale|svdquant_lora_[ab])$")  # fmt: skip
+# Scales of FP8 weights: ModelOpt and compressed-tensors; DeepSeek V3; DeepSeek V4
+FP8_SCALES = ("weight_scale", "weight_scale_inv", "scale")
+PRE_QUANT_SCALE = "pre_quant_scale"  # AWQ: what x is multiplied by before the layer
 KV_SCALE = re.compile(r"\.(k|v|q|kv)_(scale|zero_point)$")
 # Module names that differ from the files' in transformers, which matches exclusions against its own
 ALIASES = ((".block_sparse_moe.experts", ".mlp.experts"), (".ffn.experts", ".mlp.experts"), ("backbone.", "model."))

@@ -11,15 +11,30 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from moe_nvfp4.quantize.checkpoint import Checkpoint, Stored, tensor_bytes
-from moe_nvfp4.quantize.dialects import DIALECTS, QuantizationInfo, read_config, write_config
-from moe_nvfp4.quantize.jobs import Job, Options, bias_jobs, copy_job, dense_job, quantize_job, scale_job
+from moe_nvfp4.quantize.dialects import DIALECTS, Dialect, QuantizationInfo, read_config, write_config
+from moe_nvfp4.quantize.jobs import (
+    FusedStack,
+    Job,
+    Options,
+    bias_jobs,
+    copy_job,
+    dense_job,
+    dense_stack_job,
+    fused_jobs,
+    quantize_job,
+    scale_job,
+)
 from moe_nvfp4.quantize.matrices import Matrix, fp8, mxfp4, nvfp4_matrix, row_major, slice_view
 from moe_nvfp4.quantize.names import (
     DBRX,
     DBRX_PARTS,
     DENSE,
+    FP8_SCALES,
+    FUSED,
     KV_SCALE,
     PER_EXPERT,
+    PRE_QUANT_SCALE,
+    PROJECTION_FIRST,
     SCALES,
     STACKS,
     Stack,
@@ -39,7 +54,7 @@ class ConversionReport:
     quantized: int = 0  # matrices
     carried: int = 0  # NVFP4 matrices whose bytes were carried into another dialect
     copied: int = 0  # tensors
-    dequantized: int = 0  # FP8 matrices that became dense
+    dequantized: int = 0  # FP8 matrices and MXFP4 stacks that became dense
     skipped: dict[str, str] = field(default_factory=dict)  # what was left alone, and why
     bytes_before: int = 0
     bytes_after: int = 0
@@ -55,7 +70,7 @@ class ConversionReport:
         for count, what in (
             (self.quantized, f"expert matrices quantized ({self.recipe})"),
             (self.carried, "NVFP4 matrices carried over, the same bytes"),
-            (self.dequantized, "FP8 matrices outside the experts made dense"),
+            (self.dequantized, "FP8 and MXFP4 tensors made dense"),
             (self.copied, "tensors copied as they are"),
         ):
             if count:
@@ -87,7 +102,7 @@ class Plan:
         self.quantized: dict[str, Matrix | None] = {}  # modules; None: NVFP4 already
         self.dense: set[str] = set()  # modules that keep, or get, dense weights
         self.excluded: set[str] = set()  # experts modules
-        self.has_input_scale = False
+        self.has_input_scale = self.has_pre_quant_scale = False
         configs = sub_configs(source.config)
         self.types = [c["model_type"] for c in configs if isinstance(c.get("model_type"), str)]
         layers = [c.get("num_hidden_layers") for c in configs]
@@ -279,15 +294,20 @@ class Plan:
         for name in [n for n in self.left if n.endswith("experts.gate_up_proj_blocks")]:
             up, down = name.removesuffix("_blocks"), name.removesuffix("gate_up_proj_blocks") + "down_proj"
             module = up.removesuffix(".gate_up_proj")
-            if self._leave(module):
-                raise ValueError(f"{module} is {self.report.skipped[module]}, but its experts are MXFP4, which one "
-                                 "config cannot name next to NVFP4: convert all, or start from bf16")  # fmt: skip
+            left_alone = self._leave(module)
             missing = [n for p in (up, down) for n in (f"{p}_blocks", f"{p}_scales") if n not in self.left]
             if missing:
                 raise ValueError(f"{missing[0]} is missing: download the checkpoint again")
             pairs = {p: (self.left.pop(f"{p}_blocks"), self.left.pop(f"{p}_scales")) for p in (up, down)}
             shard, (E, N) = pairs[up][0].file.name, pairs[up][0].shape[:2]
             H = pairs[down][0].shape[1]
+            if left_alone:  # dense, as gpt-oss keeps it: one config cannot name MXFP4 next to NVFP4
+                for name, pair in pairs.items():
+                    matrices = [mxfp4(*pair, e, 0, 1, name) for e in range(E)]
+                    dtype = self.options.dtype or "BF16"
+                    self.jobs.append(dense_stack_job(name, pair[0].file.name, matrices, dtype))
+                    self.report.dequantized += 1
+                continue
             for e in range(E):
                 for i, part in enumerate(("gate_proj", "up_proj")):
                     self._quantize(f"{module}.{e}.{part}", mxfp4(*pairs[up], e, i, 2, up), shard)
@@ -321,41 +341,91 @@ class Plan:
                 raise ValueError(f"{name} is {stored.dtype} without {name}_scale_inv: download the checkpoint again")
 
     def _carry(self, info: QuantizationInfo) -> None:
-        """NVFP4 of one dialect to the other: codes and block scales are the same bytes."""
+        """NVFP4 in another dialect or layout: codes and block scales are the same bytes."""
         source, target = info.dialect, self.options.dialect
-        if source is target:
-            raise ValueError(f"{self.source.folder} is quantized already (NVFP4 of {source.name}); quantize the "
-                             "original checkpoint, or name another --dialect to carry these over")  # fmt: skip
-        if info.layers is not None or "moe_quant_algo" in (self.source.config.get("quantization_config") or {}):
-            raise ValueError("quant_algo MIXED_PRECISION cannot be carried into another dialect: quantize the original")
         if self.options.exclude or self.options.include is not None:
             raise ValueError("--exclude and --include choose what is quantized; these weights are NVFP4 already")
+        turned = [n for n in self.left if PROJECTION_FIRST.match(n)]
+        fused = [n for n in self.left if FUSED.search(n) and f"{n}_weight_scale" in self.left]
+        self._fp8_next_to_nvfp4()
+        for name in fused:
+            self._carry_stack(name, source)
+        if source is target and not (turned or fused or self.report.dequantized):
+            raise ValueError(f"{self.source.folder} is quantized already (NVFP4 of {source.name}); quantize the "
+                             "original checkpoint, or name another --dialect to carry these over")  # fmt: skip
         marker = source.global_scale
         for name in [n for n in self.left if n.endswith(f".{marker}")]:
-            stem = name.removesuffix(f".{marker}")
-            parts = {s: self.left.pop(f"{stem}.{s}", None) for s in source.suffixes}
-            codes, sf = parts[source.weight], parts[source.sf]
-            if codes is None or sf is None or codes.dtype != "U8" or sf.dtype != "F8_E4M3":
-                raise ValueError(f"{stem} has a {marker}, but not {source.weight} in U8 and {source.sf} in F8_E4M3: "
-                                 "the checkpoint is damaged; download it again")  # fmt: skip
-            _need(len(codes.shape) == 2 and sf.shape == (codes.shape[0], codes.shape[1] / 8), stem, codes, "[N, K/2]")
-            for suffix, new in zip(source.suffixes, target.suffixes, strict=True):
-                old_name, new_name, stored = f"{stem}.{suffix}", f"{stem}.{new}", parts[suffix]
-                if stored is None:
-                    continue
-                if suffix in (source.weight, source.sf):
-                    self.jobs.append(copy_job(old_name, stored, new_name))
-                else:
-                    self.jobs.append(scale_job(old_name, stored, new_name, source, target))
-                self.has_input_scale |= suffix == source.input_scale
-            self.quantized[stem] = None
-            self.report.carried += 1
+            self._carry_matrix(name.removesuffix(f".{marker}"), source)
         for name in self.left:
             if KV_SCALE.search(name):
                 self.report.skipped[name] = "a KV cache scale, copied under its own name"
         if not self.report.carried:
             raise ValueError(f"{self.source.folder} names NVFP4 in its config, but no tensor ends in {marker}: a shard "
-                             "is missing, or the experts are fused stacks, which are not supported")  # fmt: skip
+                             "is missing")  # fmt: skip
+
+    def _carry_matrix(self, stem: str, source: Dialect) -> None:
+        target = self.options.dialect
+        parts = {s: self.left.pop(f"{stem}.{s}", None) for s in source.suffixes}
+        codes, sf = parts[source.weight], parts[source.sf]
+        if codes is None or sf is None or codes.dtype != "U8" or sf.dtype != "F8_E4M3":
+            raise ValueError(f"{stem} has a {source.global_scale}, but not {source.weight} in U8 and {source.sf} in "
+                             "F8_E4M3: the checkpoint is damaged; download it again")  # fmt: skip
+        _need(len(codes.shape) == 2 and sf.shape == (codes.shape[0], codes.shape[1] / 8), stem, codes, "[N, K/2]")
+        new_stem = PROJECTION_FIRST.sub(r"\g<module>.\g<e>.\g<part>", stem)
+        for suffix, new in zip(source.suffixes, target.suffixes, strict=True):
+            old_name, new_name, stored = f"{stem}.{suffix}", f"{new_stem}.{new}", parts[suffix]
+            if stored is None:
+                continue
+            if suffix in (source.weight, source.sf):
+                self.jobs.append(copy_job(old_name, stored, new_name))
+            else:
+                self.jobs.append(scale_job(old_name, stored, new_name, source, target))
+            self.has_input_scale |= suffix == source.input_scale
+        smooth = self.left.pop(f"{stem}.{PRE_QUANT_SCALE}", None)
+        if smooth is not None:
+            if target.reciprocal:
+                raise ValueError(f"{stem}.{PRE_QUANT_SCALE} (AWQ) has no place in {target.name} files: keep ModelOpt's")
+            self.jobs.append(copy_job(f"{stem}.{PRE_QUANT_SCALE}", smooth, f"{new_stem}.{PRE_QUANT_SCALE}"))
+            self.has_pre_quant_scale = True
+        self.quantized[new_stem] = None
+        self.report.carried += 1
+
+    def _carry_stack(self, name: str, source: Dialect) -> None:
+        """ModelOpt's stack of experts as one matrix per expert and projection."""
+        module, _, last = name.rpartition(".")
+        codes, sf = self.left.pop(name), self.left.pop(f"{name}_weight_scale")
+        scales = {s: self.left.pop(f"{name}_{s}") for s in (source.global_scale, source.input_scale)
+                  if f"{name}_{s}" in self.left}  # fmt: skip
+        fits = len(codes.shape) == 3 and sf.shape == (codes.shape[0], codes.shape[1] / 8, codes.shape[2])
+        _need(fits and (codes.dtype, sf.dtype) == ("U8", "F8_E4M3"), name, codes, "[E, in/2, out] in U8, and scales")
+        if source.global_scale not in scales or any(s.dtype != "F32" or s.size != 4 for s in scales.values()):
+            raise ValueError(f"{name} needs {name}_{source.global_scale}, one F32 number: download it again")
+        parts = ["gate_proj", "up_proj"] if last == "gate_up_proj" else [last]
+        stems = [f"{module}.{{e}}.{part}" for part in parts]
+        interleaved = len(parts) == 2 and any(STACKS[t].interleaved for t in self.types if t in STACKS)
+        stack = FusedStack(codes, sf, scales, interleaved)
+        self.jobs += fused_jobs(stack, stems, source, self.options.dialect)
+        bias = self.left.pop(f"{name}_bias", None)
+        if bias is not None:
+            _need(bias.shape == (codes.shape[0], codes.shape[2]), f"{name}_bias", bias, "[E, out]")
+            self.jobs += bias_jobs(f"{name}_bias", bias, stems, interleaved)
+        self.has_input_scale |= source.input_scale in scales
+        self.quantized |= {stem.format(e=e): None for stem in stems for e in range(codes.shape[0])}
+        self.report.carried += codes.shape[0] * len(parts)
+
+    def _fp8_next_to_nvfp4(self) -> None:
+        """FP8 weights of mixed precision become dense: config files name one format."""
+        for name in [n for n, t in self.left.items() if t.dtype == "F8_E4M3" and n.endswith(".weight")]:
+            stem, weight = name.removesuffix(".weight"), self.left.pop(name)
+            scale = next((self.left.pop(f"{stem}.{s}") for s in FP8_SCALES if f"{stem}.{s}" in self.left), None)
+            if scale is None:
+                raise ValueError(f"{name} is FP8 and has no scale next to it: a shard is missing, download it again")
+            matrix = fp8(weight, scale, None, stem)
+            self.jobs.append(dense_job(name, weight.file.name, matrix, self.options.dtype or "BF16"))
+            if self.left.pop(f"{stem}.input_scale", None) is not None:
+                self.report.skipped[f"{stem}.input_scale"] = "of an FP8 layer that becomes dense"
+            self.report.dequantized += 1
+            self.dense.add(stem)
 
     # ------------------------------------------------------------ the rest
     def _copy(self, name: str, stored: Stored) -> None:
