@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from moe_nvfp4.quantize.convert import convert_checkpoint
-from moe_nvfp4.quantize.dialects import DIALECTS
+from moe_nvfp4.quantize.dialects import DIALECTS, read_config
 from moe_nvfp4.quantize.experts import DEFAULT_RECIPE, RECIPES
 from moe_nvfp4.quantize.plan import readable_size
 from moe_nvfp4.weights import ACTIVATIONS
@@ -212,7 +212,7 @@ def info(args: argparse.Namespace) -> None:
     quantization = config.to_dict().get("quantization_config")
     chosen = MoeNvfp4Config(exclude=args.exclude)
     if quantization is not None:
-        if quantization.get("quant_method") not in ("modelopt", "moe_nvfp4"):
+        if read_config(quantization) is None:
             raise ValueError(f"{args.model} is quantized with {quantization.get('quant_method')!r}, not with NVFP4")
         chosen = MoeNvfp4Config.from_dict(quantization)
     with torch.device("meta"):
@@ -237,7 +237,7 @@ def info(args: argparse.Namespace) -> None:
         packed = sum(p.numel() * p.element_size() for p in experts.parameters())
         rows.append((name, type(module).__name__, layout, experts.gate, dense, packed))
     total = 2 * sum(p.numel() for p in model.parameters())
-    state = "bf16, would become NVFP4" if quantization is None else f"NVFP4 ({quantization.get('quant_algo')})"
+    state = "bf16, would become NVFP4" if quantization is None else f"NVFP4 of {chosen.dialect}"
     _say(f"{args.model}: {type(model).__name__}, {len(rows)} layers of experts, {state}")
     for name, kind, layout, gate, dense, packed in rows:
         shape = f"E {layout.num_experts}  H {layout.hidden_size}  I {layout.intermediate_size}"

@@ -48,7 +48,7 @@ def test_quantize_info_generate(folder, tmp_path, capsys):
     capsys.readouterr()
     run("info", destination)
     said = capsys.readouterr().out
-    assert re.search(r"1 layers of experts, NVFP4 \(W4A16_NVFP4\)", said)
+    assert re.search(r"1 layers of experts, NVFP4 of modelopt", said)
     assert re.search(r"model.layers.1.mlp.experts +Qwen3MoeExperts +E 8  H 64  I 48 +silu", said)
     assert re.search(r"model.layers.0.mlp.experts +left as it is: excluded", said)
     run("info", folder)
@@ -57,7 +57,12 @@ def test_quantize_info_generate(folder, tmp_path, capsys):
     assert "2 layers of experts, bf16, would become NVFP4" in said
     assert f"experts: {2 * 147456 / 1e3:.1f} KB in bf16" in said
 
-    for source in (folder, destination):
+    other = tmp_path / "out" / "other"
+    run("quantize", destination, other, "--dialect", "compressed-tensors")
+    capsys.readouterr()
+    run("info", other)
+    assert "1 layers of experts, NVFP4 of compressed-tensors" in capsys.readouterr().out
+    for source in (folder, destination, other):
         run("generate", source, "--raw", "--prompt", "Hello", "--max-new-tokens", 5, "--device", "cpu")
         said = capsys.readouterr().out
         assert re.search(r"speed: +[\d.]+ tokens/s over 5 tokens", said)
