@@ -33,6 +33,7 @@ from transformers.core_model_loading import (
 from moe_nvfp4.integrations.experts import HFExperts
 from moe_nvfp4.layer import quantize_expert
 from moe_nvfp4.quantize.dialects import MODELOPT, Dialect
+from moe_nvfp4.quantize.names import PRE_QUANT_SCALE
 
 
 # ---------------------------------------------------------------- small operations
@@ -106,6 +107,36 @@ class _ScalesOfExperts(ConversionOps):
     @property
     def reverse_op(self):
         return ScalePerExpert(self.dialect)
+
+
+class SmoothPerExpert(StackExperts):
+    """AWQ's vectors [K] of E experts -> [E, K]; two projections that read the same rows have the same."""
+
+    def convert(self, input_dict, source_patterns, target_patterns, full_layer_name="", **kwargs):
+        first, *others = (torch.stack(tensors) for tensors in input_dict.values())
+        if any(not torch.equal(first, other) for other in others):
+            raise ValueError(f"{full_layer_name}: gate and up have different pre_quant_scale, which no input can have")
+        return {target_patterns[0]: first}
+
+    @property
+    def reverse_op(self):
+        return _SmoothOfExperts(self.dim)
+
+
+class _SmoothOfExperts(ConversionOps):
+    supports_many_to_many = True
+
+    def __init__(self, dim: int):
+        self.dim = dim
+
+    def convert(self, input_dict, source_patterns, target_patterns, **kwargs):
+        (scale,) = input_dict.values()
+        scale = scale[0] if isinstance(scale, list) else scale
+        return {p.replace("*", str(e)): scale[e].clone() for p in target_patterns for e in range(len(scale))}
+
+    @property
+    def reverse_op(self):
+        return SmoothPerExpert(self.dim)
 
 
 class FusedExperts(ConversionOps):
@@ -210,7 +241,7 @@ class ExpertsConverter(WeightConverter):
         if loading_info is not None and experts is not None:
             _check_sharding(module_name, experts, self)
         if loading_info is None or experts is None or self.owner.pre_quantized:
-            return super().convert(layer_name, model, config, hf_quantizer, loading_info)
+            return super().convert(layer_name, model, config, hf_quantizer)  # without info, errors are raised
         if _is_merge(self.operations):
             sources = [self.collected_tensors.pop(p, []) for p in self.source_patterns]
             dense = _LazyExperts(sources)
@@ -375,9 +406,12 @@ class Conversions:
         ]
         for source, projection in zip(suffix(d.global_scale), projections, strict=True):
             files.append(self._converter([source], f"{stem}{projection}_global_scale", scale, like, only))
-        shared = f"{stem}{projections[-1]}_input_scale"
-        if any(n.rpartition(".")[0] in self.packed and self._has(n, f"{projections[-1]}_input_scale") for n in names):
-            files.append(self._converter(suffix(d.input_scale), shared, scale, like, only))
+        for last, kind, operation in (
+            (d.input_scale, "input_scale", scale[0]), (PRE_QUANT_SCALE, PRE_QUANT_SCALE, SmoothPerExpert(0))
+        ):  # fmt: skip
+            shared = f"{projections[-1]}_{kind}"
+            if any(n.rpartition(".")[0] in self.packed and self._has(n, shared) for n in names):
+                files.append(self._converter(suffix(last), stem + shared, [operation], like, only))
         return files
 
     def _has(self, param_name: str, sibling: str) -> bool:
@@ -474,6 +508,8 @@ def _check_sharding(module_name: str, experts: HFExperts, converter: ExpertsConv
     """The plan of parallelism must cut our [E, N, K] tensors at whole blocks of 16, and files must be cut likewise."""
     files = converter.owner
     parallel = any(isinstance(p, DTensor) for p in experts.parameters())
+    if parallel and experts.smooth != (None, None):
+        raise NotImplementedError(f"{module_name}: experts with AWQ's pre_quant_scale are not split over ranks yet")
     if parallel and files.pre_quantized and (files.style == "fused" or files.dialect.scale_shape):
         what = "stacks of experts" if files.style == "fused" else f"{files.dialect.name}'s scales"
         raise NotImplementedError(

@@ -61,7 +61,14 @@ class Survey:
     @property
     def expert_input_scales(self) -> bool:
         """Whether the experts have static activation scales."""
-        last = rf"\.{self.dialect.input_scale}|(gate_up|up|down)_proj_input_scale"
+        return self._experts_have(rf"\.{self.dialect.input_scale}|(gate_up|up|down)_proj_input_scale")
+
+    @property
+    def expert_pre_quant_scales(self) -> bool:
+        """Whether they have AWQ's."""
+        return self._experts_have(r"[._]pre_quant_scale")
+
+    def _experts_have(self, last: str) -> bool:
         return any(re.search(rf"(^|\.)experts\.(.*)?({last})$", key) for key in self.headers)
 
 

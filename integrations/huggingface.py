@@ -39,7 +39,7 @@ from moe_nvfp4.layer import NVFP4Linear
 from moe_nvfp4.quantize.checkpoint import read_headers
 from moe_nvfp4.quantize.dialects import DIALECTS, matches, read_config, write_config
 from moe_nvfp4.quantize.experts import DEFAULT_RECIPE, RECIPES
-from moe_nvfp4.quantize.names import KV_SCALE, ignore_patterns
+from moe_nvfp4.quantize.names import KV_SCALE, PRE_QUANT_SCALE, ignore_patterns
 from moe_nvfp4.weights import ACTIVATIONS, check_block_scales, check_global_scale
 
 logger = logging.get_logger(__name__)
@@ -94,6 +94,7 @@ class MoeNvfp4Config(QuantizationConfigMixin):
         self.linears, self.dialect = linears, dialect
         self.ignore: list[str] = list(kwargs.pop("ignore", None) or [])
         self.input_scale = bool(kwargs.pop("input_scale", False))  # the files hold input scales
+        self.pre_quant_scale = bool(kwargs.pop("pre_quant_scale", False))  # and AWQ's
         self.unknown = kwargs  # carried through, whatever other tools wrote
 
     @classmethod
@@ -115,7 +116,8 @@ class MoeNvfp4Config(QuantizationConfigMixin):
         }
         if self.linears != "packed":
             own["linears"] = self.linears
-        written = write_config(DIALECTS[self.dialect], self.ignore, self.input_scale, own, __version__)
+        dialect = DIALECTS[self.dialect]
+        written = write_config(dialect, self.ignore, self.input_scale, own, __version__, self.pre_quant_scale)
         return {**self.unknown, **written}
 
     def excludes(self, module_name: str) -> bool:
@@ -189,17 +191,21 @@ class MoeNvfp4Quantizer(HfQuantizer):
         headers = read_headers(checkpoint_files or [])
         self.pre_quantized = self.pre_quantized or is_nvfp4(headers)  # whatever config.json says
         modules = find_experts(model, config, required=not self.pre_quantized)
-        found = Survey(headers)
+        found, smooth = Survey(headers), False
         if self.pre_quantized:
             found = survey(headers, model, _model_conversions(model, loading=True), [name for name, *_ in modules])
             modules = [(n, m, None if found.experts.get(n) == "dense" else layout) for n, m, layout in modules]
             config.input_scale, config.dialect = found.expert_input_scales, found.dialect.name
+            smooth = found.expert_pre_quant_scales
+            config.pre_quant_scale = smooth or any(PRE_QUANT_SCALE in linear.also for linear in found.linears.values())
         packed, excluded = {}, []
         for name, module, layout in modules:
             if layout is None:
                 excluded.append(name)
                 continue
             experts = _replace(model, name, module, layout, config, "meta")
+            if smooth:
+                experts.add_pre_quant_scales(next(module.parameters()).dtype)
             # A load that quantizes casts to the parameter's dtype first (transformers before 5.23):
             # until the codes come, the placeholder has the dtype of the dense weights.
             dense = next(module.parameters()).dtype

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from types import ModuleType
 
 import torch
@@ -108,13 +109,15 @@ def moe_forward(
     weights: ExpertWeights,
     own_gate: Callable[[Tensor], Tensor] | None = None,
     post_expert_norm: Callable[[Tensor], Tensor] | None = None,
+    smooth: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> Tensor:
     """The MoE experts: y[t] = sum_j top_k_weights[t, j] * expert[top_k_index[t, j]](x[t]).
 
     x [T, H] bf16, fp16 or fp32; top_k_index [T, top_k] integer (num_experts or -1: skip the slot);
     top_k_weights [T, top_k] floating; returns [T, H] in x's dtype. `own_gate` maps GEMM 1's output
     [R, 2I] to h [R, I] when the gate of `weights` is "raw"; `post_expert_norm` acts on every
-    expert's output [T * top_k, H] before it is weighted.
+    expert's output [T * top_k, H] before it is weighted. `smooth` (AWQ's pre_quant_scale): [E, H] and [E, I],
+    which multiply an expert's rows of x and of h.
     """
     if x.dim() != 2 or x.shape[1] != weights.hidden_size or x.shape[0] != top_k_index.shape[0]:
         raise ValueError(
@@ -126,12 +129,19 @@ def moe_forward(
     tensors, spec = weights.tensors(), weights.spec
     quantized = weights.activations == "nvfp4"
 
-    rows = [x, None, None, groups.token]
+    values, index = x, groups.token
+    if smooth[0] is not None:
+        values, index = _smooth(x[groups.token], smooth[0], groups), None
+    rows = [values, None, None, index]
     if quantized:
-        rows = [*_quantize_rows(x, groups.token, weights.x_scale, order, offsets), None]
-    h = _gemm1_swiglu(rows, tensors, spec, order, offsets, x.dtype)
+        rows = [*_quantize_rows(values, index, weights.x_scale, order, offsets), None]
+    # h that is to be smoothed comes back unquantized
+    first = tensors if smooth[1] is None else replace(weights, h_scale=None).tensors()
+    h = _gemm1_swiglu(rows, first, spec, order, offsets, x.dtype)
     if own_gate is not None:
         h = [own_gate(h[0])]
+    if smooth[1] is not None:
+        h = [_smooth(h[0], smooth[1], groups)]
     if quantized and len(h) == 1:
         h = _quantize_rows(h[0], None, weights.h_scale, order, offsets)
     h = [*h, *[None] * (4 - len(h))]
@@ -145,6 +155,12 @@ def moe_forward(
     y = post_expert_norm(y).view(T, top_k, x.shape[1]).float() * top_k_weights[..., None].float()
     here = (top_k_index >= 0) & (top_k_index < weights.num_experts)
     return y.masked_fill(~here[..., None], 0.0).sum(dim=1).to(x.dtype)
+
+
+def _smooth(rows: Tensor, scale: Tensor, groups: Groups) -> Tensor:
+    """Rows [R, K] times their expert's scale [E, K]; rows of nobody times any."""
+    expert = groups.expert_of_row().clamp(max=scale.shape[0] - 1)
+    return rows * scale[expert].to(rows.dtype)
 
 
 def quantize_expert(
@@ -187,6 +203,7 @@ class NVFP4Experts(nn.Module):
     gate_up_proj_bias, down_proj_bias           [E, 2I], [E, H], with `bias`
     up_proj_input_scale, down_proj_input_scale  fp32 [E], with `input_scale`: static activation
                                                 scales for activations="nvfp4"
+    up_proj_pre_quant_scale, down_proj_pre_quant_scale  [E, H], [E, I], after `add_pre_quant_scales`
 
     Build one with `NVFP4Experts.from_dense`, or `moe_nvfp4.integrations.huggingface.swap_experts`.
     """
@@ -261,6 +278,16 @@ class NVFP4Experts(nn.Module):
             for key, tensor in tensors.items():
                 getattr(self, key).data[e] = tensor
 
+    def add_pre_quant_scales(self, dtype: torch.dtype) -> None:
+        """AWQ: parameters, ones at first, that multiply x and h before the GEMMs."""
+        for name, K in (("up_proj", self.hidden_size), ("down_proj", self.intermediate_size)):
+            ones = torch.ones(self.num_experts, K, dtype=dtype, device=self.down_proj.device)
+            self.register_parameter(f"{name}_pre_quant_scale", nn.Parameter(ones, requires_grad=False))
+
+    @property
+    def smooth(self) -> tuple[Tensor | None, Tensor | None]:
+        return tuple(self._parameters.get(f"{name}_pre_quant_scale") for name in ("up_proj", "down_proj"))
+
     @property
     def projections(self) -> tuple[str, ...]:
         """The projections as checkpoints name them."""
@@ -296,7 +323,7 @@ class NVFP4Experts(nn.Module):
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         own_gate = self.own_gate if self.gate.kind == "raw" else None
         return moe_forward(
-            hidden_states, top_k_index, top_k_weights, self.weights, own_gate, self.post_expert_norm
+            hidden_states, top_k_index, top_k_weights, self.weights, own_gate, self.post_expert_norm, self.smooth
         )
 
     def extra_repr(self) -> str:

@@ -66,7 +66,7 @@ COMPRESSED_TENSORS = Dialect(
 DIALECTS = {d.name: d for d in (MODELOPT, COMPRESSED_TENSORS)}
 
 # quant_algo of ModelOpt -> activations
-ALGOS = {"NVFP4": "nvfp4", "W4A16_NVFP4": "bf16"}
+ALGOS = {"NVFP4": "nvfp4", "W4A16_NVFP4": "bf16", "NVFP4_AWQ": "nvfp4"}
 
 
 @dataclass(frozen=True)
@@ -164,10 +164,13 @@ def _unsupported(algo: str | None) -> str:
     )
 
 
-def write_config(dialect: Dialect, ignore: list[str], input_scale: bool, own: dict, version: str) -> dict:
+def write_config(
+    dialect: Dialect, ignore: list[str], input_scale: bool, own: dict, version: str, pre_quant_scale: bool = False
+) -> dict:
     """The `quantization_config` of config.json for files in `dialect`; `own` is kept under "moe_nvfp4".
 
     input_scale: the files hold static activation scales (W4A4), else weights only are quantized (W4A16).
+    pre_quant_scale: they hold AWQ's, which only ModelOpt's dialect has a name for.
     """
     if dialect is MODELOPT:
         numbers = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}
@@ -176,7 +179,7 @@ def write_config(dialect: Dialect, ignore: list[str], input_scale: bool, own: di
             group["input_activations"] = dict(numbers)
         return {
             "quant_method": "modelopt",
-            "quant_algo": "NVFP4" if input_scale else "W4A16_NVFP4",
+            "quant_algo": "NVFP4_AWQ" if pre_quant_scale else "NVFP4" if input_scale else "W4A16_NVFP4",
             "config_groups": {"group_0": group},
             "ignore": ignore,
             "producer": {"name": "moe_nvfp4", "version": version},

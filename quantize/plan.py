@@ -466,7 +466,7 @@ class Plan:
         dense = self.dense | ({"lm_head"} - self.quantized.keys())
         ignore = ignore_patterns(dense, set(self.quantized), self.excluded, o.dialect)
         version = sys.modules[__name__.partition(".")[0]].__version__  # above this file, so not imported by it
-        new = write_config(o.dialect, ignore, self.has_input_scale, own, version)
+        new = write_config(o.dialect, ignore, self.has_input_scale, own, version, self.has_pre_quant_scale)
         if q.get("kv_cache_scheme") is not None:
             new["kv_cache_scheme"] = q["kv_cache_scheme"]
         return new

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import zlib
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from transformers import AutoModel, AutoModelForCausalLM
 from moe_nvfp4.integrations.experts import HFExperts
 from moe_nvfp4.integrations.huggingface import MoeNvfp4Config, checkpoint_config, set_activations
 from moe_nvfp4.layer import NVFP4Linear
+from moe_nvfp4.quantize.convert import convert_checkpoint
 from tests.common import THRESHOLDS, relative_error
 from tests.folders import (
     CONFIGS,
@@ -297,6 +299,39 @@ def test_fused_stacks(family, inputs, tmp_path):
     again = load(tmp_path / "again")
     assert torch.equal(logits(again), logits(model))
     assert torch.equal(logits(set_activations(again, "nvfp4")), w4a4)
+
+
+@pytest.mark.parametrize("activations", ["bf16", "nvfp4"])
+@pytest.mark.parametrize("linears", ["packed", "dense"])
+def test_awq(linears, activations, tmp_path):
+    """NVFP4_AWQ: x and h are multiplied by a vector before the GEMM; the twin has it in its weights."""
+    folder, twin = quantized(tmp_path, qwen2_moe, "modelopt", lambda k: is_expert(k) or is_linear(k), 2**-6,
+                             quant_algo="NVFP4_AWQ")  # fmt: skip
+    files, dense = tensors(folder), tensors(twin)
+    for key in [k for k in files if k.endswith("weight_scale_2")]:
+        stem = key.removesuffix(".weight_scale_2")
+        K = 2 * files[f"{stem}.weight"].shape[1]
+        torch.manual_seed(zlib.crc32(stem.replace("gate_proj", "up_proj").encode()))
+        smooth = torch.randint(1, 9, (K,)) / 4  # of few bits: products with it are exact
+        files[f"{stem}.pre_quant_scale"] = smooth.bfloat16()
+        dense[f"{stem}.weight"] = dense[f"{stem}.weight"] * smooth
+    save_file(files, folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(dense, twin / "model.safetensors", metadata={"format": "pt"})
+    model = load(folder, config=checkpoint_config(folder, linears=linears, activations=activations))
+    error = relative_error(logits(model), logits(load(twin)))
+    assert error < 10 * THRESHOLDS["fp32"] if activations == "bf16" else 1e-3 < error < 2  # rows of 4 bits
+    model.save_pretrained(tmp_path / "again")
+    config = json.loads((tmp_path / "again/config.json").read_text())["quantization_config"]
+    assert config["quant_algo"] == "NVFP4_AWQ"
+    assert torch.equal(logits(load(tmp_path / "again")), logits(model))
+    if linears == "packed":
+        assert tensors(tmp_path / "again").keys() == files.keys()
+    with pytest.raises(ValueError, match="AWQ. has no place in compressed-tensors files"):
+        convert_checkpoint(folder, tmp_path / "other", dialect="compressed-tensors", progress=False)
+    files["model.layers.0.mlp.experts.1.gate_proj.pre_quant_scale"] += 1
+    save_file(files, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match="layers.0.mlp.experts.up_proj_pre_quant_scale: gate and up have different"):
+        load(folder)
 
 
 # ---------------------------------------------------------------- refused by name

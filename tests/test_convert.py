@@ -800,8 +800,8 @@ UNKNOWN = {
     "another name": (
         lambda f: f.update({"encoder.mlp.experts.expert_0.wi.weight": torch.zeros(8, 16)}), {}, "not known for model"),
     "GPTQ": (lambda f: None, {"quantization_config": {"quant_method": "gptq"}}, "quantized with 'gptq'"),
-    "AWQ": (
-        lambda f: None, {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"}}, "NVFP4_AWQ"),
+    "SVD": (
+        lambda f: None, {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4_SVD"}}, "NVFP4_SVD"),
     "no experts": (lambda f: [f.pop(k) for k in list(f) if "experts" in k], {}, "Qwen3MoeForCausalLM has no experts"),
 }  # fmt: skip
 
