@@ -90,15 +90,15 @@ class LinearConverter(WeightConverter):
 
     def convert(self, layer_name, model=None, config=None, hf_quantizer=None, loading_info=None):
         module = layer_name.rpartition(".")[0]
-        tensors = {last: found[0] for last, found in self.materialize_tensors().items()}
-        if self.saving:
-            return {f"{module}.{last}": tensor for last, tensor in self._stored(tensors).items()}
         weight = model.get_submodule(module).weight
         if isinstance(weight, DTensor):
             raise NotImplementedError(
-                f"{module} is quantized in the files, and quantized linears are not split over ranks yet: use expert "
-                "parallelism without a plan for this layer, or one process"
+                f"{module} is quantized in the files, and quantized linears are not split over ranks yet: load with "
+                "linears='dense' in one process, save, and start from those files"
             )
+        tensors = {last: found[0] for last, found in self.materialize_tensors().items()}
+        if self.saving:
+            return {f"{module}.{last}": tensor for last, tensor in self._stored(tensors).items()}
         found = self._parameters(module, tensors)
         if module not in self.packed:
             found = {"weight": self._dense(found).to(weight.dtype)}
