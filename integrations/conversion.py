@@ -329,6 +329,7 @@ class Conversions:
 
     def build(self, base: list) -> list:
         """The conversions to load with: `base` (the model's own) with ours in front."""
+        self._base = base
         self._saved, extra, kept = [], [], []
         covered: set[str] = set()
         for c in base:
@@ -368,6 +369,11 @@ class Conversions:
         merges = lambda c: not self._apart and self._params_of(c) and _is_merge(c.operations)
         kept = [c for c in used if not isinstance(c, ExpertsConverter) and not merges(c)]
         return kept + self._saved  # reversed when saving, so that ours are asked first
+
+    def renew(self, used: list) -> list:
+        """`for_saving` again, after modules got other parameters."""
+        self.build(self._base)
+        return self.for_saving(used)
 
     @property
     def _apart(self) -> bool:

@@ -8,6 +8,7 @@ the NVFP4 folders of `compressed-tensors` and of `fp8` (DeepSeek V4) from its ow
     model.save_pretrained(folder)                    # 4-bit files
     model = AutoModelForCausalLM.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, config=checkpoint_config(folder, linears="dense"))
+    calibrate(model, batches)                        # static scales for activations="nvfp4"
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 from transformers import AutoConfig, PretrainedConfig
 from transformers.quantizers.auto import (
@@ -36,6 +39,7 @@ from moe_nvfp4.integrations.experts import HFExperts, dense_experts, describe
 from moe_nvfp4.integrations.files import Survey, is_nvfp4, survey, verify_files
 from moe_nvfp4.integrations.linears import LinearConverter, pack_linears
 from moe_nvfp4.layer import NVFP4Linear
+from moe_nvfp4.quantize.calibrate import observe
 from moe_nvfp4.quantize.checkpoint import read_headers
 from moe_nvfp4.quantize.dialects import DIALECTS, matches, read_config, write_config
 from moe_nvfp4.quantize.experts import DEFAULT_RECIPE, RECIPES
@@ -387,6 +391,32 @@ def set_activations(model: nn.Module, activations: str) -> nn.Module:
     for module in layers:
         module.activations = activations
     model.hf_quantizer.quantization_config.activations = activations
+    return model
+
+
+def calibrate(model: nn.Module, batches: Iterable[Tensor | Mapping[str, Tensor]], progress: bool = True) -> nn.Module:
+    """Give the 4-bit experts of `model` static activation scales (`input_scale`), in place; returns the model.
+
+    batches: what the model is called with, token ids [B, T] or dictionaries of inputs; a few hundred tokens like
+    those that the model is for. Every expert gets its layer's scale. The scales count for activations="nvfp4", and
+    travel with `save_pretrained`. ValueError where a layer was not reached, or makes NaN or Inf.
+    """
+    layers = {name: m for name, m in model.named_modules() if isinstance(m, HFExperts)}
+    if not layers:
+        raise ValueError(f"{type(model).__name__} has no 4-bit experts: call swap_experts first")
+    if any(isinstance(p, DTensor) for layer in layers.values() for p in layer.parameters()):
+        raise NotImplementedError("a model that is split over ranks is not calibrated: do it in one process, and save")
+
+    def run() -> None:
+        for batch in tqdm(batches, desc="calibrate", unit="batch", disable=not progress):
+            inputs = {"input_ids": batch} if isinstance(batch, Tensor) else batch
+            with torch.no_grad():
+                model(**{key: value.to(model.device) for key, value in inputs.items()})
+
+    for name, scales in observe(layers, run).items():
+        layers[name].set_input_scales(*scales)
+    model.hf_quantizer.quantization_config.input_scale = True
+    model._weight_conversions = model.hf_quantizer.conversions.renew(model._weight_conversions)
     return model
 
 

@@ -110,6 +110,7 @@ def moe_forward(
     own_gate: Callable[[Tensor], Tensor] | None = None,
     post_expert_norm: Callable[[Tensor], Tensor] | None = None,
     smooth: tuple[Tensor | None, Tensor | None] = (None, None),
+    observe: Callable[[Tensor, Tensor], None] | None = None,
 ) -> Tensor:
     """The MoE experts: y[t] = sum_j top_k_weights[t, j] * expert[top_k_index[t, j]](x[t]).
 
@@ -117,7 +118,8 @@ def moe_forward(
     top_k_weights [T, top_k] floating; returns [T, H] in x's dtype. `own_gate` maps GEMM 1's output
     [R, 2I] to h [R, I] when the gate of `weights` is "raw"; `post_expert_norm` acts on every
     expert's output [T * top_k, H] before it is weighted. `smooth` (AWQ's pre_quant_scale): [E, H] and [E, I],
-    which multiply an expert's rows of x and of h.
+    which multiply an expert's rows of x and of h. `observe` is called with x and h as they enter the GEMMs
+    (activations "bf16": before any quantization).
     """
     if x.dim() != 2 or x.shape[1] != weights.hidden_size or x.shape[0] != top_k_index.shape[0]:
         raise ValueError(
@@ -142,6 +144,8 @@ def moe_forward(
         h = [own_gate(h[0])]
     if smooth[1] is not None:
         h = [_smooth(h[0], smooth[1], groups)]
+    if observe is not None:
+        observe(values, h[0])
     if quantized and len(h) == 1:
         h = _quantize_rows(h[0], None, weights.h_scale, order, offsets)
     h = [*h, *[None] * (4 - len(h))]
@@ -225,6 +229,7 @@ class NVFP4Experts(nn.Module):
         self.num_experts, self.gate, self.activations = num_experts, gate, activations
         self.hidden_size, self.intermediate_size = hidden_size, intermediate_size
         self.post_expert_norm: nn.Module | None = None
+        self.observer: Callable[[Tensor, Tensor], None] | None = None  # while scales are calibrated
         self.up_name = "gate_up_proj" if gate.gated else "up_proj"
         E, N13 = num_experts, intermediate_size * (2 if gate.gated else 1)
 
@@ -278,6 +283,12 @@ class NVFP4Experts(nn.Module):
             for key, tensor in tensors.items():
                 getattr(self, key).data[e] = tensor
 
+    def set_input_scales(self, x_scale: Tensor, h_scale: Tensor) -> None:
+        """Static activation scales, fp32 0-d each, for all experts."""
+        for name, scale in (("up_proj", x_scale), ("down_proj", h_scale)):
+            scales = scale.detach().float().repeat(self.num_experts).to(self.down_proj.device)
+            self.register_parameter(f"{name}_input_scale", nn.Parameter(scales, requires_grad=False))
+
     def add_pre_quant_scales(self, dtype: torch.dtype) -> None:
         """AWQ: parameters, ones at first, that multiply x and h before the GEMMs."""
         for name, K in (("up_proj", self.hidden_size), ("down_proj", self.intermediate_size)):
@@ -323,8 +334,9 @@ class NVFP4Experts(nn.Module):
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         own_gate = self.own_gate if self.gate.kind == "raw" else None
         return moe_forward(
-            hidden_states, top_k_index, top_k_weights, self.weights, own_gate, self.post_expert_norm, self.smooth
-        )
+            hidden_states, top_k_index, top_k_weights, self.weights, own_gate, self.post_expert_norm, self.smooth,
+            self.observer,
+        )  # fmt: skip
 
     def extra_repr(self) -> str:
         return (
