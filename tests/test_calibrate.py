@@ -1,18 +1,16 @@
 """Static activation scales: what a few prompts produce, measured again by hand on the dense weights."""
 
 import json
-import re
 
 import pytest
 import torch
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
-from moe_nvfp4 import cli
 from moe_nvfp4.integrations.experts import HFExperts
 from moe_nvfp4.integrations.huggingface import MoeNvfp4Config, calibrate, set_activations, swap_experts
 from tests.common import relative_error
-from tests.folders import is_expert, quantized
+from tests.folders import quantized
 from tests.models import IDS, gpt_oss, llama4, make, mixtral, nemotron_h, qwen3_moe, tensors
 
 PROMPTS = [IDS, torch.tensor([[5, 6, 7]]), {"input_ids": torch.tensor([[9, 1, 30, 31], [8, 8, 2, 1]])}]

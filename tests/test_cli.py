@@ -81,6 +81,20 @@ def test_compare(folder, tmp_path, capsys):
     assert "93 tokens in windows of 32" in said
 
 
+def test_calibrate(folder, tmp_path, capsys):
+    text = tmp_path / "text.txt"
+    text.write_text("abcdefgh ijkl mnop " * 20)
+    run("calibrate", folder, tmp_path / "static", "--text", text, "--window", 32, "--windows", 3, "--device", "cpu")
+    assert "static scales from 96 tokens" in capsys.readouterr().out
+    found = tensors(tmp_path / "static")
+    scales = {k: v.item() for k, v in found.items() if k.endswith("up_proj.input_scale")}
+    assert len(scales) == 16 and len(set(scales.values())) == 2, "every expert has its layer's"
+    run("verify", tmp_path / "static")
+    run("generate", tmp_path / "static", "--raw", "--prompt", "Hello", "--max-new-tokens", 5, "--device", "cpu")
+    run("calibrate", folder, tmp_path / "static", "--text", text, expect=2)
+    assert "exists: name a folder that does not" in capsys.readouterr().err
+
+
 def test_an_interrupted_quantize_leaves_nothing(folder, tmp_path, monkeypatch, capsys):
     from moe_nvfp4.quantize.checkpoint import ShardWriter
 
@@ -135,7 +149,7 @@ def test_mistakes_are_one_line_and_exit_code_2(folder, tmp_path, capsys):
 
 def test_help_teaches(capsys):
     for args in (["--help"], ["generate", "--help"], ["quantize", "--help"], ["info", "--help"], ["compare", "--help"],
-                 ["verify", "--help"]):  # fmt: skip
+                 ["verify", "--help"], ["calibrate", "--help"]):  # fmt: skip
         with pytest.raises(SystemExit) as stop:
             cli.main(args)
         assert stop.value.code == 0
