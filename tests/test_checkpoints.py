@@ -6,6 +6,8 @@ import zlib
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM
@@ -25,6 +27,7 @@ from tests.folders import (
     quantized,
     qwen2_moe,
     turned,
+    value,
     write,
 )
 from tests.models import IDS, SMALL, as_bytes, gpt_oss, llama4, make, mixtral, nemotron_h, qwen3_moe, tensors
@@ -143,6 +146,76 @@ def test_a_quantized_lm_head(linears, tmp_path):
     change_config(folder, tie_word_embeddings=True)
     with pytest.raises(ValueError, match="lm_head is quantized in the files, but config.json ties it"):
         load(folder)
+
+
+KINDS = ("q_proj", "k_proj", "v_proj", "o_proj", "lm_head")
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    dialect=st.sampled_from(sorted(CONFIGS)), E=st.integers(2, 11), I=st.integers(1, 4), layers=st.integers(1, 3),
+    linears=st.sets(st.sampled_from(KINDS)), dense=st.integers(-1, 2), inputs=st.booleans(), turn=st.booleans(),
+    shards=st.integers(1, 3), mode=st.sampled_from(["packed", "dense"]), dtype=st.sampled_from([torch.bfloat16,
+    torch.float32]),
+)  # fmt: skip
+def test_any_folder(dialect, E, I, layers, linears, dense, inputs, turn, shards, mode, dtype, tmp_path_factory):
+    """Every parameter is the bytes of the file, whatever is quantized, sharded or left dense; saving loses nothing."""
+    path = tmp_path_factory.mktemp("any")
+    dense = dense if layers > 1 else -1
+    which = lambda k: (is_expert(k) and f"layers.{dense}." not in k) or any(f"{kind}.weight" in k for kind in linears)
+    turn = turn and dense < 0
+    folder, _ = quantized(path, lambda: qwen3_moe(E, 16 * I, num_hidden_layers=layers), dialect, which,
+                          0.003 if inputs else None, turned if turn else lambda stem: stem,
+                          ignore=["lm_head", "re:.*gate$"])  # fmt: skip
+    files = tensors(folder)
+    first = next(stem for stem in sorted(files) if stem.endswith("weight_scale"))
+    codes = files[first.replace("_scale", "_packed" if dialect == "compressed-tensors" else "")]
+    codes[0, :8], codes[-1, :8] = 0x88, 0  # a block of -0.0, and zeros under a scale of zero
+    files[first].view(torch.uint8)[-1, 0] = 0
+    deal(files, folder, shards)
+    model = load(folder, dtype, config=checkpoint_config(folder, linears=mode))
+    last = {"modelopt": ("weight", "weight_scale_2"), "compressed-tensors": ("weight_packed", "weight_global_scale")}
+    weight, scale = last[dialect]
+    decode = (lambda t: 1 / t) if dialect == "compressed-tensors" else (lambda t: t)
+    for name, experts in packed(model, HFExperts).items():
+        halves = slice(0, 16 * I), slice(16 * I, None), slice(None)
+        for part, rows in zip(("gate_proj", "up_proj", "down_proj"), halves, strict=True):
+            parameter = "down_proj" if part == "down_proj" else "gate_up_proj"
+            for e in range(E):
+                stem = turned(f"{name}.{e}.{part}") if turn else f"{name}.{e}.{part}"
+                assert torch.equal(getattr(experts, parameter)[e, rows], files[f"{stem}.{weight}"])
+                assert as_bytes(getattr(experts, f"{parameter}_sf")[e, rows]) == as_bytes(files[f"{stem}.weight_scale"])
+                assert getattr(experts, f"{part}_global_scale")[e] == decode(files[f"{stem}.{scale}"])
+        assert ("up_proj_input_scale" in experts._parameters) == inputs
+    assert len(packed(model, HFExperts)) == layers - (0 <= dense < layers)
+    found = packed(model, NVFP4Linear)
+    assert {n.rpartition(".")[2] for n in found} == (linears if mode == "packed" else set())
+    for name, linear in found.items():
+        assert torch.equal(linear.weight, files[f"{name}.{weight}"])
+        assert linear.weight_global_scale == decode(files[f"{name}.{scale}"])
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and f"{name}.{scale}" in files:
+            assert torch.equal(module.weight, value(dialect, files, name).to(dtype))
+    before = logits(model)
+    assert before.isfinite().all()
+    model.save_pretrained(path / "again", max_shard_size="20KB")
+    again = load(path / "again", dtype)
+    ours, theirs = (dict(m.named_parameters()) for m in (model, again))
+    assert ours.keys() == theirs.keys() and all(torch.equal(p, theirs[n]) for n, p in ours.items())
+    assert torch.equal(logits(again), before)
+
+
+def deal(files, folder, shards):
+    """Write `files` to so many shards, in turn, with an index."""
+    if shards == 1:
+        save_file(files, folder / "model.safetensors", metadata={"format": "pt"})
+        return
+    (folder / "model.safetensors").unlink()
+    names = {n: f"model-{i % shards + 1:05d}-of-{shards:05d}.safetensors" for i, n in enumerate(files)}
+    for name in set(names.values()):
+        save_file({n: t for n, t in files.items() if names[n] == name}, folder / name, metadata={"format": "pt"})
+    index = {"metadata": {}, "weight_map": names}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
 # ---------------------------------------------------------------- configs
