@@ -124,7 +124,7 @@ def turned(stem):
     return re.sub(r"experts\.(\d+)\.(\w+)", r"experts.\2.\1", stem)
 
 
-def fp8(kind, weight):
+def fp8(kind, weight, power_of_two=False):
     """(e4m3 codes, scales) of a weight [N, K] whose sides are multiples of 32, and what they are worth in fp32."""
     rows, columns = {"tensor": weight.shape, "row": (1, weight.shape[1]), "mx": (1, 32), "block": (128, 128)}[kind]
     N, K = weight.shape
@@ -133,7 +133,7 @@ def fp8(kind, weight):
     padded[:N, :K] = weight
     blocks = padded.view(grid[0], rows, grid[1], columns)
     scale = blocks.abs().amax(dim=(1, 3), keepdim=True) / 448
-    scale = scale.log2().ceil().exp2() if kind == "mx" else scale
+    scale = scale.log2().ceil().exp2() if kind == "mx" or power_of_two else scale
     codes = (blocks / scale).to(torch.float8_e4m3fn)
     worth = (codes.float() * scale).reshape(padded.shape)[:N, :K]
     scale = scale.reshape(grid)

@@ -2,10 +2,12 @@
 
 import importlib.util
 import json
+import re
 import zlib
 
 import pytest
 import torch
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
@@ -26,6 +28,7 @@ from tests.folders import (
     is_linear,
     quantized,
     qwen2_moe,
+    stored,
     turned,
     value,
     write,
@@ -296,6 +299,49 @@ def test_mixed_precision_fp8_linears_become_dense(kind, tmp_path, caplog):
         if isinstance(module, nn.Linear):
             assert torch.equal(module.weight, dense[f"{name}.weight"]), name
     assert relative_error(logits(model), logits(load(twin))) < 10 * THRESHOLDS["fp32"]
+
+
+def deepseek_v4():
+    from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
+
+    config = DeepseekV4Config(
+        vocab_size=96, hidden_size=64, num_hidden_layers=3, num_attention_heads=4, head_dim=32, q_lora_rank=32,
+        o_lora_rank=32, o_groups=2, moe_intermediate_size=32, n_routed_experts=4, num_experts_per_tok=2,
+        index_n_heads=2, index_head_dim=32, qk_rope_head_dim=16, sliding_window=8, index_topk=4,
+        max_position_embeddings=128,
+    )  # fmt: skip
+    return DeepseekV4ForCausalLM(config)
+
+
+@pytest.mark.skipif(not hasattr(transformers, "DeepseekV4Config"), reason="this transformers has no DeepSeek V4")
+def test_deepseek_v4_with_its_own_names(tmp_path):
+    """NVFP4 experts w1, w3, w2; everything else FP8 in blocks, whose power-of-two scales are called `scale`."""
+    make(deepseek_v4).save_pretrained(tmp_path / "bf16")
+    files, twin = {}, {}
+    for key, tensor in tensors(tmp_path / "bf16").items():
+        twin[key] = tensor.float()
+        name = key.removeprefix("model.")
+        stem = name.removesuffix(".weight")
+        if is_expert(key):
+            new = stored("modelopt", stem, tensor, 0.01)
+            files |= new
+            twin[key] = value("modelopt", new, stem)
+        elif re.search(r"\.(wq_a|wq_b|wkv|wo_a|wo_b|w[123])\.weight$", key):
+            files[name], scale, twin[key] = fp8("block", tensor.float(), power_of_two=True)
+            files[f"{stem}.scale"] = scale.to(torch.float8_e8m0fnu)
+        else:
+            files[name] = tensor
+    original = json.loads((tmp_path / "bf16/config.json").read_text())
+    quantization = {"quant_method": "fp8", "fmt": "e4m3", "scale_fmt": "ue8m0", "weight_block_size": [128, 128],
+                    "moe_quant_algo": "NVFP4"}  # fmt: skip
+    folder = write(tmp_path / "nvfp4", files, original, quantization)
+    dense = load(write(tmp_path / "twin", twin, {**original, "dtype": "float32"}, None))
+    model = set_activations(load(folder), "bf16")
+    assert len(packed(model, HFExperts)) == 3 and not packed(model, NVFP4Linear)
+    assert relative_error(logits(model), logits(dense)) < 10 * THRESHOLDS["fp32"]
+    report = convert_checkpoint(folder, tmp_path / "plain", progress=False)
+    assert (report.carried, report.dequantized) == (36, sum(name.endswith(".scale") for name in files))
+    assert torch.equal(logits(set_activations(load(tmp_path / "plain"), "bf16")), logits(model))
 
 
 @both
