@@ -3,16 +3,16 @@
     convert_checkpoint("Qwen3-30B-A3B", "Qwen3-30B-A3B-NVFP4")
 
 Sources: bf16, fp16 and fp32; FP8 in blocks (`weight` and `weight_scale_inv`, quant_method fp8); MXFP4
-(gpt-oss: `_blocks` and `_scales`), which loses nothing by a searching recipe; and NVFP4 in the other
-dialect, whose codes and block scales are carried as bytes. Experts are cast to the config's dtype
+(gpt-oss: `_blocks` and `_scales`), which loses nothing by a searching recipe; and NVFP4 in another
+dialect or layout, whose codes and block scales are carried as bytes. Experts are cast to the config's dtype
 before they are quantized, as transformers does when it loads: the bytes are those of its dense model.
 
 What is done to each tensor is decided by its name, its header and config.model_type alone:
 
 * experts are quantized, each projection by `quantize_matrix`, named `experts.E.gate_proj.weight` or
   as the family names them (`w1`); stacked ones become one tensor per expert;
-* FP8 tensors outside the experts, and those of excluded experts, become dense in the config's dtype
-  (one quantization_config cannot describe FP8 next to NVFP4);
+* FP8 tensors outside the experts, and FP8 and MXFP4 ones of excluded experts, become dense in the
+  config's dtype (one quantization_config cannot describe them next to NVFP4);
 * layers beyond num_hidden_layers (multi-token prediction) keep their weights: loaders drop them;
 * everything else is copied byte for byte, in its own dtype.
 

@@ -103,6 +103,23 @@ def test_fp8_layers_of_mixed_files_become_dense(kind, dialect, tmp_path):
     assert torch.equal(a, b) or dialect != "modelopt"  # there, scales may move by their last bit
 
 
+def test_awq_is_carried_within_its_dialect(tmp_path):
+    source, _ = quantized(tmp_path, qwen3_moe, "modelopt", rename=turned, input_scale=0.01, quant_algo="NVFP4_AWQ")
+    files = tensors(source)
+    for name in [n for n in files if n.endswith("weight_scale_2")]:
+        stem = name.removesuffix(".weight_scale_2")
+        files[f"{stem}.pre_quant_scale"] = torch.full((2 * files[f"{stem}.weight"].shape[1],), 1.5).bfloat16()
+    save_file(files, source / "model.safetensors", metadata={"format": "pt"})
+    same_model(source, carried(source, tmp_path / "there", "modelopt"))
+    with pytest.raises(ValueError, match="AWQ. has no place in compressed-tensors files"):
+        convert_checkpoint(source, tmp_path / "other", dialect="compressed-tensors", progress=False)
+    files = tensors(tmp_path / "there")
+    files["model.layers.0.mlp.experts.0.up_proj.pre_quant_scale"][3] = float("nan")
+    save_file(files, tmp_path / "there" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match="pre_quant_scale .64. must be finite"):
+        verify_checkpoint(tmp_path / "there")
+
+
 def test_damaged_stacks_are_named(tmp_path):
     source, _ = fused(tmp_path, gpt_oss)
     stem = "model.layers.1.mlp.experts.down_proj"
