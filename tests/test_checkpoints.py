@@ -4,6 +4,7 @@ import importlib.util
 import json
 import re
 import zlib
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from moe_nvfp4.integrations.experts import HFExperts
 from moe_nvfp4.integrations.huggingface import MoeNvfp4Config, checkpoint_config, set_activations
 from moe_nvfp4.layer import NVFP4Linear
 from moe_nvfp4.quantize.convert import convert_checkpoint
-from tests.common import THRESHOLDS, relative_error
+from tests.common import THRESHOLDS, peak_while_loading, relative_error
 from tests.folders import (
     CONFIGS,
     change_config,
@@ -101,6 +102,19 @@ def test_saving_writes_the_same_files(dialect, tmp_path):
     config = json.loads((tmp_path / "again/config.json").read_text())["quantization_config"]
     assert config["quant_method"] == dialect
     assert torch.equal(logits(load(tmp_path / "again", torch.bfloat16)), logits(model))
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the peak from /proc")
+def test_experts_and_linears_are_never_dense_in_memory(tmp_path):
+    """Loading holds the result and a part of it: far less than the same weights in bf16."""
+    def family():
+        return qwen3_moe(64, 512, hidden_size=512, num_hidden_layers=4)
+
+    folder, _ = quantized(tmp_path, family, "compressed-tensors", lambda k: is_expert(k) or is_linear(k))
+    peak, result = peak_while_loading(folder)
+    dense = sum(t.numel() * 2 for t in tensors(tmp_path / "bf16").values())
+    assert result < dense / 3.4
+    assert peak < 1.5 * result, f"peak {peak / 1e6:.0f} MB for a result of {result / 1e6:.0f} MB"
 
 
 # ---------------------------------------------------------------- linears
