@@ -326,11 +326,12 @@ class Conversions:
         self.dialect, self.style = dialect, style
         self.files: list[ExpertsConverter] = []
         self._saved: list[ExpertsConverter] = []
+        self._dense: list[WeightConverter] = []  # save experts that were left alone
 
     def build(self, base: list) -> list:
         """The conversions to load with: `base` (the model's own) with ours in front."""
         self._base = base
-        self._saved, extra, kept = [], [], []
+        self._saved, self._dense, extra, kept = [], [], [], []
         covered: set[str] = set()
         for c in base:
             names = self._params_of(c)
@@ -338,10 +339,15 @@ class Conversions:
                 kept.append(c)
             elif _is_merge(c.operations) and all(s.endswith(".weight") for s in c.source_patterns):
                 covered |= names
-                self._saved += self._packed_files(
-                    c._original_source_patterns, c._original_target_patterns[0], names, c, only=self._apart
-                )
-                kept += [c] if self._apart else []
+                sources, target = c._original_source_patterns, c._original_target_patterns[0]
+                # Where codes have another name than dense weights, converters of their own are for those.
+                apart = self.dialect.weight != "weight"
+                self._saved += self._packed_files(sources, target, names, c, only=apart)
+                if apart and not self.pre_quantized:
+                    extra.append(self._converter(sources, target, _merge(sources), c))
+                if apart and self.excluded:
+                    self._dense.append(c)
+                    kept += [c] if self.pre_quantized else []
             elif self.pre_quantized:
                 kept.append(c)
             else:
@@ -366,19 +372,14 @@ class Conversions:
 
     def for_saving(self, used: list) -> list:
         """The conversions whose reverse writes files, from those `used` while loading."""
-        merges = lambda c: not self._apart and self._params_of(c) and _is_merge(c.operations)
+        merges = lambda c: self._params_of(c) and _is_merge(c.operations)
         kept = [c for c in used if not isinstance(c, ExpertsConverter) and not merges(c)]
-        return kept + self._saved  # reversed when saving, so that ours are asked first
+        return kept + self._dense + self._saved  # reversed when saving, so that ours are asked first
 
     def renew(self, used: list) -> list:
         """`for_saving` again, after modules got other parameters."""
         self.build(self._base)
         return self.for_saving(used)
-
-    @property
-    def _apart(self) -> bool:
-        """Dense experts have other names than codes do, so that the model's own converters are for them."""
-        return bool(self.excluded) and self.dialect.weight != "weight"
 
     def _params_of(self, c) -> set[str]:
         """The full names of packed parameters that converter `c` makes."""

@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM
 
+from moe_nvfp4 import ExpertWeights, Gate, moe_forward, reference
 from moe_nvfp4.integrations.experts import HFExperts
 from moe_nvfp4.integrations.huggingface import MoeNvfp4Config, checkpoint_config, set_activations
 from moe_nvfp4.layer import NVFP4Linear
@@ -66,6 +67,39 @@ def test_experts_are_packed_and_compute_what_the_dense_twin_does(family, dialect
     assert relative_error(logits(set_activations(model, "bf16")), logits(load(twin))) < 10 * THRESHOLDS["fp32"]
 
 
+@both
+def test_outputs_are_exactly_those_of_the_dequantized_weights(dialect, tmp_path, monkeypatch):
+    """With global scales that are powers of two, sums of code * sf * x are, scaled, sums of dequantized weight * x:
+    bit for bit, in the same reference with another product."""
+    monkeypatch.setenv("MOE_NVFP4_BACKEND", "reference")
+    model = make(qwen3_moe)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            experts, q = layer.mlp.experts, layer.self_attn.q_proj.weight
+            for w in (experts.gate_up_proj, experts.down_proj, q):
+                w.clamp_(-2.5, 2.5)
+            experts.gate_up_proj[:, 0, 0] = experts.gate_up_proj[:, 48, 0] = experts.down_proj[:, 0, 0] = 2.625
+            q[0, 0] = -2.625  # 6 * 448 * 2^-10
+    model.save_pretrained(tmp_path / "bf16")
+    folder, twin = quantized(tmp_path, qwen3_moe, dialect, lambda k: is_expert(k) or "q_proj" in k)
+    model, dense = set_activations(load(folder), "bf16"), tensors(twin)
+    x, ids, p = torch.randn(7, 64), torch.randint(0, 8, (7, 2)), torch.rand(7, 2)
+    for stem in ("model.layers.0", "model.layers.1"):
+        linear, experts = model.get_submodule(f"{stem}.self_attn.q_proj"), model.get_submodule(f"{stem}.mlp.experts")
+        gate, up, down = (
+            torch.stack([dense[f"{stem}.mlp.experts.{e}.{part}_proj.weight"] for e in range(8)])
+            for part in ("gate", "up", "down")
+        )
+        one, w13 = torch.ones(8), torch.cat([gate, up], dim=1)
+        weights = ExpertWeights(Gate(), "bf16", w13, w13, one, one, down, down, one)
+        actual, projected = experts(x, ids, p), linear(x)
+        with monkeypatch.context() as patch:
+            patch.setattr(reference, "_matmul", lambda x, w, _: torch.mm(x, w.T, out=torch.empty(len(x), len(w))))
+            assert torch.equal(actual, moe_forward(x, ids, p, weights))
+        assert isinstance(linear, NVFP4Linear)
+        assert torch.equal(projected, x @ dense[f"{stem}.self_attn.q_proj.weight"].T)
+
+
 def test_both_dialects_are_the_same_model(tmp_path):
     """Bit for bit: the parameters, the logits in W4A16 and in W4A4 with static scales, and what is saved again."""
     models = []
@@ -115,6 +149,26 @@ def test_experts_and_linears_are_never_dense_in_memory(tmp_path):
     dense = sum(t.numel() * 2 for t in tensors(tmp_path / "bf16").values())
     assert result < dense / 3.4
     assert peak < 1.5 * result, f"peak {peak / 1e6:.0f} MB for a result of {result / 1e6:.0f} MB"
+
+
+@pytest.mark.parametrize("family", [qwen3_moe, mixtral, gpt_oss, nemotron_h], ids=lambda f: f.__name__)
+def test_quantizing_while_loading_saves_the_dialect_that_was_asked_for(family, tmp_path):
+    """The converter's bytes, and a layer that stays dense keeps the model's own names."""
+    make(family).save_pretrained(tmp_path / "bf16")
+    exclude = [] if family is nemotron_h else ["model.layers.0.*"]
+    config = MoeNvfp4Config(dialect="compressed-tensors", recipe="max", exclude=exclude)
+    model = load(tmp_path / "bf16", torch.bfloat16, quantization_config=config)
+    model.save_pretrained(tmp_path / "saved")
+    convert_checkpoint(tmp_path / "bf16", tmp_path / "converted", "max", exclude, dialect="compressed-tensors",
+                       progress=False)  # fmt: skip
+    saved, converted = tensors(tmp_path / "saved"), tensors(tmp_path / "converted")
+    assert saved.keys() == converted.keys()
+    # transformers widens a few (router biases) to fp32
+    same = [n for n in saved if saved[n].dtype == converted[n].dtype]
+    assert all(as_bytes(saved[n]) == as_bytes(converted[n]) for n in same) and len(same) > 0.9 * len(saved)
+    for path in (tmp_path / "saved", tmp_path / "converted"):
+        again = load(path, torch.bfloat16)
+        assert torch.equal(logits(again), logits(model))
 
 
 # ---------------------------------------------------------------- linears
@@ -507,6 +561,14 @@ def test_what_is_not_supported_is_refused_by_name(tmp_path):
         change_config(folder, quantization_config={**CONFIGS["modelopt"], "quant_algo": algo})
         with pytest.raises(ValueError, match=f"quant_algo '{algo}'; this library reads"):
             load(folder)
+    other, _ = quantized(tmp_path, qwen3_moe, "compressed-tensors")
+    for extra, message in (
+        ({"transform_config": {"config_groups": {"R1": {}}}}, "rotations"),
+        ({"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity 'sparse-24-bitmask' are not read"),
+    ):
+        change_config(other, quantization_config={**CONFIGS["compressed-tensors"], **extra})
+        with pytest.raises(ValueError, match=message):
+            load(other)
     with pytest.raises(ValueError, match="linears must be one of"):
         MoeNvfp4Config(linears="sparse")
     with pytest.raises(ValueError, match="dialect must be one of"):
