@@ -22,6 +22,7 @@ class Stack:
     transposed   [E, H, 2I] and [E, I, H] instead; None: one or the other, by the config's sizes
     interleaved  gate and up rows alternate
     bias         tensors of the same names with `_bias` are there too
+    gate         gate rows have a tensor of their own, [E, I, H], and `up` has only up rows
     """
 
     up: str = "experts.gate_up_proj"
@@ -30,17 +31,22 @@ class Stack:
     transposed: bool | None = False
     interleaved: bool = False
     bias: bool = False
+    gate: str = ""
 
 
 PLAIN = Stack()
 GRANITE = Stack("block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight",
                 "block_sparse_moe.experts")  # fmt: skip
+STEP = Stack("moe.up_proj.weight", "moe.down_proj.weight", "mlp.experts", gate="moe.gate_proj.weight")
 STACKS: dict[str, Stack] = {
     "gpt_oss": Stack(transposed=True, interleaved=True, bias=True),
     "openai_privacy_filter": Stack(transposed=True, bias=True),
     "llama4_text": Stack(transposed=True),
     "aria_text": Stack("experts.fc1.weight", "experts.fc2.weight", transposed=True),
+    "inkling2_text": Stack("experts.w13_weight", "experts.w2_weight", interleaved=True),
     "qwen3_vl_moe_text": Stack(transposed=None),
+    "step3p5": STEP,
+    "step3p7": STEP,
     "granitemoe": GRANITE,
     "granitemoeshared": GRANITE,
     "granitemoehybrid": GRANITE,

@@ -221,11 +221,27 @@ class Plan:
                 module, down_name = prefix + stack.module, prefix + stack.down
                 if self._leave(module):
                     continue
-                if down_name not in self.left:
-                    raise ValueError(f"{down_name} is missing next to {name}: download the checkpoint again")
+                for other in (down_name, prefix + stack.gate) if stack.gate else (down_name,):
+                    if other not in self.left:
+                        raise ValueError(f"{other} is missing next to {name}: download the checkpoint again")
                 down = self.left.pop(down_name)
                 del self.left[name]
-                self._stack(module, stack, (name, up), (down_name, down))
+                gate = self.left.pop(prefix + stack.gate) if stack.gate else None
+                if gate is not None:
+                    self._separate(module, gate, (name, up), (down_name, down))
+                else:
+                    self._stack(module, stack, (name, up), (down_name, down))
+
+    def _separate(self, module: str, gate: Stored, up: tuple[str, Stored], down: tuple[str, Stored]) -> None:
+        """A stack for each projection, [E, out, in]."""
+        _need(len(up[1].shape) == 3 and gate.shape == up[1].shape, up[0], up[1], f"{list(gate.shape)} as the gate's")
+        E, I, H = gate.shape
+        _need(down[1].shape == (E, H, I), down[0], down[1], f"[{E}, {H}, {I}]")
+        for e in range(E):
+            for part, stored in (("gate_proj", gate), ("up_proj", up[1]), ("down_proj", down[1])):
+                rows, columns = stored.shape[1:]
+                matrix = row_major(stored, rows, columns, e * rows)
+                self._quantize(f"{module}.{e}.{part}", matrix, stored.file.name)
 
     def _stack(self, module: str, stack: Stack, up: tuple[str, Stored], down: tuple[str, Stored]) -> None:
         transposed = self._orientation(stack, *up, down[1])
@@ -234,7 +250,9 @@ class Plan:
         _need(down[1].shape == ((E, I, H) if transposed else (E, H, I)), down[0], down[1], f"E {E}, I {I}, H {H}")
         for e in range(E):
             for i, part in enumerate(("gate_proj", "up_proj")):
-                if not transposed:
+                if not transposed and stack.interleaved:
+                    matrix = slice_view(up[1], e, (2 * I, H), lambda t, i=i: t[i::2], 2)
+                elif not transposed:
                     matrix = row_major(up[1], I, H, (2 * e + i) * I)
                 else:
                     rows = slice(i, None, 2) if stack.interleaved else slice(i * I, (i + 1) * I)
@@ -441,7 +459,7 @@ class Plan:
         for name, stored in self.left.items():
             stacked = len(stored.shape) >= 3 and re.search(r"moe|expert", name)
             inside = len(stored.shape) == 2 and re.search(r"(^|\.)\w*(?<!shared_)experts?\.", name)
-            if re.search(r"shared_expert", name) or not (stacked or inside) or name.endswith("norm.weight"):
+            if re.search(r"shared?_expert", name) or not (stacked or inside) or name.endswith("norm.weight"):
                 continue
             module = re.sub(r"(experts?)\..*", r"\1", name)
             owners = {module, re.sub(r"block_sparse_moe\..*", "block_sparse_moe.experts", name)}

@@ -59,9 +59,9 @@ def saved(tmp_path, family, name="bf16", dtype=torch.bfloat16, **kwargs):
 
 
 def loaded(source, **options):
-    kind = "TokenClassification" if "TokenClassification" in config_of(source)["architectures"][0] else "CausalLM"
-    auto = getattr(transformers, f"AutoModelFor{kind}")
-    return auto.from_pretrained(source, **({"quantization_config": MoeNvfp4Config(**options)} if options else {}))
+    (name,) = config_of(source)["architectures"]
+    quantizing = {"quantization_config": MoeNvfp4Config(**options)} if options else {}
+    return getattr(transformers, name).from_pretrained(source, **quantizing)
 
 
 def loaded_and_saved(source, destination, **options):
@@ -126,7 +126,28 @@ def privacy_filter():
         **SMALL, intermediate_size=48, num_local_experts=4, num_experts_per_tok=2))  # fmt: skip
 
 
-MORE = [qwen3_next, qwen3_5_moe, aria, privacy_filter]
+def inkling2():
+    """Interleaved rows, without being transposed."""
+    from transformers import Inkling2ForCausalLM, Inkling2TextConfig
+
+    return Inkling2ForCausalLM(Inkling2TextConfig(
+        **SMALL, unpadded_vocab_size=96, swa_num_attention_heads=4, swa_num_key_value_heads=2, swa_head_dim=16,
+        sliding_window_size=8, rel_extent=16, moe_intermediate_size=48, n_routed_experts=4,
+        num_experts_per_tok=2))  # fmt: skip
+
+
+def step3p7():
+    """A stack for each projection."""
+    from transformers import Step3p7Config, Step3p7ForConditionalGeneration
+
+    text = dict(**SMALL, intermediate_size=96, moe_intermediate_size=48, share_expert_dim=48, n_routed_experts=4,
+                num_experts_per_tok=2, mlp_layer_types=["sparse", "sparse"])  # fmt: skip
+    vision = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, patch_size=4,
+                  image_size=16)  # fmt: skip
+    return Step3p7ForConditionalGeneration(Step3p7Config(text_config=text, vision_config=vision))
+
+
+MORE = [qwen3_next, qwen3_5_moe, aria, privacy_filter, inkling2, step3p7]
 
 
 @pytest.fixture(scope="module")
@@ -166,7 +187,7 @@ def test_equals_the_loader(family, saved_families, tmp_path):
     renamed = lambda n: n.replace(".block_sparse_moe.", ".mlp.").replace("backbone.", "model.").removesuffix(".layer")
     missing = {renamed(n) for n in ignored} - {renamed(n) for n in ours_ignored}
     assert not {n for n in missing if n.replace(".*.", ".1.") + ".weight" in tensors(ours)}
-    for sub in ("attn_config", "ffn_config"):  # DBRX: loading writes the dtype into its sub-configs
+    for sub in ("attn_config", "ffn_config", "text_config", "vision_config"):  # loading writes the dtype there too
         a.get(sub, {}).pop("dtype", None), b.get(sub, {}).pop("dtype", None)
     assert a == b
     same_tensors(theirs, loaded_and_saved(ours, tmp_path / "again"), but=widened)
@@ -223,6 +244,8 @@ def test_every_stacked_family_by_hand(kind, tmp_path):
     gate_up = up.unflatten(1, (2, 48)).transpose(1, 2).flatten(1, 2) if stack.interleaved else up
     swap = lambda t: t.transpose(1, 2).contiguous() if stack.transposed else t.contiguous()
     files = {f"model.layers.0.{stack.up}": swap(gate_up), f"model.layers.0.{stack.down}": swap(down)}
+    if stack.gate:
+        files |= {f"model.layers.0.{stack.up}": up[:, 48:].clone(), f"model.layers.0.{stack.gate}": up[:, :48].clone()}
     if stack.bias:
         files |= {
             f"model.layers.0.{n}_bias": t[..., 0].contiguous() for n, t in ((stack.up, gate_up), (stack.down, down))
@@ -246,7 +269,8 @@ def test_the_table_agrees_with_transformers():
                 stack = STACKS.get(kind)
                 if stack is not None and stack.transposed is not None:
                     assert stack.transposed == ("is_transposed=True" in flags), kind
-                    assert stack.interleaved == ("is_concatenated=False" in flags), kind
+                    # Inkling 2's files interleave, its module does not
+                    assert stack.interleaved == ("is_concatenated=False" in flags or kind == "inkling2_text"), kind
                     assert stack.bias == ("has_bias=True" in flags), kind
                     seen.add(kind)
     assert len(seen) >= 8
