@@ -289,6 +289,22 @@ def deal(files, folder, shards):
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
+def test_packed_linears_offload_compile_and_generate(tmp_path):
+    folder, _ = quantized(tmp_path, qwen2_moe, "compressed-tensors", lambda k: is_expert(k) or is_linear(k), 0.003)
+    whole = load(folder)
+    device_map = {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk",
+                  "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}  # fmt: skip
+    model = load(folder, device_map=device_map, offload_folder=tmp_path / "offload")
+    assert model.model.layers[1].self_attn.q_proj.weight.device.type == "meta"
+    assert torch.equal(logits(model), logits(whole))
+    greedy = dict(max_new_tokens=6, do_sample=False)
+    static = whole.generate(IDS, cache_implementation="static", **greedy)
+    assert torch.equal(static, whole.generate(IDS, **greedy))
+    attention = whole.model.layers[0].self_attn.q_proj
+    x = torch.randn(2, 3, 64)
+    assert torch.equal(torch.compile(attention, fullgraph=True)(x), attention(x))
+
+
 # ---------------------------------------------------------------- configs
 def without(config, *keys):
     return {k: v for k, v in config.items() if k not in keys}
