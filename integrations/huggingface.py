@@ -168,9 +168,9 @@ def checkpoint_config(path: str | os.PathLike, **fields: Any) -> PretrainedConfi
     info = read_config({"quantization_config": given}, hf)
     if info is None:
         raise ValueError(f"{path} is not an NVFP4 checkpoint: neither config.json nor hf_quant_config.json says so")
-    found = MoeNvfp4Config(**{"activations": info.activations, "ignore": list(info.ignore)} | {
-        "dialect": info.dialect.name} | ((given or {}).get("moe_nvfp4") or {}) | fields)  # fmt: skip
-    config.quantization_config = found.to_dict()
+    said = {"activations": info.activations, "dialect": info.dialect.name, "ignore": list(info.ignore)}
+    own = (given or {}).get("moe_nvfp4") or {}
+    config.quantization_config = MoeNvfp4Config(**(said | own | fields)).to_dict()
     return config
 
 
@@ -202,32 +202,29 @@ class MoeNvfp4Quantizer(HfQuantizer):
             config.input_scale, config.dialect = found.expert_input_scales, found.dialect.name
             smooth = found.expert_pre_quant_scales
             config.pre_quant_scale = smooth or any(PRE_QUANT_SCALE in linear.also for linear in found.linears.values())
-        packed, excluded = {}, []
-        for name, module, layout in modules:
-            if layout is None:
-                excluded.append(name)
-                continue
-            experts = _replace(model, name, module, layout, config, "meta")
-            if smooth:
-                experts.add_pre_quant_scales(next(module.parameters()).dtype)
-            # A load that quantizes casts to the parameter's dtype first (transformers before 5.23):
-            # until the codes come, the placeholder has the dtype of the dense weights.
-            dense = next(module.parameters()).dtype
-            for key in (experts.up_name, "down_proj") if not self.pre_quantized else ():
-                placeholder = nn.Parameter(getattr(experts, key).to(dense), requires_grad=False)
-                setattr(experts, key, placeholder)
-            packed[name] = experts
-        linears = {}
-        if config.linears == "packed":
-            linears = pack_linears(model, found.linears, found.dialect, config.activations)
+        packed = {n: self._empty_experts(model, n, m, layout, smooth) for n, m, layout in modules if layout is not None}
         if found.linears:
+            wanted = found.linears if config.linears == "packed" else {}
+            linears = pack_linears(model, wanted, found.dialect, config.activations)
             by_source = {linear.source: linear for linear in found.linears.values()}
             self.linears = LinearConverter(by_source, set(linears), found.dialect)
-        if not packed and not linears and not found.linears:
+        elif not packed:
             raise ValueError(f"{type(model).__name__}: the files hold no NVFP4 weights that this model has")
-        self._attach(model, packed, excluded, found)
+        self._attach(model, packed, [n for n, _, layout in modules if layout is None], found)
         self._dtypes = {name: p.dtype for name, p in model.named_parameters()}
         _report(model, found)
+
+    def _empty_experts(self, model, name, module, layout, smooth: bool) -> HFExperts:
+        """What takes the place of the experts module `name`, on meta; smooth: with AWQ's scales."""
+        experts = _replace(model, name, module, layout, self.quantization_config, "meta")
+        dense = next(module.parameters()).dtype
+        if smooth:
+            experts.add_pre_quant_scales(dense)
+        # A load that quantizes casts to the parameter's dtype first (transformers before 5.23):
+        # until the codes come, the placeholder has the dtype of the dense weights.
+        for key in (experts.up_name, "down_proj") if not self.pre_quantized else ():
+            setattr(experts, key, nn.Parameter(getattr(experts, key).to(dense), requires_grad=False))
+        return experts
 
     def _attach(self, model: nn.Module, packed: dict, excluded: list[str], found: Survey | None = None) -> None:
         config = self.quantization_config
