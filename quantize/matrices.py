@@ -77,7 +77,7 @@ def fp8_dense(codes: Tensor, scales: Tensor, block: tuple[int, int], first: int 
     scales: of the whole matrix, with a scale for every `block`; floating, or uint8 as e8m0 (2^(byte - 127)).
     """
     n, K = codes.shape
-    scales = torch.ldexp(torch.ones(()), scales.int() - 127) if scales.dtype == torch.uint8 else scales.float()
+    scales = scales.view(torch.float8_e8m0fnu).float() if scales.dtype == torch.uint8 else scales.float()
     scales = scales.reshape(-1, -(-K // block[1]))
     of_rows = scales[torch.arange(first, first + n, device=codes.device) // block[0]]
     return codes.float().mul_(of_rows.repeat_interleave(block[1], dim=1)[:, :K])
