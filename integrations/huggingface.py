@@ -35,7 +35,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from moe_nvfp4 import __version__
 from moe_nvfp4.integrations.conversion import Conversions, ExpertsConverter
-from moe_nvfp4.integrations.experts import HFExperts, dense_experts, describe
+from moe_nvfp4.integrations.experts import HFExperts, Layout, dense_experts, describe
 from moe_nvfp4.integrations.files import Survey, is_nvfp4, survey, verify_files
 from moe_nvfp4.integrations.linears import LinearConverter, pack_linears
 from moe_nvfp4.layer import NVFP4Linear
@@ -198,7 +198,7 @@ class MoeNvfp4Quantizer(HfQuantizer):
         found, smooth = Survey(headers), False
         if self.pre_quantized:
             found = survey(headers, model, _model_conversions(model, loading=True), [name for name, *_ in modules])
-            modules = [(n, m, None if found.experts.get(n) == "dense" else layout) for n, m, layout in modules]
+            modules = [(n, m, _layout(m, layout, found.experts.get(n))) for n, m, layout in modules]
             config.input_scale, config.dialect = found.expert_input_scales, found.dialect.name
             smooth = found.expert_pre_quant_scales
             config.pre_quant_scale = smooth or any(PRE_QUANT_SCALE in linear.also for linear in found.linears.values())
@@ -447,6 +447,13 @@ def find_experts(
                "; dense models are not what this library is for")
         )  # fmt: skip
     return found
+
+
+def _layout(module: nn.Module, layout: Layout | None, style: str | None) -> Layout | None:
+    """The layout of an experts module in 4-bit files: what they hold counts, and not what their config excludes."""
+    if style == "dense":
+        return None
+    return layout or (None if style is None else describe(module))
 
 
 def _replace(model, name, module, layout, config, device) -> HFExperts:

@@ -364,6 +364,15 @@ def test_layers_whose_experts_are_dense_in_the_files(dialect, tmp_path):
     assert torch.equal(logits(load(tmp_path / "again")), logits(model))
 
 
+@both
+def test_the_files_count_where_the_config_excludes_too_much(dialect, tmp_path):
+    pattern = "*.experts.*" if dialect == "modelopt" else "re:.*experts.*"
+    folder, twin = quantized(tmp_path, qwen3_moe, dialect, ignore=["lm_head", pattern])
+    model = set_activations(load(folder), "bf16")
+    assert len(packed(model, HFExperts)) == 2
+    assert relative_error(logits(model), logits(load(twin))) < 10 * THRESHOLDS["fp32"]
+
+
 @pytest.mark.parametrize("kind", ["tensor", "row", "mx", "block"])
 def test_mixed_precision_fp8_linears_become_dense(kind, tmp_path, caplog):
     folder, twin = quantized(tmp_path, qwen2_moe, "modelopt")
