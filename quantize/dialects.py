@@ -157,7 +157,13 @@ def _compressed_tensors(q: Mapping) -> QuantizationInfo | None:
         weights = group.get("weights") or {}
         if weights.get("group_size", 16) != 16 or weights.get("num_bits", 4) != 4:
             raise ValueError(f"nvfp4-pack-quantized has 4 bits in blocks of 16, the config group says {weights}")
-        if group.get("input_activations"):
+        inputs = group.get("input_activations")
+        if inputs and inputs.get("num_bits", 4) != 4:
+            raise ValueError(
+                f"NVFP4 weights with activations of {inputs['num_bits']} bits (W4A{inputs['num_bits']}) are not computed "
+                "here: load them with the tool that wrote them, or set input_activations to null in config.json (W4A16)"
+            )
+        if inputs:
             activations = "nvfp4"
     kv = q.get("kv_cache_scheme")
     return QuantizationInfo(

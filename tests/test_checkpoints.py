@@ -590,6 +590,7 @@ def test_what_is_not_supported_is_refused_by_name(tmp_path):
     for extra, message in (
         ({"transform_config": {"config_groups": {"R1": {}}}}, "rotations"),
         ({"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity 'sparse-24-bitmask' are not read"),
+        ({"config_groups": {"group_0": {"input_activations": {"num_bits": 8}}}}, r"\(W4A8\) are not computed here"),
     ):
         change_config(other, quantization_config={**CONFIGS["compressed-tensors"], **extra})
         with pytest.raises(ValueError, match=message):
