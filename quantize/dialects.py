@@ -159,8 +159,9 @@ def _compressed_tensors(q: Mapping) -> QuantizationInfo | None:
             raise ValueError(f"nvfp4-pack-quantized has 4 bits in blocks of 16, the config group says {weights}")
         inputs = group.get("input_activations")
         if inputs and inputs.get("num_bits", 4) != 4:
+            bits = inputs["num_bits"]
             raise ValueError(
-                f"NVFP4 weights with activations of {inputs['num_bits']} bits (W4A{inputs['num_bits']}) are not computed "
+                f"NVFP4 weights with activations of {bits} bits (W4A{bits}) are not computed "
                 "here: load them with the tool that wrote them, or set input_activations to null in config.json (W4A16)"
             )
         if inputs:

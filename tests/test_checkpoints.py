@@ -373,9 +373,10 @@ def test_the_files_count_where_the_config_excludes_too_much(dialect, tmp_path):
     assert relative_error(logits(model), logits(load(twin))) < 10 * THRESHOLDS["fp32"]
 
 
+@both
 @pytest.mark.parametrize("kind", ["tensor", "row", "mx", "block"])
-def test_mixed_precision_fp8_linears_become_dense(kind, tmp_path, caplog):
-    folder, twin = quantized(tmp_path, qwen2_moe, "modelopt")
+def test_mixed_precision_fp8_linears_become_dense(kind, dialect, tmp_path, caplog):
+    folder, twin = quantized(tmp_path, qwen2_moe, dialect)
     files, dense = tensors(folder), tensors(twin)
     for key in [k for k in files if is_linear(k)]:
         codes, scale, dense[key] = fp8(kind, files[key].float())
