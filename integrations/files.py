@@ -106,7 +106,13 @@ def survey(headers: dict[str, dict], model: nn.Module, conversions: list, expert
                 f"{key} is quantized, but {type(model).__name__} rearranges it while it loads (or has no weight "
                 "there), which is not known here: use a checkpoint in which this layer is dense"
             )
-        _check_shape_of_linear(key, linear, modules[linear.module].weight.shape, found)
+        module = modules[linear.module]
+        if module is model.get_output_embeddings() and model.config.get_text_config().tie_word_embeddings:
+            raise ValueError(
+                f"{linear.module} is quantized in the files, but config.json ties it to the embedding: set "
+                "tie_word_embeddings to false there, or use files that agree with their config"
+            )
+        _check_shape_of_linear(key, linear, module.weight.shape, found)
         found.linears[linear.module] = linear
     return found
 

@@ -33,11 +33,6 @@ def pack_linears(
     packed = {}
     for name, linear in linears.items():
         module = model.get_submodule(name)
-        if module is model.get_output_embeddings() and model.config.get_text_config().tie_word_embeddings:
-            raise ValueError(
-                f"{name} is quantized in the files, but config.json ties it to the embedding: set tie_word_embeddings "
-                "to false there, or use files that agree with their config"
-            )
         if linear.kind != "nvfp4" or type(module) is not nn.Linear:
             continue
         bias = None if module.bias is None else module.bias.dtype
