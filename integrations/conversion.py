@@ -515,7 +515,7 @@ def _check_sharding(module_name: str, experts: HFExperts, converter: ExpertsConv
     """The plan of parallelism must cut our [E, N, K] tensors at whole blocks of 16, and files must be cut likewise."""
     files = converter.owner
     parallel = any(isinstance(p, DTensor) for p in experts.parameters())
-    if parallel and experts.smooth != (None, None):
+    if parallel and experts.smooth[0] is not None:
         raise NotImplementedError(f"{module_name}: experts with AWQ's pre_quant_scale are not split over ranks yet")
     if parallel and files.pre_quantized and (files.style == "fused" or files.dialect.scale_shape):
         what = "stacks of experts" if files.style == "fused" else f"{files.dialect.name}'s scales"

@@ -3,13 +3,16 @@
     x, top-k ids ── group_by_expert ── quantize_rows ── gemm1_swiglu ── gemm2_combine ── y
 
 The stages are torch.library ops, opaque to torch.compile; each runs on the backend of its device.
+On a Hopper GPU one op does it all, over weights that `NVFP4Experts.prepare` has brought into its layout.
 """
 
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from types import ModuleType
 
 import torch
@@ -18,7 +21,7 @@ from torch import Tensor, nn
 from moe_nvfp4 import format as nvfp4
 from moe_nvfp4 import reference
 from moe_nvfp4.quantize.experts import DEFAULT_RECIPE, quantize_matrix, recipe_global_scale
-from moe_nvfp4.routing import Groups, Rows, group_by_expert
+from moe_nvfp4.routing import Groups, Rows, check_ids, group_by_expert
 from moe_nvfp4.weights import ACTIVATIONS, SILU, ExpertWeights, Gate
 
 
@@ -30,6 +33,34 @@ def backend(device: torch.device) -> ModuleType:
         if cpu.available():
             return cpu
     return reference
+
+
+@torch.compiler.assume_constant_result
+def on_hopper(device: torch.device) -> bool:
+    """Whether `device` has kernels of its own: a Hopper GPU, with CuTe DSL installed."""
+    return _hopper(device) is not None
+
+
+@cache
+def _hopper(device: torch.device) -> ModuleType | None:
+    if device.type != "cuda" or torch.version.cuda is None or torch.cuda.get_device_capability(device) != (9, 0):
+        return None
+    if os.environ.get("MOE_NVFP4_BACKEND") == "reference":
+        return None
+    try:
+        from moe_nvfp4.kernels import sm90
+    except ImportError as error:
+        warnings.warn(
+            f"the Hopper kernels need CuTe DSL ({error}), so 4-bit experts run as plain torch operations: same "
+            "numbers, many times slower. Install moe-nvfp4[gpu]; MOE_NVFP4_BACKEND=reference silences this",
+            stacklevel=3,
+        )
+        return None
+    return sm90
+
+
+def _stages(weights: ExpertWeights, device: torch.device) -> ModuleType:
+    return _hopper(device) if weights.packed else backend(device)
 
 
 # ---------------------------------------------------------------- the stages as torch ops
@@ -61,7 +92,7 @@ def _(x, index, scale, order, offsets):
 )
 def _gemm1_swiglu(rows, weights, spec, order, offsets, dtype):
     weights = ExpertWeights.from_tensors(weights, spec)
-    stage = backend(order.device)
+    stage = _stages(weights, order.device)
     h = stage.gemm1_swiglu(Rows(*rows), weights, Groups(order, offsets, 1), dtype)
     return [h.values, h.sf, h.scale] if h.is_nvfp4 else [h.values]
 
@@ -71,7 +102,7 @@ def _(rows, weights, spec, order, offsets, dtype):
     w, R = ExpertWeights.from_tensors(weights, spec), order.shape[0]
     if w.activations == "nvfp4" and w.h_scale is not None and w.gate.kind != "raw":
         return _empty_nvfp4(order, R, w.num_experts, w.w2.shape[-1] * 2)
-    width = w.w13.shape[1] if w.gate.kind == "raw" else w.intermediate_size
+    width = w.intermediate_size * (2 if w.gate.kind == "raw" and w.gate.gated else 1)
     return [order.new_empty(R, width, dtype=dtype)]
 
 
@@ -84,13 +115,27 @@ def _(rows, weights, spec, order, offsets, dtype):
 def _gemm2_combine(h, weights, spec, order, offsets, top_k_weights, dtype):
     weights = ExpertWeights.from_tensors(weights, spec)
     groups = Groups(order, offsets, top_k_weights.shape[1])
-    return backend(order.device).gemm2_combine(Rows(*h), weights, groups, top_k_weights, dtype)
+    return _stages(weights, order.device).gemm2_combine(Rows(*h), weights, groups, top_k_weights, dtype)
 
 
 @_gemm2_combine.register_fake
 def _(h, weights, spec, order, offsets, top_k_weights, dtype):
     H = ExpertWeights.from_tensors(weights, spec).hidden_size
     return top_k_weights.new_empty(top_k_weights.shape[0], H, dtype=dtype)
+
+
+@torch.library.custom_op(
+    "moe_nvfp4::experts",
+    schema="(Tensor x, Tensor top_k_index, Tensor top_k_weights, Tensor?[] weights, str spec) -> Tensor",
+    mutates_args=(),
+)
+def _experts(x, top_k_index, top_k_weights, weights, spec):
+    return _hopper(x.device).experts(x, top_k_index, top_k_weights, ExpertWeights.from_tensors(weights, spec))
+
+
+@_experts.register_fake
+def _(x, top_k_index, top_k_weights, weights, spec):
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def _empty_nvfp4(like: Tensor, R: int, E: int, K: int) -> list[Tensor]:
@@ -126,6 +171,16 @@ def moe_forward(
             f"x must be [tokens, {weights.hidden_size}] with a row of top_k_index per token, got x "
             f"{tuple(x.shape)} and top_k_index {tuple(top_k_index.shape)}"
         )
+    if weights.packed and x.dtype != torch.bfloat16:
+        raise TypeError(
+            f"x is {x.dtype}, but these weights are in the layout of the Hopper kernels, which take bf16: "
+            "call unpack() on the NVFP4Experts modules, or run the model in bf16"
+        )
+    plain = own_gate is None and post_expert_norm is None and weights.gate.kind != "raw"
+    alone = plain and smooth[0] is None and smooth[1] is None and observe is None
+    if alone and x.dtype == torch.bfloat16 and on_hopper(x.device) and supports_hopper(weights):
+        check_ids(top_k_index)
+        return _experts(x, top_k_index, top_k_weights, weights.tensors(), weights.spec)
     groups = group_by_expert(top_k_index, weights.num_experts)
     order, offsets = groups.order, groups.offsets
     tensors, spec = weights.tensors(), weights.spec
@@ -165,6 +220,12 @@ def _smooth(rows: Tensor, scale: Tensor, groups: Groups) -> Tensor:
     """Rows [R, K] times their expert's scale [E, K]; rows of nobody times any."""
     expert = groups.expert_of_row().clamp(max=scale.shape[0] - 1)
     return rows * scale[expert].to(rows.dtype)
+
+
+def supports_hopper(weights: ExpertWeights) -> bool:
+    """What the Hopper kernels take: W4A16, widths that are multiples of 16, up to 1024 experts."""
+    widths = weights.hidden_size % 16 == 0 and weights.intermediate_size % 16 == 0
+    return weights.activations == "bf16" and widths and weights.num_experts <= 1024
 
 
 def quantize_expert(
@@ -209,6 +270,9 @@ class NVFP4Experts(nn.Module):
                                                 scales for activations="nvfp4"
     up_proj_pre_quant_scale, down_proj_pre_quant_scale  [E, H], [E, I], after `add_pre_quant_scales`
 
+    On a Hopper GPU the first call brings codes and block scales into the layout of its kernels (see
+    `prepare`); `state_dict` and whatever moves or loads parameters finds them as above again.
+
     Build one with `NVFP4Experts.from_dense`, or `moe_nvfp4.integrations.huggingface.swap_experts`.
     """
 
@@ -230,6 +294,8 @@ class NVFP4Experts(nn.Module):
         self.hidden_size, self.intermediate_size = hidden_size, intermediate_size
         self.post_expert_norm: nn.Module | None = None
         self.observer: Callable[[Tensor, Tensor], None] | None = None  # while scales are calibrated
+        self._packed: dict = {}  # what `unpack` needs to know about each projection
+        self._packed_sizes: tuple[int, int] | None = None
         self.up_name = "gate_up_proj" if gate.gated else "up_proj"
         E, N13 = num_experts, intermediate_size * (2 if gate.gated else 1)
 
@@ -308,21 +374,79 @@ class NVFP4Experts(nn.Module):
     def weights(self) -> ExpertWeights:
         """The parameters as they are now: read at every call, so sharding and offloading just work."""
         p, up = self._parameters, self.up_name
+        if packed := self.packed:
+            w13, w2, w13_sf, w2_sf = getattr(self, up).view(torch.int32), self.down_proj.view(torch.int32), None, None
+        else:
+            w13, w2 = getattr(self, up), self.down_proj
+            w13_sf, w2_sf = getattr(self, f"{up}_sf"), self.down_proj_sf
         return ExpertWeights(
             gate=self.gate,
             activations=self.activations,
-            w13=getattr(self, up),
-            w13_sf=getattr(self, f"{up}_sf"),
+            packed=packed,
+            w13=w13,
+            w13_sf=w13_sf,
             gate_scale=self.gate_proj_global_scale if self.gate.gated else None,
             up_scale=self.up_proj_global_scale,
-            w2=self.down_proj,
-            w2_sf=self.down_proj_sf,
+            w2=w2,
+            w2_sf=w2_sf,
             w2_scale=self.down_proj_global_scale,
             b13=getattr(self, f"{up}_bias") if f"{up}_bias" in p else None,
             b2=self.down_proj_bias if "down_proj_bias" in p else None,
             x_scale=self.up_proj_input_scale if "up_proj_input_scale" in p else None,
             h_scale=self.down_proj_input_scale if "down_proj_input_scale" in p else None,
         )
+
+    @property
+    def packed(self) -> tuple[int, int] | None:
+        """(H, I) while the weights are in the layout of the Hopper kernels."""
+        return self._packed_sizes if getattr(self, self.up_name).dim() == 4 else None
+
+    def prepare(self, dtype: torch.dtype = torch.bfloat16) -> None:
+        """Bring the weights into the layout of the kernels that activations of `dtype` run on.
+
+        In place, one projection at a time, and lossless: `unpack` is its exact inverse. The first
+        call of the module does it; before torch.compile or a CUDA graph call it by hand. Weights that
+        an offloading hook brings and takes away are left alone.
+        """
+        device = getattr(self, self.up_name).device
+        if self.packed:
+            if dtype != torch.bfloat16 or self.activations != "bf16":  # or switched to W4A4 since
+                self.unpack()
+        elif dtype == torch.bfloat16 and not hasattr(self, "_hf_hook") and on_hopper(device):
+            weights = self.weights
+            if not supports_hopper(weights):
+                return
+            from moe_nvfp4.kernels import sm90_pack
+
+            self._packed_sizes = (weights.hidden_size, weights.intermediate_size)
+            for name in (self.up_name, "down_proj"):
+                codes, sf = getattr(self, name), getattr(self, f"{name}_sf")
+                packed = sm90_pack.pack(codes.data, sf.data, self.gate.gated and name == self.up_name)
+                self._packed[name] = replace(packed, units=None)
+                codes.data, sf.data = packed.units.view(torch.uint8), sf.data.new_empty(0)
+
+    def unpack(self) -> None:
+        """The checkpoint's bytes again."""
+        if self.packed:
+            from moe_nvfp4.kernels import sm90_pack
+
+            for name, packed in self._packed.items():
+                codes, sf = getattr(self, name), getattr(self, f"{name}_sf")
+                packed = replace(packed, units=codes.data.view(torch.int32))
+                codes.data, sf.data = sm90_pack.unpack(packed)
+            self._packed.clear()
+
+    def _apply(self, fn, recurse=True):
+        self.unpack()  # to another device, say
+        return super()._apply(fn, recurse)
+
+    def _save_to_state_dict(self, *args):
+        self.unpack()
+        super()._save_to_state_dict(*args)
+
+    def _load_from_state_dict(self, *args):
+        self.unpack()
+        super()._load_from_state_dict(*args)
 
     def own_gate(self, w13_out: Tensor) -> Tensor:
         """The gate of a "raw" layer, [R, 2I] -> [R, I]; adapters replace it."""
@@ -332,6 +456,8 @@ class NVFP4Experts(nn.Module):
         )
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        if not torch.compiler.is_compiling():
+            self.prepare(hidden_states.dtype)
         own_gate = self.own_gate if self.gate.kind == "raw" else None
         return moe_forward(
             hidden_states, top_k_index, top_k_weights, self.weights, own_gate, self.post_expert_norm, self.smooth,

@@ -35,11 +35,13 @@ class Groups:
     offsets  int32 [E + 1]  expert e owns rows offsets[e] : offsets[e + 1]; rows from offsets[E] on
                             belong to nobody (sentinel ids) and contribute exactly zero
     top_k    int            slots per token
+    position int32 [R]      the row of each assignment (the inverse of `order`); None where not computed
     """
 
     order: Tensor
     offsets: Tensor
     top_k: int
+    position: Tensor | None = None
 
     @property
     def num_rows(self) -> int:
@@ -114,6 +116,18 @@ def group_by_expert(top_k_index: Tensor, num_experts: int) -> Groups:
     Raises TypeError for ids that are not integers, ValueError for another rank than 2 and for ids
     outside the legal range (on a GPU an assertion in the stream, so that nothing waits for it).
     """
+    check_ids(top_k_index)
+    ids = top_k_index.reshape(-1)
+    _check_range(ids, num_experts)
+    ids = torch.where((ids >= 0) & (ids < num_experts), ids, num_experts).to(torch.int32)
+    sorted_ids, order = torch.sort(ids, stable=True)
+    experts = torch.arange(num_experts + 1, dtype=torch.int32, device=ids.device)
+    offsets = torch.searchsorted(sorted_ids, experts, out_int32=True)
+    return Groups(order.to(torch.int32), offsets, top_k_index.shape[1])
+
+
+def check_ids(top_k_index: Tensor) -> None:
+    """The rank and dtype of expert ids, as `group_by_expert` says."""
     if top_k_index.dim() != 2:
         raise ValueError(
             f"top_k_index must be [tokens, top_k], got shape {tuple(top_k_index.shape)}; "
@@ -124,13 +138,6 @@ def group_by_expert(top_k_index: Tensor, num_experts: int) -> Groups:
             f"top_k_index must hold integer expert ids, got {top_k_index.dtype}; "
             "are top_k_index and top_k_weights swapped?"
         )
-    ids = top_k_index.reshape(-1)
-    _check_range(ids, num_experts)
-    ids = torch.where((ids >= 0) & (ids < num_experts), ids, num_experts).to(torch.int32)
-    sorted_ids, order = torch.sort(ids, stable=True)
-    experts = torch.arange(num_experts + 1, dtype=torch.int32, device=ids.device)
-    offsets = torch.searchsorted(sorted_ids, experts, out_int32=True)
-    return Groups(order.to(torch.int32), offsets, top_k_index.shape[1])
 
 
 def _check_range(ids: Tensor, num_experts: int) -> None:

@@ -99,6 +99,8 @@ class ExpertWeights:
 
     gate        what happens between the GEMMs
     activations "bf16" (W4A16) or "nvfp4" (W4A4)
+    packed      None, or (H, I): w13 and w2 are int32 in the layout of kernels/sm90_pack.py (which a
+                GPU reads and nothing else), with the block scales inside: w13_sf and w2_sf are None
 
     K13 and K2 are H and I rounded up to 16, the padding holds zero codes: exact.
     """
@@ -106,16 +108,17 @@ class ExpertWeights:
     gate: Gate
     activations: str
     w13: Tensor
-    w13_sf: Tensor
+    w13_sf: Tensor | None
     gate_scale: Tensor | None
     up_scale: Tensor
     w2: Tensor
-    w2_sf: Tensor
+    w2_sf: Tensor | None
     w2_scale: Tensor
     b13: Tensor | None = None
     b2: Tensor | None = None
     x_scale: Tensor | None = None
     h_scale: Tensor | None = None
+    packed: tuple[int, int] | None = None
 
     @property
     def num_experts(self) -> int:
@@ -123,24 +126,24 @@ class ExpertWeights:
 
     @property
     def hidden_size(self) -> int:
-        return self.w2.shape[1]
+        return self.packed[0] if self.packed else self.w2.shape[1]
 
     @property
     def intermediate_size(self) -> int:
-        return self.w13.shape[1] // (2 if self.gate.gated else 1)
+        return self.packed[1] if self.packed else self.w13.shape[1] // (2 if self.gate.gated else 1)
 
     def tensors(self) -> list[Tensor | None]:
         """The tensor fields in order; with `spec` all that `from_tensors` needs."""
-        return [getattr(self, f.name) for f in fields(self)[2:]]
+        return [getattr(self, f.name) for f in fields(self)[2:-1]]
 
     @property
     def spec(self) -> str:
-        return f"{self.activations};{self.gate.spec}"
+        return f"{self.activations};{self.gate.spec};{'x'.join(map(str, self.packed or ()))}"
 
     @classmethod
     def from_tensors(cls, tensors: list[Tensor | None], spec: str) -> ExpertWeights:
-        activations, gate = spec.split(";")
-        return cls(Gate.parse(gate), activations, *tensors)
+        activations, gate, packed = spec.split(";")
+        return cls(Gate.parse(gate), activations, *tensors, tuple(map(int, packed.split("x"))) if packed else None)
 
     def validate(self, name: str = "experts") -> ExpertWeights:
         """Check dtypes, shapes and scales against each other; returns self.

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_nvfp4 import Gate, NVFP4Experts, reference
-from moe_nvfp4.kernels import cpu
+from moe_nvfp4.kernels import cache, cpu
 from moe_nvfp4.routing import Rows, group_by_expert
 from tests.common import THRESHOLDS, relative_error
 
@@ -253,7 +253,7 @@ def test_cache_is_used_repaired_and_keyed(tmp_path, monkeypatch):
     whole = library.read_bytes()
     for damage in (whole[:5000], b"", whole[:-40] + b"\0" + whole[-39:]):
         library.write_bytes(damage)
-        assert cpu.build(quick) == library and cpu._is_whole(library)
+        assert cpu.build(quick) == library and cache.is_whole(library)
     assert cpu.build((*quick, "-DANOTHER")) != library
 
 
@@ -300,7 +300,7 @@ def test_a_path_this_machine_lacks(tmp_path):
 
 SANITIZED = """
 import sys, torch
-from moe_nvfp4.kernels import cpu
+from moe_nvfp4.kernels import cache, cpu
 cpu.FLAGS = (*(f for f in cpu.FLAGS if f != "-O3"), "-O1", "-g", "-fsanitize=address,undefined",
              "-fno-sanitize-recover=all")
 cpu.build.__defaults__ = (cpu.FLAGS,)

@@ -19,7 +19,6 @@ import platform
 import shlex
 import shutil
 import subprocess
-import tempfile
 import warnings
 from functools import cache
 from pathlib import Path
@@ -28,7 +27,7 @@ import torch
 from torch import Tensor
 
 from moe_nvfp4 import format as nvfp4
-from moe_nvfp4.demo import _cache_folder
+from moe_nvfp4.kernels.cache import is_whole, keep, own_folder
 from moe_nvfp4.routing import Groups, Rows
 from moe_nvfp4.weights import ExpertWeights
 
@@ -75,9 +74,7 @@ def gemm1_swiglu(rows: Rows, weights: ExpertWeights, groups: Groups, dtype: torc
     return quantize_rows(h, None, w.h_scale, groups) if static else Rows(h)
 
 
-def gemm2_combine(
-    h: Rows, weights: ExpertWeights, groups: Groups, top_k_weights: Tensor, dtype: torch.dtype
-) -> Tensor:
+def gemm2_combine(h: Rows, weights: ExpertWeights, groups: Groups, top_k_weights: Tensor, dtype: torch.dtype) -> Tensor:
     """As `reference.gemm2_combine`: `dtype` [T, H]."""
     w, (T, top_k), H = weights, top_k_weights.shape, weights.hidden_size
     slots = torch.empty(T * top_k, H, device="cpu")
@@ -189,45 +186,16 @@ def build(flags: tuple[str, ...] = FLAGS) -> Path:
     compiler = shlex.split(os.environ.get("CC", "")) or [
         next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), "cc")
     ]
-    folder = _own_folder(_cache_folder() / "cpu")
+    folder = own_folder("cpu")
     version = subprocess.run([*compiler, "--version"], check=True, capture_output=True).stdout
     key = hashlib.sha256(SOURCE.read_bytes())
     for part in (version, platform.machine().encode(), *(flag.encode() for flag in (*compiler, *flags))):
         key.update(b"\0" + part)
     target = folder / f"{key.hexdigest()[:32]}.so"
-    if not _is_whole(target):
-        # Made beside it and moved there at once: another process sees a whole library or none.
-        handle, name = tempfile.mkstemp(dir=folder, suffix=".tmp")
-        os.close(handle)
-        made = Path(name)
-        try:
-            subprocess.run([*compiler, *flags, "-o", name, str(SOURCE)], check=True, capture_output=True)
-            with open(made, "ab") as file:  # loaders ignore what follows the last section
-                file.write(hashlib.sha256(made.read_bytes()).digest())
-            os.replace(made, target)
-        finally:
-            made.unlink(missing_ok=True)
+    if not is_whole(target):
+        command = [*compiler, *flags, str(SOURCE), "-o"]
+        keep(target, lambda name: subprocess.run([*command, name], check=True, capture_output=True))
     return target
-
-
-def _is_whole(library: Path) -> bool:
-    """Whether the file ends with the checksum of the rest (loading half a library may kill the process)."""
-    try:
-        data = library.read_bytes()
-    except FileNotFoundError:
-        return False
-    return hashlib.sha256(data[:-32]).digest() == data[-32:]
-
-
-def _own_folder(folder: Path) -> Path:
-    """The folder, made if needed, after a look at who could put code there: only this user may."""
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    status = folder.lstat()
-    if hasattr(os, "getuid") and (status.st_uid != os.getuid() or status.st_mode & 0o022 or folder.is_symlink()):
-        raise PermissionError(
-            f"others could write to {folder}, and code is loaded from there: chmod 700 it, or set MOE_NVFP4_CACHE"
-        )
-    return folder
 
 
 def _why(error: Exception) -> str:

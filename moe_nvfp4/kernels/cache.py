@@ -1,0 +1,50 @@
+"""A folder for code that is built on first use, and loaded again by the next process.
+
+``$MOE_NVFP4_CACHE``, else ``$XDG_CACHE_HOME/moe_nvfp4``, else ``~/.cache/moe_nvfp4``. A file ends with
+the checksum of the rest: loading half of one may kill the process. (Loaders of libraries and objects
+ignore what follows the last section.)
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from moe_nvfp4.demo import _cache_folder
+
+
+def own_folder(name: str) -> Path:
+    """The folder, made if needed, after a look at who could put code there: PermissionError if others may."""
+    folder = _cache_folder() / name
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = folder.lstat()
+    if hasattr(os, "getuid") and (status.st_uid != os.getuid() or status.st_mode & 0o022 or folder.is_symlink()):
+        raise PermissionError(
+            f"others could write to {folder}, and code is loaded from there: chmod 700 it, or set MOE_NVFP4_CACHE"
+        )
+    return folder
+
+
+def is_whole(file: Path) -> bool:
+    try:
+        data = file.read_bytes()
+    except FileNotFoundError:
+        return False
+    return hashlib.sha256(data[:-32]).digest() == data[-32:]
+
+
+def keep(target: Path, make: Callable[[str], object]) -> None:
+    """make(name) writes the file; it is made beside `target` and moved there at once."""
+    handle, name = tempfile.mkstemp(dir=target.parent, suffix=target.suffix)
+    os.close(handle)
+    made = Path(name)
+    try:
+        make(name)
+        with open(made, "ab") as file:
+            file.write(hashlib.sha256(made.read_bytes()).digest())
+        os.replace(made, target)
+    finally:
+        made.unlink(missing_ok=True)

@@ -1,0 +1,285 @@
+"""The Hopper backend: the experts as CuTe DSL kernels over 4-bit weights, for bf16 activations (W4A16).
+
+    Route ── (Gather) ── GroupedGemm, both GEMMs ── Combine
+
+each dependent on the one before and started early. Weights are in the layout of `sm90_pack`. Nothing
+waits for the device, no shape depends on data and buffers are torch's, so that a CUDA graph can
+capture all of it; on any stream, and on several at once. The same input gives the same bits.
+
+`gemm1_swiglu` and `gemm2_combine` are the stages by themselves, for a gate of the caller's own.
+Numerics are the reference's up to the order of fp32 sums and, beyond `EXACT_BYTES` of expert outputs
+(prefill), their rounding to bf16 before the combine adds them in fp32.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache
+
+import torch
+from cutlass import BFloat16, Float16, Float32, Int32, Int64
+from torch import Tensor
+
+from moe_nvfp4.kernels import launch
+from moe_nvfp4.kernels.sm90_gemm import GroupedGemm, Tile, Work
+from moe_nvfp4.kernels.sm90_pack import UNIT, UNIT_WORDS, pack
+from moe_nvfp4.kernels.sm90_rows import CHUNK, THREADS, Combine, Count, Gather, Route
+from moe_nvfp4.routing import Groups, Rows
+from moe_nvfp4.weights import ExpertWeights
+
+ARCHITECTURE = "sm_90a"
+EXACT_BYTES = 1 << 25  # expert outputs up to this size are kept in fp32
+_TYPES = {
+    torch.bfloat16: BFloat16, torch.float16: Float16, torch.float32: Float32, torch.int32: Int32, torch.int64: Int64,
+}  # fmt: skip
+
+
+# ---- the layer -----------------------------------------------------------------------------------
+
+
+def experts(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: ExpertWeights) -> Tensor:
+    """x bf16 [T, H] -> bf16 [T, H]: all of `layer.moe_forward`."""
+    w = _packed(weights)
+    (T, top_k), E = top_k_index.shape, w.num_experts
+    out = torch.empty(T, w.hidden_size, dtype=x.dtype, device=x.device)
+    if T == 0:
+        return out
+    plan = _plan(w, T, top_k, x.device)
+    groups, token, sync = route(top_k_index, E, 1 + _token_tiles(T * top_k, E, plan.tile))
+    x = x.contiguous()
+    if not plan.work.gathered:
+        x = gather(x, token, groups)
+    h = x.new_empty(T * top_k, w.intermediate_size)
+    y = x.new_empty(plan.splits * T * top_k, w.hidden_size, dtype=plan.rows)
+    _gemms(x, token, groups, w, h, y, sync, plan)
+    return _combine(y, groups, top_k_weights, out, plan.splits)
+
+
+def gemm1_swiglu(rows: Rows, weights: ExpertWeights, groups: Groups, dtype: torch.dtype) -> Rows:
+    """As `reference.gemm1_swiglu`, for bf16 rows. Rows of nobody hold anything."""
+    w, x, R = _packed(weights), rows.values.contiguous(), groups.num_rows
+    h = x.new_empty(R, w.intermediate_size * (2 if w.gate.kind == "raw" and w.gate.gated else 1))
+    if R:
+        plan = _plan(w, R // groups.top_k, groups.top_k, x.device)
+        plan = replace(
+            plan, work=replace(plan.work, down=False, gathered=rows.index is not None, out=BFloat16), splits=1
+        )
+        index = groups.offsets if rows.index is None else rows.index
+        _gemms(x, index, groups, w, h, x[:1], groups.offsets, plan)
+    return Rows(h)
+
+
+def gemm2_combine(h: Rows, weights: ExpertWeights, groups: Groups, top_k_weights: Tensor, dtype: torch.dtype) -> Tensor:
+    """As `reference.gemm2_combine`, for bf16 rows."""
+    w, x, (T, top_k) = _packed(weights), h.values.contiguous(), top_k_weights.shape
+    out = x.new_empty(T, w.hidden_size)
+    if T == 0:
+        return out
+    plan = _plan(w, T, top_k, x.device)
+    plan = replace(plan, work=replace(plan.work, gate=None, gathered=False))
+    y = x.new_empty(plan.splits * T * top_k, w.hidden_size, dtype=plan.rows)
+    _gemms(x, groups.offsets, groups, w, x, y, groups.offsets, plan)
+    if groups.position is None:
+        position = torch.empty_like(groups.order)
+        position[groups.order.long()] = torch.arange(T * top_k, dtype=torch.int32, device=x.device)
+        groups = replace(groups, position=position)
+    return _combine(y, groups, top_k_weights, out, plan.splits)
+
+
+@lru_cache(maxsize=1)
+def _warn_unpacked() -> None:
+    warnings.warn(
+        "4-bit weights are brought into the layout of the Hopper kernels at every call, which costs more than the "
+        "experts themselves: call prepare() on the NVFP4Experts modules before torch.compile, and keep them on the "
+        "GPU (no offloading)",
+        stacklevel=2,
+    )
+
+
+def _packed(weights: ExpertWeights) -> ExpertWeights:
+    if weights.packed:
+        return weights
+    _warn_unpacked()
+    return pack_weights(weights)
+
+
+def pack_weights(weights: ExpertWeights) -> ExpertWeights:
+    """The weights in Hopper's layout, as new tensors."""
+    w = weights
+    w13, w2 = pack(w.w13, w.w13_sf, w.gate.gated), pack(w.w2, w.w2_sf, False)
+    sizes = (w.hidden_size, w.intermediate_size)
+    return replace(w, w13=w13.units, w13_sf=None, w2=w2.units, w2_sf=None, packed=sizes)
+
+
+# ---- the plan: tile shapes from the number of tokens ---------------------------------------------
+
+# Measured on an H200. Up to 16 tokens, warps of their own and a deep ring; beyond, WGMMA, whose
+# accumulators leave room for two warpgroups of 128 rows.
+_PREFILL = dict(NWG=2, MB=2, KB=2, group=4, registers=(224, 56))
+_TILES = (
+    Tile(8),
+    Tile(16, stages=4),
+    Tile(24, stages=4, group=4),
+    Tile(32, stages=4, group=4),
+    Tile(48, stages=6, **_PREFILL),
+    Tile(64, stages=6, **_PREFILL),
+    Tile(80, stages=5, **_PREFILL),
+    Tile(96, stages=5, **_PREFILL),
+    Tile(128, stages=4, **_PREFILL),
+)
+_TILE_COST = 64  # what a tile costs before its first token, in tokens: dequantization, epilogue
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is launched: a tile shape, the work, parts of K in GEMM 2, the dtype of its rows."""
+
+    tile: Tile
+    work: Work
+    splits: int
+    rows: torch.dtype
+
+
+def _plan(w: ExpertWeights, T: int, top_k: int, device: torch.device) -> Plan:
+    return _plan_for(
+        w.gate, w.b13 is not None, w.num_experts, w.hidden_size, w.intermediate_size, T, top_k, _multiprocessors(device)
+    )
+
+
+@lru_cache(maxsize=4096)
+def _plan_for(gate, bias: bool, E: int, H: int, I: int, T: int, top_k: int, sms: int) -> Plan:
+    R = T * top_k
+    hit = E * (1 - (1 - 1 / E) ** R)  # experts with tokens, were routing uniform
+    tile = min(_TILES, key=lambda t: _expected_tiles(R / hit, t.BN) * (t.BN + _TILE_COST))
+    I_units = -(-I // (UNIT // 2 if gate.gated else UNIT))
+    if tile.BN == 8:  # too few tiles for the multiprocessors: fewer rows each, their K split in the CTA
+        tiles = hit * I_units / 4
+        if tiles < 0.75 * sms:
+            tile = Tile(8, KS=4, stages=14)
+        elif tiles < 1.5 * sms:
+            tile = Tile(8, KS=2, stages=8)
+    # GEMM 2 has few rows and a long K where experts are few: parts of 1024 columns at least
+    tiles = hit * _expected_tiles(R / hit, tile.BN) * -(-H // UNIT // tile.blocks)
+    splits = 4 if tiles < 0.75 * sms else 2 if tiles < 4 * sms else 1
+    splits = max(s for s in (1, 2, 4) if s <= splits and (s == 1 or I >= 1024 * s))
+    rows = torch.float32 if splits * R * H * 4 <= EXACT_BYTES else torch.bfloat16
+    gathered = tile.BN <= 16 and R <= 512  # TMA takes its time for single rows
+    return Plan(tile, Work(gate, True, gathered, bias, out=_TYPES[rows]), splits, rows)
+
+
+def _expected_tiles(mean: float, BN: int) -> float:
+    """Tiles of BN tokens an expert with a Poisson number of them needs, by the normal approximation."""
+    tiles, tokens = 1.0, BN
+    while tokens < mean + 4 * math.sqrt(mean):
+        tiles += 0.5 * math.erfc((tokens + 0.5 - mean) / math.sqrt(2 * mean))
+        tokens += BN
+    return tiles
+
+
+def _token_tiles(R: int, E: int, tile: Tile) -> int:
+    """A bound of the token tiles, for every routing."""
+    return R // tile.BN + min(E, R)
+
+
+# ---- launches ------------------------------------------------------------------------------------
+
+
+def route(top_k_index: Tensor, num_experts: int, sync: int = 1) -> tuple[Groups, Tensor, Tensor]:
+    """`routing.group_by_expert`, the token of each row, and `sync` zeros for the GEMMs.
+
+    An id outside the legal range prints the rule and traps: the next synchronization raises.
+    """
+    T, top_k = top_k_index.shape
+    ids = top_k_index.reshape(-1)
+    if ids.dtype not in (torch.int32, torch.int64):
+        ids = ids.to(torch.int64)
+    R, E = ids.shape[0], num_experts
+    order, position, token = ids.new_empty(3, R, dtype=torch.int32).unbind()
+    offsets, zeros = ids.new_empty(E + 1 + sync, dtype=torch.int32).split([E + 1, sync])
+    counts = offsets.view(1, -1)
+    several = R > CHUNK
+    if several:
+        counts = ids.new_empty(-(-R // CHUNK), E + 1, dtype=torch.int32)
+        _count(ids.dtype)(ids, counts, E)
+    warps = 1 if R <= 32 else THREADS // 32
+    each = 8 if several else next(n for n in (1, 2, 4, 8) if R <= n * 32 * warps)
+    _route(ids.dtype, warps, each, several)(ids, order, position, token, offsets, counts, zeros, E, top_k)
+    return Groups(order, offsets, top_k, position), token, zeros
+
+
+@cache
+def _count(dtype):
+    arguments = (launch.vector(_TYPES[dtype], 8), launch.rows(Int32), Int32(1))
+    return launch.compiled(Count(), arguments, ARCHITECTURE)
+
+
+@cache
+def _route(dtype, warps, each, several):
+    v = launch.vector
+    arguments = (
+        v(_TYPES[dtype], 8), v(Int32), v(Int32), v(Int32), v(Int32), launch.rows(Int32), v(Int32), Int32(1), Int32(1),
+    )  # fmt: skip
+    return launch.compiled(Route(warps, each, several), arguments, ARCHITECTURE)
+
+
+def gather(x: Tensor, token: Tensor, groups: Groups) -> Tensor:
+    """x [T, H] -> [R, H], rows in grouped order; nobody's rows hold anything."""
+    rows = x.new_empty(token.shape[0], x.shape[1])
+    _gather()(x, token, groups.offsets, rows)
+    return rows
+
+
+@cache
+def _gather():
+    arguments = (launch.rows(BFloat16, 16), launch.vector(Int32), launch.vector(Int32), launch.rows(BFloat16, 16))
+    return launch.compiled(Gather(), arguments, ARCHITECTURE)
+
+
+def _gemms(x, index, groups, w, h, y, sync, plan) -> None:
+    """GEMM 1 from x to h, GEMM 2 from h to y, or one of them. What is not used may be any tensor of its dtype."""
+    tile, work = plan.tile, plan.work
+    units13, units2 = w.w13.flatten(2), w.w2.flatten(2)
+    b13, b2 = (h[:1], h[:1]) if w.b13 is None else (w.b13, w.b2)
+    gate_scale = w.up_scale if w.gate_scale is None else w.gate_scale
+    weight_tiles = (-(-w.w13.shape[1] // tile.blocks) if work.gate else 0) + (
+        -(-w.w2.shape[1] // tile.blocks) * plan.splits if work.down else 0
+    )
+    grid = min(_multiprocessors(x.device), _token_tiles(groups.num_rows, w.num_experts, tile) * weight_tiles)
+    _kernel(tile, work, b13.dtype)(
+        units13, units2, x, index, h, y, groups.offsets, gate_scale, w.up_scale, w.w2_scale,
+        b13, b2, w.up_scale, w.up_scale, sync, plan.splits, grid,
+    )  # fmt: skip
+
+
+@cache
+def _kernel(tile, work, bias):
+    r, v = launch.rows, launch.vector
+    arguments = (
+        r(Int32, UNIT_WORDS, 3), r(Int32, UNIT_WORDS, 3), r(BFloat16, 16), v(Int32), r(BFloat16, 16), r(work.out, 16),
+        v(Int32), v(Float32), v(Float32), v(Float32), r(_TYPES[bias]), r(_TYPES[bias]), v(Float32), v(Float32),
+        v(Int32), Int32(1), Int32(1),
+    )  # fmt: skip
+    return launch.compiled(GroupedGemm(tile, work), arguments, ARCHITECTURE)
+
+
+def _combine(y: Tensor, groups: Groups, top_k_weights: Tensor, out: Tensor, splits: int) -> Tensor:
+    weights = top_k_weights.contiguous()
+    combine = _combine_kernel(weights.shape[1], splits, y.dtype, weights.dtype)
+    combine(y, groups.position, groups.offsets, weights, out)
+    return out
+
+
+@cache
+def _combine_kernel(top_k, splits, rows, weights):
+    arguments = (
+        launch.rows(_TYPES[rows], 16), launch.vector(Int32), launch.vector(Int32),
+        launch.rows(_TYPES[weights]), launch.rows(BFloat16, 16),
+    )  # fmt: skip
+    return launch.compiled(Combine(top_k, splits), arguments, ARCHITECTURE)
+
+
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,0 +1,944 @@
+"""The grouped GEMMs of a layer on Hopper, both in one launch: D[weight row, token] = W (NVFP4) · Xᵀ (bf16).
+
+Weights are the MMA's A operand (M), dequantized in registers from the layout of `sm90_pack`; tokens
+are B (N = 8 .. 256), from shared memory. Up to 16 tokens a warp uses its own mma.sync, whose
+fragments are WGMMA's: fewer instructions and no waiting, where issue slots are what decode is short of.
+code * sf is exact in bf16, sums are fp32, and global scales (and the row's scale) multiply the sum:
+`value = code * sf * global_scale`.
+
+Work. A tile is BM weight rows of one expert times BN of its tokens. The list of tiles follows from the
+group offsets on the device: those of GEMM 1, then those of GEMM 2, each [expert][RASTER token tiles]
+[weight tile][token tile], in GEMM 2 with `splits` parts of K beside each weight tile, which end up in
+rows of their own, for the combine to add; nobody waits for the host and experts without tokens cost nothing. Weight
+tiles that concurrent CTAs share are read from memory once. Persistent CTAs draw tiles from a counter,
+so that GEMM 2 fills the gaps GEMM 1 leaves, and whoever waits for a row of h waits for CTAs that run.
+
+Warp roles (128 * (NWG + 1) threads)
+    warps 0..4 NWG-1   consumers, in warpgroups. KS of them split K among themselves (summed through
+                       shared memory), the rest split the rows: MB blocks of 64 rows each
+    next warp          draws tiles, publishes them, issues the bulk copies of weights
+    next two warps     copy tokens by TMA: a box of BN rows, or row by row where they are gathered. Rows
+                       beyond the group hold anything: a token is a column of its own, not stored
+    last warp          tells other CTAs which rows of h are stored
+
+Pipelines (mbarriers: arrivals)
+    full[stage]    1 with the transaction bytes of weights and tokens, 1 of each token warp (it may have
+                   nothing to copy, but must not fall behind)
+    empty[stage]   1 per consumer warp, after the WGMMAs that read the stage's tokens (its codes were
+                   in registers long before). The ring of stages runs on from tile to tile
+    told[slot]     1, a tile's four numbers are in shared memory
+    heard[slot]    1 per other warp that is done with them: nobody is SLOTS tiles ahead of another
+    stored[slot]   1 per storing warp of a tile of GEMM 1, after its stores
+    mSync[1 + t]   in global memory: tiles of token tile t of h that are stored. The last warp adds
+                   them, since the fence before it takes microseconds while memory is busy
+
+Timelines
+    weights    scan of the offsets | per tile: draw the next, publish | per stage: wait empty, copy
+    tokens     per tile: wait told, in GEMM 2 wait for h | per stage: wait empty, copy, arrive
+    consumer   per tile: wait told, ask for scales | per stage: wait full, per 64 columns: load codes
+               and scales, dequantize k16 by k16 into one half of the fragment ring while the WGMMAs of
+               the other half run | drain, sum over KS, epilogue: scales, bias, gate, store, in GEMM 1
+               arrive at stored
+
+Programmatic dependent launch: GEMM 1 waits for the routing kernel; a launch of GEMM 2 alone reads
+offsets and weights at once and waits only for the rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as sm90
+from cutlass import BFloat16, Float32, Int32, Int64, Uint32, const_expr
+from cutlass._mlir import ir
+from cutlass._mlir.dialects import cute_nvgpu
+from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.cutlass_dsl import dsl_user_op
+from cutlass.utils import LayoutEnum
+
+from moe_nvfp4.kernels.sm90_pack import UNIT_WORDS
+from moe_nvfp4.weights import Gate
+
+FIELDS = 0x81C081C0  # sign and magnitude of two bf16
+SCALE_FIELDS = 0x0FF00FF0  # five exponent bits and three of mantissa of two bf16
+SCALE_HIGH = 0x70007000  # their upper exponent bits: a scale s stands as s * 2^106
+UNSCALE = 2.0**20  # codes stand as code * 2^-126: the sums come out times 2^-20
+MAX_EXPERTS = 1024
+RASTER = 16  # token tiles that share a weight tile before the next weight tile begins
+SLOTS = 4  # tiles published ahead
+SMEM = 232448 - 1024 - 1024 - 8 * (MAX_EXPERTS + 1)  # what is left for the ring, in bytes
+
+
+@dataclass(frozen=True)
+class Tile:
+    """BN tokens; NWG consumer warpgroups of MB 64-row blocks, KS of which split K; KB 64-column
+    blocks a stage; `group` k16 steps between WGMMA commits; registers of consumers and producers."""
+
+    BN: int = 8
+    NWG: int = 4
+    MB: int = 1
+    KS: int = 1
+    KB: int = 4
+    stages: int = 5
+    group: int = 2
+    registers: tuple[int, int] = (104, 64)
+
+    @property
+    def across(self) -> int:
+        """Warpgroups that split the rows."""
+        return self.NWG // self.KS
+
+    @property
+    def warpwise(self) -> bool:
+        """Whether consumers use mma.sync."""
+        return self.BN <= 16
+
+    @property
+    def box(self) -> int:
+        """Rows of tokens of one TMA copy."""
+        return self.BN if self.BN % 16 == 0 else 8
+
+    @property
+    def blocks(self) -> int:
+        """64-row blocks of a tile."""
+        return self.across * self.MB
+
+    @property
+    def stage_bytes(self) -> int:
+        return self.KB * (self.blocks * UNIT_WORDS * 4 + self.BN * 128)
+
+    @property
+    def threads(self) -> int:
+        return 128 * (self.NWG + 1)
+
+    def check(self) -> None:
+        part = (self.KS - 1) * self.blocks * 64 * self.BN * 4
+        if self.BN % 8 or not 8 <= self.BN <= 256:
+            raise ValueError(f"{self}: BN must be a multiple of 8 up to 256")
+        if self.warpwise and (self.KB % self.KS or self.MB > 1):
+            raise ValueError(f"{self}: KS must divide KB, and MB be 1, with so few tokens")
+        if not self.warpwise and (self.NWG % self.KS or self.KB % (2 * self.KS)):
+            raise ValueError(f"{self}: the fragment ring needs an even number of 64-column blocks per warpgroup")
+        there = 65536 // self.threads // 8 * 8 * self.threads
+        if 128 * (self.NWG * self.registers[0] + self.registers[1]) > there:
+            raise ValueError(f"{self}: a CTA of {self.threads} threads starts with {there} registers; more never come")
+        if self.stages * self.stage_bytes + part > SMEM:
+            raise ValueError(
+                f"{self}: {self.stages * self.stage_bytes + part} bytes of shared memory, {SMEM} are there"
+            )
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a launch computes. gate: GEMM 1 and what follows it (None: no GEMM 1); down: GEMM 2.
+
+    gathered: rows of x come by index, one by one; else they lie in order
+    row_scale: rows carry a global scale (NVFP4 activations); out: of GEMM 2, bf16 or fp32
+    """
+
+    gate: Gate | None = None
+    down: bool = False
+    gathered: bool = True
+    bias: bool = False
+    row_scale: bool = False
+    out: type = BFloat16
+
+    @property
+    def both(self) -> bool:
+        return self.gate is not None and self.down
+
+
+# ---- register arithmetic -------------------------------------------------------------------------
+
+
+def _mul_half(a, s, half):
+    """Packed bf16 a times (s.half, s.half): the compiler reads the half in place."""
+    pick = "h, h" if half else "l, l"
+    return cute.arch.inline_ptx(
+        "{.reg .b16 l, h; .reg .b32 b; mov.b32 {l, h}, {$r1}; mov.b32 b, {%s}; mul.rn.bf16x2 {$w0}, {$r0}, b;}" % pick,
+        write_only_types=[Uint32],
+        read_only_args=[Uint32(a), Uint32(s)],
+    )
+
+
+def _dequantize(w, s):
+    """A word of 8 codes and the two rows' scales -> the four registers of an m64k16 A fragment."""
+    fields = (
+        w & FIELDS,
+        (w << 3) & FIELDS,
+        ((w & 0x40074007) * 66) & FIELDS,  # two shifts, by 6 and by 1, in one multiplication
+        ((w >> 3) & 0x01C001C0) | ((w << 2) & 0x80008000),
+    )
+    return [_mul_half(f, s, j % 2) for j, f in enumerate(fields)]
+
+
+def _pack_bf16(low, high):
+    return cute.arch.inline_ptx(
+        "cvt.rn.bf16x2.f32 {$w0}, {$r1}, {$r0};", write_only_types=[Uint32], read_only_args=[low, high]
+    )
+
+
+def _sigmoid(x):
+    power = cute.arch.inline_ptx(
+        "ex2.approx.ftz.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x * -1.4426950408889634]
+    )
+    return cute.arch.inline_ptx(
+        "rcp.approx.ftz.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[1.0 + power]
+    )
+
+
+def _gate(gate: Gate, g, u):
+    """Gate.__call__ for one pair of fp32 registers (NaN stays NaN)."""
+    if const_expr(gate.kind == "relu2"):
+        return cutlass.select_(g < 0.0, Float32(0.0), g) * cutlass.select_(g < 0.0, Float32(0.0), g)
+    limited = gate.limit < float("inf")
+    if const_expr(limited):
+        u = _at_most(u, gate.limit)
+        u = 0.0 - _at_most(0.0 - u, gate.limit)
+        if const_expr(not gate.clamp_after):
+            g = _at_most(g, gate.limit)
+    if const_expr(gate.kind == "silu"):
+        g = g * _sigmoid(gate.alpha * g if gate.alpha != 1.0 else g)
+    else:  # gelu_tanh: 0.5 (1 + tanh(v)) is sigmoid(2 v)
+        g = g * _sigmoid(g * (1.5957691216057308 + 0.07135481627260 * g * g))
+    if const_expr(limited and gate.clamp_after):
+        g = _at_most(g, gate.limit)
+    return g * (u + gate.up_offset) if gate.up_offset else g * u
+
+
+def _at_most(x, limit):
+    return cutlass.select_(x > limit, Float32(limit), x)
+
+
+# ---- the tile list -------------------------------------------------------------------------------
+
+
+@cute.jit
+def _scan(mOffsets, sOffsets, sFirst, sSums, threads: cutlass.Constexpr, BN: cutlass.Constexpr):
+    """All threads: offsets into shared memory, and sFirst[e] = token tiles of the experts before e."""
+    tid, _, _ = cute.arch.thread_idx()
+    E = mOffsets.shape[0] - 1
+    base = Int32(0)
+    for i in cutlass.range((E + threads - 1) // threads, unroll=1):
+        e = i * threads + tid
+        low, high = Int32(0), Int32(0)
+        if e < E:
+            low, high = mOffsets[e], mOffsets[e + 1]
+            sOffsets[e] = low
+            if e == E - 1:
+                sOffsets[E] = high
+        tiles = (high - low + (BN - 1)) // BN
+        end = tiles
+        for d in cutlass.range_constexpr(5):
+            before = cute.arch.shuffle_sync_up(end, 1 << d, mask_and_clamp=0)
+            if tid % 32 >= 1 << d:
+                end += before
+        if tid % 32 == 31:
+            sSums[tid // 32] = end
+        cute.arch.sync_threads()
+        for w in cutlass.range_constexpr(threads // 32):
+            total = sSums[w]
+            if w < tid // 32:
+                end += total
+        if e < E:
+            sFirst[e] = base + end - tiles
+            if e == E - 1:
+                sFirst[E] = base + end
+        for w in cutlass.range_constexpr(threads // 32):
+            base += sSums[w]
+        cute.arch.sync_threads()
+
+
+@cute.jit
+def _tile_at(sOffsets, sFirst, E: Int32, tile: Int32, mtiles: Int32, BN: cutlass.Constexpr):
+    """Number of a tile within its GEMM -> (expert, weight tile, first row, rows, token tile). By a whole warp."""
+    lane = cute.arch.lane_idx()
+    token_tile = tile // mtiles
+    e = Int32(-1)
+    for i in cutlass.range((E + 31) // 32, unroll=1):
+        below = i * 32 + lane < E
+        if below:
+            below = sFirst[i * 32 + lane] <= token_tile
+        e += cute.arch.popc(cute.arch.vote_ballot_sync(below))
+    first = sFirst[e]
+    local = tile - first * mtiles
+    raster = local // (RASTER * mtiles)
+    local -= raster * (RASTER * mtiles)
+    width = cutlass.min(sFirst[e + 1] - first - raster * RASTER, Int32(RASTER))
+    mt = local // width
+    nt = raster * RASTER + local - mt * width
+    row = sOffsets[e] + nt * BN
+    return e, mt, row, cutlass.min(sOffsets[e + 1] - row, Int32(BN)), first + nt
+
+
+# ---- the kernel ----------------------------------------------------------------------------------
+
+
+class GroupedGemm:
+    def __init__(self, tile: Tile, work: Work):
+        tile.check()
+        self.t, self.work = tile, work
+
+    def __repr__(self) -> str:
+        return f"GroupedGemm({self.t}, {self.work})"
+
+    @cute.jit
+    def __call__(
+        self,
+        mW1: cute.Tensor,  # int32 [E, M64, K64 * 576], `sm90_pack`; what a launch does not use may be anything
+        mW2: cute.Tensor,
+        mX: cute.Tensor,  # bf16 [T, K]
+        mIndex: cute.Tensor,  # int32 [R], row r of GEMM 1 is mX[mIndex[r]]
+        mH: cute.Tensor,  # bf16 [R, I] (raw gate: [R, 2I])
+        mY: cute.Tensor,  # [splits * R, H]
+        mOffsets: cute.Tensor,  # int32 [E + 1]
+        mGateScale: cute.Tensor,  # fp32 [E], times the gate rows
+        mUpScale: cute.Tensor,
+        mDownScale: cute.Tensor,
+        mBias1: cute.Tensor,  # [E, rows of the matrix]
+        mBias2: cute.Tensor,
+        mXScale: cute.Tensor,  # fp32 [T], [R]
+        mHScale: cute.Tensor,
+        mSync: cute.Tensor,  # int32 [1 + token tiles], zeros
+        splits: Int32,
+        grid: Int32,
+        stream,
+    ):
+        t = self.t
+        mma = sm90.make_trivial_tiled_mma(
+            BFloat16, BFloat16, warpgroup.OperandMajorMode.K, warpgroup.OperandMajorMode.K, Float32,
+            (1, 1, 1), (64, t.BN), warpgroup.OperandSource.RMEM,
+        )  # fmt: skip
+        box = sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, (64, t.box, 64), BFloat16, 1)
+        row = cute.make_composed_layout(box.inner, 0, cute.make_layout((1, 64), stride=(64, 1)))
+        box = cute.slice_(box, (None, None, 0))
+        load = cpasync.CopyBulkTensorTileG2SOp()
+        if const_expr(self.work.gathered):
+            tma_x, _ = cpasync.make_tiled_tma_atom(load, mX, row, (1, 64))
+        else:
+            tma_x, _ = cpasync.make_tiled_tma_atom(load, mX, box, (t.box, 64))
+        tma_h, _ = cpasync.make_tiled_tma_atom(load, mH, box, (t.box, 64))
+        x_layout = sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, (64, t.BN, t.KB * 64), BFloat16, t.stages)
+
+        @cute.struct
+        class Storage:
+            full: cute.struct.MemRange[Int64, t.stages]
+            empty: cute.struct.MemRange[Int64, t.stages]
+            told: cute.struct.MemRange[Int64, SLOTS]
+            heard: cute.struct.MemRange[Int64, SLOTS]
+            stored: cute.struct.MemRange[Int64, SLOTS]
+            tiles: cute.struct.Align[cute.struct.MemRange[Int32, 4 * SLOTS], 16]
+            sums: cute.struct.MemRange[Int32, 32]
+            tokens: cute.struct.MemRange[Int32, t.BN]
+            offsets: cute.struct.MemRange[Int32, MAX_EXPERTS + 1]
+            first: cute.struct.MemRange[Int32, MAX_EXPERTS + 1]
+            x: cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(x_layout)], 1024]
+            w: cute.struct.Align[cute.struct.MemRange[Uint32, UNIT_WORDS * t.KB * t.blocks * t.stages], 128]
+            part: cute.struct.MemRange[Float32, max(1, (t.KS - 1) * t.blocks * 64 * t.BN)]
+
+        self.storage = Storage
+        self.kernel(
+            mma, x_layout, tma_x, tma_h, mW1, mW2, mIndex, mH, mY, mOffsets, mGateScale, mUpScale, mDownScale,
+            mBias1, mBias2, mXScale, mHScale, mSync, splits, Uint32(SCALE_HIGH),
+        ).launch(
+            grid=[grid, 1, 1], block=[t.threads, 1, 1], min_blocks_per_mp=1, stream=stream, use_pdl=True
+        )  # fmt: skip
+
+    @cute.kernel
+    def kernel(
+        self,
+        mma: cute.TiledMma,
+        x_layout: cute.ComposedLayout,
+        tma_x: cute.CopyAtom,
+        tma_h: cute.CopyAtom,
+        mW1: cute.Tensor,
+        mW2: cute.Tensor,
+        mIndex: cute.Tensor,
+        mH: cute.Tensor,
+        mY: cute.Tensor,
+        mOffsets: cute.Tensor,
+        mGateScale: cute.Tensor,
+        mUpScale: cute.Tensor,
+        mDownScale: cute.Tensor,
+        mBias1: cute.Tensor,
+        mBias2: cute.Tensor,
+        mXScale: cute.Tensor,
+        mHScale: cute.Tensor,
+        mSync: cute.Tensor,
+        splits: Int32,
+        high: Uint32,  # SCALE_HIGH in a register: as an immediate it costs a second LOP3
+    ):
+        t = self.t
+        tid, _, _ = cute.arch.thread_idx()
+        warp = cute.arch.make_warp_uniform(tid // 32)
+        wg = cute.arch.make_warp_uniform(tid // 128)
+
+        storage = cutlass.utils.SmemAllocator().allocate(self.storage)
+        ring = (storage.full.data_ptr(), storage.empty.data_ptr())
+        news = (
+            storage.told.data_ptr(),
+            storage.heard.data_ptr(),
+            storage.tiles.get_tensor(cute.make_layout((4, SLOTS))),
+        )
+        stored = storage.stored.data_ptr()
+        sX = storage.x.get_tensor(x_layout.outer, swizzle=x_layout.inner)
+        sOffsets = storage.offsets.get_tensor(cute.make_layout(MAX_EXPERTS + 1))
+        sFirst = storage.first.get_tensor(cute.make_layout(MAX_EXPERTS + 1))
+        k64 = (mW1.shape[2] // UNIT_WORDS, mW2.shape[2] // UNIT_WORDS)
+        m64 = (mW1.shape[1], mW2.shape[1])
+
+        if warp == 0:
+            if const_expr(self.work.gate is not None):
+                cpasync.prefetch_descriptor(tma_x)
+            if const_expr(self.work.down):
+                cpasync.prefetch_descriptor(tma_h)
+        if warp == 1:
+            with cute.arch.elect_one():
+                for i in cutlass.range_constexpr(t.stages):
+                    cute.arch.mbarrier_init(ring[0] + i, 3)
+                    cute.arch.mbarrier_init(ring[1] + i, t.NWG * 4)
+                for i in cutlass.range_constexpr(SLOTS):
+                    cute.arch.mbarrier_init(news[0] + i, 1)
+                    cute.arch.mbarrier_init(news[1] + i, t.NWG * 4 + (3 if self.work.both else 2))
+                    cute.arch.mbarrier_init(stored + i, t.across * 4)
+            cute.arch.mbarrier_init_fence()
+        if const_expr(self.work.gate is not None):
+            cute.arch.griddepcontrol_wait()  # the offsets come from the kernel before
+        cute.arch.griddepcontrol_launch_dependents()
+        first = Int32(0)
+        if const_expr(self.work.both):
+            if warp == 4 * t.NWG:
+                first = self.ticket(mSync, tid % 32)
+        _scan(mOffsets, sOffsets, sFirst, storage.sums.get_tensor(cute.make_layout(32)), t.threads, t.BN)
+
+        if wg == t.NWG:
+            cute.arch.setmaxregister_decrease(t.registers[1])
+            if warp == 4 * t.NWG:
+                self.draw(
+                    first, mW1, mW2, m64, k64, splits, mSync, sOffsets, sFirst, storage.w.data_ptr().toint(), ring, news
+                )
+            elif warp < 4 * t.NWG + 3:
+                if const_expr(self.work.gate is None):
+                    cute.arch.griddepcontrol_wait()
+                sTokens = storage.tokens.get_tensor(cute.make_layout(t.BN))
+                self.tokens(
+                    tma_x, tma_h, mIndex, m64[0], k64, splits, mSync, sTokens, storage.x.data_ptr().toint(), ring, news
+                )
+            elif const_expr(self.work.both):
+                self.tell(mSync, stored, news)
+        else:
+            cute.arch.setmaxregister_increase(t.registers[0])
+            sPart = storage.part.get_tensor(cute.make_layout((128, t.MB * t.BN // 2, t.across, max(1, t.KS - 1))))
+            outputs = (
+                mH, mY, mIndex, mGateScale, mUpScale, mDownScale, mBias1, mBias2, mXScale, mHScale,
+            )  # fmt: skip
+            self.consume(
+                mma,
+                sX,
+                storage.x.data_ptr(),
+                storage.w.data_ptr(),
+                sPart,
+                high,
+                k64,
+                splits,
+                ring,
+                news,
+                stored,
+                outputs,
+            )
+
+    # ---- producers ----
+
+    @cute.jit
+    def draw(self, first, mW1, mW2, m64, k64, splits, mSync, sOffsets, sFirst, to: Int32, ring, news):
+        """One warp: the tiles, and their weights."""
+        t, work = self.t, self.work
+        full, empty = ring
+        told, heard, sTiles = news
+        lane = cute.arch.lane_idx()
+        bid, _, _ = cute.arch.block_idx()
+        grid, _, _ = cute.arch.grid_dim()
+        E = mW1.shape[0] if const_expr(work.gate is not None) else mW2.shape[0]
+        mtiles1, mtiles2 = (m64[0] + t.blocks - 1) // t.blocks, (m64[1] + t.blocks - 1) // t.blocks * splits
+        tiles1 = sFirst[E] * mtiles1 if const_expr(work.gate is not None) else Int32(0)
+        tiles = tiles1 + (sFirst[E] * mtiles2 if const_expr(work.down) else 0)
+
+        tile = Int32(bid)
+        if const_expr(work.both):  # also the first: a CTA that does not run yet must own no tile
+            tile = cute.arch.shuffle_sync(first, 0)
+        stage, phase, slot, turn = Int32(0), Int32(1), Int32(0), Int32(1)
+        while tile < tiles:
+            following = tile + grid
+            if const_expr(work.both):
+                following = self.ticket(mSync, lane)  # used after this tile: nobody waits for it
+            second = tile >= tiles1
+            number = tile - tiles1 if second else tile
+            mtiles = mtiles2 if second else mtiles1
+            M64, K64 = (m64[1] if second else m64[0]), (k64[1] if second else k64[0])
+            e, mt_part, row, rows, token_tile = _tile_at(sOffsets, sFirst, E, number, mtiles, t.BN)
+            cute.arch.mbarrier_wait(heard + slot, turn)
+            if lane == 0:
+                sTiles[0, slot] = e * 2 + (1 if second else 0)
+                sTiles[1, slot] = mt_part
+                sTiles[2, slot] = row
+                sTiles[3, slot] = token_tile * 512 + rows
+                cute.arch.mbarrier_arrive(told + slot)
+            slot += 1
+            if slot == SLOTS:
+                slot = Int32(0)
+                turn ^= 1
+            mt, part, begin, count = self.part(mt_part, K64, second, splits)
+            boxed = Int32(t.BN)  # rows of tokens that TMA writes
+            if const_expr(work.gathered and work.gate is not None):
+                if not second:
+                    boxed = rows
+            valid = cutlass.min(M64 - mt * t.blocks, Int32(t.blocks))
+            source = (mW2.iterator.toint() if second else mW1.iterator.toint()) + (
+                (Int64(e * M64 + mt * t.blocks) * K64 + begin) * (UNIT_WORDS * 4)
+            )
+            for kt in cutlass.range((count + t.KB - 1) // t.KB, unroll=1):
+                cute.arch.mbarrier_wait(empty + stage, phase)
+                blocks = cutlass.min(count - kt * t.KB, Int32(t.KB))
+                bytes = blocks * (UNIT_WORDS * 4)
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive_and_expect_tx(full + stage, bytes * valid + blocks * boxed * 128)
+                    for b in cutlass.range_constexpr(t.blocks):
+                        if b < valid:
+                            cute.arch.inline_ptx(
+                                "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
+                                "[{$r0}], [{$r1}], {$r2}, [{$r3}];",
+                                read_only_args=[
+                                    to + (stage * t.blocks + b) * (t.KB * UNIT_WORDS * 4),
+                                    source + (Int64(b) * K64 + kt * t.KB) * (UNIT_WORDS * 4),
+                                    bytes,
+                                    Int32((full + stage).toint()),
+                                ],
+                            )
+                stage += 1
+                if stage == t.stages:
+                    stage = Int32(0)
+                    phase ^= 1
+            tile = cute.arch.shuffle_sync(following, 0)
+        cute.arch.mbarrier_wait(heard + slot, turn)
+        if lane == 0:
+            sTiles[0, slot] = Int32(-1)  # there are no more
+            cute.arch.mbarrier_arrive(told + slot)
+
+    @cute.jit
+    def part(self, mt, K64, second, splits):
+        """What a tile says of its place -> (weight tile, part of K, its first 64-column block, how many)."""
+        part, first, count = Int32(0), Int32(0), K64
+        if second:
+            part = mt % splits
+            mt = mt // splits
+            each = ((K64 + splits - 1) // splits + self.t.KB - 1) // self.t.KB * self.t.KB
+            first = part * each
+            count = cutlass.min(each, K64 - first)
+        return mt, part, first, count
+
+    @cute.jit
+    def ticket(self, mSync, lane):
+        """The next tile's number, in lane 0."""
+        number = Int32(0)
+        if lane == 0:
+            number = cute.arch.atomic_add(mSync.iterator, Int32(1), sem="relaxed", scope="gpu")
+        return number
+
+    @cute.jit
+    def hear(self, news, slot, turn):
+        """A warp: the next tile -> (2 * expert + GEMM or -1, weight tile, first row, 512 * token tile + rows)."""
+        told, heard, sTiles = news
+        cute.arch.mbarrier_wait(told + slot, turn)
+        tile = cute.make_rmem_tensor(4, Int32)
+        cute.autovec_copy(sTiles[None, slot], tile)
+        return tile[0], tile[1], tile[2], tile[3]
+
+    @cute.jit
+    def done(self, news, slot, turn):
+        """A warp: the tile is behind it -> the next slot."""
+        cute.arch.sync_warp()
+        if cute.arch.lane_idx() == 0:
+            cute.arch.mbarrier_arrive(news[1] + slot)
+        slot += 1
+        if slot == SLOTS:
+            slot = Int32(0)
+            turn ^= 1
+        return slot, turn
+
+    @cute.jit
+    def tokens(self, tma_x, tma_h, mIndex, m64: Int32, k64, splits, mSync, sTokens, to: Int32, ring, news):
+        """Two warps: every tile's tokens. They share rows, or 64-column blocks, evenly."""
+        t, work = self.t, self.work
+        full, empty = ring
+        lane = cute.arch.lane_idx()
+        mine = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // 32 % 4) - 1
+        from_x, from_h = _descriptor(tma_x), _descriptor(tma_h)
+
+        stage, phase, slot, turn = Int32(0), Int32(1), Int32(0), Int32(0)
+        what, mt, row, last = self.hear(news, slot, turn)
+        while what >= 0:
+            rows = last % 512
+            second = what % 2 == 1
+            if const_expr(work.both):
+                if second:
+                    self.wait_for_h(mSync, last // 512 + 1, (m64 + t.blocks - 1) // t.blocks)
+            mt, part, first, count = self.part(mt, k64[1] if second else k64[0], second, splits)
+            by_row = not second if const_expr(work.gathered and work.gate is not None) else False
+            if by_row:
+                for i in cutlass.range(2 * lane + mine, rows, 64, unroll=1):
+                    sTokens[i] = mIndex[row + i]
+                cute.arch.sync_warp()
+            for kt in cutlass.range((count + t.KB - 1) // t.KB, unroll=1):
+                cute.arch.mbarrier_wait(empty + stage, phase)
+                bar = Int32((full + stage).toint())
+                with cute.arch.elect_one():
+                    if by_row:
+                        for i in cutlass.range(mine, rows, 2, unroll=4):
+                            token = sTokens[i]
+                            for j in cutlass.range_constexpr(t.KB):
+                                if kt * t.KB + j < count:
+                                    target = to + (stage * t.KB + j) * (t.BN * 128) + i * 128
+                                    _tma(target, from_x, (first + kt * t.KB + j) * 64, token, bar)
+                    else:
+                        for j in cutlass.range(mine, cutlass.min(count - kt * t.KB, Int32(t.KB)), 2, unroll=1):
+                            source = from_h if second else from_x
+                            for i in cutlass.range_constexpr(0, t.BN, t.box):
+                                target = to + (stage * t.KB + j) * (t.BN * 128) + i * 128
+                                _tma(target, source, (first + kt * t.KB + j) * 64, row + i, bar)
+                    cute.arch.mbarrier_arrive(full + stage)
+                stage += 1
+                if stage == t.stages:
+                    stage = Int32(0)
+                    phase ^= 1
+            slot, turn = self.done(news, slot, turn)
+            what, mt, row, last = self.hear(news, slot, turn)
+
+    @cute.jit
+    def tell(self, mSync, stored, news):
+        """One warp: counts the tiles of h that are stored."""
+        slot, turn = Int32(0), Int32(0)
+        what, mt, row, last = self.hear(news, slot, turn)
+        while what >= 0:
+            if what % 2 == 0:
+                cute.arch.mbarrier_wait(stored + slot, turn)
+                if cute.arch.lane_idx() == 0:
+                    cute.arch.atomic_add(mSync.iterator + (last // 512 + 1), Int32(1), sem="release", scope="gpu")
+            slot, turn = self.done(news, slot, turn)
+            what, mt, row, last = self.hear(news, slot, turn)
+
+    @cute.jit
+    def wait_for_h(self, mSync, at, count):
+        if cute.arch.lane_idx() == 0:
+            there = Int32(0)
+            while there < count:
+                there = cute.arch.load(mSync.iterator + at, Int32, sem="acquire", scope="gpu")
+        cute.arch.sync_warp()
+        cute.arch.fence_proxy(kind="async")  # they were written by ordinary stores, TMA reads them
+
+    # ---- consumers ----
+
+    @cute.jit
+    def consume(self, mma, sX, pX, sW, sPart, high, k64, splits, ring, news, stored, outputs):
+        t, work = self.t, self.work
+        full, empty = ring
+        tid = cute.arch.thread_idx()[0] % 128
+        lane = tid % 32
+        wg = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // 128)
+        wk, wm = wg // t.across, wg % t.across
+        thr = mma.get_slice(0)
+        tCrB = mma.make_fragment_B(thr.partition_B(sX))  # (mma, 1, (4, KB), stage)
+        acc = cute.make_rmem_tensor(mma.partition_shape_C((64 * t.MB, t.BN)), Float32)
+        tCrA = [cute.make_rmem_tensor(mma.partition_shape_A((64 * t.MB, 64)), BFloat16) for _ in range(2)]
+        unit = (UNIT_WORDS, UNIT_WORDS * t.KB, UNIT_WORDS * t.KB * t.blocks)
+        sCodes = cute.make_tensor(sW, cute.make_layout((4, 128, t.KB, t.blocks, t.stages), stride=(1, 4, *unit)))
+        sScale = cute.make_tensor(sW + 512, cute.make_layout((2, 32, t.KB, t.blocks, t.stages), stride=(1, 2, *unit)))
+        mma.set(warpgroup.Field.ACCUMULATE, True)
+
+        stage, phase, slot, turn = Int32(0), Int32(0), Int32(0), Int32(0)
+        what, mt, row, last = self.hear(news, slot, turn)
+        while what >= 0:
+            e, second = what // 2, what % 2 == 1
+            mt, part, first, count = self.part(mt, k64[1] if second else k64[0], second, splits)
+            scales = self.scales(outputs, e, second)
+            acc.fill(0.0)
+            if const_expr(t.warpwise):
+                stage, phase = self.narrow(acc, pX, sCodes, sScale, high, (wk, wm), count, stage, phase, ring)
+            else:
+                operands = (mma, tCrA, tCrB, sCodes, sScale, high)
+                stage, phase = self.wide(acc, operands, (wk, wm), count, stage, phase, ring)
+            if const_expr(t.KS > 1):
+                n = t.MB * t.BN // 2
+                if wk > 0:
+                    for i in cutlass.range_constexpr(n):
+                        sPart[tid, i, wm, wk - 1] = acc[i]
+                cute.arch.barrier(barrier_id=1, number_of_threads=128 * t.NWG)
+                if wk == 0:
+                    for i in cutlass.range_constexpr(n):
+                        for j in cutlass.range_constexpr(t.KS - 1):
+                            acc[i] = acc[i] + sPart[tid, i, wm, j]
+                cute.arch.barrier(barrier_id=2, number_of_threads=128 * t.NWG)
+            if wk == 0:
+                block = (mt * t.across + wm) * t.MB
+                row += part * (outputs[1].shape[0] // splits)
+                if const_expr(work.both):
+                    if second:
+                        self.store(acc, outputs, scales, e, block, row, last % 512, part, True)
+                    else:
+                        self.store(acc, outputs, scales, e, block, row, last % 512, part, False)
+                        cute.arch.sync_warp()
+                        if lane == 0:
+                            cute.arch.mbarrier_arrive(stored + slot)
+                else:
+                    self.store(acc, outputs, scales, e, block, row, last % 512, part, work.down)
+            slot, turn = self.done(news, slot, turn)
+            what, mt, row, last = self.hear(news, slot, turn)
+
+    @cute.jit
+    def wide(self, acc, operands, who, count: Int32, stage: Int32, phase: Int32, ring):
+        """acc += W · Xᵀ over `count` 64-column blocks, by WGMMA."""
+        t = self.t
+        mma, tCrA, tCrB, sCodes, sScale, high = operands
+        full, empty = ring
+        wk, wm = who
+        tid = cute.arch.thread_idx()[0] % 128
+        lane = tid % 32
+        each = t.KB // t.KS  # 64-column blocks of a stage for this warpgroup
+        words = [cute.recast_tensor(a, Uint32) for a in tCrA]
+        previous = Int32(0)
+        for kt in cutlass.range(count // t.KB, unroll=1):
+            cute.arch.mbarrier_wait(full + stage, phase)
+            begin = wk * each if const_expr(t.KS > 1) else 0
+            codes, sf = self.load(sCodes, sScale, tid, begin, wm, stage)
+            for kb in cutlass.range_constexpr(each):
+                at = begin + kb
+                if const_expr(kb + 1 < each):  # under this block's arithmetic
+                    following = self.load(sCodes, sScale, tid, at + 1, wm, stage)
+                for k0 in cutlass.range_constexpr(0, 4, t.group):
+                    for ks in cutlass.range_constexpr(k0, k0 + t.group):
+                        self.fill(words[kb % 2], codes, sf, ks, high)
+                    warpgroup.fence()
+                    for ks in cutlass.range_constexpr(k0, k0 + t.group):
+                        cute.gemm(mma, acc, tCrA[kb % 2][None, None, ks], tCrB[None, None, (ks, at), stage], acc)
+                    warpgroup.commit_group()
+                    warpgroup.wait_group(8 // t.group - 1)  # who read the fragments written next is done
+                if const_expr(kb == (0 if t.group == 4 else 1)):  # and so is the previous stage
+                    if kt > 0:
+                        if lane == 0:
+                            cute.arch.mbarrier_arrive(empty + previous)
+                if const_expr(kb + 1 < each):
+                    codes, sf = following
+            previous = stage
+            stage += 1
+            if stage == t.stages:
+                stage = Int32(0)
+                phase ^= 1
+        warpgroup.wait_group(0)
+        if count >= t.KB:
+            if lane == 0:
+                cute.arch.mbarrier_arrive(empty + previous)
+        if count % t.KB > 0:  # the rest of K, one 64-column block after the other
+            cute.arch.mbarrier_wait(full + stage, phase)
+            for at in cutlass.range(wk, count % t.KB, t.KS, unroll=1):
+                codes, sf = self.load(sCodes, sScale, tid, at, wm, stage)
+                for ks in cutlass.range_constexpr(4):
+                    self.fill(words[0], codes, sf, ks, high)
+                warpgroup.fence()
+                for ks in cutlass.range_constexpr(4):
+                    cute.gemm(mma, acc, tCrA[0][None, None, ks], tCrB[None, None, (ks, at), stage], acc)
+                warpgroup.commit_group()
+                warpgroup.wait_group(0)
+            if lane == 0:
+                cute.arch.mbarrier_arrive(empty + stage)
+            stage += 1
+            if stage == t.stages:
+                stage = Int32(0)
+                phase ^= 1
+        return stage, phase
+
+    @cute.jit
+    def narrow(self, acc, sX, sCodes, sScale, high, who, count: Int32, stage: Int32, phase: Int32, ring):
+        """The same by mma.sync: each warp its 16 rows."""
+        t = self.t
+        full, empty = ring
+        wk, wm = who
+        each = t.KB // t.KS
+        for kt in cutlass.range((count + t.KB - 1) // t.KB, unroll=1):
+            cute.arch.mbarrier_wait(full + stage, phase)
+            if count - kt * t.KB >= t.KB:
+                for kb in cutlass.range_constexpr(each):
+                    self.narrow_block(acc, sX, sCodes, sScale, high, wk * each + kb, wm, stage)
+            else:
+                for at in cutlass.range(wk, count - kt * t.KB, t.KS, unroll=1):
+                    self.narrow_block(acc, sX, sCodes, sScale, high, at, wm, stage)
+            cute.arch.sync_warp()
+            if cute.arch.lane_idx() == 0:
+                cute.arch.mbarrier_arrive(empty + stage)
+            stage += 1
+            if stage == t.stages:
+                stage = Int32(0)
+                phase ^= 1
+        return stage, phase
+
+    @cute.jit
+    def narrow_block(self, acc, sX, sCodes, sScale, high, at, wm, stage):
+        t = self.t
+        lane = cute.arch.lane_idx()
+        codes, sf = self.load(sCodes, sScale, cute.arch.thread_idx()[0] % 128, at, wm, stage)
+        words = cute.make_rmem_tensor(16, Uint32)
+        for ks in cutlass.range_constexpr(4):
+            self.fill(words, codes, sf, ks, high)
+        # lane 8 i + r addresses 16-byte chunk i of row r, for ldmatrix; chunks of 128-byte rows are swizzled
+        block = Int32(sX.toint()) + (stage * t.KB + at) * (t.BN * 128) + lane % 8 * 128
+        for n in cutlass.range_constexpr(t.BN // 8):
+            for half in cutlass.range_constexpr(2):
+                b = _ldmatrix(block + n * 1024 + (((half * 4 + lane // 8) ^ (lane % 8)) << 4))
+                for i in cutlass.range_constexpr(2):
+                    ks = half * 2 + i
+                    c = [acc[4 * n + j] for j in range(4)]
+                    d = _mma([words[4 * ks + j] for j in range(4)], b[2 * i], b[2 * i + 1], c)
+                    for j in cutlass.range_constexpr(4):
+                        acc[4 * n + j] = d[j]
+
+    @cute.jit
+    def scales(self, outputs, e, second):
+        """The global scales of the matrix rows in registers h = 0 and h = 1."""
+        _, _, _, mGateScale, mUpScale, mDownScale, *_ = outputs
+        work = self.work
+        if const_expr(work.gate is None):
+            return mDownScale[e], mDownScale[e]
+        a, b = mGateScale[e], mUpScale[e]
+        if const_expr(work.both):
+            if second:
+                a = mDownScale[e]
+                b = a
+        return a, b
+
+    @cute.jit
+    def load(self, sCodes, sScale, tid, at, wm, stage):
+        """This thread's 32 codes and 8 block scales of each 64-row block, for one 64-column block."""
+        codes, sf = [], []
+        for m in cutlass.range_constexpr(self.t.MB):
+            codes.append(cute.make_rmem_tensor(4, Uint32))
+            sf.append(cute.make_rmem_tensor(2, Uint32))
+            cute.autovec_copy(sCodes[None, tid, at, wm * self.t.MB + m, stage], codes[m])
+            cute.autovec_copy(sScale[None, tid // 4, at, wm * self.t.MB + m, stage], sf[m])
+        return codes, sf
+
+    @cute.jit
+    def fill(self, words, codes, sf, ks: cutlass.Constexpr, high):
+        """Dequantize k16 step ks into its registers of the A fragment."""
+        for m in cutlass.range_constexpr(self.t.MB):
+            s = sf[m][ks // 2]
+            if const_expr(ks % 2):
+                s = (s << 8) | (s >> 24)
+            registers = _dequantize(codes[m][ks], (s & SCALE_FIELDS) | high)
+            for j in cutlass.range_constexpr(4):
+                words[j + 4 * m + 4 * self.t.MB * ks] = registers[j]
+
+    @cute.jit
+    def store(self, acc, outputs, scales, e, block, row, rows, part, down: cutlass.Constexpr):
+        """The epilogue of 64-row blocks `block` ... of expert e and of `rows` tokens from `row`."""
+        t, work = self.t, self.work
+        mH, mY, mIndex, _, _, _, mBias1, mBias2, mXScale, mHScale = outputs
+        mOut, mBias, gate = (mY, mBias2, None) if const_expr(down) else (mH, mBias1, work.gate)
+        tid = cute.arch.thread_idx()[0] % 128
+        warp, g, c = tid // 32, tid % 32 // 4, tid % 4
+        scale0, scale1 = scales[0] * UNSCALE, scales[1] * UNSCALE
+        paired = gate is not None and gate.gated
+        raw = paired and gate.kind == "raw"
+        columns = mOut.shape[1] // 2 if const_expr(raw) else mOut.shape[1]
+        dtype, size = mOut.element_type, mOut.element_type.width // 8
+        pitch = Int64(mOut.stride[0]) * size
+        odd = g % 2 == 1
+        # paired: lane g has one column, and its neighbour's for one of its two tokens after a swap
+        shift = cutlass.select_(odd, Int32(1), Int32(0)) if const_expr(paired) else Int32(0)
+        for m in cutlass.range_constexpr(t.MB):
+            if const_expr(paired):
+                column = (block + m) * 32 + warp * 8 + g
+                first, other = column, column + columns
+            else:
+                column = (block + m) * 64 + warp * 16 + 2 * g
+                first, other = column, column + 1
+            if column < columns:
+                bias0, bias1 = Float32(0.0), Float32(0.0)
+                if const_expr(work.bias):
+                    if part == 0:  # once, where the combine adds parts of K
+                        bias0, bias1 = mBias[e, first].to(Float32), mBias[e, other].to(Float32)
+                to = mOut.iterator.toint() + Int64(row + c * 2 + shift) * pitch + Int64(column - shift) * size
+                for n in cutlass.range_constexpr(t.BN // 8):
+                    if n * 8 < rows:
+                        value = []
+                        for i in cutlass.range_constexpr(2):
+                            a = acc[i + 4 * n + t.BN // 2 * m] * scale0
+                            b = acc[i + 2 + 4 * n + t.BN // 2 * m] * scale1
+                            if const_expr(work.row_scale):
+                                at = row + cutlass.min(n * 8 + c * 2 + i, rows - 1)
+                                s = mHScale[at] if const_expr(down) else mXScale[mIndex[at]]
+                                a, b = a * s, b * s
+                            if const_expr(work.bias):
+                                a, b = a + bias0, b + bias1
+                            if const_expr(gate is not None and gate.kind == "relu2"):
+                                a, b = _gate(gate, a, a), _gate(gate, b, b)
+                            if const_expr(paired and not raw):
+                                a = _gate(gate, a, b)
+                            value.append((a, b))
+                        if const_expr(paired):
+                            for half in cutlass.range_constexpr(2 if raw else 1):
+                                mine = cutlass.select_(odd, value[1][half], value[0][half])
+                                swap = cutlass.select_(odd, value[0][half], value[1][half])
+                                swap = cute.arch.shuffle_sync_bfly(swap, 4)
+                                low, upper = cutlass.select_(odd, swap, mine), cutlass.select_(odd, mine, swap)
+                                at = to + (n * 8) * pitch + half * columns * size
+                                _store_pair(dtype, at, low, upper, n * 8 + c * 2 + shift < rows)
+                        else:
+                            for i in cutlass.range_constexpr(2):
+                                at = to + (n * 8 + i) * pitch
+                                _store_pair(dtype, at, value[i][0], value[i][1], n * 8 + c * 2 + i < rows)
+
+
+def _ldmatrix(address):
+    """Four 8x8 matrices of 16-bit elements -> this lane's register of each."""
+    return cute.arch.inline_ptx(
+        "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+        write_only_types=[Uint32] * 4,
+        read_only_args=[address],
+    )
+
+
+def _mma(a, b0, b1, c):
+    return cute.arch.inline_ptx(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {{$w0}, {$w1}, {$w2}, {$w3}}, "
+        "{{$r0}, {$r1}, {$r2}, {$r3}}, {{$r4}, {$r5}}, {{$r6}, {$r7}, {$r8}, {$r9}};",
+        write_only_types=[Float32] * 4,
+        read_only_args=[*a, b0, b1, *c],
+    )
+
+
+def _tma(to, descriptor, column, row, bar):
+    """A box of tokens into shared memory."""
+    cute.arch.inline_ptx(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes "
+        "[{$r0}], [{$r1}, {{$r2}, {$r3}}], [{$r4}];",
+        read_only_args=[to, descriptor, column, row, bar],
+    )
+
+
+@dsl_user_op
+def _descriptor(atom: cute.CopyAtom, *, loc=None, ip=None) -> Int64:
+    """The address of a TMA atom's descriptor, for coordinates that differ from copy to copy."""
+    atom = cute_nvgpu.atom_make_exec_tma(atom._trait.value, loc=loc, ip=ip)
+    pointer = ir.Type.parse("!cute.ptr<!cute_nvgpu.tma_descriptor_tiled, generic, align<128>>")
+    return cute_nvgpu.get_tma_desc_addr(pointer, atom, loc=loc, ip=ip).toint(loc=loc, ip=ip)
+
+
+def _store_pair(dtype, to, low, high, live):
+    if const_expr(dtype is Float32):
+        cute.arch.inline_ptx(
+            "st.global.v2.f32 [{$r0}], {{$r1}, {$r2}};", read_only_args=[to, low, high], predicate=live
+        )
+    else:
+        cute.arch.inline_ptx(
+            "st.global.b32 [{$r0}], {$r1};", read_only_args=[to, _pack_bf16(low, high)], predicate=live
+        )

@@ -1,0 +1,179 @@
+"""Hopper's layout of 4-bit weights: what one WGMMA thread reads together lies together. Lossless.
+
+A unit is 64 rows by 64 columns: 2048 bytes of codes, then 256 bytes of scales, so that one bulk
+copy brings any number of units along K. Inside (all in 32-bit words; a warpgroup's warp w = 0..3,
+lane 4 g + c with g = 0..7 and c = 0..3, the fragment of m64k16 in the PTX ISA):
+
+    codes   [w, g, c, k16]    8 codes: rows 16 w + g and 16 w + g + 8, columns 2c, 2c+1, 2c+8, 2c+9
+    scales  [w, g, k16 / 2]   4 scales: the same two rows, two k16 steps
+
+Code words hold sign and magnitude apart, where one shift and one mask put them into two bf16 at a
+time: as bf16 a code's three magnitude bits are its value times 2^-126 (a subnormal for 0.5).
+
+    16-bit half of the word: sign and lowest magnitude bit of  row g   k 0..7   at 15 and 6
+                                                               row g+8          at 12 and 3
+                                                               row g   k 8..15  at 14 and 0
+                                                               row g+8          at 13 and 9
+
+Scales lose their sign bit, which is zero, to the exponent: five bits and three of mantissa, without
+subnormals, `s = (1 + f / 8) * 2^(x - 9)`. ORed with 0x7000 that is the bf16 number s * 2^106. Zero has
+no such form: its block's codes are set to zero and its scale to `ZERO`; the rare block that had a
+zero scale and other codes is put on a list, so that `unpack` gives back every byte.
+
+Rows of the matrix in a unit: `interleaved` halves [gate; up] put 32 gate rows beside their 32 up rows
+(rows g and g + 8 of a slab of 16 are gate and up of one column of h, both in one thread); otherwise
+rows g and g + 8 are neighbours, 2g and 2g + 1. Rows are padded to units, K to 64, with zeros.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+UNIT = 64  # rows, and columns
+UNIT_WORDS = 576  # 512 of codes and 64 of scales
+ZERO = 0xF0  # a scale of zero; as bf16 it is finite
+_SIGN = (15, 12, 14, 13)  # of (row half, k half) = (0, 0), (1, 0), (0, 1), (1, 1)
+_MAGNITUDE = (6, 3, 0, 9)
+_CHUNK = 1 << 25  # codes packed at a time: some hundred MB of temporaries
+
+
+@dataclass(frozen=True)
+class Packed:
+    """One projection's weights of all experts in Hopper's layout.
+
+    units    int32 [E, M64, K64, 576]  M64 and K64: units along rows and columns
+    escapes  None, or (int64 [n] flat index of a block among [E, N, K/16], uint8 [n, 8] its codes)
+    rows, k  N and K of the matrix
+    """
+
+    units: Tensor
+    escapes: tuple[Tensor, Tensor] | None
+    rows: int
+    k: int
+    interleaved: bool
+
+
+def pack(codes: Tensor, sf: Tensor, interleaved: bool) -> Packed:
+    """uint8 codes [E, N, K/2] and e4m3 bytes [E, N, K/16] -> `Packed`.
+
+    Reads values back to the host (once, for the escapes). ValueError for NaN or negative scales and
+    for an odd N of interleaved halves.
+    """
+    E, N, half = codes.shape
+    if interleaved and N % 2:
+        raise ValueError(f"gate and up halves need an even number of rows, got {N}")
+    if E and (sf >= 0x7F).any():
+        raise ValueError("block scales must be e4m3 numbers from 0 to 448: NaN or a negative one is in the weights")
+    M64 = -(-N // 2 // 32) if interleaved else -(-N // UNIT)
+    units = torch.empty(E, M64, -(-half // 32), UNIT_WORDS, dtype=torch.int32, device=codes.device)
+    encode = torch.tensor(_SCALE_CODES, dtype=torch.int32, device=codes.device)
+    indices, lost = [], []
+    step = max(1, _CHUNK // (2 * N * half))
+    for e in range(0, E, step):
+        c, s = codes[e : e + step], sf[e : e + step]
+        blocks = c.reshape(*s.shape, 8)
+        zero = s == 0
+        where = (zero & (blocks != 0).any(-1)).reshape(-1).nonzero().squeeze(-1)
+        if where.numel():
+            indices.append(where + e * N * half // 8)
+            lost.append(blocks.reshape(-1, 8)[where])
+        c = blocks.masked_fill(zero[..., None], 0).reshape(c.shape)
+        units[e : e + step, ..., :512] = _code_words(_unit_rows(c, interleaved, 32))
+        units[e : e + step, ..., 512:] = _scale_words(encode[_unit_rows(s, interleaved, 4).long()])
+    escapes = (torch.cat(indices), torch.cat(lost)) if indices else None
+    return Packed(units, escapes, N, 2 * half, interleaved)
+
+
+def unpack(packed: Packed) -> tuple[Tensor, Tensor]:
+    """The exact inverse of `pack`: (codes, sf)."""
+    units, N, K = packed.units, packed.rows, packed.k
+    E = units.shape[0]
+    codes = torch.empty(E, N, K // 2, dtype=torch.uint8, device=units.device)
+    sf = torch.empty(E, N, K // 16, dtype=torch.uint8, device=units.device)
+    decode = torch.zeros(256, dtype=torch.uint8, device=units.device)
+    decode[torch.tensor(_SCALE_CODES[:127], device=units.device)] = torch.arange(
+        127, dtype=torch.uint8, device=units.device
+    )
+    step = max(1, _CHUNK // (N * K))
+    for e in range(0, E, step):
+        part = units[e : e + step]
+        codes[e : e + step] = _matrix_rows(_codes(part[..., :512]), packed.interleaved, N, K // 2)
+        sf[e : e + step] = _matrix_rows(decode[_scales(part[..., 512:]).long()], packed.interleaved, N, K // 16)
+    if packed.escapes is not None:
+        index, lost = packed.escapes
+        codes.view(-1, 8)[index] = lost
+    return codes, sf
+
+
+# ---- inside: rows of the matrix <-> [E, M64, w, g, row half, K64, bytes of 64 columns] ------------
+
+
+def _unit_rows(x: Tensor, interleaved: bool, width: int) -> Tensor:
+    E, N, K = x.shape
+    if interleaved:
+        x = F.pad(x.reshape(E, 2, N // 2, K), (0, -K % width, 0, -(N // 2) % 32))
+        return x.reshape(E, 2, -1, 4, 8, x.shape[-1] // width, width).permute(0, 2, 3, 4, 1, 5, 6)
+    x = F.pad(x, (0, -K % width, 0, -N % UNIT))
+    return x.reshape(E, -1, 4, 8, 2, x.shape[-1] // width, width)
+
+
+def _matrix_rows(x: Tensor, interleaved: bool, N: int, K: int) -> Tensor:
+    E = x.shape[0]
+    if interleaved:
+        x = x.permute(0, 4, 1, 2, 3, 5, 6).reshape(E, 2, -1, x.shape[5] * x.shape[6])
+        return x[:, :, : N // 2, :K].reshape(E, N, K)
+    return x.reshape(E, -1, x.shape[5] * x.shape[6])[:, :N, :K]
+
+
+def _code_words(x: Tensor) -> Tensor:
+    """Bytes [E, M64, w, g, h, K64, 32] -> words [E, M64, K64, 512]."""
+    x = x.unflatten(-1, (4, 2, 4)).to(torch.int32)  # k16, k half, c
+    word = torch.zeros_like(x[:, :, :, :, 0, :, :, 0])
+    for j, (sign, magnitude) in enumerate(zip(_SIGN, _MAGNITUDE, strict=True)):
+        pair = x[:, :, :, :, j % 2, :, :, j // 2]
+        pair = pair & 0xF | (pair & 0xF0) << 12
+        word |= (pair >> 3 & 0x00010001) << sign | (pair & 0x00070007) << magnitude
+    return word.permute(0, 1, 4, 2, 3, 6, 5).flatten(3)  # E M64 K64 | w g c k16
+
+
+def _codes(words: Tensor) -> Tensor:
+    words = words.unflatten(-1, (4, 8, 4, 4)).permute(0, 1, 3, 4, 2, 6, 5)  # E M64 w g K64 k16 c
+    halves = []
+    for sign, magnitude in zip(_SIGN, _MAGNITUDE, strict=True):
+        pair = (words >> sign & 0x00010001) << 3 | words >> magnitude & 0x00070007
+        halves.append((pair & 0xF | pair >> 12 & 0xF0).to(torch.uint8))
+    x = torch.stack([torch.stack(halves[:2], 4), torch.stack(halves[2:], 4)], -2)  # E M64 w g h K64 k16 kh c
+    return x.flatten(-3)
+
+
+def _scale_words(x: Tensor) -> Tensor:
+    """Scale codes int32 [E, M64, w, g, h, K64, 4] -> words [E, M64, K64, 64]."""
+    x = x.unflatten(-1, (2, 2))
+    pair = x[:, :, :, :, 0] << 4 | x[:, :, :, :, 1] << 20  # E M64 w g K64 p odd
+    even, odd = pair.unbind(-1)
+    word = even | odd >> 8 | (odd & 0xFF) << 24  # rotated by 8 the odd step's scales stand where the even one's do
+    return word.permute(0, 1, 4, 2, 3, 5).flatten(3)
+
+
+def _scales(words: Tensor) -> Tensor:
+    words = words.unflatten(-1, (4, 8, 2)).permute(0, 1, 3, 4, 2, 5)  # E M64 w g K64 p
+    odd = words << 8 | words >> 24 & 0xFF
+    x = torch.stack([torch.stack([w >> 4 & 0xFF, w >> 20 & 0xFF], 4) for w in (words, odd)], -1)
+    return x.flatten(-2)  # E M64 w g h K64 k16
+
+
+def _scale_code(byte: int) -> int:
+    exponent, f = byte >> 3, byte & 7
+    if exponent:
+        return exponent + 2 << 3 | f
+    if not f:
+        return ZERO
+    x = f.bit_length() - 1  # a subnormal f * 2^-9
+    return x << 3 | (f << 3 >> x) - 8
+
+
+_SCALE_CODES = tuple(_scale_code(byte) for byte in range(127)) + (0,)

@@ -1,0 +1,293 @@
+"""What surrounds the GEMMs on Hopper: routing and gathering before them, the combine after. No tensor cores.
+
+Route    top-k ids -> order, position, token, offsets: a stable counting sort by expert. A warp owns a
+         run of assignments and a histogram in shared memory; lanes with the same expert find each
+         other with match.any, so that ranks come out in order. One CTA when there are few
+         assignments; otherwise `Count` first writes the histogram of every CTA's chunk, from which
+         each CTA of `Route` adds up what stands before it.
+Gather   the rows of x in grouped order.
+Combine  y[t] = sum over slots j = 0, 1, ... of weight[t, j] * rows[position[t, j]], fp32, in that order; a row
+         may come in parts (GEMM 2 split along K), which are added first.
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr
+
+
+@cute.jit
+def _bins(mIds: cute.Tensor, first: Int32, stride: cutlass.Constexpr, each: cutlass.Constexpr, E: Int32):
+    """The experts of assignments first, first + stride, ...; E for nobody's (-1 or E), -2 beyond the end.
+
+    Traps on other ids.
+    """
+    ids = [Int32(-2)] * each
+    for i in cutlass.range_constexpr(each):  # all loads first
+        at = first + i * stride
+        if at < mIds.shape[0]:
+            ids[i] = Int32(mIds[at])
+            if mIds[at] < -1 or mIds[at] > E:
+                ids[i] = Int32(-3)
+    wrong = ids[0] == -3
+    for i in cutlass.range_constexpr(1, each):
+        wrong = wrong or ids[i] == -3
+    if wrong:
+        cute.printf("moe_nvfp4: an expert id is not in 0..%d (-1 and %d mean 'not here')\n", E - 1, E)
+        cute.arch.inline_ptx("trap;")
+    return [cutlass.select_(id == -1, E, id) for id in ids]
+
+
+@cute.jit
+def _peers(bin: Int32):
+    """(how many lanes have this bin, how many of them stand before this one)."""
+    mask = cute.arch.match_sync(0xFFFFFFFF, bin)
+    return Int32(cute.arch.popc(mask)), Int32(cute.arch.popc(mask & cute.arch.lanemask_lt()))
+
+
+THREADS = 256
+CHUNK = 8 * THREADS  # assignments of one CTA, where there are several
+
+
+class Count:
+    """counts[chunk, bin] of every chunk; E + 1 bins, the last for nobody's."""
+
+    def __repr__(self) -> str:
+        return "Count"
+
+    @cute.jit
+    def __call__(self, mIds: cute.Tensor, mCounts: cute.Tensor, E: Int32, stream):
+        self.kernel(mIds, mCounts, E).launch(
+            grid=[mCounts.shape[0], 1, 1], block=[THREADS, 1, 1], smem=(E + 1) * 4, stream=stream, use_pdl=True
+        )
+
+    @cute.kernel
+    def kernel(self, mIds: cute.Tensor, mCounts: cute.Tensor, E: Int32):
+        tid, _, _ = cute.arch.thread_idx()
+        cta, _, _ = cute.arch.block_idx()
+        sCount = cute.make_tensor(cute.arch.get_dyn_smem(Int32), cute.make_layout(E + 1))
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
+        for bin in cutlass.range(tid, E + 1, THREADS, unroll=1):
+            sCount[bin] = Int32(0)
+        cute.arch.sync_threads()
+        bins = _bins(mIds, cta * CHUNK + tid, THREADS, CHUNK // THREADS, E)
+        for i in cutlass.range_constexpr(CHUNK // THREADS):
+            n, before = _peers(bins[i])
+            if before == 0 and bins[i] >= 0:
+                cute.arch.atomic_add(sCount.iterator + bins[i], n, sem="relaxed", scope="cta")
+        cute.arch.sync_threads()
+        for bin in cutlass.range(tid, E + 1, THREADS, unroll=1):
+            mCounts[cta, bin] = sCount[bin]
+
+
+class Route:
+    """`warps` warps a CTA, `each` assignments a thread; `chunks`: there are several CTAs, and `Count`'s counts."""
+
+    def __init__(self, warps: int, each: int, chunks: bool):
+        self.warps, self.each, self.chunks = warps, each, chunks
+
+    def __repr__(self) -> str:
+        return f"Route({self.warps}, {self.each}, {self.chunks})"
+
+    @cute.jit
+    def __call__(self, mIds, mOrder, mPosition, mToken, mOffsets, mCounts, mSync, E: Int32, top_k: Int32, stream):
+        self.kernel(mIds, mOrder, mPosition, mToken, mOffsets, mCounts, mSync, E, top_k).launch(
+            grid=[mCounts.shape[0] if const_expr(self.chunks) else 1, 1, 1],
+            block=[self.warps * 32, 1, 1],
+            smem=(self.warps + 2) * (E + 1) * 4,
+            stream=stream,
+            use_pdl=True,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        mIds: cute.Tensor,
+        mOrder: cute.Tensor,
+        mPosition: cute.Tensor,
+        mToken: cute.Tensor,
+        mOffsets: cute.Tensor,
+        mCounts: cute.Tensor,
+        mSync: cute.Tensor,
+        E: Int32,
+        top_k: Int32,
+    ):
+        threads, each = self.warps * 32, self.each
+        tid, _, _ = cute.arch.thread_idx()
+        cta, _, _ = cute.arch.block_idx()
+        warp, lane = tid // 32, tid % 32
+        bins = E + 1
+        smem = cute.arch.get_dyn_smem(Int32)
+        sRun = cute.make_tensor(smem, cute.make_layout((self.warps, bins), stride=(bins, 1)))
+        sTotal = cute.make_tensor(smem + self.warps * bins, cute.make_layout(bins))
+        sStart = cute.make_tensor(smem + (self.warps + 1) * bins, cute.make_layout(bins))
+        for i in cutlass.range(tid, self.warps * bins, threads, unroll=1):
+            smem[i] = Int32(0)
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
+
+        first = ((cta * self.warps + warp) * each) * 32 + lane  # a warp has 32 * each assignments in a row
+        bin = _bins(mIds, first, 32, each, E)
+        if cta == 0:
+            for i in cutlass.range(tid, mSync.shape[0], threads, unroll=1):
+                mSync[i] = Int32(0)
+        cute.arch.sync_threads()
+        rank = []
+        for i in cutlass.range_constexpr(each):
+            n, before = _peers(bin[i])
+            at = cutlass.max(bin[i], 0)
+            count = sRun[warp, at]
+            rank.append(count + before)
+            cute.arch.sync_warp()
+            if before == 0 and bin[i] >= 0:
+                sRun[warp, at] = count + n
+            cute.arch.sync_warp()
+        cute.arch.sync_threads()
+
+        # sRun: how many of this CTA stand before the warp's; sStart: how many of the CTAs before
+        for b in cutlass.range(tid, bins, threads, unroll=1):
+            counts = [sRun[w, b] for w in range(self.warps)]
+            total = Int32(0)
+            for w in cutlass.range_constexpr(self.warps):
+                sRun[w, b] = total
+                total += counts[w]
+            sStart[b] = Int32(0)
+            if const_expr(self.chunks):
+                total = Int32(0)
+                for chunk in cutlass.range(mCounts.shape[0], unroll=8):
+                    if chunk == cta:
+                        sStart[b] = total
+                    total += mCounts[chunk, b]
+            sTotal[b] = total
+        cute.arch.sync_threads()
+        if warp == 0:
+            start = Int32(0)
+            for i in cutlass.range((bins + 31) // 32, unroll=1):
+                b = i * 32 + lane
+                n = sTotal[b] if b < bins else Int32(0)
+                end = n
+                for d in cutlass.range_constexpr(5):
+                    up = cute.arch.shuffle_sync_up(end, 1 << d, mask_and_clamp=0)
+                    if lane >= 1 << d:
+                        end += up
+                if b < bins:
+                    sStart[b] = sStart[b] + start + end - n
+                    if cta == 0:
+                        mOffsets[b] = start + end - n
+                start += cute.arch.shuffle_sync(end, 31)
+        cute.arch.sync_threads()
+
+        for i in cutlass.range_constexpr(each):
+            if bin[i] >= 0:
+                at = first + i * 32
+                row = sStart[bin[i]] + sRun[warp, bin[i]] + rank[i]
+                mOrder[row] = at
+                mToken[row] = at // top_k
+                mPosition[at] = row
+
+
+def _eight(mRows: cute.Tensor, row, column):
+    """Elements column .. column + 7 of a row, both starting at a multiple of 16 bytes."""
+    address = (mRows.iterator + (Int64(row) * mRows.stride[0] + column)).toint()
+    pointer = cute.make_ptr(mRows.element_type, address, cute.AddressSpace.gmem, assumed_align=16)
+    return cute.make_tensor(pointer, cute.make_layout(8))
+
+
+class Gather:
+    """A warp a row, 16 bytes a lane."""
+
+    def __repr__(self) -> str:
+        return "Gather"
+
+    @cute.jit
+    def __call__(self, mX, mToken, mOffsets, mRows, stream):
+        self.kernel(mX, mToken, mOffsets, mRows).launch(
+            grid=[(mRows.shape[0] * 32 + THREADS - 1) // THREADS, 1, 1],
+            block=[THREADS, 1, 1],
+            stream=stream,
+            use_pdl=True,
+        )
+
+    @cute.kernel
+    def kernel(self, mX: cute.Tensor, mToken: cute.Tensor, mOffsets: cute.Tensor, mRows: cute.Tensor):
+        tid, _, _ = cute.arch.thread_idx()
+        cta, _, _ = cute.arch.block_idx()
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
+        row = cta * (THREADS // 32) + tid // 32
+        if row < mRows.shape[0]:
+            token, live = mToken[row], mOffsets[mOffsets.shape[0] - 1]  # beyond `live` tokens mean nothing
+            if row < live:
+                parts = [cute.make_rmem_tensor(8, mX.element_type) for _ in range(8)]
+                chunks = mRows.shape[1] // 8
+                for chunk in cutlass.range(tid % 32, chunks, 256, unroll=1):
+                    for i in cutlass.range_constexpr(8):  # all loads first
+                        if chunk + i * 32 < chunks:
+                            cute.autovec_copy(_eight(mX, token, (chunk + i * 32) * 8), parts[i])
+                    for i in cutlass.range_constexpr(8):
+                        if chunk + i * 32 < chunks:
+                            cute.autovec_copy(parts[i], _eight(mRows, row, (chunk + i * 32) * 8))
+
+
+class Combine:
+    """top_k slots, unrolled, of `splits` parts each; a thread has 8 columns of one token."""
+
+    THREADS = 128
+
+    def __init__(self, top_k: int, splits: int):
+        self.top_k, self.splits = top_k, splits
+
+    def __repr__(self) -> str:
+        return f"Combine({self.top_k}, {self.splits})"
+
+    @cute.jit
+    def __call__(self, mRows, mPosition, mOffsets, mWeights, mOut, stream):
+        T, H = mOut.shape
+        self.kernel(mRows, mPosition, mOffsets, mWeights, mOut).launch(
+            grid=[T, (H // 8 + self.THREADS - 1) // self.THREADS, 1],
+            block=[self.THREADS, 1, 1],
+            stream=stream,
+            use_pdl=True,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        mRows: cute.Tensor,  # fp32 or bf16 [R, H], grouped
+        mPosition: cute.Tensor,  # int32 [R]
+        mOffsets: cute.Tensor,  # int32 [E + 1]
+        mWeights: cute.Tensor,  # [T, top_k]
+        mOut: cute.Tensor,  # bf16 [T, H]
+    ):
+        tid, _, _ = cute.arch.thread_idx()
+        token, part, _ = cute.arch.block_idx()
+        column = (part * self.THREADS + tid) * 8
+        # routing was over before the GEMMs began: read what it wrote while they end
+        live = mOffsets[mOffsets.shape[0] - 1]
+        position = [mPosition[token * self.top_k + j] for j in range(self.top_k)]
+        weight = [mWeights[token, j].to(Float32) for j in range(self.top_k)]
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
+        if column < mOut.shape[1]:
+            R = mRows.shape[0] // self.splits
+            loaded = []
+            for j in cutlass.range_constexpr(self.top_k * self.splits):
+                row = cutlass.select_(position[j // self.splits] < live, position[j // self.splits], Int32(0))
+                row += R * (j % self.splits)
+                loaded.append(cute.make_rmem_tensor(8, mRows.element_type))
+                cute.autovec_copy(_eight(mRows, row, column), loaded[j])
+            total = cute.make_rmem_tensor(8, Float32)
+            total.fill(0.0)
+            for j in cutlass.range_constexpr(self.top_k):
+                for i in cutlass.range_constexpr(8):
+                    value = loaded[j * self.splits][i].to(Float32)
+                    for part in cutlass.range_constexpr(1, self.splits):
+                        value += loaded[j * self.splits + part][i].to(Float32)
+                    # nobody's rows hold nothing, not even zeros
+                    total[i] = total[i] + weight[j] * cutlass.select_(position[j] < live, value, Float32(0.0))
+            out = cute.make_rmem_tensor(8, mOut.element_type)
+            for i in cutlass.range_constexpr(8):
+                out[i] = total[i].to(mOut.element_type)
+            cute.autovec_copy(out, _eight(mOut, token, column))
