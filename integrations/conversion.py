@@ -1,12 +1,13 @@
 """How expert weights travel between files and modules: transformers' weight converters.
 
-Files hold one tensor per expert and projection, with ModelOpt's names:
+Files hold one tensor per expert and projection, here with ModelOpt's names (quantize/dialects.py has the others):
 
     ...experts.3.gate_proj.weight          U8      codes
     ...experts.3.gate_proj.weight_scale    F8_E4M3 sf
     ...experts.3.gate_proj.weight_scale_2  F32     global_scale
     ...experts.3.gate_proj.input_scale     F32     static activation scale, optional
 
+or, written by ModelOpt for Llama 4 and gpt-oss, stacks of all experts with one scale (`FusedExperts`).
 A family that stores its bf16 experts one by one keeps its own names (Mixtral: w1, w3, w2); for the
 others gate_proj, up_proj, down_proj are used. Modules hold all experts of a layer stacked. A
 `Conversions` builds the converters for both directions, and for quantizing bf16 checkpoints on
@@ -15,7 +16,7 @@ the way in, one expert at a time.
 
 from __future__ import annotations
 
-import copy
+import re
 from collections.abc import Callable, Iterable
 
 import torch
@@ -27,14 +28,12 @@ from transformers.core_model_loading import (
     MergeModulelist,
     SplitModulelist,
     WeightConverter,
-    rename_source_key,
 )
 
 from moe_nvfp4.integrations.experts import HFExperts
 from moe_nvfp4.layer import quantize_expert
-
-SCALE_SUFFIXES = ("weight_scale", "weight_scale_2", "input_scale")
-FILE_DTYPES = {"weight": "U8", "weight_scale": "F8_E4M3", "weight_scale_2": "F32", "input_scale": "F32"}
+from moe_nvfp4.quantize.dialects import MODELOPT, Dialect
+from moe_nvfp4.quantize.names import PRE_QUANT_SCALE
 
 
 # ---------------------------------------------------------------- small operations
@@ -75,33 +74,97 @@ class _UnstackExperts(SplitModulelist):
         return StackExperts(self.dim)
 
 
-class SharedScale(ConversionOps):
-    """Scalars of E experts, of one or two projections that read the same rows -> the larger, [E]."""
+class ScalePerExpert(ConversionOps):
+    """Scalars of E experts as a dialect stores them -> fp32 [E]; of two projections that share one, the larger."""
+
+    def __init__(self, dialect: Dialect):
+        self.dialect = dialect
 
     def convert(self, input_dict, source_patterns, target_patterns, **kwargs):
-        columns = [torch.stack([t.reshape(()) for t in tensors]) for tensors in input_dict.values()]
-        return {target_patterns[0]: torch.stack(columns).amax(dim=0)}
+        decoded = [[self.dialect.decode_scale(t).reshape(()) for t in tensors] for tensors in input_dict.values()]
+        return {target_patterns[0]: torch.stack([torch.stack(column) for column in decoded]).amax(dim=0)}
 
     @property
     def reverse_op(self):
-        return _UnshareScale()
+        return _ScalesOfExperts(self.dialect)
 
 
-class _UnshareScale(ConversionOps):
+class _ScalesOfExperts(ConversionOps):
     supports_many_to_many = True
+
+    def __init__(self, dialect: Dialect):
+        self.dialect = dialect
 
     def convert(self, input_dict, source_patterns, target_patterns, **kwargs):
         (scale,) = input_dict.values()
         scale = scale[0] if isinstance(scale, list) else scale
         return {
-            pattern.replace("*", str(e)): scale[e].clone()
+            pattern.replace("*", str(e)): self.dialect.encode_scale(scale[e]).clone()
             for pattern in target_patterns
             for e in range(len(scale))
         }
 
     @property
     def reverse_op(self):
-        return SharedScale()
+        return ScalePerExpert(self.dialect)
+
+
+class SmoothPerExpert(StackExperts):
+    """AWQ's vectors [K] of E experts -> [E, K]; two projections that read the same rows have the same."""
+
+    def convert(self, input_dict, source_patterns, target_patterns, full_layer_name="", **kwargs):
+        first, *others = (torch.stack(tensors) for tensors in input_dict.values())
+        if any(not torch.equal(first, other) for other in others):
+            raise ValueError(f"{full_layer_name}: gate and up have different pre_quant_scale, which no input can have")
+        return {target_patterns[0]: first}
+
+    @property
+    def reverse_op(self):
+        return _SmoothOfExperts(self.dim)
+
+
+class _SmoothOfExperts(ConversionOps):
+    supports_many_to_many = True
+
+    def __init__(self, dim: int):
+        self.dim = dim
+
+    def convert(self, input_dict, source_patterns, target_patterns, **kwargs):
+        (scale,) = input_dict.values()
+        scale = scale[0] if isinstance(scale, list) else scale
+        return {p.replace("*", str(e)): scale[e].clone() for p in target_patterns for e in range(len(scale))}
+
+    @property
+    def reverse_op(self):
+        return SmoothPerExpert(self.dim)
+
+
+class FusedExperts(ConversionOps):
+    """ModelOpt's stacks of all experts -> our parameters, which have K last and rows [gate; up].
+
+    Codes [E, in/2, out], block scales [E, in/16, out], biases [E, out], and one scale for the whole stack,
+    which every expert of the result has for itself.
+    """
+
+    def __init__(self, owner: Conversions):
+        self.owner = owner
+
+    def convert(self, input_dict, source_patterns, target_patterns, full_layer_name=None, **kwargs):
+        (tensor,) = input_dict.values()
+        tensor = tensor[0] if isinstance(tensor, list) else tensor
+        experts = self.owner.packed[full_layer_name.rpartition(".")[0]]
+        if tensor.numel() == 1:
+            scales = tensor.float().reshape(1).expand(experts.layout.num_experts)
+            return {target: scales.clone() for target in target_patterns}
+        if tensor.dim() == 3:
+            tensor = tensor.transpose(1, 2)
+        if experts.layout.interleaved and "gate_up_proj" in target_patterns[0]:
+            tensor = torch.cat([tensor[:, 0::2], tensor[:, 1::2]], dim=1)
+        return {target_patterns[0]: tensor.contiguous()}
+
+    @property
+    def reverse_op(self):
+        raise NotImplementedError("experts are saved one by one")
 
 
 class _Stacked(ConversionOps):
@@ -144,6 +207,11 @@ class ExpertsConverter(WeightConverter):
         self.owner: Conversions = owner
         self.only = only  # True: leave the tensors of experts that were not swapped alone
 
+    @property
+    def by_expert(self) -> bool:
+        """Whether the files have a tensor for each expert."""
+        return "*" in self.source_patterns[0]
+
     def _scoped_match(self, source_key):
         if self.only and source_key.rpartition(".")[0] in self.owner.excluded:
             return None
@@ -171,9 +239,9 @@ class ExpertsConverter(WeightConverter):
         experts = self.owner.packed.get(module_name)
         self.quantization_operation = None
         if loading_info is not None and experts is not None:
-            _check_sharding(module_name, experts)
+            _check_sharding(module_name, experts, self)
         if loading_info is None or experts is None or self.owner.pre_quantized:
-            return super().convert(layer_name, model, config, hf_quantizer, loading_info)
+            return super().convert(layer_name, model, config, hf_quantizer)  # without info, errors are raised
         if _is_merge(self.operations):
             sources = [self.collected_tensors.pop(p, []) for p in self.source_patterns]
             dense = _LazyExperts(sources)
@@ -239,16 +307,31 @@ class Conversions:
     packed         module name -> HFExperts, the swapped modules
     excluded       names of experts modules that keep their weights
     pre_quantized  the checkpoint is NVFP4 already
+    dialect        of the files, those that are loaded and those that are saved
+    style          how 4-bit files name experts (integrations/files.py); saved are always one by one
+    files          the converters that read 4-bit files
     """
 
-    def __init__(self, packed: dict[str, HFExperts], excluded: Iterable[str], recipe: str, pre_quantized: bool):
+    def __init__(
+        self,
+        packed: dict[str, HFExperts],
+        excluded: Iterable[str],
+        recipe: str,
+        pre_quantized: bool,
+        dialect: Dialect = MODELOPT,
+        style: str = "each",
+    ):
         self.packed, self.excluded = packed, frozenset(excluded)
         self.recipe, self.pre_quantized = recipe, pre_quantized
-        self._files: list[ExpertsConverter] = []
+        self.dialect, self.style = dialect, style
+        self.files: list[ExpertsConverter] = []
+        self._saved: list[ExpertsConverter] = []
+        self._dense: list[WeightConverter] = []  # save experts that were left alone
 
     def build(self, base: list) -> list:
         """The conversions to load with: `base` (the model's own) with ours in front."""
-        self._files, extra, kept = [], [], []
+        self._base = base
+        self._saved, self._dense, extra, kept = [], [], [], []
         covered: set[str] = set()
         for c in base:
             names = self._params_of(c)
@@ -256,9 +339,15 @@ class Conversions:
                 kept.append(c)
             elif _is_merge(c.operations) and all(s.endswith(".weight") for s in c.source_patterns):
                 covered |= names
-                self._files += self._packed_files(
-                    c._original_source_patterns, c._original_target_patterns[0], names, c
-                )
+                sources, target = c._original_source_patterns, c._original_target_patterns[0]
+                # Where codes have another name than dense weights, converters of their own are for those.
+                apart = self.dialect.weight != "weight"
+                self._saved += self._packed_files(sources, target, names, c, only=apart)
+                if apart and not self.pre_quantized:
+                    extra.append(self._converter(sources, target, _merge(sources), c))
+                if apart and self.excluded:
+                    self._dense.append(c)
+                    kept += [c] if self.pre_quantized else []
             elif self.pre_quantized:
                 kept.append(c)
             else:
@@ -271,18 +360,26 @@ class Conversions:
             for name in (experts.up_name, "down_proj"):
                 if f"{module_name}.{name}" not in covered:
                     covered |= {f"{m}.{name}" for m in self.packed if f".{m}".endswith(f".{suffix}")}
-                    self._files += self._own_files(suffix, name, experts)
+                    self._saved += self._own_files(suffix, name, experts)
                     if not self.pre_quantized:
                         extra += self._stacked_sources(suffix, name, experts, extra)
-        return self._files + extra + kept
+        self.files = self._saved
+        if self.style == "projection first":
+            self.files = [_projection_first(c) for c in self._saved]
+        elif self.style == "fused":
+            self.files = self._fused_files()
+        return self.files + extra + kept
 
     def for_saving(self, used: list) -> list:
         """The conversions whose reverse writes files, from those `used` while loading."""
-        kept = [c for c in used if not isinstance(c, ExpertsConverter) and not self._merges(c)]
-        return kept + self._files  # reversed when saving, so that ours are asked first
+        merges = lambda c: self._params_of(c) and _is_merge(c.operations)
+        kept = [c for c in used if not isinstance(c, ExpertsConverter) and not merges(c)]
+        return kept + self._dense + self._saved  # reversed when saving, so that ours are asked first
 
-    def _merges(self, c) -> bool:
-        return bool(self._params_of(c)) and _is_merge(c.operations)
+    def renew(self, used: list) -> list:
+        """`for_saving` again, after modules got other parameters."""
+        self.build(self._base)
+        return self.for_saving(used)
 
     def _params_of(self, c) -> set[str]:
         """The full names of packed parameters that converter `c` makes."""
@@ -294,7 +391,8 @@ class Conversions:
         return {n for n in names if f".{n}".endswith(target) and scope in n}
 
     def _converter(self, sources, target, operations, like=None, only=False) -> ExpertsConverter:
-        c = ExpertsConverter(list(sources), [target], list(operations), owner=self, only=only)
+        targets = [target] if isinstance(target, str) else target
+        c = ExpertsConverter(list(sources), targets, list(operations), owner=self, only=only)
         if like is not None:
             c.scope_prefix, c.base_model_prefix = like.scope_prefix, like.base_model_prefix
             c.force_cpu = like.force_cpu
@@ -307,17 +405,20 @@ class Conversions:
         before, dot, name = target.rpartition(".")
         stem = before + dot
         projections = ["gate_proj", "up_proj"] if len(sources) == 2 else [name]
+        suffix = lambda last: [s.removesuffix("weight") + last for s in sources]
+        d, scale = self.dialect, [ScalePerExpert(self.dialect)]
         files = [
-            self._converter(sources, target, merge, like, only),
-            self._converter([f"{s}_scale" for s in sources], f"{target}_sf", [as_bytes, *merge], like, only),
+            self._converter(suffix(d.weight), target, merge, like, only),
+            self._converter(suffix(d.sf), f"{target}_sf", [as_bytes, *merge], like, only),
         ]
-        for source, projection in zip(sources, projections, strict=True):
-            scale = f"{stem}{projection}_global_scale"
-            files.append(self._converter([f"{source}_scale_2"], scale, [StackExperts(0)], like, only))
-        shared = f"{stem}{projections[-1]}_input_scale"
-        if any(n.rpartition(".")[0] in self.packed and self._has(n, f"{projections[-1]}_input_scale") for n in names):
-            inputs = [s.removesuffix("weight") + "input_scale" for s in sources]
-            files.append(self._converter(inputs, shared, [SharedScale()], like, only))
+        for source, projection in zip(suffix(d.global_scale), projections, strict=True):
+            files.append(self._converter([source], f"{stem}{projection}_global_scale", scale, like, only))
+        for last, kind, operation in (
+            (d.input_scale, "input_scale", scale[0]), (PRE_QUANT_SCALE, PRE_QUANT_SCALE, SmoothPerExpert(0))
+        ):  # fmt: skip
+            shared = f"{projections[-1]}_{kind}"
+            if any(n.rpartition(".")[0] in self.packed and self._has(n, shared) for n in names):
+                files.append(self._converter(suffix(last), stem + shared, [operation], like, only))
         return files
 
     def _has(self, param_name: str, sibling: str) -> bool:
@@ -332,6 +433,25 @@ class Conversions:
         if experts.layout.bias is not None:
             biases = [f"{suffix}.*.{p}.bias" for p in parts]
             files.append(self._converter(biases, f"{suffix}.{name}_bias", _merge(biases), only=True))
+        return files
+
+    def _fused_files(self) -> list[ExpertsConverter]:
+        files = []
+        fused, as_bytes = FusedExperts(self), ViewDtype(torch.uint8, torch.float8_e4m3fn)
+        for suffix, experts in {_suffix(m): e for m, e in self.packed.items()}.items():
+            for name in (experts.up_name, "down_proj"):
+                stem, parts = f"{suffix}.{name}", ["gate_proj", "up_proj"] if name == "gate_up_proj" else [name]
+                files += [
+                    self._converter([stem], stem, [fused], only=True),
+                    self._converter([f"{stem}_weight_scale"], f"{stem}_sf", [as_bytes, fused], only=True),
+                ]
+                scales = [f"{suffix}.{part}_global_scale" for part in parts]
+                files.append(self._converter([f"{stem}_weight_scale_2"], scales, [fused], only=True))
+                if f"{parts[-1]}_input_scale" in experts._parameters:
+                    target = f"{suffix}.{parts[-1]}_input_scale"
+                    files.append(self._converter([f"{stem}_input_scale"], target, [fused], only=True))
+                if experts.layout.bias is not None:
+                    files.append(self._converter([f"{stem}_bias"], f"{stem}_bias", [fused], only=True))
         return files
 
     def _stacked_sources(self, suffix, name, experts, extra) -> list[ExpertsConverter]:
@@ -385,8 +505,24 @@ class Conversions:
         return out
 
 
-def _check_sharding(module_name: str, experts: HFExperts) -> None:
-    """The plan of tensor parallelism must cut our [E, N, K] tensors at whole blocks of 16."""
+def _projection_first(c: ExpertsConverter) -> ExpertsConverter:
+    """The same for files that number experts after the projection: experts.gate_proj.3."""
+    sources = [re.sub(r"experts\.\*\.(\w+)\.", r"experts.\1.*.", s) for s in c._original_source_patterns]
+    return c.copy(sources, c._original_target_patterns)
+
+
+def _check_sharding(module_name: str, experts: HFExperts, converter: ExpertsConverter) -> None:
+    """The plan of parallelism must cut our [E, N, K] tensors at whole blocks of 16, and files must be cut likewise."""
+    files = converter.owner
+    parallel = any(isinstance(p, DTensor) for p in experts.parameters())
+    if parallel and experts.smooth[0] is not None:
+        raise NotImplementedError(f"{module_name}: experts with AWQ's pre_quant_scale are not split over ranks yet")
+    if parallel and files.pre_quantized and (files.style == "fused" or files.dialect.scale_shape):
+        what = "stacks of experts" if files.style == "fused" else f"{files.dialect.name}'s scales"
+        raise NotImplementedError(
+            f"{module_name}: 4-bit files with {what} cannot be split over ranks as they are read: write them with "
+            "ModelOpt's names first, the same bytes (moe-nvfp4 quantize SRC DST --dialect modelopt)"
+        )
     for name in (experts.up_name, "down_proj"):
         codes, sf = getattr(experts, name), getattr(experts, f"{name}_sf")
         if not _splits_matrices(codes):
@@ -421,79 +557,3 @@ def _global_amax(dense, parts: int, param: DTensor) -> Tensor:
                 amax, torch.distributed.ReduceOp.MAX, group=param.device_mesh.get_group(dim)
             )
     return amax
-
-
-# ---------------------------------------------------------------- before a byte is loaded
-def verify_files(headers: dict[str, dict], model, conversions: list, owner: Conversions) -> None:
-    """Every tensor that the 4-bit experts need is in the files, with its dtype; no scale is extra.
-
-    headers: tensor name -> {"dtype", "shape"} of all checkpoint files. Raises ValueError.
-    """
-    # copies: asking for a name marks a conversion as used
-    renamings = [copy.copy(c) for c in conversions if not isinstance(c, WeightConverter)]
-    converters = [copy.copy(c) for c in conversions if isinstance(c, WeightConverter)]
-    state = model.state_dict()
-    needed = {f"{m}.{p}" for m, e in owner.packed.items() for p in e._parameters}
-    found: dict[str, dict[str | None, int]] = {}
-    for key, info in headers.items():
-        name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, state)
-        if name not in state and key in state:
-            name, pattern = key, None
-        last = key.rpartition(".")[2]
-        if name in needed:
-            counts = found.setdefault(name, {})
-            counts[pattern] = counts.get(pattern, 0) + 1
-            if owner.pre_quantized and pattern is not None and last in FILE_DTYPES:
-                if info["dtype"] != FILE_DTYPES[last]:
-                    raise ValueError(
-                        f"{key} has dtype {info['dtype']}, but NVFP4 experts need {FILE_DTYPES[last]} "
-                        "there: this file is not NVFP4, or this layer should be in the config's "
-                        "'ignore' list"
-                    )
-                _check_shape(key, last, info["shape"], name, owner)
-        elif last.endswith(SCALE_SUFFIXES) and name not in state:
-            raise ValueError(
-                f"{key} is a scale that nothing reads: loading on would give silently wrong numbers. "
-                "Either this layer is excluded in the config but quantized in the file, or the file "
-                "quantizes layers other than experts, which is not supported yet"
-            )
-    if not owner.pre_quantized:
-        needed = {f"{m}.{p}" for m, e in owner.packed.items() for p in (e.up_name, "down_proj")}
-    for name in sorted(needed - found.keys()):
-        raise ValueError(
-            f"nothing in the checkpoint gives {name}: its tensors are missing (or named in a way "
-            "this model does not know); download the checkpoint again"
-        )
-    if owner.pre_quantized:
-        _check_counts(found, owner)
-
-
-def _check_shape(key: str, last: str, shape: list[int], name: str, owner: Conversions) -> None:
-    module_name, _, param = name.rpartition(".")
-    param = owner.packed[module_name]._parameters[param]
-    if last in ("weight", "weight_scale"):
-        parts = 2 if name.endswith(("gate_up_proj", "gate_up_proj_sf")) else 1
-        rows = param.shape[1] // parts
-        expected = [rows, param.shape[2]]
-    else:
-        expected = []
-    if list(shape) != expected and not (expected == [] and list(shape) == [1]):
-        raise ValueError(
-            f"{key} has shape {list(shape)}, expected {expected} from the model's config: "
-            "the file belongs to another model, or its packing is not [out, in / 2]"
-        )
-
-
-def _check_counts(found: dict[str, dict[str | None, int]], owner: Conversions) -> None:
-    for converter in owner._files:
-        for name, counts in found.items():
-            if not set(counts) & set(converter.source_patterns):
-                continue
-            E = owner.packed[name.rpartition(".")[0]].layout.num_experts
-            for pattern in converter.source_patterns:
-                if counts.get(pattern, 0) != E:
-                    raise ValueError(
-                        f"{name}: the checkpoint has {counts.get(pattern, 0)} of {E} tensors "
-                        f"'{pattern.replace(chr(92), '')}': one scale or weight per expert is needed; "
-                        "a shard is missing or the file is damaged"
-                    )

@@ -264,4 +264,6 @@ class HFExperts(NVFP4Experts):
         index = torch.where((hidden_states != 0).any(dim=-1, keepdim=True), expert, E)
         own = self.own_gate if self.gate.kind == "raw" else None
         ones = torch.ones_like(index, dtype=torch.float32)
-        return moe_forward(hidden_states, index, ones, self.weights, own)
+        return moe_forward(
+            hidden_states, index, ones, self.weights, own, smooth=self.smooth, observe=self.observer
+        )

@@ -1,4 +1,4 @@
-"""The command line: moe-nvfp4 generate | quantize | verify | info | compare."""
+"""The command line: moe-nvfp4 generate | quantize | verify | calibrate | info | compare."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import sys
 import time
 from pathlib import Path
 
-from moe_nvfp4.quantize.convert import convert_checkpoint, readable_size
-from moe_nvfp4.quantize.dialects import DIALECTS
+from moe_nvfp4.quantize.convert import convert_checkpoint
+from moe_nvfp4.quantize.dialects import DIALECTS, read_config
 from moe_nvfp4.quantize.experts import DEFAULT_RECIPE, RECIPES
+from moe_nvfp4.quantize.plan import readable_size
 from moe_nvfp4.weights import ACTIVATIONS
 
 MODEL_HELP = "folder or hub name of a Hugging Face MoE model, 4-bit or not; 'demo' makes a small one"
@@ -60,6 +61,11 @@ def _parser() -> argparse.ArgumentParser:
             "--exclude", action="append", default=[], metavar="NAME",
             help="experts modules to leave as they are, wildcards allowed: 'model.layers.0.*'",
         )  # fmt: skip
+
+    def texts(sub: argparse.ArgumentParser, windows: int) -> None:
+        sub.add_argument("--text", type=Path, help="a text file (default for demo: a text of its own)")
+        sub.add_argument("--windows", type=int, default=windows, help=f"pieces of the text (default {windows})")
+        sub.add_argument("--window", type=int, default=512, help="tokens in each (default 512)")
 
     def device(sub: argparse.ArgumentParser) -> None:
         sub.add_argument("--device", default=None, help="cpu, cuda, cuda:1 (default: cuda where there is one)")
@@ -111,6 +117,17 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--against", type=Path, default=None, metavar="SRC", help="the checkpoint it was made from")
 
     sub = command(
+        "calibrate", calibrate, "add static activation scales",
+        "Load MODEL with 4-bit experts, run a text through it and write DST: the same weights, with an input_scale "
+        "for every expert, for W4A4 without a scale per token. Needs memory for the 4-bit model.",
+    )  # fmt: skip
+    sub.add_argument("model", metavar="MODEL", help=MODEL_HELP)
+    sub.add_argument("destination", metavar="DST", type=Path, help="folder to make; must not exist")
+    texts(sub, 4)
+    quantizing(sub)
+    device(sub)
+
+    sub = command(
         "info", info, "what is in a model",
         "List the experts of MODEL: layers, sizes, gate, format, bytes before and after, and what "
         "would be skipped and why. Reads headers and config only.",
@@ -124,9 +141,7 @@ def _parser() -> argparse.ArgumentParser:
         "experts (W4A16 and W4A4) against the original MODEL, on a text. Needs memory for both.",
     )  # fmt: skip
     sub.add_argument("model", metavar="MODEL", help=MODEL_HELP)
-    sub.add_argument("--text", type=Path, help="a text file (default for demo: a text of its own)")
-    sub.add_argument("--windows", type=int, default=12, help="how many pieces of the text (default 12)")
-    sub.add_argument("--window", type=int, default=512, help="tokens in each (default 512)")
+    texts(sub, 12)
     quantizing(sub)
     device(sub)
     return parser
@@ -200,6 +215,20 @@ def verify(args: argparse.Namespace) -> None:
         _say(line)
 
 
+def calibrate(args: argparse.Namespace) -> None:
+    from moe_nvfp4.integrations.huggingface import calibrate, set_activations
+
+    if args.destination.exists():
+        raise ValueError(f"{args.destination} exists: name a folder that does not, or remove it first")
+    text = _text(args)
+    model, tokenizer = _load(args.model, args.device, args.recipe, args.exclude, "nvfp4")
+    windows = _windows(args, tokenizer, text)
+    calibrate(model, windows[:, None])
+    set_activations(model, "nvfp4").save_pretrained(args.destination)
+    tokenizer.save_pretrained(args.destination)
+    _say(f"wrote {args.destination}: static scales from {windows.numel()} tokens")
+
+
 def info(args: argparse.Namespace) -> None:
     import torch
 
@@ -211,7 +240,7 @@ def info(args: argparse.Namespace) -> None:
     quantization = config.to_dict().get("quantization_config")
     chosen = MoeNvfp4Config(exclude=args.exclude)
     if quantization is not None:
-        if quantization.get("quant_method") not in ("modelopt", "moe_nvfp4"):
+        if read_config(quantization) is None:
             raise ValueError(f"{args.model} is quantized with {quantization.get('quant_method')!r}, not with NVFP4")
         chosen = MoeNvfp4Config.from_dict(quantization)
     with torch.device("meta"):
@@ -236,7 +265,7 @@ def info(args: argparse.Namespace) -> None:
         packed = sum(p.numel() * p.element_size() for p in experts.parameters())
         rows.append((name, type(module).__name__, layout, experts.gate, dense, packed))
     total = 2 * sum(p.numel() for p in model.parameters())
-    state = "bf16, would become NVFP4" if quantization is None else f"NVFP4 ({quantization.get('quant_algo')})"
+    state = "bf16, would become NVFP4" if quantization is None else f"NVFP4 of {chosen.dialect}"
     _say(f"{args.model}: {type(model).__name__}, {len(rows)} layers of experts, {state}")
     for name, kind, layout, gate, dense, packed in rows:
         shape = f"E {layout.num_experts}  H {layout.hidden_size}  I {layout.intermediate_size}"
@@ -261,21 +290,10 @@ def compare(args: argparse.Namespace) -> None:
     source = _resolve(args.model)
     if "quantization_config" in _config(source).to_dict():
         raise ValueError(f"{args.model} is quantized already: compare needs the original to compare with")
-    if args.text is not None:
-        text = args.text.read_text(errors="replace")
-    elif args.model == "demo":
-        from moe_nvfp4.demo import demo_text
-
-        text = demo_text()
-    else:
-        raise ValueError("name a text to evaluate on: --text FILE")
+    text = _text(args)
     original, tokenizer = _load(source, args.device, None, [], None)
     model, _ = _load(source, args.device, args.recipe, args.exclude, "bf16", tokenizer=False)
-    ids = tokenizer(text, return_tensors="pt").input_ids[0]
-    count = min(args.windows, len(ids) // args.window)
-    if count < 1:
-        raise ValueError(f"the text has {len(ids)} tokens: less than one window of {args.window}")
-    windows = ids[: count * args.window].view(count, args.window).to(original.device)
+    windows = _windows(args, tokenizer, text).to(original.device)
 
     names = {"bf16": "bf16", "W4A16": "bf16", "W4A4": "nvfp4"}
     sums = {name: torch.zeros(3, dtype=torch.float64) for name in names}  # nll, KL, top-1 equal
@@ -292,7 +310,7 @@ def compare(args: argparse.Namespace) -> None:
                 kl = (base.exp() * (base - log_p)).sum()
                 same = (log_p.argmax(-1) == base.argmax(-1)).sum()
                 sums[name] += torch.stack([nll, kl, same]).double().cpu()
-    tokens = count * (args.window - 1)
+    tokens = len(windows) * (args.window - 1)
     _say(f"{args.model}, recipe {args.recipe}, {tokens} tokens in windows of {args.window}")
     _say(f"{'':8s}{'perplexity':>12s}{'KL (nats)':>12s}{'top-1':>9s}")
     for name, (nll, kl, same) in ((n, (s / tokens).tolist()) for n, s in sums.items()):
@@ -300,6 +318,26 @@ def compare(args: argparse.Namespace) -> None:
 
 
 # ---------------------------------------------------------------- helpers
+def _text(args: argparse.Namespace) -> str:
+    """What --text names, or the demo's own text."""
+    if args.text is not None:
+        return args.text.read_text(errors="replace")
+    if args.model != "demo":
+        raise ValueError(f"name a text to {args.command} with: --text FILE")
+    from moe_nvfp4.demo import demo_text
+
+    return demo_text()
+
+
+def _windows(args: argparse.Namespace, tokenizer, text: str):
+    """int64 [count, window]: the first --windows pieces of the text."""
+    ids = tokenizer(text, return_tensors="pt").input_ids[0]
+    count = min(args.windows, len(ids) // args.window)
+    if count < 1:
+        raise ValueError(f"the text has {len(ids)} tokens: less than one window of {args.window}")
+    return ids[: count * args.window].view(count, args.window)
+
+
 def _folder(model: str) -> str:
     """The folder of a model: as named, or of the hub model in the local cache."""
     source = _resolve(model)

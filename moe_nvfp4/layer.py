@@ -1,4 +1,4 @@
-"""The layer: `NVFP4Experts`, a drop-in for the experts module of a Hugging Face MoE model.
+"""The layers: `NVFP4Experts`, a drop-in for the experts module of a Hugging Face MoE model, and `NVFP4Linear`.
 
     x, top-k ids ── group_by_expert ── quantize_rows ── gemm1_swiglu ── gemm2_combine ── y
 
@@ -153,13 +153,17 @@ def moe_forward(
     weights: ExpertWeights,
     own_gate: Callable[[Tensor], Tensor] | None = None,
     post_expert_norm: Callable[[Tensor], Tensor] | None = None,
+    smooth: tuple[Tensor | None, Tensor | None] = (None, None),
+    observe: Callable[[Tensor, Tensor], None] | None = None,
 ) -> Tensor:
     """The MoE experts: y[t] = sum_j top_k_weights[t, j] * expert[top_k_index[t, j]](x[t]).
 
     x [T, H] bf16, fp16 or fp32; top_k_index [T, top_k] integer (num_experts or -1: skip the slot);
     top_k_weights [T, top_k] floating; returns [T, H] in x's dtype. `own_gate` maps GEMM 1's output
     [R, 2I] to h [R, I] when the gate of `weights` is "raw"; `post_expert_norm` acts on every
-    expert's output [T * top_k, H] before it is weighted.
+    expert's output [T * top_k, H] before it is weighted. `smooth` (AWQ's pre_quant_scale): [E, H] and [E, I],
+    which multiply an expert's rows of x and of h. `observe` is called with x and h as they enter the GEMMs
+    (activations "bf16": before any quantization).
     """
     if x.dim() != 2 or x.shape[1] != weights.hidden_size or x.shape[0] != top_k_index.shape[0]:
         raise ValueError(
@@ -171,7 +175,8 @@ def moe_forward(
             f"x is {x.dtype}, but these weights are in the layout of the Hopper kernels, which take bf16: "
             "call unpack() on the NVFP4Experts modules, or run the model in bf16"
         )
-    alone = own_gate is None and post_expert_norm is None and weights.gate.kind != "raw"
+    plain = own_gate is None and post_expert_norm is None and weights.gate.kind != "raw"
+    alone = plain and smooth[0] is None and smooth[1] is None and observe is None
     if alone and x.dtype == torch.bfloat16 and on_hopper(x.device) and supports_hopper(weights):
         check_ids(top_k_index)
         return _experts(x, top_k_index, top_k_weights, weights.tensors(), weights.spec)
@@ -180,12 +185,21 @@ def moe_forward(
     tensors, spec = weights.tensors(), weights.spec
     quantized = weights.activations == "nvfp4"
 
-    rows = [x, None, None, groups.token]
+    values, index = x, groups.token
+    if smooth[0] is not None:
+        values, index = _smooth(x[groups.token], smooth[0], groups), None
+    rows = [values, None, None, index]
     if quantized:
-        rows = [*_quantize_rows(x, groups.token, weights.x_scale, order, offsets), None]
-    h = _gemm1_swiglu(rows, tensors, spec, order, offsets, x.dtype)
+        rows = [*_quantize_rows(values, index, weights.x_scale, order, offsets), None]
+    # h that is to be smoothed comes back unquantized
+    first = tensors if smooth[1] is None else replace(weights, h_scale=None).tensors()
+    h = _gemm1_swiglu(rows, first, spec, order, offsets, x.dtype)
     if own_gate is not None:
         h = [own_gate(h[0])]
+    if smooth[1] is not None:
+        h = [_smooth(h[0], smooth[1], groups)]
+    if observe is not None:
+        observe(values, h[0])
     if quantized and len(h) == 1:
         h = _quantize_rows(h[0], None, weights.h_scale, order, offsets)
     h = [*h, *[None] * (4 - len(h))]
@@ -199,6 +213,12 @@ def moe_forward(
     y = post_expert_norm(y).view(T, top_k, x.shape[1]).float() * top_k_weights[..., None].float()
     here = (top_k_index >= 0) & (top_k_index < weights.num_experts)
     return y.masked_fill(~here[..., None], 0.0).sum(dim=1).to(x.dtype)
+
+
+def _smooth(rows: Tensor, scale: Tensor, groups: Groups) -> Tensor:
+    """Rows [R, K] times their expert's scale [E, K]; rows of nobody times any."""
+    expert = groups.expert_of_row().clamp(max=scale.shape[0] - 1)
+    return rows * scale[expert].to(rows.dtype)
 
 
 def supports_hopper(weights: ExpertWeights) -> bool:
@@ -248,6 +268,7 @@ class NVFP4Experts(nn.Module):
     gate_up_proj_bias, down_proj_bias           [E, 2I], [E, H], with `bias`
     up_proj_input_scale, down_proj_input_scale  fp32 [E], with `input_scale`: static activation
                                                 scales for activations="nvfp4"
+    up_proj_pre_quant_scale, down_proj_pre_quant_scale  [E, H], [E, I], after `add_pre_quant_scales`
 
     On a Hopper GPU the first call brings codes and block scales into the layout of its kernels (see
     `prepare`); `state_dict` and whatever moves or loads parameters finds them as above again.
@@ -272,6 +293,7 @@ class NVFP4Experts(nn.Module):
         self.num_experts, self.gate, self.activations = num_experts, gate, activations
         self.hidden_size, self.intermediate_size = hidden_size, intermediate_size
         self.post_expert_norm: nn.Module | None = None
+        self.observer: Callable[[Tensor, Tensor], None] | None = None  # while scales are calibrated
         self._packed: dict = {}  # what `unpack` needs to know about each projection
         self._packed_sizes: tuple[int, int] | None = None
         self._packed_for: tuple[torch.dtype, str] | None = None
@@ -328,6 +350,22 @@ class NVFP4Experts(nn.Module):
             for key, tensor in tensors.items():
                 getattr(self, key).data[e] = tensor
 
+    def set_input_scales(self, x_scale: Tensor, h_scale: Tensor) -> None:
+        """Static activation scales, fp32 0-d each, for all experts."""
+        for name, scale in (("up_proj", x_scale), ("down_proj", h_scale)):
+            scales = scale.detach().float().repeat(self.num_experts).to(self.down_proj.device)
+            self.register_parameter(f"{name}_input_scale", nn.Parameter(scales, requires_grad=False))
+
+    def add_pre_quant_scales(self, dtype: torch.dtype) -> None:
+        """AWQ: parameters, ones at first, that multiply x and h before the GEMMs."""
+        for name, K in (("up_proj", self.hidden_size), ("down_proj", self.intermediate_size)):
+            ones = torch.ones(self.num_experts, K, dtype=dtype, device=self.down_proj.device)
+            self.register_parameter(f"{name}_pre_quant_scale", nn.Parameter(ones, requires_grad=False))
+
+    @property
+    def smooth(self) -> tuple[Tensor | None, Tensor | None]:
+        return tuple(self._parameters.get(f"{name}_pre_quant_scale") for name in ("up_proj", "down_proj"))
+
     @property
     def projections(self) -> tuple[str, ...]:
         """The projections as checkpoints name them."""
@@ -375,7 +413,8 @@ class NVFP4Experts(nn.Module):
             return
         self.unpack()
         device, weights = getattr(self, self.up_name).device, self.weights
-        stages = self.activations == "nvfp4" and self.post_expert_norm is not None  # NVFP4 rows between stages
+        between = self.post_expert_norm is not None or any(s is not None for s in self.smooth)
+        stages = self.activations == "nvfp4" and between  # NVFP4 rows go from stage to stage by themselves
         if dtype != torch.bfloat16 or hasattr(self, "_hf_hook") or stages or not supports_hopper(weights):
             return
         if on_hopper(device):
@@ -423,11 +462,79 @@ class NVFP4Experts(nn.Module):
         if not torch.compiler.is_compiling():
             self.prepare(hidden_states.dtype)
         own_gate = self.own_gate if self.gate.kind == "raw" else None
-        return moe_forward(hidden_states, top_k_index, top_k_weights, self.weights, own_gate, self.post_expert_norm)
+        return moe_forward(
+            hidden_states, top_k_index, top_k_weights, self.weights, own_gate, self.post_expert_norm, self.smooth,
+            self.observer,
+        )  # fmt: skip
 
     def extra_repr(self) -> str:
         return (
             f"num_experts={self.num_experts}, hidden_size={self.hidden_size}, "
             f"intermediate_size={self.intermediate_size}, gate={self.gate.kind}, "
+            f"activations={self.activations!r}"
+        )
+
+
+class NVFP4Linear(nn.Module):
+    """A linear layer with 4-bit weights: y = x · wᵀ + bias. It is GEMM 2 of a layer with one expert.
+
+    forward(x [..., K]) -> [..., N] in x's dtype; sums in fp32, rounded once.
+
+    Parameters (frozen): weight uint8 [N, K/2], weight_sf uint8 [N, K/16], weight_global_scale fp32 [1]; bias [N],
+    with `bias`; input_scale fp32 [1], with `input_scale`: the static global scale of the rows for
+    activations="nvfp4" (without it, one scale per row); pre_quant_scale [K], with `pre_quant_scale`: a dtype:
+    x is multiplied by it first (AWQ).
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: torch.dtype | None = None,
+        activations: str = "bf16",
+        input_scale: bool = False,
+        pre_quant_scale: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ):
+        super().__init__()
+        if activations not in ACTIVATIONS:
+            raise ValueError(f"activations must be one of {ACTIVATIONS}, got {activations!r}")
+        if in_features % 16:
+            raise ValueError(f"in_features = {in_features} is not a multiple of 16, the NVFP4 block")
+        self.in_features, self.out_features, self.activations = in_features, out_features, activations
+        K, N = in_features, out_features
+        sizes = {
+            "weight": ((N, K // 2), torch.uint8),
+            "weight_sf": ((N, K // 16), torch.uint8),
+            "weight_global_scale": ((1,), torch.float32),
+            "bias": ((N,), bias),
+            "input_scale": ((1,), torch.float32 if input_scale else None),
+            "pre_quant_scale": ((K,), pre_quant_scale),
+        }
+        for name, (shape, dtype) in sizes.items():
+            zeros = None if dtype is None else torch.zeros(shape, dtype=dtype, device=device)
+            self.register_parameter(name, None if zeros is None else nn.Parameter(zeros, requires_grad=False))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        if self.pre_quant_scale is not None:
+            rows = rows * self.pre_quant_scale.to(rows.dtype)
+        T, device = rows.shape[0], rows.device
+        # the stages read the second GEMM's weights only; they count experts on the first's
+        codes, sf, scale = self.weight[None], self.weight_sf[None], self.weight_global_scale
+        bias = None if self.bias is None else self.bias[None]
+        w = ExpertWeights(SILU, self.activations, codes, sf, scale, scale, codes, sf, scale, None, bias)
+        order = torch.arange(T, dtype=torch.int32, device=device)
+        offsets = torch.arange(2, dtype=torch.int32, device=device) * T
+        h = [rows, None, None, None]
+        if self.activations == "nvfp4":
+            h = [*_quantize_rows(rows, None, self.input_scale, order, offsets), None]
+        ones = torch.ones(T, 1, device=device)
+        y = _gemm2_combine(h, w.tensors(), w.spec, order, offsets, ones, x.dtype)
+        return y.view(*x.shape[:-1], self.out_features)
+
+    def extra_repr(self) -> str:
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
             f"activations={self.activations!r}"
         )

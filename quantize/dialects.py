@@ -37,6 +37,11 @@ class Dialect:
     def suffixes(self) -> tuple[str, str, str, str]:
         return self.weight, self.sf, self.global_scale, self.input_scale
 
+    @property
+    def scale_shape(self) -> tuple[int, ...]:
+        """The shape of a stored global scale."""
+        return (1,) if self.reciprocal else ()
+
     def decode_scale(self, stored: Tensor) -> Tensor:
         """A stored global scale, any shape of one element or more -> fp32, the direction that multiplies."""
         stored = stored.float()
@@ -61,7 +66,7 @@ COMPRESSED_TENSORS = Dialect(
 DIALECTS = {d.name: d for d in (MODELOPT, COMPRESSED_TENSORS)}
 
 # quant_algo of ModelOpt -> activations
-ALGOS = {"NVFP4": "nvfp4", "W4A16_NVFP4": "bf16"}
+ALGOS = {"NVFP4": "nvfp4", "W4A16_NVFP4": "bf16", "NVFP4_AWQ": "nvfp4"}
 
 
 @dataclass(frozen=True)
@@ -83,10 +88,11 @@ class QuantizationInfo:
     extra: dict = field(default_factory=dict)
 
     def ignores(self, module: str) -> bool:
-        return any(_matches(pattern, module) for pattern in self.ignore)
+        return any(matches(pattern, module) for pattern in self.ignore)
 
 
-def _matches(pattern: str, module: str) -> bool:
+def matches(pattern: str, module: str) -> bool:
+    """Whether an entry of an `ignore` list names `module`: a name, a wildcard, or `re:` and an expression."""
     if pattern.startswith("re:"):
         return re.match(pattern[3:], module) is not None
     return fnmatchcase(module, pattern) or module == pattern or module.startswith(pattern.rstrip("*.") + ".")
@@ -136,6 +142,14 @@ def _compressed_tensors(q: Mapping) -> QuantizationInfo | None:
     formats = {g.get("format") or q.get("format") for g in groups.values()} or {q.get("format")}
     if "nvfp4-pack-quantized" not in formats:
         return None
+    transforms = (q.get("transform_config") or {}).get("config_groups")
+    sparsity = (q.get("sparsity_config") or {}).get("format", "dense")
+    if transforms or sparsity != "dense":
+        what = "transforms (rotations)" if transforms else f"sparsity {sparsity!r}"
+        raise ValueError(
+            f"compressed-tensors files with {what} are not read: load them with the tool that wrote them, or quantize "
+            "the original checkpoint (moe-nvfp4 quantize SRC DST)"
+        )
     activations = "bf16"
     for group in groups.values():
         if (group.get("format") or q.get("format")) != "nvfp4-pack-quantized":
@@ -143,7 +157,14 @@ def _compressed_tensors(q: Mapping) -> QuantizationInfo | None:
         weights = group.get("weights") or {}
         if weights.get("group_size", 16) != 16 or weights.get("num_bits", 4) != 4:
             raise ValueError(f"nvfp4-pack-quantized has 4 bits in blocks of 16, the config group says {weights}")
-        if group.get("input_activations"):
+        inputs = group.get("input_activations")
+        if inputs and inputs.get("num_bits", 4) != 4:
+            bits = inputs["num_bits"]
+            raise ValueError(
+                f"NVFP4 weights with activations of {bits} bits (W4A{bits}) are not computed "
+                "here: load them with the tool that wrote them, or set input_activations to null in config.json (W4A16)"
+            )
+        if inputs:
             activations = "nvfp4"
     kv = q.get("kv_cache_scheme")
     return QuantizationInfo(
@@ -158,10 +179,13 @@ def _unsupported(algo: str | None) -> str:
     )
 
 
-def write_config(dialect: Dialect, ignore: list[str], input_scale: bool, own: dict, version: str) -> dict:
+def write_config(
+    dialect: Dialect, ignore: list[str], input_scale: bool, own: dict, version: str, pre_quant_scale: bool = False
+) -> dict:
     """The `quantization_config` of config.json for files in `dialect`; `own` is kept under "moe_nvfp4".
 
     input_scale: the files hold static activation scales (W4A4), else weights only are quantized (W4A16).
+    pre_quant_scale: they hold AWQ's, which only ModelOpt's dialect has a name for.
     """
     if dialect is MODELOPT:
         numbers = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}
@@ -170,7 +194,7 @@ def write_config(dialect: Dialect, ignore: list[str], input_scale: bool, own: di
             group["input_activations"] = dict(numbers)
         return {
             "quant_method": "modelopt",
-            "quant_algo": "NVFP4" if input_scale else "W4A16_NVFP4",
+            "quant_algo": "NVFP4_AWQ" if pre_quant_scale else "NVFP4" if input_scale else "W4A16_NVFP4",
             "config_groups": {"group_0": group},
             "ignore": ignore,
             "producer": {"name": "moe_nvfp4", "version": version},

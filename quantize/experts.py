@@ -148,15 +148,14 @@ def _squared_error(
     a = |x| / scale; the sum is by halves (places k and k + 8, then k + 4, ...), so that it is the
     same everywhere.
     """
-    a, magic, code = scratch
+    a, power, code = scratch
     sf = sf.float()
     torch.div(planes, torch.where(sf == 0, torch.inf, sf * global_scale), out=a)
     # e2m1 has one mantissa bit, and spacing 0.5 up to 2. float32 rounds to that (ties to even) when
     # 2^22 times a's power of two, held between 1 and 4, is added and taken off again.
-    bits = magic.view(torch.int32)
-    torch.bitwise_and(a.view(torch.int32), 0x7F800000, out=bits)
-    bits.clamp_(0x3F800000, 0x40800000).add_(22 << 23)
-    torch.add(a, magic, out=code).sub_(magic).clamp_(max=6.0)
+    bits = power.view(torch.int32)
+    torch.bitwise_and(a.view(torch.int32), 0x7F800000, out=bits).clamp_(0x3F800000, 0x40800000)
+    torch.add(a, power, alpha=2**22, out=code).sub_(power, alpha=2**22).clamp_(max=6.0)
     a.sub_(code)
     return _fold(torch.add, a.mul_(a)) * (sf * sf)
 

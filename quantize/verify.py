@@ -11,8 +11,10 @@ from dataclasses import dataclass, field
 import torch
 
 from moe_nvfp4.quantize.checkpoint import TORCH_DTYPES, Checkpoint, Stored, open_checkpoint
-from moe_nvfp4.quantize.convert import DENSE, KV_SCALE, PER_EXPERT, SCALES, Matrix, nvfp4_matrix, source_matrices
 from moe_nvfp4.quantize.dialects import Dialect, read_config
+from moe_nvfp4.quantize.matrices import Matrix, nvfp4_matrix
+from moe_nvfp4.quantize.names import DENSE, KV_SCALE, PER_EXPERT, PRE_QUANT_SCALE, SCALES
+from moe_nvfp4.quantize.plan import source_matrices
 from moe_nvfp4.weights import check_block_scales, check_global_scale
 
 PIECE = 1 << 22  # elements read at once
@@ -105,6 +107,11 @@ def _check_matrix(stem: str, checkpoint: Checkpoint, dialect: Dialect) -> list[s
         check_block_scales(sf.read(at, min(PIECE, sf.size - at)), names[1])
     for at in range(0, weight.size, PIECE):
         weight.read(at, min(PIECE, weight.size - at))
+    smooth = checkpoint.tensors.get(f"{stem}.{PRE_QUANT_SCALE}")
+    if smooth is not None:
+        if smooth.dtype not in DENSE or smooth.shape != (2 * weight.shape[1],) or not smooth.tensor().isfinite().all():
+            raise ValueError(f"{stem}.{PRE_QUANT_SCALE} {list(smooth.shape)} must be finite, one for each column")
+        names, found = [*names, f"{stem}.{PRE_QUANT_SCALE}"], [*found, smooth]
     return [n for n, stored in zip(names, found, strict=True) if stored is not None]
 
 

@@ -1,5 +1,10 @@
 """What the tests share: one scalar for the error of a GEMM, and the one table of thresholds."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import torch
 from torch import Tensor
 
@@ -15,3 +20,44 @@ def relative_error(a: Tensor, b: Tensor) -> float:
     assert a.shape == b.shape, f"{tuple(a.shape)} is compared with {tuple(b.shape)}"
     a, b = a.detach().cpu().double(), b.detach().cpu().double()
     return ((a - b).norm() / b.norm().clamp(min=torch.finfo(torch.float64).tiny)).item()
+
+
+_PEAK = """
+import sys, threading, time
+import torch
+torch.set_num_threads(1)
+from transformers import AutoModelForCausalLM
+from moe_nvfp4.integrations.huggingface import MoeNvfp4Config
+
+def anonymous():
+    with open("/proc/self/status") as f:
+        return next(int(line.split()[1]) * 1024 for line in f if line.startswith("RssAnon"))
+
+peak, done = 0, False
+def watch():
+    global peak
+    while not done:
+        peak = max(peak, anonymous())
+        time.sleep(0.002)
+
+import transformers.models.qwen3_moe.modeling_qwen3_moe  # its code is not the checkpoint's memory
+base = anonymous()
+threading.Thread(target=watch, daemon=True).start()
+model = AutoModelForCausalLM.from_pretrained(
+    sys.argv[1], dtype=torch.bfloat16, ARGUMENTS)
+done = True
+time.sleep(0.01)
+result = sum(p.numel() * p.element_size() for p in model.parameters())
+print(peak - base, result)
+"""
+
+
+def peak_while_loading(path, arguments: str = "") -> tuple[int, int]:
+    """from_pretrained(path, arguments): (peak of anonymous memory above the start, bytes of the parameters)."""
+    root = str(Path(__file__).parent.parent)
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}
+    command = [sys.executable, "-c", _PEAK.replace("ARGUMENTS", arguments), str(path)]
+    run = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    peak, result = map(int, run.stdout.split())
+    return peak, result

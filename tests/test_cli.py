@@ -48,7 +48,7 @@ def test_quantize_info_generate(folder, tmp_path, capsys):
     capsys.readouterr()
     run("info", destination)
     said = capsys.readouterr().out
-    assert re.search(r"1 layers of experts, NVFP4 \(W4A16_NVFP4\)", said)
+    assert re.search(r"1 layers of experts, NVFP4 of modelopt", said)
     assert re.search(r"model.layers.1.mlp.experts +Qwen3MoeExperts +E 8  H 64  I 48 +silu", said)
     assert re.search(r"model.layers.0.mlp.experts +left as it is: excluded", said)
     run("info", folder)
@@ -57,7 +57,12 @@ def test_quantize_info_generate(folder, tmp_path, capsys):
     assert "2 layers of experts, bf16, would become NVFP4" in said
     assert f"experts: {2 * 147456 / 1e3:.1f} KB in bf16" in said
 
-    for source in (folder, destination):
+    other = tmp_path / "out" / "other"
+    run("quantize", destination, other, "--dialect", "compressed-tensors")
+    capsys.readouterr()
+    run("info", other)
+    assert "1 layers of experts, NVFP4 of compressed-tensors" in capsys.readouterr().out
+    for source in (folder, destination, other):
         run("generate", source, "--raw", "--prompt", "Hello", "--max-new-tokens", 5, "--device", "cpu")
         said = capsys.readouterr().out
         assert re.search(r"speed: +[\d.]+ tokens/s over 5 tokens", said)
@@ -74,6 +79,20 @@ def test_compare(folder, tmp_path, capsys):
     assert rows["bf16"][1:] == [0.0, 100.0]
     assert 0 < rows["W4A16"][1] < rows["W4A4"][1], "activations in 4 bits cost more"
     assert "93 tokens in windows of 32" in said
+
+
+def test_calibrate(folder, tmp_path, capsys):
+    text = tmp_path / "text.txt"
+    text.write_text("abcdefgh ijkl mnop " * 20)
+    run("calibrate", folder, tmp_path / "static", "--text", text, "--window", 32, "--windows", 3, "--device", "cpu")
+    assert "static scales from 96 tokens" in capsys.readouterr().out
+    found = tensors(tmp_path / "static")
+    scales = {k: v.item() for k, v in found.items() if k.endswith("up_proj.input_scale")}
+    assert len(scales) == 16 and len(set(scales.values())) == 2, "every expert has its layer's"
+    run("verify", tmp_path / "static")
+    run("generate", tmp_path / "static", "--raw", "--prompt", "Hello", "--max-new-tokens", 5, "--device", "cpu")
+    run("calibrate", folder, tmp_path / "static", "--text", text, expect=2)
+    assert "exists: name a folder that does not" in capsys.readouterr().err
 
 
 def test_an_interrupted_quantize_leaves_nothing(folder, tmp_path, monkeypatch, capsys):
@@ -130,7 +149,7 @@ def test_mistakes_are_one_line_and_exit_code_2(folder, tmp_path, capsys):
 
 def test_help_teaches(capsys):
     for args in (["--help"], ["generate", "--help"], ["quantize", "--help"], ["info", "--help"], ["compare", "--help"],
-                 ["verify", "--help"]):  # fmt: skip
+                 ["verify", "--help"], ["calibrate", "--help"]):  # fmt: skip
         with pytest.raises(SystemExit) as stop:
             cli.main(args)
         assert stop.value.code == 0

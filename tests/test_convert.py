@@ -24,11 +24,12 @@ from safetensors.torch import save_file
 from moe_nvfp4 import cli
 from moe_nvfp4.format import decode, dequantize, pack
 from moe_nvfp4.integrations.huggingface import MoeNvfp4Config
-from moe_nvfp4.quantize import convert
+from moe_nvfp4.quantize import jobs
 from moe_nvfp4.quantize.checkpoint import INDEX, ShardWriter, Stored, open_checkpoint, read_header
 from moe_nvfp4.quantize.convert import convert_checkpoint
 from moe_nvfp4.quantize.dialects import COMPRESSED_TENSORS, DIALECTS, MODELOPT, read_config
 from moe_nvfp4.quantize.experts import RECIPES, quantize_matrix
+from moe_nvfp4.quantize.names import STACKS
 from moe_nvfp4.quantize.verify import verify_checkpoint
 from tests.models import (
     FAMILIES,
@@ -58,9 +59,9 @@ def saved(tmp_path, family, name="bf16", dtype=torch.bfloat16, **kwargs):
 
 
 def loaded(source, **options):
-    kind = "TokenClassification" if "TokenClassification" in config_of(source)["architectures"][0] else "CausalLM"
-    auto = getattr(transformers, f"AutoModelFor{kind}")
-    return auto.from_pretrained(source, **({"quantization_config": MoeNvfp4Config(**options)} if options else {}))
+    (name,) = config_of(source)["architectures"]
+    quantizing = {"quantization_config": MoeNvfp4Config(**options)} if options else {}
+    return getattr(transformers, name).from_pretrained(source, **quantizing)
 
 
 def loaded_and_saved(source, destination, **options):
@@ -125,7 +126,28 @@ def privacy_filter():
         **SMALL, intermediate_size=48, num_local_experts=4, num_experts_per_tok=2))  # fmt: skip
 
 
-MORE = [qwen3_next, qwen3_5_moe, aria, privacy_filter]
+def inkling2():
+    """Interleaved rows, without being transposed."""
+    from transformers import Inkling2ForCausalLM, Inkling2TextConfig
+
+    return Inkling2ForCausalLM(Inkling2TextConfig(
+        **SMALL, unpadded_vocab_size=96, swa_num_attention_heads=4, swa_num_key_value_heads=2, swa_head_dim=16,
+        sliding_window_size=8, rel_extent=16, moe_intermediate_size=48, n_routed_experts=4,
+        num_experts_per_tok=2))  # fmt: skip
+
+
+def step3p7():
+    """A stack for each projection."""
+    from transformers import Step3p7Config, Step3p7ForConditionalGeneration
+
+    text = dict(**SMALL, intermediate_size=96, moe_intermediate_size=48, share_expert_dim=48, n_routed_experts=4,
+                num_experts_per_tok=2, mlp_layer_types=["sparse", "sparse"])  # fmt: skip
+    vision = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, patch_size=4,
+                  image_size=16)  # fmt: skip
+    return Step3p7ForConditionalGeneration(Step3p7Config(text_config=text, vision_config=vision))
+
+
+MORE = [qwen3_next, qwen3_5_moe, aria, privacy_filter, inkling2, step3p7]
 
 
 @pytest.fixture(scope="module")
@@ -165,7 +187,7 @@ def test_equals_the_loader(family, saved_families, tmp_path):
     renamed = lambda n: n.replace(".block_sparse_moe.", ".mlp.").replace("backbone.", "model.").removesuffix(".layer")
     missing = {renamed(n) for n in ignored} - {renamed(n) for n in ours_ignored}
     assert not {n for n in missing if n.replace(".*.", ".1.") + ".weight" in tensors(ours)}
-    for sub in ("attn_config", "ffn_config"):  # DBRX: loading writes the dtype into its sub-configs
+    for sub in ("attn_config", "ffn_config", "text_config", "vision_config"):  # loading writes the dtype there too
         a.get(sub, {}).pop("dtype", None), b.get(sub, {}).pop("dtype", None)
     assert a == b
     same_tensors(theirs, loaded_and_saved(ours, tmp_path / "again"), but=widened)
@@ -212,16 +234,18 @@ def test_qwen3_vl_moe_in_both_orientations(transposed, tmp_path):
         converted(source, tmp_path / "c")
 
 
-@pytest.mark.parametrize("kind", sorted(convert.STACKS))
+@pytest.mark.parametrize("kind", sorted(STACKS))
 def test_every_stacked_family_by_hand(kind, tmp_path):
     """The table of layouts, entry by entry, against tensors laid out here."""
-    stack = convert.STACKS[kind]
+    stack = STACKS[kind]
     if stack.transposed is None:
         pytest.skip("has a test of its own")
     up, down = torch.randn(3, 96, 64).bfloat16(), torch.randn(3, 64, 48).bfloat16()
     gate_up = up.unflatten(1, (2, 48)).transpose(1, 2).flatten(1, 2) if stack.interleaved else up
     swap = lambda t: t.transpose(1, 2).contiguous() if stack.transposed else t.contiguous()
     files = {f"model.layers.0.{stack.up}": swap(gate_up), f"model.layers.0.{stack.down}": swap(down)}
+    if stack.gate:
+        files |= {f"model.layers.0.{stack.up}": up[:, 48:].clone(), f"model.layers.0.{stack.gate}": up[:, :48].clone()}
     if stack.bias:
         files |= {
             f"model.layers.0.{n}_bias": t[..., 0].contiguous() for n, t in ((stack.up, gate_up), (stack.down, down))
@@ -242,10 +266,11 @@ def test_the_table_agrees_with_transformers():
     for path in models.glob("*/modeling_*.py"):
         for flags in re.findall(r"^@use_experts_implementation(.*)\nclass \w+", path.read_text(), re.M):
             for kind in (path.parent.name, f"{path.parent.name}_text"):
-                stack = convert.STACKS.get(kind)
+                stack = STACKS.get(kind)
                 if stack is not None and stack.transposed is not None:
                     assert stack.transposed == ("is_transposed=True" in flags), kind
-                    assert stack.interleaved == ("is_concatenated=False" in flags), kind
+                    # Inkling 2's files interleave, its module does not
+                    assert stack.interleaved == ("is_concatenated=False" in flags or kind == "inkling2_text"), kind
                     assert stack.bias == ("has_bias=True" in flags), kind
                     seen.add(kind)
     assert len(seen) >= 8
@@ -373,8 +398,8 @@ def test_matrices_larger_than_a_piece(tmp_path, monkeypatch):
         source = saved(tmp_path, family, f"{i}")
         whole = converted(source, tmp_path / f"{i}-whole")
         with monkeypatch.context() as patch:
-            patch.setattr(convert, "CHUNK", 64 * 7)
-            patch.setattr(convert, "COPY", 100)
+            patch.setattr(jobs, "CHUNK", 64 * 7)
+            patch.setattr(jobs, "COPY", 100)
             same_files(whole, converted(source, tmp_path / f"{i}-pieces", workers=3))
 
 
@@ -450,8 +475,15 @@ def test_mxfp4(recipe, tmp_path):
         assert torch.equal(found[f"{stem}.{e}.down_proj.bias"], files[f"{stem}.down_proj_bias"][e])
     report = verify_checkpoint(tmp_path / "b", source)
     assert (report.layers[stem].relative == 0) == (recipe != "max")
-    with pytest.raises(ValueError, match="MXFP4, which one config cannot name"):
-        converted(source, tmp_path / "c", exclude=["*"])
+    # excluded experts become dense as gpt-oss keeps them, [E, in, out]
+    config["num_hidden_layers"] = 2
+    other = {name.replace("layers.0", "layers.1"): tensor.clone() for name, tensor in files.items()}
+    two = folder(tmp_path / "two", files | other, config)
+    kept = tensors(converted(two, tmp_path / "c", recipe=recipe, exclude=["model.layers.0.*"]))
+    for name, w in dense.items():
+        assert torch.equal(kept[f"{stem}.{name}"].float(), w.transpose(1, 2)) and f"{stem}.{name}_bias" in kept
+    same = {n: t for n, t in found.items() if n.startswith(stem)}
+    assert all(as_bytes(kept[n.replace("layers.0", "layers.1")]) == as_bytes(t) for n, t in same.items())
 
 
 # ---------------------------------------------------------------- other people's readers
@@ -518,12 +550,12 @@ def command(source, destination, *options):
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
 SLOWED = """
 import sys, time
-from moe_nvfp4.quantize import convert
-whole = convert.quantize_matrix
+from moe_nvfp4.quantize import convert, jobs
+whole = jobs.quantize_matrix
 def slow(*args):
     time.sleep(0.003)
     return whole(*args)
-convert.quantize_matrix = slow
+jobs.quantize_matrix = slow
 convert.convert_checkpoint(sys.argv[1], sys.argv[2], progress=False)
 """
 
@@ -612,14 +644,14 @@ def test_other_settings_or_another_source_start_again(split, tmp_path, monkeypat
 def test_two_converters_on_one_destination(split, tmp_path, monkeypatch):
     source, whole = split
     started, go_on = threading.Event(), threading.Event()
-    quantize = convert.quantize_matrix
+    quantize = jobs.quantize_matrix
 
     def waits(*args):
         started.set()
         assert go_on.wait(60)
         return quantize(*args)
 
-    monkeypatch.setattr(convert, "quantize_matrix", waits)
+    monkeypatch.setattr(jobs, "quantize_matrix", waits)
     first = threading.Thread(target=converted, args=(source, tmp_path / "x"))
     first.start()
     assert started.wait(60)
@@ -632,7 +664,7 @@ def test_two_converters_on_one_destination(split, tmp_path, monkeypatch):
 
 
 def test_a_source_that_changes_or_vanishes(split, tmp_path, monkeypatch):
-    quantize = convert.quantize_matrix
+    quantize = jobs.quantize_matrix
     actions = {
         "vanishes": lambda p: p.unlink(),
         "shrinks": lambda p: p.write_bytes(p.read_bytes()[:5000]),
@@ -648,7 +680,7 @@ def test_a_source_that_changes_or_vanishes(split, tmp_path, monkeypatch):
                 action(last)
             return quantize(*args)
 
-        monkeypatch.setattr(convert, "quantize_matrix", acts)
+        monkeypatch.setattr(jobs, "quantize_matrix", acts)
         with pytest.raises((OSError, ValueError), match="model-00008|changed while it was read"):
             converted(copy, tmp_path / "x", workers=1)
         assert not (tmp_path / "x").exists()
@@ -792,8 +824,8 @@ UNKNOWN = {
     "another name": (
         lambda f: f.update({"encoder.mlp.experts.expert_0.wi.weight": torch.zeros(8, 16)}), {}, "not known for model"),
     "GPTQ": (lambda f: None, {"quantization_config": {"quant_method": "gptq"}}, "quantized with 'gptq'"),
-    "AWQ": (
-        lambda f: None, {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"}}, "NVFP4_AWQ"),
+    "SVD": (
+        lambda f: None, {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4_SVD"}}, "NVFP4_SVD"),
     "no experts": (lambda f: [f.pop(k) for k in list(f) if "experts" in k], {}, "Qwen3MoeForCausalLM has no experts"),
 }  # fmt: skip
 

@@ -14,6 +14,7 @@ from packaging.version import Version
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from moe_nvfp4.integrations.huggingface import MoeNvfp4Config
+from tests.folders import is_expert, is_linear, quantized
 from tests.models import IDS, SMALL, as_bytes, make, tensors
 
 WORKER = '''
@@ -132,3 +133,21 @@ def test_a_shard_that_cuts_a_block_is_refused(tmp_path):
     codes, outputs = launch(tmp_path, [run])
     assert codes != [0, 0]
     assert any("does not split over 2 ranks into whole blocks of 16" in o for o in outputs), outputs[0][-2000:]
+
+
+REFUSED = {
+    "compressed-tensors": (is_expert, "compressed-tensors's scales cannot be split over ranks as they are read"),
+    "modelopt": (lambda k: is_expert(k) or is_linear(k), "quantized linears are not split over ranks yet"),
+}
+
+
+@needs_ep
+@pytest.mark.parametrize("dialect", REFUSED)
+def test_files_that_cannot_be_split_as_they_are_read_are_refused(dialect, tmp_path):
+    which, message = REFUSED[dialect]
+    folder, _ = quantized(tmp_path, qwen, dialect, which)
+    mode = MODES["ep all-reduce" if dialect == "compressed-tensors" else "tp"]
+    run = {"source": str(folder), "quantize": False, "mode": mode, "out": str(tmp_path / "out")}
+    codes, outputs = launch(tmp_path, [run])
+    assert codes != [0, 0]
+    assert any(message in o for o in outputs), outputs[0][-2000:]

@@ -1,9 +1,6 @@
 """Whole models: swap, quantize while loading, save, load, generate, compile, offload."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from moe_nvfp4.integrations.experts import HFExperts
 from moe_nvfp4.integrations.huggingface import MoeNvfp4Config, set_activations, swap_experts
+from tests.common import peak_while_loading
 from tests.models import (
     FAMILIES,
     IDS,
@@ -469,36 +467,6 @@ def test_saving_is_refused_nothing(tmp_path):
         model.half()
 
 
-PEAK = """
-import sys, threading, time
-import torch
-torch.set_num_threads(1)
-from transformers import AutoModelForCausalLM
-from moe_nvfp4.integrations.huggingface import MoeNvfp4Config, swap_experts
-
-def anonymous():
-    with open("/proc/self/status") as f:
-        return next(int(line.split()[1]) * 1024 for line in f if line.startswith("RssAnon"))
-
-peak, done = 0, False
-def watch():
-    global peak
-    while not done:
-        peak = max(peak, anonymous())
-        time.sleep(0.002)
-
-import transformers.models.qwen3_moe.modeling_qwen3_moe  # its code is not the checkpoint's memory
-base = anonymous()
-threading.Thread(target=watch, daemon=True).start()
-model = AutoModelForCausalLM.from_pretrained(
-    sys.argv[1], dtype=torch.bfloat16, quantization_config=MoeNvfp4Config(recipe="max"))
-done = True
-time.sleep(0.01)
-result = sum(p.numel() * p.element_size() for p in model.parameters())
-print(peak - base, result)
-"""
-
-
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the peak from /proc")
 def test_loading_holds_little_more_than_the_result(tmp_path):
     """Quantizing while loading: at most 1.3 times the result plus one shard, in anonymous memory."""
@@ -513,12 +481,6 @@ def test_loading_holds_little_more_than_the_result(tmp_path):
     dense = sum(p.numel() * 2 for p in model.parameters())
     model.save_pretrained(tmp_path / "big", max_shard_size=shard)
     del model
-    script = tmp_path / "peak.py"
-    script.write_text(PEAK)
-    root = str(Path(__file__).parent.parent)
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}
-    run = subprocess.run([sys.executable, script, tmp_path / "big"], env=env, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    peak, result = map(int, run.stdout.split())
+    peak, result = peak_while_loading(tmp_path / "big", 'quantization_config=MoeNvfp4Config(recipe="max")')
     assert result < dense / 3
     assert peak <= 1.3 * result + shard, f"peak {peak / 1e6:.0f} MB for a result of {result / 1e6:.0f} MB"

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from moe_nvfp4 import ExpertWeights, Gate, NVFP4Experts, moe_forward
 from moe_nvfp4 import format as nvfp4
+from moe_nvfp4.layer import NVFP4Linear
 from tests.common import THRESHOLDS, relative_error
 
 GATES = {
@@ -57,7 +58,7 @@ def fake_quantize(row, scale=None):
     return dense(codes, sf.view(torch.uint8), scale)
 
 
-def naive_moe(x, ids, weights, w: ExpertWeights):
+def naive_moe(x, ids, weights, w: ExpertWeights, smooth=None):
     """Token by token, slot by slot, float64; rounds h where the specification rounds it."""
     x, ids, weights = x.cpu(), ids.cpu(), weights.cpu()
     w = replace(w, **{f.name: v.cpu() for f in fields(w) if isinstance(v := getattr(w, f.name), torch.Tensor)})
@@ -67,9 +68,10 @@ def naive_moe(x, ids, weights, w: ExpertWeights):
         for e, p in zip(ids[t].tolist(), weights[t].double().tolist(), strict=True):
             if not 0 <= e < w.num_experts:
                 continue
-            row = nvfp4.pad_k(x[t].double())
+            x_t = x[t] if smooth is None else x[t] * smooth[0][e]
+            row = nvfp4.pad_k(x_t.double())
             if quantized:
-                row = fake_quantize(x[t], None if w.x_scale is None else w.x_scale[e])
+                row = fake_quantize(x_t, None if w.x_scale is None else w.x_scale[e])
             if w.gate.gated:
                 scale = torch.cat([w.gate_scale[e].expand(I), w.up_scale[e].expand(I)])[:, None]
             else:
@@ -78,6 +80,8 @@ def naive_moe(x, ids, weights, w: ExpertWeights):
             if w.b13 is not None:
                 v = v + w.b13[e].double()
             h = torch.tensor(naive_gate(w.gate, v.tolist(), I), dtype=torch.float64, device="cpu")
+            if smooth is not None:
+                h = h.to(x.dtype).double() * smooth[1][e].double()
             if not quantized:
                 h = nvfp4.pad_k(h.to(x.dtype).double())
             elif w.h_scale is None:
@@ -161,6 +165,46 @@ def test_any_shape(E, T, k, H, I, gate, activations, static, seed):
     assert y.shape == (T, H)
     expected = naive_moe(x, ids, p, layer.weights.validate())
     assert T == 0 or relative_error(y, expected) < THRESHOLDS["w4a4" if activations == "nvfp4" else "fp32"]
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("activations", ["bf16", "nvfp4"])
+def test_awq_scales_multiply_the_rows_of_their_expert(activations, static, device):
+    layer = make(activations=activations, static=static)
+    layer.add_pre_quant_scales(torch.float32)
+    x, ids, p = batch(9, 4, 3, 64, sentinels=True)
+    assert torch.equal(layer(x, ids, p), make(activations=activations, static=static)(x, ids, p)) or static  # ones
+    for scale in layer.smooth:
+        scale.copy_(torch.randint(1, 9, scale.shape) / 4)
+    expected = naive_moe(x, ids, p, layer.weights, [scale.cpu() for scale in layer.smooth])
+    assert relative_error(layer(x, ids, p), expected) < THRESHOLDS["w4a4" if activations == "nvfp4" else "fp32"]
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    T=st.integers(0, 9), N=st.integers(1, 40), K=st.integers(1, 6), bias=st.booleans(), smooth=st.booleans(),
+    static=st.booleans(), activations=st.sampled_from(["bf16", "nvfp4"]), seed=st.integers(0, 99),
+)  # fmt: skip
+def test_linear_is_its_definition(T, N, K, bias, smooth, static, activations, seed):
+    torch.manual_seed(seed)
+    layer = NVFP4Linear(16 * K, N, torch.float32 if bias else None, activations, static,
+                        torch.float32 if smooth else None)  # fmt: skip
+    codes, sf, scale = nvfp4.quantize(torch.randn(N, 16 * K))
+    values = {
+        "weight": codes, "weight_sf": sf.view(torch.uint8), "weight_global_scale": scale.reshape(1),
+        "bias": torch.randn(N), "input_scale": torch.full((1,), 1e-3),
+        "pre_quant_scale": torch.randint(1, 9, (16 * K,)) / 4,
+    }  # fmt: skip
+    for name, parameter in layer.named_parameters():
+        parameter.copy_(values[name])
+    x = torch.randn(2, T, 16 * K)
+    rows = (x * values["pre_quant_scale"] if smooth else x).reshape(-1, 16 * K)
+    if activations == "nvfp4":
+        rows = [fake_quantize(row, values["input_scale"] if static else None) for row in rows]
+        rows = torch.stack(rows) if rows else torch.zeros(0, 16 * K)
+    expected = rows.double() @ dense(codes, sf.view(torch.uint8), scale).T + (values["bias"].double() if bias else 0)
+    y = layer(x)
+    assert y.shape == (2, T, N) and (T == 0 or relative_error(y.flatten(0, 1), expected) < THRESHOLDS["fp32"])
 
 
 def test_gate_and_up_keep_their_own_global_scale():

@@ -1,0 +1,143 @@
+"""Quantized linears of 4-bit checkpoints: attention, shared experts, lm_head.
+
+Packed, a linear becomes an `NVFP4Linear`; dense, it gets its weights dequantized as they are read, in the
+model's dtype. FP8 ones (mixed precision) are made dense either way.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers.core_model_loading import ConversionOps, WeightConverter
+
+from moe_nvfp4.format import dequantize
+from moe_nvfp4.integrations.files import QuantizedLinear
+from moe_nvfp4.layer import NVFP4Linear
+from moe_nvfp4.quantize.dialects import Dialect
+from moe_nvfp4.quantize.matrices import fp8_block, fp8_dense
+from moe_nvfp4.quantize.names import FP8_SCALES, PRE_QUANT_SCALE
+from moe_nvfp4.weights import check_block_scales, check_global_scale
+
+FP8_TENSORS = ("weight", *FP8_SCALES, "input_scale")
+PARAMETERS = ("weight", "weight_sf", "weight_global_scale", "input_scale", PRE_QUANT_SCALE)
+
+
+def pack_linears(
+    model: nn.Module, linears: dict[str, QuantizedLinear], dialect: Dialect, activations: str
+) -> dict[str, NVFP4Linear]:
+    """Put (empty, meta) NVFP4 linears in the places of `linears`, name -> what the files hold; returns them.
+
+    Left as they are: FP8 ones, and modules other than nn.Linear, whose forward may do more than one product.
+    """
+    packed = {}
+    for name, linear in linears.items():
+        module = model.get_submodule(name)
+        if linear.kind != "nvfp4" or type(module) is not nn.Linear:
+            continue
+        bias = None if module.bias is None else module.bias.dtype
+        smooth = module.weight.dtype if PRE_QUANT_SCALE in linear.also else None
+        packed[name] = NVFP4Linear(
+            module.in_features, module.out_features, bias, activations, dialect.input_scale in linear.also, smooth,
+            "meta",
+        ).train(module.training)  # fmt: skip
+        model.set_submodule(name, packed[name])
+    return packed
+
+
+class _Nothing(ConversionOps):
+    """WeightConverter wants an operation; LinearConverter does its work itself."""
+
+    def convert(self, input_dict, **kwargs):
+        return input_dict
+
+    @property
+    def reverse_op(self):
+        return self
+
+
+class LinearConverter(WeightConverter):
+    """All tensors of a quantized linear in the files -> the parameters of its module, and back.
+
+    linears  what the files hold, by its name in the files (after the model's renamings)
+    packed   names of the modules that are NVFP4Linear
+    saving   the way back, for `packed`
+    """
+
+    def __init__(self, linears: dict[str, QuantizedLinear], packed: set[str], dialect: Dialect, saving: bool = False):
+        self.linears, self.packed, self.dialect, self.saving = linears, packed, dialect, saving
+        sources = PARAMETERS if saving else dict.fromkeys((*dialect.suffixes, PRE_QUANT_SCALE, *FP8_TENSORS))
+        super().__init__(list(sources), ["weight"], [_Nothing()])
+
+    def rename_source_key(self, source_key):
+        module, _, last = source_key.rpartition(".")
+        known = self.packed if self.saving else self.linears
+        if module not in known or last not in self.source_patterns:
+            return source_key, None
+        self._was_used = True
+        return f"{module}.weight", last
+
+    def __deepcopy__(self, memo):
+        return LinearConverter(self.linears, self.packed, self.dialect, self.saving)
+
+    def reverse_transform(self):
+        return LinearConverter(self.linears, self.packed, self.dialect, saving=True)
+
+    def convert(self, layer_name, model=None, config=None, hf_quantizer=None, loading_info=None):
+        module = layer_name.rpartition(".")[0]
+        weight = model.get_submodule(module).weight
+        if isinstance(weight, DTensor):
+            raise NotImplementedError(
+                f"{module} is quantized in the files, and quantized linears are not split over ranks yet: load with "
+                "linears='dense' in one process, save, and start from those files"
+            )
+        tensors = {last: found[0] for last, found in self.materialize_tensors().items()}
+        if self.saving:
+            return {f"{module}.{last}": tensor for last, tensor in self._stored(tensors).items()}
+        found = self._parameters(module, tensors)
+        if module not in self.packed:
+            found = {"weight": self._dense(found).to(weight.dtype)}
+        return {f"{module}.{name}": tensor for name, tensor in found.items()}
+
+    def _parameters(self, module: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """As `NVFP4Linear` has them; FP8 tensors under their own names."""
+        d = self.dialect
+        if d.global_scale not in tensors:
+            return tensors
+        found = {
+            "weight": tensors[d.weight],
+            "weight_sf": tensors[d.sf].view(torch.uint8),
+            "weight_global_scale": d.decode_scale(tensors[d.global_scale]).reshape(1),
+        }
+        check_block_scales(found["weight_sf"], f"{module}.{d.sf}")
+        check_global_scale(found["weight_global_scale"], f"{module}.{d.global_scale}")
+        if d.input_scale in tensors:
+            found["input_scale"] = d.decode_scale(tensors[d.input_scale]).reshape(1)
+            check_global_scale(found["input_scale"], f"{module}.input_scale")
+        if PRE_QUANT_SCALE in tensors:
+            found[PRE_QUANT_SCALE] = tensors[PRE_QUANT_SCALE]
+        return found
+
+    def _dense(self, found: dict[str, Tensor]) -> Tensor:
+        """fp32 [N, K]"""
+        if "weight_sf" not in found:
+            weight = found["weight"]
+            scale = next(found[s] for s in FP8_SCALES if s in found)
+            return fp8_dense(weight, scale, fp8_block(weight.shape, scale.shape))
+        dense = dequantize(found["weight"], found["weight_sf"], found["weight_global_scale"].reshape(()))
+        # (x * s) · wᵀ = x · (w * s)ᵀ
+        return dense * found[PRE_QUANT_SCALE].float() if PRE_QUANT_SCALE in found else dense
+
+    def _stored(self, parameters: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The tensors of the files."""
+        d, p = self.dialect, parameters
+        stored = {
+            d.weight: p["weight"],
+            d.sf: p["weight_sf"].view(torch.float8_e4m3fn),
+            d.global_scale: d.encode_scale(p["weight_global_scale"]).clone(),
+        }
+        if "input_scale" in p:
+            stored[d.input_scale] = d.encode_scale(p["input_scale"]).clone()
+        if PRE_QUANT_SCALE in p:
+            stored[PRE_QUANT_SCALE] = p[PRE_QUANT_SCALE]
+        return stored

@@ -1,0 +1,56 @@
+"""Static activation scales from a few prompts: `input_scale` of each layer's GEMMs, for activations="nvfp4".
+
+    scales = observe(layers, run)        # run() sends prompts through the model, in W4A16
+    layers[name].set_input_scales(*scales[name])
+
+One scale per layer and GEMM, amax / (6 * 448) of all rows that came by, as ModelOpt has it for experts that are
+one module: every expert gets it, also one that no token was routed to. A row beyond the calibrated range saturates,
+so prompts should be like what the model is for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from torch import Tensor, nn
+
+from moe_nvfp4.format import global_scale_for
+
+
+class Observer:
+    """The largest |x| and |h| that a layer has seen; `moe_forward` calls it with both, fp32 or half, [*, K]."""
+
+    def __init__(self) -> None:
+        self.amax: list[Tensor | None] = [None, None]
+
+    def __call__(self, x: Tensor, h: Tensor) -> None:
+        for i, rows in enumerate((x, h)):
+            if rows.numel():
+                amax = rows.detach().abs().amax().float()
+                self.amax[i] = amax if self.amax[i] is None else self.amax[i].maximum(amax)
+
+
+def observe(layers: Mapping[str, nn.Module], run: Callable[[], object]) -> dict[str, tuple[Tensor, Tensor]]:
+    """Name -> (scale of x, scale of h), fp32 0-d, of `layers` (NVFP4Experts) while `run()` runs.
+
+    The layers are switched to W4A16 meanwhile, so that rounding of activations does not show in their range.
+    ValueError for a layer that no row reached, or whose rows have NaN or Inf.
+    """
+    observers = {name: Observer() for name in layers}
+    before = {name: layer.activations for name, layer in layers.items()}
+    try:
+        for name, layer in layers.items():
+            layer.observer, layer.activations = observers[name], "bf16"
+        run()
+    finally:
+        for name, layer in layers.items():
+            layer.observer, layer.activations = None, before[name]
+    return {name: tuple(_scale(name, amax) for amax in seen.amax) for name, seen in observers.items()}
+
+
+def _scale(name: str, amax: Tensor | None) -> Tensor:
+    if amax is None:
+        raise ValueError(f"{name} was not reached by any token: calibrate with a prompt that gets there")
+    if not amax.isfinite():
+        raise ValueError(f"{name} got activations with NaN or Inf: look for the prompt, or the layer, that makes them")
+    return global_scale_for(amax)

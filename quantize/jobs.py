@@ -1,0 +1,202 @@
+"""The work of a conversion in pieces: each job reads some tensors and writes others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from moe_nvfp4.format import pad_k
+from moe_nvfp4.quantize.checkpoint import TORCH_DTYPES, Stored, tensor_bytes
+from moe_nvfp4.quantize.dialects import Dialect
+from moe_nvfp4.quantize.experts import quantize_matrix, recipe_global_scale
+from moe_nvfp4.quantize.matrices import Matrix
+from moe_nvfp4.weights import check_global_scale
+
+CHUNK = 1 << 22  # elements of a matrix that are worked on together: 8 MiB in bf16, 16 MiB in fp32
+CUDA_CHUNK = 1 << 24
+COPY = 1 << 23  # bytes copied at once
+Write = Callable[[str, Tensor, int], None]  # name, data, byte offset in the tensor
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the caller asked for, checked, and the dtype of the config."""
+
+    recipe: str
+    exclude: tuple[str, ...]
+    include: tuple[str, ...] | None
+    dialect: Dialect
+    activations: str
+    device: str
+    dtype: str | None  # of config.json, as safetensors writes it; None: it names none
+
+    def cast(self, w: Tensor) -> Tensor:
+        return w if self.dtype is None else w.to(TORCH_DTYPES[self.dtype])
+
+
+@dataclass
+class Job:
+    """One piece of work: `run(write)` writes the `outputs` of file `shard`.
+
+    size: source bytes, for the progress bar; memory: bytes it holds while it runs.
+    """
+
+    shard: str
+    size: int
+    memory: int
+    outputs: dict[str, tuple[str, tuple[int, ...]]]
+    run: Callable[[Write], None]
+
+
+def copy_job(name: str, stored: Stored, new_name: str | None = None) -> Job:
+    new_name = new_name or name
+
+    def run(write: Write) -> None:
+        for at in range(0, stored.size, COPY):
+            write(new_name, stored.read(at, min(COPY, stored.size - at)), at)
+
+    outputs = {new_name: (stored.dtype, stored.shape)}
+    return Job(stored.file.name, stored.size, 2 * min(stored.size, COPY), outputs, run)
+
+
+def scale_job(name: str, stored: Stored, new_name: str, source: Dialect, target: Dialect) -> Job:
+    """A global scale from one dialect to the other."""
+    if stored.dtype != "F32" or tensor_bytes("F32", stored.shape) != 4:
+        raise ValueError(
+            f"{name} is {stored.dtype} {list(stored.shape)}: one F32 number per matrix is expected; the file is damaged"
+        )
+
+    def run(write: Write) -> None:
+        scale = source.decode_scale(stored.tensor()).reshape(())
+        check_global_scale(scale, name)
+        write(new_name, target.encode_scale(scale), 0)
+
+    return Job(stored.file.name, 4, 64, {new_name: ("F32", target.scale_shape)}, run)
+
+
+def quantize_job(shard: str, stem: str, matrix: Matrix, options: Options) -> Job:
+    """`stem`.weight and its scales, in the options' dialect."""
+    weight, sf, scale = (f"{stem}.{s}" for s in options.dialect.suffixes[:3])
+    N, K = matrix.rows, -(-matrix.columns // 16) * 16
+    step = max(1, (CHUNK if options.device == "cpu" else CUDA_CHUNK) // K)
+
+    def run(write: Write) -> None:
+        rows = matrix.open()
+        read = lambda a: options.cast(rows(a, min(a + step, N))).to(options.device)
+        given = matrix.global_scale() if matrix.global_scale and options.recipe != "max" else None
+        try:
+            if given is None and step < N:
+                amax = torch.stack([read(a).abs().amax().float() for a in range(0, N, step)]).amax()
+                if amax.isfinite():  # else the part with NaN or Inf says so, below
+                    given = recipe_global_scale(amax, options.recipe)
+            for a in range(0, N, step):
+                codes, block_scales, global_scale = quantize_matrix(pad_k(read(a)), options.recipe, given)
+                write(weight, codes, a * K // 2)
+                write(sf, block_scales, a * K // 16)
+        except ValueError as error:
+            raise ValueError(f"{stem}: {error}") from None
+        write(scale, options.dialect.encode_scale(global_scale.cpu()), 0)
+
+    outputs = {
+        weight: ("U8", (N, K // 2)),
+        sf: ("F8_E4M3", (N, K // 16)),
+        scale: ("F32", options.dialect.scale_shape),
+    }
+    return Job(shard, matrix.size, matrix.held + min(N, step) * K * 10 + 10_000_000, outputs, run)
+
+
+def dense_job(name: str, shard: str, matrix: Matrix, dtype: str) -> Job:
+    """A quantized matrix as a dense one."""
+    N, K = matrix.rows, matrix.columns
+    step = max(1, CHUNK // K)
+    target = TORCH_DTYPES[dtype]
+
+    def run(write: Write) -> None:
+        rows = matrix.open()
+        for a in range(0, N, step):
+            write(name, rows(a, min(a + step, N)).to(target), a * K * target.itemsize)
+
+    return Job(shard, matrix.size, matrix.held + min(N, step) * K * 10, {name: (dtype, (N, K))}, run)
+
+
+def dense_stack_job(name: str, shard: str, matrices: list[Matrix], dtype: str) -> Job:
+    """The matrices [N, K] of all experts as one dense tensor [E, K, N]. `matrices`: of one shape."""
+    N, K = matrices[0].rows, matrices[0].columns
+    target = TORCH_DTYPES[dtype]
+
+    def run(write: Write) -> None:
+        for e, matrix in enumerate(matrices):
+            write(name, matrix.open()(0, N).to(target).T, e * N * K * target.itemsize)
+
+    outputs = {name: (dtype, (len(matrices), K, N))}
+    return Job(shard, sum(m.size for m in matrices), N * K * 12, outputs, run)
+
+
+@dataclass(frozen=True)
+class FusedStack:
+    """NVFP4 experts as ModelOpt stacks them: codes [E, in/2, out], sf [E, in/16, out], one scale for all."""
+
+    codes: Stored
+    sf: Stored
+    scales: dict[str, Stored]  # by the last part of a matrix's own name: weight_scale_2, input_scale
+    interleaved: bool
+
+    def pieces(self, stored: Stored, e: int, parts: int) -> list[Tensor]:
+        """uint8 [out, in'] of expert e, in `parts` projections."""
+        size = stored.size // stored.shape[0]
+        rows = stored.read(e * size, size).view(stored.shape[1:]).T
+        return [rows[i::parts] for i in range(parts)] if self.interleaved else list(rows.chunk(parts))
+
+
+def fused_jobs(stack: FusedStack, stems: list[str], source: Dialect, target: Dialect) -> Iterator[Job]:
+    """A stack as one matrix per expert and projection, the same bytes. stems: with {e} for the expert."""
+    E, half, out = stack.codes.shape
+    n = len(stems)
+
+    def job(e: int) -> Job:
+        names = [stem.format(e=e) for stem in stems]
+
+        def run(write: Write) -> None:
+            for stored, suffix in ((stack.codes, target.weight), (stack.sf, target.sf)):
+                for name, piece in zip(names, stack.pieces(stored, e, n), strict=True):
+                    write(f"{name}.{suffix}", piece, 0)
+            for name, (last, stored) in product(names, stack.scales.items()):
+                scale = source.decode_scale(stored.tensor()).reshape(())
+                check_global_scale(scale, f"{name}.{last}")
+                write(f"{name}.{target.suffixes[source.suffixes.index(last)]}", target.encode_scale(scale), 0)
+
+        outputs: dict[str, tuple[str, tuple[int, ...]]] = {}
+        for name in names:
+            outputs[f"{name}.{target.weight}"] = ("U8", (out // n, half))
+            outputs[f"{name}.{target.sf}"] = ("F8_E4M3", (out // n, half // 8))
+            for last in stack.scales:
+                outputs[f"{name}.{target.suffixes[source.suffixes.index(last)]}"] = ("F32", target.scale_shape)
+        size = (stack.codes.size + stack.sf.size) // E
+        return Job(stack.codes.file.name, size, 3 * size, outputs, run)
+
+    return (job(e) for e in range(E))
+
+
+def bias_jobs(name: str, stored: Stored, stems: list[str], interleaved: bool) -> Iterator[Job]:
+    """[E, n] biases, as one tensor per expert and projection. stems: with {e} for the expert."""
+    E, n = stored.shape
+    parts = len(stems)
+
+    def job(e: int) -> Job:
+        names = [f"{stem.format(e=e)}.bias" for stem in stems]
+
+        def run(write: Write) -> None:
+            width = stored.size // E
+            row = stored.read(e * width, width).view(TORCH_DTYPES[stored.dtype])
+            pieces = [row[i::parts] for i in range(parts)] if interleaved else row.chunk(parts)
+            for new_name, piece in zip(names, pieces, strict=True):
+                write(new_name, piece, 0)
+
+        outputs = {new_name: (stored.dtype, (n // parts,)) for new_name in names}
+        return Job(stored.file.name, stored.size // E, 2 * stored.size // E, outputs, run)
+
+    return (job(e) for e in range(E))

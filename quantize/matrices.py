@@ -1,0 +1,147 @@
+"""The matrices of a checkpoint, whatever holds them: dense files, stacks, FP8 blocks, MXFP4, NVFP4."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moe_nvfp4.format import decode, dequantize
+from moe_nvfp4.quantize.checkpoint import TORCH_DTYPES, Checkpoint, Stored
+from moe_nvfp4.quantize.dialects import Dialect
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A dense [rows, columns] matrix in source files, read in pieces.
+
+    open()        reads what must be read at once, and returns rows(a, b) -> floating point [b - a, columns]
+    held          bytes that `open` keeps in memory
+    size          source bytes it stands for
+    global_scale  a better one than the recipe's, or None
+    """
+
+    rows: int
+    columns: int
+    size: int
+    open: Callable[[], Callable[[int, int], Tensor]]
+    held: int = 0
+    global_scale: Callable[[], Tensor] | None = None
+
+
+def row_major(stored: Stored, rows: int, columns: int, first: int = 0) -> Matrix:
+    """Rows `first` to `first + rows` of a tensor whose rows have `columns` elements."""
+    dtype = TORCH_DTYPES[stored.dtype]
+    width = columns * dtype.itemsize
+
+    def read(a: int, b: int) -> Tensor:
+        return stored.read((first + a) * width, (b - a) * width).view(dtype).view(-1, columns)
+
+    return Matrix(rows, columns, rows * width, lambda: read)
+
+
+def slice_view(stored: Stored, e: int, shape: tuple[int, int], view: Callable[[Tensor], Tensor], parts: int) -> Matrix:
+    """view([shape] number e of a stack): for layouts in which a matrix's rows are not in one piece."""
+    dtype = TORCH_DTYPES[stored.dtype]
+    size = shape[0] * shape[1] * dtype.itemsize
+
+    def open() -> Callable[[int, int], Tensor]:
+        matrix = view(stored.read(e * size, size).view(dtype).view(shape))
+        return lambda a, b: matrix[a:b].contiguous()
+
+    rows, columns = view(torch.empty(shape, device="meta")).shape
+    return Matrix(rows, columns, size // parts, open, held=size)
+
+
+def fp8_block(shape: tuple[int, ...], scales: tuple[int, ...]) -> tuple[int, int] | None:
+    """The block of weights [N, K] that shares a scale: one for all, for a row, for 32 of K, or for 128 x 128.
+
+    None: scales of this shape are none of these.
+    """
+    if len(shape) != 2:
+        return None
+    N, K = shape
+    if scales in ((), (1,), (1, 1)):
+        return N, K
+    if scales in ((N,), (N, 1)):
+        return 1, K
+    blocks = [b for b in ((1, 32), (128, 128)) if scales == (-(-N // b[0]), -(-K // b[1]))]
+    return blocks[0] if blocks else None
+
+
+def fp8_dense(codes: Tensor, scales: Tensor, block: tuple[int, int], first: int = 0) -> Tensor:
+    """Rows `first`, ... of e4m3 weights, [n, K] -> fp32: code * scale.
+
+    scales: of the whole matrix, with a scale for every `block`; floating, or uint8 as e8m0 (2^(byte - 127)).
+    """
+    n, K = codes.shape
+    scales = scales.view(torch.float8_e8m0fnu).float() if scales.dtype == torch.uint8 else scales.float()
+    scales = scales.reshape(-1, -(-K // block[1]))
+    of_rows = scales[torch.arange(first, first + n, device=codes.device) // block[0]]
+    return codes.float().mul_(of_rows.repeat_interleave(block[1], dim=1)[:, :K])
+
+
+def fp8(weight: Stored, scale: Stored, block: tuple[int, int] | None, name: str) -> Matrix:
+    """e4m3 [N, K] with a scale for every block (None: as `fp8_block` finds) -> fp32. ValueError for other shapes."""
+    fits = block is None or scale.shape == tuple(-(-n // b) for n, b in zip(weight.shape, block, strict=False))
+    block = block or fp8_block(weight.shape, scale.shape)
+    if len(weight.shape) != 2 or not fits or block is None:
+        raise ValueError(
+            f"{name}: scales {list(scale.shape)} do not fit weights {list(weight.shape)}"
+            + (f" in blocks of {list(block)}" if block else "")
+            + ": the file or weight_block_size in config.json is damaged; download them again"
+        )
+    N, K = weight.shape
+
+    def open() -> Callable[[int, int], Tensor]:
+        scales = scale.tensor()
+        return lambda a, b: fp8_dense(
+            weight.read(a * K, (b - a) * K).view(torch.float8_e4m3fn).view(-1, K), scales, block, a
+        )
+
+    return Matrix(N, K, weight.size + scale.size, open, held=4 * scale.size)
+
+
+def mxfp4(blocks: Stored, scales: Stored, e: int, first: int, step: int, name: str) -> Matrix:
+    """Expert e's rows first, first + step, ... of [E, N, K/32, 16] codes with e8m0 [E, N, K/32] -> fp32.
+
+    Its global scale is a power of two, so that a searching recipe finds every value again, exactly:
+    MXFP4's scales are powers of two that e4m3 holds, 17 binades of them.
+    """
+    if len(blocks.shape) != 4 or blocks.shape[3] != 16 or scales.shape != blocks.shape[:3]:
+        raise ValueError(f"{name}: {list(blocks.shape)} and {list(scales.shape)} are not MXFP4 ([E, N, K/32, 16] codes "
+                         "and [E, N, K/32] scales): the file is damaged; download it again")  # fmt: skip
+    _, N, groups, _ = blocks.shape
+
+    def scale_bytes(a: int, b: int) -> Tensor:
+        rows = scales.read((e * N + a * step) * groups, (b - a) * step * groups).view(-1, groups)
+        return rows[first::step]
+
+    def rows(a: int, b: int) -> Tensor:
+        width = groups * 16
+        codes = blocks.read((e * N + a * step) * width, (b - a) * step * width).view(-1, groups, 16)[first::step]
+        exponents = scale_bytes(a, b)
+        if (exponents == 255).any():
+            raise ValueError(f"{name}, expert {e}: an MXFP4 scale is NaN: download the checkpoint again")
+        return torch.ldexp(decode(codes), exponents[..., None].to(torch.int32) - 127).flatten(1)
+
+    def power_of_two() -> Tensor:
+        return torch.ldexp(torch.ones(()), scale_bytes(0, N // step).max().to(torch.int32) - 127 - 8)
+
+    size = (blocks.size + scales.size) // blocks.shape[0] // step
+    return Matrix(N // step, groups * 32, size, lambda: rows, global_scale=power_of_two)
+
+
+def nvfp4_matrix(checkpoint: Checkpoint, stem: str, dialect: Dialect) -> Matrix:
+    """Codes and scales -> fp32 [N, K]."""
+    codes, sf, scale = (checkpoint.tensors[f"{stem}.{s}"] for s in dialect.suffixes[:3])
+    N, half = codes.shape
+
+    def rows(a: int, b: int) -> Tensor:
+        part = codes.read(a * half, (b - a) * half).view(-1, half)
+        part_sf = sf.read(a * half // 8, (b - a) * half // 8).view(-1, half // 8)
+        return dequantize(part, part_sf, dialect.decode_scale(scale.tensor()).reshape(()))
+
+    return Matrix(N, 2 * half, codes.size + sf.size, lambda: rows)

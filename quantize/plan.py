@@ -1,0 +1,507 @@
+"""What becomes of every tensor of a checkpoint, decided from its headers and config alone."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from moe_nvfp4.quantize.checkpoint import Checkpoint, Stored, tensor_bytes
+from moe_nvfp4.quantize.dialects import DIALECTS, Dialect, QuantizationInfo, read_config, write_config
+from moe_nvfp4.quantize.jobs import (
+    FusedStack,
+    Job,
+    Options,
+    bias_jobs,
+    copy_job,
+    dense_job,
+    dense_stack_job,
+    fused_jobs,
+    quantize_job,
+    scale_job,
+)
+from moe_nvfp4.quantize.matrices import Matrix, fp8, mxfp4, nvfp4_matrix, row_major, slice_view
+from moe_nvfp4.quantize.names import (
+    DBRX,
+    DBRX_PARTS,
+    DENSE,
+    FP8_SCALES,
+    FUSED,
+    KV_SCALE,
+    PER_EXPERT,
+    PRE_QUANT_SCALE,
+    PROJECTION_FIRST,
+    SCALES,
+    STACKS,
+    Stack,
+    aliases,
+    ignore_patterns,
+    sub_configs,
+)
+
+
+@dataclass
+class ConversionReport:
+    """What a conversion did, or (dry_run) would do. Sizes in bytes of weight files."""
+
+    source: Path
+    destination: Path
+    recipe: str
+    quantized: int = 0  # matrices
+    carried: int = 0  # NVFP4 matrices whose bytes were carried into another dialect
+    copied: int = 0  # tensors
+    dequantized: int = 0  # FP8 matrices and MXFP4 stacks that became dense
+    skipped: dict[str, str] = field(default_factory=dict)  # what was left alone, and why
+    bytes_before: int = 0
+    bytes_after: int = 0
+    experts_before: int = 0
+    experts_after: int = 0
+    shards: int = 0
+    resumed_shards: int = 0
+    seconds: float = 0.0
+
+    def lines(self) -> Iterator[str]:
+        """The plan, for people."""
+        yield f"{self.source} -> {self.destination}: {self.shards} file(s)"
+        for count, what in (
+            (self.quantized, f"expert matrices quantized ({self.recipe})"),
+            (self.carried, "NVFP4 matrices carried over, the same bytes"),
+            (self.dequantized, "FP8 and MXFP4 tensors made dense"),
+            (self.copied, "tensors copied as they are"),
+        ):
+            if count:
+                yield f"  {count:7d} {what}"
+        yield from (f"  left alone: {name}: {why}" for name, why in self.skipped.items())
+        yield f"  experts {readable_size(self.experts_before)} -> {readable_size(self.experts_after)}"
+        yield f"  all     {readable_size(self.bytes_before)} -> {readable_size(self.bytes_after)}"
+
+
+def readable_size(n: float) -> str:
+    """n bytes, for a person: "44.8 MB"."""
+    for unit in ("B", "KB", "MB"):
+        if n < 1000:
+            return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"
+        n /= 1000
+    return f"{n:.2f} GB"
+
+
+class Plan:
+    """What becomes of every tensor of `source`: `jobs`, and `config`, the new config.json.
+
+    Raises ValueError for what cannot be converted; reads headers and config only.
+    """
+
+    def __init__(self, source: Checkpoint, options: Options, report: ConversionReport):
+        self.source, self.options, self.report = source, options, report
+        self.left = dict(source.tensors)  # not planned yet
+        self.jobs: list[Job] = []
+        self.quantized: dict[str, Matrix | None] = {}  # modules; None: NVFP4 already
+        self.dense: set[str] = set()  # modules that keep, or get, dense weights
+        self.excluded: set[str] = set()  # experts modules
+        self.has_input_scale = self.has_pre_quant_scale = False
+        configs = sub_configs(source.config)
+        self.types = [c["model_type"] for c in configs if isinstance(c.get("model_type"), str)]
+        layers = [c.get("num_hidden_layers") for c in configs]
+        self.layers = max((n for n in layers if type(n) is int), default=None)
+        self.hidden = {c["hidden_size"] for c in configs if type(c.get("hidden_size")) is int}
+        counts = re.compile(r"(moe_)?(num|n)_(local_|routed_)?experts")
+        self.counts = {n for c in configs for k, n in c.items() if counts.fullmatch(k) and type(n) is int}
+        self._make()
+        for job in self.jobs:
+            report.bytes_after += sum(tensor_bytes(*out) for out in job.outputs.values())
+        report.bytes_before = sum(f.stat().st_size for f in source.files)
+        report.shards = len({job.shard for job in self.jobs})
+
+    def _make(self) -> None:
+        q = self.source.config.get("quantization_config")
+        method = (q or {}).get("quant_method")
+        info = self._nvfp4_info(q, method)
+        if info is not None:
+            self._carry(info)
+        else:
+            if method == "mxfp4":
+                self._mxfp4()
+            if method == "fp8":
+                self._fp8(q)
+            self._per_expert()
+            self._stacked()
+            self._dbrx()
+            self._check_nothing_missed()
+        for name, stored in list(self.left.items()):
+            if self._is_scale(name):
+                raise ValueError(f"{name} is a scale that nothing reads, which would leave silently wrong numbers: "
+                                 "this quantization is not known here; use the original checkpoint")  # fmt: skip
+            self._copy(name, stored)
+        self.config = {**self.source.config, "quantization_config": self._quantization_config(info)}
+
+    def _nvfp4_info(self, q: Mapping | None, method: str | None) -> QuantizationInfo | None:
+        """What the config says about NVFP4; None for dense, FP8 and MXFP4 sources."""
+        hf = self.source.folder / "hf_quant_config.json"
+        if (q is None and not hf.is_file()) or (method in ("fp8", "mxfp4") and "moe_quant_algo" not in q):
+            return None
+        info = read_config(self.source.config, json.loads(hf.read_text()) if hf.is_file() else None)
+        if info is None:
+            raise ValueError(f"{self.source.folder} is quantized with {method!r}, which is not read here: fp8 (in "
+                             "blocks), mxfp4, and NVFP4 of modelopt or compressed-tensors are")  # fmt: skip
+        return info
+
+    def _is_scale(self, name: str) -> bool:
+        if name.endswith(".scale"):  # of a norm, unless its weight is not dense
+            weight = self.left.get(f"{name.removesuffix('scale')}weight")
+            return weight is not None and weight.dtype not in DENSE
+        return SCALES.search(name) is not None
+
+    # ------------------------------------------------------------ dense and FP8 experts
+    def _why_not(self, module: str) -> str | None:
+        """Why the experts module `module` is left as it is; None: it is quantized."""
+        o, names = self.options, [n for m in aliases(module) for n in (m, f"{m}.0.down_proj", f"{m}.0.w2")]
+        matches = lambda patterns: any(fnmatchcase(n, p) or n.startswith(f"{p}.") for p in patterns for n in names)
+        if matches(o.exclude):
+            return "excluded"
+        if o.include is not None and not matches(o.include):
+            return "not included"
+        layer = re.search(r"(?:^|\.)(?:layers|blocks|h)\.(\d+)\.", module)
+        if re.match(r"(model\.)?mtp\b", module) or (layer and self.layers and int(layer[1]) >= self.layers):
+            return "beyond num_hidden_layers (multi-token prediction), which transformers does not load"
+        return None
+
+    def _leave(self, module: str) -> bool:
+        why = self._why_not(module)
+        if why is not None:
+            self.excluded.add(module)
+            self.report.skipped[module] = why
+        return why is not None
+
+    def _quantize(self, stem: str, matrix: Matrix, shard: str) -> None:
+        job = quantize_job(shard, stem, matrix, self.options)
+        self.jobs.append(job)
+        self.quantized[stem] = matrix
+        self.report.quantized += 1
+        self.report.experts_before += matrix.size
+        self.report.experts_after += sum(tensor_bytes(*out) for out in job.outputs.values())
+
+    def _per_expert(self) -> None:
+        seen: dict[str, dict[str, set[int]]] = {}
+        for name, stored in list(self.left.items()):
+            match = PER_EXPERT.fullmatch(name.removesuffix(".weight"))
+            if match is None or not name.endswith(".weight") or stored.dtype not in DENSE:
+                continue
+            _need(len(stored.shape) == 2, name, stored, "a matrix [out, in]")
+            if self._leave(match["module"]):
+                continue
+            del self.left[name]
+            seen.setdefault(match["module"], {}).setdefault(match["part"], set()).add(int(match["e"]))
+            self._quantize(name.removesuffix(".weight"), row_major(stored, *stored.shape), stored.file.name)
+        for module, parts in seen.items():
+            self._check_complete(module, parts)
+
+    def _check_complete(self, module: str, parts: Mapping[str, set[int]]) -> None:
+        E = 1 + max(max(experts) for experts in parts.values())
+        known = [n for n in self.counts if n >= E]
+        E = E if E in self.counts or not known else min(known)
+        for part, experts in parts.items():
+            if len(experts) != E:
+                first = min(set(range(E)) - experts)
+                raise ValueError(f"{module}: the checkpoint has {len(experts)} of {E} experts' {part} (not {first}): "
+                                 "a shard or a tensor is missing; download the checkpoint again")  # fmt: skip
+        if set(parts) not in ({"gate_proj", "up_proj", "down_proj"}, {"up_proj", "down_proj"}, {"w1", "w2", "w3"}):
+            raise ValueError(f"{module} has {', '.join(sorted(parts))}: a projection is missing; download it again")
+
+    # ------------------------------------------------------------ stacked experts
+    def _stacked(self) -> None:
+        for stack in dict.fromkeys(STACKS[t] for t in self.types if t in STACKS):
+            for name, up in list(self.left.items()):
+                if not f".{name}".endswith(f".{stack.up}") or up.dtype not in DENSE:
+                    continue
+                prefix = name.removesuffix(stack.up)
+                module, down_name = prefix + stack.module, prefix + stack.down
+                if self._leave(module):
+                    continue
+                for other in (down_name, prefix + stack.gate) if stack.gate else (down_name,):
+                    if other not in self.left:
+                        raise ValueError(f"{other} is missing next to {name}: download the checkpoint again")
+                down = self.left.pop(down_name)
+                del self.left[name]
+                gate = self.left.pop(prefix + stack.gate) if stack.gate else None
+                if gate is not None:
+                    self._separate(module, gate, (name, up), (down_name, down))
+                else:
+                    self._stack(module, stack, (name, up), (down_name, down))
+
+    def _separate(self, module: str, gate: Stored, up: tuple[str, Stored], down: tuple[str, Stored]) -> None:
+        """A stack for each projection, [E, out, in]."""
+        _need(len(up[1].shape) == 3 and gate.shape == up[1].shape, up[0], up[1], f"{list(gate.shape)} as the gate's")
+        E, I, H = gate.shape
+        _need(down[1].shape == (E, H, I), down[0], down[1], f"[{E}, {H}, {I}]")
+        for e in range(E):
+            for part, stored in (("gate_proj", gate), ("up_proj", up[1]), ("down_proj", down[1])):
+                rows, columns = stored.shape[1:]
+                matrix = row_major(stored, rows, columns, e * rows)
+                self._quantize(f"{module}.{e}.{part}", matrix, stored.file.name)
+
+    def _stack(self, module: str, stack: Stack, up: tuple[str, Stored], down: tuple[str, Stored]) -> None:
+        transposed = self._orientation(stack, *up, down[1])
+        E, I = up[1].shape[0], up[1].shape[2 if transposed else 1] // 2
+        H = up[1].shape[1 if transposed else 2]
+        _need(down[1].shape == ((E, I, H) if transposed else (E, H, I)), down[0], down[1], f"E {E}, I {I}, H {H}")
+        for e in range(E):
+            for i, part in enumerate(("gate_proj", "up_proj")):
+                if not transposed and stack.interleaved:
+                    matrix = slice_view(up[1], e, (2 * I, H), lambda t, i=i: t[i::2], 2)
+                elif not transposed:
+                    matrix = row_major(up[1], I, H, (2 * e + i) * I)
+                else:
+                    rows = slice(i, None, 2) if stack.interleaved else slice(i * I, (i + 1) * I)
+                    matrix = slice_view(up[1], e, (H, 2 * I), lambda t, rows=rows: t[:, rows].T, 2)
+                self._quantize(f"{module}.{e}.{part}", matrix, up[1].file.name)
+            matrix = slice_view(down[1], e, (I, H), lambda t: t.T, 1) if transposed else row_major(down[1], H, I, e * H)
+            self._quantize(f"{module}.{e}.down_proj", matrix, down[1].file.name)
+        if stack.bias:
+            self._biases(module, up[0], down[0], (E, I, H), stack.interleaved)
+
+    def _orientation(self, stack: Stack, name: str, up: Stored, down: Stored) -> bool:
+        """Whether the tensors are [E, in, out]."""
+        _need(len(up.shape) == 3 and len(down.shape) == 3, name, up, "[experts, rows, columns]")
+        if stack.transposed is not None:
+            return stack.transposed
+        fits = lambda H, I: (up.shape[1:] == (2 * I, H) and down.shape[1:] == (H, I),
+                             up.shape[1:] == (H, 2 * I) and down.shape[1:] == (I, H))  # fmt: skip
+        found = {fits(H, I) for H in self.hidden for I in down.shape[1:]} - {(False, False)}
+        if found not in ({(True, False)}, {(False, True)}):
+            raise ValueError(f"{name} {list(up.shape)}: whether this is [E, 2I, H] or [E, H, 2I] cannot be told from "
+                             "hidden_size in config.json; leave the layer out with --exclude")  # fmt: skip
+        return found == {(False, True)}
+
+    def _biases(self, module: str, up: str, down: str, sizes: tuple[int, int, int], interleaved: bool) -> None:
+        E, I, H = sizes
+        for name, n, parts in ((up, 2 * I, ("gate_proj", "up_proj")), (down, H, ("down_proj",))):
+            name += "_bias"
+            if name not in self.left:
+                raise ValueError(f"{name} is missing: download the checkpoint again")
+            stored = self.left.pop(name)
+            _need(stored.shape == (E, n), name, stored, f"[{E}, {n}]")
+            stems = [f"{module}.{{e}}.{part}" for part in parts]
+            self.jobs += bias_jobs(name, stored, stems, interleaved and len(parts) == 2)
+
+    def _dbrx(self) -> None:
+        """[E * I, H] matrices w1, v1 and, per expert [in, out], w2."""
+        if "dbrx" not in self.types:
+            return
+        E = (self.source.config.get("ffn_config") or {}).get("moe_num_experts")
+        for name, stored in list(self.left.items()):
+            match = DBRX.fullmatch(name)
+            if match is None or self._leave(match["module"]):
+                continue
+            fits = type(E) is int and E > 0 and len(stored.shape) == 2 and stored.shape[0] % E == 0
+            _need(fits, name, stored, f"[{E} experts * I, H]")
+            I, H = stored.shape[0] // E, stored.shape[1]
+            del self.left[name]
+            for e in range(E):
+                down = match["part"] == "w2"
+                matrix = slice_view(stored, e, (I, H), lambda t: t.T, 1) if down else row_major(stored, I, H, e * I)
+                self._quantize(f"{match['module']}.{e}.{DBRX_PARTS[match['part']]}", matrix, stored.file.name)
+
+    # ------------------------------------------------------------ sources that are quantized
+    def _mxfp4(self) -> None:
+        if "gpt_oss" not in self.types:
+            raise ValueError(f"MXFP4 experts are known for gpt_oss only, not for model_type {self.types[0]!r}")
+        for name in [n for n in self.left if n.endswith("experts.gate_up_proj_blocks")]:
+            up, down = name.removesuffix("_blocks"), name.removesuffix("gate_up_proj_blocks") + "down_proj"
+            module = up.removesuffix(".gate_up_proj")
+            left_alone = self._leave(module)
+            missing = [n for p in (up, down) for n in (f"{p}_blocks", f"{p}_scales") if n not in self.left]
+            if missing:
+                raise ValueError(f"{missing[0]} is missing: download the checkpoint again")
+            pairs = {p: (self.left.pop(f"{p}_blocks"), self.left.pop(f"{p}_scales")) for p in (up, down)}
+            shard, (E, N) = pairs[up][0].file.name, pairs[up][0].shape[:2]
+            H = pairs[down][0].shape[1]
+            if left_alone:  # dense, as gpt-oss keeps it: one config cannot name MXFP4 next to NVFP4
+                for name, pair in pairs.items():
+                    matrices = [mxfp4(*pair, e, 0, 1, name) for e in range(E)]
+                    dtype = self.options.dtype or "BF16"
+                    self.jobs.append(dense_stack_job(name, pair[0].file.name, matrices, dtype))
+                    self.report.dequantized += 1
+                continue
+            for e in range(E):
+                for i, part in enumerate(("gate_proj", "up_proj")):
+                    self._quantize(f"{module}.{e}.{part}", mxfp4(*pairs[up], e, i, 2, up), shard)
+                self._quantize(f"{module}.{e}.down_proj", mxfp4(*pairs[down], e, 0, 1, down), pairs[down][0].file.name)
+            self._biases(module, up, down, (E, N // 2, H), True)
+
+    def _fp8(self, q: Mapping) -> None:
+        block = q.get("weight_block_size")
+        if not (isinstance(block, list) and len(block) == 2 and all(type(b) is int and b > 0 for b in block)):
+            raise ValueError(f"FP8 without blocks (weight_block_size {block!r}) is not read: use the original")
+        experts: dict[str, dict[str, set[int]]] = {}
+        for name in [n for n in self.left if n.endswith(".weight_scale_inv")]:
+            stem = name.removesuffix(".weight_scale_inv")
+            weight = self.left.get(f"{stem}.weight")
+            if weight is None or weight.dtype != "F8_E4M3" or self.left[name].dtype not in ("F32", "BF16", "F8_E8M0"):
+                raise ValueError(f"{name} has no F8_E4M3 {stem}.weight: a shard is missing; download it again")
+            matrix = fp8(weight, self.left.pop(name), tuple(block), stem)
+            del self.left[f"{stem}.weight"]
+            match = PER_EXPERT.fullmatch(stem)
+            if match is not None and not self._leave(match["module"]):
+                experts.setdefault(match["module"], {}).setdefault(match["part"], set()).add(int(match["e"]))
+                self._quantize(stem, matrix, weight.file.name)
+                continue
+            self.jobs.append(dense_job(f"{stem}.weight", weight.file.name, matrix, self.options.dtype or "BF16"))
+            self.report.dequantized += 1
+            self.dense |= set() if match else {stem}
+        for module, parts in experts.items():
+            self._check_complete(module, parts)
+        for name, stored in self.left.items():
+            if stored.dtype.startswith("F8"):
+                raise ValueError(f"{name} is {stored.dtype} without {name}_scale_inv: download the checkpoint again")
+
+    def _carry(self, info: QuantizationInfo) -> None:
+        """NVFP4 in another dialect or layout: codes and block scales are the same bytes."""
+        source, target = info.dialect, self.options.dialect
+        if self.options.exclude or self.options.include is not None:
+            raise ValueError("--exclude and --include choose what is quantized; these weights are NVFP4 already")
+        turned = [n for n in self.left if PROJECTION_FIRST.match(n)]
+        fused = [n for n in self.left if FUSED.search(n) and f"{n}_weight_scale" in self.left]
+        self._fp8_next_to_nvfp4()
+        for name in fused:
+            self._carry_stack(name, source)
+        if source is target and not (turned or fused or self.report.dequantized):
+            raise ValueError(f"{self.source.folder} is quantized already (NVFP4 of {source.name}); quantize the "
+                             "original checkpoint, or name another --dialect to carry these over")  # fmt: skip
+        marker = source.global_scale
+        for name in [n for n in self.left if n.endswith(f".{marker}")]:
+            self._carry_matrix(name.removesuffix(f".{marker}"), source)
+        for name in self.left:
+            if KV_SCALE.search(name):
+                self.report.skipped[name] = "a KV cache scale, copied under its own name"
+        if not self.report.carried:
+            raise ValueError(f"{self.source.folder} names NVFP4 in its config, but no tensor ends in {marker}: a shard "
+                             "is missing")  # fmt: skip
+
+    def _carry_matrix(self, stem: str, source: Dialect) -> None:
+        target = self.options.dialect
+        parts = {s: self.left.pop(f"{stem}.{s}", None) for s in source.suffixes}
+        codes, sf = parts[source.weight], parts[source.sf]
+        if codes is None or sf is None or codes.dtype != "U8" or sf.dtype != "F8_E4M3":
+            raise ValueError(f"{stem} has a {source.global_scale}, but not {source.weight} in U8 and {source.sf} in "
+                             "F8_E4M3: the checkpoint is damaged; download it again")  # fmt: skip
+        _need(len(codes.shape) == 2 and sf.shape == (codes.shape[0], codes.shape[1] / 8), stem, codes, "[N, K/2]")
+        new_stem = PROJECTION_FIRST.sub(r"\g<module>.\g<e>.\g<part>", stem)
+        for suffix, new in zip(source.suffixes, target.suffixes, strict=True):
+            old_name, new_name, stored = f"{stem}.{suffix}", f"{new_stem}.{new}", parts[suffix]
+            if stored is None:
+                continue
+            if suffix in (source.weight, source.sf):
+                self.jobs.append(copy_job(old_name, stored, new_name))
+            else:
+                self.jobs.append(scale_job(old_name, stored, new_name, source, target))
+            self.has_input_scale |= suffix == source.input_scale
+        smooth = self.left.pop(f"{stem}.{PRE_QUANT_SCALE}", None)
+        if smooth is not None:
+            if target.reciprocal:
+                raise ValueError(f"{stem}.{PRE_QUANT_SCALE} (AWQ) has no place in {target.name} files: keep ModelOpt's")
+            self.jobs.append(copy_job(f"{stem}.{PRE_QUANT_SCALE}", smooth, f"{new_stem}.{PRE_QUANT_SCALE}"))
+            self.has_pre_quant_scale = True
+        self.quantized[new_stem] = None
+        self.report.carried += 1
+
+    def _carry_stack(self, name: str, source: Dialect) -> None:
+        """ModelOpt's stack of experts as one matrix per expert and projection."""
+        module, _, last = name.rpartition(".")
+        codes, sf = self.left.pop(name), self.left.pop(f"{name}_weight_scale")
+        scales = {s: self.left.pop(f"{name}_{s}") for s in (source.global_scale, source.input_scale)
+                  if f"{name}_{s}" in self.left}  # fmt: skip
+        fits = len(codes.shape) == 3 and sf.shape == (codes.shape[0], codes.shape[1] / 8, codes.shape[2])
+        _need(fits and (codes.dtype, sf.dtype) == ("U8", "F8_E4M3"), name, codes, "[E, in/2, out] in U8, and scales")
+        if source.global_scale not in scales or any(s.dtype != "F32" or s.size != 4 for s in scales.values()):
+            raise ValueError(f"{name} needs {name}_{source.global_scale}, one F32 number: download it again")
+        parts = ["gate_proj", "up_proj"] if last == "gate_up_proj" else [last]
+        stems = [f"{module}.{{e}}.{part}" for part in parts]
+        interleaved = len(parts) == 2 and any(STACKS[t].interleaved for t in self.types if t in STACKS)
+        stack = FusedStack(codes, sf, scales, interleaved)
+        self.jobs += fused_jobs(stack, stems, source, self.options.dialect)
+        bias = self.left.pop(f"{name}_bias", None)
+        if bias is not None:
+            _need(bias.shape == (codes.shape[0], codes.shape[2]), f"{name}_bias", bias, "[E, out]")
+            self.jobs += bias_jobs(f"{name}_bias", bias, stems, interleaved)
+        self.has_input_scale |= source.input_scale in scales
+        self.quantized |= {stem.format(e=e): None for stem in stems for e in range(codes.shape[0])}
+        self.report.carried += codes.shape[0] * len(parts)
+
+    def _fp8_next_to_nvfp4(self) -> None:
+        """FP8 weights of mixed precision become dense: config files name one format."""
+        for name in [n for n, t in self.left.items() if t.dtype == "F8_E4M3" and n.endswith(".weight")]:
+            stem, weight = name.removesuffix(".weight"), self.left.pop(name)
+            scale = next((self.left.pop(f"{stem}.{s}") for s in FP8_SCALES if f"{stem}.{s}" in self.left), None)
+            if scale is None:
+                raise ValueError(f"{name} is FP8 and has no scale next to it: a shard is missing, download it again")
+            matrix = fp8(weight, scale, None, stem)
+            self.jobs.append(dense_job(name, weight.file.name, matrix, self.options.dtype or "BF16"))
+            if self.left.pop(f"{stem}.input_scale", None) is not None:
+                self.report.skipped[f"{stem}.input_scale"] = "of an FP8 layer that becomes dense"
+            self.report.dequantized += 1
+            self.dense.add(stem)
+
+    # ------------------------------------------------------------ the rest
+    def _copy(self, name: str, stored: Stored) -> None:
+        self.jobs.append(copy_job(name, stored))
+        self.report.copied += 1
+        module = name.removesuffix(".weight")
+        if name.endswith(".weight") and len(stored.shape) == 2 and not re.search(r"embed|\bwte\b|\bwpe\b", module):
+            if not any(module.startswith(f"{m}.") for m in self.excluded):
+                self.dense.add(module)
+
+    def _check_nothing_missed(self) -> None:
+        """Everything that looks like experts is planned or left alone on purpose."""
+        for name, stored in self.left.items():
+            stacked = len(stored.shape) >= 3 and re.search(r"moe|expert", name)
+            inside = len(stored.shape) == 2 and re.search(r"(^|\.)\w*(?<!shared_)experts?\.", name)
+            if re.search(r"shared?_expert", name) or not (stacked or inside) or name.endswith("norm.weight"):
+                continue
+            module = re.sub(r"(experts?)\..*", r"\1", name)
+            owners = {module, re.sub(r"block_sparse_moe\..*", "block_sparse_moe.experts", name)}
+            if owners & self.excluded or self._leave(module):
+                continue
+            raise ValueError(
+                f"{name} {stored.dtype} {list(stored.shape)} looks like experts, in a layout that is not known for "
+                f"model_type {self.types[0] if self.types else None!r}: quantize it while it loads "
+                f"(from_pretrained with MoeNvfp4Config), or leave it as it is with exclude=['{module}']"
+            )
+        if not self.quantized:
+            model = (self.source.config.get("architectures") or self.types or ["this model"])[0]
+            all_excluded = f": {len(self.excluded)} experts modules are all excluded" if self.excluded else ""
+            raise ValueError(f"{model} has no experts to quantize" + (
+                all_excluded or "; dense models are not what this library is for"))  # fmt: skip
+
+    def _quantization_config(self, info: QuantizationInfo | None) -> dict:
+        o, q = self.options, self.source.config.get("quantization_config") or {}
+        own = {"activations": o.activations, "recipe": o.recipe, "exclude": list(o.exclude), "input_scale": False}
+        if info is not None:
+            own = {"activations": info.activations, **(q.get("moe_nvfp4") or {}), "input_scale": self.has_input_scale}
+        dense = self.dense | ({"lm_head"} - self.quantized.keys())
+        ignore = ignore_patterns(dense, set(self.quantized), self.excluded, o.dialect)
+        version = sys.modules[__name__.partition(".")[0]].__version__  # above this file, so not imported by it
+        new = write_config(o.dialect, ignore, self.has_input_scale, own, version, self.has_pre_quant_scale)
+        if q.get("kv_cache_scheme") is not None:
+            new["kv_cache_scheme"] = q["kv_cache_scheme"]
+        return new
+
+
+def source_matrices(source: Checkpoint, modules: Iterable[str]) -> dict[str, Matrix]:
+    """The dense matrices of the experts `modules` of a checkpoint, by the names that NVFP4 files give them."""
+    info = read_config(source.config)
+    if info is None:
+        options = Options("max", (), tuple(modules), DIALECTS["modelopt"], "bf16", "cpu", None)
+        return Plan(source, options, ConversionReport(source.folder, source.folder, "max")).quantized
+    marker = f".{info.dialect.global_scale}"
+    stems = [n.removesuffix(marker) for n in source.tensors if n.endswith(marker)]
+    return {stem: nvfp4_matrix(source, stem, info.dialect) for stem in stems}
+
+
+def _need(condition: bool, name: str, stored: Stored, expected: str) -> None:
+    if not condition:
+        raise ValueError(f"{name} has shape {list(stored.shape)}, expected {expected}: the file belongs to another "
+                         "model, or this layout is not known here; leave it as it is with --exclude")  # fmt: skip

@@ -1,0 +1,147 @@
+"""4-bit folders as other tools write them, made by the definition of their formats, and their dense twins."""
+
+import json
+import re
+
+import torch
+from safetensors.torch import save_file
+
+from moe_nvfp4.format import dequantize
+from moe_nvfp4.quantize.experts import quantize_matrix
+from tests.models import SMALL, make, tensors
+
+
+def qwen2_moe():
+    """With biases in the attention, and a shared expert."""
+    from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
+
+    small = {k: v for k, v in SMALL.items() if k != "head_dim"}
+    return Qwen2MoeForCausalLM(Qwen2MoeConfig(
+        **small, intermediate_size=96, moe_intermediate_size=48, shared_expert_intermediate_size=32, num_experts=4,
+        num_experts_per_tok=2))  # fmt: skip
+
+
+def is_expert(key):
+    return ".experts." in key
+
+
+def is_linear(key):
+    return any(part in key for part in ("self_attn.", "shared_expert.", "lm_head")) and key.endswith("proj.weight")
+
+
+NUMBERS = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "symmetric": True}
+CONFIGS = {
+    "modelopt": {
+        "quant_method": "modelopt", "quant_algo": "NVFP4",
+        "config_groups": {"group_0": {"weights": {"num_bits": 4, "group_size": 16}, "targets": ["Linear"]}},
+        "ignore": ["lm_head", "model.layers.*.mlp.gate"],
+    },
+    "compressed-tensors": {
+        "quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "quantization_status": "compressed",
+        "config_groups": {"group_0": {
+            "targets": ["Linear"], "format": "nvfp4-pack-quantized", "weights": {**NUMBERS, "dynamic": False},
+            "input_activations": {**NUMBERS, "dynamic": "local"}, "output_activations": None}},
+        "ignore": ["lm_head", "re:.*mlp.gate$"], "kv_cache_scheme": None,
+    },
+}  # fmt: skip
+
+
+def stored(dialect, stem, matrix, input_scale=None):
+    """The tensors of one NVFP4 matrix as a tool writes them, by the definition of each dialect."""
+    codes, sf, scale = quantize_matrix(matrix.float(), "max")
+    found = {f"{stem}.weight_scale": sf}
+    if dialect == "modelopt":
+        found |= {f"{stem}.weight": codes, f"{stem}.weight_scale_2": scale}
+        if input_scale:
+            found[f"{stem}.input_scale"] = torch.tensor(input_scale)
+        return found
+    found |= {f"{stem}.weight_packed": codes, f"{stem}.weight_global_scale": (1 / scale).reshape(1)}
+    if input_scale:
+        found[f"{stem}.input_global_scale"] = torch.tensor([1 / input_scale])
+    return found
+
+
+def value(dialect, files, stem):
+    """fp32: what one NVFP4 matrix of a folder is worth."""
+    if dialect == "modelopt":
+        return dequantize(files[f"{stem}.weight"], files[f"{stem}.weight_scale"], files[f"{stem}.weight_scale_2"])
+    scale = 1 / files[f"{stem}.weight_global_scale"].reshape(())
+    return dequantize(files[f"{stem}.weight_packed"], files[f"{stem}.weight_scale"], scale)
+
+
+def write(path, files, config, quantization):
+    path.mkdir(exist_ok=True)
+    save_file({k: v.contiguous() for k, v in files.items()}, path / "model.safetensors", metadata={"format": "pt"})
+    config = {k: v for k, v in config.items() if k != "quantization_config"}
+    if quantization is not None:
+        config["quantization_config"] = quantization
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def quantized(tmp_path, family, dialect, which=is_expert, input_scale=None, rename=lambda stem: stem, **config):
+    """A folder of `family` whose weights `which` are NVFP4, and its twin with the dequantized weights in fp32."""
+    source = tmp_path / "bf16"
+    if not source.exists():
+        make(family).save_pretrained(source)
+    files, twin = {}, {}
+    for key, tensor in tensors(source).items():
+        twin[key] = tensor.float()
+        if tensor.dim() != 2 or not which(key):
+            files[key] = tensor
+            continue
+        stem = key.removesuffix(".weight")
+        new = stored(dialect, rename(stem), tensor, input_scale)
+        files |= new
+        twin[key] = value(dialect, new, rename(stem))
+    original = json.loads((source / "config.json").read_text())
+    folder = write(tmp_path / dialect, files, original, {**CONFIGS[dialect], **config})
+    return folder, write(tmp_path / f"{dialect}-twin", twin, {**original, "dtype": "float32"}, None)
+
+
+def fused(tmp_path, family, input_scale=None):
+    """As ModelOpt exports Llama 4 and gpt-oss: stacks [E, in/2, out] with one scale for all experts; and the twin."""
+    make(family).save_pretrained(tmp_path / "bf16")
+    files, twin = tensors(tmp_path / "bf16"), {}
+    for key in list(files):
+        twin[key] = files[key].float()
+        if not key.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            continue
+        E, K, N = files[key].shape
+        codes, sf, scale = quantize_matrix(files.pop(key).transpose(1, 2).reshape(E * N, K), "max")
+        twin[key] = dequantize(codes, sf, scale).view(E, N, K).transpose(1, 2)
+        files[key] = codes.view(E, N, K // 2).transpose(1, 2)
+        files[f"{key}_weight_scale"] = sf.view(E, N, K // 16).transpose(1, 2)
+        files[f"{key}_weight_scale_2"] = scale
+        if input_scale:
+            files[f"{key}_input_scale"] = torch.tensor(input_scale)
+    original = json.loads((tmp_path / "bf16/config.json").read_text())
+    folder = write(tmp_path / "fused", files, original, CONFIGS["modelopt"])
+    return folder, write(tmp_path / "fused-twin", twin, {**original, "dtype": "float32"}, None)
+
+
+def turned(stem):
+    return re.sub(r"experts\.(\d+)\.(\w+)", r"experts.\2.\1", stem)
+
+
+def fp8(kind, weight, power_of_two=False):
+    """(e4m3 codes, scales) of a weight [N, K] whose sides are multiples of 32, and what they are worth in fp32."""
+    rows, columns = {"tensor": weight.shape, "row": (1, weight.shape[1]), "mx": (1, 32), "block": (128, 128)}[kind]
+    N, K = weight.shape
+    grid = -(-N // rows), -(-K // columns)
+    padded = torch.zeros(grid[0] * rows, grid[1] * columns)
+    padded[:N, :K] = weight
+    blocks = padded.view(grid[0], rows, grid[1], columns)
+    scale = blocks.abs().amax(dim=(1, 3), keepdim=True) / 448
+    scale = scale.log2().ceil().exp2() if kind == "mx" or power_of_two else scale
+    codes = (blocks / scale).to(torch.float8_e4m3fn)
+    worth = (codes.float() * scale).reshape(padded.shape)[:N, :K]
+    scale = scale.reshape(grid)
+    if kind == "mx":
+        scale = (scale.log2() + 127).to(torch.uint8)
+    return codes.reshape(padded.shape)[:N, :K].contiguous(), scale.reshape(()) if kind == "tensor" else scale, worth
+
+
+def change_config(folder, **changes):
+    config = json.loads((folder / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps(config))

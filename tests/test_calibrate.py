@@ -1,0 +1,112 @@
+"""Static activation scales: what a few prompts produce, measured again by hand on the dense weights."""
+
+import json
+
+import pytest
+import torch
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM
+
+from moe_nvfp4.integrations.experts import HFExperts
+from moe_nvfp4.integrations.huggingface import MoeNvfp4Config, calibrate, set_activations, swap_experts
+from tests.common import relative_error
+from tests.folders import quantized
+from tests.models import IDS, gpt_oss, llama4, make, mixtral, nemotron_h, qwen3_moe, tensors
+
+PROMPTS = [IDS, torch.tensor([[5, 6, 7]]), {"input_ids": torch.tensor([[9, 1, 30, 31], [8, 8, 2, 1]])}]
+
+
+def load(path, **kwargs):
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **kwargs).eval()
+
+
+def logits(model, activations):
+    with torch.no_grad():
+        return set_activations(model, activations)(IDS).logits
+
+
+def measured(twin, prompts):
+    """amax of x and of h of each MoE layer of a dense Qwen3-MoE, expert by expert in float64."""
+    found = {}
+
+    def hook(name, module):
+        def before(module, args):
+            x, ids, _ = (a.double() for a in args)
+            seen = found.setdefault(name, [0.0, 0.0])
+            seen[0] = max(seen[0], x.abs().max().item())
+            for e in range(module.num_experts):
+                rows = x[(ids == e).any(dim=1)]
+                gate, up = (rows @ module.gate_up_proj[e].double().T).chunk(2, dim=1)
+                if len(rows):
+                    seen[1] = max(seen[1], (F.silu(gate) * up).abs().max().item())
+        module.register_forward_pre_hook(before)
+
+    for name, module in twin.named_modules():
+        if name.endswith("mlp.experts"):
+            hook(name, module)
+    for prompt in prompts:
+        with torch.no_grad():
+            twin(**(prompt if isinstance(prompt, dict) else {"input_ids": prompt}))
+    return found
+
+
+@pytest.mark.parametrize("dialect", ["modelopt", "compressed-tensors"])
+def test_scales_are_what_the_prompts_produce(dialect, tmp_path):
+    folder, twin = quantized(tmp_path, qwen3_moe, dialect)
+    model = calibrate(load(folder), PROMPTS, progress=False)
+    for name, amax in measured(load(twin), PROMPTS).items():
+        experts = model.get_submodule(name)
+        assert experts.activations == "nvfp4" and experts.observer is None
+        for projection, largest in zip(("up_proj", "down_proj"), amax, strict=True):
+            scales = getattr(experts, f"{projection}_input_scale")
+            assert scales.shape == (8,) and not scales.requires_grad
+            torch.testing.assert_close(scales, torch.full((8,), largest / 2688), rtol=1e-5, atol=0)
+
+    model.save_pretrained(tmp_path / "static")
+    files = tensors(tmp_path / "static")
+    last = "input_scale" if dialect == "modelopt" else "input_global_scale"
+    assert sum(name.endswith(last) for name in files) == 2 * 8 * 3
+    config = json.loads((tmp_path / "static/config.json").read_text())["quantization_config"]
+    if dialect == "modelopt":
+        assert config["quant_algo"] == "NVFP4"
+    else:
+        assert config["config_groups"]["group_0"]["input_activations"]["dynamic"] == "local"
+    assert torch.equal(logits(load(tmp_path / "static"), "nvfp4"), logits(model, "nvfp4"))
+
+
+def test_one_token_is_enough_for_every_expert(tmp_path):
+    """Two of eight experts are routed to; all get the layer's scale."""
+    model = calibrate(swap_experts(make(qwen3_moe).float(), progress=False), [torch.tensor([[3]])], progress=False)
+    for experts in (m for m in model.modules() if isinstance(m, HFExperts)):
+        assert experts.weights.validate().x_scale.unique().numel() == 1
+        assert experts.weights.h_scale.unique().numel() == 1
+
+
+@pytest.mark.parametrize("family", [qwen3_moe, mixtral, gpt_oss, nemotron_h, llama4], ids=lambda f: f.__name__)
+def test_static_w4a4_is_about_as_good_as_dynamic(family, tmp_path):
+    make(family).save_pretrained(tmp_path / "bf16")
+    model = load(tmp_path / "bf16", quantization_config=MoeNvfp4Config(activations="nvfp4"))
+    exact, dynamic = logits(model, "bf16"), logits(model, "nvfp4")
+    calibrate(model, PROMPTS, progress=False)
+    assert torch.equal(logits(model, "bf16"), exact)
+    static = logits(model, "nvfp4")
+    assert not torch.equal(static, dynamic)
+    assert relative_error(static, exact) < 1.5 * relative_error(dynamic, exact) + 0.02
+    model.save_pretrained(tmp_path / "static")
+    assert torch.equal(logits(load(tmp_path / "static"), "nvfp4"), static)
+    calibrate(model, PROMPTS[:1], progress=False)  # again, with other prompts
+    model.save_pretrained(tmp_path / "again")
+    assert tensors(tmp_path / "again").keys() == tensors(tmp_path / "static").keys()
+
+
+def test_what_cannot_be_calibrated_is_named(tmp_path):
+    with pytest.raises(ValueError, match="has no 4-bit experts: call swap_experts first"):
+        calibrate(make(qwen3_moe), PROMPTS)
+    model = swap_experts(make(qwen3_moe), progress=False)
+    with pytest.raises(ValueError, match="model.layers.0.mlp.experts was not reached by any token"):
+        calibrate(model, [], progress=False)
+    with torch.no_grad():
+        model.model.embed_tokens.weight[17] = float("nan")
+    with pytest.raises(ValueError, match="model.layers.0.mlp.experts got activations with NaN or Inf"):
+        calibrate(model, PROMPTS, progress=False)
+    assert all(m.observer is None for m in model.modules() if isinstance(m, HFExperts))

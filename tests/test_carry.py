@@ -1,0 +1,134 @@
+"""NVFP4 files into NVFP4 files of another dialect or layout: the same codes, block scales and numbers."""
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
+
+from moe_nvfp4.integrations.huggingface import set_activations
+from moe_nvfp4.quantize.convert import convert_checkpoint
+from moe_nvfp4.quantize.verify import verify_checkpoint
+from tests.folders import CONFIGS, change_config, fp8, fused, is_expert, is_linear, quantized, qwen2_moe, turned
+from tests.models import IDS, as_bytes, gpt_oss, llama4, qwen3_moe, tensors
+
+OTHER = {"modelopt": "compressed-tensors", "compressed-tensors": "modelopt"}
+
+
+def carried(source, destination, dialect):
+    report = convert_checkpoint(source, destination, dialect=dialect, progress=False)
+    assert report.carried and not report.quantized
+    verify_checkpoint(destination)
+    return destination
+
+
+def same_model(a, b, ulp=0.0):
+    """Loaded into transformers: the same parameters (global scales up to `ulp`), and logits in both modes."""
+    a, b = (AutoModelForCausalLM.from_pretrained(p, dtype=torch.float32).eval() for p in (a, b))
+    ours, theirs = dict(a.named_parameters()), dict(b.named_parameters())
+    assert ours.keys() == theirs.keys()
+    for name, p in ours.items():
+        if "_scale" in name:
+            torch.testing.assert_close(p, theirs[name], rtol=ulp, atol=0)
+            theirs[name].data.copy_(p)
+        assert torch.equal(p, theirs[name]), name
+    for activations in ("bf16", "nvfp4"):
+        with torch.no_grad():
+            first, second = (set_activations(m, activations)(IDS).logits for m in (a, b))
+        assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("dialect", CONFIGS)
+def test_linears_are_carried_with_the_experts_and_back(dialect, tmp_path):
+    source, _ = quantized(tmp_path, qwen2_moe, dialect, lambda k: is_expert(k) or is_linear(k), 0.003)
+    there = carried(source, tmp_path / "there", OTHER[dialect])
+    same_model(source, there, ulp=2**-23)
+    back = carried(there, tmp_path / "back", dialect)
+    files, again = tensors(source), tensors(back)
+    assert files.keys() == again.keys()
+    for name, tensor in files.items():
+        if "scale_2" in name or "global_scale" in name or "input_scale" in name:
+            torch.testing.assert_close(again[name], tensor, rtol=2**-23, atol=0)
+        else:
+            assert as_bytes(tensor) == as_bytes(again[name]), name
+
+
+@pytest.mark.parametrize("dialect", CONFIGS)
+@pytest.mark.parametrize("inputs", [None, 0.01], ids=["W4A16", "input scales"])
+@pytest.mark.parametrize("family", [gpt_oss, llama4], ids=lambda f: f.__name__)
+def test_fused_stacks_are_taken_apart(family, inputs, dialect, tmp_path):
+    source, _ = fused(tmp_path, family, inputs)
+    there = carried(source, tmp_path / "there", dialect)
+    same_model(source, there, ulp=0.0 if dialect == "modelopt" else 2**-23)
+    with pytest.raises(ValueError, match="quantized already"):
+        convert_checkpoint(there, tmp_path / "again", dialect=dialect, progress=False)
+
+
+@pytest.mark.parametrize("dialect", CONFIGS)
+def test_experts_numbered_after_the_projection_are_turned(dialect, tmp_path):
+    source, _ = quantized(tmp_path, lambda: qwen3_moe(experts=12), "modelopt", rename=turned, input_scale=0.002)
+    there = carried(source, tmp_path / "there", dialect)
+    assert any(".experts.11.up_proj." in name for name in tensors(there))
+    same_model(source, there, ulp=0.0 if dialect == "modelopt" else 2**-23)
+
+
+@pytest.mark.parametrize("dialect", CONFIGS)
+@pytest.mark.parametrize("kind", ["tensor", "row", "mx", "block"])
+def test_fp8_layers_of_mixed_files_become_dense(kind, dialect, tmp_path):
+    """Also DeepSeek V4's form, whose config says fp8 and names the experts' format apart."""
+    source, _ = quantized(tmp_path, qwen2_moe, "modelopt")
+    files, worth = tensors(source), {}
+    for key in [k for k in files if is_linear(k)]:
+        files[key], scale, worth[key] = fp8(kind, files[key].float())
+        stem = key.removesuffix(".weight")
+        name = {"block": "weight_scale_inv", "mx": "scale"}.get(kind, "weight_scale")
+        files[f"{stem}.{name}"] = scale
+        if kind == "tensor":
+            files[f"{stem}.input_scale"] = torch.tensor(0.01)
+    save_file(files, source / "model.safetensors", metadata={"format": "pt"})
+    if kind in ("block", "mx"):
+        deepseek = {"quant_method": "fp8", "moe_quant_algo": "NVFP4", "weight_block_size": [128, 128]}
+        change_config(source, quantization_config=deepseek)
+    else:
+        layers = {"model.layers.0.mlp.experts": {"quant_algo": "NVFP4"}, "lm_head": {"quant_algo": "FP8"}}
+        mixed = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
+        change_config(source, quantization_config=mixed)
+    there = carried(source, tmp_path / "there", dialect)
+    found = tensors(there)
+    for key, dense in worth.items():
+        assert torch.equal(found[key], dense.bfloat16()), key
+    again = AutoModelForCausalLM.from_pretrained(there, dtype=torch.bfloat16)
+    direct = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
+    with torch.no_grad():
+        a, b = (set_activations(m, "bf16")(IDS).logits for m in (again, direct))
+    assert torch.equal(a, b) or dialect != "modelopt"  # there, scales may move by their last bit
+
+
+def test_awq_is_carried_within_its_dialect(tmp_path):
+    source, _ = quantized(tmp_path, qwen3_moe, "modelopt", rename=turned, input_scale=0.01, quant_algo="NVFP4_AWQ")
+    files = tensors(source)
+    for name in [n for n in files if n.endswith("weight_scale_2")]:
+        stem = name.removesuffix(".weight_scale_2")
+        files[f"{stem}.pre_quant_scale"] = torch.full((2 * files[f"{stem}.weight"].shape[1],), 1.5).bfloat16()
+    save_file(files, source / "model.safetensors", metadata={"format": "pt"})
+    same_model(source, carried(source, tmp_path / "there", "modelopt"))
+    with pytest.raises(ValueError, match="AWQ. has no place in compressed-tensors files"):
+        convert_checkpoint(source, tmp_path / "other", dialect="compressed-tensors", progress=False)
+    files = tensors(tmp_path / "there")
+    files["model.layers.0.mlp.experts.0.up_proj.pre_quant_scale"][3] = float("nan")
+    save_file(files, tmp_path / "there" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match="pre_quant_scale .64. must be finite"):
+        verify_checkpoint(tmp_path / "there")
+
+
+def test_damaged_stacks_are_named(tmp_path):
+    source, _ = fused(tmp_path, gpt_oss)
+    stem = "model.layers.1.mlp.experts.down_proj"
+    for change, message in (
+        (lambda f: f.pop(f"{stem}_weight_scale_2"), f"{stem} needs {stem}_weight_scale_2"),
+        (lambda f: f.update({f"{stem}_weight_scale": torch.zeros(4, 2, 2)}), "expected .E, in/2, out. in U8"),
+    ):
+        files = tensors(source)
+        change(files)
+        save_file(files, source / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(ValueError, match=message):
+            convert_checkpoint(source, tmp_path / "x", dialect="modelopt", progress=False)

@@ -1,0 +1,602 @@
+"""4-bit folders as other tools write them, straight into transformers: the same numbers, or a refusal by name."""
+
+import importlib.util
+import json
+import re
+import zlib
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+from torch import nn
+from transformers import AutoModel, AutoModelForCausalLM
+
+from moe_nvfp4 import ExpertWeights, Gate, moe_forward, reference
+from moe_nvfp4.integrations.experts import HFExperts
+from moe_nvfp4.integrations.huggingface import MoeNvfp4Config, checkpoint_config, set_activations
+from moe_nvfp4.layer import NVFP4Linear
+from moe_nvfp4.quantize.convert import convert_checkpoint
+from tests.common import THRESHOLDS, peak_while_loading, relative_error
+from tests.folders import (
+    CONFIGS,
+    change_config,
+    fp8,
+    fused,
+    is_expert,
+    is_linear,
+    quantized,
+    qwen2_moe,
+    stored,
+    turned,
+    value,
+    write,
+)
+from tests.models import IDS, SMALL, as_bytes, gpt_oss, llama4, make, mixtral, nemotron_h, qwen3_moe, tensors
+
+
+def load(path, dtype=torch.float32, **kwargs):
+    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **kwargs).eval()
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(IDS).logits
+
+
+def packed(model, kind):
+    return {n: m for n, m in model.named_modules() if isinstance(m, kind)}
+
+
+both = pytest.mark.parametrize("dialect", ["modelopt", "compressed-tensors"])
+
+
+# ---------------------------------------------------------------- experts
+@both
+@pytest.mark.parametrize("family", [qwen3_moe, mixtral, nemotron_h], ids=lambda f: f.__name__)
+def test_experts_are_packed_and_compute_what_the_dense_twin_does(family, dialect, tmp_path):
+    folder, twin = quantized(tmp_path, family, dialect)
+    model = load(folder)
+    found = packed(model, HFExperts)
+    assert found and all(p.dtype == torch.uint8 for m in found.values() for n, p in m.named_parameters()
+                         if n.endswith(("proj", "_sf")))  # fmt: skip
+    assert {m.activations for m in found.values()} == {"nvfp4"}, "what the config says the file was made for"
+    assert relative_error(logits(set_activations(model, "bf16")), logits(load(twin))) < 10 * THRESHOLDS["fp32"]
+
+
+@both
+def test_outputs_are_exactly_those_of_the_dequantized_weights(dialect, tmp_path, monkeypatch):
+    """With global scales that are powers of two, sums of code * sf * x are, scaled, sums of dequantized weight * x:
+    bit for bit, in the same reference with another product."""
+    monkeypatch.setenv("MOE_NVFP4_BACKEND", "reference")
+    model = make(qwen3_moe)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            experts, q = layer.mlp.experts, layer.self_attn.q_proj.weight
+            for w in (experts.gate_up_proj, experts.down_proj, q):
+                w.clamp_(-2.5, 2.5)
+            experts.gate_up_proj[:, 0, 0] = experts.gate_up_proj[:, 48, 0] = experts.down_proj[:, 0, 0] = 2.625
+            q[0, 0] = -2.625  # 6 * 448 * 2^-10
+    model.save_pretrained(tmp_path / "bf16")
+    folder, twin = quantized(tmp_path, qwen3_moe, dialect, lambda k: is_expert(k) or "q_proj" in k)
+    model, dense = set_activations(load(folder), "bf16"), tensors(twin)
+    x, ids, p = torch.randn(7, 64), torch.randint(0, 8, (7, 2)), torch.rand(7, 2)
+    for stem in ("model.layers.0", "model.layers.1"):
+        linear, experts = model.get_submodule(f"{stem}.self_attn.q_proj"), model.get_submodule(f"{stem}.mlp.experts")
+        gate, up, down = (
+            torch.stack([dense[f"{stem}.mlp.experts.{e}.{part}_proj.weight"] for e in range(8)])
+            for part in ("gate", "up", "down")
+        )
+        one, w13 = torch.ones(8), torch.cat([gate, up], dim=1)
+        weights = ExpertWeights(Gate(), "bf16", w13, w13, one, one, down, down, one)
+        actual, projected = experts(x, ids, p), linear(x)
+        with monkeypatch.context() as patch:
+            patch.setattr(reference, "_matmul", lambda x, w, _: torch.mm(x, w.T, out=torch.empty(len(x), len(w))))
+            assert torch.equal(actual, moe_forward(x, ids, p, weights))
+        assert isinstance(linear, NVFP4Linear)
+        assert torch.equal(projected, x @ dense[f"{stem}.self_attn.q_proj.weight"].T)
+
+
+def test_both_dialects_are_the_same_model(tmp_path):
+    """Bit for bit: the parameters, the logits in W4A16 and in W4A4 with static scales, and what is saved again."""
+    models = []
+    for dialect in CONFIGS:
+        folder, _ = quantized(tmp_path, qwen3_moe, dialect, lambda k: is_expert(k) or is_linear(k), 2**-9)
+        models.append(load(folder, torch.bfloat16))
+        assert models[-1].model.layers[0].mlp.experts.down_proj_input_scale.tolist() == [2**-9] * 8
+    a, b = (dict(m.named_parameters()) for m in models)
+    assert a.keys() == b.keys()
+    for name, p in a.items():
+        if name.endswith("_global_scale"):  # 1 / (1 / scale) may miss the last bit
+            torch.testing.assert_close(b[name], p, rtol=2**-23, atol=0)
+            b[name].data.copy_(p)
+        assert torch.equal(p, b[name]), name
+    for activations in ("nvfp4", "bf16"):
+        first, second = (logits(set_activations(m, activations)) for m in models)
+        assert torch.equal(first, second)
+
+
+@both
+def test_saving_writes_the_same_files(dialect, tmp_path):
+    folder, _ = quantized(tmp_path, qwen2_moe, dialect, lambda k: is_expert(k) or is_linear(k), 0.003)
+    model = load(folder, torch.bfloat16)
+    assert packed(model, NVFP4Linear)
+    model.save_pretrained(tmp_path / "again")
+    files, again = tensors(folder), tensors(tmp_path / "again")
+    assert files.keys() == again.keys()
+    for key, tensor in files.items():
+        assert tensor.dtype == again[key].dtype and tensor.shape == again[key].shape, key
+        if "global_scale" in key:  # some scale whose reciprocal is the same
+            assert torch.equal(1 / tensor, 1 / again[key]), key
+        else:
+            assert as_bytes(tensor) == as_bytes(again[key]), key
+    config = json.loads((tmp_path / "again/config.json").read_text())["quantization_config"]
+    assert config["quant_method"] == dialect
+    assert torch.equal(logits(load(tmp_path / "again", torch.bfloat16)), logits(model))
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the peak from /proc")
+def test_experts_and_linears_are_never_dense_in_memory(tmp_path):
+    """Loading holds the result and a part of it: far less than the same weights in bf16."""
+    def family():
+        return qwen3_moe(48, 512, hidden_size=512)
+
+    folder, _ = quantized(tmp_path, family, "compressed-tensors", lambda k: is_expert(k) or is_linear(k))
+    peak, result = peak_while_loading(folder)
+    dense = sum(t.numel() * 2 for t in tensors(tmp_path / "bf16").values())
+    assert result < dense / 3.4
+    assert peak < 1.5 * result, f"peak {peak / 1e6:.0f} MB for a result of {result / 1e6:.0f} MB"
+
+
+@pytest.mark.parametrize("family", [qwen3_moe, mixtral, gpt_oss, nemotron_h], ids=lambda f: f.__name__)
+def test_quantizing_while_loading_saves_the_dialect_that_was_asked_for(family, tmp_path):
+    """The converter's bytes, and a layer that stays dense keeps the model's own names."""
+    make(family).save_pretrained(tmp_path / "bf16")
+    exclude = [] if family is nemotron_h else ["model.layers.0.*"]
+    config = MoeNvfp4Config(dialect="compressed-tensors", recipe="max", exclude=exclude)
+    model = load(tmp_path / "bf16", torch.bfloat16, quantization_config=config)
+    model.save_pretrained(tmp_path / "saved")
+    convert_checkpoint(tmp_path / "bf16", tmp_path / "converted", "max", exclude, dialect="compressed-tensors",
+                       progress=False)  # fmt: skip
+    saved, converted = tensors(tmp_path / "saved"), tensors(tmp_path / "converted")
+    assert saved.keys() == converted.keys()
+    # transformers widens a few (router biases) to fp32
+    same = [n for n in saved if saved[n].dtype == converted[n].dtype]
+    assert all(as_bytes(saved[n]) == as_bytes(converted[n]) for n in same) and len(same) > 0.9 * len(saved)
+    for path in (tmp_path / "saved", tmp_path / "converted"):
+        again = load(path, torch.bfloat16)
+        assert torch.equal(logits(again), logits(model))
+
+
+# ---------------------------------------------------------------- linears
+@both
+@pytest.mark.parametrize("family", [qwen2_moe, mixtral], ids=lambda f: f.__name__)
+def test_linears_stay_packed_or_become_dense(family, dialect, tmp_path):
+    folder, twin = quantized(tmp_path, family, dialect, lambda k: is_expert(k) or is_linear(k))
+    expected = logits(load(twin))
+    model = set_activations(load(folder), "bf16")
+    linears = packed(model, NVFP4Linear)
+    assert {n.rpartition(".")[2] for n in linears} >= {"q_proj", "k_proj", "v_proj", "o_proj"}
+    assert ("model.layers.0.mlp.shared_expert.up_proj" in linears) == (family is qwen2_moe)
+    assert not any(p.requires_grad for m in linears.values() for p in m.parameters())
+    assert relative_error(logits(model), expected) < 10 * THRESHOLDS["fp32"]
+
+    dense = load(folder, config=checkpoint_config(folder, linears="dense", activations="bf16"))
+    assert not packed(dense, NVFP4Linear) and packed(dense, HFExperts)
+    assert relative_error(logits(dense), expected) < 10 * THRESHOLDS["fp32"]
+    for name in linears:
+        assert torch.equal(dense.get_submodule(name).weight, tensors(twin)[f"{name}.weight"]), name
+    dense.save_pretrained(tmp_path / "dense")
+    again = load(tmp_path / "dense")
+    assert torch.equal(logits(again), logits(dense)) and not packed(again, NVFP4Linear)
+
+
+def test_a_base_model_loads_too(tmp_path):
+    """AutoModel: module names without `model.` in front."""
+    folder, twin = quantized(tmp_path, qwen2_moe, "modelopt", lambda k: is_expert(k) or is_linear(k))
+    model, dense = (AutoModel.from_pretrained(p, dtype=torch.float32).eval() for p in (folder, twin))
+    assert len(packed(model, NVFP4Linear)) == 14 and len(packed(model, HFExperts)) == 2
+    set_activations(model, "bf16")
+    with torch.no_grad():
+        a, b = (m(IDS).last_hidden_state for m in (model, dense))
+    assert relative_error(a, b) < 10 * THRESHOLDS["fp32"]
+
+
+@pytest.mark.parametrize("linears", ["packed", "dense"])
+def test_a_quantized_lm_head(linears, tmp_path):
+    folder, twin = quantized(tmp_path, qwen3_moe, "modelopt", lambda k: is_expert(k) or k == "lm_head.weight")
+    config = checkpoint_config(folder, linears=linears, activations="bf16")
+    model = load(folder, config=config)
+    assert isinstance(model.lm_head, NVFP4Linear if linears == "packed" else nn.Linear)
+    assert relative_error(logits(model), logits(load(twin))) < 10 * THRESHOLDS["fp32"]
+    greedy = dict(max_new_tokens=6, do_sample=False)
+    assert torch.equal(model.generate(IDS, **greedy), load(twin).generate(IDS, **greedy))
+    change_config(folder, tie_word_embeddings=True)
+    with pytest.raises(ValueError, match="lm_head is quantized in the files, but config.json ties it"):
+        load(folder, config=checkpoint_config(folder, linears=linears))
+
+
+KINDS = ("q_proj", "k_proj", "v_proj", "o_proj", "lm_head")
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    dialect=st.sampled_from(sorted(CONFIGS)), E=st.integers(2, 11), I=st.integers(1, 4), layers=st.integers(1, 3),
+    linears=st.sets(st.sampled_from(KINDS)), dense=st.integers(-1, 2), inputs=st.booleans(), turn=st.booleans(),
+    shards=st.integers(1, 3), mode=st.sampled_from(["packed", "dense"]), dtype=st.sampled_from([torch.bfloat16,
+    torch.float32]),
+)  # fmt: skip
+def test_any_folder(dialect, E, I, layers, linears, dense, inputs, turn, shards, mode, dtype, tmp_path_factory):
+    """Every parameter is the bytes of the file, whatever is quantized, sharded or left dense; saving loses nothing."""
+    path = tmp_path_factory.mktemp("any")
+    dense = dense if layers > 1 else -1
+    which = lambda k: (is_expert(k) and f"layers.{dense}." not in k) or any(f"{kind}.weight" in k for kind in linears)
+    turn = turn and dense < 0
+    folder, _ = quantized(path, lambda: qwen3_moe(E, 16 * I, num_hidden_layers=layers), dialect, which,
+                          0.003 if inputs else None, turned if turn else lambda stem: stem,
+                          ignore=["lm_head", "re:.*gate$"])  # fmt: skip
+    files = tensors(folder)
+    first = next(stem for stem in sorted(files) if stem.endswith("weight_scale"))
+    codes = files[first.replace("_scale", "_packed" if dialect == "compressed-tensors" else "")]
+    codes[0, :8], codes[-1, :8] = 0x88, 0  # a block of -0.0, and zeros under a scale of zero
+    files[first].view(torch.uint8)[-1, 0] = 0
+    deal(files, folder, shards)
+    model = load(folder, dtype, config=checkpoint_config(folder, linears=mode))
+    last = {"modelopt": ("weight", "weight_scale_2"), "compressed-tensors": ("weight_packed", "weight_global_scale")}
+    weight, scale = last[dialect]
+    decode = (lambda t: 1 / t) if dialect == "compressed-tensors" else (lambda t: t)
+    for name, experts in packed(model, HFExperts).items():
+        halves = slice(0, 16 * I), slice(16 * I, None), slice(None)
+        for part, rows in zip(("gate_proj", "up_proj", "down_proj"), halves, strict=True):
+            parameter = "down_proj" if part == "down_proj" else "gate_up_proj"
+            for e in range(E):
+                stem = turned(f"{name}.{e}.{part}") if turn else f"{name}.{e}.{part}"
+                assert torch.equal(getattr(experts, parameter)[e, rows], files[f"{stem}.{weight}"])
+                assert as_bytes(getattr(experts, f"{parameter}_sf")[e, rows]) == as_bytes(files[f"{stem}.weight_scale"])
+                assert getattr(experts, f"{part}_global_scale")[e] == decode(files[f"{stem}.{scale}"])
+        assert ("up_proj_input_scale" in experts._parameters) == inputs
+    assert len(packed(model, HFExperts)) == layers - (0 <= dense < layers)
+    found = packed(model, NVFP4Linear)
+    assert {n.rpartition(".")[2] for n in found} == (linears if mode == "packed" else set())
+    for name, linear in found.items():
+        assert torch.equal(linear.weight, files[f"{name}.{weight}"])
+        assert linear.weight_global_scale == decode(files[f"{name}.{scale}"])
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and f"{name}.{scale}" in files:
+            assert torch.equal(module.weight, value(dialect, files, name).to(dtype))
+    before = logits(model)
+    assert before.isfinite().all()
+    model.save_pretrained(path / "again", max_shard_size="20KB")
+    again = load(path / "again", dtype)
+    ours, theirs = (dict(m.named_parameters()) for m in (model, again))
+    assert ours.keys() == theirs.keys() and all(torch.equal(p, theirs[n]) for n, p in ours.items())
+    assert torch.equal(logits(again), before)
+
+
+def deal(files, folder, shards):
+    """Write `files` to so many shards, in turn, with an index."""
+    if shards == 1:
+        save_file(files, folder / "model.safetensors", metadata={"format": "pt"})
+        return
+    (folder / "model.safetensors").unlink()
+    names = {n: f"model-{i % shards + 1:05d}-of-{shards:05d}.safetensors" for i, n in enumerate(files)}
+    for name in set(names.values()):
+        save_file({n: t for n, t in files.items() if names[n] == name}, folder / name, metadata={"format": "pt"})
+    index = {"metadata": {}, "weight_map": names}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def test_packed_linears_offload_compile_and_generate(tmp_path):
+    folder, _ = quantized(tmp_path, qwen2_moe, "compressed-tensors", lambda k: is_expert(k) or is_linear(k), 0.003)
+    whole = load(folder)
+    device_map = {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk",
+                  "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}  # fmt: skip
+    model = load(folder, device_map=device_map, offload_folder=tmp_path / "offload")
+    assert model.model.layers[1].self_attn.q_proj.weight.device.type == "meta"
+    assert torch.equal(logits(model), logits(whole))
+    greedy = dict(max_new_tokens=6, do_sample=False)
+    static = whole.generate(IDS, cache_implementation="static", **greedy)
+    assert torch.equal(static, whole.generate(IDS, **greedy))
+    attention = whole.model.layers[0].self_attn.q_proj
+    x = torch.randn(2, 3, 64)
+    assert torch.equal(torch.compile(attention, fullgraph=True)(x), attention(x))
+
+
+# ---------------------------------------------------------------- configs
+def without(config, *keys):
+    return {k: v for k, v in config.items() if k not in keys}
+
+
+W4A16 = {"group_0": {**CONFIGS["compressed-tensors"]["config_groups"]["group_0"], "input_activations": None}}
+VARIANTS = {
+    "W4A16": ("compressed-tensors", lambda q: {**q, "config_groups": W4A16}, "bf16"),
+    "no config_groups": ("compressed-tensors", lambda q: without(q, "config_groups"), "bf16"),
+    "mixed-precision": ("compressed-tensors", lambda q: {**q, "format": "mixed-precision"}, "nvfp4"),
+    "ModelOpt W4A16": ("modelopt", lambda q: {**q, "quant_algo": "W4A16_NVFP4"}, "bf16"),
+    "ModelOpt MIXED": (
+        "modelopt", lambda q: {**without(q, "config_groups"), "quant_algo": "MIXED_PRECISION", "quantized_layers": {
+            "model.layers.0.mlp.experts": {"quant_algo": "NVFP4", "group_size": 16}}}, "nvfp4"),
+    "DeepSeek V4": (
+        "modelopt", lambda q: {"quant_method": "fp8", "weight_block_size": [128, 128], "moe_quant_algo": "NVFP4"},
+        "nvfp4"),
+    "a string for the KV cache": ("modelopt", lambda q: {**q, "kv_cache_scheme": "FP8"}, "nvfp4"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_config_variants(variant, tmp_path):
+    dialect, change, activations = VARIANTS[variant]
+    folder, twin = quantized(tmp_path, qwen3_moe, dialect)
+    change_config(folder, quantization_config=change(CONFIGS[dialect]))
+    model = load(folder)
+    assert {m.activations for m in packed(model, HFExperts).values()} == {activations}
+    assert relative_error(logits(set_activations(model, "bf16")), logits(load(twin))) < 10 * THRESHOLDS["fp32"]
+
+
+@pytest.mark.parametrize("config", ["hf_quant_config.json", "nothing"])
+def test_a_folder_whose_config_is_silent(config, tmp_path):
+    """Older exports have hf_quant_config.json only; files say what they are even without that."""
+    folder, twin = quantized(tmp_path, qwen3_moe, "modelopt")
+    change_config(folder, quantization_config=None)
+    with pytest.raises(ValueError, match="neither config.json nor hf_quant_config.json says so"):
+        checkpoint_config(folder)
+    if config == "nothing":
+        model = load(folder, quantization_config=MoeNvfp4Config())
+    else:
+        hf = {"quantization": {"quant_algo": "W4A16_NVFP4", "group_size": 16, "exclude_modules": ["lm_head"]}}
+        (folder / config).write_text(json.dumps(hf))
+        model = load(folder, config=checkpoint_config(folder))
+    assert relative_error(logits(model), logits(load(twin))) < 10 * THRESHOLDS["fp32"]
+
+
+@both
+def test_layers_whose_experts_are_dense_in_the_files(dialect, tmp_path):
+    pattern = "model.layers.0*" if dialect == "modelopt" else "re:model.layers.0.*"
+    folder, twin = quantized(tmp_path, qwen3_moe, dialect, lambda k: is_expert(k) and "layers.1." in k,
+                             ignore=["lm_head", pattern])  # fmt: skip
+    model = set_activations(load(folder), "bf16")
+    assert list(packed(model, HFExperts)) == ["model.layers.1.mlp.experts"]
+    assert relative_error(logits(model), logits(load(twin))) < 10 * THRESHOLDS["fp32"]
+    model.save_pretrained(tmp_path / "again")
+    assert torch.equal(logits(load(tmp_path / "again")), logits(model))
+
+
+@both
+def test_the_files_count_where_the_config_excludes_too_much(dialect, tmp_path):
+    pattern = "*.experts.*" if dialect == "modelopt" else "re:.*experts.*"
+    folder, twin = quantized(tmp_path, qwen3_moe, dialect, ignore=["lm_head", pattern])
+    model = set_activations(load(folder), "bf16")
+    assert len(packed(model, HFExperts)) == 2
+    assert relative_error(logits(model), logits(load(twin))) < 10 * THRESHOLDS["fp32"]
+
+
+@both
+@pytest.mark.parametrize("kind", ["tensor", "row", "mx", "block"])
+def test_mixed_precision_fp8_linears_become_dense(kind, dialect, tmp_path, caplog):
+    folder, twin = quantized(tmp_path, qwen2_moe, dialect)
+    files, dense = tensors(folder), tensors(twin)
+    for key in [k for k in files if is_linear(k)]:
+        codes, scale, dense[key] = fp8(kind, files[key].float())
+        files[key], stem = codes, key.removesuffix(".weight")
+        files[f"{stem}.weight_scale_inv" if kind == "block" else f"{stem}.weight_scale"] = scale
+        if kind == "tensor":
+            files[f"{stem}.input_scale"] = torch.tensor(0.01)
+    save_file(files, folder / "model.safetensors", metadata={"format": "pt"})
+    dense = {key: tensor.contiguous() for key, tensor in dense.items()}
+    save_file(dense, twin / "model.safetensors", metadata={"format": "pt"})
+    model = set_activations(load(folder), "bf16")
+    assert "14 FP8 linears are made dense" in caplog.text
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            assert torch.equal(module.weight, dense[f"{name}.weight"]), name
+    assert relative_error(logits(model), logits(load(twin))) < 10 * THRESHOLDS["fp32"]
+
+
+def deepseek_v4():
+    from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
+
+    config = DeepseekV4Config(
+        vocab_size=96, hidden_size=64, num_hidden_layers=3, num_attention_heads=4, head_dim=32, q_lora_rank=32,
+        o_lora_rank=32, o_groups=2, moe_intermediate_size=32, n_routed_experts=4, num_experts_per_tok=2,
+        index_n_heads=2, index_head_dim=32, qk_rope_head_dim=16, sliding_window=8, index_topk=4,
+        max_position_embeddings=128,
+    )  # fmt: skip
+    return DeepseekV4ForCausalLM(config)
+
+
+@pytest.mark.skipif(not hasattr(transformers, "DeepseekV4Config"), reason="this transformers has no DeepSeek V4")
+def test_deepseek_v4_with_its_own_names(tmp_path):
+    """NVFP4 experts w1, w3, w2; everything else FP8 in blocks, whose power-of-two scales are called `scale`."""
+    make(deepseek_v4).save_pretrained(tmp_path / "bf16")
+    files, twin = {}, {}
+    for key, tensor in tensors(tmp_path / "bf16").items():
+        twin[key] = tensor.float()
+        name = key.removeprefix("model.")
+        stem = name.removesuffix(".weight")
+        if is_expert(key):
+            new = stored("modelopt", stem, tensor, 0.01)
+            files |= new
+            twin[key] = value("modelopt", new, stem)
+        elif re.search(r"\.(wq_a|wq_b|wkv|wo_a|wo_b|w[123])\.weight$", key):
+            files[name], scale, twin[key] = fp8("block", tensor.float(), power_of_two=True)
+            files[f"{stem}.scale"] = scale.to(torch.float8_e8m0fnu)
+        else:
+            files[name] = tensor
+    original = json.loads((tmp_path / "bf16/config.json").read_text())
+    quantization = {"quant_method": "fp8", "fmt": "e4m3", "scale_fmt": "ue8m0", "weight_block_size": [128, 128],
+                    "moe_quant_algo": "NVFP4"}  # fmt: skip
+    folder = write(tmp_path / "nvfp4", files, original, quantization)
+    dense = load(write(tmp_path / "twin", twin, {**original, "dtype": "float32"}, None))
+    model = set_activations(load(folder), "bf16")
+    assert len(packed(model, HFExperts)) == 3 and not packed(model, NVFP4Linear)
+    assert relative_error(logits(model), logits(dense)) < 10 * THRESHOLDS["fp32"]
+    report = convert_checkpoint(folder, tmp_path / "plain", progress=False)
+    assert (report.carried, report.dequantized) == (36, sum(name.endswith(".scale") for name in files))
+    assert torch.equal(logits(set_activations(load(tmp_path / "plain"), "bf16")), logits(model))
+
+
+@both
+def test_kv_cache_scales_are_reported_once(dialect, tmp_path, caplog):
+    folder, twin = quantized(tmp_path, qwen3_moe, dialect)
+    files = tensors(folder)
+    for layer in range(2):
+        stem = f"model.layers.{layer}.self_attn"
+        names = ("k_proj.k_scale", "v_proj.v_scale") if dialect == "modelopt" else ("k_scale", "v_scale")
+        files |= {f"{stem}.{name}": torch.tensor(0.5) for name in names}
+    save_file(files, folder / "model.safetensors", metadata={"format": "pt"})
+    model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    assert caplog.text.count("4 scales of a quantized KV cache are left out (model.layers.0.self_attn") == 1
+    assert not info["unexpected_keys"] and not info["missing_keys"]
+    assert relative_error(logits(set_activations(model, "bf16")), logits(load(twin))) < 10 * THRESHOLDS["fp32"]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("compressed_tensors") is None, reason="needs compressed-tensors")
+def test_other_compressed_tensors_folders_are_left_to_transformers(tmp_path):
+    """FP8 by row: its config and its quantizer, and the numbers of the dense model."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.quantizers.quantizer_compressed_tensors import CompressedTensorsHfQuantizer
+
+    make(lambda: LlamaForCausalLM(LlamaConfig(**SMALL, intermediate_size=96))).save_pretrained(tmp_path / "bf16")
+    files, twin = tensors(tmp_path / "bf16"), {}
+    for key in list(files):
+        twin[key] = files[key].float()
+        if is_linear(key) or ".mlp." in key:
+            files[key], scale, twin[key] = fp8("row", files[key].float())
+            files[f"{key}_scale"] = scale
+    numbers = {"num_bits": 8, "type": "float", "symmetric": True}
+    group = {"targets": ["Linear"], "weights": {**numbers, "strategy": "channel", "dynamic": False}}
+    quantization = {"quant_method": "compressed-tensors", "format": "float-quantized", "ignore": ["lm_head"],
+                    "quantization_status": "compressed", "config_groups": {"group_0": group}}  # fmt: skip
+    original = json.loads((tmp_path / "bf16/config.json").read_text())
+    model = load(write(tmp_path / "fp8", files, original, quantization))
+    assert type(model.hf_quantizer) is CompressedTensorsHfQuantizer
+    dense = load(write(tmp_path / "twin", twin, {**original, "dtype": "float32"}, None))
+    assert relative_error(logits(model), logits(dense)) < 1e-3
+
+
+def test_other_fp8_folders_are_left_to_transformers():
+    from transformers.quantizers.auto import AutoQuantizationConfig
+    from transformers.utils.quantization_config import FineGrainedFP8Config
+
+    config = AutoQuantizationConfig.from_dict({"quant_method": "fp8", "weight_block_size": [64, 64]})
+    assert type(config) is FineGrainedFP8Config and config.weight_block_size == [64, 64]
+
+
+# ---------------------------------------------------------------- other layouts of experts
+def test_experts_numbered_after_the_projection(tmp_path):
+    """experts.gate_proj.3, as older ModelOpt wrote some families."""
+    folder, twin = quantized(tmp_path, lambda: qwen3_moe(experts=12), "modelopt", rename=turned, input_scale=0.002)
+    assert "model.layers.0.mlp.experts.up_proj.11.weight_scale_2" in tensors(folder)
+    model = set_activations(load(folder), "bf16")
+    assert relative_error(logits(model), logits(load(twin))) < 10 * THRESHOLDS["fp32"]
+    model.save_pretrained(tmp_path / "again")  # in the order that all readers know
+    assert "model.layers.0.mlp.experts.11.up_proj.weight_scale_2" in tensors(tmp_path / "again")
+    assert torch.equal(logits(load(tmp_path / "again")), logits(model))
+
+
+@pytest.mark.parametrize("inputs", [False, True], ids=["W4A16", "input scales"])
+@pytest.mark.parametrize("family", [gpt_oss, llama4], ids=lambda f: f.__name__)
+def test_fused_stacks(family, inputs, tmp_path):
+    """[E, in/2, out] codes with one scale for all experts, the layout of Llama 4 and gpt-oss exports."""
+    folder, twin = fused(tmp_path, family, 0.01 if inputs else None)
+    dense = load(twin)
+    model = load(folder)
+    experts = next(iter(packed(model, HFExperts).values()))
+    assert ("down_proj_input_scale" in experts._parameters) == inputs
+    w4a4 = logits(model)
+    assert relative_error(logits(set_activations(model, "bf16")), logits(dense)) < 10 * THRESHOLDS["fp32"]
+    model.save_pretrained(tmp_path / "again")
+    again = load(tmp_path / "again")
+    assert torch.equal(logits(again), logits(model))
+    assert torch.equal(logits(set_activations(again, "nvfp4")), w4a4)
+
+
+@pytest.mark.parametrize("activations", ["bf16", "nvfp4"])
+@pytest.mark.parametrize("linears", ["packed", "dense"])
+def test_awq(linears, activations, tmp_path):
+    """NVFP4_AWQ: x and h are multiplied by a vector before the GEMM; the twin has it in its weights."""
+    folder, twin = quantized(tmp_path, qwen2_moe, "modelopt", lambda k: is_expert(k) or is_linear(k), 2**-6,
+                             quant_algo="NVFP4_AWQ")  # fmt: skip
+    files, dense = tensors(folder), tensors(twin)
+    for key in [k for k in files if k.endswith("weight_scale_2")]:
+        stem = key.removesuffix(".weight_scale_2")
+        K = 2 * files[f"{stem}.weight"].shape[1]
+        torch.manual_seed(zlib.crc32(stem.replace("gate_proj", "up_proj").encode()))
+        smooth = torch.randint(1, 9, (K,)) / 4  # of few bits: products with it are exact
+        files[f"{stem}.pre_quant_scale"] = smooth.bfloat16()
+        dense[f"{stem}.weight"] = dense[f"{stem}.weight"] * smooth
+    save_file(files, folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(dense, twin / "model.safetensors", metadata={"format": "pt"})
+    model = load(folder, config=checkpoint_config(folder, linears=linears, activations=activations))
+    error = relative_error(logits(model), logits(load(twin)))
+    assert error < 10 * THRESHOLDS["fp32"] if activations == "bf16" else 1e-3 < error < 2  # rows of 4 bits
+    model.save_pretrained(tmp_path / "again")
+    config = json.loads((tmp_path / "again/config.json").read_text())["quantization_config"]
+    assert config["quant_algo"] == "NVFP4_AWQ"
+    assert torch.equal(logits(load(tmp_path / "again")), logits(model))
+    if linears == "packed":
+        assert tensors(tmp_path / "again").keys() == files.keys()
+    with pytest.raises(ValueError, match="AWQ. has no place in compressed-tensors files"):
+        convert_checkpoint(folder, tmp_path / "other", dialect="compressed-tensors", progress=False)
+    files["model.layers.0.mlp.experts.1.gate_proj.pre_quant_scale"] += 1
+    save_file(files, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match="layers.0.mlp.experts.up_proj_pre_quant_scale: gate and up have different"):
+        load(folder)
+
+
+# ---------------------------------------------------------------- refused by name
+Q = "model.layers.1.self_attn.q_proj"
+E3 = "model.layers.1.mlp.experts.3"
+DAMAGE = {
+    "a scale of a linear is missing": (lambda f: f.pop(f"{Q}.weight_scale"), f"{Q}.weight_scale is missing"),
+    "a global scale of a linear is missing": (
+        lambda f: f.pop(f"{Q}.weight_scale_2"), f"{Q}.weight_scale is a scale that nothing reads"),
+    "another shape": (
+        lambda f: f.update({f"{Q}.weight": torch.zeros(8, 32, dtype=torch.uint8)}),
+        rf"{Q}.weight is U8 \[8, 32\], expected U8 \[64, 32\]"),
+    "a zero global scale": (lambda f: f[f"{Q}.weight_scale_2"].zero_(), rf"{Q}.weight_scale_2 of expert 0 is 0.0"),
+    "NaN block scales": (lambda f: f[f"{Q}.weight_scale"].view(torch.uint8).fill_(127), f"{Q}.weight_scale holds NaN"),
+    "FP8 without a scale": (
+        lambda f: f.update({"model.layers.0.mlp.gate.weight": torch.zeros(8, 64).to(torch.float8_e4m3fn)}),
+        "mlp.gate.weight is FP8 and has no scale"),
+    "an SVD part": (
+        lambda f: f.update({f"{Q}.svdquant_lora_a": torch.zeros(4, 64)}), "svdquant_lora_a is a scale that nothing"),
+    "experts in two ways": (
+        lambda f: [f.update({turned(k): f.pop(k)}) for k in list(f) if "layers.0" in k and is_expert(k)],
+        "the files name experts in several ways"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", DAMAGE)
+def test_damage_is_named(case, tmp_path):
+    change, message = DAMAGE[case]
+    folder, _ = quantized(tmp_path, qwen3_moe, "modelopt", lambda k: is_expert(k) or is_linear(k))
+    files = tensors(folder)
+    change(files)
+    save_file(files, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=message):
+        load(folder)
+
+
+def test_what_is_not_supported_is_refused_by_name(tmp_path):
+    folder, _ = quantized(tmp_path, qwen3_moe, "modelopt")
+    for algo in ("NVFP4_SVD", "W4A8_NVFP4_FP8", "W4A8_MXFP4_FP8"):
+        change_config(folder, quantization_config={**CONFIGS["modelopt"], "quant_algo": algo})
+        with pytest.raises(ValueError, match=f"quant_algo '{algo}'; this library reads"):
+            load(folder)
+    other, _ = quantized(tmp_path, qwen3_moe, "compressed-tensors")
+    for extra, message in (
+        ({"transform_config": {"config_groups": {"R1": {}}}}, "rotations"),
+        ({"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity 'sparse-24-bitmask' are not read"),
+        ({"config_groups": {"group_0": {"input_activations": {"num_bits": 8}}}}, r"\(W4A8\) are not computed here"),
+    ):
+        change_config(other, quantization_config={**CONFIGS["compressed-tensors"], **extra})
+        with pytest.raises(ValueError, match=message):
+            load(other)
+    with pytest.raises(ValueError, match="linears must be one of"):
+        MoeNvfp4Config(linears="sparse")
+    with pytest.raises(ValueError, match="dialect must be one of"):
+        MoeNvfp4Config(dialect="gguf")
