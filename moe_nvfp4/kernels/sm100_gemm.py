@@ -1,0 +1,651 @@
+"""The grouped NVFP4 GEMM of Blackwell: gate and up (or down) of all experts in one persistent launch.
+
+    D[weight row, token] = sum over K of (w * w_sf) * (x * x_sf)        tcgen05.mma, fp32, in TMEM
+
+Weights are the M operand: `blocks` blocks of 128 rows (a block of gate rows and the same rows of up; or
+neighbouring rows of a single projection) have an accumulator each and share every token tile. Tokens
+are N: a tile holds up to `tokens` rows of one expert, and its MMAs are as wide as it has rows, rounded
+up to 8, so 3 tokens cost 8 columns and 40 cost 40.
+
+Warps
+    0-3  epilogue: TMEM -> scales, bias, gate -> shared memory (transposed) -> bf16, NVFP4 or fp32 rows
+    4    loads: codes by TMA, block scales by bulk copies, into a ring of `stages` K tiles of 256
+    5    scales from shared memory to TMEM, MMAs; owns the TMEM allocation
+
+Barriers (arrivals)
+    full[stage]   loads -> MMA        1 + bytes     the K tile is in shared memory
+    empty[stage]  MMA -> loads        1 (commit)    the MMAs that read it are done
+    acc_full      MMA -> epilogue     1 (commit)    a tile is summed up
+    acc_empty     epilogue -> MMA     4 (warps)     the next tile's accumulators may be written
+
+Timeline, the same tiles in the same order in every role (tile i of CTA b is tile b + i * grid):
+    loads     per K tile: wait empty, expect the bytes, issue the copies; the ring runs across tiles
+    MMA       per tile: wait acc_empty; per K tile: wait full, copy scales, issue MMAs, commit empty;
+              then commit acc_full
+    epilogue  per tile: fetch scales and biases, wait acc_full, drain 16 tokens at a time
+
+Two tiles are in TMEM at a time, at columns 0 and `second`. Where they do not both fit they overlap: the
+epilogue drains the shared columns first and arrives at acc_empty there, not at the end. As it drains
+tiles in order, that one arrival also says that everything before is drained.
+
+Tile map: every CTA sums the experts' tile counts from the offsets (one warp, a scan), so nothing waits
+for the host. Rows of nobody (from offsets[E] on) are written as zeros.
+
+Edges: K ends in zero codes (TMA fills, and padding scales are zero); weight rows and tokens beyond
+the end are computed and not stored; scales of rows beyond the end may hold anything.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from math import inf
+
+import cutlass
+from cutlass import Float32, Int32, Int64, Uint8, Uint32, const_expr, cute
+from cutlass.cute.nvgpu import cpasync, tcgen05
+from cutlass.utils import SmemAllocator
+
+from moe_nvfp4.kernels import sm100_ptx as ptx
+from moe_nvfp4.weights import Gate
+
+SMEM = 232448  # bytes of shared memory a CTA may have
+TMEM = 512  # columns
+BLOCK_K = 256  # codes
+BYTES_K = BLOCK_K // 2  # the width of the swizzle
+ROWS = 128  # weight rows of a block: the M of an MMA
+SF_TILE = 512  # bytes of a 128x4 tile of scales: K = 64, one MMA
+CHUNK = 16  # tokens the epilogue handles at a time
+LOADS, MMA, THREADS = 4, 5, 192  # warps
+
+
+@dataclass(frozen=True)
+class Tile:
+    """The shape of a CTA's tile: `blocks` * 128 weight rows by `tokens` tokens."""
+
+    tokens: int
+    blocks: int
+
+    @property
+    def sf_atoms(self) -> int:
+        """128-row scale tiles a token tile touches."""
+        return -(-self.tokens // 128)
+
+    @property
+    def stage_bytes(self) -> int:
+        """Shared memory of a K tile: codes and scales of weights and tokens."""
+        codes = (self.blocks * ROWS + self.tokens) * BYTES_K
+        return codes + (self.blocks + self.sf_atoms) * 4 * SF_TILE
+
+    @property
+    def sf_columns(self) -> int:
+        return 16 * (self.blocks + self.sf_atoms)
+
+    @property
+    def second(self) -> int:
+        """First TMEM column of odd tiles."""
+        return min(TMEM - self.sf_columns - self.blocks * self.tokens, self.blocks * self.tokens)
+
+    @property
+    def shared_tokens(self) -> int:
+        """Tokens of a tile whose columns the next tile overwrites, a multiple of CHUNK.
+
+        The last ones of even tiles (in the last block) and the first ones of odd tiles (in block 0).
+        """
+        return -(-(self.blocks * self.tokens - self.second) // CHUNK) * CHUNK
+
+    @property
+    def legal(self) -> bool:
+        # Scales of a token tile start at TMEM column 0 or 2 of their 128-row tile: 64 rows apart.
+        return (
+            self.tokens in (64, 128, 256)
+            and self.blocks in (1, 2)
+            and self.second >= 0
+            and self.shared_tokens <= self.tokens
+        )
+
+
+@dataclass(frozen=True)
+class GemmConfig:
+    """All that the compiled kernel depends on.
+
+    rows         weight rows of a projection: I, or H
+    k            codes per row, a multiple of 32 (TMA strides are multiples of 16 bytes)
+    projections  2: [gate; up] in one tensor; 1
+    out          "nvfp4": codes and swizzled sf, "bfloat16", "float16", "float32": rows of that type;
+                 "assignments": fp32 rows, row r at order[r]
+    gate         what happens to gate and up; None: every row is an output of its own
+    bias         dtype of the bias, or None
+    """
+
+    experts: int
+    rows: int
+    k: int
+    projections: int
+    out: str
+    gate: Gate | None
+    bias: str | None
+    tile: Tile
+
+    @property
+    def stages(self) -> int:
+        fixed = 4 * (CHUNK * ROWS + self.tile.tokens + 2 * self.map_size) + 512
+        return min(8, (SMEM - 1024 - fixed) // self.tile.stage_bytes)
+
+    @property
+    def map_size(self) -> int:
+        """Experts in the tile map: a power of two, for the binary search."""
+        return 1 << max(0, self.experts - 1).bit_length()
+
+    @property
+    def fused(self) -> bool:
+        """Two accumulators make one output."""
+        return self.projections == 2 and self.gate is not None and self.gate.kind != "raw"
+
+    @property
+    def row_tiles(self) -> int:
+        per_tile = ROWS if self.projections == 2 else ROWS * self.tile.blocks
+        return -(-self.rows // per_tile)
+
+    @property
+    def sf_row_tiles(self) -> int:
+        """128-row scale tiles of a projection."""
+        return -(-self.rows // ROWS)
+
+    @property
+    def k_steps(self) -> int:
+        """MMAs along K."""
+        return -(-self.k // 64)
+
+    @property
+    def width(self) -> int:
+        """Columns of the output."""
+        return self.rows * (self.projections if not self.fused else 1)
+
+    @property
+    def legal(self) -> bool:
+        return (
+            self.tile.legal
+            and (self.projections == 1 or self.tile.blocks == 2)
+            and self.rows % 16 == 0
+            and self.k % 32 == 0
+            and self.stages >= 2
+        )
+
+
+@cute.jit
+def expert_of(ends: cute.Tensor, tile: Int32, size: cutlass.Constexpr) -> Int32:
+    """The first expert with ends[expert] > tile; ends: [size], ascending, size a power of two."""
+    expert, step = Int32(0), size // 2
+    for p in cutlass.range_constexpr(size.bit_length() - 1):
+        half = size >> (p + 1)
+        if ends[expert + half - 1] <= tile:
+            expert += half
+    return expert
+
+
+@cute.jit
+def warp_sum_before(x: Int32, lane: Int32) -> Int32:
+    """The sum of x over the lanes below this one."""
+    total = x
+    for p in cutlass.range_constexpr(5):
+        below = cute.arch.shuffle_sync_up(total, 1 << p, mask_and_clamp=0)
+        if lane >= 1 << p:
+            total += below
+    return total - x
+
+
+def apply_gate(gate: Gate, g: Float32, u: Float32) -> Float32:
+    """One element of `Gate.__call__`, operation for operation."""
+    limit = Float32(gate.limit)
+    if gate.limit < inf:
+        u = cute.arch.fmax(cute.arch.fmin(u, limit, nan=True), Float32(-gate.limit), nan=True)
+        g = g if gate.clamp_after else cute.arch.fmin(g, limit, nan=True)
+    if gate.kind == "silu":
+        g = ptx.mul(g, ptx.sigmoid(g if gate.alpha == 1.0 else ptx.mul(Float32(gate.alpha), g)))
+    else:  # gelu, tanh form: (1 + tanh z) / 2 = sigmoid(2z)
+        cubic = ptx.mul(ptx.mul(ptx.mul(g, g), g), Float32(0.044715))
+        g = ptx.mul(g, ptx.sigmoid(ptx.mul(ptx.add(g, cubic), Float32(1.5957691216057308))))
+    if gate.limit < inf and gate.clamp_after:
+        g = cute.arch.fmin(g, limit, nan=True)
+    return ptx.mul(g, ptx.add(u, Float32(gate.up_offset)) if gate.up_offset else u)
+
+
+def tma_boxes(storage, rows: int, count: int) -> cute.Tensor:
+    """`count` boxes of `rows` swizzled rows in shared memory."""
+    layout = cute.make_layout((rows, BYTES_K, count), stride=(BYTES_K, 1, rows * BYTES_K))
+    return storage.get_tensor(layout, swizzle=cute.make_swizzle(3, 4, 3))
+
+
+def load_box(atom, tensor: cute.Tensor, row: Int32, k: Int32, boxes: cute.Tensor, box: Int32, rows: int, barrier):
+    """One TMA box: `rows` rows from `row` on of K tile k, into box `box` of `boxes`; zeros where there is nothing."""
+    tiles = cute.local_tile(cute.domain_offset((row, 0), tensor), (rows, BYTES_K), (0, None))
+    smem, gmem = cpasync.tma_partition(
+        atom, 0, cute.make_layout(1), cute.group_modes(boxes, 0, 2), cute.group_modes(tiles, 0, 2)
+    )
+    cute.copy(atom, gmem[None, k], smem[None, box], tma_bar_ptr=barrier)
+
+
+def load_sf(sf: cute.Tensor, tile: Int64, slots, slot: Int32, size: Int32, barrier):
+    """`size` bytes of consecutive 128x4 scale tiles, from tile `tile` on, into a slot for four."""
+    ptx.bulk_load(slots.data_ptr() + slot * (4 * SF_TILE), sf.iterator + tile * SF_TILE, size, barrier)
+
+
+class GroupedGemm:
+    """The kernel of a `GemmConfig`; see the module's docstring."""
+
+    def __init__(self, config: GemmConfig):
+        assert config.legal, config
+        self.c = config
+
+    @cute.jit
+    def __call__(
+        self,
+        w: cute.Tensor,  # uint8 [N, K/2, E]
+        w_sf: cute.Tensor,  # uint8, `pack_sf`, flat
+        x: cute.Tensor,  # uint8 [R, K/2]
+        x_sf: cute.Tensor,  # uint8, grouped 128x4 layout, flat
+        x_scale: cute.Tensor,  # fp32 [R]
+        offsets: cute.Tensor,  # int32 [E + 1]
+        scale0: cute.Tensor,  # fp32 [E]: global scales of gate rows (or of the only projection)
+        scale1: cute.Tensor,  # fp32 [E]: of up rows
+        bias: cute.Tensor,  # [E, N], or anything
+        out: cute.Tensor,  # 32-bit words [R, words]: rows of the output, or codes
+        out_sf: cute.Tensor,  # "nvfp4": uint8, flat
+        out_scale: cute.Tensor,  # "nvfp4": fp32 [R], the scale of each row, written
+        h_scale: cute.Tensor,  # "nvfp4": fp32 [E], read
+        order: cute.Tensor,  # "assignments": int32 [R]
+        grid: Int32,
+        stream,
+    ):
+        c, t = self.c, self.c.tile
+        self.boxes = 4  # TMA boxes of a token tile; a tile with fewer rows loads fewer
+        self.box = t.tokens // self.boxes
+
+        def tma(tensor, rows):
+            one = cute.make_composed_layout(
+                cute.make_swizzle(3, 4, 3), 0, cute.make_layout((rows, BYTES_K), stride=(BYTES_K, 1))
+            )
+            op = cpasync.CopyBulkTensorTileG2SOp()
+            return cpasync.make_tiled_tma_atom(op, tensor, one, (rows, BYTES_K))
+
+        tma_w, mw = tma(w, ROWS)
+        tma_x, mx = tma(x, self.box)
+
+        @cute.struct
+        class Storage:
+            w: cute.struct.Align[cute.struct.MemRange[Uint8, c.stages * t.blocks * ROWS * BYTES_K], 1024]
+            x: cute.struct.Align[cute.struct.MemRange[Uint8, c.stages * t.tokens * BYTES_K], 1024]
+            w_sf: cute.struct.Align[cute.struct.MemRange[Uint8, c.stages * t.blocks * 4 * SF_TILE], 128]
+            x_sf: cute.struct.Align[cute.struct.MemRange[Uint8, c.stages * t.sf_atoms * 4 * SF_TILE], 128]
+            out: cute.struct.Align[cute.struct.MemRange[Float32, CHUNK * ROWS], 128]
+            scale: cute.struct.MemRange[Float32, t.tokens]
+            ends: cute.struct.MemRange[Int32, c.map_size]
+            sf_tiles: cute.struct.MemRange[Int32, c.map_size]
+            full: cute.struct.MemRange[Int64, c.stages]
+            empty: cute.struct.MemRange[Int64, c.stages]
+            acc: cute.struct.MemRange[Int64, 2]
+            tmem: cute.struct.MemRange[Int32, 1]
+
+        self.storage = Storage
+        self.kernel(
+            tma_w, mw, w_sf, tma_x, mx, x_sf, x_scale, offsets, scale0, scale1, bias, out, out_sf, out_scale,
+            h_scale, order,
+        ).launch(
+            grid=[grid, 1, 1], block=[THREADS, 1, 1], min_blocks_per_mp=1, stream=stream, use_pdl=True
+        )  # fmt: skip
+
+    @cute.kernel
+    def kernel(
+        self,
+        tma_w: cute.CopyAtom,
+        mw: cute.Tensor,
+        w_sf: cute.Tensor,
+        tma_x: cute.CopyAtom,
+        mx: cute.Tensor,
+        x_sf: cute.Tensor,
+        x_scale: cute.Tensor,
+        offsets: cute.Tensor,
+        scale0: cute.Tensor,
+        scale1: cute.Tensor,
+        bias: cute.Tensor,
+        out: cute.Tensor,
+        out_sf: cute.Tensor,
+        out_scale: cute.Tensor,
+        h_scale: cute.Tensor,
+        order: cute.Tensor,
+    ):
+        c, t = self.c, self.c.tile
+        tid, _, _ = cute.arch.thread_idx()
+        warp = cute.arch.make_warp_uniform(tid // 32)
+        s = SmemAllocator().allocate(self.storage)
+        full, empty, acc_full = s.full.data_ptr(), s.empty.data_ptr(), s.acc.data_ptr()
+        acc_empty = acc_full + 1
+
+        if warp == LOADS:
+            cpasync.prefetch_descriptor(tma_w)
+            cpasync.prefetch_descriptor(tma_x)
+            with cute.arch.elect_one():
+                for i in cutlass.range_constexpr(c.stages):
+                    cute.arch.mbarrier_init(full + i, 1)
+                    cute.arch.mbarrier_init(empty + i, 1)
+                cute.arch.mbarrier_init(acc_full, 1)
+                cute.arch.mbarrier_init(acc_empty, 4)
+            cute.arch.mbarrier_init_fence()
+        if warp == MMA:
+            cute.arch.alloc_tmem(TMEM, s.tmem.data_ptr())
+            cute.arch.relinquish_tmem_alloc_permit()
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
+        ends = s.ends.get_tensor(cute.make_layout(c.map_size))
+        sf_tiles = s.sf_tiles.get_tensor(cute.make_layout(c.map_size))
+        if warp == 0:
+            self.make_map(offsets, ends, sf_tiles, tid)
+        ptx.tmem_fence(before=True)
+        cute.arch.sync_threads()
+        ptx.tmem_fence(before=False)
+        tmem = s.tmem.get_tensor(cute.make_layout(1))[0]
+
+        if warp == LOADS:
+            self.loads(tma_w, mw, w_sf, tma_x, mx, x_sf, offsets, ends, sf_tiles, s)
+        elif warp == MMA:
+            self.multiply(offsets, ends, sf_tiles, tmem, s)
+        else:
+            self.zero_rows_of_nobody(offsets, out, out_scale, order, tid)
+            self.epilogue(
+                x_scale, offsets, ends, sf_tiles, scale0, scale1, bias, out, out_sf, out_scale, h_scale, order,
+                tmem, tid, warp, s,
+            )  # fmt: skip
+
+        ptx.tmem_fence(before=True)
+        cute.arch.sync_threads()
+        if warp == MMA:
+            ptx.tmem_fence(before=False)
+            cute.arch.dealloc_tmem(cute.arch.retrieve_tmem_ptr(Float32, 16, s.tmem.data_ptr()), TMEM)
+
+    # ---- the tile map ----------------------------------------------------------------------------
+
+    @cute.jit
+    def make_map(self, offsets: cute.Tensor, ends: cute.Tensor, sf_tiles: cute.Tensor, lane: Int32):
+        """ends[e]: token tiles of experts 0..e; sf_tiles[e]: 128-row scale tiles before expert e. One warp."""
+        c, tokens = self.c, self.c.tile.tokens
+        each = -(-c.map_size // 32)
+        sizes, tiles, atoms = [], Int32(0), Int32(0)
+        for i in cutlass.range_constexpr(each):
+            expert = cutlass.min(lane * each + i, c.experts)
+            sizes.append(offsets[cutlass.min(expert + 1, c.experts)] - offsets[expert])
+            tiles += (sizes[i] + tokens - 1) // tokens
+            atoms += (sizes[i] + 127) // 128
+        tiles, atoms = warp_sum_before(tiles, lane), warp_sum_before(atoms, lane)
+        for i in cutlass.range_constexpr(each):
+            expert = lane * each + i
+            tiles += (sizes[i] + tokens - 1) // tokens
+            if expert < c.map_size:
+                ends[expert] = tiles
+                sf_tiles[expert] = atoms
+            atoms += (sizes[i] + 127) // 128
+
+    @cute.jit
+    def locate(self, tile: Int32, offsets: cute.Tensor, ends: cute.Tensor, sf_tiles: cute.Tensor):
+        """(expert, weight row tile, first row, rows, first row in the group, scale tile of the group)."""
+        c, tokens = self.c, self.c.tile.tokens
+        token_tile = tile // c.row_tiles
+        expert = expert_of(ends, token_tile, c.map_size)
+        first, end = offsets[expert], offsets[expert + 1]
+        here = (token_tile - ends[expert]) * tokens + (end - first + tokens - 1) // tokens * tokens
+        rows = cutlass.min(end - first - here, tokens)
+        return expert, tile - token_tile * c.row_tiles, first + here, rows, here, sf_tiles[expert]
+
+    def block_row(self, row_tile: Int32, block: int) -> Int32:
+        """First row of a block in its projection."""
+        if self.c.projections == 2:
+            return row_tile * ROWS
+        return (row_tile * self.c.tile.blocks + block) * ROWS
+
+    def block_sf(self, row_tile: Int32, block: int) -> Int32:
+        """Its scale tile among those of an expert; of a block beyond the last row, any."""
+        tile = cutlass.min(self.block_row(row_tile, block) // ROWS, self.c.sf_row_tiles - 1)
+        return tile + (block * self.c.sf_row_tiles if self.c.projections == 2 else 0)
+
+    # ---- warp 4: loads ---------------------------------------------------------------------------
+
+    @cute.jit
+    def loads(self, tma_w, mw, w_sf, tma_x, mx, x_sf, offsets, ends, sf_tiles, s):
+        c, t = self.c, self.c.tile
+        full, empty = s.full.data_ptr(), s.empty.data_ptr()
+        sw = tma_boxes(s.w, ROWS, c.stages * t.blocks)
+        sx = tma_boxes(s.x, self.box, c.stages * self.boxes)
+        bid, _, _ = cute.arch.block_idx()
+        grid, _, _ = cute.arch.grid_dim()
+        k_tiles = -(-c.k // BLOCK_K)
+        count = ends[c.experts - 1] * c.row_tiles
+        stage, phase, tile = Int32(0), Int32(1), Int32(bid)
+        while tile < count:
+            expert, row_tile, first, rows, here, group_sf = self.locate(tile, offsets, ends, sf_tiles)
+            boxes = (rows + self.box - 1) // self.box
+            atoms = (rows + 127) // 128 if const_expr(t.sf_atoms > 1) else Int32(1)
+            x_sf_tile = Int64(group_sf + here // 128)
+            for k in cutlass.range(k_tiles, unroll=1):
+                size = cutlass.min(c.k_steps - 4 * k, 4) * SF_TILE
+                bar = full + stage
+                cute.arch.mbarrier_wait(empty + stage, phase)
+                with cute.arch.elect_one():
+                    expected = t.blocks * ROWS * BYTES_K + boxes * (self.box * BYTES_K) + (t.blocks + atoms) * size
+                    cute.arch.mbarrier_arrive_and_expect_tx(bar, expected)
+                for b in cutlass.range_constexpr(t.blocks):
+                    row = self.block_row(row_tile, b) + (c.rows if c.projections == 2 and b == 1 else 0)
+                    load_box(tma_w, mw[None, None, expert], row, k, sw, stage * t.blocks + b, ROWS, bar)
+                for b in cutlass.range_constexpr(self.boxes):
+                    if b < boxes:
+                        load_box(tma_x, mx, first + b * self.box, k, sx, stage * self.boxes + b, self.box, bar)
+                with cute.arch.elect_one():
+                    for b in cutlass.range_constexpr(t.blocks):
+                        w_sf_tile = Int64(expert) * (c.projections * c.sf_row_tiles) + self.block_sf(row_tile, b)
+                        load_sf(w_sf, w_sf_tile * c.k_steps + 4 * k, s.w_sf, stage * t.blocks + b, size, bar)
+                    load_sf(x_sf, x_sf_tile * c.k_steps + 4 * k, s.x_sf, stage * t.sf_atoms, size, bar)
+                    if const_expr(t.sf_atoms > 1):
+                        if atoms > 1:
+                            load_sf(x_sf, (x_sf_tile + 1) * c.k_steps + 4 * k, s.x_sf, stage * 2 + 1, size, bar)
+                stage += 1
+                if stage == c.stages:
+                    stage, phase = Int32(0), phase ^ 1
+            tile += grid
+
+    # ---- warp 5: scales and MMAs -----------------------------------------------------------------
+
+    @cute.jit
+    def multiply(self, offsets, ends, sf_tiles, tmem: Int32, s):
+        c, t = self.c, self.c.tile
+        full, empty, acc_full = s.full.data_ptr(), s.empty.data_ptr(), s.acc.data_ptr()
+        bid, _, _ = cute.arch.block_idx()
+        grid, _, _ = cute.arch.grid_dim()
+        k_tiles = -(-c.k // BLOCK_K)
+        count = ends[c.experts - 1] * c.row_tiles
+        sfw = tmem + TMEM - t.sf_columns  # [step of 64][block] 4 columns, then [step][atom] 4 columns
+        sfx = sfw + 16 * t.blocks
+        w_at, x_at = s.w.data_ptr().toint(), s.x.data_ptr().toint()
+        w_sf_at, x_sf_at = s.w_sf.data_ptr().toint(), s.x_sf.data_ptr().toint()
+        stage, phase, tile, turn = Int32(0), Int32(0), Int32(bid), Int32(0)
+        while tile < count:
+            _, _, _, rows, here, _ = self.locate(tile, offsets, ends, sf_tiles)
+            instruction = ptx.instruction_descriptor((rows + 7) // 8 * 8)
+            acc = tmem + turn * t.second
+            sfb = sfx + (here % 128) // 32
+            cute.arch.mbarrier_wait(acc_full + 1, turn ^ 1)
+            ptx.tmem_fence(before=False)
+            for k in cutlass.range(k_tiles, unroll=1):
+                cute.arch.mbarrier_wait(full + stage, phase)
+                with cute.arch.elect_one():
+                    xd = ptx.operand_descriptor(x_at + stage * (t.tokens * BYTES_K))
+                    for step in cutlass.range_constexpr(4):
+                        if 4 * k + step < c.k_steps:
+                            for a in cutlass.range_constexpr(t.sf_atoms):
+                                at = x_sf_at + (stage * t.sf_atoms + a) * (4 * SF_TILE) + step * SF_TILE
+                                if a * 128 < rows:
+                                    ptx.copy_scales(sfx + (step * t.sf_atoms + a) * 4, ptx.scales_descriptor(at))
+                            for b in cutlass.range_constexpr(t.blocks):
+                                at = w_sf_at + (stage * t.blocks + b) * (4 * SF_TILE) + step * SF_TILE
+                                sfa = sfw + (step * t.blocks + b) * 4
+                                ptx.copy_scales(sfa, ptx.scales_descriptor(at))
+                                wd = ptx.operand_descriptor(w_at + (stage * t.blocks + b) * (ROWS * BYTES_K))
+                                # a step is 64 codes, 32 bytes: 2 in a descriptor's units
+                                ptx.mma(
+                                    acc + b * t.tokens, wd + 2 * step, xd + 2 * step, instruction,
+                                    sfa, sfb + step * t.sf_atoms * 4, (k > 0) | (step > 0),
+                                )  # fmt: skip
+                    tcgen05.commit(empty + stage)
+                stage += 1
+                if stage == c.stages:
+                    stage, phase = Int32(0), phase ^ 1
+            with cute.arch.elect_one():
+                tcgen05.commit(acc_full)
+            turn ^= 1
+            tile += grid
+
+    # ---- warps 0 to 3: epilogue ------------------------------------------------------------------
+
+    @cute.jit
+    def epilogue(
+        self, x_scale, offsets, ends, sf_tiles, scale0, scale1, bias, out, out_sf, out_scale, h_scale, order,
+        tmem: Int32, tid: Int32, warp: Int32, s,
+    ):  # fmt: skip
+        c, t = self.c, self.c.tile
+        acc_full = s.acc.data_ptr()
+        acc_empty = acc_full + 1
+        sscale = s.scale.get_tensor(cute.make_layout(t.tokens))
+        sout = s.out.get_tensor(cute.make_layout((ROWS, CHUNK), stride=(1, ROWS)))
+        bid, _, _ = cute.arch.block_idx()
+        grid, _, _ = cute.arch.grid_dim()
+        count = ends[c.experts - 1] * c.row_tiles
+        lane_base = tmem + (warp << 21)  # lanes 32 * warp ..
+        tile, turn = Int32(bid), Int32(0)
+        while tile < count:
+            expert, row_tile, first, rows, here, group_sf = self.locate(tile, offsets, ends, sf_tiles)
+            for i in cutlass.range_constexpr(-(-t.tokens // 128)):
+                if tid + 128 * i < rows:
+                    sscale[tid + 128 * i] = x_scale[first + tid + 128 * i]
+                    if const_expr(c.out == "nvfp4"):
+                        if row_tile == 0:
+                            out_scale[first + tid + 128 * i] = h_scale[expert]
+            scales, biases = [], []
+            for b in cutlass.range_constexpr(t.blocks):
+                row = self.block_row(row_tile, b) + tid
+                up = const_expr(c.projections == 2 and b == 1)
+                scales.append(scale1[expert] if up else scale0[expert])
+                if const_expr(c.bias is not None):
+                    of = cutlass.min(row, c.rows - 1) + (c.rows if up else 0)
+                    biases.append(bias[expert, of].to(Float32))
+            gs = h_scale[expert] if const_expr(c.out == "nvfp4") else Float32(1.0)
+            cute.arch.barrier(barrier_id=1, number_of_threads=128)
+            cute.arch.mbarrier_wait(acc_full, turn)
+            ptx.tmem_fence(before=False)
+            acc = lane_base + turn * t.second
+            chunks = t.tokens // CHUNK
+            for i in cutlass.range(chunks, unroll=1):
+                if i == t.shared_tokens // CHUNK:
+                    self.release(acc_empty)
+                # even tiles are drained from the end, where the odd tile's columns begin
+                at = (turn * i + (1 - turn) * (chunks - 1 - i)) * CHUNK
+                if at < rows:
+                    for o in cutlass.range_constexpr(1 if c.fused else t.blocks):
+                        sums = []
+                        for b in cutlass.range_constexpr(t.blocks):
+                            if const_expr(c.fused or b == o):
+                                sums.append(ptx.load_columns(acc + b * t.tokens + at, CHUNK))
+                        cute.arch.fence_view_async_tmem_load()
+                        for j in cutlass.range_constexpr(CHUNK):
+                            values = []
+                            for n in cutlass.range_constexpr(len(sums)):
+                                b = n if c.fused else o
+                                v = ptx.mul(ptx.mul(sums[n][j], scales[b]), sscale[at + j])
+                                values.append(ptx.add(v, biases[b]) if const_expr(c.bias is not None) else v)
+                            v = values[0]
+                            if const_expr(c.fused):
+                                v = apply_gate(c.gate, values[0], values[1])
+                            elif const_expr(c.gate is not None and c.gate.kind == "relu2"):
+                                v = cute.arch.fmax(v, Float32(0.0), nan=True)
+                                v = ptx.mul(v, v)
+                            # rows of a warp are exchanged in fours, so that reading back is free of conflicts
+                            sout[tid ^ (warp << 2), j] = v
+                        cute.arch.barrier(barrier_id=1, number_of_threads=128)
+                        token = at + tid // 8
+                        column = self.block_row(row_tile, o) + tid % 8 * 16
+                        self.store(
+                            sout, tid, token < rows, first + token, column, o, here + token, group_sf, gs,
+                            out, out_sf, order,
+                        )  # fmt: skip
+                        cute.arch.barrier(barrier_id=1, number_of_threads=128)
+            if const_expr(t.shared_tokens == t.tokens):
+                self.release(acc_empty)
+            turn ^= 1
+            tile += grid
+
+    @cute.jit
+    def release(self, acc_empty):
+        ptx.tmem_fence(before=True)
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(acc_empty)
+
+    @cute.jit
+    def store(
+        self, sout, tid, live, row, column, block: cutlass.Constexpr, row_in_group, group_sf, gs, out, out_sf, order
+    ):  # fmt: skip
+        """This thread's 16 neighbouring columns of one row, from shared memory to the output."""
+        c = self.c
+        values = []
+        for q in cutlass.range_constexpr(4):
+            four = cute.make_rmem_tensor(4, Float32)
+            at = tid % 8 * 16 + ((q ^ (tid % 8 // 2)) << 2)
+            cute.autovec_copy(cute.make_tensor(sout.iterator + at + tid // 8 * ROWS, cute.make_layout(4)), four)
+            values.extend(four[i] for i in range(4))
+        inside = column < c.rows
+        if const_expr(c.out == "nvfp4"):
+            sf, low, high = ptx.quantize_block(values, gs)
+            k = column // 16
+            if live:
+                if inside:
+                    out[row, k * 2], out[row, k * 2 + 1] = low, high
+                if k < -(-c.rows // 64) * 4:  # columns up to a multiple of 4 are there, and zero
+                    sf_tile = Int64(group_sf + row_in_group // 128) * -(-c.rows // 64) + k // 4
+                    byte = row_in_group % 32 * 16 + row_in_group % 128 // 32 * 4 + k % 4
+                    if not inside:
+                        sf = Uint32(0)
+                    out_sf[sf_tile * SF_TILE + byte] = Uint8(sf)
+        else:
+            if const_expr(c.out == "assignments"):
+                row = order[row] if live else row
+            if const_expr(c.out in ("assignments", "float32")):
+                words = [v.bitcast(Uint32) for v in values]
+            else:
+                half = cutlass.BFloat16 if c.out == "bfloat16" else cutlass.Float16
+                words = [ptx.pack_half2(values[2 * i], values[2 * i + 1], half) for i in range(8)]
+            if const_expr(c.projections == 2):
+                column += block * c.rows
+            if live and inside:
+                start = column * len(words) // 16
+                for q in cutlass.range_constexpr(len(words) // 4):
+                    four = cute.make_rmem_tensor(4, Uint32)
+                    for i in cutlass.range_constexpr(4):
+                        four[i] = words[4 * q + i]
+                    address = (out.iterator + Int64(row) * out.shape[1] + start + 4 * q).align(16)
+                    cute.autovec_copy(four, cute.make_tensor(address, cute.make_layout(4)))
+
+    @cute.jit
+    def zero_rows_of_nobody(self, offsets, out, out_scale, order, tid):
+        """Zeros for the rows from offsets[E] on, by the epilogue's threads, before their first tile."""
+        c = self.c
+        bid, _, _ = cute.arch.block_idx()
+        grid, _, _ = cute.arch.grid_dim()
+        row = offsets[c.experts] + bid
+        while row < order.shape[0]:
+            at = row
+            if const_expr(c.out == "assignments"):
+                at = order[row]
+            word = Int32(tid)
+            while word < out.shape[1]:
+                out[at, word] = Uint32(0)
+                word += 128
+            if const_expr(c.out == "nvfp4"):
+                if tid == 0:
+                    out_scale[row] = Float32(1.0)
+            row += grid

@@ -1,0 +1,205 @@
+"""The Blackwell instructions the sm_100a kernels are made of, one function each, and NVFP4 arithmetic.
+
+Addresses in shared memory and in tensor memory (TMEM) are 32-bit integers. A TMEM address is
+lane << 16 | column: 128 lanes, 512 columns of 32 bits. Bit layouts of descriptors: PTX ISA, tcgen05.
+"""
+
+from __future__ import annotations
+
+import cutlass
+from cutlass import Boolean, Float32, Int32, Int64, Uint16, Uint32, cute
+from cutlass._mlir import ir
+from cutlass._mlir.dialects import llvm, nvvm, vector
+from cutlass.cutlass_dsl import dsl_user_op
+
+# ---- tensor cores --------------------------------------------------------------------------------
+
+_VERSION = 1 << 46  # of the shared memory descriptor: 1 on sm_100
+_ROWS_128B_SWIZZLED = 1024 >> 4 << 32 | 2 << 61 | 1 << 16 | _VERSION  # 8 rows of 128 bytes, then the next 8
+_ROWS_16B = 128 >> 4 << 32 | _VERSION  # 8 rows of 16 bytes, then the next 8
+_E2M1_BY_E2M1_128_ROWS = 1 << 7 | 1 << 10 | 128 >> 4 << 24  # e4m3 scales: bit 23 is 0
+
+
+def operand_descriptor(address: Int32) -> Int64:
+    """A K-major operand in shared memory: rows of 128 bytes (256 codes), 128-byte swizzle."""
+    return Int64(address >> 4) | Int64(_ROWS_128B_SWIZZLED)
+
+
+def scales_descriptor(address: Int32) -> Int64:
+    """512 bytes of block scales in shared memory: one tile of the 128x4 layout."""
+    return Int64(address >> 4) | Int64(_ROWS_16B)
+
+
+def instruction_descriptor(tokens: Int32) -> Int32:
+    """D[128, tokens] of an NVFP4 MMA; tokens: a multiple of 8 up to 256, known at run time."""
+    return Int32(_E2M1_BY_E2M1_128_ROWS) | (tokens >> 3 << 17)
+
+
+def _tmem(address, loc, ip):
+    return llvm.inttoptr(llvm.PointerType.get(6), Int32(address).ir_value(loc=loc, ip=ip), loc=loc, ip=ip)
+
+
+@dsl_user_op
+def mma(d: Int32, a: Int64, b: Int64, instruction: Int32, sfa: Int32, sfb: Int32, accumulate, *, loc=None, ip=None):
+    """D (+)= (A * SFA) · (B * SFB)ᵀ over 64 codes of K. One thread issues it; done when a commit says so."""
+    nvvm.tcgen05_mma_block_scale(
+        nvvm.Tcgen05MMAKind.MXF4NVF4,
+        nvvm.CTAGroupKind.CTA_1,
+        _tmem(d, loc, ip),
+        Int64(a).ir_value(loc=loc, ip=ip),
+        Int64(b).ir_value(loc=loc, ip=ip),
+        Int32(instruction).ir_value(loc=loc, ip=ip),
+        Boolean(accumulate).ir_value(loc=loc, ip=ip),
+        _tmem(sfa, loc, ip),
+        _tmem(sfb, loc, ip),
+        block_scale=nvvm.Tcgen05MMABlockScale.BLOCK16,
+        loc=loc,
+        ip=ip,
+    )
+
+
+@dsl_user_op
+def copy_scales(column: Int32, source: Int64, *, loc=None, ip=None):
+    """One 128x4 tile of scales, shared memory -> 4 TMEM columns (all four lane quarters get it).
+
+    Row r of the tile lands in column r / 32. In order with the MMAs of the same thread.
+    """
+    nvvm.tcgen05_cp(
+        nvvm.Tcgen05CpShape.SHAPE_32x128b,
+        _tmem(column, loc, ip),
+        Int64(source).ir_value(loc=loc, ip=ip),
+        group=nvvm.CTAGroupKind.CTA_1,
+        multicast=nvvm.Tcgen05CpMulticast.WARPX4,
+        loc=loc,
+        ip=ip,
+    )
+
+
+@dsl_user_op
+def load_columns(address: Int32, count: int, *, loc=None, ip=None) -> list[Float32]:
+    """`count` columns of this thread's TMEM lane; valid after `cute.arch.fence_view_async_tmem_load`."""
+    words = ir.VectorType.get([count], Int32.mlir_type)
+    loaded = nvvm.tcgen05_ld(words, nvvm.Tcgen05LdStShape.SHAPE_32X32B, _tmem(address, loc, ip), loc=loc, ip=ip)
+    floats = vector.bitcast(ir.VectorType.get([count], Float32.mlir_type), loaded, loc=loc, ip=ip)
+    return [Float32(vector.extract(floats, [], [i], loc=loc, ip=ip)) for i in range(count)]
+
+
+@dsl_user_op
+def tmem_fence(before: bool, *, loc=None, ip=None):
+    """Orders tensor memory accesses before (or after) the mbarrier that another warp waits for."""
+    kind = nvvm.Tcgen05FenceKind.BEFORE_THREAD_SYNC if before else nvvm.Tcgen05FenceKind.AFTER_THREAD_SYNC
+    nvvm.tcgen05_fence(kind, loc=loc, ip=ip)
+
+
+@dsl_user_op
+def bulk_load(destination: cute.Pointer, source: cute.Pointer, size: Int32, barrier: cute.Pointer, *, loc=None, ip=None):
+    """`size` bytes (a multiple of 16, known at run time) from global to shared memory; the mbarrier counts them."""
+    to_llvm = [p.to_llvm_ptr(loc=loc, ip=ip) for p in (destination, source, barrier)]
+    cluster = llvm.PointerType.get(7)
+    nvvm.cp_async_bulk_shared_cluster_global(
+        llvm.addrspacecast(cluster, to_llvm[0], loc=loc, ip=ip),
+        to_llvm[1],
+        to_llvm[2],
+        Int32(size).ir_value(loc=loc, ip=ip),
+        loc=loc,
+        ip=ip,
+    )
+
+
+# ---- arithmetic the reference can be compared with -----------------------------------------------
+
+
+def _asm(result, text: str, constraints: str, *args, loc, ip):
+    operands = [a.ir_value(loc=loc, ip=ip) for a in args]
+    return result(
+        llvm.inline_asm(result.mlir_type, operands, text, constraints, has_side_effects=False, loc=loc, ip=ip)
+    )
+
+
+@dsl_user_op
+def mul(a: Float32, b: Float32, *, loc=None, ip=None) -> Float32:
+    """a * b, rounded: never contracted into an fma, since the reference rounds here."""
+    return _asm(Float32, "mul.rn.f32 $0, $1, $2;", "=f,f,f", Float32(a), Float32(b), loc=loc, ip=ip)
+
+
+@dsl_user_op
+def add(a: Float32, b: Float32, *, loc=None, ip=None) -> Float32:
+    """a + b, rounded: never contracted into an fma."""
+    return _asm(Float32, "add.rn.f32 $0, $1, $2;", "=f,f,f", Float32(a), Float32(b), loc=loc, ip=ip)
+
+
+@dsl_user_op
+def divide(a: Float32, b: Float32, *, loc=None, ip=None) -> Float32:
+    """a / b, correctly rounded."""
+    return _asm(Float32, "div.rn.f32 $0, $1, $2;", "=f,f,f", Float32(a), Float32(b), loc=loc, ip=ip)
+
+
+@dsl_user_op
+def exp2(a: Float32, *, loc=None, ip=None) -> Float32:
+    return _asm(Float32, "ex2.approx.ftz.f32 $0, $1;", "=f,f", Float32(a), loc=loc, ip=ip)
+
+
+@dsl_user_op
+def reciprocal(a: Float32, *, loc=None, ip=None) -> Float32:
+    return _asm(Float32, "rcp.approx.ftz.f32 $0, $1;", "=f,f", Float32(a), loc=loc, ip=ip)
+
+
+def sigmoid(x: Float32) -> Float32:
+    return reciprocal(add(exp2(mul(x, Float32(-1.4426950408889634))), Float32(1.0)))
+
+
+@dsl_user_op
+def encode_e4m3(x: Float32, *, loc=None, ip=None) -> Uint32:
+    """The e4m3 byte of x: nearest, ties to even, saturating at 448; NaN stays NaN."""
+    zero = Float32(0.0)
+    text = "cvt.rn.satfinite.e4m3x2.f32 $0, $1, $2;"
+    pair = _asm(Uint16, text, "=h,f,f", zero, Float32(x), loc=loc, ip=ip)
+    return Uint32(pair) & Uint32(0xFF)
+
+
+@dsl_user_op
+def decode_e4m3(byte: Uint32, *, loc=None, ip=None) -> Float32:
+    """The value of an e4m3 byte."""
+    halves = _asm(Uint32, "cvt.rn.f16x2.e4m3x2 $0, $1;", "=r,h", Uint16(byte), loc=loc, ip=ip)
+    return _asm(Float32, "cvt.f32.f16 $0, $1;", "=f,h", Uint16(halves & Uint32(0xFFFF)), loc=loc, ip=ip)
+
+
+@dsl_user_op
+def encode_e2m1x8(x: list[Float32], *, loc=None, ip=None) -> Uint32:
+    """Eight e2m1 codes, x[0] in the low nibble: nearest, ties to even, saturating at 6."""
+    text = (
+        "{ .reg .b8 a, b, c, d;"
+        " cvt.rn.satfinite.e2m1x2.f32 a, $2, $1; cvt.rn.satfinite.e2m1x2.f32 b, $4, $3;"
+        " cvt.rn.satfinite.e2m1x2.f32 c, $6, $5; cvt.rn.satfinite.e2m1x2.f32 d, $8, $7;"
+        " mov.b32 $0, {a, b, c, d}; }"
+    )
+    return _asm(Uint32, text, "=r,f,f,f,f,f,f,f,f", *x, loc=loc, ip=ip)
+
+
+@dsl_user_op
+def pack_half2(low: Float32, high: Float32, dtype: type, *, loc=None, ip=None) -> Uint32:
+    """Two bf16 or fp16 numbers in a word, rounded to nearest even."""
+    name = {cutlass.BFloat16: "bf16x2", cutlass.Float16: "f16x2"}[dtype]
+    return _asm(Uint32, f"cvt.rn.{name}.f32 $0, $1, $2;", "=r,f,f", high, low, loc=loc, ip=ip)
+
+
+def largest_magnitude(values: list[Float32]) -> Float32:
+    """max |x|; NaN if there is one, as torch has it."""
+    best = [cute.arch.fmax(v, -v, nan=True) for v in values]
+    while len(best) > 1:
+        pairs = range(0, len(best) - 1, 2)
+        best = [cute.arch.fmax(best[i], best[i + 1], nan=True) for i in pairs] + best[len(best) & ~1 :]
+    return best[0]
+
+
+def quantize_block(values: list[Float32], global_scale: Float32) -> tuple[Uint32, Uint32, Uint32]:
+    """16 values -> (e4m3 byte, codes 0..7, codes 8..15), bit for bit what `format.quantize` returns.
+
+    sf = e4m3(max / 6 / global_scale); code = e2m1(x / (sf * global_scale)); where sf is 0 all is 0.
+    """
+    sf = encode_e4m3(divide(divide(largest_magnitude(values), Float32(6.0)), global_scale))
+    scale = mul(decode_e4m3(sf), global_scale)
+    # x + 0 turns -0 into 0, whose code is 0; what is below zero keeps its sign even if it rounds to zero
+    scaled = [divide(add(v, Float32(0.0)), scale) for v in values]
+    keep = Uint32(0) - (sf + Uint32(0xFF) >> 8)  # all ones, or zero where sf is
+    return sf, encode_e2m1x8(scaled[:8]) & keep, encode_e2m1x8(scaled[8:]) & keep
