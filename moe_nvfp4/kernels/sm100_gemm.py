@@ -231,6 +231,15 @@ def load_sf(sf: cute.Tensor, tile: Int64, slots, slot: Int32, size: Int32, barri
     ptx.bulk_load(slots.data_ptr() + slot * (4 * SF_TILE), sf.iterator + tile * SF_TILE, size, barrier)
 
 
+def store_words(words: list[Uint32], out: cute.Tensor, row: Int32, start: Int32):
+    """2 or 4 words into out[row, start:], in one store."""
+    registers = cute.make_rmem_tensor(len(words), Uint32)
+    for i, word in enumerate(words):
+        registers[i] = word
+    to = (out.iterator + Int64(row) * out.shape[1] + start).align(4 * len(words))
+    cute.autovec_copy(registers, cute.make_tensor(to, cute.make_layout(len(words))))
+
+
 class GroupedGemm:
     """The kernel of a `GemmConfig`; see the module's docstring."""
 
@@ -604,7 +613,7 @@ class GroupedGemm:
             k = column // 16
             if live:
                 if inside:
-                    out[row, k * 2], out[row, k * 2 + 1] = low, high
+                    store_words([low, high], out, row, k * 2)
                 if k < -(-c.rows // 64) * 4:  # columns up to a multiple of 4 are there, and zero
                     sf_tile = Int64(group_sf + row_in_group // 128) * -(-c.rows // 64) + k // 4
                     byte = row_in_group % 32 * 16 + row_in_group % 128 // 32 * 4 + k % 4
@@ -624,11 +633,7 @@ class GroupedGemm:
             if live and inside:
                 start = column * len(words) // 16
                 for q in cutlass.range_constexpr(len(words) // 4):
-                    four = cute.make_rmem_tensor(4, Uint32)
-                    for i in cutlass.range_constexpr(4):
-                        four[i] = words[4 * q + i]
-                    address = (out.iterator + Int64(row) * out.shape[1] + start + 4 * q).align(16)
-                    cute.autovec_copy(four, cute.make_tensor(address, cute.make_layout(4)))
+                    store_words(words[4 * q : 4 * q + 4], out, row, start + 4 * q)
 
     @cute.jit
     def zero_rows_of_nobody(self, offsets, out, out_scale, order, tid):
