@@ -128,9 +128,13 @@ class GemmConfig:
     tile: Tile
 
     @property
+    def fixed_bytes(self) -> int:
+        """Shared memory beside the ring: the epilogue's exchange, row scales, the tile map, barriers, alignment."""
+        return 4 * (CHUNK * ROWS + self.tile.tokens + 2 * self.map_size) + 1024 + 256
+
+    @property
     def stages(self) -> int:
-        fixed = 4 * (CHUNK * ROWS + self.tile.tokens + 2 * self.map_size) + 512
-        return min(8, (SMEM - 1024 - fixed) // self.tile.stage_bytes)
+        return min(8, (SMEM - self.fixed_bytes) // self.tile.stage_bytes)
 
     @property
     def map_size(self) -> int:
