@@ -8,21 +8,22 @@ are N: a tile holds up to `tokens` rows of one expert, and its MMAs are as wide 
 up to 8, so 3 tokens cost 8 columns and 40 cost 40.
 
 Warps
-    0-3  epilogue: TMEM -> scales, bias, gate -> shared memory (transposed) -> bf16, NVFP4 or fp32 rows
-    4    loads: codes by TMA, block scales by bulk copies, into a ring of `stages` K tiles of 256
-    5    scales from shared memory to TMEM, MMAs; owns the TMEM allocation
+    0-7  epilogue, two groups of four that take 16 tokens in turn: TMEM -> scales, bias, gate -> shared
+         memory (transposed; one buffer, which the groups hand to each other) -> bf16, NVFP4 or fp32 rows
+    8    loads: codes by TMA, block scales by bulk copies, into a ring of `stages` K tiles of 256
+    9    scales from shared memory to TMEM, MMAs; owns the TMEM allocation
 
 Barriers (arrivals)
     full[stage]   loads -> MMA        1 + bytes     the K tile is in shared memory
     empty[stage]  MMA -> loads        1 (commit)    the MMAs that read it are done
     acc_full      MMA -> epilogue     1 (commit)    a tile is summed up
-    acc_empty     epilogue -> MMA     4 (warps)     the next tile's accumulators may be written
+    acc_empty     epilogue -> MMA     8 (warps)     the next tile's accumulators may be written
 
 Timeline, the same tiles in the same order in every role (tile i of CTA b is tile b + i * grid):
     loads     per K tile: wait empty, expect the bytes, issue the copies; the ring runs across tiles
     MMA       per tile: wait acc_empty; per K tile: wait full, copy scales, issue MMAs, commit empty;
               then commit acc_full
-    epilogue  per tile: fetch scales and biases, wait acc_full, drain 16 tokens at a time
+    epilogue  per tile: fetch scales and biases, wait acc_full, drain 16 tokens at a time, arrive acc_empty
 
 Two tiles are in TMEM at a time, at columns 0 and `second`. Where they do not both fit they overlap: the
 epilogue drains the shared columns first and arrives at acc_empty there, not at the end. As it drains
@@ -56,7 +57,8 @@ BYTES_K = BLOCK_K // 2  # the width of the swizzle
 ROWS = 128  # weight rows of a block: the M of an MMA
 SF_TILE = 512  # bytes of a 128x4 tile of scales: K = 64, one MMA
 CHUNK = 16  # tokens the epilogue handles at a time
-LOADS, MMA, THREADS = 4, 5, 192  # warps
+LOADS, MMA, THREADS = 8, 9, 320  # warps 8 and 9; 0 to 7 are the epilogue
+TILE, GROUP, EXCHANGE = 1, 2, 4  # named barriers of the epilogue: one, and one per group twice
 
 
 @dataclass(frozen=True)
@@ -129,8 +131,8 @@ class GemmConfig:
 
     @property
     def fixed_bytes(self) -> int:
-        """Shared memory beside the ring: the epilogue's exchange, row scales, the tile map, barriers, alignment."""
-        return 4 * (CHUNK * ROWS + self.tile.tokens + 2 * self.map_size) + 1024 + 256
+        """Shared memory beside the ring: the epilogue's exchange, row scales, the tile map, barriers."""
+        return 4 * (CHUNK * ROWS + 2 * self.tile.tokens + 2 * self.map_size) + 256
 
     @property
     def stages(self) -> int:
@@ -199,8 +201,13 @@ def warp_sum_before(x: Int32, lane: Int32) -> Int32:
     return total - x
 
 
-def apply_gate(gate: Gate, g: Float32, u: Float32) -> Float32:
+def apply_gate(gate: Gate | None, g: Float32, u: Float32 | None = None) -> Float32:
     """One element of `Gate.__call__`, operation for operation."""
+    if gate is None or gate.kind == "raw":
+        return g
+    if gate.kind == "relu2":
+        g = cute.arch.fmax(g, Float32(0.0), nan=True)
+        return ptx.mul(g, g)
     limit = Float32(gate.limit)
     if gate.limit < inf:
         u = cute.arch.fmax(cute.arch.fmin(u, limit, nan=True), Float32(-gate.limit), nan=True)
@@ -292,7 +299,7 @@ class GroupedGemm:
             w_sf: cute.struct.Align[cute.struct.MemRange[Uint8, c.stages * t.blocks * 4 * SF_TILE], 128]
             x_sf: cute.struct.Align[cute.struct.MemRange[Uint8, c.stages * t.sf_atoms * 4 * SF_TILE], 128]
             out: cute.struct.Align[cute.struct.MemRange[Float32, CHUNK * ROWS], 128]
-            scale: cute.struct.MemRange[Float32, t.tokens]
+            scale: cute.struct.Align[cute.struct.MemRange[Float32, 2 * t.tokens], 16]
             ends: cute.struct.MemRange[Int32, c.map_size]
             sf_tiles: cute.struct.MemRange[Int32, c.map_size]
             full: cute.struct.MemRange[Int64, c.stages]
@@ -343,7 +350,7 @@ class GroupedGemm:
                     cute.arch.mbarrier_init(full + i, 1)
                     cute.arch.mbarrier_init(empty + i, 1)
                 cute.arch.mbarrier_init(acc_full, 1)
-                cute.arch.mbarrier_init(acc_empty, 4)
+                cute.arch.mbarrier_init(acc_empty, 8)
             cute.arch.mbarrier_init_fence()
         if warp == MMA:
             cute.arch.alloc_tmem(TMEM, s.tmem.data_ptr())
@@ -420,7 +427,7 @@ class GroupedGemm:
         tile = cutlass.min(self.block_row(row_tile, block) // ROWS, self.c.sf_row_tiles - 1)
         return tile + (block * self.c.sf_row_tiles if self.c.projections == 2 else 0)
 
-    # ---- warp 4: loads ---------------------------------------------------------------------------
+    # ---- warp 8: loads ---------------------------------------------------------------------------
 
     @cute.jit
     def loads(self, tma_w, mw, w_sf, tma_x, mx, x_sf, offsets, ends, sf_tiles, s):
@@ -464,7 +471,7 @@ class GroupedGemm:
                     stage, phase = Int32(0), phase ^ 1
             tile += grid
 
-    # ---- warp 5: scales and MMAs -----------------------------------------------------------------
+    # ---- warp 9: scales and MMAs -----------------------------------------------------------------
 
     @cute.jit
     def multiply(self, offsets, ends, sf_tiles, tmem: Int32, s):
@@ -515,7 +522,7 @@ class GroupedGemm:
             turn ^= 1
             tile += grid
 
-    # ---- warps 0 to 3: epilogue ------------------------------------------------------------------
+    # ---- warps 0 to 7: epilogue ------------------------------------------------------------------
 
     @cute.jit
     def epilogue(
@@ -525,73 +532,90 @@ class GroupedGemm:
         c, t = self.c, self.c.tile
         acc_full = s.acc.data_ptr()
         acc_empty = acc_full + 1
-        sscale = s.scale.get_tensor(cute.make_layout(t.tokens))
-        sout = s.out.get_tensor(cute.make_layout((ROWS, CHUNK), stride=(1, ROWS)))
+        group, thread = warp // 4, tid % 128
+        exchange = s.out.get_tensor(cute.make_layout((ROWS, CHUNK), stride=(1, ROWS)))
         bid, _, _ = cute.arch.block_idx()
         grid, _, _ = cute.arch.grid_dim()
         count = ends[c.experts - 1] * c.row_tiles
-        lane_base = tmem + (warp << 21)  # lanes 32 * warp ..
-        tile, turn = Int32(bid), Int32(0)
+        lane_base = tmem + (warp % 4 << 21)  # lanes 32 * (warp % 4) ..
+        outputs = 1 if c.fused else t.blocks
+        tile, turn, done = Int32(bid), Int32(0), Int32(0)  # done: chunks so far, modulo 2
+        if group == 1:
+            cute.arch.barrier_arrive(barrier_id=EXCHANGE, number_of_threads=256)
         while tile < count:
             expert, row_tile, first, rows, here, group_sf = self.locate(tile, offsets, ends, sf_tiles)
-            for i in cutlass.range_constexpr(-(-t.tokens // 128)):
-                if tid + 128 * i < rows:
-                    sscale[tid + 128 * i] = x_scale[first + tid + 128 * i]
-                    if const_expr(c.out == "nvfp4"):
-                        if row_tile == 0:
-                            out_scale[first + tid + 128 * i] = h_scale[expert]
+            x_scales = cute.make_tensor(s.scale.data_ptr() + turn * t.tokens, cute.make_layout(t.tokens))
+            if tid < rows:
+                x_scales[tid] = x_scale[first + tid]
+                if const_expr(c.out == "nvfp4"):
+                    if row_tile == 0:
+                        out_scale[first + tid] = h_scale[expert]
             scales, biases = [], []
             for b in cutlass.range_constexpr(t.blocks):
-                row = self.block_row(row_tile, b) + tid
                 up = const_expr(c.projections == 2 and b == 1)
                 scales.append(scale1[expert] if up else scale0[expert])
                 if const_expr(c.bias is not None):
-                    of = cutlass.min(row, c.rows - 1) + (c.rows if up else 0)
+                    of = cutlass.min(self.block_row(row_tile, b) + thread, c.rows - 1) + (c.rows if up else 0)
                     biases.append(bias[expert, of].to(Float32))
             gs = h_scale[expert] if const_expr(c.out == "nvfp4") else Float32(1.0)
-            cute.arch.barrier(barrier_id=1, number_of_threads=128)
+            cute.arch.barrier(barrier_id=TILE, number_of_threads=256)
             cute.arch.mbarrier_wait(acc_full, turn)
             ptx.tmem_fence(before=False)
             acc = lane_base + turn * t.second
-            chunks = t.tokens // CHUNK
+            # odd tiles are drained from the start and even ones from the end: where the other one's columns are
+            chunks, shared = (rows + CHUNK - 1) // CHUNK, t.shared_tokens // CHUNK
+            early = turn * cutlass.min(chunks, shared)
+            early += (1 - turn) * cutlass.max(chunks + shared - t.tokens // CHUNK, 0)
             for i in cutlass.range(chunks, unroll=1):
-                if i == t.shared_tokens // CHUNK:
+                if i == early:
                     self.release(acc_empty)
-                # even tiles are drained from the end, where the odd tile's columns begin
-                at = (turn * i + (1 - turn) * (chunks - 1 - i)) * CHUNK
-                if at < rows:
-                    for o in cutlass.range_constexpr(1 if c.fused else t.blocks):
-                        sums = []
-                        for b in cutlass.range_constexpr(t.blocks):
-                            if const_expr(c.fused or b == o):
-                                sums.append(ptx.load_columns(acc + b * t.tokens + at, CHUNK))
+                if (i ^ done) & 1 == group:
+                    at = (turn * i + (1 - turn) * (chunks - 1 - i)) * CHUNK
+                    token = at + thread // 8
+                    for o in cutlass.range_constexpr(outputs):
+                        blocks = [0, 1] if c.fused else [o]
+                        sums = [ptx.load_columns(acc + b * t.tokens + at, CHUNK) for b in blocks]
+                        of_tokens = cute.make_rmem_tensor(CHUNK, Float32)
+                        cute.autovec_copy(
+                            cute.make_tensor((x_scales.iterator + at).align(16), cute.make_layout(CHUNK)), of_tokens
+                        )
                         cute.arch.fence_view_async_tmem_load()
+                        results = []
                         for j in cutlass.range_constexpr(CHUNK):
-                            values = []
-                            for n in cutlass.range_constexpr(len(sums)):
-                                b = n if c.fused else o
-                                v = ptx.mul(ptx.mul(sums[n][j], scales[b]), sscale[at + j])
-                                values.append(ptx.add(v, biases[b]) if const_expr(c.bias is not None) else v)
-                            v = values[0]
-                            if const_expr(c.fused):
-                                v = apply_gate(c.gate, values[0], values[1])
-                            elif const_expr(c.gate is not None and c.gate.kind == "relu2"):
-                                v = cute.arch.fmax(v, Float32(0.0), nan=True)
-                                v = ptx.mul(v, v)
-                            # rows of a warp are exchanged in fours, so that reading back is free of conflicts
-                            sout[tid ^ (warp << 2), j] = v
-                        cute.arch.barrier(barrier_id=1, number_of_threads=128)
-                        token = at + tid // 8
-                        column = self.block_row(row_tile, o) + tid % 8 * 16
+                            values = [ptx.mul(ptx.mul(v[j], scales[b]), of_tokens[j]) for v, b in zip(sums, blocks)]
+                            if const_expr(c.bias is not None):
+                                values = [ptx.add(v, biases[b]) for v, b in zip(values, blocks)]
+                            results.append(apply_gate(c.gate, *values))
+                        # the exchange belongs to the groups in turn
+                        if const_expr(o == 0):
+                            cute.arch.barrier(barrier_id=EXCHANGE + group, number_of_threads=256)
+                        else:
+                            cute.arch.barrier(barrier_id=GROUP + group, number_of_threads=128)
+                        for j in cutlass.range_constexpr(CHUNK):
+                            # a warp's rows are swapped in fours, so that reading back is free of bank conflicts
+                            exchange[thread ^ (warp % 4 << 2), j] = results[j]
+                        cute.arch.barrier(barrier_id=GROUP + group, number_of_threads=128)
+                        mine = cute.make_rmem_tensor(16, Float32)
+                        for q in cutlass.range_constexpr(4):
+                            four = thread // 8 * ROWS + thread % 8 * 16 + ((q ^ (thread % 8 // 2)) << 2)
+                            cute.autovec_copy(
+                                cute.make_tensor((exchange.iterator + four).align(16), cute.make_layout(4)),
+                                cute.make_tensor(mine.iterator + 4 * q, cute.make_layout(4)),
+                            )
+                        if const_expr(o == outputs - 1):
+                            cute.arch.barrier_arrive(barrier_id=EXCHANGE + 1 - group, number_of_threads=256)
+                        column = self.block_row(row_tile, o) + thread % 8 * 16
                         self.store(
-                            sout, tid, token < rows, first + token, column, o, here + token, group_sf, gs,
+                            mine, token < rows, first + token, column, o, here + token, group_sf, gs,
                             out, out_sf, order,
                         )  # fmt: skip
-                        cute.arch.barrier(barrier_id=1, number_of_threads=128)
-            if const_expr(t.shared_tokens == t.tokens):
+            if early == chunks:
                 self.release(acc_empty)
+            done ^= chunks & 1
             turn ^= 1
             tile += grid
+        if done == group:  # the last turn was given and not taken
+            cute.arch.barrier(barrier_id=EXCHANGE + group, number_of_threads=256)
 
     @cute.jit
     def release(self, acc_empty):
@@ -601,16 +625,11 @@ class GroupedGemm:
 
     @cute.jit
     def store(
-        self, sout, tid, live, row, column, block: cutlass.Constexpr, row_in_group, group_sf, gs, out, out_sf, order
+        self, mine, live, row, column, block: cutlass.Constexpr, row_in_group, group_sf, gs, out, out_sf, order
     ):  # fmt: skip
-        """This thread's 16 neighbouring columns of one row, from shared memory to the output."""
+        """Sixteen neighbouring columns of one row, from registers to the output."""
         c = self.c
-        values = []
-        for q in cutlass.range_constexpr(4):
-            four = cute.make_rmem_tensor(4, Float32)
-            at = tid % 8 * 16 + ((q ^ (tid % 8 // 2)) << 2)
-            cute.autovec_copy(cute.make_tensor(sout.iterator + at + tid // 8 * ROWS, cute.make_layout(4)), four)
-            values.extend(four[i] for i in range(4))
+        values = [mine[i] for i in range(16)]
         inside = column < c.rows
         if const_expr(c.out == "nvfp4"):
             sf, low, high = ptx.quantize_block(values, gs)
@@ -653,7 +672,7 @@ class GroupedGemm:
             word = Int32(tid)
             while word < out.shape[1]:
                 out[at, word] = Uint32(0)
-                word += 128
+                word += 256
             if const_expr(c.out == "nvfp4"):
                 if tid == 0:
                     out_scale[row] = Float32(1.0)
