@@ -1,0 +1,14 @@
+"""A functional model of the GPU that runs a kernel's PTX on the CPU and stops at what the hardware would leave undefined.
+
+    from tests.emulator import emulate
+    emulate(ptx, [x, y, 3], grid=(4, 1, 1), block=(128, 1, 1), shared=49152, schedule="lazy")
+
+It knows the instructions that this project's kernels use. One that it does not know stops it with its line.
+"""
+
+from . import barriers, copies, loadstore, tensor_core  # noqa: F401 (they register their instructions)
+from .launch import Emulated, Launch, emulate  # noqa: F401
+from .machine import EmulatorError, Machine, Schedule  # noqa: F401
+from .memory import Global  # noqa: F401
+from .parser import PtxError, parse  # noqa: F401
+from .program import Program  # noqa: F401

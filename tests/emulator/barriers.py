@@ -1,0 +1,434 @@
+"""mbarriers, named barriers, cluster barriers, fences, and what the lanes of a warp do together.
+
+PTX ISA: "Parallel Synchronization and Communication Instructions".
+"""
+
+import numpy as np
+
+from .machine import Lanes, Wait
+from .memory import BARRIER, OFFSET, RANK_SHIFT, UNWRITTEN, Violation
+from .parser import Pair
+from .program import calculation, first_lane, lanes_of, operation
+
+MOST = (1 << 20) - 1
+
+
+class Mbarrier:
+    """Phase, pending arrivals, and bytes still to come. A phase ends when the last two are zero."""
+
+    def __init__(self, machine, cta, offset, count, line):
+        if not 1 <= count <= MOST:
+            raise Violation(f"mbarrier.init with count {count}")
+        self.machine, self.cta, self.offset, self.line = machine, cta, offset, line
+        self.count = self.pending = count
+        self.phase = self.tx = 0
+
+    def __str__(self):
+        return (f"mbarrier {self.offset:#x} of CTA {self.cta.number} (initialised in line {self.line}): "
+                f"phase {self.phase}, {self.pending} of {self.count} arrivals and {self.tx} bytes missing")  # fmt: skip
+
+    def expect(self, size):
+        self.tx += size
+        if abs(self.tx) > MOST:
+            raise Violation(f"transaction count of {self}")
+
+    def arrive(self, count, expect=0):
+        if expect:
+            self.expect(expect)
+        if count > self.pending:
+            raise Violation(f"arrives {count} times at {self}: more often than its count")
+        self.pending -= count
+        self.settle()
+
+    def complete(self, size):
+        self.tx -= size
+        if abs(self.tx) > MOST:
+            raise Violation(f"transaction count of {self}")
+        self.settle()
+
+    def settle(self):
+        if self.pending == 0 and self.tx == 0:
+            self.phase += 1
+            self.pending = self.count
+            self.machine.changed = True
+
+
+def find(warp, address, own=False):
+    """The mbarrier at a shared::cluster address."""
+    rank, offset = address >> RANK_SHIFT, address & OFFSET
+    cluster = warp.cta.cluster.ctas
+    if rank >= len(cluster):
+        raise Violation(f"shared address {address:#x} is in no CTA of the cluster")
+    if own and cluster[rank] is not warp.cta:
+        raise Violation(f"waits at an mbarrier of another CTA ({address:#x})")
+    if offset not in cluster[rank].mbarriers:
+        raise Violation(f"no mbarrier was initialised at {offset:#x} of CTA {cluster[rank].number}")
+    return cluster[rank].mbarriers[offset]
+
+
+STATE_SPACE = r"(?:\.shared(?:::cta|::cluster)?)"
+ORDER = r"(?:\.(?:release|acquire|relaxed))?(?:\.(?:cta|cluster))?"
+
+
+@operation(rf"mbarrier\.init{STATE_SPACE}\.b64")
+def build_init(build, match, place, count):
+    index, offset = build.address(place)
+    number, line = build.source(count, "u32"), build.instruction.line
+
+    def run(warp, mask):
+        cta = warp.cta
+        for at in sorted({(int(warp.R[index][i]) + offset) & OFFSET for i in lanes_of(mask)}):
+            if at & 7:
+                raise Violation(f"mbarrier at {at:#x} is not aligned to 8 bytes")
+            span = cta.shared.span(at, 8)
+            old = cta.mbarriers.get(at)
+            if old is not None and old.pending != old.count:
+                raise Violation(f"initialises again, while in use, {old}")
+            cta.shared.state[span] = BARRIER
+            count = int(warp.R[number][first_lane(mask)])
+            cta.mbarriers[at] = Mbarrier(cta.machine, cta, at, count, line)
+
+    return run
+
+
+@operation(rf"mbarrier\.inval{STATE_SPACE}\.b64")
+def build_inval(build, match, place):
+    index, offset = build.address(place)
+
+    def run(warp, mask):
+        for lane in lanes_of(mask):
+            barrier = find(warp, int(warp.R[index][lane]) + offset, own=True)
+            del warp.cta.mbarriers[barrier.offset]
+            warp.cta.shared.state[warp.cta.shared.span(barrier.offset, 8)] = UNWRITTEN
+
+    return run
+
+
+@operation(rf"mbarrier\.(?P<what>arrive|arrive\.expect_tx|expect_tx|complete_tx){ORDER}{STATE_SPACE}\.b64")
+def build_arrive(build, match, *operands):
+    operands = list(operands)
+    what = match["what"]
+    state = None
+    if what.startswith("arrive"):
+        state = build.target(operands.pop(0), "u64")
+    if not 1 <= len(operands) <= 2 or (what != "arrive" and len(operands) != 2):
+        build.fail("operands of mbarrier.arrive")
+    index, offset = build.address(operands[0])
+    value = build.source(operands[1], "u32") if len(operands) == 2 else None
+
+    def run(warp, mask):
+        R = warp.R
+        if what.startswith("arrive"):
+            warp.cta.shared.release(warp.index)
+        for lane in lanes_of(mask):
+            barrier = find(warp, int(R[index][lane]) + offset)
+            number = 1 if value is None else int(R[value][lane])
+            if state is not None:
+                R[state][lane] = barrier.phase
+            if what == "arrive":
+                barrier.arrive(number)
+            elif what == "arrive.expect_tx":
+                barrier.arrive(1, expect=number)
+            elif what == "expect_tx":
+                barrier.expect(number)
+            else:
+                barrier.complete(number)
+
+    return run
+
+
+@operation(rf"mbarrier\.(?P<what>try_wait|test_wait)(?P<parity>\.parity)?{ORDER}{STATE_SPACE}\.b64", waits=True)
+def build_try_wait(build, match, target, place, phase, limit=None):
+    out, (index, offset) = build.target(target, "pred"), build.address(place)
+    expected = build.source(phase, "u32" if match["parity"] else "u64")
+
+    def run(warp, mask):
+        R = warp.R
+        first = first_lane(mask)
+        at = int(R[index][first]) + offset
+        wanted = int(R[expected][first])
+        if mask is True or mask.sum() > 1:
+            lanes = slice(None) if mask is True else mask
+            if (R[index][lanes] != R[index][first]).any() or (R[expected][lanes] != R[expected][first]).any():
+                raise Violation("the lanes of a warp wait for different mbarriers, which is not modelled")
+        barrier = find(warp, at, own=True)
+        done = (barrier.phase & 1) != wanted if match["parity"] else barrier.phase > wanted
+        if match["parity"] and wanted > 1:
+            raise Violation(f"phase parity {wanted}")
+        if not done and not (warp.wait is not None and warp.wait.expired):
+            # A test that fails is asked again, so it may as well be answered when the answer changes.
+            if match["parity"]:
+                ready = lambda: (barrier.phase & 1) != wanted
+            else:
+                ready = lambda: barrier.phase > wanted
+            which = f"parity {wanted}" if match["parity"] else f"phase {wanted}"
+            return Wait(f"{which} of {barrier}", ready, barrier, may_expire=True)
+        np.copyto(R[out], done, where=mask)
+
+    return run
+
+
+# ---- named barriers ----
+class Named:
+    def __init__(self):
+        self.arrived, self.expected, self.generation = 0, 0, 0
+
+
+@operation(r"(?:bar|barrier)(?:\.cta)?\.(?P<what>sync|arrive)(?P<aligned>\.aligned)?", waits=True)
+def build_bar(build, match, number, threads=None):
+    which = build.source(number, "u32")
+    count = None if threads is None else build.source(threads, "u32")
+    what = match["what"]
+    if what == "arrive" and count is None:
+        build.fail("bar.arrive needs a thread count")
+
+    def run(warp, mask):
+        if warp.wait is not None and not isinstance(warp.wait, Lanes):
+            return None  # it has been waiting, and that is over
+        if not warp.full(mask):
+            return Lanes()
+        R = warp.R
+        lane, cta = first_lane(mask), warp.cta
+        at = int(R[which][lane])
+        if at > 15:
+            raise Violation(f"barrier {at}: there are 16")
+        everyone = 32 * len(cta.warps)
+        expected = everyone if count is None else int(R[count][lane])
+        barrier = cta.named.setdefault(at, Named())
+        if expected % 32 or not 0 < expected <= everyone:
+            raise Violation(f"barrier {at} for {expected} threads in a CTA of {everyone}")
+        if barrier.arrived and barrier.expected != expected:
+            raise Violation(f"barrier {at} for {expected} threads, while others wait there for {barrier.expected}")
+        barrier.expected = expected
+        barrier.arrived += 32
+        cta.shared.release(warp.index)
+        if barrier.arrived > expected:
+            raise Violation(f"more than {expected} threads arrive at barrier {at}")
+        if barrier.arrived == expected:
+            barrier.arrived = 0
+            barrier.generation += 1
+            cta.machine.changed = True
+            return None
+        if what == "arrive":
+            return None
+        mine = barrier.generation
+        return Wait(f"barrier {at}: {barrier.arrived} of {expected} threads", lambda: barrier.generation != mine)
+
+    return run
+
+
+@operation(r"bar\.warp\.sync", waits=True)
+def build_warp_sync(build, match, members):
+    return together(build, members, lambda warp, mask: None)
+
+
+# ---- clusters ----
+@operation(r"barrier\.cluster\.arrive(?:\.(?:release|relaxed))?(?:\.aligned)?", waits=True)
+def build_cluster_arrive(build, match):
+    def run(warp, mask):
+        if not warp.full(mask):
+            return Lanes()
+        cluster = warp.cta.cluster
+        if warp in cluster.arrived:
+            raise Violation("arrives twice at the cluster barrier")
+        warp.cluster_phase = cluster.phase
+        warp.cta.shared.release(warp.index)
+        cluster.arrived.add(warp)
+        if all(w in cluster.arrived or w.done for cta in cluster.ctas for w in cta.warps):
+            cluster.arrived.clear()
+            cluster.phase += 1
+            warp.cta.machine.changed = True
+        return None
+
+    return run
+
+
+@operation(r"barrier\.cluster\.wait(?:\.acquire)?(?:\.aligned)?", waits=True)
+def build_cluster_wait(build, match):
+    def run(warp, mask):
+        if not warp.full(mask):
+            return Lanes()
+        cluster, phase = warp.cta.cluster, getattr(warp, "cluster_phase", None)
+        if phase is None:
+            raise Violation("waits at the cluster barrier without having arrived")
+        if cluster.phase == phase:
+            return Wait("the cluster barrier", lambda: cluster.phase != phase)
+        return None
+
+    return run
+
+
+# ---- fences and hints ----
+@operation(r"fence\.proxy\.async(?:\.(?:shared::(?:cta|cluster)|global))?|fence\.proxy\.async::generic\.\S+")
+def build_proxy_fence(build, match):
+    if match[0].endswith(".global"):
+        return lambda warp, mask: None
+    return lambda warp, mask: warp.cta.shared.fence(warp.index)
+
+
+@operation(r"fence\.mbarrier_init\.release\.cluster|fence(?:\.(?:sc|acq_rel|acquire|release))?\.(?:cta|cluster|gpu|sys)"
+           r"|membar\.(?:cta|gl|sys)|nanosleep\.u32|griddepcontrol\.(?:wait|launch_dependents)"
+           r"|setmaxnreg\.(?:inc|dec)\.sync\.aligned\.u32|fence\.proxy\.(?:alias|tensormap)\S*")  # fmt: skip
+def build_nothing(build, match, *operands):
+    """Order among generic accesses always holds here; one kernel runs at a time; registers are never short."""
+    if match[0].startswith("setmaxnreg"):
+        count = operands[0].bits
+        if not 24 <= count <= 256 or count % 8:
+            build.fail("setmaxnreg: from 24 to 256 in steps of 8")
+    return lambda warp, mask: None
+
+
+@operation(r"trap|brkpt")
+def build_trap(build, match):
+    def run(warp, mask):
+        raise Violation("the kernel traps")
+
+    return run
+
+
+# ---- the lanes of a warp together ----
+def together(build, members, action):
+    """Wait until all lanes of the member mask that are alive are here."""
+    member = build.source(members, "u32")
+
+    def run(warp, mask):
+        if not warp.full(mask):
+            here = np.ones(32, bool) if mask is True else mask
+            bits = int(warp.R[member][first_lane(mask)])
+            wanted = (bits >> np.arange(32) & 1).astype(bool) & warp.alive
+            if (wanted & ~here).any():
+                return Lanes()
+        return action(warp, mask)
+
+    return run
+
+
+@operation(r"elect\.sync", waits=True)
+def build_elect(build, match, targets, members):
+    lane_out = build.target(targets.first, "u32")
+    chosen = build.target(targets.second, "pred")
+
+    def elect(warp, mask):
+        leader = first_lane(mask)
+        np.copyto(warp.R[lane_out], np.uint32(leader), where=mask)
+        np.copyto(warp.R[chosen], np.arange(32) == leader, where=mask)
+
+    return together(build, members, elect)
+
+
+@operation(r"shfl\.sync\.(?P<mode>idx|up|down|bfly)\.b32", waits=True)
+def build_shuffle(build, match, target, source, lane, clamp, members):
+    predicate = None
+    if isinstance(target, Pair):
+        predicate, target = build.target(target.second, "pred"), target.first
+    out, a = build.target(target, "u32"), build.source(source, "u32")
+    b, c = build.source(lane, "u32"), build.source(clamp, "u32")
+    lanes = np.arange(32)
+    mode = match["mode"]
+
+    def shuffle(warp, mask):
+        R = warp.R
+        offset, control = (R[b] & 31).astype(np.int64), R[c].astype(np.int64)
+        limit, segment = control & 31, control >> 8 & 31
+        low = lanes & segment
+        high = low | (limit & ~segment)
+        if mode == "idx":
+            at = low | (offset & ~segment)
+            valid = at <= high
+        elif mode == "up":
+            at = lanes - offset
+            valid = at >= high
+        elif mode == "down":
+            at = lanes + offset
+            valid = at <= high
+        else:
+            at = lanes ^ offset
+            valid = at <= high
+        at = np.where(valid, at, lanes)
+        here = np.ones(32, bool) if mask is True else mask
+        if (here & ~here[at]).any():
+            raise Violation("shfl.sync reads a lane that does not take part")
+        np.copyto(R[out], R[a][at], where=mask)
+        if predicate is not None:
+            np.copyto(R[predicate], valid, where=mask)
+
+    return together(build, members, shuffle)
+
+
+@operation(r"vote\.sync\.(?P<mode>any|all|uni|ballot)\.(?:pred|b32)", waits=True)
+def build_vote(build, match, target, source, members):
+    mode = match["mode"]
+    out = build.target(target, "u32" if mode == "ballot" else "pred")
+    index, negated = build.predicate(source)
+
+    def vote(warp, mask):
+        value = ~warp.R[index] if negated else warp.R[index]
+        here = value if mask is True else value[mask]
+        if mode == "ballot":
+            value = value if mask is True else value & mask
+            result = np.uint32(int(np.packbits(value, bitorder="little").view(np.uint32)[0]))
+        else:
+            result = {"any": here.any(), "all": here.all(), "uni": here.all() or not here.any()}[mode]
+        np.copyto(warp.R[out], result, where=mask)
+
+    return together(build, members, vote)
+
+
+REDUCE = {"add": np.add, "min": np.minimum, "max": np.maximum, "and": np.bitwise_and, "or": np.bitwise_or,
+          "xor": np.bitwise_xor}  # fmt: skip
+
+
+@operation(r"redux\.sync\.(?P<what>add|min|max|and|or|xor)\.(?P<type>u32|s32|b32|f32)(?P<abs>)", waits=True)
+def build_redux(build, match, target, source, members):
+    kind = match["type"]
+    if kind == "f32" and match["what"] not in ("min", "max"):
+        build.fail("unknown reduction")
+    f = {"min": np.fmin, "max": np.fmax}[match["what"]] if kind == "f32" else REDUCE[match["what"]]
+    out, a = build.target(target, kind), build.source(source, kind)
+
+    def reduce(warp, mask):
+        values = warp.R[a] if mask is True else warp.R[a][mask]
+        np.copyto(warp.R[out], f.reduce(values), where=mask)
+
+    return together(build, members, reduce)
+
+
+@operation(r"activemask\.b32")
+def build_activemask(build, match, target):
+    out = build.target(target, "u32")
+
+    def run(warp, mask):
+        here = np.ones(32, bool) if mask is True else mask
+        np.copyto(warp.R[out], np.packbits(here, bitorder="little").view(np.uint32)[0], where=mask)
+
+    return run
+
+
+# ---- predicates ----
+@operation(r"setp\.(?P<compare>[a-z]+)(?:\.(?P<bool>and|or|xor))?(?P<ftz>\.ftz)?\.(?P<type>\w+)")
+def build_setp(build, match, target, a, b, more=None):
+    from .alu import BOOLEAN, comparison
+    from .formats import flush
+
+    kind = match["type"]
+    compare = comparison(match["compare"], kind)
+    if compare is None or (more is None) != (match["bool"] is None):
+        build.fail("unknown comparison")
+    if match["ftz"]:
+        plain, compare = compare, (lambda x, y: plain(flush(x), flush(y)))
+    sources = [build.source(a, kind), build.source(b, kind)]
+    if more is None and not isinstance(target, Pair):
+        return calculation(compare, build.target(target, "pred"), sources)
+    combine = BOOLEAN[match["bool"]] if match["bool"] else None
+    third = build.predicate(more) if more is not None else None
+    pair = (target.first, target.second) if isinstance(target, Pair) else (target,)
+    outs = [build.target(t, "pred") for t in pair]
+
+    def run(warp, mask):
+        R = warp.R
+        result = compare(R[sources[0]], R[sources[1]])
+        extra = None if third is None else ~R[third[0]] if third[1] else R[third[0]].copy()
+        for out, value in zip(outs, (result, ~result), strict=False):
+            np.copyto(R[out], value if combine is None else combine(value, extra), where=mask)
+
+    return run
