@@ -21,8 +21,8 @@ WGMMA_SWIZZLE = {0: 0, 1: 128, 2: 64, 3: 32}
 
 
 # ---- matrices in shared memory ----
-def matrix_granules(shared, descriptor, rows, wgmma=False):
-    """Granule numbers (rows, 2) of a K-major matrix of 32 bytes per row."""
+def matrix_granules(shared, descriptor, rows, wgmma=False, pieces=2):
+    """Granule numbers (rows, pieces) of a K-major matrix of 32 bytes, or one piece, per row."""
     field = lambda bit, bits: descriptor >> bit & ((1 << bits) - 1)
     start, leading, stride = field(0, 14) << 4, field(16, 14) << 4, field(32, 14) << 4
     if wgmma:
@@ -38,10 +38,10 @@ def matrix_granules(shared, descriptor, rows, wgmma=False):
     if zeros or field(49, 3):
         raise Violation(f"shared memory descriptor {descriptor:#x}: a reserved bit, a base offset or an absolute address")
     row = np.arange(rows)[:, None]
-    piece = np.arange(2) * GRANULE
+    piece = np.arange(pieces) * GRANULE
     if span:
-        if start % span + 2 * GRANULE > span:
-            raise Violation(f"shared memory descriptor {descriptor:#x}: 32 bytes cross the swizzle of {span}")
+        if start % span + pieces * GRANULE > span:
+            raise Violation(f"shared memory descriptor {descriptor:#x}: a row crosses the swizzle of {span}")
         address = swizzle(start + row // 8 * stride + row % 8 * span + piece, span)
     else:
         address = start + row // 8 * stride + row % 8 * GRANULE + piece // GRANULE * leading
@@ -257,8 +257,7 @@ def copy_scales(warp, cta, column, descriptor):
     shared, tmem = cta.shared, cta.tmem
     lanes, columns = slice(0, 128), slice(column, column + 4)
     tmem.check(lanes, columns, reads=False)
-    # The descriptor is that of a matrix; its rows here are one piece long.
-    granules = matrix_granules(shared, descriptor, 32)[:, :1]
+    granules = matrix_granules(shared, descriptor, 32, pieces=1)
 
     def copy():
         rows = read_matrix(shared, granules)
