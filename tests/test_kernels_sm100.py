@@ -141,7 +141,7 @@ def inspect_all(folder: str) -> None:
         opcodes = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9.]*)", sass, re.M)
         count = lambda name: sum(o.startswith(name) for o in opcodes)
         # the block-scaled NVFP4 MMA: UTCOMMA.4X on sm_100, UTCOMMA.BLOCK16 on sm_103
-    names = ("UTCOMMA", "UTCCP", "UTMALDG", "UBLKCP", "LDTM", "LDL", "STL")
+        names = ("UTCOMMA", "UTCCP", "UTMALDG", "UBLKCP", "LDTM", "LDL", "STL")
         table.append({**numbers, "instructions": len(opcodes), **{name: count(name) for name in names}})
     print(json.dumps(table))
 
@@ -176,3 +176,105 @@ def test_compiles_without_a_gpu(architecture, tmp_path, capsys):
     with capsys.disabled():
         print(f"\n{architecture}", *lines, sep="\n")
 
+
+
+# ---- on the emulator: problems and what is right -------------------------------------------------
+
+UNIT = 2.0**-24  # half a unit in the last place of fp32, relative
+HALF_UNIT = {torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12, torch.float32: UNIT}
+
+
+def random_weights(E, H, I, gate, bias, static, seed):
+    """Random codes and block scales of all sizes; a global scale for each expert and projection."""
+    g = torch.Generator().manual_seed(seed)
+    layer = NVFP4Experts(E, H, I, gate, "nvfp4", bias, static)
+    for name, parameter in layer.named_parameters():
+        if parameter.dtype == torch.uint8:
+            low, high = (0, 0x7F) if name.endswith("_sf") else (0, 256)
+            parameter.copy_(torch.randint(low, high, parameter.shape, generator=g))
+            if name.endswith("_sf"):
+                parameter[torch.rand(parameter.shape, generator=g) < 0.7] = 0x38
+        elif name.endswith("input_scale"):
+            parameter.copy_((torch.rand(parameter.shape, generator=g) + 0.5) * 4e-3)
+        elif name.endswith("_scale"):
+            parameter.copy_((torch.rand(parameter.shape, generator=g) + 0.5) * 2e-3)
+        else:
+            parameter.copy_(torch.randn(parameter.shape, generator=g))
+    return layer.weights
+
+
+def random_ids(sizes, sentinels, top_k, seed):
+    """top_k_index [T, top_k] that gives expert e `sizes[e]` rows, and `sentinels` slots to nobody; T * top_k slots."""
+    g = torch.Generator().manual_seed(seed)
+    ids = torch.cat([torch.full((n,), e) for e, n in enumerate(sizes)] + [torch.full((sentinels,), len(sizes))])
+    missing = -len(ids) % top_k
+    ids = torch.cat([ids, torch.full((missing,), len(sizes))])
+    return ids[torch.randperm(len(ids), generator=g)].view(-1, top_k)
+
+
+def exact_sums(rows: Rows, w: torch.Tensor, sf: torch.Tensor, groups):
+    """(float64 sums [R, N] of (code * sf) * (code * sf), the sums of their magnitudes); 0 for rows of nobody."""
+    R, K16 = groups.num_rows, rows.values.shape[-1] // 8
+    x_sf = nvfp4.unswizzle_sf_grouped(rows.sf, groups.offsets, R, K16)
+    x = nvfp4.dequantize(rows.values, x_sf, None).double()
+    out, size = (torch.zeros(R, w.shape[1], dtype=torch.float64) for _ in range(2))
+    offsets = groups.offsets.tolist()
+    for e, (a, b) in enumerate(zip(offsets, offsets[1:], strict=False)):
+        v = nvfp4.dequantize(w[e], sf[e], None).double()
+        out[a:b], size[a:b] = x[a:b] @ v.T, x[a:b].abs() @ v.T.abs()
+    return out, size
+
+
+def exact_projection(rows, w, sf, groups, scales, bias):
+    """(values, bound on the fp32 error) [R, N] of a GEMM with global scales [E, N] and a bias."""
+    expert = groups.expert_of_row().clamp(max=groups.num_experts - 1).long()
+    out, size = exact_sums(rows, w, sf, groups)
+    scale = scales.double()[expert] * rows.scale.double()[:, None]
+    out, size = out * scale, size * scale
+    if bias is not None:
+        out, size = out + bias.double()[expert], size + bias.double()[expert].abs()
+    return out, size * ((w.shape[-1] * 2 + 8) * UNIT)
+
+
+def exact_gate(gate: Gate, out, bound):
+    """The same through the gate: first order, with room for exp and reciprocal of a few units."""
+    exact = gate(out)
+    if gate.kind == "raw":
+        return exact, bound
+    if gate.kind == "relu2":
+        return exact, 2 * out.abs() * bound + bound**2 + 4 * UNIT * exact.abs()
+    (g, u), (dg, du) = out.chunk(2, -1), bound.chunk(2, -1)
+    ones = torch.ones_like(u)
+    act = replace(gate, up_offset=0.0, limit=gate.limit)(torch.cat([g, ones.clamp(max=gate.limit)], -1))
+    act = act / ones.clamp(max=gate.limit)
+    u = u.clamp(-gate.limit, gate.limit) + gate.up_offset
+    slope = 1.2 * max(1.0, gate.alpha)
+    moved = slope * dg + 16 * UNIT * (act.abs() + (gate.alpha * g).abs() * act.abs().clamp(max=1))
+    return exact, moved * (u.abs() + du) + act.abs() * (du + 2 * UNIT * u.abs()) + 4 * UNIT * exact.abs()
+
+
+def check_close(found, exact, bound, live):
+    assert torch.equal(found[~live], torch.zeros_like(found[~live])), "rows of nobody are not zero"
+    allowed = bound + HALF_UNIT[found.dtype] * (exact.abs() + bound) + 2.0**-26 * (found.dtype == torch.float16)
+    error = (found.double() - exact).abs()
+    worst = ((error - allowed) * live[:, None]).max() if found.numel() else 0
+    assert worst <= 0, f"off by {error.max()} at {(error - allowed).argmax()}, allowed {allowed.max()}"
+
+
+def check_codes(found: Rows, exact, bound, scale, groups, live):
+    """Every sf and code is what a value within the bound becomes. Returns how many differ from the exact value's."""
+    R, K = exact.shape
+    found_sf = nvfp4.unswizzle_sf_grouped(found.sf, groups.offsets, R, K // 16)[live]
+    codes, exact, bound, scale = found.values[live], exact[live], bound[live], scale[live]
+    blocks = lambda t: t.view(-1, K // 16, 16)
+    largest = lambda t: blocks(t).amax(-1, keepdim=True).clamp(min=0).expand(-1, -1, 16).reshape(t.shape)
+    down, up = (largest(exact.abs() + s * bound).float() for s in (-1.000001, 1.000001))
+    low, high, just = (nvfp4.block_scales(t, scale).view(torch.uint8) for t in (down, up, largest(exact.abs()).float()))
+    assert (low <= found_sf).all() and (found_sf <= high).all(), "a block scale is off"
+    order = torch.tensor([0, 1, 2, 3, 4, 5, 6, 7, 0, -1, -2, -3, -4, -5, -6, -7])
+    rank = lambda c: order[nvfp4.unpack(c).long()]
+    a, b = ((exact + s * bound).float() for s in (-1.000001, 1.000001))
+    below, above = (rank(nvfp4.encode(t, found_sf, scale)) for t in (a, b))
+    assert (below <= rank(codes)).all() and (rank(codes) <= above).all(), "a code is off"
+    expected = nvfp4.encode(exact.float(), just, scale)
+    return int((found_sf != just).sum()), int((nvfp4.unpack(codes) != nvfp4.unpack(expected)).sum())

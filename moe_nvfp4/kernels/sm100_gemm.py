@@ -5,7 +5,7 @@
 Weights are the M operand: `blocks` blocks of 128 rows (a block of gate rows and the same rows of up; or
 neighbouring rows of a single projection) have an accumulator each and share every token tile. Tokens
 are N: a tile holds up to `tokens` rows of one expert, and its MMAs are as wide as it has rows, rounded
-up to 8, so 3 tokens cost 8 columns and 40 cost 40.
+up to 16 (what the epilogue reads at a time), so 3 tokens cost 16 columns and 40 cost 48.
 
 Warps
     0-7  epilogue, two groups of four that take 16 tokens in turn: TMEM -> scales, bias, gate -> shared
@@ -488,7 +488,7 @@ class GroupedGemm:
         stage, phase, tile, turn = Int32(0), Int32(0), Int32(bid), Int32(0)
         while tile < count:
             _, _, _, rows, here, _ = self.locate(tile, offsets, ends, sf_tiles)
-            instruction = ptx.instruction_descriptor((rows + 7) // 8 * 8)
+            instruction = ptx.instruction_descriptor((rows + CHUNK - 1) // CHUNK * CHUNK)
             acc = tmem + turn * t.second
             sfb = sfx + (here % 128) // 32
             cute.arch.mbarrier_wait(acc_full + 1, turn ^ 1)
@@ -545,11 +545,14 @@ class GroupedGemm:
         while tile < count:
             expert, row_tile, first, rows, here, group_sf = self.locate(tile, offsets, ends, sf_tiles)
             x_scales = cute.make_tensor(s.scale.data_ptr() + turn * t.tokens, cute.make_layout(t.tokens))
-            if tid < rows:
-                x_scales[tid] = x_scale[first + tid]
-                if const_expr(c.out == "nvfp4"):
-                    if row_tile == 0:
-                        out_scale[first + tid] = h_scale[expert]
+            if tid < t.tokens:
+                row_scale = Float32(0.0)
+                if tid < rows:
+                    row_scale = x_scale[first + tid]
+                    if const_expr(c.out == "nvfp4"):
+                        if row_tile == 0:
+                            out_scale[first + tid] = h_scale[expert]
+                x_scales[tid] = row_scale
             scales, biases = [], []
             for b in cutlass.range_constexpr(t.blocks):
                 up = const_expr(c.projections == 2 and b == 1)
