@@ -6,7 +6,6 @@ Selection / Logic and Shift / Data Movement and Conversion Instructions".
 """
 
 import itertools
-import operator
 
 import numpy as np
 
@@ -88,8 +87,9 @@ for t in ("b16", "b32", "b64", "pred"):
     define(f"or.{t}", t, f"{t} {t}", np.logical_or if t == "pred" else np.bitwise_or)
     define(f"xor.{t}", t, f"{t} {t}", np.logical_xor if t == "pred" else np.bitwise_xor)
     define(f"not.{t}", t, t, np.logical_not if t == "pred" else np.bitwise_not)
-    define(f"mov.{t}", t, t, np.positive if t != "pred" else np.logical_or.reduce and (lambda a: a))
-    if t != "pred":
+    if t == "pred":
+        define("mov.pred", t, t, lambda a: a)
+    else:
         define(f"shl.{t}", t, f"{t} u32", np.left_shift)
         define(f"shr.{t}", t, f"{t} u32", np.right_shift)
 for t in ("u16", "s16", "u32", "s32", "f32", "u64", "s64", "f64"):
@@ -199,7 +199,7 @@ for t in ("b32", "b64"):
 
 # ---- floats ----
 def _extremum(pick, zeros):
-    """min/max without .NaN return the number; -0 < +0, which NumPy leaves open: equal values differ in the sign only."""
+    """-0 < +0, which NumPy leaves open: equal values differ in the sign only, so `zeros` works on their bits."""
 
     def run(a, b):
         bits = f"u{a.dtype.itemsize}"
@@ -307,20 +307,33 @@ for (name, (f, count)), mode in itertools.product(EXACT.items(), ("", ".rn")):
     for ftz in ("", ".ftz"):
         g = ARITHMETIC[name][0]
         define(f"{name}{mode}{ftz}.f32x2", "b64", inputs("b64"), _pairs(_ftz(g) if ftz else g, F32))
-_sign = lambda dtype, f: _pairs(lambda a: f(a), dtype)
-define("neg.bf16x2", "b32", "b32", lambda a: a ^ U32(0x80008000))
-define("abs.bf16x2", "b32", "b32", lambda a: a & U32(0x7FFF7FFF))
-define("neg.f16x2", "b32", "b32", lambda a: a ^ U32(0x80008000))
-define("abs.f16x2", "b32", "b32", lambda a: a & U32(0x7FFF7FFF))
+for t in ("f16", "bf16"):
+    define(f"neg.{t}", "b16", "b16", lambda a: a ^ U16(0x8000))
+    define(f"abs.{t}", "b16", "b16", lambda a: a & U16(0x7FFF))
+    define(f"neg.{t}x2", "b32", "b32", lambda a: a ^ U32(0x80008000))
+    define(f"abs.{t}x2", "b32", "b32", lambda a: a & U32(0x7FFF7FFF))
 for name, f in (("min", _min), ("max", _max), ("min.NaN", _min_nan), ("max.NaN", _max_nan)):
-    define(f"{name}.bf16x2", "b32", "b32 b32",
-           _pairs(lambda a, b, f=f: bf16_encode(f(bf16_decode(a), bf16_decode(b))), U16))  # fmt: skip
+    # A NaN result is 0x7fff; float16's own NaN has other bits, so that is set apart.
+    half = lambda a, b, f=f: _half_nan(f(a.view(np.float16), b.view(np.float16)))
+    brain = lambda a, b, f=f: bf16_encode(f(bf16_decode(a), bf16_decode(b)))
+    for t, g in (("f16", half), ("bf16", brain)):
+        define(f"{name}.{t}", "b16", "b16 b16", g)
+        define(f"{name}.{t}x2", "b32", "b32 b32", _pairs(g, U16))
+
+
+def _half_nan(x):
+    return np.where(np.isnan(x), U16(0x7FFF), x.view(U16))
 
 
 # ---- comparison ----
-COMPARE = {"eq": operator.eq, "ne": operator.ne, "lt": operator.lt, "le": operator.le, "gt": operator.gt,
-           "ge": operator.ge}  # fmt: skip
-UFUNC = {"eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal}
+UFUNC = {
+    "eq": np.equal,
+    "ne": np.not_equal,
+    "lt": np.less,
+    "le": np.less_equal,
+    "gt": np.greater,
+    "ge": np.greater_equal,
+}
 ORDER = {"lo": "lt", "ls": "le", "hi": "gt", "hs": "ge"}
 BOOLEAN = {"and": np.logical_and, "or": np.logical_or, "xor": np.logical_xor}
 
@@ -399,9 +412,13 @@ for relu in ("", ".relu"):
     define(f"cvt.rn{relu}.f16x2.f32", "b32", "f32 f32",
            lambda a, b, r=relu: _pack(_relu(a, r).astype(np.float16).view(U16),
                                       _relu(b, r).astype(np.float16).view(U16), 16))  # fmt: skip
-    for name, small, bits, result in (("e2m1x2", E2M1, 4, "b8"), ("e4m3x2", E4M3, 8, "b16"), ("e5m2x2", E5M2, 8, "b16")):
-        define(f"cvt.rn.satfinite{relu}.{name}.f32", result, "f32 f32",
-               lambda a, b, s=small, n=bits, r=relu: _pack(s.encode(_relu(a, r)), s.encode(_relu(b, r)), n))  # fmt: skip
+    for name, small, bits, result in (
+        ("e2m1x2", E2M1, 4, "b8"),
+        ("e4m3x2", E4M3, 8, "b16"),
+        ("e5m2x2", E5M2, 8, "b16"),
+    ):
+        convert = lambda a, b, s=small, n=bits, r=relu: _pack(s.encode(_relu(a, r)), s.encode(_relu(b, r)), n)
+        define(f"cvt.rn.satfinite{relu}.{name}.f32", result, "f32 f32", convert)
 for name, small in (("e4m3x2", E4M3), ("e5m2x2", E5M2)):
     define(f"cvt.rn.f16x2.{name}", "b32", "b16",
            lambda a, s=small: _pack(s.decode(a >> U16(8)).astype(np.float16).view(U16),

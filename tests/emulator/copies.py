@@ -1,7 +1,7 @@
 """cp.async.bulk and cp.async.bulk.tensor: copies of the async proxy, and the tensor maps that describe tiles.
 
-PTX ISA: "Asynchronous copy", "Tensors" (tiled mode, swizzling modes). The bytes of a CUtensorMap are documented nowhere;
-the layout here was read off maps that CuTe DSL 4.8 encoded for known tensors, and tests/test_emulator.py repeats that.
+PTX ISA: "Asynchronous copy", "Tensors" (tiled mode, swizzling modes). The bytes of a CUtensorMap are not
+documented; the layout here was read off maps that CuTe DSL 4.8 encoded for known tensors, which a test repeats.
 """
 
 import struct
@@ -55,7 +55,7 @@ class TensorMap:
         return int(np.prod(self.box)) * self.bits // 8
 
     def rows(self, coordinates):
-        """For every innermost row of the box: its address, whether it is inside; and the bytes of it that are inside."""
+        """Address of every innermost row of the box, whether it is inside, and which bytes of a row are inside."""
         inner = coordinates[0]
         first, last = max(0, -inner), min(self.box[0], self.dims[0] - inner)
         if (inner * self.bits) % 8 or (first * self.bits) % 8 or (max(first, last) * self.bits) % 8:
@@ -266,8 +266,7 @@ def build_bulk_load(build, match, target, source, size, bar, *more):
             if from_global:
                 fetch = lambda begin=begin, size=size: machine.memory.read(begin, size)
             else:
-                shared = warp.cta.shared
-                fetch = lambda begin=begin, size=size: read_shared(shared, begin & OFFSET, size)
+                fetch = lambda begin=begin, size=size: read_shared(warp.cta.shared, begin & OFFSET, size)
             issue_load(warp, address, targets, size, 0, fetch)
 
     return run
@@ -333,7 +332,9 @@ def build_tensor_store(build, match, target, source, *policy):
     return run
 
 
-@operation(r"cp\.(?P<what>async|reduce\.async)\.bulk\.global\.shared::cta\.bulk_group(?P<hint>\.L2::cache_hint)?" + REDUCE)
+@operation(
+    r"cp\.(?P<what>async|reduce\.async)\.bulk\.global\.shared::cta\.bulk_group(?P<hint>\.L2::cache_hint)?" + REDUCE
+)
 def build_bulk_store(build, match, target, source, size, *policy):
     if len(policy) != (match["hint"] is not None):
         build.fail("operands of the bulk store")

@@ -81,7 +81,7 @@ def bf16_decode(bits):
 
 
 def to_odd(total, error):
-    """`total` + `error` (a float64 and what rounding it left out) rounded to odd: rounding that to fewer bits is exact."""
+    """`total` plus `error`, what rounding left out of it, rounded to odd: rounding that to fewer bits is exact."""
     bits = np.ascontiguousarray(total, F64).view(np.int64)
     inexact = (error != 0) & (bits & 1 == 0) & np.isfinite(total)
     toward = np.where((error > 0) == (total >= 0), 1, -1)

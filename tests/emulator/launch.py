@@ -113,7 +113,9 @@ def pack(program, arguments, memory):
     """The parameter bytes: tensors as pointers, numbers after the parameter's size, bytes as they are."""
     kernel, data = program.kernel, bytearray(program.parameter_bytes)
     if len(arguments) != len(kernel.parameters):
-        raise ValueError(f"{kernel.name} has {len(kernel.parameters)} parameters, {len(arguments)} arguments were given")
+        raise ValueError(
+            f"{kernel.name} has {len(kernel.parameters)} parameters, {len(arguments)} arguments were given"
+        )
     for parameter, value in zip(kernel.parameters, arguments, strict=True):
         if is_tensor(value):
             raw = struct.pack("<Q", address_of(value, memory))
@@ -193,7 +195,18 @@ class Emulated:
         library = folder / "host.so"
         stub = Path(__file__).with_name("stub.c")
         # -Bsymbolic: the stub is used even when cutlass has loaded the real functions into this process.
-        command = ["cc", "-shared", "-fPIC", "-mcmodel=large", "-w", "-Wl,-Bsymbolic", "-o", library, stub, folder / "host.o"]
+        command = [
+            "cc",
+            "-shared",
+            "-fPIC",
+            "-mcmodel=large",
+            "-w",
+            "-Wl,-Bsymbolic",
+            "-o",
+            library,
+            stub,
+            folder / "host.o",
+        ]
         subprocess.run(command, check=True)
         self.library = ctypes.CDLL(str(library))
         self.library.stub_message.restype = ctypes.c_char_p
@@ -242,7 +255,9 @@ class Emulated:
         """cudaLaunchConfig_t: grid, block, shared memory, stream, attributes."""
         raw = ctypes.string_at(config, 56)
         grid, block = struct.unpack_from("3I", raw, 0), struct.unpack_from("3I", raw, 12)
-        (shared,), (attributes,), (count,) = (struct.unpack_from(f, raw, at) for f, at in (("Q", 24), ("Q", 40), ("I", 48)))
+        (shared,), (attributes,), (count,) = (
+            struct.unpack_from(f, raw, at) for f, at in (("Q", 24), ("Q", 40), ("I", 48))
+        )
         cluster = (1, 1, 1)
         for i in range(count):
             attribute = ctypes.string_at(attributes + 72 * i, 72)

@@ -1,6 +1,6 @@
-"""mov of vectors, ld, st, atom, red, cp.async, ldmatrix, stmatrix, cvta, mapa: what touches memory through the generic proxy.
+"""What touches memory through the generic proxy: ld, st, atom, red, cp.async, ldmatrix, stmatrix; and addresses.
 
-PTX ISA: "Data Movement and Conversion Instructions", "Parallel Synchronization: atom, red".
+PTX ISA: "Data Movement and Conversion Instructions", and atom and red in "Parallel Synchronization".
 """
 
 import numpy as np
@@ -14,7 +14,9 @@ from .program import PARAMETERS, SHARED_WINDOW, calculation, lanes_of, operation
 
 SPACE = r"(?:\.(?P<space>param|global|shared(?:::cta|::cluster)?|const))?"
 SCOPE = r"(?:\.(?:weak|volatile|(?P<order>relaxed|acquire|release)\.(?:cta|cluster|gpu|sys)))?"
-CACHE = r"(?:\.(?:ca|cg|cs|lu|cv|wb|wt))?(?:\.nc)?(?:\.L[12]::(?!cache_hint)\w+)*(?P<hint>\.L2::cache_hint)?(?:\.L2::\d+B)?"
+CACHE = (
+    r"(?:\.(?:ca|cg|cs|lu|cv|wb|wt))?(?:\.nc)?(?:\.L[12]::(?!cache_hint)\w+)*(?P<hint>\.L2::cache_hint)?(?:\.L2::\d+B)?"
+)
 TYPE = r"(?:\.v(?P<count>[248]))?\.(?P<type>[bsu](?:8|16|32|64)|f16|f32|f64)"
 
 
@@ -258,8 +260,10 @@ ATOMICS = {
     "exch.b32": lambda old, new: new, "exch.b64": lambda old, new: new,
     "inc.u32": lambda old, new: old.dtype.type(0) if old >= new else old + old.dtype.type(1),
 }  # fmt: skip
-ATOMIC = (r"(?:\.(?:relaxed|acquire|release|acq_rel))?(?:\.(?:cta|cluster|gpu|sys))?" + SPACE + r"(?:\.(?:relaxed|release|acq_rel))?"
-          r"\.(?P<what>(?:add|min|max|and|or|xor|exch|inc|cas)(?:\.noftz)?)(?:\.v(?P<count>[248]))?\.(?P<type>\w+)")  # fmt: skip
+ATOMIC = (
+    r"(?:\.(?:relaxed|acquire|release|acq_rel))?(?:\.(?:cta|cluster|gpu|sys))?" + SPACE + r"(?:\.(?:relaxed|acq_rel))?"
+    r"\.(?P<what>(?:add|min|max|and|or|xor|exch|inc|cas)(?:\.noftz)?)(?:\.v(?P<count>[248]))?\.(?P<type>\w+)"
+)
 
 
 def atomic(build, match, target, place, values, compare=None):

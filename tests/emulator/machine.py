@@ -37,7 +37,7 @@ class Schedule:
 
     @classmethod
     def parse(cls, text):
-        """"eager", "lazy", "reverse", "reverse-lazy", "random:SEED", and any "order-timing"."""
+        """ "eager", "lazy", "reverse", "reverse-lazy", "random:SEED", and any "order-timing"."""
         if isinstance(text, Schedule):
             return text
         name, _, seed = text.partition(":")
@@ -45,7 +45,9 @@ class Schedule:
         orders = [p for p in parts if p in ("forward", "reverse", "random")]
         timings = [p for p in parts if p in ("eager", "lazy")]
         if len(orders) + len(timings) != len(parts) or len(orders) > 1 or len(timings) > 1:
-            raise ValueError(f"schedule {text!r}: an order (forward, reverse, random[:seed]) and a timing (eager, lazy)")
+            raise ValueError(
+                f"schedule {text!r}: an order (forward, reverse, random[:seed]) and a timing (eager, lazy)"
+            )
         order = orders[0] if orders else "forward"
         timing = timings[0] if timings else ("random" if order == "random" else "eager")
         return cls(order, timing, int(seed or 0))
@@ -376,7 +378,9 @@ class Machine:
 
     def complete_awaited(self, warps):
         """Every warp waits: complete one operation that some warp waits for, the newest first."""
-        barriers = {g.wait.barrier for w in warps for g in w.groups if g.wait is not None and g.wait.barrier is not None}
+        barriers = {
+            g.wait.barrier for w in warps for g in w.groups if g.wait is not None and g.wait.barrier is not None
+        }
         for operation in reversed(self.pending):
             if not barriers.isdisjoint(operation.signals):
                 self.advance(operation)
@@ -400,9 +404,9 @@ class Machine:
                 ("cp.async.bulk.tensor", "cp.async.bulk.global", "cp.reduce"))):  # fmt: skip
                 fail(f"while {operation} is unfinished: nobody waited for it")
             self.advance(operation)
-        for offset, barrier in cta.mbarriers.items():
+        for barrier in cta.mbarriers.values():
             if barrier.tx:
-                fail(f"with {barrier.tx} bytes still expected at mbarrier {offset:#x} (initialised in line {barrier.line})")
+                fail(f"with {barrier.tx} bytes still expected at {barrier}")
         if cta.tmem.sizes:
             fail(f"without tcgen05.dealloc of TMEM columns {sorted(cta.tmem.sizes)}")
 
@@ -420,6 +424,6 @@ class Machine:
         for cta in self.ctas:
             for offset, barrier in cta.mbarriers.items():
                 if barrier.tx and barrier.pending == 0:
-                    lines.append(f"  CTA {cta.number} mbarrier {offset:#x}: all arrived, but {barrier.tx} bytes of those "
-                                 "expected did not come (the transaction count does not match)")  # fmt: skip
+                    lines.append(f"  CTA {cta.number} mbarrier {offset:#x}: all arrived, but {barrier.tx} bytes did "
+                                 "not come: the transaction count does not match")  # fmt: skip
         return "\n".join(lines)

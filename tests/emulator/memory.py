@@ -1,5 +1,5 @@
-"""Byte memories that know which bytes were written, which an unfinished asynchronous operation still uses, and which were
-written by ordinary stores that the async proxy may not see yet.
+"""Memories that know which bytes were written, which of them an unfinished asynchronous operation still uses, and which
+were written by ordinary stores that the async proxy may not see yet.
 
 PTX ISA: "State Spaces", "Async proxy", "Tensor Memory". Errors raised here carry no place; the machine adds it.
 """
@@ -197,8 +197,8 @@ class Shared(Memory):
             mark = int(marks.max())
             who = "a store" if mark == RELEASED else f"a store of warp {mark - 1}"
             granule = int(np.asarray(granules)[marks.any(1).argmax()])
-            raise Violation(f"the async proxy reads {self.base + granule * GRANULE:#x} in shared memory, written by {who} "
-                            "without a fence.proxy.async since")  # fmt: skip
+            raise Violation(f"the async proxy reads {self.base + granule * GRANULE:#x} in shared memory, written by "
+                            f"{who} without a fence.proxy.async since")  # fmt: skip
 
     def write(self, address, data):
         super().write(address, data)
@@ -317,7 +317,9 @@ class Tmem:
             raise Violation(f"tcgen05.dealloc of {columns} columns at {start}: no such allocation")
         for operation, _, _, used, _ in self.claims:
             if used.start < start + columns and start < used.stop:
-                raise Violation(f"tcgen05.dealloc of columns {start}..{start + columns - 1}, which {operation} still uses")
+                raise Violation(
+                    f"tcgen05.dealloc of columns {start}..{start + columns - 1}, which {operation} still uses"
+                )
         del self.sizes[start]
         self.owner[start : start + columns] = 0
         self.written[:, start : start + columns] = False
@@ -341,8 +343,9 @@ class Tmem:
                 continue
             if its_lanes.start < lanes.stop and lanes.start < its_lanes.stop:
                 if its_columns.start < columns.stop and columns.start < its_columns.stop:
-                    raise Violation(f"{'writes' if writes else 'reads'} TMEM columns {columns.start}..{columns.stop - 1}, "
-                                    f"which {other} is still {'writing' if its_writes else 'reading'}")  # fmt: skip
+                    what, doing = "writes" if writes else "reads", "writing" if its_writes else "reading"
+                    span = f"{columns.start}..{columns.stop - 1}"
+                    raise Violation(f"{what} TMEM columns {span}, which {other} is still {doing}")
         self.claims.append((operation, order, lanes, columns, writes))
 
     def unclaim(self, operation):

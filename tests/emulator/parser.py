@@ -11,7 +11,9 @@ SIZES = {"8": 1, "16": 2, "32": 4, "64": 8}
 NAME = re.compile(r"[%$A-Za-z_][\w$%.]*")  # the dot is for %tid.x
 LABEL = re.compile(r"([$A-Za-z_][\w$]*)\s*:(?!:)")
 REGISTERS = re.compile(r"\.reg\s+\.(\w+)\s+(.*)", re.S)
-VARIABLE = re.compile(r"\.(param|shared|global|const)\s+(?:\.align\s+(\d+)\s+)?\.([a-z]+)(\d+)\s+([\w$]+)\s*(?:\[(\d*)\])?$")
+VARIABLE = re.compile(
+    r"\.(param|shared|global|const)\s+(?:\.align\s+(\d+)\s+)?\.([a-z]+)(\d+)\s+([\w$]+)\s*(?:\[(\d*)\])?$"
+)
 IGNORED = (".pragma", ".loc", ".file", ".section")
 PER_FUNCTION = (".reqntid", ".maxntid", ".minnctapersm", ".maxnreg", ".reqnctapercluster", ".explicitcluster",
                 ".maxclusterrank", ".blocksareclusters", ".noreturn")  # fmt: skip

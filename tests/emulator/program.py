@@ -1,8 +1,8 @@
 """A parsed kernel turned into Python functions, one per instruction, grouped into blocks.
 
-A function is called with (warp, mask): mask is True when all 32 lanes run, else a bool array. `warp.R` lists typed views
-of registers, constants and special registers; operands are indices into it, resolved here once. An instruction that
-may have to wait returns a Wait and is called again when that is over; it stands in a block of its own.
+A function is called with (warp, mask): mask is True when all 32 lanes run, else a bool array. `warp.R` lists typed
+views of registers, constants and special registers; operands are indices into it, resolved here once. An instruction
+that may have to wait returns a Wait and is called again when that is over; it stands in a block of its own.
 """
 
 import re
@@ -10,12 +10,14 @@ import re
 import numpy as np
 
 from . import alu
-from .machine import ALL, DTYPES, NONE, POISON
+from .formats import flush
+from .machine import ALL, DTYPES, NONE, POISON, Group
 from .memory import RANK_SHIFT
-from .parser import Address, Immediate, Not, Pair, PtxError, Register, Symbol, Vector
+from .parser import Address, Immediate, Instruction, Not, Pair, PtxError, Register, Symbol, Vector
 
 PARAMETERS = 1 << 61  # where .param lies in the generic address space
 SHARED_WINDOW = 1 << 60
+SETP = r"setp\.(?P<compare>[a-z]+)(?:\.(?P<combine>and|or|xor))?(?P<ftz>\.ftz)?\.(?P<type>\w+)"
 OPERATIONS = []  # (pattern, builder, waits)
 
 
@@ -177,9 +179,8 @@ class Program:
                 blocks.append(Block())
                 continue
             function, waits = self.build(instruction)
-            if waits and (blocks[-1].code or at in starts):
-                if blocks[-1].code:
-                    blocks.append(Block())
+            if waits and blocks[-1].code:
+                blocks.append(Block())
             blocks[-1].code.append((instruction, function))
             if waits:
                 blocks[-1].waits = True
@@ -187,8 +188,6 @@ class Program:
         place[len(kernel.code)] = len(blocks) - 1
         blocks.append(Block())  # the end of the text, for a label there and for a kernel without ret
         ending = blocks[-1]
-        from .parser import Instruction
-
         last = kernel.code[-1].line if kernel.code else 0
         ending.end_instruction = Instruction(last, "(end of the kernel)", "ret", ())
         branches.append(ending)
@@ -199,24 +198,25 @@ class Program:
         return blocks
 
     def build(self, instruction):
-        for pattern, builder, waits in OPERATIONS:
-            match = pattern.fullmatch(instruction.opcode)
-            if match:
-                try:
-                    function = builder(self, match, *instruction.operands)
-                except TypeError as error:
-                    if "positional argument" not in str(error):
-                        raise
-                    self.fail(f"{len(instruction.operands)} operands are not known for this instruction")
-                break
+        matches = ((pattern.fullmatch(instruction.opcode), *rest) for pattern, *rest in OPERATIONS)
+        match, builder, waits = next((found for found in matches if found[0]), (None, None, False))
+        if builder is None:
+            function = self.build_arithmetic(instruction)
         else:
-            function, waits = self.build_arithmetic(instruction), False
+            try:
+                function = builder(self, match, *instruction.operands)
+            except TypeError as error:
+                if "positional argument" not in str(error):
+                    raise
+                self.fail(f"{len(instruction.operands)} operands are not known for this instruction")
         if instruction.guard is not None:
             function = self.guarded(function, instruction.guard)
         return function, waits
 
     def build_arithmetic(self, instruction):
         opcode, operands = instruction.opcode, instruction.operands
+        if opcode.startswith("setp."):
+            return self.build_comparison(re.fullmatch(SETP, opcode), *operands)
         entry = alu.TABLE.get(f"{opcode}:{len(operands) - 1}") or alu.TABLE.get(opcode)
         if entry is None:
             self.fail("unknown instruction")
@@ -243,6 +243,30 @@ class Program:
                 kind = narrow
             sources.append(self.source(operand, kind))
         return calculation(f, self.target(target, result), sources)
+
+    def build_comparison(self, match, target=None, a=None, b=None, more=None):
+        compare = match and alu.comparison(match["compare"], match["type"])
+        if compare is None or b is None or (more is None) != (match["combine"] is None):
+            self.fail("unknown comparison")
+        if match["ftz"]:
+            plain, compare = compare, (lambda x, y: plain(flush(x), flush(y)))
+        x, y = self.source(a, match["type"]), self.source(b, match["type"])
+        if more is None and not isinstance(target, Pair):
+            return calculation(compare, self.target(target, "pred"), [x, y])
+        combine = alu.BOOLEAN[match["combine"]] if match["combine"] else lambda result, _: result
+        third, negated = self.predicate(more) if more is not None else (None, False)
+        outs = [
+            self.target(t, "pred") for t in ((target.first, target.second) if isinstance(target, Pair) else (target,))
+        ]
+
+        def run(warp, mask):
+            R = warp.R
+            result = compare(R[x], R[y])
+            extra = None if third is None else R[third] ^ negated
+            for out, value in zip(outs, (result, ~result), strict=False):
+                np.copyto(R[out], combine(value, extra), where=mask)
+
+        return run
 
     def guarded(self, function, guard):
         index, negated = self.predicate(guard)
@@ -361,8 +385,6 @@ def branch(target, predicate):
     index, negated = predicate
 
     def end(warp, group):
-        from .machine import Group
-
         condition = ~warp.R[index] if negated else warp.R[index]
         mask = group.mask
         if mask is not True:
@@ -384,8 +406,6 @@ def branch(target, predicate):
 
 def branch_indexed(index, targets):
     def end(warp, group):
-        from .machine import Group
-
         values = warp.R[index]
         mask = np.ones(32, bool) if group.mask is True else group.mask
         wanted = sorted(set(values[mask].tolist()))
@@ -405,7 +425,3 @@ def lanes_of(mask):
 
 def first_lane(mask):
     return 0 if mask is True else int(mask.argmax())
-
-
-def is_pair(operand):
-    return isinstance(operand, Pair)

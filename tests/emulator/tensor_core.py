@@ -36,7 +36,9 @@ def matrix_granules(shared, descriptor, rows, wgmma=False, pieces=2):
         span = TCGEN05_SWIZZLE[field(61, 3)]
         zeros = field(14, 2) | field(30, 2) | field(52, 9)
     if zeros or field(49, 3):
-        raise Violation(f"shared memory descriptor {descriptor:#x}: a reserved bit, a base offset or an absolute address")
+        raise Violation(
+            f"shared memory descriptor {descriptor:#x}: a reserved bit, a base offset or an absolute address"
+        )
     row = np.arange(rows)[:, None]
     piece = np.arange(pieces) * GRANULE
     if span:
@@ -57,8 +59,8 @@ def read_matrix(shared, granules):
     states = shared.state.reshape(-1, GRANULE)[granules]
     if (states != WRITTEN).any():
         row, piece = np.argwhere((states != WRITTEN).any(2))[0]
-        raise Violation(f"reads {shared.base + int(granules[row, piece]) * GRANULE:#x} in shared memory (matrix row {row}), "
-                        "which is never written, or an mbarrier")  # fmt: skip
+        raise Violation(f"reads {shared.base + int(granules[row, piece]) * GRANULE:#x} in shared memory, of matrix row "
+                        f"{row}: never written, or an mbarrier")  # fmt: skip
     shared.check_fenced(granules.ravel())
     return shared.bytes.reshape(-1, GRANULE)[granules].reshape(len(granules), -1)
 
@@ -213,7 +215,9 @@ def order_of(warp):
     return ("tcgen05", warp)
 
 
-@operation(rf"tcgen05\.commit{GROUP}\.mbarrier::arrive::one(?:\.shared::cluster)?(?P<multicast>\.multicast::cluster)?\.b64")
+@operation(
+    rf"tcgen05\.commit{GROUP}\.mbarrier::arrive::one(?:\.shared::cluster)?(?P<multicast>\.multicast::cluster)?\.b64"
+)
 def build_commit(build, match, place, *more):
     if len(more) != (match["multicast"] is not None):
         build.fail("operands of tcgen05.commit")
@@ -277,9 +281,18 @@ class BlockScaled:
 
     def __init__(self, bits, group):
         field = lambda bit, size: bits >> bit & ((1 << size) - 1)
-        fixed = {"sparsity": field(0, 3), "bit 3": field(3, 1), "bit 6": field(6, 1), "A type - 1": field(7, 3) ^ 1,
-                 "B type - 1": field(10, 2) ^ 1, "bit 12": field(12, 1), "transposition": field(15, 2),
-                 "bits 24 to 26": field(24, 3), "K = 96": field(31, 1), "the scale factor ids": field(29, 2) | field(4, 2)}  # fmt: skip
+        fixed = {
+            "sparsity": field(0, 3),
+            "bit 3": field(3, 1),
+            "bit 6": field(6, 1),
+            "A type - 1": field(7, 3) ^ 1,
+            "B type - 1": field(10, 2) ^ 1,
+            "bit 12": field(12, 1),
+            "transposition": field(15, 2),
+            "bits 24 to 26": field(24, 3),
+            "the scale factor ids": field(29, 2) | field(4, 2),
+            "K = 96": field(31, 1),
+        }
         wrong = [name for name, value in fixed.items() if value]
         if wrong:
             raise Violation(f"instruction descriptor {bits:#010x}: {', '.join(wrong)} must be 0 here")
@@ -302,13 +315,10 @@ def scales(tmem, column, rows, decode):
     words = tmem.words[lanes, at]
     for quarter in range(1, 4):
         if (tmem.words[lanes + 32 * quarter, at] != words).any():
-            raise Violation(f"scale factors in TMEM columns {columns.start}..{columns.stop - 1} differ between the warps")
-    codes = np.ascontiguousarray(words).view(np.uint8).reshape(rows, 4)
-    value = decode(codes)
-    if np.isnan(value).any():
-        row, block = np.argwhere(np.isnan(value))[0]
-        raise Violation(f"the scale factor of row {row}, block {block} is a NaN")
-    return value
+            raise Violation(
+                f"scale factors in TMEM columns {columns.start}..{columns.stop - 1} differ between the warps"
+            )
+    return decode(np.ascontiguousarray(words).view(np.uint8).reshape(rows, 4))
 
 
 def dequantize(raw, scale):
@@ -339,7 +349,7 @@ def build_mma(build, match, target, left, right, instruction, left_scale, right_
 
 
 def multiply(warp, ctas, shape, a, b, d, a_scale, b_scale, accumulate):
-    """Each CTA of the pair holds its 128 rows of A, D and A's scales, its part of the rows of B, and all of B's scales."""
+    """Each CTA holds its 128 rows of A, D and A's scales, its part of the rows of B, and all of B's scales."""
     machine, n = warp.cta.machine, shape.n
     a_pieces = [matrix_granules(cta.shared, a, 128) for cta in ctas]
     b_pieces = [matrix_granules(cta.shared, b, n // len(ctas)) for cta in ctas]
@@ -401,8 +411,8 @@ def tmem_access(build, match, registers, place, kind):
             raise Violation("the lanes give different TMEM addresses")
         lane, column = address >> 16, address & 0xFFFF
         if lane // 32 != warp.index % 4 or lane % 32 + height > 32 or lane % 16:
-            raise Violation(f"TMEM lanes {lane}..{lane + height - 1}: warp {warp.index} reaches {32 * (warp.index % 4)}.."
-                            f"{32 * (warp.index % 4) + 31}")  # fmt: skip
+            first = 32 * (warp.index % 4)
+            raise Violation(f"TMEM lanes {lane}..{lane + height - 1}: warp {warp.index} reaches {first}..{first + 31}")
         return slice(lane, lane + height), slice(column, column + width)
 
     return items, rows, places, locate
