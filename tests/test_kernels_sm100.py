@@ -181,7 +181,7 @@ def test_compiles_without_a_gpu(architecture, tmp_path, capsys):
 # ---- on the emulator: problems and what is right -------------------------------------------------
 
 UNIT = 2.0**-24  # half a unit in the last place of fp32, relative
-HALF_UNIT = {torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12, torch.float32: UNIT}
+HALF_UNIT = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: UNIT}  # relative
 
 
 def random_weights(E, H, I, gate, bias, static, seed):
@@ -256,9 +256,11 @@ def exact_gate(gate: Gate, out, bound):
 def check_close(found, exact, bound, live):
     assert torch.equal(found[~live], torch.zeros_like(found[~live])), "rows of nobody are not zero"
     allowed = bound + HALF_UNIT[found.dtype] * (exact.abs() + bound) + 2.0**-26 * (found.dtype == torch.float16)
-    error = (found.double() - exact).abs()
-    worst = ((error - allowed) * live[:, None]).max() if found.numel() else 0
-    assert worst <= 0, f"off by {error.max()} at {(error - allowed).argmax()}, allowed {allowed.max()}"
+    error, allowed = ((found.double() - exact).abs())[live], allowed[live]
+    if error.numel():
+        at = (error - allowed).nan_to_num(nan=torch.inf).argmax()
+        error, allowed, value = error.flatten()[at], allowed.flatten()[at], exact[live].flatten()[at]
+        assert error <= allowed, f"{value} is off by {error}, allowed {allowed}"
 
 
 def check_codes(found: Rows, exact, bound, scale, groups, live):

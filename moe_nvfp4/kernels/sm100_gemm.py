@@ -577,12 +577,11 @@ class GroupedGemm:
                     token = at + thread // 8
                     for o in cutlass.range_constexpr(outputs):
                         blocks = [0, 1] if c.fused else [o]
-                        sums = [ptx.load_columns(acc + b * t.tokens + at, CHUNK) for b in blocks]
+                        sums = ptx.load_columns([acc + b * t.tokens + at for b in blocks], CHUNK)
                         of_tokens = cute.make_rmem_tensor(CHUNK, Float32)
                         cute.autovec_copy(
                             cute.make_tensor((x_scales.iterator + at).align(16), cute.make_layout(CHUNK)), of_tokens
                         )
-                        cute.arch.fence_view_async_tmem_load()
                         results = []
                         for j in cutlass.range_constexpr(CHUNK):
                             values = [ptx.mul(ptx.mul(v[j], scales[b]), of_tokens[j]) for v, b in zip(sums, blocks)]

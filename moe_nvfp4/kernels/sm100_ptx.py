@@ -9,7 +9,7 @@ from __future__ import annotations
 import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, Uint16, Uint32, cute
 from cutlass._mlir import ir
-from cutlass._mlir.dialects import llvm, nvvm, vector
+from cutlass._mlir.dialects import llvm, nvvm
 from cutlass.cutlass_dsl import dsl_user_op
 
 # ---- tensor cores --------------------------------------------------------------------------------
@@ -76,12 +76,25 @@ def copy_scales(column: Int32, source: Int64, *, loc=None, ip=None):
 
 
 @dsl_user_op
-def load_columns(address: Int32, count: int, *, loc=None, ip=None) -> list[Float32]:
-    """`count` columns of this thread's TMEM lane; valid after `cute.arch.fence_view_async_tmem_load`."""
-    words = ir.VectorType.get([count], Int32.mlir_type)
-    loaded = nvvm.tcgen05_ld(words, nvvm.Tcgen05LdStShape.SHAPE_32X32B, _tmem(address, loc, ip), loc=loc, ip=ip)
-    floats = vector.bitcast(ir.VectorType.get([count], Float32.mlir_type), loaded, loc=loc, ip=ip)
-    return [Float32(vector.extract(floats, [], [i], loc=loc, ip=ip)) for i in range(count)]
+def load_columns(addresses: list[Int32], count: int, *, loc=None, ip=None) -> list[list[Float32]]:
+    """For each address `count` columns of this thread's TMEM lane. Loads and their wait are one block of
+    instructions: a compiler may not touch the registers in between."""
+    total = count * len(addresses)
+    lines = []
+    for i in range(len(addresses)):
+        registers = ", ".join(f"${i * count + j}" for j in range(count))
+        lines.append(f"tcgen05.ld.sync.aligned.32x32b.x{count}.b32 {{{registers}}}, [${total + i}];")
+    result = llvm.inline_asm(
+        ir.Type.parse(f"!llvm.struct<({', '.join(['f32'] * total)})>"),
+        [Int32(a).ir_value(loc=loc, ip=ip) for a in addresses],
+        " ".join([*lines, "tcgen05.wait::ld.sync.aligned;"]),
+        ",".join(["=f"] * total + ["r"] * len(addresses)),
+        has_side_effects=True,
+        loc=loc,
+        ip=ip,
+    )
+    values = [Float32(llvm.extractvalue(Float32.mlir_type, result, [i], loc=loc, ip=ip)) for i in range(total)]
+    return [values[i : i + count] for i in range(0, total, count)]
 
 
 @dsl_user_op
