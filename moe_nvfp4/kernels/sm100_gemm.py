@@ -39,7 +39,6 @@ the end are computed and not stored; scales of rows beyond the end may hold anyt
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 from math import inf
 
 import cutlass
@@ -182,7 +181,7 @@ class GemmConfig:
 @cute.jit
 def expert_of(ends: cute.Tensor, tile: Int32, size: cutlass.Constexpr) -> Int32:
     """The first expert with ends[expert] > tile; ends: [size], ascending, size a power of two."""
-    expert, step = Int32(0), size // 2
+    expert = Int32(0)
     for p in cutlass.range_constexpr(size.bit_length() - 1):
         half = size >> (p + 1)
         if ends[expert + half - 1] <= tile:
@@ -335,7 +334,7 @@ class GroupedGemm:
         h_scale: cute.Tensor,
         order: cute.Tensor,
     ):
-        c, t = self.c, self.c.tile
+        c = self.c
         tid, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(tid // 32)
         s = SmemAllocator().allocate(self.storage)
@@ -576,17 +575,17 @@ class GroupedGemm:
                     at = (turn * i + (1 - turn) * (chunks - 1 - i)) * CHUNK
                     token = at + thread // 8
                     for o in cutlass.range_constexpr(outputs):
-                        blocks = [0, 1] if c.fused else [o]
-                        sums = ptx.load_columns([acc + b * t.tokens + at for b in blocks], CHUNK)
+                        of_block = range(o, o + t.blocks // outputs)
+                        sums = ptx.load_columns([acc + b * t.tokens + at for b in of_block], CHUNK)
                         of_tokens = cute.make_rmem_tensor(CHUNK, Float32)
                         cute.autovec_copy(
                             cute.make_tensor((x_scales.iterator + at).align(16), cute.make_layout(CHUNK)), of_tokens
                         )
                         results = []
                         for j in cutlass.range_constexpr(CHUNK):
-                            values = [ptx.mul(ptx.mul(v[j], scales[b]), of_tokens[j]) for v, b in zip(sums, blocks)]
+                            values = [ptx.mul(ptx.mul(v[j], scales[b]), of_tokens[j]) for b, v in enumerate(sums, o)]
                             if const_expr(c.bias is not None):
-                                values = [ptx.add(v, biases[b]) for v, b in zip(values, blocks)]
+                                values = [ptx.add(v, biases[b]) for b, v in enumerate(values, o)]
                             results.append(apply_gate(c.gate, *values))
                         # the exchange belongs to the groups in turn
                         if const_expr(o == 0):

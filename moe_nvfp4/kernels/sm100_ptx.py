@@ -105,9 +105,9 @@ def tmem_fence(before: bool, *, loc=None, ip=None):
 
 
 @dsl_user_op
-def bulk_load(destination: cute.Pointer, source: cute.Pointer, size: Int32, barrier: cute.Pointer, *, loc=None, ip=None):
+def bulk_load(to: cute.Pointer, source: cute.Pointer, size: Int32, barrier: cute.Pointer, *, loc=None, ip=None):
     """`size` bytes (a multiple of 16, known at run time) from global to shared memory; the mbarrier counts them."""
-    to_llvm = [p.to_llvm_ptr(loc=loc, ip=ip) for p in (destination, source, barrier)]
+    to_llvm = [p.to_llvm_ptr(loc=loc, ip=ip) for p in (to, source, barrier)]
     cluster = llvm.PointerType.get(7)
     nvvm.cp_async_bulk_shared_cluster_global(
         llvm.addrspacecast(cluster, to_llvm[0], loc=loc, ip=ip),

@@ -110,7 +110,8 @@ class QuantizeRows:
         else:
             largest = ptx.largest_magnitude([s_largest[i] for i in range(4)])
             if largest != 0.0:
-                global_scale = cute.arch.fmax(ptx.divide(largest, Float32(6.0 * 448.0)), Float32(FLOAT32_TINY), nan=True)
+                global_scale = ptx.divide(largest, Float32(6.0 * 448.0))
+                global_scale = cute.arch.fmax(global_scale, Float32(FLOAT32_TINY), nan=True)
         if tid == 0:
             row_scale[row] = global_scale
         for block in cutlass.range(tid, sf_columns, self.THREADS):
