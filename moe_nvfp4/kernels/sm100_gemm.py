@@ -10,11 +10,12 @@ up to 16 (what the epilogue reads at a time), so 3 tokens cost 16 columns and 40
 Warps
     0-7  epilogue, two groups of four that take 16 tokens in turn: TMEM -> scales, bias, gate -> shared
          memory (transposed; one buffer, which the groups hand to each other) -> bf16, NVFP4 or fp32 rows
-    8    loads: codes by TMA, block scales by bulk copies, into a ring of `stages` K tiles of 256
-    9    scales from shared memory to TMEM, MMAs; owns the TMEM allocation
+    8    loads of weights: codes by TMA, block scales by bulk copies, into a ring of `stages` K tiles of 256
+    9    loads of tokens, likewise, into the same stages
+    10   scales from shared memory to TMEM, MMAs; owns the TMEM allocation
 
 Barriers (arrivals)
-    full[stage]   loads -> MMA        1 + bytes     the K tile is in shared memory
+    full[stage]   loads -> MMA        2 + bytes     the K tile is in shared memory
     empty[stage]  MMA -> loads        1 (commit)    the MMAs that read it are done
     acc_full      MMA -> epilogue     1 (commit)    a tile is summed up
     acc_empty     epilogue -> MMA     8 (warps)     the next tile's accumulators may be written
@@ -28,6 +29,10 @@ Timeline, the same tiles in the same order in every role (tile i of CTA b is til
 Two tiles are in TMEM at a time, at columns 0 and `second`. Where they do not both fit they overlap: the
 epilogue drains the shared columns first and arrives at acc_empty there, not at the end. As it drains
 tiles in order, that one arrival also says that everything before is drained.
+
+Dependent launch: weights and offsets are older than the kernel before this one (all kernels here wait
+for theirs before they let the next one start), so the tile map and the weights do not wait for its end;
+tokens and everything that is written do.
 
 Tile map: every CTA sums the experts' tile counts from the offsets (one warp, a scan), so nothing waits
 for the host. Rows of nobody (from offsets[E] on) are written as zeros.
@@ -55,8 +60,9 @@ BLOCK_K = 256  # codes
 BYTES_K = BLOCK_K // 2  # the width of the swizzle
 ROWS = 128  # weight rows of a block: the M of an MMA
 SF_TILE = 512  # bytes of a 128x4 tile of scales: K = 64, one MMA
+BOXES = 4  # TMA boxes of a token tile; a tile with fewer rows loads fewer
 CHUNK = 16  # tokens the epilogue handles at a time
-LOADS, MMA, THREADS = 8, 9, 320  # warps 8 and 9; 0 to 7 are the epilogue
+WEIGHTS, TOKENS, MMA, THREADS = 8, 9, 10, 352  # warps; 0 to 7 are the epilogue
 TILE, GROUP, EXCHANGE = 1, 2, 4  # named barriers of the epilogue: one, and one per group twice
 
 
@@ -66,6 +72,11 @@ class Tile:
 
     tokens: int
     blocks: int
+
+    @property
+    def box(self) -> int:
+        """Tokens of a TMA box."""
+        return self.tokens // BOXES
 
     @property
     def sf_atoms(self) -> int:
@@ -161,6 +172,10 @@ class GemmConfig:
     def k_steps(self) -> int:
         """MMAs along K."""
         return -(-self.k // 64)
+
+    @property
+    def k_tiles(self) -> int:
+        return -(-self.k // BLOCK_K)
 
     @property
     def width(self) -> int:
@@ -278,8 +293,6 @@ class GroupedGemm:
         stream,
     ):
         c, t = self.c, self.c.tile
-        self.boxes = 4  # TMA boxes of a token tile; a tile with fewer rows loads fewer
-        self.box = t.tokens // self.boxes
 
         def tma(tensor, rows):
             one = cute.make_composed_layout(
@@ -289,7 +302,7 @@ class GroupedGemm:
             return cpasync.make_tiled_tma_atom(op, tensor, one, (rows, BYTES_K))
 
         tma_w, mw = tma(w, ROWS)
-        tma_x, mx = tma(x, self.box)
+        tma_x, mx = tma(x, t.box)
 
         @cute.struct
         class Storage:
@@ -341,12 +354,12 @@ class GroupedGemm:
         full, empty, acc_full = s.full.data_ptr(), s.empty.data_ptr(), s.acc.data_ptr()
         acc_empty = acc_full + 1
 
-        if warp == LOADS:
+        if warp == WEIGHTS:
             cpasync.prefetch_descriptor(tma_w)
             cpasync.prefetch_descriptor(tma_x)
             with cute.arch.elect_one():
                 for i in cutlass.range_constexpr(c.stages):
-                    cute.arch.mbarrier_init(full + i, 1)
+                    cute.arch.mbarrier_init(full + i, 2)
                     cute.arch.mbarrier_init(empty + i, 1)
                 cute.arch.mbarrier_init(acc_full, 1)
                 cute.arch.mbarrier_init(acc_empty, 8)
@@ -354,8 +367,6 @@ class GroupedGemm:
         if warp == MMA:
             cute.arch.alloc_tmem(TMEM, s.tmem.data_ptr())
             cute.arch.relinquish_tmem_alloc_permit()
-        cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()
         ends = s.ends.get_tensor(cute.make_layout(c.map_size))
         sf_tiles = s.sf_tiles.get_tensor(cute.make_layout(c.map_size))
         if warp == 0:
@@ -365,11 +376,16 @@ class GroupedGemm:
         ptx.tmem_fence(before=False)
         tmem = s.tmem.get_tensor(cute.make_layout(1))[0]
 
-        if warp == LOADS:
-            self.loads(tma_w, mw, w_sf, tma_x, mx, x_sf, offsets, ends, sf_tiles, s)
+        if warp == WEIGHTS:
+            self.load_weights(tma_w, mw, w_sf, offsets, ends, sf_tiles, s)
+        elif warp == TOKENS:
+            cute.arch.griddepcontrol_wait()
+            self.load_tokens(tma_x, mx, x_sf, offsets, ends, sf_tiles, s)
         elif warp == MMA:
             self.multiply(offsets, ends, sf_tiles, tmem, s)
         else:
+            cute.arch.griddepcontrol_wait()
+            cute.arch.griddepcontrol_launch_dependents()
             self.zero_rows_of_nobody(offsets, out, out_scale, order, tid)
             self.epilogue(
                 x_scale, offsets, ends, sf_tiles, scale0, scale1, bias, out, out_sf, out_scale, h_scale, order,
@@ -426,51 +442,71 @@ class GroupedGemm:
         tile = cutlass.min(self.block_row(row_tile, block) // ROWS, self.c.sf_row_tiles - 1)
         return tile + (block * self.c.sf_row_tiles if self.c.projections == 2 else 0)
 
-    # ---- warp 8: loads ---------------------------------------------------------------------------
+    # ---- warps 8 and 9: loads --------------------------------------------------------------------
 
     @cute.jit
-    def loads(self, tma_w, mw, w_sf, tma_x, mx, x_sf, offsets, ends, sf_tiles, s):
+    def load_weights(self, tma_w, mw, w_sf, offsets, ends, sf_tiles, s):
         c, t = self.c, self.c.tile
         full, empty = s.full.data_ptr(), s.empty.data_ptr()
-        sw = tma_boxes(s.w, ROWS, c.stages * t.blocks)
-        sx = tma_boxes(s.x, self.box, c.stages * self.boxes)
+        boxes = tma_boxes(s.w, ROWS, c.stages * t.blocks)
         bid, _, _ = cute.arch.block_idx()
         grid, _, _ = cute.arch.grid_dim()
-        k_tiles = -(-c.k // BLOCK_K)
         count = ends[c.experts - 1] * c.row_tiles
         stage, phase, tile = Int32(0), Int32(1), Int32(bid)
         while tile < count:
-            expert, row_tile, first, rows, here, group_sf = self.locate(tile, offsets, ends, sf_tiles)
-            boxes = (rows + self.box - 1) // self.box
-            atoms = (rows + 127) // 128 if const_expr(t.sf_atoms > 1) else Int32(1)
-            x_sf_tile = Int64(group_sf + here // 128)
-            for k in cutlass.range(k_tiles, unroll=1):
+            expert, row_tile, _, _, _, _ = self.locate(tile, offsets, ends, sf_tiles)
+            for k in cutlass.range(c.k_tiles, unroll=1):
                 size = cutlass.min(c.k_steps - 4 * k, 4) * SF_TILE
                 bar = full + stage
                 cute.arch.mbarrier_wait(empty + stage, phase)
                 with cute.arch.elect_one():
-                    expected = t.blocks * ROWS * BYTES_K + boxes * (self.box * BYTES_K) + (t.blocks + atoms) * size
-                    cute.arch.mbarrier_arrive_and_expect_tx(bar, expected)
+                    cute.arch.mbarrier_arrive_and_expect_tx(bar, t.blocks * (ROWS * BYTES_K + size))
                 for b in cutlass.range_constexpr(t.blocks):
                     row = self.block_row(row_tile, b) + (c.rows if c.projections == 2 and b == 1 else 0)
-                    load_box(tma_w, mw[None, None, expert], row, k, sw, stage * t.blocks + b, ROWS, bar)
-                for b in cutlass.range_constexpr(self.boxes):
-                    if b < boxes:
-                        load_box(tma_x, mx, first + b * self.box, k, sx, stage * self.boxes + b, self.box, bar)
+                    load_box(tma_w, mw[None, None, expert], row, k, boxes, stage * t.blocks + b, ROWS, bar)
                 with cute.arch.elect_one():
                     for b in cutlass.range_constexpr(t.blocks):
-                        w_sf_tile = Int64(expert) * (c.projections * c.sf_row_tiles) + self.block_sf(row_tile, b)
-                        load_sf(w_sf, w_sf_tile * c.k_steps + 4 * k, s.w_sf, stage * t.blocks + b, size, bar)
-                    load_sf(x_sf, x_sf_tile * c.k_steps + 4 * k, s.x_sf, stage * t.sf_atoms, size, bar)
-                    if const_expr(t.sf_atoms > 1):
-                        if atoms > 1:
-                            load_sf(x_sf, (x_sf_tile + 1) * c.k_steps + 4 * k, s.x_sf, stage * 2 + 1, size, bar)
+                        sf_tile = Int64(expert) * (c.projections * c.sf_row_tiles) + self.block_sf(row_tile, b)
+                        load_sf(w_sf, sf_tile * c.k_steps + 4 * k, s.w_sf, stage * t.blocks + b, size, bar)
                 stage += 1
                 if stage == c.stages:
                     stage, phase = Int32(0), phase ^ 1
             tile += grid
 
-    # ---- warp 9: scales and MMAs -----------------------------------------------------------------
+    @cute.jit
+    def load_tokens(self, tma_x, mx, x_sf, offsets, ends, sf_tiles, s):
+        c, t = self.c, self.c.tile
+        full, empty = s.full.data_ptr(), s.empty.data_ptr()
+        boxes = tma_boxes(s.x, t.box, c.stages * BOXES)
+        bid, _, _ = cute.arch.block_idx()
+        grid, _, _ = cute.arch.grid_dim()
+        count = ends[c.experts - 1] * c.row_tiles
+        stage, phase, tile = Int32(0), Int32(1), Int32(bid)
+        while tile < count:
+            _, _, first, rows, here, group_sf = self.locate(tile, offsets, ends, sf_tiles)
+            used = (rows + t.box - 1) // t.box
+            atoms = (rows + 127) // 128 if const_expr(t.sf_atoms > 1) else Int32(1)
+            sf_tile = Int64(group_sf + here // 128)
+            for k in cutlass.range(c.k_tiles, unroll=1):
+                size = cutlass.min(c.k_steps - 4 * k, 4) * SF_TILE
+                bar = full + stage
+                cute.arch.mbarrier_wait(empty + stage, phase)
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive_and_expect_tx(bar, used * (t.box * BYTES_K) + atoms * size)
+                for b in cutlass.range_constexpr(BOXES):
+                    if b < used:
+                        load_box(tma_x, mx, first + b * t.box, k, boxes, stage * BOXES + b, t.box, bar)
+                with cute.arch.elect_one():
+                    load_sf(x_sf, sf_tile * c.k_steps + 4 * k, s.x_sf, stage * t.sf_atoms, size, bar)
+                    if const_expr(t.sf_atoms > 1):
+                        if atoms > 1:
+                            load_sf(x_sf, (sf_tile + 1) * c.k_steps + 4 * k, s.x_sf, stage * 2 + 1, size, bar)
+                stage += 1
+                if stage == c.stages:
+                    stage, phase = Int32(0), phase ^ 1
+            tile += grid
+
+    # ---- warp 10: scales and MMAs ----------------------------------------------------------------
 
     @cute.jit
     def multiply(self, offsets, ends, sf_tiles, tmem: Int32, s):
@@ -478,7 +514,6 @@ class GroupedGemm:
         full, empty, acc_full = s.full.data_ptr(), s.empty.data_ptr(), s.acc.data_ptr()
         bid, _, _ = cute.arch.block_idx()
         grid, _, _ = cute.arch.grid_dim()
-        k_tiles = -(-c.k // BLOCK_K)
         count = ends[c.experts - 1] * c.row_tiles
         sfw = tmem + TMEM - t.sf_columns  # [step of 64][block] 4 columns, then [step][atom] 4 columns
         sfx = sfw + 16 * t.blocks
@@ -492,7 +527,7 @@ class GroupedGemm:
             sfb = sfx + (here % 128) // 32
             cute.arch.mbarrier_wait(acc_full + 1, turn ^ 1)
             ptx.tmem_fence(before=False)
-            for k in cutlass.range(k_tiles, unroll=1):
+            for k in cutlass.range(c.k_tiles, unroll=1):
                 cute.arch.mbarrier_wait(full + stage, phase)
                 with cute.arch.elect_one():
                     xd = ptx.operand_descriptor(x_at + stage * (t.tokens * BYTES_K))
