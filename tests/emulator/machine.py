@@ -15,6 +15,7 @@ from .timeline import Timeline
 ALL = b"\1" * 32
 NONE = bytes(32)
 LANES = np.arange(32)
+SPIN = 3000  # blocks that a warp runs before another one gets its turn
 POISON = {"8": 0xBD, "16": 0x7FBD, "32": 0x7FBADBAD, "64": 0x7FFBADBAD7BADBAD, "pred": False}
 DTYPES = {"8": np.uint8, "16": np.uint16, "32": np.uint32, "64": np.uint64, "pred": np.bool_}
 
@@ -153,7 +154,7 @@ class Machine:
     """One launch."""
 
     def __init__(self, program, grid, block, dynamic_shared=0, cluster=(1, 1, 1), memory=None, parameters=b"",
-                 schedule="eager", resident=None, trace=None, max_steps=None):  # fmt: skip
+                 schedule="eager", resident=None, trace=None, max_steps=20_000_000):  # fmt: skip
         self.program, self.grid, self.block, self.cluster_shape = program, grid, block, cluster
         self.dynamic_shared = dynamic_shared
         self.place_shared()
@@ -229,7 +230,7 @@ class Machine:
             warps.reverse()
         expired = 0
         while True:
-            progress = False
+            progress = self.spins = False
             if self.schedule.order == "random":
                 self.random.shuffle(warps)
             for warp in warps:
@@ -243,10 +244,12 @@ class Machine:
                 warps = alive
                 if any(all(w.done for cta in c.ctas for w in cta.warps) for c in resident):
                     return
-            if self.max_steps and self.steps > self.max_steps:
+            if self.steps > self.max_steps:
                 raise EmulatorError(f"not finished after {self.steps} steps\n{self.report(warps)}")
             if self.changed:
                 expired, self.changed = 0, False
+            if self.spins and self.pending and not self.complete_awaited(warps):
+                self.advance(self.pending[0])  # a loop that polls memory may be waiting for it
             if progress:
                 continue
             if self.complete_awaited(warps):
@@ -258,7 +261,7 @@ class Machine:
 
     def run_warp(self, warp):
         """Let one warp run until it must wait, or for a while. Whether it did anything."""
-        quantum = self.random.randint(1, 30) if self.schedule.order == "random" else 1 << 30
+        quantum = self.random.randint(1, 30) if self.schedule.order == "random" else SPIN
         ran = False
         while quantum > 0 and warp.groups:
             group = self.pick(warp)
@@ -266,6 +269,7 @@ class Machine:
                 break
             ran = True
             quantum -= self.run_group(warp, group, quantum)
+        self.spins |= ran and quantum <= 0 and self.schedule.order != "random"
         return ran
 
     def pick(self, warp):
