@@ -46,7 +46,7 @@ GATES = {
     "raw": Gate("raw"),
     "raw up": Gate("raw", gated=False),
 }
-TILES = [Tile(tokens, blocks) for tokens in (64, 128, 256) for blocks in (1, 2) if Tile(tokens, blocks).legal]
+TILES = [Tile(tokens, blocks) for tokens in (64, 128) for blocks in (1, 2)]
 
 
 # ---- without a kernel ----------------------------------------------------------------------------
@@ -83,8 +83,9 @@ def test_weights_are_packed_once_and_again_when_they_change():
 
 
 def test_tiles():
-    assert set(TILES) == {Tile(64, 1), Tile(64, 2), Tile(128, 1), Tile(128, 2), Tile(256, 1)}
+    assert not Tile(32, 2).legal and not Tile(256, 1).legal and not Tile(64, 3).legal
     for t in TILES:
+        assert t.legal
         assert t.second + t.blocks * t.tokens + t.sf_columns <= TMEM  # both accumulators and the scales
     for R, E, rows, projections, sms, tile in [
         (1, 8, 768, 2, 148, Tile(64, 2)),
@@ -173,7 +174,7 @@ def test_compiles_without_a_gpu(architecture, tmp_path, capsys):
             shared = config.stages * t.stage_bytes + config.fixed_bytes
             assert shared <= SMEM
             assert found["REG"] <= 128
-            assert found["UTCOMMA"] == 4 * t.blocks and found["UTCCP"] == 4 * (t.blocks + t.sf_atoms)
+            assert found["UTCOMMA"] == 4 * t.blocks and found["UTCCP"] == 4 * (t.blocks + 1)
             assert found["UTMALDG"] == t.blocks + 4 and found["LDTM"] == t.blocks
             line += f" {config.stages} stages {shared:6} B shared {t.second + t.blocks * t.tokens:3} + "
             line += f"{t.sf_columns} TMEM columns  {t.tokens} x {t.blocks} {config.out}"
@@ -430,17 +431,17 @@ def test_routings(on_emulator, routing, schedule):
 
 
 @pytest.mark.parametrize("tile", [t for t in TILES if t.blocks == 2], ids=str)
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", ["eager", *SCHEDULES])
 def test_tiles_of_gate_and_up(on_emulator, tile, schedule):
     on_emulator(schedule=schedule, tile=tile)
-    check_layer(on_emulator, 3, 192, 272, Gate(), [129, 0, 84], 2, 1)
+    check_layer(on_emulator, 3, 192, 272, Gate(), [256, 0, 100], 2, 1)
 
 
 @pytest.mark.parametrize("tile", TILES, ids=str)
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", ["eager", *SCHEDULES])
 def test_tiles_of_one_projection(on_emulator, tile, schedule):
     on_emulator(schedule=schedule, tile=tile)
-    check_layer(on_emulator, 3, 288, 144, GATES["relu2"], [257, 0, 70], 1, 2)
+    check_layer(on_emulator, 3, 288, 144, GATES["relu2"], [240, 0, 70], 1, 2)
 
 
 @pytest.mark.parametrize("gate", GATES)

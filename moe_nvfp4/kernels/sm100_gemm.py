@@ -79,19 +79,14 @@ class Tile:
         return self.tokens // BOXES
 
     @property
-    def sf_atoms(self) -> int:
-        """128-row scale tiles a token tile touches."""
-        return -(-self.tokens // 128)
-
-    @property
     def stage_bytes(self) -> int:
         """Shared memory of a K tile: codes and scales of weights and tokens."""
         codes = (self.blocks * ROWS + self.tokens) * BYTES_K
-        return codes + (self.blocks + self.sf_atoms) * 4 * SF_TILE
+        return codes + (self.blocks + 1) * 4 * SF_TILE
 
     @property
     def sf_columns(self) -> int:
-        return 16 * (self.blocks + self.sf_atoms)
+        return 16 * (self.blocks + 1)
 
     @property
     def second(self) -> int:
@@ -108,13 +103,8 @@ class Tile:
 
     @property
     def legal(self) -> bool:
-        # Scales of a token tile start at TMEM column 0 or 2 of their 128-row tile: 64 rows apart.
-        return (
-            self.tokens in (64, 128, 256)
-            and self.blocks in (1, 2)
-            and self.second >= 0
-            and self.shared_tokens <= self.tokens
-        )
+        # A token tile lies in one 128-row tile of scales, and starts at its TMEM column 0 or 2: 64 rows apart.
+        return self.tokens in (64, 128) and self.blocks in (1, 2)
 
 
 @dataclass(frozen=True)
@@ -309,7 +299,7 @@ class GroupedGemm:
             w: cute.struct.Align[cute.struct.MemRange[Uint8, c.stages * t.blocks * ROWS * BYTES_K], 1024]
             x: cute.struct.Align[cute.struct.MemRange[Uint8, c.stages * t.tokens * BYTES_K], 1024]
             w_sf: cute.struct.Align[cute.struct.MemRange[Uint8, c.stages * t.blocks * 4 * SF_TILE], 128]
-            x_sf: cute.struct.Align[cute.struct.MemRange[Uint8, c.stages * t.sf_atoms * 4 * SF_TILE], 128]
+            x_sf: cute.struct.Align[cute.struct.MemRange[Uint8, c.stages * 4 * SF_TILE], 128]
             out: cute.struct.Align[cute.struct.MemRange[Float32, CHUNK * ROWS], 128]
             scale: cute.struct.Align[cute.struct.MemRange[Float32, 2 * t.tokens], 16]
             ends: cute.struct.MemRange[Int32, c.map_size]
@@ -485,22 +475,18 @@ class GroupedGemm:
         while tile < count:
             _, _, first, rows, here, group_sf = self.locate(tile, offsets, ends, sf_tiles)
             used = (rows + t.box - 1) // t.box
-            atoms = (rows + 127) // 128 if const_expr(t.sf_atoms > 1) else Int32(1)
             sf_tile = Int64(group_sf + here // 128)
             for k in cutlass.range(c.k_tiles, unroll=1):
                 size = cutlass.min(c.k_steps - 4 * k, 4) * SF_TILE
                 bar = full + stage
                 cute.arch.mbarrier_wait(empty + stage, phase)
                 with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive_and_expect_tx(bar, used * (t.box * BYTES_K) + atoms * size)
+                    cute.arch.mbarrier_arrive_and_expect_tx(bar, used * (t.box * BYTES_K) + size)
                 for b in cutlass.range_constexpr(BOXES):
                     if b < used:
                         load_box(tma_x, mx, first + b * t.box, k, boxes, stage * BOXES + b, t.box, bar)
                 with cute.arch.elect_one():
-                    load_sf(x_sf, sf_tile * c.k_steps + 4 * k, s.x_sf, stage * t.sf_atoms, size, bar)
-                    if const_expr(t.sf_atoms > 1):
-                        if atoms > 1:
-                            load_sf(x_sf, (sf_tile + 1) * c.k_steps + 4 * k, s.x_sf, stage * 2 + 1, size, bar)
+                    load_sf(x_sf, sf_tile * c.k_steps + 4 * k, s.x_sf, stage, size, bar)
                 stage += 1
                 if stage == c.stages:
                     stage, phase = Int32(0), phase ^ 1
@@ -515,7 +501,7 @@ class GroupedGemm:
         bid, _, _ = cute.arch.block_idx()
         grid, _, _ = cute.arch.grid_dim()
         count = ends[c.experts - 1] * c.row_tiles
-        sfw = tmem + TMEM - t.sf_columns  # [step of 64][block] 4 columns, then [step][atom] 4 columns
+        sfw = tmem + TMEM - t.sf_columns  # [step of 64][block] 4 columns, then [step] 4 columns
         sfx = sfw + 16 * t.blocks
         w_at, x_at = s.w.data_ptr().toint(), s.x.data_ptr().toint()
         w_sf_at, x_sf_at = s.w_sf.data_ptr().toint(), s.x_sf.data_ptr().toint()
@@ -533,10 +519,8 @@ class GroupedGemm:
                     xd = ptx.operand_descriptor(x_at + stage * (t.tokens * BYTES_K))
                     for step in cutlass.range_constexpr(4):
                         if 4 * k + step < c.k_steps:
-                            for a in cutlass.range_constexpr(t.sf_atoms):
-                                at = x_sf_at + (stage * t.sf_atoms + a) * (4 * SF_TILE) + step * SF_TILE
-                                if a * 128 < rows:
-                                    ptx.copy_scales(sfx + (step * t.sf_atoms + a) * 4, ptx.scales_descriptor(at))
+                            at = x_sf_at + stage * (4 * SF_TILE) + step * SF_TILE
+                            ptx.copy_scales(sfx + step * 4, ptx.scales_descriptor(at))
                             for b in cutlass.range_constexpr(t.blocks):
                                 at = w_sf_at + (stage * t.blocks + b) * (4 * SF_TILE) + step * SF_TILE
                                 sfa = sfw + (step * t.blocks + b) * 4
@@ -545,7 +529,7 @@ class GroupedGemm:
                                 # a step is 64 codes, 32 bytes: 2 in a descriptor's units
                                 ptx.mma(
                                     acc + b * t.tokens, wd + 2 * step, xd + 2 * step, instruction,
-                                    sfa, sfb + step * t.sf_atoms * 4, (k > 0) | (step > 0),
+                                    sfa, sfb + step * 4, (k > 0) | (step > 0),
                                 )  # fmt: skip
                     tcgen05.commit(empty + stage)
                 stage += 1
