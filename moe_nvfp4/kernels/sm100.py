@@ -103,6 +103,8 @@ def _gemm(config, rows, groups, codes, sf, scale0, scale1, bias, out, out_sf=Non
     if groups.num_rows == 0:
         return
     tile, R = config.tile, groups.num_rows
+    if R // 128 + config.experts > 65535:  # the tile map counts 128-row scale tiles in 16 bits
+        raise ValueError(f"{R} rows are too many for one call: split the batch")
     tiles = config.row_tiles * (R // tile.tokens + min(config.experts, R))
     arguments = (
         codes.permute(1, 2, 0),
@@ -192,7 +194,7 @@ _packed: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 def pack_weights(codes: Tensor, sf: Tensor, projections: int) -> tuple[Tensor, Tensor]:
     """(codes as TMA can read them, `pack_sf`), made once per weight tensor and again when it changes."""
-    state = [(t.data_ptr(), t._version) for t in (codes, sf)]
+    state = [(t.data_ptr(), 0 if t.is_inference() else t._version) for t in (codes, sf)]
     if sf not in _packed or _packed[sf][0] != state:
         own = _pad_rows(codes)
         _packed[sf] = (state, None if own is codes else own, pack_sf(sf, projections))
@@ -209,7 +211,7 @@ def _pad_rows(codes: Tensor) -> Tensor:
 # ---- compilation ---------------------------------------------------------------------------------
 
 
-@lru_cache
+@lru_cache(maxsize=None)
 def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
@@ -229,7 +231,7 @@ def architecture(capability: tuple[int, int]) -> str:
     return ARCHITECTURES[capability]
 
 
-@lru_cache
+@lru_cache(maxsize=None)
 def compiled(config):
     return compile_kernel(config, "--enable-tvm-ffi")
 

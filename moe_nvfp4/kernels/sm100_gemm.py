@@ -47,9 +47,9 @@ from dataclasses import dataclass
 from math import inf
 
 import cutlass
-from cutlass import Float32, Int32, Int64, Uint8, Uint32, const_expr, cute
+from cutlass import Float32, Int32, Int64, Uint8, Uint16, Uint32, const_expr, cute
 from cutlass.cute.nvgpu import cpasync, tcgen05
-from cutlass.utils import SmemAllocator
+from cutlass.memory import SmemAllocator
 
 from moe_nvfp4.kernels import sm100_ptx as ptx
 from moe_nvfp4.weights import Gate
@@ -132,7 +132,7 @@ class GemmConfig:
     @property
     def fixed_bytes(self) -> int:
         """Shared memory beside the ring: the epilogue's exchange, row scales, the tile map, barriers."""
-        return 4 * (CHUNK * ROWS + 2 * self.tile.tokens + 2 * self.map_size) + 256
+        return 4 * (CHUNK * ROWS + 2 * self.tile.tokens) + 6 * self.map_size + 256
 
     @property
     def stages(self) -> int:
@@ -140,7 +140,7 @@ class GemmConfig:
 
     @property
     def map_size(self) -> int:
-        """Experts in the tile map: a power of two, for the binary search."""
+        """Experts in the tile map, 6 bytes each: a power of two, for the binary search."""
         return 1 << max(0, self.experts - 1).bit_length()
 
     @property
@@ -234,11 +234,11 @@ def tma_boxes(storage, rows: int, count: int) -> cute.Tensor:
 
 def load_box(atom, tensor: cute.Tensor, row: Int32, k: Int32, boxes: cute.Tensor, box: Int32, rows: int, barrier):
     """One TMA box: `rows` rows from `row` on of K tile k, into box `box` of `boxes`; zeros where there is nothing."""
-    tiles = cute.local_tile(cute.domain_offset((row, 0), tensor), (rows, BYTES_K), (0, None))
-    smem, gmem = cpasync.tma_partition(
-        atom, 0, cute.make_layout(1), cute.group_modes(boxes, 0, 2), cute.group_modes(tiles, 0, 2)
+    gA = cute.local_tile(cute.domain_offset((row, 0), tensor), (rows, BYTES_K), (0, None))
+    tAsA, tAgA = cpasync.tma_partition(
+        atom, 0, cute.make_layout(1), cute.group_modes(boxes, 0, 2), cute.group_modes(gA, 0, 2)
     )
-    cute.copy(atom, gmem[None, k], smem[None, box], tma_bar_ptr=barrier)
+    cute.copy(atom, tAgA[None, k], tAsA[None, box], tma_bar_ptr=barrier)
 
 
 def load_sf(sf: cute.Tensor, tile: Int64, slots, slot: Int32, size: Int32, barrier):
@@ -291,8 +291,8 @@ class GroupedGemm:
             op = cpasync.CopyBulkTensorTileG2SOp()
             return cpasync.make_tiled_tma_atom(op, tensor, one, (rows, BYTES_K))
 
-        tma_w, mw = tma(w, ROWS)
-        tma_x, mx = tma(x, t.box)
+        tma_w, mW = tma(w, ROWS)
+        tma_x, mX = tma(x, t.box)
 
         @cute.struct
         class Storage:
@@ -303,7 +303,7 @@ class GroupedGemm:
             out: cute.struct.Align[cute.struct.MemRange[Float32, CHUNK * ROWS], 128]
             scale: cute.struct.Align[cute.struct.MemRange[Float32, 2 * t.tokens], 16]
             ends: cute.struct.MemRange[Int32, c.map_size]
-            sf_tiles: cute.struct.MemRange[Int32, c.map_size]
+            sf_tiles: cute.struct.MemRange[Uint16, c.map_size]
             full: cute.struct.MemRange[Int64, c.stages]
             empty: cute.struct.MemRange[Int64, c.stages]
             acc: cute.struct.MemRange[Int64, 2]
@@ -311,7 +311,7 @@ class GroupedGemm:
 
         self.storage = Storage
         self.kernel(
-            tma_w, mw, w_sf, tma_x, mx, x_sf, x_scale, offsets, scale0, scale1, bias, out, out_sf, out_scale,
+            tma_w, mW, w_sf, tma_x, mX, x_sf, x_scale, offsets, scale0, scale1, bias, out, out_sf, out_scale,
             h_scale, order,
         ).launch(
             grid=[grid, 1, 1], block=[THREADS, 1, 1], min_blocks_per_mp=1, stream=stream, use_pdl=True
@@ -321,10 +321,10 @@ class GroupedGemm:
     def kernel(
         self,
         tma_w: cute.CopyAtom,
-        mw: cute.Tensor,
+        mW: cute.Tensor,
         w_sf: cute.Tensor,
         tma_x: cute.CopyAtom,
-        mx: cute.Tensor,
+        mX: cute.Tensor,
         x_sf: cute.Tensor,
         x_scale: cute.Tensor,
         offsets: cute.Tensor,
@@ -367,10 +367,10 @@ class GroupedGemm:
         tmem = s.tmem.get_tensor(cute.make_layout(1))[0]
 
         if warp == WEIGHTS:
-            self.load_weights(tma_w, mw, w_sf, offsets, ends, sf_tiles, s)
+            self.load_weights(tma_w, mW, w_sf, offsets, ends, sf_tiles, s)
         elif warp == TOKENS:
             cute.arch.griddepcontrol_wait()
-            self.load_tokens(tma_x, mx, x_sf, offsets, ends, sf_tiles, s)
+            self.load_tokens(tma_x, mX, x_sf, offsets, ends, sf_tiles, s)
         elif warp == MMA:
             self.multiply(offsets, ends, sf_tiles, tmem, s)
         else:
@@ -407,7 +407,7 @@ class GroupedGemm:
             tiles += (sizes[i] + tokens - 1) // tokens
             if expert < c.map_size:
                 ends[expert] = tiles
-                sf_tiles[expert] = atoms
+                sf_tiles[expert] = Uint16(atoms)
             atoms += (sizes[i] + 127) // 128
 
     @cute.jit
@@ -419,7 +419,7 @@ class GroupedGemm:
         first, end = offsets[expert], offsets[expert + 1]
         here = (token_tile - ends[expert]) * tokens + (end - first + tokens - 1) // tokens * tokens
         rows = cutlass.min(end - first - here, tokens)
-        return expert, tile - token_tile * c.row_tiles, first + here, rows, here, sf_tiles[expert]
+        return expert, tile - token_tile * c.row_tiles, first + here, rows, here, Int32(sf_tiles[expert])
 
     def block_row(self, row_tile: Int32, block: int) -> Int32:
         """First row of a block in its projection."""
@@ -435,10 +435,10 @@ class GroupedGemm:
     # ---- warps 8 and 9: loads --------------------------------------------------------------------
 
     @cute.jit
-    def load_weights(self, tma_w, mw, w_sf, offsets, ends, sf_tiles, s):
+    def load_weights(self, tma_w, mW, w_sf, offsets, ends, sf_tiles, s):
         c, t = self.c, self.c.tile
         full, empty = s.full.data_ptr(), s.empty.data_ptr()
-        boxes = tma_boxes(s.w, ROWS, c.stages * t.blocks)
+        sW = tma_boxes(s.w, ROWS, c.stages * t.blocks)
         bid, _, _ = cute.arch.block_idx()
         grid, _, _ = cute.arch.grid_dim()
         count = ends[c.experts - 1] * c.row_tiles
@@ -453,7 +453,7 @@ class GroupedGemm:
                     cute.arch.mbarrier_arrive_and_expect_tx(bar, t.blocks * (ROWS * BYTES_K + size))
                 for b in cutlass.range_constexpr(t.blocks):
                     row = self.block_row(row_tile, b) + (c.rows if c.projections == 2 and b == 1 else 0)
-                    load_box(tma_w, mw[None, None, expert], row, k, boxes, stage * t.blocks + b, ROWS, bar)
+                    load_box(tma_w, mW[None, None, expert], row, k, sW, stage * t.blocks + b, ROWS, bar)
                 with cute.arch.elect_one():
                     for b in cutlass.range_constexpr(t.blocks):
                         sf_tile = Int64(expert) * (c.projections * c.sf_row_tiles) + self.block_sf(row_tile, b)
@@ -464,10 +464,10 @@ class GroupedGemm:
             tile += grid
 
     @cute.jit
-    def load_tokens(self, tma_x, mx, x_sf, offsets, ends, sf_tiles, s):
+    def load_tokens(self, tma_x, mX, x_sf, offsets, ends, sf_tiles, s):
         c, t = self.c, self.c.tile
         full, empty = s.full.data_ptr(), s.empty.data_ptr()
-        boxes = tma_boxes(s.x, t.box, c.stages * BOXES)
+        sX = tma_boxes(s.x, t.box, c.stages * BOXES)
         bid, _, _ = cute.arch.block_idx()
         grid, _, _ = cute.arch.grid_dim()
         count = ends[c.experts - 1] * c.row_tiles
@@ -484,7 +484,7 @@ class GroupedGemm:
                     cute.arch.mbarrier_arrive_and_expect_tx(bar, used * (t.box * BYTES_K) + size)
                 for b in cutlass.range_constexpr(BOXES):
                     if b < used:
-                        load_box(tma_x, mx, first + b * t.box, k, boxes, stage * BOXES + b, t.box, bar)
+                        load_box(tma_x, mX, first + b * t.box, k, sX, stage * BOXES + b, t.box, bar)
                 with cute.arch.elect_one():
                     load_sf(x_sf, sf_tile * c.k_steps + 4 * k, s.x_sf, stage, size, bar)
                 stage += 1
@@ -498,6 +498,7 @@ class GroupedGemm:
     def multiply(self, offsets, ends, sf_tiles, tmem: Int32, s):
         c, t = self.c, self.c.tile
         full, empty, acc_full = s.full.data_ptr(), s.empty.data_ptr(), s.acc.data_ptr()
+        acc_empty = acc_full + 1
         bid, _, _ = cute.arch.block_idx()
         grid, _, _ = cute.arch.grid_dim()
         count = ends[c.experts - 1] * c.row_tiles
@@ -510,8 +511,8 @@ class GroupedGemm:
             _, _, _, rows, here, _ = self.locate(tile, offsets, ends, sf_tiles)
             instruction = ptx.instruction_descriptor((rows + CHUNK - 1) // CHUNK * CHUNK)
             acc = tmem + turn * t.second
-            sfb = sfx + (here % 128) // 32
-            cute.arch.mbarrier_wait(acc_full + 1, turn ^ 1)
+            sfb = sfx + (here % 128) // 32  # 32 rows a column; a tile may start at row 64 of its scale tile
+            cute.arch.mbarrier_wait(acc_empty, turn ^ 1)
             ptx.tmem_fence(before=False)
             for k in cutlass.range(c.k_tiles, unroll=1):
                 cute.arch.mbarrier_wait(full + stage, phase)
@@ -689,10 +690,8 @@ class GroupedGemm:
             at = row
             if const_expr(c.out == "assignments"):
                 at = order[row]
-            word = Int32(tid)
-            while word < out.shape[1]:
-                out[at, word] = Uint32(0)
-                word += 256
+            for pair in cutlass.range(tid, out.shape[1] // 2, 256):
+                store_words([Uint32(0), Uint32(0)], out, at, pair * 2)
             if const_expr(c.out == "nvfp4"):
                 if tid == 0:
                     out_scale[row] = Float32(1.0)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import cutlass
 from cutlass import Float32, Int32, Int64, Uint8, Uint32, const_expr, cute
-from cutlass.utils import SmemAllocator
+from cutlass.memory import SmemAllocator
 
 from moe_nvfp4.kernels import sm100_ptx as ptx
 
