@@ -397,7 +397,8 @@ def tcgen05(n, product=None, idesc=None):
         f" mov.b32 %r24, {idesc or instruction(n)};"
         " ld.param.u64 %x2, [in]; mov.b32 %r7, 50688; @%p1 mbarrier.arrive.expect_tx.shared.b64 %x1, [%bar], 50688;"
         " @%p1 cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%data], [%x2], %r7, [%bar];\n"
-        + wait(0) + f"mov.b64 %x12, {scale(49152)}; @%p1 tcgen05.cp.cta_group::1.32x128b.warpx4 [%r21], %x12;\n" + copies
+        + wait(0) + f"mov.b64 %x12, {scale(49152)};"
+        " @%p1 tcgen05.cp.cta_group::1.32x128b.warpx4 [%r21], %x12;\n" + copies
         + f"mov.b64 %x10, {at(0)}; mov.b64 %x11, {at(16384)}; setp.ne.u32 %p4, 0, 0; setp.eq.u32 %p3, 0, 0;\n"
         + (product or mma(n))
         + "@%p1 tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [%bar+8];\n" + wait(1)

@@ -7,7 +7,7 @@ It knows the instructions that this project's kernels use. One that it does not 
 """
 
 from . import barriers, copies, lanes, loadstore, tensor_core  # noqa: F401 (they register their instructions)
-from .launch import Emulated, Launch, emulate  # noqa: F401
+from .launch import Emulated, Launch, compiling_for, emulate  # noqa: F401
 from .machine import EmulatorError, Machine, Schedule  # noqa: F401
 from .memory import Global  # noqa: F401
 from .parser import PtxError, parse  # noqa: F401

@@ -6,6 +6,7 @@ import ctypes
 import struct
 import subprocess
 import tempfile
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -162,6 +163,24 @@ def start(program, launch, memory, schedule="eager", **options):
 
 
 # ---- functions compiled by CuTe DSL ----
+@contextmanager
+def compiling_for(architecture):
+    """Inside, cute.compile makes code for sm_90a, sm_100a, ... and keeps its PTX, with or without a GPU."""
+    from cutlass.cutlass_dsl import CuTeDSL
+
+    settings = CuTeDSL._get_dsl().envar
+    with tempfile.TemporaryDirectory() as folder:
+        wanted = {"arch": architecture, "keep_ptx": True, "dump_dir": folder, "disable_file_caching": True}
+        kept = {name: settings._arch if name == "arch" else getattr(settings, name) for name in wanted}
+        try:
+            for name, value in wanted.items():
+                setattr(settings, name, value)
+            yield
+        finally:
+            for name, value in kept.items():
+                setattr(settings, name, value)
+
+
 class _DLTensor(ctypes.Structure):
     _fields_ = [
         ("data", ctypes.c_void_p), ("device_type", ctypes.c_int32), ("device_id", ctypes.c_int32),
@@ -181,7 +200,8 @@ class Emulated:
         gemm = Emulated(cute.compile(kernel, ..., options="--enable-tvm-ffi"))
         gemm(a, b, out, unwritten=[out], schedule="lazy")      # CPU tensors, changed in place
 
-    Its PTX must have been kept: CUTE_DSL_KEEP_PTX=1 in the environment before cutlass is imported, or give `ptx`.
+    Its PTX must have been kept: compile it inside compiling_for(architecture), or set CUTE_DSL_KEEP_PTX=1 in the
+    environment before cutlass is imported, or give `ptx`.
     """
 
     def __init__(self, compiled, ptx=None):
