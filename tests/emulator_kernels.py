@@ -254,6 +254,38 @@ class BlackwellGemm:
             cute.arch.dealloc_tmem(base, 512)
 
 
+class TileCopy:
+    """Loads the first 8 x columns tile of a [24, 512] matrix with a row pitch of 1024: only its tensor map matters."""
+
+    def __init__(self, dtype, columns, swizzle_bits):
+        self.dtype, self.columns, self.swizzle_bits = dtype, columns, swizzle_bits
+
+    @cute.jit
+    def __call__(self, x: cute.Tensor, stream):
+        matrix = cute.make_tensor(
+            cute.recast_ptr(x.iterator, dtype=self.dtype), cute.make_layout((24, 512), stride=(1024, 1))
+        )  # fmt: skip
+        rows = cute.make_layout((8, self.columns), stride=(self.columns, 1))
+        layout = cute.make_composed_layout(cute.make_swizzle(self.swizzle_bits, 4, 3), 0, rows)
+        op = cpasync.CopyBulkTensorTileG2SOp()
+        load, tensor = cpasync.make_tiled_tma_atom(op, matrix, layout, (8, self.columns))
+        self.kernel(load, tensor, layout).launch(grid=[1, 1, 1], block=[32, 1, 1], stream=stream)
+
+    @cute.kernel
+    def kernel(self, load: cute.CopyAtom, tensor: cute.Tensor, layout: cute.ComposedLayout):
+        smem = utils.SmemAllocator()
+        bar = smem.allocate_array(Int64, 1)
+        tile = smem.allocate_tensor(self.dtype, layout.outer, byte_alignment=1024, swizzle=layout.inner)
+        source = cute.local_tile(tensor, (8, self.columns), (0, 0))
+        one, flat = cute.make_layout(1), lambda t: cute.group_modes(t, 0, 2)
+        to, at = cpasync.tma_partition(load, 0, one, flat(tile), flat(source))
+        cute.copy(load, at, to, tma_bar_ptr=bar)
+
+
+def tile_copy(dtype, columns, swizzle_bits):
+    return compile(TileCopy(dtype, columns, swizzle_bits), fake(Uint8, None, align=128))
+
+
 def hopper_gemm(n, k, stages):
     tensors = fake(BFloat16, None, None), fake(BFloat16, None, None), fake(Float32, None, None)
     return compile(HopperGemm(n, k, stages), *tensors)

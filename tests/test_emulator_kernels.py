@@ -13,6 +13,8 @@ if shutil.which("cc") is None:
 
 from tests import emulator_kernels  # noqa: E402
 from tests.emulator import Emulated, EmulatorError, compiling_for  # noqa: E402
+from tests.emulator.copies import TensorMap  # noqa: E402
+from tests.emulator.launch import address_of, device_memory  # noqa: E402
 
 SCHEDULES = ("eager", "lazy", "reverse", "reverse-lazy", "random:1", "random:2")
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=torch.float64)
@@ -82,6 +84,28 @@ def test_blackwell_gemm(blackwell, architecture, schedule):
     (machine,) = blackwell[architecture][1](*arguments, unwritten=arguments[-1:], schedule=schedule)
     assert torch.equal(arguments[-1].double(), expected)
     assert machine.grid == (2, 2, 1) and machine.block == (128, 1, 1)
+
+
+@pytest.mark.parametrize(
+    "dtype, bits, swizzle",
+    [("Uint8", 8, 0), ("Float8E4M3FN", 8, 1), ("BFloat16", 16, 2), ("Float16", 16, 3), ("Uint16", 16, 0),
+     ("Float32", 32, 1), ("Uint32", 32, 3), ("Float4E2M1FN", 4, 0), ("Float4E2M1FN", 4, 3)],
+)  # fmt: skip
+def test_tensor_maps_as_cutlass_encodes_them(dtype, bits, swizzle):
+    import cutlass
+
+    span = (0, 32, 64, 128)[swizzle]
+    columns = (span or 64) * 8 // bits
+    with compiling_for("sm_100a"):
+        emulated = Emulated(emulator_kernels.tile_copy(getattr(cutlass, dtype), columns, swizzle))
+    data = torch.zeros(1 << 17, dtype=torch.uint8)
+    memory = device_memory([data])
+    (launch,) = emulated.launches(data, memory=memory)
+    program = emulated.programs[launch.kernel]
+    (at,) = (program.parameters[p.name] for p in program.kernel.parameters if p.size == 128)
+    decoded = TensorMap.decode(launch.parameters[at : at + 128])
+    pitch = (1024 * bits // 8,)
+    assert decoded == TensorMap(address_of(data, memory), bits, span, (512, 24), pitch, (columns, 8))
 
 
 def test_the_host_code_checks_its_arguments(hopper):

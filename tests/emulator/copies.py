@@ -15,8 +15,9 @@ from .machine import Operation
 from .memory import GRANULE, OFFSET, RANK_SHIFT, WRITTEN, Violation
 from .program import PARAMETERS, lanes_of, operation
 
-# Code of the element type in the map -> bits of an element.
-ELEMENT_BITS = {0: 8, 1: 16, 2: 32, 3: 32, 4: 64, 5: 64, 6: 16, 7: 32, 8: 32, 9: 64, 10: 16, 11: 4}
+# Code of the element type in the map -> bits of an element: uint8, uint16, uint32, float16, float32, bfloat16, e2m1.
+ELEMENT_BITS = {0: 8, 1: 16, 2: 32, 6: 16, 7: 32, 10: 16, 11: 4}
+FIXED_FLAGS = 0x40002  # seen in every tiled map
 SWIZZLE_BYTES = {0: 0, 1: 32, 2: 64, 3: 128}
 
 
@@ -41,8 +42,9 @@ class TensorMap:
         address, flags = struct.unpack_from("<QI", raw, 0)
         rank = (flags >> 4 & 7) + 1
         code = flags >> 7 & 15
-        if code not in ELEMENT_BITS or rank > 5:
-            raise Violation(f"tensor map: element type {code}, rank {rank}")
+        rest = flags & ~(7 << 4 | 15 << 7 | 3 << 13)
+        if code not in ELEMENT_BITS or rank > 5 or rest != FIXED_FLAGS or any(raw[28:32]) or any(raw[52:55]):
+            raise Violation(f"tensor map: not one that is known (flags {flags:#x})")
         strides = struct.unpack_from("<4I", raw, 12)
         dims = struct.unpack_from("<5I", raw, 32)
         box = raw[55:60]
