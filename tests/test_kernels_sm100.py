@@ -115,13 +115,14 @@ def test_refusals():
 
 
 def shipped_configs() -> list:
-    """What a layer of Qwen3-30B-A3B, one of gpt-oss and small ones with every tile and output compile."""
+    """What a layer of Qwen3-30B-A3B, one of gpt-oss, of DeepSeek-V3 and small ones with every tile and output compile."""
     silu, oai = Gate(), Gate("silu", alpha=1.702, limit=7.0, up_offset=1.0)
     configs = [
         QuantizeConfig(128, 2048, "bfloat16", True, True),
         QuantizeConfig(128, 768, "bfloat16", False, False),
         CombineConfig(8, 2048, "float32", "bfloat16"),
         GemmConfig(32, 2880, 2880, 2, "bfloat16", oai, "bfloat16", Tile(64, 2)),
+        GemmConfig(256, 2048, 7168, 2, "nvfp4", silu, None, Tile(128, 2)),
         GemmConfig(512, 704, 2048, 1, "nvfp4", Gate("relu2", gated=False), None, Tile(128, 2)),
         GemmConfig(8, 704, 2048, 2, "float16", Gate("raw"), None, Tile(128, 2)),
     ]
@@ -171,12 +172,11 @@ def test_compiles_without_a_gpu(architecture, tmp_path, capsys):
         assert found["STACK"] == found["LOCAL"] == found["LDL"] == found["STL"] == 0
         if isinstance(config, GemmConfig):
             t = config.tile
-            shared = config.stages * t.stage_bytes + config.fixed_bytes
-            assert shared <= SMEM
+            assert config.shared_bytes <= SMEM
             assert found["REG"] <= 128
             assert found["UTCOMMA"] == 4 * t.blocks and found["UTCCP"] == 4 * (t.blocks + 1)
             assert found["UTMALDG"] == t.blocks + 4 and found["LDTM"] == t.blocks
-            line += f" {config.stages} stages {shared:6} B shared {t.second + t.blocks * t.tokens:3} + "
+            line += f" {config.stages} stages {config.shared_bytes:6} B shared {t.second + t.blocks * t.tokens:3} + "
             line += f"{t.sf_columns} TMEM columns  {t.tokens} x {t.blocks} {config.out}"
         else:
             line += f" {type(config).__name__}"
@@ -309,7 +309,10 @@ def on_emulator(monkeypatch):
         outputs = {GemmConfig: [9], QuantizeConfig: [4, 6], CombineConfig: [2]}[type(config)]
         if getattr(config, "out", "") == "nvfp4":
             outputs.append(11)
-        RUNS[config](*arguments, schedule=state["schedule"], unwritten=[arguments[i] for i in outputs])
+        unwritten = [arguments[i] for i in outputs]
+        (machine,) = RUNS[config](*arguments, schedule=state["schedule"], unwritten=unwritten)
+        if isinstance(config, GemmConfig):
+            assert machine.dynamic_shared == config.shared_bytes <= SMEM
 
     def use(**changes):
         state.update(changes)
@@ -364,6 +367,7 @@ def test_quantize_rows(on_emulator, gather, static, K, sizes, sentinels, dtype):
     groups = group_by_expert(ids, len(sizes))
     x = torch.randn(len(ids), K).to(dtype)
     x[0], x[-1, :16], x[-1, -1] = 0, -0.0, 300
+    x = torch.cat([x.flatten()[:1], x.flatten()])[1:].view(x.shape)  # at an odd address
     scale = torch.rand(len(sizes)) * 0.01 if static else None
     index = groups.token if gather else None
     found, right = (stage.quantize_rows(x, index, scale, groups) for stage in (sm100, reference))
@@ -472,6 +476,11 @@ def test_many_experts(on_emulator):
     check_layer(on_emulator, 150, 64, 16, Gate(), sizes, 1, 1)
 
 
+def test_one_expert(on_emulator):
+    on_emulator(schedule="lazy")
+    check_layer(on_emulator, 1, 64, 32, GATES["oai"], [33], 0, 1)
+
+
 def test_no_tokens(on_emulator):
     w = random_weights(2, 64, 32, Gate(), None, True, 0)
     groups = group_by_expert(torch.zeros(0, 2, dtype=torch.long), 2)
@@ -507,5 +516,10 @@ def test_layer(on_emulator, monkeypatch):
     monkeypatch.setattr(module, "backend", lambda device: reference)
     right = layer(x, ids, weights)
     monkeypatch.setattr(module, "backend", lambda device: sm100)
+    packs = []
+    pack_sf = sm100.pack_sf
+    monkeypatch.setattr(sm100, "pack_sf", lambda *arguments: packs.append(1) or pack_sf(*arguments))
     found = layer(x, ids, weights)
+    assert torch.equal(layer(x, ids, weights), found)
+    assert len(packs) == 2, "the scales of w13 and w2 are packed once"
     assert relative_error(found, right) < THRESHOLDS["w4a4"]

@@ -44,7 +44,7 @@ def quantize_rows(x: Tensor, index: Tensor | None, scale: Tensor | None, groups:
         config = QuantizeConfig(E, K, _name(x.dtype), index is not None, scale is not None)
         index = groups.order if index is None else index
         scale = row_scale if scale is None else scale
-        arguments = (x.contiguous(), index, scale, groups.offsets, codes.view(torch.uint32), sf, row_scale)
+        arguments = (_aligned(x), index, scale, groups.offsets, codes.view(torch.uint32), sf, row_scale)
         launch(config, arguments)
     return Rows(codes, sf, row_scale)
 
@@ -92,7 +92,7 @@ def gemm2_combine(
     _gemm(config, h, groups, codes, sf, w.w2_scale, w.w2_scale, w.b2, assignments)
     if T:
         combine = CombineConfig(top_k, H, _name(top_k_weights.dtype), _name(dtype))
-        launch(combine, (assignments, top_k_weights.contiguous(), y))
+        launch(combine, (assignments, _aligned(top_k_weights), y))
     return y
 
 
@@ -142,6 +142,12 @@ def _check_multiple_of_16(width: int) -> None:
             f"the Blackwell kernels need hidden and intermediate sizes that are multiples of 16, got {width}: "
             "set MOE_NVFP4_BACKEND=reference"
         )
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """Contiguous, and at an address that 16-byte loads can read from."""
+    x = x.contiguous()
+    return x.clone() if x.data_ptr() % 16 else x
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -276,7 +282,7 @@ def kernel_of(config):
     if isinstance(config, sm100_rows.CombineConfig):
         return sm100_rows.Combine(config), (
             tensor(Float32, R, config.hidden),
-            tensor(types[config.weights], others, config.top_k, align=2),
+            tensor(types[config.weights], others, config.top_k),
             tensor(types[config.out], others, config.hidden),
         )
     E, N = config.experts, config.rows * config.projections
@@ -290,7 +296,7 @@ def kernel_of(config):
         tensor(Int32, E + 1, align=4),
         tensor(Float32, E, align=4),
         tensor(Float32, E, align=4),
-        tensor(types[config.bias], E, N, align=2) if config.bias else tensor(Float32, E, align=4),
+        tensor(types[config.bias], E, N, align=4) if config.bias else tensor(Float32, E, align=4),
         tensor(Uint32, R, words.get(config.out, config.width // 2)),
         tensor(Uint8, bytes_out_sf),
         tensor(Float32, R, align=4),

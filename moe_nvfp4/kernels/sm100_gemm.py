@@ -139,6 +139,11 @@ class GemmConfig:
         return min(8, (SMEM - self.fixed_bytes) // self.tile.stage_bytes)
 
     @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of the launch: a multiple of its alignment."""
+        return -(-(self.stages * self.tile.stage_bytes + self.fixed_bytes) // 1024) * 1024
+
+    @property
     def map_size(self) -> int:
         """Experts in the tile map, 6 bytes each: a power of two, for the binary search."""
         return 1 << max(0, self.experts - 1).bit_length()
