@@ -21,6 +21,7 @@ class Mbarrier:
         self.machine, self.cta, self.offset, self.line = machine, cta, offset, line
         self.count = self.pending = count
         self.phase = self.tx = 0
+        self.time, self.times = 0, [0, 0]  # of the last arrival in this phase; of the ends of phases by parity
 
     def __str__(self):
         return (f"mbarrier {self.offset:#x} of CTA {self.cta.number} (initialised in line {self.line}): "
@@ -37,16 +38,19 @@ class Mbarrier:
         if count > self.pending:
             raise Violation(f"arrives {count} times at {self}: more often than its count")
         self.pending -= count
+        self.time = max(self.time, self.machine.clock)
         self.settle()
 
     def complete(self, size):
         self.tx -= size
         if abs(self.tx) > MOST:
             raise Violation(f"transaction count of {self}")
+        self.time = max(self.time, self.machine.clock)
         self.settle()
 
     def settle(self):
         if self.pending == 0 and self.tx == 0:
+            self.times[self.phase & 1] = self.time
             self.phase += 1
             self.pending = self.count
             self.machine.changed = True
@@ -162,6 +166,11 @@ def build_try_wait(build, match, target, place, phase, limit=None):
                 ready = lambda: barrier.phase > wanted
             which = f"parity {wanted}" if match["parity"] else f"phase {wanted}"
             return Wait(f"{which} of {barrier}", ready, barrier, may_expire=True)
+        if done:
+            parity = wanted & 1
+            warp.cta.machine.timeline.wait(
+                warp, barrier.times[parity], f"parity {parity} of mbarrier {barrier.offset:#x}"
+            )
         np.copyto(R[out], done, where=mask)
 
     return run
@@ -170,7 +179,7 @@ def build_try_wait(build, match, target, place, phase, limit=None):
 # ---- named barriers ----
 class Named:
     def __init__(self):
-        self.arrived, self.expected, self.generation = 0, 0, 0
+        self.arrived, self.expected, self.generation, self.time = 0, 0, 0, 0
 
 
 @operation(r"(?:bar|barrier)(?:\.cta)?\.(?P<what>sync|arrive)(?P<aligned>\.aligned)?", waits=True)
@@ -183,6 +192,7 @@ def build_bar(build, match, number, threads=None):
 
     def run(warp, mask):
         if warp.wait is not None and not isinstance(warp.wait, Lanes):
+            warp.cta.machine.timeline.wait(warp, warp.wait.barrier.time, warp.wait.what.partition(":")[0])
             return None  # it has been waiting, and that is over
         if not warp.full(mask):
             return Lanes()
@@ -200,6 +210,7 @@ def build_bar(build, match, number, threads=None):
             raise Violation(f"barrier {at} for {expected} threads, while others wait there for {barrier.expected}")
         barrier.expected = expected
         barrier.arrived += 32
+        barrier.time = max(barrier.time, warp.clock)
         cta.shared.release(warp.index)
         if barrier.arrived > expected:
             raise Violation(f"more than {expected} threads arrive at barrier {at}")
@@ -207,11 +218,15 @@ def build_bar(build, match, number, threads=None):
             barrier.arrived = 0
             barrier.generation += 1
             cta.machine.changed = True
+            if what == "sync":
+                cta.machine.timeline.wait(warp, barrier.time, f"barrier {at}")
             return None
         if what == "arrive":
             return None
         mine = barrier.generation
-        return Wait(f"barrier {at}: {barrier.arrived} of {expected} threads", lambda: barrier.generation != mine)
+        return Wait(
+            f"barrier {at}: {barrier.arrived} of {expected} threads", lambda: barrier.generation != mine, barrier
+        )
 
     return run
 
@@ -228,6 +243,7 @@ def build_cluster_arrive(build, match):
         warp.cluster_phase = cluster.phase
         warp.cta.shared.release(warp.index)
         cluster.arrived.add(warp)
+        cluster.time = max(cluster.time, warp.clock)
         if all(w in cluster.arrived or w.done for cta in cluster.ctas for w in cta.warps):
             cluster.arrived.clear()
             cluster.phase += 1
@@ -247,6 +263,7 @@ def build_cluster_wait(build, match):
             raise Violation("waits at the cluster barrier without having arrived")
         if cluster.phase == phase:
             return Wait("the cluster barrier", lambda: cluster.phase != phase)
+        warp.cta.machine.timeline.wait(warp, cluster.time, "the cluster barrier")
         return None
 
     return run

@@ -17,7 +17,8 @@ from .program import PARAMETERS, lanes_of, operation
 
 # Code of the element type in the map -> bits of an element: uint8, uint16, uint32, float16, float32, bfloat16, e2m1.
 ELEMENT_BITS = {0: 8, 1: 16, 2: 32, 6: 16, 7: 32, 10: 16, 11: 4}
-FIXED_FLAGS = 0x40002  # seen in every tiled map
+FIXED_FLAGS = 0x40002  # in every tiled map seen
+PROMOTION = 3 << 21  # of cache lines to L2: set for tensors of 128 KiB and more, and of no effect on values
 SWIZZLE_BYTES = {0: 0, 1: 32, 2: 64, 3: 128}
 
 
@@ -42,7 +43,7 @@ class TensorMap:
         address, flags = struct.unpack_from("<QI", raw, 0)
         rank = (flags >> 4 & 7) + 1
         code = flags >> 7 & 15
-        rest = flags & ~(7 << 4 | 15 << 7 | 3 << 13)
+        rest = flags & ~(7 << 4 | 15 << 7 | 3 << 13 | PROMOTION)
         if code not in ELEMENT_BITS or rank > 5 or rest != FIXED_FLAGS or any(raw[28:32]) or any(raw[52:55]):
             raise Violation(f"tensor map: not one that is known (flags {flags:#x})")
         strides = struct.unpack_from("<4I", raw, 12)
@@ -381,8 +382,7 @@ def build_bulk_wait(build, match, count):
     def run(warp, mask):
         closed = warp.bulk_groups[:-1]
         for group in closed if left == 0 else closed[:-left]:
-            for one in group:
-                warp.cta.machine.advance(one, keep=1 if match["read"] else 0)
+            warp.cta.machine.finish(warp, group, keep=1 if match["read"] else 0)
         while len(warp.bulk_groups) > 1 and all(one.done for one in warp.bulk_groups[0]):
             warp.bulk_groups.pop(0)
 

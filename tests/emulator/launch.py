@@ -2,6 +2,7 @@
 grid, shared memory and parameters (tensor maps included), only that its launches come here instead of to a GPU.
 """
 
+import ast
 import ctypes
 import struct
 import subprocess
@@ -13,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from .machine import EmulatorError, Machine
-from .memory import Global
+from .memory import Global, Memory
 from .parser import parse
 from .program import Program
 
@@ -162,6 +163,27 @@ def start(program, launch, memory, schedule="eager", **options):
         memory.fetch()
 
 
+# ---- captured launches ----
+def save(path, ptx, launches, memory):
+    arrays = {"ptx": np.array(ptx), "launches": np.array([repr(vars(launch)) for launch in launches])}
+    for number, buffer in enumerate(memory.buffers):
+        arrays[f"name{number}"], arrays[f"base{number}"] = np.array(buffer.name), np.array(buffer.base)
+        arrays[f"bytes{number}"], arrays[f"state{number}"] = buffer.bytes, buffer.state
+    np.savez_compressed(path, **arrays)
+
+
+def restore(path):
+    """(ptx, launches, memory); the buffers keep their old addresses, which the parameters hold."""
+    arrays, memory = np.load(path), Global()
+    number = 0
+    while f"base{number}" in arrays:
+        name, base = str(arrays[f"name{number}"]), int(arrays[f"base{number}"])
+        memory.bases.append(base)
+        memory.buffers.append(Memory(name, base, arrays[f"bytes{number}"], arrays[f"state{number}"]))
+        number += 1
+    return str(arrays["ptx"]), [Launch(**ast.literal_eval(str(text))) for text in arrays["launches"]], memory
+
+
 # ---- functions compiled by CuTe DSL ----
 @contextmanager
 def compiling_for(architecture):
@@ -255,6 +277,11 @@ class Emulated:
         memory = memory or device_memory((*arguments, *buffers), unwritten)
         return [start(self.programs[launch.kernel], launch, memory, schedule, **options)
                 for launch in self.launches(*arguments, memory=memory)]  # fmt: skip
+
+    def capture(self, path, *arguments, unwritten=(), buffers=()):
+        """Write all that a run needs to a file, for `python -m tests.emulator PATH`."""
+        memory = device_memory((*arguments, *buffers), unwritten)
+        save(path, self.ptx, self.launches(*arguments, memory=memory), memory)
 
     @staticmethod
     def _value(argument, memory, kept):

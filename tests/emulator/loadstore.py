@@ -374,8 +374,7 @@ def build_cp_async_wait(build, match, count=None):
         closed = groups if match[1] == "all" else groups[:-1]
         done = closed if left == 0 else closed[:-left]
         for group in done:
-            for one in group:
-                warp.cta.machine.advance(one)
+            warp.cta.machine.finish(warp, group)
         warp.copy_groups = groups[len(done) :] or [[]]
 
     return run

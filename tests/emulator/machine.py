@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from .memory import RANK_SHIFT, SHARED_BASE, Shared, Tmem, Violation
-from .timeline import Timeline
+from .timeline import Timeline, latency
 
 ALL = b"\1" * 32
 NONE = bytes(32)
@@ -55,7 +55,7 @@ class Schedule:
 
 
 class Wait:
-    """Why a group cannot go on. `barrier`: the mbarrier it needs, for choosing what to complete."""
+    """Why a group cannot go on. `barrier`: what it needs; asynchronous operations are chosen by it."""
 
     expired = False
 
@@ -93,6 +93,7 @@ class Warp:
         self.groups = [Group(0, mask)]
         self.wait = None  # of the group now running, when it resumes after waiting
         self.at = None  # the instruction now running
+        self.clock = 0  # see timeline.py
         self.bulk_groups = []  # of asynchronous bulk stores: lists of operations, the last one open
         self.copy_groups = []  # of cp.async, likewise
         self.wgmma_groups = []
@@ -131,7 +132,7 @@ class Cta:
 class Cluster:
     def __init__(self):
         self.ctas = []
-        self.arrived, self.phase = set(), 0
+        self.arrived, self.phase, self.time = set(), 0, 0
 
 
 class Operation:
@@ -145,6 +146,7 @@ class Operation:
         self.stages, self.signals, self.order = list(stages), signals, order
         self.owners = [owner or warp.cta]
         self.done = False
+        self.time = warp.clock  # when it was issued, later when it is over
 
     def __str__(self):
         return f"{self.instruction.opcode.split('.mbarrier')[0]} (line {self.instruction.line}, {self.warp})"
@@ -167,6 +169,9 @@ class Machine:
         self.instructions = 0
         self.ctas = []
         self.timeline = Timeline()
+        self.clock = 0  # of whoever acts now
+        self.clocks = {}  # (CTA, warp) -> clock at its end
+        self.last_of_order = {}  # order key -> time of the last operation of that order
         self.changed = False  # whether anything happened that could end a wait
         for size, most in zip(grid, cluster, strict=True):
             if size % most:
@@ -291,6 +296,7 @@ class Machine:
     def run_group(self, warp, group, quantum):
         """Blocks of one group until it waits, ends or may meet another group. How many blocks."""
         program, count = self.program, 0
+        self.clock = warp.clock
         warp.wait, group.wait = group.wait, None
         alone = len(warp.groups) == 1
         try:
@@ -298,21 +304,23 @@ class Machine:
                 count += 1
                 block = program.blocks[group.block]
                 self.instructions += len(block.code)
-                if self.trace:
-                    self.trace(warp, group, block)
+                warp.clock += len(block.code) + (block.end is not None)
+                self.clock = warp.clock
                 if block.waits:
                     warp.at, run = block.code[0]
                     wait = run(warp, group.mask)
                     warp.wait = None
                     if wait is not None:
                         group.wait = wait
-                        self.timeline.wait(self.instructions, warp, wait)
                         return count
-                    self.timeline.go(self.instructions, warp)
+                    if self.trace:
+                        self.trace(warp, group.mask)
                 else:
                     mask = group.mask
                     for warp.at, run in block.code:  # noqa: B020 (the loop tells where the warp is)
                         run(warp, mask)
+                        if self.trace:
+                            self.trace(warp, mask)
                 end = block.end
                 if end is None:
                     group.block += 1
@@ -338,15 +346,33 @@ class Machine:
     def issue(self, operation):
         """At once when eager; else it waits for someone to need it."""
         if self.schedule.timing == "eager":
-            while operation.stages:
-                operation.stages.pop(0)()
+            self.act(operation)
             self.retire(operation)
         else:
             self.pending.append(operation)
 
+    def act(self, operation, keep=0):
+        """Do its stages, at its own time; then the clock is the issuing warp's again."""
+        if operation.order is not None:
+            operation.time = max(operation.time, self.last_of_order.get(operation.order, 0))
+        operation.time += latency(operation.instruction.opcode)
+        if operation.order is not None:
+            self.last_of_order[operation.order] = operation.time
+        before, self.clock = self.clock, operation.time
+        while len(operation.stages) > keep:
+            operation.stages.pop(0)()
+        self.clock = before
+
     @property
     def eager(self):
         return self.schedule.timing == "eager"
+
+    def finish(self, warp, operations, keep=0):
+        """A warp waits for operations of its own."""
+        for operation in operations:
+            self.advance(operation, keep)
+            self.timeline.wait(warp, operation.time, "its own " + operation.instruction.opcode.split(".mbarrier")[0])
+        self.clock = warp.clock
 
     def retire(self, operation):
         operation.done = True
@@ -361,7 +387,7 @@ class Machine:
 
     def advance(self, operation, keep=0):
         """Run all but the last `keep` stages of an operation, after the operations it must follow."""
-        if operation.done:
+        if len(operation.stages) <= keep:
             return
         if operation.order is not None:
             for other in [o for o in self.pending if o.order == operation.order]:
@@ -369,8 +395,7 @@ class Machine:
                     break
                 self.advance(other)
         try:
-            while len(operation.stages) > keep:
-                operation.stages.pop(0)()
+            self.act(operation, keep)
         except Violation as error:
             raise self.located(error, operation.warp, operation.instruction) from None
         if not operation.stages:

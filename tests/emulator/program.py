@@ -365,6 +365,7 @@ def leave(predicate):
             warp.alive &= ~np.asarray(group.mask)
             warp.groups.remove(group)
             warp.cta.machine.changed = True
+            warp.cta.machine.clocks[warp.cta.number, warp.index] = warp.clock
             return True
         warp.alive &= ~gone
         group.mask = group.mask & ~gone

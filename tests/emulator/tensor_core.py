@@ -139,8 +139,7 @@ def build_wgmma_wait(build, match, count):
     def run(warp, mask):
         closed = warp.wgmma_groups[:-1]
         for group in closed if left == 0 else closed[:-left]:
-            for one in group:
-                warp.cta.machine.advance(one)
+            warp.cta.machine.finish(warp, group)
         while len(warp.wgmma_groups) > 1 and all(one.done for one in warp.wgmma_groups[0]):
             warp.wgmma_groups.pop(0)
 
@@ -481,8 +480,7 @@ def build_tmem_wait(build, match):
     name = "tmem_loads" if match["what"] == "ld" else "tmem_stores"
 
     def run(warp, mask):
-        for one in getattr(warp, name):
-            warp.cta.machine.advance(one)
+        warp.cta.machine.finish(warp, getattr(warp, name))
         getattr(warp, name).clear()
 
     return run
