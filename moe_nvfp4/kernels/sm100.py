@@ -121,7 +121,7 @@ def _gemm(config, rows, groups, codes, sf, scale0, scale1, bias, out, out_sf=Non
         rows.scale if out_scale is None else out_scale,
         scale0 if h_scale is None else h_scale,
         groups.order,
-        min(tiles, multiprocessors(codes.device)),
+        min(tiles, multiprocessors(codes.device) // tile.ctas) * tile.ctas,
     )
     launch(config, arguments)
 
@@ -173,12 +173,17 @@ def choose_tile(rows: int, experts: int, weight_rows: int, projections: int, sms
     # An MMA is as wide as its tile has rows, so 64 is right from 1 token up; 128 reads the weights from L2
     # half as often, and shared memory half as often per product, once experts have that many rows.
     tokens = 64 if per_expert <= 64 else 128
-    # Gate and up of the same rows must meet in one CTA.
-    if projections == 2:
-        return Tile(tokens, 2)
-    # Two blocks share every token tile; one block makes twice as many CTAs where they would not fill the GPU.
-    tiles = hit * -(-per_expert // tokens) * -(-weight_rows // (2 * ROWS))
-    return Tile(tokens, 2 if tiles >= sms else 1)
+
+    def fills_the_gpu(blocks: int, ctas: int) -> bool:
+        per_tile = ROWS * ctas * (1 if projections == 2 else blocks)
+        return hit * -(-per_expert // tokens) * -(-weight_rows // per_tile) * ctas >= sms
+
+    # Gate and up of the same rows must meet in one CTA; of one projection, two blocks share every token tile
+    # unless that leaves SMs without work.
+    blocks = 2 if projections == 2 or fills_the_gpu(2, 1) else 1
+    # From about 256 rows per expert on the tensor cores are the bound, and shared memory is theirs: a pair of
+    # CTAs reads half of the tokens each.
+    return Tile(tokens, blocks, 2 if per_expert >= 256 and fills_the_gpu(blocks, 2) else 1)
 
 
 # ---- weights -------------------------------------------------------------------------------------

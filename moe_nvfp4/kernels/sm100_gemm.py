@@ -7,20 +7,25 @@ neighbouring rows of a single projection) have an accumulator each and share eve
 are N: a tile holds up to `tokens` rows of one expert, and its MMAs are as wide as it has rows, rounded
 up to 16 (what the epilogue reads at a time), so 3 tokens cost 16 columns and 40 cost 48.
 
+With `ctas` = 2 a pair of CTAs works on one token tile: each has its own weight rows, accumulators and
+epilogue and loads half of the tokens' codes; the first CTA issues the MMAs of both.
+
 Warps
     0-7  epilogue, two groups of four that take 16 tokens in turn: TMEM -> scales, bias, gate -> shared
          memory (transposed; one buffer, which the groups hand to each other) -> bf16, NVFP4 or fp32 rows
     8    loads of weights: codes by TMA, block scales by bulk copies, into a ring of `stages` K tiles of 256
     9    loads of tokens, likewise, into the same stages
-    10   scales from shared memory to TMEM, MMAs; owns the TMEM allocation
+    10   scales from shared memory to TMEM, MMAs; owns the TMEM allocation. In the second CTA of a pair it
+         only reports full stages to the first
 
 Barriers (arrivals)
     full[stage]   loads -> MMA        2 + bytes     the K tile is in shared memory
+    peer_full[s]  warps 10            1             of a pair: the second CTA's stage s is full
     empty[stage]  MMA -> loads        1 (commit)    the MMAs that read it are done
     acc_full      MMA -> epilogue     1 (commit)    a tile is summed up
-    acc_empty     epilogue -> MMA     8 (warps)     the next tile's accumulators may be written
+    acc_empty     epilogue -> MMA     8 (warps)     the next tile's accumulators may be written; of a pair 16
 
-Timeline, the same tiles in the same order in every role (tile i of CTA b is tile b + i * grid):
+Timeline, the same tiles in the same order in every role (tile i of CTA, or pair, b is b + i * grid):
     loads     per K tile: wait empty, expect the bytes, issue the copies; the ring runs across tiles
     MMA       per tile: wait acc_empty; per K tile: wait full, copy scales, issue MMAs, commit empty;
               then commit acc_full
@@ -48,6 +53,7 @@ from math import inf
 
 import cutlass
 from cutlass import Float32, Int32, Int64, Uint8, Uint16, Uint32, const_expr, cute
+from cutlass._mlir.dialects import nvvm
 from cutlass.cute.nvgpu import cpasync, tcgen05
 from cutlass.memory import SmemAllocator
 
@@ -68,20 +74,24 @@ TILE, GROUP, EXCHANGE = 1, 2, 4  # named barriers of the epilogue: one, and one 
 
 @dataclass(frozen=True)
 class Tile:
-    """The shape of a CTA's tile: `blocks` * 128 weight rows by `tokens` tokens."""
+    """The shape of a CTA's tile: `blocks` * 128 weight rows by `tokens` tokens.
+
+    ctas  2: a pair of CTAs, each with its own weight rows, shares the token tile: each loads half of it
+    """
 
     tokens: int
     blocks: int
+    ctas: int = 1
 
     @property
     def box(self) -> int:
         """Tokens of a TMA box."""
-        return self.tokens // BOXES
+        return self.tokens // self.ctas // BOXES
 
     @property
     def stage_bytes(self) -> int:
         """Shared memory of a K tile: codes and scales of weights and tokens."""
-        codes = (self.blocks * ROWS + self.tokens) * BYTES_K
+        codes = (self.blocks * ROWS + self.tokens // self.ctas) * BYTES_K
         return codes + (self.blocks + 1) * 4 * SF_TILE
 
     @property
@@ -104,7 +114,7 @@ class Tile:
     @property
     def legal(self) -> bool:
         # A token tile lies in one 128-row tile of scales, and starts at its TMEM column 0 or 2: 64 rows apart.
-        return self.tokens in (64, 128) and self.blocks in (1, 2)
+        return self.tokens in (64, 128) and self.blocks in (1, 2) and self.ctas in (1, 2)
 
 
 @dataclass(frozen=True)
@@ -155,7 +165,7 @@ class GemmConfig:
 
     @property
     def row_tiles(self) -> int:
-        per_tile = ROWS if self.projections == 2 else ROWS * self.tile.blocks
+        per_tile = ROWS * self.tile.ctas * (1 if self.projections == 2 else self.tile.blocks)
         return -(-self.rows // per_tile)
 
     @property
@@ -251,6 +261,11 @@ def load_sf(sf: cute.Tensor, tile: Int64, slots, slot: Int32, size: Int32, barri
     ptx.bulk_load(slots.data_ptr() + slot * (4 * SF_TILE), sf.iterator + tile * SF_TILE, size, barrier)
 
 
+def arrive_in_first(barrier):
+    """An arrival at the barrier of the first CTA of the pair."""
+    cute.arch.mbarrier_arrive(barrier, 0, scope=nvvm.MemScopeKind.CLUSTER)
+
+
 def store_words(words: list[Uint32], out: cute.Tensor, row: Int32, start: Int32):
     """2 or 4 words into out[row, start:], in one store."""
     registers = cute.make_rmem_tensor(len(words), Uint32)
@@ -302,7 +317,7 @@ class GroupedGemm:
         @cute.struct
         class Storage:
             w: cute.struct.Align[cute.struct.MemRange[Uint8, c.stages * t.blocks * ROWS * BYTES_K], 1024]
-            x: cute.struct.Align[cute.struct.MemRange[Uint8, c.stages * t.tokens * BYTES_K], 1024]
+            x: cute.struct.Align[cute.struct.MemRange[Uint8, c.stages * t.tokens // t.ctas * BYTES_K], 1024]
             w_sf: cute.struct.Align[cute.struct.MemRange[Uint8, c.stages * t.blocks * 4 * SF_TILE], 128]
             x_sf: cute.struct.Align[cute.struct.MemRange[Uint8, c.stages * 4 * SF_TILE], 128]
             out: cute.struct.Align[cute.struct.MemRange[Float32, CHUNK * ROWS], 128]
@@ -311,6 +326,7 @@ class GroupedGemm:
             sf_tiles: cute.struct.MemRange[Uint16, c.map_size]
             full: cute.struct.MemRange[Int64, c.stages]
             empty: cute.struct.MemRange[Int64, c.stages]
+            peer_full: cute.struct.MemRange[Int64, c.stages]
             acc: cute.struct.MemRange[Int64, 2]
             tmem: cute.struct.MemRange[Int32, 1]
 
@@ -319,7 +335,8 @@ class GroupedGemm:
             tma_w, mW, w_sf, tma_x, mX, x_sf, x_scale, offsets, scale0, scale1, bias, out, out_sf, out_scale,
             h_scale, order,
         ).launch(
-            grid=[grid, 1, 1], block=[THREADS, 1, 1], min_blocks_per_mp=1, stream=stream, use_pdl=True
+            grid=[grid, 1, 1], block=[THREADS, 1, 1], cluster=[2, 1, 1] if t.ctas == 2 else None,
+            min_blocks_per_mp=1, stream=stream, use_pdl=True,
         )  # fmt: skip
 
     @cute.kernel
@@ -342,7 +359,8 @@ class GroupedGemm:
         h_scale: cute.Tensor,
         order: cute.Tensor,
     ):
-        c = self.c
+        c, t = self.c, self.c.tile
+        pair = t.ctas == 2
         tid, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(tid // 32)
         s = SmemAllocator().allocate(self.storage)
@@ -356,18 +374,19 @@ class GroupedGemm:
                 for i in cutlass.range_constexpr(c.stages):
                     cute.arch.mbarrier_init(full + i, 2)
                     cute.arch.mbarrier_init(empty + i, 1)
+                    cute.arch.mbarrier_init(s.peer_full.data_ptr() + i, 1)
                 cute.arch.mbarrier_init(acc_full, 1)
-                cute.arch.mbarrier_init(acc_empty, 8)
+                cute.arch.mbarrier_init(acc_empty, 8 * t.ctas)
             cute.arch.mbarrier_init_fence()
         if warp == MMA:
-            cute.arch.alloc_tmem(TMEM, s.tmem.data_ptr())
-            cute.arch.relinquish_tmem_alloc_permit()
+            cute.arch.alloc_tmem(TMEM, s.tmem.data_ptr(), pair)
+            cute.arch.relinquish_tmem_alloc_permit(pair)
         ends = s.ends.get_tensor(cute.make_layout(c.map_size))
         sf_tiles = s.sf_tiles.get_tensor(cute.make_layout(c.map_size))
         if warp == 0:
             self.make_map(offsets, ends, sf_tiles, tid)
         ptx.tmem_fence(before=True)
-        cute.arch.sync_threads()
+        self.sync_all()
         ptx.tmem_fence(before=False)
         tmem = s.tmem.get_tensor(cute.make_layout(1))[0]
 
@@ -377,7 +396,10 @@ class GroupedGemm:
             cute.arch.griddepcontrol_wait()
             self.load_tokens(tma_x, mX, x_sf, offsets, ends, sf_tiles, s)
         elif warp == MMA:
-            self.multiply(offsets, ends, sf_tiles, tmem, s)
+            if cute.arch.block_idx()[0] % t.ctas == 0:
+                self.multiply(offsets, ends, sf_tiles, tmem, s)
+            else:
+                self.report_full(ends, s)
         else:
             cute.arch.griddepcontrol_wait()
             cute.arch.griddepcontrol_launch_dependents()
@@ -388,10 +410,18 @@ class GroupedGemm:
             )  # fmt: skip
 
         ptx.tmem_fence(before=True)
-        cute.arch.sync_threads()
+        self.sync_all()
         if warp == MMA:
             ptx.tmem_fence(before=False)
-            cute.arch.dealloc_tmem(cute.arch.retrieve_tmem_ptr(Float32, 16, s.tmem.data_ptr()), TMEM)
+            cute.arch.dealloc_tmem(cute.arch.retrieve_tmem_ptr(Float32, 16, s.tmem.data_ptr()), TMEM, pair)
+
+    @cute.jit
+    def sync_all(self):
+        """All threads of the CTA, or of the pair."""
+        cute.arch.sync_threads()
+        if const_expr(self.c.tile.ctas == 2):
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
 
     # ---- the tile map ----------------------------------------------------------------------------
 
@@ -426,11 +456,23 @@ class GroupedGemm:
         rows = cutlass.min(end - first - here, tokens)
         return expert, tile - token_tile * c.row_tiles, first + here, rows, here, Int32(sf_tiles[expert])
 
+    @cute.jit
+    def my_tiles(self, ends: cute.Tensor):
+        """(first tile, step to the next, number of tiles) of this CTA, or of its pair."""
+        c, ctas = self.c, self.c.tile.ctas
+        return (
+            cute.arch.block_idx()[0] // ctas,
+            cute.arch.grid_dim()[0] // ctas,
+            ends[c.experts - 1] * c.row_tiles,
+        )
+
     def block_row(self, row_tile: Int32, block: int) -> Int32:
         """First row of a block in its projection."""
+        t = self.c.tile
+        rank = cute.arch.block_idx()[0] % t.ctas
         if self.c.projections == 2:
-            return row_tile * ROWS
-        return (row_tile * self.c.tile.blocks + block) * ROWS
+            return (row_tile * t.ctas + rank) * ROWS
+        return ((row_tile * t.blocks + block) * t.ctas + rank) * ROWS
 
     def block_sf(self, row_tile: Int32, block: int) -> Int32:
         """Its scale tile among those of an expert; of a block beyond the last row, any."""
@@ -444,10 +486,8 @@ class GroupedGemm:
         c, t = self.c, self.c.tile
         full, empty = s.full.data_ptr(), s.empty.data_ptr()
         sW = tma_boxes(s.w, ROWS, c.stages * t.blocks)
-        bid, _, _ = cute.arch.block_idx()
-        grid, _, _ = cute.arch.grid_dim()
-        count = ends[c.experts - 1] * c.row_tiles
-        stage, phase, tile = Int32(0), Int32(1), Int32(bid)
+        tile, step, count = self.my_tiles(ends)
+        stage, phase = Int32(0), Int32(1)
         while tile < count:
             expert, row_tile, _, _, _, _ = self.locate(tile, offsets, ends, sf_tiles)
             for k in cutlass.range(c.k_tiles, unroll=1):
@@ -466,19 +506,21 @@ class GroupedGemm:
                 stage += 1
                 if stage == c.stages:
                     stage, phase = Int32(0), phase ^ 1
-            tile += grid
+            tile += step
 
     @cute.jit
     def load_tokens(self, tma_x, mX, x_sf, offsets, ends, sf_tiles, s):
         c, t = self.c, self.c.tile
         full, empty = s.full.data_ptr(), s.empty.data_ptr()
         sX = tma_boxes(s.x, t.box, c.stages * BOXES)
-        bid, _, _ = cute.arch.block_idx()
-        grid, _, _ = cute.arch.grid_dim()
-        count = ends[c.experts - 1] * c.row_tiles
-        stage, phase, tile = Int32(0), Int32(1), Int32(bid)
+        tile, step, count = self.my_tiles(ends)
+        stage, phase = Int32(0), Int32(1)
         while tile < count:
             _, _, first, rows, here, group_sf = self.locate(tile, offsets, ends, sf_tiles)
+            if const_expr(t.ctas == 2):  # each CTA of a pair has half of the MMA's width
+                half = (rows + CHUNK - 1) // CHUNK * (CHUNK // 2)
+                rank = cute.arch.block_idx()[0] % 2
+                first, rows = first + rank * half, half
             used = (rows + t.box - 1) // t.box
             sf_tile = Int64(group_sf + here // 128)
             for k in cutlass.range(c.k_tiles, unroll=1):
@@ -495,7 +537,7 @@ class GroupedGemm:
                 stage += 1
                 if stage == c.stages:
                     stage, phase = Int32(0), phase ^ 1
-            tile += grid
+            tile += step
 
     # ---- warp 10: scales and MMAs ----------------------------------------------------------------
 
@@ -503,48 +545,72 @@ class GroupedGemm:
     def multiply(self, offsets, ends, sf_tiles, tmem: Int32, s):
         c, t = self.c, self.c.tile
         full, empty, acc_full = s.full.data_ptr(), s.empty.data_ptr(), s.acc.data_ptr()
-        acc_empty = acc_full + 1
-        bid, _, _ = cute.arch.block_idx()
-        grid, _, _ = cute.arch.grid_dim()
-        count = ends[c.experts - 1] * c.row_tiles
+        peer_full, acc_empty = s.peer_full.data_ptr(), acc_full + 1
+        tile, step, count = self.my_tiles(ends)
         sfw = tmem + TMEM - t.sf_columns  # [step of 64][block] 4 columns, then [step] 4 columns
         sfx = sfw + 16 * t.blocks
         w_at, x_at = s.w.data_ptr().toint(), s.x.data_ptr().toint()
         w_sf_at, x_sf_at = s.w_sf.data_ptr().toint(), s.x_sf.data_ptr().toint()
-        stage, phase, tile, turn = Int32(0), Int32(0), Int32(bid), Int32(0)
+        stage, phase, turn = Int32(0), Int32(0), Int32(0)
         while tile < count:
             _, _, _, rows, here, _ = self.locate(tile, offsets, ends, sf_tiles)
-            instruction = ptx.instruction_descriptor((rows + CHUNK - 1) // CHUNK * CHUNK)
+            instruction = ptx.instruction_descriptor(ROWS * t.ctas, (rows + CHUNK - 1) // CHUNK * CHUNK)
             acc = tmem + turn * t.second
             sfb = sfx + (here % 128) // 32  # 32 rows a column; a tile may start at row 64 of its scale tile
             cute.arch.mbarrier_wait(acc_empty, turn ^ 1)
             ptx.tmem_fence(before=False)
             for k in cutlass.range(c.k_tiles, unroll=1):
                 cute.arch.mbarrier_wait(full + stage, phase)
+                if const_expr(t.ctas == 2):
+                    cute.arch.mbarrier_wait(peer_full + stage, phase)
                 with cute.arch.elect_one():
-                    xd = ptx.operand_descriptor(x_at + stage * (t.tokens * BYTES_K))
-                    for step in cutlass.range_constexpr(4):
-                        if 4 * k + step < c.k_steps:
-                            at = x_sf_at + stage * (4 * SF_TILE) + step * SF_TILE
-                            ptx.copy_scales(sfx + step * 4, ptx.scales_descriptor(at))
+                    xd = ptx.operand_descriptor(x_at + stage * (t.tokens // t.ctas * BYTES_K))
+                    for i in cutlass.range_constexpr(4):
+                        if 4 * k + i < c.k_steps:
+                            at = x_sf_at + stage * (4 * SF_TILE) + i * SF_TILE
+                            ptx.copy_scales(sfx + i * 4, ptx.scales_descriptor(at), t.ctas)
                             for b in cutlass.range_constexpr(t.blocks):
-                                at = w_sf_at + (stage * t.blocks + b) * (4 * SF_TILE) + step * SF_TILE
-                                sfa = sfw + (step * t.blocks + b) * 4
-                                ptx.copy_scales(sfa, ptx.scales_descriptor(at))
+                                at = w_sf_at + (stage * t.blocks + b) * (4 * SF_TILE) + i * SF_TILE
+                                sfa = sfw + (i * t.blocks + b) * 4
+                                ptx.copy_scales(sfa, ptx.scales_descriptor(at), t.ctas)
                                 wd = ptx.operand_descriptor(w_at + (stage * t.blocks + b) * (ROWS * BYTES_K))
                                 # a step is 64 codes, 32 bytes: 2 in a descriptor's units
                                 ptx.mma(
-                                    acc + b * t.tokens, wd + 2 * step, xd + 2 * step, instruction,
-                                    sfa, sfb + step * 4, (k > 0) | (step > 0),
+                                    acc + b * t.tokens, wd + 2 * i, xd + 2 * i, instruction,
+                                    sfa, sfb + i * 4, (k > 0) | (i > 0), t.ctas,
                                 )  # fmt: skip
-                    tcgen05.commit(empty + stage)
+                    self.commit(empty + stage)
                 stage += 1
                 if stage == c.stages:
                     stage, phase = Int32(0), phase ^ 1
             with cute.arch.elect_one():
-                tcgen05.commit(acc_full)
+                self.commit(acc_full)
             turn ^= 1
-            tile += grid
+            tile += step
+
+    def commit(self, barrier):
+        """An arrival when the MMAs issued so far are done; of a pair, in both CTAs."""
+        if self.c.tile.ctas == 2:
+            tcgen05.commit(barrier, 0b11, tcgen05.CtaGroup.TWO)
+        else:
+            tcgen05.commit(barrier)
+
+    @cute.jit
+    def report_full(self, ends, s):
+        """In the second CTA of a pair: tells the first, which issues the MMAs of both, what is in shared memory."""
+        c = self.c
+        full, peer_full = s.full.data_ptr(), s.peer_full.data_ptr()
+        tile, step, count = self.my_tiles(ends)
+        stage, phase = Int32(0), Int32(0)
+        while tile < count:
+            for _ in cutlass.range(c.k_tiles, unroll=1):
+                cute.arch.mbarrier_wait(full + stage, phase)
+                with cute.arch.elect_one():
+                    arrive_in_first(peer_full + stage)
+                stage += 1
+                if stage == c.stages:
+                    stage, phase = Int32(0), phase ^ 1
+            tile += step
 
     # ---- warps 0 to 7: epilogue ------------------------------------------------------------------
 
@@ -558,12 +624,10 @@ class GroupedGemm:
         acc_empty = acc_full + 1
         group, thread = warp // 4, tid % 128
         exchange = s.out.get_tensor(cute.make_layout((ROWS, CHUNK), stride=(1, ROWS)))
-        bid, _, _ = cute.arch.block_idx()
-        grid, _, _ = cute.arch.grid_dim()
-        count = ends[c.experts - 1] * c.row_tiles
+        tile, step, count = self.my_tiles(ends)
         lane_base = tmem + (warp % 4 << 21)  # lanes 32 * (warp % 4) ..
         outputs = 1 if c.fused else t.blocks
-        tile, turn, done = Int32(bid), Int32(0), Int32(0)  # done: chunks so far, modulo 2
+        turn, done = Int32(0), Int32(0)  # done: chunks so far, modulo 2
         if group == 1:
             cute.arch.barrier_arrive(barrier_id=EXCHANGE, number_of_threads=256)
         while tile < count:
@@ -639,7 +703,7 @@ class GroupedGemm:
                 self.release(acc_empty)
             done ^= chunks & 1
             turn ^= 1
-            tile += grid
+            tile += step
         if done == group:  # the last turn was given and not taken
             cute.arch.barrier(barrier_id=EXCHANGE + group, number_of_threads=256)
 
@@ -647,7 +711,10 @@ class GroupedGemm:
     def release(self, acc_empty):
         ptx.tmem_fence(before=True)
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(acc_empty)
+            if const_expr(self.c.tile.ctas == 2):
+                arrive_in_first(acc_empty)
+            else:
+                cute.arch.mbarrier_arrive(acc_empty)
 
     @cute.jit
     def store(

@@ -17,7 +17,7 @@ from cutlass.cutlass_dsl import dsl_user_op
 _VERSION = 1 << 46  # of the shared memory descriptor: 1 on sm_100
 _ROWS_128B_SWIZZLED = 1024 >> 4 << 32 | 2 << 61 | 1 << 16 | _VERSION  # 8 rows of 128 bytes, then the next 8
 _ROWS_16B = 128 >> 4 << 32 | 1 << 16 | _VERSION  # 8 rows of 16 bytes, then the next 8
-_E2M1_BY_E2M1_128_ROWS = 1 << 7 | 1 << 10 | 128 >> 4 << 24  # e4m3 scales: bit 23 is 0
+_E2M1_BY_E2M1 = 1 << 7 | 1 << 10  # e4m3 scales: bit 23 is 0
 
 
 def operand_descriptor(address: Int32) -> Int64:
@@ -30,9 +30,13 @@ def scales_descriptor(address: Int32) -> Int64:
     return Int64(address >> 4) | Int64(_ROWS_16B)
 
 
-def instruction_descriptor(tokens: Int32) -> Int32:
-    """D[128, tokens] of an NVFP4 MMA; tokens: a multiple of 8 up to 256, known at run time."""
-    return Int32(_E2M1_BY_E2M1_128_ROWS) | (tokens >> 3 << 17)
+def instruction_descriptor(rows: int, tokens: Int32) -> Int32:
+    """D[rows, tokens] of an NVFP4 MMA; tokens: a multiple of 8 (of a pair of CTAs 16) up to 256, known at run time."""
+    return Int32(_E2M1_BY_E2M1 | rows >> 4 << 24) | (tokens >> 3 << 17)
+
+
+def _group(ctas: int):
+    return nvvm.CTAGroupKind.CTA_1 if ctas == 1 else nvvm.CTAGroupKind.CTA_2
 
 
 def _tmem(address, loc, ip):
@@ -40,11 +44,17 @@ def _tmem(address, loc, ip):
 
 
 @dsl_user_op
-def mma(d: Int32, a: Int64, b: Int64, instruction: Int32, sfa: Int32, sfb: Int32, accumulate, *, loc=None, ip=None):
-    """D (+)= (A * SFA) · (B * SFB)ᵀ over 64 codes of K. One thread issues it; done when a commit says so."""
+def mma(
+    d: Int32, a: Int64, b: Int64, instruction: Int32, sfa: Int32, sfb: Int32, accumulate, ctas: int = 1,
+    *, loc=None, ip=None,
+):  # fmt: skip
+    """D (+)= (A * SFA) · (B * SFB)ᵀ over 64 codes of K. One thread issues it; done when a commit says so.
+
+    With two CTAs, the same addresses hold in both: each has 128 rows of A, SFA and D, half the rows of B, all of SFB.
+    """
     nvvm.tcgen05_mma_block_scale(
         nvvm.Tcgen05MMAKind.MXF4NVF4,
-        nvvm.CTAGroupKind.CTA_1,
+        _group(ctas),
         _tmem(d, loc, ip),
         Int64(a).ir_value(loc=loc, ip=ip),
         Int64(b).ir_value(loc=loc, ip=ip),
@@ -59,16 +69,16 @@ def mma(d: Int32, a: Int64, b: Int64, instruction: Int32, sfa: Int32, sfb: Int32
 
 
 @dsl_user_op
-def copy_scales(column: Int32, source: Int64, *, loc=None, ip=None):
+def copy_scales(column: Int32, source: Int64, ctas: int = 1, *, loc=None, ip=None):
     """One 128x4 tile of scales, shared memory -> 4 TMEM columns (all four lane quarters get it).
 
-    Row r of the tile lands in column r / 32. In order with the MMAs of the same thread.
+    Row r of the tile lands in column r / 32. In order with the MMAs of the same thread. With two CTAs, in both.
     """
     nvvm.tcgen05_cp(
         nvvm.Tcgen05CpShape.SHAPE_32x128b,
         _tmem(column, loc, ip),
         Int64(source).ir_value(loc=loc, ip=ip),
-        group=nvvm.CTAGroupKind.CTA_1,
+        group=_group(ctas),
         multicast=nvvm.Tcgen05CpMulticast.WARPX4,
         loc=loc,
         ip=ip,
