@@ -62,12 +62,16 @@ def store_shared(warp, addresses, width, values):
 def load_parameters(warp, addresses, width, count):
     size = width * count
     data = warp.cta.machine.parameters
-    rows = []
-    for at in addresses.astype(np.int64).tolist():
-        if at < 0 or at + size > len(data):
+    rows = {}
+    for at in set(addresses.tolist()):
+        if at + size > len(data):
             raise Violation(f"reads {size} bytes at {at} of {len(data)} bytes of parameters")
-        rows.append(np.frombuffer(data, f"u{width}", count, at))
-    return np.array(rows) if count > 1 else np.array(rows)[:, 0]
+        rows[at] = np.frombuffer(data, f"u{width}", count, at)
+    if len(rows) == 1:
+        values = np.broadcast_to(*rows.values(), (len(addresses), count))
+    else:
+        values = np.array([rows[at] for at in addresses.tolist()])
+    return values if count > 1 else values[:, 0]
 
 
 def load(space, warp, addresses, width, count):

@@ -75,7 +75,7 @@ class Program:
 
     def __init__(self, kernel):
         self.kernel = kernel
-        self.slots, self.slot_of = [], {}
+        self.slots, self.slot_of, self.constants = [], {}, None
         self.rows, self.counts = [], dict.fromkeys(DTYPES, 0)
         for kind in kernel.registers:
             if kind not in DTYPES:
@@ -300,7 +300,14 @@ class Program:
     # ---- a warp's registers ----
     def registers(self, warp):
         banks = {k: np.full((max(1, n), 32), POISON[k], DTYPES[k]) for k, n in self.counts.items()}
-        return [self.materialize(spec, banks, warp) for spec in self.slots]
+        if self.constants is None:
+            self.constants = [self.constant_lanes(*spec[1:]) if spec[0] == "constant" else None for spec in self.slots]
+        pairs = zip(self.constants, self.slots, strict=True)
+        return [self.materialize(spec, banks, warp) if lanes is None else lanes for lanes, spec in pairs]
+
+    @staticmethod
+    def constant_lanes(bits, dtype):
+        return np.full(32, bits, f"u{np.dtype(dtype).itemsize}").view(dtype)
 
     def materialize(self, spec, banks, warp):
         what, *rest = spec
@@ -311,10 +318,6 @@ class Program:
                 return bank.view(dtype)
             width = bank.dtype.itemsize // np.dtype(dtype).itemsize
             return bank.view(dtype)[::width]  # the low part
-        if what == "constant":
-            bits, dtype = rest
-            unsigned = f"u{np.dtype(dtype).itemsize}"
-            return np.full(32, bits, unsigned).view(dtype)
         if what == "sink":
             return np.zeros(32, rest[0])
         name, dtype = rest
