@@ -43,13 +43,26 @@ def kernel(body, parameters=()):
 """
 
 
-def run(body, out, arguments=(), parameters=(), threads=32, schedule="eager", cluster=1):
-    emulate(kernel(body, parameters), [out, *arguments], cluster, threads, 65536, (cluster, 1, 1), schedule=schedule)
+def run(body, out, arguments=(), parameters=(), threads=32, schedule="eager", cluster=1, **options):
+    ptx, size = kernel(body, parameters), (cluster, 1, 1)
+    emulate(ptx, [out, *arguments], cluster, threads, 65536, size, schedule=schedule, **options)
     return out
 
 
+def without(text, part, by=""):
+    assert part in text
+    return text.replace(part, by)
+
+
+FENCE = "fence.mbarrier_init.release.cluster; "
+
+
 def initialise(count=1, bars=1):
-    return "".join(f"@%p1 mbarrier.init.shared.b64 [%bar+{8 * i}], {count};\n" for i in range(bars)) + "bar.sync 0;\n"
+    return (
+        "".join(f"@%p1 mbarrier.init.shared.b64 [%bar+{8 * i}], {count};\n" for i in range(bars))
+        + FENCE
+        + "bar.sync 0;\n"
+    )
 
 
 def wait(bar=0, parity=0):
@@ -237,6 +250,41 @@ def test_cp_async_groups():
     wrong = body.replace("wait_group 1", "wait_group 2")
     with pytest.raises(EmulatorError, match="still writing"):
         run(wrong, np.zeros((32, 4), np.uint32), [source], [".u64 in"], schedule="lazy")
+
+
+def test_barriers_are_shown_to_the_async_proxy():
+    source = np.zeros(128, np.uint32)
+    body = without(initialise(), FENCE) + BULK + wait()
+    with pytest.raises(EmulatorError, match="no fence.mbarrier_init"):
+        run(body, np.zeros(128, np.uint32), [source], [".u64 in"])
+
+
+def test_the_kernel_before():
+    """Under programmatic dependent launch: what it wrote may be used after griddepcontrol.wait, own or waited for."""
+    source, out = np.arange(32, dtype=np.uint32), np.zeros(32, np.uint32)
+    use = "ld.param.u64 %x2, [in]; mad.wide.u32 %x3, %t, 4, %x2; {} ld.global.b32 %r2, [%x3];"
+    use += "mad.wide.u32 %x4, %t, 4, %out; st.global.b32 [%x4], %r2;"
+    copy = initialise() + "{}" + BULK.replace("512;\n", "128;\n").replace("%r7, 512", "%r7, 128") + wait()
+
+    def check(body, threads=32, fine=True):
+        for schedule in ALL:
+            if fine:
+                run(body, out, [source], [".u64 in"], threads, schedule, after_wait=[source])
+            else:
+                with pytest.raises(EmulatorError, match="griddepcontrol.wait was not called"):
+                    run(body, out, [source], [".u64 in"], threads, schedule, after_wait=[source])
+
+    check(use.format("griddepcontrol.wait;"))
+    check(use.format(""), fine=False)
+    check(copy.format("griddepcontrol.wait;"))
+    check(copy.format(""), fine=False)
+    one_waits = (
+        "setp.lt.u32 %p7, %t, 32; @%p7 griddepcontrol.wait; {} @%p7 bra END; sub.u32 %t, %t, 32; " + use + "END:"
+    )
+    check(one_waits.format("bar.sync 0;", ""), threads=64)
+    with pytest.raises(EmulatorError, match="griddepcontrol.wait was not called"):
+        run(one_waits.format("", ""), out, [source], [".u64 in"], 64, after_wait=[source])
+    assert out.tolist() == list(range(32))
 
 
 # ---- wgmma ----
@@ -431,11 +479,6 @@ def test_mma_accumulates_and_negates():
     np.testing.assert_array_equal(got, -expected)
 
 
-def without(text, part, by=""):
-    assert part in text
-    return text.replace(part, by)
-
-
 MAJOR = str(descriptor(DATA, 1024, 128, False))
 MUTATIONS = {
     "no wait for the operands": lambda s: without(s, wait(0)),
@@ -510,6 +553,16 @@ def test_remote_arrival_and_shared_memory(schedule):
         barrier.cluster.arrive; barrier.cluster.wait;"""  # fmt: skip
     got = run(body, np.zeros(64, np.uint32), schedule=schedule, cluster=2)
     assert got.tolist() == [1000 + t for t in range(32)] + list(range(32))
+
+
+def test_a_cta_that_has_ended():
+    body = (
+        initialise()
+        + """mov.u32 %r2, %cluster_ctarank; setp.eq.u32 %p3, %r2, 0; @%p3 bra END; mov.b32 %r5, 0;
+        mapa.shared::cluster.u32 %r6, %data, %r5; st.shared::cluster.b32 [%r6], %r5; END:"""
+    )
+    with pytest.raises(EmulatorError, match="which has ended"):
+        run(body, np.zeros(64, np.uint32), schedule="eager", cluster=2)
 
 
 @pytest.mark.parametrize("schedule", ALL)

@@ -22,6 +22,8 @@ class Mbarrier:
         self.count = self.pending = count
         self.phase = self.tx = 0
         self.time, self.times = 0, [0, 0]  # of the last arrival in this phase; of the ends of phases by parity
+        self.trusted = False  # see Warp
+        self.visible = False  # to other CTAs and to the async proxy
 
     def __str__(self):
         return (f"mbarrier {self.offset:#x} of CTA {self.cta.number} (initialised in line {self.line}): "
@@ -49,6 +51,7 @@ class Mbarrier:
         self.settle()
 
     def settle(self):
+        self.trusted |= self.machine.actor.trusted
         if self.pending == 0 and self.tx == 0:
             self.times[self.phase & 1] = self.time
             self.phase += 1
@@ -56,8 +59,8 @@ class Mbarrier:
             self.machine.changed = True
 
 
-def find(warp, address, own=False):
-    """The mbarrier at a shared::cluster address."""
+def find(warp, address, own=False, asynchronous=False):
+    """The mbarrier at a shared::cluster address, which must be the CTA's own, or may be signalled asynchronously."""
     rank, offset = address >> RANK_SHIFT, address & OFFSET
     cluster = warp.cta.cluster.ctas
     if rank >= len(cluster):
@@ -66,7 +69,19 @@ def find(warp, address, own=False):
         raise Violation(f"waits at an mbarrier of another CTA ({address:#x})")
     if offset not in cluster[rank].mbarriers:
         raise Violation(f"no mbarrier was initialised at {offset:#x} of CTA {cluster[rank].number}")
-    return cluster[rank].mbarriers[offset]
+    barrier = cluster[rank].mbarriers[offset]
+    remote = cluster[rank] is not warp.cta
+    if remote and cluster[rank].done:
+        raise Violation(f"signals an mbarrier of CTA {cluster[rank].number}, which has ended")
+    if not barrier.visible and (asynchronous or remote):
+        raise Violation(f"no fence.mbarrier_init (or fence.proxy.async) since the initialisation of {barrier}")
+    return barrier
+
+
+def trust(warp, barrier):
+    """Who waits for a warp that called griddepcontrol.wait need not call it."""
+    if barrier.trusted and not warp.trusted:
+        warp.trusted = warp.cta.machine.memory.trusted = True
 
 
 STATE_SPACE = r"(?:\.shared(?:::cta|::cluster)?)"
@@ -90,6 +105,7 @@ def build_init(build, match, place, count):
             cta.shared.state[span] = BARRIER
             count = int(warp.R[number][first_lane(mask)])
             cta.mbarriers[at] = Mbarrier(cta.machine, cta, at, count, line)
+            warp.unfenced_barriers.append(cta.mbarriers[at])
 
     return run
 
@@ -168,6 +184,7 @@ def build_try_wait(build, match, target, place, phase, limit=None):
             return Wait(f"{which} of {barrier}", ready, barrier, may_expire=True)
         if done:
             parity = wanted & 1
+            trust(warp, barrier)
             warp.cta.machine.timeline.wait(
                 warp, barrier.times[parity], f"parity {parity} of mbarrier {barrier.offset:#x}"
             )
@@ -179,7 +196,7 @@ def build_try_wait(build, match, target, place, phase, limit=None):
 # ---- named barriers ----
 class Named:
     def __init__(self):
-        self.arrived, self.expected, self.generation, self.time = 0, 0, 0, 0
+        self.arrived, self.expected, self.generation, self.time, self.trusted = 0, 0, 0, 0, False
 
 
 @operation(r"(?:bar|barrier)(?:\.cta)?\.(?P<what>sync|arrive)(?P<aligned>\.aligned)?", waits=True)
@@ -193,6 +210,7 @@ def build_bar(build, match, number, threads=None):
     def run(warp, mask):
         if warp.wait is not None and not isinstance(warp.wait, Lanes):
             warp.cta.machine.timeline.wait(warp, warp.wait.barrier.time, warp.wait.what.partition(":")[0])
+            trust(warp, warp.wait.barrier)
             return None  # it has been waiting, and that is over
         if not warp.full(mask):
             return Lanes()
@@ -211,6 +229,7 @@ def build_bar(build, match, number, threads=None):
         barrier.expected = expected
         barrier.arrived += 32
         barrier.time = max(barrier.time, warp.clock)
+        barrier.trusted |= warp.trusted
         cta.shared.release(warp.index)
         if barrier.arrived > expected:
             raise Violation(f"more than {expected} threads arrive at barrier {at}")
@@ -220,6 +239,7 @@ def build_bar(build, match, number, threads=None):
             cta.machine.changed = True
             if what == "sync":
                 cta.machine.timeline.wait(warp, barrier.time, f"barrier {at}")
+                trust(warp, barrier)
             return None
         if what == "arrive":
             return None
@@ -244,6 +264,7 @@ def build_cluster_arrive(build, match):
         warp.cta.shared.release(warp.index)
         cluster.arrived.add(warp)
         cluster.time = max(cluster.time, warp.clock)
+        cluster.trusted |= warp.trusted
         if all(w in cluster.arrived or w.done for cta in cluster.ctas for w in cta.warps):
             cluster.arrived.clear()
             cluster.phase += 1
@@ -264,6 +285,7 @@ def build_cluster_wait(build, match):
         if cluster.phase == phase:
             return Wait("the cluster barrier", lambda: cluster.phase != phase)
         warp.cta.machine.timeline.wait(warp, cluster.time, "the cluster barrier")
+        trust(warp, cluster)
         return None
 
     return run
@@ -274,11 +296,27 @@ def build_cluster_wait(build, match):
 def build_proxy_fence(build, match):
     if match[0].endswith(".global"):
         return lambda warp, mask: None
-    return lambda warp, mask: warp.cta.shared.fence(warp.index)
+
+    def run(warp, mask):
+        warp.cta.shared.fence(warp.index)
+        show_barriers(warp, mask)
+
+    return run
 
 
-@operation(r"fence\.mbarrier_init\.release\.cluster|fence(?:\.(?:sc|acq_rel|acquire|release))?\.(?:cta|cluster|gpu|sys)"
-           r"|membar\.(?:cta|gl|sys)|nanosleep\.u32|griddepcontrol\.(?:wait|launch_dependents)"
+def show_barriers(warp, mask):
+    for barrier in warp.unfenced_barriers:
+        barrier.visible = True
+    warp.unfenced_barriers.clear()
+
+
+@operation(r"fence\.mbarrier_init\.release\.cluster")
+def build_barrier_fence(build, match):
+    return show_barriers
+
+
+@operation(r"fence(?:\.(?:sc|acq_rel|acquire|release))?\.(?:cta|cluster|gpu|sys)"
+           r"|membar\.(?:cta|gl|sys)|nanosleep\.u32|griddepcontrol\.launch_dependents"
            r"|setmaxnreg\.(?:inc|dec)\.sync\.aligned\.u32|fence\.proxy\.(?:alias|tensormap)\S*")  # fmt: skip
 def build_nothing(build, match, *operands):
     """Order among generic accesses always holds here; one kernel runs at a time; registers are never short."""
@@ -287,6 +325,14 @@ def build_nothing(build, match, *operands):
         if not 24 <= count <= 256 or count % 8:
             build.fail("setmaxnreg: from 24 to 256 in steps of 8")
     return lambda warp, mask: None
+
+
+@operation(r"griddepcontrol\.wait")
+def build_dependency_wait(build, match):
+    def run(warp, mask):
+        warp.trusted = warp.cta.machine.memory.trusted = True
+
+    return run
 
 
 @operation(r"trap|brkpt")

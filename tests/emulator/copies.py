@@ -12,7 +12,7 @@ import numpy as np
 from .barriers import find
 from .formats import bf16_decode, bf16_encode
 from .machine import Operation
-from .memory import GRANULE, OFFSET, RANK_SHIFT, WRITTEN, Violation
+from .memory import GRANULE, OFFSET, RANK_SHIFT, STATE_NAMES, WRITTEN, Violation
 from .program import PARAMETERS, lanes_of, operation
 
 # Code of the element type in the map -> bits of an element: uint8, uint16, uint32, float16, float32, bfloat16, e2m1.
@@ -88,9 +88,11 @@ class TensorMap:
         tile = np.zeros((len(addresses), row), np.uint8)
         if last > first and inside.any():
             buffer, index = self.index(memory, addresses[inside] + first, last - first)
-            if (buffer.state[index] != WRITTEN).any():
-                at = int(index[buffer.state[index] != WRITTEN][0]) + buffer.base
-                raise Violation(f"the tensor map covers {at:#x} of {buffer.name}, which is never written or outside")
+            refused = buffer.refused(buffer.state[index])
+            if refused.any():
+                at = int(index[refused][0])
+                state = STATE_NAMES[int(buffer.state[at])]
+                raise Violation(f"the tensor map covers {buffer.base + at:#x} of {buffer.name}: {state}")
             tile[inside, first:last] = buffer.bytes[index]
         return tile.ravel()
 
@@ -99,7 +101,7 @@ class TensorMap:
         tile = tile.reshape(len(addresses), -1)
         if last > first and inside.any():
             buffer, index = self.index(memory, addresses[inside] + first, last - first)
-            if (buffer.state[index] > WRITTEN).any():
+            if buffer.refused(buffer.state[index], writes=True).any():
                 raise Violation(f"the tensor map covers bytes outside of {buffer.name}")
             new = tile[inside, first:last]
             if reduce is not None:
@@ -180,7 +182,7 @@ def destinations(warp, to, bar, mask, pair):
     if to >> RANK_SHIFT >= len(cluster):
         raise Violation(f"shared address {to:#x} is in no CTA of the cluster")
     if mask is None:
-        return [(cluster[to >> RANK_SHIFT], find(warp, bar))]
+        return [(cluster[to >> RANK_SHIFT], find(warp, bar, asynchronous=True))]
     result = []
     for rank in range(16):
         if mask >> rank & 1:
@@ -188,7 +190,7 @@ def destinations(warp, to, bar, mask, pair):
                 raise Violation(f"multicast to CTA {rank} of a cluster of {len(cluster)}")
             # Of a pair's two mbarriers, the one with the parity of the given address gets the signal.
             at = (rank & ~1) | (bar >> RANK_SHIFT & 1) if pair else rank
-            result.append((cluster[rank], find(warp, (bar & OFFSET) | at << RANK_SHIFT)))
+            result.append((cluster[rank], find(warp, (bar & OFFSET) | at << RANK_SHIFT, asynchronous=True)))
     return result
 
 

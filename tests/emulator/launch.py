@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from .machine import EmulatorError, Machine
-from .memory import Global, Memory
+from .memory import EARLIER, UNWRITTEN, WRITTEN, Global, Memory
 from .parser import parse
 from .program import Program
 
@@ -72,26 +72,31 @@ class Tensor:
         extent = 0 if 0 in shape else 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
         return cls(host, size, address - host, extent * item, shape, strides, dtype, value)
 
-    def place(self, memory, name="tensor", written=True):
+    def place(self, memory, name="tensor", state=WRITTEN):
         """Its address on the device. An empty tensor has none; the host code wants an aligned one all the same."""
         if not self.extent:
             return Global.ALIGNMENT
         name = f"{name} ({self.dtype} {list(self.shape)})"
-        return memory.place(name, self.host, self.size, self.offset, self.extent, written)
+        return memory.place(name, self.host, self.size, self.offset, self.extent, state)
 
 
 def is_tensor(value):
     return hasattr(value, "data_ptr") or isinstance(value, np.ndarray)
 
 
-def device_memory(values, unwritten=()):
-    """Global memory with these tensors. `unwritten`: those that the kernel must not read before it writes."""
+def device_memory(values, unwritten=(), after_wait=()):
+    """Global memory with these tensors. `unwritten`: those that the kernel must not read before it writes.
+    `after_wait`: those of the kernel before, under programmatic dependent launch: not to be touched before
+    griddepcontrol.wait.
+    """
     memory = Global()
     for number, value in enumerate(values):
         if is_tensor(value):
             Tensor.of(value).place(memory, f"tensor {number}")
     for value in unwritten:
-        Tensor.of(value).place(memory, written=False)
+        Tensor.of(value).place(memory, state=UNWRITTEN)
+    for value in after_wait:
+        Tensor.of(value).place(memory, state=EARLIER)
     return memory
 
 
@@ -135,15 +140,15 @@ def pack(program, arguments, memory):
 
 
 def emulate(ptx, arguments, grid, block, shared=0, cluster=(1, 1, 1), kernel=None, schedule="eager", unwritten=(),
-            buffers=(), **options):  # fmt: skip
+            after_wait=(), buffers=(), **options):  # fmt: skip
     """Run one kernel of a PTX text; its tensors change in place. Returns the Machine.
 
-    shared: bytes of dynamic shared memory. unwritten: outputs, to be read only after they are written. buffers: tensors
-    that the kernel reaches through pointers in memory. options: see Machine.
+    shared: bytes of dynamic shared memory. unwritten, after_wait: see device_memory. buffers: tensors that the kernel
+    reaches through pointers in memory. options: see Machine.
     """
     found = programs(ptx)
     program = found[kernel] if kernel else next(iter(found.values()))
-    memory = device_memory((*arguments, *buffers), unwritten)
+    memory = device_memory((*arguments, *buffers), unwritten, after_wait)
     parameters = pack(program, arguments, memory)
     launch = Launch(program.kernel.name, _three(grid), _three(block), shared, _three(cluster), parameters)
     return start(program, launch, memory, schedule, **options)
@@ -179,7 +184,7 @@ def restore(path):
     while f"base{number}" in arrays:
         name, base = str(arrays[f"name{number}"]), int(arrays[f"base{number}"])
         memory.bases.append(base)
-        memory.buffers.append(Memory(name, base, arrays[f"bytes{number}"], arrays[f"state{number}"]))
+        memory.buffers.append(Memory(name, base, arrays[f"bytes{number}"], arrays[f"state{number}"], memory))
         number += 1
     return str(arrays["ptx"]), [Launch(**ast.literal_eval(str(text))) for text in arrays["launches"]], memory
 
@@ -272,15 +277,16 @@ class Emulated:
             raise ValueError(self.library.stub_message().decode())
         return found
 
-    def __call__(self, *arguments, schedule="eager", unwritten=(), buffers=(), memory=None, **options):
+    def __call__(self, *arguments, schedule="eager", unwritten=(), after_wait=(), buffers=(), memory=None,
+                 **options):  # fmt: skip
         """Run all launches one after another. Returns their Machines."""
-        memory = memory or device_memory((*arguments, *buffers), unwritten)
+        memory = memory or device_memory((*arguments, *buffers), unwritten, after_wait)
         return [start(self.programs[launch.kernel], launch, memory, schedule, **options)
                 for launch in self.launches(*arguments, memory=memory)]  # fmt: skip
 
-    def capture(self, path, *arguments, unwritten=(), buffers=()):
+    def capture(self, path, *arguments, unwritten=(), after_wait=(), buffers=()):
         """Write all that a run needs to a file, for `python -m tests.emulator PATH`."""
-        memory = device_memory((*arguments, *buffers), unwritten)
+        memory = device_memory((*arguments, *buffers), unwritten, after_wait)
         save(path, self.ptx, self.launches(*arguments, memory=memory), memory)
 
     @staticmethod

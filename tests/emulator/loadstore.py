@@ -37,8 +37,13 @@ def shared_parts(warp, addresses):
     if int(np.maximum.reduce(ranks)) >= len(cluster):
         raise Violation(f"shared address {int(addresses.max()):#x} is in no CTA of the cluster")
     if (ranks == first).all():
-        return [(cluster[first], slice(None))]
-    return [(cluster[r], np.flatnonzero(ranks == r)) for r in np.unique(ranks).tolist()]
+        parts = [(cluster[first], slice(None))]
+    else:
+        parts = [(cluster[r], np.flatnonzero(ranks == r)) for r in np.unique(ranks).tolist()]
+    for cta, _ in parts:
+        if cta is not warp.cta and cta.done:
+            raise Violation(f"uses shared memory of CTA {cta.number}, which has ended")
+    return parts
 
 
 def load_shared(warp, addresses, width, count):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .memory import RANK_SHIFT, SHARED_BASE, Shared, Tmem, Violation
+from .memory import SHARED_BASE, Global, Shared, Tmem, Violation
 from .timeline import Timeline, latency
 
 ALL = b"\1" * 32
@@ -94,11 +94,14 @@ class Warp:
         self.wait = None  # of the group now running, when it resumes after waiting
         self.at = None  # the instruction now running
         self.clock = 0  # see timeline.py
+        self.trusted = (
+            False  # whether it knows, by griddepcontrol.wait or from who did, that the kernel before has ended
+        )
         self.bulk_groups = []  # of asynchronous bulk stores: lists of operations, the last one open
         self.copy_groups = []  # of cp.async, likewise
         self.wgmma_groups = []
         self.tmem_loads, self.tmem_stores = [], []
-        self.banks = {}
+        self.unfenced_barriers = []  # that it initialised
         self.R = cta.machine.program.registers(self)
 
     @property
@@ -125,14 +128,15 @@ class Cta:
         threads = int(np.prod(machine.block))
         self.warps = [Warp(self, i, min(32, threads - 32 * i)) for i in range(-(-threads // 32))]
 
-    def address(self, offset):
-        return offset | (self.rank << RANK_SHIFT)
+    @property
+    def done(self):
+        return all(warp.done for warp in self.warps)
 
 
 class Cluster:
     def __init__(self):
         self.ctas = []
-        self.arrived, self.phase, self.time = set(), 0, 0
+        self.arrived, self.phase, self.time, self.trusted = set(), 0, 0, False
 
 
 class Operation:
@@ -147,6 +151,7 @@ class Operation:
         self.owners = [owner or warp.cta]
         self.done = False
         self.time = warp.clock  # when it was issued, later when it is over
+        self.trusted = warp.trusted
 
     def __str__(self):
         return f"{self.instruction.opcode.split('.mbarrier')[0]} (line {self.instruction.line}, {self.warp})"
@@ -160,7 +165,7 @@ class Machine:
         self.program, self.grid, self.block, self.cluster_shape = program, grid, block, cluster
         self.dynamic_shared = dynamic_shared
         self.place_shared()
-        self.memory, self.parameters = memory, parameters
+        self.memory, self.parameters = memory or Global(), parameters
         self.schedule = Schedule.parse(schedule)
         self.random = random.Random(self.schedule.seed)
         self.resident, self.trace, self.max_steps = resident, trace, max_steps
@@ -169,7 +174,7 @@ class Machine:
         self.instructions = 0
         self.ctas = []
         self.timeline = Timeline()
-        self.clock = 0  # of whoever acts now
+        self.actor, self.clock = None, 0  # the warp that acts now, also through an operation of its own, and its time
         self.clocks = {}  # (CTA, warp) -> clock at its end
         self.last_of_order = {}  # order key -> time of the last operation of that order
         self.changed = False  # whether anything happened that could end a wait
@@ -223,7 +228,7 @@ class Machine:
                 if not resident:
                     return self
                 self.run_until_some_end(resident)
-                for cluster in [c for c in resident if all(w.done for cta in c.ctas for w in cta.warps)]:
+                for cluster in [c for c in resident if all(cta.done for cta in c.ctas)]:
                     for cta in cluster.ctas:
                         self.check_exit(cta)
                     resident.remove(cluster)
@@ -247,7 +252,7 @@ class Machine:
             alive = [w for w in warps if not w.done]
             if len(alive) < len(warps):
                 warps = alive
-                if any(all(w.done for cta in c.ctas for w in cta.warps) for c in resident):
+                if any(all(cta.done for cta in c.ctas) for c in resident):
                     return
             if self.steps > self.max_steps:
                 raise EmulatorError(f"not finished after {self.steps} steps\n{self.report(warps)}")
@@ -296,7 +301,7 @@ class Machine:
     def run_group(self, warp, group, quantum):
         """Blocks of one group until it waits, ends or may meet another group. How many blocks."""
         program, count = self.program, 0
-        self.clock = warp.clock
+        self.actor, self.clock, self.memory.trusted = warp, warp.clock, warp.trusted
         warp.wait, group.wait = group.wait, None
         alone = len(warp.groups) == 1
         try:
@@ -358,10 +363,11 @@ class Machine:
         operation.time += latency(operation.instruction.opcode)
         if operation.order is not None:
             self.last_of_order[operation.order] = operation.time
-        before, self.clock = self.clock, operation.time
+        before = self.actor, self.clock, self.memory.trusted
+        self.actor, self.clock, self.memory.trusted = operation.warp, operation.time, operation.trusted
         while len(operation.stages) > keep:
             operation.stages.pop(0)()
-        self.clock = before
+        self.actor, self.clock, self.memory.trusted = before
 
     @property
     def eager(self):

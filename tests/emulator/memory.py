@@ -9,8 +9,13 @@ from bisect import bisect_right
 
 import numpy as np
 
-UNWRITTEN, WRITTEN, BARRIER, OUTSIDE = 0, 1, 2, 3
-STATE_NAMES = {UNWRITTEN: "never written", BARRIER: "an mbarrier", OUTSIDE: "outside of every buffer"}
+UNWRITTEN, WRITTEN, BARRIER, OUTSIDE, EARLIER = 0, 1, 2, 3, 4
+STATE_NAMES = {
+    UNWRITTEN: "never written",
+    BARRIER: "an mbarrier",
+    OUTSIDE: "outside of every buffer",
+    EARLIER: "belongs to the kernel before, and griddepcontrol.wait was not called",
+}
 GRANULE = 16  # asynchronous operations use whole 16-byte pieces
 SHARED_BASE = 1024  # the first KiB of shared memory belongs to the system: a null address is out of bounds
 RANK_SHIFT = 24  # shared::cluster addresses carry the CTA's rank in the cluster above the offset
@@ -25,9 +30,10 @@ class Violation(Exception):
 class Memory:
     """`data` from address `base`, uint8; `state` per byte."""
 
-    def __init__(self, name, base, data, state):
+    def __init__(self, name, base, data, state, owner=None):
         self.name, self.base, self.size = name, base, len(data)
         self.bytes, self.state = data, state
+        self.owner = owner
         self.views = {w: self._view(data, w) for w in (1, 2, 4, 8)}
         self.states = {w: self._view(state, w) for w in (1, 2, 4, 8)}
 
@@ -52,26 +58,36 @@ class Memory:
     def describe(self):
         return f"{self.name} [{self.base:#x}, {self.base + self.size:#x})"
 
-    def _fail(self, what, index, width, bad):
-        at = np.argwhere(bad)[0]
-        place = int(index[tuple(at)]) * width
-        states = self.state[place : place + width].tolist()
-        state = next((s for s in states if s != WRITTEN), UNWRITTEN)
-        raise Violation(f"{what} {self.base + place:#x} in {self.name}: {STATE_NAMES[state]}")
+    def _fail(self, what, index, width, writes=False):
+        """Unless every byte may be used after all."""
+        at = (np.asarray(index)[..., None] * width + np.arange(width)).ravel()
+        refused = self.refused(self.state[at], writes)
+        if refused.any():
+            place = int(at[refused.argmax()])
+            state = STATE_NAMES[int(self.state[place])]
+            raise Violation(f"{what} {self.base + place:#x} in {self.name}: {state}")
 
     def load(self, addresses, width, count=1):
         """(lanes,) or (lanes, count) unsigned integers."""
         index = self._index(addresses, width, count)
         bad = self.states[width][index] != int("01" * width, 16)
         if bad.any():
-            self._fail("reads", index, width, bad)
+            self._fail("reads", index, width)
         return self.views[width][index]
+
+    def refused(self, states, writes=False):
+        """Which of these bytes may not be read (or written) now."""
+        refused = states > WRITTEN if writes else states != WRITTEN
+        if self.owner is not None and self.owner.trusted:
+            refused &= states != EARLIER
+        return refused
 
     def store(self, addresses, width, values):
         count = 1 if values.ndim == 1 else values.shape[1]
         index = self._index(addresses, width, count)
-        if (self.states[width][index] & int("02" * width, 16)).any():
-            self._fail("writes", index, width, self.states[width][index] & int("02" * width, 16) != 0)
+        bad = self.states[width][index] & int("06" * width, 16) != 0
+        if bad.any():
+            self._fail("writes", index, width, writes=True)
         self.views[width][index] = values
         self.states[width][index] = int("01" * width, 16)
 
@@ -84,16 +100,14 @@ class Memory:
     def read(self, address, size):
         """Bytes for the async proxy; the caller has checked hazards."""
         span = self.span(address, size)
-        bad = self.state[span] != WRITTEN
-        if bad.any():
-            self._fail("reads", np.arange(span.start, span.stop), 1, bad)
+        if (self.state[span] != WRITTEN).any():
+            self._fail("reads", np.arange(span.start, span.stop), 1)
         return self.bytes[span]
 
     def write(self, address, data):
         span = self.span(address, len(data))
-        bad = self.state[span] > WRITTEN
-        if bad.any():
-            self._fail("writes", np.arange(span.start, span.stop), 1, bad)
+        if (self.state[span] > WRITTEN).any():
+            self._fail("writes", np.arange(span.start, span.stop), 1, writes=True)
         self.bytes[span] = data
         self.state[span] = WRITTEN
 
@@ -212,6 +226,7 @@ class Global:
 
     def __init__(self):
         self.buffers, self.bases = [], []
+        self.trusted = True  # whether who acts now knows that the kernel before has ended
         self.copies = {}  # host address -> (host bytes, Memory)
 
     def allocate(self, name, size):
@@ -220,13 +235,13 @@ class Global:
         start = -room.__array_interface__["data"][0] % self.ALIGNMENT + self.ALIGNMENT
         base = room.__array_interface__["data"][0] + start
         data = room[start : start + -(-size // GRANULE) * GRANULE]
-        buffer = Memory(name, base, data, np.full(len(data), OUTSIDE, np.uint8))
+        buffer = Memory(name, base, data, np.full(len(data), OUTSIDE, np.uint8), self)
         at = bisect_right(self.bases, base)
         self.bases.insert(at, base)
         self.buffers.insert(at, buffer)
         return buffer
 
-    def place(self, name, host, size, offset, extent, written=True):
+    def place(self, name, host, size, offset, extent, state=WRITTEN):
         """The device address of `extent` bytes at `offset` in a host allocation of `size` bytes at `host`."""
         if host not in self.copies:
             theirs = np.frombuffer((ctypes.c_uint8 * size).from_address(host), np.uint8)
@@ -234,7 +249,7 @@ class Global:
             buffer.bytes[:size] = theirs
             self.copies[host] = theirs, buffer
         buffer = self.copies[host][1]
-        buffer.state[offset : offset + extent] = WRITTEN if written else UNWRITTEN
+        buffer.state[offset : offset + extent] = state
         return buffer.base + offset
 
     def fetch(self):

@@ -230,7 +230,7 @@ def build_commit(build, match, place, *more):
             if mask_index is not None:
                 bits = int(warp.R[mask_index][lane])
                 places = [(at & OFFSET) | rank << RANK_SHIFT for rank in range(16) if bits >> rank & 1]
-            barriers = tuple(find(warp, p) for p in places)
+            barriers = tuple(find(warp, p, asynchronous=True) for p in places)
             stages = [lambda barriers=barriers: [b.arrive(1) for b in barriers]]
             warp.cta.machine.issue(Operation(warp, stages, signals=barriers, order=order_of(warp)))
 
