@@ -2,13 +2,19 @@
 
 import itertools
 import math
+import os
 import struct
+import subprocess
+import sys
 from fractions import Fraction
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.emulator import EmulatorError, PtxError, emulate
+from tests.emulator import EmulatorError, PtxError, Schedule, emulate
+
+ROOT = Path(__file__).parent.parent
 
 HEAD = ".version 8.8\n.target sm_100a\n.address_size 64\n.extern .shared .align 1024 .b8 smem[];\n"
 
@@ -581,3 +587,56 @@ def test_named_barriers():
 
 def test_endless_loops_end():
     fails("not finished", "L: bra L;", max_steps=1000)
+
+
+# ---- the command line ----
+DOUBLE = kernel(
+    """ld.param.u64 %x1, [a]; mad.wide.u32 %x2, %t, 4, %x1; ld.global.b32 %r1, [%x2]; ld.param.b32 %r2, [n];
+    mov.b32 %r3, smem; mad.lo.u32 %r3, %t, 4, %r3; st.shared.b32 [%r3], %r1; bar.sync 0; ld.shared.b32 %r4, [%r3];
+    mul.lo.u32 %r5, %r4, %r2; st.global.b32 [%mine], %r5;""",
+    (".u64 out", ".u64 a", ".u32 n"),
+)
+
+
+def command(*arguments):
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.emulator", *arguments],
+        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
+    )  # fmt: skip
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_command_line(tmp_path):
+    (tmp_path / "double.ptx").write_text(DOUBLE)
+    np.save(tmp_path / "a.npy", np.arange(64, dtype=np.uint32))
+    given = "--block 64 --shared 256 --arg zeros:uint32:64 --arg".split() + [str(tmp_path / "a.npy"), "--arg", "3"]
+    files = ["--out", str(tmp_path / "out.npz"), "--timeline", str(tmp_path / "picture.svg"), "--trace", "0:1:21-23"]
+    code, out, err = command(str(tmp_path / "double.ptx"), *given, *files, "--schedule", "random:4")
+    assert code == 0, err
+    assert "block (64, 1, 1)" in out
+    assert "ld.shared.b32" in out and "= 32 33 34 .. 63" in out
+    assert np.load(tmp_path / "out.npz")["arg0"].tolist() == list(range(0, 192, 3))
+    assert (tmp_path / "picture.svg").read_text().startswith("<svg")
+    code, out, err = command(str(tmp_path / "double.ptx"), *given, "--timeline", "-")
+    assert "CTA 0 warp 1" in out and "####" in out
+    code, out, err = command(str(tmp_path / "double.ptx"), *given[:2], *given[4:])
+    assert code == 1 and "outside of shared memory" in err and "warp 0" in err
+
+
+def test_schedules_have_names():
+    assert Schedule.parse("reverse-lazy") == Schedule("reverse", "lazy")
+    assert Schedule.parse("random:7") == Schedule("random", "random", 7)
+    assert Schedule.parse("random-lazy:7") == Schedule("random", "lazy", 7)
+    with pytest.raises(ValueError, match="late"):
+        Schedule.parse("late")
+
+
+def test_a_run_repeats():
+    """The same seed gives the same interleaving; the timeline does not depend on it."""
+    ends = []
+    for schedule in ("eager", "random:5", "random:5", "reverse"):
+        a, out = np.arange(64, dtype=np.uint32), np.zeros(64, np.uint32)
+        machine = emulate(DOUBLE, [out, a, 2], 1, 64, 256, schedule=schedule)
+        ends.append((machine.clocks, len(machine.timeline.waits)))
+        assert out.tolist() == list(range(0, 128, 2))
+    assert ends[0][0] == ends[1][0] == ends[2][0] == ends[3][0]

@@ -1,7 +1,11 @@
 """Whole kernels on the emulator, compiled by CuTe DSL: compared with torch, then spoilt on purpose."""
 
+import os
 import re
 import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -112,6 +116,27 @@ def test_the_host_code_checks_its_arguments(hopper):
     (a, b, out), _ = hopper_problem()
     with pytest.raises(ValueError, match="Mismatched|expected"):
         hopper[1](a.float(), b, out)
+
+
+def test_a_capture_runs_from_the_command_line(blackwell, tmp_path):
+    arguments, _ = blackwell_problem(128, 128, 256)
+    blackwell["sm_100a"][1].capture(tmp_path / "gemm.npz", *arguments, unwritten=arguments[-1:])
+    root = Path(__file__).parent.parent
+    command = [
+        sys.executable,
+        "-m",
+        "tests.emulator",
+        str(tmp_path / "gemm.npz"),
+        "--schedule",
+        "lazy",
+        "--timeline",
+        "-",
+    ]
+    done = subprocess.run(
+        command, cwd=root, env={**os.environ, "PYTHONPATH": str(root)}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert "CTA 0 warp 3" in done.stdout and "% waiting" in done.stdout and "parity 0 of mbarrier" in done.stdout
 
 
 def change(text, pattern, by, count=1):

@@ -317,6 +317,8 @@ class Machine:
                     warp.wait = None
                     if wait is not None:
                         group.wait = wait
+                        warp.clock -= 1  # it will be called again
+                        self.instructions -= 1
                         return count
                     if self.trace:
                         self.trace(warp, group.mask)
