@@ -118,8 +118,8 @@ def test_refusals():
 # ---- compiled, for a GPU that is not here --------------------------------------------------------
 
 
-def shipped_configs() -> list:
-    """From layers of Qwen3-30B-A3B, gpt-oss, DeepSeek-V3 and small ones; every tile and output."""
+def shipped_configs(architecture: str) -> list:
+    """From layers of Qwen3-30B-A3B, gpt-oss, DeepSeek-V3 and small ones; every tile and output (sm_103a: a few)."""
     silu, oai = Gate(), Gate("silu", alpha=1.702, limit=7.0, up_offset=1.0)
     configs = [
         QuantizeConfig(128, 2048, "bfloat16", True, True),
@@ -133,18 +133,18 @@ def shipped_configs() -> list:
     for tile in TILES:
         if tile.blocks == 2:
             configs.append(GemmConfig(128, 768, 2048, 2, "nvfp4", silu, None, tile))
-            continue
-        configs.append(GemmConfig(128, 2048, 768, 1, "assignments", None, None, tile))
-    return configs
+        else:
+            configs.append(GemmConfig(128, 2048, 768, 1, "assignments", None, None, tile))
+    return configs if architecture == "sm_100a" else configs[::4]
 
 
-def inspect_all(folder: str) -> None:
+def inspect_all(architecture: str, folder: str) -> None:
     """In a process of its own, for one architecture: compile, disassemble, print a JSON list."""
     import nvidia.cu13
 
     tools = Path(next(iter(nvidia.cu13.__path__)), "bin")
     table = []
-    for config in shipped_configs():
+    for config in shipped_configs(architecture):
         for old in Path(folder).iterdir():
             old.unlink()
         sm100.compile_kernel(config, "--enable-tvm-ffi")
@@ -167,12 +167,12 @@ def test_compiles_without_a_gpu(architecture, tmp_path, capsys):
         **os.environ, "CUTE_DSL_ARCH": architecture, "CUTE_DSL_KEEP_CUBIN": "1", "CUTE_DSL_DUMP_DIR": str(tmp_path),
         "CUTE_DSL_DISABLE_FILE_CACHING": "1",
     }  # fmt: skip
-    code = f"from tests import test_kernels_sm100 as t; t.inspect_all({str(tmp_path)!r})"
+    code = f"from tests import test_kernels_sm100 as t; t.inspect_all({architecture!r}, {str(tmp_path)!r})"
     root = Path(__file__).parent.parent
     done = subprocess.run([sys.executable, "-c", code], env=environment, cwd=root, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     lines = []
-    for config, found in zip(shipped_configs(), json.loads(done.stdout.splitlines()[-1]), strict=True):
+    for config, found in zip(shipped_configs(architecture), json.loads(done.stdout.splitlines()[-1]), strict=True):
         line = f"{found['REG']:4} registers {found['instructions']:5} instructions"
         assert found["STACK"] == found["LOCAL"] == found["LDL"] == found["STL"] == 0
         if isinstance(config, GemmConfig):
@@ -297,9 +297,6 @@ def check_codes(found: Rows, exact, bound, scale, groups, live):
 
 # ---- on the emulator: running --------------------------------------------------------------------
 
-SCHEDULES = ["lazy", "random:1"]  # what is asynchronous happens as late as the waits allow; at any time
-
-
 @pytest.fixture
 def on_emulator(monkeypatch):
     """The backend's launches go to the emulator. Returns a function that sets schedule, number of SMs, tile."""
@@ -311,9 +308,11 @@ def on_emulator(monkeypatch):
     def launch(config, arguments):
         if config not in RUNS:
             RUNS[config] = emulator.Emulated(sm100.compiled(config))
-        outputs = {GemmConfig: [9], QuantizeConfig: [4, 6], CombineConfig: [2]}[type(config)]
+        outputs = {GemmConfig: [9], QuantizeConfig: [4, 5, 6], CombineConfig: [2]}[type(config)]
         if getattr(config, "out", "") == "nvfp4":
-            outputs.append(11)
+            outputs += [10, 11]
+        for i in outputs:  # what is not written must not look like zeros; as a block scale this is a NaN
+            arguments[i].view(torch.uint8).fill_(0x7F)
         unwritten = [arguments[i] for i in outputs]
         (machine,) = RUNS[config](*arguments, schedule=state["schedule"], unwritten=unwritten)
         if isinstance(config, GemmConfig):
@@ -351,6 +350,14 @@ def with_noise(rows: Rows, groups, seed=0) -> Rows:
     return replace(rows, sf=nvfp4.swizzle_sf(noise))
 
 
+def padding_columns_are_zero(rows: Rows, groups) -> bool:
+    """The scales from K / 16 up to a multiple of 4, which multiply K's padding, of rows that are somebody's."""
+    K16, bound = rows.values.shape[-1] // 8, nvfp4.grouped_sf_rows(groups.num_rows, groups.num_experts)
+    sf = nvfp4.unswizzle_sf(rows.sf, bound, -(-K16 // 4) * 4)
+    mine = nvfp4.padded_rows(groups.offsets, groups.num_rows)
+    return not sf[mine[mine < bound], K16:].any()
+
+
 def same_sf(a: Rows, b: Rows, groups) -> bool:
     K16 = a.values.shape[-1] // 8
     return torch.equal(*(nvfp4.unswizzle_sf_grouped(r.sf, groups.offsets, groups.num_rows, K16) for r in (a, b)))
@@ -377,11 +384,11 @@ def test_quantize_rows(on_emulator, gather, static, K, sizes, sentinels, dtype):
     index = groups.token if gather else None
     found, right = (stage.quantize_rows(x, index, scale, groups) for stage in (sm100, reference))
     assert torch.equal(found.values, right.values) and torch.equal(found.scale, right.scale)
-    assert same_sf(found, right, groups)
+    assert same_sf(found, right, groups) and padding_columns_are_zero(found, groups)
 
 
-def check_layer(use, E, H, I, gate, sizes, sentinels=0, top_k=1, bias=None, static=True, dtype=torch.bfloat16, seed=0):
-    """Both GEMMs from the same inputs as the reference; deterministic under another schedule."""
+def check_layer(E, H, I, gate, sizes, sentinels=0, top_k=1, bias=None, static=True, dtype=torch.bfloat16, seed=0):
+    """Both GEMMs, each from inputs that the reference made, against float64; returns the last one, to call it again."""
     w = random_weights(E, H, I, gate, bias, static, seed)
     ids = random_ids(sizes, sentinels, top_k, seed)
     groups = group_by_expert(ids, E)
@@ -398,6 +405,7 @@ def check_layer(use, E, H, I, gate, sizes, sentinels=0, top_k=1, bias=None, stat
         h_scale = torch.cat([w.h_scale, torch.ones(1)])[groups.expert_of_row()]
         assert torch.equal(h.scale, h_scale) and not h.values[~live].any()
         check_codes(h, exact, bound, h_scale, groups, live)
+        assert padding_columns_are_zero(h, groups)
     else:
         check_close(h.values, exact, bound, live)
         plain = reference.gemm1_swiglu(rows, w, groups, torch.float32).values[:, :I]
@@ -415,8 +423,7 @@ def check_layer(use, E, H, I, gate, sizes, sentinels=0, top_k=1, bias=None, stat
     size = (each * slots).abs().sum(1)
     bound = (each.abs() * slot_bounds).sum(1) + (top_k + 2) * UNIT * size
     check_close(y, (each * slots).sum(1), bound, torch.ones(len(y), dtype=torch.bool))
-    use(schedule="random:7", sms=2)
-    assert torch.equal(sm100.gemm2_combine(h, w, groups, weights, dtype), y)
+    return lambda: (sm100.gemm2_combine(h, w, groups, weights, dtype), y)
 
 
 ROUTINGS = {
@@ -432,25 +439,30 @@ ROUTINGS = {
 
 
 @pytest.mark.parametrize("routing", ROUTINGS)
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_routings(on_emulator, routing, schedule):
-    on_emulator(schedule=schedule)
+def test_routings(on_emulator, routing):
+    on_emulator(schedule="lazy")
     sizes, sentinels, top_k = ROUTINGS[routing]
-    check_layer(on_emulator, 4, 256, 144, Gate(), sizes, sentinels, top_k)
+    again = check_layer(4, 256, 144, Gate(), sizes, sentinels, top_k)
+    on_emulator(schedule="random:7", sms=2)  # other CTAs, in another order: the same bits
+    assert torch.equal(*again())
 
 
-@pytest.mark.parametrize("tile", [t for t in TILES if t.blocks == 2], ids=str)
-@pytest.mark.parametrize("schedule", ["eager", "lazy"])
+def tile_name(tile):
+    return f"{tile.tokens} tokens, {tile.blocks} blocks" + ", pair" * (tile.ctas - 1)
+
+
+@pytest.mark.parametrize("tile", [t for t in TILES if t.blocks == 2], ids=tile_name)
+@pytest.mark.parametrize("schedule", ["eager", "reverse-lazy"])
 def test_tiles_of_gate_and_up(on_emulator, tile, schedule):
     on_emulator(schedule=schedule, tile=tile)
-    check_layer(on_emulator, 3, 192, 272, Gate(), [256, 0, 100], 2, 1)
+    check_layer(3, 192, 272, Gate(), [256, 0, 100], 2, 1)
 
 
-@pytest.mark.parametrize("tile", TILES, ids=str)
-@pytest.mark.parametrize("schedule", ["eager", "lazy"])
+@pytest.mark.parametrize("tile", TILES, ids=tile_name)
+@pytest.mark.parametrize("schedule", ["eager", "reverse-lazy"])
 def test_tiles_of_one_projection(on_emulator, tile, schedule):
     on_emulator(schedule=schedule, tile=tile)
-    check_layer(on_emulator, 3, 288, 144, GATES["relu2"], [240, 0, 70], 1, 2)
+    check_layer(3, 288, 144, GATES["relu2"], [130, 0, 70], 1, 2)
 
 
 @pytest.mark.parametrize("gate", GATES)
@@ -461,7 +473,7 @@ def test_tiles_of_one_projection(on_emulator, tile, schedule):
 )
 def test_gates(on_emulator, gate, bias, static, dtype):
     on_emulator(schedule="lazy")
-    check_layer(on_emulator, 2, 128, 48, GATES[gate], [20, 67], 1, 2, bias, static, dtype)
+    check_layer(2, 128, 48, GATES[gate], [20, 67], 1, 2, bias, static, dtype)
 
 
 @pytest.mark.parametrize(
@@ -470,7 +482,7 @@ def test_gates(on_emulator, gate, bias, static, dtype):
 def test_sizes(on_emulator, H, I):
     """K tails of 16, 32, 48 and of whole steps, weight rows that do not fill a block, K not a multiple of 32."""
     on_emulator(schedule="lazy")
-    check_layer(on_emulator, 2, H, I, Gate(), [5, 18], 1, 2)
+    check_layer(2, H, I, Gate(), [5, 18], 1, 2)
 
 
 def test_many_experts(on_emulator):
@@ -478,12 +490,12 @@ def test_many_experts(on_emulator):
     on_emulator(schedule="lazy", sms=5)
     sizes = [0] * 150
     sizes[3], sizes[64], sizes[77], sizes[149] = 2, 1, 65, 3
-    check_layer(on_emulator, 150, 64, 16, Gate(), sizes, 1, 1)
+    check_layer(150, 64, 16, Gate(), sizes, 1, 1)
 
 
 def test_one_expert(on_emulator):
     on_emulator(schedule="lazy")
-    check_layer(on_emulator, 1, 64, 32, GATES["oai"], [33], 0, 1)
+    check_layer(1, 64, 32, GATES["oai"], [33], 0, 1)
 
 
 def test_no_tokens(on_emulator):
@@ -495,7 +507,7 @@ def test_no_tokens(on_emulator):
     assert sm100.gemm2_combine(h, w, groups, torch.zeros(0, 2), torch.bfloat16).shape == (0, 64)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(data=st.data())
 def test_random_problems(on_emulator_always, data):
     draw = data.draw
@@ -504,7 +516,7 @@ def test_random_problems(on_emulator_always, data):
     on_emulator_always(schedule=draw(schedules), sms=draw(st.integers(1, 6)))
     gate = GATES[draw(st.sampled_from(["silu", "oai"]))]
     check_layer(
-        on_emulator_always, 3, 96, 48, gate, sizes, draw(st.integers(0, 9)), draw(st.integers(1, 4)),
+        3, 96, 48, gate, sizes, draw(st.integers(0, 9)), draw(st.integers(1, 4)),
         seed=draw(st.integers(0, 9)),
     )  # fmt: skip
 
