@@ -28,7 +28,7 @@ from hypothesis import strategies as st
 
 from moe_nvfp4 import Gate, NVFP4Experts, reference
 from moe_nvfp4 import format as nvfp4
-from moe_nvfp4.kernels import sm100
+from moe_nvfp4.kernels import sm100, sm100_model
 from moe_nvfp4.routing import Rows, group_by_expert
 from tests.common import THRESHOLDS, relative_error
 
@@ -91,16 +91,23 @@ def test_tiles():
     for R, E, rows, projections, sms, tile in [
         (1, 8, 768, 2, 148, Tile(64, 2)),
         (8 * 64, 8, 768, 2, 148, Tile(64, 2)),
-        (8 * 65, 8, 768, 2, 148, Tile(128, 2)),
+        (8 * 65, 8, 768, 2, 148, Tile(64, 2)),
+        (128 * 65, 128, 768, 2, 148, Tile(128, 2)),
         (8, 128, 2048, 1, 148, Tile(64, 1)),
         (512, 128, 2048, 1, 148, Tile(64, 2)),
         (16384, 128, 2048, 1, 148, Tile(128, 2)),
         (65536, 128, 2048, 1, 148, Tile(128, 2, 2)),
         (65536, 128, 768, 2, 148, Tile(128, 2, 2)),
-        (256, 2, 512, 1, 148, Tile(128, 1)),
-        (512, 2, 512, 1, 148, Tile(128, 1)),
+        (512, 2, 512, 1, 148, Tile(64, 1)),
+        (512, 2, 3072, 1, 148, Tile(128, 1)),
     ]:
         assert sm100.choose_tile(R, E, rows, projections, sms) == tile
+
+
+def test_the_model_knows_its_bound(capsys):
+    sm100_model.main()
+    shares = [int(n) for n in re.findall(r"(\d+)%", capsys.readouterr().out)]
+    assert len(shares) == 8 + 3 * 7 * 2 and all(0 < n <= 100 for n in shares)
 
 
 def test_refusals():

@@ -170,20 +170,23 @@ def choose_tile(rows: int, experts: int, weight_rows: int, projections: int, sms
 
     hit = max(1, min(experts, rows))
     per_expert = -(-rows // hit)
-    # An MMA is as wide as its tile has rows, so 64 is right from 1 token up; 128 reads the weights from L2
-    # half as often, and shared memory half as often per product, once experts have that many rows.
-    tokens = 64 if per_expert <= 64 else 128
 
-    def fills_the_gpu(blocks: int, ctas: int) -> bool:
+    def work_for(tokens: int, blocks: int, ctas: int) -> int:
+        """SMs that get a tile."""
         per_tile = ROWS * ctas * (1 if projections == 2 else blocks)
-        return hit * -(-per_expert // tokens) * -(-weight_rows // per_tile) * ctas >= sms
+        return hit * -(-per_expert // tokens) * -(-weight_rows // per_tile) * ctas
 
+    # An MMA is as wide as its tile has rows, so 64 is right from 1 token up. Once experts have more rows, 128
+    # reads the weights from L2 half as often, and shared memory less often per product; but small problems
+    # are done sooner by more SMs.
+    fewest = 2 if projections == 2 else 1
+    tokens = 64 if per_expert <= 64 or work_for(64, fewest, 1) <= sms else 128
     # Gate and up of the same rows must meet in one CTA; of one projection, two blocks share every token tile
     # unless that leaves SMs without work.
-    blocks = 2 if projections == 2 or fills_the_gpu(2, 1) else 1
+    blocks = 2 if projections == 2 or work_for(tokens, 2, 1) >= sms else 1
     # From about 256 rows per expert on the tensor cores are the bound, and shared memory is theirs: a pair of
     # CTAs reads half of the tokens each.
-    return Tile(tokens, blocks, 2 if per_expert >= 256 and fills_the_gpu(blocks, 2) else 1)
+    return Tile(tokens, blocks, 2 if per_expert >= 256 and work_for(tokens, blocks, 2) >= sms else 1)
 
 
 # ---- weights -------------------------------------------------------------------------------------
