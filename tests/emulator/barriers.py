@@ -8,6 +8,7 @@ import numpy as np
 from .machine import Lanes, Wait
 from .memory import BARRIER, OFFSET, RANK_SHIFT, UNWRITTEN, Violation
 from .program import first_lane, lanes_of, operation
+from .races import Known, acquire, release
 
 MOST = (1 << 20) - 1
 
@@ -21,8 +22,8 @@ class Mbarrier:
         self.machine, self.cta, self.offset, self.line = machine, cta, offset, line
         self.count = self.pending = count
         self.phase = self.tx = 0
-        self.time, self.times = 0, [0, 0]  # of the last arrival in this phase; of the ends of phases by parity
-        self.trusted = False  # see Warp
+        self.learned = Known(len(cta.history.names))
+        self.times = [0, 0]  # of the ends of phases, by parity
         self.visible = False  # to other CTAs and to the async proxy
 
     def __str__(self):
@@ -40,20 +41,18 @@ class Mbarrier:
         if count > self.pending:
             raise Violation(f"arrives {count} times at {self}: more often than its count")
         self.pending -= count
-        self.time = max(self.time, self.machine.clock)
         self.settle()
 
     def complete(self, size):
         self.tx -= size
         if abs(self.tx) > MOST:
             raise Violation(f"transaction count of {self}")
-        self.time = max(self.time, self.machine.clock)
         self.settle()
 
     def settle(self):
-        self.trusted |= self.machine.actor.trusted
+        self.learned.learn(self.machine.known, self.machine.memory.trusted, self.machine.clock)
         if self.pending == 0 and self.tx == 0:
-            self.times[self.phase & 1] = self.time
+            self.times[self.phase & 1] = self.learned.time
             self.phase += 1
             self.pending = self.count
             self.machine.changed = True
@@ -76,12 +75,6 @@ def find(warp, address, own=False, asynchronous=False):
     if not barrier.visible and (asynchronous or remote):
         raise Violation(f"no fence.mbarrier_init (or fence.proxy.async) since the initialisation of {barrier}")
     return barrier
-
-
-def trust(warp, barrier):
-    """Who waits for a warp that called griddepcontrol.wait need not call it."""
-    if barrier.trusted and not warp.trusted:
-        warp.trusted = warp.cta.machine.memory.trusted = True
 
 
 STATE_SPACE = r"(?:\.shared(?:::cta|::cluster)?)"
@@ -152,6 +145,7 @@ def build_arrive(build, match, *operands):
                 barrier.expect(number)
             else:
                 barrier.complete(number)
+        warp.known[warp.slot] += 1
 
     return run
 
@@ -184,7 +178,7 @@ def build_try_wait(build, match, target, place, phase, limit=None):
             return Wait(f"{which} of {barrier}", ready, barrier, may_expire=True)
         if done:
             parity = wanted & 1
-            trust(warp, barrier)
+            acquire(warp, barrier)
             warp.cta.machine.timeline.wait(
                 warp, barrier.times[parity], f"parity {parity} of mbarrier {barrier.offset:#x}"
             )
@@ -195,8 +189,8 @@ def build_try_wait(build, match, target, place, phase, limit=None):
 
 # ---- named barriers ----
 class Named:
-    def __init__(self):
-        self.arrived, self.expected, self.generation, self.time, self.trusted = 0, 0, 0, 0, False
+    def __init__(self, warps):
+        self.arrived, self.expected, self.generation, self.learned = 0, 0, 0, Known(warps)
 
 
 @operation(r"(?:bar|barrier)(?:\.cta)?\.(?P<what>sync|arrive)(?P<aligned>\.aligned)?", waits=True)
@@ -209,8 +203,8 @@ def build_bar(build, match, number, threads=None):
 
     def run(warp, mask):
         if warp.wait is not None and not isinstance(warp.wait, Lanes):
-            warp.cta.machine.timeline.wait(warp, warp.wait.barrier.time, warp.wait.what.partition(":")[0])
-            trust(warp, warp.wait.barrier)
+            warp.cta.machine.timeline.wait(warp, warp.wait.barrier.learned.time, warp.wait.what.partition(":")[0])
+            acquire(warp, warp.wait.barrier)
             return None  # it has been waiting, and that is over
         if not warp.full(mask):
             return Lanes()
@@ -221,15 +215,14 @@ def build_bar(build, match, number, threads=None):
             raise Violation(f"barrier {at}: there are 16")
         everyone = 32 * len(cta.warps)
         expected = everyone if count is None else int(R[count][lane])
-        barrier = cta.named.setdefault(at, Named())
+        barrier = cta.named.setdefault(at, Named(len(warp.known)))
         if expected % 32 or not 0 < expected <= everyone:
             raise Violation(f"barrier {at} for {expected} threads in a CTA of {everyone}")
         if barrier.arrived and barrier.expected != expected:
             raise Violation(f"barrier {at} for {expected} threads, while others wait there for {barrier.expected}")
         barrier.expected = expected
         barrier.arrived += 32
-        barrier.time = max(barrier.time, warp.clock)
-        barrier.trusted |= warp.trusted
+        release(warp, barrier)
         cta.shared.release(warp.index)
         if barrier.arrived > expected:
             raise Violation(f"more than {expected} threads arrive at barrier {at}")
@@ -238,8 +231,8 @@ def build_bar(build, match, number, threads=None):
             barrier.generation += 1
             cta.machine.changed = True
             if what == "sync":
-                cta.machine.timeline.wait(warp, barrier.time, f"barrier {at}")
-                trust(warp, barrier)
+                cta.machine.timeline.wait(warp, barrier.learned.time, f"barrier {at}")
+                acquire(warp, barrier)
             return None
         if what == "arrive":
             return None
@@ -263,8 +256,7 @@ def build_cluster_arrive(build, match):
         warp.cluster_phase = cluster.phase
         warp.cta.shared.release(warp.index)
         cluster.arrived.add(warp)
-        cluster.time = max(cluster.time, warp.clock)
-        cluster.trusted |= warp.trusted
+        release(warp, cluster)
         if all(w in cluster.arrived or w.done for cta in cluster.ctas for w in cta.warps):
             cluster.arrived.clear()
             cluster.phase += 1
@@ -284,8 +276,8 @@ def build_cluster_wait(build, match):
             raise Violation("waits at the cluster barrier without having arrived")
         if cluster.phase == phase:
             return Wait("the cluster barrier", lambda: cluster.phase != phase)
-        warp.cta.machine.timeline.wait(warp, cluster.time, "the cluster barrier")
-        trust(warp, cluster)
+        warp.cta.machine.timeline.wait(warp, cluster.learned.time, "the cluster barrier")
+        acquire(warp, cluster)
         return None
 
     return run
@@ -315,11 +307,21 @@ def build_barrier_fence(build, match):
     return show_barriers
 
 
-@operation(r"fence(?:\.(?:sc|acq_rel|acquire|release))?\.(?:cta|cluster|gpu|sys)"
-           r"|membar\.(?:cta|gl|sys)|nanosleep\.u32|griddepcontrol\.launch_dependents"
-           r"|setmaxnreg\.(?:inc|dec)\.sync\.aligned\.u32|fence\.proxy\.(?:alias|tensormap)\S*")  # fmt: skip
+@operation(r"fence(?:\.(?:sc|acq_rel|acquire|release))?\.(?:cta|cluster|gpu|sys)|membar\.(?:cta|gl|sys)")
+def build_fence(build, match):
+    def run(warp, mask):
+        release(warp, warp.cta.cluster.flags)
+        acquire(warp, warp.cta.cluster.flags)
+
+    return run
+
+
+@operation(
+    r"nanosleep\.u32|griddepcontrol\.launch_dependents|setmaxnreg\.(?:inc|dec)\.sync\.aligned\.u32"
+    r"|fence\.proxy\.(?:alias|tensormap)\S*"
+)
 def build_nothing(build, match, *operands):
-    """Order among generic accesses always holds here; one kernel runs at a time; registers are never short."""
+    """One kernel runs at a time, and registers are never short."""
     if match[0].startswith("setmaxnreg"):
         count = operands[0].bits
         if not 24 <= count <= 256 or count % 8:

@@ -199,6 +199,7 @@ def issue_load(warp, to, targets, size, span, fetch):
     machine, offset = warp.cta.machine, to & OFFSET
     for cta, barrier in targets:
         granules = placed(cta.shared, offset, size, span)
+        cta.history.async_write(warp.known, granules)
 
         def copy(cta=cta, barrier=barrier):
             write_shared(cta.shared, offset, fetch(), span)
@@ -271,6 +272,7 @@ def build_bulk_load(build, match, target, source, size, bar, *more):
             if from_global:
                 fetch = lambda begin=begin, size=size: machine.memory.read(begin, size)
             else:
+                warp.cta.history.async_read(warp.known, placed(warp.cta.shared, begin & OFFSET, size, 0))
                 fetch = lambda begin=begin, size=size: read_shared(warp.cta.shared, begin & OFFSET, size)
             issue_load(warp, address, targets, size, 0, fetch)
 
@@ -296,6 +298,7 @@ REDUCE = r"(?P<reduce>\.(?:add|min|max|and|or|xor|inc|dec)(?:\.noftz)?(?:\.[a-z]
 def issue_store(warp, start, size, span, put):
     shared, machine = warp.cta.shared, warp.cta.machine
     granules, data = placed(shared, start, size, span), []
+    warp.cta.history.async_read(warp.known, granules)
 
     def read():
         data.append(read_shared(shared, start, size, span))

@@ -11,9 +11,10 @@ from .machine import Operation
 from .memory import OFFSET, RANK_SHIFT, Violation
 from .parser import Register, Vector
 from .program import PARAMETERS, SHARED_WINDOW, calculation, lanes_of, operation
+from .races import acquire, release
 
 SPACE = r"(?:\.(?P<space>param|global|shared(?:::cta|::cluster)?|const))?"
-SCOPE = r"(?:\.(?:weak|volatile|(?P<order>relaxed|acquire|release)\.(?:cta|cluster|gpu|sys)))?"
+SCOPE = r"(?:\.weak|\.(?P<order>volatile|(?:relaxed|acquire|release)\.(?:cta|cluster|gpu|sys)))?"
 CACHE = (
     r"(?:\.(?:ca|cg|cs|lu|cv|wb|wt))?(?:\.nc)?(?:\.L[12]::(?!cache_hint)\w+)*(?P<hint>\.L2::cache_hint)?(?:\.L2::\d+B)?"
 )
@@ -46,9 +47,11 @@ def shared_parts(warp, addresses):
     return parts
 
 
-def load_shared(warp, addresses, width, count):
+def load_shared(warp, addresses, width, count, ordered=False):
     parts = shared_parts(warp, addresses)
     offsets = addresses & addresses.dtype.type(OFFSET)
+    for cta, lanes in parts if not ordered else ():
+        cta.history.load(warp, offsets[lanes], width * count)
     if len(parts) == 1:
         return parts[0][0].shared.load(offsets, width, count)
     result = np.empty((len(addresses), count) if count > 1 else len(addresses), f"u{width}")
@@ -57,11 +60,14 @@ def load_shared(warp, addresses, width, count):
     return result
 
 
-def store_shared(warp, addresses, width, values):
+def store_shared(warp, addresses, width, values, ordered=False):
+    count = 1 if values.ndim == 1 else values.shape[1]
     offsets = addresses & addresses.dtype.type(OFFSET)
     for cta, lanes in shared_parts(warp, addresses):
         mark = warp.index if cta is warp.cta else None
         cta.shared.store(offsets[lanes], width, values[lanes], mark)
+        if not ordered:
+            cta.history.store(warp, offsets[lanes], width * count)
 
 
 def load_parameters(warp, addresses, width, count):
@@ -79,16 +85,19 @@ def load_parameters(warp, addresses, width, count):
     return values if count > 1 else values[:, 0]
 
 
-def load(space, warp, addresses, width, count):
+def load(space, warp, addresses, width, count, ordered=False):
+    """`ordered`: an access that orders others (atomic, volatile, acquire)."""
+    if ordered:
+        acquire(warp, warp.cta.cluster.flags)
     if space == "global":
         return warp.cta.machine.memory.load(addresses, width, count)
     if space in ("shared", "shared::cta", "shared::cluster"):
-        return load_shared(warp, addresses, width, count)
+        return load_shared(warp, addresses, width, count, ordered)
     if space == "param":
         return load_parameters(warp, addresses & addresses.dtype.type(PARAMETERS - 1), width, count)
     if space is None:
         space, addresses = generic(addresses)
-        return load(space, warp, addresses, width, count)
+        return load(space, warp, addresses, width, count, ordered)
     raise Violation(f"state space {space} is not modelled")
 
 
@@ -101,13 +110,15 @@ def generic(addresses):
     return space, addresses if space == "global" else addresses & np.uint64(SHARED_WINDOW - 1)
 
 
-def store(space, warp, addresses, width, values):
+def store(space, warp, addresses, width, values, ordered=False):
+    if ordered:
+        release(warp, warp.cta.cluster.flags)
     if space is None:
         space, addresses = generic(addresses)
     if space == "global":
         warp.cta.machine.memory.store(addresses, width, values)
     elif space.startswith("shared"):
-        store_shared(warp, addresses, width, values)
+        store_shared(warp, addresses, width, values, ordered)
     else:
         raise Violation(f"a store to {space}")
 
@@ -125,13 +136,13 @@ def build_load(build, match, target, source, policy=None):
         if isinstance(item, Register) and item.kind != kind[1:]:
             wide = ("s" if kind[0] == "s" else "u") + item.kind
         targets.append(build.target(item, wide))
-    signed = kind[0] == "s"
+    signed, ordered = kind[0] == "s", match["order"] is not None
 
     def run(warp, mask):
         R = warp.R
         base = R[index]
         addresses = pick(base + base.dtype.type(offset & (0xFFFFFFFF if base.itemsize == 4 else (1 << 64) - 1)), mask)
-        values = load(space, warp, addresses, width, count)
+        values = load(space, warp, addresses, width, count, ordered)
         if signed:
             values = values.view(f"i{width}")
         for i, t in enumerate(targets):
@@ -153,12 +164,14 @@ def build_store(build, match, target, source, policy=None):
         narrow = isinstance(item, Register) and item.kind != kind[1:]
         sources.append(build.source(item, "u" + item.kind if narrow else "u" + str(8 * width)))
 
+    ordered = match["order"] is not None
+
     def run(warp, mask):
         R = warp.R
         base = R[index]
         addresses = pick(base + base.dtype.type(offset & (0xFFFFFFFF if base.itemsize == 4 else (1 << 64) - 1)), mask)
         columns = [pick(R[s], mask).astype(f"u{width}", copy=False) for s in sources]
-        store(space, warp, addresses, width, columns[0] if count == 1 else np.stack(columns, 1))
+        store(space, warp, addresses, width, columns[0] if count == 1 else np.stack(columns, 1), ordered)
 
     return run
 
@@ -295,10 +308,10 @@ def atomic(build, match, target, place, values, compare=None):
                 at = R[index][lane : lane + 1].astype(np.uint64) + np.uint64(offset % (1 << 64) + i * width)
                 if R[index].itemsize == 4:
                     at = at.astype(np.uint32)
-                old = load(space, warp, at, width, 1)
+                old = load(space, warp, at, width, 1, ordered=True)
                 if expected is None or old[0] == R[expected][lane]:
                     result = f(old[0], R[new][lane])
-                    store(space, warp, at, width, np.array([result], old.dtype))
+                    store(space, warp, at, width, np.array([result], old.dtype), ordered=True)
                 if olds:
                     R[olds[i]][lane] = old[0]
         warp.cta.machine.changed = True
@@ -350,6 +363,7 @@ def build_cp_async(build, match, target, source, size, *more):
                     data[row, :count] = memory.read(source, count)
             width = min(size, 8)
             shared.store_unclaimed(addresses, width, data.view(f"u{width}").reshape(len(addresses), -1), index)
+            warp.cta.history.store(warp, addresses, size)
 
         one = Operation(warp, [copy], order=("cp.async", warp))
         if not warp.copy_groups:
@@ -416,7 +430,7 @@ MATRIX = r"\.sync\.aligned\.m8n8\.x(?P<count>[124])(?P<trans>\.trans)?\.shared(?
 
 def _matrix_addresses(warp, index, offset, count):
     """Lanes 8i .. 8i + 7 hold the row addresses of matrix i."""
-    return (warp.R[index][: 8 * count].astype(np.int64) + offset) & OFFSET
+    return warp.R[index][: 8 * count] + np.uint32(offset & 0xFFFFFFFF)
 
 
 @operation("ldmatrix" + MATRIX)
@@ -428,7 +442,7 @@ def build_ldmatrix(build, match, targets, source):
     def run(warp, mask):
         if not warp.full(mask):
             raise Violation("ldmatrix needs the whole warp")
-        rows = warp.cta.shared.load(_matrix_addresses(warp, index, offset, count), 8, 2)
+        rows = load_shared(warp, _matrix_addresses(warp, index, offset, count), 8, 2)
         for i, out in enumerate(outs):
             matrix = np.ascontiguousarray(rows[8 * i : 8 * i + 8]).view(np.uint16)
             matrix = np.ascontiguousarray(matrix.T) if match["trans"] else matrix
@@ -451,6 +465,6 @@ def build_stmatrix(build, match, target, sources):
             matrix = np.ascontiguousarray(warp.R[source]).view(np.uint16).reshape(8, 8)
             rows.append(np.ascontiguousarray(matrix.T if match["trans"] else matrix).view(np.uint64))
         addresses = _matrix_addresses(warp, index, offset, count)
-        warp.cta.shared.store(addresses, 8, np.concatenate(rows), warp.index)
+        store_shared(warp, addresses, 8, np.concatenate(rows))
 
     return run

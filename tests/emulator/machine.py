@@ -10,12 +10,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from .memory import SHARED_BASE, Global, Shared, Tmem, Violation
+from .races import History, Known
 from .timeline import Timeline, latency
 
 ALL = b"\1" * 32
 NONE = bytes(32)
 LANES = np.arange(32)
 SPIN = 3000  # blocks that a warp runs before another one gets its turn
+PATIENCE = 300  # rounds without any event, after which asynchronous operations go on by themselves
 POISON = {"8": 0xBD, "16": 0x7FBD, "32": 0x7FBADBAD, "64": 0x7FFBADBAD7BADBAD, "pred": False}
 DTYPES = {"8": np.uint8, "16": np.uint16, "32": np.uint32, "64": np.uint64, "pred": np.bool_}
 
@@ -94,9 +96,7 @@ class Warp:
         self.wait = None  # of the group now running, when it resumes after waiting
         self.at = None  # the instruction now running
         self.clock = 0  # see timeline.py
-        self.trusted = (
-            False  # whether it knows, by griddepcontrol.wait or from who did, that the kernel before has ended
-        )
+        self.trusted = False  # it knows, by griddepcontrol.wait or from who called it, that the kernel before has ended
         self.bulk_groups = []  # of asynchronous bulk stores: lists of operations, the last one open
         self.copy_groups = []  # of cp.async, likewise
         self.wgmma_groups = []
@@ -136,7 +136,25 @@ class Cta:
 class Cluster:
     def __init__(self):
         self.ctas = []
-        self.arrived, self.phase, self.time, self.trusted = set(), 0, 0, False
+        self.arrived, self.phase = set(), 0
+
+    def complete(self):
+        """All CTAs are there: number the warps."""
+        warps = [warp for cta in self.ctas for warp in cta.warps]
+        self.learned = Known(len(warps))  # from its barrier
+        self.flags = Flags(len(warps))
+        for slot, warp in enumerate(warps):
+            warp.slot, warp.known = slot, np.zeros(len(warps), np.int64)
+            warp.known[slot] = 1
+        for cta in self.ctas:
+            cta.history = History(cta.shared, warps)
+
+
+class Flags:
+    """What is learned from accesses that order others: atomics, volatile, acquire, release, and from fences."""
+
+    def __init__(self, warps):
+        self.learned = Known(warps)
 
 
 class Operation:
@@ -151,7 +169,8 @@ class Operation:
         self.owners = [owner or warp.cta]
         self.done = False
         self.time = warp.clock  # when it was issued, later when it is over
-        self.trusted = warp.trusted
+        self.trusted, self.known = warp.trusted, warp.known.copy()
+        warp.known[warp.slot] += 1
 
     def __str__(self):
         return f"{self.instruction.opcode.split('.mbarrier')[0]} (line {self.instruction.line}, {self.warp})"
@@ -174,7 +193,7 @@ class Machine:
         self.instructions = 0
         self.ctas = []
         self.timeline = Timeline()
-        self.actor, self.clock = None, 0  # the warp that acts now, also through an operation of its own, and its time
+        self.known, self.clock = None, 0  # what is known to, and the time of, the warp or operation that acts now
         self.clocks = {}  # (CTA, warp) -> clock at its end
         self.last_of_order = {}  # order key -> time of the last operation of that order
         self.changed = False  # whether anything happened that could end a wait
@@ -210,6 +229,7 @@ class Machine:
                     for rank in range(cx * cy * cz):
                         index = (x + rank % cx, y + rank // cx % cy, z + rank // (cx * cy))
                         cluster.ctas.append(Cta(self, cluster, index, rank))
+                    cluster.complete()
                     yield cluster
 
     # ---- running ----
@@ -238,7 +258,7 @@ class Machine:
         warps = [w for cta in self.ctas for w in cta.warps if not w.done]
         if self.schedule.order == "reverse":
             warps.reverse()
-        expired = 0
+        expired = unchanged = 0
         while True:
             progress = self.spins = False
             if self.schedule.order == "random":
@@ -256,9 +276,10 @@ class Machine:
                     return
             if self.steps > self.max_steps:
                 raise EmulatorError(f"not finished after {self.steps} steps\n{self.report(warps)}")
+            unchanged += 1
             if self.changed:
-                expired, self.changed = 0, False
-            if self.spins and self.pending and not self.complete_awaited(warps):
+                expired, unchanged, self.changed = 0, 0, False
+            if (self.spins or unchanged > PATIENCE) and self.pending and not self.complete_awaited(warps):
                 self.advance(self.pending[0])  # a loop that polls memory may be waiting for it
             if progress:
                 continue
@@ -301,7 +322,7 @@ class Machine:
     def run_group(self, warp, group, quantum):
         """Blocks of one group until it waits, ends or may meet another group. How many blocks."""
         program, count = self.program, 0
-        self.actor, self.clock, self.memory.trusted = warp, warp.clock, warp.trusted
+        self.known, self.clock, self.memory.trusted = warp.known, warp.clock, warp.trusted
         warp.wait, group.wait = group.wait, None
         alone = len(warp.groups) == 1
         try:
@@ -365,11 +386,11 @@ class Machine:
         operation.time += latency(operation.instruction.opcode)
         if operation.order is not None:
             self.last_of_order[operation.order] = operation.time
-        before = self.actor, self.clock, self.memory.trusted
-        self.actor, self.clock, self.memory.trusted = operation.warp, operation.time, operation.trusted
+        before = self.known, self.clock, self.memory.trusted
+        self.known, self.clock, self.memory.trusted = operation.known, operation.time, operation.trusted
         while len(operation.stages) > keep:
             operation.stages.pop(0)()
-        self.actor, self.clock, self.memory.trusted = before
+        self.known, self.clock, self.memory.trusted = before
 
     @property
     def eager(self):

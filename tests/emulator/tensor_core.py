@@ -98,6 +98,9 @@ def build_wgmma(build, match, target, left, right, scale_d, scale_a, scale_b, *t
         if not registers:
             a_pieces = matrix_granules(shared, int(R[a][0]), 64, wgmma=True)[16 * quarter : 16 * quarter + 16]
         accumulate = bool(R[use_d][0]) != negated
+        for pieces in (a_pieces, b_pieces):
+            if pieces is not None:
+                warp.cta.history.async_read(warp.known, pieces)
 
         def multiply():
             if registers:  # lane 4g + c: rows g, g + 8 by columns 2c, 2c + 1 and those + 8
@@ -176,6 +179,7 @@ def build_alloc(build, match, place, count):
         pair_of(warp, match)
         at = np.array([lane_value(warp, index, offset, 0) & OFFSET], np.uint32)
         warp.cta.shared.store(at, 4, np.array([start], np.uint32))
+        warp.cta.history.store(warp, at, 4)
         return None
 
     return run
@@ -261,6 +265,7 @@ def copy_scales(warp, cta, column, descriptor):
     lanes, columns = slice(0, 128), slice(column, column + 4)
     tmem.check(lanes, columns, reads=False)
     granules = matrix_granules(shared, descriptor, 32, pieces=1)
+    cta.history.async_read(warp.known, granules)
 
     def copy():
         rows = read_matrix(shared, granules)
@@ -353,8 +358,9 @@ def multiply(warp, ctas, shape, a, b, d, a_scale, b_scale, accumulate):
     a_pieces = [matrix_granules(cta.shared, a, 128) for cta in ctas]
     b_pieces = [matrix_granules(cta.shared, b, n // len(ctas)) for cta in ctas]
     columns, lanes = slice(d, d + n), slice(0, 128)
-    for cta in ctas:
+    for cta, *pieces in zip(ctas, a_pieces, b_pieces, strict=True):
         cta.tmem.check(lanes, columns, reads=False)
+        cta.history.async_read(warp.known, np.concatenate(pieces))
 
     def run():
         raw = np.concatenate([read_matrix(cta.shared, p) for cta, p in zip(ctas, b_pieces, strict=True)])
