@@ -29,13 +29,12 @@ from hypothesis import strategies as st
 from moe_nvfp4 import Gate, NVFP4Experts, reference
 from moe_nvfp4 import format as nvfp4
 from moe_nvfp4.kernels import sm100, sm100_model
+from moe_nvfp4.kernels.sm100_config import SMEM, TMEM, CombineConfig, GemmConfig, QuantizeConfig, Tile
 from moe_nvfp4.routing import Rows, group_by_expert
 from tests.common import THRESHOLDS, relative_error
 
 pytest.importorskip("cutlass", reason="the CuTe DSL is not installed")
 
-from moe_nvfp4.kernels.sm100_gemm import SMEM, TMEM, GemmConfig, Tile  # noqa: E402
-from moe_nvfp4.kernels.sm100_rows import CombineConfig, QuantizeConfig  # noqa: E402
 
 GATES = {
     "silu": Gate(),

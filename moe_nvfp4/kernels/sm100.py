@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from moe_nvfp4 import format as nvfp4
+from moe_nvfp4.kernels.sm100_config import SF_TILE, CombineConfig, GemmConfig, QuantizeConfig, choose_tile
 from moe_nvfp4.routing import Groups, Rows
 from moe_nvfp4.weights import ExpertWeights
 
@@ -33,8 +34,6 @@ OUT_DTYPES = ("bfloat16", "float16", "float32")
 
 def quantize_rows(x: Tensor, index: Tensor | None, scale: Tensor | None, groups: Groups) -> Rows:
     """bf16/fp16/fp32 x [*, K] -> NVFP4 rows, as `reference.quantize_rows`; padding rows of sf hold anything."""
-    from moe_nvfp4.kernels.sm100_rows import QuantizeConfig
-
     R, E, K = groups.num_rows, groups.num_experts, x.shape[-1]
     _check_multiple_of_16(K)
     codes = x.new_empty(R, K // 2, dtype=torch.uint8)
@@ -51,8 +50,6 @@ def quantize_rows(x: Tensor, index: Tensor | None, scale: Tensor | None, groups:
 
 def gemm1_swiglu(rows: Rows, weights: ExpertWeights, groups: Groups, dtype: torch.dtype) -> Rows:
     """h = gate(rows · w13ᵀ), as `reference.gemm1_swiglu`: NVFP4 with a static `h_scale`, else `dtype`."""
-    from moe_nvfp4.kernels.sm100_gemm import GemmConfig
-
     w, R, E, I = weights, groups.num_rows, groups.num_experts, weights.intermediate_size
     _check(rows, w)
     projections = 2 if w.gate.gated else 1
@@ -78,9 +75,6 @@ def gemm2_combine(
     h: Rows, weights: ExpertWeights, groups: Groups, top_k_weights: Tensor, dtype: torch.dtype
 ) -> Tensor:
     """y[t] = sum over slots j of top_k_weights[t, j] * (h · w2ᵀ), in `dtype` [T, H]; the same bits every time."""
-    from moe_nvfp4.kernels.sm100_gemm import GemmConfig
-    from moe_nvfp4.kernels.sm100_rows import CombineConfig
-
     w, R, E, H = weights, groups.num_rows, groups.num_experts, weights.hidden_size
     T, top_k = top_k_weights.shape
     _check(h, w)
@@ -159,34 +153,6 @@ def _name(dtype: torch.dtype) -> str:
 
 def _bias_name(bias: Tensor | None) -> str | None:
     return None if bias is None else _name(bias.dtype)
-
-
-# ---- tiles ---------------------------------------------------------------------------------------
-
-
-def choose_tile(rows: int, experts: int, weight_rows: int, projections: int, sms: int):
-    """The tile for `rows` rows in all, spread over `experts`; rules in order, the first that fits."""
-    from moe_nvfp4.kernels.sm100_gemm import ROWS, Tile
-
-    hit = max(1, min(experts, rows))
-    per_expert = -(-rows // hit)
-
-    def work_for(tokens: int, blocks: int, ctas: int) -> int:
-        """SMs that get a tile."""
-        per_tile = ROWS * ctas * (1 if projections == 2 else blocks)
-        return hit * -(-per_expert // tokens) * -(-weight_rows // per_tile) * ctas
-
-    # An MMA is as wide as its tile has rows, so 64 is right from 1 token up. Once experts have more rows, 128
-    # reads the weights from L2 half as often, and shared memory less often per product; but small problems
-    # are done sooner by more SMs.
-    fewest = 2 if projections == 2 else 1
-    tokens = 64 if per_expert <= 64 or work_for(64, fewest, 1) <= sms else 128
-    # Gate and up of the same rows must meet in one CTA; of one projection, two blocks share every token tile
-    # unless that leaves SMs without work.
-    blocks = 2 if projections == 2 or work_for(tokens, 2, 1) >= sms else 1
-    # From about 256 rows per expert on the tensor cores are the bound, and shared memory is theirs: a pair of
-    # CTAs reads half of the tokens each.
-    return Tile(tokens, blocks, 2 if per_expert >= 256 and work_for(tokens, blocks, 2) >= sms else 1)
 
 
 # ---- weights -------------------------------------------------------------------------------------
@@ -277,7 +243,7 @@ def kernel_of(config):
 
     types = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16, "float32": Float32}
     R, bytes_sf, bytes_out_sf, others = (cute.sym_int() for _ in range(4))
-    if isinstance(config, sm100_rows.QuantizeConfig):
+    if isinstance(config, QuantizeConfig):
         return sm100_rows.QuantizeRows(config), (
             tensor(types[config.dtype], others, config.k),
             tensor(Int32, R, align=4),
@@ -287,7 +253,7 @@ def kernel_of(config):
             tensor(Uint8, bytes_sf),
             tensor(Float32, R, align=4),
         )
-    if isinstance(config, sm100_rows.CombineConfig):
+    if isinstance(config, CombineConfig):
         return sm100_rows.Combine(config), (
             tensor(Float32, R, config.hidden),
             tensor(types[config.weights], others, config.top_k),
@@ -297,7 +263,7 @@ def kernel_of(config):
     words = {"nvfp4": config.rows // 8, "assignments": config.width, "float32": config.width}
     return sm100_gemm.GroupedGemm(config), (
         tensor(Uint8, N, config.k // 2, E, stride=(config.k // 2, 1, N * config.k // 2)),
-        tensor(Uint8, E * config.projections * config.sf_row_tiles * config.k_steps * sm100_gemm.SF_TILE),
+        tensor(Uint8, E * config.projections * config.sf_row_tiles * config.k_steps * SF_TILE),
         tensor(Uint8, R, config.k // 2),
         tensor(Uint8, bytes_sf),
         tensor(Float32, R, align=4),

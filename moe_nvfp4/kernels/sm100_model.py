@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moe_nvfp4.kernels import sm100
+from moe_nvfp4.kernels.sm100_config import ROWS, choose_tile
 
 SMS, CLOCK, HBM = 148, 1.85e9, 8e12  # B200
 PRODUCTS, SHARED = 16384, 128  # per SM and cycle
@@ -34,13 +34,13 @@ class Launch:
     out: str
 
     def tile(self):
-        return sm100.choose_tile(sum(self.groups), len(self.groups), self.n, self.projections, SMS)
+        return choose_tile(sum(self.groups), len(self.groups), self.n, self.projections, SMS)
 
 
 def model(launch: Launch) -> dict[str, float]:
     """Seconds each resource is busy, the sum of what a launch takes, and the bound no kernel can beat."""
     tile = launch.tile()
-    per_tile = 128 * tile.ctas * (1 if launch.projections == 2 else tile.blocks)
+    per_tile = ROWS * tile.ctas * (1 if launch.projections == 2 else tile.blocks)
     row_tiles, k_steps = -(-launch.n // per_tile), -(-launch.k // 64)
     tiles = [min(tile.tokens, rows - i) for rows in launch.groups for i in range(0, rows, tile.tokens)]
     workers = min(SMS // tile.ctas, len(tiles) * row_tiles)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import cutlass
 from cutlass import Float32, Int32, Int64, Uint8, Uint32, const_expr, cute
 from cutlass.memory import SmemAllocator
 
 from moe_nvfp4.kernels import sm100_ptx as ptx
+from moe_nvfp4.kernels.sm100_config import CombineConfig, QuantizeConfig
 
 FLOAT32_TINY = 1.1754943508222875e-38
 
@@ -18,17 +17,6 @@ def warp_all(x, combine):
     for p in range(5):
         x = combine(x, cute.arch.shuffle_sync_bfly(x, 1 << p))
     return x
-
-
-@dataclass(frozen=True)
-class QuantizeConfig:
-    """All that the compiled `QuantizeRows` depends on."""
-
-    experts: int
-    k: int  # a multiple of 16
-    dtype: str  # of x
-    gather: bool
-    static: bool  # a global scale per expert, else one per row
 
 
 class QuantizeRows:
@@ -132,16 +120,6 @@ class QuantizeRows:
         at = (x.iterator + source + block * 16).align(16)
         cute.autovec_copy(cute.make_tensor(at, cute.make_layout(16)), values)
         return [values[i].to(Float32) for i in range(16)]
-
-
-@dataclass(frozen=True)
-class CombineConfig:
-    """All that the compiled `Combine` depends on."""
-
-    top_k: int
-    hidden: int  # a multiple of 16
-    weights: str  # dtype of the routing weights
-    out: str  # dtype of y
 
 
 class Combine:
