@@ -287,6 +287,72 @@ def test_the_kernel_before():
     assert out.tolist() == list(range(32))
 
 
+# ---- races ----
+HANDOVER = """mad.lo.u32 %r1, %t, 4, %data; setp.ge.u32 %p5, %t, 32; @%p5 bra READ;
+    st.shared.b32 [%r1], %t; {release} bra END;
+    READ: {acquire} ld.shared.b32 %r2, [%r1+-128]; mad.wide.u32 %x1, %t, 4, %out; st.global.b32 [%x1+-128], %r2; END:"""
+POLL = "mov.b32 %r5, smem; POLL: ld.acquire.cta.shared.b32 %r6, [%r5+512]; setp.ne.u32 %p6, %r6, 32; @%p6 bra POLL;"
+HANDOVERS = {
+    "barrier": ("bar.arrive 1, 64;", "bar.sync 1, 64;"),
+    "mbarrier": ("mbarrier.arrive.shared.b64 %x5, [%bar];", wait()),
+    "atomic": ("atom.shared.add.u32 %r7, [%bar+512], 1;", POLL),
+    "fence and flag": ("bar.warp.sync -1; fence.acq_rel.cta; atom.shared.add.u32 %r7, [%bar+512], 1;", POLL),
+}
+
+
+def handover(release, acquire, schedule):
+    zero = "mov.b32 %r4, 0; @%p1 st.shared.b32 [%bar+512], %r4; bar.sync 0;"
+    body = initialise(count=32) + zero + HANDOVER.format(release=release, acquire=acquire)
+    return run(body, np.zeros(32, np.uint32), threads=64, schedule=schedule)
+
+
+@pytest.mark.parametrize("schedule", ALL)
+@pytest.mark.parametrize("name", HANDOVERS)
+def test_ordered_accesses(name, schedule):
+    assert handover(*HANDOVERS[name], schedule).tolist() == list(range(32))
+
+
+def test_unordered_accesses():
+    """A missing barrier is found even where the order of running makes the values right."""
+    for schedule in ("eager", "lazy", "random:1", "random:2"):
+        with pytest.raises(EmulatorError, match="no barrier between them|never written"):
+            handover("", "", schedule)
+    # Overwritten before who reads is known to have read.
+    swap = """mad.lo.u32 %r1, %t, 4, %data; st.shared.b32 [%r1], %t; bar.sync 0; xor.b32 %r2, %t, 32;
+        mad.lo.u32 %r3, %r2, 4, %data; ld.shared.b32 %r4, [%r3]; {} st.shared.b32 [%r1], %r4; bar.sync 0;"""
+    run(swap.format("bar.sync 0;"), np.zeros(32, np.uint32), threads=64)
+    with pytest.raises(EmulatorError, match="(read|written) by CTA 0 warp . with no barrier"):
+        run(swap.format(""), np.zeros(32, np.uint32), threads=64)
+
+
+def test_copies_among_accesses():
+    """A copy out needs a barrier after the other warps' stores; a copy in, one after their loads."""
+    out = """mad.lo.u32 %r1, %t, 4, %data; st.shared.b32 [%r1], %t; fence.proxy.async.shared::cta; {} mov.b32 %r7, 256;
+        @%p1 cp.async.bulk.global.shared::cta.bulk_group [%out], [%data], %r7; cp.async.bulk.commit_group;
+        cp.async.bulk.wait_group 0;"""
+    for schedule in ALL:
+        got = run(out.format("bar.sync 0;"), np.zeros(64, np.uint32), threads=64, schedule=schedule)
+        assert got.tolist() == list(range(64))
+        with pytest.raises(EmulatorError, match="no barrier between them|never written"):
+            run(out.format(""), np.zeros(64, np.uint32), threads=64, schedule=schedule)
+    second = BULK.replace("[%bar]", "[%bar+8]")
+    twice = (
+        initialise(bars=2)
+        + BULK
+        + wait()
+        + "mad.lo.u32 %r1, %t, 4, %data; ld.shared.b32 %r2, [%r1]; {}"
+        + second
+        + wait(1)
+    )
+    source = [np.arange(128, dtype=np.uint32)]
+    for schedule in ALL:
+        run(twice.format("bar.sync 0;"), np.zeros(1, np.uint32), source, [".u64 in"], 64, schedule)
+    with pytest.raises(EmulatorError, match="starts writing .* read by CTA 0 warp 1 with no barrier"):
+        run(twice.format(""), np.zeros(1, np.uint32), source, [".u64 in"], 64, "reverse-lazy")
+    with pytest.raises(EmulatorError, match="still writing"):
+        run(twice.format(""), np.zeros(1, np.uint32), source, [".u64 in"], 64, "lazy")
+
+
 # ---- wgmma ----
 def bf16(values):
     return (values.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)

@@ -22,8 +22,8 @@ class Mbarrier:
         self.machine, self.cta, self.offset, self.line = machine, cta, offset, line
         self.count = self.pending = count
         self.phase = self.tx = 0
-        self.learned = Known(len(cta.history.names))
-        self.times = [0, 0]  # of the ends of phases, by parity
+        self.learned = Known(len(cta.history.names))  # in this phase
+        self.past = [self.learned, self.learned]  # in the last phase of each parity
         self.visible = False  # to other CTAs and to the async proxy
 
     def __str__(self):
@@ -52,7 +52,7 @@ class Mbarrier:
     def settle(self):
         self.learned.learn(self.machine.known, self.machine.memory.trusted, self.machine.clock)
         if self.pending == 0 and self.tx == 0:
-            self.times[self.phase & 1] = self.learned.time
+            self.past[self.phase & 1], self.learned = self.learned, Known(len(self.learned.known))
             self.phase += 1
             self.pending = self.count
             self.machine.changed = True
@@ -177,11 +177,9 @@ def build_try_wait(build, match, target, place, phase, limit=None):
             which = f"parity {wanted}" if match["parity"] else f"phase {wanted}"
             return Wait(f"{which} of {barrier}", ready, barrier, may_expire=True)
         if done:
-            parity = wanted & 1
-            acquire(warp, barrier)
-            warp.cta.machine.timeline.wait(
-                warp, barrier.times[parity], f"parity {parity} of mbarrier {barrier.offset:#x}"
-            )
+            past = barrier.past[wanted & 1]
+            warp.cta.machine.timeline.wait(warp, past.time, f"parity {wanted & 1} of mbarrier {barrier.offset:#x}")
+            acquire(warp, past)
         np.copyto(R[out], done, where=mask)
 
     return run
@@ -189,8 +187,10 @@ def build_try_wait(build, match, target, place, phase, limit=None):
 
 # ---- named barriers ----
 class Named:
-    def __init__(self, warps):
-        self.arrived, self.expected, self.generation, self.learned = 0, 0, 0, Known(warps)
+    """One use of a named barrier, until all have arrived."""
+
+    def __init__(self, warps, expected):
+        self.arrived, self.expected, self.complete, self.learned = 0, expected, False, Known(warps)
 
 
 @operation(r"(?:bar|barrier)(?:\.cta)?\.(?P<what>sync|arrive)(?P<aligned>\.aligned)?", waits=True)
@@ -204,7 +204,7 @@ def build_bar(build, match, number, threads=None):
     def run(warp, mask):
         if warp.wait is not None and not isinstance(warp.wait, Lanes):
             warp.cta.machine.timeline.wait(warp, warp.wait.barrier.learned.time, warp.wait.what.partition(":")[0])
-            acquire(warp, warp.wait.barrier)
+            acquire(warp, warp.wait.barrier.learned)
             return None  # it has been waiting, and that is over
         if not warp.full(mask):
             return Lanes()
@@ -215,31 +215,26 @@ def build_bar(build, match, number, threads=None):
             raise Violation(f"barrier {at}: there are 16")
         everyone = 32 * len(cta.warps)
         expected = everyone if count is None else int(R[count][lane])
-        barrier = cta.named.setdefault(at, Named(len(warp.known)))
         if expected % 32 or not 0 < expected <= everyone:
             raise Violation(f"barrier {at} for {expected} threads in a CTA of {everyone}")
-        if barrier.arrived and barrier.expected != expected:
+        barrier = cta.named.setdefault(at, Named(len(warp.known), expected))
+        if barrier.expected != expected:
             raise Violation(f"barrier {at} for {expected} threads, while others wait there for {barrier.expected}")
-        barrier.expected = expected
         barrier.arrived += 32
-        release(warp, barrier)
+        release(warp, barrier.learned)
         cta.shared.release(warp.index)
         if barrier.arrived > expected:
             raise Violation(f"more than {expected} threads arrive at barrier {at}")
         if barrier.arrived == expected:
-            barrier.arrived = 0
-            barrier.generation += 1
-            cta.machine.changed = True
+            del cta.named[at]
+            barrier.complete = cta.machine.changed = True
             if what == "sync":
                 cta.machine.timeline.wait(warp, barrier.learned.time, f"barrier {at}")
-                acquire(warp, barrier)
+                acquire(warp, barrier.learned)
             return None
         if what == "arrive":
             return None
-        mine = barrier.generation
-        return Wait(
-            f"barrier {at}: {barrier.arrived} of {expected} threads", lambda: barrier.generation != mine, barrier
-        )
+        return Wait(f"barrier {at}: {barrier.arrived} of {expected} threads", lambda: barrier.complete, barrier)
 
     return run
 
@@ -256,9 +251,10 @@ def build_cluster_arrive(build, match):
         warp.cluster_phase = cluster.phase
         warp.cta.shared.release(warp.index)
         cluster.arrived.add(warp)
-        release(warp, cluster)
+        release(warp, cluster.learned)
         if all(w in cluster.arrived or w.done for cta in cluster.ctas for w in cta.warps):
             cluster.arrived.clear()
+            cluster.past, cluster.learned = cluster.learned, Known(len(warp.known))
             cluster.phase += 1
             warp.cta.machine.changed = True
         return None
@@ -276,8 +272,8 @@ def build_cluster_wait(build, match):
             raise Violation("waits at the cluster barrier without having arrived")
         if cluster.phase == phase:
             return Wait("the cluster barrier", lambda: cluster.phase != phase)
-        warp.cta.machine.timeline.wait(warp, cluster.learned.time, "the cluster barrier")
-        acquire(warp, cluster)
+        warp.cta.machine.timeline.wait(warp, cluster.past.time, "the cluster barrier")
+        acquire(warp, cluster.past)
         return None
 
     return run

@@ -141,20 +141,14 @@ class Cluster:
     def complete(self):
         """All CTAs are there: number the warps."""
         warps = [warp for cta in self.ctas for warp in cta.warps]
-        self.learned = Known(len(warps))  # from its barrier
-        self.flags = Flags(len(warps))
+        self.learned = self.past = Known(len(warps))  # from this phase of its barrier, and the last
+        # From accesses that order others (atomics, volatile, acquire, release) and from fences: one for all of them.
+        self.flags = Known(len(warps))
         for slot, warp in enumerate(warps):
             warp.slot, warp.known = slot, np.zeros(len(warps), np.int64)
             warp.known[slot] = 1
         for cta in self.ctas:
             cta.history = History(cta.shared, warps)
-
-
-class Flags:
-    """What is learned from accesses that order others: atomics, volatile, acquire, release, and from fences."""
-
-    def __init__(self, warps):
-        self.learned = Known(warps)
 
 
 class Operation:

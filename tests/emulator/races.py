@@ -74,7 +74,7 @@ class History:
 
 
 class Known:
-    """What one learns from a barrier: what those who arrived there knew."""
+    """What one learns from one phase of a barrier: what those who arrived knew."""
 
     def __init__(self, warps):
         self.known = np.zeros(warps, np.int64)
@@ -87,14 +87,14 @@ class Known:
         self.time = max(self.time, time)
 
 
-def acquire(warp, barrier):
-    """The warp has waited for the barrier (or for anything else that has learned)."""
-    np.maximum(warp.known, barrier.learned.known, out=warp.known)
-    if barrier.learned.trusted and not warp.trusted:
+def acquire(warp, learned):
+    """The warp has waited for those who arrived."""
+    np.maximum(warp.known, learned.known, out=warp.known)
+    if learned.trusted and not warp.trusted:
         warp.trusted = warp.cta.machine.memory.trusted = True
 
 
-def release(warp, barrier):
-    """The warp arrives at the barrier."""
-    barrier.learned.learn(warp.known, warp.trusted, warp.clock)
+def release(warp, learned):
+    """The warp arrives."""
+    learned.learn(warp.known, warp.trusted, warp.clock)
     warp.known[warp.slot] += 1
