@@ -5,6 +5,7 @@ K * 2^-24 of the sum of magnitudes, the gate by a few units of its last place, a
 block scales must be what some value within those bounds is quantized to.
 """
 
+import atexit
 import json
 import os
 import re
@@ -19,7 +20,7 @@ from pathlib import Path
 os.environ.setdefault("CUTE_DSL_ARCH", "sm_100a")
 os.environ.setdefault("CUTE_DSL_KEEP_PTX", "1")
 os.environ.setdefault("CUTE_DSL_DISABLE_FILE_CACHING", "1")
-os.environ.setdefault("CUTE_DSL_DUMP_DIR", tempfile.mkdtemp())
+os.environ.setdefault("CUTE_DSL_DUMP_DIR", tempfile.mkdtemp(prefix="moe_nvfp4_"))
 
 import pytest
 import torch
@@ -33,8 +34,8 @@ from moe_nvfp4.kernels.sm100_config import SMEM, TMEM, CombineConfig, GemmConfig
 from moe_nvfp4.routing import Rows, group_by_expert
 from tests.common import THRESHOLDS, relative_error
 
-pytest.importorskip("cutlass", reason="the CuTe DSL is not installed")
-
+if "moe_nvfp4_" in os.environ["CUTE_DSL_DUMP_DIR"]:
+    atexit.register(shutil.rmtree, os.environ["CUTE_DSL_DUMP_DIR"], ignore_errors=True)
 
 GATES = {
     "silu": Gate(),
@@ -168,6 +169,7 @@ def inspect_all(architecture: str, folder: str) -> None:
 
 @pytest.mark.parametrize("architecture", ["sm_100a", "sm_103a"])
 def test_compiles_without_a_gpu(architecture, tmp_path, capsys):
+    pytest.importorskip("cutlass", reason="the CuTe DSL is not installed")
     pytest.importorskip("nvidia.cu13", reason="nvdisasm and cuobjdump are not installed")
     environment = {
         **os.environ, "CUTE_DSL_ARCH": architecture, "CUTE_DSL_KEEP_CUBIN": "1", "CUTE_DSL_DUMP_DIR": str(tmp_path),
@@ -194,7 +196,6 @@ def test_compiles_without_a_gpu(architecture, tmp_path, capsys):
         lines.append(line)
     with capsys.disabled():
         print(f"\n{architecture}", *lines, sep="\n")
-
 
 
 # ---- on the emulator: problems and what is right -------------------------------------------------
@@ -303,9 +304,11 @@ def check_codes(found: Rows, exact, bound, scale, groups, live):
 
 # ---- on the emulator: running --------------------------------------------------------------------
 
+
 @pytest.fixture
 def on_emulator(monkeypatch):
     """The backend's launches go to the emulator. Returns a function that sets schedule, number of SMs, tile."""
+    pytest.importorskip("cutlass", reason="the CuTe DSL is not installed")
     emulator = pytest.importorskip("tests.emulator")
     if shutil.which("cc") is None:
         pytest.skip("the emulator links the compiled host code with cc")

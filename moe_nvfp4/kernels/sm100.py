@@ -71,9 +71,7 @@ def gemm1_swiglu(rows: Rows, weights: ExpertWeights, groups: Groups, dtype: torc
     return Rows(h, h_sf, scale)
 
 
-def gemm2_combine(
-    h: Rows, weights: ExpertWeights, groups: Groups, top_k_weights: Tensor, dtype: torch.dtype
-) -> Tensor:
+def gemm2_combine(h: Rows, weights: ExpertWeights, groups: Groups, top_k_weights: Tensor, dtype: torch.dtype) -> Tensor:
     """y[t] = sum over slots j of top_k_weights[t, j] * (h · w2ᵀ), in `dtype` [T, H]; the same bits every time."""
     w, R, E, H = weights, groups.num_rows, groups.num_experts, weights.hidden_size
     T, top_k = top_k_weights.shape
