@@ -14,9 +14,9 @@ from pathlib import Path
 
 import numpy as np
 
-from .launch import emulate, programs, restore, start
-from .machine import EmulatorError
-from .parser import Pair, PtxError, Register, Vector
+from tests.emulator.launch import emulate, programs, restore, start
+from tests.emulator.machine import EmulatorError
+from tests.emulator.parser import Pair, PtxError, Register, Vector
 
 
 def size(text):

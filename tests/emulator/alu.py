@@ -9,7 +9,7 @@ import itertools
 
 import numpy as np
 
-from .formats import (
+from tests.emulator.formats import (
     E2M1,
     E4M3,
     E5M2,

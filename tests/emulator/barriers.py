@@ -5,10 +5,10 @@ PTX ISA: "Parallel Synchronization and Communication Instructions".
 
 import numpy as np
 
-from .machine import Lanes, Wait
-from .memory import BARRIER, OFFSET, RANK_SHIFT, UNWRITTEN, Violation
-from .program import first_lane, lanes_of, operation
-from .races import Known, acquire, release
+from tests.emulator.machine import Lanes, Wait
+from tests.emulator.memory import BARRIER, OFFSET, RANK_SHIFT, UNWRITTEN, Violation
+from tests.emulator.program import first_lane, lanes_of, operation
+from tests.emulator.races import Known, acquire, release
 
 MOST = (1 << 20) - 1
 

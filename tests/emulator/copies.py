@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .barriers import find
-from .formats import bf16_decode, bf16_encode
-from .machine import Operation
-from .memory import GRANULE, OFFSET, RANK_SHIFT, STATE_NAMES, WRITTEN, Violation
-from .program import PARAMETERS, lanes_of, operation
+from tests.emulator.barriers import find
+from tests.emulator.formats import bf16_decode, bf16_encode
+from tests.emulator.machine import Operation
+from tests.emulator.memory import GRANULE, OFFSET, RANK_SHIFT, STATE_NAMES, WRITTEN, Violation
+from tests.emulator.program import PARAMETERS, lanes_of, operation
 
 # Code of the element type in the map -> bits of an element: uint8, uint16, uint32, float16, float32, bfloat16, e2m1.
 ELEMENT_BITS = {0: 8, 1: 16, 2: 32, 6: 16, 7: 32, 10: 16, 11: 4}

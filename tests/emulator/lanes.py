@@ -5,10 +5,10 @@ PTX ISA: "Parallel Synchronization and Communication Instructions", and shfl in 
 
 import numpy as np
 
-from .machine import Lanes
-from .memory import Violation
-from .parser import Pair
-from .program import first_lane, operation
+from tests.emulator.machine import Lanes
+from tests.emulator.memory import Violation
+from tests.emulator.parser import Pair
+from tests.emulator.program import first_lane, operation
 
 
 def together(build, members, action):

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import numpy as np
 
-from .machine import EmulatorError, Machine
-from .memory import EARLIER, UNWRITTEN, WRITTEN, Global, Memory
-from .parser import parse
-from .program import Program
+from tests.emulator.machine import EmulatorError, Machine
+from tests.emulator.memory import EARLIER, UNWRITTEN, WRITTEN, Global, Memory
+from tests.emulator.parser import parse
+from tests.emulator.program import Program
 
 # DLPack: (type code, bits, lanes) by the name of the dtype in torch or NumPy.
 DTYPES = {

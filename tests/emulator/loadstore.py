@@ -5,13 +5,14 @@ PTX ISA: "Data Movement and Conversion Instructions", and atom and red in "Paral
 
 import numpy as np
 
-from . import alu
-from .formats import bf16_decode, bf16_encode
-from .machine import Operation
-from .memory import OFFSET, RANK_SHIFT, Violation
-from .parser import Register, Vector
-from .program import PARAMETERS, SHARED_WINDOW, calculation, lanes_of, operation
-from .races import acquire, release
+from tests.emulator import alu
+from tests.emulator.barriers import find
+from tests.emulator.formats import bf16_decode, bf16_encode
+from tests.emulator.machine import Operation
+from tests.emulator.memory import OFFSET, RANK_SHIFT, Violation
+from tests.emulator.parser import Register, Vector
+from tests.emulator.program import PARAMETERS, SHARED_WINDOW, calculation, lanes_of, operation
+from tests.emulator.races import acquire, release
 
 SPACE = r"(?:\.(?P<space>param|global|shared(?:::cta|::cluster)?|const))?"
 SCOPE = r"(?:\.weak|\.(?P<order>volatile|(?:relaxed|acquire|release)\.(?:cta|cluster|gpu|sys)))?"
@@ -405,8 +406,6 @@ def build_cp_async_wait(build, match, count=None):
 
 @operation(r"cp\.async\.mbarrier\.arrive(?P<noinc>\.noinc)?\.shared(?:::cta)?\.b64")
 def build_cp_async_arrive(build, match, place):
-    from .barriers import find
-
     index, offset = build.address(place)
 
     def run(warp, mask):

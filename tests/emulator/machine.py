@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .memory import SHARED_BASE, Global, Shared, Tmem, Violation
-from .races import History, Known
-from .timeline import Timeline, latency
+from tests.emulator.memory import SHARED_BASE, Global, Shared, Tmem, Violation
+from tests.emulator.races import History, Known
+from tests.emulator.timeline import Timeline, latency
 
 ALL = b"\1" * 32
 NONE = bytes(32)

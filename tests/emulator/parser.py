@@ -5,6 +5,7 @@ kernel contains is accepted; anything else stops with its line.
 """
 
 import re
+from bisect import bisect_right
 from dataclasses import dataclass, field
 
 SIZES = {"8": 1, "16": 2, "32": 4, "64": 8}
@@ -134,8 +135,6 @@ class _Parser:
         raise PtxError(f"PTX line {self.line(self.at if at is None else at)}: {why}")
 
     def line(self, at):
-        from bisect import bisect_right
-
         return bisect_right(self.starts, at)
 
     def skip_blanks(self):

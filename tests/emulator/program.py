@@ -9,11 +9,11 @@ import re
 
 import numpy as np
 
-from . import alu
-from .formats import flush
-from .machine import ALL, DTYPES, NONE, POISON, Group
-from .memory import RANK_SHIFT
-from .parser import Address, Immediate, Instruction, Not, Pair, PtxError, Register, Symbol, Vector
+from tests.emulator import alu
+from tests.emulator.formats import flush
+from tests.emulator.machine import ALL, DTYPES, NONE, POISON, Group
+from tests.emulator.memory import RANK_SHIFT
+from tests.emulator.parser import Address, Immediate, Instruction, Not, Pair, PtxError, Register, Symbol, Vector
 
 PARAMETERS = 1 << 61  # where .param lies in the generic address space
 SHARED_WINDOW = 1 << 60

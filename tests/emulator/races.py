@@ -8,7 +8,7 @@ PTX ISA: "Memory Consistency Model", much simplified: barriers and asynchronous 
 
 import numpy as np
 
-from .memory import GRANULE, Violation
+from tests.emulator.memory import GRANULE, Violation
 
 WORD = 4
 

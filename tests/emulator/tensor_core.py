@@ -7,13 +7,13 @@ and added to the float32 accumulator once per instruction: hardware's order of a
 
 import numpy as np
 
-from .barriers import find
-from .copies import lane_value, swizzle
-from .formats import E2M1, E4M3, bf16_decode, ue8m0_decode
-from .machine import Lanes, Operation, Wait
-from .memory import GRANULE, OFFSET, RANK_SHIFT, WRITTEN, Violation
-from .parser import Address
-from .program import first_lane, lanes_of, operation
+from tests.emulator.barriers import find
+from tests.emulator.copies import lane_value, swizzle
+from tests.emulator.formats import E2M1, E4M3, bf16_decode, ue8m0_decode
+from tests.emulator.machine import Lanes, Operation, Wait
+from tests.emulator.memory import GRANULE, OFFSET, RANK_SHIFT, WRITTEN, Violation
+from tests.emulator.parser import Address
+from tests.emulator.program import first_lane, lanes_of, operation
 
 PAIRS = np.stack([E2M1.table64[np.arange(256) & 15], E2M1.table64[np.arange(256) >> 4]], 1)  # byte -> two values
 TCGEN05_SWIZZLE = {0: 0, 2: 128, 4: 64, 6: 32}
