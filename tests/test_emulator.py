@@ -627,6 +627,7 @@ def test_schedules_have_names():
     assert Schedule.parse("reverse-lazy") == Schedule("reverse", "lazy")
     assert Schedule.parse("random:7") == Schedule("random", "random", 7)
     assert Schedule.parse("random-lazy:7") == Schedule("random", "lazy", 7)
+    assert Schedule.parse("slow:7") == Schedule("slow", "lazy", 7)
     with pytest.raises(ValueError, match="late"):
         Schedule.parse("late")
 

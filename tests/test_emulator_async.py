@@ -12,7 +12,7 @@ from tests.emulator import EmulatorError, Launch, emulate
 from tests.emulator.launch import Tensor, address_of, device_memory, pack, programs, start
 
 HEAD = ".version 8.8\n.target sm_100a\n.address_size 64\n.extern .shared .align 1024 .b8 smem[];\n"
-ALL = ("eager", "lazy", "reverse-lazy", "random:1", "random:2")
+ALL = ("eager", "lazy", "reverse-lazy", "random:1", "random:2", "slow:1", "slow:2")
 MISTAKES = ("lazy", "reverse-lazy", "random:1")
 BAR, DATA = 1024, 2048  # the kernels here keep their mbarriers in the first KiB of dynamic shared memory
 assert DATA % 1024 == 0

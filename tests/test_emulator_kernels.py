@@ -20,7 +20,7 @@ from tests.emulator import Emulated, EmulatorError, compiling_for  # noqa: E402
 from tests.emulator.copies import TensorMap  # noqa: E402
 from tests.emulator.launch import address_of, device_memory  # noqa: E402
 
-SCHEDULES = ("eager", "lazy", "reverse", "reverse-lazy", "random:1", "random:2")
+SCHEDULES = ("eager", "lazy", "reverse", "reverse-lazy", "random:1", "random:2", "slow:1", "slow-eager:2")
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=torch.float64)
 
 

@@ -80,7 +80,9 @@ def main():
     parser.add_argument("--cluster", type=size, default=(1,), metavar="X[,Y[,Z]]")
     parser.add_argument("--shared", type=int, default=0, metavar="BYTES", help="dynamic shared memory")
     parser.add_argument("--arg", action="append", default=[], metavar="VALUE", help="once for each parameter")
-    parser.add_argument("--schedule", default="eager", help="eager, lazy, reverse, reverse-lazy, random:SEED")
+    parser.add_argument(
+        "--schedule", default="eager", help="eager, lazy, reverse, reverse-lazy, random:SEED, slow:SEED"
+    )
     parser.add_argument("--out", metavar="FILE.npz", help="write the tensors, as they are at the end")
     parser.add_argument("--trace", metavar="CTA:WARP[:FIRST[-LAST]]", help="print a warp's instructions and results")
     parser.add_argument("--timeline", metavar="FILE.svg", help="picture of who waits where; - prints it as text")

@@ -30,7 +30,8 @@ class EmulatorError(Exception):
 class Schedule:
     """The order of warps, and when asynchronous operations happen.
 
-    order: "forward", "reverse" (each warp runs until it must wait) or "random".
+    order: "forward", "reverse" (each warp runs until it must wait), "random", or "slow": some warps, by the seed,
+    run only when no other can go on, even with the help of asynchronous operations. That shows missing back pressure.
     timing: "eager" (at issue), "lazy" (as late as the waits allow) or "random".
     """
 
@@ -40,19 +41,19 @@ class Schedule:
 
     @classmethod
     def parse(cls, text):
-        """ "eager", "lazy", "reverse", "reverse-lazy", "random:SEED", and any "order-timing"."""
+        """ "eager", "lazy", "reverse", "reverse-lazy", "random:SEED", "slow:SEED", and any "order-timing"."""
         if isinstance(text, Schedule):
             return text
         name, _, seed = text.partition(":")
         parts = name.split("-")
-        orders = [p for p in parts if p in ("forward", "reverse", "random")]
+        orders = [p for p in parts if p in ("forward", "reverse", "random", "slow")]
         timings = [p for p in parts if p in ("eager", "lazy")]
         if len(orders) + len(timings) != len(parts) or len(orders) > 1 or len(timings) > 1:
             raise ValueError(
-                f"schedule {text!r}: an order (forward, reverse, random[:seed]) and a timing (eager, lazy)"
+                f"schedule {text!r}: an order (forward, reverse, random, slow; [:seed]) and a timing (eager, lazy)"
             )
         order = orders[0] if orders else "forward"
-        timing = timings[0] if timings else ("random" if order == "random" else "eager")
+        timing = timings[0] if timings else {"random": "random", "slow": "lazy"}.get(order, "eager")
         return cls(order, timing, int(seed or 0))
 
 
@@ -252,6 +253,9 @@ class Machine:
         warps = [w for cta in self.ctas for w in cta.warps if not w.done]
         if self.schedule.order == "reverse":
             warps.reverse()
+        if self.schedule.order == "slow":
+            rank = random.Random(self.schedule.seed).sample(range(32), 32)  # the same for every CTA
+            warps.sort(key=lambda warp: rank[warp.index])
         expired = unchanged = 0
         while True:
             progress = self.spins = False
@@ -260,6 +264,10 @@ class Machine:
             for warp in warps:
                 if self.run_warp(warp):
                     progress = True
+                elif self.schedule.order == "slow":
+                    progress = self.complete_awaited([warp])
+                if progress and self.schedule.order == "slow" and not self.spins:
+                    break  # back to the first
             if self.schedule.timing == "random":
                 for _ in range(self.random.randint(0, 2)):
                     self.complete_random()
