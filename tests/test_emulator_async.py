@@ -585,6 +585,34 @@ def test_mistakes_are_caught(name):
         assert not np.array_equal(got, expected)
 
 
+@pytest.mark.parametrize("schedule", ALL)
+def test_mma_of_two_ctas(schedule):
+    """Each CTA holds 128 of the 256 rows of A, half of the rows of B, and all of B's scale factors."""
+    n, rng = 32, np.random.default_rng(5)
+    (a, sa, x), (b, sb, y) = block_scaled(rng, 256), block_scaled(rng, n)
+    data = np.zeros((2, 50688), np.uint8)
+    for rank in range(2):
+        data[rank, :16384] = laid_out(a[128 * rank : 128 * rank + 128], 128)
+        data[rank, 16384 : 16384 + 128 * n // 2] = laid_out(b[n // 2 * rank : n // 2 * rank + n // 2], 128)
+        data[rank, 49152:49664] = scale_tile(sa[128 * rank : 128 * rank + 128])
+        data[rank, 49664:50176] = scale_tile(sb)
+    body = tcgen05(n, idesc=instruction(n, m=256)).replace("cta_group::1", "cta_group::2")
+    meet = "barrier.cluster.arrive; barrier.cluster.wait;\n"
+    lead = "mov.u32 %r9, %cluster_ctarank; setp.eq.and.u32 %p6, %r9, 0, %p1; mov.b16 %h1, 3;\n"
+    body = without(body, "ld.param.u64 %x2, [in];", "ld.param.u64 %x2, [in]; mad.wide.u32 %x2, %r9, 50688, %x2;")
+    body = lead + without(body, wait(0), wait(0) + meet)  # the leader multiplies when both have loaded
+    for issued in ("tcgen05.cp", "tcgen05.mma", "tcgen05.commit"):
+        body = without(body, f"@%p1 {issued}", f"@%p6 {issued}")
+    body = without(body, "shared::cluster.b64 [%bar+8];", "shared::cluster.multicast::cluster.b64 [%x8], %h1;")
+    body = without(body, "@%p6 tcgen05.commit", "add.u32 %r10, %bar, 8; @%p6 tcgen05.commit").replace("[%x8]", "[%r10]")
+    body = body.replace("mad.wide.u32 %x1, %t", "mad.lo.u32 %r11, %r9, 128, %t; mad.wide.u32 %x1, %r11") + meet
+    got = run(body, np.zeros((256, n), np.float32), [data], [".u64 in"], 128, schedule, cluster=2)
+    np.testing.assert_array_equal(got, x @ y.T)
+    if schedule == "lazy":
+        with pytest.raises(EmulatorError, match="still writing|never written|not allocated"):  # by the other CTA
+            run(body.replace(wait(0) + meet, wait(0)), got, [data], [".u64 in"], 128, "slow:1", cluster=2)
+
+
 def test_tmem_stores_and_other_shapes():
     """What .32x32b stores, .16x256b reads as the accumulator fragment of an MMA."""
     body = (
