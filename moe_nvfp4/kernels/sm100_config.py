@@ -1,0 +1,186 @@
+"""What the Blackwell kernels are compiled for, and which tile a problem gets: numbers only, no CuTe DSL."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moe_nvfp4.weights import Gate
+
+SMEM = 232448  # bytes of shared memory a CTA may have
+TMEM = 512  # columns
+BLOCK_K = 256  # codes
+BYTES_K = BLOCK_K // 2  # the width of the swizzle
+ROWS = 128  # weight rows of a block: the M of an MMA
+SF_TILE = 512  # bytes of a 128x4 tile of scales: K = 64, one MMA
+BOXES = 4  # TMA boxes of a token tile; a tile with fewer rows loads fewer
+CHUNK = 16  # tokens the epilogue handles at a time
+
+
+@dataclass(frozen=True)
+class Tile:
+    """The shape of a CTA's tile: `blocks` * 128 weight rows by `tokens` tokens.
+
+    ctas  2: a pair of CTAs, each with its own weight rows, shares the token tile: each loads half of it
+    """
+
+    tokens: int
+    blocks: int
+    ctas: int = 1
+
+    @property
+    def box(self) -> int:
+        """Tokens of a TMA box."""
+        return self.tokens // self.ctas // BOXES
+
+    @property
+    def stage_bytes(self) -> int:
+        """Shared memory of a K tile: codes and scales of weights and tokens."""
+        codes = (self.blocks * ROWS + self.tokens // self.ctas) * BYTES_K
+        return codes + (self.blocks + 1) * 4 * SF_TILE
+
+    @property
+    def sf_columns(self) -> int:
+        return 16 * (self.blocks + 1)
+
+    @property
+    def second(self) -> int:
+        """First TMEM column of odd tiles."""
+        return min(TMEM - self.sf_columns - self.blocks * self.tokens, self.blocks * self.tokens)
+
+    @property
+    def shared_tokens(self) -> int:
+        """Tokens of a tile whose columns the next tile overwrites, a multiple of CHUNK.
+
+        The last ones of even tiles (in the last block) and the first ones of odd tiles (in block 0).
+        """
+        return -(-(self.blocks * self.tokens - self.second) // CHUNK) * CHUNK
+
+    @property
+    def legal(self) -> bool:
+        # A token tile lies in one 128-row tile of scales, and starts at its TMEM column 0 or 2: 64 rows apart.
+        return self.tokens in (64, 128) and self.blocks in (1, 2) and self.ctas in (1, 2)
+
+
+@dataclass(frozen=True)
+class GemmConfig:
+    """All that the compiled kernel depends on.
+
+    rows         weight rows of a projection: I, or H
+    k            codes per row, a multiple of 32 (TMA strides are multiples of 16 bytes)
+    projections  2: [gate; up] in one tensor; 1
+    out          "nvfp4": codes and swizzled sf, "bfloat16", "float16", "float32": rows of that type;
+                 "assignments": fp32 rows, row r at order[r]
+    gate         what happens to gate and up; None: every row is an output of its own
+    bias         dtype of the bias, or None
+    """
+
+    experts: int
+    rows: int
+    k: int
+    projections: int
+    out: str
+    gate: Gate | None
+    bias: str | None
+    tile: Tile
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Shared memory beside the ring: the epilogue's exchange, row scales, the tile map, barriers."""
+        return 4 * (CHUNK * ROWS + 2 * self.tile.tokens) + 6 * self.map_size + 256
+
+    @property
+    def stages(self) -> int:
+        return min(8, (SMEM - self.fixed_bytes) // self.tile.stage_bytes)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of the launch: a multiple of its alignment."""
+        return -(-(self.stages * self.tile.stage_bytes + self.fixed_bytes) // 1024) * 1024
+
+    @property
+    def map_size(self) -> int:
+        """Experts in the tile map, 6 bytes each: a power of two, for the binary search."""
+        return 1 << max(0, self.experts - 1).bit_length()
+
+    @property
+    def fused(self) -> bool:
+        """Two accumulators make one output."""
+        return self.projections == 2 and self.gate is not None and self.gate.kind != "raw"
+
+    @property
+    def row_tiles(self) -> int:
+        per_tile = ROWS * self.tile.ctas * (1 if self.projections == 2 else self.tile.blocks)
+        return -(-self.rows // per_tile)
+
+    @property
+    def sf_row_tiles(self) -> int:
+        """128-row scale tiles of a projection."""
+        return -(-self.rows // ROWS)
+
+    @property
+    def k_steps(self) -> int:
+        """MMAs along K."""
+        return -(-self.k // 64)
+
+    @property
+    def k_tiles(self) -> int:
+        return -(-self.k // BLOCK_K)
+
+    @property
+    def width(self) -> int:
+        """Columns of the output."""
+        return self.rows * (self.projections if not self.fused else 1)
+
+    @property
+    def legal(self) -> bool:
+        return (
+            self.tile.legal
+            and (self.projections == 1 or self.tile.blocks == 2)
+            and self.rows % 16 == 0
+            and self.k % 32 == 0
+            and self.stages >= 2
+        )
+
+
+@dataclass(frozen=True)
+class QuantizeConfig:
+    """All that the compiled `QuantizeRows` depends on."""
+
+    experts: int
+    k: int  # a multiple of 16
+    dtype: str  # of x
+    gather: bool
+    static: bool  # a global scale per expert, else one per row
+
+
+@dataclass(frozen=True)
+class CombineConfig:
+    """All that the compiled `Combine` depends on."""
+
+    top_k: int
+    hidden: int  # a multiple of 16
+    weights: str  # dtype of the routing weights
+    out: str  # dtype of y
+
+
+def choose_tile(rows: int, experts: int, weight_rows: int, projections: int, sms: int) -> Tile:
+    """The tile for `rows` rows in all, spread over `experts`; rules in order, the first that fits."""
+    hit = max(1, min(experts, rows))
+    per_expert = -(-rows // hit)
+
+    def work_for(tokens: int, blocks: int, ctas: int) -> int:
+        """SMs that get a tile."""
+        per_tile = ROWS * ctas * (1 if projections == 2 else blocks)
+        return hit * -(-per_expert // tokens) * -(-weight_rows // per_tile) * ctas
+
+    # An MMA is as wide as its tile has rows, so 64 is right from 1 token up. Once experts have more rows, 128
+    # reads the weights from L2 half as often, and shared memory less often per product; but small problems
+    # are done sooner by more SMs.
+    fewest = 2 if projections == 2 else 1
+    tokens = 64 if per_expert <= 64 or work_for(64, fewest, 1) <= sms else 128
+    # Gate and up of the same rows must meet in one CTA; of one projection, two blocks share every token tile
+    # unless that leaves SMs without work.
+    blocks = 2 if projections == 2 or work_for(tokens, 2, 1) >= sms else 1
+    # From about 256 rows per expert on the tensor cores are the bound, and shared memory is theirs: a pair of
+    # CTAs reads half of the tokens each.
+    return Tile(tokens, blocks, 2 if per_expert >= 256 and work_for(tokens, blocks, 2) >= sms else 1)

@@ -1,0 +1,31 @@
+"""A functional model of the GPU: it runs a kernel's PTX on the CPU and stops where hardware would leave it undefined.
+
+    from tests.emulator import emulate
+    emulate(ptx, [x, y, 3], grid=(4, 1, 1), block=(128, 1, 1), shared=49152, schedule="lazy")
+
+It knows the instructions that this project's kernels use. One that it does not know stops it with its line. Run a
+function compiled by CuTe DSL with Emulated, debug one with `python -m tests.emulator`.
+
+    parser      PTX text -> instructions             machine      warps, CTAs, scheduler, asynchronous operations
+    program     instructions -> Python functions     memory       global, shared and Tensor Memory, and who uses them
+    alu, formats        registers of one lane        races        accesses that nothing orders
+    lanes               lanes together               launch       how a kernel is started
+    loadstore, copies   memory                       timeline     who waited where
+    barriers, tensor_core
+
+What it finds: wrong results; deadlocks; addresses out of bounds, misaligned, never written; wrong transaction counts;
+use of what a copy or an MMA is still reading or writing; missing barriers, proxy fences and griddepcontrol.wait; TMEM
+allocated, freed or addressed wrongly; descriptors and tensor maps with bits nobody set on purpose. A dropped wait shows
+under schedule="lazy", where asynchronous work is done as late as the waits allow.
+
+What it does not show: time; the order of additions inside an MMA (one float64 sum per instruction here); that ptxas may
+contract mul and add without .rn; the error of approximations; missing wgmma.fence and tcgen05.fence; races in global
+memory; CTAs that share an SM. Generic accesses are sequentially consistent.
+"""
+
+from tests.emulator import barriers, copies, lanes, loadstore, tensor_core  # noqa: F401 (they register their instructions)
+from tests.emulator.launch import Emulated, Launch, compiling_for, emulate  # noqa: F401
+from tests.emulator.machine import EmulatorError, Machine, Schedule  # noqa: F401
+from tests.emulator.memory import Global  # noqa: F401
+from tests.emulator.parser import PtxError, parse  # noqa: F401
+from tests.emulator.program import Program  # noqa: F401
