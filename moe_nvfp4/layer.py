@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from importlib.util import find_spec
 from types import ModuleType
 
 import torch
@@ -50,17 +51,41 @@ def _hopper(device: torch.device) -> ModuleType | None:
     try:
         from moe_nvfp4.kernels import sm90
     except ImportError as error:
-        warnings.warn(
-            f"the Hopper kernels need CuTe DSL ({error}), so 4-bit experts run as plain torch operations: same "
-            "numbers, many times slower. Install moe-nvfp4[gpu]; MOE_NVFP4_BACKEND=reference silences this",
-            stacklevel=3,
-        )
+        _warn_without_dsl("Hopper", error)
         return None
     return sm90
 
 
+@cache
+def _blackwell(device: torch.device) -> ModuleType | None:
+    if device.type != "cuda" or torch.version.cuda is None or os.environ.get("MOE_NVFP4_BACKEND") == "reference":
+        return None
+    from moe_nvfp4.kernels import sm100
+
+    if torch.cuda.get_device_capability(device) not in sm100.ARCHITECTURES:
+        return None
+    if find_spec("cutlass") is None or find_spec("tvm_ffi") is None:
+        _warn_without_dsl("Blackwell", "nvidia-cutlass-dsl or apache-tvm-ffi is not installed")
+        return None
+    return sm100
+
+
+def _warn_without_dsl(name: str, why: object) -> None:
+    warnings.warn(
+        f"the {name} kernels need CuTe DSL ({why}), so 4-bit experts run as plain torch operations: same "
+        "numbers, many times slower. Install moe-nvfp4[gpu]; MOE_NVFP4_BACKEND=reference silences this",
+        stacklevel=4,
+    )
+
+
 def _stages(weights: ExpertWeights, device: torch.device) -> ModuleType:
-    return _hopper(device) if weights.packed else backend(device)
+    """The module whose GEMM stages run `weights` on `device`."""
+    if weights.packed:
+        return _hopper(device)
+    sixteens = weights.hidden_size % 16 == 0 and weights.intermediate_size % 16 == 0
+    if weights.activations == "nvfp4" and sixteens and _blackwell(device) is not None:
+        return _blackwell(device)
+    return backend(device)
 
 
 # ---------------------------------------------------------------- the stages as torch ops
@@ -75,7 +100,8 @@ _OP = dict(mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
     **_OP,
 )
 def _quantize_rows(x, index, scale, order, offsets):
-    rows = backend(x.device).quantize_rows(x, index, scale, Groups(order, offsets, 1))
+    blackwell = _blackwell(x.device) if x.shape[1] % 16 == 0 else None
+    rows = (blackwell or backend(x.device)).quantize_rows(x, index, scale, Groups(order, offsets, 1))
     return [rows.values, rows.sf, rows.scale]
 
 

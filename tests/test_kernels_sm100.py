@@ -316,7 +316,7 @@ def on_emulator(monkeypatch):
 
     def launch(config, arguments):
         if config not in RUNS:
-            RUNS[config] = emulator.Emulated(sm100.compiled(config))
+            RUNS[config] = emulator.Emulated(sm100.compile_kernel(config, "--enable-tvm-ffi"))
         outputs = {GemmConfig: [9], QuantizeConfig: [4, 5, 6], CombineConfig: [2]}[type(config)]
         if getattr(config, "out", "") == "nvfp4":
             outputs += [10, 11]

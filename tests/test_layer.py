@@ -8,9 +8,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_nvfp4 import ExpertWeights, Gate, NVFP4Experts, moe_forward
+import moe_nvfp4.layer as layer_module
+from moe_nvfp4 import ExpertWeights, Gate, NVFP4Experts, moe_forward, reference
 from moe_nvfp4 import format as nvfp4
+from moe_nvfp4.kernels import sm90_pack
 from moe_nvfp4.layer import NVFP4Linear
+from moe_nvfp4.routing import Rows, group_by_expert
 from tests.common import THRESHOLDS, relative_error
 
 GATES = {
@@ -320,3 +323,89 @@ def test_bad_weights_are_named():
         layer(x[:1], ids, p)
     with pytest.raises(ValueError, match=r"x must be \[tokens, 64\]"):
         layer(x[:, :32], ids, p)
+
+
+# ---- layouts and backends of GPUs, without one ---------------------------------------------------
+
+
+class Kernels:
+    """Stands for the Hopper backend: unpacks what it is given and runs the reference on it."""
+
+    calls = 0
+
+    def experts(self, x, ids, top_k_weights, weights):
+        assert weights.packed == (weights.hidden_size, weights.intermediate_size)
+        Kernels.calls += 1
+        H, I = weights.packed
+        w13 = sm90_pack.Packed(weights.w13, None, (2 if weights.gate.gated else 1) * I, H, weights.gate.gated)
+        w2 = sm90_pack.Packed(weights.w2, None, H, I, False)
+        (w13, w13_sf), (w2, w2_sf) = sm90_pack.unpack(w13), sm90_pack.unpack(w2)
+        weights = replace(weights, packed=None, w13=w13, w13_sf=w13_sf, w2=w2, w2_sf=w2_sf)
+        groups = group_by_expert(ids, weights.num_experts)
+        h = reference.gemm1_swiglu(Rows(x, index=groups.token), weights, groups, x.dtype)
+        return reference.gemm2_combine(h, weights, groups, top_k_weights, x.dtype)
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """This machine's CPU as a Hopper GPU."""
+    monkeypatch.setattr(layer_module, "on_hopper", lambda device: True)
+    monkeypatch.setattr(layer_module, "_hopper", lambda device: Kernels())
+    monkeypatch.setenv("MOE_NVFP4_BACKEND", "reference")
+
+
+@pytest.mark.parametrize("gate", [Gate(), Gate("relu2", gated=False)], ids=["silu", "relu2"])
+def test_packed_weights_come_back_wherever_they_are_asked_for(hopper, gate):
+    torch.manual_seed(0)
+    dense = torch.randn(4, 96 if gate.gated else 48, 64), torch.randn(4, 64, 48)
+    layer = NVFP4Experts.from_dense(*dense, gate)
+    before = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
+    x, ids = torch.randn(5, 64).bfloat16(), torch.randint(4, (5, 2))
+    weights = torch.rand(5, 2)
+    layer.activations = "nvfp4"  # never packed for stages, so as to have something to compare with
+    layer.post_expert_norm = torch.nn.Identity()
+    layer(x, ids, weights)
+    assert layer.packed is None
+    layer.activations, layer.post_expert_norm = "bf16", None
+    calls = Kernels.calls
+    y = layer(x, ids, weights)
+    assert layer.packed == (64, 48) and Kernels.calls == calls + 1
+    assert sum(p.nbytes for p in layer.parameters()) >= sum(t.nbytes for t in before.values())
+
+    saved = layer.state_dict()
+    assert layer.packed is None and all(torch.equal(saved[name], before[name]) for name in before)
+    assert torch.equal(layer(x, ids, weights), y) and layer.packed
+    layer.to(torch.float64)  # moves and casts go through the checkpoint's bytes too
+    assert layer.packed is None
+    assert torch.equal(layer.down_proj, before["down_proj"])
+    layer.float()
+    layer(x, ids, weights)
+    layer.load_state_dict(before)
+    assert torch.equal(layer(x, ids, weights), y)
+    layer(x.float(), ids, weights)  # runs on the rows of the checkpoint
+    assert layer.packed is None
+    layer._hf_hook = object()  # weights that come and go are left alone
+    layer.prepare()
+    assert layer.packed is None
+
+
+def test_packed_weights_refuse_other_dtypes(hopper):
+    layer = NVFP4Experts.from_dense(torch.randn(2, 64, 32), torch.randn(2, 32, 32))
+    layer.prepare()
+    with pytest.raises(TypeError, match="call unpack"):
+        moe_forward(torch.randn(3, 32), torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1), layer.weights)
+
+
+@pytest.mark.parametrize("activations, width, expected", [("nvfp4", 32, 3), ("bf16", 32, 0), ("nvfp4", 40, 0)])
+def test_blackwell_takes_nvfp4_rows_of_widths_it_knows(monkeypatch, activations, width, expected):
+    calls = []
+
+    class Blackwell:
+        def __getattr__(self, name):
+            return lambda *arguments: calls.append(name) or getattr(reference, name)(*arguments)
+
+    monkeypatch.setattr(layer_module, "_blackwell", lambda device: Blackwell())
+    layer = NVFP4Experts.from_dense(torch.randn(2, 2 * width, 32), torch.randn(2, 32, width), activations=activations)
+    layer(torch.randn(3, 32), torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1))
+    gemms = [name for name in calls if name.startswith("gemm")]
+    assert len(gemms) == min(expected, 2) and len(calls) >= expected

@@ -10,7 +10,8 @@ from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import dsl_user_op
 
 
-def _asm(result, text: str, constraints: str, *args, loc, ip):
+def assembly(result, text: str, constraints: str, *args, loc, ip):
+    """One instruction without side effects, of `args`; its value as the numeric type `result`."""
     operands = [a.ir_value(loc=loc, ip=ip) for a in args]
     return result(
         llvm.inline_asm(result.mlir_type, operands, text, constraints, has_side_effects=False, loc=loc, ip=ip)
@@ -20,25 +21,25 @@ def _asm(result, text: str, constraints: str, *args, loc, ip):
 @dsl_user_op
 def mul(a: Float32, b: Float32, *, loc=None, ip=None) -> Float32:
     """a * b, rounded: never contracted into an fma, since the reference rounds here."""
-    return _asm(Float32, "mul.rn.f32 $0, $1, $2;", "=f,f,f", Float32(a), Float32(b), loc=loc, ip=ip)
+    return assembly(Float32, "mul.rn.f32 $0, $1, $2;", "=f,f,f", Float32(a), Float32(b), loc=loc, ip=ip)
 
 
 @dsl_user_op
 def add(a: Float32, b: Float32, *, loc=None, ip=None) -> Float32:
     """a + b, rounded: never contracted into an fma."""
-    return _asm(Float32, "add.rn.f32 $0, $1, $2;", "=f,f,f", Float32(a), Float32(b), loc=loc, ip=ip)
+    return assembly(Float32, "add.rn.f32 $0, $1, $2;", "=f,f,f", Float32(a), Float32(b), loc=loc, ip=ip)
 
 
 @dsl_user_op
 def fma(a: Float32, b: Float32, c: Float32, *, loc=None, ip=None) -> Float32:
     """a * b + c, rounded once."""
-    return _asm(Float32, "fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f", a, b, c, loc=loc, ip=ip)
+    return assembly(Float32, "fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f", a, b, c, loc=loc, ip=ip)
 
 
 @dsl_user_op
 def divide(a: Float32, b: Float32, *, loc=None, ip=None) -> Float32:
     """a / b, correctly rounded."""
-    return _asm(Float32, "div.rn.f32 $0, $1, $2;", "=f,f,f", Float32(a), Float32(b), loc=loc, ip=ip)
+    return assembly(Float32, "div.rn.f32 $0, $1, $2;", "=f,f,f", Float32(a), Float32(b), loc=loc, ip=ip)
 
 
 @dsl_user_op
@@ -46,15 +47,15 @@ def encode_e4m3(x: Float32, *, loc=None, ip=None) -> Uint32:
     """The e4m3 byte of x: nearest, ties to even, saturating at 448; NaN stays NaN."""
     zero = Float32(0.0)
     text = "cvt.rn.satfinite.e4m3x2.f32 $0, $1, $2;"
-    pair = _asm(Uint16, text, "=h,f,f", zero, Float32(x), loc=loc, ip=ip)
+    pair = assembly(Uint16, text, "=h,f,f", zero, Float32(x), loc=loc, ip=ip)
     return Uint32(pair) & Uint32(0xFF)
 
 
 @dsl_user_op
 def decode_e4m3(byte: Uint32, *, loc=None, ip=None) -> Float32:
     """The value of an e4m3 byte."""
-    halves = _asm(Uint32, "cvt.rn.f16x2.e4m3x2 $0, $1;", "=r,h", Uint16(byte), loc=loc, ip=ip)
-    return _asm(Float32, "cvt.f32.f16 $0, $1;", "=f,h", Uint16(halves & Uint32(0xFFFF)), loc=loc, ip=ip)
+    halves = assembly(Uint32, "cvt.rn.f16x2.e4m3x2 $0, $1;", "=r,h", Uint16(byte), loc=loc, ip=ip)
+    return assembly(Float32, "cvt.f32.f16 $0, $1;", "=f,h", Uint16(halves & Uint32(0xFFFF)), loc=loc, ip=ip)
 
 
 def largest_magnitude(values: list[Float32]) -> Float32:

@@ -196,8 +196,7 @@ def multiprocessors(device: torch.device) -> int:
 
 def launch(config, arguments: tuple) -> None:
     """Run the kernel of `config` on the current stream; compiled on first use."""
-    architecture(torch.cuda.get_device_capability(arguments[0].device))
-    compiled(config)(*arguments)
+    compiled(config, architecture(torch.cuda.get_device_capability(arguments[0].device)))(*arguments)
 
 
 def architecture(capability: tuple[int, int]) -> str:
@@ -210,8 +209,11 @@ def architecture(capability: tuple[int, int]) -> str:
 
 
 @lru_cache(maxsize=None)
-def compiled(config):
-    return compile_kernel(config, "--enable-tvm-ffi")
+def compiled(config, architecture: str):
+    """The kernel of `config`, from memory, from disk, or compiled for the GPU that is there."""
+    from moe_nvfp4.kernels import launch
+
+    return launch.compiled(*kernel_of(config), architecture)
 
 
 def compile_kernel(config, options: str = ""):

@@ -148,6 +148,9 @@ class GroupedGemm:
         assert config.legal, config
         self.c = config
 
+    def __repr__(self) -> str:
+        return f"GroupedGemm({self.c})"
+
     @cute.jit
     def __call__(
         self,

@@ -7,10 +7,21 @@ lane << 16 | column: 128 lanes, 512 columns of 32 bits. Bit layouts of descripto
 from __future__ import annotations
 
 import cutlass
-from cutlass import Boolean, Float32, Int32, Int64, Uint16, Uint32, cute
+from cutlass import Boolean, Float32, Int32, Int64, Uint32, cute
 from cutlass._mlir import ir
 from cutlass._mlir.dialects import llvm, nvvm
 from cutlass.cutlass_dsl import dsl_user_op
+
+from moe_nvfp4.kernels.arithmetic import (
+    add,
+    assembly,
+    decode_e4m3,
+    divide,
+    divide_near,
+    encode_e4m3,
+    largest_magnitude,
+    mul,
+)
 
 # ---- tensor cores --------------------------------------------------------------------------------
 
@@ -129,68 +140,21 @@ def bulk_load(to: cute.Pointer, source: cute.Pointer, size: Int32, barrier: cute
     )
 
 
-# ---- arithmetic the reference can be compared with -----------------------------------------------
-
-
-def _asm(result, text: str, constraints: str, *args, loc, ip):
-    operands = [a.ir_value(loc=loc, ip=ip) for a in args]
-    return result(
-        llvm.inline_asm(result.mlir_type, operands, text, constraints, has_side_effects=False, loc=loc, ip=ip)
-    )
-
-
-@dsl_user_op
-def mul(a: Float32, b: Float32, *, loc=None, ip=None) -> Float32:
-    """a * b, rounded: never contracted into an fma, since the reference rounds here."""
-    return _asm(Float32, "mul.rn.f32 $0, $1, $2;", "=f,f,f", Float32(a), Float32(b), loc=loc, ip=ip)
-
-
-@dsl_user_op
-def add(a: Float32, b: Float32, *, loc=None, ip=None) -> Float32:
-    """a + b, rounded: never contracted into an fma."""
-    return _asm(Float32, "add.rn.f32 $0, $1, $2;", "=f,f,f", Float32(a), Float32(b), loc=loc, ip=ip)
-
-
-@dsl_user_op
-def fma(a: Float32, b: Float32, c: Float32, *, loc=None, ip=None) -> Float32:
-    """a * b + c, rounded once."""
-    return _asm(Float32, "fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f", a, b, c, loc=loc, ip=ip)
-
-
-@dsl_user_op
-def divide(a: Float32, b: Float32, *, loc=None, ip=None) -> Float32:
-    """a / b, correctly rounded."""
-    return _asm(Float32, "div.rn.f32 $0, $1, $2;", "=f,f,f", Float32(a), Float32(b), loc=loc, ip=ip)
+# ---- arithmetic ----------------------------------------------------------------------------------
 
 
 @dsl_user_op
 def exp2(a: Float32, *, loc=None, ip=None) -> Float32:
-    return _asm(Float32, "ex2.approx.ftz.f32 $0, $1;", "=f,f", Float32(a), loc=loc, ip=ip)
+    return assembly(Float32, "ex2.approx.ftz.f32 $0, $1;", "=f,f", Float32(a), loc=loc, ip=ip)
 
 
 @dsl_user_op
 def reciprocal(a: Float32, *, loc=None, ip=None) -> Float32:
-    return _asm(Float32, "rcp.approx.ftz.f32 $0, $1;", "=f,f", Float32(a), loc=loc, ip=ip)
+    return assembly(Float32, "rcp.approx.ftz.f32 $0, $1;", "=f,f", Float32(a), loc=loc, ip=ip)
 
 
 def sigmoid(x: Float32) -> Float32:
     return reciprocal(add(exp2(mul(x, Float32(-1.4426950408889634))), Float32(1.0)))
-
-
-@dsl_user_op
-def encode_e4m3(x: Float32, *, loc=None, ip=None) -> Uint32:
-    """The e4m3 byte of x: nearest, ties to even, saturating at 448; NaN stays NaN."""
-    zero = Float32(0.0)
-    text = "cvt.rn.satfinite.e4m3x2.f32 $0, $1, $2;"
-    pair = _asm(Uint16, text, "=h,f,f", zero, Float32(x), loc=loc, ip=ip)
-    return Uint32(pair) & Uint32(0xFF)
-
-
-@dsl_user_op
-def decode_e4m3(byte: Uint32, *, loc=None, ip=None) -> Float32:
-    """The value of an e4m3 byte."""
-    halves = _asm(Uint32, "cvt.rn.f16x2.e4m3x2 $0, $1;", "=r,h", Uint16(byte), loc=loc, ip=ip)
-    return _asm(Float32, "cvt.f32.f16 $0, $1;", "=f,h", Uint16(halves & Uint32(0xFFFF)), loc=loc, ip=ip)
 
 
 @dsl_user_op
@@ -202,34 +166,14 @@ def encode_e2m1x8(x: list[Float32], *, loc=None, ip=None) -> Uint32:
         " cvt.rn.satfinite.e2m1x2.f32 c, $6, $5; cvt.rn.satfinite.e2m1x2.f32 d, $8, $7;"
         " mov.b32 $0, {a, b, c, d}; }"
     )
-    return _asm(Uint32, text, "=r,f,f,f,f,f,f,f,f", *x, loc=loc, ip=ip)
+    return assembly(Uint32, text, "=r,f,f,f,f,f,f,f,f", *x, loc=loc, ip=ip)
 
 
 @dsl_user_op
 def pack_half2(low: Float32, high: Float32, dtype: type, *, loc=None, ip=None) -> Uint32:
     """Two bf16 or fp16 numbers in a word, rounded to nearest even."""
     name = {cutlass.BFloat16: "bf16x2", cutlass.Float16: "f16x2"}[dtype]
-    return _asm(Uint32, f"cvt.rn.{name}.f32 $0, $1, $2;", "=r,f,f", high, low, loc=loc, ip=ip)
-
-
-def largest_magnitude(values: list[Float32]) -> Float32:
-    """max |x|; NaN if there is one, as torch has it."""
-    best = [cute.arch.fmax(v, -v, nan=True) for v in values]
-    while len(best) > 1:
-        pairs = range(0, len(best) - 1, 2)
-        best = [cute.arch.fmax(best[i], best[i + 1], nan=True) for i in pairs] + best[len(best) & ~1 :]
-    return best[0]
-
-
-def divide_near(x: Float32, divisor: Float32, inverse: Float32) -> Float32:
-    """x / divisor, correctly rounded, from inverse = 1 / divisor: two corrections by the exact remainder.
-
-    Holds while nothing over- or underflows on the way, or where only the sign of the quotient matters.
-    """
-    quotient = mul(x, inverse)
-    for _ in range(2):
-        quotient = fma(fma(-quotient, divisor, x), inverse, quotient)
-    return quotient
+    return assembly(Uint32, f"cvt.rn.{name}.f32 $0, $1, $2;", "=r,f,f", high, low, loc=loc, ip=ip)
 
 
 @cute.jit

@@ -32,6 +32,9 @@ class QuantizeRows:
     def __init__(self, config: QuantizeConfig):
         self.c = config
 
+    def __repr__(self) -> str:
+        return f"QuantizeRows({self.c})"
+
     @cute.jit
     def __call__(
         self,
@@ -132,6 +135,9 @@ class Combine:
 
     def __init__(self, config: CombineConfig):
         self.c = config
+
+    def __repr__(self) -> str:
+        return f"Combine({self.c})"
 
     @cute.jit
     def __call__(
