@@ -433,7 +433,7 @@ class NVFP4Experts(nn.Module):
 
         In place, one projection at a time, and lossless: `unpack` is its exact inverse. The first
         call of the module does it; before torch.compile or a CUDA graph call it by hand. Weights that
-        an offloading hook brings and takes away are left alone.
+        an offloading hook brings and takes away, or that are sharded over ranks, are left alone.
         """
         if self.packed and (dtype, self.activations) == self._packed_for:
             return
@@ -441,7 +441,8 @@ class NVFP4Experts(nn.Module):
         device, weights = getattr(self, self.up_name).device, self.weights
         between = self.post_expert_norm is not None or any(s is not None for s in self.smooth)
         stages = self.activations == "nvfp4" and between  # NVFP4 rows go from stage to stage by themselves
-        if dtype != torch.bfloat16 or hasattr(self, "_hf_hook") or stages or not supports_hopper(weights):
+        shared = hasattr(self, "_hf_hook") or type(self.down_proj.data) is not Tensor  # with a hook, with other ranks
+        if dtype != torch.bfloat16 or shared or stages or not supports_hopper(weights):
             return
         if on_hopper(device):
             from moe_nvfp4.kernels import sm90_pack
