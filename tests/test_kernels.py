@@ -193,6 +193,7 @@ def test_many_tokens():
     """Beyond one routing CTA, beyond fp32 expert outputs, and a grid that outlives its tiles."""
     check(make_layer(16, 128, 64), 20_000, 4)
     check(make_layer(4, 64, 64), 65_536, 1)
+    check(make_layer(16, 64, 64), 40_000, 4)  # more than are done at a time
 
 
 @on_gpu

@@ -34,6 +34,7 @@ from moe_nvfp4.weights import ExpertWeights
 
 ARCHITECTURE = "sm_90a"
 EXACT_BYTES = 1 << 25  # expert outputs up to this size are kept in fp32
+MAX_ROWS = 1 << 17  # assignments at a time: bounds the memory between the kernels, by then far beyond bandwidth's reach
 _TYPES = {
     torch.bfloat16: BFloat16, torch.float16: Float16, torch.float32: Float32, torch.int32: Int32, torch.int64: Int64,
 }  # fmt: skip
@@ -49,6 +50,10 @@ def experts(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: Expe
     out = torch.empty(T, w.hidden_size, dtype=x.dtype, device=x.device)
     if T == 0:
         return out
+    most = max(1, MAX_ROWS // top_k)
+    if T > most:
+        parts = (t.split(most) for t in (x, top_k_index, top_k_weights))
+        return torch.cat([experts(*part, w) for part in zip(*parts, strict=True)], out=out)
     plan = _plan(w, T, top_k, x.device)
     groups, token, sync = route(top_k_index, E, 1 + _token_tiles(T * top_k, E, plan.tile))
     x = x.contiguous()
