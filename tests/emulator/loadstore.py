@@ -222,7 +222,7 @@ def copy_address(build, target, source, change):
     return run
 
 
-@operation(r"cvta(\.to)?\.(param|global|shared|shared::cta|shared::cluster)\.u(32|64)")
+@operation(r"cvta(\.to)?\.(param|global|local|shared|shared::cta|shared::cluster)\.u(32|64)")
 def build_cvta(build, match, target, source):
     """Global addresses are generic ones; a parameter's symbol is generic already."""
     if not match[2].startswith("shared"):
@@ -248,6 +248,12 @@ def build_mapa(build, match, target, source, rank):
         np.copyto(R[out], mapped, where=mask)
 
     return run
+
+
+@operation(r"st\.(?:local|param)(?:\.v[248])?\.[bsuf](?:8|16|32|64)")
+def build_store_elsewhere(build, match, target, source):
+    """What a call will read: a kernel has no other use for them here, since ld.local is unknown."""
+    return lambda warp, mask: None
 
 
 @operation(r"prefetch.*|applypriority.*|discard.*")
@@ -284,7 +290,7 @@ ATOMICS = {
     "inc.u32": lambda old, new: old.dtype.type(0) if old >= new else old + old.dtype.type(1),
 }  # fmt: skip
 ATOMIC = (
-    r"(?:\.(?:relaxed|acquire|release|acq_rel))?(?:\.(?:cta|cluster|gpu|sys))?" + SPACE + r"(?:\.(?:relaxed|acq_rel))?"
+    r"(?:\.(?:relaxed|acquire|release|acq_rel))?(?:\.(?:cta|cluster|gpu|sys))?" + SPACE + r"(?:\.(?:relaxed|acquire|release|acq_rel))?"
     r"\.(?P<what>(?:add|min|max|and|or|xor|exch|inc|cas)(?:\.noftz)?)(?:\.v(?P<count>[248]))?\.(?P<type>\w+)"
 )
 

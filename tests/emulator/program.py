@@ -17,6 +17,7 @@ from tests.emulator.parser import Address, Immediate, Instruction, Not, Pair, Pt
 
 PARAMETERS = 1 << 61  # where .param lies in the generic address space
 SHARED_WINDOW = 1 << 60
+ELSEWHERE = 1 << 59  # addresses of what is not modelled: in no buffer
 SETP = r"setp\.(?P<compare>[a-z]+)(?:\.(?P<combine>and|or|xor))?(?P<ftz>\.ftz)?\.(?P<type>\w+)"
 OPERATIONS = []  # (pattern, builder, waits)
 
@@ -331,6 +332,8 @@ class Program:
             return PARAMETERS + self.parameters[name]
         if name in warp.cta.machine.shared_symbols:
             return warp.cta.machine.shared_symbols[name] | warp.cta.rank << RANK_SHIFT
+        if any(name == variable.name for variable in self.kernel.elsewhere):
+            return ELSEWHERE
         raise PtxError(f"{self.kernel.name}: unknown name {name}")
 
 
