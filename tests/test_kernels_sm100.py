@@ -5,22 +5,14 @@ K * 2^-24 of the sum of magnitudes, the gate by a few units of its last place, a
 block scales must be what some value within those bounds is quantized to.
 """
 
-import atexit
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
-import tempfile
 from dataclasses import replace
 from pathlib import Path
-
-# Before anything imports cutlass: there is no GPU to ask, and the emulator runs the PTX.
-os.environ.setdefault("CUTE_DSL_ARCH", "sm_100a")
-os.environ.setdefault("CUTE_DSL_KEEP_PTX", "1")
-os.environ.setdefault("CUTE_DSL_DISABLE_FILE_CACHING", "1")
-os.environ.setdefault("CUTE_DSL_DUMP_DIR", tempfile.mkdtemp(prefix="moe_nvfp4_"))
 
 import pytest
 import torch
@@ -33,9 +25,6 @@ from moe_nvfp4.kernels import sm100, sm100_model
 from moe_nvfp4.kernels.sm100_config import SMEM, TMEM, CombineConfig, GemmConfig, QuantizeConfig, Tile
 from moe_nvfp4.routing import Rows, group_by_expert
 from tests.common import THRESHOLDS, relative_error
-
-if "moe_nvfp4_" in os.environ["CUTE_DSL_DUMP_DIR"]:
-    atexit.register(shutil.rmtree, os.environ["CUTE_DSL_DUMP_DIR"], ignore_errors=True)
 
 GATES = {
     "silu": Gate(),
@@ -316,7 +305,8 @@ def on_emulator(monkeypatch):
 
     def launch(config, arguments):
         if config not in RUNS:
-            RUNS[config] = emulator.Emulated(sm100.compiled(config))
+            with emulator.compiling_for("sm_100a"):
+                RUNS[config] = emulator.Emulated(sm100.compiled(config))
         outputs = {GemmConfig: [9], QuantizeConfig: [4, 5, 6], CombineConfig: [2]}[type(config)]
         if getattr(config, "out", "") == "nvfp4":
             outputs += [10, 11]

@@ -846,7 +846,7 @@ class GroupedGemm:
 
     @cute.jit
     def store(self, acc, outputs, scales, e, place, rows, part, down: cutlass.Constexpr):
-        """The epilogue of 64-row blocks `block` ... of expert e and of `rows` tokens from `row`, to rows from `first_row`."""
+        """The epilogue of 64-row blocks `block` ... of expert e: `rows` tokens from `row`, stored from `first_row`."""
         t, work = self.t, self.work
         block, row, first_row = place
         mH, mY, mIndex, _, _, _, mBias1, mBias2, mXScale, mHScale = outputs

@@ -153,6 +153,12 @@ def build_load(build, match, target, source, policy=None):
     return run
 
 
+@operation(r"st\.(?:local|param)(?:\.v[248])?\.[bsuf](?:8|16|32|64)")
+def build_store_elsewhere(build, match, target, source):
+    """What a call will read; before the other stores, since the first pattern counts. ld.local is unknown."""
+    return lambda warp, mask: None
+
+
 @operation(f"st{SCOPE}{SPACE}{CACHE}{TYPE}")
 def build_store(build, match, target, source, policy=None):
     if (policy is not None) != (match["hint"] is not None):
@@ -250,12 +256,6 @@ def build_mapa(build, match, target, source, rank):
     return run
 
 
-@operation(r"st\.(?:local|param)(?:\.v[248])?\.[bsuf](?:8|16|32|64)")
-def build_store_elsewhere(build, match, target, source):
-    """What a call will read: a kernel has no other use for them here, since ld.local is unknown."""
-    return lambda warp, mask: None
-
-
 @operation(r"prefetch.*|applypriority.*|discard.*")
 def build_prefetch(build, match, *operands):
     return lambda warp, mask: None
@@ -289,8 +289,9 @@ ATOMICS = {
     "exch.b32": lambda old, new: new, "exch.b64": lambda old, new: new,
     "inc.u32": lambda old, new: old.dtype.type(0) if old >= new else old + old.dtype.type(1),
 }  # fmt: skip
+SEMANTICS = r"(?:\.(?:relaxed|acquire|release|acq_rel))?(?:\.(?:cta|cluster|gpu|sys))?"
 ATOMIC = (
-    r"(?:\.(?:relaxed|acquire|release|acq_rel))?(?:\.(?:cta|cluster|gpu|sys))?" + SPACE + r"(?:\.(?:relaxed|acquire|release|acq_rel))?"
+    f"{SEMANTICS}{SPACE}{SEMANTICS}"  # compilers write them behind the space, too
     r"\.(?P<what>(?:add|min|max|and|or|xor|exch|inc|cas)(?:\.noftz)?)(?:\.v(?P<count>[248]))?\.(?P<type>\w+)"
 )
 

@@ -219,14 +219,15 @@ class _Parser:
         self.at = end + 1
         if not text:
             return
+        if text.startswith(".local"):
+            kernel.elsewhere.append(self.variable(text))
+            return
         if text.startswith(IGNORED):
             return
         if match := REGISTERS.match(text):
             self.declare(match, kernel, scopes[-1])
         elif text.startswith(".shared"):
             kernel.shared.append(self.variable(text))
-        elif text.startswith(".local"):
-            kernel.elsewhere.append(self.variable(text))
         elif re.match(r"\.param \.[a-z]\d+ \w+$", text):
             return  # of a call
         elif text.startswith("."):

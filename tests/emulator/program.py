@@ -10,7 +10,7 @@ import re
 import numpy as np
 
 from tests.emulator import alu
-from tests.emulator.formats import flush
+from tests.emulator.formats import bf16_decode, flush
 from tests.emulator.machine import ALL, DTYPES, NONE, POISON, Group
 from tests.emulator.memory import RANK_SHIFT
 from tests.emulator.parser import Address, Immediate, Instruction, Not, Pair, PtxError, Register, Symbol, Vector
@@ -246,12 +246,16 @@ class Program:
         return calculation(f, self.target(target, result), sources)
 
     def build_comparison(self, match, target=None, a=None, b=None, more=None):
-        compare = match and alu.comparison(match["compare"], match["type"])
+        kind = match and match["type"]
+        compare = match and alu.comparison(match["compare"], "f32" if kind == "bf16" else kind)
         if compare is None or b is None or (more is None) != (match["combine"] is None):
             self.fail("unknown comparison")
         if match["ftz"]:
             plain, compare = compare, (lambda x, y: plain(flush(x), flush(y)))
-        x, y = self.source(a, match["type"]), self.source(b, match["type"])
+        if kind == "bf16":
+            exact, kind = compare, "b16"
+            compare = lambda x, y: exact(bf16_decode(x), bf16_decode(y))
+        x, y = self.source(a, kind), self.source(b, kind)
         if more is None and not isinstance(target, Pair):
             return calculation(compare, self.target(target, "pred"), [x, y])
         combine = alu.BOOLEAN[match["combine"]] if match["combine"] else lambda result, _: result

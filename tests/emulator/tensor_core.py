@@ -1,8 +1,9 @@
 """mma, wgmma and tcgen05: descriptors, Tensor Memory, and the products themselves.
 
-PTX ISA: "Warp Level Matrix Instructions", "Asynchronous Warpgroup Level Matrix Instructions" and "TensorCore 5th Generation Family Instructions" (shared
-memory descriptor, instruction descriptor, scale factor layouts, data movement shapes). Products are summed in float64
-and added to the float32 accumulator once per instruction: hardware's order of addition is not documented.
+PTX ISA: "Warp Level Matrix Instructions", "Asynchronous Warpgroup Level Matrix Instructions" and "TensorCore 5th
+Generation Family Instructions" (shared memory descriptor, instruction descriptor, scale factor layouts, data movement
+shapes). Products are summed in float64 and added to the float32 accumulator once per instruction: hardware's order of
+addition is not documented.
 """
 
 import numpy as np
@@ -67,8 +68,8 @@ def read_matrix(shared, granules):
 
 # ---- mma ----
 @operation(r"mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.(?P<a>bf16|f16)\.(?P<b>bf16|f16)\.f32")
-def build_mma(build, match, target, left, right, addend):
-    """ "Matrix Fragments for mma.m16n8k16 with floating point type": lane 4g + c."""
+def build_warp_mma(build, match, target, left, right, addend):
+    """Fragments as in "Matrix Fragments for mma.m16n8k16 with floating point type"; lane 4g + c."""
     if match["a"] != match["b"]:
         build.fail("no such mma")
     outs = [build.target(t, "f32") for t in build.vector(target, 4)]
@@ -81,9 +82,8 @@ def build_mma(build, match, target, left, right, addend):
         if not warp.full(mask):
             raise Violation("mma needs the whole warp")
         R = warp.R
-        product = a_values(R, a, values) @ values(
-            np.stack([R[r] for r in b]).reshape(2, 8, 4).transpose(1, 0, 2).reshape(8, 8)
-        ).T  # register r: column g, rows 2c + 8r and the next
+        two = np.stack([R[r] for r in b]).reshape(2, 8, 4)  # (row half, g, c): column g, rows 2c, 2c + 1 and those + 8
+        product = a_values(R, a, values) @ values(two.transpose(1, 0, 2).reshape(8, 8)).T
         parts = product.reshape(2, 8, 4, 2).transpose(0, 3, 1, 2).reshape(4, 32)  # as wgmma's for n = 8
         results = [R[old] + part for old, part in zip(c, parts, strict=True)]
         for out, result in zip(outs, results, strict=True):
