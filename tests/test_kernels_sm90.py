@@ -147,7 +147,7 @@ def check(emulator, layer, ids, tile=None, splits=None, schedules=("eager",), we
 
 # ---- bf16 rows -----------------------------------------------------------------------------------
 
-# A tile's name -> (tile, gate, bias, sizes of the groups, splits). The first three are what the plan chooses.
+# A tile's name -> (tile, gate, bias, sizes of the groups, splits).
 W4A16 = {
     "8, K in 4": (Tile(8, KS=4, stages=14), SILU, None, [5, 0, 9], 1),
     "8, K in 2": (Tile(8, KS=2, stages=8), RELU2, torch.bfloat16, [8, 1], 2),
@@ -178,7 +178,7 @@ def test_tiles(emulator, name):
 def test_what_the_plan_chooses(emulator):
     for I, KS in ((144, 4), (304, 2)):
         layer = make_layer(1, 64, I)
-        (kernel,) = check(emulator, layer, make_ids([3], 0, 1))
+        (kernel,) = check(emulator, layer, make_ids([3], 0, 1), weights=torch.bfloat16)
         assert kernel.t.BN == 8 and kernel.t.KS == KS
 
 

@@ -340,9 +340,9 @@ TINY = 1.1754943508222875e-38  # the smallest normal fp32 number, and global sca
 
 
 def _e2m1(x, sign):
-    """The nearest of 0, 0.5, 1, 1.5, 2, 3, 4, 6, with the sign of `sign`; ties to the even code; beyond 6, 6; NaN stays.
+    """The nearest of 0, 0.5, 1, 1.5, 2, 3, 4, 6, with the sign of `sign`; ties to the even code, 6 beyond 6; NaN stays.
 
-    `sign` is what x was divided from: a quotient may be 0.
+    `sign` is what was divided: x, a quotient, may be 0.
     """
     a = cute.arch.fmax(x, 0.0 - x, nan=True)
     step = cutlass.select_(a < 2.0, Float32(0.5), cutlass.select_(a < 4.0, Float32(1.0), Float32(2.0)))
