@@ -399,6 +399,21 @@ def test_bf16_and_half_conversions():
     assert halves[0] == 0x3E00C000
 
 
+def test_rounding_to_an_integer_in_f32():
+    x = f32(0.5, 1.5, 2.5, -0.5, -1.5, 3.49, 1e30, np.nan)
+    got = each("cvt.rni.f32.f32", np.float32, x)[:8]
+    assert got[:7].tolist() == [float(round(float(v))) for v in x[:7]] and np.isnan(got[7])  # ties to even
+    assert np.signbit(got[3])
+
+
+def test_comparisons_of_bf16():
+    a, b = f32(1.5, -2.0, np.nan, 3e38), f32(2.0, -2.0, 0.0, -3e38)
+    body = "setp.lt.bf16 %p1, %h1, %h2; selp.b32 %r1, 1, 0, %p1; st.global.b32 [%mine], %r1;"
+    for x, y in zip(a, b, strict=True):
+        upper = [int(v.view(np.uint32)) >> 16 for v in (x, y)]
+        assert run(f"mov.b16 %h1, {upper[0]}; mov.b16 %h2, {upper[1]};" + body)[0] == (x < y)
+
+
 def test_integer_conversions():
     x = f32(1.5, 2.5, -1.5, -7.9, 3e9, -3e9, np.nan, np.inf)
     assert each("cvt.rni.s32.f32", np.int32, x)[:8].tolist() == [2, 2, -2, -8, 2**31 - 1, -(2**31), 0, 2**31 - 1]
@@ -464,6 +479,20 @@ def test_votes_and_reductions():
     assert run(body)[0] == (496 + 31 + 1 - 0) ^ 0xFFFFFFF8
 
 
+@pytest.mark.parametrize("schedule", ["eager", "random:1"])
+def test_lanes_with_the_same_value(schedule):
+    """match.any: a mask of the member lanes that hold what this lane holds."""
+    body = """rem.u32 %r1, %t, 5; match.any.sync.b32 %r2, %r1, -1; mov.u32 %r3, %lanemask_lt;
+        and.b32 %r3, %r3, %r2; shl.b32 %r3, %r3, 1; xor.b32 %r2, %r2, %r3; st.global.b32 [%mine], %r2;"""
+    same = lambda t, lanes: sum(1 << i for i in lanes if i % 5 == t % 5)
+    expected = [same(t, range(32)) ^ same(t, range(t)) << 1 for t in range(32)]
+    assert run(body, schedule=schedule).tolist() == [e & 0xFFFFFFFF for e in expected]
+    body = """mov.b32 %r2, 0; setp.lt.u32 %p1, %t, 9; @%p1 bra END; cvt.u64.u32 %x1, %t; shr.u64 %x1, %x1, 2;
+        match.any.sync.b64 %r2, %x1, 0xFFFFFE00; END: st.global.b32 [%mine], %r2;"""
+    expected = [0] * 9 + [sum(1 << i for i in range(9, 32) if i // 4 == t // 4) for t in range(9, 32)]
+    assert run(body, schedule=schedule).tolist() == expected
+
+
 def test_some_lanes_leave():
     body = "setp.lt.u32 %p1, %t, 4; @%p1 ret; bar.sync 0; mov.b32 %r1, 9; st.global.b32 [%mine], %r1;"
     assert run(body).tolist() == [0] * 4 + [9] * 28
@@ -495,6 +524,11 @@ def test_atomics():
         mov.b32 %r2, 0f3F000000; red.relaxed.gpu.global.add.f32 [%out+8], %r2;
         atom.global.cas.b32 %r3, [%out+12], 0, 77;"""
     run(body, out, threads=64)
+    ordered = """atom.global.release.add.u32 %r1, [%out], 1; atom.release.gpu.global.add.u32 %r1, [%out], 1;
+        red.release.gpu.global.add.u32 [%out], 1; ld.acquire.gpu.global.b32 %r1, [%out]; mov.b32 %r10, smem;
+        st.shared.b32 [%r10], 0; bar.sync 0; atom.shared.cta.add.u32 %r2, [%r10], 1; bar.sync 0;
+        ld.shared.b32 %r3, [%r10]; st.global.b32 [%out+4], %r3;"""
+    assert run(ordered, np.zeros(2, np.uint32)).tolist() == [96, 32]
     assert out[:2].tolist() == [64, 63] and out[2:3].view(np.float32)[0] == 32 and out[3] == 77
 
 
@@ -535,6 +569,42 @@ def test_unknown_things_stop_with_their_line():
     fails("operands", "add.u32 %r1, %r2;", PtxError)
     fails("operands", "max.NaN.f32 %r1, %r2, %r3, %r4, %r5;", PtxError)
     fails("16 register", "add.u32 %r1, %r2, %h1;", PtxError)
+
+
+PRINT = """
+.extern .func (.param .b32 func_retval0) vprintf (.param .b64 vprintf_param_0, .param .b64 vprintf_param_1);
+.global .align 1 .b8 format[3] = {37, 100, 0};
+"""
+CALL = """.local .align 8 .b8 depot[8]; mov.b64 %x1, depot; cvta.local.u64 %x2, %x1;
+    setp.ne.u32 %p1, %t, NUMBER; @%p1 bra END; st.local.v2.b32 [%x1], {%t, %t};
+    { .param .b64 param0; .param .b64 param1; .param .b32 retval0; st.param.b64 [param1], %x2; mov.b64 %x3, format;
+    cvta.global.u64 %x4, %x3; st.param.b64 [param0], %x4; call.uni (retval0), vprintf, (param0, param1); }
+    END: st.global.b32 [%mine], %t;"""
+
+
+def test_printing_stops():
+    """As NVVM writes a printf. Constants and local memory have addresses, but nothing can be read there."""
+
+    def start(body, text=PRINT):
+        out = np.zeros(32, np.uint32)
+        emulate(kernel(body).replace(HEAD, HEAD + text), [out], 1, 32)
+        return out.tolist()
+
+    assert start(CALL.replace("NUMBER", "99")) == list(range(32))
+    with pytest.raises(EmulatorError, match="warp 0: the kernel calls vprintf"):
+        start(CALL.replace("NUMBER", "7"))
+    with pytest.raises(EmulatorError, match="in no buffer"):
+        start("mov.b64 %x3, format; cvta.global.u64 %x4, %x3; ld.global.u8 %h1, [%x4];")
+    with pytest.raises(PtxError, match="unknown instruction"):
+        start(".local .align 8 .b8 depot[8]; mov.b64 %x1, depot; ld.local.b32 %r1, [%x1];")
+    with pytest.raises(PtxError, match="only vprintf"):
+        start(CALL.replace("vprintf", "malloc"))
+
+
+def test_shared_memory_that_holds_anything():
+    body = "mov.b32 %r1, smem; ld.shared.b32 %r2, [%r1]; st.global.b32 [%mine], %r2;"
+    fails("never written", body)
+    assert set(run(body, stale_shared=True).tolist()) == {0xFFFFFFFF}
 
 
 def test_memory_violations():

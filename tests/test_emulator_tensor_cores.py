@@ -7,7 +7,7 @@ from tests.emulator import EmulatorError
 from tests.emulator_ptx import ALL, DATA, initialise, place_of, run, wait, without
 
 
-# ---- wgmma ----
+# ---- mma and wgmma ----
 def bf16(values):
     return (values.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
 
@@ -102,6 +102,36 @@ def test_wgmma_with_a_in_registers(schedule):
     wrong = body.replace("wgmma.commit_group", "mov.b32 %r50, 0; wgmma.commit_group")
     got = run(wrong, np.zeros((128, 4), np.float32), arguments, [".u64 in", ".u64 a"], threads=128, schedule="lazy")
     assert (got != result.reshape(8, 8, 8)[0, 0, 0]).any()
+
+
+@pytest.mark.parametrize("kind", ["bf16", "f16"])
+def test_mma(kind):
+    rng = np.random.default_rng(5)
+    a, b, c = small_integers(rng, (16, 16)), small_integers(rng, (16, 8)), small_integers(rng, (16, 8))
+    bits = bf16 if kind == "bf16" else lambda m: m.astype(np.float16).view(np.uint16)
+    left, right = np.zeros((32, 4, 2), np.uint16), np.zeros((32, 2, 2), np.uint16)
+    for t, i in np.ndindex(32, 2):  # the fragments of mma.m16n8k16
+        for r in range(4):
+            left[t, r, i] = bits(a)[t // 4 + 8 * (r % 2), t % 4 * 2 + i + 8 * (r // 2)]
+        for r in range(2):
+            right[t, r, i] = bits(b)[t % 4 * 2 + i + 8 * r, t // 4]
+    addend = np.zeros((32, 4), np.float32)
+    for t, r in np.ndindex(32, 4):
+        addend[t, r] = c[t // 4 + 8 * (r // 2), t % 4 * 2 + r % 2]
+    body = f"""ld.param.u64 %x1, [a]; mad.wide.u32 %x1, %t, 16, %x1; ld.global.v4.b32 {{%r50, %r51, %r52, %r53}}, [%x1];
+        ld.param.u64 %x2, [b]; mad.wide.u32 %x2, %t, 8, %x2; ld.global.v2.b32 {{%r60, %r61}}, [%x2];
+        ld.param.u64 %x3, [c]; mad.wide.u32 %x3, %t, 16, %x3; ld.global.v4.b32 {{%r70, %r71, %r72, %r73}}, [%x3];
+        mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 {{%r70, %r71, %r72, %r73}},
+            {{%r50, %r51, %r52, %r53}}, {{%r60, %r61}}, {{%r70, %r71, %r72, %r73}};
+        mad.wide.u32 %x4, %t, 16, %out; st.global.v4.b32 [%x4], {{%r70, %r71, %r72, %r73}};"""
+    got = run(body, np.zeros((32, 4), np.float32), [left, right, addend], [".u64 a", ".u64 b", ".u64 c"])
+    result = np.zeros((16, 8))
+    for t, r in np.ndindex(32, 4):
+        result[t // 4 + 8 * (r // 2), t % 4 * 2 + r % 2] = got[t, r]
+    np.testing.assert_array_equal(result, a @ b + c)
+    some = "setp.lt.u32 %p9, %t, 16; @%p9 bra END;" + body + "END:"
+    with pytest.raises(EmulatorError, match="whole warp"):
+        run(some, np.zeros((32, 4), np.float32), [left, right, addend], [".u64 a", ".u64 b", ".u64 c"])
 
 
 # ---- tcgen05 ----

@@ -273,6 +273,19 @@ def test_w4a4(gate, bias, T, static):
 
 
 @on_gpu
+def test_w4a4_with_parts_of_k():
+    layer = NVFP4Experts(4, 256, 4096, SILU, "nvfp4")
+    like = make_layer(4, 256, 4096)
+    layer.cuda().load_state_dict(like.state_dict(), strict=False)
+    x, (ids, weights) = tokens(5, 256), routing(5, 4, 2)
+    w, groups = layer.weights, group_by_expert(ids, 4)
+    h = reference.gemm1_swiglu(reference.quantize_rows(x, groups.token, None, groups), w, groups, x.dtype)
+    h = reference.quantize_rows(h.values, None, None, groups)
+    want = reference.gemm2_combine(h, w, groups, weights, torch.float32)
+    assert relative_error(layer(x, ids, weights), want) < THRESHOLDS["w4a4"]
+
+
+@on_gpu
 def test_switching_activations():
     layer = make_layer(8, 256, 128)
     x, (ids, weights) = tokens(20, 256), routing(20, 8, 2)

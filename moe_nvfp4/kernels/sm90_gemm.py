@@ -686,17 +686,19 @@ class GroupedGemm:
                 cute.arch.barrier(barrier_id=2, number_of_threads=128 * t.NWG)
             if wk == 0:
                 block = (mt * t.across + wm) * t.MB
+                source = row
                 row += part * (outputs[1].shape[0] // splits)
+                place = (block, source, row)
                 if const_expr(work.both):
                     if second:
-                        self.store(acc, outputs, scales, e, block, row, last % 512, part, True)
+                        self.store(acc, outputs, scales, e, place, last % 512, part, True)
                     else:
-                        self.store(acc, outputs, scales, e, block, row, last % 512, part, False)
+                        self.store(acc, outputs, scales, e, place, last % 512, part, False)
                         cute.arch.sync_warp()
                         if lane == 0:
                             cute.arch.mbarrier_arrive(stored + slot)
                 else:
-                    self.store(acc, outputs, scales, e, block, row, last % 512, part, work.down)
+                    self.store(acc, outputs, scales, e, place, last % 512, part, work.down)
             slot, turn = self.done(news, slot, turn)
             what, mt, row, last = self.hear(news, slot, turn)
 
@@ -843,9 +845,10 @@ class GroupedGemm:
                 words[j + 4 * m + 4 * self.t.MB * ks] = registers[j]
 
     @cute.jit
-    def store(self, acc, outputs, scales, e, block, row, rows, part, down: cutlass.Constexpr):
-        """The epilogue of 64-row blocks `block` ... of expert e and of `rows` tokens from `row`."""
+    def store(self, acc, outputs, scales, e, place, rows, part, down: cutlass.Constexpr):
+        """The epilogue of 64-row blocks `block` ... of expert e: `rows` tokens from `row`, stored from `first_row`."""
         t, work = self.t, self.work
+        block, row, first_row = place
         mH, mY, mIndex, _, _, _, mBias1, mBias2, mXScale, mHScale = outputs
         mOut, mBias, gate = (mY, mBias2, None) if const_expr(down) else (mH, mBias1, work.gate)
         tid = cute.arch.thread_idx()[0] % 128
@@ -871,7 +874,7 @@ class GroupedGemm:
                 if const_expr(work.bias):
                     if part == 0:  # once, where the combine adds parts of K
                         bias0, bias1 = mBias[e, first].to(Float32), mBias[e, other].to(Float32)
-                to = mOut.iterator.toint() + Int64(row + c * 2 + shift) * pitch + Int64(column - shift) * size
+                to = mOut.iterator.toint() + Int64(first_row + c * 2 + shift) * pitch + Int64(column - shift) * size
                 for n in cutlass.range_constexpr(t.BN // 8):
                     if n * 8 < rows:
                         value = []

@@ -330,17 +330,20 @@ class Quantize:
         if sf != 0:
             if scale > 2.0**-60 and scale < 2.0**60 and largest < 2.0**60:  # one division for 16
                 inverse = arithmetic.divide(Float32(1.0), scale)
-                rounded = [_e2m1(arithmetic.divide_near(v, scale, inverse)) * value for v in values]
+                rounded = [_e2m1(arithmetic.divide_near(v, scale, inverse), v) * value for v in values]
             else:
-                rounded = [_e2m1(arithmetic.divide(v, scale)) * value for v in values]
+                rounded = [_e2m1(arithmetic.divide(v, scale), v) * value for v in values]
         return rounded
 
 
 TINY = 1.1754943508222875e-38  # the smallest normal fp32 number, and global scale
 
 
-def _e2m1(x):
-    """The nearest of 0, 0.5, 1, 1.5, 2, 3, 4, 6 with x's sign; ties to the even code; beyond 6, 6; NaN stays."""
+def _e2m1(x, sign):
+    """The nearest of 0, 0.5, 1, 1.5, 2, 3, 4, 6, with the sign of `sign`; ties to the even code, 6 beyond 6; NaN stays.
+
+    `sign` is what was divided: x, a quotient, may be 0.
+    """
     a = cute.arch.fmax(x, 0.0 - x, nan=True)
     step = cutlass.select_(a < 2.0, Float32(0.5), cutlass.select_(a < 4.0, Float32(1.0), Float32(2.0)))
     inverse = cutlass.select_(a < 2.0, Float32(2.0), cutlass.select_(a < 4.0, Float32(1.0), Float32(0.5)))
@@ -349,7 +352,7 @@ def _e2m1(x):
         * step
     )
     a = cutlass.select_(a > 6.0, Float32(6.0), a)
-    return cutlass.select_(x < 0.0, 0.0 - a, a)
+    return cutlass.select_(sign < 0.0, -a, a)
 
 
 class Combine:

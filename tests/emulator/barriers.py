@@ -333,6 +333,18 @@ def build_dependency_wait(build, match):
     return run
 
 
+@operation(r"call(?:\.uni)?")
+def build_call(build, match, results, function, arguments):
+    """Kernels here call nothing but vprintf, to say why they stop."""
+
+    def run(warp, mask):
+        raise Violation(f"the kernel calls {function.name}")
+
+    if getattr(function, "name", None) != "vprintf":
+        build.fail("only vprintf may be called")
+    return run
+
+
 @operation(r"trap|brkpt")
 def build_trap(build, match):
     def run(warp, mask):

@@ -1,4 +1,4 @@
-"""What the lanes of a warp do together: elect, shfl, vote, redux.
+"""What the lanes of a warp do together: elect, shfl, vote, match, redux.
 
 PTX ISA: "Parallel Synchronization and Communication Instructions", and shfl in "Data Movement".
 """
@@ -101,6 +101,20 @@ def build_vote(build, match, target, source, members):
         np.copyto(warp.R[out], result, where=mask)
 
     return together(build, members, vote)
+
+
+@operation(r"match\.any\.sync\.b(?P<bits>32|64)", waits=True)
+def build_match(build, match, target, source, members):
+    """The mask of the lanes, among those that take part, that hold the same value."""
+    out, a = build.target(target, "u32"), build.source(source, "u" + match["bits"])
+
+    def run(warp, mask):
+        same = warp.R[a][:, None] == warp.R[a]
+        if mask is not True:
+            same = same & mask
+        np.copyto(warp.R[out], np.packbits(same, axis=1, bitorder="little").view(np.uint32)[:, 0], where=mask)
+
+    return together(build, members, run)
 
 
 REDUCE = {"add": np.add, "min": np.minimum, "max": np.maximum, "and": np.bitwise_and, "or": np.bitwise_or,

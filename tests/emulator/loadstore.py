@@ -153,6 +153,12 @@ def build_load(build, match, target, source, policy=None):
     return run
 
 
+@operation(r"st\.(?:local|param)(?:\.v[248])?\.[bsuf](?:8|16|32|64)")
+def build_store_elsewhere(build, match, target, source):
+    """What a call will read; before the other stores, since the first pattern counts. ld.local is unknown."""
+    return lambda warp, mask: None
+
+
 @operation(f"st{SCOPE}{SPACE}{CACHE}{TYPE}")
 def build_store(build, match, target, source, policy=None):
     if (policy is not None) != (match["hint"] is not None):
@@ -222,7 +228,7 @@ def copy_address(build, target, source, change):
     return run
 
 
-@operation(r"cvta(\.to)?\.(param|global|shared|shared::cta|shared::cluster)\.u(32|64)")
+@operation(r"cvta(\.to)?\.(param|global|local|shared|shared::cta|shared::cluster)\.u(32|64)")
 def build_cvta(build, match, target, source):
     """Global addresses are generic ones; a parameter's symbol is generic already."""
     if not match[2].startswith("shared"):
@@ -283,8 +289,9 @@ ATOMICS = {
     "exch.b32": lambda old, new: new, "exch.b64": lambda old, new: new,
     "inc.u32": lambda old, new: old.dtype.type(0) if old >= new else old + old.dtype.type(1),
 }  # fmt: skip
+SEMANTICS = r"(?:\.(?:relaxed|acquire|release|acq_rel))?(?:\.(?:cta|cluster|gpu|sys))?"
 ATOMIC = (
-    r"(?:\.(?:relaxed|acquire|release|acq_rel))?(?:\.(?:cta|cluster|gpu|sys))?" + SPACE + r"(?:\.(?:relaxed|acq_rel))?"
+    f"{SEMANTICS}{SPACE}{SEMANTICS}"  # compilers write them behind the space, too
     r"\.(?P<what>(?:add|min|max|and|or|xor|exch|inc|cas)(?:\.noftz)?)(?:\.v(?P<count>[248]))?\.(?P<type>\w+)"
 )
 

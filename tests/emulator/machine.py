@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tests.emulator.memory import SHARED_BASE, Global, Shared, Tmem, Violation
+from tests.emulator.memory import SHARED_BASE, UNWRITTEN, WRITTEN, Global, Shared, Tmem, Violation
 from tests.emulator.races import History, Known
 from tests.emulator.timeline import Timeline, latency
 
@@ -122,7 +122,7 @@ class Cta:
         self.machine, self.cluster, self.index, self.rank = machine, cluster, index, rank
         grid = machine.grid
         self.number = index[0] + grid[0] * (index[1] + grid[1] * index[2])
-        self.shared = Shared(rank, machine.shared_size)
+        self.shared = Shared(rank, machine.shared_size, machine.shared_state)
         self.tmem = Tmem()
         self.mbarriers = {}
         self.named = {}
@@ -172,12 +172,18 @@ class Operation:
 
 
 class Machine:
-    """One launch."""
+    """One launch.
+
+    stale_shared: reading shared memory that nobody wrote is no error, for a kernel that makes no use of what it reads
+    there; it holds NaNs.
+    """
 
     def __init__(self, program, grid, block, dynamic_shared=0, cluster=(1, 1, 1), memory=None, parameters=b"",
-                 schedule="eager", resident=None, trace=None, max_steps=20_000_000):  # fmt: skip
+                 schedule="eager", resident=None, trace=None, max_steps=20_000_000,
+                 stale_shared=False):  # fmt: skip
         self.program, self.grid, self.block, self.cluster_shape = program, grid, block, cluster
         self.dynamic_shared = dynamic_shared
+        self.shared_state = WRITTEN if stale_shared else UNWRITTEN
         self.place_shared()
         self.memory, self.parameters = memory or Global(), parameters
         self.schedule = Schedule.parse(schedule)

@@ -115,10 +115,10 @@ class Memory:
 class Shared(Memory):
     """One CTA's shared memory. Addresses here are offsets, without the rank."""
 
-    def __init__(self, rank, size):
+    def __init__(self, rank, size, state=UNWRITTEN):
         size = -(-size // GRANULE) * GRANULE
         # What no one wrote is a NaN in every format, should a check miss it.
-        super().__init__("shared memory", SHARED_BASE, np.full(size, 0xFF, np.uint8), np.zeros(size, np.uint8))
+        super().__init__("shared memory", SHARED_BASE, np.full(size, 0xFF, np.uint8), np.full(size, state, np.uint8))
         self.rank = rank
         self.unfenced = np.zeros(size, np.uint8)  # the warp + 1 whose store the async proxy may not see, or RELEASED
         self.unfenced_views = {w: self._view(self.unfenced, w) for w in (1, 2, 4, 8)}

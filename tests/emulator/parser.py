@@ -13,7 +13,7 @@ NAME = re.compile(r"[%$A-Za-z_][\w$%.]*")  # the dot is for %tid.x
 LABEL = re.compile(r"([$A-Za-z_][\w$]*)\s*:(?!:)")
 REGISTERS = re.compile(r"\.reg\s+\.(\w+)\s+(.*)", re.S)
 VARIABLE = re.compile(
-    r"\.(param|shared|global|const)\s+(?:\.align\s+(\d+)\s+)?\.([a-z]+)(\d+)\s+([\w$]+)\s*(?:\[(\d*)\])?$"
+    r"\.(param|shared|global|const|local)\s+(?:\.align\s+(\d+)\s+)?\.([a-z]+)(\d+)\s+([\w$]+)\s*(?:\[(\d*)\])?$"
 )
 IGNORED = (".pragma", ".loc", ".file", ".section")
 PER_FUNCTION = (".reqntid", ".maxntid", ".minnctapersm", ".maxnreg", ".reqnctapercluster", ".explicitcluster",
@@ -91,6 +91,7 @@ class Kernel:
     code: list = field(default_factory=list)
     labels: dict = field(default_factory=dict)  # name -> index into code
     tables: dict = field(default_factory=dict)  # of brx.idx: name -> labels
+    elsewhere: list = field(default_factory=list)  # of Variable: constants and local memory, which nothing may read
 
 
 def parse(text):
@@ -129,7 +130,7 @@ class _Parser:
         self.text = re.sub(r"/\*.*?\*/|//[^\n]*", blank, text, flags=re.S)
         self.starts = [0] + [match.end() for match in re.finditer("\n", self.text)]
         self.at = 0
-        self.module_shared = []
+        self.module_shared, self.module_constants = [], []
 
     def fail(self, why, at=None):
         raise PtxError(f"PTX line {self.line(self.at if at is None else at)}: {why}")
@@ -157,6 +158,10 @@ class _Parser:
                 kernels[match[1]] = self.entry(match)
             elif match := self.take(r"(?:\.(?:extern|visible|weak)\s+)*(\.shared[^;]*);"):
                 self.module_shared.append(self.variable(match[1].strip()))
+            elif match := self.take(r"(\.global[^;=]*)=[^;]*;"):
+                self.module_constants.append(self.variable(match[1].strip()))
+            elif self.take(r"\.extern\s+\.func[^;{]*;"):
+                continue
             elif self.take(r"\.(file|section|loc)[^\n]*"):
                 continue
             else:
@@ -177,6 +182,7 @@ class _Parser:
             if directive not in PER_FUNCTION:
                 self.fail(f"unknown directive {directive}", match.start())
         kernel = Kernel(match[1], [self.variable(p) for p in split(match[2] or "")], list(self.module_shared))
+        kernel.elsewhere = list(self.module_constants)
         scopes = [{}]  # name -> Register, or a label's unique name
         uses = []  # (instruction, scopes at its place): labels may be used before they are defined
         while scopes:
@@ -213,12 +219,17 @@ class _Parser:
         self.at = end + 1
         if not text:
             return
+        if text.startswith(".local"):
+            kernel.elsewhere.append(self.variable(text))
+            return
         if text.startswith(IGNORED):
             return
         if match := REGISTERS.match(text):
             self.declare(match, kernel, scopes[-1])
         elif text.startswith(".shared"):
             kernel.shared.append(self.variable(text))
+        elif re.match(r"\.param \.[a-z]\d+ \w+$", text):
+            return  # of a call
         elif text.startswith("."):
             self.fail(f"unknown directive: {text}", start)
         else:
@@ -253,7 +264,7 @@ class _Parser:
 
     def operand(self, text, scopes, instruction):
         where = f"PTX line {instruction.line}: {instruction.text}"
-        if text.startswith("{"):
+        if text.startswith(("{", "(")):
             return Vector(tuple(self.operand(part, scopes, instruction) for part in split(text[1:-1])))
         if text.startswith("["):
             return self.address(text[1:-1], scopes, instruction)

@@ -10,13 +10,14 @@ import re
 import numpy as np
 
 from tests.emulator import alu
-from tests.emulator.formats import flush
+from tests.emulator.formats import bf16_decode, flush
 from tests.emulator.machine import ALL, DTYPES, NONE, POISON, Group
 from tests.emulator.memory import RANK_SHIFT
 from tests.emulator.parser import Address, Immediate, Instruction, Not, Pair, PtxError, Register, Symbol, Vector
 
 PARAMETERS = 1 << 61  # where .param lies in the generic address space
 SHARED_WINDOW = 1 << 60
+ELSEWHERE = 1 << 59  # addresses of what is not modelled: in no buffer
 SETP = r"setp\.(?P<compare>[a-z]+)(?:\.(?P<combine>and|or|xor))?(?P<ftz>\.ftz)?\.(?P<type>\w+)"
 OPERATIONS = []  # (pattern, builder, waits)
 
@@ -245,12 +246,16 @@ class Program:
         return calculation(f, self.target(target, result), sources)
 
     def build_comparison(self, match, target=None, a=None, b=None, more=None):
-        compare = match and alu.comparison(match["compare"], match["type"])
+        kind = match and match["type"]
+        compare = match and alu.comparison(match["compare"], "f32" if kind == "bf16" else kind)
         if compare is None or b is None or (more is None) != (match["combine"] is None):
             self.fail("unknown comparison")
         if match["ftz"]:
             plain, compare = compare, (lambda x, y: plain(flush(x), flush(y)))
-        x, y = self.source(a, match["type"]), self.source(b, match["type"])
+        if kind == "bf16":
+            exact, kind = compare, "b16"
+            compare = lambda x, y: exact(bf16_decode(x), bf16_decode(y))
+        x, y = self.source(a, kind), self.source(b, kind)
         if more is None and not isinstance(target, Pair):
             return calculation(compare, self.target(target, "pred"), [x, y])
         combine = alu.BOOLEAN[match["combine"]] if match["combine"] else lambda result, _: result
@@ -331,6 +336,8 @@ class Program:
             return PARAMETERS + self.parameters[name]
         if name in warp.cta.machine.shared_symbols:
             return warp.cta.machine.shared_symbols[name] | warp.cta.rank << RANK_SHIFT
+        if any(name == variable.name for variable in self.kernel.elsewhere):
+            return ELSEWHERE
         raise PtxError(f"{self.kernel.name}: unknown name {name}")
 
 

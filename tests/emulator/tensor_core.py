@@ -1,8 +1,9 @@
-"""wgmma and tcgen05: descriptors, Tensor Memory, and the products themselves.
+"""mma, wgmma and tcgen05: descriptors, Tensor Memory, and the products themselves.
 
-PTX ISA: "Asynchronous Warpgroup Level Matrix Instructions" and "TensorCore 5th Generation Family Instructions" (shared
-memory descriptor, instruction descriptor, scale factor layouts, data movement shapes). Products are summed in float64
-and added to the float32 accumulator once per instruction: hardware's order of addition is not documented.
+PTX ISA: "Warp Level Matrix Instructions", "Asynchronous Warpgroup Level Matrix Instructions" and "TensorCore 5th
+Generation Family Instructions" (shared memory descriptor, instruction descriptor, scale factor layouts, data movement
+shapes). Products are summed in float64 and added to the float32 accumulator once per instruction: hardware's order of
+addition is not documented.
 """
 
 import numpy as np
@@ -65,6 +66,44 @@ def read_matrix(shared, granules):
     return shared.bytes.reshape(-1, GRANULE)[granules].reshape(len(granules), -1)
 
 
+# ---- mma ----
+@operation(r"mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.(?P<a>bf16|f16)\.(?P<b>bf16|f16)\.f32")
+def build_warp_mma(build, match, target, left, right, addend):
+    """Fragments as in "Matrix Fragments for mma.m16n8k16 with floating point type"; lane 4g + c."""
+    if match["a"] != match["b"]:
+        build.fail("no such mma")
+    outs = [build.target(t, "f32") for t in build.vector(target, 4)]
+    a = [build.source(r, "u32") for r in build.vector(left, 4)]
+    b = [build.source(r, "u32") for r in build.vector(right, 2)]
+    c = [build.source(r, "f32") for r in build.vector(addend, 4)]
+    values = values_of(match["a"])
+
+    def run(warp, mask):
+        if not warp.full(mask):
+            raise Violation("mma needs the whole warp")
+        R = warp.R
+        two = np.stack([R[r] for r in b]).reshape(2, 8, 4)  # (row half, g, c): column g, rows 2c, 2c + 1 and those + 8
+        product = a_values(R, a, values) @ values(two.transpose(1, 0, 2).reshape(8, 8)).T
+        parts = product.reshape(2, 8, 4, 2).transpose(0, 3, 1, 2).reshape(4, 32)  # as wgmma's for n = 8
+        results = [R[old] + part for old, part in zip(c, parts, strict=True)]
+        for out, result in zip(outs, results, strict=True):
+            R[out][:] = result
+
+    return run
+
+
+def values_of(kind):
+    """Registers, or bytes, of bf16 or f16 -> float64."""
+    decode = bf16_decode if kind == "bf16" else lambda bits: bits.view(np.float16)
+    return lambda raw: decode(np.ascontiguousarray(raw).view(np.uint16)).astype(np.float64)
+
+
+def a_values(R, registers, values):
+    """A's 16 x 16 values, of mma and of wgmma. Lane 4g + c: rows g, g + 8 by columns 2c, 2c + 1 and those + 8."""
+    four = np.stack([R[r] for r in registers]).reshape(2, 2, 8, 4)  # (column half, row half, g, c)
+    return values(four.transpose(1, 2, 0, 3).reshape(16, 8))
+
+
 # ---- wgmma ----
 @operation(r"wgmma\.fence\.sync\.aligned")
 def build_wgmma_fence(build, match):
@@ -83,8 +122,7 @@ def build_wgmma(build, match, target, left, right, scale_d, scale_a, scale_b, *t
     outs = [build.target(t, "f32") for t in build.vector(target, n // 2)]
     a = [build.source(r, "u32") for r in build.vector(left, 4)] if registers else build.source(left, "u64")
     b, (use_d, negated) = build.source(right, "u64"), build.predicate(scale_d)
-    decode = bf16_decode if match["a"] == "bf16" else lambda bits: bits.view(np.float16)
-    values = lambda raw: decode(np.ascontiguousarray(raw).view(np.uint16)).astype(np.float64)
+    values = values_of(match["a"])
 
     def run(warp, mask):
         if not warp.full(mask):
@@ -103,11 +141,7 @@ def build_wgmma(build, match, target, left, right, scale_d, scale_a, scale_b, *t
                 warp.cta.history.async_read(warp.known, pieces)
 
         def multiply():
-            if registers:  # lane 4g + c: rows g, g + 8 by columns 2c, 2c + 1 and those + 8
-                four = np.stack([R[r] for r in a]).reshape(2, 2, 8, 4)  # (column half, row half, g, c)
-                x = values(four.transpose(1, 2, 0, 3).reshape(16, 8))
-            else:
-                x = values(read_matrix(shared, a_pieces))
+            x = a_values(R, a, values) if registers else values(read_matrix(shared, a_pieces))
             product = signs * (x @ values(read_matrix(shared, b_pieces)).T)
             # Register 4j + 2h + i of lane 4g + c: row g + 8h, column 8j + 2c + i.
             product = product.reshape(2, 8, n // 8, 4, 2).transpose(2, 0, 4, 1, 3).reshape(n // 2, 32)

@@ -1,0 +1,290 @@
+"""The Hopper kernels on the emulator, beside the reference: no GPU is needed.
+
+Every tile shape runs both GEMMs, with tails of K and of tokens; rows become NVFP4 to the bit. What a kernel does not
+write is NaN, and what the kernel before wrote is out of bounds until griddepcontrol.wait.
+"""
+
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("cutlass", reason="CuTe DSL compiles the kernels")
+pytest.importorskip("tvm_ffi", reason="the kernels' host code is TVM-FFI's")
+if shutil.which("cc") is None:
+    pytest.skip("the emulator links the compiled host code with cc", allow_module_level=True)
+
+from moe_nvfp4 import format as nvfp4  # noqa: E402
+from moe_nvfp4 import reference  # noqa: E402
+from moe_nvfp4.kernels import launch, sm90  # noqa: E402
+from moe_nvfp4.kernels.sm90_gemm import Tile  # noqa: E402
+from moe_nvfp4.layer import NVFP4Experts  # noqa: E402
+from moe_nvfp4.routing import Rows, group_by_expert  # noqa: E402
+from moe_nvfp4.weights import SILU, Gate  # noqa: E402
+from tests.common import THRESHOLDS, relative_error  # noqa: E402
+from tests.emulator import Emulated, EmulatorError, compiling_for  # noqa: E402
+
+OAI = Gate("silu", alpha=1.702, limit=1.5, up_offset=1.0)
+RELU2 = Gate("relu2", gated=False)
+RAW = Gate("raw")
+RUNS = {}  # what a kernel was compiled for -> what runs it
+
+
+class OnEmulator:
+    """Takes the place of `launch.compiled`. Every launch runs under `schedule`; `kernels` are those that ran."""
+
+    def __init__(self):
+        self.schedule, self.multiprocessors, self.kernels, self.written = "eager", 3, [], []
+
+    def compiled(self, kernel, arguments, architecture):
+        import cutlass.cute as cute
+        from cutlass.cute.runtime import make_fake_stream
+
+        key = repr(kernel), repr([str(a) for a in arguments])
+        if key not in RUNS:
+            stream = make_fake_stream(use_tvm_ffi_env_stream=True)
+            with compiling_for(architecture):
+                function = cute.compile(kernel, *arguments, stream, options="--enable-tvm-ffi")
+            RUNS[key] = Emulated(function)
+        return lambda *values: self.run(kernel, RUNS[key], values)
+
+    def run(self, kernel, emulated, values):
+        self.kernels.append(kernel)
+        name = type(kernel).__name__
+        outputs = {"Route": (1, 2, 3, 4, 6), "Count": (1,), "Gather": (3,), "Quantize": (4, 5), "Combine": (4,)}
+        if name == "GroupedGemm":
+            outputs = {name: ((4,) if kernel.work.gate else ()) + ((5,) if kernel.work.down else ())}
+        written = [values[i] for i in outputs[name]]
+        for tensor in written:
+            tensor.view(torch.uint8).fill_(0xFF)
+        # Routing is over when the GEMMs begin: only what the kernel just before wrote has to be waited for.
+        before = {tensor.data_ptr() for tensor in self.written if tensor.numel()}
+        after_wait = [v for v in values if torch.is_tensor(v) and v.data_ptr() in before]
+        # GEMM: tokens beyond a group, and all but one number of the last tile's news, are read and not used.
+        emulated(*values, schedule=self.schedule, after_wait=after_wait, stale_shared=name == "GroupedGemm")
+        self.written = written
+
+
+@pytest.fixture
+def emulator(monkeypatch):
+    on_emulator = OnEmulator()
+    caches = (sm90._count, sm90._route, sm90._gather, sm90._quantize, sm90._kernel, sm90._combine_kernel)
+    monkeypatch.setattr(launch, "compiled", on_emulator.compiled)
+    monkeypatch.setattr(sm90, "_multiprocessors", lambda device: on_emulator.multiprocessors)
+    for function in (*caches, sm90._plan_for):
+        function.cache_clear()
+    yield on_emulator
+    for function in (*caches, sm90._plan_for):
+        function.cache_clear()
+
+
+def make_layer(E, H, I, gate=SILU, bias=None, activations="bf16", static=False, seed=0):
+    """Random codes and block scales, some of them zero; a global scale for each expert and projection."""
+    g = torch.Generator().manual_seed(seed)
+    layer = NVFP4Experts(E, H, I, gate, activations, bias, input_scale=static)
+    for name, parameter in layer.named_parameters():
+        if parameter.dtype == torch.uint8:
+            low, high = (40, 72) if name.endswith("_sf") else (0, 256)
+            parameter.copy_(torch.randint(low, high, parameter.shape, generator=g))
+            if name.endswith("_sf"):
+                parameter[torch.rand(parameter.shape, generator=g) < 0.02] = 0
+        elif name.endswith("input_scale"):
+            parameter.copy_((torch.rand(parameter.shape, generator=g) + 1) * 1e-3)
+        elif name.endswith("_scale"):
+            parameter.copy_((torch.rand(parameter.shape, generator=g) + 0.5) / (8 * H**0.5))
+        else:
+            parameter.copy_(torch.randn(parameter.shape, generator=g))
+    return layer
+
+
+def make_ids(sizes, sentinels, top_k, seed=0):
+    """top_k_index [T, top_k]: sizes[e] slots for expert e, at least `sentinels` for nobody, in random order."""
+    g = torch.Generator().manual_seed(seed)
+    ids = torch.cat([torch.full((n,), e) for e, n in enumerate(sizes)] + [torch.full((sentinels,), len(sizes))])
+    ids = torch.cat([ids, torch.full((-len(ids) % top_k,), -1)])
+    return ids[torch.randperm(len(ids), generator=g)].view(-1, top_k)
+
+
+def expected(x, ids, weights, w):
+    groups = group_by_expert(ids, w.num_experts)
+    if w.activations == "bf16":
+        h = reference.gemm1_swiglu(Rows(x, index=groups.token), w, groups, x.dtype)
+    else:
+        rows = reference.quantize_rows(x, groups.token, w.x_scale, groups)
+        h = reference.gemm1_swiglu(rows, w, groups, x.dtype)
+        if not h.is_nvfp4:
+            h = reference.quantize_rows(h.values, None, None, groups)
+    return reference.gemm2_combine(h, w, groups, weights, torch.float32)
+
+
+def check(emulator, layer, ids, tile=None, splits=None, schedules=("eager",), weights=torch.float32):
+    """The whole layer under each schedule: the reference's values, and the same bits."""
+    w = layer.weights
+    g = torch.Generator().manual_seed(1)
+    x = torch.randn(ids.shape[0], w.hidden_size, generator=g).bfloat16()
+    top_k_weights = torch.rand(ids.shape, generator=g).to(weights)
+    want = expected(x, ids, top_k_weights, w)
+    packed = sm90.pack_weights(w)
+    results = []
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        if tile is not None or splits is not None:
+            plan = sm90._plan_for(
+                w.gate, w.b13 is not None, w.num_experts, w.hidden_size, w.intermediate_size, *ids.shape,
+                emulator.multiprocessors,
+            )  # fmt: skip
+            plan = replace(plan, tile=tile or plan.tile, splits=splits or plan.splits)
+            plan = replace(plan, work=replace(plan.work, gathered=plan.tile.BN <= 16))
+            monkeypatch.setattr(sm90, "_plan_for", lambda *_: plan)
+        for emulator.schedule in schedules:
+            emulator.kernels = []
+            results.append(sm90.experts(x, ids, top_k_weights, packed))
+    assert results[0].isfinite().all()
+    assert relative_error(results[0], want) < THRESHOLDS["half" if w.activations == "bf16" else "w4a4"]
+    assert all(torch.equal(result, results[0]) for result in results)
+    return [kernel for kernel in emulator.kernels if type(kernel).__name__ == "GroupedGemm"]
+
+
+# ---- bf16 rows -----------------------------------------------------------------------------------
+
+# A tile's name -> (tile, gate, bias, sizes of the groups, splits).
+W4A16 = {
+    "8, K in 4": (Tile(8, KS=4, stages=14), SILU, None, [5, 0, 9], 1),
+    "8, K in 2": (Tile(8, KS=2, stages=8), RELU2, torch.bfloat16, [8, 1], 2),
+    "8": (Tile(8), OAI, torch.bfloat16, [3, 17, 0, 1], 1),
+    "16": (Tile(16, stages=4), SILU, None, [16, 3, 18], 2),
+    "24": (Tile(24, stages=4, group=4), RELU2, None, [7, 25], 1),
+    "32": (Tile(32, stages=4, group=4), SILU, torch.float32, [33, 20], 2),
+    **{str(tile.BN): (tile, gate, bias, [tile.BN + 9, 20], splits)
+       for tile, gate, bias, splits in zip(
+           sm90._TILES[4:], (SILU, OAI, RELU2, SILU, SILU), (None, torch.bfloat16, torch.bfloat16, None, None),
+           (1, 2, 1, 1, 1), strict=True)},
+}  # fmt: skip
+
+
+def test_every_tile_shape_is_here():
+    assert set(sm90._TILES) <= {tile for tile, *_ in W4A16.values()}
+
+
+@pytest.mark.parametrize("name", W4A16)
+def test_tiles(emulator, name):
+    tile, gate, bias, sizes, splits = W4A16[name]
+    schedules = {24: ["eager", "slow:1"], 48: ["eager", "random:3"], 128: ["slow:1"]}.get(tile.BN, ["random:1"])
+    layer = make_layer(len(sizes), 304, 80 + 64 * tile.KB * (splits - 1), gate, bias)  # no part of K is empty
+    (kernel,) = check(emulator, layer, make_ids(sizes, 3, 2), tile, splits, schedules)
+    assert kernel.t == tile and kernel.work.both
+
+
+def test_what_the_plan_chooses(emulator):
+    for I, KS in ((144, 4), (304, 2)):
+        layer = make_layer(1, 64, I)
+        (kernel,) = check(emulator, layer, make_ids([3], 0, 1), weights=torch.bfloat16)
+        assert kernel.t.BN == 8 and kernel.t.KS == KS
+
+
+def test_stages_of_their_own(emulator):
+    """gemm1_swiglu with a raw gate and gemm2_combine, for what comes between them outside."""
+    emulator.schedule = "random:3"
+    layer = make_layer(2, 96, 80, RAW, torch.bfloat16)
+    w, packed, ids = layer.weights, sm90.pack_weights(layer.weights), make_ids([9, 2], 2, 2)
+    groups = group_by_expert(ids, 2)
+    live = int(groups.offsets[-1])
+    x, h = torch.randn(len(ids), 96).bfloat16(), torch.randn(groups.num_rows, 80).bfloat16()
+    for rows in (Rows(x, index=groups.token), Rows(x[groups.token.long()].contiguous())):
+        want = reference.gemm1_swiglu(rows, w, groups, torch.float32).values
+        got = sm90.gemm1_swiglu(rows, packed, groups, torch.bfloat16).values
+        assert relative_error(got[:live], want[:live]) < THRESHOLDS["half"]
+    top_k_weights = torch.rand(ids.shape)
+    want = reference.gemm2_combine(Rows(h), w, groups, top_k_weights, torch.float32)
+    got = sm90.gemm2_combine(Rows(h), packed, groups, top_k_weights, torch.bfloat16)
+    assert relative_error(got, want) < THRESHOLDS["half"]
+
+
+# ---- NVFP4 rows ----------------------------------------------------------------------------------
+
+TIES = [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0]  # between two codes
+
+
+def hard_rows(T, K):
+    """Rows of every size, ties, zeros, blocks without anything, infinities and NaN."""
+    g = torch.Generator().manual_seed(K)
+    x = torch.randn(T, K, generator=g)
+    x[0], x[1, :16], x[2, 0] = 0, 0, -0.0
+    x[3], x[4], x[5], x[6] = x[3] * 1e30, x[4] * 1e-30, x[5] * 1e-38, x[6] * 1e-44
+    x[7, 3], x[8, -1], x[9, 1], x[10, 2] = float("nan"), float("-nan"), float("inf"), float("-inf")
+    x[11] = x[11].sign() * torch.tensor(TIES)[torch.randint(0, 7, (K,), generator=g)] * 2.0**-6
+    x[11, ::16] = 448 * 6 * 2.0**-6  # the global scale is 2^-6
+    x[12, ::2] *= 1e-12
+    x[13] *= torch.logspace(-45, 38, K)
+    x[14] = 3e38
+    return x
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
+@pytest.mark.parametrize("K", [16, 2064])
+def test_rows_are_quantized_to_the_bit(emulator, K, static, dtype):
+    emulator.schedule = "random:1"
+    ids = make_ids([9, 0, 20, 1, 12], 4, 2)
+    groups = group_by_expert(ids, 5)
+    x = hard_rows(len(ids), K).to(dtype)
+    scale = torch.tensor([2.0**-6, 1.0, 3e-3, 1e-30, 0.37]) if static else None
+    R, live = groups.num_rows, int(groups.offsets[-1])
+    for index in (groups.token, None):
+        rows = x if index is not None else torch.cat([x, x])[:R].contiguous()
+        want = reference.quantize_rows(rows, index, scale, groups)
+        sf = nvfp4.unswizzle_sf_grouped(want.sf, groups.offsets, R, K // 16)
+        exact = nvfp4.dequantize(want.values[:live], sf[:live], None)  # nobody's rows have no block scales
+        values, row_scale = sm90.quantize_rows(rows, index, scale, groups)
+        assert torch.equal(exact.bfloat16().float().nan_to_num(-1), exact.nan_to_num(-1))
+        for found, right in ((values[:live], exact.bfloat16()), (row_scale, want.scale)):
+            assert torch.equal(found.isnan(), right.isnan())
+            number = {2: torch.int16, 4: torch.int32}[found.itemsize]
+            assert torch.equal(found.view(number)[~right.isnan()], right.view(number)[~right.isnan()])
+
+
+# A tile's name -> (tile, gate, bias, sizes of the groups, splits, static scales)
+W4A4 = {
+    "8, K in 4": (Tile(8, KS=4, stages=14), SILU, None, [5, 0, 9], 1, False),
+    "8": (Tile(8), RELU2, None, [3, 17, 0, 1], 1, True),
+    "16": (Tile(16, stages=4), SILU, torch.bfloat16, [16, 3, 18], 2, False),
+    "32": (Tile(32, stages=4, group=4), OAI, torch.bfloat16, [33, 20], 2, True),
+    "128": (sm90._TILES[8], SILU, None, [131, 5], 1, False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", W4A4)
+def test_nvfp4_activations(emulator, name):
+    tile, gate, bias, sizes, splits, static = W4A4[name]
+    schedules = {8: ["eager", "lazy"], 16: ["slow:1"]}.get(tile.BN, ["random:1"])
+    layer = make_layer(len(sizes), 304, 80 + 64 * tile.KB * (splits - 1), gate, bias, "nvfp4", static)
+    kernels = check(emulator, layer, make_ids(sizes, 3, 2), tile, splits, schedules)
+    assert [k.t for k in kernels] == [tile, tile] and all(k.work.row_scale for k in kernels)
+    assert [k.work.down for k in kernels] == [False, True]
+
+
+# ---- routing -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "T, top_k, E, dtype",
+    [(1, 1, 1, torch.int64), (33, 3, 40, torch.int32), (200, 8, 9, torch.int64), (700, 6, 70, torch.int32)],
+)
+def test_routing(emulator, T, top_k, E, dtype):
+    """One warp, one CTA, and several CTAs: what group_by_expert returns."""
+    emulator.schedule = "random:4"
+    ids = torch.randint(-1, E + 1, (T, top_k)).to(dtype)
+    want = group_by_expert(ids, E)
+    groups, token, zeros = sm90.route(ids, E, 5)
+    live = int(want.offsets[-1])
+    assert torch.equal(groups.offsets, want.offsets) and not zeros.any()
+    assert torch.equal(groups.order, want.order) and torch.equal(token, want.token)
+    assert torch.equal(groups.position[want.order.long()], torch.arange(T * top_k, dtype=torch.int32))
+    x = torch.randn(T, 48).bfloat16()
+    assert torch.equal(sm90.gather(x, token, groups)[:live], x[want.token.long()][:live])
+
+
+def test_an_illegal_id_stops(emulator):
+    for ids in ([[0], [4]], [[-2], [0]]):
+        with pytest.raises(EmulatorError, match="vprintf"):
+            sm90.route(torch.tensor(ids), 3)
