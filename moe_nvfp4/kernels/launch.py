@@ -21,9 +21,9 @@ from moe_nvfp4.kernels.cache import is_whole, keep, own_folder
 _OPTIONS = "--enable-tvm-ffi"
 
 
-def vector(dtype: type, align: int = 4) -> cute.Tensor:
+def vector(dtype: type) -> cute.Tensor:
     """A placeholder for any contiguous 1-d tensor."""
-    return make_fake_tensor(dtype, (cute.sym_int(),), (1,), assumed_align=align)
+    return make_fake_tensor(dtype, (cute.sym_int(),), (1,), assumed_align=dtype.width // 8)
 
 
 def rows(dtype: type, divisibility: int = 1, dims: int = 2) -> cute.Tensor:

@@ -22,6 +22,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from moe_nvfp4 import format as nvfp4
 from moe_nvfp4.kernels.sm100_config import SF_TILE, CombineConfig, GemmConfig, QuantizeConfig, choose_tile
+from moe_nvfp4.kernels.tensors import aligned
 from moe_nvfp4.routing import Groups, Rows
 from moe_nvfp4.weights import ExpertWeights
 
@@ -43,7 +44,7 @@ def quantize_rows(x: Tensor, index: Tensor | None, scale: Tensor | None, groups:
         config = QuantizeConfig(E, K, _name(x.dtype), index is not None, scale is not None)
         index = groups.order if index is None else index
         scale = row_scale if scale is None else scale
-        arguments = (_aligned(x), index, scale, groups.offsets, codes.view(torch.uint32), sf, row_scale)
+        arguments = (aligned(x), index, scale, groups.offsets, codes.view(torch.uint32), sf, row_scale)
         launch(config, arguments)
     return Rows(codes, sf, row_scale)
 
@@ -84,7 +85,7 @@ def gemm2_combine(h: Rows, weights: ExpertWeights, groups: Groups, top_k_weights
     _gemm(config, h, groups, codes, sf, w.w2_scale, w.w2_scale, w.b2, assignments)
     if T:
         combine = CombineConfig(top_k, H, _name(top_k_weights.dtype), _name(dtype))
-        launch(combine, (assignments, _aligned(top_k_weights), y))
+        launch(combine, (assignments, aligned(top_k_weights), y))
     return y
 
 
@@ -134,12 +135,6 @@ def _check_multiple_of_16(width: int) -> None:
             f"the Blackwell kernels need hidden and intermediate sizes that are multiples of 16, got {width}: "
             "set MOE_NVFP4_BACKEND=reference"
         )
-
-
-def _aligned(x: Tensor) -> Tensor:
-    """Contiguous, and at an address that 16-byte loads can read from."""
-    x = x.contiguous()
-    return x.clone() if x.data_ptr() % 16 else x
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -29,6 +29,7 @@ from moe_nvfp4.kernels import launch
 from moe_nvfp4.kernels.sm90_gemm import GroupedGemm, Tile, Work
 from moe_nvfp4.kernels.sm90_pack import UNIT, UNIT_WORDS, pack
 from moe_nvfp4.kernels.sm90_rows import CHUNK, THREADS, Combine, Count, Gather, Quantize, Route
+from moe_nvfp4.kernels.tensors import aligned
 from moe_nvfp4.routing import Groups, Rows
 from moe_nvfp4.weights import ExpertWeights
 
@@ -56,7 +57,7 @@ def experts(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: Expe
         return torch.cat([experts(*part, w) for part in zip(*parts, strict=True)], out=out)
     plan = _plan(w, T, top_k, x.device)
     groups, token, sync = route(top_k_index, E, 1 + _token_tiles(T * top_k, E, plan.tile))
-    x = x.contiguous()
+    x = aligned(x)
     y = x.new_empty(plan.splits * T * top_k, w.hidden_size, dtype=plan.rows)
     if w.activations == "nvfp4":
         _quantized(x, token, groups, w, y, sync, plan)
@@ -82,7 +83,7 @@ def _quantized(x, token, groups, w, y, sync, plan) -> None:
 
 def gemm1_swiglu(rows: Rows, weights: ExpertWeights, groups: Groups, dtype: torch.dtype) -> Rows:
     """As `reference.gemm1_swiglu`, for bf16 rows. Rows of nobody hold anything."""
-    w, x, R = _packed(weights), rows.values.contiguous(), groups.num_rows
+    w, x, R = _packed(weights), aligned(rows.values), groups.num_rows
     h = x.new_empty(R, w.intermediate_size * (2 if w.gate.kind == "raw" and w.gate.gated else 1))
     if R:
         plan = _plan(w, R // groups.top_k, groups.top_k, x.device)
@@ -96,7 +97,7 @@ def gemm1_swiglu(rows: Rows, weights: ExpertWeights, groups: Groups, dtype: torc
 
 def gemm2_combine(h: Rows, weights: ExpertWeights, groups: Groups, top_k_weights: Tensor, dtype: torch.dtype) -> Tensor:
     """As `reference.gemm2_combine`, for bf16 rows."""
-    w, x, (T, top_k) = _packed(weights), h.values.contiguous(), top_k_weights.shape
+    w, x, (T, top_k) = _packed(weights), aligned(h.values), top_k_weights.shape
     out = x.new_empty(T, w.hidden_size)
     if T == 0:
         return out
@@ -234,7 +235,7 @@ def route(top_k_index: Tensor, num_experts: int, sync: int = 1) -> tuple[Groups,
 
 @cache
 def _count(dtype):
-    arguments = (launch.vector(_TYPES[dtype], 8), launch.rows(Int32), Int32(1))
+    arguments = (launch.vector(_TYPES[dtype]), launch.rows(Int32), Int32(1))
     return launch.compiled(Count(), arguments, ARCHITECTURE)
 
 
@@ -242,7 +243,7 @@ def _count(dtype):
 def _route(dtype, warps, each, several):
     v = launch.vector
     arguments = (
-        v(_TYPES[dtype], 8), v(Int32), v(Int32), v(Int32), v(Int32), launch.rows(Int32), v(Int32), Int32(1), Int32(1),
+        v(_TYPES[dtype]), v(Int32), v(Int32), v(Int32), v(Int32), launch.rows(Int32), v(Int32), Int32(1), Int32(1),
     )  # fmt: skip
     return launch.compiled(Route(warps, each, several), arguments, ARCHITECTURE)
 

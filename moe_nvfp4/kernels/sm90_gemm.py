@@ -56,7 +56,8 @@ from cutlass._mlir import ir
 from cutlass._mlir.dialects import cute_nvgpu
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.cutlass_dsl import dsl_user_op
-from cutlass.utils import LayoutEnum
+from cutlass.memory import SmemAllocator
+from cutlass.tensor_utils import LayoutEnum
 
 from moe_nvfp4.kernels.sm90_pack import UNIT_WORDS
 from moe_nvfp4.weights import Gate
@@ -380,7 +381,7 @@ class GroupedGemm:
         warp = cute.arch.make_warp_uniform(tid // 32)
         wg = cute.arch.make_warp_uniform(tid // 128)
 
-        storage = cutlass.utils.SmemAllocator().allocate(self.storage)
+        storage = SmemAllocator().allocate(self.storage)
         ring = (storage.full.data_ptr(), storage.empty.data_ptr())
         news = (
             storage.told.data_ptr(),

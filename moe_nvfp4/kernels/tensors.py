@@ -1,0 +1,9 @@
+"""What GPU kernels ask of the tensors they are given."""
+
+from torch import Tensor
+
+
+def aligned(x: Tensor) -> Tensor:
+    """Contiguous, and at an address that TMA and 16-byte loads can read from."""
+    x = x.contiguous()
+    return x.clone() if x.data_ptr() % 16 else x
