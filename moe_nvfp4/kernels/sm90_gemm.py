@@ -311,7 +311,7 @@ class GroupedGemm:
     ):
         t = self.t
         mma = sm90.make_trivial_tiled_mma(
-            BFloat16, BFloat16, warpgroup.OperandMajorMode.K, warpgroup.OperandMajorMode.K, Float32,
+            BFloat16, BFloat16, cute.nvgpu.OperandMajorMode.K, cute.nvgpu.OperandMajorMode.K, Float32,
             (1, 1, 1), (64, t.BN), warpgroup.OperandSource.RMEM,
         )  # fmt: skip
         box = sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, (64, t.box, 64), BFloat16, 1)
