@@ -169,7 +169,7 @@ def test_every_tile_shape_is_here():
 @pytest.mark.parametrize("name", W4A16)
 def test_tiles(emulator, name):
     tile, gate, bias, sizes, splits = W4A16[name]
-    schedules = {24: ["eager", "slow:1"], 48: ["eager", "random:3"], 128: ["slow:1"]}.get(tile.BN, ["random:1"])
+    schedules = {24: ["eager", "slow:1"], 48: ["random:3"], 128: ["slow:1"]}.get(tile.BN, ["random:1"])
     layer = make_layer(len(sizes), 304, 80 + 64 * tile.KB * (splits - 1), gate, bias)  # no part of K is empty
     (kernel,) = check(emulator, layer, make_ids(sizes, 3, 2), tile, splits, schedules)
     assert kernel.t == tile and kernel.work.both
@@ -256,7 +256,7 @@ W4A4 = {
 @pytest.mark.parametrize("name", W4A4)
 def test_nvfp4_activations(emulator, name):
     tile, gate, bias, sizes, splits, static = W4A4[name]
-    schedules = {8: ["eager", "lazy"], 16: ["slow:1"]}.get(tile.BN, ["random:1"])
+    schedules = {8: ["lazy"], 16: ["slow:1"]}.get(tile.BN, ["random:1"])
     layer = make_layer(len(sizes), 304, 80 + 64 * tile.KB * (splits - 1), gate, bias, "nvfp4", static)
     kernels = check(emulator, layer, make_ids(sizes, 3, 2), tile, splits, schedules)
     assert [k.t for k in kernels] == [tile, tile] and all(k.work.row_scale for k in kernels)
