@@ -438,7 +438,7 @@ class GroupedGemm:
             cute.arch.setmaxregister_increase(t.registers[0])
             sPart = storage.part.get_tensor(cute.make_layout((128, t.MB * t.BN // 2, t.across, max(1, t.KS - 1))))
             outputs = (
-                mH, mY, mIndex, mGateScale, mUpScale, mDownScale, mBias1, mBias2, mXScale, mHScale,
+                mH, mY, mGateScale, mUpScale, mDownScale, mBias1, mBias2, mXScale, mHScale,
             )  # fmt: skip
             self.consume(
                 mma,
@@ -522,10 +522,7 @@ class GroupedGemm:
                                     Int32((full + stage).toint()),
                                 ],
                             )
-                stage += 1
-                if stage == t.stages:
-                    stage = Int32(0)
-                    phase ^= 1
+                stage, phase = self.advance(stage, phase)
             tile = cute.arch.shuffle_sync(following, 0)
         cute.arch.mbarrier_wait(heard + slot, turn)
         if lane == 0:
@@ -551,6 +548,15 @@ class GroupedGemm:
         if lane == 0:
             number = cute.arch.atomic_add(mSync.iterator, Int32(1), sem="relaxed", scope="gpu")
         return number
+
+    @cute.jit
+    def advance(self, stage: Int32, phase: Int32):
+        """The next stage of the ring."""
+        stage += 1
+        if stage == self.t.stages:
+            stage = Int32(0)
+            phase ^= 1
+        return stage, phase
 
     @cute.jit
     def hear(self, news, slot, turn):
@@ -614,10 +620,7 @@ class GroupedGemm:
                                 target = to + (stage * t.KB + j) * (t.BN * 128) + i * 128
                                 _tma(target, source, (first + kt * t.KB + j) * 64, row + i, bar)
                     cute.arch.mbarrier_arrive(full + stage)
-                stage += 1
-                if stage == t.stages:
-                    stage = Int32(0)
-                    phase ^= 1
+                stage, phase = self.advance(stage, phase)
             slot, turn = self.done(news, slot, turn)
             what, mt, row, last = self.hear(news, slot, turn)
 
@@ -738,10 +741,7 @@ class GroupedGemm:
                 if const_expr(kb + 1 < each):
                     codes, sf = following
             previous = stage
-            stage += 1
-            if stage == t.stages:
-                stage = Int32(0)
-                phase ^= 1
+            stage, phase = self.advance(stage, phase)
         warpgroup.wait_group(0)
         if count >= t.KB:
             if lane == 0:
@@ -759,10 +759,7 @@ class GroupedGemm:
                 warpgroup.wait_group(0)
             if lane == 0:
                 cute.arch.mbarrier_arrive(empty + stage)
-            stage += 1
-            if stage == t.stages:
-                stage = Int32(0)
-                phase ^= 1
+            stage, phase = self.advance(stage, phase)
         return stage, phase
 
     @cute.jit
@@ -783,10 +780,7 @@ class GroupedGemm:
             cute.arch.sync_warp()
             if cute.arch.lane_idx() == 0:
                 cute.arch.mbarrier_arrive(empty + stage)
-            stage += 1
-            if stage == t.stages:
-                stage = Int32(0)
-                phase ^= 1
+            stage, phase = self.advance(stage, phase)
         return stage, phase
 
     @cute.jit
@@ -812,7 +806,7 @@ class GroupedGemm:
     @cute.jit
     def scales(self, outputs, e, second):
         """The global scales of the matrix rows in registers h = 0 and h = 1."""
-        _, _, _, mGateScale, mUpScale, mDownScale, *_ = outputs
+        _, _, mGateScale, mUpScale, mDownScale, *_ = outputs
         work = self.work
         if const_expr(work.gate is None):
             return mDownScale[e], mDownScale[e]
@@ -850,7 +844,7 @@ class GroupedGemm:
         """The epilogue of 64-row blocks `block` ... of expert e: `rows` tokens from `row`, stored from `first_row`."""
         t, work = self.t, self.work
         block, row, first_row = place
-        mH, mY, mIndex, _, _, _, mBias1, mBias2, mXScale, mHScale = outputs
+        mH, mY, _, _, _, mBias1, mBias2, mXScale, mHScale = outputs
         mOut, mBias, gate = (mY, mBias2, None) if const_expr(down) else (mH, mBias1, work.gate)
         tid = cute.arch.thread_idx()[0] % 128
         warp, g, c = tid // 32, tid % 32 // 4, tid % 4
