@@ -76,3 +76,13 @@ def divide_near(x: Float32, divisor: Float32, inverse: Float32) -> Float32:
     for _ in range(2):
         quotient = fma(fma(-quotient, divisor, x), inverse, quotient)
     return quotient
+
+
+@cute.jit
+def global_scale_for(largest: Float32) -> Float32:
+    """`format.global_scale_for`: largest / (6 * 448), a normal number; 1 for zeros."""
+    scale = Float32(1.0)
+    if largest != 0.0:
+        scale = divide(largest, Float32(6.0 * 448.0))
+        scale = cute.arch.fmax(scale, Float32(1.1754943508222875e-38), nan=True)
+    return scale

@@ -6,10 +6,9 @@ import cutlass
 from cutlass import Float32, Int32, Int64, Uint8, Uint32, const_expr, cute
 from cutlass.memory import SmemAllocator
 
+from moe_nvfp4.kernels import arithmetic
 from moe_nvfp4.kernels import sm100_ptx as ptx
 from moe_nvfp4.kernels.sm100_config import CombineConfig, QuantizeConfig
-
-FLOAT32_TINY = 1.1754943508222875e-38
 
 
 def warp_all(x, combine):
@@ -100,9 +99,7 @@ class QuantizeRows:
                 global_scale = scale[experts]
         else:
             largest = ptx.largest_magnitude([s_largest[i] for i in range(4)])
-            if largest != 0.0:
-                global_scale = ptx.divide(largest, Float32(6.0 * 448.0))
-                global_scale = cute.arch.fmax(global_scale, Float32(FLOAT32_TINY), nan=True)
+            global_scale = arithmetic.global_scale_for(largest)
         if tid == 0:
             row_scale[row] = global_scale
         for block in cutlass.range(tid, sf_columns, self.THREADS):

@@ -297,9 +297,7 @@ class Quantize:
                 global_scale = mScale[before]
         else:
             largest = arithmetic.largest_magnitude([sLargest[i] for i in range(4)])
-            if largest != 0.0:
-                global_scale = arithmetic.divide(largest, Float32(6.0 * 448.0))
-                global_scale = cute.arch.fmax(global_scale, Float32(TINY), nan=True)
+            global_scale = arithmetic.global_scale_for(largest)
         if tid == 0:
             mRowScale[row] = global_scale
         for block in cutlass.range(tid, blocks, self.THREADS, unroll=1):
@@ -334,9 +332,6 @@ class Quantize:
             else:
                 rounded = [_e2m1(arithmetic.divide(v, scale), v) * value for v in values]
         return rounded
-
-
-TINY = 1.1754943508222875e-38  # the smallest normal fp32 number, and global scale
 
 
 def _e2m1(x, sign):
