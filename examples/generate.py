@@ -1,9 +1,12 @@
-"""Swap the experts of a model that is in memory already, and generate.
+"""Swap the experts of a model for 4-bit ones, and generate.
 
-python examples/generate.py [MODEL] [PROMPT]      MODEL: folder or hub name; without: the demo
+python examples/generate.py [MODEL] [--prompt TEXT]     MODEL: folder or hub name; without: the demo
+python examples/generate.py --random Qwen3-30B-A3B      its real config, random weights: tokens/s, memory and where the
+                                                        time goes, next to bf16 experts (a GPU); `tiny`: any machine
 """
 
-import sys
+import argparse
+import time
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
@@ -11,16 +14,39 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
 from moe_nvfp4.demo import demo_path
 from moe_nvfp4.integrations.huggingface import swap_experts
 
-name = sys.argv[1] if len(sys.argv) > 1 else demo_path()
-prompt = sys.argv[2] if len(sys.argv) > 2 else "Explain in two sentences why the sky is blue."
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("model", nargs="?", default="demo")
+parser.add_argument("--prompt", default="Explain in two sentences why the sky is blue.")
+parser.add_argument("--max-new-tokens", type=int, default=60)
+parser.add_argument("--random", metavar="NAME", help="Qwen3-30B-A3B or tiny")
+parser.add_argument("--steps", type=int, default=64, help="with --random: decoding steps")
+parser.add_argument("--prefill", type=int, default=4096, help="with --random: tokens of the long prompt")
+arguments = parser.parse_args()
+device = "cuda" if torch.cuda.is_available() else "cpu"
 
+if arguments.random:
+    from benchmark_model import benchmark
+
+    benchmark(arguments.random, device, arguments.steps, arguments.prefill)
+    raise SystemExit
+
+name = demo_path() if arguments.model == "demo" else arguments.model
 tokenizer = AutoTokenizer.from_pretrained(name)
 model = AutoModelForCausalLM.from_pretrained(name, dtype="bfloat16")
-swap_experts(model, activations="bf16")
-model.to("cuda" if torch.cuda.is_available() else "cpu")
+if getattr(model, "hf_quantizer", None) is None:  # else these are 4-bit files already
+    swap_experts(model, activations="bf16")
+model.to(device)
 
-chat = [{"role": "user", "content": prompt}]
-inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+if tokenizer.chat_template is None:
+    inputs = tokenizer(arguments.prompt, return_tensors="pt")
+else:
+    chat = [{"role": "user", "content": arguments.prompt}]
+    inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
 streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-tokens = model.generate(**inputs.to(model.device), max_new_tokens=60, do_sample=False, streamer=streamer)
-assert tokens.shape[1] > inputs["input_ids"].shape[1]
+start = time.perf_counter()
+tokens = model.generate(
+    **inputs.to(device), max_new_tokens=arguments.max_new_tokens, do_sample=False, streamer=streamer
+)
+new = tokens.shape[1] - inputs["input_ids"].shape[1]
+assert new > 0
+print(f"{new / (time.perf_counter() - start):.1f} tokens/s over {new} tokens, prompt included, on {device}")

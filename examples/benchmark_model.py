@@ -1,0 +1,306 @@
+"""A whole model with 4-bit experts against the same model with transformers' bf16 experts: `generate.py --random NAME`.
+
+Real config, random weights, made layer by layer, so that the 4-bit model never is whole in bf16. Decoding is greedy,
+with transformers' static cache, one CUDA graph for a step (on a CPU: eagerly); the prompt runs eagerly. Where a step's
+time goes is measured by leaving parts of the model out, one after the other, and taking the differences.
+"""
+
+import datetime
+import gc
+import os
+import sys
+import time
+from contextlib import ExitStack, contextmanager
+from functools import partial
+
+# CUPTI attached anew to CUDA graphs that it has seen before may crash: keep it attached.
+os.environ.setdefault("DISABLE_CUPTI_LAZY_REINIT", "1")
+os.environ.setdefault("TEARDOWN_CUPTI", "0")
+
+import torch
+import transformers
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig, StaticCache
+
+from moe_nvfp4 import reference
+from moe_nvfp4.integrations.huggingface import set_activations, swap_experts
+from moe_nvfp4.routing import Rows, group_by_expert
+
+CONFIGS = {
+    "Qwen3-30B-A3B": dict(
+        hidden_size=2048, num_hidden_layers=48, num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768,
+        num_attention_heads=32, num_key_value_heads=4, head_dim=128, vocab_size=151936, intermediate_size=6144,
+        max_position_embeddings=40960, rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+    ),
+    "tiny": dict(
+        hidden_size=64, num_hidden_layers=3, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=48,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=16, vocab_size=1024,
+    ),
+}  # fmt: skip
+PROMPTS = {1: 32, 32: 128}  # batch: tokens of each prompt. 32 and 4096 rows meet again: fewer kernels to compile
+COMPARED = 8  # steps that are decoded without a graph too
+# Relative error of a layer against the reference backend, as in tests/common.py
+THRESHOLDS = {"bf16": 4e-3, "nvfp4": 2e-2}
+# What is left out for the second, third and fourth time of a step: modules of a layer, and what they return instead
+PARTS = {
+    "experts": (lambda layer: layer.mlp.experts, lambda x, *_: x),
+    "attention and its linears": (lambda layer: layer.self_attn, lambda hidden_states, **_: (hidden_states, None)),
+    "router, norms, residuals": (lambda layer: layer, lambda x, **_: x),
+}
+
+
+def build(name, device, activations=None):
+    """The model with random weights; with `activations`, a layer's experts are 4-bit before the next layer is made."""
+    config = Qwen3MoeConfig(norm_topk_prob=True, **CONFIGS[name])
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, experts_implementation="grouped_mm")
+    inner = model.eval().model
+    inner.rotary_emb = type(inner.rotary_emb)(config).to(device)
+    for part in (inner.embed_tokens, *inner.layers, inner.norm, model.lm_head):
+        part.to_empty(device=device)
+        for parameter in part.parameters():
+            parameter.fill_(1) if parameter.dim() == 1 else parameter.normal_(std=0.02)
+        if activations and hasattr(part, "mlp"):  # how scales are chosen does not matter here: the quickest way
+            swap_experts(part, activations, recipe="max", progress=False)
+    inner.embed_tokens.weight.normal_()  # so large that tokens differ, and with them their experts
+    return model
+
+
+def check_layer(layer, activations):
+    """The relative error of a layer's experts, on 32 tokens, against the reference backend."""
+    experts = layer.mlp.experts
+    x = torch.randn(32, experts.hidden_size, device=experts.down_proj.device).bfloat16()
+    _, scores, ids = layer.mlp.gate(x)
+    experts.unpack()  # the reference reads the checkpoint's bytes
+    w, groups = experts.weights, group_by_expert(ids, experts.num_experts)
+    rows = Rows(x, index=groups.token)
+    if activations == "nvfp4":
+        rows = reference.quantize_rows(x, groups.token, None, groups)
+    h = reference.gemm1_swiglu(rows, w, groups, x.dtype)
+    if activations == "nvfp4":
+        h = reference.quantize_rows(h.values, None, None, groups)
+    want = reference.gemm2_combine(h, w, groups, scores, torch.float32).double()
+    return ((experts(x, ids, scores) - want).norm() / want.norm()).item()
+
+
+# ---- running -------------------------------------------------------------------------------------
+
+
+def seconds(call, repeats, device):
+    """Mean of `repeats` calls."""
+    synchronize = torch.cuda.synchronize if device == "cuda" else lambda: None
+    synchronize()
+    start = time.perf_counter()
+    for _ in range(repeats):
+        call()
+    synchronize()
+    return (time.perf_counter() - start) / repeats
+
+
+def captured(step, device):
+    """`step` as one launch of a CUDA graph. It has run before, on this stream."""
+    if device != "cuda":
+        return step
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+        step()
+    return graph.replay
+
+
+def prefill(model, ids, room):
+    """A cache with `ids` [B, T] and room for `room` tokens more; the next token [B, 1]."""
+    cache = StaticCache(config=model.config, max_cache_len=ids.shape[1] + room)
+    logits = model(ids, past_key_values=cache, logits_to_keep=1).logits
+    assert logits.isfinite().all(), "the model makes NaN or Inf"
+    return cache, logits[:, -1].argmax(-1, keepdim=True)
+
+
+class Decoder:
+    """`batch` random prompts, and a step that appends one token to each. `experts`: transformers' way of the steps."""
+
+    def __init__(self, model, batch, steps, device, experts=None):
+        torch.manual_seed(batch)
+        ids = torch.randint(model.config.vocab_size, (batch, PROMPTS[batch]), device=device)
+        self.model, self.steps, self.device, self.prompt = model, max(steps, COMPARED), device, PROMPTS[batch]
+        self.cache, self.first = prefill(model, ids, self.steps)
+        self.token = self.first.clone()
+        if experts:
+            model.set_experts_implementation(experts)
+
+    def step(self):
+        logits = self.model(self.token, past_key_values=self.cache).logits
+        self.token.copy_(logits[:, -1].argmax(-1, keepdim=True))
+
+    def run(self, step, steps):
+        """The tokens [B, steps] after the prompt, from its end again."""
+        self.token.copy_(self.first)
+        for layer in self.cache.layers:
+            layer.cumulative_length.fill_(self.prompt)
+        tokens = []
+        for _ in range(steps):
+            step()
+            tokens.append(self.token.clone())
+        return torch.cat(tokens, dim=1)
+
+    def touched(self):
+        """Experts that have tokens, a layer, at the first step."""
+        counts = []
+        count = lambda module, args, output: counts.append(output[2].unique().numel())
+        hooks = [layer.mlp.gate.register_forward_hook(count) for layer in self.model.model.layers]
+        self.run(self.step, 1)
+        for hook in hooks:
+            hook.remove()
+        return sum(counts) / len(counts)
+
+    def time(self):
+        """Seconds of a step."""
+        step = captured(self.step, self.device)
+        self.run(step, 2)
+        return seconds(partial(self.run, step, self.steps), 1, self.device) / self.steps
+
+    def measure(self):
+        """Seconds of a step and of its parts (the last: what is outside the layers), experts touched, and whether the
+        graph decodes what the model decodes without it."""
+        tokens = self.run(self.step, COMPARED)
+        equal = torch.equal(tokens, self.run(captured(self.step, self.device), COMPARED))
+        touched, times = self.touched(), [self.time()]
+        with ExitStack() as stack:
+            for part in PARTS:
+                stack.enter_context(without(part, self.model))
+                times.append(self.time())
+        parts = [a - b for a, b in zip(times, [*times[1:], 0.0], strict=True)]
+        return {"step": times[0], "parts": parts, "touched": touched, "equal": equal}
+
+
+@contextmanager
+def without(part, model):
+    """`model`, its layers with the short cut of PARTS instead of `part`."""
+    module_of, instead = PARTS[part]
+    modules = [module_of(layer) for layer in model.model.layers]
+    for module in modules:
+        module.forward = instead
+    yield
+    for module in modules:
+        del module.forward
+
+
+# ---- reports -------------------------------------------------------------------------------------
+
+
+def measure(title, model, device, steps, long, experts=None):
+    """One row of each table; `experts`: decode with that implementation of transformers, and leave the prefill out."""
+    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    if device == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    row = {"title": title, "GB": weights / 1e9, "batches": {}}
+    for batch in PROMPTS:
+        model.set_experts_implementation("grouped_mm")
+        row["batches"][batch] = Decoder(model, batch, steps, device, experts).measure()
+    if experts is None:
+        ids = torch.randint(model.config.vocab_size, (1, long), device=device)
+        call = lambda: prefill(model, ids, 1)
+        call()
+        row["prefill"] = seconds(call, 3, device)
+        with without("experts", model):
+            row["prefill rest"] = seconds(call, 3, device)
+    if device == "cuda":
+        row["peak"] = torch.cuda.max_memory_allocated() / 1e9
+    speeds = ", ".join(f"{batch / b['step']:.0f} tokens/s at batch {batch}" for batch, b in row["batches"].items())
+    print(f"{title}: {speeds}", file=sys.stderr, flush=True)
+    return row
+
+
+def table(head, rows):
+    print("| " + " | ".join(head) + " |")
+    print("|---" + "|--:" * (len(head) - 1) + "|")
+    for row in rows:
+        print("| " + " | ".join(row) + " |")
+    print(flush=True)
+
+
+def report(rows, long):
+    bf16 = [row for row in rows if row["title"].startswith("bf16")]
+    best = {batch: min(row["batches"][batch]["step"] for row in bf16) for batch in PROMPTS}
+    lines = []
+    for row in rows:
+        steps = {batch: b["step"] for batch, b in row["batches"].items()}
+        cells = [f"{batch / s:.1f} ({best[batch] / s:.2f} x)" for batch, s in steps.items()]
+        if "prefill" in row:
+            cells += [f"{long / row['prefill']:.0f}", f"{row['prefill'] * 1e3:.1f} ({row['prefill rest'] * 1e3:.1f})"]
+        else:
+            cells += ["", ""]
+        lines.append([row["title"], *cells, f"{row['GB']:.2f}", f"{row['peak']:.2f}" if "peak" in row else ""])
+    head = [f"batch {batch}: tokens/s (x the faster bf16)" for batch in PROMPTS]
+    head += [f"prefill of {long}: tokens/s", "ms (without experts)", "weights GB", "peak GB"]
+    table(["experts", *head], lines)
+
+    lines = []
+    for row in rows:
+        for batch, b in row["batches"].items():
+            cells = [f"{s * 1e6:.0f} ({s / b['step']:.0%})" for s in b["parts"]]
+            lines.append([f"{row['title']}, batch {batch}", f"{b['step'] * 1e6:.0f}", *cells, f"{b['touched']:.1f}"])
+    head = ["a step of decoding", "us", *(f"{part}: us" for part in PARTS), "embedding, mask, head, argmax: us"]
+    table([*head, "experts touched of a layer"], lines)
+
+
+def report_kernels(model, device, steps, batch, us):
+    """The kernels of one step, which takes `us` when nobody looks: how many, how long the GPU is busy, the longest."""
+    decoder = Decoder(model, batch, steps, device)
+    step = captured(decoder.step, device)
+    decoder.run(step, 3)
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        step()
+        torch.cuda.synchronize()
+    kernels = [event for event in profiler.events() if event.device_type == DeviceType.CUDA]
+    if not kernels:
+        print(f"batch {batch}: the profiler saw no kernels, so there is no account of launch gaps")
+        return
+    busy, until, spent = 0.0, 0.0, {}
+    for event in sorted(kernels, key=lambda event: event.time_range.start):
+        start, end = event.time_range.start, event.time_range.end
+        busy, until = busy + max(0.0, end - max(start, until)), max(until, end)
+        count, total = spent.get(event.name, (0, 0.0))
+        spent[event.name] = count + 1, total + end - start
+    gaps = f"{us - busy:.0f} us go between them ({(us - busy) / len(kernels):.2f} us each)"
+    print(f"\nbatch {batch}: a step of {us:.0f} us is {len(kernels)} kernels, which take {busy:.0f} us; {gaps}\n")
+    longest = sorted(spent.items(), key=lambda item: -item[1][1])[:12]
+    table(["kernel", "times", "us"], [[f"`{name[:90]}`", str(n), f"{total:.0f}"] for name, (n, total) in longest])
+
+
+@torch.no_grad()
+def benchmark(name, device, steps=64, long=4096):
+    """Measure and print. `long`: tokens of the prefill."""
+    if name not in CONFIGS:
+        raise SystemExit(f"--random {name}: choose one of {', '.join(CONFIGS)}")
+    if device == "cuda":
+        torch.cuda.set_stream(torch.cuda.Stream())  # graphs are not captured on the default stream
+    torch.manual_seed(0)
+    where = torch.cuda.get_device_name() if device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
+    prompts = " and ".join(f"{tokens} tokens (batch {batch})" for batch, tokens in PROMPTS.items())
+    print(f"{name}, random weights; {where}, {versions}, {datetime.date.today()}")
+    print(f"{steps} steps of decoding, after prompts of {prompts}\n", flush=True)
+    rows, checks = [], []
+    model = build(name, device)
+    rows.append(measure("bf16, grouped_mm", model, device, steps, long))
+    rows.append(measure("bf16, batched_mm (generate's choice)", model, device, steps, long, "batched_mm"))
+    del model  # the next one needs its memory
+    gc.collect()
+    model = build(name, device, "nvfp4")
+    for title, activations in (("W4A4", "nvfp4"), ("W4A16", "bf16")):
+        for layer in model.model.layers:
+            set_activations(layer, activations)
+        error, limit = check_layer(model.model.layers[0], activations), THRESHOLDS[activations]
+        checks.append((f"{title}, experts of layer 0 against the reference: {error:.1e} < {limit}", error < limit))
+        rows.append(measure(title, model, device, steps, long))
+    report(rows, long)
+    for row in rows if device == "cuda" else ():
+        equal = all(b["equal"] for b in row["batches"].values())
+        checks.append((f"{row['title']}, {COMPARED} tokens with a graph are those without", equal))
+    for text, passed in checks:
+        print(f"{text}: {passed}", flush=True)
+    for batch in PROMPTS if device == "cuda" else ():
+        report_kernels(model, device, steps, batch, rows[-1]["batches"][batch]["step"] * 1e6)
+    assert all(passed for _, passed in checks)
