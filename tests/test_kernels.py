@@ -230,24 +230,25 @@ def test_dequantization_is_exact(T):
 @on_gpu
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("K", [16, 208, 2048])
+@pytest.mark.parametrize("K", [16, 208, 2048, 14336])
 def test_rows_are_quantized_to_the_bit(K, dtype, static):
     from moe_nvfp4.kernels import sm90
 
     ids, _ = routing(50, 8, 3, sentinels=True)
-    groups = group_by_expert(ids, 8)
+    groups, token, _ = sm90.route(ids, 8)
     x = tokens(50, K).to(dtype)
     x[:8] *= torch.logspace(-30, 30, 8).cuda()[:, None]  # beyond the short division, both ways
     x[8], x[9, ::3], x[10, 5] = 0, 0, float("nan")
     scale = torch.logspace(-4, 0, 8).cuda() if static else None
-    want = reference.quantize_rows(x, groups.token, scale, groups)
-    R = groups.num_rows
-    sf = nvfp4.unswizzle_sf_grouped(want.sf, groups.offsets, R, K // 16)
-    values, row_scale = sm90.quantize_rows(x, groups.token, scale, groups)
-    live = int(groups.offsets[-1])  # nobody's rows have no block scales to compare with
-    codes_times_sf = nvfp4.dequantize(want.values[:live], sf[:live], None)
-    assert torch.equal(row_scale.nan_to_num(-1), want.scale.nan_to_num(-1))
-    assert torch.equal(values[:live].float().nan_to_num(-1), codes_times_sf.nan_to_num(-1))
+    R, live = groups.num_rows, int(groups.offsets[-1])  # nobody's rows have no block scales to compare with
+    for spread in (True, False):
+        index, rows = (token, x) if spread else (None, x.repeat(3, 1))
+        want = reference.quantize_rows(rows, index, scale, groups)
+        sf = nvfp4.unswizzle_sf_grouped(want.sf, groups.offsets, R, K // 16)
+        values, row_scale = sm90.quantize_rows(rows, ids, scale, groups, spread)
+        codes_times_sf = nvfp4.dequantize(want.values[:live], sf[:live], None)
+        assert torch.equal(row_scale[:live].nan_to_num(-1), want.scale[:live].nan_to_num(-1))
+        assert torch.equal(values[:live].float().nan_to_num(-1), codes_times_sf.nan_to_num(-1))
 
 
 @on_gpu

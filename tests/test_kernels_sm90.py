@@ -52,7 +52,7 @@ class OnEmulator:
     def run(self, kernel, emulated, values):
         self.kernels.append(kernel)
         name = type(kernel).__name__
-        outputs = {"Route": (1, 2, 3, 4, 6), "Count": (1,), "Gather": (3,), "Quantize": (4, 5), "Combine": (4,)}
+        outputs = {"Route": (1, 2, 3, 4, 6), "Count": (1,), "Gather": (2,), "Quantize": (4, 5), "Combine": (4,)}
         if name == "GroupedGemm":
             outputs = {name: ((4,) if kernel.work.gate else ()) + ((5,) if kernel.work.down else ())}
         written = [values[i] for i in outputs[name]]
@@ -152,9 +152,10 @@ W4A16 = {
     "8, K in 4": (Tile(8, KS=4, stages=14), SILU, None, [5, 0, 9], 1),
     "8, K in 2": (Tile(8, KS=2, stages=8), RELU2, torch.bfloat16, [8, 1], 2),
     "8": (Tile(8), OAI, torch.bfloat16, [3, 17, 0, 1], 1),
+    "8, pair": (sm90._PAIR, SILU, None, [9, 2], 1),
     "16": (Tile(16, stages=4), SILU, None, [16, 3, 18], 2),
-    "24": (Tile(24, stages=4, group=4), RELU2, None, [7, 25], 1),
-    "32": (Tile(32, stages=4, group=4), SILU, torch.float32, [33, 20], 2),
+    "24": (sm90._TILES[2], RELU2, None, [7, 41], 1),
+    "32": (sm90._TILES[3], SILU, torch.float32, [33, 20], 2),
     **{str(tile.BN): (tile, gate, bias, [tile.BN + 9, 20], splits)
        for tile, gate, bias, splits in zip(
            sm90._TILES[4:], (SILU, OAI, RELU2, SILU, SILU), (None, torch.bfloat16, torch.bfloat16, None, None),
@@ -226,18 +227,19 @@ def hard_rows(T, K):
 def test_rows_are_quantized_to_the_bit(emulator, K, static, dtype):
     emulator.schedule = "random:1"
     ids = make_ids([9, 0, 20, 1, 12], 4, 2)
-    groups = group_by_expert(ids, 5)
+    groups = sm90.route(ids, 5)[0]
+    token = groups.order // 2
     x = hard_rows(len(ids), K).to(dtype)
     scale = torch.tensor([2.0**-6, 1.0, 3e-3, 1e-30, 0.37]) if static else None
     R, live = groups.num_rows, int(groups.offsets[-1])
-    for index in (groups.token, None):
-        rows = x if index is not None else torch.cat([x, x])[:R].contiguous()
+    for spread in (True, False):
+        index, rows = (token, x) if spread else (None, torch.cat([x, x])[:R].contiguous())
         want = reference.quantize_rows(rows, index, scale, groups)
         sf = nvfp4.unswizzle_sf_grouped(want.sf, groups.offsets, R, K // 16)
         exact = nvfp4.dequantize(want.values[:live], sf[:live], None)  # nobody's rows have no block scales
-        values, row_scale = sm90.quantize_rows(rows, index, scale, groups)
+        values, row_scale = sm90.quantize_rows(rows, ids, scale, groups, spread)
         assert torch.equal(exact.bfloat16().float().nan_to_num(-1), exact.nan_to_num(-1))
-        for found, right in ((values[:live], exact.bfloat16()), (row_scale, want.scale)):
+        for found, right in ((values[:live], exact.bfloat16()), (row_scale[:live], want.scale[:live])):
             assert torch.equal(found.isnan(), right.isnan())
             number = {2: torch.int16, 4: torch.int32}[found.itemsize]
             assert torch.equal(found.view(number)[~right.isnan()], right.view(number)[~right.isnan()])
@@ -248,7 +250,7 @@ W4A4 = {
     "8, K in 4": (Tile(8, KS=4, stages=14), SILU, None, [5, 0, 9], 1, False),
     "8": (Tile(8), RELU2, None, [3, 17, 0, 1], 1, True),
     "16": (Tile(16, stages=4), SILU, torch.bfloat16, [16, 3, 18], 2, False),
-    "32": (Tile(32, stages=4, group=4), OAI, torch.bfloat16, [33, 20], 2, True),
+    "32": (sm90._TILES[3], OAI, torch.bfloat16, [33, 20], 2, True),
     "128": (sm90._TILES[8], SILU, None, [131, 5], 1, False),
 }  # fmt: skip
 
@@ -268,7 +270,7 @@ def test_nvfp4_activations(emulator, name):
 
 @pytest.mark.parametrize(
     "T, top_k, E, dtype",
-    [(1, 1, 1, torch.int64), (33, 3, 40, torch.int32), (200, 8, 9, torch.int64), (700, 6, 70, torch.int32)],
+    [(1, 1, 1, torch.int64), (33, 3, 40, torch.int32), (200, 8, 9, torch.int64), (1500, 6, 70, torch.int32)],
 )
 def test_routing(emulator, T, top_k, E, dtype):
     """One warp, one CTA, and several CTAs: what group_by_expert returns."""
@@ -280,8 +282,9 @@ def test_routing(emulator, T, top_k, E, dtype):
     assert torch.equal(groups.offsets, want.offsets) and not zeros.any()
     assert torch.equal(groups.order, want.order) and torch.equal(token, want.token)
     assert torch.equal(groups.position[want.order.long()], torch.arange(T * top_k, dtype=torch.int32))
-    x = torch.randn(T, 48).bfloat16()
-    assert torch.equal(sm90.gather(x, token, groups)[:live], x[want.token.long()][:live])
+    for H in (48, 2064):
+        x = torch.randn(T, H).bfloat16()
+        assert torch.equal(sm90.gather(x, groups)[:live], x[want.token.long()][:live])
 
 
 def test_an_illegal_id_stops(emulator):

@@ -1,7 +1,7 @@
 """The Hopper backend: the experts as CuTe DSL kernels over 4-bit weights.
 
     W4A16   Route ── (Gather) ── GroupedGemm, both GEMMs ── Combine
-    W4A4    Route ── Quantize, gathering ── GEMM 1 ── Quantize ── GEMM 2 ── Combine
+    W4A4    Route ── Quantize, spreading ── GEMM 1 ── Quantize ── GEMM 2 ── Combine
 
 each dependent on the one before and started early. Weights are in the layout of `sm90_pack`. Nothing
 waits for the device, no shape depends on data and buffers are torch's, so that a CUDA graph can
@@ -56,28 +56,29 @@ def experts(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: Expe
         parts = (t.split(most) for t in (x, top_k_index, top_k_weights))
         return torch.cat([experts(*part, w) for part in zip(*parts, strict=True)], out=out)
     plan = _plan(w, T, top_k, x.device)
-    groups, token, sync = route(top_k_index, E, 1 + _token_tiles(T * top_k, E, plan.tile))
+    ids = _ids(top_k_index)
+    groups, token, sync = route(ids, E, 1 + _token_tiles(T * top_k, E, plan.tile))
     x = aligned(x)
     y = x.new_empty(plan.splits * T * top_k, w.hidden_size, dtype=plan.rows)
     if w.activations == "nvfp4":
-        _quantized(x, token, groups, w, y, sync, plan)
+        _quantized(x, ids, groups, w, y, sync, plan)
     else:
         if not plan.work.gathered:
-            x = gather(x, token, groups)
+            x = gather(x, groups)
         h = x.new_empty(T * top_k, w.intermediate_size)
         _gemms(x, token, groups, w, h, y, sync, plan)
     return _combine(y, groups, top_k_weights, out, plan.splits)
 
 
-def _quantized(x, token, groups, w, y, sync, plan) -> None:
+def _quantized(x, ids, groups, w, y, sync, plan) -> None:
     """x -> y with NVFP4 rows. A static scale of h quantizes its fp32 values, as the reference does."""
-    static = w.h_scale is not None
-    x, scale = quantize_rows(x, token, w.x_scale, groups)
+    static, token = w.h_scale is not None, groups.offsets
+    x, scale = quantize_rows(x, ids, w.x_scale, groups, spread=True)
     h = x.new_empty(x.shape[0], w.intermediate_size, dtype=torch.float32 if static else x.dtype)
     work = replace(plan.work, gathered=False, row_scale=True)
     first = replace(work, down=False, h=Float32 if static else BFloat16)
     _gemms(x, token, groups, w, h, y, sync, replace(plan, work=first), scale)
-    h, scale = quantize_rows(h, None, w.h_scale, groups)
+    h, scale = quantize_rows(h, ids, w.h_scale, groups)
     _gemms(x, token, groups, w, h, y, sync, replace(plan, work=replace(work, gate=None)), scale)
 
 
@@ -140,19 +141,21 @@ def pack_weights(weights: ExpertWeights) -> ExpertWeights:
 # ---- the plan: tile shapes from the number of tokens ---------------------------------------------
 
 # Measured on an H200. Up to 16 tokens, warps of their own and a deep ring; beyond, WGMMA, whose
-# accumulators leave room for two warpgroups of 128 rows.
-_PREFILL = dict(NWG=2, MB=2, KB=2, group=4, registers=(224, 56))
+# accumulators leave room for two warpgroups of 128 rows. With three widths of WGMMA, or two beyond 96
+# tokens, ptxas finds no registers and makes every one of them wait for the one before.
+_MANY = dict(NWG=2, MB=2, KB=2, group=4, registers=(224, 56))
 _TILES = (
     Tile(8),
     Tile(16, stages=4),
-    Tile(24, stages=4, group=4),
-    Tile(32, stages=4, group=4),
-    Tile(48, stages=6, **_PREFILL),
-    Tile(64, stages=6, **_PREFILL),
-    Tile(80, stages=5, **_PREFILL),
-    Tile(96, stages=5, **_PREFILL),
-    Tile(128, stages=4, **_PREFILL),
+    Tile(24, small=16, stages=4, group=4),
+    Tile(32, small=24, stages=4, group=4),
+    Tile(48, small=40, stages=6, **_MANY),
+    Tile(64, small=48, stages=6, **_MANY),
+    Tile(80, small=64, stages=5, **_MANY),
+    Tile(96, stages=5, **_MANY),
+    Tile(128, stages=4, **_MANY),
 )
+_PAIR = Tile(8, NWG=2, stages=4, registers=(96, 48), ctas=2)  # two CTAs cover each other's epilogues
 _TILE_COST = 64  # what a tile costs before its first token, in tokens: dequantization, epilogue
 
 
@@ -176,7 +179,7 @@ def _plan(w: ExpertWeights, T: int, top_k: int, device: torch.device) -> Plan:
 def _plan_for(gate, bias: bool, E: int, H: int, I: int, T: int, top_k: int, sms: int) -> Plan:
     R = T * top_k
     hit = E * (1 - (1 - 1 / E) ** R)  # experts with tokens, were routing uniform
-    tile = min(_TILES, key=lambda t: _expected_tiles(R / hit, t.BN) * (t.BN + _TILE_COST))
+    tile = min(_TILES, key=lambda t: _expected(lambda n: _cost(t, n), R / hit))
     I_units = -(-I // (UNIT // 2 if gate.gated else UNIT))
     if tile.BN == 8:  # too few tiles for the multiprocessors: fewer rows each, their K split in the CTA
         tiles = hit * I_units / 4
@@ -185,21 +188,29 @@ def _plan_for(gate, bias: bool, E: int, H: int, I: int, T: int, top_k: int, sms:
         elif tiles < 1.5 * sms:
             tile = Tile(8, KS=2, stages=8)
     # GEMM 2 has few rows and a long K where experts are few: parts of 1024 columns at least
-    tiles = hit * _expected_tiles(R / hit, tile.BN) * -(-H // UNIT // tile.blocks)
+    tiles = hit * _expected(lambda n: -(-n // tile.BN), R / hit) * -(-H // UNIT // tile.blocks)
     splits = 4 if tiles < 0.75 * sms else 2 if tiles < 4 * sms else 1
     splits = max(s for s in (1, 2, 4) if s <= splits and (s == 1 or I >= 1024 * s))
+    if tile == Tile(8) and splits == 1:
+        tile = _PAIR
     rows = torch.float32 if splits * R * H * 4 <= EXACT_BYTES else torch.bfloat16
     gathered = tile.BN <= 16 and R <= 512  # TMA takes its time for single rows
     return Plan(tile, Work(gate, True, gathered, bias, out=_TYPES[rows]), splits, rows)
 
 
-def _expected_tiles(mean: float, BN: int) -> float:
-    """Tiles of BN tokens an expert with a Poisson number of them needs, by the normal approximation."""
-    tiles, tokens = 1.0, BN
-    while tokens < mean + 4 * math.sqrt(mean):
-        tiles += 0.5 * math.erfc((tokens + 0.5 - mean) / math.sqrt(2 * mean))
-        tokens += BN
-    return tiles
+def _cost(tile: Tile, n: int) -> int:
+    """What an expert with n tokens costs, in tokens."""
+    full, rest = divmod(n - 1, tile.BN)
+    each = _TILE_COST - 8 * tile.warpwise
+    return (full + 1) * each + full * tile.BN + (tile.small if rest < tile.small else tile.BN)
+
+
+def _expected(f, mean: float) -> float:
+    """The mean of f(n) over experts with tokens, n Poisson, by the normal approximation."""
+    deviation = math.sqrt(mean)
+    counts = range(max(1, round(mean - 4 * deviation)), round(mean + 4 * deviation) + 1)
+    weights = [math.exp(-(((n - mean) / deviation) ** 2) / 2) for n in counts]
+    return sum(w * f(n) for w, n in zip(weights, counts, strict=True)) / sum(weights)
 
 
 def _token_tiles(R: int, E: int, tile: Tile) -> int:
@@ -216,9 +227,7 @@ def route(top_k_index: Tensor, num_experts: int, sync: int = 1) -> tuple[Groups,
     An id outside the legal range prints the rule and traps: the next synchronization raises.
     """
     T, top_k = top_k_index.shape
-    ids = top_k_index.reshape(-1)
-    if ids.dtype not in (torch.int32, torch.int64):
-        ids = ids.to(torch.int64)
+    ids = _ids(top_k_index).view(-1)
     R, E = ids.shape[0], num_experts
     order, position, token = ids.new_empty(3, R, dtype=torch.int32).unbind()
     offsets, zeros = ids.new_empty(E + 1 + sync, dtype=torch.int32).split([E + 1, sync])
@@ -227,7 +236,7 @@ def route(top_k_index: Tensor, num_experts: int, sync: int = 1) -> tuple[Groups,
     if several:
         counts = ids.new_empty(-(-R // CHUNK), E + 1, dtype=torch.int32)
         _count(ids.dtype)(ids, counts, E)
-    warps = 1 if R <= 32 else THREADS // 32
+    warps = 1 if R <= 32 else 8 if R <= 256 else THREADS // 32
     each = 8 if several else next(n for n in (1, 2, 4, 8) if R <= n * 32 * warps)
     _route(ids.dtype, warps, each, several)(ids, order, position, token, offsets, counts, zeros, E, top_k)
     return Groups(order, offsets, top_k, position), token, zeros
@@ -248,34 +257,48 @@ def _route(dtype, warps, each, several):
     return launch.compiled(Route(warps, each, several), arguments, ARCHITECTURE)
 
 
-def gather(x: Tensor, token: Tensor, groups: Groups) -> Tensor:
-    """x [T, H] -> [R, H], rows in grouped order; nobody's rows hold anything."""
-    rows = x.new_empty(token.shape[0], x.shape[1])
-    _gather()(x, token, groups.offsets, rows)
+def _ids(top_k_index: Tensor) -> Tensor:
+    """Contiguous, int32 or int64."""
+    return top_k_index.contiguous() if top_k_index.dtype in (torch.int32, torch.int64) else top_k_index.to(torch.int64)
+
+
+def gather(x: Tensor, groups: Groups) -> Tensor:
+    """x [T, H] -> [R, H], rows in grouped order, nobody's at the end."""
+    rows = x.new_empty(groups.num_rows, x.shape[1])
+    _gather()(x, groups.position, rows, groups.top_k)
     return rows
 
 
 @cache
 def _gather():
-    arguments = (launch.rows(BFloat16, 16), launch.vector(Int32), launch.vector(Int32), launch.rows(BFloat16, 16))
+    arguments = (launch.rows(BFloat16, 16), launch.vector(Int32), launch.rows(BFloat16, 16), Int32(1))
     return launch.compiled(Gather(), arguments, ARCHITECTURE)
 
 
-def quantize_rows(x: Tensor, index: Tensor | None, scale: Tensor | None, groups: Groups) -> tuple[Tensor, Tensor]:
-    """As `reference.quantize_rows`: (bf16 code * sf [R, K], fp32 global scale of each row [R])."""
-    rows = x.new_empty(groups.num_rows, x.shape[1], dtype=torch.bfloat16)
-    row_scale = x.new_empty(groups.num_rows, dtype=torch.float32)
-    quantize = _quantize(x.dtype, scale is not None, index is not None)
-    none = groups.offsets
-    quantize(x, none if index is None else index, row_scale if scale is None else scale, none, rows, row_scale)
+def quantize_rows(
+    x: Tensor, top_k_index: Tensor, scale: Tensor | None, groups: Groups, spread: bool = False
+) -> tuple[Tensor, Tensor]:
+    """As `reference.quantize_rows`: (bf16 code * sf [R, K], fp32 global scale of each row [R]).
+
+    `spread`: x [T, K] are tokens; else [R, K] rows in grouped order.
+    """
+    (n, K), R, ids = x.shape, groups.num_rows, top_k_index.view(-1)
+    rows = x.new_empty(R, K, dtype=torch.bfloat16)
+    row_scale = x.new_empty(R, dtype=torch.float32)
+    warps = 1
+    while warps < 16 and (K > 2048 * warps or n * warps < 1024 and K > 512 * warps):
+        warps *= 2  # so that a lane has no more than four blocks, and every multiprocessor something to do
+    quantize = _quantize(x.dtype, ids.dtype, scale is not None, spread, warps, -(-K // (512 * warps)))
+    place = groups.position if spread else groups.order
+    quantize(x, ids, place, row_scale if scale is None else scale, rows, row_scale, groups.top_k)
     return rows, row_scale
 
 
 @cache
-def _quantize(dtype, static, gathered):
+def _quantize(dtype, ids, static, spread, warps, each):
     r, v = launch.rows, launch.vector
-    arguments = (r(_TYPES[dtype], 16), v(Int32), v(Float32), v(Int32), r(BFloat16, 16), v(Float32))
-    return launch.compiled(Quantize(static, gathered), arguments, ARCHITECTURE)
+    arguments = (r(_TYPES[dtype], 16), v(_TYPES[ids]), v(Int32), v(Float32), r(BFloat16, 16), v(Float32), Int32(1))
+    return launch.compiled(Quantize(static, spread, warps, each), arguments, ARCHITECTURE)
 
 
 def _gemms(x, index, groups, w, h, y, sync, plan, row_scale=None) -> None:
@@ -288,7 +311,7 @@ def _gemms(x, index, groups, w, h, y, sync, plan, row_scale=None) -> None:
     weight_tiles = (-(-w.w13.shape[1] // tile.blocks) if work.gate else 0) + (
         -(-w.w2.shape[1] // tile.blocks) * plan.splits if work.down else 0
     )
-    grid = min(_multiprocessors(x.device), _token_tiles(groups.num_rows, w.num_experts, tile) * weight_tiles)
+    grid = min(_multiprocessors(x.device) * tile.ctas, _token_tiles(groups.num_rows, w.num_experts, tile) * weight_tiles)
     _kernel(tile, work, b13.dtype)(
         units13, units2, x, index, h, y, groups.offsets, gate_scale, w.up_scale, w.w2_scale,
         b13, b2, row_scale, row_scale, sync, plan.splits, grid,

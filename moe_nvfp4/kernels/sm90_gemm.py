@@ -69,13 +69,14 @@ UNSCALE = 2.0**20  # codes stand as code * 2^-126: the sums come out times 2^-20
 MAX_EXPERTS = 1024
 RASTER = 16  # token tiles that share a weight tile before the next weight tile begins
 SLOTS = 4  # tiles published ahead
-SMEM = 232448 - 1024 - 1024 - 8 * (MAX_EXPERTS + 1)  # what is left for the ring, in bytes
+SMEM = 233472  # bytes of shared memory of a multiprocessor; a CTA's ring has 3 KB and the tile list less
 
 
 @dataclass(frozen=True)
 class Tile:
-    """BN tokens; NWG consumer warpgroups of MB 64-row blocks, KS of which split K; KB 64-column
-    blocks a stage; `group` k16 steps between WGMMA commits; registers of consumers and producers."""
+    """BN tokens (WGMMAs of `small`, where they suffice); NWG consumer warpgroups of MB 64-row blocks, KS of which
+    split K; KB 64-column blocks a stage; `group` k16 steps between WGMMA commits; registers of consumers and
+    producers; CTAs a multiprocessor."""
 
     BN: int = 8
     NWG: int = 4
@@ -85,6 +86,8 @@ class Tile:
     stages: int = 5
     group: int = 2
     registers: tuple[int, int] = (104, 64)
+    small: int = 0
+    ctas: int = 1
 
     @property
     def across(self) -> int:
@@ -99,7 +102,7 @@ class Tile:
     @property
     def box(self) -> int:
         """Rows of tokens of one TMA copy."""
-        return self.BN if self.BN % 16 == 0 else 8
+        return 16 if self.BN % 16 == 0 else 8
 
     @property
     def blocks(self) -> int:
@@ -122,13 +125,14 @@ class Tile:
             raise ValueError(f"{self}: KS must divide KB, and MB be 1, with so few tokens")
         if not self.warpwise and (self.NWG % self.KS or self.KB % (2 * self.KS)):
             raise ValueError(f"{self}: the fragment ring needs an even number of 64-column blocks per warpgroup")
-        there = 65536 // self.threads // 8 * 8 * self.threads
+        there = 65536 // (self.ctas * self.threads) // 8 * 8 * self.threads
         if 128 * (self.NWG * self.registers[0] + self.registers[1]) > there:
             raise ValueError(f"{self}: a CTA of {self.threads} threads starts with {there} registers; more never come")
-        if self.stages * self.stage_bytes + part > SMEM:
-            raise ValueError(
-                f"{self}: {self.stages * self.stage_bytes + part} bytes of shared memory, {SMEM} are there"
-            )
+        if self.small % 8 or self.small >= self.BN or self.warpwise and self.small:
+            raise ValueError(f"{self}: `small` must be a multiple of 8 below BN, and 0 without WGMMA")
+        needed, there = self.stages * self.stage_bytes + part, SMEM // self.ctas - 3072 - 8 * (MAX_EXPERTS + 1)
+        if needed > there:
+            raise ValueError(f"{self}: {needed} bytes of shared memory, {there} are there")
 
 
 @dataclass(frozen=True)
@@ -310,10 +314,6 @@ class GroupedGemm:
         stream,
     ):
         t = self.t
-        mma = sm90.make_trivial_tiled_mma(
-            BFloat16, BFloat16, cute.nvgpu.OperandMajorMode.K, cute.nvgpu.OperandMajorMode.K, Float32,
-            (1, 1, 1), (64, t.BN), warpgroup.OperandSource.RMEM,
-        )  # fmt: skip
         box = sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, (64, t.box, 64), BFloat16, 1)
         row = cute.make_composed_layout(box.inner, 0, cute.make_layout((1, 64), stride=(64, 1)))
         box = cute.slice_(box, (None, None, 0))
@@ -346,16 +346,16 @@ class GroupedGemm:
 
         self.storage = Storage
         self.kernel(
-            mma, x_layout, tma_x, tma_h, mW1, mW2, mIndex, mH, mY, mOffsets, mGateScale, mUpScale, mDownScale,
+            x_layout, tma_x, tma_h, mW1, mW2, mIndex, mH, mY, mOffsets, mGateScale, mUpScale, mDownScale,
             mBias1, mBias2, mXScale, mHScale, mSync, splits, Uint32(SCALE_HIGH),
         ).launch(
-            grid=[grid, 1, 1], block=[t.threads, 1, 1], min_blocks_per_mp=1, stream=stream, use_pdl=True
+            grid=[grid, 1, 1], block=[t.threads, 1, 1], min_blocks_per_mp=t.ctas, stream=stream, use_pdl=True,
+            preferred_smem_carveout=100
         )  # fmt: skip
 
     @cute.kernel
     def kernel(
         self,
-        mma: cute.TiledMma,
         x_layout: cute.ComposedLayout,
         tma_x: cute.CopyAtom,
         tma_h: cute.CopyAtom,
@@ -441,7 +441,6 @@ class GroupedGemm:
                 mH, mY, mGateScale, mUpScale, mDownScale, mBias1, mBias2, mXScale, mHScale,
             )  # fmt: skip
             self.consume(
-                mma,
                 sX,
                 storage.x.data_ptr(),
                 storage.w.data_ptr(),
@@ -496,7 +495,7 @@ class GroupedGemm:
                 slot = Int32(0)
                 turn ^= 1
             mt, part, begin, count = self.part(mt_part, K64, second, splits)
-            boxed = Int32(t.BN)  # rows of tokens that TMA writes
+            boxed = (rows + t.box - 1) // t.box * t.box  # rows of tokens that TMA writes
             if const_expr(work.gathered and work.gate is not None):
                 if not second:
                     boxed = rows
@@ -616,7 +615,7 @@ class GroupedGemm:
                     else:
                         for j in cutlass.range(mine, cutlass.min(count - kt * t.KB, Int32(t.KB)), 2, unroll=1):
                             source = from_h if second else from_x
-                            for i in cutlass.range_constexpr(0, t.BN, t.box):
+                            for i in cutlass.range(0, rows, t.box, unroll=1):
                                 target = to + (stage * t.KB + j) * (t.BN * 128) + i * 128
                                 _tma(target, source, (first + kt * t.KB + j) * 64, row + i, bar)
                     cute.arch.mbarrier_arrive(full + stage)
@@ -649,74 +648,99 @@ class GroupedGemm:
     # ---- consumers ----
 
     @cute.jit
-    def consume(self, mma, sX, pX, sW, sPart, high, k64, splits, ring, news, stored, outputs):
-        t, work = self.t, self.work
-        full, empty = ring
-        tid = cute.arch.thread_idx()[0] % 128
-        lane = tid % 32
-        wg = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // 128)
-        wk, wm = wg // t.across, wg % t.across
-        thr = mma.get_slice(0)
-        tCrB = mma.make_fragment_B(thr.partition_B(sX))  # (mma, 1, (4, KB), stage)
-        acc = cute.make_rmem_tensor(mma.partition_shape_C((64 * t.MB, t.BN)), Float32)
-        tCrA = [cute.make_rmem_tensor(mma.partition_shape_A((64 * t.MB, 64)), BFloat16) for _ in range(2)]
+    def consume(self, sX, pX, sW, sPart, high, k64, splits, ring, news, stored, outputs):
+        """A consumer warp: every tile."""
+        t = self.t
         unit = (UNIT_WORDS, UNIT_WORDS * t.KB, UNIT_WORDS * t.KB * t.blocks)
         sCodes = cute.make_tensor(sW, cute.make_layout((4, 128, t.KB, t.blocks, t.stages), stride=(1, 4, *unit)))
         sScale = cute.make_tensor(sW + 512, cute.make_layout((2, 32, t.KB, t.blocks, t.stages), stride=(1, 2, *unit)))
-        mma.set(warpgroup.Field.ACCUMULATE, True)
 
         stage, phase, slot, turn = Int32(0), Int32(0), Int32(0), Int32(0)
         what, mt, row, last = self.hear(news, slot, turn)
+        memory = (sX, pX, sCodes, sScale, sPart, high)
         while what >= 0:
-            e, second = what // 2, what % 2 == 1
-            mt, part, first, count = self.part(mt, k64[1] if second else k64[0], second, splits)
-            scales = self.scales(outputs, e, second)
-            acc.fill(0.0)
-            if const_expr(t.warpwise):
-                stage, phase = self.narrow(acc, pX, sCodes, sScale, high, (wk, wm), count, stage, phase, ring)
-            else:
-                operands = (mma, tCrA, tCrB, sCodes, sScale, high)
-                stage, phase = self.wide(acc, operands, (wk, wm), count, stage, phase, ring)
-            if const_expr(t.KS > 1):
-                n = t.MB * t.BN // 2
-                if wk > 0:
-                    for i in cutlass.range_constexpr(n):
-                        sPart[tid, i, wm, wk - 1] = acc[i]
-                cute.arch.barrier(barrier_id=1, number_of_threads=128 * t.NWG)
-                if wk == 0:
-                    for i in cutlass.range_constexpr(n):
-                        for j in cutlass.range_constexpr(t.KS - 1):
-                            acc[i] = acc[i] + sPart[tid, i, wm, j]
-                cute.arch.barrier(barrier_id=2, number_of_threads=128 * t.NWG)
-            if wk == 0:
-                block = (mt * t.across + wm) * t.MB
-                source = row
-                row += part * (outputs[1].shape[0] // splits)
-                place = (block, source, row)
-                if const_expr(work.both):
-                    if second:
-                        self.store(acc, outputs, scales, e, place, last % 512, part, True)
-                    else:
-                        self.store(acc, outputs, scales, e, place, last % 512, part, False)
-                        cute.arch.sync_warp()
-                        if lane == 0:
-                            cute.arch.mbarrier_arrive(stored + slot)
+            tile, rest = (what, mt, row, last), (memory, k64, splits, ring, stored + slot, outputs)
+            if const_expr(t.small > 0):
+                if last % 512 <= t.small:
+                    stage, phase = self.compute(t.small, tile, stage, phase, rest)
                 else:
-                    self.store(acc, outputs, scales, e, place, last % 512, part, work.down)
+                    stage, phase = self.compute(t.BN, tile, stage, phase, rest)
+            else:
+                stage, phase = self.compute(t.BN, tile, stage, phase, rest)
             slot, turn = self.done(news, slot, turn)
             what, mt, row, last = self.hear(news, slot, turn)
 
+    def mma(self, N: int, sX, acc, words):
+        """WGMMA of N tokens -> (tiled MMA, accumulators, A fragments, B)."""
+        t = self.t
+        mma = sm90.make_trivial_tiled_mma(
+            BFloat16, BFloat16, cute.nvgpu.OperandMajorMode.K, cute.nvgpu.OperandMajorMode.K, Float32,
+            (1, 1, 1), (64, N), warpgroup.OperandSource.RMEM,
+        )  # fmt: skip
+        mma.set(warpgroup.Field.ACCUMULATE, True)
+        shape = mma.partition_shape_C((64 * t.MB, N))
+        tCrC = cute.make_tensor(acc.iterator, cute.make_layout(shape))
+        shape = mma.partition_shape_A((64 * t.MB, 64))
+        tCrA = [cute.make_tensor(cute.recast_ptr(w.iterator, dtype=BFloat16), cute.make_layout(shape)) for w in words]
+        sX = cute.local_tile(sX, (N, t.KB * 64, t.stages), (0, 0, 0))
+        tCrB = mma.make_fragment_B(mma.get_slice(0).partition_B(sX))  # (mma, 1, (4, KB), stage)
+        return mma, tCrC, tCrA, tCrB
+
     @cute.jit
-    def wide(self, acc, operands, who, count: Int32, stage: Int32, phase: Int32, ring):
+    def compute(self, N: cutlass.Constexpr, tile, stage: Int32, phase: Int32, rest):
+        """A tile, by MMAs of N tokens: the sum, and its epilogue."""
+        t, work = self.t, self.work
+        what, mt, row, last = tile
+        (sX, pX, sCodes, sScale, sPart, high), k64, splits, ring, stored, outputs = rest
+        tid = cute.arch.thread_idx()[0] % 128
+        wg = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // 128)
+        wk, wm = wg // t.across, wg % t.across
+        e, second, rows = what // 2, what % 2 == 1, last % 512
+        mt, part, first, count = self.part(mt, k64[1] if second else k64[0], second, splits)
+        scales = self.scales(outputs, e, second)
+        acc = cute.make_rmem_tensor(t.MB * N // 2, Float32)
+        acc.fill(0.0)
+        if const_expr(t.warpwise):
+            stage, phase = self.narrow(acc, pX, sCodes, sScale, high, (wk, wm), count, stage, phase, ring)
+        else:
+            words = [cute.make_rmem_tensor(16 * t.MB, Uint32) for _ in range(2)]
+            operands = (*self.mma(N, sX, acc, words), words, sCodes, sScale, high)
+            stage, phase = self.wide(operands, (wk, wm), count, stage, phase, ring)
+        if const_expr(t.KS > 1):
+            if wk > 0:
+                for i in cutlass.range_constexpr(t.MB * N // 2):
+                    sPart[tid, i, wm, wk - 1] = acc[i]
+            cute.arch.barrier(barrier_id=1, number_of_threads=128 * t.NWG)
+            if wk == 0:
+                for i in cutlass.range_constexpr(t.MB * N // 2):
+                    for j in cutlass.range_constexpr(t.KS - 1):
+                        acc[i] = acc[i] + sPart[tid, i, wm, j]
+            cute.arch.barrier(barrier_id=2, number_of_threads=128 * t.NWG)
+        if wk == 0:
+            block = (mt * t.across + wm) * t.MB
+            place = (block, row, row + part * (outputs[1].shape[0] // splits))
+            if const_expr(work.both):
+                if second:
+                    self.store(N, acc, outputs, scales, e, place, rows, part, True)
+                else:
+                    self.store(N, acc, outputs, scales, e, place, rows, part, False)
+                    cute.arch.sync_warp()
+                    if tid % 32 == 0:
+                        cute.arch.mbarrier_arrive(stored)
+            else:
+                self.store(N, acc, outputs, scales, e, place, rows, part, work.down)
+        return stage, phase
+
+    @cute.jit
+    def wide(self, operands, who, count: Int32, stage: Int32, phase: Int32, ring):
         """acc += W · Xᵀ over `count` 64-column blocks, by WGMMA."""
         t = self.t
-        mma, tCrA, tCrB, sCodes, sScale, high = operands
+        mma, acc, tCrA, tCrB, words, sCodes, sScale, high = operands
         full, empty = ring
         wk, wm = who
         tid = cute.arch.thread_idx()[0] % 128
         lane = tid % 32
         each = t.KB // t.KS  # 64-column blocks of a stage for this warpgroup
-        words = [cute.recast_tensor(a, Uint32) for a in tCrA]
         previous = Int32(0)
         for kt in cutlass.range(count // t.KB, unroll=1):
             cute.arch.mbarrier_wait(full + stage, phase)
@@ -840,7 +864,7 @@ class GroupedGemm:
                 words[j + 4 * m + 4 * self.t.MB * ks] = registers[j]
 
     @cute.jit
-    def store(self, acc, outputs, scales, e, place, rows, part, down: cutlass.Constexpr):
+    def store(self, N: cutlass.Constexpr, acc, outputs, scales, e, place, rows, part, down: cutlass.Constexpr):
         """The epilogue of 64-row blocks `block` ... of expert e: `rows` tokens from `row`, stored from `first_row`."""
         t, work = self.t, self.work
         block, row, first_row = place
@@ -870,12 +894,12 @@ class GroupedGemm:
                     if part == 0:  # once, where the combine adds parts of K
                         bias0, bias1 = mBias[e, first].to(Float32), mBias[e, other].to(Float32)
                 to = mOut.iterator.toint() + Int64(first_row + c * 2 + shift) * pitch + Int64(column - shift) * size
-                for n in cutlass.range_constexpr(t.BN // 8):
+                for n in cutlass.range_constexpr(N // 8):
                     if n * 8 < rows:
                         value = []
                         for i in cutlass.range_constexpr(2):
-                            a = acc[i + 4 * n + t.BN // 2 * m] * scale0
-                            b = acc[i + 2 + 4 * n + t.BN // 2 * m] * scale1
+                            a = acc[i + 4 * n + N // 2 * m] * scale0
+                            b = acc[i + 2 + 4 * n + N // 2 * m] * scale1
                             if const_expr(work.row_scale):
                                 at = row + cutlass.min(n * 8 + c * 2 + i, rows - 1)
                                 s = mHScale[at] if const_expr(down) else mXScale[at]

@@ -5,8 +5,9 @@ Route    top-k ids -> order, position, token, offsets: a stable counting sort by
          other with match.any, so that ranks come out in order. One CTA when there are few
          assignments; otherwise `Count` first writes the histogram of every CTA's chunk, from which
          each CTA of `Route` adds up what stands before it.
-Gather   the rows of x in grouped order.
+Gather   the rows of x in grouped order: a token is read once and written to the rows of its slots.
 Quantize rows -> NVFP4, each with a global scale of its own; a value stands as bf16 `code * sf`, which is exact.
+         Tokens are quantized once and then spread as by Gather.
 Combine  y[t] = sum over slots j = 0, 1, ... of weight[t, j] * rows[position[t, j]], fp32, in that order; a row
          may come in parts (GEMM 2 split along K), which are added first.
 """
@@ -49,7 +50,7 @@ def _peers(bin: Int32):
     return Int32(cute.arch.popc(mask)), Int32(cute.arch.popc(mask & cute.arch.lanemask_lt()))
 
 
-THREADS = 256
+THREADS = 1024
 CHUNK = 8 * THREADS  # assignments of one CTA, where there are several
 
 
@@ -199,127 +200,138 @@ def _eight(mRows: cute.Tensor, row, column):
 
 
 class Gather:
-    """A warp a row, 16 bytes a lane."""
+    """A warp has `WIDTH` columns of a token, 16 bytes a lane at a time.
+
+    x is older than the routing kernel: it is read while that one ends. So it is in `Quantize`, where it spreads.
+    """
+
+    THREADS, WIDTH = 256, 1024
 
     def __repr__(self) -> str:
         return "Gather"
 
     @cute.jit
-    def __call__(self, mX, mToken, mOffsets, mRows, stream):
-        self.kernel(mX, mToken, mOffsets, mRows).launch(
-            grid=[(mRows.shape[0] * 32 + THREADS - 1) // THREADS, 1, 1],
-            block=[THREADS, 1, 1],
+    def __call__(self, mX, mPosition, mRows, top_k: Int32, stream):
+        warps = mX.shape[0] * ((mX.shape[1] + self.WIDTH - 1) // self.WIDTH)
+        self.kernel(mX, mPosition, mRows, top_k).launch(
+            grid=[(warps * 32 + self.THREADS - 1) // self.THREADS, 1, 1],
+            block=[self.THREADS, 1, 1],
             stream=stream,
             use_pdl=True,
         )
 
     @cute.kernel
-    def kernel(self, mX: cute.Tensor, mToken: cute.Tensor, mOffsets: cute.Tensor, mRows: cute.Tensor):
+    def kernel(self, mX: cute.Tensor, mPosition: cute.Tensor, mRows: cute.Tensor, top_k: Int32):
         tid, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
+        parts = (mX.shape[1] + self.WIDTH - 1) // self.WIDTH
+        number = cta * (self.THREADS // 32) + tid // 32
+        token, first = number // parts, number % parts * self.WIDTH + tid % 32 * 8
+        loaded = [cute.make_rmem_tensor(8, mX.element_type) for _ in range(self.WIDTH // 256)]
+        if token < mX.shape[0]:
+            for i in cutlass.range_constexpr(self.WIDTH // 256):
+                if first + i * 256 < mX.shape[1]:
+                    cute.autovec_copy(_eight(mX, token, first + i * 256), loaded[i])
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
-        row = cta * (THREADS // 32) + tid // 32
-        if row < mRows.shape[0]:
-            token, live = mToken[row], mOffsets[mOffsets.shape[0] - 1]  # beyond `live` tokens mean nothing
-            if row < live:
-                parts = [cute.make_rmem_tensor(8, mX.element_type) for _ in range(8)]
-                chunks = mRows.shape[1] // 8
-                for chunk in cutlass.range(tid % 32, chunks, 256, unroll=1):
-                    for i in cutlass.range_constexpr(8):  # all loads first
-                        if chunk + i * 32 < chunks:
-                            cute.autovec_copy(_eight(mX, token, (chunk + i * 32) * 8), parts[i])
-                    for i in cutlass.range_constexpr(8):
-                        if chunk + i * 32 < chunks:
-                            cute.autovec_copy(parts[i], _eight(mRows, row, (chunk + i * 32) * 8))
+        if token < mX.shape[0]:
+            for j in cutlass.range(top_k, unroll=1):
+                row = mPosition[token * top_k + j]
+                for i in cutlass.range_constexpr(self.WIDTH // 256):
+                    if first + i * 256 < mX.shape[1]:
+                        cute.autovec_copy(loaded[i], _eight(mRows, row, first + i * 256))
 
 
 class Quantize:
-    """Row r is x[index[r]] (x[r] unless `gathered`); its global scale is its expert's if `static`, else its own.
+    """`warps` warps have a row of x, `each` blocks of 16 a lane. Its global scale is its expert's if `static`, else
+    its own. `spread`: a row of x is a token, and goes to the rows of its slots.
 
-    A CTA a row: its largest magnitude, then blocks of 16, one a thread at a time. Values and scales are
-    what `format.quantize` returns, bit for bit.
+    Values and scales are what `format.quantize` returns, bit for bit.
     """
 
-    THREADS = 128
-
-    def __init__(self, static: bool, gathered: bool):
-        self.static, self.gathered = static, gathered
+    def __init__(self, static: bool, spread: bool, warps: int, each: int):
+        self.static, self.spread, self.warps, self.each = static, spread, warps, each
+        self.threads = 32 * max(4, warps)
 
     def __repr__(self) -> str:
-        return f"Quantize({self.static}, {self.gathered})"
+        return f"Quantize({self.static}, {self.spread}, {self.warps}, {self.each})"
 
     @cute.jit
-    def __call__(self, mX, mIndex, mScale, mOffsets, mRows, mRowScale, stream):
-        self.kernel(mX, mIndex, mScale, mOffsets, mRows, mRowScale).launch(
-            grid=[mRows.shape[0], 1, 1], block=[self.THREADS, 1, 1], smem=64, stream=stream, use_pdl=True
-        )
+    def __call__(self, mX, mIds, mPlace, mScale, mRows, mRowScale, top_k: Int32, stream):
+        each = self.threads // (32 * self.warps)  # rows of x a CTA has
+        self.kernel(mX, mIds, mPlace, mScale, mRows, mRowScale, top_k).launch(
+            grid=[(mX.shape[0] + each - 1) // each, 1, 1], block=[self.threads, 1, 1], smem=64, stream=stream,
+            use_pdl=True,
+        )  # fmt: skip
 
     @cute.kernel
     def kernel(
         self,
         mX: cute.Tensor,  # bf16 or fp32 [*, K]
-        mIndex: cute.Tensor,  # int32 [R]
+        mIds: cute.Tensor,  # [R], the expert of each assignment
+        mPlace: cute.Tensor,  # int32 [R], the row of each assignment if `spread`, else the assignment of each row
         mScale: cute.Tensor,  # fp32 [E]
-        mOffsets: cute.Tensor,  # int32 [E + 1]
         mRows: cute.Tensor,  # bf16 [R, K], written
         mRowScale: cute.Tensor,  # fp32 [R], written
+        top_k: Int32,
     ):
         tid, _, _ = cute.arch.thread_idx()
-        row, _, _ = cute.arch.block_idx()
-        E, blocks = mOffsets.shape[0] - 1, mRows.shape[1] // 16
-        smem = cute.arch.get_dyn_smem(Float32)
-        sLargest = cute.make_tensor(smem, cute.make_layout(4))
-        sBefore = cute.make_tensor(cute.recast_ptr(smem + 4, dtype=Int32), cute.make_layout(4))
-        cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()
-        source = mIndex[row] if const_expr(self.gathered) else row
+        cta, _, _ = cute.arch.block_idx()
+        blocks = mRows.shape[1] // 16
+        sLargest = cute.make_tensor(cute.arch.get_dyn_smem(Float32), cute.make_layout(16))
+        number = cta * (self.threads // (32 * self.warps)) + tid // (32 * self.warps)
+        source = cutlass.min(number, mX.shape[0] - 1)
+        if const_expr(not self.spread):
+            cute.arch.griddepcontrol_wait()
+            cute.arch.griddepcontrol_launch_dependents()
 
-        before, largest = Int32(0), Float32(0.0)
-        if const_expr(self.static):
-            for e in cutlass.range(tid, E, self.THREADS, unroll=1):
-                if mOffsets[e + 1] <= row:
-                    before += 1
-        else:
-            for block in cutlass.range(tid, blocks, self.THREADS, unroll=1):
-                magnitude = arithmetic.largest_magnitude(self.load(mX, source, block))
-                largest = cute.arch.fmax(largest, magnitude, nan=True)
-        for p in cutlass.range_constexpr(5):
-            before += cute.arch.shuffle_sync_bfly(before, 1 << p)
-            largest = cute.arch.fmax(largest, cute.arch.shuffle_sync_bfly(largest, 1 << p), nan=True)
-        if tid % 32 == 0:
-            sLargest[tid // 32], sBefore[tid // 32] = largest, before
-        cute.arch.sync_threads()
+        loaded = [cute.make_rmem_tensor((8, 2), mX.element_type) for _ in range(self.each)]
+        for i in cutlass.range_constexpr(self.each):
+            loaded[i].fill(0.0)
+            block = tid % (32 * self.warps) + i * 32 * self.warps
+            if block < blocks:
+                for half in cutlass.range_constexpr(2):
+                    cute.autovec_copy(_eight(mX, source, block * 16 + half * 8), loaded[i][None, half])
+        rounded = [cute.make_rmem_tensor((8, 2), BFloat16) for _ in range(self.each)]
         global_scale = Float32(1.0)
-        if const_expr(self.static):
-            before = sBefore[0] + sBefore[1] + sBefore[2] + sBefore[3]
-            if before < E:
-                global_scale = mScale[before]
-        else:
-            largest = arithmetic.largest_magnitude([sLargest[i] for i in range(4)])
+        if const_expr(not self.static):
+            largest = arithmetic.largest_magnitude([arithmetic.largest_magnitude(_fp32(x)) for x in loaded])
+            for p in cutlass.range_constexpr(5):
+                largest = cute.arch.fmax(largest, cute.arch.shuffle_sync_bfly(largest, 1 << p), nan=True)
+            if const_expr(self.warps > 1):
+                if tid % 32 == 0:
+                    sLargest[tid // 32] = largest
+                cute.arch.sync_threads()
+                first = tid // (32 * self.warps) * self.warps
+                largest = arithmetic.largest_magnitude([sLargest[first + w] for w in range(self.warps)])
             global_scale = arithmetic.global_scale_for(largest)
-        if tid == 0:
-            mRowScale[row] = global_scale
-        for block in cutlass.range(tid, blocks, self.THREADS, unroll=1):
-            values = self.round(self.load(mX, source, block), global_scale)
-            for half in cutlass.range_constexpr(2):
-                part = cute.make_rmem_tensor(8, BFloat16)
-                for i in cutlass.range_constexpr(8):
-                    part[i] = values[half * 8 + i].to(BFloat16)
-                cute.autovec_copy(part, _eight(mRows, row, block * 16 + half * 8))
+            for i in cutlass.range_constexpr(self.each):
+                self.round(loaded[i], global_scale, rounded[i])
 
-    def load(self, mX, row, block):
-        """16 values of a row, as fp32."""
-        values = []
-        for part in range(2):
-            eight = cute.make_rmem_tensor(8, mX.element_type)
-            cute.autovec_copy(_eight(mX, row, block * 16 + part * 8), eight)
-            values += [eight[i].to(Float32) for i in range(8)]
-        return values
+        if const_expr(self.spread):
+            cute.arch.griddepcontrol_wait()
+            cute.arch.griddepcontrol_launch_dependents()
+        if number < mX.shape[0]:
+            for j in cutlass.range(top_k if const_expr(self.spread) else 1, unroll=1):
+                row = mPlace[source * top_k + j] if const_expr(self.spread) else source
+                if const_expr(self.static):
+                    e = Int32(mIds[source * top_k + j if const_expr(self.spread) else mPlace[source]])
+                    here = e >= 0 and e < mScale.shape[0]  # nobody's rows are quantized too, somehow
+                    global_scale = mScale[cutlass.select_(here, e, Int32(0))]
+                    for i in cutlass.range_constexpr(self.each):
+                        self.round(loaded[i], global_scale, rounded[i])
+                if tid % (32 * self.warps) == 0:
+                    mRowScale[row] = global_scale
+                for i in cutlass.range_constexpr(self.each):
+                    block = tid % (32 * self.warps) + i * 32 * self.warps
+                    if block < blocks:
+                        for half in cutlass.range_constexpr(2):
+                            cute.autovec_copy(rounded[i][None, half], _eight(mRows, row, block * 16 + half * 8))
 
     @cute.jit
-    def round(self, values, global_scale):
+    def round(self, x, global_scale, out):
         """16 values -> their code * sf: sf = e4m3(max / 6 / global_scale), code = e2m1(x / (sf * global_scale))."""
+        values = _fp32(x)
         largest = arithmetic.largest_magnitude(values)
         sf = arithmetic.encode_e4m3(arithmetic.divide(arithmetic.divide(largest, Float32(6.0)), global_scale))
         value = arithmetic.decode_e4m3(sf)
@@ -331,7 +343,12 @@ class Quantize:
                 rounded = [_e2m1(arithmetic.divide_near(v, scale, inverse), v) * value for v in values]
             else:
                 rounded = [_e2m1(arithmetic.divide(v, scale), v) * value for v in values]
-        return rounded
+        for i in cutlass.range_constexpr(16):
+            out[i] = rounded[i].to(BFloat16)
+
+
+def _fp32(x):
+    return [x[i].to(Float32) for i in range(16)]
 
 
 def _e2m1(x, sign):
