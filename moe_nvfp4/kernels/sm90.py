@@ -286,9 +286,9 @@ def quantize_rows(
     rows = x.new_empty(R, K, dtype=torch.bfloat16)
     row_scale = x.new_empty(R, dtype=torch.float32)
     warps = 1
-    while warps < 16 and (K > 2048 * warps or n * warps < 1024 and K > 512 * warps):
-        warps *= 2  # so that a lane has no more than four blocks, and every multiprocessor something to do
-    quantize = _quantize(x.dtype, ids.dtype, scale is not None, spread, warps, -(-K // (512 * warps)))
+    while warps < 16 and (K > 2048 * warps or n * warps < 1024 and K > 256 * warps):
+        warps *= 2  # so that a lane has no more than 64 values, and every multiprocessor something to do
+    quantize = _quantize(x.dtype, ids.dtype, scale is not None, spread, warps, -(-K // (256 * warps)))
     place = groups.position if spread else groups.order
     quantize(x, ids, place, row_scale if scale is None else scale, rows, row_scale, groups.top_k)
     return rows, row_scale
@@ -314,7 +314,7 @@ def _gemms(x, index, groups, w, h, y, sync, plan, row_scale=None) -> None:
     grid = min(_multiprocessors(x.device) * tile.ctas, _token_tiles(groups.num_rows, w.num_experts, tile) * weight_tiles)
     _kernel(tile, work, b13.dtype)(
         units13, units2, x, index, h, y, groups.offsets, gate_scale, w.up_scale, w.w2_scale,
-        b13, b2, row_scale, row_scale, sync, plan.splits, grid,
+        b13, b2, row_scale, sync, plan.splits, grid,
     )  # fmt: skip
 
 
@@ -323,8 +323,8 @@ def _kernel(tile, work, bias):
     r, v = launch.rows, launch.vector
     arguments = (
         r(Int32, UNIT_WORDS, 3), r(Int32, UNIT_WORDS, 3), r(BFloat16, 16), v(Int32), r(work.h, 16), r(work.out, 16),
-        v(Int32), v(Float32), v(Float32), v(Float32), r(_TYPES[bias]), r(_TYPES[bias]), v(Float32), v(Float32),
-        v(Int32), Int32(1), Int32(1),
+        v(Int32), v(Float32), v(Float32), v(Float32), r(_TYPES[bias]), r(_TYPES[bias]), v(Float32), v(Int32),
+        Int32(1), Int32(1),
     )  # fmt: skip
     return launch.compiled(GroupedGemm(tile, work), arguments, ARCHITECTURE)
 

@@ -140,7 +140,7 @@ class Work:
     """What a launch computes. gate: GEMM 1 and what follows it (None: no GEMM 1); down: GEMM 2.
 
     gathered: rows of x come by index, one by one; else they lie in order
-    row_scale: rows carry a global scale (NVFP4 activations)
+    row_scale: rows carry a global scale (NVFP4 activations); then a launch has one of the GEMMs
     h, out: dtype of what GEMM 1, GEMM 2 write, bf16 or fp32
     """
 
@@ -306,8 +306,7 @@ class GroupedGemm:
         mDownScale: cute.Tensor,
         mBias1: cute.Tensor,  # [E, rows of the matrix]
         mBias2: cute.Tensor,
-        mXScale: cute.Tensor,  # fp32 [R]
-        mHScale: cute.Tensor,
+        mRowScale: cute.Tensor,  # fp32 [R], the global scales of the rows that the launch reads
         mSync: cute.Tensor,  # int32 [1 + token tiles], zeros
         splits: Int32,
         grid: Int32,
@@ -347,7 +346,7 @@ class GroupedGemm:
         self.storage = Storage
         self.kernel(
             x_layout, tma_x, tma_h, mW1, mW2, mIndex, mH, mY, mOffsets, mGateScale, mUpScale, mDownScale,
-            mBias1, mBias2, mXScale, mHScale, mSync, splits, Uint32(SCALE_HIGH),
+            mBias1, mBias2, mRowScale, mSync, splits, Uint32(SCALE_HIGH),
         ).launch(
             grid=[grid, 1, 1], block=[t.threads, 1, 1], min_blocks_per_mp=t.ctas, stream=stream, use_pdl=True,
             preferred_smem_carveout=100
@@ -370,8 +369,7 @@ class GroupedGemm:
         mDownScale: cute.Tensor,
         mBias1: cute.Tensor,
         mBias2: cute.Tensor,
-        mXScale: cute.Tensor,
-        mHScale: cute.Tensor,
+        mRowScale: cute.Tensor,
         mSync: cute.Tensor,
         splits: Int32,
         high: Uint32,  # SCALE_HIGH in a register: as an immediate it costs a second LOP3
@@ -437,9 +435,7 @@ class GroupedGemm:
         else:
             cute.arch.setmaxregister_increase(t.registers[0])
             sPart = storage.part.get_tensor(cute.make_layout((128, t.MB * t.BN // 2, t.across, max(1, t.KS - 1))))
-            outputs = (
-                mH, mY, mGateScale, mUpScale, mDownScale, mBias1, mBias2, mXScale, mHScale,
-            )  # fmt: skip
+            outputs = (mH, mY, mGateScale, mUpScale, mDownScale, mBias1, mBias2, mRowScale)
             self.consume(
                 sX,
                 storage.x.data_ptr(),
@@ -650,7 +646,9 @@ class GroupedGemm:
     @cute.jit
     def consume(self, sX, pX, sW, sPart, high, k64, splits, ring, news, stored, outputs):
         """A consumer warp: every tile."""
-        t = self.t
+        t, work = self.t, self.work
+        if const_expr(work.gate is None and work.row_scale):
+            cute.arch.griddepcontrol_wait()  # the rows' scales come from the kernel before
         unit = (UNIT_WORDS, UNIT_WORDS * t.KB, UNIT_WORDS * t.KB * t.blocks)
         sCodes = cute.make_tensor(sW, cute.make_layout((4, 128, t.KB, t.blocks, t.stages), stride=(1, 4, *unit)))
         sScale = cute.make_tensor(sW + 512, cute.make_layout((2, 32, t.KB, t.blocks, t.stages), stride=(1, 2, *unit)))
@@ -697,7 +695,7 @@ class GroupedGemm:
         wk, wm = wg // t.across, wg % t.across
         e, second, rows = what // 2, what % 2 == 1, last % 512
         mt, part, first, count = self.part(mt, k64[1] if second else k64[0], second, splits)
-        scales = self.scales(outputs, e, second)
+        scales = self.scales(outputs, e, second, row, rows, N)
         acc = cute.make_rmem_tensor(t.MB * N // 2, Float32)
         acc.fill(0.0)
         if const_expr(t.warpwise):
@@ -718,7 +716,7 @@ class GroupedGemm:
             cute.arch.barrier(barrier_id=2, number_of_threads=128 * t.NWG)
         if wk == 0:
             block = (mt * t.across + wm) * t.MB
-            place = (block, row, row + part * (outputs[1].shape[0] // splits))
+            place = (block, row + part * (outputs[1].shape[0] // splits))
             if const_expr(work.both):
                 if second:
                     self.store(N, acc, outputs, scales, e, place, rows, part, True)
@@ -828,18 +826,22 @@ class GroupedGemm:
                         acc[4 * n + j] = d[j]
 
     @cute.jit
-    def scales(self, outputs, e, second):
-        """The global scales of the matrix rows in registers h = 0 and h = 1."""
-        _, _, mGateScale, mUpScale, mDownScale, *_ = outputs
+    def scales(self, outputs, e, second, row, rows, N: cutlass.Constexpr):
+        """The global scales of the matrix rows in registers h = 0 and h = 1, and of token lane, lane + 32, ..."""
+        _, _, mGateScale, mUpScale, mDownScale, _, _, mRowScale = outputs
         work = self.work
+        of_tokens = [Float32(1.0)] * ((N + 31) // 32)
+        if const_expr(work.row_scale):
+            for q in cutlass.range_constexpr(len(of_tokens)):
+                of_tokens[q] = mRowScale[row + cutlass.min(cute.arch.lane_idx() + 32 * q, rows - 1)]
         if const_expr(work.gate is None):
-            return mDownScale[e], mDownScale[e]
+            return mDownScale[e], mDownScale[e], of_tokens
         a, b = mGateScale[e], mUpScale[e]
         if const_expr(work.both):
             if second:
                 a = mDownScale[e]
                 b = a
-        return a, b
+        return a, b, of_tokens
 
     @cute.jit
     def load(self, sCodes, sScale, tid, at, wm, stage):
@@ -865,10 +867,10 @@ class GroupedGemm:
 
     @cute.jit
     def store(self, N: cutlass.Constexpr, acc, outputs, scales, e, place, rows, part, down: cutlass.Constexpr):
-        """The epilogue of 64-row blocks `block` ... of expert e: `rows` tokens from `row`, stored from `first_row`."""
+        """The epilogue of 64-row blocks `block` ... of expert e: `rows` tokens, stored from `row`."""
         t, work = self.t, self.work
-        block, row, first_row = place
-        mH, mY, _, _, _, mBias1, mBias2, mXScale, mHScale = outputs
+        block, row = place
+        mH, mY, _, _, _, mBias1, mBias2, _ = outputs
         mOut, mBias, gate = (mY, mBias2, None) if const_expr(down) else (mH, mBias1, work.gate)
         tid = cute.arch.thread_idx()[0] % 128
         warp, g, c = tid // 32, tid % 32 // 4, tid % 4
@@ -893,7 +895,7 @@ class GroupedGemm:
                 if const_expr(work.bias):
                     if part == 0:  # once, where the combine adds parts of K
                         bias0, bias1 = mBias[e, first].to(Float32), mBias[e, other].to(Float32)
-                to = mOut.iterator.toint() + Int64(first_row + c * 2 + shift) * pitch + Int64(column - shift) * size
+                to = mOut.iterator.toint() + Int64(row + c * 2 + shift) * pitch + Int64(column - shift) * size
                 for n in cutlass.range_constexpr(N // 8):
                     if n * 8 < rows:
                         value = []
@@ -901,8 +903,7 @@ class GroupedGemm:
                             a = acc[i + 4 * n + N // 2 * m] * scale0
                             b = acc[i + 2 + 4 * n + N // 2 * m] * scale1
                             if const_expr(work.row_scale):
-                                at = row + cutlass.min(n * 8 + c * 2 + i, rows - 1)
-                                s = mHScale[at] if const_expr(down) else mXScale[at]
+                                s = cute.arch.shuffle_sync(scales[2][n // 4], n % 4 * 8 + c * 2 + i)
                                 a, b = a * s, b * s
                             if const_expr(work.bias):
                                 a, b = a + bias0, b + bias1
