@@ -96,8 +96,28 @@ class Count:
             mCounts[cta, bin] = sCount[bin]
 
 
+@cute.jit
+def _scan(sCount: cute.Tensor, bins: Int32):
+    """A warp: sCount[b] becomes the sum of the counts before b."""
+    lane, start = cute.arch.lane_idx(), Int32(0)
+    for i in cutlass.range((bins + 31) // 32, unroll=1):
+        b = i * 32 + lane
+        n = sCount[b] if b < bins else Int32(0)
+        end = n
+        for d in cutlass.range_constexpr(5):
+            up = cute.arch.shuffle_sync_up(end, 1 << d, mask_and_clamp=0)
+            if lane >= 1 << d:
+                end += up
+        if b < bins:
+            sCount[b] = start + end - n
+        start += cute.arch.shuffle_sync(end, 31)
+
+
 class Route:
-    """`warps` warps a CTA, `each` assignments a thread; `chunks`: there are several CTAs, and `Count`'s counts."""
+    """`warps` warps a CTA, `each` assignments a thread; `chunks`: there are several CTAs, and `Count`'s counts.
+
+    The order is put together in shared memory: a multiprocessor writes one 32-byte sector a cycle, however little of it.
+    """
 
     def __init__(self, warps: int, each: int, chunks: bool):
         self.warps, self.each, self.chunks = warps, each, chunks
@@ -107,10 +127,11 @@ class Route:
 
     @cute.jit
     def __call__(self, mIds, mOrder, mPosition, mToken, mOffsets, mCounts, mSync, E: Int32, top_k: Int32, stream):
+        lists, staged = (3, 2) if const_expr(self.chunks) else (1, 1)
         self.kernel(mIds, mOrder, mPosition, mToken, mOffsets, mCounts, mSync, E, top_k).launch(
             grid=[mCounts.shape[0] if const_expr(self.chunks) else 1, 1, 1],
             block=[self.warps * 32, 1, 1],
-            smem=(self.warps + 2) * (E + 1) * 4,
+            smem=((self.warps + lists) * (E + 1) + staged * self.warps * 32 * self.each) * 4,
             stream=stream,
             use_pdl=True,
         )
@@ -129,20 +150,26 @@ class Route:
         top_k: Int32,
     ):
         threads, each = self.warps * 32, self.each
+        chunk = threads * each
         tid, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
         warp, lane = tid // 32, tid % 32
         bins = E + 1
         smem = cute.arch.get_dyn_smem(Int32)
         sRun = cute.make_tensor(smem, cute.make_layout((self.warps, bins), stride=(bins, 1)))
-        sTotal = cute.make_tensor(smem + self.warps * bins, cute.make_layout(bins))
-        sStart = cute.make_tensor(smem + (self.warps + 1) * bins, cute.make_layout(bins))
+        sStart = cute.make_tensor(smem + self.warps * bins, cute.make_layout(bins))
+        sBefore, sMine, lists = sStart, sStart, self.warps + 1
+        if const_expr(self.chunks):
+            sBefore = cute.make_tensor(smem + (self.warps + 1) * bins, cute.make_layout(bins))
+            sMine = cute.make_tensor(smem + (self.warps + 2) * bins, cute.make_layout(bins))
+            lists = self.warps + 3
+        sOrder = cute.make_tensor(smem + lists * bins, cute.make_layout((chunk, 2)))
         for i in cutlass.range(tid, self.warps * bins, threads, unroll=1):
             smem[i] = Int32(0)
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
 
-        first = ((cta * self.warps + warp) * each) * 32 + lane  # a warp has 32 * each assignments in a row
+        first = cta * chunk + warp * each * 32 + lane  # a warp has 32 * each assignments in a row
         bin = _bins(mIds, first, 32, each, E)
         if cta == 0:
             for i in cutlass.range(tid, mSync.shape[0], threads, unroll=1):
@@ -160,46 +187,48 @@ class Route:
             cute.arch.sync_warp()
         cute.arch.sync_threads()
 
-        # sRun: how many of this CTA stand before the warp's; sStart: how many of the CTAs before
+        # sRun: how many of this CTA stand before the warp's; sBefore: how many of the CTAs before
         for b in cutlass.range(tid, bins, threads, unroll=1):
             counts = [sRun[w, b] for w in range(self.warps)]
             total = Int32(0)
             for w in cutlass.range_constexpr(self.warps):
                 sRun[w, b] = total
                 total += counts[w]
-            sStart[b] = Int32(0)
             if const_expr(self.chunks):
+                sMine[b] = total
                 total = Int32(0)
-                for chunk in cutlass.range(mCounts.shape[0], unroll=8):
-                    if chunk == cta:
-                        sStart[b] = total
-                    total += mCounts[chunk, b]
-            sTotal[b] = total
+                for c in cutlass.range(mCounts.shape[0], unroll=8):
+                    if c == cta:
+                        sBefore[b] = total
+                    total += mCounts[c, b]
+            sStart[b] = total
         cute.arch.sync_threads()
         if warp == 0:
-            start = Int32(0)
-            for i in cutlass.range((bins + 31) // 32, unroll=1):
-                b = i * 32 + lane
-                n = sTotal[b] if b < bins else Int32(0)
-                end = n
-                for d in cutlass.range_constexpr(5):
-                    up = cute.arch.shuffle_sync_up(end, 1 << d, mask_and_clamp=0)
-                    if lane >= 1 << d:
-                        end += up
-                if b < bins:
-                    sStart[b] = sStart[b] + start + end - n
-                    if cta == 0:
-                        mOffsets[b] = start + end - n
-                start += cute.arch.shuffle_sync(end, 31)
+            _scan(sStart, bins)
+        if const_expr(self.chunks):
+            if warp == 1:
+                _scan(sMine, bins)
         cute.arch.sync_threads()
+        if cta == 0:
+            for b in cutlass.range(tid, bins, threads, unroll=1):
+                mOffsets[b] = sStart[b]
 
         for i in cutlass.range_constexpr(each):
             if bin[i] <= E:
                 at = first + i * 32
-                row = sStart[bin[i]] + sRun[warp, bin[i]] + rank[i]
-                mOrder[row] = at
-                mToken[row] = at // top_k
+                within = sRun[warp, bin[i]] + rank[i]
+                row = sStart[bin[i]] + within
+                if const_expr(self.chunks):
+                    row += sBefore[bin[i]]
+                    sOrder[sMine[bin[i]] + within, 1] = row
+                sOrder[sMine[bin[i]] + within, 0] = at
                 mPosition[at] = row
+        cute.arch.sync_threads()
+        for i in cutlass.range(tid, cutlass.min(mIds.shape[0] - cta * chunk, Int32(chunk)), threads, unroll=1):
+            at = sOrder[i, 0]
+            row = sOrder[i, 1] if const_expr(self.chunks) else i
+            mOrder[row] = at
+            mToken[row] = at // top_k
 
 
 def _eight(mRows: cute.Tensor, row, column):
