@@ -5,14 +5,9 @@ K * 2^-24 of the sum of magnitudes, the gate by a few units of its last place, a
 block scales must be what some value within those bounds is quantized to.
 """
 
-import json
-import os
 import re
 import shutil
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -25,6 +20,7 @@ from moe_nvfp4.kernels import sm100, sm100_model
 from moe_nvfp4.kernels.sm100_config import SMEM, TMEM, CombineConfig, GemmConfig, QuantizeConfig, Tile
 from moe_nvfp4.routing import Rows, group_by_expert
 from tests.common import THRESHOLDS, relative_error
+from tests.machine_code import machine_code
 
 GATES = {
     "silu": Gate(),
@@ -134,42 +130,19 @@ def shipped_configs(architecture: str) -> list:
     return configs if architecture == "sm_100a" else configs[::4]
 
 
-def inspect_all(architecture: str, folder: str) -> None:
-    """In a process of its own, for one architecture: compile, disassemble, print a JSON list."""
-    import nvidia.cu13
-
-    tools = Path(next(iter(nvidia.cu13.__path__)), "bin")
-    table = []
+def compile_all(architecture: str):
     for config in shipped_configs(architecture):
-        for old in Path(folder).iterdir():
-            old.unlink()
-        sm100.compile_kernel(config, "--enable-tvm-ffi")
-        (cubin,) = Path(folder).glob("*.cubin")
-        usage = subprocess.run([tools / "cuobjdump", "-res-usage", cubin], capture_output=True, text=True, check=True)
-        sass = subprocess.run([tools / "nvdisasm", "-c", cubin], capture_output=True, text=True, check=True).stdout
-        numbers = {key: int(n) for key, n in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage.stdout + usage.stderr)}
-        opcodes = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9.]*)", sass, re.M)
-        # the block-scaled NVFP4 MMA: UTCOMMA.4X on sm_100, UTCOMMA.BLOCK16 on sm_103
-        names = ("UTCOMMA", "UTCCP", "UTMALDG", "UBLKCP", "LDTM", "LDL", "STL")
-        numbers |= {name: sum(o.startswith(name) for o in opcodes) for name in names}
-        table.append({**numbers, "instructions": len(opcodes)})
-    print(json.dumps(table))
+        yield lambda config=config: sm100.compile_kernel(config, "--enable-tvm-ffi")
 
 
 @pytest.mark.parametrize("architecture", ["sm_100a", "sm_103a"])
 def test_compiles_without_a_gpu(architecture, tmp_path, capsys):
     pytest.importorskip("cutlass", reason="the CuTe DSL is not installed")
-    pytest.importorskip("nvidia.cu13", reason="nvdisasm and cuobjdump are not installed")
-    environment = {
-        **os.environ, "CUTE_DSL_ARCH": architecture, "CUTE_DSL_KEEP_CUBIN": "1", "CUTE_DSL_DUMP_DIR": str(tmp_path),
-        "CUTE_DSL_DISABLE_FILE_CACHING": "1",
-    }  # fmt: skip
-    code = f"from tests import test_kernels_sm100 as t; t.inspect_all({architecture!r}, {str(tmp_path)!r})"
-    root = Path(__file__).parent.parent
-    done = subprocess.run([sys.executable, "-c", code], env=environment, cwd=root, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    # the block-scaled NVFP4 MMA: UTCOMMA.4X on sm_100, UTCOMMA.BLOCK16 on sm_103
+    names = ("UTCOMMA", "UTCCP", "UTMALDG", "UBLKCP", "LDTM", "LDL", "STL")
+    table = machine_code("test_kernels_sm100", architecture, names, tmp_path)
     lines = []
-    for config, found in zip(shipped_configs(architecture), json.loads(done.stdout.splitlines()[-1]), strict=True):
+    for config, found in zip(shipped_configs(architecture), table, strict=True):
         line = f"{found['REG']:4} registers {found['instructions']:5} instructions"
         assert found["STACK"] == found["LOCAL"] == found["LDL"] == found["STL"] == 0
         if isinstance(config, GemmConfig):

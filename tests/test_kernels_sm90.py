@@ -18,12 +18,13 @@ if shutil.which("cc") is None:
 from moe_nvfp4 import format as nvfp4  # noqa: E402
 from moe_nvfp4 import reference  # noqa: E402
 from moe_nvfp4.kernels import launch, sm90  # noqa: E402
-from moe_nvfp4.kernels.sm90_gemm import Tile  # noqa: E402
+from moe_nvfp4.kernels.sm90_gemm import Tile, Work  # noqa: E402
 from moe_nvfp4.layer import NVFP4Experts  # noqa: E402
 from moe_nvfp4.routing import Rows, group_by_expert  # noqa: E402
 from moe_nvfp4.weights import SILU, Gate  # noqa: E402
 from tests.common import THRESHOLDS, relative_error  # noqa: E402
 from tests.emulator import Emulated, EmulatorError, compiling_for  # noqa: E402
+from tests.machine_code import machine_code  # noqa: E402
 
 OAI = Gate("silu", alpha=1.702, limit=1.5, up_offset=1.0)
 RELU2 = Gate("relu2", gated=False)
@@ -174,6 +175,28 @@ def test_tiles(emulator, name):
     layer = make_layer(len(sizes), 304, 80 + 64 * tile.KB * (splits - 1), gate, bias)  # no part of K is empty
     (kernel,) = check(emulator, layer, make_ids(sizes, 3, 2), tile, splits, schedules)
     assert kernel.t == tile and kernel.work.both
+
+
+def compile_all(architecture):
+    for tile in (*sm90._TILES, sm90._PAIR):
+        work = Work(SILU, True, False, True)
+        yield lambda tile=tile, work=work: sm90._kernel(tile, work, torch.bfloat16)
+
+
+def test_compiles_without_a_gpu(tmp_path, monkeypatch, capsys):
+    """Nothing in local memory, and no WGMMA that waits for the one before (ptxas's way when registers are short)."""
+    monkeypatch.setenv("MOE_NVFP4_CACHE", str(tmp_path / "cache"))
+    folder = tmp_path / "cubins"
+    folder.mkdir()
+    table = machine_code("test_kernels_sm90", "sm_90a", ("HGMMA", "HMMA", "WARPGROUP", "LDL", "STL"), folder)
+    lines = []
+    for tile, found in zip((*sm90._TILES, sm90._PAIR), table, strict=True):
+        assert found["STACK"] == found["LOCAL"] == found["LDL"] == found["STL"] == 0, tile
+        assert found["HMMA"] if tile.warpwise else found["HGMMA"] > 1.5 * found["WARPGROUP"] > 0, tile
+        shared = tile.stages * tile.stage_bytes
+        lines.append(f"{found['REG']:4} registers {found['instructions']:5} instructions {shared:6} B ring  {tile}")
+    with capsys.disabled():
+        print("\nsm_90a", *lines, sep="\n")
 
 
 def test_what_the_plan_chooses(emulator):

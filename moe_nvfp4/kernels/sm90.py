@@ -311,7 +311,8 @@ def _gemms(x, index, groups, w, h, y, sync, plan, row_scale=None) -> None:
     weight_tiles = (-(-w.w13.shape[1] // tile.blocks) if work.gate else 0) + (
         -(-w.w2.shape[1] // tile.blocks) * plan.splits if work.down else 0
     )
-    grid = min(_multiprocessors(x.device) * tile.ctas, _token_tiles(groups.num_rows, w.num_experts, tile) * weight_tiles)
+    tiles = _token_tiles(groups.num_rows, w.num_experts, tile) * weight_tiles
+    grid = min(_multiprocessors(x.device) * tile.ctas, tiles)
     _kernel(tile, work, b13.dtype)(
         units13, units2, x, index, h, y, groups.offsets, gate_scale, w.up_scale, w.w2_scale,
         b13, b2, row_scale, sync, plan.splits, grid,

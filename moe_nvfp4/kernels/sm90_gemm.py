@@ -3,6 +3,8 @@
 Weights are the MMA's A operand (M), dequantized in registers from the layout of `sm90_pack`; tokens
 are B (N = 8 .. 256), from shared memory. Up to 16 tokens a warp uses its own mma.sync, whose
 fragments are WGMMA's: fewer instructions and no waiting, where issue slots are what decode is short of.
+A group's last tile is computed by WGMMAs of `small` tokens where they suffice: between 16 and 100 tokens
+the tensor cores' time counts beside the bytes.
 code * sf is exact in bf16, sums are fp32, and global scales (and the row's scale) multiply the sum:
 `value = code * sf * global_scale`.
 
@@ -17,7 +19,7 @@ Warp roles (128 * (NWG + 1) threads)
     warps 0..4 NWG-1   consumers, in warpgroups. KS of them split K among themselves (summed through
                        shared memory), the rest split the rows: MB blocks of 64 rows each
     next warp          draws tiles, publishes them, issues the bulk copies of weights
-    next two warps     copy tokens by TMA: a box of BN rows, or row by row where they are gathered. Rows
+    next two warps     copy tokens by TMA: boxes of 16 or 8 rows, or row by row where they are gathered. Rows
                        beyond the group hold anything: a token is a column of its own, not stored
     last warp          tells other CTAs which rows of h are stored
 
@@ -742,6 +744,7 @@ class GroupedGemm:
         previous = Int32(0)
         for kt in cutlass.range(count // t.KB, unroll=1):
             cute.arch.mbarrier_wait(full + stage, phase)
+            stage = cute.arch.make_warp_uniform(stage)  # descriptors by the uniform datapath: 3 % of prefill
             begin = wk * each if const_expr(t.KS > 1) else 0
             codes, sf = self.load(sCodes, sScale, tid, begin, wm, stage)
             for kb in cutlass.range_constexpr(each):
