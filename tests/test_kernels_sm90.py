@@ -135,7 +135,7 @@ def check(emulator, layer, ids, tile=None, splits=None, schedules=("eager",), we
                 emulator.multiprocessors,
             )  # fmt: skip
             plan = replace(plan, tile=tile or plan.tile, splits=splits or plan.splits)
-            plan = replace(plan, work=replace(plan.work, gathered=plan.tile.BN <= 16))
+            plan = replace(plan, work=replace(plan.work, gathered=plan.tile.warpwise))
             monkeypatch.setattr(sm90, "_plan_for", lambda *_: plan)
         for emulator.schedule in schedules:
             emulator.kernels = []
@@ -154,12 +154,11 @@ W4A16 = {
     "8, K in 2": (Tile(8, KS=2, stages=8), RELU2, torch.bfloat16, [8, 1], 2),
     "8": (Tile(8), OAI, torch.bfloat16, [3, 17, 0, 1], 1),
     "8, pair": (sm90._PAIR, SILU, None, [9, 2], 1),
-    "16": (Tile(16, stages=4), SILU, None, [16, 3, 18], 2),
-    "24": (sm90._TILES[2], RELU2, None, [7, 41], 1),
-    "32": (sm90._TILES[3], SILU, torch.float32, [33, 20], 2),
+    "24": (sm90._TILES[1], RELU2, None, [7, 41], 1),
+    "32": (sm90._TILES[2], SILU, torch.float32, [33, 20], 2),
     **{str(tile.BN): (tile, gate, bias, [tile.BN + 9, 20], splits)
        for tile, gate, bias, splits in zip(
-           sm90._TILES[4:], (SILU, OAI, RELU2, SILU, SILU), (None, torch.bfloat16, torch.bfloat16, None, None),
+           sm90._TILES[3:], (SILU, OAI, RELU2, SILU, SILU), (None, torch.bfloat16, torch.bfloat16, None, None),
            (1, 2, 1, 1, 1), strict=True)},
 }  # fmt: skip
 
@@ -272,16 +271,16 @@ def test_rows_are_quantized_to_the_bit(emulator, K, static, dtype):
 W4A4 = {
     "8, K in 4": (Tile(8, KS=4, stages=14), SILU, None, [5, 0, 9], 1, False),
     "8": (Tile(8), RELU2, None, [3, 17, 0, 1], 1, True),
-    "16": (Tile(16, stages=4), SILU, torch.bfloat16, [16, 3, 18], 2, False),
-    "32": (sm90._TILES[3], OAI, torch.bfloat16, [33, 20], 2, True),
-    "128": (sm90._TILES[8], SILU, None, [131, 5], 1, False),
+    "24": (sm90._TILES[1], SILU, torch.bfloat16, [16, 3, 18], 2, False),
+    "32": (sm90._TILES[2], OAI, torch.bfloat16, [33, 20], 2, True),
+    "128": (sm90._TILES[7], SILU, None, [131, 5], 1, False),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", W4A4)
 def test_nvfp4_activations(emulator, name):
     tile, gate, bias, sizes, splits, static = W4A4[name]
-    schedules = {8: ["lazy"], 16: ["slow:1"]}.get(tile.BN, ["random:1"])
+    schedules = {8: ["lazy"], 24: ["slow:1"]}.get(tile.BN, ["random:1"])
     layer = make_layer(len(sizes), 304, 80 + 64 * tile.KB * (splits - 1), gate, bias, "nvfp4", static)
     kernels = check(emulator, layer, make_ids(sizes, 3, 2), tile, splits, schedules)
     assert [k.t for k in kernels] == [tile, tile] and all(k.work.row_scale for k in kernels)

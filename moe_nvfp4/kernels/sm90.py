@@ -140,20 +140,19 @@ def pack_weights(weights: ExpertWeights) -> ExpertWeights:
 
 # ---- the plan: tile shapes from the number of tokens ---------------------------------------------
 
-# Measured on an H200. Up to 16 tokens, warps of their own and a deep ring; beyond, WGMMA, whose
+# Measured on an H200. Up to 8 tokens, warps of their own and a deep ring; beyond, WGMMA, whose
 # accumulators leave room for two warpgroups of 128 rows. With three widths of WGMMA, or two beyond 96
 # tokens, ptxas finds no registers and makes every one of them wait for the one before.
-_MANY = dict(NWG=2, MB=2, KB=2, group=4, registers=(224, 56))
+_WIDE = dict(NWG=2, MB=2, group=4, registers=(224, 56))
 _TILES = (
     Tile(8),
-    Tile(16, stages=4),
-    Tile(24, small=16, stages=4, group=4),
-    Tile(32, small=24, stages=4, group=4),
-    Tile(48, small=40, stages=6, **_MANY),
-    Tile(64, small=48, stages=6, **_MANY),
-    Tile(80, small=64, stages=5, **_MANY),
-    Tile(96, stages=5, **_MANY),
-    Tile(128, stages=4, **_MANY),
+    Tile(24, small=16, KB=4, stages=4, **_WIDE),
+    Tile(32, small=24, KB=4, stages=4, **_WIDE),
+    Tile(48, small=40, KB=4, stages=3, **_WIDE),
+    Tile(64, small=48, KB=2, stages=6, **_WIDE),
+    Tile(80, small=64, KB=2, stages=5, **_WIDE),
+    Tile(96, KB=2, stages=5, **_WIDE),
+    Tile(128, KB=2, stages=4, **_WIDE),
 )
 _PAIR = Tile(8, NWG=2, stages=4, registers=(96, 48), ctas=2)  # two CTAs cover each other's epilogues
 _TILE_COST = 64  # what a tile costs before its first token, in tokens: dequantization, epilogue
@@ -194,15 +193,14 @@ def _plan_for(gate, bias: bool, E: int, H: int, I: int, T: int, top_k: int, sms:
     if tile == Tile(8) and splits == 1:
         tile = _PAIR
     rows = torch.float32 if splits * R * H * 4 <= EXACT_BYTES else torch.bfloat16
-    gathered = tile.BN <= 16 and R <= 512  # TMA takes its time for single rows
+    gathered = tile.warpwise and R <= 512  # TMA takes its time for single rows
     return Plan(tile, Work(gate, True, gathered, bias, out=_TYPES[rows]), splits, rows)
 
 
 def _cost(tile: Tile, n: int) -> int:
     """What an expert with n tokens costs, in tokens."""
     full, rest = divmod(n - 1, tile.BN)
-    each = _TILE_COST - 8 * tile.warpwise
-    return (full + 1) * each + full * tile.BN + (tile.small if rest < tile.small else tile.BN)
+    return (full + 1) * _TILE_COST + full * tile.BN + (tile.small if rest < tile.small else tile.BN)
 
 
 def _expected(f, mean: float) -> float:

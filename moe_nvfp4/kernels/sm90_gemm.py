@@ -1,7 +1,7 @@
 """The grouped GEMMs of a layer on Hopper, both in one launch: D[weight row, token] = W (NVFP4) · Xᵀ (bf16).
 
 Weights are the MMA's A operand (M), dequantized in registers from the layout of `sm90_pack`; tokens
-are B (N = 8 .. 256), from shared memory. Up to 16 tokens a warp uses its own mma.sync, whose
+are B (N = 8 .. 256), from shared memory. Up to 8 tokens a warp uses its own mma.sync, whose
 fragments are WGMMA's: fewer instructions and no waiting, where issue slots are what decode is short of.
 A group's last tile is computed by WGMMAs of `small` tokens where they suffice: between 16 and 100 tokens
 the tensor cores' time counts beside the bytes.
@@ -99,7 +99,7 @@ class Tile:
     @property
     def warpwise(self) -> bool:
         """Whether consumers use mma.sync."""
-        return self.BN <= 16
+        return self.BN == 8
 
     @property
     def box(self) -> int:
@@ -818,15 +818,13 @@ class GroupedGemm:
             self.fill(words, codes, sf, ks, high)
         # lane 8 i + r addresses 16-byte chunk i of row r, for ldmatrix; chunks of 128-byte rows are swizzled
         block = Int32(sX.toint()) + (stage * t.KB + at) * (t.BN * 128) + lane % 8 * 128
-        for n in cutlass.range_constexpr(t.BN // 8):
-            for half in cutlass.range_constexpr(2):
-                b = _ldmatrix(block + n * 1024 + (((half * 4 + lane // 8) ^ (lane % 8)) << 4))
-                for i in cutlass.range_constexpr(2):
-                    ks = half * 2 + i
-                    c = [acc[4 * n + j] for j in range(4)]
-                    d = _mma([words[4 * ks + j] for j in range(4)], b[2 * i], b[2 * i + 1], c)
-                    for j in cutlass.range_constexpr(4):
-                        acc[4 * n + j] = d[j]
+        for half in cutlass.range_constexpr(2):
+            b = _ldmatrix(block + (((half * 4 + lane // 8) ^ (lane % 8)) << 4))
+            for i in cutlass.range_constexpr(2):
+                ks = half * 2 + i
+                d = _mma([words[4 * ks + j] for j in range(4)], b[2 * i], b[2 * i + 1], [acc[j] for j in range(4)])
+                for j in cutlass.range_constexpr(4):
+                    acc[j] = d[j]
 
     @cute.jit
     def scales(self, outputs, e, second, row, rows, N: cutlass.Constexpr):
