@@ -37,6 +37,12 @@ def backend(device: torch.device) -> ModuleType:
 
 
 @torch.compiler.assume_constant_result
+def on_cpu(device: torch.device) -> bool:
+    """Whether `device` is a CPU whose kernels are there."""
+    return device.type == "cpu" and backend(device) is not reference
+
+
+@torch.compiler.assume_constant_result
 def on_hopper(device: torch.device) -> bool:
     """Whether `device` has kernels of its own: a Hopper GPU, with CuTe DSL installed."""
     return _hopper(device) is not None
@@ -155,7 +161,8 @@ def _(h, weights, spec, order, offsets, top_k_weights, dtype):
     mutates_args=(),
 )
 def _experts(x, top_k_index, top_k_weights, weights, spec):
-    return _hopper(x.device).experts(x, top_k_index, top_k_weights, ExpertWeights.from_tensors(weights, spec))
+    whole = _hopper(x.device) or backend(x.device)
+    return whole.experts(x, top_k_index, top_k_weights, ExpertWeights.from_tensors(weights, spec))
 
 
 @_experts.register_fake
@@ -203,7 +210,8 @@ def moe_forward(
         )
     plain = own_gate is None and post_expert_norm is None and weights.gate.kind != "raw"
     alone = plain and smooth[0] is None and smooth[1] is None and observe is None
-    if alone and x.dtype == torch.bfloat16 and on_hopper(x.device) and supports_hopper(weights):
+    hopper = x.dtype == torch.bfloat16 and on_hopper(x.device) and supports_hopper(weights)
+    if alone and (hopper or on_cpu(x.device)):
         check_ids(top_k_index)
         return _experts(x, top_k_index, top_k_weights, weights.tensors(), weights.spec)
     groups = group_by_expert(top_k_index, weights.num_experts)
