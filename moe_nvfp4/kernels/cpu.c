@@ -16,8 +16,8 @@
      NP vectors of them: no sums of lanes, and as few loads as multiplications allow.
 
    Paths. The second half of this file is compiled once for each instruction set, with the macros
-   defined at the end of the first half: portable (vector extensions of the compiler), avx2, avx512
-   and avx512bf16. In the last one x and the dequantized weights are bf16, exactly: it takes rows
+   defined at the end of the first half: portable (vector extensions of the compiler), avx2, avx512,
+   avx512bf16 and, on ARM, neon. In avx512bf16 x and the dequantized weights are bf16, exactly: it takes rows
    that are bf16 or NVFP4 (code * sf has 6 significant bits) and leaves the others to avx512.  */
 
 #ifndef PATH
@@ -32,6 +32,8 @@
 
 #if defined(__x86_64__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 #define INLINE static inline __attribute__((always_inline))
@@ -445,10 +447,53 @@ INLINE TARGET void dequantize_avx512bf16(const uint8_t *rows, int64_t stride, co
 #endif
 #endif
 
+#if defined(__aarch64__)
+INLINE void decode_neon(const uint8_t *c, v4 *even, v4 *odd) { /* the two upper bytes of each float come from a table */
+    static const uint8_t BYTES[32] = {0, 0x3f, 0x3f, 0x3f, 0x40, 0x40, 0x40, 0x40, 0x80, 0xbf, 0xbf, 0xbf, 0xc0, 0xc0, 0xc0, 0xc0,
+                                      0, 0, 0x80, 0xc0, 0, 0x40, 0x80, 0xc0, 0, 0, 0x80, 0xc0, 0, 0x40, 0x80, 0xc0};
+    const uint8x16x2_t table = {{vld1q_u8(BYTES), vld1q_u8(BYTES + 16)}};
+    const uint32x4_t none = vdupq_n_u32(0x0010ffff); /* beyond the table: 0 */
+    uint32_t four;
+    memcpy(&four, c, 4);
+    uint32x4_t v = vmovl_u16(vget_low_u16(vmovl_u8(vcreate_u8(four))));
+    uint32x4_t low = vmlaq_n_u32(none, vandq_u32(v, vdupq_n_u32(15)), 0x01010000);
+    uint32x4_t high = vmlaq_n_u32(none, vshrq_n_u32(v, 4), 0x01010000);
+    *even = (v4)vqtbl2q_u8(table, vreinterpretq_u8_u32(low)), *odd = (v4)vqtbl2q_u8(table, vreinterpretq_u8_u32(high));
+}
+INLINE void block_scales_neon(const uint8_t *sf, float *out) { /* as in avx2 */
+    for (int i = 0; i < 16; i += 8) {
+        uint16x8_t v = vshll_n_u8(vld1_u8(sf + i), 7);
+        float16x8_t h = vreinterpretq_f16_u16(vorrq_u16(v, vceqq_u16(v, vdupq_n_u16(0x7f << 7))));
+        vst1q_f32(out + i, vmulq_n_f32(vcvt_f32_f16(vget_low_f16(h)), 0x1p8f));
+        vst1q_f32(out + i + 4, vmulq_n_f32(vcvt_high_f32_f16(h), 0x1p8f));
+    }
+}
+INLINE v4 mul_add_neon(v4 sum, v4 a, v4 b) { return (v4)vfmaq_f32((float32x4_t)sum, (float32x4_t)a, (float32x4_t)b); }
+INLINE void transpose_neon(const uint8_t *rows, int64_t stride, uint8_t *out) {
+    static const uint8_t ORDER[16] = {0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15};
+    uint32_t v[4];
+    for (int r = 0; r < 4; r++) memcpy(&v[r], rows + r * stride, 4);
+    vst1q_u8(out, vqtbl1q_u8(vreinterpretq_u8_u32(vld1q_u32(v)), vld1q_u8(ORDER)));
+}
+#define scales_neon scales_portable
+#define spread_neon spread_portable
+#define sum4_neon sum4_portable
+#define PATH neon
+#define TARGET
+#define V v4
+#define M v4
+#define Element float
+#define NR 4
+#define NT 4
+#define NP 4
+#define NX 6
+#include "cpu.c"
+#endif
+
 /* few: up to so many tokens of an expert, decoding in registers beats a dequantized tile */
 typedef struct { Task *arrange, *item, *quantize, *combine; int64_t element, step, few; } Path;
 
-static const Path PATHS[4] = {
+static const Path PATHS[5] = {
     {arrange_portable, item_portable, quantize_portable, combine_portable, 4, 8, 4},
 #if defined(__x86_64__)
     {arrange_avx2, item_avx2, quantize_avx2, combine_avx2, 4, 16, 4},
@@ -456,8 +501,15 @@ static const Path PATHS[4] = {
 #ifdef HAS_BF16
     {arrange_avx512bf16, item_avx512bf16, quantize_avx512, combine_avx512, 2, 64, 10},
 #endif
+#elif defined(__aarch64__)
+    [4] = {arrange_neon, item_neon, quantize_neon, combine_neon, 4, 8, 4},
 #endif
 };
+
+#if defined(__ELF__)
+/* This file, so that cpu.py can tell whether a library was made from it. */
+__asm__(".pushsection .rodata\n.globl source\nsource: .incbin \"" __FILE__ "\"\n.byte 0\n.popsection");
+#endif
 
 /* Which paths this machine can run: bit i for PATHS[i]. */
 int64_t paths(void) {
@@ -470,6 +522,8 @@ int64_t paths(void) {
 #ifdef HAS_BF16
     if (can & 4 && __builtin_cpu_supports("avx512bf16")) can |= 8;
 #endif
+#elif defined(__aarch64__)
+    can |= 16;
 #endif
     return can;
 }

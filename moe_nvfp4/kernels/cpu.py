@@ -1,9 +1,11 @@
 """The CPU backend: the three stages of the reference as C loops over the 4-bit weights.
 
-cpu.c, beside this file, is compiled on first use with the system's C compiler (CC, else cc, gcc or
-clang; a few seconds) into ``$MOE_NVFP4_CACHE/cpu``, else ``$XDG_CACHE_HOME/moe_nvfp4/cpu``, else
-``~/.cache/moe_nvfp4/cpu``. The library holds a path for every instruction set and picks one when it
-is loaded, so it may move between machines; MOE_NVFP4_CPU=avx512bf16, avx512, avx2 or portable forces one.
+A wheel that was built where a C compiler was brings cpu.c as a library. Otherwise cpu.c, beside this
+file, is compiled on first use with the system's C compiler (CC, else cc, gcc or clang; a few seconds)
+into ``$MOE_NVFP4_CACHE/cpu``, else ``$XDG_CACHE_HOME/moe_nvfp4/cpu``, else ``~/.cache/moe_nvfp4/cpu``.
+The library holds a path for every instruction set and picks one when it
+is loaded, so it may move between machines; MOE_NVFP4_CPU=avx512bf16, avx512, avx2, neon or
+portable forces one.
 Where it cannot be built, `available` warns once and says False.
 
 Numerics are the reference's, up to the order of fp32 sums. Results do not depend on the number of
@@ -21,6 +23,7 @@ import shutil
 import subprocess
 import warnings
 from functools import cache
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from struct import Struct
 
@@ -34,7 +37,7 @@ from moe_nvfp4.weights import ExpertWeights
 
 SOURCE = Path(__file__).with_name("cpu.c")
 FLAGS = ("-std=gnu11", "-O3", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared", "-pthread")
-PATHS = ("portable", "avx2", "avx512", "avx512bf16")  # in the order of cpu.c: the best is last
+PATHS = ("portable", "avx2", "avx512", "avx512bf16", "neon")  # as in cpu.c, the best of a machine last
 
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _NVFP4 = 3
@@ -210,11 +213,24 @@ def path() -> str:
 
 @cache
 def _library() -> ctypes.CDLL:
-    library = ctypes.CDLL(build())
+    library = _shipped() or ctypes.CDLL(build())
     library.paths.restype = ctypes.c_int64
     library.run.restype = ctypes.c_int64
     library.run.argtypes = [ctypes.c_char_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p]
     return library
+
+
+def _shipped() -> ctypes.CDLL | None:
+    """The library that the wheel brought, if it was made from the cpu.c beside it."""
+    for suffix in EXTENSION_SUFFIXES:
+        file = SOURCE.with_name("_cpu" + suffix)
+        try:
+            library, source = ctypes.CDLL(str(file)), SOURCE.read_bytes()
+            if (ctypes.c_char * len(source)).in_dll(library, "source").raw == source:
+                return library
+        except (OSError, ValueError):  # no such file, or made for another machine; no source in it
+            continue
+    return None
 
 
 @cache
