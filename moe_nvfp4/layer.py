@@ -446,22 +446,24 @@ class NVFP4Experts(nn.Module):
         if self.packed and (dtype, self.activations) == self._packed_for:
             return
         self.unpack()
-        device, weights = getattr(self, self.up_name).device, self.weights
+        device = getattr(self, self.up_name).device
+        if not on_hopper(device):
+            return
+        weights = self.weights
         between = self.post_expert_norm is not None or any(s is not None for s in self.smooth)
         stages = self.activations == "nvfp4" and between  # NVFP4 rows go from stage to stage by themselves
         shared = hasattr(self, "_hf_hook") or type(self.down_proj.data) is not Tensor  # with a hook, with other ranks
         if dtype != torch.bfloat16 or shared or stages or not supports_hopper(weights):
             return
-        if on_hopper(device):
-            from moe_nvfp4.kernels import sm90_pack
+        from moe_nvfp4.kernels import sm90_pack
 
-            self._packed_sizes = (weights.hidden_size, weights.intermediate_size)
-            self._packed_for = (dtype, self.activations)
-            for name in (self.up_name, "down_proj"):
-                codes, sf = getattr(self, name), getattr(self, f"{name}_sf")
-                packed = sm90_pack.pack(codes.data, sf.data, self.gate.gated and name == self.up_name)
-                self._packed[name] = replace(packed, units=None)
-                codes.data, sf.data = packed.units.view(torch.uint8), sf.data.new_empty(0)
+        self._packed_sizes = (weights.hidden_size, weights.intermediate_size)
+        self._packed_for = (dtype, self.activations)
+        for name in (self.up_name, "down_proj"):
+            codes, sf = getattr(self, name), getattr(self, f"{name}_sf")
+            packed = sm90_pack.pack(codes.data, sf.data, self.gate.gated and name == self.up_name)
+            self._packed[name] = replace(packed, units=None)
+            codes.data, sf.data = packed.units.view(torch.uint8), sf.data.new_empty(0)
 
     def unpack(self) -> None:
         """The checkpoint's bytes again."""
