@@ -194,7 +194,7 @@ static void work_off(void *argument) {
             atomic_fetch_add(&p->done, end - i);
         }
         for (int spins = 0; atomic_load(&p->done) < p->items;)
-            if (++spins > 1000) sched_yield();
+            if (++spins > 1 << 16) sched_yield(); /* at once it could give away a whole time slice */
     }
 }
 
