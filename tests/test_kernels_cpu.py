@@ -104,6 +104,18 @@ def check(problem):
     assert relative_error(ours, y) < THRESHOLDS["fp32"]
     half = cpu.gemm2_combine(h, w, groups, p, x.dtype)
     assert half.dtype == x.dtype and relative_error(half, y) < THRESHOLDS["half"]
+    if w.gate.kind != "raw":
+        check_the_whole(w, x, ids, p, groups)
+
+
+def check_the_whole(w, x, ids, p, groups):
+    """All stages in one call, routing too: the bits of one stage after the other."""
+    quantized = w.activations == "nvfp4"
+    rows = cpu.quantize_rows(x, groups.token, w.x_scale, groups) if quantized else Rows(x, index=groups.token)
+    h = cpu.gemm1_swiglu(rows, w, groups, x.dtype)
+    if quantized and not h.is_nvfp4:
+        h = cpu.quantize_rows(h.values, None, None, groups)
+    assert torch.equal(cpu.experts(x, ids, p, w), cpu.gemm2_combine(h, w, groups, p, x.dtype))
 
 
 def reference_h(w, rows, groups):
