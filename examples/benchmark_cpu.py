@@ -5,7 +5,9 @@ python examples/benchmark_cpu.py [--seconds 1.0] [--shapes smol,mixtral,qwen] [-
 Every call takes another copy of the layer, so that its weights are not in a cache. Each number is the
 median over calls; the speedup is against the faster of transformers' two ways, eager and grouped_mm.
 On a machine that does other work too, a call waits for the slower of its threads: take --threads 1.
-GB/s are the touched 4-bit bytes, in brackets as a part of what this machine reads.
+GB/s are the touched 4-bit bytes, in brackets as a part of the lower of two bounds: what this machine reads, and how
+fast the loop for one token is on weights in the cache. GFLOP/s are in brackets as a part of the highest rate of torch's
+bf16 `linear`. OMP_PROC_BIND=true in the environment keeps the threads on cores of their own.
 """
 
 import argparse
@@ -21,7 +23,9 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from moe_nvfp4 import NVFP4Experts
+from moe_nvfp4.kernels import cpu
 from moe_nvfp4.layer import backend
+from moe_nvfp4.routing import Groups, Rows
 
 SHAPES = {  # name: (title, H, I, E, top_k)
     "smol": ("SmolLM2 demo", 576, 192, 8, 8),
@@ -49,9 +53,9 @@ def bf16_layers(name):
     return layers
 
 
-def nvfp4_layers(name):
-    """Copies of our experts, with any codes and scales."""
-    _, H, I, E, _ = SHAPES[name]
+def nvfp4_layers(name, sizes=None):
+    """Copies of our experts, with any codes and scales; sizes: (E, H, I)."""
+    E, H, I = sizes or (SHAPES[name][i] for i in (3, 1, 2))
     layers, size = [], 6 * E * H * I * 9 // 32
     for _ in range(1 + max(1, int(COLD / size))):
         layer = NVFP4Experts(E, H, I)
@@ -80,6 +84,31 @@ def read_bandwidth():
     """GB/s of summing 512 MiB with all threads."""
     numbers = torch.ones(1 << 26, dtype=torch.int64)
     return numbers.nbytes / median_us(lambda i: numbers.sum(), 2.0) / 1e3
+
+
+def issue_bound(threads):
+    """GB/s of 4-bit bytes by the loop for one token on weights in L2: of one thread, times the threads."""
+
+    def us(N, K=2048):
+        layer = nvfp4_layers("qwen", (1, K, N))[0].weights
+        groups = Groups(torch.zeros(1, dtype=torch.int32), torch.tensor([0, 1], dtype=torch.int32), 1)
+        x, out = Rows(torch.randn(1, K).bfloat16()), torch.empty(1, N)
+        program = cpu._Program()
+        for _ in range(8):
+            tensors = [layer.w13[:, :N], layer.w13_sf[:, :N], layer.up_scale, layer.up_scale, None, out]
+            cpu._gemm(program, x, groups, None, tensors, 0, False, 0, 1.0, 0.0, 0.0, 0)
+        return median_us(lambda i: program.run(), 0.3) / 8, N * K * 9 / 16
+
+    torch.set_num_threads(1)
+    (short, few), (long, many) = us(128), us(512)
+    torch.set_num_threads(threads)
+    return threads * (many - few) / (long - short) / 1e3
+
+
+def linear_rate():
+    """GFLOP/s of torch's bf16 linear at its best, with all threads."""
+    x, w = torch.randn(1024, 4096).bfloat16(), torch.randn(4096, 4096).bfloat16()
+    return 2 * 1024 * 4096 * 4096 / median_us(lambda i: torch.nn.functional.linear(x, w), 1.0) / 1e3
 
 
 def cpu_name():
@@ -126,22 +155,29 @@ def main():
     arguments = parser.parse_args()
     torch.manual_seed(0)
     torch.set_num_threads(arguments.threads)
-    path = getattr(backend(torch.device("cpu")), "path", lambda: "reference")()
+    if backend(torch.device("cpu")) is not cpu:
+        raise SystemExit("no CPU kernels here; the line above says why")
     load = f"load before {os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else ""
-    bandwidth = read_bandwidth()
-    print(f"{cpu_name()}, {torch.get_num_threads()} threads, path {path}, torch {torch.__version__},")
-    print(f"{datetime.date.today()}, {load}, reads {bandwidth:.1f} GB/s\n")
-    print("| layer (H, I, E, k) | T | W4A16 us | GB/s (of read) | W4A4 us | bf16 eager us | grouped_mm us | speedup |")
-    print("|---|--:|--:|--:|--:|--:|--:|--:|")
+    bandwidth, issue, linear = read_bandwidth(), issue_bound(arguments.threads), linear_rate()
+    bound = min(bandwidth, issue)
+    print(f"{cpu_name()}, {torch.get_num_threads()} threads, path {cpu.path()}, torch {torch.__version__},")
+    print(f"{datetime.date.today()}, {load}, reads {bandwidth:.1f} GB/s, one token's loop on weights in L2")
+    print(f"{issue:.1f} GB/s, bf16 linear {linear:.0f} GFLOP/s\n")
+    print(
+        "| layer (H, I, E, k) | T | W4A16 us | GB/s (of bound) | GFLOP/s (of linear) | W4A4 us | bf16 eager us "
+        "| grouped_mm us | speedup |"
+    )
+    print("|---|--:|--:|--:|--:|--:|--:|--:|--:|")
     for name in arguments.shapes.split(","):
         title, H, I, E, top_k = SHAPES[name]
         us, touched = measure(name, [int(T) for T in arguments.tokens.split(",")], arguments.seconds)
         for T, part in touched.items():
             ours, w4a4, eager, grouped = (us[v, T] for v in ("W4A16", "W4A4", "eager", "grouped_mm"))
-            rate = part * 3 * E * H * I * 9 / 16 / ours / 1e3
+            rate, flops = part * 3 * E * H * I * 9 / 16 / ours / 1e3, 6 * T * top_k * H * I / ours / 1e3
             print(
-                f"| {title} ({H}, {I}, {E}, {top_k}) | {T} | {ours:.0f} | {rate:.1f} ({rate / bandwidth:.0%}) "
-                f"| {w4a4:.0f} | {eager:.0f} | {grouped:.0f} | {min(eager, grouped) / ours:.1f}x |",
+                f"| {title} ({H}, {I}, {E}, {top_k}) | {T} | {ours:.0f} | {rate:.1f} ({rate / bound:.0%}) "
+                f"| {flops:.0f} ({flops / linear:.0%}) | {w4a4:.0f} | {eager:.0f} | {grouped:.0f} "
+                f"| {min(eager, grouped) / ours:.1f}x |",
                 flush=True,
             )
 

@@ -37,6 +37,12 @@ def backend(device: torch.device) -> ModuleType:
 
 
 @torch.compiler.assume_constant_result
+def on_cpu(device: torch.device) -> bool:
+    """Whether `device` is a CPU whose kernels are there."""
+    return device.type == "cpu" and backend(device) is not reference
+
+
+@torch.compiler.assume_constant_result
 def on_hopper(device: torch.device) -> bool:
     """Whether `device` has kernels of its own: a Hopper GPU, with CuTe DSL installed."""
     return _hopper(device) is not None
@@ -155,7 +161,8 @@ def _(h, weights, spec, order, offsets, top_k_weights, dtype):
     mutates_args=(),
 )
 def _experts(x, top_k_index, top_k_weights, weights, spec):
-    return _hopper(x.device).experts(x, top_k_index, top_k_weights, ExpertWeights.from_tensors(weights, spec))
+    whole = _hopper(x.device) or backend(x.device)
+    return whole.experts(x, top_k_index, top_k_weights, ExpertWeights.from_tensors(weights, spec))
 
 
 @_experts.register_fake
@@ -203,7 +210,8 @@ def moe_forward(
         )
     plain = own_gate is None and post_expert_norm is None and weights.gate.kind != "raw"
     alone = plain and smooth[0] is None and smooth[1] is None and observe is None
-    if alone and x.dtype == torch.bfloat16 and on_hopper(x.device) and supports_hopper(weights):
+    hopper = x.dtype == torch.bfloat16 and on_hopper(x.device) and supports_hopper(weights)
+    if alone and (hopper or on_cpu(x.device)):
         check_ids(top_k_index)
         return _experts(x, top_k_index, top_k_weights, weights.tensors(), weights.spec)
     groups = group_by_expert(top_k_index, weights.num_experts)
@@ -438,22 +446,24 @@ class NVFP4Experts(nn.Module):
         if self.packed and (dtype, self.activations) == self._packed_for:
             return
         self.unpack()
-        device, weights = getattr(self, self.up_name).device, self.weights
+        device = getattr(self, self.up_name).device
+        if not on_hopper(device):
+            return
+        weights = self.weights
         between = self.post_expert_norm is not None or any(s is not None for s in self.smooth)
         stages = self.activations == "nvfp4" and between  # NVFP4 rows go from stage to stage by themselves
         shared = hasattr(self, "_hf_hook") or type(self.down_proj.data) is not Tensor  # with a hook, with other ranks
         if dtype != torch.bfloat16 or shared or stages or not supports_hopper(weights):
             return
-        if on_hopper(device):
-            from moe_nvfp4.kernels import sm90_pack
+        from moe_nvfp4.kernels import sm90_pack
 
-            self._packed_sizes = (weights.hidden_size, weights.intermediate_size)
-            self._packed_for = (dtype, self.activations)
-            for name in (self.up_name, "down_proj"):
-                codes, sf = getattr(self, name), getattr(self, f"{name}_sf")
-                packed = sm90_pack.pack(codes.data, sf.data, self.gate.gated and name == self.up_name)
-                self._packed[name] = replace(packed, units=None)
-                codes.data, sf.data = packed.units.view(torch.uint8), sf.data.new_empty(0)
+        self._packed_sizes = (weights.hidden_size, weights.intermediate_size)
+        self._packed_for = (dtype, self.activations)
+        for name in (self.up_name, "down_proj"):
+            codes, sf = getattr(self, name), getattr(self, f"{name}_sf")
+            packed = sm90_pack.pack(codes.data, sf.data, self.gate.gated and name == self.up_name)
+            self._packed[name] = replace(packed, units=None)
+            codes.data, sf.data = packed.units.view(torch.uint8), sf.data.new_empty(0)
 
     def unpack(self) -> None:
         """The checkpoint's bytes again."""

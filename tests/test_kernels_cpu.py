@@ -104,6 +104,18 @@ def check(problem):
     assert relative_error(ours, y) < THRESHOLDS["fp32"]
     half = cpu.gemm2_combine(h, w, groups, p, x.dtype)
     assert half.dtype == x.dtype and relative_error(half, y) < THRESHOLDS["half"]
+    if w.gate.kind != "raw":
+        check_the_whole(w, x, ids, p, groups)
+
+
+def check_the_whole(w, x, ids, p, groups):
+    """All stages in one call, routing too: the bits of one stage after the other."""
+    quantized = w.activations == "nvfp4"
+    rows = cpu.quantize_rows(x, groups.token, w.x_scale, groups) if quantized else Rows(x, index=groups.token)
+    h = cpu.gemm1_swiglu(rows, w, groups, x.dtype)
+    if quantized and not h.is_nvfp4:
+        h = cpu.quantize_rows(h.values, None, None, groups)
+    assert torch.equal(cpu.experts(x, ids, p, w), cpu.gemm2_combine(h, w, groups, p, x.dtype))
 
 
 def reference_h(w, rows, groups):
@@ -217,8 +229,12 @@ def test_codes_that_are_not_bytes_are_refused():
 # ---------------------------------------------------------------- the build and its cache
 
 
+COMPILED_HERE = "from moe_nvfp4.kernels import cpu; cpu._shipped = lambda: None\n"  # as without a wheel's library
+
+
 def python(code, **env):
     """Run code in a fresh interpreter with only the CPU backend's cache in `MOE_NVFP4_CACHE`."""
+    code = COMPILED_HERE + code
     full = {**os.environ, "PYTHONPATH": str(ROOT), **{k: str(v) for k, v in env.items()}}
     return subprocess.run([sys.executable, "-c", code], env=full, cwd=ROOT, capture_output=True, text=True)
 
@@ -237,7 +253,8 @@ print(layer.backend(y.device).__name__)
 @needs_library
 def test_two_processes_build_at_once(tmp_path):
     env = {**os.environ, "PYTHONPATH": str(ROOT), "MOE_NVFP4_CACHE": str(tmp_path)}
-    both = [subprocess.Popen([sys.executable, "-c", LAYER], env=env, cwd=ROOT, stdout=-1, text=True) for _ in range(2)]
+    command = [sys.executable, "-c", COMPILED_HERE + LAYER]
+    both = [subprocess.Popen(command, env=env, cwd=ROOT, stdout=-1, text=True) for _ in range(2)]
     assert [p.communicate()[0].strip() for p in both] == ["moe_nvfp4.kernels.cpu"] * 2
     (library,) = (tmp_path / "cpu").iterdir()
     assert library.suffix == ".so" and (tmp_path / "cpu").stat().st_mode & 0o777 == 0o700
@@ -291,6 +308,43 @@ def test_a_cache_that_others_can_write_is_refused(tmp_path, monkeypatch):
         cpu.build()
 
 
+@needs_library
+def test_a_wheels_library_is_used_if_it_is_of_this_source(tmp_path, monkeypatch):
+    source = tmp_path / "cpu.c"
+    source.write_bytes(cpu.SOURCE.read_bytes())
+    monkeypatch.setattr(cpu, "SOURCE", source)
+    monkeypatch.setenv("MOE_NVFP4_CACHE", str(tmp_path / "cache"))
+    assert cpu._shipped() is None
+    shipped = tmp_path / f"_cpu{cpu.EXTENSION_SUFFIXES[0]}"
+    shipped.write_bytes(cpu.build((*(f for f in cpu.FLAGS if f != "-O3"), "-O0")).read_bytes())
+    assert cpu._shipped().paths() == cpu._library().paths()
+    source.write_bytes(source.read_bytes() + b"\n/* a later version */\n")
+    assert cpu._shipped() is None
+    shipped.unlink()  # it is mapped
+    shipped.write_bytes(b"not a library")
+    assert cpu._shipped() is None
+
+
+@needs_library
+def test_without_python(tmp_path):
+    """tests/kernels_cpu.c, as on machines without torch; with clang too, and for ARM, where these are at hand."""
+    source, flags = Path(__file__).with_name("kernels_cpu.c"), ["-std=gnu11", "-O2", "-Wall", "-Wextra", "-Werror"]
+    builds = [(["cc"], []), (["clang"], [])]
+    builds.append((["zig", "cc", "-target", "aarch64-linux-musl"], ["qemu-aarch64-static"]))
+    builds.append((["aarch64-linux-gnu-gcc", "-static"], ["qemu-aarch64-static"]))
+    ran = 0
+    for compiler, emulator in builds:
+        if not all(map(shutil.which, (compiler[0], *emulator))):
+            continue
+        program = tmp_path / str(ran)
+        subprocess.run([*compiler, *flags, "-pthread", "-I", cpu.SOURCE.parent, source, "-o", program], check=True)
+        done = subprocess.run([*emulator, program], capture_output=True, text=True)
+        assert done.returncode == 0 and "portable: relative error" in done.stdout, done.stdout
+        ran += 1
+    if not ran:
+        pytest.skip("neither cc nor clang nor an ARM compiler with an emulator")
+
+
 def test_a_path_this_machine_lacks(tmp_path):
     if not cpu.available():
         pytest.skip("no C compiler")
@@ -304,6 +358,7 @@ from moe_nvfp4.kernels import cache, cpu
 cpu.FLAGS = (*(f for f in cpu.FLAGS if f != "-O3"), "-O1", "-g", "-fsanitize=address,undefined",
              "-fno-sanitize-recover=all")
 cpu.build.__defaults__ = (cpu.FLAGS,)
+cpu._shipped = lambda: None
 from tests import test_kernels_cpu as t
 torch.set_num_threads(2)
 count = 0

@@ -406,6 +406,7 @@ def test_blackwell_takes_nvfp4_rows_of_widths_it_knows(monkeypatch, activations,
             return lambda *arguments: calls.append(name) or getattr(reference, name)(*arguments)
 
     monkeypatch.setattr(layer_module, "_blackwell", lambda device: Blackwell())
+    monkeypatch.setattr(layer_module, "on_cpu", lambda device: False)  # this one is said to be a Blackwell
     layer = NVFP4Experts.from_dense(torch.randn(2, 2 * width, 32), torch.randn(2, 32, width), activations=activations)
     layer(torch.randn(3, 32), torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1))
     gemms = [name for name in calls if name.startswith("gemm")]

@@ -5,29 +5,35 @@
    so the token side x is stored that way too, once per stage: in steps of STEP elements, first the
    even, then the odd ones, zeros up to a whole step. Nothing is interleaved inside the loops.
 
-   Loops. out[row, n] = sum_k code[n, k] * sf[n, k/16] * x[row, k] in fp32 lanes along K; lanes are
-   added at the end. The work items of a stage are (expert, tile of weight rows): threads share them
-   by a counter, none ever splits K, so the result does not depend on the number of threads.
-   - few tokens for an expert: dot_codes decodes in registers, NR weight rows by up to NT tokens. The
-     sum over a block is multiplied by the block's scale, so weights cost 4.5 bits of memory each;
-   - many tokens: the tile is dequantized once (code * sf is exact) into a buffer that stays in the
-     L2 cache, and dot_tile runs over all tokens of the expert.
+   Loops. out[row, n] = sum_k code[n, k] * sf[n, k/16] * x[row, k] in fp32. The work items of a GEMM
+   are (expert, tile of 64 weight rows); none ever splits K between threads, so the result does not
+   depend on their number.
+   - few tokens for an expert: dot_codes decodes in registers, NR weight rows by up to NT tokens, with
+     lanes along K that are added at the end. The sum over a block is multiplied by the block's scale,
+     so weights cost 4.5 bits of memory each;
+   - many tokens: blocks of the tile, 64 rows by K_BLOCK, are dequantized (code * sf is exact) into the
+     L1 cache with the rows side by side in the lanes, and each element of x, broadcast, meets
+     NP vectors of them: no sums of lanes, and as few loads as multiplications allow.
 
    Paths. The second half of this file is compiled once for each instruction set, with the macros
-   defined at the end of the first half: portable (vector extensions of the compiler), avx2, avx512
-   and avx512bf16. In the last one x and the dequantized weights are bf16, exactly: it takes rows
+   defined at the end of the first half: portable (vector extensions of the compiler), avx2, avx512,
+   avx512bf16 and, on ARM, neon. In avx512bf16 x and the dequantized weights are bf16, exactly: it takes rows
    that are bf16 or NVFP4 (code * sf has 6 significant bits) and leaves the others to avx512.  */
 
 #ifndef PATH
 
 #include <pthread.h>
+#include <sched.h>
 #include <stdatomic.h>
+#include <stddef.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 #define INLINE static inline __attribute__((always_inline))
@@ -36,7 +42,8 @@
 
 enum { FP32, BF16, FP16, NVFP4 };          /* element types, as cpu.py numbers them */
 enum { RAW, RELU2, SILU, GELU_TANH };      /* gate kinds */
-enum { MAX_TILE = 32, MAX_THREADS = 256, K_BLOCK = 4096 }; /* weight rows of a tile; threads; bytes */
+enum { GROUP, QUANTIZE, GEMM, COMBINE };   /* stages */
+enum { TILE = 64, K_BLOCK = 256, CHUNK = 256, MAX_THREADS = 256, MAX_STAGES = 8 }; /* rows, elements, tokens */
 
 /* ---- numbers ---- */
 
@@ -115,14 +122,20 @@ typedef struct {
     int64_t gate;
     float alpha, limit, up_offset;
     int32_t clamp_after;
-    /* filled in by gemm() */
+    /* filled in by plan_gemm() */
     void *rows;             /* x, even and odd elements apart */
-    const int32_t *hit;     /* experts with tokens */
-    const int64_t *padded;  /* NVFP4: where an expert's rows begin among the padded ones */
+    int32_t *hit;           /* experts with tokens */
+    int64_t *padded;        /* NVFP4: where an expert's rows begin among the padded ones */
     int64_t tile, tiles, K_steps, stride, few;
     char *work;             /* scratch, work_bytes for each thread */
     int64_t work_bytes;
 } Gemm;
+
+typedef struct {
+    const int64_t *ids;    /* [T, top_k] */
+    int32_t *order, *token, *offsets;       /* as routing.Groups: [R], order / top_k, [E + 1] */
+    int64_t R, top_k, E;
+} Group;
 
 typedef struct {
     const void *x;         /* fp32, bf16, fp16 [*, width] */
@@ -166,39 +179,72 @@ static void padded_starts(const int32_t *offsets, int64_t E, int64_t *starts) {
 
 typedef void Task(const void *problem, int64_t item, int thread);
 typedef void Parallel(void (*)(void *), void *, unsigned threads, unsigned flags);
-typedef struct { Task *task; const void *problem; int64_t items, run; atomic_long next; atomic_int threads; } Job;
+typedef struct { Task *task; const void *problem; int64_t items, run; atomic_long next, done; } Phase;
+typedef struct { Phase phases[2 * MAX_STAGES]; int64_t count; atomic_int threads; } Job;
 
+/* Every thread passes through all phases. One that comes late finds little to do, and none waits for it: a
+   phase is over when its items are done, by whomever. */
 static void work_off(void *argument) {
     Job *job = argument;
     int thread = atomic_fetch_add(&job->threads, 1);
-    for (int64_t i; (i = atomic_fetch_add(&job->next, job->run)) < job->items;)
-        for (int64_t j = i; j < MIN(i + job->run, job->items); j++) job->task(job->problem, j, thread);
+    for (Phase *p = job->phases; p < job->phases + job->count; p++) {
+        for (int64_t i; (i = atomic_fetch_add(&p->next, p->run)) < p->items;) {
+            int64_t end = MIN(i + p->run, p->items);
+            for (int64_t j = i; j < end; j++) p->task(p->problem, j, thread);
+            atomic_fetch_add(&p->done, end - i);
+        }
+        for (int spins = 0; atomic_load(&p->done) < p->items;)
+            if (++spins > 1 << 16) sched_yield(); /* at once it could give away a whole time slice */
+    }
 }
 
 static void *worker(void *argument) { work_off(argument); return NULL; }
 
-static void run(Task *task, const void *problem, int64_t items, int64_t threads, Parallel *parallel) {
-    threads = MIN(threads, MIN(items, MAX_THREADS));
+static void add_phase(Job *job, Task *task, const void *problem, int64_t items, int64_t numbers, int64_t threads) {
+    int64_t alone = numbers < 1 << 14; /* not worth a second thread */
     /* neighbours for one thread, so that what is prefetched beyond an item is its own */
-    Job job = {.task = task, .problem = problem, .items = items, .run = threads ? items / (threads * 16) + 1 : 1};
-    if (threads <= 1) { work_off(&job); return; }
-    if (parallel) { parallel(work_off, &job, (unsigned)threads, 0); return; }
+    job->phases[job->count++] = (Phase){task, problem, items, alone ? items + 1 : items / (threads * 16) + 1, 0, 0};
+}
+
+static void run_job(Job *job, int64_t threads, Parallel *parallel) {
+    int64_t runs = 0;
+    for (int64_t i = 0; i < job->count; i++) {
+        int64_t n = (job->phases[i].items + job->phases[i].run - 1) / job->phases[i].run;
+        runs = n > runs ? n : runs;
+    }
+    threads = MIN(threads, runs);
+    if (threads <= 1) { work_off(job); return; }
+    if (parallel) { parallel(work_off, job, (unsigned)threads, 0); return; }
     pthread_t others[MAX_THREADS];
     int64_t made = 0;
-    while (made < threads - 1 && !pthread_create(&others[made], NULL, worker, &job)) made++;
-    work_off(&job);
+    while (made < threads - 1 && !pthread_create(&others[made], NULL, worker, job)) made++;
+    work_off(job);
     while (made) pthread_join(others[--made], NULL);
 }
 
+/* The K-th part from k on, k_part of it, of the tile after this one, straight through its memory: taken as `block`
+   takes it, 128 bytes here and there, it would come far too slowly. */
+INLINE void prefetch_next(const Gemm *g, int64_t row, int64_t k, int64_t part) {
+    for (int half = 0; half <= g->paired; half++) {
+        int64_t next = row + g->tile + half * g->split, code_bytes = g->tile * part / 2, sf_bytes = g->tile * part / 16;
+        const uint8_t *codes = g->codes + next * g->K / 2 + g->tile * k / 2, *sf = g->sf + next * g->K / 16 + g->tile * k / 16;
+        for (int64_t i = 0; i < code_bytes; i += 64) __builtin_prefetch(codes + i, 0, 2);
+        for (int64_t i = 0; i < sf_bytes; i += 64) __builtin_prefetch(sf + i, 0, 2);
+    }
+}
+
 /* ---- the paths ----
-   NR x NT    weight rows by tokens of a block of sums, as many as the registers hold
+   NR x NT    weight rows by tokens of dot_codes, as many sums as the registers hold
+   NP x NX    vectors of weight rows by tokens of multiply, the same
    STEP       elements of K decoded at once: two vectors M of multiplicands (element type Element)
    V          LANES fp32 sums
    decode     STEP codes -> even and odd elements, unscaled
    block_scales  16 block scales as fp32
    scales     the scale of every lane of V for one step
    mul_add    sums + a * b
-   scaled     multiplicands * scales
+   spread     32 bits of x in every lane
+   transpose  LANES bytes of LANES rows, row by row -> byte by byte
+   dequantize one step of LANES rows -> 32 bits of K of all rows, times LANES * 2 (avx512bf16 only)
    sum4       the sums of the lanes of four vectors  */
 
 #define PASTE_(a, b) a##_##b
@@ -215,10 +261,13 @@ INLINE void block_scales_portable(const uint8_t *sf, float *out) {
 }
 INLINE v4 scales_portable(const float *sf, int64_t k) { return (v4){0} + sf[k / 16]; }
 INLINE v4 mul_add_portable(v4 sum, v4 a, v4 b) { return sum + a * b; }
-INLINE v4 scaled_portable(v4 a, v4 s) { return a * s; }
 INLINE void sum4_portable(v4 a, v4 b, v4 c, v4 d, float *out) {
     out[0] = (a[0] + a[1]) + (a[2] + a[3]), out[1] = (b[0] + b[1]) + (b[2] + b[3]);
     out[2] = (c[0] + c[1]) + (c[2] + c[3]), out[3] = (d[0] + d[1]) + (d[2] + d[3]);
+}
+INLINE v4 spread_portable(const float *x) { return (v4){0} + *x; }
+INLINE void transpose_portable(const uint8_t *rows, int64_t stride, uint8_t *out) {
+    for (int i = 0; i < 4; i++) for (int r = 0; r < 4; r++) out[4 * i + r] = rows[r * stride + i];
 }
 #define PATH portable
 #define TARGET
@@ -227,6 +276,8 @@ INLINE void sum4_portable(v4 a, v4 b, v4 c, v4 d, float *out) {
 #define Element float
 #define NR 4
 #define NT 4
+#define NP 2
+#define NX 4
 #include "cpu.c"
 
 #if defined(__x86_64__)
@@ -253,10 +304,22 @@ INLINE TARGET void block_scales_avx2(const uint8_t *sf, float *out) {
 #define block_scales_avx512bf16 block_scales_avx2
 INLINE TARGET v8 scales_avx2(const float *sf, int64_t k) { return _mm256_broadcast_ss(sf + k / 16); }
 INLINE TARGET v8 mul_add_avx2(v8 sum, v8 a, v8 b) { return _mm256_fmadd_ps(a, b, sum); }
-INLINE TARGET v8 scaled_avx2(v8 a, v8 s) { return a * s; }
 INLINE TARGET void sum4_avx2(v8 a, v8 b, v8 c, v8 d, float *out) {
     __m256 s = _mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d));
     _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(s), _mm256_extractf128_ps(s, 1)));
+}
+INLINE TARGET v8 spread_avx2(const float *x) { return _mm256_broadcast_ss(x); }
+INLINE TARGET void transpose_avx2(const uint8_t *rows, int64_t stride, uint8_t *out) {
+#define PAIR(a, b) _mm_unpacklo_epi8(_mm_loadl_epi64((const __m128i *)(rows + a * stride)), \
+                                     _mm_loadl_epi64((const __m128i *)(rows + b * stride)))
+    __m128i a = PAIR(0, 1), b = PAIR(2, 3), c = PAIR(4, 5), d = PAIR(6, 7);
+#undef PAIR
+    __m128i ab = _mm_unpacklo_epi16(a, b), cd = _mm_unpacklo_epi16(c, d);
+    __m128i AB = _mm_unpackhi_epi16(a, b), CD = _mm_unpackhi_epi16(c, d);
+    _mm_storeu_si128((__m128i *)out, _mm_unpacklo_epi32(ab, cd));
+    _mm_storeu_si128((__m128i *)(out + 16), _mm_unpackhi_epi32(ab, cd));
+    _mm_storeu_si128((__m128i *)(out + 32), _mm_unpacklo_epi32(AB, CD));
+    _mm_storeu_si128((__m128i *)(out + 48), _mm_unpackhi_epi32(AB, CD));
 }
 #define PATH avx2
 #define V v8
@@ -264,6 +327,8 @@ INLINE TARGET void sum4_avx2(v8 a, v8 b, v8 c, v8 d, float *out) {
 #define Element float
 #define NR 4
 #define NT 2
+#define NP 2
+#define NX 6
 #include "cpu.c"
 
 typedef float v16 __attribute__((vector_size(64), aligned(4), may_alias));
@@ -280,7 +345,6 @@ INLINE TARGET v16 scales_avx512(const float *sf, int64_t k) { /* 2 blocks: 8 lan
     return _mm512_permutexvar_ps(pick, _mm512_castps128_ps512(two));
 }
 INLINE TARGET v16 mul_add_avx512(v16 sum, v16 a, v16 b) { return _mm512_fmadd_ps(a, b, sum); }
-INLINE TARGET v16 scaled_avx512(v16 a, v16 s) { return a * s; }
 INLINE TARGET void sum4_avx512(v16 a, v16 b, v16 c, v16 d, float *out) {
     v16 ab = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
     v16 cd = _mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
@@ -288,12 +352,34 @@ INLINE TARGET void sum4_avx512(v16 a, v16 b, v16 c, v16 d, float *out) {
     __m256 half = _mm256_add_ps(_mm512_castps512_ps256(s), _mm512_extractf32x8_ps(s, 1));
     _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1)));
 }
+typedef float number_at __attribute__((may_alias));
+INLINE TARGET v16 spread_avx512(const float *x) { return _mm512_set1_ps(*x); }
+INLINE TARGET __m512i fourth_rows(const uint8_t *row, int64_t stride) { /* 16 bytes of rows 0, 4, 8 and 12 from here */
+    __m512i v = _mm512_castsi128_si512(_mm_loadu_si128((const __m128i *)row));
+    v = _mm512_inserti32x4(v, _mm_loadu_si128((const __m128i *)(row + 4 * stride)), 1);
+    v = _mm512_inserti32x4(v, _mm_loadu_si128((const __m128i *)(row + 8 * stride)), 2);
+    return _mm512_inserti32x4(v, _mm_loadu_si128((const __m128i *)(row + 12 * stride)), 3);
+}
+/* Within each lane of 128 bits four rows are brought together unit by unit, then the lanes. */
+INLINE TARGET void transpose_avx512(const uint8_t *rows, int64_t stride, uint8_t *out) {
+    __m512i a = fourth_rows(rows, stride), b = fourth_rows(rows + stride, stride);
+    __m512i c = fourth_rows(rows + 2 * stride, stride), d = fourth_rows(rows + 3 * stride, stride);
+    __m512i ab = _mm512_unpacklo_epi8(a, b), cd = _mm512_unpacklo_epi8(c, d);
+    __m512i AB = _mm512_unpackhi_epi8(a, b), CD = _mm512_unpackhi_epi8(c, d);
+    const __m512i lanes = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    _mm512_storeu_si512(out, _mm512_permutexvar_epi32(lanes, _mm512_unpacklo_epi16(ab, cd)));
+    _mm512_storeu_si512(out + 64, _mm512_permutexvar_epi32(lanes, _mm512_unpackhi_epi16(ab, cd)));
+    _mm512_storeu_si512(out + 128, _mm512_permutexvar_epi32(lanes, _mm512_unpacklo_epi16(AB, CD)));
+    _mm512_storeu_si512(out + 192, _mm512_permutexvar_epi32(lanes, _mm512_unpackhi_epi16(AB, CD)));
+}
 #define PATH avx512
 #define V v16
 #define M v16
 #define Element float
 #define NR 4
 #define NT 6
+#define NP 4
+#define NX 6
 #include "cpu.c"
 
 #if defined(__clang__) || __GNUC__ >= 10
@@ -301,50 +387,129 @@ INLINE TARGET void sum4_avx512(v16 a, v16 b, v16 c, v16 d, float *out) {
 typedef uint16_t h32 __attribute__((vector_size(64), aligned(2), may_alias));
 #define TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c")))
 /* Each 32-bit lane is two elements of one block, so a step is 4 blocks of 4 lanes. */
-INLINE TARGET void decode_avx512bf16(const uint8_t *c, h32 *even, h32 *odd) { /* reads 5 bits, so the table is there twice */
+INLINE TARGET void look_up(__m512i v, h32 *low, h32 *high) { /* reads 5 bits of each word, so the table is there twice */
     const __m512i table = _mm512_broadcast_i64x4(_mm256_setr_epi16(
         0, 0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040, 0x4080, 0x40c0, (short)0x8000, (short)0xbf00, (short)0xbf80,
         (short)0xbfc0, (short)0xc000, (short)0xc040, (short)0xc080, (short)0xc0c0));
-    __m512i v = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i *)c));
-    *even = (h32)_mm512_permutexvar_epi16(v, table);
-    *odd = (h32)_mm512_permutexvar_epi16(_mm512_srli_epi16(v, 4), table);
+    *low = (h32)_mm512_permutexvar_epi16(v, table);
+    *high = (h32)_mm512_permutexvar_epi16(_mm512_srli_epi16(v, 4), table);
+}
+INLINE TARGET void decode_avx512bf16(const uint8_t *c, h32 *even, h32 *odd) {
+    look_up(_mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i *)c)), even, odd);
 }
 INLINE TARGET v16 scales_avx512bf16(const float *sf, int64_t k) {
     const __m512i pick = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
     return _mm512_permutevar_ps(_mm512_broadcast_f32x4(_mm_loadu_ps(sf + k / 16)), pick);
 }
 INLINE TARGET v16 mul_add_avx512bf16(v16 sum, h32 a, h32 b) { return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b); }
-INLINE TARGET h32 scaled_avx512bf16(h32 a, v16 s) { /* as fp32; the product fits in bf16 */
-    __m512i low = _mm512_castps_si512(_mm512_mul_ps(_mm512_castsi512_ps(_mm512_slli_epi32((__m512i)a, 16)), s));
-    __m512i high = _mm512_castps_si512(_mm512_mul_ps(
-        _mm512_castsi512_ps(_mm512_and_si512((__m512i)a, _mm512_set1_epi32((int)0xffff0000))), s));
-    return (h32)_mm512_mask_blend_epi16(0xaaaaaaaa, _mm512_srli_epi32(low, 16), high);
+INLINE TARGET h32 spread_avx512bf16(const uint16_t *x) { return (h32)_mm512_set1_ps(*(const number_at *)x); }
+#define NP 4
+/* Four elements of 16 rows are a unit: two even ones, a pair in each lane, and two odd ones. The dot product with
+   (scale, 0) or (0, scale) is what multiplies one of a pair; the product fits in bf16, the upper half of fp32. */
+INLINE TARGET void dequantize_avx512bf16(const uint8_t *rows, int64_t stride, const float *scale, h32 *to) {
+    const __m512i order = _mm512_setr_epi32( /* upper halves of two vectors, in turn */
+        0x210001, 0x230003, 0x250005, 0x270007, 0x290009, 0x2b000b, 0x2d000d, 0x2f000f,
+        0x310011, 0x330013, 0x350015, 0x370017, 0x390019, 0x3b001b, 0x3d001d, 0x3f001f);
+    const __m512i bytes = _mm512_set4_epi32(0x80078006, 0x80058004, 0x80038002, 0x80018000); /* as words */
+    const v16 zero = {0};
+    for (int half = 0; half < 2; half++, rows += 16, scale += 32, to += 8 * NP) {
+        __m512i a = fourth_rows(rows, stride), b = fourth_rows(rows + stride, stride);
+        __m512i c = fourth_rows(rows + 2 * stride, stride), d = fourth_rows(rows + 3 * stride, stride);
+        __m512i ab = _mm512_unpacklo_epi16(a, b), cd = _mm512_unpacklo_epi16(c, d);
+        __m512i AB = _mm512_unpackhi_epi16(a, b), CD = _mm512_unpackhi_epi16(c, d);
+        const __m512i units[4] = {_mm512_unpacklo_epi32(ab, cd), _mm512_unpackhi_epi32(ab, cd),
+                                  _mm512_unpacklo_epi32(AB, CD), _mm512_unpackhi_epi32(AB, CD)};
+        UNROLL for (int u = 0; u < 8; u++) {
+            __m512bh upper = (__m512bh)_mm512_loadu_si512(scale + u / 4 * 16);
+            __m512bh lower = (__m512bh)_mm512_srli_epi32((__m512i)upper, 16);
+            h32 pair[2];
+            look_up(_mm512_shuffle_epi8(units[u / 2], _mm512_add_epi32(bytes, _mm512_set1_epi32(u % 2 * 0x80008))), pair, pair + 1);
+            UNROLL for (int odd = 0; odd < 2; odd++) {
+                __m512 v0 = _mm512_dpbf16_ps(zero, (__m512bh)pair[odd], lower);
+                __m512 v1 = _mm512_dpbf16_ps(zero, (__m512bh)pair[odd], upper);
+                to[(16 * odd + u) * NP] = (h32)_mm512_permutex2var_epi16((__m512i)v0, order, (__m512i)v1);
+            }
+        }
+    }
 }
+#define transpose_avx512bf16 transpose_avx512
 #define sum4_avx512bf16 sum4_avx512
 #define PATH avx512bf16
 #define SHARES_REST
+#define DEQUANTIZES
 #define V v16
 #define M h32
 #define Element uint16_t
 #define NR 4
 #define NT 6
+#define NX 6
 #include "cpu.c"
 #endif
+#endif
+
+#if defined(__aarch64__)
+INLINE void decode_neon(const uint8_t *c, v4 *even, v4 *odd) { /* the two upper bytes of each float come from a table */
+    static const uint8_t BYTES[32] = {0, 0x3f, 0x3f, 0x3f, 0x40, 0x40, 0x40, 0x40, 0x80, 0xbf, 0xbf, 0xbf, 0xc0, 0xc0, 0xc0, 0xc0,
+                                      0, 0, 0x80, 0xc0, 0, 0x40, 0x80, 0xc0, 0, 0, 0x80, 0xc0, 0, 0x40, 0x80, 0xc0};
+    const uint8x16x2_t table = {{vld1q_u8(BYTES), vld1q_u8(BYTES + 16)}};
+    const uint32x4_t none = vdupq_n_u32(0x0010ffff); /* beyond the table: 0 */
+    uint32_t four;
+    memcpy(&four, c, 4);
+    uint32x4_t v = vmovl_u16(vget_low_u16(vmovl_u8(vcreate_u8(four))));
+    uint32x4_t low = vmlaq_n_u32(none, vandq_u32(v, vdupq_n_u32(15)), 0x01010000);
+    uint32x4_t high = vmlaq_n_u32(none, vshrq_n_u32(v, 4), 0x01010000);
+    *even = (v4)vqtbl2q_u8(table, vreinterpretq_u8_u32(low)), *odd = (v4)vqtbl2q_u8(table, vreinterpretq_u8_u32(high));
+}
+INLINE void block_scales_neon(const uint8_t *sf, float *out) { /* as in avx2 */
+    for (int i = 0; i < 16; i += 8) {
+        uint16x8_t v = vshll_n_u8(vld1_u8(sf + i), 7);
+        float16x8_t h = vreinterpretq_f16_u16(vorrq_u16(v, vceqq_u16(v, vdupq_n_u16(0x7f << 7))));
+        vst1q_f32(out + i, vmulq_n_f32(vcvt_f32_f16(vget_low_f16(h)), 0x1p8f));
+        vst1q_f32(out + i + 4, vmulq_n_f32(vcvt_high_f32_f16(h), 0x1p8f));
+    }
+}
+INLINE v4 mul_add_neon(v4 sum, v4 a, v4 b) { return (v4)vfmaq_f32((float32x4_t)sum, (float32x4_t)a, (float32x4_t)b); }
+INLINE void transpose_neon(const uint8_t *rows, int64_t stride, uint8_t *out) {
+    static const uint8_t ORDER[16] = {0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15};
+    uint32_t v[4];
+    for (int r = 0; r < 4; r++) memcpy(&v[r], rows + r * stride, 4);
+    vst1q_u8(out, vqtbl1q_u8(vreinterpretq_u8_u32(vld1q_u32(v)), vld1q_u8(ORDER)));
+}
+#define scales_neon scales_portable
+#define spread_neon spread_portable
+#define sum4_neon sum4_portable
+#define PATH neon
+#define TARGET
+#define V v4
+#define M v4
+#define Element float
+#define NR 4
+#define NT 4
+#define NP 4
+#define NX 6
+#include "cpu.c"
 #endif
 
 /* few: up to so many tokens of an expert, decoding in registers beats a dequantized tile */
 typedef struct { Task *arrange, *item, *quantize, *combine; int64_t element, step, few; } Path;
 
-static const Path PATHS[4] = {
+static const Path PATHS[5] = {
     {arrange_portable, item_portable, quantize_portable, combine_portable, 4, 8, 4},
 #if defined(__x86_64__)
     {arrange_avx2, item_avx2, quantize_avx2, combine_avx2, 4, 16, 4},
     {arrange_avx512, item_avx512, quantize_avx512, combine_avx512, 4, 32, 6},
 #ifdef HAS_BF16
-    {arrange_avx512bf16, item_avx512bf16, quantize_avx512, combine_avx512, 2, 64, 6},
+    {arrange_avx512bf16, item_avx512bf16, quantize_avx512, combine_avx512, 2, 64, 10},
 #endif
+#elif defined(__aarch64__)
+    [4] = {arrange_neon, item_neon, quantize_neon, combine_neon, 4, 8, 4},
 #endif
 };
+
+#if defined(__ELF__)
+/* This file, so that cpu.py can tell whether a library was made from it. */
+__asm__(".pushsection .rodata\n.globl source\nsource: .incbin \"" __FILE__ "\"\n.byte 0\n.popsection");
+#endif
 
 /* Which paths this machine can run: bit i for PATHS[i]. */
 int64_t paths(void) {
@@ -357,51 +522,114 @@ int64_t paths(void) {
 #ifdef HAS_BF16
     if (can & 4 && __builtin_cpu_supports("avx512bf16")) can |= 8;
 #endif
+#elif defined(__aarch64__)
+    can |= 16;
 #endif
     return can;
 }
 
-/* Returns 0, or -1 without memory. Rows of nobody become zeros. */
-int64_t gemm(Gemm *g, int64_t path, int64_t threads, Parallel *parallel) {
-    if (path == 3 && g->x_type != BF16 && g->x_type != NVFP4) path = 2;
-    const Path *p = &PATHS[path];
-    int64_t E = g->E, hits = 0, row_bytes = g->width * (g->out_type == FP32 ? 4 : 2);
-    threads = MIN(threads, MAX_THREADS);
+/* One block of memory is kept between calls, so that its pages need not be made anew. */
+typedef struct { int64_t size; char pad[56]; } Memory;
+static _Atomic(Memory *) kept;
 
+static Memory *take(int64_t size) {
+    Memory *m = atomic_exchange(&kept, NULL);
+    if (m && m->size >= size) return m;
+    free(m);
+    m = aligned_alloc(64, (size_t)size + sizeof(Memory));
+    if (m) m->size = size;
+    return m;
+}
+
+static void give_back(Memory *m) { free(m->size > 64 << 20 ? m : atomic_exchange(&kept, m)); }
+
+/* Sort the assignments by expert, stably. Returns 0, or -2 if an id is illegal. */
+static int64_t group(const Group *g) {
+    int32_t *start = g->offsets;
+    memset(start, 0, 4 * (g->E + 1));
+    for (int64_t i = 0; i < g->R; i++) {
+        if (g->ids[i] < -1 || g->ids[i] > g->E) return -2;
+        if (g->ids[i] >= 0 && g->ids[i] < g->E) start[g->ids[i] + 1]++;
+    }
+    for (int64_t e = 0; e < g->E; e++) start[e + 1] += start[e];
+    int32_t nobody = start[g->E];
+    for (int64_t i = 0; i < g->R; i++) {
+        int64_t e = g->ids[i];
+        int32_t r = e >= 0 && e < g->E ? start[e]++ : nobody++;
+        g->order[r] = (int32_t)i, g->token[r] = (int32_t)(i / g->top_k);
+    }
+    memmove(start + 1, start, 4 * g->E); /* every start has moved to the next one */
+    start[0] = 0;
+    return 0;
+}
+
+static int64_t whole(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
+
+static const Path *path_of(const Gemm *g, int64_t path) {
+    return &PATHS[path == 3 && g->x_type != BF16 && g->x_type != NVFP4 ? 2 : path];
+}
+
+/* Sizes; returns the bytes for rows, hit and padded. */
+static int64_t measure(Gemm *g, const Path *p) {
+    g->K_steps = whole(g->K, p->step);
+    g->stride = g->K_steps + 64 / p->element; /* not a power of two: rows would share the sets of the cache */
+    g->tile = TILE / (g->paired ? 2 : 1);
+    g->tiles = (g->width + g->tile - 1) / g->tile;
+    int64_t few = 4 * 4 * (g->K_steps / 16 + 32), many = TILE * K_BLOCK * p->element + CHUNK * TILE * 4;
+    g->work_bytes = whole(4 * g->K_steps + few + many, 64);
+    return whole(g->x_rows * g->stride * p->element, 64) + whole(g->E * 12, 64);
+}
+
+/* The phases of a GEMM. Rows of nobody become zeros. */
+static void add_gemm(Job *job, Gemm *g, const Path *p, char *memory, int64_t threads) {
+    int64_t E = g->E, hits = 0, row_bytes = g->width * (g->out_type == FP32 ? 4 : 2);
     for (int64_t r = g->offsets[E]; r < g->R; r++)
         memset((char *)g->out + (g->target ? g->target[r] : r) * row_bytes, 0, row_bytes);
-    g->K_steps = (g->K + p->step - 1) / p->step * p->step;
-    g->stride = g->K_steps + 64 / p->element; /* not a power of two: rows would share the sets of the cache */
-    int64_t most = MIN(MAX_TILE, (384 << 10) / (g->K_steps * p->element)) / 8 * 8; /* what leaves room in L2 */
-    g->tile = (most < 8 ? 8 : most) / (g->paired ? 2 : 1);
-    g->tiles = (g->width + g->tile - 1) / g->tile;
-    g->work_bytes = (MAX_TILE * (g->stride * p->element + 4 * 64) + 8 * g->K_steps + 4096) / 64 * 64;
-    int64_t rows_bytes = (g->x_rows * g->stride * p->element + 63) / 64 * 64;
-    char *memory = malloc(64 + rows_bytes + threads * g->work_bytes + E * 12);
-    if (!memory) return -1;
-    g->rows = memory + 64 - (uintptr_t)memory % 64;
-    g->work = (char *)g->rows + rows_bytes;
-    int64_t *padded = (int64_t *)(g->work + threads * g->work_bytes);
-    int32_t *hit = (int32_t *)(padded + E);
-    padded_starts(g->offsets, E, padded);
+    g->rows = memory;
+    g->padded = (int64_t *)(memory + whole(g->x_rows * g->stride * p->element, 64));
+    g->hit = (int32_t *)(g->padded + E);
+    padded_starts(g->offsets, E, g->padded);
     for (int64_t e = 0; e < E; e++)
-        if (g->offsets[e + 1] > g->offsets[e]) hit[hits++] = (int32_t)e;
-    g->hit = hit, g->padded = padded, g->few = p->few;
-
-    run(p->arrange, g, g->x_rows, g->x_rows * g->K < 1 << 14 ? 1 : threads, parallel);
-    run(p->item, g, hits * g->tiles, threads, parallel);
-    free(memory);
-    return 0;
+        if (g->offsets[e + 1] > g->offsets[e]) g->hit[hits++] = (int32_t)e;
+    g->few = p->few;
+    add_phase(job, p->arrange, g, g->x_rows, g->x_rows * g->K, threads);
+    add_phase(job, p->item, g, hits * g->tiles, hits * g->N * g->K, threads);
 }
 
-int64_t quantize(Quantize *q, int64_t path, int64_t threads, Parallel *parallel) {
-    run(PATHS[path].quantize, q, q->R, q->R * q->K < 1 << 14 ? 1 : threads, parallel);
-    return 0;
-}
-
-int64_t combine(Combine *c, int64_t path, int64_t threads, Parallel *parallel) {
-    run(PATHS[path].combine, c, c->T, c->T * c->top_k * c->H < 1 << 15 ? 1 : threads, parallel);
-    return 0;
+/* Runs the stages of a program: for each its kind, the words of its struct and the struct. The threads pass through
+   all of it together. Returns 0; -1 without memory; -2 if a Group finds an id that is none. */
+int64_t run(const int64_t *program, int64_t count, int64_t path, int64_t threads, Parallel *parallel) {
+    struct { int64_t kind, bytes; const Path *path; union { Group group; Quantize quantize; Gemm gemm; Combine combine; }; }
+        stages[MAX_STAGES], *end = stages + count, *s;
+    Job job = {.count = 0};
+    int64_t bytes = 0, work = 0;
+    threads = MIN(threads, MAX_THREADS);
+    for (s = stages; s < end; program += 2 + program[1], s++) {
+        s->kind = program[0], s->path = &PATHS[path], s->bytes = 0;
+        memcpy(&s->group, program + 2, 8 * program[1]);
+        if (s->kind != GEMM) continue;
+        s->path = path_of(&s->gemm, path), s->bytes = measure(&s->gemm, s->path);
+        bytes += s->bytes, work = s->gemm.work_bytes > work ? s->gemm.work_bytes : work;
+    }
+    Memory *memory = take(bytes + threads * work);
+    if (!memory) return -1;
+    int64_t failed = 0;
+    char *at = (char *)(memory + 1) + threads * work;
+    for (s = stages; s < end && !failed; at += s->bytes, s++)
+        if (s->kind == GROUP) failed = group(&s->group);
+        else if (s->kind == QUANTIZE) {
+            const Quantize *q = &s->quantize;
+            add_phase(&job, s->path->quantize, q, q->R, q->R * q->K, threads);
+        } else if (s->kind == COMBINE) {
+            const Combine *c = &s->combine;
+            add_phase(&job, s->path->combine, c, c->T, c->T * c->top_k * c->H, threads);
+        } else {
+            s->gemm.work = (char *)(memory + 1), s->gemm.work_bytes = work;
+            add_gemm(&job, &s->gemm, s->path, at, threads);
+        }
+    if (!failed) run_job(&job, threads, parallel);
+    give_back(memory);
+    return failed;
 }
 
 #else /* ---- once for each path ---- */
@@ -428,7 +656,7 @@ INLINE TARGET void NAME(step)(int nr, int nt, const uint8_t *const *codes, const
     }
 }
 
-/* NR weight rows, decoded on the way, by nt tokens: out[t * MAX_TILE + r] */
+/* NR weight rows, decoded on the way, by nt tokens: out[t * TILE + r] */
 INLINE TARGET void NAME(dot_codes)(int nt, const uint8_t *const *codes, const float *const *sf, int64_t K,
                                    const Element *const *x, float *out) {
     V sums[NR][NT];
@@ -447,46 +675,36 @@ INLINE TARGET void NAME(dot_codes)(int nt, const uint8_t *const *codes, const fl
         NAME(step)(NR, nt, now, sf, k, x, sums, 0);
     }
     UNROLL for (int t = 0; t < nt; t++)
-        NAME(sum4)(sums[0][t], sums[1][t], sums[2][t], sums[3][t], out + t * MAX_TILE);
+        NAME(sum4)(sums[0][t], sums[1][t], sums[2][t], sums[3][t], out + t * TILE);
 }
 
-/* NR dequantized rows, from column k to `end`, by nt tokens: out += */
-INLINE TARGET void NAME(dot_tile)(int nt, const Element *tile, int64_t stride, int64_t k, int64_t end,
-                                  const Element *const *x, float *out) {
-    V sums[NR][NT];
-    UNROLL for (int r = 0; r < NR; r++) UNROLL for (int t = 0; t < nt; t++) sums[r][t] = (V){0};
-    for (; k < end; k += HALF) {
-        M w[NR];
-        UNROLL for (int r = 0; r < NR; r++) w[r] = NAME(at)(tile + r * stride + k);
+/* NP vectors of dequantized rows by nt tokens: sums[t * TILE] += over `steps` times 32 bits of K */
+INLINE TARGET void NAME(multiply)(int nt, const Element *w, const Element *const *x, int64_t steps, int first, float *sums) {
+    const int64_t unit = 4 / sizeof(Element);
+    V s[NX][NP];
+    UNROLL for (int t = 0; t < nt; t++)
+        UNROLL for (int p = 0; p < NP; p++) s[t][p] = first ? (V){0} : *(V *)(sums + t * TILE + p * LANES);
+    for (int64_t i = 0; i < steps; i++) {
+        M v[NP];
+        UNROLL for (int p = 0; p < NP; p++) v[p] = NAME(at)(w + (i * NP + p) * HALF);
         UNROLL for (int t = 0; t < nt; t++) {
-            M v = NAME(at)(x[t] + k);
-            UNROLL for (int r = 0; r < NR; r++) sums[r][t] = NAME(mul_add)(sums[r][t], w[r], v);
+            M a = NAME(spread)(x[t] + i * unit);
+            UNROLL for (int p = 0; p < NP; p++) s[t][p] = NAME(mul_add)(s[t][p], v[p], a);
         }
     }
-    UNROLL for (int t = 0; t < nt; t++) {
-        float part[NR];
-        NAME(sum4)(sums[0][t], sums[1][t], sums[2][t], sums[3][t], part);
-        *(v4 *)(out + t * MAX_TILE) += *(v4 *)part;
-    }
+    UNROLL for (int t = 0; t < nt; t++)
+        UNROLL for (int p = 0; p < NP; p++) *(V *)(sums + t * TILE + p * LANES) = s[t][p];
 }
 
-#if NT == 2
-#define EACH_NT(CASE) CASE(1) CASE(2)
-#elif NT == 4
-#define EACH_NT(CASE) CASE(1) CASE(2) CASE(3) CASE(4)
-#else
-#define EACH_NT(CASE) CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
-#endif
-static TARGET void NAME(block_of_codes)(int nt, const uint8_t *const *codes, const float *const *sf, int64_t K,
-                                        const Element *const *x, float *out) {
-#define CASE(n) case n: NAME(dot_codes)(n, codes, sf, K, x, out); break;
-    switch (nt) { EACH_NT(CASE) }
+static TARGET void NAME(few_tokens)(int nt, const uint8_t *const *codes, const float *const *sf, int64_t K,
+                                    const Element *const *x, float *out) {
+#define CASE(n) case n: if (n <= NT) NAME(dot_codes)(MIN(n, NT), codes, sf, K, x, out); break;
+    switch (nt) { CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) }
 #undef CASE
 }
-static TARGET void NAME(block_of_tile)(int nt, const Element *tile, int64_t stride, int64_t k, int64_t end,
-                                       const Element *const *x, float *out) {
-#define CASE(n) case n: NAME(dot_tile)(n, tile, stride, k, end, x, out); break;
-    switch (nt) { EACH_NT(CASE) }
+static TARGET void NAME(many_tokens)(int nt, const Element *w, const Element *const *x, int64_t steps, int first, float *sums) {
+#define CASE(n) case n: if (n <= NX) NAME(multiply)(MIN(n, NX), w, x, steps, first, sums); break;
+    switch (nt) { CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) }
 #undef CASE
 }
 
@@ -499,98 +717,143 @@ INLINE TARGET void NAME(row_scales)(const Gemm *g, int64_t row, float *out) {
         NAME(block_scales)(sf + i, out + i);
     }
     if (i == n) return;
+    memset(out + n, 0, 64);
+    if (n > 16) { NAME(block_scales)(sf + n - 16, out + n - 16); return; } /* some of them again */
     uint8_t tail[16] = {0};
     memcpy(tail, sf + i, n - i);
     NAME(block_scales)(tail, out + i);
 }
 
-static TARGET void NAME(dequantize)(const Gemm *g, int64_t row, const float *sf, Element *out) {
-    const uint8_t *codes = g->codes + row * g->K / 2;
-    for (int64_t k = 0; k < g->K_steps; k += STEP) {
-        uint8_t tail[STEP / 2] = {0};
-        const uint8_t *now = codes + k / 2;
-        if (k + STEP > g->K) memcpy(tail, now, (g->K - k) / 2), now = tail;
-        M even, odd;
-        NAME(decode)(now, &even, &odd);
-        V scale = NAME(scales)(sf, k);
-        even = NAME(scaled)(even, scale), odd = NAME(scaled)(odd, scale);
-        *(M *)(out + k) = even, *(M *)(out + k + HALF) = odd;
+/* TILE weight rows, from element k on, n of them, dequantized: out[NP rows together][32 bits of K][row] */
+static TARGET void NAME(block)(const Gemm *g, const int64_t *row, int64_t rows, int64_t k, int64_t n, Element *out) {
+    int64_t K16 = g->K / 16, N = g->E * g->N, have = MIN(n, g->K - k);
+    for (int64_t j = 0; j < rows; j += LANES) {
+        const uint8_t *codes = g->codes + (row[j] * g->K + k) / 2, *sf = g->sf + row[j] * K16 + k / 16;
+        int64_t codes_stride = g->K / 2, sf_stride = K16;
+        uint8_t spare[LANES * K_BLOCK / 2], spare_sf[LANES * 16], bytes[16 * LANES];
+        float scale[16 * LANES];
+        for (int64_t r = 0; r < LANES; r++)
+            for (int64_t i = K_BLOCK / 2; i < K_BLOCK; i += 64) __builtin_prefetch(codes + r * codes_stride + i);
+        int follow = row[j + LANES - 1] == row[j] + LANES - 1; /* as rows do, or the last one of a tile is repeated */
+        if (!follow || have < n) {
+            memset(spare, 0, sizeof spare);
+            for (int64_t r = 0; r < LANES; r++)
+                memcpy(spare + r * K_BLOCK / 2, g->codes + (row[j + r] * g->K + k) / 2, have / 2);
+            codes = spare, codes_stride = K_BLOCK / 2;
+        }
+        if (!follow || have < n || row[j + LANES - 1] * K16 + k / 16 + 16 > N * K16) { /* 16 would be too many */
+            memset(spare_sf, 0, sizeof spare_sf);
+            for (int64_t r = 0; r < LANES; r++)
+                memcpy(spare_sf + r * 16, g->sf + row[j + r] * K16 + k / 16, have / 16);
+            sf = spare_sf, sf_stride = 16;
+        }
+        for (int64_t i = 0; i < 16; i += LANES) NAME(transpose)(sf + i, sf_stride, bytes + i * LANES);
+        for (int64_t i = 0; i < LANES; i++) NAME(block_scales)(bytes + 16 * i, scale + 16 * i);
+        M *to = (M *)out + j / (NP * LANES) * (K_BLOCK / (HALF / LANES)) * NP + j / LANES % NP;
+        for (int64_t i = 0; i < n; i += STEP, to += 2 * LANES * NP) {
+#ifdef DEQUANTIZES
+            NAME(dequantize)(codes + i / 2, codes_stride, scale + i / 16 * LANES, to);
+#else
+            uint8_t now[LANES * LANES];
+            NAME(transpose)(codes + i / 2, codes_stride, now);
+            for (int64_t u = 0; u < LANES; u++) {
+                V even, odd, s = *(V *)(scale + (i + 2 * u) / 16 * LANES);
+                NAME(decode)(now + u * LANES, &even, &odd);
+                to[u * NP] = even * s, to[(LANES + u) * NP] = odd * s;
+            }
+#endif
+        }
     }
 }
 
-/* Scales, bias and gate of one row: v [columns] -> v [n]. */
-static TARGET void NAME(finish)(const Gemm *g, const float *scale, float x_scale, const float *bias, int64_t columns,
-                                int64_t n, float *v) {
-    for (int64_t j = 0; j < columns; j++) v[j] = v[j] * scale[j] * x_scale + bias[j];
+/* The tile's rows of weights, their global scales and biases. */
+typedef struct { int64_t e, n0, n, columns, row[TILE]; float scale[TILE], bias[TILE]; } NAME(Tile);
+
+/* Scales, bias and gate of row r of the result, v [columns], which goes out. */
+static TARGET void NAME(finish)(const Gemm *g, const NAME(Tile) *tile, int64_t r, float *restrict v) {
+    int64_t n = tile->n;
+    float x_scale = g->x_scale ? g->x_scale[r] : 1.0f, h[TILE];
+    for (int64_t j = 0; j < TILE; j++) v[j] = v[j] * tile->scale[j] * x_scale + tile->bias[j];
     if (g->gate == RELU2)
-        for (int64_t j = 0; j < n; j++) v[j] = v[j] < 0 ? 0 : v[j] * v[j];
-    if (!g->paired) return;
-    float limit = g->limit, before = g->clamp_after ? __builtin_inff() : limit;
-    float after = g->clamp_after ? limit : __builtin_inff();
-    for (int64_t j = 0; j < n; j++) {
-        float a = v[j] > before ? before : v[j], u = v[n + j];
-        u = u > limit ? limit : u < -limit ? -limit : u;
-        /* gelu's (1 + tanh(z)) / 2 is sigmoid(2z) */
-        float z = g->gate == SILU ? g->alpha * a : 1.5957691216f * (a + 0.044715f * a * a * a);
-        a = a / (1.0f + exponential(-z));
-        a = a > after ? after : a;
-        v[j] = a * (u + g->up_offset);
+        for (int64_t j = 0; j < TILE; j++) v[j] = v[j] < 0 ? 0 : v[j] * v[j];
+    if (g->paired) {
+        float limit = g->limit, before = g->clamp_after ? __builtin_inff() : limit;
+        float after = g->clamp_after ? limit : __builtin_inff();
+        /* gelu's (1 + tanh(z)) / 2 is sigmoid(2z); z = a * (linear + cubic * a * a) */
+        float linear = g->gate == SILU ? g->alpha : 1.5957691216f, cubic = g->gate == SILU ? 0 : 0.0713548163f;
+        for (int64_t j = 0; j < TILE / 2; j++) {
+            float a = v[j], u = v[TILE / 2 + j];
+            a = a > before ? before : a, u = u > limit ? limit : u;
+            u = u < -limit ? -limit : u;
+            float b = a > 1e9f ? 1e9f : a < -1e9f ? -1e9f : a; /* whose square is finite */
+            a = a / (1.0f + exponential(-b * (linear + cubic * b * b)));
+            a = a > after ? after : a;
+            h[j] = a * (u + g->up_offset);
+        }
     }
+    int64_t to = (g->target ? g->target[r] : r) * g->width + tile->n0;
+    store_all(g->out, (int)g->out_type, to, g->paired ? h : v, n);
 }
 
 /* One tile of one expert's weight rows by all its tokens. */
 static TARGET void NAME(item)(const void *problem, int64_t i, int thread) {
     const Gemm *g = problem;
+    NAME(Tile) tile;
     int64_t e = g->hit[i / g->tiles], n0 = i % g->tiles * g->tile, n = MIN(g->tile, g->width - n0);
-    int64_t columns = g->paired ? 2 * n : n, first = g->offsets[e], tokens = g->offsets[e + 1] - first;
-    int64_t row[MAX_TILE + NR];
-    float scale[MAX_TILE + NR], bias[MAX_TILE + NR];
-    for (int64_t j = 0; j < columns + NR; j++) { /* the last one again, so that blocks of NR are whole */
-        int64_t c = MIN(j, columns - 1);
-        row[j] = c < n ? n0 + c : g->split + n0 + c - n;
-        scale[j] = row[j] < g->split ? g->first_scale[e] : g->rest_scale[e];
-        bias[j] = g->bias ? load(g->bias, (int)g->bias_type, e * g->N + row[j]) : 0;
+    int64_t first = g->offsets[e], tokens = g->offsets[e + 1] - first;
+    tile.n0 = n0, tile.n = n;
+    for (int64_t j = 0; j < TILE; j++) { /* [outputs], or [gate, up]; the last of them again where the tile is not full */
+        int64_t row = n0 + MIN(j % g->tile, n - 1) + (j < g->tile ? 0 : g->split);
+        tile.row[j] = e * g->N + row;
+        tile.scale[j] = row < g->split ? g->first_scale[e] : g->rest_scale[e];
+        tile.bias[j] = g->bias ? load(g->bias, (int)g->bias_type, tile.row[j]) : 0;
     }
-    Element *tile = (Element *)(g->work + thread * g->work_bytes);
-    float *scales = (float *)(tile + MAX_TILE * g->stride), out[NT * MAX_TILE];
-    int64_t K16 = (g->K_steps / 16 + 15) / 16 * 16;
-    int many = tokens > g->few;
-    if (many)
-        for (int64_t j = 0; j < (columns + NR - 1) / NR * NR; j++) {
-            NAME(row_scales)(g, e * g->N + row[j], scales);
-            NAME(dequantize)(g, e * g->N + row[j], scales, tile + j * g->stride);
-        }
-    for (int64_t t0 = 0; t0 < tokens; t0 += NT) {
-        int nt = (int)MIN(NT, tokens - t0);
-        const Element *x[NT];
-        for (int t = 0; t < nt; t++) {
-            int64_t r = first + t0 + t;
-            x[t] = (const Element *)g->rows + (g->index ? g->index[r] : r) * g->stride;
-        }
-        if (many) { /* in blocks of K, so that x stays in L1 for all weight rows */
-            memset(out, 0, sizeof out);
-            for (int64_t k = 0, end; k < g->K_steps; k = end) {
-                end = MIN(k + K_BLOCK / (int64_t)sizeof(Element), g->K_steps);
-                for (int64_t j = 0; j < columns; j += NR)
-                    NAME(block_of_tile)(nt, tile + j * g->stride, g->stride, k, end, x, out + j);
-            }
-        } else for (int64_t j = 0; j < columns; j += NR) {
-            const uint8_t *codes[NR];
-            const float *sf[NR];
-            for (int r = 0; r < NR; r++) {
-                int64_t at = e * g->N + row[j + r];
-                NAME(row_scales)(g, at, scales + r * K16);
-                sf[r] = scales + r * K16, codes[r] = g->codes + at * g->K / 2;
-            }
-            NAME(block_of_codes)(nt, codes, sf, g->K, x, out + j);
-        }
-        for (int t = 0; t < nt; t++) {
-            int64_t r = first + t0 + t;
-            NAME(finish)(g, scale, g->x_scale ? g->x_scale[r] : 1.0f, bias, columns, n, out + t * MAX_TILE);
-            int64_t to = (g->target ? g->target[r] : r) * g->width + n0;
-            store_all(g->out, (int)g->out_type, to, out + t * MAX_TILE, n);
-        }
+    const Element *x[NX > NT ? NX : NT];
+#define TOKENS(n) for (int64_t t = 0; t < (n); t++) { \
+        int64_t r = first + t0 + t; \
+        x[t] = (const Element *)g->rows + (g->index ? g->index[r] : r) * g->stride; \
     }
+    if (tokens <= g->few) {
+        float *scales = (float *)(g->work + thread * g->work_bytes), out[NT * TILE];
+        int64_t K16 = (g->K_steps / 16 + 15) / 16 * 16 + 16, full = n == g->tile ? TILE : n;
+        for (int64_t i = 0, groups = (tokens + NT - 1) / NT; i < groups; i++) {
+            int64_t t0 = tokens * i / groups, nt = tokens * (i + 1) / groups - t0;
+            TOKENS(nt)
+            for (int64_t j = 0; j < TILE; j += NR) {
+                if (j >= full && (j < g->tile || j >= g->tile + n)) continue;
+                const uint8_t *codes[NR];
+                const float *sf[NR];
+                for (int r = 0; r < NR; r++) {
+                    NAME(row_scales)(g, tile.row[j + r], scales + r * K16);
+                    sf[r] = scales + r * K16, codes[r] = g->codes + tile.row[j + r] * g->K / 2;
+                }
+                NAME(few_tokens)((int)nt, codes, sf, g->K, x, out + j);
+            }
+            for (int64_t t = 0; t < nt; t++) NAME(finish)(g, &tile, first + t0 + t, out + t * TILE);
+        }
+        return;
+    }
+    Element *w = (Element *)(g->work + thread * g->work_bytes);
+    float *sums = (float *)(w + TILE * K_BLOCK);
+    int64_t panel = NP * LANES, rows = !g->paired && n < TILE ? (n + panel - 1) / panel * panel : TILE;
+    for (int64_t begin = 0; begin < tokens; begin += CHUNK) {
+        int64_t here = MIN(CHUNK, tokens - begin), groups = (here + NX - 1) / NX;
+        for (int64_t k = 0; k < g->K_steps; k += K_BLOCK) {
+            int64_t columns = MIN(K_BLOCK, g->K_steps - k);
+            NAME(block)(g, tile.row, rows, k, columns, w);
+            for (int64_t i = 0; i < groups; i++) {
+                int64_t t0 = begin + here * i / groups, nt = begin + here * (i + 1) / groups - t0;
+                if (begin == 0) prefetch_next(g, tile.row[0], k + columns * i / groups, columns / groups);
+                TOKENS(nt)
+                for (int64_t t = 0; t < nt; t++) x[t] += k;
+                for (int64_t j = 0; j < rows; j += panel)
+                    NAME(many_tokens)((int)nt, w + j * K_BLOCK, x, columns * (int64_t)sizeof(Element) / 4, k == 0,
+                                      sums + (t0 - begin) * TILE + j);
+            }
+        }
+        for (int64_t t = 0; t < here; t++) NAME(finish)(g, &tile, first + begin + t, sums + t * TILE);
+    }
+#undef TOKENS
 }
 
 /* n elements of x from `at` on as fp32, zeros where they are not among the first `width` */
@@ -606,6 +869,7 @@ static TARGET void NAME(expand)(const void *x, int type, int64_t at, int64_t wid
 /* Row r of x -> g->rows: steps of even, then odd elements. */
 static TARGET void NAME(arrange)(const void *problem, int64_t r, int thread) {
     const Gemm *g = problem;
+    Element *out = (Element *)g->rows + r * g->stride;
     float *v = (float *)(g->work + thread * g->work_bytes);
     if (g->x_type == NVFP4) {
         const uint8_t *codes = (const uint8_t *)g->x + r * g->x_width / 2;
@@ -619,8 +883,13 @@ static TARGET void NAME(arrange)(const void *problem, int64_t r, int thread) {
             }
         }
         for (int64_t k = g->x_width; k < g->K_steps; k++) v[k] = 0;
+    } else if (g->x_type == BF16 && sizeof(Element) == 2 && g->x_width == g->K_steps) { /* just even and odd apart */
+        const uint16_t *x = (const uint16_t *)g->x + r * g->x_width;
+        for (int64_t k = 0; k < g->K_steps; k += STEP)
+            for (int64_t i = 0; i < HALF; i++)
+                out[k + i] = (Element)x[k + 2 * i], out[k + HALF + i] = (Element)x[k + 2 * i + 1];
+        return;
     } else NAME(expand)(g->x, (int)g->x_type, r * g->x_width, g->x_width, g->K_steps, v);
-    Element *out = (Element *)g->rows + r * g->stride;
     for (int64_t k = 0; k < g->K_steps; k += STEP)
         for (int64_t i = 0; i < HALF; i++) {
             float even = v[k + 2 * i], odd = v[k + 2 * i + 1];
@@ -679,14 +948,15 @@ static TARGET void NAME(quantize)(const void *problem, int64_t r, int thread) {
 static TARGET void NAME(combine)(const void *problem, int64_t t, int thread) {
     (void)thread;
     const Combine *c = problem;
-    float sum[256];
-    for (int64_t h = 0; h < c->H; h += 256) {
-        int64_t n = MIN(256, c->H - h);
+    float sum[64];
+    for (int64_t h = 0; h < c->H; h += 64) {
+        int64_t n = MIN(64, c->H - h);
         memset(sum, 0, sizeof sum);
         for (int64_t j = 0; j < c->top_k; j++) {
             float weight = load(c->weights, (int)c->weights_type, t * c->top_k + j);
-            const float *slot = c->slots + (t * c->top_k + j) * c->H + h;
-            for (int64_t i = 0; i < n; i++) sum[i] += weight * slot[i];
+            const float *restrict slot = c->slots + (t * c->top_k + j) * c->H + h;
+            if (n == 64) for (int64_t i = 0; i < 64; i++) sum[i] += weight * slot[i];
+            else for (int64_t i = 0; i < n; i++) sum[i] += weight * slot[i];
         }
         store_all(c->out, (int)c->out_type, t * c->H + h, sum, n);
     }
@@ -694,15 +964,17 @@ static TARGET void NAME(combine)(const void *problem, int64_t t, int thread) {
 #endif
 
 #undef LANES
-#undef EACH_NT
 #undef HALF
 #undef STEP
 #undef PATH
 #undef SHARES_REST
+#undef DEQUANTIZES
 #undef TARGET
 #undef V
 #undef M
 #undef Element
 #undef NR
 #undef NT
+#undef NP
+#undef NX
 #endif

@@ -1,9 +1,11 @@
 """The CPU backend: the three stages of the reference as C loops over the 4-bit weights.
 
-cpu.c, beside this file, is compiled on first use with the system's C compiler (CC, else cc, gcc or
-clang; a few seconds) into ``$MOE_NVFP4_CACHE/cpu``, else ``$XDG_CACHE_HOME/moe_nvfp4/cpu``, else
-``~/.cache/moe_nvfp4/cpu``. The library holds a path for every instruction set and picks one when it
-is loaded, so it may move between machines; MOE_NVFP4_CPU=avx512bf16, avx512, avx2 or portable forces one.
+A wheel that was built where a C compiler was brings cpu.c as a library. Otherwise cpu.c, beside this
+file, is compiled on first use with the system's C compiler (CC, else cc, gcc or clang; a few seconds)
+into ``$MOE_NVFP4_CACHE/cpu``, else ``$XDG_CACHE_HOME/moe_nvfp4/cpu``, else ``~/.cache/moe_nvfp4/cpu``.
+The library holds a path for every instruction set and picks one when it
+is loaded, so it may move between machines; MOE_NVFP4_CPU=avx512bf16, avx512, avx2, neon or
+portable forces one.
 Where it cannot be built, `available` warns once and says False.
 
 Numerics are the reference's, up to the order of fp32 sums. Results do not depend on the number of
@@ -21,30 +23,103 @@ import shutil
 import subprocess
 import warnings
 from functools import cache
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
+from struct import Struct
 
 import torch
 from torch import Tensor
 
 from moe_nvfp4 import format as nvfp4
 from moe_nvfp4.kernels.cache import is_whole, keep, own_folder
-from moe_nvfp4.routing import Groups, Rows
+from moe_nvfp4.routing import Groups, Rows, group_by_expert
 from moe_nvfp4.weights import ExpertWeights
 
 SOURCE = Path(__file__).with_name("cpu.c")
 FLAGS = ("-std=gnu11", "-O3", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared", "-pthread")
-PATHS = ("portable", "avx2", "avx512", "avx512bf16")  # in the order of cpu.c: the best is last
+PATHS = ("portable", "avx2", "avx512", "avx512bf16", "neon")  # as in cpu.c, the best of a machine last
 
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _NVFP4 = 3
 _GATES = ("raw", "relu2", "silu", "gelu_tanh")
 
 
+# The kinds of stages and their structs in cpu.c: pointers and integers, then for a GEMM what ends its gate.
+_GROUP, _QUANTIZE, _GEMM, _COMBINE = range(4)
+_LAYOUTS = [Struct("=2q7q").pack, Struct("=2q12q").pack, Struct("=2q25q3fi").pack, Struct("=2q8q").pack]
+_WORDS = [7, 12, 27, 8]
+
+
 # ---- the stages ----------------------------------------------------------------------------------
+
+
+class _Program:
+    """Stages that run in one call of cpu.c, one after the other; it holds on to the tensors meanwhile."""
+
+    def __init__(self):
+        self.code, self.tensors = [], []
+
+    def add(self, kind: int, tensors: list[Tensor | None], *numbers) -> None:
+        pointers = []
+        for t in tensors:
+            if t is not None and not t.is_contiguous():
+                t = t.contiguous()
+            self.tensors.append(t)
+            pointers.append(0 if t is None else t.data_ptr())
+        self.code.append(_LAYOUTS[kind](kind, _WORDS[kind], *pointers, *numbers))
+
+    def run(self) -> bool:
+        """False if the first stage is a grouping that met an illegal id."""
+        run, code = _library().run, b"".join(self.code)
+        failed = run(code, len(self.code), PATHS.index(path()), torch.get_num_threads(), _parallel())
+        if failed == -1:
+            raise MemoryError("no memory for the rows and the scratch of the CPU kernels")
+        return not failed
+
+
+def experts(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: ExpertWeights) -> Tensor:
+    """The whole layer in one call: x [T, H], [T, top_k], [T, top_k] -> [T, H] in x's dtype."""
+    program, quantized = _Program(), weights.activations == "nvfp4"
+    R, E = top_k_index.numel(), weights.num_experts
+    ids = top_k_index if top_k_index.dtype == torch.int64 else top_k_index.long()
+    order, token, offsets = (torch.empty(n, dtype=torch.int32, device="cpu") for n in (R, R, E + 1))
+    groups = Groups(order, offsets, top_k_index.shape[1])
+    program.add(_GROUP, [ids, order, token, offsets], R, groups.top_k, E)
+    rows = _quantize(program, x, token, weights.x_scale, groups) if quantized else Rows(x, index=token)
+    h = _gemm1(program, rows, weights, groups, x.dtype)
+    if quantized and not h.is_nvfp4:
+        h = _quantize(program, h.values, None, None, groups)
+    y = _gemm2(program, h, weights, groups, top_k_weights, x.dtype)
+    if not program.run():
+        group_by_expert(top_k_index, E)  # says which
+    return y
 
 
 def quantize_rows(x: Tensor, index: Tensor | None, scale: Tensor | None, groups: Groups) -> Rows:
     """As `reference.quantize_rows`, to the bit."""
+    program = _Program()
+    rows = _quantize(program, x, index, scale, groups)
+    program.run()
+    return rows
+
+
+def gemm1_swiglu(rows: Rows, weights: ExpertWeights, groups: Groups, dtype: torch.dtype) -> Rows:
+    """As `reference.gemm1_swiglu`: `dtype` [R, I] (raw gate: [R, N13]), or NVFP4 where weights.h_scale is."""
+    program = _Program()
+    h = _gemm1(program, rows, weights, groups, dtype)
+    program.run()
+    return h
+
+
+def gemm2_combine(h: Rows, weights: ExpertWeights, groups: Groups, top_k_weights: Tensor, dtype: torch.dtype) -> Tensor:
+    """As `reference.gemm2_combine`: `dtype` [T, H]."""
+    program = _Program()
+    y = _gemm2(program, h, weights, groups, top_k_weights, dtype)
+    program.run()
+    return y
+
+
+def _quantize(program: _Program, x: Tensor, index: Tensor | None, scale: Tensor | None, groups: Groups) -> Rows:
     x = _floating(x)
     R, E, width = groups.num_rows, groups.num_experts, x.shape[-1]
     K = -(-width // 16) * 16
@@ -52,39 +127,38 @@ def quantize_rows(x: Tensor, index: Tensor | None, scale: Tensor | None, groups:
     sf = torch.zeros(nvfp4.grouped_sf_rows(R, E) * (-(-K // 64) * 4), dtype=torch.uint8, device="cpu")
     row_scale = torch.empty(R, device="cpu")
     tensors = [x, index, scale, groups.offsets, codes, sf, row_scale]
-    _call("quantize", _Quantize, tensors, _TYPES[x.dtype], width, K, R, E)
+    program.add(_QUANTIZE, tensors, _TYPES[x.dtype], width, K, R, E)
     return Rows(codes, sf, row_scale)
 
 
-def gemm1_swiglu(rows: Rows, weights: ExpertWeights, groups: Groups, dtype: torch.dtype) -> Rows:
-    """As `reference.gemm1_swiglu`: `dtype` [R, I] (raw gate: [R, N13]), or NVFP4 where weights.h_scale is."""
+def _gemm1(program: _Program, rows: Rows, weights: ExpertWeights, groups: Groups, dtype: torch.dtype) -> Rows:
     w, gate = weights, weights.gate
     paired = gate.kind in ("silu", "gelu_tanh")
     static = w.activations == "nvfp4" and w.h_scale is not None and gate.kind != "raw"
-    h = torch.empty(
-        groups.num_rows,
-        w.intermediate_size if paired else w.w13.shape[1],
-        dtype=torch.float32 if static else dtype,
-        device="cpu",
-    )
+    width = w.intermediate_size if paired else w.w13.shape[1]
+    h = torch.empty(groups.num_rows, width, dtype=torch.float32 if static else dtype, device="cpu")
     split = 0 if w.gate_scale is None else w.intermediate_size
     tensors = [w.w13, w.w13_sf, w.gate_scale if split else w.up_scale, w.up_scale, w.b13, h]
     numbers = (_GATES.index(gate.kind), gate.alpha, gate.limit, gate.up_offset, gate.clamp_after)
-    _gemm(rows, groups, None, tensors, split, paired, *numbers)
-    return quantize_rows(h, None, w.h_scale, groups) if static else Rows(h)
+    _gemm(program, rows, groups, None, tensors, split, paired, *numbers)
+    return _quantize(program, h, None, w.h_scale, groups) if static else Rows(h)
 
 
-def gemm2_combine(h: Rows, weights: ExpertWeights, groups: Groups, top_k_weights: Tensor, dtype: torch.dtype) -> Tensor:
-    """As `reference.gemm2_combine`: `dtype` [T, H]."""
-    w, (T, top_k), H = weights, top_k_weights.shape, weights.hidden_size
+def _gemm2(program: _Program, h: Rows, w: ExpertWeights, groups: Groups, top_k_weights: Tensor, dtype) -> Tensor:
+    (T, top_k), H = top_k_weights.shape, w.hidden_size
     slots = torch.empty(T * top_k, H, device="cpu")
-    _gemm(h, groups, groups.order, [w.w2, w.w2_sf, w.w2_scale, w.w2_scale, w.b2, slots], 0, False, 0, 1.0, 0.0, 0.0, 0)
+    tensors = [w.w2, w.w2_sf, w.w2_scale, w.w2_scale, w.b2, slots]
+    _gemm(program, h, groups, groups.order, tensors, 0, False, 0, 1.0, 0.0, 0.0, 0)
     top_k_weights, y = _floating(top_k_weights), torch.empty(T, H, dtype=dtype, device="cpu")
-    _call("combine", _Combine, [slots, top_k_weights, y], T, top_k, H, _TYPES[top_k_weights.dtype], _TYPES[dtype])
+    program.add(
+        _COMBINE, [slots, top_k_weights, y], T, top_k, H, _TYPES[top_k_weights.dtype], _TYPES[dtype]
+    )
     return y
 
 
-def _gemm(rows: Rows, groups: Groups, target: Tensor | None, tensors: list, split: int, paired: bool, *gate) -> None:
+def _gemm(
+    program: _Program, rows: Rows, groups: Groups, target: Tensor | None, tensors: list, split: int, paired: bool, *gate
+) -> None:
     codes, sf, first, rest, bias, out = tensors
     x = rows.values if rows.is_nvfp4 else _floating(rows.values)
     if not codes.dtype == sf.dtype == torch.uint8:
@@ -96,35 +170,11 @@ def _gemm(rows: Rows, groups: Groups, target: Tensor | None, tensors: list, spli
         *(groups.num_rows, groups.num_experts, codes.shape[1], codes.shape[2] * 2, split),
         *(0 if bias is None else _TYPES[bias.dtype], _TYPES[out.dtype], paired, out.shape[1]),
     )
-    _call("gemm", _Gemm, tensors, *numbers, *gate)
+    program.add(_GEMM, tensors, *numbers, *gate)
 
 
 def _floating(x: Tensor) -> Tensor:
     return x if x.dtype in _TYPES else x.float()
-
-
-def _call(function: str, struct: type, tensors: list[Tensor | None], *numbers) -> None:
-    library = _library()
-    kept = [t if t is None or t.is_contiguous() else t.contiguous() for t in tensors]
-    problem = struct(*(t if t is None else t.data_ptr() for t in kept), *numbers)
-    failed = getattr(library, function)(
-        ctypes.byref(problem), PATHS.index(path()), torch.get_num_threads(), _parallel()
-    )
-    if failed:
-        raise MemoryError(f"no memory for the rows and scratch of {function}")
-
-
-def _struct(name: str, pointers: int, *numbers) -> type:
-    fields = [(f"p{i}", ctypes.c_void_p) for i in range(pointers)]
-    fields += [(f"n{i}", kind) for i, kind in enumerate(numbers)]
-    return type(name, (ctypes.Structure,), {"_fields_": fields})
-
-
-# The structs of cpu.c: pointers, then numbers, then what C fills in.
-_int, _float = ctypes.c_int64, ctypes.c_float
-_Gemm = _struct("_Gemm", 12, *[_int] * 13, *[_float] * 3, ctypes.c_int32, *[_int] * 10)
-_Quantize = _struct("_Quantize", 7, *[_int] * 5)
-_Combine = _struct("_Combine", 3, *[_int] * 5)
 
 
 # ---- the library ---------------------------------------------------------------------------------
@@ -163,12 +213,24 @@ def path() -> str:
 
 @cache
 def _library() -> ctypes.CDLL:
-    library = ctypes.CDLL(build())
+    library = _shipped() or ctypes.CDLL(build())
     library.paths.restype = ctypes.c_int64
-    for function in (library.gemm, library.quantize, library.combine):
-        function.restype = ctypes.c_int64
-        function.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p]
+    library.run.restype = ctypes.c_int64
+    library.run.argtypes = [ctypes.c_char_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p]
     return library
+
+
+def _shipped() -> ctypes.CDLL | None:
+    """The library that the wheel brought, if it was made from the cpu.c beside it."""
+    for suffix in EXTENSION_SUFFIXES:
+        file = SOURCE.with_name("_cpu" + suffix)
+        try:
+            library, source = ctypes.CDLL(str(file)), SOURCE.read_bytes()
+            if (ctypes.c_char * len(source)).in_dll(library, "source").raw == source:
+                return library
+        except (OSError, ValueError):  # no such file, or made for another machine; no source in it
+            continue
+    return None
 
 
 @cache
