@@ -106,7 +106,9 @@ def quantize_job(shard: str, stem: str, matrix: Matrix, options: Options) -> Job
         sf: ("F8_E4M3", (N, K // 16)),
         scale: ("F32", options.dialect.scale_shape),
     }
-    return Job(shard, matrix.size, matrix.held + min(N, step) * K * 10 + 10_000_000, outputs, run)
+    # On a CPU, fp32 and its temporaries; for a GPU what is read and what comes back.
+    of_element = 10 if options.device == "cpu" else 5
+    return Job(shard, matrix.size, matrix.held + min(N, step) * K * of_element + 10_000_000, outputs, run)
 
 
 def dense_job(name: str, shard: str, matrix: Matrix, dtype: str) -> Job:

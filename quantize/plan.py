@@ -61,7 +61,7 @@ class ConversionReport:
     experts_before: int = 0
     experts_after: int = 0
     shards: int = 0
-    resumed_shards: int = 0
+    resumed: int = 0  # source bytes whose work an earlier run had done
     seconds: float = 0.0
 
     def lines(self) -> Iterator[str]:
