@@ -39,7 +39,7 @@ from moe_nvfp4.quantize.checkpoint import INDEX, Checkpoint, ShardWriter, Workpl
 from moe_nvfp4.quantize.dialects import DIALECTS
 from moe_nvfp4.quantize.experts import DEFAULT_RECIPE, RECIPES
 from moe_nvfp4.quantize.jobs import Job, Options
-from moe_nvfp4.quantize.plan import ConversionReport, Plan, readable_size
+from moe_nvfp4.quantize.plan import ConversionReport, Plan, config_dtype, readable_size
 from moe_nvfp4.weights import ACTIVATIONS
 
 IN_FLIGHT = 500_000_000  # bytes that all workers together may hold
@@ -83,6 +83,11 @@ def convert_checkpoint(
     options = _options(checkpoint.config, recipe, exclude, include, dialect, activations, device)
     report = ConversionReport(source, destination, recipe)
     plan = Plan(checkpoint, options, report)
+    if plan.unchanged:
+        raise ValueError(
+            f"{source} is quantized already (NVFP4 of {dialect}); quantize the original checkpoint, or name another "
+            "--dialect to carry these over"
+        )
     report.skipped |= {p.name: "a weight file that belongs to no part of this checkpoint" for p in checkpoint.ignored}
     if dry_run:
         return report
@@ -107,13 +112,9 @@ def _options(config, recipe, exclude, include, dialect, activations, device) -> 
                                (activations, ACTIVATIONS, "activations")):  # fmt: skip
         if value not in known:
             raise ValueError(f"unknown {what} {value!r}: choose one of {', '.join(known)}")
-    dtypes = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
-    named = [c.get("dtype") or c.get("torch_dtype") for c in (config, config.get("text_config") or {})]
-    known = [dtypes[d] for d in (str(d).removeprefix("torch.") for d in named) if d in dtypes]
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     include = None if include is None else tuple(include)
-    dtype = known[0] if known else None
-    return Options(recipe, tuple(exclude), include, DIALECTS[dialect], activations, device, dtype)
+    return Options(recipe, tuple(exclude), include, DIALECTS[dialect], activations, device, config_dtype(config))
 
 
 def _default_workers() -> int:

@@ -13,7 +13,7 @@ from moe_nvfp4.format import pad_k
 from moe_nvfp4.quantize.checkpoint import TORCH_DTYPES, Stored, tensor_bytes
 from moe_nvfp4.quantize.dialects import Dialect
 from moe_nvfp4.quantize.experts import quantize_matrix, recipe_global_scale
-from moe_nvfp4.quantize.matrices import Matrix
+from moe_nvfp4.quantize.matrices import FusedStack, Matrix
 from moe_nvfp4.weights import check_global_scale
 
 CHUNK = 1 << 22  # elements of a matrix that are worked on together: 8 MiB in bf16, 16 MiB in fp32
@@ -136,22 +136,6 @@ def dense_stack_job(name: str, shard: str, matrices: list[Matrix], dtype: str) -
 
     outputs = {name: (dtype, (len(matrices), K, N))}
     return Job(shard, sum(m.size for m in matrices), N * K * 12, outputs, run)
-
-
-@dataclass(frozen=True)
-class FusedStack:
-    """NVFP4 experts as ModelOpt stacks them: codes [E, in/2, out], sf [E, in/16, out], one scale for all."""
-
-    codes: Stored
-    sf: Stored
-    scales: dict[str, Stored]  # by the last part of a matrix's own name: weight_scale_2, input_scale
-    interleaved: bool
-
-    def pieces(self, stored: Stored, e: int, parts: int) -> list[Tensor]:
-        """uint8 [out, in'] of expert e, in `parts` projections."""
-        size = stored.size // stored.shape[0]
-        rows = stored.read(e * size, size).view(stored.shape[1:]).T
-        return [rows[i::parts] for i in range(parts)] if self.interleaved else list(rows.chunk(parts))
 
 
 def fused_jobs(stack: FusedStack, stems: list[str], source: Dialect, target: Dialect) -> Iterator[Job]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from moe_nvfp4.format import decode, dequantize
 from moe_nvfp4.quantize.checkpoint import TORCH_DTYPES, Checkpoint, Stored
 from moe_nvfp4.quantize.dialects import Dialect
+from moe_nvfp4.quantize.names import PRE_QUANT_SCALE
 
 
 @dataclass(frozen=True)
@@ -135,13 +136,43 @@ def mxfp4(blocks: Stored, scales: Stored, e: int, first: int, step: int, name: s
 
 
 def nvfp4_matrix(checkpoint: Checkpoint, stem: str, dialect: Dialect) -> Matrix:
-    """Codes and scales -> fp32 [N, K]."""
+    """Codes and scales -> fp32 [N, K]: what x is multiplied with, so AWQ's pre_quant_scale is in it."""
     codes, sf, scale = (checkpoint.tensors[f"{stem}.{s}"] for s in dialect.suffixes[:3])
+    smooth = checkpoint.tensors.get(f"{stem}.{PRE_QUANT_SCALE}")
     N, half = codes.shape
 
     def rows(a: int, b: int) -> Tensor:
         part = codes.read(a * half, (b - a) * half).view(-1, half)
         part_sf = sf.read(a * half // 8, (b - a) * half // 8).view(-1, half // 8)
-        return dequantize(part, part_sf, dialect.decode_scale(scale.tensor()).reshape(()))
+        dense = dequantize(part, part_sf, dialect.decode_scale(scale.tensor()).reshape(()))
+        return dense if smooth is None else dense * smooth.tensor().float()
 
     return Matrix(N, 2 * half, codes.size + sf.size, lambda: rows)
+
+
+@dataclass(frozen=True)
+class FusedStack:
+    """NVFP4 experts as ModelOpt stacks them: codes [E, in/2, out], sf [E, in/16, out], one scale for all."""
+
+    codes: Stored
+    sf: Stored
+    scales: dict[str, Stored]  # by the last part of a matrix's own name: weight_scale_2, input_scale
+    interleaved: bool
+
+    def matrix(self, e: int, part: int, parts: int, source: Dialect) -> Matrix:
+        """Projection `part` of expert e -> fp32 [out / parts, in]."""
+        E, half, out = self.codes.shape
+
+        def open() -> Callable[[int, int], Tensor]:
+            codes, sf = (self.pieces(stored, e, parts)[part].contiguous() for stored in (self.codes, self.sf))
+            scale = source.decode_scale(self.scales[source.global_scale].tensor()).reshape(())
+            return lambda a, b: dequantize(codes[a:b], sf[a:b], scale)
+
+        size = (self.codes.size + self.sf.size) // E
+        return Matrix(out // parts, 2 * half, size // parts, open, held=2 * size)
+
+    def pieces(self, stored: Stored, e: int, parts: int) -> list[Tensor]:
+        """uint8 [out, in'] of expert e, in `parts` projections."""
+        size = stored.size // stored.shape[0]
+        rows = stored.read(e * size, size).view(stored.shape[1:]).T
+        return [rows[i::parts] for i in range(parts)] if self.interleaved else list(rows.chunk(parts))

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from itertools import product
 from pathlib import Path
 
 from moe_nvfp4.quantize.checkpoint import Checkpoint, Stored, tensor_bytes
@@ -99,7 +100,9 @@ class Plan:
         self.source, self.options, self.report = source, options, report
         self.left = dict(source.tensors)  # not planned yet
         self.jobs: list[Job] = []
-        self.quantized: dict[str, Matrix | None] = {}  # modules; None: NVFP4 already
+        self.quantized: dict[str, Matrix] = {}  # modules, by the names of new files
+        self.dequantized: dict[str, Matrix] = {}  # tensors that were FP8
+        self.unchanged = False  # NVFP4 already, in the dialect and the layout of new files
         self.dense: set[str] = set()  # modules that keep, or get, dense weights
         self.excluded: set[str] = set()  # experts modules
         self.has_input_scale = self.has_pre_quant_scale = False
@@ -119,7 +122,7 @@ class Plan:
     def _make(self) -> None:
         q = self.source.config.get("quantization_config")
         method = (q or {}).get("quant_method")
-        info = self._nvfp4_info(q, method)
+        info = nvfp4_info(self.source)
         if info is not None:
             self._carry(info)
         else:
@@ -137,17 +140,6 @@ class Plan:
                                  "this quantization is not known here; use the original checkpoint")  # fmt: skip
             self._copy(name, stored)
         self.config = {**self.source.config, "quantization_config": self._quantization_config(info)}
-
-    def _nvfp4_info(self, q: Mapping | None, method: str | None) -> QuantizationInfo | None:
-        """What the config says about NVFP4; None for dense, FP8 and MXFP4 sources."""
-        hf = self.source.folder / "hf_quant_config.json"
-        if (q is None and not hf.is_file()) or (method in ("fp8", "mxfp4") and "moe_quant_algo" not in q):
-            return None
-        info = read_config(self.source.config, json.loads(hf.read_text()) if hf.is_file() else None)
-        if info is None:
-            raise ValueError(f"{self.source.folder} is quantized with {method!r}, which is not read here: fp8 (in "
-                             "blocks), mxfp4, and NVFP4 of modelopt or compressed-tensors are")  # fmt: skip
-        return info
 
     def _is_scale(self, name: str) -> bool:
         if name.endswith(".scale"):  # of a norm, unless its weight is not dense
@@ -349,8 +341,7 @@ class Plan:
                 experts.setdefault(match["module"], {}).setdefault(match["part"], set()).add(int(match["e"]))
                 self._quantize(stem, matrix, weight.file.name)
                 continue
-            self.jobs.append(dense_job(f"{stem}.weight", weight.file.name, matrix, self.options.dtype or "BF16"))
-            self.report.dequantized += 1
+            self._dequantize(stem, matrix, weight)
             self.dense |= set() if match else {stem}
         for module, parts in experts.items():
             self._check_complete(module, parts)
@@ -368,9 +359,7 @@ class Plan:
         self._fp8_next_to_nvfp4()
         for name in fused:
             self._carry_stack(name, source)
-        if source is target and not (turned or fused or self.report.dequantized):
-            raise ValueError(f"{self.source.folder} is quantized already (NVFP4 of {source.name}); quantize the "
-                             "original checkpoint, or name another --dialect to carry these over")  # fmt: skip
+        self.unchanged = source is target and not (turned or fused or self.report.dequantized)
         marker = source.global_scale
         for name in [n for n in self.left if n.endswith(f".{marker}")]:
             self._carry_matrix(name.removesuffix(f".{marker}"), source)
@@ -405,7 +394,7 @@ class Plan:
                 raise ValueError(f"{stem}.{PRE_QUANT_SCALE} (AWQ) has no place in {target.name} files: keep ModelOpt's")
             self.jobs.append(copy_job(f"{stem}.{PRE_QUANT_SCALE}", smooth, f"{new_stem}.{PRE_QUANT_SCALE}"))
             self.has_pre_quant_scale = True
-        self.quantized[new_stem] = None
+        self.quantized[new_stem] = nvfp4_matrix(self.source, stem, source)
         self.report.carried += 1
 
     def _carry_stack(self, name: str, source: Dialect) -> None:
@@ -428,7 +417,8 @@ class Plan:
             _need(bias.shape == (codes.shape[0], codes.shape[2]), f"{name}_bias", bias, "[E, out]")
             self.jobs += bias_jobs(f"{name}_bias", bias, stems, interleaved)
         self.has_input_scale |= source.input_scale in scales
-        self.quantized |= {stem.format(e=e): None for stem in stems for e in range(codes.shape[0])}
+        for e, (i, stem) in product(range(codes.shape[0]), enumerate(stems)):
+            self.quantized[stem.format(e=e)] = stack.matrix(e, i, len(parts), source)
         self.report.carried += codes.shape[0] * len(parts)
 
     def _fp8_next_to_nvfp4(self) -> None:
@@ -439,11 +429,16 @@ class Plan:
             if scale is None:
                 raise ValueError(f"{name} is FP8 and has no scale next to it: a shard is missing, download it again")
             matrix = fp8(weight, scale, None, stem)
-            self.jobs.append(dense_job(name, weight.file.name, matrix, self.options.dtype or "BF16"))
+            self._dequantize(stem, matrix, weight)
             if self.left.pop(f"{stem}.input_scale", None) is not None:
                 self.report.skipped[f"{stem}.input_scale"] = "of an FP8 layer that becomes dense"
-            self.report.dequantized += 1
             self.dense.add(stem)
+
+    def _dequantize(self, stem: str, matrix: Matrix, weight: Stored) -> None:
+        name = f"{stem}.weight"
+        self.jobs.append(dense_job(name, weight.file.name, matrix, self.options.dtype or "BF16"))
+        self.dequantized[name] = matrix
+        self.report.dequantized += 1
 
     # ------------------------------------------------------------ the rest
     def _copy(self, name: str, stored: Stored) -> None:
@@ -490,15 +485,37 @@ class Plan:
         return new
 
 
-def source_matrices(source: Checkpoint, modules: Iterable[str]) -> dict[str, Matrix]:
-    """The dense matrices of the experts `modules` of a checkpoint, by the names that NVFP4 files give them."""
-    info = read_config(source.config)
+def nvfp4_info(source: Checkpoint) -> QuantizationInfo | None:
+    """What the configs say about NVFP4; None for dense, FP8 and MXFP4 sources. ValueError for other formats."""
+    q = source.config.get("quantization_config")
+    method, hf = (q or {}).get("quant_method"), source.folder / "hf_quant_config.json"
+    if (q is None and not hf.is_file()) or (method in ("fp8", "mxfp4") and "moe_quant_algo" not in q):
+        return None
+    info = read_config(source.config, json.loads(hf.read_text("utf-8")) if hf.is_file() else None)
     if info is None:
-        options = Options("max", (), tuple(modules), DIALECTS["modelopt"], "bf16", "cpu", None)
-        return Plan(source, options, ConversionReport(source.folder, source.folder, "max")).quantized
-    marker = f".{info.dialect.global_scale}"
-    stems = [n.removesuffix(marker) for n in source.tensors if n.endswith(marker)]
-    return {stem: nvfp4_matrix(source, stem, info.dialect) for stem in stems}
+        raise ValueError(f"{source.folder} is quantized with {method!r}, which is not read here: fp8 (in "
+                         "blocks), mxfp4, and NVFP4 of modelopt or compressed-tensors are")  # fmt: skip
+    return info
+
+
+def plan_of(source: Checkpoint, include: Iterable[str] | None = None) -> Plan:
+    """A plan for what `source` holds, in its own dialect: not to be carried out, but for its matrices.
+
+    include: the experts modules of a dense checkpoint to take (default: all).
+    """
+    info = nvfp4_info(source)
+    chosen = None if info or include is None else tuple(include)
+    dialect = info.dialect if info else DIALECTS["modelopt"]
+    options = Options("max", (), chosen, dialect, "bf16", "cpu", config_dtype(source.config))
+    return Plan(source, options, ConversionReport(source.folder, source.folder, "max"))
+
+
+def config_dtype(config: Mapping) -> str | None:
+    """The dtype that a config names for its weights, as safetensors writes it."""
+    dtypes = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+    named = [c.get("dtype") or c.get("torch_dtype") for c in (config, config.get("text_config") or {})]
+    known = [dtypes[d] for d in (str(d).removeprefix("torch.") for d in named) if d in dtypes]
+    return known[0] if known else None
 
 
 def _need(condition: bool, name: str, stored: Stored, expected: str) -> None:
