@@ -45,8 +45,9 @@ class Survey:
     """What files hold.
 
     experts    module name -> "each" (one tensor per expert), "projection first" (the same, named
-               experts.gate_proj.3), "fused" (ModelOpt's stacks [E, in/2, out]), "stacked" (our own
-               parameters) or "dense"; without the modules of which nothing was found
+               experts.gate_proj.3), "fused" (ModelOpt's stacks [E, in/2, out]), "bank" (its stacks for each
+               projection [E, out, in/2]), "stacked" (our own parameters) or "dense"; without the modules of
+               which nothing was found
     """
 
     headers: dict[str, dict]
@@ -69,7 +70,8 @@ class Survey:
         return self._experts_have(r"[._]pre_quant_scale")
 
     def _experts_have(self, last: str) -> bool:
-        return any(re.search(rf"(^|\.)experts\.(.*)?({last})$", key) for key in self.headers)
+        pattern = re.compile(rf"(^|\.)(experts\.(.*)?|moe\.(gate|up|down)_proj)({last})$")
+        return any(pattern.search(key) for key in self.headers)
 
 
 def is_nvfp4(headers: dict[str, dict]) -> bool:
@@ -149,7 +151,7 @@ def _style(key: str, dtype: str, found: Survey) -> str | None:
         return "dense"
     if PROJECTION_FIRST.search(key):
         return "projection first"
-    return "each"
+    return "bank" if len(found.headers[key]["shape"]) == 3 else "each"
 
 
 def _linear(key: str, module: str, source: str, found: Survey) -> QuantizedLinear | None:
@@ -251,6 +253,8 @@ def _check_shape(key: str, matrix: bool, shape: list[int], name: str, owner) -> 
     if matrix:
         parts = 2 if name.endswith(("gate_up_proj", "gate_up_proj_sf")) else 1
         expected = [param.shape[1] // parts, param.shape[2]]
+    if owner.style == "bank":
+        expected = [param.shape[0], *expected]
     if list(shape) != expected and not (expected == [] and list(shape) == [1]):
         raise ValueError(
             f"{key} has shape {list(shape)}, expected {expected} from the model's config: "

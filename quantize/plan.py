@@ -14,19 +14,19 @@ from pathlib import Path
 from moe_nvfp4.quantize.checkpoint import Checkpoint, Stored, tensor_bytes
 from moe_nvfp4.quantize.dialects import DIALECTS, Dialect, QuantizationInfo, read_config, write_config
 from moe_nvfp4.quantize.jobs import (
-    FusedStack,
     Job,
     Options,
     bias_jobs,
     copy_job,
     dense_job,
     dense_stack_job,
-    fused_jobs,
     quantize_job,
     scale_job,
+    stack_jobs,
 )
-from moe_nvfp4.quantize.matrices import Matrix, fp8, mxfp4, nvfp4_matrix, row_major, slice_view
+from moe_nvfp4.quantize.matrices import Matrix, NVFP4Stack, fp8, mxfp4, nvfp4_matrix, nvfp4_stack, row_major, slice_view
 from moe_nvfp4.quantize.names import (
+    BANK,
     DBRX,
     DBRX_PARTS,
     DENSE,
@@ -38,6 +38,7 @@ from moe_nvfp4.quantize.names import (
     PROJECTION_FIRST,
     SCALES,
     STACKS,
+    STEP,
     Stack,
     aliases,
     ignore_patterns,
@@ -359,8 +360,12 @@ class Plan:
         self._fp8_next_to_nvfp4()
         for name in fused:
             self._carry_stack(name, source)
-        self.unchanged = source is target and not (turned or fused or self.report.dequantized)
         marker = source.global_scale
+        banks = [n.removesuffix(f".{marker}") for n, t in self.left.items() if n.endswith(f".{marker}") and
+                 len(self.left.get(f"{n.removesuffix(marker)}{source.weight}", t).shape) == 3]  # fmt: skip
+        for stem in banks:
+            self._carry_bank(stem, source)
+        self.unchanged = source is target and not (turned or fused or banks or self.report.dequantized)
         for name in [n for n in self.left if n.endswith(f".{marker}")]:
             self._carry_matrix(name.removesuffix(f".{marker}"), source)
         for name in self.left:
@@ -400,26 +405,36 @@ class Plan:
     def _carry_stack(self, name: str, source: Dialect) -> None:
         """ModelOpt's stack of experts as one matrix per expert and projection."""
         module, _, last = name.rpartition(".")
-        codes, sf = self.left.pop(name), self.left.pop(f"{name}_weight_scale")
-        scales = {s: self.left.pop(f"{name}_{s}") for s in (source.global_scale, source.input_scale)
-                  if f"{name}_{s}" in self.left}  # fmt: skip
-        fits = len(codes.shape) == 3 and sf.shape == (codes.shape[0], codes.shape[1] / 8, codes.shape[2])
-        _need(fits and (codes.dtype, sf.dtype) == ("U8", "F8_E4M3"), name, codes, "[E, in/2, out] in U8, and scales")
-        if source.global_scale not in scales or any(s.dtype != "F32" or s.size != 4 for s in scales.values()):
-            raise ValueError(f"{name} needs {name}_{source.global_scale}, one F32 number: download it again")
         parts = ["gate_proj", "up_proj"] if last == "gate_up_proj" else [last]
         stems = [f"{module}.{{e}}.{part}" for part in parts]
         interleaved = len(parts) == 2 and any(STACKS[t].interleaved for t in self.types if t in STACKS)
-        stack = FusedStack(codes, sf, scales, interleaved)
-        self.jobs += fused_jobs(stack, stems, source, self.options.dialect)
+        stack = nvfp4_stack(self.source, name, source, interleaved)
+        stack.check(name)
+        self._carry_experts(stack, stems, source, [name, *(f"{name}_{s}" for s in (source.sf, *stack.scales))])
         bias = self.left.pop(f"{name}_bias", None)
         if bias is not None:
-            _need(bias.shape == (codes.shape[0], codes.shape[2]), f"{name}_bias", bias, "[E, out]")
+            _need(bias.shape == stack.shape[:2], f"{name}_bias", bias, "[E, out]")
             self.jobs += bias_jobs(f"{name}_bias", bias, stems, interleaved)
-        self.has_input_scale |= source.input_scale in scales
-        for e, (i, stem) in product(range(codes.shape[0]), enumerate(stems)):
-            self.quantized[stem.format(e=e)] = stack.matrix(e, i, len(parts), source)
-        self.report.carried += codes.shape[0] * len(parts)
+
+    def _carry_bank(self, stem: str, source: Dialect) -> None:
+        """A stack for each projection, [E, out, in/2] (Step-3)."""
+        match = BANK.search(stem)
+        if match is None:
+            raise ValueError(f"{stem}.{source.weight} is a stack of NVFP4 matrices with a name that is not known here: "
+                             "quantize the original checkpoint")  # fmt: skip
+        bank = nvfp4_stack(self.source, stem, source)
+        bank.check(stem)
+        stems = [f"{stem[: match.start()]}{STEP.module}.{{e}}.{match['part']}"]
+        self._carry_experts(bank, stems, source, [f"{stem}.{s}" for s in (source.weight, source.sf, *bank.scales)])
+
+    def _carry_experts(self, stack: NVFP4Stack, stems: list[str], source: Dialect, names: list[str]) -> None:
+        for name in names:
+            del self.left[name]
+        self.jobs += stack_jobs(stack, stems, source, self.options.dialect)
+        self.has_input_scale |= source.input_scale in stack.scales
+        for e, (i, stem) in product(range(stack.shape[0]), enumerate(stems)):
+            self.quantized[stem.format(e=e)] = stack.matrix(e, i, len(stems), source)
+        self.report.carried += stack.shape[0] * len(stems)
 
     def _fp8_next_to_nvfp4(self) -> None:
         """FP8 weights of mixed precision become dense: config files name one format."""

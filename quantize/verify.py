@@ -13,7 +13,7 @@ from torch import Tensor
 
 from moe_nvfp4.quantize.checkpoint import TORCH_DTYPES, Checkpoint, Stored, open_checkpoint
 from moe_nvfp4.quantize.dialects import Dialect, QuantizationInfo
-from moe_nvfp4.quantize.matrices import Matrix, fp8_block
+from moe_nvfp4.quantize.matrices import Matrix, fp8_block, nvfp4_stack
 from moe_nvfp4.quantize.names import (
     DENSE,
     FP8_SCALES,
@@ -80,13 +80,14 @@ def verify_checkpoint(folder: str | os.PathLike, against: str | os.PathLike | No
     report = VerificationReport(str(folder))
     left = dict(checkpoint.tensors)
     marker = f".{info.dialect.global_scale}"
+    found = [n.removesuffix(marker) for n in left if n.endswith(marker)]
+    banks = [stem for stem in found if len(_codes(stem, checkpoint, info).shape) == 3]
+    stacks = banks + [n for n in left if FUSED.search(n) and f"{n}_{info.dialect.sf}" in left]
     shapes = {}  # of codes, by the module's name in new files
-    for name in [n for n in left if n.endswith(marker)]:
-        stem = name.removesuffix(marker)
+    for stem in sorted(set(found) - set(banks)):
         for part in _check_matrix(stem, checkpoint, info.dialect):
             del left[part]
         shapes[PROJECTION_FIRST.sub(r"\g<module>.\g<e>.\g<part>", stem)] = _codes(stem, checkpoint, info).shape
-    stacks = [n for n in left if FUSED.search(n) and f"{n}_{info.dialect.sf}" in left]
     for stem in stacks:
         for part in _check_stack(stem, checkpoint, info.dialect):
             del left[part]
@@ -98,7 +99,7 @@ def verify_checkpoint(folder: str | os.PathLike, against: str | os.PathLike | No
     _check_experts(shapes)
     if not shapes and not stacks:
         raise ValueError(f"{folder} says NVFP4 in its config.json, but no tensor ends in {marker}")
-    report.matrices = len(shapes) + sum(checkpoint.tensors[n].shape[0] for n in stacks)
+    report.matrices = len(shapes) + sum(nvfp4_stack(checkpoint, n, info.dialect).shape[0] for n in stacks)
     report.tensors, report.size = len(left), sum(t.size for t in checkpoint.tensors.values())
     if against is not None:
         report.layers = _compare(checkpoint, open_checkpoint(against), left)
@@ -110,7 +111,10 @@ def _says_quantized(checkpoint: Checkpoint) -> bool:
 
 
 def _codes(stem: str, checkpoint: Checkpoint, info: QuantizationInfo) -> Stored:
-    return checkpoint.tensors[f"{stem}.{info.dialect.weight}"]
+    name = f"{stem}.{info.dialect.weight}"
+    if name not in checkpoint.tensors:
+        raise ValueError(f"{name} is missing: every NVFP4 matrix has codes, block scales and a global scale")
+    return checkpoint.tensors[name]
 
 
 def _check_matrix(stem: str, checkpoint: Checkpoint, dialect: Dialect) -> list[str]:
@@ -138,19 +142,16 @@ def _check_matrix(stem: str, checkpoint: Checkpoint, dialect: Dialect) -> list[s
 
 
 def _check_stack(stem: str, checkpoint: Checkpoint, dialect: Dialect) -> list[str]:
-    """The names of the tensors of ModelOpt's stack `stem`, [E, in/2, out], checked."""
-    scales = [n for n in (f"{stem}_{dialect.global_scale}", f"{stem}_{dialect.input_scale}") if n in checkpoint.tensors]
-    codes, sf = checkpoint.tensors[stem], checkpoint.tensors[f"{stem}_{dialect.sf}"]
-    if f"{stem}_{dialect.global_scale}" not in scales:
-        raise ValueError(f"{stem}_{dialect.global_scale} is missing: every NVFP4 stack has codes, block scales and it")
-    fits = len(codes.shape) == 3 and sf.shape == (codes.shape[0], codes.shape[1] / 8, codes.shape[2])
-    if (codes.dtype, sf.dtype) != ("U8", "F8_E4M3") or not fits:
-        raise ValueError(f"{stem}_{dialect.sf} {sf.dtype} {list(sf.shape)} does not fit codes of {list(codes.shape)}")
-    for name in scales:
-        _check_scale(name, checkpoint.tensors[name], dialect)
-    _read(sf, lambda piece: check_block_scales(piece, f"{stem}_{dialect.sf}"))
-    _read(codes)
-    return [stem, f"{stem}_{dialect.sf}", *scales]
+    """The names of the tensors of a stack of experts, checked."""
+    stack = nvfp4_stack(checkpoint, stem, dialect)
+    stack.check(stem)
+    dot = "_" if stack.transposed else "."
+    for last, stored in stack.scales.items():
+        check_global_scale(dialect.decode_scale(stored.tensor()), f"{stem}{dot}{last}")
+    _read(stack.sf, lambda piece: check_block_scales(piece, f"{stem}{dot}{dialect.sf}"))
+    _read(stack.codes)
+    return [stem if stack.transposed else f"{stem}.{dialect.weight}",
+            *(f"{stem}{dot}{last}" for last in (dialect.sf, *stack.scales))]  # fmt: skip
 
 
 def _check_fp8(name: str, checkpoint: Checkpoint) -> list[str]:

@@ -90,6 +90,17 @@ def llama4():
     return Llama4ForCausalLM(config)
 
 
+def step3p7():
+    """A stack for each projection."""
+    from transformers import Step3p7Config, Step3p7ForConditionalGeneration
+
+    text = dict(**SMALL, intermediate_size=96, moe_intermediate_size=48, share_expert_dim=48, n_routed_experts=4,
+                num_experts_per_tok=2, sliding_window=32, mlp_layer_types=["sparse", "sparse"])  # fmt: skip
+    vision = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, patch_size=4,
+                  image_size=16)  # fmt: skip
+    return Step3p7ForConditionalGeneration(Step3p7Config(text_config=text, vision_config=vision))
+
+
 FAMILIES = [qwen3_moe, mixtral, gpt_oss, granite, gemma4, nemotron_h, dbrx, llama4]
 IDS = torch.tensor([[3, 17, 40, 5, 9, 11, 2, 8]])
 

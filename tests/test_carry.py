@@ -10,8 +10,20 @@ from transformers import AutoModelForCausalLM
 from moe_nvfp4.integrations.huggingface import set_activations
 from moe_nvfp4.quantize.convert import convert_checkpoint
 from moe_nvfp4.quantize.verify import verify_checkpoint
-from tests.folders import CONFIGS, change_config, fp8, fused, is_expert, is_linear, quantized, qwen2_moe, turned, write
-from tests.models import IDS, as_bytes, gpt_oss, llama4, make, qwen3_moe, tensors
+from tests.folders import (
+    CONFIGS,
+    banks,
+    change_config,
+    fp8,
+    fused,
+    is_expert,
+    is_linear,
+    quantized,
+    qwen2_moe,
+    turned,
+    write,
+)
+from tests.models import IDS, as_bytes, gpt_oss, llama4, make, qwen3_moe, step3p7, tensors
 
 OTHER = {"modelopt": "compressed-tensors", "compressed-tensors": "modelopt"}
 
@@ -66,6 +78,28 @@ def test_fused_stacks_are_taken_apart(family, inputs, dialect, tmp_path):
     same_model(source, there, ulp=0.0 if dialect == "modelopt" else 2**-23)
     with pytest.raises(ValueError, match="quantized already"):
         convert_checkpoint(there, tmp_path / "again", dialect=dialect, progress=False)
+
+
+@pytest.mark.parametrize("dialect", CONFIGS)
+@pytest.mark.parametrize("inputs", [None, 0.01], ids=["W4A16", "input scales"])
+def test_stacks_for_each_projection_are_taken_apart(inputs, dialect, tmp_path):
+    """Step-3's [E, out, in/2]: expert by expert the same bytes."""
+    source, twin = banks(tmp_path, step3p7, inputs)
+    assert error_against(source, twin) == 0
+    there, files = tensors(carried(source, tmp_path / "there", dialect)), tensors(source)
+    last = {"modelopt": "weight", "compressed-tensors": "weight_packed"}[dialect]
+    for e in range(4):
+        for part in ("gate_proj", "up_proj", "down_proj"):
+            old, new = f"model.layers.1.moe.{part}", f"model.layers.1.mlp.experts.{e}.{part}"
+            assert torch.equal(there[f"{new}.{last}"], files[f"{old}.weight"][e])
+            assert as_bytes(there[f"{new}.weight_scale"]) == as_bytes(files[f"{old}.weight_scale"][e])
+            assert dialect != "modelopt" or there[f"{new}.weight_scale_2"] == files[f"{old}.weight_scale_2"][e]
+            assert (f"{new}.input_scale" in there or f"{new}.input_global_scale" in there) == bool(inputs)
+    files["model.layers.1.moe.up_proj.weight_scale_2"] = torch.ones(3)
+    save_file(files, source / "model.safetensors", metadata={"format": "pt"})
+    for check in (verify_checkpoint, lambda path: carried(path, tmp_path / "x", "modelopt")):
+        with pytest.raises(ValueError, match=r"up_proj: weight_scale_2 is F32 \[3\], expected .* each of 4 experts"):
+            check(source)
 
 
 @pytest.mark.parametrize("dialect", CONFIGS)
@@ -140,7 +174,7 @@ def test_verify_stacks(family, tmp_path):
     stem = next(n for n in tensors(source) if re.search(r"layers\.1\..*experts\.down_proj$", n))
     for change, message in (
         (lambda f: f.pop(f"{stem}_weight_scale_2"), f"{stem}_weight_scale_2 is missing"),
-        (lambda f: f.update({f"{stem}_weight_scale": f[f"{stem}_weight_scale"][:, :2]}), "does not fit codes of"),
+        (lambda f: f.update({f"{stem}_weight_scale": f[f"{stem}_weight_scale"][:, :2]}), "is no stack of NVFP4"),
         (lambda f: f[f"{stem}_weight_scale"].view(torch.uint8).fill_(0x7F), "NaN or negative block scales"),
         (lambda f: f[f"{stem}_input_scale"].fill_(0), f"{stem}_input_scale of expert 0 is 0.0"),
     ):
@@ -210,8 +244,8 @@ def test_damaged_stacks_are_named(tmp_path):
     source, _ = fused(tmp_path, gpt_oss)
     stem = "model.layers.1.mlp.experts.down_proj"
     for change, message in (
-        (lambda f: f.pop(f"{stem}_weight_scale_2"), f"{stem} needs {stem}_weight_scale_2"),
-        (lambda f: f.update({f"{stem}_weight_scale": torch.zeros(4, 2, 2)}), "expected .E, in/2, out. in U8"),
+        (lambda f: f.update({f"{stem}_weight_scale": torch.zeros(4, 2, 2)}), "is no stack of NVFP4 matrices"),
+        (lambda f: f.pop(f"{stem}_weight_scale_2"), f"{stem}_weight_scale_2 is missing"),
     ):
         files = tensors(source)
         change(files)

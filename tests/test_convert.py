@@ -41,6 +41,7 @@ from tests.models import (
     make,
     mixtral,
     qwen3_moe,
+    step3p7,
     tensors,
 )
 
@@ -134,17 +135,6 @@ def inkling2():
         **SMALL, unpadded_vocab_size=96, swa_num_attention_heads=4, swa_num_key_value_heads=2, swa_head_dim=16,
         sliding_window_size=8, rel_extent=16, moe_intermediate_size=48, n_routed_experts=4,
         num_experts_per_tok=2))  # fmt: skip
-
-
-def step3p7():
-    """A stack for each projection."""
-    from transformers import Step3p7Config, Step3p7ForConditionalGeneration
-
-    text = dict(**SMALL, intermediate_size=96, moe_intermediate_size=48, share_expert_dim=48, n_routed_experts=4,
-                num_experts_per_tok=2, mlp_layer_types=["sparse", "sparse"])  # fmt: skip
-    vision = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, patch_size=4,
-                  image_size=16)  # fmt: skip
-    return Step3p7ForConditionalGeneration(Step3p7Config(text_config=text, vision_config=vision))
 
 
 MORE = [qwen3_next, qwen3_5_moe, aria, privacy_filter, inkling2, step3p7]
