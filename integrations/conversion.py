@@ -32,6 +32,7 @@ from transformers.core_model_loading import (
 )
 
 from moe_nvfp4.integrations.experts import HFExperts
+from moe_nvfp4.integrations.linears import FP8Experts
 from moe_nvfp4.layer import quantize_expert
 from moe_nvfp4.quantize.dialects import MODELOPT, Dialect
 from moe_nvfp4.quantize.names import PRE_QUANT_SCALE
@@ -377,7 +378,7 @@ class Conversions:
     def for_saving(self, used: list) -> list:
         """The conversions whose reverse writes files, from those `used` while loading."""
         merges = lambda c: self._params_of(c) and _is_merge(c.operations)
-        kept = [c for c in used if not isinstance(c, ExpertsConverter) and not merges(c)]
+        kept = [c for c in used if not isinstance(c, (ExpertsConverter, FP8Experts)) and not merges(c)]
         return kept + self._dense + self._saved  # reversed when saving, so that ours are asked first
 
     def renew(self, used: list) -> list:

@@ -445,9 +445,13 @@ class Plan:
                 raise ValueError(f"{name} is FP8 and has no scale next to it: a shard is missing, download it again")
             matrix = fp8(weight, scale, None, stem)
             self._dequantize(stem, matrix, weight)
+            expert = PER_EXPERT.fullmatch(stem)
             if self.left.pop(f"{stem}.input_scale", None) is not None:
                 self.report.skipped[f"{stem}.input_scale"] = "of an FP8 layer that becomes dense"
-            self.dense.add(stem)
+            if expert is not None:
+                self.excluded.add(expert["module"])
+            else:
+                self.dense.add(stem)
 
     def _dequantize(self, stem: str, matrix: Matrix, weight: Stored) -> None:
         name = f"{stem}.weight"

@@ -56,12 +56,13 @@ def gemma4():
     return Gemma4ForCausalLM(config)
 
 
-def nemotron_h():
+def nemotron_h(*layers):
     """No gate projection."""
     from transformers import NemotronHConfig, NemotronHForCausalLM
 
     config = NemotronHConfig(
-        vocab_size=96, hidden_size=64, num_hidden_layers=2, layers_block_type=["moe", "attention"],
+        vocab_size=96, hidden_size=64, num_hidden_layers=len(layers) or 2,
+        layers_block_type=[*layers] or ["moe", "attention"],
         num_attention_heads=4, num_key_value_heads=2, head_dim=16, n_routed_experts=4, num_experts_per_tok=2,
         moe_intermediate_size=48, intermediate_size=48, moe_shared_expert_intermediate_size=48, n_group=1,
         topk_group=1, bos_token_id=1, eos_token_id=2, pad_token_id=0,

@@ -396,6 +396,43 @@ def test_mixed_precision_fp8_linears_become_dense(kind, dialect, tmp_path, caplo
     assert relative_error(logits(model), logits(load(twin))) < 10 * THRESHOLDS["fp32"]
 
 
+@both
+@pytest.mark.parametrize("kind, family", [
+    ("tensor", qwen3_moe), ("row", qwen3_moe), ("block", mixtral),
+    ("mx", lambda: nemotron_h("moe", "attention", "moe")),
+], ids=["tensor", "row", "block, w1 w3 w2", "mx, no gate"])  # fmt: skip
+def test_mixed_precision_fp8_experts_become_dense(kind, family, dialect, tmp_path, caplog):
+    """The experts of one layer in FP8, those of another in NVFP4: in both ways of reading them."""
+    folder, twin = quantized(tmp_path, family, dialect, lambda k: is_expert(k) and "layers.0." not in k, 0.01)
+    files, dense = tensors(folder), tensors(twin)
+    for key in [k for k in files if is_expert(k) and "layers.0." in k]:
+        files[key], scale, dense[key] = fp8(kind, files[key].float())
+        stem = key.removesuffix(".weight")
+        files[f"{stem}.{'weight_scale_inv' if kind == 'block' else 'weight_scale'}"] = scale
+        if kind == "tensor":
+            files[f"{stem}.input_scale"] = torch.tensor(0.01)
+    save_file(files, folder / "model.safetensors", metadata={"format": "pt"})
+    save_file({k: t.contiguous() for k, t in dense.items()}, twin / "model.safetensors", metadata={"format": "pt"})
+    model, expected = set_activations(load(folder), "bf16"), load(twin)
+    assert "the FP8 experts of 1 layers are made dense" in caplog.text
+    assert len(packed(model, HFExperts)) == 1
+    name = next(n for n, m in expected.named_modules() if n.endswith("experts") and "layers.0." in n)
+    for key, p in model.get_submodule(name).named_parameters():
+        assert torch.equal(p, expected.get_submodule(name).get_parameter(key)), key
+    assert relative_error(logits(model), logits(expected)) < 10 * THRESHOLDS["fp32"]
+    model.save_pretrained(tmp_path / "again")
+    assert torch.equal(logits(load(tmp_path / "again")), logits(model))
+    convert_checkpoint(folder, tmp_path / "plain", dialect=dialect, progress=False)
+    plain = set_activations(load(tmp_path / "plain", torch.bfloat16), "bf16")
+    assert torch.equal(logits(plain), logits(set_activations(load(folder, torch.bfloat16), "bf16")))
+    if kind == "row":
+        missing = next(k for k in files if is_expert(k) and "layers.0." in k and k.endswith("weight_scale"))
+        del files[missing]
+        save_file(files, folder / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(ValueError, match="FP8 weights and . scales of .* a shard is missing"):
+            load(folder)
+
+
 def deepseek_v4():
     from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
 
