@@ -74,7 +74,7 @@ def verify_checkpoint(folder: str | os.PathLike, against: str | os.PathLike | No
     no scale that nothing reads. Raises ValueError naming the first tensor that fails.
     """
     checkpoint = open_checkpoint(folder)
-    info = nvfp4_info(checkpoint) if _says_quantized(checkpoint) else None
+    info = nvfp4_info(checkpoint)
     if info is None:
         raise ValueError(f"{folder} is not an NVFP4 checkpoint: its config.json has no such quantization_config")
     report = VerificationReport(str(folder))
@@ -104,10 +104,6 @@ def verify_checkpoint(folder: str | os.PathLike, against: str | os.PathLike | No
     if against is not None:
         report.layers = _compare(checkpoint, open_checkpoint(against), left)
     return report
-
-
-def _says_quantized(checkpoint: Checkpoint) -> bool:
-    return "quantization_config" in checkpoint.config or (checkpoint.folder / "hf_quant_config.json").is_file()
 
 
 def _codes(stem: str, checkpoint: Checkpoint, info: QuantizationInfo) -> Stored:
