@@ -7,7 +7,8 @@ Files hold one tensor per expert and projection, here with ModelOpt's names (qua
     ...experts.3.gate_proj.weight_scale_2  F32     global_scale
     ...experts.3.gate_proj.input_scale     F32     static activation scale, optional
 
-or, written by ModelOpt for Llama 4 and gpt-oss, stacks of all experts with one scale (`FusedExperts`).
+or, written by ModelOpt, stacks of all experts: for Llama 4 and gpt-oss with one scale (`FusedExperts`), for Step-3 a
+stack for each projection (`_bank_files`).
 A family that stores its bf16 experts one by one keeps its own names (Mixtral: w1, w3, w2); for the
 others gate_proj, up_proj, down_proj are used. Modules hold all experts of a layer stacked. A
 `Conversions` builds the converters for both directions, and for quantizing bf16 checkpoints on
@@ -31,6 +32,7 @@ from transformers.core_model_loading import (
 )
 
 from moe_nvfp4.integrations.experts import HFExperts
+from moe_nvfp4.integrations.linears import FP8Experts
 from moe_nvfp4.layer import quantize_expert
 from moe_nvfp4.quantize.dialects import MODELOPT, Dialect
 from moe_nvfp4.quantize.names import PRE_QUANT_SCALE
@@ -75,14 +77,15 @@ class _UnstackExperts(SplitModulelist):
 
 
 class ScalePerExpert(ConversionOps):
-    """Scalars of E experts as a dialect stores them -> fp32 [E]; of two projections that share one, the larger."""
+    """Scales of E experts as a dialect stores them, scalars or one [E] -> fp32 [E]; of two projections that share
+    one, the larger."""
 
     def __init__(self, dialect: Dialect):
         self.dialect = dialect
 
     def convert(self, input_dict, source_patterns, target_patterns, **kwargs):
-        decoded = [[self.dialect.decode_scale(t).reshape(()) for t in tensors] for tensors in input_dict.values()]
-        return {target_patterns[0]: torch.stack([torch.stack(column) for column in decoded]).amax(dim=0)}
+        columns = [torch.cat([t.reshape(-1) for t in tensors]) for tensors in input_dict.values()]
+        return {target_patterns[0]: self.dialect.decode_scale(torch.stack(columns)).amax(dim=0)}
 
     @property
     def reverse_op(self):
@@ -368,12 +371,14 @@ class Conversions:
             self.files = [_projection_first(c) for c in self._saved]
         elif self.style == "fused":
             self.files = self._fused_files()
+        elif self.style == "bank":
+            self.files = self._bank_files()
         return self.files + extra + kept
 
     def for_saving(self, used: list) -> list:
         """The conversions whose reverse writes files, from those `used` while loading."""
         merges = lambda c: self._params_of(c) and _is_merge(c.operations)
-        kept = [c for c in used if not isinstance(c, ExpertsConverter) and not merges(c)]
+        kept = [c for c in used if not isinstance(c, (ExpertsConverter, FP8Experts)) and not merges(c)]
         return kept + self._dense + self._saved  # reversed when saving, so that ours are asked first
 
     def renew(self, used: list) -> list:
@@ -454,6 +459,25 @@ class Conversions:
                     files.append(self._converter([f"{stem}_bias"], f"{stem}_bias", [fused], only=True))
         return files
 
+    def _bank_files(self) -> list[ExpertsConverter]:
+        """Stacks [E, out, in/2] for each projection, next to scales [E]: `moe.gate_proj.weight`, ..."""
+        files, as_bytes, scale = [], ViewDtype(torch.uint8, torch.float8_e4m3fn), [ScalePerExpert(self.dialect)]
+        for suffix, experts in {_suffix(m): e for m, e in self.packed.items()}.items():
+            for name, parts in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",))):
+                target, d = f"{suffix}.{name}", self.dialect
+                sources = lambda last, parts=parts: [f"moe.{part}.{last}" for part in parts]
+                join = [Concatenate(1)] if len(parts) == 2 else [_Stacked()]
+                # transformers renames the dense weight of down_proj before it asks a converter
+                codes = sources(d.weight) if len(parts) == 2 else [target]
+                files.append(self._converter(codes, target, join))
+                files.append(self._converter(sources(d.sf), f"{target}_sf", [as_bytes, *join]))
+                for source, part in zip(sources(d.global_scale), parts, strict=True):
+                    files.append(self._converter([source], f"{suffix}.{part}_global_scale", scale))
+                if f"{parts[-1]}_input_scale" in experts._parameters:
+                    target = f"{suffix}.{parts[-1]}_input_scale"
+                    files.append(self._converter(sources(d.input_scale), target, scale))
+        return files
+
     def _stacked_sources(self, suffix, name, experts, extra) -> list[ExpertsConverter]:
         """Converters for bf16 files with all experts in one tensor."""
         target = f"{suffix}.{name}"
@@ -517,8 +541,9 @@ def _check_sharding(module_name: str, experts: HFExperts, converter: ExpertsConv
     parallel = any(isinstance(p, DTensor) for p in experts.parameters())
     if parallel and experts.smooth[0] is not None:
         raise NotImplementedError(f"{module_name}: experts with AWQ's pre_quant_scale are not split over ranks yet")
-    if parallel and files.pre_quantized and (files.style == "fused" or files.dialect.scale_shape):
-        what = "stacks of experts" if files.style == "fused" else f"{files.dialect.name}'s scales"
+    stacks = files.style in ("fused", "bank")
+    if parallel and files.pre_quantized and (stacks or files.dialect.scale_shape):
+        what = "stacks of experts" if stacks else f"{files.dialect.name}'s scales"
         raise NotImplementedError(
             f"{module_name}: 4-bit files with {what} cannot be split over ranks as they are read: write them with "
             "ModelOpt's names first, the same bytes (moe-nvfp4 quantize SRC DST --dialect modelopt)"

@@ -16,7 +16,16 @@ from transformers.core_model_loading import WeightConverter, rename_source_key
 
 from moe_nvfp4.quantize.dialects import COMPRESSED_TENSORS, MODELOPT, Dialect
 from moe_nvfp4.quantize.matrices import fp8_block
-from moe_nvfp4.quantize.names import DENSE, FP8_SCALES, FUSED, KV_SCALE, PRE_QUANT_SCALE, PROJECTION_FIRST, SCALES
+from moe_nvfp4.quantize.names import (
+    DENSE,
+    FP8_SCALES,
+    FUSED,
+    KV_SCALE,
+    PER_EXPERT,
+    PRE_QUANT_SCALE,
+    PROJECTION_FIRST,
+    SCALES,
+)
 
 # One expert says what the others are like
 OTHER_EXPERT = re.compile(r"\bexperts\.(\w+\.)?[1-9]\d*\.")
@@ -45,14 +54,17 @@ class Survey:
     """What files hold.
 
     experts    module name -> "each" (one tensor per expert), "projection first" (the same, named
-               experts.gate_proj.3), "fused" (ModelOpt's stacks [E, in/2, out]), "stacked" (our own
-               parameters) or "dense"; without the modules of which nothing was found
+               experts.gate_proj.3), "fused" (ModelOpt's stacks [E, in/2, out]), "bank" (its stacks for each
+               projection [E, out, in/2]), "stacked" (our own parameters), "fp8" (one by one, to be made dense)
+               or "dense"; without the modules of which nothing was found
+    fp8        of the "fp8" ones: name in the files, after the model's renamings -> the same after its converters
     """
 
     headers: dict[str, dict]
     dialect: Dialect = MODELOPT
     experts: dict[str, str] = field(default_factory=dict)
     linears: dict[str, QuantizedLinear] = field(default_factory=dict)
+    fp8: dict[str, str] = field(default_factory=dict)
 
     @property
     def kv_scales(self) -> list[str]:
@@ -69,7 +81,9 @@ class Survey:
         return self._experts_have(r"[._]pre_quant_scale")
 
     def _experts_have(self, last: str) -> bool:
-        return any(re.search(rf"(^|\.)experts\.(.*)?({last})$", key) for key in self.headers)
+        pattern = re.compile(rf"(^|\.)(experts\.(.*)?|moe\.(gate|up|down)_proj)({last})$")
+        fp8 = lambda key: self.headers.get(f"{key.rpartition('.')[0]}.weight", {}).get("dtype") == "F8_E4M3"
+        return any(pattern.search(key) and not fp8(key) for key in self.headers)
 
 
 def is_nvfp4(headers: dict[str, dict]) -> bool:
@@ -97,6 +111,9 @@ def survey(headers: dict[str, dict], model: nn.Module, conversions: list, expert
             style = _style(key, headers[key]["dtype"], found)
             if style is not None and found.experts.get(owner, "dense") == "dense":
                 found.experts[owner] = style
+            if style == "fp8":
+                renamed, _ = rename_source_key(key, _split(conversions)[0], [])
+                found.fp8[PER_EXPERT.fullmatch(renamed.removesuffix(".weight"))["module"]] = source.rpartition(".")[0]
             continue
         linear = _linear(key, target.removesuffix(".weight"), source.removesuffix(".weight"), found)
         if linear is None or linear.module not in modules:
@@ -143,13 +160,20 @@ def _split(conversions: list) -> tuple[list, list]:
 def _style(key: str, dtype: str, found: Survey) -> str | None:
     if key.endswith("_proj_sf"):
         return "stacked"
-    if FUSED.search(key):
+    if FUSED.search(key) and dtype != "F8_E4M3":
         return "fused" if f"{key}_weight_scale" in found.headers else "dense" if dtype in DENSE else None
     if dtype in DENSE:
         return "dense"
+    if dtype == "F8_E4M3":
+        if PER_EXPERT.fullmatch(key.removesuffix(".weight")) is None:
+            raise ValueError(
+                f"{key} is FP8: such experts are read where each has a tensor of its own, experts.E.gate_proj.weight; "
+                "use the original checkpoint"
+            )
+        return "fp8"
     if PROJECTION_FIRST.search(key):
         return "projection first"
-    return "each"
+    return "bank" if len(found.headers[key]["shape"]) == 3 else "each"
 
 
 def _linear(key: str, module: str, source: str, found: Survey) -> QuantizedLinear | None:
@@ -251,6 +275,8 @@ def _check_shape(key: str, matrix: bool, shape: list[int], name: str, owner) -> 
     if matrix:
         parts = 2 if name.endswith(("gate_up_proj", "gate_up_proj_sf")) else 1
         expected = [param.shape[1] // parts, param.shape[2]]
+    if owner.style == "bank":
+        expected = [param.shape[0], *expected]
     if list(shape) != expected and not (expected == [] and list(shape) == [1]):
         raise ValueError(
             f"{key} has shape {list(shape)}, expected {expected} from the model's config: "

@@ -37,7 +37,7 @@ from moe_nvfp4 import __version__
 from moe_nvfp4.integrations.conversion import Conversions, ExpertsConverter
 from moe_nvfp4.integrations.experts import HFExperts, Layout, dense_experts, describe
 from moe_nvfp4.integrations.files import Survey, is_nvfp4, survey, verify_files
-from moe_nvfp4.integrations.linears import LinearConverter, pack_linears
+from moe_nvfp4.integrations.linears import FP8Experts, LinearConverter, pack_linears
 from moe_nvfp4.layer import NVFP4Linear
 from moe_nvfp4.quantize.calibrate import observe
 from moe_nvfp4.quantize.checkpoint import read_headers
@@ -245,6 +245,9 @@ class MoeNvfp4Quantizer(HfQuantizer):
         model = model if model is not None else self._model  # transformers 5.17 does not pass it
         conversions = self.conversions.build(weight_conversions)
         conversions = [self.linears, *conversions] if self.linears else conversions
+        if self._found is not None and self._found.fp8:
+            dense = next(m for n, m in model.named_modules() if self._found.experts.get(n) == "fp8")
+            conversions = [FP8Experts(self._found.fp8, hasattr(dense, "gate_up_proj")), *conversions]
         if self._found is not None and self._found.headers:
             verify_files(self._found, model, conversions, self.conversions)
         return conversions
@@ -260,7 +263,9 @@ class MoeNvfp4Quantizer(HfQuantizer):
         return None  # ExpertsConverter quantizes, expert by expert
 
     def get_new_dtype(self, converter, param, dtype):
-        if isinstance(converter, LinearConverter) or (isinstance(converter, ExpertsConverter) and dtype == torch.uint8):
+        if isinstance(converter, (LinearConverter, FP8Experts)) or (
+            isinstance(converter, ExpertsConverter) and dtype == torch.uint8
+        ):
             return None  # as it is stored; dense experts next to packed ones are cast
         return super().get_new_dtype(converter, param, dtype)
 
@@ -451,7 +456,7 @@ def find_experts(
 
 def _layout(module: nn.Module, layout: Layout | None, style: str | None) -> Layout | None:
     """The layout of an experts module in 4-bit files: what they hold counts, and not what their config excludes."""
-    if style == "dense":
+    if style in ("dense", "fp8"):
         return None
     return layout or (None if style is None else describe(module))
 
@@ -480,6 +485,8 @@ def _report(model: nn.Module, found: Survey) -> None:
     fp8 = [linear.module for linear in found.linears.values() if linear.kind == "fp8"]
     if fp8:
         logger.warning(f"{len(fp8)} FP8 linears are made dense ({fp8[0]}, ...); their inputs are not rounded to FP8")
+    if found.fp8:
+        logger.warning(f"the FP8 experts of {len(found.fp8)} layers are made dense ({next(iter(found.fp8))}, ...)")
 
 
 def _model_conversions(model: nn.Module, loading: bool = False) -> list:

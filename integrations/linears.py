@@ -1,7 +1,7 @@
-"""Quantized linears of 4-bit checkpoints: attention, shared experts, lm_head.
+"""What 4-bit checkpoints quantize besides NVFP4 experts: attention, shared experts, lm_head; experts in FP8.
 
 Packed, a linear becomes an `NVFP4Linear`; dense, it gets its weights dequantized as they are read, in the
-model's dtype. FP8 ones (mixed precision) are made dense either way.
+model's dtype. FP8 linears and experts (mixed precision) are made dense either way.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from moe_nvfp4.integrations.files import QuantizedLinear
 from moe_nvfp4.layer import NVFP4Linear
 from moe_nvfp4.quantize.dialects import Dialect
 from moe_nvfp4.quantize.matrices import fp8_block, fp8_dense
-from moe_nvfp4.quantize.names import FP8_SCALES, PRE_QUANT_SCALE
+from moe_nvfp4.quantize.names import FP8_SCALES, PER_EXPERT, PRE_QUANT_SCALE
 from moe_nvfp4.weights import check_block_scales, check_global_scale
 
 FP8_TENSORS = ("weight", *FP8_SCALES, "input_scale")
@@ -141,3 +141,62 @@ class LinearConverter(WeightConverter):
         if PRE_QUANT_SCALE in p:
             stored[PRE_QUANT_SCALE] = p[PRE_QUANT_SCALE]
         return stored
+
+
+class FP8Experts(WeightConverter):
+    """Experts that the files hold in FP8, a tensor for each, -> the stacked parameters of a dense module.
+
+    modules  `Survey.fp8`
+    gated    whether gate and up are one parameter
+    """
+
+    PARTS = {"gate_proj": "gate_up_proj", "w1": "gate_up_proj", "up_proj": "gate_up_proj", "w3": "gate_up_proj",
+             "down_proj": "down_proj", "w2": "down_proj"}  # fmt: skip
+
+    def __init__(self, modules: dict[str, str], gated: bool):
+        self.modules, self.gated = modules, gated
+        super().__init__([f"{part}.{last}" for part in self.PARTS for last in FP8_TENSORS], ["weight"], [_Nothing()])
+
+    def rename_source_key(self, source_key):
+        stem, _, last = source_key.rpartition(".")
+        match = PER_EXPERT.fullmatch(stem)
+        if match is None or match["module"] not in self.modules or last not in FP8_TENSORS:
+            return source_key, None
+        self._was_used = True
+        name = self.PARTS[match["part"]] if self.gated else match["part"]
+        return f"{self.modules[match['module']]}.{name}", f"{match['part']}.{last}"
+
+    def __deepcopy__(self, memo):
+        return FP8Experts(self.modules, self.gated)
+
+    def convert(self, layer_name, model=None, config=None, hf_quantizer=None, loading_info=None):
+        module, _, name = layer_name.rpartition(".")
+        parameter = getattr(model.get_submodule(module), name)
+        if isinstance(parameter, DTensor):
+            raise NotImplementedError(
+                f"{layer_name} is FP8 in the files, and such experts are not split over ranks as they are read: make "
+                "them dense first (moe-nvfp4 quantize SRC DST)"
+            )
+        found, parts = self.materialize_tensors(), []
+        for part in self.PARTS:  # gate before up
+            codes = found.get(f"{part}.weight")
+            if codes is None:
+                continue
+            scales = next((found[f"{part}.{s}"] for s in FP8_SCALES if f"{part}.{s}" in found), [])
+            if not len(codes) == len(scales) == len(parameter):
+                raise ValueError(
+                    f"{layer_name}: the files have {len(codes)} FP8 weights and {len(scales)} scales of {part} for "
+                    f"{len(parameter)} experts: a shard is missing or the file is damaged; download it again"
+                )
+            blocks = [fp8_block(w.shape, s.shape) for w, s in zip(codes, scales, strict=True)]
+            if None in blocks:
+                raise ValueError(f"{layer_name}: scales {list(scales[0].shape)} do not fit FP8 {list(codes[0].shape)}")
+            dense = map(fp8_dense, codes, scales, blocks)
+            parts.append(torch.stack([w.to(parameter.dtype) for w in dense]))
+        dense = torch.cat(parts, dim=1)
+        if dense.shape != parameter.shape:
+            raise ValueError(
+                f"{layer_name}: the files have {list(dense.shape)} in FP8, the model {list(parameter.shape)}: a "
+                "projection is missing, or this family stores its experts transposed, which is not known in FP8"
+            )
+        return {layer_name: dense}

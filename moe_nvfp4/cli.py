@@ -203,7 +203,7 @@ def quantize(args: argparse.Namespace) -> None:
         _say(f"left alone: {name}: {why}")
     before, after = readable_size(report.experts_before), readable_size(report.experts_after)
     experts = f"; experts {before} -> {after} ({args.recipe})" if report.quantized else ""
-    resumed = f", {report.resumed_shards} of {report.shards} files from an earlier run" if report.resumed_shards else ""
+    resumed = f", {readable_size(report.resumed)} of the source by an earlier run" if report.resumed else ""
     _say(f"wrote {args.destination}: {readable_size(report.bytes_after)}{experts} in {report.seconds:.1f} s{resumed}")
 
 

@@ -56,7 +56,7 @@ def block_scales(x: Tensor, global_scale: Tensor | float) -> Tensor:
     x: float32, bfloat16 or float16 ``[..., K]``; ValueError unless K % 16 == 0. A zero block has
     sf 0, a block with a NaN has sf NaN.
     """
-    _check_x(x)
+    check_x(x)
     blocks, gs = _blocks(x, _as_scale(global_scale, x))
     sf = blocks.new_empty(blocks.shape[:2], dtype=torch.float8_e4m3fn)
     for c in _chunks(blocks):
@@ -71,7 +71,7 @@ def encode(x: Tensor, sf: Tensor, global_scale: Tensor | float) -> Tensor:
     ``x < 0`` even where the magnitude rounds to zero (code 8); -0.0 has code 0. Where sf is 0 all
     codes are 0; where it is NaN they mean nothing.
     """
-    _check_x(x)
+    check_x(x)
     blocks, gs = _blocks(x, _as_scale(global_scale, x))
     sf = _as_e4m3(sf, x.shape).reshape(blocks.shape[:2])
     codes = blocks.new_empty((*blocks.shape[:2], 8), dtype=torch.uint8)
@@ -93,7 +93,7 @@ def quantize(
     positive and finite. ``check=False`` never waits for the device: for code that is compiled or
     captured in a graph. NaN in a block then shows as sf NaN.
     """
-    _check_x(x)
+    check_x(x)
     if check or global_scale is None:
         amax = _amax(x)
     if check and not amax.isfinite():
@@ -314,7 +314,8 @@ def _div_number(a: Tensor, b: float) -> Tensor:
     return _div(a, a.new_full((), b))
 
 
-def _check_x(x: Tensor) -> None:
+def check_x(x: Tensor) -> None:
+    """ValueError unless x is float32, bfloat16 or float16 ``[..., K]`` with whole blocks."""
     if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ValueError(f"x must be float32, bfloat16 or float16, not {x.dtype}")
     if x.dim() == 0 or x.shape[-1] % SF_VEC_SIZE:

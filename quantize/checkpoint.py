@@ -16,6 +16,7 @@ import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TextIO
 
 import torch
 from torch import Tensor
@@ -150,8 +151,8 @@ class Stored:
     def read(self, offset: int = 0, size: int | None = None) -> Tensor:
         """uint8 [size]: bytes of the tensor, read from the file now. OSError where it cannot be read."""
         size = self.size - offset if size is None else size
-        data = bytearray(size)
-        view, done = memoryview(data), 0
+        data = torch.empty(size, dtype=torch.uint8, device="cpu")
+        view, done = memoryview(data.numpy()), 0
         with open(self.file, "rb", buffering=0) as f:
             f.seek(self.start + offset)
             while done < size:
@@ -159,7 +160,7 @@ class Stored:
                 if not count:
                     raise OSError(f"{self.file} became shorter while it was read: download it again")
                 done += count
-        return torch.frombuffer(data, dtype=torch.uint8) if size else torch.empty(0, dtype=torch.uint8)
+        return data
 
     def tensor(self) -> Tensor:
         return self.read().view(TORCH_DTYPES[self.dtype]).reshape(self.shape)
@@ -262,65 +263,77 @@ class ShardWriter:
     """One safetensors file whose tensors are written in any order, by any thread.
 
     outputs: name -> (dtype, shape). The header comes first, wide dtypes before narrow ones, so that
-    every tensor is aligned. Same outputs, same bytes.
+    every tensor is aligned. Same outputs, same bytes. A file that an earlier run began is gone on with.
     """
 
     def __init__(self, path: Path, outputs: Mapping[str, tuple[str, tuple[int, ...]]]):
         self.path = path
-        self._begin: dict[str, int] = {}
+        self._place: dict[str, tuple[int, int]] = {}  # from, to
         header: dict[str, dict] = {"__metadata__": {"format": "pt"}}
         end = 0
         for name, (dtype, shape) in sorted(outputs.items(), key=lambda item: (-BITS[item[1][0]], item[0])):
-            self._begin[name] = end
-            end += tensor_bytes(dtype, shape)
-            header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [self._begin[name], end]}
+            begin, end = end, end + tensor_bytes(dtype, shape)
+            self._place[name] = begin, end
+            header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         self._data, self.size = 8 + len(text), 8 + len(text) + end
-        with open(path, "wb") as f:
-            f.write(len(text).to_bytes(8, "little") + text)
-            f.truncate(self.size)
+        with open(path, "r+b" if path.exists() else "w+b") as f:
+            begun = f.read(self._data) == len(text).to_bytes(8, "little") + text
+            if not begun or os.fstat(f.fileno()).st_size != self.size:
+                f.truncate(0)
+                f.seek(0)
+                f.write(len(text).to_bytes(8, "little") + text)
+                f.truncate(self.size)
 
     def write(self, name: str, data: Tensor, offset: int = 0) -> None:
         """Bytes of tensor `name` from byte `offset` of it on. OSError when the disk is full."""
         raw = data.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
         view, done = memoryview(raw), 0
         with open(self.path, "r+b", buffering=0) as f:
-            f.seek(self._data + self._begin[name] + offset)
+            f.seek(self._data + self._place[name][0] + offset)
             while done < len(view):
                 done += f.write(view[done:])
+
+    def digest(self, name: str) -> str:
+        """sha256 of tensor `name` as it is in the file."""
+        found, (at, end) = hashlib.sha256(), self._place[name]
+        with open(self.path, "rb", buffering=0) as f:
+            f.seek(self._data + at)
+            while at < end and (piece := f.read(min(1 << 20, end - at))):
+                found.update(piece)
+                at += len(piece)
+        return found.hexdigest()
+
+    def sync(self) -> None:
+        """Have the file on the disk."""
+        with open(self.path, "r+b") as f:
+            os.fsync(f.fileno())
 
 
 def tensor_bytes(dtype: str, shape: Iterable[int]) -> int:
     return -(-math.prod(shape) * BITS[dtype] // 8)
 
 
-def file_hash(path: Path) -> str:
-    digest = hashlib.sha256()
-    with open(path, "rb") as f:
-        while piece := f.read(1 << 20):
-            digest.update(piece)
-    return digest.hexdigest()
-
-
 class Workplace:
     """The hidden folder `.NAME.partial` next to a destination, where it grows until it is whole.
 
-    files/        the files of the destination so far
-    journal.json  what they were made from, and the finished ones with size and sha256
-    lock          held by the process that works here
+    files/         the files of the destination so far
+    journal.jsonl  what they are made from, and line by line {tensor: sha256, ...} of the jobs that are done
+    lock           held by the process that works here
 
-    A context manager: leaving it without `publish` keeps finished shards for the next run, and
-    nothing where there are none.
+    A context manager: leaving it without `publish` keeps what is done for the next run, and nothing
+    where nothing is.
     """
 
     def __init__(self, destination: Path, key: dict):
         self.destination, self.key = destination, key
         self.folder = destination.parent / f".{destination.name}.partial"
         self.files = self.folder / "files"
-        self.finished: dict[str, dict] = {}
-        self.restarted = ""  # why finished work of an earlier run could not be used
+        self.done: dict[str, str] = {}  # tensor -> sha256
+        self.restarted = ""  # why the work of an earlier run could not be used
         self._lock = -1
+        self._journal: TextIO | None = None
         self._mutex = threading.Lock()
 
     def __enter__(self) -> Workplace:
@@ -335,54 +348,59 @@ class Workplace:
         return self
 
     def __exit__(self, *error) -> None:
-        if not self.finished or not self.files.exists():
+        self._journal.close()
+        if not self.done or not self.files.exists():
             shutil.rmtree(self.folder, ignore_errors=True)
         self._unlock()
 
     def _resume(self) -> None:
-        """Finished shards of an earlier run, if it was the same and they still are what they were."""
-        journal = self.folder / "journal.json"
+        """What an earlier run has done, if it was the same one."""
+        path = self.folder / "journal.jsonl"
         try:
-            earlier = json.loads(journal.read_text())
-            if earlier["key"] != self.key:
-                changed = [k for k in self.key if earlier["key"].get(k) != self.key[k]]
+            first, *lines = path.read_text("utf-8").splitlines()
+            earlier = json.loads(first)
+            if earlier != self.key:
+                changed = [k for k in self.key if earlier.get(k) != self.key[k]]
                 self.restarted = f"{' and '.join(changed) or 'the settings'} changed since the interrupted run"
             else:
-                self.finished = {n: f for n, f in earlier["finished"].items() if self._intact(n, f)}
+                self.done = {name: sha for line in lines for name, sha in _entries(line)}
         except FileNotFoundError:
             pass
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, AttributeError):
             self.restarted = "the journal of the interrupted run is damaged"
         if self.restarted:
             shutil.rmtree(self.files, ignore_errors=True)
-            journal.unlink(missing_ok=True)
+        new = path.with_suffix(".new")  # without what may stand in a last, unfinished line
+        new.write_text("".join(f"{json.dumps(entry)}\n" for entry in (self.key, *([self.done] if self.done else ()))))
+        os.replace(new, path)
+        self._journal = open(path, "a", encoding="utf-8")
 
-    def _intact(self, name: str, entry: dict) -> bool:
-        path = self.files / Path(name).name
-        return path.is_file() and path.stat().st_size == entry["size"] and file_hash(path) == entry["sha256"]
-
-    def finish(self, path: Path) -> None:
-        """Put a file that is complete on disk and into the journal."""
-        with open(path, "r+b") as f:
-            os.fsync(f.fileno())
-        entry = {"size": path.stat().st_size, "sha256": file_hash(path)}
+    def finish(self, digests: Mapping[str, str]) -> None:
+        """Put tensors that are in their file into the journal: sha256 by name."""
         with self._mutex:
-            self.finished[path.name] = entry
-            text = json.dumps({"key": self.key, "finished": self.finished})
-            (self.folder / "journal.new").write_text(text)
-            os.replace(self.folder / "journal.new", self.folder / "journal.json")
+            self.done |= digests
+            self._journal.write(f"{json.dumps(digests)}\n")
+            self._journal.flush()
 
     def publish(self) -> None:
         """The destination appears, whole."""
         if self.destination.exists():
             raise ValueError(f"{self.destination} was made by someone else meanwhile: the result is in {self.files}")
         os.replace(self.files, self.destination)
-        self.finished = {}
+        self.done = {}
 
     def _unlock(self) -> None:
         os.close(self._lock)
         if fcntl is None:
             (self.folder / "lock").unlink(missing_ok=True)
+
+
+def _entries(line: str) -> list[tuple[str, str]]:
+    """Of one line of a journal; none where a run ended in the middle of it."""
+    try:
+        return list(json.loads(line).items())
+    except ValueError:
+        return []
 
 
 def _lock(path: Path, destination: Path) -> int:

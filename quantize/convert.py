@@ -29,7 +29,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
 import torch
@@ -39,7 +39,7 @@ from moe_nvfp4.quantize.checkpoint import INDEX, Checkpoint, ShardWriter, Workpl
 from moe_nvfp4.quantize.dialects import DIALECTS
 from moe_nvfp4.quantize.experts import DEFAULT_RECIPE, RECIPES
 from moe_nvfp4.quantize.jobs import Job, Options
-from moe_nvfp4.quantize.plan import ConversionReport, Plan, readable_size
+from moe_nvfp4.quantize.plan import ConversionReport, Plan, config_dtype, readable_size
 from moe_nvfp4.weights import ACTIVATIONS
 
 IN_FLIGHT = 500_000_000  # bytes that all workers together may hold
@@ -69,8 +69,8 @@ def convert_checkpoint(
     dry_run      plan only, write nothing
 
     Memory stays below 1.5 GB. The destination appears whole, at the end; until then everything is in
-    `.NAME.partial` next to it. An interrupted run leaves the finished files there and the same call
-    goes on with them; its result is the same bytes. The source is only read.
+    `.NAME.partial` next to it. An interrupted run leaves there what it has done and the same call goes
+    on with it, tensor by tensor; its result is the same bytes. The source is only read.
 
     ValueError for what cannot be converted, naming the tensor, the rule and the way out; OSError
     where the disk is full, a file vanished or cannot be read.
@@ -83,6 +83,11 @@ def convert_checkpoint(
     options = _options(checkpoint.config, recipe, exclude, include, dialect, activations, device)
     report = ConversionReport(source, destination, recipe)
     plan = Plan(checkpoint, options, report)
+    if plan.unchanged:
+        raise ValueError(
+            f"{source} is quantized already (NVFP4 of {dialect}); quantize the original checkpoint, or name another "
+            "--dialect to carry these over"
+        )
     report.skipped |= {p.name: "a weight file that belongs to no part of this checkpoint" for p in checkpoint.ignored}
     if dry_run:
         return report
@@ -93,7 +98,7 @@ def convert_checkpoint(
     with place:
         if place.restarted and progress:
             print(f"starting again: {place.restarted}", file=sys.stderr)
-        _run(plan.jobs, place, report, workers or _default_workers(), progress)
+        _run(plan.jobs, place, report, options.device, workers or _default_workers(), progress)
         _write_small_files(place.files, plan, others)
         if _state(checkpoint) != state:
             raise ValueError(f"{source} changed while it was read: run the same command again")
@@ -107,13 +112,9 @@ def _options(config, recipe, exclude, include, dialect, activations, device) -> 
                                (activations, ACTIVATIONS, "activations")):  # fmt: skip
         if value not in known:
             raise ValueError(f"unknown {what} {value!r}: choose one of {', '.join(known)}")
-    dtypes = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
-    named = [c.get("dtype") or c.get("torch_dtype") for c in (config, config.get("text_config") or {})]
-    known = [dtypes[d] for d in (str(d).removeprefix("torch.") for d in named) if d in dtypes]
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     include = None if include is None else tuple(include)
-    dtype = known[0] if known else None
-    return Options(recipe, tuple(exclude), include, DIALECTS[dialect], activations, device, dtype)
+    return Options(recipe, tuple(exclude), include, DIALECTS[dialect], activations, device, config_dtype(config))
 
 
 def _default_workers() -> int:
@@ -129,7 +130,7 @@ def _state(checkpoint: Checkpoint) -> list:
 def _key(checkpoint: Checkpoint, options: Options) -> dict:
     """Two runs with equal keys write the same bytes."""
     o = options
-    settings = [o.recipe, o.exclude, o.include, o.dialect.name, o.activations, o.dtype, 1]
+    settings = [o.recipe, o.exclude, o.include, o.dialect.name, o.activations, o.dtype, 2]
     return {
         "the settings": hashlib.sha256(json.dumps(settings).encode()).hexdigest(),
         "the source": [str(checkpoint.folder.resolve()), *_state(checkpoint)],
@@ -140,7 +141,8 @@ def _check_space(place: Workplace, needed: int) -> None:
     parent = place.destination.parent
     while not parent.exists():
         parent = parent.parent
-    done = sum(f.stat().st_size for f in place.files.glob("*")) if place.files.is_dir() else 0
+    begun = [f.stat() for f in place.files.glob("*")] if place.files.is_dir() else []
+    done = sum(getattr(s, "st_blocks", s.st_size // 512) * 512 for s in begun)  # of files with holes, what is there
     free = shutil.disk_usage(parent).free
     if needed - done > free:
         raise ValueError(
@@ -176,62 +178,78 @@ class _Shard:
         self.writer = ShardWriter(path, {name: out for job in jobs for name, out in job.outputs.items()})
         self.open_jobs, self.mutex = len(jobs), threading.Lock()
 
-    def job_done(self) -> bool:
-        """True once: for the last job."""
+    def work(self, job: Job, place: Workplace) -> int:
+        """Do a job, unless an earlier run did and its tensors are still what they were; how many bytes that saved."""
+        done = all(n in place.done and place.done[n] == self.writer.digest(n) for n in job.outputs)
+        if not done:
+            job.run(self.writer.write)
+            place.finish({name: self.writer.digest(name) for name in job.outputs})
         with self.mutex:
             self.open_jobs -= 1
-            return self.open_jobs == 0
+            last = self.open_jobs == 0
+        if last:
+            self.writer.sync()
+        return job.size if done else 0
 
 
-def _run(jobs: list[Job], place: Workplace, report: ConversionReport, workers: int, progress: bool) -> None:
-    """All jobs of shards that are not finished, by `workers` threads, at most IN_FLIGHT bytes in memory."""
+def _run(
+    jobs: list[Job], place: Workplace, report: ConversionReport, device: str, workers: int, progress: bool
+) -> None:
+    """All jobs, by `workers` threads, at most IN_FLIGHT bytes in memory."""
     by_shard: dict[str, list[Job]] = {}
     for job in jobs:
         by_shard.setdefault(job.shard, []).append(job)
-    report.resumed_shards = sum(shard in place.finished for shard in by_shard)
-    done = sum(job.size for job in jobs if job.shard in place.finished)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # one matrix per worker beats one matrix at a time
-    bar = tqdm(total=sum(j.size for j in jobs), initial=done, unit="B", unit_scale=True, desc="NVFP4",
-               disable=not progress)  # fmt: skip
+    bar = tqdm(total=sum(j.size for j in jobs), unit="B", unit_scale=True, desc="NVFP4", disable=not progress)
     try:
-        with bar, ThreadPoolExecutor(workers) as pool:
-            _feed(pool, workers, _pending(by_shard, place), place, bar)
+        with bar, ThreadPoolExecutor(workers, initializer=_own_stream, initargs=(device,)) as pool:
+            report.resumed = _feed(pool, workers, _pending(by_shard, place), place, bar)
     finally:
         torch.set_num_threads(threads)
 
 
+def _own_stream(device: str) -> None:
+    """On a GPU each worker has a stream, so that one reads and writes while another computes."""
+    if torch.device(device).type == "cuda":
+        torch.cuda.set_stream(torch.cuda.Stream(device))
+
+
 def _pending(by_shard: Mapping[str, list[Job]], place: Workplace) -> Iterator[tuple[_Shard, Job]]:
     for name, jobs in by_shard.items():
-        if name not in place.finished:
-            shard = _Shard(place.files / name, jobs)
-            yield from ((shard, job) for job in jobs)
+        shard = _Shard(place.files / name, jobs)
+        yield from ((shard, job) for job in jobs)
 
 
-def _feed(pool: ThreadPoolExecutor, workers: int, work: Iterator[tuple[_Shard, Job]], place: Workplace, bar) -> None:
-    """Give work to the pool as memory allows; the first error stops everything and is raised."""
-    running: dict = {}
+def _feed(pool: ThreadPoolExecutor, workers: int, work: Iterator[tuple[_Shard, Job]], place: Workplace, bar) -> int:
+    """Give work to the pool as memory allows; how many source bytes an earlier run had done.
+
+    The first error stops everything and is raised.
+    """
+    running: dict[Future, Job] = {}
+    memory = saved = 0
     stop = threading.Event()
 
     def one(shard: _Shard, job: Job) -> int:
-        if not stop.is_set():
-            job.run(lambda name, data, offset: shard.writer.write(name, data, offset))
-            if shard.job_done():
-                place.finish(shard.writer.path)
-        return job.size
+        return 0 if stop.is_set() else shard.work(job, place)
 
     def collect() -> None:
+        nonlocal memory, saved
         finished, _ = wait(running, return_when=FIRST_COMPLETED)
         for future in finished:
-            del running[future]
-            bar.update(future.result())
+            job = running.pop(future)
+            memory -= job.memory
+            saved += future.result()
+            bar.update(job.size)
 
     try:
         for shard, job in work:
-            while running and (sum(running.values()) + job.memory > IN_FLIGHT or len(running) >= 4 * workers):
+            while running and (memory + job.memory > IN_FLIGHT or len(running) >= 4 * workers):
                 collect()
-            running[pool.submit(one, shard, job)] = job.memory
+            running[pool.submit(one, shard, job)] = job
+            memory += job.memory
         while running:
             collect()
     finally:
         stop.set()
+    return saved

@@ -29,15 +29,16 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from moe_nvfp4.format import E4M3_MAX, SF_VEC_SIZE, block_scales, encode, global_scale_for, quantize
+from moe_nvfp4.format import E4M3_MAX, SF_VEC_SIZE, check_x, encode, global_scale_for, quantize
 
 RECIPES = ("max", "four_over_six", "mse")
 DEFAULT_RECIPE = "mse"
 SEARCH_SF_MAX = 256.0  # room above: 1.5 * 256 = 384 is an e4m3 number, 1.75 * 256 = 448 the last
 
-# Blocks worked on at once. On a CPU a plane is then 1 MB: near the cache, yet work for threads.
-_CPU_BLOCKS = 1 << 14
-_CUDA_BLOCKS = 1 << 20
+# Blocks worked on at once, with all their candidates. For mse a scratch plane is then 2.4 MB on a CPU (near the cache,
+# yet more work than the cost of an operation) and 38 MB on a GPU.
+_CPU_BLOCKS = 1 << 12
+_CUDA_BLOCKS = 1 << 16
 
 
 def recipe_global_scale(amax: Tensor, recipe: str = DEFAULT_RECIPE) -> Tensor:
@@ -68,6 +69,7 @@ def quantize_matrix(
         global_scale = global_scale.reshape(())
     if recipe == "max":
         return quantize(w, global_scale)
+    check_x(w)
 
     if w.numel() == 0:
         amax = w.new_zeros((), dtype=torch.float32)
@@ -92,20 +94,19 @@ def quantize_matrix(
 # ---- the search ----------------------------------------------------------------------------------
 
 
-def _four_over_six(sf: Tensor, blockmax: Tensor, global_scale: Tensor) -> list[Tensor]:
-    return [(blockmax / 4 / global_scale).clamp(max=E4M3_MAX).to(torch.float8_e4m3fn)]
+def _four_over_six(by_max: Tensor, largest: Tensor, global_scale: Tensor) -> Tensor:
+    return torch.stack([by_max, _scale_for(largest, 4.0, global_scale)])
 
 
-def _neighbours(sf: Tensor, blockmax: Tensor, global_scale: Tensor) -> list[Tensor]:
-    number = sf.view(torch.uint8).to(torch.int16)  # e4m3 bytes count its positive numbers in order
-    return [
-        (number + step).clamp(1, 126).to(torch.uint8).view(torch.float8_e4m3fn)
-        for step in (-2, -1, 1, 2, 3, 4, 5, 6)
-    ]
+def _neighbours(by_max: Tensor, largest: Tensor, global_scale: Tensor) -> Tensor:
+    steps = torch.tensor([0, -2, -1, 1, 2, 3, 4, 5, 6], dtype=torch.int16, device=by_max.device)
+    tried = (by_max + steps[:, None]).clamp_(1, 126)  # e4m3 bytes count its positive numbers in order
+    tried[0] = by_max  # may be 0
+    return tried.to(torch.uint8)
 
 
-# recipe -> (sf of max [n], blockmax [n], global_scale) -> the other candidates for sf, [n] each
-_CANDIDATES: dict[str, Callable[[Tensor, Tensor, Tensor], list[Tensor]]] = {
+# recipe -> (max's sf uint8 [n], blockmax [n], global_scale) -> the bytes tried for sf, uint8 [C, n], max's first
+_CANDIDATES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "four_over_six": _four_over_six,
     "mse": _neighbours,
 }
@@ -117,51 +118,49 @@ def _search(w: Tensor, global_scale: Tensor, candidates: Callable) -> Tensor:
     Of equal errors, max's scale wins, then the earlier candidate. A block whose scale is 0 by max
     (all zeros, or nothing above 2^-10 * 6 * global_scale) keeps it.
     """
-    best_sf = block_scales(w, global_scale)
-    flat_sf = best_sf.view(-1)
     blocks = w.detach().reshape(-1, SF_VEC_SIZE)
-    step = _CUDA_BLOCKS if w.is_cuda else _CPU_BLOCKS
+    best = torch.empty(blocks.shape[0], dtype=torch.uint8, device=w.device)
+    step = min(_CUDA_BLOCKS if w.is_cuda else _CPU_BLOCKS, max(1, blocks.shape[0]))
+    scratch = torch.empty(0)
     for i in range(0, blocks.shape[0], step):
         # One plane for each of the 16 places: all arithmetic is along blocks, none within one.
         part = blocks[i : i + step].t()
         planes = torch.empty_like(part, dtype=torch.float32, memory_format=torch.contiguous_format)
         planes.copy_(part).abs_()
-        sf = flat_sf[i : i + step]  # a view: the search writes into best_sf
-        scratch = torch.empty_like(planes), torch.empty_like(planes), torch.empty_like(planes)
-        least = _squared_error(planes, sf, global_scale, scratch)
-        blockmax = _fold(torch.maximum, planes)
-        number = sf.view(torch.uint8)
-        for other in candidates(sf, blockmax, global_scale):
-            error = _squared_error(planes, other, global_scale, scratch)
-            better = error < least
-            least = torch.where(better, error, least)
-            number.copy_(torch.where(better, other.view(torch.uint8), number))
-    return best_sf
+        largest = planes.amax(dim=0)
+        by_max = _scale_for(largest, 6.0, global_scale)
+        tried = candidates(by_max, largest, global_scale)
+        if i == 0:
+            scratch = planes.new_empty(3, SF_VEC_SIZE, len(tried), step)
+        error = _squared_error(planes, tried, global_scale, scratch[..., : tried.shape[1]])
+        # torch.min gives the first of equals; argmin does too, and on a CPU is 20 times slower
+        best[i : i + step] = tried.gather(0, error.min(dim=0, keepdim=True).indices).squeeze(0)
+    return best.view(torch.float8_e4m3fn).view(w.shape[0], w.shape[1] // SF_VEC_SIZE)
 
 
-def _squared_error(
-    planes: Tensor, sf: Tensor, global_scale: Tensor, scratch: tuple[Tensor, Tensor, Tensor]
-) -> Tensor:
-    """sum (|x| - code * scale)^2 / global_scale^2, scale = sf * global_scale: float32 ``[n]``.
+def _scale_for(largest: Tensor, code: float, global_scale: Tensor) -> Tensor:
+    """The scale with which a block's largest magnitude has this code: e4m3 bytes ``[n]``."""
+    sf = largest / largest.new_full((), code) / global_scale  # by a number, CUDA would multiply with 1 / code
+    return sf.clamp(max=E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
 
-    planes: |x| float32 ``[16, n]``; sf: ``[n]``. Computed as sf^2 * sum (a - code)^2, with
-    a = |x| / scale; the sum is by halves (places k and k + 8, then k + 4, ...), so that it is the
-    same everywhere.
+
+def _squared_error(planes: Tensor, tried: Tensor, global_scale: Tensor, scratch: Tensor) -> Tensor:
+    """sum (|x| - code * scale)^2 / global_scale^2, scale = sf * global_scale: float32 ``[C, n]``.
+
+    planes: |x| float32 ``[16, n]``; tried: bytes of sf ``[C, n]``. Computed as sf^2 * sum (a - code)^2,
+    with a = |x| / scale; the sum is by halves (places k and k + 8, then k + 4, ...), so that it is the
+    same everywhere. 0 where sf is 0.
     """
+    # An e4m3 byte, put where float16 has its exponent, is 2^-8 times the number; torch's own cast is slow.
+    sf = (tried.to(torch.int16) << 7).view(torch.float16).float() * 256
     a, power, code = scratch
-    sf = sf.float()
-    torch.div(planes, torch.where(sf == 0, torch.inf, sf * global_scale), out=a)
+    torch.div(planes[:, None], sf.clamp(min=2**-9) * global_scale, out=a)
     # e2m1 has one mantissa bit, and spacing 0.5 up to 2. float32 rounds to that (ties to even) when
     # 2^22 times a's power of two, held between 1 and 4, is added and taken off again.
     bits = power.view(torch.int32)
     torch.bitwise_and(a.view(torch.int32), 0x7F800000, out=bits).clamp_(0x3F800000, 0x40800000)
     torch.add(a, power, alpha=2**22, out=code).sub_(power, alpha=2**22).clamp_(max=6.0)
-    a.sub_(code)
-    return _fold(torch.add, a.mul_(a)) * (sf * sf)
-
-
-def _fold(op: Callable, planes: Tensor) -> Tensor:
-    """16 planes ``[16, n]`` -> ``[n]``: op of places k and k + 8, then k + 4, k + 2, k + 1."""
+    a.sub_(code).mul_(a)
     for n in (8, 4, 2, 1):
-        planes = op(planes[:n], planes[n:])
-    return planes.squeeze(0)
+        a = a[:n].add_(a[n:])
+    return a.squeeze(0) * (sf * sf)

@@ -13,7 +13,7 @@ from moe_nvfp4.format import pad_k
 from moe_nvfp4.quantize.checkpoint import TORCH_DTYPES, Stored, tensor_bytes
 from moe_nvfp4.quantize.dialects import Dialect
 from moe_nvfp4.quantize.experts import quantize_matrix, recipe_global_scale
-from moe_nvfp4.quantize.matrices import Matrix
+from moe_nvfp4.quantize.matrices import Matrix, NVFP4Stack
 from moe_nvfp4.weights import check_global_scale
 
 CHUNK = 1 << 22  # elements of a matrix that are worked on together: 8 MiB in bf16, 16 MiB in fp32
@@ -106,7 +106,9 @@ def quantize_job(shard: str, stem: str, matrix: Matrix, options: Options) -> Job
         sf: ("F8_E4M3", (N, K // 16)),
         scale: ("F32", options.dialect.scale_shape),
     }
-    return Job(shard, matrix.size, matrix.held + min(N, step) * K * 10 + 10_000_000, outputs, run)
+    # On a CPU, fp32 and its temporaries; for a GPU what is read and what comes back.
+    of_element = 10 if options.device == "cpu" else 5
+    return Job(shard, matrix.size, matrix.held + min(N, step) * K * of_element + 10_000_000, outputs, run)
 
 
 def dense_job(name: str, shard: str, matrix: Matrix, dtype: str) -> Job:
@@ -136,25 +138,9 @@ def dense_stack_job(name: str, shard: str, matrices: list[Matrix], dtype: str) -
     return Job(shard, sum(m.size for m in matrices), N * K * 12, outputs, run)
 
 
-@dataclass(frozen=True)
-class FusedStack:
-    """NVFP4 experts as ModelOpt stacks them: codes [E, in/2, out], sf [E, in/16, out], one scale for all."""
-
-    codes: Stored
-    sf: Stored
-    scales: dict[str, Stored]  # by the last part of a matrix's own name: weight_scale_2, input_scale
-    interleaved: bool
-
-    def pieces(self, stored: Stored, e: int, parts: int) -> list[Tensor]:
-        """uint8 [out, in'] of expert e, in `parts` projections."""
-        size = stored.size // stored.shape[0]
-        rows = stored.read(e * size, size).view(stored.shape[1:]).T
-        return [rows[i::parts] for i in range(parts)] if self.interleaved else list(rows.chunk(parts))
-
-
-def fused_jobs(stack: FusedStack, stems: list[str], source: Dialect, target: Dialect) -> Iterator[Job]:
+def stack_jobs(stack: NVFP4Stack, stems: list[str], source: Dialect, target: Dialect) -> Iterator[Job]:
     """A stack as one matrix per expert and projection, the same bytes. stems: with {e} for the expert."""
-    E, half, out = stack.codes.shape
+    E, out, half = stack.shape
     n = len(stems)
 
     def job(e: int) -> Job:
@@ -164,8 +150,8 @@ def fused_jobs(stack: FusedStack, stems: list[str], source: Dialect, target: Dia
             for stored, suffix in ((stack.codes, target.weight), (stack.sf, target.sf)):
                 for name, piece in zip(names, stack.pieces(stored, e, n), strict=True):
                     write(f"{name}.{suffix}", piece, 0)
-            for name, (last, stored) in product(names, stack.scales.items()):
-                scale = source.decode_scale(stored.tensor()).reshape(())
+            for name, last in product(names, stack.scales):
+                scale = stack.scale(last, e, source)
                 check_global_scale(scale, f"{name}.{last}")
                 write(f"{name}.{target.suffixes[source.suffixes.index(last)]}", target.encode_scale(scale), 0)
 

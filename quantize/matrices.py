@@ -11,6 +11,7 @@ from torch import Tensor
 from moe_nvfp4.format import decode, dequantize
 from moe_nvfp4.quantize.checkpoint import TORCH_DTYPES, Checkpoint, Stored
 from moe_nvfp4.quantize.dialects import Dialect
+from moe_nvfp4.quantize.names import PRE_QUANT_SCALE
 
 
 @dataclass(frozen=True)
@@ -135,13 +136,86 @@ def mxfp4(blocks: Stored, scales: Stored, e: int, first: int, step: int, name: s
 
 
 def nvfp4_matrix(checkpoint: Checkpoint, stem: str, dialect: Dialect) -> Matrix:
-    """Codes and scales -> fp32 [N, K]."""
+    """Codes and scales -> fp32 [N, K]: what x is multiplied with, so AWQ's pre_quant_scale is in it."""
     codes, sf, scale = (checkpoint.tensors[f"{stem}.{s}"] for s in dialect.suffixes[:3])
+    smooth = checkpoint.tensors.get(f"{stem}.{PRE_QUANT_SCALE}")
     N, half = codes.shape
 
     def rows(a: int, b: int) -> Tensor:
         part = codes.read(a * half, (b - a) * half).view(-1, half)
         part_sf = sf.read(a * half // 8, (b - a) * half // 8).view(-1, half // 8)
-        return dequantize(part, part_sf, dialect.decode_scale(scale.tensor()).reshape(()))
+        dense = dequantize(part, part_sf, dialect.decode_scale(scale.tensor()).reshape(()))
+        return dense if smooth is None else dense * smooth.tensor().float()
 
     return Matrix(N, 2 * half, codes.size + sf.size, lambda: rows)
+
+
+@dataclass(frozen=True)
+class NVFP4Stack:
+    """NVFP4 experts in one tensor: codes [E, in/2, out] and sf [E, in/16, out] (ModelOpt's for Llama 4 and gpt-oss),
+    or, not transposed, [E, out, in/2] and [E, out, in/16] (its for Step-3).
+
+    scales       by the last part of a matrix's own name (weight_scale_2, input_scale): one for all, or [E]
+    interleaved  rows of gate and up alternate
+    """
+
+    codes: Stored
+    sf: Stored
+    scales: dict[str, Stored]
+    transposed: bool = True
+    interleaved: bool = False
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """E, out, in / 2"""
+        E, N, K = self.codes.shape
+        return (E, K, N) if self.transposed else (E, N, K)
+
+    def check(self, name: str) -> None:
+        """ValueError unless the tensors fit each other."""
+        wanted = [*self.codes.shape]
+        wanted[1 if self.transposed else -1] /= 8
+        if len(wanted) != 3 or [*self.sf.shape] != wanted or (self.codes.dtype, self.sf.dtype) != ("U8", "F8_E4M3"):
+            raise ValueError(f"{name}: {self.codes.dtype} {list(self.codes.shape)} with block scales {self.sf.dtype} "
+                             f"{list(self.sf.shape)} is no stack of NVFP4 matrices: the file is damaged, or not known "
+                             "here; download it again")  # fmt: skip
+        for last, stored in self.scales.items():
+            if stored.dtype != "F32" or stored.size not in (4, 4 * wanted[0]):
+                raise ValueError(f"{name}: {last} is {stored.dtype} {list(stored.shape)}, expected one F32 number, or "
+                                 f"one for each of {wanted[0]} experts")  # fmt: skip
+
+    def pieces(self, stored: Stored, e: int, parts: int) -> list[Tensor]:
+        """uint8 [out, in'] of expert e, in `parts` projections."""
+        size = stored.size // stored.shape[0]
+        rows = stored.read(e * size, size).view(stored.shape[1:])
+        rows = rows.T if self.transposed else rows
+        return [rows[i::parts] for i in range(parts)] if self.interleaved else list(rows.chunk(parts))
+
+    def scale(self, last: str, e: int, source: Dialect) -> Tensor:
+        """fp32 0-d: expert e's."""
+        scales = source.decode_scale(self.scales[last].tensor()).reshape(-1)
+        return scales[e if len(scales) > 1 else 0]
+
+    def matrix(self, e: int, part: int, parts: int, source: Dialect) -> Matrix:
+        """Projection `part` of expert e -> fp32 [out / parts, in]."""
+        E, out, half = self.shape
+
+        def open() -> Callable[[int, int], Tensor]:
+            codes, sf = (self.pieces(stored, e, parts)[part].contiguous() for stored in (self.codes, self.sf))
+            scale = self.scale(source.global_scale, e, source)
+            return lambda a, b: dequantize(codes[a:b], sf[a:b], scale)
+
+        size = (self.codes.size + self.sf.size) // E
+        return Matrix(out // parts, 2 * half, size // parts, open, held=2 * size)
+
+
+def nvfp4_stack(checkpoint: Checkpoint, name: str, dialect: Dialect, interleaved: bool = False) -> NVFP4Stack:
+    """The stack `name`: transposed where that is a tensor (`name`_weight_scale), else `name`.weight. Not checked."""
+    found, transposed = checkpoint.tensors, name in checkpoint.tensors
+    dot = "_" if transposed else "."
+    scales = {s: found[f"{name}{dot}{s}"] for s in (dialect.global_scale, dialect.input_scale)
+              if f"{name}{dot}{s}" in found}  # fmt: skip
+    codes, sf = (name if transposed else f"{name}.{dialect.weight}"), f"{name}{dot}{dialect.sf}"
+    if missing := [n for n in (codes, sf, f"{name}{dot}{dialect.global_scale}") if n not in found]:
+        raise ValueError(f"{missing[0]} is missing: NVFP4 matrices have codes, block scales and a global scale")
+    return NVFP4Stack(found[codes], found[sf], scales, transposed, interleaved)

@@ -58,6 +58,8 @@ STACKS: dict[str, Stack] = {
 }  # fmt: skip
 # ModelOpt's stacks of NVFP4 experts [E, in/2, out], and its older order of names
 FUSED = re.compile(r"(^|\.)experts\.(gate_up_proj|up_proj|down_proj)$")
+# and its stacks for each projection, [E, out, in/2] (STEP)
+BANK = re.compile(r"(?<![^.])moe\.(?P<part>gate_proj|up_proj|down_proj)$")
 PROJECTION_FIRST = re.compile(r"(?P<module>(?:.+\.)?experts)\.(?P<part>gate_proj|up_proj|down_proj|w[123])\."
                               r"(?P<e>\d+)(?=\.|$)")  # fmt: skip
 DBRX = re.compile(r"(?P<module>(?:.+\.)?experts)\.mlp\.(?P<part>w1|v1|w2)")

@@ -8,24 +8,25 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from itertools import product
 from pathlib import Path
 
 from moe_nvfp4.quantize.checkpoint import Checkpoint, Stored, tensor_bytes
 from moe_nvfp4.quantize.dialects import DIALECTS, Dialect, QuantizationInfo, read_config, write_config
 from moe_nvfp4.quantize.jobs import (
-    FusedStack,
     Job,
     Options,
     bias_jobs,
     copy_job,
     dense_job,
     dense_stack_job,
-    fused_jobs,
     quantize_job,
     scale_job,
+    stack_jobs,
 )
-from moe_nvfp4.quantize.matrices import Matrix, fp8, mxfp4, nvfp4_matrix, row_major, slice_view
+from moe_nvfp4.quantize.matrices import Matrix, NVFP4Stack, fp8, mxfp4, nvfp4_matrix, nvfp4_stack, row_major, slice_view
 from moe_nvfp4.quantize.names import (
+    BANK,
     DBRX,
     DBRX_PARTS,
     DENSE,
@@ -37,6 +38,7 @@ from moe_nvfp4.quantize.names import (
     PROJECTION_FIRST,
     SCALES,
     STACKS,
+    STEP,
     Stack,
     aliases,
     ignore_patterns,
@@ -61,7 +63,7 @@ class ConversionReport:
     experts_before: int = 0
     experts_after: int = 0
     shards: int = 0
-    resumed_shards: int = 0
+    resumed: int = 0  # source bytes whose work an earlier run had done
     seconds: float = 0.0
 
     def lines(self) -> Iterator[str]:
@@ -99,7 +101,9 @@ class Plan:
         self.source, self.options, self.report = source, options, report
         self.left = dict(source.tensors)  # not planned yet
         self.jobs: list[Job] = []
-        self.quantized: dict[str, Matrix | None] = {}  # modules; None: NVFP4 already
+        self.quantized: dict[str, Matrix] = {}  # modules, by the names of new files
+        self.dequantized: dict[str, Matrix] = {}  # tensors that were FP8
+        self.unchanged = False  # NVFP4 already, in the dialect and the layout of new files
         self.dense: set[str] = set()  # modules that keep, or get, dense weights
         self.excluded: set[str] = set()  # experts modules
         self.has_input_scale = self.has_pre_quant_scale = False
@@ -119,7 +123,7 @@ class Plan:
     def _make(self) -> None:
         q = self.source.config.get("quantization_config")
         method = (q or {}).get("quant_method")
-        info = self._nvfp4_info(q, method)
+        info = nvfp4_info(self.source)
         if info is not None:
             self._carry(info)
         else:
@@ -137,17 +141,6 @@ class Plan:
                                  "this quantization is not known here; use the original checkpoint")  # fmt: skip
             self._copy(name, stored)
         self.config = {**self.source.config, "quantization_config": self._quantization_config(info)}
-
-    def _nvfp4_info(self, q: Mapping | None, method: str | None) -> QuantizationInfo | None:
-        """What the config says about NVFP4; None for dense, FP8 and MXFP4 sources."""
-        hf = self.source.folder / "hf_quant_config.json"
-        if (q is None and not hf.is_file()) or (method in ("fp8", "mxfp4") and "moe_quant_algo" not in q):
-            return None
-        info = read_config(self.source.config, json.loads(hf.read_text()) if hf.is_file() else None)
-        if info is None:
-            raise ValueError(f"{self.source.folder} is quantized with {method!r}, which is not read here: fp8 (in "
-                             "blocks), mxfp4, and NVFP4 of modelopt or compressed-tensors are")  # fmt: skip
-        return info
 
     def _is_scale(self, name: str) -> bool:
         if name.endswith(".scale"):  # of a norm, unless its weight is not dense
@@ -349,8 +342,7 @@ class Plan:
                 experts.setdefault(match["module"], {}).setdefault(match["part"], set()).add(int(match["e"]))
                 self._quantize(stem, matrix, weight.file.name)
                 continue
-            self.jobs.append(dense_job(f"{stem}.weight", weight.file.name, matrix, self.options.dtype or "BF16"))
-            self.report.dequantized += 1
+            self._dequantize(stem, matrix, weight)
             self.dense |= set() if match else {stem}
         for module, parts in experts.items():
             self._check_complete(module, parts)
@@ -368,10 +360,12 @@ class Plan:
         self._fp8_next_to_nvfp4()
         for name in fused:
             self._carry_stack(name, source)
-        if source is target and not (turned or fused or self.report.dequantized):
-            raise ValueError(f"{self.source.folder} is quantized already (NVFP4 of {source.name}); quantize the "
-                             "original checkpoint, or name another --dialect to carry these over")  # fmt: skip
         marker = source.global_scale
+        banks = [n.removesuffix(f".{marker}") for n, t in self.left.items() if n.endswith(f".{marker}") and
+                 len(self.left.get(f"{n.removesuffix(marker)}{source.weight}", t).shape) == 3]  # fmt: skip
+        for stem in banks:
+            self._carry_bank(stem, source)
+        self.unchanged = source is target and not (turned or fused or banks or self.report.dequantized)
         for name in [n for n in self.left if n.endswith(f".{marker}")]:
             self._carry_matrix(name.removesuffix(f".{marker}"), source)
         for name in self.left:
@@ -405,31 +399,42 @@ class Plan:
                 raise ValueError(f"{stem}.{PRE_QUANT_SCALE} (AWQ) has no place in {target.name} files: keep ModelOpt's")
             self.jobs.append(copy_job(f"{stem}.{PRE_QUANT_SCALE}", smooth, f"{new_stem}.{PRE_QUANT_SCALE}"))
             self.has_pre_quant_scale = True
-        self.quantized[new_stem] = None
+        self.quantized[new_stem] = nvfp4_matrix(self.source, stem, source)
         self.report.carried += 1
 
     def _carry_stack(self, name: str, source: Dialect) -> None:
         """ModelOpt's stack of experts as one matrix per expert and projection."""
         module, _, last = name.rpartition(".")
-        codes, sf = self.left.pop(name), self.left.pop(f"{name}_weight_scale")
-        scales = {s: self.left.pop(f"{name}_{s}") for s in (source.global_scale, source.input_scale)
-                  if f"{name}_{s}" in self.left}  # fmt: skip
-        fits = len(codes.shape) == 3 and sf.shape == (codes.shape[0], codes.shape[1] / 8, codes.shape[2])
-        _need(fits and (codes.dtype, sf.dtype) == ("U8", "F8_E4M3"), name, codes, "[E, in/2, out] in U8, and scales")
-        if source.global_scale not in scales or any(s.dtype != "F32" or s.size != 4 for s in scales.values()):
-            raise ValueError(f"{name} needs {name}_{source.global_scale}, one F32 number: download it again")
         parts = ["gate_proj", "up_proj"] if last == "gate_up_proj" else [last]
         stems = [f"{module}.{{e}}.{part}" for part in parts]
         interleaved = len(parts) == 2 and any(STACKS[t].interleaved for t in self.types if t in STACKS)
-        stack = FusedStack(codes, sf, scales, interleaved)
-        self.jobs += fused_jobs(stack, stems, source, self.options.dialect)
+        stack = nvfp4_stack(self.source, name, source, interleaved)
+        stack.check(name)
+        self._carry_experts(stack, stems, source, [name, *(f"{name}_{s}" for s in (source.sf, *stack.scales))])
         bias = self.left.pop(f"{name}_bias", None)
         if bias is not None:
-            _need(bias.shape == (codes.shape[0], codes.shape[2]), f"{name}_bias", bias, "[E, out]")
+            _need(bias.shape == stack.shape[:2], f"{name}_bias", bias, "[E, out]")
             self.jobs += bias_jobs(f"{name}_bias", bias, stems, interleaved)
-        self.has_input_scale |= source.input_scale in scales
-        self.quantized |= {stem.format(e=e): None for stem in stems for e in range(codes.shape[0])}
-        self.report.carried += codes.shape[0] * len(parts)
+
+    def _carry_bank(self, stem: str, source: Dialect) -> None:
+        """A stack for each projection, [E, out, in/2] (Step-3)."""
+        match = BANK.search(stem)
+        if match is None:
+            raise ValueError(f"{stem}.{source.weight} is a stack of NVFP4 matrices with a name that is not known here: "
+                             "quantize the original checkpoint")  # fmt: skip
+        bank = nvfp4_stack(self.source, stem, source)
+        bank.check(stem)
+        stems = [f"{stem[: match.start()]}{STEP.module}.{{e}}.{match['part']}"]
+        self._carry_experts(bank, stems, source, [f"{stem}.{s}" for s in (source.weight, source.sf, *bank.scales)])
+
+    def _carry_experts(self, stack: NVFP4Stack, stems: list[str], source: Dialect, names: list[str]) -> None:
+        for name in names:
+            del self.left[name]
+        self.jobs += stack_jobs(stack, stems, source, self.options.dialect)
+        self.has_input_scale |= source.input_scale in stack.scales
+        for e, (i, stem) in product(range(stack.shape[0]), enumerate(stems)):
+            self.quantized[stem.format(e=e)] = stack.matrix(e, i, len(stems), source)
+        self.report.carried += stack.shape[0] * len(stems)
 
     def _fp8_next_to_nvfp4(self) -> None:
         """FP8 weights of mixed precision become dense: config files name one format."""
@@ -439,11 +444,20 @@ class Plan:
             if scale is None:
                 raise ValueError(f"{name} is FP8 and has no scale next to it: a shard is missing, download it again")
             matrix = fp8(weight, scale, None, stem)
-            self.jobs.append(dense_job(name, weight.file.name, matrix, self.options.dtype or "BF16"))
+            self._dequantize(stem, matrix, weight)
+            expert = PER_EXPERT.fullmatch(stem)
             if self.left.pop(f"{stem}.input_scale", None) is not None:
                 self.report.skipped[f"{stem}.input_scale"] = "of an FP8 layer that becomes dense"
-            self.report.dequantized += 1
-            self.dense.add(stem)
+            if expert is not None:
+                self.excluded.add(expert["module"])
+            else:
+                self.dense.add(stem)
+
+    def _dequantize(self, stem: str, matrix: Matrix, weight: Stored) -> None:
+        name = f"{stem}.weight"
+        self.jobs.append(dense_job(name, weight.file.name, matrix, self.options.dtype or "BF16"))
+        self.dequantized[name] = matrix
+        self.report.dequantized += 1
 
     # ------------------------------------------------------------ the rest
     def _copy(self, name: str, stored: Stored) -> None:
@@ -490,15 +504,37 @@ class Plan:
         return new
 
 
-def source_matrices(source: Checkpoint, modules: Iterable[str]) -> dict[str, Matrix]:
-    """The dense matrices of the experts `modules` of a checkpoint, by the names that NVFP4 files give them."""
-    info = read_config(source.config)
+def nvfp4_info(source: Checkpoint) -> QuantizationInfo | None:
+    """What the configs say about NVFP4; None for dense, FP8 and MXFP4 sources. ValueError for other formats."""
+    q = source.config.get("quantization_config")
+    method, hf = (q or {}).get("quant_method"), source.folder / "hf_quant_config.json"
+    if (q is None and not hf.is_file()) or (method in ("fp8", "mxfp4") and "moe_quant_algo" not in q):
+        return None
+    info = read_config(source.config, json.loads(hf.read_text("utf-8")) if hf.is_file() else None)
     if info is None:
-        options = Options("max", (), tuple(modules), DIALECTS["modelopt"], "bf16", "cpu", None)
-        return Plan(source, options, ConversionReport(source.folder, source.folder, "max")).quantized
-    marker = f".{info.dialect.global_scale}"
-    stems = [n.removesuffix(marker) for n in source.tensors if n.endswith(marker)]
-    return {stem: nvfp4_matrix(source, stem, info.dialect) for stem in stems}
+        raise ValueError(f"{source.folder} is quantized with {method!r}, which is not read here: fp8 (in "
+                         "blocks), mxfp4, and NVFP4 of modelopt or compressed-tensors are")  # fmt: skip
+    return info
+
+
+def plan_of(source: Checkpoint, include: Iterable[str] | None = None) -> Plan:
+    """A plan for what `source` holds, in its own dialect: not to be carried out, but for its matrices.
+
+    include: the experts modules of a dense checkpoint to take (default: all).
+    """
+    info = nvfp4_info(source)
+    chosen = None if info or include is None else tuple(include)
+    dialect = info.dialect if info else DIALECTS["modelopt"]
+    options = Options("max", (), chosen, dialect, "bf16", "cpu", config_dtype(source.config))
+    return Plan(source, options, ConversionReport(source.folder, source.folder, "max"))
+
+
+def config_dtype(config: Mapping) -> str | None:
+    """The dtype that a config names for its weights, as safetensors writes it."""
+    dtypes = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+    named = [c.get("dtype") or c.get("torch_dtype") for c in (config, config.get("text_config") or {})]
+    known = [dtypes[d] for d in (str(d).removeprefix("torch.") for d in named) if d in dtypes]
+    return known[0] if known else None
 
 
 def _need(condition: bool, name: str, stored: Stored, expected: str) -> None:

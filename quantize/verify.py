@@ -5,16 +5,26 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from moe_nvfp4.quantize.checkpoint import TORCH_DTYPES, Checkpoint, Stored, open_checkpoint
-from moe_nvfp4.quantize.dialects import Dialect, read_config
-from moe_nvfp4.quantize.matrices import Matrix, nvfp4_matrix
-from moe_nvfp4.quantize.names import DENSE, KV_SCALE, PER_EXPERT, PRE_QUANT_SCALE, SCALES
-from moe_nvfp4.quantize.plan import source_matrices
+from moe_nvfp4.quantize.dialects import Dialect, QuantizationInfo
+from moe_nvfp4.quantize.matrices import Matrix, fp8_block, nvfp4_stack
+from moe_nvfp4.quantize.names import (
+    DENSE,
+    FP8_SCALES,
+    FUSED,
+    KV_SCALE,
+    PER_EXPERT,
+    PRE_QUANT_SCALE,
+    PROJECTION_FIRST,
+    SCALES,
+)
+from moe_nvfp4.quantize.plan import Plan, nvfp4_info, plan_of
 from moe_nvfp4.weights import check_block_scales, check_global_scale
 
 PIECE = 1 << 22  # elements read at once
@@ -57,33 +67,50 @@ class VerificationReport:
 
 def verify_checkpoint(folder: str | os.PathLike, against: str | os.PathLike | None = None) -> VerificationReport:
     """Read every byte of the NVFP4 checkpoint in `folder` and check it; with `against`, compare it with
-    the checkpoint that it was made from.
+    the checkpoint that it was made from: dense, FP8, MXFP4, or NVFP4 in any dialect and layout.
 
     Checked: headers and index; dtypes and shapes of codes and scales; block scales not negative and not
-    NaN, global scales positive and finite; dense weights finite; every expert of a layer complete; no
-    scale that nothing reads. Raises ValueError naming the first tensor that fails.
+    NaN, global scales positive and finite; dense and FP8 weights finite; every expert of a layer complete;
+    no scale that nothing reads. Raises ValueError naming the first tensor that fails.
     """
     checkpoint = open_checkpoint(folder)
-    info = read_config(checkpoint.config)
+    info = nvfp4_info(checkpoint)
     if info is None:
         raise ValueError(f"{folder} is not an NVFP4 checkpoint: its config.json has no such quantization_config")
     report = VerificationReport(str(folder))
     left = dict(checkpoint.tensors)
     marker = f".{info.dialect.global_scale}"
-    stems = [n.removesuffix(marker) for n in left if n.endswith(marker)]
-    for stem in stems:
-        for name in _check_matrix(stem, checkpoint, info.dialect):
-            del left[name]
-    report.matrices, report.tensors = len(stems), len(left)
-    report.size = sum(t.size for t in checkpoint.tensors.values())
+    found = [n.removesuffix(marker) for n in left if n.endswith(marker)]
+    banks = [stem for stem in found if len(_codes(stem, checkpoint, info).shape) == 3]
+    stacks = banks + [n for n in left if FUSED.search(n) and f"{n}_{info.dialect.sf}" in left]
+    shapes = {}  # of codes, by the module's name in new files
+    for stem in sorted(set(found) - set(banks)):
+        for part in _check_matrix(stem, checkpoint, info.dialect):
+            del left[part]
+        shapes[PROJECTION_FIRST.sub(r"\g<module>.\g<e>.\g<part>", stem)] = _codes(stem, checkpoint, info).shape
+    for stem in stacks:
+        for part in _check_stack(stem, checkpoint, info.dialect):
+            del left[part]
+    for name in [n for n, stored in left.items() if stored.dtype == "F8_E4M3" and n.endswith(".weight")]:
+        for part in _check_fp8(name, checkpoint):
+            left.pop(part, None)
     for name, stored in left.items():
         _check_other(name, stored)
-    _check_experts(stems, checkpoint)
-    if not stems:
+    _check_experts(shapes)
+    if not shapes and not stacks:
         raise ValueError(f"{folder} says NVFP4 in its config.json, but no tensor ends in {marker}")
+    report.matrices = len(shapes) + sum(nvfp4_stack(checkpoint, n, info.dialect).shape[0] for n in stacks)
+    report.tensors, report.size = len(left), sum(t.size for t in checkpoint.tensors.values())
     if against is not None:
-        report.layers = _compare(checkpoint, open_checkpoint(against), stems, left, info.dialect)
+        report.layers = _compare(checkpoint, open_checkpoint(against), left)
     return report
+
+
+def _codes(stem: str, checkpoint: Checkpoint, info: QuantizationInfo) -> Stored:
+    name = f"{stem}.{info.dialect.weight}"
+    if name not in checkpoint.tensors:
+        raise ValueError(f"{name} is missing: every NVFP4 matrix has codes, block scales and a global scale")
+    return checkpoint.tensors[name]
 
 
 def _check_matrix(stem: str, checkpoint: Checkpoint, dialect: Dialect) -> list[str]:
@@ -98,15 +125,10 @@ def _check_matrix(stem: str, checkpoint: Checkpoint, dialect: Dialect) -> list[s
     if len(weight.shape) != 2 or sf.shape != (weight.shape[0], weight.shape[1] / 8):
         raise ValueError(f"{names[1]} has shape {list(sf.shape)}, which does not fit codes of {list(weight.shape)}")
     for name, stored in ((names[2], scale), (names[3], found[3])):
-        if stored is None:
-            continue
-        if stored.size != 4:
-            raise ValueError(f"{name} has shape {list(stored.shape)}, expected one number")
-        check_global_scale(dialect.decode_scale(stored.tensor()), name)
-    for at in range(0, sf.size, PIECE):
-        check_block_scales(sf.read(at, min(PIECE, sf.size - at)), names[1])
-    for at in range(0, weight.size, PIECE):
-        weight.read(at, min(PIECE, weight.size - at))
+        if stored is not None:
+            _check_scale(name, stored, dialect)
+    _read(sf, lambda piece: check_block_scales(piece, names[1]))
+    _read(weight)
     smooth = checkpoint.tensors.get(f"{stem}.{PRE_QUANT_SCALE}")
     if smooth is not None:
         if smooth.dtype not in DENSE or smooth.shape != (2 * weight.shape[1],) or not smooth.tensor().isfinite().all():
@@ -115,22 +137,73 @@ def _check_matrix(stem: str, checkpoint: Checkpoint, dialect: Dialect) -> list[s
     return [n for n, stored in zip(names, found, strict=True) if stored is not None]
 
 
+def _check_stack(stem: str, checkpoint: Checkpoint, dialect: Dialect) -> list[str]:
+    """The names of the tensors of a stack of experts, checked."""
+    stack = nvfp4_stack(checkpoint, stem, dialect)
+    stack.check(stem)
+    dot = "_" if stack.transposed else "."
+    for last, stored in stack.scales.items():
+        check_global_scale(dialect.decode_scale(stored.tensor()), f"{stem}{dot}{last}")
+    _read(stack.sf, lambda piece: check_block_scales(piece, f"{stem}{dot}{dialect.sf}"))
+    _read(stack.codes)
+    return [stem if stack.transposed else f"{stem}.{dialect.weight}",
+            *(f"{stem}{dot}{last}" for last in (dialect.sf, *stack.scales))]  # fmt: skip
+
+
+def _check_fp8(name: str, checkpoint: Checkpoint) -> list[str]:
+    """The names of the FP8 weight `name` and its scales, checked."""
+    stem, found = name.removesuffix(".weight"), checkpoint.tensors
+    scale = next((f"{stem}.{s}" for s in FP8_SCALES if f"{stem}.{s}" in found), None)
+    if scale is None or fp8_block(found[name].shape, found[scale].shape) is None:
+        raise ValueError(f"{name} is FP8 {list(found[name].shape)} and has no scale, or none that fits, next to it")
+
+    def finite(piece: Tensor) -> None:
+        if (piece & 0x7F == 0x7F).any():
+            raise ValueError(f"{name} has NaN: the original has them too, or the file is damaged")
+
+    _read(found[name], finite)
+    if found[scale].dtype in DENSE:  # else e8m0, whose NaN is byte 255
+        _check_finite(scale, found[scale])
+    elif (found[scale].read() == 255).any():
+        raise ValueError(f"{scale} has NaN: the original has them too, or the file is damaged")
+    return [name, scale, f"{stem}.input_scale"]
+
+
+def _check_scale(name: str, stored: Stored, dialect: Dialect) -> None:
+    if stored.dtype != "F32" or stored.size != 4:
+        raise ValueError(f"{name} is {stored.dtype} {list(stored.shape)}, expected one F32 number")
+    check_global_scale(dialect.decode_scale(stored.tensor()), name)
+
+
 def _check_other(name: str, stored: Stored) -> None:
     if SCALES.search(name) and not KV_SCALE.search(name):
         raise ValueError(f"{name} is a scale that nothing reads: a part of its matrix is missing, or it is not NVFP4")
-    for at in range(0, stored.size, PIECE):
-        piece = stored.read(at, min(PIECE, stored.size - at))
-        if stored.dtype in DENSE and not piece.view(TORCH_DTYPES[stored.dtype]).isfinite().all():
+    if stored.dtype in DENSE:
+        _check_finite(name, stored)
+    else:
+        _read(stored)
+
+
+def _check_finite(name: str, stored: Stored) -> None:
+    def finite(piece: Tensor) -> None:
+        if not piece.view(TORCH_DTYPES[stored.dtype]).isfinite().all():
             raise ValueError(f"{name} has NaN or Inf: the original has them too, or the file is damaged")
 
+    _read(stored, finite)
 
-def _check_experts(stems: list[str], checkpoint: Checkpoint) -> None:
+
+def _read(stored: Stored, check: Callable[[Tensor], None] = lambda piece: None) -> None:
+    """Every byte, in pieces uint8 [n]."""
+    for at in range(0, stored.size, PIECE):
+        check(stored.read(at, min(PIECE, stored.size - at)))
+
+
+def _check_experts(found: Mapping[str, tuple[int, ...]]) -> None:
     """All experts of a layer have the same projections, with the same shapes, and none is left out."""
     layers: dict[str, dict[str, dict[int, tuple]]] = {}
-    for stem in stems:
+    for stem, shape in found.items():
         if match := PER_EXPERT.fullmatch(stem):
-            weight = checkpoint.tensors.get(f"{stem}.weight") or checkpoint.tensors[f"{stem}.weight_packed"]
-            layers.setdefault(match["module"], {}).setdefault(match["part"], {})[int(match["e"])] = weight.shape
+            layers.setdefault(match["module"], {}).setdefault(match["part"], {})[int(match["e"])] = shape
     for module, parts in layers.items():
         E = 1 + max(max(experts) for experts in parts.values())
         for part, shapes in parts.items():
@@ -144,26 +217,37 @@ def _check_experts(stems: list[str], checkpoint: Checkpoint) -> None:
 
 
 # ---------------------------------------------------------------- against the original
-def _compare(
-    checkpoint: Checkpoint, source: Checkpoint, stems: list[str], left: Mapping[str, Stored], dialect: Dialect
-) -> dict[str, LayerError]:
-    matrices = source_matrices(source, {re.sub(r"(\bexperts)\..*", r"\1", stem) for stem in stems})
+def _compare(checkpoint: Checkpoint, source: Checkpoint, left: Mapping[str, Stored]) -> dict[str, LayerError]:
+    """The error of every layer; `left`: the tensors of `checkpoint` that are not NVFP4 nor FP8."""
+    layer_of = lambda stem: re.sub(r"(\bexperts)\..*", r"\1", stem)
+    packed = plan_of(checkpoint).quantized
+    plan = plan_of(source, {layer_of(stem) for stem in packed})
     layers: dict[str, LayerError] = {}
-    for stem in stems:
-        if stem not in matrices:
+    for stem, matrix in packed.items():
+        if stem not in plan.quantized:
             raise ValueError(f"{stem} has no original in {source.folder}: it was made from another checkpoint")
-        key = re.sub(r"(\bexperts)\..*", r"\1", stem)
-        _add_error(layers.setdefault(key, LayerError()), checkpoint, stem, matrices[stem], dialect)
+        _add_error(layers.setdefault(layer_of(stem), LayerError()), stem, matrix, plan.quantized[stem])
+    for name in [*(plan.quantized.keys() - packed.keys()), *_left_dense(plan)]:
+        if name not in left and f"{name}.weight" not in left:
+            raise ValueError(f"{name} is in {source.folder} and neither quantized nor dense in {checkpoint.folder}")
     for name, stored in left.items():
-        original = source.tensors.get(name)
-        if original is not None and original.dtype == stored.dtype and not _same(stored, original):
-            raise ValueError(f"{name} is not what it is in {source.folder}: it should have been copied")
+        original, fp8 = source.tensors.get(name), plan.dequantized.get(name)
+        copied = original is not None and original.dtype == stored.dtype
+        if (copied and not _same(stored, original)) or (fp8 is not None and not _is_dense(stored, fp8)):
+            raise ValueError(f"{name} is not what it is in {source.folder}: it should have been "
+                             + ("copied" if copied else "made dense exactly"))  # fmt: skip
     return layers
 
 
-def _add_error(layer: LayerError, checkpoint: Checkpoint, stem: str, matrix: Matrix, dialect: Dialect) -> None:
-    packed = nvfp4_matrix(checkpoint, stem, dialect)
-    if (packed.rows, packed.columns) != (matrix.rows, -(-matrix.columns // 16) * 16):
+def _left_dense(plan: Plan) -> list[str]:
+    """The tensors of experts that have no NVFP4 twin, which must be dense there."""
+    modules = tuple(f"{m}." for m, why in plan.report.skipped.items() if why == "not included")
+    return [name for job in plan.jobs for name in job.outputs if name.startswith(modules)]
+
+
+def _add_error(layer: LayerError, stem: str, packed: Matrix, matrix: Matrix) -> None:
+    padded = -(-matrix.columns // 16) * 16
+    if (packed.rows, packed.columns) != (matrix.rows, padded):
         raise ValueError(f"{stem} is [{packed.rows}, {packed.columns}], its original [{matrix.rows}, {matrix.columns}]")
     rows, packed_rows, step = matrix.open(), packed.open(), max(1, PIECE // packed.columns)
     for a in range(0, packed.rows, step):
@@ -173,6 +257,19 @@ def _add_error(layer: LayerError, checkpoint: Checkpoint, stem: str, matrix: Mat
         layer.error += error.square().sum(dtype=torch.float64).item()
         layer.square += original.square().sum(dtype=torch.float64).item()
     layer.matrices += 1
+
+
+def _is_dense(stored: Stored, matrix: Matrix) -> bool:
+    """Whether `stored` is `matrix` in its own dtype, exactly."""
+    if stored.shape != (matrix.rows, matrix.columns):
+        return False
+    dtype, rows, step = TORCH_DTYPES[stored.dtype], matrix.open(), max(1, PIECE // matrix.columns)
+    width = matrix.columns * dtype.itemsize
+    pieces = ((a, min(a + step, matrix.rows)) for a in range(0, matrix.rows, step))
+    return all(
+        torch.equal(stored.read(a * width, (b - a) * width), rows(a, b).to(dtype).view(torch.uint8).view(-1))
+        for a, b in pieces
+    )
 
 
 def _same(a: Stored, b: Stored) -> bool:

@@ -120,6 +120,23 @@ def fused(tmp_path, family, input_scale=None):
     return folder, write(tmp_path / "fused-twin", twin, {**original, "dtype": "float32"}, None)
 
 
+def banks(tmp_path, family, input_scale=None):
+    """As ModelOpt exports Step-3: for each projection codes [E, out, in/2], sf [E, out, in/16], scales [E]; and the
+    twin."""
+    make(family).save_pretrained(tmp_path / "bf16")
+    files, twin = tensors(tmp_path / "bf16"), {}
+    for key in list(files):
+        twin[key] = files[key].float()
+        if files[key].dim() == 3 and ".moe." in key:
+            parts = [stored("modelopt", "x", w, input_scale) for w in files.pop(key)]
+            twin[key] = torch.stack([value("modelopt", part, "x") for part in parts])
+            for name in parts[0]:
+                files[key.replace("weight", name.removeprefix("x."))] = torch.stack([p[name] for p in parts])
+    original = json.loads((tmp_path / "bf16/config.json").read_text())
+    folder = write(tmp_path / "banks", files, original, CONFIGS["modelopt"])
+    return folder, write(tmp_path / "banks-twin", twin, {**original, "dtype": "float32"}, None)
+
+
 def turned(stem):
     return re.sub(r"experts\.(\d+)\.(\w+)", r"experts.\2.\1", stem)
 

@@ -56,12 +56,13 @@ def gemma4():
     return Gemma4ForCausalLM(config)
 
 
-def nemotron_h():
+def nemotron_h(*layers):
     """No gate projection."""
     from transformers import NemotronHConfig, NemotronHForCausalLM
 
     config = NemotronHConfig(
-        vocab_size=96, hidden_size=64, num_hidden_layers=2, layers_block_type=["moe", "attention"],
+        vocab_size=96, hidden_size=64, num_hidden_layers=len(layers) or 2,
+        layers_block_type=[*layers] or ["moe", "attention"],
         num_attention_heads=4, num_key_value_heads=2, head_dim=16, n_routed_experts=4, num_experts_per_tok=2,
         moe_intermediate_size=48, intermediate_size=48, moe_shared_expert_intermediate_size=48, n_group=1,
         topk_group=1, bos_token_id=1, eos_token_id=2, pad_token_id=0,
@@ -88,6 +89,17 @@ def llama4():
         interleave_moe_layer_step=1, attn_temperature_tuning=False,
     )  # fmt: skip
     return Llama4ForCausalLM(config)
+
+
+def step3p7():
+    """A stack for each projection."""
+    from transformers import Step3p7Config, Step3p7ForConditionalGeneration
+
+    text = dict(**SMALL, intermediate_size=96, moe_intermediate_size=48, share_expert_dim=48, n_routed_experts=4,
+                num_experts_per_tok=2, sliding_window=32, mlp_layer_types=["sparse", "sparse"])  # fmt: skip
+    vision = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, patch_size=4,
+                  image_size=16)  # fmt: skip
+    return Step3p7ForConditionalGeneration(Step3p7Config(text_config=text, vision_config=vision))
 
 
 FAMILIES = [qwen3_moe, mixtral, gpt_oss, granite, gemma4, nemotron_h, dbrx, llama4]

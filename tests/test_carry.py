@@ -1,5 +1,7 @@
 """NVFP4 files into NVFP4 files of another dialect or layout: the same codes, block scales and numbers."""
 
+import re
+
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -8,8 +10,20 @@ from transformers import AutoModelForCausalLM
 from moe_nvfp4.integrations.huggingface import set_activations
 from moe_nvfp4.quantize.convert import convert_checkpoint
 from moe_nvfp4.quantize.verify import verify_checkpoint
-from tests.folders import CONFIGS, change_config, fp8, fused, is_expert, is_linear, quantized, qwen2_moe, turned
-from tests.models import IDS, as_bytes, gpt_oss, llama4, qwen3_moe, tensors
+from tests.folders import (
+    CONFIGS,
+    banks,
+    change_config,
+    fp8,
+    fused,
+    is_expert,
+    is_linear,
+    quantized,
+    qwen2_moe,
+    turned,
+    write,
+)
+from tests.models import IDS, as_bytes, gpt_oss, llama4, make, qwen3_moe, step3p7, tensors
 
 OTHER = {"modelopt": "compressed-tensors", "compressed-tensors": "modelopt"}
 
@@ -17,7 +31,10 @@ OTHER = {"modelopt": "compressed-tensors", "compressed-tensors": "modelopt"}
 def carried(source, destination, dialect):
     report = convert_checkpoint(source, destination, dialect=dialect, progress=False)
     assert report.carried and not report.quantized
-    verify_checkpoint(destination)
+    found = verify_checkpoint(destination, source)
+    assert sum(layer.matrices for layer in found.layers.values()) == report.carried
+    # a reciprocal may move a scale by its last bit
+    assert max(layer.relative for layer in found.layers.values()) < (1e-30 if dialect == "modelopt" else 2e-7)
     return destination
 
 
@@ -61,6 +78,28 @@ def test_fused_stacks_are_taken_apart(family, inputs, dialect, tmp_path):
     same_model(source, there, ulp=0.0 if dialect == "modelopt" else 2**-23)
     with pytest.raises(ValueError, match="quantized already"):
         convert_checkpoint(there, tmp_path / "again", dialect=dialect, progress=False)
+
+
+@pytest.mark.parametrize("dialect", CONFIGS)
+@pytest.mark.parametrize("inputs", [None, 0.01], ids=["W4A16", "input scales"])
+def test_stacks_for_each_projection_are_taken_apart(inputs, dialect, tmp_path):
+    """Step-3's [E, out, in/2]: expert by expert the same bytes."""
+    source, twin = banks(tmp_path, step3p7, inputs)
+    assert error_against(source, twin) == 0
+    there, files = tensors(carried(source, tmp_path / "there", dialect)), tensors(source)
+    last = {"modelopt": "weight", "compressed-tensors": "weight_packed"}[dialect]
+    for e in range(4):
+        for part in ("gate_proj", "up_proj", "down_proj"):
+            old, new = f"model.layers.1.moe.{part}", f"model.layers.1.mlp.experts.{e}.{part}"
+            assert torch.equal(there[f"{new}.{last}"], files[f"{old}.weight"][e])
+            assert as_bytes(there[f"{new}.weight_scale"]) == as_bytes(files[f"{old}.weight_scale"][e])
+            assert dialect != "modelopt" or there[f"{new}.weight_scale_2"] == files[f"{old}.weight_scale_2"][e]
+            assert (f"{new}.input_scale" in there or f"{new}.input_global_scale" in there) == bool(inputs)
+    files["model.layers.1.moe.up_proj.weight_scale_2"] = torch.ones(3)
+    save_file(files, source / "model.safetensors", metadata={"format": "pt"})
+    for check in (verify_checkpoint, lambda path: carried(path, tmp_path / "x", "modelopt")):
+        with pytest.raises(ValueError, match=r"up_proj: weight_scale_2 is F32 \[3\], expected .* each of 4 experts"):
+            check(source)
 
 
 @pytest.mark.parametrize("dialect", CONFIGS)
@@ -120,12 +159,93 @@ def test_awq_is_carried_within_its_dialect(tmp_path):
         verify_checkpoint(tmp_path / "there")
 
 
+# ---------------------------------------------------------------- verify what other tools wrote
+def error_against(folder, twin):
+    """The largest relative error of a layer."""
+    return max(layer.relative for layer in verify_checkpoint(folder, twin).layers.values())
+
+
+@pytest.mark.parametrize("family", [gpt_oss, llama4], ids=lambda f: f.__name__)
+def test_verify_stacks(family, tmp_path):
+    """Against the weights they are worth, against their original, and with damage that is named."""
+    source, twin = fused(tmp_path, family, 0.01)
+    assert error_against(source, twin) == 0
+    assert 0.05 < error_against(source, tmp_path / "bf16") < 0.15
+    stem = next(n for n in tensors(source) if re.search(r"layers\.1\..*experts\.down_proj$", n))
+    for change, message in (
+        (lambda f: f.pop(f"{stem}_weight_scale_2"), f"{stem}_weight_scale_2 is missing"),
+        (lambda f: f.update({f"{stem}_weight_scale": f[f"{stem}_weight_scale"][:, :2]}), "is no stack of NVFP4"),
+        (lambda f: f[f"{stem}_weight_scale"].view(torch.uint8).fill_(0x7F), "NaN or negative block scales"),
+        (lambda f: f[f"{stem}_input_scale"].fill_(0), f"{stem}_input_scale of expert 0 is 0.0"),
+    ):
+        files = tensors(source)
+        change(files)
+        damaged = write(tmp_path / "damaged", files, {}, CONFIGS["modelopt"])
+        with pytest.raises(ValueError, match=message):
+            verify_checkpoint(damaged)
+
+
+def test_verify_awq_and_names_turned_round(tmp_path):
+    """What counts is the product with pre_quant_scale."""
+    source, twin = quantized(tmp_path, qwen3_moe, "modelopt", rename=turned, input_scale=0.01, quant_algo="NVFP4_AWQ")
+    files, dense = tensors(source), tensors(twin)
+    for name in [n for n in files if n.endswith("weight_scale_2")]:
+        stem = name.removesuffix(".weight_scale_2")
+        smooth = torch.randint(1, 9, (2 * files[f"{stem}.weight"].shape[1],)) / 4
+        files[f"{stem}.pre_quant_scale"] = smooth.bfloat16()
+        plain = re.sub(r"experts\.(\w+)\.(\d+)", r"experts.\2.\1", stem)
+        dense[f"{plain}.weight"] = dense[f"{plain}.weight"] * smooth
+    save_file(files, source / "model.safetensors", metadata={"format": "pt"})
+    assert error_against(source, twin) > 0.5
+    save_file(dense, twin / "model.safetensors", metadata={"format": "pt"})
+    assert error_against(source, twin) == 0
+    assert error_against(carried(source, tmp_path / "there", "modelopt"), source) == 0
+
+
+def test_verify_fp8_next_to_nvfp4(tmp_path):
+    source, _ = quantized(tmp_path, qwen2_moe, "modelopt")
+    files, key = tensors(source), "model.layers.1.self_attn.q_proj.weight"
+    files[key], files[f"{key}_scale"], _ = fp8("tensor", files[key].float())
+    save_file(files, source / "model.safetensors", metadata={"format": "pt"})
+    verify_checkpoint(source)
+    there = carried(source, tmp_path / "there", "modelopt")
+    dense = tensors(there)
+    dense[key][3, 5] *= 2
+    save_file(dense, there / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=f"{key} is not what it is in .* made dense exactly"):
+        verify_checkpoint(there, source)
+    for change, message in (
+        (lambda f: f[key].view(torch.uint8)[2, 3].fill_(0xFF), f"{key} has NaN"),
+        (lambda f: f[f"{key}_scale"].fill_(float("inf")), f"{key}_scale has NaN or Inf"),
+        (lambda f: f.pop(f"{key}_scale"), f"{key} is FP8 .* and has no scale"),
+    ):
+        damaged = {n: t.clone() for n, t in files.items()}
+        change(damaged)
+        save_file(damaged, source / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(ValueError, match=message):
+            verify_checkpoint(source)
+
+
+@pytest.mark.parametrize("kept", ["quantized", "dense"])
+def test_verify_misses_experts_that_are_gone(kept, tmp_path):
+    """A whole layer: nothing in the folder itself says that it should be there."""
+    make(qwen3_moe).save_pretrained(tmp_path / "bf16")
+    exclude = ["model.layers.1.*"] if kept == "dense" else []
+    convert_checkpoint(tmp_path / "bf16", tmp_path / "nvfp4", exclude=exclude, progress=False)
+    verify_checkpoint(tmp_path / "nvfp4", tmp_path / "bf16")
+    files = {n: t for n, t in tensors(tmp_path / "nvfp4").items() if "layers.1.mlp.experts" not in n}
+    save_file(files, tmp_path / "nvfp4" / "model.safetensors", metadata={"format": "pt"})
+    verify_checkpoint(tmp_path / "nvfp4")
+    with pytest.raises(ValueError, match="model.layers.1.mlp.experts.0.* neither quantized nor dense in"):
+        verify_checkpoint(tmp_path / "nvfp4", tmp_path / "bf16")
+
+
 def test_damaged_stacks_are_named(tmp_path):
     source, _ = fused(tmp_path, gpt_oss)
     stem = "model.layers.1.mlp.experts.down_proj"
     for change, message in (
-        (lambda f: f.pop(f"{stem}_weight_scale_2"), f"{stem} needs {stem}_weight_scale_2"),
-        (lambda f: f.update({f"{stem}_weight_scale": torch.zeros(4, 2, 2)}), "expected .E, in/2, out. in U8"),
+        (lambda f: f.update({f"{stem}_weight_scale": torch.zeros(4, 2, 2)}), "is no stack of NVFP4 matrices"),
+        (lambda f: f.pop(f"{stem}_weight_scale_2"), f"{stem}_weight_scale_2 is missing"),
     ):
         files = tensors(source)
         change(files)

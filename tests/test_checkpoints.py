@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import nn
-from transformers import AutoModel, AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM, Step3p7ForConditionalGeneration
 
 from moe_nvfp4 import ExpertWeights, Gate, moe_forward, reference
 from moe_nvfp4.integrations.experts import HFExperts
@@ -23,6 +23,7 @@ from moe_nvfp4.quantize.convert import convert_checkpoint
 from tests.common import THRESHOLDS, peak_while_loading, relative_error
 from tests.folders import (
     CONFIGS,
+    banks,
     change_config,
     fp8,
     fused,
@@ -35,7 +36,7 @@ from tests.folders import (
     value,
     write,
 )
-from tests.models import IDS, SMALL, as_bytes, gpt_oss, llama4, make, mixtral, nemotron_h, qwen3_moe, tensors
+from tests.models import IDS, SMALL, as_bytes, gpt_oss, llama4, make, mixtral, nemotron_h, qwen3_moe, step3p7, tensors
 
 
 def load(path, dtype=torch.float32, **kwargs):
@@ -395,6 +396,43 @@ def test_mixed_precision_fp8_linears_become_dense(kind, dialect, tmp_path, caplo
     assert relative_error(logits(model), logits(load(twin))) < 10 * THRESHOLDS["fp32"]
 
 
+@both
+@pytest.mark.parametrize("kind, family", [
+    ("tensor", qwen3_moe), ("row", qwen3_moe), ("block", mixtral),
+    ("mx", lambda: nemotron_h("moe", "attention", "moe")),
+], ids=["tensor", "row", "block, w1 w3 w2", "mx, no gate"])  # fmt: skip
+def test_mixed_precision_fp8_experts_become_dense(kind, family, dialect, tmp_path, caplog):
+    """The experts of one layer in FP8, those of another in NVFP4: in both ways of reading them."""
+    folder, twin = quantized(tmp_path, family, dialect, lambda k: is_expert(k) and "layers.0." not in k, 0.01)
+    files, dense = tensors(folder), tensors(twin)
+    for key in [k for k in files if is_expert(k) and "layers.0." in k]:
+        files[key], scale, dense[key] = fp8(kind, files[key].float())
+        stem = key.removesuffix(".weight")
+        files[f"{stem}.{'weight_scale_inv' if kind == 'block' else 'weight_scale'}"] = scale
+        if kind == "tensor":
+            files[f"{stem}.input_scale"] = torch.tensor(0.01)
+    save_file(files, folder / "model.safetensors", metadata={"format": "pt"})
+    save_file({k: t.contiguous() for k, t in dense.items()}, twin / "model.safetensors", metadata={"format": "pt"})
+    model, expected = set_activations(load(folder), "bf16"), load(twin)
+    assert "the FP8 experts of 1 layers are made dense" in caplog.text
+    assert len(packed(model, HFExperts)) == 1
+    name = next(n for n, m in expected.named_modules() if n.endswith("experts") and "layers.0." in n)
+    for key, p in model.get_submodule(name).named_parameters():
+        assert torch.equal(p, expected.get_submodule(name).get_parameter(key)), key
+    assert relative_error(logits(model), logits(expected)) < 10 * THRESHOLDS["fp32"]
+    model.save_pretrained(tmp_path / "again")
+    assert torch.equal(logits(load(tmp_path / "again")), logits(model))
+    convert_checkpoint(folder, tmp_path / "plain", dialect=dialect, progress=False)
+    plain = set_activations(load(tmp_path / "plain", torch.bfloat16), "bf16")
+    assert torch.equal(logits(plain), logits(set_activations(load(folder, torch.bfloat16), "bf16")))
+    if kind == "row":
+        missing = next(k for k in files if is_expert(k) and "layers.0." in k and k.endswith("weight_scale"))
+        del files[missing]
+        save_file(files, folder / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(ValueError, match="FP8 weights and . scales of .* a shard is missing"):
+            load(folder)
+
+
 def deepseek_v4():
     from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
 
@@ -512,6 +550,31 @@ def test_fused_stacks(family, inputs, tmp_path):
     again = load(tmp_path / "again")
     assert torch.equal(logits(again), logits(model))
     assert torch.equal(logits(set_activations(again, "nvfp4")), w4a4)
+
+
+@pytest.mark.parametrize("inputs", [False, True], ids=["W4A16", "input scales"])
+def test_a_stack_for_each_projection(inputs, tmp_path):
+    """Step-3: moe.gate_proj.weight [E, out, in/2], and scales [E]."""
+    folder, twin = banks(tmp_path, step3p7, 0.01 if inputs else None)
+    load = lambda path: Step3p7ForConditionalGeneration.from_pretrained(path, dtype=torch.float32).eval()
+    model, dense, files = load(folder), load(twin), tensors(folder)
+    name, experts = next(iter(packed(model, HFExperts).items()))
+    assert len(packed(model, HFExperts)) == 2
+    stem = name.replace("language_model.", "").replace("mlp.experts", "moe")
+    for part, rows in (("gate_proj", slice(0, 48)), ("up_proj", slice(48, None))):
+        assert torch.equal(experts.gate_up_proj[:, rows], files[f"{stem}.{part}.weight"])
+        assert torch.equal(getattr(experts, f"{part}_global_scale"), files[f"{stem}.{part}.weight_scale_2"])
+    assert ("down_proj_input_scale" in experts._parameters) == inputs
+    w4a4 = logits(model)
+    assert relative_error(logits(set_activations(model, "bf16")), logits(dense)) < 10 * THRESHOLDS["fp32"]
+    model.save_pretrained(tmp_path / "again")
+    again = load(tmp_path / "again")
+    assert torch.equal(logits(again), logits(model))
+    assert torch.equal(logits(set_activations(again, "nvfp4")), w4a4)
+    del files[f"{stem}.up_proj.weight_scale_2"]
+    save_file(files, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match="up_proj_global_scale: its tensors are missing"):
+        load(folder)
 
 
 @pytest.mark.parametrize("activations", ["bf16", "nvfp4"])
