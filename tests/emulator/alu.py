@@ -257,7 +257,7 @@ for ftz in ("", ".ftz"):
 define("tanh.approx.f32", "f32", "f32", _approximate(np.tanh))
 define("copysign.f32", "f32", "f32 f32", lambda a, b: np.copysign(b, a))
 for name, f in (("add", np.add), ("sub", np.subtract), ("mul", np.multiply), ("div", np.divide)):
-    for mode in ("", ".rn"):
+    for mode in (".rn",) if name == "div" else ("", ".rn"):
         define(f"{name}{mode}.f64", "f64", "f64 f64", f)
 
 
@@ -299,6 +299,8 @@ def _half(f):
 EXACT = {"add": (sum_to_odd, 2), "sub": (lambda a, b: sum_to_odd(a, -b), 2), "mul": (np.multiply, 2),
          "fma": (lambda a, b, c: sum_to_odd(a * b, c), 3)}  # fmt: skip
 for (name, (f, count)), mode in itertools.product(EXACT.items(), ("", ".rn")):
+    if name == "fma" and not mode:
+        continue
     inputs = lambda t, count=count: " ".join([t] * count)
     define(f"{name}{mode}.bf16", "b16", inputs("b16"), _bf16(f))
     define(f"{name}{mode}.bf16x2", "b32", inputs("b32"), _pairs(_bf16(f), U16))

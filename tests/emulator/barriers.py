@@ -154,6 +154,7 @@ def build_arrive(build, match, *operands):
 def build_try_wait(build, match, target, place, phase, limit=None):
     out, (index, offset) = build.target(target, "pred"), build.address(place)
     expected = build.source(phase, "u32" if match["parity"] else "u64")
+    may_wait = match["what"] == "try_wait"
 
     def run(warp, mask):
         R = warp.R
@@ -168,8 +169,8 @@ def build_try_wait(build, match, target, place, phase, limit=None):
         done = (barrier.phase & 1) != wanted if match["parity"] else barrier.phase > wanted
         if match["parity"] and wanted > 1:
             raise Violation(f"phase parity {wanted}")
-        if not done and not (warp.wait is not None and warp.wait.expired):
-            # A test that fails is asked again, so it may as well be answered when the answer changes.
+        if not done and may_wait and not (warp.wait is not None and warp.wait.expired):
+            # A try that fails is asked again, so it may as well be answered when the answer changes.
             if match["parity"]:
                 ready = lambda: (barrier.phase & 1) != wanted
             else:

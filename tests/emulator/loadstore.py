@@ -370,7 +370,8 @@ def build_cp_async(build, match, target, source, size, *more):
                 if count:
                     data[row, :count] = memory.read(source, count)
             width = min(size, 8)
-            shared.store_unclaimed(addresses, width, data.view(f"u{width}").reshape(len(addresses), -1), index)
+            values = data.view(f"u{width}")
+            shared.store_unclaimed(addresses, width, values if size > width else values[:, 0], index)
             warp.cta.history.store(warp, addresses, size)
 
         one = Operation(warp, [copy], order=("cp.async", warp))

@@ -234,14 +234,12 @@ class Program:
         target = operands[0]
         if isinstance(target, Register) and target.kind != result[1:] and result[0] in "us":
             wide = result[0] + target.kind
-            inner, T = f, alu.TYPES[wide]
-            f, result = (lambda *inputs: inner(*inputs).astype(T)), wide
+            f, result = (lambda *inputs, inner=f, T=alu.TYPES[wide]: inner(*inputs).astype(T)), wide
         sources = []
         for operand, kind in zip(operands[1:], kinds, strict=True):
             if isinstance(operand, Register) and operand.kind != kind[1:]:
-                narrow, T, inner = "u" + operand.kind, alu.TYPES[kind], f
-                f = lambda a, inner=inner, T=T: inner(a.astype(f"u{np.dtype(T).itemsize}").view(T))
-                kind = narrow
+                f = lambda a, inner=f, T=alu.TYPES[kind]: inner(a.astype(f"u{np.dtype(T).itemsize}").view(T))
+                kind = "u" + operand.kind
             sources.append(self.source(operand, kind))
         return calculation(f, self.target(target, result), sources)
 
