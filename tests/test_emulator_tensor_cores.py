@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tests.emulator import EmulatorError
-from tests.emulator_ptx import ALL, DATA, initialise, place_of, run, wait, without
+from tests.emulator_ptx import ALL, DATA, fill, initialise, laid_out, run, wait, without
 
 
 # ---- mma and wgmma ----
@@ -22,27 +22,6 @@ def descriptor(start, stride, swizzle, wgmma, leading=16):
         {0: 0, 128: 1, 64: 2, 32: 3}[swizzle] << 62 if wgmma else {0: 0, 128: 2, 64: 4, 32: 6}[swizzle] << 61 | 1 << 46
     )
     return (start >> 4) | leading >> 4 << 16 | stride >> 4 << 32 | mode
-
-
-def laid_out(matrix, span):
-    """Rows of 32 bytes, K-major: groups of 8 rows; within a group rows are `span` apart, pieces swizzled."""
-    raw = matrix.view(np.uint8).reshape(len(matrix), 32)
-    if not span:  # 8 rows of 16 bytes are contiguous; the second piece of each row follows after all of the first
-        return np.concatenate([raw[:, :16].ravel(), raw[:, 16:].ravel()])
-    memory = np.zeros(len(matrix) * span, np.uint8)
-    for row in range(len(matrix)):
-        for byte in range(32):
-            memory[place_of(row * span + byte, span)] = raw[row, byte]
-    return memory
-
-
-def fill(size, to=0):
-    """A bulk copy of `size` bytes from parameter `in` to data + to."""
-    return (
-        initialise() + f"@%p1 mbarrier.arrive.expect_tx.shared.b64 %x1, [%bar], {size}; ld.param.u64 %x2, [in];"
-        f" mov.b32 %r7, {size}; add.u32 %r8, %data, {to};"
-        " @%p1 cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r8], [%x2], %r7, [%bar];\n" + wait()
-    )  # fmt: skip
 
 
 @pytest.mark.parametrize("schedule", ALL)
