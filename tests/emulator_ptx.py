@@ -102,10 +102,10 @@ def fill(size, to=0):
     )  # fmt: skip
 
 
-def tensor_map(address, bits_code, dims, strides, box, swizzle):
+def tensor_map(address, bits_code, dims, strides, box, swizzle, flags=0x40002):
     """The map's bytes; strides in bytes, of dimensions 1 and up; swizzle 0 to 3 for 0, 32, 64, 128 bytes."""
     raw = bytearray(128)
-    struct.pack_into("<QI", raw, 0, address, 0x40002 | (len(dims) - 1) << 4 | bits_code << 7 | swizzle << 13)
+    struct.pack_into("<QI", raw, 0, address, flags | (len(dims) - 1) << 4 | bits_code << 7 | swizzle << 13)
     struct.pack_into(f"<{len(strides)}I", raw, 12, *(s // 16 for s in strides))
     struct.pack_into(f"<{len(dims)}I", raw, 32, *(d - 1 for d in dims))
     raw[55 : 55 + len(box)] = bytes(b - 1 for b in box)

@@ -34,15 +34,9 @@ class Map:
     CODES = {"u8": 0, "u16": 1, "u32": 2, "f16": 6, "f32": 7, "bf16": 10}  # in the map's bytes
 
     def encoded(self, address):
-        """The bytes of the map, as the emulator's author understands them."""
-        raw = bytearray(
-            tensor_map(
-                address, self.CODES[self.kind], self.dims, self.strides, self.box, (0, 32, 64, 128).index(self.span)
-            )
-        )
-        flags = int.from_bytes(raw[8:12], "little") | (0, 64, 128, 256).index(self.promotion) << 21
-        raw[8:12] = flags.to_bytes(4, "little")
-        return bytes(raw)
+        """The bytes of the map, as the driver encodes it."""
+        span, flags = (0, 32, 64, 128).index(self.span), (0, 64, 128, 256).index(self.promotion) << 17
+        return tensor_map(address, self.CODES[self.kind], self.dims, self.strides, self.box, span, flags)
 
 
 @dataclass(frozen=True)
@@ -55,6 +49,7 @@ class Case:
     shared: int = 0
     cluster: int = 1
     kernel: str = "test"
+    refused: str = ""  # why this is an illegal instruction, as the emulator says it
 
     @property
     def checksum(self):
@@ -433,7 +428,7 @@ def tensor_cases():
     found = {}
     image = seeded("image").integers(1, 256, 40960, np.uint8)
 
-    def load(name, map, at, **given):
+    def load(name, map, at, refused=""):
         rank, size = len(map.dims), int(np.prod(map.box)) * int(re.sub(r"\D", "", map.kind)) // 8
         where = ", ".join(f"%r{8 + i}" for i in range(rank))
         body = initialise() + "mov.b64 %x9, map; cvta.param.u64 %x9, %x9;\n"
@@ -442,7 +437,7 @@ def tensor_cases():
             @%p1 cp.async.bulk.tensor.{rank}d.shared::cta.global.tile.mbarrier::complete_tx::bytes
                 [%data], [%x9, {{{where}}}], [%bar];\n""" + wait() + dump(size // 4)  # fmt: skip
         text = kernel(body, [".u64 in", ".align 64 .b8 map[128]"])
-        found[f"tensor load {name}"] = Case(text, (words(size // 4), image, map), shared=65536)
+        found[f"tensor load {name}"] = Case(text, (words(size // 4), image, map), shared=65536, refused=refused)
 
     for span in (0, 32, 64, 128):
         row = span or 128
@@ -452,16 +447,19 @@ def tensor_cases():
         load(f"swizzle {span} over the left and upper edge", map, (-16, -3))
     load("bf16", Map(1, "bf16", (100, 30), (208,), (64, 8), 128, 128), (64, 25))
     load("bf16, one row", Map(1, "bf16", (304, 30), (608,), (64, 1), 128), (256, 29))
-    load("f16", Map(1, "f16", (64, 64), (128,), (32, 8), 64, 256), (3, 60))
-    load("u16", Map(1, "u16", (33, 9), (80,), (16, 16), 32, 64), (20, 1))
-    load("f32", Map(1, "f32", (32, 64), (128,), (32, 16), 128), (-5, 55))
-    load("u32", Map(1, "u32", (64, 9), (256,), (8, 4), 0), (59, 7))
-    load("of one dimension", Map(1, "u8", (1000,), (), (256,)), (900,))
-    load("of three dimensions", Map(1, "u16", (24, 10, 7), (48, 512), (16, 4, 3), 32), (-4, 8, 5))
+    load("f16", Map(1, "f16", (64, 64), (128,), (32, 8), 64, 256), (8, 60))
+    load("u16", Map(1, "u16", (33, 9), (80,), (16, 16), 32, 64), (24, 1))
+    load("f32", Map(1, "f32", (32, 64), (128,), (32, 16), 128), (-4, 55))
+    load("u32", Map(1, "u32", (64, 9), (256,), (8, 4), 0), (60, 7))
+    load("of one dimension", Map(1, "u8", (1000,), (), (256,)), (896,))
+    load("of three dimensions", Map(1, "u16", (24, 10, 7), (48, 512), (16, 4, 3), 32), (-8, 8, 5))
     load("of four dimensions", Map(1, "bf16", (16, 5, 4, 3), (32, 160, 640), (16, 2, 3, 2), 32), (0, 4, 2, 1))
     load("of a large tensor", Map(1, "u8", (128, 300), (128,), (128, 8), 128, 128), (0, 296))
+    odd = "does not begin at a multiple of 16 bytes"
+    load("f16, 6 bytes off", Map(1, "f16", (64, 64), (128,), (32, 8), 64, 256), (3, 60), odd)
+    load("f32, outside and 4 bytes off", Map(1, "f32", (32, 64), (128,), (32, 16), 128), (-5, 55), odd)
 
-    def save(name, map, at):
+    def save(name, map, at, refused=""):
         rank, size = len(map.dims), int(np.prod(map.box)) * int(re.sub(r"\D", "", map.kind)) // 8
         where = ", ".join(f"%r{8 + i}" for i in range(rank))
         body = "mov.b64 %x9, map; cvta.param.u64 %x9, %x9; ld.param.u64 %x2, [in]; mov.b32 %r2, %t;\n"
@@ -474,11 +472,12 @@ def tensor_cases():
             cp.async.bulk.commit_group; cp.async.bulk.wait_group 0;"""  # fmt: skip
         text = kernel(body, [".u64 in", ".align 64 .b8 map[128]"])
         target = np.full(4096, 0xEE, np.uint8)
-        found[f"tensor store {name}"] = Case(text, (target, image[:4096].copy(), map), shared=65536)
+        found[f"tensor store {name}"] = Case(text, (target, image[:4096].copy(), map), shared=65536, refused=refused)
 
     save("swizzle 128", Map(0, "u8", (256, 16), (256,), (128, 8), 128), (64, 3))
-    save("over the right and lower edge", Map(0, "bf16", (60, 16), (128,), (32, 8), 64), (44, 12))
-    save("over the left and upper edge", Map(0, "f32", (32, 16), (128,), (16, 4), 0), (-7, -2))
+    save("over the right and lower edge", Map(0, "bf16", (60, 16), (128,), (32, 8), 64), (40, 12))
+    save("over the left and upper edge", Map(0, "f32", (32, 16), (128,), (16, 4), 0), (-4, -2))
+    save("8 bytes off", Map(0, "bf16", (60, 16), (128,), (32, 8), 64), (44, 12), odd)
     return found
 
 
@@ -521,7 +520,8 @@ def barrier_cases():
         @%p1 mbarrier.arrive.expect_tx.shared.b64 %x1, [%r6], 256;
         @%p1 cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%r9], [%r8], %r7, [%r6];
         """ + wait(1) + dump(64, "%r9")  # fmt: skip
-    found["bulk copy inside shared memory"] = Case(kernel(within, [".u64 in"]), (words(64), source), shared=8192)
+    arguments, own = (words(64), source), "to the CTA's own shared memory"
+    found["bulk copy inside shared memory"] = Case(kernel(within, [".u64 in"]), arguments, shared=8192, refused=own)
     put = fill(512) + """mov.b32 %r7, 512; fence.proxy.async; bar.sync 0;
         @%p1 cp.{}.bulk.global.shared::cta.bulk_group{} [%out], [%data], %r7;
         cp.async.bulk.commit_group; cp.async.bulk.wait_group 0;"""
@@ -560,6 +560,13 @@ def cluster_cases():
         """ + wait() + "mad.lo.u32 %r1, %t, 4, %data; ld.shared.b32 %r7, [%r1];" + out + meet  # fmt: skip
     arguments = (words(64), source)
     found["cluster: multicast"] = Case(kernel(both, [".u64 in"]), arguments, grid=2, cluster=2, shared=8192)
+    across = initialise() + rank + """mad.lo.u32 %r3, %t, 4, %data; mad.lo.u32 %r4, %r2, 1000, %t;
+        st.shared.b32 [%r3], %r4; fence.proxy.async; bar.sync 0; mov.b32 %r10, 128; xor.b32 %r5, %r2, 1;
+        @%p1 mbarrier.arrive.expect_tx.shared.b64 %x1, [%bar], 128;""" + meet + """
+        add.u32 %r6, %data, 256; mapa.shared::cluster.u32 %r6, %r6, %r5; mapa.shared::cluster.u32 %r8, %bar, %r5;
+        @%p1 cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%r6], [%data], %r10, [%r8];
+        """ + wait() + "ld.shared.b32 %r7, [%r3+256];" + out + meet  # fmt: skip
+    found["cluster: bulk copy to the other"] = Case(kernel(across), (words(64),), grid=2, cluster=2, shared=8192)
     return found
 
 

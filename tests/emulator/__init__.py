@@ -18,9 +18,11 @@ use of what a copy or an MMA is still reading or writing; missing barriers, prox
 allocated, freed or addressed wrongly; descriptors and tensor maps with bits nobody set on purpose. A dropped wait shows
 under schedule="lazy", where asynchronous work is done as late as the waits allow.
 
-What it does not show: time; the order of additions inside an MMA (one float64 sum per instruction here); that ptxas may
-contract mul and add without .rn; the error of approximations; missing wgmma.fence and tcgen05.fence; races in global
-memory; CTAs that share an SM. Generic accesses are sequentially consistent.
+What it does not show: time; how tcgen05.mma adds (one float64 sum per instruction here); that ptxas may contract mul
+and add without .rn; the error of approximations; missing wgmma.fence and tcgen05.fence; races in global memory; CTAs
+that share an SM. Generic accesses are sequentially consistent.
+
+`test_h200.py` compares it with what an H200 returned: every instruction that sm_90a has, and the Hopper kernels.
 """
 
 from tests.emulator import barriers, copies, lanes, loadstore, tensor_core  # noqa: F401 (they register their instructions)

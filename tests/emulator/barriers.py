@@ -143,6 +143,8 @@ def build_arrive(build, match, *operands):
                 barrier.arrive(1, expect=number)
             elif what == "expect_tx":
                 barrier.expect(number)
+                if not barrier.pending:  # the bytes came first
+                    barrier.settle()
             else:
                 barrier.complete(number)
         warp.known[warp.slot] += 1

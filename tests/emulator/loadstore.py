@@ -7,7 +7,7 @@ import numpy as np
 
 from tests.emulator import alu
 from tests.emulator.barriers import find
-from tests.emulator.formats import bf16_decode, bf16_encode
+from tests.emulator.formats import bf16_decode, bf16_encode, flush
 from tests.emulator.machine import Operation
 from tests.emulator.memory import OFFSET, RANK_SHIFT, Violation
 from tests.emulator.parser import Register, Vector
@@ -302,6 +302,8 @@ def atomic(build, match, target, place, values, compare=None):
     f = (lambda old, new: new) if match["what"] == "cas" else ATOMICS.get(name)
     if f is None or (match["what"] == "cas") != (compare is not None):
         build.fail("unknown atomic operation")
+    if name == "add.f32" and space != "shared":  # in global memory it flushes subnormals
+        f = _as_f32(lambda old, new: flush(flush(old) + flush(new)))
     bits = "32" if match["type"] == "bf16x2" else match["type"][1:]
     index, offset = build.address(place, "u64" if space in (None, "global") else None)
     news = [build.source(v, f"u{bits}") for v in build.vector(values, count)]

@@ -2,8 +2,8 @@
 
 PTX ISA: "Warp Level Matrix Instructions", "Asynchronous Warpgroup Level Matrix Instructions" and "TensorCore 5th
 Generation Family Instructions" (shared memory descriptor, instruction descriptor, scale factor layouts, data movement
-shapes). Products are summed in float64 and added to the float32 accumulator once per instruction: hardware's order of
-addition is not documented.
+shapes). How they add is not documented. mma and wgmma do here what an H200 does, to the bit: see `multiply_add`.
+tcgen05.mma sums its products in float64 and adds them to the float32 accumulator once per instruction.
 """
 
 import numpy as np
@@ -67,6 +67,35 @@ def read_matrix(shared, granules):
 
 
 # ---- mma ----
+def multiply_add(a, b, c):
+    """c + a @ b.T; a (M, 16) and b (N, 16) float64 with values of bf16 or f16, c (M, N) float32.
+
+    What an H200 does: the 16 products and c are cut to multiples of 2**-25 of the largest one's power of two (that of a
+    product is the sum of its factors', so the product may be twice as large), added, and cut to float32.
+    """
+    exponent = lambda x: np.where(x == 0, NOTHING, np.frexp(x)[1] - 1)
+    products = a[:, None, :] * b
+    largest = (exponent(a)[:, None, :] + exponent(b)).max(2)
+    largest = np.maximum(np.maximum(largest, exponent(c)), -1000)
+    unit = np.ldexp(1.0, 25 - largest)
+    total = np.trunc(products * unit[..., None]).sum(2)
+    total = (total + np.trunc(c * unit)) / unit
+    result = (total.view(np.uint64) & CUT).view(np.float64).astype(np.float32)
+    tiny = np.abs(total) < 2.0**-126
+    if tiny.any():  # subnormals keep fewer bits
+        result = np.where(tiny, np.ldexp(np.trunc(np.ldexp(total, 149)), -149), result).astype(np.float32)
+    wild = ~np.isfinite(total)
+    if wild.any():
+        exact = (a @ b.T + c).astype(np.float32)
+        result = np.where(wild, np.where(np.isnan(exact), NAN, exact), result)
+    return result
+
+
+NOTHING = -1 << 20  # the exponent of 0
+CUT = np.uint64(-1 << 29 & (1 << 64) - 1)  # the bits of float64 that float32 has
+NAN = np.array([0x7FFFFFFF], np.uint32).view(np.float32)[0]
+
+
 @operation(r"mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.(?P<a>bf16|f16)\.(?P<b>bf16|f16)\.f32")
 def build_warp_mma(build, match, target, left, right, addend):
     """Fragments as in "Matrix Fragments for mma.m16n8k16 with floating point type"; lane 4g + c."""
@@ -83,11 +112,10 @@ def build_warp_mma(build, match, target, left, right, addend):
             raise Violation("mma needs the whole warp")
         R = warp.R
         two = np.stack([R[r] for r in b]).reshape(2, 8, 4)  # (row half, g, c): column g, rows 2c, 2c + 1 and those + 8
-        product = a_values(R, a, values) @ values(two.transpose(1, 0, 2).reshape(8, 8)).T
-        parts = product.reshape(2, 8, 4, 2).transpose(0, 3, 1, 2).reshape(4, 32)  # as wgmma's for n = 8
-        results = [R[old] + part for old, part in zip(c, parts, strict=True)]
-        for out, result in zip(outs, results, strict=True):
-            R[out][:] = result
+        start = matrix_of(np.stack([R[old] for old in c]))
+        result = multiply_add(a_values(R, a, values), values(two.transpose(1, 0, 2).reshape(8, 8)), start)
+        for out, part in zip(outs, registers_of(result), strict=True):
+            R[out][:] = part
 
     return run
 
@@ -102,6 +130,18 @@ def a_values(R, registers, values):
     """A's 16 x 16 values, of mma and of wgmma. Lane 4g + c: rows g, g + 8 by columns 2c, 2c + 1 and those + 8."""
     four = np.stack([R[r] for r in registers]).reshape(2, 2, 8, 4)  # (column half, row half, g, c)
     return values(four.transpose(1, 2, 0, 3).reshape(16, 8))
+
+
+def registers_of(matrix):
+    """(16, n) to (n / 2, 32). Register 4j + 2h + i of lane 4g + c: row g + 8h, column 8j + 2c + i."""
+    n = matrix.shape[1]
+    return matrix.reshape(2, 8, n // 8, 4, 2).transpose(2, 0, 4, 1, 3).reshape(n // 2, 32)
+
+
+def matrix_of(registers):
+    """The inverse."""
+    n = 2 * len(registers)
+    return registers.reshape(n // 8, 2, 2, 8, 4).transpose(1, 3, 0, 4, 2).reshape(16, n)
 
 
 # ---- wgmma ----
@@ -142,11 +182,10 @@ def build_wgmma(build, match, target, left, right, scale_d, scale_a, scale_b, *t
 
         def multiply():
             x = a_values(R, a, values) if registers else values(read_matrix(shared, a_pieces))
-            product = signs * (x @ values(read_matrix(shared, b_pieces)).T)
-            # Register 4j + 2h + i of lane 4g + c: row g + 8h, column 8j + 2c + i.
-            product = product.reshape(2, 8, n // 8, 4, 2).transpose(2, 0, 4, 1, 3).reshape(n // 2, 32)
-            for out, part in zip(outs, product, strict=True):
-                R[out][:] = R[out] + part if accumulate else part
+            y = values(read_matrix(shared, b_pieces))
+            start = matrix_of(np.stack([R[out] for out in outs])) if accumulate else np.zeros((16, n), np.float32)
+            for out, part in zip(outs, registers_of(multiply_add(signs * x, y, start)), strict=True):
+                R[out][:] = part
 
         one = Operation(warp, [multiply], order=("wgmma", warp))
         if not warp.cta.machine.eager:
