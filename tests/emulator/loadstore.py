@@ -43,8 +43,10 @@ def shared_parts(warp, addresses):
     else:
         parts = [(cluster[r], np.flatnonzero(ranks == r)) for r in np.unique(ranks).tolist()]
     for cta, _ in parts:
-        if cta is not warp.cta and cta.done:
-            raise Violation(f"uses shared memory of CTA {cta.number}, which has ended")
+        if cta is not warp.cta:
+            if cta.done:
+                raise Violation(f"uses shared memory of CTA {cta.number}, which has ended")
+            cta.history.visit(warp)
     return parts
 
 

@@ -136,6 +136,13 @@ class Program:
             self.fail(f"{operand} is no register")
         return self.source(operand, kind)
 
+    def register_rows(self, operands):
+        """Rows of these 32-bit registers in `warp.words`."""
+        for operand in operands:
+            if not isinstance(operand, Register) or operand.kind != "32":
+                self.fail(f"{operand} where a 32-bit register is needed")
+        return np.array([self.rows[operand.index] for operand in operands])
+
     def predicate(self, operand):
         """(index, negated)"""
         if isinstance(operand, Not):
@@ -303,6 +310,7 @@ class Program:
     # ---- a warp's registers ----
     def registers(self, warp):
         banks = {k: np.full((max(1, n), 32), POISON[k], DTYPES[k]) for k, n in self.counts.items()}
+        warp.words = banks["32"]
         if self.constants is None:
             self.constants = [self.constant_lanes(*spec[1:]) if spec[0] == "constant" else None for spec in self.slots]
         pairs = zip(self.constants, self.slots, strict=True)
@@ -373,7 +381,9 @@ def leave(predicate):
             warp.alive &= ~np.asarray(group.mask)
             warp.groups.remove(group)
             warp.cta.machine.changed = True
-            warp.cta.machine.clocks[warp.cta.number, warp.index] = warp.clock
+            warp.cta.machine.ends[warp.cta.number, warp.index] = warp.clock
+            if warp.cta.done:
+                warp.cta.history.check_exit(warp.cta)
             return True
         warp.alive &= ~gone
         group.mask = group.mask & ~gone
