@@ -33,12 +33,13 @@ def put(target, mask, values):
 # ---- shared memory of a cluster ----
 def shared_parts(warp, addresses):
     """[(cta, lanes)] of shared::cluster addresses; the CTA's own in almost every case."""
-    ranks = addresses >> addresses.dtype.type(RANK_SHIFT)
-    first = int(ranks[0])
     cluster = warp.cta.cluster.ctas
-    if int(np.maximum.reduce(ranks)) >= len(cluster):
+    ranks = addresses >> RANK_SHIFT
+    first = int(ranks[0])
+    one = not np.count_nonzero(ranks != first)
+    if (first if one else int(ranks.max())) >= len(cluster):
         raise Violation(f"shared address {int(addresses.max()):#x} is in no CTA of the cluster")
-    if (ranks == first).all():
+    if one:
         parts = [(cluster[first], slice(None))]
     else:
         parts = [(cluster[r], np.flatnonzero(ranks == r)) for r in np.unique(ranks).tolist()]
@@ -197,8 +198,10 @@ def build_move(build, match, target, source):
 
         def run(warp, mask):
             R = warp.R
-            packed = np.stack([R[s] for s in sources], 1).view(f"u{bits // 8}")[:, 0]
-            np.copyto(R[out], packed, where=mask)
+            packed = np.empty((32, len(sources)), f"u{part // 8}")
+            for i, s in enumerate(sources):
+                packed[:, i] = R[s]
+            np.copyto(R[out], packed.view(f"u{bits // 8}")[:, 0], where=mask)
 
     elif isinstance(target, Vector):
         part = bits // len(target.items)
@@ -207,7 +210,7 @@ def build_move(build, match, target, source):
 
         def run(warp, mask):
             R = warp.R
-            parts = R[whole].view(f"u{part // 8}").reshape(32, -1).copy()
+            parts = R[whole].view(f"u{part // 8}").reshape(32, -1)
             for i, t in enumerate(targets):
                 np.copyto(R[t], parts[:, i], where=mask)
 

@@ -214,7 +214,7 @@ def build_wgmma(build, match, target, left, right, scale_d, scale_a, scale_b, *t
         if state is None:
             raise Violation("no wgmma.fence before the first wgmma.mma_async")
         for register in (b,) if registers else (a, b):
-            if (R[register] != R[register][0]).any():
+            if np.count_nonzero(R[register] != R[register][0]):
                 raise Violation("the lanes give different matrix descriptors")
         b_pieces = matrix_granules(shared, int(R[b][0]), n, wgmma=True)
         a_pieces = None
