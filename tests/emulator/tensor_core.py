@@ -74,25 +74,25 @@ def multiply_add(a, b, c):
     What an H200 does: the 16 products and c are cut to multiples of 2**-25 of the largest one's power of two (that of a
     product is the sum of its factors', so the product may be twice as large), added, and cut to float32.
     """
-    exponent = lambda x: np.where(x == 0, NOTHING, np.frexp(x)[1] - 1)
-    products = a[:, None, :] * b
-    largest = (exponent(a)[:, None, :] + exponent(b)).max(2)
-    largest = np.maximum(np.maximum(largest, exponent(c)), -1000)
-    unit = np.ldexp(1.0, 25 - largest)
-    total = np.trunc(products * unit[..., None]).sum(2)
-    total = (total + np.trunc(c * unit)) / unit
+    exponent = lambda x: x.view(np.int64) >> 52 & 2047  # plus BIAS; that of 0 is the smallest
+    wide = c.astype(np.float64)
+    largest = (exponent(a)[:, None, :] + exponent(b)).max(2) - BIAS
+    largest = np.maximum(np.maximum(largest, exponent(wide)), BIAS - 300)
+    unit = (25 + 2 * BIAS - largest << 52).view(np.float64)  # 2**25 over the largest's
+    total = np.trunc(a[:, None, :] * b * unit[..., None]).sum(2)
+    total = (total + np.trunc(wide * unit)) / unit
     result = (total.view(np.uint64) & CUT).view(np.float64).astype(np.float32)
-    tiny = np.abs(total) < 2.0**-126
-    if tiny.any():  # subnormals keep fewer bits
+    tiny = (np.abs(total) < 2.0**-126) & (total != 0)
+    if np.count_nonzero(tiny):  # subnormals keep fewer bits
         result = np.where(tiny, np.ldexp(np.trunc(np.ldexp(total, 149)), -149), result).astype(np.float32)
     wild = ~np.isfinite(total)
-    if wild.any():
+    if np.count_nonzero(wild):
         exact = (a @ b.T + c).astype(np.float32)
         result = np.where(wild, np.where(np.isnan(exact), NAN, exact), result)
     return result
 
 
-NOTHING = -1 << 20  # the exponent of 0
+BIAS = 1023  # of float64
 CUT = np.uint64(-1 << 29 & (1 << 64) - 1)  # the bits of float64 that float32 has
 NAN = np.array([0x7FFFFFFF], np.uint32).view(np.float32)[0]
 
@@ -102,22 +102,18 @@ def build_warp_mma(build, match, target, left, right, addend):
     """Fragments as in "Matrix Fragments for mma.m16n8k16 with floating point type"; lane 4g + c."""
     if match["a"] != match["b"]:
         build.fail("no such mma")
-    outs = [build.target(t, "f32") for t in build.vector(target, 4)]
-    a = [build.source(r, "u32") for r in build.vector(left, 4)]
-    b = [build.source(r, "u32") for r in build.vector(right, 2)]
+    outs, a, b = (build.register_rows(build.vector(*v)) for v in ((target, 4), (left, 4), (right, 2)))
     c = [build.source(r, "f32") for r in build.vector(addend, 4)]
     values = values_of(match["a"])
 
     def run(warp, mask):
         if not warp.full(mask):
             raise Violation("mma needs the whole warp")
-        R = warp.R
-        two = np.stack([R[r] for r in b]).reshape(2, 8, 4)  # (row half, g, c): column g, rows 2c, 2c + 1 and those + 8
-        start = matrix_of(np.stack([R[old] for old in c]))
-        left = a_values(np.stack([R[r] for r in a]), values)
-        result = multiply_add(left, values(two.transpose(1, 0, 2).reshape(8, 8)), start)
-        for out, part in zip(outs, registers_of(result), strict=True):
-            R[out][:] = part
+        words = warp.words
+        two = words[b].reshape(2, 8, 4)  # (row half, g, c): column g, rows 2c, 2c + 1 and those + 8
+        start = matrix_of(np.array([warp.R[old] for old in c]))
+        result = multiply_add(a_values(words[a], values), values(two.transpose(1, 0, 2).reshape(8, 8)), start)
+        words[outs] = registers_of(result).view(np.uint32)
 
     return run
 
