@@ -14,7 +14,6 @@ import torch
 from moe_nvfp4.kernels import launch, sm90
 from moe_nvfp4.kernels.sm90_gemm import Tile
 from moe_nvfp4.layer import NVFP4Experts
-from moe_nvfp4.routing import group_by_expert
 from moe_nvfp4.weights import SILU, Gate
 
 OAI = Gate("silu", alpha=1.702, limit=1.5, up_offset=1.0)
@@ -82,8 +81,9 @@ class Layer:
     activations: str = "bf16"
 
     def inputs(self):
-        """(module, x, top_k_index, top_k_weights) on the CPU."""
-        rng = np.random.default_rng(zlib.crc32(repr(self).encode()))
+        """(module, x, top_k_index, top_k_weights) on the CPU, whatever the tile."""
+        about = self.sizes, self.H, self.I, self.gate, self.bias, self.activations
+        rng = np.random.default_rng(zlib.crc32(repr(about).encode()))
         module = NVFP4Experts(len(self.sizes), self.H, self.I, self.gate, self.activations,
                               torch.bfloat16 if self.bias else None)  # fmt: skip
         for name, parameter in module.named_parameters():
@@ -141,14 +141,15 @@ class HardRows:
 
     def run(self, device):
         x, ids, scale = (t.to(device) for t in self.inputs())
-        groups = group_by_expert(ids, 3)
-        return sm90.quantize_rows(x, groups.token, scale, groups)
+        groups, *_ = sm90.route(ids, 3)
+        return sm90.quantize_rows(x, ids, scale, groups, spread=True)
 
 
 LAYERS = {
     "8 tokens, K in four": Layer(Tile(8, KS=4, stages=14), (5, 0, 9)),
     "16 tokens, bias, two parts": Layer(Tile(16, stages=4), (16, 3, 18), I=336, gate=OAI, bias=True, splits=2),
-    "24 tokens by WGMMA, no gate": Layer(Tile(24, stages=4, group=4), (7, 25), gate=RELU2),
+    "8 tokens, pairs of CTAs": Layer(sm90._PAIR, (9, 2)),
+    "24 tokens by WGMMA, no gate": Layer(sm90._TILES[2], (7, 41), gate=RELU2),
     "128 tokens by WGMMA": Layer(sm90._TILES[8], (130, 5), gate=GELU),
     "NVFP4 rows": Layer(Tile(8), (3, 17, 0, 1), activations="nvfp4"),
     "static NVFP4 rows": HardRows(),

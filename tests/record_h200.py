@@ -162,10 +162,10 @@ def bits(tensor):
 
 
 def layer_checksum(layer):
-    """Of what goes in; the kernels themselves may change."""
+    """Of what goes in; the kernels themselves, and their tiles, may change."""
     first, *rest = layer.inputs()
     tensors = first.state_dict().values() if hasattr(first, "state_dict") else [first]
-    return zlib.crc32(repr((layer, [zlib.crc32(bits(t).tobytes()) for t in (*tensors, *rest)])).encode())
+    return zlib.crc32(repr(([zlib.crc32(bits(t).tobytes()) for t in (*tensors, *rest)],)).encode())
 
 
 def record_layer(layer, device):

@@ -8,10 +8,19 @@ import shutil
 
 import numpy as np
 import pytest
+import torch
 
 from tests.emulator import EmulatorError
 from tests.hopper_instructions import CASES, GROUPS
-from tests.record_h200 import load
+from tests.record_h200 import bits, layer_checksum, load
+
+try:
+    import cutlass  # noqa: F401
+except ImportError:
+    LAYERS = {}
+else:
+    from tests.emulator_sm90 import on_emulator
+    from tests.hopper_layers import LAYERS, every_launch, outputs_of
 
 ABOUT, RECORDS = load()
 AGAIN = f"recorded with {ABOUT}; if it was changed since, record again: python -m tests.record_h200"
@@ -109,21 +118,13 @@ def test_approximations_are_all_there():
 
 
 # ---- the Hopper backend, launch by launch ----
-LAYER_NAMES = sorted(set(RECORDS) - set(CASES))
-
-
-@pytest.mark.parametrize("name", LAYER_NAMES)
+@pytest.mark.parametrize("name", LAYERS)
 def test_layers(name):
     """Every launch gets what the H200's launches before returned, and returns what the H200's returned."""
-    pytest.importorskip("cutlass", reason="the CuTe DSL is not installed")
     if shutil.which("cc") is None:
         pytest.skip("the emulator links the compiled host code with cc")
-    import torch
-
-    from tests.emulator_sm90 import on_emulator
-    from tests.hopper_layers import LAYERS, every_launch, outputs_of
-    from tests.record_h200 import bits, layer_checksum
-
+    if name not in RECORDS:
+        pytest.skip("not recorded")
     checksum, recorded = RECORDS[name]
     layer, recorded = LAYERS[name], list(recorded)
     assert checksum == layer_checksum(layer), f"other inputs; {AGAIN}"
