@@ -201,9 +201,11 @@ def hard_rows(T, K):
     return x
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
-@pytest.mark.parametrize("K", [16, 2064])
+@pytest.mark.parametrize(
+    "K, static, dtype",
+    [(16, False, torch.bfloat16), (16, True, torch.float32),
+     (2064, False, torch.float32), (2064, True, torch.bfloat16)],
+)  # fmt: skip
 def test_rows_are_quantized_to_the_bit(emulator, K, static, dtype):
     emulator.schedule = "random:1"
     ids = make_ids([9, 0, 20, 1, 12], 4, 2)
