@@ -1,7 +1,7 @@
 """What an H200 returns for `hopper_instructions` and `hopper_layers`, into a file that `test_h200.py` compares with.
 
     python -m tests.record_h200 tests/data/h200.npz              # on a machine with the GPU, under a minute
-    python -m tests.record_h200 --emulate /tmp/dry.npz           # the same on the emulator, to try the script
+    python -m tests.record_h200 --emulate dry.npz                # the same on the emulator, to try the script
 
 Each group of cases runs in a process of its own, and again without a case that failed, so that it spoils no other.
 The PTX goes to the driver as text; the layers run as the library runs them.

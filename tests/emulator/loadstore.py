@@ -147,6 +147,9 @@ def build_load(build, match, target, source, policy=None):
         base = R[index]
         addresses = pick(base + base.dtype.type(offset & (0xFFFFFFFF if base.itemsize == 4 else (1 << 64) - 1)), mask)
         values = load(space, warp, addresses, width, count, ordered)
+        if ordered:
+            read = warp.at, addresses.tobytes(), values.tobytes()
+            warp.polls, warp.polled = read == warp.polled, read
         if signed:
             values = values.view(f"i{width}")
         for i, t in enumerate(targets):

@@ -96,6 +96,7 @@ class Warp:
         self.groups = [Group(0, mask)]
         self.wait = None  # of the group now running, when it resumes after waiting
         self.at = None  # the instruction now running
+        self.polled, self.polls = None, False  # its last read that orders others; whether it reads the same in a loop
         self.clock = 0  # see timeline.py
         self.trusted = False  # it knows, by griddepcontrol.wait or from who called it, that the kernel before has ended
         self.bulk_groups = []  # of asynchronous bulk stores: lists of operations, the last one open
@@ -300,8 +301,12 @@ class Machine:
     def run_warp(self, warp):
         """Let one warp run until it must wait, or for a while. Whether it did anything."""
         quantum = self.random.randint(1, 30) if self.schedule.order == "random" else SPIN
-        ran = False
+        ran = warp.polls = False
         while quantum > 0 and warp.groups:
+            if warp.polls:  # it would go on so: as long as it runs, nothing changes
+                self.steps += quantum
+                quantum = 0
+                break
             group = self.pick(warp)
             if group is None:
                 break
@@ -333,7 +338,7 @@ class Machine:
         warp.wait, group.wait = group.wait, None
         alone = len(warp.groups) == 1
         try:
-            while count < quantum:
+            while count < quantum and not warp.polls:
                 count += 1
                 block = program.blocks[group.block]
                 self.instructions += len(block.code)
