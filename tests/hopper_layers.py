@@ -110,7 +110,7 @@ class Layer:
         x, ids, weights = (t.to(device) for t in rest)
         shape = (self.gate, self.bias, len(self.sizes), self.H, self.I, *ids.shape, sm90._multiprocessors(x.device))
         plan = sm90._plan_for(*shape)
-        plan = replace(plan, tile=self.tile, splits=self.splits, work=replace(plan.work, gathered=self.tile.BN <= 16))
+        plan = replace(plan, tile=self.tile, splits=self.splits, work=replace(plan.work, gathered=self.tile.warpwise))
         kept, sm90._plan_for = sm90._plan_for, lambda *_: plan
         try:
             return sm90.experts(x, ids, weights, packed)
@@ -145,12 +145,13 @@ class HardRows:
         return sm90.quantize_rows(x, ids, scale, groups, spread=True)
 
 
+TILES = {tile.BN: tile for tile in sm90._TILES}
 LAYERS = {
     "8 tokens, K in four": Layer(Tile(8, KS=4, stages=14), (5, 0, 9)),
-    "16 tokens, bias, two parts": Layer(Tile(16, stages=4), (16, 3, 18), I=336, gate=OAI, bias=True, splits=2),
+    "32 tokens, bias, two parts": Layer(TILES[32], (33, 3, 18), I=336, gate=OAI, bias=True, splits=2),
     "8 tokens, pairs of CTAs": Layer(sm90._PAIR, (9, 2)),
-    "24 tokens by WGMMA, no gate": Layer(sm90._TILES[2], (7, 41), gate=RELU2),
-    "128 tokens by WGMMA": Layer(sm90._TILES[8], (130, 5), gate=GELU),
+    "24 tokens by WGMMA, no gate": Layer(TILES[24], (7, 41), gate=RELU2),
+    "128 tokens by WGMMA": Layer(TILES[128], (130, 5), gate=GELU),
     "NVFP4 rows": Layer(Tile(8), (3, 17, 0, 1), activations="nvfp4"),
     "static NVFP4 rows": HardRows(),
 }
