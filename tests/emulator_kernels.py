@@ -10,6 +10,8 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05, warpgroup
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cutlass.tensor_utils import LayoutEnum
 
+from moe_nvfp4.kernels import sm100_ptx as ptx
+
 
 def fake(dtype, *shape, align=16):
     """A compact row-major tensor to compile with; sizes that are None may vary."""
@@ -238,6 +240,7 @@ class BlackwellGemm:
                     tcgen05.commit(done)
                 cute.arch.mbarrier_wait(done, k & 1)
         cute.arch.sync_threads()
+        ptx.tmem_fence(before=False)
 
         load = tcgen05.make_tmem_copy(
             cute.make_copy_atom(tcgen05.Ld32x32bOp(tcgen05.Repetition.x32, tcgen05.Pack.NONE), Float32), acc
@@ -248,8 +251,10 @@ class BlackwellGemm:
         cute.copy(load, mine.partition_S(acc), registers)
         cute.arch.fence_view_async_tmem_load()
         cute.autovec_copy(registers, tile)
+        ptx.tmem_fence(before=True)
         cute.arch.sync_threads()
         if warp == 0:
+            ptx.tmem_fence(before=False)
             cute.arch.relinquish_tmem_alloc_permit()
             cute.arch.dealloc_tmem(base, 512)
 

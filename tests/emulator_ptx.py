@@ -1,5 +1,9 @@
 """Kernels as PTX text for the emulator's tests: what one line does is visible, and a line can be left out."""
 
+import struct
+
+import numpy as np
+
 from tests.emulator import emulate
 
 HEAD = ".version 8.8\n.target sm_100a\n.address_size 64\n.extern .shared .align 1024 .b8 smem[];\n"
@@ -76,3 +80,33 @@ def place_of(address, span):
         return address
     line, piece, byte = address // 128, address // 16 % 8, address % 16
     return line * 128 + (piece ^ line % (span // 16)) * 16 + byte
+
+
+def laid_out(matrix, span):
+    """The bytes of a K-major matrix: rows of `span` bytes in lines of 128, swizzled; 32 bytes a row without."""
+    raw = matrix.view(np.uint8).reshape(len(matrix), -1)
+    if not span:  # 8 rows of 16 bytes are contiguous; the second piece of each row follows after all of the first
+        return np.concatenate([raw[:, :16].ravel(), raw[:, 16:].ravel()])
+    memory = np.zeros(len(matrix) * span, np.uint8)
+    row, byte = np.indices(raw.shape)
+    memory[place_of(row * span + byte, span)] = raw
+    return memory
+
+
+def fill(size, to=0):
+    """A bulk copy of `size` bytes from parameter `in` to data + to."""
+    return (
+        initialise() + f"@%p1 mbarrier.arrive.expect_tx.shared.b64 %x1, [%bar], {size}; ld.param.u64 %x2, [in];"
+        f" mov.b32 %r7, {size}; add.u32 %r8, %data, {to};"
+        " @%p1 cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r8], [%x2], %r7, [%bar];\n" + wait()
+    )  # fmt: skip
+
+
+def tensor_map(address, bits_code, dims, strides, box, swizzle, flags=0x40002):
+    """The map's bytes; strides in bytes, of dimensions 1 and up; swizzle 0 to 3 for 0, 32, 64, 128 bytes."""
+    raw = bytearray(128)
+    struct.pack_into("<QI", raw, 0, address, flags | (len(dims) - 1) << 4 | bits_code << 7 | swizzle << 13)
+    struct.pack_into(f"<{len(strides)}I", raw, 12, *(s // 16 for s in strides))
+    struct.pack_into(f"<{len(dims)}I", raw, 32, *(d - 1 for d in dims))
+    raw[55 : 55 + len(box)] = bytes(b - 1 for b in box)
+    return bytes(raw)

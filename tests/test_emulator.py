@@ -708,6 +708,6 @@ def test_a_run_repeats():
     for schedule in ("eager", "random:5", "random:5", "reverse"):
         a, out = np.arange(64, dtype=np.uint32), np.zeros(64, np.uint32)
         machine = emulate(DOUBLE, [out, a, 2], 1, 64, 256, schedule=schedule)
-        ends.append((machine.clocks, len(machine.timeline.waits)))
+        ends.append((machine.ends, len(machine.timeline.waits)))
         assert out.tolist() == list(range(0, 128, 2))
     assert ends[0][0] == ends[1][0] == ends[2][0] == ends[3][0]

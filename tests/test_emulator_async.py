@@ -1,26 +1,13 @@
 """Copies, tensor maps, barriers of several CTAs, and races in the emulator, against the layouts of the PTX ISA."""
 
-import struct
-
 import numpy as np
 import pytest
 
 from tests.emulator import EmulatorError, Launch
 from tests.emulator.launch import Tensor, address_of, device_memory, pack, programs, start
-from tests.emulator_ptx import ALL, FENCE, MISTAKES, dump, initialise, kernel, place_of, run, wait, without
-
+from tests.emulator_ptx import ALL, FENCE, MISTAKES, dump, initialise, kernel, place_of, run, tensor_map, wait, without
 
 # ---- tensor maps ----
-def tensor_map(address, bits_code, dims, strides, box, swizzle):
-    """The map's bytes; strides in bytes, of dimensions 1 and up; swizzle 0 to 3 for 0, 32, 64, 128 bytes."""
-    raw = bytearray(128)
-    struct.pack_into("<QI", raw, 0, address, 0x40002 | (len(dims) - 1) << 4 | bits_code << 7 | swizzle << 13)
-    struct.pack_into(f"<{len(strides)}I", raw, 12, *(s // 16 for s in strides))
-    struct.pack_into(f"<{len(dims)}I", raw, 32, *(d - 1 for d in dims))
-    raw[55 : 55 + len(box)] = bytes(b - 1 for b in box)
-    return bytes(raw)
-
-
 LOAD = (
     "cp.async.bulk.tensor.2d.shared::cta.global.tile.mbarrier::complete_tx::bytes [%data], [%x9, {%r8, %r9}], [%bar];\n"
 )

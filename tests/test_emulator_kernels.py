@@ -15,6 +15,10 @@ pytest.importorskip("tvm_ffi", reason="the kernels' host code is TVM-FFI's")
 if shutil.which("cc") is None:
     pytest.skip("the emulator links the compiled host code with cc", allow_module_level=True)
 
+from moe_nvfp4 import NVFP4Experts, reference  # noqa: E402
+from moe_nvfp4.kernels import sm100  # noqa: E402
+from moe_nvfp4.kernels.sm100_config import Tile  # noqa: E402
+from moe_nvfp4.routing import group_by_expert  # noqa: E402
 from tests import emulator_kernels  # noqa: E402
 from tests.emulator import Emulated, EmulatorError, compiling_for  # noqa: E402
 from tests.emulator.copies import TensorMap  # noqa: E402
@@ -150,6 +154,10 @@ TRY_WAIT = r"mbarrier\.try_wait\.parity\.shared\.b64 P1, \[(%r\d+)\], (%r\d+), 1
 HOPPER = {
     "every wait returns at once": lambda s: change(s, TRY_WAIT, "setp.eq.u32 P1, 0, 0;", 0),
     "loads do not wait for a free stage": lambda s: change(s, TRY_WAIT, "setp.eq.u32 P1, 0, 0;"),
+    "wgmma.fence left out": lambda s: change(s, r"wgmma\.fence\.sync\.aligned;", ""),
+    "a sum is changed after it": lambda s: change(s, r"(wgmma\.fence.*?)(wgmma\.mma_async[^{]*\{)(%r\d+)",
+                                                  r"\1mov.b32 \3, 0; \2\3"),
+    "sums are used too early": lambda s: change(s, r"(wgmma\.wait_group\.sync\.aligned\s+)0;", r"\g<1>1;"),
     "wgmma.wait_group left out": lambda s: change(s, r"wgmma\.wait_group\.sync\.aligned\s+0;", ""),
     "too many bytes": lambda s: change(s, r", 12288;", ", 12304;"),
     "too few bytes": lambda s: change(s, r", 12288;", ", 12272;"),
@@ -186,6 +194,8 @@ BLACKWELL = {
     "columns off by one": lambda s: change(s, r"(tcgen05\.ld[^;]*\[%r\d+)\]", r"\1+1]"),
     "TMEM kept": lambda s: change(s, r"tcgen05\.dealloc[^;]*;", ""),
     "TMEM freed early": lambda s: change(s, r"(tcgen05\.ld[^;]*;)(.*?)(tcgen05\.dealloc[^;]*;)", r"\1\2\3 \3"),
+    "no tcgen05.fence": lambda s: change(s, r"tcgen05\.fence::after_thread_sync;", ""),
+    "freed without tcgen05.fence": lambda s: change(s, r"tcgen05\.fence::before_thread_sync;", ""),
 }  # fmt: skip
 
 
@@ -194,16 +204,78 @@ def test_blackwell_mistakes(blackwell, name):
     caught(blackwell["sm_100a"][0], BLACKWELL[name], lambda: blackwell_problem(128, 128, 512))
 
 
-def caught(compiled, mistake, problem):
+def caught(compiled, mistake, problem, output=-1):
     """By an error or by a wrong result, when what is asynchronous comes late or some warps are slow."""
     arguments, expected = problem()
     spoilt = Emulated(compiled, mistake(compiled.__ptx__))
     for schedule in ("lazy", "slow:1"):
         try:
-            spoilt(*arguments, unwritten=arguments[-1:], schedule=schedule, max_steps=100_000)
+            spoilt(*arguments, unwritten=[arguments[output]], schedule=schedule, max_steps=100_000)
         except EmulatorError as error:
             assert "CTA" in str(error)
             return
-        if not torch.equal(arguments[-1].double(), expected):
+        if not torch.equal(arguments[output].double(), expected):
             return
     pytest.fail("nobody noticed")
+
+
+# ---- the backend's own GEMM, with pairs of CTAs ----
+OUT = 9  # of the arguments
+
+
+@pytest.fixture(scope="module")
+def pair():
+    """(compiled, (arguments, what is right)): one pair; three tiles, which use every stage of the ring again."""
+    started = []
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(sm100, "launch", lambda *launch: started.append(launch))
+        monkeypatch.setattr(sm100, "multiprocessors", lambda device: 2)
+        monkeypatch.setattr(sm100, "choose_tile", lambda *_: Tile(128, 1, 2))
+        layer = NVFP4Experts(2, 16, 1040, activations="nvfp4")
+        for parameter in layer.parameters():
+            parameter.copy_(torch.randint(0x30, 0x40, parameter.shape) if parameter.dtype == torch.uint8 else 1)
+        groups = group_by_expert(torch.tensor([0] * 130 + [1] * 20)[:, None], 2)
+        h = reference.quantize_rows(torch.randn(150, 1040), None, None, groups)
+        sm100.gemm2_combine(h, layer.weights, groups, torch.ones(150, 1), torch.float32)
+    config, arguments = started[0]
+    with compiling_for("sm_100a"):
+        compiled = sm100.compile_kernel(config, "--enable-tvm-ffi")
+    arguments[OUT].fill_(0)
+    Emulated(compiled)(*arguments, schedule="lazy")
+    assert arguments[OUT].any() and config.tile.ctas == 2
+    return compiled, (arguments, arguments[OUT].double())
+
+
+def place(text, pattern, number, by):
+    """The text with match `number` of a regular expression replaced."""
+    match = list(re.finditer(pattern, text, re.S))[number]
+    return text[: match.start()] + match.expand(by) + text[match.end() :]
+
+
+MEET = r"barrier\.cluster\.arrive;\s*barrier\.cluster\.wait;"
+AFTER, BEFORE = r"tcgen05\.fence::after_thread_sync;", r"tcgen05\.fence::before_thread_sync;"
+ANSWERED = "setp.eq.u32 P1, 0, 0;"
+PAIR = {
+    "no cluster barrier at the start": lambda s: place(s, MEET, 0, ""),
+    "no cluster barrier at the end": lambda s: place(s, MEET, -1, ""),
+    "weights do not wait for a free stage": lambda s: place(s, TRY_WAIT, 0, ANSWERED),
+    "tokens do not wait for a free stage": lambda s: place(s, TRY_WAIT, 1, ANSWERED),
+    "sums are overwritten": lambda s: place(s, TRY_WAIT, 2, ANSWERED),
+    "no wait for the operands": lambda s: place(s, TRY_WAIT, 3, ANSWERED),
+    "no wait for the other's operands": lambda s: place(s, TRY_WAIT, 4, ANSWERED),
+    "the other reports too early": lambda s: place(s, TRY_WAIT, 5, ANSWERED),
+    "no wait for the sums": lambda s: place(s, TRY_WAIT, 6, ANSWERED),
+    "stages are freed in one CTA": lambda s: change(s, r"(mov\.b16\s+%rs\d+, )3;(?=.*tcgen05\.commit)", r"\g<1>1;"),
+    "one CTA's epilogue is enough": lambda s: change(s, r"(mov\.b32\s+%r\d+, )16;(\s*mbarrier\.init)", r"\g<1>8;\2"),
+    "reports to itself": lambda s: change(s, r"mapa\.shared::cluster\.u32(\s+%r\d+, %r\d+), 0;", r"mov.b32 \1;"),
+    "no fence before sums are overwritten": lambda s: place(s, AFTER, 1, ""),
+    "no fence before sums are read": lambda s: place(s, AFTER, 2, ""),
+    "no fence after sums are read": lambda s: change(s, BEFORE + r"(.{,300}?mbarrier\.arrive\.release)", r"\1", 0),
+    "no fence before the end": lambda s: place(s, BEFORE, -1, ""),
+    "no fence before TMEM is freed": lambda s: place(s, AFTER, -1, ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PAIR)
+def test_mistakes_of_a_pair(pair, name):
+    caught(pair[0], PAIR[name], lambda: pair[1], OUT)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tests.emulator import EmulatorError
-from tests.emulator_ptx import ALL, DATA, initialise, place_of, run, wait, without
+from tests.emulator_ptx import ALL, DATA, fill, initialise, laid_out, run, wait, without
 
 
 # ---- mma and wgmma ----
@@ -22,27 +22,6 @@ def descriptor(start, stride, swizzle, wgmma, leading=16):
         {0: 0, 128: 1, 64: 2, 32: 3}[swizzle] << 62 if wgmma else {0: 0, 128: 2, 64: 4, 32: 6}[swizzle] << 61 | 1 << 46
     )
     return (start >> 4) | leading >> 4 << 16 | stride >> 4 << 32 | mode
-
-
-def laid_out(matrix, span):
-    """Rows of 32 bytes, K-major: groups of 8 rows; within a group rows are `span` apart, pieces swizzled."""
-    raw = matrix.view(np.uint8).reshape(len(matrix), 32)
-    if not span:  # 8 rows of 16 bytes are contiguous; the second piece of each row follows after all of the first
-        return np.concatenate([raw[:, :16].ravel(), raw[:, 16:].ravel()])
-    memory = np.zeros(len(matrix) * span, np.uint8)
-    for row in range(len(matrix)):
-        for byte in range(32):
-            memory[place_of(row * span + byte, span)] = raw[row, byte]
-    return memory
-
-
-def fill(size, to=0):
-    """A bulk copy of `size` bytes from parameter `in` to data + to."""
-    return (
-        initialise() + f"@%p1 mbarrier.arrive.expect_tx.shared.b64 %x1, [%bar], {size}; ld.param.u64 %x2, [in];"
-        f" mov.b32 %r7, {size}; add.u32 %r8, %data, {to};"
-        " @%p1 cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r8], [%x2], %r7, [%bar];\n" + wait()
-    )  # fmt: skip
 
 
 @pytest.mark.parametrize("schedule", ALL)
@@ -98,10 +77,20 @@ def test_wgmma_with_a_in_registers(schedule):
     for t, register in np.ndindex(128, 4):
         result[16 * (t // 32) + t % 32 // 4 + 8 * (register // 2), t % 4 * 2 + register % 2] = got[t, register]
     np.testing.assert_array_equal(result, a @ b.T)
-    # Registers that are reused before the wait spoil the product when it is computed late.
-    wrong = body.replace("wgmma.commit_group", "mov.b32 %r50, 0; wgmma.commit_group")
-    got = run(wrong, np.zeros((128, 4), np.float32), arguments, [".u64 in", ".u64 a"], threads=128, schedule="lazy")
-    assert (got != result.reshape(8, 8, 8)[0, 0, 0]).any()
+    fence, commit = "wgmma.fence.sync.aligned;", "wgmma.commit_group.sync.aligned;"
+    adding = without(body, "setp.ne.u32 %p4", "setp.eq.u32 %p4")
+    for wrong, message in (
+        (without(body, fence), "no wgmma.fence"),
+        (without(body, fence, fence + "mov.b32 %r50, 0;"), "of A were written since"),
+        (without(adding, fence, fence + "mov.b32 %r100, 0;"), "of the accumulator were written since"),
+        (without(body, commit, commit + "mov.b32 %r50, 0;"), "of A were written before wgmma.wait_group"),
+        (without(body, commit, commit + "mov.b32 %r100, 0;"), "of the accumulator were written before wgmma.wait_g"),
+    ):
+        with pytest.raises(EmulatorError, match=message):
+            run(wrong, got, arguments, [".u64 in", ".u64 a"], threads=128, schedule="lazy")
+    early = without(body, "wgmma.wait_group.sync.aligned 0;") + "wgmma.wait_group.sync.aligned 0;"
+    got = run(early, got, arguments, [".u64 in", ".u64 a"], threads=128, schedule="lazy")
+    assert np.isnan(got).all()  # what is in flight is a NaN
 
 
 @pytest.mark.parametrize("kind", ["bf16", "f16"])
@@ -203,7 +192,8 @@ def tcgen05(n, product=None, idesc=None):
         + "tcgen05.fence::after_thread_sync; shr.u32 %r30, %t, 5; shl.b32 %r30, %r30, 21; add.u32 %r31, %r20, %r30;\n"
         + load + "tcgen05.wait::ld.sync.aligned;\n"
         + "".join(f"mad.wide.u32 %x1, %t, {4 * n}, %out; st.global.b32 [%x1+{4 * i}], %r{100 + i};\n" for i in range(n))
-        + "bar.sync 0; @!%p5 bra FREED; tcgen05.relinquish_alloc_permit.cta_group::1.sync.aligned;"
+        + "tcgen05.fence::before_thread_sync; bar.sync 0; @!%p5 bra FREED; tcgen05.fence::after_thread_sync;"
+        " tcgen05.relinquish_alloc_permit.cta_group::1.sync.aligned;"
         " tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r20, 512; FREED:\n"
     )  # fmt: skip
 
@@ -238,8 +228,11 @@ MUTATIONS = {
     "too few bytes expected": lambda s: without(s, "[%bar], 50688", "[%bar], 50672"),
     "no commit": lambda s: without(s, "@%p1 tcgen05.commit", "@%p4 tcgen05.commit"),
     "no wait for the registers": lambda s: without(s, "tcgen05.wait::ld.sync.aligned;"),
-    "TMEM freed before it is read": lambda s: without(s, "tcgen05.fence::after_thread_sync;",
-        "@!%p5 bra EARLY; tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r20, 512; EARLY:"),
+    "no tcgen05.fence after the wait": lambda s: without(s, "tcgen05.fence::after_thread_sync; shr", "shr"),
+    "no tcgen05.fence before the end": lambda s: without(s, "tcgen05.fence::before_thread_sync;"),
+    "no tcgen05.fence before freeing": lambda s: without(s, "FREED; tcgen05.fence::after_thread_sync;", "FREED;"),
+    "TMEM freed before it is read": lambda s: without(s, "shr.u32 %r30",
+        "@!%p5 bra EARLY; tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r20, 512; EARLY: shr.u32 %r30"),
     "TMEM never freed": lambda s: without(s, "tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r20, 512;"),
     "accumulates into nothing": lambda s: without(s, "[%r22], %p4", "[%r22], %p3"),
     "every lane multiplies": lambda s: without(s, "@%p1 tcgen05.mma", "tcgen05.mma").replace("], %p4;", "], %p3;"),

@@ -17,67 +17,25 @@ if shutil.which("cc") is None:
 
 from moe_nvfp4 import format as nvfp4  # noqa: E402
 from moe_nvfp4 import reference  # noqa: E402
-from moe_nvfp4.kernels import launch, sm90  # noqa: E402
+from moe_nvfp4.kernels import sm90  # noqa: E402
 from moe_nvfp4.kernels.sm90_gemm import Tile, Work  # noqa: E402
 from moe_nvfp4.layer import NVFP4Experts  # noqa: E402
 from moe_nvfp4.routing import Rows, group_by_expert  # noqa: E402
 from moe_nvfp4.weights import SILU, Gate  # noqa: E402
 from tests.common import THRESHOLDS, relative_error  # noqa: E402
-from tests.emulator import Emulated, EmulatorError, compiling_for  # noqa: E402
+from tests.emulator import EmulatorError  # noqa: E402
+from tests.emulator_sm90 import on_emulator  # noqa: E402
 from tests.machine_code import machine_code  # noqa: E402
 
 OAI = Gate("silu", alpha=1.702, limit=1.5, up_offset=1.0)
 RELU2 = Gate("relu2", gated=False)
 RAW = Gate("raw")
-RUNS = {}  # what a kernel was compiled for -> what runs it
-
-
-class OnEmulator:
-    """Takes the place of `launch.compiled`. Every launch runs under `schedule`; `kernels` are those that ran."""
-
-    def __init__(self):
-        self.schedule, self.multiprocessors, self.kernels, self.written = "eager", 3, [], []
-
-    def compiled(self, kernel, arguments, architecture):
-        import cutlass.cute as cute
-        from cutlass.cute.runtime import make_fake_stream
-
-        key = repr(kernel), repr([str(a) for a in arguments])
-        if key not in RUNS:
-            stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-            with compiling_for(architecture):
-                function = cute.compile(kernel, *arguments, stream, options="--enable-tvm-ffi")
-            RUNS[key] = Emulated(function)
-        return lambda *values: self.run(kernel, RUNS[key], values)
-
-    def run(self, kernel, emulated, values):
-        self.kernels.append(kernel)
-        name = type(kernel).__name__
-        outputs = {"Route": (1, 2, 3, 4, 6), "Count": (1,), "Gather": (2,), "Quantize": (4, 5), "Combine": (4,)}
-        if name == "GroupedGemm":
-            outputs = {name: ((4,) if kernel.work.gate else ()) + ((5,) if kernel.work.down else ())}
-        written = [values[i] for i in outputs[name]]
-        for tensor in written:
-            tensor.view(torch.uint8).fill_(0xFF)
-        # Routing is over when the GEMMs begin: only what the kernel just before wrote has to be waited for.
-        before = {tensor.data_ptr() for tensor in self.written if tensor.numel()}
-        after_wait = [v for v in values if torch.is_tensor(v) and v.data_ptr() in before]
-        # GEMM: tokens beyond a group, and all but one number of the last tile's news, are read and not used.
-        emulated(*values, schedule=self.schedule, after_wait=after_wait, stale_shared=name == "GroupedGemm")
-        self.written = written
 
 
 @pytest.fixture
-def emulator(monkeypatch):
-    on_emulator = OnEmulator()
-    caches = (sm90._count, sm90._route, sm90._gather, sm90._quantize, sm90._kernel, sm90._combine_kernel)
-    monkeypatch.setattr(launch, "compiled", on_emulator.compiled)
-    monkeypatch.setattr(sm90, "_multiprocessors", lambda device: on_emulator.multiprocessors)
-    for function in (*caches, sm90._plan_for):
-        function.cache_clear()
-    yield on_emulator
-    for function in (*caches, sm90._plan_for):
-        function.cache_clear()
+def emulator():
+    with on_emulator() as runner:
+        yield runner
 
 
 def make_layer(E, H, I, gate=SILU, bias=None, activations="bf16", static=False, seed=0):
@@ -243,9 +201,11 @@ def hard_rows(T, K):
     return x
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
-@pytest.mark.parametrize("K", [16, 2064])
+@pytest.mark.parametrize(
+    "K, static, dtype",
+    [(16, False, torch.bfloat16), (16, True, torch.float32),
+     (2064, False, torch.float32), (2064, True, torch.bfloat16)],
+)  # fmt: skip
 def test_rows_are_quantized_to_the_bit(emulator, K, static, dtype):
     emulator.schedule = "random:1"
     ids = make_ids([9, 0, 20, 1, 12], 4, 2)

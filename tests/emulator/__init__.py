@@ -14,13 +14,16 @@ function compiled by CuTe DSL with Emulated, debug one with `python -m tests.emu
     barriers, tensor_core
 
 What it finds: wrong results; deadlocks; addresses out of bounds, misaligned, never written; wrong transaction counts;
-use of what a copy or an MMA is still reading or writing; missing barriers, proxy fences and griddepcontrol.wait; TMEM
-allocated, freed or addressed wrongly; descriptors and tensor maps with bits nobody set on purpose. A dropped wait shows
-under schedule="lazy", where asynchronous work is done as late as the waits allow.
+use of what a copy or an MMA is still reading or writing; missing barriers, griddepcontrol.wait, proxy fences,
+wgmma.fence and tcgen05.fence; mbarriers used by who cannot know that they are initialised, or that their CTA has not
+ended; TMEM allocated, freed or addressed wrongly; descriptors and tensor maps with bits nobody set on purpose. A
+dropped wait shows under schedule="lazy", where asynchronous work is done as late as the waits allow.
 
-What it does not show: time; the order of additions inside an MMA (one float64 sum per instruction here); that ptxas may
-contract mul and add without .rn; the error of approximations; missing wgmma.fence and tcgen05.fence; races in global
-memory; CTAs that share an SM. Generic accesses are sequentially consistent.
+What it does not show: time; how tcgen05.mma adds (one float64 sum per instruction here); that ptxas may contract mul
+and add without .rn; the error of approximations; races in global memory; CTAs that share an SM. Generic accesses are
+sequentially consistent.
+
+`test_h200.py` compares it with what an H200 returned: every instruction that sm_90a has, and the Hopper kernels.
 """
 
 from tests.emulator import barriers, copies, lanes, loadstore, tensor_core  # noqa: F401 (they register their instructions)

@@ -44,7 +44,8 @@ def _divide(a, b):
     safe = np.where(b == 0, b.dtype.type(1), b)
     if a.dtype.kind == "u":
         return a // safe
-    quotient = np.abs(a.astype(S64)) // np.abs(safe.astype(S64))
+    sizes = [np.abs(x.astype(S64)).view(U64) for x in (a, safe)]  # unsigned: that of the smallest number too
+    quotient = (sizes[0] // sizes[1]).view(S64)
     return np.where((a < 0) != (safe < 0), -quotient, quotient).astype(a.dtype)
 
 
@@ -57,7 +58,8 @@ def _high(a, b):
     if a.dtype.itemsize < 8:
         bits = 8 * a.dtype.itemsize
         return ((a.astype(S64 if a.dtype.kind == "i" else U64) * b) >> bits).astype(a.dtype)
-    return np.array([(int(x) * int(y)) >> 64 for x, y in zip(a, b, strict=True)]).astype(a.dtype)
+    high = [(int(x) * int(y)) >> 64 & 0xFFFFFFFFFFFFFFFF for x, y in zip(a, b, strict=True)]
+    return np.array(high, U64).view(a.dtype)
 
 
 for t in ("u16", "s16", "u32", "s32", "u64", "s64"):
@@ -166,11 +168,17 @@ def _prmt(a, b, selector):
     return result
 
 
+def _field(width, *numbers):
+    """Position and length are taken modulo 256, as PTX has it; an H200 does not for 64 bits."""
+    return [np.minimum(n if width == 64 else n & U32(255), U32(255)) for n in numbers]
+
+
 def _extract(a, start, length):
-    """bfe: position and length are taken modulo 256; a signed field is filled with its top bit."""
+    """bfe: a signed field is filled with its top bit."""
     width = 8 * a.dtype.itemsize
     values = []
-    for x, p, n in zip(a.tolist(), (start & U32(255)).tolist(), (length & U32(255)).tolist(), strict=True):
+    start, length = _field(width, start, length)
+    for x, p, n in zip(a.tolist(), start.tolist(), length.tolist(), strict=True):
         sign = 0
         if a.dtype.kind == "i" and n:
             sign = (x >> min(p + n - 1, width - 1)) & 1
@@ -183,7 +191,7 @@ def _extract(a, start, length):
 
 def _insert(a, b, start, length):
     """bfi: the low bits of a into b."""
-    start, length = (start & U32(255)).astype(U64), (length & U32(255)).astype(U64)
+    start, length = (n.astype(U64) for n in _field(8 * b.dtype.itemsize, start, length))
     one = U64(1)
     mask = np.where(length >= U64(64), ~U64(0), (one << np.minimum(length, U64(63))) - one) << start
     return ((b & ~mask) | ((a.astype(U64) << start) & mask)).astype(b.dtype)
@@ -210,22 +218,31 @@ def _extremum(pick, zeros):
 
 
 def _canonical(function):
-    """A NaN result is 0x7fffffff."""
-    nan = np.array([0x7FFFFFFF], U32).view(F32)[0]
+    """A NaN result is 0x7fffffff, and of float16 0x7fff."""
 
     def run(*inputs):
         result = function(*inputs)
-        return np.where(np.isnan(result), nan, result)
+        if result.dtype == F32 and result.dot(result) < np.inf:  # a quick way to see that there is none
+            return result
+        return np.where(np.isnan(result), NAN[result.itemsize], result)
 
     return run
 
 
+NAN = {4: np.array([0x7FFFFFFF], U32).view(F32)[0], 2: np.array([0x7FFF], U16).view(np.float16)[0]}
 _min, _max = _extremum(np.fmin, np.bitwise_or), _extremum(np.fmax, np.bitwise_and)
 _min_nan, _max_nan = _extremum(np.minimum, np.bitwise_or), _extremum(np.maximum, np.bitwise_and)
 _three = lambda f: lambda a, b, c: f(f(a, b), c)
 _ftz = lambda f: lambda *inputs: flush(f(*(flush(x) for x in inputs)))
 _approximate = lambda f: lambda *inputs: f(*(x.astype(F64) for x in inputs)).astype(F32)
-_saturate = lambda f: lambda *inputs: np.nan_to_num(np.clip(f(*inputs), F32(0), F32(1)), nan=0.0)
+_saturate = lambda f: lambda *inputs: np.nan_to_num(np.clip(f(*inputs), F32(0), F32(1)), nan=0.0) + F32(0)  # no -0
+
+
+def _divide_quickly(a, b):
+    """div.approx: divisors above 2**126 give 0."""
+    large = (np.abs(b) > F32(2.0**126)) & np.isfinite(b)
+    return np.where(large, F32(0) * a * b, a / b)
+
 
 ARITHMETIC = {"add": (np.add, 2), "sub": (np.subtract, 2), "mul": (np.multiply, 2), "fma": (fma_f32, 3)}
 for (name, (f, count)), mode, ftz, sat in itertools.product(
@@ -234,30 +251,30 @@ for (name, (f, count)), mode, ftz, sat in itertools.product(
     if name == "fma" and not mode:
         continue
     g = _ftz(f) if ftz else f
-    g = _saturate(g) if sat else g
+    g = _saturate(g) if sat else _canonical(g)
     define(f"{name}{mode}{ftz}{sat}.f32", "f32", " ".join(["f32"] * count), g)
 for ftz in ("", ".ftz"):
-    g = _ftz if ftz else lambda f: f
+    g = lambda f, ftz=ftz: _canonical(_ftz(f) if ftz else f)
     for name, plain, quiet in (("min", _min, _min_nan), ("max", _max, _max_nan)):
         define(f"{name}{ftz}.f32", "f32", "f32 f32", g(plain))
-        define(f"{name}{ftz}.NaN.f32", "f32", "f32 f32", g(_canonical(quiet)))
+        define(f"{name}{ftz}.NaN.f32", "f32", "f32 f32", g(quiet))
         define(f"{name}{ftz}.f32:3", "f32", "f32 f32 f32", g(_three(plain)))
-        define(f"{name}{ftz}.NaN.f32:3", "f32", "f32 f32 f32", g(_canonical(_three(quiet))))
+        define(f"{name}{ftz}.NaN.f32:3", "f32", "f32 f32 f32", g(_three(quiet)))
     define(f"neg{ftz}.f32", "f32", "f32", g(np.negative))
     define(f"abs{ftz}.f32", "f32", "f32", g(np.abs))
     define(f"div.rn{ftz}.f32", "f32", "f32 f32", g(np.divide))
     define(f"div.full{ftz}.f32", "f32", "f32 f32", g(np.divide))
-    define(f"div.approx{ftz}.f32", "f32", "f32 f32", g(np.divide))
+    define(f"div.approx{ftz}.f32", "f32", "f32 f32", g(_divide_quickly))
     define(f"rcp.rn{ftz}.f32", "f32", "f32", g(np.reciprocal))
     define(f"sqrt.rn{ftz}.f32", "f32", "f32", g(np.sqrt))
     # Approximate functions: the exact result rounded, which lies inside the documented error.
     for name, f in (("rcp", np.reciprocal), ("sqrt", np.sqrt), ("ex2", np.exp2), ("lg2", np.log2),
                     ("sin", np.sin), ("cos", np.cos), ("rsqrt", lambda x: 1 / np.sqrt(x))):  # fmt: skip
         define(f"{name}.approx{ftz}.f32", "f32", "f32", g(_approximate(f)))
-define("tanh.approx.f32", "f32", "f32", _approximate(np.tanh))
+define("tanh.approx.f32", "f32", "f32", _canonical(_approximate(np.tanh)))
 define("copysign.f32", "f32", "f32 f32", lambda a, b: np.copysign(b, a))
 for name, f in (("add", np.add), ("sub", np.subtract), ("mul", np.multiply), ("div", np.divide)):
-    for mode in ("", ".rn"):
+    for mode in (".rn",) if name == "div" else ("", ".rn"):
         define(f"{name}{mode}.f64", "f64", "f64 f64", f)
 
 
@@ -269,6 +286,15 @@ def _pairs(f, dtype):
         return f(*(np.ascontiguousarray(x).view(dtype) for x in inputs)).view(inputs[0].dtype)
 
     return run
+
+
+def _bf16_multiply(a, b):
+    """A product of two bf16 has 16 bits: float32 holds it, but where it underflows."""
+    x, y = bf16_decode(a), bf16_decode(b)
+    result = x * y
+    if np.count_nonzero((np.abs(result) < F32(2.0**-100)) & (x != 0) & (y != 0)):
+        return _bf16(np.multiply)(a, b)
+    return bf16_encode(result)
 
 
 def _bf16(f):
@@ -287,31 +313,37 @@ def _odd_f32(exact, nearest):
     bits = nearest.view(U32).copy()
     error = exact - nearest.astype(F64)
     inexact = (error != 0) & (bits & U32(1) == 0) & np.isfinite(nearest)
-    away = (error > 0) == (nearest >= 0)
+    away = (error > 0) != np.signbit(nearest)
     bits = np.where(inexact, np.where(away, bits + U32(1), bits - U32(1)), bits).astype(U32)
     return bits.view(F32)
 
 
 def _half(f):
-    return lambda *inputs: f(*(x.astype(F64) for x in inputs)).astype(np.float16)
+    return _canonical(lambda *inputs: f(*(x.astype(F64) for x in inputs)).astype(np.float16))
 
 
 EXACT = {"add": (sum_to_odd, 2), "sub": (lambda a, b: sum_to_odd(a, -b), 2), "mul": (np.multiply, 2),
          "fma": (lambda a, b, c: sum_to_odd(a * b, c), 3)}  # fmt: skip
 for (name, (f, count)), mode in itertools.product(EXACT.items(), ("", ".rn")):
+    if name == "fma" and not mode:
+        continue
     inputs = lambda t, count=count: " ".join([t] * count)
-    define(f"{name}{mode}.bf16", "b16", inputs("b16"), _bf16(f))
-    define(f"{name}{mode}.bf16x2", "b32", inputs("b32"), _pairs(_bf16(f), U16))
+    brain = _bf16_multiply if name == "mul" else _bf16(f)
+    define(f"{name}{mode}.bf16", "b16", inputs("b16"), brain)
+    define(f"{name}{mode}.bf16x2", "b32", inputs("b32"), _pairs(brain, U16))
     define(f"{name}{mode}.f16", "f16", inputs("f16"), _half(f))
     define(f"{name}{mode}.f16x2", "b32", inputs("b32"), _pairs(_half(f), np.float16))
     for ftz in ("", ".ftz"):
         g = ARITHMETIC[name][0]
         define(f"{name}{mode}{ftz}.f32x2", "b64", inputs("b64"), _pairs(_ftz(g) if ftz else g, F32))
 for t in ("f16", "bf16"):
-    define(f"neg.{t}", "b16", "b16", lambda a: a ^ U16(0x8000))
-    define(f"abs.{t}", "b16", "b16", lambda a: a & U16(0x7FFF))
-    define(f"neg.{t}x2", "b32", "b32", lambda a: a ^ U32(0x80008000))
-    define(f"abs.{t}x2", "b32", "b32", lambda a: a & U32(0x7FFF7FFF))
+    infinity = U16(0x7C00 if t == "f16" else 0x7F80)
+    nan = lambda f, infinity=infinity: lambda a: np.where(a & U16(0x7FFF) > infinity, U16(0x7FFF), f(a))
+    negative, absolute = nan(lambda a: a ^ U16(0x8000)), nan(lambda a: a & U16(0x7FFF))
+    define(f"neg.{t}", "b16", "b16", negative)
+    define(f"abs.{t}", "b16", "b16", absolute)
+    define(f"neg.{t}x2", "b32", "b32", _pairs(negative, U16))
+    define(f"abs.{t}x2", "b32", "b32", _pairs(absolute, U16))
 for name, f in (("min", _min), ("max", _max), ("min.NaN", _min_nan), ("max.NaN", _max_nan)):
     # A NaN result is 0x7fff; float16's own NaN has other bits, so that is set apart.
     half = lambda a, b, f=f: _half_nan(f(a.view(np.float16), b.view(np.float16)))
@@ -369,11 +401,15 @@ def _to_integer(rounding, T, ftz):
 
     def run(a):
         x = ROUND[rounding](flush(a) if ftz else a).astype(F64)
-        x = np.where(np.isnan(x), 0, x)
+        nan = np.isnan(x)  # an H200 makes 0 of it, and of 64 bits the top bit
+        x = np.where(nan, 0, x)
         # The top of a 64-bit range is no float64: what is at or above it is set, not converted.
         top = x >= float(limits.max)
         inside = np.clip(x, float(limits.min), np.nextafter(float(limits.max), 0) if limits.bits == 64 else limits.max)
-        return np.where(top, T(limits.max), inside.astype(T))
+        result = np.where(top, T(limits.max), inside.astype(T))
+        if limits.bits == 64:
+            result.view(U64)[nan] = 1 << 63
+        return result
 
     return run
 
@@ -384,7 +420,12 @@ def _pack(high, low, bits):
 
 
 def _relu(x, relu):
-    return np.where(x < 0, F32(0), x) if relu else x
+    return np.where(x <= 0, F32(0), x) if relu else x  # no -0 either
+
+
+def _f16(x):
+    """Bits of float16, to nearest even."""
+    return _half_nan(x.astype(np.float16))
 
 
 for integer, rounding, ftz in itertools.product(("u16", "s16", "u32", "s32", "u64", "s64"), ROUND, ("", ".ftz")):
@@ -396,12 +437,12 @@ for integer in ("u8", "s8", "u16", "s16", "u32", "s32", "u64", "s64"):
         if integer != other:
             define(f"cvt.{other}.{integer}", other, integer, lambda a, T=TYPES[other]: a.astype(T))
 for rounding, f in ROUND.items():
-    define(f"cvt.{rounding}.f32.f32", "f32", "f32", f)
-    define(f"cvt.{rounding}.ftz.f32.f32", "f32", "f32", _ftz(f))
+    define(f"cvt.{rounding}.f32.f32", "f32", "f32", _canonical(f))
+    define(f"cvt.{rounding}.ftz.f32.f32", "f32", "f32", _canonical(_ftz(f)))
 define("cvt.f64.f32", "f64", "f32", lambda a: a.astype(F64))
 define("cvt.rn.f32.f64", "f32", "f64", lambda a: a.astype(F32))
-define("cvt.f32.f16", "f32", "f16", lambda a: a.astype(F32))
-define("cvt.rn.f16.f32", "f16", "f32", lambda a: a.astype(np.float16))
+define("cvt.f32.f16", "f32", "f16", _canonical(lambda a: a.astype(F32)))
+define("cvt.rn.f16.f32", "b16", "f32", _f16)
 define("cvt.f32.bf16", "f32", "b16", bf16_decode)
 define("cvt.rn.bf16.f32", "b16", "f32", bf16_encode)
 for relu in ("", ".relu"):
@@ -410,8 +451,7 @@ for relu in ("", ".relu"):
     define(f"cvt.rz{relu}.bf16x2.f32", "b32", "f32 f32",
            lambda a, b, r=relu: _pack(bf16_truncate(_relu(a, r)), bf16_truncate(_relu(b, r)), 16))  # fmt: skip
     define(f"cvt.rn{relu}.f16x2.f32", "b32", "f32 f32",
-           lambda a, b, r=relu: _pack(_relu(a, r).astype(np.float16).view(U16),
-                                      _relu(b, r).astype(np.float16).view(U16), 16))  # fmt: skip
+           lambda a, b, r=relu: _pack(_f16(_relu(a, r)), _f16(_relu(b, r)), 16))  # fmt: skip
     for name, small, bits, result in (
         ("e2m1x2", E2M1, 4, "b8"),
         ("e4m3x2", E4M3, 8, "b16"),
@@ -421,14 +461,12 @@ for relu in ("", ".relu"):
         define(f"cvt.rn.satfinite{relu}.{name}.f32", result, "f32 f32", convert)
 for name, small in (("e4m3x2", E4M3), ("e5m2x2", E5M2)):
     define(f"cvt.rn.f16x2.{name}", "b32", "b16",
-           lambda a, s=small: _pack(s.decode(a >> U16(8)).astype(np.float16).view(U16),
-                                    s.decode(a & U16(255)).astype(np.float16).view(U16), 16))  # fmt: skip
+           lambda a, s=small: _pack(_f16(s.decode(a >> U16(8))), _f16(s.decode(a & U16(255))), 16))  # fmt: skip
     define(f"cvt.rn.satfinite.{name}.f16x2", "b16", "b32",
            lambda a, s=small: _pack(s.encode((a >> U32(16)).astype(U16).view(np.float16)),
                                     s.encode((a & U32(0xFFFF)).astype(U16).view(np.float16)), 8))  # fmt: skip
 define("cvt.rn.f16x2.e2m1x2", "b32", "b8",
-       lambda a: _pack(E2M1.decode(a >> U8(4)).astype(np.float16).view(U16),
-                       E2M1.decode(a & U8(15)).astype(np.float16).view(U16), 16))  # fmt: skip
+       lambda a: _pack(_f16(E2M1.decode(a >> U8(4))), _f16(E2M1.decode(a & U8(15))), 16))  # fmt: skip
 for rounding in ("rp", "rz"):
     define(f"cvt.{rounding}.satfinite.ue8m0x2.f32", "b16", "f32 f32",
            lambda a, b, up=rounding == "rp": _pack(ue8m0_encode(a, up), ue8m0_encode(b, up), 8))  # fmt: skip

@@ -16,10 +16,12 @@ MOST = (1 << 20) - 1
 class Mbarrier:
     """Phase, pending arrivals, and bytes still to come. A phase ends when the last two are zero."""
 
-    def __init__(self, machine, cta, offset, count, line):
+    def __init__(self, warp, offset, count, line):
+        cta = warp.cta
         if not 1 <= count <= MOST:
             raise Violation(f"mbarrier.init with count {count}")
-        self.machine, self.cta, self.offset, self.line = machine, cta, offset, line
+        self.machine, self.cta, self.offset, self.line = cta.machine, cta, offset, line
+        self.made = warp.slot, int(warp.known[warp.slot])  # by whom, when
         self.count = self.pending = count
         self.phase = self.tx = 0
         self.learned = Known(len(cta.history.names))  # in this phase
@@ -50,9 +52,9 @@ class Mbarrier:
         self.settle()
 
     def settle(self):
-        self.learned.learn(self.machine.known, self.machine.memory.trusted, self.machine.clock)
+        self.learned.learn(self.machine.clocks, self.machine.memory.trusted, self.machine.clock)
         if self.pending == 0 and self.tx == 0:
-            self.past[self.phase & 1], self.learned = self.learned, Known(len(self.learned.known))
+            self.past[self.phase & 1], self.learned = self.learned, Known(self.learned.clocks.shape[1])
             self.phase += 1
             self.pending = self.count
             self.machine.changed = True
@@ -70,8 +72,13 @@ def find(warp, address, own=False, asynchronous=False):
         raise Violation(f"no mbarrier was initialised at {offset:#x} of CTA {cluster[rank].number}")
     barrier = cluster[rank].mbarriers[offset]
     remote = cluster[rank] is not warp.cta
-    if remote and cluster[rank].done:
-        raise Violation(f"signals an mbarrier of CTA {cluster[rank].number}, which has ended")
+    if remote:
+        if cluster[rank].done:
+            raise Violation(f"signals an mbarrier of CTA {cluster[rank].number}, which has ended")
+        cluster[rank].history.visit(warp)
+    slot, when = barrier.made
+    if when > warp.known[slot]:
+        raise Violation(f"nothing tells this warp of the initialisation of {barrier}")
     if not barrier.visible and (asynchronous or remote):
         raise Violation(f"no fence.mbarrier_init (or fence.proxy.async) since the initialisation of {barrier}")
     return barrier
@@ -97,7 +104,7 @@ def build_init(build, match, place, count):
                 raise Violation(f"initialises again, while in use, {old}")
             cta.shared.state[span] = BARRIER
             count = int(warp.R[number][first_lane(mask)])
-            cta.mbarriers[at] = Mbarrier(cta.machine, cta, at, count, line)
+            cta.mbarriers[at] = Mbarrier(warp, at, count, line)
             warp.unfenced_barriers.append(cta.mbarriers[at])
 
     return run
@@ -143,6 +150,8 @@ def build_arrive(build, match, *operands):
                 barrier.arrive(1, expect=number)
             elif what == "expect_tx":
                 barrier.expect(number)
+                if not barrier.pending:  # the bytes came first
+                    barrier.settle()
             else:
                 barrier.complete(number)
         warp.known[warp.slot] += 1
@@ -154,6 +163,7 @@ def build_arrive(build, match, *operands):
 def build_try_wait(build, match, target, place, phase, limit=None):
     out, (index, offset) = build.target(target, "pred"), build.address(place)
     expected = build.source(phase, "u32" if match["parity"] else "u64")
+    may_wait = match["what"] == "try_wait"
 
     def run(warp, mask):
         R = warp.R
@@ -168,8 +178,8 @@ def build_try_wait(build, match, target, place, phase, limit=None):
         done = (barrier.phase & 1) != wanted if match["parity"] else barrier.phase > wanted
         if match["parity"] and wanted > 1:
             raise Violation(f"phase parity {wanted}")
-        if not done and not (warp.wait is not None and warp.wait.expired):
-            # A test that fails is asked again, so it may as well be answered when the answer changes.
+        if not done and may_wait and not (warp.wait is not None and warp.wait.expired):
+            # A try that fails is asked again, so it may as well be answered when the answer changes.
             if match["parity"]:
                 ready = lambda: (barrier.phase & 1) != wanted
             else:

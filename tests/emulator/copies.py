@@ -1,7 +1,7 @@
 """cp.async.bulk and cp.async.bulk.tensor: copies of the async proxy, and the tensor maps that describe tiles.
 
-PTX ISA: "Asynchronous copy", "Tensors" (tiled mode, swizzling modes). The bytes of a CUtensorMap are not
-documented; the layout here was read off maps that CuTe DSL 4.8 encoded for known tensors, which a test repeats.
+PTX ISA: "Asynchronous copy", "Tensors" (tiled mode, swizzling modes). The bytes of a CUtensorMap are not documented;
+the layout here was read off maps that CuTe DSL 4.8 and the driver encoded for known tensors, which tests repeat.
 """
 
 import struct
@@ -17,8 +17,9 @@ from tests.emulator.program import PARAMETERS, lanes_of, operation
 
 # Code of the element type in the map -> bits of an element: uint8, uint16, uint32, float16, float32, bfloat16, e2m1.
 ELEMENT_BITS = {0: 8, 1: 16, 2: 32, 6: 16, 7: 32, 10: 16, 11: 4}
-FIXED_FLAGS = 0x40002  # in every tiled map seen
-PROMOTION = 3 << 21  # of cache lines to L2: set for tensors of 128 KiB and more, and of no effect on values
+# Of no effect on values: how much is brought to L2, and two bits in which maps by cuTensorMapEncodeTiled of CUDA 13.0
+# and those by CuTe DSL differ; bit 21 is set for tensors of 128 KiB and more.
+PROMOTION, OTHER_FLAGS = 3 << 17, 1 << 1 | 3 << 21
 SWIZZLE_BYTES = {0: 0, 1: 32, 2: 64, 3: 128}
 
 
@@ -43,8 +44,8 @@ class TensorMap:
         address, flags = struct.unpack_from("<QI", raw, 0)
         rank = (flags >> 4 & 7) + 1
         code = flags >> 7 & 15
-        rest = flags & ~(7 << 4 | 15 << 7 | 3 << 13 | PROMOTION)
-        if code not in ELEMENT_BITS or rank > 5 or rest != FIXED_FLAGS or any(raw[28:32]) or any(raw[52:55]):
+        rest = flags & ~(7 << 4 | 15 << 7 | 3 << 13 | PROMOTION | OTHER_FLAGS)
+        if code not in ELEMENT_BITS or rank > 5 or rest or any(raw[28:32]) or any(raw[52:55]):
             raise Violation(f"tensor map: not one that is known (flags {flags:#x})")
         strides = struct.unpack_from("<4I", raw, 12)
         dims = struct.unpack_from("<5I", raw, 32)
@@ -72,8 +73,10 @@ class TensorMap:
             inside = (inside[:, None] & (at >= 0) & (at < self.dims[dim])).ravel()
         return addresses, inside, first * self.bits // 8, max(first, last) * self.bits // 8
 
-    def check(self, shared_address):
+    def check(self, shared_address, coordinates):
         row = self.box[0] * self.bits // 8
+        if (self.address + coordinates[0] * self.bits // 8) % 16:  # "illegal instruction" on an H200
+            raise Violation(f"tensor map: a tile at {coordinates} does not begin at a multiple of 16 bytes")
         if row % 16:
             raise Violation(f"tensor map: rows of {row} bytes, not a multiple of 16")
         if self.swizzle and row > self.swizzle:
@@ -242,7 +245,7 @@ def build_tensor_load(build, match, target, source, bar, *more):
             if len(tile.dims) != len(where):
                 raise Violation(f"{len(where)} coordinates for a tensor map of rank {len(tile.dims)}")
             address = lane_value(warp, to, to_offset, lane)
-            tile.check(address & OFFSET)
+            tile.check(address & OFFSET, where)
             targets = destinations(warp, address, lane_value(warp, at, at_offset, lane),
                                    None if cta_mask is None else int(R[cta_mask][lane]), pair)  # fmt: skip
             fetch = lambda tile=tile, where=where: tile.load(memory, where)
@@ -272,6 +275,8 @@ def build_bulk_load(build, match, target, source, size, bar, *more):
             if from_global:
                 fetch = lambda begin=begin, size=size: machine.memory.read(begin, size)
             else:
+                if address >> RANK_SHIFT == warp.cta.rank:  # "illegal instruction" on an H200
+                    raise Violation("a bulk copy from shared memory to the CTA's own shared memory")
                 warp.cta.history.async_read(warp.known, placed(warp.cta.shared, begin & OFFSET, size, 0))
                 fetch = lambda begin=begin, size=size: read_shared(warp.cta.shared, begin & OFFSET, size)
             issue_load(warp, address, targets, size, 0, fetch)
@@ -333,7 +338,7 @@ def build_tensor_store(build, match, target, source, *policy):
             if len(tile.dims) != len(where):
                 raise Violation(f"{len(where)} coordinates for a tensor map of rank {len(tile.dims)}")
             begin = lane_value(warp, start, start_offset, lane) & OFFSET
-            tile.check(begin)
+            tile.check(begin, where)
             put = lambda data, tile=tile, where=where: tile.store(memory, where, data)
             issue_store(warp, begin, tile.box_bytes, tile.swizzle, put)
 

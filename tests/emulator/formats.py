@@ -6,6 +6,7 @@ PTX ISA: "Alternate Floating-Point Data Formats", and "cvt" for rounding and sat
 import numpy as np
 
 U32, F32, F64 = np.uint32, np.float32, np.float64
+SMALLEST = F32(2.0**-126)  # that is no subnormal
 
 
 def _magnitudes(exponent_bits, mantissa_bits, bias, count):
@@ -67,8 +68,9 @@ def ue8m0_encode(x, up):
 def bf16_encode(x):
     """float32 to bf16 bits, to nearest even."""
     bits = np.ascontiguousarray(x, F32).view(U32)
-    rounded = (bits + (U32(0x7FFF) + ((bits >> U32(16)) & U32(1)))) >> U32(16)
-    return np.where(np.isnan(x), U32(0x7FFF), rounded).astype(np.uint16)
+    rounded = ((bits + ((bits >> 16 & 1) + 0x7FFF)) >> 16).astype(np.uint16)
+    nan = np.isnan(x)
+    return np.where(nan, np.uint16(0x7FFF), rounded) if np.count_nonzero(nan) else rounded
 
 
 def bf16_truncate(x):
@@ -103,4 +105,5 @@ def fma_f32(a, b, c):
 
 def flush(x):
     """.ftz: float32 subnormals become zero of the same sign."""
-    return np.where(np.abs(x) < F32(2.0**-126), np.copysign(F32(0), x), x)
+    small = np.abs(x) < SMALLEST
+    return np.where(small, np.copysign(F32(0), x), x) if np.count_nonzero(small) else x

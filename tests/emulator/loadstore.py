@@ -7,7 +7,7 @@ import numpy as np
 
 from tests.emulator import alu
 from tests.emulator.barriers import find
-from tests.emulator.formats import bf16_decode, bf16_encode
+from tests.emulator.formats import bf16_decode, bf16_encode, flush
 from tests.emulator.machine import Operation
 from tests.emulator.memory import OFFSET, RANK_SHIFT, Violation
 from tests.emulator.parser import Register, Vector
@@ -33,18 +33,21 @@ def put(target, mask, values):
 # ---- shared memory of a cluster ----
 def shared_parts(warp, addresses):
     """[(cta, lanes)] of shared::cluster addresses; the CTA's own in almost every case."""
-    ranks = addresses >> addresses.dtype.type(RANK_SHIFT)
-    first = int(ranks[0])
     cluster = warp.cta.cluster.ctas
-    if int(np.maximum.reduce(ranks)) >= len(cluster):
+    ranks = addresses >> RANK_SHIFT
+    first = int(ranks[0])
+    one = not np.count_nonzero(ranks != first)
+    if (first if one else int(ranks.max())) >= len(cluster):
         raise Violation(f"shared address {int(addresses.max()):#x} is in no CTA of the cluster")
-    if (ranks == first).all():
+    if one:
         parts = [(cluster[first], slice(None))]
     else:
         parts = [(cluster[r], np.flatnonzero(ranks == r)) for r in np.unique(ranks).tolist()]
     for cta, _ in parts:
-        if cta is not warp.cta and cta.done:
-            raise Violation(f"uses shared memory of CTA {cta.number}, which has ended")
+        if cta is not warp.cta:
+            if cta.done:
+                raise Violation(f"uses shared memory of CTA {cta.number}, which has ended")
+            cta.history.visit(warp)
     return parts
 
 
@@ -144,6 +147,9 @@ def build_load(build, match, target, source, policy=None):
         base = R[index]
         addresses = pick(base + base.dtype.type(offset & (0xFFFFFFFF if base.itemsize == 4 else (1 << 64) - 1)), mask)
         values = load(space, warp, addresses, width, count, ordered)
+        if ordered:
+            read = warp.at, addresses.tobytes(), values.tobytes()
+            warp.polls, warp.polled = read == warp.polled, read
         if signed:
             values = values.view(f"i{width}")
         for i, t in enumerate(targets):
@@ -195,8 +201,10 @@ def build_move(build, match, target, source):
 
         def run(warp, mask):
             R = warp.R
-            packed = np.stack([R[s] for s in sources], 1).view(f"u{bits // 8}")[:, 0]
-            np.copyto(R[out], packed, where=mask)
+            packed = np.empty((32, len(sources)), f"u{part // 8}")
+            for i, s in enumerate(sources):
+                packed[:, i] = R[s]
+            np.copyto(R[out], packed.view(f"u{bits // 8}")[:, 0], where=mask)
 
     elif isinstance(target, Vector):
         part = bits // len(target.items)
@@ -205,7 +213,7 @@ def build_move(build, match, target, source):
 
         def run(warp, mask):
             R = warp.R
-            parts = R[whole].view(f"u{part // 8}").reshape(32, -1).copy()
+            parts = R[whole].view(f"u{part // 8}").reshape(32, -1)
             for i, t in enumerate(targets):
                 np.copyto(R[t], parts[:, i], where=mask)
 
@@ -302,6 +310,8 @@ def atomic(build, match, target, place, values, compare=None):
     f = (lambda old, new: new) if match["what"] == "cas" else ATOMICS.get(name)
     if f is None or (match["what"] == "cas") != (compare is not None):
         build.fail("unknown atomic operation")
+    if name == "add.f32" and space != "shared":  # in global memory it flushes subnormals
+        f = _as_f32(lambda old, new: flush(flush(old) + flush(new)))
     bits = "32" if match["type"] == "bf16x2" else match["type"][1:]
     index, offset = build.address(place, "u64" if space in (None, "global") else None)
     news = [build.source(v, f"u{bits}") for v in build.vector(values, count)]
@@ -370,7 +380,8 @@ def build_cp_async(build, match, target, source, size, *more):
                 if count:
                     data[row, :count] = memory.read(source, count)
             width = min(size, 8)
-            shared.store_unclaimed(addresses, width, data.view(f"u{width}").reshape(len(addresses), -1), index)
+            values = data.view(f"u{width}")
+            shared.store_unclaimed(addresses, width, values if size > width else values[:, 0], index)
             warp.cta.history.store(warp, addresses, size)
 
         one = Operation(warp, [copy], order=("cp.async", warp))

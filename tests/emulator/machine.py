@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tests.emulator.memory import SHARED_BASE, UNWRITTEN, WRITTEN, Global, Shared, Tmem, Violation
-from tests.emulator.races import History, Known
+from tests.emulator.races import History, Known, TmemHistory, start_clocks
 from tests.emulator.timeline import Timeline, latency
 
 ALL = b"\1" * 32
@@ -96,11 +96,12 @@ class Warp:
         self.groups = [Group(0, mask)]
         self.wait = None  # of the group now running, when it resumes after waiting
         self.at = None  # the instruction now running
+        self.polled, self.polls = None, False  # its last read that orders others; whether it reads the same in a loop
         self.clock = 0  # see timeline.py
         self.trusted = False  # it knows, by griddepcontrol.wait or from who called it, that the kernel before has ended
         self.bulk_groups = []  # of asynchronous bulk stores: lists of operations, the last one open
         self.copy_groups = []  # of cp.async, likewise
-        self.wgmma_groups = []
+        self.wgmma_groups, self.wgmma = [], None  # the latter from its first wgmma.fence on
         self.tmem_loads, self.tmem_stores = [], []
         self.unfenced_barriers = []  # that it initialised
         self.R = cta.machine.program.registers(self)
@@ -146,10 +147,9 @@ class Cluster:
         # From accesses that order others (atomics, volatile, acquire, release) and from fences: one for all of them.
         self.flags = Known(len(warps))
         for slot, warp in enumerate(warps):
-            warp.slot, warp.known = slot, np.zeros(len(warps), np.int64)
-            warp.known[slot] = 1
+            start_clocks(warp, slot, len(warps))
         for cta in self.ctas:
-            cta.history = History(cta.shared, warps)
+            cta.history, cta.tmem.history = History(cta.shared, warps), TmemHistory(warps)
 
 
 class Operation:
@@ -164,7 +164,7 @@ class Operation:
         self.owners = [owner or warp.cta]
         self.done = False
         self.time = warp.clock  # when it was issued, later when it is over
-        self.trusted, self.known = warp.trusted, warp.known.copy()
+        self.trusted, self.clocks = warp.trusted, warp.clocks.copy()
         warp.known[warp.slot] += 1
 
     def __str__(self):
@@ -194,8 +194,8 @@ class Machine:
         self.instructions = 0
         self.ctas = []
         self.timeline = Timeline()
-        self.known, self.clock = None, 0  # what is known to, and the time of, the warp or operation that acts now
-        self.clocks = {}  # (CTA, warp) -> clock at its end
+        self.clocks, self.clock = None, 0  # what is known to, and the time of, the warp or operation that acts now
+        self.ends = {}  # (CTA, warp) -> clock at its end
         self.last_of_order = {}  # order key -> time of the last operation of that order
         self.changed = False  # whether anything happened that could end a wait
         for size, most in zip(grid, cluster, strict=True):
@@ -301,8 +301,12 @@ class Machine:
     def run_warp(self, warp):
         """Let one warp run until it must wait, or for a while. Whether it did anything."""
         quantum = self.random.randint(1, 30) if self.schedule.order == "random" else SPIN
-        ran = False
+        ran = warp.polls = False
         while quantum > 0 and warp.groups:
+            if warp.polls:  # it would go on so: as long as it runs, nothing changes
+                self.steps += quantum
+                quantum = 0
+                break
             group = self.pick(warp)
             if group is None:
                 break
@@ -330,11 +334,11 @@ class Machine:
     def run_group(self, warp, group, quantum):
         """Blocks of one group until it waits, ends or may meet another group. How many blocks."""
         program, count = self.program, 0
-        self.known, self.clock, self.memory.trusted = warp.known, warp.clock, warp.trusted
+        self.clocks, self.clock, self.memory.trusted = warp.clocks, warp.clock, warp.trusted
         warp.wait, group.wait = group.wait, None
         alone = len(warp.groups) == 1
         try:
-            while count < quantum:
+            while count < quantum and not warp.polls:
                 count += 1
                 block = program.blocks[group.block]
                 self.instructions += len(block.code)
@@ -394,11 +398,11 @@ class Machine:
         operation.time += latency(operation.instruction.opcode)
         if operation.order is not None:
             self.last_of_order[operation.order] = operation.time
-        before = self.known, self.clock, self.memory.trusted
-        self.known, self.clock, self.memory.trusted = operation.known, operation.time, operation.trusted
+        before = self.clocks, self.clock, self.memory.trusted
+        self.clocks, self.clock, self.memory.trusted = operation.clocks, operation.time, operation.trusted
         while len(operation.stages) > keep:
             operation.stages.pop(0)()
-        self.known, self.clock, self.memory.trusted = before
+        self.clocks, self.clock, self.memory.trusted = before
 
     @property
     def eager(self):

@@ -20,6 +20,7 @@ GRANULE = 16  # asynchronous operations use whole 16-byte pieces
 SHARED_BASE = 1024  # the first KiB of shared memory belongs to the system: a null address is out of bounds
 RANK_SHIFT = 24  # shared::cluster addresses carry the CTA's rank in the cluster above the offset
 OFFSET = (1 << RANK_SHIFT) - 1
+ALL_WRITTEN, NOT_OURS = ({w: int(byte * w, 16) for w in (1, 2, 4, 8)} for byte in ("01", "06"))  # in all bytes
 RELEASED = 255  # unfenced writes that their warp has since released through a barrier
 
 
@@ -43,16 +44,15 @@ class Memory:
 
     def _index(self, addresses, width, count):
         """Index of each access into the view of its width; checks bounds and alignment."""
-        low, high = int(np.minimum.reduce(addresses)), int(np.maximum.reduce(addresses))
         size = width * count
-        if low < self.base or high + size > self.base + self.size:
-            bad = low if low < self.base else high
-            raise Violation(f"{size} bytes at {bad:#x} are outside of {self.describe()}")
-        if int(np.bitwise_or.reduce(addresses)) & (size - 1):
-            bad = next(int(a) for a in addresses if int(a) & (size - 1))
-            raise Violation(f"address {bad:#x} is not aligned to {size} bytes")
-        index = (addresses - addresses.dtype.type(self.base)) >> addresses.dtype.type(width.bit_length() - 1)
-        index = index.astype(np.intp)
+        offsets = addresses - self.base  # unsigned: below the base they are large
+        outside = offsets > max(self.size - size, 0)
+        if np.count_nonzero(outside) or size > self.size:  # quicker than any()
+            raise Violation(f"{size} bytes at {int(addresses[outside.argmax()]):#x} are outside of {self.describe()}")
+        odd = offsets & (size - 1)
+        if np.count_nonzero(odd):
+            raise Violation(f"address {int(addresses[(odd != 0).argmax()]):#x} is not aligned to {size} bytes")
+        index = (offsets >> (width.bit_length() - 1)).astype(np.intp)
         return index if count == 1 else index[:, None] + np.arange(count)
 
     def describe(self):
@@ -70,8 +70,7 @@ class Memory:
     def load(self, addresses, width, count=1):
         """(lanes,) or (lanes, count) unsigned integers."""
         index = self._index(addresses, width, count)
-        bad = self.states[width][index] != int("01" * width, 16)
-        if bad.any():
+        if np.count_nonzero(self.states[width][index] != ALL_WRITTEN[width]):
             self._fail("reads", index, width)
         return self.views[width][index]
 
@@ -85,11 +84,10 @@ class Memory:
     def store(self, addresses, width, values):
         count = 1 if values.ndim == 1 else values.shape[1]
         index = self._index(addresses, width, count)
-        bad = self.states[width][index] & int("06" * width, 16) != 0
-        if bad.any():
+        if np.count_nonzero(self.states[width][index] & NOT_OURS[width]):
             self._fail("writes", index, width, writes=True)
         self.views[width][index] = values
-        self.states[width][index] = int("01" * width, 16)
+        self.states[width][index] = ALL_WRITTEN[width]
 
     def span(self, address, size):
         start = address - self.base
@@ -153,7 +151,7 @@ class Shared(Memory):
         first = (addresses.astype(np.int64) - self.base) // GRANULE
         inside = (first >= 0) & (first < len(counts))
         busy = counts[np.where(inside, first, 0)] != 0  # no access is larger than a granule
-        if busy.any():
+        if np.count_nonzero(busy):
             granule = int(first[busy.argmax()])
             raise Violation(f"{what} {self.base + granule * GRANULE:#x} in shared memory, which "
                             f"{self.claimed_by(granule, doing)} is still {doing}")  # fmt: skip
@@ -269,9 +267,8 @@ class Global:
 
     def split(self, addresses):
         """[(buffer, lanes)] of an access."""
-        low, high = int(np.minimum.reduce(addresses)), int(np.maximum.reduce(addresses))
-        buffer = self.find(low)
-        if high < buffer.base + buffer.size:
+        buffer = self.find(int(addresses[0]))
+        if not np.count_nonzero(addresses - buffer.base >= buffer.size):
             return [(buffer, slice(None))]
         owners = [self.find(int(a)) for a in addresses]
         return [(b, np.array([i for i, o in enumerate(owners) if o is b])) for b in dict.fromkeys(owners)]

@@ -5,6 +5,7 @@ views of registers, constants and special registers; operands are indices into i
 that may have to wait returns a Wait and is called again when that is over; it stands in a block of its own.
 """
 
+import functools
 import re
 
 import numpy as np
@@ -30,6 +31,13 @@ def operation(pattern, waits=False):
         return builder
 
     return register
+
+
+@functools.cache
+def find_operation(opcode):
+    """(match, builder, waits) of the first pattern that fits."""
+    matches = ((pattern.fullmatch(opcode), *rest) for pattern, *rest in OPERATIONS)
+    return next((found for found in matches if found[0]), (None, None, False))
 
 
 class Block:
@@ -136,6 +144,13 @@ class Program:
             self.fail(f"{operand} is no register")
         return self.source(operand, kind)
 
+    def register_rows(self, operands):
+        """Rows of these 32-bit registers in `warp.words`."""
+        for operand in operands:
+            if not isinstance(operand, Register) or operand.kind != "32":
+                self.fail(f"{operand} where a 32-bit register is needed")
+        return np.array([self.rows[operand.index] for operand in operands])
+
     def predicate(self, operand):
         """(index, negated)"""
         if isinstance(operand, Not):
@@ -199,8 +214,7 @@ class Program:
         return blocks
 
     def build(self, instruction):
-        matches = ((pattern.fullmatch(instruction.opcode), *rest) for pattern, *rest in OPERATIONS)
-        match, builder, waits = next((found for found in matches if found[0]), (None, None, False))
+        match, builder, waits = find_operation(instruction.opcode)
         if builder is None:
             function = self.build_arithmetic(instruction)
         else:
@@ -234,14 +248,12 @@ class Program:
         target = operands[0]
         if isinstance(target, Register) and target.kind != result[1:] and result[0] in "us":
             wide = result[0] + target.kind
-            inner, T = f, alu.TYPES[wide]
-            f, result = (lambda *inputs: inner(*inputs).astype(T)), wide
+            f, result = (lambda *inputs, inner=f, T=alu.TYPES[wide]: inner(*inputs).astype(T)), wide
         sources = []
         for operand, kind in zip(operands[1:], kinds, strict=True):
             if isinstance(operand, Register) and operand.kind != kind[1:]:
-                narrow, T, inner = "u" + operand.kind, alu.TYPES[kind], f
-                f = lambda a, inner=inner, T=T: inner(a.astype(f"u{np.dtype(T).itemsize}").view(T))
-                kind = narrow
+                f = lambda a, inner=f, T=alu.TYPES[kind]: inner(a.astype(f"u{np.dtype(T).itemsize}").view(T))
+                kind = "u" + operand.kind
             sources.append(self.source(operand, kind))
         return calculation(f, self.target(target, result), sources)
 
@@ -305,24 +317,28 @@ class Program:
     # ---- a warp's registers ----
     def registers(self, warp):
         banks = {k: np.full((max(1, n), 32), POISON[k], DTYPES[k]) for k, n in self.counts.items()}
+        warp.words = banks["32"]
         if self.constants is None:
             self.constants = [self.constant_lanes(*spec[1:]) if spec[0] == "constant" else None for spec in self.slots]
-        pairs = zip(self.constants, self.slots, strict=True)
-        return [self.materialize(spec, banks, warp) if lanes is None else lanes for lanes, spec in pairs]
+        found, views = self.constants.copy(), {}
+        for slot, spec in enumerate(self.slots):
+            if spec[0] == "register":
+                _, kind, row, dtype = spec
+                view = views.get((kind, dtype))
+                if view is None:  # of a wider register, the low part
+                    width = banks[kind].itemsize // np.dtype(dtype).itemsize
+                    view = views[kind, dtype] = banks[kind].view(dtype)[:, ::width]
+                found[slot] = view[row]
+            elif spec[0] != "constant":
+                found[slot] = self.materialize(spec, warp)
+        return found
 
     @staticmethod
     def constant_lanes(bits, dtype):
         return np.full(32, bits, f"u{np.dtype(dtype).itemsize}").view(dtype)
 
-    def materialize(self, spec, banks, warp):
+    def materialize(self, spec, warp):
         what, *rest = spec
-        if what == "register":
-            kind, row, dtype = rest
-            bank = banks[kind][row]
-            if bank.dtype.itemsize == np.dtype(dtype).itemsize:
-                return bank.view(dtype)
-            width = bank.dtype.itemsize // np.dtype(dtype).itemsize
-            return bank.view(dtype)[::width]  # the low part
         if what == "sink":
             return np.zeros(32, rest[0])
         name, dtype = rest
@@ -348,19 +364,20 @@ def calculation(f, target, sources):
 
         def run(warp, mask):
             R = warp.R
-            f(R[a], R[b], out=R[target], where=mask)
-
-    elif isinstance(f, np.ufunc):
-
-        def run(warp, mask):
-            R = warp.R
-            f(*[R[s] for s in sources], out=R[target], where=mask)
+            if mask is True:
+                f(R[a], R[b], out=R[target])
+            else:
+                np.copyto(R[target], f(R[a], R[b]), where=mask)
 
     else:
 
         def run(warp, mask):
             R = warp.R
-            np.copyto(R[target], f(*[R[s] for s in sources]), where=mask)
+            value = f(*[R[s] for s in sources])
+            if mask is True:
+                R[target][:] = value
+            else:
+                np.copyto(R[target], value, where=mask)
 
     return run
 
@@ -375,7 +392,9 @@ def leave(predicate):
             warp.alive &= ~np.asarray(group.mask)
             warp.groups.remove(group)
             warp.cta.machine.changed = True
-            warp.cta.machine.clocks[warp.cta.number, warp.index] = warp.clock
+            warp.cta.machine.ends[warp.cta.number, warp.index] = warp.clock
+            if warp.cta.done:
+                warp.cta.history.check_exit(warp.cta)
             return True
         warp.alive &= ~gone
         group.mask = group.mask & ~gone

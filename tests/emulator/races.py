@@ -1,9 +1,14 @@
-"""Happened-before: whether accesses of shared memory by different warps are ordered by something the kernel did.
+"""Happened-before: whether accesses of shared memory and of Tensor Memory by different warps are ordered by something
+the kernel did.
 
 Vector clocks, one entry per warp of the cluster. A warp's own entry grows whenever it releases (arrives at a barrier,
 or starts an asynchronous operation); who waits for a barrier learns what those who arrived knew. So a missing barrier
 is found in any schedule, even if the values happen to be right. Words of 32 bits; narrower accesses are not looked at.
 PTX ISA: "Memory Consistency Model", much simplified: barriers and asynchronous operations order everything.
+
+For Tensor Memory that takes fences too: a warp tells of its tcgen05 operations what it did before its last
+tcgen05.fence::before_thread_sync (tcgen05.commit tells by itself), and what it has learned of others' counts from its
+next tcgen05.fence::after_thread_sync on. PTX ISA: "tcgen05 Memory Consistency Model".
 """
 
 import numpy as np
@@ -11,18 +16,50 @@ import numpy as np
 from tests.emulator.memory import GRANULE, Violation
 
 WORD = 4
+TOLD = 1  # row of a warp's clocks: what it can tell of tcgen05 operations; row 0 is of everything else
+EVER = 1 << 40
 
 
-class History:
-    """Who last wrote and read each word of one CTA's shared memory, at which time of its own clock."""
+class Uses:
+    """Who last wrote and read each of some places, at which time of its own clock."""
+
+    def __init__(self, places, warps):
+        self.names = warps
+        self.writer = np.zeros(places, np.int16)  # slot of a warp
+        self.written = np.zeros(places, np.int32)  # 0: nobody
+        self.read = np.zeros((len(warps), places), np.int32)
+
+    def check_read(self, known, places, what):
+        late = self.written[places] > known[self.writer[places]]
+        if np.count_nonzero(late):  # quicker than any()
+            place = int(places[late.argmax()])
+            self.fail(what, place, "written", self.names[self.writer[place]])
+
+    def check_write(self, known, places, what):
+        self.check_read(known, places, what)
+        late = self.read[:, places] > known[:, None]
+        if np.count_nonzero(late):
+            slot, at = np.argwhere(late)[0]
+            self.fail(what, int(places[at]), "read", self.names[slot])
+
+    def mark_read(self, warp, places):
+        self.read[warp.slot, places] = warp.known[warp.slot]
+
+    def mark_written(self, warp, places):
+        self.writer[places], self.written[places] = warp.slot, warp.known[warp.slot]
+
+    def forget(self, places):
+        self.written[places] = 0
+        self.read[:, places] = 0
+
+
+class History(Uses):
+    """Of one CTA's shared memory."""
 
     def __init__(self, shared, warps):
-        words = shared.size // WORD
+        super().__init__(shared.size // WORD, warps)
         self.shared = shared
-        self.names = warps
-        self.writer = np.zeros(words, np.int16)  # slot of a warp
-        self.written = np.zeros(words, np.int32)  # 0: nobody
-        self.read = np.zeros((len(warps), words), np.int32)
+        self.visits = np.zeros(len(warps), np.int64)  # when a warp of another CTA was last here
 
     def words(self, addresses, size):
         first = (addresses.astype(np.int64) - self.shared.base) // WORD
@@ -32,26 +69,13 @@ class History:
         if size >= WORD:
             words = self.words(addresses, size)
             self.check_read(warp.known, words, "reads")
-            self.read[warp.slot, words] = warp.known[warp.slot]
+            self.mark_read(warp, words)
 
     def store(self, warp, addresses, size):
         if size >= WORD:
             words = self.words(addresses, size)
             self.check_write(warp.known, words, "writes")
-            self.writer[words], self.written[words] = warp.slot, warp.known[warp.slot]
-
-    def check_read(self, known, words, what):
-        late = self.written[words] > known[self.writer[words]]
-        if late.any():
-            word = int(words[late.argmax()])
-            self.fail(what, word, "written", self.names[self.writer[word]])
-
-    def check_write(self, known, words, what):
-        self.check_read(known, words, what)
-        late = self.read[:, words] > known[:, None]
-        if late.any():
-            slot, at = np.argwhere(late)[0]
-            self.fail(what, int(words[at]), "read", self.names[slot])
+            self.mark_written(warp, words)
 
     def fail(self, what, word, did, who):
         place = self.shared.base + word * WORD
@@ -64,37 +88,92 @@ class History:
         """Afterwards only its mbarrier tells; that is looked after by claims."""
         words = self.of(granules)
         self.check_write(known, words, "starts writing")
-        self.written[words] = 0
-        self.read[:, words] = 0
+        self.forget(words)
 
     @staticmethod
     def of(granules):
         count = GRANULE // WORD
         return (np.asarray(granules).ravel()[:, None] * count + np.arange(count)).ravel()
 
+    def visit(self, warp):
+        self.visits[warp.slot] = warp.known[warp.slot]
+
+    def check_exit(self, cta):
+        """The CTA ends: that others will no longer use its shared memory, someone in it must know."""
+        late = self.visits > np.max([warp.known for warp in cta.warps], axis=0)
+        if late.any():
+            raise Violation(f"CTA {cta.number} may end before {self.names[late.argmax()]} has used its shared memory")
+
+
+class TmemHistory(Uses):
+    """Of one CTA's Tensor Memory, by columns of each quarter of the lanes."""
+
+    QUARTERS, COLUMNS = 4, 512
+
+    def __init__(self, warps):
+        super().__init__(self.QUARTERS * self.COLUMNS, warps)
+
+    def places(self, lanes, columns):
+        quarters = np.arange(lanes.start // 32, -(-lanes.stop // 32))
+        return (quarters[:, None] * self.COLUMNS + np.arange(columns.start, columns.stop)).ravel()
+
+    def use(self, warp, lanes, columns, writes):
+        places = self.places(lanes, columns)
+        if writes:
+            self.check_write(warp.tmem_known, places, "writes")
+            self.mark_written(warp, places)
+        else:
+            self.check_read(warp.tmem_known, places, "reads")
+            self.mark_read(warp, places)
+
+    def free(self, warp, columns):
+        places = self.places(slice(0, 128), columns)
+        self.check_write(warp.tmem_known, places, "frees")
+        self.forget(places)
+
+    def fail(self, what, place, did, who):
+        raise Violation(f"{what} TMEM column {place % self.COLUMNS}, {did} by {who}, with no barrier between them or "
+                        "without tcgen05.fence::before_thread_sync and ::after_thread_sync around it")  # fmt: skip
+
 
 class Known:
     """What one learns from one phase of a barrier: what those who arrived knew."""
 
     def __init__(self, warps):
-        self.known = np.zeros(warps, np.int64)
+        self.clocks = np.zeros((2, warps), np.int64)
         self.trusted = False  # whether any of them had called griddepcontrol.wait
         self.time = 0  # of the last arrival, see timeline.py
 
-    def learn(self, known, trusted, time):
-        np.maximum(self.known, known, out=self.known)
+    def learn(self, clocks, trusted, time):
+        np.maximum(self.clocks, clocks, out=self.clocks)
         self.trusted |= trusted
         self.time = max(self.time, time)
 
 
+def start_clocks(warp, slot, warps):
+    """`clocks`: what a warp tells others. `tmem_known`: which tcgen05 operations have happened before its next one."""
+    warp.slot, warp.clocks = slot, np.zeros((2, warps), np.int64)
+    warp.known, warp.tmem_known = warp.clocks[0], np.zeros(warps, np.int64)
+    warp.known[slot], warp.tmem_known[slot] = 1, EVER
+
+
+def fence_before(warp):
+    warp.clocks[TOLD, warp.slot] = warp.known[warp.slot]
+    warp.known[warp.slot] += 1
+
+
+def fence_after(warp):
+    np.maximum(warp.tmem_known, warp.clocks[TOLD], out=warp.tmem_known)
+
+
 def acquire(warp, learned):
     """The warp has waited for those who arrived."""
-    np.maximum(warp.known, learned.known, out=warp.known)
+    np.maximum(warp.clocks, learned.clocks, out=warp.clocks)
     if learned.trusted and not warp.trusted:
         warp.trusted = warp.cta.machine.memory.trusted = True
 
 
 def release(warp, learned):
     """The warp arrives."""
-    learned.learn(warp.known, warp.trusted, warp.clock)
+    learned.learn(warp.clocks, warp.trusted, warp.clock)
     warp.known[warp.slot] += 1

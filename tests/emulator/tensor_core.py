@@ -2,8 +2,8 @@
 
 PTX ISA: "Warp Level Matrix Instructions", "Asynchronous Warpgroup Level Matrix Instructions" and "TensorCore 5th
 Generation Family Instructions" (shared memory descriptor, instruction descriptor, scale factor layouts, data movement
-shapes). Products are summed in float64 and added to the float32 accumulator once per instruction: hardware's order of
-addition is not documented.
+shapes). How they add is not documented. mma and wgmma do here what an H200 does, to the bit: see `multiply_add`.
+tcgen05.mma sums its products in float64 and adds them to the float32 accumulator once per instruction.
 """
 
 import numpy as np
@@ -11,10 +11,11 @@ import numpy as np
 from tests.emulator.barriers import find
 from tests.emulator.copies import lane_value, swizzle
 from tests.emulator.formats import E2M1, E4M3, bf16_decode, ue8m0_decode
-from tests.emulator.machine import Lanes, Operation, Wait
+from tests.emulator.machine import POISON, Lanes, Operation, Wait
 from tests.emulator.memory import GRANULE, OFFSET, RANK_SHIFT, WRITTEN, Violation
 from tests.emulator.parser import Address
 from tests.emulator.program import first_lane, lanes_of, operation
+from tests.emulator.races import TOLD, fence_after, fence_before
 
 PAIRS = np.stack([E2M1.table64[np.arange(256) & 15], E2M1.table64[np.arange(256) >> 4]], 1)  # byte -> two values
 TCGEN05_SWIZZLE = {0: 0, 2: 128, 4: 64, 6: 32}
@@ -67,27 +68,52 @@ def read_matrix(shared, granules):
 
 
 # ---- mma ----
+def multiply_add(a, b, c):
+    """c + a @ b.T; a (M, 16) and b (N, 16) float64 with values of bf16 or f16, c (M, N) float32.
+
+    What an H200 does: the 16 products and c are cut to multiples of 2**-25 of the largest one's power of two (that of a
+    product is the sum of its factors', so the product may be twice as large), added, and cut to float32.
+    """
+    exponent = lambda x: x.view(np.int64) >> 52 & 2047  # plus BIAS; that of 0 is the smallest
+    wide = c.astype(np.float64)
+    largest = (exponent(a)[:, None, :] + exponent(b)).max(2) - BIAS
+    largest = np.maximum(np.maximum(largest, exponent(wide)), BIAS - 300)
+    unit = (25 + 2 * BIAS - largest << 52).view(np.float64)  # 2**25 over the largest's
+    total = np.trunc(a[:, None, :] * b * unit[..., None]).sum(2)
+    total = (total + np.trunc(wide * unit)) / unit
+    result = (total.view(np.uint64) & CUT).view(np.float64).astype(np.float32)
+    tiny = (np.abs(total) < 2.0**-126) & (total != 0)
+    if np.count_nonzero(tiny):  # subnormals keep fewer bits
+        result = np.where(tiny, np.ldexp(np.trunc(np.ldexp(total, 149)), -149), result).astype(np.float32)
+    wild = ~np.isfinite(total)
+    if np.count_nonzero(wild):
+        exact = (a @ b.T + c).astype(np.float32)
+        result = np.where(wild, np.where(np.isnan(exact), NAN, exact), result)
+    return result
+
+
+BIAS = 1023  # of float64
+CUT = np.uint64(-1 << 29 & (1 << 64) - 1)  # the bits of float64 that float32 has
+NAN = np.array([0x7FFFFFFF], np.uint32).view(np.float32)[0]
+
+
 @operation(r"mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.(?P<a>bf16|f16)\.(?P<b>bf16|f16)\.f32")
 def build_warp_mma(build, match, target, left, right, addend):
     """Fragments as in "Matrix Fragments for mma.m16n8k16 with floating point type"; lane 4g + c."""
     if match["a"] != match["b"]:
         build.fail("no such mma")
-    outs = [build.target(t, "f32") for t in build.vector(target, 4)]
-    a = [build.source(r, "u32") for r in build.vector(left, 4)]
-    b = [build.source(r, "u32") for r in build.vector(right, 2)]
+    outs, a, b = (build.register_rows(build.vector(*v)) for v in ((target, 4), (left, 4), (right, 2)))
     c = [build.source(r, "f32") for r in build.vector(addend, 4)]
     values = values_of(match["a"])
 
     def run(warp, mask):
         if not warp.full(mask):
             raise Violation("mma needs the whole warp")
-        R = warp.R
-        two = np.stack([R[r] for r in b]).reshape(2, 8, 4)  # (row half, g, c): column g, rows 2c, 2c + 1 and those + 8
-        product = a_values(R, a, values) @ values(two.transpose(1, 0, 2).reshape(8, 8)).T
-        parts = product.reshape(2, 8, 4, 2).transpose(0, 3, 1, 2).reshape(4, 32)  # as wgmma's for n = 8
-        results = [R[old] + part for old, part in zip(c, parts, strict=True)]
-        for out, result in zip(outs, results, strict=True):
-            R[out][:] = result
+        words = warp.words
+        two = words[b].reshape(2, 8, 4)  # (row half, g, c): column g, rows 2c, 2c + 1 and those + 8
+        start = matrix_of(np.array([warp.R[old] for old in c]))
+        result = multiply_add(a_values(words[a], values), values(two.transpose(1, 0, 2).reshape(8, 8)), start)
+        words[outs] = registers_of(result).view(np.uint32)
 
     return run
 
@@ -98,16 +124,69 @@ def values_of(kind):
     return lambda raw: decode(np.ascontiguousarray(raw).view(np.uint16)).astype(np.float64)
 
 
-def a_values(R, registers, values):
+def a_values(registers, values):
     """A's 16 x 16 values, of mma and of wgmma. Lane 4g + c: rows g, g + 8 by columns 2c, 2c + 1 and those + 8."""
-    four = np.stack([R[r] for r in registers]).reshape(2, 2, 8, 4)  # (column half, row half, g, c)
+    four = registers.reshape(2, 2, 8, 4)  # (column half, row half, g, c)
     return values(four.transpose(1, 2, 0, 3).reshape(16, 8))
 
 
+def registers_of(matrix):
+    """(16, n) to (n / 2, 32). Register 4j + 2h + i of lane 4g + c: row g + 8h, column 8j + 2c + i."""
+    n = matrix.shape[1]
+    return matrix.reshape(2, 8, n // 8, 4, 2).transpose(2, 0, 4, 1, 3).reshape(n // 2, 32)
+
+
+def matrix_of(registers):
+    """The inverse."""
+    n = 2 * len(registers)
+    return registers.reshape(n // 8, 2, 2, 8, 4).transpose(1, 3, 0, 4, 2).reshape(16, n)
+
+
 # ---- wgmma ----
+class WgmmaRegisters:
+    """A warp's registers as wgmma sees them: what it may use was written before the last wgmma.fence, or by wgmma.
+
+    While accumulators are in flight their registers hold a NaN, so that it shows when they are used.
+    """
+
+    IN_FLIGHT = np.uint32(POISON["32"])
+
+    def __init__(self, words):
+        self.words, self.fenced = words, words.copy()
+        self.accumulators = {}  # which registers -> [values (16, n) or None, how many wgmmas are under way]
+
+    def check_fenced(self, rows, what):
+        if (self.words[rows] != self.fenced[rows]).any():
+            raise Violation(f"registers of {what} were written since the last wgmma.fence")
+
+    def start(self, rows, accumulate):
+        """A wgmma that adds to these registers, or overwrites them, is issued."""
+        entry = self.accumulators.setdefault(rows.tobytes(), [None, 0])
+        if not entry[1]:
+            if accumulate:
+                self.check_fenced(rows, "the accumulator")
+                entry[0] = matrix_of(self.words[rows].view(np.float32))
+            self.words[rows] = self.IN_FLIGHT
+        entry[1] += 1
+        return entry
+
+    def end(self, rows, entry):
+        entry[1] -= 1
+        if not entry[1]:
+            if (self.words[rows] != self.IN_FLIGHT).any():
+                raise Violation("registers of the accumulator were written before wgmma.wait_group")
+            self.words[rows] = self.fenced[rows] = registers_of(entry[0]).view(np.uint32)
+
+
 @operation(r"wgmma\.fence\.sync\.aligned")
 def build_wgmma_fence(build, match):
-    return lambda warp, mask: None
+    def run(warp, mask):
+        if warp.wgmma is None:
+            warp.wgmma = WgmmaRegisters(warp.words)
+        else:
+            np.copyto(warp.wgmma.fenced, warp.words)
+
+    return run
 
 
 @operation(r"wgmma\.mma_async\.sync\.aligned\.m64n(?P<n>\d+)k16\.f32\.(?P<a>bf16|f16)\.(?P<b>bf16|f16)", waits=True)
@@ -119,17 +198,19 @@ def build_wgmma(build, match, target, left, right, scale_d, scale_a, scale_b, *t
     if len(transposed) != (1 if registers else 2) or any(t.bits for t in transposed):
         build.fail("only K-major operands are modelled")
     signs = scale_a.bits * scale_b.bits
-    outs = [build.target(t, "f32") for t in build.vector(target, n // 2)]
-    a = [build.source(r, "u32") for r in build.vector(left, 4)] if registers else build.source(left, "u64")
+    outs = build.register_rows(build.vector(target, n // 2))
+    a = build.register_rows(build.vector(left, 4)) if registers else build.source(left, "u64")
     b, (use_d, negated) = build.source(right, "u64"), build.predicate(scale_d)
     values = values_of(match["a"])
 
     def run(warp, mask):
         if not warp.full(mask):
             return Lanes()
-        R, shared, quarter = warp.R, warp.cta.shared, warp.index % 4
+        R, shared, quarter, state = warp.R, warp.cta.shared, warp.index % 4, warp.wgmma
+        if state is None:
+            raise Violation("no wgmma.fence before the first wgmma.mma_async")
         for register in (b,) if registers else (a, b):
-            if (R[register] != R[register][0]).any():
+            if np.count_nonzero(R[register] != R[register][0]):
                 raise Violation("the lanes give different matrix descriptors")
         b_pieces = matrix_granules(shared, int(R[b][0]), n, wgmma=True)
         a_pieces = None
@@ -140,13 +221,18 @@ def build_wgmma(build, match, target, left, right, scale_d, scale_a, scale_b, *t
             if pieces is not None:
                 warp.cta.history.async_read(warp.known, pieces)
 
+        if registers:
+            state.check_fenced(a, "A")
+            left = warp.words[a]
+        sums = state.start(outs, accumulate)
+
         def multiply():
-            x = a_values(R, a, values) if registers else values(read_matrix(shared, a_pieces))
-            product = signs * (x @ values(read_matrix(shared, b_pieces)).T)
-            # Register 4j + 2h + i of lane 4g + c: row g + 8h, column 8j + 2c + i.
-            product = product.reshape(2, 8, n // 8, 4, 2).transpose(2, 0, 4, 1, 3).reshape(n // 2, 32)
-            for out, part in zip(outs, product, strict=True):
-                R[out][:] = R[out] + part if accumulate else part
+            if registers and (warp.words[a] != left).any():
+                raise Violation("registers of A were written before wgmma.wait_group")
+            x = a_values(left, values) if registers else values(read_matrix(shared, a_pieces))
+            old = sums[0] if accumulate else np.zeros((16, n), np.float32)
+            sums[0] = multiply_add(signs * x, values(read_matrix(shared, b_pieces)), old)
+            state.end(outs, sums)
 
         one = Operation(warp, [multiply], order=("wgmma", warp))
         if not warp.cta.machine.eager:
@@ -227,7 +313,9 @@ def build_dealloc(build, match, address, count):
         if not warp.full(mask):
             return Lanes()
         lane = first_lane(mask)
-        warp.cta.tmem.free(int(warp.R[at][lane]), int(warp.R[columns][lane]))
+        start, count = int(warp.R[at][lane]), int(warp.R[columns][lane])
+        warp.cta.tmem.free(start, count)
+        warp.cta.tmem.history.free(warp, slice(start, start + count))
         warp.cta.machine.changed = True
         return None
 
@@ -242,9 +330,10 @@ def build_relinquish(build, match):
     return run
 
 
-@operation(r"tcgen05\.fence::(?:before|after)_thread_sync")
+@operation(r"tcgen05\.fence::(?P<where>before|after)_thread_sync")
 def build_tcgen05_fence(build, match):
-    return lambda warp, mask: None
+    fence = fence_before if match["where"] == "before" else fence_after
+    return lambda warp, mask: fence(warp)
 
 
 def order_of(warp):
@@ -270,7 +359,9 @@ def build_commit(build, match, place, *more):
                 places = [(at & OFFSET) | rank << RANK_SHIFT for rank in range(16) if bits >> rank & 1]
             barriers = tuple(find(warp, p, asynchronous=True) for p in places)
             stages = [lambda barriers=barriers: [b.arrive(1) for b in barriers]]
-            warp.cta.machine.issue(Operation(warp, stages, signals=barriers, order=order_of(warp)))
+            one = Operation(warp, stages, signals=barriers, order=order_of(warp))
+            one.clocks[TOLD, warp.slot] = one.clocks[0, warp.slot]  # it is a fence::before_thread_sync, too
+            warp.cta.machine.issue(one)
 
     return run
 
@@ -298,6 +389,7 @@ def copy_scales(warp, cta, column, descriptor):
     shared, tmem = cta.shared, cta.tmem
     lanes, columns = slice(0, 128), slice(column, column + 4)
     tmem.check(lanes, columns, reads=False)
+    tmem.history.use(warp, lanes, columns, writes=True)
     granules = matrix_granules(shared, descriptor, 32, pieces=1)
     cta.history.async_read(warp.known, granules)
 
@@ -394,6 +486,9 @@ def multiply(warp, ctas, shape, a, b, d, a_scale, b_scale, accumulate):
     columns, lanes = slice(d, d + n), slice(0, 128)
     for cta, *pieces in zip(ctas, a_pieces, b_pieces, strict=True):
         cta.tmem.check(lanes, columns, reads=False)
+        cta.tmem.history.use(warp, lanes, columns, writes=True)
+        for column, rows in ((a_scale, 128), (b_scale, n)):
+            cta.tmem.history.use(warp, lanes, slice(column, column + -(-rows // 32)), writes=False)
         cta.history.async_read(warp.known, np.concatenate(pieces))
 
     def run():
@@ -470,6 +565,7 @@ def build_tmem_load(build, match, registers, place):
         R, tmem = warp.R, warp.cta.tmem
         lanes, columns = locate(warp)
         tmem.check(lanes, columns, reads=False)
+        tmem.history.use(warp, lanes, columns, writes=False)
 
         def load():
             tmem.check(lanes, columns, reads=True)
@@ -499,6 +595,7 @@ def build_tmem_store(build, match, place, registers):
         R, tmem = warp.R, warp.cta.tmem
         lanes, columns = locate(warp)
         tmem.check(lanes, columns, reads=False)
+        tmem.history.use(warp, lanes, columns, writes=True)
         values = np.stack([R[i] for i in ins])
 
         def store():

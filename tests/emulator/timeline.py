@@ -27,7 +27,7 @@ class Timeline:
 
     def rows(self, machine, ctas):
         """[(name, end, waits)] of the warps of the first CTAs."""
-        ends = {key: clock for key, clock in machine.clocks.items() if key[0] < ctas}
+        ends = {key: clock for key, clock in machine.ends.items() if key[0] < ctas}
         return [
             (f"CTA {key[0]} warp {key[1]}", end, [w[2:] for w in self.waits if w[:2] == key])
             for key, end in sorted(ends.items())

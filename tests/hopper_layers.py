@@ -1,0 +1,157 @@
+"""Small layers for the Hopper kernels, and what each kernel launch returned.
+
+`record_h200.py` ran them on an H200, `test_h200.py` runs them on the emulator. Inputs come from
+`numpy.random.default_rng(seed).integers`, so that they are the same everywhere.
+"""
+
+import zlib
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from moe_nvfp4.kernels import launch, sm90
+from moe_nvfp4.kernels.sm90_gemm import Tile
+from moe_nvfp4.layer import NVFP4Experts
+from moe_nvfp4.weights import SILU, Gate
+
+OAI = Gate("silu", alpha=1.702, limit=1.5, up_offset=1.0)
+RELU2 = Gate("relu2", gated=False)
+GELU = Gate("gelu_tanh")
+
+
+def outputs_of(kernel, values):
+    """What a launch writes, of its arguments."""
+    name = type(kernel).__name__
+    places = {"Route": (1, 2, 3, 4, 6), "Count": (1,), "Gather": (2,), "Quantize": (4, 5), "Combine": (4,)}
+    if name == "GroupedGemm":
+        places = {name: ((4,) if kernel.work.gate else ()) + ((5,) if kernel.work.down else ())}
+    return [values[i] for i in places[name]]
+
+
+@contextmanager
+def fresh_kernels():
+    """The backend's compiled kernels are forgotten, before and after."""
+    caches = [sm90._count, sm90._route, sm90._gather, sm90._quantize, sm90._kernel, sm90._combine_kernel]
+    caches.append(sm90._plan_for)
+    for function in caches:
+        function.cache_clear()
+    try:
+        yield
+    finally:
+        for function in caches:
+            function.cache_clear()
+
+
+@contextmanager
+def every_launch(listener):
+    """Calls listener(kernel, run, values) in place of each launch; `run()` launches. Outputs are NaN before."""
+    compiled = launch.compiled
+
+    def listening(kernel, arguments, architecture):
+        function = compiled(kernel, arguments, architecture)
+
+        def start(*values):
+            for tensor in outputs_of(kernel, values):
+                tensor.view(torch.uint8).fill_(0xFF)
+            listener(kernel, lambda: function(*values), values)
+
+        return start
+
+    launch.compiled = listening
+    try:
+        with fresh_kernels():
+            yield
+    finally:
+        launch.compiled = compiled
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A tile shape, groups of these sizes, and three sentinels."""
+
+    tile: Tile
+    sizes: tuple
+    H: int = 208
+    I: int = 80
+    gate: Gate = SILU
+    bias: bool = False
+    splits: int = 1
+    activations: str = "bf16"
+
+    def inputs(self):
+        """(module, x, top_k_index, top_k_weights) on the CPU, whatever the tile."""
+        about = self.sizes, self.H, self.I, self.gate, self.bias, self.activations
+        rng = np.random.default_rng(zlib.crc32(repr(about).encode()))
+        module = NVFP4Experts(len(self.sizes), self.H, self.I, self.gate, self.activations,
+                              torch.bfloat16 if self.bias else None)  # fmt: skip
+        for name, parameter in module.named_parameters():
+            shape, size = parameter.shape, parameter.numel()
+            if parameter.dtype == torch.uint8:
+                low, high = (40, 72) if name.endswith("_sf") else (0, 256)
+                values = rng.integers(low, high, size, np.uint8)
+            elif name.endswith("_scale"):
+                values = rng.integers(128, 384, size) / 2**14
+            else:
+                values = rng.integers(-256, 256, size) / 128
+            parameter.data.copy_(torch.from_numpy(values).view(shape))
+        E = len(self.sizes)
+        ids = np.repeat(np.arange(E + 1), [*self.sizes, 3])
+        ids = rng.permutation(np.concatenate([ids, np.full(len(ids) % 2, -1)])).reshape(-1, 2)
+        x = rng.integers(-256, 257, (len(ids), self.H)) / 128
+        weights = rng.integers(1, 1 << 16, ids.shape) / 2**16
+        return module, torch.from_numpy(x).bfloat16(), torch.from_numpy(ids), torch.from_numpy(weights).float()
+
+    def run(self, device):
+        """Every launch of the layer on `device`."""
+        module, *rest = self.inputs()
+        packed = sm90.pack_weights(module.to(device).weights)
+        x, ids, weights = (t.to(device) for t in rest)
+        shape = (self.gate, self.bias, len(self.sizes), self.H, self.I, *ids.shape, sm90._multiprocessors(x.device))
+        plan = sm90._plan_for(*shape)
+        plan = replace(plan, tile=self.tile, splits=self.splits, work=replace(plan.work, gathered=self.tile.warpwise))
+        kept, sm90._plan_for = sm90._plan_for, lambda *_: plan
+        try:
+            return sm90.experts(x, ids, weights, packed)
+        finally:
+            sm90._plan_for = kept
+
+
+@dataclass(frozen=True)
+class HardRows:
+    """quantize_rows of values of every size, infinities and NaN, with static global scales in fp32."""
+
+    K: int = 208
+
+    def inputs(self):
+        rng = np.random.default_rng(self.K)
+        bits = rng.integers(0, 1 << 32, (40, self.K), np.uint32)
+        moderate = bits & 0x807FFFFF | (120 + rng.integers(0, 12, bits.shape)).astype(np.uint32) << 23
+        bits[4:] = moderate[4:]
+        bits[8] = 0
+        bits[9, :16] = 0x80000000
+        ties = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], np.float32)
+        bits[10] = (ties[rng.integers(0, 7, self.K)] * np.float32(2.0**-6)).view(np.uint32)
+        bits[10, ::16] = np.array([448 * 6 * 2.0**-6], np.float32).view(np.uint32)
+        bits[11] &= 0x807FFFFF
+        x = torch.from_numpy(bits.view(np.float32))
+        ids = torch.from_numpy(rng.integers(-1, 4, (40, 2)))
+        return x, ids, torch.tensor([2.0**-6, 1.0, 3e-3])
+
+    def run(self, device):
+        x, ids, scale = (t.to(device) for t in self.inputs())
+        groups, *_ = sm90.route(ids, 3)
+        return sm90.quantize_rows(x, ids, scale, groups, spread=True)
+
+
+TILES = {tile.BN: tile for tile in sm90._TILES}
+LAYERS = {
+    "8 tokens, K in four": Layer(Tile(8, KS=4, stages=14), (5, 0, 9)),
+    "32 tokens, bias, two parts": Layer(TILES[32], (33, 3, 18), I=336, gate=OAI, bias=True, splits=2),
+    "8 tokens, pairs of CTAs": Layer(sm90._PAIR, (9, 2)),
+    "24 tokens by WGMMA, no gate": Layer(TILES[24], (7, 41), gate=RELU2),
+    "128 tokens by WGMMA": Layer(TILES[128], (130, 5), gate=GELU),
+    "NVFP4 rows": Layer(Tile(8), (3, 17, 0, 1), activations="nvfp4"),
+    "static NVFP4 rows": HardRows(),
+}
