@@ -4,7 +4,6 @@
 `numpy.random.default_rng(seed).integers`, so that they are the same everywhere.
 """
 
-import zlib
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -14,6 +13,7 @@ import torch
 from moe_nvfp4.kernels import launch, sm90
 from moe_nvfp4.kernels.sm90_gemm import Tile
 from moe_nvfp4.layer import NVFP4Experts
+from moe_nvfp4.routing import group_by_expert
 from moe_nvfp4.weights import SILU, Gate
 
 OAI = Gate("silu", alpha=1.702, limit=1.5, up_offset=1.0)
@@ -79,11 +79,12 @@ class Layer:
     bias: bool = False
     splits: int = 1
     activations: str = "bf16"
+    gathered: bool = False
+    seed: int = 0
 
     def inputs(self):
         """(module, x, top_k_index, top_k_weights) on the CPU, whatever the tile."""
-        about = self.sizes, self.H, self.I, self.gate, self.bias, self.activations
-        rng = np.random.default_rng(zlib.crc32(repr(about).encode()))
+        rng = np.random.default_rng(self.seed)
         module = NVFP4Experts(len(self.sizes), self.H, self.I, self.gate, self.activations,
                               torch.bfloat16 if self.bias else None)  # fmt: skip
         for name, parameter in module.named_parameters():
@@ -110,7 +111,7 @@ class Layer:
         x, ids, weights = (t.to(device) for t in rest)
         shape = (self.gate, self.bias, len(self.sizes), self.H, self.I, *ids.shape, sm90._multiprocessors(x.device))
         plan = sm90._plan_for(*shape)
-        plan = replace(plan, tile=self.tile, splits=self.splits, work=replace(plan.work, gathered=self.tile.warpwise))
+        plan = replace(plan, tile=self.tile, splits=self.splits, work=replace(plan.work, gathered=self.gathered))
         kept, sm90._plan_for = sm90._plan_for, lambda *_: plan
         try:
             return sm90.experts(x, ids, weights, packed)
@@ -141,17 +142,21 @@ class HardRows:
 
     def run(self, device):
         x, ids, scale = (t.to(device) for t in self.inputs())
-        groups, *_ = sm90.route(ids, 3)
+        groups = group_by_expert(ids, 3)
+        position = torch.empty_like(groups.order)
+        position[groups.order.long()] = torch.arange(ids.numel(), dtype=torch.int32, device=device)
+        groups = replace(groups, position=position)
         return sm90.quantize_rows(x, ids, scale, groups, spread=True)
 
 
 TILES = {tile.BN: tile for tile in sm90._TILES}
 LAYERS = {
-    "8 tokens, K in four": Layer(Tile(8, KS=4, stages=14), (5, 0, 9)),
-    "32 tokens, bias, two parts": Layer(TILES[32], (33, 3, 18), I=336, gate=OAI, bias=True, splits=2),
-    "8 tokens, pairs of CTAs": Layer(sm90._PAIR, (9, 2)),
-    "24 tokens by WGMMA, no gate": Layer(TILES[24], (7, 41), gate=RELU2),
-    "128 tokens by WGMMA": Layer(TILES[128], (130, 5), gate=GELU),
-    "NVFP4 rows": Layer(Tile(8), (3, 17, 0, 1), activations="nvfp4"),
+    "8 tokens, K in four": Layer(Tile(8, KS=4, stages=14), (5, 0, 9), gathered=True, seed=186128272),
+    "16 tokens, bias, two parts": Layer(
+        Tile(16, stages=4, group=4), (16, 3, 18), I=336, gate=OAI, bias=True, splits=2, gathered=True, seed=662444648
+    ),
+    "24 tokens by WGMMA, no gate": Layer(TILES[24], (7, 25), gate=RELU2, seed=1757155522),
+    "128 tokens by WGMMA": Layer(TILES[128], (130, 5), gate=GELU, seed=1069361599),
+    "NVFP4 rows": Layer(Tile(8), (3, 17, 0, 1), activations="nvfp4", seed=468686412),
     "static NVFP4 rows": HardRows(),
 }

@@ -25,6 +25,7 @@ else:
 ABOUT, RECORDS = load()
 AGAIN = f"recorded with {ABOUT}; if it was changed since, record again: python -m tests.record_h200"
 UNIT = 2.0**-149  # of subnormals
+UNTOUCHED = {2: np.int16(-1), 4: np.int32(-1)}  # outputs before a launch
 
 
 # ---- instructions ----
@@ -120,7 +121,10 @@ def test_approximations_are_all_there():
 # ---- the Hopper backend, launch by launch ----
 @pytest.mark.parametrize("name", LAYERS)
 def test_layers(name):
-    """Every launch gets what the H200's launches before returned, and returns what the H200's returned."""
+    """Every launch gets what the H200's launches before returned, and returns what the H200's returned.
+
+    What the H200 left untouched, rows of nobody, may be anything.
+    """
     if shutil.which("cc") is None:
         pytest.skip("the emulator links the compiled host code with cc")
     if name not in RECORDS:
@@ -134,7 +138,7 @@ def test_layers(name):
         for tensor in outputs_of(kernel, values):
             found, expected = bits(tensor), recorded.pop(0) if recorded else None
             assert expected is not None and found.shape == expected.shape, f"{kernel} writes something else; {AGAIN}"
-            different = int((found != expected).sum())
+            different = int(((found != expected) & (expected != UNTOUCHED[expected.itemsize])).sum())
             assert not different, f"{kernel}: {different} of {found.size} differ; {AGAIN}"
             tensor.view(torch.from_numpy(found).dtype).copy_(torch.from_numpy(expected.copy()))
 
