@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from moe_nvfp4.kernels import launch, sm90
-from moe_nvfp4.kernels.sm90_gemm import Tile
+from moe_nvfp4.kernels.sm90_config import Tile
 from moe_nvfp4.layer import NVFP4Experts
 from moe_nvfp4.routing import group_by_expert
 from moe_nvfp4.weights import SILU, Gate

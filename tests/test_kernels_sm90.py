@@ -18,7 +18,7 @@ if shutil.which("cc") is None:
 from moe_nvfp4 import format as nvfp4  # noqa: E402
 from moe_nvfp4 import reference  # noqa: E402
 from moe_nvfp4.kernels import sm90  # noqa: E402
-from moe_nvfp4.kernels.sm90_gemm import Tile, Work  # noqa: E402
+from moe_nvfp4.kernels.sm90_config import Tile, Work  # noqa: E402
 from moe_nvfp4.layer import NVFP4Experts  # noqa: E402
 from moe_nvfp4.routing import Rows, group_by_expert  # noqa: E402
 from moe_nvfp4.weights import SILU, Gate  # noqa: E402

@@ -26,7 +26,8 @@ from cutlass import BFloat16, Float16, Float32, Int32, Int64
 from torch import Tensor
 
 from moe_nvfp4.kernels import launch
-from moe_nvfp4.kernels.sm90_gemm import GroupedGemm, Tile, Work
+from moe_nvfp4.kernels.sm90_config import Tile, Work
+from moe_nvfp4.kernels.sm90_gemm import GroupedGemm
 from moe_nvfp4.kernels.sm90_pack import UNIT, UNIT_WORDS, pack
 from moe_nvfp4.kernels.sm90_rows import CHUNK, THREADS, Combine, Count, Gather, Quantize, Route
 from moe_nvfp4.kernels.tensors import aligned

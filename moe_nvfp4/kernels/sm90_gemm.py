@@ -48,177 +48,20 @@ offsets and weights at once and waits only for the rows.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
 from cutlass import BFloat16, Float32, Int32, Int64, Uint32, const_expr
-from cutlass._mlir import ir
-from cutlass._mlir.dialects import cute_nvgpu
 from cutlass.cute.nvgpu import cpasync, warpgroup
-from cutlass.cutlass_dsl import dsl_user_op
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
+from moe_nvfp4.kernels import sm90_ptx as ptx
+from moe_nvfp4.kernels.sm90_config import MAX_EXPERTS, Tile, Work
 from moe_nvfp4.kernels.sm90_pack import UNIT_WORDS
-from moe_nvfp4.weights import Gate
 
-FIELDS = 0x81C081C0  # sign and magnitude of two bf16
-SCALE_FIELDS = 0x0FF00FF0  # five exponent bits and three of mantissa of two bf16
-SCALE_HIGH = 0x70007000  # their upper exponent bits: a scale s stands as s * 2^106
-UNSCALE = 2.0**20  # codes stand as code * 2^-126: the sums come out times 2^-20
-MAX_EXPERTS = 1024
 RASTER = 16  # token tiles that share a weight tile before the next weight tile begins
 SLOTS = 4  # tiles published ahead
-SMEM = 233472  # bytes of shared memory of a multiprocessor; a CTA's ring has 3 KB and the tile list less
-
-
-@dataclass(frozen=True)
-class Tile:
-    """BN tokens (WGMMAs of `small`, where they suffice); NWG consumer warpgroups of MB 64-row blocks, KS of which
-    split K; KB 64-column blocks a stage; `group` k16 steps between WGMMA commits; registers of consumers and
-    producers; CTAs a multiprocessor."""
-
-    BN: int = 8
-    NWG: int = 4
-    MB: int = 1
-    KS: int = 1
-    KB: int = 4
-    stages: int = 5
-    group: int = 2
-    registers: tuple[int, int] = (104, 64)
-    small: int = 0
-    ctas: int = 1
-
-    @property
-    def across(self) -> int:
-        """Warpgroups that split the rows."""
-        return self.NWG // self.KS
-
-    @property
-    def warpwise(self) -> bool:
-        """Whether consumers use mma.sync."""
-        return self.BN == 8
-
-    @property
-    def box(self) -> int:
-        """Rows of tokens of one TMA copy."""
-        return 16 if self.BN % 16 == 0 else 8
-
-    @property
-    def blocks(self) -> int:
-        """64-row blocks of a tile."""
-        return self.across * self.MB
-
-    @property
-    def stage_bytes(self) -> int:
-        return self.KB * (self.blocks * UNIT_WORDS * 4 + self.BN * 128)
-
-    @property
-    def threads(self) -> int:
-        return 128 * (self.NWG + 1)
-
-    def check(self) -> None:
-        part = (self.KS - 1) * self.blocks * 64 * self.BN * 4
-        if self.BN % 8 or not 8 <= self.BN <= 256:
-            raise ValueError(f"{self}: BN must be a multiple of 8 up to 256")
-        if self.warpwise and (self.KB % self.KS or self.MB > 1):
-            raise ValueError(f"{self}: KS must divide KB, and MB be 1, with so few tokens")
-        if not self.warpwise and (self.NWG % self.KS or self.KB % (2 * self.KS)):
-            raise ValueError(f"{self}: the fragment ring needs an even number of 64-column blocks per warpgroup")
-        there = 65536 // (self.ctas * self.threads) // 8 * 8 * self.threads
-        if 128 * (self.NWG * self.registers[0] + self.registers[1]) > there:
-            raise ValueError(f"{self}: a CTA of {self.threads} threads starts with {there} registers; more never come")
-        if self.small % 8 or self.small >= self.BN or self.warpwise and self.small:
-            raise ValueError(f"{self}: `small` must be a multiple of 8 below BN, and 0 without WGMMA")
-        needed, there = self.stages * self.stage_bytes + part, SMEM // self.ctas - 3072 - 8 * (MAX_EXPERTS + 1)
-        if needed > there:
-            raise ValueError(f"{self}: {needed} bytes of shared memory, {there} are there")
-
-
-@dataclass(frozen=True)
-class Work:
-    """What a launch computes. gate: GEMM 1 and what follows it (None: no GEMM 1); down: GEMM 2.
-
-    gathered: rows of x come by index, one by one; else they lie in order
-    row_scale: rows carry a global scale (NVFP4 activations); then a launch has one of the GEMMs
-    h, out: dtype of what GEMM 1, GEMM 2 write, bf16 or fp32
-    """
-
-    gate: Gate | None = None
-    down: bool = False
-    gathered: bool = True
-    bias: bool = False
-    row_scale: bool = False
-    h: type = BFloat16
-    out: type = BFloat16
-
-    @property
-    def both(self) -> bool:
-        return self.gate is not None and self.down
-
-
-# ---- register arithmetic -------------------------------------------------------------------------
-
-
-def _mul_half(a, s, half):
-    """Packed bf16 a times (s.half, s.half): the compiler reads the half in place."""
-    pick = "h, h" if half else "l, l"
-    return cute.arch.inline_ptx(
-        "{.reg .b16 l, h; .reg .b32 b; mov.b32 {l, h}, {$r1}; mov.b32 b, {%s}; mul.rn.bf16x2 {$w0}, {$r0}, b;}" % pick,
-        write_only_types=[Uint32],
-        read_only_args=[Uint32(a), Uint32(s)],
-    )
-
-
-def _dequantize(w, s):
-    """A word of 8 codes and the two rows' scales -> the four registers of an m64k16 A fragment."""
-    fields = (
-        w & FIELDS,
-        (w << 3) & FIELDS,
-        ((w & 0x40074007) * 66) & FIELDS,  # two shifts, by 6 and by 1, in one multiplication
-        ((w >> 3) & 0x01C001C0) | ((w << 2) & 0x80008000),
-    )
-    return [_mul_half(f, s, j % 2) for j, f in enumerate(fields)]
-
-
-def _pack_bf16(low, high):
-    return cute.arch.inline_ptx(
-        "cvt.rn.bf16x2.f32 {$w0}, {$r1}, {$r0};", write_only_types=[Uint32], read_only_args=[low, high]
-    )
-
-
-def _sigmoid(x):
-    power = cute.arch.inline_ptx(
-        "ex2.approx.ftz.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x * -1.4426950408889634]
-    )
-    return cute.arch.inline_ptx(
-        "rcp.approx.ftz.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[1.0 + power]
-    )
-
-
-def _gate(gate: Gate, g, u):
-    """Gate.__call__ for one pair of fp32 registers (NaN stays NaN)."""
-    if const_expr(gate.kind == "relu2"):
-        return cutlass.select_(g < 0.0, Float32(0.0), g) * cutlass.select_(g < 0.0, Float32(0.0), g)
-    limited = gate.limit < float("inf")
-    if const_expr(limited):
-        u = _at_most(u, gate.limit)
-        u = 0.0 - _at_most(0.0 - u, gate.limit)
-        if const_expr(not gate.clamp_after):
-            g = _at_most(g, gate.limit)
-    if const_expr(gate.kind == "silu"):
-        g = g * _sigmoid(gate.alpha * g if gate.alpha != 1.0 else g)
-    else:  # gelu_tanh: 0.5 (1 + tanh(v)) is sigmoid(2 v)
-        g = g * _sigmoid(g * (1.5957691216057308 + 0.07135481627260 * g * g))
-    if const_expr(limited and gate.clamp_after):
-        g = _at_most(g, gate.limit)
-    return g * (u + gate.up_offset) if gate.up_offset else g * u
-
-
-def _at_most(x, limit):
-    return cutlass.select_(x > limit, Float32(limit), x)
 
 
 # ---- the tile list -------------------------------------------------------------------------------
@@ -348,7 +191,7 @@ class GroupedGemm:
         self.storage = Storage
         self.kernel(
             x_layout, tma_x, tma_h, mW1, mW2, mIndex, mH, mY, mOffsets, mGateScale, mUpScale, mDownScale,
-            mBias1, mBias2, mRowScale, mSync, splits, Uint32(SCALE_HIGH),
+            mBias1, mBias2, mRowScale, mSync, splits, Uint32(ptx.SCALE_HIGH),
         ).launch(
             grid=[grid, 1, 1], block=[t.threads, 1, 1], min_blocks_per_mp=t.ctas, stream=stream, use_pdl=True,
             preferred_smem_carveout=100
@@ -374,7 +217,7 @@ class GroupedGemm:
         mRowScale: cute.Tensor,
         mSync: cute.Tensor,
         splits: Int32,
-        high: Uint32,  # SCALE_HIGH in a register: as an immediate it costs a second LOP3
+        high: Uint32,  # ptx.SCALE_HIGH in a register: as an immediate it costs a second LOP3
     ):
         t = self.t
         tid, _, _ = cute.arch.thread_idx()
@@ -583,7 +426,7 @@ class GroupedGemm:
         full, empty = ring
         lane = cute.arch.lane_idx()
         mine = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // 32 % 4) - 1
-        from_x, from_h = _descriptor(tma_x), _descriptor(tma_h)
+        from_x, from_h = ptx.descriptor(tma_x), ptx.descriptor(tma_h)
 
         stage, phase, slot, turn = Int32(0), Int32(1), Int32(0), Int32(0)
         what, mt, row, last = self.hear(news, slot, turn)
@@ -609,13 +452,13 @@ class GroupedGemm:
                             for j in cutlass.range_constexpr(t.KB):
                                 if kt * t.KB + j < count:
                                     target = to + (stage * t.KB + j) * (t.BN * 128) + i * 128
-                                    _tma(target, from_x, (first + kt * t.KB + j) * 64, token, bar)
+                                    ptx.tma(target, from_x, (first + kt * t.KB + j) * 64, token, bar)
                     else:
                         for j in cutlass.range(mine, cutlass.min(count - kt * t.KB, Int32(t.KB)), 2, unroll=1):
                             source = from_h if second else from_x
                             for i in cutlass.range(0, rows, t.box, unroll=1):
                                 target = to + (stage * t.KB + j) * (t.BN * 128) + i * 128
-                                _tma(target, source, (first + kt * t.KB + j) * 64, row + i, bar)
+                                ptx.tma(target, source, (first + kt * t.KB + j) * 64, row + i, bar)
                     cute.arch.mbarrier_arrive(full + stage)
                 stage, phase = self.advance(stage, phase)
             slot, turn = self.done(news, slot, turn)
@@ -819,10 +662,10 @@ class GroupedGemm:
         # lane 8 i + r addresses 16-byte chunk i of row r, for ldmatrix; chunks of 128-byte rows are swizzled
         block = Int32(sX.toint()) + (stage * t.KB + at) * (t.BN * 128) + lane % 8 * 128
         for half in cutlass.range_constexpr(2):
-            b = _ldmatrix(block + (((half * 4 + lane // 8) ^ (lane % 8)) << 4))
+            b = ptx.ldmatrix(block + (((half * 4 + lane // 8) ^ (lane % 8)) << 4))
             for i in cutlass.range_constexpr(2):
                 ks = half * 2 + i
-                d = _mma([words[4 * ks + j] for j in range(4)], b[2 * i], b[2 * i + 1], [acc[j] for j in range(4)])
+                d = ptx.mma([words[4 * ks + j] for j in range(4)], b[2 * i], b[2 * i + 1], [acc[j] for j in range(4)])
                 for j in cutlass.range_constexpr(4):
                     acc[j] = d[j]
 
@@ -862,7 +705,7 @@ class GroupedGemm:
             s = sf[m][ks // 2]
             if const_expr(ks % 2):
                 s = (s << 8) | (s >> 24)
-            registers = _dequantize(codes[m][ks], (s & SCALE_FIELDS) | high)
+            registers = ptx.dequantize(codes[m][ks], (s & ptx.SCALE_FIELDS) | high)
             for j in cutlass.range_constexpr(4):
                 words[j + 4 * m + 4 * self.t.MB * ks] = registers[j]
 
@@ -875,7 +718,7 @@ class GroupedGemm:
         mOut, mBias, gate = (mY, mBias2, None) if const_expr(down) else (mH, mBias1, work.gate)
         tid = cute.arch.thread_idx()[0] % 128
         warp, g, c = tid // 32, tid % 32 // 4, tid % 4
-        scale0, scale1 = scales[0] * UNSCALE, scales[1] * UNSCALE
+        scale0, scale1 = scales[0] * ptx.UNSCALE, scales[1] * ptx.UNSCALE
         paired = gate is not None and gate.gated
         raw = paired and gate.kind == "raw"
         columns = mOut.shape[1] // 2 if const_expr(raw) else mOut.shape[1]
@@ -909,9 +752,9 @@ class GroupedGemm:
                             if const_expr(work.bias):
                                 a, b = a + bias0, b + bias1
                             if const_expr(gate is not None and gate.kind == "relu2"):
-                                a, b = _gate(gate, a, a), _gate(gate, b, b)
+                                a, b = ptx.apply_gate(gate, a, a), ptx.apply_gate(gate, b, b)
                             if const_expr(paired and not raw):
-                                a = _gate(gate, a, b)
+                                a = ptx.apply_gate(gate, a, b)
                             value.append((a, b))
                         if const_expr(paired):
                             for half in cutlass.range_constexpr(2 if raw else 1):
@@ -920,54 +763,8 @@ class GroupedGemm:
                                 swap = cute.arch.shuffle_sync_bfly(swap, 4)
                                 low, upper = cutlass.select_(odd, swap, mine), cutlass.select_(odd, mine, swap)
                                 at = to + (n * 8) * pitch + half * columns * size
-                                _store_pair(dtype, at, low, upper, n * 8 + c * 2 + shift < rows)
+                                ptx.store_pair(dtype, at, low, upper, n * 8 + c * 2 + shift < rows)
                         else:
                             for i in cutlass.range_constexpr(2):
                                 at = to + (n * 8 + i) * pitch
-                                _store_pair(dtype, at, value[i][0], value[i][1], n * 8 + c * 2 + i < rows)
-
-
-def _ldmatrix(address):
-    """Four 8x8 matrices of 16-bit elements -> this lane's register of each."""
-    return cute.arch.inline_ptx(
-        "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
-        write_only_types=[Uint32] * 4,
-        read_only_args=[address],
-    )
-
-
-def _mma(a, b0, b1, c):
-    return cute.arch.inline_ptx(
-        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {{$w0}, {$w1}, {$w2}, {$w3}}, "
-        "{{$r0}, {$r1}, {$r2}, {$r3}}, {{$r4}, {$r5}}, {{$r6}, {$r7}, {$r8}, {$r9}};",
-        write_only_types=[Float32] * 4,
-        read_only_args=[*a, b0, b1, *c],
-    )
-
-
-def _tma(to, descriptor, column, row, bar):
-    """A box of tokens into shared memory."""
-    cute.arch.inline_ptx(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes "
-        "[{$r0}], [{$r1}, {{$r2}, {$r3}}], [{$r4}];",
-        read_only_args=[to, descriptor, column, row, bar],
-    )
-
-
-@dsl_user_op
-def _descriptor(atom: cute.CopyAtom, *, loc=None, ip=None) -> Int64:
-    """The address of a TMA atom's descriptor, for coordinates that differ from copy to copy."""
-    atom = cute_nvgpu.atom_make_exec_tma(atom._trait.value, loc=loc, ip=ip)
-    pointer = ir.Type.parse("!cute.ptr<!cute_nvgpu.tma_descriptor_tiled, generic, align<128>>")
-    return cute_nvgpu.get_tma_desc_addr(pointer, atom, loc=loc, ip=ip).toint(loc=loc, ip=ip)
-
-
-def _store_pair(dtype, to, low, high, live):
-    if const_expr(dtype is Float32):
-        cute.arch.inline_ptx(
-            "st.global.v2.f32 [{$r0}], {{$r1}, {$r2}};", read_only_args=[to, low, high], predicate=live
-        )
-    else:
-        cute.arch.inline_ptx(
-            "st.global.b32 [{$r0}], {$r1};", read_only_args=[to, _pack_bf16(low, high)], predicate=live
-        )
+                                ptx.store_pair(dtype, at, value[i][0], value[i][1], n * 8 + c * 2 + i < rows)

@@ -1,0 +1,122 @@
+"""The Hopper instructions of the grouped GEMM, one function each, and its register arithmetic."""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int64, Uint32, const_expr
+from cutlass._mlir import ir
+from cutlass._mlir.dialects import cute_nvgpu
+from cutlass.cutlass_dsl import dsl_user_op
+
+from moe_nvfp4.weights import Gate
+
+FIELDS = 0x81C081C0  # sign and magnitude of two bf16
+SCALE_FIELDS = 0x0FF00FF0  # five exponent bits and three of mantissa of two bf16
+SCALE_HIGH = 0x70007000  # their upper exponent bits: a scale s stands as s * 2^106
+UNSCALE = 2.0**20  # codes stand as code * 2^-126: the sums come out times 2^-20
+
+
+def _mul_half(a, s, half):
+    """Packed bf16 a times (s.half, s.half): the compiler reads the half in place."""
+    pick = "h, h" if half else "l, l"
+    return cute.arch.inline_ptx(
+        "{.reg .b16 l, h; .reg .b32 b; mov.b32 {l, h}, {$r1}; mov.b32 b, {%s}; mul.rn.bf16x2 {$w0}, {$r0}, b;}" % pick,
+        write_only_types=[Uint32],
+        read_only_args=[Uint32(a), Uint32(s)],
+    )
+
+
+def dequantize(w, s):
+    """A word of 8 codes and the two rows' scales -> the four registers of an m64k16 A fragment."""
+    fields = (
+        w & FIELDS,
+        (w << 3) & FIELDS,
+        ((w & 0x40074007) * 66) & FIELDS,  # two shifts, by 6 and by 1, in one multiplication
+        ((w >> 3) & 0x01C001C0) | ((w << 2) & 0x80008000),
+    )
+    return [_mul_half(f, s, j % 2) for j, f in enumerate(fields)]
+
+
+def _pack_bf16(low, high):
+    return cute.arch.inline_ptx(
+        "cvt.rn.bf16x2.f32 {$w0}, {$r1}, {$r0};", write_only_types=[Uint32], read_only_args=[low, high]
+    )
+
+
+def _sigmoid(x):
+    power = cute.arch.inline_ptx(
+        "ex2.approx.ftz.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x * -1.4426950408889634]
+    )
+    return cute.arch.inline_ptx(
+        "rcp.approx.ftz.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[1.0 + power]
+    )
+
+
+def apply_gate(gate: Gate, g, u):
+    """Gate.__call__ for one pair of fp32 registers (NaN stays NaN)."""
+    if const_expr(gate.kind == "relu2"):
+        return cutlass.select_(g < 0.0, Float32(0.0), g) * cutlass.select_(g < 0.0, Float32(0.0), g)
+    limited = gate.limit < float("inf")
+    if const_expr(limited):
+        u = _at_most(u, gate.limit)
+        u = 0.0 - _at_most(0.0 - u, gate.limit)
+        if const_expr(not gate.clamp_after):
+            g = _at_most(g, gate.limit)
+    if const_expr(gate.kind == "silu"):
+        g = g * _sigmoid(gate.alpha * g if gate.alpha != 1.0 else g)
+    else:  # gelu_tanh: 0.5 (1 + tanh(v)) is sigmoid(2 v)
+        g = g * _sigmoid(g * (1.5957691216057308 + 0.07135481627260 * g * g))
+    if const_expr(limited and gate.clamp_after):
+        g = _at_most(g, gate.limit)
+    return g * (u + gate.up_offset) if gate.up_offset else g * u
+
+
+def _at_most(x, limit):
+    return cutlass.select_(x > limit, Float32(limit), x)
+
+
+def ldmatrix(address):
+    """Four 8x8 matrices of 16-bit elements -> this lane's register of each."""
+    return cute.arch.inline_ptx(
+        "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+        write_only_types=[Uint32] * 4,
+        read_only_args=[address],
+    )
+
+
+def mma(a, b0, b1, c):
+    return cute.arch.inline_ptx(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {{$w0}, {$w1}, {$w2}, {$w3}}, "
+        "{{$r0}, {$r1}, {$r2}, {$r3}}, {{$r4}, {$r5}}, {{$r6}, {$r7}, {$r8}, {$r9}};",
+        write_only_types=[Float32] * 4,
+        read_only_args=[*a, b0, b1, *c],
+    )
+
+
+def tma(to, descriptor, column, row, bar):
+    """A box of tokens into shared memory."""
+    cute.arch.inline_ptx(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes "
+        "[{$r0}], [{$r1}, {{$r2}, {$r3}}], [{$r4}];",
+        read_only_args=[to, descriptor, column, row, bar],
+    )
+
+
+@dsl_user_op
+def descriptor(atom: cute.CopyAtom, *, loc=None, ip=None) -> Int64:
+    """The address of a TMA atom's descriptor, for coordinates that differ from copy to copy."""
+    atom = cute_nvgpu.atom_make_exec_tma(atom._trait.value, loc=loc, ip=ip)
+    pointer = ir.Type.parse("!cute.ptr<!cute_nvgpu.tma_descriptor_tiled, generic, align<128>>")
+    return cute_nvgpu.get_tma_desc_addr(pointer, atom, loc=loc, ip=ip).toint(loc=loc, ip=ip)
+
+
+def store_pair(dtype, to, low, high, live):
+    if const_expr(dtype is Float32):
+        cute.arch.inline_ptx(
+            "st.global.v2.f32 [{$r0}], {{$r1}, {$r2}};", read_only_args=[to, low, high], predicate=live
+        )
+    else:
+        cute.arch.inline_ptx(
+            "st.global.b32 [{$r0}], {$r1};", read_only_args=[to, _pack_bf16(low, high)], predicate=live
+        )
