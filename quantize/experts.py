@@ -24,6 +24,7 @@ then the block that has amax cannot take a larger scale. The searching recipes u
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -53,7 +54,7 @@ def quantize_matrix(
 
     uint8 ``[N, K/2]``, float8_e4m3fn ``[N, K/16]``, float32 0-d, where w is: CPU or CUDA. A given
     global_scale is used as it is (one number, to share it between matrices); what does not fit
-    below 6 * 448 of it saturates.
+    below 6 * 448 of it saturates. n matrices at once, ``[n, N, K]``, have n global scales.
 
     Deterministic, the same bits on every device and for any split of the rows. Temporaries do not
     grow with w. ValueError for an unknown recipe, for a w of other shape or dtype or with K % 16,
@@ -61,22 +62,24 @@ def quantize_matrix(
     """
     if recipe not in RECIPES:
         raise ValueError(f"unknown recipe {recipe!r}: choose one of {', '.join(RECIPES)}")
-    if w.dim() != 2:
-        raise ValueError(f"w must be a matrix [N, K], not {list(w.shape)}")
+    if w.dim() not in (2, 3):
+        raise ValueError(f"w must be a matrix [N, K] or several [n, N, K], not {list(w.shape)}")
+    stack = w.shape[:-2]
     if isinstance(global_scale, Tensor):
-        if global_scale.numel() != 1:
-            raise ValueError(f"global_scale must be one number, not {list(global_scale.shape)}")
-        global_scale = global_scale.reshape(())
-    if recipe == "max":
+        if global_scale.numel() != math.prod(stack):
+            wanted = f"{list(stack)}, one for each matrix" if stack else "one number"
+            raise ValueError(f"global_scale must be {wanted}, not {list(global_scale.shape)}")
+        global_scale = global_scale.reshape(stack)
+    if recipe == "max" and not stack:
         return quantize(w, global_scale)
     check_x(w)
 
     if w.numel() == 0:
-        amax = w.new_zeros((), dtype=torch.float32)
+        amax = w.new_zeros(stack, dtype=torch.float32)
     else:
-        low, high = w.detach().aminmax()
+        low, high = w.detach().flatten(1).aminmax(dim=1) if stack else w.detach().aminmax()
         amax = torch.maximum(-low, high).float()
-    if not amax.isfinite():
+    if not amax.isfinite().all():
         raise ValueError(
             f"{int((~w.isfinite()).sum())} of {w.numel()} weights are NaN or Inf, which NVFP4 "
             "cannot hold: look at the checkpoint, or replace them (torch.nan_to_num)"
@@ -84,11 +87,16 @@ def quantize_matrix(
     if global_scale is None:
         global_scale = recipe_global_scale(amax, recipe)
     else:
-        global_scale = torch.as_tensor(global_scale, dtype=torch.float32).to(w.device)
-        if not (global_scale > 0 and global_scale.isfinite()):
+        global_scale = torch.as_tensor(global_scale, dtype=torch.float32).to(w.device).expand(stack)
+        if not ((global_scale > 0) & global_scale.isfinite()).all():
             raise ValueError("global_scale must be positive and finite")
-    sf = _search(w, global_scale, _CANDIDATES[recipe])
-    return encode(w, sf, global_scale), sf, global_scale
+    of_rows = global_scale[:, None] if stack else global_scale
+    if recipe == "max":
+        codes, sf, _ = quantize(w, of_rows, check=False)
+    else:
+        sf = _search(w, global_scale, _CANDIDATES[recipe])
+        codes = encode(w, sf, of_rows)
+    return codes, sf, global_scale
 
 
 # ---- the search ----------------------------------------------------------------------------------
@@ -105,7 +113,8 @@ def _neighbours(by_max: Tensor, largest: Tensor, global_scale: Tensor) -> Tensor
     return tried.to(torch.uint8)
 
 
-# recipe -> (max's sf uint8 [n], blockmax [n], global_scale) -> the bytes tried for sf, uint8 [C, n], max's first
+# recipe -> (max's sf uint8 [n], blockmax [n], global_scale [] or [n]) -> the bytes tried for sf: uint8 [C, n], max's
+# first
 _CANDIDATES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "four_over_six": _four_over_six,
     "mse": _neighbours,
@@ -113,7 +122,7 @@ _CANDIDATES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 
 
 def _search(w: Tensor, global_scale: Tensor, candidates: Callable) -> Tensor:
-    """The block scales float8_e4m3fn ``[N, K/16]`` with the least squared error.
+    """The block scales float8_e4m3fn ``[..., N, K/16]`` with the least squared error.
 
     Of equal errors, max's scale wins, then the earlier candidate. A block whose scale is 0 by max
     (all zeros, or nothing above 2^-10 * 6 * global_scale) keeps it.
@@ -122,20 +131,23 @@ def _search(w: Tensor, global_scale: Tensor, candidates: Callable) -> Tensor:
     best = torch.empty(blocks.shape[0], dtype=torch.uint8, device=w.device)
     step = min(_CUDA_BLOCKS if w.is_cuda else _CPU_BLOCKS, max(1, blocks.shape[0]))
     scratch = torch.empty(0)
+    if global_scale.numel() > 1:
+        of_blocks = global_scale.repeat_interleave(blocks.shape[0] // len(global_scale))
     for i in range(0, blocks.shape[0], step):
         # One plane for each of the 16 places: all arithmetic is along blocks, none within one.
         part = blocks[i : i + step].t()
         planes = torch.empty_like(part, dtype=torch.float32, memory_format=torch.contiguous_format)
         planes.copy_(part).abs_()
         largest = planes.amax(dim=0)
-        by_max = _scale_for(largest, 6.0, global_scale)
-        tried = candidates(by_max, largest, global_scale)
+        gs = of_blocks[i : i + step] if global_scale.numel() > 1 else global_scale
+        by_max = _scale_for(largest, 6.0, gs)
+        tried = candidates(by_max, largest, gs)
         if i == 0:
             scratch = planes.new_empty(3, SF_VEC_SIZE, len(tried), step)
-        error = _squared_error(planes, tried, global_scale, scratch[..., : tried.shape[1]])
+        error = _squared_error(planes, tried, gs, scratch[..., : tried.shape[1]])
         # torch.min gives the first of equals; argmin does too, and on a CPU is 20 times slower
         best[i : i + step] = tried.gather(0, error.min(dim=0, keepdim=True).indices).squeeze(0)
-    return best.view(torch.float8_e4m3fn).view(w.shape[0], w.shape[1] // SF_VEC_SIZE)
+    return best.view(torch.float8_e4m3fn).view(*w.shape[:-1], w.shape[-1] // SF_VEC_SIZE)
 
 
 def _scale_for(largest: Tensor, code: float, global_scale: Tensor) -> Tensor:

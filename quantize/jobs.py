@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
 
@@ -18,6 +18,9 @@ from moe_nvfp4.weights import check_global_scale
 
 CHUNK = 1 << 22  # elements of a matrix that are worked on together: 8 MiB in bf16, 16 MiB in fp32
 CUDA_CHUNK = 1 << 24
+# Elements of matrices of one shape that a job takes together. A small matrix costs a GPU's thread some hundred calls,
+# which take longer than the work; a CPU takes one at a time.
+TOGETHER = {"cuda": CUDA_CHUNK}
 COPY = 1 << 23  # bytes copied at once
 Write = Callable[[str, Tensor, int], None]  # name, data, byte offset in the tensor
 
@@ -78,37 +81,73 @@ def scale_job(name: str, stored: Stored, new_name: str, source: Dialect, target:
     return Job(stored.file.name, 4, 64, {new_name: ("F32", target.scale_shape)}, run)
 
 
-def quantize_job(shard: str, stem: str, matrix: Matrix, options: Options) -> Job:
-    """`stem`.weight and its scales, in the options' dialect."""
-    weight, sf, scale = (f"{stem}.{s}" for s in options.dialect.suffixes[:3])
-    N, K = matrix.rows, -(-matrix.columns // 16) * 16
-    step = max(1, (CHUNK if options.device == "cpu" else CUDA_CHUNK) // K)
+def quantize_jobs(matrices: Iterable[tuple[str, str, Matrix]], options: Options) -> Iterator[Job]:
+    """Jobs for (shard, stem, matrix): `stem`.weight and its scales, in the options' dialect."""
+    together: dict[tuple, dict[str, Matrix]] = {}
+    for shard, stem, m in matrices:
+        key = shard, m.rows, m.columns, m.global_scale is None
+        group = together.setdefault(key, {})
+        group[stem] = m
+        if (len(group) + 1) * m.rows * m.columns > TOGETHER.get(torch.device(options.device).type, 1):
+            yield _quantize_job(shard, together.pop(key), options)
+    for (shard, *_), group in together.items():
+        yield _quantize_job(shard, group, options)
+
+
+def _quantize_job(shard: str, matrices: Mapping[str, Matrix], options: Options) -> Job:
+    """matrices: by stem, of one shape; several are no larger than a chunk. Each gets the bytes it gets alone."""
+    stems, first, n = list(matrices), next(iter(matrices.values())), len(matrices)
+    names = [[f"{stem}.{s}" for s in options.dialect.suffixes[:3]] for stem in stems]
+    N, K = first.rows, -(-first.columns // 16) * 16
+    cuda = torch.device(options.device).type == "cuda"
+    step = N if n > 1 else max(1, (CUDA_CHUNK if cuda else CHUNK) // K)
+    dtype = TORCH_DTYPES[options.dtype or "F32"]
+
+    def work(write: Write) -> None:
+        opened = [m.open() for m in matrices.values()]
+
+        def read(a: int) -> Tensor:
+            pieces = (pad_k(rows(a, min(a + step, N))) for rows in opened)
+            if n == 1 and not cuda:
+                return options.cast(next(pieces)).to(options.device)
+            host = torch.empty((n, min(step, N - a), K), dtype=dtype, device="cpu", pin_memory=cuda)
+            for place, piece in zip(host, pieces, strict=True):
+                place.copy_(piece)
+            return host.to(options.device, non_blocking=True)
+
+        given = None
+        if first.global_scale and options.recipe != "max":
+            given = torch.stack([m.global_scale() for m in matrices.values()])
+        elif step < N:
+            amax = torch.stack([read(a).abs().amax().float() for a in range(0, N, step)]).amax()
+            if amax.isfinite():  # else the part with NaN or Inf says so, below
+                given = recipe_global_scale(amax, options.recipe)
+        for a in range(0, N, step):
+            codes, sf, global_scale = quantize_matrix(read(a), options.recipe, given)
+            parts = zip(names, codes.cpu().view(n, -1), sf.cpu().view(n, -1), strict=True)
+            for (weight, block_scale, _), of_weight, of_sf in parts:
+                write(weight, of_weight, a * K // 2)
+                write(block_scale, of_sf, a * K // 16)
+        for (*_, scale), number in zip(names, global_scale.cpu().view(n), strict=True):
+            write(scale, options.dialect.encode_scale(number), 0)
 
     def run(write: Write) -> None:
-        rows = matrix.open()
-        read = lambda a: options.cast(rows(a, min(a + step, N))).to(options.device)
-        given = matrix.global_scale() if matrix.global_scale and options.recipe != "max" else None
         try:
-            if given is None and step < N:
-                amax = torch.stack([read(a).abs().amax().float() for a in range(0, N, step)]).amax()
-                if amax.isfinite():  # else the part with NaN or Inf says so, below
-                    given = recipe_global_scale(amax, options.recipe)
-            for a in range(0, N, step):
-                codes, block_scales, global_scale = quantize_matrix(pad_k(read(a)), options.recipe, given)
-                write(weight, codes, a * K // 2)
-                write(sf, block_scales, a * K // 16)
+            work(write)
         except ValueError as error:
-            raise ValueError(f"{stem}: {error}") from None
-        write(scale, options.dialect.encode_scale(global_scale.cpu()), 0)
+            if n == 1:
+                raise ValueError(f"{stems[0]}: {error}") from None
+            for stem, matrix in matrices.items():  # one by one, so that the error names its matrix
+                _quantize_job(shard, {stem: matrix}, options).run(write)
 
-    outputs = {
-        weight: ("U8", (N, K // 2)),
-        sf: ("F8_E4M3", (N, K // 16)),
-        scale: ("F32", options.dialect.scale_shape),
-    }
-    # On a CPU, fp32 and its temporaries; for a GPU what is read and what comes back.
-    of_element = 10 if options.device == "cpu" else 5
-    return Job(shard, matrix.size, matrix.held + min(N, step) * K * of_element + 10_000_000, outputs, run)
+    outputs: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for weight, block_scale, scale in names:
+        outputs |= {weight: ("U8", (N, K // 2)), block_scale: ("F8_E4M3", (N, K // 16))}
+        outputs[scale] = ("F32", options.dialect.scale_shape)
+    # On a CPU, fp32 and its temporaries; for a GPU what is read, that again in pinned memory, and what comes back.
+    of_element = 2 * dtype.itemsize + 1 if cuda else 10
+    memory = sum(m.held for m in matrices.values()) + n * min(N, step) * K * of_element + 10_000_000
+    return Job(shard, sum(m.size for m in matrices.values()), memory, outputs, run)
 
 
 def dense_job(name: str, shard: str, matrix: Matrix, dtype: str) -> Job:

@@ -20,7 +20,7 @@ from moe_nvfp4.quantize.jobs import (
     copy_job,
     dense_job,
     dense_stack_job,
-    quantize_job,
+    quantize_jobs,
     scale_job,
     stack_jobs,
 )
@@ -101,6 +101,7 @@ class Plan:
         self.source, self.options, self.report = source, options, report
         self.left = dict(source.tensors)  # not planned yet
         self.jobs: list[Job] = []
+        self.to_quantize: list[tuple[str, str, Matrix]] = []  # shard, stem, matrix
         self.quantized: dict[str, Matrix] = {}  # modules, by the names of new files
         self.dequantized: dict[str, Matrix] = {}  # tensors that were FP8
         self.unchanged = False  # NVFP4 already, in the dialect and the layout of new files
@@ -135,6 +136,9 @@ class Plan:
             self._stacked()
             self._dbrx()
             self._check_nothing_missed()
+        for job in quantize_jobs(self.to_quantize, self.options):
+            self.jobs.append(job)
+            self.report.experts_after += sum(tensor_bytes(*out) for out in job.outputs.values())
         for name, stored in list(self.left.items()):
             if self._is_scale(name):
                 raise ValueError(f"{name} is a scale that nothing reads, which would leave silently wrong numbers: "
@@ -170,12 +174,10 @@ class Plan:
         return why is not None
 
     def _quantize(self, stem: str, matrix: Matrix, shard: str) -> None:
-        job = quantize_job(shard, stem, matrix, self.options)
-        self.jobs.append(job)
+        self.to_quantize.append((shard, stem, matrix))
         self.quantized[stem] = matrix
         self.report.quantized += 1
         self.report.experts_before += matrix.size
-        self.report.experts_after += sum(tensor_bytes(*out) for out in job.outputs.values())
 
     def _per_expert(self) -> None:
         seen: dict[str, dict[str, set[int]]] = {}

@@ -393,6 +393,61 @@ def test_matrices_larger_than_a_piece(tmp_path, monkeypatch):
             same_files(whole, converted(source, tmp_path / f"{i}-pieces", workers=3))
 
 
+def quantized_together(monkeypatch):
+    """As on a GPU: how many matrices the calls take."""
+    found, quantize = [], jobs.quantize_matrix
+    monkeypatch.setitem(jobs.TOGETHER, "cpu", 4 * 48 * 64)
+
+    def counts(w, *args):
+        found.append(len(w) if w.dim() == 3 else 1)
+        return quantize(w, *args)
+
+    monkeypatch.setattr(jobs, "quantize_matrix", counts)
+    return found
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("family", [qwen3_moe, gpt_oss, dbrx])
+def test_several_matrices_in_a_job(family, recipe, tmp_path, monkeypatch):
+    """A batch of matrices gives the bytes of one at a time; the last of a shard may be smaller."""
+    source = saved(tmp_path, family)
+    whole = converted(source, tmp_path / "one", recipe=recipe)
+    found = quantized_together(monkeypatch)
+    same_files(whole, converted(source, tmp_path / "batch", recipe=recipe))
+    assert max(found) > 1
+
+
+def test_several_matrices_in_a_job_of_odd_sources(tmp_path, monkeypatch):
+    """FP8 and MXFP4 (which brings its global scales), columns that are padded, zeros, NaN."""
+    files = experts(E=5, I=40, H=72)
+    block, quantized = 32, {n: w for n, w in files.items() if ".experts." not in n}
+    for i, name in enumerate(n for n in files if ".experts." in n):
+        quantized[name], quantized[f"{name}_scale_inv"], _ = fp8(files[name] * 10.0 ** (i % 4), block)
+        files[name] *= 10.0 ** (i % 4) if i != 4 else 0
+    E, I, H, stem = 3, 32, 64, "model.layers.0.mlp.experts"
+    codes = {f"{stem}.{part}": (torch.randint(256, (E, N, K // 32, 16), dtype=torch.uint8),
+                                torch.randint(110, 124, (E, N, K // 32), dtype=torch.uint8))
+             for part, N, K in (("gate_up_proj", 2 * I, H), ("down_proj", H, I))}  # fmt: skip
+    packed = {f"{n}_{kind}": t for n, pair in codes.items() for kind, t in zip(("blocks", "scales"), pair, strict=True)}
+    packed |= {f"{stem}.gate_up_proj_bias": torch.randn(E, 2 * I), f"{stem}.down_proj_bias": torch.randn(E, H)}
+    sources = [
+        folder(tmp_path / "dense", files),
+        folder(tmp_path / "unnamed", files, {"dtype": None}),
+        folder(tmp_path / "fp8", quantized, {"quantization_config": {"quant_method": "fp8",
+                                                                     "weight_block_size": [block, block]}}),
+        folder(tmp_path / "mxfp4", packed, {"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}}),
+    ]  # fmt: skip
+    wholes = [converted(source, source.with_suffix(".one")) for source in sources]
+    found = quantized_together(monkeypatch)
+    for source, whole in zip(sources, wholes, strict=True):
+        found.clear()
+        same_files(whole, converted(source, source.with_suffix(".batch")))
+        assert max(found) > 1 and sum(found) == (9 if source.name == "mxfp4" else 15)
+    files["model.layers.0.mlp.experts.3.up_proj.weight"][3, 5] = float("nan")
+    with pytest.raises(ValueError, match=r"^model.layers.0.mlp.experts.3.up_proj: 1 of 3200 weights are NaN or Inf"):
+        converted(folder(tmp_path / "nan", files), tmp_path / "x")
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_gpu_writes_the_same_bytes(recipe, split, tmp_path):

@@ -193,6 +193,30 @@ def test_shared_global_scale(recipe):
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("blocks", [7, 1 << 12])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_several_matrices_at_once(recipe, blocks, dtype, monkeypatch):
+    """Each as it is alone, whatever the others are; chunks of 7 blocks end within a matrix."""
+    w = torch.stack([matrix(seed, 6, 80) * 10.0**seed for seed in range(4)]).to(dtype)
+    w[1] = 0
+    monkeypatch.setattr(experts, "_CPU_BLOCKS", blocks)
+    for given_gs in (None, torch.tensor([0.001, 0.5, 0.002, 3.0])):
+        codes, sf, gs = quantize_matrix(w, recipe, given_gs)
+        assert gs.shape == (4,) and len(set(gs.tolist())) == 4
+        for i in range(4):
+            alone = quantize_matrix(w[i], recipe, None if given_gs is None else given_gs[i])
+            for got, want in zip((codes[i], sf[i], gs[i]), alone, strict=True):
+                assert (got.dtype, got.shape) == (want.dtype, want.shape) and torch.equal(got.float(), want.float())
+        for got, want in zip(quantize_matrix(w[2:3], recipe), quantize_matrix(w[2], recipe), strict=True):
+            assert torch.equal(got.float(), want[None].float())
+    w[3, 5, 79] = torch.inf
+    with pytest.raises(ValueError, match="1 of 1920 .*NaN or Inf"):
+        quantize_matrix(w, recipe)
+    with pytest.raises(ValueError, match=r"\[4\], one for each matrix, not \[\]"):
+        quantize_matrix(w, recipe, torch.ones(()))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_errors(recipe):
     w = matrix(1)
     for bad in (float("nan"), float("inf"), -float("inf")):
@@ -209,8 +233,9 @@ def test_errors(recipe):
         quantize_matrix(w[:, :24], recipe)
     with pytest.raises(ValueError, match="float64"):
         quantize_matrix(w.double(), recipe)
-    with pytest.raises(ValueError, match="matrix"):
-        quantize_matrix(w[0], recipe)
+    for bad in (w[0], w[None, None]):
+        with pytest.raises(ValueError, match="matrix"):
+            quantize_matrix(bad, recipe)
 
 
 def test_recipe_names():
