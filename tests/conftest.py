@@ -30,3 +30,11 @@ def hf_home(tmp_path_factory):
         patch.setenv("HF_HOME", str(home))
         patch.setenv("HF_HUB_CACHE", str(home / "hub"))
         yield home
+
+
+def pytest_terminal_summary(terminalreporter):
+    """What tests have recorded as a "table", which workers of pytest-xdist cannot print themselves."""
+    for report in terminalreporter.getreports("passed"):
+        for name, text in report.user_properties:
+            if name == "table":
+                terminalreporter.write_line(f"\n{text}")
