@@ -207,7 +207,8 @@ def _cost(tile: Tile, n: int) -> int:
 def _expected(f, mean: float) -> float:
     """The mean of f(n) over experts with tokens, n Poisson, by the normal approximation."""
     deviation = math.sqrt(mean)
-    counts = range(max(1, round(mean - 4 * deviation)), round(mean + 4 * deviation) + 1)
+    first, last = max(1, round(mean - 4 * deviation)), round(mean + 4 * deviation)
+    counts = range(first, last + 1, max(1, round(deviation / 8)))
     weights = [math.exp(-(((n - mean) / deviation) ** 2) / 2) for n in counts]
     return sum(w * f(n) for w, n in zip(weights, counts, strict=True)) / sum(weights)
 

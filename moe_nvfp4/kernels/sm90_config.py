@@ -13,7 +13,6 @@ MAX_EXPERTS = 1024
 SMEM = 233472  # bytes of shared memory of a multiprocessor; a CTA's ring has 3 KB and the tile list less
 
 
-
 @dataclass(frozen=True)
 class Tile:
     """BN tokens (WGMMAs of `small`, where they suffice); NWG consumer warpgroups of MB 64-row blocks, KS of which
