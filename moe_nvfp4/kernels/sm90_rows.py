@@ -2,8 +2,8 @@
 
 Route    top-k ids -> order, position, token, offsets: a stable counting sort by expert. A warp owns a
          run of assignments and a histogram in shared memory; lanes with the same expert find each
-         other by a ballot for each bit (match.any takes 200 cycles where experts differ, one warp at
-         a time), so that ranks come out in order. One CTA when there are few
+         other by a ballot for each bit (with match.any, 8192 assignments took 4 us more on an H200),
+         so that ranks come out in order. One CTA when there are few
          assignments; otherwise `Count` first writes the histogram of every CTA's chunk, from which
          each CTA of `Route` adds up what stands before it.
 Gather   the rows of x in grouped order: a token is read once and written to the rows of its slots.
