@@ -18,13 +18,13 @@ from moe_nvfp4.quantize.dialects import COMPRESSED_TENSORS, MODELOPT, Dialect
 from moe_nvfp4.quantize.matrices import fp8_block
 from moe_nvfp4.quantize.names import (
     DENSE,
-    FP8_SCALES,
     FUSED,
     KV_SCALE,
     PER_EXPERT,
     PRE_QUANT_SCALE,
     PROJECTION_FIRST,
     SCALES,
+    fp8_scale,
 )
 
 # One expert says what the others are like
@@ -181,10 +181,10 @@ def _linear(key: str, module: str, source: str, found: Survey) -> QuantizedLinea
     stem, _, last = key.rpartition(".")
     d, headers = found.dialect, found.headers
     if headers[key]["dtype"] == "F8_E4M3" and last == "weight":
-        scale = next((s for s in FP8_SCALES if f"{stem}.{s}" in headers), None)
+        scale = fp8_scale(stem, headers)
         if scale is None:
             raise ValueError(f"{key} is FP8 and has no scale next to it: a shard is missing, download it again")
-        return QuantizedLinear(module, source, "fp8", scale=scale)
+        return QuantizedLinear(module, source, "fp8", scale=scale.rpartition(".")[2])
     if last != d.weight or f"{stem}.{d.global_scale}" not in headers:
         return None
     also = {name for name in (d.input_scale, PRE_QUANT_SCALE) if f"{stem}.{name}" in headers}

@@ -16,7 +16,7 @@ from moe_nvfp4.integrations.files import QuantizedLinear
 from moe_nvfp4.layer import NVFP4Linear
 from moe_nvfp4.quantize.dialects import Dialect
 from moe_nvfp4.quantize.matrices import fp8_block, fp8_dense
-from moe_nvfp4.quantize.names import FP8_SCALES, PER_EXPERT, PRE_QUANT_SCALE
+from moe_nvfp4.quantize.names import FP8_SCALES, PER_EXPERT, PRE_QUANT_SCALE, fp8_scale
 from moe_nvfp4.weights import check_block_scales, check_global_scale
 
 FP8_TENSORS = ("weight", *FP8_SCALES, "input_scale")
@@ -182,7 +182,8 @@ class FP8Experts(WeightConverter):
             codes = found.get(f"{part}.weight")
             if codes is None:
                 continue
-            scales = next((found[f"{part}.{s}"] for s in FP8_SCALES if f"{part}.{s}" in found), [])
+            scale = fp8_scale(part, found)
+            scales = [] if scale is None else found[scale]
             if not len(codes) == len(scales) == len(parameter):
                 raise ValueError(
                     f"{layer_name}: the files have {len(codes)} FP8 weights and {len(scales)} scales of {part} for "

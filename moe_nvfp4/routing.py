@@ -6,7 +6,7 @@ eagerly, under `torch.compile(fullgraph=True)` and inside a CUDA graph.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -60,6 +60,13 @@ class Groups:
         """int32 [R]: the expert of each row, E for rows that belong to nobody."""
         rows = torch.arange(self.num_rows, dtype=torch.int32, device=self.order.device)
         return torch.searchsorted(self.offsets[1:], rows, right=True, out_int32=True)
+
+    def with_position(self) -> Groups:
+        """The same groups with `position`."""
+        if self.position is not None:
+            return self
+        rows = torch.arange(self.num_rows, dtype=torch.int32, device=self.order.device)
+        return replace(self, position=torch.empty_like(rows).index_copy_(0, self.order.long(), rows))
 
     def per_assignment(self) -> Groups:
         """The same rows with every assignment as a token of its own (top_k = 1)."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -73,6 +73,11 @@ PRE_QUANT_SCALE = "pre_quant_scale"  # AWQ: what x is multiplied by before the l
 KV_SCALE = re.compile(r"\.(k|v|q|kv)_(scale|zero_point)$")
 # Module names that differ from the files' in transformers, which matches exclusions against its own
 ALIASES = ((".block_sparse_moe.experts", ".mlp.experts"), (".ffn.experts", ".mlp.experts"), ("backbone.", "model."))
+
+
+def fp8_scale(stem: str, names: Container[str]) -> str | None:
+    """The name of the scale next to FP8 weights `stem`.weight, if there is one in `names`."""
+    return next((f"{stem}.{last}" for last in FP8_SCALES if f"{stem}.{last}" in names), None)
 
 
 def aliases(module: str) -> list[str]:

@@ -30,7 +30,6 @@ from moe_nvfp4.quantize.names import (
     DBRX,
     DBRX_PARTS,
     DENSE,
-    FP8_SCALES,
     FUSED,
     KV_SCALE,
     PER_EXPERT,
@@ -41,6 +40,7 @@ from moe_nvfp4.quantize.names import (
     STEP,
     Stack,
     aliases,
+    fp8_scale,
     ignore_patterns,
     sub_configs,
 )
@@ -442,10 +442,10 @@ class Plan:
         """FP8 weights of mixed precision become dense: config files name one format."""
         for name in [n for n, t in self.left.items() if t.dtype == "F8_E4M3" and n.endswith(".weight")]:
             stem, weight = name.removesuffix(".weight"), self.left.pop(name)
-            scale = next((self.left.pop(f"{stem}.{s}") for s in FP8_SCALES if f"{stem}.{s}" in self.left), None)
+            scale = fp8_scale(stem, self.left)
             if scale is None:
                 raise ValueError(f"{name} is FP8 and has no scale next to it: a shard is missing, download it again")
-            matrix = fp8(weight, scale, None, stem)
+            matrix = fp8(weight, self.left.pop(scale), None, stem)
             self._dequantize(stem, matrix, weight)
             expert = PER_EXPERT.fullmatch(stem)
             if self.left.pop(f"{stem}.input_scale", None) is not None:

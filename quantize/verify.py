@@ -16,13 +16,13 @@ from moe_nvfp4.quantize.dialects import Dialect, QuantizationInfo
 from moe_nvfp4.quantize.matrices import Matrix, fp8_block, nvfp4_stack
 from moe_nvfp4.quantize.names import (
     DENSE,
-    FP8_SCALES,
     FUSED,
     KV_SCALE,
     PER_EXPERT,
     PRE_QUANT_SCALE,
     PROJECTION_FIRST,
     SCALES,
+    fp8_scale,
 )
 from moe_nvfp4.quantize.plan import Plan, nvfp4_info, plan_of
 from moe_nvfp4.weights import check_block_scales, check_global_scale
@@ -153,7 +153,7 @@ def _check_stack(stem: str, checkpoint: Checkpoint, dialect: Dialect) -> list[st
 def _check_fp8(name: str, checkpoint: Checkpoint) -> list[str]:
     """The names of the FP8 weight `name` and its scales, checked."""
     stem, found = name.removesuffix(".weight"), checkpoint.tensors
-    scale = next((f"{stem}.{s}" for s in FP8_SCALES if f"{stem}.{s}" in found), None)
+    scale = fp8_scale(stem, found)
     if scale is None or fp8_block(found[name].shape, found[scale].shape) is None:
         raise ValueError(f"{name} is FP8 {list(found[name].shape)} and has no scale, or none that fits, next to it")
 

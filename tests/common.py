@@ -1,4 +1,4 @@
-"""What the tests share: one scalar for the error of a GEMM, and the one table of thresholds."""
+"""What the tests share: the reference's layer, one scalar for its error, and the one table of thresholds."""
 
 import os
 import subprocess
@@ -7,6 +7,10 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+
+from moe_nvfp4 import reference
+from moe_nvfp4.routing import Rows, group_by_expert
+from moe_nvfp4.weights import ExpertWeights
 
 # Relative error ||a - b|| / ||b|| in float64 against an independent computation.
 THRESHOLDS = {
@@ -20,6 +24,19 @@ def relative_error(a: Tensor, b: Tensor) -> float:
     assert a.shape == b.shape, f"{tuple(a.shape)} is compared with {tuple(b.shape)}"
     a, b = a.detach().cpu().double(), b.detach().cpu().double()
     return ((a - b).norm() / b.norm().clamp(min=torch.finfo(torch.float64).tiny)).item()
+
+
+def reference_layer(x: Tensor, ids: Tensor, top_k_weights: Tensor, w: ExpertWeights) -> Tensor:
+    """The layer by the reference's stages, on weights as checkpoints have them: fp32, h in x's dtype."""
+    groups = group_by_expert(ids, w.num_experts)
+    if w.activations == "bf16":
+        h = reference.gemm1_swiglu(Rows(x, index=groups.token), w, groups, x.dtype)
+    else:
+        rows = reference.quantize_rows(x, groups.token, w.x_scale, groups)
+        h = reference.gemm1_swiglu(rows, w, groups, x.dtype)
+        if not h.is_nvfp4:
+            h = reference.quantize_rows(h.values, None, None, groups)
+    return reference.gemm2_combine(h, w, groups, top_k_weights, torch.float32)
 
 
 _PEAK = """

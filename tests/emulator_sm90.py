@@ -46,10 +46,10 @@ class OnEmulator:
 @contextmanager
 def on_emulator():
     """Inside, `moe_nvfp4.kernels.sm90` runs CPU tensors on the OnEmulator that this gives."""
-    runner, kept = OnEmulator(), (launch.compiled, sm90._multiprocessors)
-    launch.compiled, sm90._multiprocessors = runner.compiled, lambda device: runner.multiprocessors
+    runner, kept = OnEmulator(), (launch.compiled, sm90.multiprocessors)
+    launch.compiled, sm90.multiprocessors = runner.compiled, lambda device: runner.multiprocessors
     try:
         with fresh_kernels():
             yield runner
     finally:
-        launch.compiled, sm90._multiprocessors = kept
+        launch.compiled, sm90.multiprocessors = kept

@@ -109,7 +109,7 @@ class Layer:
         module, *rest = self.inputs()
         packed = sm90.pack_weights(module.to(device).weights)
         x, ids, weights = (t.to(device) for t in rest)
-        shape = (self.gate, self.bias, len(self.sizes), self.H, self.I, *ids.shape, sm90._multiprocessors(x.device))
+        shape = (self.gate, self.bias, len(self.sizes), self.H, self.I, *ids.shape, sm90.multiprocessors(x.device))
         plan = sm90._plan_for(*shape)
         plan = replace(plan, tile=self.tile, splits=self.splits, work=replace(plan.work, gathered=self.gathered))
         kept, sm90._plan_for = sm90._plan_for, lambda *_: plan
@@ -142,11 +142,7 @@ class HardRows:
 
     def run(self, device):
         x, ids, scale = (t.to(device) for t in self.inputs())
-        groups = group_by_expert(ids, 3)
-        position = torch.empty_like(groups.order)
-        position[groups.order.long()] = torch.arange(ids.numel(), dtype=torch.int32, device=device)
-        groups = replace(groups, position=position)
-        return sm90.quantize_rows(x, ids, scale, groups, spread=True)
+        return sm90.quantize_rows(x, ids, scale, group_by_expert(ids, 3).with_position(), spread=True)
 
 
 TILES = {tile.BN: tile for tile in sm90._TILES}

@@ -535,6 +535,16 @@ def test_experts_numbered_after_the_projection(tmp_path):
     assert torch.equal(logits(load(tmp_path / "again")), logits(model))
 
 
+def check_both_activations(model, dense, load, folder):
+    """A W4A4 model: with W4A16 it is the dense one, and saved so and loaded from `folder` it has both answers again."""
+    w4a4 = logits(model)
+    assert relative_error(logits(set_activations(model, "bf16")), logits(dense)) < 10 * THRESHOLDS["fp32"]
+    model.save_pretrained(folder)
+    again = load(folder)
+    assert torch.equal(logits(again), logits(model))
+    assert torch.equal(logits(set_activations(again, "nvfp4")), w4a4)
+
+
 @pytest.mark.parametrize("inputs", [False, True], ids=["W4A16", "input scales"])
 @pytest.mark.parametrize("family", [gpt_oss, llama4], ids=lambda f: f.__name__)
 def test_fused_stacks(family, inputs, tmp_path):
@@ -544,12 +554,7 @@ def test_fused_stacks(family, inputs, tmp_path):
     model = load(folder)
     experts = next(iter(packed(model, HFExperts).values()))
     assert ("down_proj_input_scale" in experts._parameters) == inputs
-    w4a4 = logits(model)
-    assert relative_error(logits(set_activations(model, "bf16")), logits(dense)) < 10 * THRESHOLDS["fp32"]
-    model.save_pretrained(tmp_path / "again")
-    again = load(tmp_path / "again")
-    assert torch.equal(logits(again), logits(model))
-    assert torch.equal(logits(set_activations(again, "nvfp4")), w4a4)
+    check_both_activations(model, dense, load, tmp_path / "again")
 
 
 @pytest.mark.parametrize("inputs", [False, True], ids=["W4A16", "input scales"])
@@ -565,12 +570,7 @@ def test_a_stack_for_each_projection(inputs, tmp_path):
         assert torch.equal(experts.gate_up_proj[:, rows], files[f"{stem}.{part}.weight"])
         assert torch.equal(getattr(experts, f"{part}_global_scale"), files[f"{stem}.{part}.weight_scale_2"])
     assert ("down_proj_input_scale" in experts._parameters) == inputs
-    w4a4 = logits(model)
-    assert relative_error(logits(set_activations(model, "bf16")), logits(dense)) < 10 * THRESHOLDS["fp32"]
-    model.save_pretrained(tmp_path / "again")
-    again = load(tmp_path / "again")
-    assert torch.equal(logits(again), logits(model))
-    assert torch.equal(logits(set_activations(again, "nvfp4")), w4a4)
+    check_both_activations(model, dense, load, tmp_path / "again")
     del files[f"{stem}.up_proj.weight_scale_2"]
     save_file(files, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ValueError, match="up_proj_global_scale: its tensors are missing"):

@@ -19,7 +19,7 @@ from moe_nvfp4.kernels import sm90_pack
 from moe_nvfp4.layer import NVFP4Experts, on_hopper
 from moe_nvfp4.routing import Rows, group_by_expert
 from moe_nvfp4.weights import SILU, Gate
-from tests.common import THRESHOLDS, relative_error
+from tests.common import THRESHOLDS, reference_layer, relative_error
 
 HOPPER = torch.cuda.is_available() and on_hopper(torch.device("cuda", 0))
 on_gpu = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU and nvidia-cutlass-dsl")
@@ -122,11 +122,9 @@ def tokens(T, H, seed=0):
 
 
 def expected(layer, x, ids, weights):
-    """The reference on this machine's unpacked weights: bf16 h, the rest in fp32."""
+    """The reference on this machine's unpacked weights."""
     layer.unpack()
-    w, groups = layer.weights, group_by_expert(ids, layer.num_experts)
-    h = reference.gemm1_swiglu(Rows(x, index=groups.token), w, groups, x.dtype)
-    return reference.gemm2_combine(h, w, groups, weights, torch.float32)
+    return reference_layer(x, ids, weights, layer.weights)
 
 
 def check(layer, T, top_k, seed=0, **kwargs):
@@ -262,11 +260,7 @@ def test_w4a4(gate, bias, T, static):
     for name in ("up_proj", "down_proj") if static else ():
         getattr(layer, f"{name}_input_scale").data.uniform_(1e-3, 2e-3)
     x, (ids, weights) = tokens(T, 512), routing(T, 16, 4, sentinels=True)
-    w, groups = layer.weights, group_by_expert(ids, 16)
-    rows = reference.quantize_rows(x, groups.token, w.x_scale, groups)
-    h = reference.gemm1_swiglu(rows, w, groups, x.dtype)
-    h = h if static else reference.quantize_rows(h.values, None, None, groups)
-    want = reference.gemm2_combine(h, w, groups, weights, torch.float32)
+    want = expected(layer, x, ids, weights)
     got = layer(x, ids, weights)
     assert layer.packed
     assert relative_error(got, want) < THRESHOLDS["w4a4"]
@@ -279,10 +273,7 @@ def test_w4a4_with_parts_of_k():
     like = make_layer(4, 256, 4096)
     layer.cuda().load_state_dict(like.state_dict(), strict=False)
     x, (ids, weights) = tokens(5, 256), routing(5, 4, 2)
-    w, groups = layer.weights, group_by_expert(ids, 4)
-    h = reference.gemm1_swiglu(reference.quantize_rows(x, groups.token, None, groups), w, groups, x.dtype)
-    h = reference.quantize_rows(h.values, None, None, groups)
-    want = reference.gemm2_combine(h, w, groups, weights, torch.float32)
+    want = expected(layer, x, ids, weights)
     assert relative_error(layer(x, ids, weights), want) < THRESHOLDS["w4a4"]
 
 

@@ -22,7 +22,7 @@ from moe_nvfp4.kernels.sm90_config import Tile, Work  # noqa: E402
 from moe_nvfp4.layer import NVFP4Experts  # noqa: E402
 from moe_nvfp4.routing import Rows, group_by_expert  # noqa: E402
 from moe_nvfp4.weights import SILU, Gate  # noqa: E402
-from tests.common import THRESHOLDS, relative_error  # noqa: E402
+from tests.common import THRESHOLDS, reference_layer, relative_error  # noqa: E402
 from tests.emulator import EmulatorError  # noqa: E402
 from tests.emulator_sm90 import on_emulator  # noqa: E402
 from tests.machine_code import machine_code  # noqa: E402
@@ -65,25 +65,13 @@ def make_ids(sizes, sentinels, top_k, seed=0):
     return ids[torch.randperm(len(ids), generator=g)].view(-1, top_k)
 
 
-def expected(x, ids, weights, w):
-    groups = group_by_expert(ids, w.num_experts)
-    if w.activations == "bf16":
-        h = reference.gemm1_swiglu(Rows(x, index=groups.token), w, groups, x.dtype)
-    else:
-        rows = reference.quantize_rows(x, groups.token, w.x_scale, groups)
-        h = reference.gemm1_swiglu(rows, w, groups, x.dtype)
-        if not h.is_nvfp4:
-            h = reference.quantize_rows(h.values, None, None, groups)
-    return reference.gemm2_combine(h, w, groups, weights, torch.float32)
-
-
 def check(emulator, layer, ids, tile=None, splits=None, schedules=("eager",), weights=torch.float32):
     """The whole layer under each schedule: the reference's values, and the same bits."""
     w = layer.weights
     g = torch.Generator().manual_seed(1)
     x = torch.randn(ids.shape[0], w.hidden_size, generator=g).bfloat16()
     top_k_weights = torch.rand(ids.shape, generator=g).to(weights)
-    want = expected(x, ids, top_k_weights, w)
+    want = reference_layer(x, ids, top_k_weights, w)
     packed = sm90.pack_weights(w)
     results = []
     with pytest.MonkeyPatch.context() as monkeypatch:

@@ -22,7 +22,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from moe_nvfp4 import format as nvfp4
 from moe_nvfp4.kernels.sm100_config import SF_TILE, CombineConfig, GemmConfig, QuantizeConfig, choose_tile
-from moe_nvfp4.kernels.tensors import aligned
+from moe_nvfp4.kernels.tensors import aligned, multiprocessors
 from moe_nvfp4.routing import Groups, Rows
 from moe_nvfp4.weights import ExpertWeights
 
@@ -182,11 +182,6 @@ def _pad_rows(codes: Tensor) -> Tensor:
 
 
 # ---- compilation ---------------------------------------------------------------------------------
-
-
-@lru_cache(maxsize=None)
-def multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def launch(config, arguments: tuple) -> None:

@@ -30,7 +30,7 @@ from moe_nvfp4.kernels.sm90_config import Tile, Work
 from moe_nvfp4.kernels.sm90_gemm import GroupedGemm
 from moe_nvfp4.kernels.sm90_pack import UNIT, UNIT_WORDS, pack
 from moe_nvfp4.kernels.sm90_rows import CHUNK, THREADS, Combine, Count, Gather, Quantize, Route
-from moe_nvfp4.kernels.tensors import aligned
+from moe_nvfp4.kernels.tensors import aligned, multiprocessors
 from moe_nvfp4.routing import Groups, Rows
 from moe_nvfp4.weights import ExpertWeights
 
@@ -107,11 +107,7 @@ def gemm2_combine(h: Rows, weights: ExpertWeights, groups: Groups, top_k_weights
     plan = replace(plan, work=replace(plan.work, gate=None, gathered=False))
     y = x.new_empty(plan.splits * T * top_k, w.hidden_size, dtype=plan.rows)
     _gemms(x, groups.offsets, groups, w, x, y, groups.offsets, plan)
-    if groups.position is None:
-        position = torch.empty_like(groups.order)
-        position[groups.order.long()] = torch.arange(T * top_k, dtype=torch.int32, device=x.device)
-        groups = replace(groups, position=position)
-    return _combine(y, groups, top_k_weights, out, plan.splits)
+    return _combine(y, groups.with_position(), top_k_weights, out, plan.splits)
 
 
 @lru_cache(maxsize=1)
@@ -171,7 +167,7 @@ class Plan:
 
 def _plan(w: ExpertWeights, T: int, top_k: int, device: torch.device) -> Plan:
     return _plan_for(
-        w.gate, w.b13 is not None, w.num_experts, w.hidden_size, w.intermediate_size, T, top_k, _multiprocessors(device)
+        w.gate, w.b13 is not None, w.num_experts, w.hidden_size, w.intermediate_size, T, top_k, multiprocessors(device)
     )
 
 
@@ -312,7 +308,7 @@ def _gemms(x, index, groups, w, h, y, sync, plan, row_scale=None) -> None:
         -(-w.w2.shape[1] // tile.blocks) * plan.splits if work.down else 0
     )
     tiles = _token_tiles(groups.num_rows, w.num_experts, tile) * weight_tiles
-    grid = min(_multiprocessors(x.device) * tile.ctas, tiles)
+    grid = min(multiprocessors(x.device) * tile.ctas, tiles)
     _kernel(tile, work, b13.dtype)(
         units13, units2, x, index, h, y, groups.offsets, gate_scale, w.up_scale, w.w2_scale,
         b13, b2, row_scale, sync, plan.splits, grid,
@@ -344,8 +340,3 @@ def _combine_kernel(top_k, splits, rows, weights):
         launch.rows(_TYPES[weights]), launch.rows(BFloat16, 16),
     )  # fmt: skip
     return launch.compiled(Combine(top_k, splits), arguments, ARCHITECTURE)
-
-
-@cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
