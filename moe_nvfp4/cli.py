@@ -105,7 +105,7 @@ def _parser() -> argparse.ArgumentParser:
         "--dialect", choices=DIALECTS, default="modelopt", help="names and config of the files (default modelopt)"
     )
     sub.add_argument("--dry-run", action="store_true", help="print the plan and the sizes, write nothing")
-    sub.add_argument("--workers", type=int, metavar="N", help="threads (default: one per core, at most 4)")
+    sub.add_argument("--workers", type=int, metavar="N", help="threads (default: one per core, at most 4, 8 with a GPU)")
     device(sub)
 
     sub = command(

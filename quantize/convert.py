@@ -64,7 +64,7 @@ def convert_checkpoint(
     exclude      experts modules to leave as they are: names or wildcards; `include`: only these
     dialect      "modelopt" or "compressed-tensors": the names and the config of the files
     activations  what a loader is asked for: "bf16" (W4A16) or "nvfp4" (W4A4)
-    workers      threads (default: one per core, at most 4)
+    workers      threads (default: one per core, at most 4, or 8 with a GPU)
     device       where matrices are quantized (default: a GPU where there is one); the bytes are the same
     dry_run      plan only, write nothing
 
@@ -98,7 +98,7 @@ def convert_checkpoint(
     with place:
         if place.restarted and progress:
             print(f"starting again: {place.restarted}", file=sys.stderr)
-        _run(plan.jobs, place, report, options.device, workers or _default_workers(), progress)
+        _run(plan.jobs, place, report, options.device, workers or _default_workers(options.device), progress)
         _write_small_files(place.files, plan, others)
         if _state(checkpoint) != state:
             raise ValueError(f"{source} changed while it was read: run the same command again")
@@ -117,10 +117,13 @@ def _options(config, recipe, exclude, include, dialect, activations, device) -> 
     return Options(recipe, tuple(exclude), include, DIALECTS[dialect], activations, device, config_dtype(config))
 
 
-def _default_workers() -> int:
-    """More than four wait for the interpreter: on 16 cores, 16 threads convert 105 MB/s and 4 of them 117."""
+def _default_workers(device: str) -> int:
+    """More wait for the interpreter: 16 threads of 16 cores convert 105 MB/s, 4 of them 117.
+
+    On a GPU jobs are larger: 2, 4, 6 and 8 threads beside an H200 convert 1182, 2304, 2434 and 2753 MB/s.
+    """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(cores, 4)
+    return min(cores, 8 if torch.device(device).type == "cuda" else 4)
 
 
 def _state(checkpoint: Checkpoint) -> list:

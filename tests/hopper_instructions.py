@@ -293,6 +293,13 @@ def memory_cases():
         mad.lo.u32 %r1, %t, 16, %data;
         cp.async.cg.shared.global [%r1], [%x2], 16; cp.async.mbarrier.arrive.noinc.shared.b64 [%bar];\n""" + wait()
     found["cp.async and an mbarrier"] = Case(kernel(arrive + dump(128), [".u64 in"]), (words(128), given), shared=8192)
+    arrive = initialise(count=1) + """ld.param.u64 %x2, [in]; mad.wide.u32 %x2, %t, 16, %x2;
+        mad.lo.u32 %r1, %t, 16, %data; and.b32 %r5, %t, 16;
+        cp.async.cg.shared.global [%r1], [%x2], 16, %r5; cp.async.mbarrier.arrive.shared.b64 [%bar];
+        setp.eq.u32 %p3, %t, 0; bar.warp.sync -1; @%p3 mbarrier.arrive.shared.b64 %x1, [%bar];\n""" + wait()
+    found["cp.async that an mbarrier did not expect"] = Case(
+        kernel(arrive + dump(128), [".u64 in"]), (words(128), given), shared=8192
+    )
     return found
 
 

@@ -142,7 +142,7 @@ class HardRows:
 
     def run(self, device):
         x, ids, scale = (t.to(device) for t in self.inputs())
-        return sm90.quantize_rows(x, ids, scale, group_by_expert(ids, 3).with_position(), spread=True)
+        return sm90.quantize_rows(x, ids, scale, group_by_expert(ids, 3).with_position(), order="spread")
 
 
 TILES = {tile.BN: tile for tile in sm90._TILES}
@@ -151,8 +151,8 @@ LAYERS = {
     "16 tokens, bias, two parts": Layer(
         Tile(16, stages=4, group=4), (16, 3, 18), I=336, gate=OAI, bias=True, splits=2, gathered=True, seed=662444648
     ),
-    "24 tokens by WGMMA, no gate": Layer(TILES[24], (7, 25), gate=RELU2, seed=1757155522),
+    "24 tokens by WGMMA, no gate": Layer(TILES[24], (7, 25), gate=RELU2, gathered=True, seed=1757155522),
     "128 tokens by WGMMA": Layer(TILES[128], (130, 5), gate=GELU, seed=1069361599),
-    "NVFP4 rows": Layer(Tile(8), (3, 17, 0, 1), activations="nvfp4", seed=468686412),
+    "NVFP4 rows": Layer(Tile(8), (3, 17, 0, 1), activations="nvfp4", gathered=True, seed=468686412),
     "static NVFP4 rows": HardRows(),
 }

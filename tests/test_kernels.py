@@ -239,11 +239,13 @@ def test_rows_are_quantized_to_the_bit(K, dtype, static):
     x[8], x[9, ::3], x[10, 5] = 0, 0, float("nan")
     scale = torch.logspace(-4, 0, 8).cuda() if static else None
     R, live = groups.num_rows, int(groups.offsets[-1])  # nobody's rows have no block scales to compare with
-    for spread in (True, False):
-        index, rows = (token, x) if spread else (None, x.repeat(3, 1))
+    for order in ("rows", "spread") if static else ("rows", "spread", "tokens"):
+        index, rows = (None, x.repeat(3, 1)) if order == "rows" else (token, x)
         want = reference.quantize_rows(rows, index, scale, groups)
         sf = nvfp4.unswizzle_sf_grouped(want.sf, groups.offsets, R, K // 16)
-        values, row_scale = sm90.quantize_rows(rows, ids, scale, groups, spread)
+        values, row_scale = sm90.quantize_rows(rows, ids, scale, groups, order)
+        if order == "tokens":
+            values, row_scale = values[token.long()], row_scale[token.long()]
         codes_times_sf = nvfp4.dequantize(want.values[:live], sf[:live], None)
         assert torch.equal(row_scale[:live].nan_to_num(-1), want.scale[:live].nan_to_num(-1))
         assert torch.equal(values[:live].float().nan_to_num(-1), codes_times_sf.nan_to_num(-1))

@@ -81,7 +81,7 @@ def check(emulator, layer, ids, tile=None, splits=None, schedules=("eager",), we
                 emulator.multiprocessors,
             )  # fmt: skip
             plan = replace(plan, tile=tile or plan.tile, splits=splits or plan.splits)
-            plan = replace(plan, work=replace(plan.work, gathered=plan.tile.warpwise))
+            plan = replace(plan, work=replace(plan.work, gathered=plan.tile.BN not in (32, 128)))
             monkeypatch.setattr(sm90, "_plan_for", lambda *_: plan)
         for emulator.schedule in schedules:
             emulator.kernels = []
@@ -124,7 +124,7 @@ def test_tiles(emulator, name):
 
 def compile_all(architecture):
     for tile in (*sm90._TILES, sm90._PAIR):
-        work = Work(SILU, True, False, True)
+        work = Work(SILU, True, bias=True)
         yield lambda tile=tile, work=work: sm90._kernel(tile, work, torch.bfloat16)
 
 
@@ -201,12 +201,14 @@ def test_rows_are_quantized_to_the_bit(emulator, K, static, dtype):
     x = hard_rows(len(ids), K).to(dtype)
     scale = torch.tensor([2.0**-6, 1.0, 3e-3, 1e-30, 0.37]) if static else None
     R, live = groups.num_rows, int(groups.offsets[-1])
-    for spread in (True, False):
-        index, rows = (token, x) if spread else (None, torch.cat([x, x])[:R].contiguous())
+    for order in ("rows", "spread") if static else ("rows", "spread", "tokens"):
+        index, rows = (None, torch.cat([x, x])[:R].contiguous()) if order == "rows" else (token, x)
         want = reference.quantize_rows(rows, index, scale, groups)
         sf = nvfp4.unswizzle_sf_grouped(want.sf, groups.offsets, R, K // 16)
         exact = nvfp4.dequantize(want.values[:live], sf[:live], None)  # nobody's rows have no block scales
-        values, row_scale = sm90.quantize_rows(rows, ids, scale, groups, spread)
+        values, row_scale = sm90.quantize_rows(rows, ids, scale, groups, order)
+        if order == "tokens":
+            values, row_scale = values[token.long()], row_scale[token.long()]
         assert torch.equal(exact.bfloat16().float().nan_to_num(-1), exact.nan_to_num(-1))
         for found, right in ((values[:live], exact.bfloat16()), (row_scale[:live], want.scale[:live])):
             assert torch.equal(found.isnan(), right.isnan())

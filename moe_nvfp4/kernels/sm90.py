@@ -1,7 +1,7 @@
 """The Hopper backend: the experts as CuTe DSL kernels over 4-bit weights.
 
     W4A16   Route ── (Gather) ── GroupedGemm, both GEMMs ── Combine
-    W4A4    Route ── Quantize, spreading ── GEMM 1 ── Quantize ── GEMM 2 ── Combine
+    W4A4    Route ── Quantize ── GEMM 1 ── Quantize ── GEMM 2 ── Combine
 
 each dependent on the one before and started early. Weights are in the layout of `sm90_pack`. Nothing
 waits for the device, no shape depends on data and buffers are torch's, so that a CUDA graph can
@@ -62,7 +62,7 @@ def experts(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: Expe
     x = aligned(x)
     y = x.new_empty(plan.splits * T * top_k, w.hidden_size, dtype=plan.rows)
     if w.activations == "nvfp4":
-        _quantized(x, ids, groups, w, y, sync, plan)
+        _quantized(x, ids, token, groups, w, y, sync, plan)
     else:
         if not plan.work.gathered:
             x = gather(x, groups)
@@ -71,12 +71,13 @@ def experts(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: Expe
     return _combine(y, groups, top_k_weights, out, plan.splits)
 
 
-def _quantized(x, ids, groups, w, y, sync, plan) -> None:
+def _quantized(x, ids, token, groups, w, y, sync, plan) -> None:
     """x -> y with NVFP4 rows. A static scale of h quantizes its fp32 values, as the reference does."""
-    static, token = w.h_scale is not None, groups.offsets
-    x, scale = quantize_rows(x, ids, w.x_scale, groups, spread=True)
-    h = x.new_empty(x.shape[0], w.intermediate_size, dtype=torch.float32 if static else x.dtype)
-    work = replace(plan.work, gathered=False, row_scale=True)
+    static = w.h_scale is not None
+    spread = w.x_scale is not None or not plan.work.gathered
+    x, scale = quantize_rows(x, ids, w.x_scale, groups, "spread" if spread else "tokens")
+    h = x.new_empty(groups.num_rows, w.intermediate_size, dtype=torch.float32 if static else x.dtype)
+    work = replace(plan.work, gathered=not spread, row_scale=True)
     first = replace(work, down=False, h=Float32 if static else BFloat16)
     _gemms(x, token, groups, w, h, y, sync, replace(plan, work=first), scale)
     h, scale = quantize_rows(h, ids, w.h_scale, groups)
@@ -190,7 +191,8 @@ def _plan_for(gate, bias: bool, E: int, H: int, I: int, T: int, top_k: int, sms:
     if tile == Tile(8) and splits == 1:
         tile = _PAIR
     rows = torch.float32 if splits * R * H * 4 <= EXACT_BYTES else torch.bfloat16
-    gathered = tile.warpwise and R <= 512  # TMA takes its time for single rows
+    # Rows that GEMM 1 gathers itself cost it 5 % where it is bound by arithmetic: more than `gather`, if I is large.
+    gathered = tile.BN <= 32 or I <= 1024
     return Plan(tile, Work(gate, True, gathered, bias, out=_TYPES[rows]), splits, rows)
 
 
@@ -272,29 +274,33 @@ def _gather():
 
 
 def quantize_rows(
-    x: Tensor, top_k_index: Tensor, scale: Tensor | None, groups: Groups, spread: bool = False
+    x: Tensor, top_k_index: Tensor, scale: Tensor | None, groups: Groups, order: str = "rows"
 ) -> tuple[Tensor, Tensor]:
-    """As `reference.quantize_rows`: (bf16 code * sf [R, K], fp32 global scale of each row [R]).
+    """As `reference.quantize_rows`: (bf16 code * sf [*, K], fp32 global scale of each row).
 
-    `spread`: x [T, K] are tokens; else [R, K] rows in grouped order.
+    order   x has                     the results have
+    rows    [R, K], grouped           the same
+    spread  tokens [T, K]             [R, K] rows, grouped
+    tokens  tokens [T, K]             the same; scale must be None, as each expert has its own
     """
-    (n, K), R, ids = x.shape, groups.num_rows, top_k_index.view(-1)
+    (n, K), ids = x.shape, top_k_index.view(-1)
+    R = n if order == "tokens" else groups.num_rows
     rows = x.new_empty(R, K, dtype=torch.bfloat16)
     row_scale = x.new_empty(R, dtype=torch.float32)
     warps = 1
     while warps < 16 and (K > 2048 * warps or n * warps < 1024 and K > 256 * warps):
         warps *= 2  # so that a lane has no more than 64 values, and every multiprocessor something to do
-    quantize = _quantize(x.dtype, ids.dtype, scale is not None, spread, warps, -(-K // (256 * warps)))
-    place = groups.position if spread else groups.order
+    quantize = _quantize(x.dtype, ids.dtype, scale is not None, order, warps, -(-K // (256 * warps)))
+    place = groups.position if order == "spread" else groups.order
     quantize(x, ids, place, row_scale if scale is None else scale, rows, row_scale, groups.top_k)
     return rows, row_scale
 
 
 @cache
-def _quantize(dtype, ids, static, spread, warps, each):
+def _quantize(dtype, ids, static, order, warps, each):
     r, v = launch.rows, launch.vector
     arguments = (r(_TYPES[dtype], 16), v(_TYPES[ids]), v(Int32), v(Float32), r(BFloat16, 16), v(Float32), Int32(1))
-    return launch.compiled(Quantize(static, spread, warps, each), arguments, ARCHITECTURE)
+    return launch.compiled(Quantize(static, order, warps, each), arguments, ARCHITECTURE)
 
 
 def _gemms(x, index, groups, w, h, y, sync, plan, row_scale=None) -> None:

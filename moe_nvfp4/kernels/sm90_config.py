@@ -80,7 +80,7 @@ class Tile:
 class Work:
     """What a launch computes. gate: GEMM 1 and what follows it (None: no GEMM 1); down: GEMM 2.
 
-    gathered: rows of x come by index, one by one; else they lie in order
+    gathered: rows of x come by index; else they lie in order
     row_scale: rows carry a global scale (NVFP4 activations); then a launch has one of the GEMMs
     h, out: dtype of what GEMM 1, GEMM 2 write, bf16 or fp32
     """
@@ -92,6 +92,11 @@ class Work:
     row_scale: bool = False
     h: type = BFloat16
     out: type = BFloat16
+
+    @property
+    def by_index(self) -> bool:
+        """Whether there are rows of x, and they come by index."""
+        return self.gathered and self.gate is not None
 
     @property
     def both(self) -> bool:

@@ -19,13 +19,15 @@ Warp roles (128 * (NWG + 1) threads)
     warps 0..4 NWG-1   consumers, in warpgroups. KS of them split K among themselves (summed through
                        shared memory), the rest split the rows: MB blocks of 64 rows each
     next warp          draws tiles, publishes them, issues the bulk copies of weights
-    next two warps     copy tokens by TMA: boxes of 16 or 8 rows, or row by row where they are gathered. Rows
-                       beyond the group hold anything: a token is a column of its own, not stored
+    next two warps     copy tokens: boxes of 16 or 8 rows by TMA, or 16 bytes a lane where they are gathered,
+                       TMA taking its time for single rows. Rows beyond the group hold anything: a token
+                       is a column of its own, not stored
     last warp          tells other CTAs which rows of h are stored
 
 Pipelines (mbarriers: arrivals)
     full[stage]    1 with the transaction bytes of weights and tokens, 1 of each token warp (it may have
-                   nothing to copy, but must not fall behind)
+                   nothing to copy, but must not fall behind), and where tokens are gathered 1 of each of
+                   its lanes when its copies are there, expected and made good by the lane itself
     empty[stage]   1 per consumer warp, after the WGMMAs that read the stage's tokens (its codes were
                    in registers long before). The ring of stages runs on from tile to tile
     told[slot]     1, a tile's four numbers are in shared memory
@@ -116,11 +118,14 @@ def _tile_at(sOffsets, sFirst, E: Int32, tile: Int32, mtiles: Int32, BN: cutlass
         e += cute.arch.popc(cute.arch.vote_ballot_sync(below))
     first = sFirst[e]
     local = tile - first * mtiles
-    raster = local // (RASTER * mtiles)
-    local -= raster * (RASTER * mtiles)
-    width = cutlass.min(sFirst[e + 1] - first - raster * RASTER, Int32(RASTER))
-    mt = local // width
-    nt = raster * RASTER + local - mt * width
+    width, mt, nt = sFirst[e + 1] - first, local, Int32(0)
+    if width > 1:  # divisions take longer than all else here
+        if width > RASTER:
+            nt = local // (RASTER * mtiles) * RASTER
+            local -= nt * mtiles
+            width = cutlass.min(width - nt, Int32(RASTER))
+        mt = local // width
+        nt += local - mt * width
     row = sOffsets[e] + nt * BN
     return e, mt, row, cutlass.min(sOffsets[e + 1] - row, Int32(BN)), first + nt
 
@@ -151,7 +156,7 @@ class GroupedGemm:
         mDownScale: cute.Tensor,
         mBias1: cute.Tensor,  # [E, rows of the matrix]
         mBias2: cute.Tensor,
-        mRowScale: cute.Tensor,  # fp32 [R], the global scales of the rows that the launch reads
+        mRowScale: cute.Tensor,  # fp32, the global scales of the rows of mX, or else mH
         mSync: cute.Tensor,  # int32 [1 + token tiles], zeros
         splits: Int32,
         grid: Int32,
@@ -159,13 +164,9 @@ class GroupedGemm:
     ):
         t = self.t
         box = sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, (64, t.box, 64), BFloat16, 1)
-        row = cute.make_composed_layout(box.inner, 0, cute.make_layout((1, 64), stride=(64, 1)))
         box = cute.slice_(box, (None, None, 0))
         load = cpasync.CopyBulkTensorTileG2SOp()
-        if const_expr(self.work.gathered):
-            tma_x, _ = cpasync.make_tiled_tma_atom(load, mX, row, (1, 64))
-        else:
-            tma_x, _ = cpasync.make_tiled_tma_atom(load, mX, box, (t.box, 64))
+        tma_x, _ = cpasync.make_tiled_tma_atom(load, mX, box, (t.box, 64))
         if const_expr(self.work.down):
             tma_h, _ = cpasync.make_tiled_tma_atom(load, mH, box, (t.box, 64))
         else:
@@ -181,7 +182,6 @@ class GroupedGemm:
             stored: cute.struct.MemRange[Int64, SLOTS]
             tiles: cute.struct.Align[cute.struct.MemRange[Int32, 4 * SLOTS], 16]
             sums: cute.struct.MemRange[Int32, 32]
-            tokens: cute.struct.MemRange[Int32, t.BN]
             offsets: cute.struct.MemRange[Int32, MAX_EXPERTS + 1]
             first: cute.struct.MemRange[Int32, MAX_EXPERTS + 1]
             x: cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(x_layout)], 1024]
@@ -190,7 +190,7 @@ class GroupedGemm:
 
         self.storage = Storage
         self.kernel(
-            x_layout, tma_x, tma_h, mW1, mW2, mIndex, mH, mY, mOffsets, mGateScale, mUpScale, mDownScale,
+            x_layout, tma_x, tma_h, mW1, mW2, mX, mIndex, mH, mY, mOffsets, mGateScale, mUpScale, mDownScale,
             mBias1, mBias2, mRowScale, mSync, splits, Uint32(ptx.SCALE_HIGH),
         ).launch(
             grid=[grid, 1, 1], block=[t.threads, 1, 1], min_blocks_per_mp=t.ctas, stream=stream, use_pdl=True,
@@ -205,6 +205,7 @@ class GroupedGemm:
         tma_h: cute.CopyAtom,
         mW1: cute.Tensor,
         mW2: cute.Tensor,
+        mX: cute.Tensor,
         mIndex: cute.Tensor,
         mH: cute.Tensor,
         mY: cute.Tensor,
@@ -239,7 +240,7 @@ class GroupedGemm:
         m64 = (mW1.shape[1], mW2.shape[1])
 
         if warp == 0:
-            if const_expr(self.work.gate is not None):
+            if const_expr(self.work.gate is not None and not self.work.gathered):
                 cpasync.prefetch_descriptor(tma_x)
             if const_expr(self.work.down):
                 cpasync.prefetch_descriptor(tma_h)
@@ -271,16 +272,15 @@ class GroupedGemm:
             elif warp < 4 * t.NWG + 3:
                 if const_expr(self.work.gate is None):
                     cute.arch.griddepcontrol_wait()
-                sTokens = storage.tokens.get_tensor(cute.make_layout(t.BN))
                 self.tokens(
-                    tma_x, tma_h, mIndex, m64[0], k64, splits, mSync, sTokens, storage.x.data_ptr().toint(), ring, news
+                    tma_x, tma_h, mX, mIndex, m64[0], k64, splits, mSync, storage.x.data_ptr().toint(), ring, news
                 )
             elif const_expr(self.work.both):
                 self.tell(mSync, stored, news)
         else:
             cute.arch.setmaxregister_increase(t.registers[0])
             sPart = storage.part.get_tensor(cute.make_layout((128, t.MB * t.BN // 2, t.across, max(1, t.KS - 1))))
-            outputs = (mH, mY, mGateScale, mUpScale, mDownScale, mBias1, mBias2, mRowScale)
+            outputs = (mH, mY, mGateScale, mUpScale, mDownScale, mBias1, mBias2, mRowScale, mIndex)
             self.consume(
                 sX,
                 storage.x.data_ptr(),
@@ -337,9 +337,9 @@ class GroupedGemm:
                 turn ^= 1
             mt, part, begin, count = self.part(mt_part, K64, second, splits)
             boxed = (rows + t.box - 1) // t.box * t.box  # rows of tokens that TMA writes
-            if const_expr(work.gathered and work.gate is not None):
+            if const_expr(work.by_index):
                 if not second:
-                    boxed = rows
+                    boxed = Int32(0)
             valid = cutlass.min(M64 - mt * t.blocks, Int32(t.blocks))
             source = (mW2.iterator.toint() if second else mW1.iterator.toint()) + (
                 (Int64(e * M64 + mt * t.blocks) * K64 + begin) * (UNIT_WORDS * 4)
@@ -373,7 +373,7 @@ class GroupedGemm:
     def part(self, mt, K64, second, splits):
         """What a tile says of its place -> (weight tile, part of K, its first 64-column block, how many)."""
         part, first, count = Int32(0), Int32(0), K64
-        if second:
+        if second and splits > 1:
             part = mt % splits
             mt = mt // splits
             each = ((K64 + splits - 1) // splits + self.t.KB - 1) // self.t.KB * self.t.KB
@@ -420,13 +420,16 @@ class GroupedGemm:
         return slot, turn
 
     @cute.jit
-    def tokens(self, tma_x, tma_h, mIndex, m64: Int32, k64, splits, mSync, sTokens, to: Int32, ring, news):
+    def tokens(self, tma_x, tma_h, mX, mIndex, m64: Int32, k64, splits, mSync, to: Int32, ring, news):
         """Two warps: every tile's tokens. They share rows, or 64-column blocks, evenly."""
         t, work = self.t, self.work
         full, empty = ring
         lane = cute.arch.lane_idx()
         mine = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // 32 % 4) - 1
         from_x, from_h = ptx.descriptor(tma_x), ptx.descriptor(tma_h)
+        # gathered: a warp has four rows of every eight, a lane 16 bytes of one, where the swizzle puts them
+        within, chunk = 4 * mine + lane // 8, lane % 8
+        chunks = cute.make_rmem_tensor(t.BN // 8, Int32)  # where they are, in units of 16 bytes
 
         stage, phase, slot, turn = Int32(0), Int32(1), Int32(0), Int32(0)
         what, mt, row, last = self.hear(news, slot, turn)
@@ -437,23 +440,28 @@ class GroupedGemm:
                 if second:
                     self.wait_for_h(mSync, last // 512 + 1, (m64 + t.blocks - 1) // t.blocks)
             mt, part, first, count = self.part(mt, k64[1] if second else k64[0], second, splits)
-            by_row = not second if const_expr(work.gathered and work.gate is not None) else False
-            if by_row:
-                for i in cutlass.range(2 * lane + mine, rows, 64, unroll=1):
-                    sTokens[i] = mIndex[row + i]
-                cute.arch.sync_warp()
+            by_index = not second if const_expr(work.by_index) else False
+            if by_index:
+                for i in cutlass.range_constexpr(t.BN // 8):
+                    token = mIndex[row + cutlass.min(8 * i + within, rows - 1)]
+                    chunks[i] = token * Int32(mX.stride[0] // 8) + chunk
             for kt in cutlass.range((count + t.KB - 1) // t.KB, unroll=1):
                 cute.arch.mbarrier_wait(empty + stage, phase)
                 bar = Int32((full + stage).toint())
-                with cute.arch.elect_one():
-                    if by_row:
-                        for i in cutlass.range(mine, rows, 2, unroll=4):
-                            token = sTokens[i]
+                if by_index:
+                    target = to + stage * (t.KB * t.BN * 128) + within * 128 + ((chunk ^ within) << 4)
+                    base = mX.iterator.toint() + kt * (t.KB * 128)
+                    column = kt * (t.KB * 64) + chunk * 8
+                    sizes = [cutlass.select_(column + j * 64 < mX.shape[1], 16, 0) for j in range(t.KB)]
+                    for i in cutlass.range_constexpr(t.BN // 8):
+                        if 8 * i < rows:
+                            address = base + Int64(chunks[i]) * 16
                             for j in cutlass.range_constexpr(t.KB):
-                                if kt * t.KB + j < count:
-                                    target = to + (stage * t.KB + j) * (t.BN * 128) + i * 128
-                                    ptx.tma(target, from_x, (first + kt * t.KB + j) * 64, token, bar)
-                    else:
+                                ptx.copy16(target, (j * t.BN + 8 * i) * 128, address, j * 128, sizes[j])
+                    ptx.arrive_after_copies(bar)
+                    cute.arch.sync_warp()
+                with cute.arch.elect_one():
+                    if not by_index:
                         for j in cutlass.range(mine, cutlass.min(count - kt * t.KB, Int32(t.KB)), 2, unroll=1):
                             source = from_h if second else from_x
                             for i in cutlass.range(0, rows, t.box, unroll=1):
@@ -586,7 +594,7 @@ class GroupedGemm:
         each = t.KB // t.KS  # 64-column blocks of a stage for this warpgroup
         previous = Int32(0)
         for kt in cutlass.range(count // t.KB, unroll=1):
-            cute.arch.mbarrier_wait(full + stage, phase)
+            self.wait_full(full + stage, phase)
             stage = cute.arch.make_warp_uniform(stage)  # descriptors by the uniform datapath: 3 % of prefill
             begin = wk * each if const_expr(t.KS > 1) else 0
             codes, sf = self.load(sCodes, sScale, tid, begin, wm, stage)
@@ -615,7 +623,7 @@ class GroupedGemm:
             if lane == 0:
                 cute.arch.mbarrier_arrive(empty + previous)
         if count % t.KB > 0:  # the rest of K, one 64-column block after the other
-            cute.arch.mbarrier_wait(full + stage, phase)
+            self.wait_full(full + stage, phase)
             for at in cutlass.range(wk, count % t.KB, t.KS, unroll=1):
                 codes, sf = self.load(sCodes, sScale, tid, at, wm, stage)
                 for ks in cutlass.range_constexpr(4):
@@ -629,6 +637,13 @@ class GroupedGemm:
                 cute.arch.mbarrier_arrive(empty + stage)
             stage, phase = self.advance(stage, phase)
         return stage, phase
+
+    @cute.jit
+    def wait_full(self, bar, phase):
+        """Before WGMMAs, which read by the async proxy."""
+        cute.arch.mbarrier_wait(bar, phase)
+        if const_expr(self.work.by_index):
+            cute.arch.fence_proxy(kind="async.shared", space="cta")  # cp.async writes by the generic one
 
     @cute.jit
     def narrow(self, acc, sX, sCodes, sScale, high, who, count: Int32, stage: Int32, phase: Int32, ring):
@@ -672,12 +687,15 @@ class GroupedGemm:
     @cute.jit
     def scales(self, outputs, e, second, row, rows, N: cutlass.Constexpr):
         """The global scales of the matrix rows in registers h = 0 and h = 1, and of token lane, lane + 32, ..."""
-        _, _, mGateScale, mUpScale, mDownScale, _, _, mRowScale = outputs
+        _, _, mGateScale, mUpScale, mDownScale, _, _, mRowScale, mIndex = outputs
         work = self.work
         of_tokens = [Float32(1.0)] * ((N + 31) // 32)
         if const_expr(work.row_scale):
             for q in cutlass.range_constexpr(len(of_tokens)):
-                of_tokens[q] = mRowScale[row + cutlass.min(cute.arch.lane_idx() + 32 * q, rows - 1)]
+                at = row + cutlass.min(cute.arch.lane_idx() + 32 * q, rows - 1)
+                if const_expr(work.by_index):
+                    at = mIndex[at]
+                of_tokens[q] = mRowScale[at]
         if const_expr(work.gate is None):
             return mDownScale[e], mDownScale[e], of_tokens
         a, b = mGateScale[e], mUpScale[e]
@@ -714,7 +732,7 @@ class GroupedGemm:
         """The epilogue of 64-row blocks `block` ... of expert e: `rows` tokens, stored from `row`."""
         t, work = self.t, self.work
         block, row = place
-        mH, mY, _, _, _, mBias1, mBias2, _ = outputs
+        mH, mY, _, _, _, mBias1, mBias2, _, _ = outputs
         mOut, mBias, gate = (mY, mBias2, None) if const_expr(down) else (mH, mBias1, work.gate)
         tid = cute.arch.thread_idx()[0] % 128
         warp, g, c = tid // 32, tid % 32 // 4, tid % 4

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int64, Uint32, const_expr
+from cutlass import Float32, Int32, Int64, Uint32, const_expr
 from cutlass._mlir import ir
 from cutlass._mlir.dialects import cute_nvgpu
 from cutlass.cutlass_dsl import dsl_user_op
@@ -101,6 +101,19 @@ def tma(to, descriptor, column, row, bar):
         "[{$r0}], [{$r1}, {{$r2}, {$r3}}], [{$r4}];",
         read_only_args=[to, descriptor, column, row, bar],
     )
+
+
+def copy16(to, to_offset: int, source, source_offset: int, size):
+    """16 bytes into shared memory by this lane, of which `size` are read, the rest zeros. Constant offsets are free."""
+    cute.arch.inline_ptx(
+        "cp.async.cg.shared.global [{$r0} + %d], [{$r1} + %d], 16, {$r2};" % (to_offset, source_offset),
+        read_only_args=[to, source, Int32(size)],
+    )
+
+
+def arrive_after_copies(bar):
+    """Expects an arrival of this lane at `bar`, which comes when all its copies so far are there."""
+    cute.arch.inline_ptx("cp.async.mbarrier.arrive.shared.b64 [{$r0}];", read_only_args=[bar])
 
 
 @dsl_user_op

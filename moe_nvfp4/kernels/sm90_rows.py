@@ -283,17 +283,19 @@ class Gather:
 
 class Quantize:
     """`warps` warps have a row of x, `each` halves of blocks a lane. Its global scale is its expert's if `static`,
-    else its own. `spread`: a row of x is a token, and goes to the rows of its slots.
+    else its own. x has "rows" in grouped order, or "tokens", which are older than the routing kernel: they are read
+    while that one ends. "spread" tokens go to the rows of their slots.
 
     Values and scales are what `format.quantize` returns, bit for bit.
     """
 
-    def __init__(self, static: bool, spread: bool, warps: int, each: int):
-        self.static, self.spread, self.warps, self.each = static, spread, warps, each
+    def __init__(self, static: bool, order: str, warps: int, each: int):
+        self.static, self.order, self.warps, self.each = static, order, warps, each
+        self.early, self.spread = order != "rows", order == "spread"
         self.threads = 32 * max(4, warps)
 
     def __repr__(self) -> str:
-        return f"Quantize({self.static}, {self.spread}, {self.warps}, {self.each})"
+        return f"Quantize({self.static}, {self.order}, {self.warps}, {self.each})"
 
     @cute.jit
     def __call__(self, mX, mIds, mPlace, mScale, mRows, mRowScale, top_k: Int32, stream):
@@ -307,11 +309,11 @@ class Quantize:
     def kernel(
         self,
         mX: cute.Tensor,  # bf16 or fp32 [*, K]
-        mIds: cute.Tensor,  # [R], the expert of each assignment
+        mIds: cute.Tensor,  # [R], the expert of each assignment; for static scales, as is mScale
         mPlace: cute.Tensor,  # int32 [R], the row of each assignment if `spread`, else the assignment of each row
         mScale: cute.Tensor,  # fp32 [E]
-        mRows: cute.Tensor,  # bf16 [R, K], written
-        mRowScale: cute.Tensor,  # fp32 [R], written
+        mRows: cute.Tensor,  # bf16 [*, K], written
+        mRowScale: cute.Tensor,  # fp32 [*], written
         top_k: Int32,
     ):
         tid, _, _ = cute.arch.thread_idx()
@@ -320,7 +322,7 @@ class Quantize:
         sLargest = cute.make_tensor(cute.arch.get_dyn_smem(Float32), cute.make_layout(16))
         number = cta * (self.threads // (32 * self.warps)) + tid // (32 * self.warps)
         source = cutlass.min(number, mX.shape[0] - 1)
-        if const_expr(not self.spread):
+        if const_expr(not self.early):
             cute.arch.griddepcontrol_wait()
             cute.arch.griddepcontrol_launch_dependents()
 
@@ -346,7 +348,7 @@ class Quantize:
             for i in cutlass.range_constexpr(self.each):
                 self.round(loaded[i], global_scale, rounded[i])
 
-        if const_expr(self.spread):
+        if const_expr(self.early):
             cute.arch.griddepcontrol_wait()
             cute.arch.griddepcontrol_launch_dependents()
         if number < mX.shape[0]:
