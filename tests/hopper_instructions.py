@@ -483,7 +483,7 @@ def tensor_cases():
 
     save("swizzle 128", Map(0, "u8", (256, 16), (256,), (128, 8), 128), (64, 3))
     save("over the right and lower edge", Map(0, "bf16", (60, 16), (128,), (32, 8), 64), (40, 12))
-    save("over the left and upper edge", Map(0, "f32", (32, 16), (128,), (16, 4), 0), (-4, -2))
+    save("over the left and upper edge", Map(0, "f32", (32, 16), (128,), (16, 4), 0), (-4, -2), "begins outside")
     save("8 bytes off", Map(0, "bf16", (60, 16), (128,), (32, 8), 64), (44, 12), odd)
     return found
 

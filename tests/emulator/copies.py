@@ -100,7 +100,9 @@ class TensorMap:
         return tile.ravel()
 
     def store(self, memory, coordinates, tile, reduce=None):
+        """A row's last 16 bytes are written even where only some of them are inside: so an H200 does."""
         addresses, inside, first, last = self.rows(coordinates)
+        last = -(-last // 16) * 16
         tile = tile.reshape(len(addresses), -1)
         if last > first and inside.any():
             buffer, index = self.index(memory, addresses[inside] + first, last - first)
@@ -339,6 +341,8 @@ def build_tensor_store(build, match, target, source, *policy):
                 raise Violation(f"{len(where)} coordinates for a tensor map of rank {len(tile.dims)}")
             begin = lane_value(warp, start, start_offset, lane) & OFFSET
             tile.check(begin, where)
+            if min(where) < 0:  # "illegal instruction" on an H200; loads may
+                raise Violation(f"tensor map: a store to {where}, which begins outside of the tensor")
             put = lambda data, tile=tile, where=where: tile.store(memory, where, data)
             issue_store(warp, begin, tile.box_bytes, tile.swizzle, put)
 
