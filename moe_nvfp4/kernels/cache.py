@@ -13,12 +13,12 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from moe_nvfp4.demo import _cache_folder
+from moe_nvfp4.demo import cache_folder
 
 
 def own_folder(name: str) -> Path:
     """The folder, made if needed, after a look at who could put code there: PermissionError if others may."""
-    folder = _cache_folder() / name
+    folder = cache_folder() / name
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = folder.lstat()
     if hasattr(os, "getuid") and (status.st_uid != os.getuid() or status.st_mode & 0o022 or folder.is_symlink()):
