@@ -233,9 +233,7 @@ class ExpertsConverter(WeightConverter):
 
     def reverse_transform(self):
         operations = [op.reverse_op for op in self.operations[::-1]]
-        return self.copy(
-            self._original_target_patterns, self._original_source_patterns, operations=operations
-        )
+        return self.copy(self._original_target_patterns, self._original_source_patterns, operations=operations)
 
     def convert(self, layer_name, model=None, config=None, hf_quantizer=None, loading_info=None):
         module_name, _, name = layer_name.rpartition(".")
@@ -567,9 +565,7 @@ def _check_sharding(module_name: str, experts: HFExperts, converter: ExpertsConv
 
 
 def _splits_matrices(param: Tensor) -> bool:
-    return isinstance(param, DTensor) and any(
-        hasattr(p, "dim") and p.dim % param.ndim != 0 for p in param.placements
-    )
+    return isinstance(param, DTensor) and any(hasattr(p, "dim") and p.dim % param.ndim != 0 for p in param.placements)
 
 
 def _global_amax(dense, parts: int, param: DTensor) -> Tensor:
@@ -578,7 +574,5 @@ def _global_amax(dense, parts: int, param: DTensor) -> Tensor:
     amax = torch.stack(rows)
     for dim, placement in enumerate(param.placements):
         if hasattr(placement, "dim"):
-            torch.distributed.all_reduce(
-                amax, torch.distributed.ReduceOp.MAX, group=param.device_mesh.get_group(dim)
-            )
+            torch.distributed.all_reduce(amax, torch.distributed.ReduceOp.MAX, group=param.device_mesh.get_group(dim))
     return amax

@@ -147,9 +147,7 @@ def recognise_gate(module: nn.Module, layout: Layout) -> Gate:
     built from the module's attributes and compared with its own function on probe values that
     reach far beyond every clamp.
     """
-    probe = torch.cat(
-        [torch.linspace(-30, 30, 121, device="cpu"), torch.linspace(-3, 3, 61, device="cpu")]
-    ).float()
+    probe = torch.cat([torch.linspace(-30, 30, 121, device="cpu"), torch.linspace(-3, 3, 61, device="cpu")]).float()
     limits = {float(v) for v in _attributes(module, "limit") if v and v > 0} | {inf}
     alphas = {float(v) for v in _attributes(module, "alpha") if v} | {1.0}
     if layout.gated:
@@ -264,6 +262,4 @@ class HFExperts(NVFP4Experts):
         index = torch.where((hidden_states != 0).any(dim=-1, keepdim=True), expert, E)
         own = self.own_gate if self.gate.kind == "raw" else None
         ones = torch.ones_like(index, dtype=torch.float32)
-        return moe_forward(
-            hidden_states, index, ones, self.weights, own, smooth=self.smooth, observe=self.observer
-        )
+        return moe_forward(hidden_states, index, ones, self.weights, own, smooth=self.smooth, observe=self.observer)

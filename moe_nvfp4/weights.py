@@ -153,8 +153,7 @@ class ExpertWeights:
         """
         if self.activations not in ACTIVATIONS:
             raise ValueError(
-                f"activations must be one of {', '.join(map(repr, ACTIVATIONS))}, "
-                f"got {self.activations!r}"
+                f"activations must be one of {', '.join(map(repr, ACTIVATIONS))}, got {self.activations!r}"
             )
         E, I, H = self.num_experts, self.intermediate_size, self.hidden_size
         K13, K2 = self.w13.shape[-1] * 2, self.w2.shape[-1] * 2

@@ -123,9 +123,7 @@ def _offsets(path: Path, name: str, info: dict) -> tuple[int, int]:
         raise ValueError(f"{path}: {name} has the dtype {dtype!r}, which is not known; known are {', '.join(BITS)}")
     needed = -(-math.prod(shape) * BITS[dtype] // 8)
     if end - begin != needed:
-        raise ValueError(
-            _damaged(path, f"{name} has bytes {begin} to {end}, but {dtype} {shape} needs {needed} bytes")
-        )
+        raise ValueError(_damaged(path, f"{name} has bytes {begin} to {end}, but {dtype} {shape} needs {needed} bytes"))
     return begin, end
 
 

@@ -289,14 +289,22 @@ def memory_cases():
         cp.async.ca.shared.global [%r1+1032], [%x2+4], 4; cp.async.ca.shared.global [%r1+1036], [%x2], 4;
         cp.async.commit_group; cp.async.wait_group 0; bar.sync 0;\n"""
     found["cp.async"] = Case(kernel(copy + dump(384), [".u64 in"]), (words(384), given), shared=8192)
-    arrive = initialise(count=32) + """ld.param.u64 %x2, [in]; mad.wide.u32 %x2, %t, 16, %x2;
+    arrive = (
+        initialise(count=32)
+        + """ld.param.u64 %x2, [in]; mad.wide.u32 %x2, %t, 16, %x2;
         mad.lo.u32 %r1, %t, 16, %data;
-        cp.async.cg.shared.global [%r1], [%x2], 16; cp.async.mbarrier.arrive.noinc.shared.b64 [%bar];\n""" + wait()
+        cp.async.cg.shared.global [%r1], [%x2], 16; cp.async.mbarrier.arrive.noinc.shared.b64 [%bar];\n"""
+        + wait()
+    )
     found["cp.async and an mbarrier"] = Case(kernel(arrive + dump(128), [".u64 in"]), (words(128), given), shared=8192)
-    arrive = initialise(count=1) + """ld.param.u64 %x2, [in]; mad.wide.u32 %x2, %t, 16, %x2;
+    arrive = (
+        initialise(count=1)
+        + """ld.param.u64 %x2, [in]; mad.wide.u32 %x2, %t, 16, %x2;
         mad.lo.u32 %r1, %t, 16, %data; and.b32 %r5, %t, 16;
         cp.async.cg.shared.global [%r1], [%x2], 16, %r5; cp.async.mbarrier.arrive.shared.b64 [%bar];
-        setp.eq.u32 %p3, %t, 0; bar.warp.sync -1; @%p3 mbarrier.arrive.shared.b64 %x1, [%bar];\n""" + wait()
+        setp.eq.u32 %p3, %t, 0; bar.warp.sync -1; @%p3 mbarrier.arrive.shared.b64 %x1, [%bar];\n"""
+        + wait()
+    )
     found["cp.async that an mbarrier did not expect"] = Case(
         kernel(arrive + dump(128), [".u64 in"]), (words(128), given), shared=8192
     )
@@ -529,9 +537,12 @@ def barrier_cases():
         """ + wait(1) + dump(64, "%r9")  # fmt: skip
     arguments, own = (words(64), source), "to the CTA's own shared memory"
     found["bulk copy inside shared memory"] = Case(kernel(within, [".u64 in"]), arguments, shared=8192, refused=own)
-    put = fill(512) + """mov.b32 %r7, 512; fence.proxy.async; bar.sync 0;
+    put = (
+        fill(512)
+        + """mov.b32 %r7, 512; fence.proxy.async; bar.sync 0;
         @%p1 cp.{}.bulk.global.shared::cta.bulk_group{} [%out], [%data], %r7;
         cp.async.bulk.commit_group; cp.async.bulk.wait_group 0;"""
+    )
     target = seeded("target").integers(0, 1 << 32, 128, U32)
     found["bulk store"] = Case(kernel(put.format("async", ""), [".u64 in"]), (words(128), source), shared=8192)
     for what in ("add.u32", "add.s32", "add.u64", "add.noftz.f16", "add.noftz.bf16"):
@@ -552,11 +563,18 @@ def cluster_cases():
     rank = "mov.u32 %r2, %cluster_ctarank; "
     meet = "barrier.cluster.arrive.release; barrier.cluster.wait.acquire;\n"
     out = "mad.lo.u32 %r9, %r2, 32, %t; mad.wide.u32 %x1, %r9, 4, %out; st.global.b32 [%x1], %r7;\n"
-    swap = initialise() + rank + """mad.lo.u32 %r3, %t, 4, %data; mad.lo.u32 %r4, %r2, 1000, %t;
+    swap = (
+        initialise()
+        + rank
+        + """mad.lo.u32 %r3, %t, 4, %data; mad.lo.u32 %r4, %r2, 1000, %t;
         st.shared.b32 [%r3], %r4;"""
-    swap += meet + """xor.b32 %r5, %r2, 1; mapa.shared::cluster.u32 %r6, %r3, %r5;
+    )
+    swap += (
+        meet
+        + """xor.b32 %r5, %r2, 1; mapa.shared::cluster.u32 %r6, %r3, %r5;
         ld.shared::cluster.b32 %r7, [%r6]; mapa.shared::cluster.u32 %r8, %bar, %r5;
         @%p1 mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%r8];\n"""
+    )
     swap += wait() + out + meet
     found["cluster: each reads from the other"] = Case(kernel(swap), (words(64),), grid=2, cluster=2, shared=8192)
     source = seeded("multicast").integers(0, 1 << 32, 32, U32)

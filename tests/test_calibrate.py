@@ -39,6 +39,7 @@ def measured(twin, prompts):
                 gate, up = (rows @ module.gate_up_proj[e].double().T).chunk(2, dim=1)
                 if len(rows):
                     seen[1] = max(seen[1], (F.silu(gate) * up).abs().max().item())
+
         module.register_forward_pre_hook(before)
 
     for name, module in twin.named_modules():

@@ -142,6 +142,7 @@ def test_saving_writes_the_same_files(dialect, tmp_path):
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the peak from /proc")
 def test_experts_and_linears_are_never_dense_in_memory(tmp_path):
     """Loading holds the result and a part of it: far less than the same weights in bf16."""
+
     def family():
         return qwen3_moe(48, 512, hidden_size=512)
 

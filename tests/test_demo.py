@@ -160,9 +160,7 @@ def test_the_wrong_file_arrives(cache, monkeypatch, content):
     assert list(cache.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    "problem", [OSError(errno.ENOSPC, "full"), RuntimeError("Error: No space left on device")]
-)
+@pytest.mark.parametrize("problem", [OSError(errno.ENOSPC, "full"), RuntimeError("Error: No space left on device")])
 def test_disk_full_while_writing(cache, pip, monkeypatch, problem):
     def make(path, folder, progress):
         (folder / "half").write_text("half")

@@ -62,10 +62,7 @@ def naive_codes(block, sf, gs):
         return [0] * len(block)
     with np.errstate(all="ignore"):
         ratios = np.abs(block) / scale
-    return [
-        nearest(min(float(r), 6.0), E2M1_GRID) + (8 if v < 0 else 0)
-        for r, v in zip(ratios, block, strict=True)
-    ]
+    return [nearest(min(float(r), 6.0), E2M1_GRID) + (8 if v < 0 else 0) for r, v in zip(ratios, block, strict=True)]
 
 
 def assert_same_as_naive(x, codes, sf, scale_of_row):

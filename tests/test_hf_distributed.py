@@ -17,7 +17,7 @@ from moe_nvfp4.integrations.huggingface import MoeNvfp4Config
 from tests.folders import is_expert, is_linear, quantized
 from tests.models import IDS, SMALL, as_bytes, make, tensors
 
-WORKER = '''
+WORKER = """
 import json, sys
 import torch
 torch.set_num_threads(1)
@@ -41,7 +41,7 @@ for run in json.loads(sys.argv[2]):  # one start of the interpreter serves all r
         torch.save({"logits": logits, "tokens": tokens, "local": local}, run["out"] + "/result.pt")
     torch.distributed.barrier()
 torch.distributed.destroy_process_group()
-'''
+"""
 
 MODES = {
     "tp": dict(tp_size=2),
@@ -99,8 +99,12 @@ def results(tmp_path_factory):
         logits = model(IDS).logits
     tokens = model.generate(IDS, max_new_tokens=8, do_sample=False)
     runs = [
-        {"source": str(path / source), "quantize": source == "bf16", "mode": mode,
-         "out": str(path / f"{name}-{source}")}  # fmt: skip
+        {
+            "source": str(path / source),
+            "quantize": source == "bf16",
+            "mode": mode,
+            "out": str(path / f"{name}-{source}"),
+        }  # fmt: skip
         for name, mode in MODES.items()
         for source in ("bf16", "nvfp4")
     ]

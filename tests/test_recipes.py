@@ -64,10 +64,7 @@ def naive(w: torch.Tensor, recipe: str, gs: float | None = None):
     for row in rows:
         for k in range(0, len(row), 16):
             block = row[k : k + 16]
-            tried = [
-                (sf, *encode_block(block, sf, gs))
-                for sf in candidates(recipe, max(map(abs, block)), gs)
-            ]
+            tried = [(sf, *encode_block(block, sf, gs)) for sf in candidates(recipe, max(map(abs, block)), gs)]
             sf, block_codes, error = min(tried, key=lambda t: t[2])  # the first of equals
             codes += block_codes
             sfs.append(sf)
@@ -119,11 +116,7 @@ def test_special_blocks(recipe):
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @settings(max_examples=40, deadline=None)
-@given(
-    values=st.lists(
-        st.floats(-(2.0**20), 2.0**20, width=32, allow_subnormal=False), min_size=32, max_size=32
-    )
-)
+@given(values=st.lists(st.floats(-(2.0**20), 2.0**20, width=32, allow_subnormal=False), min_size=32, max_size=32))
 def test_any_numbers(recipe, values):
     check(torch.tensor(values).reshape(1, 32), recipe)
 
