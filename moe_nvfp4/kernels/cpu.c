@@ -124,6 +124,7 @@ typedef struct {
     int32_t clamp_after;
     /* filled in by plan_gemm() */
     void *rows;             /* x, even and odd elements apart */
+    void *leads;            /* of experts with many tokens the first ones, side by side */
     int32_t *hit;           /* experts with tokens */
     int64_t *padded;        /* NVFP4: where an expert's rows begin among the padded ones */
     int64_t tile, tiles, K_steps, stride, few;
@@ -167,6 +168,9 @@ INLINE int64_t expert_of(const int32_t *offsets, int64_t E, int64_t row) { /* E:
     return low;
 }
 
+/* Of so many tokens the first are multiplied while the weights are decoded. */
+INLINE int64_t lead_of(int64_t tokens) { return tokens <= 17 ? tokens : 16; }
+
 static void padded_starts(const int32_t *offsets, int64_t E, int64_t *starts) {
     for (int64_t e = 0, at = 0; e < E; e++) {
         starts[e] = at - offsets[e]; /* row + starts[e] is the padded row */
@@ -180,7 +184,7 @@ static void padded_starts(const int32_t *offsets, int64_t E, int64_t *starts) {
 typedef void Task(const void *problem, int64_t item, int thread);
 typedef void Parallel(void (*)(void *), void *, unsigned threads, unsigned flags);
 typedef struct { Task *task; const void *problem; int64_t items, run; atomic_long next, done; } Phase;
-typedef struct { Phase phases[2 * MAX_STAGES]; int64_t count; atomic_int threads; } Job;
+typedef struct { Phase phases[3 * MAX_STAGES]; int64_t count; atomic_int threads; } Job;
 
 /* Every thread passes through all phases. One that comes late finds little to do, and none waits for it: a
    phase is over when its items are done, by whomever. */
@@ -403,32 +407,65 @@ INLINE TARGET v16 scales_avx512bf16(const float *sf, int64_t k) {
 }
 INLINE TARGET v16 mul_add_avx512bf16(v16 sum, h32 a, h32 b) { return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b); }
 INLINE TARGET h32 spread_avx512bf16(const uint16_t *x) { return (h32)_mm512_set1_ps(*(const number_at *)x); }
-#define NP 4
-/* Four elements of 16 rows are a unit: two even ones, a pair in each lane, and two odd ones. The dot product with
-   (scale, 0) or (0, scale) is what multiplies one of a pair; the product fits in bf16, the upper half of fp32. */
-INLINE TARGET void dequantize_avx512bf16(const uint8_t *rows, int64_t stride, const float *scale, h32 *to) {
-    const __m512i order = _mm512_setr_epi32( /* upper halves of two vectors, in turn */
-        0x210001, 0x230003, 0x250005, 0x270007, 0x290009, 0x2b000b, 0x2d000d, 0x2f000f,
-        0x310011, 0x330013, 0x350015, 0x370017, 0x390019, 0x3b001b, 0x3d001d, 0x3f001f);
-    const __m512i bytes = _mm512_set4_epi32(0x80078006, 0x80058004, 0x80038002, 0x80018000); /* as words */
-    const v16 zero = {0};
-    for (int half = 0; half < 2; half++, rows += 16, scale += 32, to += 8 * NP) {
-        __m512i a = fourth_rows(rows, stride), b = fourth_rows(rows + stride, stride);
-        __m512i c = fourth_rows(rows + 2 * stride, stride), d = fourth_rows(rows + 3 * stride, stride);
+/* Weights by integer operations, which leave the multipliers to the products: in bf16 an element times its block scale
+   is the scale's bits, plus a step of the mantissa where the element is 1.5 times a power of two, plus the exponent.
+   16 rows of n codes -> a vector for 8 codes of all rows and, for each block, the scales and the masks that leave the
+   step of a look-up's low bits. bytes: the block scales, row by row; in fp16 they are 2^8 too small. */
+typedef struct { __m512i eights[K_BLOCK / 8], scales[K_BLOCK / 16][2]; } Staged;
+INLINE TARGET void stage_avx512bf16(const uint8_t *codes, int64_t stride, const uint8_t *bytes, int64_t n,
+                                    Staged *out) {
+    __m512i *eights = out->eights, (*scales)[2] = out->scales;
+    for (int64_t k = 0; k < n; k += 32, codes += 16, eights += 4) {
+        __m512i a = fourth_rows(codes, stride), b = fourth_rows(codes + stride, stride);
+        __m512i c = fourth_rows(codes + 2 * stride, stride), d = fourth_rows(codes + 3 * stride, stride);
         __m512i ab = _mm512_unpacklo_epi16(a, b), cd = _mm512_unpacklo_epi16(c, d);
         __m512i AB = _mm512_unpackhi_epi16(a, b), CD = _mm512_unpackhi_epi16(c, d);
-        const __m512i units[4] = {_mm512_unpacklo_epi32(ab, cd), _mm512_unpackhi_epi32(ab, cd),
-                                  _mm512_unpacklo_epi32(AB, CD), _mm512_unpackhi_epi32(AB, CD)};
-        UNROLL for (int u = 0; u < 8; u++) {
-            __m512bh upper = (__m512bh)_mm512_loadu_si512(scale + u / 4 * 16);
-            __m512bh lower = (__m512bh)_mm512_srli_epi32((__m512i)upper, 16);
-            h32 pair[2];
-            look_up(_mm512_shuffle_epi8(units[u / 2], _mm512_add_epi32(bytes, _mm512_set1_epi32(u % 2 * 0x80008))), pair, pair + 1);
-            UNROLL for (int odd = 0; odd < 2; odd++) {
-                __m512 v0 = _mm512_dpbf16_ps(zero, (__m512bh)pair[odd], lower);
-                __m512 v1 = _mm512_dpbf16_ps(zero, (__m512bh)pair[odd], upper);
-                to[(16 * odd + u) * NP] = (h32)_mm512_permutex2var_epi16((__m512i)v0, order, (__m512i)v1);
-            }
+        eights[0] = _mm512_unpacklo_epi32(ab, cd), eights[1] = _mm512_unpackhi_epi32(ab, cd);
+        eights[2] = _mm512_unpacklo_epi32(AB, CD), eights[3] = _mm512_unpackhi_epi32(AB, CD);
+    }
+    /* 8 times the mantissa 1 + m / 8 -> what 1.5 times that adds to the bits of bf16; twice for each 4 exponents */
+    const __m512i step = _mm512_or_si512(_mm512_set1_epi16((short)0xff80), _mm512_broadcast_i32x4(
+        _mm_setr_epi16(64, 72, 80, 84, 80, 76, 72, 68)));
+    const __m512i one = _mm512_set1_epi32(1), last = _mm512_set1_epi32(0x7fc07fbf);
+    for (int64_t k = 0; k < n; k += 32, bytes += 32) {
+        __m512i e4m3 = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i *)bytes));
+        __m512i f16 = _mm512_mask_mov_epi16(_mm512_slli_epi16(e4m3, 7), _mm512_cmpeq_epi16_mask(e4m3, _mm512_set1_epi16(0x7f)),
+                                            _mm512_set1_epi16(0x7e00));
+        const __m512i upper[2] = {(__m512i)_mm512_cvtph_ps(_mm512_castsi512_si256(f16)),
+                                  (__m512i)_mm512_cvtph_ps(_mm512_extracti64x4_epi64(f16, 1))};
+        UNROLL for (int i = 0; i < 2; i++, scales++) {
+            __m512i v = _mm512_or_si512(upper[i], _mm512_srli_epi32(upper[i], 16));
+            scales[0][0] = v;
+            __mmask16 number = _mm512_cmplt_epu32_mask(_mm512_sub_epi32(v, one), last); /* neither 0 nor NaN: those stay */
+            scales[0][1] = _mm512_maskz_mov_epi32(number, _mm512_permutexvar_epi16(_mm512_srli_epi16(v, 4), step));
+        }
+    }
+}
+/* 8 codes of all rows -> pairs of bf16: elements 0 and 2, 4 and 6, then 1 and 3, 5 and 7. */
+INLINE TARGET void pairs_avx512bf16(const Staged *from, int64_t i, h32 *v) {
+    const __m512i eight = from->eights[i], *scale = from->scales[i / 2];
+    /* 128 times the exponent, 2^8 among it, and all low bits where the mantissa is 1.5; zero: less than any scale */
+    const __m512i table = _mm512_broadcast_i32x4(_mm_setr_epi16((short)0x8080, 0x380, 0x400, 0x47f, 0x480, 0x4ff, 0x500, 0x57f));
+    const __m512i bytes = _mm512_set4_epi32(0x80078006, 0x80058004, 0x80038002, 0x80018000); /* as words */
+    UNROLL for (int u = 0; u < 2; u++) {
+        __m512i codes = _mm512_shuffle_epi8(eight, _mm512_add_epi32(bytes, _mm512_set1_epi32(u * 0x80008)));
+        UNROLL for (int odd = 0; odd < 2; odd++) {
+            __m512i found = _mm512_permutexvar_epi16(odd ? _mm512_srli_epi16(codes, 4) : codes, table);
+            __m512i sum = _mm512_add_epi16(_mm512_and_si512(found, scale[1]), scale[0]);
+            v[2 * odd + u] = (h32)_mm512_ternarylogic_epi32(_mm512_max_epi16(sum, _mm512_setzero_si512()), /* a | b & c */
+                _mm512_slli_epi16(codes, odd ? 8 : 12), _mm512_set1_epi16((short)0x8000), 0xf8);
+        }
+    }
+}
+/* The 32 bits of nt rows side by side: out[n][nt] */
+INLINE TARGET void weave_avx512bf16(const uint16_t *const *x, int64_t nt, int64_t n, uint16_t *out) {
+    for (int64_t t = 0; t < nt; t += 4) {
+        int64_t a = MIN(t, nt - 4);
+        for (int64_t i = 0; i < n; i += 4) {
+            __m128 r[4];
+            UNROLL for (int j = 0; j < 4; j++) r[j] = _mm_loadu_ps((const float *)(const void *)(x[a + j] + 2 * i));
+            _MM_TRANSPOSE4_PS(r[0], r[1], r[2], r[3]);
+            UNROLL for (int j = 0; j < 4; j++) _mm_storeu_ps((float *)(void *)(out + 2 * ((i + j) * nt + a)), r[j]);
         }
     }
 }
@@ -436,12 +473,13 @@ INLINE TARGET void dequantize_avx512bf16(const uint8_t *rows, int64_t stride, co
 #define sum4_avx512bf16 sum4_avx512
 #define PATH avx512bf16
 #define SHARES_REST
-#define DEQUANTIZES
+#define LEAD 17
 #define V v16
 #define M h32
 #define Element uint16_t
 #define NR 4
 #define NT 6
+#define NP 4
 #define NX 6
 #include "cpu.c"
 #endif
@@ -491,18 +529,18 @@ INLINE void transpose_neon(const uint8_t *rows, int64_t stride, uint8_t *out) {
 #endif
 
 /* few: up to so many tokens of an expert, decoding in registers beats a dequantized tile */
-typedef struct { Task *arrange, *item, *quantize, *combine; int64_t element, step, few; } Path;
+typedef struct { Task *arrange, *weave, *item, *quantize, *combine; int64_t element, step, few; } Path;
 
 static const Path PATHS[5] = {
-    {arrange_portable, item_portable, quantize_portable, combine_portable, 4, 8, 4},
+    {arrange_portable, NULL, item_portable, quantize_portable, combine_portable, 4, 8, 4},
 #if defined(__x86_64__)
-    {arrange_avx2, item_avx2, quantize_avx2, combine_avx2, 4, 16, 4},
-    {arrange_avx512, item_avx512, quantize_avx512, combine_avx512, 4, 32, 6},
+    {arrange_avx2, NULL, item_avx2, quantize_avx2, combine_avx2, 4, 16, 4},
+    {arrange_avx512, NULL, item_avx512, quantize_avx512, combine_avx512, 4, 32, 6},
 #ifdef HAS_BF16
-    {arrange_avx512bf16, item_avx512bf16, quantize_avx512, combine_avx512, 2, 64, 10},
+    {arrange_avx512bf16, weave_item_avx512bf16, item_avx512bf16, quantize_avx512, combine_avx512, 2, 64, 10},
 #endif
 #elif defined(__aarch64__)
-    [4] = {arrange_neon, item_neon, quantize_neon, combine_neon, 4, 8, 4},
+    [4] = {arrange_neon, NULL, item_neon, quantize_neon, combine_neon, 4, 8, 4},
 #endif
 };
 
@@ -577,7 +615,8 @@ static int64_t measure(Gemm *g, const Path *p) {
     g->tiles = (g->width + g->tile - 1) / g->tile;
     int64_t few = 4 * 4 * (g->K_steps / 16 + 32), many = TILE * K_BLOCK * p->element + CHUNK * TILE * 4;
     g->work_bytes = whole(4 * g->K_steps + few + many, 64);
-    return whole(g->x_rows * g->stride * p->element, 64) + whole(g->E * 12, 64);
+    int64_t leads = p->weave ? g->R * g->K_steps * p->element : 0;
+    return whole(g->x_rows * g->stride * p->element, 64) + whole(leads, 64) + whole(g->E * 12, 64);
 }
 
 /* The phases of a GEMM. Rows of nobody become zeros. */
@@ -586,13 +625,19 @@ static void add_gemm(Job *job, Gemm *g, const Path *p, char *memory, int64_t thr
     for (int64_t r = g->offsets[E]; r < g->R; r++)
         memset((char *)g->out + (g->target ? g->target[r] : r) * row_bytes, 0, row_bytes);
     g->rows = memory;
-    g->padded = (int64_t *)(memory + whole(g->x_rows * g->stride * p->element, 64));
+    g->leads = memory + whole(g->x_rows * g->stride * p->element, 64);
+    g->padded = (int64_t *)((char *)g->leads + (p->weave ? whole(g->R * g->K_steps * p->element, 64) : 0));
     g->hit = (int32_t *)(g->padded + E);
     padded_starts(g->offsets, E, g->padded);
-    for (int64_t e = 0; e < E; e++)
-        if (g->offsets[e + 1] > g->offsets[e]) g->hit[hits++] = (int32_t)e;
     g->few = p->few;
+    int64_t many = 0;
+    for (int64_t e = 0; e < E; e++) {
+        int64_t tokens = g->offsets[e + 1] - g->offsets[e];
+        if (tokens) g->hit[hits++] = (int32_t)e;
+        if (tokens > g->few) many += tokens;
+    }
     add_phase(job, p->arrange, g, g->x_rows, g->x_rows * g->K, threads);
+    if (p->weave && many) add_phase(job, p->weave, g, hits * whole(g->K_steps, K_BLOCK) / K_BLOCK, many * g->K, threads);
     add_phase(job, p->item, g, hits * g->tiles, hits * g->N * g->K, threads);
 }
 
@@ -724,47 +769,104 @@ INLINE TARGET void NAME(row_scales)(const Gemm *g, int64_t row, float *out) {
     NAME(block_scales)(tail, out + i);
 }
 
+/* The codes and block scales of LANES weight rows, n elements from k on: in place or, where they do not follow each
+   other or end early, here. */
+typedef struct {
+    const uint8_t *codes;
+    int64_t stride;
+    uint8_t spare[LANES * K_BLOCK / 2], sf[16 * LANES]; /* sf: block by block */
+} NAME(Rows);
+
+INLINE TARGET void NAME(find)(const Gemm *g, const int64_t *row, int64_t k, int64_t n, NAME(Rows) *to) {
+    int64_t K16 = g->K / 16, N = g->E * g->N, have = MIN(n, g->K - k), sf_stride = K16;
+    const uint8_t *sf = g->sf + row[0] * K16 + k / 16;
+    uint8_t spare[LANES * 16];
+    to->codes = g->codes + (row[0] * g->K + k) / 2, to->stride = g->K / 2;
+    for (int64_t r = 0; r < LANES; r++)
+        for (int64_t i = K_BLOCK / 2; i < K_BLOCK; i += 64) __builtin_prefetch(to->codes + r * to->stride + i);
+    int follow = row[LANES - 1] == row[0] + LANES - 1; /* as rows do, or the last one of a tile is repeated */
+    if (!follow || have < n) {
+        memset(to->spare, 0, sizeof to->spare);
+        for (int64_t r = 0; r < LANES; r++)
+            memcpy(to->spare + r * K_BLOCK / 2, g->codes + (row[r] * g->K + k) / 2, have / 2);
+        to->codes = to->spare, to->stride = K_BLOCK / 2;
+    }
+    if (!follow || have < n || row[LANES - 1] * K16 + k / 16 + 16 > N * K16) { /* 16 would be too many */
+        memset(spare, 0, sizeof spare);
+        for (int64_t r = 0; r < LANES; r++) memcpy(spare + r * 16, g->sf + row[r] * K16 + k / 16, have / 16);
+        sf = spare, sf_stride = 16;
+    }
+    for (int64_t i = 0; i < 16; i += LANES) NAME(transpose)(sf + i, sf_stride, to->sf + i * LANES);
+}
+
+#ifdef LEAD
+
+/* As multiply, for one vector of rows, decoded on the way, by nt tokens side by side in x; w, if not NULL, gets the
+   weights for the other tokens. next, next_sf: the codes and scales that the next tile will need here. */
+INLINE TARGET void NAME(multiply_codes)(int nt, const Staged *from, int64_t n, const Element *x, int first,
+                                        float *sums, M *w, const uint8_t *next, const uint8_t *next_sf) {
+    V s[LEAD];
+    UNROLL for (int t = 0; t < nt; t++) s[t] = first ? (V){0} : *(V *)(sums + t * TILE);
+    for (int64_t i = 0; i < n / 8; i++) {
+        M v[4];
+        NAME(pairs)(from, i, v);
+        __builtin_prefetch(next + 64 * i);
+        if (i % 8 == 0) __builtin_prefetch(next_sf + 8 * i);
+        UNROLL for (int u = 0; u < 4; u++) {
+            int64_t at = i / 8 * 32 + u / 2 * 16 + i % 8 * 2 + u % 2;
+            if (w) w[at * NP] = v[u];
+            UNROLL for (int t = 0; t < nt; t++) s[t] = NAME(mul_add)(s[t], v[u], NAME(spread)(x + (at * nt + t) * 2));
+        }
+    }
+    UNROLL for (int t = 0; t < nt; t++) *(V *)(sums + t * TILE) = s[t];
+}
+static TARGET void NAME(lead)(int nt, const Staged *from, int64_t n, const Element *x, int first,
+                              float *sums, M *w, const uint8_t *next, const uint8_t *next_sf) {
+#define CASE(c) case c: NAME(multiply_codes)(c, from, n, x, first, sums, w, next, next_sf); break;
+    switch (nt) { CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12) CASE(13) CASE(14) CASE(15) CASE(16) CASE(17) }
+#undef CASE
+}
+
+/* The first tokens of an expert's, side by side: [expert's first row + begin][K_steps / 2][lead][2] */
+static TARGET void NAME(weave_item)(const void *problem, int64_t i, int thread) {
+    (void)thread;
+    const Gemm *g = problem;
+    int64_t blocks = (g->K_steps + K_BLOCK - 1) / K_BLOCK, e = g->hit[i / blocks], k = i % blocks * K_BLOCK;
+    int64_t first = g->offsets[e], tokens = g->offsets[e + 1] - first, chunks = (tokens + CHUNK - 1) / CHUNK;
+    if (tokens <= g->few) return;
+    for (int64_t c = 0; c < chunks; c++) {
+        int64_t begin = tokens * c / chunks, lead = lead_of(tokens * (c + 1) / chunks - begin);
+        const Element *x[LEAD];
+        for (int64_t t = 0; t < lead; t++) {
+            int64_t r = first + begin + t;
+            x[t] = (const Element *)g->rows + (g->index ? g->index[r] : r) * g->stride + k;
+        }
+        NAME(weave)(x, lead, MIN(K_BLOCK, g->K_steps - k) / 2, (Element *)g->leads + (first + begin) * g->K_steps + k * lead);
+    }
+}
+
+#else
+
 /* TILE weight rows, from element k on, n of them, dequantized: out[NP rows together][32 bits of K][row] */
 static TARGET void NAME(block)(const Gemm *g, const int64_t *row, int64_t rows, int64_t k, int64_t n, Element *out) {
-    int64_t K16 = g->K / 16, N = g->E * g->N, have = MIN(n, g->K - k);
     for (int64_t j = 0; j < rows; j += LANES) {
-        const uint8_t *codes = g->codes + (row[j] * g->K + k) / 2, *sf = g->sf + row[j] * K16 + k / 16;
-        int64_t codes_stride = g->K / 2, sf_stride = K16;
-        uint8_t spare[LANES * K_BLOCK / 2], spare_sf[LANES * 16], bytes[16 * LANES];
+        NAME(Rows) from;
         float scale[16 * LANES];
-        for (int64_t r = 0; r < LANES; r++)
-            for (int64_t i = K_BLOCK / 2; i < K_BLOCK; i += 64) __builtin_prefetch(codes + r * codes_stride + i);
-        int follow = row[j + LANES - 1] == row[j] + LANES - 1; /* as rows do, or the last one of a tile is repeated */
-        if (!follow || have < n) {
-            memset(spare, 0, sizeof spare);
-            for (int64_t r = 0; r < LANES; r++)
-                memcpy(spare + r * K_BLOCK / 2, g->codes + (row[j + r] * g->K + k) / 2, have / 2);
-            codes = spare, codes_stride = K_BLOCK / 2;
-        }
-        if (!follow || have < n || row[j + LANES - 1] * K16 + k / 16 + 16 > N * K16) { /* 16 would be too many */
-            memset(spare_sf, 0, sizeof spare_sf);
-            for (int64_t r = 0; r < LANES; r++)
-                memcpy(spare_sf + r * 16, g->sf + row[j + r] * K16 + k / 16, have / 16);
-            sf = spare_sf, sf_stride = 16;
-        }
-        for (int64_t i = 0; i < 16; i += LANES) NAME(transpose)(sf + i, sf_stride, bytes + i * LANES);
-        for (int64_t i = 0; i < LANES; i++) NAME(block_scales)(bytes + 16 * i, scale + 16 * i);
+        NAME(find)(g, row + j, k, n, &from);
+        for (int64_t i = 0; i < LANES; i++) NAME(block_scales)(from.sf + 16 * i, scale + 16 * i);
         M *to = (M *)out + j / (NP * LANES) * (K_BLOCK / (HALF / LANES)) * NP + j / LANES % NP;
         for (int64_t i = 0; i < n; i += STEP, to += 2 * LANES * NP) {
-#ifdef DEQUANTIZES
-            NAME(dequantize)(codes + i / 2, codes_stride, scale + i / 16 * LANES, to);
-#else
             uint8_t now[LANES * LANES];
-            NAME(transpose)(codes + i / 2, codes_stride, now);
+            NAME(transpose)(from.codes + i / 2, from.stride, now);
             for (int64_t u = 0; u < LANES; u++) {
                 V even, odd, s = *(V *)(scale + (i + 2 * u) / 16 * LANES);
                 NAME(decode)(now + u * LANES, &even, &odd);
                 to[u * NP] = even * s, to[(LANES + u) * NP] = odd * s;
             }
-#endif
         }
     }
 }
+#endif
 
 /* The tile's rows of weights, their global scales and biases. */
 typedef struct { int64_t e, n0, n, columns, row[TILE]; float scale[TILE], bias[TILE]; } NAME(Tile);
@@ -836,14 +938,33 @@ static TARGET void NAME(item)(const void *problem, int64_t i, int thread) {
     Element *w = (Element *)(g->work + thread * g->work_bytes);
     float *sums = (float *)(w + TILE * K_BLOCK);
     int64_t panel = NP * LANES, rows = !g->paired && n < TILE ? (n + panel - 1) / panel * panel : TILE;
-    for (int64_t begin = 0; begin < tokens; begin += CHUNK) {
-        int64_t here = MIN(CHUNK, tokens - begin), groups = (here + NX - 1) / NX;
+    for (int64_t c = 0, chunks = (tokens + CHUNK - 1) / CHUNK; c < chunks; c++) {
+        int64_t begin = tokens * c / chunks, here = tokens * (c + 1) / chunks - begin;
+#ifdef LEAD
+        int64_t lead = lead_of(here);
+        const Element *woven = (const Element *)g->leads + (first + begin) * g->K_steps;
+#else
+        int64_t lead = 0;
+#endif
+        int64_t rest = here - lead, groups = (rest + NX - 1) / NX;
         for (int64_t k = 0; k < g->K_steps; k += K_BLOCK) {
             int64_t columns = MIN(K_BLOCK, g->K_steps - k);
+#ifdef LEAD
+            for (int64_t j = 0; j < rows; j += LANES) {
+                NAME(Rows) from;
+                Staged staged;
+                int64_t next = (tile.row[j] + g->tile) * g->K + LANES * k;
+                NAME(find)(g, tile.row + j, k, columns, &from);
+                NAME(stage)(from.codes, from.stride, from.sf, columns, &staged);
+                NAME(lead)((int)lead, &staged, columns, woven + k * lead, k == 0, sums + j,
+                           rest ? (M *)w + j / LANES : NULL, g->codes + next / 2, g->sf + next / 16);
+            }
+#else
             NAME(block)(g, tile.row, rows, k, columns, w);
+#endif
             for (int64_t i = 0; i < groups; i++) {
-                int64_t t0 = begin + here * i / groups, nt = begin + here * (i + 1) / groups - t0;
-                if (begin == 0) prefetch_next(g, tile.row[0], k + columns * i / groups, columns / groups);
+                int64_t t0 = begin + lead + rest * i / groups, nt = begin + lead + rest * (i + 1) / groups - t0;
+                if (!lead && begin == 0) prefetch_next(g, tile.row[0], k + columns * i / groups, columns / groups);
                 TOKENS(nt)
                 for (int64_t t = 0; t < nt; t++) x[t] += k;
                 for (int64_t j = 0; j < rows; j += panel)
@@ -968,7 +1089,7 @@ static TARGET void NAME(combine)(const void *problem, int64_t t, int thread) {
 #undef STEP
 #undef PATH
 #undef SHARES_REST
-#undef DEQUANTIZES
+#undef LEAD
 #undef TARGET
 #undef V
 #undef M
