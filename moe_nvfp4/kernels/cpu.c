@@ -181,10 +181,18 @@ static void padded_starts(const int32_t *offsets, int64_t E, int64_t *starts) {
 /* ---- threads: the pool that torch uses (GOMP_parallel, of the OpenMP runtime torch has loaded) or, without one,
    threads made for the call. A second pool beside torch's would fight with its spinning threads. ---- */
 
-typedef void Task(const void *problem, int64_t item, int thread);
+typedef void Task(const void *problem, int64_t item, int64_t next, int thread); /* next: what this thread does then */
 typedef void Parallel(void (*)(void *), void *, unsigned threads, unsigned flags);
-typedef struct { Task *task; const void *problem; int64_t items, run; atomic_long next, done; } Phase;
+typedef struct { Task *task; const void *problem; int64_t items, shares; atomic_long next, done; } Phase;
 typedef struct { Phase phases[3 * MAX_STAGES]; int64_t count; atomic_int threads; } Job;
+
+/* Some neighbouring items, so that what is prefetched beyond one is of use; fewer and fewer, so that all end together. */
+static int64_t claim(Phase *p, int64_t *end) {
+    long i = atomic_load(&p->next);
+    do *end = MIN(i + (p->items - i) / p->shares + 1, p->items);
+    while (i < p->items && !atomic_compare_exchange_weak(&p->next, &i, *end));
+    return i;
+}
 
 /* Every thread passes through all phases. One that comes late finds little to do, and none waits for it: a
    phase is over when its items are done, by whomever. */
@@ -192,10 +200,13 @@ static void work_off(void *argument) {
     Job *job = argument;
     int thread = atomic_fetch_add(&job->threads, 1);
     for (Phase *p = job->phases; p < job->phases + job->count; p++) {
-        for (int64_t i; (i = atomic_fetch_add(&p->next, p->run)) < p->items;) {
-            int64_t end = MIN(i + p->run, p->items);
-            for (int64_t j = i; j < end; j++) p->task(p->problem, j, thread);
+        int64_t end, later_end, i = claim(p, &end);
+        while (i < p->items) {
+            int64_t later = claim(p, &later_end);
+            for (int64_t j = i; j < end; j++)
+                p->task(p->problem, j, j + 1 < end ? j + 1 : later < p->items ? later : j, thread);
             atomic_fetch_add(&p->done, end - i);
+            i = later, end = later_end;
         }
         for (int spins = 0; atomic_load(&p->done) < p->items;)
             if (++spins > 1 << 16) sched_yield(); /* at once it could give away a whole time slice */
@@ -206,17 +217,14 @@ static void *worker(void *argument) { work_off(argument); return NULL; }
 
 static void add_phase(Job *job, Task *task, const void *problem, int64_t items, int64_t numbers, int64_t threads) {
     int64_t alone = numbers < 1 << 14; /* not worth a second thread */
-    /* neighbours for one thread, so that what is prefetched beyond an item is its own */
-    job->phases[job->count++] = (Phase){task, problem, items, alone ? items + 1 : items / (threads * 16) + 1, 0, 0};
+    job->phases[job->count++] = (Phase){task, problem, items, alone ? 1 : 8 * threads, 0, 0};
 }
 
 static void run_job(Job *job, int64_t threads, Parallel *parallel) {
-    int64_t runs = 0;
-    for (int64_t i = 0; i < job->count; i++) {
-        int64_t n = (job->phases[i].items + job->phases[i].run - 1) / job->phases[i].run;
-        runs = n > runs ? n : runs;
-    }
-    threads = MIN(threads, runs);
+    int64_t most = 1;
+    for (Phase *p = job->phases; p < job->phases + job->count; p++)
+        if (p->shares > 1 && p->items > most) most = p->items;
+    threads = MIN(threads, most);
     if (threads <= 1) { work_off(job); return; }
     if (parallel) { parallel(work_off, job, (unsigned)threads, 0); return; }
     pthread_t others[MAX_THREADS];
@@ -226,14 +234,17 @@ static void run_job(Job *job, int64_t threads, Parallel *parallel) {
     while (made) pthread_join(others[--made], NULL);
 }
 
-/* The K-th part from k on, k_part of it, of the tile after this one, straight through its memory: taken as `block`
+/* The first weight row of a GEMM's item. */
+INLINE int64_t row_of(const Gemm *g, int64_t item) { return g->hit[item / g->tiles] * g->N + item % g->tiles * g->tile; }
+
+/* The K-th part from k on, k_part of it, of the tile from `row` on, straight through its memory: taken as `block`
    takes it, 128 bytes here and there, it would come far too slowly. */
-INLINE void prefetch_next(const Gemm *g, int64_t row, int64_t k, int64_t part) {
-    for (int half = 0; half <= g->paired; half++) {
-        int64_t next = row + g->tile + half * g->split, code_bytes = g->tile * part / 2, sf_bytes = g->tile * part / 16;
-        const uint8_t *codes = g->codes + next * g->K / 2 + g->tile * k / 2, *sf = g->sf + next * g->K / 16 + g->tile * k / 16;
-        for (int64_t i = 0; i < code_bytes; i += 64) __builtin_prefetch(codes + i, 0, 2);
-        for (int64_t i = 0; i < sf_bytes; i += 64) __builtin_prefetch(sf + i, 0, 2);
+INLINE void prefetch_tile(const Gemm *g, int64_t row, int64_t k, int64_t part) {
+    for (int half = 0; half <= g->paired; half++, row += g->split) {
+        int64_t code_bytes = g->tile * part / 2, sf_bytes = g->tile * part / 16;
+        const uint8_t *codes = g->codes + row * g->K / 2 + g->tile * k / 2, *sf = g->sf + row * g->K / 16 + g->tile * k / 16;
+        for (int64_t i = 0; i < code_bytes; i += 64) __builtin_prefetch(codes + i);
+        for (int64_t i = 0; i < sf_bytes; i += 64) __builtin_prefetch(sf + i);
     }
 }
 
@@ -335,8 +346,13 @@ INLINE TARGET void transpose_avx2(const uint8_t *rows, int64_t stride, uint8_t *
 #define NX 6
 #include "cpu.c"
 
+#ifdef __clang__
+#define WIDE
+#else
+#define WIDE ",prefer-vector-width=512" /* for the loops that the compiler vectorizes */
+#endif
 typedef float v16 __attribute__((vector_size(64), aligned(4), may_alias));
-#define TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")))
+#define TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c" WIDE)))
 INLINE TARGET void decode_avx512(const uint8_t *c, v16 *even, v16 *odd) { /* the table reads 4 bits of each index */
     const __m512 table = _mm512_loadu_ps(E2M1);
     __m512i v = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)c));
@@ -389,7 +405,7 @@ INLINE TARGET void transpose_avx512(const uint8_t *rows, int64_t stride, uint8_t
 #if defined(__clang__) || __GNUC__ >= 10
 #define HAS_BF16
 typedef uint16_t h32 __attribute__((vector_size(64), aligned(2), may_alias));
-#define TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c")))
+#define TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c" WIDE)))
 /* Each 32-bit lane is two elements of one block, so a step is 4 blocks of 4 lanes. */
 INLINE TARGET void look_up(__m512i v, h32 *low, h32 *high) { /* reads 5 bits of each word, so the table is there twice */
     const __m512i table = _mm512_broadcast_i64x4(_mm256_setr_epi16(
@@ -828,8 +844,8 @@ static TARGET void NAME(lead)(int nt, const Staged *from, int64_t n, const Eleme
 }
 
 /* The first tokens of an expert's, side by side: [expert's first row + begin][K_steps / 2][lead][2] */
-static TARGET void NAME(weave_item)(const void *problem, int64_t i, int thread) {
-    (void)thread;
+static TARGET void NAME(weave_item)(const void *problem, int64_t i, int64_t next, int thread) {
+    (void)next, (void)thread;
     const Gemm *g = problem;
     int64_t blocks = (g->K_steps + K_BLOCK - 1) / K_BLOCK, e = g->hit[i / blocks], k = i % blocks * K_BLOCK;
     int64_t first = g->offsets[e], tokens = g->offsets[e + 1] - first, chunks = (tokens + CHUNK - 1) / CHUNK;
@@ -894,11 +910,13 @@ static TARGET void NAME(finish)(const Gemm *g, const NAME(Tile) *tile, int64_t r
         }
     }
     int64_t to = (g->target ? g->target[r] : r) * g->width + tile->n0;
-    store_all(g->out, (int)g->out_type, to, g->paired ? h : v, n);
+    if (g->paired && n == TILE / 2) store_all(g->out, (int)g->out_type, to, h, TILE / 2); /* lengths that the compiler knows */
+    else if (!g->paired && n == TILE) store_all(g->out, (int)g->out_type, to, v, TILE);
+    else store_all(g->out, (int)g->out_type, to, g->paired ? h : v, n);
 }
 
 /* One tile of one expert's weight rows by all its tokens. */
-static TARGET void NAME(item)(const void *problem, int64_t i, int thread) {
+static TARGET void NAME(item)(const void *problem, int64_t i, int64_t next, int thread) {
     const Gemm *g = problem;
     NAME(Tile) tile;
     int64_t e = g->hit[i / g->tiles], n0 = i % g->tiles * g->tile, n = MIN(g->tile, g->width - n0);
@@ -953,18 +971,18 @@ static TARGET void NAME(item)(const void *problem, int64_t i, int thread) {
             for (int64_t j = 0; j < rows; j += LANES) {
                 NAME(Rows) from;
                 Staged staged;
-                int64_t next = (tile.row[j] + g->tile) * g->K + LANES * k;
+                int64_t then = (tile.row[j] + row_of(g, next) - row_of(g, i)) * g->K + LANES * k;
                 NAME(find)(g, tile.row + j, k, columns, &from);
                 NAME(stage)(from.codes, from.stride, from.sf, columns, &staged);
                 NAME(lead)((int)lead, &staged, columns, woven + k * lead, k == 0, sums + j,
-                           rest ? (M *)w + j / LANES : NULL, g->codes + next / 2, g->sf + next / 16);
+                           rest ? (M *)w + j / LANES : NULL, g->codes + then / 2, g->sf + then / 16);
             }
 #else
             NAME(block)(g, tile.row, rows, k, columns, w);
 #endif
             for (int64_t i = 0; i < groups; i++) {
                 int64_t t0 = begin + lead + rest * i / groups, nt = begin + lead + rest * (i + 1) / groups - t0;
-                if (!lead && begin == 0) prefetch_next(g, tile.row[0], k + columns * i / groups, columns / groups);
+                if (!lead && begin == 0) prefetch_tile(g, row_of(g, next), k + columns * i / groups, columns / groups);
                 TOKENS(nt)
                 for (int64_t t = 0; t < nt; t++) x[t] += k;
                 for (int64_t j = 0; j < rows; j += panel)
@@ -988,7 +1006,8 @@ static TARGET void NAME(expand)(const void *x, int type, int64_t at, int64_t wid
 }
 
 /* Row r of x -> g->rows: steps of even, then odd elements. */
-static TARGET void NAME(arrange)(const void *problem, int64_t r, int thread) {
+static TARGET void NAME(arrange)(const void *problem, int64_t r, int64_t next, int thread) {
+    (void)next;
     const Gemm *g = problem;
     Element *out = (Element *)g->rows + r * g->stride;
     float *v = (float *)(g->work + thread * g->work_bytes);
@@ -1022,8 +1041,8 @@ static TARGET void NAME(arrange)(const void *problem, int64_t r, int thread) {
 #ifndef SHARES_REST /* avx512bf16 takes these from avx512 */
 
 /* Row r -> NVFP4, to the bit what format.quantize makes: true divisions, ties to even, NaN in sf. */
-static TARGET void NAME(quantize)(const void *problem, int64_t r, int thread) {
-    (void)thread;
+static TARGET void NAME(quantize)(const void *problem, int64_t r, int64_t next, int thread) {
+    (void)next, (void)thread;
     const Quantize *q = problem;
     int64_t K16 = q->K / 16, from = (q->index ? q->index[r] : r) * q->width, padded = r;
     int64_t e = expert_of(q->offsets, q->E, r);
@@ -1066,8 +1085,8 @@ static TARGET void NAME(quantize)(const void *problem, int64_t r, int thread) {
 }
 
 /* Token t: its slots weighted and added in fp32, in order. */
-static TARGET void NAME(combine)(const void *problem, int64_t t, int thread) {
-    (void)thread;
+static TARGET void NAME(combine)(const void *problem, int64_t t, int64_t next, int thread) {
+    (void)next, (void)thread;
     const Combine *c = problem;
     float sum[64];
     for (int64_t h = 0; h < c->H; h += 64) {
