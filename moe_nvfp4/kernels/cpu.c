@@ -145,7 +145,11 @@ typedef struct {
     const int32_t *offsets;
     uint8_t *codes, *sf;   /* [R, K/2]; 128x4 layout, zeroed */
     float *row_scale;      /* [R] */
-    int64_t x_type, width, K, R, E;
+    int64_t x_type, x_rows, width, K, R, E;
+    /* filled in by measure_quantize() */
+    uint8_t *work;         /* scratch, work_bytes for each thread */
+    int64_t work_bytes;
+    uint8_t *tokens;       /* where several rows are one of x: those of x, quantized; or NULL */
 } Quantize;
 
 typedef struct {
@@ -170,6 +174,9 @@ INLINE int64_t expert_of(const int32_t *offsets, int64_t E, int64_t row) { /* E:
 
 /* Of so many tokens the first are multiplied while the weights are decoded. */
 INLINE int64_t lead_of(int64_t tokens) { return tokens <= 17 ? tokens : 16; }
+
+/* A token's codes, block scales and global scale. */
+INLINE int64_t token_bytes(const Quantize *q) { return (q->K / 16 * 9 + 4 + 63) / 64 * 64; }
 
 static void padded_starts(const int32_t *offsets, int64_t E, int64_t *starts) {
     for (int64_t e = 0, at = 0; e < E; e++) {
@@ -545,18 +552,18 @@ INLINE void transpose_neon(const uint8_t *rows, int64_t stride, uint8_t *out) {
 #endif
 
 /* few: up to so many tokens of an expert, decoding in registers beats a dequantized tile */
-typedef struct { Task *arrange, *weave, *item, *quantize, *combine; int64_t element, step, few; } Path;
+typedef struct { Task *arrange, *weave, *item, *quantize, *quantize_token, *combine; int64_t element, step, few; } Path;
 
 static const Path PATHS[5] = {
-    {arrange_portable, NULL, item_portable, quantize_portable, combine_portable, 4, 8, 4},
+    {arrange_portable, NULL, item_portable, quantize_portable, quantize_token_portable, combine_portable, 4, 8, 4},
 #if defined(__x86_64__)
-    {arrange_avx2, NULL, item_avx2, quantize_avx2, combine_avx2, 4, 16, 4},
-    {arrange_avx512, NULL, item_avx512, quantize_avx512, combine_avx512, 4, 32, 6},
+    {arrange_avx2, NULL, item_avx2, quantize_avx2, quantize_token_avx2, combine_avx2, 4, 16, 4},
+    {arrange_avx512, NULL, item_avx512, quantize_avx512, quantize_token_avx512, combine_avx512, 4, 32, 6},
 #ifdef HAS_BF16
-    {arrange_avx512bf16, weave_item_avx512bf16, item_avx512bf16, quantize_avx512, combine_avx512, 2, 64, 10},
+    {arrange_avx512bf16, weave_item_avx512bf16, item_avx512bf16, quantize_avx512, quantize_token_avx512, combine_avx512, 2, 64, 10},
 #endif
 #elif defined(__aarch64__)
-    [4] = {arrange_neon, NULL, item_neon, quantize_neon, combine_neon, 4, 8, 4},
+    [4] = {arrange_neon, NULL, item_neon, quantize_neon, quantize_token_neon, combine_neon, 4, 8, 4},
 #endif
 };
 
@@ -635,6 +642,12 @@ static int64_t measure(Gemm *g, const Path *p) {
     return whole(g->x_rows * g->stride * p->element, 64) + whole(leads, 64) + whole(g->E * 12, 64);
 }
 
+/* The same: a token that several rows take is quantized once, if they have no experts' scales. */
+static int64_t measure_quantize(Quantize *q) {
+    q->work_bytes = whole(q->K / 16, 64);
+    return q->index && !q->scale && q->x_rows < q->R ? q->x_rows * token_bytes(q) : 0;
+}
+
 /* The phases of a GEMM. Rows of nobody become zeros. */
 static void add_gemm(Job *job, Gemm *g, const Path *p, char *memory, int64_t threads) {
     int64_t E = g->E, hits = 0, row_bytes = g->width * (g->out_type == FP32 ? 4 : 2);
@@ -668,9 +681,10 @@ int64_t run(const int64_t *program, int64_t count, int64_t path, int64_t threads
     for (s = stages; s < end; program += 2 + program[1], s++) {
         s->kind = program[0], s->path = &PATHS[path], s->bytes = 0;
         memcpy(&s->group, program + 2, 8 * program[1]);
-        if (s->kind != GEMM) continue;
-        s->path = path_of(&s->gemm, path), s->bytes = measure(&s->gemm, s->path);
-        bytes += s->bytes, work = s->gemm.work_bytes > work ? s->gemm.work_bytes : work;
+        int64_t scratch = 0;
+        if (s->kind == GEMM) s->path = path_of(&s->gemm, path), s->bytes = measure(&s->gemm, s->path), scratch = s->gemm.work_bytes;
+        if (s->kind == QUANTIZE) s->bytes = measure_quantize(&s->quantize), scratch = s->quantize.work_bytes;
+        bytes += s->bytes, work = scratch > work ? scratch : work;
     }
     Memory *memory = take(bytes + threads * work);
     if (!memory) return -1;
@@ -679,7 +693,9 @@ int64_t run(const int64_t *program, int64_t count, int64_t path, int64_t threads
     for (s = stages; s < end && !failed; at += s->bytes, s++)
         if (s->kind == GROUP) failed = group(&s->group);
         else if (s->kind == QUANTIZE) {
-            const Quantize *q = &s->quantize;
+            Quantize *q = &s->quantize;
+            q->work = (uint8_t *)(memory + 1), q->work_bytes = work, q->tokens = s->bytes ? (uint8_t *)at : NULL;
+            if (q->tokens) add_phase(&job, s->path->quantize_token, q, q->x_rows, q->x_rows * q->K, threads);
             add_phase(&job, s->path->quantize, q, q->R, q->R * q->K, threads);
         } else if (s->kind == COMBINE) {
             const Combine *c = &s->combine;
@@ -1040,17 +1056,12 @@ static TARGET void NAME(arrange)(const void *problem, int64_t r, int64_t next, i
 
 #ifndef SHARES_REST /* avx512bf16 takes these from avx512 */
 
-/* Row r -> NVFP4, to the bit what format.quantize makes: true divisions, ties to even, NaN in sf. */
-static TARGET void NAME(quantize)(const void *problem, int64_t r, int64_t next, int thread) {
-    (void)next, (void)thread;
-    const Quantize *q = problem;
-    int64_t K16 = q->K / 16, from = (q->index ? q->index[r] : r) * q->width, padded = r;
-    int64_t e = expert_of(q->offsets, q->E, r);
-    for (int64_t i = 0; i < e; i++) padded += (q->offsets[i] - q->offsets[i + 1]) & 127;
-    float x[512], gs = 1.0f;
-    if (q->scale) {
-        if (e < q->E) gs = q->scale[e];
-    } else {
+/* Row `from` of x -> NVFP4, to the bit what format.quantize makes: true divisions, ties to even, NaN in sf. given:
+   its global scale, or NULL: one of its own. sf: side by side. Returns the global scale. */
+static TARGET float NAME(quantize_row)(const Quantize *q, int64_t from, const float *given, uint8_t *codes, uint8_t *sf) {
+    float x[512], gs = given ? *given : 1.0f;
+    from *= q->width;
+    if (!given) {
         uint32_t amax = 0; /* as bits: the order of magnitudes, with NaN above infinity */
         for (int64_t k = 0; k < q->width; k += 512) {
             NAME(expand)(q->x, (int)q->x_type, from + k, q->width - k, 512, x);
@@ -1059,16 +1070,15 @@ static TARGET void NAME(quantize)(const void *problem, int64_t r, int64_t next, 
         gs = number(amax) / 2688.0f;
         gs = amax == 0 ? 1.0f : gs < 0x1p-126f ? 0x1p-126f : gs;
     }
-    q->row_scale[r] = gs;
-    for (int64_t b = 0; b < K16; b++) {
+    for (int64_t b = 0; b < q->K / 16; b++) {
         int64_t k = 16 * b;
         if (k % 512 == 0) NAME(expand)(q->x, (int)q->x_type, from + k, q->width - k, 512, x);
         const float *block = x + k % 512;
         uint32_t largest = 0;
         for (int64_t i = 0; i < 16; i++)
             largest = (bits(block[i]) & 0x7fffffff) > largest ? bits(block[i]) & 0x7fffffff : largest;
-        float sf = number(largest) / 6.0f / gs, c[16];
-        uint8_t byte = to_e4m3(sf > 448.0f ? 448.0f : sf), code[16];
+        float ratio = number(largest) / 6.0f / gs, c[16];
+        uint8_t byte = to_e4m3(ratio > 448.0f ? 448.0f : ratio), code[16];
         float scale = byte ? from_e4m3(byte) * gs : __builtin_inff();
         for (int64_t i = 0; i < 16; i++) { /* see format._encode: three lines, the lowest one holds */
             float a = __builtin_fabsf(block[i]) / scale;
@@ -1078,10 +1088,35 @@ static TARGET void NAME(quantize)(const void *problem, int64_t r, int64_t next, 
         }
         for (int64_t i = 0; i < 16; i++)
             code[i] = (uint8_t)((bits(c[i] + 0x1p23f) & 7) | (byte && block[i] < 0 ? 8 : 0));
-        for (int64_t i = 0; i < 8; i++)
-            q->codes[(r * q->K + k) / 2 + i] = (uint8_t)(code[2 * i] | code[2 * i + 1] << 4);
-        if (e < q->E) q->sf[sf_offset(padded, b, K16)] = byte;
+        for (int64_t i = 0; i < 8; i++) codes[k / 2 + i] = (uint8_t)(code[2 * i] | code[2 * i + 1] << 4);
+        sf[b] = byte;
     }
+    return gs;
+}
+
+static TARGET void NAME(quantize_token)(const void *problem, int64_t t, int64_t next, int thread) {
+    (void)next, (void)thread;
+    const Quantize *q = problem;
+    uint8_t *to = q->tokens + t * token_bytes(q);
+    float gs = NAME(quantize_row)(q, t, NULL, to, to + q->K / 2);
+    memcpy(to + q->K / 16 * 9, &gs, 4);
+}
+
+/* Row r, as those of an expert with its scale, or as its token. */
+static TARGET void NAME(quantize)(const void *problem, int64_t r, int64_t next, int thread) {
+    (void)next;
+    const Quantize *q = problem;
+    int64_t K16 = q->K / 16, from = q->index ? q->index[r] : r, padded = r, e = expert_of(q->offsets, q->E, r);
+    for (int64_t i = 0; i < e; i++) padded += (q->offsets[i] - q->offsets[i + 1]) & 127;
+    const float one = 1.0f, *given = !q->scale ? NULL : e < q->E ? q->scale + e : &one;
+    uint8_t *codes = q->codes + r * q->K / 2, *own = q->work + thread * q->work_bytes;
+    const uint8_t *sf = own;
+    if (q->tokens) {
+        const uint8_t *token = q->tokens + from * token_bytes(q);
+        memcpy(codes, token, q->K / 2), memcpy(&q->row_scale[r], token + 9 * K16, 4);
+        sf = token + q->K / 2;
+    } else q->row_scale[r] = NAME(quantize_row)(q, from, given, codes, own);
+    for (int64_t b = 0; b < K16 && e < q->E; b++) q->sf[sf_offset(padded, b, K16)] = sf[b];
 }
 
 /* Token t: its slots weighted and added in fp32, in order. */

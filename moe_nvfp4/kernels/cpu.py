@@ -46,8 +46,8 @@ _GATES = ("raw", "relu2", "silu", "gelu_tanh")
 
 # The kinds of stages and their structs in cpu.c: pointers and integers, then for a GEMM what ends its gate.
 _GROUP, _QUANTIZE, _GEMM, _COMBINE = range(4)
-_LAYOUTS = [Struct("=2q7q").pack, Struct("=2q12q").pack, Struct("=2q25q3fi").pack, Struct("=2q8q").pack]
-_WORDS = [7, 12, 27, 8]
+_LAYOUTS = [Struct("=2q7q").pack, Struct("=2q13q").pack, Struct("=2q25q3fi").pack, Struct("=2q8q").pack]
+_WORDS = [7, 13, 27, 8]
 
 
 # ---- the stages ----------------------------------------------------------------------------------
@@ -127,7 +127,7 @@ def _quantize(program: _Program, x: Tensor, index: Tensor | None, scale: Tensor 
     sf = torch.zeros(nvfp4.grouped_sf_rows(R, E) * (-(-K // 64) * 4), dtype=torch.uint8, device="cpu")
     row_scale = torch.empty(R, device="cpu")
     tensors = [x, index, scale, groups.offsets, codes, sf, row_scale]
-    program.add(_QUANTIZE, tensors, _TYPES[x.dtype], width, K, R, E)
+    program.add(_QUANTIZE, tensors, _TYPES[x.dtype], x.shape[0], width, K, R, E)
     return Rows(codes, sf, row_scale)
 
 
