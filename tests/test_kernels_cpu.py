@@ -272,6 +272,11 @@ def test_cache_is_used_repaired_and_keyed(tmp_path, monkeypatch):
         library.write_bytes(damage)
         assert cpu.build(quick) == library and cache.is_whole(library)
     assert cpu.build((*quick, "-DANOTHER")) != library
+    for file in cpu.SOURCES.values():
+        shutil.copy(cpu.FOLDER / file, tmp_path)
+    (tmp_path / "cpu_path.h").write_bytes((tmp_path / "cpu_path.h").read_bytes() + b"\n/* a later version */\n")
+    monkeypatch.setattr(cpu, "FOLDER", tmp_path)
+    assert cpu.build(quick) != library
 
 
 def test_without_a_compiler_the_reference_takes_over(tmp_path):
@@ -310,19 +315,22 @@ def test_a_cache_that_others_can_write_is_refused(tmp_path, monkeypatch):
 
 @needs_library
 def test_a_wheels_library_is_used_if_it_is_of_this_source(tmp_path, monkeypatch):
-    source = tmp_path / "cpu.c"
-    source.write_bytes(cpu.SOURCE.read_bytes())
-    monkeypatch.setattr(cpu, "SOURCE", source)
+    for file in cpu.SOURCES.values():
+        shutil.copy(cpu.FOLDER / file, tmp_path)
+    monkeypatch.setattr(cpu, "FOLDER", tmp_path)
     monkeypatch.setenv("MOE_NVFP4_CACHE", str(tmp_path / "cache"))
     assert cpu._shipped() is None
     shipped = tmp_path / f"_cpu{cpu.EXTENSION_SUFFIXES[0]}"
-    shipped.write_bytes(cpu.build((*(f for f in cpu.FLAGS if f != "-O3"), "-O0")).read_bytes())
-    assert cpu._shipped().paths() == cpu._library().paths()
-    source.write_bytes(source.read_bytes() + b"\n/* a later version */\n")
-    assert cpu._shipped() is None
-    shipped.unlink()  # it is mapped
     shipped.write_bytes(b"not a library")
     assert cpu._shipped() is None
+    shipped.write_bytes(cpu.build((*(f for f in cpu.FLAGS if f != "-O3"), "-O0")).read_bytes())
+    assert cpu._shipped().paths() == cpu._library().paths()
+    for file in cpu.SOURCES.values():
+        now = (tmp_path / file).read_bytes()
+        (tmp_path / file).write_bytes(now + b"\n/* a later version */\n")
+        assert cpu._shipped() is None
+        (tmp_path / file).write_bytes(now)
+    assert cpu._shipped() is not None
 
 
 @needs_library
@@ -337,7 +345,7 @@ def test_without_python(tmp_path):
         if not all(map(shutil.which, (compiler[0], *emulator))):
             continue
         program = tmp_path / str(ran)
-        subprocess.run([*compiler, *flags, "-pthread", "-I", cpu.SOURCE.parent, source, "-o", program], check=True)
+        subprocess.run([*compiler, *flags, "-pthread", "-I", cpu.FOLDER, source, "-o", program], check=True)
         done = subprocess.run([*emulator, program], capture_output=True, text=True)
         assert done.returncode == 0 and "portable: relative error" in done.stdout, done.stdout
         ran += 1
