@@ -143,6 +143,20 @@ def test_every_gate_and_row_type(path, T):
 
 
 @needs_library
+@pytest.mark.parametrize("T", [1, 9, 16, 17, 18, 40, 300])
+def test_special_block_scales(path, T):
+    """NaN stays in its row, zero and the subnormals are exact; for every way that a number of tokens is multiplied."""
+    w, x, _, p, _ = make(1, 320, 64, T, 1, Gate("raw"), None, torch.bfloat16, "bf16", False, T)
+    w.w13_sf[0] = torch.arange(w.w13_sf[0].numel()).reshape(w.w13_sf[0].shape) % 12
+    w.w13_sf[0, 5, 3], w.w13_sf[0, 70, 19] = 0x7F, 0x7F
+    w.w13_sf[0, 9] = 0
+    groups = group_by_expert(torch.zeros(T, 1, dtype=torch.long), 1)
+    ours, y = (b.gemm1_swiglu(Rows(x), w, groups, torch.float32).values for b in (cpu, reference))
+    assert torch.equal(ours.isnan(), y.isnan()) and ours[:, [5, 70]].isnan().all() and not ours[:, 9].any()
+    assert relative_error(ours.nan_to_num(), y.nan_to_num()) < THRESHOLDS["fp32"]
+
+
+@needs_library
 def test_quantize_edges(path):
     """Zeros, subnormals, the largest numbers, NaN and infinity: the bytes of `format.quantize`."""
     row = torch.tensor([0.0, -0.0, 6e-39, 1e-45, -1e-30, 1e-3, 0.25, -0.75, 1.25, 2.5, 3.5, 5.0, -5.0, 6.0, 7.0, 1e30])

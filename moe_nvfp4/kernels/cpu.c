@@ -37,7 +37,7 @@
 #endif
 
 #define INLINE static inline __attribute__((always_inline))
-#define UNROLL _Pragma("GCC unroll 16")
+#define UNROLL _Pragma("GCC unroll 32")
 #define MIN(a, b) ((a) < (b) ? (a) : (b))
 
 enum { FP32, BF16, FP16, NVFP4 };          /* element types, as cpu.py numbers them */
@@ -172,8 +172,9 @@ INLINE int64_t expert_of(const int32_t *offsets, int64_t E, int64_t row) { /* E:
     return low;
 }
 
-/* Of so many tokens the first are multiplied while the weights are decoded. */
-INLINE int64_t lead_of(int64_t tokens) { return tokens <= 17 ? tokens : 16; }
+/* Of so many tokens the first are multiplied while the weights are decoded: as many as the registers have room for. */
+enum { LEAD = 20 };
+INLINE int64_t lead_of(int64_t tokens) { return tokens <= LEAD ? tokens : 16; }
 
 /* A token's codes, block scales and global scale. */
 INLINE int64_t token_bytes(const Quantize *q) { return (q->K / 16 * 9 + 4 + 63) / 64 * 64; }
@@ -496,7 +497,7 @@ INLINE TARGET void weave_avx512bf16(const uint16_t *const *x, int64_t nt, int64_
 #define sum4_avx512bf16 sum4_avx512
 #define PATH avx512bf16
 #define SHARES_REST
-#define LEAD 17
+#define LEADS
 #define V v16
 #define M h32
 #define Element uint16_t
@@ -551,7 +552,7 @@ INLINE void transpose_neon(const uint8_t *rows, int64_t stride, uint8_t *out) {
 #include "cpu_path.h"
 #endif
 
-/* few: up to so many tokens of an expert, decoding in registers beats a dequantized tile */
+/* few: up to so many tokens of an expert, dot_codes is faster than the rest (lead has cases from the next one on) */
 typedef struct { Task *arrange, *weave, *item, *quantize, *quantize_token, *combine; int64_t element, step, few; } Path;
 
 static const Path PATHS[5] = {

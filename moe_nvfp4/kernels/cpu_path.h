@@ -125,7 +125,7 @@ INLINE TARGET void NAME(find)(const Gemm *g, const int64_t *row, int64_t k, int6
     for (int64_t i = 0; i < 16; i += LANES) NAME(transpose)(sf + i, sf_stride, to->sf + i * LANES);
 }
 
-#ifdef LEAD
+#ifdef LEADS
 
 /* As multiply, for one vector of rows, decoded on the way, by nt tokens side by side in x; w, if not NULL, gets the
    weights for the other tokens. next, next_sf: the codes and scales that the next tile will need here. */
@@ -149,7 +149,7 @@ INLINE TARGET void NAME(multiply_codes)(int nt, const Staged *from, int64_t n, c
 static TARGET void NAME(lead)(int nt, const Staged *from, int64_t n, const Element *x, int first,
                               float *sums, M *w, const uint8_t *next, const uint8_t *next_sf) {
 #define CASE(c) case c: NAME(multiply_codes)(c, from, n, x, first, sums, w, next, next_sf); break;
-    switch (nt) { CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12) CASE(13) CASE(14) CASE(15) CASE(16) CASE(17) }
+    switch (nt) { CASE(11) CASE(12) CASE(13) CASE(14) CASE(15) CASE(16) CASE(17) CASE(18) CASE(19) CASE(20) }
 #undef CASE
 }
 
@@ -268,7 +268,7 @@ static TARGET void NAME(item)(const void *problem, int64_t i, int64_t next, int 
     int64_t panel = NP * LANES, rows = !g->paired && n < TILE ? (n + panel - 1) / panel * panel : TILE;
     for (int64_t c = 0, chunks = (tokens + CHUNK - 1) / CHUNK; c < chunks; c++) {
         int64_t begin = tokens * c / chunks, here = tokens * (c + 1) / chunks - begin;
-#ifdef LEAD
+#ifdef LEADS
         int64_t lead = lead_of(here);
         const Element *woven = (const Element *)g->leads + (first + begin) * g->K_steps;
 #else
@@ -277,7 +277,7 @@ static TARGET void NAME(item)(const void *problem, int64_t i, int64_t next, int 
         int64_t rest = here - lead, groups = (rest + NX - 1) / NX;
         for (int64_t k = 0; k < g->K_steps; k += K_BLOCK) {
             int64_t columns = MIN(K_BLOCK, g->K_steps - k);
-#ifdef LEAD
+#ifdef LEADS
             for (int64_t j = 0; j < rows; j += LANES) {
                 NAME(Rows) from;
                 Staged staged;
@@ -437,7 +437,7 @@ static TARGET void NAME(combine)(const void *problem, int64_t t, int64_t next, i
 #undef STEP
 #undef PATH
 #undef SHARES_REST
-#undef LEAD
+#undef LEADS
 #undef TARGET
 #undef V
 #undef M
