@@ -143,6 +143,20 @@ def test_every_gate_and_row_type(path, T):
 
 
 @needs_library
+@pytest.mark.parametrize("T", [1, 9, 16, 17, 18, 40, 300])
+def test_special_block_scales(path, T):
+    """NaN stays in its row, zero and the subnormals are exact; for every way that a number of tokens is multiplied."""
+    w, x, _, p, _ = make(1, 320, 64, T, 1, Gate("raw"), None, torch.bfloat16, "bf16", False, T)
+    w.w13_sf[0] = torch.arange(w.w13_sf[0].numel()).reshape(w.w13_sf[0].shape) % 12
+    w.w13_sf[0, 5, 3], w.w13_sf[0, 70, 19] = 0x7F, 0x7F
+    w.w13_sf[0, 9] = 0
+    groups = group_by_expert(torch.zeros(T, 1, dtype=torch.long), 1)
+    ours, y = (b.gemm1_swiglu(Rows(x), w, groups, torch.float32).values for b in (cpu, reference))
+    assert torch.equal(ours.isnan(), y.isnan()) and ours[:, [5, 70]].isnan().all() and not ours[:, 9].any()
+    assert relative_error(ours.nan_to_num(), y.nan_to_num()) < THRESHOLDS["fp32"]
+
+
+@needs_library
 def test_quantize_edges(path):
     """Zeros, subnormals, the largest numbers, NaN and infinity: the bytes of `format.quantize`."""
     row = torch.tensor([0.0, -0.0, 6e-39, 1e-45, -1e-30, 1e-3, 0.25, -0.75, 1.25, 2.5, 3.5, 5.0, -5.0, 6.0, 7.0, 1e30])
@@ -272,6 +286,11 @@ def test_cache_is_used_repaired_and_keyed(tmp_path, monkeypatch):
         library.write_bytes(damage)
         assert cpu.build(quick) == library and cache.is_whole(library)
     assert cpu.build((*quick, "-DANOTHER")) != library
+    for file in cpu.SOURCES.values():
+        shutil.copy(cpu.FOLDER / file, tmp_path)
+    (tmp_path / "cpu_path.h").write_bytes((tmp_path / "cpu_path.h").read_bytes() + b"\n/* a later version */\n")
+    monkeypatch.setattr(cpu, "FOLDER", tmp_path)
+    assert cpu.build(quick) != library
 
 
 def test_without_a_compiler_the_reference_takes_over(tmp_path):
@@ -310,19 +329,22 @@ def test_a_cache_that_others_can_write_is_refused(tmp_path, monkeypatch):
 
 @needs_library
 def test_a_wheels_library_is_used_if_it_is_of_this_source(tmp_path, monkeypatch):
-    source = tmp_path / "cpu.c"
-    source.write_bytes(cpu.SOURCE.read_bytes())
-    monkeypatch.setattr(cpu, "SOURCE", source)
+    for file in cpu.SOURCES.values():
+        shutil.copy(cpu.FOLDER / file, tmp_path)
+    monkeypatch.setattr(cpu, "FOLDER", tmp_path)
     monkeypatch.setenv("MOE_NVFP4_CACHE", str(tmp_path / "cache"))
     assert cpu._shipped() is None
     shipped = tmp_path / f"_cpu{cpu.EXTENSION_SUFFIXES[0]}"
-    shipped.write_bytes(cpu.build((*(f for f in cpu.FLAGS if f != "-O3"), "-O0")).read_bytes())
-    assert cpu._shipped().paths() == cpu._library().paths()
-    source.write_bytes(source.read_bytes() + b"\n/* a later version */\n")
-    assert cpu._shipped() is None
-    shipped.unlink()  # it is mapped
     shipped.write_bytes(b"not a library")
     assert cpu._shipped() is None
+    shipped.write_bytes(cpu.build((*(f for f in cpu.FLAGS if f != "-O3"), "-O0")).read_bytes())
+    assert cpu._shipped().paths() == cpu._library().paths()
+    for file in cpu.SOURCES.values():
+        now = (tmp_path / file).read_bytes()
+        (tmp_path / file).write_bytes(now + b"\n/* a later version */\n")
+        assert cpu._shipped() is None
+        (tmp_path / file).write_bytes(now)
+    assert cpu._shipped() is not None
 
 
 @needs_library
@@ -337,7 +359,7 @@ def test_without_python(tmp_path):
         if not all(map(shutil.which, (compiler[0], *emulator))):
             continue
         program = tmp_path / str(ran)
-        subprocess.run([*compiler, *flags, "-pthread", "-I", cpu.SOURCE.parent, source, "-o", program], check=True)
+        subprocess.run([*compiler, *flags, "-pthread", "-I", cpu.FOLDER, source, "-o", program], check=True)
         done = subprocess.run([*emulator, program], capture_output=True, text=True)
         assert done.returncode == 0 and "portable: relative error" in done.stdout, done.stdout
         ran += 1

@@ -1,4 +1,5 @@
-/* The hot loops of the CPU backend (cpu.py compiles this file and calls gemm, combine and quantize).
+/* The CPU backend (cpu.py compiles this file and calls run): the stages and their threads, and what the loops of
+   cpu_path.h are made of on each instruction set.
 
    Layout. A weight row is K codes (e2m1, two to a byte, low nibble = even k) and K/16 block scales
    (e4m3 bytes). Its codes come out of the decoder as a vector of even and a vector of odd elements,
@@ -13,14 +14,13 @@
      so weights cost 4.5 bits of memory each;
    - many tokens: blocks of the tile, 64 rows by K_BLOCK, are dequantized (code * sf is exact) into the
      L1 cache with the rows side by side in the lanes, and each element of x, broadcast, meets
-     NP vectors of them: no sums of lanes, and as few loads as multiplications allow.
+     NP vectors of them: no sums of lanes, and as few loads as multiplications allow. In avx512bf16 the
+     first tokens, up to LEAD, meet the weights in the registers that they are decoded in, and most of
+     the decoding is hidden behind their multiplications.
 
-   Paths. The second half of this file is compiled once for each instruction set, with the macros
-   defined at the end of the first half: portable (vector extensions of the compiler), avx2, avx512,
-   avx512bf16 and, on ARM, neon. In avx512bf16 x and the dequantized weights are bf16, exactly: it takes rows
+   Paths. cpu_path.h is compiled once for each instruction set, with the macros that precede its
+   inclusion here: portable (vector extensions of the compiler), avx2, avx512, avx512bf16 and, on ARM, neon. In avx512bf16 x and the dequantized weights are bf16, exactly: it takes rows
    that are bf16 or NVFP4 (code * sf has 6 significant bits) and leaves the others to avx512.  */
-
-#ifndef PATH
 
 #include <pthread.h>
 #include <sched.h>
@@ -37,7 +37,7 @@
 #endif
 
 #define INLINE static inline __attribute__((always_inline))
-#define UNROLL _Pragma("GCC unroll 16")
+#define UNROLL _Pragma("GCC unroll 32")
 #define MIN(a, b) ((a) < (b) ? (a) : (b))
 
 enum { FP32, BF16, FP16, NVFP4 };          /* element types, as cpu.py numbers them */
@@ -124,6 +124,7 @@ typedef struct {
     int32_t clamp_after;
     /* filled in by plan_gemm() */
     void *rows;             /* x, even and odd elements apart */
+    void *leads;            /* of experts with many tokens the first ones, side by side */
     int32_t *hit;           /* experts with tokens */
     int64_t *padded;        /* NVFP4: where an expert's rows begin among the padded ones */
     int64_t tile, tiles, K_steps, stride, few;
@@ -144,7 +145,11 @@ typedef struct {
     const int32_t *offsets;
     uint8_t *codes, *sf;   /* [R, K/2]; 128x4 layout, zeroed */
     float *row_scale;      /* [R] */
-    int64_t x_type, width, K, R, E;
+    int64_t x_type, x_rows, width, K, R, E;
+    /* filled in by measure_quantize() */
+    uint8_t *work;         /* scratch, work_bytes for each thread */
+    int64_t work_bytes;
+    uint8_t *tokens;       /* where several rows are one of x: those of x, quantized; or NULL */
 } Quantize;
 
 typedef struct {
@@ -167,6 +172,13 @@ INLINE int64_t expert_of(const int32_t *offsets, int64_t E, int64_t row) { /* E:
     return low;
 }
 
+/* Of so many tokens the first are multiplied while the weights are decoded: as many as the registers have room for. */
+enum { LEAD = 20 };
+INLINE int64_t lead_of(int64_t tokens) { return tokens <= LEAD ? tokens : 16; }
+
+/* A token's codes, block scales and global scale. */
+INLINE int64_t token_bytes(const Quantize *q) { return (q->K / 16 * 9 + 4 + 63) / 64 * 64; }
+
 static void padded_starts(const int32_t *offsets, int64_t E, int64_t *starts) {
     for (int64_t e = 0, at = 0; e < E; e++) {
         starts[e] = at - offsets[e]; /* row + starts[e] is the padded row */
@@ -177,10 +189,18 @@ static void padded_starts(const int32_t *offsets, int64_t E, int64_t *starts) {
 /* ---- threads: the pool that torch uses (GOMP_parallel, of the OpenMP runtime torch has loaded) or, without one,
    threads made for the call. A second pool beside torch's would fight with its spinning threads. ---- */
 
-typedef void Task(const void *problem, int64_t item, int thread);
+typedef void Task(const void *problem, int64_t item, int64_t next, int thread); /* next: what this thread does then */
 typedef void Parallel(void (*)(void *), void *, unsigned threads, unsigned flags);
-typedef struct { Task *task; const void *problem; int64_t items, run; atomic_long next, done; } Phase;
-typedef struct { Phase phases[2 * MAX_STAGES]; int64_t count; atomic_int threads; } Job;
+typedef struct { Task *task; const void *problem; int64_t items, shares; atomic_long next, done; } Phase;
+typedef struct { Phase phases[3 * MAX_STAGES]; int64_t count; atomic_int threads; } Job;
+
+/* Some neighbouring items, so that what is prefetched beyond one is of use; fewer and fewer, so that all end together. */
+static int64_t claim(Phase *p, int64_t *end) {
+    long i = atomic_load(&p->next);
+    do *end = MIN(i + (p->items - i) / p->shares + 1, p->items);
+    while (i < p->items && !atomic_compare_exchange_weak(&p->next, &i, *end));
+    return i;
+}
 
 /* Every thread passes through all phases. One that comes late finds little to do, and none waits for it: a
    phase is over when its items are done, by whomever. */
@@ -188,10 +208,13 @@ static void work_off(void *argument) {
     Job *job = argument;
     int thread = atomic_fetch_add(&job->threads, 1);
     for (Phase *p = job->phases; p < job->phases + job->count; p++) {
-        for (int64_t i; (i = atomic_fetch_add(&p->next, p->run)) < p->items;) {
-            int64_t end = MIN(i + p->run, p->items);
-            for (int64_t j = i; j < end; j++) p->task(p->problem, j, thread);
+        int64_t end, later_end, i = claim(p, &end);
+        while (i < p->items) {
+            int64_t later = claim(p, &later_end);
+            for (int64_t j = i; j < end; j++)
+                p->task(p->problem, j, j + 1 < end ? j + 1 : later < p->items ? later : j, thread);
             atomic_fetch_add(&p->done, end - i);
+            i = later, end = later_end;
         }
         for (int spins = 0; atomic_load(&p->done) < p->items;)
             if (++spins > 1 << 16) sched_yield(); /* at once it could give away a whole time slice */
@@ -202,17 +225,14 @@ static void *worker(void *argument) { work_off(argument); return NULL; }
 
 static void add_phase(Job *job, Task *task, const void *problem, int64_t items, int64_t numbers, int64_t threads) {
     int64_t alone = numbers < 1 << 14; /* not worth a second thread */
-    /* neighbours for one thread, so that what is prefetched beyond an item is its own */
-    job->phases[job->count++] = (Phase){task, problem, items, alone ? items + 1 : items / (threads * 16) + 1, 0, 0};
+    job->phases[job->count++] = (Phase){task, problem, items, alone ? 1 : 8 * threads, 0, 0};
 }
 
 static void run_job(Job *job, int64_t threads, Parallel *parallel) {
-    int64_t runs = 0;
-    for (int64_t i = 0; i < job->count; i++) {
-        int64_t n = (job->phases[i].items + job->phases[i].run - 1) / job->phases[i].run;
-        runs = n > runs ? n : runs;
-    }
-    threads = MIN(threads, runs);
+    int64_t most = 1;
+    for (Phase *p = job->phases; p < job->phases + job->count; p++)
+        if (p->shares > 1 && p->items > most) most = p->items;
+    threads = MIN(threads, most);
     if (threads <= 1) { work_off(job); return; }
     if (parallel) { parallel(work_off, job, (unsigned)threads, 0); return; }
     pthread_t others[MAX_THREADS];
@@ -222,14 +242,17 @@ static void run_job(Job *job, int64_t threads, Parallel *parallel) {
     while (made) pthread_join(others[--made], NULL);
 }
 
-/* The K-th part from k on, k_part of it, of the tile after this one, straight through its memory: taken as `block`
+/* The first weight row of a GEMM's item. */
+INLINE int64_t row_of(const Gemm *g, int64_t item) { return g->hit[item / g->tiles] * g->N + item % g->tiles * g->tile; }
+
+/* The K-th part from k on, k_part of it, of the tile from `row` on, straight through its memory: taken as `block`
    takes it, 128 bytes here and there, it would come far too slowly. */
-INLINE void prefetch_next(const Gemm *g, int64_t row, int64_t k, int64_t part) {
-    for (int half = 0; half <= g->paired; half++) {
-        int64_t next = row + g->tile + half * g->split, code_bytes = g->tile * part / 2, sf_bytes = g->tile * part / 16;
-        const uint8_t *codes = g->codes + next * g->K / 2 + g->tile * k / 2, *sf = g->sf + next * g->K / 16 + g->tile * k / 16;
-        for (int64_t i = 0; i < code_bytes; i += 64) __builtin_prefetch(codes + i, 0, 2);
-        for (int64_t i = 0; i < sf_bytes; i += 64) __builtin_prefetch(sf + i, 0, 2);
+INLINE void prefetch_tile(const Gemm *g, int64_t row, int64_t k, int64_t part) {
+    for (int half = 0; half <= g->paired; half++, row += g->split) {
+        int64_t code_bytes = g->tile * part / 2, sf_bytes = g->tile * part / 16;
+        const uint8_t *codes = g->codes + row * g->K / 2 + g->tile * k / 2, *sf = g->sf + row * g->K / 16 + g->tile * k / 16;
+        for (int64_t i = 0; i < code_bytes; i += 64) __builtin_prefetch(codes + i);
+        for (int64_t i = 0; i < sf_bytes; i += 64) __builtin_prefetch(sf + i);
     }
 }
 
@@ -278,7 +301,7 @@ INLINE void transpose_portable(const uint8_t *rows, int64_t stride, uint8_t *out
 #define NT 4
 #define NP 2
 #define NX 4
-#include "cpu.c"
+#include "cpu_path.h"
 
 #if defined(__x86_64__)
 
@@ -329,10 +352,15 @@ INLINE TARGET void transpose_avx2(const uint8_t *rows, int64_t stride, uint8_t *
 #define NT 2
 #define NP 2
 #define NX 6
-#include "cpu.c"
+#include "cpu_path.h"
 
+#ifdef __clang__
+#define WIDE
+#else
+#define WIDE ",prefer-vector-width=512" /* for the loops that the compiler vectorizes */
+#endif
 typedef float v16 __attribute__((vector_size(64), aligned(4), may_alias));
-#define TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")))
+#define TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c" WIDE)))
 INLINE TARGET void decode_avx512(const uint8_t *c, v16 *even, v16 *odd) { /* the table reads 4 bits of each index */
     const __m512 table = _mm512_loadu_ps(E2M1);
     __m512i v = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)c));
@@ -380,12 +408,12 @@ INLINE TARGET void transpose_avx512(const uint8_t *rows, int64_t stride, uint8_t
 #define NT 6
 #define NP 4
 #define NX 6
-#include "cpu.c"
+#include "cpu_path.h"
 
 #if defined(__clang__) || __GNUC__ >= 10
 #define HAS_BF16
 typedef uint16_t h32 __attribute__((vector_size(64), aligned(2), may_alias));
-#define TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c")))
+#define TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c" WIDE)))
 /* Each 32-bit lane is two elements of one block, so a step is 4 blocks of 4 lanes. */
 INLINE TARGET void look_up(__m512i v, h32 *low, h32 *high) { /* reads 5 bits of each word, so the table is there twice */
     const __m512i table = _mm512_broadcast_i64x4(_mm256_setr_epi16(
@@ -403,32 +431,65 @@ INLINE TARGET v16 scales_avx512bf16(const float *sf, int64_t k) {
 }
 INLINE TARGET v16 mul_add_avx512bf16(v16 sum, h32 a, h32 b) { return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b); }
 INLINE TARGET h32 spread_avx512bf16(const uint16_t *x) { return (h32)_mm512_set1_ps(*(const number_at *)x); }
-#define NP 4
-/* Four elements of 16 rows are a unit: two even ones, a pair in each lane, and two odd ones. The dot product with
-   (scale, 0) or (0, scale) is what multiplies one of a pair; the product fits in bf16, the upper half of fp32. */
-INLINE TARGET void dequantize_avx512bf16(const uint8_t *rows, int64_t stride, const float *scale, h32 *to) {
-    const __m512i order = _mm512_setr_epi32( /* upper halves of two vectors, in turn */
-        0x210001, 0x230003, 0x250005, 0x270007, 0x290009, 0x2b000b, 0x2d000d, 0x2f000f,
-        0x310011, 0x330013, 0x350015, 0x370017, 0x390019, 0x3b001b, 0x3d001d, 0x3f001f);
-    const __m512i bytes = _mm512_set4_epi32(0x80078006, 0x80058004, 0x80038002, 0x80018000); /* as words */
-    const v16 zero = {0};
-    for (int half = 0; half < 2; half++, rows += 16, scale += 32, to += 8 * NP) {
-        __m512i a = fourth_rows(rows, stride), b = fourth_rows(rows + stride, stride);
-        __m512i c = fourth_rows(rows + 2 * stride, stride), d = fourth_rows(rows + 3 * stride, stride);
+/* Weights by integer operations, which leave the multipliers to the products: in bf16 an element times its block scale
+   is the scale's bits, plus a step of the mantissa where the element is 1.5 times a power of two, plus the exponent.
+   16 rows of n codes -> a vector for 8 codes of all rows and, for each block, the scales and the masks that leave the
+   step of a look-up's low bits. bytes: the block scales, row by row; in fp16 they are 2^8 too small. */
+typedef struct { __m512i eights[K_BLOCK / 8], scales[K_BLOCK / 16][2]; } Staged;
+INLINE TARGET void stage_avx512bf16(const uint8_t *codes, int64_t stride, const uint8_t *bytes, int64_t n,
+                                    Staged *out) {
+    __m512i *eights = out->eights, (*scales)[2] = out->scales;
+    for (int64_t k = 0; k < n; k += 32, codes += 16, eights += 4) {
+        __m512i a = fourth_rows(codes, stride), b = fourth_rows(codes + stride, stride);
+        __m512i c = fourth_rows(codes + 2 * stride, stride), d = fourth_rows(codes + 3 * stride, stride);
         __m512i ab = _mm512_unpacklo_epi16(a, b), cd = _mm512_unpacklo_epi16(c, d);
         __m512i AB = _mm512_unpackhi_epi16(a, b), CD = _mm512_unpackhi_epi16(c, d);
-        const __m512i units[4] = {_mm512_unpacklo_epi32(ab, cd), _mm512_unpackhi_epi32(ab, cd),
-                                  _mm512_unpacklo_epi32(AB, CD), _mm512_unpackhi_epi32(AB, CD)};
-        UNROLL for (int u = 0; u < 8; u++) {
-            __m512bh upper = (__m512bh)_mm512_loadu_si512(scale + u / 4 * 16);
-            __m512bh lower = (__m512bh)_mm512_srli_epi32((__m512i)upper, 16);
-            h32 pair[2];
-            look_up(_mm512_shuffle_epi8(units[u / 2], _mm512_add_epi32(bytes, _mm512_set1_epi32(u % 2 * 0x80008))), pair, pair + 1);
-            UNROLL for (int odd = 0; odd < 2; odd++) {
-                __m512 v0 = _mm512_dpbf16_ps(zero, (__m512bh)pair[odd], lower);
-                __m512 v1 = _mm512_dpbf16_ps(zero, (__m512bh)pair[odd], upper);
-                to[(16 * odd + u) * NP] = (h32)_mm512_permutex2var_epi16((__m512i)v0, order, (__m512i)v1);
-            }
+        eights[0] = _mm512_unpacklo_epi32(ab, cd), eights[1] = _mm512_unpackhi_epi32(ab, cd);
+        eights[2] = _mm512_unpacklo_epi32(AB, CD), eights[3] = _mm512_unpackhi_epi32(AB, CD);
+    }
+    /* 8 times the mantissa 1 + m / 8 -> what 1.5 times that adds to the bits of bf16; twice for each 4 exponents */
+    const __m512i step = _mm512_or_si512(_mm512_set1_epi16((short)0xff80), _mm512_broadcast_i32x4(
+        _mm_setr_epi16(64, 72, 80, 84, 80, 76, 72, 68)));
+    const __m512i one = _mm512_set1_epi32(1), last = _mm512_set1_epi32(0x7fc07fbf);
+    for (int64_t k = 0; k < n; k += 32, bytes += 32) {
+        __m512i e4m3 = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i *)bytes));
+        __m512i f16 = _mm512_mask_mov_epi16(_mm512_slli_epi16(e4m3, 7), _mm512_cmpeq_epi16_mask(e4m3, _mm512_set1_epi16(0x7f)),
+                                            _mm512_set1_epi16(0x7e00));
+        const __m512i upper[2] = {(__m512i)_mm512_cvtph_ps(_mm512_castsi512_si256(f16)),
+                                  (__m512i)_mm512_cvtph_ps(_mm512_extracti64x4_epi64(f16, 1))};
+        UNROLL for (int i = 0; i < 2; i++, scales++) {
+            __m512i v = _mm512_or_si512(upper[i], _mm512_srli_epi32(upper[i], 16));
+            scales[0][0] = v;
+            __mmask16 number = _mm512_cmplt_epu32_mask(_mm512_sub_epi32(v, one), last); /* neither 0 nor NaN: those stay */
+            scales[0][1] = _mm512_maskz_mov_epi32(number, _mm512_permutexvar_epi16(_mm512_srli_epi16(v, 4), step));
+        }
+    }
+}
+/* 8 codes of all rows -> pairs of bf16: elements 0 and 2, 4 and 6, then 1 and 3, 5 and 7. */
+INLINE TARGET void pairs_avx512bf16(const Staged *from, int64_t i, h32 *v) {
+    const __m512i eight = from->eights[i], *scale = from->scales[i / 2];
+    /* 128 times the exponent, 2^8 among it, and all low bits where the mantissa is 1.5; zero: less than any scale */
+    const __m512i table = _mm512_broadcast_i32x4(_mm_setr_epi16((short)0x8080, 0x380, 0x400, 0x47f, 0x480, 0x4ff, 0x500, 0x57f));
+    const __m512i bytes = _mm512_set4_epi32(0x80078006, 0x80058004, 0x80038002, 0x80018000); /* as words */
+    UNROLL for (int u = 0; u < 2; u++) {
+        __m512i codes = _mm512_shuffle_epi8(eight, _mm512_add_epi32(bytes, _mm512_set1_epi32(u * 0x80008)));
+        UNROLL for (int odd = 0; odd < 2; odd++) {
+            __m512i found = _mm512_permutexvar_epi16(odd ? _mm512_srli_epi16(codes, 4) : codes, table);
+            __m512i sum = _mm512_add_epi16(_mm512_and_si512(found, scale[1]), scale[0]);
+            v[2 * odd + u] = (h32)_mm512_ternarylogic_epi32(_mm512_max_epi16(sum, _mm512_setzero_si512()), /* a | b & c */
+                _mm512_slli_epi16(codes, odd ? 8 : 12), _mm512_set1_epi16((short)0x8000), 0xf8);
+        }
+    }
+}
+/* The 32 bits of nt rows side by side: out[n][nt] */
+INLINE TARGET void weave_avx512bf16(const uint16_t *const *x, int64_t nt, int64_t n, uint16_t *out) {
+    for (int64_t t = 0; t < nt; t += 4) {
+        int64_t a = MIN(t, nt - 4);
+        for (int64_t i = 0; i < n; i += 4) {
+            __m128 r[4];
+            UNROLL for (int j = 0; j < 4; j++) r[j] = _mm_loadu_ps((const float *)(const void *)(x[a + j] + 2 * i));
+            _MM_TRANSPOSE4_PS(r[0], r[1], r[2], r[3]);
+            UNROLL for (int j = 0; j < 4; j++) _mm_storeu_ps((float *)(void *)(out + 2 * ((i + j) * nt + a)), r[j]);
         }
     }
 }
@@ -436,14 +497,15 @@ INLINE TARGET void dequantize_avx512bf16(const uint8_t *rows, int64_t stride, co
 #define sum4_avx512bf16 sum4_avx512
 #define PATH avx512bf16
 #define SHARES_REST
-#define DEQUANTIZES
+#define LEADS
 #define V v16
 #define M h32
 #define Element uint16_t
 #define NR 4
 #define NT 6
+#define NP 4
 #define NX 6
-#include "cpu.c"
+#include "cpu_path.h"
 #endif
 #endif
 
@@ -487,27 +549,27 @@ INLINE void transpose_neon(const uint8_t *rows, int64_t stride, uint8_t *out) {
 #define NT 4
 #define NP 4
 #define NX 6
-#include "cpu.c"
+#include "cpu_path.h"
 #endif
 
-/* few: up to so many tokens of an expert, decoding in registers beats a dequantized tile */
-typedef struct { Task *arrange, *item, *quantize, *combine; int64_t element, step, few; } Path;
+/* few: up to so many tokens of an expert, dot_codes is faster than the rest (lead has cases from the next one on) */
+typedef struct { Task *arrange, *weave, *item, *quantize, *quantize_token, *combine; int64_t element, step, few; } Path;
 
 static const Path PATHS[5] = {
-    {arrange_portable, item_portable, quantize_portable, combine_portable, 4, 8, 4},
+    {arrange_portable, NULL, item_portable, quantize_portable, quantize_token_portable, combine_portable, 4, 8, 4},
 #if defined(__x86_64__)
-    {arrange_avx2, item_avx2, quantize_avx2, combine_avx2, 4, 16, 4},
-    {arrange_avx512, item_avx512, quantize_avx512, combine_avx512, 4, 32, 6},
+    {arrange_avx2, NULL, item_avx2, quantize_avx2, quantize_token_avx2, combine_avx2, 4, 16, 4},
+    {arrange_avx512, NULL, item_avx512, quantize_avx512, quantize_token_avx512, combine_avx512, 4, 32, 6},
 #ifdef HAS_BF16
-    {arrange_avx512bf16, item_avx512bf16, quantize_avx512, combine_avx512, 2, 64, 10},
+    {arrange_avx512bf16, weave_item_avx512bf16, item_avx512bf16, quantize_avx512, quantize_token_avx512, combine_avx512, 2, 64, 10},
 #endif
 #elif defined(__aarch64__)
-    [4] = {arrange_neon, item_neon, quantize_neon, combine_neon, 4, 8, 4},
+    [4] = {arrange_neon, NULL, item_neon, quantize_neon, quantize_token_neon, combine_neon, 4, 8, 4},
 #endif
 };
 
 #if defined(__ELF__)
-/* This file, so that cpu.py can tell whether a library was made from it. */
+/* This file and, as source_path, cpu_path.h, so that cpu.py can tell whether a library was made from them. */
 __asm__(".pushsection .rodata\n.globl source\nsource: .incbin \"" __FILE__ "\"\n.byte 0\n.popsection");
 #endif
 
@@ -577,7 +639,14 @@ static int64_t measure(Gemm *g, const Path *p) {
     g->tiles = (g->width + g->tile - 1) / g->tile;
     int64_t few = 4 * 4 * (g->K_steps / 16 + 32), many = TILE * K_BLOCK * p->element + CHUNK * TILE * 4;
     g->work_bytes = whole(4 * g->K_steps + few + many, 64);
-    return whole(g->x_rows * g->stride * p->element, 64) + whole(g->E * 12, 64);
+    int64_t leads = p->weave ? g->R * g->K_steps * p->element : 0;
+    return whole(g->x_rows * g->stride * p->element, 64) + whole(leads, 64) + whole(g->E * 12, 64);
+}
+
+/* The same: a token that several rows take is quantized once, if they have no experts' scales. */
+static int64_t measure_quantize(Quantize *q) {
+    q->work_bytes = whole(q->K / 16, 64);
+    return q->index && !q->scale && q->x_rows < q->R ? q->x_rows * token_bytes(q) : 0;
 }
 
 /* The phases of a GEMM. Rows of nobody become zeros. */
@@ -586,13 +655,19 @@ static void add_gemm(Job *job, Gemm *g, const Path *p, char *memory, int64_t thr
     for (int64_t r = g->offsets[E]; r < g->R; r++)
         memset((char *)g->out + (g->target ? g->target[r] : r) * row_bytes, 0, row_bytes);
     g->rows = memory;
-    g->padded = (int64_t *)(memory + whole(g->x_rows * g->stride * p->element, 64));
+    g->leads = memory + whole(g->x_rows * g->stride * p->element, 64);
+    g->padded = (int64_t *)((char *)g->leads + (p->weave ? whole(g->R * g->K_steps * p->element, 64) : 0));
     g->hit = (int32_t *)(g->padded + E);
     padded_starts(g->offsets, E, g->padded);
-    for (int64_t e = 0; e < E; e++)
-        if (g->offsets[e + 1] > g->offsets[e]) g->hit[hits++] = (int32_t)e;
     g->few = p->few;
+    int64_t many = 0;
+    for (int64_t e = 0; e < E; e++) {
+        int64_t tokens = g->offsets[e + 1] - g->offsets[e];
+        if (tokens) g->hit[hits++] = (int32_t)e;
+        if (tokens > g->few) many += tokens;
+    }
     add_phase(job, p->arrange, g, g->x_rows, g->x_rows * g->K, threads);
+    if (p->weave && many) add_phase(job, p->weave, g, hits * whole(g->K_steps, K_BLOCK) / K_BLOCK, many * g->K, threads);
     add_phase(job, p->item, g, hits * g->tiles, hits * g->N * g->K, threads);
 }
 
@@ -607,9 +682,10 @@ int64_t run(const int64_t *program, int64_t count, int64_t path, int64_t threads
     for (s = stages; s < end; program += 2 + program[1], s++) {
         s->kind = program[0], s->path = &PATHS[path], s->bytes = 0;
         memcpy(&s->group, program + 2, 8 * program[1]);
-        if (s->kind != GEMM) continue;
-        s->path = path_of(&s->gemm, path), s->bytes = measure(&s->gemm, s->path);
-        bytes += s->bytes, work = s->gemm.work_bytes > work ? s->gemm.work_bytes : work;
+        int64_t scratch = 0;
+        if (s->kind == GEMM) s->path = path_of(&s->gemm, path), s->bytes = measure(&s->gemm, s->path), scratch = s->gemm.work_bytes;
+        if (s->kind == QUANTIZE) s->bytes = measure_quantize(&s->quantize), scratch = s->quantize.work_bytes;
+        bytes += s->bytes, work = scratch > work ? scratch : work;
     }
     Memory *memory = take(bytes + threads * work);
     if (!memory) return -1;
@@ -618,7 +694,9 @@ int64_t run(const int64_t *program, int64_t count, int64_t path, int64_t threads
     for (s = stages; s < end && !failed; at += s->bytes, s++)
         if (s->kind == GROUP) failed = group(&s->group);
         else if (s->kind == QUANTIZE) {
-            const Quantize *q = &s->quantize;
+            Quantize *q = &s->quantize;
+            q->work = (uint8_t *)(memory + 1), q->work_bytes = work, q->tokens = s->bytes ? (uint8_t *)at : NULL;
+            if (q->tokens) add_phase(&job, s->path->quantize_token, q, q->x_rows, q->x_rows * q->K, threads);
             add_phase(&job, s->path->quantize, q, q->R, q->R * q->K, threads);
         } else if (s->kind == COMBINE) {
             const Combine *c = &s->combine;
@@ -631,350 +709,3 @@ int64_t run(const int64_t *program, int64_t count, int64_t path, int64_t threads
     give_back(memory);
     return failed;
 }
-
-#else /* ---- once for each path ---- */
-
-#define LANES ((int64_t)(sizeof(V) / 4))
-#define HALF ((int64_t)(sizeof(M) / sizeof(Element)))
-#define STEP (2 * HALF)
-
-INLINE TARGET M NAME(at)(const Element *p) { return *(const M *)p; } /* not memcpy: GCC takes that apart */
-
-/* sums[r][t] += codes[r][k .. k + STEP) . x[t], scaled block by block */
-INLINE TARGET void NAME(step)(int nr, int nt, const uint8_t *const *codes, const float *const *sf, int64_t k,
-                              const Element *const *x, V sums[NR][NT], int64_t ahead) {
-    UNROLL for (int r = 0; r < nr; r++) {
-        M even, odd;
-        __builtin_prefetch(codes[r] + ahead);
-        NAME(decode)(codes[r], &even, &odd);
-        V scale = NAME(scales)(sf[r], k);
-        UNROLL for (int t = 0; t < nt; t++) {
-            V part = NAME(mul_add)((V){0}, even, NAME(at)(x[t] + k));
-            part = NAME(mul_add)(part, odd, NAME(at)(x[t] + k + HALF));
-            sums[r][t] += part * scale;
-        }
-    }
-}
-
-/* NR weight rows, decoded on the way, by nt tokens: out[t * TILE + r] */
-INLINE TARGET void NAME(dot_codes)(int nt, const uint8_t *const *codes, const float *const *sf, int64_t K,
-                                   const Element *const *x, float *out) {
-    V sums[NR][NT];
-    UNROLL for (int r = 0; r < NR; r++) UNROLL for (int t = 0; t < nt; t++) sums[r][t] = (V){0};
-    int64_t k = 0;
-    for (; k + STEP <= K; k += STEP) {
-        const uint8_t *now[NR];
-        UNROLL for (int r = 0; r < NR; r++) now[r] = codes[r] + k / 2;
-        NAME(step)(NR, nt, now, sf, k, x, sums, NR * K / 2);
-    }
-    if (k < K) { /* the last codes, with zeros up to a whole step */
-        uint8_t tail[NR][STEP / 2];
-        const uint8_t *now[NR];
-        memset(tail, 0, sizeof tail);
-        UNROLL for (int r = 0; r < NR; r++) memcpy(tail[r], codes[r] + k / 2, (K - k) / 2), now[r] = tail[r];
-        NAME(step)(NR, nt, now, sf, k, x, sums, 0);
-    }
-    UNROLL for (int t = 0; t < nt; t++)
-        NAME(sum4)(sums[0][t], sums[1][t], sums[2][t], sums[3][t], out + t * TILE);
-}
-
-/* NP vectors of dequantized rows by nt tokens: sums[t * TILE] += over `steps` times 32 bits of K */
-INLINE TARGET void NAME(multiply)(int nt, const Element *w, const Element *const *x, int64_t steps, int first, float *sums) {
-    const int64_t unit = 4 / sizeof(Element);
-    V s[NX][NP];
-    UNROLL for (int t = 0; t < nt; t++)
-        UNROLL for (int p = 0; p < NP; p++) s[t][p] = first ? (V){0} : *(V *)(sums + t * TILE + p * LANES);
-    for (int64_t i = 0; i < steps; i++) {
-        M v[NP];
-        UNROLL for (int p = 0; p < NP; p++) v[p] = NAME(at)(w + (i * NP + p) * HALF);
-        UNROLL for (int t = 0; t < nt; t++) {
-            M a = NAME(spread)(x[t] + i * unit);
-            UNROLL for (int p = 0; p < NP; p++) s[t][p] = NAME(mul_add)(s[t][p], v[p], a);
-        }
-    }
-    UNROLL for (int t = 0; t < nt; t++)
-        UNROLL for (int p = 0; p < NP; p++) *(V *)(sums + t * TILE + p * LANES) = s[t][p];
-}
-
-static TARGET void NAME(few_tokens)(int nt, const uint8_t *const *codes, const float *const *sf, int64_t K,
-                                    const Element *const *x, float *out) {
-#define CASE(n) case n: if (n <= NT) NAME(dot_codes)(MIN(n, NT), codes, sf, K, x, out); break;
-    switch (nt) { CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) }
-#undef CASE
-}
-static TARGET void NAME(many_tokens)(int nt, const Element *w, const Element *const *x, int64_t steps, int first, float *sums) {
-#define CASE(n) case n: if (n <= NX) NAME(multiply)(MIN(n, NX), w, x, steps, first, sums); break;
-    switch (nt) { CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) }
-#undef CASE
-}
-
-/* The scales of a weight row as fp32, then zeros up to a multiple of 16. */
-INLINE TARGET void NAME(row_scales)(const Gemm *g, int64_t row, float *out) {
-    int64_t n = g->K / 16, i = 0;
-    const uint8_t *sf = g->sf + row * n;
-    for (; i + 16 <= n; i += 16) {
-        __builtin_prefetch(sf + 2 * NR * n + i);
-        NAME(block_scales)(sf + i, out + i);
-    }
-    if (i == n) return;
-    memset(out + n, 0, 64);
-    if (n > 16) { NAME(block_scales)(sf + n - 16, out + n - 16); return; } /* some of them again */
-    uint8_t tail[16] = {0};
-    memcpy(tail, sf + i, n - i);
-    NAME(block_scales)(tail, out + i);
-}
-
-/* TILE weight rows, from element k on, n of them, dequantized: out[NP rows together][32 bits of K][row] */
-static TARGET void NAME(block)(const Gemm *g, const int64_t *row, int64_t rows, int64_t k, int64_t n, Element *out) {
-    int64_t K16 = g->K / 16, N = g->E * g->N, have = MIN(n, g->K - k);
-    for (int64_t j = 0; j < rows; j += LANES) {
-        const uint8_t *codes = g->codes + (row[j] * g->K + k) / 2, *sf = g->sf + row[j] * K16 + k / 16;
-        int64_t codes_stride = g->K / 2, sf_stride = K16;
-        uint8_t spare[LANES * K_BLOCK / 2], spare_sf[LANES * 16], bytes[16 * LANES];
-        float scale[16 * LANES];
-        for (int64_t r = 0; r < LANES; r++)
-            for (int64_t i = K_BLOCK / 2; i < K_BLOCK; i += 64) __builtin_prefetch(codes + r * codes_stride + i);
-        int follow = row[j + LANES - 1] == row[j] + LANES - 1; /* as rows do, or the last one of a tile is repeated */
-        if (!follow || have < n) {
-            memset(spare, 0, sizeof spare);
-            for (int64_t r = 0; r < LANES; r++)
-                memcpy(spare + r * K_BLOCK / 2, g->codes + (row[j + r] * g->K + k) / 2, have / 2);
-            codes = spare, codes_stride = K_BLOCK / 2;
-        }
-        if (!follow || have < n || row[j + LANES - 1] * K16 + k / 16 + 16 > N * K16) { /* 16 would be too many */
-            memset(spare_sf, 0, sizeof spare_sf);
-            for (int64_t r = 0; r < LANES; r++)
-                memcpy(spare_sf + r * 16, g->sf + row[j + r] * K16 + k / 16, have / 16);
-            sf = spare_sf, sf_stride = 16;
-        }
-        for (int64_t i = 0; i < 16; i += LANES) NAME(transpose)(sf + i, sf_stride, bytes + i * LANES);
-        for (int64_t i = 0; i < LANES; i++) NAME(block_scales)(bytes + 16 * i, scale + 16 * i);
-        M *to = (M *)out + j / (NP * LANES) * (K_BLOCK / (HALF / LANES)) * NP + j / LANES % NP;
-        for (int64_t i = 0; i < n; i += STEP, to += 2 * LANES * NP) {
-#ifdef DEQUANTIZES
-            NAME(dequantize)(codes + i / 2, codes_stride, scale + i / 16 * LANES, to);
-#else
-            uint8_t now[LANES * LANES];
-            NAME(transpose)(codes + i / 2, codes_stride, now);
-            for (int64_t u = 0; u < LANES; u++) {
-                V even, odd, s = *(V *)(scale + (i + 2 * u) / 16 * LANES);
-                NAME(decode)(now + u * LANES, &even, &odd);
-                to[u * NP] = even * s, to[(LANES + u) * NP] = odd * s;
-            }
-#endif
-        }
-    }
-}
-
-/* The tile's rows of weights, their global scales and biases. */
-typedef struct { int64_t e, n0, n, columns, row[TILE]; float scale[TILE], bias[TILE]; } NAME(Tile);
-
-/* Scales, bias and gate of row r of the result, v [columns], which goes out. */
-static TARGET void NAME(finish)(const Gemm *g, const NAME(Tile) *tile, int64_t r, float *restrict v) {
-    int64_t n = tile->n;
-    float x_scale = g->x_scale ? g->x_scale[r] : 1.0f, h[TILE];
-    for (int64_t j = 0; j < TILE; j++) v[j] = v[j] * tile->scale[j] * x_scale + tile->bias[j];
-    if (g->gate == RELU2)
-        for (int64_t j = 0; j < TILE; j++) v[j] = v[j] < 0 ? 0 : v[j] * v[j];
-    if (g->paired) {
-        float limit = g->limit, before = g->clamp_after ? __builtin_inff() : limit;
-        float after = g->clamp_after ? limit : __builtin_inff();
-        /* gelu's (1 + tanh(z)) / 2 is sigmoid(2z); z = a * (linear + cubic * a * a) */
-        float linear = g->gate == SILU ? g->alpha : 1.5957691216f, cubic = g->gate == SILU ? 0 : 0.0713548163f;
-        for (int64_t j = 0; j < TILE / 2; j++) {
-            float a = v[j], u = v[TILE / 2 + j];
-            a = a > before ? before : a, u = u > limit ? limit : u;
-            u = u < -limit ? -limit : u;
-            float b = a > 1e9f ? 1e9f : a < -1e9f ? -1e9f : a; /* whose square is finite */
-            a = a / (1.0f + exponential(-b * (linear + cubic * b * b)));
-            a = a > after ? after : a;
-            h[j] = a * (u + g->up_offset);
-        }
-    }
-    int64_t to = (g->target ? g->target[r] : r) * g->width + tile->n0;
-    store_all(g->out, (int)g->out_type, to, g->paired ? h : v, n);
-}
-
-/* One tile of one expert's weight rows by all its tokens. */
-static TARGET void NAME(item)(const void *problem, int64_t i, int thread) {
-    const Gemm *g = problem;
-    NAME(Tile) tile;
-    int64_t e = g->hit[i / g->tiles], n0 = i % g->tiles * g->tile, n = MIN(g->tile, g->width - n0);
-    int64_t first = g->offsets[e], tokens = g->offsets[e + 1] - first;
-    tile.n0 = n0, tile.n = n;
-    for (int64_t j = 0; j < TILE; j++) { /* [outputs], or [gate, up]; the last of them again where the tile is not full */
-        int64_t row = n0 + MIN(j % g->tile, n - 1) + (j < g->tile ? 0 : g->split);
-        tile.row[j] = e * g->N + row;
-        tile.scale[j] = row < g->split ? g->first_scale[e] : g->rest_scale[e];
-        tile.bias[j] = g->bias ? load(g->bias, (int)g->bias_type, tile.row[j]) : 0;
-    }
-    const Element *x[NX > NT ? NX : NT];
-#define TOKENS(n) for (int64_t t = 0; t < (n); t++) { \
-        int64_t r = first + t0 + t; \
-        x[t] = (const Element *)g->rows + (g->index ? g->index[r] : r) * g->stride; \
-    }
-    if (tokens <= g->few) {
-        float *scales = (float *)(g->work + thread * g->work_bytes), out[NT * TILE];
-        int64_t K16 = (g->K_steps / 16 + 15) / 16 * 16 + 16, full = n == g->tile ? TILE : n;
-        for (int64_t i = 0, groups = (tokens + NT - 1) / NT; i < groups; i++) {
-            int64_t t0 = tokens * i / groups, nt = tokens * (i + 1) / groups - t0;
-            TOKENS(nt)
-            for (int64_t j = 0; j < TILE; j += NR) {
-                if (j >= full && (j < g->tile || j >= g->tile + n)) continue;
-                const uint8_t *codes[NR];
-                const float *sf[NR];
-                for (int r = 0; r < NR; r++) {
-                    NAME(row_scales)(g, tile.row[j + r], scales + r * K16);
-                    sf[r] = scales + r * K16, codes[r] = g->codes + tile.row[j + r] * g->K / 2;
-                }
-                NAME(few_tokens)((int)nt, codes, sf, g->K, x, out + j);
-            }
-            for (int64_t t = 0; t < nt; t++) NAME(finish)(g, &tile, first + t0 + t, out + t * TILE);
-        }
-        return;
-    }
-    Element *w = (Element *)(g->work + thread * g->work_bytes);
-    float *sums = (float *)(w + TILE * K_BLOCK);
-    int64_t panel = NP * LANES, rows = !g->paired && n < TILE ? (n + panel - 1) / panel * panel : TILE;
-    for (int64_t begin = 0; begin < tokens; begin += CHUNK) {
-        int64_t here = MIN(CHUNK, tokens - begin), groups = (here + NX - 1) / NX;
-        for (int64_t k = 0; k < g->K_steps; k += K_BLOCK) {
-            int64_t columns = MIN(K_BLOCK, g->K_steps - k);
-            NAME(block)(g, tile.row, rows, k, columns, w);
-            for (int64_t i = 0; i < groups; i++) {
-                int64_t t0 = begin + here * i / groups, nt = begin + here * (i + 1) / groups - t0;
-                if (begin == 0) prefetch_next(g, tile.row[0], k + columns * i / groups, columns / groups);
-                TOKENS(nt)
-                for (int64_t t = 0; t < nt; t++) x[t] += k;
-                for (int64_t j = 0; j < rows; j += panel)
-                    NAME(many_tokens)((int)nt, w + j * K_BLOCK, x, columns * (int64_t)sizeof(Element) / 4, k == 0,
-                                      sums + (t0 - begin) * TILE + j);
-            }
-        }
-        for (int64_t t = 0; t < here; t++) NAME(finish)(g, &tile, first + begin + t, sums + t * TILE);
-    }
-#undef TOKENS
-}
-
-/* n elements of x from `at` on as fp32, zeros where they are not among the first `width` */
-static TARGET void NAME(expand)(const void *x, int type, int64_t at, int64_t width, int64_t n, float *out) {
-    const uint16_t *half = (const uint16_t *)x + at;
-    int64_t have = MIN(width, n);
-    if (type == FP32) memcpy(out, (const float *)x + at, 4 * have);
-    else if (type == BF16) for (int64_t k = 0; k < have; k++) out[k] = number((uint32_t)half[k] << 16);
-    else for (int64_t k = 0; k < have; k++) out[k] = from_f16(half[k]);
-    for (int64_t k = have; k < n; k++) out[k] = 0;
-}
-
-/* Row r of x -> g->rows: steps of even, then odd elements. */
-static TARGET void NAME(arrange)(const void *problem, int64_t r, int thread) {
-    const Gemm *g = problem;
-    Element *out = (Element *)g->rows + r * g->stride;
-    float *v = (float *)(g->work + thread * g->work_bytes);
-    if (g->x_type == NVFP4) {
-        const uint8_t *codes = (const uint8_t *)g->x + r * g->x_width / 2;
-        int64_t e = expert_of(g->offsets, g->E, r), K16 = g->x_width / 16;
-        if (e == g->E) return;
-        for (int64_t b = 0; b < K16; b++) {
-            float sf = from_e4m3(g->x_sf[sf_offset(r + g->padded[e], b, K16)]);
-            for (int64_t i = 0; i < 8; i++) {
-                v[16 * b + 2 * i] = E2M1[codes[8 * b + i] & 15] * sf;
-                v[16 * b + 2 * i + 1] = E2M1[codes[8 * b + i] >> 4] * sf;
-            }
-        }
-        for (int64_t k = g->x_width; k < g->K_steps; k++) v[k] = 0;
-    } else if (g->x_type == BF16 && sizeof(Element) == 2 && g->x_width == g->K_steps) { /* just even and odd apart */
-        const uint16_t *x = (const uint16_t *)g->x + r * g->x_width;
-        for (int64_t k = 0; k < g->K_steps; k += STEP)
-            for (int64_t i = 0; i < HALF; i++)
-                out[k + i] = (Element)x[k + 2 * i], out[k + HALF + i] = (Element)x[k + 2 * i + 1];
-        return;
-    } else NAME(expand)(g->x, (int)g->x_type, r * g->x_width, g->x_width, g->K_steps, v);
-    for (int64_t k = 0; k < g->K_steps; k += STEP)
-        for (int64_t i = 0; i < HALF; i++) {
-            float even = v[k + 2 * i], odd = v[k + 2 * i + 1];
-            if (sizeof(Element) == 4) out[k + i] = (Element)even, out[k + HALF + i] = (Element)odd;
-            else out[k + i] = (Element)(bits(even) >> 16), out[k + HALF + i] = (Element)(bits(odd) >> 16);
-        }
-}
-
-#ifndef SHARES_REST /* avx512bf16 takes these from avx512 */
-
-/* Row r -> NVFP4, to the bit what format.quantize makes: true divisions, ties to even, NaN in sf. */
-static TARGET void NAME(quantize)(const void *problem, int64_t r, int thread) {
-    (void)thread;
-    const Quantize *q = problem;
-    int64_t K16 = q->K / 16, from = (q->index ? q->index[r] : r) * q->width, padded = r;
-    int64_t e = expert_of(q->offsets, q->E, r);
-    for (int64_t i = 0; i < e; i++) padded += (q->offsets[i] - q->offsets[i + 1]) & 127;
-    float x[512], gs = 1.0f;
-    if (q->scale) {
-        if (e < q->E) gs = q->scale[e];
-    } else {
-        uint32_t amax = 0; /* as bits: the order of magnitudes, with NaN above infinity */
-        for (int64_t k = 0; k < q->width; k += 512) {
-            NAME(expand)(q->x, (int)q->x_type, from + k, q->width - k, 512, x);
-            for (int64_t i = 0; i < 512; i++) amax = (bits(x[i]) & 0x7fffffff) > amax ? bits(x[i]) & 0x7fffffff : amax;
-        }
-        gs = number(amax) / 2688.0f;
-        gs = amax == 0 ? 1.0f : gs < 0x1p-126f ? 0x1p-126f : gs;
-    }
-    q->row_scale[r] = gs;
-    for (int64_t b = 0; b < K16; b++) {
-        int64_t k = 16 * b;
-        if (k % 512 == 0) NAME(expand)(q->x, (int)q->x_type, from + k, q->width - k, 512, x);
-        const float *block = x + k % 512;
-        uint32_t largest = 0;
-        for (int64_t i = 0; i < 16; i++)
-            largest = (bits(block[i]) & 0x7fffffff) > largest ? bits(block[i]) & 0x7fffffff : largest;
-        float sf = number(largest) / 6.0f / gs, c[16];
-        uint8_t byte = to_e4m3(sf > 448.0f ? 448.0f : sf), code[16];
-        float scale = byte ? from_e4m3(byte) * gs : __builtin_inff();
-        for (int64_t i = 0; i < 16; i++) { /* see format._encode: three lines, the lowest one holds */
-            float a = __builtin_fabsf(block[i]) / scale;
-            a = a > 8.0f ? 8.0f : a;
-            float one = nearest(a * 2), two = nearest(a) + 2, three = nearest(a * 0.5f) + 4;
-            c[i] = MIN(MIN(one, two), MIN(three, 7.0f));
-        }
-        for (int64_t i = 0; i < 16; i++)
-            code[i] = (uint8_t)((bits(c[i] + 0x1p23f) & 7) | (byte && block[i] < 0 ? 8 : 0));
-        for (int64_t i = 0; i < 8; i++)
-            q->codes[(r * q->K + k) / 2 + i] = (uint8_t)(code[2 * i] | code[2 * i + 1] << 4);
-        if (e < q->E) q->sf[sf_offset(padded, b, K16)] = byte;
-    }
-}
-
-/* Token t: its slots weighted and added in fp32, in order. */
-static TARGET void NAME(combine)(const void *problem, int64_t t, int thread) {
-    (void)thread;
-    const Combine *c = problem;
-    float sum[64];
-    for (int64_t h = 0; h < c->H; h += 64) {
-        int64_t n = MIN(64, c->H - h);
-        memset(sum, 0, sizeof sum);
-        for (int64_t j = 0; j < c->top_k; j++) {
-            float weight = load(c->weights, (int)c->weights_type, t * c->top_k + j);
-            const float *restrict slot = c->slots + (t * c->top_k + j) * c->H + h;
-            if (n == 64) for (int64_t i = 0; i < 64; i++) sum[i] += weight * slot[i];
-            else for (int64_t i = 0; i < n; i++) sum[i] += weight * slot[i];
-        }
-        store_all(c->out, (int)c->out_type, t * c->H + h, sum, n);
-    }
-}
-#endif
-
-#undef LANES
-#undef HALF
-#undef STEP
-#undef PATH
-#undef SHARES_REST
-#undef DEQUANTIZES
-#undef TARGET
-#undef V
-#undef M
-#undef Element
-#undef NR
-#undef NT
-#undef NP
-#undef NX
-#endif

@@ -1,7 +1,7 @@
 """The CPU backend: the three stages of the reference as C loops over the 4-bit weights.
 
-A wheel that was built where a C compiler was brings cpu.c as a library. Otherwise cpu.c, beside this
-file, is compiled on first use with the system's C compiler (CC, else cc, gcc or clang; a few seconds)
+A wheel that was built where a C compiler was brings cpu.c as a library. Otherwise cpu.c and cpu_path.h,
+beside this file, are compiled on first use with the system's C compiler (CC, else cc, gcc or clang; a few seconds)
 into ``$MOE_NVFP4_CACHE/cpu``, else ``$XDG_CACHE_HOME/moe_nvfp4/cpu``, else ``~/.cache/moe_nvfp4/cpu``.
 The library holds a path for every instruction set and picks one when it
 is loaded, so it may move between machines; MOE_NVFP4_CPU=avx512bf16, avx512, avx2, neon or
@@ -35,7 +35,8 @@ from moe_nvfp4.kernels.cache import is_whole, keep, own_folder
 from moe_nvfp4.routing import Groups, Rows, group_by_expert
 from moe_nvfp4.weights import ExpertWeights
 
-SOURCE = Path(__file__).with_name("cpu.c")
+FOLDER = Path(__file__).parent
+SOURCES = {"source": "cpu.c", "source_path": "cpu_path.h"}  # the first is compiled; each is in the library by this name
 FLAGS = ("-std=gnu11", "-O3", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared", "-pthread")
 PATHS = ("portable", "avx2", "avx512", "avx512bf16", "neon")  # as in cpu.c, the best of a machine last
 
@@ -46,8 +47,8 @@ _GATES = ("raw", "relu2", "silu", "gelu_tanh")
 
 # The kinds of stages and their structs in cpu.c: pointers and integers, then for a GEMM what ends its gate.
 _GROUP, _QUANTIZE, _GEMM, _COMBINE = range(4)
-_LAYOUTS = [Struct("=2q7q").pack, Struct("=2q12q").pack, Struct("=2q25q3fi").pack, Struct("=2q8q").pack]
-_WORDS = [7, 12, 27, 8]
+_LAYOUTS = [Struct("=2q7q").pack, Struct("=2q13q").pack, Struct("=2q25q3fi").pack, Struct("=2q8q").pack]
+_WORDS = [7, 13, 27, 8]
 
 
 # ---- the stages ----------------------------------------------------------------------------------
@@ -127,7 +128,7 @@ def _quantize(program: _Program, x: Tensor, index: Tensor | None, scale: Tensor 
     sf = torch.zeros(nvfp4.grouped_sf_rows(R, E) * (-(-K // 64) * 4), dtype=torch.uint8, device="cpu")
     row_scale = torch.empty(R, device="cpu")
     tensors = [x, index, scale, groups.offsets, codes, sf, row_scale]
-    program.add(_QUANTIZE, tensors, _TYPES[x.dtype], width, K, R, E)
+    program.add(_QUANTIZE, tensors, _TYPES[x.dtype], x.shape[0], width, K, R, E)
     return Rows(codes, sf, row_scale)
 
 
@@ -221,12 +222,12 @@ def _library() -> ctypes.CDLL:
 
 
 def _shipped() -> ctypes.CDLL | None:
-    """The library that the wheel brought, if it was made from the cpu.c beside it."""
+    """The library that the wheel brought, if it was made from the sources beside it."""
     for suffix in EXTENSION_SUFFIXES:
-        file = SOURCE.with_name("_cpu" + suffix)
         try:
-            library, source = ctypes.CDLL(str(file)), SOURCE.read_bytes()
-            if (ctypes.c_char * len(source)).in_dll(library, "source").raw == source:
+            library = ctypes.CDLL(str(FOLDER / ("_cpu" + suffix)))
+            sources = {name: (FOLDER / file).read_bytes() + b"\0" for name, file in SOURCES.items()}
+            if all((ctypes.c_char * len(s)).in_dll(library, name).raw == s for name, s in sources.items()):
                 return library
         except (OSError, ValueError):  # no such file, or made for another machine; no source in it
             continue
@@ -250,12 +251,13 @@ def build(flags: tuple[str, ...] = FLAGS) -> Path:
     ]
     folder = own_folder("cpu")
     version = subprocess.run([*compiler, "--version"], check=True, capture_output=True).stdout
-    key = hashlib.sha256(SOURCE.read_bytes())
+    sources = [FOLDER / file for file in SOURCES.values()]
+    key = hashlib.sha256(b"\0".join(file.read_bytes() for file in sources))
     for part in (version, platform.machine().encode(), *(flag.encode() for flag in (*compiler, *flags))):
         key.update(b"\0" + part)
     target = folder / f"{key.hexdigest()[:32]}.so"
     if not is_whole(target):
-        command = [*compiler, *flags, str(SOURCE), "-o"]
+        command = [*compiler, *flags, str(sources[0]), "-o"]
         keep(target, lambda name: subprocess.run([*command, name], check=True, capture_output=True))
     return target
 

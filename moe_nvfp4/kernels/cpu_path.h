@@ -1,0 +1,448 @@
+/* The loops of the CPU backend, for one instruction set: cpu.c includes this file once for each. */
+
+#if defined(__ELF__) && !defined(HAS_SOURCE)
+#define HAS_SOURCE
+__asm__(".pushsection .rodata\n.globl source_path\nsource_path: .incbin \"" __FILE__ "\"\n.byte 0\n.popsection");
+#endif
+
+#define LANES ((int64_t)(sizeof(V) / 4))
+#define HALF ((int64_t)(sizeof(M) / sizeof(Element)))
+#define STEP (2 * HALF)
+
+INLINE TARGET M NAME(at)(const Element *p) { return *(const M *)p; } /* not memcpy: GCC takes that apart */
+
+/* sums[r][t] += codes[r][k .. k + STEP) . x[t], scaled block by block */
+INLINE TARGET void NAME(step)(int nr, int nt, const uint8_t *const *codes, const float *const *sf, int64_t k,
+                              const Element *const *x, V sums[NR][NT], int64_t ahead) {
+    UNROLL for (int r = 0; r < nr; r++) {
+        M even, odd;
+        __builtin_prefetch(codes[r] + ahead);
+        NAME(decode)(codes[r], &even, &odd);
+        V scale = NAME(scales)(sf[r], k);
+        UNROLL for (int t = 0; t < nt; t++) {
+            V part = NAME(mul_add)((V){0}, even, NAME(at)(x[t] + k));
+            part = NAME(mul_add)(part, odd, NAME(at)(x[t] + k + HALF));
+            sums[r][t] += part * scale;
+        }
+    }
+}
+
+/* NR weight rows, decoded on the way, by nt tokens: out[t * TILE + r] */
+INLINE TARGET void NAME(dot_codes)(int nt, const uint8_t *const *codes, const float *const *sf, int64_t K,
+                                   const Element *const *x, float *out) {
+    V sums[NR][NT];
+    UNROLL for (int r = 0; r < NR; r++) UNROLL for (int t = 0; t < nt; t++) sums[r][t] = (V){0};
+    int64_t k = 0;
+    for (; k + STEP <= K; k += STEP) {
+        const uint8_t *now[NR];
+        UNROLL for (int r = 0; r < NR; r++) now[r] = codes[r] + k / 2;
+        NAME(step)(NR, nt, now, sf, k, x, sums, NR * K / 2);
+    }
+    if (k < K) { /* the last codes, with zeros up to a whole step */
+        uint8_t tail[NR][STEP / 2];
+        const uint8_t *now[NR];
+        memset(tail, 0, sizeof tail);
+        UNROLL for (int r = 0; r < NR; r++) memcpy(tail[r], codes[r] + k / 2, (K - k) / 2), now[r] = tail[r];
+        NAME(step)(NR, nt, now, sf, k, x, sums, 0);
+    }
+    UNROLL for (int t = 0; t < nt; t++)
+        NAME(sum4)(sums[0][t], sums[1][t], sums[2][t], sums[3][t], out + t * TILE);
+}
+
+/* NP vectors of dequantized rows by nt tokens: sums[t * TILE] += over `steps` times 32 bits of K */
+INLINE TARGET void NAME(multiply)(int nt, const Element *w, const Element *const *x, int64_t steps, int first, float *sums) {
+    const int64_t unit = 4 / sizeof(Element);
+    V s[NX][NP];
+    UNROLL for (int t = 0; t < nt; t++)
+        UNROLL for (int p = 0; p < NP; p++) s[t][p] = first ? (V){0} : *(V *)(sums + t * TILE + p * LANES);
+    for (int64_t i = 0; i < steps; i++) {
+        M v[NP];
+        UNROLL for (int p = 0; p < NP; p++) v[p] = NAME(at)(w + (i * NP + p) * HALF);
+        UNROLL for (int t = 0; t < nt; t++) {
+            M a = NAME(spread)(x[t] + i * unit);
+            UNROLL for (int p = 0; p < NP; p++) s[t][p] = NAME(mul_add)(s[t][p], v[p], a);
+        }
+    }
+    UNROLL for (int t = 0; t < nt; t++)
+        UNROLL for (int p = 0; p < NP; p++) *(V *)(sums + t * TILE + p * LANES) = s[t][p];
+}
+
+static TARGET void NAME(few_tokens)(int nt, const uint8_t *const *codes, const float *const *sf, int64_t K,
+                                    const Element *const *x, float *out) {
+#define CASE(n) case n: if (n <= NT) NAME(dot_codes)(MIN(n, NT), codes, sf, K, x, out); break;
+    switch (nt) { CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) }
+#undef CASE
+}
+static TARGET void NAME(many_tokens)(int nt, const Element *w, const Element *const *x, int64_t steps, int first, float *sums) {
+#define CASE(n) case n: if (n <= NX) NAME(multiply)(MIN(n, NX), w, x, steps, first, sums); break;
+    switch (nt) { CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) }
+#undef CASE
+}
+
+/* The scales of a weight row as fp32, then zeros up to a multiple of 16. */
+INLINE TARGET void NAME(row_scales)(const Gemm *g, int64_t row, float *out) {
+    int64_t n = g->K / 16, i = 0;
+    const uint8_t *sf = g->sf + row * n;
+    for (; i + 16 <= n; i += 16) {
+        __builtin_prefetch(sf + 2 * NR * n + i);
+        NAME(block_scales)(sf + i, out + i);
+    }
+    if (i == n) return;
+    memset(out + n, 0, 64);
+    if (n > 16) { NAME(block_scales)(sf + n - 16, out + n - 16); return; } /* some of them again */
+    uint8_t tail[16] = {0};
+    memcpy(tail, sf + i, n - i);
+    NAME(block_scales)(tail, out + i);
+}
+
+/* The codes and block scales of LANES weight rows, n elements from k on: in place or, where they do not follow each
+   other or end early, here. */
+typedef struct {
+    const uint8_t *codes;
+    int64_t stride;
+    uint8_t spare[LANES * K_BLOCK / 2], sf[16 * LANES]; /* sf: block by block */
+} NAME(Rows);
+
+INLINE TARGET void NAME(find)(const Gemm *g, const int64_t *row, int64_t k, int64_t n, NAME(Rows) *to) {
+    int64_t K16 = g->K / 16, N = g->E * g->N, have = MIN(n, g->K - k), sf_stride = K16;
+    const uint8_t *sf = g->sf + row[0] * K16 + k / 16;
+    uint8_t spare[LANES * 16];
+    to->codes = g->codes + (row[0] * g->K + k) / 2, to->stride = g->K / 2;
+    for (int64_t r = 0; r < LANES; r++)
+        for (int64_t i = K_BLOCK / 2; i < K_BLOCK; i += 64) __builtin_prefetch(to->codes + r * to->stride + i);
+    int follow = row[LANES - 1] == row[0] + LANES - 1; /* as rows do, or the last one of a tile is repeated */
+    if (!follow || have < n) {
+        memset(to->spare, 0, sizeof to->spare);
+        for (int64_t r = 0; r < LANES; r++)
+            memcpy(to->spare + r * K_BLOCK / 2, g->codes + (row[r] * g->K + k) / 2, have / 2);
+        to->codes = to->spare, to->stride = K_BLOCK / 2;
+    }
+    if (!follow || have < n || row[LANES - 1] * K16 + k / 16 + 16 > N * K16) { /* 16 would be too many */
+        memset(spare, 0, sizeof spare);
+        for (int64_t r = 0; r < LANES; r++) memcpy(spare + r * 16, g->sf + row[r] * K16 + k / 16, have / 16);
+        sf = spare, sf_stride = 16;
+    }
+    for (int64_t i = 0; i < 16; i += LANES) NAME(transpose)(sf + i, sf_stride, to->sf + i * LANES);
+}
+
+#ifdef LEADS
+
+/* As multiply, for one vector of rows, decoded on the way, by nt tokens side by side in x; w, if not NULL, gets the
+   weights for the other tokens. next, next_sf: the codes and scales that the next tile will need here. */
+INLINE TARGET void NAME(multiply_codes)(int nt, const Staged *from, int64_t n, const Element *x, int first,
+                                        float *sums, M *w, const uint8_t *next, const uint8_t *next_sf) {
+    V s[LEAD];
+    UNROLL for (int t = 0; t < nt; t++) s[t] = first ? (V){0} : *(V *)(sums + t * TILE);
+    for (int64_t i = 0; i < n / 8; i++) {
+        M v[4];
+        NAME(pairs)(from, i, v);
+        __builtin_prefetch(next + 64 * i);
+        if (i % 8 == 0) __builtin_prefetch(next_sf + 8 * i);
+        UNROLL for (int u = 0; u < 4; u++) {
+            int64_t at = i / 8 * 32 + u / 2 * 16 + i % 8 * 2 + u % 2;
+            if (w) w[at * NP] = v[u];
+            UNROLL for (int t = 0; t < nt; t++) s[t] = NAME(mul_add)(s[t], v[u], NAME(spread)(x + (at * nt + t) * 2));
+        }
+    }
+    UNROLL for (int t = 0; t < nt; t++) *(V *)(sums + t * TILE) = s[t];
+}
+static TARGET void NAME(lead)(int nt, const Staged *from, int64_t n, const Element *x, int first,
+                              float *sums, M *w, const uint8_t *next, const uint8_t *next_sf) {
+#define CASE(c) case c: NAME(multiply_codes)(c, from, n, x, first, sums, w, next, next_sf); break;
+    switch (nt) { CASE(11) CASE(12) CASE(13) CASE(14) CASE(15) CASE(16) CASE(17) CASE(18) CASE(19) CASE(20) }
+#undef CASE
+}
+
+/* The first tokens of an expert's, side by side: [expert's first row + begin][K_steps / 2][lead][2] */
+static TARGET void NAME(weave_item)(const void *problem, int64_t i, int64_t next, int thread) {
+    (void)next, (void)thread;
+    const Gemm *g = problem;
+    int64_t blocks = (g->K_steps + K_BLOCK - 1) / K_BLOCK, e = g->hit[i / blocks], k = i % blocks * K_BLOCK;
+    int64_t first = g->offsets[e], tokens = g->offsets[e + 1] - first, chunks = (tokens + CHUNK - 1) / CHUNK;
+    if (tokens <= g->few) return;
+    for (int64_t c = 0; c < chunks; c++) {
+        int64_t begin = tokens * c / chunks, lead = lead_of(tokens * (c + 1) / chunks - begin);
+        const Element *x[LEAD];
+        for (int64_t t = 0; t < lead; t++) {
+            int64_t r = first + begin + t;
+            x[t] = (const Element *)g->rows + (g->index ? g->index[r] : r) * g->stride + k;
+        }
+        NAME(weave)(x, lead, MIN(K_BLOCK, g->K_steps - k) / 2, (Element *)g->leads + (first + begin) * g->K_steps + k * lead);
+    }
+}
+
+#else
+
+/* TILE weight rows, from element k on, n of them, dequantized: out[NP rows together][32 bits of K][row] */
+static TARGET void NAME(block)(const Gemm *g, const int64_t *row, int64_t rows, int64_t k, int64_t n, Element *out) {
+    for (int64_t j = 0; j < rows; j += LANES) {
+        NAME(Rows) from;
+        float scale[16 * LANES];
+        NAME(find)(g, row + j, k, n, &from);
+        for (int64_t i = 0; i < LANES; i++) NAME(block_scales)(from.sf + 16 * i, scale + 16 * i);
+        M *to = (M *)out + j / (NP * LANES) * (K_BLOCK / (HALF / LANES)) * NP + j / LANES % NP;
+        for (int64_t i = 0; i < n; i += STEP, to += 2 * LANES * NP) {
+            uint8_t now[LANES * LANES];
+            NAME(transpose)(from.codes + i / 2, from.stride, now);
+            for (int64_t u = 0; u < LANES; u++) {
+                V even, odd, s = *(V *)(scale + (i + 2 * u) / 16 * LANES);
+                NAME(decode)(now + u * LANES, &even, &odd);
+                to[u * NP] = even * s, to[(LANES + u) * NP] = odd * s;
+            }
+        }
+    }
+}
+#endif
+
+/* The tile's rows of weights, their global scales and biases. */
+typedef struct { int64_t e, n0, n, columns, row[TILE]; float scale[TILE], bias[TILE]; } NAME(Tile);
+
+/* Scales, bias and gate of row r of the result, v [columns], which goes out. */
+static TARGET void NAME(finish)(const Gemm *g, const NAME(Tile) *tile, int64_t r, float *restrict v) {
+    int64_t n = tile->n;
+    float x_scale = g->x_scale ? g->x_scale[r] : 1.0f, h[TILE];
+    for (int64_t j = 0; j < TILE; j++) v[j] = v[j] * tile->scale[j] * x_scale + tile->bias[j];
+    if (g->gate == RELU2)
+        for (int64_t j = 0; j < TILE; j++) v[j] = v[j] < 0 ? 0 : v[j] * v[j];
+    if (g->paired) {
+        float limit = g->limit, before = g->clamp_after ? __builtin_inff() : limit;
+        float after = g->clamp_after ? limit : __builtin_inff();
+        /* gelu's (1 + tanh(z)) / 2 is sigmoid(2z); z = a * (linear + cubic * a * a) */
+        float linear = g->gate == SILU ? g->alpha : 1.5957691216f, cubic = g->gate == SILU ? 0 : 0.0713548163f;
+        for (int64_t j = 0; j < TILE / 2; j++) {
+            float a = v[j], u = v[TILE / 2 + j];
+            a = a > before ? before : a, u = u > limit ? limit : u;
+            u = u < -limit ? -limit : u;
+            float b = a > 1e9f ? 1e9f : a < -1e9f ? -1e9f : a; /* whose square is finite */
+            a = a / (1.0f + exponential(-b * (linear + cubic * b * b)));
+            a = a > after ? after : a;
+            h[j] = a * (u + g->up_offset);
+        }
+    }
+    int64_t to = (g->target ? g->target[r] : r) * g->width + tile->n0;
+    if (g->paired && n == TILE / 2) store_all(g->out, (int)g->out_type, to, h, TILE / 2); /* lengths that the compiler knows */
+    else if (!g->paired && n == TILE) store_all(g->out, (int)g->out_type, to, v, TILE);
+    else store_all(g->out, (int)g->out_type, to, g->paired ? h : v, n);
+}
+
+/* One tile of one expert's weight rows by all its tokens. */
+static TARGET void NAME(item)(const void *problem, int64_t i, int64_t next, int thread) {
+    const Gemm *g = problem;
+    NAME(Tile) tile;
+    int64_t e = g->hit[i / g->tiles], n0 = i % g->tiles * g->tile, n = MIN(g->tile, g->width - n0);
+    int64_t first = g->offsets[e], tokens = g->offsets[e + 1] - first;
+    tile.n0 = n0, tile.n = n;
+    for (int64_t j = 0; j < TILE; j++) { /* [outputs], or [gate, up]; the last of them again where the tile is not full */
+        int64_t row = n0 + MIN(j % g->tile, n - 1) + (j < g->tile ? 0 : g->split);
+        tile.row[j] = e * g->N + row;
+        tile.scale[j] = row < g->split ? g->first_scale[e] : g->rest_scale[e];
+        tile.bias[j] = g->bias ? load(g->bias, (int)g->bias_type, tile.row[j]) : 0;
+    }
+    const Element *x[NX > NT ? NX : NT];
+#define TOKENS(n) for (int64_t t = 0; t < (n); t++) { \
+        int64_t r = first + t0 + t; \
+        x[t] = (const Element *)g->rows + (g->index ? g->index[r] : r) * g->stride; \
+    }
+    if (tokens <= g->few) {
+        float *scales = (float *)(g->work + thread * g->work_bytes), out[NT * TILE];
+        int64_t K16 = (g->K_steps / 16 + 15) / 16 * 16 + 16, full = n == g->tile ? TILE : n;
+        for (int64_t i = 0, groups = (tokens + NT - 1) / NT; i < groups; i++) {
+            int64_t t0 = tokens * i / groups, nt = tokens * (i + 1) / groups - t0;
+            TOKENS(nt)
+            for (int64_t j = 0; j < TILE; j += NR) {
+                if (j >= full && (j < g->tile || j >= g->tile + n)) continue;
+                const uint8_t *codes[NR];
+                const float *sf[NR];
+                for (int r = 0; r < NR; r++) {
+                    NAME(row_scales)(g, tile.row[j + r], scales + r * K16);
+                    sf[r] = scales + r * K16, codes[r] = g->codes + tile.row[j + r] * g->K / 2;
+                }
+                NAME(few_tokens)((int)nt, codes, sf, g->K, x, out + j);
+            }
+            for (int64_t t = 0; t < nt; t++) NAME(finish)(g, &tile, first + t0 + t, out + t * TILE);
+        }
+        return;
+    }
+    Element *w = (Element *)(g->work + thread * g->work_bytes);
+    float *sums = (float *)(w + TILE * K_BLOCK);
+    int64_t panel = NP * LANES, rows = !g->paired && n < TILE ? (n + panel - 1) / panel * panel : TILE;
+    for (int64_t c = 0, chunks = (tokens + CHUNK - 1) / CHUNK; c < chunks; c++) {
+        int64_t begin = tokens * c / chunks, here = tokens * (c + 1) / chunks - begin;
+#ifdef LEADS
+        int64_t lead = lead_of(here);
+        const Element *woven = (const Element *)g->leads + (first + begin) * g->K_steps;
+#else
+        int64_t lead = 0;
+#endif
+        int64_t rest = here - lead, groups = (rest + NX - 1) / NX;
+        for (int64_t k = 0; k < g->K_steps; k += K_BLOCK) {
+            int64_t columns = MIN(K_BLOCK, g->K_steps - k);
+#ifdef LEADS
+            for (int64_t j = 0; j < rows; j += LANES) {
+                NAME(Rows) from;
+                Staged staged;
+                int64_t then = (tile.row[j] + row_of(g, next) - row_of(g, i)) * g->K + LANES * k;
+                NAME(find)(g, tile.row + j, k, columns, &from);
+                NAME(stage)(from.codes, from.stride, from.sf, columns, &staged);
+                NAME(lead)((int)lead, &staged, columns, woven + k * lead, k == 0, sums + j,
+                           rest ? (M *)w + j / LANES : NULL, g->codes + then / 2, g->sf + then / 16);
+            }
+#else
+            NAME(block)(g, tile.row, rows, k, columns, w);
+#endif
+            for (int64_t i = 0; i < groups; i++) {
+                int64_t t0 = begin + lead + rest * i / groups, nt = begin + lead + rest * (i + 1) / groups - t0;
+                if (!lead && begin == 0) prefetch_tile(g, row_of(g, next), k + columns * i / groups, columns / groups);
+                TOKENS(nt)
+                for (int64_t t = 0; t < nt; t++) x[t] += k;
+                for (int64_t j = 0; j < rows; j += panel)
+                    NAME(many_tokens)((int)nt, w + j * K_BLOCK, x, columns * (int64_t)sizeof(Element) / 4, k == 0,
+                                      sums + (t0 - begin) * TILE + j);
+            }
+        }
+        for (int64_t t = 0; t < here; t++) NAME(finish)(g, &tile, first + begin + t, sums + t * TILE);
+    }
+#undef TOKENS
+}
+
+/* n elements of x from `at` on as fp32, zeros where they are not among the first `width` */
+static TARGET void NAME(expand)(const void *x, int type, int64_t at, int64_t width, int64_t n, float *out) {
+    const uint16_t *half = (const uint16_t *)x + at;
+    int64_t have = MIN(width, n);
+    if (type == FP32) memcpy(out, (const float *)x + at, 4 * have);
+    else if (type == BF16) for (int64_t k = 0; k < have; k++) out[k] = number((uint32_t)half[k] << 16);
+    else for (int64_t k = 0; k < have; k++) out[k] = from_f16(half[k]);
+    for (int64_t k = have; k < n; k++) out[k] = 0;
+}
+
+/* Row r of x -> g->rows: steps of even, then odd elements. */
+static TARGET void NAME(arrange)(const void *problem, int64_t r, int64_t next, int thread) {
+    (void)next;
+    const Gemm *g = problem;
+    Element *out = (Element *)g->rows + r * g->stride;
+    float *v = (float *)(g->work + thread * g->work_bytes);
+    if (g->x_type == NVFP4) {
+        const uint8_t *codes = (const uint8_t *)g->x + r * g->x_width / 2;
+        int64_t e = expert_of(g->offsets, g->E, r), K16 = g->x_width / 16;
+        if (e == g->E) return;
+        for (int64_t b = 0; b < K16; b++) {
+            float sf = from_e4m3(g->x_sf[sf_offset(r + g->padded[e], b, K16)]);
+            for (int64_t i = 0; i < 8; i++) {
+                v[16 * b + 2 * i] = E2M1[codes[8 * b + i] & 15] * sf;
+                v[16 * b + 2 * i + 1] = E2M1[codes[8 * b + i] >> 4] * sf;
+            }
+        }
+        for (int64_t k = g->x_width; k < g->K_steps; k++) v[k] = 0;
+    } else if (g->x_type == BF16 && sizeof(Element) == 2 && g->x_width == g->K_steps) { /* just even and odd apart */
+        const uint16_t *x = (const uint16_t *)g->x + r * g->x_width;
+        for (int64_t k = 0; k < g->K_steps; k += STEP)
+            for (int64_t i = 0; i < HALF; i++)
+                out[k + i] = (Element)x[k + 2 * i], out[k + HALF + i] = (Element)x[k + 2 * i + 1];
+        return;
+    } else NAME(expand)(g->x, (int)g->x_type, r * g->x_width, g->x_width, g->K_steps, v);
+    for (int64_t k = 0; k < g->K_steps; k += STEP)
+        for (int64_t i = 0; i < HALF; i++) {
+            float even = v[k + 2 * i], odd = v[k + 2 * i + 1];
+            if (sizeof(Element) == 4) out[k + i] = (Element)even, out[k + HALF + i] = (Element)odd;
+            else out[k + i] = (Element)(bits(even) >> 16), out[k + HALF + i] = (Element)(bits(odd) >> 16);
+        }
+}
+
+#ifndef SHARES_REST /* avx512bf16 takes these from avx512 */
+
+/* Row `from` of x -> NVFP4, to the bit what format.quantize makes: true divisions, ties to even, NaN in sf. given:
+   its global scale, or NULL: one of its own. sf: side by side. Returns the global scale. */
+static TARGET float NAME(quantize_row)(const Quantize *q, int64_t from, const float *given, uint8_t *codes, uint8_t *sf) {
+    float x[512], gs = given ? *given : 1.0f;
+    from *= q->width;
+    if (!given) {
+        uint32_t amax = 0; /* as bits: the order of magnitudes, with NaN above infinity */
+        for (int64_t k = 0; k < q->width; k += 512) {
+            NAME(expand)(q->x, (int)q->x_type, from + k, q->width - k, 512, x);
+            for (int64_t i = 0; i < 512; i++) amax = (bits(x[i]) & 0x7fffffff) > amax ? bits(x[i]) & 0x7fffffff : amax;
+        }
+        gs = number(amax) / 2688.0f;
+        gs = amax == 0 ? 1.0f : gs < 0x1p-126f ? 0x1p-126f : gs;
+    }
+    for (int64_t b = 0; b < q->K / 16; b++) {
+        int64_t k = 16 * b;
+        if (k % 512 == 0) NAME(expand)(q->x, (int)q->x_type, from + k, q->width - k, 512, x);
+        const float *block = x + k % 512;
+        uint32_t largest = 0;
+        for (int64_t i = 0; i < 16; i++)
+            largest = (bits(block[i]) & 0x7fffffff) > largest ? bits(block[i]) & 0x7fffffff : largest;
+        float ratio = number(largest) / 6.0f / gs, c[16];
+        uint8_t byte = to_e4m3(ratio > 448.0f ? 448.0f : ratio), code[16];
+        float scale = byte ? from_e4m3(byte) * gs : __builtin_inff();
+        for (int64_t i = 0; i < 16; i++) { /* see format._encode: three lines, the lowest one holds */
+            float a = __builtin_fabsf(block[i]) / scale;
+            a = a > 8.0f ? 8.0f : a;
+            float one = nearest(a * 2), two = nearest(a) + 2, three = nearest(a * 0.5f) + 4;
+            c[i] = MIN(MIN(one, two), MIN(three, 7.0f));
+        }
+        for (int64_t i = 0; i < 16; i++)
+            code[i] = (uint8_t)((bits(c[i] + 0x1p23f) & 7) | (byte && block[i] < 0 ? 8 : 0));
+        for (int64_t i = 0; i < 8; i++) codes[k / 2 + i] = (uint8_t)(code[2 * i] | code[2 * i + 1] << 4);
+        sf[b] = byte;
+    }
+    return gs;
+}
+
+static TARGET void NAME(quantize_token)(const void *problem, int64_t t, int64_t next, int thread) {
+    (void)next, (void)thread;
+    const Quantize *q = problem;
+    uint8_t *to = q->tokens + t * token_bytes(q);
+    float gs = NAME(quantize_row)(q, t, NULL, to, to + q->K / 2);
+    memcpy(to + q->K / 16 * 9, &gs, 4);
+}
+
+/* Row r, as those of an expert with its scale, or as its token. */
+static TARGET void NAME(quantize)(const void *problem, int64_t r, int64_t next, int thread) {
+    (void)next;
+    const Quantize *q = problem;
+    int64_t K16 = q->K / 16, from = q->index ? q->index[r] : r, padded = r, e = expert_of(q->offsets, q->E, r);
+    for (int64_t i = 0; i < e; i++) padded += (q->offsets[i] - q->offsets[i + 1]) & 127;
+    const float one = 1.0f, *given = !q->scale ? NULL : e < q->E ? q->scale + e : &one;
+    uint8_t *codes = q->codes + r * q->K / 2, *own = q->work + thread * q->work_bytes;
+    const uint8_t *sf = own;
+    if (q->tokens) {
+        const uint8_t *token = q->tokens + from * token_bytes(q);
+        memcpy(codes, token, q->K / 2), memcpy(&q->row_scale[r], token + 9 * K16, 4);
+        sf = token + q->K / 2;
+    } else q->row_scale[r] = NAME(quantize_row)(q, from, given, codes, own);
+    for (int64_t b = 0; b < K16 && e < q->E; b++) q->sf[sf_offset(padded, b, K16)] = sf[b];
+}
+
+/* Token t: its slots weighted and added in fp32, in order. */
+static TARGET void NAME(combine)(const void *problem, int64_t t, int64_t next, int thread) {
+    (void)next, (void)thread;
+    const Combine *c = problem;
+    float sum[64];
+    for (int64_t h = 0; h < c->H; h += 64) {
+        int64_t n = MIN(64, c->H - h);
+        memset(sum, 0, sizeof sum);
+        for (int64_t j = 0; j < c->top_k; j++) {
+            float weight = load(c->weights, (int)c->weights_type, t * c->top_k + j);
+            const float *restrict slot = c->slots + (t * c->top_k + j) * c->H + h;
+            if (n == 64) for (int64_t i = 0; i < 64; i++) sum[i] += weight * slot[i];
+            else for (int64_t i = 0; i < n; i++) sum[i] += weight * slot[i];
+        }
+        store_all(c->out, (int)c->out_type, t * c->H + h, sum, n);
+    }
+}
+#endif
+
+#undef LANES
+#undef HALF
+#undef STEP
+#undef PATH
+#undef SHARES_REST
+#undef LEADS
+#undef TARGET
+#undef V
+#undef M
+#undef Element
+#undef NR
+#undef NT
+#undef NP
+#undef NX
