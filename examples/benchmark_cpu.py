@@ -3,7 +3,8 @@
 python examples/benchmark_cpu.py [--seconds 1.0] [--shapes smol,mixtral,qwen] [--tokens 1,4,16,64,256] [--threads N]
 
 Every call takes another copy of the layer, so that its weights are not in a cache. Each number is the
-median over calls; the speedup is against the faster of transformers' two ways, eager and grouped_mm.
+median over calls, in slices that alternate with those of the others, so that a slow moment of the machine slows all;
+the speedup is against the faster of transformers' two ways, eager and grouped_mm.
 On a machine that does other work too, a call waits for the slower of its threads: take --threads 1.
 GB/s are the touched 4-bit bytes, in brackets as a part of the lower of two bounds: what this machine reads, and how
 fast the loop for one token is on weights in the cache. GFLOP/s are in brackets as a part of the highest rate of torch's
@@ -16,6 +17,7 @@ import os
 import platform
 import re
 import time
+from functools import partial
 
 import torch
 from transformers import MixtralConfig, Qwen3MoeConfig
@@ -68,16 +70,28 @@ def nvfp4_layers(name, sizes=None):
     return layers
 
 
+SLICES = 5
+
+
 def median_us(call, seconds):
     """Median microseconds of call(0), call(1), ..."""
-    for i in range(2):
-        call(i)
-    times, stop = [], time.perf_counter() + seconds
-    while len(times) < 5 or time.perf_counter() < stop:
-        start = time.perf_counter()
-        call(len(times))
-        times.append(time.perf_counter() - start)
-    return sorted(times)[len(times) // 2] * 1e6
+    return medians_us({"": (lambda: None, call)}, seconds)[""]
+
+
+def medians_us(calls, seconds):
+    """{name: median microseconds of call(0), call(1), ...} of {name: (prepare, call)}, each in slices."""
+    times = {name: [] for name in calls}
+    for _ in range(SLICES):
+        for name, (prepare, call) in calls.items():
+            prepare()
+            for i in range(2):
+                call(i)
+            enough, stop = 1 + len(times[name]), time.perf_counter() + seconds / SLICES
+            while len(times[name]) < enough or time.perf_counter() < stop:
+                start = time.perf_counter()
+                call(len(times[name]))
+                times[name].append(time.perf_counter() - start)
+    return {name: sorted(found)[len(found) // 2] * 1e6 for name, found in times.items()}
 
 
 def read_bandwidth():
@@ -126,22 +140,26 @@ def measure(name, token_counts, seconds):
     for T in token_counts:
         routings = [torch.rand(T, E).topk(top_k).indices for _ in range(16)]
         batches[T] = torch.randn(T, H).bfloat16(), routings, torch.full((T, top_k), 1 / top_k).bfloat16()
+    ours, theirs = nvfp4_layers(name), bf16_layers(name)
+
+    def activations(kind):
+        for layer in ours:
+            layer.activations = kind
+
+    def implementation(kind):
+        for layer in theirs:
+            layer.config._experts_implementation = kind
+
     us = {}
-
-    def time_all(variant, layers):
-        for T, (x, ids, p) in batches.items():
-            us[variant, T] = median_us(lambda i: layers[i % len(layers)](x, ids[i % 16], p), seconds)  # noqa: B023
-
-    layers = nvfp4_layers(name)
-    time_all("W4A16", layers)
-    for layer in layers:
-        layer.activations = "nvfp4"
-    time_all("W4A4", layers)
-    layers = bf16_layers(name)
-    for variant in ("eager", "grouped_mm"):
-        for layer in layers:
-            layer.config._experts_implementation = variant
-        time_all(variant, layers)
+    for T, (x, ids, p) in batches.items():
+        call = lambda layers, i, x=x, ids=ids, p=p: layers[i % len(layers)](x, ids[i % 16], p)
+        calls = {
+            "W4A16": (partial(activations, "bf16"), partial(call, ours)),
+            "W4A4": (partial(activations, "nvfp4"), partial(call, ours)),
+            "eager": (partial(implementation, "eager"), partial(call, theirs)),
+            "grouped_mm": (partial(implementation, "grouped_mm"), partial(call, theirs)),
+        }
+        us |= {(variant, T): found for variant, found in medians_us(calls, seconds).items()}
     return us, {T: sum(len(i.unique()) for i in ids) / len(ids) / E for T, (_, ids, _) in batches.items()}
 
 
