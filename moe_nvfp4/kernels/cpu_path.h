@@ -88,11 +88,14 @@ INLINE TARGET void NAME(row_scales)(const Gemm *g, int64_t row, float *out) {
         NAME(block_scales)(sf + i, out + i);
     }
     if (i == n) return;
+    if (n > 16) NAME(block_scales)(sf + n - 16, out + n - 16); /* some of them again */
+    else if (row + 16 < g->E * g->N) NAME(block_scales)(sf, out); /* and some of the next rows' */
+    else {
+        uint8_t tail[16] = {0};
+        memcpy(tail, sf, n);
+        NAME(block_scales)(tail, out);
+    }
     memset(out + n, 0, 64);
-    if (n > 16) { NAME(block_scales)(sf + n - 16, out + n - 16); return; } /* some of them again */
-    uint8_t tail[16] = {0};
-    memcpy(tail, sf + i, n - i);
-    NAME(block_scales)(tail, out + i);
 }
 
 /* The codes and block scales of LANES weight rows, n elements from k on: in place or, where they do not follow each
@@ -233,7 +236,7 @@ static TARGET void NAME(item)(const void *problem, int64_t i, int64_t next, int 
     int64_t first = g->offsets[e], tokens = g->offsets[e + 1] - first;
     tile.n0 = n0, tile.n = n;
     for (int64_t j = 0; j < TILE; j++) { /* [outputs], or [gate, up]; the last of them again where the tile is not full */
-        int64_t row = n0 + MIN(j % g->tile, n - 1) + (j < g->tile ? 0 : g->split);
+        int64_t row = j < g->tile ? n0 + MIN(j, n - 1) : n0 + MIN(j - g->tile, n - 1) + g->split;
         tile.row[j] = e * g->N + row;
         tile.scale[j] = row < g->split ? g->first_scale[e] : g->rest_scale[e];
         tile.bias[j] = g->bias ? load(g->bias, (int)g->bias_type, tile.row[j]) : 0;
