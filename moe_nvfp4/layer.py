@@ -408,33 +408,31 @@ class NVFP4Experts(nn.Module):
     @property
     def weights(self) -> ExpertWeights:
         """The parameters as they are now: read at every call, so sharding and offloading just work."""
-        p, up = self._parameters, self.up_name
+        p, up = self._parameters, self.up_name  # by attributes they would take twice the time
+        w13, w2, w13_sf, w2_sf = p[up], p["down_proj"], p[f"{up}_sf"], p["down_proj_sf"]
         if packed := self.packed:
-            w13, w2, w13_sf, w2_sf = getattr(self, up).view(torch.int32), self.down_proj.view(torch.int32), None, None
-        else:
-            w13, w2 = getattr(self, up), self.down_proj
-            w13_sf, w2_sf = getattr(self, f"{up}_sf"), self.down_proj_sf
+            w13, w2, w13_sf, w2_sf = w13.view(torch.int32), w2.view(torch.int32), None, None
         return ExpertWeights(
             gate=self.gate,
             activations=self.activations,
             packed=packed,
             w13=w13,
             w13_sf=w13_sf,
-            gate_scale=self.gate_proj_global_scale if self.gate.gated else None,
-            up_scale=self.up_proj_global_scale,
+            gate_scale=p.get("gate_proj_global_scale"),
+            up_scale=p["up_proj_global_scale"],
             w2=w2,
             w2_sf=w2_sf,
-            w2_scale=self.down_proj_global_scale,
-            b13=getattr(self, f"{up}_bias") if f"{up}_bias" in p else None,
-            b2=self.down_proj_bias if "down_proj_bias" in p else None,
-            x_scale=self.up_proj_input_scale if "up_proj_input_scale" in p else None,
-            h_scale=self.down_proj_input_scale if "down_proj_input_scale" in p else None,
+            w2_scale=p["down_proj_global_scale"],
+            b13=p.get(f"{up}_bias"),
+            b2=p.get("down_proj_bias"),
+            x_scale=p.get("up_proj_input_scale"),
+            h_scale=p.get("down_proj_input_scale"),
         )
 
     @property
     def packed(self) -> tuple[int, int] | None:
         """(H, I) while the weights are in the layout of the Hopper kernels."""
-        return self._packed_sizes if getattr(self, self.up_name).dim() == 4 else None
+        return self._packed_sizes if self._parameters[self.up_name].dim() == 4 else None
 
     def prepare(self, dtype: torch.dtype = torch.bfloat16) -> None:
         """Bring the weights into the layout of the kernels that activations of `dtype` run on.
