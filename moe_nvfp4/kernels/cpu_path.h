@@ -203,7 +203,13 @@ typedef struct { int64_t e, n0, n, columns, row[TILE]; float scale[TILE], bias[T
 /* Scales, bias and gate of row r of the result, v [columns], which goes out. */
 static TARGET void NAME(finish)(const Gemm *g, const NAME(Tile) *tile, int64_t r, float *restrict v) {
     int64_t n = tile->n;
+    int64_t to = (g->target ? g->target[r] : r) * g->width + tile->n0;
     float x_scale = g->x_scale ? g->x_scale[r] : 1.0f, h[TILE];
+    if (!g->paired && g->gate != RELU2 && n == TILE && g->out_type == FP32) { /* GEMM 2: not by way of v */
+        float *restrict out = (float *)g->out + to;
+        for (int64_t j = 0; j < TILE; j++) out[j] = v[j] * tile->scale[j] * x_scale + tile->bias[j];
+        return;
+    }
     for (int64_t j = 0; j < TILE; j++) v[j] = v[j] * tile->scale[j] * x_scale + tile->bias[j];
     if (g->gate == RELU2)
         for (int64_t j = 0; j < TILE; j++) v[j] = v[j] < 0 ? 0 : v[j] * v[j];
@@ -222,7 +228,6 @@ static TARGET void NAME(finish)(const Gemm *g, const NAME(Tile) *tile, int64_t r
             h[j] = a * (u + g->up_offset);
         }
     }
-    int64_t to = (g->target ? g->target[r] : r) * g->width + tile->n0;
     if (g->paired && n == TILE / 2) store_all(g->out, (int)g->out_type, to, h, TILE / 2); /* lengths that the compiler knows */
     else if (!g->paired && n == TILE) store_all(g->out, (int)g->out_type, to, v, TILE);
     else store_all(g->out, (int)g->out_type, to, g->paired ? h : v, n);
