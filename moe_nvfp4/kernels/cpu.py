@@ -1,7 +1,7 @@
 """The CPU backend: the three stages of the reference as C loops over the 4-bit weights.
 
 A wheel that was built where a C compiler was brings cpu.c as a library. Otherwise cpu.c and cpu_path.h,
-beside this file, are compiled on first use with the system's C compiler (CC, else cc, gcc or clang; a few seconds)
+beside this file, are compiled on first use with the system's C compiler (CC, else cc, gcc or clang; 9 s)
 into ``$MOE_NVFP4_CACHE/cpu``, else ``$XDG_CACHE_HOME/moe_nvfp4/cpu``, else ``~/.cache/moe_nvfp4/cpu``.
 The library holds a path for every instruction set and picks one when it
 is loaded, so it may move between machines; MOE_NVFP4_CPU=avx512bf16, avx512, avx2, neon or
