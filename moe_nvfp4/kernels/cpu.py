@@ -21,6 +21,7 @@ import platform
 import shlex
 import shutil
 import subprocess
+import sys
 import warnings
 from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES
@@ -151,9 +152,7 @@ def _gemm2(program: _Program, h: Rows, w: ExpertWeights, groups: Groups, top_k_w
     tensors = [w.w2, w.w2_sf, w.w2_scale, w.w2_scale, w.b2, slots]
     _gemm(program, h, groups, groups.order, tensors, 0, False, 0, 1.0, 0.0, 0.0, 0)
     top_k_weights, y = _floating(top_k_weights), torch.empty(T, H, dtype=dtype, device="cpu")
-    program.add(
-        _COMBINE, [slots, top_k_weights, y], T, top_k, H, _TYPES[top_k_weights.dtype], _TYPES[dtype]
-    )
+    program.add(_COMBINE, [slots, top_k_weights, y], T, top_k, H, _TYPES[top_k_weights.dtype], _TYPES[dtype])
     return y
 
 
@@ -257,6 +256,7 @@ def build(flags: tuple[str, ...] = FLAGS) -> Path:
         key.update(b"\0" + part)
     target = folder / f"{key.hexdigest()[:32]}.so"
     if not is_whole(target):
+        print("moe_nvfp4: compiling the CPU kernels, about ten seconds, once", file=sys.stderr)
         command = [*compiler, *flags, str(sources[0]), "-o"]
         keep(target, lambda name: subprocess.run([*command, name], check=True, capture_output=True))
     return target
