@@ -35,6 +35,7 @@ SHAPES = {  # name: (title, H, I, E, top_k)
     "qwen": ("Qwen3-30B-A3B", 2048, 768, 128, 8),
 }
 COLD = 200e6  # bytes to rotate through, far beyond a cache
+SLICES = 5  # of the time for a number
 
 
 def bf16_layers(name):
@@ -68,9 +69,6 @@ def nvfp4_layers(name, sizes=None):
                 parameter.random_(32, 64) if key.endswith("_sf") else parameter.random_(0, 256)
         layers.append(layer)
     return layers
-
-
-SLICES = 5
 
 
 def median_us(call, seconds):

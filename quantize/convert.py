@@ -118,7 +118,7 @@ def _options(config, recipe, exclude, include, dialect, activations, device) -> 
 
 
 def _default_workers(device: str) -> int:
-    """More wait for the interpreter: 16 threads of 16 cores convert 105 MB/s, 4 of them 117.
+    """More would wait for the interpreter: 16 threads of 16 cores convert 105 MB/s, 4 of them 117.
 
     On a GPU jobs are larger: 2, 4, 6 and 8 threads beside an H200 convert 1182, 2304, 2434 and 2753 MB/s.
     """

@@ -19,8 +19,9 @@
      the decoding is hidden behind their multiplications.
 
    Paths. cpu_path.h is compiled once for each instruction set, with the macros that precede its
-   inclusion here: portable (vector extensions of the compiler), avx2, avx512, avx512bf16 and, on ARM, neon. In avx512bf16 x and the dequantized weights are bf16, exactly: it takes rows
-   that are bf16 or NVFP4 (code * sf has 6 significant bits) and leaves the others to avx512.  */
+   inclusion here: portable (vector extensions of the compiler), avx2, avx512, avx512bf16 and, on ARM, neon. In
+   avx512bf16 x and the dequantized weights are bf16, exactly: it takes rows that are bf16 or NVFP4 (code * sf has
+   6 significant bits) and leaves the others to avx512.  */
 
 #include <pthread.h>
 #include <sched.h>
@@ -267,7 +268,7 @@ INLINE void prefetch_tile(const Gemm *g, int64_t row, int64_t k, int64_t part) {
    mul_add    sums + a * b
    spread     32 bits of x in every lane
    transpose  LANES bytes of LANES rows, row by row -> byte by byte
-   dequantize one step of LANES rows -> 32 bits of K of all rows, times LANES * 2 (avx512bf16 only)
+   stage, pairs, weave  see there (avx512bf16 only)
    sum4       the sums of the lanes of four vectors  */
 
 #define PASTE_(a, b) a##_##b
@@ -631,7 +632,12 @@ static const Path *path_of(const Gemm *g, int64_t path) {
     return &PATHS[path == 3 && g->x_type != BF16 && g->x_type != NVFP4 ? 2 : path];
 }
 
-/* Sizes; returns the bytes for rows, hit and padded. */
+static int64_t rows_bytes(const Gemm *g, const Path *p) { return whole(g->x_rows * g->stride * p->element, 64); }
+static int64_t leads_bytes(const Gemm *g, const Path *p) {
+    return p->weave ? whole(g->R * g->K_steps * p->element, 64) : 0;
+}
+
+/* Sizes; returns the bytes for rows, leads, padded and hit. */
 static int64_t measure(Gemm *g, const Path *p) {
     g->K_steps = whole(g->K, p->step);
     g->stride = g->K_steps + 64 / p->element; /* not a power of two: rows would share the sets of the cache */
@@ -639,8 +645,7 @@ static int64_t measure(Gemm *g, const Path *p) {
     g->tiles = (g->width + g->tile - 1) / g->tile;
     int64_t few = 4 * 4 * (g->K_steps / 16 + 32), many = TILE * K_BLOCK * p->element + CHUNK * TILE * 4;
     g->work_bytes = whole(4 * g->K_steps + few + many, 64);
-    int64_t leads = p->weave ? g->R * g->K_steps * p->element : 0;
-    return whole(g->x_rows * g->stride * p->element, 64) + whole(leads, 64) + whole(g->E * 12, 64);
+    return rows_bytes(g, p) + leads_bytes(g, p) + whole(g->E * 12, 64);
 }
 
 /* The same: a token that several rows take is quantized once, if they have no experts' scales. */
@@ -655,8 +660,8 @@ static void add_gemm(Job *job, Gemm *g, const Path *p, char *memory, int64_t thr
     for (int64_t r = g->offsets[E]; r < g->R; r++)
         memset((char *)g->out + (g->target ? g->target[r] : r) * row_bytes, 0, row_bytes);
     g->rows = memory;
-    g->leads = memory + whole(g->x_rows * g->stride * p->element, 64);
-    g->padded = (int64_t *)((char *)g->leads + (p->weave ? whole(g->R * g->K_steps * p->element, 64) : 0));
+    g->leads = memory + rows_bytes(g, p);
+    g->padded = (int64_t *)((char *)g->leads + leads_bytes(g, p));
     g->hit = (int32_t *)(g->padded + E);
     padded_starts(g->offsets, E, g->padded);
     g->few = p->few;

@@ -383,7 +383,7 @@ def build_cp_async(build, match, target, source, size, *more):
             values = data.view(f"u{width}")
             shared.store_unclaimed(addresses, width, values if size > width else values[:, 0], index)
 
-        warp.cta.history.store(warp, addresses, size)
+        warp.cta.history.store(warp, addresses, size)  # before the operation: what it tells of includes this
         one = Operation(warp, [copy], order=("cp.async", warp))
         if not warp.copy_groups:
             warp.copy_groups.append([])
@@ -427,8 +427,6 @@ def build_cp_async_arrive(build, match, place):
     index, offset = build.address(place)
 
     def run(warp, mask):
-        told = warp.clocks.copy()  # it tells of what was issued until now, whenever it arrives
-        warp.known[warp.slot] += 1
         for lane in lanes_of(mask):
             barrier = find(warp, int(warp.R[index][lane]) + offset)
             if not match["noinc"]:
@@ -436,7 +434,6 @@ def build_cp_async_arrive(build, match, place):
 
             def arrive(barrier=barrier):
                 warp.cta.shared.release(warp.index)
-                barrier.learned.learn(told, warp.trusted, warp.clock)
                 barrier.arrive(1)
 
             warp.cta.machine.issue(Operation(warp, [arrive], signals=(barrier,), order=("cp.async", warp)))
