@@ -138,14 +138,14 @@ def pack_weights(weights: ExpertWeights) -> ExpertWeights:
 
 # ---- the plan: tile shapes from the number of tokens ---------------------------------------------
 
-# Measured on an H200. Up to 8 tokens, warps of their own and a deep ring; beyond, WGMMA, whose
-# accumulators leave room for two warpgroups of 128 rows. With three widths of WGMMA, or two beyond 96
+# Measured on an H200. Up to 8 tokens, warps of their own and a deep ring; beyond, WGMMA, by four warpgroups
+# of 64 rows or, where accumulators are large, two of 128. With three widths of WGMMA, or two beyond 96
 # tokens, ptxas finds no registers and makes every one of them wait for the one before.
 _WIDE = dict(NWG=2, MB=2, group=4, registers=(224, 56))
 _TILES = (
     Tile(8),
-    Tile(24, small=16, KB=4, stages=4, **_WIDE),
-    Tile(32, small=24, KB=4, stages=4, **_WIDE),
+    Tile(24, small=16, KB=4, stages=4, group=4),
+    Tile(32, small=24, KB=4, stages=4, group=4),
     Tile(48, small=40, KB=4, stages=3, **_WIDE),
     Tile(64, small=48, KB=2, stages=6, **_WIDE),
     Tile(80, small=64, KB=2, stages=5, **_WIDE),

@@ -32,7 +32,7 @@ Pipelines (mbarriers: arrivals)
                    in registers long before). The ring of stages runs on from tile to tile
     told[slot]     1, a tile's four numbers are in shared memory
     heard[slot]    1 per other warp that is done with them: nobody is SLOTS tiles ahead of another
-    stored[slot]   1 per storing warp of a tile of GEMM 1, after its stores
+    stored[slot]   1 per consumer warp that is done with them, and so with its stores
     mSync[1 + t]   in global memory: tiles of token tile t of h that are stored. The last warp adds
                    them, since the fence before it takes microseconds while memory is busy
 
@@ -41,8 +41,11 @@ Timelines
     tokens     per tile: wait told, in GEMM 2 wait for h | per stage: wait empty, copy, arrive
     consumer   per tile: wait told, ask for scales | per stage: wait full, per 64 columns: load codes
                and scales, dequantize k16 by k16 into one half of the fragment ring while the WGMMAs of
-               the other half run | drain, sum over KS, epilogue: scales, bias, gate, store, in GEMM 1
-               arrive at stored
+               the other half run | drain, sum over KS, epilogue: scales, bias, gate, store | arrive at
+               stored and heard
+
+ptxas must see that the lanes of a warp stay together: one branch on a lane with a loop or a store of many
+behind it, or a sync_warp in a branch, and it resynchronizes them at every stage of every tile (3 to 9 % slower).
 
 Programmatic dependent launch: GEMM 1 waits for the routing kernel; a launch of GEMM 2 alone reads
 offsets and weights at once and waits only for the rows.
@@ -252,7 +255,7 @@ class GroupedGemm:
                 for i in cutlass.range_constexpr(SLOTS):
                     cute.arch.mbarrier_init(news[0] + i, 1)
                     cute.arch.mbarrier_init(news[1] + i, t.NWG * 4 + (3 if self.work.both else 2))
-                    cute.arch.mbarrier_init(stored + i, t.across * 4)
+                    cute.arch.mbarrier_init(stored + i, t.NWG * 4)
             cute.arch.mbarrier_init_fence()
         if const_expr(self.work.gate is not None):
             cute.arch.griddepcontrol_wait()  # the offsets come from the kernel before
@@ -413,6 +416,8 @@ class GroupedGemm:
         cute.arch.sync_warp()
         if cute.arch.lane_idx() == 0:
             cute.arch.mbarrier_arrive(news[1] + slot)
+            if const_expr(len(news) > 3):  # of a consumer, whose stores are behind it too
+                cute.arch.mbarrier_arrive(news[3] + slot)
         slot += 1
         if slot == SLOTS:
             slot = Int32(0)
@@ -487,11 +492,9 @@ class GroupedGemm:
 
     @cute.jit
     def wait_for_h(self, mSync, at, count):
-        if cute.arch.lane_idx() == 0:
-            there = Int32(0)
-            while there < count:
-                there = cute.arch.load(mSync.iterator + at, Int32, sem="acquire", scope="gpu")
-        cute.arch.sync_warp()
+        there = Int32(0)
+        while there < count:
+            there = cute.arch.load(mSync.iterator + at, Int32, sem="acquire", scope="gpu")
         cute.arch.fence_proxy(kind="async")  # they were written by ordinary stores, TMA reads them
 
     # ---- consumers ----
@@ -510,7 +513,7 @@ class GroupedGemm:
         what, mt, row, last = self.hear(news, slot, turn)
         memory = (sX, pX, sCodes, sScale, sPart, high)
         while what >= 0:
-            tile, rest = (what, mt, row, last), (memory, k64, splits, ring, stored + slot, outputs)
+            tile, rest = (what, mt, row, last), (memory, k64, splits, ring, outputs)
             if const_expr(t.small > 0):
                 if last % 512 <= t.small:
                     stage, phase = self.compute(t.small, tile, stage, phase, rest)
@@ -518,7 +521,7 @@ class GroupedGemm:
                     stage, phase = self.compute(t.BN, tile, stage, phase, rest)
             else:
                 stage, phase = self.compute(t.BN, tile, stage, phase, rest)
-            slot, turn = self.done(news, slot, turn)
+            slot, turn = self.done((*news, stored), slot, turn)
             what, mt, row, last = self.hear(news, slot, turn)
 
     def mma(self, N: int, sX, acc, words):
@@ -542,7 +545,7 @@ class GroupedGemm:
         """A tile, by MMAs of N tokens: the sum, and its epilogue."""
         t, work = self.t, self.work
         what, mt, row, last = tile
-        (sX, pX, sCodes, sScale, sPart, high), k64, splits, ring, stored, outputs = rest
+        (sX, pX, sCodes, sScale, sPart, high), k64, splits, ring, outputs = rest
         tid = cute.arch.thread_idx()[0] % 128
         wg = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // 128)
         wk, wm = wg // t.across, wg % t.across
@@ -575,9 +578,6 @@ class GroupedGemm:
                     self.store(N, acc, outputs, scales, e, place, rows, part, True)
                 else:
                     self.store(N, acc, outputs, scales, e, place, rows, part, False)
-                    cute.arch.sync_warp()
-                    if tid % 32 == 0:
-                        cute.arch.mbarrier_arrive(stored)
             else:
                 self.store(N, acc, outputs, scales, e, place, rows, part, work.down)
         return stage, phase
@@ -735,7 +735,7 @@ class GroupedGemm:
         mH, mY, _, _, _, mBias1, mBias2, _, _ = outputs
         mOut, mBias, gate = (mY, mBias2, None) if const_expr(down) else (mH, mBias1, work.gate)
         tid = cute.arch.thread_idx()[0] % 128
-        warp, g, c = tid // 32, tid % 32 // 4, tid % 4
+        warp, g, c = cute.arch.make_warp_uniform(tid // 32), tid % 32 // 4, tid % 4
         scale0, scale1 = scales[0] * ptx.UNSCALE, scales[1] * ptx.UNSCALE
         paired = gate is not None and gate.gated
         raw = paired and gate.kind == "raw"
@@ -747,12 +747,14 @@ class GroupedGemm:
         shift = cutlass.select_(odd, Int32(1), Int32(0)) if const_expr(paired) else Int32(0)
         for m in cutlass.range_constexpr(t.MB):
             if const_expr(paired):
-                column = (block + m) * 32 + warp * 8 + g
+                begin = (block + m) * 32 + warp * 8
+                column = begin + g
                 first, other = column, column + columns
             else:
-                column = (block + m) * 64 + warp * 16 + 2 * g
+                begin = (block + m) * 64 + warp * 16
+                column = begin + 2 * g
                 first, other = column, column + 1
-            if column < columns:
+            if begin < columns:  # and so are the warp's others: columns are a multiple of 16
                 bias0, bias1 = Float32(0.0), Float32(0.0)
                 if const_expr(work.bias):
                     if part == 0:  # once, where the combine adds parts of K
