@@ -6,6 +6,7 @@ write is NaN, and what the kernel before wrote is out of bounds until griddepcon
 
 import shutil
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -65,8 +66,10 @@ def make_ids(sizes, sentinels, top_k, seed=0):
     return ids[torch.randperm(len(ids), generator=g)].view(-1, top_k)
 
 
-def check(emulator, layer, ids, tile=None, splits=None, schedules=("eager",), weights=torch.float32):
-    """The whole layer under each schedule: the reference's values, and the same bits."""
+def check(
+    emulator, layer, ids, tile=None, splits=None, schedules=("eager",), weights=torch.float32, requantized=(False,)
+):
+    """The whole layer under each schedule, in each way: the reference's values, and the same bits."""
     w = layer.weights
     g = torch.Generator().manual_seed(1)
     x = torch.randn(ids.shape[0], w.hidden_size, generator=g).bfloat16()
@@ -75,6 +78,7 @@ def check(emulator, layer, ids, tile=None, splits=None, schedules=("eager",), we
     packed = sm90.pack_weights(w)
     results = []
     with pytest.MonkeyPatch.context() as monkeypatch:
+        plans = [None]
         if tile is not None or splits is not None:
             plan = sm90._plan_for(
                 w.gate, w.b13 is not None, w.num_experts, w.hidden_size, w.intermediate_size, *ids.shape,
@@ -82,8 +86,10 @@ def check(emulator, layer, ids, tile=None, splits=None, schedules=("eager",), we
             )  # fmt: skip
             plan = replace(plan, tile=tile or plan.tile, splits=splits or plan.splits)
             plan = replace(plan, work=replace(plan.work, gathered=plan.tile.BN not in (32, 128)))
-            monkeypatch.setattr(sm90, "_plan_for", lambda *_: plan)
-        for emulator.schedule in schedules:
+            plans = [replace(plan, requantized=r) for r in requantized]
+        for emulator.schedule, plan in product(schedules, plans):
+            if plan:
+                monkeypatch.setattr(sm90, "_plan_for", lambda *_, plan=plan: plan)
             emulator.kernels = []
             results.append(sm90.experts(x, ids, top_k_weights, packed))
     assert results[0].isfinite().all()
@@ -236,6 +242,25 @@ def test_nvfp4_activations(emulator, name):
     kernels = check(emulator, layer, make_ids(sizes, 3, 2), tile, splits, schedules)
     assert [k.t for k in kernels] == [tile, tile] and all(k.work.row_scale for k in kernels)
     assert [k.work.down for k in kernels] == [False, True]
+
+
+# A tile's name -> (tile, gate, bias, sizes of the groups, splits, static scales)
+ON_THE_WAY = {
+    "K in 4": (Tile(8, KS=4, stages=14), SILU, None, [1, 0, 2], 1, False),
+    "K in 2": (Tile(8, KS=2, stages=8), OAI, torch.bfloat16, [8, 1], 2, False),
+    "one": (Tile(8), RELU2, None, [3, 17, 0, 1], 1, False),
+    "pair": (sm90._PAIR, SILU, torch.float32, [9, 2], 2, True),
+}
+
+
+@pytest.mark.parametrize("name", ON_THE_WAY)
+def test_h_is_quantized_on_the_way(emulator, name):
+    """One launch of both GEMMs, in which GEMM 2 quantizes what it reads: the bits of separate launches."""
+    tile, gate, bias, sizes, splits, static = ON_THE_WAY[name]
+    layer = make_layer(len(sizes), 304, 336 + 256 * (splits - 1), gate, bias, "nvfp4", static)
+    ids = make_ids(sizes, 3, 2)
+    (kernel,) = check(emulator, layer, ids, tile, splits, ["random:2"], requantized=(False, True))
+    assert kernel.t == tile and kernel.work.requantized
 
 
 # ---- routing -------------------------------------------------------------------------------------

@@ -1,7 +1,8 @@
 """The Hopper backend: the experts as CuTe DSL kernels over 4-bit weights.
 
     W4A16   Route ── (Gather) ── GroupedGemm, both GEMMs ── Combine
-    W4A4    Route ── Quantize ── GEMM 1 ── Quantize ── GEMM 2 ── Combine
+    W4A4    Route ── Quantize ── GEMM 1 ── Quantize ── GEMM 2 ── Combine, or with few tokens
+            Route ── Quantize ── GroupedGemm, both GEMMs ── Combine
 
 each dependent on the one before and started early. Weights are in the layout of `sm90_pack`. Nothing
 waits for the device, no shape depends on data and buffers are torch's, so that a CUDA graph can
@@ -58,10 +59,12 @@ def experts(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: Expe
         return torch.cat([experts(*part, w) for part in zip(*parts, strict=True)], out=out)
     plan = _plan(w, T, top_k, x.device)
     ids = _ids(top_k_index)
-    groups, token, sync = route(ids, E, 1 + _token_tiles(T * top_k, E, plan.tile))
+    nvfp4 = w.activations == "nvfp4"
+    zeros = 1 + _token_tiles(T * top_k, E, plan.tile) + (T * top_k if nvfp4 and plan.requantized else 0)
+    groups, token, sync = route(ids, E, zeros)
     x = aligned(x)
     y = x.new_empty(plan.splits * T * top_k, w.hidden_size, dtype=plan.rows)
-    if w.activations == "nvfp4":
+    if nvfp4:
         _quantized(x, ids, token, groups, w, y, sync, plan)
     else:
         if not plan.work.gathered:
@@ -72,16 +75,20 @@ def experts(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: Expe
 
 
 def _quantized(x, ids, token, groups, w, y, sync, plan) -> None:
-    """x -> y with NVFP4 rows. A static scale of h quantizes its fp32 values, as the reference does."""
+    """x -> y with NVFP4 rows. A static scale of h quantizes its fp32 values, as the reference does.
+
+    Where experts have few tokens each tile of GEMM 2 quantizes its rows of h, in the same launch; else a kernel does.
+    """
     static = w.h_scale is not None
     spread = w.x_scale is not None or not plan.work.gathered
     x, scale = quantize_rows(x, ids, w.x_scale, groups, "spread" if spread else "tokens")
     h = x.new_empty(groups.num_rows, w.intermediate_size, dtype=torch.float32 if static else x.dtype)
     work = replace(plan.work, gathered=not spread, row_scale=True)
-    first = replace(work, down=False, h=Float32 if static else BFloat16)
+    first = replace(work, down=plan.requantized, h=Float32 if static else BFloat16)
     _gemms(x, token, groups, w, h, y, sync, replace(plan, work=first), scale)
-    h, scale = quantize_rows(h, ids, w.h_scale, groups)
-    _gemms(x, token, groups, w, h, y, sync, replace(plan, work=replace(work, gate=None)), scale)
+    if not plan.requantized:
+        h, scale = quantize_rows(h, ids, w.h_scale, groups)
+        _gemms(x, token, groups, w, h, y, sync, replace(plan, work=replace(work, gate=None)), scale)
 
 
 def gemm1_swiglu(rows: Rows, weights: ExpertWeights, groups: Groups, dtype: torch.dtype) -> Rows:
@@ -158,12 +165,14 @@ _TILE_COST = 64  # what a tile costs before its first token, in tokens: dequanti
 
 @dataclass(frozen=True)
 class Plan:
-    """What is launched: a tile shape, the work, parts of K in GEMM 2, the dtype of its rows."""
+    """What is launched: a tile shape, the work, parts of K in GEMM 2, the dtype of its rows, and, with NVFP4
+    activations, whether GEMM 2 quantizes h."""
 
     tile: Tile
     work: Work
     splits: int
     rows: torch.dtype
+    requantized: bool = False
 
 
 def _plan(w: ExpertWeights, T: int, top_k: int, device: torch.device) -> Plan:
@@ -193,7 +202,8 @@ def _plan_for(gate, bias: bool, E: int, H: int, I: int, T: int, top_k: int, sms:
     rows = torch.float32 if splits * R * H * 4 <= EXACT_BYTES else torch.bfloat16
     # Rows that GEMM 1 gathers itself cost it 5 % where it is bound by arithmetic: more than `gather`, if I is large.
     gathered = tile.BN <= 32 or I <= 1024
-    return Plan(tile, Work(gate, True, gathered, bias, out=_TYPES[rows]), splits, rows)
+    requantized = tile.BN == 8 and R <= 2 * hit  # once for each weight tile: with more rows a kernel is faster
+    return Plan(tile, Work(gate, True, gathered, bias, out=_TYPES[rows]), splits, rows, requantized)
 
 
 def _cost(tile: Tile, n: int) -> int:
@@ -310,6 +320,9 @@ def _gemms(x, index, groups, w, h, y, sync, plan, row_scale=None) -> None:
     b13, b2 = (x[:1], x[:1]) if w.b13 is None else (w.b13, w.b2)
     row_scale = w.up_scale if row_scale is None else row_scale
     gate_scale = w.up_scale if w.gate_scale is None else w.gate_scale
+    h_scale = w.up_scale
+    if work.requantized:
+        h_scale = sync[-groups.num_rows :].view(torch.float32) if w.h_scale is None else w.h_scale
     weight_tiles = (-(-w.w13.shape[1] // tile.blocks) if work.gate else 0) + (
         -(-w.w2.shape[1] // tile.blocks) * plan.splits if work.down else 0
     )
@@ -317,7 +330,7 @@ def _gemms(x, index, groups, w, h, y, sync, plan, row_scale=None) -> None:
     grid = min(multiprocessors(x.device) * tile.ctas, tiles)
     _kernel(tile, work, b13.dtype)(
         units13, units2, x, index, h, y, groups.offsets, gate_scale, w.up_scale, w.w2_scale,
-        b13, b2, row_scale, sync, plan.splits, grid,
+        b13, b2, row_scale, h_scale, sync, plan.splits, grid,
     )  # fmt: skip
 
 
@@ -326,8 +339,8 @@ def _kernel(tile, work, bias):
     r, v = launch.rows, launch.vector
     arguments = (
         r(Int32, UNIT_WORDS, 3), r(Int32, UNIT_WORDS, 3), r(BFloat16, 16), v(Int32), r(work.h, 16), r(work.out, 16),
-        v(Int32), v(Float32), v(Float32), v(Float32), r(_TYPES[bias]), r(_TYPES[bias]), v(Float32), v(Int32),
-        Int32(1), Int32(1),
+        v(Int32), v(Float32), v(Float32), v(Float32), r(_TYPES[bias]), r(_TYPES[bias]), v(Float32), v(Float32),
+        v(Int32), Int32(1), Int32(1),
     )  # fmt: skip
     return launch.compiled(GroupedGemm(tile, work), arguments, ARCHITECTURE)
 

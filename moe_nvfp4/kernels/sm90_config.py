@@ -81,7 +81,8 @@ class Work:
     """What a launch computes. gate: GEMM 1 and what follows it (None: no GEMM 1); down: GEMM 2.
 
     gathered: rows of x come by index; else they lie in order
-    row_scale: rows carry a global scale (NVFP4 activations); then a launch has one of the GEMMs
+    row_scale: rows carry a global scale (NVFP4 activations). A launch of both GEMMs then quantizes h where GEMM 2
+    reads it: bf16 with a scale for each row, fp32 with its expert's
     h, out: dtype of what GEMM 1, GEMM 2 write, bf16 or fp32
     """
 
@@ -101,3 +102,7 @@ class Work:
     @property
     def both(self) -> bool:
         return self.gate is not None and self.down
+
+    @property
+    def requantized(self) -> bool:
+        return self.both and self.row_scale

@@ -5,6 +5,8 @@ are B (N = 8 .. 256), from shared memory. Up to 8 tokens a warp uses its own mma
 fragments are WGMMA's: fewer instructions and no waiting, where issue slots are what decode is short of.
 A group's last tile is computed by WGMMAs of `small` tokens where they suffice: between 16 and 100 tokens
 the tensor cores' time counts beside the bytes.
+NVFP4 rows stand as bf16 code * sf too; where a launch has both GEMMs, its GEMM 2 quantizes the few rows of h
+that a tile has as it reads them, by the largest magnitude of each row, which GEMM 1 has kept.
 code * sf is exact in bf16, sums are fp32, and global scales (and the row's scale) multiply the sum:
 `value = code * sf * global_scale`.
 
@@ -20,8 +22,8 @@ Warp roles (128 * (NWG + 1) threads)
                        shared memory), the rest split the rows: MB blocks of 64 rows each
     next warp          draws tiles, publishes them, issues the bulk copies of weights
     next two warps     copy tokens: boxes of 16 or 8 rows by TMA, or 16 bytes a lane where they are gathered,
-                       TMA taking its time for single rows. Rows beyond the group hold anything: a token
-                       is a column of its own, not stored
+                       TMA taking its time for single rows; or quantize them, each every other stage. Rows
+                       beyond the group hold anything: a token is a column of its own, not stored
     last warp          tells other CTAs which rows of h are stored
 
 Pipelines (mbarriers: arrivals)
@@ -61,9 +63,11 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
+from moe_nvfp4.kernels import arithmetic
 from moe_nvfp4.kernels import sm90_ptx as ptx
 from moe_nvfp4.kernels.sm90_config import MAX_EXPERTS, Tile, Work
 from moe_nvfp4.kernels.sm90_pack import UNIT_WORDS
+from moe_nvfp4.kernels.sm90_rows import code_times_sf, eight
 
 RASTER = 16  # token tiles that share a weight tile before the next weight tile begins
 SLOTS = 4  # tiles published ahead
@@ -139,6 +143,8 @@ def _tile_at(sOffsets, sFirst, E: Int32, tile: Int32, mtiles: Int32, BN: cutlass
 class GroupedGemm:
     def __init__(self, tile: Tile, work: Work):
         tile.check()
+        if work.requantized and not (tile.warpwise and tile.KB == 4):
+            raise ValueError(f"{tile}: h is quantized on the way for tiles of 8 tokens by 256 columns only")
         self.t, self.work = tile, work
 
     def __repr__(self) -> str:
@@ -160,6 +166,7 @@ class GroupedGemm:
         mBias1: cute.Tensor,  # [E, rows of the matrix]
         mBias2: cute.Tensor,
         mRowScale: cute.Tensor,  # fp32, the global scales of the rows of mX, or else mH
+        mHScale: cute.Tensor,  # h quantized on the way: fp32 [E] its scales or, of rows in bf16, [R] zeros
         mSync: cute.Tensor,  # int32 [1 + token tiles], zeros
         splits: Int32,
         grid: Int32,
@@ -170,7 +177,7 @@ class GroupedGemm:
         box = cute.slice_(box, (None, None, 0))
         load = cpasync.CopyBulkTensorTileG2SOp()
         tma_x, _ = cpasync.make_tiled_tma_atom(load, mX, box, (t.box, 64))
-        if const_expr(self.work.down):
+        if const_expr(self.work.down and not self.work.requantized):
             tma_h, _ = cpasync.make_tiled_tma_atom(load, mH, box, (t.box, 64))
         else:
             tma_h = tma_x
@@ -185,6 +192,7 @@ class GroupedGemm:
             stored: cute.struct.MemRange[Int64, SLOTS]
             tiles: cute.struct.Align[cute.struct.MemRange[Int32, 4 * SLOTS], 16]
             sums: cute.struct.MemRange[Int32, 32]
+            scales: cute.struct.MemRange[Float32, 8 * SLOTS]
             offsets: cute.struct.MemRange[Int32, MAX_EXPERTS + 1]
             first: cute.struct.MemRange[Int32, MAX_EXPERTS + 1]
             x: cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(x_layout)], 1024]
@@ -194,7 +202,7 @@ class GroupedGemm:
         self.storage = Storage
         self.kernel(
             x_layout, tma_x, tma_h, mW1, mW2, mX, mIndex, mH, mY, mOffsets, mGateScale, mUpScale, mDownScale,
-            mBias1, mBias2, mRowScale, mSync, splits, Uint32(ptx.SCALE_HIGH),
+            mBias1, mBias2, mRowScale, mHScale, mSync, splits, Uint32(ptx.SCALE_HIGH),
         ).launch(
             grid=[grid, 1, 1], block=[t.threads, 1, 1], min_blocks_per_mp=t.ctas, stream=stream, use_pdl=True,
             preferred_smem_carveout=100
@@ -219,6 +227,7 @@ class GroupedGemm:
         mBias1: cute.Tensor,
         mBias2: cute.Tensor,
         mRowScale: cute.Tensor,
+        mHScale: cute.Tensor,
         mSync: cute.Tensor,
         splits: Int32,
         high: Uint32,  # ptx.SCALE_HIGH in a register: as an immediate it costs a second LOP3
@@ -239,13 +248,14 @@ class GroupedGemm:
         sX = storage.x.get_tensor(x_layout.outer, swizzle=x_layout.inner)
         sOffsets = storage.offsets.get_tensor(cute.make_layout(MAX_EXPERTS + 1))
         sFirst = storage.first.get_tensor(cute.make_layout(MAX_EXPERTS + 1))
+        sRowScale = storage.scales.get_tensor(cute.make_layout((8, SLOTS)))
         k64 = (mW1.shape[2] // UNIT_WORDS, mW2.shape[2] // UNIT_WORDS)
         m64 = (mW1.shape[1], mW2.shape[1])
 
         if warp == 0:
             if const_expr(self.work.gate is not None and not self.work.gathered):
                 cpasync.prefetch_descriptor(tma_x)
-            if const_expr(self.work.down):
+            if const_expr(self.work.down and not self.work.requantized):
                 cpasync.prefetch_descriptor(tma_h)
         if warp == 1:
             with cute.arch.elect_one():
@@ -275,20 +285,22 @@ class GroupedGemm:
             elif warp < 4 * t.NWG + 3:
                 if const_expr(self.work.gate is None):
                     cute.arch.griddepcontrol_wait()
+                h = (mH, mHScale, sRowScale)
                 self.tokens(
-                    tma_x, tma_h, mX, mIndex, m64[0], k64, splits, mSync, storage.x.data_ptr().toint(), ring, news
+                    tma_x, tma_h, mX, mIndex, h, m64[0], k64, splits, mSync, storage.x.data_ptr().toint(), ring, news
                 )
             elif const_expr(self.work.both):
                 self.tell(mSync, stored, news)
         else:
             cute.arch.setmaxregister_increase(t.registers[0])
             sPart = storage.part.get_tensor(cute.make_layout((128, t.MB * t.BN // 2, t.across, max(1, t.KS - 1))))
-            outputs = (mH, mY, mGateScale, mUpScale, mDownScale, mBias1, mBias2, mRowScale, mIndex)
+            outputs = (mH, mY, mGateScale, mUpScale, mDownScale, mBias1, mBias2, mRowScale, mIndex, mHScale)
             self.consume(
                 sX,
                 storage.x.data_ptr(),
                 storage.w.data_ptr(),
                 sPart,
+                sRowScale,
                 high,
                 k64,
                 splits,
@@ -342,6 +354,9 @@ class GroupedGemm:
             boxed = (rows + t.box - 1) // t.box * t.box  # rows of tokens that TMA writes
             if const_expr(work.by_index):
                 if not second:
+                    boxed = Int32(0)
+            if const_expr(work.requantized):
+                if second:
                     boxed = Int32(0)
             valid = cutlass.min(M64 - mt * t.blocks, Int32(t.blocks))
             source = (mW2.iterator.toint() if second else mW1.iterator.toint()) + (
@@ -425,8 +440,8 @@ class GroupedGemm:
         return slot, turn
 
     @cute.jit
-    def tokens(self, tma_x, tma_h, mX, mIndex, m64: Int32, k64, splits, mSync, to: Int32, ring, news):
-        """Two warps: every tile's tokens. They share rows, or 64-column blocks, evenly."""
+    def tokens(self, tma_x, tma_h, mX, mIndex, h, m64: Int32, k64, splits, mSync, to: Int32, ring, news):
+        """Two warps: every tile's tokens. They share rows, or 64-column blocks, or stages, evenly."""
         t, work = self.t, self.work
         full, empty = ring
         lane = cute.arch.lane_idx()
@@ -435,6 +450,8 @@ class GroupedGemm:
         # gathered: a warp has four rows of every eight, a lane 16 bytes of one, where the swizzle puts them
         within, chunk = 4 * mine + lane // 8, lane % 8
         chunks = cute.make_rmem_tensor(t.BN // 8, Int32)  # where they are, in units of 16 bytes
+        ahead = cute.make_rmem_tensor(8, h[0].element_type)  # what this lane quantizes next
+        h_scale = Float32(1.0)
 
         stage, phase, slot, turn = Int32(0), Int32(1), Int32(0), Int32(0)
         what, mt, row, last = self.hear(news, slot, turn)
@@ -450,6 +467,12 @@ class GroupedGemm:
                 for i in cutlass.range_constexpr(t.BN // 8):
                     token = mIndex[row + cutlass.min(8 * i + within, rows - 1)]
                     chunks[i] = token * Int32(mX.stride[0] // 8) + chunk
+            boxed = not by_index
+            if const_expr(work.requantized):
+                boxed = not (by_index or second)
+                if second:
+                    h_scale = self.scales_of_h(h, what // 2, row, rows, slot)
+                    self.some_of_h(h[0], row, (first + mine * t.KB) * 64 + lane * 8, ahead)
             for kt in cutlass.range((count + t.KB - 1) // t.KB, unroll=1):
                 cute.arch.mbarrier_wait(empty + stage, phase)
                 bar = Int32((full + stage).toint())
@@ -465,8 +488,20 @@ class GroupedGemm:
                                 ptx.copy16(target, (j * t.BN + 8 * i) * 128, address, j * 128, sizes[j])
                     ptx.arrive_after_copies(bar)
                     cute.arch.sync_warp()
+                if const_expr(work.requantized):
+                    if second and kt % 2 == mine:
+                        column = (first + kt * t.KB) * 64 + lane * 8
+                        for r in cutlass.range(rows, unroll=1):
+                            values = [ahead[i].to(Float32) for i in range(8)]
+                            if r + 1 < rows:
+                                self.some_of_h(h[0], row + r + 1, column, ahead)
+                            else:
+                                self.some_of_h(h[0], row, column + 2 * t.KB * 64, ahead)
+                            target = to + ((stage * t.KB + lane // 8) * t.BN + r) * 128 + ((lane % 8 ^ r) << 4)
+                            ptx.store16(target, code_times_sf(values, cute.arch.shuffle_sync(h_scale, r)))
+                        cute.arch.sync_warp()
                 with cute.arch.elect_one():
-                    if not by_index:
+                    if boxed:
                         for j in cutlass.range(mine, cutlass.min(count - kt * t.KB, Int32(t.KB)), 2, unroll=1):
                             source = from_h if second else from_x
                             for i in cutlass.range(0, rows, t.box, unroll=1):
@@ -476,6 +511,27 @@ class GroupedGemm:
                 stage, phase = self.advance(stage, phase)
             slot, turn = self.done(news, slot, turn)
             what, mt, row, last = self.hear(news, slot, turn)
+
+    @cute.jit
+    def scales_of_h(self, h, e: Int32, row: Int32, rows: Int32, slot: Int32):
+        """A token warp: the global scale of the tile's row `lane`, which the consumers find in shared memory."""
+        mH, mHScale, sRowScale = h
+        lane = cute.arch.lane_idx()
+        if const_expr(mH.element_type is Float32):
+            scale = mHScale[e]
+        else:
+            at = mHScale.iterator + (row + cutlass.min(lane, rows - 1))
+            scale = arithmetic.global_scale_for(cute.arch.load(at, Float32, sem="relaxed", scope="gpu"))
+        if cute.arch.thread_idx()[0] // 32 % 4 == 1 and lane < 8:
+            sRowScale[lane, slot] = scale
+        return scale
+
+    @cute.jit
+    def some_of_h(self, mH, row: Int32, column: Int32, out):
+        """8 values of a row, zeros beyond its end."""
+        out.fill(0.0)
+        if column < mH.shape[1]:
+            cute.autovec_copy(eight(mH, row, column), out)
 
     @cute.jit
     def tell(self, mSync, stored, news):
@@ -495,12 +551,13 @@ class GroupedGemm:
         there = Int32(0)
         while there < count:
             there = cute.arch.load(mSync.iterator + at, Int32, sem="acquire", scope="gpu")
-        cute.arch.fence_proxy(kind="async")  # they were written by ordinary stores, TMA reads them
+        if const_expr(not self.work.requantized):
+            cute.arch.fence_proxy(kind="async")  # they were written by ordinary stores, TMA reads them
 
     # ---- consumers ----
 
     @cute.jit
-    def consume(self, sX, pX, sW, sPart, high, k64, splits, ring, news, stored, outputs):
+    def consume(self, sX, pX, sW, sPart, sRowScale, high, k64, splits, ring, news, stored, outputs):
         """A consumer warp: every tile."""
         t, work = self.t, self.work
         if const_expr(work.gate is None and work.row_scale):
@@ -511,9 +568,9 @@ class GroupedGemm:
 
         stage, phase, slot, turn = Int32(0), Int32(0), Int32(0), Int32(0)
         what, mt, row, last = self.hear(news, slot, turn)
-        memory = (sX, pX, sCodes, sScale, sPart, high)
+        memory = (sX, pX, sCodes, sScale, sPart, sRowScale, high)
         while what >= 0:
-            tile, rest = (what, mt, row, last), (memory, k64, splits, ring, outputs)
+            tile, rest = (what, mt, row, last, slot), (memory, k64, splits, ring, outputs)
             if const_expr(t.small > 0):
                 if last % 512 <= t.small:
                     stage, phase = self.compute(t.small, tile, stage, phase, rest)
@@ -544,8 +601,8 @@ class GroupedGemm:
     def compute(self, N: cutlass.Constexpr, tile, stage: Int32, phase: Int32, rest):
         """A tile, by MMAs of N tokens: the sum, and its epilogue."""
         t, work = self.t, self.work
-        what, mt, row, last = tile
-        (sX, pX, sCodes, sScale, sPart, high), k64, splits, ring, outputs = rest
+        what, mt, row, last, slot = tile
+        (sX, pX, sCodes, sScale, sPart, sRowScale, high), k64, splits, ring, outputs = rest
         tid = cute.arch.thread_idx()[0] % 128
         wg = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // 128)
         wk, wm = wg // t.across, wg % t.across
@@ -575,6 +632,8 @@ class GroupedGemm:
             place = (block, row + part * (outputs[1].shape[0] // splits))
             if const_expr(work.both):
                 if second:
+                    if const_expr(work.requantized):
+                        scales = (*scales[:2], [sRowScale[tid % 8, slot]])
                     self.store(N, acc, outputs, scales, e, place, rows, part, True)
                 else:
                     self.store(N, acc, outputs, scales, e, place, rows, part, False)
@@ -687,7 +746,7 @@ class GroupedGemm:
     @cute.jit
     def scales(self, outputs, e, second, row, rows, N: cutlass.Constexpr):
         """The global scales of the matrix rows in registers h = 0 and h = 1, and of token lane, lane + 32, ..."""
-        _, _, mGateScale, mUpScale, mDownScale, _, _, mRowScale, mIndex = outputs
+        _, _, mGateScale, mUpScale, mDownScale, _, _, mRowScale, mIndex, _ = outputs
         work = self.work
         of_tokens = [Float32(1.0)] * ((N + 31) // 32)
         if const_expr(work.row_scale):
@@ -732,7 +791,7 @@ class GroupedGemm:
         """The epilogue of 64-row blocks `block` ... of expert e: `rows` tokens, stored from `row`."""
         t, work = self.t, self.work
         block, row = place
-        mH, mY, _, _, _, mBias1, mBias2, _, _ = outputs
+        mH, mY, _, _, _, mBias1, mBias2, _, _, mHScale = outputs
         mOut, mBias, gate = (mY, mBias2, None) if const_expr(down) else (mH, mBias1, work.gate)
         tid = cute.arch.thread_idx()[0] % 128
         warp, g, c = cute.arch.make_warp_uniform(tid // 32), tid % 32 // 4, tid % 4
@@ -776,6 +835,14 @@ class GroupedGemm:
                             if const_expr(paired and not raw):
                                 a = ptx.apply_gate(gate, a, b)
                             value.append((a, b))
+                            if const_expr(work.requantized and not down and dtype is not Float32):
+                                largest = arithmetic.largest_magnitude([a] if paired else [a, b])
+                                for p in cutlass.range_constexpr(2, 5):  # over the lanes of this token
+                                    up = cute.arch.shuffle_sync_bfly(largest, 1 << p)
+                                    largest = cute.arch.fmax(largest, up, nan=True)
+                                token = n * 8 + c * 2 + i
+                                at = mHScale.iterator.toint() + Int64(row + token) * 4
+                                ptx.keep_largest(at, largest, g == 0 and token < rows)
                         if const_expr(paired):
                             for half in cutlass.range_constexpr(2 if raw else 1):
                                 mine = cutlass.select_(odd, value[1][half], value[0][half])

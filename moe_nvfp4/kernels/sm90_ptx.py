@@ -103,6 +103,18 @@ def tma(to, descriptor, column, row, bar):
     )
 
 
+def store16(to, values):
+    """Eight fp32 registers into shared memory, as bf16."""
+    words = [_pack_bf16(values[i], values[i + 1]) for i in range(0, 8, 2)]
+    cute.arch.inline_ptx("st.shared.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[to, *words])
+
+
+def keep_largest(at, magnitude, live):
+    """The fp32 number in global memory becomes at least `magnitude`, not negative and rounded to bf16; NaN wins."""
+    bits = _pack_bf16(Float32(0.0), magnitude)
+    cute.arch.inline_ptx("red.relaxed.gpu.global.max.u32 [{$r0}], {$r1};", read_only_args=[at, bits], predicate=live)
+
+
 def copy16(to, to_offset: int, source, source_offset: int, size):
     """16 bytes into shared memory by this lane, of which `size` are read, the rest zeros. Constant offsets are free."""
     cute.arch.inline_ptx(

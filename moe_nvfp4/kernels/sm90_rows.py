@@ -231,7 +231,7 @@ class Route:
             mToken[row] = at // top_k
 
 
-def _eight(mRows: cute.Tensor, row, column):
+def eight(mRows: cute.Tensor, row, column):
     """Elements column .. column + 7 of a row, both starting at a multiple of 16 bytes."""
     address = (mRows.iterator + (Int64(row) * mRows.stride[0] + column)).toint()
     pointer = cute.make_ptr(mRows.element_type, address, cute.AddressSpace.gmem, assumed_align=16)
@@ -270,7 +270,7 @@ class Gather:
         if token < mX.shape[0]:
             for i in cutlass.range_constexpr(self.WIDTH // 256):
                 if first + i * 256 < mX.shape[1]:
-                    cute.autovec_copy(_eight(mX, token, first + i * 256), loaded[i])
+                    cute.autovec_copy(eight(mX, token, first + i * 256), loaded[i])
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         if token < mX.shape[0]:
@@ -278,7 +278,7 @@ class Gather:
                 row = mPosition[token * top_k + j]
                 for i in cutlass.range_constexpr(self.WIDTH // 256):
                     if first + i * 256 < mX.shape[1]:
-                        cute.autovec_copy(loaded[i], _eight(mRows, row, first + i * 256))
+                        cute.autovec_copy(loaded[i], eight(mRows, row, first + i * 256))
 
 
 class Quantize:
@@ -332,7 +332,7 @@ class Quantize:
             loaded[i].fill(0.0)
             column = (lane + i * lanes) * 8
             if column < mX.shape[1]:
-                cute.autovec_copy(_eight(mX, source, column), loaded[i])
+                cute.autovec_copy(eight(mX, source, column), loaded[i])
         global_scale = Float32(1.0)
         if const_expr(not self.static):
             largest = arithmetic.largest_magnitude([arithmetic.largest_magnitude(_fp32(x)) for x in loaded])
@@ -365,31 +365,36 @@ class Quantize:
                 for i in cutlass.range_constexpr(self.each):
                     column = (lane + i * lanes) * 8
                     if column < mX.shape[1]:
-                        cute.autovec_copy(rounded[i], _eight(mRows, row, column))
+                        cute.autovec_copy(rounded[i], eight(mRows, row, column))
 
     @cute.jit
     def round(self, x, global_scale, out):
-        """8 values, the next lane having the other 8 of the block -> their code * sf:
-        sf = e4m3(max / 6 / global_scale), code = e2m1(x / (sf * global_scale))."""
-        values = _fp32(x)
-        largest = arithmetic.largest_magnitude(values)
-        largest = cute.arch.fmax(largest, cute.arch.shuffle_sync_bfly(largest, 1), nan=True)
-        sf = arithmetic.encode_e4m3(arithmetic.divide(arithmetic.divide(largest, Float32(6.0)), global_scale))
-        value = arithmetic.decode_e4m3(sf)
-        scale = arithmetic.mul(value, global_scale)
-        rounded = [Float32(0.0)] * 8
-        if sf != 0:
-            if scale > 2.0**-60 and scale < 2.0**60 and largest < 2.0**60:  # one division for 8
-                inverse = arithmetic.divide(Float32(1.0), scale)
-                rounded = [_e2m1(arithmetic.divide_near(v, scale, inverse), v) * value for v in values]
-            else:
-                rounded = [_e2m1(arithmetic.divide(v, scale), v) * value for v in values]
+        rounded = code_times_sf(_fp32(x), global_scale)
         for i in cutlass.range_constexpr(8):
             out[i] = rounded[i].to(BFloat16)
 
 
 def _fp32(x):
     return [x[i].to(Float32) for i in range(8)]
+
+
+@cute.jit
+def code_times_sf(values: list, global_scale: Float32):
+    """8 values, the next lane having the other 8 of the block -> their code * sf, exact in bf16:
+    sf = e4m3(max / 6 / global_scale), code = e2m1(x / (sf * global_scale))."""
+    largest = arithmetic.largest_magnitude(values)
+    largest = cute.arch.fmax(largest, cute.arch.shuffle_sync_bfly(largest, 1), nan=True)
+    sf = arithmetic.encode_e4m3(arithmetic.divide(arithmetic.divide(largest, Float32(6.0)), global_scale))
+    value = arithmetic.decode_e4m3(sf)
+    scale = arithmetic.mul(value, global_scale)
+    rounded = [Float32(0.0)] * 8
+    if sf != 0:
+        if scale > 2.0**-60 and scale < 2.0**60 and largest < 2.0**60:  # one division for 8
+            inverse = arithmetic.divide(Float32(1.0), scale)
+            rounded = [_e2m1(arithmetic.divide_near(v, scale, inverse), v) * value for v in values]
+        else:
+            rounded = [_e2m1(arithmetic.divide(v, scale), v) * value for v in values]
+    return rounded
 
 
 def _e2m1(x, sign):
@@ -454,7 +459,7 @@ class Combine:
                 row = cutlass.select_(position[j // self.splits] < live, position[j // self.splits], Int32(0))
                 row += R * (j % self.splits)
                 loaded.append(cute.make_rmem_tensor(8, mRows.element_type))
-                cute.autovec_copy(_eight(mRows, row, column), loaded[j])
+                cute.autovec_copy(eight(mRows, row, column), loaded[j])
             total = cute.make_rmem_tensor(8, Float32)
             total.fill(0.0)
             for j in cutlass.range_constexpr(self.top_k):
@@ -467,4 +472,4 @@ class Combine:
             out = cute.make_rmem_tensor(8, mOut.element_type)
             for i in cutlass.range_constexpr(8):
                 out[i] = total[i].to(mOut.element_type)
-            cute.autovec_copy(out, _eight(mOut, token, column))
+            cute.autovec_copy(out, eight(mOut, token, column))
