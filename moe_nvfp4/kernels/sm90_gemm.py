@@ -463,6 +463,9 @@ class GroupedGemm:
                     self.wait_for_h(mSync, last // 512 + 1, (m64 + t.blocks - 1) // t.blocks)
             mt, part, first, count = self.part(mt, k64[1] if second else k64[0], second, splits)
             by_index = not second if const_expr(work.by_index) else False
+            columns = mX.shape[1]
+            if const_expr(t.BN == 8):  # zeros for rows beyond the group: seven of eight reads, with one token
+                columns = cutlass.select_(within < rows, columns, Int32(0))
             if by_index:
                 for i in cutlass.range_constexpr(t.BN // 8):
                     token = mIndex[row + cutlass.min(8 * i + within, rows - 1)]
@@ -480,7 +483,7 @@ class GroupedGemm:
                     target = to + stage * (t.KB * t.BN * 128) + within * 128 + ((chunk ^ within) << 4)
                     base = mX.iterator.toint() + kt * (t.KB * 128)
                     column = kt * (t.KB * 64) + chunk * 8
-                    sizes = [cutlass.select_(column + j * 64 < mX.shape[1], 16, 0) for j in range(t.KB)]
+                    sizes = [cutlass.select_(column + j * 64 < columns, 16, 0) for j in range(t.KB)]
                     for i in cutlass.range_constexpr(t.BN // 8):
                         if 8 * i < rows:
                             address = base + Int64(chunks[i]) * 16
