@@ -53,7 +53,8 @@ int main(void) {
         double worst = 0;
         if (!(can >> path & 1)) continue;
         for (int i = 0; i < 60; i++) {
-            double error = check(path, 1 + below(3), 1 + below(150), 16 * (1 + below(40)), below(40), below(2) ? FP32 : BF16);
+            int x_type = below(2) && path != 3 ? FP32 : BF16; /* avx512bf16 takes no others */
+            double error = check(path, 1 + below(3), 1 + below(150), 16 * (1 + below(40)), below(40), x_type);
             worst = !(error <= worst) ? error : worst;
         }
         printf("%s: relative error %.1e\n", NAMES[path], worst);

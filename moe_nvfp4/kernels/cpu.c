@@ -21,7 +21,7 @@
    Paths. cpu_path.h is compiled once for each instruction set, with the macros that precede its
    inclusion here: portable (vector extensions of the compiler), avx2, avx512, avx512bf16 and, on ARM, neon. In
    avx512bf16 x and the dequantized weights are bf16, exactly: it takes rows that are bf16 or NVFP4 (code * sf has
-   6 significant bits) and leaves the others to avx512.  */
+   6 significant bits); cpu.py leaves the others to avx512.  */
 
 #include <pthread.h>
 #include <sched.h>
@@ -36,6 +36,8 @@
 #elif defined(__aarch64__)
 #include <arm_neon.h>
 #endif
+
+#include "cpu_detect.c"
 
 #define INLINE static inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 32")
@@ -191,6 +193,10 @@ static void padded_starts(const int32_t *offsets, int64_t E, int64_t *starts) {
    threads made for the call. A second pool beside torch's would fight with its spinning threads. ---- */
 
 typedef void Task(const void *problem, int64_t item, int64_t next, int thread); /* next: what this thread does then */
+typedef struct {
+    Task *arrange, *weave, *item, *quantize, *quantize_token, *combine; /* weave: or NULL */
+    int64_t element, step, few; /* bytes of an Element, STEP, FEW */
+} Path;
 typedef void Parallel(void (*)(void *), void *, unsigned threads, unsigned flags);
 typedef struct { Task *task; const void *problem; int64_t items, shares; atomic_long next, done; } Phase;
 typedef struct { Phase phases[3 * MAX_STAGES]; int64_t count; atomic_int threads; } Job;
@@ -269,7 +275,9 @@ INLINE void prefetch_tile(const Gemm *g, int64_t row, int64_t k, int64_t part) {
    spread     32 bits of x in every lane
    transpose  LANES bytes of LANES rows, row by row -> byte by byte
    stage, pairs, weave  see there (avx512bf16 only)
-   sum4       the sums of the lanes of four vectors  */
+   sum4       the sums of the lanes of four vectors
+   NUMBER     of the path, as cpu.py counts them
+   FEW        up to so many tokens of an expert, dot_codes is faster than the rest  */
 
 #define PASTE_(a, b) a##_##b
 #define PASTE(a, b) PASTE_(a, b)
@@ -294,6 +302,7 @@ INLINE void transpose_portable(const uint8_t *rows, int64_t stride, uint8_t *out
     for (int i = 0; i < 4; i++) for (int r = 0; r < 4; r++) out[4 * i + r] = rows[r * stride + i];
 }
 #define PATH portable
+#define NUMBER 0
 #define TARGET
 #define V v4
 #define M v4
@@ -302,6 +311,7 @@ INLINE void transpose_portable(const uint8_t *rows, int64_t stride, uint8_t *out
 #define NT 4
 #define NP 2
 #define NX 4
+#define FEW 4
 #include "cpu_path.h"
 
 #if defined(__x86_64__)
@@ -346,6 +356,7 @@ INLINE TARGET void transpose_avx2(const uint8_t *rows, int64_t stride, uint8_t *
     _mm_storeu_si128((__m128i *)(out + 48), _mm_unpackhi_epi32(AB, CD));
 }
 #define PATH avx2
+#define NUMBER 1
 #define V v8
 #define M v8
 #define Element float
@@ -353,6 +364,7 @@ INLINE TARGET void transpose_avx2(const uint8_t *rows, int64_t stride, uint8_t *
 #define NT 2
 #define NP 2
 #define NX 6
+#define FEW 4
 #include "cpu_path.h"
 
 #ifdef __clang__
@@ -402,6 +414,7 @@ INLINE TARGET void transpose_avx512(const uint8_t *rows, int64_t stride, uint8_t
     _mm512_storeu_si512(out + 192, _mm512_permutexvar_epi32(lanes, _mm512_unpackhi_epi16(AB, CD)));
 }
 #define PATH avx512
+#define NUMBER 2
 #define V v16
 #define M v16
 #define Element float
@@ -409,10 +422,10 @@ INLINE TARGET void transpose_avx512(const uint8_t *rows, int64_t stride, uint8_t
 #define NT 6
 #define NP 4
 #define NX 6
+#define FEW 6
 #include "cpu_path.h"
 
-#if defined(__clang__) || __GNUC__ >= 10
-#define HAS_BF16
+#ifdef HAS_BF16
 typedef uint16_t h32 __attribute__((vector_size(64), aligned(2), may_alias));
 #define TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c" WIDE)))
 /* Each 32-bit lane is two elements of one block, so a step is 4 blocks of 4 lanes. */
@@ -497,7 +510,7 @@ INLINE TARGET void weave_avx512bf16(const uint16_t *const *x, int64_t nt, int64_
 #define transpose_avx512bf16 transpose_avx512
 #define sum4_avx512bf16 sum4_avx512
 #define PATH avx512bf16
-#define SHARES_REST
+#define NUMBER 3
 #define LEADS
 #define V v16
 #define M h32
@@ -506,6 +519,7 @@ INLINE TARGET void weave_avx512bf16(const uint16_t *const *x, int64_t nt, int64_
 #define NT 6
 #define NP 4
 #define NX 6
+#define FEW 10
 #include "cpu_path.h"
 #endif
 #endif
@@ -542,6 +556,7 @@ INLINE void transpose_neon(const uint8_t *rows, int64_t stride, uint8_t *out) {
 #define spread_neon spread_portable
 #define sum4_neon sum4_portable
 #define PATH neon
+#define NUMBER 4
 #define TARGET
 #define V v4
 #define M v4
@@ -550,22 +565,19 @@ INLINE void transpose_neon(const uint8_t *rows, int64_t stride, uint8_t *out) {
 #define NT 4
 #define NP 4
 #define NX 6
+#define FEW 4
 #include "cpu_path.h"
 #endif
 
-/* few: up to so many tokens of an expert, dot_codes is faster than the rest (lead has cases from the next one on) */
-typedef struct { Task *arrange, *weave, *item, *quantize, *quantize_token, *combine; int64_t element, step, few; } Path;
-
-static const Path PATHS[5] = {
-    {arrange_portable, NULL, item_portable, quantize_portable, quantize_token_portable, combine_portable, 4, 8, 4},
+static const Path *const PATHS[5] = {
+    &path_portable,
 #if defined(__x86_64__)
-    {arrange_avx2, NULL, item_avx2, quantize_avx2, quantize_token_avx2, combine_avx2, 4, 16, 4},
-    {arrange_avx512, NULL, item_avx512, quantize_avx512, quantize_token_avx512, combine_avx512, 4, 32, 6},
+    &path_avx2, &path_avx512,
 #ifdef HAS_BF16
-    {arrange_avx512bf16, weave_item_avx512bf16, item_avx512bf16, quantize_avx512, quantize_token_avx512, combine_avx512, 2, 64, 10},
+    &path_avx512bf16,
 #endif
 #elif defined(__aarch64__)
-    [4] = {arrange_neon, NULL, item_neon, quantize_neon, quantize_token_neon, combine_neon, 4, 8, 4},
+    [4] = &path_neon,
 #endif
 };
 
@@ -573,23 +585,6 @@ static const Path PATHS[5] = {
 /* This file and, as source_path, cpu_path.h, so that cpu.py can tell whether a library was made from them. */
 __asm__(".pushsection .rodata\n.globl source\nsource: .incbin \"" __FILE__ "\"\n.byte 0\n.popsection");
 #endif
-
-/* Which paths this machine can run: bit i for PATHS[i]. */
-int64_t paths(void) {
-    int64_t can = 1;
-#if defined(__x86_64__)
-    __builtin_cpu_init();
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) can |= 2;
-    if (can & 2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw")
-        && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) can |= 4;
-#ifdef HAS_BF16
-    if (can & 4 && __builtin_cpu_supports("avx512bf16")) can |= 8;
-#endif
-#elif defined(__aarch64__)
-    can |= 16;
-#endif
-    return can;
-}
 
 /* One block of memory is kept between calls, so that its pages need not be made anew. */
 typedef struct { int64_t size; char pad[56]; } Memory;
@@ -627,10 +622,6 @@ static int64_t group(const Group *g) {
 }
 
 static int64_t whole(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
-
-static const Path *path_of(const Gemm *g, int64_t path) {
-    return &PATHS[path == 3 && g->x_type != BF16 && g->x_type != NVFP4 ? 2 : path];
-}
 
 static int64_t rows_bytes(const Gemm *g, const Path *p) { return whole(g->x_rows * g->stride * p->element, 64); }
 static int64_t leads_bytes(const Gemm *g, const Path *p) {
@@ -679,16 +670,17 @@ static void add_gemm(Job *job, Gemm *g, const Path *p, char *memory, int64_t thr
 /* Runs the stages of a program: for each its kind, the words of its struct and the struct. The threads pass through
    all of it together. Returns 0; -1 without memory; -2 if a Group finds an id that is none. */
 int64_t run(const int64_t *program, int64_t count, int64_t path, int64_t threads, Parallel *parallel) {
-    struct { int64_t kind, bytes; const Path *path; union { Group group; Quantize quantize; Gemm gemm; Combine combine; }; }
+    struct { int64_t kind, bytes; union { Group group; Quantize quantize; Gemm gemm; Combine combine; }; }
         stages[MAX_STAGES], *end = stages + count, *s;
+    const Path *p = PATHS[path];
     Job job = {.count = 0};
     int64_t bytes = 0, work = 0;
     threads = MIN(threads, MAX_THREADS);
     for (s = stages; s < end; program += 2 + program[1], s++) {
-        s->kind = program[0], s->path = &PATHS[path], s->bytes = 0;
+        s->kind = program[0], s->bytes = 0;
         memcpy(&s->group, program + 2, 8 * program[1]);
         int64_t scratch = 0;
-        if (s->kind == GEMM) s->path = path_of(&s->gemm, path), s->bytes = measure(&s->gemm, s->path), scratch = s->gemm.work_bytes;
+        if (s->kind == GEMM) s->bytes = measure(&s->gemm, p), scratch = s->gemm.work_bytes;
         if (s->kind == QUANTIZE) s->bytes = measure_quantize(&s->quantize), scratch = s->quantize.work_bytes;
         bytes += s->bytes, work = scratch > work ? scratch : work;
     }
@@ -701,14 +693,14 @@ int64_t run(const int64_t *program, int64_t count, int64_t path, int64_t threads
         else if (s->kind == QUANTIZE) {
             Quantize *q = &s->quantize;
             q->work = (uint8_t *)(memory + 1), q->work_bytes = work, q->tokens = s->bytes ? (uint8_t *)at : NULL;
-            if (q->tokens) add_phase(&job, s->path->quantize_token, q, q->x_rows, q->x_rows * q->K, threads);
-            add_phase(&job, s->path->quantize, q, q->R, q->R * q->K, threads);
+            if (q->tokens) add_phase(&job, p->quantize_token, q, q->x_rows, q->x_rows * q->K, threads);
+            add_phase(&job, p->quantize, q, q->R, q->R * q->K, threads);
         } else if (s->kind == COMBINE) {
             const Combine *c = &s->combine;
-            add_phase(&job, s->path->combine, c, c->T, c->T * c->top_k * c->H, threads);
+            add_phase(&job, p->combine, c, c->T, c->T * c->top_k * c->H, threads);
         } else {
             s->gemm.work = (char *)(memory + 1), s->gemm.work_bytes = work;
-            add_gemm(&job, &s->gemm, s->path, at, threads);
+            add_gemm(&job, &s->gemm, p, at, threads);
         }
     if (!failed) run_job(&job, threads, parallel);
     give_back(memory);

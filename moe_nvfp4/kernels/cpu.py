@@ -1,11 +1,10 @@
 """The CPU backend: the three stages of the reference as C loops over the 4-bit weights.
 
-A wheel that was built where a C compiler was brings cpu.c as a library. Otherwise cpu.c and cpu_path.h,
-beside this file, are compiled on first use with the system's C compiler (CC, else cc, gcc or clang; 9 s)
-into ``$MOE_NVFP4_CACHE/cpu``, else ``$XDG_CACHE_HOME/moe_nvfp4/cpu``, else ``~/.cache/moe_nvfp4/cpu``.
-The library holds a path for every instruction set and picks one when it
-is loaded, so it may move between machines; MOE_NVFP4_CPU=avx512bf16, avx512, avx2, neon or
-portable forces one.
+cpu.c has a path for every instruction set; the best one of the machine runs, or the one that
+MOE_NVFP4_CPU=avx512bf16, avx512, avx2, neon or portable names. A wheel that was built where a C
+compiler was brings all of them as a library. Otherwise the path that runs is compiled on first use
+with the system's C compiler (CC, else cc, gcc or clang; 1 to 3 s) into ``$MOE_NVFP4_CACHE/cpu``, else
+``$XDG_CACHE_HOME/moe_nvfp4/cpu``, else ``~/.cache/moe_nvfp4/cpu``.
 Where it cannot be built, `available` warns once and says False.
 
 Numerics are the reference's, up to the order of fp32 sums. Results do not depend on the number of
@@ -37,7 +36,8 @@ from moe_nvfp4.routing import Groups, Rows, group_by_expert
 from moe_nvfp4.weights import ExpertWeights
 
 FOLDER = Path(__file__).parent
-SOURCES = {"source": "cpu.c", "source_path": "cpu_path.h"}  # the first is compiled; each is in the library by this name
+# Each is in a library by this name.
+SOURCES = {"source": "cpu.c", "source_path": "cpu_path.h", "source_detect": "cpu_detect.c"}
 FLAGS = ("-std=gnu11", "-O3", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared", "-pthread")
 PATHS = ("portable", "avx2", "avx512", "avx512bf16", "neon")  # as in cpu.c, the best of a machine last
 
@@ -59,7 +59,7 @@ class _Program:
     """Stages that run in one call of cpu.c, one after the other; it holds on to the tensors meanwhile."""
 
     def __init__(self):
-        self.code, self.tensors = [], []
+        self.code, self.tensors, self.path = [], [], path()
 
     def add(self, kind: int, tensors: list[Tensor | None], *numbers) -> None:
         pointers = []
@@ -72,8 +72,8 @@ class _Program:
 
     def run(self) -> bool:
         """False if the first stage is a grouping that met an illegal id."""
-        run, code = _library().run, b"".join(self.code)
-        failed = run(code, len(self.code), PATHS.index(path()), torch.get_num_threads(), _parallel())
+        run, code = _library(self.path).run, b"".join(self.code)
+        failed = run(code, len(self.code), PATHS.index(self.path), torch.get_num_threads(), _parallel())
         if failed == -1:
             raise MemoryError("no memory for the rows and the scratch of the CPU kernels")
         return not failed
@@ -163,6 +163,8 @@ def _gemm(
     x = rows.values if rows.is_nvfp4 else _floating(rows.values)
     if not codes.dtype == sf.dtype == torch.uint8:
         raise TypeError(f"codes and sf are bytes (torch.uint8), got {codes.dtype} and {sf.dtype}: a loader cast them")
+    if program.path == "avx512bf16" and x.dtype not in (torch.bfloat16, torch.uint8):
+        program.path = "avx512"  # the other takes rows that are bf16 or NVFP4
     first, rest, bias = first.float(), rest.float(), bias if bias is None else _floating(bias)
     tensors = [x, rows.sf, rows.scale, rows.index, groups.offsets, target, codes, sf, first, rest, bias, out]
     numbers = (
@@ -184,7 +186,7 @@ def _floating(x: Tensor) -> Tensor:
 def available() -> bool:
     """Whether the library is there or can be built; if not, warns once and says how to get it."""
     try:
-        _library()
+        _library(path())
         return True
     except (OSError, subprocess.SubprocessError) as error:
         warnings.warn(
@@ -196,9 +198,10 @@ def available() -> bool:
         return False
 
 
+@cache
 def paths() -> tuple[str, ...]:
     """The paths of cpu.c that this machine can run, the best last."""
-    can = _library().paths()
+    can = (_shipped() or ctypes.CDLL(build("cpu_detect.c"))).paths()
     return tuple(name for i, name in enumerate(PATHS) if can >> i & 1)
 
 
@@ -212,9 +215,9 @@ def path() -> str:
 
 
 @cache
-def _library() -> ctypes.CDLL:
-    library = _shipped() or ctypes.CDLL(build())
-    library.paths.restype = ctypes.c_int64
+def _library(name: str) -> ctypes.CDLL:
+    """A library that has the path of this name."""
+    library = _shipped() or ctypes.CDLL(build("cpu.c", f"-DONLY={PATHS.index(name)}"))
     library.run.restype = ctypes.c_int64
     library.run.argtypes = [ctypes.c_char_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p]
     return library
@@ -243,21 +246,25 @@ def _parallel() -> int | None:
         return None
 
 
-def build(flags: tuple[str, ...] = FLAGS) -> Path:
-    """Compile cpu.c unless the cache has it; returns the library. OSError or CalledProcessError if it can't."""
+def build(source: str, *flags: str) -> Path:
+    """Compile a file of FOLDER, with FLAGS and these, unless the cache has it; returns the library.
+
+    OSError or CalledProcessError if it can't.
+    """
     compiler = shlex.split(os.environ.get("CC", "")) or [
         next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), "cc")
     ]
     folder = own_folder("cpu")
-    version = subprocess.run([*compiler, "--version"], check=True, capture_output=True).stdout
-    sources = [FOLDER / file for file in SOURCES.values()]
-    key = hashlib.sha256(b"\0".join(file.read_bytes() for file in sources))
-    for part in (version, platform.machine().encode(), *(flag.encode() for flag in (*compiler, *flags))):
+    command = [*compiler, *FLAGS, *flags, str(FOLDER / source), "-o"]
+    key = hashlib.sha256(subprocess.run([*compiler, "--version"], check=True, capture_output=True).stdout)
+    for part in ((FOLDER / file).read_bytes() for file in SOURCES.values()):
         key.update(b"\0" + part)
+    for part in (platform.machine(), *compiler, *FLAGS, *flags, source):
+        key.update(b"\0" + part.encode())
     target = folder / f"{key.hexdigest()[:32]}.so"
     if not is_whole(target):
-        print("moe_nvfp4: compiling the CPU kernels, about ten seconds, once", file=sys.stderr)
-        command = [*compiler, *flags, str(sources[0]), "-o"]
+        if source == "cpu.c":
+            print("moe_nvfp4: compiling the CPU kernels, 1 to 3 seconds, once", file=sys.stderr)
         keep(target, lambda name: subprocess.run([*command, name], check=True, capture_output=True))
     return target
 

@@ -1,9 +1,13 @@
-/* The loops of the CPU backend, for one instruction set: cpu.c includes this file once for each. */
+/* The loops of the CPU backend, for one instruction set: cpu.c includes this file once for each. With -DONLY=i
+   (cpu.py, on first use) only the path of that NUMBER is compiled. */
 
 #if defined(__ELF__) && !defined(HAS_SOURCE)
 #define HAS_SOURCE
 __asm__(".pushsection .rodata\n.globl source_path\nsource_path: .incbin \"" __FILE__ "\"\n.byte 0\n.popsection");
 #endif
+
+static const Path NAME(path); /* zeros where it is not compiled */
+#if !defined(ONLY) || ONLY == NUMBER
 
 #define LANES ((int64_t)(sizeof(V) / 4))
 #define HALF ((int64_t)(sizeof(M) / sizeof(Element)))
@@ -173,8 +177,10 @@ static TARGET void NAME(weave_item)(const void *problem, int64_t i, int64_t next
         NAME(weave)(x, lead, MIN(K_BLOCK, g->K_steps - k) / 2, (Element *)g->leads + (first + begin) * g->K_steps + k * lead);
     }
 }
+#define WEAVE NAME(weave_item)
 
 #else
+#define WEAVE NULL
 
 /* TILE weight rows, from element k on, n of them, dequantized: out[NP rows together][32 bits of K][row] */
 static TARGET void NAME(block)(const Gemm *g, const int64_t *row, int64_t rows, int64_t k, int64_t n, Element *out) {
@@ -356,8 +362,6 @@ static TARGET void NAME(arrange)(const void *problem, int64_t r, int64_t next, i
         }
 }
 
-#ifndef SHARES_REST /* avx512bf16 takes these from avx512 */
-
 /* Row `from` of x -> NVFP4, to the bit what format.quantize makes: true divisions, ties to even, NaN in sf. given:
    its global scale, or NULL: one of its own. sf: side by side. Returns the global scale. */
 static TARGET float NAME(quantize_row)(const Quantize *q, int64_t from, const float *given, uint8_t *codes, uint8_t *sf) {
@@ -438,13 +442,16 @@ static TARGET void NAME(combine)(const void *problem, int64_t t, int64_t next, i
         store_all(c->out, (int)c->out_type, t * c->H + h, sum, n);
     }
 }
+
+static const Path NAME(path) = {
+    NAME(arrange), WEAVE, NAME(item), NAME(quantize), NAME(quantize_token), NAME(combine), sizeof(Element), STEP, FEW};
 #endif
 
 #undef LANES
 #undef HALF
 #undef STEP
 #undef PATH
-#undef SHARES_REST
+#undef NUMBER
 #undef LEADS
 #undef TARGET
 #undef V
@@ -454,3 +461,5 @@ static TARGET void NAME(combine)(const void *problem, int64_t t, int64_t next, i
 #undef NT
 #undef NP
 #undef NX
+#undef FEW
+#undef WEAVE
