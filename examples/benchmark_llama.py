@@ -74,7 +74,7 @@ class Layer:
     def __init__(self, ggml, ours, T, top_k, threads):
         self.ggml, self.threads, w = ggml, threads, ours.weights
         E, H, I = w.num_experts, w.hidden_size, w.intermediate_size
-        work = 64 << 20 | T * top_k * (4 * I + 4 * H) * 8
+        work = (64 << 20) + T * top_k * (4 * I + 4 * H) * 8
         self.context = ctx = ggml["init"](InitParams(E * 3 * H * I * 9 // 16 + work, None, False))
         self.kept = []
 
