@@ -105,4 +105,5 @@ class Work:
 
     @property
     def requantized(self) -> bool:
+        """Whether GEMM 2 quantizes what it reads of h."""
         return self.both and self.row_scale

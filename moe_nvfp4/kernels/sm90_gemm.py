@@ -166,7 +166,7 @@ class GroupedGemm:
         mBias1: cute.Tensor,  # [E, rows of the matrix]
         mBias2: cute.Tensor,
         mRowScale: cute.Tensor,  # fp32, the global scales of the rows of mX, or else mH
-        mHScale: cute.Tensor,  # h quantized on the way: fp32 [E] its scales or, of rows in bf16, [R] zeros
+        mHScale: cute.Tensor,  # h quantized on the way: fp32 [E] its scales; of bf16 rows [R] zeros, raised to max |h|
         mSync: cute.Tensor,  # int32 [1 + token tiles], zeros
         splits: Int32,
         grid: Int32,
