@@ -67,6 +67,13 @@ def largest_magnitude(values: list[Float32]) -> Float32:
     return best[0]
 
 
+def largest_of_lanes(x: Float32, bits: range) -> Float32:
+    """The largest x of the lanes whose numbers differ in these bits, in each of them; NaN if there is one."""
+    for bit in bits:
+        x = cute.arch.fmax(x, cute.arch.shuffle_sync_bfly(x, 1 << bit), nan=True)
+    return x
+
+
 def divide_near(x: Float32, divisor: Float32, inverse: Float32) -> Float32:
     """x / divisor, correctly rounded, from inverse = 1 / divisor: two corrections by the exact remainder.
 

@@ -67,7 +67,7 @@ from moe_nvfp4.kernels import arithmetic
 from moe_nvfp4.kernels import sm90_ptx as ptx
 from moe_nvfp4.kernels.sm90_config import MAX_EXPERTS, Tile, Work
 from moe_nvfp4.kernels.sm90_pack import UNIT_WORDS
-from moe_nvfp4.kernels.sm90_rows import code_times_sf, eight
+from moe_nvfp4.kernels.sm90_rows import code_times_sf, load_eight
 
 RASTER = 16  # token tiles that share a weight tile before the next weight tile begins
 SLOTS = 4  # tiles published ahead
@@ -352,12 +352,8 @@ class GroupedGemm:
                 turn ^= 1
             mt, part, begin, count = self.part(mt_part, K64, second, splits)
             boxed = (rows + t.box - 1) // t.box * t.box  # rows of tokens that TMA writes
-            if const_expr(work.by_index):
-                if not second:
-                    boxed = Int32(0)
-            if const_expr(work.requantized):
-                if second:
-                    boxed = Int32(0)
+            if not self.by_tma(second):
+                boxed = Int32(0)
             valid = cutlass.min(M64 - mt * t.blocks, Int32(t.blocks))
             source = (mW2.iterator.toint() if second else mW1.iterator.toint()) + (
                 (Int64(e * M64 + mt * t.blocks) * K64 + begin) * (UNIT_WORDS * 4)
@@ -400,6 +396,18 @@ class GroupedGemm:
         return mt, part, first, count
 
     @cute.jit
+    def by_tma(self, second):
+        """Whether a tile's tokens come by TMA: neither gathered nor quantized on the way."""
+        there = True
+        if const_expr(self.work.by_index and self.work.requantized):
+            there = False
+        elif const_expr(self.work.by_index):
+            there = second
+        elif const_expr(self.work.requantized):
+            there = not second
+        return there
+
+    @cute.jit
     def ticket(self, mSync, lane):
         """The next tile's number, in lane 0."""
         number = Int32(0)
@@ -426,13 +434,12 @@ class GroupedGemm:
         return tile[0], tile[1], tile[2], tile[3]
 
     @cute.jit
-    def done(self, news, slot, turn):
-        """A warp: the tile is behind it -> the next slot."""
+    def done(self, bars, slot, turn):
+        """A warp: the tile and its stores are behind it, as it says at each of `bars` -> the next slot."""
         cute.arch.sync_warp()
         if cute.arch.lane_idx() == 0:
-            cute.arch.mbarrier_arrive(news[1] + slot)
-            if const_expr(len(news) > 3):  # of a consumer, whose stores are behind it too
-                cute.arch.mbarrier_arrive(news[3] + slot)
+            for i in cutlass.range_constexpr(len(bars)):
+                cute.arch.mbarrier_arrive(bars[i] + slot)
         slot += 1
         if slot == SLOTS:
             slot = Int32(0)
@@ -470,12 +477,10 @@ class GroupedGemm:
                 for i in cutlass.range_constexpr(t.BN // 8):
                     token = mIndex[row + cutlass.min(8 * i + within, rows - 1)]
                     chunks[i] = token * Int32(mX.stride[0] // 8) + chunk
-            boxed = not by_index
             if const_expr(work.requantized):
-                boxed = not (by_index or second)
                 if second:
                     h_scale = self.scales_of_h(h, what // 2, row, rows, slot)
-                    self.some_of_h(h[0], row, (first + mine * t.KB) * 64 + lane * 8, ahead)
+                    load_eight(h[0], row, (first + mine * t.KB) * 64 + lane * 8, ahead)
             for kt in cutlass.range((count + t.KB - 1) // t.KB, unroll=1):
                 cute.arch.mbarrier_wait(empty + stage, phase)
                 bar = Int32((full + stage).toint())
@@ -497,14 +502,14 @@ class GroupedGemm:
                         for r in cutlass.range(rows, unroll=1):
                             values = [ahead[i].to(Float32) for i in range(8)]
                             if r + 1 < rows:
-                                self.some_of_h(h[0], row + r + 1, column, ahead)
+                                load_eight(h[0], row + r + 1, column, ahead)
                             else:
-                                self.some_of_h(h[0], row, column + 2 * t.KB * 64, ahead)
+                                load_eight(h[0], row, column + 2 * t.KB * 64, ahead)
                             target = to + ((stage * t.KB + lane // 8) * t.BN + r) * 128 + ((lane % 8 ^ r) << 4)
                             ptx.store16(target, code_times_sf(values, cute.arch.shuffle_sync(h_scale, r)))
                         cute.arch.sync_warp()
                 with cute.arch.elect_one():
-                    if boxed:
+                    if self.by_tma(second):
                         for j in cutlass.range(mine, cutlass.min(count - kt * t.KB, Int32(t.KB)), 2, unroll=1):
                             source = from_h if second else from_x
                             for i in cutlass.range(0, rows, t.box, unroll=1):
@@ -512,7 +517,7 @@ class GroupedGemm:
                                 ptx.tma(target, source, (first + kt * t.KB + j) * 64, row + i, bar)
                     cute.arch.mbarrier_arrive(full + stage)
                 stage, phase = self.advance(stage, phase)
-            slot, turn = self.done(news, slot, turn)
+            slot, turn = self.done((news[1],), slot, turn)
             what, mt, row, last = self.hear(news, slot, turn)
 
     @cute.jit
@@ -530,13 +535,6 @@ class GroupedGemm:
         return scale
 
     @cute.jit
-    def some_of_h(self, mH, row: Int32, column: Int32, out):
-        """8 values of a row, zeros beyond its end."""
-        out.fill(0.0)
-        if column < mH.shape[1]:
-            cute.autovec_copy(eight(mH, row, column), out)
-
-    @cute.jit
     def tell(self, mSync, stored, news):
         """One warp: counts the tiles of h that are stored."""
         slot, turn = Int32(0), Int32(0)
@@ -546,7 +544,7 @@ class GroupedGemm:
                 cute.arch.mbarrier_wait(stored + slot, turn)
                 if cute.arch.lane_idx() == 0:
                     cute.arch.atomic_add(mSync.iterator + (last // 512 + 1), Int32(1), sem="release", scope="gpu")
-            slot, turn = self.done(news, slot, turn)
+            slot, turn = self.done((news[1],), slot, turn)
             what, mt, row, last = self.hear(news, slot, turn)
 
     @cute.jit
@@ -581,7 +579,7 @@ class GroupedGemm:
                     stage, phase = self.compute(t.BN, tile, stage, phase, rest)
             else:
                 stage, phase = self.compute(t.BN, tile, stage, phase, rest)
-            slot, turn = self.done((*news, stored), slot, turn)
+            slot, turn = self.done((news[1], stored), slot, turn)
             what, mt, row, last = self.hear(news, slot, turn)
 
     def mma(self, N: int, sX, acc, words):
@@ -840,9 +838,7 @@ class GroupedGemm:
                             value.append((a, b))
                             if const_expr(work.requantized and not down and dtype is not Float32):
                                 largest = arithmetic.largest_magnitude([a] if paired else [a, b])
-                                for p in cutlass.range_constexpr(2, 5):  # over the lanes of this token
-                                    up = cute.arch.shuffle_sync_bfly(largest, 1 << p)
-                                    largest = cute.arch.fmax(largest, up, nan=True)
+                                largest = arithmetic.largest_of_lanes(largest, range(2, 5))  # those of this token
                                 token = n * 8 + c * 2 + i
                                 at = mHScale.iterator.toint() + Int64(row + token) * 4
                                 ptx.keep_largest(at, largest, g == 0 and token < rows)

@@ -231,11 +231,19 @@ class Route:
             mToken[row] = at // top_k
 
 
-def eight(mRows: cute.Tensor, row, column):
+def _eight(mRows: cute.Tensor, row, column):
     """Elements column .. column + 7 of a row, both starting at a multiple of 16 bytes."""
     address = (mRows.iterator + (Int64(row) * mRows.stride[0] + column)).toint()
     pointer = cute.make_ptr(mRows.element_type, address, cute.AddressSpace.gmem, assumed_align=16)
     return cute.make_tensor(pointer, cute.make_layout(8))
+
+
+@cute.jit
+def load_eight(mRows: cute.Tensor, row, column, out):
+    """They come into the registers `out`; zeros beyond the row's end."""
+    out.fill(0.0)
+    if column < mRows.shape[1]:
+        cute.autovec_copy(_eight(mRows, row, column), out)
 
 
 class Gather:
@@ -270,7 +278,7 @@ class Gather:
         if token < mX.shape[0]:
             for i in cutlass.range_constexpr(self.WIDTH // 256):
                 if first + i * 256 < mX.shape[1]:
-                    cute.autovec_copy(eight(mX, token, first + i * 256), loaded[i])
+                    cute.autovec_copy(_eight(mX, token, first + i * 256), loaded[i])
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         if token < mX.shape[0]:
@@ -278,7 +286,7 @@ class Gather:
                 row = mPosition[token * top_k + j]
                 for i in cutlass.range_constexpr(self.WIDTH // 256):
                     if first + i * 256 < mX.shape[1]:
-                        cute.autovec_copy(loaded[i], eight(mRows, row, first + i * 256))
+                        cute.autovec_copy(loaded[i], _eight(mRows, row, first + i * 256))
 
 
 class Quantize:
@@ -329,15 +337,11 @@ class Quantize:
         loaded = [cute.make_rmem_tensor(8, mX.element_type) for _ in range(self.each)]
         rounded = [cute.make_rmem_tensor(8, BFloat16) for _ in range(self.each)]
         for i in cutlass.range_constexpr(self.each):
-            loaded[i].fill(0.0)
-            column = (lane + i * lanes) * 8
-            if column < mX.shape[1]:
-                cute.autovec_copy(eight(mX, source, column), loaded[i])
+            load_eight(mX, source, (lane + i * lanes) * 8, loaded[i])
         global_scale = Float32(1.0)
         if const_expr(not self.static):
             largest = arithmetic.largest_magnitude([arithmetic.largest_magnitude(_fp32(x)) for x in loaded])
-            for p in cutlass.range_constexpr(5):
-                largest = cute.arch.fmax(largest, cute.arch.shuffle_sync_bfly(largest, 1 << p), nan=True)
+            largest = arithmetic.largest_of_lanes(largest, range(5))
             if const_expr(self.warps > 1):
                 if tid % 32 == 0:
                     sLargest[tid // 32] = largest
@@ -365,7 +369,7 @@ class Quantize:
                 for i in cutlass.range_constexpr(self.each):
                     column = (lane + i * lanes) * 8
                     if column < mX.shape[1]:
-                        cute.autovec_copy(rounded[i], eight(mRows, row, column))
+                        cute.autovec_copy(rounded[i], _eight(mRows, row, column))
 
     @cute.jit
     def round(self, x, global_scale, out):
@@ -382,8 +386,7 @@ def _fp32(x):
 def code_times_sf(values: list, global_scale: Float32):
     """8 values, the next lane having the other 8 of the block -> their code * sf, exact in bf16:
     sf = e4m3(max / 6 / global_scale), code = e2m1(x / (sf * global_scale))."""
-    largest = arithmetic.largest_magnitude(values)
-    largest = cute.arch.fmax(largest, cute.arch.shuffle_sync_bfly(largest, 1), nan=True)
+    largest = arithmetic.largest_of_lanes(arithmetic.largest_magnitude(values), range(1))
     sf = arithmetic.encode_e4m3(arithmetic.divide(arithmetic.divide(largest, Float32(6.0)), global_scale))
     value = arithmetic.decode_e4m3(sf)
     scale = arithmetic.mul(value, global_scale)
@@ -459,7 +462,7 @@ class Combine:
                 row = cutlass.select_(position[j // self.splits] < live, position[j // self.splits], Int32(0))
                 row += R * (j % self.splits)
                 loaded.append(cute.make_rmem_tensor(8, mRows.element_type))
-                cute.autovec_copy(eight(mRows, row, column), loaded[j])
+                cute.autovec_copy(_eight(mRows, row, column), loaded[j])
             total = cute.make_rmem_tensor(8, Float32)
             total.fill(0.0)
             for j in cutlass.range_constexpr(self.top_k):
@@ -472,4 +475,4 @@ class Combine:
             out = cute.make_rmem_tensor(8, mOut.element_type)
             for i in cutlass.range_constexpr(8):
                 out[i] = total[i].to(mOut.element_type)
-            cute.autovec_copy(out, eight(mOut, token, column))
+            cute.autovec_copy(out, _eight(mOut, token, column))
