@@ -30,7 +30,7 @@ from moe_nvfp4.kernels import launch
 from moe_nvfp4.kernels.sm90_config import Tile, Work
 from moe_nvfp4.kernels.sm90_gemm import GroupedGemm
 from moe_nvfp4.kernels.sm90_pack import UNIT, UNIT_WORDS, pack
-from moe_nvfp4.kernels.sm90_rows import CHUNK, THREADS, Combine, Count, Gather, Quantize, Route
+from moe_nvfp4.kernels.sm90_rows import CHUNK, Combine, Count, Gather, Quantize, Route
 from moe_nvfp4.kernels.tensors import aligned, multiprocessors
 from moe_nvfp4.routing import Groups, Rows
 from moe_nvfp4.weights import ExpertWeights
@@ -244,8 +244,7 @@ def route(top_k_index: Tensor, num_experts: int, sync: int = 1) -> tuple[Groups,
     if several:
         counts = ids.new_empty(-(-R // CHUNK), E + 1, dtype=torch.int32)
         _count(ids.dtype)(ids, counts, E)
-    warps = 1 if R <= 32 else 8 if R <= 256 else THREADS // 32
-    each = 8 if several else next(n for n in (1, 2, 4, 8) if R <= n * 32 * warps)
+    warps, each = (8, 1) if R <= 256 else (8, 2) if R <= 512 else (16, 4) if R <= CHUNK else (32, 2)
     _route(ids.dtype, warps, each, several)(ids, order, position, token, offsets, counts, zeros, E, top_k)
     return Groups(order, offsets, top_k, position), token, zeros
 
@@ -330,7 +329,7 @@ def _gemms(x, index, groups, w, h, y, sync, plan, row_scale=None) -> None:
     grid = min(multiprocessors(x.device) * tile.ctas, tiles)
     _kernel(tile, work, b13.dtype)(
         units13, units2, x, index, h, y, groups.offsets, gate_scale, w.up_scale, w.w2_scale,
-        b13, b2, row_scale, h_scale, sync, plan.splits, grid,
+        b13, b2, row_scale, h_scale, sync, plan.splits.bit_length() - 1, grid,
     )  # fmt: skip
 
 

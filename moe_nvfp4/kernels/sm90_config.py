@@ -41,6 +41,11 @@ class Tile:
         return self.BN == 8
 
     @property
+    def shift(self) -> int:
+        """What K, in 64-column blocks, is shifted by to count stages: divisions cost a tile time."""
+        return self.KB.bit_length() - 1
+
+    @property
     def box(self) -> int:
         """Rows of tokens of one TMA copy."""
         return 16 if self.BN % 16 == 0 else 8
@@ -62,6 +67,8 @@ class Tile:
         part = (self.KS - 1) * self.blocks * 64 * self.BN * 4
         if self.BN % 8 or not 8 <= self.BN <= 256:
             raise ValueError(f"{self}: BN must be a multiple of 8 up to 256")
+        if self.KB != 1 << self.shift:
+            raise ValueError(f"{self}: KB must be a power of two")
         if self.warpwise and (self.KB % self.KS or self.MB > 1):
             raise ValueError(f"{self}: KS must divide KB, and MB be 1, with so few tokens")
         if not self.warpwise and (self.NWG % self.KS or self.KB % (2 * self.KS)):

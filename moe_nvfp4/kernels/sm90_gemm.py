@@ -12,7 +12,7 @@ code * sf is exact in bf16, sums are fp32, and global scales (and the row's scal
 
 Work. A tile is BM weight rows of one expert times BN of its tokens. The list of tiles follows from the
 group offsets on the device: those of GEMM 1, then those of GEMM 2, each [expert][RASTER token tiles]
-[weight tile][token tile], in GEMM 2 with `splits` parts of K beside each weight tile, which end up in
+[weight tile][token tile], in GEMM 2 with 2^halvings parts of K beside each weight tile, which end up in
 rows of their own, for the combine to add; nobody waits for the host and experts without tokens cost nothing. Weight
 tiles that concurrent CTAs share are read from memory once. Persistent CTAs draw tiles from a counter,
 so that GEMM 2 fills the gaps GEMM 1 leaves, and whoever waits for a row of h waits for CTAs that run.
@@ -67,7 +67,7 @@ from moe_nvfp4.kernels import arithmetic
 from moe_nvfp4.kernels import sm90_ptx as ptx
 from moe_nvfp4.kernels.sm90_config import MAX_EXPERTS, Tile, Work
 from moe_nvfp4.kernels.sm90_pack import UNIT_WORDS
-from moe_nvfp4.kernels.sm90_rows import code_times_sf, load_eight
+from moe_nvfp4.kernels.sm90_rows import block_scan, code_times_sf, load_eight
 
 RASTER = 16  # token tiles that share a weight tile before the next weight tile begins
 SLOTS = 4  # tiles published ahead
@@ -91,24 +91,12 @@ def _scan(mOffsets, sOffsets, sFirst, sSums, threads: cutlass.Constexpr, BN: cut
             if e == E - 1:
                 sOffsets[E] = high
         tiles = (high - low + (BN - 1)) // BN
-        end = tiles
-        for d in cutlass.range_constexpr(5):
-            before = cute.arch.shuffle_sync_up(end, 1 << d, mask_and_clamp=0)
-            if tid % 32 >= 1 << d:
-                end += before
-        if tid % 32 == 31:
-            sSums[tid // 32] = end
-        cute.arch.sync_threads()
-        for w in cutlass.range_constexpr(threads // 32):
-            total = sSums[w]
-            if w < tid // 32:
-                end += total
+        end, total = block_scan(tiles, sSums, threads // 32)
         if e < E:
             sFirst[e] = base + end - tiles
             if e == E - 1:
                 sFirst[E] = base + end
-        for w in cutlass.range_constexpr(threads // 32):
-            base += sSums[w]
+        base += total
         cute.arch.sync_threads()
 
 
@@ -118,10 +106,9 @@ def _tile_at(sOffsets, sFirst, E: Int32, tile: Int32, mtiles: Int32, BN: cutlass
     lane = cute.arch.lane_idx()
     token_tile = tile // mtiles
     e = Int32(-1)
-    for i in cutlass.range((E + 31) // 32, unroll=1):
-        below = i * 32 + lane < E
-        if below:
-            below = sFirst[i * 32 + lane] <= token_tile
+    for i in cutlass.range((E + 31) // 32, unroll=4):
+        at = i * 32 + lane
+        below = sFirst[cutlass.min(at, E)] <= token_tile and at < E
         e += cute.arch.popc(cute.arch.vote_ballot_sync(below))
     first = sFirst[e]
     local = tile - first * mtiles
@@ -158,7 +145,7 @@ class GroupedGemm:
         mX: cute.Tensor,  # bf16 [T, K]
         mIndex: cute.Tensor,  # int32 [R], row r of GEMM 1 is mX[mIndex[r]]
         mH: cute.Tensor,  # [R, I] (raw gate: [R, 2I]); bf16 if GEMM 2 reads it
-        mY: cute.Tensor,  # [splits * R, H]
+        mY: cute.Tensor,  # [2^halvings * R, H]
         mOffsets: cute.Tensor,  # int32 [E + 1]
         mGateScale: cute.Tensor,  # fp32 [E], times the gate rows
         mUpScale: cute.Tensor,
@@ -168,7 +155,7 @@ class GroupedGemm:
         mRowScale: cute.Tensor,  # fp32, the global scales of the rows of mX, or else mH
         mHScale: cute.Tensor,  # h quantized on the way: fp32 [E] its scales; of bf16 rows [R] zeros, raised to max |h|
         mSync: cute.Tensor,  # int32 [1 + token tiles], zeros
-        splits: Int32,
+        halvings: Int32,  # of K in GEMM 2
         grid: Int32,
         stream,
     ):
@@ -202,7 +189,7 @@ class GroupedGemm:
         self.storage = Storage
         self.kernel(
             x_layout, tma_x, tma_h, mW1, mW2, mX, mIndex, mH, mY, mOffsets, mGateScale, mUpScale, mDownScale,
-            mBias1, mBias2, mRowScale, mHScale, mSync, splits, Uint32(ptx.SCALE_HIGH),
+            mBias1, mBias2, mRowScale, mHScale, mSync, halvings, Uint32(ptx.SCALE_HIGH),
         ).launch(
             grid=[grid, 1, 1], block=[t.threads, 1, 1], min_blocks_per_mp=t.ctas, stream=stream, use_pdl=True,
             preferred_smem_carveout=100
@@ -229,7 +216,7 @@ class GroupedGemm:
         mRowScale: cute.Tensor,
         mHScale: cute.Tensor,
         mSync: cute.Tensor,
-        splits: Int32,
+        halvings: Int32,
         high: Uint32,  # ptx.SCALE_HIGH in a register: as an immediate it costs a second LOP3
     ):
         t = self.t
@@ -267,6 +254,8 @@ class GroupedGemm:
                     cute.arch.mbarrier_init(news[1] + i, t.NWG * 4 + (3 if self.work.both else 2))
                     cute.arch.mbarrier_init(stored + i, t.NWG * 4)
             cute.arch.mbarrier_init_fence()
+        if const_expr(self.work.by_index and t.BN == 8):  # older than the kernel before, and asked for late
+            ptx.into_l2(mX, Int64(cute.arch.block_idx()[0] * t.threads + tid) * 128)
         if const_expr(self.work.gate is not None):
             cute.arch.griddepcontrol_wait()  # the offsets come from the kernel before
         cute.arch.griddepcontrol_launch_dependents()
@@ -279,15 +268,14 @@ class GroupedGemm:
         if wg == t.NWG:
             cute.arch.setmaxregister_decrease(t.registers[1])
             if warp == 4 * t.NWG:
-                self.draw(
-                    first, mW1, mW2, m64, k64, splits, mSync, sOffsets, sFirst, storage.w.data_ptr().toint(), ring, news
-                )
+                to = storage.w.data_ptr().toint()
+                self.draw(first, mW1, mW2, m64, k64, halvings, mSync, sOffsets, sFirst, to, ring, news)
             elif warp < 4 * t.NWG + 3:
                 if const_expr(self.work.gate is None):
                     cute.arch.griddepcontrol_wait()
                 h = (mH, mHScale, sRowScale)
                 self.tokens(
-                    tma_x, tma_h, mX, mIndex, h, m64[0], k64, splits, mSync, storage.x.data_ptr().toint(), ring, news
+                    tma_x, tma_h, mX, mIndex, h, m64[0], k64, halvings, mSync, storage.x.data_ptr().toint(), ring, news
                 )
             elif const_expr(self.work.both):
                 self.tell(mSync, stored, news)
@@ -303,7 +291,7 @@ class GroupedGemm:
                 sRowScale,
                 high,
                 k64,
-                splits,
+                halvings,
                 ring,
                 news,
                 stored,
@@ -313,7 +301,7 @@ class GroupedGemm:
     # ---- producers ----
 
     @cute.jit
-    def draw(self, first, mW1, mW2, m64, k64, splits, mSync, sOffsets, sFirst, to: Int32, ring, news):
+    def draw(self, first, mW1, mW2, m64, k64, halvings, mSync, sOffsets, sFirst, to: Int32, ring, news):
         """One warp: the tiles, and their weights."""
         t, work = self.t, self.work
         full, empty = ring
@@ -322,7 +310,7 @@ class GroupedGemm:
         bid, _, _ = cute.arch.block_idx()
         grid, _, _ = cute.arch.grid_dim()
         E = mW1.shape[0] if const_expr(work.gate is not None) else mW2.shape[0]
-        mtiles1, mtiles2 = (m64[0] + t.blocks - 1) // t.blocks, (m64[1] + t.blocks - 1) // t.blocks * splits
+        mtiles1, mtiles2 = (m64[0] + t.blocks - 1) // t.blocks, ((m64[1] + t.blocks - 1) // t.blocks) << halvings
         tiles1 = sFirst[E] * mtiles1 if const_expr(work.gate is not None) else Int32(0)
         tiles = tiles1 + (sFirst[E] * mtiles2 if const_expr(work.down) else 0)
 
@@ -350,7 +338,7 @@ class GroupedGemm:
             if slot == SLOTS:
                 slot = Int32(0)
                 turn ^= 1
-            mt, part, begin, count = self.part(mt_part, K64, second, splits)
+            mt, part, begin, count = self.part(mt_part, K64, second, halvings)
             boxed = (rows + t.box - 1) // t.box * t.box  # rows of tokens that TMA writes
             if not self.by_tma(second):
                 boxed = Int32(0)
@@ -358,7 +346,7 @@ class GroupedGemm:
             source = (mW2.iterator.toint() if second else mW1.iterator.toint()) + (
                 (Int64(e * M64 + mt * t.blocks) * K64 + begin) * (UNIT_WORDS * 4)
             )
-            for kt in cutlass.range((count + t.KB - 1) // t.KB, unroll=1):
+            for kt in cutlass.range((count + (t.KB - 1)) >> t.shift, unroll=1):
                 cute.arch.mbarrier_wait(empty + stage, phase)
                 blocks = cutlass.min(count - kt * t.KB, Int32(t.KB))
                 bytes = blocks * (UNIT_WORDS * 4)
@@ -384,13 +372,13 @@ class GroupedGemm:
             cute.arch.mbarrier_arrive(told + slot)
 
     @cute.jit
-    def part(self, mt, K64, second, splits):
+    def part(self, mt, K64, second, halvings):
         """What a tile says of its place -> (weight tile, part of K, its first 64-column block, how many)."""
         part, first, count = Int32(0), Int32(0), K64
-        if second and splits > 1:
-            part = mt % splits
-            mt = mt // splits
-            each = ((K64 + splits - 1) // splits + self.t.KB - 1) // self.t.KB * self.t.KB
+        if second:
+            part = mt & ((1 << halvings) - 1)
+            mt = mt >> halvings
+            each = (((K64 - 1) >> halvings) + self.t.KB) & -self.t.KB  # whole stages
             first = part * each
             count = cutlass.min(each, K64 - first)
         return mt, part, first, count
@@ -447,7 +435,7 @@ class GroupedGemm:
         return slot, turn
 
     @cute.jit
-    def tokens(self, tma_x, tma_h, mX, mIndex, h, m64: Int32, k64, splits, mSync, to: Int32, ring, news):
+    def tokens(self, tma_x, tma_h, mX, mIndex, h, m64: Int32, k64, halvings, mSync, to: Int32, ring, news):
         """Two warps: every tile's tokens. They share rows, or 64-column blocks, or stages, evenly."""
         t, work = self.t, self.work
         full, empty = ring
@@ -463,12 +451,12 @@ class GroupedGemm:
         stage, phase, slot, turn = Int32(0), Int32(1), Int32(0), Int32(0)
         what, mt, row, last = self.hear(news, slot, turn)
         while what >= 0:
-            rows = last % 512
-            second = what % 2 == 1
+            rows = last & 511
+            second = (what & 1) == 1
             if const_expr(work.both):
                 if second:
-                    self.wait_for_h(mSync, last // 512 + 1, (m64 + t.blocks - 1) // t.blocks)
-            mt, part, first, count = self.part(mt, k64[1] if second else k64[0], second, splits)
+                    self.wait_for_h(mSync, (last >> 9) + 1, (m64 + t.blocks - 1) // t.blocks)
+            mt, part, first, count = self.part(mt, k64[1] if second else k64[0], second, halvings)
             by_index = not second if const_expr(work.by_index) else False
             columns = mX.shape[1]
             if const_expr(t.BN == 8):  # zeros for rows beyond the group: seven of eight reads, with one token
@@ -479,9 +467,9 @@ class GroupedGemm:
                     chunks[i] = token * Int32(mX.stride[0] // 8) + chunk
             if const_expr(work.requantized):
                 if second:
-                    h_scale = self.scales_of_h(h, what // 2, row, rows, slot)
+                    h_scale = self.scales_of_h(h, what >> 1, row, rows, slot)
                     load_eight(h[0], row, (first + mine * t.KB) * 64 + lane * 8, ahead)
-            for kt in cutlass.range((count + t.KB - 1) // t.KB, unroll=1):
+            for kt in cutlass.range((count + (t.KB - 1)) >> t.shift, unroll=1):
                 cute.arch.mbarrier_wait(empty + stage, phase)
                 bar = Int32((full + stage).toint())
                 if by_index:
@@ -540,10 +528,10 @@ class GroupedGemm:
         slot, turn = Int32(0), Int32(0)
         what, mt, row, last = self.hear(news, slot, turn)
         while what >= 0:
-            if what % 2 == 0:
+            if (what & 1) == 0:
                 cute.arch.mbarrier_wait(stored + slot, turn)
                 if cute.arch.lane_idx() == 0:
-                    cute.arch.atomic_add(mSync.iterator + (last // 512 + 1), Int32(1), sem="release", scope="gpu")
+                    cute.arch.atomic_add(mSync.iterator + ((last >> 9) + 1), Int32(1), sem="release", scope="gpu")
             slot, turn = self.done((news[1],), slot, turn)
             what, mt, row, last = self.hear(news, slot, turn)
 
@@ -558,7 +546,7 @@ class GroupedGemm:
     # ---- consumers ----
 
     @cute.jit
-    def consume(self, sX, pX, sW, sPart, sRowScale, high, k64, splits, ring, news, stored, outputs):
+    def consume(self, sX, pX, sW, sPart, sRowScale, high, k64, halvings, ring, news, stored, outputs):
         """A consumer warp: every tile."""
         t, work = self.t, self.work
         if const_expr(work.gate is None and work.row_scale):
@@ -571,9 +559,9 @@ class GroupedGemm:
         what, mt, row, last = self.hear(news, slot, turn)
         memory = (sX, pX, sCodes, sScale, sPart, sRowScale, high)
         while what >= 0:
-            tile, rest = (what, mt, row, last, slot), (memory, k64, splits, ring, outputs)
+            tile, rest = (what, mt, row, last, slot), (memory, k64, halvings, ring, outputs)
             if const_expr(t.small > 0):
-                if last % 512 <= t.small:
+                if (last & 511) <= t.small:
                     stage, phase = self.compute(t.small, tile, stage, phase, rest)
                 else:
                     stage, phase = self.compute(t.BN, tile, stage, phase, rest)
@@ -603,12 +591,12 @@ class GroupedGemm:
         """A tile, by MMAs of N tokens: the sum, and its epilogue."""
         t, work = self.t, self.work
         what, mt, row, last, slot = tile
-        (sX, pX, sCodes, sScale, sPart, sRowScale, high), k64, splits, ring, outputs = rest
+        (sX, pX, sCodes, sScale, sPart, sRowScale, high), k64, halvings, ring, outputs = rest
         tid = cute.arch.thread_idx()[0] % 128
         wg = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // 128)
         wk, wm = wg // t.across, wg % t.across
-        e, second, rows = what // 2, what % 2 == 1, last % 512
-        mt, part, first, count = self.part(mt, k64[1] if second else k64[0], second, splits)
+        e, second, rows = what >> 1, (what & 1) == 1, last & 511
+        mt, part, first, count = self.part(mt, k64[1] if second else k64[0], second, halvings)
         scales = self.scales(outputs, e, second, row, rows, N)
         acc = cute.make_rmem_tensor(t.MB * N // 2, Float32)
         acc.fill(0.0)
@@ -630,7 +618,7 @@ class GroupedGemm:
             cute.arch.barrier(barrier_id=2, number_of_threads=128 * t.NWG)
         if wk == 0:
             block = (mt * t.across + wm) * t.MB
-            place = (block, row + part * (outputs[1].shape[0] // splits))
+            place = (block, row + part * (outputs[1].shape[0] >> halvings))
             if const_expr(work.both):
                 if second:
                     if const_expr(work.requantized):
@@ -653,7 +641,7 @@ class GroupedGemm:
         lane = tid % 32
         each = t.KB // t.KS  # 64-column blocks of a stage for this warpgroup
         previous = Int32(0)
-        for kt in cutlass.range(count // t.KB, unroll=1):
+        for kt in cutlass.range(count >> t.shift, unroll=1):
             self.wait_full(full + stage, phase)
             stage = cute.arch.make_warp_uniform(stage)  # descriptors by the uniform datapath: 3 % of prefill
             begin = wk * each if const_expr(t.KS > 1) else 0
@@ -682,9 +670,10 @@ class GroupedGemm:
         if count >= t.KB:
             if lane == 0:
                 cute.arch.mbarrier_arrive(empty + previous)
-        if count % t.KB > 0:  # the rest of K, one 64-column block after the other
+        left = count & (t.KB - 1)
+        if left > 0:  # the rest of K, one 64-column block after the other
             self.wait_full(full + stage, phase)
-            for at in cutlass.range(wk, count % t.KB, t.KS, unroll=1):
+            for at in cutlass.range(wk, left, t.KS, unroll=1):
                 codes, sf = self.load(sCodes, sScale, tid, at, wm, stage)
                 for ks in cutlass.range_constexpr(4):
                     self.fill(words[0], codes, sf, ks, high)
@@ -712,7 +701,7 @@ class GroupedGemm:
         full, empty = ring
         wk, wm = who
         each = t.KB // t.KS
-        for kt in cutlass.range((count + t.KB - 1) // t.KB, unroll=1):
+        for kt in cutlass.range((count + (t.KB - 1)) >> t.shift, unroll=1):
             cute.arch.mbarrier_wait(full + stage, phase)
             if count - kt * t.KB >= t.KB:
                 for kb in cutlass.range_constexpr(each):
@@ -758,12 +747,12 @@ class GroupedGemm:
                 of_tokens[q] = mRowScale[at]
         if const_expr(work.gate is None):
             return mDownScale[e], mDownScale[e], of_tokens
-        a, b = mGateScale[e], mUpScale[e]
-        if const_expr(work.both):
-            if second:
-                a = mDownScale[e]
-                b = a
-        return a, b, of_tokens
+        a, b = mGateScale.iterator.toint(), mUpScale.iterator.toint()
+        if const_expr(work.both):  # addresses are chosen, not values, which would be waited for here
+            down = mDownScale.iterator.toint()
+            a, b = cutlass.select_(second, down, a), cutlass.select_(second, down, b)
+        a, b = (cute.make_ptr(Float32, address + Int64(e) * 4, cute.AddressSpace.gmem) for address in (a, b))
+        return cute.arch.load(a, Float32), cute.arch.load(b, Float32), of_tokens
 
     @cute.jit
     def load(self, sCodes, sScale, tid, at, wm, stage):

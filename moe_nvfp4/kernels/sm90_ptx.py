@@ -103,6 +103,12 @@ def tma(to, descriptor, column, row, bar):
     )
 
 
+def into_l2(rows: cute.Tensor, byte):
+    """The line there of a contiguous tensor comes into L2, if it has one."""
+    there = byte < Int64(cute.size(rows)) * (rows.element_type.width // 8)
+    cute.arch.inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[rows.iterator.toint() + byte], predicate=there)
+
+
 def store16(to, values):
     """Eight fp32 registers into shared memory, as bf16."""
     words = [_pack_bf16(values[i], values[i + 1]) for i in range(0, 8, 2)]

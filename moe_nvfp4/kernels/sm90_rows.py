@@ -61,7 +61,7 @@ def _bits(E: Int32):
 
 
 THREADS = 1024
-CHUNK = 8 * THREADS  # assignments of one CTA, where there are several
+CHUNK = 2 * THREADS  # assignments of one CTA, where there are several
 
 
 class Count:
@@ -97,20 +97,26 @@ class Count:
 
 
 @cute.jit
-def _scan(sCount: cute.Tensor, bins: Int32):
-    """A warp: sCount[b] becomes the sum of the counts before b."""
-    lane, start = cute.arch.lane_idx(), Int32(0)
-    for i in cutlass.range((bins + 31) // 32, unroll=1):
-        b = i * 32 + lane
-        n = sCount[b] if b < bins else Int32(0)
-        end = n
-        for d in cutlass.range_constexpr(5):
-            up = cute.arch.shuffle_sync_up(end, 1 << d, mask_and_clamp=0)
-            if lane >= 1 << d:
-                end += up
-        if b < bins:
-            sCount[b] = start + end - n
-        start += cute.arch.shuffle_sync(end, 31)
+def block_scan(value: Int32, sSums: cute.Tensor, warps: cutlass.Constexpr):
+    """All threads of a CTA: (the sum of theirs and of the values of the threads before, the sum of all).
+
+    Before it is called again they must have met.
+    """
+    tid, _, _ = cute.arch.thread_idx()
+    end = value
+    for d in cutlass.range_constexpr(5):
+        up = cute.arch.shuffle_sync_up(end, 1 << d, mask_and_clamp=0)
+        if tid % 32 >= 1 << d:
+            end += up
+    if tid % 32 == 31:
+        sSums[tid // 32] = end
+    cute.arch.sync_threads()
+    total = Int32(0)
+    for w in cutlass.range_constexpr(warps):
+        if w < tid // 32:
+            end += sSums[w]
+        total += sSums[w]
+    return end, total
 
 
 class Route:
@@ -131,7 +137,7 @@ class Route:
         self.kernel(mIds, mOrder, mPosition, mToken, mOffsets, mCounts, mSync, E, top_k).launch(
             grid=[mCounts.shape[0] if const_expr(self.chunks) else 1, 1, 1],
             block=[self.warps * 32, 1, 1],
-            smem=((self.warps + lists) * (E + 1) + staged * self.warps * 32 * self.each) * 4,
+            smem=(32 + (self.warps + lists) * (E + 1) + staged * self.warps * 32 * self.each) * 4,
             stream=stream,
             use_pdl=True,
         )
@@ -156,6 +162,8 @@ class Route:
         warp, lane = tid // 32, tid % 32
         bins = E + 1
         smem = cute.arch.get_dyn_smem(Int32)
+        sSums = cute.make_tensor(smem, cute.make_layout(32))
+        smem += 32
         sRun = cute.make_tensor(smem, cute.make_layout((self.warps, bins), stride=(bins, 1)))
         sStart = cute.make_tensor(smem + self.warps * bins, cute.make_layout(bins))
         sBefore, sMine, lists = sStart, sStart, self.warps + 1
@@ -188,30 +196,35 @@ class Route:
         cute.arch.sync_threads()
 
         # sRun: how many of this CTA stand before the warp's; sBefore: how many of the CTAs before
-        for b in cutlass.range(tid, bins, threads, unroll=1):
-            counts = [sRun[w, b] for w in range(self.warps)]
-            total = Int32(0)
-            for w in cutlass.range_constexpr(self.warps):
-                sRun[w, b] = total
-                total += counts[w]
+        base, base_mine = Int32(0), Int32(0)
+        for i in cutlass.range((bins + threads - 1) // threads, unroll=1):
+            b = i * threads + tid
+            total, mine = Int32(0), Int32(0)
+            if b < bins:
+                counts = [sRun[w, b] for w in range(self.warps)]
+                for w in cutlass.range_constexpr(self.warps):
+                    sRun[w, b] = mine
+                    mine += counts[w]
+                total = mine
+                if const_expr(self.chunks):
+                    total = Int32(0)
+                    for c in cutlass.range(mCounts.shape[0], unroll=8):
+                        if c == cta:
+                            sBefore[b] = total
+                        total += mCounts[c, b]
+            end, whole = block_scan(total, sSums, self.warps)
+            if b < bins:
+                sStart[b] = base + end - total
+                if cta == 0:
+                    mOffsets[b] = base + end - total
+            base += whole
+            cute.arch.sync_threads()
             if const_expr(self.chunks):
-                sMine[b] = total
-                total = Int32(0)
-                for c in cutlass.range(mCounts.shape[0], unroll=8):
-                    if c == cta:
-                        sBefore[b] = total
-                    total += mCounts[c, b]
-            sStart[b] = total
-        cute.arch.sync_threads()
-        if warp == 0:
-            _scan(sStart, bins)
-        if const_expr(self.chunks):
-            if warp == 1:
-                _scan(sMine, bins)
-        cute.arch.sync_threads()
-        if cta == 0:
-            for b in cutlass.range(tid, bins, threads, unroll=1):
-                mOffsets[b] = sStart[b]
+                end, whole = block_scan(mine, sSums, self.warps)
+                if b < bins:
+                    sMine[b] = base_mine + end - mine
+                base_mine += whole
+                cute.arch.sync_threads()
 
         for i in cutlass.range_constexpr(each):
             if bin[i] <= E:
@@ -231,11 +244,12 @@ class Route:
             mToken[row] = at // top_k
 
 
-def _eight(mRows: cute.Tensor, row, column):
-    """Elements column .. column + 7 of a row, both starting at a multiple of 16 bytes."""
+def _some(mRows: cute.Tensor, row, column, count: int = 8):
+    """Elements column .. column + count - 1 of a row, which start at a multiple of what they take, or of 16 bytes."""
     address = (mRows.iterator + (Int64(row) * mRows.stride[0] + column)).toint()
-    pointer = cute.make_ptr(mRows.element_type, address, cute.AddressSpace.gmem, assumed_align=16)
-    return cute.make_tensor(pointer, cute.make_layout(8))
+    align = min(16, count * mRows.element_type.width // 8)
+    pointer = cute.make_ptr(mRows.element_type, address, cute.AddressSpace.gmem, assumed_align=align)
+    return cute.make_tensor(pointer, cute.make_layout(count))
 
 
 @cute.jit
@@ -243,7 +257,7 @@ def load_eight(mRows: cute.Tensor, row, column, out):
     """They come into the registers `out`; zeros beyond the row's end."""
     out.fill(0.0)
     if column < mRows.shape[1]:
-        cute.autovec_copy(_eight(mRows, row, column), out)
+        cute.autovec_copy(_some(mRows, row, column), out)
 
 
 class Gather:
@@ -278,7 +292,7 @@ class Gather:
         if token < mX.shape[0]:
             for i in cutlass.range_constexpr(self.WIDTH // 256):
                 if first + i * 256 < mX.shape[1]:
-                    cute.autovec_copy(_eight(mX, token, first + i * 256), loaded[i])
+                    cute.autovec_copy(_some(mX, token, first + i * 256), loaded[i])
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         if token < mX.shape[0]:
@@ -286,7 +300,7 @@ class Gather:
                 row = mPosition[token * top_k + j]
                 for i in cutlass.range_constexpr(self.WIDTH // 256):
                     if first + i * 256 < mX.shape[1]:
-                        cute.autovec_copy(loaded[i], _eight(mRows, row, first + i * 256))
+                        cute.autovec_copy(loaded[i], _some(mRows, row, first + i * 256))
 
 
 class Quantize:
@@ -369,7 +383,7 @@ class Quantize:
                 for i in cutlass.range_constexpr(self.each):
                     column = (lane + i * lanes) * 8
                     if column < mX.shape[1]:
-                        cute.autovec_copy(rounded[i], _eight(mRows, row, column))
+                        cute.autovec_copy(rounded[i], _some(mRows, row, column))
 
     @cute.jit
     def round(self, x, global_scale, out):
@@ -417,7 +431,7 @@ def _e2m1(x, sign):
 
 
 class Combine:
-    """top_k slots, unrolled, of `splits` parts each; a thread has 8 columns of one token."""
+    """top_k slots, unrolled, of `splits` parts each; a thread has 16 bytes of one token's rows."""
 
     THREADS = 128
 
@@ -430,8 +444,9 @@ class Combine:
     @cute.jit
     def __call__(self, mRows, mPosition, mOffsets, mWeights, mOut, stream):
         T, H = mOut.shape
+        threads = H // (128 // mRows.element_type.width)
         self.kernel(mRows, mPosition, mOffsets, mWeights, mOut).launch(
-            grid=[T, (H // 8 + self.THREADS - 1) // self.THREADS, 1],
+            grid=[T, (threads + self.THREADS - 1) // self.THREADS, 1],
             block=[self.THREADS, 1, 1],
             stream=stream,
             use_pdl=True,
@@ -448,7 +463,8 @@ class Combine:
     ):
         tid, _, _ = cute.arch.thread_idx()
         token, part, _ = cute.arch.block_idx()
-        column = (part * self.THREADS + tid) * 8
+        columns = 128 // mRows.element_type.width
+        column = (part * self.THREADS + tid) * columns
         # routing was over before the GEMMs began: read what it wrote while they end
         live = mOffsets[mOffsets.shape[0] - 1]
         position = [mPosition[token * self.top_k + j] for j in range(self.top_k)]
@@ -461,18 +477,18 @@ class Combine:
             for j in cutlass.range_constexpr(self.top_k * self.splits):
                 row = cutlass.select_(position[j // self.splits] < live, position[j // self.splits], Int32(0))
                 row += R * (j % self.splits)
-                loaded.append(cute.make_rmem_tensor(8, mRows.element_type))
-                cute.autovec_copy(_eight(mRows, row, column), loaded[j])
-            total = cute.make_rmem_tensor(8, Float32)
+                loaded.append(cute.make_rmem_tensor(columns, mRows.element_type))
+                cute.autovec_copy(_some(mRows, row, column, columns), loaded[j])
+            total = cute.make_rmem_tensor(columns, Float32)
             total.fill(0.0)
             for j in cutlass.range_constexpr(self.top_k):
-                for i in cutlass.range_constexpr(8):
+                for i in cutlass.range_constexpr(columns):
                     value = loaded[j * self.splits][i].to(Float32)
                     for part in cutlass.range_constexpr(1, self.splits):
                         value += loaded[j * self.splits + part][i].to(Float32)
                     # nobody's rows hold nothing, not even zeros
                     total[i] = total[i] + weight[j] * cutlass.select_(position[j] < live, value, Float32(0.0))
-            out = cute.make_rmem_tensor(8, mOut.element_type)
-            for i in cutlass.range_constexpr(8):
+            out = cute.make_rmem_tensor(columns, mOut.element_type)
+            for i in cutlass.range_constexpr(columns):
                 out[i] = total[i].to(mOut.element_type)
-            cute.autovec_copy(out, _eight(mOut, token, column))
+            cute.autovec_copy(out, _some(mOut, token, column, columns))
