@@ -67,7 +67,7 @@ from moe_nvfp4.kernels import arithmetic
 from moe_nvfp4.kernels import sm90_ptx as ptx
 from moe_nvfp4.kernels.sm90_config import MAX_EXPERTS, Tile, Work
 from moe_nvfp4.kernels.sm90_pack import UNIT_WORDS
-from moe_nvfp4.kernels.sm90_rows import block_scan, code_times_sf, load_eight
+from moe_nvfp4.kernels.sm90_rows import code_times_sf, load_eight
 
 RASTER = 16  # token tiles that share a weight tile before the next weight tile begins
 SLOTS = 4  # tiles published ahead
@@ -77,27 +77,25 @@ SLOTS = 4  # tiles published ahead
 
 
 @cute.jit
-def _scan(mOffsets, sOffsets, sFirst, sSums, threads: cutlass.Constexpr, BN: cutlass.Constexpr):
-    """All threads: offsets into shared memory, and sFirst[e] = token tiles of the experts before e."""
-    tid, _, _ = cute.arch.thread_idx()
-    E = mOffsets.shape[0] - 1
-    base = Int32(0)
-    for i in cutlass.range((E + threads - 1) // threads, unroll=1):
-        e = i * threads + tid
-        low, high = Int32(0), Int32(0)
-        if e < E:
-            low, high = mOffsets[e], mOffsets[e + 1]
-            sOffsets[e] = low
-            if e == E - 1:
-                sOffsets[E] = high
+def _scan(mOffsets, sOffsets, sFirst, BN: cutlass.Constexpr):
+    """A warp: offsets into shared memory, and sFirst[e] = token tiles of the experts before e."""
+    E, lane = mOffsets.shape[0] - 1, cute.arch.lane_idx()
+    rows, base = mOffsets[E], Int32(0)
+    for i in cutlass.range((E + 31) // 32, unroll=4):
+        e = cutlass.min(i * 32 + lane, E)
+        low, high = mOffsets[e], mOffsets[cutlass.min(e + 1, E)]
         tiles = (high - low + (BN - 1)) // BN
-        end, total = block_scan(tiles, sSums, threads // 32)
-        if e < E:
-            sFirst[e] = base + end - tiles
-            if e == E - 1:
-                sFirst[E] = base + end
-        base += total
-        cute.arch.sync_threads()
+        end = tiles
+        for d in cutlass.range_constexpr(5):
+            before = cute.arch.shuffle_sync_up(end, 1 << d, mask_and_clamp=0)
+            if lane >= 1 << d:
+                end += before
+        sOffsets[e] = low
+        sFirst[e] = base + end - tiles
+        base += cute.arch.shuffle_sync(end, 31)
+    sOffsets[E] = rows
+    sFirst[E] = base
+    cute.arch.sync_warp()
 
 
 @cute.jit
@@ -130,8 +128,8 @@ def _tile_at(sOffsets, sFirst, E: Int32, tile: Int32, mtiles: Int32, BN: cutlass
 class GroupedGemm:
     def __init__(self, tile: Tile, work: Work):
         tile.check()
-        if work.requantized and not (tile.warpwise and tile.KB == 4):
-            raise ValueError(f"{tile}: h is quantized on the way for tiles of 8 tokens by 256 columns only")
+        if work.requantized and not (tile.warpwise and tile.KB % 4 == 0):
+            raise ValueError(f"{tile}: h is quantized on the way for tiles of 8 tokens by multiples of 256 columns only")
         self.t, self.work = tile, work
 
     def __repr__(self) -> str:
@@ -164,7 +162,7 @@ class GroupedGemm:
         box = cute.slice_(box, (None, None, 0))
         load = cpasync.CopyBulkTensorTileG2SOp()
         tma_x, _ = cpasync.make_tiled_tma_atom(load, mX, box, (t.box, 64))
-        if const_expr(self.work.down and not self.work.requantized):
+        if const_expr(self.work.down and not t.warpwise):
             tma_h, _ = cpasync.make_tiled_tma_atom(load, mH, box, (t.box, 64))
         else:
             tma_h = tma_x
@@ -178,7 +176,6 @@ class GroupedGemm:
             heard: cute.struct.MemRange[Int64, SLOTS]
             stored: cute.struct.MemRange[Int64, SLOTS]
             tiles: cute.struct.Align[cute.struct.MemRange[Int32, 4 * SLOTS], 16]
-            sums: cute.struct.MemRange[Int32, 32]
             scales: cute.struct.MemRange[Float32, 8 * SLOTS]
             offsets: cute.struct.MemRange[Int32, MAX_EXPERTS + 1]
             first: cute.struct.MemRange[Int32, MAX_EXPERTS + 1]
@@ -242,7 +239,7 @@ class GroupedGemm:
         if warp == 0:
             if const_expr(self.work.gate is not None and not self.work.gathered):
                 cpasync.prefetch_descriptor(tma_x)
-            if const_expr(self.work.down and not self.work.requantized):
+            if const_expr(self.work.down and not t.warpwise):
                 cpasync.prefetch_descriptor(tma_h)
         if warp == 1:
             with cute.arch.elect_one():
@@ -254,22 +251,18 @@ class GroupedGemm:
                     cute.arch.mbarrier_init(news[1] + i, t.NWG * 4 + (3 if self.work.both else 2))
                     cute.arch.mbarrier_init(stored + i, t.NWG * 4)
             cute.arch.mbarrier_init_fence()
-        if const_expr(self.work.by_index and t.BN == 8):  # older than the kernel before, and asked for late
+        cute.arch.sync_threads()
+        if const_expr(self.work.by_index and t.warpwise):  # older than the kernel before, and asked for late
             ptx.into_l2(mX, Int64(cute.arch.block_idx()[0] * t.threads + tid) * 128)
         if const_expr(self.work.gate is not None):
             cute.arch.griddepcontrol_wait()  # the offsets come from the kernel before
         cute.arch.griddepcontrol_launch_dependents()
-        first = Int32(0)
-        if const_expr(self.work.both):
-            if warp == 4 * t.NWG:
-                first = self.ticket(mSync, tid % 32)
-        _scan(mOffsets, sOffsets, sFirst, storage.sums.get_tensor(cute.make_layout(32)), t.threads, t.BN)
 
         if wg == t.NWG:
             cute.arch.setmaxregister_decrease(t.registers[1])
             if warp == 4 * t.NWG:
                 to = storage.w.data_ptr().toint()
-                self.draw(first, mW1, mW2, m64, k64, halvings, mSync, sOffsets, sFirst, to, ring, news)
+                self.draw(mW1, mW2, m64, k64, halvings, mSync, mOffsets, sOffsets, sFirst, to, ring, news)
             elif warp < 4 * t.NWG + 3:
                 if const_expr(self.work.gate is None):
                     cute.arch.griddepcontrol_wait()
@@ -301,12 +294,14 @@ class GroupedGemm:
     # ---- producers ----
 
     @cute.jit
-    def draw(self, first, mW1, mW2, m64, k64, halvings, mSync, sOffsets, sFirst, to: Int32, ring, news):
+    def draw(self, mW1, mW2, m64, k64, halvings, mSync, mOffsets, sOffsets, sFirst, to: Int32, ring, news):
         """One warp: the tiles, and their weights."""
         t, work = self.t, self.work
         full, empty = ring
         told, heard, sTiles = news
         lane = cute.arch.lane_idx()
+        drawn = self.ticket(mSync, lane) if const_expr(work.both) else Int32(0)
+        _scan(mOffsets, sOffsets, sFirst, t.BN)
         bid, _, _ = cute.arch.block_idx()
         grid, _, _ = cute.arch.grid_dim()
         E = mW1.shape[0] if const_expr(work.gate is not None) else mW2.shape[0]
@@ -316,7 +311,7 @@ class GroupedGemm:
 
         tile = Int32(bid)
         if const_expr(work.both):  # also the first: a CTA that does not run yet must own no tile
-            tile = cute.arch.shuffle_sync(first, 0)
+            tile = cute.arch.shuffle_sync(drawn, 0)
         stage, phase, slot, turn = Int32(0), Int32(1), Int32(0), Int32(1)
         while tile < tiles:
             following = tile + grid
@@ -384,16 +379,22 @@ class GroupedGemm:
         return mt, part, first, count
 
     @cute.jit
+    def either(self, first: cutlass.Constexpr, then: cutlass.Constexpr, second):
+        """What holds for a tile: `first` in GEMM 1, `then` in GEMM 2."""
+        holds = first
+        if const_expr(then and not first):
+            holds = second
+        elif const_expr(first and not then):
+            holds = not second
+        return holds
+
+    def by_lanes(self, second):
+        """Whether a tile's tokens come 16 bytes a lane: gathered ones, and the few rows of h that are waited for."""
+        return self.either(self.work.by_index, self.t.warpwise and not self.work.requantized, second)
+
     def by_tma(self, second):
-        """Whether a tile's tokens come by TMA: neither gathered nor quantized on the way."""
-        there = True
-        if const_expr(self.work.by_index and self.work.requantized):
-            there = False
-        elif const_expr(self.work.by_index):
-            there = second
-        elif const_expr(self.work.requantized):
-            there = not second
-        return there
+        """Whether they come by TMA; else GEMM 2 quantizes them on the way."""
+        return self.either(not self.work.by_index, not self.t.warpwise, second)
 
     @cute.jit
     def ticket(self, mSync, lane):
@@ -442,7 +443,7 @@ class GroupedGemm:
         lane = cute.arch.lane_idx()
         mine = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // 32 % 4) - 1
         from_x, from_h = ptx.descriptor(tma_x), ptx.descriptor(tma_h)
-        # gathered: a warp has four rows of every eight, a lane 16 bytes of one, where the swizzle puts them
+        # by lanes: a warp has four rows of every eight, a lane 16 bytes of one, where the swizzle puts them
         within, chunk = 4 * mine + lane // 8, lane % 8
         chunks = cute.make_rmem_tensor(t.BN // 8, Int32)  # where they are, in units of 16 bytes
         ahead = cute.make_rmem_tensor(8, h[0].element_type)  # what this lane quantizes next
@@ -457,14 +458,22 @@ class GroupedGemm:
                 if second:
                     self.wait_for_h(mSync, (last >> 9) + 1, (m64 + t.blocks - 1) // t.blocks)
             mt, part, first, count = self.part(mt, k64[1] if second else k64[0], second, halvings)
-            by_index = not second if const_expr(work.by_index) else False
-            columns = mX.shape[1]
-            if const_expr(t.BN == 8):  # zeros for rows beyond the group: seven of eight reads, with one token
-                columns = cutlass.select_(within < rows, columns, Int32(0))
-            if by_index:
+            by_lanes, base, columns = self.by_lanes(second), mX.iterator.toint(), mX.shape[1]
+            if const_expr(t.warpwise):
+                if const_expr(work.down):
+                    base = cutlass.select_(second, h[0].iterator.toint(), base)
+                    columns = cutlass.select_(second, h[0].shape[1], columns)
+                columns = cutlass.select_(within < rows, columns, Int32(0))  # rows beyond the group are not read
+            if by_lanes:
                 for i in cutlass.range_constexpr(t.BN // 8):
-                    token = mIndex[row + cutlass.min(8 * i + within, rows - 1)]
-                    chunks[i] = token * Int32(mX.stride[0] // 8) + chunk
+                    at = row + cutlass.min(8 * i + within, rows - 1)
+                    pitch = Int32(mX.stride[0] // 8)
+                    if const_expr(t.warpwise and work.down):
+                        pitch = cutlass.select_(second, Int32(h[0].stride[0] // 8), pitch)
+                    if const_expr(work.by_index):
+                        if not second:
+                            at = mIndex[at]
+                    chunks[i] = at * pitch + chunk
             if const_expr(work.requantized):
                 if second:
                     h_scale = self.scales_of_h(h, what >> 1, row, rows, slot)
@@ -472,28 +481,30 @@ class GroupedGemm:
             for kt in cutlass.range((count + (t.KB - 1)) >> t.shift, unroll=1):
                 cute.arch.mbarrier_wait(empty + stage, phase)
                 bar = Int32((full + stage).toint())
-                if by_index:
+                if by_lanes:
                     target = to + stage * (t.KB * t.BN * 128) + within * 128 + ((chunk ^ within) << 4)
-                    base = mX.iterator.toint() + kt * (t.KB * 128)
-                    column = kt * (t.KB * 64) + chunk * 8
+                    column = (first + kt * t.KB) * 64 + chunk * 8
                     sizes = [cutlass.select_(column + j * 64 < columns, 16, 0) for j in range(t.KB)]
                     for i in cutlass.range_constexpr(t.BN // 8):
                         if 8 * i < rows:
-                            address = base + Int64(chunks[i]) * 16
+                            address = base + Int64(chunks[i] + (first + kt * t.KB) * 8) * 16
                             for j in cutlass.range_constexpr(t.KB):
                                 ptx.copy16(target, (j * t.BN + 8 * i) * 128, address, j * 128, sizes[j])
                     ptx.arrive_after_copies(bar)
                     cute.arch.sync_warp()
                 if const_expr(work.requantized):
-                    if second and kt % 2 == mine:
+                    if second and (kt & 1) == mine:
                         column = (first + kt * t.KB) * 64 + lane * 8
-                        for r in cutlass.range(rows, unroll=1):
-                            values = [ahead[i].to(Float32) for i in range(8)]
-                            if r + 1 < rows:
-                                load_eight(h[0], row + r + 1, column, ahead)
+                        parts = t.KB // 4  # of 256 columns, for a warp at a time
+                        for i in cutlass.range(rows * parts, unroll=1):
+                            values = [ahead[j].to(Float32) for j in range(8)]
+                            r, q, following = i // parts, i % parts, i + 1
+                            if following < rows * parts:
+                                load_eight(h[0], row + following // parts, column + following % parts * 256, ahead)
                             else:
                                 load_eight(h[0], row, column + 2 * t.KB * 64, ahead)
-                            target = to + ((stage * t.KB + lane // 8) * t.BN + r) * 128 + ((lane % 8 ^ r) << 4)
+                            block = stage * t.KB + q * 4 + lane // 8
+                            target = to + (block * t.BN + r) * 128 + ((lane % 8 ^ r) << 4)
                             ptx.store16(target, code_times_sf(values, cute.arch.shuffle_sync(h_scale, r)))
                         cute.arch.sync_warp()
                 with cute.arch.elect_one():
@@ -540,7 +551,7 @@ class GroupedGemm:
         there = Int32(0)
         while there < count:
             there = cute.arch.load(mSync.iterator + at, Int32, sem="acquire", scope="gpu")
-        if const_expr(not self.work.requantized):
+        if const_expr(not self.t.warpwise):
             cute.arch.fence_proxy(kind="async")  # they were written by ordinary stores, TMA reads them
 
     # ---- consumers ----
