@@ -24,7 +24,7 @@ GELU = Gate("gelu_tanh")
 def outputs_of(kernel, values):
     """What a launch writes, of its arguments."""
     name = type(kernel).__name__
-    places = {"Route": (1, 2, 3, 4, 6), "Count": (1,), "Gather": (2,), "Quantize": (4, 5), "Combine": (4,)}
+    places = {"Route": (1, 2, 3, 4, 5), "Gather": (2,), "Quantize": (4, 5), "Combine": (4,)}
     if name == "GroupedGemm":
         places = {name: ((4,) if kernel.work.gate else ()) + ((5,) if kernel.work.down else ())}
     return [values[i] for i in places[name]]
@@ -33,7 +33,7 @@ def outputs_of(kernel, values):
 @contextmanager
 def fresh_kernels():
     """The backend's compiled kernels are forgotten, before and after."""
-    caches = [sm90._count, sm90._route, sm90._gather, sm90._quantize, sm90._kernel, sm90._combine_kernel]
+    caches = [sm90._route, sm90._gather, sm90._quantize, sm90._kernel, sm90._combine_kernel]
     caches.append(sm90._plan_for)
     for function in caches:
         function.cache_clear()

@@ -103,7 +103,7 @@ def check(
 # A tile's name -> (tile, gate, bias, sizes of the groups, splits).
 W4A16 = {
     "8, K in 4": (Tile(8, KS=4, stages=14), SILU, None, [5, 0, 9], 1),
-    "8, K in 2": (Tile(8, KS=2, stages=8), RELU2, torch.bfloat16, [8, 1], 2),
+    "8, K in 2": (Tile(8, KS=2, KB=8, stages=4), RELU2, torch.bfloat16, [8, 1], 2),
     "8": (Tile(8), OAI, torch.bfloat16, [3, 17, 0, 1], 1),
     "8, pair": (sm90._PAIR, SILU, None, [9, 2], 1),
     "24": (sm90._TILES[1], RELU2, None, [7, 41], 1),
@@ -245,9 +245,8 @@ def test_nvfp4_activations(emulator, name):
 # A tile's name -> (tile, gate, bias, sizes of the groups, splits, static scales)
 ON_THE_WAY = {
     "K in 4": (Tile(8, KS=4, stages=14), SILU, None, [1, 0, 2], 1, False),
-    "K in 2": (Tile(8, KS=2, stages=8), OAI, torch.bfloat16, [8, 1], 2, False),
+    "K in 2": (Tile(8, KS=2, KB=8, stages=4), OAI, torch.bfloat16, [8, 1], 2, False),
     "one": (Tile(8), RELU2, None, [3, 17, 0, 1], 1, True),
-    "pair": (sm90._PAIR, SILU, torch.float32, [9, 2], 2, False),
 }
 
 
@@ -267,10 +266,10 @@ def test_h_is_quantized_on_the_way(emulator, name):
 
 @pytest.mark.parametrize(
     "T, top_k, E, dtype",
-    [(1, 1, 1, torch.int64), (33, 3, 40, torch.int32), (200, 8, 9, torch.int64), (1500, 6, 70, torch.int32)],
+    [(1, 1, 1, torch.int64), (150, 3, 400, torch.int32), (200, 8, 9, torch.int64), (1100, 4, 70, torch.int32)],
 )
 def test_routing(emulator, T, top_k, E, dtype):
-    """One warp, one CTA, and several CTAs: what group_by_expert returns."""
+    """One CTA and clusters: what group_by_expert returns."""
     emulator.schedule = "random:4"
     ids = torch.randint(-1, E + 1, (T, top_k)).to(dtype)
     want = group_by_expert(ids, E)

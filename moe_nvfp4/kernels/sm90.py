@@ -30,7 +30,7 @@ from moe_nvfp4.kernels import launch
 from moe_nvfp4.kernels.sm90_config import Tile, Work
 from moe_nvfp4.kernels.sm90_gemm import GroupedGemm
 from moe_nvfp4.kernels.sm90_pack import UNIT, UNIT_WORDS, pack
-from moe_nvfp4.kernels.sm90_rows import CHUNK, Combine, Count, Gather, Quantize, Route
+from moe_nvfp4.kernels.sm90_rows import Combine, Gather, Quantize, Route
 from moe_nvfp4.kernels.tensors import aligned, multiprocessors
 from moe_nvfp4.routing import Groups, Rows
 from moe_nvfp4.weights import ExpertWeights
@@ -159,7 +159,7 @@ _TILES = (
     Tile(96, KB=2, stages=5, **_WIDE),
     Tile(128, KB=2, stages=4, **_WIDE),
 )
-_PAIR = Tile(8, NWG=2, stages=4, registers=(96, 48), ctas=2)  # two CTAs cover each other's epilogues
+_PAIR = Tile(8, NWG=2, stages=4, registers=(96, 48), ctas=2)  # for sizes that tiles of four blocks do not fill
 _TILE_COST = 64  # what a tile costs before its first token, in tokens: dequantization, epilogue
 
 
@@ -191,18 +191,19 @@ def _plan_for(gate, bias: bool, E: int, H: int, I: int, T: int, top_k: int, sms:
         tiles = hit * I_units / 4
         if tiles < 0.75 * sms:
             tile = Tile(8, KS=4, stages=14)
-        elif tiles < 1.5 * sms:
-            tile = Tile(8, KS=2, stages=8)
+        elif tiles < 1.75 * sms:
+            tile = Tile(8, KS=2, KB=8, stages=4)
     # GEMM 2 has few rows and a long K where experts are few: parts of 1024 columns at least
     tiles = hit * _expected(lambda n: -(-n // tile.BN), R / hit) * -(-H // UNIT // tile.blocks)
     splits = 4 if tiles < 0.75 * sms else 2 if tiles < 4 * sms else 1
     splits = max(s for s in (1, 2, 4) if s <= splits and (s == 1 or I >= 1024 * s))
-    if tile == Tile(8) and splits == 1:
+    if tile == Tile(8) and splits == 1 and (I_units % 4 or -(-H // UNIT) % 4):
         tile = _PAIR
     rows = torch.float32 if splits * R * H * 4 <= EXACT_BYTES else torch.bfloat16
     # Rows that GEMM 1 gathers itself cost it 5 % where it is bound by arithmetic: more than `gather`, if I is large.
     gathered = tile.BN <= 32 or I <= 1024
-    requantized = tile.BN == 8 and R <= 2 * hit  # once for each weight tile: with more rows a kernel is faster
+    # once for each weight tile: with more rows a kernel is faster, and with two CTAs a multiprocessor
+    requantized = tile.BN == 8 and tile.ctas == 1 and R <= 2.5 * hit
     return Plan(tile, Work(gate, True, gathered, bias, out=_TYPES[rows]), splits, rows, requantized)
 
 
@@ -239,29 +240,22 @@ def route(top_k_index: Tensor, num_experts: int, sync: int = 1) -> tuple[Groups,
     R, E = ids.shape[0], num_experts
     order, position, token = ids.new_empty(3, R, dtype=torch.int32).unbind()
     offsets, zeros = ids.new_empty(E + 1 + sync, dtype=torch.int32).split([E + 1, sync])
-    counts = offsets.view(1, -1)
-    several = R > CHUNK
-    if several:
-        counts = ids.new_empty(-(-R // CHUNK), E + 1, dtype=torch.int32)
-        _count(ids.dtype)(ids, counts, E)
-    warps, each = (8, 1) if R <= 256 else (8, 2) if R <= 512 else (16, 4) if R <= CHUNK else (32, 2)
-    _route(ids.dtype, warps, each, several)(ids, order, position, token, offsets, counts, zeros, E, top_k)
+    assert R <= MAX_ROWS
+    if R <= 512:
+        shape = (1, 8, 1 if R <= 256 else 2)
+    elif R <= 2048:
+        shape = (8, 8, 1)
+    else:
+        shape = (8, 16, 1 << (R - 1).bit_length() - 12)
+    _route(ids.dtype, *shape)(ids, order, position, token, offsets, zeros, E, top_k)
     return Groups(order, offsets, top_k, position), token, zeros
 
 
 @cache
-def _count(dtype):
-    arguments = (launch.vector(_TYPES[dtype]), launch.rows(Int32), Int32(1))
-    return launch.compiled(Count(), arguments, ARCHITECTURE)
-
-
-@cache
-def _route(dtype, warps, each, several):
+def _route(dtype, ctas, warps, each):
     v = launch.vector
-    arguments = (
-        v(_TYPES[dtype]), v(Int32), v(Int32), v(Int32), v(Int32), launch.rows(Int32), v(Int32), Int32(1), Int32(1),
-    )  # fmt: skip
-    return launch.compiled(Route(warps, each, several), arguments, ARCHITECTURE)
+    arguments = (v(_TYPES[dtype]), v(Int32), v(Int32), v(Int32), v(Int32), v(Int32), Int32(1), Int32(1))
+    return launch.compiled(Route(ctas, warps, each), arguments, ARCHITECTURE)
 
 
 def _ids(top_k_index: Tensor) -> Tensor:

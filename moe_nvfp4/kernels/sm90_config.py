@@ -41,6 +41,16 @@ class Tile:
         return self.BN == 8
 
     @property
+    def window(self) -> int:
+        """Stages in flight until the ring has been full."""
+        return self.stages // 2
+
+    @property
+    def slots(self) -> int:
+        """Tiles drawn ahead. With one or two tiles a CTA, whoever is first should not take all of GEMM 2."""
+        return 2 if self.KS == 4 else 4
+
+    @property
     def shift(self) -> int:
         """What K, in 64-column blocks, is shifted by to count stages: divisions cost a tile time."""
         return self.KB.bit_length() - 1

@@ -58,7 +58,7 @@ from __future__ import annotations
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import BFloat16, Float32, Int32, Int64, Uint32, const_expr
+from cutlass import BFloat16, Boolean, Float32, Int32, Int64, Uint32, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
@@ -70,7 +70,6 @@ from moe_nvfp4.kernels.sm90_pack import UNIT_WORDS
 from moe_nvfp4.kernels.sm90_rows import code_times_sf, load_eight
 
 RASTER = 16  # token tiles that share a weight tile before the next weight tile begins
-SLOTS = 4  # tiles published ahead
 
 
 # ---- the tile list -------------------------------------------------------------------------------
@@ -129,7 +128,7 @@ class GroupedGemm:
     def __init__(self, tile: Tile, work: Work):
         tile.check()
         if work.requantized and not (tile.warpwise and tile.KB % 4 == 0):
-            raise ValueError(f"{tile}: h is quantized on the way for tiles of 8 tokens by multiples of 256 columns only")
+            raise ValueError(f"{tile}: only tiles of 8 tokens and multiples of 256 columns quantize h on the way")
         self.t, self.work = tile, work
 
     def __repr__(self) -> str:
@@ -172,11 +171,11 @@ class GroupedGemm:
         class Storage:
             full: cute.struct.MemRange[Int64, t.stages]
             empty: cute.struct.MemRange[Int64, t.stages]
-            told: cute.struct.MemRange[Int64, SLOTS]
-            heard: cute.struct.MemRange[Int64, SLOTS]
-            stored: cute.struct.MemRange[Int64, SLOTS]
-            tiles: cute.struct.Align[cute.struct.MemRange[Int32, 4 * SLOTS], 16]
-            scales: cute.struct.MemRange[Float32, 8 * SLOTS]
+            told: cute.struct.MemRange[Int64, t.slots]
+            heard: cute.struct.MemRange[Int64, t.slots]
+            stored: cute.struct.MemRange[Int64, t.slots]
+            tiles: cute.struct.Align[cute.struct.MemRange[Int32, 4 * t.slots], 16]
+            scales: cute.struct.MemRange[Float32, 8 * t.slots]
             offsets: cute.struct.MemRange[Int32, MAX_EXPERTS + 1]
             first: cute.struct.MemRange[Int32, MAX_EXPERTS + 1]
             x: cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(x_layout)], 1024]
@@ -226,13 +225,13 @@ class GroupedGemm:
         news = (
             storage.told.data_ptr(),
             storage.heard.data_ptr(),
-            storage.tiles.get_tensor(cute.make_layout((4, SLOTS))),
+            storage.tiles.get_tensor(cute.make_layout((4, t.slots))),
         )
         stored = storage.stored.data_ptr()
         sX = storage.x.get_tensor(x_layout.outer, swizzle=x_layout.inner)
         sOffsets = storage.offsets.get_tensor(cute.make_layout(MAX_EXPERTS + 1))
         sFirst = storage.first.get_tensor(cute.make_layout(MAX_EXPERTS + 1))
-        sRowScale = storage.scales.get_tensor(cute.make_layout((8, SLOTS)))
+        sRowScale = storage.scales.get_tensor(cute.make_layout((8, t.slots)))
         k64 = (mW1.shape[2] // UNIT_WORDS, mW2.shape[2] // UNIT_WORDS)
         m64 = (mW1.shape[1], mW2.shape[1])
 
@@ -246,13 +245,13 @@ class GroupedGemm:
                 for i in cutlass.range_constexpr(t.stages):
                     cute.arch.mbarrier_init(ring[0] + i, 3)
                     cute.arch.mbarrier_init(ring[1] + i, t.NWG * 4)
-                for i in cutlass.range_constexpr(SLOTS):
+                for i in cutlass.range_constexpr(t.slots):
                     cute.arch.mbarrier_init(news[0] + i, 1)
                     cute.arch.mbarrier_init(news[1] + i, t.NWG * 4 + (3 if self.work.both else 2))
                     cute.arch.mbarrier_init(stored + i, t.NWG * 4)
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
-        if const_expr(self.work.by_index and t.warpwise):  # older than the kernel before, and asked for late
+        if const_expr(self.work.by_index):  # older than the kernel before, and asked for late
             ptx.into_l2(mX, Int64(cute.arch.block_idx()[0] * t.threads + tid) * 128)
         if const_expr(self.work.gate is not None):
             cute.arch.griddepcontrol_wait()  # the offsets come from the kernel before
@@ -312,17 +311,17 @@ class GroupedGemm:
         tile = Int32(bid)
         if const_expr(work.both):  # also the first: a CTA that does not run yet must own no tile
             tile = cute.arch.shuffle_sync(drawn, 0)
-        stage, phase, slot, turn = Int32(0), Int32(1), Int32(0), Int32(1)
+        stage, phase, slot, turn, filling = Int32(0), Int32(1), Int32(0), Int32(1), Boolean(True)
         while tile < tiles:
-            following = tile + grid
-            if const_expr(work.both):
-                following = self.ticket(mSync, lane)  # used after this tile: nobody waits for it
             second = tile >= tiles1
             number = tile - tiles1 if second else tile
             mtiles = mtiles2 if second else mtiles1
             M64, K64 = (m64[1] if second else m64[0]), (k64[1] if second else k64[0])
             e, mt_part, row, rows, token_tile = _tile_at(sOffsets, sFirst, E, number, mtiles, t.BN)
             cute.arch.mbarrier_wait(heard + slot, turn)
+            following = tile + grid
+            if const_expr(work.both):
+                following = self.ticket(mSync, lane)  # used after this tile: nobody waits for it
             if lane == 0:
                 sTiles[0, slot] = e * 2 + (1 if second else 0)
                 sTiles[1, slot] = mt_part
@@ -330,7 +329,7 @@ class GroupedGemm:
                 sTiles[3, slot] = token_tile * 512 + rows
                 cute.arch.mbarrier_arrive(told + slot)
             slot += 1
-            if slot == SLOTS:
+            if slot == self.t.slots:
                 slot = Int32(0)
                 turn ^= 1
             mt, part, begin, count = self.part(mt_part, K64, second, halvings)
@@ -343,6 +342,9 @@ class GroupedGemm:
             )
             for kt in cutlass.range((count + (t.KB - 1)) >> t.shift, unroll=1):
                 cute.arch.mbarrier_wait(empty + stage, phase)
+                if filling and stage >= t.window:  # at first: so that what is needed first comes first
+                    cute.arch.mbarrier_wait(full + (stage - t.window), 0)
+                filling = filling and stage + 1 < t.stages
                 blocks = cutlass.min(count - kt * t.KB, Int32(t.KB))
                 bytes = blocks * (UNIT_WORDS * 4)
                 with cute.arch.elect_one():
@@ -430,7 +432,7 @@ class GroupedGemm:
             for i in cutlass.range_constexpr(len(bars)):
                 cute.arch.mbarrier_arrive(bars[i] + slot)
         slot += 1
-        if slot == SLOTS:
+        if slot == self.t.slots:
             slot = Int32(0)
             turn ^= 1
         return slot, turn

@@ -3,9 +3,8 @@
 Route    top-k ids -> order, position, token, offsets: a stable counting sort by expert. A warp owns a
          run of assignments and a histogram in shared memory; lanes with the same expert find each
          other by a ballot for each bit (with match.any, 8192 assignments took 4 us more on an H200),
-         so that ranks come out in order. One CTA when there are few
-         assignments; otherwise `Count` first writes the histogram of every CTA's chunk, from which
-         each CTA of `Route` adds up what stands before it.
+         so that ranks come out in order. One CTA when there are few assignments, else a cluster of
+         eight, which read each other's histograms.
 Gather   the rows of x in grouped order: a token is read once and written to the rows of its slots.
 Quantize rows -> NVFP4, each with a global scale of its own; a value stands as bf16 `code * sf`, which is exact.
          Tokens are quantized once and then spread as by Gather.
@@ -60,42 +59,6 @@ def _bits(E: Int32):
     return 32 - Int32(cute.arch.clz(E + 1))
 
 
-THREADS = 1024
-CHUNK = 2 * THREADS  # assignments of one CTA, where there are several
-
-
-class Count:
-    """counts[chunk, bin] of every chunk; E + 1 bins, the last for nobody's."""
-
-    def __repr__(self) -> str:
-        return "Count"
-
-    @cute.jit
-    def __call__(self, mIds: cute.Tensor, mCounts: cute.Tensor, E: Int32, stream):
-        self.kernel(mIds, mCounts, E).launch(
-            grid=[mCounts.shape[0], 1, 1], block=[THREADS, 1, 1], smem=(E + 1) * 4, stream=stream, use_pdl=True
-        )
-
-    @cute.kernel
-    def kernel(self, mIds: cute.Tensor, mCounts: cute.Tensor, E: Int32):
-        tid, _, _ = cute.arch.thread_idx()
-        cta, _, _ = cute.arch.block_idx()
-        sCount = cute.make_tensor(cute.arch.get_dyn_smem(Int32), cute.make_layout(E + 1))
-        cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()
-        for bin in cutlass.range(tid, E + 1, THREADS, unroll=1):
-            sCount[bin] = Int32(0)
-        cute.arch.sync_threads()
-        bins, bits = _bins(mIds, cta * CHUNK + tid, THREADS, CHUNK // THREADS, E), _bits(E)
-        for i in cutlass.range_constexpr(CHUNK // THREADS):
-            n, before = _peers(bins[i], bits)
-            if before == 0 and bins[i] <= E:
-                cute.arch.atomic_add(sCount.iterator + bins[i], n, sem="relaxed", scope="cta")
-        cute.arch.sync_threads()
-        for bin in cutlass.range(tid, E + 1, THREADS, unroll=1):
-            mCounts[cta, bin] = sCount[bin]
-
-
 @cute.jit
 def block_scan(value: Int32, sSums: cute.Tensor, warps: cutlass.Constexpr):
     """All threads of a CTA: (the sum of theirs and of the values of the threads before, the sum of all).
@@ -119,25 +82,37 @@ def block_scan(value: Int32, sSums: cute.Tensor, warps: cutlass.Constexpr):
     return end, total
 
 
+def _load_of(rank: int, pointer: cute.Pointer) -> Int32:
+    """A word of shared memory of the cluster's CTA `rank`."""
+    return cute.arch.inline_ptx(
+        "{.reg .b32 a; mapa.shared::cluster.u32 a, {$r0}, %d; ld.shared::cluster.b32 {$w0}, [a];}" % rank,
+        write_only_types=[Int32],
+        read_only_args=[pointer.toint()],
+    )
+
+
 class Route:
-    """`warps` warps a CTA, `each` assignments a thread; `chunks`: there are several CTAs, and `Count`'s counts.
+    """`ctas` CTAs of a cluster, `warps` warps each, `each` assignments a thread.
 
     The order is put together in shared memory: to write it out of order, a word a sector, took ten microseconds.
     """
 
-    def __init__(self, warps: int, each: int, chunks: bool):
-        self.warps, self.each, self.chunks = warps, each, chunks
+    LOCAL = 14  # bits of an assignment's place within its CTA's, beside which its row stands
+
+    def __init__(self, ctas: int, warps: int, each: int):
+        assert 32 * warps * each <= 1 << self.LOCAL
+        self.ctas, self.warps, self.each = ctas, warps, each
 
     def __repr__(self) -> str:
-        return f"Route({self.warps}, {self.each}, {self.chunks})"
+        return f"Route({self.ctas}, {self.warps}, {self.each})"
 
     @cute.jit
-    def __call__(self, mIds, mOrder, mPosition, mToken, mOffsets, mCounts, mSync, E: Int32, top_k: Int32, stream):
-        lists, staged = (3, 2) if const_expr(self.chunks) else (1, 1)
-        self.kernel(mIds, mOrder, mPosition, mToken, mOffsets, mCounts, mSync, E, top_k).launch(
-            grid=[mCounts.shape[0] if const_expr(self.chunks) else 1, 1, 1],
+    def __call__(self, mIds, mOrder, mPosition, mToken, mOffsets, mSync, E: Int32, top_k: Int32, stream):
+        self.kernel(mIds, mOrder, mPosition, mToken, mOffsets, mSync, E, top_k).launch(
+            grid=[self.ctas, 1, 1],
             block=[self.warps * 32, 1, 1],
-            smem=(32 + (self.warps + lists) * (E + 1) + staged * self.warps * 32 * self.each) * 4,
+            cluster=[self.ctas, 1, 1] if const_expr(self.ctas > 1) else None,
+            smem=(32 + (self.warps + 4) * (E + 1) + self.warps * 32 * self.each) * 4,
             stream=stream,
             use_pdl=True,
         )
@@ -150,7 +125,6 @@ class Route:
         mPosition: cute.Tensor,
         mToken: cute.Tensor,
         mOffsets: cute.Tensor,
-        mCounts: cute.Tensor,
         mSync: cute.Tensor,
         E: Int32,
         top_k: Int32,
@@ -163,25 +137,19 @@ class Route:
         bins = E + 1
         smem = cute.arch.get_dyn_smem(Int32)
         sSums = cute.make_tensor(smem, cute.make_layout(32))
-        smem += 32
-        sRun = cute.make_tensor(smem, cute.make_layout((self.warps, bins), stride=(bins, 1)))
-        sStart = cute.make_tensor(smem + self.warps * bins, cute.make_layout(bins))
-        sBefore, sMine, lists = sStart, sStart, self.warps + 1
-        if const_expr(self.chunks):
-            sBefore = cute.make_tensor(smem + (self.warps + 1) * bins, cute.make_layout(bins))
-            sMine = cute.make_tensor(smem + (self.warps + 2) * bins, cute.make_layout(bins))
-            lists = self.warps + 3
-        sOrder = cute.make_tensor(smem + lists * bins, cute.make_layout((chunk, 2)))
+        sRun = cute.make_tensor(smem + 32, cute.make_layout((self.warps, bins), stride=(bins, 1)))
+        lists = smem + (32 + self.warps * bins)
+        sCount, sBefore, sStart, sMine = (cute.make_tensor(lists + i * bins, cute.make_layout(bins)) for i in range(4))
+        sOrder = cute.make_tensor(lists + 4 * bins, cute.make_layout(chunk))
         for i in cutlass.range(tid, self.warps * bins, threads, unroll=1):
-            smem[i] = Int32(0)
+            smem[32 + i] = Int32(0)
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
 
         first = cta * chunk + warp * each * 32 + lane  # a warp has 32 * each assignments in a row
         bin = _bins(mIds, first, 32, each, E)
-        if cta == 0:
-            for i in cutlass.range(tid, mSync.shape[0], threads, unroll=1):
-                mSync[i] = Int32(0)
+        for i in cutlass.range(cta * threads + tid, mSync.shape[0], self.ctas * threads, unroll=1):
+            mSync[i] = Int32(0)
         cute.arch.sync_threads()
         rank, bits = [], _bits(E)
         for i in cutlass.range_constexpr(each):
@@ -195,53 +163,64 @@ class Route:
             cute.arch.sync_warp()
         cute.arch.sync_threads()
 
-        # sRun: how many of this CTA stand before the warp's; sBefore: how many of the CTAs before
+        # sRun: how many of this CTA stand before the warp's; sCount: how many it has
+        for b in cutlass.range(tid, bins, threads, unroll=1):
+            counts = [sRun[w, b] for w in range(self.warps)]
+            total = Int32(0)
+            for w in cutlass.range_constexpr(self.warps):
+                sRun[w, b] = total
+                total += counts[w]
+            sCount[b] = total
+        if const_expr(self.ctas > 1):
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+        # sBefore: how many of the CTAs before; sStart: of the bins before; sMine: of those, this CTA's
         base, base_mine = Int32(0), Int32(0)
         for i in cutlass.range((bins + threads - 1) // threads, unroll=1):
             b = i * threads + tid
-            total, mine = Int32(0), Int32(0)
+            mine, before, total = Int32(0), Int32(0), Int32(0)
             if b < bins:
-                counts = [sRun[w, b] for w in range(self.warps)]
-                for w in cutlass.range_constexpr(self.warps):
-                    sRun[w, b] = mine
-                    mine += counts[w]
+                mine = sCount[b]
                 total = mine
-                if const_expr(self.chunks):
+                if const_expr(self.ctas > 1):
                     total = Int32(0)
-                    for c in cutlass.range(mCounts.shape[0], unroll=8):
+                    for c in cutlass.range_constexpr(self.ctas):
                         if c == cta:
-                            sBefore[b] = total
-                        total += mCounts[c, b]
+                            before = total
+                        total += _load_of(c, sCount.iterator + b)
             end, whole = block_scan(total, sSums, self.warps)
             if b < bins:
+                sBefore[b] = before
                 sStart[b] = base + end - total
                 if cta == 0:
                     mOffsets[b] = base + end - total
             base += whole
             cute.arch.sync_threads()
-            if const_expr(self.chunks):
+            if const_expr(self.ctas > 1):
                 end, whole = block_scan(mine, sSums, self.warps)
                 if b < bins:
                     sMine[b] = base_mine + end - mine
                 base_mine += whole
                 cute.arch.sync_threads()
+        if const_expr(self.ctas > 1):
+            cute.arch.cluster_arrive()  # nobody ends while others read its counts
 
+        sLocal = sMine if const_expr(self.ctas > 1) else sStart
         for i in cutlass.range_constexpr(each):
             if bin[i] <= E:
-                at = first + i * 32
                 within = sRun[warp, bin[i]] + rank[i]
-                row = sStart[bin[i]] + within
-                if const_expr(self.chunks):
-                    row += sBefore[bin[i]]
-                    sOrder[sMine[bin[i]] + within, 1] = row
-                sOrder[sMine[bin[i]] + within, 0] = at
-                mPosition[at] = row
+                row = sStart[bin[i]] + sBefore[bin[i]] + within
+                local = warp * each * 32 + lane + i * 32
+                sOrder[sLocal[bin[i]] + within] = (row << self.LOCAL) | local
+                mPosition[cta * chunk + local] = row
         cute.arch.sync_threads()
         for i in cutlass.range(tid, cutlass.min(mIds.shape[0] - cta * chunk, Int32(chunk)), threads, unroll=1):
-            at = sOrder[i, 0]
-            row = sOrder[i, 1] if const_expr(self.chunks) else i
+            at = cta * chunk + (sOrder[i] & ((1 << self.LOCAL) - 1))
+            row = (sOrder[i] >> self.LOCAL) & ((1 << (32 - self.LOCAL)) - 1)
             mOrder[row] = at
             mToken[row] = at // top_k
+        if const_expr(self.ctas > 1):
+            cute.arch.cluster_wait()
 
 
 def _some(mRows: cute.Tensor, row, column, count: int = 8):
