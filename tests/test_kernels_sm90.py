@@ -102,7 +102,7 @@ def check(
 
 # A tile's name -> (tile, gate, bias, sizes of the groups, splits).
 W4A16 = {
-    "8, K in 4": (Tile(8, KS=4, stages=14), SILU, None, [5, 0, 9], 1),
+    "8, K in 4": (Tile(8, KS=4, KB=8, stages=7), SILU, None, [5, 0, 9], 1),
     "8, K in 2": (Tile(8, KS=2, KB=8, stages=4), RELU2, torch.bfloat16, [8, 1], 2),
     "8": (Tile(8), OAI, torch.bfloat16, [3, 17, 0, 1], 1),
     "8, pair": (sm90._PAIR, SILU, None, [9, 2], 1),
@@ -244,7 +244,7 @@ def test_nvfp4_activations(emulator, name):
 
 # A tile's name -> (tile, gate, bias, sizes of the groups, splits, static scales)
 ON_THE_WAY = {
-    "K in 4": (Tile(8, KS=4, stages=14), SILU, None, [1, 0, 2], 1, False),
+    "K in 4": (Tile(8, KS=4, KB=8, stages=7), SILU, None, [1, 0, 2], 1, False),
     "K in 2": (Tile(8, KS=2, KB=8, stages=4), OAI, torch.bfloat16, [8, 1], 2, False),
     "one": (Tile(8), RELU2, None, [3, 17, 0, 1], 1, True),
 }

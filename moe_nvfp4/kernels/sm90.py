@@ -190,7 +190,7 @@ def _plan_for(gate, bias: bool, E: int, H: int, I: int, T: int, top_k: int, sms:
     if tile.BN == 8:  # too few tiles for the multiprocessors: fewer rows each, their K split in the CTA
         tiles = hit * I_units / 4
         if tiles < 0.75 * sms:
-            tile = Tile(8, KS=4, stages=14)
+            tile = Tile(8, KS=4, KB=8, stages=7)
         elif tiles < 1.75 * sms:
             tile = Tile(8, KS=2, KB=8, stages=4)
     # GEMM 2 has few rows and a long K where experts are few: parts of 1024 columns at least

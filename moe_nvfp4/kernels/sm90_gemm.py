@@ -564,13 +564,9 @@ class GroupedGemm:
         t, work = self.t, self.work
         if const_expr(work.gate is None and work.row_scale):
             cute.arch.griddepcontrol_wait()  # the rows' scales come from the kernel before
-        unit = (UNIT_WORDS, UNIT_WORDS * t.KB, UNIT_WORDS * t.KB * t.blocks)
-        sCodes = cute.make_tensor(sW, cute.make_layout((4, 128, t.KB, t.blocks, t.stages), stride=(1, 4, *unit)))
-        sScale = cute.make_tensor(sW + 512, cute.make_layout((2, 32, t.KB, t.blocks, t.stages), stride=(1, 2, *unit)))
-
         stage, phase, slot, turn = Int32(0), Int32(0), Int32(0), Int32(0)
         what, mt, row, last = self.hear(news, slot, turn)
-        memory = (sX, pX, sCodes, sScale, sPart, sRowScale, high)
+        memory = (sX, pX, sW, sPart, sRowScale, high)
         while what >= 0:
             tile, rest = (what, mt, row, last, slot), (memory, k64, halvings, ring, outputs)
             if const_expr(t.small > 0):
@@ -604,7 +600,7 @@ class GroupedGemm:
         """A tile, by MMAs of N tokens: the sum, and its epilogue."""
         t, work = self.t, self.work
         what, mt, row, last, slot = tile
-        (sX, pX, sCodes, sScale, sPart, sRowScale, high), k64, halvings, ring, outputs = rest
+        (sX, pX, sW, sPart, sRowScale, high), k64, halvings, ring, outputs = rest
         tid = cute.arch.thread_idx()[0] % 128
         wg = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // 128)
         wk, wm = wg // t.across, wg % t.across
@@ -614,10 +610,10 @@ class GroupedGemm:
         acc = cute.make_rmem_tensor(t.MB * N // 2, Float32)
         acc.fill(0.0)
         if const_expr(t.warpwise):
-            stage, phase = self.narrow(acc, pX, sCodes, sScale, high, (wk, wm), count, stage, phase, ring)
+            stage, phase = self.narrow(acc, pX, sW, high, (wk, wm), count, stage, phase, ring)
         else:
             words = [cute.make_rmem_tensor(16 * t.MB, Uint32) for _ in range(2)]
-            operands = (*self.mma(N, sX, acc, words), words, sCodes, sScale, high)
+            operands = (*self.mma(N, sX, acc, words), words, sW, high)
             stage, phase = self.wide(operands, (wk, wm), count, stage, phase, ring)
         if const_expr(t.KS > 1):
             if wk > 0:
@@ -647,7 +643,7 @@ class GroupedGemm:
     def wide(self, operands, who, count: Int32, stage: Int32, phase: Int32, ring):
         """acc += W · Xᵀ over `count` 64-column blocks, by WGMMA."""
         t = self.t
-        mma, acc, tCrA, tCrB, words, sCodes, sScale, high = operands
+        mma, acc, tCrA, tCrB, words, sW, high = operands
         full, empty = ring
         wk, wm = who
         tid = cute.arch.thread_idx()[0] % 128
@@ -655,14 +651,15 @@ class GroupedGemm:
         each = t.KB // t.KS  # 64-column blocks of a stage for this warpgroup
         previous = Int32(0)
         for kt in cutlass.range(count >> t.shift, unroll=1):
+            begin = wk * each if const_expr(t.KS > 1) else 0
+            at_codes, at_sf = self.weights_at(sW, begin, wm, stage)
             self.wait_full(full + stage, phase)
             stage = cute.arch.make_warp_uniform(stage)  # descriptors by the uniform datapath: 3 % of prefill
-            begin = wk * each if const_expr(t.KS > 1) else 0
-            codes, sf = self.load(sCodes, sScale, tid, begin, wm, stage)
+            codes, sf = self.load(at_codes, at_sf, 0)
             for kb in cutlass.range_constexpr(each):
                 at = begin + kb
                 if const_expr(kb + 1 < each):  # under this block's arithmetic
-                    following = self.load(sCodes, sScale, tid, at + 1, wm, stage)
+                    following = self.load(at_codes, at_sf, kb + 1)
                 for k0 in cutlass.range_constexpr(0, 4, t.group):
                     for ks in cutlass.range_constexpr(k0, k0 + t.group):
                         self.fill(words[kb % 2], codes, sf, ks, high)
@@ -687,7 +684,7 @@ class GroupedGemm:
         if left > 0:  # the rest of K, one 64-column block after the other
             self.wait_full(full + stage, phase)
             for at in cutlass.range(wk, left, t.KS, unroll=1):
-                codes, sf = self.load(sCodes, sScale, tid, at, wm, stage)
+                codes, sf = self.load(*self.weights_at(sW, at, wm, stage), 0)
                 for ks in cutlass.range_constexpr(4):
                     self.fill(words[0], codes, sf, ks, high)
                 warpgroup.fence()
@@ -708,20 +705,27 @@ class GroupedGemm:
             cute.arch.fence_proxy(kind="async.shared", space="cta")  # cp.async writes by the generic one
 
     @cute.jit
-    def narrow(self, acc, sX, sCodes, sScale, high, who, count: Int32, stage: Int32, phase: Int32, ring):
+    def narrow(self, acc, sX, sW, high, who, count: Int32, stage: Int32, phase: Int32, ring):
         """The same by mma.sync: each warp its 16 rows."""
         t = self.t
         full, empty = ring
         wk, wm = who
         each = t.KB // t.KS
-        for kt in cutlass.range((count + (t.KB - 1)) >> t.shift, unroll=1):
+        for _ in cutlass.range(count >> t.shift, unroll=1):
+            weights = self.weights_at(sW, wk * each, wm, stage)
             cute.arch.mbarrier_wait(full + stage, phase)
-            if count - kt * t.KB >= t.KB:
-                for kb in cutlass.range_constexpr(each):
-                    self.narrow_block(acc, sX, sCodes, sScale, high, wk * each + kb, wm, stage)
-            else:
-                for at in cutlass.range(wk, count - kt * t.KB, t.KS, unroll=1):
-                    self.narrow_block(acc, sX, sCodes, sScale, high, at, wm, stage)
+            for kb in cutlass.range_constexpr(each):
+                self.narrow_block(acc, sX, self.load(*weights, kb), high, stage * t.KB + wk * each + kb)
+            cute.arch.sync_warp()
+            if cute.arch.lane_idx() == 0:
+                cute.arch.mbarrier_arrive(empty + stage)
+            stage, phase = self.advance(stage, phase)
+        left = count & (t.KB - 1)
+        if left > 0:
+            cute.arch.mbarrier_wait(full + stage, phase)
+            for at in cutlass.range(wk, left, t.KS, unroll=1):
+                weights = self.weights_at(sW, at, wm, stage)
+                self.narrow_block(acc, sX, self.load(*weights, 0), high, stage * t.KB + at)
             cute.arch.sync_warp()
             if cute.arch.lane_idx() == 0:
                 cute.arch.mbarrier_arrive(empty + stage)
@@ -729,17 +733,17 @@ class GroupedGemm:
         return stage, phase
 
     @cute.jit
-    def narrow_block(self, acc, sX, sCodes, sScale, high, at, wm, stage):
-        t = self.t
+    def narrow_block(self, acc, sX, weights, high, at):
+        """64 columns, by the tokens' 64-column block `at` of the ring."""
         lane = cute.arch.lane_idx()
-        codes, sf = self.load(sCodes, sScale, cute.arch.thread_idx()[0] % 128, at, wm, stage)
+        codes, sf = weights
         words = cute.make_rmem_tensor(16, Uint32)
         for ks in cutlass.range_constexpr(4):
             self.fill(words, codes, sf, ks, high)
         # lane 8 i + r addresses 16-byte chunk i of row r, for ldmatrix; chunks of 128-byte rows are swizzled
-        block = Int32(sX.toint()) + (stage * t.KB + at) * (t.BN * 128) + lane % 8 * 128
+        row = Int32(sX.toint()) + lane % 8 * 128
         for half in cutlass.range_constexpr(2):
-            b = ptx.ldmatrix(block + (((half * 4 + lane // 8) ^ (lane % 8)) << 4))
+            b = ptx.ldmatrix(row + (((half * 4 + lane // 8) ^ (lane % 8)) << 4) + at * (self.t.BN * 128))
             for i in cutlass.range_constexpr(2):
                 ks = half * 2 + i
                 d = ptx.mma([words[4 * ks + j] for j in range(4)], b[2 * i], b[2 * i + 1], [acc[j] for j in range(4)])
@@ -768,14 +772,23 @@ class GroupedGemm:
         return cute.arch.load(a, Float32), cute.arch.load(b, Float32), of_tokens
 
     @cute.jit
-    def load(self, sCodes, sScale, tid, at, wm, stage):
-        """This thread's 32 codes and 8 block scales of each 64-row block, for one 64-column block."""
+    def weights_at(self, sW, block, wm, stage):
+        """Addresses of this thread's codes and block scales in a stage's 64-column block `block`, for `load`."""
+        t = self.t
+        tid = cute.arch.thread_idx()[0] % 128
+        at = Int32(sW.toint()) + ((stage * t.blocks + wm * t.MB) * t.KB + block) * (UNIT_WORDS * 4)
+        return at + tid * 16, at + 2048 + tid // 4 * 8
+
+    @cute.jit
+    def load(self, at_codes, at_sf, after: cutlass.Constexpr):
+        """This thread's 32 codes and 8 block scales of each 64-row block, `after` 64-column blocks further on."""
         codes, sf = [], []
         for m in cutlass.range_constexpr(self.t.MB):
-            codes.append(cute.make_rmem_tensor(4, Uint32))
-            sf.append(cute.make_rmem_tensor(2, Uint32))
-            cute.autovec_copy(sCodes[None, tid, at, wm * self.t.MB + m, stage], codes[m])
-            cute.autovec_copy(sScale[None, tid // 4, at, wm * self.t.MB + m, stage], sf[m])
+            ahead = (m * self.t.KB + after) * (UNIT_WORDS * 4)
+            for at, words, out in ((at_codes, 4, codes), (at_sf, 2, sf)):
+                pointer = cute.make_ptr(Uint32, at + ahead, cute.AddressSpace.smem, assumed_align=4 * words)
+                out.append(cute.make_rmem_tensor(words, Uint32))
+                cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(words)), out[m])
         return codes, sf
 
     @cute.jit
