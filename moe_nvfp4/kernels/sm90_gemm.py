@@ -21,25 +21,26 @@ Warp roles (128 * (NWG + 1) threads)
     warps 0..4 NWG-1   consumers, in warpgroups. KS of them split K among themselves (summed through
                        shared memory), the rest split the rows: MB blocks of 64 rows each
     next warp          draws tiles, publishes them, issues the bulk copies of weights
-    next two warps     copy tokens: boxes of 16 or 8 rows by TMA, or 16 bytes a lane where they are gathered,
-                       TMA taking its time for single rows; or quantize them, each every other stage. Rows
-                       beyond the group hold anything: a token is a column of its own, not stored
+    next two warps     copy tokens: boxes of 16 or 8 rows by TMA, or 16 bytes a lane where they are gathered or
+                       few, TMA taking its time; or quantize them, each every other stage. Rows beyond the
+                       group hold anything: a token is a column of its own, not stored
     last warp          tells other CTAs which rows of h are stored
 
 Pipelines (mbarriers: arrivals)
     full[stage]    1 with the transaction bytes of weights and tokens, 1 of each token warp (it may have
-                   nothing to copy, but must not fall behind), and where tokens are gathered 1 of each of
-                   its lanes when its copies are there, expected and made good by the lane itself
+                   nothing to copy, but must not fall behind), and where lanes copy 1 of each when its
+                   copies are there, expected and made good by the lane itself
     empty[stage]   1 per consumer warp, after the WGMMAs that read the stage's tokens (its codes were
                    in registers long before). The ring of stages runs on from tile to tile
     told[slot]     1, a tile's four numbers are in shared memory
-    heard[slot]    1 per other warp that is done with them: nobody is SLOTS tiles ahead of another
+    heard[slot]    1 per other warp that is done with them: nobody is `slots` tiles ahead of another
     stored[slot]   1 per consumer warp that is done with them, and so with its stores
     mSync[1 + t]   in global memory: tiles of token tile t of h that are stored. The last warp adds
                    them, since the fence before it takes microseconds while memory is busy
 
 Timelines
-    weights    scan of the offsets | per tile: draw the next, publish | per stage: wait empty, copy
+    weights    scan of the offsets | per tile: publish, draw the next | per stage: wait empty (in the first round
+               also for what half a ring before has come, so that it comes in order), copy
     tokens     per tile: wait told, in GEMM 2 wait for h | per stage: wait empty, copy, arrive
     consumer   per tile: wait told, ask for scales | per stage: wait full, per 64 columns: load codes
                and scales, dequantize k16 by k16 into one half of the fragment ring while the WGMMAs of
@@ -48,6 +49,7 @@ Timelines
 
 ptxas must see that the lanes of a warp stay together: one branch on a lane with a loop or a store of many
 behind it, or a sync_warp in a branch, and it resynchronizes them at every stage of every tile (3 to 9 % slower).
+What stands between two tiles counts too: a division, or a scale waited for before it is needed, was 0.4 us a tile.
 
 Programmatic dependent launch: GEMM 1 waits for the routing kernel; a launch of GEMM 2 alone reads
 offsets and weights at once and waits only for the rows.
