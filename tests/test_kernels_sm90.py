@@ -19,7 +19,7 @@ if shutil.which("cc") is None:
 from moe_nvfp4 import format as nvfp4  # noqa: E402
 from moe_nvfp4 import reference  # noqa: E402
 from moe_nvfp4.kernels import sm90  # noqa: E402
-from moe_nvfp4.kernels.sm90_config import Tile, Work  # noqa: E402
+from moe_nvfp4.kernels.sm90_config import Work  # noqa: E402
 from moe_nvfp4.layer import NVFP4Experts  # noqa: E402
 from moe_nvfp4.routing import Rows, group_by_expert  # noqa: E402
 from moe_nvfp4.weights import SILU, Gate  # noqa: E402
@@ -102,9 +102,9 @@ def check(
 
 # A tile's name -> (tile, gate, bias, sizes of the groups, splits).
 W4A16 = {
-    "8, K in 4": (Tile(8, KS=4, KB=8, stages=7), SILU, None, [5, 0, 9], 1),
-    "8, K in 2": (Tile(8, KS=2, KB=8, stages=4), RELU2, torch.bfloat16, [8, 1], 2),
-    "8": (Tile(8), OAI, torch.bfloat16, [3, 17, 0, 1], 1),
+    "8, K in 4": (sm90._QUARTERS, SILU, None, [5, 0, 9], 1),
+    "8, K in 2": (sm90._HALVES, RELU2, torch.bfloat16, [8, 1], 2),
+    "8": (sm90._TILES[0], OAI, torch.bfloat16, [3, 17, 0, 1], 1),
     "8, pair": (sm90._PAIR, SILU, None, [9, 2], 1),
     "24": (sm90._TILES[1], RELU2, None, [7, 41], 1),
     "32": (sm90._TILES[2], SILU, torch.float32, [33, 20], 2),
@@ -115,8 +115,11 @@ W4A16 = {
 }  # fmt: skip
 
 
+SHAPES = (*sm90._TILES, sm90._QUARTERS, sm90._HALVES, sm90._PAIR)
+
+
 def test_every_tile_shape_is_here():
-    assert set(sm90._TILES) <= {tile for tile, *_ in W4A16.values()}
+    assert set(SHAPES) == {tile for tile, *_ in W4A16.values()}
 
 
 @pytest.mark.parametrize("name", W4A16)
@@ -128,9 +131,12 @@ def test_tiles(emulator, name):
     assert kernel.t == tile and kernel.work.both
 
 
+LAUNCHES = [(tile, Work(SILU, True, bias=True)) for tile in SHAPES]
+LAUNCHES += [(tile, Work(SILU, True, row_scale=True)) for tile in SHAPES if tile.warpwise and tile.ctas == 1]
+
+
 def compile_all(architecture):
-    for tile in (*sm90._TILES, sm90._PAIR):
-        work = Work(SILU, True, bias=True)
+    for tile, work in LAUNCHES:
         yield lambda tile=tile, work=work: sm90._kernel(tile, work, torch.bfloat16)
 
 
@@ -143,11 +149,13 @@ def test_compiles_without_a_gpu(tmp_path, monkeypatch, record_property):
     counted = ("HGMMA", "HMMA", "WARPGROUP", "WARPSYNC", "LDL", "STL")
     table = machine_code("test_kernels_sm90", "sm_90a", counted, folder)
     lines = []
-    for tile, found in zip((*sm90._TILES, sm90._PAIR), table, strict=True):
+    for (tile, work), found in zip(LAUNCHES, table, strict=True):
         assert found["STACK"] == found["LOCAL"] == found["LDL"] == found["STL"] == found["WARPSYNC"] == 0, tile
         assert found["HMMA"] if tile.warpwise else found["HGMMA"] > 1.5 * found["WARPGROUP"] > 0, tile
         shared = tile.stages * tile.stage_bytes
-        lines.append(f"{found['REG']:4} registers {found['instructions']:5} instructions {shared:6} B ring  {tile}")
+        quantizes = ", quantizes h" if work.requantized else ""
+        size = f"{found['REG']:4} registers {found['instructions']:5} instructions {shared:6} B ring"
+        lines.append(f"{size}  {tile}{quantizes}")
     record_property("table", "\n".join(["sm_90a", *lines]))
 
 
@@ -244,9 +252,9 @@ def test_nvfp4_activations(emulator, name):
 
 # A tile's name -> (tile, gate, bias, sizes of the groups, splits, static scales)
 ON_THE_WAY = {
-    "K in 4": (Tile(8, KS=4, KB=8, stages=7), SILU, None, [1, 0, 2], 1, False),
-    "K in 2": (Tile(8, KS=2, KB=8, stages=4), OAI, torch.bfloat16, [8, 1], 2, False),
-    "one": (Tile(8), RELU2, None, [3, 17, 0, 1], 1, True),
+    "K in 4": (sm90._QUARTERS, SILU, None, [1, 0, 2], 1, False),
+    "K in 2": (sm90._HALVES, OAI, torch.bfloat16, [8, 1], 2, False),
+    "one": (sm90._TILES[0], RELU2, None, [3, 17, 0, 1], 1, True),
 }
 
 

@@ -159,6 +159,8 @@ _TILES = (
     Tile(96, KB=2, stages=5, **_WIDE),
     Tile(128, KB=2, stages=4, **_WIDE),
 )
+# Few tiles: fewer rows each, K split among the warpgroups.
+_QUARTERS, _HALVES = Tile(8, KS=4, KB=8, stages=7), Tile(8, KS=2, KB=8, stages=4)
 _PAIR = Tile(8, NWG=2, stages=4, registers=(96, 48), ctas=2)  # for sizes that tiles of four blocks do not fill
 _TILE_COST = 64  # what a tile costs before its first token, in tokens: dequantization, epilogue
 
@@ -187,12 +189,9 @@ def _plan_for(gate, bias: bool, E: int, H: int, I: int, T: int, top_k: int, sms:
     hit = E * (1 - (1 - 1 / E) ** R)  # experts with tokens, were routing uniform
     tile = min(_TILES, key=lambda t: _expected(lambda n: _cost(t, n), R / hit))
     I_units = -(-I // (UNIT // 2 if gate.gated else UNIT))
-    if tile.BN == 8:  # too few tiles for the multiprocessors: fewer rows each, their K split in the CTA
+    if tile.BN == 8:
         tiles = hit * I_units / 4
-        if tiles < 0.75 * sms:
-            tile = Tile(8, KS=4, KB=8, stages=7)
-        elif tiles < 1.75 * sms:
-            tile = Tile(8, KS=2, KB=8, stages=4)
+        tile = _QUARTERS if tiles < 0.75 * sms else _HALVES if tiles < 1.75 * sms else tile
     # GEMM 2 has few rows and a long K where experts are few: parts of 1024 columns at least
     tiles = hit * _expected(lambda n: -(-n // tile.BN), R / hit) * -(-H // UNIT // tile.blocks)
     splits = 4 if tiles < 0.75 * sms else 2 if tiles < 4 * sms else 1
