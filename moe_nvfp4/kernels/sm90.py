@@ -201,7 +201,7 @@ def _plan_for(gate, bias: bool, E: int, H: int, I: int, T: int, top_k: int, sms:
     rows = torch.float32 if splits * R * H * 4 <= EXACT_BYTES else torch.bfloat16
     # Rows that GEMM 1 gathers itself cost it 5 % where it is bound by arithmetic: more than `gather`, if I is large.
     gathered = tile.BN <= 32 or I <= 1024
-    # once for each weight tile: with more rows a kernel is faster, and with two CTAs a multiprocessor
+    # Once for each weight tile: with more rows a kernel is faster, and so it is with two CTAs a multiprocessor.
     requantized = tile.BN == 8 and tile.ctas == 1 and R <= 2.5 * hit
     return Plan(tile, Work(gate, True, gathered, bias, out=_TYPES[rows]), splits, rows, requantized)
 
@@ -237,10 +237,10 @@ def route(top_k_index: Tensor, num_experts: int, sync: int = 1) -> tuple[Groups,
     T, top_k = top_k_index.shape
     ids = _ids(top_k_index).view(-1)
     R, E = ids.shape[0], num_experts
+    assert R <= MAX_ROWS
     order, position, token = ids.new_empty(3, R, dtype=torch.int32).unbind()
     offsets, zeros = ids.new_empty(E + 1 + sync, dtype=torch.int32).split([E + 1, sync])
-    assert R <= MAX_ROWS
-    if R <= 512:
+    if R <= 512:  # CTAs, warps, assignments a thread
         shape = (1, 8, 1 if R <= 256 else 2)
     elif R <= 2048:
         shape = (8, 8, 1)

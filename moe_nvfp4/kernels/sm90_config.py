@@ -52,7 +52,7 @@ class Tile:
 
     @property
     def shift(self) -> int:
-        """What K, in 64-column blocks, is shifted by to count stages: divisions cost a tile time."""
+        """By what K, in 64-column blocks, is shifted to count stages; a division would cost every tile time."""
         return self.KB.bit_length() - 1
 
     @property

@@ -253,7 +253,7 @@ class GroupedGemm:
                     cute.arch.mbarrier_init(stored + i, t.NWG * 4)
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
-        if const_expr(self.work.by_index):  # older than the kernel before, and asked for late
+        if const_expr(self.work.by_index):  # mostly older than the kernel before, and asked for late
             ptx.into_l2(mX, Int64(cute.arch.block_idx()[0] * t.threads + tid) * 128)
         if const_expr(self.work.gate is not None):
             cute.arch.griddepcontrol_wait()  # the offsets come from the kernel before
@@ -775,7 +775,8 @@ class GroupedGemm:
 
     @cute.jit
     def weights_at(self, sW, block, wm, stage):
-        """Addresses of this thread's codes and block scales in a stage's 64-column block `block`, for `load`."""
+        """Addresses, for `load`, of this thread's codes and block scales in a stage's 64-column block `block`; asked
+        for before the wait for the stage. Codes are a unit's first 2048 bytes."""
         t = self.t
         tid = cute.arch.thread_idx()[0] % 128
         at = Int32(sW.toint()) + ((stage * t.blocks + wm * t.MB) * t.KB + block) * (UNIT_WORDS * 4)
