@@ -57,6 +57,7 @@ from cutlass.cute.nvgpu import cpasync, tcgen05
 from cutlass.memory import SmemAllocator
 
 from moe_nvfp4.kernels import sm100_ptx as ptx
+from moe_nvfp4.kernels.arithmetic import sum_of_lanes_before
 from moe_nvfp4.kernels.sm100_config import BOXES, BYTES_K, CHUNK, ROWS, SF_TILE, TMEM, GemmConfig
 from moe_nvfp4.weights import Gate
 
@@ -73,17 +74,6 @@ def expert_of(ends: cute.Tensor, tile: Int32, size: cutlass.Constexpr) -> Int32:
         if ends[expert + half - 1] <= tile:
             expert += half
     return expert
-
-
-@cute.jit
-def warp_sum_before(x: Int32, lane: Int32) -> Int32:
-    """The sum of x over the lanes below this one."""
-    total = x
-    for p in cutlass.range_constexpr(5):
-        below = cute.arch.shuffle_sync_up(total, 1 << p, mask_and_clamp=0)
-        if lane >= 1 << p:
-            total += below
-    return total - x
 
 
 def apply_gate(gate: Gate | None, g: Float32, u: Float32 | None = None) -> Float32:
@@ -305,7 +295,7 @@ class GroupedGemm:
             sizes.append(offsets[cutlass.min(expert + 1, c.experts)] - offsets[expert])
             tiles += (sizes[i] + tokens - 1) // tokens
             atoms += (sizes[i] + 127) // 128
-        tiles, atoms = warp_sum_before(tiles, lane), warp_sum_before(atoms, lane)
+        tiles, atoms = sum_of_lanes_before(tiles), sum_of_lanes_before(atoms)
         for i in cutlass.range_constexpr(each):
             expert = lane * each + i
             tiles += (sizes[i] + tokens - 1) // tokens

@@ -86,14 +86,10 @@ def _scan(mOffsets, sOffsets, sFirst, BN: cutlass.Constexpr):
         e = cutlass.min(i * 32 + lane, E)
         low, high = mOffsets[e], mOffsets[cutlass.min(e + 1, E)]
         tiles = (high - low + (BN - 1)) // BN
-        end = tiles
-        for d in cutlass.range_constexpr(5):
-            before = cute.arch.shuffle_sync_up(end, 1 << d, mask_and_clamp=0)
-            if lane >= 1 << d:
-                end += before
+        before = arithmetic.sum_of_lanes_before(tiles)
         sOffsets[e] = low
-        sFirst[e] = base + end - tiles
-        base += cute.arch.shuffle_sync(end, 31)
+        sFirst[e] = base + before
+        base += cute.arch.shuffle_sync(before + tiles, 31)
     sOffsets[E] = rows
     sFirst[E] = base
     cute.arch.sync_warp()
@@ -330,10 +326,7 @@ class GroupedGemm:
                 sTiles[2, slot] = row
                 sTiles[3, slot] = token_tile * 512 + rows
                 cute.arch.mbarrier_arrive(told + slot)
-            slot += 1
-            if slot == self.t.slots:
-                slot = Int32(0)
-                turn ^= 1
+            slot, turn = self.advance(slot, turn, t.slots)
             mt, part, begin, count = self.part(mt_part, K64, second, halvings)
             boxed = (rows + t.box - 1) // t.box * t.box  # rows of tokens that TMA writes
             if not self.by_tma(second):
@@ -363,7 +356,7 @@ class GroupedGemm:
                                     Int32((full + stage).toint()),
                                 ],
                             )
-                stage, phase = self.advance(stage, phase)
+                stage, phase = self.advance(stage, phase, t.stages)
             tile = cute.arch.shuffle_sync(following, 0)
         cute.arch.mbarrier_wait(heard + slot, turn)
         if lane == 0:
@@ -409,13 +402,21 @@ class GroupedGemm:
         return number
 
     @cute.jit
-    def advance(self, stage: Int32, phase: Int32):
-        """The next stage of the ring."""
-        stage += 1
-        if stage == self.t.stages:
-            stage = Int32(0)
+    def advance(self, at: Int32, phase: Int32, count: cutlass.Constexpr):
+        """The next of `count` stages, or slots."""
+        at += 1
+        if at == count:
+            at = Int32(0)
             phase ^= 1
-        return stage, phase
+        return at, phase
+
+    @cute.jit
+    def leave(self, bars, at):
+        """A warp: it is done with stage or slot `at`, as it says at each of `bars`."""
+        cute.arch.sync_warp()
+        if cute.arch.lane_idx() == 0:
+            for i in cutlass.range_constexpr(len(bars)):
+                cute.arch.mbarrier_arrive(bars[i] + at)
 
     @cute.jit
     def hear(self, news, slot, turn):
@@ -429,15 +430,8 @@ class GroupedGemm:
     @cute.jit
     def done(self, bars, slot, turn):
         """A warp: the tile and its stores are behind it, as it says at each of `bars` -> the next slot."""
-        cute.arch.sync_warp()
-        if cute.arch.lane_idx() == 0:
-            for i in cutlass.range_constexpr(len(bars)):
-                cute.arch.mbarrier_arrive(bars[i] + slot)
-        slot += 1
-        if slot == self.t.slots:
-            slot = Int32(0)
-            turn ^= 1
-        return slot, turn
+        self.leave(bars, slot)
+        return self.advance(slot, turn, self.t.slots)
 
     @cute.jit
     def tokens(self, tma_x, tma_h, mX, mIndex, h, m64: Int32, k64, halvings, mSync, to: Int32, ring, news):
@@ -519,7 +513,7 @@ class GroupedGemm:
                                 target = to + (stage * t.KB + j) * (t.BN * 128) + i * 128
                                 ptx.tma(target, source, (first + kt * t.KB + j) * 64, row + i, bar)
                     cute.arch.mbarrier_arrive(full + stage)
-                stage, phase = self.advance(stage, phase)
+                stage, phase = self.advance(stage, phase, t.stages)
             slot, turn = self.done((news[1],), slot, turn)
             what, mt, row, last = self.hear(news, slot, turn)
 
@@ -677,7 +671,7 @@ class GroupedGemm:
                 if const_expr(kb + 1 < each):
                     codes, sf = following
             previous = stage
-            stage, phase = self.advance(stage, phase)
+            stage, phase = self.advance(stage, phase, t.stages)
         warpgroup.wait_group(0)
         if count >= t.KB:
             if lane == 0:
@@ -696,7 +690,7 @@ class GroupedGemm:
                 warpgroup.wait_group(0)
             if lane == 0:
                 cute.arch.mbarrier_arrive(empty + stage)
-            stage, phase = self.advance(stage, phase)
+            stage, phase = self.advance(stage, phase, t.stages)
         return stage, phase
 
     @cute.jit
@@ -718,20 +712,16 @@ class GroupedGemm:
             cute.arch.mbarrier_wait(full + stage, phase)
             for kb in cutlass.range_constexpr(each):
                 self.narrow_block(acc, sX, self.load(*weights, kb), high, stage * t.KB + wk * each + kb)
-            cute.arch.sync_warp()
-            if cute.arch.lane_idx() == 0:
-                cute.arch.mbarrier_arrive(empty + stage)
-            stage, phase = self.advance(stage, phase)
+            self.leave((empty,), stage)
+            stage, phase = self.advance(stage, phase, t.stages)
         left = count & (t.KB - 1)
         if left > 0:
             cute.arch.mbarrier_wait(full + stage, phase)
             for at in cutlass.range(wk, left, t.KS, unroll=1):
                 weights = self.weights_at(sW, at, wm, stage)
                 self.narrow_block(acc, sX, self.load(*weights, 0), high, stage * t.KB + at)
-            cute.arch.sync_warp()
-            if cute.arch.lane_idx() == 0:
-                cute.arch.mbarrier_arrive(empty + stage)
-            stage, phase = self.advance(stage, phase)
+            self.leave((empty,), stage)
+            stage, phase = self.advance(stage, phase, t.stages)
         return stage, phase
 
     @cute.jit

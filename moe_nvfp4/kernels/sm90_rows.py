@@ -60,26 +60,22 @@ def _bits(E: Int32):
 
 
 @cute.jit
-def block_scan(value: Int32, sSums: cute.Tensor, warps: cutlass.Constexpr):
-    """All threads of a CTA: (the sum of theirs and of the values of the threads before, the sum of all).
+def _scan(value: Int32, sSums: cute.Tensor, warps: cutlass.Constexpr):
+    """All threads of a CTA: (the sum of the values of the threads before, the sum of all).
 
     Before it is called again they must have met.
     """
     tid, _, _ = cute.arch.thread_idx()
-    end = value
-    for d in cutlass.range_constexpr(5):
-        up = cute.arch.shuffle_sync_up(end, 1 << d, mask_and_clamp=0)
-        if tid % 32 >= 1 << d:
-            end += up
+    before = arithmetic.sum_of_lanes_before(value)
     if tid % 32 == 31:
-        sSums[tid // 32] = end
+        sSums[tid // 32] = before + value
     cute.arch.sync_threads()
     total = Int32(0)
     for w in cutlass.range_constexpr(warps):
         if w < tid // 32:
-            end += sSums[w]
+            before += sSums[w]
         total += sSums[w]
-    return end, total
+    return before, total
 
 
 def _load_of(rank: int, pointer: cute.Pointer) -> Int32:
@@ -97,7 +93,7 @@ class Route:
     The order is put together in shared memory: to write it out of order, a word a sector, took ten microseconds.
     """
 
-    LOCAL = 14  # bits of an assignment's place within its CTA's, beside which its row stands
+    LOCAL = 14  # bits of an assignment's place within its CTA's; 17 above them hold its row
 
     def __init__(self, ctas: int, warps: int, each: int):
         assert 32 * warps * each <= 1 << self.LOCAL
@@ -112,7 +108,7 @@ class Route:
             grid=[self.ctas, 1, 1],
             block=[self.warps * 32, 1, 1],
             cluster=[self.ctas, 1, 1] if const_expr(self.ctas > 1) else None,
-            smem=(32 + (self.warps + 4) * (E + 1) + self.warps * 32 * self.each) * 4,
+            smem=(32 + (self.warps + 3) * (E + 1) + self.warps * 32 * self.each) * 4,
             stream=stream,
             use_pdl=True,
         )
@@ -139,8 +135,8 @@ class Route:
         sSums = cute.make_tensor(smem, cute.make_layout(32))
         sRun = cute.make_tensor(smem + 32, cute.make_layout((self.warps, bins), stride=(bins, 1)))
         lists = smem + (32 + self.warps * bins)
-        sCount, sBefore, sStart, sMine = (cute.make_tensor(lists + i * bins, cute.make_layout(bins)) for i in range(4))
-        sOrder = cute.make_tensor(lists + 4 * bins, cute.make_layout(chunk))
+        sCount, sStart, sMine = (cute.make_tensor(lists + i * bins, cute.make_layout(bins)) for i in range(3))
+        sOrder = cute.make_tensor(lists + 3 * bins, cute.make_layout(chunk))
         for i in cutlass.range(tid, self.warps * bins, threads, unroll=1):
             smem[32 + i] = Int32(0)
         cute.arch.griddepcontrol_wait()
@@ -174,7 +170,7 @@ class Route:
         if const_expr(self.ctas > 1):
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
-        # sBefore: how many of the CTAs before; sStart: of the bins before; sMine: of those, this CTA's
+        # sStart: how many of the bins before, and of this one in the CTAs before; sMine: of the bins before, this CTA's
         base, base_mine = Int32(0), Int32(0)
         for i in cutlass.range((bins + threads - 1) // threads, unroll=1):
             b = i * threads + tid
@@ -188,18 +184,17 @@ class Route:
                         if c == cta:
                             before = total
                         total += _load_of(c, sCount.iterator + b)
-            end, whole = block_scan(total, sSums, self.warps)
+            start, whole = _scan(total, sSums, self.warps)
             if b < bins:
-                sBefore[b] = before
-                sStart[b] = base + end - total
+                sStart[b] = base + start + before
                 if cta == 0:
-                    mOffsets[b] = base + end - total
+                    mOffsets[b] = base + start
             base += whole
             cute.arch.sync_threads()
             if const_expr(self.ctas > 1):
-                end, whole = block_scan(mine, sSums, self.warps)
+                start, whole = _scan(mine, sSums, self.warps)
                 if b < bins:
-                    sMine[b] = base_mine + end - mine
+                    sMine[b] = base_mine + start
                 base_mine += whole
                 cute.arch.sync_threads()
         if const_expr(self.ctas > 1):
@@ -209,14 +204,14 @@ class Route:
         for i in cutlass.range_constexpr(each):
             if bin[i] <= E:
                 within = sRun[warp, bin[i]] + rank[i]
-                row = sStart[bin[i]] + sBefore[bin[i]] + within
+                row = sStart[bin[i]] + within
                 local = warp * each * 32 + lane + i * 32
                 sOrder[sLocal[bin[i]] + within] = (row << self.LOCAL) | local
                 mPosition[cta * chunk + local] = row
         cute.arch.sync_threads()
         for i in cutlass.range(tid, cutlass.min(mIds.shape[0] - cta * chunk, Int32(chunk)), threads, unroll=1):
-            at = cta * chunk + (sOrder[i] & ((1 << self.LOCAL) - 1))
-            row = (sOrder[i] >> self.LOCAL) & ((1 << (32 - self.LOCAL)) - 1)
+            both = sOrder[i]
+            at, row = cta * chunk + (both & ((1 << self.LOCAL) - 1)), both >> self.LOCAL
             mOrder[row] = at
             mToken[row] = at // top_k
         if const_expr(self.ctas > 1):
