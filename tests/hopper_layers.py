@@ -8,12 +8,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import numpy as np
+import pytest
 import torch
 
+from moe_nvfp4 import format as nvfp4
+from moe_nvfp4 import reference
 from moe_nvfp4.kernels import launch, sm90
 from moe_nvfp4.kernels.sm90_config import Tile
 from moe_nvfp4.layer import NVFP4Experts
-from moe_nvfp4.routing import group_by_expert
+from moe_nvfp4.routing import Rows
 from moe_nvfp4.weights import SILU, Gate
 
 OAI = Gate("silu", alpha=1.702, limit=1.5, up_offset=1.0)
@@ -24,16 +27,16 @@ GELU = Gate("gelu_tanh")
 def outputs_of(kernel, values):
     """What a launch writes, of its arguments."""
     name = type(kernel).__name__
-    places = {"Route": (1, 2, 3, 4, 5), "Gather": (2,), "Quantize": (4, 5), "Combine": (4,)}
+    places = {"Route": (1, 2, 3, 4, 5, 8, 9), "Gather": (2,), "Combine": (4,)}
     if name == "GroupedGemm":
-        places = {name: ((4,) if kernel.work.gate else ()) + ((5,) if kernel.work.down else ())}
-    return [values[i] for i in places[name]]
+        places = {name: ((4,) if kernel.work.gate else ()) + ((7,) if kernel.work.down else ())}
+    return [values[i] for i in places[name] if values[i] is not None]
 
 
 @contextmanager
 def fresh_kernels():
     """The backend's compiled kernels are forgotten, before and after."""
-    caches = [sm90._route, sm90._gather, sm90._quantize, sm90._kernel, sm90._combine_kernel]
+    caches = [sm90._route, sm90._gather, sm90._kernel, sm90._combine_kernel]
     caches.append(sm90._plan_for)
     for function in caches:
         function.cache_clear()
@@ -65,6 +68,47 @@ def every_launch(listener):
             yield
     finally:
         launch.compiled = compiled
+
+
+def nvfp4_tokens(T, K, seed=0):
+    """bf16 [T, K] that NVFP4 rows with global scales of 1 hold exactly: a 6 in each block, 448 for the last."""
+    rng = np.random.default_rng(seed)
+    codes = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])[rng.integers(0, 8, (T, K // 16, 16))]
+    codes[:, :, 0] = 6
+    sf = rng.integers(8, 16, (T, K // 16, 1)) * 2.0 ** rng.integers(-6, 1, (T, K // 16, 1))
+    sf[:, -1] = 448
+    x = codes * rng.choice([-1, 1], codes.shape) * sf
+    return torch.from_numpy(x.reshape(T, K)).bfloat16()
+
+
+def quantized_h(module, ids, tile=None):
+    """(h as the launch of both GEMMs leaves it, and as it should be), code * sf of the rows with an expert.
+
+    Since x has global scales of 1, the same kernel computes h from its bf16 rows, for the reference to quantize.
+    """
+    w = sm90.pack_weights(module.weights)
+    T, top_k = ids.shape
+    x = nvfp4_tokens(T, w.hidden_size).to(ids.device)
+    plan = sm90._plan(w, T, top_k, x.device)
+    plan = replace(plan, tile=tile or plan.tile, work=replace(plan.work, gathered=True))
+    launched, kernel_of = [], sm90._kernel
+
+    def listening(*key):
+        return lambda *values: (launched.append(values), kernel_of(*key)(*values))
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(sm90, "_plan_for", lambda *_: plan)
+        monkeypatch.setattr(sm90, "_kernel", listening)
+        sm90.experts(x, ids, torch.ones(T, top_k, device=x.device), w)
+    found = launched[0][6]
+    groups, token, *_ = sm90.route(ids, w.num_experts)
+    h = x.new_empty(found.shape, dtype=torch.bfloat16 if w.h_scale is None else torch.float32)
+    work = replace(plan.work, down=False, row_scale=False, out=sm90._TYPES[x.dtype])
+    sm90._gemms(Rows(x, index=token), groups, w, h, x[:1], groups.offsets, replace(plan, work=work))
+    live = int(groups.offsets[-1])
+    want = reference.quantize_rows(h, None, w.h_scale, groups)
+    sf = nvfp4.unswizzle_sf_grouped(want.sf, groups.offsets, groups.num_rows, w.intermediate_size // 16)
+    return found[:live], nvfp4.dequantize(want.values[:live], sf[:live], None).bfloat16()
 
 
 @dataclass(frozen=True)
@@ -109,8 +153,7 @@ class Layer:
         module, *rest = self.inputs()
         packed = sm90.pack_weights(module.to(device).weights)
         x, ids, weights = (t.to(device) for t in rest)
-        shape = (self.gate, self.bias, len(self.sizes), self.H, self.I, *ids.shape, sm90.multiprocessors(x.device))
-        plan = sm90._plan_for(*shape)
+        plan = sm90._plan(packed, *ids.shape, x.device)
         plan = replace(plan, tile=self.tile, splits=self.splits, work=replace(plan.work, gathered=self.gathered))
         kept, sm90._plan_for = sm90._plan_for, lambda *_: plan
         try:
@@ -121,7 +164,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class HardRows:
-    """quantize_rows of values of every size, infinities and NaN, with static global scales in fp32."""
+    """Rows of values of every size, infinities and NaN, with static global scales in fp32."""
 
     K: int = 208
 
@@ -142,7 +185,7 @@ class HardRows:
 
     def run(self, device):
         x, ids, scale = (t.to(device) for t in self.inputs())
-        return sm90.quantize_rows(x, ids, scale, group_by_expert(ids, 3).with_position(), order="spread")
+        return sm90.route(ids, 3, 1, x, scale)
 
 
 TILES = {tile.BN: tile for tile in sm90._TILES}

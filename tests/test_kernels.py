@@ -233,22 +233,18 @@ def test_rows_are_quantized_to_the_bit(K, dtype, static):
     from moe_nvfp4.kernels import sm90
 
     ids, _ = routing(50, 8, 3, sentinels=True)
-    groups, token, _ = sm90.route(ids, 8)
     x = tokens(50, K).to(dtype)
     x[:8] *= torch.logspace(-30, 30, 8).cuda()[:, None]  # beyond the short division, both ways
     x[8], x[9, ::3], x[10, 5] = 0, 0, float("nan")
     scale = torch.logspace(-4, 0, 8).cuda() if static else None
-    R, live = groups.num_rows, int(groups.offsets[-1])  # nobody's rows have no block scales to compare with
-    for order in ("rows", "spread") if static else ("rows", "spread", "tokens"):
-        index, rows = (None, x.repeat(3, 1)) if order == "rows" else (token, x)
-        want = reference.quantize_rows(rows, index, scale, groups)
-        sf = nvfp4.unswizzle_sf_grouped(want.sf, groups.offsets, R, K // 16)
-        values, row_scale = sm90.quantize_rows(rows, ids, scale, groups, order)
-        if order == "tokens":
-            values, row_scale = values[token.long()], row_scale[token.long()]
-        codes_times_sf = nvfp4.dequantize(want.values[:live], sf[:live], None)
-        assert torch.equal(row_scale[:live].nan_to_num(-1), want.scale[:live].nan_to_num(-1))
-        assert torch.equal(values[:live].float().nan_to_num(-1), codes_times_sf.nan_to_num(-1))
+    groups, token, _, rows = sm90.route(ids, 8, 1, x, scale)
+    live = int(groups.offsets[-1])  # nobody's rows have no block scales to compare with
+    want = reference.quantize_rows(x, token, scale, groups)
+    sf = nvfp4.unswizzle_sf_grouped(want.sf, groups.offsets, groups.num_rows, K // 16)
+    values, row_scale = (t[rows.index.long()][:live] for t in (rows.values, rows.scale))
+    codes_times_sf = nvfp4.dequantize(want.values[:live], sf[:live], None)
+    assert torch.equal(row_scale.nan_to_num(-1), want.scale[:live].nan_to_num(-1))
+    assert torch.equal(values.float().nan_to_num(-1), codes_times_sf.nan_to_num(-1))
 
 
 @on_gpu
@@ -267,6 +263,21 @@ def test_w4a4(gate, bias, T, static):
     assert layer.packed
     assert relative_error(got, want) < THRESHOLDS["w4a4"]
     assert torch.equal(got, layer(x, ids, weights))
+
+
+@on_gpu
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("T", [1, 20, 100, 700, 3000])
+def test_h_is_quantized_to_the_bit(T, static):
+    from tests.hopper_layers import quantized_h
+
+    layer = NVFP4Experts(8, 256, 1200, SILU, "nvfp4", input_scale=static)
+    layer.cuda().load_state_dict(make_layer(8, 256, 1200).state_dict(), strict=False)
+    if static:
+        layer.up_proj_input_scale.data.fill_(1)
+        layer.down_proj_input_scale.data.copy_(torch.logspace(0, 4, 8))
+    found, want = quantized_h(layer, routing(T, 8, 2, sentinels=T > 1)[0])
+    assert torch.equal(found, want)
 
 
 @on_gpu

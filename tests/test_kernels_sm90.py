@@ -6,7 +6,6 @@ write is NaN, and what the kernel before wrote is out of bounds until griddepcon
 
 import shutil
 from dataclasses import replace
-from itertools import product
 
 import pytest
 import torch
@@ -26,6 +25,7 @@ from moe_nvfp4.weights import SILU, Gate  # noqa: E402
 from tests.common import THRESHOLDS, reference_layer, relative_error  # noqa: E402
 from tests.emulator import EmulatorError  # noqa: E402
 from tests.emulator_sm90 import on_emulator  # noqa: E402
+from tests.hopper_layers import quantized_h  # noqa: E402
 from tests.machine_code import machine_code  # noqa: E402
 
 OAI = Gate("silu", alpha=1.702, limit=1.5, up_offset=1.0)
@@ -66,10 +66,8 @@ def make_ids(sizes, sentinels, top_k, seed=0):
     return ids[torch.randperm(len(ids), generator=g)].view(-1, top_k)
 
 
-def check(
-    emulator, layer, ids, tile=None, splits=None, schedules=("eager",), weights=torch.float32, requantized=(False,)
-):
-    """The whole layer under each schedule, in each way: the reference's values, and the same bits."""
+def check(emulator, layer, ids, tile=None, splits=None, schedules=("eager",), weights=torch.float32):
+    """The whole layer under each schedule: the reference's values, and the same bits."""
     w = layer.weights
     g = torch.Generator().manual_seed(1)
     x = torch.randn(ids.shape[0], w.hidden_size, generator=g).bfloat16()
@@ -78,18 +76,12 @@ def check(
     packed = sm90.pack_weights(w)
     results = []
     with pytest.MonkeyPatch.context() as monkeypatch:
-        plans = [None]
         if tile is not None or splits is not None:
-            plan = sm90._plan_for(
-                w.gate, w.b13 is not None, w.num_experts, w.hidden_size, w.intermediate_size, *ids.shape,
-                emulator.multiprocessors,
-            )  # fmt: skip
+            plan = sm90._plan(w, *ids.shape, x.device)
             plan = replace(plan, tile=tile or plan.tile, splits=splits or plan.splits)
             plan = replace(plan, work=replace(plan.work, gathered=plan.tile.BN not in (32, 128)))
-            plans = [replace(plan, requantized=r) for r in requantized]
-        for emulator.schedule, plan in product(schedules, plans):
-            if plan:
-                monkeypatch.setattr(sm90, "_plan_for", lambda *_, plan=plan: plan)
+            monkeypatch.setattr(sm90, "_plan_for", lambda *_: plan)
+        for emulator.schedule in schedules:
             emulator.kernels = []
             results.append(sm90.experts(x, ids, top_k_weights, packed))
     assert results[0].isfinite().all()
@@ -132,7 +124,7 @@ def test_tiles(emulator, name):
 
 
 LAUNCHES = [(tile, Work(SILU, True, bias=True)) for tile in SHAPES]
-LAUNCHES += [(tile, Work(SILU, True, row_scale=True)) for tile in SHAPES if tile.warpwise and tile.ctas == 1]
+LAUNCHES += [(tile, Work(SILU, True, row_scale=True)) for tile in SHAPES]
 
 
 def compile_all(architecture):
@@ -153,7 +145,7 @@ def test_compiles_without_a_gpu(tmp_path, monkeypatch, record_property):
         assert found["STACK"] == found["LOCAL"] == found["LDL"] == found["STL"] == found["WARPSYNC"] == 0, tile
         assert found["HMMA"] if tile.warpwise else found["HGMMA"] > 1.5 * found["WARPGROUP"] > 0, tile
         shared = tile.stages * tile.stage_bytes
-        quantizes = ", quantizes h" if work.requantized else ""
+        quantizes = ", quantizes h" if work.row_scale else ""
         size = f"{found['REG']:4} registers {found['instructions']:5} instructions {shared:6} B ring"
         lines.append(f"{size}  {tile}{quantizes}")
     record_property("table", "\n".join(["sm_90a", *lines]))
@@ -164,6 +156,18 @@ def test_what_the_plan_chooses(emulator):
         layer = make_layer(1, 64, I)
         (kernel,) = check(emulator, layer, make_ids([3], 0, 1), weights=torch.bfloat16)
         assert kernel.t.BN == 8 and kernel.t.KS == KS
+
+
+def test_no_part_of_k_is_empty():
+    """4160 columns are 65 blocks: in four parts of whole stages of 8 the last would have none."""
+    splits = set()
+    for I in (*range(16, 9216, 16), 14336):
+        plan = sm90._plan_for(SILU, False, False, False, 2, 64, I, 1, 2, 132)
+        blocks, each = -(-I // 64), plan.tile.part(-(-I // 64), plan.splits.bit_length() - 1)
+        assert each % plan.tile.KB == 0 and each * (plan.splits - 1) < blocks <= each * plan.splits
+        assert I >= 1024 * plan.splits or plan.splits == 1
+        splits.add(plan.splits)
+    assert splits == {1, 2, 4}
 
 
 def test_stages_of_their_own(emulator):
@@ -212,28 +216,27 @@ def hard_rows(T, K):
 def test_rows_are_quantized_to_the_bit(emulator, K, static, dtype):
     emulator.schedule = "random:1"
     ids = make_ids([9, 0, 20, 1, 12], 4, 2)
-    groups = sm90.route(ids, 5)[0]
-    token = groups.order // 2
     x = hard_rows(len(ids), K).to(dtype)
     scale = torch.tensor([2.0**-6, 1.0, 3e-3, 1e-30, 0.37]) if static else None
+    groups, token, _, rows = sm90.route(ids, 5, 1, x, scale)
     R, live = groups.num_rows, int(groups.offsets[-1])
-    for order in ("rows", "spread") if static else ("rows", "spread", "tokens"):
-        index, rows = (None, torch.cat([x, x])[:R].contiguous()) if order == "rows" else (token, x)
-        want = reference.quantize_rows(rows, index, scale, groups)
-        sf = nvfp4.unswizzle_sf_grouped(want.sf, groups.offsets, R, K // 16)
-        exact = nvfp4.dequantize(want.values[:live], sf[:live], None)  # nobody's rows have no block scales
-        values, row_scale = sm90.quantize_rows(rows, ids, scale, groups, order)
-        if order == "tokens":
-            values, row_scale = values[token.long()], row_scale[token.long()]
-        assert torch.equal(exact.bfloat16().float().nan_to_num(-1), exact.nan_to_num(-1))
-        for found, right in ((values[:live], exact.bfloat16()), (row_scale[:live], want.scale[:live])):
-            assert torch.equal(found.isnan(), right.isnan())
-            number = {2: torch.int16, 4: torch.int32}[found.itemsize]
-            assert torch.equal(found.view(number)[~right.isnan()], right.view(number)[~right.isnan()])
+    assert torch.equal(rows.index, groups.order if static else token)
+    want = reference.quantize_rows(x, token, scale, groups)
+    sf = nvfp4.unswizzle_sf_grouped(want.sf, groups.offsets, R, K // 16)
+    exact = nvfp4.dequantize(want.values[:live], sf[:live], None)  # nobody's rows have no block scales
+    assert torch.equal(exact.bfloat16().float().nan_to_num(-1), exact.nan_to_num(-1))
+    values, row_scale = (t[rows.index.long()][:live] for t in (rows.values, rows.scale))
+    for found, right in ((values, exact.bfloat16() + 0), (row_scale, want.scale[:live])):  # zeros have no sign
+        assert torch.equal(found.isnan(), right.isnan())
+        number = {2: torch.int16, 4: torch.int32}[found.itemsize]
+        assert torch.equal(found.view(number)[~right.isnan()], right.view(number)[~right.isnan()])
 
 
 # A tile's name -> (tile, gate, bias, sizes of the groups, splits, static scales)
 W4A4 = {
+    "K in 4": (sm90._QUARTERS, SILU, None, [1, 0, 2], 1, False),
+    "K in 2": (sm90._HALVES, OAI, torch.bfloat16, [8, 1], 2, False),
+    "8": (sm90._TILES[0], RELU2, None, [3, 17, 0, 1], 1, True),
     "24": (sm90._TILES[1], SILU, torch.bfloat16, [16, 3, 18], 2, False),
     "32": (sm90._TILES[2], OAI, torch.bfloat16, [33, 20], 2, True),
     "128": (sm90._TILES[7], SILU, None, [131, 5], 1, False),
@@ -245,28 +248,21 @@ def test_nvfp4_activations(emulator, name):
     tile, gate, bias, sizes, splits, static = W4A4[name]
     schedules = {24: ["slow:1"]}.get(tile.BN, ["random:1"])
     layer = make_layer(len(sizes), 304, 80 + 64 * tile.KB * (splits - 1), gate, bias, "nvfp4", static)
-    kernels = check(emulator, layer, make_ids(sizes, 3, 2), tile, splits, schedules)
-    assert [k.t for k in kernels] == [tile, tile] and all(k.work.row_scale for k in kernels)
-    assert [k.work.down for k in kernels] == [False, True]
+    (kernel,) = check(emulator, layer, make_ids(sizes, 3, 2), tile, splits, schedules)
+    assert kernel.t == tile and kernel.work.both and kernel.work.row_scale
 
 
-# A tile's name -> (tile, gate, bias, sizes of the groups, splits, static scales)
-ON_THE_WAY = {
-    "K in 4": (sm90._QUARTERS, SILU, None, [1, 0, 2], 1, False),
-    "K in 2": (sm90._HALVES, OAI, torch.bfloat16, [8, 1], 2, False),
-    "one": (sm90._TILES[0], RELU2, None, [3, 17, 0, 1], 1, True),
-}
-
-
-@pytest.mark.parametrize("name", ON_THE_WAY)
-def test_h_is_quantized_on_the_way(emulator, name):
-    """One launch of both GEMMs, in which GEMM 2 quantizes what it reads: the bits of separate launches."""
-    tile, gate, bias, sizes, splits, static = ON_THE_WAY[name]
-    layer = make_layer(len(sizes), 144, 272 + 256 * (splits - 1), gate, bias, "nvfp4", static)
-    ids = make_ids(sizes, 3, 2)
-    schedule = "lazy" if static else "random:2"
-    (kernel,) = check(emulator, layer, ids, tile, splits, [schedule], requantized=(False, True))
-    assert kernel.t == tile and kernel.work.requantized
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("tile, I", [(sm90._TILES[0], 1040), (sm90._TILES[4], 336)])
+def test_h_is_quantized_to_the_bit(emulator, tile, I, static):
+    """By tiles between those of the GEMMs, in one part or two, with tails."""
+    emulator.schedule = "random:2"
+    layer = make_layer(3, 64, I, activations="nvfp4", static=static)
+    if static:
+        layer.up_proj_input_scale.data.fill_(1)
+        layer.down_proj_input_scale.data.copy_(torch.tensor([30.0, 1.0, 1e3]))
+    found, want = quantized_h(layer, make_ids([tile.BN - 1, 0, tile.BN + 2], 3, 2), tile)
+    assert torch.equal(found, want) and (want == 0).any() and len(want.unique()) > 50
 
 
 # ---- routing -------------------------------------------------------------------------------------
@@ -281,14 +277,14 @@ def test_routing(emulator, T, top_k, E, dtype):
     emulator.schedule = "random:4"
     ids = torch.randint(-1, E + 1, (T, top_k)).to(dtype)
     want = group_by_expert(ids, E)
-    groups, token, zeros = sm90.route(ids, E, 5)
+    groups, token, zeros, _ = sm90.route(ids, E, 5)
     live = int(want.offsets[-1])
     assert torch.equal(groups.offsets, want.offsets) and not zeros.any()
     assert torch.equal(groups.order, want.order) and torch.equal(token, want.token)
     assert torch.equal(groups.position[want.order.long()], torch.arange(T * top_k, dtype=torch.int32))
     for H in (48, 2064):
         x = torch.randn(T, H).bfloat16()
-        assert torch.equal(sm90.gather(x, groups)[:live], x[want.token.long()][:live])
+        assert torch.equal(sm90.gather(Rows(x), groups).values[:live], x[want.token.long()][:live])
 
 
 def test_an_illegal_id_stops(emulator):

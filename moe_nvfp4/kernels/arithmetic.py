@@ -97,6 +97,21 @@ def divide_near(x: Float32, divisor: Float32, inverse: Float32) -> Float32:
     return quotient
 
 
+def nearest_e2m1(x: Float32) -> Float32:
+    """The nearest of 0, 0.5, 1, 1.5, 2, 3, 4, 6, signed, ties to the even code, for |x| < 7. -0 becomes 0.
+
+    Added to 2^22 times its power of two and more, x loses what is below half of that.
+    """
+    power = _power_of_two(cute.arch.fmax(cute.arch.fmax(x, -x), Float32(1.0)))
+    return fma(power, Float32(-1.5 * 2.0**22), fma(power, Float32(1.5 * 2.0**22), x))
+
+
+@dsl_user_op
+def _power_of_two(x: Float32, *, loc=None, ip=None) -> Float32:
+    """x > 0 without its mantissa."""
+    return assembly(Float32, "and.b32 $0, $1, 0x7F800000;", "=f,f", x, loc=loc, ip=ip)
+
+
 @cute.jit
 def global_scale_for(largest: Float32) -> Float32:
     """`format.global_scale_for`: largest / (6 * 448), a normal number; 1 for zeros."""

@@ -1,8 +1,6 @@
 """The Hopper backend: the experts as CuTe DSL kernels over 4-bit weights.
 
-    W4A16   Route ── (Gather) ── GroupedGemm, both GEMMs ── Combine
-    W4A4    Route ── Quantize ── GEMM 1 ── Quantize ── GEMM 2 ── Combine, or with few tokens
-            Route ── Quantize ── GroupedGemm, both GEMMs ── Combine
+    Route (beside it x is quantized, for W4A4) ── (Gather) ── GroupedGemm, both GEMMs ── Combine
 
 each dependent on the one before and started early. Weights are in the layout of `sm90_pack`. Nothing
 waits for the device, no shape depends on data and buffers are torch's, so that a CUDA graph can
@@ -30,7 +28,8 @@ from moe_nvfp4.kernels import launch
 from moe_nvfp4.kernels.sm90_config import Tile, Work
 from moe_nvfp4.kernels.sm90_gemm import GroupedGemm
 from moe_nvfp4.kernels.sm90_pack import UNIT, UNIT_WORDS, pack
-from moe_nvfp4.kernels.sm90_rows import Combine, Gather, Quantize, Route
+from moe_nvfp4.kernels.sm90_quantize import Quantize
+from moe_nvfp4.kernels.sm90_rows import Combine, Gather, Route
 from moe_nvfp4.kernels.tensors import aligned, multiprocessors
 from moe_nvfp4.routing import Groups, Rows
 from moe_nvfp4.weights import ExpertWeights
@@ -59,49 +58,29 @@ def experts(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: Expe
         return torch.cat([experts(*part, w) for part in zip(*parts, strict=True)], out=out)
     plan = _plan(w, T, top_k, x.device)
     ids = _ids(top_k_index)
-    nvfp4 = w.activations == "nvfp4"
-    zeros = 1 + _token_tiles(T * top_k, E, plan.tile) + (T * top_k if nvfp4 and plan.requantized else 0)
-    groups, token, sync = route(ids, E, zeros)
+    nvfp4 = plan.work.row_scale
+    zeros = 1 + _token_tiles(T * top_k, E, plan.tile) + (T * top_k if plan.work.measured else 0)
     x = aligned(x)
+    groups, token, sync, rows = route(ids, E, zeros, x if nvfp4 else None, w.x_scale)
+    rows = rows or Rows(x, index=token)
+    if not plan.work.gathered:
+        rows = gather(rows, groups, early=not nvfp4)
     y = x.new_empty(plan.splits * T * top_k, w.hidden_size, dtype=plan.rows)
-    if nvfp4:
-        _quantized(x, ids, token, groups, w, y, sync, plan)
-    else:
-        if not plan.work.gathered:
-            x = gather(x, groups)
-        h = x.new_empty(T * top_k, w.intermediate_size)
-        _gemms(x, token, groups, w, h, y, sync, plan)
+    h = x.new_empty(T * top_k, w.intermediate_size, dtype=torch.float32 if plan.work.h is Float32 else x.dtype)
+    _gemms(rows, groups, w, h, y, sync, plan)
     return _combine(y, groups, top_k_weights, out, plan.splits)
-
-
-def _quantized(x, ids, token, groups, w, y, sync, plan) -> None:
-    """x -> y with NVFP4 rows. A static scale of h quantizes its fp32 values, as the reference does.
-
-    Where experts have few tokens each tile of GEMM 2 quantizes its rows of h, in the same launch; else a kernel does.
-    """
-    static = w.h_scale is not None
-    spread = w.x_scale is not None or not plan.work.gathered
-    x, scale = quantize_rows(x, ids, w.x_scale, groups, "spread" if spread else "tokens")
-    h = x.new_empty(groups.num_rows, w.intermediate_size, dtype=torch.float32 if static else x.dtype)
-    work = replace(plan.work, gathered=not spread, row_scale=True)
-    first = replace(work, down=plan.requantized, h=Float32 if static else BFloat16)
-    _gemms(x, token, groups, w, h, y, sync, replace(plan, work=first), scale)
-    if not plan.requantized:
-        h, scale = quantize_rows(h, ids, w.h_scale, groups)
-        _gemms(x, token, groups, w, h, y, sync, replace(plan, work=replace(work, gate=None)), scale)
 
 
 def gemm1_swiglu(rows: Rows, weights: ExpertWeights, groups: Groups, dtype: torch.dtype) -> Rows:
     """As `reference.gemm1_swiglu`, for bf16 rows. Rows of nobody hold anything."""
     w, x, R = _packed(weights), aligned(rows.values), groups.num_rows
+    rows = replace(rows, values=x)
     h = x.new_empty(R, w.intermediate_size * (2 if w.gate.kind == "raw" and w.gate.gated else 1))
     if R:
         plan = _plan(w, R // groups.top_k, groups.top_k, x.device)
-        plan = replace(
-            plan, work=replace(plan.work, down=False, gathered=rows.index is not None, out=BFloat16), splits=1
-        )
-        index = groups.offsets if rows.index is None else rows.index
-        _gemms(x, index, groups, w, h, x[:1], groups.offsets, plan)
+        work = Work(w.gate, False, rows.index is not None, plan.work.bias)
+        plan = replace(plan, work=work, splits=1)
+        _gemms(rows, groups, w, h, x[:1], groups.offsets, plan)
     return Rows(h)
 
 
@@ -112,9 +91,9 @@ def gemm2_combine(h: Rows, weights: ExpertWeights, groups: Groups, top_k_weights
     if T == 0:
         return out
     plan = _plan(w, T, top_k, x.device)
-    plan = replace(plan, work=replace(plan.work, gate=None, gathered=False))
+    plan = replace(plan, work=Work(None, True, False, plan.work.bias, out=plan.work.out))
     y = x.new_empty(plan.splits * T * top_k, w.hidden_size, dtype=plan.rows)
-    _gemms(x, groups.offsets, groups, w, x, y, groups.offsets, plan)
+    _gemms(Rows(x), groups, w, x, y, groups.offsets, plan)
     return _combine(y, groups.with_position(), top_k_weights, out, plan.splits)
 
 
@@ -167,24 +146,23 @@ _TILE_COST = 64  # what a tile costs before its first token, in tokens: dequanti
 
 @dataclass(frozen=True)
 class Plan:
-    """What is launched: a tile shape, the work, parts of K in GEMM 2, the dtype of its rows, and, with NVFP4
-    activations, whether GEMM 2 quantizes h."""
+    """What is launched: a tile shape, the work, parts of K in GEMM 2 and the dtype of its rows."""
 
     tile: Tile
     work: Work
     splits: int
     rows: torch.dtype
-    requantized: bool = False
 
 
 def _plan(w: ExpertWeights, T: int, top_k: int, device: torch.device) -> Plan:
-    return _plan_for(
-        w.gate, w.b13 is not None, w.num_experts, w.hidden_size, w.intermediate_size, T, top_k, multiprocessors(device)
-    )
+    sizes = (w.num_experts, w.hidden_size, w.intermediate_size, T, top_k)
+    nvfp4 = w.activations == "nvfp4"
+    static = nvfp4 and w.h_scale is not None
+    return _plan_for(w.gate, w.b13 is not None, nvfp4, static, *sizes, multiprocessors(device))
 
 
 @lru_cache(maxsize=4096)
-def _plan_for(gate, bias: bool, E: int, H: int, I: int, T: int, top_k: int, sms: int) -> Plan:
+def _plan_for(gate, bias, nvfp4, static, E: int, H: int, I: int, T: int, top_k: int, sms: int) -> Plan:
     R = T * top_k
     hit = E * (1 - (1 - 1 / E) ** R)  # experts with tokens, were routing uniform
     tile = min(_TILES, key=lambda t: _expected(lambda n: _cost(t, n), R / hit))
@@ -195,15 +173,17 @@ def _plan_for(gate, bias: bool, E: int, H: int, I: int, T: int, top_k: int, sms:
     # GEMM 2 has few rows and a long K where experts are few: parts of 1024 columns at least
     tiles = hit * _expected(lambda n: -(-n // tile.BN), R / hit) * -(-H // UNIT // tile.blocks)
     splits = 4 if tiles < 0.75 * sms else 2 if tiles < 4 * sms else 1
-    splits = max(s for s in (1, 2, 4) if s <= splits and (s == 1 or I >= 1024 * s))
+    blocks = -(-I // UNIT)
+    while splits > 1 and (I < 1024 * splits or tile.part(blocks, splits.bit_length() - 1) * (splits - 1) >= blocks):
+        splits //= 2  # and no part empty
     if tile == Tile(8) and splits == 1 and (I_units % 4 or -(-H // UNIT) % 4):
         tile = _PAIR
     rows = torch.float32 if splits * R * H * 4 <= EXACT_BYTES else torch.bfloat16
     # Rows that GEMM 1 gathers itself cost it 5 % where it is bound by arithmetic: more than `gather`, if I is large.
     gathered = tile.BN <= 32 or I <= 1024
-    # Once for each weight tile: with more rows a kernel is faster, and so it is with two CTAs a multiprocessor.
-    requantized = tile.BN == 8 and tile.ctas == 1 and R <= 2.5 * hit
-    return Plan(tile, Work(gate, True, gathered, bias, out=_TYPES[rows]), splits, rows, requantized)
+    # A static scale of h quantizes its fp32 values, as the reference does.
+    work = Work(gate, True, gathered, bias, nvfp4, h=Float32 if static else BFloat16, out=_TYPES[rows])
+    return Plan(tile, work, splits, rows)
 
 
 def _cost(tile: Tile, n: int) -> int:
@@ -229,8 +209,12 @@ def _token_tiles(R: int, E: int, tile: Tile) -> int:
 # ---- launches ------------------------------------------------------------------------------------
 
 
-def route(top_k_index: Tensor, num_experts: int, sync: int = 1) -> tuple[Groups, Tensor, Tensor]:
-    """`routing.group_by_expert`, the token of each row, and `sync` zeros for the GEMMs.
+def route(
+    top_k_index: Tensor, num_experts: int, sync: int = 1, x: Tensor | None = None, scale: Tensor | None = None
+) -> tuple[Groups, Tensor, Tensor, Rows | None]:
+    """`routing.group_by_expert`, the token of each row, `sync` zeros for the GEMMs, and x [T, K] as NVFP4 rows:
+    `values` bf16 code * sf [T, K] with fp32 `scale` [T]; with static ones, fp32 `scale` [E], both have a row for each
+    assignment. Values and scales are those of `reference.quantize_rows`.
 
     An id outside the legal range prints the rule and traps: the next synchronization raises.
     """
@@ -246,15 +230,27 @@ def route(top_k_index: Tensor, num_experts: int, sync: int = 1) -> tuple[Groups,
         shape = (8, 8, 1)
     else:
         shape = (8, 16, 1 << (R - 1).bit_length() - 12)
-    _route(ids.dtype, *shape)(ids, order, position, token, offsets, zeros, E, top_k)
-    return Groups(order, offsets, top_k, position), token, zeros
+    groups, rows, quantize = Groups(order, offsets, top_k, position), None, ()
+    if x is not None:
+        K, n, warps = x.shape[1], T if scale is None else R, 1
+        while warps < shape[1] and (K > 2048 * warps or n * warps < 1024 and K > 256 * warps):
+            warps *= 2  # so that a lane has no more than 64 values, and every multiprocessor something to do
+        quantize = (x.dtype, scale is not None, warps, -(-K // (256 * warps)))
+        values, row_scale = x.new_empty(n, K, dtype=torch.bfloat16), x.new_empty(n, dtype=torch.float32)
+        rows = Rows(values, None, row_scale, token if scale is None else order)
+    outputs = (None, None) if rows is None else (rows.values, rows.scale)
+    _route(ids.dtype, *shape, *quantize)(ids, order, position, token, offsets, zeros, x, scale, *outputs, E, top_k)
+    return groups, token, zeros, rows
 
 
 @cache
-def _route(dtype, ctas, warps, each):
-    v = launch.vector
-    arguments = (v(_TYPES[dtype]), v(Int32), v(Int32), v(Int32), v(Int32), v(Int32), Int32(1), Int32(1))
-    return launch.compiled(Route(ctas, warps, each), arguments, ARCHITECTURE)
+def _route(ids, ctas, warps, each, x=None, *quantize):
+    r, v = launch.rows, launch.vector
+    arguments = [v(_TYPES[ids]), *[v(Int32) for _ in range(5)], None, None, None, None, Int32(1), Int32(1)]
+    if quantize:
+        arguments[6:10] = r(_TYPES[x], 16), v(Float32) if quantize[0] else None, r(BFloat16, 16), v(Float32)
+    route = Route(ctas, warps, each, Quantize(*quantize) if quantize else None)
+    return launch.compiled(route, tuple(arguments), ARCHITECTURE)
 
 
 def _ids(top_k_index: Tensor) -> Tensor:
@@ -262,66 +258,42 @@ def _ids(top_k_index: Tensor) -> Tensor:
     return top_k_index.contiguous() if top_k_index.dtype in (torch.int32, torch.int64) else top_k_index.to(torch.int64)
 
 
-def gather(x: Tensor, groups: Groups) -> Tensor:
-    """x [T, H] -> [R, H], rows in grouped order, nobody's at the end."""
-    rows = x.new_empty(groups.num_rows, x.shape[1])
-    _gather()(x, groups.position, rows, groups.top_k)
-    return rows
+def gather(rows: Rows, groups: Groups, early: bool = True) -> Rows:
+    """Rows of tokens, or of assignments -> [R, K], in grouped order, nobody's at the end. `early`: they are older than
+    the kernel before. Scales stay where they are."""
+    x, R = rows.values, groups.num_rows
+    values = x.new_empty(R, x.shape[1])
+    _gather(early)(x, groups.position, values, R // x.shape[0])
+    return replace(rows, values=values)
 
 
 @cache
-def _gather():
+def _gather(early):
     arguments = (launch.rows(BFloat16, 16), launch.vector(Int32), launch.rows(BFloat16, 16), Int32(1))
-    return launch.compiled(Gather(), arguments, ARCHITECTURE)
+    return launch.compiled(Gather(early), arguments, ARCHITECTURE)
 
 
-def quantize_rows(
-    x: Tensor, top_k_index: Tensor, scale: Tensor | None, groups: Groups, order: str = "rows"
-) -> tuple[Tensor, Tensor]:
-    """As `reference.quantize_rows`: (bf16 code * sf [*, K], fp32 global scale of each row).
-
-    order   x has                     the results have
-    rows    [R, K], grouped           the same
-    spread  tokens [T, K]             [R, K] rows, grouped
-    tokens  tokens [T, K]             the same; scale must be None, as each expert has its own
-    """
-    (n, K), ids = x.shape, top_k_index.view(-1)
-    R = n if order == "tokens" else groups.num_rows
-    rows = x.new_empty(R, K, dtype=torch.bfloat16)
-    row_scale = x.new_empty(R, dtype=torch.float32)
-    warps = 1
-    while warps < 16 and (K > 2048 * warps or n * warps < 1024 and K > 256 * warps):
-        warps *= 2  # so that a lane has no more than 64 values, and every multiprocessor something to do
-    quantize = _quantize(x.dtype, ids.dtype, scale is not None, order, warps, -(-K // (256 * warps)))
-    place = groups.position if order == "spread" else groups.order
-    quantize(x, ids, place, row_scale if scale is None else scale, rows, row_scale, groups.top_k)
-    return rows, row_scale
-
-
-@cache
-def _quantize(dtype, ids, static, order, warps, each):
-    r, v = launch.rows, launch.vector
-    arguments = (r(_TYPES[dtype], 16), v(_TYPES[ids]), v(Int32), v(Float32), r(BFloat16, 16), v(Float32), Int32(1))
-    return launch.compiled(Quantize(static, order, warps, each), arguments, ARCHITECTURE)
-
-
-def _gemms(x, index, groups, w, h, y, sync, plan, row_scale=None) -> None:
-    """GEMM 1 from x to h, GEMM 2 from h to y, or one of them. What is not used may be any tensor of its dtype."""
-    tile, work = plan.tile, plan.work
+def _gemms(rows, groups, w, h, y, sync, plan) -> None:
+    """GEMM 1 from rows of x to h, GEMM 2 from h to y, or one of them. What is not used may be any of its dtype."""
+    x, R, tile, work = rows.values, groups.num_rows, plan.tile, plan.work
+    index = groups.offsets if rows.index is None else rows.index
     units13, units2 = w.w13.flatten(2), w.w2.flatten(2)
     b13, b2 = (x[:1], x[:1]) if w.b13 is None else (w.b13, w.b2)
-    row_scale = w.up_scale if row_scale is None else row_scale
+    row_scale = w.up_scale if rows.scale is None else rows.scale
     gate_scale = w.up_scale if w.gate_scale is None else w.gate_scale
-    h_scale = w.up_scale
-    if work.requantized:
-        h_scale = sync[-groups.num_rows :].view(torch.float32) if w.h_scale is None else w.h_scale
+    h_scale, raw, quantized = w.up_scale, x, h
+    if work.row_scale:
+        h_scale = sync[-R:].view(torch.float32) if w.h_scale is None else w.h_scale
+        raw = h.view(torch.bfloat16)
+    if h.dtype != torch.bfloat16:
+        quantized = x.new_empty(h.shape)
     weight_tiles = (-(-w.w13.shape[1] // tile.blocks) if work.gate else 0) + (
         -(-w.w2.shape[1] // tile.blocks) * plan.splits if work.down else 0
     )
-    tiles = _token_tiles(groups.num_rows, w.num_experts, tile) * weight_tiles
+    tiles = _token_tiles(R, w.num_experts, tile) * weight_tiles
     grid = min(multiprocessors(x.device) * tile.ctas, tiles)
     _kernel(tile, work, b13.dtype)(
-        units13, units2, x, index, h, y, groups.offsets, gate_scale, w.up_scale, w.w2_scale,
+        units13, units2, x, index, h, raw, quantized, y, groups.offsets, gate_scale, w.up_scale, w.w2_scale,
         b13, b2, row_scale, h_scale, sync, plan.splits.bit_length() - 1, grid,
     )  # fmt: skip
 
@@ -330,9 +302,9 @@ def _gemms(x, index, groups, w, h, y, sync, plan, row_scale=None) -> None:
 def _kernel(tile, work, bias):
     r, v = launch.rows, launch.vector
     arguments = (
-        r(Int32, UNIT_WORDS, 3), r(Int32, UNIT_WORDS, 3), r(BFloat16, 16), v(Int32), r(work.h, 16), r(work.out, 16),
-        v(Int32), v(Float32), v(Float32), v(Float32), r(_TYPES[bias]), r(_TYPES[bias]), v(Float32), v(Float32),
-        v(Int32), Int32(1), Int32(1),
+        r(Int32, UNIT_WORDS, 3), r(Int32, UNIT_WORDS, 3), r(BFloat16, 16), v(Int32),
+        r(work.h, 16), r(BFloat16, 16), r(BFloat16, 16), r(work.out, 16), v(Int32), v(Float32), v(Float32), v(Float32),
+        r(_TYPES[bias]), r(_TYPES[bias]), v(Float32), v(Float32), v(Int32), Int32(1), Int32(1),
     )  # fmt: skip
     return launch.compiled(GroupedGemm(tile, work), arguments, ARCHITECTURE)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cutlass import BFloat16
+from cutlass import BFloat16, Float32
 
 from moe_nvfp4.kernels.sm90_pack import UNIT_WORDS
 from moe_nvfp4.weights import Gate
@@ -55,6 +55,10 @@ class Tile:
         """By what K, in 64-column blocks, is shifted to count stages; a division would cost every tile time."""
         return self.KB.bit_length() - 1
 
+    def part(self, blocks, halvings):
+        """64-column blocks of a part of K, of 2^halvings: whole stages. Python integers, or a kernel's."""
+        return (((blocks - 1) >> halvings) + self.KB) & -self.KB
+
     @property
     def box(self) -> int:
         """Rows of tokens of one TMA copy."""
@@ -88,7 +92,8 @@ class Tile:
             raise ValueError(f"{self}: a CTA of {self.threads} threads starts with {there} registers; more never come")
         if self.small % 8 or self.small >= self.BN or self.warpwise and self.small:
             raise ValueError(f"{self}: `small` must be a multiple of 8 below BN, and 0 without WGMMA")
-        needed, there = self.stages * self.stage_bytes + part, SMEM // self.ctas - 3072 - 8 * (MAX_EXPERTS + 1)
+        needed = self.stages * self.stage_bytes + part + 8 * self.slots * self.BN  # two numbers of each row
+        there = SMEM // self.ctas - 2816 - 8 * (MAX_EXPERTS + 1)
         if needed > there:
             raise ValueError(f"{self}: {needed} bytes of shared memory, {there} are there")
 
@@ -98,8 +103,8 @@ class Work:
     """What a launch computes. gate: GEMM 1 and what follows it (None: no GEMM 1); down: GEMM 2.
 
     gathered: rows of x come by index; else they lie in order
-    row_scale: rows carry a global scale (NVFP4 activations). A launch of both GEMMs then quantizes h where GEMM 2
-    reads it: bf16 with a scale for each row, fp32 with its expert's
+    row_scale: rows of x carry a global scale each (NVFP4 activations), and h is quantized by tiles of its own between
+    those of GEMM 1 and GEMM 2: bf16 with a scale for each row, fp32 with its expert's
     h, out: dtype of what GEMM 1, GEMM 2 write, bf16 or fp32
     """
 
@@ -121,6 +126,11 @@ class Work:
         return self.gate is not None and self.down
 
     @property
-    def requantized(self) -> bool:
-        """Whether GEMM 2 quantizes what it reads of h."""
-        return self.both and self.row_scale
+    def measured(self) -> bool:
+        """Whether GEMM 1 keeps the largest magnitude of each row of h."""
+        return self.row_scale and self.h is BFloat16
+
+    @property
+    def width(self) -> int:
+        """bf16 columns that a value of h takes, where it is quantized."""
+        return 2 if self.row_scale and self.h is Float32 else 1

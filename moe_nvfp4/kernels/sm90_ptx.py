@@ -14,6 +14,8 @@ from moe_nvfp4.weights import Gate
 FIELDS = 0x81C081C0  # sign and magnitude of two bf16
 SCALE_FIELDS = 0x0FF00FF0  # five exponent bits and three of mantissa of two bf16
 SCALE_HIGH = 0x70007000  # their upper exponent bits: a scale s stands as s * 2^106
+# Of `dequantize`: an immediate costs a second LOP3; a shift takes the pipe that LOP3s wait for, a product does not.
+HELD = (SCALE_HIGH, 8, 4)
 UNSCALE = 2.0**20  # codes stand as code * 2^-126: the sums come out times 2^-20
 
 
@@ -27,13 +29,15 @@ def _mul_half(a, s, half):
     )
 
 
-def dequantize(w, s):
-    """A word of 8 codes and the two rows' scales -> the four registers of an m64k16 A fragment."""
+def dequantize(w, s, held):
+    """A word of 8 codes and the two rows' scales -> the four registers of an m64k16 A fragment. HELD in registers."""
+    high, eight, four = held
+    s = (s & SCALE_FIELDS) | high
     fields = (
         w & FIELDS,
-        (w << 3) & FIELDS,
+        (w * eight) & FIELDS,
         ((w & 0x40074007) * 66) & FIELDS,  # two shifts, by 6 and by 1, in one multiplication
-        ((w >> 3) & 0x01C001C0) | ((w << 2) & 0x80008000),
+        ((w >> 3) & 0x01C001C0) | ((w * four) & 0x80008000),
     )
     return [_mul_half(f, s, j % 2) for j, f in enumerate(fields)]
 
@@ -116,9 +120,14 @@ def store16(to, values):
 
 
 def keep_largest(at, magnitude, live):
-    """The fp32 number in global memory becomes at least `magnitude`, not negative and rounded to bf16; NaN wins."""
+    """The fp32 number in shared memory becomes at least `magnitude`, not negative and rounded to bf16; NaN wins."""
     bits = _pack_bf16(Float32(0.0), magnitude)
-    cute.arch.inline_ptx("red.relaxed.gpu.global.max.u32 [{$r0}], {$r1};", read_only_args=[at, bits], predicate=live)
+    cute.arch.inline_ptx("red.relaxed.cta.shared.max.u32 [{$r0}], {$r1};", read_only_args=[at, bits], predicate=live)
+
+
+def raise_to(at, bits):
+    """The same in global memory, of what is rounded."""
+    cute.arch.inline_ptx("red.relaxed.gpu.global.max.u32 [{$r0}], {$r1};", read_only_args=[at, bits])
 
 
 def copy16(to, to_offset: int, source, source_offset: int, size):

@@ -6,8 +6,6 @@ Route    top-k ids -> order, position, token, offsets: a stable counting sort by
          so that ranks come out in order. One CTA when there are few assignments, else a cluster of
          eight, which read each other's histograms.
 Gather   the rows of x in grouped order: a token is read once and written to the rows of its slots.
-Quantize rows -> NVFP4, each with a global scale of its own; a value stands as bf16 `code * sf`, which is exact.
-         Tokens are quantized once and then spread as by Gather.
 Combine  y[t] = sum over slots j = 0, 1, ... of weight[t, j] * rows[position[t, j]], fp32, in that order; a row
          may come in parts (GEMM 2 split along K), which are added first.
 """
@@ -88,24 +86,44 @@ def _load_of(rank: int, pointer: cute.Pointer) -> Int32:
 
 
 class Route:
-    """`ctas` CTAs of a cluster, `warps` warps each, `each` assignments a thread.
+    """`ctas` CTAs of a cluster, `warps` warps each, `each` assignments a thread. Beside them, others `quantize` x:
+    neither needs the other.
 
     The order is put together in shared memory: to write it out of order, a word a sector, took ten microseconds.
     """
 
     LOCAL = 14  # bits of an assignment's place within its CTA's; 17 above them hold its row
 
-    def __init__(self, ctas: int, warps: int, each: int):
+    def __init__(self, ctas: int, warps: int, each: int, quantize=None):
         assert 32 * warps * each <= 1 << self.LOCAL
-        self.ctas, self.warps, self.each = ctas, warps, each
+        self.ctas, self.warps, self.each, self.quantize = ctas, warps, each, quantize
 
     def __repr__(self) -> str:
-        return f"Route({self.ctas}, {self.warps}, {self.each})"
+        return f"Route({self.ctas}, {self.warps}, {self.each}, {self.quantize})"
 
     @cute.jit
-    def __call__(self, mIds, mOrder, mPosition, mToken, mOffsets, mSync, E: Int32, top_k: Int32, stream):
-        self.kernel(mIds, mOrder, mPosition, mToken, mOffsets, mSync, E, top_k).launch(
-            grid=[self.ctas, 1, 1],
+    def __call__(
+        self,
+        mIds,
+        mOrder,
+        mPosition,
+        mToken,
+        mOffsets,
+        mSync,
+        mX,
+        mScale,
+        mRows,
+        mRowScale,
+        E: Int32,
+        top_k: Int32,
+        stream,
+    ):
+        ctas = Int32(self.ctas)
+        if const_expr(self.quantize is not None):
+            each = self.warps // self.quantize.warps  # rows a CTA has
+            ctas += (mRows.shape[0] + each * self.ctas - 1) // (each * self.ctas) * self.ctas  # whole clusters
+        self.kernel(mIds, mOrder, mPosition, mToken, mOffsets, mSync, mX, mScale, mRows, mRowScale, E, top_k).launch(
+            grid=[ctas, 1, 1],
             block=[self.warps * 32, 1, 1],
             cluster=[self.ctas, 1, 1] if const_expr(self.ctas > 1) else None,
             smem=(32 + (self.warps + 3) * (E + 1) + self.warps * 32 * self.each) * 4,
@@ -116,19 +134,34 @@ class Route:
     @cute.kernel
     def kernel(
         self,
-        mIds: cute.Tensor,
+        mIds: cute.Tensor,  # [R]
         mOrder: cute.Tensor,
         mPosition: cute.Tensor,
         mToken: cute.Tensor,
         mOffsets: cute.Tensor,
         mSync: cute.Tensor,
+        mX: cute.Tensor | None,  # [T, K], what follows is as in `sm90_quantize.Quantize`
+        mScale: cute.Tensor | None,
+        mRows: cute.Tensor | None,
+        mRowScale: cute.Tensor | None,
         E: Int32,
         top_k: Int32,
     ):
+        cta, _, _ = cute.arch.block_idx()
+        if const_expr(self.quantize is None):
+            self.group(cta, mIds, mOrder, mPosition, mToken, mOffsets, mSync, E, top_k)
+        else:
+            if cta < self.ctas:
+                self.group(cta, mIds, mOrder, mPosition, mToken, mOffsets, mSync, E, top_k)
+            else:
+                self.quantize.rows(cta - self.ctas, self.warps, mX, mIds, mScale, mRows, mRowScale, top_k)
+
+    @cute.jit
+    def group(self, cta: Int32, mIds, mOrder, mPosition, mToken, mOffsets, mSync, E: Int32, top_k: Int32):
+        """One of the CTAs that sort."""
         threads, each = self.warps * 32, self.each
         chunk = threads * each
         tid, _, _ = cute.arch.thread_idx()
-        cta, _, _ = cute.arch.block_idx()
         warp, lane = tid // 32, tid % 32
         bins = E + 1
         smem = cute.arch.get_dyn_smem(Int32)
@@ -234,16 +267,26 @@ def load_eight(mRows: cute.Tensor, row, column, out):
         cute.autovec_copy(_some(mRows, row, column), out)
 
 
-class Gather:
-    """A warp has `WIDTH` columns of a token, 16 bytes a lane at a time.
+@cute.jit
+def store_eight(mRows: cute.Tensor, row, column, values: list):
+    """Eight fp32 registers, as bf16."""
+    out = cute.make_rmem_tensor(8, BFloat16)
+    for i in cutlass.range_constexpr(8):
+        out[i] = values[i].to(BFloat16)
+    cute.autovec_copy(out, _some(mRows, row, column))
 
-    x is older than the routing kernel: it is read while that one ends. So it is in `Quantize`, where it spreads.
-    """
+
+class Gather:
+    """A warp has `WIDTH` columns of a token, 16 bytes a lane at a time. `early`: x is older than the routing kernel,
+    and read while that one ends."""
 
     THREADS, WIDTH = 256, 1024
 
+    def __init__(self, early: bool):
+        self.early = early
+
     def __repr__(self) -> str:
-        return "Gather"
+        return f"Gather({self.early})"
 
     @cute.jit
     def __call__(self, mX, mPosition, mRows, top_k: Int32, stream):
@@ -263,11 +306,14 @@ class Gather:
         number = cta * (self.THREADS // 32) + tid // 32
         token, first = number // parts, number % parts * self.WIDTH + tid % 32 * 8
         loaded = [cute.make_rmem_tensor(8, mX.element_type) for _ in range(self.WIDTH // 256)]
+        if const_expr(not self.early):
+            cute.arch.griddepcontrol_wait()
         if token < mX.shape[0]:
             for i in cutlass.range_constexpr(self.WIDTH // 256):
                 if first + i * 256 < mX.shape[1]:
                     cute.autovec_copy(_some(mX, token, first + i * 256), loaded[i])
-        cute.arch.griddepcontrol_wait()
+        if const_expr(self.early):
+            cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         if token < mX.shape[0]:
             for j in cutlass.range(top_k, unroll=1):
@@ -275,133 +321,6 @@ class Gather:
                 for i in cutlass.range_constexpr(self.WIDTH // 256):
                     if first + i * 256 < mX.shape[1]:
                         cute.autovec_copy(loaded[i], _some(mRows, row, first + i * 256))
-
-
-class Quantize:
-    """`warps` warps have a row of x, `each` halves of blocks a lane. Its global scale is its expert's if `static`,
-    else its own. x has "rows" in grouped order, or "tokens", which are older than the routing kernel: they are read
-    while that one ends. "spread" tokens go to the rows of their slots.
-
-    Values and scales are what `format.quantize` returns, bit for bit.
-    """
-
-    def __init__(self, static: bool, order: str, warps: int, each: int):
-        self.static, self.order, self.warps, self.each = static, order, warps, each
-        self.early, self.spread = order != "rows", order == "spread"
-        self.threads = 32 * max(4, warps)
-
-    def __repr__(self) -> str:
-        return f"Quantize({self.static}, {self.order}, {self.warps}, {self.each})"
-
-    @cute.jit
-    def __call__(self, mX, mIds, mPlace, mScale, mRows, mRowScale, top_k: Int32, stream):
-        each = self.threads // (32 * self.warps)  # rows of x a CTA has
-        self.kernel(mX, mIds, mPlace, mScale, mRows, mRowScale, top_k).launch(
-            grid=[(mX.shape[0] + each - 1) // each, 1, 1], block=[self.threads, 1, 1], smem=64, stream=stream,
-            use_pdl=True,
-        )  # fmt: skip
-
-    @cute.kernel
-    def kernel(
-        self,
-        mX: cute.Tensor,  # bf16 or fp32 [*, K]
-        mIds: cute.Tensor,  # [R], the expert of each assignment; for static scales, as is mScale
-        mPlace: cute.Tensor,  # int32 [R], the row of each assignment if `spread`, else the assignment of each row
-        mScale: cute.Tensor,  # fp32 [E]
-        mRows: cute.Tensor,  # bf16 [*, K], written
-        mRowScale: cute.Tensor,  # fp32 [*], written
-        top_k: Int32,
-    ):
-        tid, _, _ = cute.arch.thread_idx()
-        cta, _, _ = cute.arch.block_idx()
-        lane, lanes = tid % (32 * self.warps), 32 * self.warps
-        sLargest = cute.make_tensor(cute.arch.get_dyn_smem(Float32), cute.make_layout(16))
-        number = cta * (self.threads // (32 * self.warps)) + tid // (32 * self.warps)
-        source = cutlass.min(number, mX.shape[0] - 1)
-        if const_expr(not self.early):
-            cute.arch.griddepcontrol_wait()
-            cute.arch.griddepcontrol_launch_dependents()
-
-        loaded = [cute.make_rmem_tensor(8, mX.element_type) for _ in range(self.each)]
-        rounded = [cute.make_rmem_tensor(8, BFloat16) for _ in range(self.each)]
-        for i in cutlass.range_constexpr(self.each):
-            load_eight(mX, source, (lane + i * lanes) * 8, loaded[i])
-        global_scale = Float32(1.0)
-        if const_expr(not self.static):
-            largest = arithmetic.largest_magnitude([arithmetic.largest_magnitude(_fp32(x)) for x in loaded])
-            largest = arithmetic.largest_of_lanes(largest, range(5))
-            if const_expr(self.warps > 1):
-                if tid % 32 == 0:
-                    sLargest[tid // 32] = largest
-                cute.arch.sync_threads()
-                first = tid // (32 * self.warps) * self.warps
-                largest = arithmetic.largest_magnitude([sLargest[first + w] for w in range(self.warps)])
-            global_scale = arithmetic.global_scale_for(largest)
-            for i in cutlass.range_constexpr(self.each):
-                self.round(loaded[i], global_scale, rounded[i])
-
-        if const_expr(self.early):
-            cute.arch.griddepcontrol_wait()
-            cute.arch.griddepcontrol_launch_dependents()
-        if number < mX.shape[0]:
-            for j in cutlass.range(top_k if const_expr(self.spread) else 1, unroll=1):
-                row = mPlace[source * top_k + j] if const_expr(self.spread) else source
-                if const_expr(self.static):
-                    e = Int32(mIds[source * top_k + j if const_expr(self.spread) else mPlace[source]])
-                    here = e >= 0 and e < mScale.shape[0]  # nobody's rows are quantized too, somehow
-                    global_scale = mScale[cutlass.select_(here, e, Int32(0))]
-                    for i in cutlass.range_constexpr(self.each):
-                        self.round(loaded[i], global_scale, rounded[i])
-                if lane == 0:
-                    mRowScale[row] = global_scale
-                for i in cutlass.range_constexpr(self.each):
-                    column = (lane + i * lanes) * 8
-                    if column < mX.shape[1]:
-                        cute.autovec_copy(rounded[i], _some(mRows, row, column))
-
-    @cute.jit
-    def round(self, x, global_scale, out):
-        rounded = code_times_sf(_fp32(x), global_scale)
-        for i in cutlass.range_constexpr(8):
-            out[i] = rounded[i].to(BFloat16)
-
-
-def _fp32(x):
-    return [x[i].to(Float32) for i in range(8)]
-
-
-@cute.jit
-def code_times_sf(values: list, global_scale: Float32):
-    """8 values, the next lane having the other 8 of the block -> their code * sf, exact in bf16:
-    sf = e4m3(max / 6 / global_scale), code = e2m1(x / (sf * global_scale))."""
-    largest = arithmetic.largest_of_lanes(arithmetic.largest_magnitude(values), range(1))
-    sf = arithmetic.encode_e4m3(arithmetic.divide(arithmetic.divide(largest, Float32(6.0)), global_scale))
-    value = arithmetic.decode_e4m3(sf)
-    scale = arithmetic.mul(value, global_scale)
-    rounded = [Float32(0.0)] * 8
-    if sf != 0:
-        if scale > 2.0**-60 and scale < 2.0**60 and largest < 2.0**60:  # one division for 8
-            inverse = arithmetic.divide(Float32(1.0), scale)
-            rounded = [_e2m1(arithmetic.divide_near(v, scale, inverse), v) * value for v in values]
-        else:
-            rounded = [_e2m1(arithmetic.divide(v, scale), v) * value for v in values]
-    return rounded
-
-
-def _e2m1(x, sign):
-    """The nearest of 0, 0.5, 1, 1.5, 2, 3, 4, 6, with the sign of `sign`; ties to the even code, 6 beyond 6; NaN stays.
-
-    `sign` is what was divided: x, a quotient, may be 0.
-    """
-    a = cute.arch.fmax(x, 0.0 - x, nan=True)
-    step = cutlass.select_(a < 2.0, Float32(0.5), cutlass.select_(a < 4.0, Float32(1.0), Float32(2.0)))
-    inverse = cutlass.select_(a < 2.0, Float32(2.0), cutlass.select_(a < 4.0, Float32(1.0), Float32(0.5)))
-    a = (
-        cute.arch.inline_ptx("cvt.rni.f32.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[a * inverse])
-        * step
-    )
-    a = cutlass.select_(a > 6.0, Float32(6.0), a)
-    return cutlass.select_(sign < 0.0, -a, a)
 
 
 class Combine:

@@ -27,7 +27,7 @@ DTYPES = {
     "float4_e2m1fn_x2": (17, 4, 2),
 }  # fmt: skip
 CUDA = 2  # DLPack's device type: the host code checks it
-INT, FLOAT, TENSOR = 1, 3, 7  # type indices of TVM-FFI's values
+NONE, INT, FLOAT, TENSOR = 0, 1, 3, 7  # type indices of TVM-FFI's values
 CLUSTER_DIMENSION = 4  # cudaLaunchAttributeID
 
 
@@ -300,6 +300,8 @@ class Emulated:
             described = _DLTensor(address_of(argument, memory), CUDA, 0, rank, *DTYPES[tensor.dtype], shape, strides, 0)
             kept.append((described, shape, strides, argument))
             return _Any(TENSOR, 0, ctypes.addressof(described))
+        if argument is None:
+            return _Any(NONE, 0, 0)
         if isinstance(argument, float):
             return _Any(FLOAT, 0, struct.unpack("<Q", struct.pack("<d", argument))[0])
         return _Any(INT, 0, int(argument) & ((1 << 64) - 1))
