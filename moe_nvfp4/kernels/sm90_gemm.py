@@ -74,6 +74,7 @@ from moe_nvfp4.kernels import sm90_quantize as h_rows
 from moe_nvfp4.kernels.sm90_config import MAX_EXPERTS, Tile, Work
 from moe_nvfp4.kernels.sm90_pack import UNIT_WORDS
 
+GEMM1, GEMM2, QUANTIZE = 0, 1, 2  # kinds of tiles
 QUANTIZED = 16  # 64-column blocks of a tile that is to be quantized
 RASTER = 16  # token tiles that share a weight tile before the next weight tile begins
 
@@ -288,20 +289,8 @@ class GroupedGemm:
             cute.arch.setmaxregister_increase(t.registers[0])
             sPart = storage.part.get_tensor(cute.make_layout((128, t.MB * t.BN // 2, t.across, max(1, t.KS - 1))))
             outputs = (mH, mQ, mY, mGateScale, mUpScale, mDownScale, mBias1, mBias2, mHScale)
-            self.consume(
-                sX,
-                storage.x.data_ptr(),
-                storage.w.data_ptr(),
-                sPart,
-                (sRowScale, sLargest),
-                held,
-                k64,
-                halvings,
-                ring,
-                news,
-                stored,
-                outputs,
-            )
+            memory = (sX, storage.x.data_ptr(), storage.w.data_ptr(), sPart, (sRowScale, sLargest), held)
+            self.consume(memory, k64, halvings, ring, news, stored, outputs)
 
     # ---- producers ----
 
@@ -331,10 +320,10 @@ class GroupedGemm:
             second = tile >= before2
             number = tile - before2 if second else tile
             mtiles = mtiles2 if second else mtiles1
-            kind = Int32(1) if second else Int32(0)
+            kind = Int32(GEMM2) if second else Int32(GEMM1)
             if const_expr(work.row_scale):
                 if tile >= tiles1 and not second:
-                    number, mtiles, kind = tile - tiles1, parts, Int32(2)
+                    number, mtiles, kind = tile - tiles1, parts, Int32(QUANTIZE)
             e, mt_part, row, rows, token_tile = _tile_at(sOffsets, sFirst, E, number, mtiles, t.BN)
             cute.arch.mbarrier_wait(heard + slot, turn)
             following = tile + grid
@@ -349,12 +338,12 @@ class GroupedGemm:
             slot, turn = self.advance(slot, turn, t.slots)
             mt, part, begin, count = self.part(mt_part, k64, kind, halvings)
             boxed = (rows + t.box - 1) // t.box * t.box  # rows of tokens that TMA writes
-            if self.by_lanes(kind != 0):
+            if self.by_lanes(kind != GEMM1):
                 boxed = Int32(0)
             M64, K64 = (m64[1] if second else m64[0]), (k64[1] if second else k64[0])
             valid = cutlass.min(M64 - mt * t.blocks, Int32(t.blocks))
             if const_expr(work.row_scale):
-                valid = cutlass.select_(kind == 2, Int32(0), valid)
+                valid = cutlass.select_(kind == QUANTIZE, Int32(0), valid)
             source = (mW2.iterator.toint() if second else mW1.iterator.toint()) + (
                 (Int64(e * M64 + mt * t.blocks) * K64 + begin) * (UNIT_WORDS * 4)
             )
@@ -391,14 +380,14 @@ class GroupedGemm:
         """What a tile says of its place -> (weight tile, part of K, its first 64-column block, how many); of one that
         quantizes (-, -, its first 64-column block, how many)."""
         part, first, count = Int32(0), Int32(0), k64[0]
-        if kind == 1:
+        if kind == GEMM2:
             part = mt & ((1 << halvings) - 1)
             mt = mt >> halvings
             each = self.t.part(k64[1], halvings)
             first = part * each
             count = cutlass.min(each, k64[1] - first)
         if const_expr(self.work.row_scale):
-            if kind == 2:
+            if kind == QUANTIZE:
                 first = mt * QUANTIZED
                 count = cutlass.min(k64[1] * self.work.width - first, Int32(QUANTIZED))
         return mt, part, first, count
@@ -408,14 +397,14 @@ class GroupedGemm:
         return (k64[1] * self.work.width + QUANTIZED - 1) // QUANTIZED
 
     @cute.jit
-    def by_lanes(self, second):
+    def by_lanes(self, of_h):
         """Whether a tile's tokens come 16 bytes a lane: gathered ones, and the few rows of h that are waited for. Else
         TMA brings them."""
         holds = self.work.by_index
         if const_expr(self.t.warpwise and not holds):
-            holds = second
+            holds = of_h
         elif const_expr(holds and not self.t.warpwise):
-            holds = not second
+            holds = not of_h
         return holds
 
     @cute.jit
@@ -445,9 +434,7 @@ class GroupedGemm:
 
     @cute.jit
     def hear(self, news, slot, turn):
-        """A warp: the next tile -> (4 * expert + kind or -1, weight tile, first row, 512 * token tile + rows).
-
-        Kinds: 0 GEMM 1, 1 GEMM 2, 2 h to be quantized."""
+        """A warp: the next tile -> (4 * expert + kind or -1, weight tile, first row, 512 * token tile + rows)."""
         told, heard, sTiles = news
         cute.arch.mbarrier_wait(told + slot, turn)
         tile = cute.make_rmem_tensor(4, Int32)
@@ -480,7 +467,7 @@ class GroupedGemm:
         while what >= 0:
             rows = last & 511
             kind = what & 3
-            of_h, raw = kind != 0, kind == 2
+            of_h, raw = kind != GEMM1, kind == QUANTIZE
             if const_expr(work.both):
                 if of_h:
                     quantized = 0
@@ -534,7 +521,8 @@ class GroupedGemm:
                 if const_expr(work.row_scale):  # under the copies
                     if mine == 0:
                         if kt == 0:
-                            h_rows.ask_scales(row_scale, (mIndex, *scales), what, row, rows, work.h)
+                            place = (what >> 2, row, rows)
+                            h_rows.ask_scales(row_scale, (mIndex, *scales), of_h, place, work.h)
                         if kt == scales_at:
                             h_rows.tell_scales(row_scale, sRowScale[None, slot], of_h, work.h)
                     cute.arch.mbarrier_arrive(full + stage)  # each lane for what it stored
@@ -553,10 +541,10 @@ class GroupedGemm:
         slot, turn = Int32(0), Int32(0)
         what, mt, row, last = self.hear(news, slot, turn)
         while what >= 0:
-            if (what & 3) != 1:
+            if (what & 3) != GEMM2:
                 cute.arch.mbarrier_wait(stored + slot, turn)
                 if const_expr(self.work.measured):
-                    if (what & 3) == 0:
+                    if (what & 3) == GEMM1:
                         for token in cutlass.range(cute.arch.lane_idx(), last & 511, 32, unroll=1):
                             at = mHScale.iterator.toint() + Int64(row + token) * 4
                             ptx.raise_to(at, sLargest[token, slot])
@@ -580,16 +568,15 @@ class GroupedGemm:
     # ---- consumers ----
 
     @cute.jit
-    def consume(self, sX, pX, sW, sPart, of_rows, held, k64, halvings, ring, news, stored, outputs):
+    def consume(self, memory, k64, halvings, ring, news, stored, outputs):
         """A consumer warp: every tile."""
         work = self.work
         stage, phase, slot, turn = Int32(0), Int32(0), Int32(0), Int32(0)
         what, mt, row, last = self.hear(news, slot, turn)
-        memory = (sX, pX, sW, sPart, of_rows, held)
         while what >= 0:
             tile, rest = (what, mt, row, last, slot), (memory, k64, halvings, ring, outputs)
             if const_expr(work.row_scale):
-                if (what & 3) == 2:
+                if (what & 3) == QUANTIZE:
                     stage, phase = self.quantize(tile, stage, phase, rest)
                 else:
                     stage, phase = self.one_of(tile, stage, phase, rest)
@@ -617,7 +604,7 @@ class GroupedGemm:
         t = self.t
         _, part, row, last, slot = tile
         (_, pX, _, _, (sRowScale, _), _), k64, halvings, (full, empty), outputs = rest
-        _, _, first, count = self.part(part, k64, Int32(2), halvings)
+        _, _, first, count = self.part(part, k64, Int32(QUANTIZE), halvings)
         for kt in cutlass.range((count + (t.KB - 1)) >> t.shift, unroll=1):
             cute.arch.mbarrier_wait(full + stage, phase)
             at = Int32(pX.toint()) + stage * (t.KB * t.BN * 128)
@@ -652,7 +639,7 @@ class GroupedGemm:
         tid = cute.arch.thread_idx()[0] % 128
         wg = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // 128)
         wk, wm = wg // t.across, wg % t.across
-        e, second, rows = what >> 2, (what & 3) == 1, last & 511
+        e, second, rows = what >> 2, (what & 3) == GEMM2, last & 511
         mt, part, first, count = self.part(mt, k64, what & 3, halvings)
         scales = (*self.scales(outputs, e, second), of_rows, slot)
         acc = cute.make_rmem_tensor(t.MB * N // 2, Float32)

@@ -117,15 +117,14 @@ class Quantize:
 
 
 @cute.jit
-def ask_scales(out, sources, what: Int32, row: Int32, rows: Int32, h: cutlass.Constexpr):
+def ask_scales(out, sources, of_h, place, h: cutlass.Constexpr):
     """A warp: what gives the global scales of a tile's tokens lane, lane + 32, ... : of x those scales, of h (a dtype)
     its expert's if fp32, if bf16 the largest magnitudes."""
-    mIndex, mRowScale, mHScale = sources
-    of_h = (what & 3) != 0
+    (mIndex, mRowScale, mHScale), (e, row, rows) = sources, place
     address = cutlass.select_(of_h, mHScale.iterator.toint(), mRowScale.iterator.toint())
     for q in cutlass.range_constexpr(cute.size(out)):
         at = row + cutlass.min(cute.arch.lane_idx() + 32 * q, rows - 1)
-        h_at = what >> 2 if const_expr(h is Float32) else at
+        h_at = e if const_expr(h is Float32) else at
         if not of_h:
             at = mIndex[at]
         at = address + Int64(cutlass.select_(of_h, h_at, at)) * 4

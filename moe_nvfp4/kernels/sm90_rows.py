@@ -103,21 +103,9 @@ class Route:
 
     @cute.jit
     def __call__(
-        self,
-        mIds,
-        mOrder,
-        mPosition,
-        mToken,
-        mOffsets,
-        mSync,
-        mX,
-        mScale,
-        mRows,
-        mRowScale,
-        E: Int32,
-        top_k: Int32,
-        stream,
-    ):
+        self, mIds, mOrder, mPosition, mToken, mOffsets, mSync, mX, mScale, mRows, mRowScale,
+        E: Int32, top_k: Int32, stream,
+    ):  # fmt: skip
         ctas = Int32(self.ctas)
         if const_expr(self.quantize is not None):
             each = self.warps // self.quantize.warps  # rows a CTA has
