@@ -1,4 +1,4 @@
-"""What the tests share: the reference's layer, one scalar for its error, and the one table of thresholds."""
+"""What the tests share: the reference's layer and rows, one scalar for its error, and the one table of thresholds."""
 
 import os
 import subprocess
@@ -8,8 +8,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from moe_nvfp4 import format as nvfp4
 from moe_nvfp4 import reference
-from moe_nvfp4.routing import Rows, group_by_expert
+from moe_nvfp4.routing import Groups, Rows, group_by_expert
 from moe_nvfp4.weights import ExpertWeights
 
 # Relative error ||a - b|| / ||b|| in float64 against an independent computation.
@@ -37,6 +38,13 @@ def reference_layer(x: Tensor, ids: Tensor, top_k_weights: Tensor, w: ExpertWeig
         if not h.is_nvfp4:
             h = reference.quantize_rows(h.values, None, None, groups)
     return reference.gemm2_combine(h, w, groups, top_k_weights, torch.float32)
+
+
+def reference_rows(x: Tensor, index: Tensor | None, scale: Tensor | None, groups: Groups) -> tuple[Tensor, Tensor]:
+    """`reference.quantize_rows` of the rows with an expert (others have no block scales) -> fp32 code * sf, scales."""
+    want, live = reference.quantize_rows(x, index, scale, groups), int(groups.offsets[-1])
+    sf = nvfp4.unswizzle_sf_grouped(want.sf, groups.offsets, groups.num_rows, x.shape[1] // 16)
+    return nvfp4.dequantize(want.values[:live], sf[:live], None), want.scale[:live]
 
 
 _PEAK = """

@@ -8,16 +8,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import numpy as np
-import pytest
 import torch
 
-from moe_nvfp4 import format as nvfp4
-from moe_nvfp4 import reference
 from moe_nvfp4.kernels import launch, sm90
 from moe_nvfp4.kernels.sm90_config import Tile
 from moe_nvfp4.layer import NVFP4Experts
 from moe_nvfp4.routing import Rows
 from moe_nvfp4.weights import SILU, Gate
+from tests.common import reference_rows
 
 OAI = Gate("silu", alpha=1.702, limit=1.5, up_offset=1.0)
 RELU2 = Gate("relu2", gated=False)
@@ -45,6 +43,16 @@ def fresh_kernels():
     finally:
         for function in caches:
             function.cache_clear()
+
+
+@contextmanager
+def planned(plan):
+    """Whatever is launched is launched by this plan."""
+    kept, sm90._plan_for = sm90._plan_for, lambda *_: plan
+    try:
+        yield
+    finally:
+        sm90._plan_for = kept
 
 
 @contextmanager
@@ -91,24 +99,21 @@ def quantized_h(module, ids, tile=None):
     x = nvfp4_tokens(T, w.hidden_size).to(ids.device)
     plan = sm90._plan(w, T, top_k, x.device)
     plan = replace(plan, tile=tile or plan.tile, work=replace(plan.work, gathered=True))
-    launched, kernel_of = [], sm90._kernel
+    launched = {}
 
-    def listening(*key):
-        return lambda *values: (launched.append(values), kernel_of(*key)(*values))
+    def listener(kernel, run, values):
+        run()
+        launched[type(kernel).__name__] = values
 
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(sm90, "_plan_for", lambda *_: plan)
-        monkeypatch.setattr(sm90, "_kernel", listening)
+    with every_launch(listener), planned(plan):
         sm90.experts(x, ids, torch.ones(T, top_k, device=x.device), w)
-    found = launched[0][6]
+    found = launched["GroupedGemm"][6]
     groups, token, *_ = sm90.route(ids, w.num_experts)
     h = x.new_empty(found.shape, dtype=torch.bfloat16 if w.h_scale is None else torch.float32)
     work = replace(plan.work, down=False, row_scale=False, out=sm90._TYPES[x.dtype])
     sm90._gemms(Rows(x, index=token), groups, w, h, x[:1], groups.offsets, replace(plan, work=work))
-    live = int(groups.offsets[-1])
-    want = reference.quantize_rows(h, None, w.h_scale, groups)
-    sf = nvfp4.unswizzle_sf_grouped(want.sf, groups.offsets, groups.num_rows, w.intermediate_size // 16)
-    return found[:live], nvfp4.dequantize(want.values[:live], sf[:live], None).bfloat16()
+    want, _ = reference_rows(h, None, w.h_scale, groups)
+    return found[: len(want)], want.bfloat16()
 
 
 @dataclass(frozen=True)
@@ -155,11 +160,8 @@ class Layer:
         x, ids, weights = (t.to(device) for t in rest)
         plan = sm90._plan(packed, *ids.shape, x.device)
         plan = replace(plan, tile=self.tile, splits=self.splits, work=replace(plan.work, gathered=self.gathered))
-        kept, sm90._plan_for = sm90._plan_for, lambda *_: plan
-        try:
+        with planned(plan):
             return sm90.experts(x, ids, weights, packed)
-        finally:
-            sm90._plan_for = kept
 
 
 @dataclass(frozen=True)

@@ -14,12 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_nvfp4 import format as nvfp4
-from moe_nvfp4 import reference
 from moe_nvfp4.kernels import sm90_pack
 from moe_nvfp4.layer import NVFP4Experts, on_hopper
 from moe_nvfp4.routing import Rows, group_by_expert
 from moe_nvfp4.weights import SILU, Gate
-from tests.common import THRESHOLDS, reference_layer, relative_error
+from tests.common import THRESHOLDS, reference_layer, reference_rows, relative_error
 
 HOPPER = torch.cuda.is_available() and on_hopper(torch.device("cuda", 0))
 on_gpu = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU and nvidia-cutlass-dsl")
@@ -95,8 +94,8 @@ def test_pack_refuses_what_is_no_block_scale():
 # ---- layers and their reference ------------------------------------------------------------------
 
 
-def make_layer(E, H, I, gate=SILU, bias=False, seed=0, scales=(40, 72)):
-    layer = NVFP4Experts(E, H, I, gate, bias=torch.bfloat16 if bias else None)
+def make_layer(E, H, I, gate=SILU, bias=False, seed=0, scales=(40, 72), activations="bf16", static=False):
+    layer = NVFP4Experts(E, H, I, gate, activations, torch.bfloat16 if bias else None, input_scale=static)
     g = torch.Generator().manual_seed(seed)
     for name in (layer.up_name, "down_proj"):
         codes, sf = getattr(layer, name), getattr(layer, f"{name}_sf")
@@ -238,12 +237,9 @@ def test_rows_are_quantized_to_the_bit(K, dtype, static):
     x[8], x[9, ::3], x[10, 5] = 0, 0, float("nan")
     scale = torch.logspace(-4, 0, 8).cuda() if static else None
     groups, token, _, rows = sm90.route(ids, 8, 1, x, scale)
-    live = int(groups.offsets[-1])  # nobody's rows have no block scales to compare with
-    want = reference.quantize_rows(x, token, scale, groups)
-    sf = nvfp4.unswizzle_sf_grouped(want.sf, groups.offsets, groups.num_rows, K // 16)
-    values, row_scale = (t[rows.index.long()][:live] for t in (rows.values, rows.scale))
-    codes_times_sf = nvfp4.dequantize(want.values[:live], sf[:live], None)
-    assert torch.equal(row_scale.nan_to_num(-1), want.scale[:live].nan_to_num(-1))
+    codes_times_sf, scales = reference_rows(x, token, scale, groups)
+    values, row_scale = (t[rows.index.long()][: len(scales)] for t in (rows.values, rows.scale))
+    assert torch.equal(row_scale.nan_to_num(-1), scales.nan_to_num(-1))
     assert torch.equal(values.float().nan_to_num(-1), codes_times_sf.nan_to_num(-1))
 
 
@@ -252,9 +248,7 @@ def test_rows_are_quantized_to_the_bit(K, dtype, static):
 @pytest.mark.parametrize("T", [1, 7, 30, 150, 600])
 @pytest.mark.parametrize("gate, bias", [(SILU, False), (OAI, True), (RELU2, False)], ids=["silu", "oai", "relu2"])
 def test_w4a4(gate, bias, T, static):
-    layer = NVFP4Experts(16, 512, 192, gate, "nvfp4", torch.bfloat16 if bias else None, input_scale=static)
-    like = make_layer(16, 512, 192, gate, bias)
-    layer.cuda().load_state_dict(like.state_dict(), strict=False)
+    layer = make_layer(16, 512, 192, gate, bias, activations="nvfp4", static=static)
     for name in ("up_proj", "down_proj") if static else ():
         getattr(layer, f"{name}_input_scale").data.uniform_(1e-3, 2e-3)
     x, (ids, weights) = tokens(T, 512), routing(T, 16, 4, sentinels=True)
@@ -271,8 +265,7 @@ def test_w4a4(gate, bias, T, static):
 def test_h_is_quantized_to_the_bit(T, static):
     from tests.hopper_layers import quantized_h
 
-    layer = NVFP4Experts(8, 256, 1200, SILU, "nvfp4", input_scale=static)
-    layer.cuda().load_state_dict(make_layer(8, 256, 1200).state_dict(), strict=False)
+    layer = make_layer(8, 256, 1200, activations="nvfp4", static=static)
     if static:
         layer.up_proj_input_scale.data.fill_(1)
         layer.down_proj_input_scale.data.copy_(torch.logspace(0, 4, 8))
@@ -282,9 +275,7 @@ def test_h_is_quantized_to_the_bit(T, static):
 
 @on_gpu
 def test_w4a4_with_parts_of_k():
-    layer = NVFP4Experts(4, 256, 4096, SILU, "nvfp4")
-    like = make_layer(4, 256, 4096)
-    layer.cuda().load_state_dict(like.state_dict(), strict=False)
+    layer = make_layer(4, 256, 4096, activations="nvfp4")
     x, (ids, weights) = tokens(5, 256), routing(5, 4, 2)
     want = expected(layer, x, ids, weights)
     assert relative_error(layer(x, ids, weights), want) < THRESHOLDS["w4a4"]

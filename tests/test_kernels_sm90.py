@@ -5,6 +5,7 @@ write is NaN, and what the kernel before wrote is out of bounds until griddepcon
 """
 
 import shutil
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -15,17 +16,16 @@ pytest.importorskip("tvm_ffi", reason="the kernels' host code is TVM-FFI's")
 if shutil.which("cc") is None:
     pytest.skip("the emulator links the compiled host code with cc", allow_module_level=True)
 
-from moe_nvfp4 import format as nvfp4  # noqa: E402
 from moe_nvfp4 import reference  # noqa: E402
 from moe_nvfp4.kernels import sm90  # noqa: E402
 from moe_nvfp4.kernels.sm90_config import Work  # noqa: E402
 from moe_nvfp4.layer import NVFP4Experts  # noqa: E402
 from moe_nvfp4.routing import Rows, group_by_expert  # noqa: E402
 from moe_nvfp4.weights import SILU, Gate  # noqa: E402
-from tests.common import THRESHOLDS, reference_layer, relative_error  # noqa: E402
+from tests.common import THRESHOLDS, reference_layer, reference_rows, relative_error  # noqa: E402
 from tests.emulator import EmulatorError  # noqa: E402
 from tests.emulator_sm90 import on_emulator  # noqa: E402
-from tests.hopper_layers import quantized_h  # noqa: E402
+from tests.hopper_layers import planned, quantized_h  # noqa: E402
 from tests.machine_code import machine_code  # noqa: E402
 
 OAI = Gate("silu", alpha=1.702, limit=1.5, up_offset=1.0)
@@ -74,13 +74,12 @@ def check(emulator, layer, ids, tile=None, splits=None, schedules=("eager",), we
     top_k_weights = torch.rand(ids.shape, generator=g).to(weights)
     want = reference_layer(x, ids, top_k_weights, w)
     packed = sm90.pack_weights(w)
-    results = []
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        if tile is not None or splits is not None:
-            plan = sm90._plan(w, *ids.shape, x.device)
-            plan = replace(plan, tile=tile or plan.tile, splits=splits or plan.splits)
-            plan = replace(plan, work=replace(plan.work, gathered=plan.tile.BN not in (32, 128)))
-            monkeypatch.setattr(sm90, "_plan_for", lambda *_: plan)
+    results, as_planned = [], nullcontext()
+    if tile is not None or splits is not None:
+        plan = sm90._plan(w, *ids.shape, x.device)
+        plan = replace(plan, tile=tile or plan.tile, splits=splits or plan.splits)
+        as_planned = planned(replace(plan, work=replace(plan.work, gathered=plan.tile.BN not in (32, 128))))
+    with as_planned:
         for emulator.schedule in schedules:
             emulator.kernels = []
             results.append(sm90.experts(x, ids, top_k_weights, packed))
@@ -219,14 +218,11 @@ def test_rows_are_quantized_to_the_bit(emulator, K, static, dtype):
     x = hard_rows(len(ids), K).to(dtype)
     scale = torch.tensor([2.0**-6, 1.0, 3e-3, 1e-30, 0.37]) if static else None
     groups, token, _, rows = sm90.route(ids, 5, 1, x, scale)
-    R, live = groups.num_rows, int(groups.offsets[-1])
     assert torch.equal(rows.index, groups.order if static else token)
-    want = reference.quantize_rows(x, token, scale, groups)
-    sf = nvfp4.unswizzle_sf_grouped(want.sf, groups.offsets, R, K // 16)
-    exact = nvfp4.dequantize(want.values[:live], sf[:live], None)  # nobody's rows have no block scales
+    exact, exact_scale = reference_rows(x, token, scale, groups)
     assert torch.equal(exact.bfloat16().float().nan_to_num(-1), exact.nan_to_num(-1))
-    values, row_scale = (t[rows.index.long()][:live] for t in (rows.values, rows.scale))
-    for found, right in ((values, exact.bfloat16() + 0), (row_scale, want.scale[:live])):  # zeros have no sign
+    values, row_scale = (t[rows.index.long()][: len(exact)] for t in (rows.values, rows.scale))
+    for found, right in ((values, exact.bfloat16() + 0), (row_scale, exact_scale)):  # zeros have no sign
         assert torch.equal(found.isnan(), right.isnan())
         number = {2: torch.int16, 4: torch.int32}[found.itemsize]
         assert torch.equal(found.view(number)[~right.isnan()], right.view(number)[~right.isnan()])

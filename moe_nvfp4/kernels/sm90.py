@@ -57,11 +57,10 @@ def experts(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: Expe
         parts = (t.split(most) for t in (x, top_k_index, top_k_weights))
         return torch.cat([experts(*part, w) for part in zip(*parts, strict=True)], out=out)
     plan = _plan(w, T, top_k, x.device)
-    ids = _ids(top_k_index)
     nvfp4 = plan.work.row_scale
     zeros = 1 + _token_tiles(T * top_k, E, plan.tile) + (T * top_k if plan.work.measured else 0)
     x = aligned(x)
-    groups, token, sync, rows = route(ids, E, zeros, x if nvfp4 else None, w.x_scale)
+    groups, token, sync, rows = route(top_k_index, E, zeros, x if nvfp4 else None, w.x_scale)
     rows = rows or Rows(x, index=token)
     if not plan.work.gathered:
         rows = gather(rows, groups, early=not nvfp4)

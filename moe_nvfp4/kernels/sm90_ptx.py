@@ -113,12 +113,6 @@ def into_l2(rows: cute.Tensor, byte):
     cute.arch.inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[rows.iterator.toint() + byte], predicate=there)
 
 
-def store16(to, values):
-    """Eight fp32 registers into shared memory, as bf16."""
-    words = [_pack_bf16(values[i], values[i + 1]) for i in range(0, 8, 2)]
-    cute.arch.inline_ptx("st.shared.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[to, *words])
-
-
 def keep_largest(at, magnitude, live):
     """The fp32 number in shared memory becomes at least `magnitude`, not negative and rounded to bf16; NaN wins."""
     bits = _pack_bf16(Float32(0.0), magnitude)
