@@ -5,8 +5,10 @@ python examples/benchmark.py [--shapes qwen,mixtral,deepseek,gptoss] [--tokens 1
 
 Each number is the median of replays of a captured call. Before each, L2 is filled by writing (so that
 nothing of ours is in it) and then by reading (so that no dirty lines are left for the next kernel to
-wait for). The roof is what the touched 4-bit bytes take at --bandwidth or the arithmetic at --tflops,
-whichever is longer: their defaults were measured on an H200 (a large copy, a bf16 matrix product).
+wait for). Each begins with a rest and a few replays that don't count: right after large batches, at the GPU's
+power limit, small ones take up to a fifth longer. W4A16 and W4A4 read the same weights. The roof is what the touched
+4-bit bytes take at --bandwidth or the arithmetic at --tflops, whichever is longer: their defaults were measured on an
+H200 (a large copy, a bf16 matrix product).
 
 A peer is a module with `make(w13 [E, 2I, H], w2 [E, H, I]) -> f(x [T, H], ids [T, top_k], weights) -> [T, H]`,
 given dense bf16 weights.
@@ -16,13 +18,17 @@ import argparse
 import datetime
 import importlib
 import json
+import time
+from dataclasses import replace
 from functools import partial
+from statistics import median
 
 import torch
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from moe_nvfp4 import NVFP4Experts
+from moe_nvfp4.layer import moe_forward
 
 SHAPES = {  # name: (title, H, I, E, top_k)
     "qwen": ("Qwen3-30B-A3B", 2048, 768, 128, 8),
@@ -30,13 +36,14 @@ SHAPES = {  # name: (title, H, I, E, top_k)
     "deepseek": ("DeepSeek-R1, 32 of 256 experts", 7168, 2048, 32, 8),
     "gptoss": ("gpt-oss-120b", 2880, 2880, 128, 4),
 }
-REPLAYS = 15
+WARM_UP, REPLAYS = 5, 15
+REST = 0.3  # seconds
 
 
-def make_ours(E, H, I, activations):
+def make_ours(E, H, I):
     """Any codes, block scales of usual size, two global scales."""
     with torch.device("cuda"):
-        layer = NVFP4Experts(E, H, I, activations=activations)
+        layer = NVFP4Experts(E, H, I)
         for key, parameter in layer.named_parameters():
             if parameter.dtype == torch.float32:
                 parameter.data.fill_(1e-2)
@@ -73,8 +80,10 @@ class Clock:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, stream=stream):
                 call()
+            torch.cuda.synchronize()
+            time.sleep(REST)
             times = []
-            for _ in range(REPLAYS):
+            for _ in range(WARM_UP + REPLAYS):
                 self.dirty.fill_(1)
                 self.clean.sum()
                 start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -83,32 +92,26 @@ class Clock:
                 end.record()
                 end.synchronize()
                 times.append(start.elapsed_time(end) * 1e3)
-        return sorted(times)[REPLAYS // 2]
+        return median(times[WARM_UP:])
 
 
 def measure(name, token_counts, peers, clock):
     """Rows of numbers for one shape."""
     title, H, I, E, top_k = SHAPES[name]
-    batches = []
+    weights = make_ours(E, H, I).weights
+    layers = {
+        "W4A16": partial(moe_forward, weights=weights),
+        "W4A4": partial(moe_forward, weights=replace(weights, activations="nvfp4")),
+        "bf16": make_bf16(E, H, I, top_k),
+    } | {peer: make_peer(peer, E, H, I) for peer in peers}
     for T in token_counts:
+        torch.manual_seed(T)
         scores, ids = torch.rand(T, E, device="cuda").topk(top_k)
-        batches.append((torch.randn(T, H, device="cuda").bfloat16(), ids, scores))
-    us = {}
-    layers = {"W4A16": partial(make_ours, E, H, I, "bf16"), "W4A4": partial(make_ours, E, H, I, "nvfp4")}
-    layers |= {"bf16": partial(make_bf16, E, H, I, top_k)}
-    for peer in peers:
-        layers[peer] = partial(make_peer, peer, E, H, I)
-    for variant, make in layers.items():
-        layer = make()
-        us |= {(variant, len(batch[0])): clock(partial(layer, *batch)) for batch in batches}
-        layer = None  # the next one needs its memory
-        torch.cuda.empty_cache()
-    for x, ids, _ in batches:
-        T = len(x)
+        batch = torch.randn(T, H, device="cuda").bfloat16(), ids, scores
         yield {
             "shape": name, "title": title, "H": H, "I": I, "E": E, "top_k": top_k, "T": T,
             "bytes": ids.unique().numel() * 3 * H * I * 9 / 16, "flops": 6 * H * I * T * top_k,
-            "us": {variant: us[variant, T] for variant in layers},
+            "us": {variant: clock(partial(layer, *batch)) for variant, layer in layers.items()},
         }  # fmt: skip
 
 
@@ -140,7 +143,7 @@ def plot(rows, arguments, path):
 
 @torch.inference_mode()
 def main():
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default=",".join(SHAPES))
     parser.add_argument("--tokens", default="1,4,16,64,256,1024,4096,16384")
     parser.add_argument("--peer", action="append", default=[], help="a module, see above")
@@ -150,7 +153,7 @@ def main():
     parser.add_argument("--plot")
     arguments = parser.parse_args()
     torch.manual_seed(0)
-    clock = Clock()
+    clock, counts = Clock(), [int(T) for T in arguments.tokens.split(",")]
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {datetime.date.today()}, ", end="")
     print(f"launching an empty graph is {clock.empty:.1f} us of every number\n")
     peers = "".join(f" {peer} us |" for peer in arguments.peer)
@@ -158,7 +161,7 @@ def main():
     print("|---|--:|--:|--:|--:|--:|--:|--:|" + "--:|" * (len(arguments.peer) + 1))
     rows = []
     for name in arguments.shapes.split(","):
-        for row in measure(name, [int(T) for T in arguments.tokens.split(",")], arguments.peer, clock):
+        for row in measure(name, counts, arguments.peer, clock):
             rows.append(row)
             ours, bf16 = row["us"]["W4A16"], row["us"]["bf16"]
             roof = max(row["bytes"] / arguments.bandwidth, row["flops"] / arguments.tflops) / 1e6

@@ -1,8 +1,10 @@
 """A whole model with 4-bit experts against the same model with transformers' bf16 experts: `generate.py --random NAME`.
 
 Real config, random weights, made layer by layer, so that the 4-bit model never is whole in bf16. Decoding is greedy,
-with transformers' static cache, one CUDA graph for a step (on a CPU: eagerly); the prompt runs eagerly. Where a step's
-time goes is measured by leaving parts of the model out, one after the other, and taking the differences.
+with transformers' static cache, one CUDA graph for a step (on a CPU: eagerly). Where a step's time goes is measured by
+leaving parts of the model out, one after the other, and taking the differences. What is launched kernel by kernel, 70
+of them a layer, often waits for the host: such steps are timed too, and of the prompt (which transformers masks in
+another way inside a graph) both how long it takes and how long the GPU is busy with it.
 """
 
 import datetime
@@ -116,6 +118,34 @@ def prefill(model, ids, room):
     return cache, logits[:, -1].argmax(-1, keepdim=True)
 
 
+def time_prefill(model, ids, device):
+    """Milliseconds that the GPU is busy with a prompt, with one without experts, and that the prompt takes."""
+    call = lambda: prefill(model, ids, 1)
+    call()
+    whole = min(seconds(call, 1, device) for _ in range(5)) * 1e3
+    times = []
+    for parts in ((), ("experts",)):
+        with ExitStack() as stack:
+            for part in parts:
+                stack.enter_context(without(part, model))
+            _, busy = kernels_of(call) if device == "cuda" else ((), seconds(call, 1, device) * 1e6)
+        times.append(busy / 1e3)
+    return *times, whole
+
+
+def kernels_of(call):
+    """The kernels of a call, as the profiler saw them, and the microseconds in which at least one of them ran."""
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        call()
+        torch.cuda.synchronize()
+    kernels = [event for event in profiler.events() if event.device_type == DeviceType.CUDA]
+    busy, until = 0.0, 0.0
+    for event in sorted(kernels, key=lambda event: event.time_range.start):
+        start, end = event.time_range.start, event.time_range.end
+        busy, until = busy + max(0.0, end - max(start, until)), max(until, end)
+    return kernels, busy
+
+
 class Decoder:
     """`batch` random prompts, and a step that appends one token to each. `experts`: transformers' way of the steps."""
 
@@ -160,9 +190,10 @@ class Decoder:
         return seconds(partial(self.run, step, self.steps), 1, self.device) / self.steps
 
     def measure(self):
-        """Seconds of a step and of its parts (the last: what is outside the layers), experts touched, and whether the
-        graph decodes what the model decodes without it."""
+        """Seconds of a step, without a graph too, and of its parts (the last: what is outside the layers), experts
+        touched, and whether the graph decodes what the model decodes without it."""
         tokens = self.run(self.step, COMPARED)
+        eager = seconds(partial(self.run, self.step, COMPARED), 1, self.device) / COMPARED
         equal = torch.equal(tokens, self.run(captured(self.step, self.device), COMPARED))
         touched, times = self.touched(), [self.time()]
         with ExitStack() as stack:
@@ -170,7 +201,7 @@ class Decoder:
                 stack.enter_context(without(part, self.model))
                 times.append(self.time())
         parts = [a - b for a, b in zip(times, [*times[1:], 0.0], strict=True)]
-        return {"step": times[0], "parts": parts, "touched": touched, "equal": equal}
+        return {"step": times[0], "eager": eager, "parts": parts, "touched": touched, "equal": equal}
 
 
 @contextmanager
@@ -200,11 +231,7 @@ def measure(title, model, device, steps, long, experts=None):
         row["batches"][batch] = Decoder(model, batch, steps, device, experts).measure()
     if experts is None:
         ids = torch.randint(model.config.vocab_size, (1, long), device=device)
-        call = lambda: prefill(model, ids, 1)
-        call()
-        row["prefill"] = seconds(call, 3, device)
-        with without("experts", model):
-            row["prefill rest"] = seconds(call, 3, device)
+        row["prefill"] = time_prefill(model, ids, device)
     if device == "cuda":
         row["peak"] = torch.cuda.max_memory_allocated() / 1e9
     speeds = ", ".join(f"{batch / b['step']:.0f} tokens/s at batch {batch}" for batch, b in row["batches"].items())
@@ -225,16 +252,20 @@ def report(rows, long):
     best = {batch: min(row["batches"][batch]["step"] for row in bf16) for batch in PROMPTS}
     lines = []
     for row in rows:
-        steps = {batch: b["step"] for batch, b in row["batches"].items()}
-        cells = [f"{batch / s:.1f} ({best[batch] / s:.2f} x)" for batch, s in steps.items()]
+        cells = []
+        for batch, b in row["batches"].items():
+            cells += [f"{batch / b['step']:.1f} ({best[batch] / b['step']:.2f} x)", f"{batch / b['eager']:.1f}"]
         if "prefill" in row:
-            cells += [f"{long / row['prefill']:.0f}", f"{row['prefill'] * 1e3:.1f} ({row['prefill rest'] * 1e3:.1f})"]
+            busy, rest, whole = row["prefill"]
+            cells += [f"{busy:.1f} ({rest:.1f})", f"{whole:.1f}", f"{long / whole * 1e3:.0f}"]
         else:
-            cells += ["", ""]
+            cells += ["", "", ""]
         lines.append([row["title"], *cells, f"{row['GB']:.2f}", f"{row['peak']:.2f}" if "peak" in row else ""])
-    head = [f"batch {batch}: tokens/s (x the faster bf16)" for batch in PROMPTS]
-    head += [f"prefill of {long}: tokens/s", "ms (without experts)", "weights GB", "peak GB"]
-    table(["experts", *head], lines)
+    head = []
+    for batch in PROMPTS:
+        head += [f"batch {batch}: tokens/s (x the faster bf16)", "without a graph"]
+    head += [f"prefill of {long}: ms of kernels (without experts)", "ms", "tokens/s"]
+    table(["experts", *head, "weights GB", "peak GB"], lines)
 
     lines = []
     for row in rows:
@@ -250,19 +281,14 @@ def report_kernels(model, device, steps, batch, us):
     decoder = Decoder(model, batch, steps, device)
     step = captured(decoder.step, device)
     decoder.run(step, 3)
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
-        step()
-        torch.cuda.synchronize()
-    kernels = [event for event in profiler.events() if event.device_type == DeviceType.CUDA]
+    kernels, busy = kernels_of(step)
     if not kernels:
         print(f"batch {batch}: the profiler saw no kernels, so there is no account of launch gaps")
         return
-    busy, until, spent = 0.0, 0.0, {}
-    for event in sorted(kernels, key=lambda event: event.time_range.start):
-        start, end = event.time_range.start, event.time_range.end
-        busy, until = busy + max(0.0, end - max(start, until)), max(until, end)
+    spent = {}
+    for event in kernels:
         count, total = spent.get(event.name, (0, 0.0))
-        spent[event.name] = count + 1, total + end - start
+        spent[event.name] = count + 1, total + event.time_range.end - event.time_range.start
     gaps = f"{us - busy:.0f} us go between them ({(us - busy) / len(kernels):.2f} us each)"
     print(f"\nbatch {batch}: a step of {us:.0f} us is {len(kernels)} kernels, which take {busy:.0f} us; {gaps}\n")
     longest = sorted(spent.items(), key=lambda item: -item[1][1])[:12]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from math import inf
@@ -36,8 +37,12 @@ class Gate:
     up_offset: float = 0.0
     clamp_after: bool = False
     gated: bool = True
+    # a string that `parse` reads back, made once: how a gate travels through a torch op
+    spec: str = dataclasses.field(init=False, repr=False, compare=False)
 
     def __post_init__(self):
+        spec = " ".join(f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if f.init)
+        object.__setattr__(self, "spec", spec)
         if self.kind not in GATE_KINDS:
             raise ValueError(
                 f"unknown activation {self.kind!r}: the fused gates are {', '.join(GATE_KINDS)}; "
@@ -65,13 +70,7 @@ class Gate:
             g = g.clamp(max=self.limit)
         return g * (u + self.up_offset) if self.up_offset else g * u
 
-    @property
-    def spec(self) -> str:
-        """A string that `Gate.parse` reads back: how a gate travels through a torch op."""
-        return " ".join(f"{f.name}={getattr(self, f.name)!r}" for f in fields(self))
-
     @classmethod
-    @lru_cache(maxsize=64)
     def parse(cls, spec: str) -> Gate:
         read = {"str": lambda v: v.strip("'"), "float": float, "bool": lambda v: v == "True"}
         types = {f.name: f.type for f in fields(cls)}
@@ -134,7 +133,7 @@ class ExpertWeights:
 
     def tensors(self) -> list[Tensor | None]:
         """The tensor fields in order; with `spec` all that `from_tensors` needs."""
-        return [getattr(self, f.name) for f in fields(self)[2:-1]]
+        return [getattr(self, name) for name in _TENSORS]
 
     @property
     def spec(self) -> str:
@@ -142,8 +141,8 @@ class ExpertWeights:
 
     @classmethod
     def from_tensors(cls, tensors: list[Tensor | None], spec: str) -> ExpertWeights:
-        activations, gate, packed = spec.split(";")
-        return cls(Gate.parse(gate), activations, *tensors, tuple(map(int, packed.split("x"))) if packed else None)
+        gate, activations, packed = _read_spec(spec)
+        return cls(gate, activations, *tensors, packed)
 
     def validate(self, name: str = "experts") -> ExpertWeights:
         """Check dtypes, shapes and scales against each other; returns self.
@@ -187,6 +186,15 @@ class ExpertWeights:
                     "the local width is a multiple of 16"
                 )
         return self
+
+
+_TENSORS = tuple(f.name for f in fields(ExpertWeights)[2:-1])
+
+
+@lru_cache(maxsize=64)
+def _read_spec(spec: str) -> tuple[Gate, str, tuple[int, int] | None]:
+    activations, gate, packed = spec.split(";")
+    return Gate.parse(gate), activations, tuple(map(int, packed.split("x"))) if packed else None
 
 
 def check_global_scale(scale: Tensor, name: str) -> None:

@@ -35,7 +35,7 @@ from moe_nvfp4.routing import Groups, Rows
 from moe_nvfp4.weights import ExpertWeights
 
 ARCHITECTURE = "sm_90a"
-EXACT_BYTES = 1 << 25  # expert outputs up to this size are kept in fp32
+EXACT_BYTES = 1 << 24  # expert outputs up to this size are kept in fp32
 MAX_ROWS = 1 << 17  # assignments at a time: bounds the memory between the kernels, by then far beyond bandwidth's reach
 _TYPES = {
     torch.bfloat16: BFloat16, torch.float16: Float16, torch.float32: Float32, torch.int32: Int32, torch.int64: Int64,
@@ -221,8 +221,9 @@ def route(
     ids = _ids(top_k_index).view(-1)
     R, E = ids.shape[0], num_experts
     assert R <= MAX_ROWS
-    order, position, token = ids.new_empty(3, R, dtype=torch.int32).unbind()
-    offsets, zeros = ids.new_empty(E + 1 + sync, dtype=torch.int32).split([E + 1, sync])
+    sizes = (R, R, R, E + 1)
+    order, position, token, offsets = ids.new_empty(sum(sizes), dtype=torch.int32).split_with_sizes(sizes)
+    zeros = ids.new_empty(sync, dtype=torch.int32)
     if R <= 512:  # CTAs, warps, assignments a thread
         shape = (1, 8, 1 if R <= 256 else 2)
     elif R <= 2048:
@@ -277,7 +278,7 @@ def _gemms(rows, groups, w, h, y, sync, plan) -> None:
     x, R, tile, work = rows.values, groups.num_rows, plan.tile, plan.work
     index = groups.offsets if rows.index is None else rows.index
     units13, units2 = w.w13.flatten(2), w.w2.flatten(2)
-    b13, b2 = (x[:1], x[:1]) if w.b13 is None else (w.b13, w.b2)
+    b13, b2 = (x, x) if w.b13 is None else (w.b13, w.b2)
     row_scale = w.up_scale if rows.scale is None else rows.scale
     gate_scale = w.up_scale if w.gate_scale is None else w.gate_scale
     h_scale, raw, quantized = w.up_scale, x, h
