@@ -2,9 +2,10 @@
 
 Real config, random weights, made layer by layer, so that the 4-bit model never is whole in bf16. Decoding is greedy,
 with transformers' static cache, one CUDA graph for a step (on a CPU: eagerly). Where a step's time goes is measured by
-leaving parts of the model out, one after the other, and taking the differences. What is launched kernel by kernel, 70
-of them a layer, often waits for the host: such steps are timed too, and of the prompt (which transformers masks in
-another way inside a graph) both how long it takes and how long the GPU is busy with it.
+leaving parts of the model out, one after the other, and taking the differences.
+
+Launched kernel by kernel, 70 a layer, a model often waits for the host. So steps are timed without a graph too, and of
+the prompt (inside a graph transformers would write its causal mask out) both its time and how long the GPU is busy.
 """
 
 import datetime
@@ -122,19 +123,18 @@ def time_prefill(model, ids, device):
     """Milliseconds that the GPU is busy with a prompt, with one without experts, and that the prompt takes."""
     call = lambda: prefill(model, ids, 1)
     call()
-    whole = min(seconds(call, 1, device) for _ in range(5)) * 1e3
-    times = []
-    for parts in ((), ("experts",)):
-        with ExitStack() as stack:
-            for part in parts:
-                stack.enter_context(without(part, model))
-            _, busy = kernels_of(call) if device == "cuda" else ((), seconds(call, 1, device) * 1e6)
-        times.append(busy / 1e3)
-    return *times, whole
+    whole = min(seconds(call, 1, device) for _ in range(5))
+    _, busy = kernels_of(call, device)
+    with without("experts", model):
+        _, rest = kernels_of(call, device)
+    return busy / 1e3, rest / 1e3, whole * 1e3
 
 
-def kernels_of(call):
-    """The kernels of a call, as the profiler saw them, and the microseconds in which at least one of them ran."""
+def kernels_of(call, device):
+    """The kernels of a call, as the profiler saw them, and the microseconds in which at least one of them ran. Off the
+    GPU: none, and how long the call takes."""
+    if device != "cuda":
+        return [], seconds(call, 1, device) * 1e6
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
         call()
         torch.cuda.synchronize()
@@ -281,7 +281,7 @@ def report_kernels(model, device, steps, batch, us):
     decoder = Decoder(model, batch, steps, device)
     step = captured(decoder.step, device)
     decoder.run(step, 3)
-    kernels, busy = kernels_of(step)
+    kernels, busy = kernels_of(step, device)
     if not kernels:
         print(f"batch {batch}: the profiler saw no kernels, so there is no account of launch gaps")
         return
