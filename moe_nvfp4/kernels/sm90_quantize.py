@@ -65,7 +65,6 @@ def _fp32(x):
 class Quantize:
     """x -> NVFP4: `warps` warps have a row, `each` halves of blocks a lane. A token has a global scale of its own or,
     if they are `static`, that of the expert of each slot, for which it then becomes a row of its own.
-
     """
 
     def __init__(self, static: bool, warps: int, each: int):
