@@ -282,8 +282,11 @@ def test_w4a4_with_parts_of_k():
 
 
 @on_gpu
-def test_switching_activations():
-    layer = make_layer(8, 256, 128)
+@pytest.mark.parametrize("static", [False, True])
+def test_switching_activations(static):
+    layer = make_layer(8, 256, 128, static=static)
+    for name in ("up_proj", "down_proj") if static else ():
+        getattr(layer, f"{name}_input_scale").data.fill_(2e-3)
     x, (ids, weights) = tokens(20, 256), routing(20, 8, 2)
     first = layer(x, ids, weights)
     layer.activations = "nvfp4"

@@ -150,6 +150,11 @@ def test_compiles_without_a_gpu(tmp_path, monkeypatch, record_property):
     record_property("table", "\n".join(["sm_90a", *lines]))
 
 
+def test_bf16_rows_leave_static_scales_alone(emulator):
+    """A checkpoint brings them for NVFP4 rows."""
+    check(emulator, make_layer(2, 64, 80, static=True), make_ids([3, 2], 1, 2))
+
+
 def test_what_the_plan_chooses(emulator):
     for I, KS in ((144, 4), (304, 2)):
         layer = make_layer(1, 64, I)

@@ -60,7 +60,7 @@ def experts(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: Expe
     nvfp4 = plan.work.row_scale
     zeros = 1 + _token_tiles(T * top_k, E, plan.tile) + (T * top_k if plan.work.measured else 0)
     x = aligned(x)
-    groups, token, sync, rows = route(top_k_index, E, zeros, x if nvfp4 else None, w.x_scale)
+    groups, token, sync, rows = route(top_k_index, E, zeros, *((x, w.x_scale) if nvfp4 else ()))
     rows = rows or Rows(x, index=token)
     if not plan.work.gathered:
         rows = gather(rows, groups, early=not nvfp4)
