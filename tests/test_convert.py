@@ -608,7 +608,7 @@ def slow(*args):
     time.sleep(0.003)
     return whole(*args)
 jobs.quantize_matrix = slow
-convert.convert_checkpoint(sys.argv[1], sys.argv[2], progress=False)
+convert.convert_checkpoint(sys.argv[1], sys.argv[2], device="cpu", progress=False)
 """
 
 
@@ -623,7 +623,7 @@ def single(split):
 @pytest.mark.skipif(os.name != "posix", reason="kills with SIGKILL")
 @pytest.mark.parametrize("files", ["split", "single"])
 def test_killed_at_random_points_it_goes_on(files, request, tmp_path):
-    """Anywhere, also within a file: what the journal has is not done again."""
+    """Anywhere, also within a file: what the journal has is not done again. On a CPU: a GPU is done in a few jobs."""
     source, whole = request.getfixturevalue(files)
     rng, journal = random.Random(7), tmp_path / ".x.partial/journal.jsonl"
     digests = lambda: len(re.findall(rb'"[0-9a-f]{64}"', journal.read_bytes())) if journal.exists() else 0
@@ -638,7 +638,7 @@ def test_killed_at_random_points_it_goes_on(files, request, tmp_path):
         assert process.wait() == -signal.SIGKILL, "it ended before it could be killed"
         assert not (tmp_path / "x").exists() and digests() >= wanted
         before = digests()
-    report = convert_checkpoint(source, tmp_path / "x", progress=False)
+    report = convert_checkpoint(source, tmp_path / "x", device="cpu", progress=False)
     assert 90 / 582 * report.bytes_before < report.resumed < report.bytes_before
     same_files(whole, tmp_path / "x")
     assert [p.name for p in tmp_path.iterdir()] == ["x"]
@@ -694,10 +694,13 @@ def test_other_settings_or_another_source_start_again(split, tmp_path, monkeypat
 
 
 def test_what_was_damaged_meanwhile_is_made_again(single, tmp_path, monkeypatch):
-    """And only that: every tensor of an earlier run is looked at. So is a journal that ends in the middle of a line."""
+    """And only that: every tensor of an earlier run is looked at. So is a journal that ends in the middle of a line.
+
+    On a CPU, whose jobs are single matrices: a GPU takes many together.
+    """
     source, whole = single
     stop = OSError(errno.ENOSPC, "No space left on device")
-    interrupted(monkeypatch, source, tmp_path / "z", 400, stop)
+    interrupted(monkeypatch, source, tmp_path / "z", 400, stop, device="cpu")
     journal, path = tmp_path / ".z.partial/journal.jsonl", tmp_path / ".z.partial/files/model.safetensors"
     lines = [json.loads(line) for line in journal.read_text().splitlines()[1:]]
     stored = open_checkpoint(source).tensors
@@ -706,13 +709,13 @@ def test_what_was_damaged_meanwhile_is_made_again(single, tmp_path, monkeypatch)
     data[len(data) - max(i["data_offsets"][1] for i in header.values()) + header[codes]["data_offsets"][0]] ^= 1
     path.write_bytes(data)
     journal.write_text(journal.read_text()[:-20])
-    report = convert_checkpoint(source, tmp_path / "z", progress=False)
+    report = convert_checkpoint(source, tmp_path / "z", device="cpu", progress=False)
     kept = sum(stored[name].size for line in lines[:-1] for name in line if name in stored)
     assert report.resumed == kept - stored[codes].size > 0
     same_files(whole, tmp_path / "z")
-    interrupted(monkeypatch, source, tmp_path / "y", 400, stop)
+    interrupted(monkeypatch, source, tmp_path / "y", 400, stop, device="cpu")
     (tmp_path / ".y.partial/journal.jsonl").write_text("{")
-    assert convert_checkpoint(source, tmp_path / "y", progress=False).resumed == 0
+    assert convert_checkpoint(source, tmp_path / "y", device="cpu", progress=False).resumed == 0
     same_files(whole, tmp_path / "y")
 
 

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from moe_nvfp4.integrations.experts import HFExperts
 from moe_nvfp4.integrations.huggingface import MoeNvfp4Config, set_activations, swap_experts
-from tests.common import peak_while_loading
+from tests.common import THRESHOLDS, peak_while_loading, relative_error
 from tests.models import (
     FAMILIES,
     IDS,
@@ -227,7 +227,7 @@ def test_generate_with_every_cache_and_compiled(activations, tmp_path):
     x = torch.randn(1, 5, 64)
     with torch.no_grad():
         traced, eager = (y[0] if isinstance(y, tuple) else y for y in (step(x), model.model.layers[0].mlp(x)))
-    assert torch.equal(traced, eager)
+    assert relative_error(traced, eager) < THRESHOLDS["fp32"]  # the compiler fuses the router, which rounds elsewhere
 
 
 def test_compiled_model_has_no_graph_break(tmp_path):

@@ -145,12 +145,13 @@ def test_layer_matches_the_loop(gate, bias, activations, device):
 def test_half_precision_rows(dtype, static, activations, device):
     layer = make(activations=activations, static=static)
     x, ids, p = batch(16, 4, 2, 64, dtype)
+    expected = naive_moe(x, ids, p, layer.weights)  # before Hopper's kernels bring them into their own order
     y = layer(x, ids, p)
     assert y.dtype == dtype
     # an h that is a hair from a rounding boundary may land on the other side: one step of bf16
     # or of e2m1 in one element, hence a threshold above that of fp32
     kind = "w4a4" if activations == "nvfp4" else "half"
-    assert relative_error(y, naive_moe(x, ids, p, layer.weights)) < THRESHOLDS[kind]
+    assert relative_error(y, expected) < THRESHOLDS[kind]
 
 
 @settings(max_examples=40, deadline=None)
