@@ -15,7 +15,7 @@ from math import inf
 import torch
 from torch import Tensor, nn
 
-from moe_nvfp4.layer import NVFP4Experts, moe_forward
+from moe_nvfp4.layer import NVFP4Experts
 from moe_nvfp4.weights import Gate
 
 
@@ -260,6 +260,4 @@ class HFExperts(NVFP4Experts):
         T = hidden_states.shape[0] // E
         expert = torch.arange(E, device=hidden_states.device).repeat_interleave(T)[:, None]
         index = torch.where((hidden_states != 0).any(dim=-1, keepdim=True), expert, E)
-        own = self.own_gate if self.gate.kind == "raw" else None
-        ones = torch.ones_like(index, dtype=torch.float32)
-        return moe_forward(hidden_states, index, ones, self.weights, own, smooth=self.smooth, observe=self.observer)
+        return super().forward(hidden_states, index, torch.ones_like(index, dtype=torch.float32))

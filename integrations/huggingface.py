@@ -295,6 +295,8 @@ class MoeNvfp4Quantizer(HfQuantizer):
             if p.dtype in (torch.bfloat16, torch.float16) and p.device.type != "meta":
                 p.data = p.data.to(self._dtypes.get(name, p.dtype))
         for name, experts in self.conversions.packed.items():
+            if any(isinstance(p, DTensor) for p in experts.parameters()):
+                experts.register_forward_pre_hook(_prepare_shards)
             for key, param in experts.named_parameters(recurse=False):
                 param.requires_grad_(False)  # the loader makes every floating parameter trainable
                 if param.device.type == "meta":  # offloaded to disk; comes back in the dtype it has here
@@ -330,6 +332,12 @@ class MoeNvfp4Quantizer(HfQuantizer):
         raise NotImplementedError(
             "4-bit experts are not turned back into dense ones: load the original checkpoint instead"
         )
+
+
+def _prepare_shards(experts: HFExperts, inputs: tuple[Tensor, ...]) -> None:
+    """For the call itself transformers puts plain tensors in the DTensors' place, where nothing would last."""
+    if not torch.compiler.is_compiling():
+        experts.prepare(inputs[0].dtype)
 
 
 # ---------------------------------------------------------------- models in memory

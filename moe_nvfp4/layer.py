@@ -432,36 +432,48 @@ class NVFP4Experts(nn.Module):
     @property
     def packed(self) -> tuple[int, int] | None:
         """(H, I) while the weights are in the layout of the Hopper kernels."""
-        return self._packed_sizes if self._parameters[self.up_name].dim() == 4 else None
+        return self._packed_sizes if self._here(self.up_name).dim() == 4 else None
+
+    def _here(self, name: str) -> Tensor:
+        """A parameter; of one that is split over ranks (a DTensor), this rank's part, whatever its layout."""
+        parameter = self._parameters[name]
+        return getattr(parameter, "_local_tensor", parameter)
 
     def prepare(self, dtype: torch.dtype = torch.bfloat16) -> None:
         """Bring the weights into the layout of the kernels that activations of `dtype` run on.
 
         In place, one projection at a time, and lossless: `unpack` is its exact inverse. The first
         call of the module does it; before torch.compile or a CUDA graph call it by hand. Weights that
-        an offloading hook brings and takes away, or that are sharded over ranks, are left alone.
+        a hook brings for a call and takes away are left alone.
         """
         if self.packed and (dtype, self.activations) == self._packed_for:
             return
         self.unpack()
-        device = getattr(self, self.up_name).device
-        if not on_hopper(device):
+        if not on_hopper(self._here(self.up_name).device):
             return
-        weights = self.weights
+        weights = replace(self.weights, w13=self._here(self.up_name), w2=self._here("down_proj"))
         between = self.post_expert_norm is not None or any(s is not None for s in self.smooth)
         stages = self.activations == "nvfp4" and between  # NVFP4 rows go from stage to stage by themselves
-        shared = hasattr(self, "_hf_hook") or type(self.down_proj.data) is not Tensor  # with a hook, with other ranks
-        if dtype != torch.bfloat16 or shared or stages or not supports_hopper(weights):
+        # Where transformers splits them over ranks, plain tensors stand for DTensors during a call.
+        lent = self._offloaded or not isinstance(self.down_proj, nn.Parameter)
+        if dtype != torch.bfloat16 or lent or stages or not supports_hopper(weights):
             return
         from moe_nvfp4.kernels import sm90_pack
 
         self._packed_sizes = (weights.hidden_size, weights.intermediate_size)
         self._packed_for = (dtype, self.activations)
         for name in (self.up_name, "down_proj"):
-            codes, sf = getattr(self, name), getattr(self, f"{name}_sf")
+            codes, sf = self._here(name), self._here(f"{name}_sf")
             packed = sm90_pack.pack(codes.data, sf.data, self.gate.gated and name == self.up_name)
             self._packed[name] = replace(packed, units=None)
             codes.data, sf.data = packed.units.view(torch.uint8), sf.data.new_empty(0)
+
+    @property
+    def _offloaded(self) -> bool:
+        """Whether a hook of accelerate's brings the parameters for each call; others bring the rows."""
+        hook = getattr(self, "_hf_hook", None)
+        hooks = getattr(hook, "hooks", (hook,))  # several are one
+        return hook is not None and any(getattr(h, "offload", True) for h in hooks)
 
     def unpack(self) -> None:
         """The checkpoint's bytes again."""
@@ -469,7 +481,7 @@ class NVFP4Experts(nn.Module):
             from moe_nvfp4.kernels import sm90_pack
 
             for name, packed in self._packed.items():
-                codes, sf = getattr(self, name), getattr(self, f"{name}_sf")
+                codes, sf = self._here(name), self._here(f"{name}_sf")
                 packed = replace(packed, units=codes.data.view(torch.int32))
                 codes.data, sf.data = sm90_pack.unpack(packed)
             self._packed.clear()

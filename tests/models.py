@@ -2,6 +2,7 @@
 
 import torch
 from safetensors import safe_open
+from transformers import AutoModelForCausalLM
 
 SMALL = dict(
     vocab_size=96, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
@@ -114,6 +115,16 @@ def make(family, dtype=torch.bfloat16):
             if p.dim() > 1:
                 p.normal_(std=0.2)
     return model
+
+
+def folder(tmp_path, family, name="bf16", **kwargs):
+    path = tmp_path / name
+    make(family).save_pretrained(path, **kwargs)
+    return path
+
+
+def load(path, dtype=torch.bfloat16, **kwargs):
+    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **kwargs).eval()
 
 
 def tensors(path):

@@ -11,11 +11,12 @@ import pytest
 import torch
 import transformers
 from packaging.version import Version
-from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from moe_nvfp4.integrations.huggingface import MoeNvfp4Config
+from tests.common import relative_error
 from tests.folders import is_expert, is_linear, quantized
-from tests.models import IDS, SMALL, as_bytes, make, tensors
+from tests.models import IDS, SMALL, as_bytes, load, make, tensors
 
 WORKER = """
 import json, sys
@@ -23,26 +24,37 @@ import torch
 torch.set_num_threads(1)
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
+from moe_nvfp4 import layer
 from moe_nvfp4.integrations.huggingface import MoeNvfp4Config
 
-torch.distributed.init_process_group("gloo")
+torch.distributed.init_process_group(sys.argv[3])
 ids = torch.tensor(json.loads(sys.argv[1]))
+if sys.argv[3] == "nccl":
+    torch.cuda.set_device(torch.distributed.get_rank())
+    ids = ids.cuda()
 for run in json.loads(sys.argv[2]):  # one start of the interpreter serves all runs
+    if run["hopper"] and sys.argv[3] == "gloo":
+        from tests.test_layer import Kernels
+        layer.on_hopper, layer._hopper = lambda device: True, lambda device: Kernels()
     kwargs = dict(quantization_config=MoeNvfp4Config()) if run["quantize"] else {}
+    kwargs |= dict(dtype=torch.bfloat16 if run["hopper"] else torch.float32)
     model = AutoModelForCausalLM.from_pretrained(
-        run["source"], dtype=torch.float32, distributed_config=DistributedConfig(**run["mode"]), **kwargs).eval()
+        run["source"], distributed_config=DistributedConfig(**run["mode"]), **kwargs).eval()
     experts = model.model.layers[0].mlp.experts
     local = {n: list(getattr(p, "to_local", lambda p=p: p)().shape) for n, p in experts.named_parameters()}
     with torch.no_grad():
         logits = model(ids).logits
+    packed = [bool(layer.mlp.experts.packed) for layer in model.model.layers]
     tokens = model.generate(ids, max_new_tokens=8, do_sample=False)
     model.save_pretrained(run["out"])
     if torch.distributed.get_rank() == 0:
-        torch.save({"logits": logits, "tokens": tokens, "local": local}, run["out"] + "/result.pt")
+        result = dict(logits=logits.cpu(), tokens=tokens.cpu(), local=local, packed=packed)
+        torch.save(result, run["out"] + "/result.pt")
     torch.distributed.barrier()
 torch.distributed.destroy_process_group()
 """
 
+SOURCES = [("bf16", False), ("nvfp4", False), ("nvfp4", True)]  # from then on the CPU stands for a Hopper GPU
 MODES = {
     "tp": dict(tp_size=2),
     "ep all-reduce": dict(tp_size=2, ep_size=2),
@@ -50,7 +62,7 @@ MODES = {
 }
 
 
-def launch(tmp_path, runs):
+def launch(tmp_path, runs, backend="gloo"):
     """Two processes that do all `runs`; returns their exit codes and outputs."""
     script = tmp_path / "worker.py"
     script.write_text(WORKER)
@@ -62,7 +74,7 @@ def launch(tmp_path, runs):
            "PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])}  # fmt: skip
     workers = [
         subprocess.Popen(
-            [sys.executable, str(script), json.dumps(IDS.tolist()), json.dumps(runs)],
+            [sys.executable, str(script), json.dumps(IDS.tolist()), json.dumps(runs), backend],
             env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )
@@ -78,14 +90,17 @@ def qwen(intermediate=64):
     return Qwen3MoeForCausalLM(config)
 
 
-def load(path, **kwargs):
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **kwargs).eval()
-
-
 needs_ep = pytest.mark.skipif(
     Version(transformers.__version__) < Version("5.20"),
     reason="DistributedConfig's expert parallelism came after transformers 5.17",
 )
+
+
+def one_process(path, dtype=torch.float32):
+    model = load(path, dtype=dtype, quantization_config=MoeNvfp4Config())
+    with torch.no_grad():
+        logits = model(IDS).logits
+    return model, logits, model.generate(IDS, max_new_tokens=8, do_sample=False)
 
 
 @pytest.fixture(scope="module")
@@ -93,20 +108,18 @@ def results(tmp_path_factory):
     """What one process says, and what two say in every mode from bf16 and from 4-bit files."""
     path = tmp_path_factory.mktemp("distributed")
     make(qwen).save_pretrained(path / "bf16")
-    model = load(path / "bf16", quantization_config=MoeNvfp4Config())
+    model, logits, tokens = one_process(path / "bf16")
     model.save_pretrained(path / "nvfp4")
-    with torch.no_grad():
-        logits = model(IDS).logits
-    tokens = model.generate(IDS, max_new_tokens=8, do_sample=False)
+    ways = [(name, source, hopper) for source, hopper in SOURCES for name in MODES]
     runs = [
         {
             "source": str(path / source),
             "quantize": source == "bf16",
-            "mode": mode,
-            "out": str(path / f"{name}-{source}"),
-        }  # fmt: skip
-        for name, mode in MODES.items()
-        for source in ("bf16", "nvfp4")
+            "mode": MODES[name],
+            "hopper": hopper,
+            "out": str(path / f"{name}-{source}-{hopper}"),
+        }
+        for name, source, hopper in ways
     ]
     codes, outputs = launch(path, runs)
     assert codes == [0, 0], "\n".join(o[-3000:] for o in outputs)
@@ -114,26 +127,39 @@ def results(tmp_path_factory):
 
 
 @needs_ep
-@pytest.mark.parametrize("source", ["bf16", "nvfp4"])
+@pytest.mark.parametrize("source, hopper", SOURCES)
 @pytest.mark.parametrize("mode", MODES)
-def test_two_processes_equal_one(mode, source, results):
+def test_two_processes_equal_one(mode, source, hopper, results):
+    """With `hopper`, of a CPU that stands for one: each rank packs its part in place, and files have the same bytes."""
     path, logits, tokens = results
-    saved = path / f"{mode}-{source}"
+    saved = path / f"{mode}-{source}-{hopper}"
     result = torch.load(saved / "result.pt")
-    assert result["local"]["gate_up_proj"] == ([8, 64, 32] if mode == "tp" else [4, 128, 32])
-    assert result["local"]["down_proj_sf"] == ([8, 64, 2] if mode == "tp" else [4, 64, 4])
-    assert torch.equal(result["tokens"], tokens)
-    torch.testing.assert_close(result["logits"], logits, rtol=1e-4, atol=1e-4)
+    assert result["packed"] == [hopper] * 2
+    if hopper:  # rows of bf16
+        _, logits, _ = one_process(path / "bf16", torch.bfloat16)
+        assert relative_error(result["logits"], logits) < 0.05
+    else:
+        assert result["local"]["gate_up_proj"] == ([8, 64, 32] if mode == "tp" else [4, 128, 32])
+        assert result["local"]["down_proj_sf"] == ([8, 64, 2] if mode == "tp" else [4, 64, 4])
+        assert torch.equal(result["tokens"], tokens)
+        torch.testing.assert_close(result["logits"], logits, rtol=1e-4, atol=1e-4)
     expected, files = tensors(path / "nvfp4"), tensors(saved)
     assert files.keys() == expected.keys()
     for key, value in expected.items():
-        assert as_bytes(files[key]) == as_bytes(value), key
+        if not hopper or "experts" in key:  # the rest is saved as bf16 there
+            assert as_bytes(files[key]) == as_bytes(value), key
 
 
 @needs_ep
 def test_a_shard_that_cuts_a_block_is_refused(tmp_path):
     make(lambda: qwen(intermediate=48)).save_pretrained(tmp_path / "bf16")
-    run = {"source": str(tmp_path / "bf16"), "quantize": True, "mode": MODES["tp"], "out": str(tmp_path / "out")}
+    run = {
+        "source": str(tmp_path / "bf16"),
+        "quantize": True,
+        "mode": MODES["tp"],
+        "hopper": False,
+        "out": str(tmp_path / "out"),
+    }
     codes, outputs = launch(tmp_path, [run])
     assert codes != [0, 0]
     assert any("does not split over 2 ranks into whole blocks of 16" in o for o in outputs), outputs[0][-2000:]
@@ -151,7 +177,7 @@ def test_files_that_cannot_be_split_as_they_are_read_are_refused(dialect, tmp_pa
     which, message = REFUSED[dialect]
     folder, _ = quantized(tmp_path, qwen, dialect, which)
     mode = MODES["ep all-reduce" if dialect == "compressed-tensors" else "tp"]
-    run = {"source": str(folder), "quantize": False, "mode": mode, "out": str(tmp_path / "out")}
+    run = {"source": str(folder), "quantize": False, "mode": mode, "hopper": False, "out": str(tmp_path / "out")}
     codes, outputs = launch(tmp_path, [run])
     assert codes != [0, 0]
     assert any(message in o for o in outputs), outputs[0][-2000:]

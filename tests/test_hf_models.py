@@ -10,7 +10,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from packaging.version import Version
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM
 
 from moe_nvfp4.integrations.experts import HFExperts
 from moe_nvfp4.integrations.huggingface import MoeNvfp4Config, set_activations, swap_experts
@@ -21,9 +20,11 @@ from tests.models import (
     SMALL,
     as_bytes,
     dbrx,
+    folder,
     gpt_oss,
     granite,
     llama4,
+    load,
     make,
     mixtral,
     nemotron_h,
@@ -35,16 +36,6 @@ from tests.models import (
 @pytest.fixture(params=FAMILIES, ids=lambda f: f.__name__)
 def family(request):
     return request.param
-
-
-def folder(tmp_path, family, name="bf16", **kwargs):
-    path = tmp_path / name
-    make(family).save_pretrained(path, **kwargs)
-    return path
-
-
-def load(path, dtype=torch.bfloat16, **kwargs):
-    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **kwargs).eval()
 
 
 def logits(model):
@@ -81,6 +72,14 @@ def test_round_trip(family, tmp_path):
     assert_same_files(tmp_path / "nvfp4-0", tmp_path / "nvfp4-1")
     again.save_pretrained(tmp_path / "nvfp4-2")  # and a loaded one saves the same files again
     assert_same_files(tmp_path / "nvfp4-0", tmp_path / "nvfp4-2")
+
+
+def test_every_call_prepares(family, tmp_path, monkeypatch):
+    """On Hopper weights are packed by `prepare`; a forward that passes it by would pack them anew in every call."""
+    model, prepared = load(folder(tmp_path, family), quantization_config=MoeNvfp4Config()), []
+    monkeypatch.setattr(HFExperts, "prepare", lambda self, dtype: prepared.append(self))
+    logits(model)
+    assert prepared == [m for m in model.modules() if isinstance(m, HFExperts)]
 
 
 def assert_same_files(a, b):

@@ -386,7 +386,20 @@ def test_packed_weights_come_back_wherever_they_are_asked_for(hopper, gate):
     assert torch.equal(layer(x, ids, weights), y)
     layer(x.float(), ids, weights)  # runs on the rows of the checkpoint
     assert layer.packed is None
-    layer._hf_hook = object()  # weights that come and go are left alone
+
+
+def test_weights_that_an_offloading_hook_brings_are_left_alone(hopper):
+    """Those of a layer that device_map has put on one of several GPUs stay there, and are packed."""
+    from accelerate.hooks import AlignDevicesHook, SequentialHook, add_hook_to_module
+
+    for offload, several in [(False, False), (False, True), (True, False), (True, True)]:
+        layer = NVFP4Experts.from_dense(torch.randn(2, 64, 32), torch.randn(2, 32, 32))
+        hook = AlignDevicesHook("cpu", offload=offload)
+        add_hook_to_module(layer, SequentialHook(AlignDevicesHook("cpu"), hook) if several else hook)
+        layer.prepare()
+        assert bool(layer.packed) != offload
+    layer = NVFP4Experts.from_dense(torch.randn(2, 64, 32), torch.randn(2, 32, 32))
+    layer._hf_hook = object()  # one that nothing is known of
     layer.prepare()
     assert layer.packed is None
 
