@@ -308,6 +308,7 @@ class MoeNvfp4Quantizer(HfQuantizer):
                     check_global_scale(local, f"{name}.{key}")
                 elif key.endswith("_sf"):
                     check_block_scales(local, f"{name}.{key}")
+            experts.prepare(model.dtype)
         saving = [c for c in self.conversions.for_saving(model._weight_conversions) if c is not self.linears]
         if self.linears and self.linears.packed:
             for name in self.linears.packed:
@@ -380,6 +381,7 @@ def swap_experts(
             bias = getattr(module, f"{key}_bias").detach()
             bias = torch.stack([layout.canonical(f"{key}_bias", b) for b in bias])
             getattr(experts, f"{key}_bias").data.copy_(bias)
+        experts.prepare(next(module.parameters()).dtype)
         packed[name] = experts
     quantizer._attach(model, packed, [name for name, _, layout in found if layout is None])
     quantizer.conversions.build(list(base or []))

@@ -1,9 +1,11 @@
 """Whole models on Hopper GPUs: what transformers and accelerate do to weights that are packed in place."""
 
 import copy
+import warnings
 
 import pytest
 import torch
+import transformers
 from packaging.version import Version
 
 from moe_nvfp4.integrations.experts import HFExperts
@@ -51,9 +53,9 @@ def test_every_family_runs_saves_and_moves(family, tmp_path):
     """The CPU's logits up to the rounding of bf16 in a model with random weights; the CPU's files to the byte."""
     source = folder(tmp_path, family)
     on_cpu, model = quantized(source), quantized(source, device_map="cuda")
+    assert all(bool(m.packed) == (m.gate.kind != "raw") for m in experts(model))
     want, got = logits(on_cpu), logits(model)
     assert relative_error(got, want) < 0.05
-    assert all(bool(m.packed) == (m.gate.kind != "raw") for m in experts(model))
     on_cpu.save_pretrained(tmp_path / "cpu")
     model.save_pretrained(tmp_path / "gpu")
     assert_same_tensors(tmp_path / "cpu", tmp_path / "gpu")
@@ -66,6 +68,7 @@ def test_every_family_runs_saves_and_moves(family, tmp_path):
 def test_swapped_on_the_gpu(tmp_path):
     source = folder(tmp_path, qwen3_moe)
     swapped = swap_experts(load(source, device_map="cuda"), progress=False)
+    assert all(m.packed for m in experts(swapped))
     assert torch.equal(logits(swapped), logits(quantized(source, device_map="cuda")))
 
 
@@ -90,6 +93,32 @@ def test_generates_with_the_compiled_static_cache(activations, tmp_path):
     # beyond two tokens a near tie may go either way; what moves by a rounding moves by a step when it is quantized
     for a, b in zip(compiled.logits[:2], eager.logits[:2], strict=True):
         assert relative_error(a, b) < (0.05 if activations == "bf16" else 0.2)
+    assert all(m.packed for m in experts(model))
+
+
+def test_compiles_before_its_first_call(tmp_path):
+    source = folder(tmp_path, mixtral)
+    want = logits(quantized(source, device_map="cuda"))
+    model = quantized(source, device_map="cuda")
+    compiled = torch.compile(model, fullgraph=True)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.filterwarnings("error", "4-bit weights are brought into the layout")
+        got = compiled(IDS.cuda(), use_cache=False).logits.cpu()
+    assert relative_error(got, want) < 0.05
+
+
+@pytest.mark.skipif(Version(transformers.__version__) < Version("5.20"), reason="as in tests/test_hf_models.py")
+@pytest.mark.parametrize("graphs", [False, True])
+def test_generate_batch(graphs, tmp_path):
+    model = quantized(folder(tmp_path, qwen3_moe), device_map="cuda")
+    config = transformers.GenerationConfig(max_new_tokens=4, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    batching = transformers.generation.ContinuousBatchingConfig(use_cuda_graph=graphs)
+    outputs = model.generate_batch(
+        inputs=[IDS[0].tolist()], generation_config=config, continuous_batching_config=batching, progress_bar=False
+    )
+    (result,) = outputs.values()
+    expected = model.generate(IDS.cuda(), generation_config=config)[0, IDS.shape[1] :]
+    assert result.generated_tokens == expected.tolist()
     assert all(m.packed for m in experts(model))
 
 
