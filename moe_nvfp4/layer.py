@@ -442,9 +442,9 @@ class NVFP4Experts(nn.Module):
     def prepare(self, dtype: torch.dtype = torch.bfloat16) -> None:
         """Bring the weights into the layout of the kernels that activations of `dtype` run on.
 
-        In place, one projection at a time, and lossless: `unpack` is its exact inverse. The first
-        call of the module does it; before torch.compile or a CUDA graph call it by hand. Weights that
-        a hook brings for a call and takes away are left alone.
+        In place, one projection at a time, and lossless: `unpack` is its exact inverse. Loading a model or swapping
+        its experts does it on a GPU, else the first call of the module; before torch.compile or a CUDA graph call it
+        by hand then. Weights that a hook brings for a call and takes away are left alone.
         """
         if self.packed and (dtype, self.activations) == self._packed_for:
             return

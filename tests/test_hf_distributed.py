@@ -44,7 +44,7 @@ for run in json.loads(sys.argv[2]):  # one start of the interpreter serves all r
     local = {n: list(getattr(p, "to_local", lambda p=p: p)().shape) for n, p in experts.named_parameters()}
     with torch.no_grad():
         logits = model(ids).logits
-    packed = [bool(layer.mlp.experts.packed) for layer in model.model.layers]
+    packed = [bool(block.mlp.experts.packed) for block in model.model.layers]
     tokens = model.generate(ids, max_new_tokens=8, do_sample=False)
     model.save_pretrained(run["out"])
     if torch.distributed.get_rank() == 0:

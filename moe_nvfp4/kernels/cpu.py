@@ -33,6 +33,7 @@ from torch import Tensor
 
 from moe_nvfp4 import format as nvfp4
 from moe_nvfp4.kernels.cache import is_whole, keep, own_folder
+from moe_nvfp4.kernels.tensors import floating
 from moe_nvfp4.routing import Groups, Rows, group_by_expert
 from moe_nvfp4.weights import ExpertWeights
 
@@ -123,7 +124,7 @@ def gemm2_combine(h: Rows, weights: ExpertWeights, groups: Groups, top_k_weights
 
 
 def _quantize(program: _Program, x: Tensor, index: Tensor | None, scale: Tensor | None, groups: Groups) -> Rows:
-    x = _floating(x)
+    x = floating(x)
     R, E, width = groups.num_rows, groups.num_experts, x.shape[-1]
     K = -(-width // 16) * 16
     codes = torch.empty(R, K // 2, dtype=torch.uint8, device="cpu")
@@ -152,7 +153,7 @@ def _gemm2(program: _Program, h: Rows, w: ExpertWeights, groups: Groups, top_k_w
     slots = torch.empty(T * top_k, H, device="cpu")
     tensors = [w.w2, w.w2_sf, w.w2_scale, w.w2_scale, w.b2, slots]
     _gemm(program, h, groups, groups.order, tensors, 0, False, 0, 1.0, 0.0, 0.0, 0)
-    top_k_weights, y = _floating(top_k_weights), torch.empty(T, H, dtype=dtype, device="cpu")
+    top_k_weights, y = floating(top_k_weights), torch.empty(T, H, dtype=dtype, device="cpu")
     program.add(_COMBINE, [slots, top_k_weights, y], T, top_k, H, _TYPES[top_k_weights.dtype], _TYPES[dtype])
     return y
 
@@ -161,12 +162,12 @@ def _gemm(
     program: _Program, rows: Rows, groups: Groups, target: Tensor | None, tensors: list, split: int, paired: bool, *gate
 ) -> None:
     codes, sf, first, rest, bias, out = tensors
-    x = rows.values if rows.is_nvfp4 else _floating(rows.values)
+    x = rows.values if rows.is_nvfp4 else floating(rows.values)
     if not codes.dtype == sf.dtype == torch.uint8:
         raise TypeError(f"codes and sf are bytes (torch.uint8), got {codes.dtype} and {sf.dtype}: a loader cast them")
     if program.path == "avx512bf16" and x.dtype not in (torch.bfloat16, torch.uint8):
         program.path = "avx512"  # the other takes rows that are bf16 or NVFP4
-    first, rest, bias = first.float(), rest.float(), bias if bias is None else _floating(bias)
+    first, rest, bias = first.float(), rest.float(), bias if bias is None else floating(bias)
     tensors = [x, rows.sf, rows.scale, rows.index, groups.offsets, target, codes, sf, first, rest, bias, out]
     numbers = (
         *((_NVFP4, x.shape[0], x.shape[1] * 2) if rows.is_nvfp4 else (_TYPES[x.dtype], *x.shape)),
@@ -174,10 +175,6 @@ def _gemm(
         *(0 if bias is None else _TYPES[bias.dtype], _TYPES[out.dtype], paired, out.shape[1]),
     )
     program.add(_GEMM, tensors, *numbers, *gate)
-
-
-def _floating(x: Tensor) -> Tensor:
-    return x if x.dtype in _TYPES else x.float()
 
 
 # ---- the library ---------------------------------------------------------------------------------

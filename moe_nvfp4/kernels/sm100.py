@@ -22,7 +22,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from moe_nvfp4 import format as nvfp4
 from moe_nvfp4.kernels.sm100_config import SF_TILE, CombineConfig, GemmConfig, QuantizeConfig, choose_tile
-from moe_nvfp4.kernels.tensors import aligned, multiprocessors
+from moe_nvfp4.kernels.tensors import aligned, floating, multiprocessors
 from moe_nvfp4.routing import Groups, Rows
 from moe_nvfp4.weights import ExpertWeights
 
@@ -84,8 +84,9 @@ def gemm2_combine(h: Rows, weights: ExpertWeights, groups: Groups, top_k_weights
     assignments = h.values.new_empty(R, H, dtype=torch.float32)
     _gemm(config, h, groups, codes, sf, w.w2_scale, w.w2_scale, w.b2, assignments)
     if T:
+        top_k_weights = aligned(floating(top_k_weights))
         combine = CombineConfig(top_k, H, _name(top_k_weights.dtype), _name(dtype))
-        launch(combine, (assignments, aligned(top_k_weights), y))
+        launch(combine, (assignments, top_k_weights, y))
     return y
 
 

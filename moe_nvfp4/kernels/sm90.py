@@ -30,7 +30,7 @@ from moe_nvfp4.kernels.sm90_gemm import GroupedGemm
 from moe_nvfp4.kernels.sm90_pack import UNIT, UNIT_WORDS, pack
 from moe_nvfp4.kernels.sm90_quantize import Quantize
 from moe_nvfp4.kernels.sm90_rows import Combine, Gather, Route
-from moe_nvfp4.kernels.tensors import aligned, multiprocessors
+from moe_nvfp4.kernels.tensors import aligned, floating, multiprocessors
 from moe_nvfp4.routing import Groups, Rows
 from moe_nvfp4.weights import ExpertWeights
 
@@ -310,7 +310,7 @@ def _kernel(tile, work, bias):
 
 
 def _combine(y: Tensor, groups: Groups, top_k_weights: Tensor, out: Tensor, splits: int) -> Tensor:
-    weights = top_k_weights.contiguous()
+    weights = floating(top_k_weights).contiguous()
     combine = _combine_kernel(weights.shape[1], splits, y.dtype, weights.dtype)
     combine(y, groups.position, groups.offsets, weights, out)
     return out
