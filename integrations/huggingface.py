@@ -337,8 +337,7 @@ class MoeNvfp4Quantizer(HfQuantizer):
 
 def _prepare_shards(experts: HFExperts, inputs: tuple[Tensor, ...]) -> None:
     """For the call itself transformers puts plain tensors in the DTensors' place, where nothing would last."""
-    if not torch.compiler.is_compiling():
-        experts.prepare(inputs[0].dtype)
+    experts.prepare(inputs[0].dtype)
 
 
 # ---------------------------------------------------------------- models in memory
@@ -370,8 +369,8 @@ def swap_experts(
     packed = {}
     swaps = [(name, module, layout) for name, module, layout in found if layout is not None]
     for name, module, layout in tqdm(swaps, desc="NVFP4 experts", unit="layer", disable=not progress):
-        device = next(module.parameters()).device
-        experts = _replace(model, name, module, layout, config, device)
+        dense = next(module.parameters())
+        experts = _replace(model, name, module, layout, config, dense.device)
         for e, (w13, w2) in enumerate(dense_experts(module, layout)):
             try:
                 experts.load_expert(e, w13, w2, recipe)
@@ -381,7 +380,7 @@ def swap_experts(
             bias = getattr(module, f"{key}_bias").detach()
             bias = torch.stack([layout.canonical(f"{key}_bias", b) for b in bias])
             getattr(experts, f"{key}_bias").data.copy_(bias)
-        experts.prepare(next(module.parameters()).dtype)
+        experts.prepare(dense.dtype)
         packed[name] = experts
     quantizer._attach(model, packed, [name for name, _, layout in found if layout is None])
     quantizer.conversions.build(list(base or []))

@@ -446,7 +446,7 @@ class NVFP4Experts(nn.Module):
         its experts does it on a GPU, else the first call of the module; before torch.compile or a CUDA graph call it
         by hand then. Weights that a hook brings for a call and takes away are left alone.
         """
-        if self.packed and (dtype, self.activations) == self._packed_for:
+        if torch.compiler.is_compiling() or self.packed and (dtype, self.activations) == self._packed_for:
             return
         self.unpack()
         if not on_hopper(self._here(self.up_name).device):
@@ -506,8 +506,7 @@ class NVFP4Experts(nn.Module):
         )
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        if not torch.compiler.is_compiling():
-            self.prepare(hidden_states.dtype)
+        self.prepare(hidden_states.dtype)
         own_gate = self.own_gate if self.gate.kind == "raw" else None
         return moe_forward(
             hidden_states, top_k_index, top_k_weights, self.weights, own_gate, self.post_expert_norm, self.smooth,

@@ -1,15 +1,19 @@
-"""What the tests share: the reference's layer and rows, one scalar for its error, and the one table of thresholds."""
+"""What the tests share: the reference's layer and rows, one scalar for its error, the one table of thresholds, which
+GPUs there are, and what stands for one."""
 
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor
 
 from moe_nvfp4 import format as nvfp4
-from moe_nvfp4 import reference
+from moe_nvfp4 import layer, reference
+from moe_nvfp4.kernels import sm90_pack
 from moe_nvfp4.routing import Groups, Rows, group_by_expert
 from moe_nvfp4.weights import ExpertWeights
 
@@ -19,6 +23,12 @@ THRESHOLDS = {
     "half": 4e-3,  # bf16 or fp16 in and out: one rounding of h, one of y
     "w4a4": 2e-2,  # rows requantized to e2m1: a value at a rounding boundary moves by a step
 }
+
+HOPPER = torch.cuda.is_available() and layer.on_hopper(torch.device("cuda", 0))
+on_gpu = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU and nvidia-cutlass-dsl")
+on_two_gpus = pytest.mark.skipif(
+    not HOPPER or torch.cuda.device_count() < 2, reason="needs two Hopper GPUs and nvidia-cutlass-dsl"
+)
 
 
 def relative_error(a: Tensor, b: Tensor) -> float:
@@ -86,3 +96,27 @@ def peak_while_loading(path, arguments: str = "") -> tuple[int, int]:
     assert run.returncode == 0, run.stderr
     peak, result = map(int, run.stdout.split())
     return peak, result
+
+
+class Kernels:
+    """Stands for the Hopper backend: unpacks what it is given and runs the reference on it."""
+
+    calls = 0
+
+    def experts(self, x, ids, top_k_weights, weights):
+        assert weights.packed == (weights.hidden_size, weights.intermediate_size)
+        Kernels.calls += 1
+        H, I = weights.packed
+        w13 = sm90_pack.Packed(weights.w13, None, (2 if weights.gate.gated else 1) * I, H, weights.gate.gated)
+        w2 = sm90_pack.Packed(weights.w2, None, H, I, False)
+        (w13, w13_sf), (w2, w2_sf) = sm90_pack.unpack(w13), sm90_pack.unpack(w2)
+        weights = replace(weights, packed=None, w13=w13, w13_sf=w13_sf, w2=w2, w2_sf=w2_sf)
+        groups = group_by_expert(ids, weights.num_experts)
+        h = reference.gemm1_swiglu(Rows(x, index=groups.token), weights, groups, x.dtype)
+        return reference.gemm2_combine(h, weights, groups, top_k_weights, x.dtype)
+
+
+def stand_for_hopper(setattr=setattr) -> None:
+    """This machine's CPU as a Hopper GPU, as far as layers see."""
+    setattr(layer, "on_hopper", lambda device: True)
+    setattr(layer, "_hopper", lambda device: Kernels())

@@ -117,14 +117,18 @@ def make(family, dtype=torch.bfloat16):
     return model
 
 
-def folder(tmp_path, family, name="bf16", **kwargs):
-    path = tmp_path / name
-    make(family).save_pretrained(path, **kwargs)
-    return path
+def folder(tmp_path, family, name="bf16", dtype=torch.bfloat16, **kwargs):
+    make(family, dtype).save_pretrained(tmp_path / name, **kwargs)
+    return tmp_path / name
 
 
 def load(path, dtype=torch.bfloat16, **kwargs):
     return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **kwargs).eval()
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(IDS.to(model.device)).logits.cpu()
 
 
 def tensors(path):
@@ -137,3 +141,13 @@ def tensors(path):
 
 def as_bytes(tensor):
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def same_tensors(a, b, but=()):
+    """In the files of two folders."""
+    a, b = tensors(a), tensors(b)
+    assert a.keys() == b.keys()
+    for name, value in a.items():
+        if name not in but:
+            assert (value.dtype, value.shape) == (b[name].dtype, b[name].shape), name
+            assert as_bytes(value) == as_bytes(b[name]), name

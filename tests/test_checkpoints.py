@@ -36,16 +36,24 @@ from tests.folders import (
     value,
     write,
 )
-from tests.models import IDS, SMALL, as_bytes, gpt_oss, llama4, make, mixtral, nemotron_h, qwen3_moe, step3p7, tensors
+from tests.models import (
+    IDS,
+    SMALL,
+    as_bytes,
+    gpt_oss,
+    llama4,
+    logits,
+    make,
+    mixtral,
+    nemotron_h,
+    qwen3_moe,
+    step3p7,
+    tensors,
+)
 
 
 def load(path, dtype=torch.float32, **kwargs):
     return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **kwargs).eval()
-
-
-def logits(model):
-    with torch.no_grad():
-        return model(IDS).logits
 
 
 def packed(model, kind):

@@ -38,12 +38,13 @@ from tests.models import (
     dbrx,
     gpt_oss,
     granite,
-    make,
     mixtral,
     qwen3_moe,
+    same_tensors,
     step3p7,
     tensors,
 )
+from tests.models import folder as saved
 
 ROOT = Path(__file__).parent.parent
 slow_inputs = settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -52,11 +53,6 @@ slow_inputs = settings(max_examples=15, deadline=None, suppress_health_check=[He
 def converted(source, destination, **options):
     convert_checkpoint(source, destination, progress=False, **options)
     return destination
-
-
-def saved(tmp_path, family, name="bf16", dtype=torch.bfloat16, **kwargs):
-    make(family, dtype).save_pretrained(tmp_path / name, **kwargs)
-    return tmp_path / name
 
 
 def loaded(source, **options):
@@ -76,15 +72,6 @@ def config_of(path):
 
 def edit_config(path, **changes):
     (path / "config.json").write_text(json.dumps({**config_of(path), **changes}))
-
-
-def same_tensors(a, b, but=()):
-    a, b = tensors(a), tensors(b)
-    assert a.keys() == b.keys()
-    for name, value in a.items():
-        if name not in but:
-            assert (value.dtype, value.shape) == (b[name].dtype, b[name].shape), name
-            assert as_bytes(value) == as_bytes(b[name]), name
 
 
 def same_files(a, b):

@@ -14,9 +14,9 @@ from packaging.version import Version
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from moe_nvfp4.integrations.huggingface import MoeNvfp4Config
-from tests.common import relative_error
+from tests.common import on_two_gpus, relative_error
 from tests.folders import is_expert, is_linear, quantized
-from tests.models import IDS, SMALL, as_bytes, load, make, tensors
+from tests.models import IDS, SMALL, folder, load, logits, make, same_tensors
 
 WORKER = """
 import json, sys
@@ -24,8 +24,8 @@ import torch
 torch.set_num_threads(1)
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
-from moe_nvfp4 import layer
 from moe_nvfp4.integrations.huggingface import MoeNvfp4Config
+from tests.common import stand_for_hopper
 
 torch.distributed.init_process_group(sys.argv[3])
 ids = torch.tensor(json.loads(sys.argv[1]))
@@ -34,8 +34,7 @@ if sys.argv[3] == "nccl":
     ids = ids.cuda()
 for run in json.loads(sys.argv[2]):  # one start of the interpreter serves all runs
     if run["hopper"] and sys.argv[3] == "gloo":
-        from tests.test_layer import Kernels
-        layer.on_hopper, layer._hopper = lambda device: True, lambda device: Kernels()
+        stand_for_hopper()
     kwargs = dict(quantization_config=MoeNvfp4Config()) if run["quantize"] else {}
     kwargs |= dict(dtype=torch.bfloat16 if run["hopper"] else torch.float32)
     model = AutoModelForCausalLM.from_pretrained(
@@ -96,70 +95,78 @@ needs_ep = pytest.mark.skipif(
 )
 
 
-def one_process(path, dtype=torch.float32):
-    model = load(path, dtype=dtype, quantization_config=MoeNvfp4Config())
-    with torch.no_grad():
-        logits = model(IDS).logits
-    return model, logits, model.generate(IDS, max_new_tokens=8, do_sample=False)
+def a_run(source, out, mode, quantize=False, hopper=False):
+    """What a worker is told: `hopper`, to run in bf16 on such GPUs, or on a CPU that stands for one."""
+    return dict(source=str(source), out=str(out), mode=MODES[mode], quantize=quantize, hopper=hopper)
+
+
+def one_process(source, out, dtype=torch.float32):
+    """Quantizes and saves -> where, logits, tokens."""
+    model = load(source, dtype, quantization_config=MoeNvfp4Config())
+    model.save_pretrained(out)
+    return out, logits(model), model.generate(IDS, max_new_tokens=8, do_sample=False)
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """What one process says, and what two say in every mode from bf16 and from 4-bit files."""
+    """A folder, and {hopper: what one process says}; two say it in every mode from bf16 and from 4-bit files."""
     path = tmp_path_factory.mktemp("distributed")
     make(qwen).save_pretrained(path / "bf16")
-    model, logits, tokens = one_process(path / "bf16")
-    model.save_pretrained(path / "nvfp4")
-    ways = [(name, source, hopper) for source, hopper in SOURCES for name in MODES]
+    one = {
+        False: one_process(path / "bf16", path / "nvfp4"),
+        True: one_process(path / "bf16", path / "nvfp4 and bf16", torch.bfloat16),
+    }
     runs = [
-        {
-            "source": str(path / source),
-            "quantize": source == "bf16",
-            "mode": MODES[name],
-            "hopper": hopper,
-            "out": str(path / f"{name}-{source}-{hopper}"),
-        }
-        for name, source, hopper in ways
+        a_run(path / source, path / f"{mode}-{source}-{hopper}", mode, source == "bf16", hopper)
+        for source, hopper in SOURCES
+        for mode in MODES
     ]
     codes, outputs = launch(path, runs)
     assert codes == [0, 0], "\n".join(o[-3000:] for o in outputs)
-    return path, logits, tokens
+    return path, one
 
 
 @needs_ep
 @pytest.mark.parametrize("source, hopper", SOURCES)
 @pytest.mark.parametrize("mode", MODES)
 def test_two_processes_equal_one(mode, source, hopper, results):
-    """With `hopper`, of a CPU that stands for one: each rank packs its part in place, and files have the same bytes."""
-    path, logits, tokens = results
-    saved = path / f"{mode}-{source}-{hopper}"
+    """With `hopper` each rank packs its part in place, and files have the same bytes."""
+    path, one = results
+    saved, (expected, logits, tokens) = path / f"{mode}-{source}-{hopper}", one[hopper]
     result = torch.load(saved / "result.pt")
     assert result["packed"] == [hopper] * 2
-    if hopper:  # rows of bf16
-        _, logits, _ = one_process(path / "bf16", torch.bfloat16)
+    if hopper:  # in bf16
         assert relative_error(result["logits"], logits) < 0.05
     else:
         assert result["local"]["gate_up_proj"] == ([8, 64, 32] if mode == "tp" else [4, 128, 32])
         assert result["local"]["down_proj_sf"] == ([8, 64, 2] if mode == "tp" else [4, 64, 4])
         assert torch.equal(result["tokens"], tokens)
         torch.testing.assert_close(result["logits"], logits, rtol=1e-4, atol=1e-4)
-    expected, files = tensors(path / "nvfp4"), tensors(saved)
-    assert files.keys() == expected.keys()
-    for key, value in expected.items():
-        if not hopper or "experts" in key:  # the rest is saved as bf16 there
-            assert as_bytes(files[key]) == as_bytes(value), key
+    same_tensors(expected, saved)
+
+
+@on_two_gpus
+@needs_ep
+@pytest.mark.parametrize("mode", MODES)
+def test_experts_split_over_two_gpus(mode, tmp_path):
+    """Each rank packs its part, once; the files are those of one process."""
+    if mode == "tp" and Version(torch.__version__) < Version("2.13"):
+        pytest.skip("torch 2.11 does not gather what transformers splits in strides (_StridedShard): 2.13 does")
+    expected, logits, _ = one_process(folder(tmp_path, qwen), tmp_path / "nvfp4", torch.bfloat16)
+    out = tmp_path / "out"
+    codes, outputs = launch(tmp_path, [a_run(expected, out, mode, hopper=True)], "nccl")
+    assert codes == [0, 0], "\n".join(o[-3000:] for o in outputs)
+    assert not any("brought into the layout" in o for o in outputs)
+    result = torch.load(out / "result.pt")
+    assert result["packed"] == [True, True]
+    assert relative_error(result["logits"], logits) < 0.05
+    same_tensors(expected, out)
 
 
 @needs_ep
 def test_a_shard_that_cuts_a_block_is_refused(tmp_path):
     make(lambda: qwen(intermediate=48)).save_pretrained(tmp_path / "bf16")
-    run = {
-        "source": str(tmp_path / "bf16"),
-        "quantize": True,
-        "mode": MODES["tp"],
-        "hopper": False,
-        "out": str(tmp_path / "out"),
-    }
+    run = a_run(tmp_path / "bf16", tmp_path / "out", "tp", quantize=True)
     codes, outputs = launch(tmp_path, [run])
     assert codes != [0, 0]
     assert any("does not split over 2 ranks into whole blocks of 16" in o for o in outputs), outputs[0][-2000:]
@@ -175,9 +182,8 @@ REFUSED = {
 @pytest.mark.parametrize("dialect", REFUSED)
 def test_files_that_cannot_be_split_as_they_are_read_are_refused(dialect, tmp_path):
     which, message = REFUSED[dialect]
-    folder, _ = quantized(tmp_path, qwen, dialect, which)
-    mode = MODES["ep all-reduce" if dialect == "compressed-tensors" else "tp"]
-    run = {"source": str(folder), "quantize": False, "mode": mode, "hopper": False, "out": str(tmp_path / "out")}
+    source, _ = quantized(tmp_path, qwen, dialect, which)
+    run = a_run(source, tmp_path / "out", "ep all-reduce" if dialect == "compressed-tensors" else "tp")
     codes, outputs = launch(tmp_path, [run])
     assert codes != [0, 0]
     assert any(message in o for o in outputs), outputs[0][-2000:]

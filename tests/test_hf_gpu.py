@@ -10,16 +10,10 @@ from packaging.version import Version
 
 from moe_nvfp4.integrations.experts import HFExperts
 from moe_nvfp4.integrations.huggingface import MoeNvfp4Config, set_activations, swap_experts
-from moe_nvfp4.layer import on_hopper
-from tests.common import relative_error
-from tests.models import FAMILIES, IDS, as_bytes, folder, load, mixtral, qwen3_moe, tensors
-from tests.test_hf_distributed import MODES, launch, needs_ep, one_process, qwen
+from tests.common import on_gpu, on_two_gpus, relative_error
+from tests.models import FAMILIES, IDS, folder, load, logits, mixtral, qwen3_moe, same_tensors
 
-pytestmark = pytest.mark.skipif(
-    not (torch.cuda.is_available() and on_hopper(torch.device("cuda", 0))),
-    reason="needs a Hopper GPU and nvidia-cutlass-dsl",
-)
-on_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+pytestmark = on_gpu
 
 
 def quantized(path, **kwargs):
@@ -28,17 +22,6 @@ def quantized(path, **kwargs):
 
 def experts(model):
     return [m for m in model.modules() if isinstance(m, HFExperts)]
-
-
-def logits(model):
-    with torch.no_grad():
-        return model(IDS.to(model.device)).logits.cpu()
-
-
-def assert_same_tensors(a, b):
-    a, b = tensors(a), tensors(b)
-    assert a.keys() == b.keys()
-    assert all(as_bytes(value) == as_bytes(b[key]) for key, value in a.items())
 
 
 def parts(layers):
@@ -58,7 +41,7 @@ def test_every_family_runs_saves_and_moves(family, tmp_path):
     assert relative_error(got, want) < 0.05
     on_cpu.save_pretrained(tmp_path / "cpu")
     model.save_pretrained(tmp_path / "gpu")
-    assert_same_tensors(tmp_path / "cpu", tmp_path / "gpu")
+    same_tensors(tmp_path / "cpu", tmp_path / "gpu")
     assert torch.equal(logits(model), got)
     assert torch.equal(logits(copy.deepcopy(model)), got)
     assert torch.equal(logits(load(tmp_path / "gpu", device_map="cuda")), got)
@@ -124,7 +107,8 @@ def test_generate_batch(graphs, tmp_path):
 
 def test_a_layer_on_the_cpu(tmp_path):
     """Its weights come for each call; those of the other stay, packed."""
-    sm90 = pytest.importorskip("moe_nvfp4.kernels.sm90")
+    from moe_nvfp4.kernels import sm90
+
     sm90._warn_unpacked.cache_clear()
     source = folder(tmp_path, qwen3_moe)
     whole = quantized(source, device_map="cuda")
@@ -135,11 +119,11 @@ def test_a_layer_on_the_cpu(tmp_path):
     assert [bool(m.packed) for m in experts(model)] == [True, False]
     whole.save_pretrained(tmp_path / "a")
     model.save_pretrained(tmp_path / "b")
-    assert_same_tensors(tmp_path / "a", tmp_path / "b")
+    same_tensors(tmp_path / "a", tmp_path / "b")
     assert torch.equal(logits(model), got)
 
 
-@on_two
+@on_two_gpus
 @pytest.mark.parametrize("activations", ["bf16", "nvfp4"])
 def test_layers_on_two_gpus(activations, tmp_path):
     source = folder(tmp_path, qwen3_moe)
@@ -154,24 +138,4 @@ def test_layers_on_two_gpus(activations, tmp_path):
     assert torch.equal(model.generate(IDS.cuda(), **greedy), whole.generate(IDS.cuda(), **greedy))
     model.save_pretrained(tmp_path / "b")
     whole.save_pretrained(tmp_path / "a")
-    assert_same_tensors(tmp_path / "a", tmp_path / "b")
-
-
-@on_two
-@needs_ep
-@pytest.mark.parametrize("mode", MODES)
-def test_experts_split_over_two_gpus(mode, tmp_path):
-    """Each rank packs its part, once; the files are those of one process."""
-    if mode == "tp" and Version(torch.__version__) < Version("2.13"):
-        pytest.skip("torch 2.11 does not gather what transformers splits in strides (_StridedShard): 2.13 does")
-    source, out = folder(tmp_path, qwen), tmp_path / "out"
-    whole, logits, _ = one_process(source, torch.bfloat16)
-    whole.save_pretrained(tmp_path / "nvfp4")
-    run = {"source": str(tmp_path / "nvfp4"), "quantize": False, "mode": MODES[mode], "hopper": True, "out": str(out)}
-    codes, outputs = launch(tmp_path, [run], "nccl")
-    assert codes == [0, 0], "\n".join(o[-3000:] for o in outputs)
-    assert not any("brought into the layout" in o for o in outputs)
-    result = torch.load(out / "result.pt")
-    assert result["packed"] == [True, True]
-    assert relative_error(result["logits"], logits) < 0.05
-    assert_same_tensors(tmp_path / "nvfp4", out)
+    same_tensors(tmp_path / "a", tmp_path / "b")

@@ -25,10 +25,12 @@ from tests.models import (
     granite,
     llama4,
     load,
+    logits,
     make,
     mixtral,
     nemotron_h,
     qwen3_moe,
+    same_tensors,
     tensors,
 )  # fmt: skip
 
@@ -36,11 +38,6 @@ from tests.models import (
 @pytest.fixture(params=FAMILIES, ids=lambda f: f.__name__)
 def family(request):
     return request.param
-
-
-def logits(model):
-    with torch.no_grad():
-        return model(IDS).logits
 
 
 def same_experts(a, b):
@@ -83,11 +80,7 @@ def test_every_call_prepares(family, tmp_path, monkeypatch):
 
 
 def assert_same_files(a, b):
-    a_tensors, b_tensors = tensors(a), tensors(b)
-    assert a_tensors.keys() == b_tensors.keys()
-    for key, value in a_tensors.items():
-        assert value.dtype == b_tensors[key].dtype, key
-        assert as_bytes(value) == as_bytes(b_tensors[key]), key
+    same_tensors(a, b)
     assert json.loads((a / "config.json").read_text()) == json.loads((b / "config.json").read_text())
 
 

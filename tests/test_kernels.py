@@ -15,13 +15,10 @@ from hypothesis import strategies as st
 
 from moe_nvfp4 import format as nvfp4
 from moe_nvfp4.kernels import sm90_pack
-from moe_nvfp4.layer import NVFP4Experts, on_hopper
+from moe_nvfp4.layer import NVFP4Experts
 from moe_nvfp4.routing import Rows, group_by_expert
 from moe_nvfp4.weights import SILU, Gate
-from tests.common import THRESHOLDS, reference_layer, reference_rows, relative_error
-
-HOPPER = torch.cuda.is_available() and on_hopper(torch.device("cuda", 0))
-on_gpu = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU and nvidia-cutlass-dsl")
+from tests.common import THRESHOLDS, on_gpu, reference_layer, reference_rows, relative_error
 
 OAI = Gate("silu", alpha=1.702, limit=7.0, up_offset=1.0)
 STEP = Gate("silu", limit=3.0, clamp_after=True)
@@ -284,9 +281,9 @@ def test_w4a4_with_parts_of_k():
 @on_gpu
 @pytest.mark.parametrize("static", [False, True])
 def test_switching_activations(static):
-    layer = make_layer(8, 256, 128, static=static)
-    for name in ("up_proj", "down_proj") if static else ():
-        getattr(layer, f"{name}_input_scale").data.fill_(2e-3)
+    layer = make_layer(8, 256, 128)
+    if static:
+        layer.set_input_scales(torch.tensor(2e-3), torch.tensor(2e-3))
     x, (ids, weights) = tokens(20, 256), routing(20, 8, 2)
     first = layer(x, ids, weights)
     layer.activations = "nvfp4"

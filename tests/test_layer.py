@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 import moe_nvfp4.layer as layer_module
 from moe_nvfp4 import ExpertWeights, Gate, NVFP4Experts, moe_forward, reference
 from moe_nvfp4 import format as nvfp4
-from moe_nvfp4.kernels import sm90_pack
 from moe_nvfp4.layer import NVFP4Linear
-from moe_nvfp4.routing import Rows, group_by_expert
-from tests.common import THRESHOLDS, relative_error
+from moe_nvfp4.routing import group_by_expert
+from tests.common import THRESHOLDS, Kernels, relative_error, stand_for_hopper
 
 GATES = {
     "silu": Gate(),
@@ -286,7 +285,6 @@ def test_ops_pass_torchs_own_check():
         w = layer.weights
         x, ids, p = batch(5, 4, 2, 64)
         from moe_nvfp4.layer import _gemm1_swiglu, _gemm2_combine, _quantize_rows
-        from moe_nvfp4.routing import group_by_expert
 
         g = group_by_expert(ids, 4)
         rows = [x, None, None, g.token]
@@ -329,29 +327,9 @@ def test_bad_weights_are_named():
 # ---- layouts and backends of GPUs, without one ---------------------------------------------------
 
 
-class Kernels:
-    """Stands for the Hopper backend: unpacks what it is given and runs the reference on it."""
-
-    calls = 0
-
-    def experts(self, x, ids, top_k_weights, weights):
-        assert weights.packed == (weights.hidden_size, weights.intermediate_size)
-        Kernels.calls += 1
-        H, I = weights.packed
-        w13 = sm90_pack.Packed(weights.w13, None, (2 if weights.gate.gated else 1) * I, H, weights.gate.gated)
-        w2 = sm90_pack.Packed(weights.w2, None, H, I, False)
-        (w13, w13_sf), (w2, w2_sf) = sm90_pack.unpack(w13), sm90_pack.unpack(w2)
-        weights = replace(weights, packed=None, w13=w13, w13_sf=w13_sf, w2=w2, w2_sf=w2_sf)
-        groups = group_by_expert(ids, weights.num_experts)
-        h = reference.gemm1_swiglu(Rows(x, index=groups.token), weights, groups, x.dtype)
-        return reference.gemm2_combine(h, weights, groups, top_k_weights, x.dtype)
-
-
 @pytest.fixture
 def hopper(monkeypatch):
-    """This machine's CPU as a Hopper GPU."""
-    monkeypatch.setattr(layer_module, "on_hopper", lambda device: True)
-    monkeypatch.setattr(layer_module, "_hopper", lambda device: Kernels())
+    stand_for_hopper(monkeypatch.setattr)
     monkeypatch.setenv("MOE_NVFP4_BACKEND", "reference")
 
 
