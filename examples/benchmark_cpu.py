@@ -25,7 +25,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from moe_nvfp4 import NVFP4Experts
-from moe_nvfp4.kernels import cpu
+from moe_nvfp4.kernels.cpu import backend as cpu
 from moe_nvfp4.layer import backend
 from moe_nvfp4.routing import Groups, Rows
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from benchmark_cpu import SHAPES, cpu_name, median_us, nvfp4_layers
 
-from moe_nvfp4.kernels import cpu
+from moe_nvfp4.kernels.cpu import backend as cpu
 
 F32, I32, NVFP4 = 0, 26, 40  # enum ggml_type
 

@@ -29,7 +29,7 @@ from moe_nvfp4.weights import ACTIVATIONS, SILU, ExpertWeights, Gate
 def backend(device: torch.device) -> ModuleType:
     """The module with the stage functions for `device`; the environment's MOE_NVFP4_BACKEND=reference forces that."""
     if device.type == "cpu" and os.environ.get("MOE_NVFP4_BACKEND") != "reference":
-        from moe_nvfp4.kernels import cpu
+        from moe_nvfp4.kernels.cpu import backend as cpu
 
         if cpu.available():
             return cpu
@@ -55,7 +55,7 @@ def _hopper(device: torch.device) -> ModuleType | None:
     if os.environ.get("MOE_NVFP4_BACKEND") == "reference":
         return None
     try:
-        from moe_nvfp4.kernels import sm90
+        from moe_nvfp4.kernels.sm90 import backend as sm90
     except ImportError as error:
         _warn_without_dsl("Hopper", error)
         return None
@@ -66,7 +66,7 @@ def _hopper(device: torch.device) -> ModuleType | None:
 def _blackwell(device: torch.device) -> ModuleType | None:
     if device.type != "cuda" or torch.version.cuda is None or os.environ.get("MOE_NVFP4_BACKEND") == "reference":
         return None
-    from moe_nvfp4.kernels import sm100
+    from moe_nvfp4.kernels.sm100 import backend as sm100
 
     if torch.cuda.get_device_capability(device) not in sm100.ARCHITECTURES:
         return None
@@ -458,7 +458,7 @@ class NVFP4Experts(nn.Module):
         lent = self._offloaded or not isinstance(self.down_proj, nn.Parameter)
         if dtype != torch.bfloat16 or lent or stages or not supports_hopper(weights):
             return
-        from moe_nvfp4.kernels import sm90_pack
+        from moe_nvfp4.kernels.sm90 import pack as sm90_pack
 
         self._packed_sizes = (weights.hidden_size, weights.intermediate_size)
         self._packed_for = (dtype, self.activations)
@@ -478,7 +478,7 @@ class NVFP4Experts(nn.Module):
     def unpack(self) -> None:
         """The checkpoint's bytes again."""
         if self.packed:
-            from moe_nvfp4.kernels import sm90_pack
+            from moe_nvfp4.kernels.sm90 import pack as sm90_pack
 
             for name, packed in self._packed.items():
                 codes, sf = self._here(name), self._here(f"{name}_sf")

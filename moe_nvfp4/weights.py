@@ -98,7 +98,7 @@ class ExpertWeights:
 
     gate        what happens between the GEMMs
     activations "bf16" (W4A16) or "nvfp4" (W4A4)
-    packed      None, or (H, I): w13 and w2 are int32 in the layout of kernels/sm90_pack.py (which a
+    packed      None, or (H, I): w13 and w2 are int32 in the layout of kernels/sm90/pack.py (which a
                 GPU reads and nothing else), with the block scales inside: w13_sf and w2_sf are None
 
     K13 and K2 are H and I rounded up to 16, the padding holds zero codes: exact.

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from moe_nvfp4 import format as nvfp4
 from moe_nvfp4 import layer, reference
-from moe_nvfp4.kernels import sm90_pack
+from moe_nvfp4.kernels.sm90 import pack as sm90_pack
 from moe_nvfp4.routing import Groups, Rows, group_by_expert
 from moe_nvfp4.weights import ExpertWeights
 

@@ -1,0 +1,1 @@
+"""What the GPU backends share."""

@@ -1,0 +1,1 @@
+"""The CPU backend: C loops over the 4-bit weights."""

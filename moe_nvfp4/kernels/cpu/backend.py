@@ -1,0 +1,276 @@
+"""The CPU backend: the three stages of the reference as C loops over the 4-bit weights.
+
+cpu.c has a path for every instruction set; the best one of the machine runs, or the one that
+MOE_NVFP4_CPU=avx512bf16, avx512, avx2, neon or portable names. A wheel that was built where a C
+compiler was brings all of them as a library. Otherwise the path that runs is compiled on first use
+with the system's C compiler (CC, else cc, gcc or clang; 1.5 to 2.3 s with gcc 12 on an EPYC, 2026-11-21)
+into ``$MOE_NVFP4_CACHE/cpu``, else ``$XDG_CACHE_HOME/moe_nvfp4/cpu``, else ``~/.cache/moe_nvfp4/cpu``;
+on a machine with avx512bf16 also avx512, when it meets rows that are fp32 or fp16.
+Where it cannot be built, `available` warns once and says False.
+
+Numerics are the reference's, up to the order of fp32 sums. Results do not depend on the number of
+threads, which is torch's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import warnings
+from functools import cache
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+from struct import Struct
+
+import torch
+from torch import Tensor
+
+from moe_nvfp4 import format as nvfp4
+from moe_nvfp4.cache import is_whole, keep, own_folder
+from moe_nvfp4.kernels.common.tensors import floating
+from moe_nvfp4.routing import Groups, Rows, group_by_expert
+from moe_nvfp4.weights import ExpertWeights
+
+FOLDER = Path(__file__).parent
+# Each is in a library by this name.
+SOURCES = {"source": "cpu.c", "source_path": "cpu_path.h", "source_detect": "cpu_detect.c"}
+FLAGS = ("-std=gnu11", "-O3", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared", "-pthread")
+PATHS = ("portable", "avx2", "avx512", "avx512bf16", "neon")  # as in cpu.c, the best of a machine last
+
+_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_NVFP4 = 3
+_GATES = ("raw", "relu2", "silu", "gelu_tanh")
+
+
+# The kinds of stages and their structs in cpu.c: pointers and integers, then for a GEMM what ends its gate.
+_GROUP, _QUANTIZE, _GEMM, _COMBINE = range(4)
+_LAYOUTS = [Struct("=2q7q").pack, Struct("=2q13q").pack, Struct("=2q25q3fi").pack, Struct("=2q8q").pack]
+_WORDS = [7, 13, 27, 8]
+
+
+# ---- the stages ----------------------------------------------------------------------------------
+
+
+class _Program:
+    """Stages that run in one call of cpu.c, one after the other; it holds on to the tensors meanwhile."""
+
+    def __init__(self):
+        self.code, self.tensors, self.path = [], [], path()
+
+    def add(self, kind: int, tensors: list[Tensor | None], *numbers) -> None:
+        pointers = []
+        for t in tensors:
+            if t is not None and not t.is_contiguous():
+                t = t.contiguous()
+            self.tensors.append(t)
+            pointers.append(0 if t is None else t.data_ptr())
+        self.code.append(_LAYOUTS[kind](kind, _WORDS[kind], *pointers, *numbers))
+
+    def run(self) -> bool:
+        """False if the first stage is a grouping that met an illegal id."""
+        run, code = _library(self.path).run, b"".join(self.code)
+        failed = run(code, len(self.code), PATHS.index(self.path), torch.get_num_threads(), _parallel())
+        if failed == -1:
+            raise MemoryError("no memory for the rows and the scratch of the CPU kernels")
+        return not failed
+
+
+def experts(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: ExpertWeights) -> Tensor:
+    """The whole layer in one call: x [T, H], [T, top_k], [T, top_k] -> [T, H] in x's dtype."""
+    program, quantized = _Program(), weights.activations == "nvfp4"
+    R, E = top_k_index.numel(), weights.num_experts
+    ids = top_k_index if top_k_index.dtype == torch.int64 else top_k_index.long()
+    order, token, offsets = (torch.empty(n, dtype=torch.int32, device="cpu") for n in (R, R, E + 1))
+    groups = Groups(order, offsets, top_k_index.shape[1])
+    program.add(_GROUP, [ids, order, token, offsets], R, groups.top_k, E)
+    rows = _quantize(program, x, token, weights.x_scale, groups) if quantized else Rows(x, index=token)
+    h = _gemm1(program, rows, weights, groups, x.dtype)
+    if quantized and not h.is_nvfp4:
+        h = _quantize(program, h.values, None, None, groups)
+    y = _gemm2(program, h, weights, groups, top_k_weights, x.dtype)
+    if not program.run():
+        group_by_expert(top_k_index, E)  # says which
+    return y
+
+
+def quantize_rows(x: Tensor, index: Tensor | None, scale: Tensor | None, groups: Groups) -> Rows:
+    """As `reference.quantize_rows`, to the bit."""
+    program = _Program()
+    rows = _quantize(program, x, index, scale, groups)
+    program.run()
+    return rows
+
+
+def gemm1_swiglu(rows: Rows, weights: ExpertWeights, groups: Groups, dtype: torch.dtype) -> Rows:
+    """As `reference.gemm1_swiglu`: `dtype` [R, I] (raw gate: [R, N13]), or NVFP4 where weights.h_scale is."""
+    program = _Program()
+    h = _gemm1(program, rows, weights, groups, dtype)
+    program.run()
+    return h
+
+
+def gemm2_combine(h: Rows, weights: ExpertWeights, groups: Groups, top_k_weights: Tensor, dtype: torch.dtype) -> Tensor:
+    """As `reference.gemm2_combine`: `dtype` [T, H]."""
+    program = _Program()
+    y = _gemm2(program, h, weights, groups, top_k_weights, dtype)
+    program.run()
+    return y
+
+
+def _quantize(program: _Program, x: Tensor, index: Tensor | None, scale: Tensor | None, groups: Groups) -> Rows:
+    x = floating(x)
+    R, E, width = groups.num_rows, groups.num_experts, x.shape[-1]
+    K = -(-width // 16) * 16
+    codes = torch.empty(R, K // 2, dtype=torch.uint8, device="cpu")
+    sf = torch.zeros(nvfp4.grouped_sf_rows(R, E) * (-(-K // 64) * 4), dtype=torch.uint8, device="cpu")
+    row_scale = torch.empty(R, device="cpu")
+    tensors = [x, index, scale, groups.offsets, codes, sf, row_scale]
+    program.add(_QUANTIZE, tensors, _TYPES[x.dtype], x.shape[0], width, K, R, E)
+    return Rows(codes, sf, row_scale)
+
+
+def _gemm1(program: _Program, rows: Rows, weights: ExpertWeights, groups: Groups, dtype: torch.dtype) -> Rows:
+    w, gate = weights, weights.gate
+    paired = gate.kind in ("silu", "gelu_tanh")
+    static = w.activations == "nvfp4" and w.h_scale is not None and gate.kind != "raw"
+    width = w.intermediate_size if paired else w.w13.shape[1]
+    h = torch.empty(groups.num_rows, width, dtype=torch.float32 if static else dtype, device="cpu")
+    split = 0 if w.gate_scale is None else w.intermediate_size
+    tensors = [w.w13, w.w13_sf, w.gate_scale if split else w.up_scale, w.up_scale, w.b13, h]
+    numbers = (_GATES.index(gate.kind), gate.alpha, gate.limit, gate.up_offset, gate.clamp_after)
+    _gemm(program, rows, groups, None, tensors, split, paired, *numbers)
+    return _quantize(program, h, None, w.h_scale, groups) if static else Rows(h)
+
+
+def _gemm2(program: _Program, h: Rows, w: ExpertWeights, groups: Groups, top_k_weights: Tensor, dtype) -> Tensor:
+    (T, top_k), H = top_k_weights.shape, w.hidden_size
+    slots = torch.empty(T * top_k, H, device="cpu")
+    tensors = [w.w2, w.w2_sf, w.w2_scale, w.w2_scale, w.b2, slots]
+    _gemm(program, h, groups, groups.order, tensors, 0, False, 0, 1.0, 0.0, 0.0, 0)
+    top_k_weights, y = floating(top_k_weights), torch.empty(T, H, dtype=dtype, device="cpu")
+    program.add(_COMBINE, [slots, top_k_weights, y], T, top_k, H, _TYPES[top_k_weights.dtype], _TYPES[dtype])
+    return y
+
+
+def _gemm(
+    program: _Program, rows: Rows, groups: Groups, target: Tensor | None, tensors: list, split: int, paired: bool, *gate
+) -> None:
+    codes, sf, first, rest, bias, out = tensors
+    x = rows.values if rows.is_nvfp4 else floating(rows.values)
+    if not codes.dtype == sf.dtype == torch.uint8:
+        raise TypeError(f"codes and sf are bytes (torch.uint8), got {codes.dtype} and {sf.dtype}: a loader cast them")
+    if program.path == "avx512bf16" and x.dtype not in (torch.bfloat16, torch.uint8):
+        program.path = "avx512"  # the other takes rows that are bf16 or NVFP4
+    first, rest, bias = first.float(), rest.float(), bias if bias is None else floating(bias)
+    tensors = [x, rows.sf, rows.scale, rows.index, groups.offsets, target, codes, sf, first, rest, bias, out]
+    numbers = (
+        *((_NVFP4, x.shape[0], x.shape[1] * 2) if rows.is_nvfp4 else (_TYPES[x.dtype], *x.shape)),
+        *(groups.num_rows, groups.num_experts, codes.shape[1], codes.shape[2] * 2, split),
+        *(0 if bias is None else _TYPES[bias.dtype], _TYPES[out.dtype], paired, out.shape[1]),
+    )
+    program.add(_GEMM, tensors, *numbers, *gate)
+
+
+# ---- the library ---------------------------------------------------------------------------------
+
+
+@cache
+def available() -> bool:
+    """Whether the library is there or can be built; if not, warns once and says how to get it."""
+    try:
+        _library(path())
+        return True
+    except (OSError, subprocess.SubprocessError) as error:
+        warnings.warn(
+            f"the CPU kernels cannot be built ({_why(error)}), so 4-bit experts run as plain torch operations: same "
+            "numbers, several times slower. Install a C compiler (apt install gcc, or set CC), then start again; "
+            "MOE_NVFP4_BACKEND=reference silences this",
+            stacklevel=2,
+        )
+        return False
+
+
+@cache
+def paths() -> tuple[str, ...]:
+    """The paths of cpu.c that this machine can run, the best last."""
+    can = (_shipped() or ctypes.CDLL(build("cpu_detect.c"))).paths()
+    return tuple(name for i, name in enumerate(PATHS) if can >> i & 1)
+
+
+@cache
+def path() -> str:
+    """The path in use: $MOE_NVFP4_CPU, else the best. ValueError if this machine cannot run it."""
+    chosen = os.environ.get("MOE_NVFP4_CPU") or paths()[-1]
+    if chosen not in paths():
+        raise ValueError(f"MOE_NVFP4_CPU={chosen}: this machine can run {', '.join(paths())}")
+    return chosen
+
+
+@cache
+def _library(name: str) -> ctypes.CDLL:
+    """A library that has the path of this name."""
+    library = _shipped() or ctypes.CDLL(build("cpu.c", f"-DONLY={PATHS.index(name)}"))
+    library.run.restype = ctypes.c_int64
+    library.run.argtypes = [ctypes.c_char_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p]
+    return library
+
+
+def _shipped() -> ctypes.CDLL | None:
+    """The library that the wheel brought, if it was made from the sources beside it."""
+    for suffix in EXTENSION_SUFFIXES:
+        try:
+            library = ctypes.CDLL(str(FOLDER / ("_cpu" + suffix)))
+            sources = {name: (FOLDER / file).read_bytes() + b"\0" for name, file in SOURCES.items()}
+            if all((ctypes.c_char * len(s)).in_dll(library, name).raw == s for name, s in sources.items()):
+                return library
+        except (OSError, ValueError):  # no such file, or made for another machine; no source in it
+            continue
+    return None
+
+
+@cache
+def _parallel() -> int | None:
+    """GOMP_parallel of the OpenMP runtime that torch has loaded, else None: cpu.c then makes threads."""
+    try:
+        torch_cpu = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+        return ctypes.cast(torch_cpu.GOMP_parallel, ctypes.c_void_p).value
+    except (OSError, AttributeError):
+        return None
+
+
+def build(source: str, *flags: str) -> Path:
+    """Compile a file of FOLDER, with FLAGS and these, unless the cache has it; returns the library.
+
+    OSError or CalledProcessError if it can't.
+    """
+    compiler = shlex.split(os.environ.get("CC", "")) or [
+        next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), "cc")
+    ]
+    folder = own_folder("cpu")
+    command = [*compiler, *FLAGS, *flags, str(FOLDER / source), "-o"]
+    key = hashlib.sha256(subprocess.run([*compiler, "--version"], check=True, capture_output=True).stdout)
+    for part in ((FOLDER / file).read_bytes() for file in SOURCES.values()):
+        key.update(b"\0" + part)
+    for part in (platform.machine(), *compiler, *FLAGS, *flags, source):
+        key.update(b"\0" + part.encode())
+    target = folder / f"{key.hexdigest()[:32]}.so"
+    if not is_whole(target):
+        if source == "cpu.c":
+            print("moe_nvfp4: compiling the CPU kernels, about two seconds, once", file=sys.stderr)
+        keep(target, lambda name: subprocess.run([*command, name], check=True, capture_output=True))
+    return target
+
+
+def _why(error: Exception) -> str:
+    if isinstance(error, subprocess.CalledProcessError):
+        lines = [line for line in error.stderr.decode(errors="replace").splitlines() if "error" in line]
+        return f"{error.cmd[0]} failed: {(lines or [f'exit status {error.returncode}'])[0].strip()}"
+    if isinstance(error, FileNotFoundError) and error.filename and os.sep not in str(error.filename):
+        return f"no C compiler: {error.filename} not found"
+    return str(error)

@@ -1,0 +1,1 @@
+"""The Blackwell backend: CuTe DSL kernels for sm_100a and sm_103a."""

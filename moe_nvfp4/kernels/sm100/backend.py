@@ -1,0 +1,271 @@
+"""The Blackwell backend (sm_100a, sm_103a): NVFP4 weights times NVFP4 rows on the tensor cores.
+
+The three stages of `moe_nvfp4.reference` with the same signatures and the same numerics, up to the
+order of the fp32 sums inside a GEMM and the last bits of exp in the gate:
+
+    quantize_rows   one kernel: gather, quantize, swizzle the scales
+    gemm1_swiglu    one kernel: both projections of all experts, gate, requantization
+    gemm2_combine   two kernels: the GEMM into one fp32 row per assignment, and their weighted sum
+
+Nothing waits for the device and no shape depends on data, so the stages can be captured in a CUDA
+graph. Weights keep the layout of the checkpoint; only their block scales are packed, once.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from moe_nvfp4 import format as nvfp4
+from moe_nvfp4.kernels.common.tensors import aligned, floating, multiprocessors
+from moe_nvfp4.kernels.sm100.config import SF_TILE, CombineConfig, GemmConfig, QuantizeConfig, choose_tile
+from moe_nvfp4.routing import Groups, Rows
+from moe_nvfp4.weights import ExpertWeights
+
+ARCHITECTURES = {(10, 0): "sm_100a", (10, 3): "sm_103a"}
+OUT_DTYPES = ("bfloat16", "float16", "float32")
+
+
+# ---- the stages ----------------------------------------------------------------------------------
+
+
+def quantize_rows(x: Tensor, index: Tensor | None, scale: Tensor | None, groups: Groups) -> Rows:
+    """bf16/fp16/fp32 x [*, K] -> NVFP4 rows, as `reference.quantize_rows`; padding rows of sf hold anything."""
+    R, E, K = groups.num_rows, groups.num_experts, x.shape[-1]
+    _check_multiple_of_16(K)
+    codes = x.new_empty(R, K // 2, dtype=torch.uint8)
+    sf = x.new_empty(nvfp4.grouped_sf_rows(R, E) * (-(-K // 64) * 4), dtype=torch.uint8)
+    row_scale = x.new_empty(R, dtype=torch.float32)
+    if R:
+        config = QuantizeConfig(E, K, _name(x.dtype), index is not None, scale is not None)
+        index = groups.order if index is None else index
+        scale = row_scale if scale is None else scale
+        arguments = (aligned(x), index, scale, groups.offsets, codes.view(torch.uint32), sf, row_scale)
+        launch(config, arguments)
+    return Rows(codes, sf, row_scale)
+
+
+def gemm1_swiglu(rows: Rows, weights: ExpertWeights, groups: Groups, dtype: torch.dtype) -> Rows:
+    """h = gate(rows · w13ᵀ), as `reference.gemm1_swiglu`: NVFP4 with a static `h_scale`, else `dtype`."""
+    w, R, E, I = weights, groups.num_rows, groups.num_experts, weights.intermediate_size
+    _check(rows, w)
+    projections = 2 if w.gate.gated else 1
+    codes, sf = pack_weights(w.w13, w.w13_sf, projections)
+    static = w.h_scale is not None and w.gate.kind != "raw"
+    tile = choose_tile(R, E, I, projections, multiprocessors(codes.device))
+    config = GemmConfig(
+        E, I, codes.shape[-1] * 2, projections, "nvfp4" if static else _name(dtype), w.gate, _bias_name(w.b13), tile
+    )
+    gate_scale = w.gate_scale if projections == 2 else w.up_scale
+    if not static:
+        h = rows.values.new_empty(R, config.width, dtype=dtype)
+        _gemm(config, rows, groups, codes, sf, gate_scale, w.up_scale, w.b13, h)
+        return Rows(h)
+    h = rows.values.new_empty(R, I // 2)
+    h_sf = rows.values.new_empty(nvfp4.grouped_sf_rows(R, E) * (-(-I // 64) * 4))
+    scale = rows.scale.new_empty(R)
+    _gemm(config, rows, groups, codes, sf, gate_scale, w.up_scale, w.b13, h, h_sf, scale, w.h_scale)
+    return Rows(h, h_sf, scale)
+
+
+def gemm2_combine(h: Rows, weights: ExpertWeights, groups: Groups, top_k_weights: Tensor, dtype: torch.dtype) -> Tensor:
+    """y[t] = sum over slots j of top_k_weights[t, j] * (h · w2ᵀ), in `dtype` [T, H]; the same bits every time."""
+    w, R, E, H = weights, groups.num_rows, groups.num_experts, weights.hidden_size
+    T, top_k = top_k_weights.shape
+    _check(h, w)
+    codes, sf = pack_weights(w.w2, w.w2_sf, 1)
+    tile = choose_tile(R, E, H, 1, multiprocessors(codes.device))
+    config = GemmConfig(E, H, codes.shape[-1] * 2, 1, "assignments", None, _bias_name(w.b2), tile)
+    y = h.values.new_empty(T, H, dtype=dtype)
+    assignments = h.values.new_empty(R, H, dtype=torch.float32)
+    _gemm(config, h, groups, codes, sf, w.w2_scale, w.w2_scale, w.b2, assignments)
+    if T:
+        top_k_weights = aligned(floating(top_k_weights))
+        combine = CombineConfig(top_k, H, _name(top_k_weights.dtype), _name(dtype))
+        launch(combine, (assignments, top_k_weights, y))
+    return y
+
+
+def _gemm(config, rows, groups, codes, sf, scale0, scale1, bias, out, out_sf=None, out_scale=None, h_scale=None):
+    """Launch a `GroupedGemm`. What a configuration does not use is filled with something of the right type."""
+    if not config.legal:
+        raise ValueError(f"no Blackwell kernel for {config}")
+    if groups.num_rows == 0:
+        return
+    tile, R = config.tile, groups.num_rows
+    if R // 128 + config.experts > 65535:  # the tile map counts 128-row scale tiles in 16 bits
+        raise ValueError(f"{R} rows are too many for one call: split the batch")
+    tiles = config.row_tiles * (R // tile.tokens + min(config.experts, R))
+    arguments = (
+        codes.permute(1, 2, 0),
+        sf,
+        _pad_rows(rows.values),
+        rows.sf,
+        rows.scale,
+        groups.offsets,
+        scale0,
+        scale1,
+        scale0 if bias is None else bias,
+        out.view(torch.uint32),
+        rows.sf if out_sf is None else out_sf,
+        rows.scale if out_scale is None else out_scale,
+        scale0 if h_scale is None else h_scale,
+        groups.order,
+        min(tiles, multiprocessors(codes.device) // tile.ctas) * tile.ctas,
+    )
+    launch(config, arguments)
+
+
+def _check(rows: Rows, w: ExpertWeights) -> None:
+    if not rows.is_nvfp4:
+        raise NotImplementedError(
+            "activations='bf16' has no Blackwell kernel yet: build the layer with activations='nvfp4', or set "
+            "MOE_NVFP4_BACKEND=reference"
+        )
+    _check_multiple_of_16(w.hidden_size)
+    _check_multiple_of_16(w.intermediate_size)
+
+
+def _check_multiple_of_16(width: int) -> None:
+    if width % 16:
+        raise NotImplementedError(
+            f"the Blackwell kernels need hidden and intermediate sizes that are multiples of 16, got {width}: "
+            "set MOE_NVFP4_BACKEND=reference"
+        )
+
+
+def _name(dtype: torch.dtype) -> str:
+    name = str(dtype).removeprefix("torch.")
+    if name not in OUT_DTYPES:
+        raise ValueError(f"the Blackwell kernels take {', '.join(OUT_DTYPES)}, not {name}: convert the tensor first")
+    return name
+
+
+def _bias_name(bias: Tensor | None) -> str | None:
+    return None if bias is None else _name(bias.dtype)
+
+
+# ---- weights -------------------------------------------------------------------------------------
+
+
+def pack_sf(sf: Tensor, projections: int) -> Tensor:
+    """Block scales uint8 [E, N, K16] -> flat: for every expert and projection, padded to 128 rows, the 128x4 layout."""
+    E, N, K16 = sf.shape
+    return nvfp4.swizzle_sf(sf.view(E, projections, N // projections, K16)).flatten()
+
+
+def unpack_sf(packed: Tensor, experts: int, projections: int, rows: int, K16: int) -> Tensor:
+    """The inverse of `pack_sf`: uint8 [E, projections * rows, K16]."""
+    return nvfp4.unswizzle_sf(packed.view(experts, projections, -1), rows, K16).flatten(1, 2)
+
+
+_packed: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def pack_weights(codes: Tensor, sf: Tensor, projections: int) -> tuple[Tensor, Tensor]:
+    """(codes as TMA can read them, `pack_sf`), made once per weight tensor and again when it changes."""
+    state = [(t.data_ptr(), 0 if t.is_inference() else t._version) for t in (codes, sf)]
+    if sf not in _packed or _packed[sf][0] != state:
+        own = _pad_rows(codes)
+        _packed[sf] = (state, None if own is codes else own, pack_sf(sf, projections))
+    _, own, packed = _packed[sf]
+    return codes if own is None else own, packed
+
+
+def _pad_rows(codes: Tensor) -> Tensor:
+    """Rows of codes with a length TMA can step over, a multiple of 16 bytes: itself for K % 32 == 0."""
+    missing = -codes.shape[-1] % 16
+    return F.pad(codes, (0, missing)) if missing else codes
+
+
+# ---- compilation ---------------------------------------------------------------------------------
+
+
+def launch(config, arguments: tuple) -> None:
+    """Run the kernel of `config` on the current stream; compiled on first use."""
+    compiled(config, architecture(torch.cuda.get_device_capability(arguments[0].device)))(*arguments)
+
+
+def architecture(capability: tuple[int, int]) -> str:
+    if capability not in ARCHITECTURES:
+        raise NotImplementedError(
+            f"compute capability {capability[0]}.{capability[1]} has no tcgen05 tensor cores: these kernels run on "
+            "10.0 and 10.3 (B200, B300); set MOE_NVFP4_BACKEND=reference"
+        )
+    return ARCHITECTURES[capability]
+
+
+@lru_cache(maxsize=None)
+def compiled(config, architecture: str):
+    """The kernel of `config`, from memory, from disk, or compiled for the GPU that is there."""
+    from moe_nvfp4.kernels.common import launch
+
+    return launch.compiled(*kernel_of(config), architecture)
+
+
+def compile_kernel(config, options: str = ""):
+    """Compile the kernel of `config` for CUTE_DSL_ARCH, or the GPU that is there; needs no GPU."""
+    from cutlass import cute
+    from cutlass.cute.runtime import make_fake_stream
+
+    stream = make_fake_stream(use_tvm_ffi_env_stream="tvm-ffi" in options)
+    kernel, arguments = kernel_of(config)
+    return cute.compile(kernel, *arguments, stream, options=options)
+
+
+def kernel_of(config):
+    """(the kernel of `config`, tensors like its arguments: static shapes but for the number of rows)."""
+    import cutlass
+    from cutlass import Float32, Int32, Uint8, Uint32, cute
+    from cutlass.cute.runtime import make_fake_tensor
+
+    from moe_nvfp4.kernels.sm100 import gemm, rows
+
+    def tensor(dtype, *shape, align=16, stride=None):
+        if stride is None:
+            stride = [1]
+            for n in shape[:0:-1]:
+                stride.insert(0, stride[0] * n)
+        return make_fake_tensor(dtype, shape, tuple(stride), assumed_align=align)
+
+    types = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16, "float32": Float32}
+    R, bytes_sf, bytes_out_sf, others = (cute.sym_int() for _ in range(4))
+    if isinstance(config, QuantizeConfig):
+        return rows.QuantizeRows(config), (
+            tensor(types[config.dtype], others, config.k),
+            tensor(Int32, R, align=4),
+            tensor(Float32, config.experts if config.static else R, align=4),
+            tensor(Int32, config.experts + 1, align=4),
+            tensor(Uint32, R, config.k // 8),
+            tensor(Uint8, bytes_sf),
+            tensor(Float32, R, align=4),
+        )
+    if isinstance(config, CombineConfig):
+        return rows.Combine(config), (
+            tensor(Float32, R, config.hidden),
+            tensor(types[config.weights], others, config.top_k),
+            tensor(types[config.out], others, config.hidden),
+        )
+    E, N = config.experts, config.rows * config.projections
+    words = {"nvfp4": config.rows // 8, "assignments": config.width, "float32": config.width}
+    return gemm.GroupedGemm(config), (
+        tensor(Uint8, N, config.k // 2, E, stride=(config.k // 2, 1, N * config.k // 2)),
+        tensor(Uint8, E * config.projections * config.sf_row_tiles * config.k_steps * SF_TILE),
+        tensor(Uint8, R, config.k // 2),
+        tensor(Uint8, bytes_sf),
+        tensor(Float32, R, align=4),
+        tensor(Int32, E + 1, align=4),
+        tensor(Float32, E, align=4),
+        tensor(Float32, E, align=4),
+        tensor(types[config.bias], E, N, align=4) if config.bias else tensor(Float32, E, align=4),
+        tensor(Uint32, R, words.get(config.out, config.width // 2)),
+        tensor(Uint8, bytes_out_sf),
+        tensor(Float32, R, align=4),
+        tensor(Float32, E, align=4),
+        tensor(Int32, R, align=4),
+        Int32(1),
+    )

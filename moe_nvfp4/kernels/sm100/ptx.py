@@ -1,0 +1,199 @@
+"""The Blackwell instructions the sm_100a kernels are made of, one function each, and NVFP4 arithmetic.
+
+Addresses in shared memory and in tensor memory (TMEM) are 32-bit integers. A TMEM address is
+lane << 16 | column: 128 lanes, 512 columns of 32 bits. Bit layouts of descriptors: PTX ISA, tcgen05.
+"""
+
+from __future__ import annotations
+
+import cutlass
+from cutlass import Boolean, Float32, Int32, Int64, Uint32, cute
+from cutlass._mlir import ir
+from cutlass._mlir.dialects import llvm, nvvm
+from cutlass.cutlass_dsl import dsl_user_op
+
+from moe_nvfp4.kernels.common.arithmetic import (
+    add,
+    assembly,
+    decode_e4m3,
+    divide,
+    divide_near,
+    encode_e4m3,
+    largest_magnitude,
+    mul,
+)
+
+# ---- tensor cores --------------------------------------------------------------------------------
+
+_VERSION = 1 << 46  # of the shared memory descriptor: 1 on sm_100
+_ROWS_128B_SWIZZLED = 1024 >> 4 << 32 | 2 << 61 | 1 << 16 | _VERSION  # 8 rows of 128 bytes, then the next 8
+_ROWS_16B = 128 >> 4 << 32 | 1 << 16 | _VERSION  # 8 rows of 16 bytes, then the next 8
+_E2M1_BY_E2M1 = 1 << 7 | 1 << 10  # e4m3 scales: bit 23 is 0
+
+
+def operand_descriptor(address: Int32) -> Int64:
+    """A K-major operand in shared memory: rows of 128 bytes (256 codes), 128-byte swizzle."""
+    return Int64(address >> 4) | Int64(_ROWS_128B_SWIZZLED)
+
+
+def scales_descriptor(address: Int32) -> Int64:
+    """512 bytes of block scales in shared memory: one tile of the 128x4 layout."""
+    return Int64(address >> 4) | Int64(_ROWS_16B)
+
+
+def instruction_descriptor(rows: int, tokens: Int32) -> Int32:
+    """D[rows, tokens] of an NVFP4 MMA; tokens: a multiple of 8 (of a pair of CTAs 16) up to 256, known at run time."""
+    return Int32(_E2M1_BY_E2M1 | rows >> 4 << 24) | (tokens >> 3 << 17)
+
+
+def _group(ctas: int):
+    return nvvm.CTAGroupKind.CTA_1 if ctas == 1 else nvvm.CTAGroupKind.CTA_2
+
+
+def _tmem(address, loc, ip):
+    return llvm.inttoptr(llvm.PointerType.get(6), Int32(address).ir_value(loc=loc, ip=ip), loc=loc, ip=ip)
+
+
+@dsl_user_op
+def mma(
+    d: Int32, a: Int64, b: Int64, instruction: Int32, sfa: Int32, sfb: Int32, accumulate, ctas: int = 1,
+    *, loc=None, ip=None,
+):  # fmt: skip
+    """D (+)= (A * SFA) · (B * SFB)ᵀ over 64 codes of K. One thread issues it; done when a commit says so.
+
+    With two CTAs, the same addresses hold in both: each has 128 rows of A, SFA and D, half the rows of B, all of SFB.
+    """
+    nvvm.tcgen05_mma_block_scale(
+        nvvm.Tcgen05MMAKind.MXF4NVF4,
+        _group(ctas),
+        _tmem(d, loc, ip),
+        Int64(a).ir_value(loc=loc, ip=ip),
+        Int64(b).ir_value(loc=loc, ip=ip),
+        Int32(instruction).ir_value(loc=loc, ip=ip),
+        Boolean(accumulate).ir_value(loc=loc, ip=ip),
+        _tmem(sfa, loc, ip),
+        _tmem(sfb, loc, ip),
+        block_scale=nvvm.Tcgen05MMABlockScale.BLOCK16,
+        loc=loc,
+        ip=ip,
+    )
+
+
+@dsl_user_op
+def copy_scales(column: Int32, source: Int64, ctas: int = 1, *, loc=None, ip=None):
+    """One 128x4 tile of scales, shared memory -> 4 TMEM columns (all four lane quarters get it).
+
+    Row r of the tile lands in column r / 32. In order with the MMAs of the same thread. With two CTAs, in both.
+    """
+    nvvm.tcgen05_cp(
+        nvvm.Tcgen05CpShape.SHAPE_32x128b,
+        _tmem(column, loc, ip),
+        Int64(source).ir_value(loc=loc, ip=ip),
+        group=_group(ctas),
+        multicast=nvvm.Tcgen05CpMulticast.WARPX4,
+        loc=loc,
+        ip=ip,
+    )
+
+
+@dsl_user_op
+def load_columns(addresses: list[Int32], count: int, *, loc=None, ip=None) -> list[list[Float32]]:
+    """For each address `count` columns of this thread's TMEM lane. Loads and their wait are one block of
+    instructions: a compiler may not touch the registers in between."""
+    total = count * len(addresses)
+    lines = []
+    for i in range(len(addresses)):
+        registers = ", ".join(f"${i * count + j}" for j in range(count))
+        lines.append(f"tcgen05.ld.sync.aligned.32x32b.x{count}.b32 {{{registers}}}, [${total + i}];")
+    result = llvm.inline_asm(
+        ir.Type.parse(f"!llvm.struct<({', '.join(['f32'] * total)})>"),
+        [Int32(a).ir_value(loc=loc, ip=ip) for a in addresses],
+        " ".join([*lines, "tcgen05.wait::ld.sync.aligned;"]),
+        ",".join(["=f"] * total + ["r"] * len(addresses)),
+        has_side_effects=True,
+        loc=loc,
+        ip=ip,
+    )
+    values = [Float32(llvm.extractvalue(Float32.mlir_type, result, [i], loc=loc, ip=ip)) for i in range(total)]
+    return [values[i : i + count] for i in range(0, total, count)]
+
+
+@dsl_user_op
+def tmem_fence(before: bool, *, loc=None, ip=None):
+    """Orders tensor memory accesses before (or after) the mbarrier that another warp waits for."""
+    kind = nvvm.Tcgen05FenceKind.BEFORE_THREAD_SYNC if before else nvvm.Tcgen05FenceKind.AFTER_THREAD_SYNC
+    nvvm.tcgen05_fence(kind, loc=loc, ip=ip)
+
+
+@dsl_user_op
+def bulk_load(to: cute.Pointer, source: cute.Pointer, size: Int32, barrier: cute.Pointer, *, loc=None, ip=None):
+    """`size` bytes (a multiple of 16, known at run time) from global to shared memory; the mbarrier counts them."""
+    to_llvm = [p.to_llvm_ptr(loc=loc, ip=ip) for p in (to, source, barrier)]
+    cluster = llvm.PointerType.get(7)
+    nvvm.cp_async_bulk_shared_cluster_global(
+        llvm.addrspacecast(cluster, to_llvm[0], loc=loc, ip=ip),
+        to_llvm[1],
+        to_llvm[2],
+        Int32(size).ir_value(loc=loc, ip=ip),
+        loc=loc,
+        ip=ip,
+    )
+
+
+# ---- arithmetic ----------------------------------------------------------------------------------
+
+
+@dsl_user_op
+def exp2(a: Float32, *, loc=None, ip=None) -> Float32:
+    return assembly(Float32, "ex2.approx.ftz.f32 $0, $1;", "=f,f", Float32(a), loc=loc, ip=ip)
+
+
+@dsl_user_op
+def reciprocal(a: Float32, *, loc=None, ip=None) -> Float32:
+    return assembly(Float32, "rcp.approx.ftz.f32 $0, $1;", "=f,f", Float32(a), loc=loc, ip=ip)
+
+
+def sigmoid(x: Float32) -> Float32:
+    return reciprocal(add(exp2(mul(x, Float32(-1.4426950408889634))), Float32(1.0)))
+
+
+@dsl_user_op
+def encode_e2m1x8(x: list[Float32], *, loc=None, ip=None) -> Uint32:
+    """Eight e2m1 codes, x[0] in the low nibble: nearest, ties to even, saturating at 6."""
+    text = (
+        "{ .reg .b8 a, b, c, d;"
+        " cvt.rn.satfinite.e2m1x2.f32 a, $2, $1; cvt.rn.satfinite.e2m1x2.f32 b, $4, $3;"
+        " cvt.rn.satfinite.e2m1x2.f32 c, $6, $5; cvt.rn.satfinite.e2m1x2.f32 d, $8, $7;"
+        " mov.b32 $0, {a, b, c, d}; }"
+    )
+    return assembly(Uint32, text, "=r,f,f,f,f,f,f,f,f", *x, loc=loc, ip=ip)
+
+
+@dsl_user_op
+def pack_half2(low: Float32, high: Float32, dtype: type, *, loc=None, ip=None) -> Uint32:
+    """Two bf16 or fp16 numbers in a word, rounded to nearest even."""
+    name = {cutlass.BFloat16: "bf16x2", cutlass.Float16: "f16x2"}[dtype]
+    return assembly(Uint32, f"cvt.rn.{name}.f32 $0, $1, $2;", "=r,f,f", high, low, loc=loc, ip=ip)
+
+
+@cute.jit
+def quantize_block(values: list[Float32], global_scale: Float32) -> tuple[Uint32, Uint32, Uint32]:
+    """16 values -> (e4m3 byte, codes 0..7, codes 8..15), bit for bit what `format.quantize` returns.
+
+    sf = e4m3(max / 6 / global_scale); code = e2m1(x / (sf * global_scale)); where sf is 0 all is 0.
+    """
+    largest = largest_magnitude(values)
+    sf = encode_e4m3(divide(divide(largest, Float32(6.0)), global_scale))
+    scale = mul(decode_e4m3(sf), global_scale)
+    # x + 0 turns -0 into 0, whose code is 0; what is below zero keeps its sign even if it rounds to zero
+    values = [add(v, Float32(0.0)) for v in values]
+    low, high = Uint32(0), Uint32(0)
+    if sf != 0:
+        if scale > 2.0**-60 and scale < 2.0**60 and largest < 2.0**60:  # one division for 16
+            inverse = divide(Float32(1.0), scale)
+            low = encode_e2m1x8([divide_near(v, scale, inverse) for v in values[:8]])
+            high = encode_e2m1x8([divide_near(v, scale, inverse) for v in values[8:]])
+        else:
+            low = encode_e2m1x8([divide(v, scale) for v in values[:8]])
+            high = encode_e2m1x8([divide(v, scale) for v in values[8:]])
+    return sf, low, high

@@ -1,0 +1,1 @@
+"""The Hopper backend: CuTe DSL kernels for sm_90a."""

@@ -1,0 +1,325 @@
+"""The Hopper backend: the experts as CuTe DSL kernels over 4-bit weights.
+
+    Route (beside it x is quantized, for W4A4) ── (Gather) ── GroupedGemm, both GEMMs ── Combine
+
+each dependent on the one before and started early. Weights are in the layout of `sm90.pack`. Nothing
+waits for the device, no shape depends on data and buffers are torch's, so that a CUDA graph can
+capture all of it; on any stream, and on several at once. The same input gives the same bits.
+
+NVFP4 rows stand as bf16 `code * sf`, exact, beside their global scales: Hopper multiplies bf16 either way.
+
+`gemm1_swiglu` and `gemm2_combine` are the stages by themselves, for a gate of the caller's own.
+Numerics are the reference's up to the order of fp32 sums and, beyond `EXACT_BYTES` of expert outputs
+(prefill), their rounding to bf16 before the combine adds them in fp32.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache
+
+import torch
+from cutlass import BFloat16, Float16, Float32, Int32, Int64
+from torch import Tensor
+
+from moe_nvfp4.kernels.common import launch
+from moe_nvfp4.kernels.common.tensors import aligned, floating, multiprocessors
+from moe_nvfp4.kernels.sm90.config import Tile, Work
+from moe_nvfp4.kernels.sm90.gemm import GroupedGemm
+from moe_nvfp4.kernels.sm90.pack import UNIT, UNIT_WORDS, pack
+from moe_nvfp4.kernels.sm90.quantize import Quantize
+from moe_nvfp4.kernels.sm90.rows import Combine, Gather, Route
+from moe_nvfp4.routing import Groups, Rows
+from moe_nvfp4.weights import ExpertWeights
+
+ARCHITECTURE = "sm_90a"
+EXACT_BYTES = 1 << 24  # expert outputs up to this size are kept in fp32
+MAX_ROWS = 1 << 17  # assignments at a time: bounds the memory between the kernels, by then far beyond bandwidth's reach
+_TYPES = {
+    torch.bfloat16: BFloat16, torch.float16: Float16, torch.float32: Float32, torch.int32: Int32, torch.int64: Int64,
+}  # fmt: skip
+
+
+# ---- the layer -----------------------------------------------------------------------------------
+
+
+def experts(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: ExpertWeights) -> Tensor:
+    """x bf16 [T, H] -> bf16 [T, H]: all of `layer.moe_forward`."""
+    w = _packed(weights)
+    (T, top_k), E = top_k_index.shape, w.num_experts
+    out = torch.empty(T, w.hidden_size, dtype=x.dtype, device=x.device)
+    if T == 0:
+        return out
+    most = max(1, MAX_ROWS // top_k)
+    if T > most:
+        parts = (t.split(most) for t in (x, top_k_index, top_k_weights))
+        return torch.cat([experts(*part, w) for part in zip(*parts, strict=True)], out=out)
+    plan = _plan(w, T, top_k, x.device)
+    nvfp4 = plan.work.row_scale
+    zeros = 1 + _token_tiles(T * top_k, E, plan.tile) + (T * top_k if plan.work.measured else 0)
+    x = aligned(x)
+    groups, token, sync, rows = route(top_k_index, E, zeros, *((x, w.x_scale) if nvfp4 else ()))
+    rows = rows or Rows(x, index=token)
+    if not plan.work.gathered:
+        rows = gather(rows, groups, early=not nvfp4)
+    y = x.new_empty(plan.splits * T * top_k, w.hidden_size, dtype=plan.rows)
+    h = x.new_empty(T * top_k, w.intermediate_size, dtype=torch.float32 if plan.work.h is Float32 else x.dtype)
+    _gemms(rows, groups, w, h, y, sync, plan)
+    return _combine(y, groups, top_k_weights, out, plan.splits)
+
+
+def gemm1_swiglu(rows: Rows, weights: ExpertWeights, groups: Groups, dtype: torch.dtype) -> Rows:
+    """As `reference.gemm1_swiglu`, for bf16 rows. Rows of nobody hold anything."""
+    w, x, R = _packed(weights), aligned(rows.values), groups.num_rows
+    rows = replace(rows, values=x)
+    h = x.new_empty(R, w.intermediate_size * (2 if w.gate.kind == "raw" and w.gate.gated else 1))
+    if R:
+        plan = _plan(w, R // groups.top_k, groups.top_k, x.device)
+        work = Work(w.gate, False, rows.index is not None, plan.work.bias)
+        plan = replace(plan, work=work, splits=1)
+        _gemms(rows, groups, w, h, x[:1], groups.offsets, plan)
+    return Rows(h)
+
+
+def gemm2_combine(h: Rows, weights: ExpertWeights, groups: Groups, top_k_weights: Tensor, dtype: torch.dtype) -> Tensor:
+    """As `reference.gemm2_combine`, for bf16 rows."""
+    w, x, (T, top_k) = _packed(weights), aligned(h.values), top_k_weights.shape
+    out = x.new_empty(T, w.hidden_size)
+    if T == 0:
+        return out
+    plan = _plan(w, T, top_k, x.device)
+    plan = replace(plan, work=Work(None, True, False, plan.work.bias, out=plan.work.out))
+    y = x.new_empty(plan.splits * T * top_k, w.hidden_size, dtype=plan.rows)
+    _gemms(Rows(x), groups, w, x, y, groups.offsets, plan)
+    return _combine(y, groups.with_position(), top_k_weights, out, plan.splits)
+
+
+@lru_cache(maxsize=1)
+def _warn_unpacked() -> None:
+    warnings.warn(
+        "4-bit weights are brought into the layout of the Hopper kernels at every call, which costs more than the "
+        "experts themselves: call prepare() on the NVFP4Experts modules before torch.compile, and keep them on the "
+        "GPU (no offloading)",
+        stacklevel=2,
+    )
+
+
+def _packed(weights: ExpertWeights) -> ExpertWeights:
+    if weights.packed:
+        return weights
+    _warn_unpacked()
+    return pack_weights(weights)
+
+
+def pack_weights(weights: ExpertWeights) -> ExpertWeights:
+    """The weights in Hopper's layout, as new tensors."""
+    w = weights
+    w13, w2 = pack(w.w13, w.w13_sf, w.gate.gated), pack(w.w2, w.w2_sf, False)
+    sizes = (w.hidden_size, w.intermediate_size)
+    return replace(w, w13=w13.units, w13_sf=None, w2=w2.units, w2_sf=None, packed=sizes)
+
+
+# ---- the plan: tile shapes from the number of tokens ---------------------------------------------
+
+# Measured on an H200. Up to 8 tokens, warps of their own and a deep ring; beyond, WGMMA, by four warpgroups
+# of 64 rows or, where accumulators are large, two of 128. With three widths of WGMMA, or two beyond 96
+# tokens, ptxas finds no registers and makes every one of them wait for the one before.
+_WIDE = dict(NWG=2, MB=2, group=4, registers=(224, 56))
+_TILES = (
+    Tile(8),
+    Tile(24, small=16, KB=4, stages=4, group=4),
+    Tile(32, small=24, KB=4, stages=4, group=4),
+    Tile(48, small=40, KB=4, stages=3, **_WIDE),
+    Tile(64, small=48, KB=2, stages=6, **_WIDE),
+    Tile(80, small=64, KB=2, stages=5, **_WIDE),
+    Tile(96, KB=2, stages=5, **_WIDE),
+    Tile(128, KB=2, stages=4, **_WIDE),
+)
+# Few tiles: fewer rows each, K split among the warpgroups.
+_QUARTERS, _HALVES = Tile(8, KS=4, KB=8, stages=7), Tile(8, KS=2, KB=8, stages=4)
+_PAIR = Tile(8, NWG=2, stages=4, registers=(96, 48), ctas=2)  # for sizes that tiles of four blocks do not fill
+_TILE_COST = 64  # what a tile costs before its first token, in tokens: dequantization, epilogue
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is launched: a tile shape, the work, parts of K in GEMM 2 and the dtype of its rows."""
+
+    tile: Tile
+    work: Work
+    splits: int
+    rows: torch.dtype
+
+
+def _plan(w: ExpertWeights, T: int, top_k: int, device: torch.device) -> Plan:
+    sizes = (w.num_experts, w.hidden_size, w.intermediate_size, T, top_k)
+    nvfp4 = w.activations == "nvfp4"
+    static = nvfp4 and w.h_scale is not None
+    return _plan_for(w.gate, w.b13 is not None, nvfp4, static, *sizes, multiprocessors(device))
+
+
+@lru_cache(maxsize=4096)
+def _plan_for(gate, bias, nvfp4, static, E: int, H: int, I: int, T: int, top_k: int, sms: int) -> Plan:
+    R = T * top_k
+    hit = E * (1 - (1 - 1 / E) ** R)  # experts with tokens, were routing uniform
+    tile = min(_TILES, key=lambda t: _expected(lambda n: _cost(t, n), R / hit))
+    I_units = -(-I // (UNIT // 2 if gate.gated else UNIT))
+    if tile.BN == 8:
+        tiles = hit * I_units / 4
+        tile = _QUARTERS if tiles < 0.75 * sms else _HALVES if tiles < 1.75 * sms else tile
+    # GEMM 2 has few rows and a long K where experts are few: parts of 1024 columns at least
+    tiles = hit * _expected(lambda n: -(-n // tile.BN), R / hit) * -(-H // UNIT // tile.blocks)
+    splits = 4 if tiles < 0.75 * sms else 2 if tiles < 4 * sms else 1
+    blocks = -(-I // UNIT)
+    while splits > 1 and (I < 1024 * splits or tile.part(blocks, splits.bit_length() - 1) * (splits - 1) >= blocks):
+        splits //= 2  # and no part empty
+    if tile == Tile(8) and splits == 1 and (I_units % 4 or -(-H // UNIT) % 4):
+        tile = _PAIR
+    rows = torch.float32 if splits * R * H * 4 <= EXACT_BYTES else torch.bfloat16
+    # Rows that GEMM 1 gathers itself cost it 5 % where it is bound by arithmetic: more than `gather`, if I is large.
+    gathered = tile.BN <= 32 or I <= 1024
+    # A static scale of h quantizes its fp32 values, as the reference does.
+    work = Work(gate, True, gathered, bias, nvfp4, h=Float32 if static else BFloat16, out=_TYPES[rows])
+    return Plan(tile, work, splits, rows)
+
+
+def _cost(tile: Tile, n: int) -> int:
+    """What an expert with n tokens costs, in tokens."""
+    full, rest = divmod(n - 1, tile.BN)
+    return (full + 1) * _TILE_COST + full * tile.BN + (tile.small if rest < tile.small else tile.BN)
+
+
+def _expected(f, mean: float) -> float:
+    """The mean of f(n) over experts with tokens, n Poisson, by the normal approximation."""
+    deviation = math.sqrt(mean)
+    first, last = max(1, round(mean - 4 * deviation)), round(mean + 4 * deviation)
+    counts = range(first, last + 1, max(1, round(deviation / 8)))
+    weights = [math.exp(-(((n - mean) / deviation) ** 2) / 2) for n in counts]
+    return sum(w * f(n) for w, n in zip(weights, counts, strict=True)) / sum(weights)
+
+
+def _token_tiles(R: int, E: int, tile: Tile) -> int:
+    """A bound of the token tiles, for every routing."""
+    return R // tile.BN + min(E, R)
+
+
+# ---- launches ------------------------------------------------------------------------------------
+
+
+def route(
+    top_k_index: Tensor, num_experts: int, sync: int = 1, x: Tensor | None = None, scale: Tensor | None = None
+) -> tuple[Groups, Tensor, Tensor, Rows | None]:
+    """`routing.group_by_expert`, the token of each row, `sync` zeros for the GEMMs, and x [T, K] as NVFP4 rows:
+    `values` bf16 code * sf [T, K] with fp32 `scale` [T]; with static ones, fp32 `scale` [E], both have a row for each
+    assignment. Values and scales are those of `reference.quantize_rows`.
+
+    An id outside the legal range prints the rule and traps: the next synchronization raises.
+    """
+    T, top_k = top_k_index.shape
+    ids = _ids(top_k_index).view(-1)
+    R, E = ids.shape[0], num_experts
+    assert R <= MAX_ROWS
+    sizes = (R, R, R, E + 1)
+    order, position, token, offsets = ids.new_empty(sum(sizes), dtype=torch.int32).split_with_sizes(sizes)
+    zeros = ids.new_empty(sync, dtype=torch.int32)
+    if R <= 512:  # CTAs, warps, assignments a thread
+        shape = (1, 8, 1 if R <= 256 else 2)
+    elif R <= 2048:
+        shape = (8, 8, 1)
+    else:
+        shape = (8, 16, 1 << (R - 1).bit_length() - 12)
+    groups, rows, quantize = Groups(order, offsets, top_k, position), None, ()
+    if x is not None:
+        K, n, warps = x.shape[1], T if scale is None else R, 1
+        while warps < shape[1] and (K > 2048 * warps or n * warps < 1024 and K > 256 * warps):
+            warps *= 2  # so that a lane has no more than 64 values, and every multiprocessor something to do
+        quantize = (x.dtype, scale is not None, warps, -(-K // (256 * warps)))
+        values, row_scale = x.new_empty(n, K, dtype=torch.bfloat16), x.new_empty(n, dtype=torch.float32)
+        rows = Rows(values, None, row_scale, token if scale is None else order)
+    outputs = (None, None) if rows is None else (rows.values, rows.scale)
+    _route(ids.dtype, *shape, *quantize)(ids, order, position, token, offsets, zeros, x, scale, *outputs, E, top_k)
+    return groups, token, zeros, rows
+
+
+@cache
+def _route(ids, ctas, warps, each, x=None, *quantize):
+    r, v = launch.rows, launch.vector
+    arguments = [v(_TYPES[ids]), *[v(Int32) for _ in range(5)], None, None, None, None, Int32(1), Int32(1)]
+    if quantize:
+        arguments[6:10] = r(_TYPES[x], 16), v(Float32) if quantize[0] else None, r(BFloat16, 16), v(Float32)
+    route = Route(ctas, warps, each, Quantize(*quantize) if quantize else None)
+    return launch.compiled(route, tuple(arguments), ARCHITECTURE)
+
+
+def _ids(top_k_index: Tensor) -> Tensor:
+    """Contiguous, int32 or int64."""
+    return top_k_index.contiguous() if top_k_index.dtype in (torch.int32, torch.int64) else top_k_index.to(torch.int64)
+
+
+def gather(rows: Rows, groups: Groups, early: bool = True) -> Rows:
+    """Rows of tokens, or of assignments -> [R, K], in grouped order, nobody's at the end. `early`: they are older than
+    the kernel before. Scales stay where they are."""
+    x, R = rows.values, groups.num_rows
+    values = x.new_empty(R, x.shape[1])
+    _gather(early)(x, groups.position, values, R // x.shape[0])
+    return replace(rows, values=values)
+
+
+@cache
+def _gather(early):
+    arguments = (launch.rows(BFloat16, 16), launch.vector(Int32), launch.rows(BFloat16, 16), Int32(1))
+    return launch.compiled(Gather(early), arguments, ARCHITECTURE)
+
+
+def _gemms(rows, groups, w, h, y, sync, plan) -> None:
+    """GEMM 1 from rows of x to h, GEMM 2 from h to y, or one of them. What is not used may be any of its dtype."""
+    x, R, tile, work = rows.values, groups.num_rows, plan.tile, plan.work
+    index = groups.offsets if rows.index is None else rows.index
+    units13, units2 = w.w13.flatten(2), w.w2.flatten(2)
+    b13, b2 = (x, x) if w.b13 is None else (w.b13, w.b2)
+    row_scale = w.up_scale if rows.scale is None else rows.scale
+    gate_scale = w.up_scale if w.gate_scale is None else w.gate_scale
+    h_scale, raw, quantized = w.up_scale, x, h
+    if work.row_scale:
+        h_scale = sync[-R:].view(torch.float32) if w.h_scale is None else w.h_scale
+        raw = h.view(torch.bfloat16)
+    if h.dtype != torch.bfloat16:
+        quantized = x.new_empty(h.shape)
+    weight_tiles = (-(-w.w13.shape[1] // tile.blocks) if work.gate else 0) + (
+        -(-w.w2.shape[1] // tile.blocks) * plan.splits if work.down else 0
+    )
+    tiles = _token_tiles(R, w.num_experts, tile) * weight_tiles
+    grid = min(multiprocessors(x.device) * tile.ctas, tiles)
+    _kernel(tile, work, b13.dtype)(
+        units13, units2, x, index, h, raw, quantized, y, groups.offsets, gate_scale, w.up_scale, w.w2_scale,
+        b13, b2, row_scale, h_scale, sync, plan.splits.bit_length() - 1, grid,
+    )  # fmt: skip
+
+
+@cache
+def _kernel(tile, work, bias):
+    r, v = launch.rows, launch.vector
+    arguments = (
+        r(Int32, UNIT_WORDS, 3), r(Int32, UNIT_WORDS, 3), r(BFloat16, 16), v(Int32),
+        r(work.h, 16), r(BFloat16, 16), r(BFloat16, 16), r(work.out, 16), v(Int32), v(Float32), v(Float32), v(Float32),
+        r(_TYPES[bias]), r(_TYPES[bias]), v(Float32), v(Float32), v(Int32), Int32(1), Int32(1),
+    )  # fmt: skip
+    return launch.compiled(GroupedGemm(tile, work), arguments, ARCHITECTURE)
+
+
+def _combine(y: Tensor, groups: Groups, top_k_weights: Tensor, out: Tensor, splits: int) -> Tensor:
+    weights = floating(top_k_weights).contiguous()
+    combine = _combine_kernel(weights.shape[1], splits, y.dtype, weights.dtype)
+    combine(y, groups.position, groups.offsets, weights, out)
+    return out
+
+
+@cache
+def _combine_kernel(top_k, splits, rows, weights):
+    arguments = (
+        launch.rows(_TYPES[rows], 16), launch.vector(Int32), launch.vector(Int32),
+        launch.rows(_TYPES[weights]), launch.rows(BFloat16, 16),
+    )  # fmt: skip
+    return launch.compiled(Combine(top_k, splits), arguments, ARCHITECTURE)

@@ -1,0 +1,136 @@
+"""What one of the Hopper GEMM kernels is compiled for: a tile shape, and the work of a launch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cutlass import BFloat16, Float32
+
+from moe_nvfp4.kernels.sm90.pack import UNIT_WORDS
+from moe_nvfp4.weights import Gate
+
+MAX_EXPERTS = 1024
+SMEM = 233472  # bytes of shared memory of a multiprocessor; a CTA's ring has 3 KB and the tile list less
+
+
+@dataclass(frozen=True)
+class Tile:
+    """BN tokens (WGMMAs of `small`, where they suffice); NWG consumer warpgroups of MB 64-row blocks, KS of which
+    split K; KB 64-column blocks a stage; `group` k16 steps between WGMMA commits; registers of consumers and
+    producers; CTAs a multiprocessor."""
+
+    BN: int = 8
+    NWG: int = 4
+    MB: int = 1
+    KS: int = 1
+    KB: int = 4
+    stages: int = 5
+    group: int = 2
+    registers: tuple[int, int] = (104, 64)
+    small: int = 0
+    ctas: int = 1
+
+    @property
+    def across(self) -> int:
+        """Warpgroups that split the rows."""
+        return self.NWG // self.KS
+
+    @property
+    def warpwise(self) -> bool:
+        """Whether consumers use mma.sync."""
+        return self.BN == 8
+
+    @property
+    def window(self) -> int:
+        """Stages in flight until the ring has been full."""
+        return self.stages // 2
+
+    @property
+    def slots(self) -> int:
+        """Tiles drawn ahead. With one or two tiles a CTA, whoever is first should not take all of GEMM 2."""
+        return 2 if self.KS == 4 else 4
+
+    @property
+    def shift(self) -> int:
+        """By what K, in 64-column blocks, is shifted to count stages; a division would cost every tile time."""
+        return self.KB.bit_length() - 1
+
+    def part(self, blocks, halvings):
+        """64-column blocks of a part of K, of 2^halvings: whole stages. Python integers, or a kernel's."""
+        return (((blocks - 1) >> halvings) + self.KB) & -self.KB
+
+    @property
+    def box(self) -> int:
+        """Rows of tokens of one TMA copy."""
+        return 16 if self.BN % 16 == 0 else 8
+
+    @property
+    def blocks(self) -> int:
+        """64-row blocks of a tile."""
+        return self.across * self.MB
+
+    @property
+    def stage_bytes(self) -> int:
+        return self.KB * (self.blocks * UNIT_WORDS * 4 + self.BN * 128)
+
+    @property
+    def threads(self) -> int:
+        return 128 * (self.NWG + 1)
+
+    def check(self) -> None:
+        part = (self.KS - 1) * self.blocks * 64 * self.BN * 4
+        if self.BN % 8 or not 8 <= self.BN <= 256:
+            raise ValueError(f"{self}: BN must be a multiple of 8 up to 256")
+        if self.KB != 1 << self.shift:
+            raise ValueError(f"{self}: KB must be a power of two")
+        if self.warpwise and (self.KB % self.KS or self.MB > 1):
+            raise ValueError(f"{self}: KS must divide KB, and MB be 1, with so few tokens")
+        if not self.warpwise and (self.NWG % self.KS or self.KB % (2 * self.KS)):
+            raise ValueError(f"{self}: the fragment ring needs an even number of 64-column blocks per warpgroup")
+        there = 65536 // (self.ctas * self.threads) // 8 * 8 * self.threads
+        if 128 * (self.NWG * self.registers[0] + self.registers[1]) > there:
+            raise ValueError(f"{self}: a CTA of {self.threads} threads starts with {there} registers; more never come")
+        if self.small % 8 or self.small >= self.BN or self.warpwise and self.small:
+            raise ValueError(f"{self}: `small` must be a multiple of 8 below BN, and 0 without WGMMA")
+        needed = self.stages * self.stage_bytes + part + 8 * self.slots * self.BN  # two numbers of each row
+        there = SMEM // self.ctas - 2816 - 8 * (MAX_EXPERTS + 1)
+        if needed > there:
+            raise ValueError(f"{self}: {needed} bytes of shared memory, {there} are there")
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a launch computes. gate: GEMM 1 and what follows it (None: no GEMM 1); down: GEMM 2.
+
+    gathered: rows of x come by index; else they lie in order
+    row_scale: rows of x carry a global scale each (NVFP4 activations), and h is quantized by tiles of its own between
+    those of GEMM 1 and GEMM 2: bf16 with a scale for each row, fp32 with its expert's
+    h, out: dtype of what GEMM 1, GEMM 2 write, bf16 or fp32
+    """
+
+    gate: Gate | None = None
+    down: bool = False
+    gathered: bool = True
+    bias: bool = False
+    row_scale: bool = False
+    h: type = BFloat16
+    out: type = BFloat16
+
+    @property
+    def by_index(self) -> bool:
+        """Whether there are rows of x, and they come by index."""
+        return self.gathered and self.gate is not None
+
+    @property
+    def both(self) -> bool:
+        return self.gate is not None and self.down
+
+    @property
+    def measured(self) -> bool:
+        """Whether GEMM 1 keeps the largest magnitude of each row of h."""
+        return self.row_scale and self.h is BFloat16
+
+    @property
+    def width(self) -> int:
+        """bf16 columns that a value of h takes, where it is quantized."""
+        return 2 if self.row_scale and self.h is Float32 else 1

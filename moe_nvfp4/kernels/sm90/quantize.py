@@ -1,0 +1,200 @@
+"""NVFP4 activations on Hopper: x before the GEMMs, and what the GEMMs' kernel does for h.
+
+A value stands as bf16 `code * sf`, which is exact, beside the global scale of its row, by which the sum is multiplied.
+x is quantized by CTAs beside those of `Route`, in the same launch. A row of h is spread over tiles of GEMM 1, whose
+epilogues keep the largest magnitude they have seen, in shared memory, then in global; tiles of their own quantize the
+rows. Values and scales are what `format.quantize` returns, but for the sign of zeros.
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr
+
+from moe_nvfp4.kernels.common import arithmetic
+from moe_nvfp4.kernels.sm90 import ptx as ptx
+from moe_nvfp4.kernels.sm90.rows import load_eight, store_eight
+
+# ---- eight values --------------------------------------------------------------------------------
+
+
+@cute.jit
+def code_times_sf(values: list, global_scale: Float32):
+    """8 values, the next lane having the other 8 of the block -> their code * sf, exact in bf16:
+    sf = e4m3(max / 6 / global_scale), code = e2m1(x / (sf * global_scale)). Zeros come without their sign.
+
+    By a whole warp: a branch that all its lanes take is one that ptxas keeps track of.
+    """
+    largest = arithmetic.largest_of_lanes(arithmetic.largest_magnitude(values), range(1))
+    sixth = arithmetic.divide_near(largest, Float32(6.0), Float32(1 / 6))
+    sf = arithmetic.encode_e4m3(arithmetic.divide(sixth, global_scale))
+    value = arithmetic.decode_e4m3(sf)
+    scale = arithmetic.mul(value, global_scale)
+    none = value == 0.0  # what comes is multiplied by 0
+    # no quotient over- or underflows but to 0, and none becomes 8
+    plain = global_scale > 2.0**-60 and global_scale < 2.0**60 and largest < 2.0**60
+    rounded = [Float32(0.0)] * 8
+    if cute.arch.vote_all_sync(plain and (none or largest < 6.9 * scale)):
+        scale = cutlass.select_(none, Float32(1.0), scale)
+        inverse = arithmetic.divide(Float32(1.0), scale)
+        quotients = [arithmetic.divide_near(v, scale, inverse) for v in values]
+        rounded = [arithmetic.fma(arithmetic.nearest_e2m1(q), value, Float32(0.0)) for q in quotients]
+    else:
+        sf = arithmetic.encode_e4m3(arithmetic.divide(arithmetic.divide(largest, Float32(6.0)), global_scale))
+        value = arithmetic.decode_e4m3(sf)
+        scale = arithmetic.mul(value, global_scale)
+        if value != 0.0:
+            quotients = [_within_six(arithmetic.divide(v, scale)) for v in values]
+            rounded = [arithmetic.fma(arithmetic.nearest_e2m1(q), value, Float32(0.0)) for q in quotients]
+    return rounded
+
+
+def _within_six(x):
+    """NaN stays."""
+    return cute.arch.fmax(cute.arch.fmin(x, Float32(6.0), nan=True), Float32(-6.0), nan=True)
+
+
+def _fp32(x):
+    return [x[i].to(Float32) for i in range(8)]
+
+
+# ---- x -------------------------------------------------------------------------------------------
+
+
+class Quantize:
+    """x -> NVFP4: `warps` warps have a row, `each` halves of blocks a lane. A token has a global scale of its own or,
+    if they are `static`, that of the expert of each slot, for which it then becomes a row of its own.
+    """
+
+    def __init__(self, static: bool, warps: int, each: int):
+        self.static, self.warps, self.each = static, warps, each
+
+    def __repr__(self) -> str:
+        return f"Quantize({self.static}, {self.warps}, {self.each})"
+
+    @cute.jit
+    def rows(self, cta: Int32, warps: cutlass.Constexpr, mX, mIds, mScale, mRows, mRowScale, top_k: Int32):
+        """CTA `cta` of `warps` warps: mX bf16 or fp32 [T, K], static mScale fp32 [E] -> mRows bf16 [T, K], or [R, K]
+        with static scales, and mRowScale fp32 [T], or [R]."""
+        tid, _, _ = cute.arch.thread_idx()
+        lane, lanes = tid % (32 * self.warps), 32 * self.warps
+        sLargest = cute.make_tensor(cute.arch.get_dyn_smem(Float32), cute.make_layout(warps))
+        number = cta * (warps // self.warps) + tid // lanes
+        live, row = number < mRows.shape[0], cutlass.min(number, mRows.shape[0] - 1)
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
+
+        loaded = [cute.make_rmem_tensor(8, mX.element_type) for _ in range(self.each)]
+        source = row // top_k if const_expr(self.static) else row
+        for i in cutlass.range_constexpr(self.each):
+            load_eight(mX, source, (lane + i * lanes) * 8, loaded[i])
+        if const_expr(self.static):
+            e = Int32(mIds[row])
+            here = e >= 0 and e < mScale.shape[0]  # nobody's rows are quantized too, somehow
+            scale = mScale[cutlass.select_(here, e, Int32(0))]
+        else:
+            largest = arithmetic.largest_magnitude([arithmetic.largest_magnitude(_fp32(x)) for x in loaded])
+            largest = arithmetic.largest_of_lanes(largest, range(5))
+            if const_expr(self.warps > 1):
+                if tid % 32 == 0:
+                    sLargest[tid // 32] = largest
+                cute.arch.sync_threads()
+                first = tid // lanes * self.warps
+                largest = arithmetic.largest_magnitude([sLargest[first + w] for w in range(self.warps)])
+            scale = arithmetic.global_scale_for(largest)
+        if live and lane == 0:
+            mRowScale[row] = scale
+        for i in cutlass.range_constexpr(self.each):
+            rounded = code_times_sf(_fp32(loaded[i]), scale)
+            column = (lane + i * lanes) * 8
+            if live and column < mRows.shape[1]:
+                store_eight(mRows, row, column, rounded)
+
+
+# ---- h, and the scales of rows: in the kernel of the GEMMs ---------------------------------------
+
+
+@cute.jit
+def ask_scales(out, sources, of_h, place, h: cutlass.Constexpr):
+    """A warp: what gives the global scales of a tile's tokens lane, lane + 32, ... : of x those scales, of h (a dtype)
+    its expert's if fp32, if bf16 the largest magnitudes."""
+    (mIndex, mRowScale, mHScale), (e, row, rows) = sources, place
+    address = cutlass.select_(of_h, mHScale.iterator.toint(), mRowScale.iterator.toint())
+    for q in cutlass.range_constexpr(cute.size(out)):
+        at = row + cutlass.min(cute.arch.lane_idx() + 32 * q, rows - 1)
+        h_at = e if const_expr(h is Float32) else at
+        if not of_h:
+            at = mIndex[at]
+        at = address + Int64(cutlass.select_(of_h, h_at, at)) * 4
+        pointer = cute.make_ptr(Float32, at, cute.AddressSpace.gmem)
+        out[q] = cute.arch.load(pointer, Float32, sem="relaxed", scope="gpu")
+
+
+@cute.jit
+def tell_scales(asked, sScale, of_h, h: cutlass.Constexpr):
+    """The same warp, when they came: consumers find them in shared memory."""
+    for q in cutlass.range_constexpr(cute.size(asked)):
+        scale = asked[q]
+        if const_expr(h is not Float32):
+            if of_h:
+                scale = arithmetic.global_scale_for(scale)
+        sScale[cutlass.min(cute.arch.lane_idx() + 32 * q, cute.size(sScale) - 1)] = scale
+
+
+def load_pair(sScale, token, out):
+    """Scales of tokens token (even) and token + 1."""
+    pointer = cute.make_ptr(Float32, sScale.iterator.toint() + token * 4, cute.AddressSpace.smem, assumed_align=8)
+    cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(2)), out)
+
+
+@cute.jit
+def keep_largest(largest: list, to, rows):
+    """A warp: largest[2 n + i] of tokens 8 n + lane % 4 * 2 + i, over its lanes, into shared memory. In three steps
+    lanes exchange half of what they have, while there is more than one."""
+    lane = cute.arch.lane_idx()
+    first, live = Int32(0), Boolean(True)
+    for bit in cutlass.range_constexpr(2, 5):
+        upper = (lane >> bit) & 1 == 1
+        if const_expr(len(largest) > 1):
+            half = (len(largest) + 1) // 2
+            largest = [*largest, Float32(0.0)][: 2 * half]
+            mine = [cutlass.select_(upper, largest[j + half], largest[j]) for j in range(half)]
+            other = [cutlass.select_(upper, largest[j], largest[j + half]) for j in range(half)]
+            other = [cute.arch.shuffle_sync_bfly(x, 1 << bit) for x in other]
+            largest = [cute.arch.fmax(mine[j], other[j], nan=True) for j in range(half)]
+            first = first + cutlass.select_(upper, Int32(half), Int32(0))
+        else:
+            largest = [arithmetic.largest_of_lanes(largest[0], range(bit, bit + 1))]
+            live = live and not upper
+    for j in cutlass.range_constexpr(len(largest)):
+        at = first + j
+        token = (at >> 1) * 8 + lane % 4 * 2 + (at & 1)
+        ptx.keep_largest(to.toint() + token * 4, largest[j], live and token < rows)
+
+
+@cute.jit
+def quantize(at: Int32, sScale, mQ, place, t: cutlass.Constexpr, h: cutlass.Constexpr):
+    """Consumer warps, of tile shape t: KB 64-column blocks of `rows` rows of h (a dtype; fp32 values have two columns),
+    swizzled in shared memory, into mQ [R, I]. A lane has 8 values; stage `kt` begins with the warp that the one before
+    ended with."""
+    row, rows, first, kt = place
+    lane, warp = cute.arch.lane_idx(), cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // 32)
+    chunks = h.width // 16  # of 16 bytes, that a lane has
+    lanes = 8 // chunks  # that have a block of a row
+    words = cute.make_rmem_tensor(4 * chunks, Uint32)
+    values = cute.make_tensor(cute.recast_ptr(words.iterator, dtype=h), cute.make_layout(8))
+    pieces = (rows * (t.KB * lanes) + 31) // 32
+    for i in cutlass.range((warp - kt * pieces) & (4 * t.NWG - 1), pieces, 4 * t.NWG, unroll=1):
+        number = i * (32 // lanes) + lane // lanes
+        r, block = cutlass.min(number >> t.shift, rows - 1), number & (t.KB - 1)
+        for c in cutlass.range_constexpr(chunks):
+            chunk = (lane % lanes * chunks + c) ^ (r % 8)
+            source = at + (block * t.BN + r) * 128 + chunk * 16
+            source = cute.make_ptr(Uint32, source, cute.AddressSpace.smem, assumed_align=16)
+            to = cute.make_tensor(words.iterator + 4 * c, cute.make_layout(4))
+            cute.autovec_copy(cute.make_tensor(source, cute.make_layout(4)), to)
+        rounded = code_times_sf(_fp32(values), sScale[r])
+        column = (first + kt * t.KB + block) * (64 // chunks) + lane % lanes * 8
+        if number >> t.shift < rows and column < mQ.shape[1]:
+            store_eight(mQ, row + r, column, rounded)

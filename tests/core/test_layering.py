@@ -1,0 +1,159 @@
+"""Imports point one way, importing is cheap, and every folder is packaged."""
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FOLDERS = ("quantize", "integrations")  # at the top of the checkout, symlinked into moe_nvfp4/
+
+# Who may import whom: a file imports only what stands in a line above its own, or in its own folder.
+ORDER = [
+    ["demo"],
+    ["cache"],
+    ["format", "routing"],
+    ["weights"],
+    ["reference", "kernels", "quantize"],
+    ["layer"],
+    ["__init__"],
+    ["integrations"],
+    ["cli"],
+    ["__main__"],
+    ["examples", "tests"],
+]
+RANK = {name: rank for rank, names in enumerate(ORDER) for name in names}
+ALONE = {"demo"}  # imports nothing of ours
+OUTSIDE = ORDER[-1]
+
+
+def sources(root):
+    """(file, its name in ORDER) for every Python file, each once."""
+    for top in ("moe_nvfp4", *FOLDERS, *OUTSIDE):
+        for folder, _, names in os.walk(root / top):  # does not follow the symlinks
+            for path in (Path(folder, name) for name in names if name.endswith(".py")):
+                parts = path.relative_to(root).with_suffix("").parts
+                yield path, parts[1] if top == "moe_nvfp4" else top
+
+
+def imports(tree):
+    """(line, modules it may mean, whether it is inside a function) for each import, relative ones as '.'."""
+
+    def visit(node, inside):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, alias.name, inside
+        elif isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                yield node.lineno, "." if node.level else f"{node.module}.{alias.name}", inside
+        inside = inside or isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+        for child in ast.iter_child_nodes(node):
+            yield from visit(child, inside)
+
+    return visit(tree, False)
+
+
+def problem(owner, module, inside):
+    """Why a file of `owner` may not import `module`, or None."""
+    top, *rest = module.split(".")
+    if top == "":
+        return "relative import"
+    if top in FOLDERS:
+        return f"bare {top}; write moe_nvfp4.{top}"
+    if top in OUTSIDE:
+        return None if owner in OUTSIDE else f"{top} is not installed"
+    if top != "moe_nvfp4" or owner in OUTSIDE:
+        return None
+    target = rest[0] if rest and rest[0] in RANK else "__init__"
+    if owner not in RANK:
+        return "this file has no place in ORDER"
+    if owner in ALONE or (target != owner and RANK[target] >= RANK[owner]):
+        return f"{target} is not below {owner}"
+    if target == "kernels" != owner and not (owner == "layer" and inside):
+        return "kernels are imported by layer, inside a function"
+    return None
+
+
+def violations(root):
+    for path, owner in sources(root):
+        for line, module, inside in imports(ast.parse(path.read_text("utf-8"))):
+            if reason := problem(owner, module, inside):
+                yield f"{path.relative_to(root)}:{line}: {reason}"
+
+
+def unlisted_packages(root):
+    text = (root / "pyproject.toml").read_text("utf-8")  # no tomllib in Python 3.10
+    listed = set(re.findall(r'"([\w.]+)"', re.search(r"^packages = \[(.*?)\]", text, re.M | re.S)[1]))
+    folders = {path.parent.relative_to(root) for path, owner in sources(root) if owner not in OUTSIDE}
+    names = {".".join(f.parts if f.parts[0] == "moe_nvfp4" else ("moe_nvfp4", *f.parts)) for f in folders}
+    return names ^ listed
+
+
+def test_imports_point_one_way():
+    assert list(violations(ROOT)) == []
+
+
+def test_every_folder_is_packaged():
+    assert unlisted_packages(ROOT) == set()
+
+
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        ("moe_nvfp4/format.py", "from moe_nvfp4 import weights"),
+        ("moe_nvfp4/weights.py", "import moe_nvfp4.layer"),
+        ("moe_nvfp4/reference.py", "from moe_nvfp4.quantize.experts import quantize_experts"),
+        ("moe_nvfp4/layer.py", "from moe_nvfp4 import kernels"),
+        ("moe_nvfp4/layer.py", "from moe_nvfp4 import NVFP4Experts"),
+        ("moe_nvfp4/layer.py", "from .format import SF_VEC_SIZE"),
+        ("moe_nvfp4/demo.py", "def f():\n    import moe_nvfp4.format"),
+        ("moe_nvfp4/new.py", "import moe_nvfp4.format"),
+        ("quantize/experts.py", "from quantize import dialects"),
+        ("quantize/experts.py", "def f():\n    import moe_nvfp4.kernels.sm90"),
+        ("integrations/huggingface.py", "from moe_nvfp4.cli import main"),
+        ("moe_nvfp4/cli.py", "from tests.common import THRESHOLDS"),
+        ("tests/test_x.py", "import integrations"),
+    ],
+)
+def test_a_planted_violation_is_found(tmp_path, file, text):
+    path = tmp_path / file
+    path.parent.mkdir(parents=True)
+    path.write_text("from moe_nvfp4.format import quantize_rows\n" if file.endswith("experts.py") else "")
+    assert list(violations(tmp_path)) == []
+    path.write_text(text)
+    assert len(list(violations(tmp_path))) == 1
+
+
+def test_an_unlisted_folder_is_found(tmp_path):
+    (tmp_path / "pyproject.toml").write_text('packages = ["moe_nvfp4"]\n')
+    for folder in ("moe_nvfp4", "moe_nvfp4/kernels", "quantize"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "__init__.py").touch()
+    assert unlisted_packages(tmp_path) == {"moe_nvfp4.kernels", "moe_nvfp4.quantize"}
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_symlinks(folder):
+    link = ROOT / "moe_nvfp4" / folder
+    if os.name == "nt" and not link.is_symlink():
+        pytest.skip("a Windows checkout without symlinks; there the mapping in pyproject.toml serves")
+    assert link.readlink() == Path("..", folder)
+    assert not (ROOT / folder).is_symlink() and (ROOT / folder / "__init__.py").is_file()
+
+
+def test_importing_needs_no_gpu_and_no_big_library():
+    """The layer is built on any machine: no device, no kernel language, and transformers only when asked for."""
+    banned = ("transformers", "cutlass")
+    code = (
+        f"import sys; sys.modules.update(dict.fromkeys({banned}))\n"  # None: importing it raises ImportError
+        "import moe_nvfp4, torch\n"
+        "assert not torch.cuda.is_initialized()\n"
+        "assert not [m for m in sys.modules if m.startswith('moe_nvfp4.kernels')]\n"
+    )
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

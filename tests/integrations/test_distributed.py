@@ -1,0 +1,189 @@
+"""Tensor and expert parallelism: two gloo processes give the tokens of one."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from packaging.version import Version
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from moe_nvfp4.integrations.huggingface import MoeNvfp4Config
+from tests.common import on_two_gpus, relative_error
+from tests.folders import is_expert, is_linear, quantized
+from tests.models import IDS, SMALL, folder, load, logits, make, same_tensors
+
+WORKER = """
+import json, sys
+import torch
+torch.set_num_threads(1)
+from transformers import AutoModelForCausalLM
+from transformers.distributed import DistributedConfig
+from moe_nvfp4.integrations.huggingface import MoeNvfp4Config
+from tests.common import stand_for_hopper
+
+torch.distributed.init_process_group(sys.argv[3])
+ids = torch.tensor(json.loads(sys.argv[1]))
+if sys.argv[3] == "nccl":
+    torch.cuda.set_device(torch.distributed.get_rank())
+    ids = ids.cuda()
+for run in json.loads(sys.argv[2]):  # one start of the interpreter serves all runs
+    if run["hopper"] and sys.argv[3] == "gloo":
+        stand_for_hopper()
+    kwargs = dict(quantization_config=MoeNvfp4Config()) if run["quantize"] else {}
+    kwargs |= dict(dtype=torch.bfloat16 if run["hopper"] else torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(
+        run["source"], distributed_config=DistributedConfig(**run["mode"]), **kwargs).eval()
+    experts = model.model.layers[0].mlp.experts
+    local = {n: list(getattr(p, "to_local", lambda p=p: p)().shape) for n, p in experts.named_parameters()}
+    with torch.no_grad():
+        logits = model(ids).logits
+    packed = [bool(block.mlp.experts.packed) for block in model.model.layers]
+    tokens = model.generate(ids, max_new_tokens=8, do_sample=False)
+    model.save_pretrained(run["out"])
+    if torch.distributed.get_rank() == 0:
+        result = dict(logits=logits.cpu(), tokens=tokens.cpu(), local=local, packed=packed)
+        torch.save(result, run["out"] + "/result.pt")
+    torch.distributed.barrier()
+torch.distributed.destroy_process_group()
+"""
+
+SOURCES = [("bf16", False), ("nvfp4", False), ("nvfp4", True)]  # from then on the CPU stands for a Hopper GPU
+MODES = {
+    "tp": dict(tp_size=2),
+    "ep all-reduce": dict(tp_size=2, ep_size=2),
+    "ep all-to-all": dict(tp_size=2, ep_size=2, ep_implementation="all_to_all"),
+}
+
+
+def launch(tmp_path, runs, backend="gloo"):
+    """Two processes that do all `runs`; returns their exit codes and outputs."""
+    script = tmp_path / "worker.py"
+    script.write_text(WORKER)
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    root = Path(__file__).parents[2]
+    env = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+           "PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])}  # fmt: skip
+    workers = [
+        subprocess.Popen(
+            [sys.executable, str(script), json.dumps(IDS.tolist()), json.dumps(runs), backend],
+            env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    outputs = [w.communicate(timeout=400)[0] for w in workers]
+    return [w.returncode for w in workers], outputs
+
+
+def qwen(intermediate=64):
+    config = Qwen3MoeConfig(**SMALL, intermediate_size=96, moe_intermediate_size=intermediate, num_experts=8,
+                            num_experts_per_tok=2)  # fmt: skip
+    return Qwen3MoeForCausalLM(config)
+
+
+needs_ep = pytest.mark.skipif(
+    Version(transformers.__version__) < Version("5.20"),
+    reason="DistributedConfig's expert parallelism came after transformers 5.17",
+)
+
+
+def a_run(source, out, mode, quantize=False, hopper=False):
+    """What a worker is told: `hopper`, to run in bf16 on such GPUs, or on a CPU that stands for one."""
+    return dict(source=str(source), out=str(out), mode=MODES[mode], quantize=quantize, hopper=hopper)
+
+
+def one_process(source, out, dtype=torch.float32):
+    """Quantizes and saves -> where, logits, tokens."""
+    model = load(source, dtype, quantization_config=MoeNvfp4Config())
+    model.save_pretrained(out)
+    return out, logits(model), model.generate(IDS, max_new_tokens=8, do_sample=False)
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """A folder, and {hopper: what one process says}; two say it in every mode from bf16 and from 4-bit files."""
+    path = tmp_path_factory.mktemp("distributed")
+    make(qwen).save_pretrained(path / "bf16")
+    one = {
+        False: one_process(path / "bf16", path / "nvfp4"),
+        True: one_process(path / "bf16", path / "nvfp4 and bf16", torch.bfloat16),
+    }
+    runs = [
+        a_run(path / source, path / f"{mode}-{source}-{hopper}", mode, source == "bf16", hopper)
+        for source, hopper in SOURCES
+        for mode in MODES
+    ]
+    codes, outputs = launch(path, runs)
+    assert codes == [0, 0], "\n".join(o[-3000:] for o in outputs)
+    return path, one
+
+
+@needs_ep
+@pytest.mark.parametrize("source, hopper", SOURCES)
+@pytest.mark.parametrize("mode", MODES)
+def test_two_processes_equal_one(mode, source, hopper, results):
+    """With `hopper` each rank packs its part in place, and files have the same bytes."""
+    path, one = results
+    saved, (expected, logits, tokens) = path / f"{mode}-{source}-{hopper}", one[hopper]
+    result = torch.load(saved / "result.pt")
+    assert result["packed"] == [hopper] * 2
+    if hopper:  # in bf16
+        assert relative_error(result["logits"], logits) < 0.05
+    else:
+        assert result["local"]["gate_up_proj"] == ([8, 64, 32] if mode == "tp" else [4, 128, 32])
+        assert result["local"]["down_proj_sf"] == ([8, 64, 2] if mode == "tp" else [4, 64, 4])
+        assert torch.equal(result["tokens"], tokens)
+        torch.testing.assert_close(result["logits"], logits, rtol=1e-4, atol=1e-4)
+    same_tensors(expected, saved)
+
+
+@on_two_gpus
+@needs_ep
+@pytest.mark.parametrize("mode", MODES)
+def test_experts_split_over_two_gpus(mode, tmp_path):
+    """Each rank packs its part, once; the files are those of one process."""
+    if mode == "tp" and Version(torch.__version__) < Version("2.13"):
+        pytest.skip("torch 2.11 does not gather what transformers splits in strides (_StridedShard): 2.13 does")
+    expected, logits, _ = one_process(folder(tmp_path, qwen), tmp_path / "nvfp4", torch.bfloat16)
+    out = tmp_path / "out"
+    codes, outputs = launch(tmp_path, [a_run(expected, out, mode, hopper=True)], "nccl")
+    assert codes == [0, 0], "\n".join(o[-3000:] for o in outputs)
+    assert not any("brought into the layout" in o for o in outputs)
+    result = torch.load(out / "result.pt")
+    assert result["packed"] == [True, True]
+    assert relative_error(result["logits"], logits) < 0.05
+    same_tensors(expected, out)
+
+
+@needs_ep
+def test_a_shard_that_cuts_a_block_is_refused(tmp_path):
+    make(lambda: qwen(intermediate=48)).save_pretrained(tmp_path / "bf16")
+    run = a_run(tmp_path / "bf16", tmp_path / "out", "tp", quantize=True)
+    codes, outputs = launch(tmp_path, [run])
+    assert codes != [0, 0]
+    assert any("does not split over 2 ranks into whole blocks of 16" in o for o in outputs), outputs[0][-2000:]
+
+
+REFUSED = {
+    "compressed-tensors": (is_expert, "compressed-tensors's scales cannot be split over ranks as they are read"),
+    "modelopt": (lambda k: is_expert(k) or is_linear(k), "quantized linears are not split over ranks yet"),
+}
+
+
+@needs_ep
+@pytest.mark.parametrize("dialect", REFUSED)
+def test_files_that_cannot_be_split_as_they_are_read_are_refused(dialect, tmp_path):
+    which, message = REFUSED[dialect]
+    source, _ = quantized(tmp_path, qwen, dialect, which)
+    run = a_run(source, tmp_path / "out", "ep all-reduce" if dialect == "compressed-tensors" else "tp")
+    codes, outputs = launch(tmp_path, [run])
+    assert codes != [0, 0]
+    assert any(message in o for o in outputs), outputs[0][-2000:]

@@ -1,0 +1,56 @@
+"""The Hopper backend on the emulator: its launches come here instead of to a GPU."""
+
+from contextlib import contextmanager
+
+import torch
+
+from moe_nvfp4.kernels.common import launch
+from moe_nvfp4.kernels.sm90 import backend as sm90
+from tests.emulator import Emulated, compiling_for
+from tests.kernels.hopper_layers import fresh_kernels, outputs_of
+
+RUNS = {}  # what a kernel was compiled for -> what runs it
+
+
+class OnEmulator:
+    """Takes the place of `launch.compiled`. Every launch runs under `schedule`; `kernels` are those that ran."""
+
+    def __init__(self):
+        self.schedule, self.multiprocessors, self.kernels, self.written = "eager", 3, [], []
+
+    def compiled(self, kernel, arguments, architecture):
+        import cutlass.cute as cute
+        from cutlass.cute.runtime import make_fake_stream
+
+        key = repr(kernel), repr([str(a) for a in arguments])
+        if key not in RUNS:
+            stream = make_fake_stream(use_tvm_ffi_env_stream=True)
+            with compiling_for(architecture):
+                function = cute.compile(kernel, *arguments, stream, options="--enable-tvm-ffi")
+            RUNS[key] = Emulated(function)
+        return lambda *values: self.run(kernel, RUNS[key], values)
+
+    def run(self, kernel, emulated, values):
+        self.kernels.append(kernel)
+        written = outputs_of(kernel, values)
+        for tensor in written:
+            tensor.view(torch.uint8).fill_(0xFF)
+        # Routing is over when the GEMMs begin: only what the kernel just before wrote has to be waited for.
+        before = {tensor.data_ptr() for tensor in self.written if tensor.numel()}
+        after_wait = [v for v in values if torch.is_tensor(v) and v.data_ptr() in before]
+        # GEMM: tokens beyond a group, and all but one number of the last tile's news, are read and not used.
+        stale = type(kernel).__name__ == "GroupedGemm"
+        emulated(*values, schedule=self.schedule, after_wait=after_wait, stale_shared=stale)
+        self.written = written
+
+
+@contextmanager
+def on_emulator():
+    """Inside, `moe_nvfp4.kernels.sm90` runs CPU tensors on the OnEmulator that this gives."""
+    runner, kept = OnEmulator(), (launch.compiled, sm90.multiprocessors)
+    launch.compiled, sm90.multiprocessors = runner.compiled, lambda device: runner.multiprocessors
+    try:
+        with fresh_kernels():
+            yield runner
+    finally:
+        launch.compiled, sm90.multiprocessors = kept

@@ -1,0 +1,416 @@
+"""The CPU kernels against the reference, stage by stage, on every path of this machine; how they are built and kept."""
+
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moe_nvfp4 import Gate, NVFP4Experts, cache, reference
+from moe_nvfp4.kernels.cpu import backend as cpu
+from moe_nvfp4.routing import Rows, group_by_expert
+from tests.common import THRESHOLDS, relative_error
+
+ROOT = Path(__file__).parents[2]
+GATES = [
+    Gate(),
+    Gate("silu", alpha=1.702, limit=1.5, up_offset=1.0),
+    Gate("silu", limit=0.5, clamp_after=True),
+    Gate("gelu_tanh"),
+    Gate("relu2", gated=False),
+    Gate("raw"),
+    Gate("raw", gated=False),
+]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+needs_library = pytest.mark.skipif(not cpu.available(), reason="no C compiler")
+
+
+@pytest.fixture(params=cpu.paths() if cpu.available() else [])
+def path(request, monkeypatch):
+    monkeypatch.setattr(cpu, "path", lambda: request.param)
+    return request.param
+
+
+def random_weights(E, H, I, gate, activations, bias, static, seed):
+    """Random bytes: any code, block scales of all sizes, a global scale for each expert and half."""
+    g = torch.Generator().manual_seed(seed)
+    layer = NVFP4Experts(E, H, I, gate, activations, bias, static)
+    for name, parameter in layer.named_parameters():
+        if parameter.dtype == torch.uint8:
+            low, high = (0, 0x7F) if name.endswith("_sf") else (0, 256)
+            parameter.copy_(torch.randint(low, high, parameter.shape, generator=g))
+            if name.endswith("_sf"):
+                parameter[torch.rand(parameter.shape, generator=g) < 0.7] = 0x38
+        elif name.endswith("_scale"):
+            parameter.copy_((torch.rand(parameter.shape, generator=g) + 0.5) * 1e-3)
+        else:
+            parameter.copy_(torch.randn(parameter.shape, generator=g))
+    # the padding of K holds zero codes
+    for name, K in ((layer.up_name, H), ("down_proj", I)):
+        getattr(layer, name)[..., K // 2 :] = 0
+    return layer.weights
+
+
+problems = st.fixed_dictionaries(dict(
+    E=st.sampled_from([1, 2, 5, 40]), H=st.sampled_from([8, 16, 24, 48, 72, 100, 264]),
+    I=st.sampled_from([8, 16, 24, 40, 130]), T=st.sampled_from([0, 1, 2, 5, 7, 30, 70]), k=st.integers(1, 4),
+    gate=st.sampled_from(GATES), bias=st.sampled_from([None, *DTYPES]), dtype=st.sampled_from(DTYPES),
+    activations=st.sampled_from(["bf16", "nvfp4"]), static=st.booleans(), seed=st.integers(0, 999),
+))  # fmt: skip
+
+
+def make(E, H, I, T, k, gate, bias, dtype, activations, static, seed):
+    w = random_weights(E, H, I, gate, activations, bias, static, seed)
+    torch.manual_seed(seed)
+    x, ids = torch.randn(T, H).to(dtype), torch.randint(-1, E + 1, (T, k))  # with sentinels and duplicates
+    return w, x, ids, torch.rand(T, k).to(dtype), group_by_expert(ids, E)
+
+
+def equal(a: Rows, b: Rows) -> bool:
+    pairs = zip(a.tensors(), b.tensors(), strict=True)
+    return all(u is v is None or (u.dtype == v.dtype and torch.equal(u, v)) for u, v in pairs)
+
+
+def check(problem):
+    """Every stage from the same input: the reference's output, with fp32 results, is the next one's input."""
+    w, x, ids, p, groups = make(**problem)
+    rows = Rows(x, index=groups.token)
+    if w.activations == "nvfp4":
+        args = (x, groups.token, w.x_scale, groups)
+        rows = reference.quantize_rows(*args)
+        assert equal(cpu.quantize_rows(*args), rows)
+    live = groups.offsets[-1]
+    ours, h = (b.gemm1_swiglu(rows, w, groups, torch.float32) for b in (cpu, reference))
+    if h.is_nvfp4:
+        assert torch.equal(ours.scale, h.scale)  # a value at a boundary may land on its other side
+        assert live == 0 or (ours.values != h.values).float().mean() < 0.02
+    else:
+        assert relative_error(ours.values, h.values) < THRESHOLDS["fp32"]
+        assert not ours.values[live:].any()
+    if w.gate.kind == "raw" and w.gate.gated:
+        h = Rows(h.values.chunk(2, -1)[0].contiguous())
+    if w.activations == "nvfp4" and not h.is_nvfp4:
+        h = reference.quantize_rows(h.values, None, w.h_scale, groups)
+        assert equal(cpu.quantize_rows(reference_h(w, rows, groups), None, w.h_scale, groups), h)
+    elif not h.is_nvfp4:
+        h = Rows(h.values.to(x.dtype))
+    ours, y = (b.gemm2_combine(h, w, groups, p, torch.float32) for b in (cpu, reference))
+    assert relative_error(ours, y) < THRESHOLDS["fp32"]
+    half = cpu.gemm2_combine(h, w, groups, p, x.dtype)
+    assert half.dtype == x.dtype and relative_error(half, y) < THRESHOLDS["half"]
+    if w.gate.kind != "raw":
+        check_the_whole(w, x, ids, p, groups)
+
+
+def check_the_whole(w, x, ids, p, groups):
+    """All stages in one call, routing too: the bits of one stage after the other."""
+    quantized = w.activations == "nvfp4"
+    rows = cpu.quantize_rows(x, groups.token, w.x_scale, groups) if quantized else Rows(x, index=groups.token)
+    h = cpu.gemm1_swiglu(rows, w, groups, x.dtype)
+    if quantized and not h.is_nvfp4:
+        h = cpu.quantize_rows(h.values, None, None, groups)
+    assert torch.equal(cpu.experts(x, ids, p, w), cpu.gemm2_combine(h, w, groups, p, x.dtype))
+
+
+def reference_h(w, rows, groups):
+    h = reference.gemm1_swiglu(rows, w, groups, torch.float32).values
+    return h.chunk(2, -1)[0].contiguous() if w.gate.kind == "raw" and w.gate.gated else h
+
+
+@needs_library
+def test_stages_match_the_reference(path):
+    @settings(max_examples=60, deadline=None, derandomize=True)
+    @given(problems)
+    def any_problem(problem):
+        check(problem)
+
+    any_problem()
+
+
+@needs_library
+@pytest.mark.parametrize("T", [1, 3, 6, 7, 64])
+def test_every_gate_and_row_type(path, T):
+    for gate in GATES:
+        for dtype in DTYPES:
+            check(dict(E=2, H=80, I=48, T=T, k=1, gate=gate, bias=torch.bfloat16, dtype=dtype,
+                       activations="bf16", static=False, seed=T))  # fmt: skip
+
+
+@needs_library
+@pytest.mark.parametrize("T", [1, 9, 16, 17, 18, 40, 300])
+def test_special_block_scales(path, T):
+    """NaN stays in its row, zero and the subnormals are exact; for every way that a number of tokens is multiplied."""
+    w, x, _, p, _ = make(1, 320, 64, T, 1, Gate("raw"), None, torch.bfloat16, "bf16", False, T)
+    w.w13_sf[0] = torch.arange(w.w13_sf[0].numel()).reshape(w.w13_sf[0].shape) % 12
+    w.w13_sf[0, 5, 3], w.w13_sf[0, 70, 19] = 0x7F, 0x7F
+    w.w13_sf[0, 9] = 0
+    groups = group_by_expert(torch.zeros(T, 1, dtype=torch.long), 1)
+    ours, y = (b.gemm1_swiglu(Rows(x), w, groups, torch.float32).values for b in (cpu, reference))
+    assert torch.equal(ours.isnan(), y.isnan()) and ours[:, [5, 70]].isnan().all() and not ours[:, 9].any()
+    assert relative_error(ours.nan_to_num(), y.nan_to_num()) < THRESHOLDS["fp32"]
+
+
+@needs_library
+def test_quantize_edges(path):
+    """Zeros, subnormals, the largest numbers, NaN and infinity: the bytes of `format.quantize`."""
+    row = torch.tensor([0.0, -0.0, 6e-39, 1e-45, -1e-30, 1e-3, 0.25, -0.75, 1.25, 2.5, 3.5, 5.0, -5.0, 6.0, 7.0, 1e30])
+    x = torch.stack([row, row * 1e-30, row * 0, row * 1e8, -row, row.roll(3)]).repeat(1, 3)[:, :40]
+    x[4, 17] = float("inf")
+    groups = group_by_expert(torch.tensor([[0], [1], [1], [0], [2], [1]]), 2)
+    for dtype in DTYPES:
+        for scale in (None, torch.tensor([1e-3, 5.0])):
+            a, b = (m.quantize_rows(x.to(dtype), groups.token, scale, groups) for m in (cpu, reference))
+            finite = x.to(dtype).isfinite().all(-1)[groups.order]
+            assert torch.equal(a.values[finite], b.values[finite])
+            # NaN is 0x7f or 0xff
+            assert torch.equal(a.sf.clamp(max=0x7F), b.sf.clamp(max=0x7F)) and torch.equal(a.scale, b.scale)
+    x[0, 3] = float("nan")
+    a, b = (m.quantize_rows(x, groups.token, None, groups) for m in (cpu, reference))
+    assert torch.equal(a.scale.isnan(), b.scale.isnan()) and a.scale.isnan().any()
+    assert torch.equal(a.sf.clamp(max=0x7F), b.sf.clamp(max=0x7F))
+
+
+@needs_library
+@pytest.mark.parametrize("activations", ["bf16", "nvfp4"])
+def test_same_bits_twice_and_for_any_number_of_threads(path, activations):
+    w, x, ids, p, groups = make(
+        6, 264, 130, 50, 2, GATES[0], torch.float32, torch.bfloat16, activations, False, 0
+    )  # fmt: skip
+
+    def run():
+        rows = Rows(x, index=groups.token)
+        if activations == "nvfp4":
+            rows = cpu.quantize_rows(x, groups.token, None, groups)
+        h = cpu.gemm1_swiglu(rows, w, groups, x.dtype)
+        h = cpu.quantize_rows(h.values, None, None, groups) if activations == "nvfp4" else h
+        return cpu.gemm2_combine(h, w, groups, p, x.dtype)
+
+    threads, results = torch.get_num_threads(), []
+    try:
+        for n in (2, 2, 1, 3):
+            torch.set_num_threads(n)
+            results.append(run())
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(results[0], r) for r in results[1:])
+
+
+@needs_library
+def test_threads_of_its_own(path, monkeypatch):
+    """Without an OpenMP runtime to share, cpu.c makes threads."""
+    problem = dict(E=5, H=264, I=130, T=30, k=2, gate=GATES[0], bias=None, dtype=torch.float32,
+                   activations="nvfp4", static=True, seed=1)  # fmt: skip
+    monkeypatch.setattr(cpu, "_parallel", lambda: None)
+    check(problem)
+
+
+@needs_library
+def test_the_layer_uses_it_and_can_be_told_not_to(path, monkeypatch):
+    from moe_nvfp4 import layer
+
+    device = torch.device("cpu")
+    assert layer.backend(device) is cpu
+    torch.manual_seed(0)
+    experts = NVFP4Experts.from_dense(torch.randn(4, 96, 64) / 8, torch.randn(4, 64, 48) / 7)
+    x, ids, p = torch.randn(9, 64), torch.randint(-1, 5, (9, 3)), torch.rand(9, 3)
+    ours = experts(x, ids, p)
+    monkeypatch.setenv("MOE_NVFP4_BACKEND", "reference")
+    assert layer.backend(device) is reference
+    assert relative_error(ours, experts(x, ids, p)) < THRESHOLDS["fp32"]
+
+
+@needs_library
+def test_strided_weights_and_rows():
+    w, x, ids, p, groups = make(3, 64, 32, 9, 2, GATES[0], None, torch.float32, "bf16", False, 0)
+    a = cpu.gemm1_swiglu(Rows(x, index=groups.token), w, groups, x.dtype).values
+    strided, wide = (torch.stack([t, t], -1)[..., 0] for t in (w.w13, x))
+    b = cpu.gemm1_swiglu(Rows(wide, index=groups.token), replace(w, w13=strided), groups, x.dtype).values
+    assert torch.equal(a, b)
+
+
+def test_codes_that_are_not_bytes_are_refused():
+    w, x, ids, p, groups = make(3, 64, 32, 9, 2, GATES[0], None, torch.float32, "bf16", False, 0)
+    with pytest.raises(TypeError, match="codes and sf are bytes"):
+        cpu.gemm1_swiglu(Rows(x, index=groups.token), replace(w, w13=w.w13.bfloat16()), groups, x.dtype)
+
+
+# ---------------------------------------------------------------- the build and its cache
+
+
+# As without a wheel's library
+COMPILED_HERE = "from moe_nvfp4.kernels.cpu import backend as cpu; cpu._shipped = lambda: None\n"
+
+
+def python(code, **env):
+    """Run code in a fresh interpreter with only the CPU backend's cache in `MOE_NVFP4_CACHE`."""
+    code = COMPILED_HERE + code
+    full = {**os.environ, "PYTHONPATH": str(ROOT), **{k: str(v) for k, v in env.items()}}
+    return subprocess.run([sys.executable, "-c", code], env=full, cwd=ROOT, capture_output=True, text=True)
+
+
+LAYER = """
+import torch
+from moe_nvfp4 import NVFP4Experts, layer
+torch.manual_seed(0)
+experts = NVFP4Experts.from_dense(torch.randn(2, 64, 32), torch.randn(2, 32, 32))
+for _ in range(2):
+    y = experts(torch.ones(2, 32).bfloat16(), torch.tensor([[0], [1]]), torch.ones(2, 1))
+print(layer.backend(y.device).__name__)
+"""
+
+
+@needs_library
+def test_two_processes_build_at_once(tmp_path):
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "MOE_NVFP4_CACHE": str(tmp_path)}
+    command = [sys.executable, "-c", COMPILED_HERE + LAYER]
+    both = [subprocess.Popen(command, env=env, cwd=ROOT, stdout=-1, text=True) for _ in range(2)]
+    assert [p.communicate()[0].strip() for p in both] == ["moe_nvfp4.kernels.cpu.backend"] * 2
+    files = list((tmp_path / "cpu").iterdir())  # a library says what the machine can run, one has the path that does
+    assert [file.suffix for file in files] == [".so"] * 2 and (tmp_path / "cpu").stat().st_mode & 0o777 == 0o700
+
+
+@needs_library
+def test_cache_is_used_repaired_and_keyed(tmp_path, monkeypatch):
+    monkeypatch.setenv("MOE_NVFP4_CACHE", str(tmp_path))
+    library = cpu.build("cpu_detect.c")
+    built = library.stat().st_mtime_ns
+    assert cpu.build("cpu_detect.c") == library and library.stat().st_mtime_ns == built
+    whole = library.read_bytes()
+    for damage in (whole[:5000], b"", whole[:-40] + b"\0" + whole[-39:]):
+        library.write_bytes(damage)
+        assert cpu.build("cpu_detect.c") == library and cache.is_whole(library)
+    assert cpu.build("cpu_detect.c", "-DONLY=0") != library
+    for file in cpu.SOURCES.values():
+        shutil.copy(cpu.FOLDER / file, tmp_path)
+    monkeypatch.setattr(cpu, "FOLDER", tmp_path)
+    assert cpu.build("cpu_detect.c") == library
+    (tmp_path / "cpu_path.h").write_bytes((tmp_path / "cpu_path.h").read_bytes() + b"\n/* a later version */\n")
+    assert cpu.build("cpu_detect.c") != library
+
+
+def test_without_a_compiler_the_reference_takes_over(tmp_path):
+    done = python(LAYER, MOE_NVFP4_CACHE=tmp_path, CC="no-such-compiler")
+    assert done.stdout.strip() == "moe_nvfp4.reference", done.stderr
+    warnings = [line for line in done.stderr.splitlines() if "Warning" in line]
+    assert len(warnings) == 1 and "no-such-compiler" in warnings[0] and "Install a C compiler" in warnings[0]
+
+
+def test_a_compiler_that_fails(tmp_path):
+    fake = tmp_path / "cc"
+    fake.write_text('#!/bin/sh\n[ "$1" = --version ] && exit 0\necho "error: out of order" >&2\nexit 1\n')
+    fake.chmod(0o755)
+    done = python(LAYER, MOE_NVFP4_CACHE=tmp_path / "cache", CC=fake)
+    assert done.stdout.strip() == "moe_nvfp4.reference"
+    assert done.stderr.count("Warning") == 1 and "error: out of order" in done.stderr
+    assert list((tmp_path / "cache" / "cpu").iterdir()) == []
+
+
+@pytest.mark.skipif(not hasattr(os, "getuid"), reason="no Unix permissions")
+def test_a_cache_that_others_can_write_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("MOE_NVFP4_CACHE", str(tmp_path))
+    folder = tmp_path / "cpu"
+    folder.mkdir()
+    for mode in (0o777, 0o770):
+        folder.chmod(mode)
+        with pytest.raises(PermissionError, match="others could write"):
+            cpu.build("cpu_detect.c")
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir(mode=0o700)
+    folder.rmdir()
+    folder.symlink_to(elsewhere)
+    with pytest.raises(PermissionError, match="others could write"):
+        cpu.build("cpu_detect.c")
+
+
+@needs_library
+def test_a_wheels_library_is_used_if_it_is_of_this_source(tmp_path, monkeypatch):
+    for file in cpu.SOURCES.values():
+        shutil.copy(cpu.FOLDER / file, tmp_path)
+    monkeypatch.setattr(cpu, "FOLDER", tmp_path)
+    monkeypatch.setenv("MOE_NVFP4_CACHE", str(tmp_path / "cache"))
+    assert cpu._shipped() is None
+    shipped = tmp_path / f"_cpu{cpu.EXTENSION_SUFFIXES[0]}"
+    shipped.write_bytes(b"not a library")
+    assert cpu._shipped() is None
+    monkeypatch.setattr(cpu, "FLAGS", (*(f for f in cpu.FLAGS if f != "-O3"), "-O0"))
+    shipped.write_bytes(cpu.build("cpu.c").read_bytes())  # as a wheel: all paths
+    assert cpu._shipped().paths() == sum(1 << cpu.PATHS.index(name) for name in cpu.paths())
+    for file in cpu.SOURCES.values():
+        now = (tmp_path / file).read_bytes()
+        (tmp_path / file).write_bytes(now + b"\n/* a later version */\n")
+        assert cpu._shipped() is None
+        (tmp_path / file).write_bytes(now)
+    assert cpu._shipped() is not None
+
+
+@needs_library
+def test_without_python(tmp_path):
+    """cpu_standalone.c, as on machines without torch; with clang too, and for ARM, where these are at hand."""
+    source, flags = Path(__file__).with_name("cpu_standalone.c"), ["-std=gnu11", "-O2", "-Wall", "-Wextra", "-Werror"]
+    builds = [(["cc"], []), (["clang"], [])]
+    builds.append((["zig", "cc", "-target", "aarch64-linux-musl"], ["qemu-aarch64-static"]))
+    builds.append((["aarch64-linux-gnu-gcc", "-static"], ["qemu-aarch64-static"]))
+    ran = 0
+    for compiler, emulator in builds:
+        if not all(map(shutil.which, (compiler[0], *emulator))):
+            continue
+        program = tmp_path / str(ran)
+        subprocess.run([*compiler, *flags, "-pthread", "-I", cpu.FOLDER, source, "-o", program], check=True)
+        done = subprocess.run([*emulator, program], capture_output=True, text=True)
+        assert done.returncode == 0 and "portable: relative error" in done.stdout, done.stdout
+        ran += 1
+    if not ran:
+        pytest.skip("neither cc nor clang nor an ARM compiler with an emulator")
+
+
+def test_a_path_this_machine_lacks(tmp_path):
+    if not cpu.available():
+        pytest.skip("no C compiler")
+    done = python("from moe_nvfp4.kernels.cpu import backend as cpu; cpu.path()", MOE_NVFP4_CPU="avx1024")
+    assert "this machine can run portable" in done.stderr
+
+
+SANITIZED = """
+import sys, torch
+from moe_nvfp4 import cache
+from moe_nvfp4.kernels.cpu import backend as cpu
+cpu.FLAGS = (*(f for f in cpu.FLAGS if f != "-O3"), "-O1", "-g", "-fsanitize=address,undefined",
+             "-fno-sanitize-recover=all")
+cpu._shipped = lambda: None
+from tests.kernels import test_cpu as t
+torch.set_num_threads(2)
+count = 0
+for parallel in (cpu._parallel(), None):
+    cpu._parallel = lambda: parallel
+    for name in cpu.paths():
+        cpu.path = lambda: name
+        for seed in range(10):
+            pick = lambda options: options[(seed * 7 + len(options) * count) % len(options)]
+            t.check(dict(E=pick([1, 5, 40]), H=pick([8, 24, 72, 100, 264]), I=pick([8, 24, 40, 130]),
+                         T=pick([0, 1, 3, 7, 30]), k=pick([1, 2, 3]), gate=t.GATES[seed % len(t.GATES)],
+                         bias=pick([None, *t.DTYPES]), dtype=t.DTYPES[count % 3],
+                         activations=["bf16", "nvfp4"][seed // 2 % 2], static=seed % 2 == 0, seed=seed))
+            count += 1
+print("clean", count)
+"""
+
+
+@needs_library
+def test_address_and_undefined_behaviour_sanitizers(tmp_path):
+    compiler = shutil.which(os.environ.get("CC") or "cc") or shutil.which("gcc")
+    found = [
+        subprocess.run([compiler, f"-print-file-name={name}.so"], capture_output=True, text=True).stdout.strip()
+        for name in ("libasan", "libubsan")
+    ]
+    if not all(os.path.isabs(name) and os.path.exists(name) for name in found):
+        pytest.skip(f"{compiler} has no libasan.so and libubsan.so")
+    done = python(SANITIZED, MOE_NVFP4_CACHE=tmp_path, LD_PRELOAD=":".join(found), ASAN_OPTIONS="detect_leaks=0",
+                  UBSAN_OPTIONS="print_stacktrace=1", PYTHONMALLOC="malloc")  # fmt: skip
+    assert done.returncode == 0 and "clean" in done.stdout, done.stderr[-4000:]
+    assert "runtime error" not in done.stderr

@@ -1,0 +1,519 @@
+"""The Blackwell kernels: compiled without a GPU and looked at, then run on the emulator beside the reference.
+
+Every comparison has a bound that is derived, not tuned: a GEMM's fp32 sum may be off the float64 one by
+K * 2^-24 of the sum of magnitudes, the gate by a few units of its last place, a stored bf16 by half a unit. Codes and
+block scales must be what some value within those bounds is quantized to.
+"""
+
+import re
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moe_nvfp4 import Gate, NVFP4Experts, reference
+from moe_nvfp4 import format as nvfp4
+from moe_nvfp4.kernels.sm100 import backend as sm100
+from moe_nvfp4.kernels.sm100 import model as sm100_model
+from moe_nvfp4.kernels.sm100.config import SMEM, TMEM, CombineConfig, GemmConfig, QuantizeConfig, Tile
+from moe_nvfp4.routing import Rows, group_by_expert
+from tests.common import THRESHOLDS, relative_error
+from tests.kernels.machine_code import machine_code
+
+GATES = {
+    "silu": Gate(),
+    "oai": Gate("silu", alpha=1.702, limit=1.5, up_offset=1.0),
+    "after": Gate("silu", limit=0.5, clamp_after=True),
+    "gelu": Gate("gelu_tanh"),
+    "relu2": Gate("relu2", gated=False),
+    "raw": Gate("raw"),
+    "raw up": Gate("raw", gated=False),
+}
+TILES = [*(Tile(tokens, blocks) for tokens in (64, 128) for blocks in (1, 2)), Tile(128, 1, 2), Tile(128, 2, 2)]
+
+
+# ---- without a kernel ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("E, rows, K16, projections", [(1, 16, 1, 1), (3, 144, 5, 2), (2, 128, 8, 2), (2, 300, 44, 1)])
+def test_pack_sf_is_lossless(E, rows, K16, projections):
+    sf = torch.randint(0, 256, (E, projections * rows, K16), dtype=torch.uint8)
+    packed = sm100.pack_sf(sf, projections)
+    assert packed.shape == (E * projections * (-(-rows // 128) * 128) * (-(-K16 // 4) * 4),)
+    assert torch.equal(sm100.unpack_sf(packed, E, projections, rows, K16), sf)
+
+
+def test_pack_sf_is_where_the_kernel_looks():
+    E, rows, K16 = 2, 200, 6
+    sf = torch.randint(0, 256, (E, 2 * rows, K16), dtype=torch.uint8)
+    packed = sm100.pack_sf(sf, 2)
+    for e, projection, row, k in [(0, 0, 0, 0), (1, 1, 199, 5), (1, 0, 130, 3), (0, 1, 40, 4)]:
+        tile = ((e * 2 + projection) * 2 + row // 128) * 2 + k // 4
+        at = tile * 512 + row % 32 * 16 + row % 128 // 32 * 4 + k % 4
+        assert packed[at] == sf[e, projection * rows + row, k]
+
+
+def test_weights_are_packed_once_and_again_when_they_change():
+    codes = torch.zeros(1, 32, 16, dtype=torch.uint8)
+    sf = torch.ones(1, 32, 2, dtype=torch.uint8)
+    first = sm100.pack_weights(codes, sf, 1)
+    assert first[0] is codes
+    assert sm100.pack_weights(codes, sf, 1)[1] is first[1]
+    sf[0, 0, 0] = 7
+    assert sm100.pack_weights(codes, sf, 1)[1][0] == 7
+    odd, _ = sm100.pack_weights(torch.ones(1, 16, 8, dtype=torch.uint8), torch.ones(1, 16, 1, dtype=torch.uint8), 1)
+    assert odd.shape == (1, 16, 16) and odd[..., 8:].eq(0).all()
+
+
+def test_tiles():
+    assert not Tile(32, 2).legal and not Tile(256, 1).legal and not Tile(64, 3).legal
+    assert not Tile(64, 2, 4).legal
+    for t in TILES:
+        assert t.legal
+        assert t.second + t.blocks * t.tokens + t.sf_columns <= TMEM  # both accumulators and the scales
+    for R, E, rows, projections, sms, tile in [
+        (1, 8, 768, 2, 148, Tile(64, 2)),
+        (8 * 64, 8, 768, 2, 148, Tile(64, 2)),
+        (8 * 65, 8, 768, 2, 148, Tile(64, 2)),
+        (128 * 65, 128, 768, 2, 148, Tile(128, 2)),
+        (8, 128, 2048, 1, 148, Tile(64, 1)),
+        (512, 128, 2048, 1, 148, Tile(64, 2)),
+        (16384, 128, 2048, 1, 148, Tile(128, 2)),
+        (65536, 128, 2048, 1, 148, Tile(128, 2, 2)),
+        (65536, 128, 768, 2, 148, Tile(128, 2, 2)),
+        (512, 2, 512, 1, 148, Tile(64, 1)),
+        (512, 2, 3072, 1, 148, Tile(128, 1)),
+    ]:
+        assert sm100.choose_tile(R, E, rows, projections, sms) == tile
+
+
+def test_the_model_knows_its_bound(capsys):
+    sm100_model.main()
+    shares = [int(n) for n in re.findall(r"(\d+)%", capsys.readouterr().out)]
+    assert len(shares) == 8 + 3 * 7 * 2 and all(0 < n <= 100 for n in shares)
+
+
+def test_refusals():
+    assert [sm100.architecture(c) for c in ((10, 0), (10, 3))] == ["sm_100a", "sm_103a"]
+    with pytest.raises(NotImplementedError, match="12.0.*MOE_NVFP4_BACKEND=reference"):
+        sm100.architecture((12, 0))
+    layer = NVFP4Experts(2, 32, 32)
+    groups = group_by_expert(torch.tensor([[0], [1]]), 2)
+    with pytest.raises(NotImplementedError, match="activations='nvfp4'"):
+        sm100.gemm1_swiglu(Rows(torch.zeros(2, 32)), layer.weights, groups, torch.bfloat16)
+    with pytest.raises(NotImplementedError, match="multiples of 16, got 40"):
+        sm100.quantize_rows(torch.zeros(2, 40), None, None, groups)
+
+
+# ---- compiled, for a GPU that is not here --------------------------------------------------------
+
+
+def shipped_configs(architecture: str) -> list:
+    """From layers of Qwen3-30B-A3B, gpt-oss, DeepSeek-V3 and small ones; every tile and output (sm_103a: a few)."""
+    silu, oai = Gate(), Gate("silu", alpha=1.702, limit=7.0, up_offset=1.0)
+    configs = [
+        QuantizeConfig(128, 2048, "bfloat16", True, True),
+        QuantizeConfig(128, 768, "bfloat16", False, False),
+        CombineConfig(8, 2048, "float32", "bfloat16"),
+        GemmConfig(32, 2880, 2880, 2, "bfloat16", oai, "bfloat16", Tile(64, 2)),
+        GemmConfig(256, 2048, 7168, 2, "nvfp4", silu, None, Tile(128, 2)),
+        GemmConfig(512, 704, 2048, 1, "nvfp4", Gate("relu2", gated=False), None, Tile(128, 2)),
+        GemmConfig(8, 704, 2048, 2, "float16", Gate("raw"), None, Tile(128, 2)),
+    ]
+    for tile in TILES:
+        if tile.blocks == 2:
+            configs.append(GemmConfig(128, 768, 2048, 2, "nvfp4", silu, None, tile))
+        else:
+            configs.append(GemmConfig(128, 2048, 768, 1, "assignments", None, None, tile))
+    return configs if architecture == "sm_100a" else configs[::4]
+
+
+def compile_all(architecture: str):
+    for config in shipped_configs(architecture):
+        yield lambda config=config: sm100.compile_kernel(config, "--enable-tvm-ffi")
+
+
+@pytest.mark.parametrize("architecture", ["sm_100a", "sm_103a"])
+def test_compiles_without_a_gpu(architecture, tmp_path, record_property):
+    pytest.importorskip("cutlass", reason="the CuTe DSL is not installed")
+    # the block-scaled NVFP4 MMA: UTCOMMA.4X on sm_100, UTCOMMA.BLOCK16 on sm_103
+    names = ("UTCOMMA", "UTCCP", "UTMALDG", "UBLKCP", "LDTM", "LDL", "STL")
+    table = machine_code("test_kernels_sm100", architecture, names, tmp_path)
+    lines = []
+    for config, found in zip(shipped_configs(architecture), table, strict=True):
+        line = f"{found['REG']:4} registers {found['instructions']:5} instructions"
+        assert found["STACK"] == found["LOCAL"] == found["LDL"] == found["STL"] == 0
+        if isinstance(config, GemmConfig):
+            t = config.tile
+            assert config.shared_bytes <= SMEM
+            assert found["REG"] <= 128
+            assert found["UTCOMMA"] == 4 * t.blocks and found["UTCCP"] == 4 * (t.blocks + 1)
+            assert found["UTMALDG"] == t.blocks + 4 and found["LDTM"] == t.blocks
+            line += f" {config.stages} stages {config.shared_bytes:6} B shared {t.second + t.blocks * t.tokens:3} + "
+            line += f"{t.sf_columns} TMEM columns  {t.tokens} x {t.blocks} x {t.ctas} {config.out}"
+        else:
+            line += f" {type(config).__name__}"
+        lines.append(line)
+    record_property("table", "\n".join([architecture, *lines]))
+
+
+# ---- on the emulator: problems and what is right -------------------------------------------------
+
+UNIT = 2.0**-24  # half a unit in the last place of fp32, relative
+HALF_UNIT = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: UNIT}  # relative
+
+
+def random_weights(E, H, I, gate, bias, static, seed):
+    """Random codes and block scales of all sizes; a global scale for each expert and projection."""
+    g = torch.Generator().manual_seed(seed)
+    layer = NVFP4Experts(E, H, I, gate, "nvfp4", bias, static)
+    for name, parameter in layer.named_parameters():
+        if parameter.dtype == torch.uint8:
+            low, high = (0, 0x7F) if name.endswith("_sf") else (0, 256)
+            parameter.copy_(torch.randint(low, high, parameter.shape, generator=g))
+            if name.endswith("_sf"):
+                parameter[torch.rand(parameter.shape, generator=g) < 0.7] = 0x38
+        elif name.endswith("input_scale"):
+            parameter.copy_((torch.rand(parameter.shape, generator=g) + 0.5) * 4e-3)
+        elif name.endswith("_scale"):
+            parameter.copy_((torch.rand(parameter.shape, generator=g) + 0.5) * 2e-3)
+        else:
+            parameter.copy_(torch.randn(parameter.shape, generator=g))
+    return layer.weights
+
+
+def random_ids(sizes, sentinels, top_k, seed):
+    """top_k_index [T, top_k] that gives expert e `sizes[e]` rows, and `sentinels` slots to nobody; T * top_k slots."""
+    g = torch.Generator().manual_seed(seed)
+    ids = torch.cat([torch.full((n,), e) for e, n in enumerate(sizes)] + [torch.full((sentinels,), len(sizes))])
+    missing = -len(ids) % top_k
+    ids = torch.cat([ids, torch.full((missing,), len(sizes))])
+    return ids[torch.randperm(len(ids), generator=g)].view(-1, top_k)
+
+
+def exact_sums(rows: Rows, w: torch.Tensor, sf: torch.Tensor, groups):
+    """(float64 sums [R, N] of (code * sf) * (code * sf), the sums of their magnitudes); 0 for rows of nobody."""
+    R, K16 = groups.num_rows, rows.values.shape[-1] // 8
+    x_sf = nvfp4.unswizzle_sf_grouped(rows.sf, groups.offsets, R, K16)
+    x = nvfp4.dequantize(rows.values, x_sf, None).double()
+    out, size = (torch.zeros(R, w.shape[1], dtype=torch.float64) for _ in range(2))
+    offsets = groups.offsets.tolist()
+    for e, (a, b) in enumerate(zip(offsets, offsets[1:], strict=False)):
+        v = nvfp4.dequantize(w[e], sf[e], None).double()
+        out[a:b], size[a:b] = x[a:b] @ v.T, x[a:b].abs() @ v.T.abs()
+    return out, size
+
+
+def exact_projection(rows, w, sf, groups, scales, bias):
+    """(values, bound on the fp32 error) [R, N] of a GEMM with global scales [E, N] and a bias."""
+    expert = groups.expert_of_row().clamp(max=groups.num_experts - 1).long()
+    out, size = exact_sums(rows, w, sf, groups)
+    scale = scales.double()[expert] * rows.scale.double()[:, None]
+    out, size = out * scale, size * scale
+    if bias is not None:
+        out, size = out + bias.double()[expert], size + bias.double()[expert].abs()
+    return out, size * ((w.shape[-1] * 2 + 8) * UNIT)
+
+
+def exact_gate(gate: Gate, out, bound):
+    """The same through the gate: first order, with room for exp and reciprocal of a few units."""
+    exact = gate(out)
+    if gate.kind == "raw":
+        return exact, bound
+    if gate.kind == "relu2":
+        return exact, 2 * out.abs() * bound + bound**2 + 4 * UNIT * exact.abs()
+    (g, u), (dg, du) = out.chunk(2, -1), bound.chunk(2, -1)
+    ones = torch.ones_like(u)
+    act = replace(gate, up_offset=0.0, limit=gate.limit)(torch.cat([g, ones.clamp(max=gate.limit)], -1))
+    act = act / ones.clamp(max=gate.limit)
+    u = u.clamp(-gate.limit, gate.limit) + gate.up_offset
+    slope = 1.2 * max(1.0, gate.alpha)
+    moved = slope * dg + 16 * UNIT * (act.abs() + (gate.alpha * g).abs() * act.abs().clamp(max=1))
+    return exact, moved * (u.abs() + du) + act.abs() * (du + 2 * UNIT * u.abs()) + 4 * UNIT * exact.abs()
+
+
+def check_close(found, exact, bound, live):
+    assert torch.equal(found[~live], torch.zeros_like(found[~live])), "rows of nobody are not zero"
+    allowed = bound + HALF_UNIT[found.dtype] * (exact.abs() + bound) + 2.0**-26 * (found.dtype == torch.float16)
+    error, allowed = ((found.double() - exact).abs())[live], allowed[live]
+    if error.numel():
+        at = (error - allowed).nan_to_num(nan=torch.inf).argmax()
+        error, allowed, value = error.flatten()[at], allowed.flatten()[at], exact[live].flatten()[at]
+        assert error <= allowed, f"{value} is off by {error}, allowed {allowed}"
+
+
+def check_codes(found: Rows, exact, bound, scale, groups, live):
+    """Every sf and code is what a value within the bound becomes; few differ from what the exact value becomes."""
+    R, K = exact.shape
+    found_sf = nvfp4.unswizzle_sf_grouped(found.sf, groups.offsets, R, K // 16)[live]
+    codes, exact, bound, scale = found.values[live], exact[live], bound[live], scale[live]
+    blocks = lambda t: t.view(-1, K // 16, 16)
+    largest = lambda t: blocks(t).amax(-1, keepdim=True).clamp(min=0).expand(-1, -1, 16).reshape(t.shape)
+    down, up = (largest(exact.abs() + s * bound).float() for s in (-1.000001, 1.000001))
+    low, high, just = (nvfp4.block_scales(t, scale).view(torch.uint8) for t in (down, up, largest(exact.abs()).float()))
+    assert (low <= found_sf).all() and (found_sf <= high).all(), "a block scale is off"
+    order = torch.tensor([0, 1, 2, 3, 4, 5, 6, 7, 0, -1, -2, -3, -4, -5, -6, -7])
+    rank = lambda c: order[nvfp4.unpack(c).long()]
+    a, b = ((exact + s * bound).float() for s in (-1.000001, 1.000001))
+    below, above = (rank(nvfp4.encode(t, found_sf, scale)) for t in (a, b))
+    assert (below <= rank(codes)).all() and (rank(codes) <= above).all(), "a code is off"
+    other = rank(codes) != rank(nvfp4.encode(exact.float(), just, scale))
+    assert other.sum() + (found_sf != just).sum() <= 1 + codes.numel() // 1000, "more than rounding ties"
+
+
+# ---- on the emulator: running --------------------------------------------------------------------
+
+
+@pytest.fixture
+def on_emulator(monkeypatch):
+    """The backend's launches go to the emulator. Returns a function that sets schedule, number of SMs, tile."""
+    pytest.importorskip("cutlass", reason="the CuTe DSL is not installed")
+    emulator = pytest.importorskip("tests.emulator")
+    if shutil.which("cc") is None:
+        pytest.skip("the emulator links the compiled host code with cc")
+    state = dict(schedule="eager", sms=3)
+
+    def launch(config, arguments):
+        if config not in RUNS:
+            with emulator.compiling_for("sm_100a"):
+                RUNS[config] = emulator.Emulated(sm100.compile_kernel(config, "--enable-tvm-ffi"))
+        outputs = {GemmConfig: [9], QuantizeConfig: [4, 5, 6], CombineConfig: [2]}[type(config)]
+        if getattr(config, "out", "") == "nvfp4":
+            outputs += [10, 11]
+        for i in outputs:  # what is not written must not look like zeros; as a block scale this is a NaN
+            arguments[i].view(torch.uint8).fill_(0x7F)
+        unwritten = [arguments[i] for i in outputs]
+        (machine,) = RUNS[config](*arguments, schedule=state["schedule"], unwritten=unwritten)
+        if isinstance(config, GemmConfig):
+            assert machine.dynamic_shared == config.shared_bytes <= SMEM
+
+    def use(**changes):
+        state.update(changes)
+        if changes.get("tile"):
+            monkeypatch.setattr(sm100, "choose_tile", lambda *_: changes["tile"])
+
+    monkeypatch.setattr(sm100, "launch", launch)
+    monkeypatch.setattr(sm100, "multiprocessors", lambda device: state["sms"])
+    return use
+
+
+@pytest.fixture(scope="module")
+def on_emulator_always():
+    """The same for all examples of a test."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        yield on_emulator.__wrapped__(monkeypatch)
+
+
+RUNS = {}  # config -> what runs it; compiled once for all tests
+
+
+def with_noise(rows: Rows, groups, seed=0) -> Rows:
+    """The same rows; the scales of padding rows, which the kernels must not depend on, are random bytes with NaNs."""
+    K16 = -(-rows.values.shape[-1] // 32) * 4
+    bound = nvfp4.grouped_sf_rows(groups.num_rows, groups.num_experts)
+    noise = torch.randint(0, 256, (bound, K16), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+    noise[::3] = 0x7F
+    mine = nvfp4.padded_rows(groups.offsets, groups.num_rows)
+    mine = mine[mine < bound]
+    noise[mine] = nvfp4.unswizzle_sf(rows.sf, bound, K16)[mine]
+    return replace(rows, sf=nvfp4.swizzle_sf(noise))
+
+
+def padding_columns_are_zero(rows: Rows, groups) -> bool:
+    """The scales from K / 16 up to a multiple of 4, which multiply K's padding, of rows that are somebody's."""
+    K16, bound = rows.values.shape[-1] // 8, nvfp4.grouped_sf_rows(groups.num_rows, groups.num_experts)
+    sf = nvfp4.unswizzle_sf(rows.sf, bound, -(-K16 // 4) * 4)
+    mine = nvfp4.padded_rows(groups.offsets, groups.num_rows)
+    return not sf[mine[mine < bound], K16:].any()
+
+
+def same_sf(a: Rows, b: Rows, groups) -> bool:
+    K16 = a.values.shape[-1] // 8
+    return torch.equal(*(nvfp4.unswizzle_sf_grouped(r.sf, groups.offsets, groups.num_rows, K16) for r in (a, b)))
+
+
+@pytest.mark.parametrize(
+    "dtype, gather, static, K, sizes, sentinels",
+    [
+        (torch.bfloat16, True, True, 80, [3, 0, 130, 1], 4),
+        (torch.float32, True, True, 80, [3, 0, 130, 1], 4),
+        (torch.float16, False, False, 64, [0, 0, 5, 0], 1),
+        (torch.bfloat16, True, False, 2064, [1, 1, 1, 2], 0),
+        (torch.float16, True, False, 2064, [1, 1, 1, 2], 0),
+        (torch.float32, False, True, 16, [0, 0, 0, 0], 3),
+    ],
+)
+def test_quantize_rows(on_emulator, dtype, gather, static, K, sizes, sentinels):
+    on_emulator(schedule="random:2")
+    ids = random_ids(sizes, sentinels, 1, 0)
+    groups = group_by_expert(ids, len(sizes))
+    x = torch.randn(len(ids), K).to(dtype)
+    x[0], x[-1, :16], x[-1, -1] = 0, -0.0, 300
+    x = torch.cat([x.flatten()[:1], x.flatten()])[1:].view(x.shape)  # at an odd address
+    scale = torch.rand(len(sizes)) * 0.01 if static else None
+    index = groups.token if gather else None
+    found, right = (stage.quantize_rows(x, index, scale, groups) for stage in (sm100, reference))
+    assert torch.equal(found.values, right.values) and torch.equal(found.scale, right.scale)
+    assert same_sf(found, right, groups) and padding_columns_are_zero(found, groups)
+
+
+def check_layer(E, H, I, gate, sizes, sentinels=0, top_k=1, bias=None, static=True, dtype=torch.bfloat16, seed=0):
+    """Both GEMMs, each from inputs that the reference made, against float64; returns the last one, to call it again."""
+    w = random_weights(E, H, I, gate, bias, static, seed)
+    ids = random_ids(sizes, sentinels, top_k, seed)
+    groups = group_by_expert(ids, E)
+    live = groups.expert_of_row() < E
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(ids.shape[0], H, generator=generator).to(dtype)
+    rows = with_noise(reference.quantize_rows(x, groups.token, w.x_scale, groups), groups)
+
+    h = sm100.gemm1_swiglu(rows, w, groups, dtype)
+    scales = [w.gate_scale, w.up_scale] if gate.gated else [w.up_scale]
+    scales = torch.cat([s[:, None].expand(E, I) for s in scales], 1)
+    exact, bound = exact_gate(gate, *exact_projection(rows, w.w13, w.w13_sf, groups, scales, w.b13))
+    if static and gate.kind != "raw":
+        h_scale = torch.cat([w.h_scale, torch.ones(1)])[groups.expert_of_row()]
+        assert torch.equal(h.scale, h_scale) and not h.values[~live].any()
+        check_codes(h, exact, bound, h_scale, groups, live)
+        assert padding_columns_are_zero(h, groups)
+    else:
+        check_close(h.values, exact, bound, live)
+        plain = reference.gemm1_swiglu(rows, w, groups, torch.float32).values[:, :I]
+        h = reference.quantize_rows(plain, None, None, groups)
+
+    weights = torch.rand(ids.shape, generator=generator) - 0.3
+    h = with_noise(h, groups)
+    y = sm100.gemm2_combine(h, w, groups, weights, dtype)
+    exact, bound = exact_projection(h, w.w2, w.w2_sf, groups, w.w2_scale[:, None].expand(E, H), w.b2)
+    exact, bound = exact * live[:, None], bound * live[:, None]
+    slots, slot_bounds = torch.zeros_like(exact), torch.zeros_like(bound)
+    slots[groups.order.long()], slot_bounds[groups.order.long()] = exact, bound
+    each = weights.double()[..., None]
+    slots, slot_bounds = slots.view(*ids.shape, H), slot_bounds.view(*ids.shape, H)
+    size = (each * slots).abs().sum(1)
+    bound = (each.abs() * slot_bounds).sum(1) + (top_k + 2) * UNIT * size
+    check_close(y, (each * slots).sum(1), bound, torch.ones(len(y), dtype=torch.bool))
+    return lambda: (sm100.gemm2_combine(h, w, groups, weights, dtype), y)
+
+
+ROUTINGS = {
+    "one token": ([0, 0, 1, 0], 0, 1),
+    "one token, top 4": ([1, 1, 1, 1], 0, 4),
+    "ragged": ([70, 0, 1, 64], 7, 2),
+    "boundaries": ([64, 65, 63, 128], 0, 2),
+    "one expert": ([0, 0, 0, 150], 0, 2),
+    "sentinels": ([2, 0, 3, 0], 131, 8),
+    "sixteens": ([16, 17, 15, 33], 3, 4),
+    "nobody": ([0, 0, 0, 0], 5, 1),
+}
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_routings(on_emulator, routing):
+    on_emulator(schedule="lazy")
+    sizes, sentinels, top_k = ROUTINGS[routing]
+    again = check_layer(4, 256, 144, Gate(), sizes, sentinels, top_k)
+    on_emulator(schedule="random:7", sms=2)  # other CTAs, in another order: the same bits
+    assert torch.equal(*again())
+
+
+def tile_name(tile):
+    return f"{tile.tokens} tokens, {tile.blocks} blocks" + ", pair" * (tile.ctas - 1)
+
+
+@pytest.mark.parametrize("tile", [t for t in TILES if t.blocks == 2], ids=tile_name)
+def test_tiles_of_gate_and_up(on_emulator, tile):
+    on_emulator(schedule="reverse-lazy", tile=tile)
+    check_layer(3, 192, 272, Gate(), [256, 0, 100], 2, 1)
+
+
+@pytest.mark.parametrize("tile", TILES, ids=tile_name)
+def test_tiles_of_one_projection(on_emulator, tile):
+    on_emulator(schedule="reverse-lazy", tile=tile)
+    check_layer(3, 288, 144, GATES["relu2"], [130, 0, 70], 1, 2)
+
+
+KINDS = {
+    "static": (None, True, torch.bfloat16),
+    "bf16 bias": (torch.bfloat16, False, torch.float16),
+    "fp32 bias": (torch.float32, True, torch.float32),
+}
+SEVERAL = ("silu", "oai", "raw")  # every kind; the other gates one each
+
+
+@pytest.mark.parametrize(
+    "gate, kind", [(g, k) for i, g in enumerate(GATES) for j, k in enumerate(KINDS) if g in SEVERAL or i % 3 == j]
+)
+def test_gates(on_emulator, gate, kind):
+    bias, static, dtype = KINDS[kind]
+    on_emulator(schedule="lazy")
+    check_layer(2, 128, 48, GATES[gate], [20, 67], 1, 2, bias, static, dtype)
+
+
+@pytest.mark.parametrize(
+    "H, I", [(16, 16), (48, 80), (704, 176), (1408, 32), (32, 720), (2880, 16), (272, 400)], ids=str
+)
+def test_sizes(on_emulator, H, I):
+    """K tails of 16, 32, 48 and of whole steps, weight rows that do not fill a block, K not a multiple of 32."""
+    on_emulator(schedule="lazy")
+    check_layer(2, H, I, Gate(), [5, 18], 1, 2)
+
+
+def test_many_experts(on_emulator):
+    """More than the lanes of the warp that makes the tile map, most of them empty."""
+    on_emulator(schedule="lazy", sms=5)
+    sizes = [0] * 150
+    sizes[3], sizes[64], sizes[77], sizes[149] = 2, 1, 65, 3
+    check_layer(150, 64, 16, Gate(), sizes, 1, 1)
+
+
+def test_one_expert(on_emulator):
+    on_emulator(schedule="lazy")
+    check_layer(1, 64, 32, GATES["oai"], [33], 0, 1)
+
+
+def test_no_tokens(on_emulator):
+    w = random_weights(2, 64, 32, Gate(), None, True, 0)
+    groups = group_by_expert(torch.zeros(0, 2, dtype=torch.long), 2)
+    rows = sm100.quantize_rows(torch.zeros(0, 64), groups.token, w.x_scale, groups)
+    h = sm100.gemm1_swiglu(rows, w, groups, torch.bfloat16)
+    assert h.values.shape == (0, 16)
+    assert sm100.gemm2_combine(h, w, groups, torch.zeros(0, 2), torch.bfloat16).shape == (0, 64)
+
+
+@settings(max_examples=8, deadline=None)
+@given(data=st.data())
+def test_random_problems(on_emulator_always, data):
+    draw = data.draw
+    sizes = draw(st.lists(st.one_of(st.integers(0, 20), st.integers(0, 140)), min_size=3, max_size=3))
+    schedules = st.sampled_from(["eager", "lazy", "reverse-lazy"]) | st.integers(0, 99).map("random:{}".format)
+    on_emulator_always(schedule=draw(schedules), sms=draw(st.integers(1, 6)))
+    gate = GATES[draw(st.sampled_from(["silu", "oai"]))]
+    check_layer(
+        3, 96, 48, gate, sizes, draw(st.integers(0, 9)), draw(st.integers(1, 4)),
+        seed=draw(st.integers(0, 9)),
+    )  # fmt: skip
+
+
+def test_layer(on_emulator, monkeypatch):
+    """The whole layer, every stage on the emulator, beside the layer on the reference."""
+    on_emulator(schedule="random:5")
+    dense = [torch.randn(4, 2 * 80, 96) * 0.1, torch.randn(4, 96, 80) * 0.1]
+    layer = NVFP4Experts.from_dense(*dense, activations="nvfp4")
+    x, ids = torch.randn(9, 96, dtype=torch.bfloat16), torch.stack([torch.randperm(4)[:2] for _ in range(9)])
+    weights = torch.rand(9, 2)
+    from moe_nvfp4 import layer as module
+
+    monkeypatch.setattr(module, "backend", lambda device: reference)
+    right = layer(x, ids, weights)
+    monkeypatch.setattr(module, "backend", lambda device: sm100)
+    packs = []
+    pack_sf = sm100.pack_sf
+    monkeypatch.setattr(sm100, "pack_sf", lambda *arguments: packs.append(1) or pack_sf(*arguments))
+    found = layer(x, ids, weights)
+    assert torch.equal(layer(x, ids, weights), found)
+    assert len(packs) == 2, "the scales of w13 and w2 are packed once"
+    assert relative_error(found, right) < THRESHOLDS["w4a4"]

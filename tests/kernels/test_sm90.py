@@ -1,0 +1,294 @@
+"""The Hopper kernels on the emulator, beside the reference: no GPU is needed.
+
+Every tile shape runs both GEMMs, with tails of K and of tokens; rows become NVFP4 to the bit. What a kernel does not
+write is NaN, and what the kernel before wrote is out of bounds until griddepcontrol.wait.
+"""
+
+import shutil
+from contextlib import nullcontext
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("cutlass", reason="CuTe DSL compiles the kernels")
+pytest.importorskip("tvm_ffi", reason="the kernels' host code is TVM-FFI's")
+if shutil.which("cc") is None:
+    pytest.skip("the emulator links the compiled host code with cc", allow_module_level=True)
+
+from moe_nvfp4 import reference  # noqa: E402
+from moe_nvfp4.kernels.sm90 import backend as sm90  # noqa: E402
+from moe_nvfp4.kernels.sm90.config import Work  # noqa: E402
+from moe_nvfp4.layer import NVFP4Experts  # noqa: E402
+from moe_nvfp4.routing import Rows, group_by_expert  # noqa: E402
+from moe_nvfp4.weights import SILU, Gate  # noqa: E402
+from tests.common import THRESHOLDS, reference_layer, reference_rows, relative_error  # noqa: E402
+from tests.emulator import EmulatorError  # noqa: E402
+from tests.kernels.emulator_sm90 import on_emulator  # noqa: E402
+from tests.kernels.hopper_layers import planned, quantized_h  # noqa: E402
+from tests.kernels.machine_code import machine_code  # noqa: E402
+
+OAI = Gate("silu", alpha=1.702, limit=1.5, up_offset=1.0)
+RELU2 = Gate("relu2", gated=False)
+RAW = Gate("raw")
+
+
+@pytest.fixture
+def emulator():
+    with on_emulator() as runner:
+        yield runner
+
+
+def make_layer(E, H, I, gate=SILU, bias=None, activations="bf16", static=False, seed=0):
+    """Random codes and block scales, some of them zero; a global scale for each expert and projection."""
+    g = torch.Generator().manual_seed(seed)
+    layer = NVFP4Experts(E, H, I, gate, activations, bias, input_scale=static)
+    for name, parameter in layer.named_parameters():
+        if parameter.dtype == torch.uint8:
+            low, high = (40, 72) if name.endswith("_sf") else (0, 256)
+            parameter.copy_(torch.randint(low, high, parameter.shape, generator=g))
+            if name.endswith("_sf"):
+                parameter[torch.rand(parameter.shape, generator=g) < 0.02] = 0
+        elif name.endswith("input_scale"):
+            parameter.copy_((torch.rand(parameter.shape, generator=g) + 1) * 1e-3)
+        elif name.endswith("_scale"):
+            parameter.copy_((torch.rand(parameter.shape, generator=g) + 0.5) / (8 * H**0.5))
+        else:
+            parameter.copy_(torch.randn(parameter.shape, generator=g))
+    return layer
+
+
+def make_ids(sizes, sentinels, top_k, seed=0):
+    """top_k_index [T, top_k]: sizes[e] slots for expert e, at least `sentinels` for nobody, in random order."""
+    g = torch.Generator().manual_seed(seed)
+    ids = torch.cat([torch.full((n,), e) for e, n in enumerate(sizes)] + [torch.full((sentinels,), len(sizes))])
+    ids = torch.cat([ids, torch.full((-len(ids) % top_k,), -1)])
+    return ids[torch.randperm(len(ids), generator=g)].view(-1, top_k)
+
+
+def check(emulator, layer, ids, tile=None, splits=None, schedules=("eager",), weights=torch.float32):
+    """The whole layer under each schedule: the reference's values, and the same bits."""
+    w = layer.weights
+    g = torch.Generator().manual_seed(1)
+    x = torch.randn(ids.shape[0], w.hidden_size, generator=g).bfloat16()
+    top_k_weights = torch.rand(ids.shape, generator=g).to(weights)
+    want = reference_layer(x, ids, top_k_weights, w)
+    packed = sm90.pack_weights(w)
+    results, as_planned = [], nullcontext()
+    if tile is not None or splits is not None:
+        plan = sm90._plan(w, *ids.shape, x.device)
+        plan = replace(plan, tile=tile or plan.tile, splits=splits or plan.splits)
+        as_planned = planned(replace(plan, work=replace(plan.work, gathered=plan.tile.BN not in (32, 128))))
+    with as_planned:
+        for emulator.schedule in schedules:
+            emulator.kernels = []
+            results.append(sm90.experts(x, ids, top_k_weights, packed))
+    assert results[0].isfinite().all()
+    assert relative_error(results[0], want) < THRESHOLDS["half" if w.activations == "bf16" else "w4a4"]
+    assert all(torch.equal(result, results[0]) for result in results)
+    return [kernel for kernel in emulator.kernels if type(kernel).__name__ == "GroupedGemm"]
+
+
+# ---- bf16 rows -----------------------------------------------------------------------------------
+
+# A tile's name -> (tile, gate, bias, sizes of the groups, splits).
+W4A16 = {
+    "8, K in 4": (sm90._QUARTERS, SILU, None, [5, 0, 9], 1),
+    "8, K in 2": (sm90._HALVES, RELU2, torch.bfloat16, [8, 1], 2),
+    "8": (sm90._TILES[0], OAI, torch.bfloat16, [3, 17, 0, 1], 1),
+    "8, pair": (sm90._PAIR, SILU, None, [9, 2], 1),
+    "24": (sm90._TILES[1], RELU2, None, [7, 41], 1),
+    "32": (sm90._TILES[2], SILU, torch.float32, [33, 20], 2),
+    **{str(tile.BN): (tile, gate, bias, [tile.BN + 9, 20], splits)
+       for tile, gate, bias, splits in zip(
+           sm90._TILES[3:], (SILU, OAI, RELU2, SILU, SILU), (None, torch.bfloat16, torch.bfloat16, None, None),
+           (1, 2, 1, 1, 1), strict=True)},
+}  # fmt: skip
+
+
+SHAPES = (*sm90._TILES, sm90._QUARTERS, sm90._HALVES, sm90._PAIR)
+
+
+def test_every_tile_shape_is_here():
+    assert set(SHAPES) == {tile for tile, *_ in W4A16.values()}
+
+
+@pytest.mark.parametrize("name", W4A16)
+def test_tiles(emulator, name):
+    tile, gate, bias, sizes, splits = W4A16[name]
+    schedules = {24: ["eager", "slow:1"], 48: ["random:3"], 128: ["slow:1"]}.get(tile.BN, ["random:1"])
+    layer = make_layer(len(sizes), 304, 80 + 64 * tile.KB * (splits - 1), gate, bias)  # no part of K is empty
+    (kernel,) = check(emulator, layer, make_ids(sizes, 3, 2), tile, splits, schedules)
+    assert kernel.t == tile and kernel.work.both
+
+
+LAUNCHES = [(tile, Work(SILU, True, bias=True)) for tile in SHAPES]
+LAUNCHES += [(tile, Work(SILU, True, row_scale=True)) for tile in SHAPES]
+
+
+def compile_all(architecture):
+    for tile, work in LAUNCHES:
+        yield lambda tile=tile, work=work: sm90._kernel(tile, work, torch.bfloat16)
+
+
+def test_compiles_without_a_gpu(tmp_path, monkeypatch, record_property):
+    """Nothing in local memory, no WGMMA that waits for the one before (ptxas's way when registers are short), and
+    warps that ptxas knows to stay together."""
+    monkeypatch.setenv("MOE_NVFP4_CACHE", str(tmp_path / "cache"))
+    folder = tmp_path / "cubins"
+    folder.mkdir()
+    counted = ("HGMMA", "HMMA", "WARPGROUP", "WARPSYNC", "LDL", "STL")
+    table = machine_code("test_kernels_sm90", "sm_90a", counted, folder)
+    lines = []
+    for (tile, work), found in zip(LAUNCHES, table, strict=True):
+        assert found["STACK"] == found["LOCAL"] == found["LDL"] == found["STL"] == found["WARPSYNC"] == 0, tile
+        assert found["HMMA"] if tile.warpwise else found["HGMMA"] > 1.5 * found["WARPGROUP"] > 0, tile
+        shared = tile.stages * tile.stage_bytes
+        quantizes = ", quantizes h" if work.row_scale else ""
+        size = f"{found['REG']:4} registers {found['instructions']:5} instructions {shared:6} B ring"
+        lines.append(f"{size}  {tile}{quantizes}")
+    record_property("table", "\n".join(["sm_90a", *lines]))
+
+
+def test_bf16_rows_leave_static_scales_alone(emulator):
+    """A checkpoint brings them for NVFP4 rows."""
+    check(emulator, make_layer(2, 64, 80, static=True), make_ids([3, 2], 1, 2))
+
+
+def test_what_the_plan_chooses(emulator):
+    for I, KS, weights in ((144, 4, torch.bfloat16), (304, 2, torch.float64)):
+        layer = make_layer(1, 64, I)
+        (kernel,) = check(emulator, layer, make_ids([3], 0, 1), weights=weights)
+        assert kernel.t.BN == 8 and kernel.t.KS == KS
+
+
+def test_no_part_of_k_is_empty():
+    """4160 columns are 65 blocks: in four parts of whole stages of 8 the last would have none."""
+    splits = set()
+    for I in (*range(16, 9216, 16), 14336):
+        plan = sm90._plan_for(SILU, False, False, False, 2, 64, I, 1, 2, 132)
+        blocks, each = -(-I // 64), plan.tile.part(-(-I // 64), plan.splits.bit_length() - 1)
+        assert each % plan.tile.KB == 0 and each * (plan.splits - 1) < blocks <= each * plan.splits
+        assert I >= 1024 * plan.splits or plan.splits == 1
+        splits.add(plan.splits)
+    assert splits == {1, 2, 4}
+
+
+def test_stages_of_their_own(emulator):
+    """gemm1_swiglu with a raw gate and gemm2_combine, for what comes between them outside."""
+    emulator.schedule = "random:3"
+    layer = make_layer(2, 96, 80, RAW, torch.bfloat16)
+    w, packed, ids = layer.weights, sm90.pack_weights(layer.weights), make_ids([9, 2], 2, 2)
+    groups = group_by_expert(ids, 2)
+    live = int(groups.offsets[-1])
+    x, h = torch.randn(len(ids), 96).bfloat16(), torch.randn(groups.num_rows, 80).bfloat16()
+    for rows in (Rows(x, index=groups.token), Rows(x[groups.token.long()].contiguous())):
+        want = reference.gemm1_swiglu(rows, w, groups, torch.float32).values
+        got = sm90.gemm1_swiglu(rows, packed, groups, torch.bfloat16).values
+        assert relative_error(got[:live], want[:live]) < THRESHOLDS["half"]
+    top_k_weights = torch.rand(ids.shape)
+    want = reference.gemm2_combine(Rows(h), w, groups, top_k_weights, torch.float32)
+    got = sm90.gemm2_combine(Rows(h), packed, groups, top_k_weights, torch.bfloat16)
+    assert relative_error(got, want) < THRESHOLDS["half"]
+
+
+# ---- NVFP4 rows ----------------------------------------------------------------------------------
+
+TIES = [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0]  # between two codes
+
+
+def hard_rows(T, K):
+    """Rows of every size, ties, zeros, blocks without anything, infinities and NaN."""
+    g = torch.Generator().manual_seed(K)
+    x = torch.randn(T, K, generator=g)
+    x[0], x[1, :16], x[2, 0] = 0, 0, -0.0
+    x[3], x[4], x[5], x[6] = x[3] * 1e30, x[4] * 1e-30, x[5] * 1e-38, x[6] * 1e-44
+    x[7, 3], x[8, -1], x[9, 1], x[10, 2] = float("nan"), float("-nan"), float("inf"), float("-inf")
+    x[11] = x[11].sign() * torch.tensor(TIES)[torch.randint(0, 7, (K,), generator=g)] * 2.0**-6
+    x[11, ::16] = 448 * 6 * 2.0**-6  # the global scale is 2^-6
+    x[12, ::2] *= 1e-12
+    x[13] *= torch.logspace(-45, 38, K)
+    x[14] = 3e38
+    return x
+
+
+@pytest.mark.parametrize(
+    "K, static, dtype",
+    [(16, False, torch.bfloat16), (16, True, torch.float32),
+     (2064, False, torch.float32), (2064, True, torch.bfloat16)],
+)  # fmt: skip
+def test_rows_are_quantized_to_the_bit(emulator, K, static, dtype):
+    emulator.schedule = "random:1"
+    ids = make_ids([9, 0, 20, 1, 12], 4, 2)
+    x = hard_rows(len(ids), K).to(dtype)
+    scale = torch.tensor([2.0**-6, 1.0, 3e-3, 1e-30, 0.37]) if static else None
+    groups, token, _, rows = sm90.route(ids, 5, 1, x, scale)
+    assert torch.equal(rows.index, groups.order if static else token)
+    exact, exact_scale = reference_rows(x, token, scale, groups)
+    assert torch.equal(exact.bfloat16().float().nan_to_num(-1), exact.nan_to_num(-1))
+    values, row_scale = (t[rows.index.long()][: len(exact)] for t in (rows.values, rows.scale))
+    for found, right in ((values, exact.bfloat16() + 0), (row_scale, exact_scale)):  # zeros have no sign
+        assert torch.equal(found.isnan(), right.isnan())
+        number = {2: torch.int16, 4: torch.int32}[found.itemsize]
+        assert torch.equal(found.view(number)[~right.isnan()], right.view(number)[~right.isnan()])
+
+
+# A tile's name -> (tile, gate, bias, sizes of the groups, splits, static scales)
+W4A4 = {
+    "K in 4": (sm90._QUARTERS, SILU, None, [1, 0, 2], 1, False),
+    "K in 2": (sm90._HALVES, OAI, torch.bfloat16, [8, 1], 2, False),
+    "8": (sm90._TILES[0], RELU2, None, [3, 17, 0, 1], 1, True),
+    "24": (sm90._TILES[1], SILU, torch.bfloat16, [16, 3, 18], 2, False),
+    "32": (sm90._TILES[2], OAI, torch.bfloat16, [33, 20], 2, True),
+    "128": (sm90._TILES[7], SILU, None, [131, 5], 1, False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", W4A4)
+def test_nvfp4_activations(emulator, name):
+    tile, gate, bias, sizes, splits, static = W4A4[name]
+    schedules = {24: ["slow:1"]}.get(tile.BN, ["random:1"])
+    layer = make_layer(len(sizes), 304, 80 + 64 * tile.KB * (splits - 1), gate, bias, "nvfp4", static)
+    (kernel,) = check(emulator, layer, make_ids(sizes, 3, 2), tile, splits, schedules)
+    assert kernel.t == tile and kernel.work.both and kernel.work.row_scale
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("tile, I", [(sm90._TILES[0], 1040), (sm90._TILES[4], 336)])
+def test_h_is_quantized_to_the_bit(emulator, tile, I, static):
+    """By tiles between those of the GEMMs, in one part or two, with tails."""
+    emulator.schedule = "random:2"
+    layer = make_layer(3, 64, I, activations="nvfp4", static=static)
+    if static:
+        layer.up_proj_input_scale.data.fill_(1)
+        layer.down_proj_input_scale.data.copy_(torch.tensor([30.0, 1.0, 1e3]))
+    found, want = quantized_h(layer, make_ids([tile.BN - 1, 0, tile.BN + 2], 3, 2), tile)
+    assert torch.equal(found, want) and (want == 0).any() and len(want.unique()) > 50
+
+
+# ---- routing -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "T, top_k, E, dtype",
+    [(1, 1, 1, torch.int64), (150, 3, 400, torch.int32), (200, 8, 9, torch.int64), (1100, 4, 70, torch.int32)],
+)
+def test_routing(emulator, T, top_k, E, dtype):
+    """One CTA and clusters: what group_by_expert returns."""
+    emulator.schedule = "random:4"
+    ids = torch.randint(-1, E + 1, (T, top_k)).to(dtype)
+    want = group_by_expert(ids, E)
+    groups, token, zeros, _ = sm90.route(ids, E, 5)
+    live = int(want.offsets[-1])
+    assert torch.equal(groups.offsets, want.offsets) and not zeros.any()
+    assert torch.equal(groups.order, want.order) and torch.equal(token, want.token)
+    assert torch.equal(groups.position[want.order.long()], torch.arange(T * top_k, dtype=torch.int32))
+    for H in (48, 2064):
+        x = torch.randn(T, H).bfloat16()
+        assert torch.equal(sm90.gather(Rows(x), groups).values[:live], x[want.token.long()][:live])
+
+
+def test_an_illegal_id_stops(emulator):
+    for ids in ([[0], [4]], [[-2], [0]]):
+        with pytest.raises(EmulatorError, match="vprintf"):
+            sm90.route(torch.tensor(ids), 3)

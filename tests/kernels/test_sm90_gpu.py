@@ -1,0 +1,429 @@
+"""The Hopper kernels against the reference, and the layout of their weights, on a machine that has one.
+
+The layout is checked anywhere; everything else skips without a Hopper GPU and CuTe DSL.
+"""
+
+import os
+import random
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moe_nvfp4 import format as nvfp4
+from moe_nvfp4.kernels.sm90 import pack as sm90_pack
+from moe_nvfp4.layer import NVFP4Experts
+from moe_nvfp4.routing import Rows, group_by_expert
+from moe_nvfp4.weights import SILU, Gate
+from tests.common import THRESHOLDS, on_gpu, reference_layer, reference_rows, relative_error
+
+OAI = Gate("silu", alpha=1.702, limit=7.0, up_offset=1.0)
+STEP = Gate("silu", limit=3.0, clamp_after=True)
+GELU = Gate("gelu_tanh")
+RELU2 = Gate("relu2", gated=False)
+RAW = Gate("raw")
+
+
+# ---- the layout ----------------------------------------------------------------------------------
+
+
+def random_bytes(E, N, K, seed=0, scales=(0, 127)):
+    g = torch.Generator().manual_seed(seed)
+    codes = torch.randint(0, 256, (E, N, K // 2), generator=g, dtype=torch.uint8)
+    return codes, torch.randint(*scales, (E, N, K // 16), generator=g, dtype=torch.uint8)
+
+
+@given(
+    E=st.integers(0, 3),
+    halves=st.booleans(),
+    rows=st.integers(1, 70),
+    blocks=st.integers(1, 9),
+    seed=st.integers(0, 99),
+    zeros=st.booleans(),
+)
+def test_unpack_is_the_exact_inverse_of_pack(E, halves, rows, blocks, seed, zeros):
+    codes, sf = random_bytes(E, rows * (2 if halves else 1), blocks * 16, seed)
+    if zeros:  # with codes that the layout itself cannot hold
+        sf[sf < 64] = 0
+    packed = sm90_pack.pack(codes, sf, halves)
+    back = sm90_pack.unpack(packed)
+    assert torch.equal(back[0], codes) and torch.equal(back[1], sf)
+
+
+@pytest.mark.parametrize("halves", [False, True])
+def test_the_layout_is_the_one_described(halves):
+    """A loop that reads a packed unit as the docstring of sm90_pack says, bf16 arithmetic included."""
+    N, K = 128, 128
+    codes, sf = random_bytes(1, N, K)
+    values = nvfp4.dequantize(codes, sf, None)[0]
+    units = sm90_pack.pack(codes, sf, halves).units.view(torch.int32)[0]
+    sign, magnitude = {(0, 0): 15, (1, 0): 12, (0, 1): 14, (1, 1): 13}, {(0, 0): 6, (1, 0): 3, (0, 1): 0, (1, 1): 9}
+    for m64, k64 in ((0, 0), (1, 1)):
+        unit = units[m64, k64].tolist()
+        for w, g, c, ks, h, kh, e in random.Random(0).sample(
+            [(w, g, c, ks, h, kh, e) for w in range(4) for g in range(8) for c in range(4) for ks in range(4)
+             for h in range(2) for kh in range(2) for e in range(2)], 300,
+        ):  # fmt: skip
+            half = unit[((w * 8 + g) * 4 + c) * 4 + ks] >> (16 * e) & 0xFFFF
+            bits = (half >> sign[h, kh] & 1) << 15 | (half >> magnitude[h, kh] & 7) << 6
+            scales = unit[512 + (w * 8 + g) * 2 + ks // 2] & 0xFFFFFFFF
+            scales = (scales << 8 | scales >> 24) & 0xFFFFFFFF if ks % 2 else scales
+            scale = scales >> (16 * h) & 0x0FF0 | 0x7000
+            a, b = torch.tensor([bits, scale]).to(torch.int16).view(torch.bfloat16).double().tolist()
+            if halves:
+                row = m64 * 32 + w * 8 + g + h * (N // 2)
+            else:
+                row = m64 * 64 + w * 16 + 2 * g + h
+            column = k64 * 64 + ks * 16 + kh * 8 + c * 2 + e
+            assert a * b * 2.0**20 == values[row, column].item()
+
+
+def test_pack_refuses_what_is_no_block_scale():
+    codes, sf = random_bytes(1, 64, 64)
+    sf[0, 3, 1] = 0x80 | 0x38
+    with pytest.raises(ValueError, match="negative"):
+        sm90_pack.pack(codes, sf, False)
+
+
+# ---- layers and their reference ------------------------------------------------------------------
+
+
+def make_layer(E, H, I, gate=SILU, bias=False, seed=0, scales=(40, 72), activations="bf16", static=False):
+    layer = NVFP4Experts(E, H, I, gate, activations, torch.bfloat16 if bias else None, input_scale=static)
+    g = torch.Generator().manual_seed(seed)
+    for name in (layer.up_name, "down_proj"):
+        codes, sf = getattr(layer, name), getattr(layer, f"{name}_sf")
+        codes.data, sf.data = random_bytes(E, codes.shape[1], codes.shape[2] * 2, seed, scales)
+        if bias:
+            getattr(layer, f"{name}_bias").data.normal_(generator=g)
+    for name in layer.projections:  # gate and up apart
+        getattr(layer, f"{name}_global_scale").data.uniform_(0.5, 1.5, generator=g).div_(8 * H**0.5)
+    return layer.cuda()
+
+
+def routing(T, E, top_k, seed=0, sentinels=False, dtype=torch.int64):
+    g = torch.Generator().manual_seed(seed)
+    weights, ids = torch.rand(T, E, generator=g).topk(top_k, -1)
+    if sentinels:
+        ids[torch.rand(T, top_k, generator=g) < 0.3] = E
+        ids[torch.rand(T, top_k, generator=g) < 0.1] = -1
+    return ids.to(dtype).cuda(), weights.cuda()
+
+
+def tokens(T, H, seed=0):
+    return torch.randn(T, H, generator=torch.Generator().manual_seed(seed)).bfloat16().cuda()
+
+
+def expected(layer, x, ids, weights):
+    """The reference on this machine's unpacked weights."""
+    layer.unpack()
+    return reference_layer(x, ids, weights, layer.weights)
+
+
+def check(layer, T, top_k, seed=0, **kwargs):
+    x = tokens(T, layer.hidden_size, seed)
+    ids, weights = routing(T, layer.num_experts, top_k, seed, **kwargs)
+    want = expected(layer, x, ids, weights)
+    got = layer(x, ids, weights)
+    assert layer.packed and got.dtype == torch.bfloat16
+    assert got.isfinite().all()
+    assert relative_error(got, want) < THRESHOLDS["half"]
+    return got
+
+
+@on_gpu
+@pytest.mark.parametrize("seed", range(220))
+def test_random_problems(seed):
+    pick = random.Random(seed)
+    gate, bias = pick.choice([(SILU, False), (SILU, False), (OAI, True), (RELU2, False)])
+    E = pick.choice([1, 2, 7, 16, 64, 130])
+    top_k = pick.randint(1, min(E, 9))
+    T = pick.choice([1, 2, 3, 5, 8, 17, 33, 64, 100, 200, 300, 700])
+    H, I = 16 * pick.randint(1, 40), 16 * pick.randint(1, 40)
+    layer = make_layer(E, H, I, gate, bias, seed)
+    dtype = pick.choice([torch.int64, torch.int32])
+    x, (ids, weights) = tokens(T, H, seed), routing(T, E, top_k, seed, pick.random() < 0.3, dtype)
+    if pick.random() < 0.2:  # everybody to one expert
+        ids.fill_(pick.randrange(E))
+    weights = weights.to(pick.choice([torch.float32, torch.bfloat16]))
+    want = expected(layer, x, ids, weights)
+    if not (ids >= 0).logical_and(ids < E).any():
+        assert not layer(x, ids, weights).any()
+    else:
+        assert relative_error(layer(x, ids, weights), want) < THRESHOLDS["half"]
+
+
+REAL = {
+    "Qwen3-30B-A3B": (128, 2048, 768, 8, SILU, False),
+    "gpt-oss": (32, 2880, 2880, 4, OAI, True),
+    "Mixtral slice": (8, 4096, 3584, 2, SILU, False),
+    "DeepSeek-V2-Lite": (64, 2048, 1408, 6, SILU, False),
+    "Qwen2-57B slice": (16, 3584, 2560, 8, SILU, False),
+    "Nemotron-H slice": (32, 1024, 704, 6, RELU2, False),
+    "512 experts": (512, 1024, 512, 10, SILU, False),
+}
+
+
+@on_gpu
+@pytest.mark.parametrize("name", REAL)
+def test_real_shapes(name):
+    E, H, I, top_k, gate, bias = REAL[name]
+    layer = make_layer(E, H, I, gate, bias)
+    for T in (1, 4, 16, 64, 256, 1024):
+        check(layer, T, top_k)
+
+
+@on_gpu
+@pytest.mark.parametrize("gate", [GELU, STEP, OAI], ids=["gelu_tanh", "clamp after", "oai"])
+def test_gates(gate):
+    check(make_layer(8, 256, 192, gate), 40, 2)
+
+
+@on_gpu
+def test_many_tokens():
+    """Beyond one routing CTA, beyond fp32 expert outputs, and a grid that outlives its tiles."""
+    check(make_layer(16, 128, 64), 20_000, 4)
+    check(make_layer(4, 64, 64), 65_536, 1)
+    check(make_layer(16, 64, 64), 40_000, 4)  # more than are done at a time
+
+
+@on_gpu
+def test_no_tokens_and_nobody_here():
+    layer = make_layer(4, 64, 64)
+    assert layer(tokens(0, 64), *routing(0, 4, 2)).shape == (0, 64)
+    ids, weights = routing(5, 4, 2)
+    assert not layer(tokens(5, 64), torch.full_like(ids, 4), weights).any()
+
+
+@on_gpu
+@pytest.mark.parametrize("T", [8, 16, 24, 32, 48, 64, 80, 96, 128])
+def test_dequantization_is_exact(T):
+    """One-hot tokens bring out the weights themselves: every scale times every code, in every tile shape."""
+    K, N = 256, 128
+    layer = make_layer(1, K, N, RAW, scales=(0, 127))
+    layer.gate_proj_global_scale.data.fill_(1.0), layer.up_proj_global_scale.data.fill_(1.0)
+    want = nvfp4.dequantize(layer.gate_up_proj.data, layer.gate_up_proj_sf.data, None)[0]
+    layer.prepare()
+    for first in range(0, K, T):
+        x = torch.eye(K)[first : first + T].bfloat16().cuda()
+        ids = torch.zeros(x.shape[0], 1, dtype=torch.int64, device="cuda")
+        groups = group_by_expert(ids, 1)
+        rows = Rows(x, None, None, groups.token)
+        from moe_nvfp4.kernels.sm90 import backend as sm90
+
+        h = sm90.gemm1_swiglu(rows, layer.weights, groups, torch.bfloat16)
+        assert torch.equal(h.values.float(), want[:, first : first + T].T)
+
+
+# ---- NVFP4 activations ---------------------------------------------------------------------------
+
+
+@on_gpu
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("K", [16, 208, 2048, 14336])
+def test_rows_are_quantized_to_the_bit(K, dtype, static):
+    from moe_nvfp4.kernels.sm90 import backend as sm90
+
+    ids, _ = routing(50, 8, 3, sentinels=True)
+    x = tokens(50, K).to(dtype)
+    x[:8] *= torch.logspace(-30, 30, 8).cuda()[:, None]  # beyond the short division, both ways
+    x[8], x[9, ::3], x[10, 5] = 0, 0, float("nan")
+    scale = torch.logspace(-4, 0, 8).cuda() if static else None
+    groups, token, _, rows = sm90.route(ids, 8, 1, x, scale)
+    codes_times_sf, scales = reference_rows(x, token, scale, groups)
+    values, row_scale = (t[rows.index.long()][: len(scales)] for t in (rows.values, rows.scale))
+    assert torch.equal(row_scale.nan_to_num(-1), scales.nan_to_num(-1))
+    assert torch.equal(values.float().nan_to_num(-1), codes_times_sf.nan_to_num(-1))
+
+
+@on_gpu
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("T", [1, 7, 30, 150, 600])
+@pytest.mark.parametrize("gate, bias", [(SILU, False), (OAI, True), (RELU2, False)], ids=["silu", "oai", "relu2"])
+def test_w4a4(gate, bias, T, static):
+    layer = make_layer(16, 512, 192, gate, bias, activations="nvfp4", static=static)
+    for name in ("up_proj", "down_proj") if static else ():
+        getattr(layer, f"{name}_input_scale").data.uniform_(1e-3, 2e-3)
+    x, (ids, weights) = tokens(T, 512), routing(T, 16, 4, sentinels=True)
+    want = expected(layer, x, ids, weights)
+    got = layer(x, ids, weights)
+    assert layer.packed
+    assert relative_error(got, want) < THRESHOLDS["w4a4"]
+    assert torch.equal(got, layer(x, ids, weights))
+
+
+@on_gpu
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("T", [1, 20, 100, 700, 3000])
+def test_h_is_quantized_to_the_bit(T, static):
+    from tests.kernels.hopper_layers import quantized_h
+
+    layer = make_layer(8, 256, 1200, activations="nvfp4", static=static)
+    if static:
+        layer.up_proj_input_scale.data.fill_(1)
+        layer.down_proj_input_scale.data.copy_(torch.logspace(0, 4, 8))
+    found, want = quantized_h(layer, routing(T, 8, 2, sentinels=T > 1)[0])
+    assert torch.equal(found, want)
+
+
+@on_gpu
+def test_w4a4_with_parts_of_k():
+    layer = make_layer(4, 256, 4096, activations="nvfp4")
+    x, (ids, weights) = tokens(5, 256), routing(5, 4, 2)
+    want = expected(layer, x, ids, weights)
+    assert relative_error(layer(x, ids, weights), want) < THRESHOLDS["w4a4"]
+
+
+@on_gpu
+@pytest.mark.parametrize("static", [False, True])
+def test_switching_activations(static):
+    layer = make_layer(8, 256, 128)
+    if static:
+        layer.set_input_scales(torch.tensor(2e-3), torch.tensor(2e-3))
+    x, (ids, weights) = tokens(20, 256), routing(20, 8, 2)
+    first = layer(x, ids, weights)
+    layer.activations = "nvfp4"
+    assert relative_error(layer(x, ids, weights), first) > THRESHOLDS["half"]
+    layer.activations = "bf16"
+    assert torch.equal(layer(x, ids, weights), first)
+
+
+# ---- stages --------------------------------------------------------------------------------------
+
+
+@on_gpu
+@pytest.mark.parametrize("T", [3, 40, 200])
+def test_own_gate_and_norm_between_the_stages(T):
+    layer = make_layer(8, 256, 128, RAW)
+    layer.own_gate = lambda h: torch.tanh(h[:, :128]) * h[:, 128:]
+    layer.post_expert_norm = torch.nn.RMSNorm(256).cuda().bfloat16()
+    x, (ids, weights) = tokens(T, 256), routing(T, 8, 3, sentinels=True)
+    got = layer(x, ids, weights)
+    layer.unpack()
+    from moe_nvfp4 import layer as module
+
+    want = module.moe_forward(x.float(), ids, weights, layer.weights, layer.own_gate, layer.post_expert_norm.float())
+    assert relative_error(got, want) < 2 * THRESHOLDS["half"]  # own_gate runs in bf16 there
+
+
+# ---- manners -------------------------------------------------------------------------------------
+
+
+@on_gpu
+@pytest.mark.parametrize("T", [1, 30, 600])
+def test_the_same_bits_twice_and_on_two_streams(T):
+    layer = make_layer(32, 512, 256)
+    x, (ids, weights) = tokens(T, 512), routing(T, 32, 4)
+    want = layer(x, ids, weights)
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    torch.cuda.synchronize()
+    results = []
+    for _ in range(20):
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                results.append(layer(x, ids, weights))
+    torch.cuda.synchronize()
+    assert all(torch.equal(result, want) for result in results)
+
+
+@on_gpu
+@pytest.mark.parametrize("T", [1, 20, 300])
+def test_captured_in_a_cuda_graph(T):
+    layer = make_layer(16, 256, 128)
+    x, (ids, weights) = tokens(T, 256), routing(T, 16, 2)
+    layer(x, ids, weights)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = layer(x, ids, weights)
+    x.copy_(tokens(T, 256, seed=1))
+    ids.copy_(routing(T, 16, 2, seed=1)[0])
+    graph.replay()
+    got = y.clone()
+    assert torch.equal(got, layer(x, ids, weights))
+
+
+@on_gpu
+def test_compiles_as_one_graph():
+    layer = make_layer(16, 256, 128)
+    layer.prepare()
+    compiled = torch.compile(layer, fullgraph=True)
+    for T in (1, 7, 33):
+        x, (ids, weights) = tokens(T, 256), routing(T, 16, 2)
+        assert torch.equal(compiled(x, ids, weights), layer(x, ids, weights))
+
+
+@on_gpu
+def test_a_token_of_nan_spoils_itself_only():
+    layer = make_layer(8, 256, 128)
+    for T in (5, 70, 300):
+        x, (ids, weights) = tokens(T, 256), routing(T, 8, 2)
+        want = layer(x, ids, weights)
+        x[2] = float("nan")
+        got = layer(x, ids, weights)
+        assert got[2].isnan().all()
+        got[2] = want[2]
+        assert torch.equal(got, want)
+
+
+@on_gpu
+def test_packing_costs_no_bytes_and_loses_none():
+    layer = make_layer(8, 256, 128, scales=(0, 127))
+    layer.down_proj_sf.data[1, 2, 3] = 0  # a zero scale whose codes are not zero
+    before = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
+    size = sum(p.numel() * p.element_size() for p in layer.parameters())
+    layer.prepare()
+    assert layer.packed == (256, 128)
+    assert sum(p.numel() * p.element_size() for p in layer.parameters()) == size
+    after = layer.state_dict()
+    assert not layer.packed
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    layer.prepare()
+    other = make_layer(8, 256, 128, seed=9)
+    other.prepare()
+    other.load_state_dict(layer.state_dict())
+    x, (ids, weights) = tokens(4, 256), routing(4, 8, 2)
+    assert torch.equal(other(x, ids, weights), layer(x, ids, weights))
+    moved = layer.cpu()
+    assert not moved.packed and all(torch.equal(moved.state_dict()[n], before[n].cpu()) for n in before)
+
+
+@on_gpu
+def test_other_dtypes_run_on_the_reference():
+    layer = make_layer(8, 256, 128)
+    x, (ids, weights) = tokens(9, 256), routing(9, 8, 2)
+    fast = layer(x, ids, weights)
+    slow = layer(x.float(), ids, weights)
+    assert slow.dtype == torch.float32 and not layer.packed
+    assert relative_error(fast, slow) < THRESHOLDS["half"]
+
+
+@on_gpu
+def test_an_illegal_id_is_reported():
+    code = (
+        "import torch; from tests.kernels.test_sm90_gpu import *; layer = make_layer(4, 64, 64); x = tokens(3, 64)\n"
+        "ids, weights = routing(3, 4, 2); ids[1, 1] = 7\n"
+        "try: layer(x, ids, weights); torch.cuda.synchronize()\n"
+        "except Exception as error: print('raised', type(error).__name__)"
+    )
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=120)
+    assert "raised" in result.stdout, result.stdout + result.stderr
+
+
+@on_gpu
+def test_kernels_are_kept_on_disk(tmp_path):
+    code = (
+        "import time, torch; from tests.kernels.test_sm90_gpu import *; from moe_nvfp4.kernels.common import launch\n"
+        "layer = make_layer(4, 64, 64); x = tokens(3, 64); r = routing(3, 4, 2); layer.prepare(); import cutlass\n"
+        "t = time.time(); y = layer(x, *r); torch.cuda.synchronize(); print(time.time() - t, y.double().sum().item())"
+    )
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "MOE_NVFP4_CACHE": str(tmp_path)}
+    runs = [subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env) for _ in range(2)]
+    (first, a), (second, b) = (run.stdout.split() for run in runs)
+    assert a == b
+    assert float(second) < float(first) / 2
+    assert list((tmp_path / "kernels").glob("*.o"))
