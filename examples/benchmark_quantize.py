@@ -9,7 +9,7 @@ import time
 import torch
 
 from moe_nvfp4 import format as nvfp4
-from moe_nvfp4.quantize.experts import RECIPES, quantize_matrix
+from moe_nvfp4.quantize.recipes import RECIPES, quantize_matrix
 
 device = sys.argv[1] if len(sys.argv) > 1 else "cpu"
 name = torch.cuda.get_device_name() if device == "cuda" else f"CPU, {torch.get_num_threads()} threads"

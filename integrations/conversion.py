@@ -33,9 +33,9 @@ from transformers.core_model_loading import (
 
 from moe_nvfp4.integrations.experts import HFExperts
 from moe_nvfp4.integrations.linears import FP8Experts
-from moe_nvfp4.layer import quantize_expert
 from moe_nvfp4.quantize.dialects import MODELOPT, Dialect
 from moe_nvfp4.quantize.names import PRE_QUANT_SCALE
+from moe_nvfp4.quantize.recipes import quantize_expert
 
 
 # ---------------------------------------------------------------- small operations

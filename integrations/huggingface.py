@@ -42,8 +42,8 @@ from moe_nvfp4.layer import NVFP4Linear
 from moe_nvfp4.quantize.calibrate import observe
 from moe_nvfp4.quantize.checkpoint import read_headers
 from moe_nvfp4.quantize.dialects import DIALECTS, matches, read_config, write_config
-from moe_nvfp4.quantize.experts import DEFAULT_RECIPE, RECIPES
 from moe_nvfp4.quantize.names import KV_SCALE, PRE_QUANT_SCALE, ignore_patterns
+from moe_nvfp4.quantize.recipes import DEFAULT_RECIPE, RECIPES
 from moe_nvfp4.weights import ACTIVATIONS, check_block_scales, check_global_scale
 
 logger = logging.get_logger(__name__)
@@ -65,7 +65,7 @@ class MoeNvfp4Config(QuantizationConfigMixin):
     activations  "bf16" (W4A16) or "nvfp4" (W4A4: rows quantized to NVFP4 before each GEMM, with the
                  file's `input_scale` where it has one, else one scale per token)
     recipe       how block scales are chosen when bf16 weights are quantized
-                 (moe_nvfp4.quantize.experts.RECIPES)
+                 (moe_nvfp4.quantize.recipes.RECIPES)
     exclude      experts modules to leave as they are: names or wildcards of the model's modules,
                  such as "model.layers.0.*"
     linears      what becomes of linears that 4-bit files hold quantized too (attention, shared experts, lm_head):

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from moe_nvfp4 import format as nvfp4
 from moe_nvfp4 import reference
-from moe_nvfp4.quantize.experts import DEFAULT_RECIPE, quantize_matrix, recipe_global_scale
+from moe_nvfp4.quantize.recipes import DEFAULT_RECIPE, quantize_expert
 from moe_nvfp4.routing import Groups, Rows, check_ids, group_by_expert
 from moe_nvfp4.weights import ACTIVATIONS, SILU, ExpertWeights, Gate
 
@@ -260,30 +260,6 @@ def supports_hopper(weights: ExpertWeights) -> bool:
     widths = weights.hidden_size % 16 == 0 and weights.intermediate_size % 16 == 0
     gate = weights.activations == "bf16" or weights.gate.kind != "raw"
     return widths and gate and weights.num_experts <= 1024
-
-
-def quantize_expert(
-    matrix: Tensor, name: str, recipe: str = DEFAULT_RECIPE, amax: Tensor | None = None
-) -> dict[str, Tensor]:
-    """One expert's matrix [N, K] -> its slices of `NVFP4Experts`' parameters, by their names.
-
-    name: "gate_up_proj" (rows [gate; up], each half with a global scale of its own), "up_proj" or
-    "down_proj". amax: fp32 [1 or 2], the largest magnitudes where the matrix is a part of a larger
-    one. ValueError for NaN or Inf.
-    """
-    parts = ("gate_proj", "up_proj") if name == "gate_up_proj" else (name,)
-    scales = [None] * len(parts) if amax is None else recipe_global_scale(amax, recipe)
-    quantized = [
-        quantize_matrix(nvfp4.pad_k(part), recipe, scale)
-        for part, scale in zip(matrix.chunk(len(parts)), scales, strict=True)
-    ]
-    result = {
-        name: torch.cat([codes for codes, _, _ in quantized]),
-        f"{name}_sf": torch.cat([sf.view(torch.uint8) for _, sf, _ in quantized]),
-    }
-    for part, (_, _, global_scale) in zip(parts, quantized, strict=True):
-        result[f"{part}_global_scale"] = global_scale
-    return result
 
 
 class NVFP4Experts(nn.Module):

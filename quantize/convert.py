@@ -37,9 +37,9 @@ from tqdm import tqdm
 
 from moe_nvfp4.quantize.checkpoint import INDEX, Checkpoint, ShardWriter, Workplace, open_checkpoint, tensor_bytes
 from moe_nvfp4.quantize.dialects import DIALECTS
-from moe_nvfp4.quantize.experts import DEFAULT_RECIPE, RECIPES
 from moe_nvfp4.quantize.jobs import Job, Options
 from moe_nvfp4.quantize.plan import ConversionReport, Plan, config_dtype, readable_size
+from moe_nvfp4.quantize.recipes import DEFAULT_RECIPE, RECIPES
 from moe_nvfp4.weights import ACTIVATIONS
 
 IN_FLIGHT = 500_000_000  # bytes that all workers together may hold
@@ -60,7 +60,7 @@ def convert_checkpoint(
 ) -> ConversionReport:
     """Write the checkpoint in folder `source` to the new folder `destination`, with NVFP4 experts.
 
-    recipe       how block scales are chosen (quantize.experts.RECIPES)
+    recipe       how block scales are chosen (quantize.recipes.RECIPES)
     exclude      experts modules to leave as they are: names or wildcards; `include`: only these
     dialect      "modelopt" or "compressed-tensors": the names and the config of the files
     activations  what a loader is asked for: "bf16" (W4A16) or "nvfp4" (W4A4)

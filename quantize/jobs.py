@@ -12,8 +12,8 @@ from torch import Tensor
 from moe_nvfp4.format import pad_k
 from moe_nvfp4.quantize.checkpoint import TORCH_DTYPES, Stored, tensor_bytes
 from moe_nvfp4.quantize.dialects import Dialect
-from moe_nvfp4.quantize.experts import quantize_matrix, recipe_global_scale
 from moe_nvfp4.quantize.matrices import Matrix, NVFP4Stack
+from moe_nvfp4.quantize.recipes import quantize_matrix, recipe_global_scale
 from moe_nvfp4.weights import check_global_scale
 
 CHUNK = 1 << 22  # elements of a matrix that are worked on together: 8 MiB in bf16, 16 MiB in fp32

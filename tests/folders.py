@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 
 from moe_nvfp4.format import dequantize
-from moe_nvfp4.quantize.experts import quantize_matrix
+from moe_nvfp4.quantize.recipes import quantize_matrix
 from tests.models import SMALL, make, tensors
 
 

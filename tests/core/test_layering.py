@@ -106,14 +106,14 @@ def test_every_folder_is_packaged():
     [
         ("moe_nvfp4/format.py", "from moe_nvfp4 import weights"),
         ("moe_nvfp4/weights.py", "import moe_nvfp4.layer"),
-        ("moe_nvfp4/reference.py", "from moe_nvfp4.quantize.experts import quantize_experts"),
+        ("moe_nvfp4/reference.py", "from moe_nvfp4.quantize.recipes import quantize_expert"),
         ("moe_nvfp4/layer.py", "from moe_nvfp4 import kernels"),
         ("moe_nvfp4/layer.py", "from moe_nvfp4 import NVFP4Experts"),
         ("moe_nvfp4/layer.py", "from .format import SF_VEC_SIZE"),
         ("moe_nvfp4/demo.py", "def f():\n    import moe_nvfp4.format"),
         ("moe_nvfp4/new.py", "import moe_nvfp4.format"),
-        ("quantize/experts.py", "from quantize import dialects"),
-        ("quantize/experts.py", "def f():\n    import moe_nvfp4.kernels.sm90"),
+        ("quantize/recipes.py", "from quantize import dialects"),
+        ("quantize/recipes.py", "def f():\n    import moe_nvfp4.kernels.sm90"),
         ("integrations/huggingface.py", "from moe_nvfp4.cli import main"),
         ("moe_nvfp4/cli.py", "from tests.common import THRESHOLDS"),
         ("tests/test_x.py", "import integrations"),
@@ -122,7 +122,7 @@ def test_every_folder_is_packaged():
 def test_a_planted_violation_is_found(tmp_path, file, text):
     path = tmp_path / file
     path.parent.mkdir(parents=True)
-    path.write_text("from moe_nvfp4.format import quantize_rows\n" if file.endswith("experts.py") else "")
+    path.write_text("from moe_nvfp4.format import quantize_rows\n" if file.endswith("recipes.py") else "")
     assert list(violations(tmp_path)) == []
     path.write_text(text)
     assert len(list(violations(tmp_path))) == 1

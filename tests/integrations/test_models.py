@@ -98,7 +98,7 @@ NAMES = {
 
 def test_files_have_modelopt_names_and_the_quantizers_bytes(family, tmp_path):
     """One tensor per expert, projection and scale; every byte as quantizing the matrix alone gives."""
-    from moe_nvfp4.quantize.experts import quantize_matrix
+    from moe_nvfp4.quantize.recipes import quantize_matrix
 
     source = folder(tmp_path, family)
     load(source, quantization_config=MoeNvfp4Config()).save_pretrained(tmp_path / "nvfp4")

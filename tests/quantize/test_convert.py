@@ -28,8 +28,8 @@ from moe_nvfp4.quantize import jobs
 from moe_nvfp4.quantize.checkpoint import INDEX, ShardWriter, Stored, open_checkpoint, read_header
 from moe_nvfp4.quantize.convert import convert_checkpoint
 from moe_nvfp4.quantize.dialects import COMPRESSED_TENSORS, DIALECTS, MODELOPT, read_config
-from moe_nvfp4.quantize.experts import RECIPES, quantize_matrix
 from moe_nvfp4.quantize.names import STACKS
+from moe_nvfp4.quantize.recipes import RECIPES, quantize_matrix
 from moe_nvfp4.quantize.verify import verify_checkpoint
 from tests.models import (
     FAMILIES,

@@ -1,4 +1,4 @@
-"""The recipes of quantize/experts.py against a loop over single numbers, bit for bit."""
+"""The recipes of quantize/recipes.py against a loop over single numbers, bit for bit."""
 
 import numpy as np
 import pytest
@@ -7,8 +7,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from moe_nvfp4 import format
-from moe_nvfp4.quantize import experts
-from moe_nvfp4.quantize.experts import DEFAULT_RECIPE, RECIPES, quantize_matrix
+from moe_nvfp4.quantize import recipes
+from moe_nvfp4.quantize.recipes import DEFAULT_RECIPE, RECIPES, quantize_matrix
 
 SEARCHES = [recipe for recipe in RECIPES if recipe != "max"]
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
@@ -160,7 +160,7 @@ def test_max_is_the_formats_own():
 def test_chunks_do_not_show(recipe, blocks, monkeypatch):
     w = matrix(6, 30, 176).bfloat16()
     whole = quantize_matrix(w, recipe)
-    monkeypatch.setattr(experts, "_CPU_BLOCKS", blocks)
+    monkeypatch.setattr(recipes, "_CPU_BLOCKS", blocks)
     for got, want in zip(quantize_matrix(w, recipe), whole, strict=True):
         assert torch.equal(got.float(), want.float())
 
@@ -193,7 +193,7 @@ def test_several_matrices_at_once(recipe, blocks, dtype, monkeypatch):
     """Each as it is alone, whatever the others are; chunks of 7 blocks end within a matrix."""
     w = torch.stack([matrix(seed, 6, 80) * 10.0**seed for seed in range(4)]).to(dtype)
     w[1] = 0
-    monkeypatch.setattr(experts, "_CPU_BLOCKS", blocks)
+    monkeypatch.setattr(recipes, "_CPU_BLOCKS", blocks)
     for given_gs in (None, torch.tensor([0.001, 0.5, 0.002, 3.0])):
         codes, sf, gs = quantize_matrix(w, recipe, given_gs)
         assert gs.shape == (4,) and len(set(gs.tolist())) == 4

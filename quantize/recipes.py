@@ -30,7 +30,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from moe_nvfp4.format import E4M3_MAX, SF_VEC_SIZE, check_x, encode, global_scale_for, quantize
+from moe_nvfp4.format import E4M3_MAX, SF_VEC_SIZE, check_x, encode, global_scale_for, pad_k, quantize
 
 RECIPES = ("max", "four_over_six", "mse")
 DEFAULT_RECIPE = "mse"
@@ -97,6 +97,30 @@ def quantize_matrix(
         sf = _search(w, global_scale, _CANDIDATES[recipe])
         codes = encode(w, sf, of_rows)
     return codes, sf, global_scale
+
+
+def quantize_expert(
+    matrix: Tensor, name: str, recipe: str = DEFAULT_RECIPE, amax: Tensor | None = None
+) -> dict[str, Tensor]:
+    """One expert's matrix [N, K] -> its slices of `NVFP4Experts`' parameters, by their names.
+
+    name: "gate_up_proj" (rows [gate; up], each half with a global scale of its own), "up_proj" or
+    "down_proj". amax: fp32 [1 or 2], the largest magnitudes where the matrix is a part of a larger
+    one. ValueError for NaN or Inf.
+    """
+    parts = ("gate_proj", "up_proj") if name == "gate_up_proj" else (name,)
+    scales = [None] * len(parts) if amax is None else recipe_global_scale(amax, recipe)
+    quantized = [
+        quantize_matrix(pad_k(part), recipe, scale)
+        for part, scale in zip(matrix.chunk(len(parts)), scales, strict=True)
+    ]
+    result = {
+        name: torch.cat([codes for codes, _, _ in quantized]),
+        f"{name}_sf": torch.cat([sf.view(torch.uint8) for _, sf, _ in quantized]),
+    }
+    for part, (_, _, global_scale) in zip(parts, quantized, strict=True):
+        result[f"{part}_global_scale"] = global_scale
+    return result
 
 
 # ---- the search ----------------------------------------------------------------------------------
