@@ -234,8 +234,8 @@ def calibrate(args: argparse.Namespace) -> None:
 def info(args: argparse.Namespace) -> None:
     import torch
 
-    from moe_nvfp4.integrations.experts import HFExperts, describe
     from moe_nvfp4.integrations.huggingface import MoeNvfp4Config
+    from moe_nvfp4.integrations.huggingface.experts import HFExperts, describe
 
     source = _resolve(args.model)
     config = _config(source)
@@ -399,7 +399,7 @@ def _load(model: str, device, recipe, exclude, activations, tokenizer: bool = Tr
 
 def _expert_bytes(model) -> tuple[int, int]:
     """Bytes of the experts' weights: (in bf16, as they are)."""
-    from moe_nvfp4.integrations.experts import HFExperts
+    from moe_nvfp4.integrations.huggingface.experts import HFExperts
 
     before = after = 0
     for module in model.modules():

@@ -114,7 +114,7 @@ def test_every_folder_is_packaged():
         ("moe_nvfp4/new.py", "import moe_nvfp4.format"),
         ("quantize/recipes.py", "from quantize import dialects"),
         ("quantize/recipes.py", "def f():\n    import moe_nvfp4.kernels.sm90"),
-        ("integrations/huggingface.py", "from moe_nvfp4.cli import main"),
+        ("integrations/huggingface/swap.py", "from moe_nvfp4.cli import main"),
         ("moe_nvfp4/cli.py", "from tests.common import THRESHOLDS"),
         ("tests/test_x.py", "import integrations"),
     ],

@@ -7,8 +7,8 @@ import torch
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
-from moe_nvfp4.integrations.experts import HFExperts
 from moe_nvfp4.integrations.huggingface import MoeNvfp4Config, calibrate, set_activations, swap_experts
+from moe_nvfp4.integrations.huggingface.experts import HFExperts
 from tests.common import relative_error
 from tests.folders import quantized
 from tests.models import IDS, gpt_oss, llama4, make, mixtral, nemotron_h, qwen3_moe, tensors

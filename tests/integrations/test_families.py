@@ -17,8 +17,8 @@ import transformers
 from torch import nn
 
 from moe_nvfp4 import format as nvfp4
-from moe_nvfp4.integrations.experts import HFExperts, describe
 from moe_nvfp4.integrations.huggingface import swap_experts
+from moe_nvfp4.integrations.huggingface.experts import HFExperts, describe
 from tests.common import THRESHOLDS, relative_error
 
 MODELS = Path(transformers.__file__).parent / "models"

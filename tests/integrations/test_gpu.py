@@ -8,8 +8,8 @@ import torch
 import transformers
 from packaging.version import Version
 
-from moe_nvfp4.integrations.experts import HFExperts
 from moe_nvfp4.integrations.huggingface import MoeNvfp4Config, set_activations, swap_experts
+from moe_nvfp4.integrations.huggingface.experts import HFExperts
 from tests.common import on_gpu, on_two_gpus, relative_error
 from tests.models import FAMILIES, IDS, folder, load, logits, mixtral, qwen3_moe, same_tensors
 

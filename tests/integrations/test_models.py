@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from packaging.version import Version
 from safetensors.torch import save_file
 
-from moe_nvfp4.integrations.experts import HFExperts
 from moe_nvfp4.integrations.huggingface import MoeNvfp4Config, set_activations, swap_experts
+from moe_nvfp4.integrations.huggingface.experts import HFExperts
 from tests.common import THRESHOLDS, peak_while_loading, relative_error
 from tests.models import (
     FAMILIES,

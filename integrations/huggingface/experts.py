@@ -11,12 +11,17 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import inf
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.utils import logging
 
+from moe_nvfp4.integrations.huggingface.config import MoeNvfp4Config
 from moe_nvfp4.layer import NVFP4Experts
 from moe_nvfp4.weights import Gate
+
+logger = logging.get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -261,3 +266,44 @@ class HFExperts(NVFP4Experts):
         expert = torch.arange(E, device=hidden_states.device).repeat_interleave(T)[:, None]
         index = torch.where((hidden_states != 0).any(dim=-1, keepdim=True), expert, E)
         return super().forward(hidden_states, index, torch.ones_like(index, dtype=torch.float32))
+
+
+# ---------------------------------------------------------------- the experts of a model
+def find_experts(model: nn.Module, config: MoeNvfp4Config, required: bool = True) -> list[tuple[str, nn.Module, Any]]:
+    """(name, module, layout) of every experts module; layout None: excluded by `config`.
+
+    Raises ValueError where there is none to quantize, if it is `required`.
+    """
+    found, inside = [], ()
+    for name, module in model.named_modules():
+        if inside and name.startswith(inside):
+            continue  # parts of an experts module are not experts modules
+        excluded = config.excludes(name)
+        try:
+            layout = describe(module)
+        except NotImplementedError:
+            if not excluded:
+                raise
+            layout = None
+            found.append((name, module, None))
+            continue
+        if layout is not None:
+            found.append((name, module, None if excluded else layout))
+            inside = (f"{name}.",)
+    if required and not any(layout is not None for _, _, layout in found):
+        raise ValueError(
+            f"{type(model).__name__} has no experts to quantize"
+            + (f": {len(found)} experts modules are all excluded" if found else
+               "; dense models are not what this library is for")
+        )  # fmt: skip
+    return found
+
+
+def replace_experts(model: nn.Module, name: str, module: nn.Module, layout: Layout, config, device) -> HFExperts:
+    """Put an empty `HFExperts` on `device` in the place of the experts module `name`; returns it."""
+    experts = HFExperts(module, layout, config.activations, config.input_scale, device)
+    if experts.gate.kind == "raw":
+        logger.warning_once(f"{type(module).__name__} has a gate of its own: it runs unfused, between the two GEMMs")
+    experts.train(module.training)
+    model.set_submodule(name, experts)
+    return experts

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from transformers.core_model_loading import ConversionOps, WeightConverter
 
 from moe_nvfp4.format import dequantize
-from moe_nvfp4.integrations.files import QuantizedLinear
+from moe_nvfp4.integrations.huggingface.files import QuantizedLinear
 from moe_nvfp4.layer import NVFP4Linear
 from moe_nvfp4.quantize.dialects import Dialect
 from moe_nvfp4.quantize.matrices import fp8_block, fp8_dense

@@ -21,179 +21,25 @@ import re
 from collections.abc import Callable, Iterable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers.core_model_loading import (
-    Concatenate,
-    ConversionOps,
-    MergeModulelist,
-    SplitModulelist,
-    WeightConverter,
-)
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import Concatenate, ConversionOps, MergeModulelist, PrefixChange, WeightConverter
 
-from moe_nvfp4.integrations.experts import HFExperts
-from moe_nvfp4.integrations.linears import FP8Experts
+from moe_nvfp4.integrations.huggingface.experts import HFExperts
+from moe_nvfp4.integrations.huggingface.linears import FP8Experts
+from moe_nvfp4.integrations.huggingface.operations import (
+    DbrxStack,
+    FusedExperts,
+    PreQuantScalePerExpert,
+    ScalePerExpert,
+    Stacked,
+    StackExperts,
+    ViewDtype,
+)
 from moe_nvfp4.quantize.dialects import MODELOPT, Dialect
 from moe_nvfp4.quantize.names import PRE_QUANT_SCALE
 from moe_nvfp4.quantize.recipes import quantize_expert
-
-
-# ---------------------------------------------------------------- small operations
-class ViewDtype(ConversionOps):
-    """The same bytes under another dtype: files have e4m3 scales, modules uint8 bytes."""
-
-    def __init__(self, dtype: torch.dtype, stored: torch.dtype):
-        self.dtype, self.stored = dtype, stored
-
-    def convert(self, input_dict, **kwargs):
-        def view(value):
-            return [v.view(self.dtype) for v in value] if isinstance(value, list) else value.view(self.dtype)
-
-        return {key: view(value) for key, value in input_dict.items()}
-
-    @property
-    def reverse_op(self):
-        return ViewDtype(self.stored, self.dtype)
-
-
-class StackExperts(MergeModulelist):
-    """One tensor per expert -> [E, ...]; the way back keeps every dimension, also those of size 1."""
-
-    @property
-    def reverse_op(self):
-        return _UnstackExperts(self.dim)
-
-
-class _UnstackExperts(SplitModulelist):
-    def convert(self, input_dict, source_patterns, target_patterns, **kwargs):
-        first = next(iter(input_dict.values()))
-        shape = (first[0] if isinstance(first, list) else first).shape[1:]
-        tensors = super().convert(input_dict, source_patterns, target_patterns, **kwargs)
-        return {key: tensor.reshape(shape) for key, tensor in tensors.items()}  # 5.17 squeezes them all
-
-    @property
-    def reverse_op(self):
-        return StackExperts(self.dim)
-
-
-class ScalePerExpert(ConversionOps):
-    """Scales of E experts as a dialect stores them, scalars or one [E] -> fp32 [E]; of two projections that share
-    one, the larger."""
-
-    def __init__(self, dialect: Dialect):
-        self.dialect = dialect
-
-    def convert(self, input_dict, source_patterns, target_patterns, **kwargs):
-        columns = [torch.cat([t.reshape(-1) for t in tensors]) for tensors in input_dict.values()]
-        return {target_patterns[0]: self.dialect.decode_scale(torch.stack(columns)).amax(dim=0)}
-
-    @property
-    def reverse_op(self):
-        return _ScalesOfExperts(self.dialect)
-
-
-class _ScalesOfExperts(ConversionOps):
-    supports_many_to_many = True
-
-    def __init__(self, dialect: Dialect):
-        self.dialect = dialect
-
-    def convert(self, input_dict, source_patterns, target_patterns, **kwargs):
-        (scale,) = input_dict.values()
-        scale = scale[0] if isinstance(scale, list) else scale
-        return {
-            pattern.replace("*", str(e)): self.dialect.encode_scale(scale[e]).clone()
-            for pattern in target_patterns
-            for e in range(len(scale))
-        }
-
-    @property
-    def reverse_op(self):
-        return ScalePerExpert(self.dialect)
-
-
-class SmoothPerExpert(StackExperts):
-    """AWQ's vectors [K] of E experts -> [E, K]; two projections that read the same rows have the same."""
-
-    def convert(self, input_dict, source_patterns, target_patterns, full_layer_name="", **kwargs):
-        first, *others = (torch.stack(tensors) for tensors in input_dict.values())
-        if any(not torch.equal(first, other) for other in others):
-            raise ValueError(f"{full_layer_name}: gate and up have different pre_quant_scale, which no input can have")
-        return {target_patterns[0]: first}
-
-    @property
-    def reverse_op(self):
-        return _SmoothOfExperts(self.dim)
-
-
-class _SmoothOfExperts(ConversionOps):
-    supports_many_to_many = True
-
-    def __init__(self, dim: int):
-        self.dim = dim
-
-    def convert(self, input_dict, source_patterns, target_patterns, **kwargs):
-        (scale,) = input_dict.values()
-        scale = scale[0] if isinstance(scale, list) else scale
-        return {p.replace("*", str(e)): scale[e].clone() for p in target_patterns for e in range(len(scale))}
-
-    @property
-    def reverse_op(self):
-        return SmoothPerExpert(self.dim)
-
-
-class FusedExperts(ConversionOps):
-    """ModelOpt's stacks of all experts -> our parameters, which have K last and rows [gate; up].
-
-    Codes [E, in/2, out], block scales [E, in/16, out], biases [E, out], and one scale for the whole stack,
-    which every expert of the result has for itself.
-    """
-
-    def __init__(self, owner: Conversions):
-        self.owner = owner
-
-    def convert(self, input_dict, source_patterns, target_patterns, full_layer_name=None, **kwargs):
-        (tensor,) = input_dict.values()
-        tensor = tensor[0] if isinstance(tensor, list) else tensor
-        experts = self.owner.packed[full_layer_name.rpartition(".")[0]]
-        if tensor.numel() == 1:
-            scales = tensor.float().reshape(1).expand(experts.layout.num_experts)
-            return {target: scales.clone() for target in target_patterns}
-        if tensor.dim() == 3:
-            tensor = tensor.transpose(1, 2)
-        if experts.layout.interleaved and "gate_up_proj" in target_patterns[0]:
-            tensor = torch.cat([tensor[:, 0::2], tensor[:, 1::2]], dim=1)
-        return {target_patterns[0]: tensor.contiguous()}
-
-    @property
-    def reverse_op(self):
-        raise NotImplementedError("experts are saved one by one")
-
-
-class _Stacked(ConversionOps):
-    """A tensor that holds all experts already."""
-
-    def convert(self, input_dict, source_patterns, target_patterns, **kwargs):
-        (tensor,) = input_dict.values()
-        return {target_patterns[0]: tensor[0] if isinstance(tensor, list) else tensor}
-
-    @property
-    def reverse_op(self):
-        return _Stacked()
-
-
-class _DbrxStack(ConversionOps):
-    """DBRX's [E * I, H] matrices -> [E, 2I, H] (w1, v1) or [E, H, I] (w2)."""
-
-    def __init__(self, num_experts: int):
-        self.num_experts = num_experts
-
-    def convert(self, input_dict, source_patterns, target_patterns, **kwargs):
-        parts = [input_dict[p] for p in source_patterns]
-        parts = [p[0] if isinstance(p, list) else p for p in parts]
-        parts = [p.view(self.num_experts, -1, p.shape[-1]) for p in parts]
-        stacked = torch.cat(parts, dim=1) if len(parts) == 2 else parts[0].transpose(1, 2)
-        return {target_patterns[0]: stacked}
 
 
 # ---------------------------------------------------------------- the converter
@@ -309,7 +155,7 @@ class Conversions:
     excluded       names of experts modules that keep their weights
     pre_quantized  the checkpoint is NVFP4 already
     dialect        of the files, those that are loaded and those that are saved
-    style          how 4-bit files name experts (integrations/files.py); saved are always one by one
+    style          how 4-bit files name experts (files.py); saved are always one by one
     files          the converters that read 4-bit files
     """
 
@@ -417,7 +263,7 @@ class Conversions:
         for source, projection in zip(suffix(d.global_scale), projections, strict=True):
             files.append(self._converter([source], f"{stem}{projection}_global_scale", scale, like, only))
         for last, kind, operation in (
-            (d.input_scale, "input_scale", scale[0]), (PRE_QUANT_SCALE, PRE_QUANT_SCALE, SmoothPerExpert(0))
+            (d.input_scale, "input_scale", scale[0]), (PRE_QUANT_SCALE, PRE_QUANT_SCALE, PreQuantScalePerExpert(0))
         ):  # fmt: skip
             shared = f"{projections[-1]}_{kind}"
             if any(n.rpartition(".")[0] in self.packed and self._has(n, shared) for n in names):
@@ -440,7 +286,7 @@ class Conversions:
 
     def _fused_files(self) -> list[ExpertsConverter]:
         files = []
-        fused, as_bytes = FusedExperts(self), ViewDtype(torch.uint8, torch.float8_e4m3fn)
+        fused, as_bytes = FusedExperts(self.packed), ViewDtype(torch.uint8, torch.float8_e4m3fn)
         for suffix, experts in {_suffix(m): e for m, e in self.packed.items()}.items():
             for name in (experts.up_name, "down_proj"):
                 stem, parts = f"{suffix}.{name}", ["gate_proj", "up_proj"] if name == "gate_up_proj" else [name]
@@ -464,7 +310,7 @@ class Conversions:
             for name, parts in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",))):
                 target, d = f"{suffix}.{name}", self.dialect
                 sources = lambda last, parts=parts: [f"moe.{part}.{last}" for part in parts]
-                join = [Concatenate(1)] if len(parts) == 2 else [_Stacked()]
+                join = [Concatenate(1)] if len(parts) == 2 else [Stacked()]
                 # transformers renames the dense weight of down_proj before it asks a converter
                 codes = sources(d.weight) if len(parts) == 2 else [target]
                 files.append(self._converter(codes, target, join))
@@ -484,12 +330,12 @@ class Conversions:
         found = []
         if experts.source_class.__name__ == "DbrxExperts":
             sources = ["w1", "v1"] if name == "gate_up_proj" else ["w2"]
-            stack = [_DbrxStack(experts.layout.num_experts)]
+            stack = [DbrxStack(experts.layout.num_experts)]
             found.append(self._converter([f"{suffix}.mlp.{s}" for s in sources], target, stack))
         else:
-            found.append(self._converter([target], target, [_Stacked()], only=True))
+            found.append(self._converter([target], target, [Stacked()], only=True))
         if experts.layout.bias is not None and experts.layout.interleaved and name == "gate_up_proj":
-            found.append(self._converter([f"{target}_bias"], f"{target}_bias", [_Stacked()], only=True))
+            found.append(self._converter([f"{target}_bias"], f"{target}_bias", [Stacked()], only=True))
         return found
 
     # ------------------------------------------------------------ quantizing
@@ -576,3 +422,9 @@ def _global_amax(dense, parts: int, param: DTensor) -> Tensor:
         if hasattr(placement, "dim"):
             torch.distributed.all_reduce(amax, torch.distributed.ReduceOp.MAX, group=param.device_mesh.get_group(dim))
     return amax
+
+
+def model_conversions(model: nn.Module, loading: bool = False) -> list:
+    """transformers' renamings and converters: to load with, or to save a model that was not loaded from files."""
+    conversions = get_model_conversion_mapping(model, add_legacy=loading)
+    return [c for c in conversions if loading or not isinstance(c, PrefixChange)]

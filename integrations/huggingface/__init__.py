@@ -1,0 +1,28 @@
+"""Hugging Face transformers: swap experts, quantize while loading, save and load again.
+
+Importing this module registers the quantization methods `modelopt` and `moe_nvfp4` with transformers, and takes
+the NVFP4 folders of `compressed-tensors` and of `fp8` (DeepSeek V4) from its own readers:
+
+    model = AutoModelForCausalLM.from_pretrained(path, quantization_config=MoeNvfp4Config())
+    model = swap_experts(model)                      # or: a model already in memory
+    model.save_pretrained(folder)                    # 4-bit files
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, config=checkpoint_config(folder, linears="dense"))
+    calibrate(model, batches)                        # static scales for activations="nvfp4"
+"""
+
+from moe_nvfp4.integrations.huggingface.config import MoeNvfp4Config, checkpoint_config
+from moe_nvfp4.integrations.huggingface.quantizer import MoeNvfp4Quantizer
+from moe_nvfp4.integrations.huggingface.registry import register
+from moe_nvfp4.integrations.huggingface.swap import calibrate, set_activations, swap_experts
+
+__all__ = [
+    "MoeNvfp4Config",
+    "MoeNvfp4Quantizer",
+    "calibrate",
+    "checkpoint_config",
+    "set_activations",
+    "swap_experts",
+]
+
+register()

@@ -1,0 +1,166 @@
+"""Steps of transformers' weight converters: between tensors of 4-bit files and the parameters of `HFExperts`."""
+
+from __future__ import annotations
+
+import torch
+from transformers.core_model_loading import ConversionOps, MergeModulelist, SplitModulelist
+
+from moe_nvfp4.integrations.huggingface.experts import HFExperts
+from moe_nvfp4.quantize.dialects import Dialect
+
+
+class ViewDtype(ConversionOps):
+    """The same bytes under another dtype: files have e4m3 scales, modules uint8 bytes."""
+
+    def __init__(self, dtype: torch.dtype, stored: torch.dtype):
+        self.dtype, self.stored = dtype, stored
+
+    def convert(self, input_dict, **kwargs):
+        def view(value):
+            return [v.view(self.dtype) for v in value] if isinstance(value, list) else value.view(self.dtype)
+
+        return {key: view(value) for key, value in input_dict.items()}
+
+    @property
+    def reverse_op(self):
+        return ViewDtype(self.stored, self.dtype)
+
+
+class StackExperts(MergeModulelist):
+    """One tensor per expert -> [E, ...]; the way back keeps every dimension, also those of size 1."""
+
+    @property
+    def reverse_op(self):
+        return _UnstackExperts(self.dim)
+
+
+class _UnstackExperts(SplitModulelist):
+    def convert(self, input_dict, source_patterns, target_patterns, **kwargs):
+        first = next(iter(input_dict.values()))
+        shape = (first[0] if isinstance(first, list) else first).shape[1:]
+        tensors = super().convert(input_dict, source_patterns, target_patterns, **kwargs)
+        return {key: tensor.reshape(shape) for key, tensor in tensors.items()}  # 5.17 squeezes them all
+
+    @property
+    def reverse_op(self):
+        return StackExperts(self.dim)
+
+
+class ScalePerExpert(ConversionOps):
+    """Scales of E experts as a dialect stores them, scalars or one [E] -> fp32 [E]; of two projections that share
+    one, the larger."""
+
+    def __init__(self, dialect: Dialect):
+        self.dialect = dialect
+
+    def convert(self, input_dict, source_patterns, target_patterns, **kwargs):
+        columns = [torch.cat([t.reshape(-1) for t in tensors]) for tensors in input_dict.values()]
+        return {target_patterns[0]: self.dialect.decode_scale(torch.stack(columns)).amax(dim=0)}
+
+    @property
+    def reverse_op(self):
+        return _ScalesOfExperts(self.dialect)
+
+
+class _ScalesOfExperts(ConversionOps):
+    supports_many_to_many = True
+
+    def __init__(self, dialect: Dialect):
+        self.dialect = dialect
+
+    def convert(self, input_dict, source_patterns, target_patterns, **kwargs):
+        (scale,) = input_dict.values()
+        scale = scale[0] if isinstance(scale, list) else scale
+        return {
+            pattern.replace("*", str(e)): self.dialect.encode_scale(scale[e]).clone()
+            for pattern in target_patterns
+            for e in range(len(scale))
+        }
+
+    @property
+    def reverse_op(self):
+        return ScalePerExpert(self.dialect)
+
+
+class PreQuantScalePerExpert(StackExperts):
+    """AWQ's vectors [K] of E experts -> [E, K]; two projections that read the same rows have the same."""
+
+    def convert(self, input_dict, source_patterns, target_patterns, full_layer_name="", **kwargs):
+        first, *others = (torch.stack(tensors) for tensors in input_dict.values())
+        if any(not torch.equal(first, other) for other in others):
+            raise ValueError(f"{full_layer_name}: gate and up have different pre_quant_scale, which no input can have")
+        return {target_patterns[0]: first}
+
+    @property
+    def reverse_op(self):
+        return _PreQuantScalesOfExperts(self.dim)
+
+
+class _PreQuantScalesOfExperts(ConversionOps):
+    supports_many_to_many = True
+
+    def __init__(self, dim: int):
+        self.dim = dim
+
+    def convert(self, input_dict, source_patterns, target_patterns, **kwargs):
+        (scale,) = input_dict.values()
+        scale = scale[0] if isinstance(scale, list) else scale
+        return {p.replace("*", str(e)): scale[e].clone() for p in target_patterns for e in range(len(scale))}
+
+    @property
+    def reverse_op(self):
+        return PreQuantScalePerExpert(self.dim)
+
+
+class FusedExperts(ConversionOps):
+    """ModelOpt's stacks of all experts -> our parameters, which have K last and rows [gate; up].
+
+    Codes [E, in/2, out], block scales [E, in/16, out], biases [E, out], and one scale for the whole stack,
+    which every expert of the result has for itself.
+    """
+
+    def __init__(self, experts: dict[str, HFExperts]):
+        self.experts = experts
+
+    def convert(self, input_dict, source_patterns, target_patterns, full_layer_name=None, **kwargs):
+        (tensor,) = input_dict.values()
+        tensor = tensor[0] if isinstance(tensor, list) else tensor
+        experts = self.experts[full_layer_name.rpartition(".")[0]]
+        if tensor.numel() == 1:
+            scales = tensor.float().reshape(1).expand(experts.layout.num_experts)
+            return {target: scales.clone() for target in target_patterns}
+        if tensor.dim() == 3:
+            tensor = tensor.transpose(1, 2)
+        if experts.layout.interleaved and "gate_up_proj" in target_patterns[0]:
+            tensor = torch.cat([tensor[:, 0::2], tensor[:, 1::2]], dim=1)
+        return {target_patterns[0]: tensor.contiguous()}
+
+    @property
+    def reverse_op(self):
+        raise NotImplementedError("experts are saved one by one")
+
+
+class Stacked(ConversionOps):
+    """A tensor that holds all experts already."""
+
+    def convert(self, input_dict, source_patterns, target_patterns, **kwargs):
+        (tensor,) = input_dict.values()
+        return {target_patterns[0]: tensor[0] if isinstance(tensor, list) else tensor}
+
+    @property
+    def reverse_op(self):
+        return Stacked()
+
+
+class DbrxStack(ConversionOps):
+    """DBRX's [E * I, H] matrices -> [E, 2I, H] (w1, v1) or [E, H, I] (w2)."""
+
+    def __init__(self, num_experts: int):
+        self.num_experts = num_experts
+
+    def convert(self, input_dict, source_patterns, target_patterns, **kwargs):
+        parts = [input_dict[p] for p in source_patterns]
+        parts = [p[0] if isinstance(p, list) else p for p in parts]
+        parts = [p.view(self.num_experts, -1, p.shape[-1]) for p in parts]
+        stacked = torch.cat(parts, dim=1) if len(parts) == 2 else parts[0].transpose(1, 2)
+        return {target_patterns[0]: stacked}

@@ -1,0 +1,212 @@
+"""`MoeNvfp4Quantizer`: the hooks that transformers calls around a model's loading and saving."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils import logging
+
+from moe_nvfp4.integrations.huggingface.config import MoeNvfp4Config
+from moe_nvfp4.integrations.huggingface.converters import Conversions, ExpertsConverter, model_conversions
+from moe_nvfp4.integrations.huggingface.experts import HFExperts, Layout, describe, find_experts, replace_experts
+from moe_nvfp4.integrations.huggingface.files import Survey, is_nvfp4, survey, verify_files
+from moe_nvfp4.integrations.huggingface.linears import FP8Experts, LinearConverter, pack_linears
+from moe_nvfp4.quantize.checkpoint import read_headers
+from moe_nvfp4.quantize.dialects import DIALECTS
+from moe_nvfp4.quantize.names import KV_SCALE, PRE_QUANT_SCALE, ignore_patterns
+from moe_nvfp4.weights import check_block_scales, check_global_scale
+
+logger = logging.get_logger(__name__)
+
+
+class MoeNvfp4Quantizer(HfQuantizer):
+    """The hooks that transformers calls while it builds, shards, loads and saves a model."""
+
+    requires_calibration = False
+
+    def __init__(self, quantization_config: MoeNvfp4Config, **kwargs: Any):
+        super().__init__(quantization_config, **kwargs)
+        self.conversions: Conversions | None = None
+        self.linears: LinearConverter | None = None
+        self._found: Survey | None = None
+        self._dtypes: dict[str, torch.dtype] = {}
+        self._model: nn.Module | None = None
+
+    # ------------------------------------------------------------ before loading
+    def _process_model_before_weight_loading(self, model, checkpoint_files=None, **kwargs):
+        config = self.quantization_config
+        headers = read_headers(checkpoint_files or [])
+        self.pre_quantized = self.pre_quantized or is_nvfp4(headers)  # whatever config.json says
+        modules = find_experts(model, config, required=not self.pre_quantized)
+        found, smooth = Survey(headers), False
+        if self.pre_quantized:
+            found = survey(headers, model, model_conversions(model, loading=True), [name for name, *_ in modules])
+            modules = [(n, m, _layout(m, layout, found.experts.get(n))) for n, m, layout in modules]
+            config.input_scale, config.dialect = found.expert_input_scales, found.dialect.name
+            smooth = found.expert_pre_quant_scales
+            config.pre_quant_scale = smooth or any(PRE_QUANT_SCALE in linear.also for linear in found.linears.values())
+        packed = {n: self._empty_experts(model, n, m, layout, smooth) for n, m, layout in modules if layout is not None}
+        if found.linears:
+            wanted = found.linears if config.linears == "packed" else {}
+            linears = pack_linears(model, wanted, found.dialect, config.activations)
+            by_source = {linear.source: linear for linear in found.linears.values()}
+            self.linears = LinearConverter(by_source, set(linears), found.dialect)
+        elif not packed:
+            raise ValueError(f"{type(model).__name__}: the files hold no NVFP4 weights that this model has")
+        self._attach(model, packed, [n for n, _, layout in modules if layout is None], found)
+        self._dtypes = {name: p.dtype for name, p in model.named_parameters()}
+        _report(model, found)
+
+    def _empty_experts(self, model, name, module, layout, smooth: bool) -> HFExperts:
+        """What takes the place of the experts module `name`, on meta; smooth: with AWQ's scales."""
+        experts = replace_experts(model, name, module, layout, self.quantization_config, "meta")
+        dense = next(module.parameters()).dtype
+        if smooth:
+            experts.add_pre_quant_scales(dense)
+        # A load that quantizes casts to the parameter's dtype first (transformers before 5.23):
+        # until the codes come, the placeholder has the dtype of the dense weights.
+        for key in (experts.up_name, "down_proj") if not self.pre_quantized else ():
+            setattr(experts, key, nn.Parameter(getattr(experts, key).to(dense), requires_grad=False))
+        return experts
+
+    def _attach(self, model: nn.Module, packed: dict, excluded: list[str], found: Survey | None = None) -> None:
+        config = self.quantization_config
+        self._model, self._found = model, found
+        styles = {found.experts.get(name, "each") for name in packed} if found else {"each"}
+        if len(styles) > 1:
+            raise ValueError(f"the files name experts in several ways ({', '.join(sorted(styles))}), one is expected")
+        dialect = DIALECTS[config.dialect]
+        style = min(styles, default="each")
+        self.conversions = Conversions(packed, excluded, config.recipe, self.pre_quantized, dialect, style)
+        linears = {n for n, m in model.named_modules() if isinstance(m, nn.Linear)}
+        routers = {n for n, m in model.named_modules() if n.endswith((".gate", ".router"))}
+        quantized = {f"{n}.0.down_proj" for n in packed} | (self.linears.packed if self.linears else set())
+        theirs = ignore_patterns(linears | routers, quantized, set(excluded), dialect)
+        config.ignore = sorted({*config.ignore, *theirs})
+
+    def update_weight_conversions(self, weight_conversions, model=None):
+        model = model if model is not None else self._model  # transformers 5.17 does not pass it
+        conversions = self.conversions.build(weight_conversions)
+        conversions = [self.linears, *conversions] if self.linears else conversions
+        if self._found is not None and self._found.fp8:
+            dense = next(m for n, m in model.named_modules() if self._found.experts.get(n) == "fp8")
+            conversions = [FP8Experts(self._found.fp8, hasattr(dense, "gate_up_proj")), *conversions]
+        if self._found is not None and self._found.headers:
+            verify_files(self._found, model, conversions, self.conversions)
+        return conversions
+
+    def param_needs_quantization(self, model, param_name, **kwargs):
+        module, _, name = param_name.rpartition(".")
+        experts = self.conversions.packed.get(module)
+        quantized = experts is not None and name in (experts.up_name, "down_proj")
+        interleaved_bias = experts is not None and name.endswith("_bias") and experts.layout.interleaved
+        return not self.pre_quantized and (quantized or interleaved_bias)
+
+    def get_quantize_ops(self):
+        return None  # ExpertsConverter quantizes, expert by expert
+
+    def get_new_dtype(self, converter, param, dtype):
+        if isinstance(converter, (LinearConverter, FP8Experts)) or (
+            isinstance(converter, ExpertsConverter) and dtype == torch.uint8
+        ):
+            return None  # as it is stored; dense experts next to packed ones are cast
+        return super().get_new_dtype(converter, param, dtype)
+
+    def param_element_size(self, model, param_name, param):
+        module, _, _ = param_name.rpartition(".")
+        return 1 if param.dtype == torch.uint8 or module in self.conversions.packed else param.element_size()
+
+    def update_parallel_plan(self, model, plan):
+        """Scales follow their weights; global scales are per expert, so only experts split them."""
+        names = {re.sub(r"\.\d+(?=\.)", ".*", n) for n, _ in model.named_parameters()}
+        for key, style in list(plan.items()):
+            stem, _, name = key.rpartition(".")
+            if name not in ("gate_up_proj", "up_proj", "down_proj"):
+                continue
+            parts = ("gate_proj", "up_proj") if name == "gate_up_proj" else (name,)
+            scales = [f"{p}_{kind}" for p in parts for kind in ("global_scale", "input_scale")]
+            by_expert = style == "grouped_gemm"
+            for extra, wanted in [(f"{name}_sf", style), *((s, style if by_expert else None) for s in scales)]:
+                full = f"{stem}.{extra}"
+                if wanted is not None and full not in plan and any(n.endswith(full) for n in names):
+                    plan[full] = wanted
+
+    # ------------------------------------------------------------ after loading
+    def _process_model_after_weight_loading(self, model, **kwargs):
+        for name, p in model.named_parameters():
+            # transformers 5.17 leaves renamed tensors of quantized files in the dtype they are stored in
+            if p.dtype in (torch.bfloat16, torch.float16) and p.device.type != "meta":
+                p.data = p.data.to(self._dtypes.get(name, p.dtype))
+        for name, experts in self.conversions.packed.items():
+            if any(isinstance(p, DTensor) for p in experts.parameters()):
+                experts.register_forward_pre_hook(_prepare_shards)
+            for key, param in experts.named_parameters(recurse=False):
+                param.requires_grad_(False)  # the loader makes every floating parameter trainable
+                if param.device.type == "meta":  # offloaded to disk; comes back in the dtype it has here
+                    if key in (experts.up_name, "down_proj"):
+                        setattr(experts, key, nn.Parameter(param.to(torch.uint8), requires_grad=False))
+                    continue
+                local = param.to_local() if hasattr(param, "to_local") else param
+                if key.endswith("_scale"):
+                    check_global_scale(local, f"{name}.{key}")
+                elif key.endswith("_sf"):
+                    check_block_scales(local, f"{name}.{key}")
+            experts.prepare(model.dtype)
+        saving = [c for c in self.conversions.for_saving(model._weight_conversions) if c is not self.linears]
+        if self.linears and self.linears.packed:
+            for name in self.linears.packed:
+                model.get_submodule(name).requires_grad_(False)
+            saving.append(self.linears)
+        model._weight_conversions = saving
+        self._found = None
+        return model
+
+    def is_serializable(self, *args, **kwargs):
+        return True
+
+    @property
+    def is_trainable(self):
+        return False
+
+    @property
+    def is_compileable(self):
+        return True
+
+    def _dequantize(self, model, dtype=None):
+        raise NotImplementedError(
+            "4-bit experts are not turned back into dense ones: load the original checkpoint instead"
+        )
+
+
+def _prepare_shards(experts: HFExperts, inputs: tuple[Tensor, ...]) -> None:
+    """For the call itself transformers puts plain tensors in the DTensors' place, where nothing would last."""
+    experts.prepare(inputs[0].dtype)
+
+
+def _layout(module: nn.Module, layout: Layout | None, style: str | None) -> Layout | None:
+    """The layout of an experts module in 4-bit files: what they hold counts, and not what their config excludes."""
+    if style in ("dense", "fp8"):
+        return None
+    return layout or (None if style is None else describe(module))
+
+
+def _report(model: nn.Module, found: Survey) -> None:
+    """Say what the files hold that this model does not use."""
+    if found.kv_scales:
+        keys = found.kv_scales
+        logger.warning(
+            f"{len(keys)} scales of a quantized KV cache are left out ({keys[0]}, ...): transformers keeps its cache "
+            "in the model's dtype, which needs none"
+        )
+        ignored = set(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
+        model._keys_to_ignore_on_load_unexpected = ignored | {KV_SCALE.pattern}
+    fp8 = [linear.module for linear in found.linears.values() if linear.kind == "fp8"]
+    if fp8:
+        logger.warning(f"{len(fp8)} FP8 linears are made dense ({fp8[0]}, ...); their inputs are not rounded to FP8")
+    if found.fp8:
+        logger.warning(f"the FP8 experts of {len(found.fp8)} layers are made dense ({next(iter(found.fp8))}, ...)")

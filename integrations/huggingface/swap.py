@@ -1,0 +1,109 @@
+"""Models in memory: make their experts 4-bit, choose activations, calibrate."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from tqdm import tqdm
+
+from moe_nvfp4.integrations.huggingface.config import MoeNvfp4Config
+from moe_nvfp4.integrations.huggingface.converters import model_conversions
+from moe_nvfp4.integrations.huggingface.experts import HFExperts, dense_experts, find_experts, replace_experts
+from moe_nvfp4.integrations.huggingface.quantizer import MoeNvfp4Quantizer
+from moe_nvfp4.layer import NVFP4Linear
+from moe_nvfp4.quantize.calibrate import observe
+from moe_nvfp4.quantize.recipes import DEFAULT_RECIPE
+from moe_nvfp4.weights import ACTIVATIONS
+
+
+def swap_experts(
+    model: nn.Module,
+    activations: str = "bf16",
+    recipe: str = DEFAULT_RECIPE,
+    exclude: list[str] | None = None,
+    progress: bool = True,
+) -> nn.Module:
+    """Make the experts of a transformers `model` 4-bit, in place; returns the model.
+
+    Walks the whole model, composite ones too. Layer by layer: the peak above the result is one
+    layer's dense experts. The model then saves and loads like one quantized while loading.
+
+    Raises NotImplementedError for experts in an unknown form (naming their class and the way out)
+    and ValueError if the model has no experts, or weights that are NaN or Inf.
+    """
+    config = MoeNvfp4Config(activations=activations, recipe=recipe, exclude=exclude)
+    if getattr(model, "hf_quantizer", None) is not None:
+        raise ValueError(
+            f"{type(model).__name__} is quantized already "
+            f"({model.hf_quantizer.quantization_config.quant_method}): load the original checkpoint"
+        )
+    if (base := getattr(model, "_weight_conversions", None)) is None and hasattr(model, "config"):
+        base = model_conversions(model)
+    quantizer = MoeNvfp4Quantizer(config, pre_quantized=False)
+    found = find_experts(model, config)
+    packed = {}
+    swaps = [(name, module, layout) for name, module, layout in found if layout is not None]
+    for name, module, layout in tqdm(swaps, desc="NVFP4 experts", unit="layer", disable=not progress):
+        dense = next(module.parameters())
+        experts = replace_experts(model, name, module, layout, config, dense.device)
+        for e, (w13, w2) in enumerate(dense_experts(module, layout)):
+            try:
+                experts.load_expert(e, w13, w2, recipe)
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from None
+        for key in (experts.up_name, "down_proj") if layout.bias is not None else ():
+            bias = getattr(module, f"{key}_bias").detach()
+            bias = torch.stack([layout.canonical(f"{key}_bias", b) for b in bias])
+            getattr(experts, f"{key}_bias").data.copy_(bias)
+        experts.prepare(dense.dtype)
+        packed[name] = experts
+    quantizer._attach(model, packed, [name for name, _, layout in found if layout is None])
+    quantizer.conversions.build(list(base or []))
+    model._weight_conversions = quantizer.conversions.for_saving(list(base or []))
+    model.hf_quantizer, model.is_quantized = quantizer, True
+    model.quantization_method = config.quant_method
+    if hasattr(model, "config"):
+        model.config.quantization_config = config
+    return model
+
+
+def set_activations(model: nn.Module, activations: str) -> nn.Module:
+    """Switch the 4-bit experts and linears of `model` between "bf16" (W4A16) and "nvfp4" (W4A4), in place."""
+    if activations not in ACTIVATIONS:
+        raise ValueError(f"activations must be one of {ACTIVATIONS}, got {activations!r}")
+    layers = [m for m in model.modules() if isinstance(m, (HFExperts, NVFP4Linear))]
+    if not layers:
+        raise ValueError(f"{type(model).__name__} has no 4-bit experts: call swap_experts first")
+    for module in layers:
+        module.activations = activations
+    model.hf_quantizer.quantization_config.activations = activations
+    return model
+
+
+def calibrate(model: nn.Module, batches: Iterable[Tensor | Mapping[str, Tensor]], progress: bool = True) -> nn.Module:
+    """Give the 4-bit experts of `model` static activation scales (`input_scale`), in place; returns the model.
+
+    batches: what the model is called with, token ids [B, T] or dictionaries of inputs; a few hundred tokens like
+    those that the model is for. Every expert gets its layer's scale. The scales count for activations="nvfp4", and
+    travel with `save_pretrained`. ValueError where a layer was not reached, or makes NaN or Inf.
+    """
+    layers = {name: m for name, m in model.named_modules() if isinstance(m, HFExperts)}
+    if not layers:
+        raise ValueError(f"{type(model).__name__} has no 4-bit experts: call swap_experts first")
+    if any(isinstance(p, DTensor) for layer in layers.values() for p in layer.parameters()):
+        raise NotImplementedError("a model that is split over ranks is not calibrated: do it in one process, and save")
+
+    def run() -> None:
+        for batch in tqdm(batches, desc="calibrate", unit="batch", disable=not progress):
+            inputs = {"input_ids": batch} if isinstance(batch, Tensor) else batch
+            with torch.no_grad():
+                model(**{key: value.to(model.device) for key, value in inputs.items()})
+
+    for name, scales in observe(layers, run).items():
+        layers[name].set_input_scales(*scales)
+    model.hf_quantizer.quantization_config.input_scale = True
+    model._weight_conversions = model.hf_quantizer.conversions.renew(model._weight_conversions)
+    return model
