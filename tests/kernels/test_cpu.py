@@ -286,7 +286,7 @@ def test_cache_is_used_repaired_and_keyed(tmp_path, monkeypatch):
         library.write_bytes(damage)
         assert cpu.build("cpu_detect.c") == library and cache.is_whole(library)
     assert cpu.build("cpu_detect.c", "-DONLY=0") != library
-    for file in cpu.SOURCES.values():
+    for file in cpu.SOURCES:
         shutil.copy(cpu.FOLDER / file, tmp_path)
     monkeypatch.setattr(cpu, "FOLDER", tmp_path)
     assert cpu.build("cpu_detect.c") == library
@@ -330,23 +330,33 @@ def test_a_cache_that_others_can_write_is_refused(tmp_path, monkeypatch):
 
 @needs_library
 def test_a_wheels_library_is_used_if_it_is_of_this_source(tmp_path, monkeypatch):
-    for file in cpu.SOURCES.values():
-        shutil.copy(cpu.FOLDER / file, tmp_path)
-    monkeypatch.setattr(cpu, "FOLDER", tmp_path)
     monkeypatch.setenv("MOE_NVFP4_CACHE", str(tmp_path / "cache"))
-    assert cpu._shipped() is None
-    shipped = tmp_path / f"_cpu{cpu.EXTENSION_SUFFIXES[0]}"
-    shipped.write_bytes(b"not a library")
-    assert cpu._shipped() is None
+
+    def installed(name, library):  # a folder each: a library that was loaded is kept by its name
+        folder = tmp_path / name
+        folder.mkdir()
+        for file in cpu.SOURCES:
+            shutil.copy(Path(cpu.__file__).parent / file, folder)
+        (folder / "_cpu.so").write_bytes(library)
+        monkeypatch.setattr(cpu, "FOLDER", folder)
+        return folder
+
+    unmarked = cpu.build("cpu_detect.c").read_bytes()
     monkeypatch.setattr(cpu, "FLAGS", (*(f for f in cpu.FLAGS if f != "-O3"), "-O0"))
-    shipped.write_bytes(cpu.build("cpu.c").read_bytes())  # as a wheel: all paths
-    assert cpu._shipped().paths() == sum(1 << cpu.PATHS.index(name) for name in cpu.paths())
-    for file in cpu.SOURCES.values():
-        now = (tmp_path / file).read_bytes()
-        (tmp_path / file).write_bytes(now + b"\n/* a later version */\n")
+    marked = cpu.build("cpu.c", f'-DSOURCES="{cpu.checksum()}"').read_bytes()  # as in a wheel, and with all paths
+    for name, library in {"no library": b"text", "of unknown sources": unmarked}.items():
+        installed(name, library)
         assert cpu._shipped() is None
-        (tmp_path / file).write_bytes(now)
+    folder = installed("a wheel", marked)
+    assert cpu._shipped().paths() == sum(1 << cpu.PATHS.index(name) for name in cpu.paths())
+    for file in cpu.SOURCES:
+        now = (folder / file).read_bytes()
+        (folder / file).write_bytes(now + b"\n/* a later version */\n")
+        assert cpu._shipped() is None
+        (folder / file).write_bytes(now)
     assert cpu._shipped() is not None
+    (installed("no file", b"") / "_cpu.so").unlink()
+    assert cpu._shipped() is None
 
 
 @needs_library

@@ -24,7 +24,6 @@ import subprocess
 import sys
 import warnings
 from functools import cache
-from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from struct import Struct
 
@@ -34,13 +33,10 @@ from torch import Tensor
 from moe_nvfp4 import format as nvfp4
 from moe_nvfp4.cache import is_whole, keep, own_folder
 from moe_nvfp4.kernels.common.tensors import floating
+from moe_nvfp4.kernels.cpu.sources import FLAGS, FOLDER, SOURCES, checksum
 from moe_nvfp4.routing import Groups, Rows, group_by_expert
 from moe_nvfp4.weights import ExpertWeights
 
-FOLDER = Path(__file__).parent
-# Each is in a library by this name.
-SOURCES = {"source": "cpu.c", "source_path": "cpu_path.h", "source_detect": "cpu_detect.c"}
-FLAGS = ("-std=gnu11", "-O3", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared", "-pthread")
 PATHS = ("portable", "avx2", "avx512", "avx512bf16", "neon")  # as in cpu.c, the best of a machine last
 
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -223,15 +219,12 @@ def _library(name: str) -> ctypes.CDLL:
 
 def _shipped() -> ctypes.CDLL | None:
     """The library that the wheel brought, if it was made from the sources beside it."""
-    for suffix in EXTENSION_SUFFIXES:
-        try:
-            library = ctypes.CDLL(str(FOLDER / ("_cpu" + suffix)))
-            sources = {name: (FOLDER / file).read_bytes() + b"\0" for name, file in SOURCES.items()}
-            if all((ctypes.c_char * len(s)).in_dll(library, name).raw == s for name, s in sources.items()):
-                return library
-        except (OSError, ValueError):  # no such file, or made for another machine; no source in it
-            continue
-    return None
+    try:
+        library = ctypes.CDLL(str(FOLDER / "_cpu.so"))
+        made_from = (ctypes.c_char * 65).in_dll(library, "sources").value.decode()
+        return library if made_from == checksum(FOLDER) else None
+    except (OSError, ValueError):  # no such file, or made for another machine; nothing says what it was made from
+        return None
 
 
 @cache
@@ -255,7 +248,7 @@ def build(source: str, *flags: str) -> Path:
     folder = own_folder("cpu")
     command = [*compiler, *FLAGS, *flags, str(FOLDER / source), "-o"]
     key = hashlib.sha256(subprocess.run([*compiler, "--version"], check=True, capture_output=True).stdout)
-    for part in ((FOLDER / file).read_bytes() for file in SOURCES.values()):
+    for part in ((FOLDER / file).read_bytes() for file in SOURCES):
         key.update(b"\0" + part)
     for part in (platform.machine(), *compiler, *FLAGS, *flags, source):
         key.update(b"\0" + part.encode())

@@ -581,9 +581,14 @@ static const Path *const PATHS[5] = {
 #endif
 };
 
-#if defined(__ELF__)
-/* This file and, as source_path, cpu_path.h, so that cpu.py can tell whether a library was made from them. */
-__asm__(".pushsection .rodata\n.globl source\nsource: .incbin \"" __FILE__ "\"\n.byte 0\n.popsection");
+#ifdef SOURCES /* the library of a wheel */
+const char sources[] = SOURCES; /* cpu.py asks whether these are the sources beside it */
+/* glibc 2.34 gave these functions new versions. By the old ones the wheel runs from glibc 2.28 on, as torch's does. */
+#if defined(__GLIBC__) && defined(__x86_64__)
+__asm__(".symver pthread_create, pthread_create@GLIBC_2.2.5\n.symver pthread_join, pthread_join@GLIBC_2.2.5");
+#elif defined(__GLIBC__) && defined(__aarch64__)
+__asm__(".symver pthread_create, pthread_create@GLIBC_2.17\n.symver pthread_join, pthread_join@GLIBC_2.17");
+#endif
 #endif
 
 /* One block of memory is kept between calls, so that its pages need not be made anew. */

@@ -2,10 +2,6 @@
 
 #include <stdint.h>
 
-#if defined(__ELF__)
-__asm__(".pushsection .rodata\n.globl source_detect\nsource_detect: .incbin \"" __FILE__ "\"\n.byte 0\n.popsection");
-#endif
-
 #if defined(__x86_64__) && (defined(__clang__) || __GNUC__ >= 10)
 #define HAS_BF16
 #endif

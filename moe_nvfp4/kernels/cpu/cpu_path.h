@@ -1,11 +1,6 @@
 /* The loops of the CPU backend, for one instruction set: cpu.c includes this file once for each. With -DONLY=i
    (cpu.py, on first use) only the path of that NUMBER is compiled. */
 
-#if defined(__ELF__) && !defined(HAS_SOURCE)
-#define HAS_SOURCE
-__asm__(".pushsection .rodata\n.globl source_path\nsource_path: .incbin \"" __FILE__ "\"\n.byte 0\n.popsection");
-#endif
-
 static const Path NAME(path); /* zeros where it is not compiled */
 #if !defined(ONLY) || ONLY == NUMBER
 
