@@ -3,7 +3,6 @@
 import os
 import re
 import runpy
-import sys
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -20,9 +19,6 @@ class BuildLibrary(build_ext):
 
     def get_ext_filename(self, fullname):
         return fullname.replace(".", os.sep) + ".so"
-
-    def get_export_symbols(self, ext):
-        return ["run", "paths", "sources"]
 
 
 class Wheel(bdist_wheel):
@@ -68,7 +64,7 @@ library = Extension(
     optional=True,
 )
 setup(
-    ext_modules=[library] if sys.platform != "win32" else [],
+    ext_modules=[library],
     cmdclass={"build_ext": BuildLibrary, "bdist_wheel": Wheel, "sdist": SourceDistribution},
     long_description=readme(),
     long_description_content_type="text/markdown",

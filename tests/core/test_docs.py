@@ -4,6 +4,8 @@ import ast
 import importlib
 import importlib.util
 import re
+import runpy
+import shutil
 from pathlib import Path
 
 import pytest
@@ -66,3 +68,23 @@ def test_every_environment_variable_is_described():
     ours, others = text.split("Those of other libraries")
     assert used - set(re.findall(r"\w+", ours)) == set()
     assert set(re.findall(r"^\| `(\w+)`", ours, re.M)) - used == set()
+
+
+@pytest.mark.parametrize("url", [None, "https://example.org/moe_nvfp4"])
+def test_a_package_index_shows_no_broken_link(tmp_path, monkeypatch, url):
+    """README.md as setup.py hands it on: without links of the repository, or with absolute ones."""
+    setuptools = pytest.importorskip("setuptools", reason="setup.py needs it")
+    for name in ("README.md", "pyproject.toml", "setup.py"):
+        shutil.copy(ROOT / name, tmp_path)
+    shutil.copytree(ROOT / "moe_nvfp4/kernels/cpu", tmp_path / "moe_nvfp4/kernels/cpu")
+    if url:
+        with open(tmp_path / "pyproject.toml", "a") as file:
+            file.write(f'[project.urls]\nRepository = "{url}"\n')
+    monkeypatch.chdir(tmp_path)
+    given = {}
+    monkeypatch.setattr(setuptools, "setup", lambda **arguments: given.update(arguments))
+    runpy.run_path("setup.py")
+    text = given["long_description"]
+    assert re.findall(r"\]\((?!https:)[^)]*", text) == []
+    assert ("![" in text) == bool(url) and ("(https://example.org/moe_nvfp4/blob/HEAD/docs/" in text) == bool(url)
+    assert len(text.splitlines()) == len((ROOT / "README.md").read_text("utf-8").splitlines())
