@@ -104,6 +104,11 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument(
         "--dialect", choices=DIALECTS, default="modelopt", help="names and config of the files (default modelopt)"
     )
+    sub.add_argument(
+        "--share-scales", action="store_true",
+        help="of NVFP4 files whose experts have different global scales for gate and up, which servers misread: "
+        "quantize one of the two again, so that they share one",
+    )  # fmt: skip
     sub.add_argument("--dry-run", action="store_true", help="print the plan and the sizes, write nothing")
     sub.add_argument(
         "--workers", type=int, metavar="N", help="threads (default: one per core, at most 4, 8 with a GPU)"
@@ -195,7 +200,7 @@ def generate(args: argparse.Namespace) -> None:
 def quantize(args: argparse.Namespace) -> None:
     report = convert_checkpoint(
         _folder(args.source), args.destination, args.recipe, args.exclude, args.include, args.dialect,
-        args.activations, args.workers, args.device, args.dry_run,
+        args.activations, args.workers, args.device, args.dry_run, share_scales=args.share_scales,
     )  # fmt: skip
     if args.dry_run:
         for line in report.lines():
@@ -206,6 +211,8 @@ def quantize(args: argparse.Namespace) -> None:
     before, after = readable_size(report.experts_before), readable_size(report.experts_after)
     experts = f"; experts {before} -> {after} ({args.recipe})" if report.quantized else ""
     resumed = f", {readable_size(report.resumed)} of the source by an earlier run" if report.resumed else ""
+    for line in report.rescaled_lines():
+        _say(line)
     _say(f"wrote {args.destination}: {readable_size(report.bytes_after)}{experts} in {report.seconds:.1f} s{resumed}")
 
 
@@ -236,6 +243,8 @@ def info(args: argparse.Namespace) -> None:
 
     from moe_nvfp4.integrations.huggingface import MoeNvfp4Config
     from moe_nvfp4.integrations.huggingface.experts import HFExperts, describe
+    from moe_nvfp4.quantize.checkpoint import open_checkpoint
+    from moe_nvfp4.quantize.plan import separate_scales_warning
 
     source = _resolve(args.model)
     config = _config(source)
@@ -278,6 +287,9 @@ def info(args: argparse.Namespace) -> None:
         _say(f"  {name:44s} left as it is: {why}")
     if not rows:
         raise ValueError(f"{args.model} has no experts that this library can quantize")
+    if quantization is not None and Path(source).is_dir():
+        for line in separate_scales_warning(open_checkpoint(source)):
+            _say(line)
     dense, packed = sum(r[4] for r in rows), sum(r[5] for r in rows)
     _say(f"experts: {readable_size(dense)} in bf16, {readable_size(packed)} in NVFP4; "
          f"whole model {readable_size(total)} -> {readable_size(total - dense + packed)}")  # fmt: skip

@@ -57,6 +57,7 @@ def convert_checkpoint(
     device: str | None = None,
     dry_run: bool = False,
     progress: bool = True,
+    share_scales: bool = False,
 ) -> ConversionReport:
     """Write the checkpoint in folder `source` to the new folder `destination`, with NVFP4 experts.
 
@@ -67,6 +68,8 @@ def convert_checkpoint(
     workers      threads (default: one per core, at most 4, or 8 with a GPU)
     device       where matrices are quantized (default: a GPU where there is one); the bytes are the same
     dry_run      plan only, write nothing
+    share_scales of an NVFP4 source: gate and up of an expert get one global scale, as servers expect; the half with
+                 the smaller one is quantized again from its exact values, all other bytes are kept
 
     Memory stays below 1.5 GB. The destination appears whole, at the end; until then everything is in
     `.NAME.partial` next to it. An interrupted run leaves there what it has done and the same call goes
@@ -80,13 +83,13 @@ def convert_checkpoint(
     if destination.exists() or destination.is_symlink():
         raise ValueError(f"{destination} exists: name a folder that does not, or remove it first")
     checkpoint = open_checkpoint(source)
-    options = _options(checkpoint.config, recipe, exclude, include, dialect, activations, device)
+    options = _options(checkpoint.config, recipe, exclude, include, dialect, activations, device, share_scales)
     report = ConversionReport(source, destination, recipe)
     plan = Plan(checkpoint, options, report)
     if plan.unchanged:
         raise ValueError(
-            f"{source} is quantized already (NVFP4 of {dialect}); quantize the original checkpoint, or name another "
-            "--dialect to carry these over"
+            f"{source} is quantized already (NVFP4 of {dialect}); quantize the original checkpoint, name another "
+            "--dialect to carry these over, or --share-scales where gate and up have different global scales"
         )
     report.skipped |= {p.name: "a weight file that belongs to no part of this checkpoint" for p in checkpoint.ignored}
     if dry_run:
@@ -107,14 +110,15 @@ def convert_checkpoint(
     return report
 
 
-def _options(config, recipe, exclude, include, dialect, activations, device) -> Options:
+def _options(config, recipe, exclude, include, dialect, activations, device, share_scales) -> Options:
     for value, known, what in ((recipe, RECIPES, "recipe"), (dialect, DIALECTS, "dialect"),
                                (activations, ACTIVATIONS, "activations")):  # fmt: skip
         if value not in known:
             raise ValueError(f"unknown {what} {value!r}: choose one of {', '.join(known)}")
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     include = None if include is None else tuple(include)
-    return Options(recipe, tuple(exclude), include, DIALECTS[dialect], activations, device, config_dtype(config))
+    dtype = config_dtype(config)
+    return Options(recipe, tuple(exclude), include, DIALECTS[dialect], activations, device, dtype, share_scales)
 
 
 def _default_workers(device: str) -> int:
@@ -135,7 +139,7 @@ def _state(checkpoint: Checkpoint) -> list:
 def _key(checkpoint: Checkpoint, options: Options) -> dict:
     """Two runs with equal keys write the same bytes."""
     o = options
-    settings = [o.recipe, o.exclude, o.include, o.dialect.name, o.activations, o.dtype, 2]
+    settings = [o.recipe, o.exclude, o.include, o.dialect.name, o.activations, o.dtype, o.share_scales, 3]
     return {
         "the settings": hashlib.sha256(json.dumps(settings).encode()).hexdigest(),
         "the source": [str(checkpoint.folder.resolve()), *_state(checkpoint)],

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+import warnings
+from collections.abc import Callable, Container, Iterator, Mapping
+from dataclasses import dataclass, replace
 from itertools import product
 
 import torch
 from torch import Tensor
 
-from moe_nvfp4.format import pad_k
+from moe_nvfp4.format import dequantize, pad_k
 from moe_nvfp4.quantize.checkpoint import TORCH_DTYPES, Stored, tensor_bytes
 from moe_nvfp4.quantize.dialects import Dialect
-from moe_nvfp4.quantize.matrices import Matrix, NVFP4Stack
+from moe_nvfp4.quantize.matrices import ErrorSums, Matrix, NVFP4Stack
+from moe_nvfp4.quantize.names import gate_of, up_of
 from moe_nvfp4.quantize.recipes import quantize_matrix, recipe_global_scale
 from moe_nvfp4.weights import check_global_scale
 
@@ -36,6 +38,7 @@ class Options:
     activations: str
     device: str
     dtype: str | None  # of config.json, as safetensors writes it; None: it names none
+    share_scales: bool = False  # NVFP4 sources: give gate and up of an expert one global scale
 
     def cast(self, w: Tensor) -> Tensor:
         return w if self.dtype is None else w.to(TORCH_DTYPES[self.dtype])
@@ -81,64 +84,99 @@ def scale_job(name: str, stored: Stored, new_name: str, source: Dialect, target:
     return Job(stored.file.name, 4, 64, {new_name: ("F32", target.scale_shape)}, run)
 
 
-def quantize_jobs(matrices: Iterable[tuple[str, str, Matrix]], options: Options) -> Iterator[Job]:
-    """Jobs for (shard, stem, matrix): `stem`.weight and its scales, in the options' dialect."""
-    together: dict[tuple, dict[str, Matrix]] = {}
-    for shard, stem, m in matrices:
-        key = shard, m.rows, m.columns, m.global_scale is None
-        group = together.setdefault(key, {})
-        group[stem] = m
-        if (len(group) + 1) * m.rows * m.columns > TOGETHER.get(torch.device(options.device).type, 1):
-            yield _quantize_job(shard, together.pop(key), options)
-    for (shard, *_), group in together.items():
-        yield _quantize_job(shard, group, options)
+def quantize_jobs(matrices: Mapping[str, Matrix], options: Options) -> Iterator[Job]:
+    """Jobs for dense matrices by stem: `stem`.weight and its scales, in the options' dialect.
+
+    Gate and up of an expert share a global scale: servers read gate's for both. Both go where gate lies.
+    """
+    waiting: dict[tuple, list[dict[str, Matrix]]] = {}
+    for stem, m in matrices.items():
+        if gate_of(stem) in matrices:
+            continue
+        sharing = {name: matrices[name] for name in (stem, up_of(stem)) if name in matrices}
+        if len({(other.rows, other.columns) for other in sharing.values()}) > 1:
+            sizes = " and ".join(f"{name} [{o.rows}, {o.columns}]" for name, o in sharing.items())
+            raise ValueError(f"{sizes} differ in shape, as gate and up never do: the file is damaged")
+        group = waiting.setdefault((m.shard, m.rows, m.columns, len(sharing), m.global_scale is None), [])
+        group.append(sharing)
+        room = TOGETHER.get(torch.device(options.device).type, 1)
+        if (len(group) + 1) * len(sharing) * m.rows * m.columns > room:
+            yield _quantize_job(group[:], options)
+            group.clear()
+    yield from (_quantize_job(group, options) for group in waiting.values() if group)
 
 
-def _quantize_job(shard: str, matrices: Mapping[str, Matrix], options: Options) -> Job:
-    """matrices: by stem, of one shape; several are no larger than a chunk. Each gets the bytes it gets alone."""
-    stems, first, n = list(matrices), next(iter(matrices.values())), len(matrices)
+def _quantize_job(groups: list[dict[str, Matrix]], options: Options) -> Job:
+    """groups: by stem, matrices that share a global scale; all of one shape, and several groups are no larger than a
+    chunk. Each matrix gets the bytes that it gets in a job of its own group."""
+    stems = [stem for group in groups for stem in group]
+    matrices = [m for group in groups for m in group.values()]
+    first, sharing, n = matrices[0], len(groups[0]), len(matrices)
     names = [[f"{stem}.{s}" for s in options.dialect.suffixes[:3]] for stem in stems]
     N, K = first.rows, -(-first.columns // 16) * 16
     cuda = torch.device(options.device).type == "cuda"
-    step = N if n > 1 else max(1, (CUDA_CHUNK if cuda else CHUNK) // K)
+    stacked = len(groups) > 1
+    step = N if stacked else max(1, (CUDA_CHUNK if cuda else CHUNK) // K)
     dtype = TORCH_DTYPES[options.dtype or "F32"]
+    lots = [range(n)] if stacked else [range(i, i + 1) for i in range(n)]  # matrices worked on together
 
     def work(write: Write) -> None:
-        opened = [m.open() for m in matrices.values()]
+        opened = [m.open() for m in matrices]
+        kept: dict[range, Tensor] = {}
 
-        def read(a: int) -> Tensor:
-            pieces = (pad_k(rows(a, min(a + step, N))) for rows in opened)
-            if n == 1 and not cuda:
-                return options.cast(next(pieces)).to(options.device)
-            host = torch.empty((n, min(step, N - a), K), dtype=dtype, device="cpu", pin_memory=cuda)
-            for place, piece in zip(host, pieces, strict=True):
-                place.copy_(piece)
-            return host.to(options.device, non_blocking=True)
+        def read(lot: range, a: int) -> Tensor:
+            if lot in kept:
+                return kept[lot]
+            pieces = (pad_k(opened[i](a, min(a + step, N))) for i in lot)
+            if len(lot) == 1 and not cuda:
+                found = options.cast(next(pieces)).to(options.device)
+            else:
+                host = torch.empty((len(lot), min(step, N - a), K), dtype=dtype, device="cpu", pin_memory=cuda)
+                for place, piece in zip(host, pieces, strict=True):
+                    place.copy_(piece)
+                found = host.to(options.device, non_blocking=True)
+            if step >= N and sharing > 1:  # read once for the scale and for the codes
+                kept[lot] = found
+            return found
 
-        given = None
-        if first.global_scale and options.recipe != "max":
-            given = torch.stack([m.global_scale() for m in matrices.values()])
-        elif step < N:
-            amax = torch.stack([read(a).abs().amax().float() for a in range(0, N, step)]).amax()
-            if amax.isfinite():  # else the part with NaN or Inf says so, below
+        given, exact = None, first.global_scale is not None and options.recipe != "max"
+        if exact:
+            given = torch.stack([m.global_scale() for m in matrices]).view(-1, sharing).amax(dim=1)
+        elif step < N or sharing > 1:
+            parts = [torch.stack([_amax(read(lot, a)) for a in range(0, N, step)]).amax(dim=0) for lot in lots]
+            amax = torch.cat(parts).view(-1, sharing).amax(dim=1)
+            if amax.isfinite().all():  # else the part with NaN or Inf says so, below
                 given = recipe_global_scale(amax, options.recipe)
-        for a in range(0, N, step):
-            codes, sf, global_scale = quantize_matrix(read(a), options.recipe, given)
-            parts = zip(names, codes.cpu().view(n, -1), sf.cpu().view(n, -1), strict=True)
-            for (weight, block_scale, _), of_weight, of_sf in parts:
-                write(weight, of_weight, a * K // 2)
-                write(block_scale, of_sf, a * K // 16)
-        for (*_, scale), number in zip(names, global_scale.cpu().view(n), strict=True):
-            write(scale, options.dialect.encode_scale(number), 0)
+        given = None if given is None else given.repeat_interleave(sharing)
+        for lot in lots:
+            scale = None if given is None else given[lot.start : lot.stop]
+            for a in range(0, N, step):
+                w = read(lot, a) if stacked else read(lot, a).view(-1, K)
+                try:
+                    codes, sf, global_scale = quantize_matrix(w, options.recipe, scale)
+                except ValueError as error:
+                    raise ValueError(f"{stems[lot.start]}: {error}") from None
+                if exact and not torch.equal(dequantize(codes, sf, _of_rows(global_scale)), w.float()):
+                    warnings.warn(
+                        f"{stems[lot.start]}: its MXFP4 scales, with those of the projection that shares its global "
+                        "scale, are more powers of two than an e4m3 scale holds: the smallest values are rounded",
+                        stacklevel=2,
+                    )
+                codes, sf = codes.cpu().view(len(lot), -1), sf.cpu().view(len(lot), -1)
+                for i, of_weight, of_sf in zip(lot, codes, sf, strict=True):
+                    write(names[i][0], of_weight, a * K // 2)
+                    write(names[i][1], of_sf, a * K // 16)
+            for i, number in zip(lot, global_scale.cpu().view(-1), strict=True):
+                write(names[i][2], options.dialect.encode_scale(number), 0)
+            kept.pop(lot, None)
 
     def run(write: Write) -> None:
         try:
             work(write)
-        except ValueError as error:
-            if n == 1:
-                raise ValueError(f"{stems[0]}: {error}") from None
-            for stem, matrix in matrices.items():  # one by one, so that the error names its matrix
-                _quantize_job(shard, {stem: matrix}, options).run(write)
+        except ValueError:
+            for group in groups if stacked else ():  # one by one, so that the error names its matrix
+                _quantize_job([group], options).run(write)
+            raise
 
     outputs: dict[str, tuple[str, tuple[int, ...]]] = {}
     for weight, block_scale, scale in names:
@@ -146,11 +184,55 @@ def _quantize_job(shard: str, matrices: Mapping[str, Matrix], options: Options) 
         outputs[scale] = ("F32", options.dialect.scale_shape)
     # On a CPU, fp32 and its temporaries; for a GPU what is read, that again in pinned memory, and what comes back.
     of_element = 2 * dtype.itemsize + 1 if cuda else 10
-    memory = sum(m.held for m in matrices.values()) + n * min(N, step) * K * of_element + 10_000_000
-    return Job(shard, sum(m.size for m in matrices.values()), memory, outputs, run)
+    memory = sum(m.held for m in matrices) + n * min(N, step) * K * of_element + 10_000_000
+    return Job(first.shard, sum(m.size for m in matrices), memory, outputs, run)
 
 
-def dense_job(name: str, shard: str, matrix: Matrix, dtype: str) -> Job:
+def _of_rows(scale: Tensor) -> Tensor:
+    """A scale, or one for each of n matrices, to multiply rows with."""
+    return scale[:, None] if scale.dim() else scale
+
+
+def _amax(w: Tensor) -> Tensor:
+    """fp32 [n]: the largest magnitude of each of n matrices [n, N, K], or of one [N, K]."""
+    low, high = w.view(-1, w.shape[-2] * w.shape[-1]).aminmax(dim=1)
+    return torch.maximum(-low, high).float()
+
+
+def rescale_job(stem: str, matrix: Matrix, scale: Tensor, options: Options, errors: ErrorSums) -> Job:
+    """An NVFP4 matrix quantized again, from its exact values, for the global scale `scale` (fp32 0-d, on a CPU).
+
+    errors: what that adds, against the values before.
+    """
+    N, K = matrix.rows, matrix.columns
+    step = max(1, CHUNK // K)
+    weight, block_scale, global_scale = names = [f"{stem}.{s}" for s in options.dialect.suffixes[:3]]
+
+    def run(write: Write) -> None:
+        rows, here = matrix.open(), scale.to(options.device)
+        for a in range(0, N, step):
+            w = rows(a, min(a + step, N)).to(options.device)
+            codes, sf, _ = quantize_matrix(w, options.recipe, here)
+            errors.add(dequantize(codes, sf, here), w)
+            write(weight, codes, a * K // 2)
+            write(block_scale, sf, a * K // 16)
+        write(global_scale, options.dialect.encode_scale(scale), 0)
+
+    shapes = ("U8", (N, K // 2)), ("F8_E4M3", (N, K // 16)), ("F32", options.dialect.scale_shape)
+    memory = matrix.held + min(N, step) * K * 14 + 10_000_000
+    return Job(matrix.shard, matrix.size, memory, dict(zip(names, shapes, strict=True)), run)
+
+
+def without(job: Job, names: Container[str]) -> Job:
+    """`job`, leaving out the outputs `names`."""
+
+    def run(write: Write) -> None:
+        job.run(lambda name, data, at: None if name in names else write(name, data, at))
+
+    return replace(job, outputs={n: out for n, out in job.outputs.items() if n not in names}, run=run)
+
+
+def dense_job(name: str, matrix: Matrix, dtype: str) -> Job:
     """A quantized matrix as a dense one."""
     N, K = matrix.rows, matrix.columns
     step = max(1, CHUNK // K)
@@ -161,10 +243,10 @@ def dense_job(name: str, shard: str, matrix: Matrix, dtype: str) -> Job:
         for a in range(0, N, step):
             write(name, rows(a, min(a + step, N)).to(target), a * K * target.itemsize)
 
-    return Job(shard, matrix.size, matrix.held + min(N, step) * K * 10, {name: (dtype, (N, K))}, run)
+    return Job(matrix.shard, matrix.size, matrix.held + min(N, step) * K * 10, {name: (dtype, (N, K))}, run)
 
 
-def dense_stack_job(name: str, shard: str, matrices: list[Matrix], dtype: str) -> Job:
+def dense_stack_job(name: str, matrices: list[Matrix], dtype: str) -> Job:
     """The matrices [N, K] of all experts as one dense tensor [E, K, N]. `matrices`: of one shape."""
     N, K = matrices[0].rows, matrices[0].columns
     target = TORCH_DTYPES[dtype]
@@ -174,7 +256,7 @@ def dense_stack_job(name: str, shard: str, matrices: list[Matrix], dtype: str) -
             write(name, matrix.open()(0, N).to(target).T, e * N * K * target.itemsize)
 
     outputs = {name: (dtype, (len(matrices), K, N))}
-    return Job(shard, sum(m.size for m in matrices), N * K * 12, outputs, run)
+    return Job(matrices[0].shard, sum(m.size for m in matrices), N * K * 12, outputs, run)
 
 
 def stack_jobs(stack: NVFP4Stack, stems: list[str], source: Dialect, target: Dialect) -> Iterator[Job]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -21,15 +23,45 @@ class Matrix:
     open()        reads what must be read at once, and returns rows(a, b) -> floating point [b - a, columns]
     held          bytes that `open` keeps in memory
     size          source bytes it stands for
-    global_scale  a better one than the recipe's, or None
+    shard         the name of the file it lies in
+    global_scale  of NVFP4 the one it has, of others a better one than the recipe's; or None
     """
 
     rows: int
     columns: int
     size: int
+    shard: str
     open: Callable[[], Callable[[int, int], Tensor]]
     held: int = 0
     global_scale: Callable[[], Tensor] | None = None
+
+
+@dataclass
+class ErrorSums:
+    """Sums over matrices: of squared errors and of squares of the original. Threads may add."""
+
+    matrices: int = 0
+    error: float = 0.0
+    square: float = 0.0
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
+
+    def add(self, values: Tensor, original: Tensor) -> None:
+        """fp32 tensors of one shape."""
+        error = (values - original).square().sum(dtype=torch.float64).item()
+        square = original.square().sum(dtype=torch.float64).item()
+        with self._lock:
+            self.error += error
+            self.square += square
+
+    @property
+    def relative(self) -> float:
+        """||values - original|| / ||original||"""
+        return math.sqrt(self.error / self.square) if self.square else 0.0
+
+    @property
+    def snr(self) -> float:
+        """Signal to noise in dB."""
+        return 10 * math.log10(self.square / self.error) if self.error and self.square else math.inf
 
 
 def row_major(stored: Stored, rows: int, columns: int, first: int = 0) -> Matrix:
@@ -40,7 +72,7 @@ def row_major(stored: Stored, rows: int, columns: int, first: int = 0) -> Matrix
     def read(a: int, b: int) -> Tensor:
         return stored.read((first + a) * width, (b - a) * width).view(dtype).view(-1, columns)
 
-    return Matrix(rows, columns, rows * width, lambda: read)
+    return Matrix(rows, columns, rows * width, stored.file.name, lambda: read)
 
 
 def slice_view(stored: Stored, e: int, shape: tuple[int, int], view: Callable[[Tensor], Tensor], parts: int) -> Matrix:
@@ -53,7 +85,7 @@ def slice_view(stored: Stored, e: int, shape: tuple[int, int], view: Callable[[T
         return lambda a, b: matrix[a:b].contiguous()
 
     rows, columns = view(torch.empty(shape, device="meta")).shape
-    return Matrix(rows, columns, size // parts, open, held=size)
+    return Matrix(rows, columns, size // parts, stored.file.name, open, held=size)
 
 
 def fp8_block(shape: tuple[int, ...], scales: tuple[int, ...]) -> tuple[int, int] | None:
@@ -102,14 +134,15 @@ def fp8(weight: Stored, scale: Stored, block: tuple[int, int] | None, name: str)
             weight.read(a * K, (b - a) * K).view(torch.float8_e4m3fn).view(-1, K), scales, block, a
         )
 
-    return Matrix(N, K, weight.size + scale.size, open, held=4 * scale.size)
+    return Matrix(N, K, weight.size + scale.size, weight.file.name, open, held=4 * scale.size)
 
 
 def mxfp4(blocks: Stored, scales: Stored, e: int, first: int, step: int, name: str) -> Matrix:
     """Expert e's rows first, first + step, ... of [E, N, K/32, 16] codes with e8m0 [E, N, K/32] -> fp32.
 
-    Its global scale is a power of two, so that a searching recipe finds every value again, exactly:
-    MXFP4's scales are powers of two that e4m3 holds, 17 binades of them.
+    Its global scale is a power of two, so that a searching recipe finds every value again, exactly: MXFP4's scales
+    are powers of two, and e4m3 holds 18 of them in a row. Gate and up share the larger of theirs. Where scales in
+    use lie further apart than that, small values are rounded, with a warning.
     """
     if len(blocks.shape) != 4 or blocks.shape[3] != 16 or scales.shape != blocks.shape[:3]:
         raise ValueError(f"{name}: {list(blocks.shape)} and {list(scales.shape)} are not MXFP4 ([E, N, K/32, 16] codes "
@@ -132,22 +165,25 @@ def mxfp4(blocks: Stored, scales: Stored, e: int, first: int, step: int, name: s
         return torch.ldexp(torch.ones(()), scale_bytes(0, N // step).max().to(torch.int32) - 127 - 8)
 
     size = (blocks.size + scales.size) // blocks.shape[0] // step
-    return Matrix(N // step, groups * 32, size, lambda: rows, global_scale=power_of_two)
+    return Matrix(N // step, groups * 32, size, blocks.file.name, lambda: rows, global_scale=power_of_two)
 
 
-def nvfp4_matrix(checkpoint: Checkpoint, stem: str, dialect: Dialect) -> Matrix:
-    """Codes and scales -> fp32 [N, K]: what x is multiplied with, so AWQ's pre_quant_scale is in it."""
+def nvfp4_matrix(checkpoint: Checkpoint, stem: str, dialect: Dialect, smooth: bool = True) -> Matrix:
+    """Codes and scales -> fp32 [N, K]: what x is multiplied with, so AWQ's pre_quant_scale is in it, if `smooth`."""
     codes, sf, scale = (checkpoint.tensors[f"{stem}.{s}"] for s in dialect.suffixes[:3])
-    smooth = checkpoint.tensors.get(f"{stem}.{PRE_QUANT_SCALE}")
+    pre_quant_scale = checkpoint.tensors.get(f"{stem}.{PRE_QUANT_SCALE}") if smooth else None
     N, half = codes.shape
 
     def rows(a: int, b: int) -> Tensor:
         part = codes.read(a * half, (b - a) * half).view(-1, half)
         part_sf = sf.read(a * half // 8, (b - a) * half // 8).view(-1, half // 8)
-        dense = dequantize(part, part_sf, dialect.decode_scale(scale.tensor()).reshape(()))
-        return dense if smooth is None else dense * smooth.tensor().float()
+        dense = dequantize(part, part_sf, global_scale())
+        return dense if pre_quant_scale is None else dense * pre_quant_scale.tensor().float()
 
-    return Matrix(N, 2 * half, codes.size + sf.size, lambda: rows)
+    def global_scale() -> Tensor:
+        return dialect.decode_scale(scale.tensor()).reshape(())
+
+    return Matrix(N, 2 * half, codes.size + sf.size, codes.file.name, lambda: rows, global_scale=global_scale)
 
 
 @dataclass(frozen=True)
@@ -202,11 +238,15 @@ class NVFP4Stack:
 
         def open() -> Callable[[int, int], Tensor]:
             codes, sf = (self.pieces(stored, e, parts)[part].contiguous() for stored in (self.codes, self.sf))
-            scale = self.scale(source.global_scale, e, source)
+            scale = global_scale()
             return lambda a, b: dequantize(codes[a:b], sf[a:b], scale)
 
+        def global_scale() -> Tensor:
+            return self.scale(source.global_scale, e, source)
+
         size = (self.codes.size + self.sf.size) // E
-        return Matrix(out // parts, 2 * half, size // parts, open, held=2 * size)
+        file = self.codes.file.name
+        return Matrix(out // parts, 2 * half, size // parts, file, open, held=2 * size, global_scale=global_scale)
 
 
 def nvfp4_stack(checkpoint: Checkpoint, name: str, dialect: Dialect, interleaved: bool = False) -> NVFP4Stack:

@@ -13,6 +13,21 @@ DENSE = ("BF16", "F16", "F32", "F64")
 PER_EXPERT = re.compile(r"(?P<module>(?:.+\.)?experts)\.(?P<e>\d+)\.(?P<part>gate_proj|up_proj|down_proj|w[123])")
 
 
+GATES = {"up_proj": "gate_proj", "w3": "w1"}  # up -> gate, which have the same input
+
+
+def gate_of(stem: str) -> str | None:
+    """The gate's stem of an expert whose up projection is `stem`; None for other stems."""
+    module, _, part = stem.rpartition(".")
+    return f"{module}.{GATES[part]}" if part in GATES else None
+
+
+def up_of(stem: str) -> str | None:
+    """The up projection's stem of an expert whose gate is `stem`; None for other stems."""
+    module, _, part = stem.rpartition(".")
+    return next((f"{module}.{up}" for up, gate in GATES.items() if gate == part), None)
+
+
 @dataclass(frozen=True)
 class Stack:
     """How a family's files keep all experts of a layer: the ends of the tensor names.

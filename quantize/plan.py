@@ -11,6 +11,8 @@ from fnmatch import fnmatchcase
 from itertools import product
 from pathlib import Path
 
+from torch import Tensor
+
 from moe_nvfp4.quantize.checkpoint import Checkpoint, Stored, tensor_bytes
 from moe_nvfp4.quantize.dialects import DIALECTS, Dialect, QuantizationInfo, read_config, write_config
 from moe_nvfp4.quantize.jobs import (
@@ -21,10 +23,22 @@ from moe_nvfp4.quantize.jobs import (
     dense_job,
     dense_stack_job,
     quantize_jobs,
+    rescale_job,
     scale_job,
     stack_jobs,
+    without,
 )
-from moe_nvfp4.quantize.matrices import Matrix, NVFP4Stack, fp8, mxfp4, nvfp4_matrix, nvfp4_stack, row_major, slice_view
+from moe_nvfp4.quantize.matrices import (
+    ErrorSums,
+    Matrix,
+    NVFP4Stack,
+    fp8,
+    mxfp4,
+    nvfp4_matrix,
+    nvfp4_stack,
+    row_major,
+    slice_view,
+)
 from moe_nvfp4.quantize.names import (
     BANK,
     DBRX,
@@ -43,6 +57,7 @@ from moe_nvfp4.quantize.names import (
     fp8_scale,
     ignore_patterns,
     sub_configs,
+    up_of,
 )
 
 
@@ -64,6 +79,8 @@ class ConversionReport:
     experts_after: int = 0
     shards: int = 0
     resumed: int = 0  # source bytes whose work an earlier run had done
+    rescaled: int = 0  # carried matrices that were quantized again, for a global scale that gate and up share
+    rescaling: ErrorSums = field(default_factory=ErrorSums)  # what that added
     seconds: float = 0.0
 
     def lines(self) -> Iterator[str]:
@@ -77,9 +94,18 @@ class ConversionReport:
         ):
             if count:
                 yield f"  {count:7d} {what}"
+        yield from self.rescaled_lines()
         yield from (f"  left alone: {name}: {why}" for name, why in self.skipped.items())
         yield f"  experts {readable_size(self.experts_before)} -> {readable_size(self.experts_after)}"
         yield f"  all     {readable_size(self.bytes_before)} -> {readable_size(self.bytes_after)}"
+
+
+    def rescaled_lines(self) -> Iterator[str]:
+        """What --share-scales did; the error, unless an earlier run did a part of it."""
+        if self.rescaled:
+            known = self.rescaling.square and not self.resumed
+            error = f", which adds a relative error of {self.rescaling.relative:.4f} to them" if known else ""
+            yield f"  {self.rescaled:7d} of the carried matrices (gate or up) quantized again, to share a scale{error}"
 
 
 def readable_size(n: float) -> str:
@@ -101,8 +127,9 @@ class Plan:
         self.source, self.options, self.report = source, options, report
         self.left = dict(source.tensors)  # not planned yet
         self.jobs: list[Job] = []
-        self.to_quantize: list[tuple[str, str, Matrix]] = []  # shard, stem, matrix
+        self.to_quantize: dict[str, Matrix] = {}
         self.quantized: dict[str, Matrix] = {}  # modules, by the names of new files
+        self.carried: dict[str, Matrix] = {}  # of NVFP4 sources: `quantized`, without pre_quant_scale
         self.dequantized: dict[str, Matrix] = {}  # tensors that were FP8
         self.unchanged = False  # NVFP4 already, in the dialect and the layout of new files
         self.dense: set[str] = set()  # modules that keep, or get, dense weights
@@ -128,6 +155,9 @@ class Plan:
         if info is not None:
             self._carry(info)
         else:
+            if self.options.share_scales:
+                raise ValueError(f"{self.source.folder} is not NVFP4 yet: what is quantized here shares one global "
+                                 "scale between gate and up anyway; leave out --share-scales")  # fmt: skip
             if method == "mxfp4":
                 self._mxfp4()
             if method == "fp8":
@@ -173,9 +203,8 @@ class Plan:
             self.report.skipped[module] = why
         return why is not None
 
-    def _quantize(self, stem: str, matrix: Matrix, shard: str) -> None:
-        self.to_quantize.append((shard, stem, matrix))
-        self.quantized[stem] = matrix
+    def _quantize(self, stem: str, matrix: Matrix) -> None:
+        self.to_quantize[stem] = self.quantized[stem] = matrix
         self.report.quantized += 1
         self.report.experts_before += matrix.size
 
@@ -190,7 +219,7 @@ class Plan:
                 continue
             del self.left[name]
             seen.setdefault(match["module"], {}).setdefault(match["part"], set()).add(int(match["e"]))
-            self._quantize(name.removesuffix(".weight"), row_major(stored, *stored.shape), stored.file.name)
+            self._quantize(name.removesuffix(".weight"), row_major(stored, *stored.shape))
         for module, parts in seen.items():
             self._check_complete(module, parts)
 
@@ -236,7 +265,7 @@ class Plan:
             for part, stored in (("gate_proj", gate), ("up_proj", up[1]), ("down_proj", down[1])):
                 rows, columns = stored.shape[1:]
                 matrix = row_major(stored, rows, columns, e * rows)
-                self._quantize(f"{module}.{e}.{part}", matrix, stored.file.name)
+                self._quantize(f"{module}.{e}.{part}", matrix)
 
     def _stack(self, module: str, stack: Stack, up: tuple[str, Stored], down: tuple[str, Stored]) -> None:
         transposed = self._orientation(stack, *up, down[1])
@@ -252,9 +281,9 @@ class Plan:
                 else:
                     rows = slice(i, None, 2) if stack.interleaved else slice(i * I, (i + 1) * I)
                     matrix = slice_view(up[1], e, (H, 2 * I), lambda t, rows=rows: t[:, rows].T, 2)
-                self._quantize(f"{module}.{e}.{part}", matrix, up[1].file.name)
+                self._quantize(f"{module}.{e}.{part}", matrix)
             matrix = slice_view(down[1], e, (I, H), lambda t: t.T, 1) if transposed else row_major(down[1], H, I, e * H)
-            self._quantize(f"{module}.{e}.down_proj", matrix, down[1].file.name)
+            self._quantize(f"{module}.{e}.down_proj", matrix)
         if stack.bias:
             self._biases(module, up[0], down[0], (E, I, H), stack.interleaved)
 
@@ -298,7 +327,7 @@ class Plan:
             for e in range(E):
                 down = match["part"] == "w2"
                 matrix = slice_view(stored, e, (I, H), lambda t: t.T, 1) if down else row_major(stored, I, H, e * I)
-                self._quantize(f"{match['module']}.{e}.{DBRX_PARTS[match['part']]}", matrix, stored.file.name)
+                self._quantize(f"{match['module']}.{e}.{DBRX_PARTS[match['part']]}", matrix)
 
     # ------------------------------------------------------------ sources that are quantized
     def _mxfp4(self) -> None:
@@ -312,19 +341,19 @@ class Plan:
             if missing:
                 raise ValueError(f"{missing[0]} is missing: download the checkpoint again")
             pairs = {p: (self.left.pop(f"{p}_blocks"), self.left.pop(f"{p}_scales")) for p in (up, down)}
-            shard, (E, N) = pairs[up][0].file.name, pairs[up][0].shape[:2]
+            E, N = pairs[up][0].shape[:2]
             H = pairs[down][0].shape[1]
             if left_alone:  # dense, as gpt-oss keeps it: one config cannot name MXFP4 next to NVFP4
                 for name, pair in pairs.items():
                     matrices = [mxfp4(*pair, e, 0, 1, name) for e in range(E)]
                     dtype = self.options.dtype or "BF16"
-                    self.jobs.append(dense_stack_job(name, pair[0].file.name, matrices, dtype))
+                    self.jobs.append(dense_stack_job(name, matrices, dtype))
                     self.report.dequantized += 1
                 continue
             for e in range(E):
                 for i, part in enumerate(("gate_proj", "up_proj")):
-                    self._quantize(f"{module}.{e}.{part}", mxfp4(*pairs[up], e, i, 2, up), shard)
-                self._quantize(f"{module}.{e}.down_proj", mxfp4(*pairs[down], e, 0, 1, down), pairs[down][0].file.name)
+                    self._quantize(f"{module}.{e}.{part}", mxfp4(*pairs[up], e, i, 2, up))
+                self._quantize(f"{module}.{e}.down_proj", mxfp4(*pairs[down], e, 0, 1, down))
             self._biases(module, up, down, (E, N // 2, H), True)
 
     def _fp8(self, q: Mapping) -> None:
@@ -342,9 +371,9 @@ class Plan:
             match = PER_EXPERT.fullmatch(stem)
             if match is not None and not self._leave(match["module"]):
                 experts.setdefault(match["module"], {}).setdefault(match["part"], set()).add(int(match["e"]))
-                self._quantize(stem, matrix, weight.file.name)
+                self._quantize(stem, matrix)
                 continue
-            self._dequantize(stem, matrix, weight)
+            self._dequantize(stem, matrix)
             self.dense |= set() if match else {stem}
         for module, parts in experts.items():
             self._check_complete(module, parts)
@@ -370,12 +399,28 @@ class Plan:
         self.unchanged = source is target and not (turned or fused or banks or self.report.dequantized)
         for name in [n for n in self.left if n.endswith(f".{marker}")]:
             self._carry_matrix(name.removesuffix(f".{marker}"), source)
+        if self.options.share_scales:
+            self._share_scales()
         for name in self.left:
             if KV_SCALE.search(name):
                 self.report.skipped[name] = "a KV cache scale, copied under its own name"
         if not self.report.carried:
             raise ValueError(f"{self.source.folder} names NVFP4 in its config, but no tensor ends in {marker}: a shard "
                              "is missing")  # fmt: skip
+
+    def _share_scales(self) -> None:
+        """Gate or up is quantized again, whichever has the smaller global scale, where an expert has one for each."""
+        new = {}
+        for gate, up, scales in separate_scales(self.carried):
+            stem = gate if scales[0] < scales[1] else up
+            new[stem] = rescale_job(stem, self.carried[stem], max(scales), self.options, self.report.rescaling)
+        if not new:
+            raise ValueError(f"{self.source.folder}: gate and up of every expert share a global scale already: "
+                             "leave out --share-scales")  # fmt: skip
+        names = {name for job in new.values() for name in job.outputs}
+        kept = [without(job, names) if names & job.outputs.keys() else job for job in self.jobs]
+        self.jobs = [*(job for job in kept if job.outputs), *new.values()]
+        self.report.rescaled, self.unchanged = len(new), False
 
     def _carry_matrix(self, stem: str, source: Dialect) -> None:
         target = self.options.dialect
@@ -402,6 +447,7 @@ class Plan:
             self.jobs.append(copy_job(f"{stem}.{PRE_QUANT_SCALE}", smooth, f"{new_stem}.{PRE_QUANT_SCALE}"))
             self.has_pre_quant_scale = True
         self.quantized[new_stem] = nvfp4_matrix(self.source, stem, source)
+        self.carried[new_stem] = nvfp4_matrix(self.source, stem, source, smooth=False)
         self.report.carried += 1
 
     def _carry_stack(self, name: str, source: Dialect) -> None:
@@ -435,7 +481,8 @@ class Plan:
         self.jobs += stack_jobs(stack, stems, source, self.options.dialect)
         self.has_input_scale |= source.input_scale in stack.scales
         for e, (i, stem) in product(range(stack.shape[0]), enumerate(stems)):
-            self.quantized[stem.format(e=e)] = stack.matrix(e, i, len(stems), source)
+            matrix = stack.matrix(e, i, len(stems), source)
+            self.quantized[stem.format(e=e)] = self.carried[stem.format(e=e)] = matrix
         self.report.carried += stack.shape[0] * len(stems)
 
     def _fp8_next_to_nvfp4(self) -> None:
@@ -446,7 +493,7 @@ class Plan:
             if scale is None:
                 raise ValueError(f"{name} is FP8 and has no scale next to it: a shard is missing, download it again")
             matrix = fp8(weight, self.left.pop(scale), None, stem)
-            self._dequantize(stem, matrix, weight)
+            self._dequantize(stem, matrix)
             expert = PER_EXPERT.fullmatch(stem)
             if self.left.pop(f"{stem}.input_scale", None) is not None:
                 self.report.skipped[f"{stem}.input_scale"] = "of an FP8 layer that becomes dense"
@@ -455,9 +502,9 @@ class Plan:
             else:
                 self.dense.add(stem)
 
-    def _dequantize(self, stem: str, matrix: Matrix, weight: Stored) -> None:
+    def _dequantize(self, stem: str, matrix: Matrix) -> None:
         name = f"{stem}.weight"
-        self.jobs.append(dense_job(name, weight.file.name, matrix, self.options.dtype or "BF16"))
+        self.jobs.append(dense_job(name, matrix, self.options.dtype or "BF16"))
         self.dequantized[name] = matrix
         self.report.dequantized += 1
 
@@ -517,6 +564,24 @@ def nvfp4_info(source: Checkpoint) -> QuantizationInfo | None:
         raise ValueError(f"{source.folder} is quantized with {method!r}, which is not read here: fp8 (in "
                          "blocks), mxfp4, and NVFP4 of modelopt or compressed-tensors are")  # fmt: skip
     return info
+
+
+def separate_scales(matrices: Mapping[str, Matrix]) -> Iterator[tuple[str, str, tuple[Tensor, Tensor]]]:
+    """(gate's stem, up's stem, their global scales fp32 0-d) of the experts of NVFP4 files for which these differ."""
+    for gate, matrix in matrices.items():
+        if (up := up_of(gate)) in matrices:
+            scales = matrix.global_scale(), matrices[up].global_scale()
+            if scales[0] != scales[1]:
+                yield gate, up, scales
+
+
+def separate_scales_warning(checkpoint: Checkpoint) -> Iterator[str]:
+    """A line where gate and up of experts in NVFP4 files have different global scales."""
+    count = sum(1 for _ in separate_scales(plan_of(checkpoint).carried))
+    if count:
+        yield (f"warning: {count} experts have different global scales for gate and up. This library honours both; "
+               "vLLM and SGLang read gate's for both and compute something else. Repair the files for them: "
+               f"moe-nvfp4 quantize {checkpoint.folder} DST --share-scales")  # fmt: skip
 
 
 def plan_of(source: Checkpoint, include: Iterable[str] | None = None) -> Plan:

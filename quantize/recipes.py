@@ -43,7 +43,8 @@ _CUDA_BLOCKS = 1 << 18
 
 
 def recipe_global_scale(amax: Tensor, recipe: str = DEFAULT_RECIPE) -> Tensor:
-    """The global scale that a recipe takes for a matrix of this amax: float32, of amax's shape."""
+    """The global scale that a recipe takes for a matrix, or for matrices that share one, of this amax: float32,
+    of amax's shape."""
     return global_scale_for(amax, E4M3_MAX if recipe == "max" else SEARCH_SF_MAX)
 
 
@@ -87,7 +88,7 @@ def quantize_matrix(
     if global_scale is None:
         global_scale = recipe_global_scale(amax, recipe)
     else:
-        global_scale = torch.as_tensor(global_scale, dtype=torch.float32).to(w.device).expand(stack)
+        global_scale = torch.as_tensor(global_scale, dtype=torch.float32).detach().to(w.device).expand(stack)
         if not ((global_scale > 0) & global_scale.isfinite()).all():
             raise ValueError("global_scale must be positive and finite")
     of_rows = global_scale[:, None] if stack else global_scale
@@ -104,23 +105,15 @@ def quantize_expert(
 ) -> dict[str, Tensor]:
     """One expert's matrix [N, K] -> its slices of `NVFP4Experts`' parameters, by their names.
 
-    name: "gate_up_proj" (rows [gate; up], each half with a global scale of its own), "up_proj" or
-    "down_proj". amax: fp32 [1 or 2], the largest magnitudes where the matrix is a part of a larger
-    one. ValueError for NaN or Inf.
+    name: "gate_up_proj" (rows [gate; up], which share one global scale: servers read gate's for both),
+    "up_proj" or "down_proj". amax: fp32 0-d, the largest magnitude where the matrix is a part of a
+    larger one. ValueError for NaN or Inf.
     """
+    scale = None if amax is None else recipe_global_scale(amax, recipe)
+    codes, sf, global_scale = quantize_matrix(pad_k(matrix), recipe, scale)
     parts = ("gate_proj", "up_proj") if name == "gate_up_proj" else (name,)
-    scales = [None] * len(parts) if amax is None else recipe_global_scale(amax, recipe)
-    quantized = [
-        quantize_matrix(pad_k(part), recipe, scale)
-        for part, scale in zip(matrix.chunk(len(parts)), scales, strict=True)
-    ]
-    result = {
-        name: torch.cat([codes for codes, _, _ in quantized]),
-        f"{name}_sf": torch.cat([sf.view(torch.uint8) for _, sf, _ in quantized]),
-    }
-    for part, (_, _, global_scale) in zip(parts, quantized, strict=True):
-        result[f"{part}_global_scale"] = global_scale
-    return result
+    scales = {f"{part}_global_scale": global_scale for part in parts}
+    return {name: codes, f"{name}_sf": sf.view(torch.uint8), **scales}
 
 
 # ---- the search ----------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from moe_nvfp4.quantize.checkpoint import TORCH_DTYPES, Checkpoint, Stored, open_checkpoint
 from moe_nvfp4.quantize.dialects import Dialect, QuantizationInfo
-from moe_nvfp4.quantize.matrices import Matrix, fp8_block, nvfp4_stack
+from moe_nvfp4.quantize.matrices import ErrorSums, Matrix, fp8_block, nvfp4_stack
 from moe_nvfp4.quantize.names import (
     DENSE,
     FUSED,
@@ -24,29 +23,10 @@ from moe_nvfp4.quantize.names import (
     SCALES,
     fp8_scale,
 )
-from moe_nvfp4.quantize.plan import Plan, nvfp4_info, plan_of
+from moe_nvfp4.quantize.plan import Plan, nvfp4_info, plan_of, separate_scales_warning
 from moe_nvfp4.weights import check_block_scales, check_global_scale
 
 PIECE = 1 << 22  # elements read at once
-
-
-@dataclass
-class LayerError:
-    """Sums over the matrices of one layer: of squared errors and of squares of the original."""
-
-    matrices: int = 0
-    error: float = 0.0
-    square: float = 0.0
-
-    @property
-    def relative(self) -> float:
-        """||dequantized - original|| / ||original||"""
-        return math.sqrt(self.error / self.square) if self.square else 0.0
-
-    @property
-    def snr(self) -> float:
-        """Signal to noise in dB."""
-        return 10 * math.log10(self.square / self.error) if self.error and self.square else math.inf
 
 
 @dataclass
@@ -55,10 +35,12 @@ class VerificationReport:
     matrices: int = 0
     tensors: int = 0
     size: int = 0  # bytes read
-    layers: dict[str, LayerError] = field(default_factory=dict)  # with a source to compare with
+    layers: dict[str, ErrorSums] = field(default_factory=dict)  # with a source to compare with
+    warnings: list[str] = field(default_factory=list)  # of what is right here and misread elsewhere
 
     def lines(self) -> Iterator[str]:
         yield f"{self.folder}: {self.matrices} NVFP4 matrices, {self.tensors} other tensors, {self.size:,} bytes: good"
+        yield from self.warnings
         if self.layers:
             yield f"{'':44s}{'matrices':>10s}{'relative error':>16s}{'SNR (dB)':>10s}"
         for name, layer in self.layers.items():
@@ -101,6 +83,7 @@ def verify_checkpoint(folder: str | os.PathLike, against: str | os.PathLike | No
         raise ValueError(f"{folder} says NVFP4 in its config.json, but no tensor ends in {marker}")
     report.matrices = len(shapes) + sum(nvfp4_stack(checkpoint, n, info.dialect).shape[0] for n in stacks)
     report.tensors, report.size = len(left), sum(t.size for t in checkpoint.tensors.values())
+    report.warnings += separate_scales_warning(checkpoint)
     if against is not None:
         report.layers = _compare(checkpoint, open_checkpoint(against), left)
     return report
@@ -217,16 +200,16 @@ def _check_experts(found: Mapping[str, tuple[int, ...]]) -> None:
 
 
 # ---------------------------------------------------------------- against the original
-def _compare(checkpoint: Checkpoint, source: Checkpoint, left: Mapping[str, Stored]) -> dict[str, LayerError]:
+def _compare(checkpoint: Checkpoint, source: Checkpoint, left: Mapping[str, Stored]) -> dict[str, ErrorSums]:
     """The error of every layer; `left`: the tensors of `checkpoint` that are not NVFP4 nor FP8."""
     layer_of = lambda stem: re.sub(r"(\bexperts)\..*", r"\1", stem)
     packed = plan_of(checkpoint).quantized
     plan = plan_of(source, {layer_of(stem) for stem in packed})
-    layers: dict[str, LayerError] = {}
+    layers: dict[str, ErrorSums] = {}
     for stem, matrix in packed.items():
         if stem not in plan.quantized:
             raise ValueError(f"{stem} has no original in {source.folder}: it was made from another checkpoint")
-        _add_error(layers.setdefault(layer_of(stem), LayerError()), stem, matrix, plan.quantized[stem])
+        _add_error(layers.setdefault(layer_of(stem), ErrorSums()), stem, matrix, plan.quantized[stem])
     for name in [*(plan.quantized.keys() - packed.keys()), *_left_dense(plan)]:
         if name not in left and f"{name}.weight" not in left:
             raise ValueError(f"{name} is in {source.folder} and neither quantized nor dense in {checkpoint.folder}")
@@ -245,7 +228,7 @@ def _left_dense(plan: Plan) -> list[str]:
     return [name for job in plan.jobs for name in job.outputs if name.startswith(modules)]
 
 
-def _add_error(layer: LayerError, stem: str, packed: Matrix, matrix: Matrix) -> None:
+def _add_error(layer: ErrorSums, stem: str, packed: Matrix, matrix: Matrix) -> None:
     padded = -(-matrix.columns // 16) * 16
     if (packed.rows, packed.columns) != (matrix.rows, padded):
         raise ValueError(f"{stem} is [{packed.rows}, {packed.columns}], its original [{matrix.rows}, {matrix.columns}]")
@@ -253,9 +236,7 @@ def _add_error(layer: LayerError, stem: str, packed: Matrix, matrix: Matrix) -> 
     for a in range(0, packed.rows, step):
         b = min(a + step, packed.rows)
         original = rows(a, b).float()
-        error = packed_rows(a, b)[:, : matrix.columns] - original
-        layer.error += error.square().sum(dtype=torch.float64).item()
-        layer.square += original.square().sum(dtype=torch.float64).item()
+        layer.add(packed_rows(a, b)[:, : matrix.columns], original)
     layer.matrices += 1
 
 

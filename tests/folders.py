@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 
 from moe_nvfp4.format import dequantize
-from moe_nvfp4.quantize.recipes import quantize_matrix
+from moe_nvfp4.quantize.recipes import quantize_matrix, recipe_global_scale
 from tests.models import SMALL, make, tensors
 
 
@@ -44,6 +44,13 @@ CONFIGS = {
         "ignore": ["lm_head", "re:.*mlp.gate$"], "kv_cache_scheme": None,
     },
 }  # fmt: skip
+
+
+def expert_by_hand(gate, up, down, recipe="mse"):
+    """projection -> (codes, sf, global scale) of one expert as new files have it: gate and up share their scale."""
+    scale = recipe_global_scale(torch.cat([gate, up]).abs().amax().float(), recipe)
+    return {"gate_proj": quantize_matrix(gate, recipe, scale), "up_proj": quantize_matrix(up, recipe, scale),
+            "down_proj": quantize_matrix(down, recipe)}  # fmt: skip
 
 
 def stored(dialect, stem, matrix, input_scale=None):

@@ -345,7 +345,6 @@ class Conversions:
         Under tensor parallelism every rank has a slice of each matrix; the global scale comes from
         the whole matrix, so that ranks and single process agree bit for bit.
         """
-        parts = ("gate_proj", "up_proj") if name == "gate_up_proj" else (name,)
         param = getattr(experts, name)
         here = param.to_local().shape[0] if isinstance(param, DTensor) else experts.layout.num_experts
         expected = here if isinstance(dense, _StackedExperts) else experts.layout.num_experts
@@ -354,7 +353,7 @@ class Conversions:
                 f"{layer_name}: the checkpoint has {len(dense)} of {expected} experts; "
                 "a shard or a tensor is missing: download the checkpoint again"
             )
-        amax = _global_amax(dense, len(parts), param) if _splits_matrices(param) else None
+        amax = _global_amax(dense, param) if _splits_matrices(param) else None
         out: dict[str, Tensor] = {}
         row = 0
         for e in range(expected):
@@ -414,10 +413,9 @@ def _splits_matrices(param: Tensor) -> bool:
     return isinstance(param, DTensor) and any(hasattr(p, "dim") and p.dim % param.ndim != 0 for p in param.placements)
 
 
-def _global_amax(dense, parts: int, param: DTensor) -> Tensor:
-    """fp32 [E, parts]: the largest magnitude of each matrix over all ranks that share it."""
-    rows = [torch.stack([c.abs().amax().float() for c in dense[e].chunk(parts)]) for e in range(len(dense))]
-    amax = torch.stack(rows)
+def _global_amax(dense, param: DTensor) -> Tensor:
+    """fp32 [E]: the largest magnitude of each matrix over all ranks that share it."""
+    amax = torch.stack([dense[e].abs().amax().float() for e in range(len(dense))])
     for dim, placement in enumerate(param.placements):
         if hasattr(placement, "dim"):
             torch.distributed.all_reduce(amax, torch.distributed.ReduceOp.MAX, group=param.device_mesh.get_group(dim))

@@ -97,8 +97,9 @@ NAMES = {
 
 
 def test_files_have_modelopt_names_and_the_quantizers_bytes(family, tmp_path):
-    """One tensor per expert, projection and scale; every byte as quantizing the matrix alone gives."""
-    from moe_nvfp4.quantize.recipes import quantize_matrix
+    """One tensor per expert, projection and scale; every byte as quantizing the matrix gives, with a global scale that
+    gate and up share."""
+    from moe_nvfp4.quantize.recipes import quantize_matrix, recipe_global_scale
 
     source = folder(tmp_path, family)
     load(source, quantization_config=MoeNvfp4Config()).save_pretrained(tmp_path / "nvfp4")
@@ -108,8 +109,10 @@ def test_files_have_modelopt_names_and_the_quantizers_bytes(family, tmp_path):
     dense = experts_by_hand(tmp_path, family, prefix)
     seen = set()
     for e in range(4):
+        *first, _ = dense[e]
+        shared = recipe_global_scale(torch.cat(first).abs().amax().float())
         for projection, matrix in zip(projections, dense[e], strict=True):
-            codes, sf, global_scale = quantize_matrix(matrix)
+            codes, sf, global_scale = quantize_matrix(matrix, "mse", shared if projection != projections[-1] else None)
             expected = {"weight": codes, "weight_scale": sf, "weight_scale_2": global_scale}
             for suffix, value in expected.items():
                 key = stem.format(e=e) + f"{projection}.{suffix}"

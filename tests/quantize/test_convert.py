@@ -31,6 +31,7 @@ from moe_nvfp4.quantize.dialects import COMPRESSED_TENSORS, DIALECTS, MODELOPT, 
 from moe_nvfp4.quantize.names import STACKS
 from moe_nvfp4.quantize.recipes import RECIPES, quantize_matrix
 from moe_nvfp4.quantize.verify import verify_checkpoint
+from tests.folders import expert_by_hand
 from tests.models import (
     FAMILIES,
     SMALL,
@@ -204,8 +205,9 @@ def test_qwen3_vl_moe_in_both_orientations(transposed, tmp_path):
                     {"model_type": "qwen3_vl_moe", "text_config": text})  # fmt: skip
     files = tensors(converted(source, tmp_path / "b"))
     for e in range(4):
-        for part, dense in (("gate_proj", up[e, :48]), ("up_proj", up[e, 48:]), ("down_proj", down[e])):
-            assert torch.equal(files[f"{name}.{e}.{part}.weight"], quantize_matrix(dense)[0])
+        for part, (codes, _, scale) in expert_by_hand(up[e, :48], up[e, 48:], down[e]).items():
+            assert torch.equal(files[f"{name}.{e}.{part}.weight"], codes)
+            assert files[f"{name}.{e}.{part}.weight_scale_2"] == scale
     edit_config(source, text_config={**text, "hidden_size": 32})
     with pytest.raises(ValueError, match=r"whether this is \[E, 2I, H\] or \[E, H, 2I\] cannot be told"):
         converted(source, tmp_path / "c")
@@ -229,10 +231,11 @@ def test_every_stacked_family_by_hand(kind, tmp_path):
         }
     found = tensors(converted(folder(tmp_path / "a", files, {"model_type": kind}), tmp_path / "b", recipe="max"))
     for e in range(3):
-        for part, dense in (("gate_proj", up[e, :48]), ("up_proj", up[e, 48:]), ("down_proj", down[e])):
+        dense = {"gate_proj": up[e, :48], "up_proj": up[e, 48:], "down_proj": down[e]}
+        for part, (codes, _, scale) in expert_by_hand(*dense.values(), "max").items():
             name = f"model.layers.0.{stack.module}.{e}.{part}"
-            assert torch.equal(found[f"{name}.weight"], quantize_matrix(dense, "max")[0])
-            assert not stack.bias or torch.equal(found[f"{name}.bias"], dense[:, 0])
+            assert torch.equal(found[f"{name}.weight"], codes) and found[f"{name}.weight_scale_2"] == scale
+            assert not stack.bias or torch.equal(found[f"{name}.bias"], dense[part][:, 0])
     assert len(found) == 3 * 3 * (4 if stack.bias else 3)
 
 
@@ -471,11 +474,14 @@ def test_fp8_blocks(tmp_path):
     assert report.quantized == 9 and report.dequantized == 2 + 9
     assert "beyond num_hidden_layers" in report.skipped["model.layers.1.mlp.experts"]
     found = tensors(tmp_path / "b")
-    for name, tensor in dense.items():
-        if "layers.0.mlp" in name:
-            codes, sf, scale = quantize_matrix(tensor.bfloat16())  # what a dense checkpoint would hold
+    for e in range(3):  # what a dense checkpoint would hold
+        stem = f"model.layers.0.mlp.experts.{e}"
+        parts = (dense[f"{stem}.{part}.weight"].bfloat16() for part in ("gate_proj", "up_proj", "down_proj"))
+        for part, (codes, sf, _) in expert_by_hand(*parts).items():
+            name = f"{stem}.{part}.weight"
             assert as_bytes(found[name]) == as_bytes(codes) and as_bytes(found[f"{name}_scale"]) == as_bytes(sf)
-        else:
+    for name, tensor in dense.items():
+        if "layers.0.mlp" not in name:
             assert torch.equal(found[name], tensor.bfloat16()), "not experts: dense, in the config's dtype"
     assert not any(n.endswith("_inv") for n in found)
     ignore = config_of(tmp_path / "b")["quantization_config"]["ignore"]
