@@ -1,9 +1,35 @@
 """NVFP4 mixture-of-experts layers for PyTorch and Hugging Face models."""
 
-from moe_nvfp4.layer import NVFP4Experts, moe_forward
-from moe_nvfp4.routing import Groups, group_by_expert
-from moe_nvfp4.weights import ExpertWeights, Gate
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from moe_nvfp4._version import __version__
 
-__all__ = ["ExpertWeights", "Gate", "Groups", "NVFP4Experts", "group_by_expert", "moe_forward"]
+if TYPE_CHECKING:
+    from moe_nvfp4.layer import NVFP4Experts, moe_forward
+    from moe_nvfp4.routing import Groups, group_by_expert
+    from moe_nvfp4.weights import ExpertWeights, Gate
+
+__all__ = ["ExpertWeights", "Gate", "Groups", "NVFP4Experts", "__version__", "group_by_expert", "moe_forward"]
+
+# The same names for the interpreter, imported on first use (PEP 562): importing torch takes seconds, and
+# `moe-nvfp4 --help` needs none of it.
+_MODULES = {
+    "NVFP4Experts": "layer",
+    "moe_forward": "layer",
+    "Groups": "routing",
+    "group_by_expert": "routing",
+    "ExpertWeights": "weights",
+    "Gate": "weights",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,8 +1,7 @@
-"""A folder for code that is built on first use, and loaded again by the next process.
+"""The cache folder: code that is built on first use and loaded again by the next process, and the demo's model.
 
-``$MOE_NVFP4_CACHE``, else ``$XDG_CACHE_HOME/moe_nvfp4``, else ``~/.cache/moe_nvfp4``. A file ends with
-the checksum of the rest: loading half of one may kill the process. (Loaders of libraries and objects
-ignore what follows the last section.)
+A file of code ends with the checksum of the rest: loading half of one may kill the process. (Loaders of
+libraries and objects ignore what follows the last section.)
 """
 
 from __future__ import annotations
@@ -13,7 +12,12 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from moe_nvfp4.demo import cache_folder
+
+def cache_folder() -> Path:
+    """``$MOE_NVFP4_CACHE``, else ``$XDG_CACHE_HOME/moe_nvfp4``, else ``~/.cache/moe_nvfp4``. It need not exist."""
+    if folder := os.environ.get("MOE_NVFP4_CACHE"):
+        return Path(folder).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moe_nvfp4"
 
 
 def own_folder(name: str) -> Path:

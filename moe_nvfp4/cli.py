@@ -4,24 +4,34 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 import sys
 import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from moe_nvfp4.quantize.convert import convert_checkpoint
-from moe_nvfp4.quantize.dialects import DIALECTS, read_config
-from moe_nvfp4.quantize.plan import readable_size
-from moe_nvfp4.quantize.recipes import DEFAULT_RECIPE, RECIPES
-from moe_nvfp4.weights import ACTIVATIONS
+from moe_nvfp4._version import __version__
+from moe_nvfp4.demo import DemoError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# torch and transformers take seconds to import: each command imports what it needs, and --help does without. So these
+# are written down here; a test compares them with the modules that they belong to.
+RECIPES, DEFAULT_RECIPE = ("max", "four_over_six", "mse"), "mse"
+DIALECTS = ("modelopt", "compressed-tensors")
+ACTIVATIONS = ("bf16", "nvfp4")
 
 MODEL_HELP = "folder or hub name of a Hugging Face MoE model, 4-bit or not; 'demo' makes a small one"
+# What is fetched of a hub model: nothing in subfolders (original/), no weights in other formats (.bin, .gguf).
+HUB_FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.py", "README.md", "LICENSE*"]
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command; returns the exit code (2: a mistake that the message explains)."""
     args = _parser().parse_args(argv)
-    from moe_nvfp4.demo import DemoError
-
     try:
         args.run(args)
     except (ValueError, NotImplementedError, OSError, ImportError, DemoError) as error:
@@ -34,8 +44,13 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="moe-nvfp4",
         description="4-bit (NVFP4) experts for the mixture-of-experts models of Hugging Face.",
         epilog="examples:\n"
@@ -45,9 +60,12 @@ def _parser() -> argparse.ArgumentParser:
         "  moe-nvfp4 compare demo\n",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--version", action="version", version=f"moe-nvfp4 {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    def command(name: str, run, help: str, description: str) -> argparse.ArgumentParser:
+    def command(
+        name: str, run: Callable[[argparse.Namespace], None], help: str, description: str
+    ) -> argparse.ArgumentParser:
         sub = commands.add_parser(name, help=help, description=description)
         sub.set_defaults(run=run)
         return sub
@@ -62,10 +80,14 @@ def _parser() -> argparse.ArgumentParser:
             help="experts modules to leave as they are, wildcards allowed: 'model.layers.0.*'",
         )  # fmt: skip
 
-    def texts(sub: argparse.ArgumentParser, windows: int) -> None:
+    def texts(sub: argparse.ArgumentParser, windows: int, shortest: int) -> None:
         sub.add_argument("--text", type=Path, help="a text file (default for demo: a text of its own)")
-        sub.add_argument("--windows", type=int, default=windows, help=f"pieces of the text (default {windows})")
-        sub.add_argument("--window", type=int, default=512, help="tokens in each (default 512)")
+        sub.add_argument(
+            "--windows", type=_whole(1), default=windows, metavar="N", help=f"pieces of the text (default {windows})"
+        )
+        sub.add_argument(
+            "--window", type=_whole(shortest), default=512, metavar="N", help="tokens in each (default 512)"
+        )
 
     def device(sub: argparse.ArgumentParser) -> None:
         sub.add_argument("--device", default=None, help="cpu, cuda, cuda:1 (default: cuda where there is one)")
@@ -76,9 +98,9 @@ def _parser() -> argparse.ArgumentParser:
         "token by token. Prints the speed and the memory of the experts before and after.",
     )  # fmt: skip
     sub.add_argument("model", metavar="MODEL", help=MODEL_HELP)
-    sub.add_argument("--prompt", default="What is the capital of France, and what is it known for?")
-    sub.add_argument("--max-new-tokens", type=int, default=128, metavar="N")
-    sub.add_argument("--temperature", type=float, default=0.0, help="0 (default): the likeliest token")
+    sub.add_argument("--prompt", type=_prompt, default="What is the capital of France, and what is it known for?")
+    sub.add_argument("--max-new-tokens", type=_whole(1), default=128, metavar="N")
+    sub.add_argument("--temperature", type=_temperature, default=0.0, help="0 (default): the likeliest token")
     sub.add_argument("--raw", action="store_true", help="continue the prompt, without the chat template")
     sub.add_argument(
         "--activations", choices=ACTIVATIONS, default=None,
@@ -111,7 +133,7 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     sub.add_argument("--dry-run", action="store_true", help="print the plan and the sizes, write nothing")
     sub.add_argument(
-        "--workers", type=int, metavar="N", help="threads (default: one per core, at most 4, 8 with a GPU)"
+        "--workers", type=_whole(1, 256), metavar="N", help="threads (default: one per core, at most 4, 8 with a GPU)"
     )
     device(sub)
 
@@ -120,8 +142,8 @@ def _parser() -> argparse.ArgumentParser:
         "Read every tensor of the NVFP4 checkpoint DST: names, shapes, dtypes, scales, every expert complete. "
         "With --against, the error of each layer against the original too. Exit code 0 (good) or 2.",
     )  # fmt: skip
-    sub.add_argument("destination", metavar="DST", type=Path, help="folder of a 4-bit checkpoint")
-    sub.add_argument("--against", type=Path, default=None, metavar="SRC", help="the checkpoint it was made from")
+    sub.add_argument("destination", metavar="DST", help="folder or hub name of a 4-bit checkpoint")
+    sub.add_argument("--against", default=None, metavar="SRC", help="the checkpoint it was made from, or 'demo'")
 
     sub = command(
         "calibrate", calibrate, "add static activation scales",
@@ -130,7 +152,7 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     sub.add_argument("model", metavar="MODEL", help=MODEL_HELP)
     sub.add_argument("destination", metavar="DST", type=Path, help="folder to make; must not exist")
-    texts(sub, 4)
+    texts(sub, 4, shortest=1)
     quantizing(sub)
     device(sub)
 
@@ -148,10 +170,36 @@ def _parser() -> argparse.ArgumentParser:
         "experts (W4A16 and W4A4) against the original MODEL, on a text. Needs memory for both.",
     )  # fmt: skip
     sub.add_argument("model", metavar="MODEL", help=MODEL_HELP)
-    texts(sub, 12)
+    texts(sub, 12, shortest=2)
     quantizing(sub)
     device(sub)
     return parser
+
+
+# ---------------------------------------------------------------- values of arguments
+def _whole(least: int, most: int = 2**31 - 1) -> Callable[[str], int]:
+    def number(text: str) -> int:
+        if not re.fullmatch(r"\d{1,10}", text, re.ASCII) or not least <= int(text) <= most:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {least} to {most}")
+        return int(text)
+
+    return number
+
+
+def _temperature(text: str) -> float:
+    try:
+        temperature = float(text)
+    except ValueError:
+        temperature = math.nan
+    if not 0 <= temperature < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 on: 0 takes the likeliest token")
+    return temperature
+
+
+def _prompt(text: str) -> str:
+    if not text.strip():
+        raise argparse.ArgumentTypeError("the prompt is empty: write a text to answer or, with --raw, to continue")
+    return text
 
 
 # ---------------------------------------------------------------- commands
@@ -160,6 +208,7 @@ def generate(args: argparse.Namespace) -> None:
     from transformers import TextStreamer
 
     from moe_nvfp4.integrations.huggingface import set_activations
+    from moe_nvfp4.quantize.plan import readable_size
 
     model, tokenizer = _load(args.model, args.device, args.recipe, args.exclude, args.activations or "bf16")
     if args.activations:
@@ -172,6 +221,9 @@ def generate(args: argparse.Namespace) -> None:
         )
     else:
         inputs = tokenizer(args.prompt, return_tensors="pt")
+    prompt = inputs["input_ids"].shape[1]
+    if prompt == 0:
+        raise ValueError(f"the tokenizer of {args.model} makes no tokens of the prompt {args.prompt!r}: write another")
     inputs = {k: v.to(model.device) for k, v in inputs.items() if k in ("input_ids", "attention_mask")}
 
     class Streamer(TextStreamer):
@@ -189,7 +241,6 @@ def generate(args: argparse.Namespace) -> None:
         model.generate(**inputs, max_new_tokens=args.max_new_tokens, streamer=streamer, **sampling)
     times = streamer.times[1:]  # the first is the prompt
     before, after = _expert_bytes(model)
-    prompt = inputs["input_ids"].shape[1]
     _say("")
     if len(times) > 1:
         _say(f"speed:   {(len(times) - 1) / (times[-1] - times[0]):.1f} tokens/s over {len(times)} tokens, "
@@ -198,6 +249,9 @@ def generate(args: argparse.Namespace) -> None:
 
 
 def quantize(args: argparse.Namespace) -> None:
+    from moe_nvfp4.quantize.convert import convert_checkpoint
+    from moe_nvfp4.quantize.plan import readable_size
+
     report = convert_checkpoint(
         _folder(args.source), args.destination, args.recipe, args.exclude, args.include, args.dialect,
         args.activations, args.workers, args.device, args.dry_run, share_scales=args.share_scales,
@@ -219,7 +273,8 @@ def quantize(args: argparse.Namespace) -> None:
 def verify(args: argparse.Namespace) -> None:
     from moe_nvfp4.quantize.verify import verify_checkpoint
 
-    report = verify_checkpoint(args.destination, args.against)
+    against = None if args.against is None else _folder(args.against)
+    report = verify_checkpoint(_folder(args.destination), against)
     for line in report.lines():
         _say(line)
 
@@ -244,7 +299,8 @@ def info(args: argparse.Namespace) -> None:
     from moe_nvfp4.integrations.huggingface import MoeNvfp4Config
     from moe_nvfp4.integrations.huggingface.experts import HFExperts, describe
     from moe_nvfp4.quantize.checkpoint import open_checkpoint
-    from moe_nvfp4.quantize.plan import separate_scales_warning
+    from moe_nvfp4.quantize.dialects import read_config
+    from moe_nvfp4.quantize.plan import readable_size, separate_scales_warning
 
     source = _resolve(args.model)
     config = _config(source)
@@ -254,9 +310,12 @@ def info(args: argparse.Namespace) -> None:
         if read_config(quantization) is None:
             raise ValueError(f"{args.model} is quantized with {quantization.get('quant_method')!r}, not with NVFP4")
         chosen = MoeNvfp4Config.from_dict(quantization)
-    with torch.device("meta"):
+    with torch.device("meta"), _config_errors(source):
         model = _model_class(config)._from_config(config, dtype=torch.bfloat16)
-    rows, skipped, inside = [], [], "\0"
+    rows: list[tuple[str, str]] = []  # name, what it is
+    skipped: list[tuple[str, str]] = []  # name, why
+    dense = packed = 0  # bytes
+    inside = "\0"
     for name, module in model.named_modules():
         if name.startswith(inside):
             continue
@@ -272,27 +331,44 @@ def info(args: argparse.Namespace) -> None:
             skipped.append((name, "excluded"))
             continue
         experts = HFExperts(module, layout, chosen.activations, device="meta")
-        dense = 2 * sum(p.numel() for p in module.parameters())
-        packed = sum(p.numel() * p.element_size() for p in experts.parameters())
-        rows.append((name, type(module).__name__, layout, experts.gate, dense, packed))
+        before = 2 * sum(p.numel() for p in module.parameters())
+        after = sum(p.numel() * p.element_size() for p in experts.parameters())
+        dense, packed = dense + before, packed + after
+        shape = f"E {layout.num_experts}  H {layout.hidden_size}  I {layout.intermediate_size}"
+        gate = "own gate, unfused" if experts.gate.kind == "raw" else experts.gate.kind
+        sizes = f"{readable_size(before):>9s} -> {readable_size(after):>9s}"
+        rows.append((name, f"{type(module).__name__:24s} {shape:28s} {gate:12s} {sizes}"))
     total = 2 * sum(p.numel() for p in model.parameters())
     state = "bf16, would become NVFP4" if quantization is None else f"NVFP4 of {chosen.dialect}"
     _say(f"{args.model}: {type(model).__name__}, {len(rows)} layers of experts, {state}")
-    for name, kind, layout, gate, dense, packed in rows:
-        shape = f"E {layout.num_experts}  H {layout.hidden_size}  I {layout.intermediate_size}"
-        fused = "own gate, unfused" if gate.kind == "raw" else gate.kind
-        sizes = f"{readable_size(dense):>9s} -> {readable_size(packed):>9s}"
-        _say(f"  {name:44s} {kind:24s} {shape:28s} {fused:12s} {sizes}")
-    for name, why in skipped:
+    for name, what in _grouped(rows):
+        _say(f"  {name:44s} {what}")
+    for name, why in _grouped(skipped):
         _say(f"  {name:44s} left as it is: {why}")
     if not rows:
         raise ValueError(f"{args.model} has no experts that this library can quantize")
     if quantization is not None and Path(source).is_dir():
         for line in separate_scales_warning(open_checkpoint(source)):
             _say(line)
-    dense, packed = sum(r[4] for r in rows), sum(r[5] for r in rows)
     _say(f"experts: {readable_size(dense)} in bf16, {readable_size(packed)} in NVFP4; "
          f"whole model {readable_size(total)} -> {readable_size(total - dense + packed)}")  # fmt: skip
+
+
+def _grouped(rows: Iterable[tuple[str, str]]) -> Iterable[tuple[str, str]]:
+    """(name, text) pairs; of those that differ in the first number of the name only, one: "30 x model.layers.0-29"."""
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for name, text in rows:
+        before, number, after = re.fullmatch(r"(\D*)(\d*)(.*)", name).groups()
+        groups.setdefault((before, after, text), []).append(number)
+    for (before, after, text), numbers in groups.items():
+        spans: list[list[int]] = []
+        for number in map(int, filter(None, numbers)):
+            if spans and number == spans[-1][1] + 1:
+                spans[-1][1] = number
+            else:
+                spans.append([number, number])
+        listed = ",".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
+        yield (f"{len(numbers)} x " if len(numbers) > 1 else "") + before + listed + after, text
 
 
 def compare(args: argparse.Namespace) -> None:
@@ -305,7 +381,7 @@ def compare(args: argparse.Namespace) -> None:
     if "quantization_config" in _config(source).to_dict():
         raise ValueError(f"{args.model} is quantized already: compare needs the original to compare with")
     text = _text(args)
-    original, tokenizer = _load(source, args.device, None, [], None)
+    original, tokenizer = _load(source, args.device, None, [], "bf16")
     model, _ = _load(source, args.device, args.recipe, args.exclude, "bf16", tokenizer=False)
     windows = _windows(args, tokenizer, text).to(original.device)
 
@@ -343,7 +419,7 @@ def _text(args: argparse.Namespace) -> str:
     return demo_text()
 
 
-def _windows(args: argparse.Namespace, tokenizer, text: str):
+def _windows(args: argparse.Namespace, tokenizer: Any, text: str) -> Tensor:
     """int64 [count, window]: the first --windows pieces of the text."""
     ids = tokenizer(text, return_tensors="pt").input_ids[0]
     count = min(args.windows, len(ids) // args.window)
@@ -359,7 +435,7 @@ def _folder(model: str) -> str:
         return source
     from huggingface_hub import snapshot_download
 
-    return snapshot_download(source)
+    return snapshot_download(source, allow_patterns=HUB_FILES, ignore_patterns="*/*")
 
 
 def _resolve(model: str) -> str:
@@ -370,7 +446,8 @@ def _resolve(model: str) -> str:
     return str(demo_path())
 
 
-def _config(source: str):
+def _config(source: str) -> Any:
+    """transformers' config object of a model."""
     from transformers import AutoConfig
 
     path = Path(source)
@@ -378,38 +455,59 @@ def _config(source: str):
         raise ValueError(f"{source} does not exist")
     if path.is_dir() and not (path / "config.json").is_file():
         raise ValueError(f"{source} has no config.json: name the folder of a Hugging Face checkpoint")
-    return AutoConfig.from_pretrained(source)
+    with _config_errors(source):
+        return AutoConfig.from_pretrained(source)
 
 
-def _model_class(config):
+def _model_class(config: Any) -> Any:
     import transformers
 
-    for name in config.architectures or ():
-        if hasattr(transformers, name):
-            return getattr(transformers, name)
-    raise ValueError(f"transformers {transformers.__version__} does not know {config.architectures}")
+    for name in config.architectures if isinstance(config.architectures, list) else ():
+        found = getattr(transformers, str(name), None)
+        if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel):
+            return found
+    raise ValueError(f"transformers {transformers.__version__} has no model {config.architectures}")
 
 
-def _load(model: str, device, recipe, exclude, activations, tokenizer: bool = True):
+@contextmanager
+def _config_errors(source: str) -> Iterator[None]:
+    """What transformers raises where a config.json makes no sense to it, of any type, as one ValueError."""
+    import transformers
+
+    try:
+        yield
+    except (ValueError, OSError, ImportError):
+        raise
+    except Exception as error:
+        version, what = transformers.__version__, f"{type(error).__name__}: {error}"[:300]
+        raise ValueError(
+            f"the config.json of {source} is damaged, or transformers {version} is too old for it ({what})"
+        ) from None
+
+
+def _load(
+    model: str, device: str | None, recipe: str | None, exclude: list[str], activations: str, tokenizer: bool = True
+) -> tuple[Any, Any]:
     """(model, tokenizer); recipe None: as it is, without 4-bit experts."""
     import torch
     from transformers import AutoTokenizer
 
+    from moe_nvfp4.devices import usable_device
     from moe_nvfp4.integrations.huggingface import MoeNvfp4Config
 
+    place = usable_device(device)
     source = _resolve(model)
     config = _config(source)
     kwargs = {}
     if recipe is not None and "quantization_config" not in config.to_dict():
         kwargs["quantization_config"] = MoeNvfp4Config(activations=activations, recipe=recipe, exclude=exclude)
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if device != "cpu":  # needs the package accelerate (extra "gpu"), which a CPU can do without
-        kwargs["device_map"] = device
+    if place.type != "cpu":  # needs the package accelerate (extra "gpu"), which a CPU can do without
+        kwargs["device_map"] = str(place)
     loaded = _model_class(config).from_pretrained(source, dtype=torch.bfloat16, **kwargs)
     return loaded.eval(), AutoTokenizer.from_pretrained(source) if tokenizer else None
 
 
-def _expert_bytes(model) -> tuple[int, int]:
+def _expert_bytes(model: Any) -> tuple[int, int]:
     """Bytes of the experts' weights: (in bf16, as they are)."""
     from moe_nvfp4.integrations.huggingface.experts import HFExperts
 

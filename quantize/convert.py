@@ -33,8 +33,9 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
 import torch
-from tqdm import tqdm
 
+from moe_nvfp4.devices import usable_device
+from moe_nvfp4.progress import progress_bar
 from moe_nvfp4.quantize.checkpoint import INDEX, Checkpoint, ShardWriter, Workplace, open_checkpoint, tensor_bytes
 from moe_nvfp4.quantize.dialects import DIALECTS
 from moe_nvfp4.quantize.jobs import Job, Options
@@ -83,6 +84,8 @@ def convert_checkpoint(
     if destination.exists() or destination.is_symlink():
         raise ValueError(f"{destination} exists: name a folder that does not, or remove it first")
     checkpoint = open_checkpoint(source)
+    if workers is not None and not 1 <= workers <= 256:
+        raise ValueError(f"workers = {workers}: a conversion takes 1 to 256 threads")
     options = _options(checkpoint.config, recipe, exclude, include, dialect, activations, device, share_scales)
     report = ConversionReport(source, destination, recipe)
     plan = Plan(checkpoint, options, report)
@@ -115,7 +118,7 @@ def _options(config, recipe, exclude, include, dialect, activations, device, sha
                                (activations, ACTIVATIONS, "activations")):  # fmt: skip
         if value not in known:
             raise ValueError(f"unknown {what} {value!r}: choose one of {', '.join(known)}")
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = str(usable_device(device))
     include = None if include is None else tuple(include)
     dtype = config_dtype(config)
     return Options(recipe, tuple(exclude), include, DIALECTS[dialect], activations, device, dtype, share_scales)
@@ -210,7 +213,7 @@ def _run(
         by_shard.setdefault(job.shard, []).append(job)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # one matrix per worker beats one matrix at a time
-    bar = tqdm(total=sum(j.size for j in jobs), unit="B", unit_scale=True, desc="NVFP4", disable=not progress)
+    bar = progress_bar(total=sum(j.size for j in jobs), unit="B", unit_scale=True, desc="NVFP4", show=progress)
     try:
         with bar, ThreadPoolExecutor(workers, initializer=_own_stream, initargs=(device,)) as pool:
             report.resumed = _feed(pool, workers, _pending(by_shard, place), place, bar)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -13,6 +12,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from moe_nvfp4._version import __version__
 from moe_nvfp4.quantize.checkpoint import Checkpoint, Stored, tensor_bytes
 from moe_nvfp4.quantize.dialects import DIALECTS, Dialect, QuantizationInfo, read_config, write_config
 from moe_nvfp4.quantize.jobs import (
@@ -546,8 +546,7 @@ class Plan:
             own = {"activations": info.activations, **(q.get("moe_nvfp4") or {}), "input_scale": self.has_input_scale}
         dense = self.dense | ({"lm_head"} - self.quantized.keys())
         ignore = ignore_patterns(dense, set(self.quantized), self.excluded, o.dialect)
-        version = sys.modules[__name__.partition(".")[0]].__version__  # above this file, so not imported by it
-        new = write_config(o.dialect, ignore, self.has_input_scale, own, version, self.has_pre_quant_scale)
+        new = write_config(o.dialect, ignore, self.has_input_scale, own, __version__, self.has_pre_quant_scale)
         if q.get("kv_cache_scheme") is not None:
             new["kv_cache_scheme"] = q["kv_cache_scheme"]
         return new

@@ -7,13 +7,13 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from tqdm import tqdm
 
 from moe_nvfp4.integrations.huggingface.config import MoeNvfp4Config
 from moe_nvfp4.integrations.huggingface.converters import model_conversions
 from moe_nvfp4.integrations.huggingface.experts import HFExperts, dense_experts, find_experts, replace_experts
 from moe_nvfp4.integrations.huggingface.quantizer import MoeNvfp4Quantizer
 from moe_nvfp4.layer import NVFP4Linear
+from moe_nvfp4.progress import progress_bar
 from moe_nvfp4.quantize.calibrate import observe
 from moe_nvfp4.quantize.recipes import DEFAULT_RECIPE
 from moe_nvfp4.weights import ACTIVATIONS
@@ -46,7 +46,7 @@ def swap_experts(
     found = find_experts(model, config)
     packed = {}
     swaps = [(name, module, layout) for name, module, layout in found if layout is not None]
-    for name, module, layout in tqdm(swaps, desc="NVFP4 experts", unit="layer", disable=not progress):
+    for name, module, layout in progress_bar(swaps, desc="NVFP4 experts", unit="layer", show=progress):
         dense = next(module.parameters())
         experts = replace_experts(model, name, module, layout, config, dense.device)
         for e, (w13, w2) in enumerate(dense_experts(module, layout)):
@@ -97,7 +97,7 @@ def calibrate(model: nn.Module, batches: Iterable[Tensor | Mapping[str, Tensor]]
         raise NotImplementedError("a model that is split over ranks is not calibrated: do it in one process, and save")
 
     def run() -> None:
-        for batch in tqdm(batches, desc="calibrate", unit="batch", disable=not progress):
+        for batch in progress_bar(batches, desc="calibrate", unit="batch", show=progress):
             inputs = {"input_ids": batch} if isinstance(batch, Tensor) else batch
             with torch.no_grad():
                 model(**{key: value.to(model.device) for key, value in inputs.items()})

@@ -1,5 +1,7 @@
 """The command line, as a person types it."""
 
+import importlib.metadata
+import json
 import os
 import re
 import subprocess
@@ -53,6 +55,8 @@ def test_quantize_info_generate(folder, tmp_path, capsys):
     assert re.search(r"model.layers.0.mlp.experts +left as it is: excluded", said)
     run("info", folder)
     said = capsys.readouterr().out
+    assert len(re.findall(r"mlp.experts", said)) == 1
+    assert re.search(r"  2 x model.layers.0-1.mlp.experts +Qwen3MoeExperts +E 8  H 64  I 48 +silu", said)
     # 2 layers of 8 * 3 * 64 * 48 weights: 2 bytes each, then 9 bytes for 16 and 3 scales per expert
     assert "2 layers of experts, bf16, would become NVFP4" in said
     assert f"experts: {2 * 147456 / 1e3:.1f} KB in bf16" in said
@@ -121,6 +125,49 @@ def test_quantize_verify_and_back(folder, tmp_path, capsys):
     assert "is not an NVFP4 checkpoint" in capsys.readouterr().err
 
 
+def test_every_command_takes_demo_and_hub_names(folder, tmp_path, monkeypatch, capsys):
+    """'demo' is our small checkpoint here; the hub gives a folder, and is asked for the files of a checkpoint only."""
+    monkeypatch.setattr(demo, "demo_path", lambda: folder)
+    run("quantize", "demo", tmp_path / "nvfp4", "--recipe", "max", "--device", "cpu")
+    capsys.readouterr()
+    run("verify", tmp_path / "nvfp4", "--against", "demo")
+    assert re.search(r"model.layers.1.mlp.experts +24 +0\.\d+", capsys.readouterr().out)
+
+    import huggingface_hub
+    from huggingface_hub.utils import filter_repo_objects
+
+    asked = []
+
+    def snapshot(name, **patterns):
+        files = ["config.json", "model-00001-of-00002.safetensors", "model.safetensors.index.json", "tokenizer.model",
+                 "merges.txt", "chat_template.jinja", "modeling_x.py", "LICENSE.md", "original/params.json",
+                 "original/consolidated.safetensors", "metal/model.bin", "pytorch_model.bin", "model.gguf",
+                 "figure.png"]  # fmt: skip
+        asked.append((name, list(filter_repo_objects(files, **patterns))))
+        return str(folder)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+    run("verify", tmp_path / "nvfp4", "--against", "some/model")
+    run("quantize", "some/model", tmp_path / "other", "--dry-run")
+    wanted = ["config.json", "model-00001-of-00002.safetensors", "model.safetensors.index.json", "tokenizer.model",
+              "merges.txt", "chat_template.jinja", "modeling_x.py", "LICENSE.md"]  # fmt: skip
+    assert asked == [("some/model", wanted)] * 2
+
+
+@pytest.mark.parametrize(
+    ("names", "lines"),
+    [
+        (["model.layers.3.mlp.experts"], ["model.layers.3.mlp.experts"]),
+        ([f"layers.{i}.mlp" for i in (1, 2, 3, 7, 9, 10)], ["6 x layers.1-3,7,9-10.mlp"]),
+        (["a.0.x", "b.0.x", "a.1.x", "a.1.y"], ["2 x a.0-1.x", "b.0.x", "a.1.y"]),
+        (["experts", "layers.0.mlp.experts.0"], ["experts", "layers.0.mlp.experts.0"]),
+    ],
+)
+def test_equal_layers_are_one_line(names, lines):
+    assert list(cli._grouped((name, "same") for name in names)) == [(line, "same") for line in lines]
+    assert len(list(cli._grouped(zip(names, "abcdefg", strict=False)))) == len(names), "different ones are not"
+
+
 def test_mistakes_are_one_line_and_exit_code_2(folder, tmp_path, capsys):
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -140,11 +187,93 @@ def test_mistakes_are_one_line_and_exit_code_2(folder, tmp_path, capsys):
         (("compare", tmp_path / "done", "--text", tmp_path / "short.txt"), "needs the original"),
     ]
     for args, message in cases:
-        capsys.readouterr()
-        run(*args, expect=2)
-        error = capsys.readouterr().err.strip().splitlines()[-1]
-        assert error.startswith(f"moe-nvfp4 {args[0]}: error: ") and message in error
+        assert message in mistake(args, capsys)
     assert not (tmp_path / "x").exists()
+
+
+def mistake(args, capsys) -> str:
+    """The line that a wrong command ends with; its exit code is 2."""
+    capsys.readouterr()
+    try:
+        run(*args, expect=2)
+    except SystemExit as stop:
+        assert stop.code == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith(f"moe-nvfp4 {args[0]}: error: ")
+    return error
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="a machine with a GPU has some of these")
+@pytest.mark.parametrize("device", ["cuda", "cuda:1", "mps", "meta", "foo"])
+@pytest.mark.parametrize("command", ["generate", "quantize", "calibrate", "compare"])
+def test_a_device_that_is_not_there(command, device, folder, tmp_path, capsys):
+    destination = {"quantize": [tmp_path / "x"], "calibrate": [tmp_path / "x"]}.get(command, [])
+    text = ["--text", ROOT / "README.md"] if command in ("calibrate", "compare") else []
+    error = mistake([command, folder, *destination, *text, "--device", device], capsys)
+    assert {"foo": "write cpu, cuda or cuda:1", "meta": "write cpu or cuda"}.get(device, "finds cpu") in error
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["generate", "X", "--prompt", ""], "the prompt is empty"),
+        (["generate", "X", "--prompt", " \n"], "the prompt is empty"),
+        (["generate", "X", "--max-new-tokens", 0], "'0' is not a whole number from 1"),
+        (["generate", "X", "--max-new-tokens", 10**30], "is not a whole number from 1 to 2147483647"),
+        (["generate", "X", "--temperature", "nan"], "'nan' is not a number from 0 on"),
+        (["generate", "X", "--temperature", "-1"], "'-1' is not a number from 0 on"),
+        (["generate", "X", "--temperature", "inf"], "'inf' is not a number from 0 on"),
+        (["generate", "X", "--temperature", "hot"], "'hot' is not a number from 0 on"),
+        (["generate", "X", "--recipe", "best"], "invalid choice: 'best'"),
+        (["quantize", "X", "Y", "--workers", 0], "'0' is not a whole number from 1 to 256"),
+        (["quantize", "X", "Y", "--workers", 1000], "'1000' is not a whole number from 1 to 256"),
+        (["calibrate", "X", "Y", "--window", 0], "'0' is not a whole number from 1"),
+        (["calibrate", "X", "Y", "--windows", "-1"], "'-1' is not a whole number from 1"),
+        (["compare", "X", "--windows", "x"], "'x' is not a whole number from 1"),
+        (["compare", "X", "--window", 1], "'1' is not a whole number from 2"),
+    ],
+)
+def test_values_out_of_range(args, message, capsys):
+    error = mistake(args, capsys)
+    assert message in error and f"(see moe-nvfp4 {args[0]} --help)" in error
+
+
+def test_a_prompt_of_no_tokens(folder, tmp_path, capsys):
+    """No unknown token, no special ones: what the vocabulary does not have makes no tokens."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    model = tmp_path / "model"
+    model.mkdir()
+    for file in folder.iterdir():
+        (model / file.name).symlink_to(file)
+    for file in model.glob("tokenizer*"):
+        file.unlink()
+    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE({"a": 0}, []))).save_pretrained(model)
+    run("generate", model, "--prompt", "?", "--device", "cpu", expect=2)
+    assert "makes no tokens of the prompt '?'" in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ('{"a": ' * 100_000 + "1" + "}" * 100_000, "RecursionError"),
+        ("3", "TypeError"),
+        ({"hidden_act": "foo"}, "KeyError: 'foo'"),
+        ({"num_hidden_layers": "two"}, "expected int, got str"),
+        ({"dtype": "float3"}, "float3"),
+        ({"architectures": ["AutoConfig"]}, "has no model ['AutoConfig']"),
+        ({"architectures": None}, "has no model None"),
+    ],
+    ids=str,
+)
+def test_a_config_that_makes_no_sense(changes, message, folder, tmp_path, capsys):
+    config = json.loads((folder / "config.json").read_text())
+    text = changes if isinstance(changes, str) else json.dumps(config | changes)
+    (tmp_path / "config.json").write_text(text)
+    error = mistake(["info", tmp_path], capsys)
+    assert message in error and len(error) < 600
 
 
 def test_help_teaches(capsys):
@@ -156,15 +285,57 @@ def test_help_teaches(capsys):
     said = capsys.readouterr().out
     for word in ("moe-nvfp4 quantize ./Qwen3-30B-A3B", "W4A16", "wildcards", "'demo' makes a small one"):
         assert word in said
-    with pytest.raises(SystemExit) as stop:
-        cli.main(["generate", "demo", "--recipe", "best"])
-    assert stop.value.code == 2
 
 
-def test_python_dash_m():
+def test_choices_are_those_of_the_library():
+    """cli.py has them in words of its own, so that --help imports nothing."""
+    from moe_nvfp4 import weights
+    from moe_nvfp4.quantize import dialects, recipes
+
+    assert (cli.RECIPES, cli.DEFAULT_RECIPE) == (recipes.RECIPES, recipes.DEFAULT_RECIPE)
+    assert (cli.DIALECTS, cli.ACTIVATIONS) == (tuple(dialects.DIALECTS), weights.ACTIVATIONS)
+
+
+@pytest.mark.parametrize("args", [["--help"], ["quantize", "--help"], ["--version"], ["generate", "X", "--prompt", ""]])
+def test_help_imports_nothing_slow(args):
+    code = (
+        f"import sys\nfrom moe_nvfp4 import cli\ntry:\n    cli.main({args})\nexcept SystemExit:\n"
+        "    print('slow:', sorted({'torch', 'numpy', 'transformers', 'tqdm', 'safetensors'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.endswith("slow: []\n")
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["--version"])
+    assert capsys.readouterr().out == f"moe-nvfp4 {importlib.metadata.version('moe-nvfp4')}\n"
+
+
+def test_interrupted_while_importing(tmp_path):
+    """Ctrl-C as it comes to a process that is busy importing torch."""
+    (tmp_path / "torch.py").write_text("import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)\n")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+    command = [sys.executable, "-m", "moe_nvfp4", "info", "X"]
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
+    assert (result.returncode, result.stdout, result.stderr) == (130, "", "\nmoe-nvfp4: interrupted\n")
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+def test_tqdm_disable(hidden, folder, tmp_path):
+    environment = {k: v for k, v in os.environ.items() if k != "TQDM_DISABLE"}
+    if hidden:
+        environment["TQDM_DISABLE"] = "1"
+    command = [sys.executable, "-m", "moe_nvfp4", "quantize", str(folder), str(tmp_path / "x"), "--recipe", "max"]
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
+    assert result.returncode == 0, result.stderr
+    assert ("NVFP4:" not in result.stderr) == hidden
+
+
+def test_python_dash_m(tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "moe_nvfp4", "info", "/no/such/model"]
-    result = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT.parent)
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
     assert result.returncode == 2 and "does not exist" in result.stderr and "Traceback" not in result.stderr
 
 

@@ -9,6 +9,7 @@ import zipfile
 import pytest
 
 from moe_nvfp4 import demo
+from moe_nvfp4.cache import cache_folder
 from moe_nvfp4.demo import DemoError, demo_path, demo_text, is_whole, write_manifest
 
 
@@ -119,10 +120,10 @@ def test_a_whole_folder_of_another_process_is_kept(tmp_path):
 def test_where_the_cache_is(monkeypatch, tmp_path):
     monkeypatch.delenv("MOE_NVFP4_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert demo.cache_folder() == tmp_path / "moe_nvfp4"
+    assert cache_folder() == tmp_path / "moe_nvfp4"
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert demo.cache_folder() == tmp_path / ".cache" / "moe_nvfp4"
+    assert cache_folder() == tmp_path / ".cache" / "moe_nvfp4"
 
 
 def test_without_gguf(cache, monkeypatch):
@@ -200,7 +201,7 @@ def test_text():
 
 @pytest.fixture(scope="module")
 def folder():
-    folder = demo.cache_folder() / f"demo-{demo.REVISION}"
+    folder = cache_folder() / f"demo-{demo.REVISION}"
     if not is_whole(folder):
         pytest.skip(f"no demo model in {folder}: python -m moe_nvfp4.demo makes it")
     pytest.importorskip("transformers")

@@ -5,17 +5,20 @@ import os
 import re
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
+
+import moe_nvfp4
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("quantize", "integrations")  # at the top of the checkout, symlinked into moe_nvfp4/
 
 # Who may import whom: a file imports only what stands in a line above its own, or in its own folder.
 ORDER = [
+    ["_version", "cache", "devices", "progress"],
     ["demo"],
-    ["cache"],
     ["format", "routing"],
     ["weights"],
     ["reference", "kernels", "quantize"],
@@ -27,7 +30,7 @@ ORDER = [
     ["examples", "tests"],
 ]
 RANK = {name: rank for rank, names in enumerate(ORDER) for name in names}
-ALONE = {"demo"}  # imports nothing of ours
+ALONE = {"_version", "cache", "devices", "progress"}  # import nothing of ours
 OUTSIDE = ORDER[-1]
 
 
@@ -110,6 +113,7 @@ def test_every_folder_is_packaged():
         ("moe_nvfp4/layer.py", "from moe_nvfp4 import kernels"),
         ("moe_nvfp4/layer.py", "from moe_nvfp4 import NVFP4Experts"),
         ("moe_nvfp4/layer.py", "from .format import SF_VEC_SIZE"),
+        ("moe_nvfp4/cache.py", "def f():\n    import moe_nvfp4._version"),
         ("moe_nvfp4/demo.py", "def f():\n    import moe_nvfp4.format"),
         ("moe_nvfp4/new.py", "import moe_nvfp4.format"),
         ("quantize/recipes.py", "from quantize import dialects"),
@@ -145,12 +149,33 @@ def test_symlinks(folder):
     assert not (ROOT / folder).is_symlink() and (ROOT / folder / "__init__.py").is_file()
 
 
+def test_the_package_is_lazy():
+    """`import moe_nvfp4` costs nothing; each name that type checkers see comes when it is asked for."""
+    code = (
+        "import sys, moe_nvfp4, moe_nvfp4.cli\n"
+        "assert not {'torch', 'numpy', 'transformers', 'tqdm'} & set(sys.modules)\n"
+        "assert moe_nvfp4.NVFP4Experts is __import__('moe_nvfp4.layer').layer.NVFP4Experts\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+    tree = ast.parse(Path(moe_nvfp4.__file__).read_text("utf-8"))
+    block = next(node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
+    seen = {alias.name: node.module for node in block.body for alias in node.names}
+    assert {*seen, "__version__"} == set(moe_nvfp4.__all__) <= set(dir(moe_nvfp4))
+    for name, module in seen.items():
+        assert getattr(moe_nvfp4, name) is getattr(import_module(module), name)
+    with pytest.raises(AttributeError, match="module 'moe_nvfp4' has no attribute 'NVFP4Expert'"):
+        moe_nvfp4.NVFP4Expert  # noqa: B018
+
+
 def test_importing_needs_no_gpu_and_no_big_library():
     """The layer is built on any machine: no device, no kernel language, and transformers only when asked for."""
     banned = ("transformers", "cutlass")
     code = (
         f"import sys; sys.modules.update(dict.fromkeys({banned}))\n"  # None: importing it raises ImportError
-        "import moe_nvfp4, torch\n"
+        "import torch\n"
+        "from moe_nvfp4 import *\n"
         "assert not torch.cuda.is_initialized()\n"
         "assert not [m for m in sys.modules if m.startswith('moe_nvfp4.kernels')]\n"
     )
