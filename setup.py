@@ -3,6 +3,7 @@
 import os
 import re
 import runpy
+import tomllib
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -46,11 +47,12 @@ def readme():
     """README.md for a package index, which knows none of our files: links absolute, or plain text while
     [project.urls] in pyproject.toml names no Repository."""
     text = Path("README.md").read_text("utf-8")
-    url = re.search(r'^Repository = "(.+?)/?"', Path("pyproject.toml").read_text("utf-8"), re.M)
+    project = tomllib.loads(Path("pyproject.toml").read_text("utf-8"))["project"]
+    url = project.get("urls", {}).get("Repository", "").rstrip("/")
     relative = r"\[([^\]]*)\]\((?!https?:|#)([^)\s]+)\)"
     if url:
-        text = re.sub(r"!" + relative, rf"![\1]({url[1]}/raw/HEAD/\2)", text)
-        return re.sub(r"(?<!!)" + relative, rf"[\1]({url[1]}/blob/HEAD/\2)", text)
+        text = re.sub(r"!" + relative, rf"![\1]({url}/raw/HEAD/\2)", text)
+        return re.sub(r"(?<!!)" + relative, rf"[\1]({url}/blob/HEAD/\2)", text)
     return re.sub(relative, r"\1", re.sub(r"!" + relative, "", text))
 
 

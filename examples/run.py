@@ -110,8 +110,8 @@ def main(arguments: list[str]) -> int:
     if not arguments or arguments[0] not in EXTRAS:
         print(__doc__)
         return 0 if arguments in (["-h"], ["--help"]) else 2
-    if sys.version_info < (3, 10):
-        fail(f"Python 3.10 or newer is needed and this is {sys.version.split()[0]}; start it with a newer one")
+    if sys.version_info < (3, 11):
+        fail(f"Python 3.11 or newer is needed and this is {sys.version.split()[0]}; start it with a newer one")
     job, rest = arguments[0], arguments[1:]
     set_up(job)
     # On a busy machine, threads of torch that wait by spinning slow each other down a hundredfold.

@@ -2,9 +2,9 @@
 
 import ast
 import os
-import re
 import subprocess
 import sys
+import tomllib
 from importlib import import_module
 from pathlib import Path
 
@@ -89,8 +89,7 @@ def violations(root):
 
 
 def unlisted_packages(root):
-    text = (root / "pyproject.toml").read_text("utf-8")  # no tomllib in Python 3.10
-    listed = set(re.findall(r'"([\w.]+)"', re.search(r"^packages = \[(.*?)\]", text, re.M | re.S)[1]))
+    listed = set(tomllib.loads((root / "pyproject.toml").read_text("utf-8"))["tool"]["setuptools"]["packages"])
     folders = {path.parent.relative_to(root) for path, owner in sources(root) if owner not in OUTSIDE}
     names = {".".join(f.parts if f.parts[0] == "moe_nvfp4" else ("moe_nvfp4", *f.parts)) for f in folders}
     return names ^ listed
@@ -133,7 +132,7 @@ def test_a_planted_violation_is_found(tmp_path, file, text):
 
 
 def test_an_unlisted_folder_is_found(tmp_path):
-    (tmp_path / "pyproject.toml").write_text('packages = ["moe_nvfp4"]\n')
+    (tmp_path / "pyproject.toml").write_text('[tool.setuptools]\npackages = ["moe_nvfp4"]\n')
     for folder in ("moe_nvfp4", "moe_nvfp4/kernels", "quantize"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "__init__.py").touch()
