@@ -323,16 +323,26 @@ def build_fence(build, match):
 
 
 @operation(
-    r"nanosleep\.u32|griddepcontrol\.launch_dependents|setmaxnreg\.(?:inc|dec)\.sync\.aligned\.u32"
+    r"nanosleep\.u32|setmaxnreg\.(?:inc|dec)\.sync\.aligned\.u32"
     r"|fence\.proxy\.(?:alias|tensormap)\S*"
 )
 def build_nothing(build, match, *operands):
-    """One kernel runs at a time, and registers are never short."""
+    """Time does not pass, and registers are never short."""
     if match[0].startswith("setmaxnreg"):
         count = operands[0].bits
         if not 24 <= count <= 256 or count % 8:
             build.fail("setmaxnreg: from 24 to 256 in steps of 8")
     return lambda warp, mask: None
+
+
+@operation(r"griddepcontrol\.launch_dependents")
+def build_dependents_launch(build, match):
+    """One kernel runs at a time: `Stream` makes the next one wait for what it may not see yet."""
+
+    def run(warp, mask):
+        warp.cta.machine.early_trigger |= not warp.trusted
+
+    return run
 
 
 @operation(r"griddepcontrol\.wait")

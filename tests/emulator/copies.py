@@ -12,7 +12,7 @@ import numpy as np
 from tests.emulator.barriers import find
 from tests.emulator.formats import bf16_decode, bf16_encode
 from tests.emulator.machine import Operation
-from tests.emulator.memory import GRANULE, OFFSET, RANK_SHIFT, STATE_NAMES, WRITTEN, Violation
+from tests.emulator.memory import GRANULE, OFFSET, RANK_SHIFT, WRITTEN, Violation
 from tests.emulator.program import PARAMETERS, lanes_of, operation
 
 # Code of the element type in the map -> bits of an element: uint8, uint16, uint32, float16, float32, bfloat16, e2m1.
@@ -91,11 +91,8 @@ class TensorMap:
         tile = np.zeros((len(addresses), row), np.uint8)
         if last > first and inside.any():
             buffer, index = self.index(memory, addresses[inside] + first, last - first)
-            refused = buffer.refused(buffer.state[index])
-            if refused.any():
-                at = int(index[refused][0])
-                state = STATE_NAMES[int(buffer.state[at])]
-                raise Violation(f"the tensor map covers {buffer.base + at:#x} of {buffer.name}: {state}")
+            if (refusal := buffer.refusal(index)) is not None:
+                raise Violation(f"the tensor map covers {refusal[0]:#x} of {buffer.name}: {refusal[1]}")
             tile[inside, first:last] = buffer.bytes[index]
         return tile.ravel()
 
@@ -106,8 +103,8 @@ class TensorMap:
         tile = tile.reshape(len(addresses), -1)
         if last > first and inside.any():
             buffer, index = self.index(memory, addresses[inside] + first, last - first)
-            if buffer.refused(buffer.state[index], writes=True).any():
-                raise Violation(f"the tensor map covers bytes outside of {buffer.name}")
+            if (refusal := buffer.refusal(index, writes=True)) is not None:
+                raise Violation(f"the tensor map covers {refusal[0]:#x} of {buffer.name}: {refusal[1]}")
             new = tile[inside, first:last]
             if reduce is not None:
                 new = reduce(np.ascontiguousarray(buffer.bytes[index]), np.ascontiguousarray(new))

@@ -79,6 +79,11 @@ class Tensor:
         name = f"{name} ({self.dtype} {list(self.shape)})"
         return memory.place(name, self.host, self.size, self.offset, self.extent, state)
 
+    def keep_for_later(self, memory):
+        """Not to be used before griddepcontrol.wait, if the kernel can reach it at all."""
+        if self.extent and self.host in memory.copies:
+            memory.copies[self.host][1].state[self.offset : self.offset + self.extent] |= EARLIER
+
 
 def is_tensor(value):
     return hasattr(value, "data_ptr") or isinstance(value, np.ndarray)
@@ -86,7 +91,7 @@ def is_tensor(value):
 
 def device_memory(values, unwritten=(), after_wait=()):
     """Global memory with these tensors. `unwritten`: those that the kernel must not read before it writes.
-    `after_wait`: those of the kernel before, under programmatic dependent launch: not to be touched before
+    `after_wait`: those that the kernel before uses, under programmatic dependent launch: not to be touched before
     griddepcontrol.wait.
     """
     memory = Global()
@@ -96,7 +101,7 @@ def device_memory(values, unwritten=(), after_wait=()):
     for value in unwritten:
         Tensor.of(value).place(memory, state=UNWRITTEN)
     for value in after_wait:
-        Tensor.of(value).place(memory, state=EARLIER)
+        Tensor.of(value).keep_for_later(memory)
     return memory
 
 

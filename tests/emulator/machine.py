@@ -198,6 +198,7 @@ class Machine:
         self.ends = {}  # (CTA, warp) -> clock at its end
         self.last_of_order = {}  # order key -> time of the last operation of that order
         self.changed = False  # whether anything happened that could end a wait
+        self.early_trigger = False  # the next kernel may start although the one before may not have ended
         for size, most in zip(grid, cluster, strict=True):
             if size % most:
                 raise ValueError(f"grid {grid} is not a multiple of the cluster {cluster}")

@@ -9,12 +9,12 @@ from bisect import bisect_right
 
 import numpy as np
 
-UNWRITTEN, WRITTEN, BARRIER, OUTSIDE, EARLIER = 0, 1, 2, 3, 4
+UNWRITTEN, WRITTEN, BARRIER, OUTSIDE = 0, 1, 2, 3
+EARLIER = 4  # added to the others: the kernel before uses it, so griddepcontrol.wait comes first
 STATE_NAMES = {
     UNWRITTEN: "never written",
     BARRIER: "an mbarrier",
     OUTSIDE: "outside of every buffer",
-    EARLIER: "belongs to the kernel before, and griddepcontrol.wait was not called",
 }
 GRANULE = 16  # asynchronous operations use whole 16-byte pieces
 SHARED_BASE = 1024  # the first KiB of shared memory belongs to the system: a null address is out of bounds
@@ -61,11 +61,21 @@ class Memory:
     def _fail(self, what, index, width, writes=False):
         """Unless every byte may be used after all."""
         at = (np.asarray(index)[..., None] * width + np.arange(width)).ravel()
-        refused = self.refused(self.state[at], writes)
-        if refused.any():
-            place = int(at[refused.argmax()])
-            state = STATE_NAMES[int(self.state[place])]
-            raise Violation(f"{what} {self.base + place:#x} in {self.name}: {state}")
+        if (refusal := self.refusal(at, writes)) is not None:
+            raise Violation(f"{what} {refusal[0]:#x} in {self.name}: {refusal[1]}")
+
+    def refusal(self, at, writes=False):
+        """The first of these bytes that may not be read (or written) now: its address and why not; or None."""
+        states = self.state[at]
+        if self.owner is not None and self.owner.trusted:
+            states = states & ~np.uint8(EARLIER)
+        refused = states > WRITTEN if writes else states != WRITTEN
+        if not refused.any():
+            return None
+        place, state = int(at[refused][0]), int(states[refused][0])
+        if state & EARLIER:
+            return self.base + place, "belongs to the kernel before, and griddepcontrol.wait was not called"
+        return self.base + place, STATE_NAMES[state]
 
     def load(self, addresses, width, count=1):
         """(lanes,) or (lanes, count) unsigned integers."""
@@ -73,13 +83,6 @@ class Memory:
         if np.count_nonzero(self.states[width][index] != ALL_WRITTEN[width]):
             self._fail("reads", index, width)
         return self.views[width][index]
-
-    def refused(self, states, writes=False):
-        """Which of these bytes may not be read (or written) now."""
-        refused = states > WRITTEN if writes else states != WRITTEN
-        if self.owner is not None and self.owner.trusted:
-            refused &= states != EARLIER
-        return refused
 
     def store(self, addresses, width, values):
         count = 1 if values.ndim == 1 else values.shape[1]

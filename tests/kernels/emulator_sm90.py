@@ -2,11 +2,10 @@
 
 from contextlib import contextmanager
 
-import torch
-
 from moe_nvfp4.kernels.common import launch
 from moe_nvfp4.kernels.sm90 import backend as sm90
 from tests.emulator import Emulated, compiling_for
+from tests.emulator.stream import Stream
 from tests.kernels.hopper_layers import fresh_kernels, outputs_of
 
 RUNS = {}  # what a kernel was compiled for -> what runs it
@@ -16,7 +15,7 @@ class OnEmulator:
     """Takes the place of `launch.compiled`. Every launch runs under `schedule`; `kernels` are those that ran."""
 
     def __init__(self):
-        self.schedule, self.multiprocessors, self.kernels, self.written = "eager", 3, [], []
+        self.schedule, self.multiprocessors, self.kernels, self.stream = "eager", 3, [], Stream()
 
     def compiled(self, kernel, arguments, architecture):
         import cutlass.cute as cute
@@ -32,16 +31,10 @@ class OnEmulator:
 
     def run(self, kernel, emulated, values):
         self.kernels.append(kernel)
-        written = outputs_of(kernel, values)
-        for tensor in written:
-            tensor.view(torch.uint8).fill_(0xFF)
-        # Routing is over when the GEMMs begin: only what the kernel just before wrote has to be waited for.
-        before = {tensor.data_ptr() for tensor in self.written if tensor.numel()}
-        after_wait = [v for v in values if torch.is_tensor(v) and v.data_ptr() in before]
         # GEMM: tokens beyond a group, and all but one number of the last tile's news, are read and not used.
         stale = type(kernel).__name__ == "GroupedGemm"
-        emulated(*values, schedule=self.schedule, after_wait=after_wait, stale_shared=stale)
-        self.written = written
+        outputs = outputs_of(kernel, values)
+        self.stream.launch(emulated, *values, outputs=outputs, schedule=self.schedule, stale_shared=stale)
 
 
 @contextmanager
@@ -50,7 +43,7 @@ def on_emulator():
     runner, kept = OnEmulator(), (launch.compiled, sm90.multiprocessors)
     launch.compiled, sm90.multiprocessors = runner.compiled, lambda device: runner.multiprocessors
     try:
-        with fresh_kernels():
+        with fresh_kernels(), runner.stream:
             yield runner
     finally:
         launch.compiled, sm90.multiprocessors = kept

@@ -17,6 +17,7 @@ from moe_nvfp4.layer import NVFP4Experts
 from moe_nvfp4.routing import Rows
 from moe_nvfp4.weights import SILU, Gate
 from tests.common import reference_rows
+from tests.emulator.stream import blank
 
 OAI = Gate("silu", alpha=1.702, limit=1.5, up_offset=1.0)
 RELU2 = Gate("relu2", gated=False)
@@ -66,7 +67,7 @@ def every_launch(listener):
 
         def start(*values):
             for tensor in outputs_of(kernel, values):
-                tensor.view(torch.uint8).fill_(0xFF)
+                blank(tensor)
             listener(kernel, lambda: function(*values), values)
 
         return start

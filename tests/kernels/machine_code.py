@@ -11,7 +11,8 @@ import pytest
 
 
 def machine_code(module: str, architecture: str, opcodes: tuple[str, ...], folder: Path) -> list[dict]:
-    """What ptxas made of each kernel that `tests.<module>.compile_all(architecture)` yields a compiling call for.
+    """What ptxas made of each kernel for which `compile_all(architecture)` of tests.kernels.<module> yields a compiling
+    call.
 
     Registers, stack and local bytes, instructions, and how many of them begin with each of `opcodes`. Compiled in a
     process of its own, where the DSL leaves its cubins in `folder`.
@@ -22,7 +23,7 @@ def machine_code(module: str, architecture: str, opcodes: tuple[str, ...], folde
         "CUTE_DSL_DISABLE_FILE_CACHING": "1",
     }  # fmt: skip
     call = f"machine_code.inspect(t, {architecture!r}, {opcodes!r}, {str(folder)!r})"
-    code = f"from tests.kernels import machine_code; import {module} as t; {call}"
+    code = f"from tests.kernels import machine_code, {module} as t; {call}"
     root = Path(__file__).parents[2]
     done = subprocess.run([sys.executable, "-c", code], env=environment, cwd=root, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -7,11 +7,11 @@ block scales must be what some value within those bounds is quantized to.
 
 import re
 import shutil
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from moe_nvfp4 import Gate, NVFP4Experts, reference
@@ -21,6 +21,9 @@ from moe_nvfp4.kernels.sm100 import model as sm100_model
 from moe_nvfp4.kernels.sm100.config import SMEM, TMEM, CombineConfig, GemmConfig, QuantizeConfig, Tile
 from moe_nvfp4.routing import Rows, group_by_expert
 from tests.common import THRESHOLDS, relative_error
+from tests.emulator import EmulatorError
+from tests.emulator.launch import programs
+from tests.kernels.emulator_sm100 import RUNS, on_emulator
 from tests.kernels.machine_code import machine_code
 
 GATES = {
@@ -141,7 +144,7 @@ def test_compiles_without_a_gpu(architecture, tmp_path, record_property):
     pytest.importorskip("cutlass", reason="the CuTe DSL is not installed")
     # the block-scaled NVFP4 MMA: UTCOMMA.4X on sm_100, UTCOMMA.BLOCK16 on sm_103
     names = ("UTCOMMA", "UTCCP", "UTMALDG", "UBLKCP", "LDTM", "LDL", "STL")
-    table = machine_code("test_kernels_sm100", architecture, names, tmp_path)
+    table = machine_code("test_sm100", architecture, names, tmp_path)
     lines = []
     for config, found in zip(shipped_configs(architecture), table, strict=True):
         line = f"{found['REG']:4} registers {found['instructions']:5} instructions"
@@ -268,46 +271,13 @@ def check_codes(found: Rows, exact, bound, scale, groups, live):
 
 
 @pytest.fixture
-def on_emulator(monkeypatch):
-    """The backend's launches go to the emulator. Returns a function that sets schedule, number of SMs, tile."""
+def emulator():
     pytest.importorskip("cutlass", reason="the CuTe DSL is not installed")
-    emulator = pytest.importorskip("tests.emulator")
+    pytest.importorskip("tvm_ffi", reason="the kernels' host code is TVM-FFI's")
     if shutil.which("cc") is None:
         pytest.skip("the emulator links the compiled host code with cc")
-    state = dict(schedule="eager", sms=3)
-
-    def launch(config, arguments):
-        if config not in RUNS:
-            with emulator.compiling_for("sm_100a"):
-                RUNS[config] = emulator.Emulated(sm100.compile_kernel(config, "--enable-tvm-ffi"))
-        outputs = {GemmConfig: [9], QuantizeConfig: [4, 5, 6], CombineConfig: [2]}[type(config)]
-        if getattr(config, "out", "") == "nvfp4":
-            outputs += [10, 11]
-        for i in outputs:  # what is not written must not look like zeros; as a block scale this is a NaN
-            arguments[i].view(torch.uint8).fill_(0x7F)
-        unwritten = [arguments[i] for i in outputs]
-        (machine,) = RUNS[config](*arguments, schedule=state["schedule"], unwritten=unwritten)
-        if isinstance(config, GemmConfig):
-            assert machine.dynamic_shared == config.shared_bytes <= SMEM
-
-    def use(**changes):
-        state.update(changes)
-        if changes.get("tile"):
-            monkeypatch.setattr(sm100, "choose_tile", lambda *_: changes["tile"])
-
-    monkeypatch.setattr(sm100, "launch", launch)
-    monkeypatch.setattr(sm100, "multiprocessors", lambda device: state["sms"])
-    return use
-
-
-@pytest.fixture(scope="module")
-def on_emulator_always():
-    """The same for all examples of a test."""
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        yield on_emulator.__wrapped__(monkeypatch)
-
-
-RUNS = {}  # config -> what runs it; compiled once for all tests
+    with on_emulator() as runner:
+        yield runner
 
 
 def with_noise(rows: Rows, groups, seed=0) -> Rows:
@@ -346,8 +316,8 @@ def same_sf(a: Rows, b: Rows, groups) -> bool:
         (torch.float32, False, True, 16, [0, 0, 0, 0], 3),
     ],
 )
-def test_quantize_rows(on_emulator, dtype, gather, static, K, sizes, sentinels):
-    on_emulator(schedule="random:2")
+def test_quantize_rows(emulator, dtype, gather, static, K, sizes, sentinels):
+    emulator.schedule = "random:2"
     ids = random_ids(sizes, sentinels, 1, 0)
     groups = group_by_expert(ids, len(sizes))
     x = torch.randn(len(ids), K).to(dtype)
@@ -360,16 +330,40 @@ def test_quantize_rows(on_emulator, dtype, gather, static, K, sizes, sentinels):
     assert same_sf(found, right, groups) and padding_columns_are_zero(found, groups)
 
 
-def check_layer(E, H, I, gate, sizes, sentinels=0, top_k=1, bias=None, static=True, dtype=torch.bfloat16, seed=0):
-    """Both GEMMs, each from inputs that the reference made, against float64; returns the last one, to call it again."""
-    w = random_weights(E, H, I, gate, bias, static, seed)
-    ids = random_ids(sizes, sentinels, top_k, seed)
+@dataclass(frozen=True)
+class Problem:
+    """A layer, expert e of which has `sizes[e]` rows; `sentinels` slots belong to no expert."""
+
+    H: int
+    I: int
+    sizes: list[int]
+    sentinels: int = 0
+    top_k: int = 1
+    gate: Gate = Gate()
+    bias: torch.dtype | None = None
+    static: bool = True
+    dtype: torch.dtype = torch.bfloat16
+    seed: int = 0
+
+
+def check_layer(emulator, problem: Problem):
+    """Both GEMMs, each from inputs that the reference made, against float64; returns the last one, to call it again.
+
+    Each meets its inputs as in the layer: the kernel just before it wrote them.
+    """
+    E, H, I, gate = len(problem.sizes), problem.H, problem.I, problem.gate
+    static, dtype, top_k, seed = problem.static, problem.dtype, problem.top_k, problem.seed
+    w = random_weights(E, H, I, gate, problem.bias, static, seed)
+    ids = random_ids(problem.sizes, problem.sentinels, top_k, seed)
     groups = group_by_expert(ids, E)
     live = groups.expert_of_row() < E
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(ids.shape[0], H, generator=generator).to(dtype)
     rows = with_noise(reference.quantize_rows(x, groups.token, w.x_scale, groups), groups)
 
+    sm100.pack_weights(w.w13, w.w13_sf, 2 if gate.gated else 1)
+    sm100.pack_weights(w.w2, w.w2_sf, 1)
+    emulator.before(rows)
     h = sm100.gemm1_swiglu(rows, w, groups, dtype)
     scales = [w.gate_scale, w.up_scale] if gate.gated else [w.up_scale]
     scales = torch.cat([s[:, None].expand(E, I) for s in scales], 1)
@@ -386,6 +380,7 @@ def check_layer(E, H, I, gate, sizes, sentinels=0, top_k=1, bias=None, static=Tr
 
     weights = torch.rand(ids.shape, generator=generator) - 0.3
     h = with_noise(h, groups)
+    emulator.before(h)
     y = sm100.gemm2_combine(h, w, groups, weights, dtype)
     exact, bound = exact_projection(h, w.w2, w.w2_sf, groups, w.w2_scale[:, None].expand(E, H), w.b2)
     exact, bound = exact * live[:, None], bound * live[:, None]
@@ -412,11 +407,11 @@ ROUTINGS = {
 
 
 @pytest.mark.parametrize("routing", ROUTINGS)
-def test_routings(on_emulator, routing):
-    on_emulator(schedule="lazy")
+def test_routings(emulator, routing):
+    emulator.schedule = "lazy"
     sizes, sentinels, top_k = ROUTINGS[routing]
-    again = check_layer(4, 256, 144, Gate(), sizes, sentinels, top_k)
-    on_emulator(schedule="random:7", sms=2)  # other CTAs, in another order: the same bits
+    again = check_layer(emulator, Problem(256, 144, sizes, sentinels, top_k))
+    emulator.schedule, emulator.multiprocessors = "random:7", 2  # other CTAs, in another order: the same bits
     assert torch.equal(*again())
 
 
@@ -425,15 +420,15 @@ def tile_name(tile):
 
 
 @pytest.mark.parametrize("tile", [t for t in TILES if t.blocks == 2], ids=tile_name)
-def test_tiles_of_gate_and_up(on_emulator, tile):
-    on_emulator(schedule="reverse-lazy", tile=tile)
-    check_layer(3, 192, 272, Gate(), [256, 0, 100], 2, 1)
+def test_tiles_of_gate_and_up(emulator, tile):
+    emulator.schedule, emulator.tile = "reverse-lazy", tile
+    check_layer(emulator, Problem(192, 272, [256, 0, 100], 2))
 
 
 @pytest.mark.parametrize("tile", TILES, ids=tile_name)
-def test_tiles_of_one_projection(on_emulator, tile):
-    on_emulator(schedule="reverse-lazy", tile=tile)
-    check_layer(3, 288, 144, GATES["relu2"], [130, 0, 70], 1, 2)
+def test_tiles_of_one_projection(emulator, tile):
+    emulator.schedule, emulator.tile = "reverse-lazy", tile
+    check_layer(emulator, Problem(288, 144, [130, 0, 70], 1, 2, GATES["relu2"]))
 
 
 KINDS = {
@@ -447,35 +442,35 @@ SEVERAL = ("silu", "oai", "raw")  # every kind; the other gates one each
 @pytest.mark.parametrize(
     "gate, kind", [(g, k) for i, g in enumerate(GATES) for j, k in enumerate(KINDS) if g in SEVERAL or i % 3 == j]
 )
-def test_gates(on_emulator, gate, kind):
+def test_gates(emulator, gate, kind):
     bias, static, dtype = KINDS[kind]
-    on_emulator(schedule="lazy")
-    check_layer(2, 128, 48, GATES[gate], [20, 67], 1, 2, bias, static, dtype)
+    emulator.schedule = "lazy"
+    check_layer(emulator, Problem(128, 48, [20, 67], 1, 2, GATES[gate], bias, static, dtype))
 
 
 @pytest.mark.parametrize(
     "H, I", [(16, 16), (48, 80), (704, 176), (1408, 32), (32, 720), (2880, 16), (272, 400)], ids=str
 )
-def test_sizes(on_emulator, H, I):
+def test_sizes(emulator, H, I):
     """K tails of 16, 32, 48 and of whole steps, weight rows that do not fill a block, K not a multiple of 32."""
-    on_emulator(schedule="lazy")
-    check_layer(2, H, I, Gate(), [5, 18], 1, 2)
+    emulator.schedule = "lazy"
+    check_layer(emulator, Problem(H, I, [5, 18], 1, 2))
 
 
-def test_many_experts(on_emulator):
+def test_many_experts(emulator):
     """More than the lanes of the warp that makes the tile map, most of them empty."""
-    on_emulator(schedule="lazy", sms=5)
+    emulator.schedule, emulator.multiprocessors = "lazy", 5
     sizes = [0] * 150
     sizes[3], sizes[64], sizes[77], sizes[149] = 2, 1, 65, 3
-    check_layer(150, 64, 16, Gate(), sizes, 1, 1)
+    check_layer(emulator, Problem(64, 16, sizes, 1))
 
 
-def test_one_expert(on_emulator):
-    on_emulator(schedule="lazy")
-    check_layer(1, 64, 32, GATES["oai"], [33], 0, 1)
+def test_one_expert(emulator):
+    emulator.schedule = "lazy"
+    check_layer(emulator, Problem(64, 32, [33], gate=GATES["oai"]))
 
 
-def test_no_tokens(on_emulator):
+def test_no_tokens(emulator):
     w = random_weights(2, 64, 32, Gate(), None, True, 0)
     groups = group_by_expert(torch.zeros(0, 2, dtype=torch.long), 2)
     rows = sm100.quantize_rows(torch.zeros(0, 64), groups.token, w.x_scale, groups)
@@ -484,36 +479,65 @@ def test_no_tokens(on_emulator):
     assert sm100.gemm2_combine(h, w, groups, torch.zeros(0, 2), torch.bfloat16).shape == (0, 64)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_random_problems(on_emulator_always, data):
+def test_random_problems(emulator, data):
     draw = data.draw
     sizes = draw(st.lists(st.one_of(st.integers(0, 20), st.integers(0, 140)), min_size=3, max_size=3))
     schedules = st.sampled_from(["eager", "lazy", "reverse-lazy"]) | st.integers(0, 99).map("random:{}".format)
-    on_emulator_always(schedule=draw(schedules), sms=draw(st.integers(1, 6)))
+    emulator.schedule, emulator.multiprocessors = draw(schedules), draw(st.integers(1, 6))
     gate = GATES[draw(st.sampled_from(["silu", "oai"]))]
-    check_layer(
-        3, 96, 48, gate, sizes, draw(st.integers(0, 9)), draw(st.integers(1, 4)),
-        seed=draw(st.integers(0, 9)),
-    )  # fmt: skip
+    sentinels, top_k, seed = draw(st.integers(0, 9)), draw(st.integers(1, 4)), draw(st.integers(0, 9))
+    check_layer(emulator, Problem(96, 48, sizes, sentinels, top_k, gate, seed=seed))
 
 
-def test_layer(on_emulator, monkeypatch):
-    """The whole layer, every stage on the emulator, beside the layer on the reference."""
-    on_emulator(schedule="random:5")
-    dense = [torch.randn(4, 2 * 80, 96) * 0.1, torch.randn(4, 96, 80) * 0.1]
+@pytest.fixture
+def layer_call(emulator, monkeypatch):
+    """(module, its inputs, what is right): every stage of the module runs on the emulator."""
+    dense = [torch.randn(4, 2 * 96, 64) * 0.1, torch.randn(4, 64, 96) * 0.1]
     layer = NVFP4Experts.from_dense(*dense, activations="nvfp4")
-    x, ids = torch.randn(9, 96, dtype=torch.bfloat16), torch.stack([torch.randperm(4)[:2] for _ in range(9)])
-    weights = torch.rand(9, 2)
+    x, ids = torch.randn(9, 64, dtype=torch.bfloat16), torch.stack([torch.randperm(4)[:2] for _ in range(9)])
+    inputs = x, ids, torch.rand(9, 2)
     from moe_nvfp4 import layer as module
 
     monkeypatch.setattr(module, "backend", lambda device: reference)
-    right = layer(x, ids, weights)
+    right = layer(*inputs)
     monkeypatch.setattr(module, "backend", lambda device: sm100)
+    return layer, inputs, right
+
+
+def test_layer(emulator, layer_call, monkeypatch):
+    """The whole layer beside the layer on the reference; weights that were just packed are waited for."""
+    emulator.schedule = "random:5"
+    layer, inputs, right = layer_call
     packs = []
     pack_sf = sm100.pack_sf
     monkeypatch.setattr(sm100, "pack_sf", lambda *arguments: packs.append(1) or pack_sf(*arguments))
-    found = layer(x, ids, weights)
-    assert torch.equal(layer(x, ids, weights), found)
+    found = layer(*inputs)
+    assert torch.equal(layer(*inputs), found)
     assert len(packs) == 2, "the scales of w13 and w2 are packed once"
     assert relative_error(found, right) < THRESHOLDS["w4a4"]
+    layer.gate_up_proj_sf.data.add_(0)
+    layer.down_proj_sf.add_(0)
+    assert torch.equal(layer(*inputs), found) and len(packs) == 3, "and again when they change"
+
+
+def test_no_wait_for_the_kernel_before_may_be_missing(emulator, layer_call, monkeypatch):
+    """Each griddepcontrol.wait of each kernel is left out in turn."""
+    layer, inputs, _ = layer_call
+    launched = []
+    launch = emulator.launch
+    monkeypatch.setattr(sm100, "launch", lambda *arguments: launched.append(arguments[0]) or launch(*arguments))
+    layer(*inputs)
+    assert [type(config) for config in launched] == [
+        QuantizeConfig, GemmConfig, QuantizeConfig, GemmConfig, CombineConfig,
+    ]  # fmt: skip
+    for config in launched[:]:
+        first, *others = RUNS[config].ptx.split("griddepcontrol.wait;")
+        assert len(others) == (2 if isinstance(config, GemmConfig) else 1)
+        for left_out in range(len(others)):
+            waits = ["" if i == left_out else "griddepcontrol.wait;" for i in range(len(others))]
+            ptx = first + "".join(wait + part for wait, part in zip(waits, others, strict=True))
+            with monkeypatch.context() as patch, pytest.raises(EmulatorError, match="wait was not called"):
+                patch.setattr(RUNS[config], "programs", programs(ptx))
+                layer(*inputs)

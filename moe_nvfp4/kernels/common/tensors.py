@@ -17,6 +17,17 @@ def floating(x: Tensor) -> Tensor:
     return x if x.dtype in (torch.float32, torch.bfloat16, torch.float16) else x.float()
 
 
+def settle(device: torch.device) -> None:
+    """Makes visible to the next launch what torch's kernels have written so far.
+
+    Under programmatic dependent launch a kernel begins before the one just before it has ended, and sees what that one
+    wrote only after griddepcontrol.wait. Our kernels read some tensors without waiting, because those are older:
+    weights, offsets, positions, routing weights. Where torch has just written one of them, this launches a kernel in
+    between.
+    """
+    torch.empty(1, device=device).fill_(0)
+
+
 @cache
 def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count

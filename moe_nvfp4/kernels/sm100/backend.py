@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from moe_nvfp4 import format as nvfp4
-from moe_nvfp4.kernels.common.tensors import aligned, floating, multiprocessors
+from moe_nvfp4.kernels.common.tensors import aligned, floating, multiprocessors, settle
 from moe_nvfp4.kernels.sm100.config import SF_TILE, CombineConfig, GemmConfig, QuantizeConfig, choose_tile
 from moe_nvfp4.routing import Groups, Rows
 from moe_nvfp4.weights import ExpertWeights
@@ -172,6 +172,7 @@ def pack_weights(codes: Tensor, sf: Tensor, projections: int) -> tuple[Tensor, T
     if sf not in _packed or _packed[sf][0] != state:
         own = _pad_rows(codes)
         _packed[sf] = (state, None if own is codes else own, pack_sf(sf, projections))
+        settle(sf.device)
     _, own, packed = _packed[sf]
     return codes if own is None else own, packed
 

@@ -25,7 +25,7 @@ from cutlass import BFloat16, Float16, Float32, Int32, Int64
 from torch import Tensor
 
 from moe_nvfp4.kernels.common import launch
-from moe_nvfp4.kernels.common.tensors import aligned, floating, multiprocessors
+from moe_nvfp4.kernels.common.tensors import aligned, floating, multiprocessors, settle
 from moe_nvfp4.kernels.sm90.config import Tile, Work
 from moe_nvfp4.kernels.sm90.gemm import GroupedGemm
 from moe_nvfp4.kernels.sm90.pack import UNIT, UNIT_WORDS, pack
@@ -59,7 +59,7 @@ def experts(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: Expe
     plan = _plan(w, T, top_k, x.device)
     nvfp4 = plan.work.row_scale
     zeros = 1 + _token_tiles(T * top_k, E, plan.tile) + (T * top_k if plan.work.measured else 0)
-    x = aligned(x)
+    x, top_k_weights = aligned(x), floating(top_k_weights).contiguous()
     groups, token, sync, rows = route(top_k_index, E, zeros, *((x, w.x_scale) if nvfp4 else ()))
     rows = rows or Rows(x, index=token)
     if not plan.work.gathered:
@@ -89,11 +89,13 @@ def gemm2_combine(h: Rows, weights: ExpertWeights, groups: Groups, top_k_weights
     out = x.new_empty(T, w.hidden_size)
     if T == 0:
         return out
+    groups, top_k_weights = groups.with_position(), floating(top_k_weights).contiguous()
+    settle(x.device)
     plan = _plan(w, T, top_k, x.device)
     plan = replace(plan, work=Work(None, True, False, plan.work.bias, out=plan.work.out))
     y = x.new_empty(plan.splits * T * top_k, w.hidden_size, dtype=plan.rows)
     _gemms(Rows(x), groups, w, x, y, groups.offsets, plan)
-    return _combine(y, groups.with_position(), top_k_weights, out, plan.splits)
+    return _combine(y, groups, top_k_weights, out, plan.splits)
 
 
 @lru_cache(maxsize=1)
@@ -310,9 +312,8 @@ def _kernel(tile, work, bias):
 
 
 def _combine(y: Tensor, groups: Groups, top_k_weights: Tensor, out: Tensor, splits: int) -> Tensor:
-    weights = floating(top_k_weights).contiguous()
-    combine = _combine_kernel(weights.shape[1], splits, y.dtype, weights.dtype)
-    combine(y, groups.position, groups.offsets, weights, out)
+    combine = _combine_kernel(top_k_weights.shape[1], splits, y.dtype, top_k_weights.dtype)
+    combine(y, groups.position, groups.offsets, top_k_weights, out)
     return out
 
 

@@ -1,0 +1,48 @@
+"""The Blackwell backend on the emulator: its launches come here instead of to a GPU."""
+
+from contextlib import contextmanager
+
+import pytest
+
+from moe_nvfp4.kernels.sm100 import backend as sm100
+from moe_nvfp4.kernels.sm100.config import SMEM, CombineConfig, GemmConfig, QuantizeConfig
+from tests.emulator import Emulated, compiling_for
+from tests.emulator.stream import Stream
+
+RUNS = {}  # what a kernel was compiled for -> what runs it
+OUTPUTS = {QuantizeConfig: (4, 5, 6), CombineConfig: (2,)}  # which of a launch's arguments
+
+
+class OnEmulator:
+    """Takes the place of `sm100.launch`. Every launch runs under `schedule`, on so many `multiprocessors`, GEMMs with
+    `tile` if it is not None."""
+
+    def __init__(self):
+        self.schedule, self.multiprocessors, self.tile, self.stream = "eager", 3, None, Stream()
+
+    def launch(self, config, arguments):
+        if config not in RUNS:
+            with compiling_for("sm_100a"):
+                RUNS[config] = Emulated(sm100.compile_kernel(config, "--enable-tvm-ffi"))
+        of_gemm = (9, 10, 11) if getattr(config, "out", "") == "nvfp4" else (9,)
+        outputs = [arguments[i] for i in OUTPUTS.get(type(config), of_gemm)]
+        (machine,) = self.stream.launch(
+            RUNS[config], *arguments, outputs=outputs, unwritten=outputs, schedule=self.schedule
+        )
+        if isinstance(config, GemmConfig):
+            assert machine.dynamic_shared == config.shared_bytes <= SMEM
+
+    def before(self, rows):
+        """As if the kernel before had made these rows."""
+        self.stream.unsettled = [rows.values, rows.sf, rows.scale]
+
+
+@contextmanager
+def on_emulator():
+    """Inside, `moe_nvfp4.kernels.sm100` runs CPU tensors on the OnEmulator that this gives."""
+    runner, choose_tile = OnEmulator(), sm100.choose_tile
+    with pytest.MonkeyPatch.context() as monkeypatch, runner.stream:
+        monkeypatch.setattr(sm100, "launch", runner.launch)
+        monkeypatch.setattr(sm100, "multiprocessors", lambda device: runner.multiprocessors)
+        monkeypatch.setattr(sm100, "choose_tile", lambda *problem: runner.tile or choose_tile(*problem))
+        yield runner
