@@ -18,17 +18,27 @@ from types import ModuleType
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
 
 from moe_nvfp4 import format as nvfp4
 from moe_nvfp4 import reference
+from moe_nvfp4.checks import ROWS, check_layer, check_linear, check_quantize, check_stage
 from moe_nvfp4.quantize.recipes import DEFAULT_RECIPE, quantize_expert
-from moe_nvfp4.routing import Groups, Rows, check_ids, group_by_expert
+from moe_nvfp4.routing import Groups, Rows, group_by_expert
 from moe_nvfp4.weights import ACTIVATIONS, SILU, ExpertWeights, Gate
+
+
+def forced_reference() -> bool:
+    """Whether the environment's MOE_NVFP4_BACKEND is "reference"; ValueError for a name that is none."""
+    name = os.environ.get("MOE_NVFP4_BACKEND")
+    if name and name != "reference":
+        raise ValueError(f"MOE_NVFP4_BACKEND={name}: only 'reference' can be asked for; unset it for the others")
+    return bool(name)
 
 
 def backend(device: torch.device) -> ModuleType:
     """The module with the stage functions for `device`; the environment's MOE_NVFP4_BACKEND=reference forces that."""
-    if device.type == "cpu" and os.environ.get("MOE_NVFP4_BACKEND") != "reference":
+    if not forced_reference() and device.type == "cpu":
         from moe_nvfp4.kernels.cpu import backend as cpu
 
         if cpu.available():
@@ -36,13 +46,19 @@ def backend(device: torch.device) -> ModuleType:
     return reference
 
 
-@torch.compiler.assume_constant_result
+def constant(function):
+    """torch.compiler.assume_constant_result, which imports all of torch._dynamo only to set this."""
+    function._dynamo_marked_constant = True
+    return function
+
+
+@constant
 def on_cpu(device: torch.device) -> bool:
     """Whether `device` is a CPU whose kernels do a whole layer in one call."""
     return device.type == "cpu" and hasattr(backend(device), "experts")
 
 
-@torch.compiler.assume_constant_result
+@constant
 def on_hopper(device: torch.device) -> bool:
     """Whether `device` has kernels of its own: a Hopper GPU, with CuTe DSL installed."""
     return _hopper(device) is not None
@@ -52,7 +68,7 @@ def on_hopper(device: torch.device) -> bool:
 def _hopper(device: torch.device) -> ModuleType | None:
     if device.type != "cuda" or torch.version.cuda is None or torch.cuda.get_device_capability(device) != (9, 0):
         return None
-    if os.environ.get("MOE_NVFP4_BACKEND") == "reference":
+    if forced_reference():
         return None
     try:
         from moe_nvfp4.kernels.sm90 import backend as sm90
@@ -64,7 +80,7 @@ def _hopper(device: torch.device) -> ModuleType | None:
 
 @cache
 def _blackwell(device: torch.device) -> ModuleType | None:
-    if device.type != "cuda" or torch.version.cuda is None or os.environ.get("MOE_NVFP4_BACKEND") == "reference":
+    if device.type != "cuda" or torch.version.cuda is None or forced_reference():
         return None
     from moe_nvfp4.kernels.sm100 import backend as sm100
 
@@ -95,42 +111,50 @@ def _stages(weights: ExpertWeights, device: torch.device) -> ModuleType:
 
 
 # ---------------------------------------------------------------- the stages as torch ops
-# Lists of tensors travel instead of the dataclasses; `spec` carries gate and activations. The
-# reference waits for the group offsets, which a CUDA graph can't.
+# Tensors travel instead of the dataclasses; `spec` carries gate and activations. What a caller may differentiate
+# comes by itself and not in a list, so that autograd sees it. The reference waits for the group offsets, which a
+# CUDA graph can't.
 _OP = dict(mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
+_ROWS = "Tensor {0}, Tensor? {0}_sf, Tensor? {0}_scale, Tensor? {0}_index"
+_WEIGHTS = "Tensor?[] weights, str spec"
+_GROUPS = "Tensor order, Tensor offsets"
 
 
 @torch.library.custom_op(
     "moe_nvfp4::quantize_rows",
-    schema="(Tensor x, Tensor? index, Tensor? scale, Tensor order, Tensor offsets) -> Tensor[]",
+    schema=f"(Tensor x, Tensor? index, Tensor? scale, {_GROUPS}) -> Tensor[]",
     **_OP,
 )
 def _quantize_rows(x, index, scale, order, offsets):
+    groups = Groups(order, offsets, 1)
+    check_quantize(x, index, scale, groups)
     blackwell = _blackwell(x.device) if x.shape[1] % 16 == 0 else None
-    rows = (blackwell or backend(x.device)).quantize_rows(x, index, scale, Groups(order, offsets, 1))
+    rows = (blackwell or backend(x.device)).quantize_rows(x, index, scale, groups)
     return [rows.values, rows.sf, rows.scale]
 
 
 @_quantize_rows.register_fake
 def _(x, index, scale, order, offsets):
+    check_quantize(x, index, scale, Groups(order, offsets, 1))
     return _empty_nvfp4(x, order.shape[0], offsets.shape[0] - 1, -(-x.shape[1] // 16) * 16)
 
 
 @torch.library.custom_op(
     "moe_nvfp4::gemm1_swiglu",
-    schema="(Tensor?[] rows, Tensor?[] weights, str spec, Tensor order, Tensor offsets, ScalarType dtype) -> Tensor[]",
+    schema=f"({_ROWS.format('x')}, {_WEIGHTS}, {_GROUPS}, ScalarType dtype) -> Tensor[]",
     **_OP,
 )
-def _gemm1_swiglu(rows, weights, spec, order, offsets, dtype):
-    weights = ExpertWeights.from_tensors(weights, spec)
-    stage = _stages(weights, order.device)
-    h = stage.gemm1_swiglu(Rows(*rows), weights, Groups(order, offsets, 1), dtype)
+def _gemm1_swiglu(x, x_sf, x_scale, x_index, weights, spec, order, offsets, dtype):
+    rows = Rows(x, x_sf, x_scale, x_index)
+    w, groups = _stage("x", rows, weights, spec, order, offsets, dtype)
+    h = _stages(w, order.device).gemm1_swiglu(rows, w, groups, dtype)
     return [h.values, h.sf, h.scale] if h.is_nvfp4 else [h.values]
 
 
 @_gemm1_swiglu.register_fake
-def _(rows, weights, spec, order, offsets, dtype):
-    w, R = ExpertWeights.from_tensors(weights, spec), order.shape[0]
+def _(x, x_sf, x_scale, x_index, weights, spec, order, offsets, dtype):
+    w, groups = _stage("x", Rows(x, x_sf, x_scale, x_index), weights, spec, order, offsets, dtype)
+    R = groups.num_rows
     if w.activations == "nvfp4" and w.h_scale is not None and w.gate.kind != "raw":
         return _empty_nvfp4(order, R, w.num_experts, w.w2.shape[-1] * 2)
     width = w.intermediate_size * (2 if w.gate.kind == "raw" and w.gate.gated else 1)
@@ -139,35 +163,68 @@ def _(rows, weights, spec, order, offsets, dtype):
 
 @torch.library.custom_op(
     "moe_nvfp4::gemm2_combine",
-    schema="(Tensor?[] h, Tensor?[] weights, str spec, Tensor order, Tensor offsets, "
-    "Tensor top_k_weights, ScalarType dtype) -> Tensor",
+    schema=f"({_ROWS.format('h')}, {_WEIGHTS}, {_GROUPS}, Tensor top_k_weights, ScalarType dtype) -> Tensor",
     **_OP,
 )
-def _gemm2_combine(h, weights, spec, order, offsets, top_k_weights, dtype):
-    weights = ExpertWeights.from_tensors(weights, spec)
-    groups = Groups(order, offsets, top_k_weights.shape[1])
-    return _stages(weights, order.device).gemm2_combine(Rows(*h), weights, groups, top_k_weights, dtype)
+def _gemm2_combine(h, h_sf, h_scale, h_index, weights, spec, order, offsets, top_k_weights, dtype):
+    rows = Rows(h, h_sf, h_scale, h_index)
+    w, groups = _stage("h", rows, weights, spec, order, offsets, dtype, top_k_weights)
+    return _stages(w, order.device).gemm2_combine(rows, w, groups, top_k_weights, dtype)
 
 
 @_gemm2_combine.register_fake
-def _(h, weights, spec, order, offsets, top_k_weights, dtype):
-    H = ExpertWeights.from_tensors(weights, spec).hidden_size
-    return top_k_weights.new_empty(top_k_weights.shape[0], H, dtype=dtype)
+def _(h, h_sf, h_scale, h_index, weights, spec, order, offsets, top_k_weights, dtype):
+    rows = Rows(h, h_sf, h_scale, h_index)
+    w, _ = _stage("h", rows, weights, spec, order, offsets, dtype, top_k_weights)
+    return top_k_weights.new_empty(top_k_weights.shape[0], w.hidden_size, dtype=dtype)
+
+
+def _stage(name, rows, weights, spec, order, offsets, dtype, top_k_weights=None) -> tuple[ExpertWeights, Groups]:
+    w = ExpertWeights.from_tensors(weights, spec)
+    return w, check_stage(name, rows, w, order, offsets, dtype, top_k_weights)
 
 
 @torch.library.custom_op(
     "moe_nvfp4::experts",
-    schema="(Tensor x, Tensor top_k_index, Tensor top_k_weights, Tensor?[] weights, str spec) -> Tensor",
+    schema=f"(Tensor x, Tensor top_k_index, Tensor top_k_weights, {_WEIGHTS}) -> Tensor",
     mutates_args=(),
 )
 def _experts(x, top_k_index, top_k_weights, weights, spec):
-    whole = _hopper(x.device) or backend(x.device)
-    return whole.experts(x, top_k_index, top_k_weights, ExpertWeights.from_tensors(weights, spec))
+    w = ExpertWeights.from_tensors(weights, spec)
+    check_layer(x, top_k_index, top_k_weights, w)
+    return (_hopper(x.device) or backend(x.device)).experts(x, top_k_index, top_k_weights, w)
 
 
 @_experts.register_fake
 def _(x, top_k_index, top_k_weights, weights, spec):
+    check_layer(x, top_k_index, top_k_weights, ExpertWeights.from_tensors(weights, spec))
     return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op(
+    "moe_nvfp4::linear",
+    schema="(Tensor x, Tensor weight, Tensor weight_sf, Tensor weight_global_scale, Tensor? bias, Tensor? input_scale, "
+    "str activations) -> Tensor",
+    **_OP,
+)
+def _linear(x, weight, weight_sf, weight_global_scale, bias, input_scale, activations):
+    check_linear(x, weight, weight_sf, weight_global_scale, bias, input_scale, activations)
+    T, device = x.shape[0], x.device
+    stages = backend(device)
+    # GEMM 2 of a layer with one expert: the stages read the second GEMM's weights, and count experts on the first's
+    codes, sf, scale, bias = weight[None], weight_sf[None], weight_global_scale, None if bias is None else bias[None]
+    w = ExpertWeights(SILU, activations, codes, sf, scale, scale, codes, sf, scale, None, bias)
+    order = torch.arange(T, dtype=torch.int32, device=device)
+    groups = Groups(order, torch.arange(2, dtype=torch.int32, device=device) * T, 1)
+    rows = stages.quantize_rows(x, None, input_scale, groups) if activations == "nvfp4" else Rows(x)
+    ones = torch.ones(T, 1, dtype=torch.float32, device=device)
+    return stages.gemm2_combine(rows, w, groups, ones, x.dtype)
+
+
+@_linear.register_fake
+def _(x, weight, weight_sf, weight_global_scale, bias, input_scale, activations):
+    check_linear(x, weight, weight_sf, weight_global_scale, bias, input_scale, activations)
+    return x.new_empty(x.shape[0], weight.shape[0])
 
 
 def _empty_nvfp4(like: Tensor, R: int, E: int, K: int) -> list[Tensor]:
@@ -177,6 +234,39 @@ def _empty_nvfp4(like: Tensor, R: int, E: int, K: int) -> list[Tensor]:
         like.new_empty(sf_bytes, dtype=torch.uint8),
         like.new_empty(R, dtype=torch.float32),
     ]
+
+
+# ---------------------------------------------------------------- gradients: there are none yet
+# Every op is part of the graph, so that nothing behind it gets a gradient of zero without a word. What takes the
+# place of a formula is an op itself: a compiled forward pass works where nobody asks for gradients.
+
+
+@torch.library.custom_op("moe_nvfp4::no_gradient", schema="(Tensor grad, Tensor like) -> Tensor", mutates_args=())
+def _no_gradient(grad, like):
+    raise NotImplementedError(
+        "4-bit experts and linears have no gradients yet: run the forward pass under torch.no_grad(), detach what goes "
+        "into them, or train with dense ones"
+    )
+
+
+@_no_gradient.register_fake
+def _(grad, like):
+    return torch.empty_like(like)
+
+
+def _remember(ctx, inputs, output) -> None:
+    ctx.set_materialize_grads(False)
+    ctx.inputs = inputs
+
+
+def _refuse(ctx, *grads):
+    # an op that returns a list gets its gradients as a list
+    grad = next(g for g in tree_leaves(grads) if g is not None)
+    return tree_map(lambda needed, t: _no_gradient(grad, t) if needed else None, ctx.needs_input_grad, ctx.inputs)
+
+
+for _op in (_quantize_rows, _gemm1_swiglu, _gemm2_combine, _experts, _linear):
+    _op.register_autograd(_refuse, setup_context=_remember)
 
 
 def moe_forward(
@@ -198,11 +288,7 @@ def moe_forward(
     which multiply an expert's rows of x and of h. `observe` is called with x and h as they enter the GEMMs
     (activations "bf16": before any quantization).
     """
-    if x.dim() != 2 or x.shape[1] != weights.hidden_size or x.shape[0] != top_k_index.shape[0]:
-        raise ValueError(
-            f"x must be [tokens, {weights.hidden_size}] with a row of top_k_index per token, got x "
-            f"{tuple(x.shape)} and top_k_index {tuple(top_k_index.shape)}"
-        )
+    _refuse_transforms()
     if weights.packed and x.dtype != torch.bfloat16:
         raise TypeError(
             f"x is {x.dtype}, but these weights are in the layout of the Hopper kernels, which take bf16: "
@@ -212,8 +298,8 @@ def moe_forward(
     alone = plain and smooth[0] is None and smooth[1] is None and observe is None
     hopper = x.dtype == torch.bfloat16 and on_hopper(x.device) and supports_hopper(weights)
     if alone and (hopper or on_cpu(x.device)):
-        check_ids(top_k_index)
         return _experts(x, top_k_index, top_k_weights, weights.tensors(), weights.spec)
+    check_layer(x, top_k_index, top_k_weights, weights)
     groups = group_by_expert(top_k_index, weights.num_experts)
     order, offsets = groups.order, groups.offsets
     tensors, spec = weights.tensors(), weights.spec
@@ -227,7 +313,7 @@ def moe_forward(
         rows = [*_quantize_rows(values, index, weights.x_scale, order, offsets), None]
     # h that is to be smoothed comes back unquantized
     first = tensors if smooth[1] is None else replace(weights, h_scale=None).tensors()
-    h = _gemm1_swiglu(rows, first, spec, order, offsets, x.dtype)
+    h = _gemm1_swiglu(*rows, first, spec, order, offsets, x.dtype)
     if own_gate is not None:
         h = [own_gate(h[0])]
     if smooth[1] is not None:
@@ -238,15 +324,28 @@ def moe_forward(
         h = _quantize_rows(h[0], None, weights.h_scale, order, offsets)
     h = [*h, *[None] * (4 - len(h))]
     if post_expert_norm is None:
-        return _gemm2_combine(h, tensors, spec, order, offsets, top_k_weights, x.dtype)
+        return _gemm2_combine(*h, tensors, spec, order, offsets, top_k_weights, x.dtype)
 
     # The norm sits between the expert's output and its routing weight, so combine by hand.
     T, top_k = top_k_weights.shape
     ones = torch.ones_like(top_k_weights).reshape(-1, 1)
-    y = _gemm2_combine(h, tensors, spec, order, offsets, ones, x.dtype)
+    y = _gemm2_combine(*h, tensors, spec, order, offsets, ones, x.dtype)
     y = post_expert_norm(y).view(T, top_k, x.shape[1]).float() * top_k_weights[..., None].float()
     here = (top_k_index >= 0) & (top_k_index < weights.num_experts)
     return y.masked_fill(~here[..., None], 0.0).sum(dim=1).to(x.dtype)
+
+
+def _refuse_transforms() -> None:
+    if torch.compiler.is_exporting():
+        raise NotImplementedError(
+            "torch.export of 4-bit layers: the exported program would hold on to this machine's kernels and layout of "
+            "weights; export the dense model, or use torch.compile"
+        )
+    if not torch.compiler.is_compiling() and torch._C._functorch.maybe_current_level() is not None:
+        raise NotImplementedError(
+            "torch.func's transforms (vmap, grad, jvp, ...) of 4-bit layers: make the dimension part of the tokens, "
+            "x [batch * tokens, hidden], or transform the dense model"
+        )
 
 
 def _smooth(rows: Tensor, scale: Tensor, groups: Groups) -> Tensor:
@@ -260,6 +359,37 @@ def supports_hopper(weights: ExpertWeights) -> bool:
     widths = weights.hidden_size % 16 == 0 and weights.intermediate_size % 16 == 0
     gate = weights.activations == "bf16" or weights.gate.kind != "raw"
     return widths and gate and weights.num_experts <= 1024
+
+
+def _sparing(fn: Callable[[Tensor], Tensor], scales: list[nn.Parameter]) -> Callable[[Tensor], Tensor]:
+    """`fn`, which a module applies to its parameters, so that it moves fp32 `scales` and never rounds them.
+
+    It sees their bits as integers, which casts to a floating dtype leave alone.
+    """
+    ids = {id(p) for p in scales if p is not None and p.dtype == torch.float32}
+
+    def spared(t: Tensor) -> Tensor:
+        if id(t) not in ids:
+            return fn(t)
+        moved = fn(t.view(torch.int32))
+        return moved.view(torch.float32) if moved.dtype == torch.int32 else t.to(moved.device)
+
+    return spared
+
+
+def fp32_parameters(model: nn.Module) -> set[nn.Parameter]:
+    """The global scales of all 4-bit layers of `model`, which mixed precision must not round.
+
+    Casts of the model leave them alone. FSDP2 casts what it gathers, so leave them out of it:
+    fully_shard(block, mp_policy=..., ignored_params=fp32_parameters(model)).
+    """
+    layers = (m for m in model.modules() if isinstance(m, (NVFP4Experts, NVFP4Linear)))
+    return {p for layer in layers for p in layer._fp32_parameters() if p is not None}
+
+
+def _check_bias_dtype(dtype: torch.dtype | None) -> None:
+    if dtype is not None and dtype not in ROWS:
+        raise TypeError(f"biases are bfloat16, float16 or float32, not {dtype}: sums are fp32 in any case")
 
 
 class NVFP4Experts(nn.Module):
@@ -300,6 +430,7 @@ class NVFP4Experts(nn.Module):
         super().__init__()
         if activations not in ACTIVATIONS:
             raise ValueError(f"activations must be one of {ACTIVATIONS}, got {activations!r}")
+        _check_bias_dtype(bias)
         self.num_experts, self.gate, self.activations = num_experts, gate, activations
         self.hidden_size, self.intermediate_size = hidden_size, intermediate_size
         self.post_expert_norm: nn.Module | None = None
@@ -337,10 +468,23 @@ class NVFP4Experts(nn.Module):
     ) -> NVFP4Experts:
         """Quantize dense experts: w13 [E, 2I, H] (rows [gate; up]; [E, I, H] if not gated) and
         w2 [E, H, I], floating; bias: ([E, 2I], [E, H])."""
+        if w13.dim() != 3 or w2.dim() != 3:
+            raise ValueError(
+                f"w13 and w2 must be [experts, rows, columns], got {tuple(w13.shape)} and {tuple(w2.shape)}: "
+                "stack the experts"
+            )
         E, N13, H = w13.shape
+        if gate.gated and N13 % 2:
+            raise ValueError(
+                f"w13 has {N13} rows per expert, but a gated layer has as many gate rows as up rows: pass [gate; up], "
+                "or a gate with gated=False"
+            )
         I = N13 // (2 if gate.gated else 1)
         if w2.shape != (E, H, I):
             raise ValueError(f"w2 must be {(E, H, I)} for w13 {tuple(w13.shape)}, got {tuple(w2.shape)}")
+        for name, b, shape in (("w13", bias[0], (E, N13)), ("w2", bias[1], (E, H))) if bias is not None else ():
+            if b.shape != shape:
+                raise ValueError(f"the bias of {name} must be {shape}, got {tuple(b.shape)}")
         dtype = None if bias is None else bias[0].dtype
         layer = cls(E, H, I, gate, activations, dtype, device=w13.device)
         for e in range(E):
@@ -351,7 +495,18 @@ class NVFP4Experts(nn.Module):
         return layer
 
     def load_expert(self, e: int, w13: Tensor, w2: Tensor, recipe: str = DEFAULT_RECIPE) -> None:
-        """Quantize one expert's dense w13 [N13, H] and w2 [H, I] into place."""
+        """Quantize one expert's dense w13 [N13, H] and w2 [H, I], floating, into place.
+
+        ValueError for another shape, an expert that is none, NaN and Inf.
+        """
+        H, I = self.hidden_size, self.intermediate_size
+        if not 0 <= e < self.num_experts:
+            raise ValueError(f"expert {e} is none of this layer's: they are 0 to {self.num_experts - 1}")
+        shapes = {self.up_name: (I * (2 if self.gate.gated else 1), H), "down_proj": (H, I)}
+        for name, matrix in ((self.up_name, w13), ("down_proj", w2)):
+            if matrix.shape != shapes[name]:
+                raise ValueError(f"{name} of expert {e} must be {shapes[name]}, got {tuple(matrix.shape)}")
+        self.unpack()
         for name, matrix in ((self.up_name, w13), ("down_proj", w2)):
             try:
                 tensors = quantize_expert(matrix, name, recipe)
@@ -464,7 +619,10 @@ class NVFP4Experts(nn.Module):
 
     def _apply(self, fn, recurse=True):
         self.unpack()  # to another device, say
-        return super()._apply(fn, recurse)
+        return super()._apply(_sparing(fn, self._fp32_parameters()), recurse)
+
+    def _fp32_parameters(self) -> list[nn.Parameter]:
+        return [p for name, p in self._parameters.items() if name.endswith(("_global_scale", "_input_scale"))]
 
     def _save_to_state_dict(self, *args):
         self.unpack()
@@ -521,6 +679,7 @@ class NVFP4Linear(nn.Module):
         super().__init__()
         if activations not in ACTIVATIONS:
             raise ValueError(f"activations must be one of {ACTIVATIONS}, got {activations!r}")
+        _check_bias_dtype(bias)
         if in_features % 16:
             raise ValueError(f"in_features = {in_features} is not a multiple of 16, the NVFP4 block")
         self.in_features, self.out_features, self.activations = in_features, out_features, activations
@@ -538,22 +697,23 @@ class NVFP4Linear(nn.Module):
             self.register_parameter(name, None if zeros is None else nn.Parameter(zeros, requires_grad=False))
 
     def forward(self, x: Tensor) -> Tensor:
-        rows = x.reshape(-1, x.shape[-1])
+        _refuse_transforms()
+        if x.dim() == 0 or x.shape[-1] != self.in_features:
+            raise ValueError(f"x must be [..., {self.in_features}], this linear's in_features, got {tuple(x.shape)}")
+        rows = x.reshape(-1, self.in_features)
         if self.pre_quant_scale is not None:
             rows = rows * self.pre_quant_scale.to(rows.dtype)
-        T, device = rows.shape[0], rows.device
-        # the stages read the second GEMM's weights only; they count experts on the first's
-        codes, sf, scale = self.weight[None], self.weight_sf[None], self.weight_global_scale
-        bias = None if self.bias is None else self.bias[None]
-        w = ExpertWeights(SILU, self.activations, codes, sf, scale, scale, codes, sf, scale, None, bias)
-        order = torch.arange(T, dtype=torch.int32, device=device)
-        offsets = torch.arange(2, dtype=torch.int32, device=device) * T
-        h = [rows, None, None, None]
-        if self.activations == "nvfp4":
-            h = [*_quantize_rows(rows, None, self.input_scale, order, offsets), None]
-        ones = torch.ones(T, 1, device=device)
-        y = _gemm2_combine(h, w.tensors(), w.spec, order, offsets, ones, x.dtype)
+        p = self._parameters
+        y = _linear(
+            rows, p["weight"], p["weight_sf"], p["weight_global_scale"], p["bias"], p["input_scale"], self.activations
+        )
         return y.view(*x.shape[:-1], self.out_features)
+
+    def _apply(self, fn, recurse=True):
+        return super()._apply(_sparing(fn, self._fp32_parameters()), recurse)
+
+    def _fp32_parameters(self) -> list[nn.Parameter | None]:
+        return [self.weight_global_scale, self.input_scale]
 
     def extra_repr(self) -> str:
         return (

@@ -140,7 +140,7 @@ def check_ids(top_k_index: Tensor) -> None:
             f"top_k_index must be [tokens, top_k], got shape {tuple(top_k_index.shape)}; "
             "flatten batch and sequence before the experts"
         )
-    if top_k_index.dtype.is_floating_point or top_k_index.dtype == torch.bool:
+    if top_k_index.dtype.is_floating_point or top_k_index.dtype.is_complex or top_k_index.dtype == torch.bool:
         raise TypeError(
             f"top_k_index must hold integer expert ids, got {top_k_index.dtype}; "
             "are top_k_index and top_k_weights swapped?"

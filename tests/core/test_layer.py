@@ -292,12 +292,12 @@ def test_ops_pass_torchs_own_check():
             args = (x, g.token, w.x_scale, g.order, g.offsets)
             torch.library.opcheck(_quantize_rows, args, test_utils=("test_schema", "test_faketensor"))
             rows = [*_quantize_rows(*args), None]
-        args = (rows, w.tensors(), w.spec, g.order, g.offsets, x.dtype)
+        args = (*rows, w.tensors(), w.spec, g.order, g.offsets, x.dtype)
         torch.library.opcheck(_gemm1_swiglu, args, test_utils=("test_schema", "test_faketensor"))
         h = _gemm1_swiglu(*args)
         h = [*h, *[None] * (4 - len(h))]
         if activations == "bf16" or static:
-            args = (h, w.tensors(), w.spec, g.order, g.offsets, p, x.dtype)
+            args = (*h, w.tensors(), w.spec, g.order, g.offsets, p, x.dtype)
             torch.library.opcheck(_gemm2_combine, args, test_utils=("test_schema", "test_faketensor"))
 
 

@@ -21,6 +21,7 @@ ORDER = [
     ["demo"],
     ["format", "routing"],
     ["weights"],
+    ["checks"],
     ["reference", "kernels", "quantize"],
     ["layer"],
     ["__init__"],

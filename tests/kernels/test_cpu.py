@@ -234,12 +234,6 @@ def test_strided_weights_and_rows():
     assert torch.equal(a, b)
 
 
-def test_codes_that_are_not_bytes_are_refused():
-    w, x, ids, p, groups = make(3, 64, 32, 9, 2, GATES[0], None, torch.float32, "bf16", False, 0)
-    with pytest.raises(TypeError, match="codes and sf are bytes"):
-        cpu.gemm1_swiglu(Rows(x, index=groups.token), replace(w, w13=w.w13.bfloat16()), groups, x.dtype)
-
-
 # ---------------------------------------------------------------- the build and its cache
 
 
@@ -382,8 +376,10 @@ def test_without_python(tmp_path):
 def test_a_path_this_machine_lacks(tmp_path):
     if not cpu.available():
         pytest.skip("no C compiler")
-    done = python("from moe_nvfp4.kernels.cpu import backend as cpu; cpu.path()", MOE_NVFP4_CPU="avx1024")
-    assert "this machine can run portable" in done.stderr
+    lacking = next(name for name in cpu.PATHS if name not in cpu.paths())
+    for name, why in ((lacking, "this machine can run portable"), ("avx1024", "unknown: the paths are portable, avx2")):
+        done = python("from moe_nvfp4.kernels.cpu import backend as cpu; cpu.path()", MOE_NVFP4_CPU=name)
+        assert f"MOE_NVFP4_CPU={name}" in done.stderr and why in done.stderr
 
 
 SANITIZED = """

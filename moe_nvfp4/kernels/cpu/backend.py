@@ -74,6 +74,11 @@ class _Program:
         failed = run(code, len(self.code), PATHS.index(self.path), torch.get_num_threads(), _parallel())
         if failed == -1:
             raise MemoryError("no memory for the rows and the scratch of the CPU kernels")
+        if failed == -3:
+            raise ValueError(
+                "order, offsets or index are not those of one `Groups`: offsets must ascend from 0 to at most the "
+                "number of rows, and each index must be a row's: take them from routing.group_by_expert"
+            )
         return not failed
 
 
@@ -125,7 +130,7 @@ def _quantize(program: _Program, x: Tensor, index: Tensor | None, scale: Tensor 
     K = -(-width // 16) * 16
     codes = torch.empty(R, K // 2, dtype=torch.uint8, device="cpu")
     sf = torch.zeros(nvfp4.grouped_sf_rows(R, E) * (-(-K // 64) * 4), dtype=torch.uint8, device="cpu")
-    row_scale = torch.empty(R, device="cpu")
+    row_scale = torch.empty(R, dtype=torch.float32, device="cpu")
     tensors = [x, index, scale, groups.offsets, codes, sf, row_scale]
     program.add(_QUANTIZE, tensors, _TYPES[x.dtype], x.shape[0], width, K, R, E)
     return Rows(codes, sf, row_scale)
@@ -146,7 +151,7 @@ def _gemm1(program: _Program, rows: Rows, weights: ExpertWeights, groups: Groups
 
 def _gemm2(program: _Program, h: Rows, w: ExpertWeights, groups: Groups, top_k_weights: Tensor, dtype) -> Tensor:
     (T, top_k), H = top_k_weights.shape, w.hidden_size
-    slots = torch.empty(T * top_k, H, device="cpu")
+    slots = torch.empty(T * top_k, H, dtype=torch.float32, device="cpu")
     tensors = [w.w2, w.w2_sf, w.w2_scale, w.w2_scale, w.b2, slots]
     _gemm(program, h, groups, groups.order, tensors, 0, False, 0, 1.0, 0.0, 0.0, 0)
     top_k_weights, y = floating(top_k_weights), torch.empty(T, H, dtype=dtype, device="cpu")
@@ -159,11 +164,8 @@ def _gemm(
 ) -> None:
     codes, sf, first, rest, bias, out = tensors
     x = rows.values if rows.is_nvfp4 else floating(rows.values)
-    if not codes.dtype == sf.dtype == torch.uint8:
-        raise TypeError(f"codes and sf are bytes (torch.uint8), got {codes.dtype} and {sf.dtype}: a loader cast them")
     if program.path == "avx512bf16" and x.dtype not in (torch.bfloat16, torch.uint8):
         program.path = "avx512"  # the other takes rows that are bf16 or NVFP4
-    first, rest, bias = first.float(), rest.float(), bias if bias is None else floating(bias)
     tensors = [x, rows.sf, rows.scale, rows.index, groups.offsets, target, codes, sf, first, rest, bias, out]
     numbers = (
         *((_NVFP4, x.shape[0], x.shape[1] * 2) if rows.is_nvfp4 else (_TYPES[x.dtype], *x.shape)),
@@ -201,8 +203,10 @@ def paths() -> tuple[str, ...]:
 
 @cache
 def path() -> str:
-    """The path in use: $MOE_NVFP4_CPU, else the best. ValueError if this machine cannot run it."""
+    """The path in use: $MOE_NVFP4_CPU, else the best. ValueError for one that is unknown or does not run here."""
     chosen = os.environ.get("MOE_NVFP4_CPU") or paths()[-1]
+    if chosen not in PATHS:
+        raise ValueError(f"MOE_NVFP4_CPU={chosen} is unknown: the paths are {', '.join(PATHS)}")
     if chosen not in paths():
         raise ValueError(f"MOE_NVFP4_CPU={chosen}: this machine can run {', '.join(paths())}")
     return chosen

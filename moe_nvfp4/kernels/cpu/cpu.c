@@ -626,6 +626,15 @@ static int64_t group(const Group *g) {
     return 0;
 }
 
+/* Whether offsets [E + 1] ascend from 0 to at most R, and `rows` [R] (or NULL) are below `end`: nothing is read or
+   written outside of the tensors then. */
+static int fits(const int32_t *offsets, int64_t E, int64_t R, const int32_t *rows, int64_t end) {
+    int bad = offsets[0] != 0 || offsets[E] > R;
+    for (int64_t e = 0; e < E; e++) bad |= offsets[e] > offsets[e + 1];
+    for (int64_t r = 0; rows && r < R; r++) bad |= rows[r] < 0 || rows[r] >= end;
+    return !bad;
+}
+
 static int64_t whole(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
 
 static int64_t rows_bytes(const Gemm *g, const Path *p) { return whole(g->x_rows * g->stride * p->element, 64); }
@@ -673,7 +682,7 @@ static void add_gemm(Job *job, Gemm *g, const Path *p, char *memory, int64_t thr
 }
 
 /* Runs the stages of a program: for each its kind, the words of its struct and the struct. The threads pass through
-   all of it together. Returns 0; -1 without memory; -2 if a Group finds an id that is none. */
+   all of it together. Returns 0; -1 without memory; -2 if a Group finds an id that is none; -3 if groups don't fit. */
 int64_t run(const int64_t *program, int64_t count, int64_t path, int64_t threads, Parallel *parallel) {
     struct { int64_t kind, bytes; union { Group group; Quantize quantize; Gemm gemm; Combine combine; }; }
         stages[MAX_STAGES], *end = stages + count, *s;
@@ -697,6 +706,7 @@ int64_t run(const int64_t *program, int64_t count, int64_t path, int64_t threads
         if (s->kind == GROUP) failed = group(&s->group);
         else if (s->kind == QUANTIZE) {
             Quantize *q = &s->quantize;
+            if (!fits(q->offsets, q->E, q->R, q->index, q->x_rows)) { failed = -3; break; }
             q->work = (uint8_t *)(memory + 1), q->work_bytes = work, q->tokens = s->bytes ? (uint8_t *)at : NULL;
             if (q->tokens) add_phase(&job, p->quantize_token, q, q->x_rows, q->x_rows * q->K, threads);
             add_phase(&job, p->quantize, q, q->R, q->R * q->K, threads);
@@ -704,6 +714,11 @@ int64_t run(const int64_t *program, int64_t count, int64_t path, int64_t threads
             const Combine *c = &s->combine;
             add_phase(&job, p->combine, c, c->T, c->T * c->top_k * c->H, threads);
         } else {
+            const Gemm *g = &s->gemm;
+            if (!fits(g->offsets, g->E, g->R, g->index, g->x_rows) || !fits(g->offsets, g->E, g->R, g->target, g->R)) {
+                failed = -3;
+                break;
+            }
             s->gemm.work = (char *)(memory + 1), s->gemm.work_bytes = work;
             add_gemm(&job, &s->gemm, p, at, threads);
         }

@@ -1,0 +1,433 @@
+"""Misuse: every wrong shape, dtype and device is named, and nothing unchecked reaches a backend."""
+
+import copy
+import os
+import shutil
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from moe_nvfp4 import Gate, NVFP4Experts, moe_forward
+from moe_nvfp4.kernels.cpu import backend as cpu
+from moe_nvfp4.layer import NVFP4Linear, fp32_parameters
+from moe_nvfp4.routing import group_by_expert
+from tests.common import THRESHOLDS, relative_error
+
+ROOT = Path(__file__).parents[2]
+FLOATING = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2]
+E, H, I, T, K = 5, 48, 32, 7, 3  # all different, so that no wrong shape is another right one
+OPS = ("experts", "quantize_rows", "gemm1_swiglu", "gemm2_combine", "linear")
+
+
+def make(activations="bf16", static=False, bias=True, gate=None):
+    gate = gate or Gate()
+    torch.manual_seed(0)
+    layer = NVFP4Experts.from_dense(
+        torch.randn(E, I * (2 if gate.gated else 1), H) / 7, torch.randn(E, H, I) / 6, gate, activations,
+        (torch.randn(E, I * (2 if gate.gated else 1)), torch.randn(E, H)) if bias else None,
+    )  # fmt: skip
+    if static:
+        layer.set_input_scales(torch.tensor(1e-3), torch.tensor(2e-3))
+    return layer
+
+
+def make_linear(activations="bf16", static=False, bias=True):
+    torch.manual_seed(0)
+    layer = NVFP4Linear(H, I, torch.float32 if bias else None, activations, static)
+    layer.weight.random_(0, 256)
+    layer.weight_sf.random_(32, 64)
+    layer.weight_global_scale.fill_(0.01)
+    if static:
+        layer.input_scale.fill_(1e-3)
+    if bias:
+        layer.bias.normal_()
+    return layer
+
+
+def batch():
+    """Values that every dtype holds exactly."""
+    torch.manual_seed(1)
+    x, p = torch.randint(-16, 17, (T, H)) / 8, torch.randint(1, 9, (T, K)) / 8
+    return x, torch.randint(-1, E + 1, (T, K)), p
+
+
+@cache
+def arguments(op, activations, static, bias):
+    """Legal arguments of torch.ops.moe_nvfp4.`op`."""
+    if op == "linear":
+        layer, (x, _, _) = make_linear(activations, static, bias), batch()
+        return [x, layer.weight, layer.weight_sf, layer.weight_global_scale, layer.bias, layer.input_scale, activations]
+    w, (x, ids, p) = make(activations, static, bias).weights, batch()
+    ops, groups = torch.ops.moe_nvfp4, group_by_expert(ids, E)
+    own = [groups.order, groups.offsets]
+    if op == "experts":
+        return [x, ids, p, w.tensors(), w.spec]
+    quantize = [x, groups.token, w.x_scale, *own]
+    if op == "quantize_rows":
+        return quantize
+    rows = [*ops.quantize_rows(*quantize), None] if activations == "nvfp4" else [x, None, None, groups.token]
+    first = [*rows, w.tensors(), w.spec, *own, torch.float32]
+    if op == "gemm1_swiglu":
+        return first
+    h = ops.gemm1_swiglu(*first)
+    if activations == "nvfp4" and not static:
+        h = ops.quantize_rows(h[0], None, None, *own)
+    return [*h, *[None] * (4 - len(h)), w.tensors(), w.spec, *own, p, torch.float32]
+
+
+def tensors(args):
+    """(where, tensor) of each, those in lists too."""
+    for i, a in enumerate(args):
+        if isinstance(a, torch.Tensor):
+            yield (i, None), a
+        for j, b in enumerate(a if isinstance(a, list) else ()):
+            if isinstance(b, torch.Tensor):
+                yield (i, j), b
+
+
+def put(args, where, tensor):
+    args, (i, j) = [list(a) if isinstance(a, list) else a for a in args], where
+    if j is None:
+        args[i] = tensor
+    else:
+        args[i][j] = tensor
+    return args
+
+
+SHAPES = {
+    "a row more": lambda t: torch.cat([t, t[:1]]),
+    "a row less": lambda t: t[:-1],
+    "no rows": lambda t: t[:0],
+    "twice as wide": lambda t: torch.cat([t, t], -1),
+    "half as wide": lambda t: t[..., : t.shape[-1] // 2].contiguous(),
+    "one wide": lambda t: t[..., :1].contiguous(),
+    "transposed": lambda t: t.transpose(0, -1).contiguous(),
+    "a dimension more": lambda t: t[None],
+    "a dimension less": lambda t: t[0],
+    "a number": lambda t: t.flatten()[0].clone(),
+    "on meta": lambda t: t.to("meta"),
+    "strided": lambda t: torch.stack([t, t], -1)[..., 0],  # legal
+}
+# What else is right: any number of rows of x for a linear; where rows are only quantized, any width and number of
+# experts; for GEMM 2 any tokens and slots that are as many as rows.
+FREE = {
+    ("linear", 0): ("a row more", "a row less", "no rows"),
+    ("quantize_rows", 0): ("twice as wide", "half as wide", "one wide", "transposed"),
+    ("quantize_rows", 4): tuple(SHAPES),
+    ("gemm2_combine", 8): ("transposed",),
+}
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.int8, torch.int16,
+          torch.int32, torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn]  # fmt: skip
+
+
+def results(op, args):
+    y = getattr(torch.ops.moe_nvfp4, op)(*args)
+    return y if isinstance(y, list) else [y]
+
+
+def misuse(examples):
+    """Each op with one argument changed: an error of ours, or what the unchanged one gives."""
+    wrong = st.one_of(st.sampled_from(sorted(SHAPES)), st.sampled_from(DTYPES))
+
+    @settings(max_examples=examples, deadline=None, derandomize=True, database=None)
+    @given(op=st.sampled_from(OPS), activations=st.sampled_from(["bf16", "nvfp4"]), static=st.booleans(),
+           bias=st.booleans(), which=st.integers(0, 99), wrong=wrong)  # fmt: skip
+    def one(op, activations, static, bias, which, wrong):
+        args = arguments(op, activations, static, bias)
+        expected = results(op, args)
+        where, tensor = list(tensors(args))[which % len(list(tensors(args)))]
+        assume(wrong not in FREE.get((op, where[0]), ()))
+        changed = SHAPES[wrong](tensor) if isinstance(wrong, str) else tensor.to(wrong)
+        try:
+            found = results(op, put(args, where, changed))
+        except (TypeError, ValueError):
+            assert wrong != "strided"
+            return
+        for a, b in zip(found, expected, strict=True):
+            assert a.device == b.device and relative_error(a.float(), b.float()) < THRESHOLDS["half"]
+
+    one()
+
+
+def test_ops_name_what_is_wrong():
+    misuse(400)
+
+
+@pytest.mark.parametrize("reference", [False, True])
+def test_the_layer_names_what_is_wrong(reference, monkeypatch):
+    monkeypatch.setenv("MOE_NVFP4_BACKEND", "reference" if reference else "")
+    layer, (x, ids, p) = make(), batch()
+    for bad in (p[:, :2], torch.cat([p, p], 1), p.T, p[:-1], p.flatten()):
+        with pytest.raises(ValueError, match=r"top_k_weights has shape .*expected \(7, 3\)"):
+            layer(x, ids, bad)
+    with pytest.raises(TypeError, match="top_k_weights is torch.int64"):
+        layer(x, ids, ids)
+    with pytest.raises(TypeError, match="x is torch.float64, expected bfloat16 or float16 or float32"):
+        layer(x.double(), ids, p)
+    with pytest.raises(ValueError, match="w13 is on cpu.* on meta: move them to one device"):
+        layer(x.to("meta"), ids, p)
+    with pytest.raises(ValueError, match="w13 is on meta"):
+        copy.deepcopy(layer).to("meta")(x, ids, p)
+    layer.double()
+    with pytest.raises(TypeError, match="b13 is torch.float64"):
+        layer(x, ids, p)
+    assert layer.float()(x, ids, p.double()).isfinite().all()
+    with pytest.raises(TypeError, match="w13 is torch.bfloat16, expected uint8: codes and block scales are bytes"):
+        make().type(torch.bfloat16)(x, ids, p)
+    linear = make_linear()
+    for width in (H // 2, 2 * H, 1):
+        with pytest.raises(ValueError, match=r"x must be \[\.\.\., 48\]"):
+            linear(torch.randn(3, width))
+    with pytest.raises(TypeError, match="x is torch.float64"):
+        linear(x.double())
+    assert linear(torch.randn(H)).shape == (I,) and linear(torch.randn(2, 0, H)).shape == (2, 0, I)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("activations", ["bf16", "nvfp4"])
+def test_the_default_dtype_changes_nothing(activations, dtype):
+    layer, linear, (x, ids, p) = make(activations), make_linear(activations), batch()
+    want = layer(x, ids, p), linear(x)
+    torch.set_default_dtype(dtype)
+    try:
+        for _ in range(20):  # a heap that was overrun is noticed late
+            got = layer(x, ids, p), linear(x)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def test_groups_that_are_none():
+    """Their values, which only the CPU looks at: a GPU would wait."""
+    op, args = "gemm2_combine", arguments("gemm2_combine", "bf16", False, True)
+    order, offsets = args[6], args[7]
+    for where, values in [
+        ((7, None), offsets.flip(0)), ((7, None), offsets + 1), ((7, None), offsets * 1000),
+        ((6, None), order + 1), ((6, None), order - 1), ((6, None), order * 100000),
+    ]:  # fmt: skip
+        if cpu.available():
+            with pytest.raises(ValueError, match="group_by_expert"):
+                results(op, put(args, where, values))
+
+
+# ---- scales --------------------------------------------------------------------------------------
+
+
+CASTS = {
+    "to": lambda m, dtype: m.to(dtype),
+    "to with a device": lambda m, dtype: m.to("cpu", dtype),
+    "type": lambda m, dtype: m.type(dtype) if dtype.is_floating_point and dtype.itemsize > 1 else m.to(dtype),
+    "apply": lambda m, dtype: m._apply(lambda t: t.to(dtype) if t.is_floating_point() else t),
+    "there and back": lambda m, dtype: m.to(dtype).float(),
+    "deepcopy": lambda m, dtype: copy.deepcopy(m).to(dtype),
+    "a parent": lambda m, dtype: torch.nn.Sequential(m).to(dtype)[0],
+}
+
+
+@settings(max_examples=60, deadline=None)
+@given(dtype=st.sampled_from(FLOATING), cast=st.sampled_from(sorted(CASTS)), linear=st.booleans(),
+       exponent=st.integers(-40, 5), seed=st.integers(0, 99))  # fmt: skip
+def test_casts_do_not_round_scales(dtype, cast, linear, exponent, seed):
+    layer = make_linear(static=True) if linear else make(static=True)
+    scales = [name for name, p in layer.named_parameters() if p in fp32_parameters(layer)]
+    assert len(scales) == (2 if linear else 5)
+    torch.manual_seed(seed)
+    for name in scales:
+        layer.get_parameter(name).copy_(torch.rand_like(layer.get_parameter(name)) * 10.0**exponent)
+    before = {name: layer.get_parameter(name).clone() for name in scales}
+    after = CASTS[cast](layer, dtype)
+    for name in scales:
+        found = after.state_dict()[name]
+        assert found.dtype == torch.float32 and torch.equal(found.view(torch.int32), before[name].view(torch.int32))
+        assert isinstance(after.get_parameter(name), torch.nn.Parameter)
+    if not linear and cast != "type":  # type() casts codes too, and calls say so
+        assert after.gate_up_proj_bias.dtype == (torch.float32 if cast == "there and back" else dtype)
+
+
+def test_moves_move_scales():
+    layer = make(static=True)
+    assert {p.device.type for p in copy.deepcopy(layer).to("meta").parameters()} == {"meta"}
+    empty = copy.deepcopy(layer).to("meta", torch.bfloat16).to_empty(device="cpu")
+    assert empty.up_proj_global_scale.dtype == torch.float32 and empty.up_proj_global_scale.shape == (E,)
+    layer.share_memory()
+    assert all(p.is_shared() for p in layer.parameters())
+
+
+def test_half_precision_models_give_the_same_numbers():
+    layer, (x, ids, p) = make(bias=False), batch()
+    want = layer(x.bfloat16(), ids, p)
+    for dtype in (torch.bfloat16, torch.float16):
+        assert torch.equal(layer.to(dtype)(x.bfloat16(), ids, p), want)
+
+
+SHARDED = """
+import copy, torch
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from tests.core.test_checks import *
+torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+layer, (x, ids, p) = make(bias=False), batch()
+want, policy = layer(x.bfloat16(), ids, p), MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+spared = fully_shard(copy.deepcopy(layer), mesh=mesh)
+assert torch.equal(spared(x.bfloat16(), ids, p), want)
+spared = copy.deepcopy(layer)
+fully_shard(spared, mesh=mesh, mp_policy=policy, ignored_params=fp32_parameters(spared))
+assert torch.equal(spared(x.bfloat16(), ids, p), want)
+cast = fully_shard(copy.deepcopy(layer), mesh=mesh, mp_policy=policy)
+try:
+    cast(x.bfloat16(), ids, p)
+except TypeError as error:
+    print("named", error)
+"""
+
+
+def test_mixed_precision_of_fsdp():
+    """It never rounds scales without a word, and leaves them alone where it is told to."""
+    done = python(SHARDED)
+    assert "named gate_scale is torch.bfloat16" in done.stdout and "fp32_parameters(model)" in done.stdout, done.stderr
+
+
+# ---- gradients and transforms --------------------------------------------------------------------
+
+
+def without_gate(activations):
+    layer = make(activations)
+    layer.gate = Gate("raw")
+    layer.own_gate = lambda v: v[:, :I] * v[:, I:]
+    return layer
+
+
+@pytest.mark.parametrize("backend", ["", "reference"])
+@pytest.mark.parametrize("activations", ["bf16", "nvfp4"])
+@pytest.mark.parametrize("kind", ["whole", "stages", "linear"])
+def test_gradients_are_refused_and_not_zero(kind, activations, backend, monkeypatch):
+    monkeypatch.setenv("MOE_NVFP4_BACKEND", backend)
+    x, ids, p = batch()
+    layer = {"whole": make, "stages": without_gate, "linear": make_linear}[kind](activations)
+    call = layer if kind == "linear" else lambda x, p=p: layer(x, ids, p)
+    want = call(x)
+    leaf = x.clone().requires_grad_()
+    before = torch.nn.Linear(H, H)  # what is behind it in the graph
+    for y in (call(leaf), call(before(leaf))):
+        with pytest.raises(NotImplementedError, match="no gradients yet"):
+            y.sum().backward()
+    assert leaf.grad is None and before.weight.grad is None
+    if kind != "linear":
+        with pytest.raises(NotImplementedError, match="no gradients yet"):
+            call(x, p.clone().requires_grad_()).sum().backward()
+    with torch.no_grad():
+        assert torch.equal(call(leaf), want) and not call(leaf).requires_grad
+
+
+@pytest.mark.parametrize("kind", ["whole", "stages", "linear"])
+def test_a_compiled_forward_pass_needs_no_gradients(kind):
+    x, ids, p = batch()
+    layer = {"whole": make, "stages": without_gate, "linear": make_linear}[kind]("nvfp4")
+    args = (x.requires_grad_(),) if kind == "linear" else (x.requires_grad_(), ids, p)
+    torch.compiler.reset()
+    y = torch.compile(layer, fullgraph=True)(*args)
+    assert relative_error(y, layer(*args)) < THRESHOLDS["fp32"]
+    with pytest.raises(NotImplementedError, match="no gradients yet"):
+        y.sum().backward()
+
+
+def test_transforms_are_refused_by_name():
+    layer, linear, (x, ids, p) = make(), make_linear(), batch()
+    for f, args in ((layer, (x, ids, p)), (linear, (x,))):
+        with pytest.raises(NotImplementedError, match="vmap"):
+            torch.vmap(f)(*(a[None] for a in args))
+        with pytest.raises(NotImplementedError, match="torch.export of 4-bit layers"):
+            torch.export.export(f, args)
+    with pytest.raises(NotImplementedError, match="grad, jvp"):
+        torch.func.grad(lambda x: layer(x, ids, p).sum())(x)
+    with pytest.raises(NotImplementedError, match="vmap"):
+        torch.vmap(lambda x, ids, p: moe_forward(x, ids, p, layer.weights))(x[None], ids[None], p[None])
+
+
+# ---- what is loaded ------------------------------------------------------------------------------
+
+
+def test_dense_experts_that_do_not_fit():
+    w13, w2 = torch.randn(E, 2 * I, H), torch.randn(E, H, I)
+    for args, rule in [
+        ((w13[:, 1:], w2), "63 rows per expert, but a gated layer"),
+        ((w13[0], w2), r"must be \[experts, rows, columns\]"),
+        ((w13, w2.mT), r"w2 must be \(5, 48, 32\)"),
+    ]:
+        with pytest.raises(ValueError, match=rule):
+            NVFP4Experts.from_dense(*args)
+    good = torch.randn(E, 2 * I), torch.randn(E, H)
+    for bias, rule in [
+        ((good[0][:, 1:], good[1]), r"bias of w13 must be \(5, 64\), got \(5, 63\)"),
+        ((good[0], good[1][:, :1]), r"bias of w2 must be \(5, 48\), got \(5, 1\)"),
+        ((good[0], good[1][0]), r"bias of w2 must be \(5, 48\), got \(48,\)"),
+    ]:
+        with pytest.raises(ValueError, match=rule):
+            NVFP4Experts.from_dense(w13, w2, bias=bias)
+    with pytest.raises(TypeError, match="biases are bfloat16, float16 or float32, not torch.float64"):
+        NVFP4Experts.from_dense(w13, w2, bias=tuple(b.double() for b in good))
+    layer = make()
+    for args, rule in [
+        ((E, w13[0], w2[0]), "expert 5 is none of this layer's"),
+        ((-1, w13[0], w2[0]), "expert -1 is none of this layer's"),
+        ((0, w13[0, 1:], w2[0]), r"gate_up_proj of expert 0 must be \(64, 48\), got \(63, 48\)"),
+        ((0, w13[0], w2[0].T), r"down_proj of expert 0 must be \(48, 32\), got \(32, 48\)"),
+    ]:
+        with pytest.raises(ValueError, match=rule):
+            layer.load_expert(*args)
+
+
+# ---- the environment, and a process of its own ---------------------------------------------------
+
+
+def python(code, **env):
+    full = {**os.environ, "PYTHONPATH": str(ROOT), **{k: str(v) for k, v in env.items()}}
+    return subprocess.run([sys.executable, "-c", code], env=full, cwd=ROOT, capture_output=True, text=True)
+
+
+def test_unknown_names_in_the_environment(monkeypatch):
+    layer, args = make(), batch()
+    monkeypatch.setenv("MOE_NVFP4_BACKEND", "refrence")
+    with pytest.raises(ValueError, match="MOE_NVFP4_BACKEND=refrence.*reference"):
+        layer(*args)
+
+
+def test_importing_leaves_the_compiler_out():
+    done = python("import sys, moe_nvfp4; assert 'torch._dynamo' not in sys.modules")
+    assert done.returncode == 0, done.stderr
+
+
+SANITIZED = """
+from moe_nvfp4.kernels.cpu import backend as cpu
+cpu.FLAGS = (*(f for f in cpu.FLAGS if f != "-O3"), "-O1", "-g", "-fsanitize=address", "-fno-sanitize-recover=all")
+cpu._shipped = lambda: None
+from tests.core import test_checks
+import torch
+torch.set_num_threads(1)
+test_checks.misuse(150)
+test_checks.test_groups_that_are_none()
+test_checks.test_the_default_dtype_changes_nothing("bf16", torch.bfloat16)
+test_checks.test_the_default_dtype_changes_nothing("nvfp4", torch.float16)
+print("clean")
+"""
+
+
+@pytest.mark.skipif(not cpu.available(), reason="no C compiler")
+def test_misuse_under_the_address_sanitizer(tmp_path):
+    compiler = shutil.which(os.environ.get("CC") or "cc") or shutil.which("gcc")
+    # libstdc++ too: Python is not linked with it, and ASan looks for the function that throws when it starts
+    found = [
+        subprocess.run([compiler, f"-print-file-name={name}"], capture_output=True, text=True).stdout.strip()
+        for name in ("libasan.so", "libstdc++.so.6")
+    ]
+    if not all(os.path.isabs(name) and os.path.exists(name) for name in found):
+        pytest.skip(f"{compiler} has no libasan.so")
+    done = python(SANITIZED, MOE_NVFP4_CACHE=tmp_path, LD_PRELOAD=":".join(found), ASAN_OPTIONS="detect_leaks=0",
+                  PYTHONMALLOC="malloc", MOE_NVFP4_CPU="portable")  # fmt: skip
+    assert done.returncode == 0 and "clean" in done.stdout, done.stderr[-4000:]
