@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -10,7 +11,8 @@ from fnmatch import fnmatchcase
 from moe_nvfp4.quantize.dialects import Dialect
 
 DENSE = ("BF16", "F16", "F32", "F64")
-PER_EXPERT = re.compile(r"(?P<module>(?:.+\.)?experts)\.(?P<e>\d+)\.(?P<part>gate_proj|up_proj|down_proj|w[123])")
+PER_EXPERT = re.compile(r"(?P<module>(?:.+\.)?experts)\.(?P<e>0|[1-9]\d*)\."
+                        r"(?P<part>gate_proj|up_proj|down_proj|w[123])")  # fmt: skip
 
 
 GATES = {"up_proj": "gate_proj", "w3": "w1"}  # up -> gate, which have the same input
@@ -76,7 +78,7 @@ FUSED = re.compile(r"(^|\.)experts\.(gate_up_proj|up_proj|down_proj)$")
 # and its stacks for each projection, [E, out, in/2] (STEP)
 BANK = re.compile(r"(?<![^.])moe\.(?P<part>gate_proj|up_proj|down_proj)$")
 PROJECTION_FIRST = re.compile(r"(?P<module>(?:.+\.)?experts)\.(?P<part>gate_proj|up_proj|down_proj|w[123])\."
-                              r"(?P<e>\d+)(?=\.|$)")  # fmt: skip
+                              r"(?P<e>0|[1-9]\d*)(?=\.|$)")  # fmt: skip
 DBRX = re.compile(r"(?P<module>(?:.+\.)?experts)\.mlp\.(?P<part>w1|v1|w2)")
 DBRX_PARTS = {"w1": "gate_proj", "v1": "up_proj", "w2": "down_proj"}
 # 4-bit and 8-bit formats keep these next to a weight; one that nobody reads means wrong numbers
@@ -114,20 +116,39 @@ def sub_configs(config: Mapping) -> list[Mapping]:
 def ignore_patterns(dense: set[str], quantized: set[str], excluded: set[str], dialect: Dialect) -> list[str]:
     """The `ignore` list of a config: `dense` modules, layers folded into a wildcard where no quantized one fits it.
 
-    Wildcards for ModelOpt, `re:` expressions for compressed-tensors. Excluded experts are named
-    with everything in them, and also as transformers names them.
+    Wildcards for ModelOpt, `re:` expressions for compressed-tensors. Linears beside each other are named by their
+    parent where nothing in there is quantized: vLLM fuses them (q_proj, k_proj and v_proj become qkv_proj) and
+    matches the fused name. Excluded experts are named with everything in them, and also as transformers names them.
     """
+    few = {re.sub(r"experts\.\d+\.", "experts.0.", name) for name in quantized}
+    free = lambda pattern: not any(fnmatchcase(name, pattern) for name in few)
     groups: dict[str, set[str]] = {}
     for module in dense:
         groups.setdefault(re.sub(r"\.\d+(?=\.|$)", ".*", module), set()).add(module)
-    few = {re.sub(r"experts\.\d+\.", "experts.0.", name) for name in quantized}
+    beside = Counter(name.rpartition(".")[0] for name in {*dense, *groups})
+
+    def parent(module: str) -> str | None:
+        above = module.rpartition(".")[0]
+        return f"{above}*" if above and above[-1] != "*" and beside[above] > 1 and free(f"{above}*") else None
+
     found = set()
     for pattern, members in groups.items():
-        found |= members if any(fnmatchcase(name, pattern) for name in few) else {pattern}
+        if (whole := parent(pattern)) is not None:
+            found.add(whole)
+            continue
+        of_members = {member: parent(member) for member in members}
+        found |= {p for p in of_members.values() if p is not None}
+        left = {member for member, p in of_members.items() if p is None}
+        found |= {pattern} if left and free(pattern) else left
     found |= {p.removesuffix(".layer") for p in found if p.endswith(".router.layer")}
     found |= {f"{name}*" for module in excluded for name in aliases(module)}
     if dialect.reciprocal:  # compressed-tensors
-        as_re = lambda p: re.escape(p[:-1]).replace(r"\*", r"\d+") + ".*" if p.endswith("experts*") else (
-            re.escape(p).replace(r"\*", r"\d+") + "$")  # fmt: skip
-        found = {f"re:{as_re(p)}" if "*" in p else p for p in found}
+        found = {_expression(p) if "*" in p else p for p in found}
     return sorted(found)
+
+
+def _expression(wildcard: str) -> str:
+    """compressed-tensors' form of a wildcard that has `*` for numbers, and perhaps at its end."""
+    start = wildcard.removesuffix("*")
+    end = ".*" if start != wildcard and not start.endswith(".") else "$"
+    return "re:" + re.escape(start if end == ".*" else wildcard).replace(r"\*", r"\d+") + end

@@ -1,0 +1,124 @@
+"""The `ignore` list of the files' config against the rules of its readers, written down here."""
+
+import re
+import time
+from fnmatch import fnmatch
+
+import pytest
+import torch
+
+from moe_nvfp4.integrations.huggingface import MoeNvfp4Config
+from moe_nvfp4.quantize.convert import convert_checkpoint
+from moe_nvfp4.quantize.dialects import DIALECTS, matches
+from moe_nvfp4.quantize.names import ignore_patterns
+from tests.folders import qwen2_moe
+from tests.models import folder, load, mixtral, qwen3_moe
+from tests.quantize.test_convert import config_of
+
+FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+
+
+def vllm_excludes(ignore, module, mapped):
+    """vLLM's rule for quant_method modelopt (layers/quantization/modelopt.py, is_layer_excluded).
+
+    A fused module is excluded by the exact names of its parts, all or none; then every entry counts as a substring,
+    then as a wildcard. mapped: the model's class renames modules, then "x*" becomes "x" and "x.*" first.
+    """
+    if mapped:
+        split = ([p[:-1], f"{p[:-1]}.*"] if p.endswith("*") and not p.endswith(".*") else [p] for p in ignore)
+        ignore = [p for ps in split for p in ps]
+    stem, _, last = module.rpartition(".")
+    parts = [f"{stem}.{part}" in ignore for part in FUSED.get(last, ())]
+    assert len(set(parts)) < 2, f"vLLM refuses to load: some parts of {module} are excluded"
+    if all(parts) and (parts or module in ignore):
+        return True
+    return any(p in module for p in ignore if p != module) or any(fnmatch(module, p) for p in ignore)
+
+
+def compressed_tensors_ignores(ignore, module):
+    """compressed-tensors' rule: each part of a fused module must match a name, or an expression at its start."""
+    stem, _, last = module.rpartition(".")
+    parts = [f"{stem}.{part}" for part in FUSED[last]] if last in FUSED else [module]
+    hits = [any(re.match(p[3:], x) if p.startswith("re:") else p == x for p in ignore) for x in parts]
+    assert len(set(hits)) == 1, f"some parts of {module} are ignored"
+    return hits[0]
+
+
+def check(ignore, dialect, dense, quantized):
+    if dialect == "modelopt":
+        excludes = [lambda m, mapped=mapped: vllm_excludes(ignore, m, mapped) for mapped in (False, True)]
+    else:
+        excludes = [lambda m: compressed_tensors_ignores(ignore, m)]
+    for excluded in excludes:
+        assert [m for m in dense if not excluded(m)] == []
+        assert [m for m in quantized if excluded(m)] == []
+
+
+ATTENTION = ("self_attn.qkv_proj", "self_attn.o_proj")
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize("route", ["quantize", "from_pretrained"])
+@pytest.mark.parametrize("family", [qwen3_moe, mixtral, qwen2_moe], ids=lambda f: f.__name__)
+def test_servers_find_what_is_dense(family, route, dialect, tmp_path):
+    source, path = folder(tmp_path, family), tmp_path / "nvfp4"
+    if route == "quantize":
+        convert_checkpoint(source, path, dialect=dialect, progress=False)
+    else:
+        load(source, quantization_config=MoeNvfp4Config(dialect=dialect)).save_pretrained(path)
+    block = "block_sparse_moe" if family is mixtral and route == "quantize" else "mlp"
+    names = [*ATTENTION, f"{block}.gate"]
+    if family is qwen2_moe:
+        names += ["mlp.shared_expert.gate_up_proj", "mlp.shared_expert.down_proj", "mlp.shared_expert_gate"]
+    dense = ["lm_head", *(f"model.layers.{i}.{name}" for i in range(2) for name in names)]
+    experts = [f"model.layers.{i}.{block}.experts" for i in range(2)]
+    experts += [f"{e}.3.{part}" for e in experts for part in ("w1", "w2", "gate_proj", "down_proj")]
+    check(config_of(path)["quantization_config"]["ignore"], dialect, dense, experts)
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_dense_layers_before_experts(dialect):
+    """DeepSeek's first layers, whose MLPs stand where later ones have experts; Nemotron's mixers of several kinds."""
+    dense, quantized, asked = {"lm_head"}, set(), ["lm_head"]
+    for i in range(13):
+        stem = f"model.layers.{i}"
+        dense |= {f"{stem}.self_attn.{part}_proj" for part in "qkvo"}
+        asked += [f"{stem}.{name}" for name in ATTENTION]
+        if i in (0, 1):
+            dense |= {f"{stem}.mlp.{part}_proj" for part in ("gate", "up", "down")}
+            asked += [f"{stem}.mlp.gate_up_proj", f"{stem}.mlp.down_proj"]
+        else:
+            dense.add(f"{stem}.mlp.gate")
+            dense |= {f"{stem}.mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")}
+            asked += [f"{stem}.mlp.gate", f"{stem}.mlp.shared_experts.gate_up_proj"]
+            quantized |= {f"{stem}.mlp.experts.{e}.{part}_proj" for e in range(3) for part in ("gate", "up", "down")}
+    ignore = ignore_patterns(dense, quantized, set(), DIALECTS[dialect])
+    check(ignore, dialect, asked, {n.rpartition(".experts")[0] + ".experts" for n in quantized} | quantized)
+    assert len(ignore) < 12, "layers are folded"
+
+    mixers = {f"backbone.layers.{i}.mixer.{part}_proj" for i in (1, 11) for part in "qkvo"}
+    experts = {f"backbone.layers.{i}.mixer.experts.0.up_proj" for i in (0, 10)}
+    ignore = ignore_patterns(mixers, experts, set(), DIALECTS[dialect])
+    check(ignore, dialect, [f"backbone.layers.{i}.mixer.qkv_proj" for i in (1, 11)], experts)
+
+
+def test_excluded_experts(tmp_path):
+    path = tmp_path / "nvfp4"
+    convert_checkpoint(folder(tmp_path, mixtral), path, exclude=["*layers.0.*"], progress=False)
+    ignore = config_of(path)["quantization_config"]["ignore"]
+    for module in ("block_sparse_moe.experts", "mlp.experts"):
+        check(ignore, "modelopt", [f"model.layers.0.{module}", f"model.layers.0.{module}.1.w3"],
+              [f"model.layers.1.{module}"])  # fmt: skip
+    assert torch.isfinite(load(path).lm_head.weight).all()
+
+
+def test_expressions_of_strangers():
+    """An ignore list comes with the files: no expression of it may take forever, or end in a traceback."""
+    began = time.perf_counter()
+    with pytest.raises(ValueError, match="takes too long: name the modules instead"):
+        matches(r"re:(?:a|a|aa)+(?:a|aa)+\1$".replace(r"\1", "b"), "a" * 200)
+    assert time.perf_counter() - began < 5
+    with pytest.raises(ValueError, match=r"'re:\(' in the config's ignore list is no regular expression"):
+        matches("re:(", "model.layers.0")
+    assert matches(r"re:.*mlp\.gate$", "model.layers.0.mlp.gate") and not matches(r"re:mlp", "model.mlp")
+    assert not matches(r"re:(\w+\.?)*expert!", "model.layers.0.mlp.experts.0.down_proj" * 4)
