@@ -39,7 +39,10 @@ TORCH_DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu, "U8": torch.uint8,
 }  # fmt: skip
+ENDS = 64  # bytes at the ends of a tensor that `fingerprint` reads
 INDEX = "model.safetensors.index.json"
+# In a tensor's name: no model has so many layers or experts
+LARGE_NUMBER = re.compile(r"(?<![^.])\d{6,}(?![^.])")
 
 
 # ---------------------------------------------------------------- headers
@@ -86,6 +89,8 @@ def _read_header(path: Path) -> tuple[dict[str, dict], int]:
     if not isinstance(header, dict):
         raise ValueError(_damaged(path, "its header is not a JSON object"))
     header.pop("__metadata__", None)
+    if strange := next((name for name in header if LARGE_NUMBER.search(name)), None):
+        raise ValueError(f"{path} names a tensor {strange[:200]!r}: no layer or expert has a number of 6 digits")
     end = 0
     for name, info in sorted(header.items(), key=lambda item: _offsets(path, *item)):
         begin, stop = _offsets(path, name, info)
@@ -162,6 +167,22 @@ class Stored:
 
     def tensor(self) -> Tensor:
         return self.read().view(TORCH_DTYPES[self.dtype]).reshape(self.shape)
+
+
+def fingerprint(tensors: Iterable[Stored]) -> str:
+    """sha256 of the first and last bytes of each tensor: what may differ where a file's size and time do not."""
+    found, files = hashlib.sha256(), {}
+    try:
+        for t in tensors:
+            if t.file not in files:
+                files[t.file] = open(t.file, "rb", buffering=0)
+            for at in (t.start, max(t.start, t.start + t.size - ENDS)):
+                files[t.file].seek(at)
+                found.update(files[t.file].read(min(ENDS, t.size)))
+    finally:
+        for file in files.values():
+            file.close()
+    return found.hexdigest()
 
 
 @dataclass(frozen=True)
@@ -335,7 +356,14 @@ class Workplace:
         self._mutex = threading.Lock()
 
     def __enter__(self) -> Workplace:
-        self.folder.mkdir(parents=True, exist_ok=True)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except (FileExistsError, NotADirectoryError):
+            inside = next(p for p in (self.folder, *self.folder.parents) if p.exists() and not p.is_dir())
+            raise ValueError(
+                f"{inside} is a file, where the folder {'of the work in progress' if inside == self.folder else ''} "
+                f"for {self.destination} goes: move it away, or name another destination"
+            ) from None
         self._lock = _lock(self.folder / "lock", self.destination)
         try:
             self._resume()

@@ -36,7 +36,15 @@ import torch
 
 from moe_nvfp4.devices import usable_device
 from moe_nvfp4.progress import progress_bar
-from moe_nvfp4.quantize.checkpoint import INDEX, Checkpoint, ShardWriter, Workplace, open_checkpoint, tensor_bytes
+from moe_nvfp4.quantize.checkpoint import (
+    INDEX,
+    Checkpoint,
+    ShardWriter,
+    Workplace,
+    fingerprint,
+    open_checkpoint,
+    tensor_bytes,
+)
 from moe_nvfp4.quantize.dialects import DIALECTS
 from moe_nvfp4.quantize.jobs import Job, Options
 from moe_nvfp4.quantize.plan import ConversionReport, Plan, config_dtype, readable_size
@@ -89,6 +97,11 @@ def convert_checkpoint(
     options = _options(checkpoint.config, recipe, exclude, include, dialect, activations, device, share_scales)
     report = ConversionReport(source, destination, recipe)
     plan = Plan(checkpoint, options, report)
+    if plan.unmatched:
+        raise ValueError(
+            f"the pattern {plan.unmatched[0]!r} matches no experts module: there are "
+            + ", ".join([*plan.modules][:3] + ["..."] * (len(plan.modules) > 3))
+        )
     if plan.unchanged:
         raise ValueError(
             f"{source} is quantized already (NVFP4 of {dialect}); quantize the original checkpoint, name another "
@@ -98,9 +111,9 @@ def convert_checkpoint(
     if dry_run:
         return report
     others = _other_files(checkpoint)
-    place = Workplace(destination, _key(checkpoint, options))
-    _check_space(place, report.bytes_after + sum(f.stat().st_size for f in others))
     state = _state(checkpoint)
+    place = Workplace(destination, _key(checkpoint, options, state))
+    _check_space(place, report.bytes_after + sum(f.stat().st_size for f in others))
     with place:
         if place.restarted and progress:
             print(f"starting again: {place.restarted}", file=sys.stderr)
@@ -134,18 +147,18 @@ def _default_workers(device: str) -> int:
 
 
 def _state(checkpoint: Checkpoint) -> list:
-    """What the source is, short of reading it: sizes in bytes and modification times in ns."""
+    """What the source is, short of reading it: sizes in bytes, modification times in ns, the ends of every tensor."""
     stats = [(f.name, f.stat()) for f in (*checkpoint.files, checkpoint.folder / "config.json")]
-    return [[name, s.st_size, s.st_mtime_ns] for name, s in stats]
+    return [*([name, s.st_size, s.st_mtime_ns] for name, s in stats), fingerprint(checkpoint.tensors.values())]
 
 
-def _key(checkpoint: Checkpoint, options: Options) -> dict:
+def _key(checkpoint: Checkpoint, options: Options, state: list) -> dict:
     """Two runs with equal keys write the same bytes."""
     o = options
     settings = [o.recipe, o.exclude, o.include, o.dialect.name, o.activations, o.dtype, o.share_scales, 3]
     return {
         "the settings": hashlib.sha256(json.dumps(settings).encode()).hexdigest(),
-        "the source": [str(checkpoint.folder.resolve()), *_state(checkpoint)],
+        "the source": [str(checkpoint.folder.resolve()), *state],
     }
 
 

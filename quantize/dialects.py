@@ -13,7 +13,6 @@ not; codes and block scales are the same bytes in both.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -92,9 +91,18 @@ class QuantizationInfo:
 
 
 def matches(pattern: str, module: str) -> bool:
-    """Whether an entry of an `ignore` list names `module`: a name, a wildcard, or `re:` and an expression."""
+    """Whether an entry of an `ignore` list names `module`: a name, a wildcard, or `re:` and an expression.
+
+    ValueError for an expression that is none, or takes longer than a second.
+    """
     if pattern.startswith("re:"):
-        return re.match(pattern[3:], module) is not None
+        import regex  # with a time limit, which re has not
+
+        try:
+            return regex.match(pattern[3:], module, timeout=1.0) is not None
+        except (regex.error, TimeoutError) as error:
+            why = "takes too long" if isinstance(error, TimeoutError) else f"is no regular expression ({error})"
+            raise ValueError(f"{pattern[:200]!r} in the config's ignore list {why}: name the modules instead") from None
     return fnmatchcase(module, pattern) or module == pattern or module.startswith(pattern.rstrip("*.") + ".")
 
 

@@ -16,7 +16,7 @@ from moe_nvfp4.quantize.dialects import Dialect
 from moe_nvfp4.quantize.matrices import ErrorSums, Matrix, NVFP4Stack
 from moe_nvfp4.quantize.names import gate_of, up_of
 from moe_nvfp4.quantize.recipes import quantize_matrix, recipe_global_scale
-from moe_nvfp4.weights import check_global_scale
+from moe_nvfp4.weights import check_block_scales, check_global_scale
 
 CHUNK = 1 << 22  # elements of a matrix that are worked on together: 8 MiB in bf16, 16 MiB in fp32
 CUDA_CHUNK = 1 << 24
@@ -58,12 +58,18 @@ class Job:
     run: Callable[[Write], None]
 
 
-def copy_job(name: str, stored: Stored, new_name: str | None = None) -> Job:
+def copy_job(
+    name: str, stored: Stored, new_name: str | None = None, check: Callable[[Tensor, str], None] | None = None
+) -> Job:
+    """check: raises ValueError for a piece, uint8 [n], of a tensor with this name."""
     new_name = new_name or name
 
     def run(write: Write) -> None:
         for at in range(0, stored.size, COPY):
-            write(new_name, stored.read(at, min(COPY, stored.size - at)), at)
+            piece = stored.read(at, min(COPY, stored.size - at))
+            if check is not None:
+                check(piece, name)
+            write(new_name, piece, at)
 
     outputs = {new_name: (stored.dtype, stored.shape)}
     return Job(stored.file.name, stored.size, 2 * min(stored.size, COPY), outputs, run)
@@ -270,6 +276,8 @@ def stack_jobs(stack: NVFP4Stack, stems: list[str], source: Dialect, target: Dia
         def run(write: Write) -> None:
             for stored, suffix in ((stack.codes, target.weight), (stack.sf, target.sf)):
                 for name, piece in zip(names, stack.pieces(stored, e, n), strict=True):
+                    if stored is stack.sf:
+                        check_block_scales(piece, f"{name}.{suffix}")
                     write(f"{name}.{suffix}", piece, 0)
             for name, last in product(names, stack.scales):
                 scale = stack.scale(last, e, source)

@@ -144,7 +144,7 @@ def mxfp4(blocks: Stored, scales: Stored, e: int, first: int, step: int, name: s
     are powers of two, and e4m3 holds 18 of them in a row. Gate and up share the larger of theirs. Where scales in
     use lie further apart than that, small values are rounded, with a warning.
     """
-    if len(blocks.shape) != 4 or blocks.shape[3] != 16 or scales.shape != blocks.shape[:3]:
+    if len(blocks.shape) != 4 or blocks.shape[3] != 16 or scales.shape != blocks.shape[:3] or not blocks.size:
         raise ValueError(f"{name}: {list(blocks.shape)} and {list(scales.shape)} are not MXFP4 ([E, N, K/32, 16] codes "
                          "and [E, N, K/32] scales): the file is damaged; download it again")  # fmt: skip
     _, N, groups, _ = blocks.shape
@@ -211,7 +211,8 @@ class NVFP4Stack:
         """ValueError unless the tensors fit each other."""
         wanted = [*self.codes.shape]
         wanted[1 if self.transposed else -1] /= 8
-        if len(wanted) != 3 or [*self.sf.shape] != wanted or (self.codes.dtype, self.sf.dtype) != ("U8", "F8_E4M3"):
+        dtypes = (self.codes.dtype, self.sf.dtype)
+        if len(wanted) != 3 or [*self.sf.shape] != wanted or dtypes != ("U8", "F8_E4M3") or not self.codes.size:
             raise ValueError(f"{name}: {self.codes.dtype} {list(self.codes.shape)} with block scales {self.sf.dtype} "
                              f"{list(self.sf.shape)} is no stack of NVFP4 matrices: the file is damaged, or not known "
                              "here; download it again")  # fmt: skip

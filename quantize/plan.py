@@ -59,6 +59,7 @@ from moe_nvfp4.quantize.names import (
     sub_configs,
     up_of,
 )
+from moe_nvfp4.weights import check_block_scales
 
 
 @dataclass
@@ -134,6 +135,8 @@ class Plan:
         self.unchanged = False  # NVFP4 already, in the dialect and the layout of new files
         self.dense: set[str] = set()  # modules that keep, or get, dense weights
         self.excluded: set[str] = set()  # experts modules
+        self.modules: dict[str, str | None] = {}  # all of these in a source that is quantized; why one is left alone
+        self.unmatched = [*options.exclude, *(options.include or ())]  # patterns without a module
         self.has_input_scale = self.has_pre_quant_scale = False
         configs = sub_configs(source.config)
         self.types = [c["model_type"] for c in configs if isinstance(c.get("model_type"), str)]
@@ -186,10 +189,11 @@ class Plan:
     def _why_not(self, module: str) -> str | None:
         """Why the experts module `module` is left as it is; None: it is quantized."""
         o, names = self.options, [n for m in aliases(module) for n in (m, f"{m}.0.down_proj", f"{m}.0.w2")]
-        matches = lambda patterns: any(fnmatchcase(n, p) or n.startswith(f"{p}.") for p in patterns for n in names)
-        if matches(o.exclude):
+        matches = lambda pattern: any(fnmatchcase(n, pattern) or n.startswith(f"{pattern}.") for n in names)
+        self.unmatched = [pattern for pattern in self.unmatched if not matches(pattern)]
+        if any(map(matches, o.exclude)):
             return "excluded"
-        if o.include is not None and not matches(o.include):
+        if o.include is not None and not any(map(matches, o.include)):
             return "not included"
         layer = re.search(r"(?:^|\.)(?:layers|blocks|h)\.(\d+)\.", module)
         if re.match(r"(model\.)?mtp\b", module) or (layer and self.layers and int(layer[1]) >= self.layers):
@@ -197,11 +201,12 @@ class Plan:
         return None
 
     def _leave(self, module: str) -> bool:
-        why = self._why_not(module)
-        if why is not None:
-            self.excluded.add(module)
-            self.report.skipped[module] = why
-        return why is not None
+        if module not in self.modules:
+            self.modules[module] = why = self._why_not(module)
+            if why is not None:
+                self.excluded.add(module)
+                self.report.skipped[module] = why
+        return self.modules[module] is not None
 
     def _quantize(self, stem: str, matrix: Matrix) -> None:
         self.to_quantize[stem] = self.quantized[stem] = matrix
@@ -258,7 +263,8 @@ class Plan:
 
     def _separate(self, module: str, gate: Stored, up: tuple[str, Stored], down: tuple[str, Stored]) -> None:
         """A stack for each projection, [E, out, in]."""
-        _need(len(up[1].shape) == 3 and gate.shape == up[1].shape, up[0], up[1], f"{list(gate.shape)} as the gate's")
+        fits = len(up[1].shape) == 3 and gate.shape == up[1].shape and gate.size
+        _need(fits, up[0], up[1], f"{list(gate.shape)} as the gate's")
         E, I, H = gate.shape
         _need(down[1].shape == (E, H, I), down[0], down[1], f"[{E}, {H}, {I}]")
         for e in range(E):
@@ -289,7 +295,7 @@ class Plan:
 
     def _orientation(self, stack: Stack, name: str, up: Stored, down: Stored) -> bool:
         """Whether the tensors are [E, in, out]."""
-        _need(len(up.shape) == 3 and len(down.shape) == 3, name, up, "[experts, rows, columns]")
+        _need(len(up.shape) == len(down.shape) == 3 and up.size and down.size, name, up, "[experts, rows, columns]")
         if stack.transposed is not None:
             return stack.transposed
         fits = lambda H, I: (up.shape[1:] == (2 * I, H) and down.shape[1:] == (H, I),
@@ -320,7 +326,7 @@ class Plan:
             match = DBRX.fullmatch(name)
             if match is None or self._leave(match["module"]):
                 continue
-            fits = type(E) is int and E > 0 and len(stored.shape) == 2 and stored.shape[0] % E == 0
+            fits = type(E) is int and E > 0 and len(stored.shape) == 2 and stored.shape[0] % E == 0 and stored.size
             _need(fits, name, stored, f"[{E} experts * I, H]")
             I, H = stored.shape[0] // E, stored.shape[1]
             del self.left[name]
@@ -436,7 +442,8 @@ class Plan:
             if stored is None:
                 continue
             if suffix in (source.weight, source.sf):
-                self.jobs.append(copy_job(old_name, stored, new_name))
+                check = check_block_scales if suffix == source.sf else None
+                self.jobs.append(copy_job(old_name, stored, new_name, check))
             else:
                 self.jobs.append(scale_job(old_name, stored, new_name, source, target))
             self.has_input_scale |= suffix == source.input_scale

@@ -22,6 +22,7 @@ from moe_nvfp4.quantize.names import (
     PROJECTION_FIRST,
     SCALES,
     fp8_scale,
+    sub_configs,
 )
 from moe_nvfp4.quantize.plan import Plan, nvfp4_info, plan_of, separate_scales_warning
 from moe_nvfp4.weights import check_block_scales, check_global_scale
@@ -203,16 +204,21 @@ def _check_experts(found: Mapping[str, tuple[int, ...]]) -> None:
 def _compare(checkpoint: Checkpoint, source: Checkpoint, left: Mapping[str, Stored]) -> dict[str, ErrorSums]:
     """The error of every layer; `left`: the tensors of `checkpoint` that are not NVFP4 nor FP8."""
     layer_of = lambda stem: re.sub(r"(\bexperts)\..*", r"\1", stem)
-    packed = plan_of(checkpoint).quantized
+    ours = plan_of(checkpoint)
+    packed = ours.quantized
     plan = plan_of(source, {layer_of(stem) for stem in packed})
     layers: dict[str, ErrorSums] = {}
     for stem, matrix in packed.items():
         if stem not in plan.quantized:
             raise ValueError(f"{stem} has no original in {source.folder}: it was made from another checkpoint")
         _add_error(layers.setdefault(layer_of(stem), ErrorSums()), stem, matrix, plan.quantized[stem])
-    for name in [*(plan.quantized.keys() - packed.keys()), *_left_dense(plan)]:
+    for name in sorted(plan.quantized.keys() - packed.keys()):
         if name not in left and f"{name}.weight" not in left:
             raise ValueError(f"{name} is in {source.folder} and neither quantized nor dense in {checkpoint.folder}")
+    for name in sorted(_others(plan) - _others(ours)):
+        if name.removesuffix(".weight") not in packed and not _may_go(name, checkpoint):
+            raise ValueError(f"{name} is in {source.folder} and not in {checkpoint.folder}: the conversion was not "
+                             "complete, or a tensor was lost since; quantize again")  # fmt: skip
     for name, stored in left.items():
         original, fp8 = source.tensors.get(name), plan.dequantized.get(name)
         copied = original is not None and original.dtype == stored.dtype
@@ -222,10 +228,17 @@ def _compare(checkpoint: Checkpoint, source: Checkpoint, left: Mapping[str, Stor
     return layers
 
 
-def _left_dense(plan: Plan) -> list[str]:
-    """The tensors of experts that have no NVFP4 twin, which must be dense there."""
-    modules = tuple(f"{m}." for m, why in plan.report.skipped.items() if why == "not included")
-    return [name for job in plan.jobs for name in job.outputs if name.startswith(modules)]
+def _others(plan: Plan) -> set[str]:
+    """The tensors that a plan writes besides those of quantized matrices."""
+    suffixes = (*plan.options.dialect.suffixes, PRE_QUANT_SCALE)
+    quantized = {f"{stem}.{suffix}" for stem in plan.quantized for suffix in suffixes}
+    return {name for job in plan.jobs for name in job.outputs} - quantized
+
+
+def _may_go(name: str, checkpoint: Checkpoint) -> bool:
+    """Whether transformers' save_pretrained leaves `name` out on purpose."""
+    tied = any(c.get("tie_word_embeddings") for c in sub_configs(checkpoint.config)) and "lm_head" in name
+    return tied or KV_SCALE.search(name) is not None or name.endswith("rotary_emb.inv_freq")
 
 
 def _add_error(layer: ErrorSums, stem: str, packed: Matrix, matrix: Matrix) -> None:

@@ -236,8 +236,33 @@ def test_verify_misses_experts_that_are_gone(kept, tmp_path):
     files = {n: t for n, t in tensors(tmp_path / "nvfp4").items() if "layers.1.mlp.experts" not in n}
     save_file(files, tmp_path / "nvfp4" / "model.safetensors", metadata={"format": "pt"})
     verify_checkpoint(tmp_path / "nvfp4")
-    with pytest.raises(ValueError, match="model.layers.1.mlp.experts.0.* neither quantized nor dense in"):
+    with pytest.raises(ValueError, match="model.layers.1.mlp.experts.0.* is in .*bf16 and not in .*nvfp4"):
         verify_checkpoint(tmp_path / "nvfp4", tmp_path / "bf16")
+
+
+@pytest.mark.parametrize("name", ["lm_head.weight", "model.layers.1.mlp.gate.weight", "model.norm.weight"])
+def test_verify_misses_other_tensors_that_are_gone(name, tmp_path):
+    make(qwen3_moe).save_pretrained(tmp_path / "bf16")
+    change_config(tmp_path / "bf16", architectures=["SomethingNew"])  # so that only the original tells
+    convert_checkpoint(tmp_path / "bf16", tmp_path / "nvfp4", progress=False)
+    files = {n: t for n, t in tensors(tmp_path / "nvfp4").items() if n != name}
+    save_file(files, tmp_path / "nvfp4" / "model.safetensors", metadata={"format": "pt"})
+    verify_checkpoint(tmp_path / "nvfp4")
+    with pytest.raises(ValueError, match=f"{name} is in .*bf16 and not in .*nvfp4: the conversion was not complete"):
+        verify_checkpoint(tmp_path / "nvfp4", tmp_path / "bf16")
+
+
+@pytest.mark.parametrize("layout", [lambda p: quantized(p, qwen3_moe, "modelopt"), lambda p: fused(p, llama4),
+                                    lambda p: banks(p, step3p7)], ids=["one by one", "fused", "stacks"])  # fmt: skip
+def test_nan_block_scales_are_not_carried(layout, tmp_path):
+    source, _ = layout(tmp_path)
+    files = tensors(source)
+    name = next(n for n in files if re.search(r"layers\.1.*(up_proj.weight_scale|up_proj_weight_scale)$", n))
+    files[name].view(torch.uint8).flatten()[-1] = 0x7F
+    save_file(files, source / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match="up_proj.weight_scale holds NaN or negative block scales"):
+        convert_checkpoint(source, tmp_path / "x", dialect="compressed-tensors", progress=False)
+    assert not (tmp_path / "x").exists()
 
 
 def test_damaged_stacks_are_named(tmp_path):

@@ -19,6 +19,7 @@ import torch
 import transformers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors import safe_open
 from safetensors.torch import save_file
 
 from moe_nvfp4 import cli
@@ -173,7 +174,7 @@ def test_equals_the_loader(family, saved_families, tmp_path):
 
 @pytest.mark.parametrize("family", [qwen3_moe, granite, gpt_oss, mixtral, dbrx], ids=lambda f: f.__name__)
 def test_exclusions_equal_the_loader(family, saved_families, tmp_path):
-    source, exclude = saved_families(family), ["model.layers.0.*", "transformer.blocks.0.*"]
+    source, exclude = saved_families(family), ["transformer.blocks.0.*" if family is dbrx else "model.layers.0.*"]
     theirs = loaded_and_saved(source, tmp_path / "theirs", recipe="max", exclude=exclude)
     ours = converted(source, tmp_path / "ours", recipe="max", exclude=exclude)
     same_tensors(theirs, ours)
@@ -734,12 +735,35 @@ def test_two_converters_on_one_destination(split, tmp_path, monkeypatch):
     same_files(whole, tmp_path / "x")
 
 
+def replaced(path):
+    """Other weights of the same size, with the old time."""
+    before, files = path.stat(), {n: t + 1 for n, t in tensors_of(path).items()}
+    save_file(files, path, metadata={"format": "pt"})
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert (path.stat().st_size, path.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
+
+
+def tensors_of(path):
+    with safe_open(path, "pt") as f:
+        return {name: f.get_tensor(name).clone() for name in f.keys()}
+
+
+def test_a_source_that_changed_between_two_runs(split, tmp_path, monkeypatch):
+    """Size and time are as they were: the work of the first run is not mixed with that of the second."""
+    source = shutil.copytree(split[0], tmp_path / "a")
+    interrupted(monkeypatch, source, tmp_path / "x", 100, OSError(errno.ENOSPC, "No space left"), device="cpu")
+    replaced(source / "model-00001-of-00008.safetensors")
+    assert convert_checkpoint(source, tmp_path / "x", device="cpu", progress=False).resumed == 0
+    same_files(converted(source, tmp_path / "y"), tmp_path / "x")
+
+
 def test_a_source_that_changes_or_vanishes(split, tmp_path, monkeypatch):
     quantize = jobs.quantize_matrix
     actions = {
         "vanishes": lambda p: p.unlink(),
         "shrinks": lambda p: p.write_bytes(p.read_bytes()[:5000]),
         "is touched": lambda p: os.utime(p, (1, 1)),
+        "is replaced": replaced,
     }
     for name, action in actions.items():
         copy = shutil.copytree(split[0], tmp_path / name)
@@ -759,8 +783,13 @@ def test_a_source_that_changes_or_vanishes(split, tmp_path, monkeypatch):
 
 def test_destinations_that_cannot_be_written(split, tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(OSError):
-        converted(split[0], tmp_path / "file" / "x")
+    for path in ("file/x", "file/y/x"):
+        with pytest.raises(ValueError, match="file is a file, where the folder .* goes: move it away, or name another"):
+            converted(split[0], tmp_path / path)
+    (tmp_path / ".z.partial").write_text("mine")
+    with pytest.raises(ValueError, match=r"\.z\.partial is a file, where the folder of the work in progress"):
+        converted(split[0], tmp_path / "z")
+    assert (tmp_path / ".z.partial").read_text() == "mine"
     with pytest.raises(ValueError, match="exists: name a folder that does not"):
         converted(split[0], tmp_path / "file")
     if os.name == "posix" and os.geteuid() != 0:
@@ -810,6 +839,9 @@ HOSTILE = {
     "unknown dtype": (dict(header={"a": entry(0, 64, [64], "F9")}), "dtype 'F9', which is not known"),
     "no offsets": (dict(header={"a": {"dtype": "U8", "shape": [64]}}), "lacks data_offsets"),
     "twice": (dict(header=b'{"a": {"dtype": "U8", "shape": [64], "data_offsets": [0, 64]}, "a": {}}'), "names a twice"),
+    "an expert of 31 digits": (
+        dict(header={f"model.layers.0.mlp.experts.{10**30}.up_proj.weight": entry(0, 64, [4, 8], "BF16")}),
+        "no layer or expert has a number of 6 digits"),
     "trailing bytes": (dict(header={"a": entry(0, 32)}), "its header describes"),
 }
 
@@ -918,6 +950,12 @@ def test_unknown_settings(split, tmp_path):
         converted(split[1], tmp_path / "x")
     with pytest.raises(ValueError, match="are all excluded"):
         converted(split[0], tmp_path / "x", exclude=["*"])
+    for option in ("exclude", "include"):
+        patterns = {option: ["model.layers.1.*", "model.layer.0.*"]}
+        message = r"'model.layer.0.\*' matches no experts module: there are model.layers.0.mlp.experts, "
+        with pytest.raises(ValueError, match=message):
+            converted(split[0], tmp_path / "x", **patterns)
+    assert not (tmp_path / "x").exists()
 
 
 # ---------------------------------------------------------------- verify
