@@ -372,10 +372,9 @@ def _grouped(rows: Iterable[tuple[str, str]]) -> Iterable[tuple[str, str]]:
 
 
 def compare(args: argparse.Namespace) -> None:
-    import torch
-    from tqdm import tqdm
-
+    from moe_nvfp4.evaluate import evaluate
     from moe_nvfp4.integrations.huggingface import set_activations
+    from moe_nvfp4.progress import progress_bar
 
     source = _resolve(args.model)
     if "quantization_config" in _config(source).to_dict():
@@ -385,26 +384,15 @@ def compare(args: argparse.Namespace) -> None:
     model, _ = _load(source, args.device, args.recipe, args.exclude, "bf16", tokenizer=False)
     windows = _windows(args, tokenizer, text).to(original.device)
 
-    names = {"bf16": "bf16", "W4A16": "bf16", "W4A4": "nvfp4"}
-    sums = {name: torch.zeros(3, dtype=torch.float64) for name in names}  # nll, KL, top-1 equal
-    with torch.no_grad():
-        for window in tqdm(windows, desc="compare", unit="window"):
-            target = window[1:, None]
-            base = original(window[None]).logits[0, :-1].float().log_softmax(-1)
-            for name, activations in names.items():
-                log_p = base
-                if name != "bf16":
-                    set_activations(model, activations)
-                    log_p = model(window[None]).logits[0, :-1].float().log_softmax(-1)
-                nll = -log_p.gather(1, target).sum()
-                kl = (base.exp() * (base - log_p)).sum()
-                same = (log_p.argmax(-1) == base.argmax(-1)).sum()
-                sums[name] += torch.stack([nll, kl, same]).double().cpu()
-    tokens = len(windows) * (args.window - 1)
+    bits = {"W4A16": "bf16", "W4A4": "nvfp4"}
+    models = {name: lambda ids, a=a: set_activations(model, a)(ids) for name, a in bits.items()}
+    found = evaluate(original, models, progress_bar(windows, desc="compare", unit="window", show=True))
+    tokens = found["original"].tokens
     _say(f"{args.model}, recipe {args.recipe}, {tokens} tokens in windows of {args.window}")
     _say(f"{'':8s}{'perplexity':>12s}{'KL (nats)':>12s}{'top-1':>9s}")
-    for name, (nll, kl, same) in ((n, (s / tokens).tolist()) for n, s in sums.items()):
-        _say(f"{name:8s}{math.exp(nll):12.3f}{kl:12.5f}{same:9.2%}")
+    for name, of in found.items():
+        label = "bf16" if name == "original" else name
+        _say(f"{label:8s}{of.perplexity:12.3f}{of.kl:12.5f}{of.top1:9.2%}")
 
 
 # ---------------------------------------------------------------- helpers

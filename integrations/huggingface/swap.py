@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from moe_nvfp4.calibrate import observe
 from moe_nvfp4.integrations.huggingface.config import MoeNvfp4Config
 from moe_nvfp4.integrations.huggingface.converters import model_conversions
 from moe_nvfp4.integrations.huggingface.experts import HFExperts, dense_experts, find_experts, replace_experts
 from moe_nvfp4.integrations.huggingface.quantizer import MoeNvfp4Quantizer
 from moe_nvfp4.layer import NVFP4Linear
 from moe_nvfp4.progress import progress_bar
-from moe_nvfp4.quantize.calibrate import observe
 from moe_nvfp4.quantize.recipes import DEFAULT_RECIPE
 from moe_nvfp4.weights import ACTIVATIONS
 

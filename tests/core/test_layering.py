@@ -24,6 +24,7 @@ ORDER = [
     ["checks"],
     ["reference", "kernels", "quantize"],
     ["layer"],
+    ["calibrate", "evaluate"],
     ["__init__"],
     ["integrations"],
     ["cli"],

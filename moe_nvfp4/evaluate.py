@@ -1,0 +1,77 @@
+"""How well a quantized model does: perplexity, KL divergence and top-1 agreement against the original, on a text.
+
+    found = evaluate(original, {"W4A16": model}, windows)
+    found["original"].perplexity, found["W4A16"].kl
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+STEP = 1 << 22  # logits taken to float64 at once: 32 MiB
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """Of one model, averaged over the tokens that it predicted."""
+
+    tokens: int
+    perplexity: float  # exp of the mean negative log-likelihood of the text's tokens
+    kl: float  # KL(original || model) of the distributions of the next token, in nats
+    top1: float  # the share of tokens where both think the same one likeliest, 0 to 1
+
+
+@torch.no_grad()
+def evaluate(
+    original: Callable[[Tensor], Any], models: Mapping[str, Callable[[Tensor], Any]], windows: Iterable[Tensor]
+) -> dict[str, Metrics]:
+    """Metrics of `original` (by that name) and of `models`, by theirs.
+
+    A model is called with token ids int64 [1, n] and returns an object with `logits` [1, n, vocabulary], as those of
+    transformers do. windows: ids [n], n >= 2, on the models' device; each window is a text of its own and its
+    first token is not predicted. The original runs once for all models. Sums are float64.
+
+    ValueError for a window of one token, for no windows, and for logits with NaN or +Inf (-Inf is fine: a token that
+    never comes).
+    """
+    sums = {name: torch.zeros(3, dtype=torch.float64) for name in ("original", *models)}
+    tokens = 0
+    for ids in windows:
+        if ids.dim() != 1 or len(ids) < 2:
+            raise ValueError(f"a window of shape {list(ids.shape)} predicts nothing: ids [n] with n >= 2 are needed")
+        tokens += len(ids) - 1
+        expected = original(ids[None]).logits[0, :-1]
+        sums["original"] += _sums(expected, expected, ids[1:], "original")
+        for name, model in models.items():
+            logits = model(ids[None]).logits[0, :-1]
+            if logits.shape != expected.shape:
+                raise ValueError(f"{name} has logits {list(logits.shape)}, the original {list(expected.shape)}")
+            sums[name] += _sums(logits, expected, ids[1:], name)
+    if not tokens:
+        raise ValueError("there are no windows to evaluate on")
+    means = {name: (total / tokens) for name, total in sums.items()}
+    return {
+        name: Metrics(tokens, perplexity=nll.exp().item(), kl=kl.item(), top1=same.item())
+        for name, (nll, kl, same) in means.items()
+    }
+
+
+def _sums(logits: Tensor, expected: Tensor, targets: Tensor, name: str) -> Tensor:
+    """float64 [3] over tokens: -log p(target), KL(expected || logits), how often both have the same maximum."""
+    found = torch.zeros(3, dtype=torch.float64)
+    step = max(1, STEP // logits.shape[-1])
+    for a in range(0, len(targets), step):
+        b = a + step
+        log_p, log_q = (t[a:b].double().log_softmax(-1) for t in (logits, expected))
+        nll = -log_p.gather(1, targets[a:b, None]).sum()
+        kl = torch.where(log_q.isneginf(), 0.0, log_q.exp() * (log_q - log_p)).sum()  # 0 log 0 is 0
+        same = (logits[a:b].argmax(-1) == expected[a:b].argmax(-1)).sum()
+        found += torch.stack([nll, kl, same]).cpu()
+    if found.isnan().any():
+        raise ValueError(f"the logits of {name} have NaN or +Inf: they say nothing about its accuracy")
+    return found

@@ -1,0 +1,92 @@
+"""Metrics against a loop over tokens in Python floats, against transformers' own loss, and by hand."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from moe_nvfp4 import evaluate as evaluation
+from moe_nvfp4.evaluate import evaluate
+from tests.models import make, qwen3_moe
+
+VOCABULARY = 11
+
+
+def speaks(table):
+    """A model of one table: the logits after token i are row i."""
+    return lambda ids: SimpleNamespace(logits=table[ids])
+
+
+def by_hand(table, original, windows):
+    """(tokens, perplexity, KL, top-1), token by token."""
+
+    def probabilities(row):
+        row = row.double().tolist()
+        exps = [math.exp(v - max(row)) for v in row]
+        return [v / math.fsum(exps) for v in exps]
+
+    nll, kl, same = [], [], []
+    for ids in windows:
+        for token, target in zip(ids.tolist(), ids.tolist()[1:], strict=False):
+            q, p = probabilities(original[token]), probabilities(table[token])
+            nll.append(-math.log(p[target]))
+            kl.extend(b * math.log(b / a) for a, b in zip(p, q, strict=True) if b)
+            same.append(p.index(max(p)) == q.index(max(q)))
+    n = len(nll)
+    return n, math.exp(math.fsum(nll) / n), math.fsum(kl) / n, sum(same) / n
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("step", [1, 3 * VOCABULARY, 1 << 22], ids=lambda step: f"step{step}")
+def test_against_a_loop(dtype, step, monkeypatch):
+    monkeypatch.setattr(evaluation, "STEP", step)
+    original = (3 * torch.randn(VOCABULARY, VOCABULARY)).to(dtype)
+    tables = {"near": original + 0.1 * torch.randn_like(original), "far": torch.randn_like(original)}
+    windows = [torch.randint(VOCABULARY - 1, (n,)) for n in (2, 7, 30)]
+    original[:, -1] = tables["near"][:, -1] = -math.inf  # a token that never comes
+    found = evaluate(speaks(original), {name: speaks(table) for name, table in tables.items()}, windows)
+    assert list(found) == ["original", "near", "far"]
+    for name, table in {"original": original, **tables}.items():
+        tokens, *means = by_hand(table, original, windows)
+        metrics = found[name]
+        assert metrics.tokens == tokens == 36
+        assert [metrics.perplexity, metrics.kl, metrics.top1] == pytest.approx(means, rel=1e-12, abs=1e-15)
+    assert (found["original"].kl, found["original"].top1) == (0, 1) and 0 < found["near"].kl < found["far"].kl
+
+
+def test_by_hand():
+    """A coin that the original knows to fall 3 : 1, and the model thinks fair."""
+    original, fair = torch.tensor([[3.0, 1.0]] * 2).log(), torch.zeros(2, 2)
+    found = evaluate(speaks(original), {"fair": speaks(fair)}, [torch.tensor([0, 0, 0, 0, 1])])
+    assert found["original"].perplexity == pytest.approx(4 / 27**0.25, rel=1e-7)  # fp32 logits
+    assert found["fair"].perplexity == pytest.approx(2, rel=1e-12)
+    assert found["fair"].kl == pytest.approx(math.log(2) - (math.log(4) - 0.75 * math.log(3)), rel=1e-6)
+    assert found["fair"].top1 == 1
+
+
+def test_perplexity_is_that_of_transformers():
+    model = make(qwen3_moe, torch.float32)
+    ids = torch.randint(96, (40,))
+    loss = model(ids[None], labels=ids[None]).loss.item()
+    assert evaluate(model, {}, [ids])["original"].perplexity == pytest.approx(math.exp(loss), rel=1e-5)
+
+
+def test_what_cannot_be_judged_is_an_error():
+    good, ids = torch.zeros(VOCABULARY, VOCABULARY), torch.tensor([1, 2, 3])
+    for windows, message in (([ids[:1]], r"\[1\] pred"), ([ids[None]], r"\[1, 3\] pred"), ([], "no windows")):
+        with pytest.raises(ValueError, match=message):
+            evaluate(speaks(good), {}, windows)
+    for wrong in (math.nan, math.inf):
+        bad = good.clone()
+        bad[2, 5] = wrong
+        with pytest.raises(ValueError, match="logits of x have NaN"):
+            evaluate(speaks(good), {"x": speaks(bad)}, [ids])
+        with pytest.raises(ValueError, match="logits of original have NaN"):
+            evaluate(speaks(bad), {"x": speaks(good)}, [ids])
+    with pytest.raises(ValueError, match=r"x has logits \[2, 10\], the original \[2, 11\]"):
+        evaluate(speaks(good), {"x": speaks(good[:, :10])}, [ids])
+    impossible = good.clone()
+    impossible[:, 3] = -math.inf  # what came could not come: that is an answer, not an error
+    found = evaluate(speaks(good), {"x": speaks(impossible)}, [ids])["x"]
+    assert (found.perplexity, found.kl) == (math.inf, math.inf)
