@@ -172,7 +172,7 @@ def test_the_package_is_lazy():
 
 def test_importing_needs_no_gpu_and_no_big_library():
     """The layer is built on any machine: no device, no kernel language, and transformers only when asked for."""
-    banned = ("transformers", "cutlass")
+    banned = ("transformers", "cutlass", "vllm")
     code = (
         f"import sys; sys.modules.update(dict.fromkeys({banned}))\n"  # None: importing it raises ImportError
         "import torch\n"

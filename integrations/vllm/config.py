@@ -1,0 +1,208 @@
+"""The quantization config "moe_nvfp4": NVFP4 experts are ours, everything else is as vLLM would do it."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+import vllm
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
+
+from moe_nvfp4.integrations.vllm import NAME
+from moe_nvfp4.quantize.checkpoint import open_checkpoint
+from moe_nvfp4.quantize.dialects import QuantizationInfo, matches, read_config
+from moe_nvfp4.quantize.names import PER_EXPERT
+from moe_nvfp4.quantize.recipes import DEFAULT_RECIPE, RECIPES
+from moe_nvfp4.weights import ACTIVATIONS
+
+VERSIONS = (0, 26), (0, 33)  # the oldest and the newest whose interfaces were compared
+OPTIONS = ("activations", "recipe", "exclude")
+
+
+def check_version() -> None:
+    found = re.match(r"(\d+)\.(\d+)", vllm.__version__)
+    if not found or not VERSIONS[0] <= tuple(map(int, found.groups())) <= VERSIONS[1]:
+        (a, b), (c, d) = VERSIONS
+        raise ImportError(
+            f"moe_nvfp4 runs in vLLM {a}.{b} to {c}.{d}, this is vLLM {vllm.__version__}: install one of those, or "
+            "another moe-nvfp4"
+        )
+
+
+class MoeNvfp4Config(QuantizationConfig):
+    """Without a checkpoint's config (bf16 files): experts are quantized as they are loaded, linears stay as they are.
+
+    Options come from the folder's own `moe_nvfp4` in its quantization_config, or from the command line:
+    `--hf-overrides '{"moe_nvfp4": {"activations": "nvfp4"}}'`.
+
+    activations  "bf16" (W4A16) or "nvfp4" (W4A4); default: what the files were made for, else "bf16"
+    recipe       how block scales are chosen when bf16 experts are quantized
+    exclude      with bf16 files: names or wildcards of experts modules that stay as they are
+    """
+
+    def __init__(self, base: QuantizationConfig | None = None, info: QuantizationInfo | None = None):
+        check_version()
+        super().__init__()
+        self.base, self.info = base, info
+        self.ignore = [] if info is None else list(info.ignore)
+        self.activations, self.recipe, self.exclude = None, DEFAULT_RECIPE, []
+        if base is not None:
+            self.packed_modules_mapping = base.packed_modules_mapping
+
+    # ---- what vLLM asks first, in the process that the user started
+    @classmethod
+    def override_quantization_method(cls, hf_quant_cfg: dict, user_quant: str | None, hf_config=None) -> str | None:
+        """Take NVFP4 checkpoints where the user asks for it, and on a CPU, where vLLM has no NVFP4 experts."""
+        from vllm.platforms import current_platform
+
+        if user_quant != NAME and not (user_quant is None and current_platform.is_cpu()):
+            return None
+        try:
+            info = _read(hf_quant_cfg)
+        except ValueError:
+            if user_quant == NAME:
+                raise
+            return None
+        if info is None and user_quant == NAME:
+            raise ValueError(
+                f"the checkpoint is quantized with {hf_quant_cfg.get('quant_method')!r}, --quantization {NAME} is for "
+                "NVFP4 and bf16 experts: moe-nvfp4 quantize SRC DST reads other formats; serve DST"
+            )
+        if info is None:
+            return None
+        check_version()
+        return NAME
+
+    @classmethod
+    def from_config(cls, config: dict) -> MoeNvfp4Config:
+        from moe_nvfp4.integrations.vllm import engine
+
+        check_version()
+        info = _read(config)
+        if config.get("quant_method") not in ("modelopt", "compressed-tensors"):
+            raise ValueError(
+                f"quant_method {config.get('quant_method')!r}: vLLM's readers of modelopt and compressed-tensors are "
+                "what this builds on. moe-nvfp4 quantize SRC DST writes either"
+            )
+        if config.get("quant_algo") == "NVFP4_AWQ":
+            raise NotImplementedError(
+                "quant_algo NVFP4_AWQ: vLLM has no place for its pre_quant_scale. Serve the folder with transformers "
+                "(moe-nvfp4 serve MODEL --engine transformers), or quantize the original with another recipe"
+            )
+        result = cls(engine.base_config(config), info)
+        own = config.get("moe_nvfp4") or {}
+        return result.choose({key: own[key] for key in ("activations",) if key in own})
+
+    def choose(self, options: dict[str, Any]) -> MoeNvfp4Config:
+        """Set options; returns self. ValueError for one that is not known."""
+        for key, value in options.items():
+            known = {"activations": ACTIVATIONS, "recipe": RECIPES}.get(key)
+            if key not in OPTIONS or (known and value not in known):
+                rule = f"{key} must be one of {', '.join(known)}" if known else f"options are {', '.join(OPTIONS)}"
+                raise ValueError(f"moe_nvfp4: {key}={value!r}: {rule}")
+            setattr(self, key, value)
+        return self
+
+    def maybe_update_config(self, model_name: str, hf_config=None, revision: str | None = None) -> None:
+        self.choose(getattr(hf_config, "moe_nvfp4", None) or {})
+        if self.base is not None:
+            self.base.maybe_update_config(model_name, hf_config=hf_config, revision=revision)
+            if os.path.isdir(model_name) and any(Path(model_name).glob("*.safetensors")):
+                check_files(model_name, self.info)
+
+    def get_name(self) -> str:
+        return NAME
+
+    def get_supported_act_dtypes(self) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16, torch.float32]
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        return 75
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        return []
+
+    # ---- what it asks for each layer
+    def get_quant_method(self, layer: torch.nn.Module, prefix: str):
+        from vllm.model_executor.layers.fused_moe import RoutedExperts
+
+        from moe_nvfp4.integrations.vllm import engine
+        from moe_nvfp4.integrations.vllm.method import MoeNvfp4Method
+
+        if not isinstance(layer, RoutedExperts):
+            # vLLM's ModelOpt reader compares wildcards with fused names only: "*.q_proj" does not exclude "qkv_proj"
+            plain = self.base is None or self.ignores(prefix)
+            return _unquantized(layer) if plain else self.base.get_quant_method(layer, prefix)
+        if self.base is None:
+            excluded = any(matches(pattern, prefix) for pattern in self.exclude)
+            return None if excluded else MoeNvfp4Method(layer, None, self.activations or "bf16", self.recipe)
+        if self.ignores(prefix):
+            return None  # vLLM's own, unquantized
+        activations = engine.activations_of(self.base, layer, prefix, self.info.activations)
+        if activations is None:
+            return self.base.get_quant_method(layer, prefix)
+        return MoeNvfp4Method(layer, self.info.dialect, self.activations or activations, self.recipe)
+
+    def ignores(self, prefix: str) -> bool:
+        """Whether the config's ignore list names a module of vLLM's, or all the modules that it is made of."""
+        head, _, last = prefix.rpartition(".")
+        parts = [f"{head}.{part}" for part in self.packed_modules_mapping.get(last, ())]
+        named = lambda module: any(matches(pattern, module) for pattern in self.ignore)
+        return named(prefix) or bool(parts) and all(map(named, parts))
+
+    # ---- what models tell it, for the base to know too
+    @property
+    def packed_modules_mapping(self) -> dict[str, list[str]]:
+        return self._packed
+
+    @packed_modules_mapping.setter
+    def packed_modules_mapping(self, mapping: dict[str, list[str]]) -> None:
+        self._packed = mapping
+        if getattr(self, "base", None) is not None:
+            self.base.packed_modules_mapping = mapping
+
+    def apply_vllm_mapper(self, mapper) -> None:
+        from moe_nvfp4.integrations.vllm import engine
+
+        if self.base is not None:
+            self.base.apply_vllm_mapper(mapper)
+            self.ignore += engine.ignored_names(self.base)
+
+
+def _read(config: dict) -> QuantizationInfo | None:
+    """Of vLLM's `quantization_config`: config.json's, or all of hf_quant_config.json's."""
+    return read_config({"quantization_config": config}, config if "quantization" in config else None)
+
+
+def _unquantized(layer: torch.nn.Module):
+    from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+
+    return UnquantizedLinearMethod() if isinstance(layer, LinearBase) else None
+
+
+def check_files(folder: str | os.PathLike, info: QuantizationInfo) -> None:
+    """Compare the headers of a folder with its config, before a worker reads it: ValueError with what is wrong.
+
+    Headers and index are whole; every NVFP4 matrix of an expert has codes, block scales and a global scale.
+    """
+    tensors = open_checkpoint(folder).tensors
+    d = info.dialect
+    wanted = {d.weight: "U8", d.sf: "F8_E4M3", d.global_scale: "F32"}
+    for name in tensors:
+        stem, _, suffix = name.rpartition(".")
+        if suffix not in (d.global_scale, d.sf) or not PER_EXPERT.fullmatch(stem) or info.ignores(stem):
+            continue
+        for last, dtype in wanted.items():
+            stored = tensors.get(f"{stem}.{last}")
+            if stored is None:
+                raise ValueError(
+                    f"{folder}: {stem}.{last} is missing: every NVFP4 matrix has codes, block scales and a global "
+                    "scale. Download the folder again, or quantize again"
+                )
+            if stored.dtype != dtype:
+                raise ValueError(f"{folder}: {stem}.{last} has dtype {stored.dtype}, expected {dtype}")

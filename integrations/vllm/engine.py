@@ -1,0 +1,138 @@
+"""What is internal to vLLM and changes with its versions: read here, and nowhere else. Written against 0.26 to 0.33."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from vllm.config import get_current_vllm_config
+from vllm.model_executor.layers.fused_moe import RoutedExperts
+from vllm.model_executor.layers.quantization import get_quantization_config
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
+
+from moe_nvfp4.quantize.dialects import ALGOS
+from moe_nvfp4.weights import Gate
+
+STEP_LIMIT = 7.0  # of vLLM's swiglustep kernel, whatever the model's config says
+
+
+def base_config(config: dict) -> QuantizationConfig:
+    """vLLM's own reader of a `quantization_config`, for all that is not an expert."""
+    name = config["quant_method"]
+    if name == "modelopt":
+        variants = ("modelopt_mixed", "modelopt_fp4")
+        chosen = [v for v in variants if get_quantization_config(v).override_quantization_method(config, None) == v]
+        name = chosen[0] if chosen else name
+    return get_quantization_config(name).from_config(dict(config))
+
+
+def ignored_names(base: QuantizationConfig) -> list[str]:
+    """The ignore list of vLLM's own config; after `apply_vllm_mapper` with the names of vLLM's modules."""
+    return list(getattr(base, "exclude_modules", None) or getattr(base, "ignore", None) or ())
+
+
+def activations_of(base: QuantizationConfig, layer: RoutedExperts, prefix: str, default: str) -> str | None:
+    """What the files' experts of `layer` were made for, "nvfp4" or "bf16"; None where they are not NVFP4.
+
+    default: what our own reader says of files that are all alike
+    """
+    if hasattr(base, "get_scheme_dict"):  # compressed-tensors
+        base._add_fused_moe_to_target_scheme_map()
+        scheme = base.get_scheme_dict(layer, f"{prefix}.0.{layer.ckpt_down_proj_name}")
+        if scheme is None or scheme["format"] != "nvfp4-pack-quantized":
+            return None
+        return "bf16" if scheme.get("input_activations") is None else "nvfp4"
+    if hasattr(base, "_resolve_quant_algo"):  # ModelOpt, mixed precision
+        return ALGOS.get(base._resolve_quant_algo(prefix))
+    return default
+
+
+def gate_of(layer: RoutedExperts) -> tuple[Gate, Callable[[Tensor], Tensor] | None]:
+    """The layer's gate and, of kind "raw", the function that does it."""
+    kind, limit = layer.activation.value, layer.swiglu_limit or math.inf
+    alpha = 1.0 if layer.swiglu_alpha is None else layer.swiglu_alpha
+    beta = layer.swiglu_beta or 0.0
+    if kind == "swigluoai_uninterleave" and limit < math.inf:
+        return Gate("silu", alpha=alpha, limit=limit, up_offset=beta), None
+    if kind == "silu" and (alpha, beta) == (1.0, 0.0):
+        return Gate("silu", limit=limit), None
+    if kind == "swiglustep" and limit in (STEP_LIMIT, math.inf):
+        return Gate("silu", limit=STEP_LIMIT, clamp_after=True), None
+    if limit == math.inf and (alpha, beta) == (1.0, 0.0):
+        if kind == "gelu_tanh":
+            return Gate("gelu_tanh"), None
+        if kind == "relu2_no_mul":
+            return Gate("relu2", gated=False), None
+        if kind in _UNFUSED:
+            return Gate("raw", gated=not kind.endswith("_no_mul")), _UNFUSED[kind]
+        if kind == "situ" and layer.moe_config.activation_situ_beta is not None:
+            return Gate("raw"), _situ(layer.moe_config)
+    raise NotImplementedError(
+        f"{layer.layer_name}: activation {kind!r} with swiglu_limit={layer.swiglu_limit}, "
+        f"swiglu_alpha={layer.swiglu_alpha}, swiglu_beta={layer.swiglu_beta} is not known here. "
+        + ("gpt-oss's experts come interleaved from vLLM's loader: s" if kind == "swigluoai" else "S")
+        + "erve this model with transformers (moe-nvfp4 serve MODEL --engine transformers)"
+    )
+
+
+def _gelu(w13_out: Tensor) -> Tensor:
+    gate, up = w13_out.chunk(2, dim=-1)
+    return F.gelu(gate) * up
+
+
+_UNFUSED = {
+    "gelu": _gelu,
+    "silu_no_mul": F.silu,
+    "gelu_no_mul": F.gelu,
+    "gelu_tanh_no_mul": lambda up: F.gelu(up, approximate="tanh"),
+}
+
+
+def _situ(moe) -> Callable[[Tensor], Tensor]:
+    """Kimi's gate: beta * tanh(g / beta) * sigmoid(g) * u, and u clipped in the same way where it has a beta too."""
+    beta, linear = moe.activation_situ_beta, moe.activation_situ_linear_beta
+
+    def gate(w13_out: Tensor) -> Tensor:
+        g, u = w13_out.float().chunk(2, dim=-1)
+        u = u if linear is None else linear * torch.tanh(u / linear)
+        return (beta * torch.tanh(g / beta) * torch.sigmoid(g) * u).to(w13_out.dtype)
+
+    return gate
+
+
+def refuse(layer: RoutedExperts) -> None:
+    """NotImplementedError or ValueError for what vLLM asks of this layer and it does not do."""
+    moe, name = layer.moe_config, layer.layer_name
+    parallel, lora = moe.moe_parallel_config, get_current_vllm_config().lora_config
+    if parallel.enable_eplb:
+        raise NotImplementedError(f"{name}: EPLB moves experts between ranks, which is not built: omit --enable-eplb")
+    if parallel.use_all2all_kernels and not parallel.use_ag_rs_all2all_kernels:
+        raise NotImplementedError(
+            f"{name}: --all2all-backend {parallel.all2all_backend} wants experts in vLLM's own form: "
+            "choose allgather_reducescatter"
+        )
+    if lora is not None and (lora.target_modules is None or "experts" in lora.target_modules):
+        raise NotImplementedError(
+            f"{name}: LoRA on 4-bit experts is not built: name the modules that it changes, "
+            "--lora-target-modules q_proj k_proj v_proj o_proj"
+        )
+    if getattr(layer.expert_map_manager, "num_fused_shared_experts", 0):
+        raise NotImplementedError(f"{name}: shared experts fused into the routed ones are not read (ROCm's AITER only)")
+    if layer.apply_router_weight_on_input and moe.experts_per_token != 1:
+        raise NotImplementedError(
+            f"{name}: router weights on the input, with {moe.experts_per_token} experts per token: one row would need "
+            "several weights"
+        )
+    if moe.intermediate_size_per_partition * moe.tp_size != moe.intermediate_size:
+        raise ValueError(
+            f"{name}: {moe.intermediate_size} channels are not a multiple of {moe.tp_size} ranks: choose another "
+            "--tensor-parallel-size, or --enable-expert-parallel"
+        )
+
+
+def dummy_weights() -> bool:
+    """Whether vLLM loads no files (--load-format dummy)."""
+    return get_current_vllm_config().load_config.load_format == "dummy"

@@ -1,0 +1,197 @@
+"""Fills an `NVFP4Experts` from single tensors of a checkpoint, as a server's loader hands them on one by one.
+
+Each rank of tensor parallelism keeps its part: rows of gate and up, columns of down. Global scales are those of whole
+matrices, so every rank holds exactly the bytes that one rank alone would hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from moe_nvfp4 import format as nvfp4
+from moe_nvfp4.layer import NVFP4Experts
+from moe_nvfp4.quantize.dialects import Dialect
+from moe_nvfp4.quantize.recipes import DEFAULT_RECIPE, quantize_matrix, recipe_global_scale
+
+DENSE = (torch.bfloat16, torch.float16, torch.float32)
+DTYPES = {"weight": torch.uint8, "sf": torch.float8_e4m3fn}
+
+
+class ExpertLoader:
+    """Puts tensors of `experts` in their places, and knows in the end whether one is missing.
+
+    name      the layer's name, for messages
+    dialect   how the files name and scale NVFP4 numbers; None: they hold bf16, fp16 or fp32, quantized here
+    tp        (rank, size) of tensor parallelism
+    recipe    how block scales are chosen when dense weights are quantized
+    """
+
+    def __init__(
+        self,
+        experts: NVFP4Experts,
+        name: str,
+        dialect: Dialect | None,
+        tp: tuple[int, int] = (0, 1),
+        recipe: str = DEFAULT_RECIPE,
+    ):
+        self.experts, self.name, self.dialect, self.tp, self.recipe = experts, name, dialect, tp, recipe
+        self._seen: set[tuple[str, str, int]] = set()  # kind, projection, expert
+        self._halves: dict[int, dict[str, Tensor]] = {}  # dense gate or up of an expert whose other half is to come
+        self._input_scales = {p: torch.zeros(experts.num_experts) for p in ("up_proj", "down_proj")}
+        if tp[1] > 1 and experts.intermediate_size % 16:
+            raise ValueError(
+                f"{name}: a rank of {tp[1]} has {experts.intermediate_size} channels, which is not a multiple of 16, "
+                "the NVFP4 block: choose another --tensor-parallel-size, or --enable-expert-parallel"
+            )
+
+    def load(self, kind: str, part: str, e: int, tensor: Tensor, where: str) -> None:
+        """Take one tensor of expert `e` (of this rank's).
+
+        kind   "weight", "sf", "global_scale", "input_scale" or "bias"
+        part   "gate_proj", "up_proj" or "down_proj"
+        where  the tensor's name, for messages
+        """
+        if kind in ("global_scale", "input_scale"):
+            self._scale(kind, part, e, tensor, where)
+        elif kind == "bias":
+            self._bias(part, e, tensor, where)
+        elif self.dialect is None and kind == "weight":
+            self._dense(part, e, tensor, where)
+        else:
+            if tensor.dtype != DTYPES[kind]:
+                raise ValueError(
+                    f"{where} has dtype {tensor.dtype}, expected {DTYPES[kind]}: the config calls these experts NVFP4. "
+                    "Name experts that are not in its ignore list, or quantize the checkpoint again"
+                )
+            name = self._stack(part) + ("_sf" if kind == "sf" else "")
+            _fill(self._rows(name, part, e), self._of_rank(tensor.view(torch.uint8), part, where), where)
+        self._seen.add((kind, part, e))
+
+    def finish(self) -> None:
+        """Check that all has come and is sensible. ValueError names the first tensor that fails."""
+        kinds = ("weight",) if self.dialect is None else ("weight", "sf", "global_scale")
+        biases = ("bias",) if self._biased else ()
+        for kind, part, e in self._expected(*kinds, *biases):
+            if (kind, part, e) not in self._seen:
+                raise ValueError(
+                    f"{self.name}: {self._file_name(kind, part)} of expert {e} of this rank did not come from the "
+                    "files: the checkpoint is incomplete, or vLLM's loader for this model does not hand it on. "
+                    "moe-nvfp4 verify FOLDER tells which; transformers reads such folders (docs/serving.md)"
+                )
+        self._finish_input_scales()
+        self.experts.weights.validate(self.name)
+
+    # ---------------------------------------------------------------- one kind of tensor each
+    def _scale(self, kind: str, part: str, e: int, tensor: Tensor, where: str) -> None:
+        if tensor.numel() != 1 or not tensor.is_floating_point():
+            raise ValueError(f"{where} is {tensor.dtype} {list(tensor.shape)}, expected one floating-point number")
+        scale = self.dialect.decode_scale(tensor.reshape(()))
+        if kind == "global_scale":
+            self.experts.get_parameter(f"{part}_global_scale").data[e] = scale
+            return
+        # gate and up read the same rows: of two scales the larger one reaches all of them
+        scales = self._input_scales["down_proj" if part == "down_proj" else "up_proj"]
+        scales[e] = torch.maximum(scales[e], scale.cpu())
+
+    def _bias(self, part: str, e: int, tensor: Tensor, where: str) -> None:
+        if not self._biased:
+            raise ValueError(f"{where}: vLLM's model has experts without biases, the files have them")
+        rows = self._rows(f"{self._stack(part)}_bias", part, e)
+        if part != "down_proj":
+            tensor = self._of_rank(tensor, part, where)
+        elif self.tp[0] > 0:  # the ranks' results are added up
+            tensor = torch.zeros_like(tensor)
+        _fill(rows, tensor, where)
+
+    def _dense(self, part: str, e: int, tensor: Tensor, where: str) -> None:
+        """Quantize a matrix; gate and up, which share a global scale, when both are there."""
+        if tensor.dtype not in DENSE:
+            raise ValueError(
+                f"{where} is {tensor.dtype}: bf16, fp16 and fp32 experts are quantized as they are read; "
+                "moe-nvfp4 quantize SRC DST reads other formats"
+            )
+        halves = {part: tensor}
+        if part != "down_proj" and self.experts.gate.gated:
+            halves = self._halves.setdefault(e, {}) | halves
+            self._halves[e] = halves
+            if len(halves) < 2:
+                return
+            halves = {half: self._halves[e][half] for half in ("gate_proj", "up_proj")}
+            del self._halves[e]
+        device = self.experts.down_proj.device
+        amax = torch.stack([half.to(device).abs().amax().float() for half in halves.values()]).amax()
+        rows = torch.cat([self._of_rank(half, half_part, where).to(device) for half_part, half in halves.items()])
+        try:
+            codes, sf, scale = quantize_matrix(nvfp4.pad_k(rows), self.recipe, recipe_global_scale(amax, self.recipe))
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from None
+        name = self._stack(part)
+        _fill(self.experts.get_parameter(name).data[e], codes, where)
+        _fill(self.experts.get_parameter(f"{name}_sf").data[e], sf.view(torch.uint8), where)
+        for half_part in halves:
+            self.experts.get_parameter(f"{half_part}_global_scale").data[e] = scale
+
+    def _finish_input_scales(self) -> None:
+        """All static, for activations="nvfp4", or none: then one scale per token."""
+        wanted = [(part, e) for _, part, e in self._expected("input_scale")]
+        missing = [key for key in wanted if ("input_scale", *key) not in self._seen]
+        if self.experts.activations != "nvfp4" or len(missing) == len(wanted):
+            return
+        if missing:
+            part, e = missing[0]
+            raise ValueError(
+                f"{self.name}: {self._file_name('input_scale', part)} of expert {e} of this rank is not in the files, "
+                "and others are: calibrate the checkpoint again (moe-nvfp4 calibrate), or serve it with "
+                """--hf-overrides '{"moe_nvfp4": {"activations": "bf16"}}'"""
+            )
+        for part, scales in self._input_scales.items():
+            scales = nn.Parameter(scales.to(self.experts.down_proj.device), requires_grad=False)
+            self.experts.register_parameter(f"{part}_input_scale", scales)
+
+    # ---------------------------------------------------------------- places
+    @property
+    def _biased(self) -> bool:
+        return hasattr(self.experts, "down_proj_bias")
+
+    def _expected(self, *kinds: str) -> Iterator[tuple[str, str, int]]:
+        for kind in kinds:
+            for part in self.experts.projections:
+                for e in range(self.experts.num_experts):
+                    yield kind, part, e
+
+    def _file_name(self, kind: str, part: str) -> str:
+        known = self.dialect is not None and kind != "bias"
+        return f"{part}.{getattr(self.dialect, kind) if known else kind}"
+
+    def _stack(self, part: str) -> str:
+        return "down_proj" if part == "down_proj" else self.experts.up_name
+
+    def _rows(self, name: str, part: str, e: int) -> Tensor:
+        """Of expert `e`, the rows of one projection in the parameter `name`."""
+        rows = self.experts.get_parameter(name).data[e]
+        if part == "down_proj" or not self.experts.gate.gated:
+            return rows
+        return rows.chunk(2)[("gate_proj", "up_proj").index(part)]
+
+    def _of_rank(self, tensor: Tensor, part: str, where: str) -> Tensor:
+        """This rank's rows of gate and up, or columns of down."""
+        rank, size = self.tp
+        if size == 1:
+            return tensor
+        dim = 1 if part == "down_proj" else 0
+        if tensor.dim() <= dim or tensor.shape[dim] % size:
+            raise ValueError(f"{where} has shape {list(tensor.shape)}, which {size} ranks cannot share evenly")
+        width = tensor.shape[dim] // size
+        return tensor.narrow(dim, rank * width, width).contiguous()
+
+
+def _fill(place: Tensor, tensor: Tensor, where: str) -> None:
+    if place.shape != tensor.shape:
+        raise ValueError(
+            f"{where} has shape {list(tensor.shape)} on this rank, the model's config needs {list(place.shape)}: "
+            "config.json and the weights are not of one model"
+        )
+    place.copy_(tensor)

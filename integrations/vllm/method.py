@@ -1,0 +1,124 @@
+"""One MoE layer of vLLM: parameters for its loader, and the forward. `NVFP4Experts` holds the weights and computes."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase, RoutedExperts
+from vllm.model_executor.utils import set_weight_attrs
+
+from moe_nvfp4.integrations.vllm import engine
+from moe_nvfp4.integrations.vllm.loading import ExpertLoader
+from moe_nvfp4.layer import NVFP4Experts
+from moe_nvfp4.quantize.dialects import Dialect
+
+KINDS = ("weight", "sf", "global_scale", "input_scale")
+
+
+class MoeNvfp4Method(FusedMoEMethodBase):
+    """The experts of `layer`, read from NVFP4 files in `dialect`, or quantized as they are read (None)."""
+
+    def __init__(self, layer: RoutedExperts, dialect: Dialect | None, activations: str, recipe: str):
+        super().__init__(layer.moe_config)
+        engine.refuse(layer)
+        self.gate, self.own_gate = engine.gate_of(layer)
+        self.dialect, self.activations, self.recipe = dialect, activations, recipe
+
+    def create_weights(
+        self,
+        layer: RoutedExperts,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size_per_partition: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs,
+    ) -> None:
+        layer.nvfp4 = experts = NVFP4Experts(
+            num_experts, hidden_size, intermediate_size_per_partition, self.gate, self.activations,
+            params_dtype if self.moe.has_bias else None,
+        )  # fmt: skip
+        if self.own_gate is not None:
+            experts.own_gate = self.own_gate
+        tp = (self.moe.tp_rank, self.moe.tp_size)
+        self.loader = ExpertLoader(experts, layer.layer_name, self.dialect, tp, self.recipe)
+        self.dummy = engine.dummy_weights()
+        # Empty parameters under the names that vLLM makes of the files': they lead its loader to ours.
+        suffixes = {"bias": "bias", "weight": "weight"}
+        if self.dialect is not None:
+            suffixes |= {getattr(self.dialect, kind): kind for kind in KINDS}
+        self.names = [f"{stack}_{suffix}" for stack in ("w13", "w2") for suffix in suffixes]
+        for name in self.names:
+            parameter = nn.Parameter(torch.empty(0), requires_grad=False)
+            load = partial(self._load, layer, suffixes[name.partition("_")[2]], name.partition("_")[2])
+            load.supports_moe_loading = True
+            set_weight_attrs(parameter, {"weight_loader": load})
+            layer.register_parameter(name, parameter)
+
+    def _load(
+        self,
+        layer: RoutedExperts,
+        kind: str,
+        suffix: str,
+        param: nn.Parameter,
+        loaded_weight: Tensor,
+        weight_name: str,
+        shard_id: str,
+        expert_id: int,
+        return_success: bool = False,
+    ) -> bool | None:
+        """What vLLM calls with each tensor of each expert; False: of another rank."""
+        parts = {"w1": "gate_proj" if self.gate.gated else "up_proj", "w2": "down_proj", "w3": "up_proj"}
+        if shard_id not in parts or loaded_weight.dim() > 2:
+            raise NotImplementedError(
+                f"{layer.layer_name}: {weight_name} comes as {shard_id!r} {list(loaded_weight.shape)}: this model's "
+                "files hold all experts in one tensor. moe-nvfp4 quantize SRC DST writes one by one"
+            )
+        e = layer._map_global_expert_id_to_local_expert_id(expert_id)
+        if e >= 0:
+            where = f"{layer.layer_name}.{expert_id}.{parts[shard_id]}.{suffix}"
+            self.loader.load(kind, parts[shard_id], e, loaded_weight, where)
+        return e >= 0 if return_success else None
+
+    def process_weights_after_loading(self, layer: RoutedExperts) -> None:
+        for name in self.names:
+            delattr(layer, name)
+        if self.dummy:
+            _randomize(layer.nvfp4)
+        else:
+            self.loader.finish()
+        del self.loader
+        layer.nvfp4.prepare(self.moe.in_dtype)
+
+    def get_fused_moe_quant_config(self, layer: RoutedExperts) -> None:
+        return None  # vLLM's own kernels want one
+
+    def apply(
+        self,
+        layer: RoutedExperts,
+        x: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        shared_experts=None,
+        shared_experts_input: Tensor | None = None,
+    ) -> Tensor:
+        """x [T, H] -> [T, H], of this rank's experts or channels; vLLM's runner adds ranks and shared experts up."""
+        if layer.expert_map is not None:  # -1 for experts of other ranks: their slots are skipped
+            topk_ids = layer.expert_map[topk_ids]
+        if layer.apply_router_weight_on_input:
+            x, topk_weights = x * topk_weights.to(x.dtype), torch.ones_like(topk_weights)
+        return layer.nvfp4(x, topk_ids, topk_weights)
+
+
+def _randomize(experts: NVFP4Experts) -> None:
+    """Weights for measurements: random codes, block scales of 1, values of about 1/64."""
+    for name, parameter in experts.named_parameters():
+        if name.endswith("_global_scale"):
+            parameter.data.fill_(1 / 256)
+        elif name.endswith("_sf"):
+            parameter.data.fill_(0x38)
+        elif parameter.dtype == torch.uint8:
+            parameter.data.random_(0, 256)
+        else:
+            parameter.data.zero_()

@@ -1,0 +1,182 @@
+"""What a server's loader hands on, tensor by tensor, fills a layer: needs no vLLM."""
+
+import itertools
+
+import pytest
+import torch
+
+from moe_nvfp4 import Gate, NVFP4Experts
+from moe_nvfp4.format import dequantize
+from moe_nvfp4.integrations.vllm.loading import ExpertLoader
+from moe_nvfp4.quantize.dialects import DIALECTS
+from moe_nvfp4.quantize.recipes import quantize_matrix
+from tests.folders import stored
+
+E, H, I = 3, 64, 96
+PARTS = {"gate_proj": (I, H), "up_proj": (I, H), "down_proj": (H, I)}
+KINDS = ("weight", "sf", "global_scale", "input_scale")
+
+
+def matrices(gated=True):
+    return {
+        (part, e): torch.randn(shape).bfloat16() * (e + 1) * (5 if part == "up_proj" else 1)
+        for part, shape in PARTS.items()
+        for e in range(E)
+        if gated or part != "gate_proj"
+    }
+
+
+def files(dialect, dense, input_scale=None):
+    """(kind, part, expert) -> tensor, as a checkpoint of `dialect` has them."""
+    found = {}
+    for (part, e), matrix in dense.items():
+        tensors = stored(dialect, "x", matrix, input_scale)
+        for kind in KINDS:
+            name = f"x.{getattr(DIALECTS[dialect], kind)}"
+            if name in tensors:
+                found[kind, part, e] = tensors[name]
+    return found
+
+
+def fill(tensors, dialect=None, tp=(0, 1), gate=None, activations="bf16", bias=None, finish=True):
+    experts = NVFP4Experts(E, H, I // tp[1], gate or Gate(), activations, bias)
+    loader = ExpertLoader(experts, "layer", DIALECTS.get(dialect), tp)
+    for (kind, part, e), tensor in tensors.items():
+        loader.load(kind, part, e, tensor, f"{part}.{kind}")
+    if finish:
+        loader.finish()
+    return experts
+
+
+def of(experts, part, e):
+    """The fp32 values of one matrix of a filled layer."""
+    stack, rows = ("down_proj", slice(None)) if part == "down_proj" else (experts.up_name, slice(None))
+    if part != "down_proj" and experts.gate.gated:
+        half = experts.intermediate_size
+        rows = slice(0, half) if part == "gate_proj" else slice(half, None)
+    codes, sf = getattr(experts, stack)[e, rows], getattr(experts, f"{stack}_sf")[e, rows]
+    return dequantize(codes, sf.view(torch.float8_e4m3fn), getattr(experts, f"{part}_global_scale")[e])
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_the_files_numbers_arrive(dialect):
+    dense = matrices()
+    experts = fill(files(dialect, dense), dialect)
+    for (part, e), matrix in dense.items():
+        codes, sf, scale = quantize_matrix(matrix.float(), "max")
+        scale = scale if dialect == "modelopt" else 1 / (1 / scale)
+        assert torch.equal(of(experts, part, e), dequantize(codes, sf, scale)), (part, e)
+
+
+@pytest.mark.parametrize("dialect", [None, *DIALECTS])
+@pytest.mark.parametrize("gate", [Gate(), Gate("relu2", gated=False)], ids=["gated", "not gated"])
+def test_ranks_hold_the_bytes_of_one_rank(dialect, gate):
+    dense = matrices(gate.gated)
+    tensors = files(dialect, dense) if dialect else {("weight", *key): matrix for key, matrix in dense.items()}
+    whole, *ranks = [fill(tensors, dialect, tp, gate) for tp in ((0, 1), (0, 2), (1, 2))]
+    for part, e in dense:
+        dim = 1 if part == "down_proj" else 0
+        assert torch.equal(torch.cat([of(rank, part, e) for rank in ranks], dim), of(whole, part, e)), (part, e)
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_dense_matrices_are_quantized_in_any_order(gated):
+    """gate and up of an expert share a global scale, whichever comes first and whatever comes between."""
+    dense, gate = matrices(gated), Gate() if gated else Gate("relu2", gated=False)
+    forward, backward = [
+        fill({("weight", *key): dense[key] for key in order}, gate=gate) for order in (list(dense), list(dense)[::-1])
+    ]
+    for part, e in dense:
+        assert torch.equal(of(forward, part, e), of(backward, part, e))
+        together = [p for p in ("gate_proj", "up_proj") if gated and part != "down_proj"] or [part]
+        rows = torch.cat([dense[p, e] for p in together])
+        codes, sf, scale = quantize_matrix(rows)
+        at = together.index(part) * len(dense[part, e])
+        expected = dequantize(codes, sf, scale)[at : at + len(dense[part, e])]
+        assert torch.equal(of(forward, part, e), expected), (part, e)
+
+
+def test_biases_are_added_by_one_rank():
+    """The ranks' sums are the layer's: x [T, H] through two ranks, compared with one and with a loop in float64."""
+    dense = matrices()
+    tensors = {("weight", *key): matrix for key, matrix in dense.items()}
+    biases = {("bias", part, e): torch.randn(shape[0]) for part, shape in PARTS.items() for e in range(E)}
+    whole, *ranks = [fill(tensors | biases, tp=tp, bias=torch.float32) for tp in ((0, 1), (0, 2), (1, 2))]
+    x, ids, weights = torch.randn(5, H), torch.tensor([[0, 2], [1, 0], [2, 1], [0, 1], [2, 0]]), torch.rand(5, 2)
+    y, parts = whole(x, ids, weights), [rank(x, ids, weights) for rank in ranks]
+    loop = torch.zeros(5, H, dtype=torch.float64)
+    for t, j in itertools.product(range(5), range(2)):
+        e = int(ids[t, j])
+        gate, up, down = (of(whole, part, e).double() for part in PARTS)
+        b_gate, b_up, b_down = (biases["bias", part, e].double() for part in PARTS)
+        row = x[t].double()
+        h = torch.nn.functional.silu(gate @ row + b_gate) * (up @ row + b_up)
+        loop[t] += weights[t, j] * (down @ h + b_down)
+    assert torch.allclose(y.double(), loop, rtol=1e-4, atol=1e-4 * loop.abs().max())
+    assert torch.allclose(sum(parts), y, rtol=1e-4, atol=1e-4 * y.abs().max())
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_input_scales(dialect):
+    """Static where the files have them; gate's and up's are of the same rows, the larger one holds."""
+    tensors = files(dialect, matrices(), 0.5)
+    larger = 0.75 if dialect == "modelopt" else 1 / 0.75
+    tensors["input_scale", "gate_proj", 1] = torch.tensor([larger])
+    experts = fill(tensors, dialect, activations="nvfp4")
+    assert torch.allclose(experts.up_proj_input_scale, torch.tensor([0.5, 0.75, 0.5]))
+    assert torch.allclose(experts.down_proj_input_scale, torch.full((E,), 0.5))
+    assert not hasattr(fill(tensors, dialect, activations="bf16"), "up_proj_input_scale")
+    dynamic = {key: tensor for key, tensor in tensors.items() if key[0] != "input_scale"}
+    assert not hasattr(fill(dynamic, dialect, activations="nvfp4"), "up_proj_input_scale")
+    del tensors["input_scale", "down_proj", 2]
+    with pytest.raises(ValueError, match=r"down_proj\.input_(global_)?scale of expert 2 .* calibrate"):
+        fill(tensors, dialect, activations="nvfp4")
+
+
+@pytest.mark.parametrize("kind", ["weight", "sf", "global_scale"])
+@pytest.mark.parametrize("part", PARTS)
+def test_what_is_missing_is_named(kind, part):
+    tensors = files("modelopt", matrices())
+    del tensors[kind, part, 1]
+    name = {"weight": "weight", "sf": "weight_scale", "global_scale": "weight_scale_2"}[kind]
+    with pytest.raises(ValueError, match=rf"layer: {part}\.{name} of expert 1 .* moe-nvfp4 verify"):
+        fill(tensors, "modelopt")
+
+
+def test_a_missing_half_and_a_missing_bias_are_named():
+    tensors = {("weight", *key): matrix for key, matrix in matrices().items()}
+    biases = {("bias", part, e): torch.zeros(shape[0]) for part, shape in PARTS.items() for e in range(E)}
+    with pytest.raises(ValueError, match=r"up_proj\.bias of expert 2"):
+        fill(tensors | {key: b for key, b in biases.items() if key != ("bias", "up_proj", 2)}, bias=torch.float32)
+    with pytest.raises(ValueError, match="experts without biases"):
+        fill(tensors | biases)
+    del tensors["weight", "gate_proj", 0]
+    with pytest.raises(ValueError, match=r"gate_proj\.weight of expert 0"):
+        fill(tensors)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "text"),
+    [
+        (("weight", "up_proj", 0), torch.zeros(I, H, dtype=torch.bfloat16), "bfloat16, expected torch.uint8.*ignore"),
+        (("weight", "up_proj", 0), torch.zeros(I, H // 4, dtype=torch.uint8), r"shape \[96, 16\].* needs \[96, 32\]"),
+        (("sf", "down_proj", 0), torch.zeros(H, I // 16), "float32, expected torch.float8_e4m3fn"),
+        (("global_scale", "gate_proj", 1), torch.tensor(float("nan")), "gate_scale of expert 1 is nan"),
+        (("global_scale", "gate_proj", 1), torch.ones(2), r"float32 \[2\], expected one floating-point number"),
+        (("sf", "down_proj", 2), torch.full((H, I // 16), 1).neg().to(torch.float8_e4m3fn), "negative block scales"),
+    ],
+)
+def test_what_is_wrong_is_named(key, value, text):
+    with pytest.raises(ValueError, match=text):
+        fill(files("modelopt", matrices()) | {key: value}, "modelopt")
+
+
+def test_what_cannot_be_quantized_or_shared_is_named():
+    dense = {("weight", *key): matrix for key, matrix in matrices().items()}
+    with pytest.raises(ValueError, match="float8_e4m3fn.*moe-nvfp4 quantize"):
+        fill(dense | {("weight", "down_proj", 0): torch.zeros(H, I, dtype=torch.float8_e4m3fn)})
+    dense["weight", "down_proj", 1][3, 5] = float("inf")
+    with pytest.raises(ValueError, match=r"down_proj\.weight: .*NaN or Inf"):
+        fill(dense)
+    with pytest.raises(ValueError, match="rank of 4 has 24 channels.* 16.*--enable-expert-parallel"):
+        fill({}, tp=(0, 4))
