@@ -1,9 +1,10 @@
-"""The command line: moe-nvfp4 generate | quantize | verify | calibrate | info | compare."""
+"""The command line: moe-nvfp4 generate | quantize | verify | calibrate | info | compare | serve."""
 
 from __future__ import annotations
 
 import argparse
 import math
+import os
 import re
 import sys
 import time
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 RECIPES, DEFAULT_RECIPE = ("max", "four_over_six", "mse"), "mse"
 DIALECTS = ("modelopt", "compressed-tensors")
 ACTIVATIONS = ("bf16", "nvfp4")
+ENGINES = ("vllm", "transformers")
 
 MODEL_HELP = "folder or hub name of a Hugging Face MoE model, 4-bit or not; 'demo' makes a small one"
 # What is fetched of a hub model: nothing in subfolders (original/), no weights in other formats (.bin, .gguf).
@@ -173,6 +175,16 @@ def _parser() -> argparse.ArgumentParser:
     texts(sub, 12, shortest=2)
     quantizing(sub)
     device(sub)
+
+    sub = command(
+        "serve", serve, "answer through the OpenAI API",
+        "Serve MODEL with 4-bit experts: with vLLM where it is installed (bf16 experts are quantized as they load), "
+        "else with the server of transformers. What follows MODEL are options of that engine: --host, --port, "
+        "--tensor-parallel-size ...",
+    )  # fmt: skip
+    sub.add_argument("--engine", choices=ENGINES, default=None, help="default: vllm where it is installed")
+    sub.add_argument("model", metavar="MODEL", help=MODEL_HELP)
+    sub.add_argument("options", metavar="...", nargs=argparse.REMAINDER, help="options of the engine")
     return parser
 
 
@@ -393,6 +405,14 @@ def compare(args: argparse.Namespace) -> None:
     for name, of in found.items():
         label = "bf16" if name == "original" else name
         _say(f"{label:8s}{of.perplexity:12.3f}{of.kl:12.5f}{of.top1:9.2%}")
+
+
+def serve(args: argparse.Namespace) -> None:
+    from moe_nvfp4.integrations.serve import serve_command
+
+    command = serve_command(_resolve(args.model), args.engine, args.options)
+    sys.stdout.flush()
+    os.execv(command[0], command)  # signals then reach the engine
 
 
 # ---------------------------------------------------------------- helpers

@@ -278,7 +278,7 @@ def test_a_config_that_makes_no_sense(changes, message, folder, tmp_path, capsys
 
 def test_help_teaches(capsys):
     for args in (["--help"], ["generate", "--help"], ["quantize", "--help"], ["info", "--help"], ["compare", "--help"],
-                 ["verify", "--help"], ["calibrate", "--help"]):  # fmt: skip
+                 ["verify", "--help"], ["calibrate", "--help"], ["serve", "--help"]):  # fmt: skip
         with pytest.raises(SystemExit) as stop:
             cli.main(args)
         assert stop.value.code == 0
@@ -290,10 +290,12 @@ def test_help_teaches(capsys):
 def test_choices_are_those_of_the_library():
     """cli.py has them in words of its own, so that --help imports nothing."""
     from moe_nvfp4 import weights
+    from moe_nvfp4.integrations import serve
     from moe_nvfp4.quantize import dialects, recipes
 
     assert (cli.RECIPES, cli.DEFAULT_RECIPE) == (recipes.RECIPES, recipes.DEFAULT_RECIPE)
     assert (cli.DIALECTS, cli.ACTIVATIONS) == (tuple(dialects.DIALECTS), weights.ACTIVATIONS)
+    assert cli.ENGINES == serve.ENGINES
 
 
 @pytest.mark.parametrize("args", [["--help"], ["quantize", "--help"], ["--version"], ["generate", "X", "--prompt", ""]])

@@ -1,0 +1,44 @@
+"""An OpenAI endpoint with what is installed: vLLM where it is, else the server that comes with transformers."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+from moe_nvfp4.quantize.dialects import read_config
+
+ENGINES = ("vllm", "transformers")
+# transformers knows our folders after the first import only
+TRANSFORMERS = """
+import moe_nvfp4.integrations.huggingface
+from transformers.cli.transformers import app
+app(prog_name="transformers")
+"""
+
+
+def serve_command(model: str, engine: str | None = None, options: Sequence[str] = ()) -> list[str]:
+    """The command that serves `model` (a folder, or a name on the Hub) with 4-bit experts.
+
+    engine   "vllm" or "transformers"; None: vLLM where it is installed
+    options  passed on to the engine
+    """
+    if engine is None:
+        engine = "vllm" if find_spec("vllm") else "transformers"
+    if engine not in ENGINES:
+        raise ValueError(f"engine must be one of {', '.join(ENGINES)}, got {engine!r}")
+    if find_spec(engine) is None:
+        raise ImportError(f"{engine} is not installed: pip install {engine}")
+    if engine == "vllm":
+        # `vllm serve` asks for the metadata of a package "vllm", which CPU builds do not have
+        server = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
+        return [*server, "--quantization", "moe_nvfp4", *options]
+    config = Path(model, "config.json")
+    if config.is_file() and read_config(json.loads(config.read_text("utf-8"))) is None:
+        raise ValueError(
+            f"{model} is not an NVFP4 folder, and transformers' server quantizes no experts: make one first "
+            f"(moe-nvfp4 quantize {model} DST), or install vLLM, which quantizes as it loads"
+        )
+    return [sys.executable, "-c", TRANSFORMERS, "serve", model, *options]

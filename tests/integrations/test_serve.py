@@ -1,0 +1,56 @@
+"""`moe-nvfp4 serve` chooses an engine and hands the rest on to it; tests/integrations/test_vllm.py asks the server."""
+
+import importlib.util
+import subprocess
+import sys
+
+import pytest
+
+from moe_nvfp4 import cli
+from moe_nvfp4.integrations import serve
+from moe_nvfp4.quantize.convert import convert_checkpoint
+from tests.models import folder, qwen3_moe
+
+
+def installed(monkeypatch, *names):
+    monkeypatch.setattr(serve, "find_spec", lambda name: name in names or None)
+
+
+def test_vllm_where_it_is_installed(monkeypatch):
+    installed(monkeypatch, "vllm", "transformers")
+    for engine in (None, "vllm"):
+        command = serve.serve_command("some/model", engine, ["--port", "1"])
+        assert command[:3] == [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+        assert command[3:] == ["--model", "some/model", "--quantization", "moe_nvfp4", "--port", "1"]
+
+
+def test_else_transformers_which_reads_nvfp4_folders(monkeypatch, tmp_path):
+    """Our import comes before its command line, so that its loader finds our reader."""
+    bf16 = folder(tmp_path, qwen3_moe)
+    convert_checkpoint(bf16, tmp_path / "nvfp4")
+    installed(monkeypatch, "transformers")
+    command = serve.serve_command(str(tmp_path / "nvfp4"), options=["--port", "1"])
+    assert command[3:] == ["serve", str(tmp_path / "nvfp4"), "--port", "1"]
+    with pytest.raises(ValueError, match="not an NVFP4 folder.*moe-nvfp4 quantize .*bf16 DST.*install vLLM"):
+        serve.serve_command(str(bf16))
+    if importlib.util.find_spec("typer") is None:
+        pytest.skip("the command line of transformers needs typer")
+    command[command.index("serve") + 1 :] = ["--help"]
+    found = subprocess.run(command, capture_output=True, text=True)
+    assert found.returncode == 0 and "continuous-batching" in found.stdout, found.stderr
+
+
+def test_what_is_not_there_is_named(monkeypatch, capsys):
+    installed(monkeypatch, "transformers")
+    assert cli.main(["serve", "--engine", "vllm", "some/model"]) == 2
+    assert "vllm is not installed: pip install vllm" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="engine must be one of vllm, transformers, got 'sglang'"):
+        serve.serve_command("some/model", "sglang")
+
+
+def test_options_after_the_model_are_the_engines(monkeypatch):
+    installed(monkeypatch, "vllm")
+    ran = []
+    monkeypatch.setattr(cli.os, "execv", lambda file, command: ran.append(command))
+    assert cli.main(["serve", "some/model", "--port", "1", "--enforce-eager"]) == 0
+    assert ran[0][-3:] == ["--port", "1", "--enforce-eager"]

@@ -1,0 +1,390 @@
+"""vLLM on a CPU runs our experts: the same numbers as the library's own path under transformers.
+
+.ci/run has an environment with vLLM. Models are tiny and run in fp32, where nothing hides in rounding: tokens are equal
+and log-probabilities agree to 1e-4.
+"""
+
+import json
+import math
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.folders import quantized, qwen2_moe
+from tests.integrations.vllm_engine import NEW, PROMPTS, SETTINGS, generate
+from tests.models import folder, mixtral, qwen3_moe, tensors
+
+vllm = pytest.importorskip("vllm", reason="needs vLLM, which .ci/run has in an environment of its own")
+os.environ |= SETTINGS | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+
+from vllm.platforms import current_platform  # noqa: E402
+
+if not current_platform.is_cpu():
+    pytest.skip("vLLM's build for CPUs is what this compares", allow_module_level=True)
+
+from moe_nvfp4.integrations.vllm import config as vllm_config  # noqa: E402
+from moe_nvfp4.integrations.vllm import engine  # noqa: E402
+from moe_nvfp4.quantize.convert import convert_checkpoint  # noqa: E402
+from moe_nvfp4.quantize.recipes import quantize_matrix  # noqa: E402
+
+ROOT = Path(__file__).parents[2]
+Config = vllm_config.MoeNvfp4Config
+
+
+def tiny(experts=8, intermediate=64):
+    return lambda: qwen3_moe(experts, intermediate, head_dim=32, hidden_size=128)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """The three forms of one model: bf16, and NVFP4 in each dialect."""
+    root = tmp_path_factory.mktemp("tiny")
+    bf16 = folder(root, tiny())
+    _tokenizer(bf16)
+    for dialect in ("modelopt", "compressed-tensors"):
+        convert_checkpoint(bf16, root / dialect, dialect=dialect)
+    return root
+
+
+def _tokenizer(path):
+    """Token 17 is the word t17."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(96)}, unk_token="t0"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="t0", eos_token="t2").save_pretrained(path)
+
+
+def by_transformers(path, **kwargs):
+    """The same as `generate`, by the library under transformers."""
+    import moe_nvfp4.integrations.huggingface  # noqa: F401
+    from tests.models import load
+
+    model = load(path, torch.float32, **kwargs)
+    ids = torch.tensor(PROMPTS)
+    with torch.no_grad():
+        logprobs = model(ids).logits.log_softmax(-1)[:, :-1].gather(2, ids[:, 1:, None])[..., 0]
+        model.generation_config.eos_token_id = None  # a token as any other
+        tokens = model.generate(ids, max_new_tokens=NEW, do_sample=False)[:, ids.shape[1] :]
+    return tokens.tolist(), logprobs.tolist()
+
+
+def same(one, other, tolerance=1e-4, prompts=8):
+    """Tokens and log-probabilities of at least so many prompts."""
+    equal = [a == b for a, b in zip(one[0], other[0], strict=True)]
+    close = (torch.tensor(one[1]) - torch.tensor(other[1])).abs().amax(dim=1) < tolerance
+    assert sum(equal) >= prompts and int(close.sum()) >= prompts, (equal, close)
+
+
+MOST = 6  # of W4A4: a row's value next to a rounding boundary takes either code
+
+
+# ---------------------------------------------------------------- numbers
+@pytest.mark.parametrize("dialect", ["modelopt", "compressed-tensors"])
+def test_a_folder_of_ours(folders, dialect):
+    same(generate(folders / dialect), by_transformers(folders / dialect))
+
+
+def test_bf16_experts_are_quantized_while_they_load(folders):
+    same(generate(folders / "bf16", quantization="moe_nvfp4"), generate(folders / "modelopt"), 1e-6)
+
+
+@pytest.mark.parametrize("input_scale", [0.01, None], ids=["static scales", "dynamic scales"])
+@pytest.mark.parametrize("dialect", ["modelopt", "compressed-tensors"])
+def test_w4a4_folders_of_others(tmp_path, dialect, input_scale):
+    ignore = ["lm_head", "*.self_attn*", "*.gate"] if dialect == "modelopt" else ["lm_head", "re:.*(self_attn|gate$)"]
+    path, _ = quantized(tmp_path, tiny(), dialect, input_scale=input_scale, ignore=ignore)
+    same(generate(path), by_transformers(path), prompts=MOST)
+
+
+def test_activations_from_the_command_line(folders):
+    w4a4 = generate(folders / "modelopt", hf_overrides={"moe_nvfp4": {"activations": "nvfp4"}})
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(folders / "modelopt")
+    config.quantization_config["moe_nvfp4"]["activations"] = "nvfp4"
+    same(w4a4, by_transformers(folders / "modelopt", config=config), prompts=MOST)
+    with pytest.raises(AssertionError):
+        same(w4a4, generate(folders / "modelopt"), prompts=1)
+
+
+@pytest.mark.parametrize("family", [qwen2_moe, mixtral])
+def test_families(tmp_path, family):
+    """Shared experts with a gate of their own; other names of the projections."""
+    small = family()
+    small.config.hidden_size = 128  # vLLM's attention on a CPU has heads of 32 and more
+    if hasattr(small.config, "head_dim"):
+        small.config.head_dim = 32
+    folder(tmp_path, lambda: type(small)(small.config))
+    convert_checkpoint(tmp_path / "bf16", tmp_path / "nvfp4")
+    same(generate(tmp_path / "nvfp4"), by_transformers(tmp_path / "nvfp4"))
+
+
+@pytest.mark.parametrize("options", [{}, {"enable_expert_parallel": True}], ids=["tensors", "experts"])
+def test_two_ranks(folders, tmp_path, options):
+    """Tensor parallelism (channels of every expert) and expert parallelism (half of the experts)."""
+    options = json.dumps({"tensor_parallel_size": 2, **options})
+    command = [sys.executable, "-m", "tests.integrations.vllm_engine", str(folders / "modelopt"), options]
+    env = os.environ | SETTINGS | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    run = subprocess.run(
+        [*command, str(tmp_path / "out.json")], cwd=ROOT, env=env, capture_output=True, text=True, timeout=400
+    )
+    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
+    same(json.loads((tmp_path / "out.json").read_text()), generate(folders / "modelopt"))
+
+
+# ---------------------------------------------------------------- gates
+def _layer(kind, limit=None, alpha=None, beta=None, **moe):
+    return SimpleNamespace(
+        layer_name="layer", activation=SimpleNamespace(value=kind), swiglu_limit=limit, swiglu_alpha=alpha,
+        swiglu_beta=beta, moe_config=SimpleNamespace(activation_situ_beta=None, activation_situ_linear_beta=None) if not
+        moe else SimpleNamespace(**moe),
+    )  # fmt: skip
+
+
+def _silu_oai(g, u):
+    g, u = g.clamp(max=7.0), u.clamp(-7.0, 7.0)
+    return g / (1 + torch.exp(-1.702 * g)) * (u + 1)
+
+
+GATES = [
+    (("silu",), lambda g, u: g / (1 + torch.exp(-g)) * u),
+    (("silu", 2.5), lambda g, u: g.clamp(max=2.5) / (1 + torch.exp(-g.clamp(max=2.5))) * u.clamp(-2.5, 2.5)),
+    (("swigluoai_uninterleave", 7.0, 1.702, 1.0), _silu_oai),
+    (("swiglustep",), lambda g, u: (g / (1 + torch.exp(-g))).clamp(max=7.0) * u.clamp(-7.0, 7.0)),
+    (("gelu",), lambda g, u: 0.5 * g * (1 + torch.erf(g / math.sqrt(2))) * u),
+    (("gelu_tanh",), lambda g, u: 0.5 * g * (1 + torch.tanh(math.sqrt(2 / math.pi) * (g + 0.044715 * g**3))) * u),
+    (("relu2_no_mul",), lambda g, u: u.clamp(min=0) ** 2),
+    (("silu_no_mul",), lambda g, u: u / (1 + torch.exp(-u))),
+    (("gelu_no_mul",), lambda g, u: 0.5 * u * (1 + torch.erf(u / math.sqrt(2)))),
+]
+
+
+@pytest.mark.parametrize(("arguments", "formula"), GATES, ids=[" ".join(map(str, gate[0])) for gate in GATES])
+def test_gates(arguments, formula):
+    """Against the formulas of vLLM's kernels (vllm/model_executor/layers/activation.py), written out."""
+    gate, own = engine.gate_of(_layer(*arguments))
+    values = torch.linspace(-12, 12, 97, dtype=torch.float64)
+    pairs = torch.cartesian_prod(values, values)
+    found = (own or gate)(pairs if gate.gated else pairs[:, 1:])
+    assert torch.allclose(found[:, 0], formula(*pairs.T), rtol=1e-9, atol=1e-12)
+
+
+def test_kimis_gate_is_vllms():
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers.activation import SituAndMul
+
+    x = torch.randn(50, 32) * 4
+    for linear in (None, 3.0):
+        layer = _layer("situ", activation_situ_beta=2.0, activation_situ_linear_beta=linear)
+        with set_current_vllm_config(VllmConfig()):
+            theirs = SituAndMul(2.0, linear).forward_native(x)
+        assert torch.allclose(engine.gate_of(layer)[1](x), theirs, rtol=1e-6)
+
+
+@pytest.mark.parametrize("arguments", [("swigluoai",), ("silu", 7.0, 1.702), ("gelu_tanh", 7.0), ("swiglustep", 5.0)])
+def test_other_gates_are_refused_by_name(arguments):
+    with pytest.raises(NotImplementedError, match=f"'{arguments[0]}'.*--engine transformers"):
+        engine.gate_of(_layer(*arguments))
+
+
+# ---------------------------------------------------------------- what is taken, and what is refused
+IGNORE = ["model.layers.*.self_attn.[qkv]_proj", "lm_head"]
+NVFP4 = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": IGNORE}
+FP8 = {"quant_method": "modelopt", "quant_algo": "FP8"}
+
+
+def test_which_checkpoints_are_taken(monkeypatch):
+    taken = Config.override_quantization_method
+    assert taken(NVFP4, None) == "moe_nvfp4" == taken(NVFP4, "moe_nvfp4")  # this is a CPU
+    assert taken({"quantization": {"quant_algo": "NVFP4", "exclude_modules": []}, "quant_method": "modelopt"}, None)
+    assert taken(NVFP4, "modelopt_fp4") is None and taken(FP8, None) is None
+    with pytest.raises(ValueError, match="'fp8'.*moe-nvfp4 quantize"):
+        taken({"quant_method": "fp8"}, "moe_nvfp4")
+    with pytest.raises(ValueError, match="'FP8'"):
+        taken(FP8, "moe_nvfp4")
+    with pytest.raises(NotImplementedError, match="NVFP4_AWQ.*pre_quant_scale"):
+        Config.from_config(NVFP4 | {"quant_algo": "NVFP4_AWQ"})
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
+    assert taken(NVFP4, None) is None and taken(NVFP4, "moe_nvfp4") == "moe_nvfp4"  # a GPU: only where it is asked for
+
+
+@pytest.mark.parametrize("version", ["0.25.1", "0.34.0", "1.0", "dev"])
+def test_other_versions_are_refused_in_one_line(monkeypatch, version):
+    monkeypatch.setattr(vllm, "__version__", version)
+    with pytest.raises(ImportError, match=rf"vLLM 0\.26 to 0\.33, this is vLLM {re.escape(version)}: install") as error:
+        Config.override_quantization_method(NVFP4, None)
+    assert "\n" not in str(error.value)
+
+
+def test_unknown_options_are_named():
+    with pytest.raises(ValueError, match="activations='fp8': activations must be one of bf16, nvfp4"):
+        Config().choose({"activations": "fp8"})
+    with pytest.raises(ValueError, match="actvations=.*options are activations, recipe, exclude"):
+        Config().choose({"actvations": "bf16"})
+
+
+def test_fused_names_are_ignored_with_their_parts():
+    config = Config.from_config(NVFP4)
+    config.packed_modules_mapping = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
+    assert config.base.packed_modules_mapping == config.packed_modules_mapping
+    assert config.ignores("model.layers.3.self_attn.qkv_proj") and config.ignores("lm_head")
+    assert not config.ignores("model.layers.3.self_attn.o_proj") and not config.ignores("model.layers.3.mlp.experts")
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        (dict(enable_eplb=True), "EPLB"),
+        (dict(use_all2all_kernels=True, all2all_backend="deepep_low_latency"), "deepep_low_latency.*allgather"),
+        (dict(lora=SimpleNamespace(target_modules=None)), "--lora-target-modules q_proj"),
+        (dict(fused=1), "shared experts fused"),
+        (dict(on_input=True), "router weights on the input, with 2"),
+        (dict(width=32), "100 channels.*2 ranks"),
+    ],
+)
+def test_what_is_not_built_is_refused_by_name(monkeypatch, changes, text):
+    def layer(enable_eplb=False, use_all2all_kernels=False, all2all_backend="", lora=None, fused=0, on_input=False,
+              width=50):  # fmt: skip
+        parallel = SimpleNamespace(enable_eplb=enable_eplb, use_all2all_kernels=use_all2all_kernels,
+                                   all2all_backend=all2all_backend, use_ag_rs_all2all_kernels=False)  # fmt: skip
+        moe = SimpleNamespace(moe_parallel_config=parallel, experts_per_token=2, intermediate_size=100, tp_size=2,
+                              intermediate_size_per_partition=width)  # fmt: skip
+        monkeypatch.setattr(engine, "get_current_vllm_config", lambda: SimpleNamespace(lora_config=lora))
+        return SimpleNamespace(moe_config=moe, layer_name="layer", apply_router_weight_on_input=on_input,
+                               expert_map_manager=SimpleNamespace(num_fused_shared_experts=fused))  # fmt: skip
+
+    engine.refuse(layer())
+    engine.refuse(layer(lora=SimpleNamespace(target_modules=["q_proj"])))
+    with pytest.raises((NotImplementedError, ValueError), match=f"layer: .*{text}"):
+        engine.refuse(layer(**changes))
+
+
+# ---------------------------------------------------------------- vLLM without the plug-in
+@pytest.mark.parametrize("dialect", ["modelopt", "compressed-tensors"])
+def test_vllms_own_reader_leaves_dense_modules_alone(folders, dialect):
+    """It fuses q, k and v, and reads all as 4-bit that the ignore list does not name."""
+    quantization = json.loads((folders / dialect / "config.json").read_text())["quantization_config"]
+    base, fused = engine.base_config(quantization), {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
+    base.packed_modules_mapping = fused
+    if dialect == "modelopt":
+        excluded = base.is_layer_excluded
+    else:
+        from vllm.model_executor.layers.quantization.compressed_tensors.utils import should_ignore_layer
+
+        excluded = lambda module: should_ignore_layer(module, ignore=base.ignore, fused_mapping=fused)
+    for module in ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate"):
+        assert excluded(f"model.layers.0.{module}"), module
+    assert excluded("lm_head") and not excluded("model.layers.0.mlp.experts.0.gate_proj")
+
+
+def test_vllms_own_kernels_read_the_right_numbers(folders):
+    """They take gate's global scale for up too: in what we write, both are the same."""
+    files = tensors(folders / "modelopt")
+    stems = [name.removesuffix("gate_proj.weight_scale_2") for name in files if "gate_proj.weight_scale_2" in name]
+    assert len(stems) == 16
+    for stem in stems:
+        assert torch.equal(files[f"{stem}gate_proj.weight_scale_2"], files[f"{stem}up_proj.weight_scale_2"])
+    bf16 = tensors(folders / "bf16")
+    gate, up = (bf16[f"{stems[0]}{part}.weight"] for part in ("gate_proj", "up_proj"))
+    assert torch.equal(quantize_matrix(torch.cat([gate, up]))[2], files[f"{stems[0]}up_proj.weight_scale_2"])
+
+
+# ---------------------------------------------------------------- the server
+class Server:
+    """`moe-nvfp4 serve` on loopback, in a process group of its own."""
+
+    def __init__(self, path, *options):
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            port = s.getsockname()[1]
+        self.url, self.log = f"http://127.0.0.1:{port}", Path(f"{path}.log")
+        command = [sys.executable, "-m", "moe_nvfp4", "serve", str(path), "--host", "127.0.0.1", "--port", str(port)]
+        with open(self.log, "w") as log:
+            self.process = subprocess.Popen(
+                [*command, *options], cwd=ROOT, env=os.environ | SETTINGS | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"},
+                stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
+            )  # fmt: skip
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self.process.terminate()
+        try:
+            self.process.wait(60)
+        except subprocess.TimeoutExpired:
+            os.killpg(self.process.pid, 9)
+
+    def wait(self, seconds=300):
+        for _ in range(seconds):
+            if self.process.poll() is not None:
+                return False
+            try:
+                urllib.request.urlopen(f"{self.url}/health", timeout=2)
+                return True
+            except OSError:
+                time.sleep(1)
+        raise TimeoutError(self.log.read_text()[-3000:])
+
+    def post(self, **body):
+        data = json.dumps({"temperature": 0, "max_tokens": NEW, "ignore_eos": True, "seed": 0, **body}).encode()
+        request = urllib.request.Request(f"{self.url}/v1/completions", data, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=120) as answer:
+            return answer.read().decode()
+
+
+def words(tokens):
+    return " ".join(f"t{token}" for token in tokens)
+
+
+@pytest.mark.parametrize("form", ["bf16", "modelopt", "compressed-tensors"])
+def test_serve(folders, form):
+    """Tokens and log-probabilities through HTTP, in a stream, and from 32 requests at once."""
+    tokens, logprobs = by_transformers(folders / ("modelopt" if form == "bf16" else form))
+    with Server(folders / form, "--dtype", "float32", "--max-model-len", "64", "--enforce-eager",
+                "--served-model-name", "tiny") as server:  # fmt: skip
+        assert server.wait(), server.log.read_text()[-3000:]
+        whole = json.loads(server.post(model="tiny", prompt=PROMPTS[0], echo=True, logprobs=1))["choices"][0]
+        assert whole["text"].split() == words(PROMPTS[0] + tokens[0]).split()
+        found = torch.tensor(whole["logprobs"]["token_logprobs"][1 : len(PROMPTS[0])])
+        assert torch.allclose(found, torch.tensor(logprobs[0]), atol=1e-4, rtol=0)
+
+        events = server.post(model="tiny", prompt=PROMPTS[1], stream=True).split("\n\n")
+        pieces = [json.loads(e.removeprefix("data: "))["choices"][0]["text"] for e in events if e.startswith("data: {")]
+        assert "data: [DONE]" in events and len(pieces) >= NEW // 2
+        assert "".join(pieces).split() == words(tokens[1]).split()
+
+        ask = lambda i: json.loads(server.post(model="tiny", prompt=PROMPTS[i % 8]))["choices"][0]["text"]
+        with ThreadPoolExecutor(32) as pool:
+            answers = list(pool.map(ask, range(32)))
+        for i, answer in enumerate(answers):
+            assert answer.split() == words(tokens[i % 8]).split(), i
+
+
+def test_a_broken_folder_is_explained_before_a_worker_starts(folders, tmp_path):
+    from safetensors.torch import save_file
+
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    for file in (folders / "modelopt").iterdir():
+        (broken / file.name).write_bytes(file.read_bytes())
+    files = tensors(broken)
+    del files["model.layers.1.mlp.experts.5.up_proj.weight_scale_2"]
+    save_file(files, broken / "model.safetensors", metadata={"format": "pt"})
+    with Server(broken, "--dtype", "float32") as server:
+        assert not server.wait()
+    log = server.log.read_text()
+    assert "model.layers.1.mlp.experts.5.up_proj.weight_scale_2 is missing" in log
+    assert "EngineCore" not in log
