@@ -13,6 +13,7 @@ from torch import Tensor
 from moe_nvfp4.quantize.checkpoint import TORCH_DTYPES, Checkpoint, Stored, open_checkpoint
 from moe_nvfp4.quantize.dialects import Dialect, QuantizationInfo
 from moe_nvfp4.quantize.matrices import ErrorSums, Matrix, fp8_block, nvfp4_stack
+from moe_nvfp4.quantize.model import Given, ModelTensors, UnknownModel
 from moe_nvfp4.quantize.names import (
     DENSE,
     FUSED,
@@ -61,7 +62,7 @@ def verify_checkpoint(folder: str | os.PathLike, against: str | os.PathLike | No
     if info is None:
         raise ValueError(f"{folder} is not an NVFP4 checkpoint: its config.json has no such quantization_config")
     report = VerificationReport(str(folder))
-    left = dict(checkpoint.tensors)
+    left, fp8 = dict(checkpoint.tensors), set()
     marker = f".{info.dialect.global_scale}"
     found = [n.removesuffix(marker) for n in left if n.endswith(marker)]
     banks = [stem for stem in found if len(_codes(stem, checkpoint, info).shape) == 3]
@@ -75,6 +76,7 @@ def verify_checkpoint(folder: str | os.PathLike, against: str | os.PathLike | No
         for part in _check_stack(stem, checkpoint, info.dialect):
             del left[part]
     for name in [n for n, stored in left.items() if stored.dtype == "F8_E4M3" and n.endswith(".weight")]:
+        fp8.add(name)
         for part in _check_fp8(name, checkpoint):
             left.pop(part, None)
     for name, stored in left.items():
@@ -82,6 +84,12 @@ def verify_checkpoint(folder: str | os.PathLike, against: str | os.PathLike | No
     _check_experts(shapes)
     if not shapes and not stacks:
         raise ValueError(f"{folder} says NVFP4 in its config.json, but no tensor ends in {marker}")
+    _check_optional_scales(shapes, checkpoint, info.dialect)
+    try:
+        ModelTensors(checkpoint.folder).check(_given(checkpoint, info.dialect, shapes, stacks, fp8, left))
+    except UnknownModel as error:
+        report.warnings.append(f"warning: not compared with the model's own list of tensors: {error}. Tensors that are "
+                               "missing for the whole model or a whole layer were not noticed")  # fmt: skip
     report.matrices = len(shapes) + sum(nvfp4_stack(checkpoint, n, info.dialect).shape[0] for n in stacks)
     report.tensors, report.size = len(left), sum(t.size for t in checkpoint.tensors.values())
     report.warnings += separate_scales_warning(checkpoint)
@@ -198,6 +206,31 @@ def _check_experts(found: Mapping[str, tuple[int, ...]]) -> None:
                 raise ValueError(f"{module}: the experts' {part} have different shapes {sorted(set(shapes.values()))}")
         if len(parts) != 3 and set(parts) != {"up_proj", "down_proj"}:
             raise ValueError(f"{module} has {', '.join(parts)} only: a projection is missing")
+
+
+def _check_optional_scales(found: Mapping[str, tuple[int, ...]], checkpoint: Checkpoint, dialect: Dialect) -> None:
+    """input_scale and pre_quant_scale: all experts have one, or none has."""
+    experts = [stem for stem in found if PER_EXPERT.fullmatch(stem)]
+    turned = {PROJECTION_FIRST.sub(r"\g<module>.\g<e>.\g<part>", name): name for name in checkpoint.tensors}
+    for last in (dialect.input_scale, PRE_QUANT_SCALE):
+        without = [stem for stem in experts if f"{stem}.{last}" not in turned]
+        if 0 < len(without) < len(experts):
+            raise ValueError(f"{without[0]} has no {last}, which {len(experts) - len(without)} of {len(experts)} "
+                             "matrices of experts have: all need one; calibrate or quantize again")  # fmt: skip
+
+
+def _given(
+    checkpoint: Checkpoint, dialect: Dialect, matrices: Mapping[str, tuple[int, ...]], stacks: list[str],
+    fp8: set[str], left: Mapping[str, Stored],
+) -> dict[str, Given]:  # fmt: skip
+    """Everything in the folder, by the names of a dense checkpoint."""
+    given = {f"{stem}.weight": Given("NVFP4", (N, 2 * half)) for stem, (N, half) in matrices.items()}
+    for stem in stacks:
+        stack = nvfp4_stack(checkpoint, stem, dialect)
+        E, N, half = stack.shape
+        given[stem if stack.transposed else f"{stem}.weight"] = Given("NVFP4", (E, N, 2 * half))
+    given |= {name: Given("FP8", checkpoint.tensors[name].shape) for name in fp8}
+    return given | {name: Given("dense", stored.shape) for name, stored in left.items()}
 
 
 # ---------------------------------------------------------------- against the original

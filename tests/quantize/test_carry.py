@@ -228,13 +228,14 @@ def test_verify_fp8_next_to_nvfp4(tmp_path):
 
 @pytest.mark.parametrize("kept", ["quantized", "dense"])
 def test_verify_misses_experts_that_are_gone(kept, tmp_path):
-    """A whole layer: nothing in the folder itself says that it should be there."""
+    """A whole layer, of a model that transformers does not know: only the original says that it should be there."""
     make(qwen3_moe).save_pretrained(tmp_path / "bf16")
     exclude = ["model.layers.1.*"] if kept == "dense" else []
     convert_checkpoint(tmp_path / "bf16", tmp_path / "nvfp4", exclude=exclude, progress=False)
     verify_checkpoint(tmp_path / "nvfp4", tmp_path / "bf16")
     files = {n: t for n, t in tensors(tmp_path / "nvfp4").items() if "layers.1.mlp.experts" not in n}
     save_file(files, tmp_path / "nvfp4" / "model.safetensors", metadata={"format": "pt"})
+    change_config(tmp_path / "nvfp4", architectures=["SomethingNew"])
     verify_checkpoint(tmp_path / "nvfp4")
     with pytest.raises(ValueError, match="model.layers.1.mlp.experts.0.* is in .*bf16 and not in .*nvfp4"):
         verify_checkpoint(tmp_path / "nvfp4", tmp_path / "bf16")

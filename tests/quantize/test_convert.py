@@ -263,7 +263,7 @@ def folder(path, files, config=None, shards=1):
     path.mkdir(parents=True)
     config = {
         "model_type": "qwen3_moe",
-        "architectures": ["Qwen3MoeForCausalLM"],
+        "architectures": ["MadeByHand"],  # without most of a model's tensors
         "dtype": "bfloat16",
         **(config or {}),
     }
@@ -929,7 +929,7 @@ UNKNOWN = {
     "GPTQ": (lambda f: None, {"quantization_config": {"quant_method": "gptq"}}, "quantized with 'gptq'"),
     "SVD": (
         lambda f: None, {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4_SVD"}}, "NVFP4_SVD"),
-    "no experts": (lambda f: [f.pop(k) for k in list(f) if "experts" in k], {}, "Qwen3MoeForCausalLM has no experts"),
+    "no experts": (lambda f: [f.pop(k) for k in list(f) if "experts" in k], {}, "MadeByHand has no experts"),
 }  # fmt: skip
 
 

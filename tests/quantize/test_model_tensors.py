@@ -1,0 +1,123 @@
+"""`verify` knows the model's whole list of tensors: it refuses what would load as random weights, or not at all."""
+
+import re
+
+import pytest
+import torch
+
+from moe_nvfp4.quantize.convert import convert_checkpoint
+from moe_nvfp4.quantize.verify import verify_checkpoint
+from tests.folders import (
+    CONFIGS,
+    banks,
+    change_config,
+    fused,
+    is_expert,
+    is_linear,
+    quantized,
+    qwen2_moe,
+    turned,
+    write,
+)
+from tests.models import FAMILIES, folder, gpt_oss, granite, llama4, mixtral, qwen3_moe, step3p7, tensors
+from tests.quantize.test_convert import config_of
+
+EXPERT = "model.layers.1.mlp.experts"
+
+
+def drop(*parts):
+    return lambda files: {n: t for n, t in files.items() if not all(part in n for part in parts)}
+
+
+def rename(old, new):
+    """A copy under another name: what is there once more than the model has it."""
+    return lambda files: files | {n.replace(old, new): t.clone() for n, t in files.items() if old in n}
+
+
+def dense(stem):
+    def change(files):
+        N, half = files[f"{stem}.weight"].shape
+        return drop(f"{stem}.")(files) | {f"{stem}.weight": torch.randn(N, 2 * half).bfloat16()}
+
+    return change
+
+
+def add(name, value):
+    return lambda files: files | {name: value}
+
+
+DAMAGE = {
+    "all experts of a layer": (drop(f"{EXPERT}."), f"{EXPERT}.* is missing"),
+    "the last expert of a layer": (drop(f"{EXPERT}.7."), rf"{EXPERT}.7.\w+ is missing: 7 of 8 experts have it"),
+    "up and gate of a layer": (drop(EXPERT, "gate_proj"), f"{EXPERT}.0.gate_proj is missing"),
+    "an expert too many": (rename(f"{EXPERT}.7.", f"{EXPERT}.8."), "8.* is an expert too many: .* there are 8"),
+    "a dense projection": (dense(f"{EXPERT}.3.up_proj"), f"{EXPERT}.*up_proj.*is missing|neither quantized nor dense"),
+    "one kind for up, one for down": (
+        lambda f: [f := dense(f"{EXPERT}.{e}.down_proj")(f) for e in range(8)][-1], "gate_proj, up_proj only"),
+    "an input scale": (add(f"{EXPERT}.3.up_proj.input_scale", torch.tensor(0.1)), "has no input_scale, which 1 of 48"),
+    "AWQ of one expert": (
+        add(f"{EXPERT}.3.up_proj.pre_quant_scale", torch.ones(64)), "has no pre_quant_scale, which 1 of 48"),
+    "the router": (drop("layers.1.mlp.gate"), "model.layers.1.mlp.gate.weight is missing: by config.json Qwen3Moe"),
+    "a projection of attention": (drop("layers.0.self_attn.q_proj"), "layers.0.self_attn.q_proj.weight is missing"),
+    "a norm": (drop("model.norm"), "model.norm.weight is missing"),
+    "another shape": (add("lm_head.weight", torch.zeros(96, 32)), r"lm_head.weight is \[96, 32\], by config.json"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory):
+    path = tmp_path_factory.mktemp("good")
+    convert_checkpoint(folder(path, qwen3_moe), path / "nvfp4", progress=False)
+    return path / "nvfp4"
+
+
+@pytest.mark.parametrize("case", DAMAGE)
+def test_what_the_model_would_miss_is_refused(case, good, tmp_path):
+    change, message = DAMAGE[case]
+    config = config_of(good)
+    assert verify_checkpoint(good).warnings == []
+    damaged = write(tmp_path / "damaged", change(tensors(good)), config, config["quantization_config"])
+    with pytest.raises(ValueError, match=message):
+        verify_checkpoint(damaged)
+
+
+@pytest.mark.parametrize("dialect", CONFIGS)
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda f: f.__name__)
+def test_whole_folders_pass(family, dialect, tmp_path):
+    exclude = ["*layers.0.*"] if family in (gpt_oss, granite, mixtral) else []
+    convert_checkpoint(folder(tmp_path, family), tmp_path / "b", dialect=dialect, exclude=exclude, progress=False)
+    assert verify_checkpoint(tmp_path / "b", tmp_path / "bf16").warnings == []
+    files, config = tensors(tmp_path / "b"), config_of(tmp_path / "b")
+    gone = re.compile(r"experts\.\d+\.(down_proj|w2)\." + ("bias" if family is gpt_oss else ""))
+    files = {n: t for n, t in files.items() if not gone.search(n)}
+    write(tmp_path / "c", files, config, config["quantization_config"])
+    with pytest.raises(ValueError, match="missing"):
+        verify_checkpoint(tmp_path / "c")
+
+
+@pytest.mark.parametrize("kind", ["fused", "fused with biases", "stacks", "turned", "linears"])
+def test_other_layouts_pass(kind, tmp_path):
+    if kind.startswith("fused"):
+        source, _ = fused(tmp_path, llama4 if kind == "fused" else gpt_oss)
+    elif kind == "stacks":
+        source, _ = banks(tmp_path, step3p7)
+    elif kind == "turned":
+        source, _ = quantized(tmp_path, qwen3_moe, "modelopt", rename=turned)
+    else:
+        source, _ = quantized(tmp_path, qwen2_moe, "modelopt", lambda k: is_expert(k) or is_linear(k))
+    verify_checkpoint(source)
+    files = tensors(source)
+    last = {n for n in files if "layers.1." in n and ("down_proj" in n) and ("experts" in n or ".moe." in n)}
+    assert last
+    write(source, {n: t for n, t in files.items() if n not in last}, config_of(source), CONFIGS["modelopt"])
+    with pytest.raises(ValueError, match="missing|a projection is missing"):
+        verify_checkpoint(source)
+
+
+def test_models_that_are_not_known_say_so(good, tmp_path):
+    config = config_of(good) | {"architectures": ["SomethingNew"]}
+    path = write(tmp_path / "new", drop("layers.1.mlp.gate")(tensors(good)), config, config["quantization_config"])
+    (warning,) = verify_checkpoint(path).warnings
+    assert "does not know SomethingNew" in warning and "not compared with the model's own list of tensors" in warning
+    change_config(path, model_type="something_new")
+    assert "cannot read config.json" in verify_checkpoint(path).warnings[0]
