@@ -13,7 +13,7 @@ What is done to each tensor is decided by its name, its header and config.model_
   as the family names them (`w1`); stacked ones become one tensor per expert;
 * FP8 tensors outside the experts, and FP8 and MXFP4 ones of excluded experts, become dense in the
   config's dtype (one quantization_config cannot describe them next to NVFP4);
-* layers beyond num_hidden_layers (multi-token prediction) keep their weights: loaders drop them;
+* layers beyond num_hidden_layers (multi-token prediction) keep their weights: their readers take them dense;
 * everything else is copied byte for byte, in its own dtype.
 
 What cannot be identified with certainty is refused by name.
@@ -45,7 +45,7 @@ from moe_nvfp4.quantize.checkpoint import (
     open_checkpoint,
     tensor_bytes,
 )
-from moe_nvfp4.quantize.dialects import DIALECTS
+from moe_nvfp4.quantize.dialects import DIALECTS, as_patterns
 from moe_nvfp4.quantize.jobs import Job, Options
 from moe_nvfp4.quantize.plan import ConversionReport, Plan, config_dtype, readable_size
 from moe_nvfp4.quantize.recipes import DEFAULT_RECIPE, RECIPES
@@ -58,8 +58,8 @@ def convert_checkpoint(
     source: str | os.PathLike,
     destination: str | os.PathLike,
     recipe: str = DEFAULT_RECIPE,
-    exclude: Iterable[str] = (),
-    include: Iterable[str] | None = None,
+    exclude: str | Iterable[str] = (),
+    include: str | Iterable[str] | None = None,
     dialect: str = "modelopt",
     activations: str = "bf16",
     workers: int | None = None,
@@ -132,9 +132,9 @@ def _options(config, recipe, exclude, include, dialect, activations, device, sha
         if value not in known:
             raise ValueError(f"unknown {what} {value!r}: choose one of {', '.join(known)}")
     device = str(usable_device(device))
-    include = None if include is None else tuple(include)
-    dtype = config_dtype(config)
-    return Options(recipe, tuple(exclude), include, DIALECTS[dialect], activations, device, dtype, share_scales)
+    include = None if include is None else tuple(as_patterns(include, "include"))
+    exclude = tuple(as_patterns(exclude, "exclude"))
+    return Options(recipe, exclude, include, DIALECTS[dialect], activations, device, config_dtype(config), share_scales)
 
 
 def _default_workers(device: str) -> int:

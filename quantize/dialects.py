@@ -7,13 +7,14 @@
     input_scale     input_scale     F32 []       input_global_scale   F32 [1]   its reciprocal
 
 Sources: nvidia-modelopt 0.47 (`torch/export`), compressed-tensors 0.20 (`compressors/nvfp4`).
-A reciprocal of a reciprocal may differ in the last bit, so `encode_scale` looks for one that does
-not; codes and block scales are the same bytes in both.
+A reciprocal of a reciprocal may differ in the last bit, so `encode_scale` looks for one whose reciprocal does not;
+two numbers next to each other may have the same, so what has been read is written again as it was read
+(`carry_scale`). Codes and block scales are the same bytes in both.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
@@ -57,6 +58,12 @@ class Dialect:
                 return stored
         return near
 
+    def carry_scale(self, stored: Tensor, target: Dialect) -> Tensor:
+        """One global scale of a file in this dialect -> as files in `target` have it; in the same one, as it was."""
+        if target is self:
+            return stored.reshape(self.scale_shape)
+        return target.encode_scale(self.decode_scale(stored).reshape(()))
+
 
 MODELOPT = Dialect("modelopt", "weight", "weight_scale", "weight_scale_2", "input_scale", False)
 COMPRESSED_TENSORS = Dialect(
@@ -88,6 +95,15 @@ class QuantizationInfo:
 
     def ignores(self, module: str) -> bool:
         return any(matches(pattern, module) for pattern in self.ignore)
+
+
+def as_patterns(given: str | Iterable[str] | None, name: str) -> list[str]:
+    """One pattern or several, as the argument `name` of a function takes them -> a list."""
+    patterns = [given] if isinstance(given, str) else list(given or [])
+    for pattern in patterns:
+        if not isinstance(pattern, str) or not pattern:
+            raise TypeError(f"{name} is a pattern of module names or a list of them, got {pattern!r}")
+    return patterns
 
 
 def matches(pattern: str, module: str) -> bool:

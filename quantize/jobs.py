@@ -83,9 +83,8 @@ def scale_job(name: str, stored: Stored, new_name: str, source: Dialect, target:
         )
 
     def run(write: Write) -> None:
-        scale = source.decode_scale(stored.tensor()).reshape(())
-        check_global_scale(scale, name)
-        write(new_name, target.encode_scale(scale), 0)
+        check_global_scale(source.decode_scale(stored.tensor()), name)
+        write(new_name, source.carry_scale(stored.tensor(), target), 0)
 
     return Job(stored.file.name, 4, 64, {new_name: ("F32", target.scale_shape)}, run)
 

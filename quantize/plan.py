@@ -197,7 +197,7 @@ class Plan:
             return "not included"
         layer = re.search(r"(?:^|\.)(?:layers|blocks|h)\.(\d+)\.", module)
         if re.match(r"(model\.)?mtp\b", module) or (layer and self.layers and int(layer[1]) >= self.layers):
-            return "beyond num_hidden_layers (multi-token prediction), which transformers does not load"
+            return "a multi-token prediction layer, which transformers reads dense, for generate(use_mtp=True)"
         return None
 
     def _leave(self, module: str) -> bool:

@@ -13,7 +13,7 @@ the NVFP4 folders of `compressed-tensors` and of `fp8` (DeepSeek V4) from its ow
 
 from moe_nvfp4.integrations.huggingface.config import MoeNvfp4Config, checkpoint_config
 from moe_nvfp4.integrations.huggingface.quantizer import MoeNvfp4Quantizer
-from moe_nvfp4.integrations.huggingface.registry import register
+from moe_nvfp4.integrations.huggingface.registry import register, unregister
 from moe_nvfp4.integrations.huggingface.swap import calibrate, set_activations, swap_experts
 
 __all__ = [
@@ -21,8 +21,10 @@ __all__ = [
     "MoeNvfp4Quantizer",
     "calibrate",
     "checkpoint_config",
+    "register",
     "set_activations",
     "swap_experts",
+    "unregister",
 ]
 
 register()

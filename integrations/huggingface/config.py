@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
 from typing import Any
 
 from transformers import AutoConfig, PretrainedConfig
 from transformers.utils import cached_file
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from moe_nvfp4 import __version__
-from moe_nvfp4.quantize.dialects import DIALECTS, matches, read_config, write_config
+from moe_nvfp4._version import __version__
+from moe_nvfp4.quantize.dialects import DIALECTS, QuantizationInfo, as_patterns, matches, read_config, write_config
 from moe_nvfp4.quantize.recipes import DEFAULT_RECIPE, RECIPES
 from moe_nvfp4.weights import ACTIVATIONS
 
+FIELDS = ("activations", "recipe", "exclude", "linears", "dialect")
 LINEARS = ("packed", "dense")
 # Read anew, or written anew, or about something that does not come along (KV cache scales)
 REWRITTEN = {
@@ -26,53 +29,67 @@ REWRITTEN = {
 class MoeNvfp4Config(QuantizationConfigMixin):
     """How to make a model's experts 4-bit, and what config.json says about it afterwards.
 
-    activations  "bf16" (W4A16) or "nvfp4" (W4A4: rows quantized to NVFP4 before each GEMM, with the
+    activations  "bf16" (W4A16, the default) or "nvfp4" (W4A4: rows quantized to NVFP4 before each GEMM, with the
                  file's `input_scale` where it has one, else one scale per token)
-    recipe       how block scales are chosen when bf16 weights are quantized
-                 (moe_nvfp4.quantize.recipes.RECIPES)
-    exclude      experts modules to leave as they are: names or wildcards of the model's modules,
-                 such as "model.layers.0.*"
+    recipe       how block scales are chosen when bf16 weights are quantized: one of
+                 moe_nvfp4.quantize.recipes.RECIPES ("mse")
+    exclude      experts modules to leave as they are: a name or wildcard of the model's modules, such as
+                 "model.layers.0.*", or several; each has to match one
     linears      what becomes of linears that 4-bit files hold quantized too (attention, shared experts, lm_head):
-                 "packed", they stay NVFP4 (`NVFP4Linear`, the memory that the file promises), or "dense", they are
-                 dequantized to the model's dtype as they are read (faster where no kernel is)
-    dialect      whose names and config files have: "modelopt" or "compressed-tensors"
+                 "packed" (the default), they stay NVFP4 (`NVFP4Linear`, the memory that the file promises), or
+                 "dense", they are dequantized to the model's dtype as they are read (faster where no kernel is)
+    dialect      whose names and config files have: "modelopt" (the default) or "compressed-tensors"
 
     In config.json this is the dialect's `quantization_config`, so that servers read the files too; our own fields
-    travel in its key "moe_nvfp4". For files that are 4-bit already, transformers takes config.json's fields and
-    not an argument's: `checkpoint_config` sets them.
+    travel in its key "moe_nvfp4". For a folder that is 4-bit already, `activations` and `linears` may be given here or
+    to `checkpoint_config`; the others would have no effect on it, and are refused. A field that is not known raises
+    TypeError; what other tools wrote into a config.json is carried through.
+
+    ignore, input_scale, pre_quant_scale: what files say (their exceptions; static activation scales; AWQ's scales).
     """
 
     def __init__(
         self,
-        activations: str = "bf16",
-        recipe: str = DEFAULT_RECIPE,
-        exclude: list[str] | None = None,
-        linears: str = "packed",
-        dialect: str = "modelopt",
-        **kwargs: Any,
+        activations: str | None = None,
+        recipe: str | None = None,
+        exclude: str | Iterable[str] | None = None,
+        linears: str | None = None,
+        dialect: str | None = None,
+        *,
+        ignore: Iterable[str] | None = None,
+        input_scale: bool = False,
+        pre_quant_scale: bool = False,
+        **unknown: Any,
     ):
-        for value, known, what in ((activations, ACTIVATIONS, "activations"), (linears, LINEARS, "linears"),
-                                   (dialect, tuple(DIALECTS), "dialect")):  # fmt: skip
+        _check_known(unknown)
+        chosen = dict(activations=activations, recipe=recipe, exclude=exclude, linears=linears, dialect=dialect)
+        self.chosen = {name: value for name, value in chosen.items() if value is not None}
+        self.activations, self.linears = activations or "bf16", linears or "packed"
+        self.recipe, self.dialect = recipe or DEFAULT_RECIPE, dialect or "modelopt"
+        self.exclude = as_patterns(exclude, "exclude")
+        for value, known, what in ((self.activations, ACTIVATIONS, "activations"), (self.linears, LINEARS, "linears"),
+                                   (self.dialect, tuple(DIALECTS), "dialect")):  # fmt: skip
             if value not in known:
                 raise ValueError(f"{what} must be one of {known}, got {value!r}")
-        if recipe not in RECIPES:
+        if self.recipe not in RECIPES:
             raise ValueError(f"unknown recipe {recipe!r}: choose one of {', '.join(RECIPES)}")
         self.quant_method = "moe_nvfp4"  # who reads it; config.json has the dialect's
-        self.activations, self.recipe, self.exclude = activations, recipe, list(exclude or [])
-        self.linears, self.dialect = linears, dialect
-        self.ignore: list[str] = list(kwargs.pop("ignore", None) or [])
-        self.input_scale = bool(kwargs.pop("input_scale", False))  # the files hold input scales
-        self.pre_quant_scale = bool(kwargs.pop("pre_quant_scale", False))  # and AWQ's
-        self.unknown = kwargs  # carried through, whatever other tools wrote
+        self.ignore = list(ignore or [])
+        self.input_scale, self.pre_quant_scale = bool(input_scale), bool(pre_quant_scale)
+        self.dequantize = False  # a loading attribute of transformers' CompressedTensorsConfig
+        self.unknown: dict[str, Any] = {}  # what other tools wrote, carried through
 
     @classmethod
     def from_dict(cls, config_dict: dict, return_unused_kwargs: bool = False, **kwargs: Any):
         config = {key: value for key, value in config_dict.items() if key not in REWRITTEN}
         own = config.pop("moe_nvfp4", None) or {}
         if config.pop("quant_method", None) is not None:
-            info = read_config(config_dict)
-            own = {"activations": info.activations, "dialect": info.dialect.name, "ignore": list(info.ignore)} | own
-        result = cls(**{**config, **own, **kwargs})
+            own = _said(read_config(config_dict)) | own
+            config.pop("ignore", None)
+        elif not own:  # written by `to_dict` of a config without a method
+            own, config = config, {}
+        result = cls(**{**own, **kwargs})
+        result.unknown, result.chosen = config, {}
         return (result, {}) if return_unused_kwargs else result
 
     def to_dict(self) -> dict[str, Any]:
@@ -88,18 +105,50 @@ class MoeNvfp4Config(QuantizationConfigMixin):
         written = write_config(dialect, self.ignore, self.input_scale, own, __version__, self.pre_quant_scale)
         return {**self.unknown, **written}
 
+    def get_loading_attributes(self) -> dict[str, Any]:
+        """What of this config, given as an argument, counts for a folder that is 4-bit already (transformers asks)."""
+        return loading_fields(self.chosen)
+
     def excludes(self, module_name: str) -> bool:
         """Whether the experts module `module_name` is to be left alone."""
         patterns = [*self.exclude, *(p for p in self.ignore if "expert" in p)]
-        names = (module_name, f"{module_name}.0.down_proj", f"{module_name}.0.w2")
-        return any(matches(p, name) for p in patterns for name in names)
+        return any(names_experts(p, module_name) for p in patterns)
+
+
+def names_experts(pattern: str, module_name: str) -> bool:
+    """Whether an entry of `exclude` or `ignore` names the experts module `module_name`, or its first expert."""
+    return any(matches(pattern, f"{module_name}{part}") for part in ("", ".0.down_proj", ".0.w2"))
+
+
+def loading_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """`fields` of `MoeNvfp4Config`, all of which count for files that are 4-bit already, else ValueError."""
+    _check_known(fields)
+    if others := sorted(set(fields) - {"activations", "linears"}):
+        raise ValueError(
+            f"{', '.join(others)} would have no effect: the files are 4-bit already, and only activations and linears "
+            "can be chosen for them. Quantize the original checkpoint for another recipe or exclude, and convert "
+            "these files for another dialect (moe-nvfp4 quantize SRC DST --dialect ...)"
+        )
+    return dict(fields)
+
+
+def _check_known(fields: Iterable[str]) -> None:
+    """TypeError for fields that users cannot set, with the nearest that they can."""
+    if unknown := [name for name in fields if name not in FIELDS]:
+        near = {name: get_close_matches(name, FIELDS, n=1) for name in unknown}
+        hints = [f"{name!r}" + (f" (did you mean {found[0]!r}?)" if found else "") for name, found in near.items()]
+        raise TypeError(f"MoeNvfp4Config has no field {', '.join(hints)}; it has {', '.join(FIELDS)}")
+
+
+def _said(info: QuantizationInfo) -> dict[str, Any]:
+    return {"activations": info.activations, "dialect": info.dialect.name, "ignore": list(info.ignore)}
 
 
 def checkpoint_config(path: str | os.PathLike, **fields: Any) -> PretrainedConfig:
     """The config of a 4-bit checkpoint, for `from_pretrained(path, config=...)`, with fields of `MoeNvfp4Config`.
 
     Needed to choose `linears` or `activations`, and for folders whose config.json says nothing about quantization
-    while hf_quant_config.json does. ValueError where neither says NVFP4.
+    while hf_quant_config.json does. ValueError where neither says NVFP4, and for fields without effect on such files.
     """
     config = AutoConfig.from_pretrained(path)
     file = cached_file(path, "hf_quant_config.json", _raise_exceptions_for_missing_entries=False)
@@ -111,7 +160,6 @@ def checkpoint_config(path: str | os.PathLike, **fields: Any) -> PretrainedConfi
     info = read_config({"quantization_config": given}, hf)
     if info is None:
         raise ValueError(f"{path} is not an NVFP4 checkpoint: neither config.json nor hf_quant_config.json says so")
-    said = {"activations": info.activations, "dialect": info.dialect.name, "ignore": list(info.ignore)}
     own = (given or {}).get("moe_nvfp4") or {}
-    config.quantization_config = MoeNvfp4Config(**(said | own | fields)).to_dict()
+    config.quantization_config = MoeNvfp4Config(**(_said(info) | own | loading_fields(fields))).to_dict()
     return config

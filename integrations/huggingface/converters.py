@@ -27,7 +27,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import Concatenate, ConversionOps, MergeModulelist, PrefixChange, WeightConverter
 
 from moe_nvfp4.integrations.huggingface.experts import HFExperts
-from moe_nvfp4.integrations.huggingface.linears import FP8Experts
+from moe_nvfp4.integrations.huggingface.linears import FP8Experts, LinearConverter
 from moe_nvfp4.integrations.huggingface.operations import (
     DbrxStack,
     FusedExperts,
@@ -88,7 +88,8 @@ class ExpertsConverter(WeightConverter):
         if loading_info is not None and experts is not None:
             _check_sharding(module_name, experts, self)
         if loading_info is None or experts is None or self.owner.pre_quantized:
-            return super().convert(layer_name, model, config, hf_quantizer)  # without info, errors are raised
+            found = super().convert(layer_name, model, config, hf_quantizer)  # without info, errors are raised
+            return self.owner.as_read(self.layer_targets[layer_name], found) if loading_info is None else found
         if _is_merge(self.operations):
             sources = [self.collected_tensors.pop(p, []) for p in self.source_patterns]
             dense = _LazyExperts(sources)
@@ -157,6 +158,8 @@ class Conversions:
     dialect        of the files, those that are loaded and those that are saved
     style          how 4-bit files name experts (files.py); saved are always one by one
     files          the converters that read 4-bit files
+    stored         reciprocals of global scales as they were read, by parameter (`ScalePerExpert`): two of them may have
+                   the same reciprocal, and saving writes the one that was there
     """
 
     def __init__(
@@ -172,8 +175,9 @@ class Conversions:
         self.recipe, self.pre_quantized = recipe, pre_quantized
         self.dialect, self.style = dialect, style
         self.files: list[ExpertsConverter] = []
+        self.stored: dict[str, Tensor] = {}
         self._saved: list[ExpertsConverter] = []
-        self._dense: list[WeightConverter] = []  # save experts that were left alone
+        self._dense: list[WeightConverter] = []  # for experts that are dense
 
     def build(self, base: list) -> list:
         """The conversions to load with: `base` (the model's own) with ours in front."""
@@ -192,9 +196,9 @@ class Conversions:
                 self._saved += self._packed_files(sources, target, names, c, only=apart)
                 if apart and not self.pre_quantized:
                     extra.append(self._converter(sources, target, _merge(sources), c))
-                if apart and self.excluded:
+                if apart:  # for experts that were left alone, and for those of multi-token prediction
                     self._dense.append(c)
-                    kept += [c] if self.pre_quantized else []
+                    kept += [c] if self.pre_quantized and self.excluded else []
             elif self.pre_quantized:
                 kept.append(c)
             else:
@@ -224,6 +228,19 @@ class Conversions:
         merges = lambda c: self._params_of(c) and _is_merge(c.operations)
         kept = [c for c in used if not isinstance(c, (ExpertsConverter, FP8Experts)) and not merges(c)]
         return kept + self._dense + self._saved  # reversed when saving, so that ours are asked first
+
+    def for_dense(self, used: list) -> list:
+        """The conversions to save with after the experts became dense: the model's own."""
+        kept = [c for c in used if not isinstance(c, (ExpertsConverter, LinearConverter)) and c not in self._dense]
+        return kept + [c for c in self._base if self._params_of(c)]
+
+    def as_read(self, parameter: set[str], found: dict[str, Tensor]) -> dict[str, Tensor]:
+        """`found`, what files are to have for a parameter, with the global scales that were read where they count."""
+        stored, decode = self.stored.get(min(parameter, default="")), self.dialect.decode_scale
+        if stored is None or stored.numel() != len(found):
+            return found
+        pairs = zip(found.items(), stored.reshape(-1), strict=True)
+        return {n: old.clone().view_as(new) if decode(old) == decode(new.cpu()) else new for (n, new), old in pairs}
 
     def renew(self, used: list) -> list:
         """`for_saving` again, after modules got other parameters."""
@@ -255,7 +272,7 @@ class Conversions:
         stem = before + dot
         projections = ["gate_proj", "up_proj"] if len(sources) == 2 else [name]
         suffix = lambda last: [s.removesuffix("weight") + last for s in sources]
-        d, scale = self.dialect, [ScalePerExpert(self.dialect)]
+        d, scale = self.dialect, [ScalePerExpert(self.dialect, self.stored)]
         files = [
             self._converter(suffix(d.weight), target, merge, like, only),
             self._converter(suffix(d.sf), f"{target}_sf", [as_bytes, *merge], like, only),
@@ -305,7 +322,8 @@ class Conversions:
 
     def _bank_files(self) -> list[ExpertsConverter]:
         """Stacks [E, out, in/2] for each projection, next to scales [E]: `moe.gate_proj.weight`, ..."""
-        files, as_bytes, scale = [], ViewDtype(torch.uint8, torch.float8_e4m3fn), [ScalePerExpert(self.dialect)]
+        files, as_bytes = [], ViewDtype(torch.uint8, torch.float8_e4m3fn)
+        scale = [ScalePerExpert(self.dialect, self.stored)]
         for suffix, experts in {_suffix(m): e for m, e in self.packed.items()}.items():
             for name, parts in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",))):
                 target, d = f"{suffix}.{name}", self.dialect

@@ -11,17 +11,20 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import inf
-from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.utils import logging
 
-from moe_nvfp4.integrations.huggingface.config import MoeNvfp4Config
+from moe_nvfp4.format import dequantize
+from moe_nvfp4.integrations.huggingface.config import MoeNvfp4Config, names_experts
 from moe_nvfp4.layer import NVFP4Experts
 from moe_nvfp4.weights import Gate
 
 logger = logging.get_logger(__name__)
+IMPLEMENTATION = "moe_nvfp4"  # the name that a config has for how its experts run
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,12 @@ class Layout:
         if self.interleaved and name.startswith("gate_up_proj"):
             tensor = torch.cat([tensor[0::2], tensor[1::2]])
         return tensor
+
+    def stored(self, name: str, tensor: Tensor) -> Tensor:
+        """The inverse of `canonical`."""
+        if self.interleaved and name.startswith("gate_up_proj"):
+            tensor = torch.stack(tensor.chunk(2), dim=1).flatten(0, 1)
+        return tensor.T if tensor.dim() == 2 and self.transposed else tensor
 
 
 def describe(module: nn.Module) -> Layout | None:
@@ -144,6 +153,25 @@ def dense_experts(module: nn.Module, layout: Layout) -> Iterator[tuple[Tensor, T
         yield layout.canonical(layout.up_name, up[e]), layout.canonical("down_proj", down[e])
 
 
+def empty_like(module: nn.Module, device: torch.device | str, dtype: torch.dtype | None = None) -> nn.Module:
+    """A module like `module` with zeros for parameters, in `dtype` or their own; no hooks, no copy of a config."""
+    new = type(module).__new__(type(module))
+    nn.Module.__init__(new)
+    hooks = {"forward", "_hf_hook", "_old_forward"}  # as accelerate attaches them
+    for name in vars(module).keys() - vars(new).keys() - hooks:
+        setattr(new, name, getattr(module, name))
+    new.train(module.training)
+    for name, p in module.named_parameters(recurse=False):
+        zeros = torch.zeros_like(p, device=device, dtype=dtype, memory_format=torch.contiguous_format)
+        new.register_parameter(name, nn.Parameter(zeros))
+    for name, buffer in module.named_buffers(recurse=False):
+        new.register_buffer(name, buffer)
+    for name, child in module.named_children():
+        has_weights = next(child.parameters(), None) is not None
+        new.add_module(name, empty_like(child, device, dtype) if has_weights else child)
+    return new
+
+
 # ---------------------------------------------------------------- the gate, by what it computes
 def recognise_gate(module: nn.Module, layout: Layout) -> Gate:
     """The fused gate that computes what `module`'s own gate computes, else Gate("raw").
@@ -228,6 +256,8 @@ class HFExperts(NVFP4Experts):
             self.act_fn = source.mlp.activation_fn
         self._is_expert_parallel = False
         self._hf_quantized_needs_local_tp = True
+        self._source = (empty_like(source, "meta"),)  # in a tuple: not a part of this module
+        self.implementation: str | None = None  # what the config said before `set_implementation` changed it
 
     def own_gate(self, w13_out: Tensor) -> Tensor:
         return own_gate(self, self.source_class, self.layout, w13_out)
@@ -238,6 +268,12 @@ class HFExperts(NVFP4Experts):
         top_k_index: Tensor | None = None,
         top_k_weights: Tensor | None = None,
     ) -> Tensor:
+        if self.implementation and self.config._experts_implementation != IMPLEMENTATION:
+            raise ValueError(
+                f"experts_implementation {self.config._experts_implementation!r} was set, but 4-bit experts run in one "
+                f"way only: model.set_experts_implementation({IMPLEMENTATION!r}) goes back to it, model.dequantize() "
+                "gives dense experts, which have the others"
+            )
         if self.layout.call == "dense":
             return self._forward_dense(hidden_states)
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
@@ -268,42 +304,126 @@ class HFExperts(NVFP4Experts):
         return super().forward(hidden_states, index, torch.ones_like(index, dtype=torch.float32))
 
 
-# ---------------------------------------------------------------- the experts of a model
-def find_experts(model: nn.Module, config: MoeNvfp4Config, required: bool = True) -> list[tuple[str, nn.Module, Any]]:
-    """(name, module, layout) of every experts module; layout None: excluded by `config`.
+    def to_dense(self, dtype: torch.dtype) -> nn.Module:
+        """The experts module that this one stands for, with these weights dequantized: exact, then rounded to `dtype`.
 
-    Raises ValueError where there is none to quantize, if it is `required`.
+        NotImplementedError for weights that are split over ranks or offloaded.
+        """
+        self.unpack()
+        for p in self.parameters():
+            refuse_elsewhere(p, "dequantized")
+        (source,) = self._source
+        dense, p, layout = empty_like(source, self.down_proj.device, dtype), dict(self.named_parameters()), self.layout
+        for e in range(self.num_experts):
+            scales = [p[f"{part}_global_scale"][e].expand(self.intermediate_size) for part in self.projections[:-1]]
+            w13 = dequantize(p[self.up_name][e], p[f"{self.up_name}_sf"][e], torch.cat(scales))
+            w2 = dequantize(p["down_proj"][e], p["down_proj_sf"][e], p["down_proj_global_scale"][e])
+            w13, w2 = w13[:, : self.hidden_size], w2[:, : self.intermediate_size]
+            # AWQ: (x * s) · wᵀ = x · (w * s)ᵀ
+            w13, w2 = (w if s is None else w * s[e].float() for w, s in zip((w13, w2), self.smooth, strict=True))
+            if hasattr(dense, "mlp"):  # DBRX
+                w1, v1, down = (w.data.view(self.num_experts, -1, self.hidden_size) for w in
+                                (dense.mlp.w1, dense.mlp.v1, dense.mlp.w2))  # fmt: skip
+                w1[e], v1[e], down[e] = *w13.chunk(2), w2.T
+                continue
+            getattr(dense, self.up_name).data[e] = layout.stored(self.up_name, w13)
+            dense.down_proj.data[e] = layout.stored("down_proj", w2)
+            for name in (self.up_name, "down_proj") if layout.bias is not None else ():
+                getattr(dense, f"{name}_bias").data[e] = layout.stored(f"{name}_bias", p[f"{name}_bias"][e])
+        for name, child in self.named_children():
+            setattr(dense, name, child)
+        return dense.train(self.training)
+
+
+def refuse_elsewhere(parameter: Tensor, what: str) -> None:
+    """NotImplementedError where not all of `parameter` is here."""
+    if isinstance(parameter, DTensor):
+        raise NotImplementedError(f"a model that is split over ranks is not {what}: do it in one process, and save")
+    if parameter.device.type == "meta":
+        raise NotImplementedError(f"a model with weights on disk or on meta is not {what}: load it without offloading")
+
+
+# ---------------------------------------------------------------- the experts of a model
+def find_experts(
+    model: nn.Module, config: MoeNvfp4Config, required: bool = True
+) -> list[tuple[str, nn.Module, Layout | None]]:
+    """(name, module, layout) of every experts module; layout None: excluded by `config`. A module that several layers
+    share is found under each of its names, and excluded under all if it is under one.
+
+    `required`: ValueError where there is none to quantize, and for a pattern of `config.exclude` that matches none.
     """
-    found, inside = [], ()
-    for name, module in model.named_modules():
+    found: list[tuple[str, nn.Module, Layout | None]] = []
+    excluded: set[int] = set()
+    inside: tuple[str, ...] = ()
+    for name, module in model.named_modules(remove_duplicate=False):
         if inside and name.startswith(inside):
             continue  # parts of an experts module are not experts modules
-        excluded = config.excludes(name)
+        leave = config.excludes(name)
         try:
             layout = describe(module)
         except NotImplementedError:
-            if not excluded:
+            if not leave:
                 raise
-            layout = None
             found.append((name, module, None))
             continue
         if layout is not None:
-            found.append((name, module, None if excluded else layout))
+            found.append((name, module, layout))
             inside = (f"{name}.",)
-    if required and not any(layout is not None for _, _, layout in found):
-        raise ValueError(
-            f"{type(model).__name__} has no experts to quantize"
-            + (f": {len(found)} experts modules are all excluded" if found else
-               "; dense models are not what this library is for")
-        )  # fmt: skip
+            excluded |= {id(module)} if leave else set()
+    found = [(name, m, None if id(m) in excluded else layout) for name, m, layout in found]
+    if required:
+        _check_excluded(model, config, found)
     return found
 
 
-def replace_experts(model: nn.Module, name: str, module: nn.Module, layout: Layout, config, device) -> HFExperts:
-    """Put an empty `HFExperts` on `device` in the place of the experts module `name`; returns it."""
+def _check_excluded(model: nn.Module, config: MoeNvfp4Config, found: list) -> None:
+    names = [name for name, *_ in found]
+    what = type(model).__name__
+    if not names:
+        raise ValueError(f"{what} has no experts to quantize; dense models are not what this library is for")
+    if useless := [p for p in config.exclude if not any(names_experts(p, name) for name in names)]:
+        listed = ", ".join(names[:3]) + (f", ... ({len(names)})" if len(names) > 3 else "")
+        raise ValueError(f"exclude: {', '.join(map(repr, useless))} matches no experts module; {what} has {listed}")
+    if all(layout is None for _, _, layout in found):
+        raise ValueError(f"{what} has no experts to quantize: {len(found)} experts modules are all excluded")
+
+
+def experts_for(module: nn.Module, layout: Layout, config: MoeNvfp4Config, device: torch.device | str) -> HFExperts:
+    """Empty 4-bit experts on `device`, to stand in the place of `module`."""
     experts = HFExperts(module, layout, config.activations, config.input_scale, device)
     if experts.gate.kind == "raw":
         logger.warning_once(f"{type(module).__name__} has a gate of its own: it runs unfused, between the two GEMMs")
-    experts.train(module.training)
-    model.set_submodule(name, experts)
-    return experts
+    return experts.train(module.training)
+
+
+def dense_forward(module: nn.Module, *args: Tensor) -> Tensor:
+    """The experts implementation "moe_nvfp4" of transformers' registry, for dense experts: transformers' default.
+
+    4-bit experts do not ask the registry. Dense ones find the name in a config that they share with them, as the
+    layers of multi-token prediction do.
+    """
+    return ALL_EXPERTS_FUNCTIONS["grouped_mm"](module, *args)
+
+
+def set_implementation(model: nn.Module, loading: bool = False) -> None:
+    """Have the configs of `model` say "moe_nvfp4" where all experts that read them are 4-bit.
+
+    From then on another name there (`set_experts_implementation`) is an error when the experts are called, and
+    generate() does not change it. Where dense experts share the config it is theirs, as before. `loading`: ValueError
+    for a name that was asked for in from_pretrained.
+    """
+    modules = [m for m in model.modules() if hasattr(m, "config")]
+    packed = [m for m in modules if isinstance(m, HFExperts)]
+    dense = {id(m.config) for m in modules if hasattr(type(m), "_apply_gate")}
+    switches = {id(m.config) for m in modules if getattr(m, "_can_set_experts_implementation", bool)()}
+    configs = {id(m.config): m.config for m in packed if id(m.config) not in dense}
+    before = {key: config._experts_implementation for key, config in configs.items()}
+    for key, config in configs.items():
+        if loading and key in switches and before[key] not in ("grouped_mm", IMPLEMENTATION):  # the default, ours
+            raise ValueError(
+                f"experts_implementation {before[key]!r} was asked for, but 4-bit experts run in one way only: leave "
+                f"it out, or say {IMPLEMENTATION!r}"
+            )
+        config._experts_implementation_internal = IMPLEMENTATION
+    for experts in packed:
+        experts.implementation = before.get(id(experts.config))

@@ -7,13 +7,17 @@ that every tensor that is needed is there, and that no scale is left over.
 from __future__ import annotations
 
 import copy
+import os
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
-from torch import nn
+from safetensors import safe_open
+from torch import Tensor, nn
 from transformers.core_model_loading import WeightConverter, rename_source_key
 
+from moe_nvfp4.layer import NVFP4Linear
 from moe_nvfp4.quantize.dialects import COMPRESSED_TENSORS, MODELOPT, Dialect
 from moe_nvfp4.quantize.matrices import fp8_block
 from moe_nvfp4.quantize.names import (
@@ -221,7 +225,8 @@ def _check_shape_of_linear(key: str, linear: QuantizedLinear, shape: tuple[int, 
 
 # ---------------------------------------------------------------- before a byte is loaded
 def verify_files(found: Survey, model: nn.Module, conversions: list, owner) -> None:
-    """Every tensor that the 4-bit experts need is in the files, with its dtype; no scale is extra.
+    """Every tensor that the 4-bit experts need is in the files, with its dtype; no scale is extra. 4-bit files hold
+    every other tensor of the model too.
 
     conversions: what the model is loaded with; owner: the `Conversions` they come from. Raises ValueError.
     """
@@ -231,12 +236,15 @@ def verify_files(found: Survey, model: nn.Module, conversions: list, owner) -> N
     needed = {f"{m}.{p}" for m, e in owner.packed.items() for p in e._parameters}
     skipped = [re.compile(p) for p in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
     counted: dict[str, dict[str | None, int]] = {}
+    given = set()
     for key, info in found.headers.items():
         name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, state)
         if name not in state and key in state:
             name, pattern = key, None
         last = key.rpartition(".")[2]
+        given.add(name)
         if name in needed:
+            _check_number(key, name, owner)
             counts = counted.setdefault(name, {})
             counts[pattern] = counts.get(pattern, 0) + 1
             if owner.pre_quantized and pattern is not None and last in dtypes:
@@ -255,17 +263,65 @@ def verify_files(found: Survey, model: nn.Module, conversions: list, owner) -> N
             )
     if not owner.pre_quantized:
         needed = {f"{m}.{p}" for m, e in owner.packed.items() for p in (e.up_name, "down_proj")}
-    for converter in owner.files:  # of several targets only the first was asked for
-        for first in [n for n in counted if n.endswith(converter.target_patterns[0])]:
-            stem = first.removesuffix(converter.target_patterns[0])
-            needed -= {stem + other for other in converter.target_patterns[1:]}
-    for name in sorted(needed - counted.keys()):
+    for converter in converters:  # of several targets only the first was asked for
+        first, *others = (target.replace("\\", "") for target in converter.target_patterns)
+        stems = [name.removesuffix(first) for name in given if name.endswith(first)]
+        given |= {stem + other for stem in stems for other in others}
+    for name in sorted(needed - given):
         raise ValueError(
             f"nothing in the checkpoint gives {name}: its tensors are missing (or named in a way "
             "this model does not know); download the checkpoint again"
         )
     if owner.pre_quantized:
         _check_counts(counted, owner)
+        linears = {f"{n}.{p}" for n, m in model.named_modules() if isinstance(m, NVFP4Linear) for p in m._parameters}
+        bias = {name for name in linears if name.endswith(".bias")}
+        _check_nothing_missing(model, given | needed | (linears - bias))
+
+
+def _check_number(key: str, name: str, owner) -> None:
+    stem = key.rpartition(".")[0]
+    match = PER_EXPERT.fullmatch(stem) or PROJECTION_FIRST.fullmatch(stem)
+    E = owner.packed[name.rpartition(".")[0]].layout.num_experts
+    if match is not None and int(match["e"]) >= E:
+        raise ValueError(f"{key} is of an expert too many: the model has {E} in a layer, 0 to {E - 1}. The files "
+                         "belong to another model, or to another config.json")  # fmt: skip
+
+
+def _check_nothing_missing(model: nn.Module, given: set[str]) -> None:
+    """ValueError where a tensor of `model` is not among `given`; transformers would make it up.
+
+    Not missed are tensors that are tied to one that is there, those that transformers ignores, and the head of a model
+    of another class than the files were made for (a classifier on a language model), which is to be trained.
+    """
+    state = {n: t for n, t in model.state_dict(keep_vars=True).items() if not n.endswith("_extra_state")}
+    here = {id(state[name]) for name in given if name in state}  # modules may share parameters
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    ignored = [re.compile(p) for p in getattr(model, "_keys_to_ignore_on_load_missing", None) or ()]
+    body, output = f"{model.base_model_prefix}.", model.get_output_embeddings()
+    other_class = type(model).__name__ not in (getattr(model.config, "architectures", None) or [type(model).__name__])
+
+    def is_new_head(name: str) -> bool:
+        return other_class and not name.startswith(body) and all(state[name] is not p for p in _parameters(output))
+
+    def is_tied(name: str) -> bool:
+        return any(name in pair and not given.isdisjoint(pair) for pair in tied.items())
+
+    missing = [
+        name for name, tensor in state.items()
+        if id(tensor) not in here and not is_tied(name) and not any(p.search(name) for p in ignored)
+        and not is_new_head(name)
+    ]  # fmt: skip
+    if missing:
+        listed = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
+        raise ValueError(
+            f"the 4-bit files lack {len(missing)} of the model's {len(state)} tensors, which would be random numbers: "
+            f"{listed}. A shard is missing, or config.json belongs to another model; download the checkpoint again"
+        )
+
+
+def _parameters(module: nn.Module | None) -> list[nn.Parameter]:
+    return [] if module is None else list(module.parameters())
 
 
 def _check_shape(key: str, matrix: bool, shape: list[int], name: str, owner) -> None:
@@ -297,3 +353,32 @@ def _check_counts(counted: dict[str, dict[str | None, int]], owner) -> None:
                         f"'{pattern.replace(chr(92), '')}': one scale or weight per expert is needed; "
                         "a shard is missing or the file is damaged"
                     )
+
+
+# ---------------------------------------------------------------- layers that are not a part of the model
+def mtp_tensors(model: nn.Module, headers: dict[str, dict]) -> list[str]:
+    """The tensors of multi-token prediction layers: `model` leaves them out, generate(use_mtp=True) reads them.
+
+    Named by the model's class among those that it ignores, as "mtp" or as layers after the last.
+    """
+    patterns = [re.compile(p) for p in type(model)._keys_to_ignore_on_load_unexpected or ()]
+    layers = getattr(model.config.get_text_config(), "num_hidden_layers", 0)
+
+    def is_mtp(name: str) -> bool:
+        layer = re.search(r"\blayers\.(\d+)\.", name)
+        return re.search(r"\bmtp\b", name) is not None or (layer is not None and int(layer[1]) >= layers)
+
+    return [name for name in headers if is_mtp(name) and any(p.search(name) for p in patterns)]
+
+
+def read_tensors(names: Iterable[str], files: Iterable[str | os.PathLike]) -> dict[str, Tensor]:
+    """`names` from safetensors files, copied: the files may be written over. KeyError for one that is not there."""
+    left, found = set(names), {}
+    for path in files:
+        if left and Path(path).is_file():
+            with safe_open(path, "pt") as file:
+                found |= {name: file.get_tensor(name).clone() for name in left.intersection(file.keys())}
+            left -= found.keys()
+    if left:
+        raise KeyError(min(left))
+    return found

@@ -45,6 +45,26 @@ def pack_linears(
     return packed
 
 
+def to_linear(packed: NVFP4Linear, dtype: torch.dtype) -> nn.Linear:
+    """The dense linear that `packed` stands for: exact dequantized weights, rounded to `dtype`."""
+    dense = nn.Linear(packed.in_features, packed.out_features, packed.bias is not None, packed.weight.device, dtype)
+    dense.weight.data.copy_(_dense({name: p for name, p in packed.named_parameters() if name != "bias"}))
+    if packed.bias is not None:
+        dense.bias.data.copy_(packed.bias)
+    return dense.train(packed.training)
+
+
+def _dense(found: dict[str, Tensor]) -> Tensor:
+    """fp32 [N, K] of the parameters of an `NVFP4Linear`, or of FP8 tensors under their own names."""
+    if "weight_sf" not in found:
+        weight = found["weight"]
+        scale = next(found[s] for s in FP8_SCALES if s in found)
+        return fp8_dense(weight, scale, fp8_block(weight.shape, scale.shape))
+    dense = dequantize(found["weight"], found["weight_sf"], found["weight_global_scale"].reshape(()))
+    # AWQ: (x * s) · wᵀ = x · (w * s)ᵀ
+    return dense * found[PRE_QUANT_SCALE].float() if PRE_QUANT_SCALE in found else dense
+
+
 class _Nothing(ConversionOps):
     """WeightConverter wants an operation; LinearConverter does its work itself."""
 
@@ -62,10 +82,19 @@ class LinearConverter(WeightConverter):
     linears  what the files hold, by its name in the files (after the model's renamings)
     packed   names of the modules that are NVFP4Linear
     saving   the way back, for `packed`
+    stored   reciprocals of global scales as they were read, by parameter, to be written again
     """
 
-    def __init__(self, linears: dict[str, QuantizedLinear], packed: set[str], dialect: Dialect, saving: bool = False):
+    def __init__(
+        self,
+        linears: dict[str, QuantizedLinear],
+        packed: set[str],
+        dialect: Dialect,
+        saving: bool = False,
+        stored: dict[str, Tensor] | None = None,
+    ):
         self.linears, self.packed, self.dialect, self.saving = linears, packed, dialect, saving
+        self.stored = {} if stored is None else stored
         sources = PARAMETERS if saving else dict.fromkeys((*dialect.suffixes, PRE_QUANT_SCALE, *FP8_TENSORS))
         super().__init__(list(sources), ["weight"], [_Nothing()])
 
@@ -78,10 +107,10 @@ class LinearConverter(WeightConverter):
         return f"{module}.weight", last
 
     def __deepcopy__(self, memo):
-        return LinearConverter(self.linears, self.packed, self.dialect, self.saving)
+        return LinearConverter(self.linears, self.packed, self.dialect, self.saving, self.stored)
 
     def reverse_transform(self):
-        return LinearConverter(self.linears, self.packed, self.dialect, saving=True)
+        return LinearConverter(self.linears, self.packed, self.dialect, True, self.stored)
 
     def convert(self, layer_name, model=None, config=None, hf_quantizer=None, loading_info=None):
         module = layer_name.rpartition(".")[0]
@@ -93,10 +122,10 @@ class LinearConverter(WeightConverter):
             )
         tensors = {last: found[0] for last, found in self.materialize_tensors().items()}
         if self.saving:
-            return {f"{module}.{last}": tensor for last, tensor in self._stored(tensors).items()}
+            return {f"{module}.{last}": tensor for last, tensor in self._stored(module, tensors).items()}
         found = self._parameters(module, tensors)
         if module not in self.packed:
-            found = {"weight": self._dense(found).to(weight.dtype)}
+            found = {"weight": _dense(found).to(weight.dtype)}
         return {f"{module}.{name}": tensor for name, tensor in found.items()}
 
     def _parameters(self, module: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -109,6 +138,10 @@ class LinearConverter(WeightConverter):
             "weight_sf": tensors[d.sf].view(torch.uint8),
             "weight_global_scale": d.decode_scale(tensors[d.global_scale]).reshape(1),
         }
+        if d.reciprocal:
+            for last, name in ((d.global_scale, "weight_global_scale"), (d.input_scale, "input_scale")):
+                if last in tensors:
+                    self.stored[f"{module}.{name}"] = tensors[last].cpu().reshape(1)
         check_block_scales(found["weight_sf"], f"{module}.{d.sf}")
         check_global_scale(found["weight_global_scale"], f"{module}.{d.global_scale}")
         if d.input_scale in tensors:
@@ -118,26 +151,22 @@ class LinearConverter(WeightConverter):
             found[PRE_QUANT_SCALE] = tensors[PRE_QUANT_SCALE]
         return found
 
-    def _dense(self, found: dict[str, Tensor]) -> Tensor:
-        """fp32 [N, K]"""
-        if "weight_sf" not in found:
-            weight = found["weight"]
-            scale = next(found[s] for s in FP8_SCALES if s in found)
-            return fp8_dense(weight, scale, fp8_block(weight.shape, scale.shape))
-        dense = dequantize(found["weight"], found["weight_sf"], found["weight_global_scale"].reshape(()))
-        # (x * s) · wᵀ = x · (w * s)ᵀ
-        return dense * found[PRE_QUANT_SCALE].float() if PRE_QUANT_SCALE in found else dense
-
-    def _stored(self, parameters: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _stored(self, module: str, parameters: dict[str, Tensor]) -> dict[str, Tensor]:
         """The tensors of the files."""
         d, p = self.dialect, parameters
+
+        def scale(name: str) -> Tensor:
+            new, old = d.encode_scale(p[name]).clone(), self.stored.get(f"{module}.{name}")
+            same = old is not None and torch.equal(d.decode_scale(old), d.decode_scale(new.cpu()))
+            return old.clone() if same else new
+
         stored = {
             d.weight: p["weight"],
             d.sf: p["weight_sf"].view(torch.float8_e4m3fn),
-            d.global_scale: d.encode_scale(p["weight_global_scale"]).clone(),
+            d.global_scale: scale("weight_global_scale"),
         }
         if "input_scale" in p:
-            stored[d.input_scale] = d.encode_scale(p["input_scale"]).clone()
+            stored[d.input_scale] = scale("input_scale")
         if PRE_QUANT_SCALE in p:
             stored[PRE_QUANT_SCALE] = p[PRE_QUANT_SCALE]
         return stored

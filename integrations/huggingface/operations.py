@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 from transformers.core_model_loading import ConversionOps, MergeModulelist, SplitModulelist
 
 from moe_nvfp4.integrations.huggingface.experts import HFExperts
@@ -48,25 +49,30 @@ class _UnstackExperts(SplitModulelist):
 
 class ScalePerExpert(ConversionOps):
     """Scales of E experts as a dialect stores them, scalars or one [E] -> fp32 [E]; of two projections that share
-    one, the larger."""
+    one, the larger.
 
-    def __init__(self, dialect: Dialect):
-        self.dialect = dialect
+    stored: a dictionary that gets what was read, fp32 [projections, E] by the parameter's name.
+    """
 
-    def convert(self, input_dict, source_patterns, target_patterns, **kwargs):
-        columns = [torch.cat([t.reshape(-1) for t in tensors]) for tensors in input_dict.values()]
-        return {target_patterns[0]: self.dialect.decode_scale(torch.stack(columns)).amax(dim=0)}
+    def __init__(self, dialect: Dialect, stored: dict[str, Tensor]):
+        self.dialect, self.stored = dialect, stored
+
+    def convert(self, input_dict, source_patterns, target_patterns, full_layer_name="", **kwargs):
+        columns = torch.stack([torch.cat([t.reshape(-1) for t in tensors]) for tensors in input_dict.values()])
+        if self.dialect.reciprocal:
+            self.stored[full_layer_name] = columns.cpu()
+        return {target_patterns[0]: self.dialect.decode_scale(columns).amax(dim=0)}
 
     @property
     def reverse_op(self):
-        return _ScalesOfExperts(self.dialect)
+        return _ScalesOfExperts(self.dialect, self.stored)
 
 
 class _ScalesOfExperts(ConversionOps):
     supports_many_to_many = True
 
-    def __init__(self, dialect: Dialect):
-        self.dialect = dialect
+    def __init__(self, dialect: Dialect, stored: dict[str, Tensor]):
+        self.dialect, self.stored = dialect, stored
 
     def convert(self, input_dict, source_patterns, target_patterns, **kwargs):
         (scale,) = input_dict.values()
@@ -79,7 +85,7 @@ class _ScalesOfExperts(ConversionOps):
 
     @property
     def reverse_op(self):
-        return ScalePerExpert(self.dialect)
+        return ScalePerExpert(self.dialect, self.stored)
 
 
 class PreQuantScalePerExpert(StackExperts):

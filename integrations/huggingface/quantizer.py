@@ -13,12 +13,21 @@ from transformers.utils import logging
 
 from moe_nvfp4.integrations.huggingface.config import MoeNvfp4Config
 from moe_nvfp4.integrations.huggingface.converters import Conversions, ExpertsConverter, model_conversions
-from moe_nvfp4.integrations.huggingface.experts import HFExperts, Layout, describe, find_experts, replace_experts
-from moe_nvfp4.integrations.huggingface.files import Survey, is_nvfp4, survey, verify_files
-from moe_nvfp4.integrations.huggingface.linears import FP8Experts, LinearConverter, pack_linears
+from moe_nvfp4.integrations.huggingface.experts import (
+    HFExperts,
+    Layout,
+    describe,
+    experts_for,
+    find_experts,
+    refuse_elsewhere,
+    set_implementation,
+)
+from moe_nvfp4.integrations.huggingface.files import Survey, is_nvfp4, mtp_tensors, read_tensors, survey, verify_files
+from moe_nvfp4.integrations.huggingface.linears import FP8Experts, LinearConverter, pack_linears, to_linear
+from moe_nvfp4.layer import NVFP4Linear
 from moe_nvfp4.quantize.checkpoint import read_headers
 from moe_nvfp4.quantize.dialects import DIALECTS
-from moe_nvfp4.quantize.names import KV_SCALE, PRE_QUANT_SCALE, ignore_patterns
+from moe_nvfp4.quantize.names import DENSE, KV_SCALE, PER_EXPERT, PRE_QUANT_SCALE, ignore_patterns
 from moe_nvfp4.weights import check_block_scales, check_global_scale
 
 logger = logging.get_logger(__name__)
@@ -30,18 +39,29 @@ class MoeNvfp4Quantizer(HfQuantizer):
     requires_calibration = False
 
     def __init__(self, quantization_config: MoeNvfp4Config, **kwargs: Any):
+        for name in ("modules_to_not_convert", "use_optimized_inference"):  # of other packages' configs
+            if getattr(quantization_config, name, None):
+                raise ValueError(f"{name} has no effect on files that are NVFP4 already: leave it out")
+        if type(quantization_config) is not MoeNvfp4Config:  # as the registry's reader has it
+            plain = MoeNvfp4Config()
+            vars(plain).update(vars(quantization_config))
+            quantization_config = plain
         super().__init__(quantization_config, **kwargs)
         self.conversions: Conversions | None = None
         self.linears: LinearConverter | None = None
         self._found: Survey | None = None
         self._dtypes: dict[str, torch.dtype] = {}
         self._model: nn.Module | None = None
+        self._mtp: tuple[list[str], list[str]] = ([], [])  # tensors that generate(use_mtp=True) reads, and their files
 
     # ------------------------------------------------------------ before loading
     def _process_model_before_weight_loading(self, model, checkpoint_files=None, **kwargs):
         config = self.quantization_config
         headers = read_headers(checkpoint_files or [])
         self.pre_quantized = self.pre_quantized or is_nvfp4(headers)  # whatever config.json says
+        self._mtp = mtp_tensors(model, headers), list(checkpoint_files or [])
+        dense_mtp = {name.removesuffix(".weight") for name in self._mtp[0] if headers[name]["dtype"] in DENSE
+                     and len(headers[name]["shape"]) == 2}  # fmt: skip
         modules = find_experts(model, config, required=not self.pre_quantized)
         found, smooth = Survey(headers), False
         if self.pre_quantized:
@@ -50,7 +70,14 @@ class MoeNvfp4Quantizer(HfQuantizer):
             config.input_scale, config.dialect = found.expert_input_scales, found.dialect.name
             smooth = found.expert_pre_quant_scales
             config.pre_quant_scale = smooth or any(PRE_QUANT_SCALE in linear.also for linear in found.linears.values())
-        packed = {n: self._empty_experts(model, n, m, layout, smooth) for n, m, layout in modules if layout is not None}
+        made: dict[int, HFExperts] = {}  # by the module they replace, which layers may share
+        packed = {}
+        for name, module, layout in modules:
+            if layout is not None:
+                if id(module) not in made:
+                    made[id(module)] = self._empty_experts(module, layout, smooth)
+                packed[name] = made[id(module)]
+                model.set_submodule(name, packed[name])
         if found.linears:
             wanted = found.linears if config.linears == "packed" else {}
             linears = pack_linears(model, wanted, found.dialect, config.activations)
@@ -58,13 +85,14 @@ class MoeNvfp4Quantizer(HfQuantizer):
             self.linears = LinearConverter(by_source, set(linears), found.dialect)
         elif not packed:
             raise ValueError(f"{type(model).__name__}: the files hold no NVFP4 weights that this model has")
-        self._attach(model, packed, [n for n, _, layout in modules if layout is None], found)
+        self.attach(model, packed, [n for n, _, layout in modules if layout is None], found, dense_mtp)
+        set_implementation(model, loading=True)
         self._dtypes = {name: p.dtype for name, p in model.named_parameters()}
         _report(model, found)
 
-    def _empty_experts(self, model, name, module, layout, smooth: bool) -> HFExperts:
-        """What takes the place of the experts module `name`, on meta; smooth: with AWQ's scales."""
-        experts = replace_experts(model, name, module, layout, self.quantization_config, "meta")
+    def _empty_experts(self, module: nn.Module, layout: Layout, smooth: bool) -> HFExperts:
+        """What takes the place of the experts `module`, on meta; smooth: with AWQ's scales."""
+        experts = experts_for(module, layout, self.quantization_config, "meta")
         dense = next(module.parameters()).dtype
         if smooth:
             experts.add_pre_quant_scales(dense)
@@ -74,7 +102,15 @@ class MoeNvfp4Quantizer(HfQuantizer):
             setattr(experts, key, nn.Parameter(getattr(experts, key).to(dense), requires_grad=False))
         return experts
 
-    def _attach(self, model: nn.Module, packed: dict, excluded: list[str], found: Survey | None = None) -> None:
+    def attach(
+        self,
+        model: nn.Module,
+        packed: dict[str, HFExperts],
+        excluded: list[str],
+        found: Survey | None = None,
+        dense_mtp: set[str] = frozenset(),
+    ) -> None:
+        """Know the experts of `model`, 4-bit and `excluded` ones, how files name them, and what else stays dense."""
         config = self.quantization_config
         self._model, self._found = model, found
         styles = {found.experts.get(name, "each") for name in packed} if found else {"each"}
@@ -86,7 +122,9 @@ class MoeNvfp4Quantizer(HfQuantizer):
         linears = {n for n, m in model.named_modules() if isinstance(m, nn.Linear)}
         routers = {n for n, m in model.named_modules() if n.endswith((".gate", ".router"))}
         quantized = {f"{n}.0.down_proj" for n in packed} | (self.linears.packed if self.linears else set())
-        theirs = ignore_patterns(linears | routers, quantized, set(excluded), dialect)
+        mtp_experts = {m["module"] for name in dense_mtp if (m := PER_EXPERT.fullmatch(name))}
+        others = {name for name in dense_mtp if PER_EXPERT.fullmatch(name) is None}
+        theirs = ignore_patterns(linears | routers | others, quantized, {*excluded, *mtp_experts}, dialect)
         config.ignore = sorted({*config.ignore, *theirs})
 
     def update_weight_conversions(self, weight_conversions, model=None):
@@ -164,7 +202,22 @@ class MoeNvfp4Quantizer(HfQuantizer):
             saving.append(self.linears)
         model._weight_conversions = saving
         self._found = None
-        return model
+        return self._dequantize(model) if self.quantization_config.dequantize else model
+
+    # ------------------------------------------------------------ saving
+    def get_state_dict_and_metadata(self, model):
+        """The model's, and multi-token prediction layers, which it does not load, from the files it came from."""
+        names, files = self._mtp
+        if not names:
+            return None, {}
+        try:
+            return model.state_dict() | read_tensors(names, files), {}
+        except KeyError as error:
+            logger.warning(
+                f"{len(names)} tensors of multi-token prediction layers are not saved ({error.args[0]}, ...), because "
+                f"{files[0]}, which the model was loaded from, is gone: generate(use_mtp=True) needs the original"
+            )
+            return None, {}
 
     def is_serializable(self, *args, **kwargs):
         return True
@@ -178,9 +231,24 @@ class MoeNvfp4Quantizer(HfQuantizer):
         return True
 
     def _dequantize(self, model, dtype=None):
-        raise NotImplementedError(
-            "4-bit experts are not turned back into dense ones: load the original checkpoint instead"
-        )
+        """Dense experts and linears in the places of 4-bit ones; what they lost by quantization stays lost."""
+        dtype = dtype or model.dtype
+        modules = model.named_modules(remove_duplicate=False)
+        found = {name: m for name, m in modules if isinstance(m, (HFExperts, NVFP4Linear))}
+        for module in found.values():
+            for p in module.parameters():
+                refuse_elsewhere(p, "dequantized")
+        dense: dict[int, nn.Module] = {}  # layers may share a module
+        while found:
+            name, module = found.popitem()
+            if isinstance(module, HFExperts) and module.implementation:
+                module.config._experts_implementation_internal = module.implementation
+            if id(module) not in dense:
+                make = HFExperts.to_dense if isinstance(module, HFExperts) else to_linear
+                dense[id(module)] = make(module, dtype)
+            model.set_submodule(name, dense[id(module)])
+        model._weight_conversions = self.conversions.for_dense(model._weight_conversions)
+        return model
 
 
 def _prepare_shards(experts: HFExperts, inputs: tuple[Tensor, ...]) -> None:

@@ -1,43 +1,132 @@
-"""Entries in transformers' registries: which quantization methods are read here."""
+"""What this package enters into transformers' registries, and every private part of transformers that it uses.
+
+`register` is called when `moe_nvfp4.integrations.huggingface` is imported; `unregister` undoes it. Both may be called
+in any order and any number of times; an entry that another package made first is kept for files that are not NVFP4.
+
+Entries of transformers.quantizers.auto
+    AUTO_QUANTIZATION_CONFIG_MAPPING   "moe_nvfp4", and "modelopt" if nobody has it: ours. "compressed-tensors", "fp8"
+                                       (and "modelopt" if somebody has it): a reader that looks at one config.json,
+                                       takes it if it says NVFP4, and else gives it to the entry before
+    AUTO_QUANTIZER_MAPPING             "moe_nvfp4", which no other package and no file uses
+    LOADING_ATTRIBUTES_CONFIG_TYPES    `MoeNvfp4Config` is added: of one that is given for a 4-bit folder, `activations`
+                                       and `linears` count
+Entry of transformers.integrations.moe
+    ALL_EXPERTS_FUNCTIONS              "moe_nvfp4", the experts implementation that a 4-bit model reports (experts.py)
+
+Used besides, though transformers does not document it (5.17 and 5.23 are tested; both have all of it unless noted)
+    core_model_loading    WeightConverter and its _original_source_patterns, _original_target_patterns, _scoped_match,
+                          scope_prefix, base_model_prefix, collected_tensors, materialize_tensors, _was_used;
+                          ConversionOps, MergeModulelist, SplitModulelist, Concatenate, PrefixChange, rename_source_key
+    conversion_mapping    get_model_conversion_mapping
+    quantizers.base       HfQuantizer._process_model_before_weight_loading, _process_model_after_weight_loading,
+                          _dequantize, update_weight_conversions (5.17 does not pass the model), get_new_dtype,
+                          param_needs_quantization, param_element_size, update_parallel_plan, get_quantize_ops,
+                          get_state_dict_and_metadata
+    a model               _weight_conversions, hf_quantizer, is_quantized, quantization_method, all_tied_weights_keys,
+                          _keys_to_ignore_on_load_missing, _keys_to_ignore_on_load_unexpected
+    a config              _experts_implementation, _experts_implementation_internal
+    an experts module     what `use_experts_implementation` gives it: _apply_gate, has_gate, has_bias, is_transposed,
+                          is_concatenated; _is_expert_parallel and _hf_quantized_needs_local_tp, which are set
+"""
 
 from __future__ import annotations
 
-from transformers.quantizers.auto import (
-    AUTO_QUANTIZATION_CONFIG_MAPPING,
-    register_quantization_config,
-    register_quantizer,
-)
+from collections.abc import Mapping
+
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.quantizers import auto
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from moe_nvfp4.integrations.huggingface.config import MoeNvfp4Config
+from moe_nvfp4.integrations.huggingface.experts import IMPLEMENTATION, dense_forward
 from moe_nvfp4.integrations.huggingface.quantizer import MoeNvfp4Quantizer
-from moe_nvfp4.quantize.dialects import read_config
+from moe_nvfp4.quantize.dialects import ALGOS, read_config
+
+METHODS = ("modelopt", "compressed-tensors", "fp8")  # quant_method of files that may be NVFP4
+_before: dict[str, type | None] = {}  # what `register` found in the places of METHODS
 
 
 def register() -> None:
-    for method in ("modelopt", "moe_nvfp4"):
-        register_quantization_config(method)(MoeNvfp4Config)
-        register_quantizer(method)(MoeNvfp4Quantizer)
-    for method in ("compressed-tensors", "fp8"):
-        _dispatch(method)
+    """Have transformers read NVFP4 folders, and `MoeNvfp4Config` as an argument, with this package."""
+    configs = auto.AUTO_QUANTIZATION_CONFIG_MAPPING
+    configs["moe_nvfp4"] = MoeNvfp4Config
+    auto.AUTO_QUANTIZER_MAPPING["moe_nvfp4"] = MoeNvfp4Quantizer
+    ALL_EXPERTS_FUNCTIONS[IMPLEMENTATION] = dense_forward
+    if MoeNvfp4Config not in auto.LOADING_ATTRIBUTES_CONFIG_TYPES:
+        auto.LOADING_ATTRIBUTES_CONFIG_TYPES += (MoeNvfp4Config,)
+    for method in METHODS:
+        entry = configs.get(method)
+        if not _is_ours(entry):
+            _before[method] = entry
+            configs[method] = MoeNvfp4Config if entry is None else _reader(method, entry)
 
 
-def _dispatch(method: str) -> None:
-    """Have NVFP4 configs of a `method` that transformers knows become ours; others stay transformers'.
+def unregister() -> None:
+    """Take out what `register` entered. Models that are loaded go on running, and can be saved."""
+    configs = auto.AUTO_QUANTIZATION_CONFIG_MAPPING
+    for method, entry in _before.items():
+        if _is_ours(configs.get(method)):  # else another package took the place later, and may call ours
+            del configs[method]
+            configs.update({} if entry is None else {method: entry})
+    _before.clear()
+    configs.pop("moe_nvfp4", None)
+    auto.AUTO_QUANTIZER_MAPPING.pop("moe_nvfp4", None)
+    ALL_EXPERTS_FUNCTIONS.pop(IMPLEMENTATION, None)
+    others = tuple(t for t in auto.LOADING_ATTRIBUTES_CONFIG_TYPES if t is not MoeNvfp4Config)
+    auto.LOADING_ATTRIBUTES_CONFIG_TYPES = others
 
-    transformers asks its registry for the class that reads a quantization_config, and then the object that this
-    class returns for its quantizer: so one entry of the registry decides, and no code of transformers is changed.
+
+def _is_ours(entry: type | None) -> bool:
+    return entry is MoeNvfp4Config or getattr(entry, "reads_nvfp4", False)
+
+
+def _reader(method: str, theirs: type) -> type:
+    """The entry of `method` that reads NVFP4 configs itself and gives others to `theirs`.
+
+    transformers asks the entry for an object, and this object's quant_method for the quantizer: so one entry decides,
+    and no code of transformers is changed.
     """
-    theirs = AUTO_QUANTIZATION_CONFIG_MAPPING[method]
 
-    class Dispatcher(QuantizationConfigMixin):
+    class Reader(QuantizationConfigMixin):
+        reads_nvfp4 = True
+
         @classmethod
         def from_dict(cls, config_dict, return_unused_kwargs=False, **kwargs):
-            reader = theirs if read_config(config_dict) is None else MoeNvfp4Config
+            reader = _as_either(theirs) if _is_nvfp4(method, config_dict) else theirs
             return reader.from_dict(config_dict, return_unused_kwargs=return_unused_kwargs, **kwargs)
 
-    AUTO_QUANTIZATION_CONFIG_MAPPING[method] = Dispatcher
+    return Reader
 
 
-for _method in ("compressed-tensors", "fp8"):
-    _dispatch(_method)
+def _is_nvfp4(method: str, config: Mapping) -> bool:
+    """ValueError for NVFP4 in a form that is not supported."""
+    if method == "modelopt" and config.get("quant_algo") not in (*ALGOS, "MIXED_PRECISION"):
+        return False  # FP8, say: for the package that registered modelopt first
+    return read_config(config) is not None
+
+
+class _Name(str):
+    """The name of a class, equal to that of another class too."""
+
+    def __new__(cls, name: str, also: str):
+        self = super().__new__(cls, name)
+        self.names = {name, also}
+        return self
+
+    def __eq__(self, other) -> bool:
+        return other in self.names
+
+    def __ne__(self, other) -> bool:
+        return other not in self.names
+
+    __hash__ = str.__hash__
+
+
+def _as_either(theirs: type) -> type[MoeNvfp4Config]:
+    """`MoeNvfp4Config` for a folder that says it is `theirs`: a config of either class may be given for it.
+
+    transformers refuses a quantization_config whose class has another name than the class that read the folder.
+    """
+    config = type("MoeNvfp4Config", (MoeNvfp4Config,), {})
+    config.__name__ = _Name("MoeNvfp4Config", theirs.__name__)
+    return config

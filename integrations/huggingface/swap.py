@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -11,7 +12,14 @@ from torch.distributed.tensor import DTensor
 from moe_nvfp4.calibrate import observe
 from moe_nvfp4.integrations.huggingface.config import MoeNvfp4Config
 from moe_nvfp4.integrations.huggingface.converters import model_conversions
-from moe_nvfp4.integrations.huggingface.experts import HFExperts, dense_experts, find_experts, replace_experts
+from moe_nvfp4.integrations.huggingface.experts import (
+    HFExperts,
+    Layout,
+    dense_experts,
+    experts_for,
+    find_experts,
+    set_implementation,
+)
 from moe_nvfp4.integrations.huggingface.quantizer import MoeNvfp4Quantizer
 from moe_nvfp4.layer import NVFP4Linear
 from moe_nvfp4.progress import progress_bar
@@ -23,16 +31,19 @@ def swap_experts(
     model: nn.Module,
     activations: str = "bf16",
     recipe: str = DEFAULT_RECIPE,
-    exclude: list[str] | None = None,
+    exclude: str | Iterable[str] | None = None,
     progress: bool = True,
 ) -> nn.Module:
     """Make the experts of a transformers `model` 4-bit, in place; returns the model.
 
-    Walks the whole model, composite ones too. Layer by layer: the peak above the result is one
-    layer's dense experts. The model then saves and loads like one quantized while loading.
+    Walks the whole model, composite ones too. All or nothing: every weight is looked at before the first layer is
+    replaced, so an error leaves the model as it was. Then layer by layer: the peak above the result is one layer's
+    dense experts. Interrupted (Ctrl-C, out of memory), every layer is whole, dense or 4-bit, and another call goes
+    on. The model then saves and loads like one quantized while loading.
 
-    Raises NotImplementedError for experts in an unknown form (naming their class and the way out)
-    and ValueError if the model has no experts, or weights that are NaN or Inf.
+    Raises NotImplementedError for experts in an unknown form (naming their class and the way out), ValueError if the
+    model has no experts, or weights that are NaN or Inf, are in another dtype than bf16, fp16 and fp32, or are not
+    here (meta device, offloaded), and for a pattern of `exclude` that matches no experts module.
     """
     config = MoeNvfp4Config(activations=activations, recipe=recipe, exclude=exclude)
     if getattr(model, "hf_quantizer", None) is not None:
@@ -40,27 +51,29 @@ def swap_experts(
             f"{type(model).__name__} is quantized already "
             f"({model.hf_quantizer.quantization_config.quant_method}): load the original checkpoint"
         )
+    groups: dict[int, tuple[list[str], nn.Module, Layout]] = {}  # layers may share a module
+    excluded = []
+    for name, module, layout in find_experts(model, config):
+        if layout is None:
+            excluded.append(name)
+        else:
+            groups.setdefault(id(module), ([], module, layout))[0].append(name)
+    for names, module, layout in groups.values():
+        _check_weights(names[0], module, layout)
     if (base := getattr(model, "_weight_conversions", None)) is None and hasattr(model, "config"):
         base = model_conversions(model)
+
+    left = deque(groups.values())
+    groups.clear()  # what has been replaced is not to be kept
+    for _ in progress_bar(range(len(left)), desc="NVFP4 experts", unit="layer", show=progress):
+        names, module, layout = left.popleft()
+        experts = _quantized(module, layout, config)
+        for name in names:
+            model.set_submodule(name, experts)
+    packed = {n: m for n, m in model.named_modules(remove_duplicate=False) if isinstance(m, HFExperts)}
+    set_implementation(model)
     quantizer = MoeNvfp4Quantizer(config, pre_quantized=False)
-    found = find_experts(model, config)
-    packed = {}
-    swaps = [(name, module, layout) for name, module, layout in found if layout is not None]
-    for name, module, layout in progress_bar(swaps, desc="NVFP4 experts", unit="layer", show=progress):
-        dense = next(module.parameters())
-        experts = replace_experts(model, name, module, layout, config, dense.device)
-        for e, (w13, w2) in enumerate(dense_experts(module, layout)):
-            try:
-                experts.load_expert(e, w13, w2, recipe)
-            except ValueError as error:
-                raise ValueError(f"{name}: {error}") from None
-        for key in (experts.up_name, "down_proj") if layout.bias is not None else ():
-            bias = getattr(module, f"{key}_bias").detach()
-            bias = torch.stack([layout.canonical(f"{key}_bias", b) for b in bias])
-            getattr(experts, f"{key}_bias").data.copy_(bias)
-        experts.prepare(dense.dtype)
-        packed[name] = experts
-    quantizer._attach(model, packed, [name for name, _, layout in found if layout is None])
+    quantizer.attach(model, packed, excluded)
     quantizer.conversions.build(list(base or []))
     model._weight_conversions = quantizer.conversions.for_saving(list(base or []))
     model.hf_quantizer, model.is_quantized = quantizer, True
@@ -68,6 +81,41 @@ def swap_experts(
     if hasattr(model, "config"):
         model.config.quantization_config = config
     return model
+
+
+def _check_weights(name: str, module: nn.Module, layout: Layout) -> None:
+    """ValueError unless `_quantized` can be made of the experts `module`."""
+    for p in module.parameters():
+        if p.device.type == "meta":
+            raise ValueError(
+                f"{name}: the weights are on the meta device (or offloaded), so there is nothing to quantize: load the "
+                "model without offloading, or quantize while loading: from_pretrained(..., "
+                "quantization_config=MoeNvfp4Config())"
+            )
+        if p.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+            raise ValueError(f"{name}: weights are {p.dtype}; bf16, fp16 and fp32 are quantized: model.to(one of them)")
+    for e, matrices in enumerate(dense_experts(module, layout)):
+        for part, matrix in zip((layout.up_name, "down_proj"), matrices, strict=True):
+            finite = matrix.isfinite()
+            if not finite.all():
+                raise ValueError(
+                    f"{name}: {part} of expert {e}: {int((~finite).sum())} of {matrix.numel()} weights are NaN or Inf, "
+                    "which NVFP4 cannot hold: look at the checkpoint, or replace them (torch.nan_to_num). The model is "
+                    "as it was"
+                )
+
+
+def _quantized(module: nn.Module, layout: Layout, config: MoeNvfp4Config) -> HFExperts:
+    """4-bit experts with the weights of `module`, where it is."""
+    dense = next(module.parameters())
+    experts = experts_for(module, layout, config, dense.device)
+    for e, (w13, w2) in enumerate(dense_experts(module, layout)):
+        experts.load_expert(e, w13, w2, config.recipe)
+    for key in (experts.up_name, "down_proj") if layout.bias is not None else ():
+        bias = [layout.canonical(f"{key}_bias", b) for b in getattr(module, f"{key}_bias").detach()]
+        getattr(experts, f"{key}_bias").data.copy_(torch.stack(bias))
+    experts.prepare(dense.dtype)
+    return experts
 
 
 def set_activations(model: nn.Module, activations: str) -> nn.Module:

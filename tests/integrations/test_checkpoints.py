@@ -138,10 +138,7 @@ def test_saving_writes_the_same_files(dialect, tmp_path):
     assert files.keys() == again.keys()
     for key, tensor in files.items():
         assert tensor.dtype == again[key].dtype and tensor.shape == again[key].shape, key
-        if "global_scale" in key:  # some scale whose reciprocal is the same
-            assert torch.equal(1 / tensor, 1 / again[key]), key
-        else:
-            assert as_bytes(tensor) == as_bytes(again[key]), key
+        assert as_bytes(tensor) == as_bytes(again[key]), key
     config = json.loads((tmp_path / "again/config.json").read_text())["quantization_config"]
     assert config["quant_method"] == dialect
     assert torch.equal(logits(load(tmp_path / "again", torch.bfloat16)), logits(model))

@@ -346,7 +346,7 @@ DAMAGE = {
     ),
     "a scale of an expert that is not there": (
         lambda f: f.update({"model.layers.0.mlp.experts.8.up_proj.weight_scale_2": torch.tensor(1.0)}),
-        r"9 of 8 tensors",
+        r"experts.8.up_proj.weight_scale_2 is of an expert too many",
     ),
     "bf16 codes": (
         lambda f: f.update({f"{EXPERT}.up_proj.weight": torch.zeros(48, 32, dtype=torch.bfloat16)}),

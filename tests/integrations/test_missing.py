@@ -1,0 +1,128 @@
+"""4-bit folders from which tensors are gone, or which have others than the model: errors that name them."""
+
+import json
+import re
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+import moe_nvfp4.integrations.huggingface  # noqa: F401, registers the formats
+from tests.folders import change_config, is_expert, is_linear, quantized, qwen2_moe
+from tests.models import IDS, logits, qwen3_moe, tensors
+
+ONE = "model.layers.1.mlp.experts"
+
+
+def load(path, auto=AutoModelForCausalLM, **kwargs):
+    return auto.from_pretrained(path, dtype=torch.float32, **kwargs).eval()
+
+
+def write(folder, files):
+    save_file(files, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def drop(pattern):
+    def change(files):
+        gone = [key for key in files if re.search(pattern, key)]
+        assert gone
+        for key in gone:
+            del files[key]
+
+    return change
+
+
+def as_dense(stem):
+    def change(files):
+        rows = files[f"{stem}.weight_scale"].shape[0]
+        for key in [key for key in files if key.startswith(f"{stem}.")]:
+            del files[key]
+        files[f"{stem}.weight"] = torch.randn(rows, 64).bfloat16()
+
+    return change
+
+
+def renumber(files):
+    for key in [key for key in files if f"{ONE}.3." in key]:
+        files[key.replace(".3.", ".8.")] = files.pop(key)
+
+
+def one_more(files):
+    files.update({k.replace(".3.", ".8."): t.clone() for k, t in files.items() if f"{ONE}.3." in k})
+
+
+def add(name, value):
+    return lambda files: files.update({name: value})
+
+
+CASES = {
+    "a router": (drop(r"layers\.1\.mlp\.gate\."), r"lack 1 of the model's .* tensors.*model.layers.1.mlp.gate.weight"),
+    "a projection": (drop(r"layers\.0\.self_attn\.q_proj"), "lack 1 of .*: model.layers.0.self_attn.q_proj.weight"),
+    "norms": (drop("norm"), "lack 9 of .*: model.layers.0.self_attn.q_norm.weight, .*, ..."),
+    "the embedding": (drop("embed_tokens"), "lack 1 of .*: model.embed_tokens.weight"),
+    "lm_head": (drop("lm_head"), "lack 1 of .*: lm_head.weight"),
+    "an expert": (drop(rf"{ONE}\.5\."), "7 of 8 tensors"),
+    "the last expert": (drop(rf"{ONE}\.7\."), "7 of 8 tensors"),
+    "all experts of a layer": (drop(rf"{ONE}\."), f"nothing in the checkpoint gives {ONE}"),
+    "one projection of all experts": (drop(rf"{ONE}\.\d\.up_proj"), f"nothing in the checkpoint gives {ONE}.up_proj_g"),
+    "an expert too many": (one_more, rf"{ONE}.8.\w+.\w+ is of an expert too many: the model has 8 in a layer, 0 to 7"),
+    "another number": (renumber, rf"{ONE}.8.\w+.\w+ is of an expert too many"),
+    "a dense projection": (as_dense(f"{ONE}.2.gate_proj"), "7 of 8 tensors|dtype BF16, but NVFP4 experts need U8"),
+    "one input scale": (add(f"{ONE}.2.down_proj.INPUT", torch.tensor(0.5)), "input_scale"),
+    "one pre_quant_scale": (add(f"{ONE}.2.down_proj.pre_quant_scale", torch.ones(48)), "pre_quant_scale"),
+}
+
+
+@pytest.mark.parametrize("dialect", ["modelopt", "compressed-tensors"])
+def test_tensors_that_are_missing_or_too_many_are_named(dialect, tmp_path):
+    folder, _ = quantized(tmp_path, qwen3_moe, dialect)
+    whole = tensors(folder)
+    name = {"modelopt": "input_scale", "compressed-tensors": "input_global_scale"}[dialect]
+    for case, (change, message) in CASES.items():
+        files = dict(whole)
+        change(files)
+        write(folder, {key.replace("INPUT", name): t for key, t in files.items()})
+        with pytest.raises(ValueError) as caught:
+            load(folder)
+        assert re.search(message, str(caught.value)), (case, str(caught.value))
+    write(folder, whole)
+    load(folder)
+
+
+def test_linears_lack_their_bias_or_their_dense_twin(tmp_path):
+    folder, _ = quantized(tmp_path, qwen2_moe, "modelopt", lambda k: is_expert(k) or is_linear(k))
+    whole = tensors(folder)
+    for gone, count, first in (("layers.0.self_attn.q_proj.bias", 1, "model.layers.0.self_attn.q_proj.bias"),
+                               ("layers.0.self_attn.q_proj.weight", 1, "model.layers.0.self_attn.q_proj.weight"),
+                               ("shared_expert_gate", 2, "model.layers.0.mlp.shared_expert_gate.weight")):  # fmt: skip
+        files = dict(whole)
+        drop(gone)(files)
+        write(folder, files)
+        with pytest.raises(ValueError, match=f"lack {count} of .*: {first}"):
+            load(folder)
+
+
+def test_what_is_tied_ignored_or_to_be_trained_is_not_missed(tmp_path):
+    folder, _ = quantized(tmp_path, lambda: qwen3_moe(tie_word_embeddings=True), "modelopt")
+    files = tensors(folder)
+    assert "lm_head.weight" not in files
+    model = load(folder)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    with torch.no_grad():
+        body = load(folder, AutoModel)(IDS).last_hidden_state
+        assert torch.equal(body @ model.lm_head.weight.T, logits(model))
+    # a head of another class is new, as from a dense checkpoint
+    classifier = load(folder, AutoModelForSequenceClassification, num_labels=3)
+    assert classifier.score.weight.shape == (3, 64)
+    assert torch.equal(classifier.model.embed_tokens.weight, model.lm_head.weight)
+    # but not the head that speaks
+    base, _ = quantized(tmp_path / "untied", qwen3_moe, "modelopt")
+    files = tensors(base)
+    del files["lm_head.weight"]
+    write(base, files)
+    change_config(base, architectures=["Qwen3MoeModel"])
+    with pytest.raises(ValueError, match="lack 1 of .*: lm_head.weight"):
+        load(base)
+    assert json.loads((base / "config.json").read_text())["architectures"] == ["Qwen3MoeModel"]
+    load(base, AutoModel)

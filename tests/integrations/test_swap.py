@@ -1,0 +1,283 @@
+"""swap_experts and MoeNvfp4Config: all or nothing, and no argument without effect."""
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from moe_nvfp4.integrations.huggingface import MoeNvfp4Config, checkpoint_config, set_activations, swap_experts
+from moe_nvfp4.integrations.huggingface.experts import HFExperts
+from tests.models import (
+    FAMILIES,
+    IDS,
+    as_bytes,
+    folder,
+    gpt_oss,
+    load,
+    logits,
+    make,
+    mixtral,
+    qwen3_moe,
+    same_tensors,
+    tensors,
+)
+
+
+@pytest.fixture(params=FAMILIES, ids=lambda f: f.__name__)
+def family(request):
+    return request.param
+
+
+EXPERTS = "model.layers.{}.mlp.experts"
+
+
+def kinds(model):
+    return [type(layer.mlp.experts).__name__ for layer in model.model.layers]
+
+
+# ---------------------------------------------------------------- all or nothing
+@pytest.mark.parametrize("family", [qwen3_moe, gpt_oss], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_weight_that_is_not_finite_leaves_the_model_as_it_was(family, value):
+    model = make(family)
+    with torch.no_grad():
+        model.model.layers[1].mlp.experts.down_proj[3, 5, 7] = value
+    before, attributes = dict(model.named_parameters()), set(vars(model))
+    with pytest.raises(ValueError, match=r"layers.1.mlp.experts: down_proj of expert 3: 1 of .* NaN or Inf"):
+        swap_experts(model, progress=False)
+    after = dict(model.named_parameters())
+    assert after.keys() == before.keys() and all(after[name] is before[name] for name in before)
+    assert set(vars(model)) == attributes and getattr(model, "hf_quantizer", None) is None
+    assert getattr(model.config, "quantization_config", None) is None
+
+
+def test_an_interrupted_swap_goes_on_where_it_was(monkeypatch):
+    model, whole = make(qwen3_moe), swap_experts(make(qwen3_moe), progress=False)
+    quantize, calls = HFExperts.load_expert, []
+
+    def interrupted(self, *args):
+        calls.append(args)
+        if len(calls) > 8 + 3:  # in the second layer
+            raise KeyboardInterrupt
+        return quantize(self, *args)
+
+    monkeypatch.setattr(HFExperts, "load_expert", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        swap_experts(model, progress=False)
+    assert kinds(model) == ["HFExperts", "Qwen3MoeExperts"]
+    mixed = logits(model)
+    monkeypatch.undo()
+    reference = make(qwen3_moe)
+    swap_experts(reference, exclude=EXPERTS.format(1), progress=False)
+    assert torch.equal(mixed, logits(reference))
+    swap_experts(model, progress=False)
+    assert torch.equal(logits(model), logits(whole))
+
+
+def test_dense_experts_go_one_layer_after_the_other(monkeypatch):
+    """While a layer is quantized, those before it are 4-bit, and nothing holds their dense weights."""
+    model = make(lambda: qwen3_moe(num_hidden_layers=4))
+    dense = [weakref.ref(layer.mlp.experts.down_proj) for layer in model.model.layers]
+    quantize, alive = HFExperts.load_expert, []
+
+    def watched(self, e, *args):
+        if e == 0:
+            gc.collect()
+            alive.append(sum(ref() is not None for ref in dense))
+        return quantize(self, e, *args)
+
+    monkeypatch.setattr(HFExperts, "load_expert", watched)
+    swap_experts(model, progress=False)
+    assert alive == [4, 3, 2, 1]
+
+
+def test_experts_that_two_layers_share_are_swapped_for_both():
+    model = make(qwen3_moe)
+    model.model.layers[1].mlp.experts = model.model.layers[0].mlp.experts
+    apart = make(qwen3_moe)
+    apart.model.layers[1].mlp.experts = copy.deepcopy(apart.model.layers[0].mlp.experts)
+    swap_experts(model, progress=False)
+    assert kinds(model) == ["HFExperts"] * 2 and model.model.layers[0].mlp.experts is model.model.layers[1].mlp.experts
+    assert torch.equal(logits(model), logits(swap_experts(apart, progress=False)))
+    model.dequantize()
+    assert kinds(model) == ["Qwen3MoeExperts"] * 2
+    assert model.model.layers[0].mlp.experts is model.model.layers[1].mlp.experts
+
+
+def test_weights_that_are_not_there_or_of_another_dtype_are_named():
+    with torch.device("meta"):
+        model = qwen3_moe()
+    with pytest.raises(ValueError, match="layers.0.mlp.experts: the weights are on the meta device"):
+        swap_experts(model, progress=False)
+    with pytest.raises(ValueError, match="layers.0.mlp.experts: weights are torch.float64; bf16, fp16 and fp32"):
+        swap_experts(make(qwen3_moe).double(), progress=False)
+
+
+# ---------------------------------------------------------------- exclude
+def test_exclude_is_a_pattern_or_several(tmp_path):
+    source = folder(tmp_path, qwen3_moe)
+    for exclude in ("model.layers.0.*", ["model.layers.0.*"], ("model.layers.0",)):
+        assert kinds(swap_experts(load(source), exclude=exclude, progress=False)) == ["Qwen3MoeExperts", "HFExperts"]
+        model = load(source, quantization_config=MoeNvfp4Config(exclude=exclude))
+        assert kinds(model) == ["Qwen3MoeExperts", "HFExperts"]
+    for exclude in ([7], [""], [["a"]]):
+        with pytest.raises(TypeError, match="exclude is a pattern of module names or a list of them, got"):
+            MoeNvfp4Config(exclude=exclude)
+
+
+def test_an_exclude_that_matches_nothing_is_named(tmp_path):
+    source = folder(tmp_path, qwen3_moe)
+    message = r"exclude: 'model.layer.0', '\*mlp' matches no experts module; Qwen3MoeForCausalLM has model.layers.0.mlp"
+    exclude = ["model.layer.0", "model.layers.1.*", "*mlp"]
+    with pytest.raises(ValueError, match=message):
+        swap_experts(load(source), exclude=exclude, progress=False)
+    with pytest.raises(ValueError, match=message):
+        load(source, quantization_config=MoeNvfp4Config(exclude=exclude))
+
+
+# ---------------------------------------------------------------- fields
+def test_unknown_fields_are_refused_with_the_nearest(tmp_path):
+    for field, near in (("activation", "activations"), ("excludes", "exclude"), ("recipes", "recipe")):
+        with pytest.raises(TypeError, match=f"has no field '{field}' .did you mean '{near}'...; it has"):
+            MoeNvfp4Config(**{field: "nvfp4"})
+    with pytest.raises(TypeError, match="has no field 'bits'; it has"):
+        MoeNvfp4Config(bits=4)
+    swap_experts(make(qwen3_moe), progress=False).save_pretrained(tmp_path)
+    with pytest.raises(TypeError, match="has no field 'linear' .did you mean 'linears'"):
+        checkpoint_config(tmp_path, linear="dense")
+
+
+def test_what_other_tools_wrote_is_carried_through(tmp_path):
+    model = swap_experts(make(qwen3_moe), progress=False)
+    config = model.config.quantization_config.to_dict() | {"their_key": {"a": 1}}
+    again = MoeNvfp4Config.from_dict(config)
+    assert again.to_dict() == config
+    config["moe_nvfp4"]["from_the_future"] = True
+    with pytest.raises(TypeError, match="has no field 'from_the_future'"):
+        MoeNvfp4Config.from_dict(config)
+
+
+@pytest.mark.parametrize("family", [qwen3_moe, mixtral], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("dialect", ["modelopt", "compressed-tensors"])
+def test_a_config_for_a_folder_that_is_4_bit_already_counts_or_is_refused(family, dialect, tmp_path):
+    source = folder(tmp_path, family)
+    config = MoeNvfp4Config(activations="nvfp4", dialect=dialect)
+    load(source, quantization_config=config).save_pretrained(tmp_path / "nvfp4")
+    expected = logits(set_activations(load(tmp_path / "nvfp4"), "bf16"))
+    model = load(tmp_path / "nvfp4", quantization_config=MoeNvfp4Config(activations="bf16"))
+    assert {m.activations for m in model.modules() if isinstance(m, HFExperts)} == {"bf16"}
+    assert torch.equal(logits(model), expected)
+    model.save_pretrained(tmp_path / "again")
+    assert torch.equal(logits(load(tmp_path / "again")), expected)
+    same_tensors(tmp_path / "again", tmp_path / "nvfp4")
+    unchanged = load(tmp_path / "nvfp4", quantization_config=MoeNvfp4Config())
+    assert {m.activations for m in unchanged.modules() if isinstance(m, HFExperts)} == {"nvfp4"}
+    for field in (dict(recipe="max"), dict(exclude="model.layers.0"), dict(dialect="modelopt")):
+        with pytest.raises(ValueError, match=f"{next(iter(field))} would have no effect: the files are 4-bit already"):
+            load(tmp_path / "nvfp4", quantization_config=MoeNvfp4Config(**field))
+        with pytest.raises(ValueError, match=f"{next(iter(field))} would have no effect: the files are 4-bit already"):
+            checkpoint_config(tmp_path / "nvfp4", **field)
+
+
+# ---------------------------------------------------------------- transformers' choice of an implementation
+def test_another_experts_implementation_is_an_error(tmp_path):
+    source = folder(tmp_path, qwen3_moe)
+    model = load(source, quantization_config=MoeNvfp4Config())
+    expected = logits(model)
+    assert model.get_experts_implementation()[""] == "moe_nvfp4"
+    for name in ("eager", "grouped_mm", "batched_mm"):
+        model.set_experts_implementation(name)
+        with pytest.raises(ValueError, match=f"experts_implementation '{name}' was set, but 4-bit experts run in one"):
+            logits(model)
+    model.set_experts_implementation("moe_nvfp4")
+    assert torch.equal(logits(model), expected)
+    with pytest.raises(ValueError, match="experts_implementation 'eager' was asked for"):
+        load(source, quantization_config=MoeNvfp4Config(), experts_implementation="eager")
+    load(source, quantization_config=MoeNvfp4Config(), experts_implementation="moe_nvfp4")
+    # what a dense model was loaded with is no longer asked for
+    swapped = swap_experts(load(source, experts_implementation="eager"), progress=False)
+    assert torch.equal(logits(swapped), expected)
+
+
+def test_dense_experts_beside_4_bit_ones_keep_their_implementation(tmp_path):
+    config = MoeNvfp4Config(exclude="model.layers.0.*")
+    model = load(folder(tmp_path, qwen3_moe), torch.float32, quantization_config=config)
+    expected = logits(model)
+    assert model.get_experts_implementation()[""] == "grouped_mm"
+    model.set_experts_implementation("eager")
+    torch.testing.assert_close(logits(model), expected)
+    dense = type(model)(model.config).eval()  # a dense model with the config of a 4-bit one
+    swap_experts(model.dequantize(), progress=False)
+    assert model.config._experts_implementation == "moe_nvfp4"
+    dense = type(model)(model.config).eval()
+    with torch.no_grad():
+        a = dense(IDS).logits
+        dense.set_experts_implementation("grouped_mm")
+        assert torch.equal(dense(IDS).logits, a)
+
+
+# ---------------------------------------------------------------- and back
+def test_dequantized_experts_are_exactly_what_the_4_bit_ones_were(tmp_path):
+    """By the definition of the format, in numpy's float64, from the bytes of the files."""
+    source = folder(tmp_path, qwen3_moe)
+    model = load(source, quantization_config=MoeNvfp4Config())
+    model.save_pretrained(tmp_path / "nvfp4")
+    files = tensors(tmp_path / "nvfp4")
+    levels = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=torch.float64)
+    dense = load(tmp_path / "nvfp4").dequantize()
+    for e in range(8):
+        for part, rows in (("gate_proj", slice(0, 48)), ("up_proj", slice(48, None)), ("down_proj", slice(None))):
+            stem = f"{EXPERTS.format(1)}.{e}.{part}"
+            codes, sf = files[f"{stem}.weight"], files[f"{stem}.weight_scale"].double()
+            values = levels[torch.stack([codes & 15, codes >> 4], dim=-1).long()].flatten(1)
+            exact = values * sf.repeat_interleave(16, dim=1) * files[f"{stem}.weight_scale_2"].double()
+            name = "down_proj" if part == "down_proj" else "gate_up_proj"
+            actual = getattr(dense.model.layers[1].mlp.experts, name)[e, rows]
+            assert as_bytes(actual) == as_bytes(exact.float().bfloat16())
+
+
+def test_a_dequantized_model_is_a_dense_model(family, tmp_path):
+    source = folder(tmp_path, family)
+    for model in (load(source, quantization_config=MoeNvfp4Config()), swap_experts(load(source), progress=False)):
+        w4a16, names = logits(model), None
+        assert model.dequantize() is model
+        assert not any(isinstance(m, HFExperts) for m in model.modules())
+        assert not getattr(model, "is_quantized", False) and not hasattr(model.config, "quantization_config")
+        original = load(source)
+        names = {n: (p.shape, p.dtype, p.requires_grad) for n, p in original.named_parameters()}
+        assert {n: (p.shape, p.dtype, p.requires_grad) for n, p in model.named_parameters()} == names
+        dense = logits(model)
+        error = (dense.float() - w4a16.float()).norm() / w4a16.float().norm()
+        assert error < 2e-2, "h is rounded to bf16 in both, the sums have another order"
+        model.save_pretrained(tmp_path / "dense")
+        assert tensors(tmp_path / "dense").keys() == tensors(source).keys()
+        again = load(tmp_path / "dense")
+        assert type(again) is type(original) and torch.equal(logits(again), dense)
+        model(IDS).logits.float().sum().backward()  # and trains
+        assert all(p.grad is not None for n, p in model.named_parameters() if "experts" in n)
+
+
+def test_a_dequantized_model_has_dense_linears(tmp_path):
+    from tests.folders import is_expert, is_linear, quantized, qwen2_moe
+
+    source, twin = quantized(tmp_path, qwen2_moe, "compressed-tensors", lambda k: is_expert(k) or is_linear(k))
+    model, expected = load(source, torch.float32).dequantize(), load(twin, torch.float32)
+    assert any(type(m) is nn.Linear for n, m in model.named_modules() if n.endswith("q_proj"))
+    theirs = dict(expected.named_parameters())
+    for name, p in model.named_parameters():
+        assert torch.equal(p, theirs[name]), name
+    assert torch.equal(logits(model), logits(expected))
+
+
+def test_a_model_that_is_not_all_here_is_not_dequantized(tmp_path):
+    device_map = {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk",
+                  "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}  # fmt: skip
+    model = load(folder(tmp_path, qwen3_moe), device_map=device_map, offload_folder=tmp_path / "offload",
+                 quantization_config=MoeNvfp4Config())  # fmt: skip
+    before = kinds(model)
+    with pytest.raises(NotImplementedError, match="weights on disk or on meta is not dequantized"):
+        model.dequantize()
+    assert kinds(model) == before
