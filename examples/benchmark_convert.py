@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from moe_nvfp4.quantize.checkpoint import INDEX, ShardWriter
+from moe_nvfp4.quantize.files import INDEX, ShardWriter
 from moe_nvfp4.quantize.recipes import DEFAULT_RECIPE, RECIPES
 
 H, I, E = 2048, 768, 128

@@ -310,8 +310,8 @@ def info(args: argparse.Namespace) -> None:
 
     from moe_nvfp4.integrations.huggingface import MoeNvfp4Config
     from moe_nvfp4.integrations.huggingface.experts import HFExperts, describe
-    from moe_nvfp4.quantize.checkpoint import open_checkpoint
     from moe_nvfp4.quantize.dialects import read_config
+    from moe_nvfp4.quantize.files import open_checkpoint
     from moe_nvfp4.quantize.plan import readable_size, separate_scales_warning
 
     source = _resolve(args.model)

@@ -36,16 +36,16 @@ import torch
 
 from moe_nvfp4.devices import usable_device
 from moe_nvfp4.progress import progress_bar
-from moe_nvfp4.quantize.checkpoint import (
+from moe_nvfp4.quantize.dialects import DIALECTS, as_patterns
+from moe_nvfp4.quantize.files import (
     INDEX,
     Checkpoint,
     ShardWriter,
-    Workplace,
+    StagingDir,
     fingerprint,
     open_checkpoint,
     tensor_bytes,
 )
-from moe_nvfp4.quantize.dialects import DIALECTS, as_patterns
 from moe_nvfp4.quantize.jobs import Job, Options
 from moe_nvfp4.quantize.plan import ConversionReport, Plan, config_dtype, readable_size
 from moe_nvfp4.quantize.recipes import DEFAULT_RECIPE, RECIPES
@@ -112,7 +112,7 @@ def convert_checkpoint(
         return report
     others = _other_files(checkpoint)
     state = _state(checkpoint)
-    place = Workplace(destination, _key(checkpoint, options, state))
+    place = StagingDir(destination, _key(checkpoint, options, state))
     _check_space(place, report.bytes_after + sum(f.stat().st_size for f in others))
     with place:
         if place.restarted and progress:
@@ -162,7 +162,7 @@ def _key(checkpoint: Checkpoint, options: Options, state: list) -> dict:
     }
 
 
-def _check_space(place: Workplace, needed: int) -> None:
+def _check_space(place: StagingDir, needed: int) -> None:
     parent = place.destination.parent
     while not parent.exists():
         parent = parent.parent
@@ -203,7 +203,7 @@ class _Shard:
         self.writer = ShardWriter(path, {name: out for job in jobs for name, out in job.outputs.items()})
         self.open_jobs, self.mutex = len(jobs), threading.Lock()
 
-    def work(self, job: Job, place: Workplace) -> int:
+    def work(self, job: Job, place: StagingDir) -> int:
         """Do a job, unless an earlier run did and its tensors are still what they were; how many bytes that saved."""
         done = all(n in place.done and place.done[n] == self.writer.digest(n) for n in job.outputs)
         if not done:
@@ -218,7 +218,7 @@ class _Shard:
 
 
 def _run(
-    jobs: list[Job], place: Workplace, report: ConversionReport, device: str, workers: int, progress: bool
+    jobs: list[Job], place: StagingDir, report: ConversionReport, device: str, workers: int, progress: bool
 ) -> None:
     """All jobs, by `workers` threads, at most IN_FLIGHT bytes in memory."""
     by_shard: dict[str, list[Job]] = {}
@@ -240,13 +240,13 @@ def _own_stream(device: str) -> None:
         torch.cuda.set_stream(torch.cuda.Stream(device))
 
 
-def _pending(by_shard: Mapping[str, list[Job]], place: Workplace) -> Iterator[tuple[_Shard, Job]]:
+def _pending(by_shard: Mapping[str, list[Job]], place: StagingDir) -> Iterator[tuple[_Shard, Job]]:
     for name, jobs in by_shard.items():
         shard = _Shard(place.files / name, jobs)
         yield from ((shard, job) for job in jobs)
 
 
-def _feed(pool: ThreadPoolExecutor, workers: int, work: Iterator[tuple[_Shard, Job]], place: Workplace, bar) -> int:
+def _feed(pool: ThreadPoolExecutor, workers: int, work: Iterator[tuple[_Shard, Job]], place: StagingDir, bar) -> int:
     """Give work to the pool as memory allows; how many source bytes an earlier run had done.
 
     The first error stops everything and is raised.

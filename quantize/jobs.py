@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from moe_nvfp4.format import dequantize, pad_k
-from moe_nvfp4.quantize.checkpoint import TORCH_DTYPES, Stored, tensor_bytes
 from moe_nvfp4.quantize.dialects import Dialect
+from moe_nvfp4.quantize.files import TORCH_DTYPES, TensorSlice, tensor_bytes
 from moe_nvfp4.quantize.matrices import ErrorSums, Matrix, NVFP4Stack
 from moe_nvfp4.quantize.names import gate_of, up_of
 from moe_nvfp4.quantize.recipes import quantize_matrix, recipe_global_scale
@@ -59,7 +59,7 @@ class Job:
 
 
 def copy_job(
-    name: str, stored: Stored, new_name: str | None = None, check: Callable[[Tensor, str], None] | None = None
+    name: str, stored: TensorSlice, new_name: str | None = None, check: Callable[[Tensor, str], None] | None = None
 ) -> Job:
     """check: raises ValueError for a piece, uint8 [n], of a tensor with this name."""
     new_name = new_name or name
@@ -75,7 +75,7 @@ def copy_job(
     return Job(stored.file.name, stored.size, 2 * min(stored.size, COPY), outputs, run)
 
 
-def scale_job(name: str, stored: Stored, new_name: str, source: Dialect, target: Dialect) -> Job:
+def scale_job(name: str, stored: TensorSlice, new_name: str, source: Dialect, target: Dialect) -> Job:
     """A global scale from one dialect to the other."""
     if stored.dtype != "F32" or tensor_bytes("F32", stored.shape) != 4:
         raise ValueError(
@@ -295,7 +295,7 @@ def stack_jobs(stack: NVFP4Stack, stems: list[str], source: Dialect, target: Dia
     return (job(e) for e in range(E))
 
 
-def bias_jobs(name: str, stored: Stored, stems: list[str], interleaved: bool) -> Iterator[Job]:
+def bias_jobs(name: str, stored: TensorSlice, stems: list[str], interleaved: bool) -> Iterator[Job]:
     """[E, n] biases, as one tensor per expert and projection. stems: with {e} for the expert."""
     E, n = stored.shape
     parts = len(stems)

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from moe_nvfp4.format import decode, dequantize
-from moe_nvfp4.quantize.checkpoint import TORCH_DTYPES, Checkpoint, Stored
 from moe_nvfp4.quantize.dialects import Dialect
+from moe_nvfp4.quantize.files import TORCH_DTYPES, Checkpoint, TensorSlice
 from moe_nvfp4.quantize.names import PRE_QUANT_SCALE
 
 
@@ -64,7 +64,7 @@ class ErrorSums:
         return 10 * math.log10(self.square / self.error) if self.error and self.square else math.inf
 
 
-def row_major(stored: Stored, rows: int, columns: int, first: int = 0) -> Matrix:
+def row_major(stored: TensorSlice, rows: int, columns: int, first: int = 0) -> Matrix:
     """Rows `first` to `first + rows` of a tensor whose rows have `columns` elements."""
     dtype = TORCH_DTYPES[stored.dtype]
     width = columns * dtype.itemsize
@@ -75,7 +75,9 @@ def row_major(stored: Stored, rows: int, columns: int, first: int = 0) -> Matrix
     return Matrix(rows, columns, rows * width, stored.file.name, lambda: read)
 
 
-def slice_view(stored: Stored, e: int, shape: tuple[int, int], view: Callable[[Tensor], Tensor], parts: int) -> Matrix:
+def slice_view(
+    stored: TensorSlice, e: int, shape: tuple[int, int], view: Callable[[Tensor], Tensor], parts: int
+) -> Matrix:
     """view([shape] number e of a stack): for layouts in which a matrix's rows are not in one piece."""
     dtype = TORCH_DTYPES[stored.dtype]
     size = shape[0] * shape[1] * dtype.itemsize
@@ -116,7 +118,7 @@ def fp8_dense(codes: Tensor, scales: Tensor, block: tuple[int, int], first: int 
     return codes.float().mul_(of_rows.repeat_interleave(block[1], dim=1)[:, :K])
 
 
-def fp8(weight: Stored, scale: Stored, block: tuple[int, int] | None, name: str) -> Matrix:
+def fp8(weight: TensorSlice, scale: TensorSlice, block: tuple[int, int] | None, name: str) -> Matrix:
     """e4m3 [N, K] with a scale for every block (None: as `fp8_block` finds) -> fp32. ValueError for other shapes."""
     fits = block is None or scale.shape == tuple(-(-n // b) for n, b in zip(weight.shape, block, strict=False))
     block = block or fp8_block(weight.shape, scale.shape)
@@ -137,7 +139,7 @@ def fp8(weight: Stored, scale: Stored, block: tuple[int, int] | None, name: str)
     return Matrix(N, K, weight.size + scale.size, weight.file.name, open, held=4 * scale.size)
 
 
-def mxfp4(blocks: Stored, scales: Stored, e: int, first: int, step: int, name: str) -> Matrix:
+def mxfp4(blocks: TensorSlice, scales: TensorSlice, e: int, first: int, step: int, name: str) -> Matrix:
     """Expert e's rows first, first + step, ... of [E, N, K/32, 16] codes with e8m0 [E, N, K/32] -> fp32.
 
     Its global scale is a power of two, so that a searching recipe finds every value again, exactly: MXFP4's scales
@@ -195,9 +197,9 @@ class NVFP4Stack:
     interleaved  rows of gate and up alternate
     """
 
-    codes: Stored
-    sf: Stored
-    scales: dict[str, Stored]
+    codes: TensorSlice
+    sf: TensorSlice
+    scales: dict[str, TensorSlice]
     transposed: bool = True
     interleaved: bool = False
 
@@ -221,7 +223,7 @@ class NVFP4Stack:
                 raise ValueError(f"{name}: {last} is {stored.dtype} {list(stored.shape)}, expected one F32 number, or "
                                  f"one for each of {wanted[0]} experts")  # fmt: skip
 
-    def pieces(self, stored: Stored, e: int, parts: int) -> list[Tensor]:
+    def pieces(self, stored: TensorSlice, e: int, parts: int) -> list[Tensor]:
         """uint8 [out, in'] of expert e, in `parts` projections."""
         size = stored.size // stored.shape[0]
         rows = stored.read(e * size, size).view(stored.shape[1:])

@@ -13,8 +13,8 @@ from pathlib import Path
 from torch import Tensor
 
 from moe_nvfp4._version import __version__
-from moe_nvfp4.quantize.checkpoint import Checkpoint, Stored, tensor_bytes
 from moe_nvfp4.quantize.dialects import DIALECTS, Dialect, QuantizationInfo, read_config, write_config
+from moe_nvfp4.quantize.files import Checkpoint, TensorSlice, tensor_bytes
 from moe_nvfp4.quantize.jobs import (
     Job,
     Options,
@@ -261,7 +261,9 @@ class Plan:
                 else:
                     self._stack(module, stack, (name, up), (down_name, down))
 
-    def _separate(self, module: str, gate: Stored, up: tuple[str, Stored], down: tuple[str, Stored]) -> None:
+    def _separate(
+        self, module: str, gate: TensorSlice, up: tuple[str, TensorSlice], down: tuple[str, TensorSlice]
+    ) -> None:
         """A stack for each projection, [E, out, in]."""
         fits = len(up[1].shape) == 3 and gate.shape == up[1].shape and gate.size
         _need(fits, up[0], up[1], f"{list(gate.shape)} as the gate's")
@@ -273,7 +275,7 @@ class Plan:
                 matrix = row_major(stored, rows, columns, e * rows)
                 self._quantize(f"{module}.{e}.{part}", matrix)
 
-    def _stack(self, module: str, stack: Stack, up: tuple[str, Stored], down: tuple[str, Stored]) -> None:
+    def _stack(self, module: str, stack: Stack, up: tuple[str, TensorSlice], down: tuple[str, TensorSlice]) -> None:
         transposed = self._orientation(stack, *up, down[1])
         E, I = up[1].shape[0], up[1].shape[2 if transposed else 1] // 2
         H = up[1].shape[1 if transposed else 2]
@@ -293,7 +295,7 @@ class Plan:
         if stack.bias:
             self._biases(module, up[0], down[0], (E, I, H), stack.interleaved)
 
-    def _orientation(self, stack: Stack, name: str, up: Stored, down: Stored) -> bool:
+    def _orientation(self, stack: Stack, name: str, up: TensorSlice, down: TensorSlice) -> bool:
         """Whether the tensors are [E, in, out]."""
         _need(len(up.shape) == len(down.shape) == 3 and up.size and down.size, name, up, "[experts, rows, columns]")
         if stack.transposed is not None:
@@ -516,7 +518,7 @@ class Plan:
         self.report.dequantized += 1
 
     # ------------------------------------------------------------ the rest
-    def _copy(self, name: str, stored: Stored) -> None:
+    def _copy(self, name: str, stored: TensorSlice) -> None:
         self.jobs.append(copy_job(name, stored))
         self.report.copied += 1
         module = name.removesuffix(".weight")
@@ -610,7 +612,7 @@ def config_dtype(config: Mapping) -> str | None:
     return known[0] if known else None
 
 
-def _need(condition: bool, name: str, stored: Stored, expected: str) -> None:
+def _need(condition: bool, name: str, stored: TensorSlice, expected: str) -> None:
     if not condition:
         raise ValueError(f"{name} has shape {list(stored.shape)}, expected {expected}: the file belongs to another "
                          "model, or this layout is not known here; leave it as it is with --exclude")  # fmt: skip

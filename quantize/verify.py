@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from moe_nvfp4.quantize.checkpoint import TORCH_DTYPES, Checkpoint, Stored, open_checkpoint
 from moe_nvfp4.quantize.dialects import Dialect, QuantizationInfo
+from moe_nvfp4.quantize.files import TORCH_DTYPES, Checkpoint, TensorSlice, open_checkpoint
 from moe_nvfp4.quantize.matrices import ErrorSums, Matrix, fp8_block, nvfp4_stack
 from moe_nvfp4.quantize.model import Given, ModelTensors, UnknownModel
 from moe_nvfp4.quantize.names import (
@@ -98,7 +98,7 @@ def verify_checkpoint(folder: str | os.PathLike, against: str | os.PathLike | No
     return report
 
 
-def _codes(stem: str, checkpoint: Checkpoint, info: QuantizationInfo) -> Stored:
+def _codes(stem: str, checkpoint: Checkpoint, info: QuantizationInfo) -> TensorSlice:
     name = f"{stem}.{info.dialect.weight}"
     if name not in checkpoint.tensors:
         raise ValueError(f"{name} is missing: every NVFP4 matrix has codes, block scales and a global scale")
@@ -161,13 +161,13 @@ def _check_fp8(name: str, checkpoint: Checkpoint) -> list[str]:
     return [name, scale, f"{stem}.input_scale"]
 
 
-def _check_scale(name: str, stored: Stored, dialect: Dialect) -> None:
+def _check_scale(name: str, stored: TensorSlice, dialect: Dialect) -> None:
     if stored.dtype != "F32" or stored.size != 4:
         raise ValueError(f"{name} is {stored.dtype} {list(stored.shape)}, expected one F32 number")
     check_global_scale(dialect.decode_scale(stored.tensor()), name)
 
 
-def _check_other(name: str, stored: Stored) -> None:
+def _check_other(name: str, stored: TensorSlice) -> None:
     if SCALES.search(name) and not KV_SCALE.search(name):
         raise ValueError(f"{name} is a scale that nothing reads: a part of its matrix is missing, or it is not NVFP4")
     if stored.dtype in DENSE:
@@ -176,7 +176,7 @@ def _check_other(name: str, stored: Stored) -> None:
         _read(stored)
 
 
-def _check_finite(name: str, stored: Stored) -> None:
+def _check_finite(name: str, stored: TensorSlice) -> None:
     def finite(piece: Tensor) -> None:
         if not piece.view(TORCH_DTYPES[stored.dtype]).isfinite().all():
             raise ValueError(f"{name} has NaN or Inf: the original has them too, or the file is damaged")
@@ -184,7 +184,7 @@ def _check_finite(name: str, stored: Stored) -> None:
     _read(stored, finite)
 
 
-def _read(stored: Stored, check: Callable[[Tensor], None] = lambda piece: None) -> None:
+def _read(stored: TensorSlice, check: Callable[[Tensor], None] = lambda piece: None) -> None:
     """Every byte, in pieces uint8 [n]."""
     for at in range(0, stored.size, PIECE):
         check(stored.read(at, min(PIECE, stored.size - at)))
@@ -221,7 +221,7 @@ def _check_optional_scales(found: Mapping[str, tuple[int, ...]], checkpoint: Che
 
 def _given(
     checkpoint: Checkpoint, dialect: Dialect, matrices: Mapping[str, tuple[int, ...]], stacks: list[str],
-    fp8: set[str], left: Mapping[str, Stored],
+    fp8: set[str], left: Mapping[str, TensorSlice],
 ) -> dict[str, Given]:  # fmt: skip
     """Everything in the folder, by the names of a dense checkpoint."""
     given = {f"{stem}.weight": Given("NVFP4", (N, 2 * half)) for stem, (N, half) in matrices.items()}
@@ -234,7 +234,7 @@ def _given(
 
 
 # ---------------------------------------------------------------- against the original
-def _compare(checkpoint: Checkpoint, source: Checkpoint, left: Mapping[str, Stored]) -> dict[str, ErrorSums]:
+def _compare(checkpoint: Checkpoint, source: Checkpoint, left: Mapping[str, TensorSlice]) -> dict[str, ErrorSums]:
     """The error of every layer; `left`: the tensors of `checkpoint` that are not NVFP4 nor FP8."""
     layer_of = lambda stem: re.sub(r"(\bexperts)\..*", r"\1", stem)
     ours = plan_of(checkpoint)
@@ -286,7 +286,7 @@ def _add_error(layer: ErrorSums, stem: str, packed: Matrix, matrix: Matrix) -> N
     layer.matrices += 1
 
 
-def _is_dense(stored: Stored, matrix: Matrix) -> bool:
+def _is_dense(stored: TensorSlice, matrix: Matrix) -> bool:
     """Whether `stored` is `matrix` in its own dtype, exactly."""
     if stored.shape != (matrix.rows, matrix.columns):
         return False
@@ -299,7 +299,7 @@ def _is_dense(stored: Stored, matrix: Matrix) -> bool:
     )
 
 
-def _same(a: Stored, b: Stored) -> bool:
+def _same(a: TensorSlice, b: TensorSlice) -> bool:
     if a.shape != b.shape:
         return False
     pieces = ((at, min(PIECE, a.size - at)) for at in range(0, a.size, PIECE))

@@ -12,8 +12,8 @@ import vllm
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
 from moe_nvfp4.integrations.vllm import NAME
-from moe_nvfp4.quantize.checkpoint import open_checkpoint
 from moe_nvfp4.quantize.dialects import QuantizationInfo, matches, read_config
+from moe_nvfp4.quantize.files import open_checkpoint
 from moe_nvfp4.quantize.names import PER_EXPERT
 from moe_nvfp4.quantize.recipes import DEFAULT_RECIPE, RECIPES
 from moe_nvfp4.weights import ACTIVATIONS

@@ -100,7 +100,7 @@ def test_calibrate(folder, tmp_path, capsys):
 
 
 def test_an_interrupted_quantize_leaves_nothing(folder, tmp_path, monkeypatch, capsys):
-    from moe_nvfp4.quantize.checkpoint import ShardWriter
+    from moe_nvfp4.quantize.files import ShardWriter
 
     def fails(self, name, data, offset=0):
         raise OSError("No space left on device")

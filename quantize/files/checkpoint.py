@@ -1,0 +1,158 @@
+"""A checkpoint's folder: config.json, the index, and where each tensor lies.
+
+Indexes come from strangers: file names and what they hold are checked before use.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from moe_nvfp4.quantize.files.headers import TORCH_DTYPES, header_and_start, twice
+
+INDEX = "model.safetensors.index.json"
+ENDS = 64  # bytes at the ends of a tensor that `fingerprint` reads
+
+
+@dataclass(frozen=True)
+class TensorSlice:
+    """Where a tensor lies: `size` bytes of `file` from byte `start` on."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    size: int
+
+    def read(self, offset: int = 0, size: int | None = None) -> Tensor:
+        """uint8 [size]: bytes of the tensor, read from the file now. OSError where it cannot be read."""
+        size = self.size - offset if size is None else size
+        data = torch.empty(size, dtype=torch.uint8, device="cpu")
+        view, done = memoryview(data.numpy()), 0
+        with open(self.file, "rb", buffering=0) as f:
+            f.seek(self.start + offset)
+            while done < size:
+                count = f.readinto(view[done:])
+                if not count:
+                    raise OSError(f"{self.file} became shorter while it was read: download it again")
+                done += count
+        return data
+
+    def tensor(self) -> Tensor:
+        return self.read().view(TORCH_DTYPES[self.dtype]).reshape(self.shape)
+
+
+def fingerprint(tensors: Iterable[TensorSlice]) -> str:
+    """sha256 of the first and last bytes of each tensor: what may differ where a file's size and time do not."""
+    found, files = hashlib.sha256(), {}
+    try:
+        for t in tensors:
+            if t.file not in files:
+                files[t.file] = open(t.file, "rb", buffering=0)
+            for at in (t.start, max(t.start, t.start + t.size - ENDS)):
+                files[t.file].seek(at)
+                found.update(files[t.file].read(min(ENDS, t.size)))
+    finally:
+        for file in files.values():
+            file.close()
+    return found.hexdigest()
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A folder with config.json and safetensors files; `ignored` weight files belong to no model here."""
+
+    folder: Path
+    config: dict
+    tensors: dict[str, TensorSlice]
+    files: tuple[Path, ...]
+    ignored: tuple[Path, ...]
+
+
+def open_checkpoint(folder: str | os.PathLike) -> Checkpoint:
+    """What a folder holds, from config.json, the index and the headers; no weights are read.
+
+    ValueError where these disagree or are damaged: names the file, the rule and the way out.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise ValueError(f"{folder} does not exist or is not a folder: name the folder of a checkpoint")
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"{folder} has no config.json: name the folder of a Hugging Face checkpoint")
+    config = _json(folder / "config.json")
+    found = sorted(folder.glob("*.safetensors"))
+    index = _read_index(folder, found)
+    files = tuple(sorted({folder / name for name in index.values()})) if index is not None else _single(folder, found)
+    tensors: dict[str, TensorSlice] = {}
+    for path in files:
+        header, data = header_and_start(path)
+        for name, info in header.items():
+            begin, end = info["data_offsets"]
+            if name in tensors:
+                raise ValueError(twice(name, tensors[name].file, path))
+            tensors[name] = TensorSlice(path, info["dtype"], tuple(info["shape"]), data + begin, end - begin)
+    if index is not None:
+        _check_index(folder / INDEX, index, tensors)
+    return Checkpoint(folder, config, tensors, files, tuple(p for p in found if p not in files))
+
+
+def _single(folder: Path, found: list[Path]) -> tuple[Path, ...]:
+    if len(found) == 1 and not re.search(r"-of-0*([2-9]|1\d)\d*\.", found[0].name):
+        return (found[0],)
+    if folder / "model.safetensors" in found and not any("-of-" in p.name for p in found):
+        return (folder / "model.safetensors",)
+    if not found:
+        raise ValueError(f"{folder} has no .safetensors file: save the model with safetensors first")
+    raise ValueError(
+        f"{folder} has {len(found)} .safetensors file(s) of a split checkpoint, but no {INDEX}: which tensors "
+        "belong together is not known; download that file too"
+    )
+
+
+def _read_index(folder: Path, found: list[Path]) -> dict[str, str] | None:
+    """Tensor name -> file name, or None without an index."""
+    path = folder / INDEX
+    if not path.is_file():
+        return None
+    index = _json(path).get("weight_map")
+    if not isinstance(index, dict) or not index or not all(isinstance(v, str) for v in index.values()):
+        raise ValueError(f"{path} has no weight_map of tensor names and file names: download it again")
+    if folder / "model.safetensors" in found and "model.safetensors" not in index.values():
+        raise ValueError(f"{folder} has model.safetensors and {INDEX}: two checkpoints are mixed; keep one of them")
+    for name in sorted(set(index.values())):
+        if not re.fullmatch(r"[\w.\-]+\.safetensors", name) or name.startswith("."):
+            raise ValueError(f"{path} names the file {name!r}: shards must be .safetensors files in the same folder")
+        if not (folder / name).is_file():
+            raise ValueError(f"{path} names {name}, which is not in the folder: download that shard too")
+    pattern = re.compile(re.sub(r"\d+", lambda m: r"\d+", re.escape(next(iter(index.values())))))
+    for file in found:
+        if pattern.fullmatch(file.name) and file.name not in index.values():
+            raise ValueError(f"{path} does not name the shard {file.name}: download the index again, or remove that")
+    return index
+
+
+def _check_index(path: Path, index: Mapping[str, str], tensors: Mapping[str, TensorSlice]) -> None:
+    for name, file in index.items():
+        if name not in tensors or tensors[name].file.name != file:
+            raise ValueError(f"{path} says that {name} is in {file}, and it is not: download both again")
+    for name, stored in tensors.items():
+        if name not in index:
+            raise ValueError(f"{path} does not name {name}, which is in {stored.file.name}: download both again")
+
+
+def _json(path: Path) -> dict:
+    try:
+        found = json.loads(path.read_text("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not JSON ({error}): download it again") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} is not a JSON object: download it again")
+    return found

@@ -1,0 +1,129 @@
+"""safetensors headers, checked before use: they come from strangers.
+
+Format: https://huggingface.co/docs/safetensors (8 bytes little-endian header size, JSON, data).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+
+# safetensors' own limit; a larger number is not a header but another file format
+MAX_HEADER = 100_000_000
+
+# dtype -> bits of an element; F4 and F6 need not fill bytes
+BITS = {
+    "F64": 64, "I64": 64, "U64": 64, "C64": 64, "F32": 32, "I32": 32, "U32": 32, "F16": 16, "BF16": 16,
+    "I16": 16, "U16": 16, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8,
+    "I8": 8, "U8": 8, "BOOL": 8, "F6_E2M3": 6, "F6_E3M2": 6, "F4": 4,
+}  # fmt: skip
+TORCH_DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu, "U8": torch.uint8,
+}  # fmt: skip
+# In a tensor's name: no model has so many layers or experts
+LARGE_NUMBER = re.compile(r"(?<![^.])\d{6,}(?![^.])")
+
+
+def read_headers(files: Iterable[str | os.PathLike]) -> dict[str, dict]:
+    """Tensor name -> {"dtype": "BF16", "shape": [...]} of safetensors files, no data read.
+
+    Raises ValueError for a file that is truncated or is not safetensors, and for a tensor that two
+    files hold. Other weight files (.bin) are passed over.
+    """
+    headers: dict[str, dict] = {}
+    where: dict[str, Path] = {}
+    for path in map(Path, files):
+        if path.suffix != ".safetensors":
+            continue
+        for name, info in read_header(path).items():
+            if name in headers:
+                raise ValueError(twice(name, where[name], path))
+            headers[name], where[name] = {"dtype": info["dtype"], "shape": info["shape"]}, path
+    return headers
+
+
+def read_header(path: str | os.PathLike) -> dict[str, dict]:
+    """The header of one safetensors file, without its metadata: name -> dtype, shape, data_offsets.
+
+    ValueError if it is damaged: every tensor must lie inside the file, fill exactly the bytes that
+    its dtype and shape need, and share none with another.
+    """
+    return header_and_start(Path(path))[0]
+
+
+def header_and_start(path: Path) -> tuple[dict[str, dict], int]:
+    """The header, and where the data begins."""
+    size = path.stat().st_size
+    with open(path, "rb") as f:
+        length = int.from_bytes(f.read(8), "little")
+        if size < 8 or length > min(size - 8, MAX_HEADER):
+            raise ValueError(_damaged(path, f"it has {size} bytes, its header alone needs {length + 8}"))
+        try:
+            header = json.loads(f.read(length), object_pairs_hook=_no_duplicates)
+        except _Duplicate as error:
+            raise ValueError(_damaged(path, f"its header names {error} twice")) from None
+        except (ValueError, RecursionError) as error:
+            raise ValueError(_damaged(path, f"its header is not JSON ({error})")) from None
+    if not isinstance(header, dict):
+        raise ValueError(_damaged(path, "its header is not a JSON object"))
+    header.pop("__metadata__", None)
+    if strange := next((name for name in header if LARGE_NUMBER.search(name)), None):
+        raise ValueError(f"{path} names a tensor {strange[:200]!r}: no layer or expert has a number of 6 digits")
+    end = 0
+    for name, info in sorted(header.items(), key=lambda item: _offsets(path, *item)):
+        begin, stop = _offsets(path, name, info)
+        if begin != end and stop != begin:
+            rule = "overlaps another tensor" if begin < end else "leaves bytes that belong to no tensor before it"
+            raise ValueError(_damaged(path, f"{name} at bytes {begin} to {stop} {rule} (which ends at {end})"))
+        end = max(end, stop)
+    if 8 + length + end != size:
+        raise ValueError(_damaged(path, f"it has {size} bytes, its header describes {8 + length + end}"))
+    return header, 8 + length
+
+
+class _Duplicate(Exception):
+    pass
+
+
+def _no_duplicates(pairs: list[tuple]) -> dict:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [key for key, _ in pairs]
+        raise _Duplicate(next(n for n in names if names.count(n) > 1))
+    return found
+
+
+def _offsets(path: Path, name: str, info: dict) -> tuple[int, int]:
+    """The data_offsets of a header entry, checked against its dtype and shape."""
+    try:
+        (begin, end), shape, dtype = info["data_offsets"], info["shape"], info["dtype"]
+    except (KeyError, TypeError, ValueError):
+        raise ValueError(_damaged(path, f"its header entry {name} lacks data_offsets, shape or dtype")) from None
+    numbers = [begin, end, *shape] if isinstance(shape, list) else [None]
+    if not all(type(n) is int and 0 <= n < 1 << 62 for n in numbers):
+        raise ValueError(_damaged(path, f"the offsets or the shape of {name} are not whole numbers from 0"))
+    if not isinstance(dtype, str) or dtype not in BITS:
+        raise ValueError(f"{path}: {name} has the dtype {dtype!r}, which is not known; known are {', '.join(BITS)}")
+    needed = -(-math.prod(shape) * BITS[dtype] // 8)
+    if end - begin != needed:
+        raise ValueError(_damaged(path, f"{name} has bytes {begin} to {end}, but {dtype} {shape} needs {needed} bytes"))
+    return begin, end
+
+
+def _damaged(path: Path, why: str) -> str:
+    return f"{path} is truncated or is not a safetensors file: {why}. Download it again"
+
+
+def twice(name: str, a: Path, b: Path) -> str:
+    return f"tensor {name} is in {a.name} and in {b.name}: two checkpoints are mixed in one folder; keep one of them"
+
+
+def tensor_bytes(dtype: str, shape: Iterable[int]) -> int:
+    return -(-math.prod(shape) * BITS[dtype] // 8)

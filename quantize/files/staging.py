@@ -1,0 +1,134 @@
+"""Where a destination grows until it is whole, and what an interrupted run leaves for the next."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TextIO
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
+
+
+class StagingDir:
+    """The hidden folder `.NAME.partial` next to a destination, where it grows until it is whole.
+
+    files/         the files of the destination so far
+    journal.jsonl  what they are made from, and line by line {tensor: sha256, ...} of the jobs that are done
+    lock           held by the process that works here
+
+    A context manager: leaving it without `publish` keeps what is done for the next run, and nothing
+    where nothing is.
+    """
+
+    def __init__(self, destination: Path, key: dict):
+        self.destination, self.key = destination, key
+        self.folder = destination.parent / f".{destination.name}.partial"
+        self.files = self.folder / "files"
+        self.done: dict[str, str] = {}  # tensor -> sha256
+        self.restarted = ""  # why the work of an earlier run could not be used
+        self._lock = -1
+        self._journal: TextIO | None = None
+        self._mutex = threading.Lock()
+
+    def __enter__(self) -> StagingDir:
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except (FileExistsError, NotADirectoryError):
+            inside = next(p for p in (self.folder, *self.folder.parents) if p.exists() and not p.is_dir())
+            raise ValueError(
+                f"{inside} is a file, where the folder {'of the work in progress' if inside == self.folder else ''} "
+                f"for {self.destination} goes: move it away, or name another destination"
+            ) from None
+        self._lock = _lock(self.folder / "lock", self.destination)
+        try:
+            self._resume()
+            self.files.mkdir(exist_ok=True)
+        except BaseException:
+            self._unlock()
+            raise
+        return self
+
+    def __exit__(self, *error) -> None:
+        self._journal.close()
+        if not self.done or not self.files.exists():
+            shutil.rmtree(self.folder, ignore_errors=True)
+        self._unlock()
+
+    def _resume(self) -> None:
+        """What an earlier run has done, if it was the same one."""
+        path = self.folder / "journal.jsonl"
+        try:
+            first, *lines = path.read_text("utf-8").splitlines()
+            earlier = json.loads(first)
+            if earlier != self.key:
+                changed = [k for k in self.key if earlier.get(k) != self.key[k]]
+                self.restarted = f"{' and '.join(changed) or 'the settings'} changed since the interrupted run"
+            else:
+                self.done = {name: sha for line in lines for name, sha in _entries(line)}
+        except FileNotFoundError:
+            pass
+        except (ValueError, AttributeError):
+            self.restarted = "the journal of the interrupted run is damaged"
+        if self.restarted:
+            shutil.rmtree(self.files, ignore_errors=True)
+        new = path.with_suffix(".new")  # without what may stand in a last, unfinished line
+        new.write_text("".join(f"{json.dumps(entry)}\n" for entry in (self.key, *([self.done] if self.done else ()))))
+        os.replace(new, path)
+        self._journal = open(path, "a", encoding="utf-8")
+
+    def finish(self, digests: Mapping[str, str]) -> None:
+        """Put tensors that are in their file into the journal: sha256 by name."""
+        with self._mutex:
+            self.done |= digests
+            self._journal.write(f"{json.dumps(digests)}\n")
+            self._journal.flush()
+
+    def publish(self) -> None:
+        """The destination appears, whole."""
+        if self.destination.exists():
+            raise ValueError(f"{self.destination} was made by someone else meanwhile: the result is in {self.files}")
+        os.replace(self.files, self.destination)
+        self.done = {}
+
+    def _unlock(self) -> None:
+        os.close(self._lock)
+        if fcntl is None:
+            (self.folder / "lock").unlink(missing_ok=True)
+
+
+def _entries(line: str) -> list[tuple[str, str]]:
+    """Of one line of a journal; none where a run ended in the middle of it."""
+    try:
+        return list(json.loads(line).items())
+    except ValueError:
+        return []
+
+
+def _lock(path: Path, destination: Path) -> int:
+    """A file descriptor that holds `path`; ValueError while another process does."""
+    busy = f"{destination} is being written by another converter (lock file {path}): wait for it"
+    flags = os.O_RDWR | os.O_CREAT | (0 if fcntl else os.O_EXCL)
+    try:
+        fd = os.open(path, flags, 0o644)
+    except FileExistsError:  # without fcntl a lock outlives its process
+        raise ValueError(f"{busy}; if there is none, remove the lock file") from None
+    if fcntl:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            same = path.exists() and os.fstat(fd).st_ino == path.stat().st_ino
+        except BlockingIOError:
+            same = False
+        if not same:
+            pid = os.read(fd, 20).decode(errors="replace").strip()
+            os.close(fd)
+            raise ValueError(f"{busy} (process {pid or 'unknown'})")
+    os.ftruncate(fd, 0)
+    os.write(fd, f"{os.getpid()}\n".encode())
+    return fd
