@@ -86,7 +86,7 @@ class ExpertsConverter(WeightConverter):
         experts = self.owner.packed.get(module_name)
         self.quantization_operation = None
         if loading_info is not None and experts is not None:
-            _check_sharding(module_name, experts, self)
+            check_sharding(module_name, experts, self, model)
         if loading_info is None or experts is None or self.owner.pre_quantized:
             found = super().convert(layer_name, model, config, hf_quantizer)  # without info, errors are raised
             return self.owner.as_read(self.layer_targets[layer_name], found) if loading_info is None else found
@@ -396,9 +396,13 @@ def _projection_first(c: ExpertsConverter) -> ExpertsConverter:
     return c.copy(sources, c._original_target_patterns)
 
 
-def _check_sharding(module_name: str, experts: HFExperts, converter: ExpertsConverter) -> None:
+def check_sharding(module_name: str, experts: HFExperts, converter: ExpertsConverter, model: nn.Module) -> None:
     """The plan of parallelism must cut our [E, N, K] tensors at whole blocks of 16, and files must be cut likewise."""
     files = converter.owner
+    if getattr(model, "_ep_plan", None):
+        instead = "use expert parallelism (DistributedConfig(tp_size=n, ep_size=n))"
+    else:  # Llama 4
+        instead = "this model has no plan of expert parallelism; whole layers go to several GPUs with device_map='auto'"
     parallel = any(isinstance(p, DTensor) for p in experts.parameters())
     if parallel and experts.smooth[0] is not None:
         raise NotImplementedError(f"{module_name}: experts with AWQ's pre_quant_scale are not split over ranks yet")
@@ -416,14 +420,13 @@ def _check_sharding(module_name: str, experts: HFExperts, converter: ExpertsConv
         if experts.layout.transposed:
             raise NotImplementedError(
                 f"{module_name}: {experts.source_class.__name__} stores its experts transposed, so its "
-                "tensor-parallel plan does not fit 4-bit experts: use expert parallelism "
-                "(DistributedConfig(tp_size=n, ep_size=n))"
+                f"tensor-parallel plan does not fit 4-bit experts: {instead}"
             )
         if codes.to_local().shape[-1] * 2 != sf.to_local().shape[-1] * 16:
             raise ValueError(
                 f"{module_name}.{name}: K = {codes.shape[-1] * 2} does not split over "
                 f"{codes.device_mesh.size()} ranks into whole blocks of 16: choose a tp_size that "
-                "divides K / 16, or expert parallelism"
+                f"divides K / 16, or {instead}"
             )
 
 

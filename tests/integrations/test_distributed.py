@@ -11,12 +11,16 @@ import pytest
 import torch
 import transformers
 from packaging.version import Version
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from moe_nvfp4.integrations.huggingface import MoeNvfp4Config
+from moe_nvfp4.integrations.huggingface import MoeNvfp4Config, swap_experts
+from moe_nvfp4.integrations.huggingface.converters import ExpertsConverter, check_sharding
+from moe_nvfp4.integrations.huggingface.experts import HFExperts
 from tests.common import on_two_gpus, relative_error
 from tests.folders import is_expert, is_linear, quantized
-from tests.models import IDS, SMALL, folder, load, logits, make, same_tensors
+from tests.models import IDS, SMALL, folder, gpt_oss, llama4, load, logits, make, same_tensors
 
 WORKER = """
 import json, sys
@@ -187,3 +191,24 @@ def test_files_that_cannot_be_split_as_they_are_read_are_refused(dialect, tmp_pa
     codes, outputs = launch(tmp_path, [run])
     assert codes != [0, 0]
     assert any(message in o for o in outputs), outputs[0][-2000:]
+
+
+@pytest.mark.parametrize("family", [gpt_oss, llama4], ids=lambda f: f.__name__)
+def test_the_way_out_is_one_that_the_model_has(family):
+    """Weights that files have transposed cannot be split as their tensor-parallel plan says. Llama 4 has no other."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        model = swap_experts(make(family), progress=False)
+        name, experts = next((n, m) for n, m in model.named_modules() if isinstance(m, HFExperts))
+        for key in ("gate_up_proj", "gate_up_proj_sf"):
+            split = distribute_tensor(getattr(experts, key), mesh, [Shard(1)])
+            setattr(experts, key, torch.nn.Parameter(split, requires_grad=False))
+        converter = next(c for c in model._weight_conversions if isinstance(c, ExpertsConverter))
+        with pytest.raises(NotImplementedError, match="stores its experts transposed") as error:
+            check_sharding(name, experts, converter, model)
+    finally:
+        torch.distributed.destroy_process_group()
+    assert bool(model._ep_plan) == (family is gpt_oss)
+    assert ("ep_size=n" in str(error.value)) == (family is gpt_oss)
+    assert ("no plan of expert parallelism" in str(error.value)) == (family is llama4)
