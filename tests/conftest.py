@@ -11,6 +11,9 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported: its kernels run as NumPy
+
 
 @pytest.fixture(scope="session", autouse=True)
 def few_threads():

@@ -354,14 +354,15 @@ def build_dependency_wait(build, match):
 
 
 @operation(r"call(?:\.uni)?")
-def build_call(build, match, results, function, arguments):
-    """Kernels here call nothing but vprintf, to say why they stop."""
+def build_call(build, match, *operands):
+    """Kernels here call nothing but vprintf and __assertfail, to say why they stop."""
+    function = operands[-2]
 
     def run(warp, mask):
         raise Violation(f"the kernel calls {function.name}")
 
-    if getattr(function, "name", None) != "vprintf":
-        build.fail("only vprintf may be called")
+    if getattr(function, "name", None) not in ("vprintf", "__assertfail"):
+        build.fail("only vprintf and __assertfail may be called")
     return run
 
 

@@ -13,7 +13,8 @@ NAME = re.compile(r"[%$A-Za-z_][\w$%.]*")  # the dot is for %tid.x
 LABEL = re.compile(r"([$A-Za-z_][\w$]*)\s*:(?!:)")
 REGISTERS = re.compile(r"\.reg\s+\.(\w+)\s+(.*)", re.S)
 VARIABLE = re.compile(
-    r"\.(param|shared|global|const|local)\s+(?:\.align\s+(\d+)\s+)?\.([a-z]+)(\d+)\s+([\w$]+)\s*(?:\[(\d*)\])?$"
+    r"\.(param|shared|global|const|local)\s+(?:\.align\s+(\d+)\s+)?\.([a-z]+)(\d+)\s+"
+    r"(?:\.ptr\s+\.global\s+\.align\s+\d+\s+)?([\w$]+)\s*(?:\[(\d*)\])?$"  # what a pointer points to says nothing new
 )
 IGNORED = (".pragma", ".loc", ".file", ".section")
 PER_FUNCTION = (".reqntid", ".maxntid", ".minnctapersm", ".maxnreg", ".reqnctapercluster", ".explicitcluster",

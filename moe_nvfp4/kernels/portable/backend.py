@@ -1,0 +1,325 @@
+"""The portable backend: the experts and linears as Triton kernels, for every GPU that Triton compiles for.
+
+    route ── (quantize) ── gemm, with the gate ── (quantize) ── gemm ── combine
+
+The checkpoint's bytes are read as they are. Nothing waits for the device, no shape depends on data and buffers are
+torch's, so that a CUDA graph can capture all of it; on any stream, and on several at once. The same input gives the
+same bits.
+
+NVFP4 rows (W4A4) stand as bf16 `code * sf`, exact, beside their global scales. Numerics are the reference's up to the
+order of fp32 sums and, beyond `EXACT_BYTES` of expert outputs (prefill), their rounding to x's dtype before the combine
+adds them in fp32. Where large batches go through `dense`, GEMM 1's sums are rounded to bf16 before the gate.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+from math import inf
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moe_nvfp4 import format as nvfp4
+from moe_nvfp4 import reference
+from moe_nvfp4.kernels.common.tensors import aligned, floating, multiprocessors
+from moe_nvfp4.kernels.portable import config, dense
+from moe_nvfp4.kernels.portable.config import Plan, Tile
+from moe_nvfp4.kernels.portable.dequantize import how
+from moe_nvfp4.kernels.portable.gemm import gemm_kernel
+from moe_nvfp4.kernels.portable.launch import launch
+from moe_nvfp4.kernels.portable.rows import combine_kernel, quantize_kernel, route_kernel
+from moe_nvfp4.routing import Groups, Rows
+from moe_nvfp4.weights import ExpertWeights, Gate
+
+_RAW = Gate("raw")
+_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+# ---- the layer -----------------------------------------------------------------------------------
+
+
+def experts(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: ExpertWeights) -> Tensor:
+    """x bf16 or fp16 [T, H] -> [T, H] in its dtype: all of the layer."""
+    w, (T, top_k) = weights, top_k_index.shape
+    out = x.new_empty(T, w.hidden_size)
+    if T == 0 or top_k == 0:
+        return out.zero_()
+    most = max(1, config.MAX_ROWS // top_k)
+    if T > most:
+        parts = (t.split(most) for t in (x, top_k_index, top_k_weights))
+        return torch.cat([experts(*part, w) for part in zip(*parts, strict=True)], out=out)
+    ids, x = top_k_index.contiguous().view(-1), _columns(x)
+    with _on(x.device):
+        if _dense_pays(w, ids.shape[0], x):
+            return _experts_dense(x, ids, top_k_weights, w, out)
+        plan = _plan(w, ids.shape[0], x.dtype, x.device)
+        static = w.activations == "nvfp4" and (w.x_scale is not None or w.h_scale is not None)
+        routing = route(ids, w.num_experts, plan.BM, row_expert=static)
+        rows = _Values(x, index=routing.order, index_div=top_k)
+        if w.activations == "nvfp4":
+            rows = _quantize(rows, w.x_scale, routing)
+        fp32 = w.activations == "nvfp4" and w.h_scale is not None
+        h = _Values(_up(rows, w, routing, plan, torch.float32 if fp32 else x.dtype))
+        if w.activations == "nvfp4":
+            h = _quantize(h, w.h_scale, routing)
+        _combine(_down(h, w, routing, plan), ids, top_k_weights, out, w.num_experts)
+    return out
+
+
+def _experts_dense(x: Tensor, ids: Tensor, top_k_weights: Tensor, w: ExpertWeights, out: Tensor) -> Tensor:
+    """`experts` for bf16 rows, by torch's grouped product over weights in bf16, `dense.SCRATCH` bytes at a time."""
+    (R,), E, I = ids.shape, w.num_experts, w.intermediate_size
+    r = route(ids, E, R, row_expert=True, position=True)
+    rows, h = x[r.order // (R // x.shape[0])], x.new_empty(R, I)
+    for first, n, product in dense.products(rows, aligned(w.w13), aligned(w.w13_sf), r.offsets, w.gate.gated):
+        block = min(1024, triton.next_power_of_2(n))
+        launch(
+            dense.gate_kernel, (R, -(-n // block)), product, r.row_expert, r.live, w.gate_scale, w.up_scale, w.b13, h,
+            first, I, n, *_gate(w.gate), block, how(), num_warps=4,
+        )  # fmt: skip
+    for first, _, product in dense.products(h, aligned(w.w2), aligned(w.w2_sf), r.offsets, False):
+        bias = None if w.b2 is None else w.b2[:, first:]
+        _combine(product[None], ids, top_k_weights, out[:, first:], E, (r.position, w.w2_scale, bias))
+    return out
+
+
+quantize_rows = reference.quantize_rows
+
+
+def gemm1_swiglu(rows: Rows, weights: ExpertWeights, groups: Groups, dtype: torch.dtype) -> Rows:
+    """As `reference.gemm1_swiglu`. Rows of nobody hold anything."""
+    w, device = weights, groups.order.device
+    if groups.num_rows == 0:
+        return reference.gemm1_swiglu(rows, weights, groups, dtype)
+    static = w.activations == "nvfp4" and w.h_scale is not None and w.gate.kind != "raw"
+    plan = _plan(w, groups.num_rows, dtype, device)
+    with _on(device):
+        h = _up(_values(rows, groups), w, _Routing.of(groups, plan.BM), plan, torch.float32 if static else dtype)
+    h = h[:, : w.w13.shape[1] if w.gate.kind == "raw" else w.intermediate_size]
+    return reference.quantize_rows(h, None, w.h_scale, groups) if static else Rows(h)
+
+
+def gemm2_combine(h: Rows, weights: ExpertWeights, groups: Groups, top_k_weights: Tensor, dtype: torch.dtype) -> Tensor:
+    """As `reference.gemm2_combine`."""
+    w, R, device = weights, groups.num_rows, groups.order.device
+    out = torch.empty(top_k_weights.shape[0], w.hidden_size, dtype=dtype, device=device)
+    if R == 0:
+        return out.zero_()
+    ids = torch.empty_like(groups.order).index_copy_(0, groups.order.long(), groups.expert_of_row())
+    plan = _plan(w, R, dtype, device)
+    with _on(device):
+        y = _down(_values(h, groups), w, _Routing.of(groups, plan.BM), plan)
+        _combine(y, ids, top_k_weights, out, w.num_experts)
+    return out
+
+
+def linear(x: Tensor, weights) -> Tensor:
+    """y [T, N] = x [T, K] · wᵀ (+ bias), in x's dtype bf16 or fp16. weights: a `LinearWeights`."""
+    w, T, (N, K2) = weights, x.shape[0], weights.codes.shape
+    out = x.new_empty(T, N)
+    if T == 0:
+        return out
+    x, scale = _columns(x), w.global_scale.view(-1)
+    with _on(x.device):
+        if w.activations == "bf16" and T > config.linear_limit(_capability(x.device)):
+            return dense.linear(x, aligned(w.codes), aligned(w.sf), scale, w.bias, out)
+        rows = _Values(x)
+        if w.activations == "nvfp4":
+            rows = _quantize(rows, w.input_scale, None)
+        BM, tile, splits = config.plan_linear(N, K2 * 2, T, _sms(x.device))
+        part = config.part_of(K2 * 2, splits, tile.BK)
+        splits = -(-K2 * 2 // part)
+        y = out[None] if splits == 1 else x.new_empty(splits, T, N, dtype=torch.float32)
+        _gemm(rows, w.codes, w.sf, (None, scale), w.bias, y, None, None, tile, BM, 1, part)
+        if splits > 1:
+            _combine(y, None, None, out, 1)
+    return out
+
+
+# ---- rows, routing -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Values:
+    """Row r of a GEMM is values[index[r] // index_div] [*, K], K a multiple of 16; `scale` fp32 [*] if quantized."""
+
+    values: Tensor
+    scale: Tensor | None = None
+    index: Tensor | None = None
+    index_div: int = 1
+
+
+@dataclass(frozen=True)
+class _Routing:
+    """`routing.Groups` and their tiles of BM rows: expert (-1: no tile), first row, end of the expert's rows."""
+
+    order: Tensor
+    offsets: Tensor
+    tile_expert: Tensor
+    tile_row: Tensor
+    tile_end: Tensor
+    tile_count: Tensor
+    row_expert: Tensor | None = None  # of each row with an expert, where asked for
+    position: Tensor | None = None  # the row of each assignment with an expert, where asked for
+
+    @classmethod
+    def of(cls, groups: Groups, BM: int) -> _Routing:
+        tiles = groups.tiles(BM)
+        end = groups.offsets[tiles.expert.clamp(min=0) + 1]
+        return cls(groups.order, groups.offsets, tiles.expert, tiles.row, end, tiles.count)
+
+    @property
+    def live(self) -> Tensor:
+        """How many rows have an expert, on the device."""
+        return self.offsets[-1:]
+
+
+def route(ids: Tensor, E: int, BM: int, row_expert: bool = False, position: bool = False) -> _Routing:
+    """Assignments [R] sorted by expert; with `position`, rows of nobody have order 0.
+
+    An id outside the legal range stops the kernel with a message: the next synchronization raises.
+    """
+    R, tiles = ids.shape[0], max_tiles(ids.shape[0], E, BM)
+    sizes = (R, E + 1, tiles, tiles, tiles, 1, R if row_expert else 0, R if position else 0)
+    padded = [-(-n // 4) * 4 for n in sizes]  # each begins at a multiple of 16 bytes
+    buffer = ids.new_zeros if position else ids.new_empty
+    parts = buffer(sum(padded), dtype=torch.int32).split(padded)
+    parts = [part[:n] if n else None for part, n in zip(parts, sizes, strict=True)]
+    order, offsets, tile_expert, tile_row, tile_end, tile_count, of_row, of_slot = parts
+    EP = max(16, triton.next_power_of_2(E))
+    histogram = R > 128 or EP > 512
+    chunk = min(4096, max(256, triton.next_power_of_2(R))) if histogram else max(16, min(128, 8192 // EP))
+    launch(
+        route_kernel, (E,), ids, order, of_slot, of_row, offsets, tile_expert, tile_row, tile_end, tile_count, R, BM,
+        tiles, E, EP, chunk, histogram, num_warps=8 if chunk >= 1024 else 4, debug=True, sanitize_overflow=False,
+    )  # fmt: skip
+    return _Routing(order, offsets, tile_expert, tile_row, tile_end, tile_count, of_row, of_slot)
+
+
+def max_tiles(R: int, E: int, BM: int) -> int:
+    """A bound of the token tiles, for every routing."""
+    return R // BM + min(E, R)
+
+
+def _columns(x: Tensor) -> Tensor:
+    """Rows whose width is a multiple of 16, at an address that is."""
+    return aligned(nvfp4.pad_k(x))
+
+
+def _values(rows: Rows, groups: Groups) -> _Values:
+    if not rows.is_nvfp4:
+        return _Values(_columns(rows.values), index=rows.index)
+    sf = nvfp4.unswizzle_sf_grouped(rows.sf, groups.offsets, groups.num_rows, rows.values.shape[1] // 8)
+    return _Values(nvfp4.dequantize(rows.values, sf, None, torch.bfloat16), rows.scale)
+
+
+def _quantize(rows: _Values, expert_scale: Tensor | None, routing: _Routing | None) -> _Values:
+    """As `reference.quantize_rows`, the values as bf16 code * sf. With a scale for each expert rows are gathered, since
+    the same token has other values for another expert."""
+    x, (n, K) = rows.values, rows.values.shape
+    index, index_div, expert, live = None, 1, None, None
+    if expert_scale is not None and routing is None:  # a linear: one expert
+        expert = torch.zeros(n, dtype=torch.int32, device=x.device)
+    elif expert_scale is not None:
+        n, index, index_div = routing.order.shape[0], rows.index, rows.index_div
+        expert, live = routing.row_expert, routing.live
+        rows = _Values(x)
+    values, scale = x.new_empty(n, K, dtype=torch.bfloat16), x.new_empty(n, dtype=torch.float32)
+    block = min(2048, triton.next_power_of_2(K))
+    launch(
+        quantize_kernel, (n,), x, index, expert, expert_scale, live, values, scale, K, index_div, block, how(),
+        num_warps=4 if block >= 1024 else 1,
+    )  # fmt: skip
+    return _Values(values, scale, rows.index, rows.index_div)
+
+
+# ---- GEMMs ---------------------------------------------------------------------------------------
+
+
+def _up(rows: _Values, w: ExpertWeights, routing: _Routing, plan: Plan, dtype: torch.dtype) -> Tensor:
+    """GEMM 1 and the gate: [R, I], padded with zeros to whole blocks; a raw gate: [R, N13]."""
+    width = w.w13.shape[1] if w.gate.kind == "raw" else w.w2.shape[2] * 2
+    h = rows.values.new_empty(1, routing.order.shape[0], width, dtype=dtype)
+    _gemm(
+        rows, w.w13, w.w13_sf, (w.gate_scale, w.up_scale), w.b13, h, routing, None, plan.up, plan.BM, plan.group,
+        w.w13.shape[2] * 2, w.gate,
+    )  # fmt: skip
+    return h[0]
+
+
+def _down(h: _Values, w: ExpertWeights, routing: _Routing, plan: Plan) -> Tensor:
+    """GEMM 2: expert outputs [parts of K, R, H], by assignment."""
+    K, tile = w.w2.shape[2] * 2, plan.down
+    part = config.part_of(K, plan.splits, tile.BK)
+    y = h.values.new_empty(-(-K // part), routing.order.shape[0], w.hidden_size, dtype=plan.rows)
+    scales, to = (None, w.w2_scale), routing.order
+    _gemm(h, w.w2, w.w2_sf, scales, w.b2, y, routing, to, tile, plan.BM, plan.group, part)
+    return y
+
+
+def _gemm(
+    rows: _Values, codes: Tensor, sf: Tensor, scales: tuple[Tensor | None, Tensor], bias: Tensor | None, out: Tensor,
+    routing: _Routing | None, out_index: Tensor | None, tile: Tile, BM: int, group: int, part: int, gate: Gate = _RAW,
+) -> None:  # fmt: skip
+    """out [parts, R, N] of `gemm_kernel`; without routing one expert has all rows."""
+    x, R, r = rows.values, out.shape[1], routing
+    N, K, split_at = codes.shape[-2], codes.shape[-1] * 2, 0
+    if gate.kind in config.GATED:
+        N //= 2
+    elif scales[0] is not None:
+        split_at = N // 2
+    tiles = -(-R // BM) if r is None else max_tiles(R, codes.shape[0], BM)
+    tiles = -(-tiles // group) * group
+    launch(
+        gemm_kernel, (tiles * -(-N // tile.BN), out.shape[0]),
+        x.view(torch.int32), rows.index, aligned(codes), aligned(sf), *scales, bias, rows.scale, out, out_index,
+        *(None,) * 4 if r is None else (r.tile_expert, r.tile_row, r.tile_end, r.tile_count), R,
+        N, K, part // 2, out.shape[2], split_at, rows.index_div, *_gate(gate),
+        tile.BN, BM, tile.BK, group, _TYPES[x.dtype], how(), num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+
+
+def _gate(gate: Gate) -> tuple:
+    return gate.kind, gate.alpha, 0.0 if gate.limit == inf else gate.limit, gate.up_offset, gate.clamp_after
+
+
+def _combine(y: Tensor, ids: Tensor | None, weights: Tensor | None, out: Tensor, E: int, late=(None,) * 3) -> None:
+    """`late`: position, scale and bias, for `combine_kernel` to find the rows and finish them."""
+    (splits, R, N), T = y.shape, out.shape[0]
+    block = min(1024, triton.next_power_of_2(N)) if T >= 64 else 256
+    weights = None if weights is None else floating(weights).contiguous()
+    launch(
+        combine_kernel, (T, -(-N // block)), y, ids, weights, *late, out, R, out.stride(0), E, R // T, N, splits, block,
+        how(), num_warps=4,
+    )  # fmt: skip
+
+
+# ---- what is launched where ----------------------------------------------------------------------
+
+
+def _plan(w: ExpertWeights, R: int, dtype: torch.dtype, device: torch.device) -> Plan:
+    return config.plan_experts(w.num_experts, w.hidden_size, w.intermediate_size, R, dtype, _sms(device))
+
+
+def _dense_pays(w: ExpertWeights, R: int, x: Tensor) -> bool:
+    """Whether torch's grouped product over dequantized weights is faster."""
+    if w.activations != "bf16" or x.dtype != torch.bfloat16 or w.hidden_size % 16 or w.intermediate_size % 16:
+        return False
+    return config.dense_pays(w.num_experts, R, _capability(x.device))
+
+
+def _capability(device: torch.device) -> tuple[int, int] | None:
+    nvidia = device.type == "cuda" and torch.version.cuda is not None
+    return torch.cuda.get_device_capability(device) if nvidia else None
+
+
+def _sms(device: torch.device) -> int:
+    return multiprocessors(device) if device.type == "cuda" else 1
+
+
+def _on(device: torch.device):
+    """Triton launches on the current device."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

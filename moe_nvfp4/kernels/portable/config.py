@@ -1,0 +1,98 @@
+"""Tile shapes from the number of tokens: measured on an H200 by its sm_80 code, which all GPUs share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+EXACT_BYTES = 1 << 24  # expert outputs up to this size are kept in fp32
+MAX_ROWS = 1 << 17  # assignments at a time: bounds the memory between the kernels
+GATED = ("silu", "gelu_tanh")  # kinds of gates whose two products one tile computes
+
+
+@dataclass(frozen=True)
+class Tile:
+    """BN weight rows times BK columns, by `warps`, with `stages` of loads in flight."""
+
+    BN: int
+    BK: int
+    warps: int
+    stages: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """BM tokens a tile; GEMM 1's tile, GEMM 2's, parts of GEMM 2's K, token tiles that follow one another."""
+
+    BM: int
+    up: Tile
+    down: Tile
+    splits: int = 1
+    group: int = 1
+    rows: torch.dtype = torch.float32  # of GEMM 2's output
+
+
+# Up to so many rows of an expert that has any: BM, GEMM 1's tile, GEMM 2's tile, group.
+_TILES = (
+    (6, 8, Tile(32, 256, 2, 3), Tile(64, 256, 4, 3), 1),
+    (12, 16, Tile(64, 128, 4, 3), Tile(64, 128, 4, 3), 8),
+    (40, 32, Tile(64, 128, 2, 3), Tile(128, 128, 4, 3), 8),
+    (100, 64, Tile(128, 64, 4, 3), Tile(128, 128, 4, 3), 8),
+    (float("inf"), 64, Tile(64, 128, 4, 3), Tile(128, 128, 4, 3), 8),
+)
+
+
+@lru_cache(maxsize=4096)
+def plan_experts(E: int, H: int, I: int, rows: int, dtype: torch.dtype, sms: int) -> Plan:
+    """For `rows` assignments to E experts, were routing uniform."""
+    hit = _experts_hit(E, rows)
+    BM, up, down, group = _tiles(rows / hit)
+    tiles = hit * max(1, round(rows / hit / BM)) * -(-H // down.BN)
+    splits = split_k(I, down, tiles, sms)
+    exact = splits > 1 or rows * H * 4 <= EXACT_BYTES
+    return Plan(BM, up, down, splits, group, torch.float32 if exact else dtype)
+
+
+@lru_cache(maxsize=4096)
+def plan_linear(N: int, K: int, rows: int, sms: int) -> tuple[int, Tile, int]:
+    """BM, tile, parts of K."""
+    BM, _, tile, _ = _tiles(rows)
+    return BM, tile, split_k(K, tile, -(-rows // BM) * -(-N // tile.BN), sms)
+
+
+def dense_pays(E: int, rows: int, capability: tuple[int, int] | None) -> bool:
+    """Whether torch's grouped product over dequantized weights is faster: where it has kernels, and for large batches.
+
+    On an H200 (2026-11-22) from 200 (Mixtral) to 310 (gpt-oss) rows an expert.
+    """
+    return capability is not None and capability[0] in (9, 10) and rows >= 256 * _experts_hit(E, rows)
+
+
+def linear_limit(capability: tuple[int, int] | None) -> int:
+    """Up to so many tokens a linear layer dequantizes in its loop; beyond, into a scratch that torch multiplies."""
+    return 128 if capability is not None and capability[0] in (9, 10) else 512
+
+
+def _experts_hit(E: int, rows: int) -> float:
+    """How many experts have rows, on average, were routing uniform."""
+    return E * (1 - (1 - 1 / E) ** rows)
+
+
+def _tiles(rows: float) -> tuple[int, Tile, Tile, int]:
+    """BM, GEMM 1's tile, GEMM 2's and the group for so many rows an expert."""
+    return next(entry[1:] for entry in _TILES if rows <= entry[0])
+
+
+def split_k(K: int, tile: Tile, tiles: float, sms: int) -> int:
+    """Parts of K, each with enough blocks to fill the stages, where tiles are too few for the GPU."""
+    splits = 1
+    while tiles * splits < 5 * sms and K >= 6 * splits * tile.BK and splits < 4:
+        splits *= 2
+    return splits
+
+
+def part_of(K: int, splits: int, BK: int) -> int:
+    """Columns of K in a part: whole blocks."""
+    return -(-K // splits // BK) * BK

@@ -1,0 +1,119 @@
+"""Large batches: weights dequantized into a bounded scratch, multiplied by torch's grouped product.
+
+From some hundreds of tokens per expert the tensor cores are the limit, and where torch has a grouped product that uses
+all of them it beats a kernel that dequantizes in its loop. The scratch holds some rows of every expert at a time: one
+product after another, each over all experts, so that no size depends on data and nothing waits for the device.
+"""
+
+from collections.abc import Iterator
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moe_nvfp4.kernels.portable.dequantize import UNIT, dequantize, how, rounded
+from moe_nvfp4.kernels.portable.gemm import gated
+from moe_nvfp4.kernels.portable.launch import launch
+
+SCRATCH = 1 << 29  # bytes of dequantized weights at a time, if that is enough for ALIGNED rows of every expert
+ALIGNED = 64  # rows
+
+
+def products(
+    x: Tensor, codes: Tensor, sf: Tensor, offsets: Tensor, halves: bool
+) -> Iterator[tuple[int, int, Tensor]]:
+    """(first row, number of rows, x [R, K] times these rows of its expert's code * sf, bf16 [R, rows]).
+
+    codes uint8 [E, N, K / 2]; `halves`: rows are those of each half of N, and the products [R, 2 * rows].
+    """
+    count = 2 if halves else 1
+    E, N, K = codes.shape[0], codes.shape[1] // count, codes.shape[2] * 2
+    rows = min(N, max(ALIGNED, SCRATCH // (E * count * K * 2) // ALIGNED * ALIGNED))
+    scratch = x.new_empty(E, count * rows, K)
+    for first in range(0, N, rows):
+        if N - first < rows:
+            rows = N - first
+            scratch = scratch.view(-1)[: E * count * rows * K].view(E, count * rows, K)
+        _dequantize(codes, sf, None, scratch, first, N, K, rows, E * count)
+        yield first, rows, torch._grouped_mm(x, scratch.transpose(1, 2), offs=offsets[1:])
+
+
+def linear(x: Tensor, codes: Tensor, sf: Tensor, scale: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
+    """out [T, N] = x [T, K] times the weights' values in x's dtype, codes uint8 [N, K / 2]."""
+    N, K = codes.shape[0], codes.shape[1] * 2
+    rows = min(N, max(ALIGNED, SCRATCH // (K * 2) // ALIGNED * ALIGNED))
+    scratch = x.new_empty(rows, K)
+    for first in range(0, N, rows):
+        n = min(rows, N - first)
+        _dequantize(codes, sf, scale, scratch, first, N, K, n, 1)
+        torch.mm(x, scratch[:n].T, out=out[:, first : first + n])
+    return out if bias is None else out.add_(bias)
+
+
+def _dequantize(codes, sf, scale, scratch, first, N, K, rows, matrices) -> None:
+    BN, BK = 32, min(256, max(32, triton.next_power_of_2(K)))
+    grid = (-(-rows // BN), -(-K // BK), matrices)
+    launch(dequantize_kernel, grid, codes, sf, scale, scratch, first, N, K, rows, BN, BK, how(), num_warps=4)
+
+
+@triton.jit(do_not_specialize=["first"])
+def dequantize_kernel(
+    codes, sf, scale, out, first,
+    N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    HOW: tl.constexpr,
+):  # fmt: skip
+    """out [E * halves, ROWS, K] = code * sf of rows first .. first + ROWS of codes [E * halves, N, K / 2].
+
+    scale: None, or an fp32 that multiplies them before they are rounded.
+    """
+    half = tl.program_id(2).to(tl.int64)  # of all experts
+    local = tl.program_id(0) * BN + tl.arange(0, BN)
+    n = first + local
+    k = tl.program_id(1) * (BK // 2) + tl.arange(0, BK // 2)
+    ks = tl.program_id(1) * (BK // 16) + tl.arange(0, BK // 16)
+    there = (local < ROWS)[:, None]
+    c = tl.load(codes + half * N * (K // 2) + n[:, None] * (K // 2) + k[None, :], mask=there & (k < K // 2)[None, :],
+                other=0)  # fmt: skip
+    s = tl.load(sf + half * N * (K // 16) + n[:, None] * (K // 16) + ks[None, :], mask=there & (ks < K // 16)[None, :],
+                other=0)  # fmt: skip
+    even, odd = dequantize(c, s, out.dtype.element_ty, HOW)
+    value = tl.reshape(tl.join(even, odd), (BN, BK)).to(tl.float32) * UNIT
+    if scale is not None:
+        value *= tl.load(scale)
+    columns = tl.program_id(1) * BK + tl.arange(0, BK)
+    to = out + (half * ROWS + local[:, None]) * K + columns[None, :]
+    tl.store(to, rounded(value, out.dtype.element_ty, HOW), mask=(local < ROWS)[:, None] & (columns < K)[None, :])
+
+
+@triton.jit(do_not_specialize=["first"])
+def gate_kernel(
+    both, row_expert, live, first_scale, scale, bias, h, first,
+    I: tl.constexpr, ROWS: tl.constexpr, GATE: tl.constexpr, ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr, CLAMP_AFTER: tl.constexpr, BLOCK: tl.constexpr, HOW: tl.constexpr,
+):  # fmt: skip
+    """h[r, first : first + ROWS] from the products both [R, ROWS gates and ROWS ups] ([R, ROWS] where not gated)."""
+    PAIRED: tl.constexpr = GATE == "silu" or GATE == "gelu_tanh"
+    r = tl.program_id(0)
+    if r < tl.load(live):
+        local = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        n = first + local
+        there = (local < ROWS) & (n < I)
+        e = tl.load(row_expert + r)
+        row = both + r.to(tl.int64) * (2 * ROWS if PAIRED else ROWS) + local
+        at = e.to(tl.int64) * (2 * I if PAIRED else I) + n
+        if PAIRED:
+            g = tl.load(row, mask=there, other=0.0).to(tl.float32) * tl.load(first_scale + e)
+            u = tl.load(row + ROWS, mask=there, other=0.0).to(tl.float32) * tl.load(scale + e)
+            if bias is not None:
+                g += tl.load(bias + at, mask=there, other=0.0).to(tl.float32)
+                u += tl.load(bias + at + I, mask=there, other=0.0).to(tl.float32)
+            value = gated(g, u, GATE, ALPHA, LIMIT, UP_OFFSET, CLAMP_AFTER)
+        else:
+            value = tl.load(row, mask=there, other=0.0).to(tl.float32) * tl.load(scale + e)
+            if bias is not None:
+                value += tl.load(bias + at, mask=there, other=0.0).to(tl.float32)
+            if GATE == "relu2":
+                value = tl.maximum(value, 0.0, propagate_nan=tl.PropagateNan.ALL)
+                value *= value
+        tl.store(h + r.to(tl.int64) * I + n, rounded(value, h.dtype.element_ty, HOW), mask=there)

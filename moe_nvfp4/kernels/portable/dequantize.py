@@ -1,0 +1,152 @@
+"""NVFP4 -> 16-bit floats inside a Triton kernel, exact: code * sf * 2^-7.
+
+A code's bits s ee m, put where bf16 has its sign and the low end of its exponent, are code * 2^-126 (0.5 is a subnormal
+of both formats); e4m3's bits are likewise sf * 2^-120. So
+
+    bf16:  (code * 2^-126) * (sf * 2^119)        fp16:  (code * 2^-14) * (sf * 2^7)
+
+is one multiplication, and code * sf has at most 6 significant bits: nothing is rounded. Whoever uses the products
+multiplies their fp32 sum by `UNIT` * global_scale.
+
+A byte holds columns 2i and 2i + 1 of K. A sum over K may be taken in any order, so even and odd columns stay two
+matrices with a product each, and nibbles are never interleaved.
+
+HOW says by which instructions: "asm" (PTX, for NVIDIA's GPUs), "plain" (what Triton has everywhere) or "interpreted"
+(plain; and Triton's interpreter multiplies bf16 as integers and truncates where it should round).
+"""
+
+import os
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+
+UNIT = tl.constexpr(128.0)
+
+# Four bytes $4 and four scales $5, $6 -> even columns $0, $1 and odd ones $2, $3. Elements of a tensor that share a
+# register need not be neighbours, so each has its own scale. The nibble times 0x1040 (0x104) has its sign at bit 15 and
+# its magnitude at bits 8..6.
+_BF16 = tl.constexpr("""{
+.reg .b32 t, u, a, b, c, d, z;
+prmt.b32 t, $4, 0, 0x4140;
+prmt.b32 u, $4, 0, 0x4342;
+and.b32 a, t, 0x000f000f;
+and.b32 b, u, 0x000f000f;
+and.b32 c, t, 0x00f000f0;
+and.b32 d, u, 0x00f000f0;
+mul.lo.u32 a, a, 0x1040;
+mul.lo.u32 b, b, 0x1040;
+mul.lo.u32 c, c, 0x104;
+mul.lo.u32 d, d, 0x104;
+and.b32 a, a, 0x81c081c0;
+and.b32 b, b, 0x81c081c0;
+and.b32 c, c, 0x81c081c0;
+and.b32 d, d, 0x81c081c0;
+mov.b32 z, 0x80008000;
+fma.rn.bf16x2 $0, a, $5, z;
+fma.rn.bf16x2 $1, b, $6, z;
+fma.rn.bf16x2 $2, c, $5, z;
+fma.rn.bf16x2 $3, d, $6, z;
+}""")
+# Likewise fp16, whose magnitude is at bits 11..9, too near to the sign for a multiplication.
+_FP16 = tl.constexpr("""{
+.reg .b32 t, u, a, b, c, d, s;
+prmt.b32 t, $4, 0, 0x4140;
+prmt.b32 u, $4, 0, 0x4342;
+shl.b32 a, t, 9;
+and.b32 a, a, 0x0e000e00;
+shl.b32 s, t, 12;
+lop3.b32 a, s, 0x80008000, a, 0xea;
+shl.b32 b, u, 9;
+and.b32 b, b, 0x0e000e00;
+shl.b32 s, u, 12;
+lop3.b32 b, s, 0x80008000, b, 0xea;
+shl.b32 c, t, 5;
+and.b32 c, c, 0x0e000e00;
+shl.b32 s, t, 8;
+lop3.b32 c, s, 0x80008000, c, 0xea;
+shl.b32 d, u, 5;
+and.b32 d, d, 0x0e000e00;
+shl.b32 s, u, 8;
+lop3.b32 d, s, 0x80008000, d, 0xea;
+mul.rn.f16x2 $0, a, $5;
+mul.rn.f16x2 $1, b, $6;
+mul.rn.f16x2 $2, c, $5;
+mul.rn.f16x2 $3, d, $6;
+}""")
+# Four scales $2: e4m3's bits, seven above the end of bf16's exponent, times 2^127 and 2^112.
+_BF16_SF = tl.constexpr("""{
+.reg .b32 t, u, c, d, z;
+prmt.b32 t, $2, 0, 0x4140;
+prmt.b32 u, $2, 0, 0x4342;
+shl.b32 t, t, 4;
+shl.b32 u, u, 4;
+mov.b32 c, 0x7f007f00;
+mov.b32 d, 0x77807780;
+mov.b32 z, 0x80008000;
+fma.rn.bf16x2 t, t, c, z;
+fma.rn.bf16x2 u, u, c, z;
+fma.rn.bf16x2 $0, t, d, z;
+fma.rn.bf16x2 $1, u, d, z;
+}""")
+
+
+
+@cache
+def how() -> str:
+    """The HOW of this process."""
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return "interpreted"
+    return "plain" if torch.version.hip else "asm"
+
+
+@triton.jit
+def dequantize(codes, sf, DTYPE: tl.constexpr, HOW: tl.constexpr):
+    """codes uint8 [N, K / 2], sf uint8 [N, K / 16] -> even and odd columns [N, K / 2] of code * sf / UNIT in DTYPE."""
+    N: tl.constexpr = codes.shape[0]
+    K2: tl.constexpr = codes.shape[1]
+    if HOW == "asm" and DTYPE == tl.bfloat16:
+        scale = tl.inline_asm_elementwise(_BF16_SF, "=r,=r,r", [sf], dtype=tl.bfloat16, is_pure=True, pack=4)
+    else:
+        scale = (sf.to(tl.int16) << 7).to(tl.float16, bitcast=True).to(tl.float32)  # sf * 2^-8
+        scale *= 32768.0 if DTYPE == tl.float16 else 170141183460469231731687303715884105728.0  # 2^15, 2^127
+    if HOW == "asm":
+        scale = tl.reshape(tl.broadcast_to(scale.to(DTYPE)[:, :, None], (N, K2 // 8, 8)), (N, K2))
+        if DTYPE == tl.bfloat16:
+            even, odd = tl.inline_asm_elementwise(
+                _BF16, "=r,=r,=r,=r,r,r,r", [codes, scale], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
+            )
+        else:
+            even, odd = tl.inline_asm_elementwise(
+                _FP16, "=r,=r,=r,=r,r,r,r", [codes, scale], dtype=(tl.float16, tl.float16), is_pure=True, pack=4
+            )
+    else:
+        # The same in fp32, whose exponent is bf16's.
+        if DTYPE == tl.float16:
+            scale *= 5192296858534827628530496329220096.0  # 2^112: fp32's exponents are that much further off
+        scale = tl.reshape(tl.broadcast_to(scale[:, :, None], (N, K2 // 8, 8)), (N, K2))
+        bits = codes.to(tl.int32)
+        even = ((bits & 0x8) << 28) | ((bits & 0x7) << 22)
+        odd = ((bits & 0x80) << 24) | ((bits & 0x70) << 18)
+        even = (even.to(tl.float32, bitcast=True) * scale).to(DTYPE)
+        odd = (odd.to(tl.float32, bitcast=True) * scale).to(DTYPE)
+    return even, odd
+
+
+@triton.jit
+def dot(a, b, acc, HOW: tl.constexpr):
+    if HOW == "interpreted":
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
+    else:
+        return tl.dot(a, b, acc)
+
+
+@triton.jit
+def rounded(x, DTYPE: tl.constexpr, HOW: tl.constexpr):
+    """fp32 -> DTYPE, to nearest even."""
+    if HOW == "interpreted" and DTYPE == tl.bfloat16:
+        bits = x.to(tl.int32, bitcast=True)
+        return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    else:
+        return x.to(DTYPE)

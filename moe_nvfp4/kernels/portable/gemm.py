@@ -1,0 +1,159 @@
+"""The grouped GEMM of the portable backend: tiles of an expert's weights times tiles of its tokens.
+
+D[weight row, token] = sum over K of (code * sf)[weight row, k] * x[token, k]. The weights are the M operand of the
+tensor cores: they are always many, and tokens fill the small N of 8, 16, ... So that even and odd columns can be
+multiplied apart (see `dequantize`), x is read as 32-bit words that hold a pair of columns.
+"""
+
+import triton
+import triton.language as tl
+
+from moe_nvfp4.kernels.portable.dequantize import UNIT, dequantize, dot, rounded
+
+
+@triton.jit(do_not_specialize=["R"])
+def gemm_kernel(
+    x, x_index, codes, sf, first_scale, scale, bias, row_scale, out, out_index, tile_expert, tile_row, tile_end,
+    tile_count, R,
+    N: tl.constexpr, K: tl.constexpr, K_PART: tl.constexpr, LD: tl.constexpr, SPLIT_AT: tl.constexpr,
+    X_DIV: tl.constexpr, GATE: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr,
+    CLAMP_AFTER: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+    DTYPE: tl.constexpr, HOW: tl.constexpr,
+):  # fmt: skip
+    """One tile: `out[to, n] = gate(x[from] . w[e, n])` for the rows of a token tile, n of a weight tile.
+
+    x          int32 [*, K / 2]: pairs of columns of DTYPE
+    codes, sf  uint8 [E, N or 2N, K / 2 or K / 16]
+    """
+    NT: tl.constexpr = (N + BN - 1) // BN
+    PAIRED: tl.constexpr = GATE == "silu" or GATE == "gelu_tanh"
+    ROWS: tl.constexpr = 2 * N if PAIRED else N
+    K2: tl.constexpr = K // 2
+    BK2: tl.constexpr = BK // 2
+    live, e, n_tile, row, there = _tile(tile_expert, tile_row, tile_end, tile_count, R, NT, GROUP, BM)
+    if live:
+        split = tl.program_id(1)
+        source = row
+        if x_index is not None:
+            source = tl.load(x_index + row) // X_DIV
+        n = n_tile * BN + tl.arange(0, BN)
+        inside = tl.minimum(tl.arange(0, BN), N - 1 - n_tile * BN)
+        first = e.to(tl.int64) * ROWS + n_tile * BN
+        k = tl.arange(0, BK2)
+        ks = tl.arange(0, BK2 // 8)
+        begin = split * K_PART
+        w = codes + first * K2 + begin + inside[:, None] * K2 + k[None, :]
+        w_sf = sf + first * (K2 // 8) + begin // 8 + inside[:, None] * (K2 // 8) + ks[None, :]
+        pairs = x + source.to(tl.int64)[None, :] * K2 + begin + k[:, None]
+        acc = tl.zeros([BN, BM], tl.float32)
+        acc_up = acc
+        for at in range(0, K_PART, BK2):
+            if K2 % K_PART == 0 and K_PART % BK2 == 0:
+                c = tl.load(w + at)
+                s = tl.load(w_sf + at // 8)
+                if PAIRED:
+                    c_up = tl.load(w + N * K2 + at)
+                    s_up = tl.load(w_sf + N * (K2 // 8) + at // 8)
+                pair = tl.load(pairs + at)
+            else:
+                left = tl.minimum(K_PART, K2 - begin) - at
+                c = tl.load(w + at, mask=(k < left)[None, :], other=0)
+                s = tl.load(w_sf + at // 8, mask=(ks < left // 8)[None, :], other=0)
+                if PAIRED:
+                    c_up = tl.load(w + N * K2 + at, mask=(k < left)[None, :], other=0)
+                    s_up = tl.load(w_sf + N * (K2 // 8) + at // 8, mask=(ks < left // 8)[None, :], other=0)
+                pair = tl.load(pairs + at, mask=(k < left)[:, None], other=0)
+            x_even = pair.to(tl.int16).to(DTYPE, bitcast=True)
+            x_odd = (pair >> 16).to(tl.int16).to(DTYPE, bitcast=True)
+            even, odd = dequantize(c, s, DTYPE, HOW)
+            acc = dot(even, x_even, acc, HOW)
+            acc = dot(odd, x_odd, acc, HOW)
+            if PAIRED:
+                even, odd = dequantize(c_up, s_up, DTYPE, HOW)
+                acc_up = dot(even, x_even, acc_up, HOW)
+                acc_up = dot(odd, x_odd, acc_up, HOW)
+
+        if PAIRED:
+            acc = _scaled(acc, tl.load(first_scale + e), row_scale, bias, split, source, first + inside)
+            acc_up = _scaled(acc_up, tl.load(scale + e), row_scale, bias, split, source, first + N + inside)
+            result = gated(acc, acc_up, GATE, ALPHA, LIMIT, UP_OFFSET, CLAMP_AFTER)
+        else:
+            weight_scale = tl.load(scale + e)
+            if SPLIT_AT > 0:
+                weight_scale = tl.where(n < SPLIT_AT, tl.load(first_scale + e), weight_scale)[:, None]
+            result = _scaled(acc, weight_scale, row_scale, bias, split, source, first + inside)
+            if GATE == "relu2":
+                result = tl.maximum(result, 0.0, propagate_nan=tl.PropagateNan.ALL)
+                result *= result
+        to = row
+        if out_index is not None:
+            to = tl.load(out_index + row)
+        if LD != N:
+            result = tl.where((n < N)[:, None], result, 0.0)
+        here = out + (split * R + to).to(tl.int64)[None, :] * LD + n[:, None]
+        tl.store(here, rounded(result, out.dtype.element_ty, HOW), mask=(n < LD)[:, None] & there[None, :])
+
+
+@triton.jit
+def _tile(tile_expert, tile_row, tile_end, tile_count, R, NT: tl.constexpr, GROUP: tl.constexpr, BM: tl.constexpr):
+    """Of this program: (whether it has a tile, expert, weight tile, rows [BM], which of them are the expert's)."""
+    pid = tl.program_id(0)
+    if GROUP == 1:
+        tile = pid // NT
+        n_tile = pid % NT
+        live = tile >= 0
+    else:  # GROUP token tiles after another read the same weights
+        if tile_count is None:
+            count = (R + BM - 1) // BM
+        else:
+            count = tl.load(tile_count)
+        group = pid // (GROUP * NT)
+        inside = pid % (GROUP * NT)
+        size = tl.minimum(tl.maximum(count - group * GROUP, 1), GROUP)
+        tile = group * GROUP + inside % size
+        n_tile = inside // size
+        live = (tile < count) & (n_tile < NT)
+        tile = tl.where(live, tile, 0)
+    if tile_expert is None:  # one expert with all rows
+        e = tile * 0
+        begin = tile * BM
+        end = R
+    else:
+        e = tl.load(tile_expert + tile)
+        begin = tl.load(tile_row + tile)
+        end = tl.load(tile_end + tile)
+        live = live & (e >= 0)
+    row = begin + tl.arange(0, BM)
+    return live, e, n_tile, tl.where(row < end, row, begin), row < end
+
+
+@triton.jit
+def _scaled(acc, weight_scale, row_scale, bias, split, source, n):
+    """The sums in full, once the first part of K has added the bias."""
+    result = acc * (weight_scale * UNIT)
+    if row_scale is not None:
+        result *= tl.load(row_scale + source)[None, :]
+    if bias is not None:
+        if split == 0:
+            result += tl.load(bias + n).to(tl.float32)[:, None]
+    return result
+
+
+@triton.jit
+def gated(
+    g, u, GATE: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr,
+    CLAMP_AFTER: tl.constexpr,
+):  # fmt: skip
+    """`weights.Gate` of fp32 g and u, for the kinds that have both. LIMIT 0: none."""
+    if LIMIT > 0:
+        u = tl.clamp(u, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        if not CLAMP_AFTER:
+            g = tl.minimum(g, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+    if GATE == "silu":
+        g = g / (1.0 + tl.exp(-ALPHA * g))
+    else:
+        inner = 0.7978845608028654 * (g + 0.044715 * g * g * g)
+        g *= 1.0 - 1.0 / (1.0 + tl.exp(2.0 * inner))
+    if LIMIT > 0 and CLAMP_AFTER:
+        g = tl.minimum(g, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+    return g * (u + UP_OFFSET)

@@ -1,0 +1,171 @@
+"""What the portable backend does to rows beside its GEMMs: sort them by expert, quantize them, add them up."""
+
+import triton
+import triton.language as tl
+
+from moe_nvfp4.kernels.portable.dequantize import rounded
+
+
+@triton.jit(do_not_specialize=["R", "BM", "max_tiles"])
+def route_kernel(
+    ids, order, position, row_expert, offsets, tile_expert, tile_row, tile_end, tile_count, R,
+    BM, max_tiles, E: tl.constexpr, EP: tl.constexpr, CHUNK: tl.constexpr, HISTOGRAM: tl.constexpr,
+):  # fmt: skip
+    """Program e finds the rows of expert e (see `routing.Groups`) and its tiles of BM rows (see `routing.Tiles`).
+
+    ids [R]; EP: a power of two >= E. Every program counts all experts, so that none waits for another: by shared
+    memory (HISTOGRAM) or by comparing each id with each expert.
+    """
+    e = tl.program_id(0)
+    experts = tl.arange(0, EP)
+    counts = tl.zeros([EP], tl.int32)
+    for start in range(0, R, CHUNK):
+        i = start + tl.arange(0, CHUNK)
+        here = tl.load(ids + i, mask=i < R, other=-1).to(tl.int32)
+        tl.device_assert(
+            (here >= -1) & (here <= E),
+            "expert ids must lie in 0 .. num_experts - 1, or be num_experts or -1 for 'not here'; the router and the "
+            "experts disagree about the number of experts",
+        )
+        mine = (here >= 0) & (here < E)
+        if HISTOGRAM:
+            counts += tl.histogram(tl.where(mine, here, 0), EP, mask=mine)
+        else:
+            counts += tl.sum((tl.where(mine, here, -1)[:, None] == experts[None, :]).to(tl.int32), 0)
+    tiles = (counts + BM - 1) // BM
+    begin = tl.sum(tl.where(experts < e, counts, 0), 0)
+    count = tl.sum(tl.where(experts == e, counts, 0), 0)
+    tile = tl.sum(tl.where(experts < e, tiles, 0), 0)
+    tl.store(offsets + e, begin)
+    if e == E - 1:
+        tl.store(offsets + E, begin + count)
+        all_tiles = tl.sum(tiles, 0)
+        tl.store(tile_count, all_tiles)
+        for start in range(all_tiles, max_tiles, 128):
+            i = start + tl.arange(0, 128)
+            tl.store(tile_expert + i, tl.full([128], -1, tl.int32), mask=i < max_tiles)
+    for t in range(0, (count + BM - 1) // BM):
+        tl.store(tile_expert + tile + t, e)
+        tl.store(tile_row + tile + t, begin + t * BM)
+        tl.store(tile_end + tile + t, begin + count)
+    if count > 0:
+        row = begin
+        for start in range(0, R, CHUNK):
+            i = start + tl.arange(0, CHUNK)
+            found = (tl.load(ids + i, mask=i < R, other=-1).to(tl.int32) == e).to(tl.int32)
+            to = row + tl.cumsum(found, 0) - 1
+            tl.store(order + to, i, mask=found > 0)
+            if position is not None:
+                tl.store(position + i, to, mask=found > 0)
+            if row_expert is not None:
+                tl.store(row_expert + to, tl.zeros([CHUNK], tl.int32) + e, mask=found > 0)
+            row += tl.sum(found, 0)
+
+
+@triton.jit
+def quantize_kernel(
+    x, index, expert, expert_scale, live, values, row_scale,
+    K: tl.constexpr, INDEX_DIV: tl.constexpr, BLOCK: tl.constexpr, HOW: tl.constexpr,
+):  # fmt: skip
+    """Row r of x, quantized as `reference.quantize_rows` does: code * sf as bf16, and its global scale.
+
+    With `expert_scale` [E] the scale is that of the row's expert, else the row's own; rows from `live` on are left out.
+    """
+    r = tl.program_id(0)
+    ours = r == r
+    if live is not None:
+        ours = r < tl.load(live)
+    if ours:
+        source = r
+        if index is not None:
+            source = tl.load(index + r) // INDEX_DIV
+        from_row = x + source.to(tl.int64) * K
+        k = tl.arange(0, BLOCK)
+        if expert_scale is not None:
+            scale = tl.load(expert_scale + tl.load(expert + r))
+        else:
+            largest = tl.zeros([BLOCK], tl.float32)
+            for at in range(0, K, BLOCK):
+                v = tl.load(from_row + at + k, mask=at + k < K, other=0.0).to(tl.float32)
+                largest = tl.maximum(largest, tl.abs(v), propagate_nan=tl.PropagateNan.ALL)
+            amax = tl.reduce(largest, 0, _larger)
+            scale = tl.maximum(tl.math.div_rn(amax, 2688.0), 1.1754943508222875e-38)  # 6 * 448
+            scale = tl.where(amax == 0.0, 1.0, scale)
+        tl.store(row_scale + r, scale)
+        for at in range(0, K, BLOCK):
+            v = tl.load(from_row + at + k, mask=at + k < K, other=0.0).to(tl.float32)
+            v = tl.reshape(v, (BLOCK // 16, 16))
+            a = tl.abs(v)
+            sf = _e4m3(tl.math.div_rn(tl.math.div_rn(tl.reduce(a, 1, _larger), 6.0), scale))
+            step = tl.where(sf == 0.0, float("inf"), sf * scale)
+            magnitude = _e2m1(tl.math.div_rn(a, tl.broadcast_to(step[:, None], (BLOCK // 16, 16)))) * sf[:, None]
+            v = tl.reshape(tl.where(v < 0.0, -magnitude, magnitude), (BLOCK,))
+            to = values + r.to(tl.int64) * K + at + k
+            tl.store(to, rounded(v, values.dtype.element_ty, HOW), mask=at + k < K)
+
+
+@triton.jit
+def _e4m3(x):
+    """fp32 x >= 0 -> the nearest e4m3 number, ties to even, at most 448."""
+    x = tl.minimum(x, 448.0, propagate_nan=tl.PropagateNan.ALL)
+    bits = x.to(tl.int32, bitcast=True)
+    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
+    return tl.where(x < 0.015625, _integer(x * 512.0) * 0.001953125, normal)  # 2^-6: below, steps of 2^-9
+
+
+@triton.jit
+def _e2m1(x):
+    """fp32 x >= 0 -> the nearest of 0 .5 1 1.5 2 3 4 6, ties to even codes: steps of .5 below 2, of 1, of 2 from 4."""
+    x = tl.minimum(x, 6.0, propagate_nan=tl.PropagateNan.ALL)
+    return tl.where(x < 2.0, _integer(2.0 * x) * 0.5, tl.where(x < 4.0, _integer(x), 2.0 * _integer(0.5 * x)))
+
+
+@triton.jit
+def _integer(x):
+    """fp32 0 <= x < 2^22 -> the nearest integer, ties to even, in what fp32 leaves of x + 1.5 * 2^23."""
+    return (x + 12582912.0) - 12582912.0
+
+
+@triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit(do_not_specialize=["R", "LD"])
+def combine_kernel(
+    y, ids, weights, position, scale, bias, out, R, LD,
+    E: tl.constexpr, TOP_K: tl.constexpr, N: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr,
+    HOW: tl.constexpr,
+):  # fmt: skip
+    """out[t, :N] = sum over slots j, in order, of weights[t, j] * (sum over splits of y[split, t * TOP_K + j]), fp32.
+
+    Slots whose id is no expert's are left out. Without `ids` and `weights`: one slot, of weight one. LD: out's width.
+    `position`: the row of y [R, N] that an assignment has; what is there are plain products, so that the expert's
+    `scale` [E] and `bias` [E, LD] are still to come.
+    """
+    t = tl.program_id(0).to(tl.int64)
+    n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float32)
+    for j in tl.static_range(TOP_K):
+        slot = t * TOP_K + j
+        width = N
+        if ids is not None:
+            e = tl.load(ids + slot).to(tl.int32)
+            ours = (e >= 0) & (e < E)
+            e = tl.where(ours, e, 0)
+            width = tl.where(ours, N, 0)
+        there = n < width
+        from_row = slot
+        if position is not None:
+            from_row = tl.load(position + slot, mask=ours, other=0).to(tl.int64)
+        row = tl.zeros([BLOCK], tl.float32)
+        for split in tl.static_range(SPLITS):
+            row += tl.load(y + (split * R + from_row) * N + n, mask=there, other=0.0).to(tl.float32)
+        if scale is not None:
+            row *= tl.load(scale + e)
+        if bias is not None:
+            row += tl.load(bias + e.to(tl.int64) * LD + n, mask=there, other=0.0).to(tl.float32)
+        if weights is not None:
+            row *= tl.load(weights + slot).to(tl.float32)
+        total += tl.where(there, row, 0.0)
+    tl.store(out + t * LD + n, rounded(total, out.dtype.element_ty, HOW), mask=n < N)
