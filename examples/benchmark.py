@@ -28,7 +28,7 @@ from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from moe_nvfp4 import NVFP4Experts
-from moe_nvfp4.layer import moe_forward
+from moe_nvfp4.ops import moe_forward
 
 SHAPES = {  # name: (title, H, I, E, top_k)
     "qwen": ("Qwen3-30B-A3B", 2048, 768, 128, 8),

@@ -26,7 +26,6 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from moe_nvfp4 import NVFP4Experts
 from moe_nvfp4.kernels.cpu import backend as cpu
-from moe_nvfp4.layer import backend
 from moe_nvfp4.routing import Groups, Rows
 
 SHAPES = {  # name: (title, H, I, E, top_k)
@@ -171,7 +170,7 @@ def main():
     arguments = parser.parse_args()
     torch.manual_seed(0)
     torch.set_num_threads(arguments.threads)
-    if backend(torch.device("cpu")) is not cpu:
+    if not cpu.available():
         raise SystemExit("no CPU kernels here; the line above says why")
     load = f"load before {os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else ""
     bandwidth, issue, linear = read_bandwidth(), issue_bound(arguments.threads), linear_rate()

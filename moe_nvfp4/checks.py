@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moe_nvfp4.format import grouped_sf_rows
 from moe_nvfp4.routing import Groups, Rows, check_ids
-from moe_nvfp4.weights import ACTIVATIONS, ExpertWeights
+from moe_nvfp4.weights import ACTIVATIONS, ExpertWeights, LinearWeights
 
 ROWS = (torch.bfloat16, torch.float16, torch.float32)  # dtypes of x, h, y and biases
 ROUTER = (*ROWS, torch.float64)
@@ -19,7 +19,7 @@ _BYTES, _FP32, _INT32 = (torch.uint8,), (torch.float32,), (torch.int32,)
 _WAYS_OUT = {
     _BYTES: "codes and block scales are bytes, which a cast has destroyed: load the layer again",
     _FP32: "scales are fp32, and a cast has rounded them: load the layer again, and under FSDP's mixed precision pass "
-    "ignored_params=moe_nvfp4.layer.fp32_parameters(model)",
+    "ignored_params=moe_nvfp4.scales.fp32_parameters(model)",
     ROWS: "sums are fp32 in any case: convert it to one of these",
 }
 
@@ -46,19 +46,19 @@ def check_weights(weights: ExpertWeights, device: torch.device) -> None:
     """Dtypes and shapes of all tensors of `weights`, against each other, and that they are on `device`."""
     w = weights
     for name, codes in (("w13", w.w13), ("w2", w.w2)):
-        if codes is None or codes.dim() != (3 if w.packed is None else 4):
+        if codes is None or codes.dim() != (3 if w.layout is None else 4):
             shape = None if codes is None else tuple(codes.shape)
             raise ValueError(f"{name} has shape {shape}, expected [experts, rows, bytes]: take NVFP4Experts.weights")
     E, H, I = w.num_experts, w.hidden_size, w.intermediate_size
     N13 = I * (2 if w.gate.gated else 1)
-    if w.packed is None:
+    if w.layout is None:
         for name, codes, sf, N, K in (("w13", w.w13, w.w13_sf, N13, H), ("w2", w.w2, w.w2_sf, H, I)):
             K16 = -(-K // 16)
             _check(name, codes, (E, N, 8 * K16), _BYTES, device)
             _check(f"{name}_sf", sf, (E, N, K16), _BYTES, device)
     else:
-        for name, units in (("w13", w.w13), ("w2", w.w2)):
-            _check(name, units, (E, *units.shape[1:]), _INT32, device)
+        _check("w13", w.w13, (E, *w.layout.w13), _BYTES, device)
+        _check("w2", w.w2, (E, *w.layout.w2), _BYTES, device)
     if w.gate.gated:
         _check("gate_scale", w.gate_scale, (E,), _FP32, device)
     _check("up_scale", w.up_scale, (E,), _FP32, device)
@@ -113,13 +113,15 @@ def _check_rows(name: str, rows: Rows, K: int, groups: Groups, activations: str)
     _check_source(name, values, rows.index, K, R, device)
 
 
-def check_quantize(x: Tensor, index: Tensor | None, scale: Tensor | None, groups: Groups) -> None:
+def check_quantize(x: Tensor, index: Tensor | None, scale: Tensor | None, order: Tensor, offsets: Tensor) -> Groups:
     """What `quantize_rows` takes: x [*, K] and index [R], or x [R, K]; scale [E]."""
+    groups = Groups(order, offsets, 1)
     check_groups(groups)
     device = groups.order.device
     _check_source("x", x, index, None, groups.num_rows, device)
     if scale is not None:
         _check("scale", scale, (groups.num_experts,), _FP32, device)
+    return groups
 
 
 def check_groups(groups: Groups) -> None:
@@ -129,10 +131,9 @@ def check_groups(groups: Groups) -> None:
     _check("offsets", offsets, (max(2, offsets.numel()),), _INT32, order.device)
 
 
-def check_linear(
-    x: Tensor, codes: Tensor, sf: Tensor, scale: Tensor, bias: Tensor | None, x_scale: Tensor | None, activations: str
-) -> None:
-    """What a linear takes: x [T, K], codes [N, K/2], sf [N, K/16], scale [1], bias [N], x_scale [1]."""
+def check_linear(x: Tensor, weights: LinearWeights) -> None:
+    """x [T, K] and the tensors of `weights` fit each other, on one device."""
+    codes, sf, scale, bias, x_scale, activations = weights
     device = x.device
     check_activations(activations)
     if codes.dim() != 2 or x.dim() != 2 or x.shape[1] != 2 * codes.shape[1]:
@@ -156,6 +157,11 @@ def check_linear(
 def check_activations(activations: str) -> None:
     if activations not in ACTIVATIONS:
         raise ValueError(f"activations must be one of {ACTIVATIONS}, got {activations!r}")
+
+
+def check_bias_dtype(dtype: torch.dtype | None) -> None:
+    if dtype is not None and dtype not in ROWS:
+        raise TypeError(f"biases are {_names(ROWS)}, not {dtype}: {_WAYS_OUT[ROWS]}")
 
 
 def _check_source(name: str, x: Tensor, index: Tensor | None, K: int | None, R: int, device: torch.device) -> None:

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from moe_nvfp4 import format as nvfp4
 from moe_nvfp4.routing import Groups, Rows
-from moe_nvfp4.weights import ExpertWeights
+from moe_nvfp4.weights import ExpertWeights, LinearWeights
 
 CHUNK = 1 << 21  # weights dequantized at a time: 8 MiB of fp32
 
@@ -45,7 +45,7 @@ def quantize_rows(x: Tensor, index: Tensor | None, scale: Tensor | None, groups:
 def gemm1_swiglu(rows: Rows, weights: ExpertWeights, groups: Groups, dtype: torch.dtype) -> Rows:
     """h = gate(rows · w13ᵀ): `dtype` [R, I] (raw gate: [R, N13]), or NVFP4 where weights.h_scale is.
 
-    Rows of nobody come back as zeros.
+    Unrouted rows come back as zeros.
     """
     w, I = weights, weights.intermediate_size
     width = w.w13.shape[1] if w.gate.kind == "raw" else I
@@ -98,6 +98,19 @@ def gemm2_combine(h: Rows, weights: ExpertWeights, groups: Groups, top_k_weights
     for j in range(top_k):
         total += top_k_weights[:, j, None].float() * out[:, j]
     return total.to(dtype)
+
+
+def linear(x: Tensor, weights: LinearWeights) -> Tensor:
+    """y = x · wᵀ + bias: x [T, K] -> [T, N] in x's dtype. Nothing is read back to the host."""
+    w, scale = weights, weights.global_scale
+    rows = x.float()
+    if w.activations == "nvfp4":
+        dynamic = nvfp4.global_scale_for(x.abs().amax(dim=-1).float())
+        row_scale = dynamic if w.input_scale is None else w.input_scale.expand(len(x))
+        codes, sf, _ = nvfp4.quantize(x, row_scale, check=False)
+        rows, scale = nvfp4.dequantize(codes, sf, None), scale * row_scale[:, None]
+    y = _matmul(rows, w.codes, w.sf) * scale
+    return (y if w.bias is None else y + w.bias.float()).to(x.dtype)
 
 
 def _rows_by_expert(rows: Rows, groups: Groups) -> Iterator[tuple[int, slice, Tensor]]:

@@ -1,11 +1,13 @@
-"""ExpertWeights: the 4-bit weights of one MoE layer, as every backend reads them."""
+"""ExpertWeights: the 4-bit weights of one MoE layer, as every backend reads them; LinearWeights: those of a linear."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from math import inf
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,12 +39,11 @@ class Gate:
     up_offset: float = 0.0
     clamp_after: bool = False
     gated: bool = True
-    # a string that `parse` reads back, made once: how a gate travels through a torch op
+    # the fields as JSON, made once: how a gate travels through a torch op (see `ExpertWeights.spec`)
     spec: str = dataclasses.field(init=False, repr=False, compare=False)
 
     def __post_init__(self):
-        spec = " ".join(f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if f.init)
-        object.__setattr__(self, "spec", spec)
+        object.__setattr__(self, "spec", json.dumps({f.name: getattr(self, f.name) for f in fields(self) if f.init}))
         if self.kind not in GATE_KINDS:
             raise ValueError(
                 f"unknown activation {self.kind!r}: the fused gates are {', '.join(GATE_KINDS)}; "
@@ -70,15 +71,26 @@ class Gate:
             g = g.clamp(max=self.limit)
         return g * (u + self.up_offset) if self.up_offset else g * u
 
-    @classmethod
-    def parse(cls, spec: str) -> Gate:
-        read = {"str": lambda v: v.strip("'"), "float": float, "bool": lambda v: v == "True"}
-        types = {f.name: f.type for f in fields(cls)}
-        pairs = (item.split("=") for item in spec.split())
-        return cls(**{name: read[types[name]](value) for name, value in pairs})
-
 
 SILU = Gate()
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a backend keeps the weights of a layer [H, I] once `prepare` has brought them into its own order.
+
+    w13, w2  the dimensions of the two tensors without E, in bytes
+    """
+
+    backend: str
+    hidden_size: int
+    intermediate_size: int
+    w13: tuple[int, ...]
+    w2: tuple[int, ...]
+    spec: str = dataclasses.field(init=False, repr=False, compare=False)
+
+    def __post_init__(self):
+        object.__setattr__(self, "spec", json.dumps({f.name: getattr(self, f.name) for f in fields(self) if f.init}))
 
 
 @dataclass(frozen=True)
@@ -98,8 +110,8 @@ class ExpertWeights:
 
     gate        what happens between the GEMMs
     activations "bf16" (W4A16) or "nvfp4" (W4A4)
-    packed      None, or (H, I): w13 and w2 are int32 in the layout of kernels/sm90/pack.py (which a
-                GPU reads and nothing else), with the block scales inside: w13_sf and w2_sf are None
+    layout      None, or that of a backend: w13 and w2 are uint8 [E, *layout.w13] and [E, *layout.w2] with the
+                block scales inside; w13_sf and w2_sf are None
 
     K13 and K2 are H and I rounded up to 16, the padding holds zero codes: exact.
     """
@@ -117,7 +129,7 @@ class ExpertWeights:
     b2: Tensor | None = None
     x_scale: Tensor | None = None
     h_scale: Tensor | None = None
-    packed: tuple[int, int] | None = None
+    layout: Layout | None = None
 
     @property
     def num_experts(self) -> int:
@@ -125,24 +137,29 @@ class ExpertWeights:
 
     @property
     def hidden_size(self) -> int:
-        return self.packed[0] if self.packed else self.w2.shape[1]
+        return self.w2.shape[1] if self.layout is None else self.layout.hidden_size
 
     @property
     def intermediate_size(self) -> int:
-        return self.packed[1] if self.packed else self.w13.shape[1] // (2 if self.gate.gated else 1)
+        if self.layout is not None:
+            return self.layout.intermediate_size
+        return self.w13.shape[1] // (2 if self.gate.gated else 1)
 
     def tensors(self) -> list[Tensor | None]:
         """The tensor fields in order; with `spec` all that `from_tensors` needs."""
         return [getattr(self, name) for name in _TENSORS]
 
-    @property
-    def spec(self) -> str:
-        return f"{self.activations};{self.gate.spec};{'x'.join(map(str, self.packed or ()))}"
+    def spec(self, backend: str) -> str:
+        """What else a torch op must know, as JSON: gate, activations, layout, and the backend that runs it."""
+        layout = "null" if self.layout is None else self.layout.spec
+        return (
+            f'{{"version": {_VERSION}, "backend": "{backend}", "activations": "{self.activations}", '
+            f'"layout": {layout}, "gate": {self.gate.spec}}}'
+        )
 
     @classmethod
-    def from_tensors(cls, tensors: list[Tensor | None], spec: str) -> ExpertWeights:
-        gate, activations, packed = _read_spec(spec)
-        return cls(gate, activations, *tensors, packed)
+    def from_tensors(cls, tensors: list[Tensor | None], spec: Spec) -> ExpertWeights:
+        return cls(spec.gate, spec.activations, *tensors, spec.layout)
 
     def validate(self, name: str = "experts") -> ExpertWeights:
         """Check dtypes, shapes and scales against each other; returns self.
@@ -189,12 +206,47 @@ class ExpertWeights:
 
 
 _TENSORS = tuple(f.name for f in fields(ExpertWeights)[2:-1])
+_VERSION = 1
 
 
-@lru_cache(maxsize=64)
-def _read_spec(spec: str) -> tuple[Gate, str, tuple[int, int] | None]:
-    activations, gate, packed = spec.split(";")
-    return Gate.parse(gate), activations, tuple(map(int, packed.split("x"))) if packed else None
+class Spec(NamedTuple):
+    """`ExpertWeights.spec`, read."""
+
+    backend: str
+    activations: str
+    gate: Gate
+    layout: Layout | None
+
+
+@lru_cache(maxsize=256)
+def read_spec(spec: str) -> Spec:
+    """ValueError for a string that this version of the package did not write."""
+    read = json.loads(spec)
+    if read.pop("version") != _VERSION:
+        raise ValueError(f"this spec of a torch op is not of version {_VERSION}: compile the model again, got {spec}")
+    layout = read["layout"]
+    if layout is not None:
+        layout = Layout(**layout | {name: tuple(layout[name]) for name in ("w13", "w2")})
+    return Spec(read["backend"], read["activations"], Gate(**read["gate"]), layout)
+
+
+class LinearWeights(NamedTuple):
+    """The weights of one linear; `value = code * sf * global_scale`.
+
+    codes         uint8 [N, K/2]   K a multiple of 16
+    sf            uint8 [N, K/16]  e4m3 bytes
+    global_scale  fp32 [1]
+    bias          [N] or None
+    input_scale   fp32 [1] or None: the static global scale of the rows for activations="nvfp4"
+    activations   "bf16" (W4A16) or "nvfp4" (W4A4)
+    """
+
+    codes: Tensor
+    sf: Tensor
+    global_scale: Tensor
+    bias: Tensor | None
+    input_scale: Tensor | None
+    activations: str
 
 
 def check_global_scale(scale: Tensor, name: str) -> None:

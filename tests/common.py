@@ -11,11 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from moe_nvfp4 import backends, reference
 from moe_nvfp4 import format as nvfp4
-from moe_nvfp4 import layer, reference
+from moe_nvfp4.kernels.sm90 import BACKEND, Hopper
 from moe_nvfp4.kernels.sm90 import pack as sm90_pack
 from moe_nvfp4.routing import Groups, Rows, group_by_expert
-from moe_nvfp4.weights import ExpertWeights
+from moe_nvfp4.weights import ExpertWeights, Layout
 
 # Relative error ||a - b|| / ||b|| in float64 against an independent computation.
 THRESHOLDS = {
@@ -24,7 +25,7 @@ THRESHOLDS = {
     "w4a4": 2e-2,  # rows requantized to e2m1: a value at a rounding boundary moves by a step
 }
 
-HOPPER = torch.cuda.is_available() and layer.on_hopper(torch.device("cuda", 0))
+HOPPER = torch.cuda.is_available() and not BACKEND.unavailable(backends.Device.of(torch.device("cuda", 0)))
 on_gpu = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU and nvidia-cutlass-dsl")
 on_two_gpus = pytest.mark.skipif(
     not HOPPER or torch.cuda.device_count() < 2, reason="needs two Hopper GPUs and nvidia-cutlass-dsl"
@@ -98,25 +99,29 @@ def peak_while_loading(path, arguments: str = "") -> tuple[int, int]:
     return peak, result
 
 
-class Kernels:
-    """Stands for the Hopper backend: unpacks what it is given and runs the reference on it."""
+class Kernels(Hopper):
+    """This machine's CPU as a Hopper GPU, as far as layers see: its layout, what it supports, and the reference on
+    what comes back from it."""
 
     calls = 0
 
+    def unavailable(self, device):
+        return None
+
     def experts(self, x, ids, top_k_weights, weights):
-        assert weights.packed == (weights.hidden_size, weights.intermediate_size)
+        assert weights.layout == Layout("sm90", weights.hidden_size, weights.intermediate_size,
+                                        tuple(weights.w13.shape[1:]), tuple(weights.w2.shape[1:]))  # fmt: skip
         Kernels.calls += 1
-        H, I = weights.packed
-        w13 = sm90_pack.Packed(weights.w13, None, (2 if weights.gate.gated else 1) * I, H, weights.gate.gated)
-        w2 = sm90_pack.Packed(weights.w2, None, H, I, False)
-        (w13, w13_sf), (w2, w2_sf) = sm90_pack.unpack(w13), sm90_pack.unpack(w2)
-        weights = replace(weights, packed=None, w13=w13, w13_sf=w13_sf, w2=w2, w2_sf=w2_sf)
+        H, I = weights.hidden_size, weights.intermediate_size
+        rows = (2 if weights.gate.gated else 1) * I
+        w13, w13_sf = self.restore(weights.w13, sm90_pack.Packed(None, None, rows, H, weights.gate.gated))
+        w2, w2_sf = self.restore(weights.w2, sm90_pack.Packed(None, None, H, I, False))
+        weights = replace(weights, layout=None, w13=w13, w13_sf=w13_sf, w2=w2, w2_sf=w2_sf)
         groups = group_by_expert(ids, weights.num_experts)
         h = reference.gemm1_swiglu(Rows(x, index=groups.token), weights, groups, x.dtype)
         return reference.gemm2_combine(h, weights, groups, top_k_weights, x.dtype)
 
 
-def stand_for_hopper(setattr=setattr) -> None:
-    """This machine's CPU as a Hopper GPU, as far as layers see."""
-    setattr(layer, "on_hopper", lambda device: True)
-    setattr(layer, "_hopper", lambda device: Kernels())
+def stand_for_hopper():
+    """Inside of it this machine's CPU is a Hopper GPU, as far as layers see."""
+    return backends.registered(Kernels())

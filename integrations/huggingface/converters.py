@@ -404,7 +404,7 @@ def check_sharding(module_name: str, experts: HFExperts, converter: ExpertsConve
     else:  # Llama 4
         instead = "this model has no plan of expert parallelism; whole layers go to several GPUs with device_map='auto'"
     parallel = any(isinstance(p, DTensor) for p in experts.parameters())
-    if parallel and experts.smooth[0] is not None:
+    if parallel and experts.pre_quant_scales[0] is not None:
         raise NotImplementedError(f"{module_name}: experts with AWQ's pre_quant_scale are not split over ranks yet")
     stacks = files.style in ("fused", "bank")
     if parallel and files.pre_quantized and (stacks or files.dialect.scale_shape):

@@ -320,7 +320,8 @@ class HFExperts(NVFP4Experts):
             w2 = dequantize(p["down_proj"][e], p["down_proj_sf"][e], p["down_proj_global_scale"][e])
             w13, w2 = w13[:, : self.hidden_size], w2[:, : self.intermediate_size]
             # AWQ: (x * s) · wᵀ = x · (w * s)ᵀ
-            w13, w2 = (w if s is None else w * s[e].float() for w, s in zip((w13, w2), self.smooth, strict=True))
+            pairs = zip((w13, w2), self.pre_quant_scales, strict=True)
+            w13, w2 = (w if s is None else w * s[e].float() for w, s in pairs)
             if hasattr(dense, "mlp"):  # DBRX
                 w1, v1, down = (w.data.view(self.num_experts, -1, self.hidden_size) for w in
                                 (dense.mlp.w1, dense.mlp.v1, dense.mlp.w2))  # fmt: skip

@@ -17,7 +17,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from transformers.core_model_loading import WeightConverter, rename_source_key
 
-from moe_nvfp4.layer import NVFP4Linear
+from moe_nvfp4.linear import NVFP4Linear
 from moe_nvfp4.quantize.dialects import COMPRESSED_TENSORS, MODELOPT, Dialect
 from moe_nvfp4.quantize.matrices import fp8_block
 from moe_nvfp4.quantize.names import (

@@ -13,7 +13,7 @@ from transformers.core_model_loading import ConversionOps, WeightConverter
 
 from moe_nvfp4.format import dequantize
 from moe_nvfp4.integrations.huggingface.files import QuantizedLinear
-from moe_nvfp4.layer import NVFP4Linear
+from moe_nvfp4.linear import NVFP4Linear
 from moe_nvfp4.quantize.dialects import Dialect
 from moe_nvfp4.quantize.matrices import fp8_block, fp8_dense
 from moe_nvfp4.quantize.names import FP8_SCALES, PER_EXPERT, PRE_QUANT_SCALE, fp8_scale

@@ -24,7 +24,7 @@ from moe_nvfp4.integrations.huggingface.experts import (
 )
 from moe_nvfp4.integrations.huggingface.files import Survey, is_nvfp4, mtp_tensors, read_tensors, survey, verify_files
 from moe_nvfp4.integrations.huggingface.linears import FP8Experts, LinearConverter, pack_linears, to_linear
-from moe_nvfp4.layer import NVFP4Linear
+from moe_nvfp4.linear import NVFP4Linear
 from moe_nvfp4.quantize.dialects import DIALECTS
 from moe_nvfp4.quantize.files import read_headers
 from moe_nvfp4.quantize.names import DENSE, KV_SCALE, PER_EXPERT, PRE_QUANT_SCALE, ignore_patterns

@@ -21,7 +21,7 @@ from moe_nvfp4.integrations.huggingface.experts import (
     set_implementation,
 )
 from moe_nvfp4.integrations.huggingface.quantizer import MoeNvfp4Quantizer
-from moe_nvfp4.layer import NVFP4Linear
+from moe_nvfp4.linear import NVFP4Linear
 from moe_nvfp4.progress import progress_bar
 from moe_nvfp4.quantize.recipes import DEFAULT_RECIPE
 from moe_nvfp4.weights import ACTIVATIONS

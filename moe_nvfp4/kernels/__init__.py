@@ -1,1 +1,1 @@
-"""The backends: modules with the stage functions of `moe_nvfp4.reference`, picked by `moe_nvfp4.layer.backend`."""
+"""The backends, a folder each (see `moe_nvfp4.kernels.backend`), and what several of them share in `common`."""

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 
 from moe_nvfp4 import Gate, NVFP4Experts, moe_forward
 from moe_nvfp4.kernels.cpu import backend as cpu
-from moe_nvfp4.layer import NVFP4Linear, fp32_parameters
+from moe_nvfp4.linear import NVFP4Linear
 from moe_nvfp4.routing import group_by_expert
+from moe_nvfp4.scales import fp32_parameters
 from tests.common import THRESHOLDS, relative_error
 
 ROOT = Path(__file__).parents[2]
@@ -62,23 +63,26 @@ def arguments(op, activations, static, bias):
     """Legal arguments of torch.ops.moe_nvfp4.`op`."""
     if op == "linear":
         layer, (x, _, _) = make_linear(activations, static, bias), batch()
-        return [x, layer.weight, layer.weight_sf, layer.weight_global_scale, layer.bias, layer.input_scale, activations]
-    w, (x, ids, p) = make(activations, static, bias).weights, batch()
+        return [x, layer.weight, layer.weight_sf, layer.weight_global_scale, layer.bias, layer.input_scale, activations,
+                layer.backend().name]  # fmt: skip
+    layer, (x, ids, p) = make(activations, static, bias), batch()
+    w, backend = layer.weights, layer.backend(torch.float32).name
+    spec = w.spec(backend)
     ops, groups = torch.ops.moe_nvfp4, group_by_expert(ids, E)
     own = [groups.order, groups.offsets]
     if op == "experts":
-        return [x, ids, p, w.tensors(), w.spec]
-    quantize = [x, groups.token, w.x_scale, *own]
+        return [x, ids, p, w.tensors(), spec]
+    quantize = [x, groups.token, w.x_scale, *own, backend]
     if op == "quantize_rows":
         return quantize
     rows = [*ops.quantize_rows(*quantize), None] if activations == "nvfp4" else [x, None, None, groups.token]
-    first = [*rows, w.tensors(), w.spec, *own, torch.float32]
+    first = [*rows, w.tensors(), spec, *own, torch.float32]
     if op == "gemm1_swiglu":
         return first
     h = ops.gemm1_swiglu(*first)
     if activations == "nvfp4" and not static:
-        h = ops.quantize_rows(h[0], None, None, *own)
-    return [*h, *[None] * (4 - len(h)), w.tensors(), w.spec, *own, p, torch.float32]
+        h = ops.quantize_rows(h[0], None, None, *own, backend)
+    return [*h, *[None] * (4 - len(h)), w.tensors(), spec, *own, p, torch.float32]
 
 
 def tensors(args):
@@ -370,7 +374,7 @@ def test_dense_experts_that_do_not_fit():
     ]:
         with pytest.raises(ValueError, match=rule):
             NVFP4Experts.from_dense(w13, w2, bias=bias)
-    with pytest.raises(TypeError, match="biases are bfloat16, float16 or float32, not torch.float64"):
+    with pytest.raises(TypeError, match="biases are bfloat16 or float16 or float32, not torch.float64"):
         NVFP4Experts.from_dense(w13, w2, bias=tuple(b.double() for b in good))
     layer = make()
     for args, rule in [
@@ -394,7 +398,7 @@ def python(code, **env):
 def test_unknown_names_in_the_environment(monkeypatch):
     layer, args = make(), batch()
     monkeypatch.setenv("MOE_NVFP4_BACKEND", "refrence")
-    with pytest.raises(ValueError, match="MOE_NVFP4_BACKEND=refrence.*reference"):
+    with pytest.raises(ValueError, match="MOE_NVFP4_BACKEND=refrence is unknown: the backends are .*cpu.* reference"):
         layer(*args)
 
 

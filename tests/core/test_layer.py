@@ -8,10 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import moe_nvfp4.layer as layer_module
-from moe_nvfp4 import ExpertWeights, Gate, NVFP4Experts, moe_forward, reference
+from moe_nvfp4 import ExpertWeights, Gate, NVFP4Experts, moe_forward, ops
 from moe_nvfp4 import format as nvfp4
-from moe_nvfp4.layer import NVFP4Linear
+from moe_nvfp4.linear import NVFP4Linear
 from moe_nvfp4.routing import group_by_expert
 from tests.common import THRESHOLDS, Kernels, relative_error, stand_for_hopper
 
@@ -177,9 +176,9 @@ def test_awq_scales_multiply_the_rows_of_their_expert(activations, static, devic
     layer.add_pre_quant_scales(torch.float32)
     x, ids, p = batch(9, 4, 3, 64, sentinels=True)
     assert torch.equal(layer(x, ids, p), make(activations=activations, static=static)(x, ids, p)) or static  # ones
-    for scale in layer.smooth:
+    for scale in layer.pre_quant_scales:
         scale.copy_(torch.randint(1, 9, scale.shape) / 4)
-    expected = naive_moe(x, ids, p, layer.weights, [scale.cpu() for scale in layer.smooth])
+    expected = naive_moe(x, ids, p, layer.weights, [scale.cpu() for scale in layer.pre_quant_scales])
     assert relative_error(layer(x, ids, p), expected) < THRESHOLDS["w4a4" if activations == "nvfp4" else "fp32"]
 
 
@@ -284,21 +283,20 @@ def test_ops_pass_torchs_own_check():
         layer = make(activations=activations, static=static)
         w = layer.weights
         x, ids, p = batch(5, 4, 2, 64)
-        from moe_nvfp4.layer import _gemm1_swiglu, _gemm2_combine, _quantize_rows
-
-        g = group_by_expert(ids, 4)
+        backend = layer.backend(x.dtype).name
+        g, spec = group_by_expert(ids, 4), w.spec(backend)
         rows = [x, None, None, g.token]
         if activations == "nvfp4":
-            args = (x, g.token, w.x_scale, g.order, g.offsets)
-            torch.library.opcheck(_quantize_rows, args, test_utils=("test_schema", "test_faketensor"))
-            rows = [*_quantize_rows(*args), None]
-        args = (*rows, w.tensors(), w.spec, g.order, g.offsets, x.dtype)
-        torch.library.opcheck(_gemm1_swiglu, args, test_utils=("test_schema", "test_faketensor"))
-        h = _gemm1_swiglu(*args)
+            args = (x, g.token, w.x_scale, g.order, g.offsets, backend)
+            torch.library.opcheck(ops.quantize_rows, args, test_utils=("test_schema", "test_faketensor"))
+            rows = [*ops.quantize_rows(*args), None]
+        args = (*rows, w.tensors(), spec, g.order, g.offsets, x.dtype)
+        torch.library.opcheck(ops.gemm1_swiglu, args, test_utils=("test_schema", "test_faketensor"))
+        h = ops.gemm1_swiglu(*args)
         h = [*h, *[None] * (4 - len(h))]
         if activations == "bf16" or static:
-            args = (*h, w.tensors(), w.spec, g.order, g.offsets, p, x.dtype)
-            torch.library.opcheck(_gemm2_combine, args, test_utils=("test_schema", "test_faketensor"))
+            args = (*h, w.tensors(), spec, g.order, g.offsets, p, x.dtype)
+            torch.library.opcheck(ops.gemm2_combine, args, test_utils=("test_schema", "test_faketensor"))
 
 
 def test_bad_weights_are_named():
@@ -329,8 +327,9 @@ def test_bad_weights_are_named():
 
 @pytest.fixture
 def hopper(monkeypatch):
-    stand_for_hopper(monkeypatch.setattr)
-    monkeypatch.setenv("MOE_NVFP4_BACKEND", "reference")
+    monkeypatch.delenv("MOE_NVFP4_BACKEND", raising=False)
+    with stand_for_hopper():
+        yield
 
 
 @pytest.mark.parametrize("gate", [Gate(), Gate("relu2", gated=False)], ids=["silu", "relu2"])
@@ -344,26 +343,26 @@ def test_packed_weights_come_back_wherever_they_are_asked_for(hopper, gate):
     layer.activations = "nvfp4"  # never packed for stages, so as to have something to compare with
     layer.post_expert_norm = torch.nn.Identity()
     layer(x, ids, weights)
-    assert layer.packed is None
+    assert not layer.packed
     layer.activations, layer.post_expert_norm = "bf16", None
     calls = Kernels.calls
     with torch.inference_mode():
         y = layer(x, ids, weights)
-    assert layer.packed == (64, 48) and Kernels.calls == calls + 1
+    assert layer.packed and layer.weights.layout.hidden_size == 64 and Kernels.calls == calls + 1
     assert sum(p.nbytes for p in layer.parameters()) >= sum(t.nbytes for t in before.values())
 
     saved = layer.state_dict()
-    assert layer.packed is None and all(torch.equal(saved[name], before[name]) for name in before)
+    assert not layer.packed and all(torch.equal(saved[name], before[name]) for name in before)
     assert torch.equal(layer(x, ids, weights), y) and layer.packed
     layer.to(torch.float64)  # moves and casts go through the checkpoint's bytes too
-    assert layer.packed is None
+    assert not layer.packed
     assert torch.equal(layer.down_proj, before["down_proj"])
     layer.float()
     layer(x, ids, weights)
     layer.load_state_dict(before)
     assert torch.equal(layer(x, ids, weights), y)
     layer(x.float(), ids, weights)  # runs on the rows of the checkpoint
-    assert layer.packed is None
+    assert not layer.packed
 
 
 def test_weights_that_an_offloading_hook_brings_are_left_alone(hopper):
@@ -379,7 +378,7 @@ def test_weights_that_an_offloading_hook_brings_are_left_alone(hopper):
     layer = NVFP4Experts.from_dense(torch.randn(2, 64, 32), torch.randn(2, 32, 32))
     layer._hf_hook = object()  # one that nothing is known of
     layer.prepare()
-    assert layer.packed is None
+    assert not layer.packed
 
 
 def test_packed_weights_refuse_other_dtypes(hopper):
@@ -387,19 +386,3 @@ def test_packed_weights_refuse_other_dtypes(hopper):
     layer.prepare()
     with pytest.raises(TypeError, match="call unpack"):
         moe_forward(torch.randn(3, 32), torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1), layer.weights)
-
-
-@pytest.mark.parametrize("activations, width, expected", [("nvfp4", 32, 3), ("bf16", 32, 0), ("nvfp4", 40, 0)])
-def test_blackwell_takes_nvfp4_rows_of_widths_it_knows(monkeypatch, activations, width, expected):
-    calls = []
-
-    class Blackwell:
-        def __getattr__(self, name):
-            return lambda *arguments: calls.append(name) or getattr(reference, name)(*arguments)
-
-    monkeypatch.setattr(layer_module, "_blackwell", lambda device: Blackwell())
-    monkeypatch.setattr(layer_module, "on_cpu", lambda device: False)  # this one is said to be a Blackwell
-    layer = NVFP4Experts.from_dense(torch.randn(2, 2 * width, 32), torch.randn(2, 32, width), activations=activations)
-    layer(torch.randn(3, 32), torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1))
-    gemms = [name for name in calls if name.startswith("gemm")]
-    assert len(gemms) == min(expected, 2) and len(calls) >= expected

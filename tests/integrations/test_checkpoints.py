@@ -18,7 +18,7 @@ from transformers import AutoModel, AutoModelForCausalLM, Step3p7ForConditionalG
 from moe_nvfp4 import ExpertWeights, Gate, moe_forward, reference
 from moe_nvfp4.integrations.huggingface import MoeNvfp4Config, checkpoint_config, set_activations
 from moe_nvfp4.integrations.huggingface.experts import HFExperts
-from moe_nvfp4.layer import NVFP4Linear
+from moe_nvfp4.linear import NVFP4Linear
 from moe_nvfp4.quantize.convert import convert_checkpoint
 from tests.common import THRESHOLDS, peak_while_loading, relative_error
 from tests.folders import (

@@ -23,7 +23,7 @@ from tests.folders import is_expert, is_linear, quantized
 from tests.models import IDS, SMALL, folder, gpt_oss, llama4, load, logits, make, same_tensors
 
 WORKER = """
-import json, sys
+import contextlib, json, sys
 import torch
 torch.set_num_threads(1)
 from transformers import AutoModelForCausalLM
@@ -32,13 +32,14 @@ from moe_nvfp4.integrations.huggingface import MoeNvfp4Config
 from tests.common import stand_for_hopper
 
 torch.distributed.init_process_group(sys.argv[3])
+rest = contextlib.ExitStack()  # of the process
 ids = torch.tensor(json.loads(sys.argv[1]))
 if sys.argv[3] == "nccl":
     torch.cuda.set_device(torch.distributed.get_rank())
     ids = ids.cuda()
 for run in json.loads(sys.argv[2]):  # one start of the interpreter serves all runs
     if run["hopper"] and sys.argv[3] == "gloo":
-        stand_for_hopper()
+        rest.enter_context(stand_for_hopper())
     kwargs = dict(quantization_config=MoeNvfp4Config()) if run["quantize"] else {}
     kwargs |= dict(dtype=torch.bfloat16 if run["hopper"] else torch.float32)
     model = AutoModelForCausalLM.from_pretrained(

@@ -17,7 +17,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from moe_nvfp4.integrations.huggingface import MoeNvfp4Config, register, set_activations, swap_experts, unregister
 from moe_nvfp4.integrations.huggingface.experts import HFExperts
-from moe_nvfp4.layer import NVFP4Linear
+from moe_nvfp4.linear import NVFP4Linear
 from tests.common import THRESHOLDS, relative_error
 from tests.folders import CONFIGS, is_expert, quantized
 from tests.models import load, logits, make, qwen3_moe, same_tensors

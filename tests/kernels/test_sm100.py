@@ -14,8 +14,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from moe_nvfp4 import Gate, NVFP4Experts, reference
+from moe_nvfp4 import Gate, NVFP4Experts, backends, reference
 from moe_nvfp4 import format as nvfp4
+from moe_nvfp4.kernels.sm100 import Blackwell
 from moe_nvfp4.kernels.sm100 import backend as sm100
 from moe_nvfp4.kernels.sm100 import model as sm100_model
 from moe_nvfp4.kernels.sm100.config import SMEM, TMEM, CombineConfig, GemmConfig, QuantizeConfig, Tile
@@ -498,12 +499,16 @@ def layer_call(emulator, monkeypatch):
     layer = NVFP4Experts.from_dense(*dense, activations="nvfp4")
     x, ids = torch.randn(9, 64, dtype=torch.bfloat16), torch.stack([torch.randperm(4)[:2] for _ in range(9)])
     inputs = x, ids, torch.rand(9, 2)
-    from moe_nvfp4 import layer as module
 
-    monkeypatch.setattr(module, "backend", lambda device: reference)
+    class OnTheEmulator(Blackwell):
+        def unavailable(self, device):
+            return None
+
+    monkeypatch.setenv("MOE_NVFP4_BACKEND", "reference")
     right = layer(*inputs)
-    monkeypatch.setattr(module, "backend", lambda device: sm100)
-    return layer, inputs, right
+    monkeypatch.delenv("MOE_NVFP4_BACKEND")
+    with backends.registered(OnTheEmulator()):
+        yield layer, inputs, right
 
 
 def test_layer(emulator, layer_call, monkeypatch):

@@ -6,7 +6,7 @@ compiler was brings all of them as a library. Otherwise the path that runs is co
 with the system's C compiler (CC, else cc, gcc or clang; 1.5 to 2.3 s with gcc 12 on an EPYC, 2026-11-21)
 into ``$MOE_NVFP4_CACHE/cpu``, else ``$XDG_CACHE_HOME/moe_nvfp4/cpu``, else ``~/.cache/moe_nvfp4/cpu``;
 on a machine with avx512bf16 also avx512, when it meets rows that are fp32 or fp16.
-Where it cannot be built, `available` warns once and says False.
+Where it cannot be built, `missing` says why, and the reference takes over.
 
 Numerics are the reference's, up to the order of fp32 sums. Results do not depend on the number of
 threads, which is torch's.
@@ -22,7 +22,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import warnings
 from functools import cache
 from pathlib import Path
 from struct import Struct
@@ -35,7 +34,7 @@ from moe_nvfp4.cache import is_whole, keep, own_folder
 from moe_nvfp4.kernels.common.tensors import floating
 from moe_nvfp4.kernels.cpu.sources import FLAGS, FOLDER, SOURCES, checksum
 from moe_nvfp4.routing import Groups, Rows, group_by_expert
-from moe_nvfp4.weights import ExpertWeights
+from moe_nvfp4.weights import SILU, ExpertWeights, LinearWeights
 
 PATHS = ("portable", "avx2", "avx512", "avx512bf16", "neon")  # as in cpu.c, the best of a machine last
 
@@ -124,6 +123,20 @@ def gemm2_combine(h: Rows, weights: ExpertWeights, groups: Groups, top_k_weights
     return y
 
 
+def linear(x: Tensor, weights: LinearWeights) -> Tensor:
+    """As `reference.linear`: GEMM 2 of a layer with one expert."""
+    w, T = weights, x.shape[0]
+    program = _Program()
+    order = torch.arange(T, dtype=torch.int32, device="cpu")
+    groups = Groups(order, torch.tensor([0, T], dtype=torch.int32, device="cpu"), 1)
+    rows = _quantize(program, x, None, w.input_scale, groups) if w.activations == "nvfp4" else Rows(x)
+    codes, sf, scale, bias = w.codes[None], w.sf[None], w.global_scale, None if w.bias is None else w.bias[None]
+    experts = ExpertWeights(SILU, w.activations, codes, sf, scale, scale, codes, sf, scale, None, bias)
+    y = _gemm2(program, rows, experts, groups, torch.ones(T, 1, dtype=torch.float32, device="cpu"), x.dtype)
+    program.run()
+    return y
+
+
 def _quantize(program: _Program, x: Tensor, index: Tensor | None, scale: Tensor | None, groups: Groups) -> Rows:
     x = floating(x)
     R, E, width = groups.num_rows, groups.num_experts, x.shape[-1]
@@ -179,19 +192,17 @@ def _gemm(
 
 
 @cache
-def available() -> bool:
-    """Whether the library is there or can be built; if not, warns once and says how to get it."""
+def missing() -> str | None:
+    """Why there is no library and none can be built, and how to get one; None: there is."""
     try:
         _library(path())
-        return True
+        return None
     except (OSError, subprocess.SubprocessError) as error:
-        warnings.warn(
-            f"the CPU kernels cannot be built ({_why(error)}), so 4-bit experts run as plain torch operations: same "
-            "numbers, several times slower. Install a C compiler (apt install gcc, or set CC), then start again; "
-            "MOE_NVFP4_BACKEND=reference silences this",
-            stacklevel=2,
-        )
-        return False
+        return f"cannot be compiled ({_why(error)}): install a C compiler (apt install gcc, or set CC) and start again"
+
+
+def available() -> bool:
+    return missing() is None
 
 
 @cache

@@ -1,1 +1,52 @@
 """The Hopper backend: CuTe DSL kernels for sm_90a."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_nvfp4.kernels.backend import Backend, Device, Problem, not_installed, other_gpu
+
+
+class Hopper(Backend):
+    name = "sm90"
+    layout = "sm90"
+
+    def unavailable(self, device: Device) -> str | None:
+        return other_gpu(device, ((9, 0),), "H100, H200") or not_installed(
+            device, ("cutlass",), "pip install moe-nvfp4[gpu] brings CuTe DSL"
+        )
+
+    def unsupported(self, device: Device, problem: Problem) -> str | None:
+        p = problem
+        if p.kind == "linear":
+            return "has no kernel for single linears yet: load them with linears='dense'"
+        if p.dtype != torch.bfloat16:
+            return f"takes bfloat16 activations, not {str(p.dtype).removeprefix('torch.')}: run the model in bfloat16"
+        if p.hidden_size % 16 or p.intermediate_size % 16:
+            return f"takes sizes that are multiples of 16, not H = {p.hidden_size} and I = {p.intermediate_size}"
+        if p.num_experts > 1024:
+            return f"takes up to 1024 experts, not {p.num_experts}"
+        if p.activations == "nvfp4" and not p.fused:
+            return (
+                "keeps NVFP4 rows between its kernels, where nothing of the caller's can run (a gate or norm of the "
+                "model's own, AWQ's scales): use activations='bf16'"
+            )
+        return None
+
+    def prepare(self, codes: Tensor, sf: Tensor, interleaved: bool) -> tuple[Tensor, Any]:
+        from moe_nvfp4.kernels.sm90.pack import pack
+
+        packed = pack(codes, sf, interleaved)
+        return packed.units.view(torch.uint8), replace(packed, units=None)
+
+    def restore(self, prepared: Tensor, note: Any) -> tuple[Tensor, Tensor]:
+        from moe_nvfp4.kernels.sm90.pack import unpack
+
+        return unpack(replace(note, units=prepared.view(torch.int32)))
+
+
+BACKEND = Hopper()

@@ -32,7 +32,7 @@ from moe_nvfp4.kernels.sm90.pack import UNIT, UNIT_WORDS, pack
 from moe_nvfp4.kernels.sm90.quantize import Quantize
 from moe_nvfp4.kernels.sm90.rows import Combine, Gather, Route
 from moe_nvfp4.routing import Groups, Rows
-from moe_nvfp4.weights import ExpertWeights
+from moe_nvfp4.weights import ExpertWeights, Layout
 
 ARCHITECTURE = "sm_90a"
 EXACT_BYTES = 1 << 24  # expert outputs up to this size are kept in fp32
@@ -109,7 +109,7 @@ def _warn_unpacked() -> None:
 
 
 def _packed(weights: ExpertWeights) -> ExpertWeights:
-    if weights.packed:
+    if weights.layout is not None:
         return weights
     _warn_unpacked()
     return pack_weights(weights)
@@ -119,8 +119,9 @@ def pack_weights(weights: ExpertWeights) -> ExpertWeights:
     """The weights in Hopper's layout, as new tensors."""
     w = weights
     w13, w2 = pack(w.w13, w.w13_sf, w.gate.gated), pack(w.w2, w.w2_sf, False)
-    sizes = (w.hidden_size, w.intermediate_size)
-    return replace(w, w13=w13.units, w13_sf=None, w2=w2.units, w2_sf=None, packed=sizes)
+    w13, w2 = w13.units.view(torch.uint8), w2.units.view(torch.uint8)
+    layout = Layout("sm90", w.hidden_size, w.intermediate_size, tuple(w13.shape[1:]), tuple(w2.shape[1:]))
+    return replace(w, w13=w13, w13_sf=None, w2=w2, w2_sf=None, layout=layout)
 
 
 # ---- the plan: tile shapes from the number of tokens ---------------------------------------------
@@ -279,7 +280,7 @@ def _gemms(rows, groups, w, h, y, sync, plan) -> None:
     """GEMM 1 from rows of x to h, GEMM 2 from h to y, or one of them. What is not used may be any of its dtype."""
     x, R, tile, work = rows.values, groups.num_rows, plan.tile, plan.work
     index = groups.offsets if rows.index is None else rows.index
-    units13, units2 = w.w13.flatten(2), w.w2.flatten(2)
+    units13, units2 = w.w13.view(torch.int32).flatten(2), w.w2.view(torch.int32).flatten(2)
     b13, b2 = (x, x) if w.b13 is None else (w.b13, w.b2)
     row_scale = w.up_scale if rows.scale is None else rows.scale
     gate_scale = w.up_scale if w.gate_scale is None else w.gate_scale

@@ -1,0 +1,175 @@
+"""Which kernels run a layer: the one place that asks what a device is.
+
+    device                                 W4A16                     W4A4                      linears
+    CPU with a C compiler or our wheel     cpu                       cpu                       cpu
+    Hopper (9.0: H100, H200)               sm90, x in bf16           sm90, x in bf16           reference
+    Blackwell (10.0, 10.3: B200, B300)     reference                 sm100                     reference
+    any other                              reference                 reference                 reference
+
+A backend says itself what it does not run (`Backend.unavailable`, `Backend.unsupported`). The first of BACKENDS with
+nothing to say runs. MOE_NVFP4_BACKEND names one, which then runs or is an error with its reason. The reference, plain
+torch operations with the same numbers, runs everything: where nobody asked for it, one warning for each reason says
+why it does and what to do.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache, lru_cache
+from typing import NamedTuple
+
+import torch
+
+from moe_nvfp4 import reference
+from moe_nvfp4.kernels import cpu, sm90, sm100
+from moe_nvfp4.kernels.backend import Backend, Device, Problem
+
+__all__ = ["BACKENDS", "Backend", "Choice", "Device", "Problem", "Row", "explain", "named", "registered", "report",
+           "select"]  # fmt: skip
+
+
+class _Reference(Backend):
+    name, whole, functions = "reference", False, reference
+
+    def unavailable(self, device: Device) -> None:
+        return None
+
+
+REFERENCE = _Reference()
+BACKENDS: tuple[Backend, ...] = (sm90.BACKEND, sm100.BACKEND, cpu.BACKEND, REFERENCE)  # the first that can, runs
+
+
+class Choice(NamedTuple):
+    """The backend that runs, and (name, reason) of those before it that don't."""
+
+    backend: Backend
+    rejected: tuple[tuple[str, str], ...] = ()
+
+
+def select(problem: Problem, device: torch.device) -> Backend:
+    """The backend that runs `problem` on `device`, decided once for each pair of them.
+
+    ValueError where MOE_NVFP4_BACKEND names one that is unknown or that can't.
+    """
+    return _select(problem, device, _forced())
+
+
+@lru_cache(maxsize=4096)
+def _select(problem: Problem, device: torch.device, forced: str | None) -> Backend:
+    choice = explain(problem, Device.of(device), forced)
+    if choice.backend is REFERENCE and not forced and device.type != "meta":
+        what = "linears" if problem.kind == "linear" else "experts"
+        mine = [(name, reason) for name, reason in choice.rejected if named(name).device_type == device.type]
+        why = "; ".join(f"{name} {reason}" for name, reason in mine)
+        _warn(
+            f"4-bit {what} on {Device.of(device)} run as plain torch operations, the same numbers and many times "
+            f"slower: {why or 'no backend has kernels for it'}. MOE_NVFP4_BACKEND=reference silences this"
+        )
+    return choice.backend
+
+
+def explain(problem: Problem, device: Device, forced: str | None = None) -> Choice:
+    """What runs `problem` on a device like this one, and why not the others."""
+    if forced:
+        backend = named(forced)
+        if reason := backend.unavailable(device) or backend.unsupported(device, problem):
+            raise ValueError(f"MOE_NVFP4_BACKEND={forced} on {device}: {forced} {reason}; or unset the variable")
+        return Choice(backend)
+    rejected = []
+    for backend in BACKENDS:
+        reason = backend.unavailable(device) or backend.unsupported(device, problem)
+        if reason is None:
+            return Choice(backend, tuple(rejected))
+        rejected.append((backend.name, reason))
+    raise AssertionError("the reference runs everything")
+
+
+def selected(problem: Problem, device: torch.device) -> tuple[str, bool, str | None]:
+    """name, whole and layout of what `select` says; a constant for torch.compile."""
+    backend = select(problem, device)
+    return backend.name, backend.whole, backend.layout
+
+
+# What torch.compiler.assume_constant_result does, which imports all of torch._dynamo for it.
+selected._dynamo_marked_constant = True
+
+
+def shown(problem: Problem, device: torch.device) -> str:
+    """For the repr of a module: its backend, where it is on a device."""
+    if device.type == "meta":
+        return ""
+    try:
+        return f", backend={explain(problem, Device.of(device), _forced()).backend.name!r}"
+    except ValueError:  # the one that MOE_NVFP4_BACKEND names can't: calls say why
+        return ", backend=None"
+
+
+def _forced() -> str | None:
+    return os.environ.get("MOE_NVFP4_BACKEND") or None
+
+
+def named(name: str) -> Backend:
+    """The backend of this name; ValueError with the list of them if there is none."""
+    for backend in BACKENDS:
+        if backend.name == name:
+            return backend
+    raise ValueError(
+        f"MOE_NVFP4_BACKEND={name} is unknown: the backends are {', '.join(backend.name for backend in BACKENDS)}"
+    )
+
+
+@cache
+def _warn(text: str) -> None:
+    warnings.warn(text, stacklevel=6)
+
+
+class Row(NamedTuple):
+    """One backend on one device: what it would run there, or why it runs nothing."""
+
+    device: str
+    backend: str
+    runs: tuple[str, ...]
+    reason: str
+
+
+def report() -> list[Row]:
+    """For every device of this machine and every backend, what it would run of usual sizes in bf16."""
+    problems = {
+        "experts W4A16": Problem("experts", 8, 2048, 768, "silu", "bf16", torch.bfloat16),
+        "experts W4A4": Problem("experts", 8, 2048, 768, "silu", "nvfp4", torch.bfloat16),
+        "linears W4A16": Problem("linear", 1, 2048, 2048, "silu", "bf16", torch.bfloat16),
+        "linears W4A4": Problem("linear", 1, 2048, 2048, "silu", "nvfp4", torch.bfloat16),
+    }
+    devices = [torch.device("cpu"), *(torch.device("cuda", i) for i in range(torch.cuda.device_count()))]
+    rows = []
+    for device in map(Device.of, devices):
+        chosen = {name: explain(problem, device) for name, problem in problems.items()}
+        for backend in BACKENDS:
+            runs = tuple(name for name, choice in chosen.items() if choice.backend is backend)
+            reasons = {dict(choice.rejected).get(backend.name) for choice in chosen.values()} - {None}
+            reason = "; ".join(sorted(reasons)) or ("" if runs else "a faster one is there")
+            rows.append(Row(str(device), backend.name, runs, reason))
+    return rows
+
+
+@contextmanager
+def registered(*backends: Backend) -> Iterator[None]:
+    """For tests: these come before all others, and take the names that they have."""
+    global BACKENDS
+    before, names = BACKENDS, {backend.name for backend in backends}
+    BACKENDS = (*backends, *(backend for backend in before if backend.name not in names))
+    forget()
+    try:
+        yield
+    finally:
+        BACKENDS = before
+        forget()
+
+
+def forget() -> None:
+    """Decide anew, and warn again."""
+    _select.cache_clear()
+    _warn.cache_clear()

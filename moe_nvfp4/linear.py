@@ -1,0 +1,79 @@
+"""`NVFP4Linear`: a linear layer with 4-bit weights."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from moe_nvfp4 import ops
+from moe_nvfp4.backends import Backend, Problem, select, selected, shown
+from moe_nvfp4.checks import check_activations, check_bias_dtype
+from moe_nvfp4.scales import FP32Scales
+
+
+class NVFP4Linear(FP32Scales):
+    """y = x · wᵀ + bias with 4-bit weights.
+
+    forward(x [..., K]) -> [..., N] in x's dtype; sums in fp32, rounded once.
+
+    Parameters (frozen): weight uint8 [N, K/2], weight_sf uint8 [N, K/16], weight_global_scale fp32 [1]; bias [N],
+    with `bias`; input_scale fp32 [1], with `input_scale`: the static global scale of the rows for
+    activations="nvfp4" (without it, one scale per row); pre_quant_scale [K], with `pre_quant_scale`: a dtype:
+    x is multiplied by it first (AWQ).
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: torch.dtype | None = None,
+        activations: str = "bf16",
+        input_scale: bool = False,
+        pre_quant_scale: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ):
+        super().__init__()
+        check_activations(activations)
+        check_bias_dtype(bias)
+        if in_features % 16:
+            raise ValueError(f"in_features = {in_features} is not a multiple of 16, the NVFP4 block")
+        self.in_features, self.out_features, self.activations = in_features, out_features, activations
+        K, N = in_features, out_features
+        sizes = {
+            "weight": ((N, K // 2), torch.uint8),
+            "weight_sf": ((N, K // 16), torch.uint8),
+            "weight_global_scale": ((1,), torch.float32),
+            "bias": ((N,), bias),
+            "input_scale": ((1,), torch.float32 if input_scale else None),
+            "pre_quant_scale": ((K,), pre_quant_scale),
+        }
+        for name, (shape, dtype) in sizes.items():
+            zeros = None if dtype is None else torch.zeros(shape, dtype=dtype, device=device)
+            self.register_parameter(name, None if zeros is None else nn.Parameter(zeros, requires_grad=False))
+
+    def forward(self, x: Tensor) -> Tensor:
+        ops.refuse_transforms()
+        if x.dim() == 0 or x.shape[-1] != self.in_features:
+            raise ValueError(f"x must be [..., {self.in_features}], this linear's in_features, got {tuple(x.shape)}")
+        rows = x.reshape(-1, self.in_features)
+        if self.pre_quant_scale is not None:
+            rows = rows * self.pre_quant_scale.to(rows.dtype)
+        p, (backend, *_) = self._parameters, selected(self._problem(x.dtype), x.device)
+        y = ops.linear(
+            rows, p["weight"], p["weight_sf"], p["weight_global_scale"], p["bias"], p["input_scale"],
+            self.activations, backend,
+        )  # fmt: skip
+        return y.view(*x.shape[:-1], self.out_features)
+
+    def backend(self, dtype: torch.dtype = torch.bfloat16) -> Backend:
+        """What runs this linear, where it is, on x of `dtype`."""
+        return select(self._problem(dtype), self.weight.device)
+
+    def _problem(self, dtype: torch.dtype) -> Problem:
+        return Problem("linear", 1, self.out_features, self.in_features, "raw", self.activations, dtype)
+
+    def extra_repr(self) -> str:
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
+            f"activations={self.activations!r}" + shown(self._problem(torch.bfloat16), self.weight.device)
+        )

@@ -1,0 +1,311 @@
+"""The torch.library ops, and `moe_forward`, which makes a layer of them.
+
+    x, top-k ids ── group_by_expert ── quantize_rows ── gemm1_swiglu ── gemm2_combine ── y
+
+Ops are opaque to torch.compile. Tensors travel instead of dataclasses; what else an op must know, such as the backend
+that runs it, is in the string `spec`. What a caller may differentiate comes by itself and not in a list, so that
+autograd sees it. `experts` does all stages in one call, on backends that can.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from moe_nvfp4 import format as nvfp4
+from moe_nvfp4.backends import Backend, Device, Problem, named, selected
+from moe_nvfp4.checks import check_layer, check_linear, check_quantize, check_stage
+from moe_nvfp4.routing import Groups, Rows, group_by_expert
+from moe_nvfp4.weights import ExpertWeights, LinearWeights, read_spec
+
+# The reference's stages wait for the group offsets, which a CUDA graph can't.
+_STAGE = dict(mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
+_ROWS = "Tensor {0}, Tensor? {0}_sf, Tensor? {0}_scale, Tensor? {0}_index"
+_WEIGHTS = "Tensor?[] weights, str spec"
+_GROUPS = "Tensor order, Tensor offsets"
+
+
+@lru_cache(maxsize=256)
+def _backend(name: str, device: torch.device) -> Backend:
+    """The backend of this name, once it is known to run on `device`."""
+    backend = named(name)
+    if reason := backend.unavailable(Device.of(device)):
+        raise ValueError(f"the {name} kernels were chosen for tensors on {device}: {name} {reason}")
+    return backend
+
+
+# ---- the stages ----------------------------------------------------------------------------------
+
+
+@torch.library.custom_op(
+    "moe_nvfp4::quantize_rows",
+    schema=f"(Tensor x, Tensor? index, Tensor? scale, {_GROUPS}, str backend) -> Tensor[]",
+    **_STAGE,
+)
+def quantize_rows(x, index, scale, order, offsets, backend):
+    groups = check_quantize(x, index, scale, order, offsets)
+    rows = _backend(backend, x.device).quantize_rows(x, index, scale, groups)
+    return [rows.values, rows.sf, rows.scale]
+
+
+@quantize_rows.register_fake
+def _(x, index, scale, order, offsets, backend):
+    groups = check_quantize(x, index, scale, order, offsets)
+    return _empty_nvfp4(x, groups.num_rows, groups.num_experts, -(-x.shape[1] // 16) * 16)
+
+
+@torch.library.custom_op(
+    "moe_nvfp4::gemm1_swiglu",
+    schema=f"({_ROWS.format('x')}, {_WEIGHTS}, {_GROUPS}, ScalarType dtype) -> Tensor[]",
+    **_STAGE,
+)
+def gemm1_swiglu(x, x_sf, x_scale, x_index, weights, spec, order, offsets, dtype):
+    rows = Rows(x, x_sf, x_scale, x_index)
+    w, groups = _stage("x", rows, weights, spec, order, offsets, dtype)
+    h = _backend(read_spec(spec).backend, order.device).gemm1_swiglu(rows, w, groups, dtype)
+    return [h.values, h.sf, h.scale] if h.is_nvfp4 else [h.values]
+
+
+@gemm1_swiglu.register_fake
+def _(x, x_sf, x_scale, x_index, weights, spec, order, offsets, dtype):
+    w, groups = _stage("x", Rows(x, x_sf, x_scale, x_index), weights, spec, order, offsets, dtype)
+    R, I = groups.num_rows, w.intermediate_size
+    if w.activations == "nvfp4" and w.h_scale is not None and w.gate.kind != "raw":
+        return _empty_nvfp4(order, R, w.num_experts, -(-I // 16) * 16)
+    return [order.new_empty(R, I * (2 if w.gate.kind == "raw" and w.gate.gated else 1), dtype=dtype)]
+
+
+@torch.library.custom_op(
+    "moe_nvfp4::gemm2_combine",
+    schema=f"({_ROWS.format('h')}, {_WEIGHTS}, {_GROUPS}, Tensor top_k_weights, ScalarType dtype) -> Tensor",
+    **_STAGE,
+)
+def gemm2_combine(h, h_sf, h_scale, h_index, weights, spec, order, offsets, top_k_weights, dtype):
+    rows = Rows(h, h_sf, h_scale, h_index)
+    w, groups = _stage("h", rows, weights, spec, order, offsets, dtype, top_k_weights)
+    backend = _backend(read_spec(spec).backend, order.device)
+    return backend.gemm2_combine(rows, w, groups, top_k_weights, dtype)
+
+
+@gemm2_combine.register_fake
+def _(h, h_sf, h_scale, h_index, weights, spec, order, offsets, top_k_weights, dtype):
+    rows = Rows(h, h_sf, h_scale, h_index)
+    w, _ = _stage("h", rows, weights, spec, order, offsets, dtype, top_k_weights)
+    return top_k_weights.new_empty(top_k_weights.shape[0], w.hidden_size, dtype=dtype)
+
+
+def _stage(name, rows, weights, spec, order, offsets, dtype, top_k_weights=None) -> tuple[ExpertWeights, Groups]:
+    w = ExpertWeights.from_tensors(weights, read_spec(spec))
+    return w, check_stage(name, rows, w, order, offsets, dtype, top_k_weights)
+
+
+def _empty_nvfp4(like: Tensor, R: int, E: int, K: int) -> list[Tensor]:
+    sf_bytes = nvfp4.grouped_sf_rows(R, E) * (-(-K // 64) * 4)
+    return [
+        like.new_empty(R, K // 2, dtype=torch.uint8),
+        like.new_empty(sf_bytes, dtype=torch.uint8),
+        like.new_empty(R, dtype=torch.float32),
+    ]
+
+
+# ---- a layer, a linear ---------------------------------------------------------------------------
+
+
+@torch.library.custom_op(
+    "moe_nvfp4::experts",
+    schema=f"(Tensor x, Tensor top_k_index, Tensor top_k_weights, {_WEIGHTS}) -> Tensor",
+    mutates_args=(),
+)
+def experts(x, top_k_index, top_k_weights, weights, spec):
+    read = read_spec(spec)
+    w = ExpertWeights.from_tensors(weights, read)
+    check_layer(x, top_k_index, top_k_weights, w)
+    return _backend(read.backend, x.device).experts(x, top_k_index, top_k_weights, w)
+
+
+@experts.register_fake
+def _(x, top_k_index, top_k_weights, weights, spec):
+    check_layer(x, top_k_index, top_k_weights, ExpertWeights.from_tensors(weights, read_spec(spec)))
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op(
+    "moe_nvfp4::linear",
+    schema="(Tensor x, Tensor weight, Tensor weight_sf, Tensor weight_global_scale, Tensor? bias, Tensor? input_scale, "
+    "str activations, str backend) -> Tensor",
+    mutates_args=(),
+)
+def linear(x, weight, weight_sf, weight_global_scale, bias, input_scale, activations, backend):
+    weights = LinearWeights(weight, weight_sf, weight_global_scale, bias, input_scale, activations)
+    check_linear(x, weights)
+    return _backend(backend, x.device).linear(x, weights)
+
+
+@linear.register_fake
+def _(x, weight, weight_sf, weight_global_scale, bias, input_scale, activations, backend):
+    check_linear(x, LinearWeights(weight, weight_sf, weight_global_scale, bias, input_scale, activations))
+    return x.new_empty(x.shape[0], weight.shape[0])
+
+
+# ---- gradients: there are none yet ---------------------------------------------------------------
+# Every op is part of the graph, so that nothing behind it gets a gradient of zero without a word. What takes the
+# place of a formula is an op itself: a compiled forward pass works where nobody asks for gradients.
+
+
+@torch.library.custom_op("moe_nvfp4::no_gradient", schema="(Tensor grad, Tensor like) -> Tensor", mutates_args=())
+def no_gradient(grad, like):
+    raise NotImplementedError(
+        "4-bit experts and linears have no gradients yet: run the forward pass under torch.no_grad(), detach what goes "
+        "into them, or train with dense ones"
+    )
+
+
+@no_gradient.register_fake
+def _(grad, like):
+    return torch.empty_like(like)
+
+
+def _remember(ctx, inputs, output) -> None:
+    ctx.set_materialize_grads(False)
+    ctx.inputs = inputs
+
+
+def _refuse(ctx, *grads):
+    # an op that returns a list gets its gradients as a list
+    grad = next(g for g in tree_leaves(grads) if g is not None)
+    return tree_map(lambda needed, t: no_gradient(grad, t) if needed else None, ctx.needs_input_grad, ctx.inputs)
+
+
+for _op in (quantize_rows, gemm1_swiglu, gemm2_combine, experts, linear):
+    _op.register_autograd(_refuse, setup_context=_remember)
+
+
+def refuse_transforms() -> None:
+    """NotImplementedError inside of torch.export and of torch.func's transforms."""
+    if torch.compiler.is_exporting():
+        raise NotImplementedError(
+            "torch.export of 4-bit layers: the exported program would hold on to this machine's kernels and layout of "
+            "weights; export the dense model, or use torch.compile"
+        )
+    if not torch.compiler.is_compiling() and torch._C._functorch.maybe_current_level() is not None:
+        raise NotImplementedError(
+            "torch.func's transforms (vmap, grad, jvp, ...) of 4-bit layers: make the dimension part of the tokens, "
+            "x [batch * tokens, hidden], or transform the dense model"
+        )
+
+
+# ---- the layer -----------------------------------------------------------------------------------
+
+
+class Hooks(NamedTuple):
+    """What of the model's own runs between the stages; see `moe_forward`."""
+
+    own_gate: Callable[[Tensor], Tensor] | None = None
+    post_expert_norm: Callable[[Tensor], Tensor] | None = None
+    x_factor: Tensor | None = None
+    h_factor: Tensor | None = None
+    observe: Callable[[Tensor, Tensor], None] | None = None
+
+    @property
+    def fused(self) -> bool:
+        """Whether there is nothing."""
+        gate, norm, x_factor, h_factor, observe = self
+        return gate is None and norm is None and x_factor is None and h_factor is None and observe is None
+
+
+def moe_forward(
+    x: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    weights: ExpertWeights,
+    own_gate: Callable[[Tensor], Tensor] | None = None,
+    post_expert_norm: Callable[[Tensor], Tensor] | None = None,
+    pre_quant_scales: tuple[Tensor | None, Tensor | None] = (None, None),
+    observe: Callable[[Tensor, Tensor], None] | None = None,
+) -> Tensor:
+    """The MoE experts: y[t] = sum_j top_k_weights[t, j] * expert[top_k_index[t, j]](x[t]).
+
+    x [T, H] bf16, fp16 or fp32; top_k_index [T, top_k] integer (num_experts or -1: skip the slot);
+    top_k_weights [T, top_k] floating; returns [T, H] in x's dtype. `own_gate` maps GEMM 1's output
+    [R, 2I] to h [R, I] when the gate of `weights` is "raw"; `post_expert_norm` acts on every
+    expert's output [T * top_k, H] before it is weighted. `pre_quant_scales` (AWQ): [E, H] and [E, I],
+    which multiply an expert's rows of x and of h. `observe` is called with x and h as they enter the GEMMs
+    (activations "bf16": before any quantization).
+
+    Raises TypeError and ValueError for tensors that do not fit each other (see `moe_nvfp4.checks`).
+    """
+    hooks = Hooks(own_gate, post_expert_norm, *pre_quant_scales, observe)
+    return run_experts(x, top_k_index, top_k_weights, weights, hooks)
+
+
+def run_experts(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: ExpertWeights, hooks: Hooks) -> Tensor:
+    """`moe_forward`."""
+    refuse_transforms()
+    backend, whole = _selected(x, weights, hooks.fused)
+    spec = weights.spec(backend)
+    if whole and hooks.fused and weights.gate.kind != "raw":
+        return experts(x, top_k_index, top_k_weights, weights.tensors(), spec)
+
+    own_gate, post_expert_norm, x_factor, h_factor, observe = hooks
+    check_layer(x, top_k_index, top_k_weights, weights)
+    groups = group_by_expert(top_k_index, weights.num_experts)
+    order, offsets, tensors = groups.order, groups.offsets, weights.tensors()
+    quantized = weights.activations == "nvfp4"
+
+    values, index = x, groups.token
+    if x_factor is not None:
+        values, index = _scaled(x[groups.token], x_factor, groups), None
+    rows = [values, None, None, index]
+    if quantized:
+        rows = [*quantize_rows(values, index, weights.x_scale, order, offsets, backend), None]
+    # h that is to be multiplied comes back unquantized
+    first = tensors if h_factor is None else replace(weights, h_scale=None).tensors()
+    h = gemm1_swiglu(*rows, first, spec, order, offsets, x.dtype)
+    if own_gate is not None:
+        h = [own_gate(h[0])]
+    if h_factor is not None:
+        h = [_scaled(h[0], h_factor, groups)]
+    if observe is not None:
+        observe(values, h[0])
+    if quantized and len(h) == 1:
+        h = quantize_rows(h[0], None, weights.h_scale, order, offsets, backend)
+    h = [*h, *[None] * (4 - len(h))]
+    if post_expert_norm is None:
+        return gemm2_combine(*h, tensors, spec, order, offsets, top_k_weights, x.dtype)
+
+    # The norm sits between the expert's output and its routing weight, so combine by hand.
+    T, top_k = top_k_weights.shape
+    ones = torch.ones_like(top_k_weights).reshape(-1, 1)
+    y = gemm2_combine(*h, tensors, spec, order, offsets, ones, x.dtype)
+    y = post_expert_norm(y).view(T, top_k, x.shape[1]).float() * top_k_weights[..., None].float()
+    here = (top_k_index >= 0) & (top_k_index < weights.num_experts)
+    return y.masked_fill(~here[..., None], 0.0).sum(dim=1).to(x.dtype)
+
+
+def _scaled(rows: Tensor, factor: Tensor, groups: Groups) -> Tensor:
+    """Rows [R, K] times their expert's factors [E, K]; unrouted rows times any."""
+    expert = groups.expert_of_row().clamp(max=factor.shape[0] - 1)
+    return rows * factor[expert].to(rows.dtype)
+
+
+def _selected(x: Tensor, weights: ExpertWeights, fused: bool) -> tuple[str, bool]:
+    """The backend that runs `weights` on x, and whether it can do so in one call.
+
+    TypeError where they are in the layout of another one.
+    """
+    w = weights
+    sizes = (w.num_experts, w.hidden_size, w.intermediate_size)
+    problem = Problem("experts", *sizes, w.gate.kind, w.activations, x.dtype, fused)
+    backend, whole, layout = selected(problem, x.device)
+    if w.layout is not None and w.layout.backend != layout:
+        raise TypeError(
+            f"x is {x.dtype} on {x.device}, but these weights are in the layout of the {w.layout.backend} kernels, "
+            "which do not take it: call unpack() on the NVFP4Experts modules, or run the model in bf16"
+        )
+    return backend, whole

@@ -1,0 +1,196 @@
+"""What runs where, and what is said where nothing fast does: on devices that only tests have."""
+
+import warnings
+
+import pytest
+import torch
+
+from moe_nvfp4 import Gate, NVFP4Experts, backends, ops, reference
+from moe_nvfp4.backends import Backend, Device, Problem, explain
+from moe_nvfp4.linear import NVFP4Linear
+from moe_nvfp4.weights import Layout, read_spec
+from tests.common import THRESHOLDS, relative_error
+
+ALL = frozenset({"cutlass", "tvm_ffi", "triton"})
+GPUS = {name: Device("cuda", name, capability, ALL) for name, capability in [
+    ("A100", (8, 0)), ("RTX 3090", (8, 6)), ("RTX 4090", (8, 9)), ("H200", (9, 0)), ("B200", (10, 0)),
+    ("B300", (10, 3)), ("RTX 5090", (12, 0)), ("V100", (7, 0)),
+]}  # fmt: skip
+
+
+def problem(**changes):
+    return Problem("experts", 8, 2048, 768, "silu", "bf16", torch.bfloat16)._replace(**changes)
+
+
+def chosen(device, **changes):
+    return explain(problem(**changes), device).backend.name
+
+
+def test_the_device_table():
+    w4a4 = dict(activations="nvfp4")
+    assert chosen(GPUS["H200"]) == chosen(GPUS["H200"], **w4a4) == "sm90"
+    assert chosen(GPUS["H200"], fused=False) == "sm90"
+    assert chosen(GPUS["B200"], **w4a4) == chosen(GPUS["B300"], **w4a4) == "sm100"
+    assert chosen(GPUS["V100"]) == chosen(Device("mps")) == chosen(Device("meta")) == "reference"
+
+
+@pytest.mark.parametrize(
+    "device, changes, backend, reason",
+    [
+        ("H200", dict(dtype=torch.float32), "sm90", "takes bfloat16 activations, not float32: run the model in"),
+        ("H200", dict(hidden_size=2056), "sm90", "takes sizes that are multiples of 16, not H = 2056 and I = 768"),
+        ("H200", dict(num_experts=1025), "sm90", "takes up to 1024 experts, not 1025"),
+        ("H200", dict(fused=False, activations="nvfp4"), "sm90", "use activations='bf16'"),
+        ("H200", dict(kind="linear"), "sm90", "has no kernel for single linears yet"),
+        ("B200", dict(), "sm100", "takes NVFP4 activations only: use activations='nvfp4'"),
+        ("B200", dict(activations="nvfp4", intermediate_size=776), "sm100", "of 16, not H = 2048 and I = 776"),
+        ("B200", dict(), "sm90", r"runs on compute capability 9.0 \(H100, H200\)"),
+        ("RTX 4090", dict(), "sm100", r"runs on compute capability 10.0 or 10.3 \(B200, B300\)"),
+        ("A100", dict(), "cpu", "runs on CPUs"),
+    ],
+)
+def test_each_says_why_not(device, changes, backend, reason):
+    choice = explain(problem(**changes), GPUS[device])
+    assert choice.backend.name != backend
+    with pytest.raises(ValueError, match=f"BACKEND={backend} on {device} .*: {backend} .*{reason}.* or unset"):
+        explain(problem(**changes), GPUS[device], forced=backend)
+
+
+def test_what_is_not_installed_is_named():
+    for name, package in (("H200", "cutlass"), ("B200", "cutlass and tvm_ffi")):
+        bare = Device("cuda", name, GPUS[name].capability)
+        reasons = dict(explain(problem(activations="nvfp4"), bare).rejected)
+        assert f"needs {package}, not installed: pip install moe-nvfp4[gpu]" in " ".join(reasons.values())
+
+
+def test_unknown_names_list_the_known_ones():
+    with pytest.raises(ValueError, match="BACKEND=hopper is unknown: the backends are sm90, sm100, .*reference"):
+        explain(problem(), GPUS["H200"], forced="hopper")
+
+
+class Nothing(Backend):
+    """A backend that this machine cannot run, for one reason or another."""
+
+    name, device_type = "nothing", "cpu"
+
+    def unavailable(self, device):
+        return None if device.type == "cpu" else "runs on CPUs"
+
+    def unsupported(self, device, problem):
+        return "is waiting for the next release: use activations='nvfp4'" if problem.activations == "bf16" else None
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """This machine's CPU is a GPU that only `Nothing` and the reference know."""
+    monkeypatch.delenv("MOE_NVFP4_BACKEND", raising=False)
+    monkeypatch.setattr(backends, "BACKENDS", (Nothing(), backends.REFERENCE))
+    backends.forget()
+    yield
+    monkeypatch.undo()
+    backends.forget()
+
+
+def layers():
+    torch.manual_seed(0)
+    experts = NVFP4Experts.from_dense(torch.randn(2, 64, 32), torch.randn(2, 32, 32))
+    return experts, lambda x: experts(x, torch.tensor([[0], [1], [1]]), torch.ones(3, 1))
+
+
+def test_the_reference_warns_once_for_each_reason(gpu, monkeypatch):
+    (experts, call), x, linear = layers(), torch.randn(3, 32), NVFP4Linear(32, 16)
+    with pytest.warns(UserWarning, match="4-bit experts on cpu run as plain torch.*use activations='nvfp4'") as caught:
+        for dtype in (torch.float32, torch.bfloat16):  # another choice, the same reason
+            call(x.to(dtype))
+        call(x)
+    assert len(caught) == 1 and "MOE_NVFP4_BACKEND=reference silences" in str(caught[0].message)
+    with pytest.warns(UserWarning, match="4-bit linears on cpu"):
+        linear(x)
+    assert "backend='reference'" in repr(experts) and "backend='reference'" in repr(linear)
+    monkeypatch.setenv("MOE_NVFP4_BACKEND", "reference")
+    backends.forget()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        call(x), linear(x), repr(experts)
+
+
+def test_choices_follow_the_module(gpu):
+    """To another dtype, other activations, another device."""
+
+    class Half(Nothing):
+        name = "half"
+
+        def unsupported(self, device, problem):
+            return None if problem.dtype == torch.bfloat16 else "takes bfloat16"
+
+        def experts(self, x, ids, weights, w):
+            return torch.full_like(x, 7.0)
+
+    (experts, call), x = layers(), torch.randn(3, 32)
+    with backends.registered(Half()), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert call(x.bfloat16()).unique().tolist() == [7.0] and "backend='half'" in repr(experts)
+        assert relative_error(call(x), want := call(x)) == 0 and len(want.unique()) > 7
+        experts.post_expert_norm = torch.nn.Identity()
+        assert not experts.backend().unsupported(Device("cpu"), problem())
+        experts.activations = "nvfp4"
+        assert experts.backend(torch.float32).name == "nothing"
+    assert experts.backend().name == "nothing"
+    assert "backend" not in repr(experts.to("meta"))
+
+
+@pytest.mark.parametrize("activations, width, used", [("nvfp4", 32, 4), ("bf16", 32, 0), ("nvfp4", 40, 0)])
+def test_stages_run_one_after_the_other(activations, width, used, monkeypatch):
+    """A Blackwell GPU takes NVFP4 rows of widths it knows; the reference takes the others."""
+    calls = []
+
+    class Blackwell(type(backends.named("sm100"))):
+        def unavailable(self, device):
+            return None
+
+        @property
+        def functions(self):
+            class Functions:
+                def __getattr__(self, name):
+                    return lambda *arguments: calls.append(name) or getattr(reference, name)(*arguments)
+
+            return Functions()
+
+    monkeypatch.delenv("MOE_NVFP4_BACKEND", raising=False)
+    experts = NVFP4Experts.from_dense(torch.randn(2, 2 * width, 32), torch.randn(2, 32, width), activations=activations)
+    args = torch.randn(3, 32), torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1)
+    want = experts(*args)
+    with backends.registered(Blackwell()):
+        assert relative_error(experts(*args), want) < THRESHOLDS["w4a4"]
+    assert calls == ["quantize_rows", "gemm1_swiglu", "quantize_rows", "gemm2_combine"][:used]
+
+
+def test_report():
+    rows = backends.report()
+    assert [row.backend for row in rows[: len(backends.BACKENDS)]] == [b.name for b in backends.BACKENDS]
+    assert all(row.runs or row.reason for row in rows)
+    cpu = [row for row in rows if row.device == "cpu"]
+    assert sorted(name for row in cpu for name in row.runs) == [
+        "experts W4A16", "experts W4A4", "linears W4A16", "linears W4A4"
+    ]  # fmt: skip
+
+
+# ---- what travels through an op ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", [None, Layout("sm90", 64, 48, (2, 1, 2304), (1, 1, 2304))])
+@pytest.mark.parametrize("gate", [Gate(), Gate("silu", 1.702, 7.0, 1.0, True), Gate("relu2", gated=False), Gate("raw")])
+def test_specs_come_back(gate, layout):
+    from dataclasses import replace
+
+    w = replace(layers()[0].weights, gate=gate, layout=layout, activations="nvfp4")
+    assert read_spec(w.spec("cpu")) == ("cpu", "nvfp4", gate, layout)
+
+
+def test_ops_refuse_what_they_were_not_made_for():
+    experts, x = layers()[0], torch.randn(3, 32)
+    args = x, torch.tensor([[0], [1], [1]]), torch.ones(3, 1), experts.weights.tensors()
+    with pytest.raises(ValueError, match="not of version 1"):
+        ops.experts(*args, experts.weights.spec("cpu").replace('"version": 1', '"version": 2'))
+    with pytest.raises(ValueError, match="the sm90 kernels were chosen for tensors on cpu: sm90 runs on compute"):
+        ops.experts(*args, experts.weights.spec("sm90"))
