@@ -17,7 +17,7 @@ if shutil.which("cc") is None:
 
 from moe_nvfp4 import NVFP4Experts, reference  # noqa: E402
 from moe_nvfp4.kernels.sm100 import backend as sm100  # noqa: E402
-from moe_nvfp4.kernels.sm100.config import Tile  # noqa: E402
+from moe_nvfp4.kernels.sm100.config import TileShape  # noqa: E402
 from moe_nvfp4.routing import group_by_expert  # noqa: E402
 from tests.emulator import Emulated, EmulatorError, compiling_for  # noqa: E402
 from tests.emulator import kernels as emulator_kernels  # noqa: E402
@@ -230,7 +230,7 @@ def pair():
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(sm100, "launch", lambda *launch: started.append(launch))
         monkeypatch.setattr(sm100, "multiprocessors", lambda device: 2)
-        monkeypatch.setattr(sm100, "choose_tile", lambda *_: Tile(128, 1, 2))
+        monkeypatch.setattr(sm100, "choose_tile", lambda *_: TileShape(128, 1, 2))
         layer = NVFP4Experts(2, 16, 1040, activations="nvfp4")
         for parameter in layer.parameters():
             parameter.copy_(torch.randint(0x30, 0x40, parameter.shape) if parameter.dtype == torch.uint8 else 1)

@@ -12,7 +12,8 @@ import torch
 
 from moe_nvfp4.kernels.common import launch
 from moe_nvfp4.kernels.sm90 import backend as sm90
-from moe_nvfp4.kernels.sm90.config import Tile
+from moe_nvfp4.kernels.sm90.config import TileShape
+from moe_nvfp4.kernels.sm90.plan import TILE_SHAPES
 from moe_nvfp4.layer import NVFP4Experts
 from moe_nvfp4.routing import Rows
 from moe_nvfp4.weights import SILU, Gate
@@ -29,7 +30,7 @@ def outputs_of(kernel, values):
     name = type(kernel).__name__
     places = {"Route": (1, 2, 3, 4, 5, 8, 9), "Gather": (2,), "Combine": (4,)}
     if name == "GroupedGemm":
-        places = {name: ((4,) if kernel.work.gate else ()) + ((7,) if kernel.work.down else ())}
+        places = {name: ((4,) if kernel.config.gate else ()) + ((7,) if kernel.config.down else ())}
     return [values[i] for i in places[name] if values[i] is not None]
 
 
@@ -37,7 +38,6 @@ def outputs_of(kernel, values):
 def fresh_kernels():
     """The backend's compiled kernels are forgotten, before and after."""
     caches = [sm90._route, sm90._gather, sm90._kernel, sm90._combine_kernel]
-    caches.append(sm90._plan_for)
     for function in caches:
         function.cache_clear()
     try:
@@ -50,11 +50,11 @@ def fresh_kernels():
 @contextmanager
 def planned(plan):
     """Whatever is launched is launched by this plan."""
-    kept, sm90._plan_for = sm90._plan_for, lambda *_: plan
+    kept, sm90.choose_plan = sm90.choose_plan, lambda *_: plan
     try:
         yield
     finally:
-        sm90._plan_for = kept
+        sm90.choose_plan = kept
 
 
 @contextmanager
@@ -99,8 +99,8 @@ def quantized_h(module, ids, tile=None):
     w = sm90.pack_weights(module.weights)
     T, top_k = ids.shape
     x = nvfp4_tokens(T, w.hidden_size).to(ids.device)
-    plan = sm90._plan(w, T, top_k, x.device)
-    plan = replace(plan, tile=tile or plan.tile, work=replace(plan.work, gathered=True))
+    plan = sm90.choose_plan(w, T, top_k, sm90.multiprocessors(x.device))
+    plan = replace(plan, tile=tile or plan.tile, config=replace(plan.config, gathered=True))
     launched = {}
 
     def listener(kernel, run, values):
@@ -112,8 +112,8 @@ def quantized_h(module, ids, tile=None):
     found = launched["GroupedGemm"][6]
     groups, token, *_ = sm90.route(ids, w.num_experts)
     h = x.new_empty(found.shape, dtype=torch.bfloat16 if w.h_scale is None else torch.float32)
-    work = replace(plan.work, down=False, row_scale=False, out=sm90._TYPES[x.dtype])
-    sm90._gemms(Rows(x, index=token), groups, w, h, x[:1], groups.offsets, replace(plan, work=work))
+    config = replace(plan.config, down=False, row_scale=False, out=launch.DTYPES[x.dtype])
+    sm90._gemms(Rows(x, index=token), groups, w, h, x[:1], groups.offsets, replace(plan, config=config))
     want, _ = reference_rows(h, None, w.h_scale, groups)
     return found[: len(want)], want.bfloat16()
 
@@ -122,13 +122,13 @@ def quantized_h(module, ids, tile=None):
 class Layer:
     """A tile shape, groups of these sizes, and three sentinels."""
 
-    tile: Tile
+    tile: TileShape
     sizes: tuple
     H: int = 208
     I: int = 80
     gate: Gate = SILU
     bias: bool = False
-    splits: int = 1
+    split_k: int = 1
     activations: str = "bf16"
     gathered: bool = False
     seed: int = 0
@@ -160,8 +160,9 @@ class Layer:
         module, *rest = self.inputs()
         packed = sm90.pack_weights(module.to(device).weights)
         x, ids, weights = (t.to(device) for t in rest)
-        plan = sm90._plan(packed, *ids.shape, x.device)
-        plan = replace(plan, tile=self.tile, splits=self.splits, work=replace(plan.work, gathered=self.gathered))
+        plan = sm90.choose_plan(packed, *ids.shape, sm90.multiprocessors(x.device))
+        config = replace(plan.config, gathered=self.gathered)
+        plan = replace(plan, tile=self.tile, split_k=self.split_k, config=config)
         with planned(plan):
             return sm90.experts(x, ids, weights, packed)
 
@@ -192,14 +193,15 @@ class HardRows:
         return sm90.route(ids, 3, 1, x, scale)
 
 
-TILES = {tile.BN: tile for tile in sm90._TILES}
+TILES = {tile.BN: tile for tile in TILE_SHAPES}
 LAYERS = {
-    "8 tokens, K in four": Layer(Tile(8, KS=4, stages=14), (5, 0, 9), gathered=True, seed=186128272),
+    "8 tokens, K in four": Layer(TileShape(8, KS=4, stages=14), (5, 0, 9), gathered=True, seed=186128272),
     "16 tokens, bias, two parts": Layer(
-        Tile(16, stages=4, group=4), (16, 3, 18), I=336, gate=OAI, bias=True, splits=2, gathered=True, seed=662444648
+        TileShape(16, stages=4, group=4), (16, 3, 18), I=336, gate=OAI, bias=True, split_k=2, gathered=True,
+        seed=662444648,
     ),
     "24 tokens by WGMMA, no gate": Layer(TILES[24], (7, 25), gate=RELU2, gathered=True, seed=1757155522),
     "128 tokens by WGMMA": Layer(TILES[128], (130, 5), gate=GELU, seed=1069361599),
-    "NVFP4 rows": Layer(Tile(8), (3, 17, 0, 1), activations="nvfp4", gathered=True, seed=468686412),
+    "NVFP4 rows": Layer(TileShape(8), (3, 17, 0, 1), activations="nvfp4", gathered=True, seed=468686412),
     "static NVFP4 rows": HardRows(),
 }

@@ -123,7 +123,7 @@ def test_approximations_are_all_there():
 def test_layers(name):
     """Every launch gets what the H200's launches before returned, and returns what the H200's returned.
 
-    What the H200 left untouched, rows of nobody, may be anything.
+    What the H200 left untouched, unrouted rows, may be anything.
     """
     if shutil.which("cc") is None:
         pytest.skip("the emulator links the compiled host code with cc")

@@ -19,7 +19,7 @@ from moe_nvfp4 import format as nvfp4
 from moe_nvfp4.kernels.sm100 import Blackwell
 from moe_nvfp4.kernels.sm100 import backend as sm100
 from moe_nvfp4.kernels.sm100 import model as sm100_model
-from moe_nvfp4.kernels.sm100.config import SMEM, TMEM, CombineConfig, GemmConfig, QuantizeConfig, Tile
+from moe_nvfp4.kernels.sm100.config import SMEM, TMEM, CombineConfig, GemmConfig, QuantizeConfig, TileShape
 from moe_nvfp4.routing import Rows, group_by_expert
 from tests.common import THRESHOLDS, relative_error
 from tests.emulator import EmulatorError
@@ -36,7 +36,8 @@ GATES = {
     "raw": Gate("raw"),
     "raw up": Gate("raw", gated=False),
 }
-TILES = [*(Tile(tokens, blocks) for tokens in (64, 128) for blocks in (1, 2)), Tile(128, 1, 2), Tile(128, 2, 2)]
+TILES = [TileShape(tokens, blocks) for tokens in (64, 128) for blocks in (1, 2)]
+TILES += [TileShape(128, 1, 2), TileShape(128, 2, 2)]
 
 
 # ---- without a kernel ----------------------------------------------------------------------------
@@ -73,23 +74,23 @@ def test_weights_are_packed_once_and_again_when_they_change():
 
 
 def test_tiles():
-    assert not Tile(32, 2).legal and not Tile(256, 1).legal and not Tile(64, 3).legal
-    assert not Tile(64, 2, 4).legal
+    assert not TileShape(32, 2).legal and not TileShape(256, 1).legal and not TileShape(64, 3).legal
+    assert not TileShape(64, 2, 4).legal
     for t in TILES:
         assert t.legal
         assert t.second + t.blocks * t.tokens + t.sf_columns <= TMEM  # both accumulators and the scales
     for R, E, rows, projections, sms, tile in [
-        (1, 8, 768, 2, 148, Tile(64, 2)),
-        (8 * 64, 8, 768, 2, 148, Tile(64, 2)),
-        (8 * 65, 8, 768, 2, 148, Tile(64, 2)),
-        (128 * 65, 128, 768, 2, 148, Tile(128, 2)),
-        (8, 128, 2048, 1, 148, Tile(64, 1)),
-        (512, 128, 2048, 1, 148, Tile(64, 2)),
-        (16384, 128, 2048, 1, 148, Tile(128, 2)),
-        (65536, 128, 2048, 1, 148, Tile(128, 2, 2)),
-        (65536, 128, 768, 2, 148, Tile(128, 2, 2)),
-        (512, 2, 512, 1, 148, Tile(64, 1)),
-        (512, 2, 3072, 1, 148, Tile(128, 1)),
+        (1, 8, 768, 2, 148, TileShape(64, 2)),
+        (8 * 64, 8, 768, 2, 148, TileShape(64, 2)),
+        (8 * 65, 8, 768, 2, 148, TileShape(64, 2)),
+        (128 * 65, 128, 768, 2, 148, TileShape(128, 2)),
+        (8, 128, 2048, 1, 148, TileShape(64, 1)),
+        (512, 128, 2048, 1, 148, TileShape(64, 2)),
+        (16384, 128, 2048, 1, 148, TileShape(128, 2)),
+        (65536, 128, 2048, 1, 148, TileShape(128, 2, 2)),
+        (65536, 128, 768, 2, 148, TileShape(128, 2, 2)),
+        (512, 2, 512, 1, 148, TileShape(64, 1)),
+        (512, 2, 3072, 1, 148, TileShape(128, 1)),
     ]:
         assert sm100.choose_tile(R, E, rows, projections, sms) == tile
 
@@ -122,10 +123,10 @@ def shipped_configs(architecture: str) -> list:
         QuantizeConfig(128, 2048, "bfloat16", True, True),
         QuantizeConfig(128, 768, "bfloat16", False, False),
         CombineConfig(8, 2048, "float32", "bfloat16"),
-        GemmConfig(32, 2880, 2880, 2, "bfloat16", oai, "bfloat16", Tile(64, 2)),
-        GemmConfig(256, 2048, 7168, 2, "nvfp4", silu, None, Tile(128, 2)),
-        GemmConfig(512, 704, 2048, 1, "nvfp4", Gate("relu2", gated=False), None, Tile(128, 2)),
-        GemmConfig(8, 704, 2048, 2, "float16", Gate("raw"), None, Tile(128, 2)),
+        GemmConfig(32, 2880, 2880, 2, "bfloat16", oai, "bfloat16", TileShape(64, 2)),
+        GemmConfig(256, 2048, 7168, 2, "nvfp4", silu, None, TileShape(128, 2)),
+        GemmConfig(512, 704, 2048, 1, "nvfp4", Gate("relu2", gated=False), None, TileShape(128, 2)),
+        GemmConfig(8, 704, 2048, 2, "float16", Gate("raw"), None, TileShape(128, 2)),
     ]
     for tile in TILES:
         if tile.blocks == 2:
@@ -190,7 +191,7 @@ def random_weights(E, H, I, gate, bias, static, seed):
 
 
 def random_ids(sizes, sentinels, top_k, seed):
-    """top_k_index [T, top_k] that gives expert e `sizes[e]` rows, and `sentinels` slots to nobody; T * top_k slots."""
+    """top_k_index [T, top_k] that gives expert e `sizes[e]` rows, and `sentinels` slots to none; T * top_k slots."""
     g = torch.Generator().manual_seed(seed)
     ids = torch.cat([torch.full((n,), e) for e, n in enumerate(sizes)] + [torch.full((sentinels,), len(sizes))])
     missing = -len(ids) % top_k
@@ -199,7 +200,7 @@ def random_ids(sizes, sentinels, top_k, seed):
 
 
 def exact_sums(rows: Rows, w: torch.Tensor, sf: torch.Tensor, groups):
-    """(float64 sums [R, N] of (code * sf) * (code * sf), the sums of their magnitudes); 0 for rows of nobody."""
+    """(float64 sums [R, N] of (code * sf) * (code * sf), the sums of their magnitudes); 0 for unrouted rows."""
     R, K16 = groups.num_rows, rows.values.shape[-1] // 8
     x_sf = nvfp4.unswizzle_sf_grouped(rows.sf, groups.offsets, R, K16)
     x = nvfp4.dequantize(rows.values, x_sf, None).double()
@@ -240,7 +241,7 @@ def exact_gate(gate: Gate, out, bound):
 
 
 def check_close(found, exact, bound, live):
-    assert torch.equal(found[~live], torch.zeros_like(found[~live])), "rows of nobody are not zero"
+    assert torch.equal(found[~live], torch.zeros_like(found[~live])), "unrouted rows are not zero"
     allowed = bound + HALF_UNIT[found.dtype] * (exact.abs() + bound) + 2.0**-26 * (found.dtype == torch.float16)
     error, allowed = ((found.double() - exact).abs())[live], allowed[live]
     if error.numel():
@@ -403,7 +404,7 @@ ROUTINGS = {
     "one expert": ([0, 0, 0, 150], 0, 2),
     "sentinels": ([2, 0, 3, 0], 131, 8),
     "sixteens": ([16, 17, 15, 33], 3, 4),
-    "nobody": ([0, 0, 0, 0], 5, 1),
+    "no row": ([0, 0, 0, 0], 5, 1),
 }
 
 

@@ -19,7 +19,15 @@ if shutil.which("cc") is None:
 from moe_nvfp4 import reference  # noqa: E402
 from moe_nvfp4.kernels.common.tensors import settle  # noqa: E402
 from moe_nvfp4.kernels.sm90 import backend as sm90  # noqa: E402
-from moe_nvfp4.kernels.sm90.config import Work  # noqa: E402
+from moe_nvfp4.kernels.sm90.config import GemmConfig  # noqa: E402
+from moe_nvfp4.kernels.sm90.plan import (  # noqa: E402
+    K_IN_2,
+    K_IN_4,
+    TILE_SHAPES,
+    TWO_CTAS,
+    LayerShape,
+    plan_for,
+)
 from moe_nvfp4.layer import NVFP4Experts  # noqa: E402
 from moe_nvfp4.routing import Rows, group_by_expert  # noqa: E402
 from moe_nvfp4.weights import SILU, Gate  # noqa: E402
@@ -60,14 +68,14 @@ def make_layer(E, H, I, gate=SILU, bias=None, activations="bf16", static=False, 
 
 
 def make_ids(sizes, sentinels, top_k, seed=0):
-    """top_k_index [T, top_k]: sizes[e] slots for expert e, at least `sentinels` for nobody, in random order."""
+    """top_k_index [T, top_k]: sizes[e] slots for expert e, at least `sentinels` for no expert, in random order."""
     g = torch.Generator().manual_seed(seed)
     ids = torch.cat([torch.full((n,), e) for e, n in enumerate(sizes)] + [torch.full((sentinels,), len(sizes))])
     ids = torch.cat([ids, torch.full((-len(ids) % top_k,), -1)])
     return ids[torch.randperm(len(ids), generator=g)].view(-1, top_k)
 
 
-def check(emulator, layer, ids, tile=None, splits=None, schedules=("eager",), weights=torch.float32):
+def check(emulator, layer, ids, tile=None, split_k=None, schedules=("eager",), weights=torch.float32):
     """The whole layer under each schedule: the reference's values, and the same bits."""
     w = layer.weights
     g = torch.Generator().manual_seed(1)
@@ -76,10 +84,10 @@ def check(emulator, layer, ids, tile=None, splits=None, schedules=("eager",), we
     want = reference_layer(x, ids, top_k_weights, w)
     packed = sm90.pack_weights(w)
     results, as_planned = [], nullcontext()
-    if tile is not None or splits is not None:
-        plan = sm90._plan(w, *ids.shape, x.device)
-        plan = replace(plan, tile=tile or plan.tile, splits=splits or plan.splits)
-        as_planned = planned(replace(plan, work=replace(plan.work, gathered=plan.tile.BN not in (32, 128))))
+    if tile is not None or split_k is not None:
+        plan = sm90.choose_plan(w, *ids.shape, sm90.multiprocessors(x.device))
+        plan = replace(plan, tile=tile or plan.tile, split_k=split_k or plan.split_k)
+        as_planned = planned(replace(plan, config=replace(plan.config, gathered=plan.tile.BN not in (32, 128))))
     with as_planned:
         for emulator.schedule in schedules:
             emulator.kernels = []
@@ -92,22 +100,22 @@ def check(emulator, layer, ids, tile=None, splits=None, schedules=("eager",), we
 
 # ---- bf16 rows -----------------------------------------------------------------------------------
 
-# A tile's name -> (tile, gate, bias, sizes of the groups, splits).
+# A tile's name -> (tile, gate, bias, sizes of the groups, split_k).
 W4A16 = {
-    "8, K in 4": (sm90._QUARTERS, SILU, None, [5, 0, 9], 1),
-    "8, K in 2": (sm90._HALVES, RELU2, torch.bfloat16, [8, 1], 2),
-    "8": (sm90._TILES[0], OAI, torch.bfloat16, [3, 17, 0, 1], 1),
-    "8, pair": (sm90._PAIR, SILU, None, [9, 2], 1),
-    "24": (sm90._TILES[1], RELU2, None, [7, 41], 1),
-    "32": (sm90._TILES[2], SILU, torch.float32, [33, 20], 2),
-    **{str(tile.BN): (tile, gate, bias, [tile.BN + 9, 20], splits)
-       for tile, gate, bias, splits in zip(
-           sm90._TILES[3:], (SILU, OAI, RELU2, SILU, SILU), (None, torch.bfloat16, torch.bfloat16, None, None),
+    "8, K in 4": (K_IN_4, SILU, None, [5, 0, 9], 1),
+    "8, K in 2": (K_IN_2, RELU2, torch.bfloat16, [8, 1], 2),
+    "8": (TILE_SHAPES[0], OAI, torch.bfloat16, [3, 17, 0, 1], 1),
+    "8, pair": (TWO_CTAS, SILU, None, [9, 2], 1),
+    "24": (TILE_SHAPES[1], RELU2, None, [7, 41], 1),
+    "32": (TILE_SHAPES[2], SILU, torch.float32, [33, 20], 2),
+    **{str(tile.BN): (tile, gate, bias, [tile.BN + 9, 20], split_k)
+       for tile, gate, bias, split_k in zip(
+           TILE_SHAPES[3:], (SILU, OAI, RELU2, SILU, SILU), (None, torch.bfloat16, torch.bfloat16, None, None),
            (1, 2, 1, 1, 1), strict=True)},
 }  # fmt: skip
 
 
-SHAPES = (*sm90._TILES, sm90._QUARTERS, sm90._HALVES, sm90._PAIR)
+SHAPES = (*TILE_SHAPES, K_IN_4, K_IN_2, TWO_CTAS)
 
 
 def test_every_tile_shape_is_here():
@@ -116,20 +124,20 @@ def test_every_tile_shape_is_here():
 
 @pytest.mark.parametrize("name", W4A16)
 def test_tiles(emulator, name):
-    tile, gate, bias, sizes, splits = W4A16[name]
+    tile, gate, bias, sizes, split_k = W4A16[name]
     schedules = {24: ["eager", "slow:1"], 48: ["random:3"], 128: ["slow:1"]}.get(tile.BN, ["random:1"])
-    layer = make_layer(len(sizes), 304, 80 + 64 * tile.KB * (splits - 1), gate, bias)  # no part of K is empty
-    (kernel,) = check(emulator, layer, make_ids(sizes, 3, 2), tile, splits, schedules)
-    assert kernel.t == tile and kernel.work.both
+    layer = make_layer(len(sizes), 304, 80 + 64 * tile.KB * (split_k - 1), gate, bias)  # no part of K is empty
+    (kernel,) = check(emulator, layer, make_ids(sizes, 3, 2), tile, split_k, schedules)
+    assert kernel.t == tile and kernel.config.both_gemms
 
 
-LAUNCHES = [(tile, Work(SILU, True, bias=True)) for tile in SHAPES]
-LAUNCHES += [(tile, Work(SILU, True, row_scale=True)) for tile in SHAPES]
+LAUNCHES = [(tile, GemmConfig(SILU, True, bias=True)) for tile in SHAPES]
+LAUNCHES += [(tile, GemmConfig(SILU, True, row_scale=True)) for tile in SHAPES]
 
 
 def compile_all(architecture):
-    for tile, work in LAUNCHES:
-        yield lambda tile=tile, work=work: sm90._kernel(tile, work, torch.bfloat16)
+    for tile, config in LAUNCHES:
+        yield lambda tile=tile, config=config: sm90._kernel(tile, config, torch.bfloat16)
 
 
 def test_compiles_without_a_gpu(tmp_path, monkeypatch, record_property):
@@ -141,11 +149,11 @@ def test_compiles_without_a_gpu(tmp_path, monkeypatch, record_property):
     counted = ("HGMMA", "HMMA", "WARPGROUP", "WARPSYNC", "LDL", "STL")
     table = machine_code("test_sm90", "sm_90a", counted, folder)
     lines = []
-    for (tile, work), found in zip(LAUNCHES, table, strict=True):
+    for (tile, config), found in zip(LAUNCHES, table, strict=True):
         assert found["STACK"] == found["LOCAL"] == found["LDL"] == found["STL"] == found["WARPSYNC"] == 0, tile
-        assert found["HMMA"] if tile.warpwise else found["HGMMA"] > 1.5 * found["WARPGROUP"] > 0, tile
+        assert found["HMMA"] if tile.uses_mma_sync else found["HGMMA"] > 1.5 * found["WARPGROUP"] > 0, tile
         shared = tile.stages * tile.stage_bytes
-        quantizes = ", quantizes h" if work.row_scale else ""
+        quantizes = ", quantizes h" if config.row_scale else ""
         size = f"{found['REG']:4} registers {found['instructions']:5} instructions {shared:6} B ring"
         lines.append(f"{size}  {tile}{quantizes}")
     record_property("table", "\n".join(["sm_90a", *lines]))
@@ -165,14 +173,14 @@ def test_what_the_plan_chooses(emulator):
 
 def test_no_part_of_k_is_empty():
     """4160 columns are 65 blocks: in four parts of whole stages of 8 the last would have none."""
-    splits = set()
+    found = set()
     for I in (*range(16, 9216, 16), 14336):
-        plan = sm90._plan_for(SILU, False, False, False, 2, 64, I, 1, 2, 132)
-        blocks, each = -(-I // 64), plan.tile.part(-(-I // 64), plan.splits.bit_length() - 1)
-        assert each % plan.tile.KB == 0 and each * (plan.splits - 1) < blocks <= each * plan.splits
-        assert I >= 1024 * plan.splits or plan.splits == 1
-        splits.add(plan.splits)
-    assert splits == {1, 2, 4}
+        plan = plan_for(LayerShape(SILU, False, False, False, 2, 64, I), 1, 2, 132)
+        blocks, each = -(-I // 64), plan.tile.split_blocks(-(-I // 64), plan.split_k.bit_length() - 1)
+        assert each % plan.tile.KB == 0 and each * (plan.split_k - 1) < blocks <= each * plan.split_k
+        assert I >= 1024 * plan.split_k or plan.split_k == 1
+        found.add(plan.split_k)
+    assert found == {1, 2, 4}
 
 
 def test_stages_of_their_own(emulator):
@@ -234,28 +242,28 @@ def test_rows_are_quantized_to_the_bit(emulator, K, static, dtype):
         assert torch.equal(found.view(number)[~right.isnan()], right.view(number)[~right.isnan()])
 
 
-# A tile's name -> (tile, gate, bias, sizes of the groups, splits, static scales)
+# A tile's name -> (tile, gate, bias, sizes of the groups, split_k, static scales)
 W4A4 = {
-    "K in 4": (sm90._QUARTERS, SILU, None, [1, 0, 2], 1, False),
-    "K in 2": (sm90._HALVES, OAI, torch.bfloat16, [8, 1], 2, False),
-    "8": (sm90._TILES[0], RELU2, None, [3, 17, 0, 1], 1, True),
-    "24": (sm90._TILES[1], SILU, torch.bfloat16, [16, 3, 18], 2, False),
-    "32": (sm90._TILES[2], OAI, torch.bfloat16, [33, 20], 2, True),
-    "128": (sm90._TILES[7], SILU, None, [131, 5], 1, False),
+    "K in 4": (K_IN_4, SILU, None, [1, 0, 2], 1, False),
+    "K in 2": (K_IN_2, OAI, torch.bfloat16, [8, 1], 2, False),
+    "8": (TILE_SHAPES[0], RELU2, None, [3, 17, 0, 1], 1, True),
+    "24": (TILE_SHAPES[1], SILU, torch.bfloat16, [16, 3, 18], 2, False),
+    "32": (TILE_SHAPES[2], OAI, torch.bfloat16, [33, 20], 2, True),
+    "128": (TILE_SHAPES[7], SILU, None, [131, 5], 1, False),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", W4A4)
 def test_nvfp4_activations(emulator, name):
-    tile, gate, bias, sizes, splits, static = W4A4[name]
+    tile, gate, bias, sizes, split_k, static = W4A4[name]
     schedules = {24: ["slow:1"]}.get(tile.BN, ["random:1"])
-    layer = make_layer(len(sizes), 304, 80 + 64 * tile.KB * (splits - 1), gate, bias, "nvfp4", static)
-    (kernel,) = check(emulator, layer, make_ids(sizes, 3, 2), tile, splits, schedules)
-    assert kernel.t == tile and kernel.work.both and kernel.work.row_scale
+    layer = make_layer(len(sizes), 304, 80 + 64 * tile.KB * (split_k - 1), gate, bias, "nvfp4", static)
+    (kernel,) = check(emulator, layer, make_ids(sizes, 3, 2), tile, split_k, schedules)
+    assert kernel.t == tile and kernel.config.both_gemms and kernel.config.row_scale
 
 
 @pytest.mark.parametrize("static", [False, True])
-@pytest.mark.parametrize("tile, I", [(sm90._TILES[0], 1040), (sm90._TILES[4], 336)])
+@pytest.mark.parametrize("tile, I", [(TILE_SHAPES[0], 1040), (TILE_SHAPES[4], 336)])
 def test_h_is_quantized_to_the_bit(emulator, tile, I, static):
     """By tiles between those of the GEMMs, in one part or two, with tails."""
     emulator.schedule = "random:2"

@@ -1,12 +1,11 @@
-"""fp32 arithmetic that rounds as torch's, for kernels that must equal the reference, and what lanes work out together.
+"""fp32 arithmetic that rounds as torch's, for kernels that must equal the reference.
 
 Divisions are exact, nothing is contracted into an fma.
 """
 
 from __future__ import annotations
 
-import cutlass
-from cutlass import Float32, Int32, Uint16, Uint32, cute
+from cutlass import Float32, Uint16, Uint32, cute
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import dsl_user_op
 
@@ -66,24 +65,6 @@ def largest_magnitude(values: list[Float32]) -> Float32:
         pairs = range(0, len(best) - 1, 2)
         best = [cute.arch.fmax(best[i], best[i + 1], nan=True) for i in pairs] + best[len(best) & ~1 :]
     return best[0]
-
-
-def largest_of_lanes(x: Float32, bits: range) -> Float32:
-    """The largest x of the lanes whose numbers differ in these bits, in each of them; NaN if there is one."""
-    for bit in bits:
-        x = cute.arch.fmax(x, cute.arch.shuffle_sync_bfly(x, 1 << bit), nan=True)
-    return x
-
-
-@cute.jit
-def sum_of_lanes_before(x: Int32) -> Int32:
-    """The sum of x over the lanes below this one."""
-    total, lane = x, cute.arch.lane_idx()
-    for p in cutlass.range_constexpr(5):
-        below = cute.arch.shuffle_sync_up(total, 1 << p, mask_and_clamp=0)
-        if lane >= 1 << p:
-            total += below
-    return total - x
 
 
 def divide_near(x: Float32, divisor: Float32, inverse: Float32) -> Float32:

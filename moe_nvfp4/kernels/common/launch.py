@@ -14,11 +14,16 @@ from pathlib import Path
 
 import cutlass
 import cutlass.cute as cute
+import torch
+from cutlass import BFloat16, Float16, Float32, Int32, Int64
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from moe_nvfp4.cache import is_whole, keep, own_folder
 
 _OPTIONS = "--enable-tvm-ffi"
+DTYPES = {
+    torch.bfloat16: BFloat16, torch.float16: Float16, torch.float32: Float32, torch.int32: Int32, torch.int64: Int64,
+}  # fmt: skip
 
 
 def vector(dtype: type) -> cute.Tensor:

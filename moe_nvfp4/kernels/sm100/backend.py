@@ -60,16 +60,14 @@ def gemm1_swiglu(rows: Rows, weights: ExpertWeights, groups: Groups, dtype: torc
     config = GemmConfig(
         E, I, codes.shape[-1] * 2, projections, "nvfp4" if static else _name(dtype), w.gate, _bias_name(w.b13), tile
     )
-    gate_scale = w.gate_scale if projections == 2 else w.up_scale
+    scales = (w.gate_scale if projections == 2 else w.up_scale, w.up_scale)
     if not static:
         h = rows.values.new_empty(R, config.width, dtype=dtype)
-        _gemm(config, rows, groups, codes, sf, gate_scale, w.up_scale, w.b13, h)
-        return Rows(h)
+        return _gemm(config, rows, groups, (codes, sf), scales, w.b13, Rows(h))
     h = rows.values.new_empty(R, I // 2)
     h_sf = rows.values.new_empty(nvfp4.grouped_sf_rows(R, E) * (-(-I // 64) * 4))
     scale = rows.scale.new_empty(R)
-    _gemm(config, rows, groups, codes, sf, gate_scale, w.up_scale, w.b13, h, h_sf, scale, w.h_scale)
-    return Rows(h, h_sf, scale)
+    return _gemm(config, rows, groups, (codes, sf), scales, w.b13, Rows(h, h_sf, scale), w.h_scale)
 
 
 def gemm2_combine(h: Rows, weights: ExpertWeights, groups: Groups, top_k_weights: Tensor, dtype: torch.dtype) -> Tensor:
@@ -82,7 +80,7 @@ def gemm2_combine(h: Rows, weights: ExpertWeights, groups: Groups, top_k_weights
     config = GemmConfig(E, H, codes.shape[-1] * 2, 1, "assignments", None, _bias_name(w.b2), tile)
     y = h.values.new_empty(T, H, dtype=dtype)
     assignments = h.values.new_empty(R, H, dtype=torch.float32)
-    _gemm(config, h, groups, codes, sf, w.w2_scale, w.w2_scale, w.b2, assignments)
+    _gemm(config, h, groups, (codes, sf), (w.w2_scale, w.w2_scale), w.b2, Rows(assignments))
     if T:
         top_k_weights = aligned(floating(top_k_weights))
         combine = CombineConfig(top_k, H, _name(top_k_weights.dtype), _name(dtype))
@@ -90,13 +88,16 @@ def gemm2_combine(h: Rows, weights: ExpertWeights, groups: Groups, top_k_weights
     return y
 
 
-def _gemm(config, rows, groups, codes, sf, scale0, scale1, bias, out, out_sf=None, out_scale=None, h_scale=None):
-    """Launch a `GroupedGemm`. What a configuration does not use is filled with something of the right type."""
+def _gemm(config: GemmConfig, rows: Rows, groups: Groups, packed, scales, bias, out: Rows, h_scale=None) -> Rows:
+    """Launch a `GroupedGemm` -> `out`. packed: codes and `pack_sf`; scales: global ones of gate (or all) and up rows.
+
+    What a configuration does not use is filled with something of the right type.
+    """
     if not config.legal:
         raise ValueError(f"no Blackwell kernel for {config}")
     if groups.num_rows == 0:
-        return
-    tile, R = config.tile, groups.num_rows
+        return out
+    tile, R, (codes, sf) = config.tile, groups.num_rows, packed
     if R // 128 + config.experts > 65535:  # the tile map counts 128-row scale tiles in 16 bits
         raise ValueError(f"{R} rows are too many for one call: split the batch")
     tiles = config.row_tiles * (R // tile.tokens + min(config.experts, R))
@@ -107,17 +108,17 @@ def _gemm(config, rows, groups, codes, sf, scale0, scale1, bias, out, out_sf=Non
         rows.sf,
         rows.scale,
         groups.offsets,
-        scale0,
-        scale1,
-        scale0 if bias is None else bias,
-        out.view(torch.uint32),
-        rows.sf if out_sf is None else out_sf,
-        rows.scale if out_scale is None else out_scale,
-        scale0 if h_scale is None else h_scale,
+        *scales,
+        scales[0] if bias is None else bias,
+        out.values.view(torch.uint32),
+        rows.sf if out.sf is None else out.sf,
+        rows.scale if out.scale is None else out.scale,
+        scales[0] if h_scale is None else h_scale,
         groups.order,
         min(tiles, multiprocessors(codes.device) // tile.ctas) * tile.ctas,
     )
     launch(config, arguments)
+    return out
 
 
 def _check(rows: Rows, w: ExpertWeights) -> None:

@@ -17,7 +17,7 @@ CHUNK = 16  # tokens the epilogue handles at a time
 
 
 @dataclass(frozen=True)
-class Tile:
+class TileShape:
     """The shape of a CTA's tile: `blocks` * 128 weight rows by `tokens` tokens.
 
     ctas  2: a pair of CTAs, each with its own weight rows, shares the token tile: each loads half of it
@@ -81,7 +81,7 @@ class GemmConfig:
     out: str
     gate: Gate | None
     bias: str | None
-    tile: Tile
+    tile: TileShape
 
     @property
     def fixed_bytes(self) -> int:
@@ -163,7 +163,7 @@ class CombineConfig:
     out: str  # dtype of y
 
 
-def choose_tile(rows: int, experts: int, weight_rows: int, projections: int, sms: int) -> Tile:
+def choose_tile(rows: int, experts: int, weight_rows: int, projections: int, sms: int) -> TileShape:
     """The tile for `rows` rows in all, spread over `experts`; rules in order, the first that fits."""
     hit = max(1, min(experts, rows))
     per_expert = -(-rows // hit)
@@ -183,4 +183,4 @@ def choose_tile(rows: int, experts: int, weight_rows: int, projections: int, sms
     blocks = 2 if projections == 2 or work_for(tokens, 2, 1) >= sms else 1
     # From about 256 rows per expert on the tensor cores are the bound, and shared memory is theirs: a pair of
     # CTAs reads half of the tokens each.
-    return Tile(tokens, blocks, 2 if per_expert >= 256 and work_for(tokens, blocks, 2) >= sms else 1)
+    return TileShape(tokens, blocks, 2 if per_expert >= 256 and work_for(tokens, blocks, 2) >= sms else 1)

@@ -140,21 +140,12 @@ def bulk_load(to: cute.Pointer, source: cute.Pointer, size: Int32, barrier: cute
     )
 
 
+def arrive_in_first(barrier: cute.Pointer):
+    """An arrival at the barrier of the first CTA of the pair."""
+    cute.arch.mbarrier_arrive(barrier, 0, scope=nvvm.MemScopeKind.CLUSTER)
+
+
 # ---- arithmetic ----------------------------------------------------------------------------------
-
-
-@dsl_user_op
-def exp2(a: Float32, *, loc=None, ip=None) -> Float32:
-    return assembly(Float32, "ex2.approx.ftz.f32 $0, $1;", "=f,f", Float32(a), loc=loc, ip=ip)
-
-
-@dsl_user_op
-def reciprocal(a: Float32, *, loc=None, ip=None) -> Float32:
-    return assembly(Float32, "rcp.approx.ftz.f32 $0, $1;", "=f,f", Float32(a), loc=loc, ip=ip)
-
-
-def sigmoid(x: Float32) -> Float32:
-    return reciprocal(add(exp2(mul(x, Float32(-1.4426950408889634))), Float32(1.0)))
 
 
 @dsl_user_op

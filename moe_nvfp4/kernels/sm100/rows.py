@@ -7,15 +7,9 @@ from cutlass import Float32, Int32, Int64, Uint8, Uint32, const_expr, cute
 from cutlass.memory import SmemAllocator
 
 from moe_nvfp4.kernels.common import arithmetic
-from moe_nvfp4.kernels.sm100 import ptx as ptx
+from moe_nvfp4.kernels.common.warp import largest_of_lanes, sum_of_lanes
+from moe_nvfp4.kernels.sm100 import ptx
 from moe_nvfp4.kernels.sm100.config import CombineConfig, QuantizeConfig
-
-
-def warp_all(x, combine):
-    """`combine` over the 32 lanes, in every lane."""
-    for p in range(5):
-        x = combine(x, cute.arch.shuffle_sync_bfly(x, 1 << p))
-    return x
 
 
 class QuantizeRows:
@@ -23,7 +17,7 @@ class QuantizeRows:
 
     One CTA of 128 threads per row. All threads: count the experts before the row (that gives its expert
     and its padded row) and, with dynamic scales, find the row's largest magnitude -> barrier -> quantize
-    blocks of 16, a block per thread at a time. Rows of nobody have codes and a scale, but no sf.
+    blocks of 16, a block per thread at a time. Unrouted rows have codes and a scale, but no sf.
     """
 
     THREADS = 128
@@ -84,8 +78,8 @@ class QuantizeRows:
         if const_expr(not c.static):
             for block in cutlass.range(tid, blocks, self.THREADS):
                 largest = cute.arch.fmax(largest, ptx.largest_magnitude(self.load(x, source, block)), nan=True)
-        experts, padding = warp_all(experts, lambda a, b: a + b), warp_all(padding, lambda a, b: a + b)
-        largest = warp_all(largest, lambda a, b: cute.arch.fmax(a, b, nan=True))
+        experts, padding = sum_of_lanes(experts), sum_of_lanes(padding)
+        largest = largest_of_lanes(largest, range(5))
         with cute.arch.elect_one():
             s_experts[warp], s_padding[warp], s_largest[warp] = experts, padding, largest
         cute.arch.sync_threads()

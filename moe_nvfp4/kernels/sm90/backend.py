@@ -9,37 +9,33 @@ capture all of it; on any stream, and on several at once. The same input gives t
 NVFP4 rows stand as bf16 `code * sf`, exact, beside their global scales: Hopper multiplies bf16 either way.
 
 `gemm1_swiglu` and `gemm2_combine` are the stages by themselves, for a gate of the caller's own.
-Numerics are the reference's up to the order of fp32 sums and, beyond `EXACT_BYTES` of expert outputs
+Numerics are the reference's up to the order of fp32 sums and, beyond `plan.EXACT_BYTES` of expert outputs
 (prefill), their rounding to bf16 before the combine adds them in fp32.
 """
 
 from __future__ import annotations
 
-import math
 import warnings
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, lru_cache
 
 import torch
-from cutlass import BFloat16, Float16, Float32, Int32, Int64
+from cutlass import BFloat16, Float32, Int32
 from torch import Tensor
 
 from moe_nvfp4.kernels.common import launch
 from moe_nvfp4.kernels.common.tensors import aligned, floating, multiprocessors, settle
-from moe_nvfp4.kernels.sm90.config import Tile, Work
+from moe_nvfp4.kernels.sm90.config import GemmConfig
 from moe_nvfp4.kernels.sm90.gemm import GroupedGemm
-from moe_nvfp4.kernels.sm90.pack import UNIT, UNIT_WORDS, pack
+from moe_nvfp4.kernels.sm90.pack import UNIT_WORDS, pack
+from moe_nvfp4.kernels.sm90.plan import LaunchPlan, choose_plan, token_tiles
 from moe_nvfp4.kernels.sm90.quantize import Quantize
 from moe_nvfp4.kernels.sm90.rows import Combine, Gather, Route
 from moe_nvfp4.routing import Groups, Rows
 from moe_nvfp4.weights import ExpertWeights, Layout
 
 ARCHITECTURE = "sm_90a"
-EXACT_BYTES = 1 << 24  # expert outputs up to this size are kept in fp32
 MAX_ROWS = 1 << 17  # assignments at a time: bounds the memory between the kernels, by then far beyond bandwidth's reach
-_TYPES = {
-    torch.bfloat16: BFloat16, torch.float16: Float16, torch.float32: Float32, torch.int32: Int32, torch.int64: Int64,
-}  # fmt: skip
 
 
 # ---- the layer -----------------------------------------------------------------------------------
@@ -56,29 +52,29 @@ def experts(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: Expe
     if T > most:
         parts = (t.split(most) for t in (x, top_k_index, top_k_weights))
         return torch.cat([experts(*part, w) for part in zip(*parts, strict=True)], out=out)
-    plan = _plan(w, T, top_k, x.device)
-    nvfp4 = plan.work.row_scale
-    zeros = 1 + _token_tiles(T * top_k, E, plan.tile) + (T * top_k if plan.work.measured else 0)
+    plan = choose_plan(w, T, top_k, multiprocessors(x.device))
+    nvfp4 = plan.config.row_scale
+    zeros = 1 + token_tiles(T * top_k, E, plan.tile) + (T * top_k if plan.config.tracks_amax else 0)
     x, top_k_weights = aligned(x), floating(top_k_weights).contiguous()
     groups, token, sync, rows = route(top_k_index, E, zeros, *((x, w.x_scale) if nvfp4 else ()))
     rows = rows or Rows(x, index=token)
-    if not plan.work.gathered:
+    if not plan.config.gathered:
         rows = gather(rows, groups, early=not nvfp4)
-    y = x.new_empty(plan.splits * T * top_k, w.hidden_size, dtype=plan.rows)
-    h = x.new_empty(T * top_k, w.intermediate_size, dtype=torch.float32 if plan.work.h is Float32 else x.dtype)
+    y = x.new_empty(plan.split_k * T * top_k, w.hidden_size, dtype=plan.rows)
+    h = x.new_empty(T * top_k, w.intermediate_size, dtype=torch.float32 if plan.config.h is Float32 else x.dtype)
     _gemms(rows, groups, w, h, y, sync, plan)
-    return _combine(y, groups, top_k_weights, out, plan.splits)
+    return _combine(y, groups, top_k_weights, out, plan.split_k)
 
 
 def gemm1_swiglu(rows: Rows, weights: ExpertWeights, groups: Groups, dtype: torch.dtype) -> Rows:
-    """As `reference.gemm1_swiglu`, for bf16 rows. Rows of nobody hold anything."""
+    """As `reference.gemm1_swiglu`, for bf16 rows. Unrouted rows hold anything."""
     w, x, R = _packed(weights), aligned(rows.values), groups.num_rows
     rows = replace(rows, values=x)
     h = x.new_empty(R, w.intermediate_size * (2 if w.gate.kind == "raw" and w.gate.gated else 1))
     if R:
-        plan = _plan(w, R // groups.top_k, groups.top_k, x.device)
-        work = Work(w.gate, False, rows.index is not None, plan.work.bias)
-        plan = replace(plan, work=work, splits=1)
+        plan = choose_plan(w, R // groups.top_k, groups.top_k, multiprocessors(x.device))
+        config = GemmConfig(w.gate, False, rows.index is not None, plan.config.bias)
+        plan = replace(plan, config=config, split_k=1)
         _gemms(rows, groups, w, h, x[:1], groups.offsets, plan)
     return Rows(h)
 
@@ -91,11 +87,11 @@ def gemm2_combine(h: Rows, weights: ExpertWeights, groups: Groups, top_k_weights
         return out
     groups, top_k_weights = groups.with_position(), floating(top_k_weights).contiguous()
     settle(x.device)
-    plan = _plan(w, T, top_k, x.device)
-    plan = replace(plan, work=Work(None, True, False, plan.work.bias, out=plan.work.out))
-    y = x.new_empty(plan.splits * T * top_k, w.hidden_size, dtype=plan.rows)
+    plan = choose_plan(w, T, top_k, multiprocessors(x.device))
+    plan = replace(plan, config=GemmConfig(None, True, False, plan.config.bias, out=plan.config.out))
+    y = x.new_empty(plan.split_k * T * top_k, w.hidden_size, dtype=plan.rows)
     _gemms(Rows(x), groups, w, x, y, groups.offsets, plan)
-    return _combine(y, groups, top_k_weights, out, plan.splits)
+    return _combine(y, groups, top_k_weights, out, plan.split_k)
 
 
 @lru_cache(maxsize=1)
@@ -122,90 +118,6 @@ def pack_weights(weights: ExpertWeights) -> ExpertWeights:
     w13, w2 = w13.units.view(torch.uint8), w2.units.view(torch.uint8)
     layout = Layout("sm90", w.hidden_size, w.intermediate_size, tuple(w13.shape[1:]), tuple(w2.shape[1:]))
     return replace(w, w13=w13, w13_sf=None, w2=w2, w2_sf=None, layout=layout)
-
-
-# ---- the plan: tile shapes from the number of tokens ---------------------------------------------
-
-# Measured on an H200. Up to 8 tokens, warps of their own and a deep ring; beyond, WGMMA, by four warpgroups
-# of 64 rows or, where accumulators are large, two of 128. With three widths of WGMMA, or two beyond 96
-# tokens, ptxas finds no registers and makes every one of them wait for the one before.
-_WIDE = dict(NWG=2, MB=2, group=4, registers=(224, 56))
-_TILES = (
-    Tile(8),
-    Tile(24, small=16, KB=4, stages=4, group=4),
-    Tile(32, small=24, KB=4, stages=4, group=4),
-    Tile(48, small=40, KB=4, stages=3, **_WIDE),
-    Tile(64, small=48, KB=2, stages=6, **_WIDE),
-    Tile(80, small=64, KB=2, stages=5, **_WIDE),
-    Tile(96, KB=2, stages=5, **_WIDE),
-    Tile(128, KB=2, stages=4, **_WIDE),
-)
-# Few tiles: fewer rows each, K split among the warpgroups.
-_QUARTERS, _HALVES = Tile(8, KS=4, KB=8, stages=7), Tile(8, KS=2, KB=8, stages=4)
-_PAIR = Tile(8, NWG=2, stages=4, registers=(96, 48), ctas=2)  # for sizes that tiles of four blocks do not fill
-_TILE_COST = 64  # what a tile costs before its first token, in tokens: dequantization, epilogue
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What is launched: a tile shape, the work, parts of K in GEMM 2 and the dtype of its rows."""
-
-    tile: Tile
-    work: Work
-    splits: int
-    rows: torch.dtype
-
-
-def _plan(w: ExpertWeights, T: int, top_k: int, device: torch.device) -> Plan:
-    sizes = (w.num_experts, w.hidden_size, w.intermediate_size, T, top_k)
-    nvfp4 = w.activations == "nvfp4"
-    static = nvfp4 and w.h_scale is not None
-    return _plan_for(w.gate, w.b13 is not None, nvfp4, static, *sizes, multiprocessors(device))
-
-
-@lru_cache(maxsize=4096)
-def _plan_for(gate, bias, nvfp4, static, E: int, H: int, I: int, T: int, top_k: int, sms: int) -> Plan:
-    R = T * top_k
-    hit = E * (1 - (1 - 1 / E) ** R)  # experts with tokens, were routing uniform
-    tile = min(_TILES, key=lambda t: _expected(lambda n: _cost(t, n), R / hit))
-    I_units = -(-I // (UNIT // 2 if gate.gated else UNIT))
-    if tile.BN == 8:
-        tiles = hit * I_units / 4
-        tile = _QUARTERS if tiles < 0.75 * sms else _HALVES if tiles < 1.75 * sms else tile
-    # GEMM 2 has few rows and a long K where experts are few: parts of 1024 columns at least
-    tiles = hit * _expected(lambda n: -(-n // tile.BN), R / hit) * -(-H // UNIT // tile.blocks)
-    splits = 4 if tiles < 0.75 * sms else 2 if tiles < 4 * sms else 1
-    blocks = -(-I // UNIT)
-    while splits > 1 and (I < 1024 * splits or tile.part(blocks, splits.bit_length() - 1) * (splits - 1) >= blocks):
-        splits //= 2  # and no part empty
-    if tile == Tile(8) and splits == 1 and (I_units % 4 or -(-H // UNIT) % 4):
-        tile = _PAIR
-    rows = torch.float32 if splits * R * H * 4 <= EXACT_BYTES else torch.bfloat16
-    # Rows that GEMM 1 gathers itself cost it 5 % where it is bound by arithmetic: more than `gather`, if I is large.
-    gathered = tile.BN <= 32 or I <= 1024
-    # A static scale of h quantizes its fp32 values, as the reference does.
-    work = Work(gate, True, gathered, bias, nvfp4, h=Float32 if static else BFloat16, out=_TYPES[rows])
-    return Plan(tile, work, splits, rows)
-
-
-def _cost(tile: Tile, n: int) -> int:
-    """What an expert with n tokens costs, in tokens."""
-    full, rest = divmod(n - 1, tile.BN)
-    return (full + 1) * _TILE_COST + full * tile.BN + (tile.small if rest < tile.small else tile.BN)
-
-
-def _expected(f, mean: float) -> float:
-    """The mean of f(n) over experts with tokens, n Poisson, by the normal approximation."""
-    deviation = math.sqrt(mean)
-    first, last = max(1, round(mean - 4 * deviation)), round(mean + 4 * deviation)
-    counts = range(first, last + 1, max(1, round(deviation / 8)))
-    weights = [math.exp(-(((n - mean) / deviation) ** 2) / 2) for n in counts]
-    return sum(w * f(n) for w, n in zip(weights, counts, strict=True)) / sum(weights)
-
-
-def _token_tiles(R: int, E: int, tile: Tile) -> int:
-    """A bound of the token tiles, for every routing."""
-    return R // tile.BN + min(E, R)
 
 
 # ---- launches ------------------------------------------------------------------------------------
@@ -249,9 +161,9 @@ def route(
 @cache
 def _route(ids, ctas, warps, each, x=None, *quantize):
     r, v = launch.rows, launch.vector
-    arguments = [v(_TYPES[ids]), *[v(Int32) for _ in range(5)], None, None, None, None, Int32(1), Int32(1)]
+    arguments = [v(launch.DTYPES[ids]), *[v(Int32) for _ in range(5)], None, None, None, None, Int32(1), Int32(1)]
     if quantize:
-        arguments[6:10] = r(_TYPES[x], 16), v(Float32) if quantize[0] else None, r(BFloat16, 16), v(Float32)
+        arguments[6:10] = r(launch.DTYPES[x], 16), v(Float32) if quantize[0] else None, r(BFloat16, 16), v(Float32)
     route = Route(ctas, warps, each, Quantize(*quantize) if quantize else None)
     return launch.compiled(route, tuple(arguments), ARCHITECTURE)
 
@@ -262,8 +174,8 @@ def _ids(top_k_index: Tensor) -> Tensor:
 
 
 def gather(rows: Rows, groups: Groups, early: bool = True) -> Rows:
-    """Rows of tokens, or of assignments -> [R, K], in grouped order, nobody's at the end. `early`: they are older than
-    the kernel before. Scales stay where they are."""
+    """Rows of tokens, or of assignments -> [R, K], in grouped order, unrouted ones at the end. Scales stay where they
+    are. `early`: the rows are older than the kernel before."""
     x, R = rows.values, groups.num_rows
     values = x.new_empty(R, x.shape[1])
     _gather(early)(x, groups.position, values, R // x.shape[0])
@@ -276,52 +188,53 @@ def _gather(early):
     return launch.compiled(Gather(early), arguments, ARCHITECTURE)
 
 
-def _gemms(rows, groups, w, h, y, sync, plan) -> None:
+def _gemms(rows, groups, w, h, y, sync, plan: LaunchPlan) -> None:
     """GEMM 1 from rows of x to h, GEMM 2 from h to y, or one of them. What is not used may be any of its dtype."""
-    x, R, tile, work = rows.values, groups.num_rows, plan.tile, plan.work
+    x, R, tile, config = rows.values, groups.num_rows, plan.tile, plan.config
     index = groups.offsets if rows.index is None else rows.index
     units13, units2 = w.w13.view(torch.int32).flatten(2), w.w2.view(torch.int32).flatten(2)
     b13, b2 = (x, x) if w.b13 is None else (w.b13, w.b2)
     row_scale = w.up_scale if rows.scale is None else rows.scale
     gate_scale = w.up_scale if w.gate_scale is None else w.gate_scale
     h_scale, raw, quantized = w.up_scale, x, h
-    if work.row_scale:
+    if config.row_scale:
         h_scale = sync[-R:].view(torch.float32) if w.h_scale is None else w.h_scale
         raw = h.view(torch.bfloat16)
     if h.dtype != torch.bfloat16:
         quantized = x.new_empty(h.shape)
-    weight_tiles = (-(-w.w13.shape[1] // tile.blocks) if work.gate else 0) + (
-        -(-w.w2.shape[1] // tile.blocks) * plan.splits if work.down else 0
+    weight_tiles = (-(-w.w13.shape[1] // tile.m_blocks) if config.gate else 0) + (
+        -(-w.w2.shape[1] // tile.m_blocks) * plan.split_k if config.down else 0
     )
-    tiles = _token_tiles(R, w.num_experts, tile) * weight_tiles
+    tiles = token_tiles(R, w.num_experts, tile) * weight_tiles
     grid = min(multiprocessors(x.device) * tile.ctas, tiles)
-    _kernel(tile, work, b13.dtype)(
+    _kernel(tile, config, b13.dtype)(
         units13, units2, x, index, h, raw, quantized, y, groups.offsets, gate_scale, w.up_scale, w.w2_scale,
-        b13, b2, row_scale, h_scale, sync, plan.splits.bit_length() - 1, grid,
+        b13, b2, row_scale, h_scale, sync, plan.split_k.bit_length() - 1, grid,
     )  # fmt: skip
 
 
 @cache
-def _kernel(tile, work, bias):
+def _kernel(tile, config, bias):
     r, v = launch.rows, launch.vector
     arguments = (
         r(Int32, UNIT_WORDS, 3), r(Int32, UNIT_WORDS, 3), r(BFloat16, 16), v(Int32),
-        r(work.h, 16), r(BFloat16, 16), r(BFloat16, 16), r(work.out, 16), v(Int32), v(Float32), v(Float32), v(Float32),
-        r(_TYPES[bias]), r(_TYPES[bias]), v(Float32), v(Float32), v(Int32), Int32(1), Int32(1),
+        r(config.h, 16), r(BFloat16, 16), r(BFloat16, 16), r(config.out, 16), v(Int32),
+        v(Float32), v(Float32), v(Float32), r(launch.DTYPES[bias]), r(launch.DTYPES[bias]), v(Float32), v(Float32),
+        v(Int32), Int32(1), Int32(1),
     )  # fmt: skip
-    return launch.compiled(GroupedGemm(tile, work), arguments, ARCHITECTURE)
+    return launch.compiled(GroupedGemm(tile, config), arguments, ARCHITECTURE)
 
 
-def _combine(y: Tensor, groups: Groups, top_k_weights: Tensor, out: Tensor, splits: int) -> Tensor:
-    combine = _combine_kernel(top_k_weights.shape[1], splits, y.dtype, top_k_weights.dtype)
+def _combine(y: Tensor, groups: Groups, top_k_weights: Tensor, out: Tensor, split_k: int) -> Tensor:
+    combine = _combine_kernel(top_k_weights.shape[1], split_k, y.dtype, top_k_weights.dtype)
     combine(y, groups.position, groups.offsets, top_k_weights, out)
     return out
 
 
 @cache
-def _combine_kernel(top_k, splits, rows, weights):
+def _combine_kernel(top_k, split_k, rows, weights):
     arguments = (
-        launch.rows(_TYPES[rows], 16), launch.vector(Int32), launch.vector(Int32),
-        launch.rows(_TYPES[weights]), launch.rows(BFloat16, 16),
+        launch.rows(launch.DTYPES[rows], 16), launch.vector(Int32), launch.vector(Int32),
+        launch.rows(launch.DTYPES[weights]), launch.rows(BFloat16, 16),
     )  # fmt: skip
-    return launch.compiled(Combine(top_k, splits), arguments, ARCHITECTURE)
+    return launch.compiled(Combine(top_k, split_k), arguments, ARCHITECTURE)

@@ -1,4 +1,4 @@
-"""What one of the Hopper GEMM kernels is compiled for: a tile shape, and the work of a launch."""
+"""What one of the Hopper GEMM kernels is compiled for: the shape of a tile, and what a launch computes."""
 
 from __future__ import annotations
 
@@ -14,10 +14,20 @@ SMEM = 233472  # bytes of shared memory of a multiprocessor; a CTA's ring has 3 
 
 
 @dataclass(frozen=True)
-class Tile:
-    """BN tokens (WGMMAs of `small`, where they suffice); NWG consumer warpgroups of MB 64-row blocks, KS of which
-    split K; KB 64-column blocks a stage; `group` k16 steps between WGMMA commits; registers of consumers and
-    producers; CTAs a multiprocessor."""
+class TileShape:
+    """A CTA's tile, and how its consumer warpgroups share the work.
+
+    BN         tokens of a tile: N
+    NWG        consumer warpgroups
+    MB         64-row blocks of weights that a warpgroup has
+    KS         warpgroups that split K among themselves; the others split the rows
+    KB         64-column blocks of K in a stage
+    stages     of the ring
+    group      k16 steps between two WGMMA commits
+    registers  of a consumer and of a producer thread
+    small      N of the WGMMAs of a tile with so few tokens; 0: always BN
+    ctas       CTAs on a multiprocessor
+    """
 
     BN: int = 8
     NWG: int = 4
@@ -31,81 +41,86 @@ class Tile:
     ctas: int = 1
 
     @property
-    def across(self) -> int:
+    def m_warpgroups(self) -> int:
         """Warpgroups that split the rows."""
         return self.NWG // self.KS
 
     @property
-    def warpwise(self) -> bool:
-        """Whether consumers use mma.sync."""
+    def m_blocks(self) -> int:
+        """64-row blocks of a tile."""
+        return self.m_warpgroups * self.MB
+
+    @property
+    def uses_mma_sync(self) -> bool:
+        """Whether consumers use a warp's own mma.sync instead of WGMMA."""
         return self.BN == 8
 
     @property
-    def window(self) -> int:
+    def first_stages(self) -> int:
         """Stages in flight until the ring has been full."""
         return self.stages // 2
 
     @property
     def slots(self) -> int:
-        """Tiles drawn ahead. With one or two tiles a CTA, whoever is first should not take all of GEMM 2."""
+        """Tiles fetched ahead. With one or two tiles a CTA, whoever is first should not take all of GEMM 2."""
         return 2 if self.KS == 4 else 4
 
     @property
-    def shift(self) -> int:
-        """By what K, in 64-column blocks, is shifted to count stages; a division would cost every tile time."""
+    def log2_KB(self) -> int:
+        """K, in 64-column blocks, is shifted by it to count stages; a division would cost every tile time."""
         return self.KB.bit_length() - 1
 
-    def part(self, blocks, halvings):
-        """64-column blocks of a part of K, of 2^halvings: whole stages. Python integers, or a kernel's."""
-        return (((blocks - 1) >> halvings) + self.KB) & -self.KB
+    def split_blocks(self, blocks, log2_split_k):
+        """64-column blocks of a part of K when it is split in 2^log2_split_k: whole stages. Python integers, or a
+        kernel's."""
+        return (((blocks - 1) >> log2_split_k) + self.KB) & -self.KB
 
     @property
-    def box(self) -> int:
+    def box_rows(self) -> int:
         """Rows of tokens of one TMA copy."""
         return 16 if self.BN % 16 == 0 else 8
 
     @property
-    def blocks(self) -> int:
-        """64-row blocks of a tile."""
-        return self.across * self.MB
-
-    @property
     def stage_bytes(self) -> int:
-        return self.KB * (self.blocks * UNIT_WORDS * 4 + self.BN * 128)
+        return self.KB * (self.m_blocks * UNIT_WORDS * 4 + self.BN * 128)
 
     @property
     def threads(self) -> int:
         return 128 * (self.NWG + 1)
 
     def check(self) -> None:
-        part = (self.KS - 1) * self.blocks * 64 * self.BN * 4
+        """ValueError that says why a kernel cannot have this shape."""
+        partial_sums = (self.KS - 1) * self.m_blocks * 64 * self.BN * 4
         if self.BN % 8 or not 8 <= self.BN <= 256:
             raise ValueError(f"{self}: BN must be a multiple of 8 up to 256")
-        if self.KB != 1 << self.shift:
+        if self.KB != 1 << self.log2_KB:
             raise ValueError(f"{self}: KB must be a power of two")
-        if self.warpwise and (self.KB % self.KS or self.MB > 1):
+        if self.uses_mma_sync and (self.KB % self.KS or self.MB > 1):
             raise ValueError(f"{self}: KS must divide KB, and MB be 1, with so few tokens")
-        if not self.warpwise and (self.NWG % self.KS or self.KB % (2 * self.KS)):
+        if not self.uses_mma_sync and (self.NWG % self.KS or self.KB % (2 * self.KS)):
             raise ValueError(f"{self}: the fragment ring needs an even number of 64-column blocks per warpgroup")
-        there = 65536 // (self.ctas * self.threads) // 8 * 8 * self.threads
-        if 128 * (self.NWG * self.registers[0] + self.registers[1]) > there:
-            raise ValueError(f"{self}: a CTA of {self.threads} threads starts with {there} registers; more never come")
-        if self.small % 8 or self.small >= self.BN or self.warpwise and self.small:
+        available = 65536 // (self.ctas * self.threads) // 8 * 8 * self.threads
+        if 128 * (self.NWG * self.registers[0] + self.registers[1]) > available:
+            raise ValueError(f"{self}: a CTA of {self.threads} threads has {available} registers from start to end")
+        if self.small % 8 or self.small >= self.BN or self.uses_mma_sync and self.small:
             raise ValueError(f"{self}: `small` must be a multiple of 8 below BN, and 0 without WGMMA")
-        needed = self.stages * self.stage_bytes + part + 8 * self.slots * self.BN  # two numbers of each row
-        there = SMEM // self.ctas - 2816 - 8 * (MAX_EXPERTS + 1)
-        if needed > there:
-            raise ValueError(f"{self}: {needed} bytes of shared memory, {there} are there")
+        needed = self.stages * self.stage_bytes + partial_sums + 8 * self.slots * self.BN  # two numbers of each row
+        available = SMEM // self.ctas - 2816 - 8 * (MAX_EXPERTS + 1)
+        if needed > available:
+            raise ValueError(f"{self}: {needed} bytes of shared memory, {available} are available")
 
 
 @dataclass(frozen=True)
-class Work:
-    """What a launch computes. gate: GEMM 1 and what follows it (None: no GEMM 1); down: GEMM 2.
+class GemmConfig:
+    """What a launch computes, beside the shape of its tiles.
 
-    gathered: rows of x come by index; else they lie in order
-    row_scale: rows of x carry a global scale each (NVFP4 activations), and h is quantized by tiles of its own between
-    those of GEMM 1 and GEMM 2: bf16 with a scale for each row, fp32 with its expert's
-    h, out: dtype of what GEMM 1, GEMM 2 write, bf16 or fp32
+    gate       GEMM 1 and what follows it; None: no GEMM 1
+    down       whether there is GEMM 2
+    gathered   rows of x come by index; else they lie in order
+    bias       whether the matrices have one
+    row_scale  rows of x carry a global scale each (NVFP4 activations), and h is quantized by tiles of its own between
+               those of GEMM 1 and GEMM 2: bf16 with a scale for each row, fp32 with its expert's
+    h, out     dtype of what GEMM 1 and GEMM 2 write, bf16 or fp32
     """
 
     gate: Gate | None = None
@@ -117,20 +132,20 @@ class Work:
     out: type = BFloat16
 
     @property
-    def by_index(self) -> bool:
+    def gathers_x(self) -> bool:
         """Whether there are rows of x, and they come by index."""
         return self.gathered and self.gate is not None
 
     @property
-    def both(self) -> bool:
+    def both_gemms(self) -> bool:
         return self.gate is not None and self.down
 
     @property
-    def measured(self) -> bool:
+    def tracks_amax(self) -> bool:
         """Whether GEMM 1 keeps the largest magnitude of each row of h."""
         return self.row_scale and self.h is BFloat16
 
     @property
-    def width(self) -> int:
+    def h_columns(self) -> int:
         """bf16 columns that a value of h takes, where it is quantized."""
         return 2 if self.row_scale and self.h is Float32 else 1

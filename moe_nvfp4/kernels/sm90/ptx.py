@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr
 from cutlass._mlir import ir
 from cutlass._mlir.dialects import cute_nvgpu
 from cutlass.cutlass_dsl import dsl_user_op
 
-from moe_nvfp4.weights import Gate
-
 FIELDS = 0x81C081C0  # sign and magnitude of two bf16
 SCALE_FIELDS = 0x0FF00FF0  # five exponent bits and three of mantissa of two bf16
 SCALE_HIGH = 0x70007000  # their upper exponent bits: a scale s stands as s * 2^106
 # Of `dequantize`: an immediate costs a second LOP3; a shift takes the pipe that LOP3s wait for, a product does not.
-HELD = (SCALE_HIGH, 8, 4)
+DEQUANTIZE_CONSTANTS = (SCALE_HIGH, 8, 4)
 UNSCALE = 2.0**20  # codes stand as code * 2^-126: the sums come out times 2^-20
 
 
@@ -29,9 +26,12 @@ def _mul_half(a, s, half):
     )
 
 
-def dequantize(w, s, held):
-    """A word of 8 codes and the two rows' scales -> the four registers of an m64k16 A fragment. HELD in registers."""
-    high, eight, four = held
+def dequantize(w, s, constants):
+    """A word of 8 codes and the two rows' scales -> the four registers of an m64k16 A fragment.
+
+    constants: DEQUANTIZE_CONSTANTS, in registers.
+    """
+    high, eight, four = constants
     s = (s & SCALE_FIELDS) | high
     fields = (
         w & FIELDS,
@@ -46,38 +46,6 @@ def _pack_bf16(low, high):
     return cute.arch.inline_ptx(
         "cvt.rn.bf16x2.f32 {$w0}, {$r1}, {$r0};", write_only_types=[Uint32], read_only_args=[low, high]
     )
-
-
-def _sigmoid(x):
-    power = cute.arch.inline_ptx(
-        "ex2.approx.ftz.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x * -1.4426950408889634]
-    )
-    return cute.arch.inline_ptx(
-        "rcp.approx.ftz.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[1.0 + power]
-    )
-
-
-def apply_gate(gate: Gate, g, u):
-    """Gate.__call__ for one pair of fp32 registers (NaN stays NaN)."""
-    if const_expr(gate.kind == "relu2"):
-        return cutlass.select_(g < 0.0, Float32(0.0), g) * cutlass.select_(g < 0.0, Float32(0.0), g)
-    limited = gate.limit < float("inf")
-    if const_expr(limited):
-        u = _at_most(u, gate.limit)
-        u = 0.0 - _at_most(0.0 - u, gate.limit)
-        if const_expr(not gate.clamp_after):
-            g = _at_most(g, gate.limit)
-    if const_expr(gate.kind == "silu"):
-        g = g * _sigmoid(gate.alpha * g if gate.alpha != 1.0 else g)
-    else:  # gelu_tanh: 0.5 (1 + tanh(v)) is sigmoid(2 v)
-        g = g * _sigmoid(g * (1.5957691216057308 + 0.07135481627260 * g * g))
-    if const_expr(limited and gate.clamp_after):
-        g = _at_most(g, gate.limit)
-    return g * (u + gate.up_offset) if gate.up_offset else g * u
-
-
-def _at_most(x, limit):
-    return cutlass.select_(x > limit, Float32(limit), x)
 
 
 def ldmatrix(address):
@@ -95,6 +63,14 @@ def mma(a, b0, b1, c):
         "{{$r0}, {$r1}, {$r2}, {$r3}}, {{$r4}, {$r5}}, {{$r6}, {$r7}, {$r8}, {$r9}};",
         write_only_types=[Float32] * 4,
         read_only_args=[*a, b0, b1, *c],
+    )
+
+
+def bulk_copy(to, source, size, bar):
+    """`size` contiguous bytes into shared memory."""
+    cute.arch.inline_ptx(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{$r0}], [{$r1}], {$r2}, [{$r3}];",
+        read_only_args=[to, source, size, bar],
     )
 
 

@@ -13,7 +13,8 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr
 
 from moe_nvfp4.kernels.common import arithmetic
-from moe_nvfp4.kernels.sm90 import ptx as ptx
+from moe_nvfp4.kernels.common.warp import largest_of_lanes
+from moe_nvfp4.kernels.sm90 import ptx
 from moe_nvfp4.kernels.sm90.rows import load_eight, store_eight
 
 # ---- eight values --------------------------------------------------------------------------------
@@ -26,7 +27,7 @@ def code_times_sf(values: list, global_scale: Float32):
 
     By a whole warp: a branch that all its lanes take is one that ptxas keeps track of.
     """
-    largest = arithmetic.largest_of_lanes(arithmetic.largest_magnitude(values), range(1))
+    largest = largest_of_lanes(arithmetic.largest_magnitude(values), range(1))
     sixth = arithmetic.divide_near(largest, Float32(6.0), Float32(1 / 6))
     sf = arithmetic.encode_e4m3(arithmetic.divide(sixth, global_scale))
     value = arithmetic.decode_e4m3(sf)
@@ -91,11 +92,11 @@ class Quantize:
             load_eight(mX, source, (lane + i * lanes) * 8, loaded[i])
         if const_expr(self.static):
             e = Int32(mIds[row])
-            here = e >= 0 and e < mScale.shape[0]  # nobody's rows are quantized too, somehow
+            here = e >= 0 and e < mScale.shape[0]  # unrouted rows are quantized too, with any scale
             scale = mScale[cutlass.select_(here, e, Int32(0))]
         else:
             largest = arithmetic.largest_magnitude([arithmetic.largest_magnitude(_fp32(x)) for x in loaded])
-            largest = arithmetic.largest_of_lanes(largest, range(5))
+            largest = largest_of_lanes(largest, range(5))
             if const_expr(self.warps > 1):
                 if tid % 32 == 0:
                     sLargest[tid // 32] = largest
@@ -132,8 +133,8 @@ def ask_scales(out, sources, of_h, place, h: cutlass.Constexpr):
 
 
 @cute.jit
-def tell_scales(asked, sScale, of_h, h: cutlass.Constexpr):
-    """The same warp, when they came: consumers find them in shared memory."""
+def store_scales(asked, sScale, of_h, h: cutlass.Constexpr):
+    """The same warp, when they have come: into shared memory, for the consumers."""
     for q in cutlass.range_constexpr(cute.size(asked)):
         scale = asked[q]
         if const_expr(h is not Float32):
@@ -165,7 +166,7 @@ def keep_largest(largest: list, to, rows):
             largest = [cute.arch.fmax(mine[j], other[j], nan=True) for j in range(half)]
             first = first + cutlass.select_(upper, Int32(half), Int32(0))
         else:
-            largest = [arithmetic.largest_of_lanes(largest[0], range(bit, bit + 1))]
+            largest = [largest_of_lanes(largest[0], range(bit, bit + 1))]
             live = live and not upper
     for j in cutlass.range_constexpr(len(largest)):
         at = first + j
@@ -174,7 +175,7 @@ def keep_largest(largest: list, to, rows):
 
 
 @cute.jit
-def quantize(at: Int32, sScale, mQ, place, t: cutlass.Constexpr, h: cutlass.Constexpr):
+def quantize_stage(at: Int32, sScale, mQ, place, t: cutlass.Constexpr, h: cutlass.Constexpr):
     """Consumer warps, of tile shape t: KB 64-column blocks of `rows` rows of h (a dtype; fp32 values have two columns),
     swizzled in shared memory, into mQ [R, I]. A lane has 8 values; stage `kt` begins with the warp that the one before
     ended with."""
@@ -187,7 +188,7 @@ def quantize(at: Int32, sScale, mQ, place, t: cutlass.Constexpr, h: cutlass.Cons
     pieces = (rows * (t.KB * lanes) + 31) // 32
     for i in cutlass.range((warp - kt * pieces) & (4 * t.NWG - 1), pieces, 4 * t.NWG, unroll=1):
         number = i * (32 // lanes) + lane // lanes
-        r, block = cutlass.min(number >> t.shift, rows - 1), number & (t.KB - 1)
+        r, block = cutlass.min(number >> t.log2_KB, rows - 1), number & (t.KB - 1)
         for c in cutlass.range_constexpr(chunks):
             chunk = (lane % lanes * chunks + c) ^ (r % 8)
             source = at + (block * t.BN + r) * 128 + chunk * 16
@@ -196,5 +197,5 @@ def quantize(at: Int32, sScale, mQ, place, t: cutlass.Constexpr, h: cutlass.Cons
             cute.autovec_copy(cute.make_tensor(source, cute.make_layout(4)), to)
         rounded = code_times_sf(_fp32(values), sScale[r])
         column = (first + kt * t.KB + block) * (64 // chunks) + lane % lanes * 8
-        if number >> t.shift < rows and column < mQ.shape[1]:
+        if number >> t.log2_KB < rows and column < mQ.shape[1]:
             store_eight(mQ, row + r, column, rounded)

@@ -12,16 +12,18 @@ Combine  y[t] = sum over slots j = 0, 1, ... of weight[t, j] * rows[position[t, 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, Uint32, const_expr
 
-from moe_nvfp4.kernels.common import arithmetic
+from moe_nvfp4.kernels.common.warp import sum_of_lanes_before
 
 
 @cute.jit
 def _bins(mIds: cute.Tensor, first: Int32, stride: cutlass.Constexpr, each: cutlass.Constexpr, E: Int32):
-    """The experts of assignments first, first + stride, ...; E for nobody's (-1 or E), E + 1 beyond the end.
+    """The experts of assignments first, first + stride, ...; E for unrouted ones (-1 or E), E + 1 beyond the end.
 
     Traps on other ids.
     """
@@ -64,7 +66,7 @@ def _scan(value: Int32, sSums: cute.Tensor, warps: cutlass.Constexpr):
     Before it is called again they must have met.
     """
     tid, _, _ = cute.arch.thread_idx()
-    before = arithmetic.sum_of_lanes_before(value)
+    before = sum_of_lanes_before(value)
     if tid % 32 == 31:
         sSums[tid // 32] = before + value
     cute.arch.sync_threads()
@@ -83,6 +85,17 @@ def _load_of(rank: int, pointer: cute.Pointer) -> Int32:
         write_only_types=[Int32],
         read_only_args=[pointer.toint()],
     )
+
+
+class Groups(NamedTuple):
+    """What routing reads and writes, int32 or int64 [R] ids, int32 the rest: see `routing.Groups`."""
+
+    mIds: cute.Tensor  # [R]
+    mOrder: cute.Tensor
+    mPosition: cute.Tensor
+    mToken: cute.Tensor
+    mOffsets: cute.Tensor
+    mSync: cute.Tensor  # becomes zeros, for the GEMMs
 
 
 class Route:
@@ -110,7 +123,8 @@ class Route:
         if const_expr(self.quantize is not None):
             each = self.warps // self.quantize.warps  # rows a CTA has
             ctas += (mRows.shape[0] + each * self.ctas - 1) // (each * self.ctas) * self.ctas  # whole clusters
-        self.kernel(mIds, mOrder, mPosition, mToken, mOffsets, mSync, mX, mScale, mRows, mRowScale, E, top_k).launch(
+        groups = Groups(mIds, mOrder, mPosition, mToken, mOffsets, mSync)
+        self.kernel(groups, mX, mScale, mRows, mRowScale, E, top_k).launch(
             grid=[ctas, 1, 1],
             block=[self.warps * 32, 1, 1],
             cluster=[self.ctas, 1, 1] if const_expr(self.ctas > 1) else None,
@@ -122,12 +136,7 @@ class Route:
     @cute.kernel
     def kernel(
         self,
-        mIds: cute.Tensor,  # [R]
-        mOrder: cute.Tensor,
-        mPosition: cute.Tensor,
-        mToken: cute.Tensor,
-        mOffsets: cute.Tensor,
-        mSync: cute.Tensor,
+        groups: Groups,
         mX: cute.Tensor | None,  # [T, K], what follows is as in `sm90.quantize.Quantize`
         mScale: cute.Tensor | None,
         mRows: cute.Tensor | None,
@@ -137,16 +146,17 @@ class Route:
     ):
         cta, _, _ = cute.arch.block_idx()
         if const_expr(self.quantize is None):
-            self.group(cta, mIds, mOrder, mPosition, mToken, mOffsets, mSync, E, top_k)
+            self.group(cta, groups, E, top_k)
         else:
             if cta < self.ctas:
-                self.group(cta, mIds, mOrder, mPosition, mToken, mOffsets, mSync, E, top_k)
+                self.group(cta, groups, E, top_k)
             else:
-                self.quantize.rows(cta - self.ctas, self.warps, mX, mIds, mScale, mRows, mRowScale, top_k)
+                self.quantize.rows(cta - self.ctas, self.warps, mX, groups.mIds, mScale, mRows, mRowScale, top_k)
 
     @cute.jit
-    def group(self, cta: Int32, mIds, mOrder, mPosition, mToken, mOffsets, mSync, E: Int32, top_k: Int32):
+    def group(self, cta: Int32, groups: Groups, E: Int32, top_k: Int32):
         """One of the CTAs that sort."""
+        mIds, mOrder, mPosition, mToken, mOffsets, mSync = groups
         threads, each = self.warps * 32, self.each
         chunk = threads * each
         tid, _, _ = cute.arch.thread_idx()
@@ -219,7 +229,7 @@ class Route:
                 base_mine += whole
                 cute.arch.sync_threads()
         if const_expr(self.ctas > 1):
-            cute.arch.cluster_arrive()  # nobody ends while others read its counts
+            cute.arch.cluster_arrive()  # no CTA ends while others read its counts
 
         sLocal = sMine if const_expr(self.ctas > 1) else sStart
         for i in cutlass.range_constexpr(each):
@@ -367,7 +377,7 @@ class Combine:
                     value = loaded[j * self.splits][i].to(Float32)
                     for part in cutlass.range_constexpr(1, self.splits):
                         value += loaded[j * self.splits + part][i].to(Float32)
-                    # nobody's rows hold nothing, not even zeros
+                    # unrouted rows hold anything
                     total[i] = total[i] + weight[j] * cutlass.select_(position[j] < live, value, Float32(0.0))
             out = cute.make_rmem_tensor(columns, mOut.element_type)
             for i in cutlass.range_constexpr(columns):

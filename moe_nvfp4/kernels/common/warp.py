@@ -1,0 +1,31 @@
+"""What the 32 lanes of a warp work out together."""
+
+from __future__ import annotations
+
+import cutlass
+from cutlass import Float32, Int32, cute
+
+
+def largest_of_lanes(x: Float32, bits: range) -> Float32:
+    """The largest x of the lanes whose numbers differ in these bits, in each of them; NaN if there is one."""
+    for bit in bits:
+        x = cute.arch.fmax(x, cute.arch.shuffle_sync_bfly(x, 1 << bit), nan=True)
+    return x
+
+
+def sum_of_lanes(x: Int32) -> Int32:
+    """The sum of x over the warp, in every lane."""
+    for bit in range(5):
+        x = x + cute.arch.shuffle_sync_bfly(x, 1 << bit)
+    return x
+
+
+@cute.jit
+def sum_of_lanes_before(x: Int32) -> Int32:
+    """The sum of x over the lanes below this one."""
+    total, lane = x, cute.arch.lane_idx()
+    for p in cutlass.range_constexpr(5):
+        below = cute.arch.shuffle_sync_up(total, 1 << p, mask_and_clamp=0)
+        if lane >= 1 << p:
+            total += below
+    return total - x

@@ -1,0 +1,255 @@
+"""The epilogue of the Blackwell GEMM: fp32 sums in TMEM -> scales, bias, gate -> bf16, fp16, fp32 or NVFP4 rows.
+
+A thread reads its own TMEM lane, a weight row, for 16 tokens. Shared memory turns that around: then it has 16
+neighbouring columns of one token, a block of NVFP4. Two groups of four warps take 16 tokens in turn; they share the
+buffer.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass
+from cutlass import Float32, Int32, Int64, Uint8, Uint32, const_expr, cute
+
+from moe_nvfp4.kernels.common.gates import apply_gate_exact
+from moe_nvfp4.kernels.sm100 import ptx
+from moe_nvfp4.kernels.sm100.config import CHUNK, ROWS, SF_TILE, GemmConfig
+from moe_nvfp4.kernels.sm100.scheduler import TileMap, TileScheduler, WorkTile
+
+TILE, GROUP, EXCHANGE = 1, 2, 4  # named barriers: one for all, and one per group twice
+
+
+class Tensors(NamedTuple):
+    """What the kernel reads and writes beside the operands. What a configuration does not use may be anything."""
+
+    mXScale: cute.Tensor  # fp32 [R]
+    mOffsets: cute.Tensor  # int32 [E + 1]
+    mScale0: cute.Tensor  # fp32 [E]: global scales of gate rows (or of the only projection)
+    mScale1: cute.Tensor  # fp32 [E]: of up rows
+    mBias: cute.Tensor  # [E, N]
+    mOut: cute.Tensor  # 32-bit words [R, words]: rows of the output, or codes
+    mOutSF: cute.Tensor  # "nvfp4": uint8, flat
+    mOutScale: cute.Tensor  # "nvfp4": fp32 [R], the scale of each row, written
+    mHScale: cute.Tensor  # "nvfp4": fp32 [E], read
+    mOrder: cute.Tensor  # "assignments": int32 [R]
+
+
+class Thread(NamedTuple):
+    """A thread's place: of 256, of its group of 128; its warp, its group, its TMEM lanes."""
+
+    tid: Int32
+    thread: Int32
+    warp: Int32
+    group: Int32
+    lanes: Int32
+
+
+class TileScales(NamedTuple):
+    """What a tile's sums are multiplied by and added to: for each block a global scale and a bias; for each token a
+    scale, in shared memory; and the global scale of NVFP4 rows of h."""
+
+    of_blocks: list
+    biases: list
+    sTokens: cute.Tensor
+    h: Float32
+
+
+class Epilogue:
+    """Of a `GemmConfig`."""
+
+    def __init__(self, config: GemmConfig, scheduler: TileScheduler):
+        self.c, self.scheduler = config, scheduler
+
+    @cute.jit
+    def run(self, tensors: Tensors, tile_map: TileMap, tmem: Int32, tid: Int32, warp: Int32, s):
+        """Eight warps: every tile."""
+        t = self.c.tile
+        acc_full = s.acc.data_ptr()
+        acc_empty = acc_full + 1
+        group, thread = warp // 4, tid % 128
+        sExchange = s.out.get_tensor(cute.make_layout((ROWS, CHUNK), stride=(1, ROWS)))
+        tile, step, count = self.scheduler.my_tiles(tile_map)
+        me = Thread(tid, thread, warp, group, tmem + (warp % 4 << 21))  # lanes 32 * (warp % 4) ..
+        turn, done = Int32(0), Int32(0)  # done: chunks so far, modulo 2
+        if group == 1:
+            cute.arch.barrier_arrive(barrier_id=EXCHANGE, number_of_threads=256)
+        while tile < count:
+            work = self.scheduler.locate(tile, tile_map)
+            scales = self.fetch_scales(work, turn, tensors, me, s)
+            cute.arch.barrier(barrier_id=TILE, number_of_threads=256)
+            cute.arch.mbarrier_wait(acc_full, turn)
+            ptx.tmem_fence(before=False)
+            acc = me.lanes + turn * t.second
+            # odd tiles are drained from the start and even ones from the end: where the other one's columns are
+            chunks, shared = (work.rows + CHUNK - 1) // CHUNK, t.shared_tokens // CHUNK
+            early = turn * cutlass.min(chunks, shared)
+            early += (1 - turn) * cutlass.max(chunks + shared - t.tokens // CHUNK, 0)
+            for i in cutlass.range(chunks, unroll=1):
+                if i == early:
+                    self.release(acc_empty)
+                if (i ^ done) & 1 == group:
+                    at = (turn * i + (1 - turn) * (chunks - 1 - i)) * CHUNK
+                    self.drain(acc, at, work, scales, sExchange, tensors, me)
+            if early == chunks:
+                self.release(acc_empty)
+            done ^= chunks & 1
+            turn ^= 1
+            tile += step
+        if done == group:  # the last turn was given and not taken
+            cute.arch.barrier(barrier_id=EXCHANGE + group, number_of_threads=256)
+
+    @cute.jit
+    def fetch_scales(self, work: WorkTile, turn: Int32, tensors: Tensors, me: Thread, s) -> TileScales:
+        """Of the tile's rows into shared memory; of its blocks and biases into registers."""
+        c, t = self.c, self.c.tile
+        sTokens = cute.make_tensor(s.scale.data_ptr() + turn * t.tokens, cute.make_layout(t.tokens))
+        if me.tid < t.tokens:
+            row_scale = Float32(0.0)
+            if me.tid < work.rows:
+                row_scale = tensors.mXScale[work.first + me.tid]
+                if const_expr(c.out == "nvfp4"):
+                    self.store_row_scale(work, tensors, me)
+            sTokens[me.tid] = row_scale
+        scales, biases = [], []
+        for b in cutlass.range_constexpr(t.blocks):
+            up = const_expr(c.projections == 2 and b == 1)
+            scales.append(tensors.mScale1[work.expert] if up else tensors.mScale0[work.expert])
+            if const_expr(c.bias is not None):
+                row = cutlass.min(self.scheduler.block_row(work.row_tile, b) + me.thread, c.rows - 1)
+                biases.append(tensors.mBias[work.expert, row + (c.rows if up else 0)].to(Float32))
+        h = tensors.mHScale[work.expert] if const_expr(c.out == "nvfp4") else Float32(1.0)
+        return TileScales(scales, biases, sTokens, h)
+
+    @cute.jit
+    def store_row_scale(self, work: WorkTile, tensors: Tensors, me: Thread):
+        if work.row_tile == 0:
+            tensors.mOutScale[work.first + me.tid] = tensors.mHScale[work.expert]
+
+    @cute.jit
+    def drain(self, acc: Int32, at: Int32, work: WorkTile, scales: TileScales, sExchange, tensors: Tensors, me: Thread):
+        """A group: tokens at .. at + 15 of the tile, through its buffer, to the output."""
+        c, t, thread, group = self.c, self.c.tile, me.thread, me.group
+        outputs = 1 if c.fused else t.blocks
+        token = at + thread // 8
+        for o in cutlass.range_constexpr(outputs):
+            results = self.finish(acc, at, o, scales)
+            # the exchange belongs to the groups in turn
+            if const_expr(o == 0):
+                cute.arch.barrier(barrier_id=EXCHANGE + group, number_of_threads=256)
+            else:
+                cute.arch.barrier(barrier_id=GROUP + group, number_of_threads=128)
+            for j in cutlass.range_constexpr(CHUNK):
+                # a warp's rows are swapped in fours, so that reading back is free of bank conflicts
+                sExchange[thread ^ (me.warp % 4 << 2), j] = results[j]
+            cute.arch.barrier(barrier_id=GROUP + group, number_of_threads=128)
+            mine = cute.make_rmem_tensor(16, Float32)
+            for q in cutlass.range_constexpr(4):
+                four = thread // 8 * ROWS + thread % 8 * 16 + ((q ^ (thread % 8 // 2)) << 2)
+                cute.autovec_copy(
+                    cute.make_tensor((sExchange.iterator + four).align(16), cute.make_layout(4)),
+                    cute.make_tensor(mine.iterator + 4 * q, cute.make_layout(4)),
+                )
+            if const_expr(o == outputs - 1):
+                cute.arch.barrier_arrive(barrier_id=EXCHANGE + 1 - group, number_of_threads=256)
+            column = self.scheduler.block_row(work.row_tile, o) + thread % 8 * 16
+            self.store(mine, token, column, o, work, scales.h, tensors)
+
+    @cute.jit
+    def finish(self, acc: Int32, at: Int32, output: cutlass.Constexpr, scales: TileScales) -> list:
+        """The thread's row of 16 tokens: sums from TMEM, scales, bias, gate."""
+        c, t = self.c, self.c.tile
+        outputs = 1 if c.fused else t.blocks
+        blocks = range(output, output + t.blocks // outputs)
+        sums = ptx.load_columns([acc + b * t.tokens + at for b in blocks], CHUNK)
+        of_tokens = cute.make_rmem_tensor(CHUNK, Float32)
+        cute.autovec_copy(
+            cute.make_tensor((scales.sTokens.iterator + at).align(16), cute.make_layout(CHUNK)), of_tokens
+        )
+        results = []
+        for j in cutlass.range_constexpr(CHUNK):
+            values = [
+                ptx.mul(ptx.mul(v[j], scales.of_blocks[b]), of_tokens[j]) for b, v in zip(blocks, sums, strict=True)
+            ]
+            if const_expr(c.bias is not None):
+                values = [ptx.add(v, scales.biases[b]) for b, v in zip(blocks, values, strict=True)]
+            results.append(apply_gate_exact(c.gate, *values))
+        return results
+
+    @cute.jit
+    def release(self, acc_empty):
+        ptx.tmem_fence(before=True)
+        with cute.arch.elect_one():
+            if const_expr(self.c.tile.ctas == 2):
+                ptx.arrive_in_first(acc_empty)
+            else:
+                cute.arch.mbarrier_arrive(acc_empty)
+
+    @cute.jit
+    def store(self, mine, token, column, block: cutlass.Constexpr, work: WorkTile, h_scale, tensors: Tensors):
+        """Sixteen neighbouring columns of one row, from registers to the output."""
+        c = self.c
+        values = [mine[i] for i in range(16)]
+        live, row = token < work.rows, work.first + token
+        if const_expr(c.out == "nvfp4"):
+            place = (live, row, work.row_in_group + token, work.sf_tile)
+            self.store_nvfp4(values, place, column, h_scale, tensors)
+        else:
+            inside = column < c.rows
+            if const_expr(c.out == "assignments"):
+                row = tensors.mOrder[row] if live else row
+            if const_expr(c.out in ("assignments", "float32")):
+                words = [v.bitcast(Uint32) for v in values]
+            else:
+                half = cutlass.BFloat16 if c.out == "bfloat16" else cutlass.Float16
+                words = [ptx.pack_half2(values[2 * i], values[2 * i + 1], half) for i in range(8)]
+            if const_expr(c.projections == 2):
+                column += block * c.rows
+            if live and inside:
+                start = column * len(words) // 16
+                for q in cutlass.range_constexpr(len(words) // 4):
+                    store_words(words[4 * q : 4 * q + 4], tensors.mOut, row, start + 4 * q)
+
+    @cute.jit
+    def store_nvfp4(self, values, place: tuple, column, h_scale, tensors: Tensors):
+        """One block: its codes and its sf. Columns of sf up to a multiple of 4 are there, and zero."""
+        c, (live, row, row_in_group, group_sf) = self.c, place
+        inside = column < c.rows
+        sf, low, high = ptx.quantize_block(values, h_scale)
+        k = column // 16
+        if live:
+            if inside:
+                store_words([low, high], tensors.mOut, row, k * 2)
+            if k < -(-c.rows // 64) * 4:
+                sf_tile = Int64(group_sf + row_in_group // 128) * -(-c.rows // 64) + k // 4
+                byte = row_in_group % 32 * 16 + row_in_group % 128 // 32 * 4 + k % 4
+                if not inside:
+                    sf = Uint32(0)
+                tensors.mOutSF[sf_tile * SF_TILE + byte] = Uint8(sf)
+
+    @cute.jit
+    def zero_unrouted_rows(self, tensors: Tensors, tid):
+        """Zeros for the rows from offsets[E] on, before the first tile."""
+        c = self.c
+        bid, _, _ = cute.arch.block_idx()
+        grid, _, _ = cute.arch.grid_dim()
+        row = tensors.mOffsets[c.experts] + bid
+        while row < tensors.mOrder.shape[0]:
+            at = row
+            if const_expr(c.out == "assignments"):
+                at = tensors.mOrder[row]
+            for pair in cutlass.range(tid, tensors.mOut.shape[1] // 2, 256):
+                store_words([Uint32(0), Uint32(0)], tensors.mOut, at, pair * 2)
+            if const_expr(c.out == "nvfp4"):
+                if tid == 0:
+                    tensors.mOutScale[row] = Float32(1.0)
+            row += grid
+
+
+def store_words(words: list[Uint32], mOut: cute.Tensor, row: Int32, start: Int32):
+    """2 or 4 words into mOut[row, start:], in one store."""
+    registers = cute.make_rmem_tensor(len(words), Uint32)
+    for i, word in enumerate(words):
+        registers[i] = word
+    to = (mOut.iterator + Int64(row) * mOut.shape[1] + start).align(4 * len(words))
+    cute.autovec_copy(registers, cute.make_tensor(to, cute.make_layout(len(words))))

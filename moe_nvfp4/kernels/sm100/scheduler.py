@@ -1,0 +1,103 @@
+"""Which tiles a CTA of the Blackwell GEMM, or a pair of CTAs, computes: tile i of CTA b is b + i * grid.
+
+Tiles are [expert][token tile][weight row tile]. Every role of a CTA finds them by itself, from a map in shared memory
+that one warp makes from the group offsets.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass
+from cutlass import Int32, Uint16, cute
+
+from moe_nvfp4.kernels.common.warp import sum_of_lanes_before
+from moe_nvfp4.kernels.sm100.config import ROWS, GemmConfig
+
+
+class TileMap(NamedTuple):
+    mOffsets: cute.Tensor  # int32 [E + 1]
+    sEnds: cute.Tensor  # token tiles of experts 0..e
+    sSFTiles: cute.Tensor  # 128-row scale tiles before expert e
+
+
+class WorkTile(NamedTuple):
+    expert: Int32
+    row_tile: Int32  # of the weights
+    first: Int32  # row of tokens
+    rows: Int32
+    row_in_group: Int32  # of `first`
+    sf_tile: Int32  # where the group's scale tiles begin
+
+
+class TileScheduler:
+    def __init__(self, config: GemmConfig):
+        self.c = config
+
+    @cute.jit
+    def make_map(self, tile_map: TileMap, lane: Int32):
+        """One warp."""
+        c, tokens = self.c, self.c.tile.tokens
+        mOffsets, sEnds, sSFTiles = tile_map
+        each = -(-c.map_size // 32)
+        sizes, tiles, sf_tiles = [], Int32(0), Int32(0)
+        for i in cutlass.range_constexpr(each):
+            expert = cutlass.min(lane * each + i, c.experts)
+            sizes.append(mOffsets[cutlass.min(expert + 1, c.experts)] - mOffsets[expert])
+            tiles += (sizes[i] + tokens - 1) // tokens
+            sf_tiles += (sizes[i] + 127) // 128
+        tiles, sf_tiles = sum_of_lanes_before(tiles), sum_of_lanes_before(sf_tiles)
+        for i in cutlass.range_constexpr(each):
+            expert = lane * each + i
+            tiles += (sizes[i] + tokens - 1) // tokens
+            if expert < c.map_size:
+                sEnds[expert] = tiles
+                sSFTiles[expert] = Uint16(sf_tiles)
+            sf_tiles += (sizes[i] + 127) // 128
+
+    @cute.jit
+    def locate(self, tile: Int32, tile_map: TileMap) -> WorkTile:
+        c, tokens = self.c, self.c.tile.tokens
+        mOffsets, sEnds, sSFTiles = tile_map
+        token_tile = tile // c.row_tiles
+        expert = self.expert_of(sEnds, token_tile)
+        first, end = mOffsets[expert], mOffsets[expert + 1]
+        here = (token_tile - sEnds[expert]) * tokens + (end - first + tokens - 1) // tokens * tokens
+        rows = cutlass.min(end - first - here, tokens)
+        return WorkTile(
+            expert, tile - token_tile * c.row_tiles, first + here, rows, here, Int32(sSFTiles[expert])
+        )  # fmt: skip
+
+    @cute.jit
+    def expert_of(self, sEnds, token_tile: Int32) -> Int32:
+        """The first expert with sEnds[expert] > token_tile: sEnds ascends, and its size is a power of two."""
+        expert = Int32(0)
+        size = self.c.map_size
+        for p in cutlass.range_constexpr(size.bit_length() - 1):
+            half = size >> (p + 1)
+            if sEnds[expert + half - 1] <= token_tile:
+                expert += half
+        return expert
+
+    @cute.jit
+    def my_tiles(self, tile_map: TileMap):
+        """(first tile, step to the next, number of tiles) of this CTA, or of its pair."""
+        c, ctas = self.c, self.c.tile.ctas
+        return (
+            cute.arch.block_idx()[0] // ctas,
+            cute.arch.grid_dim()[0] // ctas,
+            tile_map.sEnds[c.experts - 1] * c.row_tiles,
+        )
+
+    def block_row(self, row_tile: Int32, block: int) -> Int32:
+        """First row of a block in its projection."""
+        t = self.c.tile
+        rank = cute.arch.block_idx()[0] % t.ctas
+        if self.c.projections == 2:
+            return (row_tile * t.ctas + rank) * ROWS
+        return ((row_tile * t.blocks + block) * t.ctas + rank) * ROWS
+
+    def block_sf(self, row_tile: Int32, block: int) -> Int32:
+        """Its scale tile among those of an expert; of a block beyond the last row, any."""
+        tile = cutlass.min(self.block_row(row_tile, block) // ROWS, self.c.sf_row_tiles - 1)
+        return tile + (block * self.c.sf_row_tiles if self.c.projections == 2 else 0)

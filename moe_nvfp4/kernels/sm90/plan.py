@@ -1,0 +1,122 @@
+"""How a layer runs on Hopper: the shape of its tiles, from the number of tokens and the sizes, and how K is split."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from cutlass import BFloat16, Float32
+
+from moe_nvfp4.kernels.sm90.config import GemmConfig, TileShape
+from moe_nvfp4.kernels.sm90.pack import UNIT
+from moe_nvfp4.weights import ExpertWeights, Gate
+
+EXACT_BYTES = 1 << 24  # expert outputs up to this size are kept in fp32
+
+# Measured on an H200. Up to 8 tokens, warps of their own and a deep ring; beyond, WGMMA, by four warpgroups
+# of 64 rows or, where accumulators are large, two of 128. With three widths of WGMMA, or two beyond 96
+# tokens, ptxas finds no registers and makes every one of them wait for the one before.
+_WIDE = dict(NWG=2, MB=2, group=4, registers=(224, 56))
+TILE_SHAPES = (
+    TileShape(8),
+    TileShape(24, small=16, KB=4, stages=4, group=4),
+    TileShape(32, small=24, KB=4, stages=4, group=4),
+    TileShape(48, small=40, KB=4, stages=3, **_WIDE),
+    TileShape(64, small=48, KB=2, stages=6, **_WIDE),
+    TileShape(80, small=64, KB=2, stages=5, **_WIDE),
+    TileShape(96, KB=2, stages=5, **_WIDE),
+    TileShape(128, KB=2, stages=4, **_WIDE),
+)
+# Few tiles: fewer rows each, and K is split among the warpgroups, in 4 or in 2.
+K_IN_4, K_IN_2 = TileShape(8, KS=4, KB=8, stages=7), TileShape(8, KS=2, KB=8, stages=4)
+# For sizes that tiles of four 64-row blocks do not fill: two CTAs on a multiprocessor, of two blocks each.
+TWO_CTAS = TileShape(8, NWG=2, stages=4, registers=(96, 48), ctas=2)
+TILE_COST = 64  # what a tile costs before its first token, in tokens: dequantization, epilogue
+
+
+@dataclass(frozen=True)
+class LaunchPlan:
+    """tile, config: what the GEMMs' kernel is compiled for; split_k: parts of K in GEMM 2; rows: dtype of its rows."""
+
+    tile: TileShape
+    config: GemmConfig
+    split_k: int
+    rows: torch.dtype
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """What of a layer's weights a plan depends on. static_h: NVFP4 rows of h have a static scale."""
+
+    gate: Gate
+    bias: bool
+    nvfp4: bool
+    static_h: bool
+    E: int
+    H: int
+    I: int
+
+
+def choose_plan(w: ExpertWeights, T: int, top_k: int, multiprocessors: int) -> LaunchPlan:
+    nvfp4 = w.activations == "nvfp4"
+    static_h = nvfp4 and w.h_scale is not None
+    layer = LayerShape(
+        w.gate, w.b13 is not None, nvfp4, static_h, w.num_experts, w.hidden_size, w.intermediate_size
+    )  # fmt: skip
+    return plan_for(layer, T, top_k, multiprocessors)
+
+
+@lru_cache(maxsize=4096)
+def plan_for(layer: LayerShape, T: int, top_k: int, multiprocessors: int) -> LaunchPlan:
+    R, E, H, I = T * top_k, layer.E, layer.H, layer.I
+    hit = E * (1 - (1 - 1 / E) ** R)  # experts with tokens, were routing uniform
+    tile = min(TILE_SHAPES, key=lambda t: _expected(lambda n: _cost(t, n), R / hit))
+    I_units = -(-I // (UNIT // 2 if layer.gate.gated else UNIT))
+    if tile.BN == 8:
+        tiles = hit * I_units / 4
+        tile = K_IN_4 if tiles < 0.75 * multiprocessors else K_IN_2 if tiles < 1.75 * multiprocessors else tile
+    split_k = _split_k(tile, hit, R, H, I, multiprocessors)
+    if tile == TileShape(8) and split_k == 1 and (I_units % 4 or -(-H // UNIT) % 4):
+        tile = TWO_CTAS
+    rows = torch.float32 if split_k * R * H * 4 <= EXACT_BYTES else torch.bfloat16
+    # Rows that GEMM 1 gathers itself cost it 5 % where it is bound by arithmetic: more than `gather`, if I is large.
+    gathered = tile.BN <= 32 or I <= 1024
+    # A static scale of h quantizes its fp32 values, as the reference does.
+    h, out = (Float32 if exact else BFloat16 for exact in (layer.static_h, rows == torch.float32))
+    config = GemmConfig(layer.gate, True, gathered, layer.bias, layer.nvfp4, h=h, out=out)
+    return LaunchPlan(tile, config, split_k, rows)
+
+
+def _split_k(tile: TileShape, hit: float, R: int, H: int, I: int, multiprocessors: int) -> int:
+    """GEMM 2 has few rows and a long K where experts are few: parts of 1024 columns at least, and none empty."""
+    tiles = hit * _expected(lambda n: -(-n // tile.BN), R / hit) * -(-H // UNIT // tile.m_blocks)
+    split_k = 4 if tiles < 0.75 * multiprocessors else 2 if tiles < 4 * multiprocessors else 1
+    blocks = -(-I // UNIT)
+    while split_k > 1:
+        all_but_last = tile.split_blocks(blocks, split_k.bit_length() - 1) * (split_k - 1)
+        if I >= 1024 * split_k and all_but_last < blocks:
+            break
+        split_k //= 2
+    return split_k
+
+
+def token_tiles(R: int, E: int, tile: TileShape) -> int:
+    """A bound of the token tiles, for every routing."""
+    return R // tile.BN + min(E, R)
+
+
+def _cost(tile: TileShape, n: int) -> int:
+    """What an expert with n tokens costs, in tokens."""
+    full, rest = divmod(n - 1, tile.BN)
+    return (full + 1) * TILE_COST + full * tile.BN + (tile.small if rest < tile.small else tile.BN)
+
+
+def _expected(f, mean: float) -> float:
+    """The mean of f(n) over experts with tokens, n Poisson, by the normal approximation."""
+    deviation = math.sqrt(mean)
+    first, last = max(1, round(mean - 4 * deviation)), round(mean + 4 * deviation)
+    counts = range(first, last + 1, max(1, round(deviation / 8)))
+    weights = [math.exp(-(((n - mean) / deviation) ** 2) / 2) for n in counts]
+    return sum(w * f(n) for w, n in zip(weights, counts, strict=True)) / sum(weights)
