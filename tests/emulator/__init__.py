@@ -11,7 +11,7 @@ function compiled by CuTe DSL with Emulated, debug one with `python -m tests.emu
     alu, formats        registers of one lane        races        accesses that nothing orders
     lanes               lanes together               launch       how a kernel is started
     loadstore, copies   memory                       timeline     who waited where
-    barriers, tensor_core
+    barriers, tensor_core                            stream       kernels one after another
 
 What it finds: wrong results; deadlocks; addresses out of bounds, misaligned, never written; wrong transaction counts;
 use of what a copy or an MMA is still reading or writing; missing barriers, griddepcontrol.wait, proxy fences,
@@ -21,7 +21,7 @@ dropped wait shows under schedule="lazy", where asynchronous work is done as lat
 
 What it does not show: time; how tcgen05.mma adds (one float64 sum per instruction here); that ptxas may contract mul
 and add without .rn; the error of approximations; races in global memory; CTAs that share an SM. Generic accesses are
-sequentially consistent.
+sequentially consistent. README.md says more.
 
 `test_h200.py` compares it with what an H200 returned: every instruction that sm_90a has, and the Hopper kernels.
 """

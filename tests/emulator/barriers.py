@@ -8,7 +8,7 @@ import numpy as np
 from tests.emulator.machine import Lanes, Wait
 from tests.emulator.memory import BARRIER, OFFSET, RANK_SHIFT, UNWRITTEN, Violation
 from tests.emulator.program import first_lane, lanes_of, operation
-from tests.emulator.races import Known, acquire, release
+from tests.emulator.races import Known, acquire, fence_all, release
 
 MOST = (1 << 20) - 1
 
@@ -37,13 +37,14 @@ class Mbarrier:
         if abs(self.tx) > MOST:
             raise Violation(f"transaction count of {self}")
 
-    def arrive(self, count, expect=0):
+    def arrive(self, count, expect=0, clocks=None):
+        """clocks: what of the arriving warp's history whoever waits will know; None: all of it."""
         if expect:
             self.expect(expect)
         if count > self.pending:
             raise Violation(f"arrives {count} times at {self}: more often than its count")
         self.pending -= count
-        self.settle()
+        self.settle(clocks)
 
     def complete(self, size):
         self.tx -= size
@@ -51,8 +52,9 @@ class Mbarrier:
             raise Violation(f"transaction count of {self}")
         self.settle()
 
-    def settle(self):
-        self.learned.learn(self.machine.clocks, self.machine.memory.trusted, self.machine.clock)
+    def settle(self, clocks=None):
+        clocks = self.machine.clocks if clocks is None else clocks
+        self.learned.learn(clocks, self.machine.memory.waited, self.machine.clock)
         if self.pending == 0 and self.tx == 0:
             self.past[self.phase & 1], self.learned = self.learned, Known(self.learned.clocks.shape[1])
             self.phase += 1
@@ -85,7 +87,7 @@ def find(warp, address, own=False, asynchronous=False):
 
 
 STATE_SPACE = r"(?:\.shared(?:::cta|::cluster)?)"
-ORDER = r"(?:\.(?:release|acquire|relaxed))?(?:\.(?:cta|cluster))?"
+ORDER = r"(?:\.(?P<order>release|acquire|relaxed))?(?:\.(?P<scope>cta|cluster))?"
 
 
 @operation(rf"mbarrier\.init{STATE_SPACE}\.b64")
@@ -126,7 +128,7 @@ def build_inval(build, match, place):
 @operation(rf"mbarrier\.(?P<what>arrive|arrive\.expect_tx|expect_tx|complete_tx){ORDER}{STATE_SPACE}\.b64")
 def build_arrive(build, match, *operands):
     operands = list(operands)
-    what = match["what"]
+    what, relaxed, narrow = match["what"], match["order"] == "relaxed", match["scope"] == "cta"
     state = None
     if what.startswith("arrive"):
         state = build.target(operands.pop(0), "u64")
@@ -142,12 +144,14 @@ def build_arrive(build, match, *operands):
         for lane in lanes_of(mask):
             barrier = find(warp, int(R[index][lane]) + offset)
             number = 1 if value is None else int(R[value][lane])
+            # A scope of the CTA tells other CTAs nothing. None at all would mean that too, but CUTLASS relies on more.
+            clocks = warp.fenced if relaxed or narrow and barrier.cta is not warp.cta else None
             if state is not None:
                 R[state][lane] = barrier.phase
             if what == "arrive":
-                barrier.arrive(number)
+                barrier.arrive(number, clocks=clocks)
             elif what == "arrive.expect_tx":
-                barrier.arrive(1, expect=number)
+                barrier.arrive(1, number, clocks)
             elif what == "expect_tx":
                 barrier.expect(number)
                 if not barrier.pending:  # the bytes came first
@@ -163,7 +167,7 @@ def build_arrive(build, match, *operands):
 def build_try_wait(build, match, target, place, phase, limit=None):
     out, (index, offset) = build.target(target, "pred"), build.address(place)
     expected = build.source(phase, "u32" if match["parity"] else "u64")
-    may_wait = match["what"] == "try_wait"
+    may_wait, relaxed = match["what"] == "try_wait", match["order"] == "relaxed"
 
     def run(warp, mask):
         R = warp.R
@@ -189,7 +193,7 @@ def build_try_wait(build, match, target, place, phase, limit=None):
         if done:
             past = barrier.past[wanted & 1]
             warp.cta.machine.timeline.wait(warp, past.time, f"parity {wanted & 1} of mbarrier {barrier.offset:#x}")
-            acquire(warp, past)
+            acquire(warp, past, relaxed)
         np.copyto(R[out], done, where=mask)
 
     return run
@@ -250,8 +254,10 @@ def build_bar(build, match, number, threads=None):
 
 
 # ---- clusters ----
-@operation(r"barrier\.cluster\.arrive(?:\.(?:release|relaxed))?(?:\.aligned)?", waits=True)
+@operation(r"barrier\.cluster\.arrive(?:\.(?P<order>release|relaxed))?(?:\.aligned)?", waits=True)
 def build_cluster_arrive(build, match):
+    relaxed = match["order"] == "relaxed"
+
     def run(warp, mask):
         if not warp.full(mask):
             return Lanes()
@@ -261,7 +267,7 @@ def build_cluster_arrive(build, match):
         warp.cluster_phase = cluster.phase
         warp.cta.shared.release(warp.index)
         cluster.arrived.add(warp)
-        release(warp, cluster.learned)
+        release(warp, cluster.learned, relaxed)
         if all(w in cluster.arrived or w.done for cta in cluster.ctas for w in cta.warps):
             cluster.arrived.clear()
             cluster.past, cluster.learned = cluster.learned, Known(len(warp.known))
@@ -310,14 +316,22 @@ def show_barriers(warp, mask):
 
 @operation(r"fence\.mbarrier_init\.release\.cluster")
 def build_barrier_fence(build, match):
-    return show_barriers
+    """Orders the initialisations before a relaxed arrival at the cluster barrier, too."""
+
+    def run(warp, mask):
+        show_barriers(warp, mask)
+        fence_all(warp)
+
+    return run
 
 
 @operation(r"fence(?:\.(?:sc|acq_rel|acquire|release))?\.(?:cta|cluster|gpu|sys)|membar\.(?:cta|gl|sys)")
 def build_fence(build, match):
     def run(warp, mask):
-        release(warp, warp.cta.cluster.flags)
         acquire(warp, warp.cta.cluster.flags)
+        np.maximum(warp.known, warp.unacquired, out=warp.known)
+        fence_all(warp)
+        release(warp, warp.cta.cluster.flags)
 
     return run
 
@@ -340,7 +354,7 @@ def build_dependents_launch(build, match):
     """One kernel runs at a time: `Stream` makes the next one wait for what it may not see yet."""
 
     def run(warp, mask):
-        warp.cta.machine.early_trigger |= not warp.trusted
+        warp.cta.machine.early_trigger |= not warp.waited
 
     return run
 
@@ -348,7 +362,7 @@ def build_dependents_launch(build, match):
 @operation(r"griddepcontrol\.wait")
 def build_dependency_wait(build, match):
     def run(warp, mask):
-        warp.trusted = warp.cta.machine.memory.trusted = True
+        warp.waited = warp.cta.machine.memory.waited = True
 
     return run
 

@@ -98,7 +98,7 @@ class Warp:
         self.at = None  # the instruction now running
         self.polled, self.polls = None, False  # its last read that orders others; whether it reads the same in a loop
         self.clock = 0  # see timeline.py
-        self.trusted = False  # it knows, by griddepcontrol.wait or from who called it, that the kernel before has ended
+        self.waited = False  # whether griddepcontrol.wait was called, by it or by one that it has waited for
         self.bulk_groups = []  # of asynchronous bulk stores: lists of operations, the last one open
         self.copy_groups = []  # of cp.async, likewise
         self.wgmma_groups, self.wgmma = [], None  # the latter from its first wgmma.fence on
@@ -164,7 +164,7 @@ class Operation:
         self.owners = [owner or warp.cta]
         self.done = False
         self.time = warp.clock  # when it was issued, later when it is over
-        self.trusted, self.clocks = warp.trusted, warp.clocks.copy()
+        self.waited, self.clocks = warp.waited, warp.clocks.copy()
         warp.known[warp.slot] += 1
 
     def __str__(self):
@@ -335,7 +335,7 @@ class Machine:
     def run_group(self, warp, group, quantum):
         """Blocks of one group until it waits, ends or may meet another group. How many blocks."""
         program, count = self.program, 0
-        self.clocks, self.clock, self.memory.trusted = warp.clocks, warp.clock, warp.trusted
+        self.clocks, self.clock, self.memory.waited = warp.clocks, warp.clock, warp.waited
         warp.wait, group.wait = group.wait, None
         alone = len(warp.groups) == 1
         try:
@@ -399,11 +399,11 @@ class Machine:
         operation.time += latency(operation.instruction.opcode)
         if operation.order is not None:
             self.last_of_order[operation.order] = operation.time
-        before = self.clocks, self.clock, self.memory.trusted
-        self.clocks, self.clock, self.memory.trusted = operation.clocks, operation.time, operation.trusted
+        before = self.clocks, self.clock, self.memory.waited
+        self.clocks, self.clock, self.memory.waited = operation.clocks, operation.time, operation.waited
         while len(operation.stages) > keep:
             operation.stages.pop(0)()
-        self.clocks, self.clock, self.memory.trusted = before
+        self.clocks, self.clock, self.memory.waited = before
 
     @property
     def eager(self):

@@ -67,7 +67,7 @@ class Memory:
     def refusal(self, at, writes=False):
         """The first of these bytes that may not be read (or written) now: its address and why not; or None."""
         states = self.state[at]
-        if self.owner is not None and self.owner.trusted:
+        if self.owner is not None and self.owner.waited:
             states = states & ~np.uint8(EARLIER)
         refused = states > WRITTEN if writes else states != WRITTEN
         if not refused.any():
@@ -227,7 +227,7 @@ class Global:
 
     def __init__(self):
         self.buffers, self.bases = [], []
-        self.trusted = True  # whether who acts now knows that the kernel before has ended
+        self.waited = True  # whether who acts now knows that the kernel before has ended
         self.copies = {}  # host address -> (host bytes, Memory)
 
     def allocate(self, name, size):

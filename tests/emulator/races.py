@@ -16,7 +16,7 @@ import numpy as np
 from tests.emulator.memory import GRANULE, Violation
 
 WORD = 4
-TOLD = 1  # row of a warp's clocks: what it can tell of tcgen05 operations; row 0 is of everything else
+TCGEN05 = 1  # row of a warp's clocks: what others learn of its tcgen05 operations; row 0 is of all else
 EVER = 1 << 40
 
 
@@ -141,12 +141,12 @@ class Known:
 
     def __init__(self, warps):
         self.clocks = np.zeros((2, warps), np.int64)
-        self.trusted = False  # whether any of them had called griddepcontrol.wait
+        self.waited = False  # whether any of them had called griddepcontrol.wait
         self.time = 0  # of the last arrival, see timeline.py
 
-    def learn(self, clocks, trusted, time):
+    def learn(self, clocks, waited, time):
         np.maximum(self.clocks, clocks, out=self.clocks)
-        self.trusted |= trusted
+        self.waited |= waited
         self.time = max(self.time, time)
 
 
@@ -154,26 +154,37 @@ def start_clocks(warp, slot, warps):
     """`clocks`: what a warp tells others. `tmem_known`: which tcgen05 operations have happened before its next one."""
     warp.slot, warp.clocks = slot, np.zeros((2, warps), np.int64)
     warp.known, warp.tmem_known = warp.clocks[0], np.zeros(warps, np.int64)
+    warp.fenced = np.zeros((2, warps), np.int64)  # what a relaxed arrival tells: `clocks` at the last fence
+    warp.unacquired = np.zeros(warps, np.int64)  # what relaxed waits have seen, which the next fence acquires
     warp.known[slot], warp.tmem_known[slot] = 1, EVER
 
 
 def fence_before(warp):
-    warp.clocks[TOLD, warp.slot] = warp.known[warp.slot]
+    warp.clocks[TCGEN05, warp.slot] = warp.known[warp.slot]
     warp.known[warp.slot] += 1
 
 
 def fence_after(warp):
-    np.maximum(warp.tmem_known, warp.clocks[TOLD], out=warp.tmem_known)
+    np.maximum(warp.tmem_known, warp.clocks[TCGEN05], out=warp.tmem_known)
 
 
-def acquire(warp, learned):
+def fence_all(warp):
+    """What the warp has done so far comes before its next relaxed arrival, for whoever sees that."""
+    warp.fenced[:] = warp.clocks
+    warp.known[warp.slot] += 1
+
+
+def acquire(warp, learned, relaxed=False):
     """The warp has waited for those who arrived."""
+    if relaxed:
+        np.maximum(warp.unacquired, learned.clocks[0], out=warp.unacquired)
+        return
     np.maximum(warp.clocks, learned.clocks, out=warp.clocks)
-    if learned.trusted and not warp.trusted:
-        warp.trusted = warp.cta.machine.memory.trusted = True
+    if learned.waited and not warp.waited:
+        warp.waited = warp.cta.machine.memory.waited = True
 
 
-def release(warp, learned):
+def release(warp, learned, relaxed=False):
     """The warp arrives."""
-    learned.learn(warp.clocks, warp.trusted, warp.clock)
+    learned.learn(warp.fenced if relaxed else warp.clocks, warp.waited, warp.clock)
     warp.known[warp.slot] += 1

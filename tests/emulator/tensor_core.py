@@ -15,7 +15,7 @@ from tests.emulator.machine import POISON, Lanes, Operation, Wait
 from tests.emulator.memory import GRANULE, OFFSET, RANK_SHIFT, WRITTEN, Violation
 from tests.emulator.parser import Address
 from tests.emulator.program import first_lane, lanes_of, operation
-from tests.emulator.races import TOLD, fence_after, fence_before
+from tests.emulator.races import TCGEN05, fence_after, fence_before
 
 PAIRS = np.stack([E2M1.table64[np.arange(256) & 15], E2M1.table64[np.arange(256) >> 4]], 1)  # byte -> two values
 TCGEN05_SWIZZLE = {0: 0, 2: 128, 4: 64, 6: 32}
@@ -360,7 +360,7 @@ def build_commit(build, match, place, *more):
             barriers = tuple(find(warp, p, asynchronous=True) for p in places)
             stages = [lambda barriers=barriers: [b.arrive(1) for b in barriers]]
             one = Operation(warp, stages, signals=barriers, order=order_of(warp))
-            one.clocks[TOLD, warp.slot] = one.clocks[0, warp.slot]  # it is a fence::before_thread_sync, too
+            one.clocks[TCGEN05, warp.slot] = one.clocks[0, warp.slot]  # it is a fence::before_thread_sync, too
             warp.cta.machine.issue(one)
 
     return run

@@ -33,7 +33,7 @@ def with_map(body, out, image, make_map, schedule="eager"):
 
 
 @pytest.mark.parametrize("schedule", ("eager", "lazy"))
-@pytest.mark.parametrize("swizzle, span", enumerate((0, 32, 64, 128)))
+@pytest.mark.parametrize("swizzle, span", list(enumerate((0, 32, 64, 128))))
 def test_tensor_load_swizzles(swizzle, span, schedule):
     """Rows as long as the swizzle, 16 of them; the tile hangs over the right and lower edge, where zeros come in."""
     row = span or 128
@@ -202,10 +202,13 @@ HANDOVER = """mad.lo.u32 %r1, %t, 4, %data; setp.ge.u32 %p5, %t, 32; @%p5 bra RE
     st.shared.b32 [%r1], %t; {release} bra END;
     READ: {acquire} ld.shared.b32 %r2, [%r1+-128]; mad.wide.u32 %x1, %t, 4, %out; st.global.b32 [%x1+-128], %r2; END:"""
 POLL = "mov.b32 %r5, smem; POLL: ld.acquire.cta.shared.b32 %r6, [%r5+512]; setp.ne.u32 %p6, %r6, 32; @%p6 bra POLL;"
+RELAXED_WAIT = wait().replace(".parity.", ".parity.relaxed.cta.")
 HANDOVERS = {
     "barrier": ("bar.arrive 1, 64;", "bar.sync 1, 64;"),
     "mbarrier": ("mbarrier.arrive.shared.b64 %x5, [%bar];", wait()),
     "atomic": ("atom.shared.add.u32 %r7, [%bar+512], 1;", POLL),
+    "fence and relaxed arrival": ("fence.acq_rel.cta; mbarrier.arrive.relaxed.cta.shared.b64 %x5, [%bar];", wait()),
+    "relaxed wait and fence": ("mbarrier.arrive.shared.b64 %x5, [%bar];", RELAXED_WAIT + "fence.acq_rel.cta;"),
     "fence and flag": ("bar.warp.sync -1; fence.acq_rel.cta; atom.shared.add.u32 %r7, [%bar+512], 1;", POLL),
 }
 
@@ -227,6 +230,10 @@ def test_unordered_accesses():
     for schedule in ("eager", "lazy", "random:1", "random:2"):
         with pytest.raises(EmulatorError, match="no barrier between them|never written"):
             handover("", "", schedule)
+        with pytest.raises(EmulatorError, match="no barrier between them|never written"):
+            handover("mbarrier.arrive.relaxed.cta.shared.b64 %x5, [%bar];", wait(), schedule)
+        with pytest.raises(EmulatorError, match="no barrier between them|never written"):
+            handover("mbarrier.arrive.shared.b64 %x5, [%bar];", RELAXED_WAIT, schedule)
     # Overwritten before who reads is known to have read.
     swap = """mad.lo.u32 %r1, %t, 4, %data; st.shared.b32 [%r1], %t; bar.sync 0; xor.b32 %r2, %t, 32;
         mad.lo.u32 %r3, %r2, 4, %data; ld.shared.b32 %r4, [%r3]; {} st.shared.b32 [%r1], %r4; bar.sync 0;"""
@@ -275,6 +282,35 @@ def test_remote_arrival_and_shared_memory(schedule):
         barrier.cluster.arrive; barrier.cluster.wait;"""  # fmt: skip
     got = run(body, np.zeros(64, np.uint32), schedule=schedule, cluster=2)
     assert got.tolist() == [1000 + t for t in range(32)] + list(range(32))
+
+
+@pytest.mark.parametrize("order, meet, fine", [
+    ("release.cluster.", "", True),
+    ("", "", True),  # CUTLASS arrives so
+    ("relaxed.cluster.", "", False),
+    ("release.cta.", "", False),
+    (None, "barrier.cluster.arrive; barrier.cluster.wait;", True),
+    (None, "fence.acq_rel.cluster; barrier.cluster.arrive.relaxed; barrier.cluster.wait;", True),
+    (None, "barrier.cluster.arrive.relaxed; barrier.cluster.wait;", False),
+])  # fmt: skip
+def test_memory_order_between_ctas(order, meet, fine):
+    """Each CTA writes into the other's memory; who waits must see that by what the arrival says."""
+    if order is not None:
+        meet = f"@%p1 mbarrier.arrive.{order}shared::cluster.b64 _, [%r8];" + wait()
+    body = initialise() + """barrier.cluster.arrive.relaxed; barrier.cluster.wait;
+        mov.u32 %r2, %cluster_ctarank; xor.b32 %r5, %r2, 1; mad.lo.u32 %r3, %t, 4, %data;
+        mad.lo.u32 %r4, %r2, 1000, %t; mapa.shared::cluster.u32 %r6, %r3, %r5;
+        mapa.shared::cluster.u32 %r8, %bar, %r5; st.shared::cluster.b32 [%r6], %r4; bar.warp.sync -1;
+        """ + meet + """ld.shared.b32 %r7, [%r3];
+        mad.lo.u32 %r9, %r2, 32, %t; mad.wide.u32 %x1, %r9, 4, %out; st.global.b32 [%x1], %r7;
+        barrier.cluster.arrive; barrier.cluster.wait;"""  # fmt: skip
+    for schedule in ALL:
+        if fine:
+            got = run(body, np.zeros(64, np.uint32), schedule=schedule, cluster=2)
+            assert got.tolist() == [1000 + t for t in range(32)] + list(range(32))
+        else:
+            with pytest.raises(EmulatorError, match="no barrier between them|never written"):
+                run(body, np.zeros(64, np.uint32), schedule=schedule, cluster=2)
 
 
 def test_a_cta_that_has_ended():

@@ -711,3 +711,13 @@ def test_a_run_repeats():
         ends.append((machine.ends, len(machine.timeline.waits)))
         assert out.tolist() == list(range(0, 128, 2))
     assert ends[0][0] == ends[1][0] == ends[2][0] == ends[3][0]
+
+
+def test_the_package_stands_alone():
+    """Without moe_nvfp4 and CuTe DSL; `kernels` and the tests are no part of it."""
+    folder = Path(__file__).parent
+    names = [f.stem for f in folder.glob("*.py") if not f.stem.startswith(("test_", "__")) and f.stem != "kernels"]
+    code = "import sys, importlib; sys.modules.update(dict.fromkeys(('moe_nvfp4', 'cutlass', 'triton')))\n"
+    code += f"for name in {sorted(names)}: importlib.import_module('tests.emulator.' + name)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
