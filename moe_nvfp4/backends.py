@@ -87,10 +87,23 @@ def explain(problem: Problem, device: Device, forced: str | None = None) -> Choi
     raise AssertionError("the reference runs everything")
 
 
-def selected(problem: Problem, device: torch.device) -> tuple[str, bool, str | None]:
-    """name, whole and layout of what `select` says; a constant for torch.compile."""
-    backend = select(problem, device)
-    return backend.name, backend.whole, backend.layout
+class Selected(NamedTuple):
+    """A `Backend`'s attributes of the same names."""
+
+    name: str
+    whole: bool
+    layout: str | None
+
+
+def selected(problem: Problem, device: torch.device) -> Selected:
+    """What `select` says, as a constant for torch.compile."""
+    return _selected(problem, device, _forced())
+
+
+@lru_cache(maxsize=4096)
+def _selected(problem: Problem, device: torch.device, forced: str | None) -> Selected:
+    backend = _select(problem, device, forced)
+    return Selected(backend.name, backend.whole, backend.layout)
 
 
 # What torch.compiler.assume_constant_result does, which imports all of torch._dynamo for it.
@@ -172,4 +185,5 @@ def registered(*backends: Backend) -> Iterator[None]:
 def forget() -> None:
     """Decide anew, and warn again."""
     _select.cache_clear()
+    _selected.cache_clear()
     _warn.cache_clear()

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_nvfp4.backends import Backend, Problem, named, select, shown
+from moe_nvfp4.backends import Backend, Problem, Selected, named, select, selected, shown
 from moe_nvfp4.checks import check_activations, check_bias_dtype
 from moe_nvfp4.ops import Hooks, run_experts
 from moe_nvfp4.quantize.recipes import DEFAULT_RECIPE, quantize_expert
@@ -230,18 +230,18 @@ class NVFP4Experts(FP32Scales):
         by hand then. Weights that a hook brings for a call and takes away are left alone.
         """
         if not torch.compiler.is_compiling():
-            self._prepare_for(self.backend(dtype))
+            self._prepare_for(selected(*self._problem(dtype, self._hooks().fused)))
 
-    def _prepare_for(self, backend: Backend) -> None:
+    def _prepare_for(self, chosen: Selected) -> None:
         if self.packed:
-            if self._prepared.layout.backend == backend.layout:
+            if self._prepared.layout.backend == chosen.layout:
                 return
             self.unpack()
         # Where transformers splits them over ranks, plain tensors stand for DTensors during a call.
-        if backend.layout is None or self._offloaded or not isinstance(self._parameters["down_proj"], nn.Parameter):
+        if chosen.layout is None or self._offloaded or not isinstance(self._parameters["down_proj"], nn.Parameter):
             return
         problem, _ = self._problem(torch.bfloat16, True)
-        shapes, notes = [], {}
+        backend, shapes, notes = named(chosen.name), [], {}
         for name in (self.up_name, "down_proj"):
             codes, sf = self._here(name), self._here(f"{name}_sf")
             codes.data, notes[name] = backend.prepare(codes.data, sf.data, self.gate.gated and name == self.up_name)
@@ -286,11 +286,11 @@ class NVFP4Experts(FP32Scales):
         )
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        hooks, compiling = self._hooks(), torch.compiler.is_compiling()
-        if not compiling:
-            problem, device = self._problem(hidden_states.dtype, hooks.fused)
-            self._prepare_for(select(problem, device))
-        return run_experts(hidden_states, top_k_index, top_k_weights, self.weights, hooks)
+        hooks = self._hooks()
+        chosen = selected(*self._problem(hidden_states.dtype, hooks.fused))
+        if not torch.compiler.is_compiling():
+            self._prepare_for(chosen)
+        return run_experts(hidden_states, top_k_index, top_k_weights, self.weights, hooks, chosen)
 
     def extra_repr(self) -> str:
         return (

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from moe_nvfp4 import format as nvfp4
-from moe_nvfp4.backends import Backend, Device, Problem, named, selected
+from moe_nvfp4.backends import Backend, Device, Problem, Selected, named, selected
 from moe_nvfp4.checks import check_layer, check_linear, check_quantize, check_stage
 from moe_nvfp4.routing import Groups, Rows, group_by_expert
 from moe_nvfp4.weights import ExpertWeights, LinearWeights, read_spec
@@ -135,6 +135,9 @@ def _(x, top_k_index, top_k_weights, weights, spec):
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
+_experts = torch.ops.moe_nvfp4.experts.default  # one Python call less
+
+
 @torch.library.custom_op(
     "moe_nvfp4::linear",
     schema="(Tensor x, Tensor weight, Tensor weight_sf, Tensor weight_global_scale, Tensor? bias, Tensor? input_scale, "
@@ -240,17 +243,26 @@ def moe_forward(
 
     Raises TypeError and ValueError for tensors that do not fit each other (see `moe_nvfp4.checks`).
     """
-    hooks = Hooks(own_gate, post_expert_norm, *pre_quant_scales, observe)
-    return run_experts(x, top_k_index, top_k_weights, weights, hooks)
+    w, hooks = weights, Hooks(own_gate, post_expert_norm, *pre_quant_scales, observe)
+    sizes = (w.num_experts, w.hidden_size, w.intermediate_size)
+    problem = Problem("experts", *sizes, w.gate.kind, w.activations, x.dtype, hooks.fused)
+    return run_experts(x, top_k_index, top_k_weights, weights, hooks, selected(problem, x.device))
 
 
-def run_experts(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: ExpertWeights, hooks: Hooks) -> Tensor:
-    """`moe_forward`."""
+def run_experts(
+    x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: ExpertWeights, hooks: Hooks, chosen: Selected
+) -> Tensor:
+    """`moe_forward` on a backend that was chosen before."""
     refuse_transforms()
-    backend, whole = _selected(x, weights, hooks.fused)
+    backend, whole, layout = chosen
+    if weights.layout is not None and weights.layout.backend != layout:
+        raise TypeError(
+            f"x is {x.dtype} on {x.device}, but these weights are in the layout of the {weights.layout.backend} "
+            "kernels, which do not take it: call unpack() on the NVFP4Experts modules, or run the model in bf16"
+        )
     spec = weights.spec(backend)
     if whole and hooks.fused and weights.gate.kind != "raw":
-        return experts(x, top_k_index, top_k_weights, weights.tensors(), spec)
+        return _experts(x, top_k_index, top_k_weights, weights.tensors(), spec)
 
     own_gate, post_expert_norm, x_factor, h_factor, observe = hooks
     check_layer(x, top_k_index, top_k_weights, weights)
@@ -292,20 +304,3 @@ def _scaled(rows: Tensor, factor: Tensor, groups: Groups) -> Tensor:
     """Rows [R, K] times their expert's factors [E, K]; unrouted rows times any."""
     expert = groups.expert_of_row().clamp(max=factor.shape[0] - 1)
     return rows * factor[expert].to(rows.dtype)
-
-
-def _selected(x: Tensor, weights: ExpertWeights, fused: bool) -> tuple[str, bool]:
-    """The backend that runs `weights` on x, and whether it can do so in one call.
-
-    TypeError where they are in the layout of another one.
-    """
-    w = weights
-    sizes = (w.num_experts, w.hidden_size, w.intermediate_size)
-    problem = Problem("experts", *sizes, w.gate.kind, w.activations, x.dtype, fused)
-    backend, whole, layout = selected(problem, x.device)
-    if w.layout is not None and w.layout.backend != layout:
-        raise TypeError(
-            f"x is {x.dtype} on {x.device}, but these weights are in the layout of the {w.layout.backend} kernels, "
-            "which do not take it: call unpack() on the NVFP4Experts modules, or run the model in bf16"
-        )
-    return backend, whole

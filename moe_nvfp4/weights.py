@@ -93,9 +93,9 @@ class Layout:
         object.__setattr__(self, "spec", json.dumps({f.name: getattr(self, f.name) for f in fields(self) if f.init}))
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)  # not frozen: that makes two of them, which each call does, four times as slow
 class ExpertWeights:
-    """The weights of E experts; `value = code * sf * global_scale`.
+    """The weights of E experts; `value = code * sf * global_scale`. Not to be changed: use dataclasses.replace.
 
     w13         uint8 [E, N13, K13/2]   codes, low nibble = even k; rows [gate; up] as in Hugging
                                         Face checkpoints (N13 = 2I), or up only (N13 = I)

@@ -72,9 +72,9 @@ def test_round_trip(family, tmp_path):
 
 
 def test_every_call_prepares(family, tmp_path, monkeypatch):
-    """On Hopper weights are packed by `prepare`; a forward that passes it by would pack them anew in every call."""
+    """On Hopper weights are packed where they are; a forward that passes that by would pack them anew in every call."""
     model, prepared = load(folder(tmp_path, family), quantization_config=MoeNvfp4Config()), []
-    monkeypatch.setattr(HFExperts, "prepare", lambda self, dtype: prepared.append(self))
+    monkeypatch.setattr(HFExperts, "_prepare_for", lambda self, chosen: prepared.append(self))
     logits(model)
     assert prepared == [m for m in model.modules() if isinstance(m, HFExperts)]
 
