@@ -12,13 +12,13 @@ import vllm
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
 from moe_nvfp4.integrations.vllm import NAME
+from moe_nvfp4.integrations.vllm.loading import check_files
 from moe_nvfp4.quantize.dialects import QuantizationInfo, matches, read_config
-from moe_nvfp4.quantize.files import open_checkpoint
-from moe_nvfp4.quantize.names import PER_EXPERT
 from moe_nvfp4.quantize.recipes import DEFAULT_RECIPE, RECIPES
 from moe_nvfp4.weights import ACTIVATIONS
 
 VERSIONS = (0, 26), (0, 33)  # the oldest and the newest whose interfaces were compared
+READERS = ("modelopt", "compressed-tensors")  # vLLM's own, for all that is not an expert
 OPTIONS = ("activations", "recipe", "exclude")
 
 
@@ -60,9 +60,9 @@ class MoeNvfp4Config(QuantizationConfig):
 
         if user_quant != NAME and not (user_quant is None and current_platform.is_cpu()):
             return None
-        try:
-            info = _read(hf_quant_cfg)
-        except ValueError:
+        try:  # what others wrote, in other forms too, is not ours to judge
+            info = _read(hf_quant_cfg) if hf_quant_cfg.get("quant_method") in READERS else None
+        except (ValueError, KeyError, TypeError, AttributeError):
             if user_quant == NAME:
                 raise
             return None
@@ -82,7 +82,7 @@ class MoeNvfp4Config(QuantizationConfig):
 
         check_version()
         info = _read(config)
-        if config.get("quant_method") not in ("modelopt", "compressed-tensors"):
+        if config.get("quant_method") not in READERS:
             raise ValueError(
                 f"quant_method {config.get('quant_method')!r}: vLLM's readers of modelopt and compressed-tensors are "
                 "what this builds on. moe-nvfp4 quantize SRC DST writes either"
@@ -103,6 +103,8 @@ class MoeNvfp4Config(QuantizationConfig):
             if key not in OPTIONS or (known and value not in known):
                 rule = f"{key} must be one of {', '.join(known)}" if known else f"options are {', '.join(OPTIONS)}"
                 raise ValueError(f"moe_nvfp4: {key}={value!r}: {rule}")
+            if self.base is not None and key != "activations":
+                raise ValueError(f"moe_nvfp4: {key}={value!r}: these experts are NVFP4 already; it is for bf16 folders")
             setattr(self, key, value)
         return self
 
@@ -130,14 +132,16 @@ class MoeNvfp4Config(QuantizationConfig):
     # ---- what it asks for each layer
     def get_quant_method(self, layer: torch.nn.Module, prefix: str):
         from vllm.model_executor.layers.fused_moe import RoutedExperts
+        from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 
         from moe_nvfp4.integrations.vllm import engine
         from moe_nvfp4.integrations.vllm.method import MoeNvfp4Method
 
         if not isinstance(layer, RoutedExperts):
             # vLLM's ModelOpt reader compares wildcards with fused names only: "*.q_proj" does not exclude "qkv_proj"
-            plain = self.base is None or self.ignores(prefix)
-            return _unquantized(layer) if plain else self.base.get_quant_method(layer, prefix)
+            if isinstance(layer, LinearBase) and (self.base is None or self.ignores(prefix)):
+                return UnquantizedLinearMethod()
+            return None if self.base is None else self.base.get_quant_method(layer, prefix)
         if self.base is None:
             excluded = any(matches(pattern, prefix) for pattern in self.exclude)
             return None if excluded else MoeNvfp4Method(layer, None, self.activations or "bf16", self.recipe)
@@ -177,32 +181,3 @@ class MoeNvfp4Config(QuantizationConfig):
 def _read(config: dict) -> QuantizationInfo | None:
     """Of vLLM's `quantization_config`: config.json's, or all of hf_quant_config.json's."""
     return read_config({"quantization_config": config}, config if "quantization" in config else None)
-
-
-def _unquantized(layer: torch.nn.Module):
-    from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
-
-    return UnquantizedLinearMethod() if isinstance(layer, LinearBase) else None
-
-
-def check_files(folder: str | os.PathLike, info: QuantizationInfo) -> None:
-    """Compare the headers of a folder with its config, before a worker reads it: ValueError with what is wrong.
-
-    Headers and index are whole; every NVFP4 matrix of an expert has codes, block scales and a global scale.
-    """
-    tensors = open_checkpoint(folder).tensors
-    d = info.dialect
-    wanted = {d.weight: "U8", d.sf: "F8_E4M3", d.global_scale: "F32"}
-    for name in tensors:
-        stem, _, suffix = name.rpartition(".")
-        if suffix not in (d.global_scale, d.sf) or not PER_EXPERT.fullmatch(stem) or info.ignores(stem):
-            continue
-        for last, dtype in wanted.items():
-            stored = tensors.get(f"{stem}.{last}")
-            if stored is None:
-                raise ValueError(
-                    f"{folder}: {stem}.{last} is missing: every NVFP4 matrix has codes, block scales and a global "
-                    "scale. Download the folder again, or quantize again"
-                )
-            if stored.dtype != dtype:
-                raise ValueError(f"{folder}: {stem}.{last} has dtype {stored.dtype}, expected {dtype}")

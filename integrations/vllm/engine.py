@@ -133,6 +133,11 @@ def refuse(layer: RoutedExperts) -> None:
         )
 
 
+def local_expert(layer: RoutedExperts, expert: int) -> int:
+    """The place of an expert of the model on this rank; -1: it is another rank's."""
+    return layer._map_global_expert_id_to_local_expert_id(expert)
+
+
 def dummy_weights() -> bool:
     """Whether vLLM loads no files (--load-format dummy)."""
     return get_current_vllm_config().load_config.load_format == "dummy"

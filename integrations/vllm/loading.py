@@ -6,6 +6,7 @@ matrices, so every rank holds exactly the bytes that one rank alone would hold.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import torch
@@ -13,7 +14,9 @@ from torch import Tensor, nn
 
 from moe_nvfp4 import format as nvfp4
 from moe_nvfp4.layer import NVFP4Experts
-from moe_nvfp4.quantize.dialects import Dialect
+from moe_nvfp4.quantize.dialects import Dialect, QuantizationInfo
+from moe_nvfp4.quantize.files import open_checkpoint
+from moe_nvfp4.quantize.names import PER_EXPERT
 from moe_nvfp4.quantize.recipes import DEFAULT_RECIPE, quantize_matrix, recipe_global_scale
 
 DENSE = (torch.bfloat16, torch.float16, torch.float32)
@@ -40,7 +43,7 @@ class ExpertLoader:
         self.experts, self.name, self.dialect, self.tp, self.recipe = experts, name, dialect, tp, recipe
         self._seen: set[tuple[str, str, int]] = set()  # kind, projection, expert
         self._halves: dict[int, dict[str, Tensor]] = {}  # dense gate or up of an expert whose other half is to come
-        self._input_scales = {p: torch.zeros(experts.num_experts) for p in ("up_proj", "down_proj")}
+        self._input_scales = {p: torch.zeros(experts.num_experts, device="cpu") for p in ("up_proj", "down_proj")}
         if tp[1] > 1 and experts.intermediate_size % 16:
             raise ValueError(
                 f"{name}: a rank of {tp[1]} has {experts.intermediate_size} channels, which is not a multiple of 16, "
@@ -195,3 +198,27 @@ def _fill(place: Tensor, tensor: Tensor, where: str) -> None:
             "config.json and the weights are not of one model"
         )
     place.copy_(tensor)
+
+
+def check_files(folder: str | os.PathLike, info: QuantizationInfo) -> None:
+    """Compare the headers of a folder with its config, before a worker reads it: ValueError with what is wrong.
+
+    Headers and index are whole; every NVFP4 matrix of an expert has codes, block scales and a global scale.
+    """
+    tensors = open_checkpoint(folder).tensors
+    d = info.dialect
+    wanted = {d.weight: "U8", d.sf: "F8_E4M3", d.global_scale: "F32"}
+    for name, found in tensors.items():
+        stem, _, suffix = name.rpartition(".")
+        nvfp4 = suffix == d.global_scale or (suffix == d.weight and found.dtype == "U8")
+        if not nvfp4 or not PER_EXPERT.fullmatch(stem) or info.ignores(stem):
+            continue
+        for last, dtype in wanted.items():
+            stored = tensors.get(f"{stem}.{last}")
+            if stored is None:
+                raise ValueError(
+                    f"{folder}: {stem}.{last} is missing: every NVFP4 matrix has codes, block scales and a global "
+                    "scale. Download the folder again, or quantize again"
+                )
+            if stored.dtype != dtype:
+                raise ValueError(f"{folder}: {stem}.{last} has dtype {stored.dtype}, expected {dtype}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -51,35 +51,28 @@ class MoeNvfp4Method(FusedMoEMethodBase):
         self.names = [f"{stack}_{suffix}" for stack in ("w13", "w2") for suffix in suffixes]
         for name in self.names:
             parameter = nn.Parameter(torch.empty(0), requires_grad=False)
-            load = partial(self._load, layer, suffixes[name.partition("_")[2]], name.partition("_")[2])
-            load.supports_moe_loading = True
-            set_weight_attrs(parameter, {"weight_loader": load})
+            suffix = name.partition("_")[2]
+            set_weight_attrs(parameter, {"weight_loader": self._loader(layer, suffixes[suffix], suffix)})
             layer.register_parameter(name, parameter)
 
-    def _load(
-        self,
-        layer: RoutedExperts,
-        kind: str,
-        suffix: str,
-        param: nn.Parameter,
-        loaded_weight: Tensor,
-        weight_name: str,
-        shard_id: str,
-        expert_id: int,
-        return_success: bool = False,
-    ) -> bool | None:
-        """What vLLM calls with each tensor of each expert; False: of another rank."""
+    def _loader(self, layer: RoutedExperts, kind: str, suffix: str) -> Callable[..., bool | None]:
+        """What vLLM calls with each tensor of a kind, of each expert."""
         parts = {"w1": "gate_proj" if self.gate.gated else "up_proj", "w2": "down_proj", "w3": "up_proj"}
-        if shard_id not in parts or loaded_weight.dim() > 2:
-            raise NotImplementedError(
-                f"{layer.layer_name}: {weight_name} comes as {shard_id!r} {list(loaded_weight.shape)}: this model's "
-                "files hold all experts in one tensor. moe-nvfp4 quantize SRC DST writes one by one"
-            )
-        e = layer._map_global_expert_id_to_local_expert_id(expert_id)
-        if e >= 0:
-            where = f"{layer.layer_name}.{expert_id}.{parts[shard_id]}.{suffix}"
-            self.loader.load(kind, parts[shard_id], e, loaded_weight, where)
-        return e >= 0 if return_success else None
+
+        def load(param, loaded_weight: Tensor, weight_name: str, shard_id: str, expert_id: int, return_success=False):
+            if shard_id not in parts or loaded_weight.dim() > 2:
+                raise NotImplementedError(
+                    f"{layer.layer_name}: {weight_name} comes as {shard_id!r} {list(loaded_weight.shape)}, all experts "
+                    "in one tensor: moe-nvfp4 quantize SRC DST writes them one by one"
+                )
+            e = engine.local_expert(layer, expert_id)
+            if e >= 0:
+                where = f"{layer.layer_name}.{expert_id}.{parts[shard_id]}.{suffix}"
+                self.loader.load(kind, parts[shard_id], e, loaded_weight, where)
+            return e >= 0 if return_success else None
+
+        load.supports_moe_loading = True  # vLLM's Llama 4 asks
+        return load
 
     def process_weights_after_loading(self, layer: RoutedExperts) -> None:
         for name in self.names:

@@ -56,6 +56,11 @@ def folders(tmp_path_factory):
     return root
 
 
+@pytest.fixture(scope="module")
+def one_rank(folders):
+    return generate(folders / "modelopt")
+
+
 def _tokenizer(path):
     """Token 17 is the word t17."""
     from tokenizers import Tokenizer, models, pre_tokenizers
@@ -91,13 +96,13 @@ MOST = 6  # of W4A4: a row's value next to a rounding boundary takes either code
 
 
 # ---------------------------------------------------------------- numbers
-@pytest.mark.parametrize("dialect", ["modelopt", "compressed-tensors"])
-def test_a_folder_of_ours(folders, dialect):
-    same(generate(folders / dialect), by_transformers(folders / dialect))
+def test_folders_of_ours(folders, one_rank):
+    same(one_rank, by_transformers(folders / "modelopt"))
+    same(generate(folders / "compressed-tensors"), by_transformers(folders / "compressed-tensors"))
 
 
-def test_bf16_experts_are_quantized_while_they_load(folders):
-    same(generate(folders / "bf16", quantization="moe_nvfp4"), generate(folders / "modelopt"), 1e-6)
+def test_bf16_experts_are_quantized_while_they_load(folders, one_rank):
+    same(generate(folders / "bf16", quantization="moe_nvfp4"), one_rank, 1e-6)
 
 
 @pytest.mark.parametrize("input_scale", [0.01, None], ids=["static scales", "dynamic scales"])
@@ -108,7 +113,7 @@ def test_w4a4_folders_of_others(tmp_path, dialect, input_scale):
     same(generate(path), by_transformers(path), prompts=MOST)
 
 
-def test_activations_from_the_command_line(folders):
+def test_activations_from_the_command_line(folders, one_rank):
     w4a4 = generate(folders / "modelopt", hf_overrides={"moe_nvfp4": {"activations": "nvfp4"}})
     from transformers import AutoConfig
 
@@ -116,7 +121,7 @@ def test_activations_from_the_command_line(folders):
     config.quantization_config["moe_nvfp4"]["activations"] = "nvfp4"
     same(w4a4, by_transformers(folders / "modelopt", config=config), prompts=MOST)
     with pytest.raises(AssertionError):
-        same(w4a4, generate(folders / "modelopt"), prompts=1)
+        same(w4a4, one_rank, prompts=1)
 
 
 @pytest.mark.parametrize("family", [qwen2_moe, mixtral])
@@ -132,7 +137,7 @@ def test_families(tmp_path, family):
 
 
 @pytest.mark.parametrize("options", [{}, {"enable_expert_parallel": True}], ids=["tensors", "experts"])
-def test_two_ranks(folders, tmp_path, options):
+def test_two_ranks(folders, one_rank, tmp_path, options):
     """Tensor parallelism (channels of every expert) and expert parallelism (half of the experts)."""
     options = json.dumps({"tensor_parallel_size": 2, **options})
     command = [sys.executable, "-m", "tests.integrations.vllm_engine", str(folders / "modelopt"), options]
@@ -141,7 +146,7 @@ def test_two_ranks(folders, tmp_path, options):
         [*command, str(tmp_path / "out.json")], cwd=ROOT, env=env, capture_output=True, text=True, timeout=400
     )
     assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
-    same(json.loads((tmp_path / "out.json").read_text()), generate(folders / "modelopt"))
+    same(json.loads((tmp_path / "out.json").read_text()), one_rank)
 
 
 # ---------------------------------------------------------------- gates
@@ -233,6 +238,8 @@ def test_unknown_options_are_named():
         Config().choose({"activations": "fp8"})
     with pytest.raises(ValueError, match="actvations=.*options are activations, recipe, exclude"):
         Config().choose({"actvations": "bf16"})
+    with pytest.raises(ValueError, match="recipe='max': these experts are NVFP4 already"):
+        Config.from_config(NVFP4).choose({"recipe": "max"})
 
 
 def test_fused_names_are_ignored_with_their_parts():
@@ -241,6 +248,13 @@ def test_fused_names_are_ignored_with_their_parts():
     assert config.base.packed_modules_mapping == config.packed_modules_mapping
     assert config.ignores("model.layers.3.self_attn.qkv_proj") and config.ignores("lm_head")
     assert not config.ignores("model.layers.3.self_attn.o_proj") and not config.ignores("model.layers.3.mlp.experts")
+
+
+def test_the_kv_cache_stays_with_vllms_reader():
+    """Its scales are read in modules whose linears the ignore list excludes."""
+    config = Config.from_config(NVFP4 | {"ignore": ["*self_attn*"]})
+    config.base = SimpleNamespace(get_quant_method=lambda layer, prefix: "vLLM's")
+    assert config.get_quant_method(torch.nn.Identity(), "model.layers.0.self_attn.attn") == "vLLM's"
 
 
 @pytest.mark.parametrize(
@@ -371,6 +385,20 @@ def test_serve(folders, form):
             answers = list(pool.map(ask, range(32)))
         for i, answer in enumerate(answers):
             assert answer.split() == words(tokens[i % 8]).split(), i
+        if form == "modelopt":
+            _a_killed_worker_ends_the_server(server.process)
+
+
+def _a_killed_worker_ends_the_server(process):
+    import psutil
+
+    for child in psutil.Process(process.pid).children(recursive=True):
+        if "EngineCore" in " ".join(child.cmdline()):
+            child.kill()
+            break
+    else:
+        raise AssertionError("the server has no EngineCore process")
+    process.wait(120)
 
 
 def test_a_broken_folder_is_explained_before_a_worker_starts(folders, tmp_path):

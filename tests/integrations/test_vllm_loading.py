@@ -1,16 +1,20 @@
 """What a server's loader hands on, tensor by tensor, fills a layer: needs no vLLM."""
 
 import itertools
+import json
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from moe_nvfp4 import Gate, NVFP4Experts
 from moe_nvfp4.format import dequantize
-from moe_nvfp4.integrations.vllm.loading import ExpertLoader
-from moe_nvfp4.quantize.dialects import DIALECTS
+from moe_nvfp4.integrations.vllm.loading import ExpertLoader, check_files
+from moe_nvfp4.quantize.convert import convert_checkpoint
+from moe_nvfp4.quantize.dialects import DIALECTS, read_config
 from moe_nvfp4.quantize.recipes import quantize_matrix
 from tests.folders import stored
+from tests.models import folder, qwen3_moe, tensors
 
 E, H, I = 3, 64, 96
 PARTS = {"gate_proj": (I, H), "up_proj": (I, H), "down_proj": (H, I)}
@@ -180,3 +184,26 @@ def test_what_cannot_be_quantized_or_shared_is_named():
         fill(dense)
     with pytest.raises(ValueError, match="rank of 4 has 24 channels.* 16.*--enable-expert-parallel"):
         fill({}, tp=(0, 4))
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_headers_are_compared_with_the_config(tmp_path, dialect):
+    convert_checkpoint(folder(tmp_path, qwen3_moe), tmp_path / "nvfp4", dialect=dialect)
+    info = read_config(json.loads((tmp_path / "nvfp4/config.json").read_text()))
+    check_files(tmp_path / "nvfp4", info)
+    files, file = tensors(tmp_path / "nvfp4"), tmp_path / "nvfp4/model.safetensors"
+    stem = "model.layers.1.mlp.experts.5.up_proj"
+    for last in (info.dialect.weight, info.dialect.sf, info.dialect.global_scale):
+        save_file({name: t for name, t in files.items() if name != f"{stem}.{last}"}, file)
+        with pytest.raises(ValueError, match=f"{stem}.{last} is missing: every NVFP4 matrix"):
+            check_files(tmp_path / "nvfp4", info)
+    save_file(files | {f"{stem}.{info.dialect.sf}": torch.zeros(48, 4)}, file)
+    with pytest.raises(ValueError, match=f"{stem}.{info.dialect.sf} has dtype F32, expected F8_E4M3"):
+        check_files(tmp_path / "nvfp4", info)
+    # experts of another precision beside them are not ours to judge
+    other = {f"{stem}.weight": torch.zeros(48, 64).to(torch.float8_e4m3fn), f"{stem}.weight_scale": torch.ones(())}
+    save_file({name: t for name, t in files.items() if not name.startswith(stem)} | other, file)
+    check_files(tmp_path / "nvfp4", info)
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(ValueError, match="truncated"):
+        check_files(tmp_path / "nvfp4", info)
