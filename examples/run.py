@@ -117,7 +117,7 @@ def main(arguments: list[str]) -> int:
     # On a busy machine, threads of torch that wait by spinning slow each other down a hundredfold.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if job == "test":
-        workers = ["-n", str(min(4, os.cpu_count() or 1)), "--dist", "loadfile"]  # a worker holds about 2 GB
+        workers = ["-n", str(min(4, os.cpu_count() or 1)), "--dist", "worksteal"]  # a worker holds about 2 GB
         return subprocess.call([PYTHON, "-m", "pytest", "-q", *workers, *rest], cwd=ROOT)
     return subprocess.call([str(BIN / "moe-nvfp4"), "generate", "demo", *rest])
 

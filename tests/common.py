@@ -1,7 +1,8 @@
-"""What the tests share: the reference's layer and rows, one scalar for its error, the one table of thresholds, which
-GPUs there are, and what stands for one."""
+"""What the tests share: random layers and routings, the reference's layer and rows, one scalar for its error, the one
+table of thresholds, fresh interpreters, which GPUs there are, and what stands for one."""
 
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -11,12 +12,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_nvfp4 import backends, reference
+from moe_nvfp4 import NVFP4Experts, backends, reference
 from moe_nvfp4 import format as nvfp4
 from moe_nvfp4.kernels.sm90 import BACKEND, Hopper
 from moe_nvfp4.kernels.sm90 import pack as sm90_pack
 from moe_nvfp4.routing import Groups, Rows, group_by_expert
-from moe_nvfp4.weights import ExpertWeights, Layout
+from moe_nvfp4.weights import SILU, ExpertWeights, Gate, Layout
+
+ROOT = Path(__file__).parents[1]
 
 # Relative error ||a - b|| / ||b|| in float64 against an independent computation.
 THRESHOLDS = {
@@ -58,6 +61,69 @@ def reference_rows(x: Tensor, index: Tensor | None, scale: Tensor | None, groups
     return nvfp4.dequantize(want.values[:live], sf[:live], None), want.scale[:live]
 
 
+def random_layer(
+    E: int,
+    H: int,
+    I: int,
+    gate: Gate = SILU,
+    activations: str = "bf16",
+    bias: torch.dtype | None = None,
+    static: bool = False,
+    seed: int = 0,
+    *,
+    sf: tuple[int, int] = (0, 0x7F),
+    often: tuple[int, float] = (0x38, 0.7),
+    scale: float = 1e-3,
+    input_scale: float = 1e-3,
+) -> NVFP4Experts:
+    """A layer of random bytes: all codes; block scales of the e4m3 bytes [low, high) in `sf`, but (byte, share) of them
+    are one byte `often`; for each expert and projection another global scale, 0.5 to 1.5 times `scale`."""
+    g = torch.Generator().manual_seed(seed)
+    layer = NVFP4Experts(E, H, I, gate, activations, bias, input_scale=static)
+    for name, parameter in layer.named_parameters():
+        if parameter.dtype == torch.uint8:
+            low, high = sf if name.endswith("_sf") else (0, 256)
+            parameter.copy_(torch.randint(low, high, parameter.shape, generator=g))
+            if name.endswith("_sf"):
+                parameter[torch.rand(parameter.shape, generator=g) < often[1]] = often[0]
+        elif name.endswith("_scale"):
+            mean = input_scale if name.endswith("input_scale") else scale
+            parameter.copy_((torch.rand(parameter.shape, generator=g) + 0.5) * mean)
+        else:
+            parameter.copy_(torch.randn(parameter.shape, generator=g))
+    for name, K in ((layer.up_name, H), ("down_proj", I)):
+        getattr(layer, name)[..., K // 2 :] = 0  # the padding of K
+    return layer
+
+
+def random_ids(sizes: list[int], unrouted: int, top_k: int, seed: int = 0) -> Tensor:
+    """top_k_index [T, top_k] in random order: sizes[e] slots for expert e, at least `unrouted` for none (ids E, -1)."""
+    g = torch.Generator().manual_seed(seed)
+    ids = torch.cat([torch.full((n,), e) for e, n in enumerate(sizes)] + [torch.full((unrouted,), len(sizes))])
+    ids = torch.cat([ids, torch.full((-len(ids) % top_k,), -1)])
+    return ids[torch.randperm(len(ids), generator=g)].view(-1, top_k)
+
+
+def python(code: str, **env: object) -> subprocess.CompletedProcess[str]:
+    """Run code in a fresh interpreter in the checkout, with these variables besides."""
+    full = {**os.environ, "PYTHONPATH": str(ROOT), **{k: str(v) for k, v in env.items()}}
+    return subprocess.run([sys.executable, "-c", code], env=full, cwd=ROOT, capture_output=True, text=True)
+
+
+def python_with_sanitizers(code: str, **env: object) -> subprocess.CompletedProcess[str]:
+    """The same, with the libraries of the address and undefined-behaviour sanitizers loaded first."""
+    compiler = shutil.which(os.environ.get("CC") or "cc") or shutil.which("gcc")
+    # libstdc++ too: Python is not linked with it, and ASan looks for the function that throws when it starts
+    found = [
+        subprocess.run([compiler, f"-print-file-name={name}"], capture_output=True, text=True).stdout.strip()
+        for name in ("libasan.so", "libubsan.so", "libstdc++.so.6")
+    ]
+    if not all(os.path.isabs(name) and os.path.exists(name) for name in found):
+        pytest.skip(f"{compiler} has no libasan.so and libubsan.so")
+    return python(code, LD_PRELOAD=":".join(found), ASAN_OPTIONS="detect_leaks=0", PYTHONMALLOC="malloc",
+                  UBSAN_OPTIONS="print_stacktrace=1", **env)  # fmt: skip
+
+
 _PEAK = """
 import sys, threading, time
 import torch
@@ -90,8 +156,7 @@ print(peak - base, result)
 
 def peak_while_loading(path, arguments: str = "") -> tuple[int, int]:
     """from_pretrained(path, arguments): (peak of anonymous memory above the start, bytes of the parameters)."""
-    root = str(Path(__file__).parent.parent)
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     command = [sys.executable, "-c", _PEAK.replace("ARGUMENTS", arguments), str(path)]
     run = subprocess.run(command, env=env, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr

@@ -35,6 +35,14 @@ def hf_home(tmp_path_factory):
         yield home
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m "not slow" chooses
+def pytest_collection_modifyitems(items):
+    """Whatever compiles kernels for the emulator, and runs them on it, is slow."""
+    for item in items:
+        if "emulator" in item.fixturenames:
+            item.add_marker(pytest.mark.slow)
+
+
 def pytest_terminal_summary(terminalreporter):
     """What tests have recorded as a "table", which workers of pytest-xdist cannot print themselves."""
     for report in terminalreporter.getreports("passed"):

@@ -1,12 +1,7 @@
 """Misuse: every wrong shape, dtype and device is named, and nothing unchecked reaches a backend."""
 
 import copy
-import os
-import shutil
-import subprocess
-import sys
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,9 +13,8 @@ from moe_nvfp4.kernels.cpu import backend as cpu
 from moe_nvfp4.linear import NVFP4Linear
 from moe_nvfp4.routing import group_by_expert
 from moe_nvfp4.scales import fp32_parameters
-from tests.common import THRESHOLDS, relative_error
+from tests.common import THRESHOLDS, python, python_with_sanitizers, relative_error
 
-ROOT = Path(__file__).parents[2]
 FLOATING = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2]
 E, H, I, T, K = 5, 48, 32, 7, 3  # all different, so that no wrong shape is another right one
 OPS = ("experts", "quantize_rows", "gemm1_swiglu", "gemm2_combine", "linear")
@@ -291,6 +285,7 @@ except TypeError as error:
 """
 
 
+@pytest.mark.slow
 def test_mixed_precision_of_fsdp():
     """It never rounds scales without a word, and leaves them alone where it is told to."""
     done = python(SHARDED)
@@ -390,11 +385,6 @@ def test_dense_experts_that_do_not_fit():
 # ---- the environment, and a process of its own ---------------------------------------------------
 
 
-def python(code, **env):
-    full = {**os.environ, "PYTHONPATH": str(ROOT), **{k: str(v) for k, v in env.items()}}
-    return subprocess.run([sys.executable, "-c", code], env=full, cwd=ROOT, capture_output=True, text=True)
-
-
 def test_unknown_names_in_the_environment(monkeypatch):
     layer, args = make(), batch()
     monkeypatch.setenv("MOE_NVFP4_BACKEND", "refrence")
@@ -422,16 +412,8 @@ print("clean")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not cpu.available(), reason="no C compiler")
 def test_misuse_under_the_address_sanitizer(tmp_path):
-    compiler = shutil.which(os.environ.get("CC") or "cc") or shutil.which("gcc")
-    # libstdc++ too: Python is not linked with it, and ASan looks for the function that throws when it starts
-    found = [
-        subprocess.run([compiler, f"-print-file-name={name}"], capture_output=True, text=True).stdout.strip()
-        for name in ("libasan.so", "libstdc++.so.6")
-    ]
-    if not all(os.path.isabs(name) and os.path.exists(name) for name in found):
-        pytest.skip(f"{compiler} has no libasan.so")
-    done = python(SANITIZED, MOE_NVFP4_CACHE=tmp_path, LD_PRELOAD=":".join(found), ASAN_OPTIONS="detect_leaks=0",
-                  PYTHONMALLOC="malloc", MOE_NVFP4_CPU="portable")  # fmt: skip
+    done = python_with_sanitizers(SANITIZED, MOE_NVFP4_CACHE=tmp_path, MOE_NVFP4_CPU="portable")
     assert done.returncode == 0 and "clean" in done.stdout, done.stderr[-4000:]

@@ -220,6 +220,7 @@ def test_the_tokenizer(folder):
     assert len(tokenizer("2026").input_ids) == 4  # single digits
 
 
+@pytest.mark.slow
 def test_the_model_speaks(folder):
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer

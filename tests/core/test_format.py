@@ -497,6 +497,7 @@ def rows_of_all_magnitudes(R, K):
     return x, nvfp4.global_scale_for(x.abs().amax(1)), torch.tensor([0, 3, 3, R - 4]).int()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "f, backend, dynamic",
     [

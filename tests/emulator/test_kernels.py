@@ -24,6 +24,8 @@ from tests.emulator import kernels as emulator_kernels  # noqa: E402
 from tests.emulator.copies import TensorMap  # noqa: E402
 from tests.emulator.launch import address_of, device_memory  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 SCHEDULES = ("eager", "lazy", "reverse", "reverse-lazy", "random:1", "random:2", "slow:1", "slow-eager:2")
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=torch.float64)
 

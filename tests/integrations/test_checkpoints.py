@@ -144,6 +144,7 @@ def test_saving_writes_the_same_files(dialect, tmp_path):
     assert torch.equal(logits(load(tmp_path / "again", torch.bfloat16)), logits(model))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the peak from /proc")
 def test_experts_and_linears_are_never_dense_in_memory(tmp_path):
     """Loading holds the result and a part of it: far less than the same weights in bf16."""
@@ -229,6 +230,7 @@ def test_a_quantized_lm_head(linears, tmp_path):
 KINDS = ("q_proj", "k_proj", "v_proj", "o_proj", "lm_head")
 
 
+@pytest.mark.slow
 @settings(max_examples=20, deadline=None)
 @given(
     dialect=st.sampled_from(sorted(CONFIGS)), E=st.integers(2, 11), I=st.integers(1, 4), layers=st.integers(1, 3),

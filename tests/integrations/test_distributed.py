@@ -22,6 +22,8 @@ from tests.common import on_two_gpus, relative_error
 from tests.folders import is_expert, is_linear, quantized
 from tests.models import IDS, SMALL, folder, gpt_oss, llama4, load, logits, make, same_tensors
 
+pytestmark = pytest.mark.slow
+
 WORKER = """
 import contextlib, json, sys
 import torch

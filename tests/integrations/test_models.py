@@ -209,6 +209,7 @@ def test_shards_and_missing_index(tmp_path):
 
 
 # ---------------------------------------------------------------- generate
+@pytest.mark.slow
 @pytest.mark.parametrize("activations", ["bf16", "nvfp4"])
 def test_generate_with_every_cache_and_compiled(activations, tmp_path):
     # fp32: the caches round attention differently, which in bf16 decides near-ties of a random model

@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from moe_nvfp4 import Gate, NVFP4Experts, cache, reference
 from moe_nvfp4.kernels.cpu import backend as cpu
 from moe_nvfp4.routing import Rows, group_by_expert
-from tests.common import THRESHOLDS, relative_error
+from tests.common import ROOT, THRESHOLDS, python, python_with_sanitizers, random_layer, relative_error
 
-ROOT = Path(__file__).parents[2]
 GATES = [
     Gate(),
     Gate("silu", alpha=1.702, limit=1.5, up_offset=1.0),
@@ -37,26 +36,6 @@ def path(request, monkeypatch):
     return request.param
 
 
-def random_weights(E, H, I, gate, activations, bias, static, seed):
-    """Random bytes: any code, block scales of all sizes, a global scale for each expert and half."""
-    g = torch.Generator().manual_seed(seed)
-    layer = NVFP4Experts(E, H, I, gate, activations, bias, static)
-    for name, parameter in layer.named_parameters():
-        if parameter.dtype == torch.uint8:
-            low, high = (0, 0x7F) if name.endswith("_sf") else (0, 256)
-            parameter.copy_(torch.randint(low, high, parameter.shape, generator=g))
-            if name.endswith("_sf"):
-                parameter[torch.rand(parameter.shape, generator=g) < 0.7] = 0x38
-        elif name.endswith("_scale"):
-            parameter.copy_((torch.rand(parameter.shape, generator=g) + 0.5) * 1e-3)
-        else:
-            parameter.copy_(torch.randn(parameter.shape, generator=g))
-    # the padding of K holds zero codes
-    for name, K in ((layer.up_name, H), ("down_proj", I)):
-        getattr(layer, name)[..., K // 2 :] = 0
-    return layer.weights
-
-
 problems = st.fixed_dictionaries(dict(
     E=st.sampled_from([1, 2, 5, 40]), H=st.sampled_from([8, 16, 24, 48, 72, 100, 264]),
     I=st.sampled_from([8, 16, 24, 40, 130]), T=st.sampled_from([0, 1, 2, 5, 7, 30, 70]), k=st.integers(1, 4),
@@ -66,7 +45,7 @@ problems = st.fixed_dictionaries(dict(
 
 
 def make(E, H, I, T, k, gate, bias, dtype, activations, static, seed):
-    w = random_weights(E, H, I, gate, activations, bias, static, seed)
+    w = random_layer(E, H, I, gate, activations, bias, static, seed).weights
     torch.manual_seed(seed)
     x, ids = torch.randn(T, H).to(dtype), torch.randint(-1, E + 1, (T, k))  # with sentinels and duplicates
     return w, x, ids, torch.rand(T, k).to(dtype), group_by_expert(ids, E)
@@ -238,11 +217,9 @@ def test_strided_weights_and_rows():
 COMPILED_HERE = "from moe_nvfp4.kernels.cpu import backend as cpu; cpu._shipped = lambda: None\n"
 
 
-def python(code, **env):
-    """Run code in a fresh interpreter with only the CPU backend's cache in `MOE_NVFP4_CACHE`."""
-    code = COMPILED_HERE + code
-    full = {**os.environ, "PYTHONPATH": str(ROOT), **{k: str(v) for k, v in env.items()}}
-    return subprocess.run([sys.executable, "-c", code], env=full, cwd=ROOT, capture_output=True, text=True)
+def compiling_python(code, **env):
+    """A fresh interpreter without the wheel's library, with only the CPU backend's cache in `MOE_NVFP4_CACHE`."""
+    return python(COMPILED_HERE + code, **env)
 
 
 LAYER = """
@@ -256,6 +233,7 @@ print(experts.backend(y.dtype).name)
 """
 
 
+@pytest.mark.slow
 @needs_library
 def test_two_processes_build_at_once(tmp_path):
     env = {**os.environ, "PYTHONPATH": str(ROOT), "MOE_NVFP4_CACHE": str(tmp_path)}
@@ -285,18 +263,20 @@ def test_cache_is_used_repaired_and_keyed(tmp_path, monkeypatch):
     assert cpu.build("cpu_detect.c") != library
 
 
+@pytest.mark.slow
 def test_without_a_compiler_the_reference_takes_over(tmp_path):
-    done = python(LAYER, MOE_NVFP4_CACHE=tmp_path, CC="no-such-compiler")
+    done = compiling_python(LAYER, MOE_NVFP4_CACHE=tmp_path, CC="no-such-compiler")
     assert done.stdout.strip() == "reference", done.stderr
     warnings = [line for line in done.stderr.splitlines() if "Warning" in line]
     assert len(warnings) == 1 and "no-such-compiler" in warnings[0] and "install a C compiler" in warnings[0]
 
 
+@pytest.mark.slow
 def test_a_compiler_that_fails(tmp_path):
     fake = tmp_path / "cc"
     fake.write_text('#!/bin/sh\n[ "$1" = --version ] && exit 0\necho "error: out of order" >&2\nexit 1\n')
     fake.chmod(0o755)
-    done = python(LAYER, MOE_NVFP4_CACHE=tmp_path / "cache", CC=fake)
+    done = compiling_python(LAYER, MOE_NVFP4_CACHE=tmp_path / "cache", CC=fake)
     assert done.stdout.strip() == "reference"
     assert done.stderr.count("Warning") == 1 and "error: out of order" in done.stderr
     assert list((tmp_path / "cache" / "cpu").iterdir()) == []
@@ -350,6 +330,7 @@ def test_a_wheels_library_is_used_if_it_is_of_this_source(tmp_path, monkeypatch)
     assert cpu._shipped() is None
 
 
+@pytest.mark.slow
 @needs_library
 def test_without_python(tmp_path):
     """cpu_standalone.c, as on machines without torch; with clang too, and for ARM, where these are at hand."""
@@ -370,12 +351,13 @@ def test_without_python(tmp_path):
         pytest.skip("neither cc nor clang nor an ARM compiler with an emulator")
 
 
+@pytest.mark.slow
 def test_a_path_this_machine_lacks(tmp_path):
     if not cpu.available():
         pytest.skip("no C compiler")
     lacking = next(name for name in cpu.PATHS if name not in cpu.paths())
     for name, why in ((lacking, "this machine can run portable"), ("avx1024", "unknown: the paths are portable, avx2")):
-        done = python("from moe_nvfp4.kernels.cpu import backend as cpu; cpu.path()", MOE_NVFP4_CPU=name)
+        done = compiling_python("from moe_nvfp4.kernels.cpu import backend as cpu; cpu.path()", MOE_NVFP4_CPU=name)
         assert f"MOE_NVFP4_CPU={name}" in done.stderr and why in done.stderr
 
 
@@ -404,16 +386,9 @@ print("clean", count)
 """
 
 
+@pytest.mark.slow
 @needs_library
 def test_address_and_undefined_behaviour_sanitizers(tmp_path):
-    compiler = shutil.which(os.environ.get("CC") or "cc") or shutil.which("gcc")
-    found = [
-        subprocess.run([compiler, f"-print-file-name={name}.so"], capture_output=True, text=True).stdout.strip()
-        for name in ("libasan", "libubsan")
-    ]
-    if not all(os.path.isabs(name) and os.path.exists(name) for name in found):
-        pytest.skip(f"{compiler} has no libasan.so and libubsan.so")
-    done = python(SANITIZED, MOE_NVFP4_CACHE=tmp_path, LD_PRELOAD=":".join(found), ASAN_OPTIONS="detect_leaks=0",
-                  UBSAN_OPTIONS="print_stacktrace=1", PYTHONMALLOC="malloc")  # fmt: skip
+    done = python_with_sanitizers(COMPILED_HERE + SANITIZED, MOE_NVFP4_CACHE=tmp_path)
     assert done.returncode == 0 and "clean" in done.stdout, done.stderr[-4000:]
     assert "runtime error" not in done.stderr

@@ -21,7 +21,7 @@ from moe_nvfp4.kernels.sm100 import backend as sm100
 from moe_nvfp4.kernels.sm100 import model as sm100_model
 from moe_nvfp4.kernels.sm100.config import SMEM, TMEM, CombineConfig, GemmConfig, QuantizeConfig, TileShape
 from moe_nvfp4.routing import Rows, group_by_expert
-from tests.common import THRESHOLDS, relative_error
+from tests.common import THRESHOLDS, random_ids, random_layer, relative_error
 from tests.emulator import EmulatorError
 from tests.emulator.launch import programs
 from tests.kernels.emulator_sm100 import RUNS, on_emulator
@@ -141,6 +141,7 @@ def compile_all(architecture: str):
         yield lambda config=config: sm100.compile_kernel(config, "--enable-tvm-ffi")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["sm_100a", "sm_103a"])
 def test_compiles_without_a_gpu(architecture, tmp_path, record_property):
     pytest.importorskip("cutlass", reason="the CuTe DSL is not installed")
@@ -169,34 +170,6 @@ def test_compiles_without_a_gpu(architecture, tmp_path, record_property):
 
 UNIT = 2.0**-24  # half a unit in the last place of fp32, relative
 HALF_UNIT = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: UNIT}  # relative
-
-
-def random_weights(E, H, I, gate, bias, static, seed):
-    """Random codes and block scales of all sizes; a global scale for each expert and projection."""
-    g = torch.Generator().manual_seed(seed)
-    layer = NVFP4Experts(E, H, I, gate, "nvfp4", bias, static)
-    for name, parameter in layer.named_parameters():
-        if parameter.dtype == torch.uint8:
-            low, high = (0, 0x7F) if name.endswith("_sf") else (0, 256)
-            parameter.copy_(torch.randint(low, high, parameter.shape, generator=g))
-            if name.endswith("_sf"):
-                parameter[torch.rand(parameter.shape, generator=g) < 0.7] = 0x38
-        elif name.endswith("input_scale"):
-            parameter.copy_((torch.rand(parameter.shape, generator=g) + 0.5) * 4e-3)
-        elif name.endswith("_scale"):
-            parameter.copy_((torch.rand(parameter.shape, generator=g) + 0.5) * 2e-3)
-        else:
-            parameter.copy_(torch.randn(parameter.shape, generator=g))
-    return layer.weights
-
-
-def random_ids(sizes, sentinels, top_k, seed):
-    """top_k_index [T, top_k] that gives expert e `sizes[e]` rows, and `sentinels` slots to none; T * top_k slots."""
-    g = torch.Generator().manual_seed(seed)
-    ids = torch.cat([torch.full((n,), e) for e, n in enumerate(sizes)] + [torch.full((sentinels,), len(sizes))])
-    missing = -len(ids) % top_k
-    ids = torch.cat([ids, torch.full((missing,), len(sizes))])
-    return ids[torch.randperm(len(ids), generator=g)].view(-1, top_k)
 
 
 def exact_sums(rows: Rows, w: torch.Tensor, sf: torch.Tensor, groups):
@@ -355,7 +328,7 @@ def check_layer(emulator, problem: Problem):
     """
     E, H, I, gate = len(problem.sizes), problem.H, problem.I, problem.gate
     static, dtype, top_k, seed = problem.static, problem.dtype, problem.top_k, problem.seed
-    w = random_weights(E, H, I, gate, problem.bias, static, seed)
+    w = random_layer(E, H, I, gate, "nvfp4", problem.bias, static, seed, scale=2e-3, input_scale=4e-3).weights
     ids = random_ids(problem.sizes, problem.sentinels, top_k, seed)
     groups = group_by_expert(ids, E)
     live = groups.expert_of_row() < E
@@ -473,7 +446,7 @@ def test_one_expert(emulator):
 
 
 def test_no_tokens(emulator):
-    w = random_weights(2, 64, 32, Gate(), None, True, 0)
+    w = random_layer(2, 64, 32, activations="nvfp4", static=True, scale=2e-3, input_scale=4e-3).weights
     groups = group_by_expert(torch.zeros(0, 2, dtype=torch.long), 2)
     rows = sm100.quantize_rows(torch.zeros(0, 64), groups.token, w.x_scale, groups)
     h = sm100.gemm1_swiglu(rows, w, groups, torch.bfloat16)

@@ -28,10 +28,16 @@ from moe_nvfp4.kernels.sm90.plan import (  # noqa: E402
     LayerShape,
     plan_for,
 )
-from moe_nvfp4.layer import NVFP4Experts  # noqa: E402
 from moe_nvfp4.routing import Rows, group_by_expert  # noqa: E402
 from moe_nvfp4.weights import SILU, Gate  # noqa: E402
-from tests.common import THRESHOLDS, reference_layer, reference_rows, relative_error  # noqa: E402
+from tests.common import (  # noqa: E402
+    THRESHOLDS,
+    random_ids,
+    random_layer,
+    reference_layer,
+    reference_rows,
+    relative_error,
+)
 from tests.emulator import EmulatorError  # noqa: E402
 from tests.kernels.emulator_sm90 import on_emulator  # noqa: E402
 from tests.kernels.hopper_layers import planned, quantized_h  # noqa: E402
@@ -48,31 +54,10 @@ def emulator():
         yield runner
 
 
-def make_layer(E, H, I, gate=SILU, bias=None, activations="bf16", static=False, seed=0):
-    """Random codes and block scales, some of them zero; a global scale for each expert and projection."""
-    g = torch.Generator().manual_seed(seed)
-    layer = NVFP4Experts(E, H, I, gate, activations, bias, input_scale=static)
-    for name, parameter in layer.named_parameters():
-        if parameter.dtype == torch.uint8:
-            low, high = (40, 72) if name.endswith("_sf") else (0, 256)
-            parameter.copy_(torch.randint(low, high, parameter.shape, generator=g))
-            if name.endswith("_sf"):
-                parameter[torch.rand(parameter.shape, generator=g) < 0.02] = 0
-        elif name.endswith("input_scale"):
-            parameter.copy_((torch.rand(parameter.shape, generator=g) + 1) * 1e-3)
-        elif name.endswith("_scale"):
-            parameter.copy_((torch.rand(parameter.shape, generator=g) + 0.5) / (8 * H**0.5))
-        else:
-            parameter.copy_(torch.randn(parameter.shape, generator=g))
-    return layer
-
-
-def make_ids(sizes, sentinels, top_k, seed=0):
-    """top_k_index [T, top_k]: sizes[e] slots for expert e, at least `sentinels` for no expert, in random order."""
-    g = torch.Generator().manual_seed(seed)
-    ids = torch.cat([torch.full((n,), e) for e, n in enumerate(sizes)] + [torch.full((sentinels,), len(sizes))])
-    ids = torch.cat([ids, torch.full((-len(ids) % top_k,), -1)])
-    return ids[torch.randperm(len(ids), generator=g)].view(-1, top_k)
+def make_layer(E, H, *args, **settings):
+    """Block scales near 1, some of them zero; outputs near 1."""
+    ranges = dict(sf=(40, 72), often=(0, 0.02), scale=1 / (8 * H**0.5), input_scale=1.5e-3)
+    return random_layer(E, H, *args, **ranges, **settings)
 
 
 def check(emulator, layer, ids, tile=None, split_k=None, schedules=("eager",), weights=torch.float32):
@@ -126,8 +111,8 @@ def test_every_tile_shape_is_here():
 def test_tiles(emulator, name):
     tile, gate, bias, sizes, split_k = W4A16[name]
     schedules = {24: ["eager", "slow:1"], 48: ["random:3"], 128: ["slow:1"]}.get(tile.BN, ["random:1"])
-    layer = make_layer(len(sizes), 304, 80 + 64 * tile.KB * (split_k - 1), gate, bias)  # no part of K is empty
-    (kernel,) = check(emulator, layer, make_ids(sizes, 3, 2), tile, split_k, schedules)
+    layer = make_layer(len(sizes), 304, 80 + 64 * tile.KB * (split_k - 1), gate, bias=bias)  # no part of K is empty
+    (kernel,) = check(emulator, layer, random_ids(sizes, 3, 2), tile, split_k, schedules)
     assert kernel.t == tile and kernel.config.both_gemms
 
 
@@ -140,6 +125,7 @@ def compile_all(architecture):
         yield lambda tile=tile, config=config: sm90._kernel(tile, config, torch.bfloat16)
 
 
+@pytest.mark.slow
 def test_compiles_without_a_gpu(tmp_path, monkeypatch, record_property):
     """Nothing in local memory, no WGMMA that waits for the one before (ptxas's way when registers are short), and
     warps that ptxas knows to stay together."""
@@ -161,13 +147,13 @@ def test_compiles_without_a_gpu(tmp_path, monkeypatch, record_property):
 
 def test_bf16_rows_leave_static_scales_alone(emulator):
     """A checkpoint brings them for NVFP4 rows."""
-    check(emulator, make_layer(2, 64, 80, static=True), make_ids([3, 2], 1, 2))
+    check(emulator, make_layer(2, 64, 80, static=True), random_ids([3, 2], 1, 2))
 
 
 def test_what_the_plan_chooses(emulator):
     for I, KS, weights in ((144, 4, torch.bfloat16), (304, 2, torch.float64)):
         layer = make_layer(1, 64, I)
-        (kernel,) = check(emulator, layer, make_ids([3], 0, 1), weights=weights)
+        (kernel,) = check(emulator, layer, random_ids([3], 0, 1), weights=weights)
         assert kernel.t.BN == 8 and kernel.t.KS == KS
 
 
@@ -186,8 +172,8 @@ def test_no_part_of_k_is_empty():
 def test_stages_of_their_own(emulator):
     """gemm1_swiglu with a raw gate and gemm2_combine, for what comes between them outside."""
     emulator.schedule = "random:3"
-    layer = make_layer(2, 96, 80, RAW, torch.bfloat16)
-    w, packed, ids = layer.weights, sm90.pack_weights(layer.weights), make_ids([9, 2], 2, 2)
+    layer = make_layer(2, 96, 80, RAW, bias=torch.bfloat16)
+    w, packed, ids = layer.weights, sm90.pack_weights(layer.weights), random_ids([9, 2], 2, 2)
     groups = group_by_expert(ids, 2)
     live = int(groups.offsets[-1])
     x, h = torch.randn(len(ids), 96).bfloat16(), torch.randn(groups.num_rows, 80).bfloat16()
@@ -228,7 +214,7 @@ def hard_rows(T, K):
 )  # fmt: skip
 def test_rows_are_quantized_to_the_bit(emulator, K, static, dtype):
     emulator.schedule = "random:1"
-    ids = make_ids([9, 0, 20, 1, 12], 4, 2)
+    ids = random_ids([9, 0, 20, 1, 12], 4, 2)
     x = hard_rows(len(ids), K).to(dtype)
     scale = torch.tensor([2.0**-6, 1.0, 3e-3, 1e-30, 0.37]) if static else None
     groups, token, _, rows = sm90.route(ids, 5, 1, x, scale)
@@ -257,8 +243,8 @@ W4A4 = {
 def test_nvfp4_activations(emulator, name):
     tile, gate, bias, sizes, split_k, static = W4A4[name]
     schedules = {24: ["slow:1"]}.get(tile.BN, ["random:1"])
-    layer = make_layer(len(sizes), 304, 80 + 64 * tile.KB * (split_k - 1), gate, bias, "nvfp4", static)
-    (kernel,) = check(emulator, layer, make_ids(sizes, 3, 2), tile, split_k, schedules)
+    layer = make_layer(len(sizes), 304, 80 + 64 * tile.KB * (split_k - 1), gate, "nvfp4", bias, static)
+    (kernel,) = check(emulator, layer, random_ids(sizes, 3, 2), tile, split_k, schedules)
     assert kernel.t == tile and kernel.config.both_gemms and kernel.config.row_scale
 
 
@@ -271,7 +257,7 @@ def test_h_is_quantized_to_the_bit(emulator, tile, I, static):
     if static:
         layer.up_proj_input_scale.data.fill_(1)
         layer.down_proj_input_scale.data.copy_(torch.tensor([30.0, 1.0, 1e3]))
-    found, want = quantized_h(layer, make_ids([tile.BN - 1, 0, tile.BN + 2], 3, 2), tile)
+    found, want = quantized_h(layer, random_ids([tile.BN - 1, 0, tile.BN + 2], 3, 2), tile)
     assert torch.equal(found, want) and (want == 0).any() and len(want.unique()) > 50
 
 

@@ -564,6 +564,7 @@ def test_compressed_tensors_decompresses_to_our_weights(make, tmp_path):
         assert torch.allclose(theirs.float(), ours, rtol=2**-8, atol=0), stem
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [exact_matrix, None], ids=["exact", "any"])
 def test_modelopt_dequantizes_to_our_weights(make, tmp_path):
     if importlib.util.find_spec("modelopt") is None:
@@ -614,6 +615,7 @@ def single(split):
     return source, converted(source, path / "single-b")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="kills with SIGKILL")
 @pytest.mark.parametrize("files", ["split", "single"])
 def test_killed_at_random_points_it_goes_on(files, request, tmp_path):
@@ -713,6 +715,7 @@ def test_what_was_damaged_meanwhile_is_made_again(single, tmp_path, monkeypatch)
     same_files(whole, tmp_path / "y")
 
 
+@pytest.mark.slow
 def test_two_converters_on_one_destination(split, tmp_path, monkeypatch):
     source, whole = split
     started, go_on = threading.Event(), threading.Event()
@@ -1004,6 +1007,7 @@ print(base, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the peak in KiB")
 def test_memory_does_not_grow_with_the_checkpoint(tmp_path):
     """A file of 400 MB, with an embedding of 100 MB and a stack of 200 MB in it: 150 MB of memory at most."""
