@@ -1,4 +1,4 @@
-"""The command line: moe-nvfp4 generate | quantize | verify | calibrate | info | compare | serve."""
+"""The command line: moe-nvfp4 generate | quantize | verify | calibrate | info | compare | serve | env."""
 
 from __future__ import annotations
 
@@ -185,6 +185,12 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--engine", choices=ENGINES, default=None, help="default: vllm where it is installed")
     sub.add_argument("model", metavar="MODEL", help=MODEL_HELP)
     sub.add_argument("options", metavar="...", nargs=argparse.REMAINDER, help="options of the engine")
+
+    command(
+        "env", env, "what an issue report needs",
+        "Versions, devices, which backend runs on each and why the others do not, caches and their sizes, and "
+        "the environment variables that count here.",
+    )  # fmt: skip
     return parser
 
 
@@ -241,7 +247,7 @@ def generate(args: argparse.Namespace) -> None:
     class Streamer(TextStreamer):
         times: list[float] = []
 
-        def put(self, value):
+        def put(self, value: Tensor) -> None:
             self.times.append(time.perf_counter())
             super().put(value)
 
@@ -370,7 +376,7 @@ def _grouped(rows: Iterable[tuple[str, str]]) -> Iterable[tuple[str, str]]:
     """(name, text) pairs; of those that differ in the first number of the name only, one: "30 x model.layers.0-29"."""
     groups: dict[tuple[str, ...], list[str]] = {}
     for name, text in rows:
-        before, number, after = re.fullmatch(r"(\D*)(\d*)(.*)", name).groups()
+        before, number, after = re.findall(r"^(\D*)(\d*)(.*)$", name)[0]
         groups.setdefault((before, after, text), []).append(number)
     for (before, after, text), numbers in groups.items():
         spans: list[list[int]] = []
@@ -415,11 +421,18 @@ def serve(args: argparse.Namespace) -> None:
     os.execv(command[0], command)  # signals then reach the engine
 
 
+def env(args: argparse.Namespace) -> None:
+    from moe_nvfp4.environment import describe
+
+    for line in describe():
+        _say(line)
+
+
 # ---------------------------------------------------------------- helpers
 def _text(args: argparse.Namespace) -> str:
     """What --text names, or the demo's own text."""
     if args.text is not None:
-        return args.text.read_text(errors="replace")
+        return str(args.text.read_text(errors="replace"))
     if args.model != "demo":
         raise ValueError(f"name a text to {args.command} with: --text FILE")
     from moe_nvfp4.demo import demo_text
@@ -429,7 +442,7 @@ def _text(args: argparse.Namespace) -> str:
 
 def _windows(args: argparse.Namespace, tokenizer: Any, text: str) -> Tensor:
     """int64 [count, window]: the first --windows pieces of the text."""
-    ids = tokenizer(text, return_tensors="pt").input_ids[0]
+    ids: Tensor = tokenizer(text, return_tensors="pt").input_ids[0]
     count = min(args.windows, len(ids) // args.window)
     if count < 1:
         raise ValueError(f"the text has {len(ids)} tokens: less than one window of {args.window}")
@@ -506,7 +519,7 @@ def _load(
     place = usable_device(device)
     source = _resolve(model)
     config = _config(source)
-    kwargs = {}
+    kwargs: dict[str, Any] = {}
     if recipe is not None and "quantization_config" not in config.to_dict():
         kwargs["quantization_config"] = MoeNvfp4Config(activations=activations, recipe=recipe, exclude=exclude)
     if place.type != "cpu":  # needs the package accelerate (extra "gpu"), which a CPU can do without

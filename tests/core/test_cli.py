@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe_nvfp4 import cli, demo
+from moe_nvfp4 import backends, cli, demo
 from tests.models import make, qwen3_moe, tensors
 
 ROOT = Path(__file__).parents[2]
@@ -278,7 +278,7 @@ def test_a_config_that_makes_no_sense(changes, message, folder, tmp_path, capsys
 
 def test_help_teaches(capsys):
     for args in (["--help"], ["generate", "--help"], ["quantize", "--help"], ["info", "--help"], ["compare", "--help"],
-                 ["verify", "--help"], ["calibrate", "--help"], ["serve", "--help"]):  # fmt: skip
+                 ["verify", "--help"], ["calibrate", "--help"], ["serve", "--help"], ["env", "--help"]):  # fmt: skip
         with pytest.raises(SystemExit) as stop:
             cli.main(args)
         assert stop.value.code == 0
@@ -308,6 +308,30 @@ def test_help_imports_nothing_slow(args):
     assert done.stdout.endswith("slow: []\n")
 
 
+def test_env(tmp_path, monkeypatch, capsys):
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels" / "x.o").write_bytes(bytes(1500))
+    (tmp_path / "demo-1").mkdir()
+    monkeypatch.setenv("MOE_NVFP4_CACHE", str(tmp_path))
+    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    run("env")
+    said = capsys.readouterr().out
+    version = importlib.metadata.version
+    for package in ("torch", "transformers", "safetensors"):
+        assert re.search(rf"^{package} +{re.escape(version(package))}$", said, re.M)
+    assert said.startswith(f"moe-nvfp4 {version('moe-nvfp4')} in {ROOT}")
+    assert f"\ncache {tmp_path}: " in said  # beside these, the CPU backend's library if it had to be compiled
+    assert re.search(r"^  kernels +1.5 KB in 1 file$", said, re.M) and re.search(r"^  demo-1 +empty$", said, re.M)
+    assert "\nOMP_WAIT_POLICY=PASSIVE\n" in said and "secret" not in said
+    # every backend is listed for every device: what it runs there, or why it runs nothing
+    on_cpu = said.split("\ncpu:\n")[1].split("\n\n")[0]
+    rows = dict(re.findall(r"^  (\w+) +(.+)$", on_cpu, re.M))
+    assert list(rows) == [backend.name for backend in backends.BACKENDS]
+    assert "H100" in rows["sm90"] and "experts" not in rows["sm90"]
+    assert rows["cpu"].startswith("experts W4A16, experts W4A4")
+
+
 def test_version(capsys):
     with pytest.raises(SystemExit, match="0"):
         cli.main(["--version"])
@@ -316,13 +340,18 @@ def test_version(capsys):
 
 def test_interrupted_while_importing(tmp_path):
     """Ctrl-C as it comes to a process that is busy importing torch."""
-    (tmp_path / "torch.py").write_text("import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)\n")
+    (tmp_path / "torch.py").write_text(
+        "import os, signal, time\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a job in the background ignores it
+        "os.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)\n"
+    )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
     command = [sys.executable, "-m", "moe_nvfp4", "info", "X"]
     result = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
     assert (result.returncode, result.stdout, result.stderr) == (130, "", "\nmoe-nvfp4: interrupted\n")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hidden", [False, True])
 def test_tqdm_disable(hidden, folder, tmp_path):
     environment = {k: v for k, v in os.environ.items() if k != "TQDM_DISABLE"}
@@ -341,6 +370,7 @@ def test_python_dash_m(tmp_path):
     assert result.returncode == 2 and "does not exist" in result.stderr and "Traceback" not in result.stderr
 
 
+@pytest.mark.slow
 def test_the_demo_answers(capsys):
     """The README's first command: a real model with 4-bit experts says something true."""
     try:

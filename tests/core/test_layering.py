@@ -30,6 +30,7 @@ ORDER = [
     ["calibrate", "evaluate"],
     ["__init__"],
     ["integrations"],
+    ["environment"],
     ["cli"],
     ["__main__"],
     ["examples", "tests"],
