@@ -7,8 +7,8 @@ Files hold one tensor per expert and projection, here with ModelOpt's names (qua
     ...experts.3.gate_proj.weight_scale_2  F32     global_scale
     ...experts.3.gate_proj.input_scale     F32     static activation scale, optional
 
-or, written by ModelOpt, stacks of all experts: for Llama 4 and gpt-oss with one scale (`FusedExperts`), for Step-3 a
-stack for each projection (`_bank_files`).
+or, written by ModelOpt, stacks of all experts: for Llama 4 and gpt-oss with one scale (`TransposedStack`), for Step-3 a
+stack for each projection (`_stacks_by_projection`).
 A family that stores its bf16 experts one by one keeps its own names (Mixtral: w1, w3, w2); for the
 others gate_proj, up_proj, down_proj are used. Modules hold all experts of a layer stacked. A
 `Conversions` builds the converters for both directions, and for quantizing bf16 checkpoints on
@@ -27,14 +27,15 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import Concatenate, ConversionOps, MergeModulelist, PrefixChange, WeightConverter
 
 from moe_nvfp4.integrations.huggingface.experts import HFExperts
+from moe_nvfp4.integrations.huggingface.files import ExpertLayout
 from moe_nvfp4.integrations.huggingface.linears import FP8Experts, LinearConverter
 from moe_nvfp4.integrations.huggingface.operations import (
     DbrxStack,
-    FusedExperts,
     PreQuantScalePerExpert,
     ScalePerExpert,
     Stacked,
     StackExperts,
+    TransposedStack,
     ViewDtype,
 )
 from moe_nvfp4.quantize.dialects import MODELOPT, Dialect
@@ -83,7 +84,7 @@ class ExpertsConverter(WeightConverter):
 
     def convert(self, layer_name, model=None, config=None, hf_quantizer=None, loading_info=None):
         module_name, _, name = layer_name.rpartition(".")
-        experts = self.owner.packed.get(module_name)
+        experts = self.owner.experts.get(module_name)
         self.quantization_operation = None
         if loading_info is not None and experts is not None:
             check_sharding(module_name, experts, self, model)
@@ -99,8 +100,8 @@ class ExpertsConverter(WeightConverter):
             dense = _StackedExperts(tensor[0] if isinstance(tensor, list) else tensor, experts, name)
         if name.endswith("_bias"):
             return {layer_name: torch.stack([dense[e] for e in range(len(dense))])}
-        packed = self.owner.quantize(dense, experts, name, layer_name)
-        return {f"{module_name}.{key}": tensor for key, tensor in packed.items()}
+        tensors = self.owner.quantize(dense, experts, name, layer_name)
+        return {f"{module_name}.{key}": tensor for key, tensor in tensors.items()}
 
 
 class _LazyExperts:
@@ -152,11 +153,11 @@ def _is_merge(operations: list[ConversionOps]) -> bool:
 class Conversions:
     """The converters for the 4-bit experts of one model.
 
-    packed         module name -> HFExperts, the swapped modules
+    experts        module name -> HFExperts, the modules that are 4-bit
     excluded       names of experts modules that keep their weights
     pre_quantized  the checkpoint is NVFP4 already
     dialect        of the files, those that are loaded and those that are saved
-    style          how 4-bit files name experts (files.py); saved are always one by one
+    layout         how the 4-bit files keep experts; they are always saved one by one
     files          the converters that read 4-bit files
     stored         reciprocals of global scales as they were read, by parameter (`ScalePerExpert`): two of them may have
                    the same reciprocal, and saving writes the one that was there
@@ -164,16 +165,16 @@ class Conversions:
 
     def __init__(
         self,
-        packed: dict[str, HFExperts],
+        experts: dict[str, HFExperts],
         excluded: Iterable[str],
         recipe: str,
         pre_quantized: bool,
         dialect: Dialect = MODELOPT,
-        style: str = "each",
+        layout: ExpertLayout = ExpertLayout.ONE_BY_ONE,
     ):
-        self.packed, self.excluded = packed, frozenset(excluded)
+        self.experts, self.excluded = experts, frozenset(excluded)
         self.recipe, self.pre_quantized = recipe, pre_quantized
-        self.dialect, self.style = dialect, style
+        self.dialect, self.layout = dialect, layout
         self.files: list[ExpertsConverter] = []
         self.stored: dict[str, Tensor] = {}
         self._saved: list[ExpertsConverter] = []
@@ -193,7 +194,7 @@ class Conversions:
                 sources, target = c._original_source_patterns, c._original_target_patterns[0]
                 # Where codes have another name than dense weights, converters of their own are for those.
                 apart = self.dialect.weight != "weight"
-                self._saved += self._packed_files(sources, target, names, c, only=apart)
+                self._saved += self._one_by_one(sources, target, names, c, only=apart)
                 if apart and not self.pre_quantized:
                     extra.append(self._converter(sources, target, _merge(sources), c))
                 if apart:  # for experts that were left alone, and for those of multi-token prediction
@@ -206,21 +207,21 @@ class Conversions:
                     c._original_source_patterns, c._original_target_patterns[0], c.operations, c
                 )
                 extra.append(quantizing)
-        for module_name, experts in self.packed.items():
+        for module_name, experts in self.experts.items():
             suffix = _suffix(module_name)
             for name in (experts.up_name, "down_proj"):
                 if f"{module_name}.{name}" not in covered:
-                    covered |= {f"{m}.{name}" for m in self.packed if f".{m}".endswith(f".{suffix}")}
+                    covered |= {f"{m}.{name}" for m in self.experts if f".{m}".endswith(f".{suffix}")}
                     self._saved += self._own_files(suffix, name, experts)
                     if not self.pre_quantized:
                         extra += self._stacked_sources(suffix, name, experts, extra)
         self.files = self._saved
-        if self.style == "projection first":
+        if self.layout is ExpertLayout.PROJECTION_FIRST:
             self.files = [_projection_first(c) for c in self._saved]
-        elif self.style == "fused":
-            self.files = self._fused_files()
-        elif self.style == "bank":
-            self.files = self._bank_files()
+        elif self.layout is ExpertLayout.STACKED_TRANSPOSED:
+            self.files = self._transposed_stacks()
+        elif self.layout is ExpertLayout.STACKED_BY_PROJECTION:
+            self.files = self._stacks_by_projection()
         return self.files + extra + kept
 
     def for_saving(self, used: list) -> list:
@@ -248,12 +249,12 @@ class Conversions:
         return self.for_saving(used)
 
     def _params_of(self, c) -> set[str]:
-        """The full names of packed parameters that converter `c` makes."""
+        """The full names of 4-bit parameters that converter `c` makes."""
         if not isinstance(c, WeightConverter) or len(c.target_patterns) != 1:
             return set()
         scope = f"{c.scope_prefix}." if c.scope_prefix else ""
         target = c.target_patterns[0].replace("\\", "")
-        names = (f"{m}.{p}" for m, e in self.packed.items() for p in (e.up_name, "down_proj"))
+        names = (f"{m}.{p}" for m, e in self.experts.items() for p in (e.up_name, "down_proj"))
         return {n for n in names if f".{n}".endswith(target) and scope in n}
 
     def _converter(self, sources, target, operations, like=None, only=False) -> ExpertsConverter:
@@ -264,8 +265,8 @@ class Conversions:
             c.force_cpu = like.force_cpu
         return c
 
-    def _packed_files(self, sources, target, names, like=None, only=False) -> list[ExpertsConverter]:
-        """Converters between the tensors of packed files and a module's parameters."""
+    def _one_by_one(self, sources, target, names, like=None, only=False) -> list[ExpertsConverter]:
+        """Converters between the tensors of 4-bit files and a module's parameters."""
         merge = _merge(sources)
         as_bytes = ViewDtype(torch.uint8, torch.float8_e4m3fn)
         before, dot, name = target.rpartition(".")
@@ -283,48 +284,48 @@ class Conversions:
             (d.input_scale, "input_scale", scale[0]), (PRE_QUANT_SCALE, PRE_QUANT_SCALE, PreQuantScalePerExpert(0))
         ):  # fmt: skip
             shared = f"{projections[-1]}_{kind}"
-            if any(n.rpartition(".")[0] in self.packed and self._has(n, shared) for n in names):
+            if any(n.rpartition(".")[0] in self.experts and self._has(n, shared) for n in names):
                 files.append(self._converter(suffix(last), stem + shared, [operation], like, only))
         return files
 
     def _has(self, param_name: str, sibling: str) -> bool:
-        return sibling in self.packed[param_name.rpartition(".")[0]]._parameters
+        return sibling in self.experts[param_name.rpartition(".")[0]]._parameters
 
     def _own_files(self, suffix: str, name: str, experts: HFExperts) -> list[ExpertsConverter]:
         """The same with ModelOpt's names, for families whose own files are stacked."""
         parts = ("gate_proj", "up_proj") if name == "gate_up_proj" else (name,)
-        names = {f"{m}.{name}" for m in self.packed if f".{m}".endswith(f".{suffix}")}
+        names = {f"{m}.{name}" for m in self.experts if f".{m}".endswith(f".{suffix}")}
         sources = [f"{suffix}.*.{p}.weight" for p in parts]
-        files = self._packed_files(sources, f"{suffix}.{name}", names, only=True)
+        files = self._one_by_one(sources, f"{suffix}.{name}", names, only=True)
         if experts.layout.bias is not None:
             biases = [f"{suffix}.*.{p}.bias" for p in parts]
             files.append(self._converter(biases, f"{suffix}.{name}_bias", _merge(biases), only=True))
         return files
 
-    def _fused_files(self) -> list[ExpertsConverter]:
+    def _transposed_stacks(self) -> list[ExpertsConverter]:
         files = []
-        fused, as_bytes = FusedExperts(self.packed), ViewDtype(torch.uint8, torch.float8_e4m3fn)
-        for suffix, experts in {_suffix(m): e for m, e in self.packed.items()}.items():
+        stack, as_bytes = TransposedStack(self.experts), ViewDtype(torch.uint8, torch.float8_e4m3fn)
+        for suffix, experts in {_suffix(m): e for m, e in self.experts.items()}.items():
             for name in (experts.up_name, "down_proj"):
                 stem, parts = f"{suffix}.{name}", ["gate_proj", "up_proj"] if name == "gate_up_proj" else [name]
                 files += [
-                    self._converter([stem], stem, [fused], only=True),
-                    self._converter([f"{stem}_weight_scale"], f"{stem}_sf", [as_bytes, fused], only=True),
+                    self._converter([stem], stem, [stack], only=True),
+                    self._converter([f"{stem}_weight_scale"], f"{stem}_sf", [as_bytes, stack], only=True),
                 ]
                 scales = [f"{suffix}.{part}_global_scale" for part in parts]
-                files.append(self._converter([f"{stem}_weight_scale_2"], scales, [fused], only=True))
+                files.append(self._converter([f"{stem}_weight_scale_2"], scales, [stack], only=True))
                 if f"{parts[-1]}_input_scale" in experts._parameters:
                     target = f"{suffix}.{parts[-1]}_input_scale"
-                    files.append(self._converter([f"{stem}_input_scale"], target, [fused], only=True))
+                    files.append(self._converter([f"{stem}_input_scale"], target, [stack], only=True))
                 if experts.layout.bias is not None:
-                    files.append(self._converter([f"{stem}_bias"], f"{stem}_bias", [fused], only=True))
+                    files.append(self._converter([f"{stem}_bias"], f"{stem}_bias", [stack], only=True))
         return files
 
-    def _bank_files(self) -> list[ExpertsConverter]:
+    def _stacks_by_projection(self) -> list[ExpertsConverter]:
         """Stacks [E, out, in/2] for each projection, next to scales [E]: `moe.gate_proj.weight`, ..."""
         files, as_bytes = [], ViewDtype(torch.uint8, torch.float8_e4m3fn)
         scale = [ScalePerExpert(self.dialect, self.stored)]
-        for suffix, experts in {_suffix(m): e for m, e in self.packed.items()}.items():
+        for suffix, experts in {_suffix(m): e for m, e in self.experts.items()}.items():
             for name, parts in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",))):
                 target, d = f"{suffix}.{name}", self.dialect
                 sources = lambda last, parts=parts: [f"moe.{part}.{last}" for part in parts]
@@ -343,7 +344,7 @@ class Conversions:
     def _stacked_sources(self, suffix, name, experts, extra) -> list[ExpertsConverter]:
         """Converters for bf16 files with all experts in one tensor."""
         target = f"{suffix}.{name}"
-        if any(self._params_of(c) & {f"{m}.{name}" for m in self.packed} for c in extra):
+        if any(self._params_of(c) & {f"{m}.{name}" for m in self.experts} for c in extra):
             return []
         found = []
         if experts.source_class.__name__ == "DbrxExperts":
@@ -406,7 +407,7 @@ def check_sharding(module_name: str, experts: HFExperts, converter: ExpertsConve
     parallel = any(isinstance(p, DTensor) for p in experts.parameters())
     if parallel and experts.pre_quant_scales[0] is not None:
         raise NotImplementedError(f"{module_name}: experts with AWQ's pre_quant_scale are not split over ranks yet")
-    stacks = files.style in ("fused", "bank")
+    stacks = files.layout in (ExpertLayout.STACKED_TRANSPOSED, ExpertLayout.STACKED_BY_PROJECTION)
     if parallel and files.pre_quantized and (stacks or files.dialect.scale_shape):
         what = "stacks of experts" if stacks else f"{files.dialect.name}'s scales"
         raise NotImplementedError(

@@ -1,6 +1,6 @@
 """Hugging Face experts modules: recognise them, read their weights, call them the same way.
 
-`describe` tells what an experts module is (a `Layout`); `HFExperts` is `NVFP4Experts` with that
+`describe` tells what an experts module is (a `ModuleLayout`); `HFExperts` is `NVFP4Experts` with that
 module's manners. In transformers, one interface (the `use_experts_implementation` decorator)
 serves nearly every family; `LAYOUTS` has the few that store or call their experts differently.
 """
@@ -28,7 +28,7 @@ IMPLEMENTATION = "moe_nvfp4"  # the name that a config has for how its experts r
 
 
 @dataclass(frozen=True)
-class Layout:
+class ModuleLayout:
     """How an experts module keeps and calls its weights.
 
     call         "routed": (hidden_states, top_k_index, top_k_weights), the common interface
@@ -66,7 +66,7 @@ class Layout:
         return tensor.T if tensor.dim() == 2 and self.transposed else tensor
 
 
-def describe(module: nn.Module) -> Layout | None:
+def describe(module: nn.Module) -> ModuleLayout | None:
     """The layout of an experts module, None for any other module.
 
     Raises NotImplementedError for experts that this library does not know how to run.
@@ -95,11 +95,11 @@ def _looks_like_experts(module: nn.Module) -> bool:
     return not parent_only and next(module.parameters(), None) is not None
 
 
-def _decorated(m: nn.Module) -> Layout:
+def _decorated(m: nn.Module) -> ModuleLayout:
     up = m.gate_up_proj if m.has_gate else m.up_proj
     shape = tuple(up.shape)
     E, N13, H = shape if not m.is_transposed else (shape[0], shape[2], shape[1])
-    return Layout(
+    return ModuleLayout(
         num_experts=E,
         hidden_size=H,
         intermediate_size=N13 // 2 if m.has_gate else N13,
@@ -110,29 +110,29 @@ def _decorated(m: nn.Module) -> Layout:
     )
 
 
-def _step3p7(m: nn.Module) -> Layout:
+def _step3p7(m: nn.Module) -> ModuleLayout:
     E, N13, H = m.gate_up_proj.shape
-    return Layout(E, H, N13 // 2)
+    return ModuleLayout(E, H, N13 // 2)
 
 
-def _longcat(m: nn.Module) -> Layout:
+def _longcat(m: nn.Module) -> ModuleLayout:
     if m.gate_up_proj is None:
         raise NotImplementedError(f"{type(m).__name__} has no routed expert: exclude this layer")
     # gate_up_proj also has (unused) rows for the identity experts; down_proj has the real ones only
     E, H, I = m.down_proj.shape
-    return Layout(E, H, I, call="identity")
+    return ModuleLayout(E, H, I, call="identity")
 
 
-def _llama4(m: nn.Module) -> Layout:
+def _llama4(m: nn.Module) -> ModuleLayout:
     E, I, H = m.down_proj.shape
-    return Layout(E, H, I, transposed=True, call="dense")
+    return ModuleLayout(E, H, I, transposed=True, call="dense")
 
 
-def _dbrx(m: nn.Module) -> Layout:
-    return Layout(m.num_experts, m.hidden_size, m.ffn_hidden_size)
+def _dbrx(m: nn.Module) -> ModuleLayout:
+    return ModuleLayout(m.num_experts, m.hidden_size, m.ffn_hidden_size)
 
 
-LAYOUTS: dict[str, Callable[[nn.Module], Layout]] = {
+LAYOUTS: dict[str, Callable[[nn.Module], ModuleLayout]] = {
     "Step3p7Experts": _step3p7,
     "LongcatFlashExperts": _longcat,
     "Llama4TextExperts": _llama4,
@@ -140,7 +140,7 @@ LAYOUTS: dict[str, Callable[[nn.Module], Layout]] = {
 }
 
 
-def dense_experts(module: nn.Module, layout: Layout) -> Iterator[tuple[Tensor, Tensor]]:
+def dense_experts(module: nn.Module, layout: ModuleLayout) -> Iterator[tuple[Tensor, Tensor]]:
     """(w13 [N13, H], w2 [H, I]) of one expert after the other, rows [gate; up], no copies kept."""
     if hasattr(module, "mlp"):  # DBRX: [E * I, H] each; w2 is already [in, out] per expert
         w1, v1, w2 = (p.view(layout.num_experts, -1, layout.hidden_size) for p in
@@ -173,7 +173,7 @@ def empty_like(module: nn.Module, device: torch.device | str, dtype: torch.dtype
 
 
 # ---------------------------------------------------------------- the gate, by what it computes
-def recognise_gate(module: nn.Module, layout: Layout) -> Gate:
+def recognise_gate(module: nn.Module, layout: ModuleLayout) -> Gate:
     """The fused gate that computes what `module`'s own gate computes, else Gate("raw").
 
     Configs mislead (gpt-oss and MiniMax-M3 say "silu" and mean SwiGLU-OAI), so candidates are
@@ -213,7 +213,7 @@ def _attributes(module: nn.Module, ending: str) -> Iterator[float]:
             yield value
 
 
-def own_gate(module: nn.Module, source_class: type, layout: Layout, w13_out: Tensor) -> Tensor:
+def own_gate(module: nn.Module, source_class: type, layout: ModuleLayout, w13_out: Tensor) -> Tensor:
     """`source_class`'s gate on GEMM 1's output [rows, 2I] (rows [gate; up]), by `module`'s attributes."""
     if not layout.gated:
         return module.act_fn(w13_out)
@@ -234,7 +234,7 @@ class HFExperts(NVFP4Experts):
     def __init__(
         self,
         source: nn.Module,
-        layout: Layout,
+        layout: ModuleLayout,
         activations: str,
         input_scale: bool = False,
         device: torch.device | str | None = None,
@@ -347,13 +347,13 @@ def refuse_elsewhere(parameter: Tensor, what: str) -> None:
 # ---------------------------------------------------------------- the experts of a model
 def find_experts(
     model: nn.Module, config: MoeNvfp4Config, required: bool = True
-) -> list[tuple[str, nn.Module, Layout | None]]:
+) -> list[tuple[str, nn.Module, ModuleLayout | None]]:
     """(name, module, layout) of every experts module; layout None: excluded by `config`. A module that several layers
     share is found under each of its names, and excluded under all if it is under one.
 
     `required`: ValueError where there is none to quantize, and for a pattern of `config.exclude` that matches none.
     """
-    found: list[tuple[str, nn.Module, Layout | None]] = []
+    found: list[tuple[str, nn.Module, ModuleLayout | None]] = []
     excluded: set[int] = set()
     inside: tuple[str, ...] = ()
     for name, module in model.named_modules(remove_duplicate=False):
@@ -389,7 +389,9 @@ def _check_excluded(model: nn.Module, config: MoeNvfp4Config, found: list) -> No
         raise ValueError(f"{what} has no experts to quantize: {len(found)} experts modules are all excluded")
 
 
-def experts_for(module: nn.Module, layout: Layout, config: MoeNvfp4Config, device: torch.device | str) -> HFExperts:
+def experts_for(
+    module: nn.Module, layout: ModuleLayout, config: MoeNvfp4Config, device: torch.device | str
+) -> HFExperts:
     """Empty 4-bit experts on `device`, to stand in the place of `module`."""
     experts = HFExperts(module, layout, config.activations, config.input_scale, device)
     if experts.gate.kind == "raw":
@@ -414,10 +416,10 @@ def set_implementation(model: nn.Module, loading: bool = False) -> None:
     for a name that was asked for in from_pretrained.
     """
     modules = [m for m in model.modules() if hasattr(m, "config")]
-    packed = [m for m in modules if isinstance(m, HFExperts)]
+    experts = [m for m in modules if isinstance(m, HFExperts)]
     dense = {id(m.config) for m in modules if hasattr(type(m), "_apply_gate")}
     switches = {id(m.config) for m in modules if getattr(m, "_can_set_experts_implementation", bool)()}
-    configs = {id(m.config): m.config for m in packed if id(m.config) not in dense}
+    configs = {id(m.config): m.config for m in experts if id(m.config) not in dense}
     before = {key: config._experts_implementation for key, config in configs.items()}
     for key, config in configs.items():
         if loading and key in switches and before[key] not in ("grouped_mm", IMPLEMENTATION):  # the default, ours
@@ -426,5 +428,5 @@ def set_implementation(model: nn.Module, loading: bool = False) -> None:
                 f"it out, or say {IMPLEMENTATION!r}"
             )
         config._experts_implementation_internal = IMPLEMENTATION
-    for experts in packed:
-        experts.implementation = before.get(id(experts.config))
+    for module in experts:
+        module.implementation = before.get(id(module.config))

@@ -1,6 +1,6 @@
 """What checkpoint files hold for a model, read from their headers before anything is built or loaded.
 
-`survey` finds the layout of every experts module and the quantized linears; `verify_files` checks
+`read_layout` finds how the files keep every experts module and which linears are quantized; `verify_files` checks
 that every tensor that is needed is there, and that no scale is left over.
 """
 
@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import Path
 
 from safetensors import safe_open
@@ -53,20 +54,30 @@ class QuantizedLinear:
     scale: str = ""
 
 
+class ExpertLayout(Enum):
+    """How files keep the experts of a layer."""
+
+    ONE_BY_ONE = "one by one"  # a tensor per expert and projection, experts.3.gate_proj.weight
+    PROJECTION_FIRST = "projection first"  # the same, named experts.gate_proj.3.weight
+    STACKED_TRANSPOSED = "transposed stacks"  # ModelOpt's [E, in/2, out], with one scale for all experts
+    STACKED_BY_PROJECTION = "stacks by projection"  # its [E, out, in/2], with a scale per expert (Step-3)
+    PARAMETERS = "parameters"  # as `NVFP4Experts` has them
+    FP8 = "FP8"  # one by one, to be made dense
+    DENSE = "dense"
+
+
 @dataclass
-class Survey:
+class CheckpointLayout:
     """What files hold.
 
-    experts    module name -> "each" (one tensor per expert), "projection first" (the same, named
-               experts.gate_proj.3), "fused" (ModelOpt's stacks [E, in/2, out]), "bank" (its stacks for each
-               projection [E, out, in/2]), "stacked" (our own parameters), "fp8" (one by one, to be made dense)
-               or "dense"; without the modules of which nothing was found
-    fp8        of the "fp8" ones: name in the files, after the model's renamings -> the same after its converters
+    experts    module name -> ExpertLayout; without the modules of which nothing was found
+    linears    module name -> QuantizedLinear
+    fp8        of FP8 experts: name in the files, after the model's renamings -> the same after its converters
     """
 
     headers: dict[str, dict]
     dialect: Dialect = MODELOPT
-    experts: dict[str, str] = field(default_factory=dict)
+    experts: dict[str, ExpertLayout] = field(default_factory=dict)
     linears: dict[str, QuantizedLinear] = field(default_factory=dict)
     fp8: dict[str, str] = field(default_factory=dict)
 
@@ -100,22 +111,24 @@ def dialect_of(headers: dict[str, dict]) -> Dialect:
     return COMPRESSED_TENSORS if any(k.endswith(".weight_packed") for k in headers) else MODELOPT
 
 
-def survey(headers: dict[str, dict], model: nn.Module, conversions: list, experts: Iterable[str]) -> Survey:
+def read_layout(
+    headers: dict[str, dict], model: nn.Module, conversions: list, experts: Iterable[str]
+) -> CheckpointLayout:
     """What the files hold for `model` (still with its dense modules), whose experts modules are `experts`.
 
     conversions: transformers' renamings and converters for the model. Raises NotImplementedError for quantized
     weights that go through a converter of the model, ValueError for incomplete or damaged ones.
     """
-    found = Survey(headers, dialect_of(headers))
+    found = CheckpointLayout(headers, dialect_of(headers))
     names = sorted(experts, key=len, reverse=True)  # a module before what contains it
     modules = dict(model.named_modules())
     for key, target, source, pattern in _targets(found, model, conversions):
         owner = next((n for n in names if target == n or target.startswith(f"{n}.")), None)
         if owner is not None:
-            style = _style(key, headers[key]["dtype"], found)
-            if style is not None and found.experts.get(owner, "dense") == "dense":
-                found.experts[owner] = style
-            if style == "fp8":
+            layout = _expert_layout(key, headers[key]["dtype"], found)
+            if layout is not None and found.experts.get(owner, ExpertLayout.DENSE) is ExpertLayout.DENSE:
+                found.experts[owner] = layout
+            if layout is ExpertLayout.FP8:
                 renamed, _ = rename_source_key(key, _split(conversions)[0], [])
                 found.fp8[PER_EXPERT.fullmatch(renamed.removesuffix(".weight"))["module"]] = source.rpartition(".")[0]
             continue
@@ -138,7 +151,9 @@ def survey(headers: dict[str, dict], model: nn.Module, conversions: list, expert
     return found
 
 
-def _targets(found: Survey, model: nn.Module, conversions: list) -> Iterator[tuple[str, str, str, str | None]]:
+def _targets(
+    found: CheckpointLayout, model: nn.Module, conversions: list
+) -> Iterator[tuple[str, str, str, str | None]]:
     """(key, name in the model, the same before its prefix is fitted, converter's pattern) of every weight, of
     expert 0 only."""
     renamings, converters = _split(conversions)
@@ -161,26 +176,29 @@ def _split(conversions: list) -> tuple[list, list]:
     return [copy.copy(c) for c in conversions if not isinstance(c, WeightConverter)], converters
 
 
-def _style(key: str, dtype: str, found: Survey) -> str | None:
+def _expert_layout(key: str, dtype: str, found: CheckpointLayout) -> ExpertLayout | None:
     if key.endswith("_proj_sf"):
-        return "stacked"
+        return ExpertLayout.PARAMETERS
     if FUSED.search(key) and dtype != "F8_E4M3":
-        return "fused" if f"{key}_weight_scale" in found.headers else "dense" if dtype in DENSE else None
+        if f"{key}_weight_scale" in found.headers:
+            return ExpertLayout.STACKED_TRANSPOSED
+        return ExpertLayout.DENSE if dtype in DENSE else None
     if dtype in DENSE:
-        return "dense"
+        return ExpertLayout.DENSE
     if dtype == "F8_E4M3":
         if PER_EXPERT.fullmatch(key.removesuffix(".weight")) is None:
             raise ValueError(
                 f"{key} is FP8: such experts are read where each has a tensor of its own, experts.E.gate_proj.weight; "
                 "use the original checkpoint"
             )
-        return "fp8"
+        return ExpertLayout.FP8
     if PROJECTION_FIRST.search(key):
-        return "projection first"
-    return "bank" if len(found.headers[key]["shape"]) == 3 else "each"
+        return ExpertLayout.PROJECTION_FIRST
+    stacked = len(found.headers[key]["shape"]) == 3
+    return ExpertLayout.STACKED_BY_PROJECTION if stacked else ExpertLayout.ONE_BY_ONE
 
 
-def _linear(key: str, module: str, source: str, found: Survey) -> QuantizedLinear | None:
+def _linear(key: str, module: str, source: str, found: CheckpointLayout) -> QuantizedLinear | None:
     """The quantized linear whose weight is `key`; None where the weight is dense."""
     stem, _, last = key.rpartition(".")
     d, headers = found.dialect, found.headers
@@ -195,7 +213,7 @@ def _linear(key: str, module: str, source: str, found: Survey) -> QuantizedLinea
     return QuantizedLinear(module, source, "nvfp4", frozenset(also))
 
 
-def _check_shape_of_linear(key: str, linear: QuantizedLinear, shape: tuple[int, ...], found: Survey) -> None:
+def _check_shape_of_linear(key: str, linear: QuantizedLinear, shape: tuple[int, ...], found: CheckpointLayout) -> None:
     """ValueError unless the tensors of `linear` fit a weight of `shape` [N, K]."""
     stem, d = key.rpartition(".")[0], found.dialect
     N, K = shape
@@ -224,7 +242,7 @@ def _check_shape_of_linear(key: str, linear: QuantizedLinear, shape: tuple[int, 
 
 
 # ---------------------------------------------------------------- before a byte is loaded
-def verify_files(found: Survey, model: nn.Module, conversions: list, owner) -> None:
+def verify_files(found: CheckpointLayout, model: nn.Module, conversions: list, owner) -> None:
     """Every tensor that the 4-bit experts need is in the files, with its dtype; no scale is extra. 4-bit files hold
     every other tensor of the model too.
 
@@ -233,7 +251,7 @@ def verify_files(found: Survey, model: nn.Module, conversions: list, owner) -> N
     renamings, converters = _split(conversions)
     dtypes = dict(zip(found.dialect.suffixes, ("U8", "F8_E4M3", "F32", "F32"), strict=True))
     state = model.state_dict()
-    needed = {f"{m}.{p}" for m, e in owner.packed.items() for p in e._parameters}
+    needed = {f"{m}.{p}" for m, e in owner.experts.items() for p in e._parameters}
     skipped = [re.compile(p) for p in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
     counted: dict[str, dict[str | None, int]] = {}
     given = set()
@@ -262,7 +280,7 @@ def verify_files(found: Survey, model: nn.Module, conversions: list, owner) -> N
                 "checkpoint, or the tool that wrote this one"
             )
     if not owner.pre_quantized:
-        needed = {f"{m}.{p}" for m, e in owner.packed.items() for p in (e.up_name, "down_proj")}
+        needed = {f"{m}.{p}" for m, e in owner.experts.items() for p in (e.up_name, "down_proj")}
     for converter in converters:  # of several targets only the first was asked for
         first, *others = (target.replace("\\", "") for target in converter.target_patterns)
         stems = [name.removesuffix(first) for name in given if name.endswith(first)]
@@ -282,7 +300,7 @@ def verify_files(found: Survey, model: nn.Module, conversions: list, owner) -> N
 def _check_number(key: str, name: str, owner) -> None:
     stem = key.rpartition(".")[0]
     match = PER_EXPERT.fullmatch(stem) or PROJECTION_FIRST.fullmatch(stem)
-    E = owner.packed[name.rpartition(".")[0]].layout.num_experts
+    E = owner.experts[name.rpartition(".")[0]].layout.num_experts
     if match is not None and int(match["e"]) >= E:
         raise ValueError(f"{key} is of an expert too many: the model has {E} in a layer, 0 to {E - 1}. The files "
                          "belong to another model, or to another config.json")  # fmt: skip
@@ -326,12 +344,12 @@ def _parameters(module: nn.Module | None) -> list[nn.Parameter]:
 
 def _check_shape(key: str, matrix: bool, shape: list[int], name: str, owner) -> None:
     module_name, _, param = name.rpartition(".")
-    param = owner.packed[module_name]._parameters[param]
+    param = owner.experts[module_name]._parameters[param]
     expected = []
     if matrix:
         parts = 2 if name.endswith(("gate_up_proj", "gate_up_proj_sf")) else 1
         expected = [param.shape[1] // parts, param.shape[2]]
-    if owner.style == "bank":
+    if owner.layout is ExpertLayout.STACKED_BY_PROJECTION:
         expected = [param.shape[0], *expected]
     if list(shape) != expected and not (expected == [] and list(shape) == [1]):
         raise ValueError(
@@ -345,7 +363,7 @@ def _check_counts(counted: dict[str, dict[str | None, int]], owner) -> None:
         for name, counts in counted.items():
             if not set(counts) & set(converter.source_patterns):
                 continue
-            E = owner.packed[name.rpartition(".")[0]].layout.num_experts if converter.by_expert else 1
+            E = owner.experts[name.rpartition(".")[0]].layout.num_experts if converter.by_expert else 1
             for pattern in converter.source_patterns:
                 if counts.get(pattern, 0) != E:
                     raise ValueError(
@@ -356,11 +374,32 @@ def _check_counts(counted: dict[str, dict[str | None, int]], owner) -> None:
 
 
 # ---------------------------------------------------------------- layers that are not a part of the model
-def mtp_tensors(model: nn.Module, headers: dict[str, dict]) -> list[str]:
-    """The tensors of multi-token prediction layers: `model` leaves them out, generate(use_mtp=True) reads them.
+@dataclass(frozen=True)
+class MtpTensors:
+    """The tensors of multi-token prediction layers: a model leaves them out, generate(use_mtp=True) reads them.
 
-    Named by the model's class among those that it ignores, as "mtp" or as layers after the last.
+    names of the tensors; dense: those of them that are dense matrices, without `.weight`; files that hold them
     """
+
+    names: tuple[str, ...] = ()
+    dense: frozenset[str] = frozenset()
+    files: tuple[str, ...] = ()
+
+    def read(self) -> dict[str, Tensor]:
+        """Copies, as the files may be written over. KeyError for a tensor that is not there."""
+        found: dict[str, Tensor] = {}
+        for path in self.files:
+            if Path(path).is_file():
+                with safe_open(path, "pt") as file:
+                    here = set(self.names).intersection(file.keys())
+                    found |= {name: file.get_tensor(name).clone() for name in here}
+        if missing := set(self.names) - found.keys():
+            raise KeyError(min(missing))
+        return found
+
+
+def mtp_tensors(model: nn.Module, headers: dict[str, dict], files: Iterable[str | os.PathLike]) -> MtpTensors:
+    """Those in `headers` of `files` that the class of `model` ignores, named "mtp" or as layers after the last."""
     patterns = [re.compile(p) for p in type(model)._keys_to_ignore_on_load_unexpected or ()]
     layers = getattr(model.config.get_text_config(), "num_hidden_layers", 0)
 
@@ -368,17 +407,6 @@ def mtp_tensors(model: nn.Module, headers: dict[str, dict]) -> list[str]:
         layer = re.search(r"\blayers\.(\d+)\.", name)
         return re.search(r"\bmtp\b", name) is not None or (layer is not None and int(layer[1]) >= layers)
 
-    return [name for name in headers if is_mtp(name) and any(p.search(name) for p in patterns)]
-
-
-def read_tensors(names: Iterable[str], files: Iterable[str | os.PathLike]) -> dict[str, Tensor]:
-    """`names` from safetensors files, copied: the files may be written over. KeyError for one that is not there."""
-    left, found = set(names), {}
-    for path in files:
-        if left and Path(path).is_file():
-            with safe_open(path, "pt") as file:
-                found |= {name: file.get_tensor(name).clone() for name in left.intersection(file.keys())}
-            left -= found.keys()
-    if left:
-        raise KeyError(min(left))
-    return found
+    names = [name for name in headers if is_mtp(name) and any(p.search(name) for p in patterns)]
+    dense = [n for n in names if headers[n]["dtype"] in DENSE and len(headers[n]["shape"]) == 2]
+    return MtpTensors(tuple(names), frozenset(n.removesuffix(".weight") for n in dense), tuple(map(str, files)))

@@ -23,35 +23,35 @@ FP8_TENSORS = ("weight", *FP8_SCALES, "input_scale")
 PARAMETERS = ("weight", "weight_sf", "weight_global_scale", "input_scale", PRE_QUANT_SCALE)
 
 
-def pack_linears(
+def replace_linears(
     model: nn.Module, linears: dict[str, QuantizedLinear], dialect: Dialect, activations: str
 ) -> dict[str, NVFP4Linear]:
     """Put (empty, meta) NVFP4 linears in the places of `linears`, name -> what the files hold; returns them.
 
     Left as they are: FP8 ones, and modules other than nn.Linear, whose forward may do more than one product.
     """
-    packed = {}
+    made = {}
     for name, linear in linears.items():
         module = model.get_submodule(name)
         if linear.kind != "nvfp4" or type(module) is not nn.Linear:
             continue
         bias = None if module.bias is None else module.bias.dtype
-        smooth = module.weight.dtype if PRE_QUANT_SCALE in linear.also else None
-        packed[name] = NVFP4Linear(
-            module.in_features, module.out_features, bias, activations, dialect.input_scale in linear.also, smooth,
-            "meta",
+        pre_quant_scale = module.weight.dtype if PRE_QUANT_SCALE in linear.also else None
+        made[name] = NVFP4Linear(
+            module.in_features, module.out_features, bias, activations, dialect.input_scale in linear.also,
+            pre_quant_scale, "meta",
         ).train(module.training)  # fmt: skip
-        model.set_submodule(name, packed[name])
-    return packed
+        model.set_submodule(name, made[name])
+    return made
 
 
-def to_linear(packed: NVFP4Linear, dtype: torch.dtype) -> nn.Linear:
-    """The dense linear that `packed` stands for: exact dequantized weights, rounded to `dtype`."""
-    dense = nn.Linear(packed.in_features, packed.out_features, packed.bias is not None, packed.weight.device, dtype)
-    dense.weight.data.copy_(_dense({name: p for name, p in packed.named_parameters() if name != "bias"}))
-    if packed.bias is not None:
-        dense.bias.data.copy_(packed.bias)
-    return dense.train(packed.training)
+def to_linear(linear: NVFP4Linear, dtype: torch.dtype) -> nn.Linear:
+    """The dense linear that `linear` stands for: exact dequantized weights, rounded to `dtype`."""
+    dense = nn.Linear(linear.in_features, linear.out_features, linear.bias is not None, linear.weight.device, dtype)
+    dense.weight.data.copy_(_dense({name: p for name, p in linear.named_parameters() if name != "bias"}))
+    if linear.bias is not None:
+        dense.bias.data.copy_(linear.bias)
+    return dense.train(linear.training)
 
 
 def _dense(found: dict[str, Tensor]) -> Tensor:
@@ -80,37 +80,37 @@ class LinearConverter(WeightConverter):
     """All tensors of a quantized linear in the files -> the parameters of its module, and back.
 
     linears  what the files hold, by its name in the files (after the model's renamings)
-    packed   names of the modules that are NVFP4Linear
-    saving   the way back, for `packed`
+    nvfp4    names of the modules that are NVFP4Linear; the others become dense
+    saving   the way back, for `nvfp4`
     stored   reciprocals of global scales as they were read, by parameter, to be written again
     """
 
     def __init__(
         self,
         linears: dict[str, QuantizedLinear],
-        packed: set[str],
+        nvfp4: set[str],
         dialect: Dialect,
         saving: bool = False,
         stored: dict[str, Tensor] | None = None,
     ):
-        self.linears, self.packed, self.dialect, self.saving = linears, packed, dialect, saving
+        self.linears, self.nvfp4, self.dialect, self.saving = linears, nvfp4, dialect, saving
         self.stored = {} if stored is None else stored
         sources = PARAMETERS if saving else dict.fromkeys((*dialect.suffixes, PRE_QUANT_SCALE, *FP8_TENSORS))
         super().__init__(list(sources), ["weight"], [_Nothing()])
 
     def rename_source_key(self, source_key):
         module, _, last = source_key.rpartition(".")
-        known = self.packed if self.saving else self.linears
+        known = self.nvfp4 if self.saving else self.linears
         if module not in known or last not in self.source_patterns:
             return source_key, None
         self._was_used = True
         return f"{module}.weight", last
 
     def __deepcopy__(self, memo):
-        return LinearConverter(self.linears, self.packed, self.dialect, self.saving, self.stored)
+        return LinearConverter(self.linears, self.nvfp4, self.dialect, self.saving, self.stored)
 
     def reverse_transform(self):
-        return LinearConverter(self.linears, self.packed, self.dialect, True, self.stored)
+        return LinearConverter(self.linears, self.nvfp4, self.dialect, True, self.stored)
 
     def convert(self, layer_name, model=None, config=None, hf_quantizer=None, loading_info=None):
         module = layer_name.rpartition(".")[0]
@@ -124,7 +124,7 @@ class LinearConverter(WeightConverter):
         if self.saving:
             return {f"{module}.{last}": tensor for last, tensor in self._stored(module, tensors).items()}
         found = self._parameters(module, tensors)
-        if module not in self.packed:
+        if module not in self.nvfp4:
             found = {"weight": _dense(found).to(weight.dtype)}
         return {f"{module}.{name}": tensor for name, tensor in found.items()}
 
@@ -175,7 +175,7 @@ class LinearConverter(WeightConverter):
 class FP8Experts(WeightConverter):
     """Experts that the files hold in FP8, a tensor for each, -> the stacked parameters of a dense module.
 
-    modules  `Survey.fp8`
+    modules  `CheckpointLayout.fp8`
     gated    whether gate and up are one parameter
     """
 

@@ -118,7 +118,7 @@ class _PreQuantScalesOfExperts(ConversionOps):
         return PreQuantScalePerExpert(self.dim)
 
 
-class FusedExperts(ConversionOps):
+class TransposedStack(ConversionOps):
     """ModelOpt's stacks of all experts -> our parameters, which have K last and rows [gate; up].
 
     Codes [E, in/2, out], block scales [E, in/16, out], biases [E, out], and one scale for the whole stack,

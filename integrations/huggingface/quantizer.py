@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,22 +16,44 @@ from moe_nvfp4.integrations.huggingface.config import MoeNvfp4Config
 from moe_nvfp4.integrations.huggingface.converters import Conversions, ExpertsConverter, model_conversions
 from moe_nvfp4.integrations.huggingface.experts import (
     HFExperts,
-    Layout,
+    ModuleLayout,
     describe,
     experts_for,
     find_experts,
     refuse_elsewhere,
     set_implementation,
 )
-from moe_nvfp4.integrations.huggingface.files import Survey, is_nvfp4, mtp_tensors, read_tensors, survey, verify_files
-from moe_nvfp4.integrations.huggingface.linears import FP8Experts, LinearConverter, pack_linears, to_linear
+from moe_nvfp4.integrations.huggingface.files import (
+    CheckpointLayout,
+    ExpertLayout,
+    MtpTensors,
+    is_nvfp4,
+    mtp_tensors,
+    read_layout,
+    verify_files,
+)
+from moe_nvfp4.integrations.huggingface.linears import FP8Experts, LinearConverter, replace_linears, to_linear
 from moe_nvfp4.linear import NVFP4Linear
 from moe_nvfp4.quantize.dialects import DIALECTS
 from moe_nvfp4.quantize.files import read_headers
-from moe_nvfp4.quantize.names import DENSE, KV_SCALE, PER_EXPERT, PRE_QUANT_SCALE, ignore_patterns
+from moe_nvfp4.quantize.names import KV_SCALE, PER_EXPERT, PRE_QUANT_SCALE, ignore_patterns
 from moe_nvfp4.weights import check_block_scales, check_global_scale
 
 logger = logging.get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class LoadPlan:
+    """What is known before a byte of a checkpoint is read.
+
+    model   with empty 4-bit modules in their places, on meta
+    found   what the files hold
+    dtypes  of its parameters, by name
+    """
+
+    model: nn.Module
+    found: CheckpointLayout
+    dtypes: dict[str, torch.dtype]
 
 
 class MoeNvfp4Quantizer(HfQuantizer):
@@ -47,54 +70,55 @@ class MoeNvfp4Quantizer(HfQuantizer):
             vars(plain).update(vars(quantization_config))
             quantization_config = plain
         super().__init__(quantization_config, **kwargs)
-        self.conversions: Conversions | None = None
-        self.linears: LinearConverter | None = None
-        self._found: Survey | None = None
-        self._dtypes: dict[str, torch.dtype] = {}
-        self._model: nn.Module | None = None
-        self._mtp: tuple[list[str], list[str]] = ([], [])  # tensors that generate(use_mtp=True) reads, and their files
+        self.conversions: Conversions | None = None  # of experts, to load and to save
+        self.linears: LinearConverter | None = None  # the same of linears, where files have quantized ones
+        self.mtp = MtpTensors()
+        self._plan: LoadPlan | None = None  # while a model loads
 
     # ------------------------------------------------------------ before loading
     def _process_model_before_weight_loading(self, model, checkpoint_files=None, **kwargs):
         config = self.quantization_config
         headers = read_headers(checkpoint_files or [])
         self.pre_quantized = self.pre_quantized or is_nvfp4(headers)  # whatever config.json says
-        self._mtp = mtp_tensors(model, headers), list(checkpoint_files or [])
-        dense_mtp = {name.removesuffix(".weight") for name in self._mtp[0] if headers[name]["dtype"] in DENSE
-                     and len(headers[name]["shape"]) == 2}  # fmt: skip
+        self.mtp = mtp_tensors(model, headers, checkpoint_files or [])
         modules = find_experts(model, config, required=not self.pre_quantized)
-        found, smooth = Survey(headers), False
+        found, pre_quant_scale = CheckpointLayout(headers), False
         if self.pre_quantized:
-            found = survey(headers, model, model_conversions(model, loading=True), [name for name, *_ in modules])
-            modules = [(n, m, _layout(m, layout, found.experts.get(n))) for n, m, layout in modules]
+            found = read_layout(headers, model, model_conversions(model, loading=True), [name for name, *_ in modules])
+            modules = [(n, m, _layout_here(m, layout, found.experts.get(n))) for n, m, layout in modules]
             config.input_scale, config.dialect = found.expert_input_scales, found.dialect.name
-            smooth = found.expert_pre_quant_scales
-            config.pre_quant_scale = smooth or any(PRE_QUANT_SCALE in linear.also for linear in found.linears.values())
+            pre_quant_scale = found.expert_pre_quant_scales
+            in_linears = any(PRE_QUANT_SCALE in linear.also for linear in found.linears.values())
+            config.pre_quant_scale = pre_quant_scale or in_linears
         made: dict[int, HFExperts] = {}  # by the module they replace, which layers may share
-        packed = {}
+        experts = {}
         for name, module, layout in modules:
             if layout is not None:
                 if id(module) not in made:
-                    made[id(module)] = self._empty_experts(module, layout, smooth)
-                packed[name] = made[id(module)]
-                model.set_submodule(name, packed[name])
+                    made[id(module)] = self._empty_experts(module, layout, pre_quant_scale)
+                experts[name] = made[id(module)]
+                model.set_submodule(name, experts[name])
         if found.linears:
             wanted = found.linears if config.linears == "packed" else {}
-            linears = pack_linears(model, wanted, found.dialect, config.activations)
+            linears = replace_linears(model, wanted, found.dialect, config.activations)
             by_source = {linear.source: linear for linear in found.linears.values()}
             self.linears = LinearConverter(by_source, set(linears), found.dialect)
-        elif not packed:
+        elif not experts:
             raise ValueError(f"{type(model).__name__}: the files hold no NVFP4 weights that this model has")
-        self.attach(model, packed, [n for n, _, layout in modules if layout is None], found, dense_mtp)
+        layouts = {found.experts.get(name, ExpertLayout.ONE_BY_ONE) for name in experts}
+        if len(layouts) > 1:
+            ways = ", ".join(sorted(layout.value for layout in layouts))
+            raise ValueError(f"the files name experts in several ways ({ways}), one is expected")
+        self.attach(model, experts, [n for n, _, layout in modules if layout is None], *layouts)
         set_implementation(model, loading=True)
-        self._dtypes = {name: p.dtype for name, p in model.named_parameters()}
+        self._plan = LoadPlan(model, found, {name: p.dtype for name, p in model.named_parameters()})
         _report(model, found)
 
-    def _empty_experts(self, module: nn.Module, layout: Layout, smooth: bool) -> HFExperts:
-        """What takes the place of the experts `module`, on meta; smooth: with AWQ's scales."""
+    def _empty_experts(self, module: nn.Module, layout: ModuleLayout, pre_quant_scale: bool) -> HFExperts:
+        """What takes the place of the experts `module`, on meta; pre_quant_scale: with AWQ's scales."""
         experts = experts_for(module, layout, self.quantization_config, "meta")
         dense = next(module.parameters()).dtype
-        if smooth:
+        if pre_quant_scale:
             experts.add_pre_quant_scales(dense)
         # A load that quantizes casts to the parameter's dtype first (transformers before 5.23):
         # until the codes come, the placeholder has the dtype of the dense weights.
@@ -105,42 +129,35 @@ class MoeNvfp4Quantizer(HfQuantizer):
     def attach(
         self,
         model: nn.Module,
-        packed: dict[str, HFExperts],
+        experts: dict[str, HFExperts],
         excluded: list[str],
-        found: Survey | None = None,
-        dense_mtp: set[str] = frozenset(),
+        layout: ExpertLayout = ExpertLayout.ONE_BY_ONE,
     ) -> None:
-        """Know the experts of `model`, 4-bit and `excluded` ones, how files name them, and what else stays dense."""
-        config = self.quantization_config
-        self._model, self._found = model, found
-        styles = {found.experts.get(name, "each") for name in packed} if found else {"each"}
-        if len(styles) > 1:
-            raise ValueError(f"the files name experts in several ways ({', '.join(sorted(styles))}), one is expected")
-        dialect = DIALECTS[config.dialect]
-        style = min(styles, default="each")
-        self.conversions = Conversions(packed, excluded, config.recipe, self.pre_quantized, dialect, style)
+        """Know the experts of `model`, 4-bit and `excluded` ones, how files keep them, and what else stays dense."""
+        config, dialect = self.quantization_config, DIALECTS[self.quantization_config.dialect]
+        self.conversions = Conversions(experts, excluded, config.recipe, self.pre_quantized, dialect, layout)
         linears = {n for n, m in model.named_modules() if isinstance(m, nn.Linear)}
         routers = {n for n, m in model.named_modules() if n.endswith((".gate", ".router"))}
-        quantized = {f"{n}.0.down_proj" for n in packed} | (self.linears.packed if self.linears else set())
-        mtp_experts = {m["module"] for name in dense_mtp if (m := PER_EXPERT.fullmatch(name))}
-        others = {name for name in dense_mtp if PER_EXPERT.fullmatch(name) is None}
-        theirs = ignore_patterns(linears | routers | others, quantized, {*excluded, *mtp_experts}, dialect)
+        quantized = {f"{n}.0.down_proj" for n in experts} | (self.linears.nvfp4 if self.linears else set())
+        mtp_experts = {m["module"] for name in self.mtp.dense if (m := PER_EXPERT.fullmatch(name))}
+        mtp_others = {name for name in self.mtp.dense if PER_EXPERT.fullmatch(name) is None}
+        theirs = ignore_patterns(linears | routers | mtp_others, quantized, {*excluded, *mtp_experts}, dialect)
         config.ignore = sorted({*config.ignore, *theirs})
 
     def update_weight_conversions(self, weight_conversions, model=None):
-        model = model if model is not None else self._model  # transformers 5.17 does not pass it
+        found, model = self._plan.found, self._plan.model  # transformers 5.17 does not pass the model
         conversions = self.conversions.build(weight_conversions)
         conversions = [self.linears, *conversions] if self.linears else conversions
-        if self._found is not None and self._found.fp8:
-            dense = next(m for n, m in model.named_modules() if self._found.experts.get(n) == "fp8")
-            conversions = [FP8Experts(self._found.fp8, hasattr(dense, "gate_up_proj")), *conversions]
-        if self._found is not None and self._found.headers:
-            verify_files(self._found, model, conversions, self.conversions)
+        if found.fp8:
+            dense = next(m for n, m in model.named_modules() if found.experts.get(n) is ExpertLayout.FP8)
+            conversions = [FP8Experts(found.fp8, hasattr(dense, "gate_up_proj")), *conversions]
+        if found.headers:
+            verify_files(found, model, conversions, self.conversions)
         return conversions
 
     def param_needs_quantization(self, model, param_name, **kwargs):
         module, _, name = param_name.rpartition(".")
-        experts = self.conversions.packed.get(module)
+        experts = self.conversions.experts.get(module)
         quantized = experts is not None and name in (experts.up_name, "down_proj")
         interleaved_bias = experts is not None and name.endswith("_bias") and experts.layout.interleaved
         return not self.pre_quantized and (quantized or interleaved_bias)
@@ -152,12 +169,12 @@ class MoeNvfp4Quantizer(HfQuantizer):
         if isinstance(converter, (LinearConverter, FP8Experts)) or (
             isinstance(converter, ExpertsConverter) and dtype == torch.uint8
         ):
-            return None  # as it is stored; dense experts next to packed ones are cast
+            return None  # as it is stored; dense experts next to 4-bit ones are cast
         return super().get_new_dtype(converter, param, dtype)
 
     def param_element_size(self, model, param_name, param):
         module, _, _ = param_name.rpartition(".")
-        return 1 if param.dtype == torch.uint8 or module in self.conversions.packed else param.element_size()
+        return 1 if param.dtype == torch.uint8 or module in self.conversions.experts else param.element_size()
 
     def update_parallel_plan(self, model, plan):
         """Scales follow their weights; global scales are per expert, so only experts split them."""
@@ -179,8 +196,8 @@ class MoeNvfp4Quantizer(HfQuantizer):
         for name, p in model.named_parameters():
             # transformers 5.17 leaves renamed tensors of quantized files in the dtype they are stored in
             if p.dtype in (torch.bfloat16, torch.float16) and p.device.type != "meta":
-                p.data = p.data.to(self._dtypes.get(name, p.dtype))
-        for name, experts in self.conversions.packed.items():
+                p.data = p.data.to(self._plan.dtypes.get(name, p.dtype))
+        for name, experts in self.conversions.experts.items():
             if any(isinstance(p, DTensor) for p in experts.parameters()):
                 experts.register_forward_pre_hook(_prepare_shards)
             for key, param in experts.named_parameters(recurse=False):
@@ -196,26 +213,26 @@ class MoeNvfp4Quantizer(HfQuantizer):
                     check_block_scales(local, f"{name}.{key}")
             experts.prepare(model.dtype)
         saving = [c for c in self.conversions.for_saving(model._weight_conversions) if c is not self.linears]
-        if self.linears and self.linears.packed:
-            for name in self.linears.packed:
+        if self.linears and self.linears.nvfp4:
+            for name in self.linears.nvfp4:
                 model.get_submodule(name).requires_grad_(False)
             saving.append(self.linears)
         model._weight_conversions = saving
-        self._found = None
+        self._plan = None
         return self._dequantize(model) if self.quantization_config.dequantize else model
 
     # ------------------------------------------------------------ saving
     def get_state_dict_and_metadata(self, model):
         """The model's, and multi-token prediction layers, which it does not load, from the files it came from."""
-        names, files = self._mtp
-        if not names:
+        if not self.mtp.names:
             return None, {}
         try:
-            return model.state_dict() | read_tensors(names, files), {}
+            return model.state_dict() | self.mtp.read(), {}
         except KeyError as error:
             logger.warning(
-                f"{len(names)} tensors of multi-token prediction layers are not saved ({error.args[0]}, ...), because "
-                f"{files[0]}, which the model was loaded from, is gone: generate(use_mtp=True) needs the original"
+                f"{len(self.mtp.names)} tensors of multi-token prediction layers are not saved ({error.args[0]}, ...), "
+                f"because {self.mtp.files[0]}, which the model was loaded from, is gone: generate(use_mtp=True) needs "
+                "the original"
             )
             return None, {}
 
@@ -256,14 +273,14 @@ def _prepare_shards(experts: HFExperts, inputs: tuple[Tensor, ...]) -> None:
     experts.prepare(inputs[0].dtype)
 
 
-def _layout(module: nn.Module, layout: Layout | None, style: str | None) -> Layout | None:
+def _layout_here(module: nn.Module, layout: ModuleLayout | None, stored: ExpertLayout | None) -> ModuleLayout | None:
     """The layout of an experts module in 4-bit files: what they hold counts, and not what their config excludes."""
-    if style in ("dense", "fp8"):
+    if stored in (ExpertLayout.DENSE, ExpertLayout.FP8):
         return None
-    return layout or (None if style is None else describe(module))
+    return layout or (None if stored is None else describe(module))
 
 
-def _report(model: nn.Module, found: Survey) -> None:
+def _report(model: nn.Module, found: CheckpointLayout) -> None:
     """Say what the files hold that this model does not use."""
     if found.kv_scales:
         keys = found.kv_scales

@@ -13,20 +13,22 @@ Entries of transformers.quantizers.auto
 Entry of transformers.integrations.moe
     ALL_EXPERTS_FUNCTIONS              "moe_nvfp4", the experts implementation that a 4-bit model reports (experts.py)
 
-Used besides, though transformers does not document it (5.17 and 5.23 are tested; both have all of it unless noted)
+Used besides, though transformers does not document it (5.17 and 5.23 are tested, and have it unless noted)
     core_model_loading    WeightConverter and its _original_source_patterns, _original_target_patterns, _scoped_match,
-                          scope_prefix, base_model_prefix, collected_tensors, materialize_tensors, _was_used;
+                          scope_prefix, base_model_prefix, collected_tensors, layer_targets, _was_used,
+                          materialize_tensors;
                           ConversionOps, MergeModulelist, SplitModulelist, Concatenate, PrefixChange, rename_source_key
     conversion_mapping    get_model_conversion_mapping
     quantizers.base       HfQuantizer._process_model_before_weight_loading, _process_model_after_weight_loading,
                           _dequantize, update_weight_conversions (5.17 does not pass the model), get_new_dtype,
                           param_needs_quantization, param_element_size, update_parallel_plan, get_quantize_ops,
                           get_state_dict_and_metadata
-    a model               _weight_conversions, hf_quantizer, is_quantized, quantization_method, all_tied_weights_keys,
-                          _keys_to_ignore_on_load_missing, _keys_to_ignore_on_load_unexpected
+    a model               _weight_conversions, hf_quantizer, is_quantized, quantization_method, _ep_plan,
+                          all_tied_weights_keys, _keys_to_ignore_on_load_missing, _keys_to_ignore_on_load_unexpected
     a config              _experts_implementation, _experts_implementation_internal
     an experts module     what `use_experts_implementation` gives it: _apply_gate, has_gate, has_bias, is_transposed,
-                          is_concatenated; _is_expert_parallel and _hf_quantized_needs_local_tp, which are set
+                          is_concatenated; _hf_quantized_needs_local_tp and _is_expert_parallel (not in 5.17), which
+                          are set
 """
 
 from __future__ import annotations

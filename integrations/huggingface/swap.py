@@ -14,7 +14,7 @@ from moe_nvfp4.integrations.huggingface.config import MoeNvfp4Config
 from moe_nvfp4.integrations.huggingface.converters import model_conversions
 from moe_nvfp4.integrations.huggingface.experts import (
     HFExperts,
-    Layout,
+    ModuleLayout,
     dense_experts,
     experts_for,
     find_experts,
@@ -51,7 +51,7 @@ def swap_experts(
             f"{type(model).__name__} is quantized already "
             f"({model.hf_quantizer.quantization_config.quant_method}): load the original checkpoint"
         )
-    groups: dict[int, tuple[list[str], nn.Module, Layout]] = {}  # layers may share a module
+    groups: dict[int, tuple[list[str], nn.Module, ModuleLayout]] = {}  # layers may share a module
     excluded = []
     for name, module, layout in find_experts(model, config):
         if layout is None:
@@ -70,10 +70,10 @@ def swap_experts(
         experts = _quantized(module, layout, config)
         for name in names:
             model.set_submodule(name, experts)
-    packed = {n: m for n, m in model.named_modules(remove_duplicate=False) if isinstance(m, HFExperts)}
+    swapped = {n: m for n, m in model.named_modules(remove_duplicate=False) if isinstance(m, HFExperts)}
     set_implementation(model)
     quantizer = MoeNvfp4Quantizer(config, pre_quantized=False)
-    quantizer.attach(model, packed, excluded)
+    quantizer.attach(model, swapped, excluded)
     quantizer.conversions.build(list(base or []))
     model._weight_conversions = quantizer.conversions.for_saving(list(base or []))
     model.hf_quantizer, model.is_quantized = quantizer, True
@@ -83,7 +83,7 @@ def swap_experts(
     return model
 
 
-def _check_weights(name: str, module: nn.Module, layout: Layout) -> None:
+def _check_weights(name: str, module: nn.Module, layout: ModuleLayout) -> None:
     """ValueError unless `_quantized` can be made of the experts `module`."""
     for p in module.parameters():
         if p.device.type == "meta":
@@ -105,7 +105,7 @@ def _check_weights(name: str, module: nn.Module, layout: Layout) -> None:
                 )
 
 
-def _quantized(module: nn.Module, layout: Layout, config: MoeNvfp4Config) -> HFExperts:
+def _quantized(module: nn.Module, layout: ModuleLayout, config: MoeNvfp4Config) -> HFExperts:
     """4-bit experts with the weights of `module`, where it is."""
     dense = next(module.parameters())
     experts = experts_for(module, layout, config, dense.device)

@@ -15,12 +15,12 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM, Step3p7ForConditionalGeneration
 
-from moe_nvfp4 import ExpertWeights, Gate, moe_forward, reference
+from moe_nvfp4 import ExpertWeights, Gate, reference
 from moe_nvfp4.integrations.huggingface import MoeNvfp4Config, checkpoint_config, set_activations
 from moe_nvfp4.integrations.huggingface.experts import HFExperts
 from moe_nvfp4.linear import NVFP4Linear
 from moe_nvfp4.quantize.convert import convert_checkpoint
-from tests.common import THRESHOLDS, peak_while_loading, relative_error
+from tests.common import THRESHOLDS, peak_while_loading, reference_layer, relative_error
 from tests.folders import (
     CONFIGS,
     banks,
@@ -104,7 +104,7 @@ def test_outputs_are_exactly_those_of_the_dequantized_weights(dialect, tmp_path,
         actual, projected = experts(x, ids, p), linear(x)
         with monkeypatch.context() as patch:
             patch.setattr(reference, "_matmul", lambda x, w, _: torch.mm(x, w.T, out=torch.empty(len(x), len(w))))
-            assert torch.equal(actual, moe_forward(x, ids, p, weights))
+            assert torch.equal(actual, reference_layer(x, ids, p, weights))
         assert isinstance(linear, NVFP4Linear)
         assert torch.equal(projected, x @ dense[f"{stem}.self_attn.q_proj.weight"].T)
 
