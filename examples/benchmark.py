@@ -1,7 +1,7 @@
 """4-bit experts on a GPU against transformers' bf16 experts: one layer, cold L2, CUDA-graph replay.
 
 python examples/benchmark.py [--shapes qwen,mixtral,deepseek,gptoss] [--tokens 1,4,16,64,256,1024,4096,16384]
-                             [--peer module] [--json file] [--plot file.png]
+                             [--backend portable] [--linears] [--peer module] [--json file] [--plot file.png]
 
 Each number is the median of replays of a captured call. Before each, L2 is filled by writing (so that
 nothing of ours is in it) and then by reading (so that no dirty lines are left for the next kernel to
@@ -9,6 +9,9 @@ wait for). Each begins with a rest and a few replays that don't count: right aft
 power limit, small ones take up to a fifth longer. W4A16 and W4A4 read the same weights. The roof is what the touched
 4-bit bytes take at --bandwidth or the arithmetic at --tflops, whichever is longer: their defaults were measured on an
 H200 (a large copy, a bf16 matrix product).
+
+--backend runs kernels that would not be chosen on this GPU (MOE_NVFP4_BACKEND). --linears measures `NVFP4Linear`
+against torch's bf16 linear instead of experts.
 
 A peer is a module with `make(w13 [E, 2I, H], w2 [E, H, I]) -> f(x [T, H], ids [T, top_k], weights) -> [T, H]`,
 given dense bf16 weights.
@@ -18,6 +21,7 @@ import argparse
 import datetime
 import importlib
 import json
+import os
 import time
 from dataclasses import replace
 from functools import partial
@@ -28,6 +32,7 @@ from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from moe_nvfp4 import NVFP4Experts
+from moe_nvfp4.linear import NVFP4Linear
 from moe_nvfp4.ops import moe_forward
 
 SHAPES = {  # name: (title, H, I, E, top_k)
@@ -36,6 +41,8 @@ SHAPES = {  # name: (title, H, I, E, top_k)
     "deepseek": ("DeepSeek-R1, 32 of 256 experts", 7168, 2048, 32, 8),
     "gptoss": ("gpt-oss-120b", 2880, 2880, 128, 4),
 }
+LINEARS = {"4096 x 4096": (4096, 4096), "qkv of a 7B model": (6144, 4096), "28672 x 8192": (28672, 8192),
+           "lm_head of Qwen3": (151936, 2048)}  # title: (N, K)  # fmt: skip
 WARM_UP, REPLAYS = 5, 15
 REST = 0.3  # seconds
 
@@ -115,6 +122,19 @@ def measure(name, token_counts, peers, clock):
         }  # fmt: skip
 
 
+def measure_linears(token_counts, clock):
+    print("| linear (N, K) | T | us | bf16 us | x bf16 |\n|---|--:|--:|--:|--:|")
+    for title, (N, K) in LINEARS.items():
+        linear, bf16 = NVFP4Linear(K, N, device="cuda"), torch.randn(N, K, device="cuda").bfloat16() * 0.02
+        linear.weight.data.random_(0, 256)
+        linear.weight_sf.data.random_(40, 72)
+        linear.weight_global_scale.data.fill_(1e-2)
+        for T in token_counts:
+            x = torch.randn(T, K, device="cuda").bfloat16()
+            ours, theirs = clock(lambda: linear(x)), clock(lambda: torch.nn.functional.linear(x, bf16))  # noqa: B023
+            print(f"| {title} ({N}, {K}) | {T} | {ours:.1f} | {theirs:.1f} | {theirs / ours:.2f} |", flush=True)
+
+
 def make_peer(module, E, H, I):
     w13 = torch.randn(E, 2 * I, H, device="cuda", dtype=torch.bfloat16) * 0.02
     w2 = torch.randn(E, H, I, device="cuda", dtype=torch.bfloat16) * 0.02
@@ -149,13 +169,19 @@ def main():
     parser.add_argument("--peer", action="append", default=[], help="a module, see above")
     parser.add_argument("--bandwidth", type=float, default=4.3, help="TB/s of the roof")
     parser.add_argument("--tflops", type=float, default=790, help="TFLOP/s of the roof")
+    parser.add_argument("--backend", help="one of moe_nvfp4.backends")
+    parser.add_argument("--linears", action="store_true")
     parser.add_argument("--json")
     parser.add_argument("--plot")
     arguments = parser.parse_args()
+    if arguments.backend:
+        os.environ["MOE_NVFP4_BACKEND"] = arguments.backend
     torch.manual_seed(0)
     clock, counts = Clock(), [int(T) for T in arguments.tokens.split(",")]
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {datetime.date.today()}, ", end="")
     print(f"launching an empty graph is {clock.empty:.1f} us of every number\n")
+    if arguments.linears:
+        return measure_linears(counts, clock)
     peers = "".join(f" {peer} us |" for peer in arguments.peer)
     print(f"| layer (H, I, E, k) | T | W4A16 us | TB/s | TFLOP/s | of the roof | W4A4 us | bf16 us |{peers} x bf16 |")
     print("|---|--:|--:|--:|--:|--:|--:|--:|" + "--:|" * (len(arguments.peer) + 1))

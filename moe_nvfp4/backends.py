@@ -2,8 +2,9 @@
 
     device                                 W4A16                     W4A4                      linears
     CPU with a C compiler or our wheel     cpu                       cpu                       cpu
-    Hopper (9.0: H100, H200)               sm90, x in bf16           sm90, x in bf16           reference
-    Blackwell (10.0, 10.3: B200, B300)     reference                 sm100                     reference
+    Hopper (9.0: H100, H200)               sm90, x in bf16           sm90, x in bf16           portable
+    Blackwell (10.0, 10.3: B200, B300)     portable                  sm100                     portable
+    any other GPU from 8.0, with Triton    portable                  portable                  portable
     any other                              reference                 reference                 reference
 
 A backend says itself what it does not run (`Backend.unavailable`, `Backend.unsupported`). The first of BACKENDS with
@@ -24,7 +25,7 @@ from typing import NamedTuple
 import torch
 
 from moe_nvfp4 import reference
-from moe_nvfp4.kernels import cpu, sm90, sm100
+from moe_nvfp4.kernels import cpu, portable, sm90, sm100
 from moe_nvfp4.kernels.backend import Backend, Device, Problem
 
 __all__ = ["BACKENDS", "Backend", "Choice", "Device", "Problem", "Row", "explain", "named", "registered", "report",
@@ -39,7 +40,8 @@ class _Reference(Backend):
 
 
 REFERENCE = _Reference()
-BACKENDS: tuple[Backend, ...] = (sm90.BACKEND, sm100.BACKEND, cpu.BACKEND, REFERENCE)  # the first that can, runs
+# The first that can, runs.
+BACKENDS: tuple[Backend, ...] = (sm90.BACKEND, sm100.BACKEND, portable.BACKEND, cpu.BACKEND, REFERENCE)
 
 
 class Choice(NamedTuple):

@@ -31,6 +31,13 @@ def test_the_device_table():
     assert chosen(GPUS["H200"]) == chosen(GPUS["H200"], **w4a4) == "sm90"
     assert chosen(GPUS["H200"], fused=False) == "sm90"
     assert chosen(GPUS["B200"], **w4a4) == chosen(GPUS["B300"], **w4a4) == "sm100"
+    for name in ("A100", "RTX 3090", "RTX 4090", "RTX 5090"):
+        for changes in (dict(), w4a4, dict(kind="linear"), dict(fused=False), dict(dtype=torch.float16)):
+            assert chosen(GPUS[name], **changes) == "portable"
+        assert chosen(GPUS[name], dtype=torch.float32) == "reference"
+    assert chosen(GPUS["B200"]) == chosen(GPUS["B200"], kind="linear") == "portable"
+    assert chosen(GPUS["H200"], kind="linear") == chosen(GPUS["H200"], dtype=torch.float16) == "portable"
+    assert chosen(Device("cuda", "MI300X", packages=ALL)) == "portable"
     assert chosen(GPUS["V100"]) == chosen(Device("mps")) == chosen(Device("meta")) == "reference"
 
 
@@ -47,6 +54,8 @@ def test_the_device_table():
         ("B200", dict(), "sm90", r"runs on compute capability 9.0 \(H100, H200\)"),
         ("RTX 4090", dict(), "sm100", r"runs on compute capability 10.0 or 10.3 \(B200, B300\)"),
         ("A100", dict(), "cpu", "runs on CPUs"),
+        ("A100", dict(dtype=torch.float32), "portable", "takes bfloat16 and float16 activations, not float32: run"),
+        ("V100", dict(), "portable", "runs on compute capability 8.0 and above"),
     ],
 )
 def test_each_says_why_not(device, changes, backend, reason):

@@ -309,7 +309,6 @@ class Tmem:
         self.sizes = {}
         self.may_allocate = True
         self.claims = []  # (operation, order, lanes, columns, writes)
-        self.collected = None  # descriptor of the matrix in the collector buffer
 
     def allocate(self, columns):
         """First column, or None when there is no room now."""

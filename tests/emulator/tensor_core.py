@@ -457,7 +457,7 @@ def dequantize(raw, scale):
 
 
 @operation(rf"tcgen05\.mma{GROUP}\.kind::mxf4nvf4\.block_scale\.(?:block16|scale_vec::4X)"
-           r"(?:\.collector::a::(?P<collector>discard|lastuse|fill|use))?")  # fmt: skip
+           r"(?:\.collector::a::(?:discard|lastuse|fill|use))?")  # fmt: skip
 def build_mma(build, match, target, left, right, instruction, left_scale, right_scale, use_d):
     if isinstance(left, Address):
         build.fail("A in TMEM is not modelled")
@@ -472,19 +472,10 @@ def build_mma(build, match, target, left, right, instruction, left_scale, right_
             addresses = [lane_value(warp, *place, lane) for place in ((d, d_offset), (sa, sa_offset), (sb, sb_offset))]
             if any(address >> 16 for address in addresses):
                 raise Violation(f"TMEM addresses {[hex(x) for x in addresses]}: lane 0 and no id are modelled")
-            collect(warp, int(R[a][lane]), match["collector"])
             multiply(warp, pair_of(warp, match), shape, int(R[a][lane]), int(R[b][lane]), *addresses,
                      bool(R[accumulate][lane]) != negated)  # fmt: skip
 
     return run
-
-
-def collect(warp, a, how):
-    """The collector buffer keeps A after `fill` and `use`; only what it keeps may be used again."""
-    kept = warp.cta.tmem.collected
-    if how in ("use", "lastuse") and kept != a:
-        raise Violation(f"collector::a::{how} of a matrix that was not kept: no collector::a::fill of it before")
-    warp.cta.tmem.collected = a if how in ("fill", "use") else None
 
 
 def multiply(warp, ctas, shape, a, b, d, a_scale, b_scale, accumulate):

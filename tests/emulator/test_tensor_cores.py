@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tests.emulator import EmulatorError, PtxError
+from tests.emulator import EmulatorError
 from tests.emulator.ptx import ALL, DATA, fill, initialise, laid_out, run, wait, without
 
 
@@ -246,7 +246,6 @@ MUTATIONS = {
     "half of the stride": lambda s: without(s, MAJOR, str(descriptor(DATA, 512, 128, False))),
     "a reserved bit": lambda s: without(s, f"%r24, {instruction(16)}", f"%r24, {instruction(16) | 1 << 24}"),
     "N of 0": lambda s: without(s, f"%r24, {instruction(16)}", f"%r24, {instruction(0)}"),
-    "used, and never kept": lambda s: without(s, "block16 [%r20]", "block16.collector::a::use [%r20]"),
     "no allocation": lambda s: without(s, "setp.lt.u32 %p5, %t, 32;", "setp.lt.u32 %p5, %t, 0;"),
 }  # fmt: skip
 
@@ -289,27 +288,6 @@ def test_mma_of_two_ctas(schedule):
     if schedule == "lazy":
         with pytest.raises(EmulatorError, match="still writing|never written|not allocated"):  # by the other CTA
             run(body.replace(wait(0) + meet, wait(0)), got, [data], [".u64 in"], 128, "slow:1", cluster=2)
-
-
-@pytest.mark.parametrize("instruction", ["commit", "mma", "cp", "dealloc", "relinquish_alloc_permit"])
-def test_cta_groups_are_not_mixed(instruction):
-    body = without(tcgen05(16), f"tcgen05.{instruction}.cta_group::1", f"tcgen05.{instruction}.cta_group::2")
-    with pytest.raises(PtxError, match="cta_group::. in a kernel that has cta_group::. too"):
-        product(16, body)
-
-
-@pytest.mark.parametrize("second, fine", [("use", True), ("lastuse", True), ("use.other", False)])
-def test_the_collector(second, fine):
-    """A matrix that an MMA has kept may be used by the next."""
-    other = "xor.b64 %x10, %x10, 64;\n" if second.endswith("other") else ""
-    first = mma(16).replace("block16", "block16.collector::a::fill")
-    again = mma(16).replace("block16", "block16.collector::a::" + second.split(".")[0])
-    if fine:
-        got, expected = product(16, tcgen05(16, first + again))
-        assert np.array_equal(got, expected)
-    else:
-        with pytest.raises(EmulatorError, match="was not kept"):
-            product(16, tcgen05(16, first + other + again))
 
 
 def test_tmem_stores_and_other_shapes():

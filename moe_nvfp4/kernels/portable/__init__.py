@@ -1,0 +1,27 @@
+"""The portable backend: Triton kernels for every GPU from compute capability 8.0."""
+
+from __future__ import annotations
+
+import torch
+
+from moe_nvfp4.kernels.backend import Backend, Device, Problem, not_installed
+
+
+class Portable(Backend):
+    name = "portable"
+
+    def unavailable(self, device: Device) -> str | None:
+        if device.type != "cuda":
+            return "runs on GPUs"
+        if device.capability is not None and device.capability < (8, 0):
+            return "runs on compute capability 8.0 and above (A100, RTX 30 and newer)"
+        return not_installed(device, ("triton",), "pip install triton")
+
+    def unsupported(self, device: Device, problem: Problem) -> str | None:
+        if problem.dtype not in (torch.bfloat16, torch.float16):
+            name = str(problem.dtype).removeprefix("torch.")
+            return f"takes bfloat16 and float16 activations, not {name}: run the model in bfloat16"
+        return None
+
+
+BACKEND = Portable()

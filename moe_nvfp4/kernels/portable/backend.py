@@ -13,8 +13,11 @@ adds them in fp32. Where large batches go through `dense`, GEMM 1's sums are rou
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import lru_cache
 from math import inf
 
 import torch
@@ -29,12 +32,13 @@ from moe_nvfp4.kernels.portable import config, dense
 from moe_nvfp4.kernels.portable.config import Plan, Tile
 from moe_nvfp4.kernels.portable.dequantize import how
 from moe_nvfp4.kernels.portable.gemm import gemm_kernel
-from moe_nvfp4.kernels.portable.launch import launch
+from moe_nvfp4.kernels.portable.launch import compile_ahead, launch
 from moe_nvfp4.kernels.portable.rows import combine_kernel, quantize_kernel, route_kernel
 from moe_nvfp4.routing import Groups, Rows
-from moe_nvfp4.weights import ExpertWeights, Gate
+from moe_nvfp4.weights import ExpertWeights, Gate, LinearWeights
 
 _RAW = Gate("raw")
+_device: ContextVar[torch.device | None] = ContextVar("device", default=None)  # that meta tensors stand for
 _TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
@@ -51,7 +55,14 @@ def experts(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: Expe
     if T > most:
         parts = (t.split(most) for t in (x, top_k_index, top_k_weights))
         return torch.cat([experts(*part, w) for part in zip(*parts, strict=True)], out=out)
-    ids, x = top_k_index.contiguous().view(-1), _columns(x)
+    if _compiles(x):
+        dtypes = x.dtype, top_k_index.dtype, top_k_weights.dtype
+        _compile_layer(_kind(*w.tensors()), w.activations, w.gate, top_k, dtypes, x.device)
+    return _experts(x, top_k_index, top_k_weights, w, out)
+
+
+def _experts(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, w: ExpertWeights, out: Tensor) -> Tensor:
+    top_k, ids, x = top_k_index.shape[1], top_k_index.contiguous().view(-1), _columns(x)
     with _on(x.device):
         if _dense_pays(w, ids.shape[0], x):
             return _experts_dense(x, ids, top_k_weights, w, out)
@@ -116,12 +127,18 @@ def gemm2_combine(h: Rows, weights: ExpertWeights, groups: Groups, top_k_weights
     return out
 
 
-def linear(x: Tensor, weights) -> Tensor:
-    """y [T, N] = x [T, K] · wᵀ (+ bias), in x's dtype bf16 or fp16. weights: a `LinearWeights`."""
-    w, T, (N, K2) = weights, x.shape[0], weights.codes.shape
+def linear(x: Tensor, weights: LinearWeights) -> Tensor:
+    """y [T, N] = x [T, K] · wᵀ (+ bias), in x's dtype bf16 or fp16."""
+    if x.shape[0] == 0:
+        return x.new_empty(0, weights.codes.shape[0])
+    if _compiles(x):
+        _compile_linear(_kind(*weights[:-1]), weights.activations, x.dtype, x.device)
+    return _linear(x, weights)
+
+
+def _linear(x: Tensor, w: LinearWeights) -> Tensor:
+    T, (N, K2) = x.shape[0], w.codes.shape
     out = x.new_empty(T, N)
-    if T == 0:
-        return out
     x, scale = _columns(x), w.global_scale.view(-1)
     with _on(x.device):
         if w.activations == "bf16" and T > config.linear_limit(_capability(x.device)):
@@ -300,6 +317,60 @@ def _combine(y: Tensor, ids: Tensor | None, weights: Tensor | None, out: Tensor,
 # ---- what is launched where ----------------------------------------------------------------------
 
 
+# The first call of a layer of its kind compiles what any number of tokens needs, so that no later one does.
+
+
+def _compiles(x: Tensor) -> bool:
+    return x.device.type == "cuda" and how() != "interpreted" and not torch.cuda.is_current_stream_capturing()
+
+
+def _kind(*tensors: Tensor | None) -> tuple:
+    return tuple(None if t is None else (t.shape, t.dtype) for t in tensors)
+
+
+def _meta(kind: tuple | None) -> Tensor | None:
+    return None if kind is None else torch.empty(kind[0], dtype=kind[1], device="meta")
+
+
+def _counts(most: int) -> list[int]:
+    """Numbers of tokens among which every tile shape, number of parts and block size is."""
+    return sorted({min(most, max(1, round(2 ** (i / 4)))) for i in range(4 * most.bit_length())})
+
+
+@lru_cache(maxsize=256)
+def _compile_layer(
+    weights: tuple, activations: str, gate: Gate, top_k: int, dtypes: tuple[torch.dtype, ...], device: torch.device
+) -> None:
+    w = ExpertWeights(gate, activations, *map(_meta, weights))
+
+    def launches():
+        for T in _counts(config.MAX_ROWS // top_k):
+            shapes = (T, w.hidden_size), (T, top_k), (T, top_k)
+            inputs = map(_meta, zip(shapes, dtypes, strict=True))
+            _experts(*inputs, w, torch.empty(shapes[0], dtype=dtypes[0], device="meta"))
+
+    _compile_for(device, launches)
+
+
+@lru_cache(maxsize=256)
+def _compile_linear(weights: tuple, activations: str, dtype: torch.dtype, device: torch.device) -> None:
+    w = LinearWeights(*map(_meta, weights), activations)
+
+    def launches():
+        for T in _counts(2048):
+            _linear(_meta(((T, w.codes.shape[1] * 2), dtype)), w)
+
+    _compile_for(device, launches)
+
+
+def _compile_for(device: torch.device, launches: Callable[[], None]) -> None:
+    kept = _device.set(device)
+    try:
+        compile_ahead(launches, device)
+    finally:
+        _device.reset(kept)
+
+
 def _plan(w: ExpertWeights, R: int, dtype: torch.dtype, device: torch.device) -> Plan:
     return config.plan_experts(w.num_experts, w.hidden_size, w.intermediate_size, R, dtype, _sms(device))
 
@@ -312,11 +383,13 @@ def _dense_pays(w: ExpertWeights, R: int, x: Tensor) -> bool:
 
 
 def _capability(device: torch.device) -> tuple[int, int] | None:
+    device = _device.get() or device
     nvidia = device.type == "cuda" and torch.version.cuda is not None
     return torch.cuda.get_device_capability(device) if nvidia else None
 
 
 def _sms(device: torch.device) -> int:
+    device = _device.get() or device
     return multiprocessors(device) if device.type == "cuda" else 1
 
 

@@ -74,7 +74,7 @@ class TokenLoader:
                         if not of_h:
                             at = tensors.mIndex[at]
                     chunks[i] = at * pitch + chunk
-            # at its last stage, for the epilogue; a tile that quantizes needs them from the first on
+            # only an epilogue needs them, but all that quantizes
             scales_at = cutlass.select_(raw, Int32(0), (where.count - 1) >> t.log2_KB)
             for kt in cutlass.range((where.count + (t.KB - 1)) >> t.log2_KB, unroll=1):
                 cute.arch.mbarrier_wait(s.empty + ring.index, ring.phase)

@@ -1,0 +1,236 @@
+"""The portable kernels as compiled for NVIDIA GPUs, without one: run on the emulator, and what ptxas makes of them.
+
+A process of its own, since in the tests' own Triton interprets: `python -m tests.kernels.portable_code` prints JSON.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from moe_nvfp4.kernels.portable import backend, config, dense
+from moe_nvfp4.kernels.portable.launch import target
+from moe_nvfp4.weights import SILU, ExpertWeights, Gate, LinearWeights
+from tests.common import reference_layer, relative_error
+from tests.emulator import EmulatorError, emulate
+
+ARCHITECTURES = (80, 86, 89, 90, 100, 103, 120, 121)
+TYPES = {
+    torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.uint8: "*u8", torch.int32: "*i32",
+    torch.int64: "*i64",
+}  # fmt: skip
+OAI = Gate("silu", alpha=1.702, limit=0.7, up_offset=1.0)
+
+
+def split_arguments(kernel, arguments):
+    """(signature, constants, attributes) as Triton makes them of a launch: tensors are aligned, integers anything."""
+    signature, constants, attributes = {}, {}, {}
+    for i, (parameter, value) in enumerate(zip(kernel.params, arguments, strict=True)):
+        if isinstance(value, torch.Tensor):
+            signature[parameter.name], attributes[(i,)] = TYPES[value.dtype], [["tt.divisibility", 16]]
+        elif parameter.is_constexpr or value is None:
+            signature[parameter.name], constants[parameter.name] = "constexpr", value
+        else:
+            assert parameter.do_not_specialize, parameter.name
+            signature[parameter.name] = "i32"
+    return signature, constants, attributes
+
+
+@cache
+def build(kernel, signature, constants, attributes, options, architecture):
+    source = ASTSource(kernel, dict(signature), dict(constants), {key: [list(v)] for key, v in attributes})
+    options = {**dict(options), **target()}
+    return triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
+
+
+def compiled(kernel, arguments, options, architecture=80):
+    signature, constants, attributes = split_arguments(kernel, arguments)
+    attributes = tuple((key, tuple(v[0])) for key, v in attributes.items())
+    key = (tuple(signature.items()), tuple(constants.items()), attributes, tuple(options.items()))
+    return build(kernel, *key, architecture)
+
+
+class Launches:
+    """Takes the place of `launch`: keeps what is launched and, with a schedule, runs it on the emulator."""
+
+    def __init__(self, schedule=None):
+        self.schedule, self.all = schedule, []
+
+    def __call__(self, kernel, grid, *arguments, **options):
+        self.all.append((kernel, arguments, options))
+        if self.schedule is None:
+            return
+        code = compiled(kernel, arguments, options)
+        values = [v for p, v in zip(kernel.params, arguments, strict=True) if not p.is_constexpr and v is not None]
+        block = (32 * options["num_warps"], 1, 1)
+        emulate(code.asm["ptx"], [*values, 0, 0], grid, block, code.metadata.shared, schedule=self.schedule)
+
+    def __enter__(self):
+        self.kept = backend.launch
+        backend.launch = dense.launch = self
+        return self
+
+    def __exit__(self, *_):
+        backend.launch = dense.launch = self.kept
+
+
+# ---- on the emulator -----------------------------------------------------------------------------
+
+
+def weights(E, H, I, gate=SILU, bias=False, device="cpu", **more):
+    def u8(low, high, *shape):
+        if device == "meta":
+            return torch.empty(shape, dtype=torch.uint8, device=device)
+        return torch.randint(low, high, shape, dtype=torch.uint8)
+
+    def scale(v):
+        return torch.empty(E, device=device).uniform_(v, 2 * v)
+
+    N = 2 * I
+    return ExpertWeights(
+        gate, "bf16", u8(0, 256, E, N, H // 2), u8(0, 80, E, N, H // 16), scale(5e-3), scale(1e-2),
+        u8(0, 256, E, H, I // 2), u8(0, 80, E, H, I // 16), scale(5e-3),
+        *((torch.randn(E, N).bfloat16(), torch.randn(E, H).bfloat16()) if bias else (None, None)),
+    )  # fmt: skip
+
+
+def layer(schedule, T=5, w=None, dtype=torch.bfloat16, **changes):
+    torch.manual_seed(T)
+    w = replace(w or weights(3, 144, 80), **changes)
+    x = torch.randn(T, w.hidden_size).to(dtype)
+    ids, top_k_weights = torch.rand(T, w.num_experts).topk(2).indices, torch.rand(T, 2)
+    ids[0, 1] = -1
+    with Launches(schedule):
+        got = backend.experts(x, ids, top_k_weights, w)
+    return relative_error(got, reference_layer(x, ids, top_k_weights, w))
+
+
+def linear(schedule):
+    codes, sf = torch.randint(0, 256, (80, 1024), dtype=torch.uint8), torch.randint(0, 80, (80, 128), dtype=torch.uint8)
+    w = LinearWeights(codes, sf, torch.full((1,), 1e-2), torch.randn(80).bfloat16(), None, "bf16")
+    x = torch.randn(2, 2048).bfloat16()
+    kept, config.split_k = config.split_k, lambda *arguments: 4
+    try:
+        with Launches(schedule):
+            got = backend.linear(x, w)
+    finally:
+        config.split_k = kept
+    want = backend.reference._matmul(x.float(), codes, sf) * 1e-2 + w.bias.float()
+    return relative_error(got, want)
+
+
+def illegal_id(schedule):
+    try:
+        with Launches(schedule):
+            backend.route(torch.tensor([0, 1, 5, 2]), 3, 8)
+    except EmulatorError as error:
+        return 0 if "__assertfail" in str(error) else str(error)
+    return "the kernel went on"
+
+
+static = {"activations": "nvfp4", "x_scale": torch.full((3,), 2e-3), "h_scale": torch.full((3,), 5e-3)}
+CASES = {
+    "bf16": lambda schedule: layer(schedule),
+    "fp16": lambda schedule: layer(schedule, dtype=torch.float16),
+    "bias, clamps": lambda schedule: layer(schedule, w=weights(3, 144, 80, OAI, True)),
+    "W4A4, static": lambda schedule: layer(schedule, **static),
+    "W4A4, dynamic": lambda schedule: layer(schedule, activations="nvfp4"),
+    "sixteen rows a tile": lambda schedule: layer(schedule, T=14),
+    "split K": linear,
+    "an illegal id": illegal_id,
+}
+
+
+# ---- what ptxas makes of them --------------------------------------------------------------------
+
+SHAPES = {"qwen": (2048, 768, 128, 8), "mixtral": (4096, 14336, 8, 2), "gptoss": (2880, 2880, 128, 4)}
+
+
+def gemms(shape):
+    """The arguments of every GEMM that runs a layer of this shape on a GPU with 132 multiprocessors."""
+    H, I, E, top_k = SHAPES[shape]
+    w, kept = weights(E, H, I, device="meta"), backend._sms
+    backend._sms = lambda device: 132
+    try:
+        with Launches() as launches:
+            for T in (1, 16, 64, 256, 1024, 4096):
+                x = torch.empty(T, H, dtype=torch.bfloat16, device="meta")
+                ids = torch.empty(T, top_k, dtype=torch.int64, device="meta")
+                backend.experts(x, ids, torch.empty(T, top_k, device="meta"), w)
+    finally:
+        backend._sms = kept
+    return [launch for launch in launches.all if launch[0] is backend.gemm_kernel]
+
+
+def body(ptx):
+    """The text without its first lines, which name the GPU and the version."""
+    return re.sub(r"^\.(version|target).*$", "", ptx, flags=re.M)
+
+
+USAGE = {"registers": r"Used (\d+) registers", "spills": r"(\d+) bytes spill stores"}
+
+
+def usage(ptx, architecture):
+    """Registers and spilt bytes of a PTX text, for any GPU, by the ptxas that Triton brings."""
+    bin = Path(triton.__file__).parent / "backends/nvidia/bin"
+    tool = bin / ("ptxas-blackwell" if architecture >= 100 else "ptxas")
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "kernel.ptx")
+        file.write_text(re.sub(r"\.target sm_\d+a?", f".target sm_{architecture}", ptx))
+        command = [tool, "-v", f"--gpu-name=sm_{architecture}", "-o", os.devnull, file]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    return {name: int(re.search(pattern, text)[1]) for name, pattern in USAGE.items()}
+
+
+def same_everywhere():
+    """Those of ARCHITECTURES whose PTX differs from sm_80's, by kernel."""
+    with Launches() as launches:
+        x, ids = torch.empty(2, 64, dtype=torch.bfloat16), torch.empty(2, 2, dtype=torch.int64)
+        backend.experts(x, ids, torch.empty(2, 2), weights(3, 64, 48))
+    different = {}
+    for kernel, *rest in launches.all:
+        texts = {a: body(compiled(kernel, *rest, architecture=a).asm["ptx"]) for a in ARCHITECTURES}
+        different[kernel.fn.__name__] = [a for a, text in texts.items() if text != texts[80]]
+    return different
+
+
+def tiles():
+    """Tokens, shared memory and, by GPU, registers and spilt bytes of the GEMMs of SHAPES."""
+    table = {}
+    for shape in SHAPES:
+        for kernel, arguments, options in gemms(shape):
+            code = compiled(kernel, arguments, options)
+            a = dict(zip([p.name for p in kernel.params], arguments, strict=True))
+            name = f"{shape} {a['GATE']} {a['BN']}x{a['BM']}x{a['BK']}"
+            if name not in table:
+                by_gpu = {arch: usage(code.asm["ptx"], arch) for arch in (80, 86, 90, 120)}
+                table[name] = {"tokens": a["BM"], "shared": code.metadata.shared, "by GPU": by_gpu}
+    return table
+
+
+def main(what):
+    if what == "emulate":
+        result = {}
+        for name, case in CASES.items():
+            for schedule in ("eager", "random:1", "reverse-lazy") if name == "bf16" else ("reverse-lazy",):
+                try:
+                    result[f"{name}, {schedule}"] = case(schedule)
+                except Exception as error:
+                    result[f"{name}, {schedule}"] = f"{type(error).__name__}: {error}"
+    else:
+        result = {"same": same_everywhere, "tiles": tiles}[what]()
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
