@@ -198,7 +198,8 @@ def test_files_that_cannot_be_split_as_they_are_read_are_refused(dialect, tmp_pa
 
 @pytest.mark.parametrize("family", [gpt_oss, llama4], ids=lambda f: f.__name__)
 def test_the_way_out_is_one_that_the_model_has(family):
-    """Weights that files have transposed cannot be split as their tensor-parallel plan says. Llama 4 has no other."""
+    """Weights that files have transposed cannot be split as their tensor-parallel plan says. Llama 4 has no other
+    (in transformers 5.17 it had)."""
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
         mesh = init_device_mesh("cpu", (1,))
@@ -212,6 +213,7 @@ def test_the_way_out_is_one_that_the_model_has(family):
             check_sharding(name, experts, converter, model)
     finally:
         torch.distributed.destroy_process_group()
-    assert bool(model._ep_plan) == (family is gpt_oss)
-    assert ("ep_size=n" in str(error.value)) == (family is gpt_oss)
-    assert ("no plan of expert parallelism" in str(error.value)) == (family is llama4)
+    has_plan = bool(model._ep_plan)
+    assert has_plan or family is llama4
+    assert ("ep_size=n" in str(error.value)) == has_plan
+    assert ("no plan of expert parallelism" in str(error.value)) == (not has_plan)
