@@ -80,7 +80,7 @@ def explain(problem: Problem, device: Device, forced: str | None = None) -> Choi
         if reason := backend.unavailable(device) or backend.unsupported(device, problem):
             raise ValueError(f"MOE_NVFP4_BACKEND={forced} on {device}: {forced} {reason}; or unset the variable")
         return Choice(backend)
-    rejected = []
+    rejected: list[tuple[str, str]] = []
     for backend in BACKENDS:
         reason = backend.unavailable(device) or backend.unsupported(device, problem)
         if reason is None:
@@ -109,7 +109,7 @@ def _selected(problem: Problem, device: torch.device, forced: str | None) -> Sel
 
 
 # What torch.compiler.assume_constant_result does, which imports all of torch._dynamo for it.
-selected._dynamo_marked_constant = True
+selected._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def shown(problem: Problem, device: torch.device) -> str:
@@ -164,7 +164,7 @@ def report() -> list[Row]:
         chosen = {name: explain(problem, device) for name, problem in problems.items()}
         for backend in BACKENDS:
             runs = tuple(name for name, choice in chosen.items() if choice.backend is backend)
-            reasons = {dict(choice.rejected).get(backend.name) for choice in chosen.values()} - {None}
+            reasons = {dict(choice.rejected).get(backend.name, "") for choice in chosen.values()} - {""}
             reason = "; ".join(sorted(reasons)) or ("" if runs else "a faster one is there")
             rows.append(Row(str(device), backend.name, runs, reason))
     return rows

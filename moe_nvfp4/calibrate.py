@@ -12,9 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from moe_nvfp4.format import global_scale_for
+from moe_nvfp4.layer import NVFP4Experts
 
 
 class Observer:
@@ -26,12 +27,12 @@ class Observer:
     def __call__(self, x: Tensor, h: Tensor) -> None:
         for i, rows in enumerate((x, h)):
             if rows.numel():
-                amax = rows.detach().abs().amax().float()
-                self.amax[i] = amax if self.amax[i] is None else self.amax[i].maximum(amax)
+                amax, before = rows.detach().abs().amax().float(), self.amax[i]
+                self.amax[i] = amax if before is None else before.maximum(amax)
 
 
-def observe(layers: Mapping[str, nn.Module], run: Callable[[], object]) -> dict[str, tuple[Tensor, Tensor]]:
-    """Name -> (scale of x, scale of h), fp32 0-d, of `layers` (NVFP4Experts) while `run()` runs.
+def observe(layers: Mapping[str, NVFP4Experts], run: Callable[[], object]) -> dict[str, tuple[Tensor, Tensor]]:
+    """Name -> (scale of x, scale of h), fp32 0-d, of `layers` while `run()` runs.
 
     The layers are switched to W4A16 meanwhile, so that rounding of activations does not show in their range.
     ValueError for a layer that no row reached, or whose rows have NaN or Inf.
@@ -45,7 +46,7 @@ def observe(layers: Mapping[str, nn.Module], run: Callable[[], object]) -> dict[
     finally:
         for name, layer in layers.items():
             layer.observer, layer.activations = None, before[name]
-    return {name: tuple(_scale(name, amax) for amax in seen.amax) for name, seen in observers.items()}
+    return {name: (_scale(name, seen.amax[0]), _scale(name, seen.amax[1])) for name, seen in observers.items()}
 
 
 def _scale(name: str, amax: Tensor | None) -> Tensor:

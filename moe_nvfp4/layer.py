@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -49,6 +49,9 @@ class NVFP4Experts(FP32Scales):
 
     Build one with `NVFP4Experts.from_dense`, or `moe_nvfp4.integrations.huggingface.swap_experts`.
     """
+
+    down_proj: nn.Parameter
+    down_proj_bias: nn.Parameter
 
     def __init__(
         self,
@@ -160,7 +163,7 @@ class NVFP4Experts(FP32Scales):
 
     @property
     def pre_quant_scales(self) -> tuple[Tensor | None, Tensor | None]:
-        return tuple(self._parameters.get(f"{name}_pre_quant_scale") for name in ("up_proj", "down_proj"))
+        return self._parameters.get("up_proj_pre_quant_scale"), self._parameters.get("down_proj_pre_quant_scale")
 
     @property
     def projections(self) -> tuple[str, ...]:
@@ -170,9 +173,10 @@ class NVFP4Experts(FP32Scales):
     @property
     def weights(self) -> ExpertWeights:
         """The parameters as they are now: read at every call, so sharding and offloading just work."""
-        p, up = self._parameters, self.up_name  # by attributes they would take twice the time
+        p: dict[str, Any] = self._parameters  # by attributes they would take twice the time
+        up = self.up_name
         w13, w2, w13_sf, w2_sf = p[up], p["down_proj"], p[f"{up}_sf"], p["down_proj_sf"]
-        layout = self._prepared.layout if self.packed else None
+        layout = self._prepared.layout if self._prepared is not None and self.packed else None
         if layout is not None:
             w13_sf = w2_sf = None
         return ExpertWeights(
@@ -199,7 +203,7 @@ class NVFP4Experts(FP32Scales):
 
     def _here(self, name: str) -> Tensor:
         """A parameter; of one that is split over ranks (a DTensor), this rank's part, whatever its layout."""
-        parameter = self._parameters[name]
+        parameter: Any = self._parameters[name]
         return getattr(parameter, "_local_tensor", parameter)
 
     def _hooks(self) -> Hooks:
@@ -216,7 +220,7 @@ class NVFP4Experts(FP32Scales):
 
     def _problem(self, dtype: torch.dtype, fused: bool) -> tuple[Problem, torch.device]:
         w13, w2 = self._here(self.up_name), self._here("down_proj")
-        if self.packed:
+        if self._prepared is not None and self.packed:
             H, I = self._prepared.layout.hidden_size, self._prepared.layout.intermediate_size
         else:
             H, I = w2.shape[1], w13.shape[1] // (2 if self.gate.gated else 1)
@@ -233,7 +237,7 @@ class NVFP4Experts(FP32Scales):
             self._prepare_for(selected(*self._problem(dtype, self._hooks().fused)))
 
     def _prepare_for(self, chosen: Selected) -> None:
-        if self.packed:
+        if self._prepared is not None and self.packed:
             if self._prepared.layout.backend == chosen.layout:
                 return
             self.unpack()
@@ -247,7 +251,7 @@ class NVFP4Experts(FP32Scales):
             codes.data, notes[name] = backend.prepare(codes.data, sf.data, self.gate.gated and name == self.up_name)
             sf.data = sf.data.new_empty(0)
             shapes.append(tuple(codes.shape[1:]))
-        layout = Layout(backend.layout, problem.hidden_size, problem.intermediate_size, *shapes)
+        layout = Layout(chosen.layout, problem.hidden_size, problem.intermediate_size, *shapes)
         self._prepared = PreparedWeights(layout, notes)
 
     @property
@@ -259,22 +263,22 @@ class NVFP4Experts(FP32Scales):
 
     def unpack(self) -> None:
         """The checkpoint's bytes again."""
-        if self.packed:
+        if self._prepared is not None and self.packed:
             backend = named(self._prepared.layout.backend)
             for name, note in self._prepared.notes.items():
                 codes, sf = self._here(name), self._here(f"{name}_sf")
                 codes.data, sf.data = backend.restore(codes.data, note)
             self._prepared = None
 
-    def _apply(self, fn, recurse=True):
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         self.unpack()  # to another device, say
         return super()._apply(fn, recurse)
 
-    def _save_to_state_dict(self, *args):
+    def _save_to_state_dict(self, *args: Any) -> None:
         self.unpack()
         super()._save_to_state_dict(*args)
 
-    def _load_from_state_dict(self, *args):
+    def _load_from_state_dict(self, *args: Any) -> None:
         self.unpack()
         super()._load_from_state_dict(*args)
 

@@ -22,6 +22,9 @@ class NVFP4Linear(FP32Scales):
     x is multiplied by it first (AWQ).
     """
 
+    weight: nn.Parameter
+    pre_quant_scale: nn.Parameter | None
+
     def __init__(
         self,
         in_features: int,

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from moe_nvfp4.routing import Groups, Rows, group_by_expert
 from moe_nvfp4.weights import ExpertWeights, LinearWeights, read_spec
 
 # The reference's stages wait for the group offsets, which a CUDA graph can't.
-_STAGE = dict(mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
+_STAGE: dict[str, Any] = dict(mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
 _ROWS = "Tensor {0}, Tensor? {0}_sf, Tensor? {0}_scale, Tensor? {0}_index"
 _WEIGHTS = "Tensor?[] weights, str spec"
 _GROUPS = "Tensor order, Tensor offsets"
@@ -270,7 +270,8 @@ def run_experts(
     order, offsets, tensors = groups.order, groups.offsets, weights.tensors()
     quantized = weights.activations == "nvfp4"
 
-    values, index = x, groups.token
+    values: Tensor = x
+    index: Tensor | None = groups.token
     if x_factor is not None:
         values, index = _scaled(x[groups.token], x_factor, groups), None
     rows = [values, None, None, index]

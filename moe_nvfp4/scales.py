@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,7 @@ class FP32Scales(nn.Module):
     def _fp32_parameters(self) -> list[nn.Parameter]:
         return [p for n, p in self._parameters.items() if p is not None and n.endswith(("global_scale", "input_scale"))]
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True):
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         scales = {id(p) for p in self._fp32_parameters() if p.dtype == torch.float32}
 
         def spare(t: Tensor) -> Tensor:

@@ -42,7 +42,7 @@ class Gate:
     # the fields as JSON, made once: how a gate travels through a torch op (see `ExpertWeights.spec`)
     spec: str = dataclasses.field(init=False, repr=False, compare=False)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         object.__setattr__(self, "spec", json.dumps({f.name: getattr(self, f.name) for f in fields(self) if f.init}))
         if self.kind not in GATE_KINDS:
             raise ValueError(
@@ -89,7 +89,7 @@ class Layout:
     w2: tuple[int, ...]
     spec: str = dataclasses.field(init=False, repr=False, compare=False)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         object.__setattr__(self, "spec", json.dumps({f.name: getattr(self, f.name) for f in fields(self) if f.init}))
 
 
@@ -159,7 +159,7 @@ class ExpertWeights:
 
     @classmethod
     def from_tensors(cls, tensors: list[Tensor | None], spec: Spec) -> ExpertWeights:
-        return cls(spec.gate, spec.activations, *tensors, spec.layout)
+        return cls(spec.gate, spec.activations, *tensors, spec.layout)  # type: ignore[arg-type, call-arg]
 
     def validate(self, name: str = "experts") -> ExpertWeights:
         """Check dtypes, shapes and scales against each other; returns self.

@@ -31,8 +31,10 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
+from typing import Any
 
 import torch
+from tqdm import tqdm
 
 from moe_nvfp4.devices import usable_device
 from moe_nvfp4.progress import progress_bar
@@ -126,7 +128,16 @@ def convert_checkpoint(
     return report
 
 
-def _options(config, recipe, exclude, include, dialect, activations, device, share_scales) -> Options:
+def _options(
+    config: Mapping[str, Any],
+    recipe: str,
+    exclude: str | Iterable[str],
+    include: str | Iterable[str] | None,
+    dialect: str,
+    activations: str,
+    device: str | None,
+    share_scales: bool,
+) -> Options:
     for value, known, what in ((recipe, RECIPES, "recipe"), (dialect, DIALECTS, "dialect"),
                                (activations, ACTIVATIONS, "activations")):  # fmt: skip
         if value not in known:
@@ -246,7 +257,9 @@ def _pending(by_shard: Mapping[str, list[Job]], place: StagingDir) -> Iterator[t
         yield from ((shard, job) for job in jobs)
 
 
-def _feed(pool: ThreadPoolExecutor, workers: int, work: Iterator[tuple[_Shard, Job]], place: StagingDir, bar) -> int:
+def _feed(
+    pool: ThreadPoolExecutor, workers: int, work: Iterator[tuple[_Shard, Job]], place: StagingDir, bar: tqdm
+) -> int:
     """Give work to the pool as memory allows; how many source bytes an earlier run had done.
 
     The first error stops everything and is raised.

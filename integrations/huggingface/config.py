@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from transformers import AutoConfig, PretrainedConfig
-from transformers.utils import cached_file
+from transformers.utils.hub import cached_file
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from moe_nvfp4._version import __version__
@@ -73,18 +73,21 @@ class MoeNvfp4Config(QuantizationConfigMixin):
                 raise ValueError(f"{what} must be one of {known}, got {value!r}")
         if self.recipe not in RECIPES:
             raise ValueError(f"unknown recipe {recipe!r}: choose one of {', '.join(RECIPES)}")
-        self.quant_method = "moe_nvfp4"  # who reads it; config.json has the dialect's
+        self.quant_method: Any = "moe_nvfp4"  # who reads it; config.json has the dialect's
         self.ignore = list(ignore or [])
         self.input_scale, self.pre_quant_scale = bool(input_scale), bool(pre_quant_scale)
         self.dequantize = False  # a loading attribute of transformers' CompressedTensorsConfig
         self.unknown: dict[str, Any] = {}  # what other tools wrote, carried through
 
     @classmethod
-    def from_dict(cls, config_dict: dict, return_unused_kwargs: bool = False, **kwargs: Any):
+    def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
         config = {key: value for key, value in config_dict.items() if key not in REWRITTEN}
         own = config.pop("moe_nvfp4", None) or {}
-        if config.pop("quant_method", None) is not None:
-            own = _said(read_config(config_dict)) | own
+        if (method := config.pop("quant_method", None)) is not None:
+            info = read_config(config_dict)
+            if info is None:
+                raise ValueError(f"a quantization_config of quant_method {method!r} is not one of NVFP4 files")
+            own = _said(info) | own
             config.pop("ignore", None)
         elif not own:  # written by `to_dict` of a config without a method
             own, config = config, {}

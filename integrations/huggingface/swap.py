@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -26,14 +27,16 @@ from moe_nvfp4.progress import progress_bar
 from moe_nvfp4.quantize.recipes import DEFAULT_RECIPE
 from moe_nvfp4.weights import ACTIVATIONS
 
+Model = TypeVar("Model", bound=nn.Module)
+
 
 def swap_experts(
-    model: nn.Module,
+    model: Model,
     activations: str = "bf16",
     recipe: str = DEFAULT_RECIPE,
     exclude: str | Iterable[str] | None = None,
     progress: bool = True,
-) -> nn.Module:
+) -> Model:
     """Make the experts of a transformers `model` 4-bit, in place; returns the model.
 
     Walks the whole model, composite ones too. All or nothing: every weight is looked at before the first layer is
@@ -46,10 +49,10 @@ def swap_experts(
     here (meta device, offloaded), and for a pattern of `exclude` that matches no experts module.
     """
     config = MoeNvfp4Config(activations=activations, recipe=recipe, exclude=exclude)
-    if getattr(model, "hf_quantizer", None) is not None:
+    if (other := getattr(model, "hf_quantizer", None)) is not None:
         raise ValueError(
             f"{type(model).__name__} is quantized already "
-            f"({model.hf_quantizer.quantization_config.quant_method}): load the original checkpoint"
+            f"({other.quantization_config.quant_method}): load the original checkpoint"
         )
     groups: dict[int, tuple[list[str], nn.Module, ModuleLayout]] = {}  # layers may share a module
     excluded = []
@@ -74,12 +77,14 @@ def swap_experts(
     set_implementation(model)
     quantizer = MoeNvfp4Quantizer(config, pre_quantized=False)
     quantizer.attach(model, swapped, excluded)
+    assert quantizer.conversions is not None
     quantizer.conversions.build(list(base or []))
-    model._weight_conversions = quantizer.conversions.for_saving(list(base or []))
-    model.hf_quantizer, model.is_quantized = quantizer, True
-    model.quantization_method = config.quant_method
+    whole: Any = model  # nn.Module does not declare transformers' attributes
+    whole._weight_conversions = quantizer.conversions.for_saving(list(base or []))
+    whole.hf_quantizer, whole.is_quantized = quantizer, True
+    whole.quantization_method = config.quant_method
     if hasattr(model, "config"):
-        model.config.quantization_config = config
+        whole.config.quantization_config = config
     return model
 
 
@@ -118,7 +123,7 @@ def _quantized(module: nn.Module, layout: ModuleLayout, config: MoeNvfp4Config) 
     return experts
 
 
-def set_activations(model: nn.Module, activations: str) -> nn.Module:
+def set_activations(model: Model, activations: str) -> Model:
     """Switch the 4-bit experts and linears of `model` between "bf16" (W4A16) and "nvfp4" (W4A4), in place."""
     if activations not in ACTIVATIONS:
         raise ValueError(f"activations must be one of {ACTIVATIONS}, got {activations!r}")
@@ -127,11 +132,12 @@ def set_activations(model: nn.Module, activations: str) -> nn.Module:
         raise ValueError(f"{type(model).__name__} has no 4-bit experts: call swap_experts first")
     for module in layers:
         module.activations = activations
-    model.hf_quantizer.quantization_config.activations = activations
+    whole: Any = model
+    whole.hf_quantizer.quantization_config.activations = activations
     return model
 
 
-def calibrate(model: nn.Module, batches: Iterable[Tensor | Mapping[str, Tensor]], progress: bool = True) -> nn.Module:
+def calibrate(model: Model, batches: Iterable[Tensor | Mapping[str, Tensor]], progress: bool = True) -> Model:
     """Give the 4-bit experts of `model` static activation scales (`input_scale`), in place; returns the model.
 
     batches: what the model is called with, token ids [B, T] or dictionaries of inputs; a few hundred tokens like
@@ -144,14 +150,16 @@ def calibrate(model: nn.Module, batches: Iterable[Tensor | Mapping[str, Tensor]]
     if any(isinstance(p, DTensor) for layer in layers.values() for p in layer.parameters()):
         raise NotImplementedError("a model that is split over ranks is not calibrated: do it in one process, and save")
 
+    whole: Any = model
+
     def run() -> None:
         for batch in progress_bar(batches, desc="calibrate", unit="batch", show=progress):
             inputs = {"input_ids": batch} if isinstance(batch, Tensor) else batch
             with torch.no_grad():
-                model(**{key: value.to(model.device) for key, value in inputs.items()})
+                model(**{key: value.to(whole.device) for key, value in inputs.items()})
 
     for name, scales in observe(layers, run).items():
         layers[name].set_input_scales(*scales)
-    model.hf_quantizer.quantization_config.input_scale = True
-    model._weight_conversions = model.hf_quantizer.conversions.renew(model._weight_conversions)
+    whole.hf_quantizer.quantization_config.input_scale = True
+    whole._weight_conversions = whole.hf_quantizer.conversions.renew(whole._weight_conversions)
     return model

@@ -36,7 +36,7 @@ class TensorSlice:
         """uint8 [size]: bytes of the tensor, read from the file now. OSError where it cannot be read."""
         size = self.size - offset if size is None else size
         data = torch.empty(size, dtype=torch.uint8, device="cpu")
-        view, done = memoryview(data.numpy()), 0
+        view, done = data.numpy().data, 0
         with open(self.file, "rb", buffering=0) as f:
             f.seek(self.start + offset)
             while done < size:

@@ -44,7 +44,7 @@ class ShardWriter:
     def write(self, name: str, data: Tensor, offset: int = 0) -> None:
         """Bytes of tensor `name` from byte `offset` of it on. OSError when the disk is full."""
         raw = data.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-        view, done = memoryview(raw), 0
+        view, done = raw.data, 0
         with open(self.path, "r+b", buffering=0) as f:
             f.seek(self._data + self._place[name][0] + offset)
             while done < len(view):

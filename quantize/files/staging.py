@@ -13,7 +13,7 @@ from typing import TextIO
 try:
     import fcntl
 except ImportError:  # Windows
-    fcntl = None
+    fcntl = None  # type: ignore[assignment]
 
 
 class StagingDir:
@@ -55,8 +55,9 @@ class StagingDir:
             raise
         return self
 
-    def __exit__(self, *error) -> None:
-        self._journal.close()
+    def __exit__(self, *error: object) -> None:
+        if self._journal is not None:
+            self._journal.close()
         if not self.done or not self.files.exists():
             shutil.rmtree(self.folder, ignore_errors=True)
         self._unlock()
@@ -85,6 +86,7 @@ class StagingDir:
 
     def finish(self, digests: Mapping[str, str]) -> None:
         """Put tensors that are in their file into the journal: sha256 by name."""
+        assert self._journal is not None, "inside the context only"
         with self._mutex:
             self.done |= digests
             self._journal.write(f"{json.dumps(digests)}\n")
