@@ -221,7 +221,7 @@ def grouped_sf_rows(num_rows: int, num_groups: int) -> int:
 def padded_rows(offsets: Tensor, num_rows: int) -> Tensor:
     """Where each of num_rows grouped rows lies among the padded rows: int64 ``[num_rows]``.
 
-    offsets: int32 ``[E+1]``, ascending from 0. Rows from ``offsets[E]`` on are nobody's: they get
+    offsets: int32 ``[E+1]``, ascending from 0. Rows from ``offsets[E]`` on are unrouted: they get
     `grouped_sf_rows`, one past the last padded row.
     """
     num_groups = offsets.shape[0] - 1
@@ -236,7 +236,7 @@ def padded_rows(offsets: Tensor, num_rows: int) -> Tensor:
 def swizzle_sf_grouped(sf: Tensor, offsets: Tensor) -> Tensor:
     """Grouped rows ``[R, K16]`` -> the 128x4 layout ``[grouped_sf_rows(R, E) * padK16]``.
 
-    offsets: int32 ``[E+1]``. Padding is 0; nobody's rows (see `padded_rows`) are dropped.
+    offsets: int32 ``[E+1]``. Padding is 0; unrouted rows (see `padded_rows`) are dropped.
     """
     R, K16 = sf.shape
     bound = grouped_sf_rows(R, offsets.shape[0] - 1)
@@ -246,7 +246,7 @@ def swizzle_sf_grouped(sf: Tensor, offsets: Tensor) -> Tensor:
 
 
 def unswizzle_sf_grouped(flat: Tensor, offsets: Tensor, num_rows: int, K16: int) -> Tensor:
-    """The inverse of `swizzle_sf_grouped`: ``[num_rows, K16]``. Nobody's rows come back as 0."""
+    """The inverse of `swizzle_sf_grouped`: ``[num_rows, K16]``. Unrouted rows come back as 0."""
     bound = grouped_sf_rows(num_rows, offsets.shape[0] - 1)
     padded = F.pad(unswizzle_sf(flat.view(torch.uint8), bound, K16), (0, 0, 0, 1))
     return padded[padded_rows(offsets, num_rows)].view(flat.dtype)

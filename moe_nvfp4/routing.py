@@ -33,7 +33,7 @@ class Groups:
     order    int32 [R]      row r is assignment order[r] = token * top_k + slot; stable, so rows of
                             one expert are in token order
     offsets  int32 [E + 1]  expert e owns rows offsets[e] : offsets[e + 1]; rows from offsets[E] on
-                            belong to nobody (sentinel ids) and contribute exactly zero
+                            are unrouted (sentinel ids) and contribute exactly zero
     top_k    int            slots per token
     position int32 [R]      the row of each assignment (the inverse of `order`); None where not computed
     """
@@ -57,7 +57,7 @@ class Groups:
         return self.order // self.top_k
 
     def expert_of_row(self) -> Tensor:
-        """int32 [R]: the expert of each row, E for rows that belong to nobody."""
+        """int32 [R]: the expert of each row, E for unrouted rows."""
         rows = torch.arange(self.num_rows, dtype=torch.int32, device=self.order.device)
         return torch.searchsorted(self.offsets[1:], rows, right=True, out_int32=True)
 
@@ -67,10 +67,6 @@ class Groups:
             return self
         rows = torch.arange(self.num_rows, dtype=torch.int32, device=self.order.device)
         return replace(self, position=torch.empty_like(rows).index_copy_(0, self.order.long(), rows))
-
-    def per_assignment(self) -> Groups:
-        """The same rows with every assignment as a token of its own (top_k = 1)."""
-        return Groups(self.order, self.offsets, 1)
 
     def tiles(self, tile: int) -> Tiles:
         """The tile map for tiles of `tile` rows: every expert's rows, ragged at the end of each.

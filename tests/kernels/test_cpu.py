@@ -1,5 +1,6 @@
 """The CPU kernels against the reference, stage by stage, on every path of this machine; how they are built and kept."""
 
+import ctypes
 import os
 import shutil
 import subprocess
@@ -331,6 +332,16 @@ def test_a_wheels_library_is_used_if_it_is_of_this_source(tmp_path, monkeypatch)
 
 
 @pytest.mark.slow
+@needs_library
+def test_a_library_with_other_structs_is_refused(monkeypatch):
+    class Longer(cpu._Combine):
+        _fields_ = [("more", ctypes.c_int64)]
+
+    monkeypatch.setattr(cpu, "_STAGES", (*cpu._STAGES[:3], Longer))
+    with pytest.raises(OSError, match=r"made from another cpu.c: its stages take \[56, 104, 216, 64\] bytes"):
+        cpu._library.__wrapped__(cpu.path())
+
+
 @needs_library
 def test_without_python(tmp_path):
     """cpu_standalone.c, as on machines without torch; with clang too, and for ARM, where these are at hand."""

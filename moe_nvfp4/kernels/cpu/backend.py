@@ -22,7 +22,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from struct import Struct
 
@@ -43,10 +43,40 @@ _NVFP4 = 3
 _GATES = ("raw", "relu2", "silu", "gelu_tanh")
 
 
-# The kinds of stages and their structs in cpu.c: pointers and integers, then for a GEMM what ends its gate.
-_GROUP, _QUANTIZE, _GEMM, _COMBINE = range(4)
-_LAYOUTS = [Struct("=2q7q").pack, Struct("=2q13q").pack, Struct("=2q25q3fi").pack, Struct("=2q8q").pack]
-_WORDS = [7, 13, 27, 8]
+# What the stages of cpu.c are told: the fields of its structs that are filled in here, in their order and by their
+# names. The library says how many bytes it expects (see `_library`).
+
+
+def _fields(pointers: str, integers: str) -> list[tuple[str, type]]:
+    return [(n, ctypes.c_void_p) for n in pointers.split()] + [(n, ctypes.c_int64) for n in integers.split()]
+
+
+class _Group(ctypes.Structure):
+    _fields_ = _fields("ids order token offsets", "R top_k E")
+
+
+class _Quantize(ctypes.Structure):
+    _fields_ = _fields("x index scale offsets codes sf row_scale", "x_type x_rows width K R E")
+
+
+class _Gemm(ctypes.Structure):
+    _fields_ = _fields(
+        "x x_sf x_scale index offsets target codes sf first_scale rest_scale bias out",
+        "x_type x_rows x_width R E N K split bias_type out_type paired width gate",
+    ) + [(n, ctypes.c_float) for n in ("alpha", "limit", "up_offset")] + [("clamp_after", ctypes.c_int32)]
+
+
+class _Combine(ctypes.Structure):
+    _fields_ = _fields("slots weights out", "T top_k H weights_type out_type")
+
+
+_STAGES = (_Group, _Quantize, _Gemm, _Combine)  # as cpu.c counts them
+# Their bytes, a few microseconds sooner than from ctypes; in front of them which stage it is, and its 8-byte words.
+_CODES = {ctypes.c_void_p: "Q", ctypes.c_int64: "q", ctypes.c_float: "f", ctypes.c_int32: "i"}
+_PACK = {
+    stage: partial(Struct("=2q" + "".join(_CODES[t] for _, t in stage._fields_)).pack, i, ctypes.sizeof(stage) // 8)
+    for i, stage in enumerate(_STAGES)
+}
 
 
 # ---- the stages ----------------------------------------------------------------------------------
@@ -58,14 +88,14 @@ class _Program:
     def __init__(self):
         self.code, self.tensors, self.path = [], [], path()
 
-    def add(self, kind: int, tensors: list[Tensor | None], *numbers) -> None:
+    def add(self, stage: type[ctypes.Structure], tensors: list[Tensor | None], *numbers) -> None:
         pointers = []
         for t in tensors:
             if t is not None and not t.is_contiguous():
                 t = t.contiguous()
             self.tensors.append(t)
             pointers.append(0 if t is None else t.data_ptr())
-        self.code.append(_LAYOUTS[kind](kind, _WORDS[kind], *pointers, *numbers))
+        self.code.append(_PACK[stage](*pointers, *numbers))
 
     def run(self) -> bool:
         """False if the first stage is a grouping that met an illegal id."""
@@ -88,7 +118,7 @@ def experts(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: Expe
     ids = top_k_index if top_k_index.dtype == torch.int64 else top_k_index.long()
     order, token, offsets = (torch.empty(n, dtype=torch.int32, device="cpu") for n in (R, R, E + 1))
     groups = Groups(order, offsets, top_k_index.shape[1])
-    program.add(_GROUP, [ids, order, token, offsets], R, groups.top_k, E)
+    program.add(_Group, [ids, order, token, offsets], R, groups.top_k, E)
     rows = _quantize(program, x, token, weights.x_scale, groups) if quantized else Rows(x, index=token)
     h = _gemm1(program, rows, weights, groups, x.dtype)
     if quantized and not h.is_nvfp4:
@@ -145,7 +175,7 @@ def _quantize(program: _Program, x: Tensor, index: Tensor | None, scale: Tensor 
     sf = torch.zeros(nvfp4.grouped_sf_rows(R, E) * (-(-K // 64) * 4), dtype=torch.uint8, device="cpu")
     row_scale = torch.empty(R, dtype=torch.float32, device="cpu")
     tensors = [x, index, scale, groups.offsets, codes, sf, row_scale]
-    program.add(_QUANTIZE, tensors, _TYPES[x.dtype], x.shape[0], width, K, R, E)
+    program.add(_Quantize, tensors, _TYPES[x.dtype], x.shape[0], width, K, R, E)
     return Rows(codes, sf, row_scale)
 
 
@@ -168,7 +198,7 @@ def _gemm2(program: _Program, h: Rows, w: ExpertWeights, groups: Groups, top_k_w
     tensors = [w.w2, w.w2_sf, w.w2_scale, w.w2_scale, w.b2, slots]
     _gemm(program, h, groups, groups.order, tensors, 0, False, 0, 1.0, 0.0, 0.0, 0)
     top_k_weights, y = floating(top_k_weights), torch.empty(T, H, dtype=dtype, device="cpu")
-    program.add(_COMBINE, [slots, top_k_weights, y], T, top_k, H, _TYPES[top_k_weights.dtype], _TYPES[dtype])
+    program.add(_Combine, [slots, top_k_weights, y], T, top_k, H, _TYPES[top_k_weights.dtype], _TYPES[dtype])
     return y
 
 
@@ -185,7 +215,7 @@ def _gemm(
         *(groups.num_rows, groups.num_experts, codes.shape[1], codes.shape[2] * 2, split),
         *(0 if bias is None else _TYPES[bias.dtype], _TYPES[out.dtype], paired, out.shape[1]),
     )
-    program.add(_GEMM, tensors, *numbers, *gate)
+    program.add(_Gemm, tensors, *numbers, *gate)
 
 
 # ---- the library ---------------------------------------------------------------------------------
@@ -227,6 +257,10 @@ def path() -> str:
 def _library(name: str) -> ctypes.CDLL:
     """A library that has the path of this name."""
     library = _shipped() or ctypes.CDLL(build("cpu.c", f"-DONLY={PATHS.index(name)}"))
+    theirs = (ctypes.c_int64 * len(_STAGES))()
+    library.stage_bytes(theirs)
+    if list(theirs) != [ctypes.sizeof(stage) for stage in _STAGES]:
+        raise OSError(f"{library._name} was made from another cpu.c: its stages take {list(theirs)} bytes; delete it")
     library.run.restype = ctypes.c_int64
     library.run.argtypes = [ctypes.c_char_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p]
     return library

@@ -162,11 +162,20 @@ typedef struct {
     int64_t T, top_k, H, weights_type, out_type;
 } Combine;
 
+/* The bytes that cpu.py fills of each, in the order of the stages. It has the same structs, and compares. */
+_Static_assert(sizeof(void *) == 8, "pointers and integers travel as 8-byte words");
+_Static_assert(sizeof(Group) == 7 * 8 && sizeof(Combine) == 8 * 8, "no padding");
+_Static_assert(offsetof(Quantize, work) == 13 * 8 && offsetof(Gemm, rows) == 27 * 8, "no padding");
+void stage_bytes(int64_t *bytes) {
+    bytes[GROUP] = sizeof(Group), bytes[QUANTIZE] = offsetof(Quantize, work);
+    bytes[GEMM] = offsetof(Gemm, rows), bytes[COMBINE] = sizeof(Combine);
+}
+
 INLINE int64_t sf_offset(int64_t row, int64_t block, int64_t K16) { /* in the 128x4 layout */
     return (row / 128 * ((K16 + 3) / 4) + block / 4) * 512 + row % 32 * 16 + row / 32 % 4 * 4 + block % 4;
 }
 
-INLINE int64_t expert_of(const int32_t *offsets, int64_t E, int64_t row) { /* E: nobody */
+INLINE int64_t expert_of(const int32_t *offsets, int64_t E, int64_t row) { /* E: unrouted */
     int64_t low = 0, high = E;
     while (low < high) {
         int64_t middle = (low + high) / 2;
@@ -615,10 +624,10 @@ static int64_t group(const Group *g) {
         if (g->ids[i] >= 0 && g->ids[i] < g->E) start[g->ids[i] + 1]++;
     }
     for (int64_t e = 0; e < g->E; e++) start[e + 1] += start[e];
-    int32_t nobody = start[g->E];
+    int32_t unrouted = start[g->E];
     for (int64_t i = 0; i < g->R; i++) {
         int64_t e = g->ids[i];
-        int32_t r = e >= 0 && e < g->E ? start[e]++ : nobody++;
+        int32_t r = e >= 0 && e < g->E ? start[e]++ : unrouted++;
         g->order[r] = (int32_t)i, g->token[r] = (int32_t)(i / g->top_k);
     }
     memmove(start + 1, start, 4 * g->E); /* every start has moved to the next one */
@@ -659,7 +668,7 @@ static int64_t measure_quantize(Quantize *q) {
     return q->index && !q->scale && q->x_rows < q->R ? q->x_rows * token_bytes(q) : 0;
 }
 
-/* The phases of a GEMM. Rows of nobody become zeros. */
+/* The phases of a GEMM. Unrouted rows become zeros. */
 static void add_gemm(Job *job, Gemm *g, const Path *p, char *memory, int64_t threads) {
     int64_t E = g->E, hits = 0, row_bytes = g->width * (g->out_type == FP32 ? 4 : 2);
     for (int64_t r = g->offsets[E]; r < g->R; r++)
