@@ -226,7 +226,7 @@ def generate(args: argparse.Namespace) -> None:
     from transformers import TextStreamer
 
     from moe_nvfp4.integrations.huggingface import set_activations
-    from moe_nvfp4.quantize.plan import readable_size
+    from moe_nvfp4.quantize.report import readable_size
 
     model, tokenizer = _load(args.model, args.device, args.recipe, args.exclude, args.activations or "bf16")
     if args.activations:
@@ -268,7 +268,7 @@ def generate(args: argparse.Namespace) -> None:
 
 def quantize(args: argparse.Namespace) -> None:
     from moe_nvfp4.quantize.convert import convert_checkpoint
-    from moe_nvfp4.quantize.plan import readable_size
+    from moe_nvfp4.quantize.report import readable_size
 
     report = convert_checkpoint(
         _folder(args.source), args.destination, args.recipe, args.exclude, args.include, args.dialect,
@@ -318,7 +318,8 @@ def info(args: argparse.Namespace) -> None:
     from moe_nvfp4.integrations.huggingface.experts import HFExperts, describe
     from moe_nvfp4.quantize.dialects import read_config
     from moe_nvfp4.quantize.files import open_checkpoint
-    from moe_nvfp4.quantize.plan import readable_size, separate_scales_warning
+    from moe_nvfp4.quantize.plan import separate_scales_warning
+    from moe_nvfp4.quantize.report import readable_size
 
     source = _resolve(args.model)
     config = _config(source)
@@ -365,7 +366,7 @@ def info(args: argparse.Namespace) -> None:
         _say(f"  {name:44s} left as it is: {why}")
     if not rows:
         raise ValueError(f"{args.model} has no experts that this library can quantize")
-    if quantization is not None and Path(source).is_dir():
+    if quantization is not None and any(Path(source).glob("*.safetensors")):
         for line in separate_scales_warning(open_checkpoint(source)):
             _say(line)
     _say(f"experts: {readable_size(dense)} in bf16, {readable_size(packed)} in NVFP4; "

@@ -49,8 +49,9 @@ from moe_nvfp4.quantize.files import (
     tensor_bytes,
 )
 from moe_nvfp4.quantize.jobs import Job, Options
-from moe_nvfp4.quantize.plan import ConversionReport, Plan, config_dtype, readable_size
+from moe_nvfp4.quantize.plan import ConversionPlan, config_dtype, plan
 from moe_nvfp4.quantize.recipes import DEFAULT_RECIPE, RECIPES
+from moe_nvfp4.quantize.report import ConversionReport, readable_size
 from moe_nvfp4.weights import ACTIVATIONS
 
 IN_FLIGHT = 500_000_000  # bytes that all workers together may hold
@@ -97,19 +98,18 @@ def convert_checkpoint(
     if workers is not None and not 1 <= workers <= 256:
         raise ValueError(f"workers = {workers}: a conversion takes 1 to 256 threads")
     options = _options(checkpoint.config, recipe, exclude, include, dialect, activations, device, share_scales)
-    report = ConversionReport(source, destination, recipe)
-    plan = Plan(checkpoint, options, report)
-    if plan.unmatched:
+    todo = plan(checkpoint, options)
+    if todo.unmatched:
         raise ValueError(
-            f"the pattern {plan.unmatched[0]!r} matches no experts module: there are "
-            + ", ".join([*plan.modules][:3] + ["..."] * (len(plan.modules) > 3))
+            f"the pattern {todo.unmatched[0]!r} matches no experts module: there are "
+            + ", ".join([*todo.modules[:3], *["..."] * (len(todo.modules) > 3)])
         )
-    if plan.unchanged:
+    if todo.unchanged:
         raise ValueError(
             f"{source} is quantized already (NVFP4 of {dialect}); quantize the original checkpoint, name another "
             "--dialect to carry these over, or --share-scales where gate and up have different global scales"
         )
-    report.skipped |= {p.name: "a weight file that belongs to no part of this checkpoint" for p in checkpoint.ignored}
+    report = _report(todo, destination)
     if dry_run:
         return report
     others = _other_files(checkpoint)
@@ -119,8 +119,8 @@ def convert_checkpoint(
     with place:
         if place.restarted and progress:
             print(f"starting again: {place.restarted}", file=sys.stderr)
-        _run(plan.jobs, place, report, options.device, workers or _default_workers(options.device), progress)
-        _write_small_files(place.files, plan, others)
+        _run(todo.jobs, place, report, options.device, workers or _default_workers(options.device), progress)
+        _write_small_files(place.files, todo, others)
         if _state(checkpoint) != state:
             raise ValueError(f"{source} changed while it was read: run the same command again")
         place.publish()
@@ -146,6 +146,24 @@ def _options(
     include = None if include is None else tuple(as_patterns(include, "include"))
     exclude = tuple(as_patterns(exclude, "exclude"))
     return Options(recipe, exclude, include, DIALECTS[dialect], activations, device, config_dtype(config), share_scales)
+
+
+def _report(plan: ConversionPlan, destination: Path) -> ConversionReport:
+    """What `plan` will do."""
+    checkpoint, count = plan.source.checkpoint, len(plan.matrices) - len(plan.carried)
+    sizes = {name: tensor_bytes(*out) for job in plan.jobs for name, out in job.outputs.items()}
+    experts = [m for stem, m in plan.matrices.items() if stem not in plan.carried]
+    new = {f"{stem}.{s}" for stem in plan.matrices.keys() - plan.carried.keys() for s in plan.options.dialect.suffixes}
+    ignored = {p.name: "a weight file that belongs to no part of this checkpoint" for p in checkpoint.ignored}
+    return ConversionReport(
+        checkpoint.folder, destination, plan.options.recipe,
+        quantized=count, carried=len(plan.carried),
+        copied=len(plan.copied), dequantized=len(plan.dequantized),
+        skipped={**plan.skipped, **ignored},
+        bytes_before=sum(f.stat().st_size for f in checkpoint.files), bytes_after=sum(sizes.values()),
+        experts_before=sum(m.size for m in experts), experts_after=sum(sizes[name] for name in new if name in sizes),
+        shards=len({job.shard for job in plan.jobs}), rescaled=plan.rescaled[0], rescaling=plan.rescaled[1],
+    )  # fmt: skip
 
 
 def _default_workers(device: str) -> int:
@@ -195,13 +213,13 @@ def _other_files(checkpoint: Checkpoint) -> list[Path]:
     return [f for f in files if f.suffix not in weights and not f.name.endswith(".index.json")]
 
 
-def _write_small_files(folder: Path, plan: Plan, others: list[Path]) -> None:
+def _write_small_files(folder: Path, plan: ConversionPlan, others: list[Path]) -> None:
     """config.json, the index where there are several shards, and the source's other files."""
     for file in others:
         shutil.copy2(file, folder / file.name)
     (folder / "config.json").write_text(json.dumps(plan.config, indent=2, ensure_ascii=False) + "\n", "utf-8")
     places = {name: job.shard for job in plan.jobs for name in job.outputs}
-    if len(set(places.values())) > 1 or (plan.source.folder / INDEX).is_file():
+    if len(set(places.values())) > 1 or (plan.source.checkpoint.folder / INDEX).is_file():
         total = sum(tensor_bytes(*out) for job in plan.jobs for out in job.outputs.values())
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", "utf-8")

@@ -15,7 +15,7 @@ two numbers next to each other may have the same, so what has been read is writt
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 import torch
@@ -91,7 +91,6 @@ class QuantizationInfo:
     layers: Mapping[str, str] | None = None
     activations: str = "bf16"
     kv_cache: str | None = None
-    extra: dict = field(default_factory=dict)
 
     def ignores(self, module: str) -> bool:
         return any(matches(pattern, module) for pattern in self.ignore)

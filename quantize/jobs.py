@@ -12,8 +12,9 @@ from torch import Tensor
 
 from moe_nvfp4.format import dequantize, pad_k
 from moe_nvfp4.quantize.dialects import Dialect
-from moe_nvfp4.quantize.files import TORCH_DTYPES, TensorSlice, tensor_bytes
-from moe_nvfp4.quantize.matrices import ErrorSums, Matrix, NVFP4Stack
+from moe_nvfp4.quantize.files import TORCH_DTYPES, TensorSlice
+from moe_nvfp4.quantize.layouts import ErrorSums, Matrix
+from moe_nvfp4.quantize.layouts.nvfp4 import NVFP4Stack
 from moe_nvfp4.quantize.names import gate_of, up_of
 from moe_nvfp4.quantize.recipes import quantize_matrix, recipe_global_scale
 from moe_nvfp4.weights import check_block_scales, check_global_scale
@@ -77,10 +78,6 @@ def copy_job(
 
 def scale_job(name: str, stored: TensorSlice, new_name: str, source: Dialect, target: Dialect) -> Job:
     """A global scale from one dialect to the other."""
-    if stored.dtype != "F32" or tensor_bytes("F32", stored.shape) != 4:
-        raise ValueError(
-            f"{name} is {stored.dtype} {list(stored.shape)}: one F32 number per matrix is expected; the file is damaged"
-        )
 
     def run(write: Write) -> None:
         check_global_scale(source.decode_scale(stored.tensor()), name)
@@ -264,17 +261,16 @@ def dense_stack_job(name: str, matrices: list[Matrix], dtype: str) -> Job:
     return Job(matrices[0].shard, sum(m.size for m in matrices), N * K * 12, outputs, run)
 
 
-def stack_jobs(stack: NVFP4Stack, stems: list[str], source: Dialect, target: Dialect) -> Iterator[Job]:
-    """A stack as one matrix per expert and projection, the same bytes. stems: with {e} for the expert."""
+def stack_jobs(stack: NVFP4Stack, source: Dialect, target: Dialect) -> Iterator[Job]:
+    """A stack as one matrix per expert and projection, the same bytes."""
     E, out, half = stack.shape
-    n = len(stems)
 
     def job(e: int) -> Job:
-        names = [stem.format(e=e) for stem in stems]
+        names = [stem.format(e=e) for stem in stack.stems]
 
         def run(write: Write) -> None:
             for stored, suffix in ((stack.codes, target.weight), (stack.sf, target.sf)):
-                for name, piece in zip(names, stack.pieces(stored, e, n), strict=True):
+                for name, piece in zip(names, stack.pieces(stored, e), strict=True):
                     if stored is stack.sf:
                         check_block_scales(piece, f"{name}.{suffix}")
                     write(f"{name}.{suffix}", piece, 0)
@@ -285,8 +281,8 @@ def stack_jobs(stack: NVFP4Stack, stems: list[str], source: Dialect, target: Dia
 
         outputs: dict[str, tuple[str, tuple[int, ...]]] = {}
         for name in names:
-            outputs[f"{name}.{target.weight}"] = ("U8", (out // n, half))
-            outputs[f"{name}.{target.sf}"] = ("F8_E4M3", (out // n, half // 8))
+            outputs[f"{name}.{target.weight}"] = ("U8", (out // len(names), half))
+            outputs[f"{name}.{target.sf}"] = ("F8_E4M3", (out // len(names), half // 8))
             for last in stack.scales:
                 outputs[f"{name}.{target.suffixes[source.suffixes.index(last)]}"] = ("F32", target.scale_shape)
         size = (stack.codes.size + stack.sf.size) // E

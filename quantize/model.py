@@ -6,9 +6,9 @@ import copy
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
-from moe_nvfp4.quantize.names import BANK, FUSED, PER_EXPERT, sub_configs
+from moe_nvfp4.quantize.layouts import Source
+from moe_nvfp4.quantize.names import FUSED, PER_EXPERT, SEPARATE
 
 PARTS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 
@@ -30,12 +30,12 @@ class Given:
 
 
 class ModelTensors:
-    """The state dict of the model that config.json in `folder` describes, built without memory (on meta).
+    """The state dict of the model that the config of `source` describes, built without memory (on meta).
 
     Raises UnknownModel where transformers does not know the model, or cannot build it.
     """
 
-    def __init__(self, folder: Path):
+    def __init__(self, source: Source):
         try:
             import torch
             import transformers
@@ -44,7 +44,7 @@ class ModelTensors:
         except ImportError as error:
             raise UnknownModel(f"transformers is not installed ({error})") from None
         try:
-            config = transformers.AutoConfig.from_pretrained(folder)
+            config = transformers.AutoConfig.from_pretrained(source.checkpoint.folder)
         except Exception as error:  # whatever a stranger's config makes of it
             raise UnknownModel(f"transformers {transformers.__version__} cannot read config.json ({error})") from None
         names = config.architectures or []
@@ -67,9 +67,7 @@ class ModelTensors:
         self._renamings = [c for c in conversions if not isinstance(c, WeightConverter)]
         self._tied = dict(getattr(model, "all_tied_weights_keys", None) or {})
         self._optional = [re.compile(p) for p in getattr(model, "_keys_to_ignore_on_load_missing", None) or ()]
-        counts = re.compile(r"(moe_)?(num|n)_(local_|routed_)?experts")
-        found = {n for c in sub_configs(config.to_dict()) for k, n in c.items() if counts.fullmatch(k)}
-        self._num_experts = found.pop() if len(found) == 1 else None
+        self._num_experts = next(iter(source.counts)) if len(source.counts) == 1 else None
 
     def targets(self, name: str) -> list[str]:
         """Where the model has what a file calls `name`: one place, or several that share a tensor of the files."""
@@ -79,9 +77,9 @@ class ModelTensors:
         if target not in self.shapes and name in self.shapes:
             return [name]
         several = next((c.target_patterns for c in self._converters if pattern in c.source_patterns), [""])
-        if pattern is None or len(several) == 1 or not target.endswith(several[0]):
+        if pattern is None or len(several) == 1:
             return [target]
-        return [target.removesuffix(several[0]) + other for other in several]
+        return [target.replace(several[0], other, 1) for other in several]
 
     def check(self, given: Mapping[str, Given]) -> None:
         """ValueError unless `given`, a folder's tensors by their dense names, is all that the model needs."""
@@ -118,9 +116,10 @@ class ModelTensors:
             part = PARTS.get(match["part"], match["part"]) + (".bias" if last == "bias" else "")
             known = any(n.startswith(f"{module}.") for n in self.shapes)
             return module, range(int(match["e"]), int(match["e"]) + 1), part if known else None
-        bank = BANK.search(stem)
-        if of.kind == "NVFP4" and of.shape is not None and len(of.shape) == 3 and (bank or FUSED.search(name)):
-            return target.rpartition(".")[0], range(of.shape[0]), bank["part"] if bank else name.rpartition(".")[2]
+        separate = SEPARATE.search(stem)
+        if of.kind == "NVFP4" and of.shape is not None and len(of.shape) == 3 and (separate or FUSED.search(name)):
+            part = separate["part"] if separate else name.rpartition(".")[2]
+            return target.rpartition(".")[0], range(of.shape[0]), part
         return "", range(0), None
 
     def _check_experts(self, module: str, found: Mapping[str, Mapping[int, str]], covered: set[str]) -> set[str]:

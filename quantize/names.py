@@ -1,11 +1,10 @@
-"""What files call their tensors: the layouts of experts, the scales that formats keep, lists of exceptions."""
+"""What files call their tensors: experts, the scales that formats keep, lists of exceptions."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Container, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
 
 from moe_nvfp4.quantize.dialects import Dialect
@@ -30,71 +29,19 @@ def up_of(stem: str) -> str | None:
     return next((f"{module}.{up}" for up, gate in GATES.items() if gate == part), None)
 
 
-@dataclass(frozen=True)
-class Stack:
-    """How a family's files keep all experts of a layer: the ends of the tensor names.
-
-    up, down     gate and up rows together [E, 2I, H], and [E, H, I]
-    module       what stands in place of these names in front of `.E.gate_proj`
-    transposed   [E, H, 2I] and [E, I, H] instead; None: one or the other, by the config's sizes
-    interleaved  gate and up rows alternate
-    bias         tensors of the same names with `_bias` are there too
-    gate         gate rows have a tensor of their own, [E, I, H], and `up` has only up rows
-    """
-
-    up: str = "experts.gate_up_proj"
-    down: str = "experts.down_proj"
-    module: str = "experts"
-    transposed: bool | None = False
-    interleaved: bool = False
-    bias: bool = False
-    gate: str = ""
-
-
-PLAIN = Stack()
-GRANITE = Stack("block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight",
-                "block_sparse_moe.experts")  # fmt: skip
-STEP = Stack("moe.up_proj.weight", "moe.down_proj.weight", "mlp.experts", gate="moe.gate_proj.weight")
-STACKS: dict[str, Stack] = {
-    "gpt_oss": Stack(transposed=True, interleaved=True, bias=True),
-    "openai_privacy_filter": Stack(transposed=True, bias=True),
-    "llama4_text": Stack(transposed=True),
-    "aria_text": Stack("experts.fc1.weight", "experts.fc2.weight", transposed=True),
-    "inkling2_text": Stack("experts.w13_weight", "experts.w2_weight", interleaved=True),
-    "qwen3_vl_moe_text": Stack(transposed=None),
-    "step3p5": STEP,
-    "step3p7": STEP,
-    "granitemoe": GRANITE,
-    "granitemoeshared": GRANITE,
-    "granitemoehybrid": GRANITE,
-    **dict.fromkeys(
-        ("diffusion_gemma_text", "dots3_note_text", "gemma4_text", "granitemoe_swa", "hy_v4", "inkling_text",
-         "mistral4", "muse_spark_text", "qwen3_5_moe_text", "qwen3_next", "qwen4_exp_text", "unlimited_ocr_text",
-         "zaya"), PLAIN,
-    ),
-}  # fmt: skip
 # ModelOpt's stacks of NVFP4 experts [E, in/2, out], and its older order of names
 FUSED = re.compile(r"(^|\.)experts\.(gate_up_proj|up_proj|down_proj)$")
-# and its stacks for each projection, [E, out, in/2] (STEP)
-BANK = re.compile(r"(?<![^.])moe\.(?P<part>gate_proj|up_proj|down_proj)$")
+# and its stacks for each projection, [E, out, in/2]
+SEPARATE = re.compile(r"(?<![^.])moe\.(?P<part>gate_proj|up_proj|down_proj)$")
 PROJECTION_FIRST = re.compile(r"(?P<module>(?:.+\.)?experts)\.(?P<part>gate_proj|up_proj|down_proj|w[123])\."
                               r"(?P<e>0|[1-9]\d*)(?=\.|$)")  # fmt: skip
-DBRX = re.compile(r"(?P<module>(?:.+\.)?experts)\.mlp\.(?P<part>w1|v1|w2)")
-DBRX_PARTS = {"w1": "gate_proj", "v1": "up_proj", "w2": "down_proj"}
 # 4-bit and 8-bit formats keep these next to a weight; one that nobody reads means wrong numbers
 SCALES = re.compile(r"(weight_scale(_2|_inv)?|_scale_inv|_scales|_blocks|input_scale|activation_scale|_global_scale|"
                     r"weight_packed|pre_quant_scale|svdquant_lora_[ab])$")  # fmt: skip
-# Scales of FP8 weights: ModelOpt and compressed-tensors; DeepSeek V3; DeepSeek V4
-FP8_SCALES = ("weight_scale", "weight_scale_inv", "scale")
 PRE_QUANT_SCALE = "pre_quant_scale"  # AWQ: what x is multiplied by before the layer
 KV_SCALE = re.compile(r"\.(k|v|q|kv)_(scale|zero_point)$")
 # Module names that differ from the files' in transformers, which matches exclusions against its own
 ALIASES = ((".block_sparse_moe.experts", ".mlp.experts"), (".ffn.experts", ".mlp.experts"), ("backbone.", "model."))
-
-
-def fp8_scale(stem: str, names: Container[str]) -> str | None:
-    """The name of the scale next to FP8 weights `stem`.weight, if there is one in `names`."""
-    return next((f"{stem}.{last}" for last in FP8_SCALES if f"{stem}.{last}" in names), None)
 
 
 def aliases(module: str) -> list[str]:

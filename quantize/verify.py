@@ -10,22 +10,20 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from moe_nvfp4.quantize.dialects import Dialect, QuantizationInfo
+from moe_nvfp4.quantize.dialects import Dialect
 from moe_nvfp4.quantize.files import TORCH_DTYPES, Checkpoint, TensorSlice, open_checkpoint
-from moe_nvfp4.quantize.matrices import ErrorSums, Matrix, fp8_block, nvfp4_stack
+from moe_nvfp4.quantize.layouts import ErrorSums, ExpertLayout, Matrix, Source, nvfp4
+from moe_nvfp4.quantize.layouts.fp8 import fp8_block, fp8_scale
 from moe_nvfp4.quantize.model import Given, ModelTensors, UnknownModel
 from moe_nvfp4.quantize.names import (
     DENSE,
-    FUSED,
     KV_SCALE,
     PER_EXPERT,
     PRE_QUANT_SCALE,
-    PROJECTION_FIRST,
     SCALES,
-    fp8_scale,
     sub_configs,
 )
-from moe_nvfp4.quantize.plan import Plan, nvfp4_info, plan_of, separate_scales_warning
+from moe_nvfp4.quantize.plan import ConversionPlan, nvfp4_info, plan_of, separate_scales_warning
 from moe_nvfp4.weights import check_block_scales, check_global_scale
 
 PIECE = 1 << 22  # elements read at once
@@ -38,7 +36,7 @@ class VerificationReport:
     tensors: int = 0
     size: int = 0  # bytes read
     layers: dict[str, ErrorSums] = field(default_factory=dict)  # with a source to compare with
-    warnings: list[str] = field(default_factory=list)  # of what is right here and misread elsewhere
+    warnings: list[str] = field(default_factory=list)  # what was not compared, or is misread elsewhere
 
     def lines(self) -> Iterator[str]:
         yield f"{self.folder}: {self.matrices} NVFP4 matrices, {self.tensors} other tensors, {self.size:,} bytes: good"
@@ -55,7 +53,8 @@ def verify_checkpoint(folder: str | os.PathLike, against: str | os.PathLike | No
 
     Checked: headers and index; dtypes and shapes of codes and scales; block scales not negative and not
     NaN, global scales positive and finite; dense and FP8 weights finite; every expert of a layer complete;
-    no scale that nothing reads. Raises ValueError naming the first tensor that fails.
+    no scale that nothing reads; all that the model needs, where transformers knows it, and all of `against`.
+    Raises ValueError naming the first tensor that fails.
     """
     checkpoint = open_checkpoint(folder)
     info = nvfp4_info(checkpoint)
@@ -63,17 +62,17 @@ def verify_checkpoint(folder: str | os.PathLike, against: str | os.PathLike | No
         raise ValueError(f"{folder} is not an NVFP4 checkpoint: its config.json has no such quantization_config")
     report = VerificationReport(str(folder))
     left, fp8 = dict(checkpoint.tensors), set()
-    marker = f".{info.dialect.global_scale}"
-    found = [n.removesuffix(marker) for n in left if n.endswith(marker)]
-    banks = [stem for stem in found if len(_codes(stem, checkpoint, info).shape) == 3]
-    stacks = banks + [n for n in left if FUSED.search(n) and f"{n}_{info.dialect.sf}" in left]
-    shapes = {}  # of codes, by the module's name in new files
-    for stem in sorted(set(found) - set(banks)):
-        for part in _check_matrix(stem, checkpoint, info.dialect):
-            del left[part]
-        shapes[PROJECTION_FIRST.sub(r"\g<module>.\g<e>.\g<part>", stem)] = _codes(stem, checkpoint, info).shape
-    for stem in stacks:
-        for part in _check_stack(stem, checkpoint, info.dialect):
+    source, dialect = Source(checkpoint), info.dialect
+    shapes, stacks = {}, []  # of codes, by the module's name in new files; NVFP4Stack
+    for name, layout in sorted(nvfp4.recognise({n: t.shape for n, t in left.items()}, dialect).items()):
+        if layout in (ExpertLayout.STACKED_TRANSPOSED, ExpertLayout.STACKED_BY_PROJECTION):
+            stacks.append(nvfp4.nvfp4_stack(source, name, layout, dialect))
+            _check_stack(stacks[-1], dialect)
+            read = stacks[-1].tensors
+        else:
+            read = _check_matrix(name, checkpoint, dialect)
+            shapes[nvfp4.new_name(name)] = checkpoint.tensors[f"{name}.{dialect.weight}"].shape
+        for part in read:
             del left[part]
     for name in [n for n, stored in left.items() if stored.dtype == "F8_E4M3" and n.endswith(".weight")]:
         fp8.add(name)
@@ -83,14 +82,14 @@ def verify_checkpoint(folder: str | os.PathLike, against: str | os.PathLike | No
         _check_other(name, stored)
     _check_experts(shapes)
     if not shapes and not stacks:
-        raise ValueError(f"{folder} says NVFP4 in its config.json, but no tensor ends in {marker}")
-    _check_optional_scales(shapes, checkpoint, info.dialect)
+        raise ValueError(f"{folder} says NVFP4 in its config.json, but no tensor ends in .{dialect.global_scale}")
+    _check_optional_scales(shapes, checkpoint, dialect)
     try:
-        ModelTensors(checkpoint.folder).check(_given(checkpoint, info.dialect, shapes, stacks, fp8, left))
+        ModelTensors(source).check(_given(checkpoint, shapes, stacks, fp8, left))
     except UnknownModel as error:
         report.warnings.append(f"warning: not compared with the model's own list of tensors: {error}. Tensors that are "
                                "missing for the whole model or a whole layer were not noticed")  # fmt: skip
-    report.matrices = len(shapes) + sum(nvfp4_stack(checkpoint, n, info.dialect).shape[0] for n in stacks)
+    report.matrices = len(shapes) + sum(stack.shape[0] for stack in stacks)
     report.tensors, report.size = len(left), sum(t.size for t in checkpoint.tensors.values())
     report.warnings += separate_scales_warning(checkpoint)
     if against is not None:
@@ -98,48 +97,32 @@ def verify_checkpoint(folder: str | os.PathLike, against: str | os.PathLike | No
     return report
 
 
-def _codes(stem: str, checkpoint: Checkpoint, info: QuantizationInfo) -> TensorSlice:
-    name = f"{stem}.{info.dialect.weight}"
-    if name not in checkpoint.tensors:
-        raise ValueError(f"{name} is missing: every NVFP4 matrix has codes, block scales and a global scale")
-    return checkpoint.tensors[name]
-
-
 def _check_matrix(stem: str, checkpoint: Checkpoint, dialect: Dialect) -> list[str]:
-    """The names of `stem`'s tensors, checked."""
-    names = [f"{stem}.{s}" for s in dialect.suffixes]
-    weight, sf, scale, _ = found = [checkpoint.tensors.get(n) for n in names]
-    for name, stored, dtype in zip(names, found, ("U8", "F8_E4M3", "F32", "F32"), strict=True):
-        if stored is None and name != names[3]:
-            raise ValueError(f"{name} is missing: every NVFP4 matrix has codes, block scales and a global scale")
-        if stored is not None and stored.dtype != dtype:
-            raise ValueError(f"{name} has dtype {stored.dtype}, expected {dtype}")
-    if len(weight.shape) != 2 or sf.shape != (weight.shape[0], weight.shape[1] / 8):
-        raise ValueError(f"{names[1]} has shape {list(sf.shape)}, which does not fit codes of {list(weight.shape)}")
-    for name, stored in ((names[2], scale), (names[3], found[3])):
-        if stored is not None:
-            _check_scale(name, stored, dialect)
-    _read(sf, lambda piece: check_block_scales(piece, names[1]))
-    _read(weight)
-    smooth = checkpoint.tensors.get(f"{stem}.{PRE_QUANT_SCALE}")
-    if smooth is not None:
-        if smooth.dtype not in DENSE or smooth.shape != (2 * weight.shape[1],) or not smooth.tensor().isfinite().all():
-            raise ValueError(f"{stem}.{PRE_QUANT_SCALE} {list(smooth.shape)} must be finite, one for each column")
-        names, found = [*names, f"{stem}.{PRE_QUANT_SCALE}"], [*found, smooth]
-    return [n for n, stored in zip(names, found, strict=True) if stored is not None]
+    """The names of `stem`'s tensors, checked and read."""
+    parts = nvfp4.matrix_tensors(checkpoint.tensors, stem, dialect)
+    for last, stored in parts.items():
+        name = f"{stem}.{last}"
+        if last in (dialect.global_scale, dialect.input_scale):
+            check_global_scale(dialect.decode_scale(stored.tensor()), name)
+        elif last == PRE_QUANT_SCALE:
+            K = 2 * parts[dialect.weight].shape[1]
+            if stored.dtype not in DENSE or stored.shape != (K,) or not stored.tensor().isfinite().all():
+                raise ValueError(f"{name} {list(stored.shape)} must be finite, one for each column")
+        elif last == dialect.sf:
+            _read(stored, lambda piece, name=name: check_block_scales(piece, name))
+        else:
+            _read(stored)
+    return [f"{stem}.{last}" for last in parts]
 
 
-def _check_stack(stem: str, checkpoint: Checkpoint, dialect: Dialect) -> list[str]:
-    """The names of the tensors of a stack of experts, checked."""
-    stack = nvfp4_stack(checkpoint, stem, dialect)
-    stack.check(stem)
-    dot = "_" if stack.transposed else "."
-    for last, stored in stack.scales.items():
-        check_global_scale(dialect.decode_scale(stored.tensor()), f"{stem}{dot}{last}")
-    _read(stack.sf, lambda piece: check_block_scales(piece, f"{stem}{dot}{dialect.sf}"))
+def _check_stack(stack: nvfp4.NVFP4Stack, dialect: Dialect) -> None:
+    """A stack of experts, checked and read."""
+    stack.check()
+    codes, sf, *scales = stack.tensors
+    for name, stored in zip(scales, stack.scales.values(), strict=True):
+        check_global_scale(dialect.decode_scale(stored.tensor()), name)
+    _read(stack.sf, lambda piece: check_block_scales(piece, sf))
     _read(stack.codes)
-    return [stem if stack.transposed else f"{stem}.{dialect.weight}",
-            *(f"{stem}{dot}{last}" for last in (dialect.sf, *stack.scales))]  # fmt: skip
 
 
 def _check_fp8(name: str, checkpoint: Checkpoint) -> list[str]:
@@ -159,12 +142,6 @@ def _check_fp8(name: str, checkpoint: Checkpoint) -> list[str]:
     elif (found[scale].read() == 255).any():
         raise ValueError(f"{scale} has NaN: the original has them too, or the file is damaged")
     return [name, scale, f"{stem}.input_scale"]
-
-
-def _check_scale(name: str, stored: TensorSlice, dialect: Dialect) -> None:
-    if stored.dtype != "F32" or stored.size != 4:
-        raise ValueError(f"{name} is {stored.dtype} {list(stored.shape)}, expected one F32 number")
-    check_global_scale(dialect.decode_scale(stored.tensor()), name)
 
 
 def _check_other(name: str, stored: TensorSlice) -> None:
@@ -211,24 +188,23 @@ def _check_experts(found: Mapping[str, tuple[int, ...]]) -> None:
 def _check_optional_scales(found: Mapping[str, tuple[int, ...]], checkpoint: Checkpoint, dialect: Dialect) -> None:
     """input_scale and pre_quant_scale: all experts have one, or none has."""
     experts = [stem for stem in found if PER_EXPERT.fullmatch(stem)]
-    turned = {PROJECTION_FIRST.sub(r"\g<module>.\g<e>.\g<part>", name): name for name in checkpoint.tensors}
+    names = {nvfp4.new_name(name) for name in checkpoint.tensors}
     for last in (dialect.input_scale, PRE_QUANT_SCALE):
-        without = [stem for stem in experts if f"{stem}.{last}" not in turned]
+        without = [stem for stem in experts if f"{stem}.{last}" not in names]
         if 0 < len(without) < len(experts):
             raise ValueError(f"{without[0]} has no {last}, which {len(experts) - len(without)} of {len(experts)} "
                              "matrices of experts have: all need one; calibrate or quantize again")  # fmt: skip
 
 
 def _given(
-    checkpoint: Checkpoint, dialect: Dialect, matrices: Mapping[str, tuple[int, ...]], stacks: list[str],
-    fp8: set[str], left: Mapping[str, TensorSlice],
+    checkpoint: Checkpoint, matrices: Mapping[str, tuple[int, ...]], stacks: list[nvfp4.NVFP4Stack], fp8: set[str],
+    left: Mapping[str, TensorSlice],
 ) -> dict[str, Given]:  # fmt: skip
     """Everything in the folder, by the names of a dense checkpoint."""
     given = {f"{stem}.weight": Given("NVFP4", (N, 2 * half)) for stem, (N, half) in matrices.items()}
-    for stem in stacks:
-        stack = nvfp4_stack(checkpoint, stem, dialect)
+    for stack in stacks:
         E, N, half = stack.shape
-        given[stem if stack.transposed else f"{stem}.weight"] = Given("NVFP4", (E, N, 2 * half))
+        given[stack.name if stack.transposed else f"{stack.name}.weight"] = Given("NVFP4", (E, N, 2 * half))
     given |= {name: Given("FP8", checkpoint.tensors[name].shape) for name in fp8}
     return given | {name: Given("dense", stored.shape) for name, stored in left.items()}
 
@@ -238,14 +214,14 @@ def _compare(checkpoint: Checkpoint, source: Checkpoint, left: Mapping[str, Tens
     """The error of every layer; `left`: the tensors of `checkpoint` that are not NVFP4 nor FP8."""
     layer_of = lambda stem: re.sub(r"(\bexperts)\..*", r"\1", stem)
     ours = plan_of(checkpoint)
-    packed = ours.quantized
+    packed = ours.matrices
     plan = plan_of(source, {layer_of(stem) for stem in packed})
     layers: dict[str, ErrorSums] = {}
     for stem, matrix in packed.items():
-        if stem not in plan.quantized:
+        if stem not in plan.matrices:
             raise ValueError(f"{stem} has no original in {source.folder}: it was made from another checkpoint")
-        _add_error(layers.setdefault(layer_of(stem), ErrorSums()), stem, matrix, plan.quantized[stem])
-    for name in sorted(plan.quantized.keys() - packed.keys()):
+        _add_error(layers.setdefault(layer_of(stem), ErrorSums()), stem, matrix, plan.matrices[stem])
+    for name in sorted(plan.matrices.keys() - packed.keys()):
         if name not in left and f"{name}.weight" not in left:
             raise ValueError(f"{name} is in {source.folder} and neither quantized nor dense in {checkpoint.folder}")
     for name in sorted(_others(plan) - _others(ours)):
@@ -254,6 +230,7 @@ def _compare(checkpoint: Checkpoint, source: Checkpoint, left: Mapping[str, Tens
                              "complete, or a tensor was lost since; quantize again")  # fmt: skip
     for name, stored in left.items():
         original, fp8 = source.tensors.get(name), plan.dequantized.get(name)
+        fp8 = fp8 if isinstance(fp8, Matrix) else None
         copied = original is not None and original.dtype == stored.dtype
         if (copied and not _same(stored, original)) or (fp8 is not None and not _is_dense(stored, fp8)):
             raise ValueError(f"{name} is not what it is in {source.folder}: it should have been "
@@ -261,10 +238,10 @@ def _compare(checkpoint: Checkpoint, source: Checkpoint, left: Mapping[str, Tens
     return layers
 
 
-def _others(plan: Plan) -> set[str]:
+def _others(plan: ConversionPlan) -> set[str]:
     """The tensors that a plan writes besides those of quantized matrices."""
     suffixes = (*plan.options.dialect.suffixes, PRE_QUANT_SCALE)
-    quantized = {f"{stem}.{suffix}" for stem in plan.quantized for suffix in suffixes}
+    quantized = {f"{stem}.{suffix}" for stem in plan.matrices for suffix in suffixes}
     return {name for job in plan.jobs for name in job.outputs} - quantized
 
 

@@ -27,7 +27,6 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import Concatenate, ConversionOps, MergeModulelist, PrefixChange, WeightConverter
 
 from moe_nvfp4.integrations.huggingface.experts import HFExperts
-from moe_nvfp4.integrations.huggingface.files import ExpertLayout
 from moe_nvfp4.integrations.huggingface.linears import FP8Experts, LinearConverter
 from moe_nvfp4.integrations.huggingface.operations import (
     DbrxStack,
@@ -39,6 +38,7 @@ from moe_nvfp4.integrations.huggingface.operations import (
     ViewDtype,
 )
 from moe_nvfp4.quantize.dialects import MODELOPT, Dialect
+from moe_nvfp4.quantize.layouts import ExpertLayout
 from moe_nvfp4.quantize.names import PRE_QUANT_SCALE
 from moe_nvfp4.quantize.recipes import quantize_expert
 

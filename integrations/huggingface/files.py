@@ -11,7 +11,6 @@ import os
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from enum import Enum
 from pathlib import Path
 
 from safetensors import safe_open
@@ -20,7 +19,8 @@ from transformers.core_model_loading import WeightConverter, rename_source_key
 
 from moe_nvfp4.linear import NVFP4Linear
 from moe_nvfp4.quantize.dialects import COMPRESSED_TENSORS, MODELOPT, Dialect
-from moe_nvfp4.quantize.matrices import fp8_block
+from moe_nvfp4.quantize.layouts import ExpertLayout, nvfp4
+from moe_nvfp4.quantize.layouts.fp8 import fp8_block, fp8_scale
 from moe_nvfp4.quantize.names import (
     DENSE,
     FUSED,
@@ -29,7 +29,6 @@ from moe_nvfp4.quantize.names import (
     PRE_QUANT_SCALE,
     PROJECTION_FIRST,
     SCALES,
-    fp8_scale,
 )
 
 # One expert says what the others are like
@@ -54,18 +53,6 @@ class QuantizedLinear:
     scale: str = ""
 
 
-class ExpertLayout(Enum):
-    """How files keep the experts of a layer."""
-
-    ONE_BY_ONE = "one by one"  # a tensor per expert and projection, experts.3.gate_proj.weight
-    PROJECTION_FIRST = "projection first"  # the same, named experts.gate_proj.3.weight
-    STACKED_TRANSPOSED = "transposed stacks"  # ModelOpt's [E, in/2, out], with one scale for all experts
-    STACKED_BY_PROJECTION = "stacks by projection"  # its [E, out, in/2], with a scale per expert (Step-3)
-    PARAMETERS = "parameters"  # as `NVFP4Experts` has them
-    FP8 = "FP8"  # one by one, to be made dense
-    DENSE = "dense"
-
-
 @dataclass
 class CheckpointLayout:
     """What files hold.
@@ -73,6 +60,7 @@ class CheckpointLayout:
     experts    module name -> ExpertLayout; without the modules of which nothing was found
     linears    module name -> QuantizedLinear
     fp8        of FP8 experts: name in the files, after the model's renamings -> the same after its converters
+    nvfp4      every NVFP4 weight in the files, as quantize/layouts/nvfp4.py names them -> its layout
     """
 
     headers: dict[str, dict]
@@ -80,6 +68,7 @@ class CheckpointLayout:
     experts: dict[str, ExpertLayout] = field(default_factory=dict)
     linears: dict[str, QuantizedLinear] = field(default_factory=dict)
     fp8: dict[str, str] = field(default_factory=dict)
+    nvfp4: dict[str, ExpertLayout] = field(default_factory=dict)
 
     @property
     def kv_scales(self) -> list[str]:
@@ -120,6 +109,7 @@ def read_layout(
     weights that go through a converter of the model, ValueError for incomplete or damaged ones.
     """
     found = CheckpointLayout(headers, dialect_of(headers))
+    found.nvfp4 = nvfp4.recognise({name: info["shape"] for name, info in headers.items()}, found.dialect)
     names = sorted(experts, key=len, reverse=True)  # a module before what contains it
     modules = dict(model.named_modules())
     for key, target, source, pattern in _targets(found, model, conversions):
@@ -177,12 +167,9 @@ def _split(conversions: list) -> tuple[list, list]:
 
 
 def _expert_layout(key: str, dtype: str, found: CheckpointLayout) -> ExpertLayout | None:
+    """The layout of the experts whose weight is `key`; None where the name says nothing."""
     if key.endswith("_proj_sf"):
         return ExpertLayout.PARAMETERS
-    if FUSED.search(key) and dtype != "F8_E4M3":
-        if f"{key}_weight_scale" in found.headers:
-            return ExpertLayout.STACKED_TRANSPOSED
-        return ExpertLayout.DENSE if dtype in DENSE else None
     if dtype in DENSE:
         return ExpertLayout.DENSE
     if dtype == "F8_E4M3":
@@ -192,10 +179,8 @@ def _expert_layout(key: str, dtype: str, found: CheckpointLayout) -> ExpertLayou
                 "use the original checkpoint"
             )
         return ExpertLayout.FP8
-    if PROJECTION_FIRST.search(key):
-        return ExpertLayout.PROJECTION_FIRST
-    stacked = len(found.headers[key]["shape"]) == 3
-    return ExpertLayout.STACKED_BY_PROJECTION if stacked else ExpertLayout.ONE_BY_ONE
+    layout = found.nvfp4.get(key) or found.nvfp4.get(key.rpartition(".")[0])
+    return layout or (None if FUSED.search(key) else ExpertLayout.ONE_BY_ONE)
 
 
 def _linear(key: str, module: str, source: str, found: CheckpointLayout) -> QuantizedLinear | None:

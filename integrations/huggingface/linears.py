@@ -15,8 +15,8 @@ from moe_nvfp4.format import dequantize
 from moe_nvfp4.integrations.huggingface.files import QuantizedLinear
 from moe_nvfp4.linear import NVFP4Linear
 from moe_nvfp4.quantize.dialects import Dialect
-from moe_nvfp4.quantize.matrices import fp8_block, fp8_dense
-from moe_nvfp4.quantize.names import FP8_SCALES, PER_EXPERT, PRE_QUANT_SCALE, fp8_scale
+from moe_nvfp4.quantize.layouts.fp8 import FP8_SCALES, fp8_block, fp8_dense, fp8_scale
+from moe_nvfp4.quantize.names import PER_EXPERT, PRE_QUANT_SCALE
 from moe_nvfp4.weights import check_block_scales, check_global_scale
 
 FP8_TENSORS = ("weight", *FP8_SCALES, "input_scale")

@@ -25,7 +25,6 @@ from moe_nvfp4.integrations.huggingface.experts import (
 )
 from moe_nvfp4.integrations.huggingface.files import (
     CheckpointLayout,
-    ExpertLayout,
     MtpTensors,
     is_nvfp4,
     mtp_tensors,
@@ -36,6 +35,7 @@ from moe_nvfp4.integrations.huggingface.linears import FP8Experts, LinearConvert
 from moe_nvfp4.linear import NVFP4Linear
 from moe_nvfp4.quantize.dialects import DIALECTS
 from moe_nvfp4.quantize.files import read_headers
+from moe_nvfp4.quantize.layouts import ExpertLayout
 from moe_nvfp4.quantize.names import KV_SCALE, PER_EXPERT, PRE_QUANT_SCALE, ignore_patterns
 from moe_nvfp4.weights import check_block_scales, check_global_scale
 

@@ -1,0 +1,149 @@
+"""What all layouts share: matrices that are read in pieces, the experts of a layer, what the config says."""
+
+from __future__ import annotations
+
+import math
+import re
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+from moe_nvfp4.quantize.files import TORCH_DTYPES, Checkpoint, TensorSlice
+from moe_nvfp4.quantize.names import sub_configs
+
+
+class ExpertLayout(Enum):
+    """How files keep the experts of a layer."""
+
+    ONE_BY_ONE = "one by one"  # a tensor per expert and projection, experts.3.gate_proj.weight
+    PROJECTION_FIRST = "projection first"  # the same, named experts.gate_proj.3.weight
+    STACKED_TRANSPOSED = "transposed stacks"  # ModelOpt's [E, in/2, out], with one scale for all experts
+    STACKED_BY_PROJECTION = "stacks by projection"  # its [E, out, in/2], with a scale per expert (Step-3)
+    PARAMETERS = "parameters"  # as `NVFP4Experts` has them
+    FP8 = "FP8"  # one by one, to be made dense
+    DENSE = "dense"
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A dense [rows, columns] matrix in source files, read in pieces.
+
+    open()        reads what must be read at once, and returns rows(a, b) -> floating point [b - a, columns]
+    held          bytes that `open` keeps in memory
+    size          source bytes it stands for
+    shard         the name of the file it lies in
+    global_scale  of NVFP4 the one it has, of others a better one than the recipe's; or None
+    """
+
+    rows: int
+    columns: int
+    size: int
+    shard: str
+    open: Callable[[], Callable[[int, int], Tensor]]
+    held: int = 0
+    global_scale: Callable[[], Tensor] | None = None
+
+
+@dataclass
+class ErrorSums:
+    """Sums over matrices: of squared errors and of squares of the original. Threads may add."""
+
+    matrices: int = 0
+    error: float = 0.0
+    square: float = 0.0
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
+
+    def add(self, values: Tensor, original: Tensor) -> None:
+        """fp32 tensors of one shape."""
+        error = (values - original).square().sum(dtype=torch.float64).item()
+        square = original.square().sum(dtype=torch.float64).item()
+        with self._lock:
+            self.error += error
+            self.square += square
+
+    @property
+    def relative(self) -> float:
+        """||values - original|| / ||original||"""
+        return math.sqrt(self.error / self.square) if self.square else 0.0
+
+    @property
+    def snr(self) -> float:
+        """Signal to noise in dB."""
+        return 10 * math.log10(self.square / self.error) if self.error and self.square else math.inf
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The experts of one layer that files hold in some layout other than NVFP4.
+
+    module    their name in new files, where a matrix is called `module`.E.gate_proj (or as the family has it)
+    tensors   the names of the files' tensors that they are
+    matrices  -> all matrices by their names in new files; ValueError where the tensors do not fit each other
+    biases    the files' biases [E, n]: name -> the names of the modules that get a part, with {e} for the expert
+    interleaved  rows of gate and up alternate in biases
+    dense     of quantized ones, should they be left alone: names -> a matrix, or E of one shape for a stack [E, K, N]
+    """
+
+    module: str
+    tensors: tuple[str, ...]
+    matrices: Callable[[], dict[str, Matrix]]
+    biases: Mapping[str, list[str]] = field(default_factory=dict)
+    interleaved: bool = False
+    dense: Callable[[], dict[str, Matrix | list[Matrix]]] | None = None
+
+
+class Source:
+    """A checkpoint, and what its config says about experts.
+
+    types   every model_type in it, the outermost first
+    layers  the number of layers; None: not said
+    hidden  every hidden_size
+    counts  every number of experts
+    """
+
+    def __init__(self, checkpoint: Checkpoint):
+        self.checkpoint = checkpoint
+        configs = sub_configs(checkpoint.config)
+        self.types = [c["model_type"] for c in configs if isinstance(c.get("model_type"), str)]
+        layers = [c.get("num_hidden_layers") for c in configs]
+        self.layers = max((n for n in layers if type(n) is int), default=None)
+        self.hidden = {c["hidden_size"] for c in configs if type(c.get("hidden_size")) is int}
+        counts = re.compile(r"(moe_)?(num|n)_(local_|routed_)?experts")
+        self.counts = {n for c in configs for k, n in c.items() if counts.fullmatch(k) and type(n) is int}
+
+
+def need(condition: bool, name: str, stored: TensorSlice, expected: str) -> None:
+    """ValueError unless `condition`: tensor `name` has another shape than is `expected`."""
+    if not condition:
+        raise ValueError(f"{name} has shape {list(stored.shape)}, expected {expected}: the file belongs to another "
+                         "model, or this layout is not known here; leave it as it is with --exclude")  # fmt: skip
+
+
+def row_major(stored: TensorSlice, rows: int, columns: int, first: int = 0) -> Matrix:
+    """Rows `first` to `first + rows` of a tensor whose rows have `columns` elements."""
+    dtype = TORCH_DTYPES[stored.dtype]
+    width = columns * dtype.itemsize
+
+    def read(a: int, b: int) -> Tensor:
+        return stored.read((first + a) * width, (b - a) * width).view(dtype).view(-1, columns)
+
+    return Matrix(rows, columns, rows * width, stored.file.name, lambda: read)
+
+
+def slice_view(
+    stored: TensorSlice, e: int, shape: tuple[int, int], view: Callable[[Tensor], Tensor], parts: int
+) -> Matrix:
+    """view([shape] number e of a stack): for layouts in which a matrix's rows are not in one piece."""
+    dtype = TORCH_DTYPES[stored.dtype]
+    size = shape[0] * shape[1] * dtype.itemsize
+
+    def open() -> Callable[[int, int], Tensor]:
+        matrix = view(stored.read(e * size, size).view(dtype).view(shape))
+        return lambda a, b: matrix[a:b].contiguous()
+
+    rows, columns = view(torch.empty(shape, device="meta")).shape
+    return Matrix(rows, columns, size // parts, stored.file.name, open, held=size)

@@ -1,0 +1,40 @@
+"""DBRX: [E * I, H] matrices w1 and v1 (gate and up), and w2, in which each expert is [in, out]."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+
+from moe_nvfp4.quantize.files import TensorSlice
+from moe_nvfp4.quantize.layouts.base import Experts, Matrix, Source, need, row_major, slice_view
+
+NAME = re.compile(r"(?P<module>(?:.+\.)?experts)\.mlp\.(?P<part>w1|v1|w2)")
+PARTS = {"w1": "gate_proj", "v1": "up_proj", "w2": "down_proj"}
+
+
+def recognise(source: Source, left: Mapping[str, TensorSlice]) -> Iterator[Experts]:
+    if "dbrx" not in source.types:
+        return
+    modules: dict[str, dict[str, str]] = {}
+    for name in left:
+        if match := NAME.fullmatch(name):
+            modules.setdefault(match["module"], {})[match["part"]] = name
+    E = (source.checkpoint.config.get("ffn_config") or {}).get("moe_num_experts")
+
+    def matrices(module: str) -> dict[str, Matrix]:
+        found = {}
+        for part, name in modules[module].items():
+            stored = left[name]
+            fits = type(E) is int and E > 0 and len(stored.shape) == 2 and stored.shape[0] % E == 0 and stored.size
+            need(fits, name, stored, f"[{E} experts * I, H]")
+            I, H = stored.shape[0] // E, stored.shape[1]
+            for e in range(E):
+                down = part == "w2"
+                matrix = slice_view(stored, e, (I, H), lambda t: t.T, 1) if down else row_major(stored, I, H, e * I)
+                found[f"{module}.{e}.{PARTS[part]}"] = matrix
+        if missing := PARTS.keys() - modules[module].keys():
+            raise ValueError(f"{module}.mlp.{min(missing)} is missing: download the checkpoint again")
+        return found
+
+    for module, names in modules.items():
+        yield Experts(module, tuple(names.values()), lambda module=module: matrices(module))

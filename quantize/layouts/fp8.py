@@ -1,0 +1,102 @@
+"""FP8 weights: e4m3 codes with a scale for a matrix, a row, 32 of a row (MXFP8) or a block (DeepSeek)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from moe_nvfp4.quantize.files import TensorSlice
+from moe_nvfp4.quantize.layouts.base import Experts, Matrix, Source
+from moe_nvfp4.quantize.layouts.one_by_one import check_complete
+from moe_nvfp4.quantize.names import PER_EXPERT
+
+# What the scales are called: ModelOpt and compressed-tensors; DeepSeek V3; DeepSeek V4
+FP8_SCALES = ("weight_scale", "weight_scale_inv", "scale")
+
+
+def fp8_scale(stem: str, names: Container[str]) -> str | None:
+    """The name of the scale next to FP8 weights `stem`.weight, if there is one in `names`."""
+    return next((f"{stem}.{last}" for last in FP8_SCALES if f"{stem}.{last}" in names), None)
+
+
+def fp8_block(shape: tuple[int, ...], scales: tuple[int, ...]) -> tuple[int, int] | None:
+    """The block of weights [N, K] that shares a scale: one for all, for a row, for 32 of K, or for 128 x 128.
+
+    None: scales of this shape are none of these.
+    """
+    if len(shape) != 2:
+        return None
+    N, K = shape
+    if scales in ((), (1,), (1, 1)):
+        return N, K
+    if scales in ((N,), (N, 1)):
+        return 1, K
+    blocks = [b for b in ((1, 32), (128, 128)) if scales == (-(-N // b[0]), -(-K // b[1]))]
+    return blocks[0] if blocks else None
+
+
+def fp8_dense(codes: Tensor, scales: Tensor, block: tuple[int, int], first: int = 0) -> Tensor:
+    """Rows `first`, ... of e4m3 weights, [n, K] -> fp32: code * scale.
+
+    scales: of the whole matrix, with a scale for every `block`; floating, or uint8 as e8m0 (2^(byte - 127)).
+    """
+    n, K = codes.shape
+    scales = scales.view(torch.float8_e8m0fnu).float() if scales.dtype == torch.uint8 else scales.float()
+    scales = scales.reshape(-1, -(-K // block[1]))
+    of_rows = scales[torch.arange(first, first + n, device=codes.device) // block[0]]
+    return codes.float().mul_(of_rows.repeat_interleave(block[1], dim=1)[:, :K])
+
+
+def fp8_matrix(weight: TensorSlice, scale: TensorSlice, block: tuple[int, int] | None, name: str) -> Matrix:
+    """e4m3 [N, K] with a scale for every block (None: as `fp8_block` finds) -> fp32. ValueError for other shapes."""
+    fits = block is None or scale.shape == tuple(-(-n // b) for n, b in zip(weight.shape, block, strict=False))
+    block = block or fp8_block(weight.shape, scale.shape)
+    if len(weight.shape) != 2 or not fits or block is None:
+        raise ValueError(
+            f"{name}: scales {list(scale.shape)} do not fit weights {list(weight.shape)}"
+            + (f" in blocks of {list(block)}" if block else "")
+            + ": the file or weight_block_size in config.json is damaged; download them again"
+        )
+    N, K = weight.shape
+
+    def open() -> Callable[[int, int], Tensor]:
+        scales = scale.tensor()
+        return lambda a, b: fp8_dense(
+            weight.read(a * K, (b - a) * K).view(torch.float8_e4m3fn).view(-1, K), scales, block, a
+        )
+
+    return Matrix(N, K, weight.size + scale.size, weight.file.name, open, held=4 * scale.size)
+
+
+def block_weights(source: Source, left: Mapping[str, TensorSlice]) -> dict[str, tuple[Matrix, tuple[str, str]]]:
+    """The weights of a checkpoint in blocks (quant_method fp8): stem -> matrix, names of its two tensors."""
+    block = source.checkpoint.config["quantization_config"].get("weight_block_size")
+    if not (isinstance(block, list) and len(block) == 2 and all(type(b) is int and b > 0 for b in block)):
+        raise ValueError(f"FP8 without blocks (weight_block_size {block!r}) is not read: use the original")
+    found = {}
+    for name in [n for n in left if n.endswith(".weight_scale_inv")]:
+        stem = name.removesuffix(".weight_scale_inv")
+        weight, scale = left.get(f"{stem}.weight"), left[name]
+        if weight is None or weight.dtype != "F8_E4M3" or scale.dtype not in ("F32", "BF16", "F8_E8M0"):
+            raise ValueError(f"{name} has no F8_E4M3 {stem}.weight: a shard is missing; download it again")
+        found[stem] = fp8_matrix(weight, scale, tuple(block), stem), (f"{stem}.weight", name)
+    return found
+
+
+def recognise(source: Source, left: Mapping[str, TensorSlice]) -> Iterator[Experts]:
+    """Experts one by one, in blocks."""
+    modules: dict[str, dict[str, tuple[Matrix, tuple[str, str]]]] = {}
+    for stem, found in block_weights(source, left).items():
+        if match := PER_EXPERT.fullmatch(stem):
+            modules.setdefault(match["module"], {})[stem] = found
+
+    def matrices(module: str) -> dict[str, Matrix]:
+        check_complete(module, modules[module], source.counts)
+        return {stem: matrix for stem, (matrix, _) in modules[module].items()}
+
+    for module, found in modules.items():
+        names = tuple(name for _, pair in found.values() for name in pair)
+        dense = lambda found=found: {f"{stem}.weight": matrix for stem, (matrix, _) in found.items()}
+        yield Experts(module, names, lambda module=module: matrices(module), dense=dense)

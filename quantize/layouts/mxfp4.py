@@ -1,0 +1,74 @@
+"""MXFP4 experts, as gpt-oss has them: stacks of e2m1 codes with e8m0 scales; rows of gate and up alternate."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from moe_nvfp4.format import decode
+from moe_nvfp4.quantize.files import TensorSlice
+from moe_nvfp4.quantize.layouts.base import Experts, Matrix, Source
+
+
+def mxfp4_matrix(blocks: TensorSlice, scales: TensorSlice, e: int, first: int, step: int, name: str) -> Matrix:
+    """Expert e's rows first, first + step, ... of [E, N, K/32, 16] codes with e8m0 [E, N, K/32] -> fp32.
+
+    Its global scale is a power of two, so that a searching recipe finds every value again, exactly: MXFP4's scales
+    are powers of two, and e4m3 holds 18 of them in a row. Gate and up share the larger of theirs. Where scales in
+    use lie further apart than that, small values are rounded, with a warning.
+    """
+    if len(blocks.shape) != 4 or blocks.shape[3] != 16 or scales.shape != blocks.shape[:3] or not blocks.size:
+        raise ValueError(f"{name}: {list(blocks.shape)} and {list(scales.shape)} are not MXFP4 ([E, N, K/32, 16] codes "
+                         "and [E, N, K/32] scales): the file is damaged; download it again")  # fmt: skip
+    _, N, groups, _ = blocks.shape
+
+    def scale_bytes(a: int, b: int) -> Tensor:
+        rows = scales.read((e * N + a * step) * groups, (b - a) * step * groups).view(-1, groups)
+        return rows[first::step]
+
+    def rows(a: int, b: int) -> Tensor:
+        width = groups * 16
+        codes = blocks.read((e * N + a * step) * width, (b - a) * step * width).view(-1, groups, 16)[first::step]
+        exponents = scale_bytes(a, b)
+        if (exponents == 255).any():
+            raise ValueError(f"{name}, expert {e}: an MXFP4 scale is NaN: download the checkpoint again")
+        return torch.ldexp(decode(codes), exponents[..., None].to(torch.int32) - 127).flatten(1)
+
+    def power_of_two() -> Tensor:
+        return torch.ldexp(torch.ones(()), scale_bytes(0, N // step).max().to(torch.int32) - 127 - 8)
+
+    size = (blocks.size + scales.size) // blocks.shape[0] // step
+    return Matrix(N // step, groups * 32, size, blocks.file.name, lambda: rows, global_scale=power_of_two)
+
+
+def recognise(source: Source, left: Mapping[str, TensorSlice]) -> Iterator[Experts]:
+    if "gpt_oss" not in source.types:
+        raise ValueError(f"MXFP4 experts are known for gpt_oss only, not for model_type {source.types[0]!r}")
+    for name in [n for n in left if n.endswith("experts.gate_up_proj_blocks")]:
+        up, down = name.removesuffix("_blocks"), name.removesuffix("gate_up_proj_blocks") + "down_proj"
+        module = up.removesuffix(".gate_up_proj")
+        tensors = tuple(f"{p}_{kind}" for p in (up, down) for kind in ("blocks", "scales"))
+        if missing := [n for n in tensors if n not in left]:
+            raise ValueError(f"{missing[0]} is missing: download the checkpoint again")
+        pairs = {p: (left[f"{p}_blocks"], left[f"{p}_scales"]) for p in (up, down)}
+        biases = {f"{up}_bias": [f"{module}.{{e}}.gate_proj", f"{module}.{{e}}.up_proj"],
+                  f"{down}_bias": [f"{module}.{{e}}.down_proj"]}  # fmt: skip
+
+        def matrices(module=module, up=up, down=down, pairs=pairs) -> dict[str, Matrix]:
+            found = {}
+            for e in range(pairs[up][0].shape[0]):
+                for i, part in enumerate(("gate_proj", "up_proj")):
+                    found[f"{module}.{e}.{part}"] = mxfp4_matrix(*pairs[up], e, i, 2, up)
+                found[f"{module}.{e}.down_proj"] = mxfp4_matrix(*pairs[down], e, 0, 1, down)
+            return found
+
+        def dense(pairs=pairs) -> dict[str, list[Matrix]]:
+            """As gpt-oss has it in bf16: [E, in, out]."""
+            return {
+                name: [mxfp4_matrix(*pair, e, 0, 1, name) for e in range(pair[0].shape[0])]
+                for name, pair in pairs.items()
+            }
+
+        yield Experts(module, tensors, matrices, biases, interleaved=True, dense=dense)

@@ -1,0 +1,135 @@
+"""Dense experts in stacks: all experts of a layer in one tensor, as each family keeps them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from moe_nvfp4.quantize.files import TensorSlice
+from moe_nvfp4.quantize.layouts.base import Experts, Matrix, Source, need, row_major, slice_view
+from moe_nvfp4.quantize.names import DENSE
+
+
+@dataclass(frozen=True)
+class Stack:
+    """How a family's files keep all experts of a layer: the ends of the tensor names.
+
+    up, down     gate and up rows together [E, 2I, H], and [E, H, I]
+    module       what stands in place of these names in front of `.E.gate_proj`
+    transposed   [E, H, 2I] and [E, I, H] instead; None: one or the other, by the config's sizes
+    interleaved  gate and up rows alternate
+    bias         tensors of the same names with `_bias` are there too
+    gate         gate rows have a tensor of their own, [E, I, H], and `up` has only up rows
+    """
+
+    up: str = "experts.gate_up_proj"
+    down: str = "experts.down_proj"
+    module: str = "experts"
+    transposed: bool | None = False
+    interleaved: bool = False
+    bias: bool = False
+    gate: str = ""
+
+
+PLAIN = Stack()
+GRANITE = Stack("block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight",
+                "block_sparse_moe.experts")  # fmt: skip
+STEP = Stack("moe.up_proj.weight", "moe.down_proj.weight", "mlp.experts", gate="moe.gate_proj.weight")
+STACKS: dict[str, Stack] = {
+    "gpt_oss": Stack(transposed=True, interleaved=True, bias=True),
+    "openai_privacy_filter": Stack(transposed=True, bias=True),
+    "llama4_text": Stack(transposed=True),
+    "aria_text": Stack("experts.fc1.weight", "experts.fc2.weight", transposed=True),
+    "inkling2_text": Stack("experts.w13_weight", "experts.w2_weight", interleaved=True),
+    "qwen3_vl_moe_text": Stack(transposed=None),
+    "step3p5": STEP,
+    "step3p7": STEP,
+    "granitemoe": GRANITE,
+    "granitemoeshared": GRANITE,
+    "granitemoehybrid": GRANITE,
+    **dict.fromkeys(
+        ("diffusion_gemma_text", "dots3_note_text", "gemma4_text", "granitemoe_swa", "hy_v4", "inkling_text",
+         "mistral4", "muse_spark_text", "qwen3_5_moe_text", "qwen3_next", "qwen4_exp_text", "unlimited_ocr_text",
+         "zaya"), PLAIN,
+    ),
+}  # fmt: skip
+
+
+def recognise(source: Source, left: Mapping[str, TensorSlice]) -> Iterator[Experts]:
+    for stack in dict.fromkeys(STACKS[t] for t in source.types if t in STACKS):
+        for name, up in left.items():
+            if f".{name}".endswith(f".{stack.up}") and up.dtype in DENSE:
+                yield _experts(source, left, stack, name)
+
+
+def _experts(source: Source, left: Mapping[str, TensorSlice], stack: Stack, up: str) -> Experts:
+    prefix = up.removesuffix(stack.up)
+    module, down = prefix + stack.module, prefix + stack.down
+    gate = prefix + stack.gate if stack.gate else None
+    names = (up, down, gate) if gate else (up, down)
+
+    def matrices() -> dict[str, Matrix]:
+        for other in names[1:]:
+            if other not in left:
+                raise ValueError(f"{other} is missing next to {up}: download the checkpoint again")
+        if gate:
+            return _separate(module, left, gate, up, down)
+        return _together(module, left, stack, source.hidden, up, down)
+
+    biases = {}
+    if stack.bias:
+        biases = {f"{up}_bias": [f"{module}.{{e}}.gate_proj", f"{module}.{{e}}.up_proj"],
+                  f"{down}_bias": [f"{module}.{{e}}.down_proj"]}  # fmt: skip
+    return Experts(module, names, matrices, biases, stack.interleaved)
+
+
+def _separate(module: str, left: Mapping[str, TensorSlice], gate: str, up: str, down: str) -> dict[str, Matrix]:
+    """A stack for each projection, [E, out, in]."""
+    parts = {"gate_proj": left[gate], "up_proj": left[up], "down_proj": left[down]}
+    fits = len(left[up].shape) == 3 and left[gate].shape == left[up].shape and left[gate].size
+    need(fits, up, left[up], f"{list(left[gate].shape)} as the gate's")
+    E, I, H = left[gate].shape
+    need(left[down].shape == (E, H, I), down, left[down], f"[{E}, {H}, {I}]")
+    return {
+        f"{module}.{e}.{part}": row_major(stored, *stored.shape[1:], e * stored.shape[1])
+        for e in range(E)
+        for part, stored in parts.items()
+    }
+
+
+def _together(
+    module: str, left: Mapping[str, TensorSlice], stack: Stack, hidden: set[int], up_name: str, down_name: str
+) -> dict[str, Matrix]:
+    """Gate and up in one stack."""
+    up, down, found = left[up_name], left[down_name], {}
+    transposed = _is_transposed(stack, hidden, up_name, up, down)
+    E, I = up.shape[0], up.shape[2 if transposed else 1] // 2
+    H = up.shape[1 if transposed else 2]
+    need(down.shape == ((E, I, H) if transposed else (E, H, I)), down_name, down, f"E {E}, I {I}, H {H}")
+    for e in range(E):
+        for i, part in enumerate(("gate_proj", "up_proj")):
+            if not transposed and stack.interleaved:
+                matrix = slice_view(up, e, (2 * I, H), lambda t, i=i: t[i::2], 2)
+            elif not transposed:
+                matrix = row_major(up, I, H, (2 * e + i) * I)
+            else:
+                rows = slice(i, None, 2) if stack.interleaved else slice(i * I, (i + 1) * I)
+                matrix = slice_view(up, e, (H, 2 * I), lambda t, rows=rows: t[:, rows].T, 2)
+            found[f"{module}.{e}.{part}"] = matrix
+        matrix = slice_view(down, e, (I, H), lambda t: t.T, 1) if transposed else row_major(down, H, I, e * H)
+        found[f"{module}.{e}.down_proj"] = matrix
+    return found
+
+
+def _is_transposed(stack: Stack, hidden: set[int], name: str, up: TensorSlice, down: TensorSlice) -> bool:
+    """Whether the tensors are [E, in, out]."""
+    need(len(up.shape) == len(down.shape) == 3 and up.size and down.size, name, up, "[experts, rows, columns]")
+    if stack.transposed is not None:
+        return stack.transposed
+    fits = lambda H, I: (up.shape[1:] == (2 * I, H) and down.shape[1:] == (H, I),
+                         up.shape[1:] == (H, 2 * I) and down.shape[1:] == (I, H))  # fmt: skip
+    found = {fits(H, I) for H in hidden for I in down.shape[1:]} - {(False, False)}
+    if found not in ({(True, False)}, {(False, True)}):
+        raise ValueError(f"{name} {list(up.shape)}: whether this is [E, 2I, H] or [E, H, 2I] cannot be told from "
+                         "hidden_size in config.json; leave the layer out with --exclude")  # fmt: skip
+    return found == {(False, True)}

@@ -1,0 +1,64 @@
+"""What a conversion did, for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from moe_nvfp4.quantize.layouts import ErrorSums
+
+
+@dataclass
+class ConversionReport:
+    """What a conversion did, or (dry_run) would do. Sizes in bytes of weight files."""
+
+    source: Path
+    destination: Path
+    recipe: str
+    quantized: int = 0  # matrices
+    carried: int = 0  # NVFP4 matrices whose bytes were carried into another dialect
+    copied: int = 0  # tensors
+    dequantized: int = 0  # FP8 matrices and MXFP4 stacks that became dense
+    skipped: dict[str, str] = field(default_factory=dict)  # what was left alone, and why
+    bytes_before: int = 0
+    bytes_after: int = 0
+    experts_before: int = 0
+    experts_after: int = 0
+    shards: int = 0
+    resumed: int = 0  # source bytes whose work an earlier run had done
+    rescaled: int = 0  # carried matrices that were quantized again, for a global scale that gate and up share
+    rescaling: ErrorSums = field(default_factory=ErrorSums)  # what that added
+    seconds: float = 0.0
+
+    def lines(self) -> Iterator[str]:
+        """The plan, for people."""
+        yield f"{self.source} -> {self.destination}: {self.shards} file(s)"
+        for count, what in (
+            (self.quantized, f"expert matrices quantized ({self.recipe})"),
+            (self.carried, "NVFP4 matrices carried over, the same bytes"),
+            (self.dequantized, "FP8 and MXFP4 tensors made dense"),
+            (self.copied, "tensors copied as they are"),
+        ):
+            if count:
+                yield f"  {count:7d} {what}"
+        yield from self.rescaled_lines()
+        yield from (f"  left alone: {name}: {why}" for name, why in self.skipped.items())
+        yield f"  experts {readable_size(self.experts_before)} -> {readable_size(self.experts_after)}"
+        yield f"  all     {readable_size(self.bytes_before)} -> {readable_size(self.bytes_after)}"
+
+    def rescaled_lines(self) -> Iterator[str]:
+        """What --share-scales did; the error, unless an earlier run did a part of it."""
+        if self.rescaled:
+            known = self.rescaling.square and not self.resumed
+            error = f", which adds a relative error of {self.rescaling.relative:.4f} to them" if known else ""
+            yield f"  {self.rescaled:7d} of the carried matrices (gate or up) quantized again, to share a scale{error}"
+
+
+def readable_size(n: float) -> str:
+    """n bytes, for a person: "44.8 MB"."""
+    for unit in ("B", "KB", "MB"):
+        if n < 1000:
+            return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"
+        n /= 1000
+    return f"{n:.2f} GB"
