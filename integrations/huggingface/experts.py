@@ -15,6 +15,7 @@ from math import inf
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from transformers import PretrainedConfig
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.utils import logging
 
@@ -415,7 +416,7 @@ def set_implementation(model: nn.Module, loading: bool = False) -> None:
     generate() does not change it. Where dense experts share the config it is theirs, as before. `loading`: ValueError
     for a name that was asked for in from_pretrained.
     """
-    modules = [m for m in model.modules() if hasattr(m, "config")]
+    modules = [m for m in model.modules() if isinstance(getattr(m, "config", None), PretrainedConfig)]
     experts = [m for m in modules if isinstance(m, HFExperts)]
     dense = {id(m.config) for m in modules if hasattr(type(m), "_apply_gate")}
     switches = {id(m.config) for m in modules if getattr(m, "_can_set_experts_implementation", bool)()}
