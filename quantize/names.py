@@ -12,8 +12,6 @@ from moe_nvfp4.quantize.dialects import Dialect
 DENSE = ("BF16", "F16", "F32", "F64")
 PER_EXPERT = re.compile(r"(?P<module>(?:.+\.)?experts)\.(?P<e>0|[1-9]\d*)\."
                         r"(?P<part>gate_proj|up_proj|down_proj|w[123])")  # fmt: skip
-
-
 GATES = {"up_proj": "gate_proj", "w3": "w1"}  # up -> gate, which have the same input
 
 

@@ -419,11 +419,12 @@ def set_implementation(model: nn.Module, loading: bool = False) -> None:
     modules = [m for m in model.modules() if isinstance(getattr(m, "config", None), PretrainedConfig)]
     experts = [m for m in modules if isinstance(m, HFExperts)]
     dense = {id(m.config) for m in modules if hasattr(type(m), "_apply_gate")}
-    switches = {id(m.config) for m in modules if getattr(m, "_can_set_experts_implementation", bool)()}
+    switches = [m for m in modules if getattr(m, "_can_set_experts_implementation", bool)()]
+    defaults = {id(m.config): m.get_correct_experts_implementation(None) for m in switches}
     configs = {id(m.config): m.config for m in experts if id(m.config) not in dense}
     before = {key: config._experts_implementation for key, config in configs.items()}
     for key, config in configs.items():
-        if loading and key in switches and before[key] not in ("grouped_mm", IMPLEMENTATION):  # the default, ours
+        if loading and key in defaults and before[key] not in (defaults[key], IMPLEMENTATION):
             raise ValueError(
                 f"experts_implementation {before[key]!r} was asked for, but 4-bit experts run in one way only: leave "
                 f"it out, or say {IMPLEMENTATION!r}"
