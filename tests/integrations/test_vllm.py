@@ -66,9 +66,10 @@ def _tokenizer(path):
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(96)}, unk_token="t0"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="t0", eos_token="t2").save_pretrained(path)
+    words = {f"t{i}": i for i in range(96)} | {"<unk>": 96}  # special tokens are found inside of other words too
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>").save_pretrained(path)
 
 
 def by_transformers(path, **kwargs):
@@ -319,12 +320,13 @@ def test_vllms_own_kernels_read_the_right_numbers(folders):
 class Server:
     """`moe-nvfp4 serve` on loopback, in a process group of its own."""
 
-    def __init__(self, path, *options):
+    def __init__(self, path, *options, engine="vllm"):
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
             port = s.getsockname()[1]
         self.url, self.log = f"http://127.0.0.1:{port}", Path(f"{path}.log")
-        command = [sys.executable, "-m", "moe_nvfp4", "serve", str(path), "--host", "127.0.0.1", "--port", str(port)]
+        command = [sys.executable, "-m", "moe_nvfp4", "serve", "--engine", engine, str(path)]
+        command += ["--host", "127.0.0.1", "--port", str(port)]
         with open(self.log, "w") as log:
             self.process = subprocess.Popen(
                 [*command, *options], cwd=ROOT, env=os.environ | SETTINGS | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"},
@@ -353,7 +355,7 @@ class Server:
         raise TimeoutError(self.log.read_text()[-3000:])
 
     def post(self, **body):
-        data = json.dumps({"temperature": 0, "max_tokens": NEW, "ignore_eos": True, "seed": 0, **body}).encode()
+        data = json.dumps({"temperature": 0, "max_tokens": NEW, **body}).encode()
         request = urllib.request.Request(f"{self.url}/v1/completions", data, {"Content-Type": "application/json"})
         with urllib.request.urlopen(request, timeout=120) as answer:
             return answer.read().decode()
@@ -370,17 +372,18 @@ def test_serve(folders, form):
     with Server(folders / form, "--dtype", "float32", "--max-model-len", "64", "--enforce-eager",
                 "--served-model-name", "tiny") as server:  # fmt: skip
         assert server.wait(), server.log.read_text()[-3000:]
-        whole = json.loads(server.post(model="tiny", prompt=PROMPTS[0], echo=True, logprobs=1))["choices"][0]
+        tiny = dict(model="tiny", ignore_eos=True, seed=0)
+        whole = json.loads(server.post(**tiny, prompt=PROMPTS[0], echo=True, logprobs=1))["choices"][0]
         assert whole["text"].split() == words(PROMPTS[0] + tokens[0]).split()
         found = torch.tensor(whole["logprobs"]["token_logprobs"][1 : len(PROMPTS[0])])
         assert torch.allclose(found, torch.tensor(logprobs[0]), atol=1e-4, rtol=0)
 
-        events = server.post(model="tiny", prompt=PROMPTS[1], stream=True).split("\n\n")
+        events = server.post(**tiny, prompt=PROMPTS[1], stream=True).split("\n\n")
         pieces = [json.loads(e.removeprefix("data: "))["choices"][0]["text"] for e in events if e.startswith("data: {")]
         assert "data: [DONE]" in events and len(pieces) >= NEW // 2
         assert "".join(pieces).split() == words(tokens[1]).split()
 
-        ask = lambda i: json.loads(server.post(model="tiny", prompt=PROMPTS[i % 8]))["choices"][0]["text"]
+        ask = lambda i: json.loads(server.post(**tiny, prompt=PROMPTS[i % 8]))["choices"][0]["text"]
         with ThreadPoolExecutor(32) as pool:
             answers = list(pool.map(ask, range(32)))
         for i, answer in enumerate(answers):
@@ -399,6 +402,19 @@ def _a_killed_worker_ends_the_server(process):
     else:
         raise AssertionError("the server has no EngineCore process")
     process.wait(120)
+
+
+def test_the_server_of_transformers(folders):
+    """It reads the same folder, because our import came first."""
+    path = folders / "modelopt"
+    tokens, _ = by_transformers(path)
+    with Server(path, "--dtype", "float32", engine="transformers") as server:
+        assert server.wait(), server.log.read_text()[-3000:]
+        for prompt, expected in zip(PROMPTS[:2], tokens[:2], strict=True):
+            answer = json.loads(server.post(model=str(path), prompt=words(prompt)))["choices"][0]["text"]
+            found = answer.split()
+            assert found == words(expected).split()[: len(found)]
+            assert len(found) == NEW or expected[len(found)] == 2  # it stops at the end token
 
 
 def test_a_broken_folder_is_explained_before_a_worker_starts(folders, tmp_path):
