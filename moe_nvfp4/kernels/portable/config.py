@@ -57,7 +57,7 @@ def plan_experts(E: int, H: int, I: int, rows: int, dtype: torch.dtype, sms: int
 @lru_cache(maxsize=4096)
 def plan_linear(N: int, K: int, rows: int, sms: int) -> tuple[int, Tile, int]:
     """BM, tile, parts of K."""
-    BM, _, tile, _ = _tiles(rows)
+    BM, _, tile, _ = _tiles(rows) if rows > 16 else (8 if rows <= 8 else 16, None, Tile(64, 256, 4, 3), None)
     return BM, tile, split_k(K, tile, -(-rows // BM) * -(-N // tile.BN), sms)
 
 
