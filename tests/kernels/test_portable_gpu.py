@@ -75,7 +75,7 @@ def test_the_first_call_compiles_all(activations, monkeypatch):
         portable_backend.route_kernel, portable_backend.quantize_kernel, portable_backend.gemm_kernel,
         portable_backend.combine_kernel, dense.dequantize_kernel, dense.gate_kernel,
     ):  # fmt: skip
-        monkeypatch.setattr(kernel, "compile", None)
+        monkeypatch.setattr(kernel, "compile", None, raising=False)  # which a kernel that never ran does not have
     for T in (2, 5, 11, 23, 47, 101, 333, 777, 1234, 3000, 9000):
         assert experts(*batch(T, 320, 16, 4)).isfinite().all()
 
