@@ -17,7 +17,7 @@ import torch
 from moe_nvfp4 import backends
 from moe_nvfp4._version import __version__
 from moe_nvfp4.cache import cache_folder
-from moe_nvfp4.quantize.plan import readable_size
+from moe_nvfp4.quantize.report import readable_size
 
 PACKAGES = ("torch", "transformers", "safetensors", "huggingface-hub", "accelerate", "triton", "nvidia-cutlass-dsl",
             "apache-tvm-ffi", "vllm", "peft", "compressed-tensors", "nvidia-modelopt", "gguf", "numpy")  # fmt: skip

@@ -1,7 +1,7 @@
 """How well a quantized model does: perplexity, KL divergence and top-1 agreement against the original, on a text.
 
-    found = evaluate(original, {"W4A16": model}, windows)
-    found["original"].perplexity, found["W4A16"].kl
+found = evaluate(original, {"W4A16": model}, windows)
+found["original"].perplexity, found["W4A16"].kl
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ class NVFP4Linear(FP32Scales):
         rows = x.reshape(-1, self.in_features)
         if self.pre_quant_scale is not None:
             rows = rows * self.pre_quant_scale.to(rows.dtype)
-        p, (backend, *_) = self._parameters, selected(self._problem(x.dtype), x.device)
+        p, backend = self._parameters, selected(self._problem(x.dtype), x.device).name
         y = ops.linear(
             rows, p["weight"], p["weight_sf"], p["weight_global_scale"], p["bias"], p["input_scale"],
             self.activations, backend,

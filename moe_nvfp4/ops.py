@@ -189,9 +189,17 @@ for _op in (quantize_rows, gemm1_swiglu, gemm2_combine, experts, linear):
     _op.register_autograd(_refuse, setup_context=_remember)
 
 
+def _exporting() -> bool:
+    return torch.compiler.is_exporting()
+
+
+# Asked outside of the traced code: torch 2.11 says True to whatever it compiles.
+_exporting._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def refuse_transforms() -> None:
     """NotImplementedError inside of torch.export and of torch.func's transforms."""
-    if torch.compiler.is_exporting():
+    if _exporting():
         raise NotImplementedError(
             "torch.export of 4-bit layers: the exported program would hold on to this machine's kernels and layout of "
             "weights; export the dense model, or use torch.compile"
@@ -254,14 +262,14 @@ def run_experts(
 ) -> Tensor:
     """`moe_forward` on a backend that was chosen before."""
     refuse_transforms()
-    backend, whole, layout = chosen
+    backend, layout = chosen.name, chosen.layout  # torch 2.11 does not compile unpacking it
     if weights.layout is not None and weights.layout.backend != layout:
         raise TypeError(
             f"x is {x.dtype} on {x.device}, but these weights are in the layout of the {weights.layout.backend} "
             "kernels, which do not take it: call unpack() on the NVFP4Experts modules, or run the model in bf16"
         )
     spec = weights.spec(backend)
-    if whole and hooks.fused and weights.gate.kind != "raw":
+    if chosen.whole and hooks.fused and weights.gate.kind != "raw":
         return _experts(x, top_k_index, top_k_weights, weights.tensors(), spec)
 
     own_gate, post_expert_norm, x_factor, h_factor, observe = hooks

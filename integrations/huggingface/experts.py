@@ -304,7 +304,6 @@ class HFExperts(NVFP4Experts):
         index = torch.where((hidden_states != 0).any(dim=-1, keepdim=True), expert, E)
         return super().forward(hidden_states, index, torch.ones_like(index, dtype=torch.float32))
 
-
     def to_dense(self, dtype: torch.dtype) -> nn.Module:
         """The experts module that this one stands for, with these weights dequantized: exact, then rounded to `dtype`.
 

@@ -197,7 +197,13 @@ TILES = {tile.BN: tile for tile in TILE_SHAPES}
 LAYERS = {
     "8 tokens, K in four": Layer(TileShape(8, KS=4, stages=14), (5, 0, 9), gathered=True, seed=186128272),
     "16 tokens, bias, two parts": Layer(
-        TileShape(16, stages=4, group=4), (16, 3, 18), I=336, gate=OAI, bias=True, split_k=2, gathered=True,
+        TileShape(16, stages=4, group=4),
+        (16, 3, 18),
+        I=336,
+        gate=OAI,
+        bias=True,
+        split_k=2,
+        gathered=True,
         seed=662444648,
     ),
     "24 tokens by WGMMA, no gate": Layer(TILES[24], (7, 25), gate=RELU2, gathered=True, seed=1757155522),

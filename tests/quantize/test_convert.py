@@ -844,7 +844,8 @@ HOSTILE = {
     "twice": (dict(header=b'{"a": {"dtype": "U8", "shape": [64], "data_offsets": [0, 64]}, "a": {}}'), "names a twice"),
     "an expert of 31 digits": (
         dict(header={f"model.layers.0.mlp.experts.{10**30}.up_proj.weight": entry(0, 64, [4, 8], "BF16")}),
-        "no layer or expert has a number of 6 digits"),
+        "no layer or expert has a number of 6 digits",
+    ),
     "trailing bytes": (dict(header={"a": entry(0, 32)}), "its header describes"),
 }
 

@@ -60,10 +60,14 @@ class _Quantize(ctypes.Structure):
 
 
 class _Gemm(ctypes.Structure):
-    _fields_ = _fields(
-        "x x_sf x_scale index offsets target codes sf first_scale rest_scale bias out",
-        "x_type x_rows x_width R E N K split bias_type out_type paired width gate",
-    ) + [(n, ctypes.c_float) for n in ("alpha", "limit", "up_offset")] + [("clamp_after", ctypes.c_int32)]
+    _fields_ = (
+        _fields(
+            "x x_sf x_scale index offsets target codes sf first_scale rest_scale bias out",
+            "x_type x_rows x_width R E N K split bias_type out_type paired width gate",
+        )
+        + [(n, ctypes.c_float) for n in ("alpha", "limit", "up_offset")]
+        + [("clamp_after", ctypes.c_int32)]
+    )
 
 
 class _Combine(ctypes.Structure):

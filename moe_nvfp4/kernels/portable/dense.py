@@ -20,9 +20,7 @@ SCRATCH = 1 << 29  # bytes of dequantized weights at a time, if that is enough f
 ALIGNED = 64  # rows
 
 
-def products(
-    x: Tensor, codes: Tensor, sf: Tensor, offsets: Tensor, halves: bool
-) -> Iterator[tuple[int, int, Tensor]]:
+def products(x: Tensor, codes: Tensor, sf: Tensor, offsets: Tensor, halves: bool) -> Iterator[tuple[int, int, Tensor]]:
     """(first row, number of rows, x [R, K] times these rows of its expert's code * sf, bf16 [R, rows]).
 
     codes uint8 [E, N, K / 2]; `halves`: rows are those of each half of N, and the products [R, 2 * rows].

@@ -92,7 +92,6 @@ fma.rn.bf16x2 $1, u, d, z;
 }""")
 
 
-
 @cache
 def how() -> str:
     """The HOW of this process."""

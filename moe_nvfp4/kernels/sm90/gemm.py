@@ -156,9 +156,7 @@ class GroupedGemm:
             slots_empty: cute.struct.MemRange[Int64, t.slots]
             stored: cute.struct.MemRange[Int64, t.slots]
             tiles: cute.struct.Align[cute.struct.MemRange[Int32, 4 * t.slots], 16]
-            scales: cute.struct.Align[
-                cute.struct.MemRange[Float32, t.BN * t.slots if self.config.row_scale else 1], 16
-            ]
+            scales: cute.struct.Align[cute.struct.MemRange[Float32, t.BN * t.slots if self.config.row_scale else 1], 16]
             largest: cute.struct.MemRange[Uint32, t.BN * t.slots if self.config.tracks_amax else 1]
             offsets: cute.struct.MemRange[Int32, MAX_EXPERTS + 1]
             first: cute.struct.MemRange[Int32, MAX_EXPERTS + 1]
