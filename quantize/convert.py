@@ -28,7 +28,7 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
@@ -247,7 +247,7 @@ class _Shard:
 
 
 def _run(
-    jobs: list[Job], place: StagingDir, report: ConversionReport, device: str, workers: int, progress: bool
+    jobs: Sequence[Job], place: StagingDir, report: ConversionReport, device: str, workers: int, progress: bool
 ) -> None:
     """All jobs, by `workers` threads, at most IN_FLIGHT bytes in memory."""
     by_shard: dict[str, list[Job]] = {}

@@ -93,7 +93,7 @@ class Experts:
     matrices: Callable[[], dict[str, Matrix]]
     biases: Mapping[str, list[str]] = field(default_factory=dict)
     interleaved: bool = False
-    dense: Callable[[], dict[str, Matrix | list[Matrix]]] | None = None
+    dense: Callable[[], Mapping[str, Matrix | list[Matrix]]] | None = None
 
 
 class Source:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
 
 from moe_nvfp4.quantize.files import TensorSlice
 from moe_nvfp4.quantize.layouts.base import Experts, Matrix, Source, need, row_major, slice_view
@@ -19,14 +21,14 @@ def recognise(source: Source, left: Mapping[str, TensorSlice]) -> Iterator[Exper
     for name in left:
         if match := NAME.fullmatch(name):
             modules.setdefault(match["module"], {})[match["part"]] = name
-    E = (source.checkpoint.config.get("ffn_config") or {}).get("moe_num_experts")
+    E: Any = (source.checkpoint.config.get("ffn_config") or {}).get("moe_num_experts")
 
     def matrices(module: str) -> dict[str, Matrix]:
         found = {}
         for part, name in modules[module].items():
             stored = left[name]
-            fits = type(E) is int and E > 0 and len(stored.shape) == 2 and stored.shape[0] % E == 0 and stored.size
-            need(fits, name, stored, f"[{E} experts * I, H]")
+            fits = type(E) is int and E > 0 and len(stored.shape) == 2 and stored.shape[0] % E == 0
+            need(fits and stored.size > 0, name, stored, f"[{E} experts * I, H]")
             I, H = stored.shape[0] // E, stored.shape[1]
             for e in range(E):
                 down = part == "w2"
@@ -37,4 +39,4 @@ def recognise(source: Source, left: Mapping[str, TensorSlice]) -> Iterator[Exper
         return found
 
     for module, names in modules.items():
-        yield Experts(module, tuple(names.values()), lambda module=module: matrices(module))
+        yield Experts(module, tuple(names.values()), partial(matrices, module))

@@ -88,15 +88,20 @@ def block_weights(source: Source, left: Mapping[str, TensorSlice]) -> dict[str, 
 def recognise(source: Source, left: Mapping[str, TensorSlice]) -> Iterator[Experts]:
     """Experts one by one, in blocks."""
     modules: dict[str, dict[str, tuple[Matrix, tuple[str, str]]]] = {}
-    for stem, found in block_weights(source, left).items():
+    for stem, weight in block_weights(source, left).items():
         if match := PER_EXPERT.fullmatch(stem):
-            modules.setdefault(match["module"], {})[stem] = found
+            modules.setdefault(match["module"], {})[stem] = weight
+    for module, weights in modules.items():
+        names = tuple(name for _, pair in weights.values() for name in pair)
+        yield _experts(module, names, {stem: matrix for stem, (matrix, _) in weights.items()}, source.counts)
 
-    def matrices(module: str) -> dict[str, Matrix]:
-        check_complete(module, modules[module], source.counts)
-        return {stem: matrix for stem, (matrix, _) in modules[module].items()}
 
-    for module, found in modules.items():
-        names = tuple(name for _, pair in found.values() for name in pair)
-        dense = lambda found=found: {f"{stem}.weight": matrix for stem, (matrix, _) in found.items()}
-        yield Experts(module, names, lambda module=module: matrices(module), dense=dense)
+def _experts(module: str, names: tuple[str, ...], weights: dict[str, Matrix], counts: set[int]) -> Experts:
+    def matrices() -> dict[str, Matrix]:
+        check_complete(module, weights, counts)
+        return weights
+
+    def dense() -> dict[str, Matrix]:
+        return {f"{stem}.weight": matrix for stem, matrix in weights.items()}
+
+    return Experts(module, names, matrices, dense=dense)

@@ -47,28 +47,30 @@ def recognise(source: Source, left: Mapping[str, TensorSlice]) -> Iterator[Exper
     if "gpt_oss" not in source.types:
         raise ValueError(f"MXFP4 experts are known for gpt_oss only, not for model_type {source.types[0]!r}")
     for name in [n for n in left if n.endswith("experts.gate_up_proj_blocks")]:
-        up, down = name.removesuffix("_blocks"), name.removesuffix("gate_up_proj_blocks") + "down_proj"
-        module = up.removesuffix(".gate_up_proj")
-        tensors = tuple(f"{p}_{kind}" for p in (up, down) for kind in ("blocks", "scales"))
-        if missing := [n for n in tensors if n not in left]:
-            raise ValueError(f"{missing[0]} is missing: download the checkpoint again")
-        pairs = {p: (left[f"{p}_blocks"], left[f"{p}_scales"]) for p in (up, down)}
-        biases = {f"{up}_bias": [f"{module}.{{e}}.gate_proj", f"{module}.{{e}}.up_proj"],
-                  f"{down}_bias": [f"{module}.{{e}}.down_proj"]}  # fmt: skip
+        yield _experts(left, name.removesuffix(".gate_up_proj_blocks"))
 
-        def matrices(module=module, up=up, down=down, pairs=pairs) -> dict[str, Matrix]:
-            found = {}
-            for e in range(pairs[up][0].shape[0]):
-                for i, part in enumerate(("gate_proj", "up_proj")):
-                    found[f"{module}.{e}.{part}"] = mxfp4_matrix(*pairs[up], e, i, 2, up)
-                found[f"{module}.{e}.down_proj"] = mxfp4_matrix(*pairs[down], e, 0, 1, down)
-            return found
 
-        def dense(pairs=pairs) -> dict[str, list[Matrix]]:
-            """As gpt-oss has it in bf16: [E, in, out]."""
-            return {
-                name: [mxfp4_matrix(*pair, e, 0, 1, name) for e in range(pair[0].shape[0])]
-                for name, pair in pairs.items()
-            }
+def _experts(left: Mapping[str, TensorSlice], module: str) -> Experts:
+    up, down = f"{module}.gate_up_proj", f"{module}.down_proj"
+    tensors = tuple(f"{p}_{kind}" for p in (up, down) for kind in ("blocks", "scales"))
+    if missing := [n for n in tensors if n not in left]:
+        raise ValueError(f"{missing[0]} is missing: download the checkpoint again")
+    pairs = {p: (left[f"{p}_blocks"], left[f"{p}_scales"]) for p in (up, down)}
 
-        yield Experts(module, tensors, matrices, biases, interleaved=True, dense=dense)
+    def matrices() -> dict[str, Matrix]:
+        found = {}
+        for e in range(pairs[up][0].shape[0]):
+            for i, part in enumerate(("gate_proj", "up_proj")):
+                found[f"{module}.{e}.{part}"] = mxfp4_matrix(*pairs[up], e, i, 2, up)
+            found[f"{module}.{e}.down_proj"] = mxfp4_matrix(*pairs[down], e, 0, 1, down)
+        return found
+
+    def dense() -> dict[str, list[Matrix]]:
+        """As gpt-oss has it in bf16: [E, in, out]."""
+        return {
+            name: [mxfp4_matrix(*pair, e, 0, 1, name) for e in range(pair[0].shape[0])] for name, pair in pairs.items()
+        }
+
+    biases = {f"{up}_bias": [f"{module}.{{e}}.gate_proj", f"{module}.{{e}}.up_proj"],
+              f"{down}_bias": [f"{module}.{{e}}.down_proj"]}  # fmt: skip
+    return Experts(module, tensors, matrices, biases, interleaved=True, dense=dense)

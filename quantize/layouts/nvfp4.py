@@ -105,7 +105,7 @@ class NVFP4Stack:
     def check(self) -> None:
         """ValueError unless the tensors fit each other."""
         name = self.name
-        wanted = [*self.codes.shape]
+        wanted: list[float] = [*self.codes.shape]  # with a fraction, no sf fits
         wanted[1 if self.transposed else -1] /= 8
         dtypes = (self.codes.dtype, self.sf.dtype)
         if len(wanted) != 3 or [*self.sf.shape] != wanted or dtypes != ("U8", "F8_E4M3") or not self.codes.size:

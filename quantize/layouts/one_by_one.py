@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 
 from moe_nvfp4.quantize.files import TensorSlice
 from moe_nvfp4.quantize.layouts.base import Experts, Matrix, Source, need, row_major
@@ -21,18 +22,21 @@ def recognise(source: Source, left: Mapping[str, TensorSlice]) -> Iterator[Exper
         for stem in modules[module]:
             stored = left[f"{stem}.weight"]
             need(len(stored.shape) == 2, f"{stem}.weight", stored, "a matrix [out, in]")
-            found[stem] = row_major(stored, *stored.shape)
+            N, K = stored.shape
+            found[stem] = row_major(stored, N, K)
         check_complete(module, modules[module], source.counts)
         return found
 
     for module, stems in modules.items():
-        yield Experts(module, tuple(f"{stem}.weight" for stem in stems), lambda module=module: matrices(module))
+        yield Experts(module, tuple(f"{stem}.weight" for stem in stems), partial(matrices, module))
 
 
 def check_complete(module: str, stems: Iterable[str], counts: set[int]) -> None:
     """ValueError unless every expert of `module` has every projection; counts: numbers that the config names."""
     parts: dict[str, set[int]] = {}
-    for match in map(PER_EXPERT.fullmatch, stems):
+    for stem in stems:
+        match = PER_EXPERT.fullmatch(stem)
+        assert match is not None, stem
         parts.setdefault(match["part"], set()).add(int(match["e"]))
     E = 1 + max(max(experts) for experts in parts.values())
     known = [n for n in counts if n >= E]

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
+from operator import itemgetter
+
+from torch import Tensor
 
 from moe_nvfp4.quantize.files import TensorSlice
 from moe_nvfp4.quantize.layouts.base import Experts, Matrix, Source, need, row_major, slice_view
@@ -86,15 +90,16 @@ def _experts(source: Source, left: Mapping[str, TensorSlice], stack: Stack, up: 
 def _separate(module: str, left: Mapping[str, TensorSlice], gate: str, up: str, down: str) -> dict[str, Matrix]:
     """A stack for each projection, [E, out, in]."""
     parts = {"gate_proj": left[gate], "up_proj": left[up], "down_proj": left[down]}
-    fits = len(left[up].shape) == 3 and left[gate].shape == left[up].shape and left[gate].size
+    fits = len(left[up].shape) == 3 and left[gate].shape == left[up].shape and left[gate].size > 0
     need(fits, up, left[up], f"{list(left[gate].shape)} as the gate's")
     E, I, H = left[gate].shape
     need(left[down].shape == (E, H, I), down, left[down], f"[{E}, {H}, {I}]")
-    return {
-        f"{module}.{e}.{part}": row_major(stored, *stored.shape[1:], e * stored.shape[1])
-        for e in range(E)
-        for part, stored in parts.items()
-    }
+    found = {}
+    for e in range(E):
+        for part, stored in parts.items():
+            _, rows, columns = stored.shape
+            found[f"{module}.{e}.{part}"] = row_major(stored, rows, columns, e * rows)
+    return found
 
 
 def _together(
@@ -108,28 +113,38 @@ def _together(
     need(down.shape == ((E, I, H) if transposed else (E, H, I)), down_name, down, f"E {E}, I {I}, H {H}")
     for e in range(E):
         for i, part in enumerate(("gate_proj", "up_proj")):
-            if not transposed and stack.interleaved:
-                matrix = slice_view(up, e, (2 * I, H), lambda t, i=i: t[i::2], 2)
-            elif not transposed:
-                matrix = row_major(up, I, H, (2 * e + i) * I)
+            rows = slice(i, None, 2) if stack.interleaved else slice(i * I, (i + 1) * I)
+            if transposed:
+                matrix = slice_view(up, e, (H, 2 * I), partial(_columns, rows), 2)
+            elif stack.interleaved:
+                matrix = slice_view(up, e, (2 * I, H), itemgetter(rows), 2)
             else:
-                rows = slice(i, None, 2) if stack.interleaved else slice(i * I, (i + 1) * I)
-                matrix = slice_view(up, e, (H, 2 * I), lambda t, rows=rows: t[:, rows].T, 2)
+                matrix = row_major(up, I, H, (2 * e + i) * I)
             found[f"{module}.{e}.{part}"] = matrix
         matrix = slice_view(down, e, (I, H), lambda t: t.T, 1) if transposed else row_major(down, H, I, e * H)
         found[f"{module}.{e}.down_proj"] = matrix
     return found
 
 
+def _columns(columns: slice, matrix: Tensor) -> Tensor:
+    """Some columns of a matrix [in, out], as rows [out', in]."""
+    return matrix[:, columns].T
+
+
 def _is_transposed(stack: Stack, hidden: set[int], name: str, up: TensorSlice, down: TensorSlice) -> bool:
     """Whether the tensors are [E, in, out]."""
-    need(len(up.shape) == len(down.shape) == 3 and up.size and down.size, name, up, "[experts, rows, columns]")
+    fits = len(up.shape) == len(down.shape) == 3 and up.size > 0 and down.size > 0
+    need(fits, name, up, "[experts, rows, columns]")
     if stack.transposed is not None:
         return stack.transposed
-    fits = lambda H, I: (up.shape[1:] == (2 * I, H) and down.shape[1:] == (H, I),
-                         up.shape[1:] == (H, 2 * I) and down.shape[1:] == (I, H))  # fmt: skip
-    found = {fits(H, I) for H in hidden for I in down.shape[1:]} - {(False, False)}
-    if found not in ({(True, False)}, {(False, True)}):
+    found = set()
+    for H in hidden:
+        for I in down.shape[1:]:
+            if up.shape[1:] == (2 * I, H) and down.shape[1:] == (H, I):
+                found.add(False)
+            if up.shape[1:] == (H, 2 * I) and down.shape[1:] == (I, H):
+                found.add(True)
+    if len(found) != 1:
         raise ValueError(f"{name} {list(up.shape)}: whether this is [E, 2I, H] or [E, H, 2I] cannot be told from "
                          "hidden_size in config.json; leave the layer out with --exclude")  # fmt: skip
-    return found == {(False, True)}
+    return found.pop()
