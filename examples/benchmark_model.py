@@ -227,7 +227,8 @@ def measure(title, model, device, steps, long, experts=None):
         torch.cuda.reset_peak_memory_stats()
     row = {"title": title, "GB": weights / 1e9, "batches": {}}
     for batch in PROMPTS:
-        model.set_experts_implementation("grouped_mm")
+        if experts:
+            model.set_experts_implementation("grouped_mm")  # the last batch left it at `experts`
         row["batches"][batch] = Decoder(model, batch, steps, device, experts).measure()
     if experts is None:
         ids = torch.randint(model.config.vocab_size, (1, long), device=device)
