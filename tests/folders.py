@@ -127,7 +127,7 @@ def fused(tmp_path, family, input_scale=None):
     return folder, write(tmp_path / "fused-twin", twin, {**original, "dtype": "float32"}, None)
 
 
-def banks(tmp_path, family, input_scale=None):
+def stacked_by_projection(tmp_path, family, input_scale=None):
     """As ModelOpt exports Step-3: for each projection codes [E, out, in/2], sf [E, out, in/16], scales [E]; and the
     twin."""
     make(family).save_pretrained(tmp_path / "bf16")
@@ -140,11 +140,11 @@ def banks(tmp_path, family, input_scale=None):
             for name in parts[0]:
                 files[key.replace("weight", name.removeprefix("x."))] = torch.stack([p[name] for p in parts])
     original = json.loads((tmp_path / "bf16/config.json").read_text())
-    folder = write(tmp_path / "banks", files, original, CONFIGS["modelopt"])
-    return folder, write(tmp_path / "banks-twin", twin, {**original, "dtype": "float32"}, None)
+    folder = write(tmp_path / "stacks", files, original, CONFIGS["modelopt"])
+    return folder, write(tmp_path / "stacks-twin", twin, {**original, "dtype": "float32"}, None)
 
 
-def turned(stem):
+def projection_first(stem):
     return re.sub(r"experts\.(\d+)\.(\w+)", r"experts.\2.\1", stem)
 
 

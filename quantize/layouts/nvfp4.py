@@ -26,8 +26,8 @@ def recognise(shapes: Mapping[str, Sequence[int]], dialect: Dialect) -> dict[str
         if len(shapes.get(f"{stem}.{dialect.weight}", ())) == 3:
             found[stem] = ExpertLayout.STACKED_BY_PROJECTION
         else:
-            turned = PROJECTION_FIRST.match(stem) is not None
-            found[stem] = ExpertLayout.PROJECTION_FIRST if turned else ExpertLayout.ONE_BY_ONE
+            projection_first = PROJECTION_FIRST.match(stem) is not None
+            found[stem] = ExpertLayout.PROJECTION_FIRST if projection_first else ExpertLayout.ONE_BY_ONE
     return found
 
 

@@ -408,10 +408,10 @@ GROUPS = [
 ]
 
 
-@pytest.mark.parametrize("sizes, nobody, K16", GROUPS)
-def test_grouped_swizzle_is_every_group_on_its_own(sizes, nobody, K16):
+@pytest.mark.parametrize("sizes, unrouted, K16", GROUPS)
+def test_grouped_swizzle_is_every_group_on_its_own(sizes, unrouted, K16):
     offsets = torch.tensor([0, *np.cumsum(sizes)], dtype=torch.int32)
-    R = sum(sizes) + nobody
+    R = sum(sizes) + unrouted
     sf = torch.randint(1, 256, (R, K16), dtype=torch.uint8)
     bound = nvfp4.grouped_sf_rows(R, len(sizes))
     flat = nvfp4.swizzle_sf_grouped(sf, offsets)
@@ -425,7 +425,7 @@ def test_grouped_swizzle_is_every_group_on_its_own(sizes, nobody, K16):
     for n in sizes:
         rows += range(start, start + n)
         start += -(-n // 128) * 128
-    assert nvfp4.padded_rows(offsets, R).tolist() == rows + [bound] * nobody
+    assert nvfp4.padded_rows(offsets, R).tolist() == rows + [bound] * unrouted
 
     back = nvfp4.unswizzle_sf_grouped(flat, offsets, R, K16)
     assert torch.equal(back[: sum(sizes)], sf[: sum(sizes)]) and not back[sum(sizes) :].any()

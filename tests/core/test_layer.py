@@ -59,7 +59,7 @@ def fake_quantize(row, scale=None):
     return dense(codes, sf.view(torch.uint8), scale)
 
 
-def naive_moe(x, ids, weights, w: ExpertWeights, smooth=None):
+def naive_moe(x, ids, weights, w: ExpertWeights, pre_quant_scales=None):
     """Token by token, slot by slot, float64; rounds h where the specification rounds it."""
     x, ids, weights = x.cpu(), ids.cpu(), weights.cpu()
     w = replace(w, **{f.name: v.cpu() for f in fields(w) if isinstance(v := getattr(w, f.name), torch.Tensor)})
@@ -69,7 +69,7 @@ def naive_moe(x, ids, weights, w: ExpertWeights, smooth=None):
         for e, p in zip(ids[t].tolist(), weights[t].double().tolist(), strict=True):
             if not 0 <= e < w.num_experts:
                 continue
-            x_t = x[t] if smooth is None else x[t] * smooth[0][e]
+            x_t = x[t] if pre_quant_scales is None else x[t] * pre_quant_scales[0][e]
             row = nvfp4.pad_k(x_t.double())
             if quantized:
                 row = fake_quantize(x_t, None if w.x_scale is None else w.x_scale[e])
@@ -81,8 +81,8 @@ def naive_moe(x, ids, weights, w: ExpertWeights, smooth=None):
             if w.b13 is not None:
                 v = v + w.b13[e].double()
             h = torch.tensor(naive_gate(w.gate, v.tolist(), I), dtype=torch.float64, device="cpu")
-            if smooth is not None:
-                h = h.to(x.dtype).double() * smooth[1][e].double()
+            if pre_quant_scales is not None:
+                h = h.to(x.dtype).double() * pre_quant_scales[1][e].double()
             if not quantized:
                 h = nvfp4.pad_k(h.to(x.dtype).double())
             elif w.h_scale is None:
@@ -184,13 +184,13 @@ def test_awq_scales_multiply_the_rows_of_their_expert(activations, static, devic
 
 @settings(max_examples=30, deadline=None)
 @given(
-    T=st.integers(0, 9), N=st.integers(1, 40), K=st.integers(1, 6), bias=st.booleans(), smooth=st.booleans(),
+    T=st.integers(0, 9), N=st.integers(1, 40), K=st.integers(1, 6), bias=st.booleans(), awq=st.booleans(),
     static=st.booleans(), activations=st.sampled_from(["bf16", "nvfp4"]), seed=st.integers(0, 99),
 )  # fmt: skip
-def test_linear_is_its_definition(T, N, K, bias, smooth, static, activations, seed):
+def test_linear_is_its_definition(T, N, K, bias, awq, static, activations, seed):
     torch.manual_seed(seed)
     layer = NVFP4Linear(16 * K, N, torch.float32 if bias else None, activations, static,
-                        torch.float32 if smooth else None)  # fmt: skip
+                        torch.float32 if awq else None)  # fmt: skip
     codes, sf, scale = nvfp4.quantize(torch.randn(N, 16 * K))
     values = {
         "weight": codes, "weight_sf": sf.view(torch.uint8), "weight_global_scale": scale.reshape(1),
@@ -200,7 +200,7 @@ def test_linear_is_its_definition(T, N, K, bias, smooth, static, activations, se
     for name, parameter in layer.named_parameters():
         parameter.copy_(values[name])
     x = torch.randn(2, T, 16 * K)
-    rows = (x * values["pre_quant_scale"] if smooth else x).reshape(-1, 16 * K)
+    rows = (x * values["pre_quant_scale"] if awq else x).reshape(-1, 16 * K)
     if activations == "nvfp4":
         rows = [fake_quantize(row, values["input_scale"] if static else None) for row in rows]
         rows = torch.stack(rows) if rows else torch.zeros(0, 16 * K)
@@ -219,8 +219,8 @@ def test_gate_and_up_keep_their_own_global_scale():
 def test_sentinels_duplicates_and_zero_weights(device):
     layer = make()
     x = torch.randn(3, 64)
-    nobody = layer(x, torch.full((3, 2), 4), torch.rand(3, 2))
-    assert torch.equal(nobody, torch.zeros(3, 64))
+    unrouted = layer(x, torch.full((3, 2), 4), torch.rand(3, 2))
+    assert torch.equal(unrouted, torch.zeros(3, 64))
     one = layer(x, torch.tensor([[1], [2], [3]]), torch.ones(3, 1))
     twice = layer(x, torch.tensor([[1, 1], [2, 2], [3, 3]]), torch.full((3, 2), 0.5))
     assert relative_error(twice, one) < THRESHOLDS["fp32"]

@@ -80,7 +80,7 @@ def find(warp, address, own=False, asynchronous=False):
         cluster[rank].history.visit(warp)
     slot, when = barrier.made
     if when > warp.known[slot]:
-        raise Violation(f"nothing tells this warp of the initialisation of {barrier}")
+        raise Violation(f"nothing orders the initialisation of {barrier} before this")
     if not barrier.visible and (asynchronous or remote):
         raise Violation(f"no fence.mbarrier_init (or fence.proxy.async) since the initialisation of {barrier}")
     return barrier
@@ -144,7 +144,7 @@ def build_arrive(build, match, *operands):
         for lane in lanes_of(mask):
             barrier = find(warp, int(R[index][lane]) + offset)
             number = 1 if value is None else int(R[value][lane])
-            # A scope of the CTA tells other CTAs nothing. None at all would mean that too, but CUTLASS relies on more.
+            # CTA scope releases nothing to other CTAs. No scope would mean that too, but CUTLASS relies on more.
             clocks = warp.fenced if relaxed or narrow and barrier.cta is not warp.cta else None
             if state is not None:
                 R[state][lane] = barrier.phase

@@ -314,7 +314,7 @@ def atomic(build, match, target, place, values, compare=None):
         f = _as_f32(lambda old, new: flush(flush(old) + flush(new)))
     bits = "32" if match["type"] == "bf16x2" else match["type"][1:]
     index, offset = build.address(place, "u64" if space in (None, "global") else None)
-    news = [build.source(v, f"u{bits}") for v in build.vector(values, count)]
+    new_values = [build.source(v, f"u{bits}") for v in build.vector(values, count)]
     expected = None if compare is None else build.source(compare, f"u{bits}")
     olds = [] if target is None else [build.target(t, f"u{bits}") for t in build.vector(target, count)]
     width = int(bits) // 8
@@ -322,7 +322,7 @@ def atomic(build, match, target, place, values, compare=None):
     def run(warp, mask):
         R = warp.R
         for lane in lanes_of(mask):  # lanes may meet in one address: one after another
-            for i, new in enumerate(news):
+            for i, new in enumerate(new_values):
                 at = R[index][lane : lane + 1].astype(np.uint64) + np.uint64(offset % (1 << 64) + i * width)
                 if R[index].itemsize == 4:
                     at = at.astype(np.uint32)
@@ -383,7 +383,7 @@ def build_cp_async(build, match, target, source, size, *more):
             values = data.view(f"u{width}")
             shared.store_unclaimed(addresses, width, values if size > width else values[:, 0], index)
 
-        warp.cta.history.store(warp, addresses, size)  # before the operation: what it tells of includes this
+        warp.cta.history.store(warp, addresses, size)  # before the operation: what it orders includes this
         one = Operation(warp, [copy], order=("cp.async", warp))
         if not warp.copy_groups:
             warp.copy_groups.append([])

@@ -316,8 +316,8 @@ class Program:
 
     # ---- a warp's registers ----
     def registers(self, warp):
-        banks = {k: np.full((max(1, n), 32), POISON[k], DTYPES[k]) for k, n in self.counts.items()}
-        warp.words = banks["32"]
+        arrays = {k: np.full((max(1, n), 32), POISON[k], DTYPES[k]) for k, n in self.counts.items()}
+        warp.words = arrays["32"]
         if self.constants is None:
             self.constants = [self.constant_lanes(*spec[1:]) if spec[0] == "constant" else None for spec in self.slots]
         found, views = self.constants.copy(), {}
@@ -326,8 +326,8 @@ class Program:
                 _, kind, row, dtype = spec
                 view = views.get((kind, dtype))
                 if view is None:  # of a wider register, the low part
-                    width = banks[kind].itemsize // np.dtype(dtype).itemsize
-                    view = views[kind, dtype] = banks[kind].view(dtype)[:, ::width]
+                    width = arrays[kind].itemsize // np.dtype(dtype).itemsize
+                    view = views[kind, dtype] = arrays[kind].view(dtype)[:, ::width]
                 found[slot] = view[row]
             elif spec[0] != "constant":
                 found[slot] = self.materialize(spec, warp)

@@ -6,9 +6,9 @@ or starts an asynchronous operation); who waits for a barrier learns what those 
 is found in any schedule, even if the values happen to be right. Words of 32 bits; narrower accesses are not looked at.
 PTX ISA: "Memory Consistency Model", much simplified: barriers and asynchronous operations order everything.
 
-For Tensor Memory that takes fences too: a warp tells of its tcgen05 operations what it did before its last
-tcgen05.fence::before_thread_sync (tcgen05.commit tells by itself), and what it has learned of others' counts from its
-next tcgen05.fence::after_thread_sync on. PTX ISA: "tcgen05 Memory Consistency Model".
+For Tensor Memory that takes fences too: a warp releases those of its tcgen05 operations that precede its last
+tcgen05.fence::before_thread_sync (tcgen05.commit needs none), and what it has acquired of others' counts from its next
+tcgen05.fence::after_thread_sync on. PTX ISA: "tcgen05 Memory Consistency Model".
 """
 
 import numpy as np
@@ -85,7 +85,7 @@ class History(Uses):
         self.check_read(known, self.of(granules), "starts reading")
 
     def async_write(self, known, granules):
-        """Afterwards only its mbarrier tells; that is looked after by claims."""
+        """Only its mbarrier orders what follows; claims check that."""
         words = self.of(granules)
         self.check_write(known, words, "starts writing")
         self.forget(words)
@@ -151,10 +151,10 @@ class Known:
 
 
 def start_clocks(warp, slot, warps):
-    """`clocks`: what a warp tells others. `tmem_known`: which tcgen05 operations have happened before its next one."""
+    """`clocks`: what a warp releases. `tmem_known`: which tcgen05 operations have happened before its next one."""
     warp.slot, warp.clocks = slot, np.zeros((2, warps), np.int64)
     warp.known, warp.tmem_known = warp.clocks[0], np.zeros(warps, np.int64)
-    warp.fenced = np.zeros((2, warps), np.int64)  # what a relaxed arrival tells: `clocks` at the last fence
+    warp.fenced = np.zeros((2, warps), np.int64)  # what a relaxed arrival releases: `clocks` at the last fence
     warp.unacquired = np.zeros(warps, np.int64)  # what relaxed waits have seen, which the next fence acquires
     warp.known[slot], warp.tmem_known[slot] = 1, EVER
 

@@ -23,16 +23,16 @@ from moe_nvfp4.quantize.convert import convert_checkpoint
 from tests.common import THRESHOLDS, peak_while_loading, reference_layer, relative_error
 from tests.folders import (
     CONFIGS,
-    banks,
     change_config,
     fp8,
     fused,
     is_expert,
     is_linear,
+    projection_first,
     quantized,
     qwen2_moe,
+    stacked_by_projection,
     stored,
-    turned,
     value,
     write,
 )
@@ -234,18 +234,18 @@ KINDS = ("q_proj", "k_proj", "v_proj", "o_proj", "lm_head")
 @settings(max_examples=20, deadline=None)
 @given(
     dialect=st.sampled_from(sorted(CONFIGS)), E=st.integers(2, 11), I=st.integers(1, 4), layers=st.integers(1, 3),
-    linears=st.sets(st.sampled_from(KINDS)), dense=st.integers(-1, 2), inputs=st.booleans(), turn=st.booleans(),
+    linears=st.sets(st.sampled_from(KINDS)), dense=st.integers(-1, 2), inputs=st.booleans(), renamed=st.booleans(),
     shards=st.integers(1, 3), mode=st.sampled_from(["packed", "dense"]), dtype=st.sampled_from([torch.bfloat16,
     torch.float32]),
 )  # fmt: skip
-def test_any_folder(dialect, E, I, layers, linears, dense, inputs, turn, shards, mode, dtype, tmp_path_factory):
+def test_any_folder(dialect, E, I, layers, linears, dense, inputs, renamed, shards, mode, dtype, tmp_path_factory):
     """Every parameter is the bytes of the file, whatever is quantized, sharded or left dense; saving loses nothing."""
     path = tmp_path_factory.mktemp("any")
     dense = dense if layers > 1 else -1
     which = lambda k: (is_expert(k) and f"layers.{dense}." not in k) or any(f"{kind}.weight" in k for kind in linears)
-    turn = turn and dense < 0
+    renamed = renamed and dense < 0
     folder, _ = quantized(path, lambda: qwen3_moe(E, 16 * I, num_hidden_layers=layers), dialect, which,
-                          0.003 if inputs else None, turned if turn else lambda stem: stem,
+                          0.003 if inputs else None, projection_first if renamed else lambda stem: stem,
                           ignore=["lm_head", "re:.*gate$"])  # fmt: skip
     files = tensors(folder)
     first = next(stem for stem in sorted(files) if stem.endswith("weight_scale"))
@@ -262,7 +262,7 @@ def test_any_folder(dialect, E, I, layers, linears, dense, inputs, turn, shards,
         for part, rows in zip(("gate_proj", "up_proj", "down_proj"), halves, strict=True):
             parameter = "down_proj" if part == "down_proj" else "gate_up_proj"
             for e in range(E):
-                stem = turned(f"{name}.{e}.{part}") if turn else f"{name}.{e}.{part}"
+                stem = projection_first(f"{name}.{e}.{part}") if renamed else f"{name}.{e}.{part}"
                 assert torch.equal(getattr(experts, parameter)[e, rows], files[f"{stem}.{weight}"])
                 assert as_bytes(getattr(experts, f"{parameter}_sf")[e, rows]) == as_bytes(files[f"{stem}.weight_scale"])
                 assert getattr(experts, f"{part}_global_scale")[e] == decode(files[f"{stem}.{scale}"])
@@ -534,7 +534,9 @@ def test_other_fp8_folders_are_left_to_transformers():
 # ---------------------------------------------------------------- other layouts of experts
 def test_experts_numbered_after_the_projection(tmp_path):
     """experts.gate_proj.3, as older ModelOpt wrote some families."""
-    folder, twin = quantized(tmp_path, lambda: qwen3_moe(experts=12), "modelopt", rename=turned, input_scale=0.002)
+    folder, twin = quantized(
+        tmp_path, lambda: qwen3_moe(experts=12), "modelopt", rename=projection_first, input_scale=0.002
+    )
     assert "model.layers.0.mlp.experts.up_proj.11.weight_scale_2" in tensors(folder)
     model = set_activations(load(folder), "bf16")
     assert relative_error(logits(model), logits(load(twin))) < 10 * THRESHOLDS["fp32"]
@@ -568,7 +570,7 @@ def test_fused_stacks(family, inputs, tmp_path):
 @pytest.mark.parametrize("inputs", [False, True], ids=["W4A16", "input scales"])
 def test_a_stack_for_each_projection(inputs, tmp_path):
     """Step-3: moe.gate_proj.weight [E, out, in/2], and scales [E]."""
-    folder, twin = banks(tmp_path, step3p7, 0.01 if inputs else None)
+    folder, twin = stacked_by_projection(tmp_path, step3p7, 0.01 if inputs else None)
     load = lambda path: Step3p7ForConditionalGeneration.from_pretrained(path, dtype=torch.float32).eval()
     model, dense, files = load(folder), load(twin), tensors(folder)
     name, experts = next(iter(packed(model, HFExperts).items()))
@@ -596,9 +598,9 @@ def test_awq(linears, activations, tmp_path):
         stem = key.removesuffix(".weight_scale_2")
         K = 2 * files[f"{stem}.weight"].shape[1]
         torch.manual_seed(zlib.crc32(stem.replace("gate_proj", "up_proj").encode()))
-        smooth = torch.randint(1, 9, (K,)) / 4  # of few bits: products with it are exact
-        files[f"{stem}.pre_quant_scale"] = smooth.bfloat16()
-        dense[f"{stem}.weight"] = dense[f"{stem}.weight"] * smooth
+        awq_scale = torch.randint(1, 9, (K,)) / 4  # of few bits: products with it are exact
+        files[f"{stem}.pre_quant_scale"] = awq_scale.bfloat16()
+        dense[f"{stem}.weight"] = dense[f"{stem}.weight"] * awq_scale
     save_file(files, folder / "model.safetensors", metadata={"format": "pt"})
     save_file(dense, twin / "model.safetensors", metadata={"format": "pt"})
     model = load(folder, config=checkpoint_config(folder, linears=linears, activations=activations))
@@ -636,7 +638,7 @@ DAMAGE = {
     "an SVD part": (
         lambda f: f.update({f"{Q}.svdquant_lora_a": torch.zeros(4, 64)}), "svdquant_lora_a is a scale that nothing"),
     "experts in two ways": (
-        lambda f: [f.update({turned(k): f.pop(k)}) for k in list(f) if "layers.0" in k and is_expert(k)],
+        lambda f: [f.update({projection_first(k): f.pop(k)}) for k in list(f) if "layers.0" in k and is_expert(k)],
         "the files name experts in several ways"),
 }  # fmt: skip
 

@@ -31,7 +31,7 @@ class OnEmulator:
 
     def run(self, kernel, emulated, values):
         self.kernels.append(kernel)
-        # GEMM: tokens beyond a group, and all but one number of the last tile's news, are read and not used.
+        # GEMM: tokens beyond a group, and all but one word of the slot that ends the tiles, are read and not used.
         stale = type(kernel).__name__ == "GroupedGemm"
         outputs = outputs_of(kernel, values)
         self.stream.launch(emulated, *values, outputs=outputs, schedule=self.schedule, stale_shared=stale)

@@ -110,7 +110,7 @@ def test_gates(gate):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("x_scale", "h_scale"), [(None, None), (2e-3, 5e-3), (2e-3, None), (None, 5e-3)])
 def test_w4a4(x_scale, h_scale, dtype):
-    """Static and dynamic scales of both activations; tokens of nobody among them."""
+    """Static and dynamic scales of both activations; unrouted tokens among them."""
     w = make_weights(4, 72, 80, activations="nvfp4", x_scale=x_scale, h_scale=h_scale, bias=True)
     x, ids, weights = batch(9, 72, 4, 2, dtype)
     ids[0, 0], ids[4] = 4, -1

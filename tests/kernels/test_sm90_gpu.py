@@ -192,7 +192,7 @@ def test_many_tokens():
 
 
 @on_gpu
-def test_no_tokens_and_nobody_here():
+def test_no_tokens_and_unrouted_tokens():
     layer = make_layer(4, 64, 64)
     assert layer(tokens(0, 64), *routing(0, 4, 2)).shape == (0, 64)
     ids, weights = routing(5, 4, 2)

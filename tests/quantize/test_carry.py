@@ -12,15 +12,15 @@ from moe_nvfp4.quantize.convert import convert_checkpoint
 from moe_nvfp4.quantize.verify import verify_checkpoint
 from tests.folders import (
     CONFIGS,
-    banks,
     change_config,
     fp8,
     fused,
     is_expert,
     is_linear,
+    projection_first,
     quantized,
     qwen2_moe,
-    turned,
+    stacked_by_projection,
     write,
 )
 from tests.models import IDS, as_bytes, gpt_oss, llama4, make, qwen3_moe, step3p7, tensors
@@ -84,7 +84,7 @@ def test_fused_stacks_are_taken_apart(family, inputs, dialect, tmp_path):
 @pytest.mark.parametrize("inputs", [None, 0.01], ids=["W4A16", "input scales"])
 def test_stacks_for_each_projection_are_taken_apart(inputs, dialect, tmp_path):
     """Step-3's [E, out, in/2]: expert by expert the same bytes."""
-    source, twin = banks(tmp_path, step3p7, inputs)
+    source, twin = stacked_by_projection(tmp_path, step3p7, inputs)
     assert error_against(source, twin) == 0
     there, files = tensors(carried(source, tmp_path / "there", dialect)), tensors(source)
     last = {"modelopt": "weight", "compressed-tensors": "weight_packed"}[dialect]
@@ -103,8 +103,10 @@ def test_stacks_for_each_projection_are_taken_apart(inputs, dialect, tmp_path):
 
 
 @pytest.mark.parametrize("dialect", CONFIGS)
-def test_experts_numbered_after_the_projection_are_turned(dialect, tmp_path):
-    source, _ = quantized(tmp_path, lambda: qwen3_moe(experts=12), "modelopt", rename=turned, input_scale=0.002)
+def test_experts_numbered_after_the_projection_are_renamed(dialect, tmp_path):
+    source, _ = quantized(
+        tmp_path, lambda: qwen3_moe(experts=12), "modelopt", rename=projection_first, input_scale=0.002
+    )
     there = carried(source, tmp_path / "there", dialect)
     assert any(".experts.11.up_proj." in name for name in tensors(there))
     same_model(source, there, ulp=0.0 if dialect == "modelopt" else 2**-23)
@@ -143,7 +145,9 @@ def test_fp8_layers_of_mixed_files_become_dense(kind, dialect, tmp_path):
 
 
 def test_awq_is_carried_within_its_dialect(tmp_path):
-    source, _ = quantized(tmp_path, qwen3_moe, "modelopt", rename=turned, input_scale=0.01, quant_algo="NVFP4_AWQ")
+    source, _ = quantized(
+        tmp_path, qwen3_moe, "modelopt", rename=projection_first, input_scale=0.01, quant_algo="NVFP4_AWQ"
+    )
     files = tensors(source)
     for name in [n for n in files if n.endswith("weight_scale_2")]:
         stem = name.removesuffix(".weight_scale_2")
@@ -185,16 +189,18 @@ def test_verify_stacks(family, tmp_path):
             verify_checkpoint(damaged)
 
 
-def test_verify_awq_and_names_turned_round(tmp_path):
+def test_verify_awq_and_projection_first_names(tmp_path):
     """What counts is the product with pre_quant_scale."""
-    source, twin = quantized(tmp_path, qwen3_moe, "modelopt", rename=turned, input_scale=0.01, quant_algo="NVFP4_AWQ")
+    source, twin = quantized(
+        tmp_path, qwen3_moe, "modelopt", rename=projection_first, input_scale=0.01, quant_algo="NVFP4_AWQ"
+    )
     files, dense = tensors(source), tensors(twin)
     for name in [n for n in files if n.endswith("weight_scale_2")]:
         stem = name.removesuffix(".weight_scale_2")
-        smooth = torch.randint(1, 9, (2 * files[f"{stem}.weight"].shape[1],)) / 4
-        files[f"{stem}.pre_quant_scale"] = smooth.bfloat16()
+        scale = torch.randint(1, 9, (2 * files[f"{stem}.weight"].shape[1],)) / 4
+        files[f"{stem}.pre_quant_scale"] = scale.bfloat16()
         plain = re.sub(r"experts\.(\w+)\.(\d+)", r"experts.\2.\1", stem)
-        dense[f"{plain}.weight"] = dense[f"{plain}.weight"] * smooth
+        dense[f"{plain}.weight"] = dense[f"{plain}.weight"] * scale
     save_file(files, source / "model.safetensors", metadata={"format": "pt"})
     assert error_against(source, twin) > 0.5
     save_file(dense, twin / "model.safetensors", metadata={"format": "pt"})
@@ -253,8 +259,15 @@ def test_verify_misses_other_tensors_that_are_gone(name, tmp_path):
         verify_checkpoint(tmp_path / "nvfp4", tmp_path / "bf16")
 
 
-@pytest.mark.parametrize("layout", [lambda p: quantized(p, qwen3_moe, "modelopt"), lambda p: fused(p, llama4),
-                                    lambda p: banks(p, step3p7)], ids=["one by one", "fused", "stacks"])  # fmt: skip
+@pytest.mark.parametrize(
+    "layout",
+    [
+        lambda p: quantized(p, qwen3_moe, "modelopt"),
+        lambda p: fused(p, llama4),
+        lambda p: stacked_by_projection(p, step3p7),
+    ],
+    ids=["one by one", "fused", "stacks"],
+)
 def test_nan_block_scales_are_not_carried(layout, tmp_path):
     source, _ = layout(tmp_path)
     files = tensors(source)

@@ -9,14 +9,14 @@ from moe_nvfp4.quantize.convert import convert_checkpoint
 from moe_nvfp4.quantize.verify import verify_checkpoint
 from tests.folders import (
     CONFIGS,
-    banks,
     change_config,
     fused,
     is_expert,
     is_linear,
+    projection_first,
     quantized,
     qwen2_moe,
-    turned,
+    stacked_by_projection,
     write,
 )
 from tests.models import FAMILIES, folder, gpt_oss, granite, llama4, mixtral, qwen3_moe, step3p7, tensors
@@ -95,14 +95,14 @@ def test_whole_folders_pass(family, dialect, tmp_path):
         verify_checkpoint(tmp_path / "c")
 
 
-@pytest.mark.parametrize("kind", ["fused", "fused with biases", "stacks", "turned", "linears"])
+@pytest.mark.parametrize("kind", ["fused", "fused with biases", "stacks", "projection first", "linears"])
 def test_other_layouts_pass(kind, tmp_path):
     if kind.startswith("fused"):
         source, _ = fused(tmp_path, llama4 if kind == "fused" else gpt_oss)
     elif kind == "stacks":
-        source, _ = banks(tmp_path, step3p7)
-    elif kind == "turned":
-        source, _ = quantized(tmp_path, qwen3_moe, "modelopt", rename=turned)
+        source, _ = stacked_by_projection(tmp_path, step3p7)
+    elif kind == "projection first":
+        source, _ = quantized(tmp_path, qwen3_moe, "modelopt", rename=projection_first)
     else:
         source, _ = quantized(tmp_path, qwen2_moe, "modelopt", lambda k: is_expert(k) or is_linear(k))
     verify_checkpoint(source)

@@ -12,7 +12,16 @@ from moe_nvfp4.quantize.convert import convert_checkpoint
 from moe_nvfp4.quantize.dialects import DIALECTS
 from moe_nvfp4.quantize.verify import verify_checkpoint
 from tests.common import relative_error
-from tests.folders import CONFIGS, banks, is_expert, quantized, qwen2_moe, turned, value, write
+from tests.folders import (
+    CONFIGS,
+    is_expert,
+    projection_first,
+    quantized,
+    qwen2_moe,
+    stacked_by_projection,
+    value,
+    write,
+)
 from tests.models import as_bytes, folder, load, logits, mixtral, qwen3_moe, step3p7, tensors
 from tests.quantize.test_convert import config_of
 
@@ -95,9 +104,11 @@ def test_separate_scales_are_repaired(dialect, tmp_path, capsys):
 def test_other_layouts_are_repaired(kind, tmp_path):
     """Their input and pre_quant scales come along."""
     if kind == "stacks":
-        source, _ = banks(tmp_path, step3p7, 0.01)
+        source, _ = stacked_by_projection(tmp_path, step3p7, 0.01)
     else:
-        source, _ = quantized(tmp_path, qwen3_moe, "modelopt", rename=turned, input_scale=0.01, quant_algo="NVFP4_AWQ")
+        source, _ = quantized(
+            tmp_path, qwen3_moe, "modelopt", rename=projection_first, input_scale=0.01, quant_algo="NVFP4_AWQ"
+        )
         files = tensors(source)
         for stem in [n.removesuffix(".weight_scale_2") for n in files if n.endswith("weight_scale_2")]:
             files[f"{stem}.pre_quant_scale"] = torch.rand(2 * files[f"{stem}.weight"].shape[1]) + 0.5

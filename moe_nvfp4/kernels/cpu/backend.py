@@ -43,7 +43,7 @@ _NVFP4 = 3
 _GATES = ("raw", "relu2", "silu", "gelu_tanh")
 
 
-# What the stages of cpu.c are told: the fields of its structs that are filled in here, in their order and by their
+# The arguments of cpu.c's stages: the fields of its structs that are filled in here, in their order and by their
 # names. The library says how many bytes it expects (see `_library`).
 
 

@@ -101,7 +101,7 @@ quantize_rows = reference.quantize_rows
 
 
 def gemm1_swiglu(rows: Rows, weights: ExpertWeights, groups: Groups, dtype: torch.dtype) -> Rows:
-    """As `reference.gemm1_swiglu`. Rows of nobody hold anything."""
+    """As `reference.gemm1_swiglu`. Unrouted rows hold arbitrary values."""
     w, device = weights, groups.order.device
     if groups.num_rows == 0:
         return reference.gemm1_swiglu(rows, weights, groups, dtype)
@@ -195,7 +195,7 @@ class _Routing:
 
 
 def route(ids: Tensor, E: int, BM: int, row_expert: bool = False, position: bool = False) -> _Routing:
-    """Assignments [R] sorted by expert; with `position`, rows of nobody have order 0.
+    """Assignments [R] sorted by expert; with `position`, unrouted rows have order 0.
 
     An id outside the legal range stops the kernel with a message: the next synchronization raises.
     """

@@ -359,7 +359,7 @@ class GroupedGemm:
 
     @cute.jit
     def report_full(self, tile_map: TileMap, s):
-        """In the second CTA of a pair: tells the first, which issues the MMAs of both, what is in shared memory."""
+        """In the second CTA of a pair: signals the first, which issues the MMAs of both, when a stage is full."""
         c = self.c
         full, peer_full = s.full.data_ptr(), s.peer_full.data_ptr()
         tile, step, count = self.scheduler.my_tiles(tile_map)
