@@ -164,6 +164,12 @@ def check_bias_dtype(dtype: torch.dtype | None) -> None:
         raise TypeError(f"biases are {_names(ROWS)}, not {dtype}: {_WAYS_OUT[ROWS]}")
 
 
+def check_sizes(**sizes: int) -> None:
+    for name, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"{name} must be at least 1, got {size}")
+
+
 def _check_source(name: str, x: Tensor, index: Tensor | None, K: int | None, R: int, device: torch.device) -> None:
     """Unquantized rows: x [R, K], or [*, K] with index int32 [R]."""
     if x.dim() != 2:

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from moe_nvfp4.backends import Backend, Problem, Selected, named, select, selected, shown
-from moe_nvfp4.checks import check_activations, check_bias_dtype
+from moe_nvfp4.checks import check_activations, check_bias_dtype, check_sizes
 from moe_nvfp4.ops import Hooks, run_experts
 from moe_nvfp4.quantize.recipes import DEFAULT_RECIPE, quantize_expert
 from moe_nvfp4.scales import FP32Scales
-from moe_nvfp4.weights import SILU, ExpertWeights, Gate, Layout
+from moe_nvfp4.weights import SILU, ExpertWeights, Gate, Layout, check_global_scale
 
 
 @dataclass
@@ -67,6 +67,7 @@ class NVFP4Experts(FP32Scales):
         super().__init__()
         check_activations(activations)
         check_bias_dtype(bias)
+        check_sizes(num_experts=num_experts, hidden_size=hidden_size, intermediate_size=intermediate_size)
         self.num_experts, self.gate, self.activations = num_experts, gate, activations
         self.hidden_size, self.intermediate_size = hidden_size, intermediate_size
         self.post_expert_norm: nn.Module | None = None
@@ -116,6 +117,9 @@ class NVFP4Experts(FP32Scales):
         I = N13 // (2 if gate.gated else 1)
         if w2.shape != (E, H, I):
             raise ValueError(f"w2 must be {(E, H, I)} for w13 {tuple(w13.shape)}, got {tuple(w2.shape)}")
+        if bias is not None and (len(bias) != 2 or bias[0].dtype != bias[1].dtype):
+            got = ", ".join(str(b.dtype) for b in bias)
+            raise ValueError(f"bias is a pair of one dtype, that of w13 and that of w2, got ({got}): convert one")
         for name, b, shape in (("w13", bias[0], (E, N13)), ("w2", bias[1], (E, H))) if bias is not None else ():
             if b.shape != shape:
                 raise ValueError(f"the bias of {name} must be {shape}, got {tuple(b.shape)}")
@@ -131,7 +135,7 @@ class NVFP4Experts(FP32Scales):
     def load_expert(self, e: int, w13: Tensor, w2: Tensor, recipe: str = DEFAULT_RECIPE) -> None:
         """Quantize one expert's dense w13 [N13, H] and w2 [H, I], floating, into place.
 
-        ValueError for another shape, an expert that is none, NaN and Inf.
+        ValueError for another shape, an expert that is none, NaN, Inf and the meta device: the layer is as it was then.
         """
         H, I = self.hidden_size, self.intermediate_size
         if not 0 <= e < self.num_experts:
@@ -140,18 +144,30 @@ class NVFP4Experts(FP32Scales):
         for name, matrix in ((self.up_name, w13), ("down_proj", w2)):
             if matrix.shape != shapes[name]:
                 raise ValueError(f"{name} of expert {e} must be {shapes[name]}, got {tuple(matrix.shape)}")
+            if matrix.is_meta or getattr(self, name).is_meta:
+                raise ValueError(
+                    f"{name} of expert {e} is on {matrix.device}, the layer's on {getattr(self, name).device}: the "
+                    "meta device holds no numbers; load the weights, or give the layer memory (to_empty(device=...))"
+                )
         self.unpack()
+        tensors: dict[str, Tensor] = {}
         for name, matrix in ((self.up_name, w13), ("down_proj", w2)):
             try:
-                tensors = quantize_expert(matrix, name, recipe)
+                tensors |= quantize_expert(matrix, name, recipe)
             except ValueError as error:
                 raise ValueError(f"{name} of expert {e}: {error}") from None
-            for key, tensor in tensors.items():
-                getattr(self, key).data[e] = tensor
+        for key, tensor in tensors.items():
+            getattr(self, key).data[e] = tensor
 
     def set_input_scales(self, x_scale: Tensor, h_scale: Tensor) -> None:
-        """Static activation scales, fp32 0-d each, for all experts."""
-        for name, scale in (("up_proj", x_scale), ("down_proj", h_scale)):
+        """Static activation scales, fp32 0-d each, for all experts. ValueError for more than one number each, and
+        unless they are finite and positive."""
+        pairs = (("up_proj", x_scale), ("down_proj", h_scale))
+        for name, scale in pairs:
+            if scale.numel() != 1:
+                raise ValueError(f"{name}_input_scale is one number, for all experts, got shape {tuple(scale.shape)}")
+            check_global_scale(scale.detach().float(), f"{name}_input_scale")
+        for name, scale in pairs:
             scales = scale.detach().float().repeat(self.num_experts).to(self.down_proj.device)
             self.register_parameter(f"{name}_input_scale", nn.Parameter(scales, requires_grad=False))
 

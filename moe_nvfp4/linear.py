@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from moe_nvfp4 import ops
 from moe_nvfp4.backends import Backend, Problem, select, selected, shown
-from moe_nvfp4.checks import check_activations, check_bias_dtype
+from moe_nvfp4.checks import check_activations, check_bias_dtype, check_sizes
 from moe_nvfp4.scales import FP32Scales
 
 
@@ -38,6 +38,7 @@ class NVFP4Linear(FP32Scales):
         super().__init__()
         check_activations(activations)
         check_bias_dtype(bias)
+        check_sizes(in_features=in_features, out_features=out_features)
         if in_features % 16:
             raise ValueError(f"in_features = {in_features} is not a multiple of 16, the NVFP4 block")
         self.in_features, self.out_features, self.activations = in_features, out_features, activations

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,23 @@ class FP32Scales(nn.Module):
 
     def _fp32_parameters(self) -> list[nn.Parameter]:
         return [p for n, p in self._parameters.items() if p is not None and n.endswith(("global_scale", "input_scale"))]
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """A state dict that was cast is refused: copying would convert its numbers back, rounded, without a word."""
+        scales, cast = {id(p) for p in self._fp32_parameters()}, []
+        for name, p in self._parameters.items():
+            if p is None or not (id(p) in scales or p.dtype == torch.uint8):
+                continue
+            found, expected = state_dict.get(prefix + name), torch.float32 if id(p) in scales else torch.uint8
+            if found is not None and found.dtype != expected:
+                cast.append(
+                    f"{prefix}{name} is {found.dtype}, expected {expected}: codes and scales are not to be cast; load "
+                    "the state dict as it was saved"
+                )
+        if cast:
+            args[-1].extend(cast)  # error_msgs
+        else:
+            super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         scales = {id(p) for p in self._fp32_parameters() if p.dtype == torch.float32}

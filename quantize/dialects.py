@@ -98,7 +98,9 @@ class QuantizationInfo:
 
 def as_patterns(given: str | Iterable[str] | None, name: str) -> list[str]:
     """One pattern or several, as the argument `name` of a function takes them -> a list."""
-    patterns = [given] if isinstance(given, str) else list(given or [])
+    if given is None:
+        return []
+    patterns = list(given) if isinstance(given, Iterable) and not isinstance(given, (str, bytes)) else [given]
     for pattern in patterns:
         if not isinstance(pattern, str) or not pattern:
             raise TypeError(f"{name} is a pattern of module names or a list of them, got {pattern!r}")

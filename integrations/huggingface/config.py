@@ -83,7 +83,10 @@ class MoeNvfp4Config(QuantizationConfigMixin):
     def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
         config = {key: value for key, value in config_dict.items() if key not in REWRITTEN}
         own = config.pop("moe_nvfp4", None) or {}
-        if (method := config.pop("quant_method", None)) is not None:
+        method = config.pop("quant_method", None)
+        if method == "moe_nvfp4" and "quant_algo" not in config_dict:  # the fields that `cls` takes, in a dictionary
+            method = None
+        if method is not None:
             info = read_config(config_dict)
             if info is None:
                 raise ValueError(f"a quantization_config of quant_method {method!r} is not one of NVFP4 files")

@@ -201,6 +201,12 @@ def test_the_default_dtype_changes_nothing(activations, dtype):
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
+@pytest.mark.parametrize("activations", ["bf16", "nvfp4"])
+def test_a_layer_on_meta_gives_shapes(activations):
+    y = make(activations).to("meta")(*(t.to("meta") for t in batch()))
+    assert (y.device.type, y.shape, y.dtype) == ("meta", (T, H), torch.float32)
+
+
 def test_groups_that_are_none():
     """Their values, which only the CPU looks at: a GPU would wait."""
     op, args = "gemm2_combine", arguments("gemm2_combine", "bf16", False, True)
@@ -262,6 +268,21 @@ def test_half_precision_models_give_the_same_numbers():
     want = layer(x.bfloat16(), ids, p)
     for dtype in (torch.bfloat16, torch.float16):
         assert torch.equal(layer.to(dtype)(x.bfloat16(), ids, p), want)
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("linear", [False, True])
+def test_a_state_dict_that_was_cast_is_refused(linear, assign):
+    layer = make_linear(static=True) if linear else make(static=True)
+    before, name = copy.deepcopy(layer.state_dict()), "weight_sf" if linear else "down_proj_sf"
+    rounded = {key: t.bfloat16() if t.is_floating_point() else t for key, t in before.items()}
+    with pytest.raises(RuntimeError, match="global_scale is torch.bfloat16, expected torch.float32: codes and scales"):
+        layer.load_state_dict(rounded, assign=assign)
+    e4m3 = before | {name: before[name].view(torch.float8_e4m3fn)}  # copied, its numbers would become bytes
+    with pytest.raises(RuntimeError, match=f"{name} is torch.float8_e4m3fn, expected torch.uint8"):
+        layer.load_state_dict(e4m3, assign=assign)
+    assert all(torch.equal(t, before[key]) for key, t in layer.state_dict().items())
+    layer.load_state_dict(before, assign=assign)
 
 
 SHARDED = """
@@ -371,6 +392,22 @@ def test_dense_experts_that_do_not_fit():
             NVFP4Experts.from_dense(w13, w2, bias=bias)
     with pytest.raises(TypeError, match="biases are bfloat16 or float16 or float32, not torch.float64"):
         NVFP4Experts.from_dense(w13, w2, bias=tuple(b.double() for b in good))
+    for bias in ((good[0].bfloat16(), good[1]), good[:1]):
+        with pytest.raises(ValueError, match="bias is a pair of one dtype"):
+            NVFP4Experts.from_dense(w13, w2, bias=bias)
+    for args in ((w13.to("meta"), w2.to("meta")), (w13, w2.to("meta"))):
+        with pytest.raises(ValueError, match="of expert 0 is on meta, the layer's on .*: the meta device holds no"):
+            NVFP4Experts.from_dense(*args)
+    with pytest.raises(ValueError, match="gate_up_proj of expert 0 is on cpu, the layer's on meta"):
+        NVFP4Experts(E, H, I, device="meta").load_expert(0, w13[0], w2[0])
+    for sizes, rule in [
+        ((0, H, I), "num_experts must be at least 1, got 0"),
+        ((E, H, -1), "intermediate_size .* got -1"),
+    ]:
+        with pytest.raises(ValueError, match=rule):
+            NVFP4Experts(*sizes)
+    with pytest.raises(ValueError, match="out_features must be at least 1, got -3"):
+        NVFP4Linear(16, -3)
     layer = make()
     for args, rule in [
         ((E, w13[0], w2[0]), "expert 5 is none of this layer's"),
@@ -380,6 +417,18 @@ def test_dense_experts_that_do_not_fit():
     ]:
         with pytest.raises(ValueError, match=rule):
             layer.load_expert(*args)
+
+
+def test_what_fails_leaves_the_layer_as_it_was():
+    layer, one = make(static=True), torch.tensor(1.0)
+    before = copy.deepcopy(layer.state_dict())
+    with pytest.raises(ValueError, match="down_proj of expert 1: 1536 of 1536 weights are NaN"):
+        layer.load_expert(1, torch.randn(2 * I, H), torch.full((H, I), torch.nan))
+    for scale, rule in [(one * torch.nan, "is nan: a global scale"), (one * 0, "is 0.0: a global scale"),
+                        (torch.ones(E), r"is one number, for all experts, got shape \(5,\)")]:  # fmt: skip
+        with pytest.raises(ValueError, match=f"down_proj_input_scale.* {rule}"):
+            layer.set_input_scales(one, scale)
+    assert all(torch.equal(t, before[key]) for key, t in layer.state_dict().items())
 
 
 # ---- the environment, and a process of its own ---------------------------------------------------

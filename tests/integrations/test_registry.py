@@ -92,8 +92,15 @@ def test_a_package_that_registered_modelopt_first_keeps_what_is_not_nvfp4(fresh)
 
 def test_a_package_that_took_a_place_later_keeps_it(fresh):
     register()
+    with pytest.raises(ValueError, match="'modelopt' already registered"):
+        auto.register_quantization_config("modelopt")(Theirs)
+    unregister()
+    auto.register_quantization_config("modelopt")(Theirs)  # the way out
+    register()
+    assert MoeNvfp4Config in read(**NVFP4["modelopt"]) and Theirs in read(quant_method="modelopt", quant_algo="FP8")
     auto.AUTO_QUANTIZATION_CONFIG_MAPPING["compressed-tensors"] = Theirs
     unregister()
+    assert auto.AUTO_QUANTIZATION_CONFIG_MAPPING.pop("modelopt") is Theirs
     assert auto.AUTO_QUANTIZATION_CONFIG_MAPPING["compressed-tensors"] is Theirs
     auto.AUTO_QUANTIZATION_CONFIG_MAPPING["compressed-tensors"] = CompressedTensorsConfig
 

@@ -124,7 +124,7 @@ def test_exclude_is_a_pattern_or_several(tmp_path):
         assert kinds(swap_experts(load(source), exclude=exclude, progress=False)) == ["Qwen3MoeExperts", "HFExperts"]
         model = load(source, quantization_config=MoeNvfp4Config(exclude=exclude))
         assert kinds(model) == ["Qwen3MoeExperts", "HFExperts"]
-    for exclude in ([7], [""], [["a"]]):
+    for exclude in (7, [7], [""], [["a"]]):
         with pytest.raises(TypeError, match="exclude is a pattern of module names or a list of them, got"):
             MoeNvfp4Config(exclude=exclude)
 
@@ -146,6 +146,10 @@ def test_unknown_fields_are_refused_with_the_nearest(tmp_path):
             MoeNvfp4Config(**{field: "nvfp4"})
     with pytest.raises(TypeError, match="has no field 'bits'; it has"):
         MoeNvfp4Config(bits=4)
+    given = {"quant_method": "moe_nvfp4", "activations": "nvfp4"}  # as a dictionary, which transformers takes too
+    assert MoeNvfp4Config.from_dict(given).to_dict() == MoeNvfp4Config(activations="nvfp4").to_dict()
+    with pytest.raises(TypeError, match="has no field 'recipes' .did you mean 'recipe'"):
+        MoeNvfp4Config.from_dict(given | {"recipes": "max"})
     swap_experts(make(qwen3_moe), progress=False).save_pretrained(tmp_path)
     with pytest.raises(TypeError, match="has no field 'linear' .did you mean 'linears'"):
         checkpoint_config(tmp_path, linear="dense")
