@@ -74,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
 
     def quantizing(sub: argparse.ArgumentParser) -> None:
         sub.add_argument(
-            "--recipe", choices=RECIPES, default=DEFAULT_RECIPE,
+            "--recipe", choices=RECIPES, default=None,
             help=f"how block scales are chosen when dense weights are quantized (default {DEFAULT_RECIPE})",
         )  # fmt: skip
         sub.add_argument(
@@ -228,7 +228,7 @@ def generate(args: argparse.Namespace) -> None:
     from moe_nvfp4.integrations.huggingface import set_activations
     from moe_nvfp4.quantize.report import readable_size
 
-    model, tokenizer = _load(args.model, args.device, args.recipe, args.exclude, args.activations or "bf16")
+    model, tokenizer = _load(args, args.activations or "bf16")
     if args.activations:
         set_activations(model, args.activations)
     chat = tokenizer.chat_template is not None and not args.raw
@@ -263,15 +263,23 @@ def generate(args: argparse.Namespace) -> None:
     if len(times) > 1:
         _say(f"speed:   {(len(times) - 1) / (times[-1] - times[0]):.1f} tokens/s over {len(times)} tokens, "
              f"first token after {times[0] - start:.2f} s ({prompt} tokens of prompt), on {model.device}")  # fmt: skip
-    _say(f"experts: {readable_size(before)} in bf16, {readable_size(after)} in NVFP4 ({before / after:.2f}x smaller)")
+    if after:  # only linears are 4-bit in some files
+        smaller = f"{before / after:.2f}x smaller"
+        _say(f"experts: {readable_size(before)} in bf16, {readable_size(after)} in NVFP4 ({smaller})")
 
 
 def quantize(args: argparse.Namespace) -> None:
     from moe_nvfp4.quantize.convert import convert_checkpoint
+    from moe_nvfp4.quantize.files import open_checkpoint
+    from moe_nvfp4.quantize.plan import nvfp4_info
     from moe_nvfp4.quantize.report import readable_size
 
+    source, recipe = _folder(args.source), args.recipe or DEFAULT_RECIPE
+    if args.recipe and not args.share_scales and Path(source).is_dir() and nvfp4_info(open_checkpoint(source)):
+        raise ValueError(f"--recipe would have no effect: {args.source} is NVFP4 already, and another --dialect has "
+                         "the same numbers; name the original model, or leave out --recipe")  # fmt: skip
     report = convert_checkpoint(
-        _folder(args.source), args.destination, args.recipe, args.exclude, args.include, args.dialect,
+        source, args.destination, recipe, args.exclude, args.include, args.dialect,
         args.activations, args.workers, args.device, args.dry_run, share_scales=args.share_scales,
     )  # fmt: skip
     if args.dry_run:
@@ -281,7 +289,7 @@ def quantize(args: argparse.Namespace) -> None:
     for name, why in report.skipped.items():
         _say(f"left alone: {name}: {why}")
     before, after = readable_size(report.experts_before), readable_size(report.experts_after)
-    experts = f"; experts {before} -> {after} ({args.recipe})" if report.quantized else ""
+    experts = f"; experts {before} -> {after} ({recipe})" if report.quantized else ""
     resumed = f", {readable_size(report.resumed)} of the source by an earlier run" if report.resumed else ""
     for line in report.rescaled_lines():
         _say(line)
@@ -303,7 +311,7 @@ def calibrate(args: argparse.Namespace) -> None:
     if args.destination.exists():
         raise ValueError(f"{args.destination} exists: name a folder that does not, or remove it first")
     text = _text(args)
-    model, tokenizer = _load(args.model, args.device, args.recipe, args.exclude, "nvfp4")
+    model, tokenizer = _load(args, "nvfp4")
     windows = _windows(args, tokenizer, text)
     calibrate(model, windows[:, None])
     set_activations(model, "nvfp4").save_pretrained(args.destination)
@@ -312,25 +320,20 @@ def calibrate(args: argparse.Namespace) -> None:
 
 
 def info(args: argparse.Namespace) -> None:
-    import torch
-
     from moe_nvfp4.integrations.huggingface import MoeNvfp4Config
+    from moe_nvfp4.integrations.huggingface.config import names_experts
     from moe_nvfp4.integrations.huggingface.experts import HFExperts, describe
-    from moe_nvfp4.quantize.dialects import read_config
     from moe_nvfp4.quantize.files import open_checkpoint
     from moe_nvfp4.quantize.plan import separate_scales_warning
     from moe_nvfp4.quantize.report import readable_size
 
     source = _resolve(args.model)
     config = _config(source)
-    quantization = config.to_dict().get("quantization_config")
+    quantization = _quantization(config, args)
     chosen = MoeNvfp4Config(exclude=args.exclude)
     if quantization is not None:
-        if read_config(quantization) is None:
-            raise ValueError(f"{args.model} is quantized with {quantization.get('quant_method')!r}, not with NVFP4")
         chosen = MoeNvfp4Config.from_dict(quantization)
-    with torch.device("meta"), _config_errors(source):
-        model = _model_class(config)._from_config(config, dtype=torch.bfloat16)
+    model = _empty_model(config, source)
     rows: list[tuple[str, str]] = []  # name, what it is
     skipped: list[tuple[str, str]] = []  # name, why
     dense = packed = 0  # bytes
@@ -364,6 +367,10 @@ def info(args: argparse.Namespace) -> None:
         _say(f"  {name:44s} {what}")
     for name, why in _grouped(skipped):
         _say(f"  {name:44s} left as it is: {why}")
+    names = [name for name, _ in rows + skipped]
+    for pattern in args.exclude:
+        if not any(names_experts(pattern, name) for name in names):
+            raise ValueError(f"--exclude {pattern!r} matches no experts module of {args.model}, see above")
     if not rows:
         raise ValueError(f"{args.model} has no experts that this library can quantize")
     if quantization is not None and any(Path(source).glob("*.safetensors")):
@@ -399,15 +406,15 @@ def compare(args: argparse.Namespace) -> None:
     if "quantization_config" in _config(source).to_dict():
         raise ValueError(f"{args.model} is quantized already: compare needs the original to compare with")
     text = _text(args)
-    original, tokenizer = _load(source, args.device, None, [], "bf16")
-    model, _ = _load(source, args.device, args.recipe, args.exclude, "bf16", tokenizer=False)
+    original, tokenizer = _load(args, None)
+    model, _ = _load(args, "bf16", tokenizer=False)
     windows = _windows(args, tokenizer, text).to(original.device)
 
     bits = {"W4A16": "bf16", "W4A4": "nvfp4"}
     models = {name: lambda ids, a=a: set_activations(model, a)(ids) for name, a in bits.items()}
     found = evaluate(original, models, progress_bar(windows, desc="compare", unit="window", show=True))
     tokens = found["original"].tokens
-    _say(f"{args.model}, recipe {args.recipe}, {tokens} tokens in windows of {args.window}")
+    _say(f"{args.model}, recipe {args.recipe or DEFAULT_RECIPE}, {tokens} tokens in windows of {args.window}")
     _say(f"{'':8s}{'perplexity':>12s}{'KL (nats)':>12s}{'top-1':>9s}")
     for name, of in found.items():
         label = "bf16" if name == "original" else name
@@ -507,22 +514,49 @@ def _config_errors(source: str) -> Iterator[None]:
         ) from None
 
 
-def _load(
-    model: str, device: str | None, recipe: str | None, exclude: list[str], activations: str, tokenizer: bool = True
-) -> tuple[Any, Any]:
-    """(model, tokenizer); recipe None: as it is, without 4-bit experts."""
+def _empty_model(config: Any, source: str) -> Any:
+    """The model that config.json describes, on the meta device; ValueError where it describes none."""
+    import torch
+
+    with torch.device("meta"), _config_errors(source):
+        return _model_class(config)._from_config(config, dtype=torch.bfloat16)
+
+
+def _quantization(config: Any, args: argparse.Namespace) -> dict[str, Any] | None:
+    """The quantization_config of NVFP4 files, None of dense ones; ValueError for other formats, and for options of
+    the quantization where nothing is left to quantize.
+    """
+    from moe_nvfp4.quantize.dialects import read_config
+
+    quantization: dict[str, Any] | None = config.to_dict().get("quantization_config")
+    if quantization is None:
+        return None
+    if read_config(quantization) is None:
+        raise ValueError(f"{args.model} is quantized with {quantization.get('quant_method')!r}, not with NVFP4: FP8 "
+                         "and MXFP4 are converted by moe-nvfp4 quantize")  # fmt: skip
+    if given := [f"--{name}" for name in ("recipe", "exclude") if getattr(args, name)]:
+        raise ValueError(f"{' and '.join(given)} would have no effect: {args.model} is 4-bit already; name the "
+                         f"original model, or leave out {' and '.join(given)}")  # fmt: skip
+    return quantization
+
+
+def _load(args: argparse.Namespace, activations: str | None, tokenizer: bool = True) -> tuple[Any, Any]:
+    """(model, tokenizer); activations of experts that are quantized on the way, None: the model as it is."""
     import torch
     from transformers import AutoTokenizer
 
     from moe_nvfp4.devices import usable_device
     from moe_nvfp4.integrations.huggingface import MoeNvfp4Config
 
-    place = usable_device(device)
-    source = _resolve(model)
+    place = usable_device(args.device)
+    source = _resolve(args.model)
     config = _config(source)
     kwargs: dict[str, Any] = {}
-    if recipe is not None and "quantization_config" not in config.to_dict():
-        kwargs["quantization_config"] = MoeNvfp4Config(activations=activations, recipe=recipe, exclude=exclude)
+    if _quantization(config, args) is None and activations is not None:
+        kwargs["quantization_config"] = MoeNvfp4Config(
+            activations=activations, recipe=args.recipe, exclude=args.exclude
+        )
+    _empty_model(config, source)  # else transformers ends in a traceback where the config makes no sense
     if place.type != "cpu":  # needs the package accelerate (extra "gpu"), which a CPU can do without
         kwargs["device_map"] = str(place)
     loaded = _model_class(config).from_pretrained(source, dtype=torch.bfloat16, **kwargs)

@@ -14,7 +14,10 @@ PARTS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 
 
 class UnknownModel(Exception):
-    """Why transformers cannot say which tensors a model has."""
+    """Why transformers cannot say which tensors a model has, in one line."""
+
+    def __init__(self, why: str):
+        super().__init__(" ".join(why.split()))
 
 
 @dataclass(frozen=True)

@@ -236,9 +236,11 @@ def _check_nothing_missed(draft: _Draft) -> None:
         )
     if not draft.matrices:
         model = (config.get("architectures") or types or ["this model"])[0]
-        all_excluded = f": {len(draft.excluded)} experts modules are all excluded" if draft.excluded else ""
-        raise ValueError(f"{model} has no experts to quantize" + (
-            all_excluded or "; dense models are not what this library is for"))  # fmt: skip
+        why = "; dense models are not what this library is for"
+        if draft.excluded:
+            some = ", ".join(sorted(draft.excluded)[:3])
+            why = f": {some}, ... ({len(draft.excluded)}) are all excluded, or not included"
+        raise ValueError(f"{model} has no experts to quantize{why}")
 
 
 # ---------------------------------------------------------------- NVFP4 in another dialect or layout

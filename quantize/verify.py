@@ -80,7 +80,7 @@ def verify_checkpoint(folder: str | os.PathLike, against: str | os.PathLike | No
             left.pop(part, None)
     for name, stored in left.items():
         _check_other(name, stored)
-    _check_experts(shapes)
+    _check_experts(shapes, left)
     if not shapes and not stacks:
         raise ValueError(f"{folder} says NVFP4 in its config.json, but no tensor ends in .{dialect.global_scale}")
     _check_optional_scales(shapes, checkpoint, dialect)
@@ -167,7 +167,7 @@ def _read(stored: TensorSlice, check: Callable[[Tensor], None] = lambda piece: N
         check(stored.read(at, min(PIECE, stored.size - at)))
 
 
-def _check_experts(found: Mapping[str, tuple[int, ...]]) -> None:
+def _check_experts(found: Mapping[str, tuple[int, ...]], left: Mapping[str, TensorSlice]) -> None:
     """All experts of a layer have the same projections, with the same shapes, and none is left out."""
     layers: dict[str, dict[str, dict[int, tuple]]] = {}
     for stem, shape in found.items():
@@ -177,6 +177,10 @@ def _check_experts(found: Mapping[str, tuple[int, ...]]) -> None:
         E = 1 + max(max(experts) for experts in parts.values())
         for part, shapes in parts.items():
             missing = sorted(set(range(E)) - shapes.keys())
+            for stem in (f"{module}.{e}.{part}" for e in missing):
+                if stored := left.get(f"{stem}.weight"):
+                    raise ValueError(f"{stem}.weight is {stored.dtype} and {len(shapes)} of {E} experts have an NVFP4 "
+                                     "one: all have the same type, quantize the original checkpoint again")  # fmt: skip
             if missing:
                 raise ValueError(f"{module}.{missing[0]}.{part} is missing: {len(shapes)} of {E} experts have it")
             if len(set(shapes.values())) > 1:

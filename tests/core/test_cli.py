@@ -175,6 +175,9 @@ def test_mistakes_are_one_line_and_exit_code_2(folder, tmp_path, capsys):
     LlamaForCausalLM(LlamaConfig(**small)).save_pretrained(tmp_path / "dense")
     run("quantize", folder, tmp_path / "done", "--recipe", "max")
     (tmp_path / "short.txt").write_text("short")
+    fp8 = json.loads((folder / "config.json").read_text()) | {"quantization_config": {"quant_method": "fp8"}}
+    (tmp_path / "fp8").mkdir()
+    (tmp_path / "fp8" / "config.json").write_text(json.dumps(fp8))
     cases = [
         (("info", tmp_path / "nothing"), "does not exist"),
         (("info", tmp_path), "has no config.json"),
@@ -182,6 +185,25 @@ def test_mistakes_are_one_line_and_exit_code_2(folder, tmp_path, capsys):
         (("quantize", tmp_path / "dense", tmp_path / "x"), "LlamaForCausalLM has no experts to quantize"),
         (("quantize", folder, tmp_path / "done"), "exists: name a folder that does not"),
         (("quantize", tmp_path / "done", tmp_path / "x"), "is quantized already"),
+        (
+            ("quantize", folder, tmp_path / "x", "--include", "nope*"),
+            "model.layers.0.mlp.experts, model.layers.1.mlp.experts, ... (2) are all excluded, or not included",
+        ),
+        (
+            ("quantize", tmp_path / "done", tmp_path / "x", "--dialect", "compressed-tensors", "--recipe", "max"),
+            "--recipe would have no effect",
+        ),
+        (("generate", tmp_path / "fp8"), "is quantized with 'fp8', not with NVFP4: FP8 and MXFP4 are converted by"),
+        (("info", folder, "--exclude", "nope*"), "--exclude 'nope*' matches no experts module"),
+        (("info", tmp_path / "done", "--exclude", "model.layers.0.*"), "--exclude would have no effect"),
+        (
+            ("generate", tmp_path / "done", "--recipe", "max", "--exclude", "*"),
+            "--recipe and --exclude would have no effect",
+        ),
+        (
+            ("calibrate", tmp_path / "done", tmp_path / "x", "--text", ROOT / "README.md", "--recipe", "mse"),
+            "--recipe would have no effect",
+        ),
         (("compare", folder), "--text FILE"),
         (("compare", folder, "--text", tmp_path / "short.txt"), "less than one window of 512"),
         (("compare", tmp_path / "done", "--text", tmp_path / "short.txt"), "needs the original"),
@@ -272,8 +294,9 @@ def test_a_config_that_makes_no_sense(changes, message, folder, tmp_path, capsys
     config = json.loads((folder / "config.json").read_text())
     text = changes if isinstance(changes, str) else json.dumps(config | changes)
     (tmp_path / "config.json").write_text(text)
-    error = mistake(["info", tmp_path], capsys)
-    assert message in error and len(error) < 600
+    for command in ("info", "generate"):
+        error = mistake([command, tmp_path], capsys)
+        assert message in error and len(error) < 600
 
 
 def test_help_teaches(capsys):
