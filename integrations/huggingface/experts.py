@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import inf
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -259,6 +260,15 @@ class HFExperts(NVFP4Experts):
         self._hf_quantized_needs_local_tp = True
         self._source = (empty_like(source, "meta"),)  # in a tuple: not a part of this module
         self.implementation: str | None = None  # what the config said before `set_implementation` changed it
+        self.half_swapped = False  # while `swap_experts` works, and after it was interrupted
+
+    def _save_to_state_dict(self, *args: Any) -> None:
+        if self.half_swapped:
+            raise RuntimeError(
+                "swap_experts was interrupted: some experts are 4-bit, others dense, and nothing reads such files: "
+                "call swap_experts again, which goes on, then save"
+            )
+        super()._save_to_state_dict(*args)
 
     def own_gate(self, w13_out: Tensor) -> Tensor:
         return own_gate(self, self.source_class, self.layout, w13_out)

@@ -42,7 +42,8 @@ def swap_experts(
     Walks the whole model, composite ones too. All or nothing: every weight is looked at before the first layer is
     replaced, so an error leaves the model as it was. Then layer by layer: the peak above the result is one layer's
     dense experts. Interrupted (Ctrl-C, out of memory), every layer is whole, dense or 4-bit, and another call goes
-    on. The model then saves and loads like one quantized while loading.
+    on; until then the model runs, and refuses to be saved. Swapped, it saves and loads like one quantized while
+    loading.
 
     Raises NotImplementedError for experts in an unknown form (naming their class and the way out), ValueError if the
     model has no experts, or weights that are NaN or Inf, are in another dtype than bf16, fp16 and fp32, or are not
@@ -71,12 +72,15 @@ def swap_experts(
     for _ in progress_bar(range(len(left)), desc="NVFP4 experts", unit="layer", show=progress):
         names, module, layout = left.popleft()
         experts = _quantized(module, layout, config)
+        experts.half_swapped = True
         for name in names:
             model.set_submodule(name, experts)
     swapped = {n: m for n, m in model.named_modules(remove_duplicate=False) if isinstance(m, HFExperts)}
     set_implementation(model)
     quantizer = MoeNvfp4Quantizer(config, pre_quantized=False)
     quantizer.attach(model, swapped, excluded)
+    for experts in swapped.values():
+        experts.half_swapped = False
     assert quantizer.conversions is not None
     quantizer.conversions.build(list(base or []))
     whole: Any = model  # nn.Module does not declare transformers' attributes

@@ -55,7 +55,7 @@ def test_a_weight_that_is_not_finite_leaves_the_model_as_it_was(family, value):
     assert getattr(model.config, "quantization_config", None) is None
 
 
-def test_an_interrupted_swap_goes_on_where_it_was(monkeypatch):
+def test_an_interrupted_swap_goes_on_where_it_was(monkeypatch, tmp_path):
     model, whole = make(qwen3_moe), swap_experts(make(qwen3_moe), progress=False)
     quantize, calls = HFExperts.load_expert, []
 
@@ -70,12 +70,15 @@ def test_an_interrupted_swap_goes_on_where_it_was(monkeypatch):
         swap_experts(model, progress=False)
     assert kinds(model) == ["HFExperts", "Qwen3MoeExperts"]
     mixed = logits(model)
+    with pytest.raises(RuntimeError, match="call swap_experts again"):
+        model.save_pretrained(tmp_path / "half")
     monkeypatch.undo()
     reference = make(qwen3_moe)
     swap_experts(reference, exclude=EXPERTS.format(1), progress=False)
     assert torch.equal(mixed, logits(reference))
     swap_experts(model, progress=False)
     assert torch.equal(logits(model), logits(whole))
+    model.save_pretrained(tmp_path / "whole")
 
 
 def test_dense_experts_go_one_layer_after_the_other(monkeypatch):
