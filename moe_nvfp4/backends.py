@@ -136,6 +136,15 @@ def named(name: str) -> Backend:
     )
 
 
+@lru_cache(maxsize=256)
+def named_on(name: str, device: torch.device) -> Backend:
+    """The backend of this name, once it is known to run on `device`; ValueError with its reason if it doesn't."""
+    backend = named(name)
+    if reason := backend.unavailable(Device.of(device)):
+        raise ValueError(f"the {name} kernels were chosen for tensors on {device}: {name} {reason}")
+    return backend
+
+
 @cache
 def _warn(text: str) -> None:
     warnings.warn(text, stacklevel=6)
@@ -188,4 +197,5 @@ def forget() -> None:
     """Decide anew, and warn again."""
     _select.cache_clear()
     _selected.cache_clear()
+    named_on.cache_clear()
     _warn.cache_clear()

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +18,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from moe_nvfp4 import format as nvfp4
-from moe_nvfp4.backends import Backend, Device, Problem, Selected, named, selected
+from moe_nvfp4.backends import Problem, Selected, named_on, selected
 from moe_nvfp4.checks import check_layer, check_linear, check_quantize, check_stage
 from moe_nvfp4.routing import Groups, Rows, group_by_expert
 from moe_nvfp4.weights import ExpertWeights, LinearWeights, read_spec
@@ -29,15 +28,6 @@ _STAGE: dict[str, Any] = dict(mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,
 _ROWS = "Tensor {0}, Tensor? {0}_sf, Tensor? {0}_scale, Tensor? {0}_index"
 _WEIGHTS = "Tensor?[] weights, str spec"
 _GROUPS = "Tensor order, Tensor offsets"
-
-
-@lru_cache(maxsize=256)
-def _backend(name: str, device: torch.device) -> Backend:
-    """The backend of this name, once it is known to run on `device`."""
-    backend = named(name)
-    if reason := backend.unavailable(Device.of(device)):
-        raise ValueError(f"the {name} kernels were chosen for tensors on {device}: {name} {reason}")
-    return backend
 
 
 # ---- the stages ----------------------------------------------------------------------------------
@@ -50,7 +40,7 @@ def _backend(name: str, device: torch.device) -> Backend:
 )
 def quantize_rows(x, index, scale, order, offsets, backend):
     groups = check_quantize(x, index, scale, order, offsets)
-    rows = _backend(backend, x.device).quantize_rows(x, index, scale, groups)
+    rows = named_on(backend, x.device).quantize_rows(x, index, scale, groups)
     return [rows.values, rows.sf, rows.scale]
 
 
@@ -68,7 +58,7 @@ def _(x, index, scale, order, offsets, backend):
 def gemm1_swiglu(x, x_sf, x_scale, x_index, weights, spec, order, offsets, dtype):
     rows = Rows(x, x_sf, x_scale, x_index)
     w, groups = _stage("x", rows, weights, spec, order, offsets, dtype)
-    h = _backend(read_spec(spec).backend, order.device).gemm1_swiglu(rows, w, groups, dtype)
+    h = named_on(read_spec(spec).backend, order.device).gemm1_swiglu(rows, w, groups, dtype)
     return [h.values, h.sf, h.scale] if h.is_nvfp4 else [h.values]
 
 
@@ -89,7 +79,7 @@ def _(x, x_sf, x_scale, x_index, weights, spec, order, offsets, dtype):
 def gemm2_combine(h, h_sf, h_scale, h_index, weights, spec, order, offsets, top_k_weights, dtype):
     rows = Rows(h, h_sf, h_scale, h_index)
     w, groups = _stage("h", rows, weights, spec, order, offsets, dtype, top_k_weights)
-    backend = _backend(read_spec(spec).backend, order.device)
+    backend = named_on(read_spec(spec).backend, order.device)
     return backend.gemm2_combine(rows, w, groups, top_k_weights, dtype)
 
 
@@ -126,7 +116,7 @@ def experts(x, top_k_index, top_k_weights, weights, spec):
     read = read_spec(spec)
     w = ExpertWeights.from_tensors(weights, read)
     check_layer(x, top_k_index, top_k_weights, w)
-    return _backend(read.backend, x.device).experts(x, top_k_index, top_k_weights, w)
+    return named_on(read.backend, x.device).experts(x, top_k_index, top_k_weights, w)
 
 
 @experts.register_fake
@@ -147,7 +137,7 @@ _experts = torch.ops.moe_nvfp4.experts.default  # one Python call less
 def linear(x, weight, weight_sf, weight_global_scale, bias, input_scale, activations, backend):
     weights = LinearWeights(weight, weight_sf, weight_global_scale, bias, input_scale, activations)
     check_linear(x, weights)
-    return _backend(backend, x.device).linear(x, weights)
+    return named_on(backend, x.device).linear(x, weights)
 
 
 @linear.register_fake
