@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from moe_nvfp4 import backends, cli, demo
+from moe_nvfp4.cli import info, options
 from tests.models import make, qwen3_moe, tensors
 
 ROOT = Path(__file__).parents[2]
@@ -164,8 +165,8 @@ def test_every_command_takes_demo_and_hub_names(folder, tmp_path, monkeypatch, c
     ],
 )
 def test_equal_layers_are_one_line(names, lines):
-    assert list(cli._grouped((name, "same") for name in names)) == [(line, "same") for line in lines]
-    assert len(list(cli._grouped(zip(names, "abcdefg", strict=False)))) == len(names), "different ones are not"
+    assert list(info.grouped((name, "same") for name in names)) == [(line, "same") for line in lines]
+    assert len(list(info.grouped(zip(names, "abcdefg", strict=False)))) == len(names), "different ones are not"
 
 
 def test_mistakes_are_one_line_and_exit_code_2(folder, tmp_path, capsys):
@@ -311,14 +312,14 @@ def test_help_teaches(capsys):
 
 
 def test_choices_are_those_of_the_library():
-    """cli.py has them in words of its own, so that --help imports nothing."""
+    """cli/options.py has them in words of its own, so that --help imports nothing."""
     from moe_nvfp4 import weights
     from moe_nvfp4.integrations import serve
     from moe_nvfp4.quantize import dialects, recipes
 
-    assert (cli.RECIPES, cli.DEFAULT_RECIPE) == (recipes.RECIPES, recipes.DEFAULT_RECIPE)
-    assert (cli.DIALECTS, cli.ACTIVATIONS) == (tuple(dialects.DIALECTS), weights.ACTIVATIONS)
-    assert cli.ENGINES == serve.ENGINES
+    assert (options.RECIPES, options.DEFAULT_RECIPE) == (recipes.RECIPES, recipes.DEFAULT_RECIPE)
+    assert (options.DIALECTS, options.ACTIVATIONS) == (tuple(dialects.DIALECTS), weights.ACTIVATIONS)
+    assert options.ENGINES == serve.ENGINES
 
 
 @pytest.mark.parametrize("args", [["--help"], ["quantize", "--help"], ["--version"], ["generate", "X", "--prompt", ""]])

@@ -1,6 +1,7 @@
 """`moe-nvfp4 serve` chooses an engine and hands the rest on to it; tests/integrations/test_vllm.py asks the server."""
 
 import importlib.util
+import os
 import subprocess
 import sys
 
@@ -51,6 +52,6 @@ def test_what_is_not_there_is_named(monkeypatch, capsys):
 def test_options_after_the_model_are_the_engines(monkeypatch):
     installed(monkeypatch, "vllm")
     ran = []
-    monkeypatch.setattr(cli.os, "execv", lambda file, command: ran.append(command))
+    monkeypatch.setattr(os, "execv", lambda file, command: ran.append(command))
     assert cli.main(["serve", "some/model", "--port", "1", "--enforce-eager"]) == 0
     assert ran[0][-3:] == ["--port", "1", "--enforce-eager"]

@@ -1,0 +1,36 @@
+"""moe-nvfp4 calibrate: add static activation scales."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from moe_nvfp4.cli.models import load, text_of, windows_of
+from moe_nvfp4.cli.options import MODEL_HELP, Commands, add_device, add_quantizing, add_texts, command, say
+
+
+def add(commands: Commands) -> None:
+    sub = command(
+        commands, "calibrate", run, "add static activation scales",
+        "Load MODEL with 4-bit experts, run a text through it and write DST: the same weights, with an input_scale "
+        "for every expert, for W4A4 without a scale per token. Needs memory for the 4-bit model.",
+    )  # fmt: skip
+    sub.add_argument("model", metavar="MODEL", help=MODEL_HELP)
+    sub.add_argument("destination", metavar="DST", type=Path, help="folder to make; must not exist")
+    add_texts(sub, 4, shortest=1)
+    add_quantizing(sub)
+    add_device(sub)
+
+
+def run(args: argparse.Namespace) -> None:
+    from moe_nvfp4.integrations.huggingface import calibrate, set_activations
+
+    if args.destination.exists():
+        raise ValueError(f"{args.destination} exists: name a folder that does not, or remove it first")
+    text = text_of(args)
+    model, tokenizer = load(args, "nvfp4")
+    windows = windows_of(args, tokenizer, text)
+    calibrate(model, windows[:, None])
+    set_activations(model, "nvfp4").save_pretrained(args.destination)
+    tokenizer.save_pretrained(args.destination)
+    say(f"wrote {args.destination}: static scales from {windows.numel()} tokens")

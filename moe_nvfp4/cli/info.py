@@ -1,0 +1,99 @@
+"""moe-nvfp4 info: what is in a model."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from moe_nvfp4.cli.models import empty_model, model_config, quantization_of, resolve
+from moe_nvfp4.cli.options import MODEL_HELP, Commands, add_quantizing, command, say
+
+
+def add(commands: Commands) -> None:
+    sub = command(
+        commands, "info", run, "what is in a model",
+        "List the experts of MODEL: layers, sizes, gate, format, bytes before and after, and what "
+        "would be skipped and why. Reads headers and config only.",
+    )  # fmt: skip
+    sub.add_argument("model", metavar="MODEL", help=MODEL_HELP)
+    add_quantizing(sub)
+
+
+def run(args: argparse.Namespace) -> None:
+    from moe_nvfp4.integrations.huggingface import MoeNvfp4Config
+    from moe_nvfp4.integrations.huggingface.config import names_experts
+    from moe_nvfp4.integrations.huggingface.experts import HFExperts, describe
+    from moe_nvfp4.quantize.files import open_checkpoint
+    from moe_nvfp4.quantize.plan import separate_scales_warning
+    from moe_nvfp4.quantize.report import readable_size
+
+    source = resolve(args.model)
+    config = model_config(source)
+    quantization = quantization_of(config, args)
+    chosen = MoeNvfp4Config(exclude=args.exclude)
+    if quantization is not None:
+        chosen = MoeNvfp4Config.from_dict(quantization)
+    model = empty_model(config, source)
+    rows: list[tuple[str, str]] = []  # name, what it is
+    skipped: list[tuple[str, str]] = []  # name, why
+    dense = packed = 0  # bytes
+    inside = "\0"
+    for name, module in model.named_modules():
+        if name.startswith(inside):
+            continue
+        try:
+            layout = describe(module)
+        except NotImplementedError as error:
+            skipped.append((name, str(error).split(". ")[0]))
+            continue
+        if layout is None:
+            continue
+        inside = f"{name}."
+        if chosen.excludes(name):
+            skipped.append((name, "excluded"))
+            continue
+        experts = HFExperts(module, layout, chosen.activations, device="meta")
+        before = 2 * sum(p.numel() for p in module.parameters())
+        after = sum(p.numel() * p.element_size() for p in experts.parameters())
+        dense, packed = dense + before, packed + after
+        shape = f"E {layout.num_experts}  H {layout.hidden_size}  I {layout.intermediate_size}"
+        gate = "own gate, unfused" if experts.gate.kind == "raw" else experts.gate.kind
+        sizes = f"{readable_size(before):>9s} -> {readable_size(after):>9s}"
+        rows.append((name, f"{type(module).__name__:24s} {shape:28s} {gate:12s} {sizes}"))
+    total = 2 * sum(p.numel() for p in model.parameters())
+    state = "bf16, would become NVFP4" if quantization is None else f"NVFP4 of {chosen.dialect}"
+    say(f"{args.model}: {type(model).__name__}, {len(rows)} layers of experts, {state}")
+    for name, what in grouped(rows):
+        say(f"  {name:44s} {what}")
+    for name, why in grouped(skipped):
+        say(f"  {name:44s} left as it is: {why}")
+    names = [name for name, _ in rows + skipped]
+    for pattern in args.exclude:
+        if not any(names_experts(pattern, name) for name in names):
+            raise ValueError(f"--exclude {pattern!r} matches no experts module of {args.model}, see above")
+    if not rows:
+        raise ValueError(f"{args.model} has no experts that this library can quantize")
+    if quantization is not None and any(Path(source).glob("*.safetensors")):
+        for line in separate_scales_warning(open_checkpoint(source)):
+            say(line)
+    say(f"experts: {readable_size(dense)} in bf16, {readable_size(packed)} in NVFP4; "
+         f"whole model {readable_size(total)} -> {readable_size(total - dense + packed)}")  # fmt: skip
+
+
+def grouped(rows: Iterable[tuple[str, str]]) -> Iterable[tuple[str, str]]:
+    """(name, text) pairs; of those that differ in the first number of the name only, one: "30 x model.layers.0-29"."""
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for name, text in rows:
+        before, number, after = re.findall(r"^(\D*)(\d*)(.*)$", name)[0]
+        groups.setdefault((before, after, text), []).append(number)
+    for (before, after, text), numbers in groups.items():
+        spans: list[list[int]] = []
+        for number in map(int, filter(None, numbers)):
+            if spans and number == spans[-1][1] + 1:
+                spans[-1][1] = number
+            else:
+                spans.append([number, number])
+        listed = ",".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
+        yield (f"{len(numbers)} x " if len(numbers) > 1 else "") + before + listed + after, text

@@ -1,0 +1,155 @@
+"""Models as commands name them: 'demo', a folder, a name on the hub."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# What is fetched of a hub model: nothing in subfolders (original/), no weights in other formats (.bin, .gguf).
+HUB_FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.py", "README.md", "LICENSE*"]
+
+
+def resolve(model: str) -> str:
+    if model != "demo":
+        return model
+    from moe_nvfp4.demo import demo_path
+
+    return str(demo_path())
+
+
+def folder(model: str) -> str:
+    """The folder of a model: as named, or of the hub model in the local cache."""
+    source = resolve(model)
+    if Path(source).is_dir() or Path(source).is_absolute() or source.count("/") != 1 or source.startswith("."):
+        return source
+    from huggingface_hub import snapshot_download
+
+    return snapshot_download(source, allow_patterns=HUB_FILES, ignore_patterns="*/*")
+
+
+def model_config(source: str) -> Any:
+    """transformers' config object of a model."""
+    from transformers import AutoConfig
+
+    path = Path(source)
+    if not path.exists() and (source.startswith((".", "/", "~")) or source.count("/") > 1):
+        raise ValueError(f"{source} does not exist")
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise ValueError(f"{source} has no config.json: name the folder of a Hugging Face checkpoint")
+    with config_errors(source):
+        return AutoConfig.from_pretrained(source)
+
+
+@contextmanager
+def config_errors(source: str) -> Iterator[None]:
+    """What transformers raises where a config.json makes no sense to it, of any type, as one ValueError."""
+    import transformers
+
+    try:
+        yield
+    except (ValueError, OSError, ImportError):
+        raise
+    except Exception as error:
+        version, what = transformers.__version__, f"{type(error).__name__}: {error}"[:300]
+        raise ValueError(
+            f"the config.json of {source} is damaged, or transformers {version} is too old for it ({what})"
+        ) from None
+
+
+def model_class(config: Any) -> Any:
+    import transformers
+
+    for name in config.architectures if isinstance(config.architectures, list) else ():
+        found = getattr(transformers, str(name), None)
+        if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel):
+            return found
+    raise ValueError(f"transformers {transformers.__version__} has no model {config.architectures}")
+
+
+def empty_model(config: Any, source: str) -> Any:
+    """The model that config.json describes, on the meta device; ValueError where it describes none."""
+    import torch
+
+    with torch.device("meta"), config_errors(source):
+        return model_class(config)._from_config(config, dtype=torch.bfloat16)
+
+
+def quantization_of(config: Any, args: argparse.Namespace) -> dict[str, Any] | None:
+    """The quantization_config of NVFP4 files, None of dense ones; ValueError for other formats, and for options of
+    the quantization where nothing is left to quantize.
+    """
+    from moe_nvfp4.quantize.dialects import read_config
+
+    quantization: dict[str, Any] | None = config.to_dict().get("quantization_config")
+    if quantization is None:
+        return None
+    if read_config(quantization) is None:
+        raise ValueError(f"{args.model} is quantized with {quantization.get('quant_method')!r}, not with NVFP4: FP8 "
+                         "and MXFP4 are converted by moe-nvfp4 quantize")  # fmt: skip
+    if given := [f"--{name}" for name in ("recipe", "exclude") if getattr(args, name)]:
+        raise ValueError(f"{' and '.join(given)} would have no effect: {args.model} is 4-bit already; name the "
+                         f"original model, or leave out {' and '.join(given)}")  # fmt: skip
+    return quantization
+
+
+def load(args: argparse.Namespace, activations: str | None, tokenizer: bool = True) -> tuple[Any, Any]:
+    """(model, tokenizer); activations of experts that are quantized on the way, None: the model as it is."""
+    import torch
+    from transformers import AutoTokenizer
+
+    from moe_nvfp4.devices import usable_device
+    from moe_nvfp4.integrations.huggingface import MoeNvfp4Config
+
+    place = usable_device(args.device)
+    source = resolve(args.model)
+    config = model_config(source)
+    kwargs: dict[str, Any] = {}
+    if quantization_of(config, args) is None and activations is not None:
+        kwargs["quantization_config"] = MoeNvfp4Config(
+            activations=activations, recipe=args.recipe, exclude=args.exclude
+        )
+    empty_model(config, source)  # else transformers ends in a traceback where the config makes no sense
+    if place.type != "cpu":  # needs the package accelerate (extra "gpu"), which a CPU can do without
+        kwargs["device_map"] = str(place)
+    loaded = model_class(config).from_pretrained(source, dtype=torch.bfloat16, **kwargs)
+    return loaded.eval(), AutoTokenizer.from_pretrained(source) if tokenizer else None
+
+
+def expert_bytes(model: Any) -> tuple[int, int]:
+    """Bytes of the experts' weights: (in bf16, as they are)."""
+    from moe_nvfp4.integrations.huggingface.experts import HFExperts
+
+    before = after = 0
+    for module in model.modules():
+        if isinstance(module, HFExperts):
+            layout = module.layout
+            rows = layout.intermediate_size * (3 if layout.gated else 2)
+            before += 2 * layout.num_experts * rows * layout.hidden_size
+            after += sum(p.numel() * p.element_size() for p in module.parameters(recurse=False))
+    return before, after
+
+
+def text_of(args: argparse.Namespace) -> str:
+    """What --text names, or the demo's own text."""
+    if args.text is not None:
+        return str(args.text.read_text(errors="replace"))
+    if args.model != "demo":
+        raise ValueError(f"name a text to {args.command} with: --text FILE")
+    from moe_nvfp4.demo import demo_text
+
+    return demo_text()
+
+
+def windows_of(args: argparse.Namespace, tokenizer: Any, text: str) -> Tensor:
+    """int64 [count, window]: the first --windows pieces of the text."""
+    ids: Tensor = tokenizer(text, return_tensors="pt").input_ids[0]
+    count = min(args.windows, len(ids) // args.window)
+    if count < 1:
+        raise ValueError(f"the text has {len(ids)} tokens: less than one window of {args.window}")
+    return ids[: count * args.window].view(count, args.window)

@@ -1,0 +1,91 @@
+"""What commands share of the command line: options, the values they take, one line of output."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeAlias
+
+# torch and transformers take seconds to import: each command imports what it needs, and --help does without. So these
+# are written down here; a test compares them with the modules that they belong to.
+RECIPES, DEFAULT_RECIPE = ("max", "four_over_six", "mse"), "mse"
+DIALECTS = ("modelopt", "compressed-tensors")
+ACTIVATIONS = ("bf16", "nvfp4")
+ENGINES = ("vllm", "transformers")
+
+MODEL_HELP = "folder or hub name of a Hugging Face MoE model, 4-bit or not; 'demo' makes a small one"
+
+Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+
+
+def command(
+    commands: Commands, name: str, run: Callable[[argparse.Namespace], None], help: str, description: str
+) -> argparse.ArgumentParser:
+    """A command with no options yet."""
+    sub = commands.add_parser(name, help=help, description=description)
+    sub.set_defaults(run=run)
+    return sub
+
+
+# ---- groups of options ---------------------------------------------------------------------------
+
+
+def add_quantizing(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument(
+        "--recipe", choices=RECIPES, default=None,
+        help=f"how block scales are chosen when dense weights are quantized (default {DEFAULT_RECIPE})",
+    )  # fmt: skip
+    sub.add_argument(
+        "--exclude", action="append", default=[], metavar="NAME",
+        help="experts modules to leave as they are, wildcards allowed: 'model.layers.0.*'",
+    )  # fmt: skip
+
+
+def add_texts(sub: argparse.ArgumentParser, windows: int, shortest: int) -> None:
+    sub.add_argument("--text", type=Path, help="a text file (default for demo: a text of its own)")
+    sub.add_argument(
+        "--windows", type=whole(1), default=windows, metavar="N", help=f"pieces of the text (default {windows})"
+    )
+    sub.add_argument("--window", type=whole(shortest), default=512, metavar="N", help="tokens in each (default 512)")
+
+
+def add_device(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("--device", default=None, help="cpu, cuda, cuda:1 (default: cuda where there is one)")
+
+
+# ---- values --------------------------------------------------------------------------------------
+
+
+def whole(least: int, most: int = 2**31 - 1) -> Callable[[str], int]:
+    def number(text: str) -> int:
+        if not re.fullmatch(r"\d{1,10}", text, re.ASCII) or not least <= int(text) <= most:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {least} to {most}")
+        return int(text)
+
+    return number
+
+
+def temperature(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 <= number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 on: 0 takes the likeliest token")
+    return number
+
+
+def prompt_text(text: str) -> str:
+    if not text.strip():
+        raise argparse.ArgumentTypeError("the prompt is empty: write a text to answer or, with --raw, to continue")
+    return text
+
+
+# ---- output --------------------------------------------------------------------------------------
+
+
+def say(line: str) -> None:
+    print(line, flush=True)

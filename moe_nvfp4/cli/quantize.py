@@ -1,0 +1,78 @@
+"""moe-nvfp4 quantize: write a 4-bit checkpoint."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from moe_nvfp4.cli.models import folder
+from moe_nvfp4.cli.options import (
+    ACTIVATIONS,
+    DEFAULT_RECIPE,
+    DIALECTS,
+    MODEL_HELP,
+    Commands,
+    add_device,
+    add_quantizing,
+    command,
+    say,
+    whole,
+)
+
+
+def add(commands: Commands) -> None:
+    sub = command(
+        commands, "quantize", run, "write a 4-bit checkpoint",
+        "Quantize the experts of the checkpoint SRC (bf16, fp16, fp32, FP8 in blocks, MXFP4) and write DST, "
+        "or carry NVFP4 files from one dialect to the other. No model is built: memory stays below 1.5 GB. "
+        "DST appears when it is complete; an interrupted run goes on where it was; SRC is only read.",
+    )  # fmt: skip
+    sub.add_argument("source", metavar="SRC", help=MODEL_HELP)
+    sub.add_argument("destination", metavar="DST", type=Path, help="folder to make; must not exist")
+    sub.add_argument("--activations", choices=ACTIVATIONS, default="bf16", help="what DST asks for when loaded")
+    add_quantizing(sub)
+    sub.add_argument(
+        "--include", action="append", default=None, metavar="NAME",
+        help="only these experts modules, wildcards allowed (default: all)",
+    )  # fmt: skip
+    sub.add_argument(
+        "--dialect", choices=DIALECTS, default="modelopt", help="names and config of the files (default modelopt)"
+    )
+    sub.add_argument(
+        "--share-scales", action="store_true",
+        help="of NVFP4 files whose experts have different global scales for gate and up, which servers misread: "
+        "quantize one of the two again, so that they share one",
+    )  # fmt: skip
+    sub.add_argument("--dry-run", action="store_true", help="print the plan and the sizes, write nothing")
+    sub.add_argument(
+        "--workers", type=whole(1, 256), metavar="N", help="threads (default: one per core, at most 4, 8 with a GPU)"
+    )
+    add_device(sub)
+
+
+def run(args: argparse.Namespace) -> None:
+    from moe_nvfp4.quantize.convert import convert_checkpoint
+    from moe_nvfp4.quantize.files import open_checkpoint
+    from moe_nvfp4.quantize.plan import nvfp4_info
+    from moe_nvfp4.quantize.report import readable_size
+
+    source, recipe = folder(args.source), args.recipe or DEFAULT_RECIPE
+    if args.recipe and not args.share_scales and Path(source).is_dir() and nvfp4_info(open_checkpoint(source)):
+        raise ValueError(f"--recipe would have no effect: {args.source} is NVFP4 already, and another --dialect has "
+                         "the same numbers; name the original model, or leave out --recipe")  # fmt: skip
+    report = convert_checkpoint(
+        source, args.destination, recipe, args.exclude, args.include, args.dialect,
+        args.activations, args.workers, args.device, args.dry_run, share_scales=args.share_scales,
+    )  # fmt: skip
+    if args.dry_run:
+        for line in report.lines():
+            say(line)
+        return
+    for name, why in report.skipped.items():
+        say(f"left alone: {name}: {why}")
+    before, after = readable_size(report.experts_before), readable_size(report.experts_after)
+    experts = f"; experts {before} -> {after} ({recipe})" if report.quantized else ""
+    resumed = f", {readable_size(report.resumed)} of the source by an earlier run" if report.resumed else ""
+    for line in report.rescaled_lines():
+        say(line)
+    say(f"wrote {args.destination}: {readable_size(report.bytes_after)}{experts} in {report.seconds:.1f} s{resumed}")

@@ -1,0 +1,30 @@
+"""moe-nvfp4 serve: answer through the OpenAI API."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+
+from moe_nvfp4.cli.models import resolve
+from moe_nvfp4.cli.options import ENGINES, MODEL_HELP, Commands, command
+
+
+def add(commands: Commands) -> None:
+    sub = command(
+        commands, "serve", run, "answer through the OpenAI API",
+        "Serve MODEL with 4-bit experts: with vLLM where it is installed (bf16 experts are quantized as they load), "
+        "else with the server of transformers. What follows MODEL are options of that engine: --host, --port, "
+        "--tensor-parallel-size ...",
+    )  # fmt: skip
+    sub.add_argument("--engine", choices=ENGINES, default=None, help="default: vllm where it is installed")
+    sub.add_argument("model", metavar="MODEL", help=MODEL_HELP)
+    sub.add_argument("options", metavar="...", nargs=argparse.REMAINDER, help="options of the engine")
+
+
+def run(args: argparse.Namespace) -> None:
+    from moe_nvfp4.integrations.serve import serve_command
+
+    argv = serve_command(resolve(args.model), args.engine, args.options)
+    sys.stdout.flush()
+    os.execv(argv[0], argv)  # signals then reach the engine
