@@ -27,9 +27,10 @@ H, I, E = 2048, 768, 128
 CONVERT = """
 import sys, torch
 from moe_nvfp4.quantize.convert import convert_checkpoint
+from moe_nvfp4.quantize.options import Options
 source, destination, recipe, device = sys.argv[1:]
 torch.empty(1, device=device)  # the start of CUDA is not counted
-print(convert_checkpoint(source, destination, recipe, device=device, progress=False).seconds)
+print(convert_checkpoint(source, destination, Options(recipe, device=device), progress=False).seconds)
 """
 
 

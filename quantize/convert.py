@@ -1,6 +1,6 @@
 """A checkpoint's files to NVFP4 files, tensor by tensor: no model is built, memory does not grow with it.
 
-    convert_checkpoint("Qwen3-30B-A3B", "Qwen3-30B-A3B-NVFP4")
+    convert_checkpoint("Qwen3-30B-A3B", "Qwen3-30B-A3B-NVFP4", Options(recipe="max"))
 
 Sources: bf16, fp16 and fp32; FP8 in blocks (`weight` and `weight_scale_inv`, quant_method fp8); MXFP4
 (gpt-oss: `_blocks` and `_scales`), which loses nothing by a searching recipe; and NVFP4 in another
@@ -28,17 +28,14 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import Any
 
 import torch
 from tqdm import tqdm
 
-from moe_nvfp4.devices import usable_device
 from moe_nvfp4.progress import progress_bar
-from moe_nvfp4.quantize.dialects import DIALECTS, as_patterns
 from moe_nvfp4.quantize.files import (
     INDEX,
     Checkpoint,
@@ -48,11 +45,10 @@ from moe_nvfp4.quantize.files import (
     open_checkpoint,
     tensor_bytes,
 )
-from moe_nvfp4.quantize.jobs import Job, Options
-from moe_nvfp4.quantize.plan import ConversionPlan, config_dtype, plan
-from moe_nvfp4.quantize.recipes import DEFAULT_RECIPE, RECIPES
+from moe_nvfp4.quantize.jobs import Job
+from moe_nvfp4.quantize.options import Options
+from moe_nvfp4.quantize.plan import ConversionPlan, plan
 from moe_nvfp4.quantize.report import ConversionReport, readable_size
-from moe_nvfp4.weights import ACTIVATIONS
 
 IN_FLIGHT = 500_000_000  # bytes that all workers together may hold
 
@@ -60,28 +56,16 @@ IN_FLIGHT = 500_000_000  # bytes that all workers together may hold
 def convert_checkpoint(
     source: str | os.PathLike,
     destination: str | os.PathLike,
-    recipe: str = DEFAULT_RECIPE,
-    exclude: str | Iterable[str] = (),
-    include: str | Iterable[str] | None = None,
-    dialect: str = "modelopt",
-    activations: str = "bf16",
+    options: Options | None = None,
     workers: int | None = None,
-    device: str | None = None,
     dry_run: bool = False,
     progress: bool = True,
-    share_scales: bool = False,
 ) -> ConversionReport:
     """Write the checkpoint in folder `source` to the new folder `destination`, with NVFP4 experts.
 
-    recipe       how block scales are chosen (quantize.recipes.RECIPES)
-    exclude      experts modules to leave as they are: names or wildcards; `include`: only these
-    dialect      "modelopt" or "compressed-tensors": the names and the config of the files
-    activations  what a loader is asked for: "bf16" (W4A16) or "nvfp4" (W4A4)
+    options      recipe, dialect, exclusions and the rest (default: `Options()`)
     workers      threads (default: one per core, at most 4, or 8 with a GPU)
-    device       where matrices are quantized (default: a GPU where there is one); the bytes are the same
     dry_run      plan only, write nothing
-    share_scales of an NVFP4 source: gate and up of an expert get one global scale, as servers expect; the half with
-                 the smaller one is quantized again from its exact values, all other bytes are kept
 
     Memory stays below 1.5 GB. The destination appears whole, at the end; until then everything is in
     `.NAME.partial` next to it. An interrupted run leaves there what it has done and the same call goes
@@ -97,7 +81,7 @@ def convert_checkpoint(
     checkpoint = open_checkpoint(source)
     if workers is not None and not 1 <= workers <= 256:
         raise ValueError(f"workers = {workers}: a conversion takes 1 to 256 threads")
-    options = _options(checkpoint.config, recipe, exclude, include, dialect, activations, device, share_scales)
+    options = options or Options()
     todo = plan(checkpoint, options)
     if todo.unmatched:
         raise ValueError(
@@ -106,20 +90,20 @@ def convert_checkpoint(
         )
     if todo.unchanged:
         raise ValueError(
-            f"{source} is quantized already (NVFP4 of {dialect}); quantize the original checkpoint, name another "
-            "--dialect to carry these over, or --share-scales where gate and up have different global scales"
+            f"{source} is quantized already (NVFP4 of {options.dialect}); quantize the original checkpoint, name "
+            "another --dialect to carry these over, or --share-scales where gate and up have different global scales"
         )
     report = _report(todo, destination)
     if dry_run:
         return report
     others = _other_files(checkpoint)
     state = _state(checkpoint)
-    place = StagingDir(destination, _key(checkpoint, options, state))
+    place = StagingDir(destination, _key(checkpoint, todo.options, state))
     _check_space(place, report.bytes_after + sum(f.stat().st_size for f in others))
     with place:
         if place.restarted and progress:
             print(f"starting again: {place.restarted}", file=sys.stderr)
-        _run(todo.jobs, place, report, options.device, workers or _default_workers(options.device), progress)
+        _run(todo.jobs, place, report, options.place, workers or _default_workers(options.place), progress)
         _write_small_files(place.files, todo, others)
         if _state(checkpoint) != state:
             raise ValueError(f"{source} changed while it was read: run the same command again")
@@ -128,32 +112,12 @@ def convert_checkpoint(
     return report
 
 
-def _options(
-    config: Mapping[str, Any],
-    recipe: str,
-    exclude: str | Iterable[str],
-    include: str | Iterable[str] | None,
-    dialect: str,
-    activations: str,
-    device: str | None,
-    share_scales: bool,
-) -> Options:
-    for value, known, what in ((recipe, RECIPES, "recipe"), (dialect, DIALECTS, "dialect"),
-                               (activations, ACTIVATIONS, "activations")):  # fmt: skip
-        if value not in known:
-            raise ValueError(f"unknown {what} {value!r}: choose one of {', '.join(known)}")
-    device = str(usable_device(device))
-    include = None if include is None else tuple(as_patterns(include, "include"))
-    exclude = tuple(as_patterns(exclude, "exclude"))
-    return Options(recipe, exclude, include, DIALECTS[dialect], activations, device, config_dtype(config), share_scales)
-
-
 def _report(plan: ConversionPlan, destination: Path) -> ConversionReport:
     """What `plan` will do."""
     checkpoint, count = plan.source.checkpoint, len(plan.matrices) - len(plan.carried)
     sizes = {name: tensor_bytes(*out) for job in plan.jobs for name, out in job.outputs.items()}
     experts = [m for stem, m in plan.matrices.items() if stem not in plan.carried]
-    new = {f"{stem}.{s}" for stem in plan.matrices.keys() - plan.carried.keys() for s in plan.options.dialect.suffixes}
+    new = {f"{stem}.{s}" for stem in plan.matrices.keys() - plan.carried.keys() for s in plan.options.target.suffixes}
     ignored = {p.name: "a weight file that belongs to no part of this checkpoint" for p in checkpoint.ignored}
     return ConversionReport(
         checkpoint.folder, destination, plan.options.recipe,
@@ -166,13 +130,13 @@ def _report(plan: ConversionPlan, destination: Path) -> ConversionReport:
     )  # fmt: skip
 
 
-def _default_workers(device: str) -> int:
+def _default_workers(device: torch.device) -> int:
     """More would wait for the interpreter: 16 threads of 16 cores convert 105 MB/s, 4 of them 117.
 
     On a GPU jobs are larger: 2, 4, 6 and 8 threads beside an H200 convert 1182, 2304, 2434 and 2753 MB/s.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(cores, 8 if torch.device(device).type == "cuda" else 4)
+    return min(cores, 8 if device.type == "cuda" else 4)
 
 
 def _state(checkpoint: Checkpoint) -> list:
@@ -184,7 +148,7 @@ def _state(checkpoint: Checkpoint) -> list:
 def _key(checkpoint: Checkpoint, options: Options, state: list) -> dict:
     """Two runs with equal keys write the same bytes."""
     o = options
-    settings = [o.recipe, o.exclude, o.include, o.dialect.name, o.activations, o.dtype, o.share_scales, 3]
+    settings = [o.recipe, o.exclude, o.include, o.dialect, o.activations, o.dtype, o.share_scales, 3]
     return {
         "the settings": hashlib.sha256(json.dumps(settings).encode()).hexdigest(),
         "the source": [str(checkpoint.folder.resolve()), *state],
@@ -247,7 +211,7 @@ class _Shard:
 
 
 def _run(
-    jobs: Sequence[Job], place: StagingDir, report: ConversionReport, device: str, workers: int, progress: bool
+    jobs: Sequence[Job], place: StagingDir, report: ConversionReport, device: torch.device, workers: int, progress: bool
 ) -> None:
     """All jobs, by `workers` threads, at most IN_FLIGHT bytes in memory."""
     by_shard: dict[str, list[Job]] = {}
@@ -263,9 +227,9 @@ def _run(
         torch.set_num_threads(threads)
 
 
-def _own_stream(device: str) -> None:
+def _own_stream(device: torch.device) -> None:
     """On a GPU each worker has a stream, so that one reads and writes while another computes."""
-    if torch.device(device).type == "cuda":
+    if device.type == "cuda":
         torch.cuda.set_stream(torch.cuda.Stream(device))
 
 

@@ -16,6 +16,7 @@ from moe_nvfp4.quantize.files import TORCH_DTYPES, TensorSlice
 from moe_nvfp4.quantize.layouts import ErrorSums, Matrix
 from moe_nvfp4.quantize.layouts.nvfp4 import NVFP4Stack
 from moe_nvfp4.quantize.names import gate_of, up_of
+from moe_nvfp4.quantize.options import Options
 from moe_nvfp4.quantize.recipes import quantize_matrix, recipe_global_scale
 from moe_nvfp4.weights import check_block_scales, check_global_scale
 
@@ -26,23 +27,6 @@ CUDA_CHUNK = 1 << 24
 TOGETHER = {"cuda": CUDA_CHUNK}
 COPY = 1 << 23  # bytes copied at once
 Write = Callable[[str, Tensor, int], None]  # name, data, byte offset in the tensor
-
-
-@dataclass(frozen=True)
-class Options:
-    """What the caller asked for, checked, and the dtype of the config."""
-
-    recipe: str
-    exclude: tuple[str, ...]
-    include: tuple[str, ...] | None
-    dialect: Dialect
-    activations: str
-    device: str
-    dtype: str | None  # of config.json, as safetensors writes it; None: it names none
-    share_scales: bool = False  # NVFP4 sources: give gate and up of an expert one global scale
-
-    def cast(self, w: Tensor) -> Tensor:
-        return w if self.dtype is None else w.to(TORCH_DTYPES[self.dtype])
 
 
 @dataclass
@@ -101,7 +85,7 @@ def quantize_jobs(matrices: Mapping[str, Matrix], options: Options) -> Iterator[
             raise ValueError(f"{sizes} differ in shape, as gate and up never do: the file is damaged")
         group = waiting.setdefault((m.shard, m.rows, m.columns, len(sharing), m.global_scale is None), [])
         group.append(sharing)
-        room = TOGETHER.get(torch.device(options.device).type, 1)
+        room = TOGETHER.get(options.place.type, 1)
         if (len(group) + 1) * len(sharing) * m.rows * m.columns > room:
             yield _quantize_job(group[:], options)
             group.clear()
@@ -114,9 +98,9 @@ def _quantize_job(groups: list[dict[str, Matrix]], options: Options) -> Job:
     stems = [stem for group in groups for stem in group]
     matrices = [m for group in groups for m in group.values()]
     first, sharing, n = matrices[0], len(groups[0]), len(matrices)
-    names = [[f"{stem}.{s}" for s in options.dialect.suffixes[:3]] for stem in stems]
+    names = [[f"{stem}.{s}" for s in options.target.suffixes[:3]] for stem in stems]
     N, K = first.rows, -(-first.columns // 16) * 16
-    cuda = torch.device(options.device).type == "cuda"
+    cuda = options.place.type == "cuda"
     stacked = len(groups) > 1
     step = N if stacked else max(1, (CUDA_CHUNK if cuda else CHUNK) // K)
     dtype = TORCH_DTYPES[options.dtype or "F32"]
@@ -131,12 +115,12 @@ def _quantize_job(groups: list[dict[str, Matrix]], options: Options) -> Job:
                 return kept[lot]
             pieces = (pad_k(opened[i](a, min(a + step, N))) for i in lot)
             if len(lot) == 1 and not cuda:
-                found = options.cast(next(pieces)).to(options.device)
+                found = options.cast(next(pieces)).to(options.place)
             else:
                 host = torch.empty((len(lot), min(step, N - a), K), dtype=dtype, device="cpu", pin_memory=cuda)
                 for place, piece in zip(host, pieces, strict=True):
                     place.copy_(piece)
-                found = host.to(options.device, non_blocking=True)
+                found = host.to(options.place, non_blocking=True)
             if step >= N and sharing > 1:  # read once for the scale and for the codes
                 kept[lot] = found
             return found
@@ -169,7 +153,7 @@ def _quantize_job(groups: list[dict[str, Matrix]], options: Options) -> Job:
                     write(names[i][0], of_weight, a * K // 2)
                     write(names[i][1], of_sf, a * K // 16)
             for i, number in zip(lot, global_scale.cpu().view(-1), strict=True):
-                write(names[i][2], options.dialect.encode_scale(number), 0)
+                write(names[i][2], options.target.encode_scale(number), 0)
             kept.pop(lot, None)
 
     def run(write: Write) -> None:
@@ -183,7 +167,7 @@ def _quantize_job(groups: list[dict[str, Matrix]], options: Options) -> Job:
     outputs: dict[str, tuple[str, tuple[int, ...]]] = {}
     for weight, block_scale, scale in names:
         outputs |= {weight: ("U8", (N, K // 2)), block_scale: ("F8_E4M3", (N, K // 16))}
-        outputs[scale] = ("F32", options.dialect.scale_shape)
+        outputs[scale] = ("F32", options.target.scale_shape)
     # On a CPU, fp32 and its temporaries; for a GPU what is read, that again in pinned memory, and what comes back.
     of_element = 2 * dtype.itemsize + 1 if cuda else 10
     memory = sum(m.held for m in matrices) + n * min(N, step) * K * of_element + 10_000_000
@@ -208,19 +192,19 @@ def rescale_job(stem: str, matrix: Matrix, scale: Tensor, options: Options, erro
     """
     N, K = matrix.rows, matrix.columns
     step = max(1, CHUNK // K)
-    weight, block_scale, global_scale = names = [f"{stem}.{s}" for s in options.dialect.suffixes[:3]]
+    weight, block_scale, global_scale = names = [f"{stem}.{s}" for s in options.target.suffixes[:3]]
 
     def run(write: Write) -> None:
-        rows, here = matrix.open(), scale.to(options.device)
+        rows, here = matrix.open(), scale.to(options.place)
         for a in range(0, N, step):
-            w = rows(a, min(a + step, N)).to(options.device)
+            w = rows(a, min(a + step, N)).to(options.place)
             codes, sf, _ = quantize_matrix(w, options.recipe, here)
             errors.add(dequantize(codes, sf, here), w)
             write(weight, codes, a * K // 2)
             write(block_scale, sf, a * K // 16)
-        write(global_scale, options.dialect.encode_scale(scale), 0)
+        write(global_scale, options.target.encode_scale(scale), 0)
 
-    shapes = ("U8", (N, K // 2)), ("F8_E4M3", (N, K // 16)), ("F32", options.dialect.scale_shape)
+    shapes = ("U8", (N, K // 2)), ("F8_E4M3", (N, K // 16)), ("F32", options.target.scale_shape)
     memory = matrix.held + min(N, step) * K * 14 + 10_000_000
     return Job(matrix.shard, matrix.size, memory, dict(zip(names, shapes, strict=True)), run)
 

@@ -5,18 +5,17 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from itertools import product
 
 from torch import Tensor
 
 from moe_nvfp4._version import __version__
-from moe_nvfp4.quantize.dialects import DIALECTS, Dialect, QuantizationInfo, read_config, write_config
+from moe_nvfp4.quantize.dialects import MODELOPT, Dialect, QuantizationInfo, read_config, write_config
 from moe_nvfp4.quantize.files import Checkpoint, TensorSlice
 from moe_nvfp4.quantize.jobs import (
     Job,
-    Options,
     bias_jobs,
     copy_job,
     dense_job,
@@ -51,6 +50,7 @@ from moe_nvfp4.quantize.names import (
     ignore_patterns,
     up_of,
 )
+from moe_nvfp4.quantize.options import Options
 from moe_nvfp4.weights import check_block_scales
 
 # The layouts of experts that are quantized, by quant_method of the source; then those of any.
@@ -134,6 +134,7 @@ def plan(checkpoint: Checkpoint, options: Options) -> ConversionPlan:
 
     ValueError for what cannot be converted, naming the tensor, the rule and the way out.
     """
+    options = replace(options, dtype=config_dtype(checkpoint.config))
     draft = _Draft(Source(checkpoint), options, dict(checkpoint.tensors))
     info = nvfp4_info(checkpoint)
     if info is not None:
@@ -246,7 +247,7 @@ def _check_nothing_missed(draft: _Draft) -> None:
 # ---------------------------------------------------------------- NVFP4 in another dialect or layout
 def _carry(draft: _Draft, source: Dialect) -> None:
     """Codes and block scales are the same bytes."""
-    target, options, folder = draft.options.dialect, draft.options, draft.source.checkpoint.folder
+    target, options, folder = draft.options.target, draft.options, draft.source.checkpoint.folder
     if options.exclude or options.include is not None:
         raise ValueError("--exclude and --include choose what is quantized; these weights are NVFP4 already")
     _fp8_next_to_nvfp4(draft)
@@ -269,7 +270,7 @@ def _carry(draft: _Draft, source: Dialect) -> None:
 
 
 def _carry_matrix(draft: _Draft, stem: str, source: Dialect) -> None:
-    target, new_stem = draft.options.dialect, nvfp4.new_name(stem)
+    target, new_stem = draft.options.target, nvfp4.new_name(stem)
     parts = nvfp4.matrix_tensors(draft.left, stem, source)
     if PRE_QUANT_SCALE in parts and target.reciprocal:
         raise ValueError(f"{stem}.{PRE_QUANT_SCALE} (AWQ) has no place in {target.name} files: keep ModelOpt's")
@@ -290,7 +291,7 @@ def _carry_matrix(draft: _Draft, stem: str, source: Dialect) -> None:
 def _carry_stack(draft: _Draft, stack: nvfp4.NVFP4Stack, source: Dialect) -> None:
     """A stack of all experts as one matrix per expert and projection."""
     stack.check()
-    draft.jobs += stack_jobs(stack, source, draft.options.dialect)
+    draft.jobs += stack_jobs(stack, source, draft.options.target)
     draft.take(stack.tensors)
     bias = draft.left.pop(f"{stack.name}_bias", None)
     if bias is not None:
@@ -347,14 +348,14 @@ def _is_dense_linear(name: str, stored: TensorSlice) -> bool:
 def _quantization_config(draft: _Draft, info: QuantizationInfo | None) -> dict:
     o, q = draft.options, draft.source.checkpoint.config.get("quantization_config") or {}
     written = [name for job in draft.jobs for name in job.outputs]
-    has_input_scale = info is not None and any(name.endswith(f".{o.dialect.input_scale}") for name in written)
+    has_input_scale = info is not None and any(name.endswith(f".{o.target.input_scale}") for name in written)
     has_pre_quant_scale = info is not None and any(name.endswith(f".{PRE_QUANT_SCALE}") for name in written)
     own = {"activations": o.activations, "recipe": o.recipe, "exclude": list(o.exclude), "input_scale": False}
     if info is not None:
         own = {"activations": info.activations, **(q.get("moe_nvfp4") or {}), "input_scale": has_input_scale}
     dense = draft.dense | ({"lm_head"} - draft.matrices.keys())
-    ignore = ignore_patterns(dense, set(draft.matrices), draft.excluded, o.dialect)
-    new = write_config(o.dialect, ignore, has_input_scale, own, __version__, has_pre_quant_scale)
+    ignore = ignore_patterns(dense, set(draft.matrices), draft.excluded, o.target)
+    new = write_config(o.target, ignore, has_input_scale, own, __version__, has_pre_quant_scale)
     if q.get("kv_cache_scheme") is not None:
         new["kv_cache_scheme"] = q["kv_cache_scheme"]
     return new
@@ -398,8 +399,8 @@ def plan_of(checkpoint: Checkpoint, include: Iterable[str] | None = None) -> Con
     """
     info = nvfp4_info(checkpoint)
     chosen = None if info or include is None else tuple(include)
-    dialect = info.dialect if info else DIALECTS["modelopt"]
-    return plan(checkpoint, Options("max", (), chosen, dialect, "bf16", "cpu", config_dtype(checkpoint.config)))
+    dialect = info.dialect if info else MODELOPT
+    return plan(checkpoint, Options("max", include=chosen, dialect=dialect.name, device="cpu"))
 
 
 def config_dtype(config: Mapping) -> str | None:

@@ -244,7 +244,7 @@ def _compare(checkpoint: Checkpoint, source: Checkpoint, left: Mapping[str, Tens
 
 def _others(plan: ConversionPlan) -> set[str]:
     """The tensors that a plan writes besides those of quantized matrices."""
-    suffixes = (*plan.options.dialect.suffixes, PRE_QUANT_SCALE)
+    suffixes = (*plan.options.target.suffixes, PRE_QUANT_SCALE)
     quantized = {f"{stem}.{suffix}" for stem in plan.matrices for suffix in suffixes}
     return {name for job in plan.jobs for name in job.outputs} - quantized
 

@@ -53,6 +53,7 @@ def add(commands: Commands) -> None:
 def run(args: argparse.Namespace) -> None:
     from moe_nvfp4.quantize.convert import convert_checkpoint
     from moe_nvfp4.quantize.files import open_checkpoint
+    from moe_nvfp4.quantize.options import Options
     from moe_nvfp4.quantize.plan import nvfp4_info
     from moe_nvfp4.quantize.report import readable_size
 
@@ -60,10 +61,10 @@ def run(args: argparse.Namespace) -> None:
     if args.recipe and not args.share_scales and Path(source).is_dir() and nvfp4_info(open_checkpoint(source)):
         raise ValueError(f"--recipe would have no effect: {args.source} is NVFP4 already, and another --dialect has "
                          "the same numbers; name the original model, or leave out --recipe")  # fmt: skip
-    report = convert_checkpoint(
-        source, args.destination, recipe, args.exclude, args.include, args.dialect,
-        args.activations, args.workers, args.device, args.dry_run, share_scales=args.share_scales,
-    )  # fmt: skip
+    options = Options(
+        recipe, args.exclude, args.include, args.dialect, args.activations, args.share_scales, args.device
+    )
+    report = convert_checkpoint(source, args.destination, options, args.workers, args.dry_run)
     if args.dry_run:
         for line in report.lines():
             say(line)

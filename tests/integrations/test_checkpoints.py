@@ -20,6 +20,7 @@ from moe_nvfp4.integrations.huggingface import MoeNvfp4Config, checkpoint_config
 from moe_nvfp4.integrations.huggingface.experts import HFExperts
 from moe_nvfp4.linear import NVFP4Linear
 from moe_nvfp4.quantize.convert import convert_checkpoint
+from moe_nvfp4.quantize.options import Options
 from tests.common import THRESHOLDS, peak_while_loading, reference_layer, relative_error
 from tests.folders import (
     CONFIGS,
@@ -167,8 +168,9 @@ def test_quantizing_while_loading_saves_the_dialect_that_was_asked_for(family, t
     config = MoeNvfp4Config(dialect="compressed-tensors", recipe="max", exclude=exclude)
     model = load(tmp_path / "bf16", torch.bfloat16, quantization_config=config)
     model.save_pretrained(tmp_path / "saved")
-    convert_checkpoint(tmp_path / "bf16", tmp_path / "converted", "max", exclude, dialect="compressed-tensors",
-                       progress=False)  # fmt: skip
+    convert_checkpoint(
+        tmp_path / "bf16", tmp_path / "converted", Options("max", exclude, dialect="compressed-tensors"), progress=False
+    )
     saved, converted = tensors(tmp_path / "saved"), tensors(tmp_path / "converted")
     assert saved.keys() == converted.keys()
     # transformers widens a few (router biases) to fp32
@@ -430,7 +432,7 @@ def test_mixed_precision_fp8_experts_become_dense(kind, family, dialect, tmp_pat
     assert relative_error(logits(model), logits(expected)) < 10 * THRESHOLDS["fp32"]
     model.save_pretrained(tmp_path / "again")
     assert torch.equal(logits(load(tmp_path / "again")), logits(model))
-    convert_checkpoint(folder, tmp_path / "plain", dialect=dialect, progress=False)
+    convert_checkpoint(folder, tmp_path / "plain", Options(dialect=dialect), progress=False)
     plain = set_activations(load(tmp_path / "plain", torch.bfloat16), "bf16")
     assert torch.equal(logits(plain), logits(set_activations(load(folder, torch.bfloat16), "bf16")))
     if kind == "row":
@@ -613,7 +615,7 @@ def test_awq(linears, activations, tmp_path):
     if linears == "packed":
         assert tensors(tmp_path / "again").keys() == files.keys()
     with pytest.raises(ValueError, match="AWQ. has no place in compressed-tensors files"):
-        convert_checkpoint(folder, tmp_path / "other", dialect="compressed-tensors", progress=False)
+        convert_checkpoint(folder, tmp_path / "other", Options(dialect="compressed-tensors"), progress=False)
     files["model.layers.0.mlp.experts.1.gate_proj.pre_quant_scale"] += 1
     save_file(files, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ValueError, match="layers.0.mlp.experts.up_proj_pre_quant_scale: gate and up have different"):

@@ -10,6 +10,7 @@ from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
 from moe_nvfp4.integrations.huggingface import MoeNvfp4Config
 from moe_nvfp4.quantize.convert import convert_checkpoint
 from moe_nvfp4.quantize.dialects import matches
+from moe_nvfp4.quantize.options import Options
 from tests.models import IDS, SMALL, as_bytes, load, make, tensors
 
 H, LAYER = SMALL["hidden_size"], "model.layers.2."
@@ -42,7 +43,7 @@ def test_drafting_decodes_what_plain_decoding_does_and_saving_keeps_the_layers(s
     expected = model.generate(IDS, **GREEDY)
     assert torch.equal(model.generate(IDS, use_mtp=True, **GREEDY), expected)
     model.save_pretrained(tmp_path / "saved", max_shard_size="50KB")
-    convert_checkpoint(source, tmp_path / "converted", "max", dialect=dialect, progress=False)
+    convert_checkpoint(source, tmp_path / "converted", Options("max", dialect=dialect), progress=False)
     files = tensors(source)
     for folder in (tmp_path / "saved", tmp_path / "converted"):
         kept = {name: t for name, t in tensors(folder).items() if name.startswith(LAYER)}

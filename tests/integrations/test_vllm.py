@@ -35,6 +35,7 @@ if not current_platform.is_cpu():
 from moe_nvfp4.integrations.vllm import config as vllm_config  # noqa: E402
 from moe_nvfp4.integrations.vllm import engine  # noqa: E402
 from moe_nvfp4.quantize.convert import convert_checkpoint  # noqa: E402
+from moe_nvfp4.quantize.options import Options  # noqa: E402
 from moe_nvfp4.quantize.recipes import quantize_matrix  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
@@ -52,7 +53,7 @@ def folders(tmp_path_factory):
     bf16 = folder(root, tiny())
     _tokenizer(bf16)
     for dialect in ("modelopt", "compressed-tensors"):
-        convert_checkpoint(bf16, root / dialect, dialect=dialect)
+        convert_checkpoint(bf16, root / dialect, Options(dialect=dialect))
     return root
 
 

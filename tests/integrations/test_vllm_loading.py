@@ -12,6 +12,7 @@ from moe_nvfp4.format import dequantize
 from moe_nvfp4.integrations.vllm.loading import ExpertLoader, check_files
 from moe_nvfp4.quantize.convert import convert_checkpoint
 from moe_nvfp4.quantize.dialects import DIALECTS, read_config
+from moe_nvfp4.quantize.options import Options
 from moe_nvfp4.quantize.recipes import quantize_matrix
 from tests.folders import stored
 from tests.models import folder, qwen3_moe, tensors
@@ -188,7 +189,7 @@ def test_what_cannot_be_quantized_or_shared_is_named():
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_headers_are_compared_with_the_config(tmp_path, dialect):
-    convert_checkpoint(folder(tmp_path, qwen3_moe), tmp_path / "nvfp4", dialect=dialect)
+    convert_checkpoint(folder(tmp_path, qwen3_moe), tmp_path / "nvfp4", Options(dialect=dialect))
     info = read_config(json.loads((tmp_path / "nvfp4/config.json").read_text()))
     check_files(tmp_path / "nvfp4", info)
     files, file = tensors(tmp_path / "nvfp4"), tmp_path / "nvfp4/model.safetensors"

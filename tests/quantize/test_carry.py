@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from moe_nvfp4.integrations.huggingface import set_activations
 from moe_nvfp4.quantize.convert import convert_checkpoint
+from moe_nvfp4.quantize.options import Options
 from moe_nvfp4.quantize.verify import verify_checkpoint
 from tests.folders import (
     CONFIGS,
@@ -29,7 +30,7 @@ OTHER = {"modelopt": "compressed-tensors", "compressed-tensors": "modelopt"}
 
 
 def carried(source, destination, dialect):
-    report = convert_checkpoint(source, destination, dialect=dialect, progress=False)
+    report = convert_checkpoint(source, destination, Options(dialect=dialect), progress=False)
     assert report.carried and not report.quantized
     found = verify_checkpoint(destination, source)
     assert sum(layer.matrices for layer in found.layers.values()) == report.carried
@@ -77,7 +78,7 @@ def test_fused_stacks_are_taken_apart(family, inputs, dialect, tmp_path):
     there = carried(source, tmp_path / "there", dialect)
     same_model(source, there, ulp=0.0 if dialect == "modelopt" else 2**-23)
     with pytest.raises(ValueError, match="quantized already"):
-        convert_checkpoint(there, tmp_path / "again", dialect=dialect, progress=False)
+        convert_checkpoint(there, tmp_path / "again", Options(dialect=dialect), progress=False)
 
 
 @pytest.mark.parametrize("dialect", CONFIGS)
@@ -155,7 +156,7 @@ def test_awq_is_carried_within_its_dialect(tmp_path):
     save_file(files, source / "model.safetensors", metadata={"format": "pt"})
     same_model(source, carried(source, tmp_path / "there", "modelopt"))
     with pytest.raises(ValueError, match="AWQ. has no place in compressed-tensors files"):
-        convert_checkpoint(source, tmp_path / "other", dialect="compressed-tensors", progress=False)
+        convert_checkpoint(source, tmp_path / "other", Options(dialect="compressed-tensors"), progress=False)
     files = tensors(tmp_path / "there")
     files["model.layers.0.mlp.experts.0.up_proj.pre_quant_scale"][3] = float("nan")
     save_file(files, tmp_path / "there" / "model.safetensors", metadata={"format": "pt"})
@@ -237,7 +238,7 @@ def test_verify_misses_experts_that_are_gone(kept, tmp_path):
     """A whole layer, of a model that transformers does not know: only the original says that it should be there."""
     make(qwen3_moe).save_pretrained(tmp_path / "bf16")
     exclude = ["model.layers.1.*"] if kept == "dense" else []
-    convert_checkpoint(tmp_path / "bf16", tmp_path / "nvfp4", exclude=exclude, progress=False)
+    convert_checkpoint(tmp_path / "bf16", tmp_path / "nvfp4", Options(exclude=exclude), progress=False)
     verify_checkpoint(tmp_path / "nvfp4", tmp_path / "bf16")
     files = {n: t for n, t in tensors(tmp_path / "nvfp4").items() if "layers.1.mlp.experts" not in n}
     save_file(files, tmp_path / "nvfp4" / "model.safetensors", metadata={"format": "pt"})
@@ -275,7 +276,7 @@ def test_nan_block_scales_are_not_carried(layout, tmp_path):
     files[name].view(torch.uint8).flatten()[-1] = 0x7F
     save_file(files, source / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ValueError, match="up_proj.weight_scale holds NaN or negative block scales"):
-        convert_checkpoint(source, tmp_path / "x", dialect="compressed-tensors", progress=False)
+        convert_checkpoint(source, tmp_path / "x", Options(dialect="compressed-tensors"), progress=False)
     assert not (tmp_path / "x").exists()
 
 
@@ -290,4 +291,4 @@ def test_damaged_stacks_are_named(tmp_path):
         change(files)
         save_file(files, source / "model.safetensors", metadata={"format": "pt"})
         with pytest.raises(ValueError, match=message):
-            convert_checkpoint(source, tmp_path / "x", dialect="modelopt", progress=False)
+            convert_checkpoint(source, tmp_path / "x", Options(dialect="modelopt"), progress=False)

@@ -30,6 +30,7 @@ from moe_nvfp4.quantize.convert import convert_checkpoint
 from moe_nvfp4.quantize.dialects import COMPRESSED_TENSORS, DIALECTS, MODELOPT, read_config
 from moe_nvfp4.quantize.files import INDEX, ShardWriter, open_checkpoint, read_header
 from moe_nvfp4.quantize.layouts.stacked import STACKS
+from moe_nvfp4.quantize.options import Options
 from moe_nvfp4.quantize.recipes import RECIPES, quantize_matrix
 from moe_nvfp4.quantize.verify import verify_checkpoint
 from tests.folders import expert_by_hand
@@ -52,8 +53,8 @@ ROOT = Path(__file__).parents[2]
 slow_inputs = settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
-def converted(source, destination, **options):
-    convert_checkpoint(source, destination, progress=False, **options)
+def converted(source, destination, workers=None, dry_run=False, **options):
+    convert_checkpoint(source, destination, Options(**options), workers, dry_run, progress=False)
     return destination
 
 
@@ -603,7 +604,7 @@ def slow(*args):
     time.sleep(0.003)
     return whole(*args)
 jobs.quantize_matrix = slow
-convert.convert_checkpoint(sys.argv[1], sys.argv[2], device="cpu", progress=False)
+convert.convert_checkpoint(sys.argv[1], sys.argv[2], convert.Options(device="cpu"), progress=False)
 """
 
 
@@ -634,7 +635,7 @@ def test_killed_at_random_points_it_goes_on(files, request, tmp_path):
         assert process.wait() == -signal.SIGKILL, "it ended before it could be killed"
         assert not (tmp_path / "x").exists() and digests() >= wanted
         before = digests()
-    report = convert_checkpoint(source, tmp_path / "x", device="cpu", progress=False)
+    report = convert_checkpoint(source, tmp_path / "x", Options(device="cpu"), progress=False)
     assert 90 / 582 * report.bytes_before < report.resumed < report.bytes_before
     same_files(whole, tmp_path / "x")
     assert [p.name for p in tmp_path.iterdir()] == ["x"]
@@ -705,13 +706,13 @@ def test_what_was_damaged_meanwhile_is_made_again(single, tmp_path, monkeypatch)
     data[len(data) - max(i["data_offsets"][1] for i in header.values()) + header[codes]["data_offsets"][0]] ^= 1
     path.write_bytes(data)
     journal.write_text(journal.read_text()[:-20])
-    report = convert_checkpoint(source, tmp_path / "z", device="cpu", progress=False)
+    report = convert_checkpoint(source, tmp_path / "z", Options(device="cpu"), progress=False)
     kept = sum(stored[name].size for line in lines[:-1] for name in line if name in stored)
     assert report.resumed == kept - stored[codes].size > 0
     same_files(whole, tmp_path / "z")
     interrupted(monkeypatch, source, tmp_path / "y", 400, stop, device="cpu")
     (tmp_path / ".y.partial/journal.jsonl").write_text("{")
-    assert convert_checkpoint(source, tmp_path / "y", device="cpu", progress=False).resumed == 0
+    assert convert_checkpoint(source, tmp_path / "y", Options(device="cpu"), progress=False).resumed == 0
     same_files(whole, tmp_path / "y")
 
 
@@ -756,7 +757,7 @@ def test_a_source_that_changed_between_two_runs(split, tmp_path, monkeypatch):
     source = shutil.copytree(split[0], tmp_path / "a")
     interrupted(monkeypatch, source, tmp_path / "x", 100, OSError(errno.ENOSPC, "No space left"), device="cpu")
     replaced(source / "model-00001-of-00008.safetensors")
-    assert convert_checkpoint(source, tmp_path / "x", device="cpu", progress=False).resumed == 0
+    assert convert_checkpoint(source, tmp_path / "x", Options(device="cpu"), progress=False).resumed == 0
     same_files(converted(source, tmp_path / "y"), tmp_path / "x")
 
 
@@ -1003,7 +1004,7 @@ MEMORY = """
 import resource, sys
 from moe_nvfp4.quantize import convert
 base = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-convert.convert_checkpoint(sys.argv[1], sys.argv[2], "max", progress=False)
+convert.convert_checkpoint(sys.argv[1], sys.argv[2], convert.Options("max"), progress=False)
 print(base, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 """
 

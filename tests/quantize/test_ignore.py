@@ -11,6 +11,7 @@ from moe_nvfp4.integrations.huggingface import MoeNvfp4Config
 from moe_nvfp4.quantize.convert import convert_checkpoint
 from moe_nvfp4.quantize.dialects import DIALECTS, matches
 from moe_nvfp4.quantize.names import ignore_patterns
+from moe_nvfp4.quantize.options import Options
 from tests.folders import qwen2_moe
 from tests.models import folder, load, mixtral, qwen3_moe
 from tests.quantize.test_convert import config_of
@@ -63,7 +64,7 @@ ATTENTION = ("self_attn.qkv_proj", "self_attn.o_proj")
 def test_servers_find_what_is_dense(family, route, dialect, tmp_path):
     source, path = folder(tmp_path, family), tmp_path / "nvfp4"
     if route == "quantize":
-        convert_checkpoint(source, path, dialect=dialect, progress=False)
+        convert_checkpoint(source, path, Options(dialect=dialect), progress=False)
     else:
         load(source, quantization_config=MoeNvfp4Config(dialect=dialect)).save_pretrained(path)
     block = "block_sparse_moe" if family is mixtral and route == "quantize" else "mlp"
@@ -104,7 +105,7 @@ def test_dense_layers_before_experts(dialect):
 
 def test_excluded_experts(tmp_path):
     path = tmp_path / "nvfp4"
-    convert_checkpoint(folder(tmp_path, mixtral), path, exclude=["*layers.0.*"], progress=False)
+    convert_checkpoint(folder(tmp_path, mixtral), path, Options(exclude=["*layers.0.*"]), progress=False)
     ignore = config_of(path)["quantization_config"]["ignore"]
     for module in ("block_sparse_moe.experts", "mlp.experts"):
         check(ignore, "modelopt", [f"model.layers.0.{module}", f"model.layers.0.{module}.1.w3"],

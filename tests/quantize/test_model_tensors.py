@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from moe_nvfp4.quantize.convert import convert_checkpoint
+from moe_nvfp4.quantize.options import Options
 from moe_nvfp4.quantize.verify import verify_checkpoint
 from tests.folders import (
     CONFIGS,
@@ -86,7 +87,9 @@ def test_what_the_model_would_miss_is_refused(case, good, tmp_path):
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda f: f.__name__)
 def test_whole_folders_pass(family, dialect, tmp_path):
     exclude = ["*layers.0.*"] if family in (gpt_oss, granite, mixtral) else []
-    convert_checkpoint(folder(tmp_path, family), tmp_path / "b", dialect=dialect, exclude=exclude, progress=False)
+    convert_checkpoint(
+        folder(tmp_path, family), tmp_path / "b", Options(dialect=dialect, exclude=exclude), progress=False
+    )
     assert verify_checkpoint(tmp_path / "b", tmp_path / "bf16").warnings == []
     files, config = tensors(tmp_path / "b"), config_of(tmp_path / "b")
     gone = re.compile(r"experts\.\d+\.(down_proj|w2)\." + ("bias" if family is gpt_oss else ""))

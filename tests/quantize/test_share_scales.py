@@ -10,6 +10,7 @@ from moe_nvfp4.format import dequantize, pack
 from moe_nvfp4.integrations.huggingface import MoeNvfp4Config, set_activations, swap_experts
 from moe_nvfp4.quantize.convert import convert_checkpoint
 from moe_nvfp4.quantize.dialects import DIALECTS
+from moe_nvfp4.quantize.options import Options
 from moe_nvfp4.quantize.verify import verify_checkpoint
 from tests.common import relative_error
 from tests.folders import (
@@ -29,7 +30,8 @@ GATES = {"up_proj": "gate_proj", "w3": "w1"}
 ROUTES = {
     "quantize": lambda source, path: convert_checkpoint(source, path, progress=False),
     "compressed-tensors": lambda source, path: convert_checkpoint(
-        source, path, dialect="compressed-tensors", progress=False),
+        source, path, Options(dialect="compressed-tensors"), progress=False
+    ),
     "from_pretrained": lambda source, path: load(source, quantization_config=MoeNvfp4Config()).save_pretrained(path),
     "swap_experts": lambda source, path: swap_experts(load(source), progress=False).save_pretrained(path),
 }  # fmt: skip
@@ -95,9 +97,9 @@ def test_separate_scales_are_repaired(dialect, tmp_path, capsys):
             assert d.decode_scale(old[f"{stem}.{d.global_scale}"]) == min(scales)
     assert len(changed) == 10 and (error / square).sqrt() == pytest.approx(relative, abs=1e-4) and relative < 0.04
     with pytest.raises(ValueError, match="share a global scale already: leave out --share-scales"):
-        convert_checkpoint(there, tmp_path / "again", dialect=dialect, share_scales=True, progress=False)
+        convert_checkpoint(there, tmp_path / "again", Options(dialect=dialect, share_scales=True), progress=False)
     with pytest.raises(ValueError, match="is not NVFP4 yet"):
-        convert_checkpoint(tmp_path / "bf16", tmp_path / "again", share_scales=True, progress=False)
+        convert_checkpoint(tmp_path / "bf16", tmp_path / "again", Options(share_scales=True), progress=False)
 
 
 @pytest.mark.parametrize("kind", ["stacks", "AWQ"])
@@ -114,7 +116,7 @@ def test_other_layouts_are_repaired(kind, tmp_path):
             files[f"{stem}.pre_quant_scale"] = torch.rand(2 * files[f"{stem}.weight"].shape[1]) + 0.5
         write(source, files, config_of(source), config_of(source)["quantization_config"])
     convert_checkpoint(source, tmp_path / "plain", progress=False)
-    report = convert_checkpoint(source, tmp_path / "shared", share_scales=True, progress=False)
+    report = convert_checkpoint(source, tmp_path / "shared", Options(share_scales=True), progress=False)
     plain, shared = tensors(tmp_path / "plain"), tensors(tmp_path / "shared")
     assert plain.keys() == shared.keys() and report.rescaled == (8 if kind == "stacks" else 16)
     changed = {n.rpartition(".")[0] for n in plain if as_bytes(plain[n]) != as_bytes(shared[n])}

@@ -1,0 +1,63 @@
+"""What a user chooses for a conversion."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moe_nvfp4.devices import usable_device
+from moe_nvfp4.quantize.dialects import DIALECTS, Dialect, as_patterns
+from moe_nvfp4.quantize.files import TORCH_DTYPES
+from moe_nvfp4.quantize.recipes import DEFAULT_RECIPE, RECIPES
+from moe_nvfp4.weights import ACTIVATIONS
+
+
+@dataclass(frozen=True)
+class Options:
+    """What new files are to be.
+
+    recipe       how block scales are chosen (quantize.recipes.RECIPES)
+    exclude      experts modules to leave as they are: a name or wildcard, or several; `include`: only these
+    dialect      "modelopt" or "compressed-tensors": the names and the config of the files
+    activations  what a loader is asked for: "bf16" (W4A16) or "nvfp4" (W4A4)
+    share_scales of an NVFP4 source: gate and up of an expert get one global scale, as servers expect; the half with
+                 the smaller one is quantized again from its exact values, all other bytes are kept
+    device       where matrices are quantized (default: a GPU where there is one); the bytes are the same
+    dtype        of the source's weights, as safetensors writes it; None: its config names none. `plan` fills it in
+
+    Raises ValueError for values that are not known, TypeError for patterns that are no names.
+    """
+
+    recipe: str = DEFAULT_RECIPE
+    exclude: Sequence[str] = ()
+    include: Sequence[str] | None = None
+    dialect: str = "modelopt"
+    activations: str = "bf16"
+    share_scales: bool = False
+    device: str | None = None
+    dtype: str | None = None
+
+    def __post_init__(self) -> None:
+        for value, known, what in ((self.recipe, RECIPES, "recipe"), (self.dialect, DIALECTS, "dialect"),
+                                   (self.activations, ACTIVATIONS, "activations")):  # fmt: skip
+            if value not in known:
+                raise ValueError(f"unknown {what} {value!r}: choose one of {', '.join(known)}")
+        include = None if self.include is None else tuple(as_patterns(self.include, "include"))
+        object.__setattr__(self, "exclude", tuple(as_patterns(self.exclude, "exclude")))
+        object.__setattr__(self, "include", include)
+        object.__setattr__(self, "device", str(usable_device(self.device)))
+
+    @property
+    def target(self) -> Dialect:
+        """The dialect of new files."""
+        return DIALECTS[self.dialect]
+
+    @property
+    def place(self) -> torch.device:
+        return torch.device(self.device or "cpu")
+
+    def cast(self, w: Tensor) -> Tensor:
+        return w if self.dtype is None else w.to(TORCH_DTYPES[self.dtype])
