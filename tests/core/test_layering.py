@@ -27,7 +27,7 @@ ORDER = [
     ["backends"],
     ["ops"],
     ["layer", "linear"],
-    ["calibrate", "evaluate"],
+    ["bench", "calibrate", "evaluate"],
     ["__init__"],
     ["integrations"],
     ["environment"],
