@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from moe_nvfp4.backends import Backend, Problem, Selected, named, select, selected, shown
 from moe_nvfp4.checks import check_activations, check_bias_dtype, check_sizes
-from moe_nvfp4.ops import Hooks, run_experts
+from moe_nvfp4.ops import run_experts
 from moe_nvfp4.quantize.recipes import DEFAULT_RECIPE, quantize_expert
 from moe_nvfp4.scales import FP32Scales
+from moe_nvfp4.training import Adapters, Hooks, autocast
 from moe_nvfp4.weights import SILU, ExpertWeights, Gate, Layout, check_global_scale
 
 
@@ -72,6 +73,7 @@ class NVFP4Experts(FP32Scales):
         self.hidden_size, self.intermediate_size = hidden_size, intermediate_size
         self.post_expert_norm: nn.Module | None = None
         self.observer: Callable[[Tensor, Tensor], None] | None = None  # while scales are calibrated
+        self.recompute = True  # GEMM 1 in the backward pass, where no adapter or gate of the model's needs its output
         self._prepared: PreparedWeights | None = None
         self.up_name = "gate_up_proj" if gate.gated else "up_proj"
         E, N13 = num_experts, intermediate_size * (2 if gate.gated else 1)
@@ -305,12 +307,17 @@ class NVFP4Experts(FP32Scales):
             "[rows, 2 * I] to h [rows, I]"
         )
 
-    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        hooks = self._hooks()
-        chosen = selected(*self._problem(hidden_states.dtype, hooks.fused))
+    def forward(
+        self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, adapters: Adapters = ((), ())
+    ) -> Tensor:
+        hooks, x = self._hooks(), autocast(hidden_states)
+        if adapters[0] or adapters[1]:
+            hooks = hooks._replace(adapters=adapters)
+        chosen = selected(*self._problem(x.dtype, hooks.fused))
         if not torch.compiler.is_compiling():
             self._prepare_for(chosen)
-        return run_experts(hidden_states, top_k_index, top_k_weights, self.weights, hooks, chosen)
+        y = run_experts(x, top_k_index, top_k_weights, self.weights, hooks, chosen, self.recompute)
+        return y.to(hidden_states.dtype)
 
     def extra_repr(self) -> str:
         return (

@@ -9,6 +9,7 @@ from moe_nvfp4 import ops
 from moe_nvfp4.backends import Backend, Problem, select, selected, shown
 from moe_nvfp4.checks import check_activations, check_bias_dtype, check_sizes
 from moe_nvfp4.scales import FP32Scales
+from moe_nvfp4.training import autocast
 
 
 class NVFP4Linear(FP32Scales):
@@ -59,6 +60,7 @@ class NVFP4Linear(FP32Scales):
         ops.refuse_transforms()
         if x.dim() == 0 or x.shape[-1] != self.in_features:
             raise ValueError(f"x must be [..., {self.in_features}], this linear's in_features, got {tuple(x.shape)}")
+        x = autocast(x)
         rows = x.reshape(-1, self.in_features)
         if self.pre_quant_scale is not None:
             rows = rows * self.pre_quant_scale.to(rows.dtype)

@@ -11,16 +11,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
 
 from moe_nvfp4 import format as nvfp4
 from moe_nvfp4.backends import Problem, Selected, named_on, selected
+from moe_nvfp4.backward import layer_gradients, linear_gradient
 from moe_nvfp4.checks import check_layer, check_linear, check_quantize, check_stage
 from moe_nvfp4.routing import Groups, Rows, group_by_expert
+from moe_nvfp4.training import Hooks, no_gradients, refuse_gradient, refuse_twice, scaled, train_experts
 from moe_nvfp4.weights import ExpertWeights, LinearWeights, read_spec
 
 # The reference's stages wait for the group offsets, which a CUDA graph can't.
@@ -146,37 +147,75 @@ def _(x, weight, weight_sf, weight_global_scale, bias, input_scale, activations,
     return x.new_empty(x.shape[0], weight.shape[0])
 
 
-# ---- gradients: there are none yet ---------------------------------------------------------------
-# Every op is part of the graph, so that nothing behind it gets a gradient of zero without a word. What takes the
-# place of a formula is an op itself: a compiled forward pass works where nobody asks for gradients.
+# ---- gradients -----------------------------------------------------------------------------------
+# Those of a fused layer and of a linear; `training` has the layer whose stages have them one by one.
 
 
-@torch.library.custom_op("moe_nvfp4::no_gradient", schema="(Tensor grad, Tensor like) -> Tensor", mutates_args=())
-def no_gradient(grad, like):
-    raise NotImplementedError(
-        "4-bit experts and linears have no gradients yet: run the forward pass under torch.no_grad(), detach what goes "
-        "into them, or train with dense ones"
+@torch.library.custom_op(
+    "moe_nvfp4::experts_backward",
+    schema=f"(Tensor dy, Tensor x, Tensor top_k_index, Tensor top_k_weights, {_WEIGHTS}) -> Tensor[]",
+    mutates_args=(),
+)
+def experts_backward(dy, x, top_k_index, top_k_weights, weights, spec):
+    read = read_spec(spec)
+    w = ExpertWeights.from_tensors(weights, read)
+    check_layer(x, top_k_index, top_k_weights, w)
+    return list(layer_gradients(dy, x, top_k_index, top_k_weights, w, named_on(read.backend, x.device)))
+
+
+@experts_backward.register_fake
+def _(dy, x, top_k_index, top_k_weights, weights, spec):
+    return [torch.empty_like(t, memory_format=torch.contiguous_format) for t in (x, top_k_weights)]
+
+
+def _remember_layer(ctx, inputs, output) -> None:
+    x, top_k_index, top_k_weights, weights, ctx.spec = inputs
+    ctx.save_for_backward(x, top_k_index, top_k_weights, *weights)
+
+
+def _layer_gradients(ctx, dy):
+    x, top_k_index, top_k_weights, *weights = ctx.saved_tensors
+    dx, dp = experts_backward(dy, x, top_k_index, top_k_weights, weights, ctx.spec)
+    return dx, None, dp, no_gradients(ctx, 3), None
+
+
+experts.register_autograd(_layer_gradients, setup_context=_remember_layer)
+refuse_twice(experts_backward)
+
+
+@torch.library.custom_op(
+    "moe_nvfp4::linear_backward",
+    schema="(Tensor dy, Tensor weight, Tensor weight_sf, Tensor weight_global_scale, str backend) -> Tensor",
+    mutates_args=(),
+)
+def linear_backward(dy, weight, weight_sf, weight_global_scale, backend):
+    weights = LinearWeights(weight, weight_sf, weight_global_scale, None, None, "bf16")
+    return linear_gradient(dy, weights, named_on(backend, dy.device))
+
+
+@linear_backward.register_fake
+def _(dy, weight, weight_sf, weight_global_scale, backend):
+    return dy.new_empty(dy.shape[0], 2 * weight.shape[1])
+
+
+def _remember_linear(ctx, inputs, output) -> None:
+    _, weight, weight_sf, weight_global_scale, bias, _, _, ctx.backend = inputs
+    ctx.save_for_backward(weight, weight_sf, weight_global_scale)
+    ctx.bias_dtype = None if bias is None else bias.dtype
+
+
+def _linear_gradients(ctx, dy):
+    dx = linear_backward(dy, *ctx.saved_tensors, ctx.backend) if ctx.needs_input_grad[0] else None
+    d_bias = dy.float().sum(0).to(ctx.bias_dtype) if ctx.needs_input_grad[4] else None
+    return dx, None, None, None, d_bias, None, None, None
+
+
+linear.register_autograd(_linear_gradients, setup_context=_remember_linear)
+refuse_twice(linear_backward)
+for _op in (quantize_rows, gemm1_swiglu, gemm2_combine):
+    refuse_gradient(
+        _op, "the stages of 4-bit experts have no gradients one by one: call NVFP4Experts or moe_forward, which have"
     )
-
-
-@no_gradient.register_fake
-def _(grad, like):
-    return torch.empty_like(like)
-
-
-def _remember(ctx, inputs, output) -> None:
-    ctx.set_materialize_grads(False)
-    ctx.inputs = inputs
-
-
-def _refuse(ctx, *grads):
-    # an op that returns a list gets its gradients as a list
-    grad = next(g for g in tree_leaves(grads) if g is not None)
-    return tree_map(lambda needed, t: no_gradient(grad, t) if needed else None, ctx.needs_input_grad, ctx.inputs)
-
-
-for _op in (quantize_rows, gemm1_swiglu, gemm2_combine, experts, linear):
-    _op.register_autograd(_refuse, setup_context=_remember)
 
 
 def _exporting() -> bool:
@@ -204,22 +243,6 @@ def refuse_transforms() -> None:
 # ---- the layer -----------------------------------------------------------------------------------
 
 
-class Hooks(NamedTuple):
-    """What of the model's own runs between the stages; see `moe_forward`."""
-
-    own_gate: Callable[[Tensor], Tensor] | None = None
-    post_expert_norm: Callable[[Tensor], Tensor] | None = None
-    x_factor: Tensor | None = None
-    h_factor: Tensor | None = None
-    observe: Callable[[Tensor, Tensor], None] | None = None
-
-    @property
-    def fused(self) -> bool:
-        """Whether there is nothing."""
-        gate, norm, x_factor, h_factor, observe = self
-        return gate is None and norm is None and x_factor is None and h_factor is None and observe is None
-
-
 def moe_forward(
     x: Tensor,
     top_k_index: Tensor,
@@ -239,6 +262,9 @@ def moe_forward(
     which multiply an expert's rows of x and of h. `observe` is called with x and h as they enter the GEMMs
     (activations "bf16": before any quantization).
 
+    Differentiable in x, top_k_weights, biases and what the hooks hold; the 4-bit weights are frozen. W4A4 quantizes
+    straight through.
+
     Raises TypeError and ValueError for tensors that do not fit each other (see `moe_nvfp4.checks`).
     """
     w, hooks = weights, Hooks(own_gate, post_expert_norm, *pre_quant_scales, observe)
@@ -248,9 +274,15 @@ def moe_forward(
 
 
 def run_experts(
-    x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: ExpertWeights, hooks: Hooks, chosen: Selected
+    x: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    weights: ExpertWeights,
+    hooks: Hooks,
+    chosen: Selected,
+    recompute: bool = True,
 ) -> Tensor:
-    """`moe_forward` on a backend that was chosen before."""
+    """`moe_forward` on a backend that was chosen before; recompute: GEMM 1 in the backward pass of a fused layer."""
     refuse_transforms()
     backend, layout = chosen.name, chosen.layout  # torch 2.11 does not compile unpacking it
     if weights.layout is not None and weights.layout.backend != layout:
@@ -259,11 +291,16 @@ def run_experts(
             "kernels, which do not take it: call unpack() on the NVFP4Experts modules, or run the model in bf16"
         )
     spec = weights.spec(backend)
-    if chosen.whole and hooks.fused and weights.gate.kind != "raw":
+    biases = any(b is not None and b.requires_grad for b in (weights.b13, weights.b2))
+    training = torch.is_grad_enabled() and (x.requires_grad or top_k_weights.requires_grad or biases)
+    if chosen.whole and hooks.fused and weights.gate.kind != "raw" and not (training and (biases or not recompute)):
         return _experts(x, top_k_index, top_k_weights, weights.tensors(), spec)
 
-    own_gate, post_expert_norm, x_factor, h_factor, observe = hooks
+    own_gate, post_expert_norm, x_factor, h_factor, observe, adapters = hooks
     check_layer(x, top_k_index, top_k_weights, weights)
+    # the gate and the norm may have parameters that are trained
+    if training or adapters[0] or adapters[1] or (torch.is_grad_enabled() and (own_gate or post_expert_norm)):
+        return train_experts(x, top_k_index, top_k_weights, weights, hooks, backend)
     groups = group_by_expert(top_k_index, weights.num_experts)
     order, offsets, tensors = groups.order, groups.offsets, weights.tensors()
     quantized = weights.activations == "nvfp4"
@@ -271,7 +308,7 @@ def run_experts(
     values: Tensor = x
     index: Tensor | None = groups.token
     if x_factor is not None:
-        values, index = _scaled(x[groups.token], x_factor, groups), None
+        values, index = scaled(x[groups.token], x_factor, groups), None
     rows = [values, None, None, index]
     if quantized:
         rows = [*quantize_rows(values, index, weights.x_scale, order, offsets, backend), None]
@@ -281,7 +318,7 @@ def run_experts(
     if own_gate is not None:
         h = [own_gate(h[0])]
     if h_factor is not None:
-        h = [_scaled(h[0], h_factor, groups)]
+        h = [scaled(h[0], h_factor, groups)]
     if observe is not None:
         observe(values, h[0])
     if quantized and len(h) == 1:
@@ -297,9 +334,3 @@ def run_experts(
     y = post_expert_norm(y).view(T, top_k, x.shape[1]).float() * top_k_weights[..., None].float()
     here = (top_k_index >= 0) & (top_k_index < weights.num_experts)
     return y.masked_fill(~here[..., None], 0.0).sum(dim=1).to(x.dtype)
-
-
-def _scaled(rows: Tensor, factor: Tensor, groups: Groups) -> Tensor:
-    """Rows [R, K] times their expert's factors [E, K]; unrouted rows times any."""
-    expert = groups.expert_of_row().clamp(max=factor.shape[0] - 1)
-    return rows * factor[expert].to(rows.dtype)

@@ -145,6 +145,13 @@ class ExpertWeights:
             return self.layout.intermediate_size
         return self.w13.shape[1] // (2 if self.gate.gated else 1)
 
+    def projection(self, name: str) -> Projection:
+        """ "w13" or "w2"."""
+        H, I, gated = self.hidden_size, self.intermediate_size, self.gate.gated
+        if name == "w2":
+            return Projection(self.w2, self.w2_sf, None, self.w2_scale, H, I)
+        return Projection(self.w13, self.w13_sf, self.gate_scale, self.up_scale, I * (2 if gated else 1), H, gated)
+
     def tensors(self) -> list[Tensor | None]:
         """The tensor fields in order; with `spec` all that `from_tensors` needs."""
         return [getattr(self, name) for name in _TENSORS]
@@ -230,6 +237,25 @@ def read_spec(spec: str) -> Spec:
     return Spec(read["backend"], read["activations"], Gate(**read["gate"]), layout)
 
 
+class Projection(NamedTuple):
+    """One projection of E experts, [N, K] each: what a backward pass multiplies by.
+
+    codes, sf    as `ExpertWeights` has them, in its layout
+    first_scale  fp32 [E] or None: the global scale of the first half of the rows, where it is their own (gate)
+    scale        fp32 [E]: that of the other rows
+    rows, width  N and K, without padding
+    interleaved  whether a backend that has a layout of its own brought the halves of the rows together
+    """
+
+    codes: Tensor
+    sf: Tensor | None
+    first_scale: Tensor | None
+    scale: Tensor
+    rows: int
+    width: int
+    interleaved: bool = False
+
+
 class LinearWeights(NamedTuple):
     """The weights of one linear; `value = code * sf * global_scale`.
 
@@ -247,6 +273,11 @@ class LinearWeights(NamedTuple):
     bias: Tensor | None
     input_scale: Tensor | None
     activations: str
+
+    def projection(self) -> Projection:
+        """As one expert's."""
+        N, K2 = self.codes.shape
+        return Projection(self.codes[None], self.sf[None], None, self.global_scale, N, 2 * K2)
 
 
 def check_global_scale(scale: Tensor, name: str) -> None:

@@ -17,8 +17,9 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from moe_nvfp4 import format as nvfp4
 from moe_nvfp4.routing import Groups, Rows
-from moe_nvfp4.weights import ExpertWeights, LinearWeights
+from moe_nvfp4.weights import ExpertWeights, LinearWeights, Projection
 
 PACKAGES = ("cutlass", "tvm_ffi", "triton")
 
@@ -122,6 +123,15 @@ class Backend:
         """As `reference.linear`, up to the order of fp32 sums: x [T, K] -> [T, N] in x's dtype."""
         return self.functions.linear(x, weights)
 
+    def dequantize(self, weights: Projection, experts: slice, columns: slice, dtype: torch.dtype) -> Tensor:
+        """Dense weights [experts, N, columns] in `dtype`, from a layout of its own too: what backward passes multiply
+        by, one window after the other. Columns begin at multiples of 64."""
+        return dequantized(weights, experts, columns, dtype)
+
+    def unpacked(self, weights: ExpertWeights) -> ExpertWeights:
+        """The same values in the checkpoint's layout, as new tensors."""
+        raise NotImplementedError(f"{self.name} reads the checkpoint's layout")
+
     # Weights in a layout of its own, one projection at a time, so that there are never two copies of all of them.
 
     def prepare(self, codes: Tensor, sf: Tensor, interleaved: bool) -> tuple[Tensor, Any]:
@@ -132,6 +142,18 @@ class Backend:
     def restore(self, prepared: Tensor, note: Any) -> tuple[Tensor, Tensor]:
         """The exact inverse of `prepare`: (codes, sf)."""
         raise NotImplementedError(f"{self.name} reads the checkpoint's layout")
+
+
+def dequantized(weights: Projection, experts: slice, columns: slice, dtype: torch.dtype) -> Tensor:
+    """`Backend.dequantize` of the checkpoint's layout, by torch."""
+    w, (first, last) = weights, (columns.start, min(columns.stop, weights.width))
+    assert w.sf is not None
+    scale = w.scale[experts, None].expand(-1, w.rows)
+    if w.first_scale is not None:
+        halves = [s[experts, None].expand(-1, w.rows // 2) for s in (w.first_scale, w.scale)]
+        scale = torch.cat(halves, dim=1)
+    codes, sf = w.codes[experts, :, first // 2 : -(-last // 16) * 8], w.sf[experts, :, first // 16 : -(-last // 16)]
+    return nvfp4.dequantize(codes, sf, scale, dtype)[..., : last - first]
 
 
 def other_gpu(device: Device, capabilities: tuple[tuple[int, int], ...], gpus: str) -> str | None:

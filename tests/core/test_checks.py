@@ -313,7 +313,7 @@ def test_mixed_precision_of_fsdp():
     assert "named gate_scale is torch.bfloat16" in done.stdout and "fp32_parameters(model)" in done.stdout, done.stderr
 
 
-# ---- gradients and transforms --------------------------------------------------------------------
+# ---- compiling and transforms ---------------------------------------------------------------------
 
 
 def without_gate(activations):
@@ -323,38 +323,22 @@ def without_gate(activations):
     return layer
 
 
-@pytest.mark.parametrize("backend", ["", "reference"])
-@pytest.mark.parametrize("activations", ["bf16", "nvfp4"])
 @pytest.mark.parametrize("kind", ["whole", "stages", "linear"])
-def test_gradients_are_refused_and_not_zero(kind, activations, backend, monkeypatch):
-    monkeypatch.setenv("MOE_NVFP4_BACKEND", backend)
-    x, ids, p = batch()
-    layer = {"whole": make, "stages": without_gate, "linear": make_linear}[kind](activations)
-    call = layer if kind == "linear" else lambda x, p=p: layer(x, ids, p)
-    want = call(x)
-    leaf = x.clone().requires_grad_()
-    before = torch.nn.Linear(H, H)  # what is behind it in the graph
-    for y in (call(leaf), call(before(leaf))):
-        with pytest.raises(NotImplementedError, match="no gradients yet"):
-            y.sum().backward()
-    assert leaf.grad is None and before.weight.grad is None
-    if kind != "linear":
-        with pytest.raises(NotImplementedError, match="no gradients yet"):
-            call(x, p.clone().requires_grad_()).sum().backward()
-    with torch.no_grad():
-        assert torch.equal(call(leaf), want) and not call(leaf).requires_grad
-
-
-@pytest.mark.parametrize("kind", ["whole", "stages", "linear"])
-def test_a_compiled_forward_pass_needs_no_gradients(kind):
+def test_compiled_layers_give_the_same(kind):
+    """Forward by itself, and with its gradient."""
     x, ids, p = batch()
     layer = {"whole": make, "stages": without_gate, "linear": make_linear}[kind]("nvfp4")
-    args = (x.requires_grad_(),) if kind == "linear" else (x.requires_grad_(), ids, p)
+    rest = () if kind == "linear" else (ids, p)
     torch.compiler.reset()
-    y = torch.compile(layer, fullgraph=True)(*args)
-    assert relative_error(y, layer(*args)) < THRESHOLDS["fp32"]
-    with pytest.raises(NotImplementedError, match="no gradients yet"):
+    compiled, found = torch.compile(layer, fullgraph=True, backend="aot_eager"), []
+    assert torch.equal(compiled(x, *rest), layer(x, *rest))
+    for f in (compiled, layer):
+        leaf = x.clone().requires_grad_()
+        y = f(leaf, *rest)
         y.sum().backward()
+        found.append((y, leaf.grad))
+    for mine, theirs in zip(*found, strict=True):
+        assert relative_error(mine, theirs) < THRESHOLDS["fp32"]
 
 
 def test_transforms_are_refused_by_name():

@@ -25,6 +25,8 @@ ORDER = [
     ["reference"],
     ["kernels", "quantize"],
     ["backends"],
+    ["backward"],
+    ["training"],
     ["ops"],
     ["layer", "linear"],
     ["bench", "calibrate", "evaluate"],

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_nvfp4.kernels.backend import Backend, Device, Problem, not_installed, other_gpu
+from moe_nvfp4.kernels.backend import Backend, Device, Problem, dequantized, not_installed, other_gpu
+from moe_nvfp4.weights import ExpertWeights, Projection
 
 
 class Hopper(Backend):
@@ -47,6 +48,27 @@ class Hopper(Backend):
         from moe_nvfp4.kernels.sm90.pack import unpack
 
         return unpack(replace(note, units=prepared.view(torch.int32)))
+
+    def unpacked(self, weights: ExpertWeights) -> ExpertWeights:
+        from moe_nvfp4.kernels.sm90.pack import Packed, unpack
+
+        def of(w: Projection) -> tuple[Tensor, Tensor]:  # blocks whose scale is zero are zeros, whatever their codes
+            return unpack(Packed(w.codes.view(torch.int32), None, w.rows, -(-w.width // 16) * 16, w.interleaved))
+
+        (w13, w13_sf), (w2, w2_sf) = (of(weights.projection(name)) for name in ("w13", "w2"))
+        return replace(weights, w13=w13, w13_sf=w13_sf, w2=w2, w2_sf=w2_sf, layout=None)
+
+    def dequantize(self, weights: Projection, experts: slice, columns: slice, dtype: torch.dtype) -> Tensor:
+        from moe_nvfp4.kernels.sm90.pack import Packed, unpack
+
+        if weights.sf is None:
+            units = weights.codes[experts].view(torch.int32)
+            w = Packed(units, None, weights.rows, -(-weights.width // 16) * 16, weights.interleaved)
+            first = None if weights.first_scale is None else weights.first_scale[experts]
+            codes, sf = unpack(w)
+            weights = weights._replace(codes=codes, sf=sf, first_scale=first, scale=weights.scale[experts])
+            experts = slice(0, len(units))
+        return dequantized(weights, experts, columns, dtype)
 
 
 BACKEND = Hopper()

@@ -1,0 +1,360 @@
+"""Gradients through 4-bit layers: against autograd through dequantized float64 experts, one token and one slot at a
+time."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from moe_nvfp4 import backends, backward, ops, reference
+from moe_nvfp4.format import dequantize, global_scale_for, quantize
+from moe_nvfp4.linear import NVFP4Linear
+from moe_nvfp4.training import Adapter
+from moe_nvfp4.weights import SILU, Gate
+from tests.common import Kernels, random_ids, random_layer, relative_error
+
+E, H, I = 5, 48, 32
+GATES = {
+    "silu": SILU,
+    "gpt-oss": Gate("silu", alpha=1.702, limit=7.0, up_offset=1.0),
+    "clamp after": Gate("silu", limit=2.0, clamp_after=True),
+    "gelu_tanh": Gate("gelu_tanh"),
+    "relu2": Gate("relu2", gated=False),
+}
+# of the norm of a gradient: fp32 sums in another order; bf16 between the products
+CLOSE = {torch.float32: 2e-6, torch.bfloat16: 1e-2}
+
+
+def dense(layer):
+    """float64 w13 [E, N13, H] and w2 [E, H, I]."""
+    w, H, I = layer.weights, layer.hidden_size, layer.intermediate_size
+    parts = [s for s in (w.gate_scale, w.up_scale) if s is not None]
+    scale = torch.cat([s[:, None].expand(-1, I) for s in parts], dim=1)
+    w13 = dequantize(w.w13, w.w13_sf, scale)[..., :H]
+    return w13.double(), dequantize(w.w2, w.w2_sf, w.w2_scale[:, None].expand(-1, H))[..., :I].double()
+
+
+def straight(row, scale, dtype):
+    """A row [K] as W4A4 makes it, whose gradient goes straight through."""
+    x = row.detach().to(dtype)[None]
+    gs = global_scale_for(x.abs().amax(dim=-1).float()) if scale is None else scale[None]
+    codes, sf, _ = quantize(x, gs)
+    return row + (dequantize(codes, sf, gs)[0].double() - row).detach()
+
+
+def oracle(layer, x, ids, p, biases=(None, None), adapters=((), ())):
+    """The layer in float64, slot by slot, on leaves that autograd knows; x and h are rounded as W4A4 does."""
+    (w13, w2), w, dtype = dense(layer), layer.weights, torch.float32
+    for which, stacked in enumerate((w13, w2)):
+        for a, b in adapters[which]:
+            stacked = stacked + b @ a
+        w13, w2 = (stacked, w2) if which == 0 else (w13, stacked)
+    quantized = w.activations == "nvfp4"
+    tokens = []
+    for t in range(len(ids)):
+        y = torch.zeros(layer.hidden_size, dtype=torch.float64)
+        for j, e in enumerate(ids[t].tolist()):
+            if not 0 <= e < layer.num_experts:
+                continue
+            row = straight(x[t], None if w.x_scale is None else w.x_scale[e], dtype) if quantized else x[t]
+            z = w13[e] @ row + (0 if biases[0] is None else biases[0][e])
+            h = layer.gate(z[None])[0]
+            h = straight(h, None if w.h_scale is None else w.h_scale[e], dtype) if quantized else h
+            y = y + p[t, j] * (w2[e] @ h + (0 if biases[1] is None else biases[1][e]))
+        tokens.append(y)
+    return torch.stack(tokens) if tokens else x * 1.0
+
+
+def leaf(t, dtype=torch.float64):
+    return t.detach().to(dtype).requires_grad_()
+
+
+def compare(layer, x, ids, p, limit, train_biases=False):
+    """Gradients of x, p and the biases of `layer` on leaves x and p, with the oracle's."""
+    named = [p for n, p in layer.named_parameters() if n.endswith("_bias")]
+    for b in named:
+        b.requires_grad_(train_biases)
+    want = [leaf(t) for t in (x, p, *named)]
+    got = [leaf(x, x.dtype), leaf(p, p.dtype), *named]
+    dy = torch.randn(len(ids), layer.hidden_size, generator=torch.Generator().manual_seed(5)).to(x.dtype)
+    layer(got[0], ids, got[1]).backward(dy)
+    oracle(layer, want[0], ids, want[1], want[2:] or (None, None)).backward(dy.double())
+    for mine, theirs in zip(got if train_biases else got[:2], want, strict=False):
+        theirs_grad = torch.zeros_like(theirs) if theirs.grad is None else theirs.grad
+        assert mine.grad.dtype == mine.dtype
+        assert relative_error(mine.grad, theirs_grad) < limit
+        if theirs_grad.any():
+            cosine = torch.cosine_similarity(mine.grad.double().flatten(), theirs_grad.flatten(), dim=0)
+            assert cosine > 0.9999
+
+
+def batch(dtype, sizes=(5, 0, 9, 3, 4), unrouted=3, top_k=2, seed=0):
+    """One expert without tokens, slots without an expert (ids E and -1)."""
+    g = torch.Generator().manual_seed(seed)
+    ids = random_ids(list(sizes), unrouted, top_k, seed)
+    return torch.randn(len(ids), H, generator=g).to(dtype), ids, torch.rand(ids.shape, generator=g)
+
+
+@pytest.mark.parametrize("backend", ["", "reference"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("gate", GATES)
+def test_gradients_equal_those_of_dequantized_float64(gate, dtype, backend, monkeypatch):
+    """Fused, with GEMM 1 computed again; stage by stage, with its output kept; and biases that are trained."""
+    monkeypatch.setenv("MOE_NVFP4_BACKEND", backend)
+    for bias in (None, torch.float32):
+        layer = random_layer(E, H, I, GATES[gate], bias=bias)
+        compare(layer, *batch(dtype), CLOSE[dtype])
+        layer.recompute = False
+        compare(layer, *batch(dtype), CLOSE[dtype])
+    compare(layer, *batch(dtype), CLOSE[dtype], train_biases=True)
+
+
+@pytest.mark.parametrize("backend", ["", "reference"])
+@pytest.mark.parametrize("static", [True, False])
+@pytest.mark.parametrize("recompute", [True, False])
+def test_w4a4_goes_straight_through(recompute, static, backend, monkeypatch):
+    monkeypatch.setenv("MOE_NVFP4_BACKEND", backend)
+    layer = random_layer(E, H, I, activations="nvfp4", bias=torch.float32, static=static, input_scale=3e-3)
+    layer.recompute = recompute
+    compare(layer, *batch(torch.float32), 1e-5)
+
+
+@settings(max_examples=25, deadline=None)
+@given(sizes=st.lists(st.integers(0, 4), min_size=E, max_size=E), unrouted=st.integers(0, 4),
+       top_k=st.integers(1, 3), recompute=st.booleans(), seed=st.integers(0, 99))  # fmt: skip
+def test_any_routing(sizes, unrouted, top_k, recompute, seed):
+    """No tokens, experts without any, all slots unrouted."""
+    layer = random_layer(E, H, I)
+    layer.recompute = recompute
+    compare(layer, *batch(torch.float32, sizes, unrouted, top_k, seed), 2e-6)
+
+
+def test_a_large_batch_is_cut_by_tokens(monkeypatch):
+    monkeypatch.setattr(backward, "MAX_ROWS", 7)
+    compare(random_layer(E, H, I), *batch(torch.float32), 2e-6)
+
+
+def test_repeated_backward_passes_give_the_same_bits():
+    x, ids, p = batch(torch.bfloat16)
+    layer, grads = random_layer(E, H, I), []
+    for _ in range(2):
+        a, b = leaf(x, x.dtype), leaf(p, p.dtype)
+        layer(a, ids, b).square().sum().backward()
+        grads.append((a.grad, b.grad))
+    assert all(torch.equal(*pair) for pair in zip(*grads, strict=True))
+
+
+class Stages(Kernels):
+    """Hopper's stages too."""
+
+    def gemm1_swiglu(self, rows, weights, groups, dtype):
+        return reference.gemm1_swiglu(rows, self.unpacked(weights), groups, dtype)
+
+    def gemm2_combine(self, h, weights, groups, top_k_weights, dtype):
+        return reference.gemm2_combine(h, self.unpacked(weights), groups, top_k_weights, dtype)
+
+
+@pytest.mark.parametrize("activations", ["bf16", "nvfp4"])
+def test_weights_in_hoppers_layout(activations):
+    """Backward from what its kernels read; they have no stages for W4A4, for which the bytes are restored."""
+    x, ids, p = batch(torch.bfloat16)
+    layer, grads = random_layer(E, H, I, activations=activations), []
+    for backend in ((), (Stages(),)):
+        with backends.registered(*backend):
+            layer.activations = "bf16" if backend else activations
+            layer.prepare()
+            layer.activations = activations
+            a, b = leaf(x, x.dtype), leaf(p, p.dtype)
+            w, dy = layer.weights, torch.ones(x.shape, dtype=x.dtype)
+            assert layer.packed == bool(backend)
+            grads.append(backward.layer_gradients(dy, a.detach(), ids, b.detach(), w, backends.named(
+                "sm90" if backend else "cpu")))  # fmt: skip
+            if backend:
+                unpacked = backend[0].unpacked(w)
+                layer.unpack()
+    for name in ("w13", "w2"):
+        codes, sf = (getattr(unpacked, name), getattr(unpacked, f"{name}_sf"))
+        want = dequantize(getattr(layer.weights, name), getattr(layer.weights, f"{name}_sf"), None)
+        assert torch.equal(dequantize(codes, sf, None), want)
+    for mine, theirs in zip(*grads, strict=True):
+        assert relative_error(mine, theirs) < CLOSE[torch.bfloat16]
+
+
+# ---- what the model's own code does between the stages -------------------------------------------
+
+
+def test_a_gate_a_norm_and_factors_of_the_models_own():
+    """Their parameters get gradients too."""
+    x, ids, p = batch(torch.float32)
+    layer = random_layer(E, H, I, Gate("raw"))
+    slope = nn.Parameter(torch.tensor(1.3))
+    norm = nn.RMSNorm(H, eps=1e-6)
+    layer.own_gate = lambda z: torch.tanh(slope * z[:, :I]) * z[:, I:]
+    layer.post_expert_norm = norm
+    layer.add_pre_quant_scales(torch.float32)
+    x_factor, h_factor = layer.pre_quant_scales
+    for f in (x_factor, h_factor):
+        f.data.uniform_(0.5, 2.0)
+    a, b = leaf(x, x.dtype), leaf(p, p.dtype)
+    layer(a, ids, b).square().sum().backward()
+
+    w13, w2 = dense(layer)
+    x64, p64, slope64, weight64 = leaf(x), leaf(p), leaf(slope), leaf(norm.weight)
+    y = []
+    for t in range(len(ids)):
+        total = torch.zeros(H, dtype=torch.float64)
+        for j, e in enumerate(ids[t].tolist()):
+            if 0 <= e < E:
+                z = w13[e] @ (x64[t] * x_factor[e].double())
+                h = torch.tanh(slope64 * z[:I]) * z[I:] * h_factor[e].double()
+                total = total + p64[t, j] * nn.functional.rms_norm(w2[e] @ h, (H,), weight64, eps=1e-6)
+        y.append(total)
+    torch.stack(y).square().sum().backward()
+    pairs = [(a, x64), (b, p64), (slope, slope64), (norm.weight, weight64)]
+    for mine, theirs in pairs:
+        assert relative_error(mine.grad, theirs.grad) < 1e-4
+
+
+@pytest.mark.parametrize("r", [3, 8])
+@pytest.mark.parametrize("gate", GATES)
+def test_adapters_add_their_products_to_the_weights(gate, r):
+    """Values and gradients of W + B A in float64, of two adapters and of one."""
+    layer = random_layer(E, H, I, GATES[gate])
+    x, ids, p = batch(torch.float32)
+    N13 = layer.weights.w13.shape[1]
+    g = torch.Generator().manual_seed(2)
+
+    def adapter(N, K):
+        return Adapter(*(torch.randn(s, generator=g) * 0.1 for s in ((E, r, K), (E, N, r))))
+
+    adapters = ((adapter(N13, H), adapter(N13, H)), (adapter(H, I),))
+    mine = tuple(tuple(Adapter(*(leaf(t, t.dtype) for t in one)) for one in some) for some in adapters)
+    theirs = tuple(tuple(Adapter(*(leaf(t) for t in one)) for one in some) for some in adapters)
+    a, a64 = leaf(x, x.dtype), leaf(x)
+    y, y64 = layer(a, ids, p, mine), oracle(layer, a64, ids, p.double(), adapters=theirs)
+    assert relative_error(y, y64) < 2e-6
+    y.square().sum().backward()
+    y64.square().sum().backward()
+    assert relative_error(a.grad, a64.grad) < 5e-6
+    for some, others in zip(mine, theirs, strict=True):
+        for one, other in zip(some, others, strict=True):
+            for t, t64 in zip(one, other, strict=True):
+                assert relative_error(t.grad, t64.grad) < 5e-6
+    with torch.no_grad():
+        assert torch.equal(layer(x, ids, p, mine), y)
+        assert relative_error(layer(x, ids, p), oracle(layer, x.double(), ids, p.double())) < 2e-6
+
+
+# ---- linears -------------------------------------------------------------------------------------
+
+
+def linear(activations="bf16", bias=torch.float32):
+    layer = NVFP4Linear(H, I, bias, activations)
+    g = torch.Generator().manual_seed(3)
+    layer.weight.data.copy_(torch.randint(0, 256, layer.weight.shape, generator=g))
+    layer.weight_sf.data.copy_(torch.randint(0x30, 0x40, layer.weight_sf.shape, generator=g))
+    layer.weight_global_scale.data.fill_(0.01)
+    if bias is not None:
+        layer.bias.data.normal_(generator=g)
+    return layer
+
+
+@pytest.mark.parametrize("backend", ["", "reference"])
+@pytest.mark.parametrize("dtype", CLOSE, ids=str)
+def test_gradients_of_a_linear(dtype, backend, monkeypatch):
+    monkeypatch.setenv("MOE_NVFP4_BACKEND", backend)
+    layer = linear()
+    layer.bias.requires_grad_()
+    x = torch.randn(2, 7, H).to(dtype)
+    a, a64, bias64 = leaf(x, dtype), leaf(x), leaf(layer.bias)
+    w = dequantize(layer.weight, layer.weight_sf, layer.weight_global_scale.reshape(())).double()
+    layer(a).square().sum().backward()
+    (a64 @ w.T + bias64).square().sum().backward()
+    assert relative_error(a.grad, a64.grad) < CLOSE[dtype]
+    assert relative_error(layer.bias.grad, bias64.grad) < CLOSE[dtype]
+
+
+def test_w4a4_linears_go_straight_through():
+    layer = linear("nvfp4", None)
+    x = torch.randn(7, H)
+    w = dequantize(layer.weight, layer.weight_sf, layer.weight_global_scale.reshape(()))
+    a = leaf(x, x.dtype)
+    dy = torch.randn(7, I)
+    layer(a).backward(dy)
+    assert relative_error(a.grad, dy.double() @ w.double()) < 2e-6
+    assert layer(x[:0].requires_grad_()).sum().backward() is None
+
+
+# ---- as training calls them ----------------------------------------------------------------------
+
+
+def test_second_derivatives_are_refused():
+    x, ids, p = batch(torch.float32)
+    layer, a = random_layer(E, H, I), leaf(x, x.dtype)
+    kept = random_layer(E, H, I)
+    kept.recompute = False
+    for f in (lambda a: layer(a, ids, p), lambda a: kept(a, ids, p), linear()):
+        (grad,) = torch.autograd.grad(f(a).square().sum(), a, create_graph=True)
+        with pytest.raises(NotImplementedError, match="second derivatives of 4-bit experts and linears"):
+            grad.sum().backward()
+
+
+def test_stages_one_by_one_have_no_gradients():
+    x, ids, p = batch(torch.float32)
+    w = random_layer(E, H, I).weights
+    groups = ops.group_by_expert(ids, E)
+    rows = leaf(x[groups.token.long()], x.dtype)
+    spec = w.spec("reference")
+    (h,) = ops.gemm1_swiglu(rows, None, None, None, w.tensors(), spec, groups.order, groups.offsets, x.dtype)
+    with pytest.raises(NotImplementedError, match="have no gradients one by one: call NVFP4Experts or moe_forward"):
+        h.sum().backward()
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("recompute", [True, False])
+def test_gradient_checkpointing(recompute, reentrant):
+    from torch.utils.checkpoint import checkpoint
+
+    x, ids, p = batch(torch.float32)
+    layer, grads = random_layer(E, H, I), []
+    layer.recompute = recompute
+    for f in (layer, lambda *args: checkpoint(layer, *args, use_reentrant=reentrant)):
+        a, b = leaf(x, x.dtype), leaf(p, p.dtype)
+        f(a, ids, b).square().sum().backward()
+        grads.append((a.grad, b.grad))
+    for mine, theirs in zip(*grads, strict=True):  # under no_grad the layer is fused
+        assert relative_error(mine, theirs) < 2e-6
+
+
+def test_autocast_chooses_the_dtype():
+    """As of torch's own layers; experts give back x's."""
+    x, ids, p = batch(torch.float32)
+    layer, nn_linear = random_layer(E, H, I), linear()
+    want = layer(x.bfloat16(), ids, p), nn_linear(x.bfloat16())
+    with torch.autocast("cpu", torch.bfloat16):
+        a = leaf(x, x.dtype)
+        y, z = layer(a, ids, p), nn_linear(a)
+        assert y.dtype == torch.float32 and torch.equal(y, want[0].float())
+        assert z.dtype == torch.bfloat16 == nn.Linear(H, 4)(a).dtype and torch.equal(z, want[1])
+    (y.sum() + z.sum()).backward()
+    assert a.grad.dtype == torch.float32 and a.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+def test_compiled(recompute):
+    x, ids, p = batch(torch.float32)
+    layer, grads = random_layer(E, H, I, bias=torch.float32), []
+    layer.recompute = recompute
+    torch.compiler.reset()
+    for f in (layer, torch.compile(layer, fullgraph=True, backend="aot_eager")):
+        a, b = leaf(x, x.dtype), leaf(p, p.dtype)
+        f(a, ids, b).square().sum().backward()
+        grads.append((a.grad, b.grad))
+    for mine, theirs in zip(*grads, strict=True):
+        assert relative_error(mine, theirs) < 2e-6
+    compiled, a = torch.compile(linear(), fullgraph=True, backend="aot_eager"), leaf(x, x.dtype)
+    compiled(a).sum().backward()
+    want = leaf(x, x.dtype)
+    linear()(want).sum().backward()
+    assert relative_error(a.grad, want.grad) < 2e-6
