@@ -134,9 +134,17 @@ class NVFP4Experts(FP32Scales):
             layer.down_proj_bias.data.copy_(bias[1])
         return layer
 
-    def load_expert(self, e: int, w13: Tensor, w2: Tensor, recipe: str = DEFAULT_RECIPE) -> None:
+    def load_expert(
+        self,
+        e: int,
+        w13: Tensor,
+        w2: Tensor,
+        recipe: str = DEFAULT_RECIPE,
+        importance: tuple[Tensor | None, Tensor | None] = (None, None),
+    ) -> None:
         """Quantize one expert's dense w13 [N13, H] and w2 [H, I], floating, into place.
 
+        importance: of the recipe "weighted", fp32 [H] and [I]: E[x^2] and E[h^2] of what the two are multiplied with.
         ValueError for another shape, an expert that is none, NaN, Inf and the meta device: the layer is as it was then.
         """
         H, I = self.hidden_size, self.intermediate_size
@@ -153,9 +161,9 @@ class NVFP4Experts(FP32Scales):
                 )
         self.unpack()
         tensors: dict[str, Tensor] = {}
-        for name, matrix in ((self.up_name, w13), ("down_proj", w2)):
+        for name, matrix, columns in ((self.up_name, w13, importance[0]), ("down_proj", w2, importance[1])):
             try:
-                tensors |= quantize_expert(matrix, name, recipe)
+                tensors |= quantize_expert(matrix, name, recipe, importance=columns)
             except ValueError as error:
                 raise ValueError(f"{name} of expert {e}: {error}") from None
         for key, tensor in tensors.items():

@@ -104,6 +104,10 @@ def _quantize_job(groups: list[dict[str, Matrix]], options: Options) -> Job:
     stacked = len(groups) > 1
     step = N if stacked else max(1, (CUDA_CHUNK if cuda else CHUNK) // K)
     dtype = TORCH_DTYPES[options.dtype or "F32"]
+    importance = None
+    if options.importance is not None:
+        vectors = [options.importance.of_matrix(stem, m.columns) for stem, m in zip(stems, matrices, strict=True)]
+        importance = pad_k(torch.stack(vectors))
     lots = [range(n)] if stacked else [range(i, i + 1) for i in range(n)]  # matrices worked on together
 
     def work(write: Write) -> None:
@@ -138,8 +142,15 @@ def _quantize_job(groups: list[dict[str, Matrix]], options: Options) -> Job:
             scale = None if given is None else given[lot.start : lot.stop]
             for a in range(0, N, step):
                 w = read(lot, a) if stacked else read(lot, a).view(-1, K)
+                columns = (
+                    None
+                    if importance is None
+                    else importance[lot.start : lot.stop]
+                    if stacked
+                    else importance[lot.start]
+                )
                 try:
-                    codes, sf, global_scale = quantize_matrix(w, options.recipe, scale)
+                    codes, sf, global_scale = quantize_matrix(w, options.recipe, scale, columns)
                 except ValueError as error:
                     raise ValueError(f"{stems[lot.start]}: {error}") from None
                 if exact and not torch.equal(dequantize(codes, sf, _of_rows(global_scale)), w.float()):

@@ -11,7 +11,8 @@ from torch import Tensor
 from moe_nvfp4.devices import usable_device
 from moe_nvfp4.quantize.dialects import DIALECTS, Dialect, as_patterns
 from moe_nvfp4.quantize.files import TORCH_DTYPES
-from moe_nvfp4.quantize.recipes import DEFAULT_RECIPE, RECIPES
+from moe_nvfp4.quantize.importance import Importance
+from moe_nvfp4.quantize.recipes import CALIBRATED_RECIPES, DEFAULT_RECIPE, RECIPES
 from moe_nvfp4.weights import ACTIVATIONS
 
 
@@ -19,13 +20,14 @@ from moe_nvfp4.weights import ACTIVATIONS
 class Options:
     """What new files are to be.
 
-    recipe       how block scales are chosen (quantize.recipes.RECIPES)
+    recipe       how block scales are chosen (quantize.recipes)
     exclude      experts modules to leave as they are: a name or wildcard, or several; `include`: only these
     dialect      "modelopt" or "compressed-tensors": the names and the config of the files
     activations  what a loader is asked for: "bf16" (W4A16) or "nvfp4" (W4A4)
     share_scales of an NVFP4 source: gate and up of an expert get one global scale, as servers expect; the half with
                  the smaller one is quantized again from its exact values, all other bytes are kept
     device       where matrices are quantized (default: a GPU where there is one); the bytes are the same
+    importance   what the recipe "weighted" weights errors with (quantize.importance.load_importance)
     dtype        of the source's weights, as safetensors writes it; None: its config names none. `plan` fills it in
 
     Raises ValueError for values that are not known, TypeError for patterns that are no names.
@@ -38,13 +40,24 @@ class Options:
     activations: str = "bf16"
     share_scales: bool = False
     device: str | None = None
+    importance: Importance | None = None
     dtype: str | None = None
 
     def __post_init__(self) -> None:
-        for value, known, what in ((self.recipe, RECIPES, "recipe"), (self.dialect, DIALECTS, "dialect"),
+        recipes = (*RECIPES, *CALIBRATED_RECIPES)
+        for value, known, what in ((self.recipe, recipes, "recipe"), (self.dialect, DIALECTS, "dialect"),
                                    (self.activations, ACTIVATIONS, "activations")):  # fmt: skip
             if value not in known:
                 raise ValueError(f"unknown {what} {value!r}: choose one of {', '.join(known)}")
+        if (self.importance is None) != (self.recipe not in CALIBRATED_RECIPES):
+            if self.importance is not None:
+                raise ValueError(
+                    f"recipe {self.recipe!r} has no use for an importance: leave it out, or use 'weighted'"
+                )
+            raise ValueError(
+                f"recipe {self.recipe!r} needs the importance of the experts' input columns: "
+                "moe-nvfp4 importance MODEL OUT, then --importance OUT"
+            )
         include = None if self.include is None else tuple(as_patterns(self.include, "include"))
         object.__setattr__(self, "exclude", tuple(as_patterns(self.exclude, "exclude")))
         object.__setattr__(self, "include", include)

@@ -51,6 +51,7 @@ from moe_nvfp4.quantize.names import (
     up_of,
 )
 from moe_nvfp4.quantize.options import Options
+from moe_nvfp4.quantize.recipes import CALIBRATED_RECIPES
 from moe_nvfp4.weights import check_block_scales
 
 # The layouts of experts that are quantized, by quant_method of the source; then those of any.
@@ -248,6 +249,9 @@ def _check_nothing_missed(draft: _Draft) -> None:
 def _carry(draft: _Draft, source: Dialect) -> None:
     """Codes and block scales are the same bytes."""
     target, options, folder = draft.options.target, draft.options, draft.source.checkpoint.folder
+    if options.recipe in CALIBRATED_RECIPES:
+        raise ValueError(f"recipe {options.recipe!r} would have no effect: these weights are NVFP4 already; quantize "
+                         "the original checkpoint")  # fmt: skip
     if options.exclude or options.include is not None:
         raise ValueError("--exclude and --include choose what is quantized; these weights are NVFP4 already")
     _fp8_next_to_nvfp4(draft)

@@ -3,8 +3,7 @@
 ``value = code * sf * global_scale`` (moe_nvfp4.format) leaves one choice: the scale ``sf`` of each
 block of 16. A recipe is a list of candidates for it; the one with the least squared error is taken.
 Every result is plain NVFP4, which any reader of the format decodes: a recipe costs time once, here,
-and nothing afterwards. None needs calibration data. (With data, the error of input channel k would
-be weighted by the mean square of activation k. That is another interface, and not this one.)
+and nothing afterwards.
 
 =================  ==============================================================================
 ``max``            The format's own rule: the block's largest magnitude becomes code 6. It is
@@ -16,6 +15,9 @@ be weighted by the mean square of activation k. That is another interface, and n
                    clipped too much, further up it is code 3, and codes 4 and 6 are wasted. On
                    Gaussian and on trained weights the best of all 126 scales is in this window
                    for 9999 blocks of 10000.
+``weighted``       The candidates of mse; the squared error of input column k counts by its
+                   importance, E[x_k^2]: with inputs of uncorrelated columns that is the error
+                   of the output (moe_nvfp4.quantize.importance).
 =================  ==============================================================================
 
 The global scale decides how far e4m3 reaches: amax / (6 * 448) spends all of it on ``max``, and
@@ -32,7 +34,8 @@ from torch import Tensor
 
 from moe_nvfp4.format import E4M3_MAX, SF_VEC_SIZE, check_x, encode, global_scale_for, pad_k, quantize
 
-RECIPES = ("max", "four_over_six", "mse")
+RECIPES = ("max", "four_over_six", "mse")  # these need no data
+CALIBRATED_RECIPES = ("weighted",)  # these need to know what the model's activations are like
 DEFAULT_RECIPE = "mse"
 SEARCH_SF_MAX = 256.0  # room above: 1.5 * 256 = 384 is an e4m3 number, 1.75 * 256 = 448 the last
 
@@ -49,20 +52,24 @@ def recipe_global_scale(amax: Tensor, recipe: str = DEFAULT_RECIPE) -> Tensor:
 
 
 def quantize_matrix(
-    w: Tensor, recipe: str = DEFAULT_RECIPE, global_scale: Tensor | float | None = None
+    w: Tensor,
+    recipe: str = DEFAULT_RECIPE,
+    global_scale: Tensor | float | None = None,
+    importance: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """w bfloat16, float16 or float32 ``[N, K]`` -> ``(codes, sf, global_scale)``.
 
     uint8 ``[N, K/2]``, float8_e4m3fn ``[N, K/16]``, float32 0-d, where w is: CPU or CUDA. A given
     global_scale is used as it is (one number, to share it between matrices); what does not fit
     below 6 * 448 of it saturates. n matrices at once, ``[n, N, K]``, have n global scales.
+    importance: of ``weighted``, float32 ``[K]`` or ``[n, K]``, how much the squared error of each column counts.
 
     Deterministic, the same bits on every device and for any split of the rows. Temporaries do not
     grow with w. ValueError for an unknown recipe, for a w of other shape or dtype or with K % 16,
-    and for NaN or Inf in w.
+    for NaN or Inf in w, and for an importance that is missing, without effect, negative or not finite.
     """
-    if recipe not in RECIPES:
-        raise ValueError(f"unknown recipe {recipe!r}: choose one of {', '.join(RECIPES)}")
+    if recipe not in (*RECIPES, *CALIBRATED_RECIPES):
+        raise ValueError(f"unknown recipe {recipe!r}: choose one of {', '.join((*RECIPES, *CALIBRATED_RECIPES))}")
     if w.dim() not in (2, 3):
         raise ValueError(f"w must be a matrix [N, K] or several [n, N, K], not {list(w.shape)}")
     stack = w.shape[:-2]
@@ -71,6 +78,7 @@ def quantize_matrix(
             wanted = f"{list(stack)}, one for each matrix" if stack else "one number"
             raise ValueError(f"global_scale must be {wanted}, not {list(global_scale.shape)}")
         global_scale = global_scale.reshape(stack)
+    _check_importance(importance, recipe, w)
     if recipe == "max" and not stack:
         return quantize(w, global_scale)
     check_x(w)
@@ -95,22 +103,44 @@ def quantize_matrix(
     if recipe == "max":
         codes, sf, _ = quantize(w, of_rows, check=False)
     else:
-        sf = _search(w, global_scale, _CANDIDATES[recipe])
+        sf = _search(w, global_scale, _CANDIDATES[recipe], importance)
         codes = encode(w, sf, of_rows)
     return codes, sf, global_scale
 
 
+def _check_importance(importance: Tensor | None, recipe: str, w: Tensor) -> None:
+    if (importance is None) != (recipe not in CALIBRATED_RECIPES):
+        raise ValueError(
+            f"recipe {recipe!r} needs the importance of each input column"
+            if importance is None
+            else f"importance has no effect on recipe {recipe!r}: leave it out, or use 'weighted'"
+        )
+    if importance is None:
+        return
+    if importance.shape not in (w.shape[-1:], (*w.shape[:-2], w.shape[-1])):
+        raise ValueError(f"importance has shape {list(importance.shape)}, w {list(w.shape)}: one number for each "
+                         "column of a matrix is needed")  # fmt: skip
+    if not ((importance >= 0) & importance.isfinite()).all():
+        raise ValueError("importance must be finite and not negative: it is a mean of squares")
+
+
 def quantize_expert(
-    matrix: Tensor, name: str, recipe: str = DEFAULT_RECIPE, amax: Tensor | None = None
+    matrix: Tensor,
+    name: str,
+    recipe: str = DEFAULT_RECIPE,
+    amax: Tensor | None = None,
+    importance: Tensor | None = None,
 ) -> dict[str, Tensor]:
     """One expert's matrix [N, K] -> its slices of `NVFP4Experts`' parameters, by their names.
 
     name: "gate_up_proj" (rows [gate; up], which share one global scale: servers read gate's for both),
     "up_proj" or "down_proj". amax: fp32 0-d, the largest magnitude where the matrix is a part of a
-    larger one. ValueError for NaN or Inf.
+    larger one. importance: of the recipe "weighted", fp32 [K]. ValueError for NaN or Inf.
     """
     scale = None if amax is None else recipe_global_scale(amax, recipe)
-    codes, sf, global_scale = quantize_matrix(pad_k(matrix), recipe, scale)
+    if importance is not None:
+        importance = pad_k(importance[None])[0]
+    codes, sf, global_scale = quantize_matrix(pad_k(matrix), recipe, scale, importance)
     parts = ("gate_proj", "up_proj") if name == "gate_up_proj" else (name,)
     scales = {f"{part}_global_scale": global_scale for part in parts}
     return {name: codes, f"{name}_sf": sf.view(torch.uint8), **scales}
@@ -135,11 +165,12 @@ def _neighbours(by_max: Tensor, largest: Tensor, global_scale: Tensor) -> Tensor
 _CANDIDATES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "four_over_six": _four_over_six,
     "mse": _neighbours,
+    "weighted": _neighbours,
 }
 
 
-def _search(w: Tensor, global_scale: Tensor, candidates: Callable) -> Tensor:
-    """The block scales float8_e4m3fn ``[..., N, K/16]`` with the least squared error.
+def _search(w: Tensor, global_scale: Tensor, candidates: Callable, importance: Tensor | None) -> Tensor:
+    """The block scales float8_e4m3fn ``[..., N, K/16]`` with the least (weighted) squared error.
 
     Of equal errors, max's scale wins, then the earlier candidate. A block whose scale is 0 by max
     (all zeros, or nothing above 2^-10 * 6 * global_scale) keeps it.
@@ -150,6 +181,8 @@ def _search(w: Tensor, global_scale: Tensor, candidates: Callable) -> Tensor:
     scratch = torch.empty(0)
     if global_scale.numel() > 1:
         of_blocks = global_scale.repeat_interleave(blocks.shape[0] // len(global_scale))
+    columns = None if importance is None else _of_planes(importance.to(w.device))
+    row = w.shape[-1] // SF_VEC_SIZE  # blocks in a row of w
     for i in range(0, blocks.shape[0], step):
         # One plane for each of the 16 places: all arithmetic is along blocks, none within one.
         part = blocks[i : i + step].t()
@@ -161,10 +194,23 @@ def _search(w: Tensor, global_scale: Tensor, candidates: Callable) -> Tensor:
         tried = candidates(by_max, largest, gs)
         if i == 0:
             scratch = planes.new_empty(3, SF_VEC_SIZE, len(tried), step)
-        error = _squared_error(planes, tried, gs, scratch[..., : tried.shape[1]])
+        weights = None
+        if columns is not None:
+            at = torch.arange(i, i + tried.shape[1], device=w.device)
+            of_matrix = at // (row * w.shape[-2]) * row if columns.shape[1] > row else 0
+            weights = columns[:, at % row + of_matrix]
+        error = _squared_error(planes, tried, gs, scratch[..., : tried.shape[1]], weights)
         # torch.min gives the first of equals; argmin does too, and on a CPU is 20 times slower
         best[i : i + step] = tried.gather(0, error.min(dim=0, keepdim=True).indices).squeeze(0)
     return best.view(torch.float8_e4m3fn).view(*w.shape[:-1], w.shape[-1] // SF_VEC_SIZE)
+
+
+def _of_planes(importance: Tensor) -> Tensor:
+    """importance ``[K]`` or ``[n, K]`` -> float32 ``[16, n K/16]``, times a power of two: at most 1."""
+    importance = importance.detach().float()
+    largest = (importance.amax() if importance.numel() else importance.new_zeros(())).clamp(min=2.0**-100)
+    scaled = torch.ldexp(importance, -torch.frexp(largest).exponent)
+    return scaled.reshape(-1, SF_VEC_SIZE).t().contiguous()
 
 
 def _scale_for(largest: Tensor, code: float, global_scale: Tensor) -> Tensor:
@@ -173,12 +219,14 @@ def _scale_for(largest: Tensor, code: float, global_scale: Tensor) -> Tensor:
     return sf.clamp(max=E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
 
 
-def _squared_error(planes: Tensor, tried: Tensor, global_scale: Tensor, scratch: Tensor) -> Tensor:
-    """sum (|x| - code * scale)^2 / global_scale^2, scale = sf * global_scale: float32 ``[C, n]``.
+def _squared_error(
+    planes: Tensor, tried: Tensor, global_scale: Tensor, scratch: Tensor, weights: Tensor | None
+) -> Tensor:
+    """sum weight * (|x| - code * scale)^2 / global_scale^2, scale = sf * global_scale: float32 ``[C, n]``.
 
-    planes: |x| float32 ``[16, n]``; tried: bytes of sf ``[C, n]``. Computed as sf^2 * sum (a - code)^2,
-    with a = |x| / scale; the sum is by halves (places k and k + 8, then k + 4, ...), so that it is the
-    same everywhere. 0 where sf is 0.
+    planes: |x| float32 ``[16, n]``; weights: the same, or None (all 1); tried: bytes of sf ``[C, n]``.
+    Computed as sf^2 * sum (a - code)^2, with a = |x| / scale; the sum is by halves (places k and k + 8,
+    then k + 4, ...), so that it is the same everywhere. 0 where sf is 0.
     """
     # An e4m3 byte, put where float16 has its exponent, is 2^-8 times the number; torch's own cast is slow.
     sf = (tried.to(torch.int16) << 7).view(torch.float16).float() * 256
@@ -190,6 +238,8 @@ def _squared_error(planes: Tensor, tried: Tensor, global_scale: Tensor, scratch:
     torch.bitwise_and(a.view(torch.int32), 0x7F800000, out=bits).clamp_(0x3F800000, 0x40800000)
     torch.add(a, power, alpha=2**22, out=code).sub_(power, alpha=2**22).clamp_(max=6.0)
     a.sub_(code).mul_(a)
+    if weights is not None:
+        a.mul_(weights[:, None])
     for n in (8, 4, 2, 1):
         a = a[:n].add_(a[n:])
     return a.squeeze(0) * (sf * sf)

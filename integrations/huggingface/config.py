@@ -14,10 +14,10 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from moe_nvfp4._version import __version__
 from moe_nvfp4.quantize.dialects import DIALECTS, QuantizationInfo, as_patterns, matches, read_config, write_config
-from moe_nvfp4.quantize.recipes import DEFAULT_RECIPE, RECIPES
+from moe_nvfp4.quantize.recipes import CALIBRATED_RECIPES, DEFAULT_RECIPE, RECIPES
 from moe_nvfp4.weights import ACTIVATIONS
 
-FIELDS = ("activations", "recipe", "exclude", "linears", "dialect")
+FIELDS = ("activations", "recipe", "exclude", "linears", "dialect", "calibration")
 LINEARS = ("packed", "dense")
 # Read anew, or written anew, or about something that does not come along (KV cache scales)
 REWRITTEN = {
@@ -32,7 +32,9 @@ class MoeNvfp4Config(QuantizationConfigMixin):
     activations  "bf16" (W4A16, the default) or "nvfp4" (W4A4: rows quantized to NVFP4 before each GEMM, with the
                  file's `input_scale` where it has one, else one scale per token)
     recipe       how block scales are chosen when bf16 weights are quantized: one of
-                 moe_nvfp4.quantize.recipes.RECIPES ("mse")
+                 moe_nvfp4.quantize.recipes.RECIPES ("mse") or "weighted"
+    calibration  of the recipe "weighted": a text or several, token ids [B, T] or several, the path of a file of
+                 moe-nvfp4 importance, or None: random token ids. Runs the model once, layer by layer
     exclude      experts modules to leave as they are: a name or wildcard of the model's modules, such as
                  "model.layers.0.*", or several; each has to match one
     linears      what becomes of linears that 4-bit files hold quantized too (attention, shared experts, lm_head):
@@ -55,6 +57,7 @@ class MoeNvfp4Config(QuantizationConfigMixin):
         exclude: str | Iterable[str] | None = None,
         linears: str | None = None,
         dialect: str | None = None,
+        calibration: Any = None,
         *,
         ignore: Iterable[str] | None = None,
         input_scale: bool = False,
@@ -62,7 +65,8 @@ class MoeNvfp4Config(QuantizationConfigMixin):
         **unknown: Any,
     ):
         _check_known(unknown)
-        chosen = dict(activations=activations, recipe=recipe, exclude=exclude, linears=linears, dialect=dialect)
+        chosen = dict(activations=activations, recipe=recipe, exclude=exclude, linears=linears, dialect=dialect,
+                      calibration=calibration)  # fmt: skip
         self.chosen = {name: value for name, value in chosen.items() if value is not None}
         self.activations, self.linears = activations or "bf16", linears or "packed"
         self.recipe, self.dialect = recipe or DEFAULT_RECIPE, dialect or "modelopt"
@@ -71,8 +75,11 @@ class MoeNvfp4Config(QuantizationConfigMixin):
                                    (self.dialect, tuple(DIALECTS), "dialect")):  # fmt: skip
             if value not in known:
                 raise ValueError(f"{what} must be one of {known}, got {value!r}")
-        if self.recipe not in RECIPES:
-            raise ValueError(f"unknown recipe {recipe!r}: choose one of {', '.join(RECIPES)}")
+        if self.recipe not in (recipes := (*RECIPES, *CALIBRATED_RECIPES)):
+            raise ValueError(f"unknown recipe {recipe!r}: choose one of {', '.join(recipes)}")
+        if calibration is not None and self.recipe not in CALIBRATED_RECIPES:
+            raise ValueError(f"calibration has no effect on recipe {self.recipe!r}: choose 'weighted', or leave it out")
+        self.calibration = calibration
         self.quant_method: Any = "moe_nvfp4"  # who reads it; config.json has the dialect's
         self.ignore = list(ignore or [])
         self.input_scale, self.pre_quant_scale = bool(input_scale), bool(pre_quant_scale)

@@ -38,6 +38,7 @@ from moe_nvfp4.integrations.huggingface.operations import (
     ViewDtype,
 )
 from moe_nvfp4.quantize.dialects import MODELOPT, Dialect
+from moe_nvfp4.quantize.importance import Importance
 from moe_nvfp4.quantize.layouts import ExpertLayout
 from moe_nvfp4.quantize.names import PRE_QUANT_SCALE
 from moe_nvfp4.quantize.recipes import quantize_expert
@@ -156,6 +157,7 @@ class Conversions:
     experts        module name -> HFExperts, the modules that are 4-bit
     excluded       names of experts modules that keep their weights
     pre_quantized  the checkpoint is NVFP4 already
+    importance     of the recipe "weighted"
     dialect        of the files, those that are loaded and those that are saved
     layout         how the 4-bit files keep experts; they are always saved one by one
     files          the converters that read 4-bit files
@@ -170,10 +172,11 @@ class Conversions:
         recipe: str,
         pre_quantized: bool,
         dialect: Dialect = MODELOPT,
+        importance: Importance | None = None,
         layout: ExpertLayout = ExpertLayout.ONE_BY_ONE,
     ):
         self.experts, self.excluded = experts, frozenset(excluded)
-        self.recipe, self.pre_quantized = recipe, pre_quantized
+        self.recipe, self.pre_quantized, self.importance = recipe, pre_quantized, importance
         self.dialect, self.layout = dialect, layout
         self.files: list[ExpertsConverter] = []
         self.stored: dict[str, Tensor] = {}
@@ -372,6 +375,11 @@ class Conversions:
                 f"{layer_name}: the checkpoint has {len(dense)} of {expected} experts; "
                 "a shard or a tensor is missing: download the checkpoint again"
             )
+        if self.importance is not None and isinstance(param, DTensor):
+            raise NotImplementedError(
+                f"{layer_name}: recipe {self.recipe!r} does not quantize a model that is split over ranks: write 4-bit "
+                "files first (moe-nvfp4 quantize), which load in any split"
+            )
         amax = _global_amax(dense, param) if _splits_matrices(param) else None
         out: dict[str, Tensor] = {}
         row = 0
@@ -379,8 +387,11 @@ class Conversions:
             matrix = dense[e]
             if matrix is None:  # another rank's expert
                 continue
+            columns = None
+            if self.importance is not None:
+                columns = self.importance.of(layer_name.rpartition(".")[0], e, name, matrix.shape[-1])
             try:
-                tensors = quantize_expert(matrix, name, self.recipe, None if amax is None else amax[e])
+                tensors = quantize_expert(matrix, name, self.recipe, None if amax is None else amax[e], columns)
             except ValueError as error:
                 raise ValueError(f"{layer_name}, expert {e}: {error}") from None
             for key, tensor in tensors.items():

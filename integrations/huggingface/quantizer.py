@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils import logging
 
+from moe_nvfp4.integrations.huggingface.calibration import calibration_batches, files_importance
 from moe_nvfp4.integrations.huggingface.config import MoeNvfp4Config
 from moe_nvfp4.integrations.huggingface.converters import Conversions, ExpertsConverter, model_conversions
 from moe_nvfp4.integrations.huggingface.experts import (
@@ -35,8 +37,10 @@ from moe_nvfp4.integrations.huggingface.linears import FP8Experts, LinearConvert
 from moe_nvfp4.linear import NVFP4Linear
 from moe_nvfp4.quantize.dialects import DIALECTS
 from moe_nvfp4.quantize.files import read_headers
+from moe_nvfp4.quantize.importance import Importance, load_importance
 from moe_nvfp4.quantize.layouts import ExpertLayout
 from moe_nvfp4.quantize.names import KV_SCALE, PER_EXPERT, PRE_QUANT_SCALE, ignore_patterns
+from moe_nvfp4.quantize.recipes import CALIBRATED_RECIPES
 from moe_nvfp4.weights import check_block_scales, check_global_scale
 
 logger = logging.get_logger(__name__)
@@ -72,6 +76,7 @@ class MoeNvfp4Quantizer(HfQuantizer):
         super().__init__(quantization_config, **kwargs)
         self.conversions: Conversions | None = None  # of experts, to load and to save
         self.linears: LinearConverter | None = None  # the same of linears, where files have quantized ones
+        self.importance: Importance | None = None  # of a recipe that uses data, while it quantizes
         self.mtp = MtpTensors()
         self._plan: LoadPlan | None = None  # while a model loads
 
@@ -90,6 +95,8 @@ class MoeNvfp4Quantizer(HfQuantizer):
             pre_quant_scale = found.expert_pre_quant_scales
             in_linears = any(PRE_QUANT_SCALE in linear.also for linear in found.linears.values())
             config.pre_quant_scale = pre_quant_scale or in_linears
+        if config.recipe in CALIBRATED_RECIPES and not self.pre_quantized:
+            self.importance = _importance(model, config, checkpoint_files or [])
         made: dict[int, HFExperts] = {}  # by the module they replace, which layers may share
         experts = {}
         for name, module, layout in modules:
@@ -135,7 +142,9 @@ class MoeNvfp4Quantizer(HfQuantizer):
     ) -> None:
         """Know the experts of `model`, 4-bit and `excluded` ones, how files keep them, and what else stays dense."""
         config, dialect = self.quantization_config, DIALECTS[self.quantization_config.dialect]
-        self.conversions = Conversions(experts, excluded, config.recipe, self.pre_quantized, dialect, layout)
+        self.conversions = Conversions(
+            experts, excluded, config.recipe, self.pre_quantized, dialect, self.importance, layout
+        )
         linears = {n for n, m in model.named_modules() if isinstance(m, nn.Linear)}
         routers = {n for n, m in model.named_modules() if n.endswith((".gate", ".router"))}
         quantized = {f"{n}.0.down_proj" for n in experts} | (self.linears.nvfp4 if self.linears else set())
@@ -266,6 +275,18 @@ class MoeNvfp4Quantizer(HfQuantizer):
             model.set_submodule(name, dense[id(module)])
         model._weight_conversions = self.conversions.for_dense(model._weight_conversions)
         return model
+
+
+def _importance(model: nn.Module, config: MoeNvfp4Config, checkpoint_files: list[str]) -> Importance:
+    """What `config.calibration` says about the experts in these dense files; a file of importance, or run them."""
+    if isinstance(config.calibration, os.PathLike):
+        return load_importance(config.calibration)
+    if not checkpoint_files or not str(checkpoint_files[0]).endswith(".safetensors"):
+        raise ValueError(f"recipe {config.recipe!r} runs the model layer by layer from safetensors files, and there "
+                         "are none: load the dense model, then swap_experts(model, recipe=...)")  # fmt: skip
+    folder = os.path.dirname(checkpoint_files[0])
+    with torch.device("cpu"):  # transformers calls with meta as the default
+        return files_importance(folder, calibration_batches(config.calibration, model.config, folder))
 
 
 def _prepare_shards(experts: HFExperts, inputs: tuple[Tensor, ...]) -> None:

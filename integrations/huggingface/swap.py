@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from moe_nvfp4.calibrate import observe
+from moe_nvfp4.integrations.huggingface.calibration import calibration_batches, model_importance
 from moe_nvfp4.integrations.huggingface.config import MoeNvfp4Config
 from moe_nvfp4.integrations.huggingface.converters import model_conversions
 from moe_nvfp4.integrations.huggingface.experts import (
@@ -24,7 +26,8 @@ from moe_nvfp4.integrations.huggingface.experts import (
 from moe_nvfp4.integrations.huggingface.quantizer import MoeNvfp4Quantizer
 from moe_nvfp4.linear import NVFP4Linear
 from moe_nvfp4.progress import progress_bar
-from moe_nvfp4.quantize.recipes import DEFAULT_RECIPE
+from moe_nvfp4.quantize.importance import LayerImportance, load_importance
+from moe_nvfp4.quantize.recipes import CALIBRATED_RECIPES, DEFAULT_RECIPE
 from moe_nvfp4.weights import ACTIVATIONS
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -36,6 +39,7 @@ def swap_experts(
     recipe: str = DEFAULT_RECIPE,
     exclude: str | Iterable[str] | None = None,
     progress: bool = True,
+    calibration: Any = None,
 ) -> Model:
     """Make the experts of a transformers `model` 4-bit, in place; returns the model.
 
@@ -45,11 +49,15 @@ def swap_experts(
     on; until then the model runs, and refuses to be saved. Swapped, it saves and loads like one quantized while
     loading.
 
+    recipe: one of moe_nvfp4.quantize.recipes.RECIPES, or "weighted", which runs the model once to see how large its
+    activations are: on `calibration`, a text or several, token ids [B, T] or several, the path of a file of
+    moe-nvfp4 importance, or None, random token ids.
+
     Raises NotImplementedError for experts in an unknown form (naming their class and the way out), ValueError if the
     model has no experts, or weights that are NaN or Inf, are in another dtype than bf16, fp16 and fp32, or are not
     here (meta device, offloaded), and for a pattern of `exclude` that matches no experts module.
     """
-    config = MoeNvfp4Config(activations=activations, recipe=recipe, exclude=exclude)
+    config = MoeNvfp4Config(activations, recipe, exclude, calibration=calibration)
     if (other := getattr(model, "hf_quantizer", None)) is not None:
         raise ValueError(
             f"{type(model).__name__} is quantized already "
@@ -67,11 +75,13 @@ def swap_experts(
     if (base := getattr(model, "_weight_conversions", None)) is None and hasattr(model, "config"):
         base = model_conversions(model)
 
+    known = _importance(model, config, {names[0]: layout for names, _, layout in groups.values()}, progress)
+
     left = deque(groups.values())
     groups.clear()  # what has been replaced is not to be kept
     for _ in progress_bar(range(len(left)), desc="NVFP4 experts", unit="layer", show=progress):
         names, module, layout = left.popleft()
-        experts = _quantized(module, layout, config)
+        experts = _quantized(module, layout, config, known.get(names[0]))
         experts.half_swapped = True
         for name in names:
             model.set_submodule(name, experts)
@@ -114,12 +124,33 @@ def _check_weights(name: str, module: nn.Module, layout: ModuleLayout) -> None:
                 )
 
 
-def _quantized(module: nn.Module, layout: ModuleLayout, config: MoeNvfp4Config) -> HFExperts:
+def _importance(
+    model: nn.Module, config: MoeNvfp4Config, layouts: Mapping[str, ModuleLayout], progress: bool
+) -> dict[str, LayerImportance]:
+    """What a recipe that uses data needs to know of each experts module; nothing for the others."""
+    if config.recipe not in CALIBRATED_RECIPES:
+        return {}
+    whole: Any = model
+    if isinstance(config.calibration, os.PathLike):
+        importance = load_importance(config.calibration)
+    else:
+        tokenizer = getattr(whole.config, "name_or_path", None)
+        batches = calibration_batches(config.calibration, whole.config, tokenizer)
+        importance = model_importance(model, batches, progress)
+    for name, layout in layouts.items():
+        for part, columns in (("up_proj", layout.hidden_size), ("down_proj", layout.intermediate_size)):
+            importance.of(name, layout.num_experts - 1, part, columns)
+    return {name: importance.layer(name) for name in layouts}
+
+
+def _quantized(
+    module: nn.Module, layout: ModuleLayout, config: MoeNvfp4Config, known: LayerImportance | None
+) -> HFExperts:
     """4-bit experts with the weights of `module`, where it is."""
     dense = next(module.parameters())
     experts = experts_for(module, layout, config, dense.device)
     for e, (w13, w2) in enumerate(dense_experts(module, layout)):
-        experts.load_expert(e, w13, w2, config.recipe)
+        experts.load_expert(e, w13, w2, config.recipe, (None, None) if known is None else (known.x[e], known.h[e]))
     for key in (experts.up_name, "down_proj") if layout.bias is not None else ():
         bias = [layout.canonical(f"{key}_bias", b) for b in getattr(module, f"{key}_bias").detach()]
         getattr(experts, f"{key}_bias").data.copy_(torch.stack(bias))

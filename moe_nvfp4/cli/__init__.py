@@ -7,10 +7,10 @@ import sys
 from typing import NoReturn
 
 from moe_nvfp4._version import __version__
-from moe_nvfp4.cli import bench, calibrate, chat, compare, env, generate, info, quantize, serve, verify
+from moe_nvfp4.cli import calibrate, compare, env, generate, importance, info, quantize, serve, verify
 from moe_nvfp4.demo import DemoError
 
-COMMANDS = (generate, chat, quantize, verify, calibrate, info, compare, serve, bench, env)  # as --help lists them
+COMMANDS = (generate, quantize, verify, importance, calibrate, info, compare, serve, env)  # as --help lists them
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -12,6 +12,7 @@ from typing import TypeAlias
 # torch and transformers take seconds to import: each command imports what it needs, and --help does without. So these
 # are written down here; a test compares them with the modules that they belong to.
 RECIPES, DEFAULT_RECIPE = ("max", "four_over_six", "mse"), "mse"
+CALIBRATED_RECIPES = ("weighted",)
 DIALECTS = ("modelopt", "compressed-tensors")
 ACTIVATIONS = ("bf16", "nvfp4")
 ENGINES = ("vllm", "transformers")
@@ -35,20 +36,13 @@ def command(
 
 def add_quantizing(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
-        "--recipe", choices=RECIPES, default=None,
-        help=f"how block scales are chosen when dense weights are quantized (default {DEFAULT_RECIPE})",
+        "--recipe", choices=(*RECIPES, *CALIBRATED_RECIPES), default=None,
+        help=f"how block scales are chosen when dense weights are quantized (default {DEFAULT_RECIPE}); weighted: by "
+        "what the experts get as input",
     )  # fmt: skip
     sub.add_argument(
         "--exclude", action="append", default=[], metavar="NAME",
         help="experts modules to leave as they are, wildcards allowed: 'model.layers.0.*'",
-    )  # fmt: skip
-
-
-def add_answering(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument("--temperature", type=temperature, default=0.0, help="0 (default): the likeliest token")
-    sub.add_argument(
-        "--activations", choices=ACTIVATIONS, default=None,
-        help="bf16: W4A16; nvfp4: W4A4 (default: what the files say, else bf16)",
     )  # fmt: skip
 
 

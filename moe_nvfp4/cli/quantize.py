@@ -32,6 +32,9 @@ def add(commands: Commands) -> None:
     sub.add_argument("--activations", choices=ACTIVATIONS, default="bf16", help="what DST asks for when loaded")
     add_quantizing(sub)
     sub.add_argument(
+        "--importance", type=Path, metavar="FILE", help="for --recipe weighted: what moe-nvfp4 importance wrote"
+    )
+    sub.add_argument(
         "--include", action="append", default=None, metavar="NAME",
         help="only these experts modules, wildcards allowed (default: all)",
     )  # fmt: skip
@@ -53,6 +56,7 @@ def add(commands: Commands) -> None:
 def run(args: argparse.Namespace) -> None:
     from moe_nvfp4.quantize.convert import convert_checkpoint
     from moe_nvfp4.quantize.files import open_checkpoint
+    from moe_nvfp4.quantize.importance import load_importance
     from moe_nvfp4.quantize.options import Options
     from moe_nvfp4.quantize.plan import nvfp4_info
     from moe_nvfp4.quantize.report import readable_size
@@ -62,8 +66,9 @@ def run(args: argparse.Namespace) -> None:
         raise ValueError(f"--recipe would have no effect: {args.source} is NVFP4 already, and another --dialect has "
                          "the same numbers; name the original model, or leave out --recipe")  # fmt: skip
     options = Options(
-        recipe, args.exclude, args.include, args.dialect, args.activations, args.share_scales, args.device
-    )
+        recipe, args.exclude, args.include, args.dialect, args.activations, args.share_scales, args.device,
+        None if args.importance is None else load_importance(args.importance),
+    )  # fmt: skip
     report = convert_checkpoint(source, args.destination, options, args.workers, args.dry_run)
     if args.dry_run:
         for line in report.lines():

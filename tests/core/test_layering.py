@@ -29,7 +29,7 @@ ORDER = [
     ["training"],
     ["ops"],
     ["layer", "linear"],
-    ["bench", "calibrate", "evaluate"],
+    ["calibrate", "evaluate"],
     ["__init__"],
     ["integrations"],
     ["environment"],

@@ -32,14 +32,14 @@ def sum_by_halves(values: list[float]) -> float:
     return values[0]
 
 
-def encode_block(x: list[float], sf: int, gs: float) -> tuple[list[int], float]:
-    """Codes of a block with e4m3 byte sf, and its error in units of global_scale^2."""
+def encode_block(x: list[float], sf: int, gs: float, weights: list[float]) -> tuple[list[int], float]:
+    """Codes of a block with e4m3 byte sf, and its error, weighted, in units of global_scale^2."""
     if sf == 0:
         return [0] * 16, 0.0
     scale = f32(E4M3[sf] * gs)
     a = [f32(abs(v) / scale) for v in x]  # float64 quotients, rounded once more: exact
     codes = [nearest(v, E2M1) for v in a]
-    squares = [f32(f32(v - E2M1[c]) ** 2) for v, c in zip(a, codes, strict=True)]
+    squares = [f32(f32(f32(v - E2M1[c]) ** 2) * k) for v, c, k in zip(a, codes, weights, strict=True)]
     error = f32(sum_by_halves(squares) * E4M3[sf] ** 2)
     return [c + 8 * (v < 0) for c, v in zip(codes, x, strict=True)], error
 
@@ -54,17 +54,19 @@ def candidates(recipe: str, largest: float, gs: float) -> list[int]:
     return [six] + [min(max(six + step, 1), 126) for step in (-2, -1, 1, 2, 3, 4, 5, 6)]
 
 
-def naive(w: torch.Tensor, recipe: str, gs: float | None = None):
+def naive(w: torch.Tensor, recipe: str, gs: float | None = None, importance: torch.Tensor | None = None):
     """-> (codes uint8 [N, K], sf bytes [N, K/16], global scale, errors [N, K/16])"""
     rows = w.double().tolist()
     if gs is None:
         amax = max(abs(v) for row in rows for v in row)
         gs = max(f32(amax / (6 * (448 if recipe == "max" else 256))), 2.0**-126) if amax else 1.0
+    columns = [1.0] * w.shape[1] if importance is None else importance.double().tolist()
     codes, sfs, errors = [], [], []
     for row in rows:
         for k in range(0, len(row), 16):
             block = row[k : k + 16]
-            tried = [(sf, *encode_block(block, sf, gs)) for sf in candidates(recipe, max(map(abs, block)), gs)]
+            options = candidates(recipe, max(map(abs, block)), gs)
+            tried = [(sf, *encode_block(block, sf, gs, columns[k : k + 16])) for sf in options]
             sf, block_codes, error = min(tried, key=lambda t: t[2])  # the first of equals
             codes += block_codes
             sfs.append(sf)
@@ -74,9 +76,9 @@ def naive(w: torch.Tensor, recipe: str, gs: float | None = None):
     return *as_bytes, gs, torch.tensor(errors).reshape(shape)
 
 
-def check(w: torch.Tensor, recipe: str, gs: float | None = None):
-    codes, sf, got_gs = quantize_matrix(w, recipe, gs)
-    want_codes, want_sf, want_gs, _ = naive(w, recipe, gs)
+def check(w: torch.Tensor, recipe: str, gs: float | None = None, importance: torch.Tensor | None = None):
+    codes, sf, got_gs = quantize_matrix(w, recipe, gs, importance)
+    want_codes, want_sf, want_gs, _ = naive(w, recipe, gs, importance)
     assert (codes.dtype, sf.dtype, got_gs.dtype) == (
         torch.uint8,
         torch.float8_e4m3fn,
@@ -230,6 +232,75 @@ def test_errors(recipe):
     for bad in (w[0], w[None, None]):
         with pytest.raises(ValueError, match="matrix"):
             quantize_matrix(bad, recipe)
+
+
+def columns(seed: int, k: int) -> torch.Tensor:
+    """Importance as activations have it: a few columns a thousand times larger than the others."""
+    return torch.exp2(4 * torch.randn(k, generator=torch.Generator().manual_seed(seed)))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_weighted_equals_the_naive_loop(dtype):
+    for seed in range(4):
+        w, importance = matrix(seed, spread=3.0 * seed).to(dtype), columns(seed, 64)
+        check(w, "weighted", importance=importance)
+        check(w, "weighted", importance=importance * 1e-30)
+    importance[5:40] = 0  # inputs that never come; a block of them has max's scale
+    check(w, "weighted", importance=importance)
+    check(torch.zeros(2, 64), "weighted", importance=importance)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    values=st.lists(st.floats(-(2.0**20), 2.0**20, width=32, allow_subnormal=False), min_size=32, max_size=32),
+    importance=st.lists(st.floats(2.0**-20, 2.0**20, width=32), min_size=16, max_size=16),
+)
+def test_weighted_any_numbers(values, importance):
+    check(torch.tensor(values).reshape(2, 16), "weighted", importance=torch.tensor(importance))
+
+
+def test_weighted_with_equal_columns_is_mse():
+    w = matrix(5, 33, 160).bfloat16()
+    for got, want in zip(quantize_matrix(w, "weighted", importance=torch.full((160,), 0.3)), quantize_matrix(w, "mse"),
+                         strict=True):  # fmt: skip
+        assert torch.equal(got.float(), want.float())
+
+
+def test_weighted_lowers_the_error_of_outputs():
+    w, importance = matrix(3, 64, 512), columns(1, 512)
+    x = torch.randn(256, 512, generator=torch.Generator().manual_seed(2), dtype=torch.float64) * importance.sqrt()
+    error = {}
+    for recipe, given_importance in (("mse", None), ("weighted", importance)):
+        codes, sf, gs = quantize_matrix(w, recipe, importance=given_importance)
+        error[recipe] = (x @ (format.dequantize(codes, sf, gs) - w).double().T).square().mean().item()
+    assert error["weighted"] < 0.8 * error["mse"]
+
+
+@pytest.mark.parametrize("blocks", [7, 1 << 12])
+def test_weighted_several_matrices_at_once(blocks, monkeypatch):
+    """Each with its own importance, or all with one; chunks of 7 blocks end within a row and within a matrix."""
+    w = torch.stack([matrix(seed, 6, 80) * 10.0**seed for seed in range(4)])
+    importance = torch.stack([columns(seed, 80) for seed in range(4)])
+    monkeypatch.setattr(recipes, "_CPU_BLOCKS", blocks)
+    for given_importance in (importance, importance[2]):
+        together = quantize_matrix(w, "weighted", None, given_importance)
+        for i in range(4):
+            alone = quantize_matrix(w[i], "weighted", None, given_importance.expand(4, -1)[i])
+            for got, want in zip(together, alone, strict=True):
+                assert torch.equal(got[i].float(), want.float())
+
+
+def test_importance_errors():
+    w = matrix(1)
+    with pytest.raises(ValueError, match="'weighted' needs the importance"):
+        quantize_matrix(w, "weighted")
+    with pytest.raises(ValueError, match="no effect on recipe 'mse'"):
+        quantize_matrix(w, "mse", importance=columns(1, 64))
+    with pytest.raises(ValueError, match=r"importance has shape \[32\], w \[5, 64\]"):
+        quantize_matrix(w, "weighted", importance=columns(1, 32))
+    for bad in (-1.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="finite and not negative"):
+            quantize_matrix(w, "weighted", importance=torch.full((64,), bad))
 
 
 def test_recipe_names():

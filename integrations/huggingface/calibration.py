@@ -1,0 +1,104 @@
+"""What a recipe that uses data learns from a model: the importance of input columns."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from moe_nvfp4.devices import usable_device
+from moe_nvfp4.integrations.huggingface.config import MoeNvfp4Config
+from moe_nvfp4.integrations.huggingface.experts import ModuleLayout, find_experts
+from moe_nvfp4.integrations.huggingface.layerwise import LayerFiles, LayerWalk, decoder_layers
+from moe_nvfp4.integrations.huggingface.statistics import SquareSums, watch
+from moe_nvfp4.progress import progress_bar
+from moe_nvfp4.quantize.importance import Importance
+
+# Token ids [n] or [B, T]; several of these, or several texts; None: random token ids.
+Calibration: TypeAlias = "Tensor | Sequence[Tensor] | Sequence[str] | str | None"
+
+RANDOM_WINDOWS, WINDOW = 8, 512  # random ids: 4096 tokens. More text changes nothing for `weighted`: docs/accuracy.md
+
+
+def calibration_batches(calibration: Any, config: Any, tokenizer: str | os.PathLike | None = None) -> list[Tensor]:
+    """Token ids int64 [B, T] of what a user gave; ValueError where that is nothing, or not ids of this model.
+
+    calibration: ids [T] or [B, T], a list of such, a text or a list of texts, or None: random ids, always the same.
+    config: the model's. tokenizer: the folder or name of the tokenizer for texts.
+    """
+    vocabulary = config.get_text_config().vocab_size
+    if calibration is None:
+        generator = torch.Generator().manual_seed(0)
+        return [torch.randint(vocabulary, (1, WINDOW), generator=generator) for _ in range(RANDOM_WINDOWS)]
+    items = [calibration] if isinstance(calibration, (str, Tensor)) else list(calibration)
+    if any(isinstance(item, str) for item in items):
+        items = _windows(items, tokenizer)
+    batches = [item[None] if item.dim() == 1 else item for item in items]
+    for ids in batches:
+        if ids.dim() != 2 or ids.is_floating_point() or not ids.numel():
+            raise ValueError(f"calibration: token ids are whole numbers [B, T], not {ids.dtype} {list(ids.shape)}")
+        if ids.min() < 0 or ids.max() >= vocabulary:
+            raise ValueError(f"calibration: ids from {int(ids.min())} to {int(ids.max())}, the model has 0 to "
+                             f"{vocabulary - 1}: use its own tokenizer")  # fmt: skip
+    if not batches:
+        raise ValueError("calibration: there is no text: give some, or None for random token ids")
+    return batches
+
+
+def _windows(texts: Iterable[str], tokenizer: str | os.PathLike | None) -> list[Tensor]:
+    """Texts as ids [1, at most 512]."""
+    from transformers import AutoTokenizer
+
+    if not tokenizer:
+        raise ValueError("calibration: the model does not say where it came from, so texts need its tokenizer: give "
+                         "token ids instead")  # fmt: skip
+    encode = AutoTokenizer.from_pretrained(tokenizer)
+    pieces = [encode(text, return_tensors="pt").input_ids for text in texts]
+    return [window for ids in pieces for window in ids.split(WINDOW, dim=1) if window.numel()]
+
+
+def model_importance(model: nn.Module, batches: Sequence[Tensor], progress: bool = True) -> Importance:
+    """The importance of the dense experts of a `model` in memory, from a forward pass over token ids [B, T]."""
+    modules = _dense_modules(model, MoeNvfp4Config())
+    sums = SquareSums()
+    whole: Any = model
+    training = model.training
+    try:
+        with watch(modules, sums), torch.no_grad():
+            model.eval()
+            for ids in progress_bar(batches, desc="importance", unit="batch", show=progress):
+                whole(input_ids=ids.to(whole.device), use_cache=False)
+    finally:
+        model.train(training)
+    return sums.importance()
+
+
+def files_importance(
+    folder: str | os.PathLike, batches: Sequence[Tensor], device: str | None = None, progress: bool = True
+) -> Importance:
+    """The importance of the experts of the dense checkpoint in `folder`, one decoder layer in memory at a time."""
+    place = usable_device(device)
+    files = LayerFiles(folder, place)
+    modules = _dense_modules(files.model, MoeNvfp4Config())
+    name, _ = decoder_layers(files.model, modules)
+    layers = files.use_layers(name)
+    walk, sums = LayerWalk(files.model, layers, batches, place), SquareSums()
+    last = max(int(module.removeprefix(f"{name}.").split(".")[0]) for module in modules)
+    with watch(modules, sums):
+        for i in progress_bar(range(last + 1), desc="importance", unit="layer", show=progress):
+            files.load(i)
+            walk.run(i)
+            files.drop(i)
+    return sums.importance()
+
+
+def _dense_modules(model: nn.Module, config: MoeNvfp4Config) -> dict[str, tuple[nn.Module, ModuleLayout]]:
+    """The dense experts of `model` by name, each once."""
+    found: dict[int, tuple[str, nn.Module, ModuleLayout]] = {}
+    for name, module, layout in find_experts(model, config):
+        if layout is not None:
+            found.setdefault(id(module), (name, module, layout))
+    return {name: (module, layout) for name, module, layout in found.values()}

@@ -1,0 +1,185 @@
+"""A model's decoder layers one after the other, each over all the data, with the weights of one layer in memory.
+
+    source = LayerFiles("Qwen3-30B-A3B", device="cuda")
+    walk = LayerWalk(source.model, source.layers, batches)
+    for i in range(len(source.layers)):
+        source.load(i)
+        walk.run(i)       # for every batch; hooks on the layer's modules see what goes in
+        source.drop(i)
+
+The model's own forward runs for each layer, so masks, positions and whatever else a family hands to its layers are
+what they always are: the layers in front return at once, the last of them what it returned before, and behind the layer
+the run ends.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+from transformers.core_model_loading import WeightConverter, convert_and_load_state_dict_in_model, rename_source_key
+from transformers.modeling_utils import LoadStateDictConfig
+from transformers.utils import logging
+
+from moe_nvfp4.integrations.huggingface.converters import model_conversions
+
+
+class _LayerDone(Exception):
+    pass
+
+
+def decoder_layers(model: nn.Module, experts: Iterable[str]) -> tuple[str, nn.ModuleList]:
+    """The list of layers that the modules named `experts` are in, and its name."""
+    found = {_first_list(model, name) for name in experts}
+    if len(found) != 1 or None in found:
+        raise NotImplementedError(
+            f"{type(model).__name__} does not have all its experts in one list of layers, and so cannot be run layer "
+            "by layer: use a recipe without data (mse)"
+        )
+    name = str(found.pop())
+    layers = model.get_submodule(name)
+    assert isinstance(layers, nn.ModuleList)
+    return name, layers
+
+
+def _first_list(model: nn.Module, name: str) -> str | None:
+    parts = name.split(".")
+    above = (".".join(parts[:i]) for i in range(1, len(parts)))
+    return next((a for a in above if isinstance(model.get_submodule(a), nn.ModuleList)), None)
+
+
+class LayerWalk:
+    """What each layer of `model` returns, for all `batches` of token ids int64 [B, T], kept on the host.
+
+    states  of the last layer that ran, by batch; None before the first
+    """
+
+    def __init__(self, model: nn.Module, layers: nn.ModuleList, batches: Sequence[Tensor], device: torch.device | str):
+        self.model, self.layers, self.batches, self.device = model, layers, batches, device
+        self.states: list[Any] | None = None
+
+    @torch.no_grad()
+    def run(self, i: int) -> None:
+        """Run layer i; layer i - 1 ran just before."""
+        states = []
+        for b, ids in enumerate(self.batches):
+            states.append(tree_map(_to("cpu"), self._run(i, b, ids.to(self.device))))
+        self.states = states
+
+    def _run(self, i: int, b: int, ids: Tensor) -> Any:
+        output: list[Any] = []
+        layer = self.layers[i]
+
+        def replay(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+            return hidden_states
+
+        def replay_last(*args: Any, **kwargs: Any) -> Any:
+            assert self.states is not None
+            return tree_map(_to(self.device), self.states[b])
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            output.append(type(layer).forward(layer, *args, **kwargs))
+            raise _LayerDone
+
+        for j, module in enumerate(self.layers[: i + 1]):
+            module.forward = run if j == i else replay_last if j == i - 1 else replay
+        try:
+            self.model(input_ids=ids, use_cache=False)
+        except _LayerDone:
+            return output[0]
+        finally:
+            for module in self.layers[: i + 1]:
+                del module.forward
+        raise NotImplementedError(f"{type(self.model).__name__} does not run its layers in their order")
+
+
+def _to(device: torch.device | str) -> Any:
+    return lambda value: value.to(device) if isinstance(value, Tensor) else value
+
+
+class LayerFiles:
+    """The model of a dense checkpoint folder, whose layers are loaded from the files one at a time.
+
+    model   everything but the layers is loaded; the layers are empty, on meta
+    layers  those that have experts, and those among them
+    """
+
+    def __init__(self, folder: str | os.PathLike, device: torch.device | str, dtype: torch.dtype | None = None):
+        config = transformers.AutoConfig.from_pretrained(folder)
+        if getattr(config, "quantization_config", None) is not None:
+            raise ValueError(f"{folder} is quantized already: data-driven recipes need the dense original")
+        known = [getattr(transformers, name, None) for name in config.architectures or ()]
+        if not known or known[0] is None:
+            raise ValueError(f"transformers {transformers.__version__} has no model {config.architectures}")
+        dtype = dtype or config.dtype or torch.bfloat16
+        with torch.device("meta"):
+            self.model = known[0]._from_config(config, dtype=dtype).eval()
+        self.device, self.dtype = torch.device(device), dtype
+        self._files = {name: file for file in sorted(Path(folder).glob("*.safetensors")) for name in _names(file)}
+        self._conversions = model_conversions(self.model, loading=True)
+
+    def use_layers(self, name: str) -> nn.ModuleList:
+        """Load everything but the layers of the list `name`; returns them."""
+        self.name = name
+        converters = [c for c in self._conversions if isinstance(c, WeightConverter)]
+        renamings = [c for c in self._conversions if not isinstance(c, WeightConverter)]
+        state, prefix = self.model.state_dict(), self.model.base_model_prefix
+        self._layer_of: dict[str, int | None] = {}
+        for tensor in self._files:
+            target, _ = rename_source_key(tensor, renamings, converters, prefix, state)
+            inside = target.removeprefix(f"{name}.") if target.startswith(f"{name}.") else ""
+            self._layer_of[tensor] = int(inside.split(".")[0]) if inside else None
+        self._load(None)
+        for module in self.model.modules():
+            self._fill_buffers(module)
+        self.layers = self.model.get_submodule(name)
+        assert isinstance(self.layers, nn.ModuleList)
+        return self.layers
+
+    def load(self, i: int) -> None:
+        """Layer i, onto the device. ValueError where the files lack a part of it."""
+        self._load(i)
+        missing = [name for name, p in self.layers[i].named_parameters() if p.is_meta]
+        if missing:
+            raise ValueError(f"{self.name}.{i}.{missing[0]} is missing: download the checkpoint again")
+
+    def drop(self, i: int) -> None:
+        """Free what `load` took."""
+        self.layers[i].to("meta")
+
+    def _load(self, i: int | None) -> None:
+        names = [name for name, layer in self._layer_of.items() if layer == i]
+        files = {self._files[name] for name in names}
+        opened = {file: safe_open(file, framework="pt") for file in files}
+        config = LoadStateDictConfig(
+            device_map={"": self.device}, dtype=self.dtype, weight_mapping=self._conversions,
+            dtype_plan=self.model._get_dtype_plan(self.dtype),
+        )  # fmt: skip
+        shown = logging.is_progress_bar_enabled()
+        logging.disable_progress_bar()
+        try:
+            state = {name: opened[self._files[name]].get_slice(name) for name in names}
+            convert_and_load_state_dict_in_model(self.model, state, config)
+        finally:
+            if shown:
+                logging.enable_progress_bar()
+
+    def _fill_buffers(self, module: nn.Module) -> None:
+        """Buffers that files do not have (the frequencies of RoPE), as transformers computes them."""
+        empty = [n for n, b in module.named_buffers(recurse=False) if b.is_meta]
+        for name in empty:
+            module.register_buffer(name, torch.empty_like(getattr(module, name), device=self.device), persistent=False)
+        if empty:
+            self.model._init_weights(module)
+
+
+def _names(file: Path) -> list[str]:
+    with safe_open(file, framework="pt") as f:
+        return list(f.keys())

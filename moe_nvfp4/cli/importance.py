@@ -1,0 +1,46 @@
+"""moe-nvfp4 importance: what the recipe weighted needs to know of a model."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from moe_nvfp4.cli.models import folder, text_of, windows_of
+from moe_nvfp4.cli.options import MODEL_HELP, Commands, add_device, add_texts, command, say
+
+
+def add(commands: Commands) -> None:
+    sub = command(
+        commands, "importance", run, "see how large the inputs of the experts are",
+        "Run the dense MODEL over a text, layer by layer (one layer's weights in memory), and write how large each "
+        "column is of what its experts multiply their weights with: for moe-nvfp4 quantize --recipe weighted "
+        "--importance OUT. Without --text, random token ids do nearly as well.",
+    )  # fmt: skip
+    sub.add_argument("model", metavar="MODEL", help=MODEL_HELP)
+    sub.add_argument("out", metavar="OUT", type=Path, help="safetensors file to make; must not exist")
+    add_texts(sub, 8, shortest=1)
+    add_device(sub)
+
+
+def run(args: argparse.Namespace) -> None:
+    from transformers import AutoConfig, AutoTokenizer
+
+    from moe_nvfp4.integrations.huggingface.calibration import calibration_batches, files_importance
+    from moe_nvfp4.quantize.importance import save_importance
+
+    if args.out.exists():
+        raise ValueError(f"{args.out} exists: name a file that does not, or remove it first")
+    source = folder(args.model)
+    windows = None
+    if args.text is not None:
+        windows = windows_of(args, AutoTokenizer.from_pretrained(source), text_of(args))
+    batches = calibration_batches(windows, AutoConfig.from_pretrained(source), source)
+    batches = [window for batch in batches for window in batch.split(1)]
+    importance = files_importance(source, batches, args.device)
+    data = "random token ids" if windows is None else str(args.text)
+    tokens = sum(batch.numel() for batch in batches)
+    save_importance(importance, args.out, f"{args.model}, {tokens} tokens: {data}")
+    say(f"wrote {args.out}: {len(importance.layers)} layers of experts, from {tokens} tokens of {data}")
+    for name, layer in importance.layers.items():
+        if unseen := int((layer.rows == 0).sum()):
+            say(f"  {name}: {unseen} of {len(layer.rows)} experts had no token, and get their layer's average")

@@ -1,0 +1,139 @@
+"""How much the error of each input column of an expert counts: what the recipe ``weighted`` needs to know.
+
+A weight matrix that is off by D makes the outputs of an input x off by D x. Their mean square is
+sum_jk D_j D_k E[x_j x_k] for each row of D; without the products of different columns it is
+sum_k D_k^2 E[x_k^2]. E[x_k^2] is the importance of column k: one vector for each expert and GEMM.
+
+    importance = load_importance("importance.safetensors")
+    vector = importance.of("model.layers.0.mlp.experts", 5, "down_proj", columns=768)
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from moe_nvfp4.quantize.names import PER_EXPERT, aliases
+
+FORMAT = "moe_nvfp4 importance 1"
+# An expert that saw this many rows counts half by itself, half by what stands in for it. Measured: weighted needs
+# few rows (1k tokens of text or 16k, the same KL), so that this matters for experts that are hardly ever routed to.
+PRIOR_ROWS = 64
+ANOTHER_MODEL = "it was made with another model; run moe-nvfp4 importance on this one"
+
+
+@dataclass(frozen=True)
+class LayerImportance:
+    """Of the experts of one layer: x fp32 [E, H] of what goes into gate and up, h fp32 [E, I] of what goes into down.
+
+    rows  int64 [E]: how many rows of the calibration data each expert saw
+    """
+
+    x: Tensor
+    h: Tensor
+    rows: Tensor
+
+
+def layer_importance(x: Tensor, h: Tensor, rows: Tensor) -> LayerImportance:
+    """From sums of squares over the rows that each expert saw: x [E, H], h [E, I], any floating dtype; rows [E].
+
+    Few rows say little. So `PRIOR_ROWS` more are added: for x of the layer's average row, which is the same hidden
+    state whatever the expert; for h, whose columns mean another thing in each expert, of a row with all columns alike.
+    An expert that saw nothing has x as its layer, and h as without data.
+    """
+    n = rows[:, None].double().cpu()
+    x, h = x.double().cpu(), h.double().cpu()
+    average = x.sum(dim=0) / n.sum().clamp(min=1)
+    flat = h.mean(dim=1, keepdim=True) / n.clamp(min=1)
+    flat = torch.where(flat > 0, flat, 1.0)
+    x, h = ((s + PRIOR_ROWS * prior) / (n + PRIOR_ROWS) for s, prior in ((x, average), (h, flat)))
+    return LayerImportance(x.float(), h.float(), rows.long().cpu())
+
+
+class Importance:
+    """The importance of a model's experts, by the names that transformers has for their modules."""
+
+    def __init__(self, layers: Mapping[str, LayerImportance]):
+        self.layers = dict(layers)
+
+    def of_matrix(self, stem: str, columns: int) -> Tensor:
+        """`of` a matrix by its name in files, experts.5.down_proj."""
+        match = PER_EXPERT.fullmatch(stem)
+        if match is None:
+            raise ValueError(f"{stem} is not named as an expert's matrix: its importance is not known")
+        return self.of(match["module"], int(match["e"]), match["part"], columns)
+
+    def digest(self) -> str:
+        """Two with the same make the same bytes."""
+        hashed = hashlib.sha256()
+        for name, layer in sorted(self.layers.items()):
+            hashed.update(name.encode())
+            for tensor in (layer.x, layer.h):
+                hashed.update(tensor.contiguous().numpy().tobytes())
+        return hashed.hexdigest()
+
+    def of(self, module: str, e: int, part: str, columns: int) -> Tensor:
+        """fp32 [columns], of the matrix `part` (gate_proj, down_proj, w2, ...) of expert `e`.
+
+        module: as files or as transformers name the experts. ValueError where nothing, or another shape, is known.
+        """
+        layer = self.layer(module)
+        found = layer.h if part in ("down_proj", "w2") else layer.x
+        if e >= len(found) or found.shape[1] != columns:
+            raise ValueError(
+                f"{module}.{e}.{part} has {columns} input columns, the importance is of {len(found)} experts with "
+                f"{found.shape[1]}: {ANOTHER_MODEL}"
+            )
+        return found[e]
+
+    def layer(self, module: str) -> LayerImportance:
+        """Of the experts `module`, as files or as transformers name them. ValueError where there is none."""
+        exact = [name for name in aliases(module) if name in self.layers]
+        number = _layer(module)
+        same = [name for name in self.layers if number is not None and _layer(name) == number]
+        if exact or len(same) == 1:
+            return self.layers[(exact or same)[0]]
+        known = ", ".join(list(self.layers)[:2])
+        raise ValueError(f"{module} has no importance (there is that of {known}, ...): {ANOTHER_MODEL}")
+
+
+def _layer(module: str) -> str | None:
+    """The number of the layer that a module is in, where its name has just one."""
+    numbers = re.findall(r"(?<=\.)\d+(?=\.)", module)
+    return numbers[0] if len(numbers) == 1 else None
+
+
+def save_importance(importance: Importance, path: str | os.PathLike, source: str = "") -> None:
+    """Write a safetensors file, `module`.x, .h and .rows; source: what it was made from, kept in the metadata."""
+    from safetensors.torch import save_file
+
+    path = Path(path)
+    tensors = {f"{n}.{k}": t.contiguous() for n, layer in importance.layers.items() for k, t in vars(layer).items()}
+    part = path.with_name(f".{path.name}.partial")
+    save_file(tensors, part, metadata={"format": FORMAT, "source": source})
+    os.replace(part, path)
+
+
+def load_importance(path: str | os.PathLike) -> Importance:
+    """Read what `save_importance` wrote. ValueError for another file."""
+    from safetensors import SafetensorError, safe_open
+
+    if not Path(path).is_file():
+        raise ValueError(f"{path} is no file: make it with moe-nvfp4 importance MODEL {path}")
+    try:
+        with safe_open(path, framework="pt") as file:
+            known = (file.metadata() or {}).get("format") == FORMAT
+            tensors = {name: file.get_tensor(name) for name in file.keys()} if known else {}
+    except SafetensorError as error:
+        raise ValueError(f"{path} is damaged ({error}): make it again with moe-nvfp4 importance") from None
+    if not tensors:
+        raise ValueError(f"{path} was not written by moe-nvfp4 importance")
+    modules = {name.rpartition(".")[0]: None for name in tensors}
+    return Importance({m: LayerImportance(**{k: tensors[f"{m}.{k}"] for k in ("x", "h", "rows")}) for m in modules})

@@ -1,0 +1,174 @@
+"""What experts get as input, collected from models of every kind, against the same collected by hand."""
+
+import json
+
+import pytest
+import torch
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM
+
+from moe_nvfp4.cli import main
+from moe_nvfp4.integrations.huggingface import MoeNvfp4Config, swap_experts
+from moe_nvfp4.integrations.huggingface.calibration import (
+    calibration_batches,
+    files_importance,
+    model_importance,
+)
+from moe_nvfp4.quantize.convert import convert_checkpoint
+from moe_nvfp4.quantize.importance import layer_importance, load_importance, save_importance
+from moe_nvfp4.quantize.options import Options
+from tests.models import FAMILIES, IDS, folder, gpt_oss, load, make, nemotron_h, qwen3_moe, same_tensors, tensors
+
+BATCHES = [IDS, torch.tensor([[5, 6, 7], [90, 91, 92]])]
+
+
+def by_hand(model):
+    """Sums of squares over the rows of each expert of a dense Qwen3-MoE, token by token in float64."""
+    found = {}
+
+    def hook(name):
+        def before(module, args):
+            x, ids, _ = args
+            E, H, I = module.num_experts, x.shape[1], module.down_proj.shape[2]
+            sums = found.setdefault(name, (torch.zeros(E, H).double(), torch.zeros(E, I).double(), torch.zeros(E)))
+            for t in range(len(x)):
+                for e in ids[t].tolist():
+                    gate, up = (module.gate_up_proj[e].double() @ x[t].double()).chunk(2)
+                    sums[0][e] += x[t].double() ** 2
+                    sums[1][e] += (F.silu(gate) * up) ** 2
+                    sums[2][e] += 1
+
+        return before
+
+    for name, module in model.named_modules():
+        if name.endswith("mlp.experts"):
+            module.register_forward_pre_hook(hook(name))
+    for ids in BATCHES:
+        with torch.no_grad():
+            model(ids)
+    return {name: layer_importance(*sums) for name, sums in found.items()}
+
+
+def test_sums_are_those_of_a_loop_over_tokens():
+    model = make(qwen3_moe, torch.float32)
+    found, want = model_importance(model, BATCHES, progress=False), by_hand(model)
+    assert found.layers.keys() == want.keys()
+    for name, layer in want.items():
+        assert torch.equal(found.layers[name].rows, layer.rows) and layer.rows.sum() == 2 * 14
+        torch.testing.assert_close(found.layers[name].x, layer.x, rtol=1e-6, atol=0)
+        torch.testing.assert_close(found.layers[name].h, layer.h, rtol=1e-4, atol=1e-9)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_layer_by_layer_from_files_is_the_whole_model(family, tmp_path):
+    """No layer is computed otherwise, so the same bits. And no two layers, or experts, are mistaken for each other."""
+    source = folder(tmp_path, family)
+    whole = model_importance(load(source), BATCHES, progress=False)
+    streamed = files_importance(source, BATCHES, "cpu", progress=False)
+    assert whole.layers.keys() == streamed.layers.keys() and whole.digest() == streamed.digest()
+    first = next(iter(whole.layers.values()))
+    assert (first.rows >= 0).all() and first.rows.sum() > 0
+    assert len({layer.x.sum().item() for layer in whole.layers.values()}) == len(whole.layers)
+
+
+def test_h_of_interleaved_experts_with_biases():
+    """gpt-oss: h is what the module's own forward multiplies with down_proj."""
+    model = make(gpt_oss, torch.float32)
+    module = model.model.layers[0].mlp.experts
+    module.gate_up_proj_bias.data.normal_()
+    x = torch.randn(6, 64)
+    ids, weights = torch.arange(4)[None].expand(6, -1), torch.tensor([1.0, 0, 0, 0]).expand(6, -1)
+    from moe_nvfp4.integrations.huggingface.experts import describe
+    from moe_nvfp4.integrations.huggingface.statistics import expert_rows
+
+    with torch.no_grad():
+        rows = {e: (x, h) for e, x, h in expert_rows(module, describe(module), x, ids, weights)}
+        want = module(x, ids, weights)
+    assert rows.keys() == {0, 1, 2, 3} and torch.equal(rows[3][0], x)
+    got = rows[0][1] @ module.down_proj[0] + module.down_proj_bias[0]
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", [qwen3_moe, gpt_oss, nemotron_h])
+def test_converted_loaded_and_swapped_models_are_the_same(family, tmp_path):
+    source = folder(tmp_path, family)
+    ids = torch.cat([torch.arange(96), torch.arange(0, 96, 3)])[None]
+    importance = files_importance(source, [ids], "cpu", progress=False)
+    save_importance(importance, tmp_path / "file")
+    convert_checkpoint(source, tmp_path / "converted", Options("weighted", importance=importance), progress=False)
+    biases = [n for n in tensors(source) if n.endswith("correction_bias")]  # transformers keeps them in fp32
+    config = lambda given: MoeNvfp4Config(recipe="weighted", calibration=given)
+    load(source, quantization_config=config(ids)).save_pretrained(tmp_path / "loaded")
+    load(source, quantization_config=config(tmp_path / "file")).save_pretrained(tmp_path / "from_file")
+    for name, given in (("swapped", [ids]), ("swapped_file", tmp_path / "file")):
+        model = swap_experts(load(source), recipe="weighted", calibration=given, progress=False)
+        model.save_pretrained(tmp_path / name)
+    for name in ("loaded", "from_file", "swapped", "swapped_file"):
+        same_tensors(tmp_path / "converted", tmp_path / name, but=biases)
+    mse = swap_experts(load(source), progress=False)
+    mse.save_pretrained(tmp_path / "mse")
+    with pytest.raises(AssertionError):
+        same_tensors(tmp_path / "converted", tmp_path / "mse", but=biases)
+
+
+def test_random_ids_are_the_same_ids(tmp_path):
+    source = folder(tmp_path, qwen3_moe)
+    one, two = (calibration_batches(None, load(source).config) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True)) and sum(map(torch.numel, one)) == 4096
+    assert 0 <= min(ids.min() for ids in one) and 90 < max(ids.max() for ids in one) < 96
+
+
+def test_calibration_errors(tmp_path):
+    source = folder(tmp_path, qwen3_moe)
+    config = load(source).config
+    for bad, message in (
+        (torch.ones(2, 3), "whole numbers"),
+        (torch.tensor([[1, 96]]), "model has 0 to 95"),
+        (torch.ones(0, dtype=int), "whole numbers"),
+        ([], "no text"),
+        (["a text"], "texts need its tokenizer"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            calibration_batches(bad, config)
+    with pytest.raises(ValueError, match="calibration has no effect on recipe 'mse'"):
+        MoeNvfp4Config(calibration=IDS)
+    convert_checkpoint(source, tmp_path / "4-bit", progress=False)
+    with pytest.raises(ValueError, match="calibration, recipe would have no effect"):
+        load(tmp_path / "4-bit", quantization_config=MoeNvfp4Config(recipe="weighted", calibration=IDS))
+    with pytest.raises(ValueError, match="quantized already"):
+        files_importance(tmp_path / "4-bit", [IDS], "cpu", progress=False)
+    other = files_importance(
+        folder(tmp_path, lambda: qwen3_moe(intermediate=32), "other"), [IDS], "cpu", progress=False
+    )
+    save_importance(other, tmp_path / "other.safetensors")
+    model = load(source)
+    with pytest.raises(ValueError, match="48 input columns, the importance is of 8 experts with 32"):
+        swap_experts(model, recipe="weighted", calibration=tmp_path / "other.safetensors", progress=False)
+    assert not any("NVFP4" in type(m).__name__ or "HFExperts" in type(m).__name__ for m in model.modules())
+
+
+def test_a_missing_tensor_is_named(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    source = folder(tmp_path, qwen3_moe)
+    state = load_file(source / "model.safetensors")
+    del state["model.layers.1.self_attn.q_proj.weight"]
+    save_file(state, source / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match="model.layers.1.self_attn.q_proj.weight is missing"):
+        files_importance(source, [IDS], "cpu", progress=False)
+
+
+def test_command(tmp_path, capsys):
+    source, out = str(folder(tmp_path, qwen3_moe)), tmp_path / "importance"
+    assert main(["importance", source, str(out), "--device", "cpu"]) == 0
+    assert "2 layers of experts, from 4096 tokens of random token ids" in capsys.readouterr().out
+    assert load_importance(out).layers["model.layers.1.mlp.experts"].rows.sum() == 2 * 4096
+    assert main(["importance", source, str(out)]) == 2
+    assert "exists" in capsys.readouterr().err
+    new = str(tmp_path / "new")
+    assert main(["quantize", source, new, "--recipe", "weighted", "--device", "cpu"]) == 2
+    assert "--importance OUT" in capsys.readouterr().err
+    assert main(["quantize", source, new, "--recipe", "weighted", "--importance", str(out), "--device", "cpu"]) == 0
+    saved = json.loads((tmp_path / "new/config.json").read_text())
+    assert saved["quantization_config"]["moe_nvfp4"]["recipe"] == "weighted"
+    assert AutoModelForCausalLM.from_pretrained(new).config.quantization_config.recipe == "weighted"
