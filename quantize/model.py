@@ -1,16 +1,22 @@
-"""The tensors that a model has, by its config and transformers, to compare a checkpoint's files with."""
+"""The tensors that a model has, by its class in transformers, to compare a checkpoint's files with."""
 
 from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from moe_nvfp4.quantize.layouts import Source
-from moe_nvfp4.quantize.names import FUSED, PER_EXPERT, SEPARATE
+from moe_nvfp4.quantize.layouts.base import Given, expert_counts
+from moe_nvfp4.quantize.names import FUSED, KV_SCALE, PER_EXPERT, SEPARATE
+
+if TYPE_CHECKING:
+    from torch import nn
 
 PARTS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+EXPERT_WEIGHTS = re.compile(r"(gate_up_proj|up_proj|down_proj)(_bias)?|mlp\.(w1|v1|w2)")
 
 
 class UnknownModel(Exception):
@@ -20,96 +26,165 @@ class UnknownModel(Exception):
         super().__init__(" ".join(why.split()))
 
 
-@dataclass(frozen=True)
-class Given:
-    """What a folder gives under one name, as it would be called in a dense checkpoint.
+@dataclass
+class _Experts:
+    """What files give of the experts of one module: projection (or its bias) -> expert -> what."""
 
-    kind   "NVFP4", "FP8" or "dense"
-    shape  of the dense tensor; None where only the kind counts
-    """
+    parts: dict[str, dict[int, Given]] = field(default_factory=dict)
 
-    kind: str
-    shape: tuple[int, ...] | None
+    def add(self, part: str, experts: Iterable[int], what: Given) -> None:
+        self.parts.setdefault(part, {}).update(dict.fromkeys(experts, what))
+
+    @property
+    def weights(self) -> dict[str, dict[int, Given]]:
+        return {part: found for part, found in self.parts.items() if not part.endswith(".bias")}
 
 
 class ModelTensors:
-    """The state dict of the model that the config of `source` describes, built without memory (on meta).
+    """The tensors of a transformers model, on any device, and how the names of files become theirs.
 
-    Raises UnknownModel where transformers does not know the model, or cannot build it.
+    as_saved: the model is what the files' config.json says, and not a class or a size that its user chose.
     """
 
-    def __init__(self, source: Source):
+    def __init__(self, model: nn.Module, as_saved: bool = False):
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter
+
+        whole: Any = model  # nn.Module does not declare transformers' attributes
+        self.name = type(model).__name__
+        self.state = {n: t for n, t in model.state_dict(keep_vars=True).items() if not n.endswith("_extra_state")}
+        self.shapes = {name: tuple(t.shape) for name, t in self.state.items()}
+        self._counts = expert_counts(whole.config.to_dict())
+        self._prefix: str = whole.base_model_prefix
+        # Asking a conversion for a name marks it as used, so copies are asked.
+        conversions = [copy.copy(c) for c in get_model_conversion_mapping(whole, add_legacy=True)]
+        self._converters = [c for c in conversions if isinstance(c, WeightConverter)]
+        self._renamings = [c for c in conversions if not isinstance(c, WeightConverter)]
+        self._tied = dict(getattr(model, "all_tied_weights_keys", None) or {})
+        self._optional = _expressions(model, "_keys_to_ignore_on_load_missing")
+        self._surplus = _expressions(model, "_keys_to_ignore_on_load_unexpected")
+        heads = set() if as_saved else self._heads(whole)
+        self._resized, self._new = heads, set() if self.name in (whole.config.architectures or [self.name]) else heads
+
+    @classmethod
+    def of(cls, source: Source) -> ModelTensors:
+        """Those of the model that a checkpoint's config describes, built without memory (on meta).
+
+        Raises UnknownModel where transformers does not know the model, or cannot build it.
+        """
         try:
             import torch
             import transformers
-            from transformers.conversion_mapping import get_model_conversion_mapping
-            from transformers.core_model_loading import WeightConverter
         except ImportError as error:
             raise UnknownModel(f"transformers is not installed ({error})") from None
+        here = f"transformers {transformers.__version__}"
         try:
             config = transformers.AutoConfig.from_pretrained(source.checkpoint.folder)
         except Exception as error:  # whatever a stranger's config makes of it
-            raise UnknownModel(f"transformers {transformers.__version__} cannot read config.json ({error})") from None
+            raise UnknownModel(f"{here} cannot read config.json ({error})") from None
         names = config.architectures or []
-        kind = next((getattr(transformers, n) for n in names if hasattr(transformers, n)), None)
+        kind: Any = next((getattr(transformers, n) for n in names if hasattr(transformers, n)), None)
         if kind is None:
-            known = ", ".join(names) or "any architecture"
-            raise UnknownModel(f"transformers {transformers.__version__} does not know {known}")
-        self.name = kind.__name__
+            raise UnknownModel(f"{here} does not know {', '.join(names) or 'any architecture'}")
         if hasattr(config, "quantization_config"):
             del config.quantization_config
         try:
             with torch.device("meta"):
-                model = kind._from_config(config)
+                return cls(kind._from_config(config), as_saved=True)
         except Exception as error:
-            raise UnknownModel(f"transformers {transformers.__version__} cannot build {self.name} ({error})") from None
-        self.shapes = {name: tuple(t.shape) for name, t in model.state_dict().items()}
-        self._state, self._prefix = model.state_dict(), model.base_model_prefix
-        conversions = [copy.copy(c) for c in get_model_conversion_mapping(model, add_legacy=True)]
-        self._converters = [c for c in conversions if isinstance(c, WeightConverter)]
-        self._renamings = [c for c in conversions if not isinstance(c, WeightConverter)]
-        self._tied = dict(getattr(model, "all_tied_weights_keys", None) or {})
-        self._optional = [re.compile(p) for p in getattr(model, "_keys_to_ignore_on_load_missing", None) or ()]
-        self._num_experts = next(iter(source.counts)) if len(source.counts) == 1 else None
+            raise UnknownModel(f"{here} cannot build {kind.__name__} ({error})") from None
 
-    def targets(self, name: str) -> list[str]:
-        """Where the model has what a file calls `name`: one place, or several that share a tensor of the files."""
+    # ---------------------------------------------------------------- names
+    def place(self, name: str) -> tuple[str, str | None]:
+        """Where the model has what a file calls `name`, and the pattern of the converter that rearranges it, if one
+        does: of a tensor that becomes several, the first."""
         from transformers.core_model_loading import rename_source_key
 
-        target, pattern = rename_source_key(name, self._renamings, self._converters, self._prefix, self._state)
-        if target not in self.shapes and name in self.shapes:
-            return [name]
+        target, pattern = rename_source_key(name, self._renamings, self._converters, self._prefix, self.state)
+        return (name, None) if target not in self.state and name in self.state else (target, pattern)
+
+    def renamed(self, name: str, converted: bool = True) -> str:
+        """`name` after the model's renamings, and converters; the prefix of the model not yet added or removed."""
+        from transformers.core_model_loading import rename_source_key
+
+        return str(rename_source_key(name, self._renamings, self._converters if converted else [])[0])
+
+    def ignores(self, name: str) -> bool:
+        """Whether `name` in the files is of no use to the model, on purpose."""
+        rotary = name.endswith("rotary_emb.inv_freq")
+        return rotary or KV_SCALE.search(name) is not None or any(p.search(name) for p in self._surplus)
+
+    def _all_places(self, target: str, pattern: str | None) -> list[str]:
         several = next((c.target_patterns for c in self._converters if pattern in c.source_patterns), [""])
         if pattern is None or len(several) == 1:
             return [target]
-        return [target.replace(several[0], other, 1) for other in several]
+        first, *others = (t.replace("\\", "") for t in several)
+        return [target, *(target.replace(first, other, 1) for other in others)]
 
-    def check(self, given: Mapping[str, Given]) -> None:
-        """ValueError unless `given`, a folder's tensors by their dense names, is all that the model needs."""
+    # ---------------------------------------------------------------- the check
+    def check(self, given: Mapping[str, Given], experts_only: Container[str] | None = None) -> list[str]:
+        """ValueError unless `given`, what files hold by its names in a dense checkpoint, is all that the model needs;
+        returns the names that the model has no tensor for.
+
+        Not missed are tensors that are tied to one that is there, those that transformers ignores, and the head of a
+        model of another class than the files were made for (a classifier on a language model), which is to be trained.
+
+        experts_only: the names of experts modules; nothing else is looked at.
+        """
         covered: set[str] = set()
-        experts: dict[str, dict[str, dict[int, str]]] = {}  # module -> projection -> expert -> kind
-        for name, of in given.items():
-            target, *more = self.targets(name)
-            module, numbers, part = self._expert(name, target, of) if not more else ("", (), None)
+        experts: dict[str, _Experts] = {}
+        surplus = []
+        for name, what in given.items():
+            target, pattern = self.place(name)
+            places = self._all_places(target, pattern)
+            module, numbers, part = self._expert(name, target, what) if len(places) == 1 else ("", range(0), None)
             if part is not None:
-                for e in numbers:
-                    experts.setdefault(module, {}).setdefault(part, {})[e] = of.kind
+                experts.setdefault(module, _Experts()).add(part, numbers, what)
             elif target in self.shapes:
-                covered.update([target, *more])
-                if target == name and of.shape is not None and self.shapes[target] != of.shape:
-                    raise ValueError(f"{name} is {list(of.shape)}, by config.json {self.name} has "
-                                     f"{list(self.shapes[target])} there: the file belongs to another model, or is "
-                                     "damaged")  # fmt: skip
+                covered.update(places)
+                if pattern is None and experts_only is None and target not in self._resized:
+                    self._check_shape(name, target, what)
+            elif not self.ignores(name):
+                surplus.append(name)
         for module, found in experts.items():
-            covered |= self._check_experts(module, found, covered)
-        for name in self.shapes.keys() - covered:
-            source = self._tied.get(name)
-            if source in covered or any(p.search(name) for p in self._optional):
-                continue
-            raise ValueError(f"{name} is missing: by config.json {self.name} has it, and nothing in the folder gives "
-                             "it; quantize the original checkpoint again, or download the files again")  # fmt: skip
+            if experts_only is None or module in experts_only:
+                covered |= self._check_experts(module, found, covered)
+        if missing := list(self._missing(covered, experts_only)):
+            listed = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
+            count = f"{len(missing)} of the {len(self.shapes)} tensors of {self.name}"
+            raise ValueError(
+                f"the files lack {count}, which would be random numbers: {listed}. A shard is missing, or config.json "
+                "belongs to another model: download the checkpoint again, or quantize the original"
+            )
+        return surplus
 
-    def _expert(self, name: str, target: str, of: Given) -> tuple[str, range, str | None]:
+    def _missing(self, covered: set[str], experts_only: Container[str] | None) -> Iterator[str]:
+        here = {id(self.state[name]) for name in covered}  # modules may share parameters
+        for name, tensor in self.state.items():
+            needed = experts_only is None or (
+                name.rpartition(".")[0] in experts_only and EXPERT_WEIGHTS.fullmatch(name.rpartition(".")[2])
+            )
+            tied = any(name in pair and not covered.isdisjoint(pair) for pair in self._tied.items())
+            optional = name in self._new or any(p.search(name) for p in self._optional)
+            if needed and id(tensor) not in here and not tied and not optional:
+                yield name
+
+    def _heads(self, model: Any) -> set[str]:
+        """What stands beside the model's body, but for the embedding's twin."""
+        output = model.get_output_embeddings()
+        speaks = [] if output is None else list(output.parameters())
+        outside = (n for n in self.state if not n.startswith(f"{self._prefix}."))
+        return {n for n in outside if all(self.state[n] is not p for p in speaks)}
+
+    def _check_shape(self, name: str, target: str, what: Given) -> None:
+        if what.shape is not None and self.shapes[target] != what.shape:
+            raise ValueError(
+                f"{name} in {what.file} is {what.kind} {list(what.shape)}, by config.json {self.name} has "
+                f"{list(self.shapes[target])} there: the file belongs to another model, or is damaged; download it "
+                "again, with its config.json"
+            )
+
+    def _expert(self, name: str, target: str, what: Given) -> tuple[str, range, str | None]:
         """(experts module of the model, experts, projection or its bias) that `name` is of; the last None: of none."""
         stem, _, last = name.rpartition(".")
         match = PER_EXPERT.fullmatch(stem)
@@ -119,39 +194,66 @@ class ModelTensors:
             part = PARTS.get(match["part"], match["part"]) + (".bias" if last == "bias" else "")
             known = any(n.startswith(f"{module}.") for n in self.shapes)
             return module, range(int(match["e"]), int(match["e"]) + 1), part if known else None
-        separate = SEPARATE.search(stem)
-        if of.kind == "NVFP4" and of.shape is not None and len(of.shape) == 3 and (separate or FUSED.search(name)):
+        separate, stack = SEPARATE.search(stem), what.kind == "NVFP4" and what.shape is not None
+        if stack and len(what.shape) == 3 and (separate or FUSED.search(name)):
             part = separate["part"] if separate else name.rpartition(".")[2]
-            return target.rpartition(".")[0], range(of.shape[0]), part
+            return target.rpartition(".")[0], range(what.shape[0]), part
         return "", range(0), None
 
-    def _check_experts(self, module: str, found: Mapping[str, Mapping[int, str]], covered: set[str]) -> set[str]:
+    def _check_experts(self, module: str, found: _Experts, covered: set[str]) -> set[str]:
         """The parameters of the model's `module` that `found` gives, which must be all of its experts."""
         own = {name for name in self.shapes if name.startswith(f"{module}.")}
         down = self.shapes.get(f"{module}.down_proj", ())
-        E = down[0] if len(down) == 3 else self._num_experts
-        stacked = "gate_up_proj" in found
-        names = set(self._projections(module, stacked))
+        E = down[0] if len(down) == 3 else next(iter(self._counts)) if len(self._counts) == 1 else None
+        names = set(self._projections(module, "gate_up_proj" in found.parts))
         biases = f"{module}.down_proj_bias" in own and f"{module}.down_proj_bias" not in covered
         names |= {f"{name}.bias" for name in names} if biases else set()
-        for part in sorted(names | found.keys()):
-            numbers = found.get(part, {})
+        for part in sorted(names | found.parts.keys()):
+            numbers = found.parts.get(part, {})
             if part not in names and not part.endswith(".bias"):
                 raise ValueError(f"{module} has {part}, which {self.name} has not: the files belong to another model")
             if E is not None and numbers and max(numbers) >= E:
-                raise ValueError(f"{module}.{max(numbers)}.{part} is an expert too many: by config.json there are {E}; "
-                                 "the files belong to another model")  # fmt: skip
+                raise ValueError(f"{module}.{max(numbers)}.{part} is an expert too many: by config.json there are {E}, "
+                                 f"0 to {E - 1}; the files belong to another model")  # fmt: skip
             missing = next((e for e in range(E or 1 + max(numbers, default=0)) if e not in numbers), None)
             if missing is not None:
                 raise ValueError(f"{module}.{missing}.{part} is missing: {len(numbers)} of {E} experts have it; a "
                                  "shard or a tensor is missing, download the files or quantize again")  # fmt: skip
-        kinds = {(kind, part) for part, numbers in found.items() for kind in numbers.values() if "bias" not in part}
+        kinds = {(what.kind, part) for part, experts in found.weights.items() for what in experts.values()}
         if len({kind for kind, _ in kinds}) > 1:
             said = ", ".join(f"{part} {kind}" for kind, part in sorted(kinds, key=lambda k: k[::-1]))
             raise ValueError(f"{module} is neither quantized nor dense: {said}. All projections of all experts of a "
                              "layer must be of one kind: quantize the original checkpoint again")  # fmt: skip
-        weights = re.compile(r"(gate_up_proj|up_proj|down_proj)(_bias)?|mlp\.(w1|v1|w2)")
-        return {name for name in own if weights.fullmatch(name.removeprefix(f"{module}."))}
+        self._check_sizes(module, found, E)
+        return {name for name in own if EXPERT_WEIGHTS.fullmatch(name.removeprefix(f"{module}."))}
+
+    def _check_sizes(self, module: str, found: _Experts, E: int | None) -> None:
+        """ValueError where a matrix [out, in] of an expert is not of the model's size; K may be padded to blocks."""
+        sizes = self._sizes(module, E)
+        for part, experts in found.weights.items():
+            for e, what in experts.items():
+                shape = () if what.shape is None else what.shape[-2:]
+                fitting = [s for s in sizes if _matrix(part, *s, padded=what.kind == "NVFP4") == shape]
+                if sizes and shape and not fitting:
+                    wanted = " or ".join(str([*_matrix(part, *s, padded=what.kind == "NVFP4")]) for s in sizes)
+                    raise ValueError(
+                        f"{module}.{e}.{part} in {what.file} is {what.kind} {list(shape)}, by config.json {self.name} "
+                        f"has {wanted} there: the file belongs to another model, or its codes are not [out, in / 2]"
+                    )
+                sizes = fitting or sizes
+
+    def _sizes(self, module: str, E: int | None) -> list[tuple[int, int]]:
+        """(I, H) of the experts. Stacks may be [E, in, out] or [E, out, in], so there may be two."""
+        dbrx, down = self.shapes.get(f"{module}.mlp.w1"), self.shapes.get(f"{module}.down_proj", ())
+        if dbrx is not None and E:
+            return [(dbrx[0] // E, dbrx[1])]
+        if len(down) != 3:
+            return []
+        up = self.shapes.get(f"{module}.gate_up_proj")
+        factor = 1 if up is None else 2
+        up = up or self.shapes.get(f"{module}.up_proj", ())
+        both = dict.fromkeys([(down[2], down[1]), (down[1], down[2])])
+        return [(I, H) for I, H in both if sorted(up[1:]) == sorted((factor * I, H))]
 
     def _projections(self, module: str, stacked: bool) -> Iterator[str]:
         gated = any(f"{module}.{name}" in self.shapes for name in ("gate_up_proj", "mlp.v1"))
@@ -160,3 +262,13 @@ class ModelTensors:
         else:
             yield from ("gate_proj", "up_proj") if gated else ("up_proj",)
         yield "down_proj"
+
+
+def _matrix(part: str, I: int, H: int, padded: bool) -> tuple[int, int]:
+    """[out, in] of an expert's projection; `padded`: `in` to whole blocks of 16."""
+    N, K = {"gate_up_proj": (2 * I, H), "down_proj": (H, I)}.get(part, (I, H))
+    return N, -(-K // 16) * 16 if padded else K
+
+
+def _expressions(model: nn.Module, attribute: str) -> list[re.Pattern]:
+    return [re.compile(p) for p in getattr(model, attribute, None) or ()]

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from fnmatch import fnmatchcase
 
 from moe_nvfp4.quantize.dialects import Dialect
+from moe_nvfp4.quantize.files import TensorSlice
 
 DENSE = ("BF16", "F16", "F32", "F64")
 PER_EXPERT = re.compile(r"(?P<module>(?:.+\.)?experts)\.(?P<e>0|[1-9]\d*)\."
@@ -38,6 +39,16 @@ SCALES = re.compile(r"(weight_scale(_2|_inv)?|_scale_inv|_scales|_blocks|input_s
                     r"weight_packed|pre_quant_scale|svdquant_lora_[ab])$")  # fmt: skip
 PRE_QUANT_SCALE = "pre_quant_scale"  # AWQ: what x is multiplied by before the layer
 KV_SCALE = re.compile(r"\.(k|v|q|kv)_(scale|zero_point)$")
+
+
+def is_scale(name: str, tensors: Mapping[str, TensorSlice]) -> bool:
+    """Whether tensor `name` of `tensors` is a scale of a quantized weight, or another part of one."""
+    if name.endswith(".scale"):  # of a norm, unless its weight is not dense
+        weight = tensors.get(f"{name.removesuffix('scale')}weight")
+        return weight is not None and weight.dtype not in DENSE
+    return SCALES.search(name) is not None and KV_SCALE.search(name) is None
+
+
 # Module names that differ from the files' in transformers, which matches exclusions against its own
 ALIASES = ((".block_sparse_moe.experts", ".mlp.experts"), (".ffn.experts", ".mlp.experts"), ("backbone.", "model."))
 

@@ -28,7 +28,6 @@ from moe_nvfp4.quantize.jobs import (
 )
 from moe_nvfp4.quantize.layouts import (
     ErrorSums,
-    ExpertLayout,
     Experts,
     Matrix,
     Source,
@@ -41,13 +40,12 @@ from moe_nvfp4.quantize.layouts import (
 )
 from moe_nvfp4.quantize.layouts.base import need
 from moe_nvfp4.quantize.names import (
-    DENSE,
     KV_SCALE,
     PER_EXPERT,
     PRE_QUANT_SCALE,
-    SCALES,
     aliases,
     ignore_patterns,
+    is_scale,
     up_of,
 )
 from moe_nvfp4.quantize.options import Options
@@ -144,9 +142,8 @@ def plan(checkpoint: Checkpoint, options: Options) -> ConversionPlan:
         _quantize(draft)
     draft.jobs += quantize_jobs(draft.to_quantize, options)
     for name, stored in draft.left.items():
-        if _is_scale(name, draft.left):
-            raise ValueError(f"{name} is a scale that nothing reads, which would leave silently wrong numbers: "
-                             "this quantization is not known here; use the original checkpoint")  # fmt: skip
+        if is_scale(name, draft.left):
+            raise ValueError(nvfp4.UNREAD.format(name))
         draft.jobs.append(copy_job(name, stored))
         if _is_dense_linear(name, stored) and not any(name.startswith(f"{m}.") for m in draft.excluded):
             draft.dense.add(name.removesuffix(".weight"))
@@ -254,14 +251,14 @@ def _carry(draft: _Draft, source: Dialect) -> None:
                          "the original checkpoint")  # fmt: skip
     if options.exclude or options.include is not None:
         raise ValueError("--exclude and --include choose what is quantized; these weights are NVFP4 already")
-    _fp8_next_to_nvfp4(draft)
-    found = nvfp4.recognise({name: stored.shape for name, stored in draft.left.items()}, source)
-    for name, layout in found.items():
-        if layout in (ExpertLayout.STACKED_TRANSPOSED, ExpertLayout.STACKED_BY_PROJECTION):
-            _carry_stack(draft, nvfp4.nvfp4_stack(draft.source, name, layout, source), source)
-        else:
-            _carry_matrix(draft, name, source)
-    as_new = set(found.values()) <= {ExpertLayout.ONE_BY_ONE} and not draft.dequantized
+    files = nvfp4.read(draft.source, source)
+    _fp8_next_to_nvfp4(draft, files)
+    for name, matrix in files.matrices.items():
+        _carry_matrix(draft, name, matrix)
+    for stack in files.stacks:
+        _carry_stack(draft, stack, source)
+    one_by_one = not files.stacks and all(name == matrix.stem for name, matrix in files.matrices.items())
+    as_new = one_by_one and not draft.dequantized
     draft.unchanged = source is target and as_new
     if options.share_scales:
         _share_scales(draft)
@@ -273,28 +270,25 @@ def _carry(draft: _Draft, source: Dialect) -> None:
                          "is missing")  # fmt: skip
 
 
-def _carry_matrix(draft: _Draft, stem: str, source: Dialect) -> None:
-    target, new_stem = draft.options.target, nvfp4.new_name(stem)
-    parts = nvfp4.matrix_tensors(draft.left, stem, source)
-    if PRE_QUANT_SCALE in parts and target.reciprocal:
-        raise ValueError(f"{stem}.{PRE_QUANT_SCALE} (AWQ) has no place in {target.name} files: keep ModelOpt's")
+def _carry_matrix(draft: _Draft, new_stem: str, matrix: nvfp4.NVFP4Matrix) -> None:
+    target, source = draft.options.target, matrix.dialect
+    if PRE_QUANT_SCALE in matrix.tensors and target.reciprocal:
+        raise ValueError(f"{matrix.stem}.{PRE_QUANT_SCALE} (AWQ) has no place in {target.name} files: keep ModelOpt's")
     suffixes = {**dict(zip(source.suffixes, target.suffixes, strict=True)), PRE_QUANT_SCALE: PRE_QUANT_SCALE}
-    for suffix, stored in parts.items():
-        old_name, name = f"{stem}.{suffix}", f"{new_stem}.{suffixes[suffix]}"
+    for suffix, stored in matrix.tensors.items():
+        old_name, name = f"{matrix.stem}.{suffix}", f"{new_stem}.{suffixes[suffix]}"
         if suffix in (source.global_scale, source.input_scale):
             draft.jobs.append(scale_job(old_name, stored, name, source, target))
         else:
             check = check_block_scales if suffix == source.sf else None
             draft.jobs.append(copy_job(old_name, stored, name, check))
-    draft.take(f"{stem}.{suffix}" for suffix in parts)
-    checkpoint = draft.source.checkpoint
-    draft.matrices[new_stem] = nvfp4.nvfp4_matrix(checkpoint, stem, source)
-    draft.carried[new_stem] = nvfp4.nvfp4_matrix(checkpoint, stem, source, pre_quant_scale=False)
+    draft.take(matrix.names)
+    draft.matrices[new_stem] = matrix.matrix()
+    draft.carried[new_stem] = matrix.matrix(pre_quant_scale=False)
 
 
 def _carry_stack(draft: _Draft, stack: nvfp4.NVFP4Stack, source: Dialect) -> None:
     """A stack of all experts as one matrix per expert and projection."""
-    stack.check()
     draft.jobs += stack_jobs(stack, source, draft.options.target)
     draft.take(stack.tensors)
     bias = draft.left.pop(f"{stack.name}_bias", None)
@@ -320,13 +314,10 @@ def _share_scales(draft: _Draft) -> None:
     draft.rescaled, draft.unchanged = (len(new), errors), False
 
 
-def _fp8_next_to_nvfp4(draft: _Draft) -> None:
+def _fp8_next_to_nvfp4(draft: _Draft, files: nvfp4.NVFP4Files) -> None:
     """FP8 weights of mixed precision become dense: config files name one format."""
-    for name in [n for n, t in draft.left.items() if t.dtype == "F8_E4M3" and n.endswith(".weight")]:
+    for name, scale in files.fp8.items():
         stem = name.removesuffix(".weight")
-        scale = fp8.fp8_scale(stem, draft.left)
-        if scale is None:
-            raise ValueError(f"{name} is FP8 and has no scale next to it: a shard is missing, download it again")
         draft.dequantize(name, fp8.fp8_matrix(draft.left[name], draft.left[scale], None, stem))
         draft.take((name, scale))
         if draft.left.pop(f"{stem}.input_scale", None) is not None:
@@ -338,13 +329,6 @@ def _fp8_next_to_nvfp4(draft: _Draft) -> None:
 
 
 # ---------------------------------------------------------------- the rest
-def _is_scale(name: str, left: Mapping[str, TensorSlice]) -> bool:
-    if name.endswith(".scale"):  # of a norm, unless its weight is not dense
-        weight = left.get(f"{name.removesuffix('scale')}weight")
-        return weight is not None and weight.dtype not in DENSE
-    return SCALES.search(name) is not None
-
-
 def _is_dense_linear(name: str, stored: TensorSlice) -> bool:
     return name.endswith(".weight") and len(stored.shape) == 2 and not re.search(r"embed|\bwte\b|\bwpe\b", name)
 

@@ -15,7 +15,7 @@ from transformers.utils import logging
 
 from moe_nvfp4.integrations.huggingface.calibration import calibration_batches, files_importance
 from moe_nvfp4.integrations.huggingface.config import MoeNvfp4Config
-from moe_nvfp4.integrations.huggingface.converters import Conversions, ExpertsConverter, model_conversions
+from moe_nvfp4.integrations.huggingface.converters import Conversions, ExpertsConverter
 from moe_nvfp4.integrations.huggingface.experts import (
     HFExperts,
     ModuleLayout,
@@ -28,15 +28,15 @@ from moe_nvfp4.integrations.huggingface.experts import (
 from moe_nvfp4.integrations.huggingface.files import (
     CheckpointLayout,
     MtpTensors,
+    check_dense,
     is_nvfp4,
     mtp_tensors,
+    open_files,
     read_layout,
-    verify_files,
 )
 from moe_nvfp4.integrations.huggingface.linears import FP8Experts, LinearConverter, replace_linears, to_linear
 from moe_nvfp4.linear import NVFP4Linear
 from moe_nvfp4.quantize.dialects import DIALECTS
-from moe_nvfp4.quantize.files import read_headers
 from moe_nvfp4.quantize.importance import Importance, load_importance
 from moe_nvfp4.quantize.layouts import ExpertLayout
 from moe_nvfp4.quantize.names import KV_SCALE, PER_EXPERT, PRE_QUANT_SCALE, ignore_patterns
@@ -83,18 +83,20 @@ class MoeNvfp4Quantizer(HfQuantizer):
     # ------------------------------------------------------------ before loading
     def _process_model_before_weight_loading(self, model, checkpoint_files=None, **kwargs):
         config = self.quantization_config
-        headers = read_headers(checkpoint_files or [])
-        self.pre_quantized = self.pre_quantized or is_nvfp4(headers)  # whatever config.json says
-        self.mtp = mtp_tensors(model, headers, checkpoint_files or [])
+        source = open_files(checkpoint_files or [], model)
+        tensors = source.checkpoint.tensors
+        self.pre_quantized = self.pre_quantized or is_nvfp4(tensors)  # whatever config.json says
+        self.mtp = mtp_tensors(model, tensors, checkpoint_files or [])
         modules = find_experts(model, config, required=not self.pre_quantized)
-        found, pre_quant_scale = CheckpointLayout(headers), False
-        if self.pre_quantized:
-            found = read_layout(headers, model, model_conversions(model, loading=True), [name for name, *_ in modules])
+        found = CheckpointLayout()
+        if self.pre_quantized and tensors:
+            found = read_layout(source, model, [name for name, *_ in modules])
             modules = [(n, m, _layout_here(m, layout, found.experts.get(n))) for n, m, layout in modules]
-            config.input_scale, config.dialect = found.expert_input_scales, found.dialect.name
-            pre_quant_scale = found.expert_pre_quant_scales
+            config.input_scale, config.dialect = found.input_scale, found.dialect.name
             in_linears = any(PRE_QUANT_SCALE in linear.also for linear in found.linears.values())
-            config.pre_quant_scale = pre_quant_scale or in_linears
+            config.pre_quant_scale = found.pre_quant_scale or in_linears
+        elif tensors:
+            check_dense(source, model, [name for name, _, layout in modules if layout is not None])
         if config.recipe in CALIBRATED_RECIPES and not self.pre_quantized:
             self.importance = _importance(model, config, checkpoint_files or [])
         made: dict[int, HFExperts] = {}  # by the module they replace, which layers may share
@@ -102,7 +104,7 @@ class MoeNvfp4Quantizer(HfQuantizer):
         for name, module, layout in modules:
             if layout is not None:
                 if id(module) not in made:
-                    made[id(module)] = self._empty_experts(module, layout, pre_quant_scale)
+                    made[id(module)] = self._empty_experts(module, layout, found.pre_quant_scale)
                 experts[name] = made[id(module)]
                 model.set_submodule(name, experts[name])
         if found.linears:
@@ -160,8 +162,6 @@ class MoeNvfp4Quantizer(HfQuantizer):
         if found.fp8:
             dense = next(m for n, m in model.named_modules() if found.experts.get(n) is ExpertLayout.FP8)
             conversions = [FP8Experts(found.fp8, hasattr(dense, "gate_up_proj")), *conversions]
-        if found.headers:
-            verify_files(found, model, conversions, self.conversions)
         return conversions
 
     def param_needs_quantization(self, model, param_name, **kwargs):

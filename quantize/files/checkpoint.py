@@ -50,6 +50,22 @@ class TensorSlice:
         return self.read().view(TORCH_DTYPES[self.dtype]).reshape(self.shape)
 
 
+def read_tensors(files: Iterable[str | os.PathLike]) -> dict[str, TensorSlice]:
+    """Where the tensors of safetensors files lie, by name; no data is read. Other weight files (.bin) are passed over.
+
+    ValueError for a file that is truncated or is not safetensors, and for a tensor that two files hold.
+    """
+    tensors: dict[str, TensorSlice] = {}
+    for path in (path for path in map(Path, files) if path.suffix == ".safetensors"):
+        header, data = header_and_start(path)
+        for name, info in header.items():
+            begin, end = info["data_offsets"]
+            if name in tensors:
+                raise ValueError(twice(name, tensors[name].file, path))
+            tensors[name] = TensorSlice(path, info["dtype"], tuple(info["shape"]), data + begin, end - begin)
+    return tensors
+
+
 def fingerprint(tensors: Iterable[TensorSlice]) -> str:
     """sha256 of the first and last bytes of each tensor: what may differ where a file's size and time do not."""
     found, files = hashlib.sha256(), {}
@@ -91,14 +107,7 @@ def open_checkpoint(folder: str | os.PathLike) -> Checkpoint:
     found = sorted(folder.glob("*.safetensors"))
     index = _read_index(folder, found)
     files = tuple(sorted({folder / name for name in index.values()})) if index is not None else _single(folder, found)
-    tensors: dict[str, TensorSlice] = {}
-    for path in files:
-        header, data = header_and_start(path)
-        for name, info in header.items():
-            begin, end = info["data_offsets"]
-            if name in tensors:
-                raise ValueError(twice(name, tensors[name].file, path))
-            tensors[name] = TensorSlice(path, info["dtype"], tuple(info["shape"]), data + begin, end - begin)
+    tensors = read_tensors(files)
     if index is not None:
         _check_index(folder / INDEX, index, tensors)
     return Checkpoint(folder, config, tensors, files, tuple(p for p in found if p not in files))

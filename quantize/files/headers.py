@@ -31,24 +31,6 @@ TORCH_DTYPES = {
 LARGE_NUMBER = re.compile(r"(?<![^.])\d{6,}(?![^.])")
 
 
-def read_headers(files: Iterable[str | os.PathLike]) -> dict[str, dict]:
-    """Tensor name -> {"dtype": "BF16", "shape": [...]} of safetensors files, no data read.
-
-    Raises ValueError for a file that is truncated or is not safetensors, and for a tensor that two
-    files hold. Other weight files (.bin) are passed over.
-    """
-    headers: dict[str, dict] = {}
-    where: dict[str, Path] = {}
-    for path in map(Path, files):
-        if path.suffix != ".safetensors":
-            continue
-        for name, info in read_header(path).items():
-            if name in headers:
-                raise ValueError(twice(name, where[name], path))
-            headers[name], where[name] = {"dtype": info["dtype"], "shape": info["shape"]}, path
-    return headers
-
-
 def read_header(path: str | os.PathLike) -> dict[str, dict]:
     """The header of one safetensors file, without its metadata: name -> dtype, shape, data_offsets.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from moe_nvfp4.quantize.files import TORCH_DTYPES, Checkpoint, TensorSlice
-from moe_nvfp4.quantize.names import sub_configs
+from moe_nvfp4.quantize.names import PER_EXPERT, sub_configs
 
 
 class ExpertLayout(Enum):
@@ -112,8 +112,60 @@ class Source:
         layers = [c.get("num_hidden_layers") for c in configs]
         self.layers = max((n for n in layers if type(n) is int), default=None)
         self.hidden = {c["hidden_size"] for c in configs if type(c.get("hidden_size")) is int}
-        counts = re.compile(r"(moe_)?(num|n)_(local_|routed_)?experts")
-        self.counts = {n for c in configs for k, n in c.items() if counts.fullmatch(k) and type(n) is int}
+        self.counts = expert_counts(checkpoint.config)
+
+
+def expert_counts(config: Mapping) -> set[int]:
+    """Every number of experts in a config and its sub-configs."""
+    name = re.compile(r"(moe_)?(num|n)_(local_|routed_)?experts")
+    return {n for c in sub_configs(config) for key, n in c.items() if name.fullmatch(key) and type(n) is int}
+
+
+@dataclass(frozen=True)
+class Given:
+    """What files hold under one name, as it would be called in a dense checkpoint.
+
+    kind   "NVFP4", "FP8", or the dtype of a dense tensor
+    shape  of the dense tensor, in `in` padded to whole blocks for NVFP4; None where only the kind counts
+    file   that holds it
+    """
+
+    kind: str
+    shape: tuple[int, ...] | None
+    file: str
+
+
+def check_experts(
+    shapes: Mapping[str, tuple[int, ...]], counts: Collection[int], others: Mapping[str, TensorSlice]
+) -> None:
+    """ValueError unless all experts of a module have the same projections, of the same shapes, and none is left out.
+
+    shapes: of matrices, by the names of their modules; counts: numbers of experts that the config names; others: the
+    files' other tensors, among which a missing one may be found in another type.
+    """
+    modules: dict[str, dict[str, dict[int, tuple[int, ...]]]] = {}
+    for stem, shape in shapes.items():
+        if match := PER_EXPERT.fullmatch(stem):
+            modules.setdefault(match["module"], {}).setdefault(match["part"], {})[int(match["e"])] = shape
+    for module, parts in modules.items():
+        E = 1 + max(max(experts) for experts in parts.values())
+        E = E if E in counts else min((n for n in counts if n > E), default=E)
+        for part, experts in parts.items():
+            missing = next((e for e in range(E) if e not in experts), None)
+            if missing is not None:
+                stem = f"{module}.{missing}.{part}"
+                if stored := others.get(f"{stem}.weight"):
+                    raise ValueError(f"{stem}.weight is {stored.dtype} and {len(experts)} of {E} experts have an NVFP4 "
+                                     "one: all have the same type, quantize the original checkpoint again")  # fmt: skip
+                raise ValueError(f"{stem} is missing: {len(experts)} of {E} experts have it; a shard or a tensor is "
+                                 "missing, download the checkpoint again")  # fmt: skip
+            if len(set(experts.values())) > 1:
+                sizes = sorted(set(experts.values()))
+                raise ValueError(f"{module}: the experts' {part} have different shapes {sizes}: the file is damaged, "
+                                 "download it again")  # fmt: skip
+        if set(parts) not in ({"gate_proj", "up_proj", "down_proj"}, {"up_proj", "down_proj"}, {"w1", "w2", "w3"}):
+            raise ValueError(f"{module} has {', '.join(sorted(parts))} only: a projection is missing; download the "
+                             "checkpoint again")  # fmt: skip
 
 
 def need(condition: bool, name: str, stored: TensorSlice, expected: str) -> None:

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from moe_nvfp4.quantize.files import TensorSlice
-from moe_nvfp4.quantize.layouts.base import Experts, Matrix, Source
-from moe_nvfp4.quantize.layouts.one_by_one import check_complete
+from moe_nvfp4.quantize.layouts.base import Experts, Matrix, Source, check_experts
 from moe_nvfp4.quantize.names import PER_EXPERT
 
 # What the scales are called: ModelOpt and compressed-tensors; DeepSeek V3; DeepSeek V4
@@ -98,7 +97,7 @@ def recognise(source: Source, left: Mapping[str, TensorSlice]) -> Iterator[Exper
 
 def _experts(module: str, names: tuple[str, ...], weights: dict[str, Matrix], counts: set[int]) -> Experts:
     def matrices() -> dict[str, Matrix]:
-        check_complete(module, weights, counts)
+        check_experts({stem: (m.rows, m.columns) for stem, m in weights.items()}, counts, {})
         return weights
 
     def dense() -> dict[str, Matrix]:

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from moe_nvfp4.format import dequantize
 from moe_nvfp4.quantize.dialects import Dialect
-from moe_nvfp4.quantize.files import Checkpoint, TensorSlice
-from moe_nvfp4.quantize.layouts.base import ExpertLayout, Matrix, Source
+from moe_nvfp4.quantize.files import TensorSlice
+from moe_nvfp4.quantize.layouts.base import ExpertLayout, Given, Matrix, Source, check_experts
+from moe_nvfp4.quantize.layouts.fp8 import fp8_block, fp8_scale
 from moe_nvfp4.quantize.layouts.stacked import STACKS, STEP
-from moe_nvfp4.quantize.names import FUSED, PRE_QUANT_SCALE, PROJECTION_FIRST, SEPARATE
+from moe_nvfp4.quantize.names import DENSE, FUSED, PER_EXPERT, PRE_QUANT_SCALE, PROJECTION_FIRST, SEPARATE
+
+UNREAD = (  # of a tensor's name
+    "{} is a scale that nothing reads: going on would give silently wrong numbers. A part of its matrix is missing, or "
+    "the layer is quantized in a way or has a name that is not known here; use the original checkpoint, or the tool "
+    "that wrote this one"
+)
 
 
 def recognise(shapes: Mapping[str, Sequence[int]], dialect: Dialect) -> dict[str, ExpertLayout]:
@@ -36,8 +43,52 @@ def new_name(stem: str) -> str:
     return PROJECTION_FIRST.sub(r"\g<module>.\g<e>.\g<part>", stem)
 
 
-def matrix_tensors(tensors: Mapping[str, TensorSlice], stem: str, dialect: Dialect) -> dict[str, TensorSlice]:
-    """The tensors of an NVFP4 matrix by the last parts of their names; ValueError where they do not fit each other."""
+@dataclass(frozen=True)
+class NVFP4Matrix:
+    """An NVFP4 matrix of its own: an expert's projection, or any linear's weight.
+
+    stem     what the names of its tensors begin with
+    tensors  by the last parts of their names, checked against each other
+    """
+
+    stem: str
+    tensors: dict[str, TensorSlice]
+    dialect: Dialect
+
+    @property
+    def names(self) -> list[str]:
+        return [f"{self.stem}.{last}" for last in self.tensors]
+
+    @property
+    def file(self) -> str:
+        return self.tensors[self.dialect.weight].file.name
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """N, K, in whole blocks of 16"""
+        N, half = self.tensors[self.dialect.weight].shape
+        return N, 2 * half
+
+    def matrix(self, pre_quant_scale: bool = True) -> Matrix:
+        """-> fp32 [N, K]; `pre_quant_scale`: multiplied with AWQ's, where there is one, as x would be."""
+        codes, sf, scale = (self.tensors[s] for s in self.dialect.suffixes[:3])
+        of_x = self.tensors.get(PRE_QUANT_SCALE) if pre_quant_scale else None
+        N, half = codes.shape
+
+        def rows(a: int, b: int) -> Tensor:
+            part = codes.read(a * half, (b - a) * half).view(-1, half)
+            part_sf = sf.read(a * half // 8, (b - a) * half // 8).view(-1, half // 8)
+            dense = dequantize(part, part_sf, global_scale())
+            return dense if of_x is None else dense * of_x.tensor().float()
+
+        def global_scale() -> Tensor:
+            return self.dialect.decode_scale(scale.tensor()).reshape(())
+
+        return Matrix(N, 2 * half, codes.size + sf.size, codes.file.name, lambda: rows, global_scale=global_scale)
+
+
+def _matrix(tensors: Mapping[str, TensorSlice], stem: str, dialect: Dialect) -> NVFP4Matrix:
+    """ValueError where the tensors of `stem` are not all there, or do not fit each other."""
     found = {s: tensors[f"{stem}.{s}"] for s in (*dialect.suffixes, PRE_QUANT_SCALE) if f"{stem}.{s}" in tensors}
     for suffix, dtype in zip(dialect.suffixes, ("U8", "F8_E4M3", "F32", "F32"), strict=True):
         stored, name = found.get(suffix), f"{stem}.{suffix}"
@@ -46,33 +97,18 @@ def matrix_tensors(tensors: Mapping[str, TensorSlice], stem: str, dialect: Diale
                              "shard is missing, or the checkpoint is damaged")  # fmt: skip
         if stored is not None and stored.dtype != dtype:
             raise ValueError(f"{name} has dtype {stored.dtype}, expected {dtype}: the checkpoint is damaged, or not "
-                             "NVFP4")  # fmt: skip
+                             "NVFP4, or this layer belongs into the config's ignore list")  # fmt: skip
         if stored is not None and dtype == "F32" and stored.size != 4:
             raise ValueError(f"{name} is {stored.dtype} {list(stored.shape)}: one F32 number per matrix is expected; "
                              "the file is damaged")  # fmt: skip
-    codes, sf = found[dialect.weight].shape, found[dialect.sf].shape
+    codes, sf, of_x = found[dialect.weight].shape, found[dialect.sf].shape, found.get(PRE_QUANT_SCALE)
     if len(codes) != 2 or sf != (codes[0], codes[1] / 8):
         raise ValueError(f"{stem}.{dialect.sf} has shape {list(sf)}, which does not fit codes of {list(codes)}: the "
                          "file is damaged, or belongs to another model")  # fmt: skip
-    return found
-
-
-def nvfp4_matrix(checkpoint: Checkpoint, stem: str, dialect: Dialect, pre_quant_scale: bool = True) -> Matrix:
-    """Codes and scales -> fp32 [N, K]; `pre_quant_scale`: multiplied with AWQ's, where there is one, as x would be."""
-    codes, sf, scale = (checkpoint.tensors[f"{stem}.{s}"] for s in dialect.suffixes[:3])
-    of_x = checkpoint.tensors.get(f"{stem}.{PRE_QUANT_SCALE}") if pre_quant_scale else None
-    N, half = codes.shape
-
-    def rows(a: int, b: int) -> Tensor:
-        part = codes.read(a * half, (b - a) * half).view(-1, half)
-        part_sf = sf.read(a * half // 8, (b - a) * half // 8).view(-1, half // 8)
-        dense = dequantize(part, part_sf, global_scale())
-        return dense if of_x is None else dense * of_x.tensor().float()
-
-    def global_scale() -> Tensor:
-        return dialect.decode_scale(scale.tensor()).reshape(())
-
-    return Matrix(N, 2 * half, codes.size + sf.size, codes.file.name, lambda: rows, global_scale=global_scale)
+    if of_x is not None and (of_x.dtype not in DENSE or of_x.shape != (2 * codes[1],)):
+        raise ValueError(f"{stem}.{PRE_QUANT_SCALE} {of_x.dtype} {list(of_x.shape)} must be finite numbers, one for "
+                         f"each of {2 * codes[1]} columns: the file is damaged")  # fmt: skip
+    return NVFP4Matrix(stem, found, dialect)
 
 
 @dataclass(frozen=True)
@@ -147,8 +183,8 @@ class NVFP4Stack:
         return Matrix(out // parts, 2 * half, size // parts, file, open, held=2 * size, global_scale=global_scale)
 
 
-def nvfp4_stack(source: Source, name: str, layout: ExpertLayout, dialect: Dialect) -> NVFP4Stack:
-    """The stack that `recognise` found as `name`. Not checked, but for what is missing."""
+def _stack(source: Source, name: str, layout: ExpertLayout, dialect: Dialect) -> NVFP4Stack:
+    """ValueError where the tensors of `name` are not all there, or do not fit each other."""
     tensors, fused = source.checkpoint.tensors, layout is ExpertLayout.STACKED_TRANSPOSED
     dot = "_" if fused else "."
     optional = (dialect.global_scale, dialect.input_scale)
@@ -167,4 +203,103 @@ def nvfp4_stack(source: Source, name: str, layout: ExpertLayout, dialect: Dialec
         raise ValueError(f"{codes} is a stack of NVFP4 matrices with a name that is not known here: quantize the "
                          "original checkpoint")  # fmt: skip
     interleaved = len(stems) == 2 and any(STACKS[t].interleaved for t in source.types if t in STACKS)
-    return NVFP4Stack(name, names, stems, tensors[codes], tensors[sf], scales, fused, interleaved)
+    stack = NVFP4Stack(name, names, stems, tensors[codes], tensors[sf], scales, fused, interleaved)
+    stack.check()
+    return stack
+
+
+@dataclass(frozen=True)
+class NVFP4Files:
+    """All that NVFP4 files hold.
+
+    matrices    by their names in new files
+    stacks      of all experts of a layer
+    fp8         FP8 weights next to them (mixed precision): name -> name of the scale
+    parameters  tensors that are parameters of `NVFP4Experts`, saved under their own names
+    left        everything else
+    """
+
+    matrices: dict[str, NVFP4Matrix]
+    stacks: list[NVFP4Stack]
+    fp8: dict[str, str]
+    parameters: dict[str, TensorSlice]
+    left: dict[str, TensorSlice]
+    tensors: Mapping[str, TensorSlice]
+
+    def given(self) -> dict[str, Given]:
+        """Everything, by its name in a dense checkpoint."""
+        found = {f"{stem}.weight": Given("NVFP4", m.shape, m.file) for stem, m in self.matrices.items()}
+        for stack in self.stacks:
+            E, N, half = stack.shape
+            name = stack.name if stack.transposed else f"{stack.name}.weight"
+            found[name] = Given("NVFP4", (E, N, 2 * half), stack.codes.file.name)
+        found |= {name: Given("FP8", self.tensors[name].shape, self.tensors[name].file.name) for name in self.fp8}
+        found |= {name: Given("NVFP4", None, t.file.name) for name, t in self.parameters.items()}
+        return found | dense_given(self.left)
+
+    def experts_have(self, last: str) -> bool:
+        """Whether the matrices of experts have a tensor `last`: an input scale, or AWQ's scale."""
+        return any(last in lasts for _, lasts in self._of_experts())
+
+    def _of_experts(self) -> Iterator[tuple[str, Collection[str]]]:
+        """(name, last parts of its tensors' names) of every matrix and stack of experts."""
+        yield from ((stem, m.tensors) for stem, m in self.matrices.items() if PER_EXPERT.fullmatch(stem))
+        yield from ((stack.name, stack.scales) for stack in self.stacks)
+
+    def check_optional_scales(self, dialect: Dialect) -> None:
+        """ValueError unless all experts have an input_scale or pre_quant_scale, or none has."""
+        for last in (dialect.input_scale, PRE_QUANT_SCALE):
+            found = [(name, last in lasts) for name, lasts in self._of_experts()]
+            without = [name for name, there in found if not there]
+            if 0 < len(without) < len(found):
+                raise ValueError(f"{without[0]} has no {last}, which {len(found) - len(without)} of {len(found)} "
+                                 "matrices of experts have: all need one; calibrate or quantize again")  # fmt: skip
+
+
+def dense_given(tensors: Mapping[str, TensorSlice]) -> dict[str, Given]:
+    return {name: Given(stored.dtype, stored.shape, stored.file.name) for name, stored in tensors.items()}
+
+
+def read(source: Source, dialect: Dialect) -> NVFP4Files:
+    """What the NVFP4 files of `source` hold, by headers alone.
+
+    ValueError, naming the tensor, for a matrix that lacks a part or whose parts do not fit each other, for FP8 weights
+    without a scale, for experts that are incomplete or of several shapes, and for scales that only some experts have.
+    """
+    tensors, left = source.checkpoint.tensors, dict(source.checkpoint.tensors)
+    matrices: dict[str, NVFP4Matrix] = {}
+    stacks: list[NVFP4Stack] = []
+
+    def take(names: Iterable[str]) -> None:
+        for name in names:
+            left.pop(name, None)
+
+    for name, layout in recognise({n: t.shape for n, t in tensors.items()}, dialect).items():
+        if layout in (ExpertLayout.STACKED_TRANSPOSED, ExpertLayout.STACKED_BY_PROJECTION):
+            stacks.append(_stack(source, name, layout, dialect))
+            take(stacks[-1].tensors)
+            continue
+        if (new := new_name(name)) in matrices:
+            raise ValueError(f"{name} and {matrices[new].stem} are the same matrix under two names: two checkpoints "
+                             "are mixed; keep one of them")  # fmt: skip
+        matrices[new] = _matrix(tensors, name, dialect)
+        take(matrices[new].names)
+    for stem in (n.removesuffix(f".{dialect.sf}") for n in left if n.endswith(f".{dialect.sf}")):
+        if (codes := left.get(f"{stem}.{dialect.weight}")) is not None and codes.dtype == "U8":
+            _matrix(tensors, stem, dialect)  # says that it has no global scale
+    fp8 = {}
+    for name in [n for n, stored in left.items() if stored.dtype == "F8_E4M3" and n.endswith(".weight")]:
+        stem = name.removesuffix(".weight")
+        scale = fp8_scale(stem, left)
+        if scale is None or fp8_block(left[name].shape, left[scale].shape) is None:
+            raise ValueError(f"{name} is FP8 {list(left[name].shape)} and has no scale, or none that fits, next to it: "
+                             "a shard is missing, download it again")  # fmt: skip
+        fp8[name] = scale
+        take((name, scale, f"{stem}.input_scale"))
+    modules = {f"{name.rpartition('.')[0]}." for name in left if name.endswith("_proj_sf")}
+    parameters = {n: t for n, t in left.items() if any(n.startswith(module) for module in modules)}
+    take(parameters)
+    check_experts({stem: m.shape for stem, m in matrices.items()}, source.counts, left)
+    files = NVFP4Files(matrices, stacks, fp8, parameters, left, tensors)
+    files.check_optional_scales(dialect)
+    return files

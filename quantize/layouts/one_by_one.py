@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 
 from moe_nvfp4.quantize.files import TensorSlice
-from moe_nvfp4.quantize.layouts.base import Experts, Matrix, Source, need, row_major
+from moe_nvfp4.quantize.layouts.base import Experts, Matrix, Source, check_experts, need, row_major
 from moe_nvfp4.quantize.names import DENSE, PER_EXPERT
 
 
@@ -24,27 +24,8 @@ def recognise(source: Source, left: Mapping[str, TensorSlice]) -> Iterator[Exper
             need(len(stored.shape) == 2, f"{stem}.weight", stored, "a matrix [out, in]")
             N, K = stored.shape
             found[stem] = row_major(stored, N, K)
-        check_complete(module, modules[module], source.counts)
+        check_experts({stem: (m.rows, m.columns) for stem, m in found.items()}, source.counts, {})
         return found
 
     for module, stems in modules.items():
         yield Experts(module, tuple(f"{stem}.weight" for stem in stems), partial(matrices, module))
-
-
-def check_complete(module: str, stems: Iterable[str], counts: set[int]) -> None:
-    """ValueError unless every expert of `module` has every projection; counts: numbers that the config names."""
-    parts: dict[str, set[int]] = {}
-    for stem in stems:
-        match = PER_EXPERT.fullmatch(stem)
-        assert match is not None, stem
-        parts.setdefault(match["part"], set()).add(int(match["e"]))
-    E = 1 + max(max(experts) for experts in parts.values())
-    known = [n for n in counts if n >= E]
-    E = E if E in counts or not known else min(known)
-    for part, experts in parts.items():
-        if len(experts) != E:
-            first = next(e for e in range(E) if e not in experts)
-            raise ValueError(f"{module}: the checkpoint has {len(experts)} of {E} experts' {part} (not {first}): "
-                             "a shard or a tensor is missing; download the checkpoint again")  # fmt: skip
-    if set(parts) not in ({"gate_proj", "up_proj", "down_proj"}, {"up_proj", "down_proj"}, {"w1", "w2", "w3"}):
-        raise ValueError(f"{module} has {', '.join(sorted(parts))}: a projection is missing; download it again")

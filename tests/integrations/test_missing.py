@@ -57,20 +57,29 @@ def add(name, value):
 
 
 CASES = {
-    "a router": (drop(r"layers\.1\.mlp\.gate\."), r"lack 1 of the model's .* tensors.*model.layers.1.mlp.gate.weight"),
+    "a router": (
+        drop(r"layers\.1\.mlp\.gate\."),
+        r"lack 1 of the \d+ tensors of Qwen3MoeForCausalLM, .*: model.layers.1.mlp.gate.weight",
+    ),
     "a projection": (drop(r"layers\.0\.self_attn\.q_proj"), "lack 1 of .*: model.layers.0.self_attn.q_proj.weight"),
     "norms": (drop("norm"), "lack 9 of .*: model.layers.0.self_attn.q_norm.weight, .*, ..."),
     "the embedding": (drop("embed_tokens"), "lack 1 of .*: model.embed_tokens.weight"),
     "lm_head": (drop("lm_head"), "lack 1 of .*: lm_head.weight"),
-    "an expert": (drop(rf"{ONE}\.5\."), "7 of 8 tensors"),
-    "the last expert": (drop(rf"{ONE}\.7\."), "7 of 8 tensors"),
-    "all experts of a layer": (drop(rf"{ONE}\."), f"nothing in the checkpoint gives {ONE}"),
-    "one projection of all experts": (drop(rf"{ONE}\.\d\.up_proj"), f"nothing in the checkpoint gives {ONE}.up_proj_g"),
-    "an expert too many": (one_more, rf"{ONE}.8.\w+.\w+ is of an expert too many: the model has 8 in a layer, 0 to 7"),
-    "another number": (renumber, rf"{ONE}.8.\w+.\w+ is of an expert too many"),
-    "a dense projection": (as_dense(f"{ONE}.2.gate_proj"), "7 of 8 tensors|dtype BF16, but NVFP4 experts need U8"),
-    "one input scale": (add(f"{ONE}.2.down_proj.INPUT", torch.tensor(0.5)), "input_scale"),
-    "one pre_quant_scale": (add(f"{ONE}.2.down_proj.pre_quant_scale", torch.ones(48)), "pre_quant_scale"),
+    "an expert": (drop(rf"{ONE}\.5\."), rf"{ONE}.5.\w+ is missing: 7 of 8 experts have it"),
+    "the last expert": (drop(rf"{ONE}\.7\."), rf"{ONE}.7.\w+ is missing: 7 of 8 experts have it"),
+    "all experts of a layer": (drop(rf"{ONE}\."), f"lack 2 of the .*: {ONE}.gate_up_proj, {ONE}.down_proj"),
+    "one projection of all experts": (drop(rf"{ONE}\.\d\.up_proj"), f"{ONE} has down_proj, gate_proj only"),
+    "an expert too many": (one_more, rf"{ONE}.8.\w+ is an expert too many: by config.json there are 8, 0 to 7"),
+    "another number": (renumber, rf"{ONE}.3.\w+ is missing: 8 of 9 experts have it"),
+    "a dense projection": (as_dense(f"{ONE}.2.gate_proj"), "gate_proj.weight is BF16 and 7 of 8 experts have an NVFP4"),
+    "one input scale": (
+        add(f"{ONE}.2.down_proj.INPUT", torch.tensor(0.5)),
+        "has no input_(global_)?scale, which 1 of 48",
+    ),
+    "one pre_quant_scale": (
+        add(f"{ONE}.2.down_proj.pre_quant_scale", torch.ones(48)),
+        "has no pre_quant_scale, which 1 of 48",
+    ),
 }
 
 

@@ -300,6 +300,14 @@ def test_static_input_scales_are_loaded_used_and_saved_again(tmp_path):
     assert torch.equal(logits(load(tmp_path / "again")), logits(model))
 
 
+def test_a_state_dict_as_files(tmp_path):
+    """The parameters under their own names, as `torch.save` or an accelerate checkpoint has them."""
+    model = load(nvfp4_folder(tmp_path))
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    save_file(state, tmp_path / "nvfp4/model.safetensors", metadata={"format": "pt"})
+    assert torch.equal(logits(load(tmp_path / "nvfp4")), logits(model))
+
+
 def test_gate_and_up_with_different_global_scales_are_both_honoured(tmp_path):
     source = nvfp4_folder(tmp_path)
     before = logits(load(source))
@@ -334,12 +342,15 @@ EXPERT = "model.layers.1.mlp.experts.3"
 DAMAGE = {
     "a scale is missing": (
         lambda f: f.pop(f"{EXPERT}.up_proj.weight_scale"),
-        r"layers\.1\.mlp\.experts\.gate_up_proj_sf.*7 of 8 tensors 'mlp.experts.\*.up_proj.weight_scale'",
+        rf"{EXPERT}.up_proj.weight_scale is missing: every NVFP4 matrix has codes, block scales and a global scale",
     ),
-    "a weight is missing": (lambda f: f.pop(f"{EXPERT}.down_proj.weight"), r"7 of 8 tensors"),
+    "a weight is missing": (
+        lambda f: f.pop(f"{EXPERT}.down_proj.weight"),
+        f"{EXPERT}.down_proj.weight is missing: every",
+    ),
     "a layer's scales are missing": (
         lambda f: [f.pop(k) for k in list(f) if "layers.1" in k and k.endswith("weight_scale_2")],
-        r"nothing in the checkpoint gives model.layers.1.mlp.experts.down_proj_global_scale",
+        r"layers.1.mlp.experts.0.down_proj.weight_scale_2 is missing: every NVFP4 matrix has codes",
     ),
     "an extra scale": (
         lambda f: f.update({"model.layers.0.self_attn.q_proj.weight_scale": torch.ones(64, 4)}),
@@ -347,19 +358,33 @@ DAMAGE = {
     ),
     "a scale of an expert that is not there": (
         lambda f: f.update({"model.layers.0.mlp.experts.8.up_proj.weight_scale_2": torch.tensor(1.0)}),
-        r"experts.8.up_proj.weight_scale_2 is of an expert too many",
+        r"experts.8.up_proj.weight is missing: every NVFP4 matrix has codes",
     ),
     "bf16 codes": (
         lambda f: f.update({f"{EXPERT}.up_proj.weight": torch.zeros(48, 32, dtype=torch.bfloat16)}),
-        rf"{EXPERT}.up_proj.weight has dtype BF16, but NVFP4 experts need U8",
+        rf"{EXPERT}.up_proj.weight has dtype BF16, expected U8",
     ),
     "fp32 block scales": (
         lambda f: f.update({f"{EXPERT}.up_proj.weight_scale": torch.ones(48, 4)}),
-        rf"{EXPERT}.up_proj.weight_scale has dtype F32, but NVFP4 experts need F8_E4M3",
+        rf"{EXPERT}.up_proj.weight_scale has dtype F32, expected F8_E4M3",
     ),
     "another shape": (
         lambda f: f.update({f"{EXPERT}.up_proj.weight": torch.zeros(48, 16, dtype=torch.uint8)}),
-        r"has shape \[48, 16\], expected \[48, 32\]",
+        r"weight_scale has shape \[48, 4\], which does not fit codes of \[48, 16\]",
+    ),
+    "another size of one expert": (
+        lambda f: f.update({k: f[k][:32].contiguous() for k in f if f"{EXPERT}.up_proj.weight" in k and f[k].dim()}),
+        r"the experts' up_proj have different shapes \[\(32, 64\), \(48, 64\)\]",
+    ),
+    "another size of all experts": (
+        lambda f: f.update(
+            {k: f[k][:32].contiguous() for k in f if "layers.1" in k and "up_proj.weight" in k and f[k].dim()}
+        ),
+        r"layers.1.mlp.experts.0.up_proj in model.safetensors is NVFP4 \[32, 64\], by config.json .* \[48, 64\] there",
+    ),
+    "a router of another shape": (
+        lambda f: f.update({"model.layers.1.mlp.gate.weight": torch.zeros(4, 64)}),
+        r"layers.1.mlp.gate.weight in model.safetensors is F32 \[4, 64\], by config.json Qwen3Moe.* \[8, 64\] there",
     ),
     "a global scale of zero": (
         lambda f: f.update({f"{EXPERT}.up_proj.weight_scale_2": torch.tensor(0.0)}),
@@ -433,7 +458,7 @@ def test_weights_that_are_not_finite_are_named(family, value, tmp_path):
 def test_a_missing_expert_of_a_bf16_checkpoint_is_named(tmp_path):
     source = folder(tmp_path, qwen3_moe)
     edit(source, lambda f: [f.pop(k) for k in list(f) if k.startswith(f"{EXPERT}.")])
-    with pytest.raises(ValueError, match="the checkpoint has 7 of 8 experts"):
+    with pytest.raises(ValueError, match=f"{EXPERT}.down_proj is missing: 7 of 8 experts have it"):
         load(source, quantization_config=MoeNvfp4Config())
 
 

@@ -922,7 +922,7 @@ E3 = "model.layers.0.mlp.experts.3"
 UNKNOWN = {
     "an expert is missing": (
         lambda f: [f.pop(k) for k in list(f) if k.startswith(E3)], {"num_experts": 4}, "3 of 4 experts"),
-    "a matrix is missing": (lambda f: f.pop(f"{E3}.up_proj.weight"), {}, r"3 of 4 experts' up_proj \(not 3\)"),
+    "a matrix is missing": (lambda f: f.pop(f"{E3}.up_proj.weight"), {}, f"{E3}.up_proj is missing: 3 of 4 experts"),
     "a projection is missing": (
         lambda f: [f.pop(k) for k in list(f) if k.endswith("down_proj.weight")], {}, "a projection is missing"),
     "a scale": (
@@ -968,7 +968,7 @@ DAMAGE = {
     "a scale is gone": (lambda f: f.pop(f"{E3}.up_proj.weight_scale"), "up_proj.weight_scale is missing"),
     "codes are gone": (lambda f: f.pop(f"{E3}.up_proj.weight"), "up_proj.weight is missing"),
     "an expert is gone": (lambda f: [f.pop(k) for k in list(f) if E3[:-1] + "2" in k], "2.down_proj is missing"),
-    "a global scale is gone": (lambda f: f.pop(f"{E3}.up_proj.weight_scale_2"), "scale that nothing reads"),
+    "a global scale is gone": (lambda f: f.pop(f"{E3}.up_proj.weight_scale_2"), "up_proj.weight_scale_2 is missing"),
     "an infinite scale": (lambda f: f[f"{E3}.up_proj.weight_scale_2"].fill_(float("inf")), "is inf: a global scale"),
     "NaN block scales": (lambda f: f[f"{E3}.up_proj.weight_scale"].view(torch.uint8).fill_(0x7F), "NaN or negative"),
     "NaN elsewhere": (lambda f: f["lm_head.weight"].fill_(float("nan")), "lm_head.weight has NaN or Inf"),

@@ -23,6 +23,7 @@ from tests.folders import (
 from tests.models import FAMILIES, folder, gpt_oss, granite, llama4, mixtral, qwen3_moe, step3p7, tensors
 from tests.quantize.test_convert import config_of
 
+OTHER = "compressed-tensors"
 EXPERT = "model.layers.1.mlp.experts"
 
 
@@ -59,10 +60,10 @@ DAMAGE = {
     "an input scale": (add(f"{EXPERT}.3.up_proj.input_scale", torch.tensor(0.1)), "has no input_scale, which 1 of 48"),
     "AWQ of one expert": (
         add(f"{EXPERT}.3.up_proj.pre_quant_scale", torch.ones(64)), "has no pre_quant_scale, which 1 of 48"),
-    "the router": (drop("layers.1.mlp.gate"), "model.layers.1.mlp.gate.weight is missing: by config.json Qwen3Moe"),
-    "a projection of attention": (drop("layers.0.self_attn.q_proj"), "layers.0.self_attn.q_proj.weight is missing"),
-    "a norm": (drop("model.norm"), "model.norm.weight is missing"),
-    "another shape": (add("lm_head.weight", torch.zeros(96, 32)), r"lm_head.weight is \[96, 32\], by config.json"),
+    "the router": (drop("layers.1.mlp.gate"), "lack 1 of the .* Qwen3Moe.*: model.layers.1.mlp.gate.weight"),
+    "a projection of attention": (drop("layers.0.self_attn.q_proj"), "lack 1 of .*: model.layers.0.self_attn.q_proj.w"),
+    "a norm": (drop("model.norm"), "lack 1 of .*: model.norm.weight"),
+    "another shape": (add("lm_head.weight", torch.zeros(96, 32)), r"lm_head.weight in .* is F32 \[96, 32\], by config"),
 }  # fmt: skip
 
 
@@ -81,6 +82,20 @@ def test_what_the_model_would_miss_is_refused(case, good, tmp_path):
     damaged = write(tmp_path / "damaged", change(tensors(good)), config, config["quantization_config"])
     with pytest.raises(ValueError, match=message):
         verify_checkpoint(damaged)
+
+
+@pytest.mark.parametrize("case", ["a lone expert", "an expert is gone"])
+def test_what_is_incomplete_is_not_carried(case, good, tmp_path):
+    """Neither are files that `verify` would refuse written from files that are so already."""
+    lone = {n.replace("experts.7.", "experts.1000."): t for n, t in tensors(good).items() if f"{EXPERT}.7.up" in n}
+    files = tensors(good) | lone if case == "a lone expert" else drop(f"{EXPERT}.5.")(tensors(good))
+    config = config_of(good)
+    damaged = write(tmp_path / "damaged", files, config, config["quantization_config"])
+    message = rf"{EXPERT}.{8 if case == 'a lone expert' else 5}.\w+ is missing: \d of \d+ experts have it"
+    for run in (verify_checkpoint, lambda p: convert_checkpoint(p, tmp_path / "x", Options(dialect=OTHER))):
+        with pytest.raises(ValueError, match=message):
+            run(damaged)
+    assert not (tmp_path / "x").exists()
 
 
 @pytest.mark.parametrize("dialect", CONFIGS)
