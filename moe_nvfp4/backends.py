@@ -6,6 +6,7 @@
     Blackwell (10.0, 10.3: B200, B300)     portable                  sm100                     portable
     any other GPU from 8.0, with Triton    portable                  portable                  portable
     any other                              reference                 reference                 reference
+    an NVIDIA GPU, weights on the CPU      offload                   offload                   none
 
 A backend says itself what it does not run (`Backend.unavailable`, `Backend.unsupported`). The first of BACKENDS with
 nothing to say runs. MOE_NVFP4_BACKEND names one, which then runs or is an error with its reason. The reference, plain
@@ -20,12 +21,12 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache, lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from moe_nvfp4 import reference
-from moe_nvfp4.kernels import cpu, portable, sm90, sm100
+from moe_nvfp4.kernels import cpu, offload, portable, sm90, sm100
 from moe_nvfp4.kernels.backend import Backend, Device, Problem
 
 __all__ = ["BACKENDS", "Backend", "Choice", "Device", "Problem", "Row", "explain", "named", "registered", "report",
@@ -41,7 +42,9 @@ class _Reference(Backend):
 
 REFERENCE = _Reference()
 # The first that can, runs.
-BACKENDS: tuple[Backend, ...] = (sm90.BACKEND, sm100.BACKEND, portable.BACKEND, cpu.BACKEND, REFERENCE)
+BACKENDS: tuple[Backend, ...] = (
+    sm90.BACKEND, sm100.BACKEND, portable.BACKEND, cpu.BACKEND, offload.BACKEND, REFERENCE,
+)  # fmt: skip
 
 
 class Choice(NamedTuple):
@@ -74,19 +77,33 @@ def _select(problem: Problem, device: torch.device, forced: str | None) -> Backe
 
 
 def explain(problem: Problem, device: Device, forced: str | None = None) -> Choice:
-    """What runs `problem` on a device like this one, and why not the others."""
-    if forced:
+    """What runs `problem` on a device like this one, and why not the others.
+
+    ValueError where `forced` can't, NotImplementedError where weights are on the CPU, x is not, and nothing can.
+    """
+    if forced and not problem.host_weights:
         backend = named(forced)
-        if reason := backend.unavailable(device) or backend.unsupported(device, problem):
+        if reason := _refusal(backend, device, problem):
             raise ValueError(f"MOE_NVFP4_BACKEND={forced} on {device}: {forced} {reason}; or unset the variable")
         return Choice(backend)
     rejected: list[tuple[str, str]] = []
     for backend in BACKENDS:
-        reason = backend.unavailable(device) or backend.unsupported(device, problem)
+        reason = _refusal(backend, device, problem)
         if reason is None:
             return Choice(backend, tuple(rejected))
         rejected.append((backend.name, reason))
-    raise AssertionError("the reference runs everything")
+    reasons = "; ".join(f"{name} {reason}" for name, reason in rejected if named(name).host_weights)
+    raise NotImplementedError(f"experts on the CPU, x on {device}: {reasons}; or move the layer to the device of x")
+
+
+def _refusal(backend: Backend, device: Device, problem: Problem) -> str | None:
+    """Why `backend` does not run `problem` on `device`, or None."""
+    if reason := backend.unavailable(device):
+        return reason
+    if backend.host_weights != problem.host_weights:
+        where = "the CPU" if backend.host_weights else "the device of x"
+        return f"takes weights on {where}"
+    return backend.unsupported(device, problem)
 
 
 class Selected(NamedTuple):
@@ -99,17 +116,24 @@ class Selected(NamedTuple):
 
 def selected(problem: Problem, device: torch.device) -> Selected:
     """What `select` says, as a constant for torch.compile."""
-    return _selected(problem, device, _forced())
+    p = problem  # whose fields travel one by one: of a NamedTuple torch 2.13 makes an empty constant
+    sizes = p.num_experts, p.hidden_size, p.intermediate_size
+    return _constant(p.kind, *sizes, p.gate, p.activations, p.dtype, p.fused, p.host_weights, device)
+
+
+def _constant(*problem_and_device: Any) -> Selected:
+    *fields, device = problem_and_device
+    return _selected(Problem(*fields), device, _forced())
+
+
+# What torch.compiler.assume_constant_result does, which imports all of torch._dynamo for it.
+_constant._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @lru_cache(maxsize=4096)
 def _selected(problem: Problem, device: torch.device, forced: str | None) -> Selected:
     backend = _select(problem, device, forced)
     return Selected(backend.name, backend.whole, backend.layout)
-
-
-# What torch.compiler.assume_constant_result does, which imports all of torch._dynamo for it.
-selected._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def shown(problem: Problem, device: torch.device) -> str:

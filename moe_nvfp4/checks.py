@@ -24,13 +24,16 @@ _WAYS_OUT = {
 }
 
 
-def check_layer(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: ExpertWeights) -> None:
-    """x [T, H], top_k_index [T, top_k] and top_k_weights [T, top_k] fit each other and `weights`, on one device.
+def check_layer(
+    x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: ExpertWeights, host_weights: bool = False
+) -> None:
+    """x [T, H], top_k_index [T, top_k] and top_k_weights [T, top_k] fit each other and `weights`, on one device;
+    with `host_weights` those are on the CPU.
 
     Raises TypeError for a dtype, ValueError for a shape or a device; each names the tensor, the rule and the way out.
     """
     device = x.device
-    check_weights(weights, device)
+    check_weights(weights, torch.device("cpu") if host_weights else device)
     check_ids(top_k_index)
     if x.dim() != 2 or x.shape[1] != weights.hidden_size or x.shape[0] != top_k_index.shape[0]:
         raise ValueError(
@@ -194,7 +197,7 @@ def _check(name: str, t: Tensor | None, shape: tuple[int, ...], dtypes: tuple, d
         raise ValueError(f"{name} has shape {tuple(t.shape)}, expected {tuple(shape)}: the layer's tensors disagree")
     raise ValueError(
         f"{name} is on {t.device}, but the layer's other tensors are on {device}: move them to one device "
-        "(module.to(x.device))"
+        "(module.to(x.device)), or let experts compute on the CPU beside a GPU (experts.keep_on_cpu())"
     )
 
 

@@ -75,6 +75,7 @@ class NVFP4Experts(FP32Scales):
         self.observer: Callable[[Tensor, Tensor], None] | None = None  # while scales are calibrated
         self.recompute = True  # GEMM 1 in the backward pass, where no adapter or gate of the model's needs its output
         self._prepared: PreparedWeights | None = None
+        self.on_cpu = False
         self.up_name = "gate_up_proj" if gate.gated else "up_proj"
         E, N13 = num_experts, intermediate_size * (2 if gate.gated else 1)
 
@@ -244,13 +245,17 @@ class NVFP4Experts(FP32Scales):
         problem, device = self._problem(dtype, self._hooks().fused)
         return select(problem, device)
 
-    def _problem(self, dtype: torch.dtype, fused: bool) -> tuple[Problem, torch.device]:
+    def _problem(
+        self, dtype: torch.dtype, fused: bool, beside: torch.device | None = None
+    ) -> tuple[Problem, torch.device]:
+        """What is to be run, and on which device: `beside`, where x is, or that of the weights."""
         w13, w2 = self._here(self.up_name), self._here("down_proj")
         if self._prepared is not None and self.packed:
             H, I = self._prepared.layout.hidden_size, self._prepared.layout.intermediate_size
         else:
             H, I = w2.shape[1], w13.shape[1] // (2 if self.gate.gated else 1)
-        return Problem("experts", w13.shape[0], H, I, self.gate.kind, self.activations, dtype, fused), w13.device
+        E, gate, where = w13.shape[0], self.gate.kind, w13.device if beside is None else beside
+        return Problem("experts", E, H, I, gate, self.activations, dtype, fused, beside is not None), where
 
     def prepare(self, dtype: torch.dtype = torch.bfloat16) -> None:
         """Bring the weights into the layout of the kernels that activations of `dtype` run on.
@@ -296,9 +301,30 @@ class NVFP4Experts(FP32Scales):
                 codes.data, sf.data = backend.restore(codes.data, note)
             self._prepared = None
 
+    def keep_on_cpu(self, keep: bool = True) -> Self:
+        """Bring the weights to the CPU, where they stay: `.to("cuda")` of a model that this layer is in moves the rest.
+
+        Called with tensors on a GPU, the layer then computes on the CPU, as part of the caller's stream and inside of
+        CUDA graphs (see `moe_nvfp4.kernels.offload`); one that is not fused (`Hooks`), or is trained, waits for the GPU
+        instead.
+        keep=False: they may be moved again.
+        """
+        if keep:
+            self.to("cpu")
+        self.on_cpu = keep
+        return self
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         self.unpack()  # to another device, say
-        return super()._apply(fn, recurse)
+        if not self.on_cpu:
+            return super()._apply(fn, recurse)
+
+        def stay(t: Tensor) -> Tensor:
+            """What `fn` makes of t, but on the CPU, and not by way of a GPU."""
+            to = fn(t.new_empty(0))
+            return fn(t) if to.device.type in ("cpu", "meta") else t.to(to.dtype)
+
+        return super()._apply(stay, recurse)
 
     def _save_to_state_dict(self, *args: Any) -> None:
         self.unpack()
@@ -318,14 +344,18 @@ class NVFP4Experts(FP32Scales):
     def forward(
         self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, adapters: Adapters = ((), ())
     ) -> Tensor:
-        hooks, x = self._hooks(), autocast(hidden_states)
+        hooks, x, ids, p = self._hooks(), autocast(hidden_states), top_k_index, top_k_weights
         if adapters[0] or adapters[1]:
             hooks = hooks._replace(adapters=adapters)
-        chosen = selected(*self._problem(x.dtype, hooks.fused))
+        here = self._here("down_proj").device
+        beside = x.device if self.on_cpu and x.device != here else None
+        if beside and (not hooks.fused or self.gate.kind == "raw" or _wants_gradients(x, p)):
+            x, ids, p, beside = x.to(here), ids.to(here), p.to(here), None
+        chosen = selected(*self._problem(x.dtype, hooks.fused, beside))
         if not torch.compiler.is_compiling():
             self._prepare_for(chosen)
-        y = run_experts(x, top_k_index, top_k_weights, self.weights, hooks, chosen, self.recompute)
-        return y.to(hidden_states.dtype)
+        y = run_experts(x, ids, p, self.weights, hooks, chosen, self.recompute)
+        return y.to(hidden_states) if self.on_cpu else y.to(hidden_states.dtype)
 
     def extra_repr(self) -> str:
         return (
@@ -333,3 +363,7 @@ class NVFP4Experts(FP32Scales):
             f"intermediate_size={self.intermediate_size}, gate={self.gate.kind}, "
             f"activations={self.activations!r}" + shown(*self._problem(torch.bfloat16, self._hooks().fused))
         )
+
+
+def _wants_gradients(*tensors: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from moe_nvfp4 import format as nvfp4
-from moe_nvfp4.backends import Problem, Selected, named_on, selected
+from moe_nvfp4.backends import Problem, Selected, named, named_on, selected
 from moe_nvfp4.backward import layer_gradients, linear_gradient
 from moe_nvfp4.checks import check_layer, check_linear, check_quantize, check_stage
 from moe_nvfp4.routing import Groups, Rows, group_by_expert
@@ -116,13 +116,16 @@ def _empty_nvfp4(like: Tensor, R: int, E: int, K: int) -> list[Tensor]:
 def experts(x, top_k_index, top_k_weights, weights, spec):
     read = read_spec(spec)
     w = ExpertWeights.from_tensors(weights, read)
-    check_layer(x, top_k_index, top_k_weights, w)
-    return named_on(read.backend, x.device).experts(x, top_k_index, top_k_weights, w)
+    backend = named_on(read.backend, x.device)
+    check_layer(x, top_k_index, top_k_weights, w, backend.host_weights)
+    return backend.experts(x, top_k_index, top_k_weights, w)
 
 
 @experts.register_fake
 def _(x, top_k_index, top_k_weights, weights, spec):
-    check_layer(x, top_k_index, top_k_weights, ExpertWeights.from_tensors(weights, read_spec(spec)))
+    read = read_spec(spec)
+    w = ExpertWeights.from_tensors(weights, read)
+    check_layer(x, top_k_index, top_k_weights, w, named(read.backend).host_weights)
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
@@ -269,7 +272,7 @@ def moe_forward(
     """
     w, hooks = weights, Hooks(own_gate, post_expert_norm, *pre_quant_scales, observe)
     sizes = (w.num_experts, w.hidden_size, w.intermediate_size)
-    problem = Problem("experts", *sizes, w.gate.kind, w.activations, x.dtype, hooks.fused)
+    problem = Problem("experts", *sizes, w.gate.kind, w.activations, x.dtype, hooks.fused, False)
     return run_experts(x, top_k_index, top_k_weights, weights, hooks, selected(problem, x.device))
 
 

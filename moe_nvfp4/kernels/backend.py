@@ -60,6 +60,7 @@ class Problem(NamedTuple):
     gate    `Gate.kind`; "raw": a gate of the model's own runs between the stages
     dtype   of x
     fused   whether nothing of the model's runs between the stages (a gate or norm of its own, AWQ's scales)
+    host_weights  whether the weights are on the CPU while x is on a GPU
     """
 
     kind: str
@@ -70,6 +71,7 @@ class Problem(NamedTuple):
     activations: str
     dtype: torch.dtype
     fused: bool = True
+    host_weights: bool = False
 
 
 class Backend:
@@ -79,12 +81,14 @@ class Backend:
     device_type  of the devices it is for
     whole        whether `experts` runs a layer in one call; if not, its stages run one after the other
     layout       its name, if `prepare` brings weights into a layout of its own; None: kernels read the checkpoint's
+    host_weights whether it is for `Problem.host_weights`, and for nothing else
     """
 
     name: ClassVar[str]
     device_type: ClassVar[str] = "cuda"
     whole: ClassVar[bool] = True
     layout: ClassVar[str | None] = None
+    host_weights: ClassVar[bool] = False
 
     def unavailable(self, device: Device) -> str | None:
         """Why it does not run on `device`, a clause that follows its name and ends with the way out; None: it does."""

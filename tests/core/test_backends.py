@@ -123,6 +123,16 @@ def test_the_reference_warns_once_for_each_reason(gpu, monkeypatch):
         call(x), linear(x), repr(experts)
 
 
+def test_a_compiled_call_chooses_by_the_problem(gpu):
+    """torch 2.13 makes an empty tuple of a NamedTuple that it takes for a constant."""
+    choose = lambda x, p: x + len(backends.selected(p, x.device).name)
+    compiled = torch.compile(choose, backend="eager", fullgraph=True)
+    for p in (problem(activations="nvfp4"), problem(kind="linear", activations="nvfp4")):
+        assert compiled(torch.zeros(1), p) == len("nothing")
+    with pytest.warns(UserWarning, match="run as plain torch"):
+        assert compiled(torch.zeros(1), problem()) == len("reference")
+
+
 def test_choices_follow_the_module(gpu):
     """To another dtype, other activations, another device."""
 

@@ -47,14 +47,14 @@ static double check(int64_t path, int64_t E, int64_t N, int64_t K, int64_t R, in
 }
 
 int main(void) {
-    static const char *const NAMES[] = {"portable", "avx2", "avx512", "avx512bf16", "neon"};
+    static const char *const NAMES[] = {"portable", "avx2", "avx512", "avx512bf16", "neon", "amx"};
     int64_t can = paths(), bad = 0;
-    for (int64_t path = 0; path < 5; path++) {
+    for (int64_t path = 0; path < 6; path++) {
         double worst = 0;
         if (!(can >> path & 1)) continue;
         for (int i = 0; i < 60; i++) {
-            int x_type = below(2) && path != 3 ? FP32 : BF16; /* avx512bf16 takes no others */
-            double error = check(path, 1 + below(3), 1 + below(150), 16 * (1 + below(40)), below(40), x_type);
+            int x_type = below(2) && path != 3 && path != 5 ? FP32 : BF16; /* these two take no others */
+            double error = check(path, 1 + below(3), 1 + below(150), 16 * (1 + below(40)), below(90), x_type);
             worst = !(error <= worst) ? error : worst;
         }
         printf("%s: relative error %.1e\n", NAMES[path], worst);

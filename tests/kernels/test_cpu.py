@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,10 +32,21 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 needs_library = pytest.mark.skipif(not cpu.available(), reason="no C compiler")
 
 
-@pytest.fixture(params=cpu.paths() if cpu.available() else [])
+EMULATED = "amx, its instructions emulated"
+PATHS = cpu.paths() if cpu.available() else ()
+if PATHS and "amx" not in PATHS and "avx512bf16" in PATHS:
+    PATHS += (EMULATED,)
+
+
+@pytest.fixture(params=PATHS)
 def path(request, monkeypatch):
-    monkeypatch.setattr(cpu, "path", lambda: request.param)
-    return request.param
+    name = request.param
+    if name == EMULATED:
+        library, name = cpu._library("amx", "-DEMULATE_AMX"), "amx"
+        others = cpu._library
+        monkeypatch.setattr(cpu, "_library", lambda name: library if name == "amx" else others(name))
+    monkeypatch.setattr(cpu, "path", lambda: name)
+    return name
 
 
 problems = st.fixed_dictionaries(dict(
@@ -188,6 +200,77 @@ def test_threads_of_its_own(path, monkeypatch):
                    activations="nvfp4", static=True, seed=1)  # fmt: skip
     monkeypatch.setattr(cpu, "_parallel", lambda: None)
     check(problem)
+
+
+# ---------------------------------------------------------------- a layer without Python
+
+
+def prepared(E=6, H=264, I=130, T=9, k=2, activations="bf16"):
+    """(Call, its x, ids, p and y, the layer's weights)"""
+    w, x, ids, p, _ = make(E, H, I, T, k, GATES[0], None, torch.bfloat16, activations, False, 0)
+    y = torch.zeros_like(x)
+    return cpu.Call(x, ids, p, w, y, torch.empty), x, ids, p, y, w
+
+
+@needs_library
+@pytest.mark.parametrize("activations", ["bf16", "nvfp4"])
+def test_a_call_reads_its_tensors_anew_each_time(path, activations):
+    call, x, ids, p, y, w = prepared(activations=activations)
+    for seed in range(3):
+        torch.manual_seed(seed)
+        x.normal_(), p.uniform_(), ids.copy_(torch.randint(-1, 7, ids.shape))
+        call()
+        assert torch.equal(y, cpu.experts(x, ids, p, w)) and call.done == seed + 1
+    assert not call.released
+
+
+@needs_library
+def test_a_call_that_fails_gives_nan_and_is_heard_of():
+    call, x, ids, p, y, w = prepared()
+    ids[3, 1] = 7
+    call()
+    assert y.isnan().all()
+    with pytest.raises(ValueError, match=r"expert ids must lie in 0\.\.num_experts - 1"):
+        cpu.raise_failure()
+    cpu.raise_failure()  # once
+    ids[3, 1] = 5
+    call()
+    assert torch.equal(y, cpu.experts(x, ids, p, w))
+
+
+@needs_library
+def test_calls_from_many_threads(path, monkeypatch):
+    """The library's own threads do one job at a time, whoever asks."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    calls = [prepared(T=T) for T in (1, 5, 30, 61)]
+    with ThreadPoolExecutor(len(calls)) as threads:
+        list(threads.map(lambda call: [call[0]() for _ in range(25)], calls))
+    for call, x, ids, p, y, w in calls:
+        assert call.done == 25 and torch.equal(y, cpu.experts(x, ids, p, w))
+
+
+FORKED = """
+import os, torch
+from tests.kernels.test_cpu import cpu, prepared
+torch.set_num_threads(3)
+call, x, ids, p, y, w = prepared(T=40)
+call()
+want = y.clone()
+child = os.fork()
+y.zero_()
+call()
+if child == 0:
+    os._exit(not torch.equal(y, want))
+assert torch.equal(y, want) and os.waitpid(child, 0)[1] == 0
+print("well")
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+@needs_library
+def test_a_forked_process_makes_threads_of_its_own():
+    done = python(FORKED)
+    assert "well" in done.stdout, done.stderr
 
 
 @needs_library

@@ -22,6 +22,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
 from struct import Struct
@@ -36,7 +37,7 @@ from moe_nvfp4.kernels.cpu.sources import FLAGS, FOLDER, SOURCES, checksum
 from moe_nvfp4.routing import Groups, Rows, group_by_expert
 from moe_nvfp4.weights import SILU, ExpertWeights, LinearWeights
 
-PATHS = ("portable", "avx2", "avx512", "avx512bf16", "neon")  # as in cpu.c, the best of a machine last
+PATHS = ("portable", "avx2", "avx512", "avx512bf16", "neon", "amx")  # as in cpu.c, the best of a machine last
 
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _NVFP4 = 3
@@ -89,8 +90,8 @@ _PACK = {
 class _Program:
     """Stages that run in one call of cpu.c, one after the other; it holds on to the tensors meanwhile."""
 
-    def __init__(self):
-        self.code, self.tensors, self.path = [], [], path()
+    def __init__(self, empty: Callable[..., Tensor] = torch.empty, zeros: Callable[..., Tensor] = torch.zeros):
+        self.code, self.tensors, self.path, self.empty, self.zeros = [], [], path(), empty, zeros
 
     def add(self, stage: type[ctypes.Structure], tensors: list[Tensor | None], *numbers) -> None:
         pointers = []
@@ -105,32 +106,90 @@ class _Program:
         """False if the first stage is a grouping that met an illegal id."""
         run, code = _library(self.path).run, b"".join(self.code)
         failed = run(code, len(self.code), PATHS.index(self.path), torch.get_num_threads(), _parallel())
-        if failed == -1:
-            raise MemoryError("no memory for the rows and the scratch of the CPU kernels")
-        if failed == -3:
-            raise ValueError(
-                "order, offsets or index are not those of one `Groups`: offsets must ascend from 0 to at most the "
-                "number of rows, and each index must be a row's: take them from routing.group_by_expert"
-            )
+        if failed in (-1, -3):
+            raise _FAILURES[failed]
         return not failed
+
+
+_FAILURES = {  # what cpu.c's run returns
+    -1: MemoryError("no memory for the rows and the scratch of the CPU kernels"),
+    -2: ValueError("expert ids must lie in 0..num_experts - 1, or be num_experts or -1 for 'not here'"),
+    -3: ValueError(
+        "order, offsets or index are not those of one `Groups`: offsets must ascend from 0 to at most the "
+        "number of rows, and each index must be a row's: take them from routing.group_by_expert"
+    ),
+}
 
 
 def experts(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: ExpertWeights) -> Tensor:
     """The whole layer in one call: x [T, H], [T, top_k], [T, top_k] -> [T, H] in x's dtype."""
-    program, quantized = _Program(), weights.activations == "nvfp4"
-    R, E = top_k_index.numel(), weights.num_experts
+    program = _Program()
     ids = top_k_index if top_k_index.dtype == torch.int64 else top_k_index.long()
-    order, token, offsets = (torch.empty(n, dtype=torch.int32, device="cpu") for n in (R, R, E + 1))
-    groups = Groups(order, offsets, top_k_index.shape[1])
+    y = _layer(program, x, ids, top_k_weights, weights)
+    if not program.run():
+        group_by_expert(top_k_index, weights.num_experts)  # says which
+    return y
+
+
+def _layer(program: _Program, x: Tensor, ids: Tensor, p: Tensor, weights: ExpertWeights, y: Tensor | None = None):
+    """All stages; y [T, H] takes the result, where there is one already."""
+    quantized, R, E = weights.activations == "nvfp4", ids.numel(), weights.num_experts
+    order, token, offsets = (program.empty(n, dtype=torch.int32, device="cpu") for n in (R, R, E + 1))
+    groups = Groups(order, offsets, ids.shape[1])
     program.add(_Group, [ids, order, token, offsets], R, groups.top_k, E)
     rows = _quantize(program, x, token, weights.x_scale, groups) if quantized else Rows(x, index=token)
     h = _gemm1(program, rows, weights, groups, x.dtype)
     if quantized and not h.is_nvfp4:
         h = _quantize(program, h.values, None, None, groups)
-    y = _gemm2(program, h, weights, groups, top_k_weights, x.dtype)
-    if not program.run():
-        group_by_expert(top_k_index, E)  # says which
-    return y
+    return _gemm2(program, h, weights, groups, p, x.dtype, y)
+
+
+class _Call(ctypes.Structure):
+    _fields_ = _fields("program", "count path threads") + _fields("out", "out_bytes done released")
+
+
+class Call:
+    """A layer as a function of one argument, for a host function of a CUDA stream: see `call` in cpu.c.
+
+    x [T, H], ids int64 [T, top_k], p [T, top_k] and y [T, H] are contiguous and on the CPU: each run reads the first
+    three and writes y. `empty` makes its scratch, as torch.empty does. The weights are the caller's to keep, the rest
+    is kept here, and this object until it has run (`done`), or until `release` was called.
+    """
+
+    def __init__(
+        self, x: Tensor, ids: Tensor, p: Tensor, weights: ExpertWeights, y: Tensor, empty: Callable[..., Tensor]
+    ):
+        program = _Program(empty, empty)  # nothing here reads the padding of block scales, for which zeros are
+        _layer(program, x, ids, p, weights, y)
+        code, count = b"".join(program.code), len(program.code)
+        library, self._code = _library(program.path), ctypes.create_string_buffer(code, len(code))
+        own = {id(t) for t in weights.tensors()}
+        self.tensors: object = [t for t in program.tensors if id(t) not in own]
+        self._call = _Call(
+            ctypes.addressof(self._code), count, PATHS.index(program.path), torch.get_num_threads(), y.data_ptr(),
+            y.numel() * y.element_size(), 0, 0,
+        )  # fmt: skip
+        self.argument = ctypes.addressof(self._call)
+        self.function, self.release = (ctypes.cast(f, ctypes.c_void_p).value for f in (library.call, library.release))
+
+    def __call__(self) -> None:
+        """Run it here and now, in the library's own threads."""
+        ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self.function)(self.argument)
+
+    @property
+    def done(self) -> int:
+        """How often it ran."""
+        return self._call.done
+
+    @property
+    def released(self) -> bool:
+        return bool(self._call.released)
+
+
+def raise_failure() -> None:
+    """ValueError or MemoryError if a `Call` has failed since this was asked last."""
+    if available() and (failed := _library(path()).failure()):
+        raise _FAILURES[failed]
 
 
 def quantize_rows(x: Tensor, index: Tensor | None, scale: Tensor | None, groups: Groups) -> Rows:
@@ -175,9 +234,9 @@ def _quantize(program: _Program, x: Tensor, index: Tensor | None, scale: Tensor 
     x = floating(x)
     R, E, width = groups.num_rows, groups.num_experts, x.shape[-1]
     K = -(-width // 16) * 16
-    codes = torch.empty(R, K // 2, dtype=torch.uint8, device="cpu")
-    sf = torch.zeros(nvfp4.grouped_sf_rows(R, E) * (-(-K // 64) * 4), dtype=torch.uint8, device="cpu")
-    row_scale = torch.empty(R, dtype=torch.float32, device="cpu")
+    codes = program.empty(R, K // 2, dtype=torch.uint8, device="cpu")
+    sf = program.zeros(nvfp4.grouped_sf_rows(R, E) * (-(-K // 64) * 4), dtype=torch.uint8, device="cpu")
+    row_scale = program.empty(R, dtype=torch.float32, device="cpu")
     tensors = [x, index, scale, groups.offsets, codes, sf, row_scale]
     program.add(_Quantize, tensors, _TYPES[x.dtype], x.shape[0], width, K, R, E)
     return Rows(codes, sf, row_scale)
@@ -188,7 +247,7 @@ def _gemm1(program: _Program, rows: Rows, weights: ExpertWeights, groups: Groups
     paired = gate.kind in ("silu", "gelu_tanh")
     static = w.activations == "nvfp4" and w.h_scale is not None and gate.kind != "raw"
     width = w.intermediate_size if paired else w.w13.shape[1]
-    h = torch.empty(groups.num_rows, width, dtype=torch.float32 if static else dtype, device="cpu")
+    h = program.empty(groups.num_rows, width, dtype=torch.float32 if static else dtype, device="cpu")
     split = 0 if w.gate_scale is None else w.intermediate_size
     tensors = [w.w13, w.w13_sf, w.gate_scale if split else w.up_scale, w.up_scale, w.b13, h]
     numbers = (_GATES.index(gate.kind), gate.alpha, gate.limit, gate.up_offset, gate.clamp_after)
@@ -196,12 +255,14 @@ def _gemm1(program: _Program, rows: Rows, weights: ExpertWeights, groups: Groups
     return _quantize(program, h, None, w.h_scale, groups) if static else Rows(h)
 
 
-def _gemm2(program: _Program, h: Rows, w: ExpertWeights, groups: Groups, top_k_weights: Tensor, dtype) -> Tensor:
+def _gemm2(
+    program: _Program, h: Rows, w: ExpertWeights, groups: Groups, top_k_weights: Tensor, dtype, y: Tensor | None = None
+) -> Tensor:
     (T, top_k), H = top_k_weights.shape, w.hidden_size
-    slots = torch.empty(T * top_k, H, dtype=torch.float32, device="cpu")
+    slots = program.empty(T * top_k, H, dtype=torch.float32, device="cpu")
     tensors = [w.w2, w.w2_sf, w.w2_scale, w.w2_scale, w.b2, slots]
     _gemm(program, h, groups, groups.order, tensors, 0, False, 0, 1.0, 0.0, 0.0, 0)
-    top_k_weights, y = floating(top_k_weights), torch.empty(T, H, dtype=dtype, device="cpu")
+    top_k_weights, y = floating(top_k_weights), torch.empty(T, H, dtype=dtype, device="cpu") if y is None else y
     program.add(_Combine, [slots, top_k_weights, y], T, top_k, H, _TYPES[top_k_weights.dtype], _TYPES[dtype])
     return y
 
@@ -211,7 +272,7 @@ def _gemm(
 ) -> None:
     codes, sf, first, rest, bias, out = tensors
     x = rows.values if rows.is_nvfp4 else floating(rows.values)
-    if program.path == "avx512bf16" and x.dtype not in (torch.bfloat16, torch.uint8):
+    if program.path in ("avx512bf16", "amx") and x.dtype not in (torch.bfloat16, torch.uint8):
         program.path = "avx512"  # the other takes rows that are bf16 or NVFP4
     tensors = [x, rows.sf, rows.scale, rows.index, groups.offsets, target, codes, sf, first, rest, bias, out]
     numbers = (
@@ -258,14 +319,16 @@ def path() -> str:
 
 
 @cache
-def _library(name: str) -> ctypes.CDLL:
-    """A library that has the path of this name."""
-    library = _shipped() or ctypes.CDLL(build("cpu.c", f"-DONLY={PATHS.index(name)}"))
+def _library(name: str, *flags: str) -> ctypes.CDLL:
+    """A library that has the path of this name; with `flags`, compiled with them."""
+    library = None if flags else _shipped()
+    library = library or ctypes.CDLL(build("cpu.c", f"-DONLY={PATHS.index(name)}", *flags))
     theirs = (ctypes.c_int64 * len(_STAGES))()
     library.stage_bytes(theirs)
     if list(theirs) != [ctypes.sizeof(stage) for stage in _STAGES]:
         raise OSError(f"{library._name} was made from another cpu.c: its stages take {list(theirs)} bytes; delete it")
     library.run.restype = ctypes.c_int64
+    library.failure.restype = ctypes.c_int64
     library.run.argtypes = [ctypes.c_char_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p]
     return library
 

@@ -23,9 +23,6 @@
    avx512bf16 x and the dequantized weights are bf16, exactly: it takes rows that are bf16 or NVFP4 (code * sf has
    6 significant bits); cpu.py leaves the others to avx512.  */
 
-#include <pthread.h>
-#include <sched.h>
-#include <stdatomic.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -38,20 +35,24 @@
 #endif
 
 #include "cpu_detect.c"
+#include "cpu_threads.h"
 
 #define INLINE static inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 32")
-#define MIN(a, b) ((a) < (b) ? (a) : (b))
 
 enum { FP32, BF16, FP16, NVFP4 };          /* element types, as cpu.py numbers them */
 enum { RAW, RELU2, SILU, GELU_TANH };      /* gate kinds */
 enum { GROUP, QUANTIZE, GEMM, COMBINE };   /* stages */
-enum { TILE = 64, K_BLOCK = 256, CHUNK = 256, MAX_THREADS = 256, MAX_STAGES = 8 }; /* rows, elements, tokens */
+enum { TILE = 64, K_BLOCK = 256, CHUNK = 256, MAX_STAGES = 8 }; /* rows, elements, tokens */
 
 /* ---- numbers ---- */
 
 INLINE uint32_t bits(float f) { uint32_t u; memcpy(&u, &f, 4); return u; }
 INLINE float number(uint32_t u) { float f; memcpy(&f, &u, 4); return f; }
+
+#ifdef HAS_AMX
+#include "cpu_amx.h"
+#endif
 
 INLINE float from_f16(uint16_t h) {
     uint32_t u = (uint32_t)(h & 0x7fff) << 13, sign = (uint32_t)(h & 0x8000) << 16;
@@ -198,65 +199,12 @@ static void padded_starts(const int32_t *offsets, int64_t E, int64_t *starts) {
     }
 }
 
-/* ---- threads: the pool that torch uses (GOMP_parallel, of the OpenMP runtime torch has loaded) or, without one,
-   threads made for the call. A second pool beside torch's would fight with its spinning threads. ---- */
+/* ---- the loops of an instruction set ---- */
 
-typedef void Task(const void *problem, int64_t item, int64_t next, int thread); /* next: what this thread does then */
 typedef struct {
     Task *arrange, *weave, *item, *quantize, *quantize_token, *combine; /* weave: or NULL */
     int64_t element, step, few; /* bytes of an Element, STEP, FEW */
 } Path;
-typedef void Parallel(void (*)(void *), void *, unsigned threads, unsigned flags);
-typedef struct { Task *task; const void *problem; int64_t items, shares; atomic_long next, done; } Phase;
-typedef struct { Phase phases[3 * MAX_STAGES]; int64_t count; atomic_int threads; } Job;
-
-/* Some neighbouring items, so that what is prefetched beyond one is of use; fewer and fewer, so that all end together. */
-static int64_t claim(Phase *p, int64_t *end) {
-    long i = atomic_load(&p->next);
-    do *end = MIN(i + (p->items - i) / p->shares + 1, p->items);
-    while (i < p->items && !atomic_compare_exchange_weak(&p->next, &i, *end));
-    return i;
-}
-
-/* Every thread passes through all phases. One that comes late finds little to do, and none waits for it: a
-   phase is over when its items are done, by whomever. */
-static void work_off(void *argument) {
-    Job *job = argument;
-    int thread = atomic_fetch_add(&job->threads, 1);
-    for (Phase *p = job->phases; p < job->phases + job->count; p++) {
-        int64_t end, later_end, i = claim(p, &end);
-        while (i < p->items) {
-            int64_t later = claim(p, &later_end);
-            for (int64_t j = i; j < end; j++)
-                p->task(p->problem, j, j + 1 < end ? j + 1 : later < p->items ? later : j, thread);
-            atomic_fetch_add(&p->done, end - i);
-            i = later, end = later_end;
-        }
-        for (int spins = 0; atomic_load(&p->done) < p->items;)
-            if (++spins > 1 << 16) sched_yield(); /* at once it could give away a whole time slice */
-    }
-}
-
-static void *worker(void *argument) { work_off(argument); return NULL; }
-
-static void add_phase(Job *job, Task *task, const void *problem, int64_t items, int64_t numbers, int64_t threads) {
-    int64_t alone = numbers < 1 << 14; /* not worth a second thread */
-    job->phases[job->count++] = (Phase){task, problem, items, alone ? 1 : 8 * threads, 0, 0};
-}
-
-static void run_job(Job *job, int64_t threads, Parallel *parallel) {
-    int64_t most = 1;
-    for (Phase *p = job->phases; p < job->phases + job->count; p++)
-        if (p->shares > 1 && p->items > most) most = p->items;
-    threads = MIN(threads, most);
-    if (threads <= 1) { work_off(job); return; }
-    if (parallel) { parallel(work_off, job, (unsigned)threads, 0); return; }
-    pthread_t others[MAX_THREADS];
-    int64_t made = 0;
-    while (made < threads - 1 && !pthread_create(&others[made], NULL, worker, job)) made++;
-    work_off(job);
-    while (made) pthread_join(others[--made], NULL);
-}
 
 /* The first weight row of a GEMM's item. */
 INLINE int64_t row_of(const Gemm *g, int64_t item) { return g->hit[item / g->tiles] * g->N + item % g->tiles * g->tile; }
@@ -531,6 +479,35 @@ INLINE TARGET void weave_avx512bf16(const uint16_t *const *x, int64_t nt, int64_
 #define FEW 10
 #include "cpu_path.h"
 #endif
+
+#ifdef HAS_AMX
+#define TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c" WIDE)))
+#define decode_amx decode_avx512bf16
+#define block_scales_amx block_scales_avx512bf16
+#define scales_amx scales_avx512bf16
+#define mul_add_amx mul_add_avx512bf16
+#define spread_amx spread_avx512bf16
+#define transpose_amx transpose_avx512
+#define sum4_amx sum4_avx512
+#define stage_amx stage_avx512bf16
+#define pairs_amx pairs_avx512bf16
+#define PATH amx
+#define NUMBER 5
+#define TILES
+#define V v16
+#define M h32
+#define Element uint16_t
+#define NR 4
+#define NT 6
+#define NP 4
+#define NX 6
+#ifdef AMX_FEW
+#define FEW AMX_FEW
+#else
+#define FEW 4
+#endif
+#include "cpu_path.h"
+#endif
 #endif
 
 #if defined(__aarch64__)
@@ -578,12 +555,15 @@ INLINE void transpose_neon(const uint8_t *rows, int64_t stride, uint8_t *out) {
 #include "cpu_path.h"
 #endif
 
-static const Path *const PATHS[5] = {
+static const Path *const PATHS[6] = {
     &path_portable,
 #if defined(__x86_64__)
     &path_avx2, &path_avx512,
 #ifdef HAS_BF16
     &path_avx512bf16,
+#endif
+#ifdef HAS_AMX
+    [5] = &path_amx,
 #endif
 #elif defined(__aarch64__)
     [4] = &path_neon,
@@ -648,7 +628,7 @@ static int64_t whole(int64_t n, int64_t unit) { return (n + unit - 1) / unit * u
 
 static int64_t rows_bytes(const Gemm *g, const Path *p) { return whole(g->x_rows * g->stride * p->element, 64); }
 static int64_t leads_bytes(const Gemm *g, const Path *p) {
-    return p->weave ? whole(g->R * g->K_steps * p->element, 64) : 0;
+    return p->weave ? whole(g->R * g->K_steps * p->element, 64) + 1024 : 0; /* a tile may begin with the last row */
 }
 
 /* Sizes; returns the bytes for rows, leads, padded and hit. */
@@ -696,7 +676,9 @@ int64_t run(const int64_t *program, int64_t count, int64_t path, int64_t threads
     struct { int64_t kind, bytes; union { Group group; Quantize quantize; Gemm gemm; Combine combine; }; }
         stages[MAX_STAGES], *end = stages + count, *s;
     const Path *p = PATHS[path];
-    Job job = {.count = 0};
+    Job job;
+    job.count = 0, job.threads = 1;
+    atomic_init(&job.joined, 0);
     int64_t bytes = 0, work = 0;
     threads = MIN(threads, MAX_THREADS);
     for (s = stages; s < end; program += 2 + program[1], s++) {
@@ -735,3 +717,30 @@ int64_t run(const int64_t *program, int64_t count, int64_t path, int64_t threads
     give_back(memory);
     return failed;
 }
+
+/* A program as a function of one argument, for a host function of a CUDA stream: it runs in the pool of this library,
+   knows nothing of Python, and runs as often as the stream, or a graph, says. Nobody gets a return value there, so that
+   a failure fills what the program should have made with NaN (all bits ones, in every type) and is kept for `failure`. */
+typedef struct {
+    const int64_t *program;
+    int64_t count, path, threads;
+    void *out;
+    int64_t out_bytes;
+    _Atomic int64_t done, released; /* how often it ran; whether nothing will run it again */
+} Call;
+static _Atomic int64_t failed_call;
+
+void call(void *argument) {
+    Call *c = argument;
+    int64_t failed = run(c->program, c->count, c->path, c->threads, NULL);
+    if (failed) {
+        memset(c->out, 0xff, (size_t)c->out_bytes);
+        atomic_store(&failed_call, failed);
+    }
+    atomic_fetch_add(&c->done, 1);
+}
+
+void release(void *argument) { atomic_store(&((Call *)argument)->released, 1); } /* when a graph that had it is gone */
+
+/* What `run` returned to a call that failed since this was asked last, else 0. */
+int64_t failure(void) { return atomic_exchange(&failed_call, 0); }

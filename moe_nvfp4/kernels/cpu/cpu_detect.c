@@ -5,6 +5,25 @@
 #if defined(__x86_64__) && (defined(__clang__) || __GNUC__ >= 10)
 #define HAS_BF16
 #endif
+#if defined(HAS_BF16) && (defined(__linux__) || defined(EMULATE_AMX))
+#define HAS_AMX /* whose instructions are spelled out: binutils from 2.34 on know them */
+#endif
+
+#if defined(HAS_AMX) && !defined(EMULATE_AMX)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+/* Whether there are AMX tiles and bf16 products of them, and the kernel lets this process use them: they are large, so
+   that it asks to be asked (ARCH_REQ_XCOMP_PERM of XFEATURE_XTILEDATA). */
+static int has_amx(void) {
+    unsigned a, b, c, d;
+    return __get_cpuid_count(7, 0, &a, &b, &c, &d) && d >> 22 & 1 && d >> 24 & 1
+        && syscall(SYS_arch_prctl, 0x1023, 18) == 0;
+}
+#elif defined(EMULATE_AMX)
+static int has_amx(void) { return 1; }
+#endif
 
 /* Bit i for the path that cpu.py counts as i. */
 int64_t paths(void) {
@@ -16,6 +35,9 @@ int64_t paths(void) {
         && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) can |= 4;
 #ifdef HAS_BF16
     if (can & 4 && __builtin_cpu_supports("avx512bf16")) can |= 8;
+#endif
+#ifdef HAS_AMX
+    if (can & 8 && has_amx()) can |= 32;
 #endif
 #elif defined(__aarch64__)
     can |= 16;

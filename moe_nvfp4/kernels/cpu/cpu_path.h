@@ -7,6 +7,9 @@ static const Path NAME(path); /* zeros where it is not compiled */
 #define LANES ((int64_t)(sizeof(V) / 4))
 #define HALF ((int64_t)(sizeof(M) / sizeof(Element)))
 #define STEP (2 * HALF)
+#if defined(LEADS) || defined(TILES)
+#define WOVEN /* tokens side by side, by weave */
+#endif
 
 INLINE TARGET M NAME(at)(const Element *p) { return *(const M *)p; } /* not memcpy: GCC takes that apart */
 
@@ -127,7 +130,84 @@ INLINE TARGET void NAME(find)(const Gemm *g, const int64_t *row, int64_t k, int6
     for (int64_t i = 0; i < 16; i += LANES) NAME(transpose)(sf + i, sf_stride, to->sf + i * LANES);
 }
 
-#ifdef LEADS
+#if defined(TILES)
+
+/* The rows of an expert with many tokens as AMX reads them: for each chunk [expert's first row + begin][K_steps / 32]
+   [tokens][32], so that 16 tokens by 32 elements are 1 KB that lies together. */
+static TARGET void NAME(weave_item)(const void *problem, int64_t i, int64_t next, int thread) {
+    (void)next, (void)thread;
+    const Gemm *g = problem;
+    int64_t blocks = (g->K_steps + K_BLOCK - 1) / K_BLOCK, e = g->hit[i / blocks], k0 = i % blocks * K_BLOCK;
+    int64_t first = g->offsets[e], tokens = g->offsets[e + 1] - first, chunks = (tokens + CHUNK - 1) / CHUNK;
+    if (tokens <= g->few) return;
+    for (int64_t c = 0; c < chunks; c++) {
+        int64_t begin = tokens * c / chunks, here = tokens * (c + 1) / chunks - begin;
+        for (int64_t t = 0, r = first + begin; t < here; t++, r++) {
+            const Element *x = (const Element *)g->rows + (g->index ? g->index[r] : r) * g->stride;
+            Element *out = (Element *)g->leads + (first + begin) * g->K_steps + t * 32;
+            for (int64_t k = k0; k < MIN(k0 + K_BLOCK, g->K_steps); k += 32) *(M *)(out + k * here) = NAME(at)(x + k);
+        }
+    }
+}
+#define WEAVE NAME(weave_item)
+
+/* 16 weight rows, n elements, dequantized: out[n / 2 pairs][row][2]. next, next_sf: the codes and scales that the next
+   tile will need here. */
+INLINE TARGET void NAME(unpack)(const Staged *from, int64_t n, M *out, const uint8_t *next, const uint8_t *next_sf) {
+    for (int64_t i = 0; i < n / 8; i++) {
+        M v[4];
+        NAME(pairs)(from, i, v);
+        __builtin_prefetch(next + 64 * i);
+        if (i % 8 == 0) __builtin_prefetch(next_sf + 8 * i);
+        UNROLL for (int u = 0; u < 4; u++) out[i / 8 * 32 + u / 2 * 16 + i % 8 * 2 + u % 2] = v[u];
+    }
+}
+
+/* sums[tokens][TILE] += x by w over n elements: x [n / 32][tokens][32], w [4][n / 2 pairs][16 rows][2], the 16 rows
+   K_BLOCK * 16 apart. Two tiles of tokens by two of rows, the last tile of tokens alone by four. */
+static TARGET void NAME(multiply_tiles)(int64_t tokens, const Element *w, const Element *x, int64_t n, int first, float *sums) {
+    const int64_t rows = 16 * K_BLOCK, line = TILE * 4; /* elements, bytes */
+    int64_t t = 0;
+    for (; tokens - t > 16; t += 32)
+        for (int64_t j = 0; j < TILE; j += 32) {
+            float *out = sums + t * TILE + j;
+            const Element *a = x + t * 32, *b = w + j * K_BLOCK;
+            if (first) { tile_zero(0); tile_zero(1); tile_zero(2); tile_zero(3); }
+            else {
+                tile_load(0, out, line); tile_load(1, out + 16, line);
+                tile_load(2, out + 16 * TILE, line); tile_load(3, out + 16 * TILE + 16, line);
+            }
+            for (int64_t k = 0; k < n; k += 32, a += tokens * 32, b += 512) {
+                tile_load(4, a, 64); tile_load(6, b, 64);
+                tile_multiply(0, 4, 6);
+                tile_load(7, b + rows, 64);
+                tile_multiply(1, 4, 7);
+                tile_load(5, a + 512, 64);
+                tile_multiply(2, 5, 6); tile_multiply(3, 5, 7);
+            }
+            tile_store(0, out, line); tile_store(1, out + 16, line);
+            tile_store(2, out + 16 * TILE, line); tile_store(3, out + 16 * TILE + 16, line);
+        }
+    if (t >= tokens) return;
+    float *out = sums + t * TILE;
+    const Element *a = x + t * 32, *b = w;
+    if (first) { tile_zero(0); tile_zero(1); tile_zero(2); tile_zero(3); }
+    else { tile_load(0, out, line); tile_load(1, out + 16, line); tile_load(2, out + 32, line); tile_load(3, out + 48, line); }
+    for (int64_t k = 0; k < n; k += 32, a += tokens * 32, b += 512) {
+        tile_load(4, a, 64);
+        tile_load(5, b, 64);
+        tile_multiply(0, 4, 5);
+        tile_load(6, b + rows, 64);
+        tile_multiply(1, 4, 6);
+        tile_load(7, b + 2 * rows, 64);
+        tile_multiply(2, 4, 7);
+        tile_load(5, b + 3 * rows, 64);
+        tile_multiply(3, 4, 5);
+    }
+    tile_store(0, out, line); tile_store(1, out + 16, line); tile_store(2, out + 32, line); tile_store(3, out + 48, line);
+}
+
+#elif defined(LEADS)
 
 /* As multiply, for one vector of rows, decoded on the way, by nt tokens side by side in x; w, if not NULL, gets the
    weights for the other tokens. next, next_sf: the codes and scales that the next tile will need here. */
@@ -277,25 +357,37 @@ static TARGET void NAME(item)(const void *problem, int64_t i, int64_t next, int 
     int64_t panel = NP * LANES, rows = !g->paired && n < TILE ? (n + panel - 1) / panel * panel : TILE;
     for (int64_t c = 0, chunks = (tokens + CHUNK - 1) / CHUNK; c < chunks; c++) {
         int64_t begin = tokens * c / chunks, here = tokens * (c + 1) / chunks - begin;
-#ifdef LEADS
-        int64_t lead = lead_of(here);
+#ifdef WOVEN
         const Element *woven = (const Element *)g->leads + (first + begin) * g->K_steps;
+#endif
+#if defined(LEADS)
+        int64_t lead = lead_of(here);
+#elif defined(TILES)
+        int64_t lead = here;
+        tiles_begin();
 #else
         int64_t lead = 0;
 #endif
         int64_t rest = here - lead, groups = (rest + NX - 1) / NX;
         for (int64_t k = 0; k < g->K_steps; k += K_BLOCK) {
             int64_t columns = MIN(K_BLOCK, g->K_steps - k);
-#ifdef LEADS
+#ifdef WOVEN
             for (int64_t j = 0; j < rows; j += LANES) {
                 NAME(Rows) from;
                 Staged staged;
                 int64_t then = (tile.row[j] + row_of(g, next) - row_of(g, i)) * g->K + LANES * k;
                 NAME(find)(g, tile.row + j, k, columns, &from);
                 NAME(stage)(from.codes, from.stride, from.sf, columns, &staged);
+#ifdef TILES
+                NAME(unpack)(&staged, columns, (M *)(w + j * K_BLOCK), g->codes + then / 2, g->sf + then / 16);
+#else
                 NAME(lead)((int)lead, &staged, columns, woven + k * lead, k == 0, sums + j,
                            rest ? (M *)w + j / LANES : NULL, g->codes + then / 2, g->sf + then / 16);
+#endif
             }
+#ifdef TILES
+            NAME(multiply_tiles)(here, w, woven + k * here, columns, k == 0, sums);
+#endif
 #else
             NAME(block)(g, tile.row, rows, k, columns, w);
 #endif
@@ -309,6 +401,9 @@ static TARGET void NAME(item)(const void *problem, int64_t i, int64_t next, int 
                                       sums + (t0 - begin) * TILE + j);
             }
         }
+#ifdef TILES
+        tiles_end();
+#endif
         for (int64_t t = 0; t < here; t++) NAME(finish)(g, &tile, first + begin + t, sums + t * TILE);
     }
 #undef TOKENS
@@ -444,6 +539,8 @@ static const Path NAME(path) = {
 
 #undef LANES
 #undef HALF
+#undef TILES
+#undef WOVEN
 #undef STEP
 #undef PATH
 #undef NUMBER

@@ -1,0 +1,145 @@
+/* The threads of the CPU backend (cpu.c includes this file): a job is phases, one after the other, of items that its
+   threads take as they come.
+
+   Who they are: the pool that torch uses (GOMP_parallel, of the OpenMP runtime torch has loaded), because another one
+   beside it would fight with its spinning threads; or a pool of our own, where there is no such runtime, and for calls
+   that come from a thread that is not torch's (a host function of a CUDA stream), which OpenMP would give a second
+   pool. */
+
+#include <pthread.h>
+#include <sched.h>
+#include <stdatomic.h>
+#include <stdint.h>
+
+#define MIN(a, b) ((a) < (b) ? (a) : (b))
+enum { MAX_THREADS = 256, MAX_PHASES = 24 };
+
+typedef void Task(const void *problem, int64_t item, int64_t next, int thread); /* next: what this thread does then */
+typedef void Parallel(void (*)(void *), void *, unsigned threads, unsigned flags);
+/* What all threads write, each in a cache line of its own. */
+typedef struct {
+    Task *task;
+    const void *problem;
+    int64_t items, shares;
+    _Alignas(64) atomic_long next;
+    _Alignas(64) atomic_long done;
+} Phase;
+typedef struct { Phase phases[MAX_PHASES]; int64_t count, threads; _Alignas(64) atomic_long joined; } Job;
+
+static inline void relax(void) {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
+/* Some neighbouring items, so that what is prefetched beyond one is of use; fewer and fewer, so that all end together. */
+static int64_t claim(Phase *p, int64_t *end) {
+    long i = atomic_load(&p->next);
+    do *end = MIN(i + (p->items - i) / p->shares + 1, p->items);
+    while (i < p->items && !atomic_compare_exchange_weak(&p->next, &i, *end));
+    return i;
+}
+
+/* Every thread passes through all phases. One that comes late finds little to do, and none waits for it: a
+   phase is over when its items are done, by whomever. */
+static void work_off(void *argument) {
+    Job *job = argument;
+    int thread = (int)atomic_fetch_add(&job->joined, 1);
+    if (thread >= job->threads) return; /* there is scratch for so many */
+    for (Phase *p = job->phases; p < job->phases + job->count; p++) {
+        int64_t end, later_end, i = claim(p, &end);
+        while (i < p->items) {
+            int64_t later = claim(p, &later_end);
+            for (int64_t j = i; j < end; j++)
+                p->task(p->problem, j, j + 1 < end ? j + 1 : later < p->items ? later : j, thread);
+            atomic_fetch_add(&p->done, end - i);
+            i = later, end = later_end;
+        }
+        for (int spins = 0; atomic_load(&p->done) < p->items;)
+            if (++spins > 1 << 16) sched_yield(); /* at once it could give away a whole time slice */
+            else relax();
+    }
+}
+
+static void add_phase(Job *job, Task *task, const void *problem, int64_t items, int64_t numbers, int64_t threads) {
+    int64_t alone = numbers < 1 << 14; /* not worth a second thread */
+    Phase *p = &job->phases[job->count++];
+    p->task = task, p->problem = problem, p->items = items, p->shares = alone ? 1 : 8 * threads;
+    atomic_init(&p->next, 0), atomic_init(&p->done, 0);
+}
+
+/* ---- a pool of our own: its threads look for the next job for a while, then sleep ---- */
+
+/* Looks at the number of jobs before a thread sleeps: 0.5 to 1 ms, longer than a GPU takes from one layer's experts to
+   the next one's. */
+enum { LOOKS = 1 << 14 };
+
+static struct {
+    pthread_mutex_t turn, lock; /* turn: held while a job runs */
+    pthread_cond_t wake;
+    int64_t threads;
+    _Alignas(64) atomic_ulong jobs; /* so far */
+    _Atomic(Job *) job;
+    _Alignas(64) atomic_long inside, asleep; /* threads that may hold on to `job`, and that sleep */
+} pool = {.turn = PTHREAD_MUTEX_INITIALIZER, .lock = PTHREAD_MUTEX_INITIALIZER, .wake = PTHREAD_COND_INITIALIZER};
+
+static void *wait_for_jobs(void *seen_before) {
+    for (unsigned long seen = (unsigned long)(uintptr_t)seen_before;;) {
+        for (int looks = 0; looks < LOOKS && atomic_load(&pool.jobs) == seen; looks++) relax();
+        if (atomic_load(&pool.jobs) == seen) {
+            pthread_mutex_lock(&pool.lock);
+            atomic_fetch_add(&pool.asleep, 1); /* before it looks again: see run_in_pool */
+            while (atomic_load(&pool.jobs) == seen) pthread_cond_wait(&pool.wake, &pool.lock);
+            atomic_fetch_sub(&pool.asleep, 1);
+            pthread_mutex_unlock(&pool.lock);
+        }
+        seen = atomic_load(&pool.jobs);
+        atomic_fetch_add(&pool.inside, 1); /* before it looks whether the job is still there */
+        Job *job = atomic_load(&pool.job);
+        if (job) work_off(job);
+        atomic_fetch_sub(&pool.inside, 1);
+    }
+    return NULL;
+}
+
+static void forget_pool(void) { /* a forked process has none of the threads */
+    pthread_mutex_init(&pool.turn, NULL), pthread_mutex_init(&pool.lock, NULL), pthread_cond_init(&pool.wake, NULL);
+    pool.threads = 0;
+    atomic_store(&pool.inside, 0), atomic_store(&pool.asleep, 0), atomic_store(&pool.job, NULL);
+}
+
+static void run_in_pool(Job *job) {
+    static int registered;
+    pthread_mutex_lock(&pool.turn);
+    if (!registered) registered = !pthread_atfork(NULL, NULL, forget_pool);
+    while (pool.threads < job->threads - 1) {
+        pthread_t thread;
+        void *seen = (void *)(uintptr_t)atomic_load(&pool.jobs);
+        if (pthread_create(&thread, NULL, wait_for_jobs, seen)) break;
+        pthread_detach(thread);
+        pool.threads++;
+    }
+    atomic_store(&pool.job, job);
+    atomic_fetch_add(&pool.jobs, 1);
+    if (atomic_load(&pool.asleep)) {
+        pthread_mutex_lock(&pool.lock);
+        pthread_cond_broadcast(&pool.wake);
+        pthread_mutex_unlock(&pool.lock);
+    }
+    work_off(job);
+    atomic_store(&pool.job, NULL);
+    while (atomic_load(&pool.inside)) sched_yield();
+    pthread_mutex_unlock(&pool.turn);
+}
+
+static void run_job(Job *job, int64_t threads, Parallel *parallel) {
+    int64_t most = 1;
+    for (Phase *p = job->phases; p < job->phases + job->count; p++)
+        if (p->shares > 1 && p->items > most) most = p->items;
+    job->threads = MIN(threads, most);
+    if (job->threads <= 1) work_off(job);
+    else if (parallel) parallel(work_off, job, (unsigned)job->threads, 0);
+    else run_in_pool(job);
+}

@@ -1,0 +1,267 @@
+"""Experts on the CPU beside a GPU: the stream's work in its order, and in graphs, without a GPU; then with one."""
+
+import ctypes
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from moe_nvfp4 import backends
+from moe_nvfp4.backends import Device, Problem, explain
+from moe_nvfp4.kernels.cpu import backend as cpu
+from moe_nvfp4.kernels.offload import backend as offload
+from moe_nvfp4.weights import Gate
+from tests.common import random_layer
+
+needs_library = pytest.mark.skipif(not cpu.available(), reason="no C compiler")
+on_any_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+A100 = Device("cuda", "A100", (8, 0), frozenset({"triton"}))
+SIZES = dict(E=6, H=64, I=48)
+
+
+# ---------------------------------------------------------------- who runs it
+
+
+def problem(**changes):
+    return Problem("experts", 8, 2048, 768, "silu", "bf16", torch.bfloat16, host_weights=True)._replace(**changes)
+
+
+@needs_library
+def test_it_runs_weights_on_the_cpu_and_nothing_else(monkeypatch):
+    assert explain(problem(), A100).backend.name == "offload"
+    assert explain(problem(host_weights=False), A100).backend.name == "portable"
+    reasons = dict(explain(problem(), A100).rejected)
+    assert reasons["portable"] == "takes weights on the device of x"
+    # of weights where x is, not of these
+    assert explain(problem(), A100, forced="portable").backend.name == "offload"
+    with pytest.raises(ValueError, match="offload takes weights on the CPU"):
+        explain(problem(host_weights=False), A100, forced="offload")
+    monkeypatch.setattr(cpu, "missing", lambda: "cannot be compiled (no cc): install a C compiler")
+    with pytest.raises(NotImplementedError, match="computes with the CPU kernels.*install a C compiler; or move the"):
+        explain(problem(), A100)
+
+
+@pytest.mark.parametrize(
+    "device, changes, reason",
+    [
+        (Device("mps"), {}, "offload runs beside NVIDIA GPUs"),
+        (A100, dict(fused=False), "offload runs fused layers"),
+        (A100, dict(gate="raw"), "offload runs fused layers"),
+        (A100, dict(kind="linear"), "linears stay on the GPU"),
+        (A100, dict(dtype=torch.float64), "takes bf16, fp16 and fp32 activations"),
+    ],
+)
+@needs_library
+def test_each_says_why_not(device, changes, reason):
+    with pytest.raises(NotImplementedError, match=f"experts on the CPU, x on .*{reason}.*; or move the layer"):
+        explain(problem(**changes), device)
+
+
+def test_moving_a_model_leaves_them_on_the_cpu():
+    """What `module.to` does to a tensor, and how often; to a device that is not the CPU it is never asked for one."""
+    layer = random_layer(**SIZES, bias=torch.bfloat16).keep_on_cpu()
+    before = {name: t.clone() for name, t in layer.state_dict().items()}
+    asked = []
+
+    def to_gpu(t):
+        asked.append(t.numel())
+        return SimpleNamespace(device=torch.device("cuda"), dtype=torch.float16 if t.is_floating_point() else t.dtype)
+
+    layer._apply(to_gpu)
+    assert set(asked) == {0}
+    for name, t in layer.state_dict().items():
+        assert t.device.type == "cpu" and torch.equal(t.to(before[name].dtype), before[name]), name
+    assert layer.down_proj_bias.dtype == torch.float16 and layer.down_proj_global_scale.dtype == torch.float32
+    assert layer.to("meta").down_proj.is_meta
+
+
+@needs_library
+def test_a_layer_takes_x_on_a_gpu_if_it_was_told_to_stay(monkeypatch):
+    monkeypatch.setattr(Device, "of", staticmethod(lambda d: A100 if d.type == "cuda" else Device(d.type)))
+    backends.forget()
+    layer = random_layer(**SIZES)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        x = torch.empty(3, SIZES["H"], dtype=torch.bfloat16, device="cuda")
+        ids, p = torch.zeros(3, 2, dtype=torch.long, device="cuda"), torch.ones(3, 2, device="cuda")
+        with pytest.raises(ValueError, match=r"w13 is on cpu.*keep_on_cpu\(\)"):
+            torch.ops.moe_nvfp4.experts(x, ids, p, layer.weights.tensors(), layer.weights.spec("portable"))
+        y = layer.keep_on_cpu()(x, ids, p)
+        assert y.device.type == "cuda" and y.shape == x.shape and y.dtype == x.dtype
+        with pytest.raises(ValueError, match="top_k_index is on cpu"):
+            layer(x, ids.cpu(), p)
+    backends.forget()
+
+
+# ---------------------------------------------------------------- the stream, played by a list
+
+
+class Driver:
+    """CUDA's driver for one stream, whose work is put off until `synchronize`, or recorded as a graph."""
+
+    def __init__(self):
+        self.work, self.graph, self.graphs, self.owners = [], None, 0, []
+
+    def begin_capture(self):
+        self.work_before, self.work, self.graphs = self.work, [], self.graphs + 1
+        self.graph = self.graphs
+
+    def end_capture(self):
+        graph, self.work, self.graph = self.work, self.work_before, None
+        return graph
+
+    def synchronize(self):
+        for work in self.work:
+            work()
+        self.work = []
+
+    def cuMemcpyAsync(self, to, source, size, stream):
+        self.work.append(lambda: ctypes.memmove(to, source, size.value))
+        return 0
+
+    def cuLaunchHostFunc(self, stream, function, argument):
+        self.work.append(lambda: ctypes.CFUNCTYPE(None, ctypes.c_void_p)(function.value)(argument))
+        return 0
+
+    def cuStreamGetCaptureInfo_v2(self, stream, status, capture, graph, *_):
+        status._obj.value, capture._obj.value = self.graph is not None, self.graph or 0
+        graph._obj.value = 1000 + (self.graph or 0)
+        return 0
+
+    def cuUserObjectCreate(self, owner, argument, release, count, flags):
+        self.owners.append(lambda: ctypes.CFUNCTYPE(None, ctypes.c_void_p)(release.value)(argument))
+        return 0
+
+    def cuGraphRetainUserObject(self, graph, owner, count, flags):
+        return 0 if graph.value == 1000 + self.graph else 1
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    driver = Driver()
+    monkeypatch.setattr(offload, "_driver", lambda: driver)
+    monkeypatch.setattr(offload, "_allocate_pinned", lambda size: torch.empty(size, dtype=torch.uint8))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=7))
+    for name in ("_streams", "_captures"):
+        monkeypatch.setattr(offload, name, {})
+    monkeypatch.setattr(offload, "_captured", [])
+    return driver
+
+
+def inputs(T, seed):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(T, SIZES["H"], generator=generator).bfloat16()
+    return x, torch.randint(-1, SIZES["E"] + 1, (T, 2), generator=generator), torch.rand(T, 2, generator=generator)
+
+
+@needs_library
+@pytest.mark.parametrize("activations", ["bf16", "nvfp4"])
+def test_calls_of_a_stream_share_its_memory(driver, activations):
+    """Many calls of all sizes that wait for their turn together, twice: the bits of the CPU backend."""
+    layers = [random_layer(**SIZES, activations=activations, seed=i).weights for i in range(2)]
+    for _ in range(2):
+        batches = [(inputs(T, T), layers[T % 2]) for T in (1, 30, 2, 0, 70, 70, 3)]
+        results = [offload.experts(*batch, w) for batch, w in batches]
+        driver.synchronize()
+        for (batch, w), y in zip(batches, results, strict=True):
+            assert torch.equal(y, cpu.experts(*batch, w))
+    y = offload.experts(*batches[0][0], layers[0])  # noqa: F841, the stream writes it
+    (workspace,) = offload._streams.values()
+    assert len(workspace.calls) == 1  # those that have run are gone
+    driver.synchronize()
+
+
+@needs_library
+def test_a_graph_runs_as_often_as_one_likes(driver):
+    w = random_layer(**SIZES).weights
+    x, ids, p = inputs(9, 0)
+    driver.begin_capture()
+    y = offload.experts(x, ids, p, w)
+    z = offload.experts(y, ids, p, w)
+    graph = driver.end_capture()
+    assert len(offload._captured) == 2
+    for seed in range(3):
+        eager = inputs(40, 100 + seed)
+        other = offload.experts(*eager, w)  # has other memory: it may run between the graph's
+        for t, new in zip((x, ids, p), inputs(9, seed), strict=True):
+            t.copy_(new)
+        driver.work = [*driver.work[:2], *graph, *driver.work[2:]]
+        driver.synchronize()
+        want = cpu.experts(x, ids, p, w)
+        assert torch.equal(y, want) and torch.equal(z, cpu.experts(want, ids, p, w))
+        assert torch.equal(other, cpu.experts(*eager, w))
+    for release in driver.owners:  # the graph is gone
+        release()
+    driver.begin_capture()
+    offload.experts(x, ids, p, w)
+    driver.end_capture()  # never runs
+    assert len(offload._captured) == 1
+
+
+@needs_library
+def test_what_fails_is_nan_and_the_next_call_says_why(driver):
+    w = random_layer(**SIZES).weights
+    x, ids, p = inputs(3, 0)
+    ids[1, 1] = 9
+    y = offload.experts(x, ids, p, w)
+    driver.synchronize()
+    assert y.isnan().all()
+    with pytest.raises(ValueError, match="in an earlier call, whose result is NaN: expert ids must lie in"):
+        offload.experts(x, ids, p, w)
+    offload.check()
+
+
+def test_a_driver_that_refuses_is_an_error(monkeypatch):
+    refusing = SimpleNamespace(cuLaunchHostFunc=lambda *_: 900)
+    monkeypatch.setattr(offload, "_driver", lambda: refusing)
+    with pytest.raises(RuntimeError, match="cuLaunchHostFunc failed with CUDA driver error 900"):
+        offload._do("cuLaunchHostFunc", 1, 2, 3)
+
+
+# ---------------------------------------------------------------- on a GPU
+
+
+@on_any_gpu
+@pytest.mark.parametrize("activations", ["bf16", "nvfp4"])
+def test_on_a_gpu_the_bits_of_the_cpu_backend(activations):
+    layer = random_layer(**SIZES, activations=activations).keep_on_cpu().to("cuda")
+    for T in (0, 1, 5, 300, 2):
+        batch = inputs(T, T)
+        y = layer(*(t.cuda() for t in batch))
+        assert y.is_cuda and torch.equal(y.cpu(), layer(*batch))
+
+
+@on_any_gpu
+def test_in_a_cuda_graph():
+    layer, stream = random_layer(**SIZES).keep_on_cpu(), torch.cuda.Stream()
+    batch = [t.cuda() for t in inputs(3, 0)]
+    with torch.cuda.stream(stream):
+        layer(*batch)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            y = layer(layer(*batch) * 2, *batch[1:])
+        for seed in range(5):
+            new = inputs(3, seed)
+            for t, n in zip(batch, new, strict=True):
+                t.copy_(n)
+            graph.replay()
+            assert torch.equal(y.cpu(), layer(layer(*new) * 2, *new[1:]))
+        captured = list(offload._captured)
+        batch[1].fill_(77)
+        graph.replay()
+        assert y.isnan().all()
+        with pytest.raises(ValueError, match="in an earlier call"):
+            layer(*batch)
+        del graph
+        torch.cuda.synchronize()
+    assert captured
+
+
+@on_any_gpu
+def test_what_is_not_fused_waits_for_the_gpu():
+    layer = random_layer(**SIZES, gate=Gate("raw")).keep_on_cpu()
+    layer.own_gate = lambda h: torch.nn.functional.silu(h.chunk(2, -1)[0]) * h.chunk(2, -1)[1]
+    batch = inputs(5, 1)
+    assert torch.equal(layer(*(t.cuda() for t in batch)).cpu(), layer(*batch))
