@@ -22,19 +22,16 @@ import datetime
 import importlib
 import json
 import os
-import time
 from dataclasses import replace
 from functools import partial
-from statistics import median
 
 import torch
-from transformers import Qwen3MoeConfig
-from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from moe_nvfp4 import NVFP4Experts
+from moe_nvfp4.bench import CudaClock, Shape, dense_experts, random_experts
 from moe_nvfp4.linear import NVFP4Linear
 from moe_nvfp4.ops import moe_forward
 
+DEVICE = torch.device("cuda")
 SHAPES = {  # name: (title, H, I, E, top_k)
     "qwen": ("Qwen3-30B-A3B", 2048, 768, 128, 8),
     "mixtral": ("Mixtral-8x7B", 4096, 14336, 8, 2),
@@ -43,74 +40,17 @@ SHAPES = {  # name: (title, H, I, E, top_k)
 }
 LINEARS = {"4096 x 4096": (4096, 4096), "qkv of a 7B model": (6144, 4096), "28672 x 8192": (28672, 8192),
            "lm_head of Qwen3": (151936, 2048)}  # title: (N, K)  # fmt: skip
-WARM_UP, REPLAYS = 5, 15
-REST = 0.3  # seconds
-
-
-def make_ours(E, H, I):
-    """Any codes, block scales of usual size, two global scales."""
-    with torch.device("cuda"):
-        layer = NVFP4Experts(E, H, I)
-        for key, parameter in layer.named_parameters():
-            if parameter.dtype == torch.float32:
-                parameter.data.fill_(1e-2)
-            else:
-                parameter.data.random_(40, 72) if key.endswith("_sf") else parameter.data.random_(0, 256)
-    layer.prepare()
-    return layer
-
-
-def make_bf16(E, H, I, top_k):
-    config = Qwen3MoeConfig(hidden_size=H, moe_intermediate_size=I, num_experts=E, num_experts_per_tok=top_k)
-    config._experts_implementation = "grouped_mm"
-    with torch.device("meta"):
-        layer = Qwen3MoeExperts(config)
-    layer = layer.bfloat16().to_empty(device="cuda")
-    for parameter in layer.parameters():
-        parameter.data.normal_(std=0.02)
-    return layer
-
-
-class Clock:
-    def __init__(self):
-        self.dirty = torch.empty(1 << 26, dtype=torch.int32, device="cuda")
-        self.clean = torch.ones(1 << 27, device="cuda")
-        self.empty = self(lambda: self.dirty[:1].zero_())
-
-    def __call__(self, call):
-        """Median microseconds, with the cost of launching a graph."""
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())  # where the inputs are made
-        with torch.cuda.stream(stream):
-            for _ in range(2):
-                call()
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, stream=stream):
-                call()
-            torch.cuda.synchronize()
-            time.sleep(REST)
-            times = []
-            for _ in range(WARM_UP + REPLAYS):
-                self.dirty.fill_(1)
-                self.clean.sum()
-                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                start.record()
-                graph.replay()
-                end.record()
-                end.synchronize()
-                times.append(start.elapsed_time(end) * 1e3)
-        return median(times[WARM_UP:])
 
 
 def measure(name, token_counts, peers, clock):
     """Rows of numbers for one shape."""
     title, H, I, E, top_k = SHAPES[name]
-    weights = make_ours(E, H, I).weights
+    shape = Shape(H, I, E, top_k)
+    weights = random_experts(shape, DEVICE).weights
     layers = {
         "W4A16": partial(moe_forward, weights=weights),
         "W4A4": partial(moe_forward, weights=replace(weights, activations="nvfp4")),
-        "bf16": make_bf16(E, H, I, top_k),
+        "bf16": dense_experts(shape, DEVICE),
     } | {peer: make_peer(peer, E, H, I) for peer in peers}
     for T in token_counts:
         torch.manual_seed(T)
@@ -119,7 +59,7 @@ def measure(name, token_counts, peers, clock):
         yield {
             "shape": name, "title": title, "H": H, "I": I, "E": E, "top_k": top_k, "T": T,
             "bytes": ids.unique().numel() * 3 * H * I * 9 / 16, "flops": 6 * H * I * T * top_k,
-            "us": {variant: clock(partial(layer, *batch)) for variant, layer in layers.items()},
+            "us": {variant: 1e6 * clock(partial(layer, *batch)) for variant, layer in layers.items()},
         }  # fmt: skip
 
 
@@ -132,7 +72,9 @@ def measure_linears(token_counts, clock):
         linear.weight_global_scale.data.fill_(1e-2)
         for T in token_counts:
             x = torch.randn(T, K, device="cuda").bfloat16()
-            ours, theirs = clock(lambda: linear(x)), clock(lambda: torch.nn.functional.linear(x, bf16))  # noqa: B023
+            ours, theirs = (
+                1e6 * clock(partial(f, x)) for f in (linear, partial(torch.nn.functional.linear, weight=bf16))
+            )
             print(f"| {title} ({N}, {K}) | {T} | {ours:.1f} | {theirs:.1f} | {theirs / ours:.2f} |", flush=True)
 
 
@@ -178,9 +120,9 @@ def main():
     if arguments.backend:
         os.environ["MOE_NVFP4_BACKEND"] = arguments.backend
     torch.manual_seed(0)
-    clock, counts = Clock(), [int(T) for T in arguments.tokens.split(",")]
+    clock, counts = CudaClock(), [int(T) for T in arguments.tokens.split(",")]
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {datetime.date.today()}, ", end="")
-    print(f"launching an empty graph is {clock.empty:.1f} us of every number\n")
+    print(f"launching an empty graph is {1e6 * clock(torch.ones(1, device=DEVICE).zero_):.1f} us of every number\n")
     if arguments.linears:
         return measure_linears(counts, clock)
     peers = "".join(f" {peer} us |" for peer in arguments.peer)

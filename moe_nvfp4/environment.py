@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterator
+from datetime import date
 from importlib import metadata
 from itertools import groupby
 from pathlib import Path
@@ -26,6 +27,14 @@ VARIABLES = re.compile(
     r"MOE_NVFP4_.*|XDG_CACHE_HOME|CC|OMP_.*|GOMP_.*|KMP_.*|MKL_NUM_THREADS|CUDA_.*|TORCH_.*|PYTORCH_.*|TORCHINDUCTOR_.*"
     r"|TRITON_.*|CUTE_DSL_.*|NCCL_.*|HF_HOME|HF_HUB_CACHE|HF_HUB_OFFLINE|TOKENIZERS_PARALLELISM|TQDM_DISABLE"
 )
+
+
+def headline() -> str:
+    """What a measurement ran on, in one line."""
+    device = f"{cpu_name()}, {torch.get_num_threads()} threads"
+    if torch.cuda.is_available():
+        device = f"{torch.cuda.get_device_name()}, {device}"
+    return f"moe-nvfp4 {__version__}, torch {torch.__version__}, {device}, {date.today()}"
 
 
 def describe() -> Iterator[str]:

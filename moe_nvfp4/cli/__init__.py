@@ -7,10 +7,22 @@ import sys
 from typing import NoReturn
 
 from moe_nvfp4._version import __version__
-from moe_nvfp4.cli import calibrate, compare, env, generate, importance, info, quantize, serve, verify
+from moe_nvfp4.cli import bench, calibrate, chat, compare, env, generate, importance, info, quantize, serve, verify
 from moe_nvfp4.demo import DemoError
 
-COMMANDS = (generate, quantize, verify, importance, calibrate, info, compare, serve, env)  # as --help lists them
+COMMANDS = (
+    generate,
+    chat,
+    quantize,
+    verify,
+    importance,
+    calibrate,
+    info,
+    compare,
+    serve,
+    bench,
+    env,
+)  # as --help lists them; fmt: skip
 
 
 def main(argv: list[str] | None = None) -> int:

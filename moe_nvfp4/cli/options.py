@@ -46,6 +46,14 @@ def add_quantizing(sub: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
+def add_answering(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("--temperature", type=temperature, default=0.0, help="0 (default): the likeliest token")
+    sub.add_argument(
+        "--activations", choices=ACTIVATIONS, default=None,
+        help="bf16: W4A16; nvfp4: W4A4 (default: what the files say, else bf16)",
+    )  # fmt: skip
+
+
 def add_texts(sub: argparse.ArgumentParser, windows: int, shortest: int) -> None:
     sub.add_argument("--text", type=Path, help="a text file (default for demo: a text of its own)")
     sub.add_argument(

@@ -46,6 +46,10 @@ def add(commands: Commands) -> None:
         help="of NVFP4 files whose experts have different global scales for gate and up, which servers misread: "
         "quantize one of the two again, so that they share one",
     )  # fmt: skip
+    sub.add_argument(
+        "--verify", action="store_true",
+        help="read DST again, compare it with SRC, and write the error of each layer into DST's model card (README.md)",
+    )  # fmt: skip
     sub.add_argument("--dry-run", action="store_true", help="print the plan and the sizes, write nothing")
     sub.add_argument(
         "--workers", type=whole(1, 256), metavar="N", help="threads (default: one per core, at most 4, 8 with a GPU)"
@@ -54,12 +58,14 @@ def add(commands: Commands) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
+    from moe_nvfp4.quantize.card import write_card
     from moe_nvfp4.quantize.convert import convert_checkpoint
     from moe_nvfp4.quantize.files import open_checkpoint
     from moe_nvfp4.quantize.importance import load_importance
     from moe_nvfp4.quantize.options import Options
     from moe_nvfp4.quantize.plan import nvfp4_info
     from moe_nvfp4.quantize.report import readable_size
+    from moe_nvfp4.quantize.verify import verify_checkpoint
 
     source, recipe = folder(args.source), args.recipe or DEFAULT_RECIPE
     if args.recipe and not args.share_scales and Path(source).is_dir() and nvfp4_info(open_checkpoint(source)):
@@ -82,3 +88,9 @@ def run(args: argparse.Namespace) -> None:
     for line in report.rescaled_lines():
         say(line)
     say(f"wrote {args.destination}: {readable_size(report.bytes_after)}{experts} in {report.seconds:.1f} s{resumed}")
+    write_card(report, args.source, args.activations, None)  # complete, if verifying is interrupted
+    if args.verify:
+        verified = verify_checkpoint(args.destination, source)
+        write_card(report, args.source, args.activations, verified)
+        for line in verified.lines():
+            say(line)

@@ -21,14 +21,14 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A small bf16 checkpoint with a tokenizer made here, byte by byte."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     path = tmp_path_factory.mktemp("cli") / "bf16"
     make(qwen3_moe).save_pretrained(path)
     vocabulary = {chr(i + 32): i for i in range(95)} | {"<unk>": 95}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>").save_pretrained(path)
     (path / "NOTES.txt").write_text("kept")
     return path
@@ -72,6 +72,92 @@ def test_quantize_info_generate(folder, tmp_path, capsys):
         said = capsys.readouterr().out
         assert re.search(r"speed: +[\d.]+ tokens/s over 5 tokens", said)
         assert re.search(r"experts: [\d.]+ KB in bf16, [\d.]+ KB in NVFP4 \(3\.\d\dx smaller\)", said)
+
+
+CHAT = (
+    "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }};{% endfor %}"
+    "{% if add_generation_prompt %}a:{% endif %}"
+)
+
+
+@pytest.fixture
+def talkative(folder, tmp_path):
+    """The same checkpoint with a chat template."""
+    path = tmp_path / "talkative"
+    path.mkdir()
+    for file in folder.iterdir():
+        (path / file.name).symlink_to(file)
+    (path / "chat_template.jinja").write_text(CHAT)
+    return path
+
+
+def test_chat(talkative, monkeypatch, capsys):
+    lines = iter(["Hi there", "", "more", "/new", "Hi there", "/quit", "never asked"])
+    monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
+    run("chat", talkative, "--max-new-tokens", 6, "--system", "short", "--device", "cpu", "--recipe", "max")
+    first, second, anew = filter(None, capsys.readouterr().out.splitlines())
+    assert next(lines) == "never asked"
+    assert first == anew != second and 0 < len(first) <= 6
+
+
+def test_chat_answers_the_whole_conversation(talkative):
+    """Each reply is what the model says to all before it, with keys and values computed anew."""
+    from transformers import AutoTokenizer
+
+    from moe_nvfp4.cli.chat import Talk
+    from moe_nvfp4.integrations.huggingface import swap_experts
+
+    model, tokenizer = swap_experts(make(qwen3_moe), recipe="max").eval(), AutoTokenizer.from_pretrained(talkative)
+    talk, text, seen = Talk(model, tokenizer, "short", 0.0, 6), "s:short;", []
+    read = []  # tokens in each forward pass
+    model.register_forward_pre_hook(lambda _, args, given: read.append(given["input_ids"].shape[1]), with_kwargs=True)
+    for asked in ("Hi there", "more", "and more"):
+        inputs = tokenizer(f"{text}u:{asked};a:", return_tensors="pt")
+        prompt = inputs["input_ids"].shape[1]
+        read.clear()
+        reply = talk.ask(asked)
+        assert read[0] == prompt - len(seen), "what was seen is not read again"
+        new = model.generate(**inputs, do_sample=False, max_new_tokens=6, use_cache=False)[0, prompt:]
+        assert tokenizer.decode(new, skip_special_tokens=True) == reply
+        text, seen = f"{text}u:{asked};a:{reply};", talk.seen
+    assert len(seen) == prompt + 5, "the last token was not fed back"
+
+
+def test_chat_goes_on_after_an_interruption(talkative, monkeypatch, capsys):
+    from moe_nvfp4.cli import chat
+
+    lines = iter(["first", "second"])
+
+    def read(prompt):
+        try:
+            return next(lines)
+        except StopIteration:
+            raise EOFError from None
+
+    def interrupted(self, text):
+        if text == "first":
+            raise KeyboardInterrupt
+        print("asked", text)
+
+    monkeypatch.setattr("builtins.input", read)
+    monkeypatch.setattr(chat.Talk, "ask", interrupted)
+    run("chat", talkative, "--device", "cpu", "--recipe", "max")
+    assert re.search("forgotten.*asked second", capsys.readouterr().out, re.S)
+
+
+def test_bench(folder, capsys):
+    """Bytes, operations and speed of a row fit each other and the shape."""
+    run("bench", folder, "--shape", 64, 48, 4, 4, "--tokens", 1, 20, "--max-new-tokens", 4, "--device", "cpu")
+    said = capsys.readouterr().out
+    assert "experts H 64 I 48 E 4 top_k 4, W4A16, backend cpu" in said
+    rows = re.findall(r"^ +(\d+) +([\d.]+) +([\d.]+) +([\d.]+) +\d+% +([\d.]+) +([\d.]+)$", said, re.M)
+    assert [int(row[0]) for row in rows] == [1, 20]
+    for T, us, bandwidth, flops, bf16, speedup in (map(float, row) for row in rows):
+        assert bandwidth == pytest.approx(4 * 3 * 64 * 48 * 9 / 16 / us / 1e3, abs=0.051)  # all four experts
+        assert flops == pytest.approx(2 * 3 * 64 * 48 * 4 * T / us / 1e6, abs=0.0051)
+        assert speedup == pytest.approx(bf16 / us, abs=0.02 + 0.1 / us * bf16 / us)
+    assert re.search(r"^bf16 +[\d.]+ +\d+ ms\nNVFP4 +[\d.]+ +\d+ ms$", said, re.M)
+    assert "3 experts per token of 2 experts" in mistake(["bench", folder, "--shape", 64, 48, 2, 3], capsys)
 
 
 def test_compare(folder, tmp_path, capsys):
@@ -124,6 +210,35 @@ def test_quantize_verify_and_back(folder, tmp_path, capsys):
     assert re.search(r"model.layers.1.mlp.experts +24 +0\.0\d+ +2\d\.\d+", capsys.readouterr().out)
     run("verify", folder, expect=2)
     assert "is not an NVFP4 checkpoint" in capsys.readouterr().err
+
+
+def test_the_model_card(folder, tmp_path, capsys):
+    """The Hub's own reader finds the original's metadata and ours; figures are those that verify prints."""
+    from huggingface_hub import ModelCard
+
+    source = tmp_path / "source"
+    source.mkdir()
+    for file in folder.iterdir():
+        (source / file.name).symlink_to(file)
+    (source / "README.md").write_text("---\nlicense: apache-2.0\ntags: [chat, moe]\n---\n# Original\nIts text.\n")
+    run("quantize", source, tmp_path / "plain", "--exclude", "model.layers.0.*", "--recipe", "max")
+    run("quantize", source, tmp_path / "checked", "--verify", "--activations", "nvfp4", "--recipe", "max")
+    said = capsys.readouterr().out
+    plain, checked = (ModelCard.load(tmp_path / name / "README.md") for name in ("plain", "checked"))
+    for card in (plain, checked):
+        assert card.data.license == "apache-2.0" and card.data.tags == ["chat", "moe", "nvfp4"]
+        assert card.data.base_model_relation == "quantized" and card.data.base_model is None, "not a name on the Hub"
+        assert card.text.count("Its text.") == 1
+    assert "| not quantized: `model.layers.0.mlp.experts` | excluded |" in plain.text
+    assert "24 matrices in NVFP4, recipe `max`" in plain.text and "W4A16" in plain.text
+    assert "moe-nvfp4 verify plain --against ORIGINAL" in plain.text
+    for layer in (0, 1):
+        error, snr = re.search(rf"model.layers.{layer}.mlp.experts +24 +([\d.]+) +([\d.]+)", said).groups()
+        row = re.search(rf"\| `model.layers.{layer}.mlp.experts` \| ([\d.]+) \| ([\d.]+) \|", checked.text)
+        assert float(row[1]) == pytest.approx(float(error), abs=1e-4) and float(row[2]) == pytest.approx(
+            float(snr), abs=0.1
+        )
+    assert "W4A4" in checked.text
 
 
 def test_every_command_takes_demo_and_hub_names(folder, tmp_path, monkeypatch, capsys):

@@ -29,7 +29,7 @@ ORDER = [
     ["training"],
     ["ops"],
     ["layer", "linear"],
-    ["calibrate", "evaluate"],
+    ["bench", "calibrate", "evaluate"],
     ["__init__"],
     ["integrations"],
     ["environment"],

@@ -14,6 +14,7 @@ import sys
 import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -73,15 +74,15 @@ def _tokenizer(path):
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>").save_pretrained(path)
 
 
-def by_transformers(path, **kwargs):
+def by_transformers(path, prompts=PROMPTS, dtype=torch.float32, **kwargs):
     """The same as `generate`, by the library under transformers."""
     import moe_nvfp4.integrations.huggingface  # noqa: F401
     from tests.models import load
 
-    model = load(path, torch.float32, **kwargs)
-    ids = torch.tensor(PROMPTS)
+    model = load(path, dtype, **kwargs)
+    ids = torch.tensor(prompts)
     with torch.no_grad():
-        logprobs = model(ids).logits.log_softmax(-1)[:, :-1].gather(2, ids[:, 1:, None])[..., 0]
+        logprobs = model(ids).logits.float().log_softmax(-1)[:, :-1].gather(2, ids[:, 1:, None])[..., 0]
         model.generation_config.eos_token_id = None  # a token as any other
         tokens = model.generate(ids, max_new_tokens=NEW, do_sample=False)[:, ids.shape[1] :]
     return tokens.tolist(), logprobs.tolist()
@@ -105,6 +106,34 @@ def test_folders_of_ours(folders, one_rank):
 
 def test_bf16_experts_are_quantized_while_they_load(folders, one_rank):
     same(generate(folders / "bf16", quantization="moe_nvfp4"), one_rank, 1e-6)
+
+
+@pytest.mark.slow
+def test_the_demo_in_bf16(tmp_path):
+    """Trained weights as people run them: the two engines are no further apart than with dense experts."""
+    from transformers import AutoTokenizer
+
+    from moe_nvfp4.demo import DemoError, demo_path, demo_text
+
+    try:
+        demo = demo_path()
+    except DemoError as error:
+        pytest.skip(f"the demo model cannot be made here: {error}")
+    convert_checkpoint(demo, tmp_path / "demo", Options())
+    ids = AutoTokenizer.from_pretrained(demo)(demo_text()).input_ids
+    prompts = [ids[i : i + 24] for i in range(0, 16 * 100, 100)]
+    found = {}
+    for path in (tmp_path / "demo", demo):
+        (tokens, logprobs), other = (
+            generate(path, prompts, dtype="bfloat16"), by_transformers(path, prompts, torch.bfloat16)
+        )  # fmt: skip
+        equal = sum(a == b for a, b in zip(tokens, other[0], strict=True))
+        found[path] = equal, (torch.tensor(logprobs) - torch.tensor(other[1])).abs().mean().item()
+        print(
+            f"{path}: {equal} of {len(prompts)} continuations are equal, log-probabilities {found[path][1]:.4f} apart"
+        )
+    (equal, apart), (equal_dense, apart_dense) = found.values()
+    assert apart < 1.3 * apart_dense and equal >= equal_dense - 4
 
 
 @pytest.mark.parametrize("input_scale", [0.01, None], ids=["static scales", "dynamic scales"])
@@ -355,6 +384,11 @@ class Server:
                 time.sleep(1)
         raise TimeoutError(self.log.read_text()[-3000:])
 
+    def client(self):
+        from openai import OpenAI
+
+        return OpenAI(base_url=f"{self.url}/v1", api_key="none", timeout=120, max_retries=0)
+
     def post(self, **body):
         data = json.dumps({"temperature": 0, "max_tokens": NEW, **body}).encode()
         request = urllib.request.Request(f"{self.url}/v1/completions", data, {"Content-Type": "application/json"})
@@ -368,25 +402,25 @@ def words(tokens):
 
 @pytest.mark.parametrize("form", ["bf16", "modelopt", "compressed-tensors"])
 def test_serve(folders, form):
-    """Tokens and log-probabilities through HTTP, in a stream, and from 32 requests at once."""
+    """Tokens and log-probabilities through the openai client, in a stream, and from 32 requests at once."""
     tokens, logprobs = by_transformers(folders / ("modelopt" if form == "bf16" else form))
     with Server(folders / form, "--dtype", "float32", "--max-model-len", "64", "--enforce-eager",
                 "--served-model-name", "tiny") as server:  # fmt: skip
         assert server.wait(), server.log.read_text()[-3000:]
-        tiny = dict(model="tiny", ignore_eos=True, seed=0)
-        whole = json.loads(server.post(**tiny, prompt=PROMPTS[0], echo=True, logprobs=1))["choices"][0]
-        assert whole["text"].split() == words(PROMPTS[0] + tokens[0]).split()
-        found = torch.tensor(whole["logprobs"]["token_logprobs"][1 : len(PROMPTS[0])])
-        assert torch.allclose(found, torch.tensor(logprobs[0]), atol=1e-4, rtol=0)
+        with server.client() as client:
+            ask = partial(client.completions.create, model="tiny", temperature=0, max_tokens=NEW, seed=0,
+                          extra_body={"ignore_eos": True})  # fmt: skip
+            whole = ask(prompt=PROMPTS[0], echo=True, logprobs=1).choices[0]
+            assert whole.text.split() == words(PROMPTS[0] + tokens[0]).split()
+            found = torch.tensor(whole.logprobs.token_logprobs[1 : len(PROMPTS[0])])
+            assert torch.allclose(found, torch.tensor(logprobs[0]), atol=1e-4, rtol=0)
 
-        events = server.post(**tiny, prompt=PROMPTS[1], stream=True).split("\n\n")
-        pieces = [json.loads(e.removeprefix("data: "))["choices"][0]["text"] for e in events if e.startswith("data: {")]
-        assert "data: [DONE]" in events and len(pieces) >= NEW // 2
-        assert "".join(pieces).split() == words(tokens[1]).split()
+            pieces = [event.choices[0].text for event in ask(prompt=PROMPTS[1], stream=True)]
+            assert len(pieces) >= NEW // 2
+            assert "".join(pieces).split() == words(tokens[1]).split()
 
-        ask = lambda i: json.loads(server.post(**tiny, prompt=PROMPTS[i % 8]))["choices"][0]["text"]
-        with ThreadPoolExecutor(32) as pool:
-            answers = list(pool.map(ask, range(32)))
+            with ThreadPoolExecutor(32) as pool:
+                answers = list(pool.map(lambda i: ask(prompt=PROMPTS[i % 8]).choices[0].text, range(32)))
         for i, answer in enumerate(answers):
             assert answer.split() == words(tokens[i % 8]).split(), i
         if form == "modelopt":

@@ -17,18 +17,18 @@ PROMPTS = [[(7 * i * i + 3 * j + j * j * i) % 90 + 3 for j in range(24)] for i i
 NEW = 12
 
 
-def generate(folder, **options):
-    """Of vLLM: (greedy tokens [prompts][NEW], log-probabilities of the prompts' tokens [prompts][23])."""
+def generate(folder, prompts=PROMPTS, **options):
+    """Of vLLM: (greedy tokens [prompts][NEW], log-probabilities of the prompts' tokens but the first)."""
     from vllm import LLM, SamplingParams
 
     llm = LLM(str(folder), **{"dtype": "float32", "max_model_len": 64, "enforce_eager": True, "seed": 0,
                               "skip_tokenizer_init": True} | options)  # fmt: skip
     sampling = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True, prompt_logprobs=0, detokenize=False)
-    outputs = llm.generate([{"prompt_token_ids": p} for p in PROMPTS], sampling, use_tqdm=False)
+    outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], sampling, use_tqdm=False)
     tokens = [list(output.outputs[0].token_ids) for output in outputs]
     logprobs = [
         [step[token].logprob for step, token in zip(output.prompt_logprobs[1:], prompt[1:], strict=True)]
-        for output, prompt in zip(outputs, PROMPTS, strict=True)
+        for output, prompt in zip(outputs, prompts, strict=True)
     ]
     llm.llm_engine.engine_core.shutdown()
     return tokens, logprobs

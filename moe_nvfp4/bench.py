@@ -1,0 +1,160 @@
+"""Time a layer of 4-bit experts beside transformers' bf16 experts, and what this machine could do at best.
+
+Every timed call finds its weights in memory, not in a cache. On a GPU it is the replay of a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+
+from moe_nvfp4.layer import NVFP4Experts
+
+Call = Callable[[], Any]
+
+
+class Shape(NamedTuple):
+    """A layer of SwiGLU experts."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_experts: int
+    top_k: int
+
+
+class Roof(NamedTuple):
+    """What a machine reads in bytes/s and computes in bf16 in FLOP/s, at best."""
+
+    bandwidth: float
+    flops: float
+
+
+class Row(NamedTuple):
+    """One number of tokens: seconds of a layer with 4-bit weights and with bf16 ones; bytes that the 4-bit one must
+    read, FLOPs of both, and the least seconds that these can take under the roof."""
+
+    tokens: int
+    nvfp4: float
+    bf16: float
+    bytes: float
+    flops: float
+    least: float
+
+
+class CpuClock:
+    """Median seconds of a call, after the caches were filled with something else."""
+
+    def __init__(self, repeats: int = 7) -> None:
+        self.repeats, self.other = repeats, torch.ones(1 << 25, dtype=torch.int64)
+
+    def __call__(self, call: Call) -> float:
+        times = []
+        for _ in range(1 + self.repeats):
+            self.other.sum()
+            start = time.perf_counter()
+            call()
+            times.append(time.perf_counter() - start)
+        return median(times[1:])
+
+
+class CudaClock:
+    """Median seconds of the replay of a captured call.
+
+    Before each, L2 is filled by writing, so that nothing of the call is in it, and then by reading, so that no dirty
+    lines are left for the next kernel to wait for. A rest and a few replays that don't count come first: right after
+    large batches, at the GPU's power limit, small ones take up to a fifth longer.
+    """
+
+    WARM_UP, REST = 5, 0.3  # replays, seconds
+
+    def __init__(self, repeats: int = 15) -> None:
+        self.repeats = repeats
+        self.dirty = torch.empty(1 << 26, dtype=torch.int32, device="cuda")
+        self.clean = torch.ones(1 << 27, device="cuda")
+
+    def __call__(self, call: Call) -> float:
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())  # where the inputs are made
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                call()
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=stream):
+                call()
+            torch.cuda.synchronize()
+            time.sleep(self.REST)
+            times = [self._replay(graph) for _ in range(self.WARM_UP + self.repeats)]
+        return median(times[self.WARM_UP :])
+
+    def _replay(self, graph: torch.cuda.CUDAGraph) -> float:
+        self.dirty.fill_(1)
+        self.clean.sum()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        return float(start.elapsed_time(end)) / 1e3
+
+
+Clock = CpuClock | CudaClock
+
+
+def measure_roof(clock: Clock, device: torch.device) -> Roof:
+    """Reading a large tensor, and a matrix product in bf16, of this machine."""
+    gpu = device.type == "cuda"
+    numbers = torch.ones(1 << (28 if gpu else 26), dtype=torch.int64, device=device)
+    N = 8192 if gpu else 2048
+    a, b = (torch.randn(N, N, device=device).bfloat16() for _ in range(2))
+    return Roof(numbers.nbytes / clock(lambda: numbers.sum()), 2 * N**3 / clock(lambda: a @ b))
+
+
+def random_experts(shape: Shape, device: torch.device, activations: str = "bf16") -> NVFP4Experts:
+    """Any codes, block scales of usual size, equal global scales."""
+    H, I, E, _ = shape
+    layer = NVFP4Experts(E, H, I, activations=activations, device=device)
+    for name, parameter in layer.named_parameters():
+        if parameter.dtype == torch.float32:
+            parameter.data.fill_(1e-2)
+        else:
+            parameter.data.random_(40, 72) if name.endswith("_sf") else parameter.data.random_(0, 256)
+    layer.prepare()
+    return layer
+
+
+def dense_experts(shape: Shape, device: torch.device) -> torch.nn.Module:
+    """transformers' experts in bf16, by grouped matrix products."""
+    from transformers import Qwen3MoeConfig
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+    H, I, E, top_k = shape
+    config = Qwen3MoeConfig(hidden_size=H, moe_intermediate_size=I, num_experts=E, num_experts_per_tok=top_k)
+    config._experts_implementation = "grouped_mm"
+    with torch.device("meta"):
+        layer = Qwen3MoeExperts(config)
+    layer = layer.bfloat16().to_empty(device=device)
+    for parameter in layer.parameters():
+        parameter.data.normal_(std=0.02)
+    return layer
+
+
+@torch.inference_mode()
+def time_layer(
+    ours: NVFP4Experts, theirs: torch.nn.Module, shape: Shape, tokens: Sequence[int], clock: Clock, roof: Roof
+) -> Iterator[Row]:
+    """One row for each number of tokens; every expert is equally likely."""
+    H, I, E, top_k = shape
+    device = next(theirs.parameters()).device
+    for T in tokens:
+        torch.manual_seed(T)
+        scores, ids = torch.rand(T, E, device=device).topk(top_k)
+        batch = torch.randn(T, H, device=device).bfloat16(), ids, scores
+        size, flops = ids.unique().numel() * 3 * H * I * 9 / 16, 6.0 * H * I * T * top_k
+        nvfp4, bf16 = (clock(partial(layer, *batch)) for layer in (ours, theirs))
+        yield Row(T, nvfp4, bf16, size, flops, max(size / roof.bandwidth, flops / roof.flops))

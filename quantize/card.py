@@ -1,0 +1,81 @@
+"""The model card of a quantized folder: README.md, as the Hugging Face Hub reads it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from moe_nvfp4._version import __version__
+from moe_nvfp4.quantize.report import ConversionReport, readable_size
+from moe_nvfp4.quantize.verify import VerificationReport
+
+HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
+
+CARD = """
+# {name}
+
+{source} with NVFP4 experts, made by moe-nvfp4 {version}.
+
+| | |
+|---|---|
+{rows}
+
+## Use
+
+```
+pip install moe-nvfp4
+moe-nvfp4 chat {name}
+moe-nvfp4 serve {name}      # an OpenAI endpoint
+```
+
+```python
+import moe_nvfp4.integrations.huggingface
+from transformers import AutoModelForCausalLM
+
+model = AutoModelForCausalLM.from_pretrained("{name}", dtype="auto")
+```
+
+## Error of the weights
+
+{errors}
+"""
+
+
+def write_card(report: ConversionReport, source: str, activations: str, verified: VerificationReport | None) -> Path:
+    """README.md of `report.destination`; the original's metadata and text stay, around and below what is new.
+
+    source    of the conversion, as the user named it
+    verified  what `verify_checkpoint(destination, source)` found, if it was asked
+    """
+    import yaml
+    from huggingface_hub import ModelCard
+
+    card, before = report.destination / "README.md", report.source / "README.md"
+    original = ModelCard(before.read_text("utf-8") if before.is_file() else "", ignore_metadata_errors=True)
+    data = original.data.to_dict() | {"base_model_relation": "quantized"}
+    data["tags"] = [*dict.fromkeys([*(data.get("tags") or []), "nvfp4", "moe"])]
+    if HUB_NAME.fullmatch(source) and not Path(source).exists():
+        data["base_model"] = source
+    rows = {
+        "experts": f"{report.quantized} matrices in NVFP4, recipe `{report.recipe}`" if report.quantized else
+                   f"{report.carried} NVFP4 matrices of the original, the same codes and block scales",
+        "activations": "bf16 (W4A16)" if activations == "bf16" else "NVFP4 (W4A4)",
+        "size": f"{readable_size(report.bytes_after)}, of {readable_size(report.bytes_before)}",
+    } | {f"not quantized: `{name}`": why for name, why in report.skipped.items()}  # fmt: skip
+    text = CARD.format(
+        name=report.destination.name, source=Path(source).name if Path(source).exists() else source,
+        version=__version__, rows="\n".join(f"| {what} | {value} |" for what, value in rows.items()),
+        errors=_errors(report.destination.name, verified),
+    )  # fmt: skip
+    if original.text.strip():
+        text += f"\n---\n\nThe card of the original model:\n\n{original.text.strip()}\n"
+    card.write_text(f"---\n{yaml.safe_dump(data, sort_keys=False, allow_unicode=True)}---\n{text}", "utf-8")
+    return card
+
+
+def _errors(name: str, verified: VerificationReport | None) -> str:
+    if verified is None or not verified.layers:
+        return f"`moe-nvfp4 verify {name} --against ORIGINAL` measures it, layer by layer."
+    lines = ["| layer | relative error | SNR (dB) |", "|---|--:|--:|"]
+    lines += [f"| `{layer}` | {sums.relative:.4f} | {sums.snr:.1f} |" for layer, sums in verified.layers.items()]
+    return "\n".join(["Of all weights of a layer against the original's, by `moe-nvfp4 verify`:", "", *lines])
