@@ -14,6 +14,7 @@ from moe_nvfp4.format import dequantize, pad_k
 from moe_nvfp4.quantize.dialects import Dialect
 from moe_nvfp4.quantize.files import TORCH_DTYPES, TensorSlice
 from moe_nvfp4.quantize.layouts import ErrorSums, Matrix
+from moe_nvfp4.quantize.layouts.base import split_rows
 from moe_nvfp4.quantize.layouts.nvfp4 import NVFP4Stack
 from moe_nvfp4.quantize.names import gate_of, up_of
 from moe_nvfp4.quantize.options import Options
@@ -297,8 +298,7 @@ def bias_jobs(name: str, stored: TensorSlice, stems: list[str], interleaved: boo
         def run(write: Write) -> None:
             width = stored.size // E
             row = stored.read(e * width, width).view(TORCH_DTYPES[stored.dtype])
-            pieces = [row[i::parts] for i in range(parts)] if interleaved else row.chunk(parts)
-            for new_name, piece in zip(names, pieces, strict=True):
+            for new_name, piece in zip(names, split_rows(row, parts, interleaved), strict=True):
                 write(new_name, piece, 0)
 
         outputs = {new_name: (stored.dtype, (n // parts,)) for new_name in names}

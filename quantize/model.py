@@ -43,10 +43,11 @@ class _Experts:
 class ModelTensors:
     """The tensors of a transformers model, on any device, and how the names of files become theirs.
 
-    as_saved: the model is what the files' config.json says, and not a class or a size that its user chose.
+    conversions  transformers' renamings and converters to load it with; default: those of its class
+    as_saved     the model is what the files' config.json says, and not a class or a size that its user chose
     """
 
-    def __init__(self, model: nn.Module, as_saved: bool = False):
+    def __init__(self, model: nn.Module, conversions: list | None = None, as_saved: bool = False):
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter
 
@@ -57,7 +58,8 @@ class ModelTensors:
         self._counts = expert_counts(whole.config.to_dict())
         self._prefix: str = whole.base_model_prefix
         # Asking a conversion for a name marks it as used, so copies are asked.
-        conversions = [copy.copy(c) for c in get_model_conversion_mapping(whole, add_legacy=True)]
+        known = get_model_conversion_mapping(whole, add_legacy=True) if conversions is None else conversions
+        conversions = [copy.copy(c) for c in known]
         self._converters = [c for c in conversions if isinstance(c, WeightConverter)]
         self._renamings = [c for c in conversions if not isinstance(c, WeightConverter)]
         self._tied = dict(getattr(model, "all_tied_weights_keys", None) or {})
@@ -108,6 +110,10 @@ class ModelTensors:
         from transformers.core_model_loading import rename_source_key
 
         return str(rename_source_key(name, self._renamings, self._converters if converted else [])[0])
+
+    def reached(self, names: Iterable[str]) -> set[str]:
+        """The tensors of the model that files with tensors of these names have."""
+        return {place for name in names for place in self._all_places(*self.place(name))}
 
     def ignores(self, name: str) -> bool:
         """Whether `name` in the files is of no use to the model, on purpose."""

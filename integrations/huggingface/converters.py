@@ -7,8 +7,8 @@ Files hold one tensor per expert and projection, here with ModelOpt's names (qua
     ...experts.3.gate_proj.weight_scale_2  F32     global_scale
     ...experts.3.gate_proj.input_scale     F32     static activation scale, optional
 
-or, written by ModelOpt, stacks of all experts: for Llama 4 and gpt-oss with one scale (`TransposedStack`), for Step-3 a
-stack for each projection (`_stacks_by_projection`).
+or, written by ModelOpt, stacks of all experts, transposed or for each projection: quantize/layouts/nvfp4.py has the
+names of all of them (`parameters`).
 A family that stores its bf16 experts one by one keeps its own names (Mixtral: w1, w3, w2); for the
 others gate_proj, up_proj, down_proj are used. Modules hold all experts of a layer stacked. A
 `Conversions` builds the converters for both directions, and for quantizing bf16 checkpoints on
@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +40,7 @@ from moe_nvfp4.integrations.huggingface.operations import (
 )
 from moe_nvfp4.quantize.dialects import MODELOPT, Dialect
 from moe_nvfp4.quantize.importance import Importance
-from moe_nvfp4.quantize.layouts import ExpertLayout
+from moe_nvfp4.quantize.layouts import ExpertLayout, nvfp4
 from moe_nvfp4.quantize.names import PRE_QUANT_SCALE
 from moe_nvfp4.quantize.recipes import quantize_expert
 
@@ -160,7 +161,6 @@ class Conversions:
     importance     of the recipe "weighted"
     dialect        of the files, those that are loaded and those that are saved
     layout         how the 4-bit files keep experts; they are always saved one by one
-    files          the converters that read 4-bit files
     stored         reciprocals of global scales as they were read, by parameter (`ScalePerExpert`): two of them may have
                    the same reciprocal, and saving writes the one that was there
     """
@@ -178,7 +178,6 @@ class Conversions:
         self.experts, self.excluded = experts, frozenset(excluded)
         self.recipe, self.pre_quantized, self.importance = recipe, pre_quantized, importance
         self.dialect, self.layout = dialect, layout
-        self.files: list[ExpertsConverter] = []
         self.stored: dict[str, Tensor] = {}
         self._saved: list[ExpertsConverter] = []
         self._dense: list[WeightConverter] = []  # for experts that are dense
@@ -197,7 +196,8 @@ class Conversions:
                 sources, target = c._original_source_patterns, c._original_target_patterns[0]
                 # Where codes have another name than dense weights, converters of their own are for those.
                 apart = self.dialect.weight != "weight"
-                self._saved += self._one_by_one(sources, target, names, c, only=apart)
+                stems = [source.removesuffix(".weight") for source in sources]
+                self._saved += self._files(ExpertLayout.ONE_BY_ONE, stems, target, c, only=apart)
                 if apart and not self.pre_quantized:
                     extra.append(self._converter(sources, target, _merge(sources), c))
                 if apart:  # for experts that were left alone, and for those of multi-token prediction
@@ -215,17 +215,15 @@ class Conversions:
             for name in (experts.up_name, "down_proj"):
                 if f"{module_name}.{name}" not in covered:
                     covered |= {f"{m}.{name}" for m in self.experts if f".{m}".endswith(f".{suffix}")}
-                    self._saved += self._own_files(suffix, name, experts)
+                    self._saved += self._own_files(suffix, name)
                     if not self.pre_quantized:
                         extra += self._stacked_sources(suffix, name, experts, extra)
-        self.files = self._saved
+        files = self._saved
         if self.layout is ExpertLayout.PROJECTION_FIRST:
-            self.files = [_projection_first(c) for c in self._saved]
-        elif self.layout is ExpertLayout.STACKED_TRANSPOSED:
-            self.files = self._transposed_stacks()
-        elif self.layout is ExpertLayout.STACKED_BY_PROJECTION:
-            self.files = self._stacks_by_projection()
-        return self.files + extra + kept
+            files = [_projection_first(c) for c in self._saved]
+        elif self.layout in (ExpertLayout.STACKED_TRANSPOSED, ExpertLayout.STACKED_BY_PROJECTION):
+            files = self._stacks()
+        return files + extra + kept
 
     def for_saving(self, used: list) -> list:
         """The conversions whose reverse writes files, from those `used` while loading."""
@@ -268,81 +266,46 @@ class Conversions:
             c.force_cpu = like.force_cpu
         return c
 
-    def _one_by_one(self, sources, target, names, like=None, only=False) -> list[ExpertsConverter]:
-        """Converters between the tensors of 4-bit files and a module's parameters."""
-        merge = _merge(sources)
-        as_bytes = ViewDtype(torch.uint8, torch.float8_e4m3fn)
-        before, dot, name = target.rpartition(".")
-        stem = before + dot
-        projections = ["gate_proj", "up_proj"] if len(sources) == 2 else [name]
-        suffix = lambda last: [s.removesuffix("weight") + last for s in sources]
-        d, scale = self.dialect, [ScalePerExpert(self.dialect, self.stored)]
-        files = [
-            self._converter(suffix(d.weight), target, merge, like, only),
-            self._converter(suffix(d.sf), f"{target}_sf", [as_bytes, *merge], like, only),
-        ]
-        for source, projection in zip(suffix(d.global_scale), projections, strict=True):
-            files.append(self._converter([source], f"{stem}{projection}_global_scale", scale, like, only))
-        for last, kind, operation in (
-            (d.input_scale, "input_scale", scale[0]), (PRE_QUANT_SCALE, PRE_QUANT_SCALE, PreQuantScalePerExpert(0))
-        ):  # fmt: skip
-            shared = f"{projections[-1]}_{kind}"
-            if any(n.rpartition(".")[0] in self.experts and self._has(n, shared) for n in names):
-                files.append(self._converter(suffix(last), stem + shared, [operation], like, only))
-        return files
+    def _files(
+        self, layout: ExpertLayout, stems: list[str], target: str, like: Any = None, only: bool = False
+    ) -> list[ExpertsConverter]:
+        """Converters between the tensors of 4-bit files and the parameter `target` of modules, with those beside it."""
+        suffix = target.rpartition(".")[0].replace("\\", "")
+        modules = [experts for name, experts in self.experts.items() if f".{name}".endswith(suffix)]
+        found = []
+        for source in nvfp4.parameters(layout, self.dialect, stems, target):
+            own = source.parameters[-1].rpartition(".")[2]
+            if any(own in experts._parameters for experts in modules):
+                operations = self._operations(layout, source)
+                found.append(self._converter(source.tensors, list(source.parameters), operations, like, only))
+        return found
 
-    def _has(self, param_name: str, sibling: str) -> bool:
-        return sibling in self.experts[param_name.rpartition(".")[0]]._parameters
+    def _operations(self, layout: ExpertLayout, source: nvfp4.ParameterSource) -> list[ConversionOps]:
+        as_bytes = [ViewDtype(torch.uint8, torch.float8_e4m3fn)] if source.kind == "sf" else []
+        if layout is ExpertLayout.STACKED_TRANSPOSED:
+            return [*as_bytes, TransposedStack(self.experts)]
+        if source.kind in ("global_scale", "input_scale"):
+            return [ScalePerExpert(self.dialect, self.stored)]
+        if source.kind == PRE_QUANT_SCALE:
+            return [PreQuantScalePerExpert(0)]
+        if layout is ExpertLayout.STACKED_BY_PROJECTION:
+            return [*as_bytes, Concatenate(1) if len(source.tensors) == 2 else Stacked()]
+        return [*as_bytes, *_merge(source.tensors)]
 
-    def _own_files(self, suffix: str, name: str, experts: HFExperts) -> list[ExpertsConverter]:
-        """The same with ModelOpt's names, for families whose own files are stacked."""
+    def _own_files(self, suffix: str, name: str) -> list[ExpertsConverter]:
+        """With ModelOpt's names, for families whose own files are stacked."""
         parts = ("gate_proj", "up_proj") if name == "gate_up_proj" else (name,)
-        names = {f"{m}.{name}" for m in self.experts if f".{m}".endswith(f".{suffix}")}
-        sources = [f"{suffix}.*.{p}.weight" for p in parts]
-        files = self._one_by_one(sources, f"{suffix}.{name}", names, only=True)
-        if experts.layout.bias is not None:
-            biases = [f"{suffix}.*.{p}.bias" for p in parts]
-            files.append(self._converter(biases, f"{suffix}.{name}_bias", _merge(biases), only=True))
-        return files
+        stems = [f"{suffix}.*.{part}" for part in parts]
+        return self._files(ExpertLayout.ONE_BY_ONE, stems, f"{suffix}.{name}", only=True)
 
-    def _transposed_stacks(self) -> list[ExpertsConverter]:
-        files = []
-        stack, as_bytes = TransposedStack(self.experts), ViewDtype(torch.uint8, torch.float8_e4m3fn)
+    def _stacks(self) -> list[ExpertsConverter]:
+        """For files with stacks of all experts."""
+        found = []
         for suffix, experts in {_suffix(m): e for m, e in self.experts.items()}.items():
             for name in (experts.up_name, "down_proj"):
-                stem, parts = f"{suffix}.{name}", ["gate_proj", "up_proj"] if name == "gate_up_proj" else [name]
-                files += [
-                    self._converter([stem], stem, [stack], only=True),
-                    self._converter([f"{stem}_weight_scale"], f"{stem}_sf", [as_bytes, stack], only=True),
-                ]
-                scales = [f"{suffix}.{part}_global_scale" for part in parts]
-                files.append(self._converter([f"{stem}_weight_scale_2"], scales, [stack], only=True))
-                if f"{parts[-1]}_input_scale" in experts._parameters:
-                    target = f"{suffix}.{parts[-1]}_input_scale"
-                    files.append(self._converter([f"{stem}_input_scale"], target, [stack], only=True))
-                if experts.layout.bias is not None:
-                    files.append(self._converter([f"{stem}_bias"], f"{stem}_bias", [stack], only=True))
-        return files
-
-    def _stacks_by_projection(self) -> list[ExpertsConverter]:
-        """Stacks [E, out, in/2] for each projection, next to scales [E]: `moe.gate_proj.weight`, ..."""
-        files, as_bytes = [], ViewDtype(torch.uint8, torch.float8_e4m3fn)
-        scale = [ScalePerExpert(self.dialect, self.stored)]
-        for suffix, experts in {_suffix(m): e for m, e in self.experts.items()}.items():
-            for name, parts in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",))):
-                target, d = f"{suffix}.{name}", self.dialect
-                sources = lambda last, parts=parts: [f"moe.{part}.{last}" for part in parts]
-                join = [Concatenate(1)] if len(parts) == 2 else [Stacked()]
-                # transformers renames the dense weight of down_proj before it asks a converter
-                codes = sources(d.weight) if len(parts) == 2 else [target]
-                files.append(self._converter(codes, target, join))
-                files.append(self._converter(sources(d.sf), f"{target}_sf", [as_bytes, *join]))
-                for source, part in zip(sources(d.global_scale), parts, strict=True):
-                    files.append(self._converter([source], f"{suffix}.{part}_global_scale", scale))
-                if f"{parts[-1]}_input_scale" in experts._parameters:
-                    target = f"{suffix}.{parts[-1]}_input_scale"
-                    files.append(self._converter(sources(d.input_scale), target, scale))
-        return files
+                only = self.layout is ExpertLayout.STACKED_TRANSPOSED
+                found += self._files(self.layout, [], f"{suffix}.{name}", only=only)
+        return found
 
     def _stacked_sources(self, suffix, name, experts, extra) -> list[ExpertsConverter]:
         """Converters for bf16 files with all experts in one tensor."""

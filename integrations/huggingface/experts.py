@@ -23,6 +23,8 @@ from transformers.utils import logging
 from moe_nvfp4.format import dequantize
 from moe_nvfp4.integrations.huggingface.config import MoeNvfp4Config, names_experts
 from moe_nvfp4.layer import NVFP4Experts
+from moe_nvfp4.quantize.layouts import dbrx
+from moe_nvfp4.quantize.layouts.base import split_rows
 from moe_nvfp4.weights import Gate
 
 logger = logging.get_logger(__name__)
@@ -58,7 +60,7 @@ class ModuleLayout:
         if tensor.dim() == 2 and self.transposed:
             tensor = tensor.T
         if self.interleaved and name.startswith("gate_up_proj"):
-            tensor = torch.cat([tensor[0::2], tensor[1::2]])
+            tensor = torch.cat(split_rows(tensor, 2, interleaved=True))
         return tensor
 
     def stored(self, name: str, tensor: Tensor) -> Tensor:
@@ -145,8 +147,7 @@ LAYOUTS: dict[str, Callable[[nn.Module], ModuleLayout]] = {
 def dense_experts(module: nn.Module, layout: ModuleLayout) -> Iterator[tuple[Tensor, Tensor]]:
     """(w13 [N13, H], w2 [H, I]) of one expert after the other, rows [gate; up], no copies kept."""
     if hasattr(module, "mlp"):  # DBRX: [E * I, H] each; w2 is already [in, out] per expert
-        w1, v1, w2 = (p.view(layout.num_experts, -1, layout.hidden_size) for p in
-                      (module.mlp.w1, module.mlp.v1, module.mlp.w2))  # fmt: skip
+        w1, v1, w2 = (dbrx.by_expert(p, layout.num_experts) for p in (module.mlp.w1, module.mlp.v1, module.mlp.w2))
         for e in range(layout.num_experts):
             yield torch.cat([w1[e], v1[e]]), w2[e].T
         return
@@ -333,8 +334,8 @@ class HFExperts(NVFP4Experts):
             pairs = zip((w13, w2), self.pre_quant_scales, strict=True)
             w13, w2 = (w if s is None else w * s[e].float() for w, s in pairs)
             if hasattr(dense, "mlp"):  # DBRX
-                w1, v1, down = (w.data.view(self.num_experts, -1, self.hidden_size) for w in
-                                (dense.mlp.w1, dense.mlp.v1, dense.mlp.w2))  # fmt: skip
+                mlp = dense.mlp
+                w1, v1, down = (dbrx.by_expert(p.data, self.num_experts) for p in (mlp.w1, mlp.v1, mlp.w2))
                 w1[e], v1[e], down[e] = *w13.chunk(2), w2.T
                 continue
             getattr(dense, self.up_name).data[e] = layout.stored(self.up_name, w13)

@@ -111,6 +111,16 @@ def read_layout(source: Source, model: nn.Module, experts: Iterable[str]) -> Che
     return found
 
 
+def check_reached(source: Source, model: nn.Module, conversions: list, parameters: Iterable[str]) -> None:
+    """ValueError where `conversions` bring nothing to one of `parameters`: transformers would make it up."""
+    tensors = (name for name in source.checkpoint.tensors if not OTHER_EXPERT.search(name))
+    if missing := sorted(set(parameters) - ModelTensors(model, conversions).reached(tensors)):
+        raise ValueError(
+            f"nothing in the checkpoint gives {missing[0]}: its tensors are named in a way that is not known for "
+            f"{type(model).__name__}; use the original checkpoint, or the tool that wrote this one"
+        )
+
+
 def _weights(files: nvfp4.NVFP4Files) -> Iterator[tuple[str, ExpertLayout]]:
     """(name in a dense checkpoint, layout) of every weight, of expert 0 only. Linears are as experts one by one."""
     for new, matrix in files.matrices.items():

@@ -8,6 +8,8 @@ from transformers.core_model_loading import ConversionOps, MergeModulelist, Spli
 
 from moe_nvfp4.integrations.huggingface.experts import HFExperts
 from moe_nvfp4.quantize.dialects import Dialect
+from moe_nvfp4.quantize.layouts import dbrx
+from moe_nvfp4.quantize.layouts.base import split_rows
 
 
 class ViewDtype(ConversionOps):
@@ -138,7 +140,7 @@ class TransposedStack(ConversionOps):
         if tensor.dim() == 3:
             tensor = tensor.transpose(1, 2)
         if experts.layout.interleaved and "gate_up_proj" in target_patterns[0]:
-            tensor = torch.cat([tensor[:, 0::2], tensor[:, 1::2]], dim=1)
+            tensor = torch.cat(split_rows(tensor, 2, interleaved=True, dim=1), dim=1)
         return {target_patterns[0]: tensor.contiguous()}
 
     @property
@@ -167,6 +169,4 @@ class DbrxStack(ConversionOps):
     def convert(self, input_dict, source_patterns, target_patterns, **kwargs):
         parts = [input_dict[p] for p in source_patterns]
         parts = [p[0] if isinstance(p, list) else p for p in parts]
-        parts = [p.view(self.num_experts, -1, p.shape[-1]) for p in parts]
-        stacked = torch.cat(parts, dim=1) if len(parts) == 2 else parts[0].transpose(1, 2)
-        return {target_patterns[0]: stacked}
+        return {target_patterns[0]: dbrx.parameters(parts, self.num_experts)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +30,7 @@ from moe_nvfp4.integrations.huggingface.files import (
     CheckpointLayout,
     MtpTensors,
     check_dense,
+    check_reached,
     is_nvfp4,
     mtp_tensors,
     open_files,
@@ -38,7 +40,7 @@ from moe_nvfp4.integrations.huggingface.linears import FP8Experts, LinearConvert
 from moe_nvfp4.linear import NVFP4Linear
 from moe_nvfp4.quantize.dialects import DIALECTS
 from moe_nvfp4.quantize.importance import Importance, load_importance
-from moe_nvfp4.quantize.layouts import ExpertLayout
+from moe_nvfp4.quantize.layouts import ExpertLayout, Source
 from moe_nvfp4.quantize.names import KV_SCALE, PER_EXPERT, PRE_QUANT_SCALE, ignore_patterns
 from moe_nvfp4.quantize.recipes import CALIBRATED_RECIPES
 from moe_nvfp4.weights import check_block_scales, check_global_scale
@@ -50,11 +52,13 @@ logger = logging.get_logger(__name__)
 class LoadPlan:
     """What is known before a byte of a checkpoint is read.
 
+    source  the files
     model   with empty 4-bit modules in their places, on meta
     found   what the files hold
     dtypes  of its parameters, by name
     """
 
+    source: Source
     model: nn.Module
     found: CheckpointLayout
     dtypes: dict[str, torch.dtype]
@@ -120,7 +124,7 @@ class MoeNvfp4Quantizer(HfQuantizer):
             raise ValueError(f"the files name experts in several ways ({ways}), one is expected")
         self.attach(model, experts, [n for n, _, layout in modules if layout is None], *layouts)
         set_implementation(model, loading=True)
-        self._plan = LoadPlan(model, found, {name: p.dtype for name, p in model.named_parameters()})
+        self._plan = LoadPlan(source, model, found, {name: p.dtype for name, p in model.named_parameters()})
         _report(model, found)
 
     def _empty_experts(self, module: nn.Module, layout: ModuleLayout, pre_quant_scale: bool) -> HFExperts:
@@ -156,13 +160,24 @@ class MoeNvfp4Quantizer(HfQuantizer):
         config.ignore = sorted({*config.ignore, *theirs})
 
     def update_weight_conversions(self, weight_conversions, model=None):
-        found, model = self._plan.found, self._plan.model  # transformers 5.17 does not pass the model
+        source, found, model = (
+            self._plan.source,
+            self._plan.found,
+            self._plan.model,
+        )  # transformers 5.17 does not pass the model
         conversions = self.conversions.build(weight_conversions)
         conversions = [self.linears, *conversions] if self.linears else conversions
         if found.fp8:
             dense = next(m for n, m in model.named_modules() if found.experts.get(n) is ExpertLayout.FP8)
             conversions = [FP8Experts(found.fp8, hasattr(dense, "gate_up_proj")), *conversions]
+        if source.checkpoint.tensors:
+            names = {f"{m}.{p}" for m, e in self.conversions.experts.items() for p in self._read(e)}
+            check_reached(source, model, conversions, names)
         return conversions
+
+    def _read(self, experts: HFExperts) -> Iterable[str]:
+        """The parameters of `experts` that come from files: 4-bit ones all do, else the scales are made."""
+        return experts._parameters if self.pre_quantized else (experts.up_name, "down_proj")
 
     def param_needs_quantization(self, model, param_name, **kwargs):
         module, _, name = param_name.rpartition(".")

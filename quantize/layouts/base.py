@@ -168,6 +168,11 @@ def check_experts(
                              "checkpoint again")  # fmt: skip
 
 
+def split_rows(rows: Tensor, parts: int, interleaved: bool, dim: int = 0) -> tuple[Tensor, ...]:
+    """Rows of gate and up together, parts * n along `dim` -> those of each: they alternate, or gate's come first."""
+    return rows.unflatten(dim, (-1, parts)).unbind(dim + 1) if interleaved else rows.chunk(parts, dim)
+
+
 def need(condition: bool, name: str, stored: TensorSlice, expected: str) -> None:
     """ValueError unless `condition`: tensor `name` has another shape than is `expected`."""
     if not condition:

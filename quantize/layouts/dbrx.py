@@ -7,11 +7,25 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from moe_nvfp4.quantize.files import TensorSlice
 from moe_nvfp4.quantize.layouts.base import Experts, Matrix, Source, need, row_major, slice_view
 
 NAME = re.compile(r"(?P<module>(?:.+\.)?experts)\.mlp\.(?P<part>w1|v1|w2)")
 PARTS = {"w1": "gate_proj", "v1": "up_proj", "w2": "down_proj"}
+
+
+def by_expert(matrix: Tensor, num_experts: int) -> Tensor:
+    """[E * I, H] -> the same memory as [E, I, H]"""
+    return matrix.view(num_experts, -1, matrix.shape[-1])
+
+
+def parameters(matrices: list[Tensor], num_experts: int) -> Tensor:
+    """[w1, v1] -> gate and up [E, 2I, H], or [w2] -> down [E, H, I]"""
+    parts = [by_expert(matrix, num_experts) for matrix in matrices]
+    return torch.cat(parts, dim=1) if len(parts) == 2 else parts[0].transpose(1, 2)
 
 
 def recognise(source: Source, left: Mapping[str, TensorSlice]) -> Iterator[Experts]:

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from operator import itemgetter
 
 from torch import Tensor
 
 from moe_nvfp4.quantize.files import TensorSlice
-from moe_nvfp4.quantize.layouts.base import Experts, Matrix, Source, need, row_major, slice_view
+from moe_nvfp4.quantize.layouts.base import Experts, Matrix, Source, need, row_major, slice_view, split_rows
 from moe_nvfp4.quantize.names import DENSE
 
 
@@ -113,22 +112,19 @@ def _together(
     need(down.shape == ((E, I, H) if transposed else (E, H, I)), down_name, down, f"E {E}, I {I}, H {H}")
     for e in range(E):
         for i, part in enumerate(("gate_proj", "up_proj")):
-            rows = slice(i, None, 2) if stack.interleaved else slice(i * I, (i + 1) * I)
-            if transposed:
-                matrix = slice_view(up, e, (H, 2 * I), partial(_columns, rows), 2)
-            elif stack.interleaved:
-                matrix = slice_view(up, e, (2 * I, H), itemgetter(rows), 2)
+            if transposed or stack.interleaved:  # rows that are not in one piece
+                shape = (H, 2 * I) if transposed else (2 * I, H)
+                view = partial(_gate_or_up, i, transposed, stack.interleaved)
+                found[f"{module}.{e}.{part}"] = slice_view(up, e, shape, view, 2)
             else:
-                matrix = row_major(up, I, H, (2 * e + i) * I)
-            found[f"{module}.{e}.{part}"] = matrix
+                found[f"{module}.{e}.{part}"] = row_major(up, I, H, (2 * e + i) * I)
         matrix = slice_view(down, e, (I, H), lambda t: t.T, 1) if transposed else row_major(down, H, I, e * H)
         found[f"{module}.{e}.down_proj"] = matrix
     return found
 
 
-def _columns(columns: slice, matrix: Tensor) -> Tensor:
-    """Some columns of a matrix [in, out], as rows [out', in]."""
-    return matrix[:, columns].T
+def _gate_or_up(part: int, transposed: bool, interleaved: bool, both: Tensor) -> Tensor:
+    return split_rows(both.T if transposed else both, 2, interleaved)[part]
 
 
 def _is_transposed(stack: Stack, hidden: set[int], name: str, up: TensorSlice, down: TensorSlice) -> bool:
