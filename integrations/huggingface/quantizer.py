@@ -160,11 +160,8 @@ class MoeNvfp4Quantizer(HfQuantizer):
         config.ignore = sorted({*config.ignore, *theirs})
 
     def update_weight_conversions(self, weight_conversions, model=None):
-        source, found, model = (
-            self._plan.source,
-            self._plan.found,
-            self._plan.model,
-        )  # transformers 5.17 does not pass the model
+        source, found = self._plan.source, self._plan.found
+        model = self._plan.model  # transformers 5.17 does not pass it
         conversions = self.conversions.build(weight_conversions)
         conversions = [self.linears, *conversions] if self.linears else conversions
         if found.fp8:
