@@ -10,7 +10,6 @@ Rows that W4A4 quantizes pass their gradient on as if they had not been (the str
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import torch
@@ -36,10 +35,30 @@ def gather_rows(x: Tensor, order: Tensor, offsets: Tensor, top_k: int) -> Tensor
 
 def sum_slots(rows: Tensor, order: Tensor, offsets: Tensor, top_k: int) -> Tensor:
     """The transpose of `gather_rows`: rows [T * top_k, *] -> [T, *], sums in fp32 and in slot order."""
-    R = order.shape[0]
-    position = torch.empty_like(order).index_copy_(0, order.long(), torch.arange(R, device=order.device).to(order))
-    slots = rows.masked_fill(unrouted(order, offsets), 0)[position]
-    return slots.view(R // top_k, top_k, *rows.shape[1:]).sum(1, dtype=torch.float32).to(rows.dtype)
+    slots = rows.masked_fill(unrouted(order, offsets), 0)[_position(order)]
+    return slots.view(-1, top_k, *rows.shape[1:]).sum(1, dtype=torch.float32).to(rows.dtype)
+
+
+def combine(rows: Tensor, weights: Tensor, order: Tensor, offsets: Tensor) -> Tensor:
+    """rows [T * top_k, H], top_k_weights [T, top_k] -> [T, H]: sums in fp32 and in slot order, rounded once."""
+    slots = rows.masked_fill(unrouted(order, offsets), 0)[_position(order)].view(*weights.shape, rows.shape[1])
+    return (slots * weights[..., None].float()).sum(1).to(rows.dtype)
+
+
+def combine_gradients(
+    dy: Tensor, rows: Tensor, weights: Tensor, order: Tensor, offsets: Tensor
+) -> tuple[Tensor, Tensor]:
+    """dy [T, H] of `combine` -> (d(rows), d(weights))."""
+    top_k, nowhere = weights.shape[1], unrouted(order, offsets)
+    dy = gather_rows(dy, order, offsets, top_k)
+    dp = (dy.float() * rows).sum(-1, keepdim=True).masked_fill_(nowhere, 0)[_position(order)]
+    d_rows = dy * gather_rows(weights.reshape(-1, 1), order, offsets, 1).float()
+    return d_rows.to(rows.dtype), dp.view(weights.shape).to(weights.dtype)
+
+
+def _position(order: Tensor) -> Tensor:
+    """The inverse of `order`."""
+    return torch.empty_like(order).index_copy_(0, order.long(), torch.arange(len(order), device=order.device).to(order))
 
 
 def unrouted(order: Tensor, offsets: Tensor) -> Tensor:
@@ -109,47 +128,6 @@ def times_weights(rows: Tensor, weights: Projection, offsets: Tensor | None, bac
     return out
 
 
-# ---- the gate ------------------------------------------------------------------------------------
-
-
-def gate_gradient(gate: Gate, z: Tensor, dh: Tensor) -> tuple[Tensor, Tensor]:
-    """z [R, 2I] that the gate is given ([R, I] if not gated), dh [R, I] -> (h in fp32, dz in z's dtype).
-
-    The derivative of `Gate.__call__`, in fp32; where a limit clamps, it is zero.
-    """
-    values, dh = z.float(), dh.float()
-    if gate.kind == "relu2":
-        positive = values.clamp(min=0)
-        return positive * positive, (2 * positive * dh).to(z.dtype)
-    g, u = values.chunk(2, dim=-1)
-    g_alive = u_alive = None
-    if gate.limit < math.inf:
-        u_alive = u.abs() <= gate.limit
-        u = u.clamp(-gate.limit, gate.limit)
-        if not gate.clamp_after:
-            g_alive = g <= gate.limit
-            g = g.clamp(max=gate.limit)
-    if gate.kind == "silu":
-        s = torch.sigmoid(gate.alpha * g)
-        a, da = g * s, s * (1 + gate.alpha * g * (1 - s))
-    else:  # 0.5 g (1 + tanh(c (g + 0.044715 g^3)))
-        c = math.sqrt(2 / math.pi)
-        t = torch.tanh(c * (g + 0.044715 * g * g * g))
-        a = 0.5 * g * (1 + t)
-        da = 0.5 * (1 + t) + 0.5 * g * (1 - t * t) * c * (1 + 3 * 0.044715 * g * g)
-    if gate.limit < math.inf and gate.clamp_after:
-        g_alive = a <= gate.limit
-        a = a.clamp(max=gate.limit)
-    if gate.up_offset:
-        u = u + gate.up_offset
-    dg, du = dh * u * da, dh * a
-    if g_alive is not None:
-        dg = dg * g_alive
-    if u_alive is not None:
-        du = du * u_alive
-    return a * u, torch.cat([dg, du], dim=-1).to(z.dtype)
-
-
 # ---- a layer, a linear ---------------------------------------------------------------------------
 
 
@@ -172,10 +150,10 @@ def layer_gradients(
     dy = gather_rows(dy, order, offsets, top_k)
     du = times_weights(dy, weights.projection("w2"), offsets, backend)
     weight = gather_rows(top_k_weights.reshape(-1, 1), order, offsets, 1).float()
-    h, dz = gate_gradient(weights.gate, z, du.float() * weight)
+    h, dz = backend.gate_gradient(weights.gate, z, (du * weight).to(du.dtype))
     if weights.activations == "nvfp4":
-        h = _straight(h.to(x.dtype), w, groups, stages)
-    dp = (du.float() * h.to(x.dtype)).sum(-1, keepdim=True)
+        h = _straight(h, w, groups, stages)
+    dp = (du.float() * h).sum(-1, keepdim=True)
     if weights.b2 is not None:
         b2 = F.pad(weights.b2, (0, 0, 0, 1))[groups.expert_of_row()]
         dp += (dy.float() * b2).sum(-1, keepdim=True)

@@ -73,6 +73,7 @@ class NVFP4Experts(FP32Scales):
         self.hidden_size, self.intermediate_size = hidden_size, intermediate_size
         self.post_expert_norm: nn.Module | None = None
         self.observer: Callable[[Tensor, Tensor], None] | None = None  # while scales are calibrated
+        self.recipe = DEFAULT_RECIPE  # by which adapters are merged
         self.recompute = True  # GEMM 1 in the backward pass, where no adapter or gate of the model's needs its output
         self._prepared: PreparedWeights | None = None
         self.on_cpu = False
@@ -161,6 +162,7 @@ class NVFP4Experts(FP32Scales):
                     "meta device holds no numbers; load the weights, or give the layer memory (to_empty(device=...))"
                 )
         self.unpack()
+        self.recipe = recipe
         tensors: dict[str, Tensor] = {}
         for name, matrix, columns in ((self.up_name, w13, importance[0]), ("down_proj", w2, importance[1])):
             try:

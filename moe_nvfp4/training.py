@@ -1,7 +1,7 @@
 """The layer under autograd: its stages as torch.library ops with gradients, and `train_experts`, which makes a layer
 of them.
 
-    x ── gather_rows ── project w13 (+ adapters) ── gate ── project w2 (+ adapters) ── times weight ── sum_slots ── y
+    x ── gather_rows ── project w13 (+ adapters) ── gate ── project w2 (+ adapters) ── combine ── y
 
 The 4-bit weights are frozen. What runs between the ops is torch's, so that a gate or norm of the model's own and
 adapters get their gradients from autograd; each op's gradient is an op too, opaque to torch.compile. None of those has
@@ -30,7 +30,7 @@ _GROUPS = "Tensor order, Tensor offsets"
 
 
 class Adapter(NamedTuple):
-    """A low-rank addition to one projection of every expert: y += x · Aᵀ · Bᵀ.
+    """A low-rank addition to one projection of every expert: y += x · Aᵀ · Bᵀ, with x as it is before AWQ's scales.
 
     a [E, r, K], b [E, N, r], floating; whatever scales the addition is in one of them.
     """
@@ -57,7 +57,7 @@ class Hooks(NamedTuple):
         """Whether there is nothing."""
         gate, norm, x_factor, h_factor, observe, adapters = self
         nothing = gate is None and norm is None and x_factor is None and h_factor is None and observe is None
-        return nothing and not (adapters[0] or adapters[1])
+        return nothing and len(adapters[0]) + len(adapters[1]) == 0
 
 
 # ---- second derivatives: there are none ----------------------------------------------------------
@@ -143,6 +143,39 @@ gather_rows.register_autograd(_transposed(sum_slots), setup_context=_remember_gr
 sum_slots.register_autograd(_transposed(gather_rows), setup_context=_remember_groups)
 
 
+@torch.library.custom_op(
+    "moe_nvfp4::combine", schema=f"(Tensor rows, Tensor top_k_weights, {_GROUPS}) -> Tensor", mutates_args=()
+)
+def combine(rows, top_k_weights, order, offsets):
+    return backward.combine(rows, top_k_weights, order, offsets)
+
+
+@combine.register_fake
+def _(rows, top_k_weights, order, offsets):
+    return rows.new_empty(top_k_weights.shape[0], rows.shape[1])
+
+
+@torch.library.custom_op(
+    "moe_nvfp4::combine_backward",
+    schema=f"(Tensor dy, Tensor rows, Tensor top_k_weights, {_GROUPS}) -> Tensor[]",
+    mutates_args=(),
+)
+def combine_backward(dy, rows, top_k_weights, order, offsets):
+    return list(backward.combine_gradients(dy, rows, top_k_weights, order, offsets))
+
+
+@combine_backward.register_fake
+def _(dy, rows, top_k_weights, order, offsets):
+    return [torch.empty_like(t, memory_format=torch.contiguous_format) for t in (rows, top_k_weights)]
+
+
+combine.register_autograd(
+    lambda ctx, dy: (*combine_backward(dy, *ctx.saved_tensors), None, None),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+)
+refuse_twice(combine_backward)
+
+
 # ---- products with the weights -------------------------------------------------------------------
 
 
@@ -209,7 +242,8 @@ refuse_twice(project_backward)
 
 @torch.library.custom_op("moe_nvfp4::gate", schema="(Tensor z, str spec) -> Tensor", mutates_args=())
 def gate(z, spec):
-    return read_spec(spec).gate(z.float()).to(z.dtype)
+    read = read_spec(spec)
+    return named_on(read.backend, z.device).gate(read.gate, z)
 
 
 @gate.register_fake
@@ -220,7 +254,8 @@ def _(z, spec):
 @torch.library.custom_op("moe_nvfp4::gate_backward", schema="(Tensor dh, Tensor z, str spec) -> Tensor",
                          mutates_args=())  # fmt: skip
 def gate_backward(dh, z, spec):
-    return backward.gate_gradient(read_spec(spec).gate, z, dh)[1]
+    read = read_spec(spec)
+    return named_on(read.backend, z.device).gate_gradient(read.gate, z, dh)[1]
 
 
 @gate_backward.register_fake
@@ -242,6 +277,28 @@ refuse_twice(gate_backward)
 # ---- adapters ------------------------------------------------------------------------------------
 
 
+@torch.library.custom_op("moe_nvfp4::grouped_mm", schema="(Tensor a, Tensor b, Tensor offs) -> Tensor", mutates_args=())
+def grouped_mm(a, b, offs):
+    return F.grouped_mm(a, b, offs=offs)
+
+
+@grouped_mm.register_fake
+def _(a, b, offs):
+    return a.new_empty(a.shape[0], b.shape[2]) if b.dim() == 3 else a.new_empty(len(offs), a.shape[0], b.shape[1])
+
+
+def _grouped_mm_gradients(ctx, dy):
+    a, b, offs = ctx.saved_tensors
+    da = grouped_mm(dy.contiguous(), b.mT, offs) if ctx.needs_input_grad[0] else None
+    return da, grouped_mm(a.mT, dy.contiguous(), offs) if ctx.needs_input_grad[1] else None, None
+
+
+# torch's own, whose compiler takes bf16 only
+grouped_mm.register_autograd(
+    _grouped_mm_gradients, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs)
+)
+
+
 def adapted(rows: Tensor, adapters: tuple[Adapter, ...], order: Tensor, offsets: Tensor) -> Tensor:
     """What `adapters` add to a projection of rows [R, K]: [R, N] in their dtype; unrouted rows are zeros.
 
@@ -250,8 +307,8 @@ def adapted(rows: Tensor, adapters: tuple[Adapter, ...], order: Tensor, offsets:
     a = torch.cat([adapter.a.to(rows.dtype) for adapter in adapters], dim=1)  # [E, r, K]
     b = torch.cat([adapter.b.to(rows.dtype) for adapter in adapters], dim=2)  # [E, N, r]
     r, (K, N) = -a.shape[1] % 8, (-rows.shape[1] % 8, -b.shape[1] % 8)
-    low = F.grouped_mm(F.pad(rows, (0, K)), F.pad(a, (0, K, 0, r)).mT, offs=offsets[1:])
-    high = F.grouped_mm(low, F.pad(b, (0, r, 0, N)).mT, offs=offsets[1:])[:, : b.shape[1]]
+    low = grouped_mm(F.pad(rows, (0, K)), F.pad(a, (0, K, 0, r)).mT, offsets[1:])
+    high = grouped_mm(low, F.pad(b, (0, r, 0, N)).mT, offsets[1:])[:, : b.shape[1]]
     return high.masked_fill(backward.unrouted(order, offsets), 0)
 
 
@@ -271,23 +328,20 @@ def train_experts(
     frozen = replace(weights, b13=None, b2=None).tensors()
 
     rows = gather_rows(x, order, offsets, top_k)
-    if x_factor is not None:
-        rows = scaled(rows, x_factor, groups)
-    z = project(rows, weights.b13, frozen, spec, order, offsets, "w13")
+    taken = rows if x_factor is None else scaled(rows, x_factor, groups)
+    z = project(taken, weights.b13, frozen, spec, order, offsets, "w13")
     if adapters[0]:
         z = z + adapted(rows, adapters[0], order, offsets)
     h = gate(z, spec) if own_gate is None else own_gate(z)
-    if h_factor is not None:
-        h = scaled(h, h_factor, groups)
+    given = h if h_factor is None else scaled(h, h_factor, groups)
     if observe is not None:
-        observe(rows, h)
-    y = project(h, weights.b2, frozen, spec, order, offsets, "w2")
+        observe(taken, given)
+    y = project(given, weights.b2, frozen, spec, order, offsets, "w2")
     if adapters[1]:
         y = y + adapted(h, adapters[1], order, offsets)
     if post_expert_norm is not None:
         y = post_expert_norm(y)
-    weight = gather_rows(top_k_weights.reshape(-1, 1), order, offsets, 1)
-    return sum_slots(y.float() * weight.float(), order, offsets, top_k).to(x.dtype)
+    return combine(y.to(x.dtype), top_k_weights, order, offsets)
 
 
 def autocast(x: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ import dataclasses
 import json
 from dataclasses import dataclass, fields
 from functools import lru_cache
-from math import inf
+from math import inf, pi, sqrt
 from typing import NamedTuple
 
 import torch
@@ -70,6 +70,34 @@ class Gate:
         if self.clamp_after:
             g = g.clamp(max=self.limit)
         return g * (u + self.up_offset) if self.up_offset else g * u
+
+    def gradient(self, w13_out: Tensor, dh: Tensor) -> tuple[Tensor, Tensor]:
+        """What the gate was given, [R, 2I] (or [R, I]), and dh [R, I] -> (h, its gradient), in their dtype.
+
+        The derivative of `__call__`, in fp32; where a limit clamps, it is zero.
+        """
+        z, d, dtype = w13_out.float(), dh.float(), w13_out.dtype
+        if self.kind == "relu2":
+            positive = z.clamp(min=0)
+            return (positive * positive).to(dtype), (2 * positive * d).to(dtype)
+        g, u = z.chunk(2, dim=-1)
+        u_alive = u.abs() <= self.limit
+        g_alive = torch.ones_like(u_alive)
+        if self.limit < inf:
+            u = u.clamp(-self.limit, self.limit)
+            if not self.clamp_after:
+                g, g_alive = g.clamp(max=self.limit), g <= self.limit
+        if self.kind == "silu":
+            s = torch.sigmoid(self.alpha * g)
+            a, da = g * s, s * (1 + self.alpha * g * (1 - s))
+        else:  # 0.5 g (1 + tanh(c (g + 0.044715 g^3)))
+            c = sqrt(2 / pi)
+            t = torch.tanh(c * (g + 0.044715 * g * g * g))
+            a, da = 0.5 * g * (1 + t), 0.5 * (1 + t) + 0.5 * g * (1 - t * t) * c * (1 + 0.134145 * g * g)
+        if self.clamp_after and self.limit < inf:
+            a, g_alive = a.clamp(max=self.limit), a <= self.limit
+        u = u + self.up_offset
+        return (a * u).to(dtype), torch.cat([d * u * da * g_alive, d * a * u_alive], dim=-1).to(dtype)
 
 
 SILU = Gate()

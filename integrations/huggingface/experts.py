@@ -25,6 +25,7 @@ from moe_nvfp4.integrations.huggingface.config import MoeNvfp4Config, names_expe
 from moe_nvfp4.layer import NVFP4Experts
 from moe_nvfp4.quantize.layouts import dbrx
 from moe_nvfp4.quantize.layouts.base import split_rows
+from moe_nvfp4.training import Adapters
 from moe_nvfp4.weights import Gate
 
 logger = logging.get_logger(__name__)
@@ -279,6 +280,7 @@ class HFExperts(NVFP4Experts):
         hidden_states: Tensor,
         top_k_index: Tensor | None = None,
         top_k_weights: Tensor | None = None,
+        adapters: Adapters = ((), ()),
     ) -> Tensor:
         if self.implementation and self.config._experts_implementation != IMPLEMENTATION:
             raise ValueError(
@@ -287,7 +289,7 @@ class HFExperts(NVFP4Experts):
                 "gives dense experts, which have the others"
             )
         if self.layout.call == "dense":
-            return self._forward_dense(hidden_states)
+            return self._forward_dense(hidden_states, adapters)
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
         if self.layout.call == "identity":
             if self.num_experts != self.layout.num_experts:
@@ -298,12 +300,12 @@ class HFExperts(NVFP4Experts):
             identity = top_k_index >= self.num_experts
             kept = top_k_weights.masked_fill(~identity, 0).sum(dim=1, keepdim=True)
             index = top_k_index.clamp(max=self.num_experts)
-            y = super().forward(x, index, top_k_weights) + (x * kept).to(x.dtype)
+            y = super().forward(x, index, top_k_weights, adapters) + (x * kept).to(x.dtype)
         else:
-            y = super().forward(x, top_k_index, top_k_weights)
+            y = super().forward(x, top_k_index, top_k_weights, adapters)
         return y.view(hidden_states.shape)
 
-    def _forward_dense(self, hidden_states: Tensor) -> Tensor:
+    def _forward_dense(self, hidden_states: Tensor, adapters: Adapters) -> Tensor:
         """Llama 4: rows e*T .. e*T+T-1 go to expert e, scaled by the router beforehand.
 
         The rows that a token did not choose are zeros, and an expert without biases maps zero to
@@ -313,7 +315,7 @@ class HFExperts(NVFP4Experts):
         T = hidden_states.shape[0] // E
         expert = torch.arange(E, device=hidden_states.device).repeat_interleave(T)[:, None]
         index = torch.where((hidden_states != 0).any(dim=-1, keepdim=True), expert, E)
-        return super().forward(hidden_states, index, torch.ones_like(index, dtype=torch.float32))
+        return super().forward(hidden_states, index, torch.ones_like(index, dtype=torch.float32), adapters)
 
     def to_dense(self, dtype: torch.dtype) -> nn.Module:
         """The experts module that this one stands for, with these weights dequantized: exact, then rounded to `dtype`.
@@ -405,6 +407,7 @@ def experts_for(
 ) -> HFExperts:
     """Empty 4-bit experts on `device`, to stand in the place of `module`."""
     experts = HFExperts(module, layout, config.activations, config.input_scale, device)
+    experts.recipe = config.recipe
     if experts.gate.kind == "raw":
         logger.warning_once(f"{type(module).__name__} has a gate of its own: it runs unfused, between the two GEMMs")
     return experts.train(module.training)

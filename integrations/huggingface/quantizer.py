@@ -262,7 +262,7 @@ class MoeNvfp4Quantizer(HfQuantizer):
 
     @property
     def is_trainable(self):
-        return False
+        return True  # gradients go through; adapters, routers and norms are trained
 
     @property
     def is_compileable(self):

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from moe_nvfp4 import format as nvfp4
 from moe_nvfp4.routing import Groups, Rows
-from moe_nvfp4.weights import ExpertWeights, LinearWeights, Projection
+from moe_nvfp4.weights import ExpertWeights, Gate, LinearWeights, Projection
 
 PACKAGES = ("cutlass", "tvm_ffi", "triton")
 
@@ -131,6 +131,14 @@ class Backend:
         """Dense weights [experts, N, columns] in `dtype`, from a layout of its own too: what backward passes multiply
         by, one window after the other. Columns begin at multiples of 64."""
         return dequantized(weights, experts, columns, dtype)
+
+    def gate(self, gate: Gate, w13_out: Tensor) -> Tensor:
+        """`Gate.__call__` of [R, 2I] in any dtype -> [R, I] in it."""
+        return gate(w13_out.float()).to(w13_out.dtype)
+
+    def gate_gradient(self, gate: Gate, w13_out: Tensor, dh: Tensor) -> tuple[Tensor, Tensor]:
+        """As `Gate.gradient`."""
+        return gate.gradient(w13_out, dh)
 
     def unpacked(self, weights: ExpertWeights) -> ExpertWeights:
         """The same values in the checkpoint's layout, as new tensors."""

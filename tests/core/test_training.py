@@ -8,92 +8,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 from moe_nvfp4 import backends, backward, ops, reference
-from moe_nvfp4.format import dequantize, global_scale_for, quantize
+from moe_nvfp4.format import dequantize
 from moe_nvfp4.linear import NVFP4Linear
 from moe_nvfp4.training import Adapter
-from moe_nvfp4.weights import SILU, Gate
-from tests.common import Kernels, random_ids, random_layer, relative_error
-
-E, H, I = 5, 48, 32
-GATES = {
-    "silu": SILU,
-    "gpt-oss": Gate("silu", alpha=1.702, limit=7.0, up_offset=1.0),
-    "clamp after": Gate("silu", limit=2.0, clamp_after=True),
-    "gelu_tanh": Gate("gelu_tanh"),
-    "relu2": Gate("relu2", gated=False),
-}
-# of the norm of a gradient: fp32 sums in another order; bf16 between the products
-CLOSE = {torch.float32: 2e-6, torch.bfloat16: 1e-2}
-
-
-def dense(layer):
-    """float64 w13 [E, N13, H] and w2 [E, H, I]."""
-    w, H, I = layer.weights, layer.hidden_size, layer.intermediate_size
-    parts = [s for s in (w.gate_scale, w.up_scale) if s is not None]
-    scale = torch.cat([s[:, None].expand(-1, I) for s in parts], dim=1)
-    w13 = dequantize(w.w13, w.w13_sf, scale)[..., :H]
-    return w13.double(), dequantize(w.w2, w.w2_sf, w.w2_scale[:, None].expand(-1, H))[..., :I].double()
-
-
-def straight(row, scale, dtype):
-    """A row [K] as W4A4 makes it, whose gradient goes straight through."""
-    x = row.detach().to(dtype)[None]
-    gs = global_scale_for(x.abs().amax(dim=-1).float()) if scale is None else scale[None]
-    codes, sf, _ = quantize(x, gs)
-    return row + (dequantize(codes, sf, gs)[0].double() - row).detach()
-
-
-def oracle(layer, x, ids, p, biases=(None, None), adapters=((), ())):
-    """The layer in float64, slot by slot, on leaves that autograd knows; x and h are rounded as W4A4 does."""
-    (w13, w2), w, dtype = dense(layer), layer.weights, torch.float32
-    for which, stacked in enumerate((w13, w2)):
-        for a, b in adapters[which]:
-            stacked = stacked + b @ a
-        w13, w2 = (stacked, w2) if which == 0 else (w13, stacked)
-    quantized = w.activations == "nvfp4"
-    tokens = []
-    for t in range(len(ids)):
-        y = torch.zeros(layer.hidden_size, dtype=torch.float64)
-        for j, e in enumerate(ids[t].tolist()):
-            if not 0 <= e < layer.num_experts:
-                continue
-            row = straight(x[t], None if w.x_scale is None else w.x_scale[e], dtype) if quantized else x[t]
-            z = w13[e] @ row + (0 if biases[0] is None else biases[0][e])
-            h = layer.gate(z[None])[0]
-            h = straight(h, None if w.h_scale is None else w.h_scale[e], dtype) if quantized else h
-            y = y + p[t, j] * (w2[e] @ h + (0 if biases[1] is None else biases[1][e]))
-        tokens.append(y)
-    return torch.stack(tokens) if tokens else x * 1.0
-
-
-def leaf(t, dtype=torch.float64):
-    return t.detach().to(dtype).requires_grad_()
-
-
-def compare(layer, x, ids, p, limit, train_biases=False):
-    """Gradients of x, p and the biases of `layer` on leaves x and p, with the oracle's."""
-    named = [p for n, p in layer.named_parameters() if n.endswith("_bias")]
-    for b in named:
-        b.requires_grad_(train_biases)
-    want = [leaf(t) for t in (x, p, *named)]
-    got = [leaf(x, x.dtype), leaf(p, p.dtype), *named]
-    dy = torch.randn(len(ids), layer.hidden_size, generator=torch.Generator().manual_seed(5)).to(x.dtype)
-    layer(got[0], ids, got[1]).backward(dy)
-    oracle(layer, want[0], ids, want[1], want[2:] or (None, None)).backward(dy.double())
-    for mine, theirs in zip(got if train_biases else got[:2], want, strict=False):
-        theirs_grad = torch.zeros_like(theirs) if theirs.grad is None else theirs.grad
-        assert mine.grad.dtype == mine.dtype
-        assert relative_error(mine.grad, theirs_grad) < limit
-        if theirs_grad.any():
-            cosine = torch.cosine_similarity(mine.grad.double().flatten(), theirs_grad.flatten(), dim=0)
-            assert cosine > 0.9999
-
-
-def batch(dtype, sizes=(5, 0, 9, 3, 4), unrouted=3, top_k=2, seed=0):
-    """One expert without tokens, slots without an expert (ids E and -1)."""
-    g = torch.Generator().manual_seed(seed)
-    ids = random_ids(list(sizes), unrouted, top_k, seed)
-    return torch.randn(len(ids), H, generator=g).to(dtype), ids, torch.rand(ids.shape, generator=g)
+from moe_nvfp4.weights import Gate
+from tests.common import Kernels, random_layer, relative_error
+from tests.gradients import CLOSE, GATES, E, H, I, batch, compare, dense, leaf, oracle
 
 
 @pytest.mark.parametrize("backend", ["", "reference"])
@@ -127,7 +47,7 @@ def test_any_routing(sizes, unrouted, top_k, recompute, seed):
     """No tokens, experts without any, all slots unrouted."""
     layer = random_layer(E, H, I)
     layer.recompute = recompute
-    compare(layer, *batch(torch.float32, sizes, unrouted, top_k, seed), 2e-6)
+    compare(layer, *batch(torch.float32, sizes, unrouted, top_k, seed), 1e-5)
 
 
 def test_a_large_batch_is_cut_by_tokens(monkeypatch):
@@ -353,6 +273,12 @@ def test_compiled(recompute):
         grads.append((a.grad, b.grad))
     for mine, theirs in zip(*grads, strict=True):
         assert relative_error(mine, theirs) < 2e-6
+    adapters = ((Adapter(torch.randn(E, 4, H), torch.randn(E, 2 * I, 4).requires_grad_()),), ())
+    grads = []
+    for f in (layer, torch.compile(layer, fullgraph=True, backend="aot_eager")):
+        (grad,) = torch.autograd.grad(f(x, ids, p, adapters).square().sum(), adapters[0][0].b)
+        grads.append(grad)
+    assert relative_error(*grads) < 2e-6
     compiled, a = torch.compile(linear(), fullgraph=True, backend="aot_eager"), leaf(x, x.dtype)
     compiled(a).sum().backward()
     want = leaf(x, x.dtype)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
-from moe_nvfp4.kernels.backend import Backend, Device, Problem, not_installed
+from moe_nvfp4.kernels.backend import Backend, Device, Problem, dequantized, not_installed
+from moe_nvfp4.weights import Gate, Projection
 
 
 class Portable(Backend):
@@ -22,6 +24,17 @@ class Portable(Backend):
             name = str(problem.dtype).removeprefix("torch.")
             return f"takes bfloat16 and float16 activations, not {name}: run the model in bfloat16"
         return None
+
+    def gate(self, gate: Gate, w13_out: Tensor) -> Tensor:
+        return self.functions.gate(gate, w13_out)[0]
+
+    def gate_gradient(self, gate: Gate, w13_out: Tensor, dh: Tensor) -> tuple[Tensor, Tensor]:
+        return self.functions.gate(gate, w13_out, dh)
+
+    def dequantize(self, weights: Projection, experts: slice, columns: slice, dtype: torch.dtype) -> Tensor:
+        if dtype == torch.float32 or experts != slice(0, weights.scale.shape[0]):
+            return dequantized(weights, experts, columns, dtype)
+        return self.functions.dequantize(weights, columns, dtype)
 
 
 BACKEND = Portable()

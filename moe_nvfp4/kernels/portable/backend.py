@@ -29,13 +29,14 @@ from moe_nvfp4 import format as nvfp4
 from moe_nvfp4 import reference
 from moe_nvfp4.kernels.common.tensors import aligned, floating, multiprocessors
 from moe_nvfp4.kernels.portable import config, dense
+from moe_nvfp4.kernels.portable import gate as gates
 from moe_nvfp4.kernels.portable.config import Plan, Tile
 from moe_nvfp4.kernels.portable.dequantize import how
 from moe_nvfp4.kernels.portable.gemm import gemm_kernel
 from moe_nvfp4.kernels.portable.launch import compile_ahead, launch
 from moe_nvfp4.kernels.portable.rows import combine_kernel, quantize_kernel, route_kernel
 from moe_nvfp4.routing import Groups, Rows
-from moe_nvfp4.weights import ExpertWeights, Gate, LinearWeights
+from moe_nvfp4.weights import ExpertWeights, Gate, LinearWeights, Projection
 
 _RAW = Gate("raw")
 _device: ContextVar[torch.device | None] = ContextVar("device", default=None)  # that meta tensors stand for
@@ -125,6 +126,18 @@ def gemm2_combine(h: Rows, weights: ExpertWeights, groups: Groups, top_k_weights
         y = _down(_values(h, groups), w, _Routing.of(groups, plan.BM), plan)
         _combine(y, ids, top_k_weights, out, w.num_experts)
     return out
+
+
+def gate(gate: Gate, w13_out: Tensor, dh: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    """`Gate.__call__`, and with dh `Gate.gradient`."""
+    with _on(w13_out.device):
+        return gates.gate(_gate(gate), w13_out, dh)
+
+
+def dequantize(weights: Projection, columns: slice, dtype: torch.dtype) -> Tensor:
+    """As `Backend.dequantize` of all experts, in bf16 or fp16."""
+    with _on(weights.codes.device):
+        return dense.window(weights, columns, dtype)
 
 
 def linear(x: Tensor, weights: LinearWeights) -> Tensor:

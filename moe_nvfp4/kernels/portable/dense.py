@@ -12,9 +12,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moe_nvfp4.kernels.common.tensors import aligned
 from moe_nvfp4.kernels.portable.dequantize import UNIT, dequantize, how, rounded
 from moe_nvfp4.kernels.portable.gemm import gated
 from moe_nvfp4.kernels.portable.launch import launch
+from moe_nvfp4.weights import Projection
 
 SCRATCH = 1 << 29  # bytes of dequantized weights at a time, if that is enough for ALIGNED rows of every expert
 ALIGNED = 64  # rows
@@ -82,6 +84,44 @@ def dequantize_kernel(
     columns = tl.program_id(1) * BK + tl.arange(0, BK)
     to = out + (half * ROWS + local[:, None]) * K + columns[None, :]
     tl.store(to, rounded(value, out.dtype.element_ty, HOW), mask=(local < ROWS)[:, None] & (columns < K)[None, :])
+
+
+def window(w: Projection, columns: slice, dtype: torch.dtype) -> Tensor:
+    """[E, N, columns] of the weights' values in 16-bit `dtype`; columns begin at a multiple of 64."""
+    E, N, count = w.scale.shape[0], w.rows, min(columns.stop, w.width) - columns.start
+    out = w.codes.new_empty(E, N, count, dtype=dtype)
+    BN, BK = 32, min(256, max(32, triton.next_power_of_2(count)))
+    split = N if w.first_scale is None else N // 2
+    launch(
+        window_kernel, (-(-N // BN), -(-count // BK), E), aligned(w.codes), aligned(w.sf), w.first_scale, w.scale, out,
+        columns.start, N, w.codes.shape[2] * 2, count, split, BN, BK, how(), num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit(do_not_specialize=["begin"])
+def window_kernel(
+    codes, sf, first_scale, scale, out, begin,
+    N: tl.constexpr, K: tl.constexpr, COLUMNS: tl.constexpr, SPLIT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    HOW: tl.constexpr,
+):  # fmt: skip
+    """out [E, N, COLUMNS] = the values of columns begin .. begin + COLUMNS of codes [E, N, K / 2]; global scales
+    `first_scale` [E] of the first SPLIT rows, if there are any, `scale` [E] of the others."""
+    e = tl.program_id(2).to(tl.int64)
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    there = (n < N)[:, None]
+    k = begin // 2 + tl.program_id(1) * (BK // 2) + tl.arange(0, BK // 2)
+    ks = begin // 16 + tl.program_id(1) * (BK // 16) + tl.arange(0, BK // 16)
+    c = tl.load(codes + (e * N + n[:, None]) * (K // 2) + k[None, :], mask=there & (k < K // 2)[None, :], other=0)
+    s = tl.load(sf + (e * N + n[:, None]) * (K // 16) + ks[None, :], mask=there & (ks < K // 16)[None, :], other=0)
+    even, odd = dequantize(c, s, out.dtype.element_ty, HOW)
+    weight_scale = tl.load(scale + e)
+    if first_scale is not None:
+        weight_scale = tl.where(n < SPLIT, tl.load(first_scale + e), weight_scale)[:, None]
+    value = tl.reshape(tl.join(even, odd), (BN, BK)).to(tl.float32) * (weight_scale * UNIT)
+    column = tl.program_id(1) * BK + tl.arange(0, BK)
+    to = out + (e * N + n[:, None]) * COLUMNS + column[None, :]
+    tl.store(to, rounded(value, out.dtype.element_ty, HOW), mask=there & (column < COLUMNS)[None, :])
 
 
 @triton.jit(do_not_specialize=["first"])

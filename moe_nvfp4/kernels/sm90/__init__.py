@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from moe_nvfp4.kernels.backend import Backend, Device, Problem, dequantized, not_installed, other_gpu
-from moe_nvfp4.weights import ExpertWeights, Projection
+from moe_nvfp4.kernels.portable import BACKEND as portable
+from moe_nvfp4.weights import ExpertWeights, Gate, Projection
 
 
 class Hopper(Backend):
@@ -49,26 +50,35 @@ class Hopper(Backend):
 
         return unpack(replace(note, units=prepared.view(torch.int32)))
 
+    def gate(self, gate: Gate, w13_out: Tensor) -> Tensor:
+        return (portable if w13_out.is_cuda else super()).gate(gate, w13_out)
+
+    def gate_gradient(self, gate: Gate, w13_out: Tensor, dh: Tensor) -> tuple[Tensor, Tensor]:
+        return (portable if w13_out.is_cuda else super()).gate_gradient(gate, w13_out, dh)
+
     def unpacked(self, weights: ExpertWeights) -> ExpertWeights:
-        from moe_nvfp4.kernels.sm90.pack import Packed, unpack
-
-        def of(w: Projection) -> tuple[Tensor, Tensor]:  # blocks whose scale is zero are zeros, whatever their codes
-            return unpack(Packed(w.codes.view(torch.int32), None, w.rows, -(-w.width // 16) * 16, w.interleaved))
-
-        (w13, w13_sf), (w2, w2_sf) = (of(weights.projection(name)) for name in ("w13", "w2"))
+        (w13, w13_sf), (w2, w2_sf) = (_values(weights.projection(name)) for name in ("w13", "w2"))
         return replace(weights, w13=w13, w13_sf=w13_sf, w2=w2, w2_sf=w2_sf, layout=None)
 
     def dequantize(self, weights: Projection, experts: slice, columns: slice, dtype: torch.dtype) -> Tensor:
-        from moe_nvfp4.kernels.sm90.pack import Packed, unpack
+        w = weights
+        if w.sf is None:
+            first = None if w.first_scale is None else w.first_scale[experts]
+            w = w._replace(codes=w.codes[experts], first_scale=first, scale=w.scale[experts])
+            if w.codes.is_cuda:
+                from moe_nvfp4.kernels.sm90.dequantize import window
 
-        if weights.sf is None:
-            units = weights.codes[experts].view(torch.int32)
-            w = Packed(units, None, weights.rows, -(-weights.width // 16) * 16, weights.interleaved)
-            first = None if weights.first_scale is None else weights.first_scale[experts]
-            codes, sf = unpack(w)
-            weights = weights._replace(codes=codes, sf=sf, first_scale=first, scale=weights.scale[experts])
-            experts = slice(0, len(units))
-        return dequantized(weights, experts, columns, dtype)
+                return window(w, columns, dtype)
+            codes, sf = _values(w)
+            w, experts = w._replace(codes=codes, sf=sf), slice(0, len(codes))
+        return dequantized(w, experts, columns, dtype)
+
+
+def _values(w: Projection) -> tuple[Tensor, Tensor]:
+    """(codes, sf) of the same values: blocks whose scale is zero are zeros, whatever their codes were."""
+    from moe_nvfp4.kernels.sm90.pack import Packed, unpack
+
+    return unpack(Packed(w.codes.view(torch.int32), None, w.rows, -(-w.width // 16) * 16, w.interleaved))
 
 
 BACKEND = Hopper()

@@ -1,0 +1,244 @@
+"""LoRA through PEFT on 4-bit models: equal to PEFT on the same weights dequantized."""
+
+import copy
+
+import pytest
+import torch
+
+pytest.importorskip("peft", reason="LoRA needs peft")
+
+from peft import LoraConfig, PeftModel, get_peft_model  # noqa: E402
+from tokenizers import Tokenizer, models  # noqa: E402
+from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments  # noqa: E402
+
+from moe_nvfp4.format import dequantize  # noqa: E402
+from moe_nvfp4.integrations.huggingface import set_activations, swap_experts  # noqa: E402
+from moe_nvfp4.integrations.huggingface.experts import HFExperts  # noqa: E402
+from moe_nvfp4.linear import NVFP4Linear  # noqa: E402
+from moe_nvfp4.quantize.recipes import quantize_expert  # noqa: E402
+from tests.common import relative_error  # noqa: E402
+from tests.folders import is_linear, quantized  # noqa: E402
+from tests.models import (  # noqa: E402
+    IDS,
+    gemma4,
+    gpt_oss,
+    granite,
+    llama4,
+    load,
+    logits,
+    make,
+    mixtral,
+    nemotron_h,
+    qwen3_moe,
+    step3p7,
+)  # fmt: skip
+
+FAMILIES = [qwen3_moe, mixtral, gpt_oss, granite, gemma4, nemotron_h, llama4, step3p7]
+CLOSE = 1e-5  # fp32 models
+ON_EXPERTS = ["experts.gate_up_proj", "experts.up_proj", "experts.down_proj"]
+
+
+def config(experts=True, **settings):
+    settings = dict(r=4, lora_alpha=8, target_modules=["q_proj"], init_lora_weights=False) | settings
+    return LoraConfig(target_parameters=ON_EXPERTS if experts else None, **settings)
+
+
+def swapped(family=qwen3_moe, **settings):
+    return swap_experts(make(family, torch.float32), progress=False, **settings)
+
+
+def dense_like(model):
+    """The same weights, dequantized."""
+    model = copy.deepcopy(model)
+    return model.hf_quantizer._dequantize(model)
+
+
+def gradients(model):
+    model(input_ids=IDS, labels=IDS).loss.backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def same_gradients(one, other):
+    assert one.keys() == other.keys()
+    for name in one:
+        assert relative_error(one[name], other[name]) < CLOSE, name
+
+
+def adapters(model):
+    return {name: p.shape for name, p in model.named_parameters() if "lora_" in name}
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda f: f.__name__)
+def test_adapters_of_dense_experts_load_onto_4bit_ones_and_back(family, tmp_path):
+    """The same names, shapes, logits and gradients as on dequantized weights, where PEFT's own layers run."""
+    model = swapped(family)
+    dense = get_peft_model(dense_like(model), config())
+    dense.save_pretrained(tmp_path / "dense")
+    mine = PeftModel.from_pretrained(model, tmp_path / "dense", is_trainable=True)
+    assert adapters(mine) == adapters(dense) and any("base_layer.lora_A" in name for name in adapters(mine))
+    assert relative_error(logits(mine), logits(dense)) < CLOSE
+    with mine.disable_adapter():
+        assert relative_error(logits(mine), logits(dense)) > 0.1
+    same_gradients(gradients(mine), gradients(dense))
+
+    with torch.no_grad():
+        for name, p in mine.named_parameters():
+            if "lora_" in name:
+                p.mul_(1.5)
+    mine.save_pretrained(tmp_path / "4bit")
+    back = PeftModel.from_pretrained(dense.unload(), tmp_path / "4bit")
+    assert relative_error(logits(back), logits(mine)) < CLOSE
+
+
+def test_routers_norms_and_embeddings_get_their_gradients():
+    """What is trained without PEFT, around the frozen experts."""
+    model = swapped()
+    dense = dense_like(model)
+    for name, p in dense.named_parameters():
+        p.requires_grad_("experts" not in name)
+    found = gradients(model)
+    assert any(name.endswith("mlp.gate.weight") for name in found)
+    same_gradients(found, gradients(dense))
+
+
+@pytest.mark.parametrize("r", [4, 5])
+def test_packed_linears(r, tmp_path):
+    """QLoRA's case: the linears of attention are 4-bit too."""
+    folder, _ = quantized(tmp_path, qwen3_moe, "modelopt", lambda key: "experts" in key or is_linear(key))
+    model = set_activations(load(folder, torch.float32), "bf16")
+    dense = dense_like(model)
+    settings = dict(experts=False, r=r, target_modules=["q_proj", "v_proj", "o_proj"])
+    mine = get_peft_model(model, config(**settings))
+    assert isinstance(mine.base_model.model.model.layers[0].self_attn.q_proj.base_layer, NVFP4Linear)
+    dense = get_peft_model(dense, config(**settings))
+    dense.load_state_dict({k: v for k, v in mine.state_dict().items() if "lora_" in k}, strict=False)
+    assert relative_error(logits(mine), logits(dense)) < CLOSE
+    same_gradients(gradients(mine), gradients(dense))
+    expected = logits(mine)
+    mine.merge_adapter()
+    assert 0 < relative_error(logits(mine), expected) < 0.5
+    mine.unmerge_adapter()
+    assert torch.equal(logits(mine), expected)
+
+
+# ---- several adapters, merging -------------------------------------------------------------------
+
+
+def test_several_adapters():
+    mine = get_peft_model(swapped(), config())
+    alone = logits(mine)
+    mine.add_adapter("second", config(r=3))
+    assert torch.equal(logits(mine), alone)
+    mine.set_adapter("second")
+    second = logits(mine)
+    assert relative_error(second, alone) > 0.01
+    mine.base_model.set_adapter(["default", "second"])
+    both, state = logits(mine), mine.state_dict()
+    dense = get_peft_model(dense_like(mine.unload()), config())
+    dense.add_adapter("second", config(r=3))
+    dense.load_state_dict({key: value for key, value in state.items() if "lora_" in key}, strict=False)
+    dense.base_model.set_adapter(["default", "second"])
+    assert relative_error(both, logits(dense)) < CLOSE
+
+
+@pytest.mark.parametrize("family", [qwen3_moe, gpt_oss, nemotron_h], ids=lambda f: f.__name__)
+def test_merging_quantizes_the_sums_by_the_layers_recipe(family, tmp_path):
+    model = swapped(family, recipe="max")
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    mine = get_peft_model(model, config())
+    mine.add_adapter("second", config())
+    expected, base = logits(mine), mine.base_model.model
+    mine.merge_adapter()
+    assert relative_error(logits(mine), expected) < 0.5
+    wrapper = next(m for m in base.modules() if type(m).__name__ == "ParamWrapper")
+    experts = wrapper.get_base_layer()
+    down = wrapper if wrapper.parameter_name == "down_proj" else wrapper.base_layer
+    a, b = down.adapter("default")
+    name = next(n for n, m in model.named_modules() if m is experts).replace(".base_layer", "") + "."
+    codes, sf, scale = (before[f"{name}down_proj{suffix}"][1] for suffix in ("", "_sf", "_global_scale"))
+    dense = dequantize(codes, sf, scale)[:, : experts.intermediate_size] + b[1] @ a[1]
+    for key, value in quantize_expert(dense, "down_proj", "max").items():
+        assert torch.equal(getattr(experts, key)[1], value), key
+    with pytest.raises(ValueError, match="default is merged already, and merging on top would round twice"):
+        mine.merge_adapter(["second"])
+    mine.unmerge_adapter()
+    assert relative_error(logits(mine), expected) < CLOSE
+    for key, p in experts.named_parameters():
+        assert torch.equal(p, before[f"{name}{key}"]), key
+    merged = mine.merge_and_unload()
+    assert not adapters(merged) and isinstance(next(m for m in merged.modules() if m is experts), HFExperts)
+    merged.save_pretrained(tmp_path / "merged")
+    assert relative_error(logits(load(tmp_path / "merged", torch.float32)), logits(merged)) < CLOSE
+
+
+# ---- what is refused -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        (dict(target_modules=r".*\.experts", target_parameters=None), ValueError, "no LoRA for the module as a whole"),
+        (dict(target_parameters=["experts.down_proj_sf"]), ValueError, "no LoRA for down_proj_sf: name their proj"),
+        (dict(init_lora_weights="pissa"), NotImplementedError, "init_lora_weights='pissa' starts from dense weights"),
+        (dict(lora_dropout=0.1), ValueError, "does not work with lora_dropout"),
+        (dict(use_dora=True), ValueError, "does not work with use_dora"),
+    ],
+)
+def test_what_is_refused_by_name(settings, error, message):
+    plain = dict(r=4, target_modules=[], target_parameters=["experts.down_proj"])
+    with pytest.raises(error, match=message):
+        get_peft_model(swapped(), LoraConfig(**plain | settings))
+
+
+# ---- Trainer -------------------------------------------------------------------------------------
+
+
+class Repeat(torch.utils.data.Dataset):
+    def __len__(self):
+        return 16
+
+    def __getitem__(self, i):
+        return dict(input_ids=IDS[0], labels=IDS[0])
+
+
+def arguments(path, **settings):
+    return TrainingArguments(
+        output_dir=str(path), per_device_train_batch_size=2, max_steps=8, learning_rate=2e-2, logging_steps=1,
+        report_to=[], use_cpu=True, save_strategy="no", disable_tqdm=True, **settings,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("checkpointing", [True, False])
+def test_trainer(checkpointing, tmp_path):
+    """Which asks the quantizer whether its models can be trained; in bf16, under its autocast."""
+    model = get_peft_model(swapped().bfloat16(), config(init_lora_weights=True))
+    before = {name: p.clone() for name, p in model.named_parameters() if not p.requires_grad}
+    trainer = Trainer(
+        model, arguments(tmp_path, bf16=True, gradient_checkpointing=checkpointing), train_dataset=Repeat()
+    )
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert losses[-1] < 0.5 * losses[0]
+    for name, p in model.named_parameters():
+        assert p.requires_grad or torch.equal(p, before[name]), name
+    expected = logits(model.eval())
+    trainer.save_model(str(tmp_path / "adapter"))
+    again = PeftModel.from_pretrained(swapped().bfloat16(), tmp_path / "adapter").eval()
+    assert relative_error(logits(again), expected) < 1e-2
+
+
+def test_sft_trainer(tmp_path):
+    trl = pytest.importorskip("trl", reason="TRL's trainer needs trl")
+    datasets = pytest.importorskip("datasets")
+    rows = datasets.Dataset.from_list([dict(input_ids=IDS[0].tolist())] * 16)
+    settings = {k: v for k, v in vars(arguments(tmp_path)).items() if k in ("max_steps", "learning_rate", "use_cpu")}
+    words = models.WordLevel({f"w{i}": i for i in range(96)}, unk_token="w0")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), pad_token="w0", eos_token="w2")
+    args = trl.SFTConfig(output_dir=str(tmp_path), logging_steps=1, report_to=[], save_strategy="no",
+                         dataset_kwargs={"skip_prepare_dataset": True}, **settings)  # fmt: skip
+    trainer = trl.SFTTrainer(
+        swapped(), args, train_dataset=rows, peft_config=config(init_lora_weights=True), processing_class=tokenizer
+    )
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert losses[-1] < 0.5 * losses[0]
