@@ -32,11 +32,11 @@ from moe_nvfp4.linear import NVFP4Linear
 from moe_nvfp4.ops import moe_forward
 
 DEVICE = torch.device("cuda")
-SHAPES = {  # name: (title, H, I, E, top_k)
-    "qwen": ("Qwen3-30B-A3B", 2048, 768, 128, 8),
-    "mixtral": ("Mixtral-8x7B", 4096, 14336, 8, 2),
-    "deepseek": ("DeepSeek-R1, 32 of 256 experts", 7168, 2048, 32, 8),
-    "gptoss": ("gpt-oss-120b", 2880, 2880, 128, 4),
+SHAPES = {  # name: (title, H, I, E, top_k, what its router in transformers makes routing weights of)
+    "qwen": ("Qwen3-30B-A3B", 2048, 768, 128, 8, torch.bfloat16),
+    "mixtral": ("Mixtral-8x7B", 4096, 14336, 8, 2, torch.float32),
+    "deepseek": ("DeepSeek-R1, 32 of 256 experts", 7168, 2048, 32, 8, torch.float32),
+    "gptoss": ("gpt-oss-120b", 2880, 2880, 128, 4, torch.bfloat16),
 }
 LINEARS = {"4096 x 4096": (4096, 4096), "qkv of a 7B model": (6144, 4096), "28672 x 8192": (28672, 8192),
            "lm_head of Qwen3": (151936, 2048)}  # title: (N, K)  # fmt: skip
@@ -44,7 +44,7 @@ LINEARS = {"4096 x 4096": (4096, 4096), "qkv of a 7B model": (6144, 4096), "2867
 
 def measure(name, token_counts, peers, clock):
     """Rows of numbers for one shape."""
-    title, H, I, E, top_k = SHAPES[name]
+    title, H, I, E, top_k, dtype = SHAPES[name]
     shape = Shape(H, I, E, top_k)
     weights = random_experts(shape, DEVICE).weights
     layers = {
@@ -55,7 +55,7 @@ def measure(name, token_counts, peers, clock):
     for T in token_counts:
         torch.manual_seed(T)
         scores, ids = torch.rand(T, E, device="cuda").topk(top_k)
-        batch = torch.randn(T, H, device="cuda").bfloat16(), ids, scores
+        batch = torch.randn(T, H, device="cuda").bfloat16(), ids, scores.to(dtype)
         yield {
             "shape": name, "title": title, "H": H, "I": I, "E": E, "top_k": top_k, "T": T,
             "bytes": ids.unique().numel() * 3 * H * I * 9 / 16, "flops": 6 * H * I * T * top_k,

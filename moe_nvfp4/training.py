@@ -344,10 +344,14 @@ def train_experts(
     return combine(y.to(x.dtype), top_k_weights, order, offsets)
 
 
+# Asked once: torch.compile of torch 2.11 cannot trace the question.
+_AUTOCAST = tuple(filter(torch.amp.is_autocast_available, ("cpu", "cuda", "mps", "xpu")))
+
+
 def autocast(x: Tensor) -> Tensor:
     """x in the dtype that torch.autocast has chosen, as torch's own layers take it."""
     device = x.device.type
-    enabled = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    enabled = device in _AUTOCAST and torch.is_autocast_enabled(device)
     return x.to(torch.get_autocast_dtype(device)) if enabled else x
 
 
