@@ -56,6 +56,11 @@ def describe() -> Iterator[str]:
         yield f"{device}:"
         for row in rows:
             yield f"  {row.backend:10s} {'; '.join(filter(None, (', '.join(row.runs), row.reason)))}"
+    if forced := os.environ.get("MOE_NVFP4_BACKEND"):
+        try:
+            backends.named(forced)
+        except ValueError as error:
+            yield f"error: {error}; nothing runs until it names one of them, or is unset"
     yield ""
     yield f"cache {cache_folder()}: {_size(cache_folder())}"
     for folder in sorted(cache_folder().glob("*/")):

@@ -127,6 +127,8 @@ class NVFP4Experts(FP32Scales):
         for name, b, shape in (("w13", bias[0], (E, N13)), ("w2", bias[1], (E, H))) if bias is not None else ():
             if b.shape != shape:
                 raise ValueError(f"the bias of {name} must be {shape}, got {tuple(b.shape)}")
+            if not b.is_meta and not b.isfinite().all():
+                raise ValueError(f"the bias of {name} has NaN or Inf: look at the checkpoint, or use torch.nan_to_num")
         dtype = None if bias is None else bias[0].dtype
         layer = cls(E, H, I, gate, activations, dtype, device=w13.device)
         for e in range(E):

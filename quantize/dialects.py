@@ -83,6 +83,7 @@ class QuantizationInfo:
                  names (compressed-tensors)
     layers       module name -> quant_algo where the file mixes precisions, else None
     activations  "nvfp4" or "bf16": what the file was made for
+    whole        every linear that `ignore` does not name is said to be quantized; else only some are listed
     kv_cache     the KV cache scheme it names, for the report; this library does not apply it
     """
 
@@ -91,6 +92,7 @@ class QuantizationInfo:
     layers: Mapping[str, str] | None = None
     activations: str = "bf16"
     kv_cache: str | None = None
+    whole: bool = True
 
     def ignores(self, module: str) -> bool:
         return any(matches(pattern, module) for pattern in self.ignore)
@@ -159,7 +161,11 @@ def _modelopt(q: Mapping, hf: Mapping) -> QuantizationInfo:
     size = q.get("group_size", 16)
     if size != 16:
         raise ValueError(f"NVFP4 has blocks of 16, the checkpoint says group_size {size}")
-    return QuantizationInfo(MODELOPT, ignore, layers, ALGOS[algo], None if kv is None else str(kv))
+    activations = ALGOS[algo]
+    groups = q.get("config_groups")
+    if algo == "NVFP4" and groups and not any(group.get("input_activations") for group in groups.values()):
+        activations = "bf16"  # ModelOpt writes W4A16_NVFP4 then; vLLM takes this for the same
+    return QuantizationInfo(MODELOPT, ignore, layers, activations, None if kv is None else str(kv), layers is None)
 
 
 def _compressed_tensors(q: Mapping) -> QuantizationInfo | None:
@@ -192,8 +198,9 @@ def _compressed_tensors(q: Mapping) -> QuantizationInfo | None:
         if inputs:
             activations = "nvfp4"
     kv = q.get("kv_cache_scheme")
+    whole = any("Linear" in (group.get("targets") or ()) for group in groups.values())
     return QuantizationInfo(
-        COMPRESSED_TENSORS, tuple(q.get("ignore") or ()), None, activations, None if kv is None else str(kv)
+        COMPRESSED_TENSORS, tuple(q.get("ignore") or ()), None, activations, None if kv is None else str(kv), whole
     )
 
 

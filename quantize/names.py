@@ -38,6 +38,9 @@ PROJECTION_FIRST = re.compile(r"(?P<module>(?:.+\.)?experts)\.(?P<part>gate_proj
 SCALES = re.compile(r"(weight_scale(_2|_inv)?|_scale_inv|_scales|_blocks|input_scale|activation_scale|_global_scale|"
                     r"weight_packed|pre_quant_scale|svdquant_lora_[ab])$")  # fmt: skip
 PRE_QUANT_SCALE = "pre_quant_scale"  # AWQ: what x is multiplied by before the layer
+# Linears that read the same rows, which servers fuse into one
+FUSED_LINEARS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("q_a_proj", "kv_a_proj_with_mqa"),
+                 ("in_proj_qkv", "in_proj_z"), ("in_proj_b", "in_proj_a"))  # fmt: skip
 KV_SCALE = re.compile(r"\.(k|v|q|kv)_(scale|zero_point)$")
 
 
@@ -47,6 +50,10 @@ def is_scale(name: str, tensors: Mapping[str, TensorSlice]) -> bool:
         weight = tensors.get(f"{name.removesuffix('scale')}weight")
         return weight is not None and weight.dtype not in DENSE
     return SCALES.search(name) is not None and KV_SCALE.search(name) is None
+
+
+def is_dense_linear(name: str, stored: TensorSlice) -> bool:
+    return name.endswith(".weight") and len(stored.shape) == 2 and not re.search(r"embed|\bwte\b|\bwpe\b", name)
 
 
 # Module names that differ from the files' in transformers, which matches exclusions against its own

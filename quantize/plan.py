@@ -40,11 +40,13 @@ from moe_nvfp4.quantize.layouts import (
 )
 from moe_nvfp4.quantize.layouts.base import need
 from moe_nvfp4.quantize.names import (
+    FUSED_LINEARS,
     KV_SCALE,
     PER_EXPERT,
     PRE_QUANT_SCALE,
     aliases,
     ignore_patterns,
+    is_dense_linear,
     is_scale,
     up_of,
 )
@@ -145,7 +147,7 @@ def plan(checkpoint: Checkpoint, options: Options) -> ConversionPlan:
         if is_scale(name, draft.left):
             raise ValueError(nvfp4.UNREAD.format(name))
         draft.jobs.append(copy_job(name, stored))
-        if _is_dense_linear(name, stored) and not any(name.startswith(f"{m}.") for m in draft.excluded):
+        if is_dense_linear(name, stored) and not any(name.startswith(f"{m}.") for m in draft.excluded):
             draft.dense.add(name.removesuffix(".weight"))
     config = {**checkpoint.config, "quantization_config": _quantization_config(draft, info)}
     patterns = (*options.exclude, *(options.include or ()))
@@ -329,10 +331,6 @@ def _fp8_next_to_nvfp4(draft: _Draft, files: nvfp4.NVFP4Files) -> None:
 
 
 # ---------------------------------------------------------------- the rest
-def _is_dense_linear(name: str, stored: TensorSlice) -> bool:
-    return name.endswith(".weight") and len(stored.shape) == 2 and not re.search(r"embed|\bwte\b|\bwpe\b", name)
-
-
 def _quantization_config(draft: _Draft, info: QuantizationInfo | None) -> dict:
     o, q = draft.options, draft.source.checkpoint.config.get("quantization_config") or {}
     written = [name for job in draft.jobs for name in job.outputs]
@@ -362,6 +360,15 @@ def nvfp4_info(source: Checkpoint) -> QuantizationInfo | None:
     return info
 
 
+def nvfp4_files(checkpoint: Checkpoint) -> tuple[QuantizationInfo, nvfp4.NVFP4Files]:
+    """What the config of a 4-bit checkpoint says and its files hold. ValueError where it is none, or damaged."""
+    info = nvfp4_info(checkpoint)
+    if info is None:
+        raise ValueError(f"{checkpoint.folder} is not an NVFP4 checkpoint: its config.json has no such "
+                         "quantization_config")  # fmt: skip
+    return info, nvfp4.read(Source(checkpoint), info.dialect)
+
+
 def separate_scales(matrices: Mapping[str, Matrix]) -> Iterator[tuple[str, str, tuple[Tensor, Tensor]]]:
     """(gate's stem, up's stem, their global scales fp32 0-d) of the experts of NVFP4 files for which these differ."""
     for gate, matrix in matrices.items():
@@ -371,13 +378,29 @@ def separate_scales(matrices: Mapping[str, Matrix]) -> Iterator[tuple[str, str, 
                 yield gate, up, scales
 
 
-def separate_scales_warning(checkpoint: Checkpoint) -> Iterator[str]:
-    """A line where gate and up of experts in NVFP4 files have different global scales."""
-    count = sum(1 for _ in separate_scales(plan_of(checkpoint).carried))
-    if count:
+def separate_linears(matrices: Mapping[str, Matrix]) -> Iterator[str]:
+    """Names of linears that servers fuse into one ("model.layers.0.self_attn.q_proj, k_proj, v_proj"), and whose global
+    scales differ; without experts."""
+    for parts in FUSED_LINEARS:
+        for first in (stem for stem in matrices if stem.endswith(f".{parts[0]}") and not PER_EXPERT.fullmatch(stem)):
+            parent = first.removesuffix(parts[0])
+            there = [part for part in parts if f"{parent}{part}" in matrices]
+            if len({float(matrices[f"{parent}{part}"].global_scale()) for part in there}) > 1:
+                yield parent + ", ".join(there)
+
+
+def scale_warnings(checkpoint: Checkpoint) -> Iterator[str]:
+    """A line where global scales of NVFP4 files differ that servers take for one: of gate and up of experts, and of
+    linears that they fuse."""
+    carried = plan_of(checkpoint).carried
+    if count := sum(1 for _ in separate_scales(carried)):
         yield (f"warning: {count} experts have different global scales for gate and up. This library honours both; "
                "vLLM and SGLang read gate's for both and compute something else. Repair the files for them: "
                f"moe-nvfp4 quantize {checkpoint.folder} DST --share-scales")  # fmt: skip
+    if linears := list(separate_linears(carried)):
+        yield (f"warning: {len(linears)} groups of linears have different global scales ({linears[0]}, ...). This "
+               "library honours each; vLLM fuses them, reads one for all, and computes something else. Serve files in "
+               "which they are dense, or share a scale, as ModelOpt's and llm-compressor's do")  # fmt: skip
 
 
 def plan_of(checkpoint: Checkpoint, include: Iterable[str] | None = None) -> ConversionPlan:

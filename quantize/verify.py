@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from moe_nvfp4.quantize.dialects import Dialect
+from moe_nvfp4.quantize.dialects import Dialect, QuantizationInfo
 from moe_nvfp4.quantize.files import TORCH_DTYPES, Checkpoint, TensorSlice, open_checkpoint
 from moe_nvfp4.quantize.layouts import ErrorSums, Matrix, Source, nvfp4
 from moe_nvfp4.quantize.model import ModelTensors, UnknownModel
-from moe_nvfp4.quantize.names import DENSE, KV_SCALE, PRE_QUANT_SCALE, is_scale, sub_configs
-from moe_nvfp4.quantize.plan import ConversionPlan, nvfp4_info, plan_of, separate_scales_warning
+from moe_nvfp4.quantize.names import DENSE, KV_SCALE, PRE_QUANT_SCALE, aliases, is_dense_linear, is_scale, sub_configs
+from moe_nvfp4.quantize.plan import ConversionPlan, nvfp4_files, plan_of, scale_warnings
 from moe_nvfp4.weights import check_block_scales, check_global_scale
 
 PIECE = 1 << 22  # elements read at once
@@ -49,12 +49,8 @@ def verify_checkpoint(folder: str | os.PathLike, against: str | os.PathLike | No
     Raises ValueError naming the first tensor that fails.
     """
     checkpoint = open_checkpoint(folder)
-    info = nvfp4_info(checkpoint)
-    if info is None:
-        raise ValueError(f"{folder} is not an NVFP4 checkpoint: its config.json has no such quantization_config")
-    report = VerificationReport(str(folder))
-    source, dialect = Source(checkpoint), info.dialect
-    files = nvfp4.read(source, dialect)
+    info, files = nvfp4_files(checkpoint)
+    report, dialect = VerificationReport(str(folder)), info.dialect
     if not files.matrices and not files.stacks:
         raise ValueError(f"{folder} says NVFP4 in its config.json, but no tensor ends in .{dialect.global_scale}")
     for _, matrix in sorted(files.matrices.items()):
@@ -68,16 +64,39 @@ def verify_checkpoint(folder: str | os.PathLike, against: str | os.PathLike | No
             raise ValueError(nvfp4.UNREAD.format(name))
         _check_dense(name, stored)
     try:
-        ModelTensors.of(source).check(files.given())
+        report.warnings += _surplus(ModelTensors.of(Source(checkpoint)), files)
     except UnknownModel as error:
         report.warnings.append(f"warning: not compared with the model's own list of tensors: {error}. Tensors that are "
                                "missing for the whole model or a whole layer were not noticed")  # fmt: skip
     report.matrices = len(files.matrices) + sum(stack.shape[0] for stack in files.stacks)
     report.tensors, report.size = len(files.left), sum(t.size for t in checkpoint.tensors.values())
-    report.warnings += separate_scales_warning(checkpoint)
+    report.warnings += [*_unlisted(files, info), *scale_warnings(checkpoint)]
     if against is not None:
         report.layers = _compare(checkpoint, open_checkpoint(against), files.left)
     return report
+
+
+def _surplus(model: ModelTensors, files: nvfp4.NVFP4Files) -> Iterator[str]:
+    """A line where the files have tensors that `model` has not. ValueError where it has some that they have not."""
+    if surplus := model.check(files.given()):
+        some = ", ".join(surplus[:3]) + (", ..." if len(surplus) > 3 else "")
+        yield (f"warning: {len(surplus)} tensors are none of {model.name}'s, by config.json, and nothing reads them: "
+               f"{some}")  # fmt: skip
+
+
+def _unlisted(files: nvfp4.NVFP4Files, info: QuantizationInfo) -> Iterator[str]:
+    """A line where layers are dense and the config's ignore list does not say so."""
+    modules = dict.fromkeys(
+        re.sub(r"(\bexperts)\..*", r"\1", name.removesuffix(".weight")) for name in files.dense_weights()
+        if is_dense_linear(name, files.left[name]) or "experts." in name
+    )  # fmt: skip
+    inside = ("", ".0.down_proj", ".0.w2")
+    found = [m for m in modules if not any(info.ignores(f"{name}{i}") for name in aliases(m) for i in inside)]
+    if info.whole and found:
+        some = ", ".join(found[:3]) + (", ..." if len(found) > 3 else "")
+        yield (f"warning: {len(found)} layers are dense and not in the ignore list of config.json: {some}. This "
+               "library reads what is there; a server may take them for NVFP4, and fail or misread them: add them to "
+               "the list")  # fmt: skip
 
 
 def _check_matrix(matrix: nvfp4.NVFP4Matrix) -> None:

@@ -33,7 +33,9 @@ NUMBERS = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_si
 CONFIGS = {
     "modelopt": {
         "quant_method": "modelopt", "quant_algo": "NVFP4",
-        "config_groups": {"group_0": {"weights": {"num_bits": 4, "group_size": 16}, "targets": ["Linear"]}},
+        "config_groups": {"group_0": {
+            "weights": {"num_bits": 4, "group_size": 16}, "input_activations": {"num_bits": 4, "group_size": 16},
+            "targets": ["Linear"]}},
         "ignore": ["lm_head", "model.layers.*.mlp.gate"],
     },
     "compressed-tensors": {

@@ -422,3 +422,18 @@ def model_conversions(model: nn.Module, loading: bool = False) -> list:
     """transformers' renamings and converters: to load with, or to save a model that was not loaded from files."""
     conversions = get_model_conversion_mapping(model, add_legacy=loading)
     return [c for c in conversions if loading or not isinstance(c, PrefixChange)]
+
+
+def with_names_in_files(model: nn.Module, modules: Iterable[str]) -> set[str]:
+    """The names of `modules` of `model`, and what files call them, which is what servers go by."""
+    modules = set(modules)
+    conversions = model_conversions(model) if hasattr(model, "config") else []
+    back = [c.reverse_transform() for c in conversions[::-1] if not isinstance(c, WeightConverter)]
+
+    def name_in_files(module: str) -> str:
+        key = f"{module}.weight"
+        for renaming in back:
+            key, _ = renaming.rename_source_key(key)
+        return key.removesuffix(".weight")
+
+    return modules | {name_in_files(module) for module in modules}

@@ -16,7 +16,7 @@ from moe_nvfp4.quantize.dialects import COMPRESSED_TENSORS, MODELOPT, Dialect
 from moe_nvfp4.quantize.files import Checkpoint, TensorSlice, read_tensors
 from moe_nvfp4.quantize.layouts import ExpertLayout, Source, nvfp4
 from moe_nvfp4.quantize.model import ModelTensors
-from moe_nvfp4.quantize.names import DENSE, FUSED, KV_SCALE, PER_EXPERT, PRE_QUANT_SCALE, is_scale
+from moe_nvfp4.quantize.names import DENSE, KV_SCALE, PER_EXPERT, PRE_QUANT_SCALE, is_scale
 
 # One expert says what the others are like
 OTHER_EXPERT = re.compile(r"\bexperts\.(\w+\.)?[1-9]\d*\.")
@@ -134,10 +134,7 @@ def _weights(files: nvfp4.NVFP4Files) -> Iterator[tuple[str, ExpertLayout]]:
             yield f"{stack.name}.weight", ExpertLayout.STACKED_BY_PROJECTION
     yield from ((name, ExpertLayout.FP8) for name in files.fp8 if not OTHER_EXPERT.search(name))
     yield from ((name, ExpertLayout.PARAMETERS) for name in files.parameters if name.endswith("_proj_sf"))
-    for name, stored in files.left.items():
-        weight = name.endswith(".weight") or FUSED.search(name)
-        if weight and stored.dtype in DENSE and not OTHER_EXPERT.search(name):
-            yield name, ExpertLayout.DENSE
+    yield from ((name, ExpertLayout.DENSE) for name in files.dense_weights() if not OTHER_EXPERT.search(name))
 
 
 def _add_linear(found: CheckpointLayout, model: Any, names: ModelTensors, files: nvfp4.NVFP4Files, name: str) -> None:

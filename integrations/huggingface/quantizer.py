@@ -16,7 +16,7 @@ from transformers.utils import logging
 
 from moe_nvfp4.integrations.huggingface.calibration import calibration_batches, files_importance
 from moe_nvfp4.integrations.huggingface.config import MoeNvfp4Config
-from moe_nvfp4.integrations.huggingface.converters import Conversions, ExpertsConverter
+from moe_nvfp4.integrations.huggingface.converters import Conversions, ExpertsConverter, with_names_in_files
 from moe_nvfp4.integrations.huggingface.experts import (
     HFExperts,
     ModuleLayout,
@@ -156,7 +156,8 @@ class MoeNvfp4Quantizer(HfQuantizer):
         quantized = {f"{n}.0.down_proj" for n in experts} | (self.linears.nvfp4 if self.linears else set())
         mtp_experts = {m["module"] for name in self.mtp.dense if (m := PER_EXPERT.fullmatch(name))}
         mtp_others = {name for name in self.mtp.dense if PER_EXPERT.fullmatch(name) is None}
-        theirs = ignore_patterns(linears | routers | mtp_others, quantized, {*excluded, *mtp_experts}, dialect)
+        dense, quantized = (with_names_in_files(model, names) for names in (linears | routers, quantized))
+        theirs = ignore_patterns(dense | mtp_others, quantized, {*excluded, *mtp_experts}, dialect)
         config.ignore = sorted({*config.ignore, *theirs})
 
     def update_weight_conversions(self, weight_conversions, model=None):

@@ -122,6 +122,12 @@ def _check_weights(name: str, module: nn.Module, layout: ModuleLayout) -> None:
                     "which NVFP4 cannot hold: look at the checkpoint, or replace them (torch.nan_to_num). The model is "
                     "as it was"
                 )
+    for part in (layout.up_name, "down_proj") if layout.bias is not None else ():
+        if not getattr(module, f"{part}_bias").isfinite().all():
+            raise ValueError(
+                f"{name}: {part}_bias has NaN or Inf: look at the checkpoint, or replace them (torch.nan_to_num). The "
+                "model is as it was"
+            )
 
 
 def _importance(

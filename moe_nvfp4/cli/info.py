@@ -26,7 +26,8 @@ def run(args: argparse.Namespace) -> None:
     from moe_nvfp4.integrations.huggingface.config import names_experts
     from moe_nvfp4.integrations.huggingface.experts import HFExperts, describe
     from moe_nvfp4.quantize.files import open_checkpoint
-    from moe_nvfp4.quantize.plan import separate_scales_warning
+    from moe_nvfp4.quantize.model import ModelTensors
+    from moe_nvfp4.quantize.plan import nvfp4_files, scale_warnings
     from moe_nvfp4.quantize.report import readable_size
 
     source = resolve(args.model)
@@ -36,6 +37,10 @@ def run(args: argparse.Namespace) -> None:
     if quantization is not None:
         chosen = MoeNvfp4Config.from_dict(quantization)
     model = empty_model(config, source)
+    checkpoint, unquantized = None, set()  # what the files have, whatever their config says
+    if quantization is not None and any(Path(source).glob("*.safetensors")):
+        checkpoint, tensors = open_checkpoint(source), ModelTensors(model)
+        unquantized = {tensors.place(name)[0] for name in nvfp4_files(checkpoint)[1].dense_weights()}
     rows: list[tuple[str, str]] = []  # name, what it is
     skipped: list[tuple[str, str]] = []  # name, why
     dense = packed = 0  # bytes
@@ -53,6 +58,9 @@ def run(args: argparse.Namespace) -> None:
         inside = f"{name}."
         if chosen.excludes(name):
             skipped.append((name, "excluded"))
+            continue
+        if any(other == name or other.startswith(inside) for other in unquantized):
+            skipped.append((name, "dense in the files, which their config does not say"))
             continue
         experts = HFExperts(module, layout, chosen.activations, device="meta")
         before = 2 * sum(p.numel() for p in module.parameters())
@@ -75,8 +83,8 @@ def run(args: argparse.Namespace) -> None:
             raise ValueError(f"--exclude {pattern!r} matches no experts module of {args.model}, see above")
     if not rows:
         raise ValueError(f"{args.model} has no experts that this library can quantize")
-    if quantization is not None and any(Path(source).glob("*.safetensors")):
-        for line in separate_scales_warning(open_checkpoint(source)):
+    if checkpoint is not None:
+        for line in scale_warnings(checkpoint):
             say(line)
     say(f"experts: {readable_size(dense)} in bf16, {readable_size(packed)} in NVFP4; "
          f"whole model {readable_size(total)} -> {readable_size(total - dense + packed)}")  # fmt: skip

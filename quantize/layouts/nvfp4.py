@@ -285,6 +285,13 @@ class NVFP4Files:
         found |= {name: Given("NVFP4", None, t.file.name) for name, t in self.parameters.items()}
         return found | dense_given(self.left)
 
+    def dense_weights(self) -> Iterator[str]:
+        """Names of dense matrices, and of dense stacks of experts."""
+        for name, stored in self.left.items():
+            stack = FUSED.search(name) or SEPARATE.search(name.removesuffix(".weight"))
+            if stored.dtype in DENSE and len(stored.shape) >= 2 and (stack or name.endswith(".weight")):
+                yield name
+
     def experts_have(self, last: str) -> bool:
         """Whether the matrices of experts have a tensor `last`: an input scale, or AWQ's scale."""
         return any(last in lasts for _, lasts in self._of_experts())

@@ -371,6 +371,8 @@ def test_dense_experts_that_do_not_fit():
         ((good[0][:, 1:], good[1]), r"bias of w13 must be \(5, 64\), got \(5, 63\)"),
         ((good[0], good[1][:, :1]), r"bias of w2 must be \(5, 48\), got \(5, 1\)"),
         ((good[0], good[1][0]), r"bias of w2 must be \(5, 48\), got \(48,\)"),
+        ((good[0] / 0, good[1]), "bias of w13 has NaN or Inf"),
+        ((good[0], good[1] * float("nan")), "bias of w2 has NaN or Inf"),
     ]:
         with pytest.raises(ValueError, match=rule):
             NVFP4Experts.from_dense(w13, w2, bias=bias)

@@ -472,6 +472,15 @@ def test_env(tmp_path, monkeypatch, capsys):
     assert rows["cpu"].startswith("experts W4A16, experts W4A4")
 
 
+def test_env_says_that_a_backend_is_unknown(monkeypatch, capsys):
+    monkeypatch.setenv("MOE_NVFP4_BACKEND", "sm91")
+    run("env")
+    said = capsys.readouterr().out
+    assert (
+        "\nerror: MOE_NVFP4_BACKEND=sm91 is unknown: the backends are " in said and "\nMOE_NVFP4_BACKEND=sm91\n" in said
+    )
+
+
 def test_version(capsys):
     with pytest.raises(SystemExit, match="0"):
         cli.main(["--version"])

@@ -10,6 +10,7 @@ from torch import nn
 
 from moe_nvfp4.integrations.huggingface import MoeNvfp4Config, checkpoint_config, set_activations, swap_experts
 from moe_nvfp4.integrations.huggingface.experts import HFExperts
+from moe_nvfp4.quantize.verify import verify_checkpoint
 from tests.common import THRESHOLDS, relative_error
 from tests.models import (
     FAMILIES,
@@ -53,6 +54,25 @@ def test_a_weight_that_is_not_finite_leaves_the_model_as_it_was(family, value):
     assert after.keys() == before.keys() and all(after[name] is before[name] for name in before)
     assert set(vars(model)) == attributes and getattr(model, "hf_quantizer", None) is None
     assert getattr(model.config, "quantization_config", None) is None
+
+
+@pytest.mark.parametrize("name", ["gate_up_proj_bias", "down_proj_bias"])
+def test_a_bias_that_is_not_finite_is_refused(name):
+    model = make(gpt_oss)
+    with torch.no_grad():
+        getattr(model.model.layers[1].mlp.experts, name)[2, 3] = float("nan")
+    with pytest.raises(ValueError, match=f"layers.1.mlp.experts: {name} has NaN or Inf"):
+        swap_experts(model, progress=False)
+    assert not any(isinstance(module, HFExperts) for module in model.modules())
+
+
+def test_verify_passes_what_a_swapped_model_saves(family, tmp_path):
+    """And finds the original's weights in it."""
+    make(family).save_pretrained(tmp_path / "bf16")
+    swap_experts(make(family), progress=False).save_pretrained(tmp_path / "nvfp4")
+    report = verify_checkpoint(tmp_path / "nvfp4", tmp_path / "bf16")
+    assert report.warnings == [] and report.matrices > 0
+    assert all(0.05 < layer.relative < 0.12 for layer in report.layers.values())
 
 
 def test_an_interrupted_swap_goes_on_where_it_was(monkeypatch, tmp_path):

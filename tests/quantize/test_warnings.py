@@ -1,0 +1,103 @@
+"""What loads right here, and others may read otherwise: `verify` and `info` warn, and name it."""
+
+import json
+import re
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from moe_nvfp4 import cli
+from moe_nvfp4.quantize.convert import convert_checkpoint
+from moe_nvfp4.quantize.dialects import read_config
+from moe_nvfp4.quantize.options import Options
+from moe_nvfp4.quantize.verify import verify_checkpoint
+from tests.folders import CONFIGS, is_linear, quantized, qwen2_moe, write
+from tests.models import folder, qwen3_moe, tensors
+from tests.quantize.test_convert import config_of
+
+EXPERTS = "model.layers.1.mlp.experts"
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def good(request, tmp_path_factory):
+    path = tmp_path_factory.mktemp("good")
+    convert_checkpoint(folder(path, qwen3_moe), path / "nvfp4", Options(dialect=request.param), progress=False)
+    assert verify_checkpoint(path / "nvfp4").warnings == []
+    return path
+
+
+def test_dense_experts_that_the_config_does_not_name(good, tmp_path, capsys):
+    files = {n: t for n, t in tensors(good / "nvfp4").items() if EXPERTS not in n}
+    files |= {n: t for n, t in tensors(good / "bf16").items() if EXPERTS in n}
+    config = config_of(good / "nvfp4")
+    path = write(tmp_path / "mixed", files, config, config["quantization_config"])
+    (warning,) = verify_checkpoint(path).warnings
+    assert f"1 layers are dense and not in the ignore list of config.json: {EXPERTS}. " in warning
+    assert cli.main(["info", str(path)]) == 0
+    said = capsys.readouterr().out
+    assert "1 layers of experts, NVFP4 of" in said
+    assert re.search(rf"^  {EXPERTS} +left as it is: dense in the files, which their config does not say$", said, re.M)
+    config["quantization_config"]["ignore"].append(EXPERTS)
+    assert verify_checkpoint(write(tmp_path / "named", files, config, config["quantization_config"])).warnings == []
+
+
+def test_dense_linears_that_the_config_does_not_name(good, tmp_path):
+    config = config_of(good / "nvfp4")
+    config["quantization_config"]["ignore"] = [p for p in config["quantization_config"]["ignore"] if "attn" not in p]
+    path = write(tmp_path / "short", tensors(good / "nvfp4"), config, config["quantization_config"])
+    (warning,) = verify_checkpoint(path).warnings
+    assert "8 layers are dense and not in the ignore list" in warning and "model.layers.0.self_attn.k_proj" in warning
+
+
+def test_tensors_that_the_model_has_not(good, tmp_path):
+    config, new = config_of(good / "nvfp4"), "model.layers.0.mlp.shared_expert.norm"
+    files = tensors(good / "nvfp4") | {
+        new: torch.ones(64),
+        "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8),
+    }
+    path = write(tmp_path / "more", files, config, config["quantization_config"])
+    (warning,) = verify_checkpoint(path).warnings
+    assert f"1 tensors are none of Qwen3MoeForCausalLM's, by config.json, and nothing reads them: {new}" in warning
+
+
+@pytest.mark.parametrize(
+    "dialect, scale", [("modelopt", "weight_scale_2"), ("compressed-tensors", "weight_global_scale")]
+)
+def test_linears_that_servers_fuse_with_scales_of_their_own(dialect, scale, tmp_path):
+    path, _ = quantized(tmp_path, qwen2_moe, dialect, lambda k: is_linear(k) or ".experts." in k)
+    files = tensors(path)
+    warnings = [line for line in verify_checkpoint(path).warnings if "fuses" in line]
+    names = r"model.layers.\d.(self_attn.q_proj, k_proj, v_proj|mlp.shared_expert.gate_proj, up_proj)"
+    assert re.search(rf"warning: 4 groups of linears have different global scales \({names}, ...\)", *warnings)
+    for name in files:
+        if name.endswith(scale) and re.search(r"(q|k|v)_proj|shared_expert.(gate|up)", name):
+            files[name] = torch.full_like(files[name], 0.5)
+    save_file(files, path / "model.safetensors", metadata={"format": "pt"})
+    assert not [line for line in verify_checkpoint(path).warnings if "fuses" in line]
+
+
+# ---------------------------------------------------------------- NVFP4 without a word about activations
+def test_nvfp4_whose_groups_have_no_input_activations_is_w4a16():
+    """As vLLM takes it (ModelOptNvFp4Config); ModelOpt itself writes W4A16_NVFP4 for weights only."""
+    numbers = {"num_bits": 4, "type": "float", "group_size": 16}
+    config = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
+    for groups, activations in (
+        ({"group_0": {"weights": numbers, "input_activations": numbers}}, "nvfp4"),
+        ({"group_0": {"weights": numbers, "input_activations": None}}, "bf16"),
+        ({"group_0": {"weights": numbers}}, "bf16"),
+        ({"group_0": {"weights": numbers}, "group_1": {"weights": numbers, "input_activations": numbers}}, "nvfp4"),
+        ({}, "nvfp4"),
+        (None, "nvfp4"),
+    ):
+        assert read_config(config | ({} if groups is None else {"config_groups": groups})).activations == activations
+
+
+@pytest.mark.slow  # importing ModelOpt takes seconds
+@pytest.mark.parametrize("algo, activations", [("NVFP4", "nvfp4"), ("W4A16_NVFP4", "bf16")])
+def test_activations_as_modelopt_writes_them(algo, activations):
+    export = pytest.importorskip("modelopt.torch.export.convert_hf_config", reason="needs nvidia-modelopt")
+    producer = {"name": "modelopt", "version": "0.47.0"}
+    details = {"quant_algo": algo, "kv_cache_quant_algo": None, "group_size": 16, "exclude_modules": ["lm_head"]}
+    written = export.convert_hf_quant_config_format({"producer": producer, "quantization": details})
+    assert read_config(json.loads(json.dumps(written))).activations == activations
