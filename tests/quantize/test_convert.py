@@ -356,8 +356,7 @@ def add_input_scales(path, dialect):
     if dialect is MODELOPT:
         q["quant_algo"] = "NVFP4"
         q["moe_nvfp4"]["activations"] = "nvfp4"
-    else:
-        q["config_groups"]["group_0"]["input_activations"] = {"num_bits": 4}
+    q["config_groups"]["group_0"]["input_activations"] = {"num_bits": 4}
     edit_config(path, quantization_config=q)
 
 
