@@ -315,6 +315,8 @@ class NVFP4Experts(FP32Scales):
         """
         if keep:
             self.to("cpu")
+            for p in self.parameters():
+                p.data = named("offload").place(p.data)
         self.on_cpu = keep
         return self
 

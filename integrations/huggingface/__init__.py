@@ -8,6 +8,7 @@ the NVFP4 folders of `compressed-tensors` and of `fp8` (DeepSeek V4) from its ow
     model.save_pretrained(folder)                    # 4-bit files
     model = AutoModelForCausalLM.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, config=checkpoint_config(folder, linears="dense"))
+    model = swap_experts(model, cpu_experts="auto").to("cuda")   # experts beside the GPU, where it has no room
     calibrate(model, batches)                        # static scales for activations="nvfp4"
     model.dequantize()                               # dense again, with the 4-bit weights' exact values
 
@@ -21,6 +22,7 @@ from importlib.util import find_spec
 from packaging.version import Version
 
 from moe_nvfp4.integrations.huggingface.config import MoeNvfp4Config, checkpoint_config
+from moe_nvfp4.integrations.huggingface.offload import describe_placement, keep_experts_on_cpu
 from moe_nvfp4.integrations.huggingface.quantizer import MoeNvfp4Quantizer
 from moe_nvfp4.integrations.huggingface.registry import register, unregister
 from moe_nvfp4.integrations.huggingface.swap import calibrate, set_activations, swap_experts
@@ -30,6 +32,8 @@ __all__ = [
     "MoeNvfp4Quantizer",
     "calibrate",
     "checkpoint_config",
+    "describe_placement",
+    "keep_experts_on_cpu",
     "register",
     "set_activations",
     "swap_experts",

@@ -17,7 +17,8 @@ from moe_nvfp4.quantize.dialects import DIALECTS, QuantizationInfo, as_patterns,
 from moe_nvfp4.quantize.recipes import CALIBRATED_RECIPES, DEFAULT_RECIPE, RECIPES
 from moe_nvfp4.weights import ACTIVATIONS
 
-FIELDS = ("activations", "recipe", "exclude", "linears", "dialect", "calibration")
+FIELDS = ("activations", "recipe", "exclude", "linears", "dialect", "calibration", "cpu_experts")
+LOADING = {"activations", "linears", "cpu_experts"}  # those that count for files that are 4-bit already
 LINEARS = ("packed", "dense")
 # Read anew, or written anew, or about something that does not come along (KV cache scales)
 REWRITTEN = {
@@ -41,11 +42,14 @@ class MoeNvfp4Config(QuantizationConfigMixin):
                  "packed" (the default), they stay NVFP4 (`NVFP4Linear`, the memory that the file promises), or
                  "dense", they are dequantized to the model's dtype as they are read (faster where no kernel is)
     dialect      whose names and config files have: "modelopt" (the default) or "compressed-tensors"
+    cpu_experts  layers whose experts stay on the CPU when the model goes to a GPU, and are computed there: a number
+                 (the first ones), "all", or "auto", as many as the GPU has no room for. It is about this machine: files
+                 do not have it
 
     In config.json this is the dialect's `quantization_config`, so that servers read the files too; our own fields
-    travel in its key "moe_nvfp4". For a folder that is 4-bit already, `activations` and `linears` may be given here or
-    to `checkpoint_config`; the others would have no effect on it, and are refused. A field that is not known raises
-    TypeError; what other tools wrote into a config.json is carried through.
+    travel in its key "moe_nvfp4". For a folder that is 4-bit already, `activations`, `linears` and `cpu_experts` may be
+    given here, the first two to `checkpoint_config` too; the others would have no effect on it, and are refused. A
+    field that is not known raises TypeError; what other tools wrote into a config.json is carried through.
 
     ignore, input_scale, pre_quant_scale: what files say (their exceptions; static activation scales; AWQ's scales).
     """
@@ -58,6 +62,7 @@ class MoeNvfp4Config(QuantizationConfigMixin):
         linears: str | None = None,
         dialect: str | None = None,
         calibration: Any = None,
+        cpu_experts: int | str | None = None,
         *,
         ignore: Iterable[str] | None = None,
         input_scale: bool = False,
@@ -66,7 +71,7 @@ class MoeNvfp4Config(QuantizationConfigMixin):
     ):
         _check_known(unknown)
         chosen = dict(activations=activations, recipe=recipe, exclude=exclude, linears=linears, dialect=dialect,
-                      calibration=calibration)  # fmt: skip
+                      calibration=calibration, cpu_experts=cpu_experts)  # fmt: skip
         self.chosen = {name: value for name, value in chosen.items() if value is not None}
         self.activations, self.linears = activations or "bf16", linears or "packed"
         self.recipe, self.dialect = recipe or DEFAULT_RECIPE, dialect or "modelopt"
@@ -79,7 +84,9 @@ class MoeNvfp4Config(QuantizationConfigMixin):
             raise ValueError(f"unknown recipe {recipe!r}: choose one of {', '.join(recipes)}")
         if calibration is not None and self.recipe not in CALIBRATED_RECIPES:
             raise ValueError(f"calibration has no effect on recipe {self.recipe!r}: choose 'weighted', or leave it out")
-        self.calibration = calibration
+        if cpu_experts is not None:
+            check_cpu_experts(cpu_experts)
+        self.calibration, self.cpu_experts = calibration, cpu_experts
         self.quant_method: Any = "moe_nvfp4"  # who reads it; config.json has the dialect's
         self.ignore = list(ignore or [])
         self.input_scale, self.pre_quant_scale = bool(input_scale), bool(pre_quant_scale)
@@ -128,6 +135,11 @@ class MoeNvfp4Config(QuantizationConfigMixin):
         return any(names_experts(p, module_name) for p in patterns)
 
 
+def check_cpu_experts(layers: int | str) -> None:
+    if layers not in ("all", "auto") and (isinstance(layers, (str, bool)) or layers < 0):
+        raise ValueError(f"cpu_experts must be a number of layers, 'all' or 'auto', got {layers!r}")
+
+
 def names_experts(pattern: str, module_name: str) -> bool:
     """Whether an entry of `exclude` or `ignore` names the experts module `module_name`, or its first expert."""
     return any(matches(pattern, f"{module_name}{part}") for part in ("", ".0.down_proj", ".0.w2"))
@@ -136,11 +148,11 @@ def names_experts(pattern: str, module_name: str) -> bool:
 def loading_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     """`fields` of `MoeNvfp4Config`, all of which count for files that are 4-bit already, else ValueError."""
     _check_known(fields)
-    if others := sorted(set(fields) - {"activations", "linears"}):
+    if others := sorted(set(fields) - LOADING):
         raise ValueError(
-            f"{', '.join(others)} would have no effect: the files are 4-bit already, and only activations and linears "
-            "can be chosen for them. Quantize the original checkpoint for another recipe or exclude, and convert "
-            "these files for another dialect (moe-nvfp4 quantize SRC DST --dialect ...)"
+            f"{', '.join(others)} would have no effect: the files are 4-bit already, and only activations, linears and "
+            "cpu_experts can be chosen for them. Quantize the original checkpoint for another recipe or exclude, and "
+            "convert these files for another dialect (moe-nvfp4 quantize SRC DST --dialect ...)"
         )
     return dict(fields)
 
@@ -163,6 +175,11 @@ def checkpoint_config(path: str | os.PathLike, **fields: Any) -> PretrainedConfi
     Needed to choose `linears` or `activations`, and for folders whose config.json says nothing about quantization
     while hf_quant_config.json does. ValueError where neither says NVFP4, and for fields without effect on such files.
     """
+    if "cpu_experts" in fields:
+        raise ValueError(
+            "cpu_experts is not a part of a checkpoint's config: give it to from_pretrained, as quantization_config="
+            "MoeNvfp4Config(cpu_experts=...)"
+        )
     config = AutoConfig.from_pretrained(path)
     file = cached_file(path, "hf_quant_config.json", _raise_exceptions_for_missing_entries=False)
     hf = None

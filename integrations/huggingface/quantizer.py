@@ -37,6 +37,7 @@ from moe_nvfp4.integrations.huggingface.files import (
     read_layout,
 )
 from moe_nvfp4.integrations.huggingface.linears import FP8Experts, LinearConverter, replace_linears, to_linear
+from moe_nvfp4.integrations.huggingface.offload import describe_placement, keep_experts_on_cpu
 from moe_nvfp4.linear import NVFP4Linear
 from moe_nvfp4.quantize.dialects import DIALECTS
 from moe_nvfp4.quantize.importance import Importance, load_importance
@@ -85,8 +86,14 @@ class MoeNvfp4Quantizer(HfQuantizer):
         self._plan: LoadPlan | None = None  # while a model loads
 
     # ------------------------------------------------------------ before loading
-    def _process_model_before_weight_loading(self, model, checkpoint_files=None, **kwargs):
+    def _process_model_before_weight_loading(self, model, checkpoint_files=None, device_map=None, **kwargs):
         config = self.quantization_config
+        places = device_map.values() if isinstance(device_map, dict) else {device_map} - {None}
+        if config.cpu_experts is not None and {str(place) for place in places} - {"cpu"}:
+            raise ValueError(
+                f"cpu_experts with device_map={device_map!r}: leave device_map out, and move what is not to stay on "
+                'the CPU afterwards: model.to("cuda")'
+            )
         source = open_files(checkpoint_files or [], model)
         tensors = source.checkpoint.tensors
         self.pre_quantized = self.pre_quantized or is_nvfp4(tensors)  # whatever config.json says
@@ -241,6 +248,9 @@ class MoeNvfp4Quantizer(HfQuantizer):
             saving.append(self.linears)
         model._weight_conversions = saving
         self._plan = None
+        if self.quantization_config.cpu_experts is not None:
+            keep_experts_on_cpu(model, self.quantization_config.cpu_experts)
+            logger.info(describe_placement(model))
         return self._dequantize(model) if self.quantization_config.dequantize else model
 
     # ------------------------------------------------------------ saving

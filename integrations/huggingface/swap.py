@@ -23,6 +23,7 @@ from moe_nvfp4.integrations.huggingface.experts import (
     find_experts,
     set_implementation,
 )
+from moe_nvfp4.integrations.huggingface.offload import keep_experts_on_cpu
 from moe_nvfp4.integrations.huggingface.quantizer import MoeNvfp4Quantizer
 from moe_nvfp4.linear import NVFP4Linear
 from moe_nvfp4.progress import progress_bar
@@ -40,6 +41,7 @@ def swap_experts(
     exclude: str | Iterable[str] | None = None,
     progress: bool = True,
     calibration: Any = None,
+    cpu_experts: int | str | None = None,
 ) -> Model:
     """Make the experts of a transformers `model` 4-bit, in place; returns the model.
 
@@ -53,11 +55,13 @@ def swap_experts(
     activations are: on `calibration`, a text or several, token ids [B, T] or several, the path of a file of
     moe-nvfp4 importance, or None, random token ids.
 
+    cpu_experts: how many layers' experts stay on the CPU when the model goes to a GPU, see `keep_experts_on_cpu`.
+
     Raises NotImplementedError for experts in an unknown form (naming their class and the way out), ValueError if the
     model has no experts, or weights that are NaN or Inf, are in another dtype than bf16, fp16 and fp32, or are not
     here (meta device, offloaded), and for a pattern of `exclude` that matches no experts module.
     """
-    config = MoeNvfp4Config(activations, recipe, exclude, calibration=calibration)
+    config = MoeNvfp4Config(activations, recipe, exclude, calibration=calibration, cpu_experts=cpu_experts)
     if (other := getattr(model, "hf_quantizer", None)) is not None:
         raise ValueError(
             f"{type(model).__name__} is quantized already "
@@ -99,6 +103,8 @@ def swap_experts(
     whole.quantization_method = config.quant_method
     if hasattr(model, "config"):
         whole.config.quantization_config = config
+    if cpu_experts is not None:
+        keep_experts_on_cpu(model, cpu_experts)
     return model
 
 

@@ -10,6 +10,7 @@ from moe_nvfp4.cli.options import (
     MODEL_HELP,
     Commands,
     add_answering,
+    add_cpu_experts,
     add_device,
     add_quantizing,
     command,
@@ -32,6 +33,7 @@ def add(commands: Commands) -> None:
     add_answering(sub)
     add_quantizing(sub)
     add_device(sub)
+    add_cpu_experts(sub)
 
 
 def run(args: argparse.Namespace) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from moe_nvfp4.cli.options import say
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -104,20 +106,29 @@ def load(args: argparse.Namespace, activations: str | None, tokenizer: bool = Tr
     from transformers import AutoTokenizer
 
     from moe_nvfp4.devices import usable_device
-    from moe_nvfp4.integrations.huggingface import MoeNvfp4Config
+    from moe_nvfp4.integrations.huggingface import MoeNvfp4Config, describe_placement
 
     place = usable_device(args.device)
     source = resolve(args.model)
     config = model_config(source)
     kwargs: dict[str, Any] = {}
+    beside = getattr(args, "cpu_experts", None)
+    if beside is not None and place.type != "cuda":
+        raise ValueError(f"--cpu-experts keeps experts beside a GPU, and the model runs on {place}: leave it out")
     if quantization_of(config, args) is None and activations is not None:
         kwargs["quantization_config"] = MoeNvfp4Config(
-            activations=activations, recipe=args.recipe, exclude=args.exclude
+            activations=activations, recipe=args.recipe, exclude=args.exclude, cpu_experts=beside
         )
+    elif beside is not None:
+        kwargs["quantization_config"] = MoeNvfp4Config(cpu_experts=beside)
     empty_model(config, source)  # else transformers ends in a traceback where the config makes no sense
-    if place.type != "cpu":  # needs the package accelerate (extra "gpu"), which a CPU can do without
+    if place.type != "cpu" and beside is None:  # needs the package accelerate (extra "gpu"), which a CPU can do without
         kwargs["device_map"] = str(place)
-    loaded = model_class(config).from_pretrained(source, dtype=torch.bfloat16, **kwargs)
+    with torch.cuda.device(place) if beside is not None else nullcontext():  # whose memory "auto" looks at
+        loaded = model_class(config).from_pretrained(source, dtype=torch.bfloat16, **kwargs)
+    if beside is not None:
+        say(describe_placement(loaded))
+        loaded = loaded.to(place)
     return loaded.eval(), AutoTokenizer.from_pretrained(source) if tokenizer else None
 
 

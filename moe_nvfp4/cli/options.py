@@ -66,6 +66,14 @@ def add_device(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--device", default=None, help="cpu, cuda, cuda:1 (default: cuda where there is one)")
 
 
+def add_cpu_experts(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument(
+        "--cpu-experts", type=layers, default=None, metavar="N",
+        help="layers whose experts stay on the CPU and are computed there, beside the GPU: a number, all, or auto, as "
+        "many as the GPU has no room for",
+    )  # fmt: skip
+
+
 # ---- values --------------------------------------------------------------------------------------
 
 
@@ -76,6 +84,14 @@ def whole(least: int, most: int = 2**31 - 1) -> Callable[[str], int]:
         return int(text)
 
     return number
+
+
+def layers(text: str) -> int | str:
+    if text in ("all", "auto"):
+        return text
+    if not re.fullmatch(r"\d{1,10}", text, re.ASCII):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of layers, all or auto")
+    return int(text)
 
 
 def temperature(text: str) -> float:

@@ -144,6 +144,10 @@ class Backend:
         """The same values in the checkpoint's layout, as new tensors."""
         raise NotImplementedError(f"{self.name} reads the checkpoint's layout")
 
+    def place(self, tensor: Tensor) -> Tensor:
+        """`tensor`, on the CPU, in memory that this backend (`host_weights`) reads well; itself, or a copy."""
+        return tensor
+
     # Weights in a layout of its own, one projection at a time, so that there are never two copies of all of them.
 
     def prepare(self, codes: Tensor, sf: Tensor, interleaved: bool) -> tuple[Tensor, Any]:

@@ -296,6 +296,7 @@ def test_mistakes_are_one_line_and_exit_code_2(folder, tmp_path, capsys):
     (tmp_path / "fp8" / "config.json").write_text(json.dumps(fp8))
     cases = [
         (("info", tmp_path / "nothing"), "does not exist"),
+        (("generate", folder, "--cpu-experts", "all", "--device", "cpu"), "keeps experts beside a GPU, and the model"),
         (("info", tmp_path), "has no config.json"),
         (("info", tmp_path / "dense"), "no experts"),
         (("quantize", tmp_path / "dense", tmp_path / "x"), "LlamaForCausalLM has no experts to quantize"),
@@ -364,6 +365,8 @@ def test_a_device_that_is_not_there(command, device, folder, tmp_path, capsys):
         (["generate", "X", "--temperature", "inf"], "'inf' is not a number from 0 on"),
         (["generate", "X", "--temperature", "hot"], "'hot' is not a number from 0 on"),
         (["generate", "X", "--recipe", "best"], "invalid choice: 'best'"),
+        (["generate", "X", "--cpu-experts", "most"], "'most' is not a number of layers, all or auto"),
+        (["chat", "X", "--cpu-experts", "-1"], "'-1' is not a number of layers, all or auto"),
         (["quantize", "X", "Y", "--workers", 0], "'0' is not a whole number from 1 to 256"),
         (["quantize", "X", "Y", "--workers", 1000], "'1000' is not a whole number from 1 to 256"),
         (["calibrate", "X", "Y", "--window", 0], "'0' is not a whole number from 1"),

@@ -209,7 +209,7 @@ def prepared(E=6, H=264, I=130, T=9, k=2, activations="bf16"):
     """(Call, its x, ids, p and y, the layer's weights)"""
     w, x, ids, p, _ = make(E, H, I, T, k, GATES[0], None, torch.bfloat16, activations, False, 0)
     y = torch.zeros_like(x)
-    return cpu.Call(x, ids, p, w, y, torch.empty), x, ids, p, y, w
+    return cpu.Call(x, ids, p, w, y), x, ids, p, y, w
 
 
 @needs_library

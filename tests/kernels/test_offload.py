@@ -1,6 +1,7 @@
 """Experts on the CPU beside a GPU: the stream's work in its order, and in graphs, without a GPU; then with one."""
 
 import ctypes
+import time
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -12,8 +13,9 @@ from moe_nvfp4 import backends
 from moe_nvfp4.backends import Device, Problem, explain
 from moe_nvfp4.kernels.cpu import backend as cpu
 from moe_nvfp4.kernels.offload import backend as offload
+from moe_nvfp4.kernels.offload import pages
 from moe_nvfp4.weights import Gate
-from tests.common import random_layer
+from tests.common import THRESHOLDS, random_layer, relative_error
 
 needs_library = pytest.mark.skipif(not cpu.available(), reason="no C compiler")
 on_any_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
@@ -81,16 +83,16 @@ def test_moving_a_model_leaves_them_on_the_cpu():
 def test_a_layer_takes_x_on_a_gpu_if_it_was_told_to_stay(monkeypatch):
     monkeypatch.setattr(Device, "of", staticmethod(lambda d: A100 if d.type == "cuda" else Device(d.type)))
     backends.forget()
-    layer = random_layer(**SIZES)
+    layer, stays = random_layer(**SIZES), random_layer(**SIZES).keep_on_cpu()
     with FakeTensorMode(allow_non_fake_inputs=True):
         x = torch.empty(3, SIZES["H"], dtype=torch.bfloat16, device="cuda")
         ids, p = torch.zeros(3, 2, dtype=torch.long, device="cuda"), torch.ones(3, 2, device="cuda")
         with pytest.raises(ValueError, match=r"w13 is on cpu.*keep_on_cpu\(\)"):
             torch.ops.moe_nvfp4.experts(x, ids, p, layer.weights.tensors(), layer.weights.spec("portable"))
-        y = layer.keep_on_cpu()(x, ids, p)
+        y = stays(x, ids, p)
         assert y.device.type == "cuda" and y.shape == x.shape and y.dtype == x.dtype
         with pytest.raises(ValueError, match="top_k_index is on cpu"):
-            layer(x, ids.cpu(), p)
+            stays(x, ids.cpu(), p)
     backends.forget()
 
 
@@ -100,7 +102,8 @@ def test_a_layer_takes_x_on_a_gpu_if_it_was_told_to_stay(monkeypatch):
 class Driver:
     """CUDA's driver for one stream, whose work is put off until `synchronize`, or recorded as a graph."""
 
-    def __init__(self):
+    def __init__(self, mail):
+        self.mail = mail
         self.work, self.graph, self.graphs, self.owners = [], None, 0, []
 
     def begin_capture(self):
@@ -124,6 +127,24 @@ class Driver:
         self.work.append(lambda: ctypes.CFUNCTYPE(None, ctypes.c_void_p)(function.value)(argument))
         return 0
 
+    def cuDeviceGetAttribute(self, value, attribute, device):
+        value._obj.value = attribute == 122 and self.mail
+        return 0
+
+    def cuStreamWriteValue64_v2(self, stream, address, value, flags):
+        self.work.append(lambda: setattr(ctypes.c_int64.from_address(address.value), "value", value.value))
+        return 0
+
+    def cuStreamWaitValue64_v2(self, stream, address, value, flags):
+        def wait():
+            until = time.monotonic() + 20
+            while ctypes.c_int64.from_address(address.value).value != value.value:
+                assert time.monotonic() < until, "nobody answers"
+
+        assert flags == 1  # equal
+        self.work.append(wait)
+        return 0
+
     def cuStreamGetCaptureInfo_v2(self, stream, status, capture, graph, *_):
         status._obj.value, capture._obj.value = self.graph is not None, self.graph or 0
         graph._obj.value = 1000 + (self.graph or 0)
@@ -137,16 +158,15 @@ class Driver:
         return 0 if graph.value == 1000 + self.graph else 1
 
 
-@pytest.fixture
-def driver(monkeypatch):
-    driver = Driver()
+@pytest.fixture(params=[True, False], ids=["mail", "host function"])
+def driver(request, monkeypatch):
+    driver = Driver(request.param)
     monkeypatch.setattr(offload, "_driver", lambda: driver)
     monkeypatch.setattr(offload, "_allocate_pinned", lambda size: torch.empty(size, dtype=torch.uint8))
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=7))
-    for name in ("_streams", "_captures"):
-        monkeypatch.setattr(offload, name, {})
-    monkeypatch.setattr(offload, "_captured", [])
+    for name, empty in (("_streams", {}), ("_graphs", []), ("_mailboxes", [])):
+        monkeypatch.setattr(offload, name, empty)
     return driver
 
 
@@ -181,7 +201,8 @@ def test_a_graph_runs_as_often_as_one_likes(driver):
     y = offload.experts(x, ids, p, w)
     z = offload.experts(y, ids, p, w)
     graph = driver.end_capture()
-    assert len(offload._captured) == 2
+    (first,) = offload._graphs
+    assert len(first.calls) == 2 and (first.mailbox is not None) == driver.mail
     for seed in range(3):
         eager = inputs(40, 100 + seed)
         other = offload.experts(*eager, w)  # has other memory: it may run between the graph's
@@ -197,7 +218,8 @@ def test_a_graph_runs_as_often_as_one_likes(driver):
     driver.begin_capture()
     offload.experts(x, ids, p, w)
     driver.end_capture()  # never runs
-    assert len(offload._captured) == 1
+    (second,) = offload._graphs
+    assert len(second.calls) == 1 and second.mailbox is first.mailbox
 
 
 @needs_library
@@ -220,6 +242,58 @@ def test_a_driver_that_refuses_is_an_error(monkeypatch):
         offload._do("cuLaunchHostFunc", 1, 2, 3)
 
 
+# ---------------------------------------------------------------- many tokens, and where weights lie
+
+
+class Portable:
+    """Stands for the portable backend, here on the CPU."""
+
+    def __init__(self, reason=None):
+        self.reason, self.seen = reason, []
+
+    def unavailable(self, device):
+        return None
+
+    def unsupported(self, device, problem):
+        assert problem == Problem("experts", 6, 64, 48, "silu", "bf16", torch.bfloat16, True, False)
+        return self.reason
+
+    def experts(self, x, ids, p, weights):
+        self.seen.append(x.shape[0])
+        return cpu.experts(x, ids, p, weights)
+
+
+@needs_library
+def test_the_gpu_takes_many_tokens(driver, monkeypatch):
+    """From UPLOAD tokens an expert on, if the weights have room there and the portable backend takes them."""
+    w, T = random_layer(**SIZES).weights, offload.UPLOAD * SIZES["E"] // 2  # two slots a token
+    for reason, scratch, seen in ((None, 1 << 30, [T, T + 1]), ("takes none", 1 << 30, []), (None, 1, [])):
+        monkeypatch.setattr(offload, "PORTABLE", Portable(reason))
+        monkeypatch.setattr(offload, "SCRATCH", scratch)
+        batches = [inputs(n, n) for n in (T - 1, T, T + 1)]
+        results = [offload.experts(*batch, w) for batch in batches]
+        driver.synchronize()
+        assert offload.PORTABLE.seen == seen
+        for batch, y in zip(batches, results, strict=True):
+            assert torch.equal(y, cpu.experts(*batch, w))
+
+
+def test_weights_move_to_pages_that_are_pinned_once_and_freed():
+    small, large = torch.arange(100, dtype=torch.uint8), torch.arange(1 << 20).view(2, -1)
+    assert pages.place(small) is small
+    copy, done = pages.place(large), []
+    assert torch.equal(copy, large) and copy.data_ptr() != large.data_ptr() and pages.place(copy) is copy
+    do = lambda name, address, *_: done.append((name, address.value, copy_bytes(address.value)))
+    copy_bytes = lambda address: ctypes.string_at(address + 8, 8)  # it is still there
+    for _ in range(2):
+        pages.pin(copy, do)
+    pages.pin(large, do)  # not ours
+    address = copy.data_ptr()
+    del copy
+    one = (1).to_bytes(8, "little")
+    assert done == [("cuMemHostRegister_v2", address, one), ("cuMemHostUnregister", address, one)]
+
+
 # ---------------------------------------------------------------- on a GPU
 
 
@@ -227,10 +301,25 @@ def test_a_driver_that_refuses_is_an_error(monkeypatch):
 @pytest.mark.parametrize("activations", ["bf16", "nvfp4"])
 def test_on_a_gpu_the_bits_of_the_cpu_backend(activations):
     layer = random_layer(**SIZES, activations=activations).keep_on_cpu().to("cuda")
-    for T in (0, 1, 5, 300, 2):
+    for T in (0, 1, 5, 11, 2):
         batch = inputs(T, T)
         y = layer(*(t.cuda() for t in batch))
         assert y.is_cuda and torch.equal(y.cpu(), layer(*batch))
+
+
+@on_any_gpu
+@pytest.mark.parametrize("activations, limit", [("bf16", "half"), ("nvfp4", "w4a4")])
+def test_many_tokens_are_multiplied_on_the_gpu(activations, limit, monkeypatch):
+    """To the portable backend's bits, from weights that are pinned; and the same on the CPU where there is no room."""
+    layer = random_layer(6, 1024, 1536, activations=activations).keep_on_cpu()
+    x, ids, p = inputs(300, 0)
+    x = torch.randn(300, 1024).bfloat16()
+    batch = [t.cuda() for t in (x, ids, p)]
+    y, want = layer(*batch), layer(x, ids, p)
+    assert relative_error(y, want) < THRESHOLDS[limit]
+    assert pages._placed[layer.down_proj.data_ptr()].unpin
+    monkeypatch.setattr(offload, "SCRATCH", 1 << 20)
+    assert torch.equal(layer(*batch).cpu(), want)
 
 
 @on_any_gpu
@@ -248,15 +337,15 @@ def test_in_a_cuda_graph():
                 t.copy_(n)
             graph.replay()
             assert torch.equal(y.cpu(), layer(layer(*new) * 2, *new[1:]))
-        captured = list(offload._captured)
         batch[1].fill_(77)
         graph.replay()
         assert y.isnan().all()
         with pytest.raises(ValueError, match="in an earlier call"):
             layer(*batch)
+        (workspace,) = (w for w in offload._graphs if not w.over)
         del graph
         torch.cuda.synchronize()
-    assert captured
+        assert workspace.over
 
 
 @on_any_gpu

@@ -145,19 +145,26 @@ def _layer(program: _Program, x: Tensor, ids: Tensor, p: Tensor, weights: Expert
 
 
 class _Call(ctypes.Structure):
-    _fields_ = _fields("program", "count path threads") + _fields("out", "out_bytes done released")
+    _fields_ = _fields("call program", "count path threads") + _fields("out", "out_bytes done released")
 
 
 class Call:
     """A layer as a function of one argument, for a host function of a CUDA stream: see `call` in cpu.c.
 
     x [T, H], ids int64 [T, top_k], p [T, top_k] and y [T, H] are contiguous and on the CPU: each run reads the first
-    three and writes y. `empty` makes its scratch, as torch.empty does. The weights are the caller's to keep, the rest
-    is kept here, and this object until it has run (`done`), or until `release` was called.
+    three and writes y. `empty` makes its scratch, as torch.empty does; threads: default torch's. The weights are the
+    caller's to keep, the rest is kept here, and this object until it has run (`done`), or until `release` was called.
     """
 
     def __init__(
-        self, x: Tensor, ids: Tensor, p: Tensor, weights: ExpertWeights, y: Tensor, empty: Callable[..., Tensor]
+        self,
+        x: Tensor,
+        ids: Tensor,
+        p: Tensor,
+        weights: ExpertWeights,
+        y: Tensor,
+        empty: Callable[..., Tensor] = torch.empty,
+        threads: int | None = None,
     ):
         program = _Program(empty, empty)  # nothing here reads the padding of block scales, for which zeros are
         _layer(program, x, ids, p, weights, y)
@@ -165,12 +172,13 @@ class Call:
         library, self._code = _library(program.path), ctypes.create_string_buffer(code, len(code))
         own = {id(t) for t in weights.tensors()}
         self.tensors: object = [t for t in program.tensors if id(t) not in own]
+        self.function, self.release = (ctypes.cast(f, ctypes.c_void_p).value for f in (library.call, library.release))
         self._call = _Call(
-            ctypes.addressof(self._code), count, PATHS.index(program.path), torch.get_num_threads(), y.data_ptr(),
-            y.numel() * y.element_size(), 0, 0,
+            self.function, ctypes.addressof(self._code), count, PATHS.index(program.path),
+            threads or torch.get_num_threads(), y.data_ptr(), y.numel() * y.element_size(), 0, 0,
         )  # fmt: skip
         self.argument = ctypes.addressof(self._call)
-        self.function, self.release = (ctypes.cast(f, ctypes.c_void_p).value for f in (library.call, library.release))
+        _called[program.path] = library
 
     def __call__(self) -> None:
         """Run it here and now, in the library's own threads."""
@@ -186,10 +194,30 @@ class Call:
         return bool(self._call.released)
 
 
+class Mailbox:
+    """16 bytes of memory that a stream can write to, `memory` int64 [2] on the CPU, as a mailbox of cpu_calls.h: the
+    stream writes `Call.argument` to the address `request` and waits until the int64 at `done` is 1.
+
+    OSError where there can be no more of them.
+    """
+
+    def __init__(self, memory: Tensor):
+        self.memory = memory.zero_()
+        self.request, self.done = memory.data_ptr(), memory.data_ptr() + 8
+        if _library(path()).open_mailbox(ctypes.c_void_p(self.request)):
+            raise OSError("no more mailboxes for calls on the CPU")
+        _opened.append(self)
+
+
+_called: dict[str, ctypes.CDLL] = {}  # those of calls, by path
+_opened: list[Mailbox] = []  # they are looked into as long as the process lives
+
+
 def raise_failure() -> None:
     """ValueError or MemoryError if a `Call` has failed since this was asked last."""
-    if available() and (failed := _library(path()).failure()):
-        raise _FAILURES[failed]
+    for library in _called.values():
+        if failed := library.failure():
+            raise _FAILURES[failed]
 
 
 def quantize_rows(x: Tensor, index: Tensor | None, scale: Tensor | None, groups: Groups) -> Rows:
@@ -328,7 +356,7 @@ def _library(name: str, *flags: str) -> ctypes.CDLL:
     if list(theirs) != [ctypes.sizeof(stage) for stage in _STAGES]:
         raise OSError(f"{library._name} was made from another cpu.c: its stages take {list(theirs)} bytes; delete it")
     library.run.restype = ctypes.c_int64
-    library.failure.restype = ctypes.c_int64
+    library.failure.restype = library.open_mailbox.restype = ctypes.c_int64
     library.run.argtypes = [ctypes.c_char_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p]
     return library
 

@@ -718,29 +718,4 @@ int64_t run(const int64_t *program, int64_t count, int64_t path, int64_t threads
     return failed;
 }
 
-/* A program as a function of one argument, for a host function of a CUDA stream: it runs in the pool of this library,
-   knows nothing of Python, and runs as often as the stream, or a graph, says. Nobody gets a return value there, so that
-   a failure fills what the program should have made with NaN (all bits ones, in every type) and is kept for `failure`. */
-typedef struct {
-    const int64_t *program;
-    int64_t count, path, threads;
-    void *out;
-    int64_t out_bytes;
-    _Atomic int64_t done, released; /* how often it ran; whether nothing will run it again */
-} Call;
-static _Atomic int64_t failed_call;
-
-void call(void *argument) {
-    Call *c = argument;
-    int64_t failed = run(c->program, c->count, c->path, c->threads, NULL);
-    if (failed) {
-        memset(c->out, 0xff, (size_t)c->out_bytes);
-        atomic_store(&failed_call, failed);
-    }
-    atomic_fetch_add(&c->done, 1);
-}
-
-void release(void *argument) { atomic_store(&((Call *)argument)->released, 1); } /* when a graph that had it is gone */
-
-/* What `run` returned to a call that failed since this was asked last, else 0. */
-int64_t failure(void) { return atomic_exchange(&failed_call, 0); }
+#include "cpu_calls.h"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from moe_nvfp4.kernels import cpu
 from moe_nvfp4.kernels.backend import Backend, Device, Problem
@@ -26,6 +27,11 @@ class Offload(Backend):
         if problem.dtype not in (torch.bfloat16, torch.float16, torch.float32):
             return f"takes bf16, fp16 and fp32 activations, not {problem.dtype}"
         return None
+
+    def place(self, tensor: Tensor) -> Tensor:
+        from moe_nvfp4.kernels.offload.pages import place
+
+        return place(tensor)
 
 
 BACKEND = Offload()

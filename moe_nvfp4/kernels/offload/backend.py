@@ -1,10 +1,15 @@
 """The offload backend: x, ids and routing weights go down, the CPU kernels run, y comes up, all on the caller's stream.
 
-    stream:  x, ids, weights -> pinned memory ── host function ── y <- pinned memory
+    stream:  x, ids, weights -> pinned memory ── the CPU's program ── y <- pinned memory
 
-The host function is cpu.c's `call` (`moe_nvfp4.kernels.cpu.backend.Call`): it runs a layer in the pool of threads of
-that library, without Python, so that it needs no GIL and works in a CUDA graph, replayed as often as one likes. Nothing
-here waits: what follows on the stream does, and whatever runs on other streams goes on meanwhile.
+The program (`moe_nvfp4.kernels.cpu.backend.Call`) runs in the threads of the CPU backend's library, without Python: it
+needs no GIL, and a CUDA graph replays it as often as one likes. The stream asks for it by mail, and waits for the
+answer: it writes the program's address into a mailbox in pinned memory that a thread looks into (`Mailbox`). Where a
+GPU can't, or mailboxes run out, it is a host function of the stream. Nothing here waits: what follows on the stream
+does, and other streams go on meanwhile.
+
+Many tokens. From UPLOAD tokens an expert on the weights are copied to the GPU for the call, which takes as long as PCIe
+takes (55 GB/s), and the portable backend multiplies them; up to SCRATCH bytes, beyond that the CPU goes on.
 
 Memory. Calls of one stream follow each other, so they share pinned buffers and scratch (`_Workspace`). So do those that
 are captured into one graph; the graph keeps them (CUDA's user objects), because it may run at any time.
@@ -13,29 +18,42 @@ Errors. A call that fails on the CPU (no memory, ids that are none) gives NaN, i
 layer raises, as does `check`.
 
 Everything goes through the driver's library, which is there wherever a GPU is, and has the same functions in CUDA 12
-and 13. Results are those of the CPU backend, bit for bit.
+and 13. Results are those of the CPU backend, bit for bit, or of the portable one.
 """
 
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass, field
+import os
+from dataclasses import dataclass, field, replace
 from functools import cache
 from threading import Lock
 
 import torch
 from torch import Tensor
 
+from moe_nvfp4.kernels.backend import Device, Problem
 from moe_nvfp4.kernels.common.tensors import floating
 from moe_nvfp4.kernels.cpu import backend as cpu
+from moe_nvfp4.kernels.offload.pages import pin
+from moe_nvfp4.kernels.portable import BACKEND as PORTABLE
 from moe_nvfp4.weights import ExpertWeights
 
+# Tokens an expert, on average, from which copying the weights is quicker, and the most bytes that are copied. A layer
+# of Qwen3-30B-A3B is copied in 6.2 ms; 16 cores of a Xeon with AMX take 6.6 ms for 4 tokens an expert, 9 ms for 16 and
+# 19 ms for 64 (2026-11-22). Cores without AMX are slower, so this is late for them.
+UPLOAD, SCRATCH = 4, 2 << 30
+SPARE = 1  # cores
+_CAN_USE_64_BIT_STREAM_MEM_OPS = 122  # CU_DEVICE_ATTRIBUTE_
+_EQUAL = 1  # CU_STREAM_WAIT_VALUE_EQ
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED: memory may be allocated while a stream is captured
 
 
 def experts(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: ExpertWeights) -> Tensor:
     """The whole layer: x [T, H], [T, top_k], [T, top_k] on a GPU, weights on the CPU -> [T, H] on the GPU."""
     check()
+    if _better_on_gpu(x, top_k_index, weights):
+        return PORTABLE.experts(x, top_k_index, top_k_weights, _uploaded(weights, x.device))
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     if not x.shape[0]:
         return y
@@ -47,11 +65,31 @@ def experts(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: Expe
         for to, t in zip(host, down, strict=False):
             _copy(to, t, stream)
         workspace.empty.begin()
-        call = cpu.Call(*host[:3], weights, host[3], workspace.empty)
-        workspace.keep(call, host)
-        _do("cuLaunchHostFunc", ctypes.c_void_p(stream), ctypes.c_void_p(call.function), ctypes.c_void_p(call.argument))
+        call = cpu.Call(*host[:3], weights, host[3], workspace.empty, _threads())
+        call.tensors = (call.tensors, host)
+        workspace.keep(call)
+        _run(call, workspace.mailbox, stream)
         _copy(y, host[3], stream)
     return y
+
+
+def _better_on_gpu(x: Tensor, ids: Tensor, w: ExpertWeights) -> bool:
+    """Whether so many tokens are quicker with a copy of the weights on the GPU, which has kernels for them."""
+    size = sum(t.numel() for t in (w.w13, w.w13_sf, w.w2, w.w2_sf) if t is not None)
+    if ids.numel() < UPLOAD * w.num_experts or size > SCRATCH:
+        return False
+    device, sizes = Device.of(x.device), (w.num_experts, w.hidden_size, w.intermediate_size)
+    problem = Problem("experts", *sizes, w.gate.kind, w.activations, x.dtype, True, False)
+    return not (PORTABLE.unavailable(device) or PORTABLE.unsupported(device, problem))
+
+
+def _uploaded(weights: ExpertWeights, device: torch.device) -> ExpertWeights:
+    tensors: dict[str, Tensor] = {}
+    for name, t in vars(weights).items():
+        if isinstance(t, Tensor):
+            pin(t, _do)
+            tensors[name] = t.to(device, non_blocking=True)
+    return replace(weights, **tensors)
 
 
 def check() -> None:
@@ -60,6 +98,24 @@ def check() -> None:
         cpu.raise_failure()
     except (ValueError, MemoryError) as error:
         raise type(error)(f"experts on the CPU, in an earlier call, whose result is NaN: {error}") from None
+
+
+def _threads() -> int:
+    """Those of torch, but SPARE cores are left to the thread that waits for the GPU: it spins, and where one of ours
+    has to wait for it, all do."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(torch.get_num_threads(), cores - SPARE))
+
+
+def _run(call: cpu.Call, mailbox: cpu.Mailbox | None, stream: int) -> None:
+    where = ctypes.c_void_p(stream)
+    if mailbox is None:
+        _do("cuLaunchHostFunc", where, ctypes.c_void_p(call.function), ctypes.c_void_p(call.argument))
+        return
+    request, done = ctypes.c_uint64(mailbox.request), ctypes.c_uint64(mailbox.done)
+    _do("cuStreamWriteValue64_v2", where, request, ctypes.c_uint64(call.argument), 0)
+    _do("cuStreamWaitValue64_v2", where, done, ctypes.c_uint64(1), _EQUAL)
+    _do("cuStreamWriteValue64_v2", where, done, ctypes.c_uint64(0), 0)
 
 
 # ---- memory --------------------------------------------------------------------------------------
@@ -87,8 +143,9 @@ class _Scratch:
 
 @dataclass
 class _Workspace:
-    """What calls that follow each other share. graph: that of a capture, which keeps its calls; 0: of a stream."""
+    """What calls that follow each other share: those of a stream, or of one capture, whose graph keeps them."""
 
+    mailbox: cpu.Mailbox | None
     graph: int = 0
     capture: int = 0
     empty: _Scratch = field(default_factory=_Scratch)
@@ -105,23 +162,27 @@ class _Workspace:
             self.buffers[i] = _allocate_pinned(1 << (size - 1).bit_length())
         return self.buffers[i][:size].view(like.dtype).view(like.shape)
 
-    def keep(self, call: cpu.Call, host: list[Tensor]) -> None:
+    def keep(self, call: cpu.Call) -> None:
         """Keep what `call` needs: until it has run, or as long as the graph lives."""
         if not self.graph:
-            self.calls = [c for c in self.calls if not c.done] + [call]
-            return
-        call.tensors = (call.tensors, host)
-        _captured[:] = [c for c in _captured if not c.released] + [call]
-        owner = ctypes.c_void_p()
-        argument, release = ctypes.c_void_p(call.argument), ctypes.c_void_p(call.release)
-        _do("cuUserObjectCreate", ctypes.byref(owner), argument, release, 1, 1)  # the destructor synchronizes nothing
-        _do("cuGraphRetainUserObject", ctypes.c_void_p(self.graph), owner, 1, 1)  # ours becomes the graph's
+            self.calls = [c for c in self.calls if not c.done]
+        else:
+            owner = ctypes.c_void_p()
+            argument, release = ctypes.c_void_p(call.argument), ctypes.c_void_p(call.release)
+            _do("cuUserObjectCreate", ctypes.byref(owner), argument, release, 1, 1)  # its destructor waits for nothing
+            _do("cuGraphRetainUserObject", ctypes.c_void_p(self.graph), owner, 1, 1)  # ours becomes the graph's
+        self.calls.append(call)
+
+    @property
+    def over(self) -> bool:
+        """Whether it was a graph's, which is gone."""
+        return bool(self.graph) and all(c.released for c in self.calls)
 
 
 _lock = Lock()
 _streams: dict[tuple[int, int], _Workspace] = {}  # by device and stream
-_captures: dict[tuple[int, int], _Workspace] = {}  # of a stream, the last
-_captured: list[cpu.Call] = []
+_graphs: list[_Workspace] = []
+_mailboxes: list[cpu.Mailbox] = []  # whose graph is gone
 
 
 def _workspace(device: int, stream: int) -> _Workspace:
@@ -129,11 +190,28 @@ def _workspace(device: int, stream: int) -> _Workspace:
     info = (ctypes.byref(status), ctypes.byref(capture), ctypes.byref(graph), None, None)
     _do("cuStreamGetCaptureInfo_v2", ctypes.c_void_p(stream), *info)
     if status.value == 0:
-        return _streams.setdefault((device, stream), _Workspace())
-    found = _captures.get((device, stream))
-    if found is None or found.capture != capture.value:
-        found = _captures[device, stream] = _Workspace(graph.value or 0, capture.value)
-    return found
+        if (device, stream) not in _streams:
+            _streams[device, stream] = _Workspace(_mailbox(device))
+        return _streams[device, stream]
+    for workspace in _graphs:
+        if workspace.capture == capture.value:
+            return workspace
+    _mailboxes.extend(w.mailbox for w in _graphs if w.over and w.mailbox)
+    _graphs[:] = [w for w in _graphs if not w.over]
+    _graphs.append(_Workspace(_mailbox(device), graph.value or 0, capture.value))
+    return _graphs[-1]
+
+
+def _mailbox(device: int) -> cpu.Mailbox | None:
+    """One that nobody uses; None where the GPU cannot wait for one, or there can be no more: host functions do it."""
+    supported = ctypes.c_int()
+    _do("cuDeviceGetAttribute", ctypes.byref(supported), _CAN_USE_64_BIT_STREAM_MEM_OPS, device)
+    if not supported.value:
+        return None
+    try:
+        return _mailboxes.pop() if _mailboxes else cpu.Mailbox(_allocate_pinned(64)[:16].view(torch.int64))
+    except OSError:
+        return None
 
 
 def _allocate_pinned(size: int) -> Tensor:

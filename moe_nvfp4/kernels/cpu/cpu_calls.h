@@ -1,0 +1,84 @@
+/* Programs that a CUDA stream runs (cpu.c includes this file), without Python.
+
+   A stream has two ways to ask for one. As a host function: `call` on a thread of CUDA's, which has to be woken first.
+   Or by mail: the stream writes the address of a Call into a mailbox and waits until `done` is 1. The postman, a thread
+   that looks into the mailboxes all the time, finds it there a microsecond later.
+
+   Nobody takes a return value, so a failure fills what the program should have made with NaN (all bits ones, in every
+   type) and is kept for `failure`. */
+
+#include <time.h>
+
+typedef struct {
+    void (*call)(void *); /* of the library that has the path */
+    const int64_t *program;
+    int64_t count, path, threads;
+    void *out;
+    int64_t out_bytes;
+    _Atomic int64_t done, released; /* how often it ran; whether nothing will run it again */
+} Call;
+typedef struct {
+    _Atomic(Call *) request;
+    _Atomic int64_t done; /* the stream waits for 1, and makes it 0 again */
+} Mailbox;
+
+static _Atomic int64_t failed_call;
+
+void call(void *argument) {
+    Call *c = argument;
+    int64_t failed = run(c->program, c->count, c->path, c->threads, NULL);
+    if (failed) {
+        memset(c->out, 0xff, (size_t)c->out_bytes);
+        atomic_store(&failed_call, failed);
+    }
+    atomic_fetch_add(&c->done, 1);
+}
+
+void release(void *argument) { atomic_store(&((Call *)argument)->released, 1); } /* when a graph that had it is gone */
+
+/* What `run` returned to a call that failed since this was asked last, else 0. */
+int64_t failure(void) { return atomic_exchange(&failed_call, 0); }
+
+enum { MAILBOXES = 256 };
+static struct {
+    pthread_mutex_t lock;
+    Mailbox *boxes[MAILBOXES];
+    atomic_long count;
+    int at_work;
+} post = {.lock = PTHREAD_MUTEX_INITIALIZER};
+
+/* Looks without a pause for about as long as the pool does, then at intervals: 20 us, later 200 us. */
+static void *deliver(void *unused) {
+    (void)unused;
+    for (int64_t idle = 0;; idle++) {
+        for (long i = 0, n = atomic_load(&post.count); i < n; i++) {
+            Call *c = atomic_load(&post.boxes[i]->request);
+            if (!c) continue;
+            atomic_store(&post.boxes[i]->request, NULL);
+            c->call(c);
+            atomic_store(&post.boxes[i]->done, 1);
+            idle = 0;
+        }
+        if (idle < LOOKS) relax();
+        else nanosleep(&(struct timespec){0, idle < LOOKS + 5000 ? 20000 : 200000}, NULL);
+    }
+    return NULL;
+}
+
+/* Has `box`, which is empty and stays where it is forever, looked into. Returns 0, or -1 where there is no room for it
+   or no thread. */
+int64_t open_mailbox(Mailbox *box) {
+    pthread_t postman;
+    pthread_mutex_lock(&post.lock);
+    int64_t n = atomic_load(&post.count), failed = n == MAILBOXES ? -1 : 0;
+    if (!failed && !post.at_work) {
+        failed = pthread_create(&postman, NULL, deliver, NULL) ? -1 : 0;
+        if (!failed) pthread_detach(postman), post.at_work = 1;
+    }
+    if (!failed) {
+        post.boxes[n] = box;
+        atomic_store(&post.count, n + 1);
+    }
+    pthread_mutex_unlock(&post.lock);
+    return failed;
+}

@@ -1,0 +1,109 @@
+"""Experts that stay on the CPU: which layers, how they load and move."""
+
+import pytest
+import torch
+
+from moe_nvfp4.integrations.huggingface import (
+    MoeNvfp4Config,
+    checkpoint_config,
+    describe_placement,
+    keep_experts_on_cpu,
+    swap_experts,
+)
+from moe_nvfp4.integrations.huggingface.experts import HFExperts
+from moe_nvfp4.integrations.huggingface.offload import CONTEXT, SCRATCH, cache_bytes
+from moe_nvfp4.kernels.cpu import backend as cpu
+from tests.models import IDS, folder, load, logits, mixtral, qwen3_moe
+
+on_any_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+
+
+def on_cpu(model):
+    return [m.on_cpu for m in model.modules() if isinstance(m, HFExperts)]
+
+
+def swapped(tmp_path, **kwargs):
+    return swap_experts(load(folder(tmp_path, qwen3_moe)), recipe="max", progress=False, **kwargs)
+
+
+def test_the_first_layers_stay(tmp_path):
+    model = swapped(tmp_path, cpu_experts=1)
+    assert on_cpu(model) == [True, False]
+    assert describe_placement(model).startswith("experts of 1 of 2 layers stay on the CPU (")
+    keep_experts_on_cpu(model, "all")
+    assert on_cpu(model) == [True, True]
+    keep_experts_on_cpu(model, 0)
+    assert on_cpu(model) == [False, False]
+    with pytest.raises(ValueError, match="cpu_experts=3: Qwen3MoeForCausalLM has 2 layers of experts"):
+        keep_experts_on_cpu(model, 3)
+
+
+def test_auto_fills_the_gpu_first(tmp_path):
+    """At one byte less than a layer needs, the layer stays on the CPU."""
+    model = swapped(tmp_path)
+    experts = [m for m in model.modules() if isinstance(m, HFExperts)]
+    size = lambda module: (
+        sum(p.numel() * p.element_size() for p in module.parameters())
+        + sum(b.numel() * b.element_size() for b in module.buffers())
+    )
+    each, others = size(experts[0]), size(model) - sum(map(size, experts))
+    config = model.config
+    per_token = config.num_hidden_layers * 2 * config.num_key_value_heads * config.head_dim * model.dtype.itemsize
+    assert cache_bytes(model) == per_token
+    base = others + CONTEXT * per_token + SCRATCH
+    for memory, stay in ((base, 2), (base + each - 1, 2), (base + each, 1), (base + 2 * each, 0), (1 << 50, 0)):
+        assert len(keep_experts_on_cpu(model, "auto", memory=memory)) == stay
+    assert len(keep_experts_on_cpu(model, "auto", context=CONTEXT + 1, memory=base + 2 * each)) == 1
+    with pytest.raises(ValueError, match="are too few even with all experts on the CPU"):
+        keep_experts_on_cpu(model, "auto", memory=base - 1)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_auto_needs_a_gpu(tmp_path):
+    with pytest.raises(ValueError, match="cpu_experts='auto' asks the GPU for its memory, and there is none"):
+        swapped(tmp_path, cpu_experts="auto")
+
+
+@pytest.mark.parametrize("wrong", ["some", "3", -1, True])
+def test_what_is_no_number_of_layers(wrong):
+    with pytest.raises(ValueError, match="cpu_experts must be a number of layers, 'all' or 'auto'"):
+        MoeNvfp4Config(cpu_experts=wrong)
+
+
+def test_files_load_with_experts_that_stay_and_do_not_say_so(tmp_path):
+    model = swapped(tmp_path)
+    want, path = logits(model), tmp_path / "saved"
+    model.save_pretrained(path)
+    model = load(path, quantization_config=MoeNvfp4Config(cpu_experts=1))
+    assert on_cpu(model) == [True, False] and torch.equal(logits(model), want)
+    model.save_pretrained(tmp_path / "again")
+    assert "cpu_experts" not in (tmp_path / "again" / "config.json").read_text()
+    assert on_cpu(load(tmp_path / "again")) == [False, False]
+    with pytest.raises(ValueError, match="cpu_experts with device_map=.*leave device_map out"):
+        load(path, quantization_config=MoeNvfp4Config(cpu_experts=1), device_map={"": "meta"})
+    with pytest.raises(ValueError, match="give it to from_pretrained"):
+        checkpoint_config(path, cpu_experts=1)
+
+
+def test_dense_files_load_with_experts_that_stay(tmp_path):
+    source = folder(tmp_path, mixtral)
+    model = load(source, quantization_config=MoeNvfp4Config(cpu_experts="all"))
+    assert on_cpu(model) == [True, True]
+    assert torch.equal(logits(model), logits(load(source, quantization_config=MoeNvfp4Config())))
+
+
+def test_no_experts_no_layers():
+    with pytest.raises(ValueError, match="Linear has no 4-bit experts to keep on the CPU"):
+        keep_experts_on_cpu(torch.nn.Linear(2, 2), "all")
+
+
+@on_any_gpu
+@pytest.mark.skipif(not cpu.available(), reason="no C compiler")
+def test_beside_a_gpu_the_model_says_the_same(tmp_path):
+    model = swapped(tmp_path, cpu_experts="all")
+    want = model.generate(IDS, max_new_tokens=8, do_sample=False)
+    model.to("cuda")
+    assert {p.device.type for m in model.modules() if isinstance(m, HFExperts) for p in m.parameters()} == {"cpu"}
+    assert model.lm_head.weight.is_cuda
+    got = model.generate(IDS.cuda(), max_new_tokens=8, do_sample=False)
+    assert torch.equal(got[:, : IDS.shape[1] + 1].cpu(), want[:, : IDS.shape[1] + 1])
