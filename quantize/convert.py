@@ -149,7 +149,7 @@ def _key(checkpoint: Checkpoint, options: Options, state: list) -> dict:
     """Two runs with equal keys write the same bytes."""
     o = options
     settings = [o.recipe, o.exclude, o.include, o.dialect, o.activations, o.dtype, o.share_scales, 3]
-    settings += [] if o.importance is None else [o.importance.digest()]
+    settings += [data.digest() for data in (o.importance, o.codes) if data is not None]
     return {
         "the settings": hashlib.sha256(json.dumps(settings).encode()).hexdigest(),
         "the source": [str(checkpoint.folder.resolve()), *state],

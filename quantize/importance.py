@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from moe_nvfp4.quantize.names import PER_EXPERT, aliases
+from moe_nvfp4.quantize.names import PER_EXPERT, same_module
 
 FORMAT = "moe_nvfp4 importance 1"
 # An expert that saw this many rows counts half by itself, half by what stands in for it. Measured: weighted needs
@@ -95,19 +94,11 @@ class Importance:
 
     def layer(self, module: str) -> LayerImportance:
         """Of the experts `module`, as files or as transformers name them. ValueError where there is none."""
-        exact = [name for name in aliases(module) if name in self.layers]
-        number = _layer(module)
-        same = [name for name in self.layers if number is not None and _layer(name) == number]
-        if exact or len(same) == 1:
-            return self.layers[(exact or same)[0]]
+        name = same_module(module, self.layers)
+        if name is not None:
+            return self.layers[name]
         known = ", ".join(list(self.layers)[:2])
         raise ValueError(f"{module} has no importance (there is that of {known}, ...): {ANOTHER_MODEL}")
-
-
-def _layer(module: str) -> str | None:
-    """The number of the layer that a module is in, where its name has just one."""
-    numbers = re.findall(r"(?<=\.)\d+(?=\.)", module)
-    return numbers[0] if len(numbers) == 1 else None
 
 
 def save_importance(importance: Importance, path: str | os.PathLike, source: str = "") -> None:

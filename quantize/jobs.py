@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from moe_nvfp4.format import dequantize, pad_k
+from moe_nvfp4.quantize.codes import CodesFolder
 from moe_nvfp4.quantize.dialects import Dialect
 from moe_nvfp4.quantize.files import TORCH_DTYPES, TensorSlice
 from moe_nvfp4.quantize.layouts import ErrorSums, Matrix
@@ -76,6 +77,9 @@ def quantize_jobs(matrices: Mapping[str, Matrix], options: Options) -> Iterator[
 
     Gate and up of an expert share a global scale: servers read gate's for both. Both go where gate lies.
     """
+    if options.codes is not None:
+        yield from (_ready_job(stem, m, options.codes, options.target) for stem, m in matrices.items())
+        return
     waiting: dict[tuple, list[dict[str, Matrix]]] = {}
     for stem, m in matrices.items():
         if gate_of(stem) in matrices:
@@ -184,6 +188,22 @@ def _quantize_job(groups: list[dict[str, Matrix]], options: Options) -> Job:
     of_element = 2 * dtype.itemsize + 1 if cuda else 10
     memory = sum(m.held for m in matrices) + n * min(N, step) * K * of_element + 10_000_000
     return Job(first.shard, sum(m.size for m in matrices), memory, outputs, run)
+
+
+def _ready_job(stem: str, matrix: Matrix, made: CodesFolder, target: Dialect) -> Job:
+    """A matrix that is quantized already, by a recipe that works on whole layers."""
+    N, K = matrix.rows, -(-matrix.columns // 16) * 16
+    names = [f"{stem}.{suffix}" for suffix in target.suffixes[:3]]
+
+    def run(write: Write) -> None:
+        codes, sf, scale = made.matrix(stem, (N, matrix.columns))
+        check_global_scale(scale, names[2])
+        check_block_scales(sf, names[1])
+        for name, tensor in zip(names, (codes, sf, target.encode_scale(scale)), strict=True):
+            write(name, tensor, 0)
+
+    shapes = ("U8", (N, K // 2)), ("F8_E4M3", (N, K // 16)), ("F32", target.scale_shape)
+    return Job(matrix.shard, matrix.size, 4 * N * K, dict(zip(names, shapes, strict=True)), run)
 
 
 def _of_rows(scale: Tensor) -> Tensor:

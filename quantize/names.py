@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 
 from moe_nvfp4.quantize.dialects import Dialect
@@ -65,6 +65,24 @@ def aliases(module: str) -> list[str]:
     for theirs, ours in ALIASES:
         names += [n.replace(theirs, ours) for n in names if theirs in n]
     return names
+
+
+def same_module(module: str, known: Iterable[str]) -> str | None:
+    """Which of the `known` names of experts modules, as transformers has them, means `module`, as files may have it.
+
+    By its name, or else by the number of the layer, where only one of them has it; None: none.
+    """
+    known = list(known)
+    exact = [name for name in aliases(module) if name in known]
+    number = _layer_number(module)
+    same = [name for name in known if number is not None and _layer_number(name) == number]
+    return exact[0] if exact else same[0] if len(same) == 1 else None
+
+
+def _layer_number(module: str) -> str | None:
+    """The number in a module's name, where it has just one."""
+    numbers = re.findall(r"(?<=\.)\d+(?=\.)", module)
+    return numbers[0] if len(numbers) == 1 else None
 
 
 def sub_configs(config: Mapping) -> list[Mapping]:

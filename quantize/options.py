@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from moe_nvfp4.devices import usable_device
+from moe_nvfp4.quantize.codes import CodesFolder
 from moe_nvfp4.quantize.dialects import DIALECTS, Dialect, as_patterns
 from moe_nvfp4.quantize.files import TORCH_DTYPES
 from moe_nvfp4.quantize.importance import Importance
@@ -28,6 +29,7 @@ class Options:
                  the smaller one is quantized again from its exact values, all other bytes are kept
     device       where matrices are quantized (default: a GPU where there is one); the bytes are the same
     importance   what the recipe "weighted" weights errors with (quantize.importance.load_importance)
+    codes        of the recipe "gptq": what it made of the experts (quantize.codes)
     dtype        of the source's weights, as safetensors writes it; None: its config names none. `plan` fills it in
 
     Raises ValueError for values that are not known, TypeError for patterns that are no names.
@@ -41,6 +43,7 @@ class Options:
     share_scales: bool = False
     device: str | None = None
     importance: Importance | None = None
+    codes: CodesFolder | None = None
     dtype: str | None = None
 
     def __post_init__(self) -> None:
@@ -49,15 +52,14 @@ class Options:
                                    (self.activations, ACTIVATIONS, "activations")):  # fmt: skip
             if value not in known:
                 raise ValueError(f"unknown {what} {value!r}: choose one of {', '.join(known)}")
-        if (self.importance is None) != (self.recipe not in CALIBRATED_RECIPES):
-            if self.importance is not None:
-                raise ValueError(
-                    f"recipe {self.recipe!r} has no use for an importance: leave it out, or use 'weighted'"
-                )
-            raise ValueError(
-                f"recipe {self.recipe!r} needs the importance of the experts' input columns: "
-                "moe-nvfp4 importance MODEL OUT, then --importance OUT"
-            )
+        for given, what, recipe, way in (
+            (self.importance, "importance", "weighted", "moe-nvfp4 importance MODEL OUT, then --importance OUT"),
+            (self.codes, "codes", "gptq", "moe-nvfp4 quantize --recipe gptq makes them from a text"),
+        ):
+            if given is not None and self.recipe != recipe:
+                raise ValueError(f"{what} would have no effect on recipe {self.recipe!r}: it is for {recipe!r}")
+            if given is None and self.recipe == recipe:
+                raise ValueError(f"recipe {recipe!r} needs {what}: {way}")
         include = None if self.include is None else tuple(as_patterns(self.include, "include"))
         object.__setattr__(self, "exclude", tuple(as_patterns(self.exclude, "exclude")))
         object.__setattr__(self, "include", include)

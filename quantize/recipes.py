@@ -18,6 +18,7 @@ and nothing afterwards.
 ``weighted``       The candidates of mse; the squared error of input column k counts by its
                    importance, E[x_k^2]: with inputs of uncorrelated columns that is the error
                    of the output (moe_nvfp4.quantize.importance).
+``gptq``           Not here: it works on the experts of a layer at once (moe_nvfp4.quantize.gptq).
 =================  ==============================================================================
 
 The global scale decides how far e4m3 reaches: amax / (6 * 448) spends all of it on ``max``, and
@@ -35,7 +36,7 @@ from torch import Tensor
 from moe_nvfp4.format import E4M3_MAX, SF_VEC_SIZE, check_x, encode, global_scale_for, pad_k, quantize
 
 RECIPES = ("max", "four_over_six", "mse")  # these need no data
-CALIBRATED_RECIPES = ("weighted",)  # these need to know what the model's activations are like
+CALIBRATED_RECIPES = ("weighted", "gptq")  # these need to know what the model's activations are like
 DEFAULT_RECIPE = "mse"
 SEARCH_SF_MAX = 256.0  # room above: 1.5 * 256 = 384 is an e4m3 number, 1.75 * 256 = 448 the last
 
@@ -68,7 +69,9 @@ def quantize_matrix(
     grow with w. ValueError for an unknown recipe, for a w of other shape or dtype or with K % 16,
     for NaN or Inf in w, and for an importance that is missing, without effect, negative or not finite.
     """
-    if recipe not in (*RECIPES, *CALIBRATED_RECIPES):
+    if recipe == "gptq":
+        raise ValueError("recipe 'gptq' needs more than a matrix: use moe-nvfp4 quantize, or swap_experts")
+    if recipe not in _CANDIDATES and recipe != "max":
         raise ValueError(f"unknown recipe {recipe!r}: choose one of {', '.join((*RECIPES, *CALIBRATED_RECIPES))}")
     if w.dim() not in (2, 3):
         raise ValueError(f"w must be a matrix [N, K] or several [n, N, K], not {list(w.shape)}")
@@ -109,7 +112,7 @@ def quantize_matrix(
 
 
 def _check_importance(importance: Tensor | None, recipe: str, w: Tensor) -> None:
-    if (importance is None) != (recipe not in CALIBRATED_RECIPES):
+    if (importance is None) != (recipe != "weighted"):
         raise ValueError(
             f"recipe {recipe!r} needs the importance of each input column"
             if importance is None
@@ -205,6 +208,26 @@ def _search(w: Tensor, global_scale: Tensor, candidates: Callable, importance: T
     return best.view(torch.float8_e4m3fn).view(*w.shape[:-1], w.shape[-1] // SF_VEC_SIZE)
 
 
+def candidates(largest: Tensor, global_scale: Tensor) -> Tensor:
+    """The scales that ``mse`` tries for blocks whose largest magnitudes are these, fp32 [n]: e4m3 bytes [C, n]."""
+    return _neighbours(_scale_for(largest, 6.0, global_scale), largest, global_scale)
+
+
+def round_to_e2m1(x: Tensor) -> Tensor:
+    """fp32 -> the nearest values of e2m1 (0 .5 1 1.5 2 3 4 6 and negative), ties to even, saturating; fp32."""
+    a = x.abs()
+    return _round_magnitudes(a, torch.empty_like(a), torch.empty_like(a)).copysign_(x)
+
+
+def _round_magnitudes(a: Tensor, power: Tensor, code: Tensor) -> Tensor:
+    """`code` becomes a, fp32 and not negative, rounded to e2m1; `power` is scratch."""
+    # e2m1 has one mantissa bit, and spacing 0.5 up to 2. float32 rounds to that (ties to even) when
+    # 2^22 times a's power of two, held between 1 and 4, is added and taken off again.
+    bits = power.view(torch.int32)
+    torch.bitwise_and(a.view(torch.int32), 0x7F800000, out=bits).clamp_(0x3F800000, 0x40800000)
+    return torch.add(a, power, alpha=2**22, out=code).sub_(power, alpha=2**22).clamp_(max=6.0)
+
+
 def _of_planes(importance: Tensor) -> Tensor:
     """importance ``[K]`` or ``[n, K]`` -> float32 ``[16, n K/16]``, times a power of two: at most 1."""
     importance = importance.detach().float()
@@ -232,11 +255,7 @@ def _squared_error(
     sf = (tried.to(torch.int16) << 7).view(torch.float16).float() * 256
     a, power, code = scratch
     torch.div(planes[:, None], sf.clamp(min=2**-9) * global_scale, out=a)
-    # e2m1 has one mantissa bit, and spacing 0.5 up to 2. float32 rounds to that (ties to even) when
-    # 2^22 times a's power of two, held between 1 and 4, is added and taken off again.
-    bits = power.view(torch.int32)
-    torch.bitwise_and(a.view(torch.int32), 0x7F800000, out=bits).clamp_(0x3F800000, 0x40800000)
-    torch.add(a, power, alpha=2**22, out=code).sub_(power, alpha=2**22).clamp_(max=6.0)
+    _round_magnitudes(a, power, code)
     a.sub_(code).mul_(a)
     if weights is not None:
         a.mul_(weights[:, None])

@@ -20,6 +20,7 @@ from moe_nvfp4.quantize.importance import Importance
 # Token ids [n] or [B, T]; several of these, or several texts; None: random token ids.
 Calibration: TypeAlias = "Tensor | Sequence[Tensor] | Sequence[str] | str | None"
 
+TOGETHER = 16384  # tokens that go through a layer together
 RANDOM_WINDOWS, WINDOW = 8, 512  # random ids: 4096 tokens. More text changes nothing for `weighted`: docs/accuracy.md
 
 
@@ -32,7 +33,7 @@ def calibration_batches(calibration: Any, config: Any, tokenizer: str | os.PathL
     vocabulary = config.get_text_config().vocab_size
     if calibration is None:
         generator = torch.Generator().manual_seed(0)
-        return [torch.randint(vocabulary, (1, WINDOW), generator=generator) for _ in range(RANDOM_WINDOWS)]
+        return in_batches(torch.randint(vocabulary, (RANDOM_WINDOWS, WINDOW), generator=generator))
     items = [calibration] if isinstance(calibration, (str, Tensor)) else list(calibration)
     if any(isinstance(item, str) for item in items):
         items = _windows(items, tokenizer)
@@ -48,6 +49,11 @@ def calibration_batches(calibration: Any, config: Any, tokenizer: str | os.PathL
     return batches
 
 
+def in_batches(windows: Tensor) -> list[Tensor]:
+    """Token ids [n, T] as batches of some windows each."""
+    return list(windows.split(max(1, TOGETHER // windows.shape[1])))
+
+
 def _windows(texts: Iterable[str], tokenizer: str | os.PathLike | None) -> list[Tensor]:
     """Texts as ids [1, at most 512]."""
     from transformers import AutoTokenizer
@@ -60,9 +66,11 @@ def _windows(texts: Iterable[str], tokenizer: str | os.PathLike | None) -> list[
     return [window for ids in pieces for window in ids.split(WINDOW, dim=1) if window.numel()]
 
 
-def model_importance(model: nn.Module, batches: Sequence[Tensor], progress: bool = True) -> Importance:
+def model_importance(
+    model: nn.Module, batches: Sequence[Tensor], exclude: Iterable[str] = (), progress: bool = True
+) -> Importance:
     """The importance of the dense experts of a `model` in memory, from a forward pass over token ids [B, T]."""
-    modules = _dense_modules(model, MoeNvfp4Config())
+    modules = dense_modules(model, exclude)
     sums = SquareSums()
     whole: Any = model
     training = model.training
@@ -77,12 +85,16 @@ def model_importance(model: nn.Module, batches: Sequence[Tensor], progress: bool
 
 
 def files_importance(
-    folder: str | os.PathLike, batches: Sequence[Tensor], device: str | None = None, progress: bool = True
+    folder: str | os.PathLike,
+    batches: Sequence[Tensor],
+    exclude: Iterable[str] = (),
+    device: str | None = None,
+    progress: bool = True,
 ) -> Importance:
     """The importance of the experts of the dense checkpoint in `folder`, one decoder layer in memory at a time."""
     place = usable_device(device)
     files = LayerFiles(folder, place)
-    modules = _dense_modules(files.model, MoeNvfp4Config())
+    modules = dense_modules(files.model, exclude)
     name, _ = decoder_layers(files.model, modules)
     layers = files.use_layers(name)
     walk, sums = LayerWalk(files.model, layers, batches, place), SquareSums()
@@ -95,10 +107,12 @@ def files_importance(
     return sums.importance()
 
 
-def _dense_modules(model: nn.Module, config: MoeNvfp4Config) -> dict[str, tuple[nn.Module, ModuleLayout]]:
-    """The dense experts of `model` by name, each once."""
+def dense_modules(model: nn.Module, exclude: Iterable[str] = ()) -> dict[str, tuple[nn.Module, ModuleLayout]]:
+    """The dense experts of `model` by name, each once, but for those that `exclude` names. ValueError for none."""
     found: dict[int, tuple[str, nn.Module, ModuleLayout]] = {}
-    for name, module, layout in find_experts(model, config):
+    for name, module, layout in find_experts(model, MoeNvfp4Config(exclude=list(exclude)), required=False):
         if layout is not None:
             found.setdefault(id(module), (name, module, layout))
+    if not found:
+        raise ValueError(f"{type(model).__name__} has no experts to quantize, or all of them are excluded")
     return {name: (module, layout) for name, module, layout in found.values()}

@@ -33,7 +33,7 @@ class MoeNvfp4Config(QuantizationConfigMixin):
     activations  "bf16" (W4A16, the default) or "nvfp4" (W4A4: rows quantized to NVFP4 before each GEMM, with the
                  file's `input_scale` where it has one, else one scale per token)
     recipe       how block scales are chosen when bf16 weights are quantized: one of
-                 moe_nvfp4.quantize.recipes.RECIPES ("mse") or "weighted"
+                 moe_nvfp4.quantize.recipes.RECIPES ("mse") or "weighted"; files may be of "gptq"
     calibration  of the recipe "weighted": a text or several, token ids [B, T] or several, the path of a file of
                  moe-nvfp4 importance, or None: random token ids. Runs the model once, layer by layer
     exclude      experts modules to leave as they are: a name or wildcard of the model's modules, such as

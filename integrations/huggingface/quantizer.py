@@ -302,6 +302,11 @@ class MoeNvfp4Quantizer(HfQuantizer):
 
 def _importance(model: nn.Module, config: MoeNvfp4Config, checkpoint_files: list[str]) -> Importance:
     """What `config.calibration` says about the experts in these dense files; a file of importance, or run them."""
+    if config.recipe == "gptq":
+        raise ValueError(
+            "recipe 'gptq' does not quantize while a model loads: moe-nvfp4 quantize SRC DST --recipe gptq --text FILE "
+            "writes 4-bit files, swap_experts(model, recipe='gptq', calibration=...) takes a model in memory"
+        )
     if isinstance(config.calibration, os.PathLike):
         return load_importance(config.calibration)
     if not checkpoint_files or not str(checkpoint_files[0]).endswith(".safetensors"):
@@ -309,7 +314,7 @@ def _importance(model: nn.Module, config: MoeNvfp4Config, checkpoint_files: list
                          "are none: load the dense model, then swap_experts(model, recipe=...)")  # fmt: skip
     folder = os.path.dirname(checkpoint_files[0])
     with torch.device("cpu"):  # transformers calls with meta as the default
-        return files_importance(folder, calibration_batches(config.calibration, model.config, folder))
+        return files_importance(folder, calibration_batches(config.calibration, model.config, folder), config.exclude)
 
 
 def _prepare_shards(experts: HFExperts, inputs: tuple[Tensor, ...]) -> None:

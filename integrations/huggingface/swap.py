@@ -23,6 +23,7 @@ from moe_nvfp4.integrations.huggingface.experts import (
     find_experts,
     set_implementation,
 )
+from moe_nvfp4.integrations.huggingface.gptq import gptq_model
 from moe_nvfp4.integrations.huggingface.offload import keep_experts_on_cpu
 from moe_nvfp4.integrations.huggingface.quantizer import MoeNvfp4Quantizer
 from moe_nvfp4.linear import NVFP4Linear
@@ -51,9 +52,10 @@ def swap_experts(
     on; until then the model runs, and refuses to be saved. Swapped, it saves and loads like one quantized while
     loading.
 
-    recipe: one of moe_nvfp4.quantize.recipes.RECIPES, or "weighted", which runs the model once to see how large its
+    recipe: one of moe_nvfp4.quantize.recipes.RECIPES; or "weighted", which runs the model once to see how large its
     activations are: on `calibration`, a text or several, token ids [B, T] or several, the path of a file of
-    moe-nvfp4 importance, or None, random token ids.
+    moe-nvfp4 importance, or None, random token ids; or "gptq", which needs a text or ids: 8 tokens and more for each
+    expert and column of its weights.
 
     cpu_experts: how many layers' experts stay on the CPU when the model goes to a GPU, see `keep_experts_on_cpu`.
 
@@ -79,7 +81,7 @@ def swap_experts(
     if (base := getattr(model, "_weight_conversions", None)) is None and hasattr(model, "config"):
         base = model_conversions(model)
 
-    known = _importance(model, config, {names[0]: layout for names, _, layout in groups.values()}, progress)
+    known = _learn(model, config, {names[0]: layout for names, _, layout in groups.values()}, progress)
 
     left = deque(groups.values())
     groups.clear()  # what has been replaced is not to be kept
@@ -136,19 +138,25 @@ def _check_weights(name: str, module: nn.Module, layout: ModuleLayout) -> None:
             )
 
 
-def _importance(
+def _learn(
     model: nn.Module, config: MoeNvfp4Config, layouts: Mapping[str, ModuleLayout], progress: bool
-) -> dict[str, LayerImportance]:
-    """What a recipe that uses data needs to know of each experts module; nothing for the others."""
+) -> Mapping[str, LayerImportance | dict[str, Tensor]]:
+    """What a recipe that uses data knows of each experts module: importance, or codes; nothing for the others."""
     if config.recipe not in CALIBRATED_RECIPES:
         return {}
     whole: Any = model
+    if config.recipe == "gptq":
+        if config.calibration is None or isinstance(config.calibration, os.PathLike):
+            raise ValueError("recipe 'gptq' learns how inputs go together, from text: give calibration= texts or token "
+                             "ids, or use recipe='weighted', for which random token ids do")  # fmt: skip
+        batches = calibration_batches(config.calibration, whole.config, getattr(whole.config, "name_or_path", None))
+        return gptq_model(model, batches, config.activations, config.exclude, progress)
     if isinstance(config.calibration, os.PathLike):
         importance = load_importance(config.calibration)
     else:
         tokenizer = getattr(whole.config, "name_or_path", None)
         batches = calibration_batches(config.calibration, whole.config, tokenizer)
-        importance = model_importance(model, batches, progress)
+        importance = model_importance(model, batches, config.exclude, progress)
     for name, layout in layouts.items():
         for part, columns in (("up_proj", layout.hidden_size), ("down_proj", layout.intermediate_size)):
             importance.of(name, layout.num_experts - 1, part, columns)
@@ -156,13 +164,18 @@ def _importance(
 
 
 def _quantized(
-    module: nn.Module, layout: ModuleLayout, config: MoeNvfp4Config, known: LayerImportance | None
+    module: nn.Module, layout: ModuleLayout, config: MoeNvfp4Config, known: LayerImportance | dict[str, Tensor] | None
 ) -> HFExperts:
     """4-bit experts with the weights of `module`, where it is."""
     dense = next(module.parameters())
     experts = experts_for(module, layout, config, dense.device)
-    for e, (w13, w2) in enumerate(dense_experts(module, layout)):
-        experts.load_expert(e, w13, w2, config.recipe, (None, None) if known is None else (known.x[e], known.h[e]))
+    if isinstance(known, dict):
+        for key in known.keys() - {"rows"}:
+            getattr(experts, key).data.copy_(known[key])
+    else:
+        for e, (w13, w2) in enumerate(dense_experts(module, layout)):
+            importance = (None, None) if known is None else (known.x[e], known.h[e])
+            experts.load_expert(e, w13, w2, config.recipe, importance)
     for key in (experts.up_name, "down_proj") if layout.bias is not None else ():
         bias = [layout.canonical(f"{key}_bias", b) for b in getattr(module, f"{key}_bias").detach()]
         getattr(experts, f"{key}_bias").data.copy_(torch.stack(bias))

@@ -25,7 +25,7 @@ def add(commands: Commands) -> None:
 def run(args: argparse.Namespace) -> None:
     from transformers import AutoConfig, AutoTokenizer
 
-    from moe_nvfp4.integrations.huggingface.calibration import calibration_batches, files_importance
+    from moe_nvfp4.integrations.huggingface.calibration import calibration_batches, files_importance, in_batches
     from moe_nvfp4.quantize.importance import save_importance
 
     if args.out.exists():
@@ -34,9 +34,9 @@ def run(args: argparse.Namespace) -> None:
     windows = None
     if args.text is not None:
         windows = windows_of(args, AutoTokenizer.from_pretrained(source), text_of(args))
-    batches = calibration_batches(windows, AutoConfig.from_pretrained(source), source)
-    batches = [window for batch in batches for window in batch.split(1)]
-    importance = files_importance(source, batches, args.device)
+    given = None if windows is None else in_batches(windows)
+    batches = calibration_batches(given, AutoConfig.from_pretrained(source), source)
+    importance = files_importance(source, batches, device=args.device)
     data = "random token ids" if windows is None else str(args.text)
     tokens = sum(batch.numel() for batch in batches)
     save_importance(importance, args.out, f"{args.model}, {tokens} tokens: {data}")

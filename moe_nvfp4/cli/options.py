@@ -12,7 +12,7 @@ from typing import TypeAlias
 # torch and transformers take seconds to import: each command imports what it needs, and --help does without. So these
 # are written down here; a test compares them with the modules that they belong to.
 RECIPES, DEFAULT_RECIPE = ("max", "four_over_six", "mse"), "mse"
-CALIBRATED_RECIPES = ("weighted",)
+CALIBRATED_RECIPES = ("weighted", "gptq")
 DIALECTS = ("modelopt", "compressed-tensors")
 ACTIVATIONS = ("bf16", "nvfp4")
 ENGINES = ("vllm", "transformers")

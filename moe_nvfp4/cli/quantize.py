@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from moe_nvfp4.cli.models import folder
+from moe_nvfp4.cli.models import folder, text_of, windows_of
 from moe_nvfp4.cli.options import (
     ACTIVATIONS,
     DEFAULT_RECIPE,
@@ -14,10 +15,15 @@ from moe_nvfp4.cli.options import (
     Commands,
     add_device,
     add_quantizing,
+    add_texts,
     command,
     say,
     whole,
 )
+
+if TYPE_CHECKING:
+    from moe_nvfp4.quantize.options import Options
+    from moe_nvfp4.quantize.report import ConversionReport
 
 
 def add(commands: Commands) -> None:
@@ -34,6 +40,7 @@ def add(commands: Commands) -> None:
     sub.add_argument(
         "--importance", type=Path, metavar="FILE", help="for --recipe weighted: what moe-nvfp4 importance wrote"
     )
+    add_texts(sub, 128, shortest=2)
     sub.add_argument(
         "--include", action="append", default=None, metavar="NAME",
         help="only these experts modules, wildcards allowed (default: all)",
@@ -71,11 +78,17 @@ def run(args: argparse.Namespace) -> None:
     if args.recipe and not args.share_scales and Path(source).is_dir() and nvfp4_info(open_checkpoint(source)):
         raise ValueError(f"--recipe would have no effect: {args.source} is NVFP4 already, and another --dialect has "
                          "the same numbers; name the original model, or leave out --recipe")  # fmt: skip
+    if args.text is not None and recipe != "gptq":
+        raise ValueError(f"--text would have no effect on recipe {recipe}: --recipe gptq learns from one, and "
+                         "moe-nvfp4 importance reads one for --recipe weighted")  # fmt: skip
     options = Options(
-        recipe, args.exclude, args.include, args.dialect, args.activations, args.share_scales, args.device,
-        None if args.importance is None else load_importance(args.importance),
+        "mse" if recipe == "gptq" else recipe, args.exclude, args.include, args.dialect, args.activations,
+        args.share_scales, args.device, None if args.importance is None else load_importance(args.importance),
     )  # fmt: skip
-    report = convert_checkpoint(source, args.destination, options, args.workers, args.dry_run)
+    if recipe == "gptq" and not args.dry_run:
+        report = _gptq(args, source, options)
+    else:
+        report = convert_checkpoint(source, args.destination, options, args.workers, args.dry_run)
     if args.dry_run:
         for line in report.lines():
             say(line)
@@ -94,3 +107,19 @@ def run(args: argparse.Namespace) -> None:
         write_card(report, args.source, args.activations, verified)
         for line in verified.lines():
             say(line)
+
+
+def _gptq(args: argparse.Namespace, source: str, options: Options) -> ConversionReport:
+    from transformers import AutoTokenizer
+
+    from moe_nvfp4.integrations.huggingface.calibration import in_batches
+    from moe_nvfp4.integrations.huggingface.gptq import convert_gptq
+
+    if args.text is None:
+        raise ValueError("--recipe gptq learns from a text, which is like what the model is for: name one with --text "
+                         "FILE, or use --recipe weighted, which needs none")  # fmt: skip
+    windows = windows_of(args, AutoTokenizer.from_pretrained(source), text_of(args))
+    report, found = convert_gptq(source, args.destination, in_batches(windows), options, args.workers)
+    for line in found.lines():
+        say(line)
+    return report

@@ -64,7 +64,7 @@ def test_layer_by_layer_from_files_is_the_whole_model(family, tmp_path):
     """No layer is computed otherwise, so the same bits. And no two layers, or experts, are mistaken for each other."""
     source = folder(tmp_path, family)
     whole = model_importance(load(source), BATCHES, progress=False)
-    streamed = files_importance(source, BATCHES, "cpu", progress=False)
+    streamed = files_importance(source, BATCHES, device="cpu", progress=False)
     assert whole.layers.keys() == streamed.layers.keys() and whole.digest() == streamed.digest()
     first = next(iter(whole.layers.values()))
     assert (first.rows >= 0).all() and first.rows.sum() > 0
@@ -93,7 +93,7 @@ def test_h_of_interleaved_experts_with_biases():
 def test_converted_loaded_and_swapped_models_are_the_same(family, tmp_path):
     source = folder(tmp_path, family)
     ids = torch.cat([torch.arange(96), torch.arange(0, 96, 3)])[None]
-    importance = files_importance(source, [ids], "cpu", progress=False)
+    importance = files_importance(source, [ids], device="cpu", progress=False)
     save_importance(importance, tmp_path / "file")
     convert_checkpoint(source, tmp_path / "converted", Options("weighted", importance=importance), progress=False)
     biases = [n for n in tensors(source) if n.endswith("correction_bias")]  # transformers keeps them in fp32
@@ -136,9 +136,9 @@ def test_calibration_errors(tmp_path):
     with pytest.raises(ValueError, match="calibration, recipe would have no effect"):
         load(tmp_path / "4-bit", quantization_config=MoeNvfp4Config(recipe="weighted", calibration=IDS))
     with pytest.raises(ValueError, match="quantized already"):
-        files_importance(tmp_path / "4-bit", [IDS], "cpu", progress=False)
+        files_importance(tmp_path / "4-bit", [IDS], device="cpu", progress=False)
     other = files_importance(
-        folder(tmp_path, lambda: qwen3_moe(intermediate=32), "other"), [IDS], "cpu", progress=False
+        folder(tmp_path, lambda: qwen3_moe(intermediate=32), "other"), [IDS], device="cpu", progress=False
     )
     save_importance(other, tmp_path / "other.safetensors")
     model = load(source)
@@ -155,7 +155,7 @@ def test_a_missing_tensor_is_named(tmp_path):
     del state["model.layers.1.self_attn.q_proj.weight"]
     save_file(state, source / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ValueError, match="model.layers.1.self_attn.q_proj.weight is missing"):
-        files_importance(source, [IDS], "cpu", progress=False)
+        files_importance(source, [IDS], device="cpu", progress=False)
 
 
 def test_command(tmp_path, capsys):

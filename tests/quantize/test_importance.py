@@ -128,7 +128,7 @@ def test_an_interrupted_conversion_does_not_mix_two_importances(tmp_path, monkey
 
 
 def test_options():
-    with pytest.raises(ValueError, match="'weighted' needs the importance .*--importance OUT"):
+    with pytest.raises(ValueError, match="'weighted' needs importance: .*--importance OUT"):
         Options("weighted")
-    with pytest.raises(ValueError, match="'mse' has no use for an importance"):
+    with pytest.raises(ValueError, match="importance would have no effect on recipe 'mse'"):
         Options("mse", importance=importance_for(MODULES))

@@ -1,0 +1,283 @@
+"""The recipe ``gptq`` on a model: Hessians of what each expert gets, then its codes, one decoder layer at a time."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from moe_nvfp4 import format as nvfp4
+from moe_nvfp4.devices import usable_device
+from moe_nvfp4.integrations.huggingface.calibration import dense_modules
+from moe_nvfp4.integrations.huggingface.experts import ModuleLayout, dense_experts
+from moe_nvfp4.integrations.huggingface.layerwise import LayerFiles, LayerWalk, decoder_layers
+from moe_nvfp4.integrations.huggingface.statistics import watch
+from moe_nvfp4.progress import progress_bar
+from moe_nvfp4.quantize.codes import CodesFolder
+from moe_nvfp4.quantize.convert import convert_checkpoint
+from moe_nvfp4.quantize.gptq import quantize_gptq
+from moe_nvfp4.quantize.options import Options
+from moe_nvfp4.quantize.report import ConversionReport
+
+ENOUGH = 8  # rows for each column of a Hessian; with fewer, gptq begins to learn the calibration text by heart
+SAVE_EVERY = 60.0  # seconds between two states on disk, from which an interrupted run goes on
+TOGETHER = 1 << 29  # elements of experts quantized at once
+
+Modules: TypeAlias = dict[str, tuple[nn.Module, ModuleLayout]]
+
+
+@dataclass
+class _Sums:
+    x: Tensor  # fp32 [E, H, H]
+    h: Tensor  # fp32 [E, I, I]
+    rows: Tensor  # int64 [E]
+
+
+@dataclass(frozen=True)
+class GptqReport:
+    """What the experts saw: `tokens` in all, `rows` int64 [E] by module, whose widest matrix has `columns` columns."""
+
+    tokens: int
+    rows: dict[str, Tensor]
+    columns: dict[str, int]
+
+    def lines(self) -> Iterator[str]:
+        """What to tell a user: nothing where every expert saw enough."""
+        few = [(int(n), f"{module}.{e}") for module, rows in self.rows.items() for e, n in enumerate(rows)
+               if n < ENOUGH * self.columns[module]]  # fmt: skip
+        if not few:
+            return
+        few.sort()
+        total, need = sum(map(len, self.rows.values())), ENOUGH * max(self.columns.values())
+        yield (f"{len(few)} of {total} experts saw fewer than {ENOUGH} rows for each of their input columns "
+               f"({need}); they lean on their layer's average, and on their columns alone: "
+               + ", ".join(f"{name} ({n})" for n, name in few[:4]) + (", ..." if len(few) > 4 else ""))  # fmt: skip
+        middle = max(1, few[len(few) // 2][0])
+        yield f"{-(-self.tokens * need // middle):,} tokens of text, not {self.tokens:,}, would do for half of them"
+
+
+class HessianSums:
+    """A visitor (`statistics.watch`) that adds up x x^T and h h^T of every expert.
+
+    activations: "nvfp4" takes the rows as W4A4 has them, quantized.
+    """
+
+    def __init__(self, activations: str = "bf16"):
+        self.activations = activations
+        self.layers: dict[str, _Sums] = {}
+
+    def __call__(self, name: str, layout: ModuleLayout, e: int, x: Tensor, h: Tensor) -> None:
+        if name not in self.layers:
+            self.layers[name] = _no_rows(layout, x.device)
+        sums = self.layers[name]
+        for total, rows in ((sums.x[e], x), (sums.h[e], h)):
+            rows = _as_nvfp4(rows) if self.activations == "nvfp4" else rows.float()
+            total.addmm_(rows.T, rows)
+        sums.rows[e] += len(x)
+
+
+def _as_nvfp4(rows: Tensor) -> Tensor:
+    """Rows [n, K] quantized with a scale each, as W4A4 does, and dequantized: fp32."""
+    padded = nvfp4.pad_k(rows)
+    scale = nvfp4.global_scale_for(padded.abs().amax(dim=-1).float())
+    codes, sf, _ = nvfp4.quantize(padded, scale, check=False)
+    return nvfp4.dequantize(codes, sf, scale)[:, : rows.shape[1]]
+
+
+def shrink(sums: _Sums) -> None:
+    """Few rows say little: K more are added, in place. For x [.., K = H] of the layer's average row, which is the same
+    hidden state whatever the expert; for h, whose columns mean another thing in each expert, of rows like its own whose
+    columns do not go together. With no rows at all, h counts every column the same, as ``mse`` does."""
+    average = sums.x.sum(dim=0) / max(1, int(sums.rows.sum()))
+    sums.x += average * average.shape[0]
+    diagonal = sums.h.diagonal(dim1=1, dim2=2)
+    diagonal *= 1 + sums.h.shape[-1] / sums.rows.clamp(min=1).to(sums.h.device)[:, None]
+
+
+def quantize_experts(module: nn.Module, layout: ModuleLayout, sums: _Sums) -> dict[str, Tensor]:
+    """A dense experts `module` by gptq: the parameters of `NVFP4Experts` by their names, on its device, and `rows`."""
+    shrink(sums)
+    size = layout.hidden_size * layout.intermediate_size * (2 if layout.gated else 1)
+    step = max(1, TOGETHER // size)
+    parts: dict[str, list[Tensor]] = {}
+    matrices = list(dense_experts(module, layout))  # views
+    for i, (name, hessian) in enumerate(((layout.up_name, sums.x), ("down_proj", sums.h))):
+        for a in range(0, layout.num_experts, step):
+            w = torch.stack([pair[i] for pair in matrices[a : a + step]])
+            try:
+                codes, sf, scale = quantize_gptq(w, hessian[a : a + step])
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from None
+            tensors = {name: codes, f"{name}_sf": sf.view(torch.uint8)}
+            shared = ("gate_proj", "up_proj") if name == "gate_up_proj" else (name,)
+            tensors |= {f"{part}_global_scale": scale for part in shared}
+            for key, tensor in tensors.items():
+                parts.setdefault(key, []).append(tensor)
+    return {key: torch.cat(tensors) for key, tensors in parts.items()} | {"rows": sums.rows}
+
+
+def gptq_model(
+    model: nn.Module,
+    batches: Sequence[Tensor],
+    activations: str = "bf16",
+    exclude: Sequence[str] = (),
+    progress: bool = True,
+) -> dict[str, dict[str, Tensor]]:
+    """What `quantize_experts` makes of every dense experts module of a `model` in memory, on the host; by name.
+
+    batches: token ids int64 [B, T]. Each layer gets what the dense layers in front of it return: quantized ones there
+    change nothing that can be measured.
+    """
+    whole: Any = model
+    modules = dense_modules(model, exclude)
+    name, layers = decoder_layers(model, modules)
+    walk = LayerWalk(model, layers, batches, whole.device)
+    made: dict[str, dict[str, Tensor]] = {}
+    training = model.training
+    model.eval()
+    try:
+        at = _layers_of(modules, name)
+        for i in progress_bar(range(max(at) + 1), desc="gptq", unit="layer", show=progress):
+            for module, tensors in _quantize_layer(walk, i, at.get(i, {}), activations):
+                made[module] = {key: tensor.cpu() for key, tensor in tensors.items()}
+    finally:
+        model.train(training)
+    return made
+
+
+def convert_gptq(
+    source: str | os.PathLike,
+    destination: str | os.PathLike,
+    batches: Sequence[Tensor],
+    options: Options,
+    workers: int | None = None,
+    progress: bool = True,
+) -> tuple[ConversionReport, GptqReport]:
+    """`convert_checkpoint` by gptq: the experts of the dense checkpoint in folder `source`, as 4-bit files.
+
+    batches: token ids int64 [B, T]. options: with another recipe; its activations decide whether the Hessians are those
+    of quantized rows. What is done lies in `.NAME.gptq` next to the destination until the end; after an interruption
+    the same call goes on with it.
+    """
+    destination = Path(os.path.abspath(destination))
+    convert_checkpoint(source, destination, options, workers, dry_run=True)  # what it refuses, it refuses now
+    codes = CodesFolder(destination.parent / f".{destination.name}.gptq")
+    found = gptq_files(source, codes, batches, options.activations, options.exclude, options.device, progress)
+    made = replace(options, recipe="gptq", codes=codes)
+    report = convert_checkpoint(source, destination, made, workers, progress=progress)
+    shutil.rmtree(codes.folder)
+    return report, found
+
+
+def gptq_files(
+    source: str | os.PathLike,
+    codes: CodesFolder,
+    batches: Sequence[Tensor],
+    activations: str = "bf16",
+    exclude: Sequence[str] = (),
+    device: str | None = None,
+    progress: bool = True,
+) -> GptqReport:
+    """Quantize the experts of the dense checkpoint in folder `source` into the folder `codes`.
+
+    One decoder layer is in memory at a time, on `device`, with its experts' Hessians; the hidden states of all batches
+    are on the host, and from time to time on disk. An interrupted run goes on with the first layer that is not done.
+    """
+    place = usable_device(device)
+    files = LayerFiles(source, place)
+    modules = dense_modules(files.model, exclude)
+    name, _ = decoder_layers(files.model, modules)
+    walk = LayerWalk(files.model, files.use_layers(name), batches, place)
+    begun = _Begun(codes, [str(Path(source).resolve()), activations, _digest(batches)])
+    first, at = begun.resume(walk), _layers_of(modules, name)
+    last = max(at)
+    for i in progress_bar(
+        range(first, last + 1), desc="gptq", unit="layer", show=progress, initial=first, total=last + 1
+    ):
+        files.load(i)
+        todo = {name: found for name, found in at.get(i, {}).items() if name not in codes.modules}
+        for module, tensors in _quantize_layer(walk, i, todo, activations):
+            codes.save(module, tensors)
+        files.drop(i)
+        begun.keep(i, walk)
+    begun.drop_states()
+    rows = {module: codes.rows(module) for module in modules}
+    widest = {module: max(layout.hidden_size, layout.intermediate_size) for module, (_, layout) in modules.items()}
+    return GptqReport(sum(ids.numel() for ids in batches), rows, widest)
+
+
+def _layers_of(modules: Modules, name: str) -> dict[int, Modules]:
+    """The experts modules of each layer of the list `name`."""
+    found: dict[int, Modules] = {}
+    for module, known in modules.items():
+        found.setdefault(int(module.removeprefix(f"{name}.").split(".")[0]), {})[module] = known
+    return found
+
+
+def _quantize_layer(
+    walk: LayerWalk, i: int, modules: Modules, activations: str
+) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    """Run layer i, and quantize the experts `modules` that are in it."""
+    sums = HessianSums(activations)
+    with watch(modules, sums):
+        walk.run(i)
+    for name, (module, layout) in modules.items():
+        try:
+            yield name, quantize_experts(module, layout, sums.layers.pop(name, None) or _no_rows(layout, walk.device))
+        except ValueError as error:
+            raise ValueError(f"{name}.{error}") from None
+
+
+def _no_rows(layout: ModuleLayout, device: torch.device | str) -> _Sums:
+    E, H, I = layout.num_experts, layout.hidden_size, layout.intermediate_size
+    new = lambda K: torch.zeros(E, K, K, device=device)
+    return _Sums(new(H), new(I), torch.zeros(E, dtype=torch.int64))
+
+
+def _digest(batches: Sequence[Tensor]) -> str:
+    hashed = hashlib.sha256()
+    for ids in batches:
+        hashed.update(repr(list(ids.shape)).encode() + ids.contiguous().numpy().tobytes())
+    return hashed.hexdigest()
+
+
+class _Begun:
+    """What an interrupted run left in the folder: key.json, what it worked on, and the states of a layer."""
+
+    def __init__(self, codes: CodesFolder, key: list):
+        self.folder, self.last_save = codes.folder, time.monotonic()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        text, file = json.dumps(key), self.folder / "key.json"
+        if not file.is_file() or file.read_text() != text:
+            for old in (*self.folder.glob("*.safetensors"), *self.folder.glob("states-*")):
+                old.unlink()
+            file.write_text(text)
+
+    def resume(self, walk: LayerWalk) -> int:
+        """The layer to go on with, for which `walk` gets the states of the one before."""
+        saved = sorted(self.folder.glob("states-*"))
+        if not saved:
+            return 0
+        walk.states = torch.load(saved[-1], weights_only=True)
+        return int(saved[-1].name.removeprefix("states-")) + 1
+
+    def keep(self, i: int, walk: LayerWalk) -> None:
+        if time.monotonic() - self.last_save >= SAVE_EVERY:
+            part = self.folder / "partial"
+            torch.save(walk.states, part)
+            self.drop_states()
+            os.replace(part, self.folder / f"states-{i:05d}")
+            self.last_save = time.monotonic()
+
+    def drop_states(self) -> None:
+        for old in self.folder.glob("states-*"):
+            old.unlink()

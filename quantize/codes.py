@@ -1,0 +1,72 @@
+"""A folder of experts that are quantized already, module by module: what a conversion by ``gptq`` copies from.
+
+FOLDER/model.layers.0.mlp.experts.safetensors has the tensors of `NVFP4Experts`' parameters, by their names, and `rows`,
+int64 [E]: how many rows of the calibration data each expert saw.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from moe_nvfp4.quantize.names import PER_EXPERT, same_module
+
+PARTS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+
+
+class CodesFolder:
+    """Quantized experts by module, in a folder."""
+
+    def __init__(self, folder: str | os.PathLike):
+        self.folder = Path(folder)
+
+    @property
+    def modules(self) -> list[str]:
+        """The modules that are whole, by the names that transformers has for them."""
+        return sorted(file.name.removesuffix(".safetensors") for file in self.folder.glob("*.safetensors"))
+
+    def save(self, module: str, tensors: Mapping[str, Tensor]) -> None:
+        """Keep a module; from then on it is whole."""
+        part = self.folder / f".{module}.partial"
+        save_file({name: tensor.contiguous().cpu() for name, tensor in tensors.items()}, part)
+        os.replace(part, self._file(module))
+
+    def rows(self, module: str) -> Tensor:
+        with safe_open(self._file(module), framework="pt") as file:
+            return file.get_tensor("rows")
+
+    def matrix(self, stem: str, shape: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor]:
+        """Codes uint8 [N, K/2], sf uint8 [N, K/16], global scale fp32 0-d of a matrix by its name in files.
+
+        shape: N, K. ValueError where it is not here, or has another shape.
+        """
+        match = PER_EXPERT.fullmatch(stem)
+        module = match and same_module(match["module"], self.modules)
+        if match is None or module is None:
+            raise ValueError(f"{stem} has not been quantized: the model has other experts than its files")
+        e, part = int(match["e"]), PARTS.get(match["part"], match["part"])
+        with safe_open(self._file(module), framework="pt") as file:
+            stacked = part != "down_proj" and "gate_up_proj" in file.keys()
+            name = "gate_up_proj" if stacked else part
+            codes, sf = (file.get_slice(key)[e] for key in (name, f"{name}_sf"))
+            scale = file.get_slice(f"{part}_global_scale")[e]
+        if stacked:
+            codes, sf = (t.chunk(2)[part == "up_proj"] for t in (codes, sf))
+        N, K = shape
+        if codes.shape != (N, -(-K // 16) * 8):
+            raise ValueError(f"{stem} is [{N}, {K}], but [{codes.shape[0]}, {codes.shape[1] * 2}] was quantized")
+        return codes.contiguous(), sf.contiguous(), scale.clone()
+
+    def digest(self) -> str:
+        """Changes when a file does."""
+        stats = [(file.name, file.stat()) for file in sorted(self.folder.glob("*.safetensors"))]
+        return hashlib.sha256(repr([(n, s.st_size, s.st_mtime_ns) for n, s in stats]).encode()).hexdigest()
+
+    def _file(self, module: str) -> Path:
+        return self.folder / f"{module}.safetensors"

@@ -1,0 +1,202 @@
+"""The recipe gptq on whole models: Hessians by hand, files and models the same, interruptions, what users are told."""
+
+import json
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from moe_nvfp4 import format
+from moe_nvfp4.cli import main
+from moe_nvfp4.integrations.huggingface import MoeNvfp4Config, swap_experts
+from moe_nvfp4.integrations.huggingface import gptq as module
+from moe_nvfp4.integrations.huggingface.calibration import dense_modules
+from moe_nvfp4.integrations.huggingface.gptq import HessianSums, convert_gptq, gptq_model, shrink
+from moe_nvfp4.integrations.huggingface.statistics import watch
+from moe_nvfp4.quantize.options import Options
+from moe_nvfp4.quantize.verify import verify_checkpoint
+from tests.models import folder, gpt_oss, load, make, mixtral, nemotron_h, qwen3_moe, same_tensors, tensors
+
+CPU = Options(device="cpu")
+
+
+def batches(n=4, seed=0):
+    return list(torch.randint(0, 96, (n, 48), generator=torch.Generator().manual_seed(seed)).split(2))
+
+
+@pytest.mark.parametrize("activations", ["bf16", "nvfp4"])
+def test_hessians_are_those_of_a_loop(activations):
+    """Qwen3-MoE, token by token; for W4A4 of rows with a scale each, as the layer quantizes them."""
+    model = make(qwen3_moe, torch.float32)
+    experts = model.model.layers[1].mlp.experts
+    seen = []
+    with experts.register_forward_pre_hook(lambda m, args: seen.append(args)), torch.no_grad():
+        model(batches()[0])
+    sums = HessianSums(activations)
+    with watch({"experts": dense_modules(model)["model.layers.1.mlp.experts"]}, sums), torch.no_grad():
+        model(batches()[0])
+    found, ((x, ids, _),) = sums.layers["experts"], seen
+
+    def row(values):
+        if activations == "bf16":
+            return values.double()
+        scale = values.abs().max() / (6 * 448)
+        codes, sf, _ = format.quantize(values[None], scale)
+        return format.dequantize(codes, sf, scale)[0].double()
+
+    for e in (0, 5):
+        rows = x[(ids == e).any(dim=1)]
+        assert found.rows[e] == len(rows) > 2
+        want_x, want_h = torch.zeros(64, 64).double(), torch.zeros(48, 48).double()
+        for t in rows:
+            gate, up = (experts.gate_up_proj[e] @ t).detach().chunk(2)
+            for want, values in ((want_x, row(t)), (want_h, row(F.silu(gate) * up))):
+                want += torch.outer(values, values)
+        torch.testing.assert_close(found.x[e].double(), want_x, rtol=1e-4, atol=1e-5)
+        # a code of h is another one where the kernels' sums are in another order
+        error = (found.h[e].double() - want_h).norm() / want_h.norm()
+        assert error < (1e-5 if activations == "bf16" else 0.02)
+
+
+def test_rare_experts_lean_on_their_layer():
+    g = torch.Generator().manual_seed(0)
+    rows = [torch.randn(n, 8, generator=g) * torch.arange(1, 9) for n in (4000, 2, 0)]
+    hessian = torch.stack([r.T @ r for r in rows])
+    sums = module._Sums(hessian.clone(), hessian.clone(), torch.tensor([4000, 2, 0]))
+    shrink(sums)
+    average = hessian.sum(dim=0) / 4002
+    for e, n in enumerate((4000, 2, 0)):
+        torch.testing.assert_close(sums.x[e], hessian[e] + 8 * average)
+        diagonal = torch.diag(hessian[e].diagonal())
+        torch.testing.assert_close(sums.h[e], hessian[e] + 8 / max(n, 1) * diagonal)
+
+
+@pytest.mark.parametrize("family", [qwen3_moe, gpt_oss, mixtral, nemotron_h], ids=lambda f: f.__name__)
+def test_converted_and_swapped_models_are_the_same(family, tmp_path):
+    source = folder(tmp_path, family)
+    report, _ = convert_gptq(source, tmp_path / "converted", batches(), CPU, progress=False)
+    assert report.recipe == "gptq" and report.quantized > 0
+    verified = verify_checkpoint(tmp_path / "converted", source)
+    assert all(layer.relative < 0.2 for layer in verified.layers.values())
+    swap_experts(load(source), recipe="gptq", calibration=batches(), progress=False).save_pretrained(tmp_path / "swap")
+    biases = [n for n in tensors(source) if n.endswith("correction_bias")]  # transformers keeps them in fp32
+    same_tensors(tmp_path / "converted", tmp_path / "swap", but=biases)
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_outputs_of_experts_are_nearer_than_by_mse():
+    model = make(qwen3_moe, torch.float32)
+    data = batches(40)
+    made = gptq_model(model, data, progress=False)
+    errors = {"gptq": 0.0, "mse": 0.0}
+    swapped = swap_experts(make(qwen3_moe, torch.float32), progress=False)
+
+    def visit(name, layout, e, x, h):
+        dense, by_mse = model.get_submodule(name), swapped.get_submodule(name)
+        for part, rows, weight in (("gate_up_proj", x, dense.gate_up_proj[e]), ("down_proj", h, dense.down_proj[e])):
+            scale = f"{part.replace('gate_up', 'gate')}_global_scale"
+            for recipe, of in (("gptq", made[name]), ("mse", dict(by_mse.named_parameters()))):
+                codes, sf = of[part][e], of[f"{part}_sf"][e].view(torch.float8_e4m3fn)
+                error = rows @ (format.dequantize(codes, sf, of[scale][e]) - weight).T
+                errors[recipe] += (error.square().sum() / (rows @ weight.T).square().sum()).item()
+
+    with watch(dense_modules(model), visit), torch.no_grad():
+        for ids in batches(8, seed=1):  # others than it learned from
+            model(ids)
+    assert errors["gptq"] < 0.9 * errors["mse"]
+
+
+def test_an_interrupted_run_goes_on(tmp_path, monkeypatch):
+    """After the first layer; the second call starts with the second one, and ends in the same bytes."""
+    source = folder(tmp_path, qwen3_moe)
+    convert_gptq(source, tmp_path / "whole", batches(), CPU, progress=False)
+    monkeypatch.setattr(module, "SAVE_EVERY", 0.0)
+    ran, run = [], module.LayerWalk.run
+
+    def counted(self, i):
+        ran.append(i)
+        if ran == [0, 1]:
+            raise KeyboardInterrupt
+        run(self, i)
+
+    monkeypatch.setattr(module.LayerWalk, "run", counted)
+    with pytest.raises(KeyboardInterrupt):
+        convert_gptq(source, tmp_path / "new", batches(), CPU, progress=False)
+    assert not (tmp_path / "new").exists()
+    convert_gptq(source, tmp_path / "new", batches(), CPU, progress=False)
+    assert ran == [0, 1, 1]
+    same_tensors(tmp_path / "whole", tmp_path / "new")
+
+
+def test_another_text_starts_anew(tmp_path, monkeypatch):
+    source = folder(tmp_path, qwen3_moe)
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "convert_checkpoint", lambda *args, **kwargs: kwargs.get("dry_run") or 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            convert_gptq(source, tmp_path / "new", batches(seed=1), CPU, progress=False)
+    convert_gptq(source, tmp_path / "new", batches(), CPU, progress=False)
+    convert_gptq(source, tmp_path / "want", batches(), CPU, progress=False)
+    same_tensors(tmp_path / "new", tmp_path / "want")
+
+
+def test_what_users_are_told(tmp_path, capsys):
+    source, new = folder(tmp_path, qwen3_moe), tmp_path / "new"
+    _, report = convert_gptq(source, new, batches(), CPU, progress=False)
+    lines = " ".join(report.lines())
+    assert "16 of 16 experts saw fewer than 8 rows" in lines and "192, would do" in lines
+    assert list(module.GptqReport(1000, {"a": torch.tensor([512, 600])}, {"a": 64}).lines()) == []
+    with pytest.raises(ValueError, match="does not quantize while a model loads: moe-nvfp4 quantize"):
+        load(source, quantization_config=MoeNvfp4Config(recipe="gptq", calibration=batches()))
+    with pytest.raises(ValueError, match="give calibration= texts or token ids"):
+        swap_experts(load(source), recipe="gptq", progress=False)
+    with pytest.raises(ValueError, match="recipe 'gptq' needs codes"):
+        Options("gptq")
+    command = ["quantize", str(source), str(tmp_path / "x"), "--device", "cpu"]
+    assert main([*command, "--recipe", "gptq"]) == 2
+    assert "name one with --text FILE" in capsys.readouterr().err
+    assert main([*command, "--text", __file__]) == 2
+    assert "--text would have no effect on recipe mse" in capsys.readouterr().err
+    assert main(["quantize", str(new), str(tmp_path / "x"), "--recipe", "gptq", "--text", __file__]) == 2
+    assert "NVFP4 already" in capsys.readouterr().err
+
+
+def exact(family=qwen3_moe):
+    """Weights whose global scales are powers of two: then no order of multiplying rounds."""
+    model = family()
+    for name, p in model.named_parameters():
+        if ".experts." in name:
+            p.data = (torch.randn_like(p) * 0.3).clamp_(-1.5, 1.5)
+            p.data[:, 0, 0] = 1.5  # 6 * 256 * 2^-10
+    return model
+
+
+@pytest.mark.slow
+def test_other_peoples_readers_see_the_same_numbers(tmp_path):
+    """compressed-tensors and ModelOpt, bit for bit."""
+    pytest.importorskip("compressed_tensors", reason="the compressed-tensors library is not installed")
+    pytest.importorskip("modelopt", reason="nvidia-modelopt is not installed")
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationConfig
+    from modelopt.torch.quantization.qtensor import NVFP4QTensor
+
+    torch.manual_seed(0)
+    exact().bfloat16().save_pretrained(tmp_path / "dense")
+    for dialect in ("modelopt", "compressed-tensors"):
+        options = Options(dialect=dialect, device="cpu")
+        convert_gptq(tmp_path / "dense", tmp_path / dialect, batches(), options, progress=False)
+    ours, theirs = tensors(tmp_path / "modelopt"), tensors(tmp_path / "compressed-tensors")
+    config = json.loads((tmp_path / "compressed-tensors/config.json").read_text())["quantization_config"]
+    config.pop("moe_nvfp4")
+    scheme = QuantizationConfig.model_validate(config).config_groups["group_0"]
+    compressor = BaseCompressor.get_value_from_registry("nvfp4-pack-quantized")
+    stems = [name.removesuffix(".weight_scale_2") for name in ours if name.endswith("weight_scale_2")]
+    assert len(stems) == 2 * 8 * 3
+    for stem in stems:
+        codes, sf, scale = (ours[f"{stem}.{s}"] for s in ("weight", "weight_scale", "weight_scale_2"))
+        want = format.dequantize(codes, sf, scale)
+        packed = NVFP4QTensor(torch.Size((codes.shape[0], codes.shape[1] * 2)), torch.float32, codes)
+        found = packed.dequantize(dtype=torch.float32, scale=sf, double_scale=scale, block_sizes={-1: 16})
+        assert torch.equal(found, want), stem
+        state = {s: theirs[f"{stem}.{s}"] for s in ("weight_packed", "weight_scale", "weight_global_scale")}
+        found = compressor.decompress(state, scheme)["weight"]
+        assert torch.equal(found, want.to(found.dtype)), stem
