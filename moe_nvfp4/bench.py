@@ -150,7 +150,8 @@ def time_layer(
 ) -> Iterator[Row]:
     """One row for each number of tokens; every expert is equally likely.
 
-    Routing weights are bf16, as Qwen3's router makes them: fp32 ones cost the bf16 experts more (on an H200 a tenth at T = 4096).
+    Routing weights are bf16, as Qwen3's router makes them: fp32 ones cost the bf16 experts more (on an H200 a tenth at
+    T = 4096).
     """
     H, I, E, top_k = shape
     device = next(theirs.parameters()).device
