@@ -50,8 +50,9 @@ def gemm1_swiglu(rows: Rows, weights: ExpertWeights, groups: Groups, dtype: torc
     w, I = weights, weights.intermediate_size
     width = w.w13.shape[1] if w.gate.kind == "raw" else I
     R, device = groups.num_rows, rows.values.device
-    static = w.activations == "nvfp4" and w.h_scale is not None and w.gate.kind != "raw"
-    if static:
+    h_scale = w.h_scale if w.activations == "nvfp4" and w.gate.kind != "raw" else None
+    assert w.w13_sf is not None, "in a backend's layout"
+    if h_scale is not None:
         K2 = w.w2.shape[-1] * 2
         codes = torch.zeros(R, K2 // 2, dtype=torch.uint8, device=device)
         sf = torch.zeros(R, K2 // 16, dtype=torch.uint8, device=device)
@@ -64,19 +65,19 @@ def gemm1_swiglu(rows: Rows, weights: ExpertWeights, groups: Groups, dtype: torc
             out[:, I:] *= w.up_scale[e]
         else:
             out *= w.up_scale[e]
-        if rows.is_nvfp4:
+        if rows.scale is not None:
             out *= rows.scale[live, None]
         if w.b13 is not None:
             out += w.b13[e].float()
         out = w.gate(out)
-        if static:
-            codes[live], sf_e, _ = nvfp4.quantize(nvfp4.pad_k(out), w.h_scale[e], check=False)
+        if h_scale is not None:
+            codes[live], sf_e, _ = nvfp4.quantize(nvfp4.pad_k(out), h_scale[e], check=False)
             sf[live] = sf_e.view(torch.uint8)
         else:
             h[live] = out.to(dtype)
-    if not static:
+    if h_scale is None:
         return Rows(h)
-    scale = F.pad(w.h_scale, (0, 1), value=1.0)[groups.expert_of_row()]
+    scale = F.pad(h_scale, (0, 1), value=1.0)[groups.expert_of_row()]
     return Rows(codes, nvfp4.swizzle_sf_grouped(sf, groups.offsets), scale)
 
 
@@ -84,11 +85,12 @@ def gemm2_combine(h: Rows, weights: ExpertWeights, groups: Groups, top_k_weights
     """y[t] = sum over slots j of top_k_weights[t, j] * (h · w2ᵀ), in `dtype` [T, H]."""
     w = weights
     T, top_k = top_k_weights.shape
+    assert w.w2_sf is not None, "in a backend's layout"
     out = torch.zeros(T * top_k, w.hidden_size, dtype=torch.float32, device=h.values.device)
     for e, live, x in _rows_by_expert(h, groups):
         y = _matmul(x, w.w2[e], w.w2_sf[e])
         y *= w.w2_scale[e]
-        if h.is_nvfp4:
+        if h.scale is not None:
             y *= h.scale[live, None]
         if w.b2 is not None:
             y += w.b2[e].float()
@@ -116,7 +118,7 @@ def linear(x: Tensor, weights: LinearWeights) -> Tensor:
 def _rows_by_expert(rows: Rows, groups: Groups) -> Iterator[tuple[int, slice, Tensor]]:
     """(expert, its rows as a slice, their values in fp32 without global scale) for experts hit."""
     sf = None
-    if rows.is_nvfp4:
+    if rows.sf is not None:
         R = groups.num_rows
         sf = nvfp4.unswizzle_sf_grouped(rows.sf, groups.offsets, R, rows.values.shape[-1] // 8)
     offsets = groups.offsets.tolist()

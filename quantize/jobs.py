@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -29,6 +29,7 @@ CUDA_CHUNK = 1 << 24
 TOGETHER = {"cuda": CUDA_CHUNK}
 COPY = 1 << 23  # bytes copied at once
 Write = Callable[[str, Tensor, int], None]  # name, data, byte offset in the tensor
+Outputs = dict[str, tuple[str, tuple[int, ...]]]  # of tensors: name -> dtype, shape
 
 
 @dataclass
@@ -41,7 +42,7 @@ class Job:
     shard: str
     size: int
     memory: int
-    outputs: dict[str, tuple[str, tuple[int, ...]]]
+    outputs: Outputs
     run: Callable[[Write], None]
 
 
@@ -82,9 +83,10 @@ def quantize_jobs(matrices: Mapping[str, Matrix], options: Options) -> Iterator[
         return
     waiting: dict[tuple, list[dict[str, Matrix]]] = {}
     for stem, m in matrices.items():
-        if gate_of(stem) in matrices:
+        gate, up = gate_of(stem), up_of(stem)
+        if gate is not None and gate in matrices:
             continue
-        sharing = {name: matrices[name] for name in (stem, up_of(stem)) if name in matrices}
+        sharing = {stem: m} if up is None or up not in matrices else {stem: m, up: matrices[up]}
         if len({(other.rows, other.columns) for other in sharing.values()}) > 1:
             sizes = " and ".join(f"{name} [{o.rows}, {o.columns}]" for name, o in sharing.items())
             raise ValueError(f"{sizes} differ in shape, as gate and up never do: the file is damaged")
@@ -136,7 +138,7 @@ def _quantize_job(groups: list[dict[str, Matrix]], options: Options) -> Job:
 
         given, exact = None, first.global_scale is not None and options.recipe != "max"
         if exact:
-            given = torch.stack([m.global_scale() for m in matrices]).view(-1, sharing).amax(dim=1)
+            given = torch.stack([m.known_scale() for m in matrices]).view(-1, sharing).amax(dim=1)
         elif step < N or sharing > 1:
             parts = [torch.stack([_amax(read(lot, a)) for a in range(0, N, step)]).amax(dim=0) for lot in lots]
             amax = torch.cat(parts).view(-1, sharing).amax(dim=1)
@@ -180,7 +182,7 @@ def _quantize_job(groups: list[dict[str, Matrix]], options: Options) -> Job:
                 _quantize_job([group], options).run(write)
             raise
 
-    outputs: dict[str, tuple[str, tuple[int, ...]]] = {}
+    outputs: Outputs = {}
     for weight, block_scale, scale in names:
         outputs |= {weight: ("U8", (N, K // 2)), block_scale: ("F8_E4M3", (N, K // 16))}
         outputs[scale] = ("F32", options.target.scale_shape)
@@ -273,7 +275,7 @@ def dense_stack_job(name: str, matrices: list[Matrix], dtype: str) -> Job:
         for e, matrix in enumerate(matrices):
             write(name, matrix.open()(0, N).to(target).T, e * N * K * target.itemsize)
 
-    outputs = {name: (dtype, (len(matrices), K, N))}
+    outputs: Outputs = {name: (dtype, (len(matrices), K, N))}
     return Job(matrices[0].shard, sum(m.size for m in matrices), N * K * 12, outputs, run)
 
 
@@ -295,7 +297,7 @@ def stack_jobs(stack: NVFP4Stack, source: Dialect, target: Dialect) -> Iterator[
                 check_global_scale(scale, f"{name}.{last}")
                 write(f"{name}.{target.suffixes[source.suffixes.index(last)]}", target.encode_scale(scale), 0)
 
-        outputs: dict[str, tuple[str, tuple[int, ...]]] = {}
+        outputs: Outputs = {}
         for name in names:
             outputs[f"{name}.{target.weight}"] = ("U8", (out // len(names), half))
             outputs[f"{name}.{target.sf}"] = ("F8_E4M3", (out // len(names), half // 8))
@@ -307,7 +309,7 @@ def stack_jobs(stack: NVFP4Stack, source: Dialect, target: Dialect) -> Iterator[
     return (job(e) for e in range(E))
 
 
-def bias_jobs(name: str, stored: TensorSlice, stems: list[str], interleaved: bool) -> Iterator[Job]:
+def bias_jobs(name: str, stored: TensorSlice, stems: Sequence[str], interleaved: bool) -> Iterator[Job]:
     """[E, n] biases, as one tensor per expert and projection. stems: with {e} for the expert."""
     E, n = stored.shape
     parts = len(stems)
@@ -321,7 +323,7 @@ def bias_jobs(name: str, stored: TensorSlice, stems: list[str], interleaved: boo
             for new_name, piece in zip(names, split_rows(row, parts, interleaved), strict=True):
                 write(new_name, piece, 0)
 
-        outputs = {new_name: (stored.dtype, (n // parts,)) for new_name in names}
+        outputs: Outputs = {new_name: (stored.dtype, (n // parts,)) for new_name in names}
         return Job(stored.file.name, stored.size // E, 2 * stored.size // E, outputs, run)
 
     return (job(e) for e in range(E))

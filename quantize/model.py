@@ -200,10 +200,10 @@ class ModelTensors:
             part = PARTS.get(match["part"], match["part"]) + (".bias" if last == "bias" else "")
             known = any(n.startswith(f"{module}.") for n in self.shapes)
             return module, range(int(match["e"]), int(match["e"]) + 1), part if known else None
-        separate, stack = SEPARATE.search(stem), what.kind == "NVFP4" and what.shape is not None
-        if stack and len(what.shape) == 3 and (separate or FUSED.search(name)):
+        separate, shape = SEPARATE.search(stem), what.shape or ()
+        if what.kind == "NVFP4" and len(shape) == 3 and (separate or FUSED.search(name)):
             part = separate["part"] if separate else name.rpartition(".")[2]
-            return target.rpartition(".")[0], range(what.shape[0]), part
+            return target.rpartition(".")[0], range(shape[0]), part
         return "", range(0), None
 
     def _check_experts(self, module: str, found: _Experts, covered: set[str]) -> set[str]:

@@ -125,8 +125,11 @@ class _Draft:
 
     def dequantize(self, name: str, found: Matrix | list[Matrix]) -> None:
         """Tensor `name` becomes dense: config files name one format."""
-        job = dense_job if isinstance(found, Matrix) else dense_stack_job
-        self.jobs.append(job(name, found, self.options.dtype or "BF16"))
+        dtype = self.options.dtype or "BF16"
+        if isinstance(found, Matrix):
+            self.jobs.append(dense_job(name, found, dtype))
+        else:
+            self.jobs.append(dense_stack_job(name, found, dtype))
         self.dequantized[name] = found
 
 
@@ -165,7 +168,7 @@ def _quantize(draft: _Draft) -> None:
         raise ValueError(f"{source.checkpoint.folder} is not NVFP4 yet: what is quantized here shares one global "
                          "scale between gate and up anyway; leave out --share-scales")  # fmt: skip
     method = (source.checkpoint.config.get("quantization_config") or {}).get("quant_method")
-    quantized = QUANTIZED_LAYOUTS.get(method)
+    quantized = QUANTIZED_LAYOUTS.get(str(method))
     for layout in (quantized, *DENSE_LAYOUTS) if quantized else DENSE_LAYOUTS:
         for experts in list(layout.recognise(source, draft.left)):
             _quantize_experts(draft, experts)
@@ -349,9 +352,9 @@ def _quantization_config(draft: _Draft, info: QuantizationInfo | None) -> dict:
 
 def nvfp4_info(source: Checkpoint) -> QuantizationInfo | None:
     """What the configs say about NVFP4; None for dense, FP8 and MXFP4 sources. ValueError for other formats."""
-    q = source.config.get("quantization_config")
-    method, hf = (q or {}).get("quant_method"), source.folder / "hf_quant_config.json"
-    if (q is None and not hf.is_file()) or (method in ("fp8", "mxfp4") and "moe_quant_algo" not in q):
+    q: Mapping = source.config.get("quantization_config") or {}
+    method, hf = q.get("quant_method"), source.folder / "hf_quant_config.json"
+    if (not q and not hf.is_file()) or (method in ("fp8", "mxfp4") and "moe_quant_algo" not in q):
         return None
     info = read_config(source.config, json.loads(hf.read_text("utf-8")) if hf.is_file() else None)
     if info is None:
@@ -372,8 +375,8 @@ def nvfp4_files(checkpoint: Checkpoint) -> tuple[QuantizationInfo, nvfp4.NVFP4Fi
 def separate_scales(matrices: Mapping[str, Matrix]) -> Iterator[tuple[str, str, tuple[Tensor, Tensor]]]:
     """(gate's stem, up's stem, their global scales fp32 0-d) of the experts of NVFP4 files for which these differ."""
     for gate, matrix in matrices.items():
-        if (up := up_of(gate)) in matrices:
-            scales = matrix.global_scale(), matrices[up].global_scale()
+        if (up := up_of(gate)) is not None and up in matrices:
+            scales = matrix.known_scale(), matrices[up].known_scale()
             if scales[0] != scales[1]:
                 yield gate, up, scales
 
@@ -385,7 +388,7 @@ def separate_linears(matrices: Mapping[str, Matrix]) -> Iterator[str]:
         for first in (stem for stem in matrices if stem.endswith(f".{parts[0]}") and not PER_EXPERT.fullmatch(stem)):
             parent = first.removesuffix(parts[0])
             there = [part for part in parts if f"{parent}{part}" in matrices]
-            if len({float(matrices[f"{parent}{part}"].global_scale()) for part in there}) > 1:
+            if len({float(matrices[f"{parent}{part}"].known_scale()) for part in there}) > 1:
                 yield parent + ", ".join(there)
 
 

@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -110,7 +111,7 @@ def _check_matrix(matrix: nvfp4.NVFP4Matrix) -> None:
             if not stored.tensor().isfinite().all():
                 raise ValueError(f"{name} {list(stored.shape)} must be finite, one for each column")
         elif last == dialect.sf:
-            _read(stored, lambda piece, name=name: check_block_scales(piece, name))
+            _read(stored, partial(check_block_scales, name=name))
         else:
             _read(stored)
 
@@ -175,8 +176,8 @@ def _compare(checkpoint: Checkpoint, source: Checkpoint, left: Mapping[str, Tens
     for name, stored in left.items():
         original, fp8 = source.tensors.get(name), plan.dequantized.get(name)
         fp8 = fp8 if isinstance(fp8, Matrix) else None
-        copied = original is not None and original.dtype == stored.dtype
-        if (copied and not _same(stored, original)) or (fp8 is not None and not _is_dense(stored, fp8)):
+        copied = original if original is not None and original.dtype == stored.dtype else None
+        if (copied and not _same(stored, copied)) or (fp8 is not None and not _is_dense(stored, fp8)):
             raise ValueError(f"{name} is not what it is in {source.folder}: it should have been "
                              + ("copied" if copied else "made dense exactly"))  # fmt: skip
     return layers

@@ -1,6 +1,7 @@
 """For all tests: seeds, threads, and a Hugging Face that never asks the network."""
 
 import os
+from collections import Counter
 
 # Before anything imports huggingface_hub, which reads it once.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -37,9 +38,13 @@ def hf_home(tmp_path_factory):
 
 @pytest.hookimpl(tryfirst=True)  # before -m "not slow" chooses
 def pytest_collection_modifyitems(items):
-    """Whatever compiles kernels for the emulator, and runs them on it, is slow."""
+    """Slow are whatever compiles kernels for the emulator, and of tests with `slow_after(n)` all but n cases."""
+    cases = Counter()
     for item in items:
-        if "emulator" in item.fixturenames:
+        after = item.get_closest_marker("slow_after")
+        test = item.nodeid.partition("[")[0]
+        cases[test] += 1
+        if "emulator" in item.fixturenames or (after is not None and cases[test] > after.args[0]):
             item.add_marker(pytest.mark.slow)
 
 

@@ -34,7 +34,7 @@ def calibration_batches(calibration: Any, config: Any, tokenizer: str | os.PathL
     if calibration is None:
         generator = torch.Generator().manual_seed(0)
         return in_batches(torch.randint(vocabulary, (RANDOM_WINDOWS, WINDOW), generator=generator))
-    items = [calibration] if isinstance(calibration, (str, Tensor)) else list(calibration)
+    items: list[Any] = [calibration] if isinstance(calibration, (str, Tensor)) else list(calibration)
     if any(isinstance(item, str) for item in items):
         items = _windows(items, tokenizer)
     batches = [item[None] if item.dim() == 1 else item for item in items]

@@ -18,7 +18,7 @@ the way in, one expert at a time.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -54,7 +54,10 @@ class ExpertsConverter(WeightConverter):
     errors leave `from_pretrained` as they are (transformers collects those of operations).
     """
 
-    def __init__(self, source_patterns, target_patterns, operations, force_cpu=False, owner=None, only=False):
+    def __init__(
+        self, source_patterns: list[str], target_patterns: list[str], operations: list[ConversionOps],
+        force_cpu: bool = False, owner: Any = None, only: bool = False,
+    ):  # fmt: skip
         super().__init__(source_patterns, target_patterns, operations, force_cpu)
         self.owner: Conversions = owner
         self.only = only  # True: leave the tensors of experts that were not swapped alone
@@ -64,27 +67,30 @@ class ExpertsConverter(WeightConverter):
         """Whether the files have a tensor for each expert."""
         return "*" in self.source_patterns[0]
 
-    def _scoped_match(self, source_key):
+    def _scoped_match(self, source_key: str) -> Any:
         if self.only and source_key.rpartition(".")[0] in self.owner.excluded:
             return None
         match = super()._scoped_match(source_key)
         # `weight` must not match `weight_scale`: older transformers have no name boundary
         return match if match and match[2].end() == len(match[1]) else None
 
-    def copy(self, source_patterns, target_patterns, **kwargs):
-        kwargs = {"operations": self.operations, "force_cpu": self.force_cpu} | kwargs
+    def copy(self, source_patterns: list[str], target_patterns: list[str], **kwargs: Any) -> ExpertsConverter:
+        kwargs = {"operations": self.operations, "force_cpu": self.force_cpu, **kwargs}
         new = type(self)(source_patterns, target_patterns, owner=self.owner, only=self.only, **kwargs)
         new.scope_prefix, new.base_model_prefix = self.scope_prefix, self.base_model_prefix
         return new
 
-    def __deepcopy__(self, memo):  # the loader copies a converter per target; never copy the model
+    def __deepcopy__(self, memo: dict) -> ExpertsConverter:
+        """The loader copies a converter for each target; the model is never copied."""
         return self.copy(self._original_source_patterns, self._original_target_patterns)
 
-    def reverse_transform(self):
+    def reverse_transform(self) -> ExpertsConverter:
         operations = [op.reverse_op for op in self.operations[::-1]]
         return self.copy(self._original_target_patterns, self._original_source_patterns, operations=operations)
 
-    def convert(self, layer_name, model=None, config=None, hf_quantizer=None, loading_info=None):
+    def convert(
+        self, layer_name: str, model: Any = None, config: Any = None, hf_quantizer: Any = None, loading_info: Any = None
+    ) -> dict[str, Tensor]:
         module_name, _, name = layer_name.rpartition(".")
         experts = self.owner.experts.get(module_name)
         self.quantization_operation = None
@@ -94,14 +100,15 @@ class ExpertsConverter(WeightConverter):
             found = super().convert(layer_name, model, config, hf_quantizer)  # without info, errors are raised
             return self.owner.as_read(self.layer_targets[layer_name], found) if loading_info is None else found
         if _is_merge(self.operations):
-            sources = [self.collected_tensors.pop(p, []) for p in self.source_patterns]
-            dense = _LazyExperts(sources)
+            sources: Any = [self.collected_tensors.pop(p, []) for p in self.source_patterns]
+            dense: _LazyExperts | _StackedExperts = _LazyExperts(sources)
         else:
             loaded = super().convert(layer_name, model, config, hf_quantizer, loading_info)
             (tensor,) = loaded.values()
             dense = _StackedExperts(tensor[0] if isinstance(tensor, list) else tensor, experts, name)
         if name.endswith("_bias"):
-            return {layer_name: torch.stack([dense[e] for e in range(len(dense))])}
+            found_here = (dense[e] for e in range(len(dense)))
+            return {layer_name: torch.stack([bias for bias in found_here if bias is not None])}
         tensors = self.owner.quantize(dense, experts, name, layer_name)
         return {f"{module_name}.{key}": tensor for key, tensor in tensors.items()}
 
@@ -138,7 +145,7 @@ def _suffix(module_name: str) -> str:
     return ".".join(p for p in parts if not p.isdigit())
 
 
-def _merge(sources: list[str]) -> list[ConversionOps]:
+def _merge(sources: Sequence[str]) -> list[ConversionOps]:
     """One tensor per expert, of one or two projections -> stacked, the second's rows after the first's."""
     return [StackExperts(0)] + ([Concatenate(1)] if len(sources) == 2 else [])
 
@@ -249,7 +256,7 @@ class Conversions:
         self.build(self._base)
         return self.for_saving(used)
 
-    def _params_of(self, c) -> set[str]:
+    def _params_of(self, c: Any) -> set[str]:
         """The full names of 4-bit parameters that converter `c` makes."""
         if not isinstance(c, WeightConverter) or len(c.target_patterns) != 1:
             return set()
@@ -258,7 +265,10 @@ class Conversions:
         names = (f"{m}.{p}" for m, e in self.experts.items() for p in (e.up_name, "down_proj"))
         return {n for n in names if f".{n}".endswith(target) and scope in n}
 
-    def _converter(self, sources, target, operations, like=None, only=False) -> ExpertsConverter:
+    def _converter(
+        self, sources: Iterable[str], target: str | list[str], operations: Iterable[ConversionOps], like: Any = None,
+        only: bool = False,
+    ) -> ExpertsConverter:  # fmt: skip
         targets = [target] if isinstance(target, str) else target
         c = ExpertsConverter(list(sources), targets, list(operations), owner=self, only=only)
         if like is not None:
@@ -307,7 +317,7 @@ class Conversions:
                 found += self._files(self.layout, [], f"{suffix}.{name}", only=only)
         return found
 
-    def _stacked_sources(self, suffix, name, experts, extra) -> list[ExpertsConverter]:
+    def _stacked_sources(self, suffix: str, name: str, experts: HFExperts, extra: list) -> list[ExpertsConverter]:
         """Converters for bf16 files with all experts in one tensor."""
         target = f"{suffix}.{name}"
         if any(self._params_of(c) & {f"{m}.{name}" for m in self.experts} for c in extra):
@@ -324,7 +334,7 @@ class Conversions:
         return found
 
     # ------------------------------------------------------------ quantizing
-    def quantize(self, dense, experts: HFExperts, name: str, layer_name: str) -> dict[str, Tensor]:
+    def quantize(self, dense: Any, experts: HFExperts, name: str, layer_name: str) -> dict[str, Tensor]:
         """Quantize `dense` (a sequence of [N, K] matrices) to the tensors of parameter `name`.
 
         Under tensor parallelism every rank has a slice of each matrix; the global scale comes from
@@ -409,7 +419,7 @@ def _splits_matrices(param: Tensor) -> bool:
     return isinstance(param, DTensor) and any(hasattr(p, "dim") and p.dim % param.ndim != 0 for p in param.placements)
 
 
-def _global_amax(dense, param: DTensor) -> Tensor:
+def _global_amax(dense: Any, param: DTensor) -> Tensor:
     """fp32 [E]: the largest magnitude of each matrix over all ranks that share it."""
     amax = torch.stack([dense[e].abs().amax().float() for e in range(len(dense))])
     for dim, placement in enumerate(param.placements):
@@ -418,7 +428,7 @@ def _global_amax(dense, param: DTensor) -> Tensor:
     return amax
 
 
-def model_conversions(model: nn.Module, loading: bool = False) -> list:
+def model_conversions(model: Any, loading: bool = False) -> list:
     """transformers' renamings and converters: to load with, or to save a model that was not loaded from files."""
     conversions = get_model_conversion_mapping(model, add_legacy=loading)
     return [c for c in conversions if loading or not isinstance(c, PrefixChange)]

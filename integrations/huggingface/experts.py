@@ -100,7 +100,7 @@ def _looks_like_experts(module: nn.Module) -> bool:
     return not parent_only and next(module.parameters(), None) is not None
 
 
-def _decorated(m: nn.Module) -> ModuleLayout:
+def _decorated(m: Any) -> ModuleLayout:
     up = m.gate_up_proj if m.has_gate else m.up_proj
     shape = tuple(up.shape)
     E, N13, H = shape if not m.is_transposed else (shape[0], shape[2], shape[1])
@@ -115,12 +115,12 @@ def _decorated(m: nn.Module) -> ModuleLayout:
     )
 
 
-def _step3p7(m: nn.Module) -> ModuleLayout:
+def _step3p7(m: Any) -> ModuleLayout:
     E, N13, H = m.gate_up_proj.shape
     return ModuleLayout(E, H, N13 // 2)
 
 
-def _longcat(m: nn.Module) -> ModuleLayout:
+def _longcat(m: Any) -> ModuleLayout:
     if m.gate_up_proj is None:
         raise NotImplementedError(f"{type(m).__name__} has no routed expert: exclude this layer")
     # gate_up_proj also has (unused) rows for the identity experts; down_proj has the real ones only
@@ -128,12 +128,12 @@ def _longcat(m: nn.Module) -> ModuleLayout:
     return ModuleLayout(E, H, I, call="identity")
 
 
-def _llama4(m: nn.Module) -> ModuleLayout:
+def _llama4(m: Any) -> ModuleLayout:
     E, I, H = m.down_proj.shape
     return ModuleLayout(E, H, I, transposed=True, call="dense")
 
 
-def _dbrx(m: nn.Module) -> ModuleLayout:
+def _dbrx(m: Any) -> ModuleLayout:
     return ModuleLayout(m.num_experts, m.hidden_size, m.ffn_hidden_size)
 
 
@@ -145,7 +145,7 @@ LAYOUTS: dict[str, Callable[[nn.Module], ModuleLayout]] = {
 }
 
 
-def dense_experts(module: nn.Module, layout: ModuleLayout) -> Iterator[tuple[Tensor, Tensor]]:
+def dense_experts(module: Any, layout: ModuleLayout) -> Iterator[tuple[Tensor, Tensor]]:
     """(w13 [N13, H], w2 [H, I]) of one expert after the other, rows [gate; up], no copies kept."""
     if hasattr(module, "mlp"):  # DBRX: [E * I, H] each; w2 is already [in, out] per expert
         w1, v1, w2 = (dbrx.by_expert(p, layout.num_experts) for p in (module.mlp.w1, module.mlp.v1, module.mlp.w2))
@@ -217,7 +217,7 @@ def _attributes(module: nn.Module, ending: str) -> Iterator[float]:
             yield value
 
 
-def own_gate(module: nn.Module, source_class: type, layout: ModuleLayout, w13_out: Tensor) -> Tensor:
+def own_gate(module: Any, source_class: Any, layout: ModuleLayout, w13_out: Tensor) -> Tensor:
     """`source_class`'s gate on GEMM 1's output [rows, 2I] (rows [gate; up]), by `module`'s attributes."""
     if not layout.gated:
         return module.act_fn(w13_out)
@@ -256,8 +256,8 @@ class HFExperts(NVFP4Experts):
         for name, child in source.named_children():
             if not any(True for _ in child.parameters()) or name == "post_expert_norm":
                 setattr(self, name, child)
-        if hasattr(source, "mlp"):  # DBRX
-            self.act_fn = source.mlp.activation_fn
+        if isinstance(mlp := getattr(source, "mlp", None), nn.Module):  # DBRX
+            self.act_fn = mlp.activation_fn
         self._is_expert_parallel = False
         self._hf_quantized_needs_local_tp = True
         self._source = (empty_like(source, "meta"),)  # in a tuple: not a part of this module
@@ -282,14 +282,16 @@ class HFExperts(NVFP4Experts):
         top_k_weights: Tensor | None = None,
         adapters: Adapters = ((), ()),
     ) -> Tensor:
-        if self.implementation and self.config._experts_implementation != IMPLEMENTATION:
+        config: Any = getattr(self, "config", None)
+        if self.implementation and config._experts_implementation != IMPLEMENTATION:
             raise ValueError(
-                f"experts_implementation {self.config._experts_implementation!r} was set, but 4-bit experts run in one "
+                f"experts_implementation {config._experts_implementation!r} was set, but 4-bit experts run in one "
                 f"way only: model.set_experts_implementation({IMPLEMENTATION!r}) goes back to it, model.dequantize() "
                 "gives dense experts, which have the others"
             )
         if self.layout.call == "dense":
             return self._forward_dense(hidden_states, adapters)
+        assert top_k_index is not None and top_k_weights is not None, "all other experts are routed"
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
         if self.layout.call == "identity":
             if self.num_experts != self.layout.num_experts:
@@ -323,10 +325,11 @@ class HFExperts(NVFP4Experts):
         NotImplementedError for weights that are split over ranks or offloaded.
         """
         self.unpack()
-        for p in self.parameters():
-            refuse_elsewhere(p, "dequantized")
+        for parameter in self.parameters():
+            refuse_elsewhere(parameter, "dequantized")
         (source,) = self._source
-        dense, p, layout = empty_like(source, self.down_proj.device, dtype), dict(self.named_parameters()), self.layout
+        dense: Any = empty_like(source, self.down_proj.device, dtype)
+        p, layout = dict(self.named_parameters()), self.layout
         for e in range(self.num_experts):
             scales = [p[f"{part}_global_scale"][e].expand(self.intermediate_size) for part in self.projections[:-1]]
             w13 = dequantize(p[self.up_name][e], p[f"{self.up_name}_sf"][e], torch.cat(scales))
@@ -337,7 +340,7 @@ class HFExperts(NVFP4Experts):
             w13, w2 = (w if s is None else w * s[e].float() for w, s in pairs)
             if hasattr(dense, "mlp"):  # DBRX
                 mlp = dense.mlp
-                w1, v1, down = (dbrx.by_expert(p.data, self.num_experts) for p in (mlp.w1, mlp.v1, mlp.w2))
+                w1, v1, down = (dbrx.by_expert(q.data, self.num_experts) for q in (mlp.w1, mlp.v1, mlp.w2))
                 w1[e], v1[e], down[e] = *w13.chunk(2), w2.T
                 continue
             getattr(dense, self.up_name).data[e] = layout.stored(self.up_name, w13)
@@ -429,8 +432,8 @@ def set_implementation(model: nn.Module, loading: bool = False) -> None:
     generate() does not change it. Where dense experts share the config it is theirs, as before. `loading`: ValueError
     for a name that was asked for in from_pretrained.
     """
-    modules = [m for m in model.modules() if isinstance(getattr(m, "config", None), PretrainedConfig)]
-    experts = [m for m in modules if isinstance(m, HFExperts)]
+    modules: list[Any] = [m for m in model.modules() if isinstance(getattr(m, "config", None), PretrainedConfig)]
+    experts: list[Any] = [m for m in modules if isinstance(m, HFExperts)]
     dense = {id(m.config) for m in modules if hasattr(type(m), "_apply_gate")}
     switches = [m for m in modules if getattr(m, "_can_set_experts_implementation", bool)()]
     defaults = {id(m.config): m.get_correct_experts_implementation(None) for m in switches}

@@ -6,6 +6,8 @@ model's dtype. FP8 linears and experts (mixed precision) are made dense either w
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -49,7 +51,7 @@ def to_linear(linear: NVFP4Linear, dtype: torch.dtype) -> nn.Linear:
     """The dense linear that `linear` stands for: exact dequantized weights, rounded to `dtype`."""
     dense = nn.Linear(linear.in_features, linear.out_features, linear.bias is not None, linear.weight.device, dtype)
     dense.weight.data.copy_(_dense({name: p for name, p in linear.named_parameters() if name != "bias"}))
-    if linear.bias is not None:
+    if isinstance(linear.bias, Tensor):
         dense.bias.data.copy_(linear.bias)
     return dense.train(linear.training)
 
@@ -59,7 +61,9 @@ def _dense(found: dict[str, Tensor]) -> Tensor:
     if "weight_sf" not in found:
         weight = found["weight"]
         scale = next(found[s] for s in FP8_SCALES if s in found)
-        return fp8_dense(weight, scale, fp8_block(weight.shape, scale.shape))
+        block = fp8_block(weight.shape, scale.shape)
+        assert block is not None, "the reader of files looked"
+        return fp8_dense(weight, scale, block)
     dense = dequantize(found["weight"], found["weight_sf"], found["weight_global_scale"].reshape(()))
     # AWQ: (x * s) · wᵀ = x · (w * s)ᵀ
     return dense * found[PRE_QUANT_SCALE].float() if PRE_QUANT_SCALE in found else dense
@@ -68,11 +72,11 @@ def _dense(found: dict[str, Tensor]) -> Tensor:
 class _Nothing(ConversionOps):
     """WeightConverter wants an operation; LinearConverter does its work itself."""
 
-    def convert(self, input_dict, **kwargs):
+    def convert(self, input_dict: dict[str, Any], **kwargs: Any) -> Any:
         return input_dict
 
     @property
-    def reverse_op(self):
+    def reverse_op(self) -> ConversionOps:
         return self
 
 
@@ -98,7 +102,7 @@ class LinearConverter(WeightConverter):
         sources = PARAMETERS if saving else dict.fromkeys((*dialect.suffixes, PRE_QUANT_SCALE, *FP8_TENSORS))
         super().__init__(list(sources), ["weight"], [_Nothing()])
 
-    def rename_source_key(self, source_key):
+    def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
         module, _, last = source_key.rpartition(".")
         known = self.nvfp4 if self.saving else self.linears
         if module not in known or last not in self.source_patterns:
@@ -106,13 +110,15 @@ class LinearConverter(WeightConverter):
         self._was_used = True
         return f"{module}.weight", last
 
-    def __deepcopy__(self, memo):
+    def __deepcopy__(self, memo: dict) -> WeightConverter:
         return LinearConverter(self.linears, self.nvfp4, self.dialect, self.saving, self.stored)
 
-    def reverse_transform(self):
+    def reverse_transform(self) -> WeightConverter:
         return LinearConverter(self.linears, self.nvfp4, self.dialect, True, self.stored)
 
-    def convert(self, layer_name, model=None, config=None, hf_quantizer=None, loading_info=None):
+    def convert(
+        self, layer_name: str, model: Any = None, config: Any = None, hf_quantizer: Any = None, loading_info: Any = None
+    ) -> dict[str, Tensor]:
         module = layer_name.rpartition(".")[0]
         weight = model.get_submodule(module).weight
         if isinstance(weight, DTensor):
@@ -158,7 +164,7 @@ class LinearConverter(WeightConverter):
         def scale(name: str) -> Tensor:
             new, old = d.encode_scale(p[name]).clone(), self.stored.get(f"{module}.{name}")
             same = old is not None and torch.equal(d.decode_scale(old), d.decode_scale(new.cpu()))
-            return old.clone() if same else new
+            return old.clone() if old is not None and same else new
 
         stored = {
             d.weight: p["weight"],
@@ -186,7 +192,7 @@ class FP8Experts(WeightConverter):
         self.modules, self.gated = modules, gated
         super().__init__([f"{part}.{last}" for part in self.PARTS for last in FP8_TENSORS], ["weight"], [_Nothing()])
 
-    def rename_source_key(self, source_key):
+    def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
         stem, _, last = source_key.rpartition(".")
         match = PER_EXPERT.fullmatch(stem)
         if match is None or match["module"] not in self.modules or last not in FP8_TENSORS:
@@ -195,10 +201,12 @@ class FP8Experts(WeightConverter):
         name = self.PARTS[match["part"]] if self.gated else match["part"]
         return f"{self.modules[match['module']]}.{name}", f"{match['part']}.{last}"
 
-    def __deepcopy__(self, memo):
+    def __deepcopy__(self, memo: dict) -> WeightConverter:
         return FP8Experts(self.modules, self.gated)
 
-    def convert(self, layer_name, model=None, config=None, hf_quantizer=None, loading_info=None):
+    def convert(
+        self, layer_name: str, model: Any = None, config: Any = None, hf_quantizer: Any = None, loading_info: Any = None
+    ) -> dict[str, Tensor]:
         module, _, name = layer_name.rpartition(".")
         parameter = getattr(model.get_submodule(module), name)
         if isinstance(parameter, DTensor):
@@ -221,8 +229,8 @@ class FP8Experts(WeightConverter):
             blocks = [fp8_block(w.shape, s.shape) for w, s in zip(codes, scales, strict=True)]
             if None in blocks:
                 raise ValueError(f"{layer_name}: scales {list(scales[0].shape)} do not fit FP8 {list(codes[0].shape)}")
-            dense = map(fp8_dense, codes, scales, blocks)
-            parts.append(torch.stack([w.to(parameter.dtype) for w in dense]))
+            found_here = zip(codes, scales, blocks, strict=True)
+            parts.append(torch.stack([fp8_dense(w, s, b).to(parameter.dtype) for w, s, b in found_here if b]))
         dense = torch.cat(parts, dim=1)
         if dense.shape != parameter.shape:
             raise ValueError(

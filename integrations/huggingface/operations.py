@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, NoReturn
+
 import torch
 from torch import Tensor
 from transformers.core_model_loading import ConversionOps, MergeModulelist, SplitModulelist
@@ -11,6 +13,8 @@ from moe_nvfp4.quantize.dialects import Dialect
 from moe_nvfp4.quantize.layouts import dbrx
 from moe_nvfp4.quantize.layouts.base import split_rows
 
+Tensors = dict[str, Any]  # what is converted, by the pattern of its name: a tensor or a list of them
+
 
 class ViewDtype(ConversionOps):
     """The same bytes under another dtype: files have e4m3 scales, modules uint8 bytes."""
@@ -18,14 +22,14 @@ class ViewDtype(ConversionOps):
     def __init__(self, dtype: torch.dtype, stored: torch.dtype):
         self.dtype, self.stored = dtype, stored
 
-    def convert(self, input_dict, **kwargs):
-        def view(value):
+    def convert(self, input_dict: Tensors, **kwargs: Any) -> Any:
+        def view(value: Any) -> Any:
             return [v.view(self.dtype) for v in value] if isinstance(value, list) else value.view(self.dtype)
 
         return {key: view(value) for key, value in input_dict.items()}
 
     @property
-    def reverse_op(self):
+    def reverse_op(self) -> ConversionOps:
         return ViewDtype(self.stored, self.dtype)
 
 
@@ -33,19 +37,22 @@ class StackExperts(MergeModulelist):
     """One tensor per expert -> [E, ...]; the way back keeps every dimension, also those of size 1."""
 
     @property
-    def reverse_op(self):
+    def reverse_op(self) -> ConversionOps:
         return _UnstackExperts(self.dim)
 
 
 class _UnstackExperts(SplitModulelist):
-    def convert(self, input_dict, source_patterns, target_patterns, **kwargs):
+    def convert(
+        self, input_dict: Tensors, source_patterns: list[str], target_patterns: list[str], **kwargs: Any
+    ) -> Any:
         first = next(iter(input_dict.values()))
         shape = (first[0] if isinstance(first, list) else first).shape[1:]
-        tensors = super().convert(input_dict, source_patterns, target_patterns, **kwargs)
+        split: Any = super().convert
+        tensors = split(input_dict, source_patterns, target_patterns, **kwargs)
         return {key: tensor.reshape(shape) for key, tensor in tensors.items()}  # 5.17 squeezes them all
 
     @property
-    def reverse_op(self):
+    def reverse_op(self) -> ConversionOps:
         return StackExperts(self.dim)
 
 
@@ -59,14 +66,17 @@ class ScalePerExpert(ConversionOps):
     def __init__(self, dialect: Dialect, stored: dict[str, Tensor]):
         self.dialect, self.stored = dialect, stored
 
-    def convert(self, input_dict, source_patterns, target_patterns, full_layer_name="", **kwargs):
+    def convert(
+        self, input_dict: Tensors, source_patterns: list[str], target_patterns: list[str], full_layer_name: str = "",
+        **kwargs: Any,
+    ) -> Any:  # fmt: skip
         columns = torch.stack([torch.cat([t.reshape(-1) for t in tensors]) for tensors in input_dict.values()])
         if self.dialect.reciprocal:
             self.stored[full_layer_name] = columns.cpu()
         return {target_patterns[0]: self.dialect.decode_scale(columns).amax(dim=0)}
 
     @property
-    def reverse_op(self):
+    def reverse_op(self) -> ConversionOps:
         return _ScalesOfExperts(self.dialect, self.stored)
 
 
@@ -76,7 +86,9 @@ class _ScalesOfExperts(ConversionOps):
     def __init__(self, dialect: Dialect, stored: dict[str, Tensor]):
         self.dialect, self.stored = dialect, stored
 
-    def convert(self, input_dict, source_patterns, target_patterns, **kwargs):
+    def convert(
+        self, input_dict: Tensors, source_patterns: list[str], target_patterns: list[str], **kwargs: Any
+    ) -> Any:
         (scale,) = input_dict.values()
         scale = scale[0] if isinstance(scale, list) else scale
         return {
@@ -86,21 +98,24 @@ class _ScalesOfExperts(ConversionOps):
         }
 
     @property
-    def reverse_op(self):
+    def reverse_op(self) -> ConversionOps:
         return ScalePerExpert(self.dialect, self.stored)
 
 
 class PreQuantScalePerExpert(StackExperts):
     """AWQ's vectors [K] of E experts -> [E, K]; two projections that read the same rows have the same."""
 
-    def convert(self, input_dict, source_patterns, target_patterns, full_layer_name="", **kwargs):
+    def convert(
+        self, input_dict: Tensors, source_patterns: list[str], target_patterns: list[str], full_layer_name: str = "",
+        **kwargs: Any,
+    ) -> Any:  # fmt: skip
         first, *others = (torch.stack(tensors) for tensors in input_dict.values())
         if any(not torch.equal(first, other) for other in others):
             raise ValueError(f"{full_layer_name}: gate and up have different pre_quant_scale, which no input can have")
         return {target_patterns[0]: first}
 
     @property
-    def reverse_op(self):
+    def reverse_op(self) -> ConversionOps:
         return _PreQuantScalesOfExperts(self.dim)
 
 
@@ -110,13 +125,15 @@ class _PreQuantScalesOfExperts(ConversionOps):
     def __init__(self, dim: int):
         self.dim = dim
 
-    def convert(self, input_dict, source_patterns, target_patterns, **kwargs):
+    def convert(
+        self, input_dict: Tensors, source_patterns: list[str], target_patterns: list[str], **kwargs: Any
+    ) -> Any:
         (scale,) = input_dict.values()
         scale = scale[0] if isinstance(scale, list) else scale
         return {p.replace("*", str(e)): scale[e].clone() for p in target_patterns for e in range(len(scale))}
 
     @property
-    def reverse_op(self):
+    def reverse_op(self) -> ConversionOps:
         return PreQuantScalePerExpert(self.dim)
 
 
@@ -130,7 +147,10 @@ class TransposedStack(ConversionOps):
     def __init__(self, experts: dict[str, HFExperts]):
         self.experts = experts
 
-    def convert(self, input_dict, source_patterns, target_patterns, full_layer_name=None, **kwargs):
+    def convert(
+        self, input_dict: Tensors, source_patterns: list[str], target_patterns: list[str], full_layer_name: str = "",
+        **kwargs: Any,
+    ) -> Any:  # fmt: skip
         (tensor,) = input_dict.values()
         tensor = tensor[0] if isinstance(tensor, list) else tensor
         experts = self.experts[full_layer_name.rpartition(".")[0]]
@@ -144,19 +164,21 @@ class TransposedStack(ConversionOps):
         return {target_patterns[0]: tensor.contiguous()}
 
     @property
-    def reverse_op(self):
+    def reverse_op(self) -> NoReturn:
         raise NotImplementedError("experts are saved one by one")
 
 
 class Stacked(ConversionOps):
     """A tensor that holds all experts already."""
 
-    def convert(self, input_dict, source_patterns, target_patterns, **kwargs):
+    def convert(
+        self, input_dict: Tensors, source_patterns: list[str], target_patterns: list[str], **kwargs: Any
+    ) -> Any:
         (tensor,) = input_dict.values()
         return {target_patterns[0]: tensor[0] if isinstance(tensor, list) else tensor}
 
     @property
-    def reverse_op(self):
+    def reverse_op(self) -> ConversionOps:
         return Stacked()
 
 
@@ -166,7 +188,9 @@ class DbrxStack(ConversionOps):
     def __init__(self, num_experts: int):
         self.num_experts = num_experts
 
-    def convert(self, input_dict, source_patterns, target_patterns, **kwargs):
+    def convert(
+        self, input_dict: Tensors, source_patterns: list[str], target_patterns: list[str], **kwargs: Any
+    ) -> Any:
         parts = [input_dict[p] for p in source_patterns]
         parts = [p[0] if isinstance(p, list) else p for p in parts]
         return {target_patterns[0]: dbrx.parameters(parts, self.num_experts)}

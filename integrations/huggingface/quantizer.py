@@ -69,6 +69,7 @@ class MoeNvfp4Quantizer(HfQuantizer):
     """The hooks that transformers calls while it builds, shards, loads and saves a model."""
 
     requires_calibration = False
+    quantization_config: MoeNvfp4Config
 
     def __init__(self, quantization_config: MoeNvfp4Config, **kwargs: Any):
         for name in ("modules_to_not_convert", "use_optimized_inference"):  # of other packages' configs
@@ -79,14 +80,17 @@ class MoeNvfp4Quantizer(HfQuantizer):
             vars(plain).update(vars(quantization_config))
             quantization_config = plain
         super().__init__(quantization_config, **kwargs)
-        self.conversions: Conversions | None = None  # of experts, to load and to save
-        self.linears: LinearConverter | None = None  # the same of linears, where files have quantized ones
+        self.linears: LinearConverter | None = None  # of quantized linears in files, to load and to save
         self.importance: Importance | None = None  # of a recipe that uses data, while it quantizes
+        # The same of experts; `attach` has them
+        self.conversions = Conversions({}, (), quantization_config.recipe, self.pre_quantized)
         self.mtp = MtpTensors()
         self._plan: LoadPlan | None = None  # while a model loads
 
     # ------------------------------------------------------------ before loading
-    def _process_model_before_weight_loading(self, model, checkpoint_files=None, device_map=None, **kwargs):
+    def _process_model_before_weight_loading(
+        self, model: Any, checkpoint_files: list[str] | None = None, device_map: Any = None, **kwargs: Any
+    ) -> None:
         config = self.quantization_config
         places = device_map.values() if isinstance(device_map, dict) else {device_map} - {None}
         if config.cpu_experts is not None and {str(place) for place in places} - {"cpu"}:
@@ -167,7 +171,8 @@ class MoeNvfp4Quantizer(HfQuantizer):
         theirs = ignore_patterns(dense | mtp_others, quantized, {*excluded, *mtp_experts}, dialect)
         config.ignore = sorted({*config.ignore, *theirs})
 
-    def update_weight_conversions(self, weight_conversions, model=None):
+    def update_weight_conversions(self, weight_conversions: list, model: Any = None) -> list:
+        assert self._plan is not None, "a model is being loaded"
         source, found = self._plan.source, self._plan.found
         model = self._plan.model  # transformers 5.17 does not pass it
         conversions = self.conversions.build(weight_conversions)
@@ -184,28 +189,28 @@ class MoeNvfp4Quantizer(HfQuantizer):
         """The parameters of `experts` that come from files: 4-bit ones all do, else the scales are made."""
         return experts._parameters if self.pre_quantized else (experts.up_name, "down_proj")
 
-    def param_needs_quantization(self, model, param_name, **kwargs):
+    def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
         module, _, name = param_name.rpartition(".")
         experts = self.conversions.experts.get(module)
         quantized = experts is not None and name in (experts.up_name, "down_proj")
         interleaved_bias = experts is not None and name.endswith("_bias") and experts.layout.interleaved
         return not self.pre_quantized and (quantized or interleaved_bias)
 
-    def get_quantize_ops(self):
+    def get_quantize_ops(self) -> None:
         return None  # ExpertsConverter quantizes, expert by expert
 
-    def get_new_dtype(self, converter, param, dtype):
+    def get_new_dtype(self, converter: Any, param: Any, dtype: torch.dtype) -> torch.dtype | None:
         if isinstance(converter, (LinearConverter, FP8Experts)) or (
             isinstance(converter, ExpertsConverter) and dtype == torch.uint8
         ):
             return None  # as it is stored; dense experts next to 4-bit ones are cast
         return super().get_new_dtype(converter, param, dtype)
 
-    def param_element_size(self, model, param_name, param):
+    def param_element_size(self, model: Any, param_name: str, param: Tensor) -> float:
         module, _, _ = param_name.rpartition(".")
         return 1 if param.dtype == torch.uint8 or module in self.conversions.experts else param.element_size()
 
-    def update_parallel_plan(self, model, plan):
+    def update_parallel_plan(self, model: Any, plan: dict[str, str]) -> None:
         """Scales follow their weights; global scales are per expert, so only experts split them."""
         names = {re.sub(r"\.\d+(?=\.)", ".*", n) for n, _ in model.named_parameters()}
         for key, style in list(plan.items()):
@@ -221,7 +226,8 @@ class MoeNvfp4Quantizer(HfQuantizer):
                     plan[full] = wanted
 
     # ------------------------------------------------------------ after loading
-    def _process_model_after_weight_loading(self, model, **kwargs):
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        assert self._plan is not None, "a model is being loaded"
         for name, p in model.named_parameters():
             # transformers 5.17 leaves renamed tensors of quantized files in the dtype they are stored in
             if p.dtype in (torch.bfloat16, torch.float16) and p.device.type != "meta":
@@ -254,7 +260,7 @@ class MoeNvfp4Quantizer(HfQuantizer):
         return self._dequantize(model) if self.quantization_config.dequantize else model
 
     # ------------------------------------------------------------ saving
-    def get_state_dict_and_metadata(self, model):
+    def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Tensor] | None, dict]:
         """The model's, and multi-token prediction layers, which it does not load, from the files it came from."""
         if not self.mtp.names:
             return None, {}
@@ -268,39 +274,39 @@ class MoeNvfp4Quantizer(HfQuantizer):
             )
             return None, {}
 
-    def is_serializable(self, *args, **kwargs):
+    def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
         return True
 
     @property
-    def is_trainable(self):
+    def is_trainable(self) -> bool:
         return True  # gradients go through; adapters, routers and norms are trained
 
     @property
-    def is_compileable(self):
+    def is_compileable(self) -> bool:
         return True
 
-    def _dequantize(self, model, dtype=None):
+    def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
         """Dense experts and linears in the places of 4-bit ones; what they lost by quantization stays lost."""
         dtype = dtype or model.dtype
         modules = model.named_modules(remove_duplicate=False)
-        found = {name: m for name, m in modules if isinstance(m, (HFExperts, NVFP4Linear))}
+        found: dict[str, Any] = {name: m for name, m in modules if isinstance(m, (HFExperts, NVFP4Linear))}
         for module in found.values():
             for p in module.parameters():
                 refuse_elsewhere(p, "dequantized")
         dense: dict[int, nn.Module] = {}  # layers may share a module
         while found:
             name, module = found.popitem()
-            if isinstance(module, HFExperts) and module.implementation:
+            if getattr(module, "implementation", None):
                 module.config._experts_implementation_internal = module.implementation
             if id(module) not in dense:
-                make = HFExperts.to_dense if isinstance(module, HFExperts) else to_linear
-                dense[id(module)] = make(module, dtype)
+                made = module.to_dense(dtype) if isinstance(module, HFExperts) else to_linear(module, dtype)
+                dense[id(module)] = made
             model.set_submodule(name, dense[id(module)])
         model._weight_conversions = self.conversions.for_dense(model._weight_conversions)
         return model
 
 
-def _importance(model: nn.Module, config: MoeNvfp4Config, checkpoint_files: list[str]) -> Importance:
+def _importance(model: Any, config: MoeNvfp4Config, checkpoint_files: list[str]) -> Importance:
     """What `config.calibration` says about the experts in these dense files; a file of importance, or run them."""
     if config.recipe == "gptq":
         raise ValueError(
@@ -329,7 +335,7 @@ def _layout_here(module: nn.Module, layout: ModuleLayout | None, stored: ExpertL
     return layout or (None if stored is None else describe(module))
 
 
-def _report(model: nn.Module, found: CheckpointLayout) -> None:
+def _report(model: Any, found: CheckpointLayout) -> None:
     """Say what the files hold that this model does not use."""
     if found.kv_scales:
         keys = found.kv_scales

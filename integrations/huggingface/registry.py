@@ -34,6 +34,7 @@ Used besides, though transformers does not document it (5.17 and 5.23 are tested
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.quantizers import auto
@@ -44,18 +45,19 @@ from moe_nvfp4.integrations.huggingface.experts import IMPLEMENTATION, dense_for
 from moe_nvfp4.integrations.huggingface.quantizer import MoeNvfp4Quantizer
 from moe_nvfp4.quantize.dialects import ALGOS, read_config
 
+registries: Any = auto  # whose types name transformers' own classes only
 METHODS = ("modelopt", "compressed-tensors", "fp8")  # quant_method of files that may be NVFP4
 _before: dict[str, type | None] = {}  # what `register` found in the places of METHODS
 
 
 def register() -> None:
     """Have transformers read NVFP4 folders, and `MoeNvfp4Config` as an argument, with this package."""
-    configs = auto.AUTO_QUANTIZATION_CONFIG_MAPPING
+    configs: dict[str, Any] = auto.AUTO_QUANTIZATION_CONFIG_MAPPING
     configs["moe_nvfp4"] = MoeNvfp4Config
     auto.AUTO_QUANTIZER_MAPPING["moe_nvfp4"] = MoeNvfp4Quantizer
     ALL_EXPERTS_FUNCTIONS[IMPLEMENTATION] = dense_forward
-    if MoeNvfp4Config not in auto.LOADING_ATTRIBUTES_CONFIG_TYPES:
-        auto.LOADING_ATTRIBUTES_CONFIG_TYPES += (MoeNvfp4Config,)
+    if MoeNvfp4Config not in registries.LOADING_ATTRIBUTES_CONFIG_TYPES:
+        registries.LOADING_ATTRIBUTES_CONFIG_TYPES += (MoeNvfp4Config,)
     for method in METHODS:
         entry = configs.get(method)
         if not _is_ours(entry):
@@ -65,7 +67,7 @@ def register() -> None:
 
 def unregister() -> None:
     """Take out what `register` entered. Models that are loaded go on running, and can be saved."""
-    configs = auto.AUTO_QUANTIZATION_CONFIG_MAPPING
+    configs: dict[str, Any] = auto.AUTO_QUANTIZATION_CONFIG_MAPPING
     for method, entry in _before.items():
         if _is_ours(configs.get(method)):  # else another package took the place later, and may call ours
             del configs[method]
@@ -74,15 +76,15 @@ def unregister() -> None:
     configs.pop("moe_nvfp4", None)
     auto.AUTO_QUANTIZER_MAPPING.pop("moe_nvfp4", None)
     ALL_EXPERTS_FUNCTIONS.pop(IMPLEMENTATION, None)
-    others = tuple(t for t in auto.LOADING_ATTRIBUTES_CONFIG_TYPES if t is not MoeNvfp4Config)
-    auto.LOADING_ATTRIBUTES_CONFIG_TYPES = others
+    others = tuple(t for t in registries.LOADING_ATTRIBUTES_CONFIG_TYPES if t is not MoeNvfp4Config)
+    registries.LOADING_ATTRIBUTES_CONFIG_TYPES = others
 
 
 def _is_ours(entry: type | None) -> bool:
     return entry is MoeNvfp4Config or getattr(entry, "reads_nvfp4", False)
 
 
-def _reader(method: str, theirs: type) -> type:
+def _reader(method: str, theirs: Any) -> type:
     """The entry of `method` that reads NVFP4 configs itself and gives others to `theirs`.
 
     transformers asks the entry for an object, and this object's quant_method for the quantizer: so one entry decides,
@@ -93,7 +95,7 @@ def _reader(method: str, theirs: type) -> type:
         reads_nvfp4 = True
 
         @classmethod
-        def from_dict(cls, config_dict, return_unused_kwargs=False, **kwargs):
+        def from_dict(cls, config_dict: dict, return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
             reader = _as_either(theirs) if _is_nvfp4(method, config_dict) else theirs
             return reader.from_dict(config_dict, return_unused_kwargs=return_unused_kwargs, **kwargs)
 
@@ -110,15 +112,17 @@ def _is_nvfp4(method: str, config: Mapping) -> bool:
 class _Name(str):
     """The name of a class, equal to that of another class too."""
 
-    def __new__(cls, name: str, also: str):
+    names: set[str]
+
+    def __new__(cls, name: str, also: str) -> _Name:
         self = super().__new__(cls, name)
         self.names = {name, also}
         return self
 
-    def __eq__(self, other) -> bool:
+    def __eq__(self, other: object) -> bool:
         return other in self.names
 
-    def __ne__(self, other) -> bool:
+    def __ne__(self, other: object) -> bool:
         return other not in self.names
 
     __hash__ = str.__hash__

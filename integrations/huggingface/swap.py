@@ -97,7 +97,6 @@ def swap_experts(
     quantizer.attach(model, swapped, excluded)
     for experts in swapped.values():
         experts.half_swapped = False
-    assert quantizer.conversions is not None
     quantizer.conversions.build(list(base or []))
     whole: Any = model  # nn.Module does not declare transformers' attributes
     whole._weight_conversions = quantizer.conversions.for_saving(list(base or []))

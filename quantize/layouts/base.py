@@ -47,6 +47,11 @@ class Matrix:
     held: int = 0
     global_scale: Callable[[], Tensor] | None = None
 
+    def known_scale(self) -> Tensor:
+        """fp32 0-d: `global_scale` of a matrix that has one."""
+        assert self.global_scale is not None, "a dense matrix"
+        return self.global_scale()
+
 
 @dataclass
 class ErrorSums:
