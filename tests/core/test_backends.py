@@ -106,6 +106,7 @@ def layers():
     return experts, lambda x: experts(x, torch.tensor([[0], [1], [1]]), torch.ones(3, 1))
 
 
+@pytest.mark.slow
 def test_the_reference_warns_once_for_each_reason(gpu, monkeypatch):
     (experts, call), x, linear = layers(), torch.randn(3, 32), NVFP4Linear(32, 16)
     with pytest.warns(UserWarning, match="4-bit experts on cpu run as plain torch.*use activations='nvfp4'") as caught:

@@ -323,6 +323,7 @@ def without_gate(activations):
     return layer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["whole", "stages", "linear"])
 def test_compiled_layers_give_the_same(kind):
     """Forward by itself, and with its gradient."""

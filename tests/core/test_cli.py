@@ -145,6 +145,7 @@ def test_chat_goes_on_after_an_interruption(talkative, monkeypatch, capsys):
     assert re.search("forgotten.*asked second", capsys.readouterr().out, re.S)
 
 
+@pytest.mark.slow
 def test_bench(folder, capsys):
     """Bytes, operations and speed of a row fit each other and the shape."""
     run("bench", folder, "--shape", 64, 48, 4, 4, "--tokens", 1, 20, "--max-new-tokens", 4, "--device", "cpu")
@@ -490,6 +491,7 @@ def test_version(capsys):
     assert capsys.readouterr().out == f"moe-nvfp4 {importlib.metadata.version('moe-nvfp4')}\n"
 
 
+@pytest.mark.slow
 def test_interrupted_while_importing(tmp_path):
     """Ctrl-C as it comes to a process that is busy importing torch."""
     (tmp_path / "torch.py").write_text(
@@ -515,6 +517,7 @@ def test_tqdm_disable(hidden, folder, tmp_path):
     assert ("NVFP4:" not in result.stderr) == hidden
 
 
+@pytest.mark.slow
 def test_python_dash_m(tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "moe_nvfp4", "info", "/no/such/model"]

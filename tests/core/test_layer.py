@@ -267,6 +267,7 @@ def test_post_expert_norm_comes_before_the_routing_weight():
     assert relative_error(y, expected) < THRESHOLDS["fp32"]
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("activations", ["bf16", "nvfp4"])
 def test_compiles_without_a_graph_break(activations, static, device):

@@ -158,6 +158,7 @@ def test_symlinks(folder):
     assert not (ROOT / folder).is_symlink() and (ROOT / folder / "__init__.py").is_file()
 
 
+@pytest.mark.slow
 def test_the_package_is_lazy():
     """`import moe_nvfp4` costs nothing; each name that type checkers see comes when it is asked for."""
     code = (

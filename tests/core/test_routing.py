@@ -43,6 +43,7 @@ def test_groups_and_tiles_match_a_loop(routing, tile):
     assert count == len(naive) and set(tiles.expert.tolist()[count:]) <= {-1}
 
 
+@pytest.mark.slow
 def test_every_shape_is_static_and_compiles():
     def sizes(ids):
         groups = group_by_expert(ids, 4)

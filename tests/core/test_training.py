@@ -16,6 +16,7 @@ from tests.common import Kernels, random_layer, relative_error
 from tests.gradients import CLOSE, GATES, E, H, I, batch, compare, dense, leaf, oracle
 
 
+@pytest.mark.slow_after(6)
 @pytest.mark.parametrize("backend", ["", "reference"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("gate", GATES)
@@ -261,6 +262,7 @@ def test_autocast_chooses_the_dtype():
     assert a.grad.dtype == torch.float32 and a.grad.isfinite().all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", [True, False])
 def test_compiled(recompute):
     x, ids, p = batch(torch.float32)

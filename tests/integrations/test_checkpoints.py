@@ -300,6 +300,7 @@ def deal(files, folder, shards):
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
+@pytest.mark.slow
 def test_packed_linears_offload_compile_and_generate(tmp_path):
     folder, _ = quantized(tmp_path, qwen2_moe, "compressed-tensors", lambda k: is_expert(k) or is_linear(k), 0.003)
     whole = load(folder)
@@ -337,6 +338,7 @@ VARIANTS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow_after(3)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_config_variants(variant, tmp_path):
     dialect, change, activations = VARIANTS[variant]
@@ -384,6 +386,7 @@ def test_the_files_count_where_the_config_excludes_too_much(dialect, tmp_path):
     assert relative_error(logits(model), logits(load(twin))) < 10 * THRESHOLDS["fp32"]
 
 
+@pytest.mark.slow_after(3)
 @both
 @pytest.mark.parametrize("kind", ["tensor", "row", "mx", "block"])
 def test_mixed_precision_fp8_linears_become_dense(kind, dialect, tmp_path, caplog):
@@ -406,6 +409,7 @@ def test_mixed_precision_fp8_linears_become_dense(kind, dialect, tmp_path, caplo
     assert relative_error(logits(model), logits(load(twin))) < 10 * THRESHOLDS["fp32"]
 
 
+@pytest.mark.slow_after(3)
 @both
 @pytest.mark.parametrize("kind, family", [
     ("tensor", qwen3_moe), ("row", qwen3_moe), ("block", mixtral),
@@ -591,6 +595,7 @@ def test_a_stack_for_each_projection(inputs, tmp_path):
         load(folder)
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("activations", ["bf16", "nvfp4"])
 @pytest.mark.parametrize("linears", ["packed", "dense"])
 def test_awq(linears, activations, tmp_path):

@@ -89,6 +89,7 @@ def test_h_of_interleaved_experts_with_biases():
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("family", [qwen3_moe, gpt_oss, nemotron_h])
 def test_converted_loaded_and_swapped_models_are_the_same(family, tmp_path):
     source = folder(tmp_path, family)

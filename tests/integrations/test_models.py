@@ -48,6 +48,7 @@ def same_experts(a, b):
         assert p.dtype == theirs[name].dtype
 
 
+@pytest.mark.slow_after(3)
 # ---------------------------------------------------------------- the round trip
 def test_round_trip(family, tmp_path):
     """In memory = while loading = saved and loaded: the same bytes, logits and tokens."""
@@ -176,6 +177,7 @@ def test_exclusions_are_honoured_and_recorded(family, tmp_path):
         assert torch.equal(p, dense[f"{first}.{name}"])
 
 
+@pytest.mark.slow
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     family=st.sampled_from([qwen3_moe, gpt_oss]), experts=st.integers(2, 11), intermediate=st.integers(1, 5),
@@ -226,6 +228,7 @@ def test_generate_with_every_cache_and_compiled(activations, tmp_path):
     assert relative_error(traced, eager) < THRESHOLDS["fp32"]  # the compiler fuses the router, which rounds elsewhere
 
 
+@pytest.mark.slow
 def test_compiled_model_has_no_graph_break(tmp_path):
     model = load(folder(tmp_path, mixtral), quantization_config=MoeNvfp4Config())
     compiled = torch.compile(model, fullgraph=True)
@@ -235,6 +238,7 @@ def test_compiled_model_has_no_graph_break(tmp_path):
     assert (a - b).abs().max() <= 0.05 * b.abs().max()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     Version(transformers.__version__) < Version("5.20"),
     reason="transformers 5.17 sizes its paged cache beyond a CPU machine's memory, with any model",
@@ -401,6 +405,7 @@ DAMAGE = {
 }
 
 
+@pytest.mark.slow_after(6)
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_damaged_files_are_named(damage, tmp_path):
     change, message = DAMAGE[damage]
@@ -488,6 +493,7 @@ def test_saving_is_refused_nothing(tmp_path):
         model.half()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the peak from /proc")
 def test_loading_holds_little_more_than_the_result(tmp_path):
     """Quantizing while loading: at most 1.3 times the result plus one shard, in anonymous memory."""

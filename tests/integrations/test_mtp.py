@@ -37,6 +37,7 @@ def source(tmp_path, monkeypatch):
     return tmp_path / "bf16"
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("dialect", ["modelopt", "compressed-tensors"])
 def test_drafting_decodes_what_plain_decoding_does_and_saving_keeps_the_layers(source, dialect, tmp_path):
     model = load(source, quantization_config=MoeNvfp4Config(dialect=dialect, recipe="max"))

@@ -153,6 +153,7 @@ print(json.dumps(result))
 """
 
 
+@pytest.mark.slow
 @needs_compressed_tensors
 @pytest.mark.skipif(Version(transformers.__version__) < Version("5.23"), reason="says what transformers 5.23 does")
 def test_transformers_alone_reads_experts_wrong_or_not_at_all_and_here_they_are_right(tmp_path):

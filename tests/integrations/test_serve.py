@@ -25,6 +25,7 @@ def test_vllm_where_it_is_installed(monkeypatch):
         assert command[3:] == ["--model", "some/model", "--quantization", "moe_nvfp4", "--port", "1"]
 
 
+@pytest.mark.slow
 def test_else_transformers_which_reads_nvfp4_folders(monkeypatch, tmp_path):
     """Our import comes before its command line, so that its loader finds our reader."""
     bf16 = folder(tmp_path, qwen3_moe)

@@ -188,6 +188,7 @@ def test_what_other_tools_wrote_is_carried_through(tmp_path):
         MoeNvfp4Config.from_dict(config)
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("family", [qwen3_moe, mixtral], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("dialect", ["modelopt", "compressed-tensors"])
 def test_a_config_for_a_folder_that_is_4_bit_already_counts_or_is_refused(family, dialect, tmp_path):
@@ -267,6 +268,7 @@ def test_dequantized_experts_are_exactly_what_the_4_bit_ones_were(tmp_path):
             assert as_bytes(actual) == as_bytes(exact.float().bfloat16())
 
 
+@pytest.mark.slow_after(3)
 def test_a_dequantized_model_is_a_dense_model(family, tmp_path):
     """In fp32: bf16 rounds routers' logits, whose near ties are then decided otherwise."""
     source, dtype = folder(tmp_path, family), torch.float32

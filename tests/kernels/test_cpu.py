@@ -115,6 +115,7 @@ def reference_h(w, rows, groups):
     return h.chunk(2, -1)[0].contiguous() if w.gate.kind == "raw" and w.gate.gated else h
 
 
+@pytest.mark.slow_after(1)
 @needs_library
 def test_stages_match_the_reference(path):
     @settings(max_examples=60, deadline=None, derandomize=True)
@@ -238,6 +239,7 @@ def test_a_call_that_fails_gives_nan_and_is_heard_of():
     assert torch.equal(y, cpu.experts(x, ids, p, w))
 
 
+@pytest.mark.slow_after(1)
 @needs_library
 def test_calls_from_many_threads(path, monkeypatch):
     """The library's own threads do one job at a time, whoever asks."""
@@ -266,6 +268,7 @@ print("well")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 @needs_library
 def test_a_forked_process_makes_threads_of_its_own():
@@ -273,6 +276,7 @@ def test_a_forked_process_makes_threads_of_its_own():
     assert "well" in done.stdout, done.stderr
 
 
+@pytest.mark.slow_after(2)
 @needs_library
 def test_the_layer_uses_it_and_can_be_told_not_to(path, monkeypatch):
     torch.manual_seed(0)
@@ -425,6 +429,7 @@ def test_a_library_with_other_structs_is_refused(monkeypatch):
         cpu._library.__wrapped__(cpu.path())
 
 
+@pytest.mark.slow
 @needs_library
 def test_without_python(tmp_path):
     """cpu_standalone.c, as on machines without torch; with clang too, and for ARM, where these are at hand."""

@@ -100,6 +100,7 @@ def wrong(name, case, schedule):
     return None
 
 
+@pytest.mark.slow_after(4)
 @pytest.mark.parametrize("schedule", ["eager", "lazy"])
 @pytest.mark.parametrize("group", GROUPS)
 @np.errstate(all="ignore")
@@ -118,6 +119,7 @@ def test_approximations_are_all_there():
     assert names == set(APPROXIMATE)
 
 
+@pytest.mark.slow
 # ---- the Hopper backend, launch by launch ----
 @pytest.mark.parametrize("name", LAYERS)
 def test_layers(name):

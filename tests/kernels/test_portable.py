@@ -76,6 +76,7 @@ def check(w, x, ids, top_k_weights, threshold=THRESHOLDS["half"]):
     return got
 
 
+@pytest.mark.slow
 @settings(max_examples=12, deadline=None)
 @given(
     E=st.integers(1, 6),
@@ -102,11 +103,13 @@ def test_random_layers(E, H, I, T, gate, bias, dtype, ids, data):
     check(w, x, index, weights)
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("gate", GATES)
 def test_gates(gate):
     check(make_weights(3, 64, 48, GATES[gate], bias=True), *batch(7, 64, 3, 2))
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("x_scale", "h_scale"), [(None, None), (2e-3, 5e-3), (2e-3, None), (None, 5e-3)])
 def test_w4a4(x_scale, h_scale, dtype):
@@ -170,6 +173,7 @@ def test_routing(T):
     assert torch.equal(r.tile_end[:count], want.offsets[1:][tiles.expert[:count]])
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("splits", [1, 2, 4])
 def test_parts_of_k(splits, monkeypatch):
     monkeypatch.setattr(config, "split_k", lambda *arguments: splits)
@@ -180,11 +184,13 @@ def test_parts_of_k(splits, monkeypatch):
         config.plan_experts.cache_clear()
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("rows", [1, 8, 30, 90, 130])
 def test_every_tile_shape(rows):
     check(make_weights(1, 160, 144), *batch(rows, 160, 1, 1))
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize("scratch", [1, 1 << 20])
 def test_large_batches_through_dense_weights(gate, scratch, monkeypatch):
@@ -225,6 +231,7 @@ def test_stages_of_nvfp4_rows(h_scale):
     assert relative_error(y, want) < THRESHOLDS["w4a4"]
 
 
+@pytest.mark.slow_after(3)
 @pytest.mark.parametrize(
     ("activations", "T", "K", "bias"),
     [("bf16", 1, 2048, False), ("bf16", 5, 64, True), ("bf16", 600, 64, True), ("bf16", 0, 64, True),
@@ -247,6 +254,7 @@ def test_linear(activations, T, K, bias):
         assert relative_error(portable.linear(x, w), want) < THRESHOLDS["half"]
 
 
+@pytest.mark.slow
 def test_same_bits_again():
     w, inputs = make_weights(4, 96, 200), batch(13, 96, 4, 3)
     first = portable.experts(*inputs, w)

@@ -26,6 +26,7 @@ def run(what, tmp_path_factory):
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_the_compiled_kernels_on_the_emulator(tmp_path_factory):
     """Whole layers, every kernel of them, and a linear; an illegal id ends in the assertion."""
     result = run("emulate", tmp_path_factory)
@@ -34,6 +35,7 @@ def test_the_compiled_kernels_on_the_emulator(tmp_path_factory):
         assert isinstance(error, (int, float)) and error < THRESHOLDS["half"], (case, error)
 
 
+@pytest.mark.slow
 def test_every_gpu_runs_the_same_ptx(tmp_path_factory):
     """sm_80 to sm_121: what the emulator and one GPU have shown holds for all."""
     assert run("same", tmp_path_factory) == {"route_kernel": [], "gemm_kernel": [], "combine_kernel": []}

@@ -70,6 +70,7 @@ def test_linears_are_carried_with_the_experts_and_back(dialect, tmp_path):
             assert as_bytes(tensor) == as_bytes(again[name]), name
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("dialect", CONFIGS)
 @pytest.mark.parametrize("inputs", [None, 0.01], ids=["W4A16", "input scales"])
 @pytest.mark.parametrize("family", [gpt_oss, llama4], ids=lambda f: f.__name__)
@@ -113,6 +114,7 @@ def test_experts_numbered_after_the_projection_are_renamed(dialect, tmp_path):
     same_model(source, there, ulp=0.0 if dialect == "modelopt" else 2**-23)
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("dialect", CONFIGS)
 @pytest.mark.parametrize("kind", ["tensor", "row", "mx", "block"])
 def test_fp8_layers_of_mixed_files_become_dense(kind, dialect, tmp_path):

@@ -143,6 +143,7 @@ def saved_families(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow_after(4)
 @pytest.mark.parametrize("family", [*FAMILIES, *MORE], ids=lambda f: f.__name__)
 def test_equals_the_loader(family, saved_families, tmp_path):
     """Every file tensor has the bytes that loading with quantization and saving gives; so has config.json."""
@@ -173,6 +174,7 @@ def test_equals_the_loader(family, saved_families, tmp_path):
     same_tensors(theirs, loaded_and_saved(ours, tmp_path / "again"), but=widened)
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("family", [qwen3_moe, granite, gpt_oss, mixtral, dbrx], ids=lambda f: f.__name__)
 def test_exclusions_equal_the_loader(family, saved_families, tmp_path):
     source, exclude = saved_families(family), ["transformer.blocks.0.*" if family is dbrx else "model.layers.0.*"]
@@ -185,6 +187,7 @@ def test_exclusions_equal_the_loader(family, saved_families, tmp_path):
     same_tensors(theirs, loaded_and_saved(only, tmp_path / "again-2"))
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("stored", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("named", ["bfloat16", "float32", "float16", None])
 def test_dtypes_are_cast_as_the_loader_casts(stored, named, tmp_path):
@@ -302,6 +305,7 @@ PER_EXPERT_LAYOUTS = {
 }
 
 
+@pytest.mark.slow
 @slow_inputs
 @given(
     layout=st.sampled_from(sorted(PER_EXPERT_LAYOUTS)), E=st.integers(1, 12), I=st.integers(1, 70), H=st.integers(1, 5),
@@ -373,6 +377,7 @@ def test_special_values(tmp_path):
     assert found[f"{name}_scale_2"] == scale and (found[name][0] == 0).all()
 
 
+@pytest.mark.slow
 def test_matrices_larger_than_a_piece(tmp_path, monkeypatch):
     """Pieces of a matrix give the bytes of the whole, for every kind of source."""
     for i, family in enumerate((qwen3_moe, gpt_oss, dbrx)):
@@ -656,6 +661,7 @@ def interrupted(monkeypatch, source, destination, after, error, **options):
     return raised.value
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("after", [0, 40, 200, 420])
 def test_a_full_disk_loses_nothing(after, split, tmp_path, monkeypatch):
     source, whole = split
@@ -675,6 +681,7 @@ def test_too_little_space_is_said_before_anything_is_written(split, tmp_path, mo
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_other_settings_or_another_source_start_again(split, tmp_path, monkeypatch, capsys):
     source, whole = split
     copy = shutil.copytree(source, tmp_path / "a")
@@ -689,6 +696,7 @@ def test_other_settings_or_another_source_start_again(split, tmp_path, monkeypat
     assert "starting again: the source changed" in capsys.readouterr().err and report.resumed == 0
 
 
+@pytest.mark.slow
 def test_what_was_damaged_meanwhile_is_made_again(single, tmp_path, monkeypatch):
     """And only that: every tensor of an earlier run is looked at. So is a journal that ends in the middle of a line.
 
@@ -751,6 +759,7 @@ def tensors_of(path):
         return {name: f.get_tensor(name).clone() for name in f.keys()}
 
 
+@pytest.mark.slow
 def test_a_source_that_changed_between_two_runs(split, tmp_path, monkeypatch):
     """Size and time are as they were: the work of the first run is not mixed with that of the second."""
     source = shutil.copytree(split[0], tmp_path / "a")
@@ -760,6 +769,7 @@ def test_a_source_that_changed_between_two_runs(split, tmp_path, monkeypatch):
     same_files(converted(source, tmp_path / "y"), tmp_path / "x")
 
 
+@pytest.mark.slow
 def test_a_source_that_changes_or_vanishes(split, tmp_path, monkeypatch):
     quantize = jobs.quantize_matrix
     actions = {

@@ -98,6 +98,7 @@ def test_what_is_incomplete_is_not_carried(case, good, tmp_path):
     assert not (tmp_path / "x").exists()
 
 
+@pytest.mark.slow_after(4)
 @pytest.mark.parametrize("dialect", CONFIGS)
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda f: f.__name__)
 def test_whole_folders_pass(family, dialect, tmp_path):

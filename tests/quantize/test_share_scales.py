@@ -58,6 +58,7 @@ def both_read(source, tmp_path, dialect="modelopt"):
     return relative_error(logits(load(served, torch.float32)), logits(ours))
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("family", [qwen3_moe, mixtral], ids=lambda f: f.__name__)
 def test_servers_read_what_is_made(family, route, tmp_path):
