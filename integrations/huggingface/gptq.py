@@ -232,7 +232,8 @@ def _quantize_layer(
         walk.run(i)
     for name, (module, layout) in modules.items():
         try:
-            yield name, quantize_experts(module, layout, sums.layers.pop(name, None) or _no_rows(layout, walk.device))
+            seen = sums.layers.pop(name) if name in sums.layers else _no_rows(layout, walk.device)
+            yield name, quantize_experts(module, layout, seen)
         except ValueError as error:
             raise ValueError(f"{name}.{error}") from None
 
