@@ -11,13 +11,16 @@ Rows that W4A4 quantizes pass their gradient on as if they had not been (the str
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cached_property
+from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from moe_nvfp4 import format as nvfp4
-from moe_nvfp4.backends import Backend, Device, Problem, named, select
+from moe_nvfp4.backends import Backend, Device, Problem, explain, named
 from moe_nvfp4.routing import Groups, Rows, group_by_expert
 from moe_nvfp4.weights import ExpertWeights, Gate, LinearWeights, Projection
 
@@ -28,42 +31,55 @@ MAX_ROWS = 1 << 16  # of a fused layer at a time: its backward pass has some fp3
 # ---- rows and slots ------------------------------------------------------------------------------
 
 
-def gather_rows(x: Tensor, order: Tensor, offsets: Tensor, top_k: int) -> Tensor:
-    """x [T, *] -> [T * top_k, *] in the order of `Groups`; unrouted rows are zeros."""
-    return x[order // top_k].masked_fill_(unrouted(order, offsets), 0)
+class Slots:
+    """Which token and slot each row of `Groups` is of; rows without an expert may hold anything, NaN too."""
 
+    def __init__(self, order: Tensor, offsets: Tensor, top_k: int):
+        self.order, self.offsets, self.top_k = order, offsets, top_k
 
-def sum_slots(rows: Tensor, order: Tensor, offsets: Tensor, top_k: int) -> Tensor:
-    """The transpose of `gather_rows`: rows [T * top_k, *] -> [T, *], sums in fp32 and in slot order."""
-    slots = rows.masked_fill(unrouted(order, offsets), 0)[_position(order)]
-    return slots.view(-1, top_k, *rows.shape[1:]).sum(1, dtype=torch.float32).to(rows.dtype)
+    @cached_property
+    def token(self) -> Tensor:
+        """int32 [R]"""
+        return self.order // self.top_k
 
+    @cached_property
+    def unrouted(self) -> Tensor:
+        """bool [R, 1]: the rows without an expert."""
+        return torch.arange(self.order.shape[0], device=self.order.device)[:, None] >= self.offsets[-1]
 
-def combine(rows: Tensor, weights: Tensor, order: Tensor, offsets: Tensor) -> Tensor:
-    """rows [T * top_k, H], top_k_weights [T, top_k] -> [T, H]: sums in fp32 and in slot order, rounded once."""
-    slots = rows.masked_fill(unrouted(order, offsets), 0)[_position(order)].view(*weights.shape, rows.shape[1])
-    return (slots * weights[..., None].float()).sum(1).to(rows.dtype)
+    @cached_property
+    def position(self) -> Tensor:
+        """int32 [R]: the row of each slot, the inverse of `order`."""
+        rows = torch.arange(self.order.shape[0], dtype=torch.int32, device=self.order.device)
+        return torch.empty_like(rows).index_copy_(0, self.order.long(), rows)
 
+    def gather(self, x: Tensor) -> Tensor:
+        """x [T, *] -> [R, *]."""
+        return x[self.token]
 
-def combine_gradients(
-    dy: Tensor, rows: Tensor, weights: Tensor, order: Tensor, offsets: Tensor
-) -> tuple[Tensor, Tensor]:
-    """dy [T, H] of `combine` -> (d(rows), d(weights))."""
-    top_k, nowhere = weights.shape[1], unrouted(order, offsets)
-    dy = gather_rows(dy, order, offsets, top_k)
-    dp = (dy.float() * rows).sum(-1, keepdim=True).masked_fill_(nowhere, 0)[_position(order)]
-    d_rows = dy * gather_rows(weights.reshape(-1, 1), order, offsets, 1).float()
-    return d_rows.to(rows.dtype), dp.view(weights.shape).to(weights.dtype)
+    def weight(self, top_k_weights: Tensor) -> Tensor:
+        """fp32 [R, 1]: that of each row."""
+        return top_k_weights.reshape(-1, 1)[self.order].float()
 
+    def slots(self, rows: Tensor) -> Tensor:
+        """rows [R, *] -> [T, top_k, *], zeros where there is no expert."""
+        slots = rows[self.position].masked_fill_(self.unrouted[self.position], 0)
+        return slots.view(-1, self.top_k, *rows.shape[1:])
 
-def _position(order: Tensor) -> Tensor:
-    """The inverse of `order`."""
-    return torch.empty_like(order).index_copy_(0, order.long(), torch.arange(len(order), device=order.device).to(order))
+    def sum(self, rows: Tensor) -> Tensor:
+        """The transpose of `gather`: [R, *] -> [T, *], in fp32 and in slot order, rounded once."""
+        return self.slots(rows).sum(1, dtype=torch.float32).to(rows.dtype)
 
+    def combine(self, rows: Tensor, weights: Tensor) -> Tensor:
+        """rows [R, H], top_k_weights [T, top_k] -> [T, H]: in fp32 and in slot order, rounded once."""
+        return (self.slots(rows) * weights[..., None].float()).sum(1).to(rows.dtype)
 
-def unrouted(order: Tensor, offsets: Tensor) -> Tensor:
-    """bool [R, 1]: the rows without an expert."""
-    return torch.arange(order.shape[0], device=order.device)[:, None] >= offsets[-1]
+    def combine_gradients(self, dy: Tensor, rows: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """dy [T, H] of `combine` -> (d(rows), zeros where there is no expert; d(weights))."""
+        dy = self.gather(dy)
+        dp = self.slots((dy.float() * rows).sum(-1, keepdim=True))
+        d_rows = (dy * self.weight(weights)).to(rows.dtype)
+        return d_rows.masked_fill_(self.unrouted, 0), dp.view(weights.shape).to(weights.dtype)
 
 
 def sums_by_expert(rows: Tensor, groups: Groups) -> Tensor:
@@ -76,15 +92,14 @@ def sums_by_expert(rows: Tensor, groups: Groups) -> Tensor:
 
 
 def up_rows(rows: Tensor, weights: ExpertWeights, groups: Groups, backend: Backend) -> Tensor:
-    """GEMM 1 before the gate: rows [R, H] -> [R, 2I] in their dtype, W4A4 included; unrouted rows are zeros."""
+    """GEMM 1 before the gate: rows [R, H] -> [R, 2I] in their dtype, W4A4 included."""
     w = replace(weights, gate=Gate("raw", gated=weights.gate.gated), h_scale=None)
     taken = _taken(rows, w.x_scale, w, groups, backend)
-    out = backend.gemm1_swiglu(taken, w, groups, rows.dtype).values
-    return out.masked_fill_(unrouted(groups.order, groups.offsets), 0)
+    return backend.gemm1_swiglu(taken, w, groups, rows.dtype).values
 
 
 def down_rows(h: Tensor, weights: ExpertWeights, groups: Groups, backend: Backend) -> Tensor:
-    """GEMM 2 before the combine: h [R, I] -> [R, H] in its dtype; unrouted rows are zeros."""
+    """GEMM 2 before the combine: h [R, I] -> [R, H] in its dtype."""
     R = groups.num_rows
     alone = Groups(torch.arange(R, dtype=torch.int32, device=h.device), groups.offsets, 1)
     ones = torch.ones(R, 1, dtype=torch.float32, device=h.device)
@@ -98,7 +113,7 @@ def _taken(rows: Tensor, scale: Tensor | None, weights: ExpertWeights, groups: G
 
 
 def times_weights(rows: Tensor, weights: Projection, offsets: Tensor | None, backend: Backend) -> Tensor:
-    """rows [R, N] times their expert's matrix [N, K] -> [R, K] in their dtype; rows beyond the last offset are zeros.
+    """rows [R, N] times their expert's matrix [N, K] -> [R, K] in their dtype.
 
     Without offsets there is one expert, with all rows.
     """
@@ -116,8 +131,7 @@ def times_weights(rows: Tensor, weights: Projection, offsets: Tensor | None, bac
                 out[:, columns] = rows @ dense[0]
             else:
                 out[:, columns] = F.grouped_mm(rows.contiguous(), dense, offs=offsets[1:])
-        live = None if offsets is None else offsets[-1]
-        return out if live is None else out.masked_fill_(torch.arange(R, device=out.device)[:, None] >= live, 0)
+        return out
     ends = [0, R] if offsets is None else offsets.tolist()
     out = rows.new_zeros(R, K)
     for e in range(E):
@@ -131,35 +145,120 @@ def times_weights(rows: Tensor, weights: Projection, offsets: Tensor | None, bac
 # ---- a layer, a linear ---------------------------------------------------------------------------
 
 
+class Adapter(NamedTuple):
+    """A low-rank addition to one projection of every expert: y += x · Aᵀ · Bᵀ, with x as it is before AWQ's scales.
+
+    a [E, r, K], b [E, N, r], floating; whatever scales the addition is in one of them.
+    """
+
+    a: Tensor
+    b: Tensor
+
+
+def grouped_mm(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
+    """a [R, K] times its expert's b [E, K, N] -> [R, N]; or, expert by expert, a [K, R] times b [R, N] -> [E, K, N].
+
+    torch's, whose sizes are multiples of 16 bytes; for others one expert after the other.
+    """
+    unit, ends = 16 // a.element_size(), offsets[1:]
+    if b.dim() == 3:
+        if a.shape[1] % unit == 0 == b.shape[2] % unit and len(a):
+            return F.grouped_mm(a.contiguous(), b, offs=ends)
+        out = a.new_zeros(a.shape[0], b.shape[2])
+        for e, (first, last) in enumerate(pairwise(offsets.tolist())):
+            out[first:last] = a[first:last] @ b[e]
+        return out
+    if a.shape[0] % unit == 0 == b.shape[1] % unit and len(b):
+        # of experts without rows it may leave what the memory held
+        return F.grouped_mm(a, b.contiguous(), offs=ends).masked_fill_((offsets.diff() == 0)[:, None, None], 0)
+    return torch.stack([a[:, first:last] @ b[first:last] for first, last in pairwise(offsets.tolist())])
+
+
+def adapted_layer(
+    x: Tensor,
+    groups: Groups,
+    top_k_weights: Tensor,
+    weights: ExpertWeights,
+    adapters: list[Adapter | None],
+    backend: Backend,
+) -> tuple[Tensor, Tensor]:
+    """A fused layer with an adapter, or none, for each projection -> (y [T, H], GEMM 1's sums [R, 2I])."""
+    slots = Slots(groups.order, groups.offsets, groups.top_k)
+    rows = slots.gather(x)
+    z = up_rows(rows, weights, groups, backend)
+    if adapters[0] is not None:
+        z = z.add_(low_rank(rows, adapters[0], groups.offsets))
+    h = backend.gate(weights.gate, z)
+    y = down_rows(h, weights, groups, backend)
+    if adapters[1] is not None:
+        y = y.add_(low_rank(h, adapters[1], groups.offsets))
+    return slots.combine(y, top_k_weights), z
+
+
+def low_rank(rows: Tensor, adapter: Adapter, offsets: Tensor) -> Tensor:
+    """What an adapter adds to a projection of rows [R, K]: [R, N]."""
+    return grouped_mm(grouped_mm(rows, adapter.a.mT, offsets), adapter.b.mT, offsets)
+
+
 def layer_gradients(
     dy: Tensor, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: ExpertWeights, backend: Backend
 ) -> tuple[Tensor, Tensor]:
-    """dy [T, H] of a fused layer -> (dx [T, H], d(top_k_weights) [T, top_k]).
-
-    GEMM 1 is computed again; GEMM 2 is not: a slot's <dy, output> is <dy · w2, h>, and dy · w2 is needed anyway.
-    """
+    """dy [T, H] of a fused layer -> (dx [T, H], d(top_k_weights) [T, top_k]); GEMM 1 is computed again."""
     most = max(1, MAX_ROWS // max(1, top_k_index.shape[1]))
     if x.shape[0] > most:
         cuts = (t.split(most) for t in (dy, x, top_k_index, top_k_weights))
         parts = [layer_gradients(*cut, weights, backend) for cut in zip(*cuts, strict=True)]  # type: ignore[call-arg]
         return torch.cat([dx for dx, _ in parts]), torch.cat([dp for _, dp in parts])
-    groups, top_k = group_by_expert(top_k_index, weights.num_experts), top_k_index.shape[1]
-    order, offsets = groups.order, groups.offsets
+    groups = group_by_expert(top_k_index, weights.num_experts)
     stages, w = _stages(weights, x, backend)
-    z = up_rows(gather_rows(x, order, offsets, top_k), w, groups, stages)
-    dy = gather_rows(dy, order, offsets, top_k)
-    du = times_weights(dy, weights.projection("w2"), offsets, backend)
-    weight = gather_rows(top_k_weights.reshape(-1, 1), order, offsets, 1).float()
+    slots = Slots(groups.order, groups.offsets, groups.top_k)
+    rows = slots.gather(x)
+    z = up_rows(rows, w, groups, stages)
+    dx, dp, _ = adapted_gradients(dy, rows, z, slots, top_k_weights, weights, [None, None], backend)
+    return dx, dp
+
+
+def adapted_gradients(
+    dy: Tensor,
+    rows: Tensor,
+    z: Tensor,
+    slots: Slots,
+    top_k_weights: Tensor,
+    weights: ExpertWeights,
+    adapters: list[Adapter | None],
+    backend: Backend,
+) -> tuple[Tensor, Tensor, list[Tensor | None]]:
+    """dy [T, H] of `adapted_layer`, its rows of x and z -> (dx [T, H], d(top_k_weights), those of a, b, a, b).
+
+    GEMM 2 is not computed again: a slot's <dy, output> is <dy · w2, h>, and dy · w2 is needed anyway.
+    """
+    offsets, (up, down) = slots.offsets, adapters
+    found: list[Tensor | None] = [None] * 4
+    dy, weight = slots.gather(dy), slots.weight(top_k_weights)
+    du = times_weights(dy, weights.projection("w2"), offsets, backend)  # of weight * h
+    if down is not None:
+        low = grouped_mm(dy, down.b, offsets)
+        du += grouped_mm(low, down.a, offsets)
     h, dz = backend.gate_gradient(weights.gate, z, (du * weight).to(du.dtype))
+    if down is not None:
+        found[2] = grouped_mm((low * weight).to(h.dtype).T, h, offsets)
+        found[3] = grouped_mm(dy.T, (grouped_mm(h, down.a.mT, offsets) * weight).to(dy.dtype), offsets)
     if weights.activations == "nvfp4":
+        groups = Groups(slots.order, offsets, slots.top_k)
+        stages, w = _stages(weights, rows, backend)
         h = _straight(h, w, groups, stages)
     dp = (du.float() * h).sum(-1, keepdim=True)
     if weights.b2 is not None:
-        b2 = F.pad(weights.b2, (0, 0, 0, 1))[groups.expert_of_row()]
-        dp += (dy.float() * b2).sum(-1, keepdim=True)
-    dp = sum_slots(dp, order, offsets, 1).view(top_k_weights.shape).to(top_k_weights.dtype)
+        expert = Groups(slots.order, offsets, slots.top_k).expert_of_row()
+        dp += (dy.float() * F.pad(weights.b2, (0, 0, 0, 1))[expert]).sum(-1, keepdim=True)
+    dp = slots.slots(dp).view(top_k_weights.shape)
     dx = times_weights(dz, weights.projection("w13"), offsets, backend)
-    return sum_slots(dx, order, offsets, top_k), dp
+    if up is not None:
+        low = grouped_mm(dz, up.b, offsets)
+        dx += grouped_mm(low, up.a, offsets)
+        found[0] = grouped_mm(low.T, rows, offsets)
+        found[1] = grouped_mm(dz.T, grouped_mm(rows, up.a.mT, offsets), offsets)
+    return slots.sum(dx), dp.to(top_k_weights.dtype), found
 
 
 def _stages(weights: ExpertWeights, x: Tensor, backend: Backend) -> tuple[Backend, ExpertWeights]:
@@ -169,7 +268,7 @@ def _stages(weights: ExpertWeights, x: Tensor, backend: Backend) -> tuple[Backen
     problem = Problem("experts", *sizes, "raw", w.activations, x.dtype, fused=False)
     if backend.unsupported(Device.of(x.device), problem) is None:
         return backend, weights
-    other = select(problem, x.device)
+    other = explain(problem, Device.of(x.device)).backend
     return other, weights if weights.layout is None else named(weights.layout.backend).unpacked(weights)
 
 

@@ -21,22 +21,13 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from moe_nvfp4 import backward
 from moe_nvfp4.backends import named_on
-from moe_nvfp4.checks import check_stage
+from moe_nvfp4.backward import Adapter, Slots
+from moe_nvfp4.checks import check_layer, check_stage
 from moe_nvfp4.routing import Groups, Rows, group_by_expert
 from moe_nvfp4.weights import ExpertWeights, read_spec
 
 _WEIGHTS = "Tensor?[] weights, str spec"
 _GROUPS = "Tensor order, Tensor offsets"
-
-
-class Adapter(NamedTuple):
-    """A low-rank addition to one projection of every expert: y += x · Aᵀ · Bᵀ, with x as it is before AWQ's scales.
-
-    a [E, r, K], b [E, N, r], floating; whatever scales the addition is in one of them.
-    """
-
-    a: Tensor
-    b: Tensor
 
 
 Adapters = tuple[tuple[Adapter, ...], tuple[Adapter, ...]]  # of w13 and of w2
@@ -110,7 +101,8 @@ def refuse_twice(op: Any) -> None:
     "moe_nvfp4::gather_rows", schema=f"(Tensor x, {_GROUPS}, int top_k) -> Tensor", mutates_args=()
 )
 def gather_rows(x, order, offsets, top_k):
-    return backward.gather_rows(x, order, offsets, top_k)
+    slots = Slots(order, offsets, top_k)
+    return slots.gather(x).masked_fill_(slots.unrouted, 0)
 
 
 @gather_rows.register_fake
@@ -122,7 +114,7 @@ def _(x, order, offsets, top_k):
     "moe_nvfp4::sum_slots", schema=f"(Tensor rows, {_GROUPS}, int top_k) -> Tensor", mutates_args=()
 )
 def sum_slots(rows, order, offsets, top_k):
-    return backward.sum_slots(rows, order, offsets, top_k)
+    return Slots(order, offsets, top_k).sum(rows)
 
 
 @sum_slots.register_fake
@@ -147,7 +139,7 @@ sum_slots.register_autograd(_transposed(gather_rows), setup_context=_remember_gr
     "moe_nvfp4::combine", schema=f"(Tensor rows, Tensor top_k_weights, {_GROUPS}) -> Tensor", mutates_args=()
 )
 def combine(rows, top_k_weights, order, offsets):
-    return backward.combine(rows, top_k_weights, order, offsets)
+    return Slots(order, offsets, top_k_weights.shape[1]).combine(rows, top_k_weights)
 
 
 @combine.register_fake
@@ -161,7 +153,8 @@ def _(rows, top_k_weights, order, offsets):
     mutates_args=(),
 )
 def combine_backward(dy, rows, top_k_weights, order, offsets):
-    return list(backward.combine_gradients(dy, rows, top_k_weights, order, offsets))
+    slots = Slots(order, offsets, top_k_weights.shape[1])
+    return list(slots.combine_gradients(dy, rows, top_k_weights))
 
 
 @combine_backward.register_fake
@@ -187,7 +180,8 @@ refuse_twice(combine_backward)
 def project(rows, bias, weights, spec, order, offsets, name):
     w, groups = _projection(rows, bias, weights, spec, order, offsets, name)
     backend = named_on(read_spec(spec).backend, rows.device)
-    return (backward.up_rows if name == "w13" else backward.down_rows)(rows, w, groups, backend)
+    out = (backward.up_rows if name == "w13" else backward.down_rows)(rows, w, groups, backend)
+    return out.masked_fill_(Slots(order, offsets, 1).unrouted, 0)
 
 
 @project.register_fake
@@ -198,7 +192,9 @@ def _(rows, bias, weights, spec, order, offsets, name):
 
 def _projection(rows, bias, weights, spec, order, offsets, name) -> tuple[ExpertWeights, Groups]:
     w = ExpertWeights.from_tensors(weights, read_spec(spec))
-    w.b13, w.b2 = (bias, None) if name == "w13" else (None, bias)
+    if bias is not None:  # kernels take both or none
+        other = bias.new_zeros(w.num_experts, w.hidden_size if name == "w13" else w.projection("w13").rows)
+        w.b13, w.b2 = (bias, other) if name == "w13" else (other, bias)
     plain = ExpertWeights.from_tensors(w.tensors(), read_spec(spec)._replace(activations="bf16"))
     return w, check_stage("x" if name == "w13" else "h", Rows(rows), plain, order, offsets, rows.dtype, None)
 
@@ -209,7 +205,8 @@ def _projection(rows, bias, weights, spec, order, offsets, name) -> tuple[Expert
 )  # fmt: skip
 def project_backward(dy, weights, spec, offsets, name):
     w = ExpertWeights.from_tensors(weights, read_spec(spec)).projection(name)
-    return backward.times_weights(dy, w, offsets, named_on(read_spec(spec).backend, dy.device))
+    out = backward.times_weights(dy, w, offsets, named_on(read_spec(spec).backend, dy.device))
+    return out.masked_fill_(torch.arange(len(out), device=out.device)[:, None] >= offsets[-1], 0)
 
 
 @project_backward.register_fake
@@ -277,39 +274,122 @@ refuse_twice(gate_backward)
 # ---- adapters ------------------------------------------------------------------------------------
 
 
-@torch.library.custom_op("moe_nvfp4::grouped_mm", schema="(Tensor a, Tensor b, Tensor offs) -> Tensor", mutates_args=())
-def grouped_mm(a, b, offs):
-    return F.grouped_mm(a, b, offs=offs)
+def adapted(rows: Tensor, adapters: tuple[Adapter, ...], order: Tensor, offsets: Tensor) -> Tensor:
+    """What `adapters` add to a projection of rows [R, K]: [R, N] in their dtype; unrouted rows are zeros."""
+    a, b = joined(adapters, rows.dtype)
+    high = grouped_mm(grouped_mm(rows, a.mT, offsets), b.mT, offsets)
+    return high.masked_fill(Slots(order, offsets, 1).unrouted, 0)
+
+
+def joined(adapters: tuple[Adapter, ...], dtype: torch.dtype) -> Adapter:
+    """Adapters of one projection as one, in `dtype`, its rank a multiple of 8 as torch's grouped product wants it."""
+    a = torch.cat([adapter.a.to(dtype) for adapter in adapters], dim=1) if len(adapters) > 1 else adapters[0].a
+    b = torch.cat([adapter.b.to(dtype) for adapter in adapters], dim=2) if len(adapters) > 1 else adapters[0].b
+    missing = -a.shape[1] % 8
+    if missing:
+        a, b = F.pad(a, (0, 0, 0, missing)), F.pad(b, (0, missing))
+    return Adapter(a.to(dtype).contiguous(), b.to(dtype).contiguous())
+
+
+@torch.library.custom_op(
+    "moe_nvfp4::grouped_mm", schema="(Tensor a, Tensor b, Tensor offsets) -> Tensor", mutates_args=()
+)
+def grouped_mm(a, b, offsets):
+    return backward.grouped_mm(a, b, offsets)
 
 
 @grouped_mm.register_fake
-def _(a, b, offs):
-    return a.new_empty(a.shape[0], b.shape[2]) if b.dim() == 3 else a.new_empty(len(offs), a.shape[0], b.shape[1])
+def _(a, b, offsets):
+    return (
+        a.new_empty(a.shape[0], b.shape[2]) if b.dim() == 3 else a.new_empty(len(offsets) - 1, a.shape[0], b.shape[1])
+    )
 
 
 def _grouped_mm_gradients(ctx, dy):
-    a, b, offs = ctx.saved_tensors
-    da = grouped_mm(dy.contiguous(), b.mT, offs) if ctx.needs_input_grad[0] else None
-    return da, grouped_mm(a.mT, dy.contiguous(), offs) if ctx.needs_input_grad[1] else None, None
+    a, b, offsets = ctx.saved_tensors
+    da = grouped_mm(dy, b.mT, offsets) if ctx.needs_input_grad[0] else None
+    return da, grouped_mm(a.mT, dy, offsets) if ctx.needs_input_grad[1] else None, None
 
 
-# torch's own, whose compiler takes bf16 only
+# an op of its own since torch's, compiled, takes bf16 only
 grouped_mm.register_autograd(
     _grouped_mm_gradients, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs)
 )
 
 
-def adapted(rows: Tensor, adapters: tuple[Adapter, ...], order: Tensor, offsets: Tensor) -> Tensor:
-    """What `adapters` add to a projection of rows [R, K]: [R, N] in their dtype; unrouted rows are zeros.
+# ---- a fused layer with adapters, as one op: in Python, an op costs more than its kernels take ----
 
-    Two grouped products by torch, whose sizes are multiples of 8; several adapters of one projection are one.
-    """
-    a = torch.cat([adapter.a.to(rows.dtype) for adapter in adapters], dim=1)  # [E, r, K]
-    b = torch.cat([adapter.b.to(rows.dtype) for adapter in adapters], dim=2)  # [E, N, r]
-    r, (K, N) = -a.shape[1] % 8, (-rows.shape[1] % 8, -b.shape[1] % 8)
-    low = grouped_mm(F.pad(rows, (0, K)), F.pad(a, (0, K, 0, r)).mT, offsets[1:])
-    high = grouped_mm(low, F.pad(b, (0, r, 0, N)).mT, offsets[1:])[:, : b.shape[1]]
-    return high.masked_fill(backward.unrouted(order, offsets), 0)
+_ADAPTERS = "Tensor? a13, Tensor? b13, Tensor? a2, Tensor? b2"
+
+
+def _adapted(a13, b13, a2, b2) -> list[Adapter | None]:
+    return [None if a is None else Adapter(a, b) for a, b in ((a13, b13), (a2, b2))]
+
+
+@torch.library.custom_op(
+    "moe_nvfp4::adapted_experts",
+    schema=f"(Tensor x, Tensor top_k_index, Tensor top_k_weights, {_ADAPTERS}, {_WEIGHTS}) -> Tensor[]",
+    mutates_args=(),
+)
+def adapted_experts(x, top_k_index, top_k_weights, a13, b13, a2, b2, weights, spec):
+    """y [T, H], and what its gradient needs: GEMM 1's sums [R, 2I], order and offsets of `Groups`."""
+    read = read_spec(spec)
+    w = ExpertWeights.from_tensors(weights, read)
+    check_layer(x, top_k_index, top_k_weights, w)
+    groups = group_by_expert(top_k_index, w.num_experts)
+    backend = named_on(read.backend, x.device)
+    y, z = backward.adapted_layer(x, groups, top_k_weights, w, _adapted(a13, b13, a2, b2), backend)
+    return [y, z, groups.order, groups.offsets]
+
+
+@adapted_experts.register_fake
+def _(x, top_k_index, top_k_weights, a13, b13, a2, b2, weights, spec):
+    w = ExpertWeights.from_tensors(weights, read_spec(spec))
+    check_layer(x, top_k_index, top_k_weights, w)
+    R, int32 = top_k_index.numel(), torch.int32
+    rest = x.new_empty(R, w.projection("w13").rows), x.new_empty(R, dtype=int32)
+    return [torch.empty_like(x, memory_format=torch.contiguous_format), *rest,
+            x.new_empty(w.num_experts + 1, dtype=int32)]  # fmt: skip
+
+
+@torch.library.custom_op(
+    "moe_nvfp4::adapted_backward",
+    schema=f"(Tensor dy, Tensor x, Tensor top_k_weights, {_ADAPTERS}, Tensor z, {_GROUPS}, {_WEIGHTS}) -> Tensor[]",
+    mutates_args=(),
+)
+def adapted_backward(dy, x, top_k_weights, a13, b13, a2, b2, z, order, offsets, weights, spec):
+    """dx, d(top_k_weights), and those of the adapters that there are."""
+    read = read_spec(spec)
+    w = ExpertWeights.from_tensors(weights, read)
+    slots = Slots(order, offsets, top_k_weights.shape[1])
+    rows = slots.gather(x)
+    dx, dp, found = backward.adapted_gradients(
+        dy, rows, z, slots, top_k_weights, w, _adapted(a13, b13, a2, b2), named_on(read.backend, x.device)
+    )
+    return [dx, dp, *(t for t in found if t is not None)]
+
+
+@adapted_backward.register_fake
+def _(dy, x, top_k_weights, a13, b13, a2, b2, z, order, offsets, weights, spec):
+    found = [x, top_k_weights, *(t for t in (a13, b13, a2, b2) if t is not None)]
+    return [torch.empty_like(t, memory_format=torch.contiguous_format) for t in found]
+
+
+def _remember_adapted(ctx, inputs, output) -> None:
+    x, _, top_k_weights, *adapters, weights, ctx.spec = inputs
+    ctx.save_for_backward(x, top_k_weights, *adapters, *output[1:], *weights)
+
+
+def _adapted_gradients(ctx, grads):
+    x, top_k_weights, a13, b13, a2, b2, z, order, offsets, *weights = ctx.saved_tensors
+    adapters = (a13, b13, a2, b2)
+    found = adapted_backward(grads[0], x, top_k_weights, *adapters, z, order, offsets, weights, ctx.spec)
+    dx, dp, *found = found
+    return dx, None, dp, *(None if t is None else found.pop(0) for t in adapters), no_gradients(ctx, 7), None
+
+
+adapted_experts.register_autograd(_adapted_gradients, setup_context=_remember_adapted)
+refuse_twice(adapted_backward)
 
 
 # ---- the layer -----------------------------------------------------------------------------------
@@ -323,6 +403,12 @@ def train_experts(
     GEMM 1's output is kept for the backward pass, and what of the caller's runs between the stages keeps.
     """
     own_gate, post_expert_norm, x_factor, h_factor, observe, adapters = hooks
+    plain = own_gate is None and post_expert_norm is None and x_factor is None and h_factor is None and observe is None
+    biases = any(b is not None and b.requires_grad for b in (weights.b13, weights.b2))
+    if plain and not biases and len(adapters[0]) + len(adapters[1]):
+        pairs = (joined(some, x.dtype) if some else (None, None) for some in adapters)
+        both = [t for pair in pairs for t in pair]
+        return adapted_experts(x, top_k_index, top_k_weights, *both, weights.tensors(), weights.spec(backend))[0]
     groups, top_k = group_by_expert(top_k_index, weights.num_experts), top_k_index.shape[1]
     order, offsets, spec = groups.order, groups.offsets, weights.spec(backend)
     frozen = replace(weights, b13=None, b2=None).tensors()

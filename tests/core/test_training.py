@@ -167,6 +167,18 @@ def test_adapters_add_their_products_to_the_weights(gate, r):
         assert relative_error(layer(x, ids, p), oracle(layer, x.double(), ids, p.double())) < 2e-6
 
 
+@pytest.mark.parametrize("tokens", [0, 1])
+def test_adapters_without_tokens(tokens):
+    """Zeros, and not what the memory held, for experts that no token chose."""
+    layer, (x, ids, p) = random_layer(E, H, I), batch(torch.float32)
+    a, b = torch.randn(E, 8, H, requires_grad=True), torch.randn(E, 2 * I, 8, requires_grad=True)
+    x, ids, p = x[:tokens].requires_grad_(), torch.full((tokens, 2), 3), p[:tokens]
+    layer(x, ids, p, ((Adapter(a, b),), ())).sum().backward()
+    others = [0, 1, 2, 4]
+    assert not a.grad[others].any() and not b.grad[others].any() and x.grad.shape == (tokens, H)
+    assert bool(a.grad[3].any()) == bool(tokens)
+
+
 # ---- linears -------------------------------------------------------------------------------------
 
 

@@ -9,6 +9,8 @@ pytest.importorskip("peft", reason="LoRA needs peft")
 
 from peft import LoraConfig, PeftModel, get_peft_model  # noqa: E402
 from tokenizers import Tokenizer, models  # noqa: E402
+from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
+from torch.distributed.tensor import Shard, distribute_tensor  # noqa: E402
 from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments  # noqa: E402
 
 from moe_nvfp4.format import dequantize  # noqa: E402
@@ -189,6 +191,20 @@ def test_what_is_refused_by_name(settings, error, message):
     plain = dict(r=4, target_modules=[], target_parameters=["experts.down_proj"])
     with pytest.raises(error, match=message):
         get_peft_model(swapped(), LoraConfig(**plain | settings))
+
+
+def test_experts_that_are_split_over_ranks_are_refused():
+    """An adapter would be split, or not, as no plan says."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        model = swapped()
+        experts = next(m for m in model.modules() if isinstance(m, HFExperts))
+        split = distribute_tensor(experts.down_proj, init_device_mesh("cpu", (1,)), [Shard(0)])
+        experts.down_proj = torch.nn.Parameter(split, requires_grad=False)
+        with pytest.raises(NotImplementedError, match="LoRA on experts that are split over ranks"):
+            get_peft_model(model, config())
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 # ---- Trainer -------------------------------------------------------------------------------------

@@ -1,0 +1,149 @@
+"""Two gloo processes: DDP and FSDP2 around LoRA on 4-bit experts, gradients through tensor and expert parallelism."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from packaging.version import Version
+
+pytest.importorskip("peft", reason="LoRA needs peft")
+
+from tests.common import relative_error  # noqa: E402
+from tests.models import IDS, folder, load, qwen3_moe  # noqa: E402
+
+pytestmark = pytest.mark.slow
+
+START = """
+import copy, sys
+import torch
+import torch.distributed as dist
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+rank, path = dist.get_rank(), sys.argv[1]
+ids = torch.tensor([[3, 17, 40, 5, 9, 11, 2, 8], [4, 1, 77, 30, 9, 12, 60, 5]])
+"""
+
+DATA_PARALLEL = (
+    START
+    + """
+from peft import LoraConfig, get_peft_model
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from moe_nvfp4.scales import fp32_parameters
+from tests.common import relative_error
+from tests.integrations.test_peft import config, swapped
+
+def gradients(model, ids):
+    model(input_ids=ids, labels=ids).loss.backward()
+    grads = {n.replace("module.", "", 1): p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return {n: g.full_tensor() if isinstance(g, DTensor) else g for n, g in grads.items()}
+
+torch.manual_seed(0)
+alone = get_peft_model(swapped(), config())
+split = copy.deepcopy(alone)
+want = gradients(alone, ids)  # of both sequences, whose mean is the mean of the ranks'
+mine = ids[rank : rank + 1]
+
+found = gradients(DistributedDataParallel(copy.deepcopy(split)), mine)
+assert found.keys() == want.keys()
+assert max(relative_error(found[n], want[n]) for n in want) < 1e-5
+
+for policy in (MixedPrecisionPolicy(), MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)):
+    model, mesh = copy.deepcopy(split), init_device_mesh("cpu", (2,))
+    bf16 = policy.param_dtype is not None
+    spared = dict(ignored_params=fp32_parameters(model)) if bf16 else {}
+    for block in [*model.base_model.model.model.layers, model]:
+        fully_shard(block, mesh=mesh, mp_policy=policy, **spared)
+    found = gradients(model, mine)
+    assert found.keys() == want.keys()
+    assert max(relative_error(found[n], want[n]) for n in want) < (0.15 if bf16 else 1e-5), bf16
+dist.barrier()
+print("done")
+dist.destroy_process_group()
+"""
+)
+
+MODEL_PARALLEL = (
+    START
+    + """
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM
+from transformers.distributed import DistributedConfig
+from moe_nvfp4.integrations.huggingface.experts import HFExperts
+
+for name, mode in eval(sys.argv[2]).items():
+    model = AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, distributed_config=DistributedConfig(**mode)).eval()
+    assert all(m.down_proj.requires_grad is False for m in model.modules() if isinstance(m, HFExperts))
+    leaf = model.get_input_embeddings()(ids)
+    leaf = (leaf.full_tensor() if isinstance(leaf, DTensor) else leaf).detach().requires_grad_()
+    model(inputs_embeds=leaf, labels=ids).loss.backward()
+    grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    grads = {n: g.full_tensor() if isinstance(g, DTensor) else g for n, g in grads.items()}
+    if rank == 0:
+        torch.save((leaf.grad, {n: g for n, g in grads.items() if "norm" in n or n.endswith("gate.weight")}),
+                   f"{path}/{name}.pt")
+dist.barrier()
+print("done")
+dist.destroy_process_group()
+"""
+)
+MODES = {
+    "tp": dict(tp_size=2),
+    "ep all-reduce": dict(tp_size=2, ep_size=2),
+    "ep all-to-all": dict(tp_size=2, ep_size=2, ep_implementation="all_to_all"),
+}
+needs_ep = pytest.mark.skipif(
+    Version(transformers.__version__) < Version("5.20"),
+    reason="DistributedConfig's expert parallelism came after transformers 5.17",
+)
+
+
+def launch(tmp_path, code, *arguments):
+    script = tmp_path / "worker.py"
+    script.write_text(code)
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    root = Path(__file__).parents[2]
+    env = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+           "PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])}  # fmt: skip
+    workers = [
+        subprocess.Popen([sys.executable, str(script), *map(str, arguments)], text=True, stdout=subprocess.PIPE,
+                         stderr=subprocess.STDOUT, env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+        for rank in range(2)
+    ]  # fmt: skip
+    outputs = [w.communicate(timeout=400)[0] for w in workers]
+    assert [w.returncode for w in workers] == [0, 0], "\n".join(o[-3000:] for o in outputs)
+
+
+def test_ddp_and_fsdp_give_the_gradients_of_one_process(tmp_path):
+    launch(tmp_path, DATA_PARALLEL, tmp_path)
+
+
+@needs_ep
+def test_tensor_and_expert_parallel_give_the_gradients_of_one_process(tmp_path):
+    """Of the embeddings, the norms and the routers."""
+    from moe_nvfp4.integrations.huggingface import swap_experts
+
+    source = folder(tmp_path, lambda: qwen3_moe(intermediate=64), dtype=torch.float32)
+    swap_experts(load(source, torch.float32), progress=False).save_pretrained(tmp_path / "nvfp4")
+    launch(tmp_path, MODEL_PARALLEL, tmp_path / "nvfp4", MODES)
+    model = load(tmp_path / "nvfp4", torch.float32)
+    ids = torch.cat([IDS, torch.tensor([[4, 1, 77, 30, 9, 12, 60, 5]])])
+    leaf = model.get_input_embeddings()(ids).detach().requires_grad_()
+    model(inputs_embeds=leaf, labels=ids).loss.backward()
+    want = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    for mode in MODES:
+        of_leaf, grads = torch.load(tmp_path / "nvfp4" / f"{mode}.pt")
+        assert relative_error(of_leaf, leaf.grad) < 1e-4, mode
+        assert any(name.endswith("gate.weight") for name in grads)
+        for name, grad in grads.items():
+            assert relative_error(grad, want[name]) < 1e-4, (mode, name)
