@@ -223,6 +223,18 @@ def test_a_graph_runs_as_often_as_one_likes(driver):
 
 
 @needs_library
+def test_without_mailboxes_it_is_a_host_function(driver, monkeypatch):
+    def none_left(memory):
+        raise OSError
+
+    monkeypatch.setattr(cpu, "Mailbox", none_left)
+    w, batch = random_layer(**SIZES).weights, inputs(3, 0)
+    y = offload.experts(*batch, w)
+    driver.synchronize()
+    assert torch.equal(y, cpu.experts(*batch, w)) and offload._streams[None, 7].mailbox is None
+
+
+@needs_library
 def test_what_fails_is_nan_and_the_next_call_says_why(driver):
     w = random_layer(**SIZES).weights
     x, ids, p = inputs(3, 0)

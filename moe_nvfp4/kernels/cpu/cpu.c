@@ -206,6 +206,10 @@ typedef struct {
     int64_t element, step, few; /* bytes of an Element, STEP, FEW */
 } Path;
 
+/* Parts of a token's result: one token alone is not left to one thread. */
+enum { PART = 512 };
+INLINE int64_t parts_of(const Combine *c) { return (c->H + PART - 1) / PART; }
+
 /* The first weight row of a GEMM's item. */
 INLINE int64_t row_of(const Gemm *g, int64_t item) { return g->hit[item / g->tiles] * g->N + item % g->tiles * g->tile; }
 
@@ -703,7 +707,7 @@ int64_t run(const int64_t *program, int64_t count, int64_t path, int64_t threads
             add_phase(&job, p->quantize, q, q->R, q->R * q->K, threads);
         } else if (s->kind == COMBINE) {
             const Combine *c = &s->combine;
-            add_phase(&job, p->combine, c, c->T, c->T * c->top_k * c->H, threads);
+            add_phase(&job, p->combine, c, c->T * parts_of(c), c->T * c->top_k * c->H, threads);
         } else {
             const Gemm *g = &s->gemm;
             if (!fits(g->offsets, g->E, g->R, g->index, g->x_rows) || !fits(g->offsets, g->E, g->R, g->target, g->R)) {

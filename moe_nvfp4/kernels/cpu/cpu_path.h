@@ -515,12 +515,13 @@ static TARGET void NAME(quantize)(const void *problem, int64_t r, int64_t next, 
     for (int64_t b = 0; b < K16 && e < q->E; b++) q->sf[sf_offset(padded, b, K16)] = sf[b];
 }
 
-/* Token t: its slots weighted and added in fp32, in order. */
-static TARGET void NAME(combine)(const void *problem, int64_t t, int64_t next, int thread) {
+/* A part of a token: its slots weighted and added in fp32, in order. */
+static TARGET void NAME(combine)(const void *problem, int64_t i, int64_t next, int thread) {
     (void)next, (void)thread;
     const Combine *c = problem;
     float sum[64];
-    for (int64_t h = 0; h < c->H; h += 64) {
+    int64_t parts = parts_of(c), t = i / parts, h0 = i % parts * PART;
+    for (int64_t h = h0; h < MIN(h0 + PART, c->H); h += 64) {
         int64_t n = MIN(64, c->H - h);
         memset(sum, 0, sizeof sum);
         for (int64_t j = 0; j < c->top_k; j++) {
