@@ -12,7 +12,7 @@ import time
 
 import torch
 from benchmark_cpu import cpu_name
-from benchmark_model import CONFIGS, Decoder
+from benchmark_model import COMPARED, CONFIGS, Decoder, captured, without
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, StaticCache
 
 from moe_nvfp4 import NVFP4Experts
@@ -20,13 +20,14 @@ from moe_nvfp4.backends import named
 from moe_nvfp4.integrations.huggingface.config import MoeNvfp4Config
 from moe_nvfp4.integrations.huggingface.experts import describe, experts_for
 from moe_nvfp4.kernels.cpu import backend as cpu
+from moe_nvfp4.kernels.offload import backend as offload
 
 LAYERS = {  # name: (H, I, E, top_k, copies, so that weights are cold)
     "Qwen3-30B-A3B": (2048, 768, 128, 8, 6),
     "Qwen3-235B-A22B": (4096, 1536, 128, 8, 3),
     "DeepSeek-R1, 64 of 256 experts": (7168, 2048, 64, 8, 3),
 }
-PROMPTS = (128, 512, 4096)
+PROMPTS = (4096, 512, 64)
 GRAPH = 24  # calls of a layer in one graph
 
 
@@ -126,34 +127,30 @@ def one_layer(name, device, rate):
 
 def whole_model(name, device, rate, steps=32):
     config = CONFIGS[name]
+    start = time.perf_counter()
     model = build(name, device)
-    there = sum(p.numel() * p.element_size() for p in model.parameters() if p.device.type != "cpu" or device == "cpu")
+    weights = sum(p.numel() * p.element_size() for p in model.parameters() if p.device.type == device) / 1e9
+    print(f"{name}, all experts on the CPU, {weights:.2f} GB of weights on the {device} (made in "
+          f"{time.perf_counter() - start:.0f} s)", flush=True)  # fmt: skip
     decoder = Decoder(model, 1, steps, device)
     if device == "cuda":
-        graph = torch.cuda.CUDAGraph()
-        decoder.step()
-        with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
-            decoder.step()
-        eager = decoder.run(decoder.step, 8)
-        print("8 tokens with a graph are those without:", torch.equal(eager, decoder.run(graph.replay, 8)), flush=True)
-        step = graph.replay
-    else:
-        step = decoder.step
-    decoder.run(step, 4)
-    seconds = timed(lambda: decoder.run(step, steps)) / steps
+        tokens = decoder.run(decoder.step, COMPARED)
+        equal = torch.equal(tokens, decoder.run(captured(decoder.step, device), COMPARED))
+        print(f"{COMPARED} tokens with a graph are those without: {equal}", flush=True)
     sizes = config["hidden_size"], config["moe_intermediate_size"], config["num_experts_per_tok"]
     roof = config["num_hidden_layers"] * touched_bytes(*sizes) / rate / 1e9
-    for layer in model.model.layers:
-        layer.mlp.experts.forward = lambda x, *_: x
-    rest = graph_seconds(decoder.step) if device == "cuda" else 0.0
-    for layer in model.model.layers:
-        del layer.mlp.experts.forward
-    print(
-        f"{name}, all experts on the CPU: {1 / seconds:.1f} tokens/s, {seconds * 1e3:.1f} ms a step, {rest * 1e3:.1f} "
-        f"of them without experts; the experts' bytes take {roof * 1e3:.1f} ms ({roof / seconds:.0%} of a step); "
-        f"{there / 1e9:.2f} GB of weights on the GPU",
-        flush=True,
-    )
+    for asleep in (False, True) if device == "cuda" else (True,):
+        if device == "cuda":
+            offload.wait_asleep(asleep)
+        seconds = decoder.time()
+        how = "sleeps" if asleep else "spins"
+        print(
+            f"{1 / seconds:.1f} tokens/s, {seconds * 1e3:.1f} ms a step, while the thread that waits for the GPU "
+            f"{how}; the experts' bytes take {roof * 1e3:.1f} ms ({roof / seconds:.0%})",
+            flush=True,
+        )
+    with without("experts", model):
+        print(f"a step without experts: {decoder.time() * 1e3:.1f} ms", flush=True)
     for tokens in PROMPTS:
         ids = torch.randint(config["vocab_size"], (1, tokens), device=device)
         cache = lambda ids=ids: StaticCache(config=model.config, max_cache_len=ids.shape[1] + 1)

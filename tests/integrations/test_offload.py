@@ -13,7 +13,8 @@ from moe_nvfp4.integrations.huggingface import (
 from moe_nvfp4.integrations.huggingface.experts import HFExperts
 from moe_nvfp4.integrations.huggingface.offload import CONTEXT, SCRATCH, cache_bytes
 from moe_nvfp4.kernels.cpu import backend as cpu
-from tests.models import IDS, folder, load, logits, mixtral, qwen3_moe
+from tests.common import relative_error
+from tests.models import folder, load, logits, mixtral, qwen3_moe
 
 on_any_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 
@@ -101,9 +102,9 @@ def test_no_experts_no_layers():
 @pytest.mark.skipif(not cpu.available(), reason="no C compiler")
 def test_beside_a_gpu_the_model_says_the_same(tmp_path):
     model = swapped(tmp_path, cpu_experts="all")
-    want = model.generate(IDS, max_new_tokens=8, do_sample=False)
+    want = logits(model)
     model.to("cuda")
     assert {p.device.type for m in model.modules() if isinstance(m, HFExperts) for p in m.parameters()} == {"cpu"}
     assert model.lm_head.weight.is_cuda
-    got = model.generate(IDS.cuda(), max_new_tokens=8, do_sample=False)
-    assert torch.equal(got[:, : IDS.shape[1] + 1].cpu(), want[:, : IDS.shape[1] + 1])
+    assert relative_error(logits(model), want) < 0.05  # attention's bf16, in a model with random weights
+    assert torch.equal(logits(model.cpu()), want)
