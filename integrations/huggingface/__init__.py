@@ -16,11 +16,6 @@ Layers of multi-token prediction are not a part of a model: generate(use_mtp=Tru
 that the model was loaded from. Conversion and save_pretrained of a loaded model keep them as they are.
 """
 
-from importlib.metadata import version
-from importlib.util import find_spec
-
-from packaging.version import Version
-
 from moe_nvfp4.integrations.huggingface.config import MoeNvfp4Config, checkpoint_config
 from moe_nvfp4.integrations.huggingface.offload import describe_placement, keep_experts_on_cpu
 from moe_nvfp4.integrations.huggingface.quantizer import MoeNvfp4Quantizer
@@ -41,6 +36,3 @@ __all__ = [
 ]
 
 register()
-# LoRA on 4-bit layers; older ones wrap parameters in another way, and raise when 4-bit experts are called
-if find_spec("peft") and Version(version("peft")) >= Version("0.21"):
-    import moe_nvfp4.integrations.huggingface.peft  # noqa: F401

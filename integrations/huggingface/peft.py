@@ -6,8 +6,8 @@
 An adapter has the names and shapes that PEFT gives it on transformers' dense experts, so it loads onto either. Its two
 small products run between the stages of the 4-bit layer (`moe_nvfp4.training`); the weights are never made dense.
 
-Importing this module enters `LoraModel` in PEFT's registry PEFT_TYPE_TO_TUNER_MAPPING, in the place of PEFT's own,
-which it extends: for 4-bit layers it gives every LoraConfig the layers below, by `_register_custom_module`, PEFT's
+`register` enters `LoraModel` in PEFT's registry PEFT_TYPE_TO_TUNER_MAPPING, in the place of PEFT's own, which it
+extends: for 4-bit layers it gives every LoraConfig the layers below, by `_register_custom_module`, PEFT's
 (experimental) way to bring layers of one's own. Nothing else of PEFT changes.
 """
 
@@ -41,7 +41,15 @@ class LoraModel(lora.LoraModel):
         super()._create_and_replace(lora_config, *args, **kwargs)
 
 
-PEFT_TYPE_TO_TUNER_MAPPING[PeftType.LORA] = LoraModel
+def register() -> None:
+    """Have PEFT make LoRA models with this class; one that another package entered is left alone."""
+    if PEFT_TYPE_TO_TUNER_MAPPING[PeftType.LORA] is lora.LoraModel:
+        PEFT_TYPE_TO_TUNER_MAPPING[PeftType.LORA] = LoraModel
+
+
+def unregister() -> None:
+    if PEFT_TYPE_TO_TUNER_MAPPING[PeftType.LORA] is LoraModel:
+        PEFT_TYPE_TO_TUNER_MAPPING[PeftType.LORA] = lora.LoraModel
 
 
 class _Merging:

@@ -13,6 +13,9 @@ Entries of transformers.quantizers.auto
 Entry of transformers.integrations.moe
     ALL_EXPERTS_FUNCTIONS              "moe_nvfp4", the experts implementation that a 4-bit model reports (experts.py)
 
+Entry of peft
+    PEFT_TYPE_TO_TUNER_MAPPING         LORA, where PEFT 0.21 or newer is installed: a subclass of PEFT's own (peft.py)
+
 Used besides, though transformers does not document it (5.17 and 5.23 are tested, and have it unless noted)
     core_model_loading    WeightConverter and its _original_source_patterns, _original_target_patterns, _scoped_match,
                           scope_prefix, base_model_prefix, collected_tensors, layer_targets, _was_used,
@@ -34,8 +37,13 @@ Used besides, though transformers does not document it (5.17 and 5.23 are tested
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib import import_module
+from importlib.metadata import version
+from importlib.util import find_spec
+from types import ModuleType
 from typing import Any
 
+from packaging.version import Version
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.quantizers import auto
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -64,6 +72,9 @@ def register() -> None:
             _before[method] = entry
             configs[method] = MoeNvfp4Config if entry is None else _reader(method, entry)
 
+    if adapters := _adapters():
+        adapters.register()
+
 
 def unregister() -> None:
     """Take out what `register` entered. Models that are loaded go on running, and can be saved."""
@@ -78,6 +89,15 @@ def unregister() -> None:
     ALL_EXPERTS_FUNCTIONS.pop(IMPLEMENTATION, None)
     others = tuple(t for t in registries.LOADING_ATTRIBUTES_CONFIG_TYPES if t is not MoeNvfp4Config)
     registries.LOADING_ATTRIBUTES_CONFIG_TYPES = others
+    if adapters := _adapters():
+        adapters.unregister()
+
+
+def _adapters() -> ModuleType | None:
+    """What brings LoRA, where PEFT is there. Older ones wrap parameters in another way; calling the experts raises."""
+    if find_spec("peft") is None or Version(version("peft")) < Version("0.21"):
+        return None
+    return import_module("moe_nvfp4.integrations.huggingface.peft")
 
 
 def _is_ours(entry: type | None) -> bool:

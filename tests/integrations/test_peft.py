@@ -7,14 +7,21 @@ import torch
 
 pytest.importorskip("peft", reason="LoRA needs peft")
 
-from peft import LoraConfig, PeftModel, get_peft_model  # noqa: E402
+from peft import (  # noqa: E402
+    PEFT_TYPE_TO_TUNER_MAPPING,
+    LoraConfig,
+    PeftModel,
+    PeftType,
+    get_peft_model,
+)  # fmt: skip
+from peft.tuners import lora  # noqa: E402
 from tokenizers import Tokenizer, models  # noqa: E402
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.distributed.tensor import Shard, distribute_tensor  # noqa: E402
 from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments  # noqa: E402
 
 from moe_nvfp4.format import dequantize  # noqa: E402
-from moe_nvfp4.integrations.huggingface import set_activations, swap_experts  # noqa: E402
+from moe_nvfp4.integrations.huggingface import register, set_activations, swap_experts, unregister  # noqa: E402
 from moe_nvfp4.integrations.huggingface.experts import HFExperts  # noqa: E402
 from moe_nvfp4.linear import NVFP4Linear  # noqa: E402
 from moe_nvfp4.quantize.recipes import quantize_expert  # noqa: E402
@@ -172,6 +179,19 @@ def test_merging_quantizes_the_sums_by_the_layers_recipe(family, tmp_path):
     assert not adapters(merged) and isinstance(next(m for m in merged.modules() if m is experts), HFExperts)
     merged.save_pretrained(tmp_path / "merged")
     assert relative_error(logits(load(tmp_path / "merged", torch.float32)), logits(merged)) < CLOSE
+
+
+def test_pefts_registry_is_as_it_was_after_unregister():
+    assert PEFT_TYPE_TO_TUNER_MAPPING[PeftType.LORA] is not lora.LoraModel
+    unregister()
+    try:
+        assert PEFT_TYPE_TO_TUNER_MAPPING[PeftType.LORA] is lora.LoraModel
+    finally:
+        register()
+    assert issubclass(PEFT_TYPE_TO_TUNER_MAPPING[PeftType.LORA], lora.LoraModel)
+    dense = get_peft_model(make(qwen3_moe, torch.float32), config())  # other models get PEFT's own layers
+    wrapper = next(m for m in dense.modules() if type(m).__name__ == "ParamWrapper")
+    assert type(wrapper) is lora.ParamWrapper
 
 
 # ---- what is refused -----------------------------------------------------------------------------
