@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
@@ -27,10 +27,11 @@ import torch
 
 from moe_nvfp4 import reference
 from moe_nvfp4.kernels import cpu, offload, portable, sm90, sm100
-from moe_nvfp4.kernels.backend import Backend, Device, Problem
+from moe_nvfp4.kernels.backend import PACKAGES, Backend, Device, Gpu, Problem
+from moe_nvfp4.weights import ExpertWeights, LinearWeights
 
-__all__ = ["BACKENDS", "Backend", "Choice", "Device", "Problem", "Row", "explain", "named", "registered", "report",
-           "select"]  # fmt: skip
+__all__ = ["BACKENDS", "PACKAGES", "Backend", "Choice", "Device", "Gpu", "Problem", "Row", "Use", "compile_ahead",
+           "explain", "named", "registered", "report", "select"]  # fmt: skip
 
 
 class _Reference(Backend):
@@ -172,6 +173,29 @@ def named_on(name: str, device: torch.device) -> Backend:
 @cache
 def _warn(text: str) -> None:
     warnings.warn(text, stacklevel=6)
+
+
+class Use(NamedTuple):
+    """What calls of a layer, or of a linear, have in common: see `compile_ahead`. dtype of x; fused as in `Problem`."""
+
+    backend: Backend
+    weights: ExpertWeights | LinearWeights
+    dtype: torch.dtype
+    top_k: int = 1
+    fused: bool = True
+
+
+def compile_ahead(uses: Iterable[Use], gpu: Gpu, progress: bool = True) -> int:
+    """Compile what such calls launch on `gpu`, for any number of tokens, and load it there, so that no call waits for a
+    compiler; returns how many kernels were not in the cache folder. Several processes compile. Weights may be on meta.
+
+    RuntimeError with the compiler's message where one fails.
+    """
+    if not (uses := [use for use in uses if use.backend.packages]):
+        return 0
+    from moe_nvfp4.kernels.calls import call, compile_calls
+
+    return compile_calls(((use.backend, call(*use[1:])) for use in uses), gpu, progress)
 
 
 class Row(NamedTuple):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -10,6 +12,7 @@ from moe_nvfp4.backends import Backend, Problem, select, selected, shown
 from moe_nvfp4.checks import check_activations, check_bias_dtype, check_sizes
 from moe_nvfp4.scales import FP32Scales
 from moe_nvfp4.training import autocast
+from moe_nvfp4.weights import LinearWeights
 
 
 class NVFP4Linear(FP32Scales):
@@ -70,6 +73,14 @@ class NVFP4Linear(FP32Scales):
             self.activations, backend,
         )  # fmt: skip
         return y.view(*x.shape[:-1], self.out_features)
+
+    @property
+    def weights(self) -> LinearWeights:
+        """The parameters as they are now."""
+        p: dict[str, Any] = self._parameters
+        return LinearWeights(
+            p["weight"], p["weight_sf"], p["weight_global_scale"], p["bias"], p["input_scale"], self.activations
+        )
 
     def backend(self, dtype: torch.dtype = torch.bfloat16) -> Backend:
         """What runs this linear, where it is, on x of `dtype`."""

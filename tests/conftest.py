@@ -9,6 +9,9 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 # Before NumPy is imported: the emulator multiplies many small matrices, and threads would wait for each other.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
+# Models of many sizes, each of them called once or twice: kernels are compiled as calls need them.
+os.environ.setdefault("MOE_NVFP4_COMPILE", "lazy")
+
 import pytest  # noqa: E402
 import torch  # noqa: E402
 

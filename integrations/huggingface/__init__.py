@@ -19,6 +19,7 @@ that the model was loaded from. Conversion and save_pretrained of a loaded model
 from moe_nvfp4.integrations.huggingface.config import MoeNvfp4Config, checkpoint_config
 from moe_nvfp4.integrations.huggingface.offload import describe_placement, keep_experts_on_cpu
 from moe_nvfp4.integrations.huggingface.quantizer import MoeNvfp4Quantizer
+from moe_nvfp4.integrations.huggingface.ready import prepare_model
 from moe_nvfp4.integrations.huggingface.registry import register, unregister
 from moe_nvfp4.integrations.huggingface.swap import calibrate, set_activations, swap_experts
 
@@ -29,6 +30,7 @@ __all__ = [
     "checkpoint_config",
     "describe_placement",
     "keep_experts_on_cpu",
+    "prepare_model",
     "register",
     "set_activations",
     "swap_experts",

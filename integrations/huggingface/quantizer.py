@@ -38,6 +38,7 @@ from moe_nvfp4.integrations.huggingface.files import (
 )
 from moe_nvfp4.integrations.huggingface.linears import FP8Experts, LinearConverter, replace_linears, to_linear
 from moe_nvfp4.integrations.huggingface.offload import describe_placement, keep_experts_on_cpu
+from moe_nvfp4.integrations.huggingface.ready import prepare_model
 from moe_nvfp4.linear import NVFP4Linear
 from moe_nvfp4.quantize.dialects import DIALECTS
 from moe_nvfp4.quantize.importance import Importance, load_importance
@@ -257,7 +258,7 @@ class MoeNvfp4Quantizer(HfQuantizer):
         if self.quantization_config.cpu_experts is not None:
             keep_experts_on_cpu(model, self.quantization_config.cpu_experts)
             logger.info(describe_placement(model))
-        return self._dequantize(model) if self.quantization_config.dequantize else model
+        return self._dequantize(model) if self.quantization_config.dequantize else prepare_model(model)
 
     # ------------------------------------------------------------ saving
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Tensor] | None, dict]:

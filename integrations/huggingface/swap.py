@@ -26,6 +26,7 @@ from moe_nvfp4.integrations.huggingface.experts import (
 from moe_nvfp4.integrations.huggingface.gptq import gptq_model
 from moe_nvfp4.integrations.huggingface.offload import keep_experts_on_cpu
 from moe_nvfp4.integrations.huggingface.quantizer import MoeNvfp4Quantizer
+from moe_nvfp4.integrations.huggingface.ready import prepare_model
 from moe_nvfp4.linear import NVFP4Linear
 from moe_nvfp4.progress import progress_bar
 from moe_nvfp4.quantize.importance import LayerImportance, load_importance
@@ -106,7 +107,7 @@ def swap_experts(
         whole.config.quantization_config = config
     if cpu_experts is not None:
         keep_experts_on_cpu(model, cpu_experts)
-    return model
+    return prepare_model(model)
 
 
 def _check_weights(name: str, module: nn.Module, layout: ModuleLayout) -> None:

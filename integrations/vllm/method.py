@@ -13,6 +13,7 @@ from moe_nvfp4.integrations.vllm import engine
 from moe_nvfp4.integrations.vllm.loading import ExpertLoader
 from moe_nvfp4.layer import NVFP4Experts
 from moe_nvfp4.quantize.dialects import Dialect
+from moe_nvfp4.ready import prepare
 
 KINDS = ("weight", "sf", "global_scale", "input_scale")
 
@@ -82,7 +83,7 @@ class MoeNvfp4Method(FusedMoEMethodBase):
         else:
             self.loader.finish()
         del self.loader
-        layer.nvfp4.prepare(self.moe.in_dtype)
+        prepare(layer.nvfp4, self.moe.experts_per_token, self.moe.in_dtype)
 
     def get_fused_moe_quant_config(self, layer: RoutedExperts) -> None:
         return None  # vLLM's own kernels want one

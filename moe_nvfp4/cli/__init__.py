@@ -7,7 +7,20 @@ import sys
 from typing import NoReturn
 
 from moe_nvfp4._version import __version__
-from moe_nvfp4.cli import bench, calibrate, chat, compare, env, generate, importance, info, quantize, serve, verify
+from moe_nvfp4.cli import (
+    bench,
+    calibrate,
+    chat,
+    compare,
+    compile,
+    env,
+    generate,
+    importance,
+    info,
+    quantize,
+    serve,
+    verify,
+)
 from moe_nvfp4.demo import DemoError
 
 COMMANDS = (
@@ -21,6 +34,7 @@ COMMANDS = (
     compare,
     serve,
     bench,
+    compile,
     env,
 )  # as --help lists them; fmt: skip
 

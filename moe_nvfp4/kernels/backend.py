@@ -53,6 +53,19 @@ class Device:
         return f"{self.name or self.type} (compute capability {self.capability[0]}.{self.capability[1]})"
 
 
+class Gpu(NamedTuple):
+    """What compilers and plans ask of an NVIDIA GPU, which need not be there. `ordinal`: of the one that is."""
+
+    capability: tuple[int, int]
+    multiprocessors: int
+    ordinal: int | None = None
+
+    @staticmethod
+    def of(device: torch.device) -> Gpu:
+        properties = torch.cuda.get_device_properties(device)
+        return Gpu((properties.major, properties.minor), properties.multi_processor_count, device.index or 0)
+
+
 class Problem(NamedTuple):
     """What is to be run, as far as a choice depends on it.
 
@@ -80,6 +93,7 @@ class Backend:
     name         that of its folder, and what MOE_NVFP4_BACKEND calls it
     device_type  of the devices it is for
     whole        whether `experts` runs a layer in one call; if not, its stages run one after the other
+    packages     of PACKAGES, what compiles its kernels, on first use or ahead (see `kernels.calls`)
     layout       its name, if `prepare` brings weights into a layout of its own; None: kernels read the checkpoint's
     host_weights whether it is for `Problem.host_weights`, and for nothing else
     """
@@ -87,6 +101,7 @@ class Backend:
     name: ClassVar[str]
     device_type: ClassVar[str] = "cuda"
     whole: ClassVar[bool] = True
+    packages: ClassVar[tuple[str, ...]] = ()
     layout: ClassVar[str | None] = None
     host_weights: ClassVar[bool] = False
 

@@ -29,7 +29,7 @@ ORDER = [
     ["training"],
     ["ops"],
     ["layer", "linear"],
-    ["bench", "calibrate", "evaluate"],
+    ["bench", "calibrate", "evaluate", "ready"],
     ["__init__"],
     ["integrations"],
     ["environment"],

@@ -15,49 +15,27 @@ from pathlib import Path
 
 import torch
 import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 from moe_nvfp4.kernels.portable import backend, config, dense
-from moe_nvfp4.kernels.portable.launch import target
+from moe_nvfp4.kernels.portable.launch import compile_variant
 from moe_nvfp4.weights import SILU, ExpertWeights, Gate, LinearWeights
 from tests.common import reference_layer, relative_error
 from tests.emulator import EmulatorError, emulate
 
 ARCHITECTURES = (80, 86, 89, 90, 100, 103, 120, 121)
-TYPES = {
-    torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.uint8: "*u8", torch.int32: "*i32",
-    torch.int64: "*i64",
-}  # fmt: skip
 OAI = Gate("silu", alpha=1.702, limit=0.7, up_offset=1.0)
 
 
-def split_arguments(kernel, arguments):
-    """(signature, constants, attributes) as Triton makes them of a launch: tensors are aligned, integers anything."""
-    signature, constants, attributes = {}, {}, {}
-    for i, (parameter, value) in enumerate(zip(kernel.params, arguments, strict=True)):
-        if isinstance(value, torch.Tensor):
-            signature[parameter.name], attributes[(i,)] = TYPES[value.dtype], [["tt.divisibility", 16]]
-        elif parameter.is_constexpr or value is None:
-            signature[parameter.name], constants[parameter.name] = "constexpr", value
-        else:
-            assert parameter.do_not_specialize, parameter.name
-            signature[parameter.name] = "i32"
-    return signature, constants, attributes
-
-
 @cache
-def build(kernel, signature, constants, attributes, options, architecture):
-    source = ASTSource(kernel, dict(signature), dict(constants), {key: [list(v)] for key, v in attributes})
-    options = {**dict(options), **target()}
-    return triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
+def build(architecture, kernel, kinds, constants, options):
+    return compile_variant(divmod(architecture, 10), kernel, kinds, constants, options)
 
 
 def compiled(kernel, arguments, options, architecture=80):
-    signature, constants, attributes = split_arguments(kernel, arguments)
-    attributes = tuple((key, tuple(v[0])) for key, v in attributes.items())
-    key = (tuple(signature.items()), tuple(constants.items()), attributes, tuple(options.items()))
-    return build(kernel, *key, architecture)
+    """As a launch with aligned tensors compiles it."""
+    n = sum(not p.is_constexpr for p in kernel.params)
+    kinds = tuple(a.dtype if isinstance(a, torch.Tensor) else None if a is None else int for a in arguments[:n])
+    return build(architecture, kernel, kinds, arguments[n:], tuple(options.items()))
 
 
 class Launches:

@@ -29,12 +29,6 @@ GATES = {
 }
 
 
-@pytest.fixture(autouse=True)
-def only_what_runs(monkeypatch):
-    """Compile no kernels but those that a test runs: every one has sizes of its own."""
-    monkeypatch.setattr(portable, "_compiles", lambda x: False)
-
-
 def make_weights(E, H, I, gate=SILU, activations="bf16", bias=False, x_scale=None, h_scale=None):
     """Any codes; block scales from zero over subnormal ones to some hundreds; a global scale for each matrix."""
 
@@ -166,8 +160,8 @@ def test_routing(T):
     assert torch.equal(r.offsets, want.offsets) and torch.equal(r.order[:live], want.order[:live])
     assert torch.equal(r.row_expert[:live], want.expert_of_row()[:live])
     assert torch.equal(r.position[r.order[:live].long()], torch.arange(live, dtype=torch.int32, device=DEVICE))
-    tiles, count = want.tiles(BM), int(r.tile_count)
-    assert count == int(tiles.count) and (r.tile_expert[count:] == -1).all()
+    tiles, count = want.tiles(BM), int(r.tile_count[0])
+    assert count == int(tiles.count) and (r.tile_expert[count : portable.max_tiles(T * top_k, E, BM)] == -1).all()
     assert torch.equal(r.tile_expert[:count], tiles.expert[:count])
     assert torch.equal(r.tile_row[:count], tiles.row[:count])
     assert torch.equal(r.tile_end[:count], want.offsets[1:][tiles.expert[:count]])

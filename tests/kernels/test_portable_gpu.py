@@ -12,9 +12,9 @@ pytest.importorskip("triton", reason="the portable backend's kernels are Triton'
 if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 0):
     pytest.skip("needs a GPU of compute capability 8.0 or above", allow_module_level=True)
 
-from moe_nvfp4 import NVFP4Experts, backends  # noqa: E402
+from moe_nvfp4 import NVFP4Experts, backends, ready  # noqa: E402
 from moe_nvfp4 import format as nvfp4  # noqa: E402
-from moe_nvfp4.kernels.portable import backend as portable_backend  # noqa: E402
+from moe_nvfp4.kernels.common import ahead  # noqa: E402
 from moe_nvfp4.linear import NVFP4Linear  # noqa: E402
 from tests.common import THRESHOLDS, reference_layer, relative_error  # noqa: E402
 from tests.kernels.test_portable import GATES, batch, make_weights  # noqa: E402
@@ -66,18 +66,17 @@ def test_sizes_of_models(E, H, I, top_k, T, activations):
 
 
 @pytest.mark.parametrize("activations", ["bf16", "nvfp4"])
-def test_the_first_call_compiles_all(activations, monkeypatch):
-    """Calls of any other size find their kernels."""
-    experts = module(16, 320, 192, activations)
-    experts(*batch(1, 320, 16, 4))
-    dense = portable_backend.dense
-    for kernel in (
-        portable_backend.route_kernel, portable_backend.quantize_kernel, portable_backend.gemm_kernel,
-        portable_backend.combine_kernel, dense.dequantize_kernel, dense.gate_kernel,
-    ):  # fmt: skip
-        monkeypatch.setattr(kernel, "compile", None, raising=False)  # which a kernel that never ran does not have
-    for T in (2, 5, 11, 23, 47, 101, 333, 777, 1234, 3000, 9000):
-        assert experts(*batch(T, 320, 16, 4)).isfinite().all()
+def test_no_call_compiles_after_prepare(activations, monkeypatch):
+    """Whatever the number of tokens and the dtypes of the router."""
+    monkeypatch.setenv("MOE_NVFP4_COMPILE", "ahead")
+    experts, linear = module(16, 320, 192, activations), make_linear(96, 320)
+    ready.prepare(torch.nn.ModuleList([experts, linear]), top_k=3)
+    before = ahead.compilations
+    for T in (1, 2, 5, 11, 23, 47, 65, 101, 333, 777, 1234, 3000, 9000, 50000):
+        x, ids, weights = batch(T, 320, 16, 3)
+        assert experts(x, ids, weights).isfinite().all() and linear(x).isfinite().all()
+        assert experts(x, ids.int(), weights.bfloat16()).isfinite().all()
+    assert ahead.compilations == before
 
 
 @pytest.mark.parametrize("gate", GATES)

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_nvfp4 import format as nvfp4
+from moe_nvfp4 import ready
 from moe_nvfp4.kernels.sm90 import pack as sm90_pack
 from moe_nvfp4.layer import NVFP4Experts
 from moe_nvfp4.ops import moe_forward
@@ -411,6 +412,21 @@ def test_an_illegal_id_is_reported():
     env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=120)
     assert "raised" in result.stdout, result.stdout + result.stderr
+
+
+@on_gpu
+@pytest.mark.parametrize("activations", ["bf16", "nvfp4"])
+def test_no_call_compiles_after_prepare(activations, monkeypatch):
+    from moe_nvfp4.kernels.common import ahead
+
+    monkeypatch.setenv("MOE_NVFP4_COMPILE", "ahead")
+    layer = make_layer(16, 256, 128, activations=activations)
+    ready.prepare(layer, top_k=3)
+    before = ahead.compilations
+    for T in (1, 2, 5, 11, 23, 47, 65, 101, 333, 777, 1234, 3000, 9000, 50000):
+        x, (ids, weights) = tokens(T, 256), routing(T, 16, 3)
+        assert layer(x, ids, weights).isfinite().all() and layer(x, ids.int(), weights.bfloat16()).isfinite().all()
+    assert ahead.compilations == before
 
 
 @on_gpu

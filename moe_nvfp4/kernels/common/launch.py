@@ -1,15 +1,12 @@
-"""Compile a CuTe DSL kernel once: in memory, and on disk (see `cache`) for the next process.
+"""Compile a CuTe DSL kernel once: in memory, and on disk (see `ahead`) for the next process.
 
-Objects are named by a hash of this package's kernel sources, the DSL's version, the GPU architecture
-and the kernel's configuration. Where they cannot be kept, the next process compiles again.
+Files are named by the DSL's version, the GPU architecture and the kernel's configuration.
 """
 
 from __future__ import annotations
 
-import hashlib
-import sys
+import os
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 
 import cutlass
@@ -18,7 +15,8 @@ import torch
 from cutlass import BFloat16, Float16, Float32, Int32, Int64
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
-from moe_nvfp4.cache import is_whole, keep, own_folder
+from moe_nvfp4.cache import is_whole, keep
+from moe_nvfp4.kernels.common import ahead
 
 _OPTIONS = "--enable-tvm-ffi"
 DTYPES = {
@@ -44,30 +42,29 @@ def compiled(kernel: object, arguments: tuple, architecture: str) -> Callable:
 
     `kernel.__call__` takes `arguments` (placeholders) and a stream; repr(kernel) must tell its configuration.
     """
-    key = hashlib.sha256(_sources())
-    for part in (cutlass.__version__, architecture, repr(kernel), repr([str(a) for a in arguments])):
-        key.update(b"\0" + part.encode())
-    folder = _folder()
-    target = None if folder is None else folder / f"{key.hexdigest()[:32]}.o"
+    target = file(kernel, arguments, architecture)
     if target is not None and is_whole(target):
         return cutlass.runtime.load_module(str(target), enable_tvm_ffi=True).kernel
-    print(f"moe_nvfp4: compiling {kernel!r} for {architecture}, a few seconds, once", file=sys.stderr)
+    ahead.count_compilation(f"{kernel!r} for {architecture}")
+    return _compile(kernel, arguments, target)
+
+
+def file(kernel: object, arguments: tuple, architecture: str) -> Path | None:
+    """Where it is kept."""
+    parts = cutlass.__version__, architecture, repr(kernel), repr([str(a) for a in arguments])
+    return ahead.kernel_file(".o", *parts)
+
+
+def build(kernel: object, arguments: tuple, architecture: str) -> None:
+    """Compile it into its file, on a machine of any kind: CUTE_DSL_ARCH says that it is for `architecture`."""
+    assert os.environ["CUTE_DSL_ARCH"] == architecture
+    target = file(kernel, arguments, architecture)
+    if target is None or not is_whole(target):
+        _compile(kernel, arguments, target)
+
+
+def _compile(kernel: object, arguments: tuple, target: Path | None) -> Callable:
     function = cute.compile(kernel, *arguments, make_fake_stream(use_tvm_ffi_env_stream=True), options=_OPTIONS)
     if target is not None:
         keep(target, lambda name: function.export_to_c(name, function_name="kernel"))
     return function
-
-
-@cache
-def _folder() -> Path | None:
-    try:
-        return own_folder("kernels")
-    except OSError as error:
-        print(f"moe_nvfp4: compiled kernels are not kept: {error}", file=sys.stderr)
-        return None
-
-
-@cache
-def _sources() -> bytes:
-    kernels = Path(__file__).parents[1]
-    return b"".join(file.read_bytes() for file in [*sorted(kernels.rglob("*.py")), kernels.parent / "weights.py"])

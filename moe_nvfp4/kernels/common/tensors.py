@@ -5,6 +5,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from moe_nvfp4.kernels.common.ahead import noted_gpu
+
 
 def aligned(x: Tensor) -> Tensor:
     """Contiguous, and at an address that TMA and 16-byte loads can read from."""
@@ -28,6 +30,12 @@ def settle(device: torch.device) -> None:
     torch.empty(1, device=device).fill_(0)
 
 
-@cache
 def multiprocessors(device: torch.device) -> int:
+    """Of a GPU; of the one that launches are noted for (`ahead`), where tensors are on meta."""
+    gpu = noted_gpu() if device.type == "meta" else None
+    return _multiprocessors(device) if gpu is None else gpu.multiprocessors
+
+
+@cache
+def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count

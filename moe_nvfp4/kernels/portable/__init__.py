@@ -11,13 +11,14 @@ from moe_nvfp4.weights import Gate, Projection
 
 class Portable(Backend):
     name = "portable"
+    packages = ("triton",)
 
     def unavailable(self, device: Device) -> str | None:
         if device.type != "cuda":
             return "runs on GPUs"
         if device.capability is not None and device.capability < (8, 0):
             return "runs on compute capability 8.0 and above (A100, RTX 30 and newer)"
-        return not_installed(device, ("triton",), "pip install triton")
+        return not_installed(device, self.packages, "pip install triton")
 
     def unsupported(self, device: Device, problem: Problem) -> str | None:
         if problem.dtype not in (torch.bfloat16, torch.float16):

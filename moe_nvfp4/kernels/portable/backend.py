@@ -13,33 +13,29 @@ adds them in fp32. Where large batches go through `dense`, GEMM 1's sums are rou
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
-from contextvars import ContextVar
-from dataclasses import dataclass
-from functools import lru_cache
 from math import inf
+from typing import NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from moe_nvfp4 import format as nvfp4
 from moe_nvfp4 import reference
+from moe_nvfp4.kernels.common.ahead import noted_gpu, planned_tokens
 from moe_nvfp4.kernels.common.tensors import aligned, floating, multiprocessors
 from moe_nvfp4.kernels.portable import config, dense
 from moe_nvfp4.kernels.portable import gate as gates
-from moe_nvfp4.kernels.portable.config import Plan, Tile
+from moe_nvfp4.kernels.portable.config import Plan, Tile, next_power_of_2
 from moe_nvfp4.kernels.portable.dequantize import how
 from moe_nvfp4.kernels.portable.gemm import gemm_kernel
-from moe_nvfp4.kernels.portable.launch import compile_ahead, launch
+from moe_nvfp4.kernels.portable.launch import launch
 from moe_nvfp4.kernels.portable.rows import combine_kernel, quantize_kernel, route_kernel
 from moe_nvfp4.routing import Groups, Rows
 from moe_nvfp4.weights import ExpertWeights, Gate, LinearWeights, Projection
 
 _RAW = Gate("raw")
-_device: ContextVar[torch.device | None] = ContextVar("device", default=None)  # that meta tensors stand for
 _TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
@@ -56,20 +52,14 @@ def experts(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: Expe
     if T > most:
         parts = (t.split(most) for t in (x, top_k_index, top_k_weights))
         return torch.cat([experts(*part, w) for part in zip(*parts, strict=True)], out=out)
-    if _compiles(x):
-        dtypes = x.dtype, top_k_index.dtype, top_k_weights.dtype
-        _compile_layer(_kind(*w.tensors()), w.activations, w.gate, top_k, dtypes, x.device)
-    return _experts(x, top_k_index, top_k_weights, w, out)
-
-
-def _experts(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, w: ExpertWeights, out: Tensor) -> Tensor:
-    top_k, ids, x = top_k_index.shape[1], top_k_index.contiguous().view(-1), _columns(x)
+    ids, x, top_k_weights = _ids(top_k_index), _columns(x), aligned(floating(top_k_weights))
+    planned = planned_tokens(T, top_k) * top_k
     with _on(x.device):
-        if _dense_pays(w, ids.shape[0], x):
-            return _experts_dense(x, ids, top_k_weights, w, out)
-        plan = _plan(w, ids.shape[0], x.dtype, x.device)
+        if _dense_pays(w, planned, x):
+            return _experts_dense(x, ids, top_k_weights, w, out, planned)
+        plan = _plan(w, planned, x.dtype, x.device)
         static = w.activations == "nvfp4" and (w.x_scale is not None or w.h_scale is not None)
-        routing = route(ids, w.num_experts, plan.BM, row_expert=static)
+        routing = route(ids, w.num_experts, plan.BM, planned, row_expert=static)
         rows = _Values(x, index=routing.order, index_div=top_k)
         if w.activations == "nvfp4":
             rows = _quantize(rows, w.x_scale, routing)
@@ -81,13 +71,15 @@ def _experts(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, w: ExpertWei
     return out
 
 
-def _experts_dense(x: Tensor, ids: Tensor, top_k_weights: Tensor, w: ExpertWeights, out: Tensor) -> Tensor:
+def _experts_dense(
+    x: Tensor, ids: Tensor, top_k_weights: Tensor, w: ExpertWeights, out: Tensor, planned: int
+) -> Tensor:
     """`experts` for bf16 rows, by torch's grouped product over weights in bf16, `dense.SCRATCH` bytes at a time."""
     (R,), E, I = ids.shape, w.num_experts, w.intermediate_size
-    r = route(ids, E, R, row_expert=True, position=True)
-    rows, h = x[r.order // (R // x.shape[0])], x.new_empty(R, I)
+    r = route(ids, E, R, planned, row_expert=True, position=True)
+    rows, h = x.new_empty(R, x.shape[1]) if x.is_meta else x[r.order // (R // x.shape[0])], x.new_empty(R, I)
     for first, n, product in dense.products(rows, aligned(w.w13), aligned(w.w13_sf), r.offsets, w.gate.gated):
-        block = min(1024, triton.next_power_of_2(n))
+        block = min(1024, next_power_of_2(n))
         launch(
             dense.gate_kernel, (R, -(-n // block)), product, r.row_expert, r.live, w.gate_scale, w.up_scale, w.b13, h,
             first, I, n, *_gate(w.gate), block, how(), num_warps=4,
@@ -107,7 +99,7 @@ def gemm1_swiglu(rows: Rows, weights: ExpertWeights, groups: Groups, dtype: torc
     if groups.num_rows == 0:
         return reference.gemm1_swiglu(rows, weights, groups, dtype)
     static = w.activations == "nvfp4" and w.h_scale is not None and w.gate.kind != "raw"
-    plan = _plan(w, groups.num_rows, dtype, device)
+    plan = _plan(w, planned_tokens(groups.num_rows), dtype, device)
     with _on(device):
         h = _up(_values(rows, groups), w, _Routing.of(groups, plan.BM), plan, torch.float32 if static else dtype)
     h = h[:, : w.w13.shape[1] if w.gate.kind == "raw" else w.intermediate_size]
@@ -116,15 +108,17 @@ def gemm1_swiglu(rows: Rows, weights: ExpertWeights, groups: Groups, dtype: torc
 
 def gemm2_combine(h: Rows, weights: ExpertWeights, groups: Groups, top_k_weights: Tensor, dtype: torch.dtype) -> Tensor:
     """As `reference.gemm2_combine`."""
-    w, R, device = weights, groups.num_rows, groups.order.device
-    out = torch.empty(top_k_weights.shape[0], w.hidden_size, dtype=dtype, device=device)
+    w, R, (T, top_k), device = weights, groups.num_rows, top_k_weights.shape, groups.order.device
+    out = torch.empty(T, w.hidden_size, dtype=dtype, device=device)
     if R == 0:
         return out.zero_()
-    ids = torch.empty_like(groups.order).index_copy_(0, groups.order.long(), groups.expert_of_row())
-    plan = _plan(w, R, dtype, device)
+    ids = torch.empty_like(groups.order)
+    if not ids.is_meta:
+        ids.index_copy_(0, groups.order.long(), groups.expert_of_row())
+    plan = _plan(w, planned_tokens(T, top_k) * top_k, dtype, device)
     with _on(device):
         y = _down(_values(h, groups), w, _Routing.of(groups, plan.BM), plan)
-        _combine(y, ids, top_k_weights, out, w.num_experts)
+        _combine(y, ids, aligned(floating(top_k_weights)), out, w.num_experts)
     return out
 
 
@@ -144,13 +138,7 @@ def linear(x: Tensor, weights: LinearWeights) -> Tensor:
     """y [T, N] = x [T, K] · wᵀ (+ bias), in x's dtype bf16 or fp16."""
     if x.shape[0] == 0:
         return x.new_empty(0, weights.codes.shape[0])
-    if _compiles(x):
-        _compile_linear(_kind(*weights[:-1]), weights.activations, x.dtype, x.device)
-    return _linear(x, weights)
-
-
-def _linear(x: Tensor, w: LinearWeights) -> Tensor:
-    T, (N, K2) = x.shape[0], w.codes.shape
+    w, T, (N, K2) = weights, x.shape[0], weights.codes.shape
     out = x.new_empty(T, N)
     x, scale = _columns(x), w.global_scale.view(-1)
     with _on(x.device):
@@ -159,7 +147,7 @@ def _linear(x: Tensor, w: LinearWeights) -> Tensor:
         rows = _Values(x)
         if w.activations == "nvfp4":
             rows = _quantize(rows, w.input_scale, None)
-        BM, tile, splits = config.plan_linear(N, K2 * 2, T, _sms(x.device))
+        BM, tile, splits = config.plan_linear(N, K2 * 2, planned_tokens(T), _sms(x.device))
         part = config.part_of(K2 * 2, splits, tile.BK)
         splits = -(-K2 * 2 // part)
         y = out[None] if splits == 1 else x.new_empty(splits, T, N, dtype=torch.float32)
@@ -172,8 +160,7 @@ def _linear(x: Tensor, w: LinearWeights) -> Tensor:
 # ---- rows, routing -------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Values:
+class _Values(NamedTuple):
     """Row r of a GEMM is values[index[r] // index_div] [*, K], K a multiple of 16; `scale` fp32 [*] if quantized."""
 
     values: Tensor
@@ -182,9 +169,9 @@ class _Values:
     index_div: int = 1
 
 
-@dataclass(frozen=True)
-class _Routing:
-    """`routing.Groups` and their tiles of BM rows: expert (-1: no tile), first row, end of the expert's rows."""
+class _Routing(NamedTuple):
+    """`routing.Groups` and their tiles of BM rows: expert (-1: no tile), first row, end of the expert's rows. Those of
+    tiles may be longer than they need be."""
 
     order: Tensor
     offsets: Tensor
@@ -197,6 +184,10 @@ class _Routing:
 
     @classmethod
     def of(cls, groups: Groups, BM: int) -> _Routing:
+        if groups.order.is_meta:  # launches are noted
+            empty = groups.order.new_empty
+            parts = [empty(max_tiles(groups.num_rows, groups.num_experts, BM)) for _ in range(3)]
+            return cls(groups.order, groups.offsets, *parts, empty(1))
         tiles = groups.tiles(BM)
         end = groups.offsets[tiles.expert.clamp(min=0) + 1]
         return cls(groups.order, groups.offsets, tiles.expert, tiles.row, end, tiles.count)
@@ -207,8 +198,10 @@ class _Routing:
         return self.offsets[-1:]
 
 
-def route(ids: Tensor, E: int, BM: int, row_expert: bool = False, position: bool = False) -> _Routing:
-    """Assignments [R] sorted by expert; with `position`, unrouted rows have order 0.
+def route(
+    ids: Tensor, E: int, BM: int, planned: int | None = None, row_expert: bool = False, position: bool = False
+) -> _Routing:
+    """Assignments int32 or int64 [R] sorted by expert; with `position`, unrouted rows have order 0.
 
     An id outside the legal range stops the kernel with a message: the next synchronization raises.
     """
@@ -216,12 +209,13 @@ def route(ids: Tensor, E: int, BM: int, row_expert: bool = False, position: bool
     sizes = (R, E + 1, tiles, tiles, tiles, 1, R if row_expert else 0, R if position else 0)
     padded = [-(-n // 4) * 4 for n in sizes]  # each begins at a multiple of 16 bytes
     buffer = ids.new_zeros if position else ids.new_empty
-    parts = buffer(sum(padded), dtype=torch.int32).split(padded)
-    parts = [part[:n] if n else None for part, n in zip(parts, sizes, strict=True)]
-    order, offsets, tile_expert, tile_row, tile_end, tile_count, of_row, of_slot = parts
-    EP = max(16, triton.next_power_of_2(E))
-    histogram = R > 128 or EP > 512
-    chunk = min(4096, max(256, triton.next_power_of_2(R))) if histogram else max(16, min(128, 8192 // EP))
+    parts = buffer(sum(padded), dtype=torch.int32).split_with_sizes(padded)
+    order, offsets = (part if len(part) == n else part[:n] for part, n in zip(parts, sizes[:2], strict=False))
+    _, _, tile_expert, tile_row, tile_end, tile_count, of_row, of_slot = parts
+    of_row, of_slot = of_row if row_expert else None, of_slot if position else None
+    EP, planned = max(16, next_power_of_2(E)), planned or R
+    histogram = planned > 128 or EP > 512
+    chunk = min(4096, max(256, next_power_of_2(planned))) if histogram else max(16, min(128, 8192 // EP))
     launch(
         route_kernel, (E,), ids, order, of_slot, of_row, offsets, tile_expert, tile_row, tile_end, tile_count, R, BM,
         tiles, E, EP, chunk, histogram, num_warps=8 if chunk >= 1024 else 4, debug=True, sanitize_overflow=False,
@@ -234,6 +228,11 @@ def max_tiles(R: int, E: int, BM: int) -> int:
     return R // BM + min(E, R)
 
 
+def _ids(top_k_index: Tensor) -> Tensor:
+    """[R], int32 or int64."""
+    return aligned(top_k_index if top_k_index.dtype in (torch.int32, torch.int64) else top_k_index.long()).view(-1)
+
+
 def _columns(x: Tensor) -> Tensor:
     """Rows whose width is a multiple of 16, at an address that is."""
     return aligned(nvfp4.pad_k(x))
@@ -242,6 +241,10 @@ def _columns(x: Tensor) -> Tensor:
 def _values(rows: Rows, groups: Groups) -> _Values:
     if not rows.is_nvfp4:
         return _Values(_columns(rows.values), index=rows.index)
+    if rows.values.is_meta:
+        return _Values(
+            rows.values.new_empty(groups.num_rows, 2 * rows.values.shape[1], dtype=torch.bfloat16), rows.scale
+        )
     sf = nvfp4.unswizzle_sf_grouped(rows.sf, groups.offsets, groups.num_rows, rows.values.shape[1] // 8)
     return _Values(nvfp4.dequantize(rows.values, sf, None, torch.bfloat16), rows.scale)
 
@@ -258,7 +261,7 @@ def _quantize(rows: _Values, expert_scale: Tensor | None, routing: _Routing | No
         expert, live = routing.row_expert, routing.live
         rows = _Values(x)
     values, scale = x.new_empty(n, K, dtype=torch.bfloat16), x.new_empty(n, dtype=torch.float32)
-    block = min(2048, triton.next_power_of_2(K))
+    block = min(2048, next_power_of_2(K))
     launch(
         quantize_kernel, (n,), x, index, expert, expert_scale, live, values, scale, K, index_div, block, how(),
         num_warps=4 if block >= 1024 else 1,
@@ -319,8 +322,7 @@ def _gate(gate: Gate) -> tuple:
 def _combine(y: Tensor, ids: Tensor | None, weights: Tensor | None, out: Tensor, E: int, late=(None,) * 3) -> None:
     """`late`: position, scale and bias, for `combine_kernel` to find the rows and finish them."""
     (splits, R, N), T = y.shape, out.shape[0]
-    block = min(1024, triton.next_power_of_2(N)) if T >= 64 else 256
-    weights = None if weights is None else floating(weights).contiguous()
+    block = min(1024, next_power_of_2(N)) if T >= 64 else 256
     launch(
         combine_kernel, (T, -(-N // block)), y, ids, weights, *late, out, R, out.stride(0), E, R // T, N, splits, block,
         how(), num_warps=4,
@@ -328,60 +330,6 @@ def _combine(y: Tensor, ids: Tensor | None, weights: Tensor | None, out: Tensor,
 
 
 # ---- what is launched where ----------------------------------------------------------------------
-
-
-# The first call of a layer of its kind compiles what any number of tokens needs, so that no later one does.
-
-
-def _compiles(x: Tensor) -> bool:
-    return x.device.type == "cuda" and how() != "interpreted" and not torch.cuda.is_current_stream_capturing()
-
-
-def _kind(*tensors: Tensor | None) -> tuple:
-    return tuple(None if t is None else (t.shape, t.dtype) for t in tensors)
-
-
-def _meta(kind: tuple | None) -> Tensor | None:
-    return None if kind is None else torch.empty(kind[0], dtype=kind[1], device="meta")
-
-
-def _counts(most: int) -> list[int]:
-    """Numbers of tokens among which every tile shape, number of parts and block size is."""
-    return sorted({min(most, max(1, round(2 ** (i / 4)))) for i in range(4 * most.bit_length())})
-
-
-@lru_cache(maxsize=256)
-def _compile_layer(
-    weights: tuple, activations: str, gate: Gate, top_k: int, dtypes: tuple[torch.dtype, ...], device: torch.device
-) -> None:
-    w = ExpertWeights(gate, activations, *map(_meta, weights))
-
-    def launches():
-        for T in _counts(config.MAX_ROWS // top_k):
-            shapes = (T, w.hidden_size), (T, top_k), (T, top_k)
-            inputs = map(_meta, zip(shapes, dtypes, strict=True))
-            _experts(*inputs, w, torch.empty(shapes[0], dtype=dtypes[0], device="meta"))
-
-    _compile_for(device, launches)
-
-
-@lru_cache(maxsize=256)
-def _compile_linear(weights: tuple, activations: str, dtype: torch.dtype, device: torch.device) -> None:
-    w = LinearWeights(*map(_meta, weights), activations)
-
-    def launches():
-        for T in _counts(2048):
-            _linear(_meta(((T, w.codes.shape[1] * 2), dtype)), w)
-
-    _compile_for(device, launches)
-
-
-def _compile_for(device: torch.device, launches: Callable[[], None]) -> None:
-    kept = _device.set(device)
-    try:
-        compile_ahead(launches, device)
-    finally:
-        _device.reset(kept)
 
 
 def _plan(w: ExpertWeights, R: int, dtype: torch.dtype, device: torch.device) -> Plan:
@@ -396,16 +344,19 @@ def _dense_pays(w: ExpertWeights, R: int, x: Tensor) -> bool:
 
 
 def _capability(device: torch.device) -> tuple[int, int] | None:
-    device = _device.get() or device
+    if (gpu := noted_gpu()) is not None:
+        return gpu.capability
     nvidia = device.type == "cuda" and torch.version.cuda is not None
     return torch.cuda.get_device_capability(device) if nvidia else None
 
 
 def _sms(device: torch.device) -> int:
-    device = _device.get() or device
-    return multiprocessors(device) if device.type == "cuda" else 1
+    return 1 if device.type == "cpu" else multiprocessors(device)
+
+
+_HERE = nullcontext()
 
 
 def _on(device: torch.device):
-    """Triton launches on the current device."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    """Launches go to the current device."""
+    return _HERE if device.type != "cuda" or device.index == torch.cuda.current_device() else torch.cuda.device(device)

@@ -7,8 +7,10 @@ from functools import lru_cache
 
 import torch
 
+from moe_nvfp4.kernels.common import ahead
+
 EXACT_BYTES = 1 << 24  # expert outputs up to this size are kept in fp32
-MAX_ROWS = 1 << 17  # assignments at a time: bounds the memory between the kernels
+MAX_ROWS = ahead.MAX_ROWS  # assignments at a time: bounds the memory between the kernels
 GATED = ("silu", "gelu_tanh")  # kinds of gates whose two products one tile computes
 
 
@@ -72,6 +74,11 @@ def dense_pays(E: int, rows: int, capability: tuple[int, int] | None) -> bool:
 def linear_limit(capability: tuple[int, int] | None) -> int:
     """Up to so many tokens a linear layer dequantizes in its loop; beyond, into a scratch that torch multiplies."""
     return 128 if capability is not None and capability[0] in (9, 10) else 512
+
+
+def next_power_of_2(n: int) -> int:
+    """The least one that is not below n > 0. (Triton's own takes 10 us.)"""
+    return 1 << (n - 1).bit_length()
 
 
 def _experts_hit(E: int, rows: int) -> float:

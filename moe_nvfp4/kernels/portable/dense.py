@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_nvfp4.kernels.common.tensors import aligned
+from moe_nvfp4.kernels.portable.config import next_power_of_2
 from moe_nvfp4.kernels.portable.dequantize import UNIT, dequantize, how, rounded
 from moe_nvfp4.kernels.portable.gemm import gated
 from moe_nvfp4.kernels.portable.launch import launch
@@ -52,7 +53,7 @@ def linear(x: Tensor, codes: Tensor, sf: Tensor, scale: Tensor, bias: Tensor | N
 
 
 def _dequantize(codes, sf, scale, scratch, first, N, K, rows, matrices) -> None:
-    BN, BK = 32, min(256, max(32, triton.next_power_of_2(K)))
+    BN, BK = 32, min(256, max(32, next_power_of_2(K)))
     grid = (-(-rows // BN), -(-K // BK), matrices)
     launch(dequantize_kernel, grid, codes, sf, scale, scratch, first, N, K, rows, BN, BK, how(), num_warps=4)
 
@@ -90,7 +91,7 @@ def window(w: Projection, columns: slice, dtype: torch.dtype) -> Tensor:
     """[E, N, columns] of the weights' values in 16-bit `dtype`; columns begin at a multiple of 64."""
     E, N, count = w.scale.shape[0], w.rows, min(columns.stop, w.width) - columns.start
     out = w.codes.new_empty(E, N, count, dtype=dtype)
-    BN, BK = 32, min(256, max(32, triton.next_power_of_2(count)))
+    BN, BK = 32, min(256, max(32, next_power_of_2(count)))
     split = N if w.first_scale is None else N // 2
     launch(
         window_kernel, (-(-N // BN), -(-count // BK), E), aligned(w.codes), aligned(w.sf), w.first_scale, w.scale, out,

@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moe_nvfp4.kernels.portable.config import next_power_of_2
 from moe_nvfp4.kernels.portable.dequantize import how, rounded
 from moe_nvfp4.kernels.portable.launch import launch
 
@@ -17,7 +18,7 @@ def gate(arguments: tuple, both: Tensor, dh: Tensor | None = None) -> tuple[Tens
     both = both.contiguous()
     R, I = both.shape[0], both.shape[1] // (1 if arguments[0] == "relu2" else 2)
     h, d_both = both.new_empty(R, I), None if dh is None else torch.empty_like(both)
-    block = min(1024, triton.next_power_of_2(I))
+    block = min(1024, next_power_of_2(I))
     if R:
         dh = None if dh is None else dh.contiguous()
         launch(kernel, (R, -(-I // block)), both, dh, h, d_both, I, *arguments, block, how(), num_warps=4)

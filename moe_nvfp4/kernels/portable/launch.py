@@ -1,29 +1,88 @@
-"""Launching Triton's kernels, and compiling them ahead: which code is made for which GPU."""
+"""Compiling Triton's kernels and launching them: which code is made for which GPU.
+
+Triton makes the machine code, which is kept in a file (see `common.ahead`). It is launched by the CUDA driver's own
+functions: Triton's launcher binds arguments by name, specializes each and looks a kernel up by all of that, some 60 us
+a launch, and it builds a C extension first. In Triton's interpreter and on AMD's GPUs Triton launches.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from contextvars import ContextVar
 from functools import cache
+from importlib import import_module
+from inspect import signature
+from pathlib import Path
+from typing import Any
 
 import torch
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
 
-from moe_nvfp4.progress import progress_bar
+from moe_nvfp4.cache import is_whole, keep
+from moe_nvfp4.kernels.common import ahead
+from moe_nvfp4.kernels.portable.driver import Function
 
-_NOTED: ContextVar[list | None] = ContextVar("noted", default=None)
+_TYPES = {
+    torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.uint8: "*u8", torch.int32: "*i32",
+    torch.int64: "*i64",
+}  # fmt: skip
+_ALIGNED = 16  # bytes
 
 
-def launch(kernel, grid: tuple[int, ...], *arguments, **options) -> None:
-    """On torch's current stream. `options` are Triton's: warps, stages."""
-    if (noted := _NOTED.get()) is not None:
-        noted.append((kernel, arguments, options))
-    else:
+def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
+    """On torch's current stream, on the current device, where the tensors are. `options` are Triton's: warps, stages.
+
+    Parameters of `kernel` are tensors or None, then integers that it is not specialized for, then constants.
+    """
+    if not _by_driver():
         kernel[grid](*arguments, **options, **target())
+        return
+    n = _runtime_parameters(kernel.fn)
+    kinds, values = [], []
+    for a in arguments[:n]:
+        if a is None:
+            kinds.append(None)
+        elif type(a) is int:
+            kinds.append(int)
+            values.append(a)
+        else:
+            address = a.data_ptr() or a.storage_offset() * a.element_size()  # on meta, where nothing is
+            kinds.append((a.dtype, "anywhere") if address % _ALIGNED else a.dtype)
+            values.append(address)
+    variant = kernel.fn.__module__, kernel.fn.__name__, tuple(kinds), arguments[n:], tuple(options.items())
+    if (gpu := ahead.noted_gpu()) is not None:
+        ahead.note(__name__, "cubins", gpu.capability, *variant)
+        return
+    index = arguments[0].device.index
+    _function(index, *variant).launch(grid, values, torch._C._cuda_getCurrentRawStream(index))
 
 
 @cache
+def _runtime_parameters(function: Callable) -> int:
+    """How many parameters of a kernel come before its constants."""
+    return sum(p.annotation is not tl.constexpr for p in signature(function).parameters.values())
+
+
+@cache
+def _by_driver() -> bool:
+    return os.environ.get("TRITON_INTERPRET") != "1" and torch.version.hip is None
+
+
+@cache
+def _function(index: int, *variant: Any) -> Function:
+    """The kernel on a GPU: from its file, or compiled now."""
+    capability = torch.cuda.get_device_capability(index)
+    file = cubins.file(capability, *variant)
+    if file is None or not is_whole(file):
+        ahead.count_compilation(f"{variant[1]}{variant[2:]} for compute capability {capability[0]}.{capability[1]}")
+    header, _, cubin = cubins.code(capability, *variant).partition(b"\n")
+    return Function(index, cubin, **json.loads(header))
+
+
 def target() -> dict[str, object]:
     """Options of Triton's compiler.
 
@@ -31,35 +90,69 @@ def target() -> dict[str, object]:
     runs on one and in the emulator runs on all. In decode it is faster on an H200 than what Triton makes for Hopper,
     which also lacks a fence in front of wgmma.
     """
-    if os.environ.get("TRITON_INTERPRET") == "1" or torch.version.hip:
+    if not _by_driver():
         return {}
     return {"arch": "sm80", "enable_fp_fusion": True}
 
 
-def compile_ahead(launches: Callable[[], None], device: torch.device) -> None:
-    """Compile every kernel that `launches()`, run on meta tensors, would launch on `device`; several at a time.
+class _Cubins(ahead.Variants):
+    """Machine code of a kernel, by GPU, kinds of its tensors, constants and options: a line of JSON with what
+    `driver.Function` must know, then the cubin."""
 
-    Triton keeps them on disk (TRITON_CACHE_DIR): the next process loads them.
-    """
-    token = _NOTED.set(noted := [])
-    try:
-        launches()
-    finally:
-        _NOTED.reset(token)
-    distinct = {}
-    for kernel, arguments, options in noted:
-        known = [
-            a.dtype if isinstance(a, torch.Tensor) else a if p.is_constexpr or a is None else int
-            for p, a in zip(kernel.params, arguments, strict=True)
-        ]
-        distinct[repr((kernel, known, options))] = kernel, arguments, options
+    def file(self, capability: tuple[int, int], *variant: Any) -> Path | None:
+        return ahead.kernel_file(".cubin", triton.__version__, capability, target(), variant)
 
-    def build(job):
-        kernel, arguments, options = job
-        with torch.cuda.device(device):
-            kernel.warmup(*arguments, grid=(1,), **options, **target())
+    def build(self, capability: tuple[int, int], *variant: Any) -> None:
+        self.code(capability, *variant)
 
-    jobs = list(distinct.values())
-    with ThreadPoolExecutor(max(1, os.cpu_count() or 1)) as pool:
-        for _ in progress_bar(pool.map(build, jobs), total=len(jobs), desc="moe_nvfp4: compiling", show=True, delay=3):
-            pass
+    def code(self, capability: tuple[int, int], *variant: Any) -> bytes:
+        """The file's bytes, whether or not it is there."""
+        file = self.file(capability, *variant)
+        if file is not None and is_whole(file):
+            return file.read_bytes()[:-32]  # a checksum
+        code = compile_kernel(capability, *variant)
+        if file is not None:
+            keep(file, lambda name: Path(name).write_bytes(code))
+        return code
+
+    def load(self, gpu: ahead.Gpu, capability: tuple[int, int], *variant: Any) -> None:
+        assert gpu.ordinal is not None and capability == gpu.capability
+        _function(gpu.ordinal, *variant)
+
+
+cubins = _Cubins()
+
+
+def compile_kernel(
+    capability: tuple[int, int], module: str, name: str, kinds: tuple, constants: tuple, options: tuple
+) -> bytes:
+    """A file of `_Cubins`."""
+    compiled = compile_variant(capability, getattr(import_module(module), name), kinds, constants, options)
+    metadata, ptx = compiled.metadata, compiled.asm["ptx"]
+    if metadata.global_scratch_size or getattr(metadata, "profile_scratch_size", 0):
+        raise NotImplementedError(f"{name} wants scratch memory of Triton {triton.__version__}: install another")
+    parameters = "".join("i" if kind is int else "Q" for kind in kinds if kind is not None)
+    entry = ptx[ptx.index(".entry") :]
+    hidden = entry[: entry.index("{")].count(".param") - len(parameters)  # scratch memory, which there is none of
+    header = {
+        "name": metadata.name, "parameters": f"{parameters}0Q{8 * hidden}x", "threads": 32 * metadata.num_warps,
+        "shared": metadata.shared,
+    }  # fmt: skip
+    return json.dumps(header).encode() + b"\n" + compiled.asm["cubin"]
+
+
+def compile_variant(capability: tuple[int, int], kernel: Any, kinds: tuple, constants: tuple, options: tuple) -> Any:
+    """Triton's compiled kernel; no GPU is needed."""
+    types, constant, attributes = {}, {}, {}
+    for i, (parameter, kind) in enumerate(zip(kernel.params, (*kinds, *constants), strict=True)):
+        if kind is None or parameter.is_constexpr:
+            types[parameter.name], constant[parameter.name] = "constexpr", kind
+        elif kind is int:
+            types[parameter.name] = "i32"
+        elif isinstance(kind, tuple):
+            types[parameter.name] = _TYPES[kind[0]]
+        else:
+            types[parameter.name], attributes[(i,)] = _TYPES[kind], [["tt.divisibility", _ALIGNED]]
+    source = ASTSource(kernel, types, constant, attributes)
+    gpu = GPUTarget("cuda", capability[0] * 10 + capability[1], 32)
+    return triton.compile(source, target=gpu, options={**dict(options), **target()})

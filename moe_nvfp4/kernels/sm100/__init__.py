@@ -7,11 +7,12 @@ from moe_nvfp4.kernels.backend import Backend, Device, Problem, not_installed, o
 
 class Blackwell(Backend):
     name = "sm100"
+    packages = ("cutlass", "tvm_ffi")
     whole = False
 
     def unavailable(self, device: Device) -> str | None:
         return other_gpu(device, ((10, 0), (10, 3)), "B200, B300") or not_installed(
-            device, ("cutlass", "tvm_ffi"), "pip install moe-nvfp4[gpu] brings CuTe DSL"
+            device, self.packages, "pip install moe-nvfp4[gpu] brings CuTe DSL"
         )
 
     def unsupported(self, device: Device, problem: Problem) -> str | None:

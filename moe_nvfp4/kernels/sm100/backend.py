@@ -13,14 +13,13 @@ graph. Weights keep the layout of the checkpoint; only their block scales are pa
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from moe_nvfp4 import format as nvfp4
+from moe_nvfp4.kernels.common.ahead import CuteKernels, noted_gpu, planned_tokens
 from moe_nvfp4.kernels.common.tensors import aligned, floating, multiprocessors, settle
 from moe_nvfp4.kernels.sm100.config import SF_TILE, CombineConfig, GemmConfig, QuantizeConfig, choose_tile
 from moe_nvfp4.routing import Groups, Rows
@@ -56,7 +55,7 @@ def gemm1_swiglu(rows: Rows, weights: ExpertWeights, groups: Groups, dtype: torc
     projections = 2 if w.gate.gated else 1
     codes, sf = pack_weights(w.w13, w.w13_sf, projections)
     static = w.h_scale is not None and w.gate.kind != "raw"
-    tile = choose_tile(R, E, I, projections, multiprocessors(codes.device))
+    tile = choose_tile(planned_tokens(R), E, I, projections, multiprocessors(codes.device))
     config = GemmConfig(
         E, I, codes.shape[-1] * 2, projections, "nvfp4" if static else _name(dtype), w.gate, _bias_name(w.b13), tile
     )
@@ -76,7 +75,7 @@ def gemm2_combine(h: Rows, weights: ExpertWeights, groups: Groups, top_k_weights
     T, top_k = top_k_weights.shape
     _check(h, w)
     codes, sf = pack_weights(w.w2, w.w2_sf, 1)
-    tile = choose_tile(R, E, H, 1, multiprocessors(codes.device))
+    tile = choose_tile(planned_tokens(T, top_k) * top_k, E, H, 1, multiprocessors(codes.device))
     config = GemmConfig(E, H, codes.shape[-1] * 2, 1, "assignments", None, _bias_name(w.b2), tile)
     y = h.values.new_empty(T, H, dtype=dtype)
     assignments = h.values.new_empty(R, H, dtype=torch.float32)
@@ -189,7 +188,9 @@ def _pad_rows(codes: Tensor) -> Tensor:
 
 def launch(config, arguments: tuple) -> None:
     """Run the kernel of `config` on the current stream; compiled on first use."""
-    compiled(config, architecture(torch.cuda.get_device_capability(arguments[0].device)))(*arguments)
+    gpu = noted_gpu()
+    capability = torch.cuda.get_device_capability(arguments[0].device) if gpu is None else gpu.capability
+    compiled(config, architecture(capability))(*arguments)
 
 
 def architecture(capability: tuple[int, int]) -> str:
@@ -201,12 +202,10 @@ def architecture(capability: tuple[int, int]) -> str:
     return ARCHITECTURES[capability]
 
 
-@lru_cache(maxsize=None)
+@CuteKernels
 def compiled(config, architecture: str):
     """The kernel of `config`, from memory, from disk, or compiled for the GPU that is there."""
-    from moe_nvfp4.kernels.common import launch
-
-    return launch.compiled(*kernel_of(config), architecture)
+    return *kernel_of(config), architecture
 
 
 def compile_kernel(config, options: str = ""):

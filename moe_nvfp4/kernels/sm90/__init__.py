@@ -15,11 +15,12 @@ from moe_nvfp4.weights import ExpertWeights, Gate, Projection
 
 class Hopper(Backend):
     name = "sm90"
+    packages = ("cutlass",)
     layout = "sm90"
 
     def unavailable(self, device: Device) -> str | None:
         return other_gpu(device, ((9, 0),), "H100, H200") or not_installed(
-            device, ("cutlass",), "pip install moe-nvfp4[gpu] brings CuTe DSL"
+            device, self.packages, "pip install moe-nvfp4[gpu] brings CuTe DSL"
         )
 
     def unsupported(self, device: Device, problem: Problem) -> str | None:

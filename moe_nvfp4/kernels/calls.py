@@ -1,0 +1,155 @@
+"""Calls of layers, as far as it depends on them which kernels run; and these kernels, for any number of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import lru_cache
+from itertools import product
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from moe_nvfp4 import reference
+from moe_nvfp4.format import grouped_sf_rows
+from moe_nvfp4.kernels.backend import Backend, Gpu
+from moe_nvfp4.kernels.common import ahead
+from moe_nvfp4.kernels.common.ahead import Job, token_counts
+from moe_nvfp4.routing import Groups, Rows
+from moe_nvfp4.weights import ExpertWeights, LinearWeights, read_spec
+
+Kind = (
+    tuple[tuple[int, ...], torch.dtype, int] | None
+)  # shape, dtype and place in units of it after 16 bytes, of a tensor
+
+
+_IDS = torch.int64, torch.int32  # transformers' and vLLM's
+
+
+class ExpertsCall(NamedTuple):
+    """Calls of one layer: `weights` and `spec` are those of an `ExpertWeights`.
+
+    fused   as in `Problem`
+    dtype   of x
+    """
+
+    weights: tuple[Kind, ...]
+    spec: str
+    fused: bool
+    top_k: int
+    dtype: torch.dtype
+
+    @property
+    def router(self) -> set[torch.dtype]:
+        """Dtypes of top_k_weights."""
+        return {torch.float32, self.dtype}
+
+
+class LinearCall(NamedTuple):
+    """Calls of one linear: `weights` are the tensors of a `LinearWeights`; dtype of x."""
+
+    weights: tuple[Kind, ...]
+    activations: str
+    dtype: torch.dtype
+
+
+def call(
+    weights: ExpertWeights | LinearWeights, dtype: torch.dtype, top_k: int, fused: bool
+) -> ExpertsCall | LinearCall:
+    """What kernels depend on, of calls with x of `dtype`."""
+    if isinstance(weights, LinearWeights):
+        return LinearCall(_kinds(weights[:-1]), weights.activations, dtype)
+    return ExpertsCall(_kinds(weights.tensors()), weights.spec(""), fused, top_k, dtype)
+
+
+def _kinds(tensors: Iterable[Tensor | None]) -> tuple[Kind, ...]:
+    """Of a tensor that is split over ranks, this rank's part."""
+    return tuple(None if t is None else _kind(getattr(t, "_local_tensor", t)) for t in tensors)
+
+
+def _kind(t: Tensor) -> Kind:
+    return tuple(t.shape), t.dtype, 0 if t.is_meta else t.data_ptr() % 16 // t.element_size()
+
+
+def compile_calls(calls: Iterable[tuple[Backend, ExpertsCall | LinearCall]], gpu: Gpu, progress: bool) -> int:
+    """Build what such calls can launch and is not in the cache folder; load all of it, where there is such a GPU.
+    Returns how many kernels were built."""
+    jobs: dict[Job, None] = {}
+    for backend, call in dict.fromkeys(calls):
+        jobs |= kernels_of(backend, call, gpu)
+    built = ahead.build(jobs, gpu, progress=progress)
+    if gpu.ordinal is not None:
+        with torch.cuda.device(gpu.ordinal):
+            for job in jobs:
+                job.variants.load(gpu, *job.arguments)
+    return built
+
+
+@lru_cache(maxsize=256)
+def kernels_of(backend: Backend, call: ExpertsCall | LinearCall, gpu: Gpu) -> dict[Job, None]:
+    """Every kernel that such calls can need on `gpu`: an ordered set. They are run on meta tensors."""
+    with ahead.noting(gpu) as jobs:
+        if isinstance(call, LinearCall):
+            _linear(backend, call)
+        else:
+            w = ExpertWeights.from_tensors([_meta(kind) for kind in call.weights], read_spec(call.spec))
+            if backend.whole and call.fused and w.gate.kind != "raw":
+                _experts(backend, call, w)
+            else:
+                _stages(backend, call, w)
+    return jobs
+
+
+def _experts(backend: Backend, call: ExpertsCall, w: ExpertWeights) -> None:
+    for ids, router, T in product(_IDS, call.router, token_counts(call.top_k)):
+        shape = T, call.top_k
+        backend.experts(_empty((T, w.hidden_size), call.dtype), _empty(shape, ids), _empty(shape, router), w)
+
+
+def _stages(backend: Backend, call: ExpertsCall, w: ExpertWeights) -> None:
+    """As `ops.run_experts` calls them: GEMM 1 knows no top_k, GEMM 2 one slot too."""
+    E, H, I, quantized = w.num_experts, w.hidden_size, w.intermediate_size, w.activations == "nvfp4"
+    offsets = _empty((E + 1,), torch.int32)
+    for R, scale in product(token_counts(), {id(s): s for s in (w.h_scale, None)}.values()):
+        groups, x = Groups(_empty((R,), torch.int32), offsets, 1), _empty((R, H), call.dtype)
+        for index in (groups.order, None):
+            rows = _quantized(backend, x, index, w.x_scale, groups) if quantized else Rows(x, index=index)
+            backend.gemm1_swiglu(rows, replace(w, h_scale=scale), groups, call.dtype)
+        if quantized:
+            _quantized(backend, _empty((R, I), call.dtype), None, w.h_scale, groups)
+    for top_k, router in product({1, call.top_k}, call.router):
+        for T in token_counts(top_k):
+            order = _empty((T * top_k,), torch.int32)
+            groups, h = Groups(order, offsets, top_k, position=order), _empty((T * top_k, I), call.dtype)
+            rows = _quantized(backend, h, None, w.h_scale, groups) if quantized else Rows(h)
+            backend.gemm2_combine(rows, w, groups, _empty((T, top_k), router), call.dtype)
+
+
+def _quantized(backend: Backend, x: Tensor, index: Tensor | None, scale: Tensor | None, groups: Groups) -> Rows:
+    if backend.functions.quantize_rows is not reference.quantize_rows:
+        return backend.quantize_rows(x, index, scale, groups)
+    R, K = groups.num_rows, -(-x.shape[1] // 16) * 16  # plain torch, which has no kernels of ours
+    sf = _empty((grouped_sf_rows(R, groups.num_experts) * (-(-K // 64) * 4),), torch.uint8)
+    return Rows(_empty((R, K // 2), torch.uint8), sf, _empty((R,), torch.float32))
+
+
+def _linear(backend: Backend, call: LinearCall) -> None:
+    codes, sf, scale = map(_tensor, call.weights[:3])
+    bias, input_scale = map(_meta, call.weights[3:])
+    w = LinearWeights(codes, sf, scale, bias, input_scale, call.activations)
+    for T in token_counts():
+        backend.linear(_empty((T, w.codes.shape[1] * 2), call.dtype), w)
+
+
+def _meta(kind: Kind) -> Tensor | None:
+    return None if kind is None else _tensor(kind)
+
+
+def _tensor(kind: Any) -> Tensor:
+    shape, dtype, place = kind
+    return _empty((place + torch.Size(shape).numel(),), dtype)[place:].view(shape)
+
+
+def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")

@@ -1,0 +1,265 @@
+"""Compiling before the first call: which kernels a layer can need, and building them in several processes.
+
+What a launch is compiled for depends on the number of tokens by `planned_tokens` alone, which has a few hundred values.
+So a backend's own code, run once for each of them on meta tensors with its launches noted in place of made, tells every
+kernel that any number of tokens can need: there is no list beside the code that could differ from it.
+
+A kernel that was built is a file of the cache folder, named by a hash of this package's kernel sources and of what it
+was compiled for. Where it cannot be kept, the next process builds again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import pickle
+import random
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, NamedTuple
+
+from moe_nvfp4.cache import own_folder
+from moe_nvfp4.kernels.backend import Gpu
+from moe_nvfp4.progress import progress_bar
+
+_WORKER = "moe_nvfp4.kernels.common.worker"
+
+
+# ---- numbers of tokens ---------------------------------------------------------------------------
+
+
+MAX_ROWS = 1 << 17  # assignments that are planned for: more run like so many, or in several calls
+
+
+def planned_tokens(T: int, top_k: int = 1) -> int:
+    """The number of tokens that T of them are planned as: T up to 64, then the next of 32 steps to the octave."""
+    step = 1 << max(0, (T - 1).bit_length() - 6)
+    return min(-(-T // step) * step, max(1, MAX_ROWS // max(1, top_k)))
+
+
+def token_counts(top_k: int = 1) -> Iterator[int]:
+    """Every value of `planned_tokens(T, top_k)`, T > 0."""
+    T = 0
+    while (after := planned_tokens(T + 1, top_k)) > T:
+        yield (T := after)
+
+
+# ---- what is launched ----------------------------------------------------------------------------
+
+
+class Job(NamedTuple):
+    """A kernel: `variants`, a `Variants` that stands in a module under this name, of these arguments."""
+
+    module: str
+    name: str
+    arguments: tuple
+
+    @property
+    def variants(self) -> Variants:
+        variants: Variants = getattr(import_module(self.module), self.name)
+        return variants
+
+
+class Variants:
+    """The kernels that one function makes of its arguments, which are hashable and can be pickled."""
+
+    def file(self, *arguments: Any) -> Path | None:
+        """Where the kernel is or would be kept; None where nothing can be."""
+        raise NotImplementedError
+
+    def build(self, *arguments: Any) -> None:
+        """Compile it, for a GPU that need not be there, into `file`."""
+        raise NotImplementedError
+
+    def load(self, gpu: Gpu, *arguments: Any) -> None:
+        """Bring it to the GPU, so that its first launch waits for nothing."""
+        raise NotImplementedError
+
+
+class _Notes(NamedTuple):
+    gpu: Gpu
+    jobs: dict[Job, None]
+
+
+_notes: ContextVar[_Notes | None] = ContextVar("notes", default=None)
+
+
+@contextmanager
+def noting(gpu: Gpu) -> Iterator[dict[Job, None]]:
+    """Inside, launches are noted in the set that this gives, as `gpu` would need them; meta tensors are on it."""
+    token = _notes.set(notes := _Notes(gpu, {}))
+    try:
+        yield notes.jobs
+    finally:
+        _notes.reset(token)
+
+
+def noted_gpu() -> Gpu | None:
+    """The GPU that launches are noted for; None where they are made."""
+    notes = _notes.get()
+    return None if notes is None else notes.gpu
+
+
+def note(module: str, name: str, *arguments: Any) -> None:
+    """A launch of this `Job`."""
+    notes = _notes.get()
+    assert notes is not None
+    notes.jobs[Job(module, name, arguments)] = None
+
+
+class CuteKernels(Variants):
+    """A decorator: a function of some arguments -> (kernel, placeholders, architecture), as `launch.compiled` takes
+    them, becomes one -> what launches this kernel, compiled on first use."""
+
+    def __init__(self, make: Callable[..., tuple[object, tuple, str]]):
+        self.make = make
+        self.compiled = cache(lambda *arguments: _launches().compiled(*make(*arguments)))
+        self.cache_clear = self.compiled.cache_clear
+
+    def __call__(self, *arguments: Any) -> Callable[..., None]:
+        if noted_gpu() is not None:
+            note(self.make.__module__, self.make.__name__, *arguments)
+            return _nothing
+        launch: Callable[..., None] = self.compiled(*arguments)
+        return launch
+
+    def file(self, *arguments: Any) -> Path | None:
+        file: Path | None = _launches().file(*self.make(*arguments))
+        return file
+
+    def build(self, *arguments: Any) -> None:
+        _launches().build(*self.make(*arguments))
+
+    def load(self, gpu: Gpu, *arguments: Any) -> None:
+        self.compiled(*arguments)
+
+
+def _launches() -> Any:
+    return import_module("moe_nvfp4.kernels.common.launch")  # needs CuTe DSL
+
+
+def _nothing(*values: object) -> None:
+    """What a launch that is noted does."""
+
+
+# ---- files ---------------------------------------------------------------------------------------
+
+
+@cache
+def kernel_folder() -> Path | None:
+    try:
+        return own_folder("kernels")
+    except OSError as error:
+        print(f"moe_nvfp4: compiled kernels are not kept: {error}", file=sys.stderr)
+        return None
+
+
+def kernel_file(suffix: str, *parts: object) -> Path | None:
+    """The file of a kernel that was compiled from this package's sources for `parts`."""
+    if (folder := kernel_folder()) is None:
+        return None
+    key = hashlib.sha256(_sources())
+    for part in parts:
+        key.update(b"\0" + str(part).encode())
+    return folder / f"{key.hexdigest()[:32]}{suffix}"
+
+
+@cache
+def _sources() -> bytes:
+    kernels = Path(__file__).parents[1]
+    return b"".join(file.read_bytes() for file in [*sorted(kernels.rglob("*.py")), kernels.parent / "weights.py"])
+
+
+# ---- building ------------------------------------------------------------------------------------
+
+compilations = 0  # kernels that calls had to wait for, in this process
+
+
+def count_compilation(what: str) -> None:
+    """Say that a call waits while a kernel is compiled."""
+    global compilations
+    compilations += 1
+    print(f"moe_nvfp4: compiling {what}, a few seconds, once", file=sys.stderr)
+
+
+def build(jobs: Iterable[Job], gpu: Gpu, workers: int | None = None, progress: bool = True) -> int:
+    """Build the kernels for `gpu` that are not in the cache folder, in processes of their own; returns how many.
+
+    Several ranks of one machine share the work: each begins somewhere else, and a file that is there is left out.
+    RuntimeError with the compiler's message where one fails.
+    """
+    files = [(job, job.variants.file(*job.arguments)) for job in jobs]
+    missing = [(job, file) for job, file in files if file is not None and not file.exists()]
+    if not missing:
+        return 0
+    random.shuffle(missing)
+    workers = min(len(missing), workers or min(16, _cores()))
+    idle: SimpleQueue[_Worker] = SimpleQueue()
+    started = []
+    try:
+        for _ in range(workers):
+            started.append(_Worker(gpu))
+            idle.put(started[-1])
+
+        def run(item: tuple[Job, Path]) -> None:
+            worker = idle.get()
+            try:
+                if not item[1].exists():
+                    worker.build(item[0])
+            finally:
+                idle.put(worker)
+
+        with ThreadPoolExecutor(workers) as pool:
+            done: Iterable[None] = pool.map(run, missing)
+            for _ in progress_bar(done, total=len(missing), desc="moe_nvfp4: compiling kernels", show=progress):
+                pass
+    finally:
+        for worker in started:
+            worker.end()
+    return len(missing)
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+class _Worker:
+    """A process that builds kernels, one at a time. It sees no GPU and imports nothing of the main program's."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        self.log = tempfile.TemporaryFile()
+        environment = {
+            **os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
+            "CUDA_VISIBLE_DEVICES": "", "CUTE_DSL_ARCH": "sm_{}{}a".format(*gpu.capability), "OMP_NUM_THREADS": "1",
+            "TRITON_INTERPRET": "0",
+        }  # fmt: skip
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", _WORKER], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stderr=self.log,
+        )  # fmt: skip
+
+    def build(self, job: Job) -> None:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        try:
+            pickle.dump(tuple(job), self.process.stdin)
+            self.process.stdin.flush()
+            error = pickle.load(self.process.stdout)
+        except (OSError, EOFError):
+            self.log.seek(0)
+            error = f"the process ended: {self.log.read().decode(errors='replace')[-2000:]}"
+        if error is not None:
+            raise RuntimeError(f"{job.name}{job.arguments} is not compiled: {error}")
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+        self.log.close()

@@ -1,0 +1,31 @@
+"""The process that `ahead.build` starts: reads jobs from stdin, answers each with None or with what went wrong."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+import traceback
+
+from moe_nvfp4.kernels.common.ahead import Job
+
+
+def main() -> None:
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # compilers print
+    while True:
+        try:
+            job = Job(*pickle.load(sys.stdin.buffer))
+        except EOFError:
+            return
+        try:
+            job.variants.build(*job.arguments)
+            error = None
+        except Exception:
+            error = traceback.format_exc()
+        pickle.dump(error, answers)
+        answers.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,67 @@
+"""Models whose calls never wait for a compiler."""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+
+import torch
+from torch import nn
+
+from moe_nvfp4.backends import PACKAGES, Device, Gpu, Selected, Use, compile_ahead, explain
+from moe_nvfp4.layer import NVFP4Experts
+from moe_nvfp4.linear import NVFP4Linear
+
+
+def prepare(model: nn.Module, top_k: int | None = None, dtype: torch.dtype = torch.bfloat16) -> int:
+    """Make the 4-bit experts and linears of `model` (a layer is one too) ready for activations of `dtype`, where they
+    are: weights in their kernels' layout, and on GPUs every kernel compiled and loaded that any number of tokens needs.
+
+    top_k: experts per token; None leaves the experts' kernels to the first calls. Layers of equal sizes share theirs.
+    Several processes compile, with a progress bar, some seconds on 16 cores; the next start finds all on disk.
+    MOE_NVFP4_COMPILE=lazy leaves it to calls. Returns how many kernels were compiled.
+    """
+    uses: dict[torch.device, list[Use]] = defaultdict(list)
+    for module in model.modules():
+        if isinstance(module, NVFP4Experts):
+            module.prepare(dtype)
+            if top_k is not None:
+                use = Use(module.backend(dtype), module.weights, dtype, top_k, module._hooks().fused)
+                uses[module.down_proj.device].append(use)
+        elif isinstance(module, NVFP4Linear):
+            uses[module.weight.device].append(Use(module.backend(dtype), module.weights, dtype))
+    how = os.environ.get("MOE_NVFP4_COMPILE") or "ahead"
+    if how not in ("ahead", "lazy"):
+        raise ValueError(f"MOE_NVFP4_COMPILE={how} is unknown: ahead or lazy")
+    if any(device.type == "cuda" for device in uses):
+        import torch._dynamo  # noqa: F401  # what the first call of a custom op does else, for seconds
+    gpus = {device: these for device, these in uses.items() if device.type == "cuda" and how == "ahead"}
+    return sum(compile_ahead(these, Gpu.of(device)) for device, these in gpus.items())
+
+
+def compile_for(model: nn.Module, gpu: Gpu, top_k: int | None = None, dtype: torch.dtype = torch.bfloat16) -> int:
+    """Compile into the cache folder what `prepare` would compile where `gpu` is; the 4-bit layers of `model` are on
+    meta. Returns how many kernels were not there yet.
+
+    The library, Triton and CuTe DSL must be of the same versions here and there: kernels are looked up by them.
+    """
+    device = Device("cuda", f"a GPU of compute capability {gpu.capability[0]}.{gpu.capability[1]}", gpu.capability,
+                    frozenset(PACKAGES))  # fmt: skip
+    forced, uses = os.environ.get("MOE_NVFP4_BACKEND"), []
+    for module in model.modules():
+        if isinstance(module, NVFP4Experts) and top_k is not None:
+            problem, _ = module._problem(dtype, module._hooks().fused)
+            backend = explain(problem, device, forced).backend
+            module._prepare_for(Selected(backend.name, backend.whole, backend.layout))
+            uses.append(Use(backend, module.weights, dtype, top_k, problem.fused))
+        elif isinstance(module, NVFP4Linear):
+            uses.append(Use(explain(module._problem(dtype), device, forced).backend, module.weights, dtype))
+    if (
+        missing := {package for use in uses for package in use.backend.packages}
+        - Device.of(torch.device("cpu")).packages
+    ):
+        raise ImportError(
+            f"compiling for {device} needs {' and '.join(sorted(missing))}: pip install 'moe-nvfp4[gpu]', or choose "
+            "other kernels by MOE_NVFP4_BACKEND, here and there"
+        )
+    return compile_ahead(uses, gpu)

@@ -1,0 +1,167 @@
+"""Kernels that are compiled before the first call: what calls launch is among them, whatever the number of tokens."""
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from moe_nvfp4 import NVFP4Experts
+from moe_nvfp4.backends import Gpu, Selected, named
+from moe_nvfp4.kernels import calls
+from moe_nvfp4.kernels.common import ahead
+from moe_nvfp4.kernels.common.ahead import Job, planned_tokens, token_counts
+from moe_nvfp4.linear import NVFP4Linear
+from moe_nvfp4.routing import Groups, Rows
+from moe_nvfp4.weights import SILU, Gate
+from tests.common import ROOT
+
+GPUS = {"sm90": Gpu((9, 0), 132), "sm100": Gpu((10, 0), 148), "portable": Gpu((8, 6), 82)}
+
+
+@pytest.mark.parametrize("top_k", [1, 3, 8])
+def test_every_number_of_tokens_is_planned_as_one_of_few(top_k):
+    counts = list(token_counts(top_k))
+    assert counts == sorted({planned_tokens(T, top_k) for T in range(1, 1 << 17)}) and len(counts) < 420
+    for T in range(1, ahead.MAX_ROWS // top_k):
+        assert T <= planned_tokens(T, top_k) < max(T + 1, 1.032 * T)
+
+
+def noted(gpu, run, *arguments):
+    with ahead.noting(gpu) as jobs:
+        run(*arguments)
+    return set(jobs)
+
+
+def empty(*shape, dtype=torch.bfloat16):
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def check(name, sizes, top_k, gate, activations, static, bias, fused, counts):
+    """Kernels of `counts` numbers of tokens, as they are launched, among those that are compiled ahead."""
+    backend, gpu, (E, H, I) = named(name), GPUS[name], sizes
+    layer = NVFP4Experts(E, H, I, gate, activations, torch.bfloat16 if bias else None, static, device="meta")
+    layer._prepare_for(Selected(name, backend.whole, backend.layout))
+    call = calls.call(layer.weights, torch.bfloat16, top_k, fused)
+    listed = set(calls.kernels_of(backend, call, gpu))
+    assert listed
+    w, offsets = layer.weights, empty(E + 1, dtype=torch.int32)
+    whole = backend.whole and fused and gate.kind != "raw"
+    for T in counts:
+        x, p = empty(T, H), empty(T, top_k, dtype=torch.float32)
+        if whole:
+            for dtype in (torch.int32, torch.int64):
+                assert noted(gpu, backend.experts, x, empty(T, top_k, dtype=dtype), p, w) <= listed
+            continue
+        order = empty(T * top_k, dtype=torch.int32)
+        groups = Groups(order, offsets, 1)
+        rows, h = Rows(x, index=order), Rows(empty(T * top_k, I))
+        if name == "sm100":
+            rows, h = (Rows(empty(T * top_k, K // 2, dtype=torch.uint8), empty(0, dtype=torch.uint8),
+                            empty(T * top_k, dtype=torch.float32)) for K in (H, I))  # fmt: skip
+        assert noted(gpu, backend.gemm1_swiglu, rows, w, groups, torch.bfloat16) <= listed
+        groups = Groups(order, offsets, top_k, position=order)
+        assert noted(gpu, backend.gemm2_combine, h, w, groups, p, torch.bfloat16) <= listed
+
+
+PHASES = [Phase.generate]  # an example takes seconds: too long to look for a smaller one
+LAYERS = dict(
+    E=st.integers(1, 300), H=st.integers(1, 200).map(lambda n: 32 * n), I=st.integers(1, 200).map(lambda n: 32 * n),
+    bias=st.booleans(), static=st.booleans(), activations=st.sampled_from(["bf16", "nvfp4"]),
+    gate=st.sampled_from([SILU, Gate("relu2", gated=False), Gate("silu", alpha=1.702, limit=7.0, up_offset=1.0)]),
+    counts=st.lists(st.integers(1, 65536), min_size=20, max_size=20), data=st.data(),
+)  # fmt: skip
+
+
+@settings(max_examples=4, deadline=None, phases=PHASES)
+@given(**LAYERS)
+def test_hopper(E, H, I, bias, static, activations, gate, counts, data):
+    pytest.importorskip("cutlass", reason="CuTe DSL compiles the kernels")
+    top_k, fused = data.draw(st.integers(1, min(E, 16))), activations == "nvfp4" or data.draw(st.booleans())
+    check("sm90", (E, H, I), top_k, gate, activations, static, bias, fused, counts)
+
+
+@settings(max_examples=4, deadline=None, phases=PHASES)
+@given(**LAYERS)
+def test_blackwell(E, H, I, bias, static, activations, gate, counts, data):
+    pytest.importorskip("cutlass", reason="CuTe DSL compiles the kernels")
+    check("sm100", (E, H, I), data.draw(st.integers(1, min(E, 16))), gate, "nvfp4", static, bias, True, counts)
+
+
+def portable(example):
+    """One example of `test_portable`, where Triton does not interpret."""
+    sizes, top_k, gate, *rest = example
+    check("portable", sizes, top_k, Gate(**gate), *rest)
+    linear = NVFP4Linear(sizes[1] // 16 * 16, sizes[2], activations=rest[0], device="meta")
+    backend, gpu, w = named("portable"), GPUS["portable"], linear.weights
+    listed = set(calls.kernels_of(backend, calls.call(w, torch.bfloat16, 1, True), gpu))
+    for T in rest[-1]:
+        assert noted(gpu, backend.linear, empty(T, linear.in_features), w) <= listed
+
+
+def fresh(code, **environment):
+    """In a process where Triton does not interpret."""
+    environment = os.environ | {"TRITON_INTERPRET": "0"} | environment
+    done = subprocess.run([sys.executable, "-c", code], env=environment, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow  # another process
+@settings(max_examples=2, deadline=None, phases=PHASES)
+@given(**LAYERS)
+def test_portable(E, H, I, bias, static, activations, gate, counts, data):
+    pytest.importorskip("triton", reason="the portable backend's kernels are Triton's")
+    top_k, fused = data.draw(st.integers(1, min(E, 16))), data.draw(st.booleans())
+    example = ((E, H, I), top_k, json.loads(gate.spec), activations, static, bias, fused, counts)
+    fresh(f"from math import inf; Infinity = inf; from tests.kernels.test_ahead import portable; portable({example!r})")
+
+
+JOBS = [
+    Job("moe_nvfp4.kernels.sm90.backend", "_gather", (True,)),
+    Job("moe_nvfp4.kernels.sm90.backend", "_combine_kernel", (2, 1, torch.float32, torch.float32)),
+]
+
+
+@pytest.fixture
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("MOE_NVFP4_CACHE", str(tmp_path))
+    ahead.kernel_folder.cache_clear()
+    yield tmp_path / "kernels"
+    ahead.kernel_folder.cache_clear()
+
+
+@pytest.mark.slow
+def test_kernels_are_built_once(own_cache):
+    pytest.importorskip("cutlass", reason="CuTe DSL compiles the kernels")
+    assert ahead.build(JOBS, GPUS["sm90"], progress=False) == 2
+    assert len(list(own_cache.glob("*.o"))) == 2
+    before = ahead.compilations
+    assert ahead.build(JOBS, GPUS["sm90"], progress=False) == 0 and ahead.compilations == before
+
+
+def test_what_a_compiler_says_is_raised(own_cache, monkeypatch):
+    pytest.importorskip("cutlass", reason="CuTe DSL compiles the kernels")
+    broken = Job("tests.kernels.test_ahead", "BROKEN", ("why",))
+    with pytest.raises(RuntimeError, match="ZeroDivisionError: why"):
+        ahead.build([broken], GPUS["sm90"], progress=False)
+
+
+class _Broken(ahead.Variants):
+    def file(self, *arguments):
+        return ahead.kernel_file(".o", *arguments)
+
+    def build(self, *arguments):
+        raise ZeroDivisionError(*arguments)
+
+
+BROKEN = _Broken()
+
+
+def test_jobs_travel():
+    assert pickle.loads(pickle.dumps(JOBS)) == JOBS
