@@ -194,6 +194,18 @@ def test_pefts_registry_is_as_it_was_after_unregister():
     assert type(wrapper) is lora.ParamWrapper
 
 
+@pytest.mark.slow
+def test_compiled_whole():
+    mine = get_peft_model(swapped(), config())
+    found = []
+    torch.compiler.reset()
+    for model in (mine, torch.compile(mine, fullgraph=True, backend="aot_eager")):
+        mine.zero_grad()
+        model(input_ids=IDS, labels=IDS, use_cache=False).loss.backward()
+        found.append({name: p.grad for name, p in mine.named_parameters() if p.grad is not None})
+    same_gradients(*found)
+
+
 # ---- what is refused -----------------------------------------------------------------------------
 
 
