@@ -159,6 +159,11 @@ class ExpertWeights:
     h_scale: Tensor | None = None
     layout: Layout | None = None
 
+    def block_scales(self) -> tuple[Tensor, Tensor]:
+        """w13_sf and w2_sf, of weights that are in no backend's layout."""
+        assert self.w13_sf is not None and self.w2_sf is not None, "in a backend's layout they are in w13 and w2"
+        return self.w13_sf, self.w2_sf
+
     @property
     def num_experts(self) -> int:
         return self.w13.shape[0]

@@ -124,6 +124,7 @@ def test_the_reference_warns_once_for_each_reason(gpu, monkeypatch):
         call(x), linear(x), repr(experts)
 
 
+@pytest.mark.slow
 def test_a_compiled_call_chooses_by_the_problem(gpu):
     """torch 2.13 makes an empty tuple of a NamedTuple that it takes for a constant."""
     choose = lambda x, p: x + len(backends.selected(p, x.device).name)

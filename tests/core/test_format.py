@@ -189,7 +189,7 @@ def test_decode_every_byte(dtype):
     assert got.flatten().tolist() == [signed[n] for b in range(256) for n in (b & 15, b >> 4)]
 
 
-@pytest.mark.slow_after(2)
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("sf_byte, global_scale", [(0x38, 1.0), (0x7E, 2.0**-120), (0x5B, 0.0123)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_encode_every_16_bit_pattern(dtype, sf_byte, global_scale):

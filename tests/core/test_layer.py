@@ -127,6 +127,7 @@ def batch(T, E, k, H, dtype=torch.float32, sentinels=False):
     return torch.randn(T, H).to(dtype), ids, torch.rand(T, k).to(dtype)
 
 
+@pytest.mark.slow_after(16)
 @pytest.mark.parametrize("activations", ["bf16", "nvfp4"])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("gate", GATES)

@@ -179,6 +179,7 @@ def test_the_package_is_lazy():
         moe_nvfp4.NVFP4Expert  # noqa: B018
 
 
+@pytest.mark.slow
 def test_importing_needs_no_gpu_and_no_big_library():
     """The layer is built on any machine: no device, no kernel language, and transformers only when asked for."""
     banned = ("transformers", "cutlass", "triton", "vllm")

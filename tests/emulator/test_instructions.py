@@ -344,6 +344,7 @@ SMALL = {"e4m3x2": (e4m3_value, 127, 8, np.uint16, 0x7F), "e5m2x2": (e5m2_value,
          "e2m1x2": (e2m1_value, 8, 4, np.uint8, 7)}  # fmt: skip
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("name", SMALL)
 def test_small_floats_round_to_even_and_saturate(name):
     value, count, bits, dtype, nan = SMALL[name]
@@ -676,6 +677,7 @@ def command(*arguments):
     return done.returncode, done.stdout, done.stderr
 
 
+@pytest.mark.slow
 def test_command_line(tmp_path):
     (tmp_path / "double.ptx").write_text(DOUBLE)
     np.save(tmp_path / "a.npy", np.arange(64, dtype=np.uint32))
@@ -713,6 +715,7 @@ def test_a_run_repeats():
     assert ends[0][0] == ends[1][0] == ends[2][0] == ends[3][0]
 
 
+@pytest.mark.slow
 def test_the_package_stands_alone():
     """Without moe_nvfp4 and CuTe DSL; `kernels` and the tests are no part of it."""
     folder = Path(__file__).parent

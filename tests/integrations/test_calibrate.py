@@ -51,6 +51,7 @@ def measured(twin, prompts):
     return found
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("dialect", ["modelopt", "compressed-tensors"])
 def test_scales_are_what_the_prompts_produce(dialect, tmp_path):
     folder, twin = quantized(tmp_path, qwen3_moe, dialect)

@@ -160,6 +160,7 @@ def test_experts_and_linears_are_never_dense_in_memory(tmp_path):
     assert peak < 1.5 * result, f"peak {peak / 1e6:.0f} MB for a result of {result / 1e6:.0f} MB"
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("family", [qwen3_moe, mixtral, gpt_oss, nemotron_h], ids=lambda f: f.__name__)
 def test_quantizing_while_loading_saves_the_dialect_that_was_asked_for(family, tmp_path):
     """The converter's bytes, and a layer that stays dense keeps the model's own names."""
@@ -181,6 +182,7 @@ def test_quantizing_while_loading_saves_the_dialect_that_was_asked_for(family, t
         assert torch.equal(logits(again), logits(model))
 
 
+@pytest.mark.slow_after(2)
 # ---------------------------------------------------------------- linears
 @both
 @pytest.mark.parametrize("family", [qwen2_moe, mixtral], ids=lambda f: f.__name__)
@@ -409,7 +411,7 @@ def test_mixed_precision_fp8_linears_become_dense(kind, dialect, tmp_path, caplo
     assert relative_error(logits(model), logits(load(twin))) < 10 * THRESHOLDS["fp32"]
 
 
-@pytest.mark.slow_after(3)
+@pytest.mark.slow_after(1)
 @both
 @pytest.mark.parametrize("kind, family", [
     ("tensor", qwen3_moe), ("row", qwen3_moe), ("block", mixtral),
@@ -563,6 +565,7 @@ def check_both_activations(model, dense, load, folder):
     assert torch.equal(logits(set_activations(again, "nvfp4")), w4a4)
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("inputs", [False, True], ids=["W4A16", "input scales"])
 @pytest.mark.parametrize("family", [gpt_oss, llama4], ids=lambda f: f.__name__)
 def test_fused_stacks(family, inputs, tmp_path):
@@ -575,6 +578,7 @@ def test_fused_stacks(family, inputs, tmp_path):
     check_both_activations(model, dense, load, tmp_path / "again")
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("inputs", [False, True], ids=["W4A16", "input scales"])
 def test_a_stack_for_each_projection(inputs, tmp_path):
     """Step-3: moe.gate_proj.weight [E, out, in/2], and scales [E]."""
@@ -595,7 +599,7 @@ def test_a_stack_for_each_projection(inputs, tmp_path):
         load(folder)
 
 
-@pytest.mark.slow_after(2)
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("activations", ["bf16", "nvfp4"])
 @pytest.mark.parametrize("linears", ["packed", "dense"])
 def test_awq(linears, activations, tmp_path):

@@ -189,6 +189,7 @@ def test_adapted_class_equals_its_forward(family, name):
             assert relative_error(packed(*args), experts(*args)) <= THRESHOLDS["fp32"]
 
 
+@pytest.mark.slow
 def test_gates_are_recognised_by_what_they_compute():
     kinds = {}
     for family, file, name in CLASSES:

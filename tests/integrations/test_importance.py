@@ -59,6 +59,7 @@ def test_sums_are_those_of_a_loop_over_tokens():
         torch.testing.assert_close(found.layers[name].h, layer.h, rtol=1e-4, atol=1e-9)
 
 
+@pytest.mark.slow_after(3)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_layer_by_layer_from_files_is_the_whole_model(family, tmp_path):
     """No layer is computed otherwise, so the same bits. And no two layers, or experts, are mistaken for each other."""

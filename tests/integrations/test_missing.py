@@ -84,6 +84,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("dialect", ["modelopt", "compressed-tensors"])
 def test_tensors_that_are_missing_or_too_many_are_named(dialect, tmp_path):
     folder, _ = quantized(tmp_path, qwen3_moe, dialect)

@@ -97,6 +97,7 @@ NAMES = {
 }
 
 
+@pytest.mark.slow_after(3)
 def test_files_have_modelopt_names_and_the_quantizers_bytes(family, tmp_path):
     """One tensor per expert, projection and scale; every byte as quantizing the matrix gives, with a global scale that
     gate and up share."""

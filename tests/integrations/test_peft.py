@@ -77,7 +77,7 @@ def adapters(model):
     return {name: p.shape for name, p in model.named_parameters() if "lora_" in name}
 
 
-@pytest.mark.slow_after(3)
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda f: f.__name__)
 def test_adapters_of_dense_experts_load_onto_4bit_ones_and_back(family, tmp_path):
     """The same names, shapes, logits and gradients as on dequantized weights, where PEFT's own layers run."""

@@ -66,6 +66,7 @@ def test_a_bias_that_is_not_finite_is_refused(name):
     assert not any(isinstance(module, HFExperts) for module in model.modules())
 
 
+@pytest.mark.slow_after(3)
 def test_verify_passes_what_a_swapped_model_saves(family, tmp_path):
     """And finds the original's weights in it."""
     make(family).save_pretrained(tmp_path / "bf16")
@@ -101,6 +102,7 @@ def test_an_interrupted_swap_goes_on_where_it_was(monkeypatch, tmp_path):
     model.save_pretrained(tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_dense_experts_go_one_layer_after_the_other(monkeypatch):
     """While a layer is quantized, those before it are 4-bit, and nothing holds their dense weights."""
     model = make(lambda: qwen3_moe(num_hidden_layers=4))
@@ -268,7 +270,7 @@ def test_dequantized_experts_are_exactly_what_the_4_bit_ones_were(tmp_path):
             assert as_bytes(actual) == as_bytes(exact.float().bfloat16())
 
 
-@pytest.mark.slow_after(3)
+@pytest.mark.slow_after(1)
 def test_a_dequantized_model_is_a_dense_model(family, tmp_path):
     """In fp32: bf16 rounds routers' logits, whose near ties are then decided otherwise."""
     source, dtype = folder(tmp_path, family), torch.float32

@@ -126,6 +126,7 @@ def test_stages_match_the_reference(path):
     any_problem()
 
 
+@pytest.mark.slow_after(8)
 @needs_library
 @pytest.mark.parametrize("T", [1, 3, 6, 7, 64])
 def test_every_gate_and_row_type(path, T):
@@ -387,6 +388,7 @@ def test_a_cache_that_others_can_write_is_refused(tmp_path, monkeypatch):
         cpu.build("cpu_detect.c")
 
 
+@pytest.mark.slow
 @needs_library
 def test_a_wheels_library_is_used_if_it_is_of_this_source(tmp_path, monkeypatch):
     monkeypatch.setenv("MOE_NVFP4_CACHE", str(tmp_path / "cache"))

@@ -100,7 +100,7 @@ def wrong(name, case, schedule):
     return None
 
 
-@pytest.mark.slow_after(4)
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["eager", "lazy"])
 @pytest.mark.parametrize("group", GROUPS)
 @np.errstate(all="ignore")

@@ -167,7 +167,7 @@ def test_routing(T):
     assert torch.equal(r.tile_end[:count], want.offsets[1:][tiles.expert[:count]])
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("splits", [1, 2, 4])
 def test_parts_of_k(splits, monkeypatch):
     monkeypatch.setattr(config, "split_k", lambda *arguments: splits)
@@ -184,7 +184,7 @@ def test_every_tile_shape(rows):
     check(make_weights(1, 160, 144), *batch(rows, 160, 1, 1))
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize("scratch", [1, 1 << 20])
 def test_large_batches_through_dense_weights(gate, scratch, monkeypatch):
@@ -255,6 +255,7 @@ def test_same_bits_again():
     assert torch.equal(portable.experts(*inputs, w), first)
 
 
+@pytest.mark.slow
 def test_nan_and_infinity_stay():
     """Clamps and maxima must not hide them."""
     for gate in GATES.values():

@@ -29,6 +29,7 @@ def projections(H, I, gated):
                 yield w, columns
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("H, I", SIZES)
 def test_dense_weights(H, I, gated):
@@ -37,6 +38,7 @@ def test_dense_weights(H, I, gated):
             assert torch.equal(dense.window(w, columns, dtype), dequantized(w, ALL, columns, dtype))
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("H, I", SIZES)
 def test_dense_weights_from_hoppers_layout(H, I, gated):
@@ -48,6 +50,7 @@ def test_dense_weights_from_hoppers_layout(H, I, gated):
         assert (want == 0).any() and torch.equal(window(units, columns, torch.float32), want)
 
 
+@pytest.mark.slow_after(4)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("gate", GATES)
 def test_gates_and_their_gradients(gate, dtype):

@@ -55,6 +55,7 @@ def same_model(a, b, ulp=0.0):
         assert torch.equal(first, second)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("dialect", CONFIGS)
 def test_linears_are_carried_with_the_experts_and_back(dialect, tmp_path):
     source, _ = quantized(tmp_path, qwen2_moe, dialect, lambda k: is_expert(k) or is_linear(k), 0.003)
@@ -82,6 +83,7 @@ def test_fused_stacks_are_taken_apart(family, inputs, dialect, tmp_path):
         convert_checkpoint(there, tmp_path / "again", Options(dialect=dialect), progress=False)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("dialect", CONFIGS)
 @pytest.mark.parametrize("inputs", [None, 0.01], ids=["W4A16", "input scales"])
 def test_stacks_for_each_projection_are_taken_apart(inputs, dialect, tmp_path):
@@ -104,6 +106,7 @@ def test_stacks_for_each_projection_are_taken_apart(inputs, dialect, tmp_path):
             check(source)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("dialect", CONFIGS)
 def test_experts_numbered_after_the_projection_are_renamed(dialect, tmp_path):
     source, _ = quantized(

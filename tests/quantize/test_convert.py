@@ -143,7 +143,7 @@ def saved_families(tmp_path_factory):
     return folder
 
 
-@pytest.mark.slow_after(4)
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("family", [*FAMILIES, *MORE], ids=lambda f: f.__name__)
 def test_equals_the_loader(family, saved_families, tmp_path):
     """Every file tensor has the bytes that loading with quantization and saving gives; so has config.json."""
@@ -661,7 +661,7 @@ def interrupted(monkeypatch, source, destination, after, error, **options):
     return raised.value
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("after", [0, 40, 200, 420])
 def test_a_full_disk_loses_nothing(after, split, tmp_path, monkeypatch):
     source, whole = split

@@ -58,6 +58,7 @@ def check(ignore, dialect, dense, quantized):
 ATTENTION = ("self_attn.qkv_proj", "self_attn.o_proj")
 
 
+@pytest.mark.slow_after(4)
 @pytest.mark.parametrize("dialect", DIALECTS)
 @pytest.mark.parametrize("route", ["quantize", "from_pretrained"])
 @pytest.mark.parametrize("family", [qwen3_moe, mixtral, qwen2_moe], ids=lambda f: f.__name__)
@@ -113,6 +114,7 @@ def test_excluded_experts(tmp_path):
     assert torch.isfinite(load(path).lm_head.weight).all()
 
 
+@pytest.mark.slow
 def test_expressions_of_strangers():
     """An ignore list comes with the files: no expression of it may take forever, or end in a traceback."""
     began = time.perf_counter()

@@ -68,6 +68,7 @@ def test_servers_read_what_is_made(family, route, tmp_path):
     assert verify_checkpoint(tmp_path / "nvfp4").warnings == []
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("dialect", CONFIGS)
 def test_separate_scales_are_repaired(dialect, tmp_path, capsys):
     """Shared experts too. The half with the larger scale keeps its bytes; the other is within a few percent."""

@@ -79,7 +79,9 @@ _STAGES = (_Group, _Quantize, _Gemm, _Combine)  # as cpu.c counts them
 # Their bytes, a few microseconds sooner than from ctypes; in front of them which stage it is, and its 8-byte words.
 _CODES = {ctypes.c_void_p: "Q", ctypes.c_int64: "q", ctypes.c_float: "f", ctypes.c_int32: "i"}
 _PACK = {
-    stage: partial(Struct("=2q" + "".join(_CODES[t] for _, t in stage._fields_)).pack, i, ctypes.sizeof(stage) // 8)
+    stage: partial(
+        Struct("=2q" + "".join(_CODES[field[1]] for field in stage._fields_)).pack, i, ctypes.sizeof(stage) // 8
+    )
     for i, stage in enumerate(_STAGES)
 }
 
@@ -91,9 +93,11 @@ class _Program:
     """Stages that run in one call of cpu.c, one after the other; it holds on to the tensors meanwhile."""
 
     def __init__(self, empty: Callable[..., Tensor] = torch.empty, zeros: Callable[..., Tensor] = torch.zeros):
-        self.code, self.tensors, self.path, self.empty, self.zeros = [], [], path(), empty, zeros
+        self.code: list[bytes] = []
+        self.tensors: list[Tensor | None] = []
+        self.path, self.empty, self.zeros = path(), empty, zeros
 
-    def add(self, stage: type[ctypes.Structure], tensors: list[Tensor | None], *numbers) -> None:
+    def add(self, stage: type[ctypes.Structure], tensors: list[Tensor | None], *numbers: float) -> None:
         pointers = []
         for t in tensors:
             if t is not None and not t.is_contiguous():
@@ -131,7 +135,9 @@ def experts(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: Expe
     return y
 
 
-def _layer(program: _Program, x: Tensor, ids: Tensor, p: Tensor, weights: ExpertWeights, y: Tensor | None = None):
+def _layer(
+    program: _Program, x: Tensor, ids: Tensor, p: Tensor, weights: ExpertWeights, y: Tensor | None = None
+) -> Tensor:
     """All stages; y [T, H] takes the result, where there is one already."""
     quantized, R, E = weights.activations == "nvfp4", ids.numel(), weights.num_experts
     order, token, offsets = (program.empty(n, dtype=torch.int32, device="cpu") for n in (R, R, E + 1))
@@ -172,7 +178,9 @@ class Call:
         library, self._code = _library(program.path), ctypes.create_string_buffer(code, len(code))
         own = {id(t) for t in weights.tensors()}
         self.tensors: object = [t for t in program.tensors if id(t) not in own]
-        self.function, self.release = (ctypes.cast(f, ctypes.c_void_p).value for f in (library.call, library.release))
+        self.function, self.release = (
+            ctypes.cast(f, ctypes.c_void_p).value or 0 for f in (library.call, library.release)
+        )
         self._call = _Call(
             self.function, ctypes.addressof(self._code), count, PATHS.index(program.path),
             threads or torch.get_num_threads(), y.data_ptr(), y.numel() * y.element_size(), 0, 0,
@@ -284,7 +292,13 @@ def _gemm1(program: _Program, rows: Rows, weights: ExpertWeights, groups: Groups
 
 
 def _gemm2(
-    program: _Program, h: Rows, w: ExpertWeights, groups: Groups, top_k_weights: Tensor, dtype, y: Tensor | None = None
+    program: _Program,
+    h: Rows,
+    w: ExpertWeights,
+    groups: Groups,
+    top_k_weights: Tensor,
+    dtype: torch.dtype,
+    y: Tensor | None = None,
 ) -> Tensor:
     (T, top_k), H = top_k_weights.shape, w.hidden_size
     slots = program.empty(T * top_k, H, dtype=torch.float32, device="cpu")
@@ -296,7 +310,14 @@ def _gemm2(
 
 
 def _gemm(
-    program: _Program, rows: Rows, groups: Groups, target: Tensor | None, tensors: list, split: int, paired: bool, *gate
+    program: _Program,
+    rows: Rows,
+    groups: Groups,
+    target: Tensor | None,
+    tensors: list,
+    split: int,
+    paired: bool,
+    *gate: float,
 ) -> None:
     codes, sf, first, rest, bias, out = tensors
     x = rows.values if rows.is_nvfp4 else floating(rows.values)
@@ -331,7 +352,7 @@ def available() -> bool:
 @cache
 def paths() -> tuple[str, ...]:
     """The paths of cpu.c that this machine can run, the best last."""
-    can = (_shipped() or ctypes.CDLL(build("cpu_detect.c"))).paths()
+    can = (_shipped() or ctypes.CDLL(str(build("cpu_detect.c")))).paths()
     return tuple(name for i, name in enumerate(PATHS) if can >> i & 1)
 
 
@@ -350,7 +371,7 @@ def path() -> str:
 def _library(name: str, *flags: str) -> ctypes.CDLL:
     """A library that has the path of this name; with `flags`, compiled with them."""
     library = None if flags else _shipped()
-    library = library or ctypes.CDLL(build("cpu.c", f"-DONLY={PATHS.index(name)}", *flags))
+    library = library or ctypes.CDLL(str(build("cpu.c", f"-DONLY={PATHS.index(name)}", *flags)))
     theirs = (ctypes.c_int64 * len(_STAGES))()
     library.stage_bytes(theirs)
     if list(theirs) != [ctypes.sizeof(stage) for stage in _STAGES]:
@@ -394,8 +415,8 @@ def build(source: str, *flags: str) -> Path:
     key = hashlib.sha256(subprocess.run([*compiler, "--version"], check=True, capture_output=True).stdout)
     for part in ((FOLDER / file).read_bytes() for file in SOURCES):
         key.update(b"\0" + part)
-    for part in (platform.machine(), *compiler, *FLAGS, *flags, source):
-        key.update(b"\0" + part.encode())
+    for word in (platform.machine(), *compiler, *FLAGS, *flags, source):
+        key.update(b"\0" + word.encode())
     target = folder / f"{key.hexdigest()[:32]}.so"
     if not is_whole(target):
         if source == "cpu.c":

@@ -28,6 +28,7 @@ import os
 from dataclasses import dataclass, field, replace
 from functools import cache
 from threading import Lock
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -66,11 +67,12 @@ def experts(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: Expe
         for to, t in zip(host, down, strict=False):
             _copy(to, t, stream)
         workspace.empty.begin()
-        call = cpu.Call(*host[:3], weights, host[3], workspace.empty, _threads())
+        hidden, ids, p, result = host
+        call = cpu.Call(hidden, ids, p, weights, result, workspace.empty, _threads())
         call.tensors = (call.tensors, host)
         workspace.keep(call)
         _run(call, workspace.mailbox, stream)
-        _copy(y, host[3], stream)
+        _copy(y, result, stream)
     return y
 
 
@@ -85,7 +87,7 @@ def _better_on_gpu(x: Tensor, ids: Tensor, w: ExpertWeights) -> bool:
 
 
 def _uploaded(weights: ExpertWeights, device: torch.device) -> ExpertWeights:
-    tensors: dict[str, Tensor] = {}
+    tensors: dict[str, Any] = {}
     for name, t in vars(weights).items():
         if isinstance(t, Tensor):
             pin(t, _do)
@@ -258,6 +260,6 @@ def _driver() -> ctypes.CDLL:
     return ctypes.CDLL("nvcuda.dll" if ctypes.sizeof(ctypes.c_long) == 4 else "libcuda.so.1")
 
 
-def _do(name: str, *arguments) -> None:
+def _do(name: str, *arguments: Any) -> None:
     if code := getattr(_driver(), name)(*arguments):
         raise RuntimeError(f"{name} failed with CUDA driver error {code}: an earlier kernel may have; see the log")
