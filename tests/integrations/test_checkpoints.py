@@ -659,6 +659,7 @@ DAMAGE = {
 }  # fmt: skip
 
 
+@pytest.mark.slow_after(5)
 @pytest.mark.parametrize("case", DAMAGE)
 def test_damage_is_named(case, tmp_path):
     change, message = DAMAGE[case]

@@ -71,6 +71,7 @@ def test_rare_experts_lean_on_their_layer():
         torch.testing.assert_close(sums.h[e], hessian[e] + 8 / max(n, 1) * diagonal)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("family", [qwen3_moe, gpt_oss, mixtral, nemotron_h], ids=lambda f: f.__name__)
 def test_converted_and_swapped_models_are_the_same(family, tmp_path):
     source = folder(tmp_path, family)

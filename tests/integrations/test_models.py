@@ -406,7 +406,7 @@ DAMAGE = {
 }
 
 
-@pytest.mark.slow_after(6)
+@pytest.mark.slow_after(3)
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_damaged_files_are_named(damage, tmp_path):
     change, message = DAMAGE[damage]

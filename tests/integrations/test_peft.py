@@ -151,6 +151,7 @@ def test_several_adapters():
     assert relative_error(both, logits(dense)) < CLOSE
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("family", [qwen3_moe, gpt_oss, nemotron_h], ids=lambda f: f.__name__)
 def test_merging_quantizes_the_sums_by_the_layers_recipe(family, tmp_path):
     model = swapped(family, recipe="max")

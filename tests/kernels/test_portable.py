@@ -97,13 +97,13 @@ def test_random_layers(E, H, I, T, gate, bias, dtype, ids, data):
     check(w, x, index, weights)
 
 
-@pytest.mark.slow_after(2)
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("gate", GATES)
 def test_gates(gate):
     check(make_weights(3, 64, 48, GATES[gate], bias=True), *batch(7, 64, 3, 2))
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("x_scale", "h_scale"), [(None, None), (2e-3, 5e-3), (2e-3, None), (None, 5e-3)])
 def test_w4a4(x_scale, h_scale, dtype):
@@ -145,6 +145,7 @@ def test_an_empty_batch():
     assert portable.experts(*batch(0, 32, 2, 1), w).shape == (0, 32)
 
 
+@pytest.mark.slow
 def test_more_rows_than_are_taken_at_a_time(monkeypatch):
     monkeypatch.setattr(config, "MAX_ROWS", 8)
     check(make_weights(3, 32, 32), *batch(11, 32, 3, 2))
@@ -210,6 +211,7 @@ def test_stages():
     assert relative_error(y, want) < THRESHOLDS["half"]
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("h_scale", [None, 5e-3])
 def test_stages_of_nvfp4_rows(h_scale):
     w = make_weights(3, 64, 80, activations="nvfp4", h_scale=h_scale)

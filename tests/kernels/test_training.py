@@ -29,7 +29,7 @@ def projections(H, I, gated):
                 yield w, columns
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("H, I", SIZES)
 def test_dense_weights(H, I, gated):
@@ -38,7 +38,7 @@ def test_dense_weights(H, I, gated):
             assert torch.equal(dense.window(w, columns, dtype), dequantized(w, ALL, columns, dtype))
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("H, I", SIZES)
 def test_dense_weights_from_hoppers_layout(H, I, gated):

@@ -402,6 +402,7 @@ def quantized_together(monkeypatch):
     return found
 
 
+@pytest.mark.slow_after(3)
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("family", [qwen3_moe, gpt_oss, dbrx])
 def test_several_matrices_in_a_job(family, recipe, tmp_path, monkeypatch):
@@ -988,6 +989,7 @@ DAMAGE = {
 }  # fmt: skip
 
 
+@pytest.mark.slow_after(4)
 @pytest.mark.parametrize("case", DAMAGE)
 def test_verify_finds_damage(case, tmp_path, capsys):
     change, message = DAMAGE[case]

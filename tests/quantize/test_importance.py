@@ -114,6 +114,7 @@ def test_conversion(build, E, prefix, parts, tmp_path):
     assert config["quantization_config"]["moe_nvfp4"]["recipe"] == "weighted"
 
 
+@pytest.mark.slow
 def test_an_interrupted_conversion_does_not_mix_two_importances(tmp_path, monkeypatch, capsys):
     source = folder(tmp_path, qwen3_moe)
     first, second = (Options("weighted", importance=importance_for(MODULES, seed=s), device="cpu") for s in (0, 1))

@@ -74,6 +74,7 @@ def good(tmp_path_factory):
     return path / "nvfp4"
 
 
+@pytest.mark.slow_after(6)
 @pytest.mark.parametrize("case", DAMAGE)
 def test_what_the_model_would_miss_is_refused(case, good, tmp_path):
     change, message = DAMAGE[case]
@@ -115,6 +116,7 @@ def test_whole_folders_pass(family, dialect, tmp_path):
         verify_checkpoint(tmp_path / "c")
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("kind", ["fused", "fused with biases", "stacks", "projection first", "linears"])
 def test_other_layouts_pass(kind, tmp_path):
     if kind.startswith("fused"):

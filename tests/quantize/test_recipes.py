@@ -116,6 +116,7 @@ def test_special_blocks(recipe):
     check(w, recipe, gs=f32(0.001))  # saturates: 6 is beyond 6 * 448 * 0.001
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("recipe", RECIPES)
 @settings(max_examples=40, deadline=None)
 @given(values=st.lists(st.floats(-(2.0**20), 2.0**20, width=32, allow_subnormal=False), min_size=32, max_size=32))
