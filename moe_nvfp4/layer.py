@@ -8,6 +8,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from moe_nvfp4.backends import Backend, Problem, Selected, named, select, selected, shown
 from moe_nvfp4.checks import check_activations, check_bias_dtype, check_sizes
@@ -357,6 +358,7 @@ class NVFP4Experts(FP32Scales):
         beside = x.device if self.on_cpu and x.device != here else None
         if beside and (not hooks.fused or self.gate.kind == "raw" or _wants_gradients(x, p)):
             x, ids, p, beside = x.to(here), ids.to(here), p.to(here), None
+            hooks = hooks._replace(adapters=tree_map(lambda t: t.to(here), hooks.adapters))
         chosen = selected(*self._problem(x.dtype, hooks.fused, beside))
         if not torch.compiler.is_compiling():
             self._prepare_for(chosen)

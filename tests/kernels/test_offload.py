@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from moe_nvfp4 import backends
 from moe_nvfp4.backends import Device, Problem, explain
+from moe_nvfp4.backward import Adapter
 from moe_nvfp4.kernels.cpu import backend as cpu
 from moe_nvfp4.kernels.offload import backend as offload
 from moe_nvfp4.kernels.offload import pages
@@ -366,3 +367,20 @@ def test_what_is_not_fused_waits_for_the_gpu():
     layer.own_gate = lambda h: torch.nn.functional.silu(h.chunk(2, -1)[0]) * h.chunk(2, -1)[1]
     batch = inputs(5, 1)
     assert torch.equal(layer(*(t.cuda() for t in batch)).cpu(), layer(*batch))
+
+
+@on_any_gpu
+def test_gradients_go_by_way_of_the_cpu():
+    layer, (x, ids, p) = random_layer(**SIZES).keep_on_cpu(), inputs(5, 1)
+    E, H, I = SIZES.values()
+    torch.manual_seed(0)
+    starts = [x.float(), p, torch.randn(E, 4, H) * 0.1, torch.randn(E, 2 * I, 4) * 0.1]
+    found = []
+    for device in ("cpu", "cuda"):
+        x, p, a, b = (t.detach().to(device).requires_grad_() for t in starts)
+        y = layer(x, ids.to(device), p, ((Adapter(a, b),), ()))
+        assert y.device == x.device
+        y.square().sum().backward()
+        found.append([y, *(t.grad for t in (x, p, a, b))])
+    for on_cpu, beside in zip(*found, strict=True):
+        assert relative_error(beside, on_cpu) < THRESHOLDS["fp32"]

@@ -1,11 +1,11 @@
 """The CPU backend: the three stages of the reference as C loops over the 4-bit weights.
 
 cpu.c has a path for every instruction set; the best one of the machine runs, or the one that
-MOE_NVFP4_CPU=avx512bf16, avx512, avx2, neon or portable names. A wheel that was built where a C
+MOE_NVFP4_CPU=amx, avx512bf16, avx512, avx2, neon or portable names. A wheel that was built where a C
 compiler was brings all of them as a library. Otherwise the path that runs is compiled on first use
 with the system's C compiler (CC, else cc, gcc or clang; 1.5 to 2.3 s with gcc 12 on an EPYC, 2026-11-21)
 into ``$MOE_NVFP4_CACHE/cpu``, else ``$XDG_CACHE_HOME/moe_nvfp4/cpu``, else ``~/.cache/moe_nvfp4/cpu``;
-on a machine with avx512bf16 also avx512, when it meets rows that are fp32 or fp16.
+on a machine with avx512bf16 or amx also avx512, when it meets rows that are fp32 or fp16.
 Where it cannot be built, `missing` says why, and the reference takes over.
 
 Numerics are the reference's, up to the order of fp32 sums. Results do not depend on the number of

@@ -19,9 +19,10 @@
      the decoding is hidden behind their multiplications.
 
    Paths. cpu_path.h is compiled once for each instruction set, with the macros that precede its
-   inclusion here: portable (vector extensions of the compiler), avx2, avx512, avx512bf16 and, on ARM, neon. In
+   inclusion here: portable (vector extensions of the compiler), avx2, avx512, avx512bf16, amx and, on ARM, neon. In
    avx512bf16 x and the dequantized weights are bf16, exactly: it takes rows that are bf16 or NVFP4 (code * sf has
-   6 significant bits); cpu.py leaves the others to avx512.  */
+   6 significant bits); cpu.py leaves the others to avx512. So does amx, where many tokens meet the blocks as tiles of
+   16 tokens by 32 elements of K by 16 weight rows, both laid out so beforehand.  */
 
 #include <stddef.h>
 #include <stdint.h>
@@ -505,11 +506,7 @@ INLINE TARGET void weave_avx512bf16(const uint16_t *const *x, int64_t nt, int64_
 #define NT 6
 #define NP 4
 #define NX 6
-#ifdef AMX_FEW
-#define FEW AMX_FEW
-#else
 #define FEW 4
-#endif
 #include "cpu_path.h"
 #endif
 #endif
@@ -578,9 +575,9 @@ static const Path *const PATHS[6] = {
 const char sources[] = SOURCES; /* cpu.py asks whether these are the sources beside it */
 /* glibc 2.34 gave these functions new versions. By the old ones the wheel runs from glibc 2.28 on, as torch's does. */
 #if defined(__GLIBC__) && defined(__x86_64__)
-__asm__(".symver pthread_create, pthread_create@GLIBC_2.2.5\n.symver pthread_join, pthread_join@GLIBC_2.2.5");
+__asm__(".symver pthread_create, pthread_create@GLIBC_2.2.5\n.symver pthread_detach, pthread_detach@GLIBC_2.2.5");
 #elif defined(__GLIBC__) && defined(__aarch64__)
-__asm__(".symver pthread_create, pthread_create@GLIBC_2.17\n.symver pthread_join, pthread_join@GLIBC_2.17");
+__asm__(".symver pthread_create, pthread_create@GLIBC_2.17\n.symver pthread_detach, pthread_detach@GLIBC_2.17");
 #endif
 #endif
 

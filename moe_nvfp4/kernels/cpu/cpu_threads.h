@@ -3,8 +3,7 @@
 
    Who they are: the pool that torch uses (GOMP_parallel, of the OpenMP runtime torch has loaded), because another one
    beside it would fight with its spinning threads; or a pool of our own, where there is no such runtime, and for calls
-   that come from a thread that is not torch's (a host function of a CUDA stream), which OpenMP would give a second
-   pool. */
+   that come from a thread that is not torch's (those of a CUDA stream), which OpenMP would give a second pool. */
 
 #include <pthread.h>
 #include <sched.h>
