@@ -1,10 +1,13 @@
 """Dense weights from Hopper's layout (`sm90.pack`), in Triton: what backward passes multiply by."""
 
+from contextlib import nullcontext
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from moe_nvfp4.kernels.portable.launch import launch
 from moe_nvfp4.kernels.sm90.pack import UNIT, UNIT_WORDS
 from moe_nvfp4.weights import Projection
 
@@ -15,10 +18,10 @@ def window(w: Projection, columns: slice, dtype: torch.dtype) -> Tensor:
     E, M64, K64, _ = units.shape
     count = min(columns.stop, w.width) - columns.start
     out = units.new_empty(E, w.rows, count, dtype=dtype)
-    with torch.cuda.device(units.device) if units.is_cuda else torch.no_grad():
-        window_kernel[-(-count // UNIT), M64, E](
-            units, w.scale if w.first_scale is None else w.first_scale, w.scale, out, columns.start // UNIT,
-            w.rows, M64, K64, count, w.interleaved, UNIT_WORDS, num_warps=4,
+    with torch.cuda.device(units.device) if units.is_cuda else nullcontext():
+        launch(
+            window_kernel, (-(-count // UNIT), M64, E), units, w.scale if w.first_scale is None else w.first_scale,
+            w.scale, out, columns.start // UNIT, w.rows, M64, K64, count, w.interleaved, UNIT_WORDS, num_warps=4,
         )  # fmt: skip
     return out
 
