@@ -7,7 +7,7 @@ found["original"].perplexity, found["W4A16"].kl
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,6 +24,17 @@ class Metrics:
     perplexity: float  # exp of the mean negative log-likelihood of the text's tokens
     kl: float  # KL(original || model) of the distributions of the next token, in nats
     top1: float  # the share of tokens where both think the same one likeliest, 0 to 1
+    kls: Tensor = field(repr=False, compare=False)  # float32 [tokens], window after window
+
+    @property
+    def kl_median(self) -> float:
+        """Of a routed model the mean is that of the few tokens whose routing changed: this is of the others."""
+        return self.kls.median().item()
+
+    @property
+    def kl_trimmed(self) -> float:
+        """The mean without the largest 5 %."""
+        return self.kls.sort().values[: max(1, len(self.kls) * 95 // 100)].mean().item()
 
 
 @torch.no_grad()
@@ -40,38 +51,43 @@ def evaluate(
     never comes).
     """
     sums = {name: torch.zeros(3, dtype=torch.float64) for name in ("original", *models)}
+    kls: dict[str, list[Tensor]] = {name: [] for name in sums}
     tokens = 0
     for ids in windows:
         if ids.dim() != 1 or len(ids) < 2:
             raise ValueError(f"a window of shape {list(ids.shape)} predicts nothing: ids [n] with n >= 2 are needed")
         tokens += len(ids) - 1
         expected = original(ids[None]).logits[0, :-1]
-        sums["original"] += _sums(expected, expected, ids[1:], "original")
+        sums["original"] += _sums(expected, expected, ids[1:], "original", kls["original"])
         for name, model in models.items():
             logits = model(ids[None]).logits[0, :-1]
             if logits.shape != expected.shape:
                 raise ValueError(f"{name} has logits {list(logits.shape)}, the original {list(expected.shape)}")
-            sums[name] += _sums(logits, expected, ids[1:], name)
+            sums[name] += _sums(logits, expected, ids[1:], name, kls[name])
     if not tokens:
         raise ValueError("there are no windows to evaluate on")
     means = {name: (total / tokens) for name, total in sums.items()}
     return {
-        name: Metrics(tokens, perplexity=nll.exp().item(), kl=kl.item(), top1=same.item())
+        name: Metrics(tokens, nll.exp().item(), kl.item(), same.item(), torch.cat(kls[name]))
         for name, (nll, kl, same) in means.items()
     }
 
 
-def _sums(logits: Tensor, expected: Tensor, targets: Tensor, name: str) -> Tensor:
-    """float64 [3] over tokens: -log p(target), KL(expected || logits), how often both have the same maximum."""
+def _sums(logits: Tensor, expected: Tensor, targets: Tensor, name: str, kls: list[Tensor]) -> Tensor:
+    """float64 [3] over tokens: -log p(target), KL(expected || logits), how often both have the same maximum.
+
+    kls: gets the KL of each token, float32, on the host.
+    """
     found = torch.zeros(3, dtype=torch.float64)
     step = max(1, STEP // logits.shape[-1])
     for a in range(0, len(targets), step):
         b = a + step
         log_p, log_q = (t[a:b].double().log_softmax(-1) for t in (logits, expected))
         nll = -log_p.gather(1, targets[a:b, None]).sum()
-        kl = torch.where(log_q.isneginf(), 0.0, log_q.exp() * (log_q - log_p)).sum()  # 0 log 0 is 0
+        kl = torch.where(log_q.isneginf(), 0.0, log_q.exp() * (log_q - log_p)).sum(dim=-1)  # 0 log 0 is 0
+        kls.append(kl.float().cpu())
         same = (logits[a:b].argmax(-1) == expected[a:b].argmax(-1)).sum()
-        found += torch.stack([nll, kl, same]).cpu()
+        found += torch.stack([nll, kl.sum(), same]).cpu()
     if found.isnan().any():
         raise ValueError(f"the logits of {name} have NaN or +Inf: they say nothing about its accuracy")
     return found

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
+from typing import Any
 
 from moe_nvfp4.cli.models import load, model_config, resolve, text_of, windows_of
 from moe_nvfp4.cli.options import (
@@ -16,6 +18,8 @@ from moe_nvfp4.cli.options import (
     say,
 )
 
+ACTIVATIONS = {"W4A16": "bf16", "W4A4": "nvfp4"}
+
 
 def add(commands: Commands) -> None:
     sub = command(
@@ -24,30 +28,64 @@ def add(commands: Commands) -> None:
         "experts (W4A16 and W4A4) against the original MODEL, on a text. Needs memory for both.",
     )  # fmt: skip
     sub.add_argument("model", metavar="MODEL", help=MODEL_HELP)
+    sub.add_argument(
+        "--quantized", metavar="DST",
+        help="the 4-bit folder to compare, of any recipe or tool (default: MODEL, quantized as it loads)",
+    )  # fmt: skip
     add_texts(sub, 12, shortest=2)
     add_quantizing(sub)
+    sub.add_argument(
+        "--tasks", metavar="NAME,...",
+        help="run these tasks of lm-eval as well (pip install lm-eval): arc_easy,hellaswag, or the YAML file of one",
+    )  # fmt: skip
+    sub.add_argument("--limit", type=int, metavar="N", help="no more than N questions of each task")
+    sub.add_argument(
+        "--plot", type=Path, metavar="OUT.png",
+        help="draw the KL by the position in a window (pip install matplotlib); the numbers go to OUT.json",
+    )  # fmt: skip
     add_device(sub)
 
 
 def run(args: argparse.Namespace) -> None:
+    from moe_nvfp4.cli import judging
     from moe_nvfp4.evaluate import evaluate
     from moe_nvfp4.integrations.huggingface import set_activations
     from moe_nvfp4.progress import progress_bar
 
-    source = resolve(args.model)
-    if "quantization_config" in model_config(source).to_dict():
+    if "quantization_config" in model_config(resolve(args.model)).to_dict():
         raise ValueError(f"{args.model} is quantized already: compare needs the original to compare with")
+    if args.plot is not None:
+        judging.need("matplotlib", "--plot")
+    tasks = judging.tasks_of(args.tasks) if args.tasks else None
     text = text_of(args)
     original, tokenizer = load(args, None)
-    model, _ = load(args, "bf16", tokenizer=False)
+    model = _quantized(args)
     windows = windows_of(args, tokenizer, text).to(original.device)
 
-    bits = {"W4A16": "bf16", "W4A4": "nvfp4"}
-    models = {name: lambda ids, a=a: set_activations(model, a)(ids) for name, a in bits.items()}
+    models = {name: lambda ids, a=a: set_activations(model, a)(ids) for name, a in ACTIVATIONS.items()}
     found = evaluate(original, models, progress_bar(windows, desc="compare", unit="window", show=True))
-    tokens = found["original"].tokens
-    say(f"{args.model}, recipe {args.recipe or DEFAULT_RECIPE}, {tokens} tokens in windows of {args.window}")
-    say(f"{'':8s}{'perplexity':>12s}{'KL (nats)':>12s}{'top-1':>9s}")
+    recipe = f"recipe {args.recipe or DEFAULT_RECIPE}" if args.quantized is None else args.quantized
+    say(f"{args.model}, {recipe}, {found['original'].tokens} tokens in windows of {args.window}")
+    say(f"{'':8s}{'perplexity':>12s}{'KL (nats)':>12s}{'median':>9s}{'top-1':>9s}")
     for name, of in found.items():
         label = "bf16" if name == "original" else name
-        say(f"{label:8s}{of.perplexity:12.3f}{of.kl:12.5f}{of.top1:9.2%}")
+        say(f"{label:8s}{of.perplexity:12.3f}{of.kl:12.5f}{of.kl_median:9.5f}{of.top1:9.2%}")
+    if args.plot is not None:
+        judging.plot_positions(args.plot, {name: found[name] for name in models}, args.window)
+        say(f"wrote {args.plot} and {args.plot.with_suffix('.json')}")
+    if tasks is not None:
+        scores = {"bf16": tasks.run(original, tokenizer, args.limit)}
+        for name, activations in ACTIVATIONS.items():
+            scores[name] = tasks.run(set_activations(model, activations), tokenizer, args.limit)
+        for line in judging.score_lines(scores):
+            say(line)
+
+
+def _quantized(args: argparse.Namespace) -> Any:
+    """The 4-bit model."""
+    if args.quantized is None:
+        return load(args, "bf16", tokenizer=False)[0]
+    source = resolve(args.quantized)
+    if "quantization_config" not in model_config(source).to_dict():
+        raise ValueError(f"{args.quantized} is not quantized: name a 4-bit folder, or leave out --quantized")
+    return load(argparse.Namespace(**{**vars(args), "model": source}), None, tokenizer=False)[0]

@@ -167,8 +167,9 @@ def test_compare(folder, tmp_path, capsys):
     run("compare", folder, "--text", text, "--window", 32, "--windows", 3, "--recipe", "max", "--device", "cpu")
     said = capsys.readouterr().out
     rows = {m[1]: [float(v) for v in m.groups()[1:]] for m in
-            re.finditer(r"^(bf16|W4A16|W4A4) +([\d.]+) +([\d.]+) +([\d.]+)%$", said, re.M)}  # fmt: skip
-    assert rows["bf16"][1:] == [0.0, 100.0]
+            re.finditer(r"^(bf16|W4A16|W4A4) +([\d.]+) +([\d.]+) +([\d.]+) +([\d.]+)%$", said, re.M)}  # fmt: skip
+    assert rows["bf16"][1:] == [0.0, 0.0, 100.0]
+    assert 0 < rows["W4A16"][2] < rows["W4A16"][1], "the median is of the less surprising half"
     assert 0 < rows["W4A16"][1] < rows["W4A4"][1], "activations in 4 bits cost more"
     assert "93 tokens in windows of 32" in said
 

@@ -52,6 +52,10 @@ def test_against_a_loop(dtype, step, monkeypatch):
         metrics = found[name]
         assert metrics.tokens == tokens == 36
         assert [metrics.perplexity, metrics.kl, metrics.top1] == pytest.approx(means, rel=1e-12, abs=1e-15)
+        each = [by_hand(table, original, [w[t : t + 2]])[2] for w in windows for t in range(len(w) - 1)]
+        assert metrics.kls.tolist() == pytest.approx(each, rel=1e-6, abs=1e-7)
+        assert metrics.kl_median == pytest.approx(sorted(each)[17], rel=1e-6, abs=1e-7)
+        assert metrics.kl_trimmed == pytest.approx(math.fsum(sorted(each)[:34]) / 34, rel=1e-6, abs=1e-7)
     assert (found["original"].kl, found["original"].top1) == (0, 1) and 0 < found["near"].kl < found["far"].kl
 
 

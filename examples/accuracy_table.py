@@ -1,0 +1,148 @@
+"""All recipes on one model: perplexity, KL, top-1 and changed routing on held-out texts, W4A16 and W4A4.
+
+    python examples/accuracy_table.py demo --text demo.txt --text prose.txt --calibration mix.txt --calibration code.txt
+
+The first calibration text is used in several lengths, the others in one. Lines of JSON go to --out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from moe_nvfp4.demo import demo_path
+from moe_nvfp4.evaluate import Metrics, evaluate
+from moe_nvfp4.integrations.huggingface import set_activations, swap_experts
+from moe_nvfp4.integrations.huggingface.calibration import in_batches
+from moe_nvfp4.integrations.huggingface.experts import HFExperts, describe
+
+LENGTHS = (32, 128, 8, 2)  # windows of the first calibration text
+
+
+class Routing:
+    """Which experts a model's tokens were given, and how often another model gives others."""
+
+    def __init__(self) -> None:
+        self.ids: list[Tensor] = []
+        self.expected: list[Tensor] = []
+        self.changed: list[float] = []
+
+    @contextmanager
+    def watch(self, model) -> Iterator[None]:
+        modules = [m for m in model.modules() if isinstance(m, HFExperts) or describe(m) is not None]
+        handles = [m.register_forward_pre_hook(lambda m, args: self.ids.append(args[1])) for m in modules]
+        yield
+        for handle in handles:
+            handle.remove()
+
+    def take(self) -> list[Tensor]:
+        found, self.ids = self.ids, []
+        return found
+
+    def compare(self) -> None:
+        for old, new in zip(self.expected, self.take(), strict=True):
+            kept = (old[:, :, None] == new[:, None, :]).any(dim=-1)
+            self.changed.append(1 - kept.float().mean().item())
+
+
+@torch.no_grad()
+def judge(original, model, windows: Tensor) -> tuple[Metrics, float]:
+    """Metrics of `model`, and the share of its assignments to experts that differ from the original's."""
+    routing = Routing()
+
+    def run_original(ids: Tensor):
+        with routing.watch(original):
+            output = original(ids)
+        routing.expected = routing.take()
+        return output
+
+    def run(ids: Tensor):
+        with routing.watch(model):
+            output = model(ids)
+        routing.compare()
+        return output
+
+    found = evaluate(run_original, {"4-bit": run}, windows)["4-bit"]
+    return found, sum(routing.changed) / len(routing.changed)
+
+
+def recipes_of(calibrations: dict[str, Tensor]) -> Iterator[tuple[str, str, dict[str, object]]]:
+    """(activations, name, arguments of swap_experts) of each row of the table."""
+    (first, whole), *others = calibrations.items()
+    cuts = {f"{first} {n}": whole[:n] for n in LENGTHS if n <= len(whole)}
+    cuts |= {f"{name} {len(ids)}": ids for name, ids in others}
+    for activations in ("bf16", "nvfp4"):
+        for recipe in ("max", "four_over_six", "mse"):
+            yield activations, recipe, dict(recipe=recipe)
+        yield activations, "weighted, random ids", dict(recipe="weighted")
+        for name, ids in cuts.items():
+            if activations == "bf16" or name.startswith(first) and len(ids) == 32:
+                for recipe in ("weighted", "gptq"):
+                    yield activations, f"{recipe}, {name}", dict(recipe=recipe, calibration=in_batches(ids))
+
+
+def windows_of(file: Path, tokenizer, count: int, window: int) -> Tensor:
+    ids = tokenizer(file.read_text(errors="replace"), return_tensors="pt").input_ids[0]
+    return ids[: min(count, len(ids) // window) * window].view(-1, window)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model", help="folder of a dense model, or demo")
+    parser.add_argument("--text", type=Path, action="append", required=True, help="to judge on")
+    parser.add_argument("--calibration", type=Path, action="append", required=True, help="to calibrate on")
+    parser.add_argument("--windows", type=int, default=6, help="of each text to judge on")
+    parser.add_argument("--window", type=int, default=512)
+    parser.add_argument("--only", default="", help="rows whose name has this in it")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+
+    source = demo_path() if args.model == "demo" else args.model
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    original = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16).to(args.device).eval()
+    cut: Callable[[Path, int], Tensor] = lambda file, count: windows_of(file, tokenizer, count, args.window)
+    texts = {file.stem: cut(file, args.windows).to(args.device) for file in args.text}
+    first, *others = args.calibration
+    calibrations = {first.stem: cut(first, max(LENGTHS))} | {file.stem: cut(file, 32) for file in others}
+
+    print(f"{'':34s}{'mean KL':>9s}{'median':>8s}{'trimmed':>8s}{'top-1':>7s}{'routing':>8s}  " + "  ".join(texts))
+    for activations, name, settings in recipes_of(calibrations):
+        label = f"{'W4A16' if activations == 'bf16' else 'W4A4'} {name}"
+        if args.only not in label:
+            continue
+        began = time.perf_counter()
+        model = swap_experts(copy.deepcopy(original), activations, progress=False, **settings)
+        seconds = time.perf_counter() - began
+        set_activations(model, activations)
+        found = {text: judge(original, model, windows) for text, windows in texts.items()}
+        kls = torch.cat([metrics.kls for metrics, _ in found.values()])
+        whole = Metrics(len(kls), 0.0, kls.mean().item(), 0.0, kls)
+        top1 = sum(metrics.top1 for metrics, _ in found.values()) / len(found)
+        changed = sum(share for _, share in found.values()) / len(found)
+        print(f"{label:34s}{whole.kl:9.4f}{whole.kl_median:8.4f}{whole.kl_trimmed:8.4f}{top1:7.1%}{changed:8.2%}  "
+              + "  ".join(f"{m.kl:.4f} ({m.perplexity:.2f})" for m, _ in found.values()) + f"  {seconds:.0f} s",
+              flush=True)  # fmt: skip
+        if args.out:
+            line = dict(
+                model=args.model, activations=activations, recipe=name, kl=whole.kl, median=whole.kl_median,
+                trimmed=whole.kl_trimmed, top1=top1, routing_changed=changed, seconds=seconds,
+                texts={text: dict(kl=m.kl, perplexity=m.perplexity, top1=m.top1, median=m.kl_median)
+                       for text, (m, _) in found.items()},
+            )  # fmt: skip
+            with open(args.out, "a") as out:
+                out.write(json.dumps(line) + "\n")
+        del model
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""What `compare` does with packages that are not installed with this one: plots, and tasks of lm-eval."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moe_nvfp4.evaluate import Metrics
+
+PIP = {"lm_eval": "lm-eval", "matplotlib": "matplotlib"}
+
+
+def need(package: str, option: str) -> None:
+    """ValueError unless the package is installed."""
+    if importlib.util.find_spec(package) is None:
+        raise ValueError(f"{option} needs a package that is not installed: pip install {PIP[package]}")
+
+
+# ---- plots ---------------------------------------------------------------------------------------
+def plot_positions(path: Path, found: Mapping[str, Metrics], window: int) -> None:
+    """The mean KL of each position of a window, and its running mean over 16 positions: a PNG, and JSON beside it."""
+    from matplotlib.figure import Figure
+
+    numbers = {name: of.kls.view(-1, window - 1).mean(dim=0).tolist() for name, of in found.items()}
+    path.with_suffix(".json").write_text(json.dumps({"kl_by_position": numbers}) + "\n", "utf-8")
+    figure = Figure(figsize=(8, 4), layout="constrained")
+    axes = figure.add_subplot()
+    for i, (name, values) in enumerate(numbers.items()):
+        axes.plot(range(1, window), values, color=f"C{i}", alpha=0.25, linewidth=0.8)
+        step = min(16, len(values))
+        smooth = [sum(values[k : k + step]) / step for k in range(len(values) - step + 1)]
+        axes.plot(range(1 + step // 2, 1 + step // 2 + len(smooth)), smooth, color=f"C{i}", label=name)
+    axes.set(xlabel="position in the window", ylabel="KL to the original, nats", ylim=(0, None))
+    axes.legend()
+    figure.savefig(path, dpi=150)
+
+
+# ---- lm-eval -------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Tasks:
+    """Tasks of lm-eval: names, and the folder of those that are not its own."""
+
+    names: list[str]
+    folder: str | None
+
+    def run(self, model: Any, tokenizer: Any, limit: int | None) -> dict[str, float]:
+        """Every score of every task, "task metric" -> number, of a transformers model."""
+        from lm_eval import simple_evaluate
+        from lm_eval.models.huggingface import HFLM
+        from lm_eval.tasks import TaskManager
+
+        judge = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=1)
+        manager = TaskManager(include_path=self.folder)
+        found = simple_evaluate(
+            judge, tasks=list(self.names), task_manager=manager, limit=limit, bootstrap_iters=0, log_samples=False
+        )
+        assert found is not None
+        scores: dict[str, float] = {}
+        for task, of in found["results"].items():
+            for metric, value in of.items():
+                name = metric.removesuffix(",none")
+                if isinstance(value, float) and "stderr" not in metric:
+                    scores[f"{task} {name}"] = value
+        return scores
+
+
+def tasks_of(text: str) -> Tasks:
+    """Names, separated by commas; or one YAML file, whose folder's other tasks it may build on."""
+    need("lm_eval", "--tasks")
+    if not text.endswith((".yaml", ".yml")):
+        return Tasks(text.split(","), None)
+    import yaml
+
+    path = Path(text)
+    if not path.is_file():
+        raise ValueError(f"--tasks {text}: there is no such file")
+    return Tasks([yaml.safe_load(path.read_text("utf-8"))["task"]], str(path.parent))
+
+
+def score_lines(scores: Mapping[str, Mapping[str, float]]) -> Iterator[str]:
+    """A table: a line for each task and metric, a column for each model."""
+    yield f"{'':40s}" + "".join(f"{name:>10s}" for name in scores)
+    for metric in next(iter(scores.values())):
+        yield f"{metric:40s}" + "".join(f"{of[metric]:10.4f}" for of in scores.values())

@@ -1,0 +1,103 @@
+"""`compare` of a folder, with tasks of lm-eval and a plot."""
+
+import json
+import shutil
+
+import pytest
+import torch
+
+from moe_nvfp4.cli import main
+from moe_nvfp4.integrations.huggingface import set_activations, swap_experts
+from tests.core.test_cli import folder  # noqa: F401  (a fixture: a small checkpoint with a tokenizer)
+from tests.models import load
+
+TEXT = "the quick brown fox jumps over the lazy dog, and then it sleeps; " * 6
+TASK = """
+task: tiny_words
+dataset_path: json
+dataset_kwargs: {data_files: {test: QUESTIONS}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{text}}"
+doc_to_choice: "{{choices}}"
+doc_to_target: "{{answer}}"
+target_delimiter: ""
+metric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]
+"""
+
+
+def run(*arguments):
+    assert main([str(a) for a in (*arguments, "--device", "cpu")]) == 0
+
+
+@pytest.fixture
+def text(tmp_path):
+    (tmp_path / "text").write_text(TEXT)
+    return tmp_path / "text"
+
+
+@pytest.fixture
+def quantized(folder, tmp_path):  # noqa: F811
+    run("quantize", folder, tmp_path / "quantized", "--recipe", "max")
+    return tmp_path / "quantized"
+
+
+def test_a_folder_is_compared(folder, quantized, text, tmp_path, capsys):  # noqa: F811
+    window = ("--text", text, "--window", 24, "--windows", 3)
+    run("compare", folder, "--quantized", quantized, *window)
+    lines = capsys.readouterr().out.splitlines()
+    run("compare", folder, "--recipe", "max", *window)
+    assert lines[-4:] == capsys.readouterr().out.splitlines()[-4:]  # the same weights, quantized as they load
+    assert main(["compare", str(folder), "--quantized", str(folder), "--text", str(text)]) == 2
+    assert "is not quantized" in capsys.readouterr().err
+
+
+def test_plot(folder, quantized, text, tmp_path, capsys):  # noqa: F811
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    plot = tmp_path / "plot.png"
+    run("compare", folder, "--quantized", quantized, "--text", text, "--window", 24, "--windows", 3, "--plot", plot)
+    found = json.loads((tmp_path / "plot.json").read_text())["kl_by_position"]
+    assert {name: len(values) for name, values in found.items()} == {"W4A16": 23, "W4A4": 23}
+    shown = {line.split()[0]: float(line.split()[2]) for line in capsys.readouterr().out.splitlines() if "W4A" in line}
+    for name, values in found.items():
+        assert sum(values) / 23 == pytest.approx(shown[name], abs=1e-5)
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_tasks(folder, quantized, text, tmp_path, capsys):  # noqa: F811
+    """Every question answered by hand: the likeliest of the choices is the model's answer."""
+    pytest.importorskip("lm_eval", reason="lm-eval is not installed")
+    from transformers import AutoTokenizer
+
+    source = shutil.copytree(folder, tmp_path / "source")
+    tokenizer = AutoTokenizer.from_pretrained(folder, eos_token="<unk>")  # lm-eval asks for one
+    tokenizer.save_pretrained(source)
+    asked = [
+        ("the quick br", ["o", "x"], 0), ("lazy d", ["q", "o"], 1), ("fox j", ["u", "z"], 0), ("ab", ["c", "d"], 1),
+    ]  # fmt: skip
+    questions = tmp_path / "questions.jsonl"
+    questions.write_text("\n".join(json.dumps(dict(text=t, choices=c, answer=a)) for t, c, a in asked))
+    (tmp_path / "tiny.yaml").write_text(TASK.replace("QUESTIONS", str(questions)))
+    window = ("--text", text, "--window", 24, "--windows", 1)
+    run("compare", source, "--quantized", quantized, *window, "--tasks", tmp_path / "tiny.yaml")
+    scores = capsys.readouterr().out.splitlines()[-1].split()
+    assert scores[:2] == ["tiny_words", "acc"]
+    models = [load(folder), swap_experts(load(folder), recipe="max", progress=False)]
+    for got, model, activations in zip(scores[2:], [models[0], models[1], models[1]], [None, "bf16", "nvfp4"],
+                                       strict=True):  # fmt: skip
+        if activations:
+            set_activations(model, activations)
+        right = 0
+        for before, choices, answer in asked:
+            with torch.no_grad():
+                logits = model(tokenizer(before, return_tensors="pt").input_ids).logits[0, -1]
+            right += logits[[tokenizer(c).input_ids[0] for c in choices]].argmax().item() == answer
+        assert float(got) == right / len(asked)
+
+
+def test_what_is_not_installed_is_named(folder, text, monkeypatch, capsys):  # noqa: F811
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    for option, value, package in (("--tasks", "arc_easy", "lm-eval"), ("--plot", "x.png", "matplotlib")):
+        assert main(["compare", str(folder), "--text", str(text), option, value]) == 2
+        assert f"{option} needs a package that is not installed: pip install {package}" in capsys.readouterr().err
