@@ -215,11 +215,16 @@ def report() -> list[Row]:
         "linears W4A16": Problem("linear", 1, 2048, 2048, "silu", "bf16", torch.bfloat16),
         "linears W4A4": Problem("linear", 1, 2048, 2048, "silu", "nvfp4", torch.bfloat16),
     }
+    beside = problems["experts W4A16"]._replace(host_weights=True)
     devices = [torch.device("cpu"), *(torch.device("cuda", i) for i in range(torch.cuda.device_count()))]
     rows = []
     for device in map(Device.of, devices):
         chosen = {name: explain(problem, device) for name, problem in problems.items()}
         for backend in BACKENDS:
+            if backend.host_weights:
+                reason = _refusal(backend, device, beside) or ""
+                rows.append(Row(str(device), backend.name, () if reason else ("experts kept on the CPU",), reason))
+                continue
             runs = tuple(name for name, choice in chosen.items() if choice.backend is backend)
             reasons = {dict(choice.rejected).get(backend.name, "") for choice in chosen.values()} - {""}
             reason = "; ".join(sorted(reasons)) or ("" if runs else "a faster one is there")

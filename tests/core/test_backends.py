@@ -191,6 +191,7 @@ def test_report():
     assert [row.backend for row in rows[: len(backends.BACKENDS)]] == [b.name for b in backends.BACKENDS]
     assert all(row.runs or row.reason for row in rows)
     cpu = [row for row in rows if row.device == "cpu"]
+    assert [row.reason for row in cpu if row.backend == "offload"] == ["runs beside NVIDIA GPUs"]
     assert sorted(name for row in cpu for name in row.runs) == [
         "experts W4A16", "experts W4A4", "linears W4A16", "linears W4A4"
     ]  # fmt: skip
