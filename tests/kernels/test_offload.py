@@ -1,8 +1,11 @@
 """Experts on the CPU beside a GPU: the stream's work in its order, and in graphs, without a GPU; then with one."""
 
 import ctypes
+import subprocess
+import sys
 import time
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -236,6 +239,17 @@ def test_without_mailboxes_it_is_a_host_function(driver, monkeypatch):
 
 
 @needs_library
+@needs_library
+def test_a_process_with_mailboxes_ends_well():
+    """Memory that is given back to the system while somebody looks into it is a segmentation fault."""
+    code = (
+        "import torch\nfrom moe_nvfp4.kernels.cpu import backend as cpu\n"
+        "cpu.Mailbox(torch.empty(1 << 24, dtype=torch.int64)[:2])\n"
+    )
+    run = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], capture_output=True)
+    assert run.returncode == 0, run.stderr
+
+
 def test_what_fails_is_nan_and_the_next_call_says_why(driver):
     w = random_layer(**SIZES).weights
     x, ids, p = inputs(3, 0)

@@ -14,6 +14,7 @@ threads, which is torch's.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import hashlib
 import os
@@ -212,13 +213,22 @@ class Mailbox:
     def __init__(self, memory: Tensor):
         self.memory = memory.zero_()
         self.request, self.done = memory.data_ptr(), memory.data_ptr() + 8
-        if _library(path()).open_mailbox(ctypes.c_void_p(self.request)):
+        self.library = library = _library(path())
+        if library.open_mailbox(ctypes.c_void_p(self.request)):
             raise OSError("no more mailboxes for calls on the CPU")
+        if all(box.library is not library for box in _opened):
+            atexit.register(_close_mailboxes, library, os.getpid())
         _opened.append(self)
 
 
 _called: dict[str, ctypes.CDLL] = {}  # those of calls, by path
 _opened: list[Mailbox] = []  # they are looked into as long as the process lives
+
+
+def _close_mailboxes(library: ctypes.CDLL, process: int) -> None:
+    """Nobody looks into them while Python takes their memory away."""
+    if os.getpid() == process:  # a fork has no thread that looks
+        library.close_mailboxes()
 
 
 def raise_failure() -> None:

@@ -44,14 +44,14 @@ static struct {
     pthread_mutex_t lock;
     Mailbox *boxes[MAILBOXES];
     atomic_long count;
-    int at_work;
+    atomic_int at_work, closing;
 } post = {.lock = PTHREAD_MUTEX_INITIALIZER};
 
 /* Looks without a pause for about as long as the pool does, then at intervals of 20 us and, after about half a second,
    of 1 ms, which costs next to nothing. */
 static void *deliver(void *unused) {
     (void)unused;
-    for (int64_t idle = 0;; idle++) {
+    for (int64_t idle = 0; !atomic_load(&post.closing); idle++) {
         for (long i = 0, n = atomic_load(&post.count); i < n; i++) {
             Call *c = atomic_load(&post.boxes[i]->request);
             if (!c) continue;
@@ -63,6 +63,7 @@ static void *deliver(void *unused) {
         if (idle < LOOKS) relax();
         else nanosleep(&(struct timespec){0, idle < LOOKS + 5000 ? 20000 : 1000000}, NULL);
     }
+    atomic_store(&post.at_work, 0);
     return NULL;
 }
 
@@ -72,9 +73,9 @@ int64_t open_mailbox(Mailbox *box) {
     pthread_t postman;
     pthread_mutex_lock(&post.lock);
     int64_t n = atomic_load(&post.count), failed = n == MAILBOXES ? -1 : 0;
-    if (!failed && !post.at_work) {
+    if (!failed && !atomic_load(&post.at_work)) {
         failed = pthread_create(&postman, NULL, deliver, NULL) ? -1 : 0;
-        if (!failed) pthread_detach(postman), post.at_work = 1;
+        if (!failed) pthread_detach(postman), atomic_store(&post.at_work, 1);
     }
     if (!failed) {
         post.boxes[n] = box;
@@ -82,4 +83,10 @@ int64_t open_mailbox(Mailbox *box) {
     }
     pthread_mutex_unlock(&post.lock);
     return failed;
+}
+
+/* Waits until the postman has gone, so that the memory of mailboxes can: for the end of the process. */
+void close_mailboxes(void) {
+    atomic_store(&post.closing, 1);
+    while (atomic_load(&post.at_work)) nanosleep(&(struct timespec){0, 100000}, NULL);
 }
