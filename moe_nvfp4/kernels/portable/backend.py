@@ -13,9 +13,9 @@ adds them in fp32. Where large batches go through `dense`, GEMM 1's sums are rou
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from math import inf
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton.language as tl
@@ -51,7 +51,7 @@ def experts(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: Expe
     most = max(1, config.MAX_ROWS // top_k)
     if T > most:
         parts = (t.split(most) for t in (x, top_k_index, top_k_weights))
-        return torch.cat([experts(*part, w) for part in zip(*parts, strict=True)], out=out)
+        return torch.cat([experts(a, ids, p, w) for a, ids, p in zip(*parts, strict=True)], out=out)
     ids, x, top_k_weights = _ids(top_k_index), _columns(x), aligned(floating(top_k_weights))
     planned = planned_tokens(T, top_k) * top_k
     with _on(x.device):
@@ -75,16 +75,16 @@ def _experts_dense(
     x: Tensor, ids: Tensor, top_k_weights: Tensor, w: ExpertWeights, out: Tensor, planned: int
 ) -> Tensor:
     """`experts` for bf16 rows, by torch's grouped product over weights in bf16, `dense.SCRATCH` bytes at a time."""
-    (R,), E, I = ids.shape, w.num_experts, w.intermediate_size
+    (R,), E, I, (sf13, sf2) = ids.shape, w.num_experts, w.intermediate_size, w.block_scales()
     r = route(ids, E, R, planned, row_expert=True, position=True)
     rows, h = x.new_empty(R, x.shape[1]) if x.is_meta else x[r.order // (R // x.shape[0])], x.new_empty(R, I)
-    for first, n, product in dense.products(rows, aligned(w.w13), aligned(w.w13_sf), r.offsets, w.gate.gated):
+    for first, n, product in dense.products(rows, aligned(w.w13), aligned(sf13), r.offsets, w.gate.gated):
         block = min(1024, next_power_of_2(n))
         launch(
             dense.gate_kernel, (R, -(-n // block)), product, r.row_expert, r.live, w.gate_scale, w.up_scale, w.b13, h,
             first, I, n, *_gate(w.gate), block, how(), num_warps=4,
         )  # fmt: skip
-    for first, _, product in dense.products(h, aligned(w.w2), aligned(w.w2_sf), r.offsets, False):
+    for first, _, product in dense.products(h, aligned(w.w2), aligned(sf2), r.offsets, False):
         bias = None if w.b2 is None else w.b2[:, first:]
         _combine(product[None], ids, top_k_weights, out[:, first:], E, (r.position, w.w2_scale, bias))
     return out
@@ -165,7 +165,7 @@ class _Values(NamedTuple):
 
     values: Tensor
     scale: Tensor | None = None
-    index: Tensor | None = None
+    index: Tensor | None = None  # type: ignore[assignment]  # tuples have a method of this name
     index_div: int = 1
 
 
@@ -186,8 +186,8 @@ class _Routing(NamedTuple):
     def of(cls, groups: Groups, BM: int) -> _Routing:
         if groups.order.is_meta:  # launches are noted
             empty = groups.order.new_empty
-            parts = [empty(max_tiles(groups.num_rows, groups.num_experts, BM)) for _ in range(3)]
-            return cls(groups.order, groups.offsets, *parts, empty(1))
+            expert, row, end = (empty(max_tiles(groups.num_rows, groups.num_experts, BM)) for _ in range(3))
+            return cls(groups.order, groups.offsets, expert, row, end, empty(1))
         tiles = groups.tiles(BM)
         end = groups.offsets[tiles.expert.clamp(min=0) + 1]
         return cls(groups.order, groups.offsets, tiles.expert, tiles.row, end, tiles.count)
@@ -211,8 +211,8 @@ def route(
     buffer = ids.new_zeros if position else ids.new_empty
     parts = buffer(sum(padded), dtype=torch.int32).split_with_sizes(padded)
     order, offsets = (part if len(part) == n else part[:n] for part, n in zip(parts, sizes[:2], strict=False))
-    _, _, tile_expert, tile_row, tile_end, tile_count, of_row, of_slot = parts
-    of_row, of_slot = of_row if row_expert else None, of_slot if position else None
+    _, _, tile_expert, tile_row, tile_end, tile_count, *optional = parts
+    of_row, of_slot = (part if wanted else None for part, wanted in zip(optional, (row_expert, position), strict=True))
     EP, planned = max(16, next_power_of_2(E)), planned or R
     histogram = planned > 128 or EP > 512
     chunk = min(4096, max(256, next_power_of_2(planned))) if histogram else max(16, min(128, 8192 // EP))
@@ -239,7 +239,7 @@ def _columns(x: Tensor) -> Tensor:
 
 
 def _values(rows: Rows, groups: Groups) -> _Values:
-    if not rows.is_nvfp4:
+    if rows.sf is None:
         return _Values(_columns(rows.values), index=rows.index)
     if rows.values.is_meta:
         return _Values(
@@ -256,7 +256,7 @@ def _quantize(rows: _Values, expert_scale: Tensor | None, routing: _Routing | No
     index, index_div, expert, live = None, 1, None, None
     if expert_scale is not None and routing is None:  # a linear: one expert
         expert = torch.zeros(n, dtype=torch.int32, device=x.device)
-    elif expert_scale is not None:
+    elif expert_scale is not None and routing is not None:
         n, index, index_div = routing.order.shape[0], rows.index, rows.index_div
         expert, live = routing.row_expert, routing.live
         rows = _Values(x)
@@ -277,8 +277,8 @@ def _up(rows: _Values, w: ExpertWeights, routing: _Routing, plan: Plan, dtype: t
     width = w.w13.shape[1] if w.gate.kind == "raw" else w.w2.shape[2] * 2
     h = rows.values.new_empty(1, routing.order.shape[0], width, dtype=dtype)
     _gemm(
-        rows, w.w13, w.w13_sf, (w.gate_scale, w.up_scale), w.b13, h, routing, None, plan.up, plan.BM, plan.group,
-        w.w13.shape[2] * 2, w.gate,
+        rows, w.w13, w.block_scales()[0], (w.gate_scale, w.up_scale), w.b13, h, routing, None, plan.up, plan.BM,
+        plan.group, w.w13.shape[2] * 2, w.gate,
     )  # fmt: skip
     return h[0]
 
@@ -289,7 +289,7 @@ def _down(h: _Values, w: ExpertWeights, routing: _Routing, plan: Plan) -> Tensor
     part = config.part_of(K, plan.splits, tile.BK)
     y = h.values.new_empty(-(-K // part), routing.order.shape[0], w.hidden_size, dtype=plan.rows)
     scales, to = (None, w.w2_scale), routing.order
-    _gemm(h, w.w2, w.w2_sf, scales, w.b2, y, routing, to, tile, plan.BM, plan.group, part)
+    _gemm(h, w.w2, w.block_scales()[1], scales, w.b2, y, routing, to, tile, plan.BM, plan.group, part)
     return y
 
 
@@ -319,7 +319,9 @@ def _gate(gate: Gate) -> tuple:
     return gate.kind, gate.alpha, 0.0 if gate.limit == inf else gate.limit, gate.up_offset, gate.clamp_after
 
 
-def _combine(y: Tensor, ids: Tensor | None, weights: Tensor | None, out: Tensor, E: int, late=(None,) * 3) -> None:
+def _combine(
+    y: Tensor, ids: Tensor | None, weights: Tensor | None, out: Tensor, E: int, late: tuple = (None, None, None)
+) -> None:
     """`late`: position, scale and bias, for `combine_kernel` to find the rows and finish them."""
     (splits, R, N), T = y.shape, out.shape[0]
     block = min(1024, next_power_of_2(N)) if T >= 64 else 256
@@ -357,6 +359,6 @@ def _sms(device: torch.device) -> int:
 _HERE = nullcontext()
 
 
-def _on(device: torch.device):
+def _on(device: torch.device) -> AbstractContextManager[Any]:
     """Launches go to the current device."""
     return _HERE if device.type != "cuda" or device.index == torch.cuda.current_device() else torch.cuda.device(device)

@@ -13,6 +13,9 @@ graph. Weights keep the layout of the checkpoint; only their block scales are pa
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -27,6 +30,7 @@ from moe_nvfp4.weights import ExpertWeights
 
 ARCHITECTURES = {(10, 0): "sm_100a", (10, 3): "sm_103a"}
 OUT_DTYPES = ("bfloat16", "float16", "float32")
+Config = QuantizeConfig | GemmConfig | CombineConfig  # what a kernel is compiled for
 
 
 # ---- the stages ----------------------------------------------------------------------------------
@@ -53,7 +57,7 @@ def gemm1_swiglu(rows: Rows, weights: ExpertWeights, groups: Groups, dtype: torc
     w, R, E, I = weights, groups.num_rows, groups.num_experts, weights.intermediate_size
     _check(rows, w)
     projections = 2 if w.gate.gated else 1
-    codes, sf = pack_weights(w.w13, w.w13_sf, projections)
+    codes, sf = pack_weights(w.w13, w.block_scales()[0], projections)
     static = w.h_scale is not None and w.gate.kind != "raw"
     tile = choose_tile(planned_tokens(R), E, I, projections, multiprocessors(codes.device))
     config = GemmConfig(
@@ -65,7 +69,7 @@ def gemm1_swiglu(rows: Rows, weights: ExpertWeights, groups: Groups, dtype: torc
         return _gemm(config, rows, groups, (codes, sf), scales, w.b13, Rows(h))
     h = rows.values.new_empty(R, I // 2)
     h_sf = rows.values.new_empty(nvfp4.grouped_sf_rows(R, E) * (-(-I // 64) * 4))
-    scale = rows.scale.new_empty(R)
+    scale = rows.values.new_empty(R, dtype=torch.float32)
     return _gemm(config, rows, groups, (codes, sf), scales, w.b13, Rows(h, h_sf, scale), w.h_scale)
 
 
@@ -74,7 +78,7 @@ def gemm2_combine(h: Rows, weights: ExpertWeights, groups: Groups, top_k_weights
     w, R, E, H = weights, groups.num_rows, groups.num_experts, weights.hidden_size
     T, top_k = top_k_weights.shape
     _check(h, w)
-    codes, sf = pack_weights(w.w2, w.w2_sf, 1)
+    codes, sf = pack_weights(w.w2, w.block_scales()[1], 1)
     tile = choose_tile(planned_tokens(T, top_k) * top_k, E, H, 1, multiprocessors(codes.device))
     config = GemmConfig(E, H, codes.shape[-1] * 2, 1, "assignments", None, _bias_name(w.b2), tile)
     y = h.values.new_empty(T, H, dtype=dtype)
@@ -87,7 +91,10 @@ def gemm2_combine(h: Rows, weights: ExpertWeights, groups: Groups, top_k_weights
     return y
 
 
-def _gemm(config: GemmConfig, rows: Rows, groups: Groups, packed, scales, bias, out: Rows, h_scale=None) -> Rows:
+def _gemm(
+    config: GemmConfig, rows: Rows, groups: Groups, packed: tuple[Tensor, Tensor], scales: tuple[Tensor | None, Tensor],
+    bias: Tensor | None, out: Rows, h_scale: Tensor | None = None,
+) -> Rows:  # fmt: skip
     """Launch a `GroupedGemm` -> `out`. packed: codes and `pack_sf`; scales: global ones of gate (or all) and up rows.
 
     What a configuration does not use is filled with something of the right type.
@@ -186,7 +193,7 @@ def _pad_rows(codes: Tensor) -> Tensor:
 # ---- compilation ---------------------------------------------------------------------------------
 
 
-def launch(config, arguments: tuple) -> None:
+def launch(config: Config, arguments: tuple) -> None:
     """Run the kernel of `config` on the current stream; compiled on first use."""
     gpu = noted_gpu()
     capability = torch.cuda.get_device_capability(arguments[0].device) if gpu is None else gpu.capability
@@ -203,12 +210,12 @@ def architecture(capability: tuple[int, int]) -> str:
 
 
 @CuteKernels
-def compiled(config, architecture: str):
+def compiled(config: Config, architecture: str) -> Any:
     """The kernel of `config`, from memory, from disk, or compiled for the GPU that is there."""
     return *kernel_of(config), architecture
 
 
-def compile_kernel(config, options: str = ""):
+def compile_kernel(config: Config, options: str = "") -> Any:
     """Compile the kernel of `config` for CUTE_DSL_ARCH, or the GPU that is there; needs no GPU."""
     from cutlass import cute
     from cutlass.cute.runtime import make_fake_stream
@@ -218,7 +225,7 @@ def compile_kernel(config, options: str = ""):
     return cute.compile(kernel, *arguments, stream, options=options)
 
 
-def kernel_of(config):
+def kernel_of(config: Config) -> tuple[Any, tuple]:
     """(the kernel of `config`, tensors like its arguments: static shapes but for the number of rows)."""
     import cutlass
     from cutlass import Float32, Int32, Uint8, Uint32, cute
@@ -226,7 +233,7 @@ def kernel_of(config):
 
     from moe_nvfp4.kernels.sm100 import gemm, rows
 
-    def tensor(dtype, *shape, align=16, stride=None):
+    def tensor(dtype: Any, *shape: Any, align: int = 16, stride: Sequence | None = None) -> Any:
         if stride is None:
             stride = [1]
             for n in shape[:0:-1]:

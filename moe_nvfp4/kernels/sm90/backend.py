@@ -18,6 +18,7 @@ from __future__ import annotations
 import warnings
 from dataclasses import replace
 from functools import lru_cache
+from typing import Any
 
 import torch
 from cutlass import BFloat16, Float32, Int32
@@ -51,7 +52,7 @@ def experts(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: Expe
     most = max(1, MAX_ROWS // top_k)  # bounds the memory between the kernels, by then far beyond bandwidth's reach
     if T > most:
         parts = (t.split(most) for t in (x, top_k_index, top_k_weights))
-        return torch.cat([experts(*part, w) for part in zip(*parts, strict=True)], out=out)
+        return torch.cat([experts(a, ids, p, w) for a, ids, p in zip(*parts, strict=True)], out=out)
     plan = choose_plan(w, planned_tokens(T, top_k), top_k, multiprocessors(x.device))
     nvfp4 = plan.config.row_scale
     zeros = 1 + token_tiles(T * top_k, E, plan.tile) + (T * top_k if plan.config.tracks_amax else 0)
@@ -114,9 +115,9 @@ def _packed(weights: ExpertWeights) -> ExpertWeights:
 
 def pack_weights(weights: ExpertWeights) -> ExpertWeights:
     """The weights in Hopper's layout, as new tensors."""
-    w = weights
-    w13, w2 = pack(w.w13, w.w13_sf, w.gate.gated), pack(w.w2, w.w2_sf, False)
-    w13, w2 = w13.units.view(torch.uint8), w2.units.view(torch.uint8)
+    w, (sf13, sf2) = weights, weights.block_scales()
+    w13 = pack(w.w13, sf13, w.gate.gated).units.view(torch.uint8)
+    w2 = pack(w.w2, sf2, False).units.view(torch.uint8)
     layout = Layout("sm90", w.hidden_size, w.intermediate_size, tuple(w13.shape[1:]), tuple(w2.shape[1:]))
     return replace(w, w13=w13, w13_sf=None, w2=w2, w2_sf=None, layout=layout)
 
@@ -142,7 +143,8 @@ def route(
     zeros = ids.new_empty(sync, dtype=torch.int32)
     planned = planned_tokens(T, top_k)
     shape = route_shape(planned * top_k)
-    groups, rows, quantize = Groups(order, offsets, top_k, position), None, ()
+    groups, rows = Groups(order, offsets, top_k, position), None
+    quantize: tuple = ()
     if x is not None:
         K, n, warps = x.shape[1], T if scale is None else R, 1
         many = planned if scale is None else planned * top_k
@@ -165,12 +167,12 @@ def route_shape(R: int) -> tuple[int, int, int]:
 
 
 @CuteKernels
-def _route(ids, ctas, warps, each, x=None, *quantize):
+def _route(ids: torch.dtype, ctas: int, warps: int, each: int, x: torch.dtype | None = None, *quantize: Any) -> Any:
     r, v = launch.rows, launch.vector
     arguments = [v(launch.DTYPES[ids]), *[v(Int32) for _ in range(5)], None, None, None, None, Int32(1), Int32(1)]
-    if quantize:
+    if x is not None:
         arguments[6:10] = r(launch.DTYPES[x], 16), v(Float32) if quantize[0] else None, r(BFloat16, 16), v(Float32)
-    route = Route(ctas, warps, each, Quantize(*quantize) if quantize else None)
+    route = Route(ctas, warps, each, Quantize(*quantize) if x is not None else None)
     return route, tuple(arguments), ARCHITECTURE
 
 
@@ -189,12 +191,12 @@ def gather(rows: Rows, groups: Groups, early: bool = True) -> Rows:
 
 
 @CuteKernels
-def _gather(early):
+def _gather(early: bool) -> Any:
     arguments = (launch.rows(BFloat16, 16), launch.vector(Int32), launch.rows(BFloat16, 16), Int32(1))
     return Gather(early), arguments, ARCHITECTURE
 
 
-def _gemms(rows, groups, w, h, y, sync, plan: LaunchPlan) -> None:
+def _gemms(rows: Rows, groups: Groups, w: ExpertWeights, h: Tensor, y: Tensor, sync: Tensor, plan: LaunchPlan) -> None:
     """GEMM 1 from rows of x to h, GEMM 2 from h to y, or one of them. What is not used may be any of its dtype."""
     x, R, tile, config = rows.values, groups.num_rows, plan.tile, plan.config
     index = groups.offsets if rows.index is None else rows.index
@@ -220,7 +222,7 @@ def _gemms(rows, groups, w, h, y, sync, plan: LaunchPlan) -> None:
 
 
 @CuteKernels
-def _kernel(tile, config, bias):
+def _kernel(tile: Any, config: GemmConfig, bias: torch.dtype) -> Any:
     r, v = launch.rows, launch.vector
     arguments = (
         r(Int32, UNIT_WORDS, 3), r(Int32, UNIT_WORDS, 3), r(BFloat16, 16), v(Int32),
@@ -238,7 +240,7 @@ def _combine(y: Tensor, groups: Groups, top_k_weights: Tensor, out: Tensor, spli
 
 
 @CuteKernels
-def _combine_kernel(top_k, split_k, rows, weights):
+def _combine_kernel(top_k: int, split_k: int, rows: torch.dtype, weights: torch.dtype) -> Any:
     arguments = (
         launch.rows(launch.DTYPES[rows], 16), launch.vector(Int32), launch.vector(Int32),
         launch.rows(launch.DTYPES[weights]), launch.rows(BFloat16, 16),
