@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 
 from moe_nvfp4 import ready
@@ -24,7 +25,7 @@ def prepare_model(model: Model) -> Model:
     """
     whole: Any = model  # nn.Module does not declare transformers' attributes
     for top_k in experts_per_token(getattr(model, "config", None)) or (None,):
-        ready.prepare(model, top_k, whole.dtype)
+        ready.prepare(model, top_k, getattr(whole, "dtype", torch.bfloat16))  # a layer by itself names none
     return model
 
 
