@@ -29,6 +29,9 @@ class VerificationReport:
     tensors: int = 0
     size: int = 0  # bytes read
     layers: dict[str, ErrorSums] = field(default_factory=dict)  # with a source to compare with
+    experts: dict[str, ErrorSums] = field(
+        default_factory=dict
+    )  # the same of every expert: model.layers.0.mlp.experts.3
     warnings: list[str] = field(default_factory=list)  # what was not compared, or is misread elsewhere
 
     def lines(self) -> Iterator[str]:
@@ -73,7 +76,9 @@ def verify_checkpoint(folder: str | os.PathLike, against: str | os.PathLike | No
     report.tensors, report.size = len(files.left), sum(t.size for t in checkpoint.tensors.values())
     report.warnings += [*_unlisted(files, info), *scale_warnings(checkpoint)]
     if against is not None:
-        report.layers = _compare(checkpoint, open_checkpoint(against), files.left)
+        report.experts = _compare(checkpoint, open_checkpoint(against), files.left)
+        for name, expert in report.experts.items():
+            report.layers.setdefault(_layer_of(name), ErrorSums()).include(expert)
     return report
 
 
@@ -156,16 +161,16 @@ def _read(stored: TensorSlice, check: Callable[[Tensor], None] = lambda piece: N
 
 # ---------------------------------------------------------------- against the original
 def _compare(checkpoint: Checkpoint, source: Checkpoint, left: Mapping[str, TensorSlice]) -> dict[str, ErrorSums]:
-    """The error of every layer; `left`: the tensors of `checkpoint` that are not NVFP4 nor FP8."""
-    layer_of = lambda stem: re.sub(r"(\bexperts)\..*", r"\1", stem)
+    """The error of every expert, or other matrix; `left`: the tensors of `checkpoint` that are not NVFP4 nor FP8."""
+    expert_of = lambda stem: re.sub(r"(\bexperts\.\d+)\..*", r"\1", stem)
     ours = plan_of(checkpoint)
     packed = ours.matrices
-    plan = plan_of(source, {layer_of(stem) for stem in packed})
-    layers: dict[str, ErrorSums] = {}
+    plan = plan_of(source, {_layer_of(stem) for stem in packed})
+    experts: dict[str, ErrorSums] = {}
     for stem, matrix in packed.items():
         if stem not in plan.matrices:
             raise ValueError(f"{stem} has no original in {source.folder}: it was made from another checkpoint")
-        _add_error(layers.setdefault(layer_of(stem), ErrorSums()), stem, matrix, plan.matrices[stem])
+        _add_error(experts.setdefault(expert_of(stem), ErrorSums()), stem, matrix, plan.matrices[stem])
     for name in sorted(plan.matrices.keys() - packed.keys()):
         if name not in left and f"{name}.weight" not in left:
             raise ValueError(f"{name} is in {source.folder} and neither quantized nor dense in {checkpoint.folder}")
@@ -180,7 +185,11 @@ def _compare(checkpoint: Checkpoint, source: Checkpoint, left: Mapping[str, Tens
         if (copied and not _same(stored, copied)) or (fp8 is not None and not _is_dense(stored, fp8)):
             raise ValueError(f"{name} is not what it is in {source.folder}: it should have been "
                              + ("copied" if copied else "made dense exactly"))  # fmt: skip
-    return layers
+    return experts
+
+
+def _layer_of(stem: str) -> str:
+    return re.sub(r"(\bexperts)\..*", r"\1", stem)
 
 
 def _others(plan: ConversionPlan) -> set[str]:

@@ -1,4 +1,4 @@
-"""What `compare` does with packages that are not installed with this one: plots, and tasks of lm-eval."""
+"""What `compare` and `verify` do with packages that are not installed with this one: plots, and tasks of lm-eval."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_nvfp4.evaluate import Metrics
+from moe_nvfp4.quantize.layouts import ErrorSums
 
 PIP = {"lm_eval": "lm-eval", "matplotlib": "matplotlib"}
 
@@ -36,6 +37,24 @@ def plot_positions(path: Path, found: Mapping[str, Metrics], window: int) -> Non
         axes.plot(range(1 + step // 2, 1 + step // 2 + len(smooth)), smooth, color=f"C{i}", label=name)
     axes.set(xlabel="position in the window", ylabel="KL to the original, nats", ylim=(0, None))
     axes.legend()
+    figure.savefig(path, dpi=150)
+
+
+def plot_experts(path: Path, errors: Mapping[str, ErrorSums]) -> None:
+    """The relative weight error of every expert, a row of the picture for each layer: a PNG, and JSON beside it."""
+    from matplotlib.figure import Figure
+
+    rows: dict[str, list[float]] = {}
+    for name, sums in errors.items():
+        layer, _, number = name.rpartition(".")
+        rows.setdefault(layer if number.isdigit() else name, []).append(sums.relative)
+    path.with_suffix(".json").write_text(json.dumps({"relative_error": rows}) + "\n", "utf-8")
+    widest = max(map(len, rows.values()))
+    figure = Figure(figsize=(2 + min(10, 0.15 * widest + 2), 1.5 + 0.15 * len(rows)), layout="constrained")
+    axes = figure.add_subplot()
+    cells = [[*values, *[float("nan")] * (widest - len(values))] for values in rows.values()]
+    figure.colorbar(axes.imshow(cells, aspect="auto", interpolation="nearest"), label="relative weight error")
+    axes.set(xlabel="expert", ylabel="layer")
     figure.savefig(path, dpi=150)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from moe_nvfp4.cli.models import folder
 from moe_nvfp4.cli.options import Commands, command, say
@@ -16,12 +17,25 @@ def add(commands: Commands) -> None:
     )  # fmt: skip
     sub.add_argument("destination", metavar="DST", help="folder or hub name of a 4-bit checkpoint")
     sub.add_argument("--against", default=None, metavar="SRC", help="the checkpoint it was made from, or 'demo'")
+    sub.add_argument(
+        "--plot", type=Path, metavar="OUT.png",
+        help="with --against: draw the error of every layer and expert (pip install matplotlib); the numbers go to "
+        "OUT.json",
+    )  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> None:
+    from moe_nvfp4.cli import judging
     from moe_nvfp4.quantize.verify import verify_checkpoint
 
+    if args.plot is not None:
+        judging.need("matplotlib", "--plot")
+        if args.against is None:
+            raise ValueError("--plot draws the error against the original: name it with --against SRC")
     against = None if args.against is None else folder(args.against)
     report = verify_checkpoint(folder(args.destination), against)
     for line in report.lines():
         say(line)
+    if args.plot is not None:
+        judging.plot_experts(args.plot, report.experts)
+        say(f"wrote {args.plot} and {args.plot.with_suffix('.json')}")

@@ -70,6 +70,13 @@ class ErrorSums:
             self.error += error
             self.square += square
 
+    def include(self, other: ErrorSums) -> None:
+        """Add what another has."""
+        with self._lock:
+            self.matrices += other.matrices
+            self.error += other.error
+            self.square += other.square
+
     @property
     def relative(self) -> float:
         """||values - original|| / ||original||"""

@@ -64,6 +64,25 @@ def test_plot(folder, quantized, text, tmp_path, capsys):  # noqa: F811
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
+def test_plot_of_experts(folder, quantized, tmp_path, capsys):  # noqa: F811
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    plot = tmp_path / "experts.png"
+    assert main(["verify", str(quantized), "--against", str(folder), "--plot", str(plot)]) == 0
+    found = json.loads((tmp_path / "experts.json").read_text())["relative_error"]
+    dense, packed = load(folder), load(quantized).dequantize()
+    for i in range(2):
+        rows = found[f"model.layers.{i}.mlp.experts"]
+        for e in range(8):
+            error = square = 0.0
+            for part in ("gate_up_proj", "down_proj"):
+                new, old = (getattr(m.model.layers[i].mlp.experts, part)[e].float() for m in (packed, dense))
+                error, square = error + (new - old).square().sum().item(), square + old.square().sum().item()
+            assert rows[e] == pytest.approx((error / square) ** 0.5, rel=0.01)  # `dequantize` rounds to bf16
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    assert main(["verify", str(quantized), "--plot", str(plot)]) == 2
+    assert "--against SRC" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_tasks(folder, quantized, text, tmp_path, capsys):  # noqa: F811
     """Every question answered by hand: the likeliest of the choices is the model's answer."""
