@@ -16,6 +16,7 @@ from moe_nvfp4.cli.options import (
     add_texts,
     command,
     say,
+    whole,
 )
 
 ACTIVATIONS = {"W4A16": "bf16", "W4A4": "nvfp4"}
@@ -38,7 +39,7 @@ def add(commands: Commands) -> None:
         "--tasks", metavar="NAME,...",
         help="run these tasks of lm-eval as well (pip install lm-eval): arc_easy,hellaswag, or the YAML file of one",
     )  # fmt: skip
-    sub.add_argument("--limit", type=int, metavar="N", help="no more than N questions of each task")
+    sub.add_argument("--limit", type=whole(1), metavar="N", help="with --tasks: no more than N questions of each task")
     sub.add_argument(
         "--plot", type=Path, metavar="OUT.png",
         help="draw the KL by the position in a window (pip install matplotlib); the numbers go to OUT.json",
@@ -54,6 +55,8 @@ def run(args: argparse.Namespace) -> None:
 
     if "quantization_config" in model_config(resolve(args.model)).to_dict():
         raise ValueError(f"{args.model} is quantized already: compare needs the original to compare with")
+    if args.limit is not None and not args.tasks:
+        raise ValueError("--limit would have no effect without --tasks: it is the number of their questions")
     if args.plot is not None:
         judging.need("matplotlib", "--plot")
     tasks = judging.tasks_of(args.tasks) if args.tasks else None

@@ -120,3 +120,5 @@ def test_what_is_not_installed_is_named(folder, text, monkeypatch, capsys):  # n
     for option, value, package in (("--tasks", "arc_easy", "lm-eval"), ("--plot", "x.png", "matplotlib")):
         assert main(["compare", str(folder), "--text", str(text), option, value]) == 2
         assert f"{option} needs a package that is not installed: pip install {package}" in capsys.readouterr().err
+    assert main(["compare", str(folder), "--text", str(text), "--limit", "3"]) == 2
+    assert "--limit would have no effect without --tasks" in capsys.readouterr().err
