@@ -24,6 +24,7 @@ def descriptor(start, stride, swizzle, wgmma, leading=16):
     return (start >> 4) | leading >> 4 << 16 | stride >> 4 << 32 | mode
 
 
+@pytest.mark.slow_after(14)
 @pytest.mark.parametrize("schedule", ALL)
 @pytest.mark.parametrize("span", (0, 32, 64, 128))
 @pytest.mark.parametrize("n", (8, 24))
