@@ -20,7 +20,6 @@ from moe_nvfp4.backends import named
 from moe_nvfp4.integrations.huggingface.config import MoeNvfp4Config
 from moe_nvfp4.integrations.huggingface.experts import describe, experts_for
 from moe_nvfp4.kernels.cpu import backend as cpu
-from moe_nvfp4.kernels.offload import backend as offload
 
 LAYERS = {  # name: (H, I, E, top_k, copies, so that weights are cold)
     "Qwen3-30B-A3B": (2048, 768, 128, 8, 6),
@@ -139,16 +138,12 @@ def whole_model(name, device, rate, steps=32):
         print(f"{COMPARED} tokens with a graph are those without: {equal}", flush=True)
     sizes = config["hidden_size"], config["moe_intermediate_size"], config["num_experts_per_tok"]
     roof = config["num_hidden_layers"] * touched_bytes(*sizes) / rate / 1e9
-    for asleep in (False, True) if device == "cuda" else (True,):
-        if device == "cuda":
-            offload.wait_asleep(asleep)
-        seconds = decoder.time()
-        how = "sleeps" if asleep else "spins"
-        print(
-            f"{1 / seconds:.1f} tokens/s, {seconds * 1e3:.1f} ms a step, while the thread that waits for the GPU "
-            f"{how}; the experts' bytes take {roof * 1e3:.1f} ms ({roof / seconds:.0%})",
-            flush=True,
-        )
+    seconds = decoder.time()
+    print(
+        f"{1 / seconds:.1f} tokens/s, {seconds * 1e3:.1f} ms a step; the experts' bytes take {roof * 1e3:.1f} ms "
+        f"({roof / seconds:.0%})",
+        flush=True,
+    )
     with without("experts", model):
         print(f"a step without experts: {decoder.time() * 1e3:.1f} ms", flush=True)
     for tokens in PROMPTS:

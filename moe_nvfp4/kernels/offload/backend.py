@@ -46,7 +46,6 @@ from moe_nvfp4.weights import ExpertWeights
 UPLOAD, SCRATCH = 4, 2 << 30
 SPARE = 1  # cores
 _CAN_USE_64_BIT_STREAM_MEM_OPS = 122  # CU_DEVICE_ATTRIBUTE_
-_SCHEDULE, _SPIN, _BLOCKING = 7, 1, 4  # CU_CTX_SCHED_MASK, _SPIN, _BLOCKING_SYNC
 _EQUAL = 1  # CU_STREAM_WAIT_VALUE_EQ
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED: memory may be allocated while a stream is captured
 
@@ -108,26 +107,6 @@ def _threads() -> int:
     them, all do."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(torch.get_num_threads(), cores - SPARE))
-
-
-def wait_asleep(asleep: bool = True) -> bool:
-    """Whether threads that wait for the current GPU now sleep, or (False) spin, which is CUDA's default.
-
-    A spinning thread takes a core from the CPU's work: with 15 threads on 16 cores a layer of Qwen3-30B-A3B took 424 us
-    beside one, and 334 beside one that slept; DeepSeek-R1, 32 experts, 2010 and 1772 (H200, 2026-11-22). Sleeping costs
-    some 10 us at each synchronization. The first call of this backend has the threads of its GPU sleep; drivers before
-    CUDA 12.1 can't.
-    """
-    flags = ctypes.c_uint()
-    try:
-        _do("cuCtxGetFlags", ctypes.byref(flags))
-        _do("cuCtxSetFlags", ctypes.c_uint(flags.value & ~_SCHEDULE | (_BLOCKING if asleep else _SPIN)))
-    except (AttributeError, RuntimeError):
-        return False
-    return True
-
-
-_wait_asleep_once = cache(lambda device: wait_asleep())
 
 
 def _run(call: cpu.Call, mailbox: cpu.Mailbox | None, stream: int) -> None:
@@ -213,7 +192,6 @@ def _workspace(device: int, stream: int) -> _Workspace:
     info = (ctypes.byref(status), ctypes.byref(capture), ctypes.byref(graph), None, None)
     _do("cuStreamGetCaptureInfo_v2", ctypes.c_void_p(stream), *info)
     if status.value == 0:
-        _wait_asleep_once(device)
         if (device, stream) not in _streams:
             _streams[device, stream] = _Workspace(_mailbox(device))
         return _streams[device, stream]
