@@ -3,8 +3,8 @@ the kernel did.
 
 Vector clocks, one entry per warp of the cluster. A warp's own entry grows whenever it releases (arrives at a barrier,
 or starts an asynchronous operation); who waits for a barrier learns what those who arrived knew. So a missing barrier
-is found in any schedule, even if the values happen to be right. Words of 32 bits; narrower accesses are not looked at.
-PTX ISA: "Memory Consistency Model", much simplified: barriers and asynchronous operations order everything.
+is found in any schedule, even if the values happen to be right. PTX ISA: "Memory Consistency Model", much simplified:
+barriers and asynchronous operations order everything.
 
 For Tensor Memory that takes fences too: a warp releases those of its tcgen05 operations that precede its last
 tcgen05.fence::before_thread_sync (tcgen05.commit needs none), and what it has acquired of others' counts from its next
@@ -52,47 +52,52 @@ class Uses:
         self.written[places] = 0
         self.read[:, places] = 0
 
+    def split(self, parts):
+        """Each place becomes `parts` of them."""
+        self.writer, self.written = np.repeat(self.writer, parts), np.repeat(self.written, parts)
+        self.read = np.repeat(self.read, parts, axis=1)
+
 
 class History(Uses):
-    """Of one CTA's shared memory."""
+    """Of one CTA's shared memory: of words, until a narrower access comes, since warps may share a word."""
 
     def __init__(self, shared, warps):
         super().__init__(shared.size // WORD, warps)
-        self.shared = shared
+        self.shared, self.unit = shared, WORD
         self.visits = np.zeros(len(warps), np.int64)  # when a warp of another CTA was last here
 
-    def words(self, addresses, size):
-        first = (addresses.astype(np.int64) - self.shared.base) // WORD
-        return first if size == WORD else (first[:, None] + np.arange(size // WORD)).ravel()
+    def places(self, addresses, size):
+        if size < self.unit:
+            self.split(self.unit // size)
+            self.unit = size
+        first = (addresses.astype(np.int64) - self.shared.base) // self.unit
+        return first if size == self.unit else (first[:, None] + np.arange(size // self.unit)).ravel()
 
     def load(self, warp, addresses, size):
-        if size >= WORD:
-            words = self.words(addresses, size)
-            self.check_read(warp.known, words, "reads")
-            self.mark_read(warp, words)
+        places = self.places(addresses, size)
+        self.check_read(warp.known, places, "reads")
+        self.mark_read(warp, places)
 
     def store(self, warp, addresses, size):
-        if size >= WORD:
-            words = self.words(addresses, size)
-            self.check_write(warp.known, words, "writes")
-            self.mark_written(warp, words)
+        places = self.places(addresses, size)
+        self.check_write(warp.known, places, "writes")
+        self.mark_written(warp, places)
 
-    def fail(self, what, word, did, who):
-        place = self.shared.base + word * WORD
-        raise Violation(f"{what} {place:#x} in shared memory, {did} by {who} with no barrier between them")
+    def fail(self, what, place, did, who):
+        at = self.shared.base + place * self.unit
+        raise Violation(f"{what} {at:#x} in shared memory, {did} by {who} with no barrier between them")
 
     def async_read(self, known, granules):
         self.check_read(known, self.of(granules), "starts reading")
 
     def async_write(self, known, granules):
         """Only its mbarrier orders what follows; claims check that."""
-        words = self.of(granules)
-        self.check_write(known, words, "starts writing")
-        self.forget(words)
+        places = self.of(granules)
+        self.check_write(known, places, "starts writing")
+        self.forget(places)
 
-    @staticmethod
-    def of(granules):
-        count = GRANULE // WORD
+    def of(self, granules):
+        count = GRANULE // self.unit
         return (np.asarray(granules).ravel()[:, None] * count + np.arange(count)).ravel()
 
     def visit(self, warp):

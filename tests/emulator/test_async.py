@@ -242,6 +242,45 @@ def test_unordered_accesses():
         run(swap.format(""), np.zeros(32, np.uint32), threads=64)
 
 
+@pytest.mark.parametrize("bits", (8, 16))
+def test_unordered_narrow_accesses(bits):
+    """Warps may share a word, but not what one of them writes of it; a word is seen together with its parts."""
+    size = bits // 8
+    body = f"""mad.lo.u32 %r1, %t, 4, %data; mov.b32 %r2, 0; st.shared.b32 [%r1], %r2; bar.sync 0;
+        cvt.u16.u32 %h1, %t; add.u16 %h1, %h1, 7; and.b32 %r1, %t, 31; shr.u32 %r2, %t, 5;
+        mad.lo.u32 %r1, %r1, 2, %r2; mad.lo.u32 %r1, %r1, {size}, %data; st.shared.u{bits} [%r1], %h1; {{}}
+        mad.wide.u32 %x1, %t, 4, %out; cvt.u32.u16 %r3, %h2; st.global.b32 [%x1], %r3;"""
+    own = f"ld.shared.u{bits} %h2, [%r1];"  # the warps take turns: each word is written by both
+    others = f"{{}} xor.b32 %r1, %r1, {size}; " + own
+    whole = "{} and.b32 %r2, %r1, -4; ld.shared.b32 %r3, [%r2]; cvt.u16.u32 %h2, %r3;"
+    threads, low = np.arange(64), np.arange(64) % 32 // (3 - size) * (3 - size)
+    in_word = (low + 7) | ((low + 39) << 8 if size == 1 else 0)
+    for schedule in ("eager", "lazy", "reverse-lazy", "random:1"):
+
+        def go(part, schedule=schedule):
+            return run(body.format(part), np.zeros(64, np.uint32), threads=64, schedule=schedule)
+
+        np.testing.assert_array_equal(go(own), threads + 7)
+        np.testing.assert_array_equal(go(others.format("bar.sync 0;")), (threads ^ 32) + 7)
+        np.testing.assert_array_equal(go(whole.format("bar.sync 0;")), in_word)
+        for part in (others, whole):
+            with pytest.raises(EmulatorError, match="(read|written) by CTA 0 warp . with no barrier"):
+                go(part.format(""))
+
+
+def test_unordered_copies_of_narrow_stores():
+    """A bulk copy reads what another warp wrote byte by byte."""
+    body = """add.u32 %r1, %t, %data; cvt.u16.u32 %h1, %t; st.shared.u8 [%r1], %h1; fence.proxy.async.shared::cta; {}
+        mov.b32 %r7, 64; setp.eq.u32 %p5, %t, 32;
+        @%p5 cp.async.bulk.global.shared::cta.bulk_group [%out], [%data], %r7; cp.async.bulk.commit_group;
+        cp.async.bulk.wait_group 0;"""
+    for schedule in ("eager", "lazy"):
+        out = run(body.format("bar.sync 0;"), np.zeros(64, np.uint8), threads=64, schedule=schedule)
+        assert out.tolist() == list(range(64))
+        with pytest.raises(EmulatorError, match="starts reading .* written by CTA 0 warp 0 with no barrier"):
+            run(body.format(""), np.zeros(64, np.uint8), threads=64, schedule=schedule)
+
+
 def test_copies_among_accesses():
     """A copy out needs a barrier after the other warps' stores; a copy in, one after their loads."""
     out = """mad.lo.u32 %r1, %t, 4, %data; st.shared.b32 [%r1], %t; fence.proxy.async.shared::cta; {} mov.b32 %r7, 256;
