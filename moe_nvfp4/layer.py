@@ -46,7 +46,7 @@ class NVFP4Experts(FP32Scales):
                                                 scales for activations="nvfp4"
     up_proj_pre_quant_scale, down_proj_pre_quant_scale  [E, H], [E, I], after `add_pre_quant_scales`
 
-    On a Hopper GPU the first call brings codes and block scales into the layout of its kernels (see
+    On Hopper and Blackwell GPUs the first call brings codes and block scales into the layout of their kernels (see
     `prepare`); `state_dict` and whatever moves or loads parameters finds them as above again.
 
     Build one with `NVFP4Experts.from_dense`, or `moe_nvfp4.integrations.huggingface.swap_experts`.

@@ -107,9 +107,9 @@ def test_generate_batch(graphs, tmp_path):
 
 def test_a_layer_on_the_cpu(tmp_path):
     """Its weights come for each call; those of the other stay, packed."""
-    from moe_nvfp4.kernels.sm90 import backend as sm90
+    from moe_nvfp4.kernels.common.tensors import warn_unpacked
 
-    sm90._warn_unpacked.cache_clear()
+    warn_unpacked.cache_clear()
     source = folder(tmp_path, qwen3_moe)
     whole = quantized(source, device_map="cuda")
     model = quantized(source, device_map=parts([0, "cpu"]))

@@ -7,6 +7,7 @@ block scales must be what some value within those bounds is quantized to.
 
 import re
 import shutil
+from copy import deepcopy
 from dataclasses import dataclass, replace
 
 import pytest
@@ -14,12 +15,14 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from moe_nvfp4 import Gate, NVFP4Experts, backends, reference
+from moe_nvfp4 import Gate, NVFP4Experts, backends, moe_forward, reference
 from moe_nvfp4 import format as nvfp4
-from moe_nvfp4.kernels.sm100 import Blackwell
+from moe_nvfp4.kernels.common.tensors import warn_unpacked
+from moe_nvfp4.kernels.sm100 import BACKEND, Blackwell
 from moe_nvfp4.kernels.sm100 import backend as sm100
 from moe_nvfp4.kernels.sm100 import model as sm100_model
 from moe_nvfp4.kernels.sm100.config import SMEM, TMEM, CombineConfig, GemmConfig, QuantizeConfig, TileShape
+from moe_nvfp4.kernels.sm100.pack import pack_sf, unpack_sf
 from moe_nvfp4.routing import Rows, group_by_expert
 from tests.common import THRESHOLDS, random_ids, random_layer, relative_error
 from tests.emulator import EmulatorError
@@ -46,31 +49,47 @@ TILES += [TileShape(128, 1, 2), TileShape(128, 2, 2)]
 @pytest.mark.parametrize("E, rows, K16, projections", [(1, 16, 1, 1), (3, 144, 5, 2), (2, 128, 8, 2), (2, 300, 44, 1)])
 def test_pack_sf_is_lossless(E, rows, K16, projections):
     sf = torch.randint(0, 256, (E, projections * rows, K16), dtype=torch.uint8)
-    packed = sm100.pack_sf(sf, projections)
+    packed = pack_sf(sf, projections)
     assert packed.shape == (E * projections * (-(-rows // 128) * 128) * (-(-K16 // 4) * 4),)
-    assert torch.equal(sm100.unpack_sf(packed, E, projections, rows, K16), sf)
+    assert torch.equal(unpack_sf(packed, E, projections, rows, K16), sf)
 
 
 def test_pack_sf_is_where_the_kernel_looks():
     E, rows, K16 = 2, 200, 6
     sf = torch.randint(0, 256, (E, 2 * rows, K16), dtype=torch.uint8)
-    packed = sm100.pack_sf(sf, 2)
+    packed = pack_sf(sf, 2)
     for e, projection, row, k in [(0, 0, 0, 0), (1, 1, 199, 5), (1, 0, 130, 3), (0, 1, 40, 4)]:
         tile = ((e * 2 + projection) * 2 + row // 128) * 2 + k // 4
         at = tile * 512 + row % 32 * 16 + row % 128 // 32 * 4 + k % 4
         assert packed[at] == sf[e, projection * rows + row, k]
 
 
-def test_weights_are_packed_once_and_again_when_they_change():
-    codes = torch.zeros(1, 32, 16, dtype=torch.uint8)
-    sf = torch.ones(1, 32, 2, dtype=torch.uint8)
-    first = sm100.pack_weights(codes, sf, 1)
-    assert first[0] is codes
-    assert sm100.pack_weights(codes, sf, 1)[1] is first[1]
-    sf[0, 0, 0] = 7
-    assert sm100.pack_weights(codes, sf, 1)[1][0] == 7
-    odd, _ = sm100.pack_weights(torch.ones(1, 16, 8, dtype=torch.uint8), torch.ones(1, 16, 1, dtype=torch.uint8), 1)
-    assert odd.shape == (1, 16, 16) and odd[..., 8:].eq(0).all()
+@pytest.mark.parametrize("I", [48, 96])
+@pytest.mark.parametrize("gate", ["silu", "relu2"])
+def test_weights_come_back(gate, I):
+    """From the layout: the checkpoint's bytes, and any window of the values. Rows of w2 are padded for I = 48."""
+    plain = random_layer(3, 160, I, GATES[gate], "nvfp4", scale=2e-3)
+    layer = prepared(plain)
+    want, got, experts = plain.weights, layer.weights, slice(1, 3)
+    assert got.w13_sf is None and got.w2.numel() % (3 * 16) == 0
+    for name in ("w13", "w2"):
+        width = want.projection(name).width
+        for columns in (slice(0, width), slice(0, 64), slice(64, 128), slice(64, 192)):
+            if columns.start < width:
+                windows = [BACKEND.dequantize(w.projection(name), experts, columns, torch.float32) for w in (got, want)]
+                assert torch.equal(*windows)
+    unpacked = BACKEND.unpacked(got)
+    assert all(torch.equal(getattr(unpacked, n), getattr(want, n)) for n in ("w13", "w13_sf", "w2", "w2_sf"))
+    layer.unpack()
+    state = plain.state_dict()
+    assert all(torch.equal(tensor, state[name]) for name, tensor in layer.state_dict().items())
+
+
+def prepared(layer):
+    """A copy of a layer, in the layout of the kernels."""
+    layer = deepcopy(layer)
+    layer._prepare_for(backends.Selected("sm100", BACKEND.whole, BACKEND.layout))
+    return layer
 
 
 def test_tiles():
@@ -328,7 +347,8 @@ def check_layer(emulator, problem: Problem):
     """
     E, H, I, gate = len(problem.sizes), problem.H, problem.I, problem.gate
     static, dtype, top_k, seed = problem.static, problem.dtype, problem.top_k, problem.seed
-    w = random_layer(E, H, I, gate, "nvfp4", problem.bias, static, seed, scale=2e-3, input_scale=4e-3).weights
+    layer = random_layer(E, H, I, gate, "nvfp4", problem.bias, static, seed, scale=2e-3, input_scale=4e-3)
+    w, packed = layer.weights, prepared(layer).weights
     ids = random_ids(problem.sizes, problem.sentinels, top_k, seed)
     groups = group_by_expert(ids, E)
     live = groups.expert_of_row() < E
@@ -336,10 +356,8 @@ def check_layer(emulator, problem: Problem):
     x = torch.randn(ids.shape[0], H, generator=generator).to(dtype)
     rows = with_noise(reference.quantize_rows(x, groups.token, w.x_scale, groups), groups)
 
-    sm100.pack_weights(w.w13, w.w13_sf, 2 if gate.gated else 1)
-    sm100.pack_weights(w.w2, w.w2_sf, 1)
     emulator.before(rows)
-    h = sm100.gemm1_swiglu(rows, w, groups, dtype)
+    h = sm100.gemm1_swiglu(rows, packed, groups, dtype)
     scales = [w.gate_scale, w.up_scale] if gate.gated else [w.up_scale]
     scales = torch.cat([s[:, None].expand(E, I) for s in scales], 1)
     exact, bound = exact_gate(gate, *exact_projection(rows, w.w13, w.w13_sf, groups, scales, w.b13))
@@ -356,7 +374,7 @@ def check_layer(emulator, problem: Problem):
     weights = torch.rand(ids.shape, generator=generator) - 0.3
     h = with_noise(h, groups)
     emulator.before(h)
-    y = sm100.gemm2_combine(h, w, groups, weights, dtype)
+    y = sm100.gemm2_combine(h, packed, groups, weights, dtype)
     exact, bound = exact_projection(h, w.w2, w.w2_sf, groups, w.w2_scale[:, None].expand(E, H), w.b2)
     exact, bound = exact * live[:, None], bound * live[:, None]
     slots, slot_bounds = torch.zeros_like(exact), torch.zeros_like(bound)
@@ -366,7 +384,7 @@ def check_layer(emulator, problem: Problem):
     size = (each * slots).abs().sum(1)
     bound = (each.abs() * slot_bounds).sum(1) + (top_k + 2) * UNIT * size
     check_close(y, (each * slots).sum(1), bound, torch.ones(len(y), dtype=torch.bool))
-    return lambda: (sm100.gemm2_combine(h, w, groups, weights, dtype), y)
+    return lambda: (sm100.gemm2_combine(h, packed, groups, weights, dtype), y)
 
 
 ROUTINGS = {
@@ -485,20 +503,19 @@ def layer_call(emulator, monkeypatch):
         yield layer, inputs, right
 
 
-def test_layer(emulator, layer_call, monkeypatch):
+def test_layer(emulator, layer_call):
     """The whole layer beside the layer on the reference; weights that were just packed are waited for."""
     emulator.schedule = "random:5"
-    layer, inputs, right = layer_call
-    packs = []
-    pack_sf = sm100.pack_sf
-    monkeypatch.setattr(sm100, "pack_sf", lambda *arguments: packs.append(1) or pack_sf(*arguments))
-    found = layer(*inputs)
-    assert torch.equal(layer(*inputs), found)
-    assert len(packs) == 2, "the scales of w13 and w2 are packed once"
-    assert relative_error(found, right) < THRESHOLDS["w4a4"]
-    layer.gate_up_proj_sf.data.add_(0)
-    layer.down_proj_sf.add_(0)
-    assert torch.equal(layer(*inputs), found) and len(packs) == 3, "and again when they change"
+    layer, (x, *routing), right = layer_call
+    found = layer(x, *routing)
+    assert layer.packed and relative_error(found, right) < THRESHOLDS["w4a4"]
+    plain = BACKEND.unpacked(layer.weights)
+    warn_unpacked.cache_clear()
+    with pytest.warns(UserWarning, match="at every call"):
+        assert torch.equal(moe_forward(x, *routing, plain), found)
+    for e in range(4):
+        layer.load_expert(e, torch.zeros(192, 64), torch.zeros(64, 96))
+    assert not layer(x, *routing).any(), "other weights"
 
 
 def test_no_wait_for_the_kernel_before_may_be_missing(emulator, layer_call, monkeypatch):

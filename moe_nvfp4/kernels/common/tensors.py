@@ -1,5 +1,6 @@
 """What kernels ask of the tensors they are given, and of the GPU."""
 
+import warnings
 from functools import cache
 
 import torch
@@ -28,6 +29,17 @@ def settle(device: torch.device) -> None:
     between.
     """
     torch.empty(1, device=device).fill_(0)
+
+
+@cache
+def warn_unpacked(kernels: str) -> None:
+    """Once for each kind of kernels."""
+    warnings.warn(
+        f"4-bit weights are brought into the layout of the {kernels} kernels at every call, which may cost more than "
+        "the experts themselves: call prepare() on the NVFP4Experts modules before torch.compile, and keep them on the "
+        "GPU (no offloading)",
+        stacklevel=3,
+    )
 
 
 def multiprocessors(device: torch.device) -> int:

@@ -8,7 +8,7 @@ order of the fp32 sums inside a GEMM and the last bits of exp in the gate:
     gemm2_combine   two kernels: the GEMM into one fp32 row per assignment, and their weighted sum
 
 Nothing waits for the device and no shape depends on data, so the stages can be captured in a CUDA
-graph. Weights keep the layout of the checkpoint; only their block scales are packed, once.
+graph. Weights are in the layout of `sm100.pack`.
 """
 
 from __future__ import annotations
@@ -18,15 +18,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from moe_nvfp4 import format as nvfp4
 from moe_nvfp4.kernels.common.ahead import CuteKernels, noted_gpu, planned_tokens
-from moe_nvfp4.kernels.common.tensors import aligned, floating, multiprocessors, settle
+from moe_nvfp4.kernels.common.tensors import aligned, floating, multiprocessors, settle, warn_unpacked
 from moe_nvfp4.kernels.sm100.config import SF_TILE, CombineConfig, GemmConfig, QuantizeConfig, choose_tile
+from moe_nvfp4.kernels.sm100.pack import pack_sf, pad_rows, parts
 from moe_nvfp4.routing import Groups, Rows
-from moe_nvfp4.weights import ExpertWeights
+from moe_nvfp4.weights import ExpertWeights, Projection
 
 ARCHITECTURES = {(10, 0): "sm_100a", (10, 3): "sm_103a"}
 OUT_DTYPES = ("bfloat16", "float16", "float32")
@@ -57,7 +56,7 @@ def gemm1_swiglu(rows: Rows, weights: ExpertWeights, groups: Groups, dtype: torc
     w, R, E, I = weights, groups.num_rows, groups.num_experts, weights.intermediate_size
     _check(rows, w)
     projections = 2 if w.gate.gated else 1
-    codes, sf = pack_weights(w.w13, w.block_scales()[0], projections)
+    codes, sf = _operands(w.projection("w13"))
     static = w.h_scale is not None and w.gate.kind != "raw"
     tile = choose_tile(planned_tokens(R), E, I, projections, multiprocessors(codes.device))
     config = GemmConfig(
@@ -78,7 +77,7 @@ def gemm2_combine(h: Rows, weights: ExpertWeights, groups: Groups, top_k_weights
     w, R, E, H = weights, groups.num_rows, groups.num_experts, weights.hidden_size
     T, top_k = top_k_weights.shape
     _check(h, w)
-    codes, sf = pack_weights(w.w2, w.block_scales()[1], 1)
+    codes, sf = _operands(w.projection("w2"))
     tile = choose_tile(planned_tokens(T, top_k) * top_k, E, H, 1, multiprocessors(codes.device))
     config = GemmConfig(E, H, codes.shape[-1] * 2, 1, "assignments", None, _bias_name(w.b2), tile)
     y = h.values.new_empty(T, H, dtype=dtype)
@@ -95,7 +94,7 @@ def _gemm(
     config: GemmConfig, rows: Rows, groups: Groups, packed: tuple[Tensor, Tensor], scales: tuple[Tensor | None, Tensor],
     bias: Tensor | None, out: Rows, h_scale: Tensor | None = None,
 ) -> Rows:  # fmt: skip
-    """Launch a `GroupedGemm` -> `out`. packed: codes and `pack_sf`; scales: global ones of gate (or all) and up rows.
+    """Launch a `GroupedGemm` -> `out`. packed: of `sm100.pack`; scales: global ones of gate (or all) and up rows.
 
     What a configuration does not use is filled with something of the right type.
     """
@@ -110,7 +109,7 @@ def _gemm(
     arguments = (
         codes.permute(1, 2, 0),
         sf,
-        _pad_rows(rows.values),
+        pad_rows(rows.values),
         rows.sf,
         rows.scale,
         groups.offsets,
@@ -159,35 +158,14 @@ def _bias_name(bias: Tensor | None) -> str | None:
 # ---- weights -------------------------------------------------------------------------------------
 
 
-def pack_sf(sf: Tensor, projections: int) -> Tensor:
-    """Block scales uint8 [E, N, K16] -> flat: for every expert and projection, padded to 128 rows, the 128x4 layout."""
-    E, N, K16 = sf.shape
-    return nvfp4.swizzle_sf(sf.view(E, projections, N // projections, K16)).flatten()
-
-
-def unpack_sf(packed: Tensor, experts: int, projections: int, rows: int, K16: int) -> Tensor:
-    """The inverse of `pack_sf`: uint8 [E, projections * rows, K16]."""
-    return nvfp4.unswizzle_sf(packed.view(experts, projections, -1), rows, K16).flatten(1, 2)
-
-
-_packed: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-
-
-def pack_weights(codes: Tensor, sf: Tensor, projections: int) -> tuple[Tensor, Tensor]:
-    """(codes as TMA can read them, `pack_sf`), made once per weight tensor and again when it changes."""
-    state = [(t.data_ptr(), 0 if t.is_inference() else t._version) for t in (codes, sf)]
-    if sf not in _packed or _packed[sf][0] != state:
-        own = _pad_rows(codes)
-        _packed[sf] = (state, None if own is codes else own, pack_sf(sf, projections))
-        settle(sf.device)
-    _, own, packed = _packed[sf]
-    return codes if own is None else own, packed
-
-
-def _pad_rows(codes: Tensor) -> Tensor:
-    """Rows of codes with a length TMA can step over, a multiple of 16 bytes: itself for K % 32 == 0."""
-    missing = -codes.shape[-1] % 16
-    return F.pad(codes, (0, missing)) if missing else codes
+def _operands(w: Projection) -> tuple[Tensor, Tensor]:
+    """(codes, sf) of `sm100.pack`; of weights that no module has prepared, made at every call."""
+    if w.sf is None:
+        return parts(w.codes, w.rows, -(-w.width // 16))
+    warn_unpacked("Blackwell")
+    codes, sf = pad_rows(w.codes), pack_sf(w.sf, 2 if w.interleaved else 1)
+    settle(sf.device)
+    return codes, sf
 
 
 # ---- compilation ---------------------------------------------------------------------------------

@@ -15,9 +15,7 @@ Numerics are the reference's up to the order of fp32 sums and, beyond `plan.EXAC
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -26,7 +24,7 @@ from torch import Tensor
 
 from moe_nvfp4.kernels.common import launch
 from moe_nvfp4.kernels.common.ahead import MAX_ROWS, CuteKernels, planned_tokens
-from moe_nvfp4.kernels.common.tensors import aligned, floating, multiprocessors, settle
+from moe_nvfp4.kernels.common.tensors import aligned, floating, multiprocessors, settle, warn_unpacked
 from moe_nvfp4.kernels.sm90.config import GemmConfig
 from moe_nvfp4.kernels.sm90.gemm import GroupedGemm
 from moe_nvfp4.kernels.sm90.pack import UNIT_WORDS, pack
@@ -96,20 +94,10 @@ def gemm2_combine(h: Rows, weights: ExpertWeights, groups: Groups, top_k_weights
     return _combine(y, groups, top_k_weights, out, plan.split_k)
 
 
-@lru_cache(maxsize=1)
-def _warn_unpacked() -> None:
-    warnings.warn(
-        "4-bit weights are brought into the layout of the Hopper kernels at every call, which costs more than the "
-        "experts themselves: call prepare() on the NVFP4Experts modules before torch.compile, and keep them on the "
-        "GPU (no offloading)",
-        stacklevel=2,
-    )
-
-
 def _packed(weights: ExpertWeights) -> ExpertWeights:
     if weights.layout is not None:
         return weights
-    _warn_unpacked()
+    warn_unpacked("Hopper")
     return pack_weights(weights)
 
 

@@ -1,0 +1,55 @@
+"""Weights as the Blackwell kernels read them.
+
+codes  uint8 [E, N, bytes]: the checkpoint's, every row padded with zeros to a multiple of 16 bytes, which TMA can
+       step over; for K % 32 == 0 as they were
+sf     uint8, flat: for every expert and projection, padded to 128 rows, the 128x4 layout of `format.swizzle_sf`
+
+A module keeps both in one tensor [E, 1, 1, bytes], all codes first. Its E parts are equal, but not an expert's own.
+Plain torch, on any device.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from moe_nvfp4 import format as nvfp4
+
+
+def pack(codes: Tensor, sf: Tensor, projections: int) -> Tensor:
+    """Codes [E, N, 8 * K16] and block scales [E, N, K16], of so many projections above each other -> one tensor."""
+    parts = [pad_rows(codes), pack_sf(sf, projections)]
+    E, size = codes.shape[0], sum(t.numel() for t in parts)
+    return torch.cat([t.flatten() for t in parts]).view(E, 1, 1, size // max(1, E))
+
+
+def unpack(packed: Tensor, rows: int, K16: int, projections: int) -> tuple[Tensor, Tensor]:
+    """The exact inverse of `pack`, as new tensors; rows: N."""
+    codes, sf = parts(packed, rows, K16)
+    codes = codes[..., : 8 * K16].clone(memory_format=torch.contiguous_format)
+    return codes, unpack_sf(sf, packed.shape[0], projections, rows // projections, K16)
+
+
+def parts(packed: Tensor, rows: int, K16: int) -> tuple[Tensor, Tensor]:
+    """(codes, sf) that lie in `packed`, as kernels read them."""
+    shape = packed.shape[0], rows, -(-K16 // 2) * 16
+    flat, size = packed.flatten(), shape[0] * shape[1] * shape[2]
+    return flat[:size].view(shape), flat[size:]
+
+
+def pack_sf(sf: Tensor, projections: int) -> Tensor:
+    """Block scales uint8 [E, N, K16] -> flat, as above."""
+    E, N, K16 = sf.shape
+    return nvfp4.swizzle_sf(sf.reshape(E, projections, N // projections, K16)).flatten()
+
+
+def unpack_sf(packed: Tensor, experts: int, projections: int, rows: int, K16: int) -> Tensor:
+    """The inverse of `pack_sf`: uint8 [E, projections * rows, K16]."""
+    return nvfp4.unswizzle_sf(packed.view(experts, projections, -1), rows, K16).flatten(1, 2)
+
+
+def pad_rows(codes: Tensor) -> Tensor:
+    """Rows of codes with a length TMA can step over, a multiple of 16 bytes: itself for K % 32 == 0."""
+    missing = -codes.shape[-1] % 16
+    return F.pad(codes, (0, missing)) if missing else codes
