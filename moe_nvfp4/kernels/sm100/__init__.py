@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from moe_nvfp4.kernels.backend import Backend, Device, Problem, dequantized, not_installed, other_gpu
-from moe_nvfp4.kernels.sm100.pack import pack, parts, unpack, unpack_sf
 from moe_nvfp4.weights import ExpertWeights, Projection
 
 
@@ -35,14 +34,20 @@ class Blackwell(Backend):
         return None
 
     def prepare(self, codes: Tensor, sf: Tensor, interleaved: bool) -> tuple[Tensor, Any]:
+        from moe_nvfp4.kernels.sm100.pack import pack
+
         _, rows, K16 = sf.shape
         projections = 2 if interleaved else 1
         return pack(codes, sf, projections), (rows, K16, projections)
 
     def restore(self, prepared: Tensor, note: Any) -> tuple[Tensor, Tensor]:
+        from moe_nvfp4.kernels.sm100.pack import unpack
+
         return unpack(prepared, *note)
 
     def unpacked(self, weights: ExpertWeights) -> ExpertWeights:
+        from moe_nvfp4.kernels.sm100.pack import unpack
+
         (w13, w13_sf), (w2, w2_sf) = (
             unpack(p.codes, p.rows, -(-p.width // 16), 2 if p.interleaved else 1)
             for p in (weights.projection("w13"), weights.projection("w2"))
@@ -50,19 +55,12 @@ class Blackwell(Backend):
         return replace(weights, w13=w13, w13_sf=w13_sf, w2=w2, w2_sf=w2_sf, layout=None)
 
     def dequantize(self, weights: Projection, experts: slice, columns: slice, dtype: torch.dtype) -> Tensor:
-        w = weights
-        if w.sf is None:
-            halves, (codes, sf) = 2 if w.interleaved else 1, parts(w.codes, w.rows, -(-w.width // 16))
-            # A tile of scales has 128 rows and 64 columns, in 512 bytes; columns begin with one.
-            tiles = sf.view(w.codes.shape[0], halves, -1, -(-w.width // 64), 512)[experts]
-            width = min(columns.stop, w.width) - columns.start
-            tiles, K16 = tiles[:, :, :, columns.start // 64 : -(-columns.stop // 64)], -(-width // 16)
-            sf = unpack_sf(tiles.flatten(), tiles.shape[0], halves, w.rows // halves, K16)
-            codes = codes[experts, :, columns.start // 2 :][..., : 8 * K16]
-            first = None if w.first_scale is None else w.first_scale[experts]
-            w = w._replace(codes=codes, sf=sf, first_scale=first, scale=w.scale[experts], width=width)
-            experts, columns = slice(0, len(codes)), slice(0, width)
-        return dequantized(w, experts, columns, dtype)
+        if weights.sf is None:
+            from moe_nvfp4.kernels.sm100.pack import window
+
+            weights = window(weights, experts, columns)
+            experts, columns = slice(0, len(weights.codes)), slice(0, weights.width)
+        return dequantized(weights, experts, columns, dtype)
 
 
 BACKEND = Blackwell()

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from moe_nvfp4 import format as nvfp4
+from moe_nvfp4.weights import Projection
 
 
 def pack(codes: Tensor, sf: Tensor, projections: int) -> Tensor:
@@ -36,6 +37,22 @@ def parts(packed: Tensor, rows: int, K16: int) -> tuple[Tensor, Tensor]:
     shape = packed.shape[0], rows, -(-K16 // 2) * 16
     flat, size = packed.flatten(), shape[0] * shape[1] * shape[2]
     return flat[:size].view(shape), flat[size:]
+
+
+def window(w: Projection, experts: slice, columns: slice) -> Projection:
+    """A part of packed weights in the checkpoint's layout. Columns begin at multiples of 64."""
+    halves, (codes, sf) = 2 if w.interleaved else 1, parts(w.codes, w.rows, -(-w.width // 16))
+    first, width = columns.start, min(columns.stop, w.width) - columns.start
+    # A tile of scales has 128 rows and 64 columns, in 512 bytes.
+    tiles = sf.view(w.codes.shape[0], halves, -1, -(-w.width // 64), 512)[experts]
+    tiles, K16 = tiles[:, :, :, first // 64 : -(-columns.stop // 64)], -(-width // 16)
+    return w._replace(
+        codes=codes[experts, :, first // 2 : first // 2 + 8 * K16],
+        sf=unpack_sf(tiles.flatten(), tiles.shape[0], halves, w.rows // halves, K16),
+        first_scale=None if w.first_scale is None else w.first_scale[experts],
+        scale=w.scale[experts],
+        width=width,
+    )
 
 
 def pack_sf(sf: Tensor, projections: int) -> Tensor:
