@@ -8,7 +8,7 @@ import numpy as np
 from tests.emulator.machine import Lanes, Wait
 from tests.emulator.memory import BARRIER, OFFSET, RANK_SHIFT, UNWRITTEN, Violation
 from tests.emulator.program import first_lane, lanes_of, operation
-from tests.emulator.races import Known, acquire, fence_all, release
+from tests.emulator.races import Known, acquire, fence_all, fence_before, release
 
 MOST = (1 << 20) - 1
 
@@ -37,14 +37,14 @@ class Mbarrier:
         if abs(self.tx) > MOST:
             raise Violation(f"transaction count of {self}")
 
-    def arrive(self, count, expect=0, clocks=None):
-        """clocks: what of the arriving warp's history whoever waits will know; None: all of it."""
+    def arrive(self, count, expect=0, clocks=None, far=False):
+        """clocks: what of the arriving warp's history whoever waits will know; None: all. far: it is of another CTA."""
         if expect:
             self.expect(expect)
         if count > self.pending:
             raise Violation(f"arrives {count} times at {self}: more often than its count")
         self.pending -= count
-        self.settle(clocks)
+        self.settle(clocks, far)
 
     def complete(self, size):
         self.tx -= size
@@ -52,9 +52,9 @@ class Mbarrier:
             raise Violation(f"transaction count of {self}")
         self.settle()
 
-    def settle(self, clocks=None):
+    def settle(self, clocks=None, far=False):
         clocks = self.machine.clocks if clocks is None else clocks
-        self.learned.learn(clocks, self.machine.memory.waited, self.machine.clock)
+        self.learned.learn(clocks, self.machine.memory.waited, self.machine.clock, far)
         if self.pending == 0 and self.tx == 0:
             self.past[self.phase & 1], self.learned = self.learned, Known(self.learned.clocks.shape[1])
             self.phase += 1
@@ -88,6 +88,11 @@ def find(warp, address, own=False, asynchronous=False):
 
 STATE_SPACE = r"(?:\.shared(?:::cta|::cluster)?)"
 ORDER = r"(?:\.(?P<order>release|acquire|relaxed))?(?:\.(?P<scope>cta|cluster))?"
+
+
+def narrow(warp, match):
+    """Whether an arrival or a wait orders nothing between CTAs. PTX ISA: without a scope it is .cta."""
+    return match["scope"] == "cta" or match["scope"] is None and not warp.cta.machine.lenient
 
 
 @operation(rf"mbarrier\.init{STATE_SPACE}\.b64")
@@ -128,7 +133,7 @@ def build_inval(build, match, place):
 @operation(rf"mbarrier\.(?P<what>arrive|arrive\.expect_tx|expect_tx|complete_tx){ORDER}{STATE_SPACE}\.b64")
 def build_arrive(build, match, *operands):
     operands = list(operands)
-    what, relaxed, narrow = match["what"], match["order"] == "relaxed", match["scope"] == "cta"
+    what, relaxed = match["what"], match["order"] == "relaxed"
     state = None
     if what.startswith("arrive"):
         state = build.target(operands.pop(0), "u64")
@@ -141,17 +146,19 @@ def build_arrive(build, match, *operands):
         R = warp.R
         if what.startswith("arrive"):
             warp.cta.shared.release(warp.index)
+            if warp.cta.machine.lenient:
+                fence_before(warp)
         for lane in lanes_of(mask):
             barrier = find(warp, int(R[index][lane]) + offset)
             number = 1 if value is None else int(R[value][lane])
-            # CTA scope releases nothing to other CTAs. No scope would mean that too, but CUTLASS relies on more.
-            clocks = warp.fenced if relaxed or narrow and barrier.cta is not warp.cta else None
+            far = barrier.cta is not warp.cta
+            clocks = (warp.fenced_far if far else warp.fenced) if relaxed or far and narrow(warp, match) else None
             if state is not None:
                 R[state][lane] = barrier.phase
             if what == "arrive":
-                barrier.arrive(number, clocks=clocks)
+                barrier.arrive(number, clocks=clocks, far=far)
             elif what == "arrive.expect_tx":
-                barrier.arrive(1, number, clocks)
+                barrier.arrive(1, number, clocks, far)
             elif what == "expect_tx":
                 barrier.expect(number)
                 if not barrier.pending:  # the bytes came first
@@ -193,7 +200,7 @@ def build_try_wait(build, match, target, place, phase, limit=None):
         if done:
             past = barrier.past[wanted & 1]
             warp.cta.machine.timeline.wait(warp, past.time, f"parity {wanted & 1} of mbarrier {barrier.offset:#x}")
-            acquire(warp, past, relaxed)
+            acquire(warp, past, relaxed, narrow(warp, match))
         np.copyto(R[out], done, where=mask)
 
     return run
@@ -325,12 +332,14 @@ def build_barrier_fence(build, match):
     return run
 
 
-@operation(r"fence(?:\.(?:sc|acq_rel|acquire|release))?\.(?:cta|cluster|gpu|sys)|membar\.(?:cta|gl|sys)")
+@operation(r"(?:fence(?:\.(?:sc|acq_rel|acquire|release))?|membar)\.(?P<scope>cta|cluster|gpu|gl|sys)")
 def build_fence(build, match):
+    far = match["scope"] != "cta"
+
     def run(warp, mask):
         acquire(warp, warp.cta.cluster.flags)
-        np.maximum(warp.known, warp.unacquired, out=warp.known)
-        fence_all(warp)
+        np.maximum(warp.known, warp.unacquired_far if far else warp.unacquired, out=warp.known)
+        fence_all(warp, far)
         release(warp, warp.cta.cluster.flags)
 
     return run

@@ -176,11 +176,12 @@ class Machine:
 
     stale_shared: reading shared memory that nobody wrote is no error, for a kernel that makes no use of what it reads
     there; it holds NaNs.
+    lenient: accepts what kernels published by NVIDIA rely on beyond the PTX ISA, see README.md.
     """
 
     def __init__(self, program, grid, block, dynamic_shared=0, cluster=(1, 1, 1), memory=None, parameters=b"",
                  schedule="eager", resident=None, trace=None, max_steps=20_000_000,
-                 stale_shared=False):  # fmt: skip
+                 stale_shared=False, lenient=False):  # fmt: skip
         self.program, self.grid, self.block, self.cluster_shape = program, grid, block, cluster
         self.dynamic_shared = dynamic_shared
         self.shared_state = WRITTEN if stale_shared else UNWRITTEN
@@ -188,7 +189,7 @@ class Machine:
         self.memory, self.parameters = memory or Global(), parameters
         self.schedule = Schedule.parse(schedule)
         self.random = random.Random(self.schedule.seed)
-        self.resident, self.trace, self.max_steps = resident, trace, max_steps
+        self.resident, self.trace, self.max_steps, self.lenient = resident, trace, max_steps, lenient
         self.pending = []  # operations in order of issue
         self.steps = 0  # blocks of instructions run
         self.instructions = 0

@@ -146,11 +146,14 @@ class Known:
 
     def __init__(self, warps):
         self.clocks = np.zeros((2, warps), np.int64)
+        self.near = np.zeros((2, warps), np.int64)  # without the arrivals of other CTAs' warps
         self.waited = False  # whether any of them had called griddepcontrol.wait
         self.time = 0  # of the last arrival, see timeline.py
 
-    def learn(self, clocks, waited, time):
+    def learn(self, clocks, waited, time, far=False):
         np.maximum(self.clocks, clocks, out=self.clocks)
+        if not far:
+            np.maximum(self.near, clocks, out=self.near)
         self.waited |= waited
         self.time = max(self.time, time)
 
@@ -159,8 +162,10 @@ def start_clocks(warp, slot, warps):
     """`clocks`: what a warp releases. `tmem_known`: which tcgen05 operations have happened before its next one."""
     warp.slot, warp.clocks = slot, np.zeros((2, warps), np.int64)
     warp.known, warp.tmem_known = warp.clocks[0], np.zeros(warps, np.int64)
-    warp.fenced = np.zeros((2, warps), np.int64)  # what a relaxed arrival releases: `clocks` at the last fence
-    warp.unacquired = np.zeros(warps, np.int64)  # what relaxed waits have seen, which the next fence acquires
+    # What a relaxed arrival releases: `clocks` at the last fence. far: to other CTAs, so not by a fence.cta.
+    warp.fenced, warp.fenced_far = np.zeros((2, 2, warps), np.int64)
+    # What relaxed waits, and for other CTAs narrow ones, have seen: the next fence acquires it.
+    warp.unacquired, warp.unacquired_far = np.zeros((2, warps), np.int64)
     warp.known[slot], warp.tmem_known[slot] = 1, EVER
 
 
@@ -173,23 +178,31 @@ def fence_after(warp):
     np.maximum(warp.tmem_known, warp.clocks[TCGEN05], out=warp.tmem_known)
 
 
-def fence_all(warp):
-    """What the warp has done so far comes before its next relaxed arrival, for whoever sees that."""
+def fence_all(warp, far=True):
+    """What the warp has done so far comes before its next relaxed arrival, for whoever sees that (in its CTA)."""
     warp.fenced[:] = warp.clocks
+    if far:
+        warp.fenced_far[:] = warp.clocks
     warp.known[warp.slot] += 1
 
 
-def acquire(warp, learned, relaxed=False):
-    """The warp has waited for those who arrived."""
+def acquire(warp, learned, relaxed=False, narrow=False):
+    """The warp has waited for those who arrived. narrow: with the scope of its CTA, so in order after no other's."""
+    if relaxed or narrow:
+        np.maximum(warp.unacquired_far, learned.clocks[0], out=warp.unacquired_far)
     if relaxed:
-        np.maximum(warp.unacquired, learned.clocks[0], out=warp.unacquired)
+        np.maximum(warp.unacquired, learned.near[0], out=warp.unacquired)
         return
-    np.maximum(warp.clocks, learned.clocks, out=warp.clocks)
+    np.maximum(warp.clocks, learned.near if narrow else learned.clocks, out=warp.clocks)
+    if warp.cta.machine.lenient:
+        fence_after(warp)
     if learned.waited and not warp.waited:
         warp.waited = warp.cta.machine.memory.waited = True
 
 
 def release(warp, learned, relaxed=False):
-    """The warp arrives."""
-    learned.learn(warp.fenced if relaxed else warp.clocks, warp.waited, warp.clock)
+    """The warp arrives, for every CTA of the cluster."""
+    if warp.cta.machine.lenient and not relaxed:
+        fence_before(warp)
+    learned.learn(warp.fenced_far if relaxed else warp.clocks, warp.waited, warp.clock)
     warp.known[warp.slot] += 1

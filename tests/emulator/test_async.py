@@ -323,33 +323,64 @@ def test_remote_arrival_and_shared_memory(schedule):
     assert got.tolist() == [1000 + t for t in range(32)] + list(range(32))
 
 
-@pytest.mark.parametrize("order, meet, fine", [
-    ("release.cluster.", "", True),
-    ("", "", True),  # CUTLASS arrives so
-    ("relaxed.cluster.", "", False),
-    ("release.cta.", "", False),
-    (None, "barrier.cluster.arrive; barrier.cluster.wait;", True),
-    (None, "fence.acq_rel.cluster; barrier.cluster.arrive.relaxed; barrier.cluster.wait;", True),
-    (None, "barrier.cluster.arrive.relaxed; barrier.cluster.wait;", False),
-])  # fmt: skip
-def test_memory_order_between_ctas(order, meet, fine):
-    """Each CTA writes into the other's memory; who waits must see that by what the arrival says."""
-    if order is not None:
-        meet = f"@%p1 mbarrier.arrive.{order}shared::cluster.b64 _, [%r8];" + wait()
-    body = initialise() + """barrier.cluster.arrive.relaxed; barrier.cluster.wait;
-        mov.u32 %r2, %cluster_ctarank; xor.b32 %r5, %r2, 1; mad.lo.u32 %r3, %t, 4, %data;
-        mad.lo.u32 %r4, %r2, 1000, %t; mapa.shared::cluster.u32 %r6, %r3, %r5;
-        mapa.shared::cluster.u32 %r8, %bar, %r5; st.shared::cluster.b32 [%r6], %r4; bar.warp.sync -1;
-        """ + meet + """ld.shared.b32 %r7, [%r3];
-        mad.lo.u32 %r9, %r2, 32, %t; mad.wide.u32 %x1, %r9, 4, %out; st.global.b32 [%x1], %r7;
-        barrier.cluster.arrive; barrier.cluster.wait;"""  # fmt: skip
+# Each CTA writes into the other's memory; who waits must see that by what the arrival and the wait say.
+MEET = """barrier.cluster.arrive.relaxed; barrier.cluster.wait;
+    mov.u32 %r2, %cluster_ctarank; xor.b32 %r5, %r2, 1; mad.lo.u32 %r3, %t, 4, %data;
+    mad.lo.u32 %r4, %r2, 1000, %t; mapa.shared::cluster.u32 %r6, %r3, %r5;
+    mapa.shared::cluster.u32 %r8, %bar, %r5; st.shared::cluster.b32 [%r6], %r4; bar.warp.sync -1;
+    {} ld.shared.b32 %r7, [%r3];
+    mad.lo.u32 %r9, %r2, 32, %t; mad.wide.u32 %x1, %r9, 4, %out; st.global.b32 [%x1], %r7;
+    barrier.cluster.arrive; barrier.cluster.wait;"""
+ACQUIRE = ".acquire.cluster"
+
+
+def arrive_and_wait(arrival=".release.cluster", acquire=ACQUIRE, before="", after=""):
+    arrive = f"@%p1 mbarrier.arrive{arrival}.shared::cluster.b64 _, [%r8];"
+    return before + arrive + without(wait(), "parity.", f"parity{acquire}.") + after
+
+
+def meet_and_check(meet, fine, **options):
+    body, out = initialise() + MEET.format(meet), np.zeros(64, np.uint32)
     for schedule in ALL:
         if fine:
-            got = run(body, np.zeros(64, np.uint32), schedule=schedule, cluster=2)
-            assert got.tolist() == [1000 + t for t in range(32)] + list(range(32))
+            run(body, out, schedule=schedule, cluster=2, **options)
+            assert out.tolist() == [1000 + t for t in range(32)] + list(range(32))
+            out[:] = 0
         else:
             with pytest.raises(EmulatorError, match="no barrier between them|never written"):
-                run(body, np.zeros(64, np.uint32), schedule=schedule, cluster=2)
+                run(body, out, schedule=schedule, cluster=2, **options)
+
+
+@pytest.mark.parametrize("meet, fine", [
+    (arrive_and_wait(), True),
+    (arrive_and_wait(".relaxed.cluster"), False),
+    (arrive_and_wait(".release.cta"), False),
+    (arrive_and_wait(""), False),
+    (arrive_and_wait(acquire=".relaxed.cluster"), False),
+    (arrive_and_wait(acquire=".acquire.cta"), False),
+    (arrive_and_wait(acquire=""), False),
+    (arrive_and_wait(".relaxed.cluster", before="fence.acq_rel.cluster;"), True),
+    (arrive_and_wait(".relaxed.cluster", before="fence.acq_rel.cta;"), False),
+    (arrive_and_wait(acquire=".relaxed.cluster", after="fence.acq_rel.cluster;"), True),
+    (arrive_and_wait(acquire=".relaxed.cluster", after="fence.acq_rel.cta;"), False),
+    ("barrier.cluster.arrive; barrier.cluster.wait;", True),
+    ("fence.acq_rel.cluster; barrier.cluster.arrive.relaxed; barrier.cluster.wait;", True),
+    ("fence.acq_rel.cta; barrier.cluster.arrive.relaxed; barrier.cluster.wait;", False),
+    ("barrier.cluster.arrive.relaxed; barrier.cluster.wait;", False),
+])  # fmt: skip
+def test_memory_order_between_ctas(meet, fine):
+    meet_and_check(meet, fine)
+
+
+@pytest.mark.parametrize("arrival, acquire, fine", [
+    ("", "", True),  # CUTLASS's ClusterBarrier
+    (".release.cta", ACQUIRE, False),
+    (".release.cluster", ".acquire.cta", False),
+    (".relaxed.cluster", "", False),
+])  # fmt: skip
+def test_lenient_takes_no_scope_as_the_cluster(arrival, acquire, fine):
+    """What is written is still meant."""
+    meet_and_check(arrive_and_wait(arrival, acquire), fine, lenient=True)
 
 
 def test_a_cta_that_has_ended():

@@ -424,6 +424,19 @@ def test_tiles_of_one_projection(emulator, tile):
     check_layer(emulator, Problem(288, 144, [130, 0, 70], 1, 2, GATES["relu2"]))
 
 
+@pytest.mark.parametrize("scoped", ["mbarrier.arrive.release.cluster", "mbarrier.try_wait.parity.acquire.cluster"])
+def test_a_pair_hands_over_at_cluster_scope(emulator, monkeypatch, scoped):
+    """The scope is left out of what the CTAs of a pair say to each other."""
+    emulator.schedule, emulator.tile = "lazy", next(t for t in TILES if t.ctas == 2 and t.blocks == 1)
+    problem = Problem(64, 48, [130, 0, 70], 1, 2, GATES["relu2"])
+    check_layer(emulator, problem)
+    for config, kernel in RUNS.items():
+        if isinstance(config, GemmConfig) and config.tile == emulator.tile:
+            monkeypatch.setattr(kernel, "programs", programs(kernel.ptx.replace(scoped, scoped.rsplit(".", 2)[0])))
+    with pytest.raises(EmulatorError, match="with no barrier between them"):
+        check_layer(emulator, problem)
+
+
 KINDS = {
     "static": (None, True, torch.bfloat16),
     "bf16 bias": (torch.bfloat16, False, torch.float16),

@@ -315,12 +315,15 @@ class GroupedGemm:
             acc = tmem + turn * t.second
             # 32 rows a column; a tile may start at row 64 of its scale tile
             sfb = sfx + (work.row_in_group % 128) // 32
-            cute.arch.mbarrier_wait(acc_empty, turn ^ 1)
+            if const_expr(t.ctas == 2):
+                ptx.wait_for_pair(acc_empty, turn ^ 1)
+            else:
+                cute.arch.mbarrier_wait(acc_empty, turn ^ 1)
             ptx.tmem_fence(before=False)
             for k in cutlass.range(c.k_tiles, unroll=1):
                 cute.arch.mbarrier_wait(full + ring.index, ring.phase)
                 if const_expr(t.ctas == 2):
-                    cute.arch.mbarrier_wait(peer_full + ring.index, ring.phase)
+                    ptx.wait_for_pair(peer_full + ring.index, ring.phase)
                 with cute.arch.elect_one():
                     self.issue_k_tile(k, ring.index, operands, (acc, sfb, instruction))
                     self.commit(empty + ring.index)

@@ -145,6 +145,29 @@ def arrive_in_first(barrier: cute.Pointer):
     cute.arch.mbarrier_arrive(barrier, 0, scope=nvvm.MemScopeKind.CLUSTER)
 
 
+@dsl_user_op
+def _try_wait_for_pair(barrier: cute.Pointer, phase: Int32, *, loc=None, ip=None) -> Boolean:
+    found = nvvm.mbarrier_wait_parity(
+        barrier.to_llvm_ptr(loc=loc, ip=ip),
+        Int32(phase).ir_value(loc=loc, ip=ip),
+        nvvm.MBarrierWaitKind.TRY,
+        scope=nvvm.MemScopeKind.CLUSTER,
+        order=nvvm.MemOrderKind.ACQUIRE,
+        loc=loc,
+        ip=ip,
+    )
+    return Boolean(found)
+
+
+@cute.jit
+def wait_for_pair(barrier: cute.Pointer, phase: Int32):
+    """Waits for arrivals of both CTAs of the pair, and sees what came before them: a plain wait, whose scope is the
+    CTA, orders nothing of the other one."""
+    done = Boolean(False)
+    while not done:
+        done = _try_wait_for_pair(barrier, phase)
+
+
 # ---- arithmetic ----------------------------------------------------------------------------------
 
 
