@@ -83,12 +83,13 @@ def main():
     parser.add_argument(
         "--schedule", default="eager", help="eager, lazy, reverse, reverse-lazy, random:SEED, slow:SEED"
     )
+    parser.add_argument("--lenient", action="store_true", help="accept what published kernels rely on, see README.md")
     parser.add_argument("--out", metavar="FILE.npz", help="write the tensors, as they are at the end")
     parser.add_argument("--trace", metavar="CTA:WARP[:FIRST[-LAST]]", help="print a warp's instructions and results")
     parser.add_argument("--timeline", metavar="FILE.svg", help="picture of who waits where; - prints it as text")
     parser.add_argument("--ctas", type=int, default=1, help="CTAs in the timeline")
     options = parser.parse_args()
-    more = {}
+    more = {"lenient": options.lenient}
     if options.trace:
         cta, warp, *lines = options.trace.split(":")
         more["trace"] = Trace(int(cta), int(warp), [int(n) for n in lines[0].split("-")] if lines else None)
