@@ -153,6 +153,7 @@ def misuse(examples):
     one()
 
 
+@pytest.mark.slow
 def test_ops_name_what_is_wrong():
     misuse(400)
 
@@ -234,6 +235,7 @@ CASTS = {
 }
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(dtype=st.sampled_from(FLOATING), cast=st.sampled_from(sorted(CASTS)), linear=st.booleans(),
        exponent=st.integers(-40, 5), seed=st.integers(0, 99))  # fmt: skip

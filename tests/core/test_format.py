@@ -434,6 +434,7 @@ def test_grouped_swizzle_is_every_group_on_its_own(sizes, unrouted, K16):
     assert as_e4m3.dtype == E4M3 and torch.equal(as_e4m3.view(torch.uint8), flat)
 
 
+@pytest.mark.slow
 @given(st.lists(st.integers(0, 400), min_size=1, max_size=12))
 @settings(max_examples=200, deadline=None)
 def test_grouped_rows_are_bounded(sizes):
@@ -450,6 +451,7 @@ def test_grouped_rows_are_bounded(sizes):
 # ---- compiled, graph-safe, bounded ---------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_temporaries_do_not_grow_with_the_tensor():
     class Storages(TorchDispatchMode):
         def __init__(self):

@@ -153,6 +153,7 @@ def test_half_precision_rows(dtype, static, activations, device):
     assert relative_error(y, expected) < THRESHOLDS[kind]
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(
     E=st.integers(1, 6), T=st.integers(0, 12), k=st.integers(1, 4),
@@ -268,7 +269,7 @@ def test_post_expert_norm_comes_before_the_routing_weight():
     assert relative_error(y, expected) < THRESHOLDS["fp32"]
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("activations", ["bf16", "nvfp4"])
 def test_compiles_without_a_graph_break(activations, static, device):

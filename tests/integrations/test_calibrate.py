@@ -84,7 +84,7 @@ def test_one_token_is_enough_for_every_expert(tmp_path):
         assert experts.weights.h_scale.unique().numel() == 1
 
 
-@pytest.mark.slow_after(2)
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("family", [qwen3_moe, mixtral, gpt_oss, nemotron_h, llama4], ids=lambda f: f.__name__)
 def test_static_w4a4_is_about_as_good_as_dynamic(family, tmp_path):
     make(family).save_pretrained(tmp_path / "bf16")

@@ -129,6 +129,7 @@ def test_both_dialects_are_the_same_model(tmp_path):
         assert torch.equal(first, second)
 
 
+@pytest.mark.slow_after(1)
 @both
 def test_saving_writes_the_same_files(dialect, tmp_path):
     folder, _ = quantized(tmp_path, qwen2_moe, dialect, lambda k: is_expert(k) or is_linear(k), 0.003)
@@ -160,7 +161,7 @@ def test_experts_and_linears_are_never_dense_in_memory(tmp_path):
     assert peak < 1.5 * result, f"peak {peak / 1e6:.0f} MB for a result of {result / 1e6:.0f} MB"
 
 
-@pytest.mark.slow_after(2)
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("family", [qwen3_moe, mixtral, gpt_oss, nemotron_h], ids=lambda f: f.__name__)
 def test_quantizing_while_loading_saves_the_dialect_that_was_asked_for(family, tmp_path):
     """The converter's bytes, and a layer that stays dense keeps the model's own names."""
@@ -182,7 +183,7 @@ def test_quantizing_while_loading_saves_the_dialect_that_was_asked_for(family, t
         assert torch.equal(logits(again), logits(model))
 
 
-@pytest.mark.slow_after(2)
+@pytest.mark.slow_after(1)
 # ---------------------------------------------------------------- linears
 @both
 @pytest.mark.parametrize("family", [qwen2_moe, mixtral], ids=lambda f: f.__name__)
@@ -217,6 +218,7 @@ def test_a_base_model_loads_too(tmp_path):
     assert relative_error(a, b) < 10 * THRESHOLDS["fp32"]
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("linears", ["packed", "dense"])
 def test_a_quantized_lm_head(linears, tmp_path):
     folder, twin = quantized(tmp_path, qwen3_moe, "modelopt", lambda k: is_expert(k) or k == "lm_head.weight")
@@ -340,7 +342,7 @@ VARIANTS = {
 }  # fmt: skip
 
 
-@pytest.mark.slow_after(3)
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_config_variants(variant, tmp_path):
     dialect, change, activations = VARIANTS[variant]
@@ -367,6 +369,7 @@ def test_a_folder_whose_config_is_silent(config, tmp_path):
     assert relative_error(logits(model), logits(load(twin))) < 10 * THRESHOLDS["fp32"]
 
 
+@pytest.mark.slow_after(1)
 @both
 def test_layers_whose_experts_are_dense_in_the_files(dialect, tmp_path):
     pattern = "model.layers.0*" if dialect == "modelopt" else "re:model.layers.0.*"
@@ -463,6 +466,7 @@ def deepseek_v4():
     return DeepseekV4ForCausalLM(config)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(transformers, "DeepseekV4Config"), reason="this transformers has no DeepSeek V4")
 def test_deepseek_v4_with_its_own_names(tmp_path):
     """NVFP4 experts w1, w3, w2; everything else FP8 in blocks, whose power-of-two scales are called `scale`."""
@@ -509,6 +513,7 @@ def test_kv_cache_scales_are_reported_once(dialect, tmp_path, caplog):
     assert relative_error(logits(set_activations(model, "bf16")), logits(load(twin))) < 10 * THRESHOLDS["fp32"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("compressed_tensors") is None, reason="needs compressed-tensors")
 def test_other_compressed_tensors_folders_are_left_to_transformers(tmp_path):
     """FP8 by row: its config and its quantizer, and the numbers of the dense model."""
@@ -542,6 +547,7 @@ def test_other_fp8_folders_are_left_to_transformers():
 
 
 # ---------------------------------------------------------------- other layouts of experts
+@pytest.mark.slow
 def test_experts_numbered_after_the_projection(tmp_path):
     """experts.gate_proj.3, as older ModelOpt wrote some families."""
     folder, twin = quantized(
@@ -565,7 +571,7 @@ def check_both_activations(model, dense, load, folder):
     assert torch.equal(logits(set_activations(again, "nvfp4")), w4a4)
 
 
-@pytest.mark.slow_after(2)
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("inputs", [False, True], ids=["W4A16", "input scales"])
 @pytest.mark.parametrize("family", [gpt_oss, llama4], ids=lambda f: f.__name__)
 def test_fused_stacks(family, inputs, tmp_path):
@@ -599,7 +605,7 @@ def test_a_stack_for_each_projection(inputs, tmp_path):
         load(folder)
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("activations", ["bf16", "nvfp4"])
 @pytest.mark.parametrize("linears", ["packed", "dense"])
 def test_awq(linears, activations, tmp_path):

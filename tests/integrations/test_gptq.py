@@ -107,6 +107,7 @@ def test_outputs_of_experts_are_nearer_than_by_mse():
     assert errors["gptq"] < 0.9 * errors["mse"]
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_goes_on(tmp_path, monkeypatch):
     """After the first layer; the second call starts with the second one, and ends in the same bytes."""
     source = folder(tmp_path, qwen3_moe)
@@ -129,6 +130,7 @@ def test_an_interrupted_run_goes_on(tmp_path, monkeypatch):
     same_tensors(tmp_path / "whole", tmp_path / "new")
 
 
+@pytest.mark.slow
 def test_another_text_starts_anew(tmp_path, monkeypatch):
     source = folder(tmp_path, qwen3_moe)
     with monkeypatch.context() as patch:

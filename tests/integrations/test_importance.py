@@ -90,7 +90,7 @@ def test_h_of_interleaved_experts_with_biases():
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("family", [qwen3_moe, gpt_oss, nemotron_h])
 def test_converted_loaded_and_swapped_models_are_the_same(family, tmp_path):
     source = folder(tmp_path, family)
@@ -120,6 +120,7 @@ def test_random_ids_are_the_same_ids(tmp_path):
     assert 0 <= min(ids.min() for ids in one) and 90 < max(ids.max() for ids in one) < 96
 
 
+@pytest.mark.slow
 def test_calibration_errors(tmp_path):
     source = folder(tmp_path, qwen3_moe)
     config = load(source).config
@@ -160,6 +161,7 @@ def test_a_missing_tensor_is_named(tmp_path):
         files_importance(source, [IDS], device="cpu", progress=False)
 
 
+@pytest.mark.slow
 def test_command(tmp_path, capsys):
     source, out = str(folder(tmp_path, qwen3_moe)), tmp_path / "importance"
     assert main(["importance", source, str(out), "--device", "cpu"]) == 0

@@ -52,6 +52,7 @@ def test_a_folder_is_compared(folder, quantized, text, tmp_path, capsys):  # noq
     assert "is not quantized" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_plot(folder, quantized, text, tmp_path, capsys):  # noqa: F811
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     plot = tmp_path / "plot.png"
@@ -64,6 +65,7 @@ def test_plot(folder, quantized, text, tmp_path, capsys):  # noqa: F811
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_plot_of_experts(folder, quantized, tmp_path, capsys):  # noqa: F811
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     plot = tmp_path / "experts.png"

@@ -122,6 +122,7 @@ def test_linears_lack_their_bias_or_their_dense_twin(tmp_path):
             load(folder)
 
 
+@pytest.mark.slow
 def test_what_is_tied_ignored_or_to_be_trained_is_not_missed(tmp_path):
     folder, _ = quantized(tmp_path, lambda: qwen3_moe(tie_word_embeddings=True), "modelopt")
     files = tensors(folder)

@@ -48,7 +48,7 @@ def same_experts(a, b):
         assert p.dtype == theirs[name].dtype
 
 
-@pytest.mark.slow_after(3)
+@pytest.mark.slow_after(1)
 # ---------------------------------------------------------------- the round trip
 def test_round_trip(family, tmp_path):
     """In memory = while loading = saved and loaded: the same bytes, logits and tokens."""
@@ -255,6 +255,7 @@ def test_generate_batch_equals_generate(tmp_path):
     assert result.generated_tokens == expected.tolist()
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("quantized", [False, True], ids=["while loading", "from 4-bit files"])
 def test_disk_offload(quantized, tmp_path):
     source = folder(tmp_path, qwen3_moe)
@@ -416,6 +417,7 @@ def test_damaged_files_are_named(damage, tmp_path):
         load(source)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("value", [0.0, float("inf"), float("nan")])
 def test_bad_input_scales_are_named(value, tmp_path):
     source = nvfp4_folder(tmp_path)

@@ -39,6 +39,7 @@ def test_the_first_layers_stay(tmp_path):
         keep_experts_on_cpu(model, 3)
 
 
+@pytest.mark.slow
 def test_auto_fills_the_gpu_first(tmp_path):
     """At one byte less than a layer needs, the layer stays on the CPU."""
     model = swapped(tmp_path)

@@ -111,6 +111,7 @@ def test_routers_norms_and_embeddings_get_their_gradients():
     same_gradients(found, gradients(dense))
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("r", [4, 5])
 def test_packed_linears(r, tmp_path):
     """QLoRA's case: the linears of attention are 4-bit too."""

@@ -190,7 +190,7 @@ def test_what_other_tools_wrote_is_carried_through(tmp_path):
         MoeNvfp4Config.from_dict(config)
 
 
-@pytest.mark.slow_after(2)
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("family", [qwen3_moe, mixtral], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("dialect", ["modelopt", "compressed-tensors"])
 def test_a_config_for_a_folder_that_is_4_bit_already_counts_or_is_refused(family, dialect, tmp_path):

@@ -24,6 +24,7 @@ from tests.common import ROOT
 GPUS = {"sm90": Gpu((9, 0), 132), "sm100": Gpu((10, 0), 148), "portable": Gpu((8, 6), 82)}
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("top_k", [1, 3, 8])
 def test_every_number_of_tokens_is_planned_as_one_of_few(top_k):
     counts = list(token_counts(top_k))
@@ -78,6 +79,7 @@ LAYERS = dict(
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @settings(max_examples=4, deadline=None, phases=PHASES)
 @given(**LAYERS)
 def test_hopper(E, H, I, bias, static, activations, gate, counts, data):
@@ -86,6 +88,7 @@ def test_hopper(E, H, I, bias, static, activations, gate, counts, data):
     check("sm90", (E, H, I), top_k, gate, activations, static, bias, fused, counts)
 
 
+@pytest.mark.slow
 @settings(max_examples=4, deadline=None, phases=PHASES)
 @given(**LAYERS)
 def test_blackwell(E, H, I, bias, static, activations, gate, counts, data):
@@ -145,6 +148,7 @@ def test_kernels_are_built_once(own_cache):
     assert ahead.build(JOBS, GPUS["sm90"], progress=False) == 0 and ahead.compilations == before
 
 
+@pytest.mark.slow
 def test_what_a_compiler_says_is_raised(own_cache, monkeypatch):
     pytest.importorskip("cutlass", reason="CuTe DSL compiles the kernels")
     broken = Job("tests.kernels.test_ahead", "BROKEN", ("why",))

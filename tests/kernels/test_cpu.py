@@ -333,6 +333,7 @@ def test_two_processes_build_at_once(tmp_path):
     assert [file.suffix for file in files] == [".so"] * 2 and (tmp_path / "cpu").stat().st_mode & 0o777 == 0o700
 
 
+@pytest.mark.slow
 @needs_library
 def test_cache_is_used_repaired_and_keyed(tmp_path, monkeypatch):
     monkeypatch.setenv("MOE_NVFP4_CACHE", str(tmp_path))

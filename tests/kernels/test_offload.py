@@ -238,6 +238,7 @@ def test_without_mailboxes_it_is_a_host_function(driver, monkeypatch):
     assert torch.equal(y, cpu.experts(*batch, w)) and offload._streams[None, 7].mailbox is None
 
 
+@pytest.mark.slow
 @needs_library
 @needs_library
 def test_a_process_with_mailboxes_ends_well():

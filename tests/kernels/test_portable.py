@@ -114,6 +114,7 @@ def test_w4a4(x_scale, h_scale, dtype):
     check(w, x, ids, weights, THRESHOLDS["w4a4"])
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("static", [False, True])
 def test_quantized_rows_are_the_reference_s_bit_by_bit(static):
     E, K, ids = 3, 64, torch.tensor([[2], [0], [3], [2], [1], [0]], device=DEVICE)
@@ -179,7 +180,7 @@ def test_parts_of_k(splits, monkeypatch):
         config.plan_experts.cache_clear()
 
 
-@pytest.mark.slow_after(2)
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("rows", [1, 8, 30, 90, 130])
 def test_every_tile_shape(rows):
     check(make_weights(1, 160, 144), *batch(rows, 160, 1, 1))
@@ -197,6 +198,7 @@ def test_large_batches_through_dense_weights(gate, scratch, monkeypatch):
     check(make_weights(4, 160, 144, GATES[gate], bias=True), x, ids, weights, 1.5 * THRESHOLDS["half"])
 
 
+@pytest.mark.slow
 def test_stages():
     """Rows go in as `routing.Rows`, x indexed or gathered; h comes out for a gate of the caller's own."""
     w = make_weights(3, 40, 56, Gate("raw"), bias=True)
@@ -269,6 +271,7 @@ def test_nan_and_infinity_stay():
             assert got[1].isnan().all() and got[[0, 2]].isfinite().all()
 
 
+@pytest.mark.slow
 def test_views():
     """x, codes and ids need not be contiguous, nor aligned."""
     w = make_weights(3, 64, 48)

@@ -71,7 +71,7 @@ def test_linears_are_carried_with_the_experts_and_back(dialect, tmp_path):
             assert as_bytes(tensor) == as_bytes(again[name]), name
 
 
-@pytest.mark.slow_after(2)
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("dialect", CONFIGS)
 @pytest.mark.parametrize("inputs", [None, 0.01], ids=["W4A16", "input scales"])
 @pytest.mark.parametrize("family", [gpt_oss, llama4], ids=lambda f: f.__name__)
@@ -106,7 +106,7 @@ def test_stacks_for_each_projection_are_taken_apart(inputs, dialect, tmp_path):
             check(source)
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("dialect", CONFIGS)
 def test_experts_numbered_after_the_projection_are_renamed(dialect, tmp_path):
     source, _ = quantized(
@@ -117,7 +117,7 @@ def test_experts_numbered_after_the_projection_are_renamed(dialect, tmp_path):
     same_model(source, there, ulp=0.0 if dialect == "modelopt" else 2**-23)
 
 
-@pytest.mark.slow_after(2)
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("dialect", CONFIGS)
 @pytest.mark.parametrize("kind", ["tensor", "row", "mx", "block"])
 def test_fp8_layers_of_mixed_files_become_dense(kind, dialect, tmp_path):
@@ -150,6 +150,7 @@ def test_fp8_layers_of_mixed_files_become_dense(kind, dialect, tmp_path):
     assert torch.equal(a, b) or dialect != "modelopt"  # there, scales may move by their last bit
 
 
+@pytest.mark.slow
 def test_awq_is_carried_within_its_dialect(tmp_path):
     source, _ = quantized(
         tmp_path, qwen3_moe, "modelopt", rename=projection_first, input_scale=0.01, quant_algo="NVFP4_AWQ"
@@ -195,6 +196,7 @@ def test_verify_stacks(family, tmp_path):
             verify_checkpoint(damaged)
 
 
+@pytest.mark.slow
 def test_verify_awq_and_projection_first_names(tmp_path):
     """What counts is the product with pre_quant_scale."""
     source, twin = quantized(
@@ -238,6 +240,7 @@ def test_verify_fp8_next_to_nvfp4(tmp_path):
             verify_checkpoint(source)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("kept", ["quantized", "dense"])
 def test_verify_misses_experts_that_are_gone(kept, tmp_path):
     """A whole layer, of a model that transformers does not know: only the original says that it should be there."""

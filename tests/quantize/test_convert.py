@@ -143,7 +143,7 @@ def saved_families(tmp_path_factory):
     return folder
 
 
-@pytest.mark.slow_after(2)
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("family", [*FAMILIES, *MORE], ids=lambda f: f.__name__)
 def test_equals_the_loader(family, saved_families, tmp_path):
     """Every file tensor has the bytes that loading with quantization and saving gives; so has config.json."""
@@ -174,7 +174,7 @@ def test_equals_the_loader(family, saved_families, tmp_path):
     same_tensors(theirs, loaded_and_saved(ours, tmp_path / "again"), but=widened)
 
 
-@pytest.mark.slow_after(2)
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("family", [qwen3_moe, granite, gpt_oss, mixtral, dbrx], ids=lambda f: f.__name__)
 def test_exclusions_equal_the_loader(family, saved_families, tmp_path):
     source, exclude = saved_families(family), ["transformer.blocks.0.*" if family is dbrx else "model.layers.0.*"]
@@ -187,7 +187,7 @@ def test_exclusions_equal_the_loader(family, saved_families, tmp_path):
     same_tensors(theirs, loaded_and_saved(only, tmp_path / "again-2"))
 
 
-@pytest.mark.slow_after(2)
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("stored", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("named", ["bfloat16", "float32", "float16", None])
 def test_dtypes_are_cast_as_the_loader_casts(stored, named, tmp_path):
@@ -244,6 +244,7 @@ def test_every_stacked_family_by_hand(kind, tmp_path):
     assert len(found) == 3 * 3 * (4 if stack.bias else 3)
 
 
+@pytest.mark.slow
 def test_the_table_agrees_with_transformers():
     """Each stacked family's experts class says itself whether it is transposed or interleaved."""
     models = Path(transformers.__file__).parent / "models"
@@ -872,6 +873,7 @@ def test_hostile_headers(case, tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["a"]
 
 
+@pytest.mark.slow
 @given(data=st.binary(max_size=200))
 @settings(max_examples=200, deadline=None)
 def test_any_bytes_are_read_or_refused(data, tmp_path_factory):

@@ -104,6 +104,7 @@ def test_dense_layers_before_experts(dialect):
     check(ignore, dialect, [f"backbone.layers.{i}.mixer.qkv_proj" for i in (1, 11)], experts)
 
 
+@pytest.mark.slow
 def test_excluded_experts(tmp_path):
     path = tmp_path / "nvfp4"
     convert_checkpoint(folder(tmp_path, mixtral), path, Options(exclude=["*layers.0.*"]), progress=False)

@@ -240,6 +240,7 @@ def columns(seed: int, k: int) -> torch.Tensor:
     return torch.exp2(4 * torch.randn(k, generator=torch.Generator().manual_seed(seed)))
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_weighted_equals_the_naive_loop(dtype):
     for seed in range(4):
@@ -251,6 +252,7 @@ def test_weighted_equals_the_naive_loop(dtype):
     check(torch.zeros(2, 64), "weighted", importance=importance)
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(
     values=st.lists(st.floats(-(2.0**20), 2.0**20, width=32, allow_subnormal=False), min_size=32, max_size=32),

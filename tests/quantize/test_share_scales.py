@@ -58,7 +58,7 @@ def both_read(source, tmp_path, dialect="modelopt"):
     return relative_error(logits(load(served, torch.float32)), logits(ours))
 
 
-@pytest.mark.slow_after(2)
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("family", [qwen3_moe, mixtral], ids=lambda f: f.__name__)
 def test_servers_read_what_is_made(family, route, tmp_path):
@@ -104,6 +104,7 @@ def test_separate_scales_are_repaired(dialect, tmp_path, capsys):
         convert_checkpoint(tmp_path / "bf16", tmp_path / "again", Options(share_scales=True), progress=False)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("kind", ["stacks", "AWQ"])
 def test_other_layouts_are_repaired(kind, tmp_path):
     """Their input and pre_quant scales come along."""

@@ -61,6 +61,7 @@ def test_tensors_that_the_model_has_not(good, tmp_path):
     assert f"1 tensors are none of Qwen3MoeForCausalLM's, by config.json, and nothing reads them: {new}" in warning
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     "dialect, scale", [("modelopt", "weight_scale_2"), ("compressed-tensors", "weight_global_scale")]
 )
