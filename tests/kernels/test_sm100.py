@@ -9,6 +9,7 @@ import re
 import shutil
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -130,6 +131,26 @@ def test_refusals():
         sm100.gemm1_swiglu(Rows(torch.zeros(2, 32)), layer.weights, groups, torch.bfloat16)
     with pytest.raises(NotImplementedError, match="multiples of 16, got 40"):
         sm100.quantize_rows(torch.zeros(2, 40), None, None, groups)
+
+
+def test_most_rows(monkeypatch):
+    """As many 128-row scale tiles as 16 bits count, and no more: rows without memory."""
+    config = GemmConfig(4, 32, 32, 1, "assignments", None, None, TILES[0])
+    empty = lambda *shape: torch.empty(*shape, dtype=torch.uint8, device="meta")
+    monkeypatch.setattr(sm100, "multiprocessors", lambda device: 1)
+    launched = []
+    monkeypatch.setattr(sm100, "launch", lambda *arguments: launched.append(arguments))
+
+    def gemm(R):
+        groups = SimpleNamespace(num_rows=R, offsets=empty(5), order=empty(R))
+        rows, out = Rows(empty(R, 16), empty(R, 2), empty(R)), Rows(empty(R, 128), None, None)
+        sm100._gemm(config, rows, groups, (empty(4, 32, 16), empty(4)), (None, empty(4)), None, out)
+
+    gemm(128 * (65535 - 4) + 127)
+    assert len(launched) == 1
+    with pytest.raises(ValueError, match="8388096 rows are too many for one call: split the batch"):
+        gemm(128 * (65535 - 4 + 1))
+    assert len(launched) == 1
 
 
 # ---- compiled, for a GPU that is not here --------------------------------------------------------
