@@ -53,7 +53,7 @@ def is_scale(name: str, tensors: Mapping[str, TensorSlice]) -> bool:
 
 
 def is_dense_linear(name: str, stored: TensorSlice) -> bool:
-    return name.endswith(".weight") and len(stored.shape) == 2 and not re.search(r"embed|\bwte\b|\bwpe\b", name)
+    return name.endswith(".weight") and len(stored.shape) == 2 and not re.search(r"(?<!un)embed|\bwte\b|\bwpe\b", name)
 
 
 # Module names that differ from the files' in transformers, which matches exclusions against its own
