@@ -1,8 +1,9 @@
 """What the tests share: random layers and routings, the reference's layer and rows, one scalar for its error, the one
-table of thresholds, fresh interpreters, which GPUs there are, and what stands for one."""
+table of thresholds, fresh interpreters, two processes, which GPUs there are, and what stands for one."""
 
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -190,3 +191,21 @@ class Kernels(Hopper):
 def stand_for_hopper():
     """Inside of it this machine's CPU is a Hopper GPU, as far as layers see."""
     return backends.registered(Kernels())
+
+
+def two_processes(tmp_path, code, *arguments):
+    """Run `code` as ranks 0 and 1 of torch.distributed; returns their exit codes and outputs."""
+    script = tmp_path / "worker.py"
+    script.write_text(code)
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    env = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+           "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}  # fmt: skip
+    workers = [
+        subprocess.Popen([sys.executable, str(script), *map(str, arguments)], text=True, stdout=subprocess.PIPE,
+                         stderr=subprocess.STDOUT, env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+        for rank in range(2)
+    ]  # fmt: skip
+    outputs = [w.communicate(timeout=400)[0] for w in workers]
+    return [w.returncode for w in workers], outputs

@@ -6,7 +6,7 @@ import argparse
 import gc
 
 from moe_nvfp4.cli.answers import answer, encode
-from moe_nvfp4.cli.models import load, text_of
+from moe_nvfp4.cli.models import check_original, load, text_of
 from moe_nvfp4.cli.options import ACTIVATIONS, MODEL_HELP, Commands, add_device, command, say, whole
 
 TOKENS = {"cpu": (1, 16, 256), "cuda": (1, 16, 64, 256, 1024, 4096)}
@@ -35,6 +35,8 @@ def add(commands: Commands) -> None:
 def run(args: argparse.Namespace) -> None:
     from moe_nvfp4.environment import headline
 
+    if not args.layer_only:
+        check_original(args)
     say(headline())
     _layer(args)
     if not args.layer_only:

@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from moe_nvfp4.cli.answers import Message, answer, encode
-from moe_nvfp4.cli.models import load
+from moe_nvfp4.cli.models import load_to_answer
 from moe_nvfp4.cli.options import (
     MODEL_HELP,
     Commands,
@@ -37,13 +37,9 @@ def add(commands: Commands) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    from moe_nvfp4.integrations.huggingface import set_activations
-
-    model, tokenizer = load(args, args.activations or "bf16")
+    model, tokenizer = load_to_answer(args)
     if tokenizer.chat_template is None:
         raise ValueError(f"{args.model} has no chat template: moe-nvfp4 generate --raw continues a text")
-    if args.activations:
-        set_activations(model, args.activations)
     talk = Talk(model, tokenizer, args.system, args.temperature, args.max_new_tokens)
     while True:
         try:

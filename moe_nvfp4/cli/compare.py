@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from moe_nvfp4.cli.models import load, model_config, resolve, text_of, windows_of
+from moe_nvfp4.cli.models import check_original, load, model_config, resolve, text_of, windows_of
 from moe_nvfp4.cli.options import (
     DEFAULT_RECIPE,
     MODEL_HELP,
@@ -53,8 +53,7 @@ def run(args: argparse.Namespace) -> None:
     from moe_nvfp4.integrations.huggingface import set_activations
     from moe_nvfp4.progress import progress_bar
 
-    if "quantization_config" in model_config(resolve(args.model)).to_dict():
-        raise ValueError(f"{args.model} is quantized already: compare needs the original to compare with")
+    check_original(args)
     if args.limit is not None and not args.tasks:
         raise ValueError("--limit would have no effect without --tasks: it is the number of their questions")
     if args.plot is not None:

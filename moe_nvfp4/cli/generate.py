@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from moe_nvfp4.cli.answers import Message, answer, encode
-from moe_nvfp4.cli.models import expert_bytes, load
+from moe_nvfp4.cli.models import expert_bytes, load_to_answer
 from moe_nvfp4.cli.options import (
     MODEL_HELP,
     Commands,
@@ -37,12 +37,9 @@ def add(commands: Commands) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    from moe_nvfp4.integrations.huggingface import set_activations
     from moe_nvfp4.quantize.report import readable_size
 
-    model, tokenizer = load(args, args.activations or "bf16")
-    if args.activations:
-        set_activations(model, args.activations)
+    model, tokenizer = load_to_answer(args)
     prompt: str | list[Message] = args.prompt
     if tokenizer.chat_template is not None and not args.raw:
         prompt = [{"role": "user", "content": args.prompt}]

@@ -132,6 +132,20 @@ def load(args: argparse.Namespace, activations: str | None, tokenizer: bool = Tr
     return loaded.eval(), AutoTokenizer.from_pretrained(source) if tokenizer else None
 
 
+def load_to_answer(args: argparse.Namespace) -> tuple[Any, Any]:
+    """(model, tokenizer) with 4-bit experts, whose activations are those of --activations, if it is given."""
+    from moe_nvfp4.integrations.huggingface import set_activations
+
+    model, tokenizer = load(args, args.activations or "bf16")
+    return set_activations(model, args.activations) if args.activations else model, tokenizer
+
+
+def check_original(args: argparse.Namespace) -> None:
+    """ValueError where MODEL is 4-bit already and a command compares with the original."""
+    if "quantization_config" in model_config(resolve(args.model)).to_dict():
+        raise ValueError(f"{args.model} is quantized already: {args.command} needs the original to compare with")
+
+
 def expert_bytes(model: Any) -> tuple[int, int]:
     """Bytes of the experts' weights: (in bf16, as they are)."""
     from moe_nvfp4.integrations.huggingface.experts import HFExperts

@@ -146,7 +146,7 @@ def test_chat_goes_on_after_an_interruption(talkative, monkeypatch, capsys):
 
 
 @pytest.mark.slow
-def test_bench(folder, capsys):
+def test_bench(folder, tmp_path, capsys):
     """Bytes, operations and speed of a row fit each other and the shape."""
     run("bench", folder, "--shape", 64, 48, 4, 4, "--tokens", 1, 20, "--max-new-tokens", 4, "--device", "cpu")
     said = capsys.readouterr().out
@@ -159,6 +159,8 @@ def test_bench(folder, capsys):
         assert speedup == pytest.approx(bf16 / us, abs=0.02 + 0.1 / us * bf16 / us)
     assert re.search(r"^bf16 +[\d.]+ +\d+ ms\nNVFP4 +[\d.]+ +\d+ ms$", said, re.M)
     assert "3 experts per token of 2 experts" in mistake(["bench", folder, "--shape", 64, 48, 2, 3], capsys)
+    run("quantize", folder, tmp_path / "nvfp4", "--recipe", "max")
+    assert "bench needs the original to compare with" in mistake(["bench", tmp_path / "nvfp4"], capsys)
 
 
 def test_compare(folder, tmp_path, capsys):

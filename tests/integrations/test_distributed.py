@@ -1,11 +1,6 @@
 """Tensor and expert parallelism: two gloo processes give the tokens of one."""
 
 import json
-import os
-import socket
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +13,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from moe_nvfp4.integrations.huggingface import MoeNvfp4Config, swap_experts
 from moe_nvfp4.integrations.huggingface.converters import ExpertsConverter, check_sharding
 from moe_nvfp4.integrations.huggingface.experts import HFExperts
-from tests.common import on_two_gpus, relative_error
+from tests.common import on_two_gpus, relative_error, two_processes
 from tests.folders import is_expert, is_linear, quantized
 from tests.models import IDS, SMALL, folder, gpt_oss, llama4, load, logits, make, same_tensors
 
@@ -70,24 +65,7 @@ MODES = {
 
 def launch(tmp_path, runs, backend="gloo"):
     """Two processes that do all `runs`; returns their exit codes and outputs."""
-    script = tmp_path / "worker.py"
-    script.write_text(WORKER)
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    root = Path(__file__).parents[2]
-    env = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-           "PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])}  # fmt: skip
-    workers = [
-        subprocess.Popen(
-            [sys.executable, str(script), json.dumps(IDS.tolist()), json.dumps(runs), backend],
-            env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    outputs = [w.communicate(timeout=400)[0] for w in workers]
-    return [w.returncode for w in workers], outputs
+    return two_processes(tmp_path, WORKER, json.dumps(IDS.tolist()), json.dumps(runs), backend)
 
 
 def qwen(intermediate=64):

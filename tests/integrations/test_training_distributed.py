@@ -1,11 +1,5 @@
 """Two gloo processes: DDP and FSDP2 around LoRA on 4-bit experts, gradients through tensor and expert parallelism."""
 
-import os
-import socket
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 import transformers
@@ -13,7 +7,7 @@ from packaging.version import Version
 
 pytest.importorskip("peft", reason="LoRA needs peft")
 
-from tests.common import relative_error  # noqa: E402
+from tests.common import relative_error, two_processes  # noqa: E402
 from tests.models import IDS, folder, load, qwen3_moe  # noqa: E402
 
 pytestmark = pytest.mark.slow
@@ -107,21 +101,8 @@ needs_ep = pytest.mark.skipif(
 
 
 def launch(tmp_path, code, *arguments):
-    script = tmp_path / "worker.py"
-    script.write_text(code)
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    root = Path(__file__).parents[2]
-    env = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-           "PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])}  # fmt: skip
-    workers = [
-        subprocess.Popen([sys.executable, str(script), *map(str, arguments)], text=True, stdout=subprocess.PIPE,
-                         stderr=subprocess.STDOUT, env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)})
-        for rank in range(2)
-    ]  # fmt: skip
-    outputs = [w.communicate(timeout=400)[0] for w in workers]
-    assert [w.returncode for w in workers] == [0, 0], "\n".join(o[-3000:] for o in outputs)
+    codes, outputs = two_processes(tmp_path, code, *arguments)
+    assert codes == [0, 0], "\n".join(o[-3000:] for o in outputs)
 
 
 def test_ddp_and_fsdp_give_the_gradients_of_one_process(tmp_path):
