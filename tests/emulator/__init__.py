@@ -11,7 +11,8 @@ function compiled by CuTe DSL with Emulated, debug one with `python -m tests.emu
     alu, formats        registers of one lane        races        accesses that nothing orders
     lanes               lanes together               launch       how a kernel is started
     loadstore, copies   memory                       timeline     who waited where
-    barriers, tensor_core                            stream       kernels one after another
+    barriers            synchronization              stream       kernels one after another
+    tensor_core, tcgen05  MMAs
 
 What it finds: wrong results; deadlocks; addresses out of bounds, misaligned, never written; wrong transaction counts;
 use of what a copy or an MMA is still reading or writing; missing barriers, griddepcontrol.wait, proxy fences,
@@ -26,7 +27,8 @@ sequentially consistent. README.md says more.
 `test_h200.py` compares it with what an H200 returned: every instruction that sm_90a has, and the Hopper kernels.
 """
 
-from tests.emulator import barriers, copies, lanes, loadstore, tensor_core  # noqa: F401 (they register their instructions)
+# they register their instructions
+from tests.emulator import barriers, copies, lanes, loadstore, tcgen05, tensor_core  # noqa: F401
 from tests.emulator.launch import Emulated, Launch, compiling_for, emulate  # noqa: F401
 from tests.emulator.machine import EmulatorError, Machine, Schedule  # noqa: F401
 from tests.emulator.memory import Global  # noqa: F401

@@ -309,6 +309,7 @@ class Tmem:
         self.sizes = {}
         self.may_allocate = True
         self.claims = []  # (operation, order, lanes, columns, writes)
+        self.collected = self.collection = None  # the matrix in the collector buffer: where it is, its bytes
 
     def allocate(self, columns):
         """First column, or None when there is no room now."""

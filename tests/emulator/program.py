@@ -97,7 +97,7 @@ class Program:
             self.parameters[parameter.name] = at
             at += parameter.size
         self.parameter_bytes = at
-        self.instruction = None
+        self.instruction = self.cta_group = None
         self.blocks = self.make_blocks()
 
     # ---- operands ----
@@ -224,9 +224,17 @@ class Program:
                 if "positional argument" not in str(error):
                     raise
                 self.fail(f"{len(instruction.operands)} operands are not known for this instruction")
+            self.check_cta_group(match)
         if instruction.guard is not None:
             function = self.guarded(function, instruction.guard)
         return function, waits
+
+    def check_cta_group(self, match):
+        """PTX ISA, tcgen05: "All tcgen05 instructions in a kernel must specify the same value for .cta_group"."""
+        group = match.groupdict().get("group")
+        if group is not None and self.cta_group not in (None, group):
+            self.fail(f"cta_group::{group} in a kernel that has cta_group::{self.cta_group} too")
+        self.cta_group = group or self.cta_group
 
     def build_arithmetic(self, instruction):
         opcode, operands = instruction.opcode, instruction.operands

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tests.emulator import EmulatorError
+from tests.emulator import EmulatorError, PtxError
 from tests.emulator.ptx import ALL, DATA, fill, initialise, laid_out, run, wait, without
 
 
@@ -248,6 +248,7 @@ MUTATIONS = {
     "half of the stride": lambda s: without(s, MAJOR, str(descriptor(DATA, 512, 128, False))),
     "a reserved bit": lambda s: without(s, f"%r24, {instruction(16)}", f"%r24, {instruction(16) | 1 << 24}"),
     "N of 0": lambda s: without(s, f"%r24, {instruction(16)}", f"%r24, {instruction(0)}"),
+    "used, and never kept": lambda s: without(s, "block16 [%r20]", "block16.collector::a::use [%r20]"),
     "no allocation": lambda s: without(s, "setp.lt.u32 %p5, %t, 32;", "setp.lt.u32 %p5, %t, 0;"),
 }  # fmt: skip
 
@@ -304,23 +305,22 @@ def test_mma_of_two_ctas(schedule):
             run(body.replace(wait(0) + meet, wait(0)), got, [data], [".u64 in"], 128, "slow:1", cluster=2)
 
 
-def test_tmem_stores_and_other_shapes():
-    """What .32x32b stores, .16x256b reads as the accumulator fragment of an MMA."""
-    body = (
-        initialise() + """mov.b32 %r19, 32; tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%bar+64], %r19;
-        ld.shared.b32 %r20, [%bar+64];\n"""
-        + "".join(f"mad.lo.u32 %r{100 + i}, %t, 8, {i};" for i in range(8))
-        + "tcgen05.st.sync.aligned.32x32b.x8.b32 [%r20], {%r100, %r101, %r102, %r103, %r104, %r105, %r106, %r107};\n"
-        "tcgen05.wait::st.sync.aligned; tcgen05.ld.sync.aligned.16x256b.x1.b32 {%r1, %r2, %r3, %r4}, [%r20];\n"
-        "add.u32 %r21, %r20, 1048576; tcgen05.ld.sync.aligned.16x256b.x1.b32 {%r5, %r6, %r7, %r8}, [%r21];\n"
-        "tcgen05.wait::ld.sync.aligned; tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r20, 32;"
-        "mad.wide.u32 %x1, %t, 32, %out;"
-        "st.global.v4.b32 [%x1], {%r1, %r2, %r3, %r4}; st.global.v4.b32 [%x1+16], {%r5, %r6, %r7, %r8};"
-    )  # fmt: skip
-    for schedule in ALL:
-        got = run(body, np.zeros((32, 8), np.uint32), schedule=schedule)
-        for t, register in np.ndindex(32, 8):
-            row, column = t // 4 + 8 * (register // 2), t % 4 * 2 + register % 2
-            assert got[t, register] == 8 * row + column
-    with pytest.raises(EmulatorError, match="still writing"):
-        run(without(body, "tcgen05.wait::st.sync.aligned;"), np.zeros((32, 8), np.uint32), schedule="lazy")
+@pytest.mark.parametrize("instruction", ["commit", "mma", "cp", "dealloc", "relinquish_alloc_permit"])
+def test_cta_groups_are_not_mixed(instruction):
+    body = without(tcgen05(16), f"tcgen05.{instruction}.cta_group::1", f"tcgen05.{instruction}.cta_group::2")
+    with pytest.raises(PtxError, match="cta_group::. in a kernel that has cta_group::. too"):
+        product(16, body)
+
+
+@pytest.mark.parametrize("second, fine", [("use", True), ("lastuse", True), ("use.other", False)])
+def test_the_collector(second, fine):
+    """A matrix that an MMA has kept may be used by the next."""
+    other = "xor.b64 %x10, %x10, 64;\n" if second.endswith("other") else ""
+    first = mma(16).replace("block16", "block16.collector::a::fill")
+    again = mma(16).replace("block16", "block16.collector::a::" + second.split(".")[0])
+    if fine:
+        got, expected = product(16, tcgen05(16, first + again))
+        assert np.array_equal(got, expected)
+    else:
+        with pytest.raises(EmulatorError, match="was not kept"):
+            product(16, tcgen05(16, first + other + again))
