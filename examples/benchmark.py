@@ -27,6 +27,7 @@ from functools import partial
 
 import torch
 
+from moe_nvfp4 import ready
 from moe_nvfp4.bench import CudaClock, Shape, dense_experts, random_experts
 from moe_nvfp4.linear import NVFP4Linear
 from moe_nvfp4.ops import moe_forward
@@ -38,7 +39,10 @@ SHAPES = {  # name: (title, H, I, E, top_k, what its router in transformers make
     "deepseek": ("DeepSeek-R1, 32 of 256 experts", 7168, 2048, 32, 8, torch.float32),
     "gptoss": ("gpt-oss-120b", 2880, 2880, 128, 4, torch.bfloat16),
 }
-LINEARS = {"4096 x 4096": (4096, 4096), "qkv of a 7B model": (6144, 4096), "28672 x 8192": (28672, 8192),
+LINEARS = {"Qwen3-30B q": (4096, 2048), "Qwen3-30B k, v": (512, 2048), "Qwen3-30B o": (2048, 4096),
+           "Llama-3.3-70B q, o": (8192, 8192), "Llama-3.3-70B k, v": (1024, 8192), "Llama-3.3-70B up": (28672, 8192),
+           "DeepSeek-R1 q_a": (1536, 7168), "DeepSeek-R1 q_b": (24576, 1536), "DeepSeek-R1 kv_a": (576, 7168),
+           "DeepSeek-R1 kv_b": (32768, 512), "DeepSeek-R1 o": (7168, 16384),
            "lm_head of Qwen3": (151936, 2048)}  # title: (N, K)  # fmt: skip
 
 
@@ -63,19 +67,23 @@ def measure(name, token_counts, peers, clock):
         }  # fmt: skip
 
 
-def measure_linears(token_counts, clock):
-    print("| linear (N, K) | T | us | bf16 us | x bf16 |\n|---|--:|--:|--:|--:|")
+def measure_linears(token_counts, clock, roof):
+    """roof(bytes, FLOPs): the least us."""
+    print("| linear (N, K) | T | us | of the roof | bf16 us | x bf16 |\n|---|--:|--:|--:|--:|--:|")
     for title, (N, K) in LINEARS.items():
         linear, bf16 = NVFP4Linear(K, N, device="cuda"), torch.randn(N, K, device="cuda").bfloat16() * 0.02
         linear.weight.data.random_(0, 256)
         linear.weight_sf.data.random_(40, 72)
         linear.weight_global_scale.data.fill_(1e-2)
+        ready.prepare(linear)
         for T in token_counts:
             x = torch.randn(T, K, device="cuda").bfloat16()
             ours, theirs = (
                 1e6 * clock(partial(f, x)) for f in (linear, partial(torch.nn.functional.linear, weight=bf16))
             )
-            print(f"| {title} ({N}, {K}) | {T} | {ours:.1f} | {theirs:.1f} | {theirs / ours:.2f} |", flush=True)
+            share = roof(N * K * 9 / 16, 2 * N * K * T) / ours
+            numbers = f"{ours:.1f} | {share:.0%} | {theirs:.1f} | {theirs / ours:.2f}"
+            print(f"| {title} ({N}, {K}) | {T} | {numbers} |", flush=True)
 
 
 def make_peer(module, E, H, I):
@@ -120,11 +128,12 @@ def main():
     if arguments.backend:
         os.environ["MOE_NVFP4_BACKEND"] = arguments.backend
     torch.manual_seed(0)
+    roof = lambda size, flops: max(size / arguments.bandwidth, flops / arguments.tflops) / 1e6
     clock, counts = CudaClock(), [int(T) for T in arguments.tokens.split(",")]
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {datetime.date.today()}, ", end="")
     print(f"launching an empty graph is {1e6 * clock(torch.ones(1, device=DEVICE).zero_):.1f} us of every number\n")
     if arguments.linears:
-        return measure_linears(counts, clock)
+        return measure_linears(counts, clock, roof)
     peers = "".join(f" {peer} us |" for peer in arguments.peer)
     print(f"| layer (H, I, E, k) | T | W4A16 us | TB/s | TFLOP/s | of the roof | W4A4 us | bf16 us |{peers} x bf16 |")
     print("|---|--:|--:|--:|--:|--:|--:|--:|" + "--:|" * (len(arguments.peer) + 1))
@@ -133,11 +142,11 @@ def main():
         for row in measure(name, counts, arguments.peer, clock):
             rows.append(row)
             ours, bf16 = row["us"]["W4A16"], row["us"]["bf16"]
-            roof = max(row["bytes"] / arguments.bandwidth, row["flops"] / arguments.tflops) / 1e6
+            least = roof(row["bytes"], row["flops"])
             peers = "".join(f" {row['us'][peer]:.0f} |" for peer in arguments.peer)
             print(
                 f"| {row['title']} ({row['H']}, {row['I']}, {row['E']}, {row['top_k']}) | {row['T']} | {ours:.1f} "
-                f"| {row['bytes'] / ours / 1e6:.2f} | {row['flops'] / ours / 1e6:.0f} | {roof / ours:.0%} "
+                f"| {row['bytes'] / ours / 1e6:.2f} | {row['flops'] / ours / 1e6:.0f} | {least / ours:.0%} "
                 f"| {row['us']['W4A4']:.1f} | {bf16:.0f} |{peers} {bf16 / ours:.1f} |",
                 flush=True,
             )

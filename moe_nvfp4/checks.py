@@ -136,20 +136,27 @@ def check_groups(groups: Groups) -> None:
 
 def check_linear(x: Tensor, weights: LinearWeights) -> None:
     """x [T, K] and the tensors of `weights` fit each other, on one device."""
-    codes, sf, scale, bias, x_scale, activations = weights
+    codes, sf, scale, bias, x_scale, activations, sizes = weights
     device = x.device
     check_activations(activations)
-    if codes.dim() != 2 or x.dim() != 2 or x.shape[1] != 2 * codes.shape[1]:
+    if codes.dim() != (2 if sizes is None else 4) or x.dim() != 2 or x.shape[1] != weights.shape[1]:
         raise ValueError(
             "x must be [tokens, in_features] and weight [out_features, in_features / 2] codes, got "
-            f"{tuple(x.shape)} and {tuple(codes.shape)}"
+            f"{tuple(x.shape)} and {tuple(codes.shape)}" + ("" if sizes is None else f" for weights {sizes}")
         )
-    N, K = codes.shape[0], x.shape[1]
+    N, K = weights.shape
     if K % 16:
         raise ValueError(f"in_features = {K} is not a multiple of 16, the NVFP4 block")
+    if (sf is None) == (sizes is None):
+        raise ValueError(
+            "weight_sf belongs to codes in the checkpoint's layout, sizes to those in a backend's: give one"
+        )
     _check("x", x, x.shape, ROWS, device)
-    _check("weight", codes, (N, K // 2), _BYTES, device)
-    _check("weight_sf", sf, (N, K // 16), _BYTES, device)
+    if sizes is None:
+        _check("weight", codes, (N, K // 2), _BYTES, device)
+        _check("weight_sf", weights.block_scales(), (N, K // 16), _BYTES, device)
+    else:
+        _check("weight", codes, codes.shape, _BYTES, device)
     _check("weight_global_scale", scale, (1,), _FP32, device)
     if bias is not None:
         _check("bias", bias, (N,), ROWS, device)

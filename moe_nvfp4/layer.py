@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
@@ -13,22 +12,13 @@ from torch.utils._pytree import tree_map
 from moe_nvfp4.backends import Backend, Problem, Selected, named, select, selected, shown
 from moe_nvfp4.checks import check_activations, check_bias_dtype, check_sizes
 from moe_nvfp4.ops import run_experts
+from moe_nvfp4.prepared import Prepared
 from moe_nvfp4.quantize.recipes import DEFAULT_RECIPE, quantize_expert
-from moe_nvfp4.scales import FP32Scales
 from moe_nvfp4.training import Adapters, Hooks, autocast
 from moe_nvfp4.weights import SILU, ExpertWeights, Gate, Layout, check_global_scale
 
 
-@dataclass
-class PreparedWeights:
-    """What `NVFP4Experts.unpack` must know of weights in a backend's layout: for each projection what
-    `Backend.restore` asks for."""
-
-    layout: Layout
-    notes: dict[str, Any]
-
-
-class NVFP4Experts(FP32Scales):
+class NVFP4Experts(Prepared):
     """The experts of one MoE layer with 4-bit weights.
 
     forward(hidden_states [T, H], top_k_index [T, top_k], top_k_weights [T, top_k]) -> [T, H]
@@ -76,7 +66,7 @@ class NVFP4Experts(FP32Scales):
         self.observer: Callable[[Tensor, Tensor], None] | None = None  # while scales are calibrated
         self.recipe = DEFAULT_RECIPE  # by which adapters are merged
         self.recompute = True  # GEMM 1 in the backward pass, where no adapter or gate of the model's needs its output
-        self._prepared: PreparedWeights | None = None
+        self._layout: Layout | None = None  # where they are `packed`
         self.on_cpu = False
         self.up_name = "gate_up_proj" if gate.gated else "up_proj"
         E, N13 = num_experts, intermediate_size * (2 if gate.gated else 1)
@@ -208,7 +198,7 @@ class NVFP4Experts(FP32Scales):
         p: dict[str, Any] = self._parameters  # by attributes they would take twice the time
         up = self.up_name
         w13, w2, w13_sf, w2_sf = p[up], p["down_proj"], p[f"{up}_sf"], p["down_proj_sf"]
-        layout = self._prepared.layout if self._prepared is not None and self.packed else None
+        layout = self._layout if self.packed else None
         if layout is not None:
             w13_sf = w2_sf = None
         return ExpertWeights(
@@ -228,16 +218,6 @@ class NVFP4Experts(FP32Scales):
             h_scale=p.get("down_proj_input_scale"),
         )
 
-    @property
-    def packed(self) -> bool:
-        """Whether the weights are in a backend's layout."""
-        return self._prepared is not None and self._here(self.up_name).dim() == 4
-
-    def _here(self, name: str) -> Tensor:
-        """A parameter; of one that is split over ranks (a DTensor), this rank's part, whatever its layout."""
-        parameter: Any = self._parameters[name]
-        return getattr(parameter, "_local_tensor", parameter)
-
     def _hooks(self) -> Hooks:
         p = self._parameters.get
         return Hooks(
@@ -255,8 +235,8 @@ class NVFP4Experts(FP32Scales):
     ) -> tuple[Problem, torch.device]:
         """What is to be run, and on which device: `beside`, where x is, or that of the weights."""
         w13, w2 = self._here(self.up_name), self._here("down_proj")
-        if self._prepared is not None and self.packed:
-            H, I = self._prepared.layout.hidden_size, self._prepared.layout.intermediate_size
+        if self._layout is not None and self.packed:
+            H, I = self._layout.hidden_size, self._layout.intermediate_size
         else:
             H, I = w2.shape[1], w13.shape[1] // (2 if self.gate.gated else 1)
         E, gate, where = w13.shape[0], self.gate.kind, w13.device if beside is None else beside
@@ -273,38 +253,11 @@ class NVFP4Experts(FP32Scales):
             self._prepare_for(selected(*self._problem(dtype, self._hooks().fused)))
 
     def _prepare_for(self, chosen: Selected) -> None:
-        if self._prepared is not None and self.packed:
-            if self._prepared.layout.backend == chosen.layout:
-                return
-            self.unpack()
-        # Where transformers splits them over ranks, plain tensors stand for DTensors during a call.
-        if chosen.layout is None or self._offloaded or not isinstance(self._parameters["down_proj"], nn.Parameter):
-            return
         problem, _ = self._problem(torch.bfloat16, True)
-        backend, shapes, notes = named(chosen.name), [], {}
-        for name in (self.up_name, "down_proj"):
-            codes, sf = self._here(name), self._here(f"{name}_sf")
-            codes.data, notes[name] = backend.prepare(codes.data, sf.data, self.gate.gated and name == self.up_name)
-            sf.data = sf.data.new_empty(0)
-            shapes.append(tuple(codes.shape[1:]))
-        layout = Layout(chosen.layout, problem.hidden_size, problem.intermediate_size, *shapes)
-        self._prepared = PreparedWeights(layout, notes)
-
-    @property
-    def _offloaded(self) -> bool:
-        """Whether a hook of accelerate's brings the parameters for each call; others bring the rows."""
-        hook = getattr(self, "_hf_hook", None)
-        hooks = getattr(hook, "hooks", (hook,))  # several are one
-        return hook is not None and any(getattr(h, "offload", True) for h in hooks)
-
-    def unpack(self) -> None:
-        """The checkpoint's bytes again."""
-        if self._prepared is not None and self.packed:
-            backend = named(self._prepared.layout.backend)
-            for name, note in self._prepared.notes.items():
-                codes, sf = self._here(name), self._here(f"{name}_sf")
-                codes.data, sf.data = backend.restore(codes.data, note)
-            self._prepared = None
+        if self._pack(chosen, **{self.up_name: self.gate.gated, "down_proj": False}):
+            assert chosen.layout is not None
+            shapes = (tuple(self._here(name).shape[1:]) for name in (self.up_name, "down_proj"))
+            self._layout = Layout(chosen.layout, problem.hidden_size, problem.intermediate_size, *shapes)
 
     def keep_on_cpu(self, keep: bool = True) -> Self:
         """Bring the weights to the CPU, where they stay: `.to("cuda")` of a model that this layer is in moves the rest.
@@ -322,7 +275,6 @@ class NVFP4Experts(FP32Scales):
         return self
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        self.unpack()  # to another device, say
         if not self.on_cpu:
             return super()._apply(fn, recurse)
 
@@ -332,14 +284,6 @@ class NVFP4Experts(FP32Scales):
             return fn(t) if to.device.type in ("cpu", "meta") else t.to(to.dtype)
 
         return super()._apply(stay, recurse)
-
-    def _save_to_state_dict(self, *args: Any) -> None:
-        self.unpack()
-        super()._save_to_state_dict(*args)
-
-    def _load_from_state_dict(self, *args: Any) -> None:
-        self.unpack()
-        super()._load_from_state_dict(*args)
 
     def own_gate(self, w13_out: Tensor) -> Tensor:
         """The gate of a "raw" layer, [R, 2I] -> [R, I]; adapters replace it."""

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor, nn
 
 from moe_nvfp4 import ops
-from moe_nvfp4.backends import Backend, Problem, select, selected, shown
+from moe_nvfp4.backends import Backend, Problem, Selected, select, selected, shown
 from moe_nvfp4.checks import check_activations, check_bias_dtype, check_sizes
-from moe_nvfp4.scales import FP32Scales
+from moe_nvfp4.prepared import Prepared
 from moe_nvfp4.training import autocast
 from moe_nvfp4.weights import LinearWeights
 
 
-class NVFP4Linear(FP32Scales):
+class NVFP4Linear(Prepared):
     """y = x · wᵀ + bias with 4-bit weights.
 
     forward(x [..., K]) -> [..., N] in x's dtype; sums in fp32, rounded once.
@@ -24,6 +24,9 @@ class NVFP4Linear(FP32Scales):
     with `bias`; input_scale fp32 [1], with `input_scale`: the static global scale of the rows for
     activations="nvfp4" (without it, one scale per row); pre_quant_scale [K], with `pre_quant_scale`: a dtype:
     x is multiplied by it first (AWQ).
+
+    On Hopper GPUs the first call, if loading a model has not, brings codes and block scales into the layout of the
+    kernels (see `prepare`); `state_dict` and whatever moves or loads parameters finds them as above again.
     """
 
     weight: nn.Parameter
@@ -67,19 +70,30 @@ class NVFP4Linear(FP32Scales):
         rows = x.reshape(-1, self.in_features)
         if self.pre_quant_scale is not None:
             rows = rows * self.pre_quant_scale.to(rows.dtype)
-        p, backend = self._parameters, selected(self._problem(x.dtype), x.device).name
-        y = ops.linear(
-            rows, p["weight"], p["weight_sf"], p["weight_global_scale"], p["bias"], p["input_scale"],
-            self.activations, backend,
-        )  # fmt: skip
+        chosen = selected(self._problem(x.dtype), x.device)
+        if not torch.compiler.is_compiling():
+            self._prepare_for(chosen)
+        y = ops.run_linear(rows, self.weights, chosen)
         return y.view(*x.shape[:-1], self.out_features)
+
+    def prepare(self, dtype: torch.dtype = torch.bfloat16) -> None:
+        """Bring the weights into the layout of the kernels that activations of `dtype` run on, as
+        `NVFP4Experts.prepare` does; `unpack` is its exact inverse."""
+        if not torch.compiler.is_compiling():
+            self._prepare_for(selected(self._problem(dtype), self.weight.device))
+
+    def _prepare_for(self, chosen: Selected) -> None:
+        self._pack(chosen, weight=False)
 
     @property
     def weights(self) -> LinearWeights:
         """The parameters as they are now."""
         p: dict[str, Any] = self._parameters
+        sf, sizes = p["weight_sf"], None
+        if self.packed:
+            sf, sizes = None, (self.out_features, self.in_features)
         return LinearWeights(
-            p["weight"], p["weight_sf"], p["weight_global_scale"], p["bias"], p["input_scale"], self.activations
+            p["weight"], sf, p["weight_global_scale"], p["bias"], p["input_scale"], self.activations, sizes
         )
 
     def backend(self, dtype: torch.dtype = torch.bfloat16) -> Backend:

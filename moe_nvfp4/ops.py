@@ -29,6 +29,10 @@ _STAGE: dict[str, Any] = dict(mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,
 _ROWS = "Tensor {0}, Tensor? {0}_sf, Tensor? {0}_scale, Tensor? {0}_index"
 _WEIGHTS = "Tensor?[] weights, str spec"
 _GROUPS = "Tensor order, Tensor offsets"
+_OTHER_LAYOUT = (
+    "x is {} on {}, but these weights are in the layout of {} kernels, which do not take it: call unpack() on the {} "
+    "modules, or run the model in bf16"
+)
 
 
 # ---- the stages ----------------------------------------------------------------------------------
@@ -134,20 +138,25 @@ _experts = torch.ops.moe_nvfp4.experts.default  # one Python call less
 
 @torch.library.custom_op(
     "moe_nvfp4::linear",
-    schema="(Tensor x, Tensor weight, Tensor weight_sf, Tensor weight_global_scale, Tensor? bias, Tensor? input_scale, "
-    "str activations, str backend) -> Tensor",
+    schema="(Tensor x, Tensor weight, Tensor? weight_sf, Tensor weight_global_scale, Tensor? bias, "
+    "Tensor? input_scale, str activations, int[]? sizes, str backend) -> Tensor",
     mutates_args=(),
 )
-def linear(x, weight, weight_sf, weight_global_scale, bias, input_scale, activations, backend):
-    weights = LinearWeights(weight, weight_sf, weight_global_scale, bias, input_scale, activations)
+def linear(x, weight, weight_sf, weight_global_scale, bias, input_scale, activations, sizes, backend):
+    weights = LinearWeights(
+        weight, weight_sf, weight_global_scale, bias, input_scale, activations, sizes and tuple(sizes)
+    )
     check_linear(x, weights)
     return named_on(backend, x.device).linear(x, weights)
 
 
 @linear.register_fake
-def _(x, weight, weight_sf, weight_global_scale, bias, input_scale, activations, backend):
-    check_linear(x, LinearWeights(weight, weight_sf, weight_global_scale, bias, input_scale, activations))
-    return x.new_empty(x.shape[0], weight.shape[0])
+def _(x, weight, weight_sf, weight_global_scale, bias, input_scale, activations, sizes, backend):
+    weights = LinearWeights(
+        weight, weight_sf, weight_global_scale, bias, input_scale, activations, sizes and tuple(sizes)
+    )
+    check_linear(x, weights)
+    return x.new_empty(x.shape[0], weights.shape[0])
 
 
 # ---- gradients -----------------------------------------------------------------------------------
@@ -188,29 +197,30 @@ refuse_twice(experts_backward)
 
 @torch.library.custom_op(
     "moe_nvfp4::linear_backward",
-    schema="(Tensor dy, Tensor weight, Tensor weight_sf, Tensor weight_global_scale, str backend) -> Tensor",
+    schema="(Tensor dy, Tensor weight, Tensor? weight_sf, Tensor weight_global_scale, int[]? sizes, str backend) "
+    "-> Tensor",
     mutates_args=(),
 )
-def linear_backward(dy, weight, weight_sf, weight_global_scale, backend):
-    weights = LinearWeights(weight, weight_sf, weight_global_scale, None, None, "bf16")
+def linear_backward(dy, weight, weight_sf, weight_global_scale, sizes, backend):
+    weights = LinearWeights(weight, weight_sf, weight_global_scale, None, None, "bf16", sizes and tuple(sizes))
     return linear_gradient(dy, weights, named_on(backend, dy.device))
 
 
 @linear_backward.register_fake
-def _(dy, weight, weight_sf, weight_global_scale, backend):
-    return dy.new_empty(dy.shape[0], 2 * weight.shape[1])
+def _(dy, weight, weight_sf, weight_global_scale, sizes, backend):
+    return dy.new_empty(dy.shape[0], sizes[1] if sizes else 2 * weight.shape[1])
 
 
 def _remember_linear(ctx, inputs, output) -> None:
-    _, weight, weight_sf, weight_global_scale, bias, _, _, ctx.backend = inputs
+    _, weight, weight_sf, weight_global_scale, bias, _, _, ctx.sizes, ctx.backend = inputs
     ctx.save_for_backward(weight, weight_sf, weight_global_scale)
     ctx.bias_dtype = None if bias is None else bias.dtype
 
 
 def _linear_gradients(ctx, dy):
-    dx = linear_backward(dy, *ctx.saved_tensors, ctx.backend) if ctx.needs_input_grad[0] else None
+    dx = linear_backward(dy, *ctx.saved_tensors, ctx.sizes, ctx.backend) if ctx.needs_input_grad[0] else None
     d_bias = dy.float().sum(0).to(ctx.bias_dtype) if ctx.needs_input_grad[4] else None
-    return dx, None, None, None, d_bias, None, None, None
+    return dx, None, None, None, d_bias, None, None, None, None
 
 
 linear.register_autograd(_linear_gradients, setup_context=_remember_linear)
@@ -244,6 +254,14 @@ def refuse_transforms() -> None:
 
 
 # ---- the layer -----------------------------------------------------------------------------------
+
+
+def run_linear(x: Tensor, weights: LinearWeights, chosen: Selected) -> Tensor:
+    """`linear` on a backend that was chosen before."""
+    backend, layout = chosen.name, chosen.layout
+    if weights.sizes is not None and layout is None:
+        raise TypeError(_OTHER_LAYOUT.format(x.dtype, x.device, "other", "NVFP4Linear"))
+    return linear(x, *weights, backend)
 
 
 def moe_forward(
@@ -289,10 +307,7 @@ def run_experts(
     refuse_transforms()
     backend, layout = chosen.name, chosen.layout  # torch 2.11 does not compile unpacking it
     if weights.layout is not None and weights.layout.backend != layout:
-        raise TypeError(
-            f"x is {x.dtype} on {x.device}, but these weights are in the layout of the {weights.layout.backend} "
-            "kernels, which do not take it: call unpack() on the NVFP4Experts modules, or run the model in bf16"
-        )
+        raise TypeError(_OTHER_LAYOUT.format(x.dtype, x.device, f"the {weights.layout.backend}", "NVFP4Experts"))
     spec = weights.spec(backend)
     biases = any(b is not None and b.requires_grad for b in (weights.b13, weights.b2))
     training = torch.is_grad_enabled() and (x.requires_grad or top_k_weights.requires_grad or biases)

@@ -29,6 +29,7 @@ def prepare(model: nn.Module, top_k: int | None = None, dtype: torch.dtype = tor
                 use = Use(module.backend(dtype), module.weights, dtype, top_k, module._hooks().fused)
                 uses[module.down_proj.device].append(use)
         elif isinstance(module, NVFP4Linear):
+            module.prepare(dtype)
             uses[module.weight.device].append(Use(module.backend(dtype), module.weights, dtype))
     how = os.environ.get("MOE_NVFP4_COMPILE") or "ahead"
     if how not in ("ahead", "lazy"):
@@ -55,7 +56,9 @@ def compile_for(model: nn.Module, gpu: Gpu, top_k: int | None = None, dtype: tor
             module._prepare_for(Selected(backend.name, backend.whole, backend.layout))
             uses.append(Use(backend, module.weights, dtype, top_k, problem.fused))
         elif isinstance(module, NVFP4Linear):
-            uses.append(Use(explain(module._problem(dtype), device, forced).backend, module.weights, dtype))
+            backend = explain(module._problem(dtype), device, forced).backend
+            module._prepare_for(Selected(backend.name, backend.whole, backend.layout))
+            uses.append(Use(backend, module.weights, dtype))
     if (
         missing := {package for use in uses for package in use.backend.packages}
         - Device.of(torch.device("cpu")).packages

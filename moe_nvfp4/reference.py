@@ -111,7 +111,7 @@ def linear(x: Tensor, weights: LinearWeights) -> Tensor:
         row_scale = dynamic if w.input_scale is None else w.input_scale.expand(len(x))
         codes, sf, _ = nvfp4.quantize(x, row_scale, check=False)
         rows, scale = nvfp4.dequantize(codes, sf, None), scale * row_scale[:, None]
-    y = _matmul(rows, w.codes, w.sf) * scale
+    y = _matmul(rows, w.codes, w.block_scales()) * scale
     return (y if w.bias is None else y + w.bias.float()).to(x.dtype)
 
 

@@ -298,19 +298,34 @@ class LinearWeights(NamedTuple):
     bias          [N] or None
     input_scale   fp32 [1] or None: the static global scale of the rows for activations="nvfp4"
     activations   "bf16" (W4A16) or "nvfp4" (W4A4)
+    sizes         None, or (N, K) of weights in a backend's layout: codes are what `Backend.prepare` made of them as
+                  one expert, with the block scales inside; sf is None
     """
 
     codes: Tensor
-    sf: Tensor
+    sf: Tensor | None
     global_scale: Tensor
     bias: Tensor | None
     input_scale: Tensor | None
     activations: str
+    sizes: tuple[int, int] | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, K)."""
+        return self.sizes or (self.codes.shape[0], 2 * self.codes.shape[1])
+
+    def block_scales(self) -> Tensor:
+        """sf, of weights that are in no backend's layout."""
+        assert self.sf is not None, "in a backend's layout they are in codes"
+        return self.sf
 
     def projection(self) -> Projection:
         """As one expert's."""
-        N, K2 = self.codes.shape
-        return Projection(self.codes[None], self.sf[None], None, self.global_scale, N, 2 * K2)
+        N, K = self.shape
+        if self.sizes is not None:
+            return Projection(self.codes, None, None, self.global_scale, N, K)
+        return Projection(self.codes[None], self.block_scales()[None], None, self.global_scale, N, K)
 
 
 def check_global_scale(scale: Tensor, name: str) -> None:

@@ -49,6 +49,7 @@ def replace_linears(
 
 def to_linear(linear: NVFP4Linear, dtype: torch.dtype) -> nn.Linear:
     """The dense linear that `linear` stands for: exact dequantized weights, rounded to `dtype`."""
+    linear.unpack()
     dense = nn.Linear(linear.in_features, linear.out_features, linear.bias is not None, linear.weight.device, dtype)
     dense.weight.data.copy_(_dense({name: p for name, p in linear.named_parameters() if name != "bias"}))
     if isinstance(linear.bias, Tensor):

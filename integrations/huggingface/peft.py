@@ -86,8 +86,7 @@ class _Merging:
             "adapters are merged into 4-bit weights: what changes them by less than some 3 % of their norm is rounded "
             "away. Keep the adapter apart, or merge it into the dense model"
         )
-        if isinstance(base, NVFP4Experts):
-            base.unpack()
+        base.unpack()
         merged = self._merged(adapters)
         self._before = {name: getattr(base, name).data.clone() for name in merged}
         for name, tensor in merged.items():
@@ -97,7 +96,7 @@ class _Merging:
     def unmerge(self) -> None:
         """The bytes from before `merge`."""
         base = self.get_base_layer()
-        if self.merged_adapters and isinstance(base, NVFP4Experts):
+        if self.merged_adapters:
             base.unpack()
         while self.merged_adapters:
             self.merged_adapters.pop()

@@ -51,6 +51,7 @@ class LinearCall(NamedTuple):
 
     weights: tuple[Kind, ...]
     activations: str
+    sizes: tuple[int, int] | None
     dtype: torch.dtype
 
 
@@ -59,7 +60,7 @@ def call(
 ) -> ExpertsCall | LinearCall:
     """What kernels depend on, of calls with x of `dtype`."""
     if isinstance(weights, LinearWeights):
-        return LinearCall(_kinds(weights[:-1]), weights.activations, dtype)
+        return LinearCall(_kinds(weights[:5]), weights.activations, weights.sizes, dtype)
     return ExpertsCall(_kinds(weights.tensors()), weights.spec(""), fused, top_k, dtype)
 
 
@@ -135,11 +136,11 @@ def _quantized(backend: Backend, x: Tensor, index: Tensor | None, scale: Tensor 
 
 
 def _linear(backend: Backend, call: LinearCall) -> None:
-    codes, sf, scale = map(_tensor, call.weights[:3])
-    bias, input_scale = map(_meta, call.weights[3:])
-    w = LinearWeights(codes, sf, scale, bias, input_scale, call.activations)
+    codes, sf, scale, bias, input_scale = map(_meta, call.weights)
+    assert codes is not None and scale is not None
+    w = LinearWeights(codes, sf, scale, bias, input_scale, call.activations, call.sizes)
     for T in token_counts():
-        backend.linear(_empty((T, w.codes.shape[1] * 2), call.dtype), w)
+        backend.linear(_empty((T, w.shape[1]), call.dtype), w)
 
 
 def _meta(kind: Kind) -> Tensor | None:

@@ -58,7 +58,7 @@ def arguments(op, activations, static, bias):
     if op == "linear":
         layer, (x, _, _) = make_linear(activations, static, bias), batch()
         return [x, layer.weight, layer.weight_sf, layer.weight_global_scale, layer.bias, layer.input_scale, activations,
-                layer.backend().name]  # fmt: skip
+                None, layer.backend().name]  # fmt: skip
     layer, (x, ids, p) = make(activations, static, bias), batch()
     w, backend = layer.weights, layer.backend(torch.float32).name
     spec = w.spec(backend)

@@ -1,5 +1,6 @@
 """The layer and its stages against per-token loops in float64."""
 
+import copy
 import math
 from dataclasses import fields, replace
 
@@ -10,7 +11,9 @@ from hypothesis import strategies as st
 
 from moe_nvfp4 import ExpertWeights, Gate, NVFP4Experts, moe_forward, ops
 from moe_nvfp4 import format as nvfp4
+from moe_nvfp4.backends import Selected
 from moe_nvfp4.linear import NVFP4Linear
+from moe_nvfp4.ops import run_linear
 from moe_nvfp4.routing import group_by_expert
 from tests.common import THRESHOLDS, Kernels, relative_error, stand_for_hopper
 
@@ -209,6 +212,32 @@ def test_linear_is_its_definition(T, N, K, bias, awq, static, activations, seed)
     expected = rows.double() @ dense(codes, sf.view(torch.uint8), scale).T + (values["bias"].double() if bias else 0)
     y = layer(x)
     assert y.shape == (2, T, N) and (T == 0 or relative_error(y.flatten(0, 1), expected) < THRESHOLDS["fp32"])
+
+
+@settings(max_examples=15, deadline=None)
+@given(N=st.integers(1, 9), K=st.integers(1, 9), zeros=st.booleans(), seed=st.integers(0, 99))
+def test_a_linear_in_the_layout_of_kernels_gives_the_checkpoints_bytes_back(N, K, zeros, seed):
+    """Whoever saves, loads, moves, copies or calls it elsewhere."""
+    torch.manual_seed(seed)
+    layer, x = NVFP4Linear(16 * K, 16 * N), torch.randn(3, 16 * K)
+    for name, high in (("weight", 256), ("weight_sf", 127)):
+        getattr(layer, name).random_(0, high)
+    layer.weight_global_scale.fill_(0.01)
+    if zeros:  # blocks that the layout itself cannot hold
+        layer.weight_sf[layer.weight_sf < 64] = 0
+    want, before = layer(x), {name: t.clone() for name, t in layer.state_dict().items()}
+    hopper = Selected("sm90", True, "sm90")
+    for look in (
+        layer.state_dict, lambda: layer.load_state_dict(before), lambda: layer.to(torch.bfloat16), lambda: layer(x),
+    ):  # fmt: skip
+        layer._prepare_for(hopper)
+        assert layer.packed and layer.weight_sf.numel() == 0
+        with pytest.raises(TypeError, match="unpack"):  # inside of torch.compile it cannot be unpacked
+            run_linear(x, layer.weights, Selected("cpu", True, None))
+        assert torch.equal(copy.deepcopy(layer)(x), want)
+        look()
+        assert not layer.packed and all(torch.equal(t, before[name]) for name, t in layer.named_parameters())
+    assert torch.equal(layer(x), want)
 
 
 def test_gate_and_up_keep_their_own_global_scale():

@@ -28,6 +28,7 @@ ORDER = [
     ["backward"],
     ["training"],
     ["ops"],
+    ["prepared"],
     ["layer", "linear"],
     ["bench", "calibrate", "evaluate", "ready"],
     ["__init__"],

@@ -70,6 +70,17 @@ def check(name, sizes, top_k, gate, activations, static, bias, fused, counts):
         assert noted(gpu, backend.gemm2_combine, h, w, groups, p, torch.bfloat16) <= listed
 
 
+def check_linear(name, linear, counts):
+    """Likewise, of a linear."""
+    backend, gpu = named(name), GPUS[name]
+    linear._prepare_for(Selected(name, backend.whole, backend.layout))
+    w = linear.weights
+    listed = set(calls.kernels_of(backend, calls.call(w, torch.bfloat16, 1, True), gpu))
+    assert listed
+    for T in counts:
+        assert noted(gpu, backend.linear, empty(T, linear.in_features), w) <= listed
+
+
 PHASES = [Phase.generate]  # an example takes seconds: too long to look for a smaller one
 LAYERS = dict(
     E=st.integers(1, 300), H=st.integers(1, 200).map(lambda n: 32 * n), I=st.integers(1, 200).map(lambda n: 32 * n),
@@ -86,6 +97,7 @@ def test_hopper(E, H, I, bias, static, activations, gate, counts, data):
     pytest.importorskip("cutlass", reason="CuTe DSL compiles the kernels")
     top_k, fused = data.draw(st.integers(1, min(E, 16))), activations == "nvfp4" or data.draw(st.booleans())
     check("sm90", (E, H, I), top_k, gate, activations, static, bias, fused, counts)
+    check_linear("sm90", NVFP4Linear(H, I, torch.bfloat16 if bias else None, device="meta"), counts)
 
 
 @pytest.mark.slow
@@ -100,11 +112,7 @@ def portable(example):
     """One example of `test_portable`, where Triton does not interpret."""
     sizes, top_k, gate, *rest = example
     check("portable", sizes, top_k, Gate(**gate), *rest)
-    linear = NVFP4Linear(sizes[1] // 16 * 16, sizes[2], activations=rest[0], device="meta")
-    backend, gpu, w = named("portable"), GPUS["portable"], linear.weights
-    listed = set(calls.kernels_of(backend, calls.call(w, torch.bfloat16, 1, True), gpu))
-    for T in rest[-1]:
-        assert noted(gpu, backend.linear, empty(T, linear.in_features), w) <= listed
+    check_linear("portable", NVFP4Linear(sizes[1] // 16 * 16, sizes[2], activations=rest[0], device="meta"), rest[-1])
 
 
 def fresh(code, **environment):

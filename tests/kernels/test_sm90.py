@@ -16,6 +16,7 @@ pytest.importorskip("tvm_ffi", reason="the kernels' host code is TVM-FFI's")
 if shutil.which("cc") is None:
     pytest.skip("the emulator links the compiled host code with cc", allow_module_level=True)
 
+from moe_nvfp4 import format as nvfp4  # noqa: E402
 from moe_nvfp4 import reference  # noqa: E402
 from moe_nvfp4.kernels.common.tensors import settle  # noqa: E402
 from moe_nvfp4.kernels.sm90 import backend as sm90  # noqa: E402
@@ -23,13 +24,14 @@ from moe_nvfp4.kernels.sm90.config import GemmConfig  # noqa: E402
 from moe_nvfp4.kernels.sm90.plan import (  # noqa: E402
     K_IN_2,
     K_IN_4,
+    NARROW,
     TILE_SHAPES,
     TWO_CTAS,
     LayerShape,
     plan_for,
 )
 from moe_nvfp4.routing import Rows, group_by_expert  # noqa: E402
-from moe_nvfp4.weights import SILU, Gate  # noqa: E402
+from moe_nvfp4.weights import SILU, Gate, LinearWeights  # noqa: E402
 from tests.common import (  # noqa: E402
     THRESHOLDS,
     random_ids,
@@ -259,6 +261,40 @@ def test_h_is_quantized_to_the_bit(emulator, tile, I, static):
         layer.down_proj_input_scale.data.copy_(torch.tensor([30.0, 1.0, 1e3]))
     found, want = quantized_h(layer, random_ids([tile.BN - 1, 0, tile.BN + 2], 3, 2), tile)
     assert torch.equal(found, want) and (want == 0).any() and len(want.unique()) > 50
+
+
+# ---- linears -------------------------------------------------------------------------------------
+
+# A tile, parts of K, sizes [N, K] and the number of tokens; with a bias where N is odd in units of 16
+LINEARS = {
+    "8": (TILE_SHAPES[0], 4, 272, 976, 11),
+    "128": (TILE_SHAPES[7], 2, 272, 208, 131),
+    **{f"{t.BN}, K in {t.KS}": (t, parts, N, 64 * t.KB * parts - 48, T)
+       for t, parts, N, T in zip(NARROW, (2, 1, 1, 2, 4, 1, 8), (144, 160, 80, 160, 80, 144, 80),
+                                 (5, 9, 16, 9, 33, 25, 41), strict=True)},
+}  # fmt: skip
+
+
+@pytest.mark.slow_after(3)
+@pytest.mark.parametrize("name", LINEARS)
+def test_linears(emulator, monkeypatch, name):
+    """GEMM 2 of one expert, K in parts that are added afterwards; the same bits under two schedules."""
+    tile, parts, N, K, T = LINEARS[name]
+    g = torch.Generator().manual_seed(N + K)
+    codes = torch.randint(0, 256, (N, K // 2), generator=g, dtype=torch.uint8)
+    sf = torch.randint(40, 72, (N, K // 16), generator=g, dtype=torch.uint8)
+    bias = torch.randn(N, generator=g).bfloat16() if N // 16 % 2 else None
+    w = LinearWeights(codes, sf, torch.tensor([1 / (8 * K**0.5)]), bias, None, "bf16")
+    x = torch.randn(T, K, generator=g).bfloat16()
+    want = x.double() @ nvfp4.dequantize(codes, sf, w.global_scale).double().T
+    want += 0 if bias is None else bias.double()
+    monkeypatch.setattr(sm90, "plan_linear", lambda *_: (tile, parts))
+    packed, results = sm90.pack_linear(w), []
+    settle(x.device)  # weights are older than the kernel before
+    for emulator.schedule in ("eager", "random:5"):
+        results.append(sm90.linear(x, packed))
+    assert relative_error(results[0], want) < THRESHOLDS["half"]
+    assert torch.equal(*results)
 
 
 # ---- routing -------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from moe_nvfp4 import format as nvfp4
 from moe_nvfp4 import ready
 from moe_nvfp4.kernels.sm90 import pack as sm90_pack
 from moe_nvfp4.layer import NVFP4Experts
+from moe_nvfp4.linear import NVFP4Linear
 from moe_nvfp4.ops import moe_forward
 from moe_nvfp4.routing import Rows, group_by_expert
 from moe_nvfp4.weights import SILU, Gate
@@ -427,6 +428,77 @@ def test_no_call_compiles_after_prepare(activations, monkeypatch):
         x, (ids, weights) = tokens(T, 256), routing(T, 16, 3)
         assert layer(x, ids, weights).isfinite().all() and layer(x, ids.int(), weights.bfloat16()).isfinite().all()
     assert ahead.compilations == before
+
+
+def make_linear(N, K, bias=True):
+    linear = NVFP4Linear(K, N, torch.bfloat16 if bias else None)
+    (codes,), (sf,) = random_bytes(1, N, K, scales=(40, 72))
+    linear.weight.data, linear.weight_sf.data = codes, sf
+    linear.weight_global_scale.data.fill_(1 / (8 * K**0.5))
+    if bias:
+        linear.bias.data.normal_(generator=torch.Generator().manual_seed(N))
+    return linear.cuda()
+
+
+@on_gpu
+@pytest.mark.parametrize("T", [1, 8, 9, 30, 64, 100, 257, 1500])
+@pytest.mark.parametrize(("N", "K"), [(4096, 2048), (576, 7168), (30000, 256), (80, 144), (1024, 8192)])
+def test_linears(N, K, T):
+    """Tiles of all sizes, K in parts and in one, dense weights."""
+    linear, x = make_linear(N, K, bias=N % 3 == 0), tokens(T, K)
+    dense = nvfp4.dequantize(linear.weight, linear.weight_sf, linear.weight_global_scale).float()
+    want = x.float() @ dense.T + (0 if linear.bias is None else linear.bias.float())
+    got = linear(x)
+    assert linear.packed and got.dtype == torch.bfloat16 and got.isfinite().all()
+    assert relative_error(got, want) < THRESHOLDS["half"]
+    assert torch.equal(linear(x), got)
+
+
+@on_gpu
+def test_linears_in_graphs_and_compiled(monkeypatch):
+    """After `ready.prepare` nothing compiles; and the bytes are the checkpoint's again."""
+    from moe_nvfp4.kernels.common import ahead
+
+    monkeypatch.setenv("MOE_NVFP4_COMPILE", "ahead")
+    linear = make_linear(1024, 2048)
+    before = {name: tensor.clone() for name, tensor in linear.state_dict().items()}
+    ready.prepare(linear)
+    compiled, count = torch.compile(linear, fullgraph=True), ahead.compilations
+    for T in (1, 7, 20, 50, 90, 333, 2000, 9000):
+        x = tokens(T, 2048)
+        want = linear(x)
+        assert torch.equal(compiled(x), want)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = linear(x)
+        x.copy_(tokens(T, 2048, seed=1))
+        graph.replay()
+        assert torch.equal(y, linear(x)) and not torch.equal(y, want)
+    assert ahead.compilations == count
+    after = linear.state_dict()
+    assert not linear.packed and all(torch.equal(after[name], before[name]) for name in before)
+
+
+@on_gpu
+def test_gradients_pass_through_linears():
+    linear, x, dy = make_linear(384, 512), tokens(70, 512), tokens(70, 384, seed=1)
+    dense = nvfp4.dequantize(linear.weight, linear.weight_sf, linear.weight_global_scale).float()
+    linear.bias.requires_grad_()
+    x.requires_grad_()
+    linear(x).backward(dy)
+    assert linear.packed
+    assert relative_error(x.grad, dy.float() @ dense) < THRESHOLDS["half"]
+    assert relative_error(linear.bias.grad, dy.float().sum(0)) < THRESHOLDS["half"]
+
+
+@on_gpu
+def test_other_linears_run_on_other_kernels():
+    linear, x = make_linear(256, 512), tokens(9, 512)
+    fast, half = linear(x), linear(x.half())
+    assert half.dtype == torch.float16 and not linear.packed and linear.backend(torch.float16).name == "portable"
+    assert relative_error(half, fast.float()) < THRESHOLDS["half"]
+    linear.activations = "nvfp4"
+    assert linear.backend().name == "portable" and relative_error(linear(x), fast.float()) < 0.2
 
 
 @on_gpu

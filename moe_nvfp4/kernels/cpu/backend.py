@@ -269,7 +269,8 @@ def linear(x: Tensor, weights: LinearWeights) -> Tensor:
     order = torch.arange(T, dtype=torch.int32, device="cpu")
     groups = Groups(order, torch.tensor([0, T], dtype=torch.int32, device="cpu"), 1)
     rows = _quantize(program, x, None, w.input_scale, groups) if w.activations == "nvfp4" else Rows(x)
-    codes, sf, scale, bias = w.codes[None], w.sf[None], w.global_scale, None if w.bias is None else w.bias[None]
+    codes, sf, scale = w.codes[None], w.block_scales()[None], w.global_scale
+    bias = None if w.bias is None else w.bias[None]
     experts = ExpertWeights(SILU, w.activations, codes, sf, scale, scale, codes, sf, scale, None, bias)
     y = _gemm2(program, rows, experts, groups, torch.ones(T, 1, dtype=torch.float32, device="cpu"), x.dtype)
     program.run()

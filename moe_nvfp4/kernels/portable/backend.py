@@ -138,20 +138,20 @@ def linear(x: Tensor, weights: LinearWeights) -> Tensor:
     """y [T, N] = x [T, K] · wᵀ (+ bias), in x's dtype bf16 or fp16."""
     if x.shape[0] == 0:
         return x.new_empty(0, weights.codes.shape[0])
-    w, T, (N, K2) = weights, x.shape[0], weights.codes.shape
+    w, T, (N, K), sf = weights, x.shape[0], weights.shape, weights.block_scales()
     out = x.new_empty(T, N)
     x, scale = _columns(x), w.global_scale.view(-1)
     with _on(x.device):
         if w.activations == "bf16" and T > config.linear_limit(_capability(x.device)):
-            return dense.linear(x, aligned(w.codes), aligned(w.sf), scale, w.bias, out)
+            return dense.linear(x, aligned(w.codes), aligned(sf), scale, w.bias, out)
         rows = _Values(x)
         if w.activations == "nvfp4":
             rows = _quantize(rows, w.input_scale, None)
-        BM, tile, splits = config.plan_linear(N, K2 * 2, planned_tokens(T), _sms(x.device))
-        part = config.part_of(K2 * 2, splits, tile.BK)
-        splits = -(-K2 * 2 // part)
+        BM, tile, splits = config.plan_linear(N, K, planned_tokens(T), _sms(x.device))
+        part = config.part_of(K, splits, tile.BK)
+        splits = -(-K // part)
         y = out[None] if splits == 1 else x.new_empty(splits, T, N, dtype=torch.float32)
-        _gemm(rows, w.codes, w.sf, (None, scale), w.bias, y, None, None, tile, BM, 1, part)
+        _gemm(rows, w.codes, sf, (None, scale), w.bias, y, None, None, tile, BM, 1, part)
         if splits > 1:
             _combine(y, None, None, out, 1)
     return out

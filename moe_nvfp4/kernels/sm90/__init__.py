@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moe_nvfp4.kernels.backend import Backend, Device, Problem, dequantized, not_installed, other_gpu
 from moe_nvfp4.kernels.portable import BACKEND as portable
-from moe_nvfp4.weights import ExpertWeights, Gate, Projection
+from moe_nvfp4.weights import ExpertWeights, Gate, LinearWeights, Projection
 
 
 class Hopper(Backend):
@@ -25,8 +25,8 @@ class Hopper(Backend):
 
     def unsupported(self, device: Device, problem: Problem) -> str | None:
         p = problem
-        if p.kind == "linear":
-            return "has no kernel for single linears yet: load them with linears='dense'"
+        if p.kind == "linear" and p.activations == "nvfp4":
+            return "multiplies rows of bf16 by linears: use activations='bf16'"
         if p.dtype != torch.bfloat16:
             return f"takes bfloat16 activations, not {str(p.dtype).removeprefix('torch.')}: run the model in bfloat16"
         if p.hidden_size % 16 or p.intermediate_size % 16:
@@ -41,15 +41,23 @@ class Hopper(Backend):
         return None
 
     def prepare(self, codes: Tensor, sf: Tensor, interleaved: bool) -> tuple[Tensor, Any]:
+        from moe_nvfp4.kernels.common.tensors import settle
         from moe_nvfp4.kernels.sm90.pack import pack
 
         packed = pack(codes, sf, interleaved)
+        settle(packed.units.device)
         return packed.units.view(torch.uint8), replace(packed, units=None)
 
     def restore(self, prepared: Tensor, note: Any) -> tuple[Tensor, Tensor]:
         from moe_nvfp4.kernels.sm90.pack import unpack
 
         return unpack(replace(note, units=prepared.view(torch.int32)))
+
+    def linear(self, x: Tensor, weights: LinearWeights) -> Tensor:
+        # What a hook brings for each call (offloaded) can't be prepared. Packing it each time would take longer than
+        # the Triton kernels, which read it as it is.
+        unprepared = weights.sf is not None and "triton" in Device.of(x.device).packages
+        return (portable if unprepared else super()).linear(x, weights)
 
     def gate(self, gate: Gate, w13_out: Tensor) -> Tensor:
         return (portable if w13_out.is_cuda else super()).gate(gate, w13_out)

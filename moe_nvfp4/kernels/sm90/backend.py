@@ -27,12 +27,12 @@ from moe_nvfp4.kernels.common.ahead import MAX_ROWS, CuteKernels, planned_tokens
 from moe_nvfp4.kernels.common.tensors import aligned, floating, multiprocessors, settle, warn_unpacked
 from moe_nvfp4.kernels.sm90.config import GemmConfig
 from moe_nvfp4.kernels.sm90.gemm import GroupedGemm
-from moe_nvfp4.kernels.sm90.pack import UNIT_WORDS, pack
-from moe_nvfp4.kernels.sm90.plan import LaunchPlan, choose_plan, token_tiles
+from moe_nvfp4.kernels.sm90.pack import UNIT, UNIT_WORDS, pack
+from moe_nvfp4.kernels.sm90.plan import LaunchPlan, choose_plan, plan_linear, token_tiles
 from moe_nvfp4.kernels.sm90.quantize import Quantize
-from moe_nvfp4.kernels.sm90.rows import Combine, Gather, Route
+from moe_nvfp4.kernels.sm90.rows import Combine, Gather, Route, SumParts
 from moe_nvfp4.routing import Groups, Rows
-from moe_nvfp4.weights import ExpertWeights, Layout
+from moe_nvfp4.weights import ExpertWeights, Layout, LinearWeights
 
 ARCHITECTURE = "sm_90a"
 
@@ -92,6 +92,49 @@ def gemm2_combine(h: Rows, weights: ExpertWeights, groups: Groups, top_k_weights
     y = x.new_empty(plan.split_k * T * top_k, w.hidden_size, dtype=plan.rows)
     _gemms(Rows(x), groups, w, x, y, groups.offsets, plan)
     return _combine(y, groups, top_k_weights, out, plan.split_k)
+
+
+def linear(x: Tensor, weights: LinearWeights) -> Tensor:
+    """As `reference.linear`: bf16 x [T, K] -> bf16 [T, N], by GEMM 2 of an only expert; where `plan_linear` says so, by
+    torch on weights that were dequantized to bf16."""
+    w, T, (N, K) = pack_linear(weights), x.shape[0], weights.shape
+    out = x.new_empty(T, N)
+    if T == 0:
+        return out
+    x = aligned(x)
+    tile, split_k = plan_linear(N, K, planned_tokens(T), multiprocessors(x.device))
+    if tile is None:
+        from moe_nvfp4.kernels.sm90.dequantize import window
+
+        torch.mm(x, window(w.projection(), slice(0, K), x.dtype)[0].T, out=out)
+        return out if w.bias is None else out.add_(w.bias)
+    y = out if split_k == 1 else x.new_empty(split_k * T, N, dtype=torch.float32)
+    config = GemmConfig(None, True, False, w.bias is not None, out=launch.DTYPES[y.dtype], grouped=False)
+    if w.codes.shape[1:] != (-(-N // UNIT), -(-K // UNIT), 4 * UNIT_WORDS):
+        raise ValueError(f"weights {tuple(w.codes.shape)} are not those of a linear {(N, K)} in Hopper's layout")
+    units, scale = w.codes.view(torch.int32).flatten(2), w.global_scale
+    unused, bias = units.view(-1)[:1], x if w.bias is None else w.bias[None]
+    tiles = -(-T // tile.BN) * -(-units.shape[1] // tile.m_blocks) * split_k
+    _kernel(tile, config, bias.dtype)(
+        units, units, x, unused, x, x, x, y, unused, scale, scale, scale, bias, bias, scale, scale, unused,
+        split_k.bit_length() - 1, min(multiprocessors(x.device) * tile.ctas, tiles),
+    )  # fmt: skip
+    if split_k > 1:
+        _sum_parts(split_k)(y, out)
+    return out
+
+
+@CuteKernels
+def _sum_parts(parts: int) -> Any:
+    return SumParts(parts), (launch.rows(Float32, 16), launch.rows(BFloat16, 16)), ARCHITECTURE
+
+
+def pack_linear(weights: LinearWeights) -> LinearWeights:
+    """The weights in Hopper's layout; as new tensors, unless they are in it."""
+    if weights.sizes is not None:
+        return weights
+    codes = pack(weights.codes[None], weights.block_scales()[None], False).units.view(torch.uint8)
+    return weights._replace(codes=codes, sf=None, sizes=weights.shape)
 
 
 def _packed(weights: ExpertWeights) -> ExpertWeights:

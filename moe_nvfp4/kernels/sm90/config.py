@@ -117,6 +117,7 @@ class GemmConfig:
     gate       GEMM 1 and what follows it; None: no GEMM 1
     down       whether there is GEMM 2
     gathered   rows of x come by index; else they lie in order
+    grouped    rows belong to experts, by the group offsets; else all belong to the only one: GEMM 2 of a linear
     bias       whether the matrices have one
     row_scale  rows of x carry a global scale each (NVFP4 activations), and h is quantized by tiles of its own between
                those of GEMM 1 and GEMM 2: bf16 with a scale for each row, fp32 with its expert's
@@ -130,6 +131,7 @@ class GemmConfig:
     row_scale: bool = False
     h: type = BFloat16
     out: type = BFloat16
+    grouped: bool = True
 
     @property
     def gathers_x(self) -> bool:

@@ -273,7 +273,10 @@ class GroupedGemm:
         t, config = self.t, self.config
         lane = cute.arch.lane_idx()
         counted = self.scheduler.count_tile(tensors.mSync, lane) if const_expr(config.both_gemms) else Int32(0)
-        self.scheduler.scan(tensors.mOffsets, s.sOffsets, s.sFirst)
+        if const_expr(config.grouped):
+            self.scheduler.scan(tensors.mOffsets, s.sOffsets, s.sFirst)
+        else:
+            self.scheduler.only_group(tensors.mQ.shape[0], s.sOffsets, s.sFirst)
         bid, _, _ = cute.arch.block_idx()
         grid, _, _ = cute.arch.grid_dim()
         E = tensors.mW1.shape[0] if const_expr(config.gate is not None) else tensors.mW2.shape[0]

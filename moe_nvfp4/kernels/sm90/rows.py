@@ -321,6 +321,47 @@ class Gather:
                         cute.autovec_copy(loaded[i], _some(mRows, row, first + i * 256))
 
 
+class SumParts:
+    """The parts of K of a linear, added in order; a thread has four columns of a row."""
+
+    THREADS = 128
+
+    def __init__(self, parts: int):
+        self.parts = parts
+
+    def __repr__(self) -> str:
+        return f"SumParts({self.parts})"
+
+    @cute.jit
+    def __call__(self, mParts, mOut, stream):
+        R, N = mOut.shape
+        self.kernel(mParts, mOut).launch(
+            grid=[R, (N // 4 + self.THREADS - 1) // self.THREADS, 1],
+            block=[self.THREADS, 1, 1],
+            stream=stream,
+            use_pdl=True,
+        )
+
+    @cute.kernel
+    def kernel(self, mParts: cute.Tensor, mOut: cute.Tensor):
+        """fp32 [parts * R, N] -> bf16 [R, N]."""
+        row, block, _ = cute.arch.block_idx()
+        column = (block * self.THREADS + cute.arch.thread_idx()[0]) * 4
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
+        if column < mOut.shape[1]:
+            loaded = [cute.make_rmem_tensor(4, Float32) for _ in range(self.parts)]
+            for part in cutlass.range_constexpr(self.parts):
+                cute.autovec_copy(_some(mParts, part * mOut.shape[0] + row, column, 4), loaded[part])
+            out = cute.make_rmem_tensor(4, BFloat16)
+            for i in cutlass.range_constexpr(4):
+                total = loaded[0][i]
+                for part in cutlass.range_constexpr(1, self.parts):
+                    total += loaded[part][i]
+                out[i] = total.to(BFloat16)
+            cute.autovec_copy(out, _some(mOut, row, column, 4))
+
+
 class Combine:
     """top_k slots, unrolled, of `splits` parts each; a thread has 16 bytes of one token's rows."""
 

@@ -126,6 +126,13 @@ class TileScheduler:
         cute.arch.sync_warp()
 
     @cute.jit
+    def only_group(self, rows: Int32, sOffsets, sFirst):
+        """A warp: as `scan`, where one expert has all the rows."""
+        sOffsets[0], sOffsets[1] = Int32(0), rows
+        sFirst[0], sFirst[1] = Int32(0), (rows + (self.t.BN - 1)) // self.t.BN
+        cute.arch.sync_warp()
+
+    @cute.jit
     def tile_list(self, sFirst, E: Int32, extents: Extents) -> TileList:
         t, config = self.t, self.config
         m64, k64, log2_split_k = extents

@@ -1,0 +1,97 @@
+"""Modules whose weights stand in the layout of their kernels, while whoever looks finds the checkpoint's bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Self
+
+from torch import Tensor, nn
+
+from moe_nvfp4.backends import Selected, named
+from moe_nvfp4.scales import FP32Scales
+
+
+@dataclass
+class _Packed:
+    """backend   whose layout it is
+    matrices  name -> (what `Backend.restore` asks for, dimensions of the codes without the last)
+    first     the name of one
+    """
+
+    backend: str
+    matrices: dict[str, tuple[Any, tuple[int, ...]]]
+    first: str
+
+
+class Prepared(FP32Scales):
+    """A module whose matrices are parameters `name`, codes uint8 [(E,) N, K/2], and `name_sf`, block scales.
+
+    In a backend's layout the codes have four dimensions, and the block scales, which are inside, no elements.
+    `state_dict` and whatever moves or loads parameters finds the checkpoint's bytes again.
+    """
+
+    _packed: _Packed | None = None
+
+    @property
+    def packed(self) -> bool:
+        """Whether the weights are in a backend's layout."""
+        return self._packed is not None and self._here(self._packed.first).dim() == 4
+
+    def unpack(self) -> None:
+        """The checkpoint's bytes again."""
+        if self._packed is not None and self.packed:
+            backend = named(self._packed.backend)
+            for name, (note, rows) in self._packed.matrices.items():
+                codes, sf = self._here(name), self._here(f"{name}_sf")
+                codes.data, sf.data = (t.view(*rows, -1) for t in backend.restore(codes.data, note))
+            self._packed = None
+
+    def _pack(self, chosen: Selected, **matrices: bool) -> bool:
+        """Bring these matrices into the layout that the backend `chosen` has; name=whether its rows are [gate; up].
+        Whether they are in one afterwards, and were not before.
+
+        Not where parameters do not last: hooks bring others for a call and take them away, and where transformers
+        splits them over ranks, plain tensors stand for DTensors during a call.
+        """
+        if self._packed is not None and self.packed:
+            if self._packed.backend == chosen.layout:
+                return False
+            self.unpack()
+        lasting = all(isinstance(self._parameters[name], nn.Parameter) for name in matrices) and not self._offloaded
+        if chosen.layout is None or not lasting:
+            return False
+        backend, notes = named(chosen.name), {}
+        for name, interleaved in matrices.items():
+            codes, sf = self._here(name), self._here(f"{name}_sf")
+            rows, one = tuple(codes.shape[:-1]), codes.dim() == 2
+            stacks = (codes.data[None], sf.data[None]) if one else (codes.data, sf.data)
+            codes.data, note = backend.prepare(*stacks, interleaved)
+            sf.data = sf.data.new_empty(0)
+            notes[name] = note, rows
+        self._packed = _Packed(chosen.layout, notes, next(iter(matrices)))
+        return True
+
+    @property
+    def _offloaded(self) -> bool:
+        """Whether a hook of accelerate's brings the parameters for each call; others bring the rows."""
+        hook = getattr(self, "_hf_hook", None)
+        hooks = getattr(hook, "hooks", (hook,))  # several are one
+        return hook is not None and any(getattr(h, "offload", True) for h in hooks)
+
+    def _here(self, name: str) -> Tensor:
+        """A parameter; of one that is split over ranks (a DTensor), this rank's part, whatever its layout."""
+        parameter: Any = self._parameters[name]
+        return getattr(parameter, "_local_tensor", parameter)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        self.unpack()  # to another device, say
+        return super()._apply(fn, recurse)
+
+    def _save_to_state_dict(self, *args: Any) -> None:
+        self.unpack()
+        super()._save_to_state_dict(*args)
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        self.unpack()
+        super()._load_from_state_dict(*args)
