@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,7 +18,7 @@ from moe_nvfp4.backends import Device, Problem, explain
 from moe_nvfp4.backward import Adapter
 from moe_nvfp4.kernels.cpu import backend as cpu
 from moe_nvfp4.kernels.offload import backend as offload
-from moe_nvfp4.kernels.offload import pages
+from moe_nvfp4.kernels.offload import pages, upload
 from moe_nvfp4.weights import Gate
 from tests.common import THRESHOLDS, random_layer, relative_error
 
@@ -277,7 +278,7 @@ class Portable:
     """Stands for the portable backend, here on the CPU."""
 
     def __init__(self, reason=None):
-        self.reason, self.seen = reason, []
+        self.reason, self.seen, self.experts_of_calls = reason, [], []
 
     def unavailable(self, device):
         return None
@@ -288,22 +289,36 @@ class Portable:
 
     def experts(self, x, ids, p, weights):
         self.seen.append(x.shape[0])
+        self.experts_of_calls.append(weights.num_experts)
         return cpu.experts(x, ids, p, weights)
 
 
 @needs_library
-def test_the_gpu_takes_many_tokens(driver, monkeypatch):
-    """From UPLOAD tokens an expert on, if the weights have room there and the portable backend takes them."""
+@pytest.mark.parametrize("reason", [None, "takes none"])
+def test_the_gpu_takes_many_tokens(driver, monkeypatch, reason):
+    """From UPLOAD tokens an expert on, if the portable backend takes them."""
     w, T = random_layer(**SIZES).weights, offload.UPLOAD * SIZES["E"] // 2  # two slots a token
-    for reason, scratch, seen in ((None, 1 << 30, [T, T + 1]), ("takes none", 1 << 30, []), (None, 1, [])):
-        monkeypatch.setattr(offload, "PORTABLE", Portable(reason))
-        monkeypatch.setattr(offload, "SCRATCH", scratch)
-        batches = [inputs(n, n) for n in (T - 1, T, T + 1)]
-        results = [offload.experts(*batch, w) for batch in batches]
-        driver.synchronize()
-        assert offload.PORTABLE.seen == seen
-        for batch, y in zip(batches, results, strict=True):
-            assert torch.equal(y, cpu.experts(*batch, w))
+    monkeypatch.setattr(offload, "PORTABLE", Portable(reason))
+    batches = [inputs(n, n) for n in (T - 1, T, T + 1)]
+    results = [offload.experts(*batch, w) for batch in batches]
+    driver.synchronize()
+    assert offload.PORTABLE.seen == ([] if reason else [T, T + 1])
+    for batch, y in zip(batches, results, strict=True):
+        assert torch.equal(y, cpu.experts(*batch, w))
+
+
+@needs_library
+@pytest.mark.parametrize("share, of_experts", [(1 / 2, [3, 3]), (1 / 4, [2, 2, 2]), (0.26, [2, 2, 2]), (0, [1] * 6)])
+def test_large_layers_are_copied_in_pieces(driver, monkeypatch, share, of_experts):
+    """Whose sum is the layer, up to the rounding of the parts to bf16."""
+    portable = Portable()
+    w, batch = random_layer(**SIZES, bias=torch.bfloat16).weights, inputs(40, 0)
+    size = sum(t.nbytes for t in w.tensors() if t is not None)
+    monkeypatch.setattr(offload, "PORTABLE", portable)
+    monkeypatch.setattr(upload, "PIECE", max(1, int(size * share)))
+    y, want = offload.experts(*batch, w), cpu.experts(*batch, w)
+    assert portable.experts_of_calls == of_experts
+    assert relative_error(y, want) < THRESHOLDS["half"]
 
 
 def test_weights_move_to_pages_that_are_pinned_once_and_freed():
@@ -335,19 +350,28 @@ def test_on_a_gpu_the_bits_of_the_cpu_backend(activations):
         assert y.is_cuda and torch.equal(y.cpu(), layer(*batch))
 
 
+def moved(weights):
+    return replace(weights, **{name: t.cuda() for name, t in vars(weights).items() if isinstance(t, torch.Tensor)})
+
+
 @on_any_gpu
 @pytest.mark.parametrize("activations, limit", [("bf16", "half"), ("nvfp4", "w4a4")])
 def test_many_tokens_are_multiplied_on_the_gpu(activations, limit, monkeypatch):
-    """To the portable backend's bits, from weights that are pinned; and the same on the CPU where there is no room."""
-    layer = random_layer(6, 1024, 1536, activations=activations).keep_on_cpu()
-    x, ids, p = inputs(300, 0)
+    """To the portable backend's bits, from weights that are pinned, in one piece and in several, as often as one likes:
+    a buffer is filled when the work with it is over, and not before."""
+    layers = [random_layer(6, 1024, 1536, activations=activations, seed=i).keep_on_cpu() for i in range(3)]
+    _, ids, p = inputs(300, 0)
     x = torch.randn(300, 1024).bfloat16()
     batch = [t.cuda() for t in (x, ids, p)]
-    y, want = layer(*batch), layer(x, ids, p)
-    assert relative_error(y, want) < THRESHOLDS[limit]
-    assert pages._placed[layer.down_proj.data_ptr()].unpin
-    monkeypatch.setattr(offload, "SCRATCH", 1 << 20)
-    assert torch.equal(layer(*batch).cpu(), want)
+    want = [offload.PORTABLE.experts(*batch, moved(layer.weights)) for layer in layers]
+    for piece in (1 << 30, 10 << 20):
+        monkeypatch.setattr(upload, "PIECE", piece)
+        for _ in range(5):
+            found = [layer(*batch) for layer in layers]
+            for layer, y, w in zip(layers, found, want, strict=True):
+                assert torch.equal(y, w) if piece == 1 << 30 else relative_error(y, w) < THRESHOLDS["half"]
+                assert relative_error(y, layer(x, ids, p)) < THRESHOLDS[limit]
+    assert pages._placed[layers[0].down_proj.data_ptr()].unpin
 
 
 @on_any_gpu

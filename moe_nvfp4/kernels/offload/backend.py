@@ -8,8 +8,8 @@ answer: it writes the program's address into a mailbox in pinned memory that a t
 GPU can't, or mailboxes run out, it is a host function of the stream. Nothing here waits: what follows on the stream
 does, and other streams go on meanwhile.
 
-Many tokens. From UPLOAD tokens an expert on the weights are copied to the GPU for the call, which takes as long as PCIe
-takes (55 GB/s), and the portable backend multiplies them; up to SCRATCH bytes, beyond that the CPU goes on.
+Many tokens. From UPLOAD tokens an expert on the weights are copied to the GPU for the call, as fast as PCIe is (55
+GB/s), and the portable backend multiplies them, while the next ones are copied (`upload`).
 
 Memory. Calls of one stream follow each other, so they share pinned buffers and scratch (`_Workspace`). So do those that
 are captured into one graph; the graph keeps them (CUDA's user objects), because it may run at any time.
@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from threading import Lock
 from typing import Any
@@ -36,14 +36,14 @@ from torch import Tensor
 from moe_nvfp4.kernels.backend import Device, Problem
 from moe_nvfp4.kernels.common.tensors import floating
 from moe_nvfp4.kernels.cpu import backend as cpu
-from moe_nvfp4.kernels.offload.pages import pin
+from moe_nvfp4.kernels.offload.upload import pieces
 from moe_nvfp4.kernels.portable import BACKEND as PORTABLE
 from moe_nvfp4.weights import ExpertWeights
 
-# Tokens an expert, on average, from which copying the weights is quicker, and the most bytes that are copied. A layer
-# of Qwen3-30B-A3B is copied in 6.2 ms; 16 cores of a Xeon with AMX take 6.6 ms for 4 tokens an expert, 9 ms for 16 and
-# 19 ms for 64 (2026-11-22). Cores without AMX are slower, so this is late for them.
-UPLOAD, SCRATCH = 4, 2 << 30
+# Tokens an expert, on average, from which copying the weights is quicker. A layer of Qwen3-30B-A3B is copied in 6.2 ms;
+# 16 cores of a Xeon with AMX take 6.6 ms for 4 tokens an expert, 9 ms for 16 and 19 ms for 64 (2026-11-22). Cores
+# without AMX are slower, so this is late for them.
+UPLOAD = 4
 SPARE = 1  # cores
 _CAN_USE_64_BIT_STREAM_MEM_OPS = 122  # CU_DEVICE_ATTRIBUTE_
 _EQUAL = 1  # CU_STREAM_WAIT_VALUE_EQ
@@ -54,7 +54,7 @@ def experts(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: Expe
     """The whole layer: x [T, H], [T, top_k], [T, top_k] on a GPU, weights on the CPU -> [T, H] on the GPU."""
     check()
     if _better_on_gpu(x, top_k_index, weights):
-        return PORTABLE.experts(x, top_k_index, top_k_weights, _uploaded(weights, x.device))
+        return _on_gpu(x, top_k_index, top_k_weights, weights)
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     if not x.shape[0]:
         return y
@@ -77,21 +77,25 @@ def experts(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: Expe
 
 def _better_on_gpu(x: Tensor, ids: Tensor, w: ExpertWeights) -> bool:
     """Whether so many tokens are quicker with a copy of the weights on the GPU, which has kernels for them."""
-    size = sum(t.numel() for t in (w.w13, w.w13_sf, w.w2, w.w2_sf) if t is not None)
-    if ids.numel() < UPLOAD * w.num_experts or size > SCRATCH:
+    if ids.numel() < UPLOAD * w.num_experts:
         return False
     device, sizes = Device.of(x.device), (w.num_experts, w.hidden_size, w.intermediate_size)
     problem = Problem("experts", *sizes, w.gate.kind, w.activations, x.dtype, True, False)
     return not (PORTABLE.unavailable(device) or PORTABLE.unsupported(device, problem))
 
 
-def _uploaded(weights: ExpertWeights, device: torch.device) -> ExpertWeights:
-    tensors: dict[str, Any] = {}
-    for name, t in vars(weights).items():
-        if isinstance(t, Tensor):
-            pin(t, _do)
-            tensors[name] = t.to(device, non_blocking=True)
-    return replace(weights, **tensors)
+def _on_gpu(x: Tensor, ids: Tensor, p: Tensor, weights: ExpertWeights) -> Tensor:
+    with _lock:
+        total = None
+        for first, w in pieces(weights, x.device, _do):
+            if w.num_experts == weights.num_experts:
+                total = PORTABLE.experts(x, ids, p, w)
+            else:
+                here = (ids >= first) & (ids < first + w.num_experts)
+                y = PORTABLE.experts(x, torch.where(here, ids - first, -1), p, w).float()
+                total = y if total is None else total.add_(y)
+    assert total is not None, "a layer has experts"
+    return total.to(x.dtype)
 
 
 def check() -> None:

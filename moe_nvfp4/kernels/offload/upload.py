@@ -1,0 +1,89 @@
+"""Weights that are copied to a GPU for a call: of so many tokens that this is quicker than the CPU.
+
+They come in pieces of whole experts and go into two buffers, which the calls of all layers take in turn: a stream of
+its own fills one, while the caller's stream multiplies with the other. The host waits for nothing, so it is layers
+ahead, and copies follow each other without a pause: a prompt takes as long as PCIe, or as the GPU's work, whichever is
+more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_nvfp4.kernels.offload.pages import pin
+from moe_nvfp4.weights import ExpertWeights
+
+PIECE = 1 << 30  # the most bytes of a buffer, unless one expert takes more
+_ALIGNED = 256  # bytes
+
+
+def pieces(
+    weights: ExpertWeights, device: torch.device, do: Callable[..., None]
+) -> Iterator[tuple[int, ExpertWeights]]:
+    """(number of the first expert, weights of some experts on `device`), until all had their turn. The caller puts its
+    work with a piece on the current stream before it asks for the next one. do: a function of CUDA's driver, by name.
+    """
+    tensors = {name: t for name, t in vars(weights).items() if isinstance(t, Tensor)}
+    for t in tensors.values():
+        pin(t, do)
+    count = -(-sum(t.nbytes for t in tensors.values()) // PIECE)
+    step = -(-weights.num_experts // count)
+    # What is captured into a graph may not wait for what is not.
+    beside = device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
+    for first in range(0, weights.num_experts, step):
+        part = {name: t[first : first + step] for name, t in tensors.items()}
+        if not beside:
+            here: Any = {name: t.to(device, non_blocking=True) for name, t in part.items()}
+            yield first, replace(weights, **here)
+            continue
+        buffers = _buffers(device)
+        here = buffers.fill(part)
+        try:
+            yield first, replace(weights, **here)
+        finally:
+            buffers.emptied()
+
+
+class _Buffers:
+    """Two buffers of a GPU. An event of each says when the last work with it is over."""
+
+    def __init__(self, device: torch.device):
+        self.device, self.stream = device, torch.cuda.Stream(device)
+        self.memory = [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(2)]
+        self.over = [torch.cuda.Event() for _ in range(2)]
+        self.turn = 0
+
+    def fill(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """`tensors` in the buffer whose turn it is; what comes on the current stream waits for them."""
+        sizes = [-(-t.nbytes // _ALIGNED) * _ALIGNED for t in tensors.values()]
+        current, memory = torch.cuda.current_stream(self.device), self.memory[self.turn]
+        if memory.numel() < sum(sizes):
+            memory.record_stream(self.stream)
+            memory = self.memory[self.turn] = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
+            self.stream.wait_stream(current)  # whose work may have had this memory before
+        self.stream.wait_event(self.over[self.turn])
+        with torch.cuda.stream(self.stream):
+            found = {}
+            for (name, t), place in zip(
+                tensors.items(), memory.split([*sizes, memory.numel() - sum(sizes)]), strict=False
+            ):
+                found[name] = place[: t.nbytes].view(t.dtype).view(t.shape)
+                found[name].copy_(t, non_blocking=True)
+        current.wait_stream(self.stream)
+        return found
+
+    def emptied(self) -> None:
+        """The work with the buffer whose turn it was is on the current stream."""
+        self.over[self.turn].record(torch.cuda.current_stream(self.device))
+        self.turn ^= 1
+
+
+@cache
+def _buffers(device: torch.device) -> _Buffers:
+    return _Buffers(device)
