@@ -82,7 +82,8 @@ def _select(problem: Problem, device: torch.device, forced: str | None) -> Backe
 def explain(problem: Problem, device: Device, forced: str | None = None) -> Choice:
     """What runs `problem` on a device like this one, and why not the others.
 
-    ValueError where `forced` can't, NotImplementedError where weights are on the CPU, x is not, and nothing can.
+    ValueError where `forced` can't, NotImplementedError where weights are on the CPU and x is not, or weights stay in
+    their files, and nothing can.
     """
     if forced and not problem.host_weights:
         backend = named(forced)
@@ -95,6 +96,9 @@ def explain(problem: Problem, device: Device, forced: str | None = None) -> Choi
         if reason is None:
             return Choice(backend, tuple(rejected))
         rejected.append((backend.name, reason))
+    if problem.mapped and not problem.host_weights:
+        reasons = "; ".join(f"{name} {reason}" for name, reason in rejected if name == cpu.BACKEND.name)
+        raise NotImplementedError(f"experts that stay in their files: {reasons}; or load the model without map_files")
     reasons = "; ".join(f"{name} {reason}" for name, reason in rejected if named(name).host_weights)
     raise NotImplementedError(f"experts on the CPU, x on {device}: {reasons}; or move the layer to the device of x")
 
@@ -106,11 +110,13 @@ def _refusal(backend: Backend, device: Device, problem: Problem) -> str | None:
     if backend.host_weights != problem.host_weights:
         where = "the CPU" if backend.host_weights else "the device of x"
         return f"takes weights on {where}"
+    if problem.mapped and not backend.maps:
+        return "takes weights in memory, not those that stay in their files"
     return backend.unsupported(device, problem)
 
 
 class Selected(NamedTuple):
-    """A `Backend`'s attributes of the same names."""
+    """A `Backend`'s attributes of the same names; layout: that of the weights it is given."""
 
     name: str
     whole: bool
@@ -121,7 +127,7 @@ def selected(problem: Problem, device: torch.device) -> Selected:
     """What `select` says, as a constant for torch.compile."""
     p = problem  # whose fields travel one by one: of a NamedTuple torch 2.13 makes an empty constant
     sizes = p.num_experts, p.hidden_size, p.intermediate_size
-    return _constant(p.kind, *sizes, p.gate, p.activations, p.dtype, p.fused, p.host_weights, device)
+    return _constant(p.kind, *sizes, p.gate, p.activations, p.dtype, p.fused, p.host_weights, p.mapped, device)
 
 
 def _constant(*problem_and_device: Any) -> Selected:
@@ -136,7 +142,7 @@ _constant._dynamo_marked_constant = True  # type: ignore[attr-defined]
 @lru_cache(maxsize=4096)
 def _selected(problem: Problem, device: torch.device, forced: str | None) -> Selected:
     backend = _select(problem, device, forced)
-    return Selected(backend.name, backend.whole, backend.layout)
+    return Selected(backend.name, backend.whole, cpu.BACKEND.name if problem.mapped else backend.layout)
 
 
 def shown(problem: Problem, device: torch.device) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 import torch
@@ -11,8 +11,9 @@ from torch.utils._pytree import tree_map
 
 from moe_nvfp4.backends import Backend, Problem, Selected, named, select, selected, shown
 from moe_nvfp4.checks import check_activations, check_bias_dtype, check_sizes
+from moe_nvfp4.mapped import Matrix, table
 from moe_nvfp4.ops import run_experts
-from moe_nvfp4.prepared import Prepared
+from moe_nvfp4.prepared import Packed, Prepared
 from moe_nvfp4.quantize.recipes import DEFAULT_RECIPE, quantize_expert
 from moe_nvfp4.training import Adapters, Hooks, autocast
 from moe_nvfp4.weights import SILU, ExpertWeights, Gate, Layout, check_global_scale
@@ -218,6 +219,17 @@ class NVFP4Experts(Prepared):
             h_scale=p.get("down_proj_input_scale"),
         )
 
+    @property
+    def mapped(self) -> bool:
+        """Whether the weights stay in their files."""
+        return self._packed is not None and self._packed.backend == "cpu" and self.packed
+
+    @property
+    def mapped_bytes(self) -> int:
+        """Of codes and block scales that stay in their files."""
+        matrices = self._packed.matrices.values() if self._packed is not None and self.mapped else ()
+        return sum(self.num_experts * note.rows * note.columns * 9 // 16 for note, _ in matrices)
+
     def _hooks(self) -> Hooks:
         p = self._parameters.get
         return Hooks(
@@ -240,7 +252,8 @@ class NVFP4Experts(Prepared):
         else:
             H, I = w2.shape[1], w13.shape[1] // (2 if self.gate.gated else 1)
         E, gate, where = w13.shape[0], self.gate.kind, w13.device if beside is None else beside
-        return Problem("experts", E, H, I, gate, self.activations, dtype, fused, beside is not None), where
+        beside_x = beside is not None
+        return Problem("experts", E, H, I, gate, self.activations, dtype, fused, beside_x, self.mapped), where
 
     def prepare(self, dtype: torch.dtype = torch.bfloat16) -> None:
         """Bring the weights into the layout of the kernels that activations of `dtype` run on.
@@ -259,6 +272,29 @@ class NVFP4Experts(Prepared):
             shapes = (tuple(self._here(name).shape[1:]) for name in (self.up_name, "down_proj"))
             self._layout = Layout(chosen.layout, problem.hidden_size, problem.intermediate_size, *shapes)
 
+    def map_files(self, projections: Mapping[str, Sequence[Sequence[Matrix]]]) -> Self:
+        """Leave codes and block scales in safetensors files, for models that are larger than the memory: the CPU's
+        kernels read there what a call needs. As after `keep_on_cpu`, they stay where they are.
+
+        projections: by the parameter's name, for each expert where its matrix lies, or its gate and its up projection.
+
+        NotImplementedError where the CPU kernels cannot be compiled; ValueError for files that are too short.
+        """
+        notes: dict[str, tuple[Any, tuple[int, ...]]] = {}
+        shapes = []
+        for name, experts in projections.items():
+            E, rows, half = self._here(name).shape
+            addresses, note = table(experts, rows, 2 * half)
+            notes[name] = note, (E, rows)
+            shapes.append(tuple(addresses.shape[1:]))
+            for key, tensor in ((name, addresses), (f"{name}_sf", addresses.new_empty(0))):
+                setattr(self, key, nn.Parameter(tensor, requires_grad=False))
+        self._packed = Packed("cpu", notes, self.up_name)
+        self._layout = Layout("cpu", self.hidden_size, self.intermediate_size, *shapes)
+        self.on_cpu = True
+        self.backend()  # says why not
+        return self
+
     def keep_on_cpu(self, keep: bool = True) -> Self:
         """Bring the weights to the CPU, where they stay: `.to("cuda")` of a model that this layer is in moves the rest.
 
@@ -267,7 +303,7 @@ class NVFP4Experts(Prepared):
         instead.
         keep=False: they may be moved again.
         """
-        if keep:
+        if keep and not self.mapped:
             self.to("cpu")
             for p in self.parameters():
                 p.data = named("offload").place(p.data)
@@ -283,7 +319,17 @@ class NVFP4Experts(Prepared):
             to = fn(t.new_empty(0))
             return fn(t) if to.device.type in ("cpu", "meta") else t.to(to.dtype)
 
+        if self.mapped:
+            return super(Prepared, self)._apply(stay, recurse)  # which does not unpack
         return super()._apply(stay, recurse)
+
+    def _save_to_state_dict(self, *args: Any) -> None:
+        if self.mapped:
+            raise NotImplementedError(
+                "the experts of this layer stay in their files, and are saved already: copy those, or load the model "
+                "without map_files to save it"
+            )
+        super()._save_to_state_dict(*args)
 
     def own_gate(self, w13_out: Tensor) -> Tensor:
         """The gate of a "raw" layer, [R, 2I] -> [R, I]; adapters replace it."""

@@ -13,7 +13,7 @@ from moe_nvfp4.scales import FP32Scales
 
 
 @dataclass
-class _Packed:
+class Packed:
     """backend   whose layout it is
     matrices  name -> (what `Backend.restore` asks for, dimensions of the codes without the last)
     first     the name of one
@@ -31,7 +31,7 @@ class Prepared(FP32Scales):
     `state_dict` and whatever moves or loads parameters finds the checkpoint's bytes again.
     """
 
-    _packed: _Packed | None = None
+    _packed: Packed | None = None
 
     @property
     def packed(self) -> bool:
@@ -69,7 +69,7 @@ class Prepared(FP32Scales):
             codes.data, note = backend.prepare(*stacks, interleaved)
             sf.data = sf.data.new_empty(0)
             notes[name] = note, rows
-        self._packed = _Packed(chosen.layout, notes, next(iter(matrices)))
+        self._packed = Packed(chosen.layout, notes, next(iter(matrices)))
         return True
 
     @property

@@ -17,8 +17,8 @@ from moe_nvfp4.quantize.dialects import DIALECTS, QuantizationInfo, as_patterns,
 from moe_nvfp4.quantize.recipes import CALIBRATED_RECIPES, DEFAULT_RECIPE, RECIPES
 from moe_nvfp4.weights import ACTIVATIONS
 
-FIELDS = ("activations", "recipe", "exclude", "linears", "dialect", "calibration", "cpu_experts")
-LOADING = {"activations", "linears", "cpu_experts"}  # those that count for files that are 4-bit already
+FIELDS = ("activations", "recipe", "exclude", "linears", "dialect", "calibration", "cpu_experts", "map_files")
+LOADING = {"activations", "linears", "cpu_experts", "map_files"}  # those that count for files that are 4-bit already
 LINEARS = ("packed", "dense")
 # Read anew, or written anew, or about something that does not come along (KV cache scales)
 REWRITTEN = {
@@ -45,11 +45,15 @@ class MoeNvfp4Config(QuantizationConfigMixin):
     cpu_experts  layers whose experts stay on the CPU when the model goes to a GPU, and are computed there: a number
                  (the first ones), "all", or "auto", as many as the GPU has no room for. It is about this machine: files
                  do not have it
+    map_files    whether the 4-bit experts that stay on the CPU (all, if `cpu_experts` does not say) are left in their
+                 safetensors files too, for models that are larger than the memory: nothing is copied, and what a call
+                 needs is read then. About this machine as well
 
     In config.json this is the dialect's `quantization_config`, so that servers read the files too; our own fields
-    travel in its key "moe_nvfp4". For a folder that is 4-bit already, `activations`, `linears` and `cpu_experts` may be
-    given here, the first two to `checkpoint_config` too; the others would have no effect on it, and are refused. A
-    field that is not known raises TypeError; what other tools wrote into a config.json is carried through.
+    travel in its key "moe_nvfp4". For a folder that is 4-bit already, `activations`, `linears`, `cpu_experts` and
+    `map_files` may be given here, the first two to `checkpoint_config` too; the others would have no effect on it, and
+    are refused. A field that is not known raises TypeError; what other tools wrote into a config.json is carried
+    through.
 
     ignore, input_scale, pre_quant_scale: what files say (their exceptions; static activation scales; AWQ's scales).
     """
@@ -63,6 +67,7 @@ class MoeNvfp4Config(QuantizationConfigMixin):
         dialect: str | None = None,
         calibration: Any = None,
         cpu_experts: int | str | None = None,
+        map_files: bool = False,
         *,
         ignore: Iterable[str] | None = None,
         input_scale: bool = False,
@@ -71,7 +76,7 @@ class MoeNvfp4Config(QuantizationConfigMixin):
     ):
         _check_known(unknown)
         chosen = dict(activations=activations, recipe=recipe, exclude=exclude, linears=linears, dialect=dialect,
-                      calibration=calibration, cpu_experts=cpu_experts)  # fmt: skip
+                      calibration=calibration, cpu_experts=cpu_experts, map_files=map_files or None)  # fmt: skip
         self.chosen = {name: value for name, value in chosen.items() if value is not None}
         self.activations, self.linears = activations or "bf16", linears or "packed"
         self.recipe, self.dialect = recipe or DEFAULT_RECIPE, dialect or "modelopt"
@@ -86,7 +91,9 @@ class MoeNvfp4Config(QuantizationConfigMixin):
             raise ValueError(f"calibration has no effect on recipe {self.recipe!r}: choose 'weighted', or leave it out")
         if cpu_experts is not None:
             check_cpu_experts(cpu_experts)
-        self.calibration, self.cpu_experts = calibration, cpu_experts
+        if not isinstance(map_files, bool):
+            raise ValueError(f"map_files is True or False, got {map_files!r}")
+        self.calibration, self.cpu_experts, self.map_files = calibration, cpu_experts, map_files
         self.quant_method: Any = "moe_nvfp4"  # who reads it; config.json has the dialect's
         self.ignore = list(ignore or [])
         self.input_scale, self.pre_quant_scale = bool(input_scale), bool(pre_quant_scale)
@@ -150,9 +157,9 @@ def loading_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     _check_known(fields)
     if others := sorted(set(fields) - LOADING):
         raise ValueError(
-            f"{', '.join(others)} would have no effect: the files are 4-bit already, and only activations, linears and "
-            "cpu_experts can be chosen for them. Quantize the original checkpoint for another recipe or exclude, and "
-            "convert these files for another dialect (moe-nvfp4 quantize SRC DST --dialect ...)"
+            f"{', '.join(others)} would have no effect: the files are 4-bit already, and only activations, linears, "
+            "cpu_experts and map_files can be chosen for them. Quantize the original checkpoint for another recipe or "
+            "exclude, and convert these files for another dialect (moe-nvfp4 quantize SRC DST --dialect ...)"
         )
     return dict(fields)
 
@@ -175,10 +182,10 @@ def checkpoint_config(path: str | os.PathLike, **fields: Any) -> PretrainedConfi
     Needed to choose `linears` or `activations`, and for folders whose config.json says nothing about quantization
     while hf_quant_config.json does. ValueError where neither says NVFP4, and for fields without effect on such files.
     """
-    if "cpu_experts" in fields:
+    for name in {"cpu_experts", "map_files"} & set(fields):
         raise ValueError(
-            "cpu_experts is not a part of a checkpoint's config: give it to from_pretrained, as quantization_config="
-            "MoeNvfp4Config(cpu_experts=...)"
+            f"{name} is not a part of a checkpoint's config: give it to from_pretrained, as quantization_config="
+            f"MoeNvfp4Config({name}=...)"
         )
     config = AutoConfig.from_pretrained(path)
     file = cached_file(path, "hf_quant_config.json", _raise_exceptions_for_missing_entries=False)

@@ -399,6 +399,8 @@ def check_sharding(module_name: str, experts: HFExperts, converter: ExpertsConve
             "ModelOpt's names first, the same bytes (moe-nvfp4 quantize SRC DST --dialect modelopt)"
         )
     for name in (experts.up_name, "down_proj"):
+        if name not in experts._parameters:  # those stay in their files, and are not split
+            continue
         codes, sf = getattr(experts, name), getattr(experts, f"{name}_sf")
         if not _splits_matrices(codes):
             continue

@@ -19,6 +19,7 @@ from moe_nvfp4.quantize.model import ModelTensors
 from moe_nvfp4.quantize.names import DENSE, KV_SCALE, PER_EXPERT, PRE_QUANT_SCALE, is_scale
 
 # One expert says what the others are like
+EXPERT = re.compile(r"\bexperts\.(\w+\.)?(?P<e>\d+)\.")
 OTHER_EXPERT = re.compile(r"\bexperts\.(\w+\.)?[1-9]\d*\.")
 
 
@@ -119,6 +120,44 @@ def check_reached(source: Source, model: nn.Module, conversions: list, parameter
             f"nothing in the checkpoint gives {missing[0]}: its tensors are named in a way that is not known for "
             f"{type(model).__name__}; use the original checkpoint, or the tool that wrote this one"
         )
+
+
+def matrices_of(
+    source: Source, model: nn.Module, conversions: list, parameters: Collection[str]
+) -> dict[str, list[list[tuple[TensorSlice, TensorSlice]]]]:
+    """For each of `parameters` (codes of experts) where the files have the codes and block scales of each expert: of
+    each of its matrices, gate before up.
+
+    ValueError where they have not as many experts as the parameter, or matrices of another shape.
+    """
+    names, places = ModelTensors(model, conversions), dict[str, tuple[str, str | None]]()
+    found: dict[str, dict[tuple[int, int], TensorSlice]] = {}
+    for name, stored in source.checkpoint.tensors.items():
+        match = EXPERT.search(name)
+        if match is None:
+            continue
+        first = f"{name[: match.start('e')]}0{name[match.end('e') :]}"
+        if first not in places:
+            places[first] = names.place(first)
+        target, pattern = places[first]
+        if pattern is not None and target.removesuffix("_sf") in parameters:
+            part = names.together(pattern).index(pattern)
+            found.setdefault(target, {})[int(match["e"]), part] = stored
+    result = {}
+    for parameter in parameters:
+        pairs = [found.get(parameter, {}), found.get(f"{parameter}_sf", {})]
+        parts = 1 + max((part for _, part in pairs[0]), default=0)
+        for matrices, suffix in zip(pairs, ("", "_sf"), strict=True):
+            E, N, width = names.shapes[f"{parameter}{suffix}"]
+            wanted = {(e, part): (N // parts, width) for e in range(E) for part in range(parts)}
+            if wanted != {at: t.shape for at, t in matrices.items()}:
+                raise ValueError(
+                    f"map_files: of {parameter}{suffix} the files have {len(matrices)} matrices, where {len(wanted)} "
+                    f"of {N // parts} by {width} bytes are expected: leave map_files out for these files"
+                )
+        codes, sf = pairs
+        result[parameter] = [[(codes[e, part], sf[e, part]) for part in range(parts)] for e in range(E)]
+    return result
 
 
 def _weights(files: nvfp4.NVFP4Files) -> Iterator[tuple[str, ExpertLayout]]:

@@ -26,30 +26,42 @@ def keep_experts_on_cpu(
     ValueError where `model` has no 4-bit experts, fewer layers than `layers`, "auto" without a GPU, or a model that
     does not fit there even with all experts on the CPU.
     """
-    experts = list(dict.fromkeys(m for m in model.modules() if isinstance(m, HFExperts)))
-    check_cpu_experts(layers)
-    if not experts:
-        raise ValueError(f"{type(model).__name__} has no 4-bit experts to keep on the CPU: call swap_experts first")
-    if layers == "auto":
-        count = len(experts) - _fitting(model, experts, context, memory)
-    else:
-        count = len(experts) if layers == "all" else int(layers)
-    if count > len(experts):
-        raise ValueError(f"cpu_experts={layers}: {type(model).__name__} has {len(experts)} layers of experts")
+    count = layers_on_cpu(model, layers, context, memory)
+    experts = _layers(model)
     for i, layer in enumerate(experts):
         layer.keep_on_cpu(i < count)
     return experts[:count]
 
 
+def layers_on_cpu(model: nn.Module, layers: int | str, context: int = CONTEXT, memory: int | None = None) -> int:
+    """How many layers' experts `keep_experts_on_cpu` would keep; the model may be on meta."""
+    check_cpu_experts(layers)
+    experts = _layers(model)
+    if not experts:
+        raise ValueError(f"{type(model).__name__} has no 4-bit experts to keep on the CPU: call swap_experts first")
+    if layers == "auto":
+        return len(experts) - _fitting(model, experts, context, memory)
+    count = len(experts) if layers == "all" else int(layers)
+    if count > len(experts):
+        raise ValueError(f"cpu_experts={layers}: {type(model).__name__} has {len(experts)} layers of experts")
+    return count
+
+
+def _layers(model: nn.Module) -> list[HFExperts]:
+    """Those with experts, each once."""
+    return list(dict.fromkeys(m for m in model.modules() if isinstance(m, HFExperts)))
+
+
 def describe_placement(model: nn.Module) -> str:
     """Where the experts of `model` are, in a line."""
-    experts = list(dict.fromkeys(m for m in model.modules() if isinstance(m, HFExperts)))
+    experts = _layers(model)
     here = [layer for layer in experts if layer.on_cpu]
     there = [layer for layer in experts if not layer.on_cpu]
     sizes = sum(map(_bytes, here)), sum(map(_bytes, there)), _bytes(model) - sum(map(_bytes, experts))
     on_cpu, others, rest = map(readable_size, sizes)
+    where = "in their files" if any(layer.mapped for layer in here) else "on the CPU"
     return (
-        f"experts of {len(here)} of {len(experts)} layers stay on the CPU ({on_cpu}); those of the others ({others}) "
+        f"experts of {len(here)} of {len(experts)} layers stay {where} ({on_cpu}); those of the others ({others}) "
         f"and all other weights ({rest}) go to the GPU"
     )
 
@@ -90,5 +102,7 @@ def _fitting(model: nn.Module, experts: list[HFExperts], context: int, memory: i
 
 
 def _bytes(module: nn.Module) -> int:
+    """Of its weights, also those that stay in files."""
     tensors = {id(t): t for t in (*module.parameters(), *module.buffers())}  # tied ones once
-    return sum(t.numel() * t.element_size() for t in tensors.values())
+    in_files = sum(m.mapped_bytes for m in module.modules() if isinstance(m, HFExperts))
+    return in_files + sum(t.numel() * t.element_size() for t in tensors.values())

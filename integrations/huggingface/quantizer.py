@@ -32,14 +32,16 @@ from moe_nvfp4.integrations.huggingface.files import (
     check_dense,
     check_reached,
     is_nvfp4,
+    matrices_of,
     mtp_tensors,
     open_files,
     read_layout,
 )
 from moe_nvfp4.integrations.huggingface.linears import FP8Experts, LinearConverter, replace_linears, to_linear
-from moe_nvfp4.integrations.huggingface.offload import describe_placement, keep_experts_on_cpu
+from moe_nvfp4.integrations.huggingface.offload import describe_placement, keep_experts_on_cpu, layers_on_cpu
 from moe_nvfp4.integrations.huggingface.ready import prepare_model
 from moe_nvfp4.linear import NVFP4Linear
+from moe_nvfp4.mapped import Matrix
 from moe_nvfp4.quantize.dialects import DIALECTS
 from moe_nvfp4.quantize.importance import Importance, load_importance
 from moe_nvfp4.quantize.layouts import ExpertLayout, Source
@@ -48,6 +50,7 @@ from moe_nvfp4.quantize.recipes import CALIBRATED_RECIPES
 from moe_nvfp4.weights import check_block_scales, check_global_scale
 
 logger = logging.get_logger(__name__)
+MAPPABLE = (ExpertLayout.ONE_BY_ONE, ExpertLayout.PROJECTION_FIRST, ExpertLayout.FP8, ExpertLayout.DENSE)
 
 
 @dataclass(frozen=True)
@@ -87,6 +90,8 @@ class MoeNvfp4Quantizer(HfQuantizer):
         self.conversions = Conversions({}, (), quantization_config.recipe, self.pre_quantized)
         self.mtp = MtpTensors()
         self._plan: LoadPlan | None = None  # while a model loads
+        # the same: what is to stay in files, the parameters that stand for it, and where it lies
+        self._in_files: dict[HFExperts, tuple[dict[str, Any], dict[str, list[list[Matrix]]]]] = {}
 
     # ------------------------------------------------------------ before loading
     def _process_model_before_weight_loading(
@@ -184,7 +189,38 @@ class MoeNvfp4Quantizer(HfQuantizer):
         if source.checkpoint.tensors:
             names = {f"{m}.{p}" for m, e in self.conversions.experts.items() for p in self._read(e)}
             check_reached(source, model, conversions, names)
+        if self.quantization_config.map_files:
+            self._leave_in_files(conversions)
         return conversions
+
+    def _leave_in_files(self, conversions: list) -> None:
+        """Have transformers pass over the experts that are to stay in their files: the modules get them afterwards."""
+        assert self._plan is not None, "a model is being loaded"
+        config = self.quantization_config
+        model: Any = self._plan.model
+        layouts = {layout.value for layout in self._plan.found.experts.values()} - {way.value for way in MAPPABLE}
+        if not self.pre_quantized or layouts:
+            what = f"{min(layouts)}" if self.pre_quantized else "dense"
+            raise NotImplementedError(
+                f"map_files: the experts of these files are {what}, and the kernels read 4-bit experts one by one, in "
+                "files as moe-nvfp4 quantize SRC DST writes them, from dense ones and from every 4-bit layout"
+            )
+        config.cpu_experts = layers_on_cpu(model, "all" if config.cpu_experts is None else config.cpu_experts)
+        stay = list(dict.fromkeys(m for m in model.modules() if isinstance(m, HFExperts)))[: config.cpu_experts]
+        names = {name: experts for name, experts in self.conversions.experts.items() if experts in stay}
+        if any(isinstance(p, DTensor) for experts in stay for p in experts.parameters()):
+            raise NotImplementedError("map_files: experts that are split over ranks do not stay in their files")
+        wanted = {f"{name}.{key}": key for name, experts in names.items() for key in (experts.up_name, "down_proj")}
+        found = matrices_of(self._plan.source, model, conversions, wanted)
+        ignored = set(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
+        for parameter, matrices in found.items():
+            name, key = parameter.rpartition(".")[0], wanted[parameter]
+            at = [[Matrix(*((t.file, t.start) for t in pair)) for pair in parts] for parts in matrices]
+            kept = {k: names[name]._parameters.pop(k) for k in (key, f"{key}_sf") if k in names[name]._parameters}
+            self._in_files.setdefault(names[name], ({}, {}))[0].update(kept)
+            self._in_files[names[name]][1][key] = at
+            ignored.add(re.escape(parameter.removeprefix(f"{model.base_model_prefix}.")) + "(_sf)?$")
+        model._keys_to_ignore_on_load_unexpected = ignored
 
     def _read(self, experts: HFExperts) -> Iterable[str]:
         """The parameters of `experts` that come from files: 4-bit ones all do, else the scales are made."""
@@ -229,6 +265,10 @@ class MoeNvfp4Quantizer(HfQuantizer):
     # ------------------------------------------------------------ after loading
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         assert self._plan is not None, "a model is being loaded"
+        for experts, (parameters, matrices) in self._in_files.items():
+            experts._parameters.update(parameters)
+            experts.map_files(matrices)
+        self._in_files = {}
         for name, p in model.named_parameters():
             # transformers 5.17 leaves renamed tensors of quantized files in the dtype they are stored in
             if p.dtype in (torch.bfloat16, torch.float16) and p.device.type != "meta":

@@ -112,15 +112,17 @@ def load(args: argparse.Namespace, activations: str | None, tokenizer: bool = Tr
     source = resolve(args.model)
     config = model_config(source)
     kwargs: dict[str, Any] = {}
-    beside = getattr(args, "cpu_experts", None)
+    beside, map_files = getattr(args, "cpu_experts", None), getattr(args, "map_files", False)
+    if map_files and place.type == "cuda" and beside is None:
+        beside = "all"
     if beside is not None and place.type != "cuda":
         raise ValueError(f"--cpu-experts keeps experts beside a GPU, and the model runs on {place}: leave it out")
     if quantization_of(config, args) is None and activations is not None:
         kwargs["quantization_config"] = MoeNvfp4Config(
-            activations=activations, recipe=args.recipe, exclude=args.exclude, cpu_experts=beside
+            activations=activations, recipe=args.recipe, exclude=args.exclude, cpu_experts=beside, map_files=map_files
         )
-    elif beside is not None:
-        kwargs["quantization_config"] = MoeNvfp4Config(cpu_experts=beside)
+    elif beside is not None or map_files:
+        kwargs["quantization_config"] = MoeNvfp4Config(cpu_experts=beside, map_files=map_files)
     empty_model(config, source)  # else transformers ends in a traceback where the config makes no sense
     if place.type != "cpu" and beside is None:  # needs the package accelerate (extra "gpu"), which a CPU can do without
         kwargs["device_map"] = str(place)

@@ -72,6 +72,11 @@ def add_cpu_experts(sub: argparse.ArgumentParser) -> None:
         help="layers whose experts stay on the CPU and are computed there, beside the GPU: a number, all, or auto, as "
         "many as the GPU has no room for",
     )  # fmt: skip
+    sub.add_argument(
+        "--map-files", action="store_true",
+        help="leave the 4-bit experts of the CPU in their files, for models that are larger than the memory: what a "
+        "token needs is read from there",
+    )  # fmt: skip
 
 
 # ---- values --------------------------------------------------------------------------------------

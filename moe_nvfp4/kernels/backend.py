@@ -74,6 +74,7 @@ class Problem(NamedTuple):
     dtype   of x
     fused   whether nothing of the model's runs between the stages (a gate or norm of its own, AWQ's scales)
     host_weights  whether the weights are on the CPU while x is on a GPU
+    mapped  whether they stay in their files (`moe_nvfp4.mapped`)
     """
 
     kind: str
@@ -85,6 +86,7 @@ class Problem(NamedTuple):
     dtype: torch.dtype
     fused: bool = True
     host_weights: bool = False
+    mapped: bool = False
 
 
 class Backend:
@@ -96,6 +98,7 @@ class Backend:
     packages     of PACKAGES, what compiles its kernels, on first use or ahead (see `kernels.calls`)
     layout       its name, if `prepare` brings weights into a layout of its own; None: kernels read the checkpoint's
     host_weights whether it is for `Problem.host_weights`, and for nothing else
+    maps         whether it runs `Problem.mapped` too: weights in the cpu backend's layout
     """
 
     name: ClassVar[str]
@@ -104,6 +107,7 @@ class Backend:
     packages: ClassVar[tuple[str, ...]] = ()
     layout: ClassVar[str | None] = None
     host_weights: ClassVar[bool] = False
+    maps: ClassVar[bool] = False
 
     def unavailable(self, device: Device) -> str | None:
         """Why it does not run on `device`, a clause that follows its name and ends with the way out; None: it does."""

@@ -19,7 +19,7 @@ FOLDERS = ("quantize", "integrations")  # at the top of the checkout, symlinked 
 ORDER = [
     ["_version", "cache", "devices", "progress"],
     ["demo"],
-    ["format", "routing", "scales"],
+    ["format", "mapped", "routing", "scales"],
     ["weights"],
     ["checks"],
     ["reference"],

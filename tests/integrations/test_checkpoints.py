@@ -582,6 +582,10 @@ def test_fused_stacks(family, inputs, tmp_path):
     experts = next(iter(packed(model, HFExperts).values()))
     assert ("down_proj_input_scale" in experts._parameters) == inputs
     check_both_activations(model, dense, load, tmp_path / "again")
+    with pytest.raises(
+        NotImplementedError, match="map_files: the experts of these files are transposed stacks.*SRC DST"
+    ):
+        load(folder, quantization_config=MoeNvfp4Config(map_files=True))
 
 
 @pytest.mark.slow_after(1)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from moe_nvfp4.integrations.huggingface import (
     MoeNvfp4Config,
@@ -12,11 +13,18 @@ from moe_nvfp4.integrations.huggingface import (
 )
 from moe_nvfp4.integrations.huggingface.experts import HFExperts
 from moe_nvfp4.integrations.huggingface.offload import CONTEXT, SCRATCH, cache_bytes
+from moe_nvfp4.integrations.huggingface.quantizer import MoeNvfp4Quantizer
 from moe_nvfp4.kernels.cpu import backend as cpu
 from tests.common import relative_error
-from tests.models import folder, load, logits, mixtral, qwen3_moe
+from tests.models import folder, granite, load, logits, mixtral, nemotron_h, qwen3_moe
 
+needs_library = pytest.mark.skipif(not cpu.available(), reason="no C compiler")
 on_any_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+
+
+def load_with_info(path, **kwargs):
+    model, info = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, output_loading_info=True, **kwargs)
+    return model.eval(), info
 
 
 def on_cpu(model):
@@ -94,13 +102,64 @@ def test_dense_files_load_with_experts_that_stay(tmp_path):
     assert torch.equal(logits(model), logits(load(source, quantization_config=MoeNvfp4Config())))
 
 
+def saved(tmp_path, family, **kwargs):
+    """(folder of 4-bit files, the logits of the model in them)"""
+    config = MoeNvfp4Config(recipe="max", **kwargs)
+    model = load(folder(tmp_path, family), quantization_config=config)
+    model.save_pretrained(tmp_path / "4bit", max_shard_size="40KB")
+    return tmp_path / "4bit", logits(model)
+
+
+@needs_library
+@pytest.mark.parametrize("family", [qwen3_moe, mixtral, granite, nemotron_h])
+@pytest.mark.parametrize("dialect", ["modelopt", "compressed-tensors"])
+def test_experts_stay_in_their_files(tmp_path, monkeypatch, family, dialect):
+    """Nothing reads them while the model loads, and the model says the same."""
+    path, want = saved(tmp_path, family, dialect=dialect)
+    read, ask = [], MoeNvfp4Quantizer.get_new_dtype
+
+    def get_new_dtype(self, converter, param, dtype):
+        read.append(dtype)
+        return ask(self, converter, param, dtype)
+
+    monkeypatch.setattr(MoeNvfp4Quantizer, "get_new_dtype", get_new_dtype)
+    model, info = load_with_info(path, quantization_config=MoeNvfp4Config(map_files=True))
+    assert read and torch.uint8 not in read and not any(info.values()), info
+    assert all(m.mapped and m.on_cpu for m in model.modules() if isinstance(m, HFExperts))
+    assert "layers stay in their files" in describe_placement(model)
+    assert torch.equal(logits(model), want)
+    with pytest.raises(NotImplementedError, match="are saved already"):
+        model.save_pretrained(tmp_path / "again")
+
+
+@needs_library
+def test_experts_of_some_layers_stay_in_their_files(tmp_path):
+    path, want = saved(tmp_path, qwen3_moe)
+    model = load(path, quantization_config=MoeNvfp4Config(cpu_experts=1, map_files=True))
+    mapped = [m.mapped for m in model.modules() if isinstance(m, HFExperts)]
+    assert mapped == on_cpu(model) == [True, False] and torch.equal(logits(model), want)
+    keep_experts_on_cpu(model, 0)
+    model.to("cpu").save_pretrained(tmp_path / "again")  # they are in memory now
+    assert torch.equal(logits(load(tmp_path / "again")), want)
+
+
+def test_what_cannot_stay_in_its_files(tmp_path):
+    source = folder(tmp_path, mixtral)
+    with pytest.raises(NotImplementedError, match="map_files: the experts of these files are dense, and the kernels"):
+        load(source, quantization_config=MoeNvfp4Config(map_files=True))
+    with pytest.raises(ValueError, match="map_files is True or False, got 'all'"):
+        MoeNvfp4Config(map_files="all")
+    with pytest.raises(ValueError, match="give it to from_pretrained, as .*map_files="):
+        checkpoint_config(source, map_files=True)
+
+
 def test_no_experts_no_layers():
     with pytest.raises(ValueError, match="Linear has no 4-bit experts to keep on the CPU"):
         keep_experts_on_cpu(torch.nn.Linear(2, 2), "all")
 
 
 @on_any_gpu
-@pytest.mark.skipif(not cpu.available(), reason="no C compiler")
+@needs_library
 def test_beside_a_gpu_the_model_says_the_same(tmp_path):
     model = swapped(tmp_path, cpu_experts="all")
     want = logits(model)

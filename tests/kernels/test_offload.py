@@ -6,6 +6,7 @@ import sys
 import time
 from contextlib import nullcontext
 from dataclasses import replace
+from os import truncate
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,6 +22,7 @@ from moe_nvfp4.kernels.offload import backend as offload
 from moe_nvfp4.kernels.offload import pages, upload
 from moe_nvfp4.weights import Gate
 from tests.common import THRESHOLDS, random_layer, relative_error
+from tests.kernels.test_mapped import in_files
 
 needs_library = pytest.mark.skipif(not cpu.available(), reason="no C compiler")
 on_any_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
@@ -262,6 +264,25 @@ def test_what_fails_is_nan_and_the_next_call_says_why(driver):
     with pytest.raises(ValueError, match="in an earlier call, whose result is NaN: expert ids must lie in"):
         offload.experts(x, ids, p, w)
     offload.check()
+
+
+@needs_library
+def test_weights_that_stay_in_files(driver, monkeypatch, tmp_path):
+    """Any number of tokens runs on the CPU; without the file it is NaN."""
+    layer = random_layer(**SIZES)
+    mapped, (file, _) = in_files(layer, tmp_path)
+    monkeypatch.setattr(offload, "UPLOAD", 1)
+    batches = [inputs(T, T) for T in (1, 70)]
+    results = [offload.experts(*batch, mapped.weights) for batch in batches]
+    driver.synchronize()
+    for batch, y in zip(batches, results, strict=True):
+        assert torch.equal(y, cpu.experts(*batch, layer.weights))
+    truncate(file, 0)
+    y = offload.experts(*batches[1], mapped.weights)
+    driver.synchronize()
+    assert y.isnan().all()
+    with pytest.raises(OSError, match=f"in an earlier call, whose result is NaN: {file} became shorter"):
+        offload.check()
 
 
 def test_a_driver_that_refuses_is_an_error(monkeypatch):

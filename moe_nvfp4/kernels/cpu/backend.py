@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 
 from moe_nvfp4 import format as nvfp4
+from moe_nvfp4 import mapped
 from moe_nvfp4.cache import is_whole, keep, own_folder
 from moe_nvfp4.kernels.common.tensors import floating
 from moe_nvfp4.kernels.cpu.sources import FLAGS, FOLDER, SOURCES, checksum
@@ -65,7 +66,7 @@ class _Gemm(ctypes.Structure):
     _fields_ = (
         _fields(
             "x x_sf x_scale index offsets target codes sf first_scale rest_scale bias out",
-            "x_type x_rows x_width R E N K split bias_type out_type paired width gate",
+            "x_type x_rows x_width R E N K split bias_type out_type paired width gate parts",
         )
         + [(n, ctypes.c_float) for n in ("alpha", "limit", "up_offset")]
         + [("clamp_after", ctypes.c_int32)]
@@ -111,9 +112,13 @@ class _Program:
         """False if the first stage is a grouping that met an illegal id."""
         run, code = _library(self.path).run, b"".join(self.code)
         failed = run(code, len(self.code), PATHS.index(self.path), torch.get_num_threads(), _parallel())
-        if failed in (-1, -3):
-            raise _FAILURES[failed]
+        if failed not in (0, -2):
+            raise _failure(failed)
         return not failed
+
+
+def _failure(code: int) -> Exception:
+    return OSError(mapped.loss()) if code == -4 else _FAILURES[code]
 
 
 _FAILURES = {  # what cpu.c's run returns
@@ -232,10 +237,10 @@ def _close_mailboxes(library: ctypes.CDLL, process: int) -> None:
 
 
 def raise_failure() -> None:
-    """ValueError or MemoryError if a `Call` has failed since this was asked last."""
+    """ValueError, MemoryError or OSError if a `Call` has failed since this was asked last."""
     for library in _called.values():
         if failed := library.failure():
-            raise _FAILURES[failed]
+            raise _failure(failed)
 
 
 def quantize_rows(x: Tensor, index: Tensor | None, scale: Tensor | None, groups: Groups) -> Rows:
@@ -293,12 +298,13 @@ def _gemm1(program: _Program, rows: Rows, weights: ExpertWeights, groups: Groups
     w, gate = weights, weights.gate
     paired = gate.kind in ("silu", "gelu_tanh")
     static = w.activations == "nvfp4" and w.h_scale is not None and gate.kind != "raw"
-    width = w.intermediate_size if paired else w.w13.shape[1]
+    width = w.intermediate_size * (2 if gate.gated and not paired else 1)
     h = program.empty(groups.num_rows, width, dtype=torch.float32 if static else dtype, device="cpu")
     split = 0 if w.gate_scale is None else w.intermediate_size
     tensors = [w.w13, w.w13_sf, w.gate_scale if split else w.up_scale, w.up_scale, w.b13, h]
     numbers = (_GATES.index(gate.kind), gate.alpha, gate.limit, gate.up_offset, gate.clamp_after)
-    _gemm(program, rows, groups, None, tensors, split, paired, *numbers)
+    sizes = (*_sizes(w, w.w13, w.intermediate_size * (2 if gate.gated else 1), w.hidden_size), split)
+    _gemm(program, rows, groups, None, tensors, sizes, paired, *numbers)
     return _quantize(program, h, None, w.h_scale, groups) if static else Rows(h)
 
 
@@ -314,10 +320,18 @@ def _gemm2(
     (T, top_k), H = top_k_weights.shape, w.hidden_size
     slots = program.empty(T * top_k, H, dtype=torch.float32, device="cpu")
     tensors = [w.w2, w.w2_sf, w.w2_scale, w.w2_scale, w.b2, slots]
-    _gemm(program, h, groups, groups.order, tensors, 0, False, 0, 1.0, 0.0, 0.0, 0)
+    sizes = (*_sizes(w, w.w2, H, w.intermediate_size), 0)
+    _gemm(program, h, groups, groups.order, tensors, sizes, False, 0, 1.0, 0.0, 0.0, 0)
     top_k_weights, y = floating(top_k_weights), torch.empty(T, H, dtype=dtype, device="cpu") if y is None else y
     program.add(_Combine, [slots, top_k_weights, y], T, top_k, H, _TYPES[top_k_weights.dtype], _TYPES[dtype])
     return y
+
+
+def _sizes(w: ExpertWeights, codes: Tensor, N: int, K: int) -> tuple[int, int, int]:
+    """Of a projection: N, K in whole blocks of 16, and into how many parts its rows are taken (`parts` in cpu.c)."""
+    if w.layout is None:
+        return codes.shape[1], codes.shape[2] * 2, 0
+    return N, -(-K // 16) * 16, codes.shape[1]
 
 
 def _gemm(
@@ -326,10 +340,12 @@ def _gemm(
     groups: Groups,
     target: Tensor | None,
     tensors: list,
-    split: int,
+    sizes: tuple[int, int, int, int],
     paired: bool,
     *gate: float,
 ) -> None:
+    """sizes: those of `_sizes`, and the number of gate rows."""
+    N, K, parts, split = sizes
     codes, sf, first, rest, bias, out = tensors
     x = rows.values if rows.is_nvfp4 else floating(rows.values)
     if program.path in ("avx512bf16", "amx") and x.dtype not in (torch.bfloat16, torch.uint8):
@@ -337,10 +353,11 @@ def _gemm(
     tensors = [x, rows.sf, rows.scale, rows.index, groups.offsets, target, codes, sf, first, rest, bias, out]
     numbers = (
         *((_NVFP4, x.shape[0], x.shape[1] * 2) if rows.is_nvfp4 else (_TYPES[x.dtype], *x.shape)),
-        *(groups.num_rows, groups.num_experts, codes.shape[1], codes.shape[2] * 2, split),
+        *(groups.num_rows, groups.num_experts, N, K, split),
         *(0 if bias is None else _TYPES[bias.dtype], _TYPES[out.dtype], paired, out.shape[1]),
     )
-    program.add(_Gemm, tensors, *numbers, *gate)
+    kind, *rest = gate
+    program.add(_Gemm, tensors, *numbers, kind, parts, *rest)
 
 
 # ---- the library ---------------------------------------------------------------------------------

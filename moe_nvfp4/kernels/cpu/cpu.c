@@ -117,7 +117,7 @@ typedef struct {
     const int32_t *index;   /* row r is x[index[r]]; or NULL */
     const int32_t *offsets; /* [E + 1] */
     const int32_t *target;  /* row r goes to out[target[r]]; or NULL */
-    const uint8_t *codes, *sf;              /* [E, N, K/2], [E, N, K/16] */
+    const uint8_t *codes, *sf;              /* [E, N, K/2], [E, N, K/16]; or see `parts` */
     const float *first_scale, *rest_scale;  /* [E]: global scales of weight rows < split, and of the rest */
     const void *bias;       /* [E, N] or NULL */
     void *out;              /* [R, width] */
@@ -125,6 +125,8 @@ typedef struct {
     int64_t paired;         /* weight rows n and n + split make one output (gate and up) */
     int64_t width;          /* of out: N, or N / 2 where paired */
     int64_t gate;
+    int64_t parts;          /* 0; or codes is [E, parts, 2], where the codes and the block scales of the halves (2) of an
+                               expert's rows lie, or of all (1), in memory that files are mapped to; sf is NULL then */
     float alpha, limit, up_offset;
     int32_t clamp_after;
     /* filled in by plan_gemm() */
@@ -133,6 +135,7 @@ typedef struct {
     int32_t *hit;           /* experts with tokens */
     int64_t *padded;        /* NVFP4: where an expert's rows begin among the padded ones */
     int64_t tile, tiles, K_steps, stride, few;
+    _Atomic int64_t *lost;  /* mapped: becomes 1 where memory has no file behind it any more */
     char *work;             /* scratch, work_bytes for each thread */
     int64_t work_bytes;
 } Gemm;
@@ -167,7 +170,7 @@ typedef struct {
 /* The bytes that cpu.py fills of each, in the order of the stages. It has the same structs, and compares. */
 _Static_assert(sizeof(void *) == 8, "pointers and integers travel as 8-byte words");
 _Static_assert(sizeof(Group) == 7 * 8 && sizeof(Combine) == 8 * 8, "no padding");
-_Static_assert(offsetof(Quantize, work) == 13 * 8 && offsetof(Gemm, rows) == 27 * 8, "no padding");
+_Static_assert(offsetof(Quantize, work) == 13 * 8 && offsetof(Gemm, rows) == 28 * 8, "no padding");
 void stage_bytes(int64_t *bytes) {
     bytes[GROUP] = sizeof(Group), bytes[QUANTIZE] = offsetof(Quantize, work);
     bytes[GEMM] = offsetof(Gemm, rows), bytes[COMBINE] = sizeof(Combine);
@@ -211,19 +214,39 @@ typedef struct {
 enum { PART = 512 };
 INLINE int64_t parts_of(const Combine *c) { return (c->H + PART - 1) / PART; }
 
-/* The first weight row of a GEMM's item. */
-INLINE int64_t row_of(const Gemm *g, int64_t item) { return g->hit[item / g->tiles] * g->N + item % g->tiles * g->tile; }
+/* Where a weight row's codes and block scales lie, and where the memory that these are in ends. */
+typedef struct { const uint8_t *codes, *sf, *end; } Row;
 
-/* The K-th part from k on, k_part of it, of the tile from `row` on, straight through its memory: taken as `block`
+/* Row n of expert e. */
+INLINE Row row_at(const Gemm *g, int64_t e, int64_t n) {
+    const uint8_t *codes = g->codes, *sf = g->sf;
+    int64_t row = e * g->N + n, rows = g->E * g->N;
+    if (g->parts) {
+        int64_t part = (rows = g->parts == 2 ? g->N / 2 : g->N) <= n;
+        const uint8_t *const *at = (const uint8_t *const *)(const void *)g->codes + 2 * (e * g->parts + part);
+        codes = at[0], sf = at[1], row = n - part * rows;
+    }
+    return (Row){codes + row * g->K / 2, sf + row * g->K / 16, sf + rows * g->K / 16};
+}
+
+/* The first row of a GEMM's item, of outputs, or of gates (half 0) or ups (half 1). */
+INLINE Row item_at(const Gemm *g, int64_t item, int half) {
+    return row_at(g, g->hit[item / g->tiles], item % g->tiles * g->tile + half * g->split);
+}
+
+/* The K-th part from k on, k_part of it, of an item's tile, straight through its memory: taken as `block`
    takes it, 128 bytes here and there, it would come far too slowly. */
-INLINE void prefetch_tile(const Gemm *g, int64_t row, int64_t k, int64_t part) {
-    for (int half = 0; half <= g->paired; half++, row += g->split) {
+INLINE void prefetch_tile(const Gemm *g, int64_t item, int64_t k, int64_t part) {
+    for (int half = 0; half <= g->paired; half++) {
+        Row row = item_at(g, item, half);
         int64_t code_bytes = g->tile * part / 2, sf_bytes = g->tile * part / 16;
-        const uint8_t *codes = g->codes + row * g->K / 2 + g->tile * k / 2, *sf = g->sf + row * g->K / 16 + g->tile * k / 16;
+        const uint8_t *codes = row.codes + g->tile * k / 2, *sf = row.sf + g->tile * k / 16;
         for (int64_t i = 0; i < code_bytes; i += 64) __builtin_prefetch(codes + i);
         for (int64_t i = 0; i < sf_bytes; i += 64) __builtin_prefetch(sf + i);
     }
 }
+
+#include "cpu_mapped.h"
 
 /* ---- the paths ----
    NR x NT    weight rows by tokens of dot_codes, as many sums as the registers hold
@@ -650,7 +673,7 @@ static int64_t measure_quantize(Quantize *q) {
 }
 
 /* The phases of a GEMM. Unrouted rows become zeros. */
-static void add_gemm(Job *job, Gemm *g, const Path *p, char *memory, int64_t threads) {
+static void add_gemm(Job *job, Gemm *g, const Path *p, char *memory, int64_t threads, _Atomic int64_t *lost) {
     int64_t E = g->E, hits = 0, row_bytes = g->width * (g->out_type == FP32 ? 4 : 2);
     for (int64_t r = g->offsets[E]; r < g->R; r++)
         memset((char *)g->out + (g->target ? g->target[r] : r) * row_bytes, 0, row_bytes);
@@ -659,24 +682,27 @@ static void add_gemm(Job *job, Gemm *g, const Path *p, char *memory, int64_t thr
     g->padded = (int64_t *)((char *)g->leads + leads_bytes(g, p));
     g->hit = (int32_t *)(g->padded + E);
     padded_starts(g->offsets, E, g->padded);
-    g->few = p->few;
+    g->few = p->few, g->lost = lost;
     int64_t many = 0;
     for (int64_t e = 0; e < E; e++) {
         int64_t tokens = g->offsets[e + 1] - g->offsets[e];
         if (tokens) g->hit[hits++] = (int32_t)e;
         if (tokens > g->few) many += tokens;
     }
+    if (g->parts) add_phase(job, ask_for, g, hits * g->parts * 2, hits * g->N * g->K, threads);
     add_phase(job, p->arrange, g, g->x_rows, g->x_rows * g->K, threads);
     if (p->weave && many) add_phase(job, p->weave, g, hits * whole(g->K_steps, K_BLOCK) / K_BLOCK, many * g->K, threads);
     add_phase(job, p->item, g, hits * g->tiles, hits * g->N * g->K, threads);
 }
 
 /* Runs the stages of a program: for each its kind, the words of its struct and the struct. The threads pass through
-   all of it together. Returns 0; -1 without memory; -2 if a Group finds an id that is none; -3 if groups don't fit. */
+   all of it together. Returns 0; -1 without memory; -2 if a Group finds an id that is none; -3 if groups don't fit; -4 if
+   mapped weights are not in their file any more. */
 int64_t run(const int64_t *program, int64_t count, int64_t path, int64_t threads, Parallel *parallel) {
     struct { int64_t kind, bytes; union { Group group; Quantize quantize; Gemm gemm; Combine combine; }; }
         stages[MAX_STAGES], *end = stages + count, *s;
     const Path *p = PATHS[path];
+    _Atomic int64_t lost = 0;
     Job job;
     job.count = 0, job.threads = 1;
     atomic_init(&job.joined, 0);
@@ -712,11 +738,11 @@ int64_t run(const int64_t *program, int64_t count, int64_t path, int64_t threads
                 break;
             }
             s->gemm.work = (char *)(memory + 1), s->gemm.work_bytes = work;
-            add_gemm(&job, &s->gemm, p, at, threads);
+            add_gemm(&job, &s->gemm, p, at, threads, &lost);
         }
     if (!failed) run_job(&job, threads, parallel);
     give_back(memory);
-    return failed;
+    return lost ? -4 : failed;
 }
 
 #include "cpu_calls.h"

@@ -82,16 +82,16 @@ static TARGET void NAME(many_tokens)(int nt, const Element *w, const Element *co
 }
 
 /* The scales of a weight row as fp32, then zeros up to a multiple of 16. */
-INLINE TARGET void NAME(row_scales)(const Gemm *g, int64_t row, float *out) {
+INLINE TARGET void NAME(row_scales)(const Gemm *g, const Row *row, float *out) {
     int64_t n = g->K / 16, i = 0;
-    const uint8_t *sf = g->sf + row * n;
+    const uint8_t *sf = row->sf;
     for (; i + 16 <= n; i += 16) {
         __builtin_prefetch(sf + 2 * NR * n + i);
         NAME(block_scales)(sf + i, out + i);
     }
     if (i == n) return;
     if (n > 16) NAME(block_scales)(sf + n - 16, out + n - 16); /* some of them again */
-    else if (row + 16 < g->E * g->N) NAME(block_scales)(sf, out); /* and some of the next rows' */
+    else if (row->end - sf >= 16) NAME(block_scales)(sf, out); /* and some of the next rows' */
     else {
         uint8_t tail[16] = {0};
         memcpy(tail, sf, n);
@@ -108,23 +108,25 @@ typedef struct {
     uint8_t spare[LANES * K_BLOCK / 2], sf[16 * LANES]; /* sf: block by block */
 } NAME(Rows);
 
-INLINE TARGET void NAME(find)(const Gemm *g, const int64_t *row, int64_t k, int64_t n, NAME(Rows) *to) {
-    int64_t K16 = g->K / 16, N = g->E * g->N, have = MIN(n, g->K - k), sf_stride = K16;
-    const uint8_t *sf = g->sf + row[0] * K16 + k / 16;
+INLINE TARGET void NAME(find)(const Gemm *g, const Row *row, int64_t k, int64_t n, NAME(Rows) *to) {
+    int64_t K16 = g->K / 16, have = MIN(n, g->K - k), sf_stride = K16;
+    const uint8_t *sf = row[0].sf + k / 16;
+    const Row *last = row + LANES - 1;
     uint8_t spare[LANES * 16];
-    to->codes = g->codes + (row[0] * g->K + k) / 2, to->stride = g->K / 2;
+    to->codes = row[0].codes + k / 2, to->stride = g->K / 2;
     for (int64_t r = 0; r < LANES; r++)
         for (int64_t i = K_BLOCK / 2; i < K_BLOCK; i += 64) __builtin_prefetch(to->codes + r * to->stride + i);
-    int follow = row[LANES - 1] == row[0] + LANES - 1; /* as rows do, or the last one of a tile is repeated */
+    /* as rows do, or the last one of a tile is repeated, or they are in two parts of a matrix */
+    int follow = last->sf - row->sf == (LANES - 1) * K16 && last->codes - row->codes == (LANES - 1) * g->K / 2;
     if (!follow || have < n) {
         memset(to->spare, 0, sizeof to->spare);
         for (int64_t r = 0; r < LANES; r++)
-            memcpy(to->spare + r * K_BLOCK / 2, g->codes + (row[r] * g->K + k) / 2, have / 2);
+            memcpy(to->spare + r * K_BLOCK / 2, row[r].codes + k / 2, have / 2);
         to->codes = to->spare, to->stride = K_BLOCK / 2;
     }
-    if (!follow || have < n || row[LANES - 1] * K16 + k / 16 + 16 > N * K16) { /* 16 would be too many */
+    if (!follow || have < n || last->end - last->sf < k / 16 + 16) { /* 16 would be too many */
         memset(spare, 0, sizeof spare);
-        for (int64_t r = 0; r < LANES; r++) memcpy(spare + r * 16, g->sf + row[r] * K16 + k / 16, have / 16);
+        for (int64_t r = 0; r < LANES; r++) memcpy(spare + r * 16, row[r].sf + k / 16, have / 16);
         sf = spare, sf_stride = 16;
     }
     for (int64_t i = 0; i < 16; i += LANES) NAME(transpose)(sf + i, sf_stride, to->sf + i * LANES);
@@ -258,7 +260,7 @@ static TARGET void NAME(weave_item)(const void *problem, int64_t i, int64_t next
 #define WEAVE NULL
 
 /* TILE weight rows, from element k on, n of them, dequantized: out[NP rows together][32 bits of K][row] */
-static TARGET void NAME(block)(const Gemm *g, const int64_t *row, int64_t rows, int64_t k, int64_t n, Element *out) {
+static TARGET void NAME(block)(const Gemm *g, const Row *row, int64_t rows, int64_t k, int64_t n, Element *out) {
     for (int64_t j = 0; j < rows; j += LANES) {
         NAME(Rows) from;
         float scale[16 * LANES];
@@ -279,7 +281,7 @@ static TARGET void NAME(block)(const Gemm *g, const int64_t *row, int64_t rows, 
 #endif
 
 /* The tile's rows of weights, their global scales and biases. */
-typedef struct { int64_t e, n0, n, columns, row[TILE]; float scale[TILE], bias[TILE]; } NAME(Tile);
+typedef struct { int64_t n0, n; Row row[TILE]; float scale[TILE], bias[TILE]; } NAME(Tile);
 
 /* Scales, bias and gate of row r of the result, v [columns], which goes out. */
 static TARGET void NAME(finish)(const Gemm *g, const NAME(Tile) *tile, int64_t r, float *restrict v) {
@@ -317,15 +319,16 @@ static TARGET void NAME(finish)(const Gemm *g, const NAME(Tile) *tile, int64_t r
 /* One tile of one expert's weight rows by all its tokens. */
 static TARGET void NAME(item)(const void *problem, int64_t i, int64_t next, int thread) {
     const Gemm *g = problem;
+    if (g->parts && !brought(g, i)) return;
     NAME(Tile) tile;
     int64_t e = g->hit[i / g->tiles], n0 = i % g->tiles * g->tile, n = MIN(g->tile, g->width - n0);
     int64_t first = g->offsets[e], tokens = g->offsets[e + 1] - first;
     tile.n0 = n0, tile.n = n;
     for (int64_t j = 0; j < TILE; j++) { /* [outputs], or [gate, up]; the last of them again where the tile is not full */
         int64_t row = j < g->tile ? n0 + MIN(j, n - 1) : n0 + MIN(j - g->tile, n - 1) + g->split;
-        tile.row[j] = e * g->N + row;
+        tile.row[j] = row_at(g, e, row);
         tile.scale[j] = row < g->split ? g->first_scale[e] : g->rest_scale[e];
-        tile.bias[j] = g->bias ? load(g->bias, (int)g->bias_type, tile.row[j]) : 0;
+        tile.bias[j] = g->bias ? load(g->bias, (int)g->bias_type, e * g->N + row) : 0;
     }
     const Element *x[NX > NT ? NX : NT];
 #define TOKENS(n) for (int64_t t = 0; t < (n); t++) { \
@@ -343,8 +346,8 @@ static TARGET void NAME(item)(const void *problem, int64_t i, int64_t next, int 
                 const uint8_t *codes[NR];
                 const float *sf[NR];
                 for (int r = 0; r < NR; r++) {
-                    NAME(row_scales)(g, tile.row[j + r], scales + r * K16);
-                    sf[r] = scales + r * K16, codes[r] = g->codes + tile.row[j + r] * g->K / 2;
+                    NAME(row_scales)(g, tile.row + j + r, scales + r * K16);
+                    sf[r] = scales + r * K16, codes[r] = tile.row[j + r].codes;
                 }
                 NAME(few_tokens)((int)nt, codes, sf, g->K, x, out + j);
             }
@@ -352,6 +355,9 @@ static TARGET void NAME(item)(const void *problem, int64_t i, int64_t next, int 
         }
         return;
     }
+#ifdef WOVEN
+    const Row ahead[2] = {item_at(g, next, 0), item_at(g, next, (int)g->paired)}; /* of the next tile */
+#endif
     Element *w = (Element *)(g->work + thread * g->work_bytes);
     float *sums = (float *)(w + TILE * K_BLOCK);
     int64_t panel = NP * LANES, rows = !g->paired && n < TILE ? (n + panel - 1) / panel * panel : TILE;
@@ -375,14 +381,15 @@ static TARGET void NAME(item)(const void *problem, int64_t i, int64_t next, int 
             for (int64_t j = 0; j < rows; j += LANES) {
                 NAME(Rows) from;
                 Staged staged;
-                int64_t then = (tile.row[j] + row_of(g, next) - row_of(g, i)) * g->K + LANES * k;
+                int64_t half = g->paired && j >= g->tile, in_tile = (j - half * g->tile) * g->K + LANES * k;
+                const Row then = ahead[half];
                 NAME(find)(g, tile.row + j, k, columns, &from);
                 NAME(stage)(from.codes, from.stride, from.sf, columns, &staged);
 #ifdef TILES
-                NAME(unpack)(&staged, columns, (M *)(w + j * K_BLOCK), g->codes + then / 2, g->sf + then / 16);
+                NAME(unpack)(&staged, columns, (M *)(w + j * K_BLOCK), then.codes + in_tile / 2, then.sf + in_tile / 16);
 #else
                 NAME(lead)((int)lead, &staged, columns, woven + k * lead, k == 0, sums + j,
-                           rest ? (M *)w + j / LANES : NULL, g->codes + then / 2, g->sf + then / 16);
+                           rest ? (M *)w + j / LANES : NULL, then.codes + in_tile / 2, then.sf + in_tile / 16);
 #endif
             }
 #ifdef TILES
@@ -393,7 +400,7 @@ static TARGET void NAME(item)(const void *problem, int64_t i, int64_t next, int 
 #endif
             for (int64_t i = 0; i < groups; i++) {
                 int64_t t0 = begin + lead + rest * i / groups, nt = begin + lead + rest * (i + 1) / groups - t0;
-                if (!lead && begin == 0) prefetch_tile(g, row_of(g, next), k + columns * i / groups, columns / groups);
+                if (!lead && begin == 0) prefetch_tile(g, next, k + columns * i / groups, columns / groups);
                 TOKENS(nt)
                 for (int64_t t = 0; t < nt; t++) x[t] += k;
                 for (int64_t j = 0; j < rows; j += panel)

@@ -6,7 +6,7 @@ import hashlib
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
-SOURCES = ("cpu.c", "cpu_path.h", "cpu_amx.h", "cpu_threads.h", "cpu_calls.h", "cpu_detect.c")
+SOURCES = ("cpu.c", "cpu_path.h", "cpu_amx.h", "cpu_threads.h", "cpu_calls.h", "cpu_mapped.h", "cpu_detect.c")
 FLAGS = ("-std=gnu11", "-O3", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared", "-pthread")
 
 

@@ -11,7 +11,7 @@ from moe_nvfp4.kernels.backend import Backend, Device, Problem
 
 class Offload(Backend):
     name = "offload"
-    host_weights = True
+    host_weights = maps = True
 
     def unavailable(self, device: Device) -> str | None:
         if device.capability is None:

@@ -14,8 +14,8 @@ GB/s), and the portable backend multiplies them, while the next ones are copied 
 Memory. Calls of one stream follow each other, so they share pinned buffers and scratch (`_Workspace`). So do those that
 are captured into one graph; the graph keeps them (CUDA's user objects), because it may run at any time.
 
-Errors. A call that fails on the CPU (no memory, ids that are none) gives NaN, in a graph too; the next call of any
-layer raises, as does `check`.
+Errors. A call that fails on the CPU (no memory, ids that are none, a file that is gone) gives NaN, in a graph too; the
+next call of any layer raises, as does `check`.
 
 Everything goes through the driver's library, which is there wherever a GPU is, and has the same functions in CUDA 12
 and 13. Results are those of the CPU backend, bit for bit, or of the portable one.
@@ -77,7 +77,7 @@ def experts(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: Expe
 
 def _better_on_gpu(x: Tensor, ids: Tensor, w: ExpertWeights) -> bool:
     """Whether so many tokens are quicker with a copy of the weights on the GPU, which has kernels for them."""
-    if ids.numel() < UPLOAD * w.num_experts:
+    if ids.numel() < UPLOAD * w.num_experts or w.layout is not None:  # those in files stay there
         return False
     device, sizes = Device.of(x.device), (w.num_experts, w.hidden_size, w.intermediate_size)
     problem = Problem("experts", *sizes, w.gate.kind, w.activations, x.dtype, True, False)
@@ -102,7 +102,7 @@ def check() -> None:
     """Raise what a call failed with that ran since this was called last. It waits for nothing: synchronize first."""
     try:
         cpu.raise_failure()
-    except (ValueError, MemoryError) as error:
+    except (ValueError, MemoryError, OSError) as error:
         raise type(error)(f"experts on the CPU, in an earlier call, whose result is NaN: {error}") from None
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_nvfp4.kernels.offload.pages import pin
+from moe_nvfp4.kernels.offload.pages import HUGE, pin
 from moe_nvfp4.weights import ExpertWeights
 
 PIECE = 1 << 30  # the most bytes of a buffer, unless one expert takes more
@@ -74,7 +74,8 @@ class _Buffers:
                 tensors.items(), memory.split([*sizes, memory.numel() - sum(sizes)]), strict=False
             ):
                 found[name] = place[: t.nbytes].view(t.dtype).view(t.shape)
-                found[name].copy_(t, non_blocking=True)
+                # From memory that is not pinned a copy makes the host wait for all that the stream has before it.
+                found[name].copy_(t if t.nbytes >= HUGE else t.pin_memory(), non_blocking=True)
         current.wait_stream(self.stream)
         return found
 

@@ -1,0 +1,50 @@
+/* Weights that stay in their files (cpu.c includes this file): the memory that the loops read is the page cache.
+
+   Before a GEMM the system is asked for all that the router chose, so that a disk has many reads to do at once. Then
+   each item has its own rows brought, which waits for them. On Linux 5.14 and newer that says so where the file does
+   not reach that far any more, or cannot be read; a plain load of such memory would be a SIGBUS. */
+
+#include <errno.h>
+#include <sys/mman.h>
+
+#if defined(__linux__) && !defined(MADV_POPULATE_READ)
+#define MADV_POPULATE_READ 22 /* headers may be older than the system */
+#endif
+
+enum { ASKED = 128 << 10 }; /* bytes: of more in one call the system may pass over the rest */
+
+INLINE int advise(const uint8_t *from, int64_t bytes, int advice) {
+    uintptr_t in_page = (uintptr_t)from & 4095;
+    return madvise((void *)((uintptr_t)from - in_page), (size_t)bytes + in_page, advice);
+}
+
+/* Item i: codes or block scales of a part of an expert's rows. */
+static void ask_for(const void *problem, int64_t i, int64_t next, int thread) {
+    (void)next, (void)thread;
+    const Gemm *g = problem;
+    int64_t of_expert = 2 * g->parts, bytes = g->N / g->parts * g->K / (i % 2 ? 16 : 2);
+    const uint8_t *at = ((const uint8_t *const *)(const void *)g->codes)[g->hit[i / of_expert] * of_expert + i % of_expert];
+    for (int64_t done = 0; done < bytes; done += ASKED) advise(at + done, MIN(ASKED, bytes - done), MADV_WILLNEED);
+}
+
+/* Rows first to end of expert e, all of one part. */
+static int bring(const Gemm *g, int64_t e, int64_t first, int64_t end) {
+    if (first >= end) return 1;
+#ifdef MADV_POPULATE_READ
+    Row row = row_at(g, e, first);
+    int64_t n = (end - first) * g->K;
+    if (advise(row.codes, n / 2, MADV_POPULATE_READ) || advise(row.sf, n / 16, MADV_POPULATE_READ))
+        return errno != EFAULT && errno != EHWPOISON; /* others: this system does not know how */
+#endif
+    return 1;
+}
+
+/* Whether the weights of a GEMM's item can be read. */
+static int brought(const Gemm *g, int64_t item) {
+    int64_t e = g->hit[item / g->tiles], n0 = item % g->tiles * g->tile, n = MIN(g->tile, g->width - n0);
+    int64_t middle = g->parts == 2 ? g->N / 2 : g->N, there = !atomic_load(g->lost);
+    for (int half = 0; there && half <= g->paired; half++, n0 += g->split)
+        there = bring(g, e, n0, MIN(n0 + n, middle)) && bring(g, e, n0 > middle ? n0 : middle, n0 + n);
+    if (!there) atomic_store(g->lost, 1);
+    return (int)there;
+}

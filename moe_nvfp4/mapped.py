@@ -1,0 +1,129 @@
+"""Experts whose weights stay in their files, for models that are larger than the memory.
+
+In the place of a projection's codes and block scales there is a table, uint8 [E, parts, 2, 8]: for each expert the
+addresses of its codes and of its block scales, in memory that the files are mapped to; parts is 2 where gate and up
+are matrices of their own. That is the cpu backend's `Layout`. The kernels read the files' bytes as they are: the system
+brings them when the kernels ask (kernels/cpu/cpu_mapped.h), keeps them as long as it has room, and shares them between
+processes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, NoReturn, Self
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+
+class Matrix(NamedTuple):
+    """Codes [N, K/2] and block scales [N, K/16] in a file each: where their bytes begin there."""
+
+    codes: tuple[Path, int]
+    sf: tuple[Path, int]
+
+
+class MappedFile:
+    """A file in the memory of this process; its pages are the system's, read when they are needed."""
+
+    def __init__(self, path: Path):
+        with open(path, "rb") as f:
+            self.path, self.size = path, os.fstat(f.fileno()).st_size
+            self.pages = mmap.mmap(f.fileno(), self.size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="The given buffer is not writable")  # nor does anybody write
+            self.address = torch.frombuffer(self.pages, dtype=torch.uint8).data_ptr()
+
+    def at(self, start: int, size: int) -> int:
+        if start < 0 or start + size > self.size:
+            raise ValueError(f"{self.path} has {self.size} bytes, and {start + size} are to be read: download it again")
+        return self.address + start
+
+    @property
+    def whole(self) -> bool:
+        return self.path.is_file() and self.path.stat().st_size >= self.size
+
+    def __deepcopy__(self, memo: dict) -> Self:
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"weights that stay in their files ({self.path}) do not go into another process: load the model there, or "
+            "load it here without map_files"
+        )
+
+
+_files: WeakValueDictionary[Path, MappedFile] = WeakValueDictionary()
+
+
+def _open(path: Path) -> MappedFile:
+    path = path.resolve()
+    if path not in _files or not _files[path].whole:
+        file = MappedFile(path)
+        _files[path] = file
+        return file
+    return _files[path]
+
+
+@dataclass(frozen=True)
+class MappedProjection:
+    """What `read` and `Backend.restore` must know of a table: the matrices' sizes, and the files that hold them."""
+
+    rows: int
+    columns: int
+    files: tuple[MappedFile, ...]
+
+
+def table(experts: Sequence[Sequence[Matrix]], rows: int, columns: int) -> tuple[Tensor, MappedProjection]:
+    """uint8 [E, parts, 2, 8] of where the parts of each expert lie; rows, columns: N and K (in whole blocks of 16).
+
+    ValueError for a file that is shorter than that.
+    """
+    files: dict[Path, MappedFile] = {}
+    addresses = []
+    count = rows // len(experts[0]) * columns
+    for parts in experts:
+        for matrix in parts:
+            for (path, start), size in zip(matrix, (count // 2, count // 16), strict=True):
+                if path not in files:
+                    files[path] = _open(path)
+                addresses.append(files[path].at(start, size))
+    found = torch.tensor(addresses, dtype=torch.int64, device="cpu").view(len(experts), -1, 2, 1)
+    return found.view(torch.uint8), MappedProjection(rows, columns, tuple(files.values()))
+
+
+def read(addresses: Tensor, rows: int, columns: int) -> tuple[Tensor, Tensor]:
+    """Copies of the codes [E, N, K/2] and block scales [E, N, K/16] that a table says.
+
+    OSError where a file does not have them any more.
+    """
+    if any(not file.whole for file in _files.values()):
+        raise OSError(loss())
+    E, parts = addresses.shape[:2]
+    found = (
+        torch.empty(E, rows, columns // 2, dtype=torch.uint8),
+        torch.empty(E, rows, columns // 16, dtype=torch.uint8),
+    )
+    for e, of_parts in enumerate(addresses.view(torch.int64).view(E, parts, 2).tolist()):
+        for part, where in enumerate(of_parts):
+            for to, address in zip(found, where, strict=True):
+                to = to[e].chunk(parts)[part]
+                ctypes.memmove(to.data_ptr(), address, to.nbytes)
+    return found
+
+
+def loss() -> str:
+    """What to say where mapped memory has no file behind it."""
+    shorter = sorted(str(file.path) for file in _files.values() if not file.whole)
+    which = ", ".join(shorter) or "one of the files"
+    return (
+        f"{which} became shorter, was deleted or cannot be read since experts were left there (map_files): restore the "
+        "checkpoint and load the model again; files of a running model are replaced by new ones, never written over"
+    )

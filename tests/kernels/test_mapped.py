@@ -1,0 +1,169 @@
+"""Experts that stay in their files: the bits of those in memory, and what becomes of files that change."""
+
+import copy
+import os
+import pickle
+import re
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moe_nvfp4 import NVFP4Experts
+from moe_nvfp4.backends import Device, Problem, explain
+from moe_nvfp4.kernels.cpu import backend as cpu
+from moe_nvfp4.mapped import Matrix
+from moe_nvfp4.weights import Gate
+from tests.common import random_layer
+from tests.kernels.test_cpu import path  # noqa: F401, a fixture
+
+pytestmark = pytest.mark.skipif(not cpu.available(), reason="no C compiler")
+
+GATES = [Gate("silu"), Gate("gelu_tanh"), Gate("relu2", gated=False), Gate("raw")]
+
+
+def in_files(layer, folder, seed=0):
+    """A copy of `layer` whose weights lie in two files: matrix by matrix, in any order, some bytes between them."""
+    generator = torch.Generator().manual_seed(seed)
+    random = lambda n: int(torch.randint(n, (), generator=generator))
+    files, contents, found, todo = [folder / "a", folder / "b"], [bytearray(), bytearray()], {}, []
+    for name in (layer.up_name, "down_proj"):
+        parts = 2 if name == "gate_up_proj" else 1
+        found[name] = [[{} for _ in range(parts)] for _ in range(layer.num_experts)]
+        for kind in ("", "_sf"):
+            matrices = [matrix.chunk(parts) for matrix in getattr(layer, f"{name}{kind}").data]
+            todo += [
+                (found[name][e][i], kind, part)
+                for e, of_parts in enumerate(matrices)
+                for i, part in enumerate(of_parts)
+            ]
+    for i in torch.randperm(len(todo), generator=generator).tolist():
+        where, kind, matrix = todo[i]
+        file = random(2)
+        contents[file] += bytes(random(20))
+        where[kind] = (files[file], len(contents[file]))
+        contents[file] += matrix.contiguous().numpy().tobytes()
+    for file, content in zip(files, contents, strict=True):
+        file.write_bytes(content)
+    matrices = {n: [[Matrix(p[""], p["_sf"]) for p in parts] for parts in experts] for n, experts in found.items()}
+    return copy.deepcopy(layer).map_files(matrices), files
+
+
+def batch(layer, T, dtype=torch.bfloat16, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(-1, layer.num_experts + 1, (T, 2), generator=generator)
+    x = torch.randn(T, layer.hidden_size, generator=generator).to(dtype)
+    return x, ids, torch.rand(T, 2, generator=generator)
+
+
+def test_the_bits_of_weights_in_memory(path, tmp_path_factory):  # noqa: F811
+    sizes = dict(E=st.integers(1, 5), H=st.sampled_from([16, 40, 264, 512]), I=st.sampled_from([16, 33, 176, 400]))
+
+    @settings(max_examples=12, deadline=None, database=None)
+    @given(st.fixed_dictionaries(sizes), st.sampled_from(GATES), st.sampled_from(["bf16", "nvfp4"]), st.integers(0, 99))
+    def check(sizes, gate, activations, seed):
+        layer = random_layer(**sizes, gate=gate, activations=activations, seed=seed, bias=torch.float32)
+        if gate.kind == "raw":
+            layer.own_gate = lambda h: h.chunk(2, -1)[0] * h.chunk(2, -1)[1]
+        mapped, _ = in_files(layer, tmp_path_factory.mktemp("weights"), seed)
+        for T, dtype in ((1, torch.bfloat16), (9, torch.float32), (60, torch.bfloat16)):
+            inputs = batch(layer, T, dtype, seed)
+            assert torch.equal(mapped(*inputs), layer(*inputs))
+        assert mapped.mapped
+
+    check()
+
+
+def test_gradients_too(tmp_path):
+    layer = random_layer(3, 64, 48)
+    mapped, _ = in_files(layer, tmp_path)
+    found = []
+    for experts in (layer, mapped):
+        x, ids, p = batch(layer, 20, torch.float32)
+        x.requires_grad_(), p.requires_grad_()
+        experts(x, ids, p).square().sum().backward()
+        found.append((x.grad, p.grad))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("lost", ["a", "b"])
+def test_a_file_that_became_shorter_is_an_error(tmp_path, lost):
+    """And no SIGBUS; when it is whole again, so is the layer."""
+    layer = random_layer(4, 256, 256)
+    mapped, _ = in_files(layer, tmp_path)
+    inputs, file = batch(layer, 30), tmp_path / lost
+    want, content = mapped(*inputs), file.read_bytes()
+    os.truncate(file, 0)
+    for _ in range(2):
+        with pytest.raises(
+            OSError, match=f"{file} became shorter, was deleted or cannot be read.*load the model again"
+        ):
+            mapped(*inputs)
+    with pytest.raises(OSError, match="became shorter"):
+        mapped.keep_on_cpu(False).to("cpu")  # reads all
+    file.write_bytes(content)  # the same file, not another one
+    assert torch.equal(mapped(*inputs), want)
+
+
+def test_a_file_that_is_too_short_is_not_mapped(tmp_path):
+    (tmp_path / "a").write_bytes(bytes(100))
+    at = (tmp_path / "a", 0)
+    layer, matrix = random_layer(1, 64, 48), Matrix(at, at)
+    with pytest.raises(ValueError, match=re.escape(f"{tmp_path / 'a'} has 100 bytes, and 1536 are to be read")):
+        layer.map_files({"gate_up_proj": [[matrix, matrix]], "down_proj": [[matrix]]})
+
+
+def resident():
+    """Bytes of this process that are its own, and that are of files."""
+    with open("/proc/self/status") as f:
+        status = dict(line.split(":", 1) for line in f)
+    return [int(status[name].split()[0]) << 10 for name in ("RssAnon", "RssFile")]
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="no /proc")
+def test_they_take_no_memory(tmp_path):
+    E, H, I = 48, 1024, 1024
+    size, file = 3 * H * I * 9 // 16, tmp_path / "sparse"
+    with open(file, "wb") as f:
+        f.truncate(E * size)
+    at = lambda e, i: Matrix((file, e * size + i * H * I // 2), (file, e * size + 3 * H * I // 2 + i * H * I // 16))
+    before = resident()
+    with torch.device("meta"):
+        empty = NVFP4Experts(E, H, I)
+    layer = empty.map_files({"gate_up_proj": [[at(e, 0), at(e, 1)] for e in range(E)],
+                             "down_proj": [[at(e, 2)] for e in range(E)]})  # fmt: skip
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        setattr(layer, f"{name}_global_scale", torch.nn.Parameter(torch.ones(E), requires_grad=False))
+    y = layer(torch.randn(E, H).bfloat16(), torch.arange(E)[:, None], torch.ones(E, 1))
+    own, of_files = (b - a for a, b in zip(before, resident(), strict=True))
+    assert not y.any() and own < 20 << 20 < 80 << 20 < of_files, (own, of_files)
+    assert layer.mapped_bytes == E * size
+
+
+def test_what_becomes_of_the_module(tmp_path):
+    layer = random_layer(3, 64, 48, bias=torch.bfloat16)
+    mapped, _ = in_files(layer, tmp_path)
+    inputs = batch(layer, 5)
+    want = layer(*inputs)
+    assert "backend='cpu'" in repr(mapped)
+    again = copy.deepcopy(mapped).keep_on_cpu()
+    assert again.mapped and torch.equal(again(*inputs), want)
+    assert again.half().mapped and again.down_proj_bias.dtype == torch.float16
+    with pytest.raises(TypeError, match="do not go into another process"):
+        pickle.dumps(mapped)
+    with pytest.raises(NotImplementedError, match="are saved already: copy those, or load the model without map_files"):
+        mapped.state_dict()
+    mapped.keep_on_cpu(False).to("cpu")  # as before it goes to a GPU
+    assert not mapped.mapped and torch.equal(mapped(*inputs), want)
+    for name, tensor in layer.state_dict().items():
+        assert torch.equal(mapped.state_dict()[name], tensor)
+
+
+def test_without_a_library_it_says_so(monkeypatch):
+    monkeypatch.setattr(cpu, "missing", lambda: "cannot be compiled (no cc): install a C compiler")
+    problem = Problem("experts", 8, 64, 48, "silu", "bf16", torch.bfloat16, mapped=True)
+    with pytest.raises(NotImplementedError, match="stay in their files: cpu cannot be compiled.*without map_files"):
+        explain(problem, Device("cpu"))
+    with pytest.raises(ValueError, match="reference takes weights in memory"):
+        explain(problem, Device("cpu"), forced="reference")
