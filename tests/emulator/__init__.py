@@ -10,7 +10,7 @@ function compiled by CuTe DSL with Emulated, debug one with `python -m tests.emu
     program     instructions -> Python functions     memory       global, shared and Tensor Memory, and who uses them
     alu, formats        registers of one lane        races        accesses that nothing orders
     lanes               lanes together               launch       how a kernel is started
-    loadstore, copies   memory                       timeline     who waited where
+    loadstore, copies, tensor_maps  memory                       timeline     who waited where
     barriers            synchronization              stream       kernels one after another
     tensor_core, tcgen05  MMAs
 
@@ -28,7 +28,7 @@ sequentially consistent. README.md says more.
 """
 
 # they register their instructions
-from tests.emulator import barriers, copies, lanes, loadstore, tcgen05, tensor_core  # noqa: F401
+from tests.emulator import barriers, copies, lanes, loadstore, tcgen05, tensor_core, tensor_maps  # noqa: F401
 from tests.emulator.launch import Emulated, Launch, compiling_for, emulate  # noqa: F401
 from tests.emulator.machine import EmulatorError, Machine, Schedule  # noqa: F401
 from tests.emulator.memory import Global  # noqa: F401

@@ -347,7 +347,7 @@ def build_fence(build, match):
 
 @operation(
     r"nanosleep\.u32|setmaxnreg\.(?:inc|dec)\.sync\.aligned\.u32"
-    r"|fence\.proxy\.(?:alias|tensormap)\S*"
+    r"|fence\.proxy\.(?:alias|tensormap::generic\.release)\S*"
 )
 def build_nothing(build, match, *operands):
     """Time does not pass, and registers are never short."""

@@ -161,6 +161,10 @@ def tensor_map(warp, address):
             raise Violation(f"tensor map at parameter byte {at}")
         key = (at, raw[:64])
     else:
+        if warp.cta.number not in machine.changed_maps.get(address, (warp.cta.number,)):
+            raise Violation(
+                f"the tensor map at {address:#x} was changed, and no fence.proxy.tensormap acquired it since"
+            )
         raw = machine.memory.read(address, 128).tobytes()
         key = raw[:64]
     maps = machine.__dict__.setdefault("tensor_maps", {})
@@ -201,7 +205,7 @@ def issue_load(warp, to, targets, size, span, fetch):
     machine, offset = warp.cta.machine, to & OFFSET
     for cta, barrier in targets:
         granules = placed(cta.shared, offset, size, span)
-        cta.history.async_write(warp.known, granules)
+        cta.history.async_write(warp, granules)
 
         def copy(cta=cta, barrier=barrier):
             write_shared(cta.shared, offset, fetch(), span)
@@ -276,7 +280,7 @@ def build_bulk_load(build, match, target, source, size, bar, *more):
             else:
                 if address >> RANK_SHIFT == warp.cta.rank:  # "illegal instruction" on an H200
                     raise Violation("a bulk copy from shared memory to the CTA's own shared memory")
-                warp.cta.history.async_read(warp.known, placed(warp.cta.shared, begin & OFFSET, size, 0))
+                warp.cta.history.async_read(warp, placed(warp.cta.shared, begin & OFFSET, size, 0))
                 fetch = lambda begin=begin, size=size: read_shared(warp.cta.shared, begin & OFFSET, size)
             issue_load(warp, address, targets, size, 0, fetch)
 
@@ -302,7 +306,7 @@ REDUCE = r"(?P<reduce>\.(?:add|min|max|and|or|xor|inc|dec)(?:\.noftz)?(?:\.[a-z]
 def issue_store(warp, start, size, span, put):
     shared, machine = warp.cta.shared, warp.cta.machine
     granules, data = placed(shared, start, size, span), []
-    warp.cta.history.async_read(warp.known, granules)
+    warp.cta.history.async_read(warp, granules)
 
     def read():
         data.append(read_shared(shared, start, size, span))

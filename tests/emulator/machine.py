@@ -197,6 +197,7 @@ class Machine:
         self.timeline = Timeline()
         self.clocks, self.clock = None, 0  # what is known to, and the time of, the warp or operation that acts now
         self.ends = {}  # (CTA, warp) -> clock at its end
+        self.changed_maps = {}  # address of a tensor map that the kernel changed -> CTAs that have acquired it since
         self.last_of_order = {}  # order key -> time of the last operation of that order
         self.changed = False  # whether anything happened that could end a wait
         self.early_trigger = False  # the next kernel may start although the one before may not have ended

@@ -87,14 +87,18 @@ class History(Uses):
         at = self.shared.base + place * self.unit
         raise Violation(f"{what} {at:#x} in shared memory, {did} by {who} with no barrier between them")
 
-    def async_read(self, known, granules):
-        self.check_read(known, self.of(granules), "starts reading")
-
-    def async_write(self, known, granules):
-        """Only its mbarrier orders what follows; claims check that."""
+    def async_read(self, warp, granules):
+        """Whoever writes there later knows that `warp` started it, as with `async_write`."""
         places = self.of(granules)
-        self.check_write(known, places, "starts writing")
+        self.check_read(warp.known, places, "starts reading")
+        self.mark_read(warp, places)
+
+    def async_write(self, warp, granules):
+        """Whoever uses it knows that `warp` started it: from the mbarrier, whose completion is what claims check."""
+        places = self.of(granules)
+        self.check_write(warp.known, places, "starts writing")
         self.forget(places)
+        self.mark_written(warp, places)
 
     def of(self, granules):
         count = GRANULE // self.unit

@@ -139,7 +139,7 @@ def copy_scales(warp, cta, column, descriptor):
     tmem.check(lanes, columns, reads=False)
     tmem.history.use(warp, lanes, columns, writes=True)
     granules = matrix_granules(shared, descriptor, 32, pieces=1)
-    cta.history.async_read(warp.known, granules)
+    cta.history.async_read(warp, granules)
 
     def copy():
         rows = read_matrix(shared, granules)
@@ -312,7 +312,7 @@ class Product:
         one.owners = list(self.ctas)
         for cta, *pieces in zip(self.ctas, self.a_granules, self.b_granules, strict=True):
             granules = np.unique(np.concatenate([np.ravel(p) for p in pieces]).astype(np.intp))
-            cta.history.async_read(warp.known, granules)
+            cta.history.async_read(warp, granules)
             if not warp.cta.machine.eager:
                 cta.shared.check_fenced(granules)
                 cta.shared.claim(one, granules, writes=False)

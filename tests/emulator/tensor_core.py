@@ -214,7 +214,7 @@ def build_wgmma(build, match, target, left, right, scale_d, scale_a, scale_b, *t
         accumulate = bool(R[use_d][0]) != negated
         for pieces in (a_pieces, b_pieces):
             if pieces is not None:
-                warp.cta.history.async_read(warp.known, pieces)
+                warp.cta.history.async_read(warp, pieces)
 
         if registers:
             state.check_fenced(a, "A")

@@ -89,6 +89,62 @@ def test_four_bit_elements():
     np.testing.assert_array_equal(out[:64].view(np.uint8), expected)
 
 
+FENCE_MAP = "fence.proxy.tensormap::generic.acquire.gpu [%x9], 128;"
+CHANGED_MAP = """ld.param.u64 %x9, [map]; mad.lo.u32 %r1, %t, 4, %data; mad.wide.u32 %x4, %t, 4, %x9;
+    setp.lt.u32 %p5, %t, 16; @%p5 ld.global.b32 %r2, [%x4]; @%p5 st.shared.b32 [%r1+4096], %r2; bar.sync 0;
+    ld.param.u64 %x5, [in]; add.u32 %r3, %data, 4096; mov.b32 %r4, 6; mov.b32 %r5, 4; mov.b64 %x6, 128;
+    @%p1 tensormap.replace.tile.global_address.shared::cta.b1024.b64 [%r3], %x5;
+    @%p1 tensormap.replace.tile.global_dim.shared::cta.b1024.b32 [%r3], 1, %r4;
+    @%p1 tensormap.replace.tile.box_dim.shared::cta.b1024.b32 [%r3], 1, %r5;
+    @%p1 tensormap.replace.tile.global_stride.shared::cta.b1024.b64 [%r3], 0, %x6; bar.sync 0;
+    tensormap.cp_fenceproxy.global.shared::cta.tensormap::generic.release.gpu.sync.aligned [%x9], [%r3], 128;
+    """ + FENCE_MAP  # fmt: skip
+
+
+def load_with_changed_map(body, schedule="lazy"):
+    """Of a map for a [4, 64] matrix one is made for every second row of a [12, 64] one that lies elsewhere."""
+    small, image = np.zeros((4, 64), np.uint8), np.arange(768, dtype=np.uint16).astype(np.uint8).reshape(12, 64)
+    out = np.zeros(64, np.uint32)
+    memory = device_memory([out, image, small])
+    encoded = np.frombuffer(tensor_map(address_of(small, memory), 0, (64, 4), (64,), (32, 1), 0), np.uint8).copy()
+    Tensor.of(encoded).place(memory)
+    program = programs(kernel(body, [".u64 map", ".u64 in"]))["test"]
+    launch = Launch("test", (1, 1, 1), (32, 1, 1), 65536, parameters=pack(program, [out, encoded, image], memory))
+    start(program, launch, memory, schedule)
+    return out.view(np.uint8)[:128].reshape(4, 32), image[::2][4:, 32:]
+
+
+def test_a_changed_tensor_map():
+    body = CHANGED_MAP + load_tile(32, 4, 128) + dump(32)
+    for schedule in ("eager", "lazy"):
+        found, expected = load_with_changed_map(body, schedule)
+        np.testing.assert_array_equal(found[:2], expected)  # its sixth row is the last
+        assert not found[2:].any()
+    for wrong, message in (
+        (without(body, FENCE_MAP), "was changed, and no fence.proxy.tensormap"),
+        (without(body, "%x6, 128", "%x6, 120"), "not a multiple of 16"),
+        (body.replace("[%r3]", "[%r3+64]"), "not aligned to 128"),
+    ):
+        with pytest.raises(EmulatorError, match=message):
+            load_with_changed_map(wrong)
+
+
+def test_prefetches():
+    """They change nothing; what they name must be there."""
+    image, out = np.arange(512, dtype=np.uint16).view(np.uint8).reshape(16, 64), np.zeros(64, np.uint32)
+    make = lambda address: tensor_map(address, 0, (64, 16), (64,), (64, 4), 0)
+    body = """ld.param.u64 %x9, [map]; mov.b32 %r8, 0; mov.b32 %r9, 8; mov.b32 %r7, 128; ld.global.b64 %x7, [%x9];
+        cp.async.bulk.prefetch.tensor.2d.L2.global.tile [%x9, {%r8, %r9}];
+        cp.async.bulk.prefetch.L2.global [%x7], %r7;\n"""
+    with_map(body + load_tile(0, 8, 256) + dump(64), out, image, make)
+    assert np.array_equal(out.view(np.uint8).reshape(4, 64), image[8:12])
+    for wrong, message in (("%r7, 2048", "outside of"), ("%r7, 8", "not aligned to 16")):
+        with pytest.raises(EmulatorError, match=message):
+            with_map(without(body, "%r7, 128", wrong), out, image, make)
+    with pytest.raises(EmulatorError, match="does not begin at a multiple of 16"):
+        with_map(without(body, "%r8, 0", "%r8, 8"), out, image, make)
+
+
 # ---- bulk copies ----
 BULK = """@%p1 mbarrier.arrive.expect_tx.shared.b64 %x1, [%bar], 512;
     ld.param.u64 %x2, [in]; mov.b32 %r7, 512;
@@ -305,7 +361,7 @@ def test_copies_among_accesses():
         run(twice.format("bar.sync 0;"), np.zeros(1, np.uint32), source, [".u64 in"], 64, schedule)
     with pytest.raises(EmulatorError, match="starts writing .* read by CTA 0 warp 1 with no barrier"):
         run(twice.format(""), np.zeros(1, np.uint32), source, [".u64 in"], 64, "reverse-lazy")
-    with pytest.raises(EmulatorError, match="still writing"):
+    with pytest.raises(EmulatorError, match="still writing|written by CTA 0 warp 0 with no barrier"):
         run(twice.format(""), np.zeros(1, np.uint32), source, [".u64 in"], 64, "lazy")
 
 

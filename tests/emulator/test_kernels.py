@@ -258,6 +258,7 @@ MEET = r"barrier\.cluster\.arrive;\s*barrier\.cluster\.wait;"
 AFTER, BEFORE = r"tcgen05\.fence::after_thread_sync;", r"tcgen05\.fence::before_thread_sync;"
 ANSWERED = "setp.eq.u32 P1, 0, 0;"
 PAIR_WAIT, PAIR_ANSWERED = r"mbarrier\.try_wait\.parity\.acquire\.cluster\S+\s+(%p\d+),[^;]+;", r"setp.eq.u32 \1, 0, 0;"
+PAIR_SCOPE = r"(mbarrier\.try_wait\.parity)\.acquire\.cluster"
 PAIR = {
     "no cluster barrier at the start": lambda s: place(s, MEET, 0, ""),
     "no cluster barrier at the end": lambda s: place(s, MEET, -1, ""),
@@ -274,6 +275,8 @@ PAIR = {
     "the sums are released in no order": lambda s: change(s, "arrive.release.cluster", "arrive.relaxed.cluster", 0),
     "the sums are released to one CTA": lambda s: change(s, "arrive.release.cluster", "arrive.release.cta", 0),
     "waits acquire nothing": lambda s: change(s, r"(try_wait\.parity)(\.acquire\.cluster)?", r"\1.relaxed.cta", 0),
+    "the wait for the other's operands is too narrow": lambda s: place(s, PAIR_SCOPE, 1, r"\1"),
+    "the wait for both epilogues is too narrow": lambda s: place(s, PAIR_SCOPE, 0, r"\1"),
     "waits acquire nothing of the other": lambda s: change(s, r"(try_wait\.parity)\.acquire\.cluster", r"\1", 0),
     "no order at the end": lambda s: place(s, MEET, -1, "barrier.cluster.arrive.relaxed; barrier.cluster.wait;"),
     "no fence before sums are overwritten": lambda s: place(s, AFTER, 1, ""),

@@ -40,8 +40,7 @@ GATES = {
     "raw": Gate("raw"),
     "raw up": Gate("raw", gated=False),
 }
-TILES = [TileShape(tokens, blocks) for tokens in (64, 128) for blocks in (1, 2)]
-TILES += [TileShape(128, 1, 2), TileShape(128, 2, 2)]
+TILES = [TileShape(tokens, blocks, ctas) for ctas in (1, 2) for tokens in (64, 128) for blocks in (1, 2)]
 
 
 # ---- without a kernel ----------------------------------------------------------------------------
@@ -186,7 +185,7 @@ def compile_all(architecture: str):
 def test_compiles_without_a_gpu(architecture, tmp_path, record_property):
     pytest.importorskip("cutlass", reason="the CuTe DSL is not installed")
     # the block-scaled NVFP4 MMA: UTCOMMA.4X on sm_100, UTCOMMA.BLOCK16 on sm_103
-    names = ("UTCOMMA", "UTCCP", "UTMALDG", "UBLKCP", "LDTM", "LDL", "STL")
+    names = ("UTCOMMA", "UTCCP", "UTCBAR", "UTCBAR.2CTA", "UTMALDG", "UBLKCP", "LDTM", "LDL", "STL")
     table = machine_code("test_sm100", architecture, names, tmp_path)
     lines = []
     for config, found in zip(shipped_configs(architecture), table, strict=True):
@@ -197,6 +196,7 @@ def test_compiles_without_a_gpu(architecture, tmp_path, record_property):
             assert config.shared_bytes <= SMEM
             assert found["REG"] <= 128
             assert found["UTCOMMA"] == 4 * t.blocks and found["UTCCP"] == 4 * (t.blocks + 1)
+            assert found["UTCBAR"] == 2 and found["UTCBAR.2CTA"] == (2 if t.ctas == 2 else 0)  # commits
             assert found["UTMALDG"] == t.blocks + 4 and found["LDTM"] == t.blocks
             line += f" {config.stages} stages {config.shared_bytes:6} B shared {t.second + t.blocks * t.tokens:3} + "
             line += f"{t.sf_columns} TMEM columns  {t.tokens} x {t.blocks} x {t.ctas} {config.out}"
