@@ -28,7 +28,8 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import Concatenate, ConversionOps, MergeModulelist, PrefixChange, WeightConverter
 
 from moe_nvfp4.integrations.huggingface.experts import HFExperts
-from moe_nvfp4.integrations.huggingface.linears import FP8Experts, LinearConverter
+from moe_nvfp4.integrations.huggingface.fp8 import FP8Experts
+from moe_nvfp4.integrations.huggingface.linears import LinearConverter
 from moe_nvfp4.integrations.huggingface.operations import (
     DbrxStack,
     PreQuantScalePerExpert,

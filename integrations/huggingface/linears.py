@@ -1,7 +1,7 @@
-"""What 4-bit checkpoints quantize besides NVFP4 experts: attention, shared experts, lm_head; experts in FP8.
+"""The linears that 4-bit checkpoints quantize besides experts: attention, shared experts, lm_head.
 
 Packed, a linear becomes an `NVFP4Linear`; dense, it gets its weights dequantized as they are read, in the
-model's dtype. FP8 linears and experts (mixed precision) are made dense either way.
+model's dtype. FP8 linears (mixed precision) are made dense either way.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from moe_nvfp4.format import dequantize
 from moe_nvfp4.integrations.huggingface.files import QuantizedLinear
 from moe_nvfp4.linear import NVFP4Linear
 from moe_nvfp4.quantize.dialects import Dialect
-from moe_nvfp4.quantize.layouts.fp8 import FP8_SCALES, fp8_block, fp8_dense, fp8_scale
-from moe_nvfp4.quantize.names import PER_EXPERT, PRE_QUANT_SCALE
+from moe_nvfp4.quantize.layouts.fp8 import FP8_SCALES, fp8_block, fp8_dense
+from moe_nvfp4.quantize.names import PRE_QUANT_SCALE
 from moe_nvfp4.weights import check_block_scales, check_global_scale
 
 FP8_TENSORS = ("weight", *FP8_SCALES, "input_scale")
@@ -70,8 +70,8 @@ def _dense(found: dict[str, Tensor]) -> Tensor:
     return dense * found[PRE_QUANT_SCALE].float() if PRE_QUANT_SCALE in found else dense
 
 
-class _Nothing(ConversionOps):
-    """WeightConverter wants an operation; LinearConverter does its work itself."""
+class Nothing(ConversionOps):
+    """WeightConverter wants an operation; a converter of ours does its work itself."""
 
     def convert(self, input_dict: dict[str, Any], **kwargs: Any) -> Any:
         return input_dict
@@ -101,7 +101,7 @@ class LinearConverter(WeightConverter):
         self.linears, self.nvfp4, self.dialect, self.saving = linears, nvfp4, dialect, saving
         self.stored = {} if stored is None else stored
         sources = PARAMETERS if saving else dict.fromkeys((*dialect.suffixes, PRE_QUANT_SCALE, *FP8_TENSORS))
-        super().__init__(list(sources), ["weight"], [_Nothing()])
+        super().__init__(list(sources), ["weight"], [Nothing()])
 
     def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
         module, _, last = source_key.rpartition(".")
@@ -177,65 +177,3 @@ class LinearConverter(WeightConverter):
         if PRE_QUANT_SCALE in p:
             stored[PRE_QUANT_SCALE] = p[PRE_QUANT_SCALE]
         return stored
-
-
-class FP8Experts(WeightConverter):
-    """Experts that the files hold in FP8, a tensor for each, -> the stacked parameters of a dense module.
-
-    modules  `CheckpointLayout.fp8`
-    gated    whether gate and up are one parameter
-    """
-
-    PARTS = {"gate_proj": "gate_up_proj", "w1": "gate_up_proj", "up_proj": "gate_up_proj", "w3": "gate_up_proj",
-             "down_proj": "down_proj", "w2": "down_proj"}  # fmt: skip
-
-    def __init__(self, modules: dict[str, str], gated: bool):
-        self.modules, self.gated = modules, gated
-        super().__init__([f"{part}.{last}" for part in self.PARTS for last in FP8_TENSORS], ["weight"], [_Nothing()])
-
-    def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
-        stem, _, last = source_key.rpartition(".")
-        match = PER_EXPERT.fullmatch(stem)
-        if match is None or match["module"] not in self.modules or last not in FP8_TENSORS:
-            return source_key, None
-        self._was_used = True
-        name = self.PARTS[match["part"]] if self.gated else match["part"]
-        return f"{self.modules[match['module']]}.{name}", f"{match['part']}.{last}"
-
-    def __deepcopy__(self, memo: dict) -> WeightConverter:
-        return FP8Experts(self.modules, self.gated)
-
-    def convert(
-        self, layer_name: str, model: Any = None, config: Any = None, hf_quantizer: Any = None, loading_info: Any = None
-    ) -> dict[str, Tensor]:
-        module, _, name = layer_name.rpartition(".")
-        parameter = getattr(model.get_submodule(module), name)
-        if isinstance(parameter, DTensor):
-            raise NotImplementedError(
-                f"{layer_name} is FP8 in the files, and such experts are not split over ranks as they are read: make "
-                "them dense first (moe-nvfp4 quantize SRC DST)"
-            )
-        found, parts = self.materialize_tensors(), []
-        for part in self.PARTS:  # gate before up
-            codes = found.get(f"{part}.weight")
-            if codes is None:
-                continue
-            scale = fp8_scale(part, found)
-            scales = [] if scale is None else found[scale]
-            if not len(codes) == len(scales) == len(parameter):
-                raise ValueError(
-                    f"{layer_name}: the files have {len(codes)} FP8 weights and {len(scales)} scales of {part} for "
-                    f"{len(parameter)} experts: a shard is missing or the file is damaged; download it again"
-                )
-            blocks = [fp8_block(w.shape, s.shape) for w, s in zip(codes, scales, strict=True)]
-            if None in blocks:
-                raise ValueError(f"{layer_name}: scales {list(scales[0].shape)} do not fit FP8 {list(codes[0].shape)}")
-            found_here = zip(codes, scales, blocks, strict=True)
-            parts.append(torch.stack([fp8_dense(w, s, b).to(parameter.dtype) for w, s, b in found_here if b]))
-        dense = torch.cat(parts, dim=1)
-        if dense.shape != parameter.shape:
-            raise ValueError(
-                f"{layer_name}: the files have {list(dense.shape)} in FP8, the model {list(parameter.shape)}: a "
-                "projection is missing, or this family stores its experts transposed, which is not known in FP8"
-            )
-        return {layer_name: dense}

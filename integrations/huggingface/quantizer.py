@@ -37,7 +37,8 @@ from moe_nvfp4.integrations.huggingface.files import (
     open_files,
     read_layout,
 )
-from moe_nvfp4.integrations.huggingface.linears import FP8Experts, LinearConverter, replace_linears, to_linear
+from moe_nvfp4.integrations.huggingface.fp8 import FP8Experts
+from moe_nvfp4.integrations.huggingface.linears import LinearConverter, replace_linears, to_linear
 from moe_nvfp4.integrations.huggingface.offload import describe_placement, keep_experts_on_cpu, layers_on_cpu
 from moe_nvfp4.integrations.huggingface.ready import prepare_model
 from moe_nvfp4.linear import NVFP4Linear
