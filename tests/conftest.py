@@ -8,6 +8,10 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 # Before NumPy is imported: the emulator multiplies many small matrices, and threads would wait for each other.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+# Workers of pytest-xdist share the cores, and so do the processes that tests start.
+WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+THREADS = max(1, min(4, (os.cpu_count() or 1) // WORKERS))
+os.environ.setdefault("OMP_NUM_THREADS", str(THREADS))
 
 # Models of many sizes, each of them called once or twice: kernels are compiled as calls need them.
 os.environ.setdefault("MOE_NVFP4_COMPILE", "lazy")
@@ -21,7 +25,7 @@ if not torch.cuda.is_available():
 
 @pytest.fixture(scope="session", autouse=True)
 def few_threads():
-    torch.set_num_threads(min(4, os.cpu_count() or 1))
+    torch.set_num_threads(THREADS)
 
 
 @pytest.fixture(autouse=True)
