@@ -3,7 +3,7 @@
     device                                 W4A16                     W4A4                      linears
     CPU with a C compiler or our wheel     cpu                       cpu                       cpu
     Hopper (9.0: H100, H200)               sm90, x in bf16           sm90, x in bf16           sm90, W4A16 (*)
-    Blackwell (10.0, 10.3: B200, B300)     portable                  sm100                     portable
+    Blackwell (10.0, 10.3: B200, B300)     sm100, x in bf16          sm100                     portable
     any other GPU from 8.0, with Triton    portable                  portable                  portable
     any other                              reference                 reference                 reference
     an NVIDIA GPU, weights on the CPU      offload                   offload                   none

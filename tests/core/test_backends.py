@@ -35,7 +35,8 @@ def test_the_device_table():
         for changes in (dict(), w4a4, dict(kind="linear"), dict(fused=False), dict(dtype=torch.float16)):
             assert chosen(GPUS[name], **changes) == "portable"
         assert chosen(GPUS[name], dtype=torch.float32) == "reference"
-    assert chosen(GPUS["B200"]) == chosen(GPUS["B200"], kind="linear") == "portable"
+    assert chosen(GPUS["B200"]) == chosen(GPUS["B300"], fused=False) == "sm100"
+    assert chosen(GPUS["B200"], dtype=torch.float16) == chosen(GPUS["B200"], kind="linear") == "portable"
     assert chosen(GPUS["H200"], kind="linear") == "sm90"
     assert chosen(GPUS["H200"], kind="linear", **w4a4) == chosen(GPUS["H200"], dtype=torch.float16) == "portable"
     assert chosen(Device("cuda", "MI300X", packages=ALL)) == "portable"
@@ -50,7 +51,7 @@ def test_the_device_table():
         ("H200", dict(num_experts=1025), "sm90", "takes up to 1024 experts, not 1025"),
         ("H200", dict(fused=False, activations="nvfp4"), "sm90", "use activations='bf16'"),
         ("H200", dict(kind="linear", activations="nvfp4"), "sm90", "multiplies rows of bf16 by linears"),
-        ("B200", dict(), "sm100", "takes NVFP4 activations only: use activations='nvfp4'"),
+        ("B200", dict(dtype=torch.float16), "sm100", "takes x in bfloat16 where activations='bf16', not"),
         ("B200", dict(activations="nvfp4", intermediate_size=776), "sm100", "of 16, not H = 2048 and I = 776"),
         ("B200", dict(), "sm90", r"runs on compute capability 9.0 \(H100, H200\)"),
         ("RTX 4090", dict(), "sm100", r"runs on compute capability 10.0 or 10.3 \(B200, B300\)"),
@@ -167,7 +168,7 @@ def test_stages_run_one_after_the_other(activations, width, used, monkeypatch):
     calls = []
 
     class Blackwell(type(backends.named("sm100"))):
-        layout = None  # the reference reads the checkpoint's
+        whole, layout = False, None  # the reference has stages, and reads the checkpoint's
 
         def unavailable(self, device):
             return None

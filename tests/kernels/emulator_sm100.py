@@ -5,12 +5,12 @@ from contextlib import contextmanager
 import pytest
 
 from moe_nvfp4.kernels.sm100 import backend as sm100
-from moe_nvfp4.kernels.sm100.config import SMEM, CombineConfig, GemmConfig, QuantizeConfig
+from moe_nvfp4.kernels.sm100.config import SMEM, CombineConfig, GemmConfig, InterleaveConfig, QuantizeConfig
 from tests.emulator import Emulated, compiling_for
 from tests.emulator.stream import Stream
 
 RUNS = {}  # what a kernel was compiled for -> what runs it
-OUTPUTS = {QuantizeConfig: (4, 5, 6), CombineConfig: (2,)}  # which of a launch's arguments
+OUTPUTS = {QuantizeConfig: (4, 5, 6), InterleaveConfig: (2,), CombineConfig: (2,)}  # which of a launch's arguments
 
 
 class OnEmulator:
@@ -24,25 +24,28 @@ class OnEmulator:
         if config not in RUNS:
             with compiling_for("sm_100a"):
                 RUNS[config] = Emulated(sm100.compile_kernel(config, "--enable-tvm-ffi"))
-        of_gemm = (9, 10, 11) if getattr(config, "out", "") == "nvfp4" else (9,)
+        of_gemm = (
+            (9, 10, 11) if getattr(config, "out", "") == "nvfp4" else (7 if getattr(config, "dense", False) else 9,)
+        )
         outputs = [arguments[i] for i in OUTPUTS.get(type(config), of_gemm)]
         (machine,) = self.stream.launch(
             RUNS[config], *arguments, outputs=outputs, unwritten=outputs, schedule=self.schedule
         )
         if isinstance(config, GemmConfig):
-            assert machine.dynamic_shared == config.shared_bytes <= SMEM
+            assert machine.dynamic_shared == config.shared_bytes <= SMEM, (machine.dynamic_shared, config)
 
     def before(self, rows):
         """As if the kernel before had made these rows."""
-        self.stream.unsettled = [rows.values, rows.sf, rows.scale]
+        self.stream.unsettled = [t for t in (rows.values, rows.sf, rows.scale) if t is not None]
 
 
 @contextmanager
 def on_emulator():
     """Inside, `moe_nvfp4.kernels.sm100` runs CPU tensors on the OnEmulator that this gives."""
-    runner, choose_tile = OnEmulator(), sm100.choose_tile
+    runner, choose_tile, choose_dense_tile = OnEmulator(), sm100.choose_tile, sm100.choose_dense_tile
     with pytest.MonkeyPatch.context() as monkeypatch, runner.stream:
         monkeypatch.setattr(sm100, "launch", runner.launch)
         monkeypatch.setattr(sm100, "multiprocessors", lambda device: runner.multiprocessors)
         monkeypatch.setattr(sm100, "choose_tile", lambda *problem: runner.tile or choose_tile(*problem))
+        monkeypatch.setattr(sm100, "choose_dense_tile", lambda *problem: runner.tile or choose_dense_tile(*problem))
         yield runner

@@ -14,8 +14,9 @@ def machine_code(module: str, architecture: str, opcodes: tuple[str, ...], folde
     """What ptxas made of each kernel for which `compile_all(architecture)` of tests.kernels.<module> yields a compiling
     call.
 
-    Registers, stack and local bytes, instructions, and how many of them begin with each of `opcodes`. Compiled in a
-    process of its own, where the DSL leaves its cubins in `folder`.
+    Registers, stack and local bytes, instructions, and how many of them begin with each of `opcodes`; of "loop X", how
+    many the smallest loop around all X has. Compiled in a process of its own, where the DSL leaves its cubins in
+    `folder`.
     """
     pytest.importorskip("nvidia.cu13", reason="nvdisasm and cuobjdump are not installed")
     environment = {
@@ -45,6 +46,24 @@ def inspect(module, architecture: str, opcodes: tuple[str, ...], folder: str) ->
         sass = subprocess.run([tools / "nvdisasm", "-c", cubin], capture_output=True, text=True, check=True).stdout
         numbers = {key: int(n) for key, n in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage.stdout + usage.stderr)}
         found = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9.]*)", sass, re.M)
-        numbers |= {name: sum(o.startswith(name) for o in found) for name in opcodes}
+        numbers |= {name: sum(o.startswith(name) for o in found) for name in opcodes if not name.startswith("loop ")}
+        numbers |= {name: loop(sass, name.removeprefix("loop ")) for name in opcodes if name.startswith("loop ")}
         table.append({**numbers, "instructions": len(found)})
     print(json.dumps(table))
+
+
+def loop(sass: str, opcode: str) -> int:
+    """Instructions between a label and a jump back to it, where all that begin with `opcode` are between them."""
+    labels, places, jumps, count = {}, [], [], 0
+    for line in sass.splitlines():
+        if label := re.match(r"(\.L_x_\d+):", line):
+            labels[label[1]] = count
+        elif found := re.match(r"\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9.]*)(.*)", line):
+            count += found[1] != "NOP"
+            if found[1].startswith(opcode):
+                places.append(count)
+            if found[1] == "BRA" and (target := re.search(r"\.L_x_\d+", found[2])):
+                jumps.append((count, target[0]))
+    around = [end - labels[to] for end, to in jumps
+              if places and labels.get(to, count) < places[0] and places[-1] <= end]  # fmt: skip
+    return min(around, default=0)

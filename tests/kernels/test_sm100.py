@@ -97,7 +97,7 @@ def test_tiles():
     assert not TileShape(64, 2, 4).legal
     for t in TILES:
         assert t.legal
-        assert t.second + t.blocks * t.tokens + t.sf_columns <= TMEM  # both accumulators and the scales
+        assert t.second + t.blocks * t.tokens + t.operand_columns <= TMEM  # both accumulators and the scales
     for R, E, rows, projections, sms, tile in [
         (1, 8, 768, 2, 148, TileShape(64, 2)),
         (8 * 64, 8, 768, 2, 148, TileShape(64, 2)),
@@ -126,7 +126,7 @@ def test_refusals():
         sm100.architecture((12, 0))
     layer = NVFP4Experts(2, 32, 32)
     groups = group_by_expert(torch.tensor([[0], [1]]), 2)
-    with pytest.raises(NotImplementedError, match="activations='nvfp4'"):
+    with pytest.raises(NotImplementedError, match="in bfloat16 or NVFP4, not torch.float32"):
         sm100.gemm1_swiglu(Rows(torch.zeros(2, 32)), layer.weights, groups, torch.bfloat16)
     with pytest.raises(NotImplementedError, match="multiples of 16, got 40"):
         sm100.quantize_rows(torch.zeros(2, 40), None, None, groups)
@@ -199,7 +199,7 @@ def test_compiles_without_a_gpu(architecture, tmp_path, record_property):
             assert found["UTCBAR"] == 2 and found["UTCBAR.2CTA"] == (2 if t.ctas == 2 else 0)  # commits
             assert found["UTMALDG"] == t.blocks + 4 and found["LDTM"] == t.blocks
             line += f" {config.stages} stages {config.shared_bytes:6} B shared {t.second + t.blocks * t.tokens:3} + "
-            line += f"{t.sf_columns} TMEM columns  {t.tokens} x {t.blocks} x {t.ctas} {config.out}"
+            line += f"{t.operand_columns} TMEM columns  {t.tokens} x {t.blocks} x {t.ctas} {config.out}"
         else:
             line += f" {type(config).__name__}"
         lines.append(line)

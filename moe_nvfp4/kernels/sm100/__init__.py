@@ -15,7 +15,6 @@ from moe_nvfp4.weights import ExpertWeights, Projection
 class Blackwell(Backend):
     name = "sm100"
     packages = ("cutlass", "tvm_ffi")
-    whole = False
     layout = "sm100"
 
     def unavailable(self, device: Device) -> str | None:
@@ -27,8 +26,9 @@ class Blackwell(Backend):
         p = problem
         if p.kind == "linear":
             return "has no kernel for single linears yet: load them with linears='dense'"
-        if p.activations != "nvfp4":
-            return "takes NVFP4 activations only: use activations='nvfp4'"
+        if p.activations == "bf16" and p.dtype != torch.bfloat16:
+            name = str(p.dtype).removeprefix("torch.")
+            return f"takes x in bfloat16 where activations='bf16', not {name}: run the model in bfloat16"
         if p.hidden_size % 16 or p.intermediate_size % 16:
             return f"takes sizes that are multiples of 16, not H = {p.hidden_size} and I = {p.intermediate_size}"
         return None

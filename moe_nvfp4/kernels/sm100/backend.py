@@ -1,4 +1,4 @@
-"""The Blackwell backend (sm_100a, sm_103a): NVFP4 weights times NVFP4 rows on the tensor cores.
+"""The Blackwell backend (sm_100a, sm_103a): NVFP4 weights times NVFP4 or bf16 rows on the tensor cores.
 
 The three stages of `moe_nvfp4.reference` with the same signatures and the same numerics, up to the
 order of the fp32 sums inside a GEMM and the last bits of exp in the gate:
@@ -6,6 +6,8 @@ order of the fp32 sums inside a GEMM and the last bits of exp in the gate:
     quantize_rows   one kernel: gather, quantize, swizzle the scales
     gemm1_swiglu    one kernel: both projections of all experts, gate, requantization
     gemm2_combine   two kernels: the GEMM into one fp32 row per assignment, and their weighted sum
+
+bf16 rows are gathered and interleaved (`rows.InterleaveRows`) before each GEMM; in `experts` GEMM 1 writes h so.
 
 Nothing waits for the device and no shape depends on data, so the stages can be captured in a CUDA
 graph. Weights are in the layout of `sm100.pack`.
@@ -20,16 +22,26 @@ import torch
 from torch import Tensor
 
 from moe_nvfp4 import format as nvfp4
-from moe_nvfp4.kernels.common.ahead import CuteKernels, noted_gpu, planned_tokens
+from moe_nvfp4.kernels.common.ahead import MAX_ROWS, CuteKernels, noted_gpu, planned_tokens
 from moe_nvfp4.kernels.common.tensors import aligned, floating, multiprocessors, settle, warn_unpacked
-from moe_nvfp4.kernels.sm100.config import SF_TILE, CombineConfig, GemmConfig, QuantizeConfig, choose_tile
+from moe_nvfp4.kernels.sm100.config import (
+    SF_TILE,
+    CombineConfig,
+    GemmConfig,
+    InterleaveConfig,
+    QuantizeConfig,
+    TileShape,
+    choose_dense_tile,
+    choose_tile,
+    interleaved_width,
+)
 from moe_nvfp4.kernels.sm100.pack import pack_sf, pad_rows, parts
-from moe_nvfp4.routing import Groups, Rows
+from moe_nvfp4.routing import Groups, Rows, group_by_expert
 from moe_nvfp4.weights import ExpertWeights, Projection
 
 ARCHITECTURES = {(10, 0): "sm_100a", (10, 3): "sm_103a"}
 OUT_DTYPES = ("bfloat16", "float16", "float32")
-Config = QuantizeConfig | GemmConfig | CombineConfig  # what a kernel is compiled for
+Config = QuantizeConfig | InterleaveConfig | GemmConfig | CombineConfig  # what a kernel is compiled for
 
 
 # ---- the stages ----------------------------------------------------------------------------------
@@ -53,15 +65,56 @@ def quantize_rows(x: Tensor, index: Tensor | None, scale: Tensor | None, groups:
 
 def gemm1_swiglu(rows: Rows, weights: ExpertWeights, groups: Groups, dtype: torch.dtype) -> Rows:
     """h = gate(rows · w13ᵀ), as `reference.gemm1_swiglu`: NVFP4 with a static `h_scale`, else `dtype`."""
-    w, R, E, I = weights, groups.num_rows, groups.num_experts, weights.intermediate_size
+    return _gemm1(_operand(rows, weights, groups), weights, groups, dtype, _name(dtype))
+
+
+def gemm2_combine(h: Rows, weights: ExpertWeights, groups: Groups, top_k_weights: Tensor, dtype: torch.dtype) -> Tensor:
+    """y[t] = sum over slots j of top_k_weights[t, j] * (h · w2ᵀ), in `dtype` [T, H]; the same bits every time."""
+    return _gemm2(_operand(h, weights, groups), weights, groups, top_k_weights, dtype)
+
+
+def experts(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: ExpertWeights) -> Tensor:
+    """x [T, H] -> [T, H] in its dtype: all of the layer."""
+    w, (T, top_k) = weights, top_k_index.shape
+    if T == 0 or top_k == 0:
+        return torch.zeros_like(x, memory_format=torch.contiguous_format)
+    most = max(1, MAX_ROWS // top_k)
+    if T > most:
+        parts = (t.split(most) for t in (x, top_k_index, top_k_weights))
+        return torch.cat([experts(rows, ids, p, w) for rows, ids, p in zip(*parts, strict=True)])
+    groups = group_by_expert(top_k_index, w.num_experts)
+    if w.activations == "bf16":
+        rows = _operand(Rows(x, index=groups.token), w, groups)
+        return _gemm2(_gemm1(rows, w, groups, x.dtype, "interleaved"), w, groups, top_k_weights, x.dtype)
+    rows = quantize_rows(x, groups.token, w.x_scale, groups)
+    h = gemm1_swiglu(rows, w, groups, x.dtype)
+    if not h.is_nvfp4:
+        h = quantize_rows(h.values, None, None, groups)
+    return gemm2_combine(h, w, groups, top_k_weights, x.dtype)
+
+
+def _operand(rows: Rows, w: ExpertWeights, groups: Groups) -> Rows:
+    """Rows as the GEMMs read them: NVFP4, or gathered and interleaved bf16."""
     _check(rows, w)
+    if rows.is_nvfp4:
+        return rows
+    R, K = groups.num_rows, rows.values.shape[1]
+    values = rows.values.new_empty(R, interleaved_width(K))
+    if R:
+        x, index = aligned(rows.values), groups.order if rows.index is None else rows.index
+        config = InterleaveConfig(K, rows.index is not None)
+        launch(config, (x.view(torch.uint32), index, values.view(torch.uint32)))
+    return Rows(values)
+
+
+def _gemm1(rows: Rows, w: ExpertWeights, groups: Groups, dtype: torch.dtype, out: str) -> Rows:
+    R, E, I = groups.num_rows, groups.num_experts, w.intermediate_size
     projections = 2 if w.gate.gated else 1
     codes, sf = _operands(w.projection("w13"))
-    static = w.h_scale is not None and w.gate.kind != "raw"
-    tile = choose_tile(planned_tokens(R), E, I, projections, multiprocessors(codes.device))
-    config = GemmConfig(
-        E, I, codes.shape[-1] * 2, projections, "nvfp4" if static else _name(dtype), w.gate, _bias_name(w.b13), tile
-    )
+    static = rows.is_nvfp4 and w.h_scale is not None and w.gate.kind != "raw"
+    tile = _tile(rows, planned_tokens(R), E, I, projections)
+    out = "nvfp4" if static else out
+    config = GemmConfig(E, I, codes.shape[-1] * 2, projections, out, w.gate, _bias_name(w.b13), tile)
     scales = (w.gate_scale if projections == 2 else w.up_scale, w.up_scale)
     if not static:
         h = rows.values.new_empty(R, config.width, dtype=dtype)
@@ -72,13 +125,10 @@ def gemm1_swiglu(rows: Rows, weights: ExpertWeights, groups: Groups, dtype: torc
     return _gemm(config, rows, groups, (codes, sf), scales, w.b13, Rows(h, h_sf, scale), w.h_scale)
 
 
-def gemm2_combine(h: Rows, weights: ExpertWeights, groups: Groups, top_k_weights: Tensor, dtype: torch.dtype) -> Tensor:
-    """y[t] = sum over slots j of top_k_weights[t, j] * (h · w2ᵀ), in `dtype` [T, H]; the same bits every time."""
-    w, R, E, H = weights, groups.num_rows, groups.num_experts, weights.hidden_size
-    T, top_k = top_k_weights.shape
-    _check(h, w)
+def _gemm2(h: Rows, w: ExpertWeights, groups: Groups, top_k_weights: Tensor, dtype: torch.dtype) -> Tensor:
+    R, E, H, (T, top_k) = groups.num_rows, groups.num_experts, w.hidden_size, top_k_weights.shape
     codes, sf = _operands(w.projection("w2"))
-    tile = choose_tile(planned_tokens(T, top_k) * top_k, E, H, 1, multiprocessors(codes.device))
+    tile = _tile(h, planned_tokens(T, top_k) * top_k, E, H, 1)
     config = GemmConfig(E, H, codes.shape[-1] * 2, 1, "assignments", None, _bias_name(w.b2), tile)
     y = h.values.new_empty(T, H, dtype=dtype)
     assignments = h.values.new_empty(R, H, dtype=torch.float32)
@@ -90,11 +140,17 @@ def gemm2_combine(h: Rows, weights: ExpertWeights, groups: Groups, top_k_weights
     return y
 
 
+def _tile(operand: Rows, rows: int, experts: int, weight_rows: int, projections: int) -> TileShape:
+    choose, sms = choose_tile if operand.is_nvfp4 else choose_dense_tile, multiprocessors(operand.values.device)
+    return choose(rows, experts, weight_rows, projections, sms)
+
+
 def _gemm(
     config: GemmConfig, rows: Rows, groups: Groups, packed: tuple[Tensor, Tensor], scales: tuple[Tensor | None, Tensor],
     bias: Tensor | None, out: Rows, h_scale: Tensor | None = None,
 ) -> Rows:  # fmt: skip
-    """Launch a `GroupedGemm` -> `out`. packed: of `sm100.pack`; scales: global ones of gate (or all) and up rows.
+    """Launch a `GroupedGemm`, or a `DequantizingGemm`, -> `out`. packed: of `sm100.pack`; scales: global ones of gate
+    (or all) and up rows.
 
     What a configuration does not use is filled with something of the right type.
     """
@@ -105,32 +161,37 @@ def _gemm(
     tile, R, (codes, sf) = config.tile, groups.num_rows, packed
     if R // 128 + config.experts > 65535:  # the tile map counts 128-row scale tiles in 16 bits
         raise ValueError(f"{R} rows are too many for one call: split the batch")
+    weights, values = (codes.permute(1, 2, 0), sf), out.values.view(torch.uint32)
+    globals_ = (*scales, scales[0] if bias is None else bias)
     tiles = config.row_tiles * (R // tile.tokens + min(config.experts, R))
+    grid = min(tiles, multiprocessors(codes.device) // tile.ctas) * tile.ctas
+    if config.dense:
+        x = rows.values.view(torch.uint8)
+        launch(config, (*weights, x, groups.offsets, *globals_, values, groups.order, grid))
+        return out
     arguments = (
-        codes.permute(1, 2, 0),
-        sf,
+        *weights,
         pad_rows(rows.values),
         rows.sf,
         rows.scale,
         groups.offsets,
-        *scales,
-        scales[0] if bias is None else bias,
-        out.values.view(torch.uint32),
+        *globals_,
+        values,
         rows.sf if out.sf is None else out.sf,
         rows.scale if out.scale is None else out.scale,
         scales[0] if h_scale is None else h_scale,
         groups.order,
-        min(tiles, multiprocessors(codes.device) // tile.ctas) * tile.ctas,
+        grid,
     )
     launch(config, arguments)
     return out
 
 
 def _check(rows: Rows, w: ExpertWeights) -> None:
-    if not rows.is_nvfp4:
+    if not rows.is_nvfp4 and rows.values.dtype != torch.bfloat16:
         raise NotImplementedError(
-            "activations='bf16' has no Blackwell kernel yet: build the layer with activations='nvfp4', or set "
-            "MOE_NVFP4_BACKEND=reference"
+            f"the Blackwell kernels take rows in bfloat16 or NVFP4, not {rows.values.dtype}: run the model in "
+            "bfloat16, or set MOE_NVFP4_BACKEND=reference"
         )
     _check_multiple_of_16(w.hidden_size)
     _check_multiple_of_16(w.intermediate_size)
@@ -209,7 +270,7 @@ def kernel_of(config: Config) -> tuple[Any, tuple]:
     from cutlass import Float32, Int32, Uint8, Uint32, cute
     from cutlass.cute.runtime import make_fake_tensor
 
-    from moe_nvfp4.kernels.sm100 import gemm, rows
+    from moe_nvfp4.kernels.sm100 import gemm, rows, w4a16
 
     def tensor(dtype: Any, *shape: Any, align: int = 16, stride: Sequence | None = None) -> Any:
         if stride is None:
@@ -236,18 +297,40 @@ def kernel_of(config: Config) -> tuple[Any, tuple]:
             tensor(types[config.weights], others, config.top_k),
             tensor(types[config.out], others, config.hidden),
         )
+    if isinstance(config, InterleaveConfig):
+        return rows.InterleaveRows(config), (
+            tensor(Uint32, others, config.k // 2),
+            tensor(Int32, R, align=4),
+            tensor(Uint32, R, interleaved_width(config.k) // 2),
+        )
     E, N = config.experts, config.rows * config.projections
     words = {"nvfp4": config.rows // 8, "assignments": config.width, "float32": config.width}
-    return gemm.GroupedGemm(config), (
+    weights = (
         tensor(Uint8, N, config.k // 2, E, stride=(config.k // 2, 1, N * config.k // 2)),
         tensor(Uint8, E * config.projections * config.sf_row_tiles * config.k_steps * SF_TILE),
+    )
+    bias = tensor(types[config.bias], E, N, align=4) if config.bias else tensor(Float32, E, align=4)
+    if config.dense:
+        return w4a16.DequantizingGemm(config), (
+            *weights,
+            tensor(Uint8, R, config.k * 2),
+            tensor(Int32, E + 1, align=4),
+            tensor(Float32, E, align=4),
+            tensor(Float32, E, align=4),
+            bias,
+            tensor(Uint32, R, words.get(config.out, config.width // 2)),
+            tensor(Int32, R, align=4),
+            Int32(1),
+        )
+    return gemm.GroupedGemm(config), (
+        *weights,
         tensor(Uint8, R, config.k // 2),
         tensor(Uint8, bytes_sf),
         tensor(Float32, R, align=4),
         tensor(Int32, E + 1, align=4),
         tensor(Float32, E, align=4),
         tensor(Float32, E, align=4),
-        tensor(types[config.bias], E, N, align=4) if config.bias else tensor(Float32, E, align=4),
+        bias,
         tensor(Uint32, R, words.get(config.out, config.width // 2)),
         tensor(Uint8, bytes_out_sf),
         tensor(Float32, R, align=4),

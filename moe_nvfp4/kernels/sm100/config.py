@@ -14,6 +14,7 @@ ROWS = 128  # weight rows of a block: the M of an MMA
 SF_TILE = 512  # bytes of a 128x4 tile of scales: K = 64, one MMA
 BOXES = 4  # TMA boxes of a token tile; a tile with fewer rows loads fewer
 CHUNK = 16  # tokens the epilogue handles at a time
+EIGHT = (0, 4, 1, 5, 2, 6, 3, 7)  # how "interleaved" rows have each eight columns: nibbles of a word, four bits apart
 
 
 @dataclass(frozen=True)
@@ -39,13 +40,19 @@ class TileShape:
         return codes + (self.blocks + 1) * 4 * SF_TILE
 
     @property
-    def sf_columns(self) -> int:
+    def other_bytes(self) -> int:
+        """Shared memory beside stages and epilogue: barriers."""
+        return 256
+
+    @property
+    def operand_columns(self) -> int:
+        """The last TMEM columns: operands of the MMAs; here the block scales."""
         return 16 * (self.blocks + 1)
 
     @property
     def second(self) -> int:
         """First TMEM column of odd tiles."""
-        return min(TMEM - self.sf_columns - self.blocks * self.tokens, self.blocks * self.tokens)
+        return min(TMEM - self.operand_columns - self.blocks * self.tokens, self.blocks * self.tokens)
 
     @property
     def shared_tokens(self) -> int:
@@ -62,6 +69,42 @@ class TileShape:
 
 
 @dataclass(frozen=True)
+class DenseTile(TileShape):
+    """A tile for bf16 tokens: the weights become bf16 in TMEM, in steps of K = 64 (`w4a16`)."""
+
+    @property
+    def slots(self) -> int:
+        """Steps of dequantized weights in TMEM: an even number, for two groups of warps."""
+        return 2 if self.blocks * self.tokens == 256 else 4
+
+    @property
+    def token_slots(self) -> int:
+        """Steps of tokens in shared memory: 64 KiB."""
+        return 512 // self.tokens
+
+    @property
+    def stage_bytes(self) -> int:
+        return self.blocks * (ROWS * BYTES_K + 4 * SF_TILE)
+
+    @property
+    def token_bytes(self) -> int:
+        return self.token_slots * self.tokens * BYTES_K
+
+    @property
+    def other_bytes(self) -> int:
+        """Tokens, and barriers."""
+        return self.token_bytes + 160 + 16 * (self.slots + self.token_slots)
+
+    @property
+    def operand_columns(self) -> int:
+        return 32 * self.blocks * self.slots
+
+    @property
+    def legal(self) -> bool:
+        return super().legal and self.ctas == 1
+
+
+@dataclass(frozen=True)
 class GemmConfig:
     """All that the compiled kernel depends on.
 
@@ -69,7 +112,7 @@ class GemmConfig:
     k            codes per row, a multiple of 32 (TMA strides are multiples of 16 bytes)
     projections  2: [gate; up] in one tensor; 1
     out          "nvfp4": codes and swizzled sf, "bfloat16", "float16", "float32": rows of that type;
-                 "assignments": fp32 rows, row r at order[r]
+                 "assignments": fp32 rows, row r at order[r]; "interleaved": bf16 rows as a `DenseTile` reads them
     gate         what happens to gate and up; None: every row is an output of its own
     bias         dtype of the bias, or None
     """
@@ -86,7 +129,7 @@ class GemmConfig:
     @property
     def fixed_bytes(self) -> int:
         """Shared memory beside the ring: the epilogue's exchange, row scales, the tile map, barriers."""
-        return 4 * (CHUNK * ROWS + 2 * self.tile.tokens) + 6 * self.map_size + 256
+        return 4 * (CHUNK * ROWS + 2 * self.tile.tokens) + 6 * self.map_size + self.tile.other_bytes
 
     @property
     def stages(self) -> int:
@@ -101,6 +144,11 @@ class GemmConfig:
     def map_size(self) -> int:
         """Experts in the tile map, 6 bytes each: a power of two, for the binary search."""
         return 1 << max(0, self.experts - 1).bit_length()
+
+    @property
+    def dense(self) -> bool:
+        """bf16 tokens."""
+        return isinstance(self.tile, DenseTile)
 
     @property
     def fused(self) -> bool:
@@ -129,6 +177,8 @@ class GemmConfig:
     @property
     def width(self) -> int:
         """Columns of the output."""
+        if self.out == "interleaved":
+            return interleaved_width(self.rows)
         return self.rows * (self.projections if not self.fused else 1)
 
     @property
@@ -137,9 +187,24 @@ class GemmConfig:
             self.tile.legal
             and (self.projections == 1 or self.tile.blocks == 2)
             and self.rows % 16 == 0
+            and (self.out != "interleaved" or self.fused or self.projections == 1)
+            and not (self.dense and self.out == "nvfp4")
             and self.k % 32 == 0
             and self.stages >= 2
         )
+
+
+def interleaved_width(columns: int) -> int:
+    """Of "interleaved" rows: as many columns as packed weights have, the last ones zero."""
+    return -(-columns // 32) * 32
+
+
+@dataclass(frozen=True)
+class InterleaveConfig:
+    """All that the compiled `InterleaveRows` depends on. k: columns, a multiple of 16; gather: by an index."""
+
+    k: int
+    gather: bool
 
 
 @dataclass(frozen=True)
@@ -184,3 +249,9 @@ def choose_tile(rows: int, experts: int, weight_rows: int, projections: int, sms
     # From about 256 rows per expert on the tensor cores are the bound, and shared memory is theirs: a pair of
     # CTAs reads half of the tokens each.
     return TileShape(tokens, blocks, 2 if per_expert >= 256 and work_for(tokens, blocks, 2) >= sms else 1)
+
+
+def choose_dense_tile(rows: int, experts: int, weight_rows: int, projections: int, sms: int) -> DenseTile:
+    """As `choose_tile`, for bf16 rows."""
+    tile = choose_tile(rows, experts, weight_rows, projections, sms)
+    return DenseTile(tile.tokens, tile.blocks)

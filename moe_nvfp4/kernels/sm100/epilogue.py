@@ -14,7 +14,7 @@ from cutlass import Float32, Int32, Int64, Uint8, Uint32, const_expr, cute
 
 from moe_nvfp4.kernels.common.gates import apply_gate_exact
 from moe_nvfp4.kernels.sm100 import ptx
-from moe_nvfp4.kernels.sm100.config import CHUNK, ROWS, SF_TILE, GemmConfig
+from moe_nvfp4.kernels.sm100.config import CHUNK, EIGHT, ROWS, SF_TILE, GemmConfig
 from moe_nvfp4.kernels.sm100.scheduler import TileMap, TileScheduler, WorkTile
 
 TILE, GROUP, EXCHANGE = 1, 2, 4  # named barriers: one for all, and one per group twice
@@ -104,17 +104,19 @@ class Epilogue:
         """Of the tile's rows into shared memory; of its blocks and biases into registers."""
         c, t = self.c, self.c.tile
         sTokens = cute.make_tensor(s.scale.data_ptr() + turn * t.tokens, cute.make_layout(t.tokens))
-        if me.tid < t.tokens:
-            row_scale = Float32(0.0)
-            if me.tid < work.rows:
-                row_scale = tensors.mXScale[work.first + me.tid]
-                if const_expr(c.out == "nvfp4"):
-                    self.store_row_scale(work, tensors, me)
-            sTokens[me.tid] = row_scale
+        if const_expr(not c.dense):
+            if me.tid < t.tokens:
+                row_scale = Float32(0.0)
+                if me.tid < work.rows:
+                    row_scale = tensors.mXScale[work.first + me.tid]
+                    if const_expr(c.out == "nvfp4"):
+                        self.store_row_scale(work, tensors, me)
+                sTokens[me.tid] = row_scale
         scales, biases = [], []
         for b in cutlass.range_constexpr(t.blocks):
             up = const_expr(c.projections == 2 and b == 1)
-            scales.append(tensors.mScale1[work.expert] if up else tensors.mScale0[work.expert])
+            scale = tensors.mScale1[work.expert] if up else tensors.mScale0[work.expert]
+            scales.append(scale * ptx.UNSCALE if c.dense else scale)
             if const_expr(c.bias is not None):
                 row = cutlass.min(self.scheduler.block_row(work.row_tile, b) + me.thread, c.rows - 1)
                 biases.append(tensors.mBias[work.expert, row + (c.rows if up else 0)].to(Float32))
@@ -163,14 +165,15 @@ class Epilogue:
         blocks = range(output, output + t.blocks // outputs)
         sums = ptx.load_columns([acc + b * t.tokens + at for b in blocks], CHUNK)
         of_tokens = cute.make_rmem_tensor(CHUNK, Float32)
-        cute.autovec_copy(
-            cute.make_tensor((scales.sTokens.iterator + at).align(16), cute.make_layout(CHUNK)), of_tokens
-        )
+        if const_expr(not c.dense):
+            cute.autovec_copy(
+                cute.make_tensor((scales.sTokens.iterator + at).align(16), cute.make_layout(CHUNK)), of_tokens
+            )
         results = []
         for j in cutlass.range_constexpr(CHUNK):
-            values = [
-                ptx.mul(ptx.mul(v[j], scales.of_blocks[b]), of_tokens[j]) for b, v in zip(blocks, sums, strict=True)
-            ]
+            values = [ptx.mul(v[j], scales.of_blocks[b]) for b, v in zip(blocks, sums, strict=True)]
+            if const_expr(not c.dense):
+                values = [ptx.mul(v, of_tokens[j]) for v in values]
             if const_expr(c.bias is not None):
                 values = [ptx.add(v, scales.biases[b]) for b, v in zip(blocks, values, strict=True)]
             results.append(apply_gate_exact(c.gate, *values))
@@ -196,12 +199,15 @@ class Epilogue:
             self.store_nvfp4(values, place, column, h_scale, tensors)
         else:
             inside = column < c.rows
+            if const_expr(c.out == "interleaved"):
+                values = [values[8 * (i // 8) + EIGHT[i % 8]] if inside else Float32(0.0) for i in range(16)]
+                inside = column < c.width
             if const_expr(c.out == "assignments"):
                 row = tensors.mOrder[row] if live else row
             if const_expr(c.out in ("assignments", "float32")):
                 words = [v.bitcast(Uint32) for v in values]
             else:
-                half = cutlass.BFloat16 if c.out == "bfloat16" else cutlass.Float16
+                half = cutlass.Float16 if c.out == "float16" else cutlass.BFloat16
                 words = [ptx.pack_half2(values[2 * i], values[2 * i + 1], half) for i in range(8)]
             if const_expr(c.projections == 2):
                 column += block * c.rows

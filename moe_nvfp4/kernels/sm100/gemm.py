@@ -41,6 +41,13 @@ def tma_boxes(storage, rows: int, count: int) -> cute.Tensor:
     return storage.get_tensor(layout, swizzle=cute.make_swizzle(3, 4, 3))
 
 
+def swizzled_tma(tensor: cute.Tensor, rows: int) -> tuple:
+    """(atom, tensor of coordinates) for such boxes of a tensor of bytes."""
+    layout = cute.make_layout((rows, BYTES_K), stride=(BYTES_K, 1))
+    one = cute.make_composed_layout(cute.make_swizzle(3, 4, 3), 0, layout)
+    return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), tensor, one, (rows, BYTES_K))
+
+
 def load_box(atom, tensor: cute.Tensor, row: Int32, k: Int32, boxes: cute.Tensor, box: Int32, rows: int, barrier):
     """One TMA box: `rows` rows from `row` on of K tile k, into box `box` of `boxes`; zeros where there is nothing."""
     gA = cute.local_tile(cute.domain_offset((row, 0), tensor), (rows, BYTES_K), (0, None))
@@ -128,16 +135,8 @@ class GroupedGemm:
         stream,
     ):
         c, t = self.c, self.c.tile
-
-        def tma(tensor, rows):
-            one = cute.make_composed_layout(
-                cute.make_swizzle(3, 4, 3), 0, cute.make_layout((rows, BYTES_K), stride=(BYTES_K, 1))
-            )
-            op = cpasync.CopyBulkTensorTileG2SOp()
-            return cpasync.make_tiled_tma_atom(op, tensor, one, (rows, BYTES_K))
-
-        tma_w, mW = tma(mW, ROWS)
-        tma_x, mX = tma(mX, t.box)
+        tma_w, mW = swizzled_tma(mW, ROWS)
+        tma_x, mX = swizzled_tma(mX, t.box)
 
         @cute.struct
         class Storage:
@@ -302,7 +301,7 @@ class GroupedGemm:
         full, empty, acc_full = s.full.data_ptr(), s.empty.data_ptr(), s.acc.data_ptr()
         peer_full, acc_empty = s.peer_full.data_ptr(), acc_full + 1
         tile, step, count = self.scheduler.my_tiles(tile_map)
-        sfw = tmem + TMEM - t.sf_columns  # [step of 64][block] 4 columns, then [step] 4 columns
+        sfw = tmem + TMEM - t.operand_columns  # [step of 64][block] 4 columns, then [step] 4 columns
         sfx = sfw + 16 * t.blocks
         operands = Operands(
             s.w.data_ptr().toint(), s.x.data_ptr().toint(), s.w_sf.data_ptr().toint(), s.x_sf.data_ptr().toint(),

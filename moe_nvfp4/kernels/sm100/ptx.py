@@ -29,10 +29,11 @@ _VERSION = 1 << 46  # of the shared memory descriptor: 1 on sm_100
 _ROWS_128B_SWIZZLED = 1024 >> 4 << 32 | 2 << 61 | 1 << 16 | _VERSION  # 8 rows of 128 bytes, then the next 8
 _ROWS_16B = 128 >> 4 << 32 | 1 << 16 | _VERSION  # 8 rows of 16 bytes, then the next 8
 _E2M1_BY_E2M1 = 1 << 7 | 1 << 10  # e4m3 scales: bit 23 is 0
+_BF16_BY_BF16 = 1 << 4 | 1 << 7 | 1 << 10  # fp32 sums
 
 
 def operand_descriptor(address: Int32) -> Int64:
-    """A K-major operand in shared memory: rows of 128 bytes (256 codes), 128-byte swizzle."""
+    """A K-major operand in shared memory: rows of 128 bytes (256 codes, 64 bf16), 128-byte swizzle."""
     return Int64(address >> 4) | Int64(_ROWS_128B_SWIZZLED)
 
 
@@ -44,6 +45,11 @@ def scales_descriptor(address: Int32) -> Int64:
 def instruction_descriptor(rows: int, tokens: Int32) -> Int32:
     """D[rows, tokens] of an NVFP4 MMA; tokens: a multiple of 8 (of a pair of CTAs 16) up to 256, known at run time."""
     return Int32(_E2M1_BY_E2M1 | rows >> 4 << 24) | (tokens >> 3 << 17)
+
+
+def dense_instruction_descriptor(tokens: Int32) -> Int32:
+    """D[128, tokens] of a bf16 MMA; tokens: a multiple of 16 up to 256, known at run time."""
+    return Int32(_BF16_BY_BF16 | 128 >> 4 << 24) | (tokens >> 3 << 17)
 
 
 def _group(ctas: int):
@@ -74,6 +80,22 @@ def mma(
         _tmem(sfa, loc, ip),
         _tmem(sfb, loc, ip),
         block_scale=nvvm.Tcgen05MMABlockScale.BLOCK16,
+        loc=loc,
+        ip=ip,
+    )
+
+
+@dsl_user_op
+def dense_mma(d: Int32, a: Int32, b: Int64, instruction: Int32, accumulate, *, loc=None, ip=None):
+    """D (+)= A · Bᵀ over 16 of K: bf16 A in 8 columns of TMEM, a row a lane; B in shared memory. As `mma` otherwise."""
+    nvvm.tcgen05_mma(
+        nvvm.Tcgen05MMAKind.F16,
+        _group(1),
+        _tmem(d, loc, ip),
+        _tmem(a, loc, ip),
+        Int64(b).ir_value(loc=loc, ip=ip),
+        Int32(instruction).ir_value(loc=loc, ip=ip),
+        Boolean(accumulate).ir_value(loc=loc, ip=ip),
         loc=loc,
         ip=ip,
     )
@@ -116,6 +138,27 @@ def load_columns(addresses: list[Int32], count: int, *, loc=None, ip=None) -> li
     )
     values = [Float32(llvm.extractvalue(Float32.mlir_type, result, [i], loc=loc, ip=ip)) for i in range(total)]
     return [values[i : i + count] for i in range(0, total, count)]
+
+
+@dsl_user_op
+def store_columns(address: Int32, words: list[Uint32], *, loc=None, ip=None):
+    """A power of two of words into columns of this thread's TMEM lane, from `address` on; see `wait_for_stores`."""
+    registers = ", ".join(f"${i + 1}" for i in range(len(words)))
+    llvm.inline_asm(
+        None,
+        [Int32(address).ir_value(loc=loc, ip=ip), *(w.ir_value(loc=loc, ip=ip) for w in words)],
+        f"tcgen05.st.sync.aligned.32x32b.x{len(words)}.b32 [$0], {{{registers}}};",
+        ",".join(["r"] * (len(words) + 1)),
+        has_side_effects=True,
+        loc=loc,
+        ip=ip,
+    )
+
+
+@dsl_user_op
+def wait_for_stores(*, loc=None, ip=None):
+    """Until this thread's stores to TMEM are done."""
+    nvvm.tcgen05_wait(nvvm.Tcgen05WaitKind.STORE, loc=loc, ip=ip)
 
 
 @dsl_user_op
@@ -166,6 +209,48 @@ def wait_for_pair(barrier: cute.Pointer, phase: Int32):
     done = Boolean(False)
     while not done:
         done = _try_wait_for_pair(barrier, phase)
+
+
+# ---- weights to bf16 -----------------------------------------------------------------------------
+# The bits of a code, put where bf16 has its sign and the low end of its exponent, are code * 2^-126, and those of a
+# block scale sf * 2^-120, subnormal or not. Products of code and sf have 6 significant bits: all of this is exact.
+
+_FIELDS = 0x81C081C0  # sign and magnitude of two bf16
+UNSCALE = 128.0  # what dequantized weights are to be multiplied by
+
+
+def _multiply_bf16(a: Uint32, constant: int) -> Uint32:
+    """Two bf16 times two."""
+    return cute.arch.inline_ptx(
+        "{.reg .b32 c; mov.b32 c, %d; mul.rn.bf16x2 {$w0}, {$r0}, c;}" % constant,
+        write_only_types=[Uint32],
+        read_only_args=[Uint32(a)],
+    )
+
+
+def _multiply_by_half(a: Uint32, s: Uint32, high: bool) -> Uint32:
+    """Two bf16 times a half of s: the instruction reads it in place."""
+    pick = "h, h" if high else "l, l"
+    return cute.arch.inline_ptx(
+        "{.reg .b16 l, h; .reg .b32 b; mov.b32 {l, h}, {$r1}; mov.b32 b, {%s}; mul.rn.bf16x2 {$w0}, {$r0}, b;}" % pick,
+        write_only_types=[Uint32],
+        read_only_args=[Uint32(a), Uint32(s)],
+    )
+
+
+def widen_scales(four: Uint32) -> tuple[Uint32, Uint32]:
+    """The bytes of four block scales -> sf * 2^119 in bf16: the first and the third, the second and the fourth."""
+    pairs = (four << 4) & 0x07F007F0, (four >> 4) & 0x07F007F0
+    first, second = (_multiply_bf16(_multiply_bf16(pair, 0x7B807B80), 0x7B007B00) for pair in pairs)  # 2^120, 2^119
+    return first, second
+
+
+def dequantize(codes: Uint32, scales: Uint32, high: bool) -> list[Uint32]:
+    """Eight codes times a half of `scales` -> columns 0 and 4, 1 and 5, 2 and 6, 3 and 7 in bf16, times 2^-7."""
+    later = codes >> 8
+    # A multiplication shifts a nibble twice, its magnitude into place and its sign, and leaves the shifters alone.
+    pairs = [((word & 0x000F000F) * 0x1040, (word & 0x00F000F0) * 0x0104) for word in (codes, later)]
+    return [_multiply_by_half(field & _FIELDS, scales, high) for pair in pairs for field in pair]
 
 
 # ---- arithmetic ----------------------------------------------------------------------------------

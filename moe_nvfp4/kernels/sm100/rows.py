@@ -1,4 +1,4 @@
-"""The row kernels of Blackwell: rows -> NVFP4 before a GEMM, and the sum over the top-k after the second."""
+"""The row kernels of Blackwell: rows gathered or quantized before a GEMM, and the sum over the top-k after both."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from cutlass.memory import SmemAllocator
 from moe_nvfp4.kernels.common import arithmetic
 from moe_nvfp4.kernels.common.warp import largest_of_lanes, sum_of_lanes
 from moe_nvfp4.kernels.sm100 import ptx
-from moe_nvfp4.kernels.sm100.config import CombineConfig, QuantizeConfig
+from moe_nvfp4.kernels.sm100.config import EIGHT, CombineConfig, InterleaveConfig, QuantizeConfig, interleaved_width
 
 
 class QuantizeRows:
@@ -114,6 +114,55 @@ class QuantizeRows:
         at = (x.iterator + source + block * 16).align(16)
         cute.autovec_copy(cute.make_tensor(at, cute.make_layout(16)), values)
         return [values[i].to(Float32) for i in range(16)]
+
+
+class InterleaveRows:
+    """Row r of the result is x[index[r]] as a `DenseTile` reads it: the columns of each eight in the order `EIGHT`, the
+    last columns zero.
+
+    One CTA of 128 threads per row; a thread has eight columns at a time.
+    """
+
+    THREADS = 128
+
+    def __init__(self, config: InterleaveConfig):
+        self.c = config
+
+    def __repr__(self) -> str:
+        return f"InterleaveRows({self.c})"
+
+    @cute.jit
+    def __call__(
+        self,
+        x: cute.Tensor,  # uint32 [*, k / 2]: two bf16 each
+        index: cute.Tensor,  # int32 [R]
+        rows: cute.Tensor,  # uint32 [R, width / 2], written
+        stream,
+    ):
+        self.kernel(x, index, rows).launch(
+            grid=[rows.shape[0], 1, 1], block=[self.THREADS, 1, 1], stream=stream, use_pdl=True
+        )
+
+    @cute.kernel
+    def kernel(self, x, index, rows):
+        c = self.c
+        tid, _, _ = cute.arch.thread_idx()
+        row, _, _ = cute.arch.block_idx()
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
+        source = Int64(index[row] if const_expr(c.gather) else row) * (c.k // 2)
+        for eight in cutlass.range(tid, interleaved_width(c.k) // 8, self.THREADS):
+            loaded, stored = (cute.make_rmem_tensor(4, Uint32) for _ in range(2))
+            loaded.fill(0)
+            if eight < c.k // 8:
+                at = (x.iterator + source + eight * 4).align(16)
+                cute.autovec_copy(cute.make_tensor(at, cute.make_layout(4)), loaded)
+            for i in cutlass.range_constexpr(4):
+                a, b = (loaded[EIGHT[2 * i + j] // 2] for j in range(2))
+                # both are odd columns, or both even ones
+                stored[i] = cute.arch.prmt(a, b, 0x7632 if EIGHT[2 * i] % 2 else 0x5410)
+            to = (rows.iterator + Int64(row) * (interleaved_width(c.k) // 2) + eight * 4).align(16)
+            cute.autovec_copy(stored, cute.make_tensor(to, cute.make_layout(4)))
 
 
 class Combine:

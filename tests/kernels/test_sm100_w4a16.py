@@ -1,0 +1,228 @@
+"""The Blackwell kernels for bf16 rows on the emulator beside float64. Bounds as in `test_sm100`."""
+
+import shutil
+
+import pytest
+import torch
+
+from moe_nvfp4 import backends
+from moe_nvfp4 import format as nvfp4
+from moe_nvfp4.kernels.sm100 import Blackwell
+from moe_nvfp4.kernels.sm100 import backend as sm100
+from moe_nvfp4.kernels.sm100.config import SMEM, TMEM, CombineConfig, DenseTile, GemmConfig, InterleaveConfig
+from moe_nvfp4.routing import Rows, group_by_expert
+from moe_nvfp4.weights import Gate
+from tests.common import THRESHOLDS, random_ids, random_layer, relative_error
+from tests.emulator import EmulatorError
+from tests.emulator.launch import programs
+from tests.kernels.emulator_sm100 import RUNS, on_emulator
+from tests.kernels.machine_code import machine_code
+from tests.kernels.test_sm100 import GATES, UNIT, Problem, check_close, exact_gate, prepared
+
+TILES = [DenseTile(tokens, blocks) for tokens in (64, 128) for blocks in (1, 2)]
+
+
+@pytest.fixture
+def emulator():
+    pytest.importorskip("cutlass", reason="the CuTe DSL is not installed")
+    pytest.importorskip("tvm_ffi", reason="the kernels' host code is TVM-FFI's")
+    if shutil.which("cc") is None:
+        pytest.skip("the emulator links the compiled host code with cc")
+    with on_emulator() as runner:
+        yield runner
+
+
+# ---- compiled, for a GPU that is not here --------------------------------------------------------
+
+
+def shipped_configs(architecture: str) -> list:
+    """From layers of Qwen3-30B-A3B and gpt-oss: every tile and output (sm_103a: a few)."""
+    configs = [
+        InterleaveConfig(2048, True),
+        GemmConfig(32, 2880, 2880, 2, "interleaved", GATES["oai"], "bfloat16", TILES[1]),
+        GemmConfig(8, 704, 2048, 2, "bfloat16", Gate("raw"), None, TILES[3]),
+    ]
+    configs += [GemmConfig(128, 2048, 768, 1, "assignments", None, None, tile) for tile in TILES if tile.blocks == 1]
+    return configs if architecture == "sm_100a" else configs[1:2]
+
+
+def compile_all(architecture: str):
+    for config in shipped_configs(architecture):
+        yield lambda config=config: sm100.compile_kernel(config, "--enable-tvm-ffi")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", ["sm_100a", "sm_103a"])
+def test_compiles_without_a_gpu(architecture, tmp_path, record_property):
+    """No spills; and a stream of weights that keeps up with the memory: a step of K = 64 is 1152 bytes for each block
+    and warp, a multiprocessor issues four instructions a clock, and a B200 delivers at most 29 bytes in one."""
+    pytest.importorskip("cutlass", reason="the CuTe DSL is not installed")
+    names = ("UTCHMMA", "UTCCP", "UTMALDG", "STTM", "LDTM", "LDL", "STL", "loop STTM")
+    table = machine_code("test_sm100_w4a16", architecture, names, tmp_path)
+    lines = []
+    for config, found in zip(shipped_configs(architecture), table, strict=True):
+        assert found["STACK"] == found["LOCAL"] == found["LDL"] == found["STL"] == 0
+        line = f"{found['REG']:4} registers {found['instructions']:5} instructions"
+        if isinstance(config, GemmConfig):
+            t = config.tile
+            assert config.shared_bytes <= SMEM and found["REG"] <= 96
+            assert found["UTCHMMA"] == 4 * t.blocks and found["UTCCP"] == 0
+            assert found["UTMALDG"] == t.blocks + 4 and found["LDTM"] == found["STTM"] == t.blocks
+            rate = 4 * 1152 * t.blocks / found["loop STTM"]
+            assert rate > (26 if t.blocks == 2 else 24)
+            line += f" {config.stages} stages {config.shared_bytes:6} B shared {t.second + t.blocks * t.tokens:3} + "
+            line += (
+                f"{t.operand_columns} TMEM columns  {found['loop STTM']} instructions a step: {rate:.1f} bytes a clock"
+            )
+            line += f"  {t.tokens} x {t.blocks} {config.out}"
+        lines.append(line)
+    record_property("table", "\n".join([architecture, *lines]))
+
+
+def test_tiles_are_legal():
+    for t in TILES:
+        assert t.legal and t.second + t.blocks * t.tokens + t.operand_columns <= TMEM
+        assert t.shared_tokens <= t.tokens  # of one block: see `TileShape.shared_tokens`
+    assert not DenseTile(64, 1, 2).legal
+
+
+# ---- on the emulator -----------------------------------------------------------------------------
+
+
+def exact_projection(x, w, sf, groups, scales, bias):
+    """(float64 values [R, N], bound on the fp32 error) of rows x [R, K] with global scales [E, N] and a bias."""
+    expert = groups.expert_of_row().clamp(max=groups.num_experts - 1).long()
+    out, size = (torch.zeros(len(x), w.shape[1], dtype=torch.float64) for _ in range(2))
+    offsets = groups.offsets.tolist()
+    for e, (a, b) in enumerate(zip(offsets, offsets[1:], strict=False)):
+        v = nvfp4.dequantize(w[e], sf[e], None).double()[:, : x.shape[1]]
+        out[a:b], size[a:b] = x[a:b].double() @ v.T, x[a:b].double().abs() @ v.T.abs()
+    out, size = out * scales.double()[expert], size * scales.double()[expert]
+    if bias is not None:
+        out, size = out + bias.double()[expert], size + bias.double()[expert].abs()
+    return out, size * ((x.shape[1] + 8) * UNIT)
+
+
+def check_layer(emulator, problem: Problem):
+    """Both GEMMs, each from inputs that torch made, against float64; returns the last one, to call it again."""
+    E, H, I, gate = len(problem.sizes), problem.H, problem.I, problem.gate
+    layer = random_layer(E, H, I, gate, "bf16", problem.bias, seed=problem.seed, scale=2e-3)
+    w, packed = layer.weights, prepared(layer).weights
+    ids = random_ids(problem.sizes, problem.sentinels, problem.top_k, problem.seed)
+    groups = group_by_expert(ids, E)
+    live = groups.expert_of_row() < E
+    generator = torch.Generator().manual_seed(problem.seed)
+    x = torch.randn(len(ids), H, generator=generator).bfloat16()
+
+    emulator.before(Rows(x))
+    h = sm100.gemm1_swiglu(Rows(x, index=groups.token), packed, groups, problem.dtype).values
+    scales = [w.gate_scale, w.up_scale] if gate.gated and w.gate_scale is not None else [w.up_scale] * (1 + gate.gated)
+    scales = torch.cat([s[:, None].expand(E, I) for s in scales], 1)
+    projected = exact_projection(x[groups.token], w.w13, w.w13_sf, groups, scales, w.b13)
+    check_close(h, *exact_gate(gate, *projected), live)
+
+    weights = torch.rand(ids.shape, generator=generator) - 0.3
+    h = torch.randn(groups.num_rows, I, generator=generator).bfloat16()
+    emulator.before(Rows(h))
+    y = sm100.gemm2_combine(Rows(h), packed, groups, weights, problem.dtype)
+    exact, bound = exact_projection(h, w.w2, w.w2_sf, groups, w.w2_scale[:, None].expand(E, H), w.b2)
+    slots, slot_bounds = torch.zeros_like(exact), torch.zeros_like(bound)
+    order = groups.order.long()
+    slots[order], slot_bounds[order] = exact * live[:, None], bound * live[:, None]
+    slots, slot_bounds = slots.view(*ids.shape, H), slot_bounds.view(*ids.shape, H)
+    each = weights.double()[..., None]
+    bound = (each.abs() * slot_bounds).sum(1) + (problem.top_k + 2) * UNIT * (each * slots).abs().sum(1)
+    check_close(y, (each * slots).sum(1), bound, torch.ones(len(y), dtype=torch.bool))
+    return lambda: (sm100.gemm2_combine(Rows(h), packed, groups, weights, problem.dtype), y)
+
+
+ROUTINGS = {
+    "ragged": ([70, 0, 1, 6], 7, 2),
+    "one token": ([0, 0, 1, 0], 0, 1),
+    "no row": ([0, 0, 0, 0], 5, 1),
+}
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_routings(emulator, routing):
+    emulator.schedule = "lazy"
+    sizes, sentinels, top_k = ROUTINGS[routing]
+    again = check_layer(emulator, Problem(128, 144, sizes, sentinels, top_k))
+    emulator.schedule, emulator.multiprocessors = "random:7", 2  # other CTAs, in another order: the same bits
+    assert torch.equal(*again())
+
+
+@pytest.mark.parametrize("tile", TILES, ids=lambda t: f"{t.tokens}x{t.blocks}")
+def test_tiles(emulator, tile):
+    """All tiles in one CTA: every ring goes round, and both accumulators are used; an odd number of steps."""
+    emulator.schedule, emulator.tile, emulator.multiprocessors = "reverse-lazy", tile, 1
+    gate = GATES["silu" if tile.blocks == 2 else "relu2"]
+    check_layer(emulator, Problem(272, 144, [tile.tokens + 4, 0, 18], 2, gate=gate))
+
+
+@pytest.mark.parametrize(
+    "gate, H, I, bias, dtype",
+    [
+        ("oai", 592, 80, torch.bfloat16, torch.bfloat16),
+        ("gelu", 16, 16, torch.float32, torch.float32),
+        ("raw", 128, 144, None, torch.float16),
+    ],
+)
+def test_gates(emulator, gate, H, I, bias, dtype):
+    """And K tails of 16 and of 80 columns, weight rows that do not fill a block."""
+    emulator.schedule = "slow:1"
+    check_layer(emulator, Problem(H, I, [5, 0, 18, 2], 1, 2, GATES[gate], bias, dtype=dtype))
+
+
+def test_weights_are_exact(emulator):
+    """Tokens with a single one return the columns of the weights: every code with every block scale."""
+    emulator.schedule, H, I = "eager", 128, 256
+    layer = random_layer(1, H, I, seed=3)
+    layer.down_proj_sf.copy_((torch.arange(H * I // 16) % 0x7F).view(1, H, I // 16))
+    layer.down_proj.copy_((torch.arange(H * I // 2) * 0x21 & 0xFF).view(1, H, I // 2))
+    w = layer.weights
+    groups = group_by_expert(torch.zeros(I, 1, dtype=torch.int), 1)
+    y = sm100.gemm2_combine(Rows(torch.eye(I).bfloat16()), w, groups, torch.ones(I, 1), torch.float32)
+    assert torch.equal(y.T, nvfp4.dequantize(w.w2[0], w.w2_sf[0], w.w2_scale))
+
+
+@pytest.fixture
+def layer_call(emulator, monkeypatch):
+    """(a layer, its inputs, the reference's result)"""
+    layer = random_layer(4, 64, 80, GATES["oai"], bias=torch.bfloat16, scale=2e-3)
+    ids = torch.stack([torch.randperm(4)[:2] for _ in range(9)])
+    ids[0, 0] = 4  # an unrouted row, which the epilogue zeroes before anything else
+    inputs = torch.randn(9, 64).bfloat16(), ids, torch.rand(9, 2)
+    monkeypatch.setenv("MOE_NVFP4_BACKEND", "reference")
+    right = layer(*inputs)
+    monkeypatch.delenv("MOE_NVFP4_BACKEND")
+
+    class OnTheEmulator(Blackwell):
+        def unavailable(self, device):
+            return None
+
+    with backends.registered(OnTheEmulator()):
+        yield layer, inputs, right
+
+
+def test_layer(emulator, layer_call, monkeypatch):
+    """All of it in one call; each griddepcontrol.wait is left out in turn."""
+    emulator.schedule = "random:5"
+    layer, (x, ids, p), right = layer_call
+    assert relative_error(layer(x, ids, p), right) < THRESHOLDS["half"]
+    assert layer.packed
+    launched = []
+    launch = emulator.launch
+    monkeypatch.setattr(sm100, "launch", lambda *arguments: launched.append(arguments[0]) or launch(*arguments))
+    layer(x, ids, p)
+    assert [type(config) for config in launched] == [InterleaveConfig, GemmConfig, GemmConfig, CombineConfig]
+    assert launched[1].out == "interleaved"
+    for config in launched[:-1]:
+        first, *others = RUNS[config].ptx.split("griddepcontrol.wait;")
+        assert len(others) == (2 if isinstance(config, GemmConfig) else 1)
+        for left_out in range(len(others)):
+            waits = ["" if i == left_out else "griddepcontrol.wait;" for i in range(len(others))]
+            ptx = first + "".join(wait + part for wait, part in zip(waits, others, strict=True))
+            with monkeypatch.context() as patch, pytest.raises(EmulatorError, match="wait was not called"):
+                patch.setattr(RUNS[config], "programs", programs(ptx))
+                layer(x, ids, p)
