@@ -6,6 +6,7 @@ leaving parts of the model out, one after the other, and taking the differences.
 
 Launched kernel by kernel, 70 a layer, a model often waits for the host. So steps are timed without a graph too, and of
 the prompt (inside a graph transformers would write its causal mask out) both its time and how long the GPU is busy.
+torch.compile, which `generate` with a static cache uses, makes 23 of them; of it only whole steps are timed.
 """
 
 import datetime
@@ -13,7 +14,7 @@ import gc
 import os
 import sys
 import time
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 
 # CUPTI attached anew to CUDA graphs that it has seen before may crash: keep it attached.
@@ -190,18 +191,21 @@ class Decoder:
         return seconds(partial(self.run, step, self.steps), 1, self.device) / self.steps
 
     def measure(self):
-        """Seconds of a step, without a graph too, and of its parts (the last: what is outside the layers), experts
-        touched, and whether the graph decodes what the model decodes without it."""
+        """Seconds of a step, without a graph too, and whether the graph decodes what the model decodes without it."""
         tokens = self.run(self.step, COMPARED)
         eager = seconds(partial(self.run, self.step, COMPARED), 1, self.device) / COMPARED
         equal = torch.equal(tokens, self.run(captured(self.step, self.device), COMPARED))
-        touched, times = self.touched(), [self.time()]
+        return {"step": self.time(), "eager": eager, "equal": equal}
+
+    def measure_parts(self, step):
+        """Seconds of the parts of a step that takes `step` (the last: what is outside the layers), experts touched."""
+        times, touched = [step], self.touched()
         with ExitStack() as stack:
             for part in PARTS:
                 stack.enter_context(without(part, self.model))
                 times.append(self.time())
         parts = [a - b for a, b in zip(times, [*times[1:], 0.0], strict=True)]
-        return {"step": times[0], "eager": eager, "parts": parts, "touched": touched, "equal": equal}
+        return {"parts": parts, "touched": touched}
 
 
 @contextmanager
@@ -216,11 +220,21 @@ def without(part, model):
         del module.forward
 
 
+@contextmanager
+def compiled(model):
+    """`model` as torch.compile makes it."""
+    model.forward = torch.compile(model.forward, dynamic=False, fullgraph=True)
+    yield
+    del model.forward
+    torch._dynamo.reset()
+
+
 # ---- reports -------------------------------------------------------------------------------------
 
 
-def measure(title, model, device, steps, long, experts=None):
-    """One row of each table; `experts`: decode with that implementation of transformers, and leave the prefill out."""
+def measure(title, model, device, steps, long, experts=None, how=nullcontext):
+    """One row of each table. `experts`: decode with that implementation of transformers, and leave the prefill out;
+    how=compiled: steps of the compiled model, nothing else."""
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     if device == "cuda":
         torch.cuda.empty_cache()
@@ -229,8 +243,11 @@ def measure(title, model, device, steps, long, experts=None):
     for batch in PROMPTS:
         if experts:
             model.set_experts_implementation("grouped_mm")  # the last batch left it at `experts`
-        row["batches"][batch] = Decoder(model, batch, steps, device, experts).measure()
-    if experts is None:
+        decoder = Decoder(model, batch, steps, device, experts)
+        with how(model):
+            found = decoder.measure()
+        row["batches"][batch] = found if how is compiled else found | decoder.measure_parts(found["step"])
+    if experts is None and how is not compiled:
         ids = torch.randint(model.config.vocab_size, (1, long), device=device)
         row["prefill"] = time_prefill(model, ids, device)
     if device == "cuda":
@@ -271,27 +288,31 @@ def report(rows, long):
     lines = []
     for row in rows:
         for batch, b in row["batches"].items():
+            if "parts" not in b:
+                continue
             cells = [f"{s * 1e6:.0f} ({s / b['step']:.0%})" for s in b["parts"]]
             lines.append([f"{row['title']}, batch {batch}", f"{b['step'] * 1e6:.0f}", *cells, f"{b['touched']:.1f}"])
     head = ["a step of decoding", "us", *(f"{part}: us" for part in PARTS), "embedding, mask, head, argmax: us"]
     table([*head, "experts touched of a layer"], lines)
 
 
-def report_kernels(model, device, steps, batch, us):
+def report_kernels(title, model, device, steps, batch, us, how=nullcontext):
     """The kernels of one step, which takes `us` when nobody looks: how many, how long the GPU is busy, the longest."""
     decoder = Decoder(model, batch, steps, device)
-    step = captured(decoder.step, device)
-    decoder.run(step, 3)
-    kernels, busy = kernels_of(step, device)
+    with how(model):
+        decoder.run(decoder.step, 1)
+        step = captured(decoder.step, device)
+        decoder.run(step, 3)
+        kernels, busy = kernels_of(step, device)
     if not kernels:
-        print(f"batch {batch}: the profiler saw no kernels, so there is no account of launch gaps")
+        print(f"{title}, batch {batch}: the profiler saw no kernels, so there is no account of launch gaps")
         return
     spent = {}
     for event in kernels:
         count, total = spent.get(event.name, (0, 0.0))
         spent[event.name] = count + 1, total + event.time_range.end - event.time_range.start
     gaps = f"{us - busy:.0f} us go between them ({(us - busy) / len(kernels):.2f} us each)"
-    print(f"\nbatch {batch}: a step of {us:.0f} us is {len(kernels)} kernels, which take {busy:.0f} us; {gaps}\n")
+    print(f"\n{title}, batch {batch}: {us:.0f} us a step, {len(kernels)} kernels, which take {busy:.0f} us; {gaps}\n")
     longest = sorted(spent.items(), key=lambda item: -item[1][1])[:12]
     table(["kernel", "times", "us"], [[f"`{name[:90]}`", str(n), f"{total:.0f}"] for name, (n, total) in longest])
 
@@ -322,6 +343,8 @@ def benchmark(name, device, steps=64, long=4096):
         error, limit = check_layer(model.model.layers[0], activations), THRESHOLDS[activations]
         checks.append((f"{title}, experts of layer 0 against the reference: {error:.1e} < {limit}", error < limit))
         rows.append(measure(title, model, device, steps, long))
+    if device == "cuda":
+        rows.append(measure("W4A16, torch.compile", model, device, steps, long, how=compiled))
     report(rows, long)
     for row in rows if device == "cuda" else ():
         # at batch 1: at 32 attention and the bf16 experts give other bits from run to run, graph or not
@@ -329,6 +352,7 @@ def benchmark(name, device, steps=64, long=4096):
         checks.append((f"{row['title']}, {COMPARED} tokens with a graph are those without", equal))
     for text, passed in checks:
         print(f"{text}: {passed}", flush=True)
-    for batch in PROMPTS if device == "cuda" else ():
-        report_kernels(model, device, steps, batch, rows[-1]["batches"][batch]["step"] * 1e6)
+    for row, how in ((rows[-2], nullcontext), (rows[-1], compiled)) if device == "cuda" else ():
+        for batch, b in row["batches"].items():
+            report_kernels(row["title"], model, device, steps, batch, b["step"] * 1e6, how)
     assert all(passed for _, passed in checks)
