@@ -6,7 +6,7 @@ python examples/benchmark.py [--shapes qwen,mixtral,deepseek,gptoss] [--tokens 1
 Each number is the median of replays of a captured call. Before each, L2 is filled by writing (so that
 nothing of ours is in it) and then by reading (so that no dirty lines are left for the next kernel to
 wait for). Each begins with a rest and a few replays that don't count: right after large batches, at the GPU's
-power limit, small ones take up to a fifth longer. W4A16 and W4A4 read the same weights. The roof is what the touched
+power limit, small ones take up to a fifth longer. The roof is what the touched
 4-bit bytes take at --bandwidth or the arithmetic at --tflops, whichever is longer: their defaults were measured on an
 H200 (a large copy, a bf16 matrix product).
 
@@ -22,7 +22,6 @@ import datetime
 import importlib
 import json
 import os
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -50,10 +49,9 @@ def measure(name, token_counts, peers, clock):
     """Rows of numbers for one shape."""
     title, H, I, E, top_k, dtype = SHAPES[name]
     shape = Shape(H, I, E, top_k)
-    weights = random_experts(shape, DEVICE).weights
     layers = {
-        "W4A16": partial(moe_forward, weights=weights),
-        "W4A4": partial(moe_forward, weights=replace(weights, activations="nvfp4")),
+        "W4A16": partial(moe_forward, weights=random_experts(shape, DEVICE).weights),
+        "W4A4": partial(moe_forward, weights=random_experts(shape, DEVICE, "nvfp4").weights),
         "bf16": dense_experts(shape, DEVICE),
     } | {peer: make_peer(peer, E, H, I) for peer in peers}
     for T in token_counts:

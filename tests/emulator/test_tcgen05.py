@@ -44,10 +44,13 @@ def bits(values, kind):
     return (values.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
 
 
-def problem(case):
-    """(what each CTA loads, its image of A in Tensor Memory, the product)"""
+def problem(case, spread=None):
+    """(what each CTA loads, its image of A in Tensor Memory, the product) of small integers, whose sums are exact; or
+    of numbers whose sizes spread over this many powers of two."""
     rng = np.random.default_rng(case.m + case.n)
     a, b = (rng.integers(-4, 5, (rows, 16)).astype(np.float64) for rows in (case.m, case.n))
+    if spread is not None:
+        a, b = (rng.integers(-255, 256, m.shape) * 2.0 ** rng.integers(-8 - spread, -7, m.shape) for m in (a, b))
     data, image = np.zeros((case.group, SIZE), np.uint8), np.zeros((case.group, 128, 16), np.uint16)
     rows, columns = case.m // case.group, case.n // case.group
     for cta in range(case.group):

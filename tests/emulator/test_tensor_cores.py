@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from tests.emulator import EmulatorError, PtxError
+from tests.emulator.formats import E4M3
 from tests.emulator.ptx import ALL, DATA, fill, initialise, laid_out, run, wait, without
 
 
@@ -127,13 +128,14 @@ def test_mma(kind):
 # ---- tcgen05 ----
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 SCALES = {0x38: 1.0, 0x30: 0.5, 0x40: 2.0, 0x34: 0.75, 0x08: 2.0**-6}
+EVERY_SCALE = {code: float(E4M3.table64[code]) for code in range(1, 0x7F)}
 
 
-def block_scaled(rng, rows):
+def block_scaled(rng, rows, scales=SCALES):
     """(codes packed, scale bytes, values) of a [rows, 64] matrix."""
     codes = rng.integers(0, 16, (rows, 64)).astype(np.uint8)
-    bytes_of = np.array(list(SCALES), np.uint8)[rng.integers(0, len(SCALES), (rows, 4))]
-    scale = np.vectorize(SCALES.get)(bytes_of)
+    bytes_of = np.array(list(scales), np.uint8)[rng.integers(0, len(scales), (rows, 4))]
+    scale = np.vectorize(scales.get)(bytes_of)
     return codes[:, ::2] | codes[:, 1::2] << 4, bytes_of, E2M1[codes] * np.repeat(scale, 16, 1)
 
 
@@ -149,9 +151,9 @@ def instruction(n, m=128, negate_a=0):
     return 1 << 7 | 1 << 10 | negate_a << 13 | n // 8 << 17 | m // 128 << 27
 
 
-def nvfp4(n, seed=0):
+def nvfp4(n, seed=0, scales=SCALES):
     rng = np.random.default_rng(seed)
-    (a, sa, x), (b, sb, y) = block_scaled(rng, 128), block_scaled(rng, n)
+    (a, sa, x), (b, sb, y) = block_scaled(rng, 128, scales), block_scaled(rng, n, scales)
     data = np.zeros(16384 + 32768 + 3 * 512, np.uint8)
     data[:16384] = laid_out(a, 128)
     data[16384 : 16384 + 128 * n] = laid_out(b, 128)

@@ -13,6 +13,12 @@ RUNS = {}  # what a kernel was compiled for -> what runs it
 OUTPUTS = {QuantizeConfig: (4, 5, 6), InterleaveConfig: (2,), CombineConfig: (2,)}  # which of a launch's arguments
 
 
+def outputs_of(config, arguments):
+    """The tensors that a launch writes."""
+    of_gemm = (9, 10, 11) if getattr(config, "out", "") == "nvfp4" else (7 if getattr(config, "dense", False) else 9,)
+    return [arguments[i] for i in OUTPUTS.get(type(config), of_gemm)]
+
+
 class OnEmulator:
     """Takes the place of `sm100.launch`. Every launch runs under `schedule`, on so many `multiprocessors`, GEMMs with
     `tile` if it is not None."""
@@ -24,10 +30,7 @@ class OnEmulator:
         if config not in RUNS:
             with compiling_for("sm_100a"):
                 RUNS[config] = Emulated(sm100.compile_kernel(config, "--enable-tvm-ffi"))
-        of_gemm = (
-            (9, 10, 11) if getattr(config, "out", "") == "nvfp4" else (7 if getattr(config, "dense", False) else 9,)
-        )
-        outputs = [arguments[i] for i in OUTPUTS.get(type(config), of_gemm)]
+        outputs = outputs_of(config, arguments)
         (machine,) = self.stream.launch(
             RUNS[config], *arguments, outputs=outputs, unwritten=outputs, schedule=self.schedule
         )

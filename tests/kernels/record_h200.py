@@ -9,6 +9,7 @@ The PTX goes to the driver as text; the layers run as the library runs them.
 
 import argparse
 import ctypes
+import importlib
 import json
 import pickle
 import subprocess
@@ -22,8 +23,9 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.kernels.hopper_instructions import CASES, GROUPS, Map
+from tests.kernels.hopper_instructions import Map
 
+HOPPER = "tests.kernels.hopper_instructions"  # a module with GROUPS of cases, {group: {name: case}}
 FILE = Path(__file__).parent / "data" / "h200.npz"
 LAYERS = "layers"
 REFUSED = "an illegal instruction was encountered"
@@ -183,12 +185,12 @@ def record_layer(layer, device):
     return outputs
 
 
-def record_here(group, skip, emulate):
+def record_here(group, skip, emulate, cases=HOPPER):
     """Gives (None, what runs it), then of each case its (name,) and (name, checksum, outputs)."""
     if group != LAYERS:
         device = None if emulate else Device()
         yield None, "" if emulate else device.about
-        for name, case in GROUPS[group].items():
+        for name, case in importlib.import_module(cases).GROUPS[group].items():
             if name not in skip:
                 yield (name,)
                 yield name, case.checksum, case.emulated() if emulate else device.run(case)
@@ -211,12 +213,12 @@ def record_here(group, skip, emulate):
 
 
 # ---- all groups ----
-def record(group, emulate):
+def record(group, emulate, cases=HOPPER):
     """(what ran it, {name: (checksum, outputs)}, {name: why it failed}), going on after a case that failed."""
     start, about, records, failed = time.time(), "", {}, {}
     whole = False
     while not whole and len(failed) < 5 and group not in failed:
-        command = [sys.executable, "-m", "tests.kernels.record_h200", "--group", group]
+        command = [sys.executable, "-m", "tests.kernels.record_h200", "--group", group, "--cases", cases]
         command += ["--skip", json.dumps([*records, *failed])] + ["--emulate"] * emulate
         with tempfile.NamedTemporaryFile() as part, tempfile.TemporaryFile() as errors:
             try:
@@ -230,12 +232,23 @@ def record(group, emulate):
             if not whole:
                 errors.seek(0)
                 name, why = found[-1][0] if found else group, errors.read().decode(errors="replace")
-                case = CASES.get(name)
+                case = importlib.import_module(cases).GROUPS.get(group, {}).get(name)
                 if case and case.refused and (case.refused if emulate else REFUSED) in why:
                     records[name] = case.checksum, []
                 else:
                     failed[name] = why
     print(f"{group}: {len(records)} recorded, {len(failed)} failed, {time.time() - start:.1f} s", flush=True)
+    return about, records, failed
+
+
+def record_all(groups, emulate, cases=HOPPER):
+    """([what ran them], {name: (checksum, outputs)}, {name: why it failed}), several groups at a time."""
+    records, failed, about = {}, {}, []
+    with ThreadPoolExecutor(2 if emulate else len(groups)) as pool:
+        for one, found, wrong in pool.map(lambda group: record(group, emulate, cases), groups):
+            about += [one] * (one not in about)
+            records.update(found)
+            failed.update(wrong)
     return about, records, failed
 
 
@@ -251,21 +264,18 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("out", nargs="?", type=Path, default=FILE)
     parser.add_argument("--emulate", action="store_true", help="on the emulator in place of the GPU")
-    parser.add_argument("--group", help="this one only, as pickles", choices=[*GROUPS, LAYERS])
+    parser.add_argument("--cases", default=HOPPER, help="the module that has them")
+    parser.add_argument("--group", help="this one only, as pickles")
     parser.add_argument("--skip", type=json.loads, default=[], help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.group:
         with open(options.out, "wb", buffering=0) as file:
-            for result in record_here(options.group, options.skip, options.emulate):
+            for result in record_here(options.group, options.skip, options.emulate, options.cases):
                 file.write(pickle.dumps(result))
         return 0
-    begin, records, failed, about = time.time(), {}, {}, []
-    with ThreadPoolExecutor(2 if options.emulate else len(GROUPS) + 1) as pool:
-        groups = [LAYERS, *GROUPS]
-        for one, found, wrong in pool.map(record, groups, [options.emulate] * len(groups)):
-            about += [one] * (one not in about)
-            records.update(found)
-            failed.update(wrong)
+    begin = time.time()
+    groups = [*importlib.import_module(options.cases).GROUPS] + [LAYERS] * (options.cases == HOPPER)
+    about, records, failed = record_all(groups, options.emulate, options.cases)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     text = "the emulator" if options.emulate else "; ".join(about) + time.strftime("; %Y-%m-%d")
     save(options.out, text, records)

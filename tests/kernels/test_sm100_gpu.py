@@ -1,0 +1,61 @@
+"""The Blackwell kernels on a Blackwell: the emulator's problems, with the same bounds."""
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 10:
+    pytest.skip("needs a GPU of compute capability 10.0 or 10.3", allow_module_level=True)
+pytest.importorskip("cutlass", reason="the CuTe DSL is not installed")
+
+from moe_nvfp4.kernels.sm100 import backend as sm100
+from tests.kernels.emulator_sm100 import outputs_of
+from tests.kernels.test_sm100 import (  # noqa: F401 (pytest finds them here)
+    test_gates,
+    test_many_experts,
+    test_no_tokens,
+    test_one_expert,
+    test_quantize_rows,
+    test_random_problems,
+    test_routings,
+    test_sizes,
+    test_tiles_of_gate_and_up,
+    test_tiles_of_one_projection,
+)
+
+
+class OnGpu:
+    """Takes the place of `sm100.launch` as `OnEmulator` does: CPU tensors go to the GPU and their outputs come back."""
+
+    def __init__(self):
+        self.schedule, self.multiprocessors, self.tile = None, 3, None
+
+    def launch(self, config, arguments):
+        moved = [a.cuda() if isinstance(a, torch.Tensor) else a for a in arguments]
+        architecture = sm100.architecture(torch.cuda.get_device_capability())
+        for tensor in outputs_of(config, moved):
+            tensor.view(torch.uint8).fill_(0xFF)
+        sm100.compiled(config, architecture)(*moved)
+        for ours, theirs in zip(outputs_of(config, arguments), outputs_of(config, moved), strict=True):
+            ours.copy_(theirs)
+
+    def before(self, rows):
+        pass
+
+
+@contextmanager
+def on_gpu():
+    runner, choose_tile = OnGpu(), sm100.choose_tile
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sm100, "launch", runner.launch)
+        patch.setattr(sm100, "multiprocessors", lambda device: runner.multiprocessors)
+        patch.setattr(sm100, "choose_tile", lambda *problem: runner.tile or choose_tile(*problem))
+        yield runner
+
+
+@pytest.fixture
+def emulator():
+    """Of the tests above, which call what runs the launches so."""
+    with on_gpu() as runner:
+        yield runner
