@@ -43,12 +43,20 @@ class OnEmulator:
 
 
 @contextmanager
-def on_emulator():
-    """Inside, `moe_nvfp4.kernels.sm100` runs CPU tensors on the OnEmulator that this gives."""
-    runner, choose_tile, choose_dense_tile = OnEmulator(), sm100.choose_tile, sm100.choose_dense_tile
-    with pytest.MonkeyPatch.context() as monkeypatch, runner.stream:
+def in_place_of_launch(runner):
+    """Inside, what `moe_nvfp4.kernels.sm100` launches goes to the runner, which also says the sizes."""
+    choose_tile, choose_dense_tile = sm100.choose_tile, sm100.choose_dense_tile
+    with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(sm100, "launch", runner.launch)
         monkeypatch.setattr(sm100, "multiprocessors", lambda device: runner.multiprocessors)
         monkeypatch.setattr(sm100, "choose_tile", lambda *problem: runner.tile or choose_tile(*problem))
         monkeypatch.setattr(sm100, "choose_dense_tile", lambda *problem: runner.tile or choose_dense_tile(*problem))
+        yield runner
+
+
+@contextmanager
+def on_emulator():
+    """Inside, `moe_nvfp4.kernels.sm100` runs CPU tensors on the OnEmulator that this gives."""
+    runner = OnEmulator()
+    with in_place_of_launch(runner), runner.stream:
         yield runner

@@ -1,7 +1,5 @@
 """The Blackwell kernels on a Blackwell: the emulator's problems, with the same bounds."""
 
-from contextlib import contextmanager
-
 import pytest
 import torch
 
@@ -10,7 +8,7 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 10:
 pytest.importorskip("cutlass", reason="the CuTe DSL is not installed")
 
 from moe_nvfp4.kernels.sm100 import backend as sm100
-from tests.kernels.emulator_sm100 import outputs_of
+from tests.kernels.emulator_sm100 import in_place_of_launch, outputs_of
 from tests.kernels.test_sm100 import (  # noqa: F401 (pytest finds them here)
     test_gates,
     test_many_experts,
@@ -23,6 +21,10 @@ from tests.kernels.test_sm100 import (  # noqa: F401 (pytest finds them here)
     test_tiles_of_gate_and_up,
     test_tiles_of_one_projection,
 )
+from tests.kernels.test_sm100_w4a16 import test_gates as test_w4a16_gates  # noqa: F401
+from tests.kernels.test_sm100_w4a16 import test_routings as test_w4a16_routings  # noqa: F401
+from tests.kernels.test_sm100_w4a16 import test_tiles as test_w4a16_tiles  # noqa: F401
+from tests.kernels.test_sm100_w4a16 import test_weights_are_exact as test_w4a16_weights_are_exact  # noqa: F401
 
 
 class OnGpu:
@@ -44,18 +46,8 @@ class OnGpu:
         pass
 
 
-@contextmanager
-def on_gpu():
-    runner, choose_tile = OnGpu(), sm100.choose_tile
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sm100, "launch", runner.launch)
-        patch.setattr(sm100, "multiprocessors", lambda device: runner.multiprocessors)
-        patch.setattr(sm100, "choose_tile", lambda *problem: runner.tile or choose_tile(*problem))
-        yield runner
-
-
 @pytest.fixture
 def emulator():
     """Of the tests above, which call what runs the launches so."""
-    with on_gpu() as runner:
+    with in_place_of_launch(OnGpu()) as runner:
         yield runner
