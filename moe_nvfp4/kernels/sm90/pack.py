@@ -27,6 +27,7 @@ rows g and g + 8 are neighbours, 2g and 2g + 1. Rows are padded to units, K to 6
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -74,18 +75,17 @@ def pack(codes: Tensor, sf: Tensor, interleaved: bool) -> Packed:
         return Packed(units, None, N, 2 * half, interleaved)
     encode = torch.tensor(_SCALE_CODES, dtype=torch.int32, device=codes.device)
     indices, lost = [], []
-    step = max(1, _CHUNK // (2 * N * half))
-    for e in range(0, E, step):
-        c, s = codes[e : e + step], sf[e : e + step]
+    for at, to in _chunks(units, N, interleaved):
+        c, s = codes[at], sf[at]
         blocks = c.reshape(*s.shape, 8)
         zero = s == 0
         where = (zero & (blocks != 0).any(-1)).reshape(-1).nonzero().squeeze(-1)
         if where.numel():
-            indices.append(where + e * N * half // 8)
+            indices.append(where + (at[0].start * N + at[1].start) * half // 8)
             lost.append(blocks.reshape(-1, 8)[where])
         c = blocks.masked_fill(zero[..., None], 0).reshape(c.shape)
-        units[e : e + step, ..., :512] = _code_words(_unit_rows(c, interleaved, 32))
-        units[e : e + step, ..., 512:] = _scale_words(encode[_unit_rows(s, interleaved, 4).long()])
+        units[to][..., :512] = _code_words(_unit_rows(c, interleaved, 32))
+        units[to][..., 512:] = _scale_words(encode[_unit_rows(s, interleaved, 4).long()])
     escapes = (torch.cat(indices), torch.cat(lost)) if indices else None
     return Packed(units, escapes, N, 2 * half, interleaved)
 
@@ -100,15 +100,27 @@ def unpack(packed: Packed) -> tuple[Tensor, Tensor]:
     decode[torch.tensor(_SCALE_CODES[:127], device=units.device)] = torch.arange(
         127, dtype=torch.uint8, device=units.device
     )
-    step = max(1, _CHUNK // (N * K))
-    for e in range(0, E, step):
-        part = units[e : e + step]
-        codes[e : e + step] = _matrix_rows(_codes(part[..., :512]), packed.interleaved, N, K // 2)
-        sf[e : e + step] = _matrix_rows(decode[_scales(part[..., 512:]).long()], packed.interleaved, N, K // 16)
+    for at, to in _chunks(units, N, packed.interleaved):
+        part, rows = units[to], at[1].stop - at[1].start
+        codes[at] = _matrix_rows(_codes(part[..., :512]), packed.interleaved, rows, K // 2)
+        sf[at] = _matrix_rows(decode[_scales(part[..., 512:]).long()], packed.interleaved, rows, K // 16)
     if packed.escapes is not None:
         index, lost = packed.escapes
         codes.view(-1, 8)[index] = lost
     return codes, sf
+
+
+def _chunks(units: Tensor, N: int, interleaved: bool) -> Iterator[tuple[tuple[slice, slice], tuple[slice, slice]]]:
+    """(experts and rows of the matrices, the same of their units), some at a time: experts, or where one is too much
+    and its rows are in order, parts of one."""
+    E, M64, K64, _ = units.shape
+    experts = max(1, _CHUNK // max(1, M64 * K64 * UNIT * UNIT))
+    blocks = M64 if interleaved else max(1, min(M64, _CHUNK // max(1, K64 * UNIT * UNIT)))
+    for e in range(0, E, experts):
+        here = slice(e, min(e + experts, E))
+        for m in range(0, M64, blocks):
+            rows = slice(0, N) if blocks == M64 else slice(m * UNIT, min((m + blocks) * UNIT, N))
+            yield (here, rows), (here, slice(m, m + blocks))
 
 
 # ---- inside: rows of the matrix <-> [E, M64, w, g, row half, K64, bytes of 64 columns] ------------
