@@ -6,9 +6,13 @@ host reads memory; so much is said of what is measured. `layer` of a model: one 
 for models that are too large for this host.
 """
 
+import copy
 import datetime
+import os
 import sys
+import tempfile
 import time
+from pathlib import Path
 
 import torch
 from benchmark_cpu import cpu_name
@@ -20,13 +24,16 @@ from moe_nvfp4.backends import named
 from moe_nvfp4.integrations.huggingface.config import MoeNvfp4Config
 from moe_nvfp4.integrations.huggingface.experts import describe, experts_for
 from moe_nvfp4.kernels.cpu import backend as cpu
+from moe_nvfp4.kernels.offload import backend as offload
+from moe_nvfp4.kernels.offload.pages import pin
+from moe_nvfp4.mapped import Matrix
 
 LAYERS = {  # name: (H, I, E, top_k, copies, so that weights are cold)
     "Qwen3-30B-A3B": (2048, 768, 128, 8, 6),
     "Qwen3-235B-A22B": (4096, 1536, 128, 8, 3),
     "DeepSeek-R1, 64 of 256 experts": (7168, 2048, 64, 8, 3),
 }
-PROMPTS = (4096, 512, 64)
+PROMPTS = (4096, 512, 128, 64, 32)
 GRAPH = 24  # calls of a layer in one graph
 
 
@@ -100,28 +107,117 @@ def touched_bytes(H, I, top_k):
     return top_k * 3 * H * I * 9 / 16
 
 
+def in_files(layer, path):
+    """A copy of `layer` whose weights are read from a new file at `path`, of which nothing is in memory yet."""
+    matrices, at, E = {}, 0, layer.num_experts
+    with open(path, "wb") as f:
+        for name, parts in ((layer.up_name, 2), ("down_proj", 1)):
+            starts = []
+            for parameter in (getattr(layer, name), getattr(layer, f"{name}_sf")):
+                starts.append((at, parameter.numel() // E // parts))
+                at += f.write(parameter.numpy())
+            matrices[name] = [
+                [Matrix(*((path, start + (e * parts + i) * size) for start, size in starts)) for i in range(parts)]
+                for e in range(E)
+            ]
+        f.flush()
+        os.fsync(f.fileno())
+        os.posix_fadvise(f.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    return copy.deepcopy(layer).map_files(matrices)
+
+
+class OneToken:
+    """Calls of layers of one model, one token each, with new routing and cold weights."""
+
+    def __init__(self, sizes, device):
+        H, _, E, top_k = sizes
+        self.x, self.p = torch.randn(1, H, device=device).bfloat16(), torch.full((1, top_k), 1 / top_k, device=device)
+        self.route = lambda: torch.rand(1, E, device=device).topk(top_k).indices
+        self.device = device
+
+    def beside(self, layers):
+        """Seconds of a layer, of GRAPH in one CUDA graph, without those of routing."""
+        step = lambda: [layers[i % len(layers)](self.x, self.route(), self.p) for i in range(GRAPH)]
+        routing = graph_seconds(lambda: [self.route() for _ in range(GRAPH)])
+        return (graph_seconds(step) - routing) / GRAPH
+
+    def alone(self, layers, rounds=4):
+        """Seconds of a layer on the CPU."""
+        x, p, ids = self.x.cpu(), self.p.cpu(), [self.route().cpu() for _ in range(GRAPH)]
+        weights = [layers[i % len(layers)].weights for i in range(GRAPH)]
+        calls = [cpu.Call(x, i, p, w, x.clone()) for i, w in zip(ids, weights, strict=True)]
+        times = sorted(timed(call) for _ in range(rounds) for call in calls)
+        return times[len(times) // 2]
+
+
+def random_layers(sizes, copies):
+    H, I, E, _ = sizes
+    return [randomize(NVFP4Experts(E, H, I, device="meta")).keep_on_cpu() for _ in range(copies)]
+
+
 def one_layer(name, device, rate):
     """One token: microseconds of a layer, alone on the CPU and beside the GPU, and what part of the roof that is."""
-    H, I, E, top_k, copies = LAYERS[name]
-    layers = [randomize(NVFP4Experts(E, H, I, device="meta")).keep_on_cpu() for _ in range(copies)]
-    x, p = torch.randn(1, H, device=device).bfloat16(), torch.full((1, top_k), 1 / top_k, device=device)
-    route = lambda: torch.rand(1, E, device=device).topk(top_k).indices
-
-    def step():
-        for i in range(GRAPH):
-            layers[i % copies](x, route(), p)
-
-    routing = graph_seconds(lambda: [route() for _ in range(GRAPH)])
-    beside = (graph_seconds(step) - routing) / GRAPH
-    ids = [torch.rand(1, E).topk(top_k).indices for _ in range(GRAPH)]
-    calls = [cpu.Call(x.cpu(), ids[i], p.cpu(), layers[i % copies].weights, x.cpu()) for i in range(GRAPH)]
-    times = sorted(timed(call) for _ in range(4) for call in calls)
-    alone, roof = times[len(times) // 2], touched_bytes(H, I, top_k) / rate / 1e9
+    *sizes, copies = LAYERS[name]
+    layers, token = random_layers(sizes, copies), OneToken(sizes, device)
+    H, I, _, top_k = sizes
+    roof, alone, beside = touched_bytes(H, I, top_k) / rate / 1e9, token.alone(layers), token.beside(layers)
     print(
-        f"| {name} ({H}, {I}, {E}, {top_k}) | {roof * 1e6:.0f} | {alone * 1e6:.0f} ({roof / alone:.0%}) "
+        f"| {name} ({', '.join(map(str, sizes))}) | {roof * 1e6:.0f} | {alone * 1e6:.0f} ({roof / alone:.0%}) "
         f"| {beside * 1e6:.0f} ({roof / beside:.0%}) |",
         flush=True,
     )
+
+
+def layer_in_files(name, device):
+    """The same of weights that stay in files: from the disk, and when they have been read."""
+    *sizes, copies = LAYERS[name]
+    H, I, _, top_k = sizes
+    layers, token = random_layers(sizes, copies), OneToken(sizes, device)
+    with tempfile.TemporaryDirectory() as folder:
+        mapped = [in_files(layer, Path(folder) / str(i)) for i, layer in enumerate(layers)]
+        first = token.alone(mapped, rounds=1)
+        x, ids, p = torch.randn(300, H).bfloat16(), torch.randint(sizes[2], (300, top_k)), torch.rand(300, top_k)
+        equal = all(torch.equal(a(x, ids, p), b(x, ids, p)) for a, b in zip(mapped, layers, strict=True))
+        alone, beside = token.alone(mapped), token.beside(mapped)
+    print(
+        f"\n{name}, in files: {first * 1e6:.0f} us from the disk ({touched_bytes(H, I, top_k) / first / 1e9:.1f} "
+        f"GB/s), then {alone * 1e6:.0f} us on the CPU and {beside * 1e6:.0f} us beside the GPU; 300 tokens give the "
+        f"bits of weights in memory: {equal}",
+        flush=True,
+    )
+
+
+def way_there_and_back(device):
+    """Of a layer that takes the CPU next to nothing: beside the GPU less alone, by mail and by host functions."""
+    sizes = 64, 64, 8, 8
+    layers, token = random_layers(sizes, 1), OneToken(sizes, device)
+    by_mail, alone = token.beside(layers), token.alone(layers)
+    opened, offload._mailbox = offload._mailbox, lambda device: None
+    by_function, offload._mailbox = token.beside(layers), opened
+    print(f"there and back: {(by_mail - alone) * 1e6:.0f} us, by host functions {(by_function - alone) * 1e6:.0f} us")
+
+
+def copy_rate(layer):
+    """GB/s from the memory that a layer's weights lie in to the GPU."""
+    codes = layer.weights.w13
+    pin(codes, offload._do)
+    to = torch.empty_like(codes, device="cuda")
+    return codes.nbytes / min(timed(lambda: to.copy_(codes, non_blocking=True)) for _ in range(5)) / 1e9
+
+
+def time_prompts(model, vocabulary, device):
+    """Milliseconds of prompts, with the experts of all layers on the CPU, and with their weights copied to the GPU."""
+    chosen = offload.UPLOAD
+    print("| prompt, tokens | experts on the CPU, ms | copied to the GPU, ms |\n|--:|--:|--:|")
+    for tokens in PROMPTS:
+        ids, cells = torch.randint(vocabulary, (1, tokens), device=device), []
+        cache = lambda ids=ids: StaticCache(config=model.config, max_cache_len=ids.shape[1] + 1)
+        call = lambda ids=ids, cache=cache: model(ids, past_key_values=cache(), logits_to_keep=1)
+        for offload.UPLOAD in (1 << 40, 0):
+            slow = tokens > 512 and offload.UPLOAD
+            cells.append("" if slow else f"{min(timed(call) for _ in range(3)) * 1e3:.0f}")
+        print(f"| {tokens} | {' | '.join(cells)} |", flush=True)
+    offload.UPLOAD = chosen
 
 
 def whole_model(name, device, rate, steps=32):
@@ -131,27 +227,31 @@ def whole_model(name, device, rate, steps=32):
     weights = sum(p.numel() * p.element_size() for p in model.parameters() if p.device.type == device) / 1e9
     print(f"{name}, all experts on the CPU, {weights:.2f} GB of weights on the {device} (made in "
           f"{time.perf_counter() - start:.0f} s)", flush=True)  # fmt: skip
-    decoder = Decoder(model, 1, steps, device)
-    if device == "cuda":
-        tokens = decoder.run(decoder.step, COMPARED)
-        equal = torch.equal(tokens, decoder.run(captured(decoder.step, device), COMPARED))
-        print(f"{COMPARED} tokens with a graph are those without: {equal}", flush=True)
     sizes = config["hidden_size"], config["moe_intermediate_size"], config["num_experts_per_tok"]
     roof = config["num_hidden_layers"] * touched_bytes(*sizes) / rate / 1e9
-    seconds = decoder.time()
-    print(
-        f"{1 / seconds:.1f} tokens/s, {seconds * 1e3:.1f} ms a step; the experts' bytes take {roof * 1e3:.1f} ms "
-        f"({roof / seconds:.0%})",
-        flush=True,
-    )
+    decoder = Decoder(model, 1, steps, device)
+    tokens = decoder.run(decoder.step, COMPARED)
+
+    def report(what):
+        equal = torch.equal(tokens, decoder.run(captured(decoder.step, device), COMPARED))
+        seconds = decoder.time()
+        print(
+            f"{what}: {1 / seconds:.1f} tokens/s, {seconds * 1e3:.1f} ms a step; the experts' bytes take "
+            f"{roof * 1e3:.1f} ms ({roof / seconds:.0%}); {COMPARED} tokens are those without: {equal}",
+            flush=True,
+        )
+
+    report("a step is a CUDA graph")
     with without("experts", model):
         print(f"a step without experts: {decoder.time() * 1e3:.1f} ms", flush=True)
-    for tokens in PROMPTS:
-        ids = torch.randint(config["vocab_size"], (1, tokens), device=device)
-        cache = lambda ids=ids: StaticCache(config=model.config, max_cache_len=ids.shape[1] + 1)
-        call = lambda ids=ids, cache=cache: model(ids, past_key_values=cache(), logits_to_keep=1)
-        best = min(timed(call) for _ in range(3))
-        print(f"prompt of {tokens} tokens: {best * 1e3:.0f} ms, {tokens / best:.0f} tokens/s", flush=True)
+    if device == "cuda":
+        layer = model.model.layers[0].mlp.experts
+        size, rate = sum(p.nbytes for p in layer.parameters()) * config["num_hidden_layers"], copy_rate(layer)
+        print(f"copies to the GPU: {rate:.1f} GB/s, {size / rate / 1e6:.0f} ms for all experts\n")
+        time_prompts(model, config["vocab_size"], device)
+    model.forward = torch.compile(model.forward, dynamic=False)
+    seconds = timed(lambda: decoder.run(decoder.step, 1))
+    report(f"and the model is compiled (in {seconds:.0f} s)")
 
 
 @torch.no_grad()
@@ -169,6 +269,9 @@ def benchmark(name):
         print("|---|--:|--:|--:|")
         for layer in LAYERS:
             one_layer(layer, device, rate)
+        layer_in_files(next(iter(LAYERS)), device)
+        if device == "cuda":
+            way_there_and_back(device)
     elif name in CONFIGS:
         whole_model(name, device, rate)
     else:
