@@ -91,10 +91,25 @@ class MoeNvfp4Quantizer(HfQuantizer):
         self.conversions = Conversions({}, (), quantization_config.recipe, self.pre_quantized)
         self.mtp = MtpTensors()
         self._plan: LoadPlan | None = None  # while a model loads
+        self._gpu: torch.device | None = None  # where it goes, less the experts that stay on the CPU
         # the same: what is to stay in files, the parameters that stand for it, and where it lies
         self._in_files: dict[HFExperts, tuple[dict[str, Any], dict[str, list[list[Matrix]]]]] = {}
 
     # ------------------------------------------------------------ before loading
+    def update_device_map(self, device_map: Any) -> Any:
+        """A model with experts that stay on the CPU loads there, and what does not stay goes to its one GPU then."""
+        config = self.quantization_config
+        places = {str(place) for place in device_map.values()} if isinstance(device_map, dict) else set()
+        if (
+            (config.cpu_experts is None and not config.map_files)
+            or len(places) != 1
+            or places & {"cpu", "meta", "disk"}
+        ):
+            return device_map
+        (place,) = places
+        self._gpu = torch.device(f"cuda:{place}" if place.isdecimal() else place)
+        return {"": "cpu"}
+
     def _process_model_before_weight_loading(
         self, model: Any, checkpoint_files: list[str] | None = None, device_map: Any = None, **kwargs: Any
     ) -> None:
@@ -102,8 +117,8 @@ class MoeNvfp4Quantizer(HfQuantizer):
         places = device_map.values() if isinstance(device_map, dict) else {device_map} - {None}
         if config.cpu_experts is not None and {str(place) for place in places} - {"cpu"}:
             raise ValueError(
-                f"cpu_experts with device_map={device_map!r}: leave device_map out, and move what is not to stay on "
-                'the CPU afterwards: model.to("cuda")'
+                f"cpu_experts with device_map={device_map!r}: name the GPU that everything else goes to, "
+                'device_map="cuda:0", or leave device_map out'
             )
         source = open_files(checkpoint_files or [], model)
         tensors = source.checkpoint.tensors
@@ -206,7 +221,7 @@ class MoeNvfp4Quantizer(HfQuantizer):
                 f"map_files: the experts of these files are {what}, and the kernels read 4-bit experts one by one, in "
                 "files as moe-nvfp4 quantize SRC DST writes them, from dense ones and from every 4-bit layout"
             )
-        config.cpu_experts = layers_on_cpu(model, "all" if config.cpu_experts is None else config.cpu_experts)
+        config.cpu_experts = self._stay(model, "all" if config.cpu_experts is None else config.cpu_experts)
         stay = list(dict.fromkeys(m for m in model.modules() if isinstance(m, HFExperts)))[: config.cpu_experts]
         names = {name: experts for name, experts in self.conversions.experts.items() if experts in stay}
         if any(isinstance(p, DTensor) for experts in stay for p in experts.parameters()):
@@ -222,6 +237,11 @@ class MoeNvfp4Quantizer(HfQuantizer):
             self._in_files[names[name]][1][key] = at
             ignored.add(re.escape(parameter.removeprefix(f"{model.base_model_prefix}.")) + "(_sf)?$")
         model._keys_to_ignore_on_load_unexpected = ignored
+
+    def _stay(self, model: Any, layers: int | str) -> int:
+        """How many layers' experts stay on the CPU."""
+        memory = torch.cuda.mem_get_info(self._gpu)[0] if self._gpu is not None and layers == "auto" else None
+        return layers_on_cpu(model, layers, memory=memory)
 
     def _read(self, experts: HFExperts) -> Iterable[str]:
         """The parameters of `experts` that come from files: 4-bit ones all do, else the scales are made."""
@@ -297,8 +317,10 @@ class MoeNvfp4Quantizer(HfQuantizer):
         model._weight_conversions = saving
         self._plan = None
         if self.quantization_config.cpu_experts is not None:
-            keep_experts_on_cpu(model, self.quantization_config.cpu_experts)
+            keep_experts_on_cpu(model, self._stay(model, self.quantization_config.cpu_experts))
             logger.info(describe_placement(model))
+            if self._gpu is not None:
+                model.to(self._gpu)
         return self._dequantize(model) if self.quantization_config.dequantize else prepare_model(model)
 
     # ------------------------------------------------------------ saving

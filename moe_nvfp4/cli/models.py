@@ -158,7 +158,7 @@ def expert_bytes(model: Any) -> tuple[int, int]:
             layout = module.layout
             rows = layout.intermediate_size * (3 if layout.gated else 2)
             before += 2 * layout.num_experts * rows * layout.hidden_size
-            after += sum(p.numel() * p.element_size() for p in module.parameters(recurse=False))
+            after += sum(p.numel() * p.element_size() for p in module.parameters(recurse=False)) + module.mapped_bytes
     return before, after
 
 

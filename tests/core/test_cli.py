@@ -67,8 +67,8 @@ def test_quantize_info_generate(folder, tmp_path, capsys):
     capsys.readouterr()
     run("info", other)
     assert "1 layers of experts, NVFP4 of compressed-tensors" in capsys.readouterr().out
-    for source in (folder, destination, other):
-        run("generate", source, "--raw", "--prompt", "Hello", "--max-new-tokens", 5, "--device", "cpu")
+    for source, *more in ((folder,), (destination,), (other,), (other, "--map-files")):
+        run("generate", source, "--raw", "--prompt", "Hello", "--max-new-tokens", 5, "--device", "cpu", *more)
         said = capsys.readouterr().out
         assert re.search(r"speed: +[\d.]+ tokens/s over 5 tokens", said)
         assert re.search(r"experts: [\d.]+ KB in bf16, [\d.]+ KB in NVFP4 \(3\.\d\dx smaller\)", said)
@@ -301,6 +301,7 @@ def test_mistakes_are_one_line_and_exit_code_2(folder, tmp_path, capsys):
     cases = [
         (("info", tmp_path / "nothing"), "does not exist"),
         (("generate", folder, "--cpu-experts", "all", "--device", "cpu"), "keeps experts beside a GPU, and the model"),
+        (("generate", folder, "--map-files", "--device", "cpu"), "map_files: the experts of these files are dense"),
         (("info", tmp_path), "has no config.json"),
         (("info", tmp_path / "dense"), "no experts"),
         (("quantize", tmp_path / "dense", tmp_path / "x"), "LlamaForCausalLM has no experts to quantize"),

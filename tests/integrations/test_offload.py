@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from moe_nvfp4.integrations.huggingface import (
     MoeNvfp4Config,
@@ -89,7 +89,7 @@ def test_files_load_with_experts_that_stay_and_do_not_say_so(tmp_path):
     model.save_pretrained(tmp_path / "again")
     assert "cpu_experts" not in (tmp_path / "again" / "config.json").read_text()
     assert on_cpu(load(tmp_path / "again")) == [False, False]
-    with pytest.raises(ValueError, match="cpu_experts with device_map=.*leave device_map out"):
+    with pytest.raises(ValueError, match="cpu_experts with device_map=.*name the GPU that everything else goes to"):
         load(path, quantization_config=MoeNvfp4Config(cpu_experts=1), device_map={"": "meta"})
     with pytest.raises(ValueError, match="give it to from_pretrained"):
         checkpoint_config(path, cpu_experts=1)
@@ -108,6 +108,15 @@ def saved(tmp_path, family, **kwargs):
     model = load(folder(tmp_path, family), quantization_config=config)
     model.save_pretrained(tmp_path / "4bit", max_shard_size="40KB")
     return tmp_path / "4bit", logits(model)
+
+
+@pytest.mark.parametrize("device_map", ["cuda:1", {"": 1}, {"": torch.device("cuda", 1)}])
+def test_the_rest_goes_to_the_gpu_of_device_map(tmp_path, monkeypatch, device_map):
+    path, _ = saved(tmp_path, qwen3_moe)
+    moved = []
+    monkeypatch.setattr(PreTrainedModel, "to", lambda self, device: moved.append((on_cpu(self), device)))
+    load(path, quantization_config=MoeNvfp4Config(cpu_experts=1), device_map=device_map)
+    assert moved == [([True, False], torch.device("cuda", 1))]
 
 
 @needs_library
