@@ -74,7 +74,7 @@ def check(emulator, layer, ids, tile=None, split_k=None, schedules=("eager",), w
     if tile is not None or split_k is not None:
         plan = sm90.choose_plan(w, *ids.shape, sm90.multiprocessors(x.device))
         plan = replace(plan, tile=tile or plan.tile, split_k=split_k or plan.split_k)
-        as_planned = planned(replace(plan, config=replace(plan.config, gathered=plan.tile.BN not in (32, 128))))
+        as_planned = planned(replace(plan, config=replace(plan.config, gathered=plan.tile.BN not in (32, 128, 144))))
     with as_planned:
         for emulator.schedule in schedules:
             emulator.kernels = []
@@ -97,8 +97,8 @@ W4A16 = {
     "32": (TILE_SHAPES[2], SILU, torch.float32, [33, 20], 2),
     **{str(tile.BN): (tile, gate, bias, [tile.BN + 9, 20], split_k)
        for tile, gate, bias, split_k in zip(
-           TILE_SHAPES[3:], (SILU, OAI, RELU2, SILU, SILU), (None, torch.bfloat16, torch.bfloat16, None, None),
-           (1, 2, 1, 1, 1), strict=True)},
+           TILE_SHAPES[3:], (SILU, OAI, RELU2, SILU, SILU, OAI),
+           (None, torch.bfloat16, torch.bfloat16, None, None, torch.bfloat16), (1, 2, 1, 1, 1, 1), strict=True)},
 }  # fmt: skip
 
 
@@ -112,7 +112,7 @@ def test_every_tile_shape_is_here():
 @pytest.mark.parametrize("name", W4A16)
 def test_tiles(emulator, name):
     tile, gate, bias, sizes, split_k = W4A16[name]
-    schedules = {24: ["eager", "slow:1"], 48: ["random:3"], 128: ["slow:1"]}.get(tile.BN, ["random:1"])
+    schedules = {24: ["eager", "slow:1"], 48: ["random:3"], 128: ["slow:1"], 144: ["slow:1"]}.get(tile.BN, ["random:1"])
     layer = make_layer(len(sizes), 304, 80 + 64 * tile.KB * (split_k - 1), gate, bias=bias)  # no part of K is empty
     (kernel,) = check(emulator, layer, random_ids(sizes, 3, 2), tile, split_k, schedules)
     assert kernel.t == tile and kernel.config.both_gemms
@@ -238,6 +238,7 @@ W4A4 = {
     "24": (TILE_SHAPES[1], SILU, torch.bfloat16, [16, 3, 18], 2, False),
     "32": (TILE_SHAPES[2], OAI, torch.bfloat16, [33, 20], 2, True),
     "128": (TILE_SHAPES[7], SILU, None, [131, 5], 1, False),
+    "144, three warpgroups": (TILE_SHAPES[8], SILU, None, [147, 5], 1, False),
 }  # fmt: skip
 
 
@@ -251,7 +252,10 @@ def test_nvfp4_activations(emulator, name):
 
 
 @pytest.mark.parametrize("static", [False, True])
-@pytest.mark.parametrize("tile, I", [(TILE_SHAPES[0], 1040), (TILE_SHAPES[4], 336)])
+@pytest.mark.parametrize(
+    "tile, I",
+    [(TILE_SHAPES[0], 1040), (TILE_SHAPES[4], 336), pytest.param(TILE_SHAPES[8], 208, marks=pytest.mark.slow)],
+)
 def test_h_is_quantized_to_the_bit(emulator, tile, I, static):
     """By tiles between those of the GEMMs, in one part or two, with tails."""
     emulator.schedule = "random:2"

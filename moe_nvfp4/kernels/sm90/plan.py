@@ -18,7 +18,8 @@ EXACT_BYTES = 1 << 24  # expert outputs up to this size are kept in fp32
 
 # Measured on an H200. Up to 8 tokens, warps of their own and a deep ring; beyond, WGMMA, by four warpgroups
 # of 64 rows or, where accumulators are large, two of 128. With three widths of WGMMA, or two beyond 96
-# tokens, ptxas finds no registers and makes every one of them wait for the one before.
+# tokens, ptxas finds no registers and makes every one of them wait for the one before. Three of 64 rows have
+# some left: 128 and a few more tokens an expert are one tile then, 256 two (7 to 19 % of the layer).
 _WIDE = dict(NWG=2, MB=2, group=4, registers=(224, 56))
 TILE_SHAPES = (
     TileShape(8),
@@ -29,6 +30,7 @@ TILE_SHAPES = (
     TileShape(80, small=64, KB=2, stages=5, **_WIDE),
     TileShape(96, KB=2, stages=5, **_WIDE),
     TileShape(128, KB=2, stages=4, **_WIDE),
+    TileShape(144, small=128, NWG=3, KB=2, stages=4, group=4, registers=(152, 56)),
 )
 # Few tiles: fewer rows each, and K is split among the warpgroups, in 4 or in 2.
 K_IN_4, K_IN_2 = TileShape(8, KS=4, KB=8, stages=7), TileShape(8, KS=2, KB=8, stages=4)

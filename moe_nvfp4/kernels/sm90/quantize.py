@@ -185,8 +185,8 @@ def quantize_stage(at: Int32, sScale, mQ, place, t: cutlass.Constexpr, h: cutlas
     lanes = 8 // chunks  # that have a block of a row
     words = cute.make_rmem_tensor(4 * chunks, Uint32)
     values = cute.make_tensor(cute.recast_ptr(words.iterator, dtype=h), cute.make_layout(8))
-    pieces = (rows * (t.KB * lanes) + 31) // 32
-    for i in cutlass.range((warp - kt * pieces) & (4 * t.NWG - 1), pieces, 4 * t.NWG, unroll=1):
+    pieces, warps = (rows * (t.KB * lanes) + 31) // 32, 4 * t.NWG
+    for i in cutlass.range((warp + kt * (warps - pieces % warps)) % warps, pieces, warps, unroll=1):
         number = i * (32 // lanes) + lane // lanes
         r, block = cutlass.min(number >> t.log2_KB, rows - 1), number & (t.KB - 1)
         for c in cutlass.range_constexpr(chunks):
