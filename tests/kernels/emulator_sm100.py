@@ -5,12 +5,24 @@ from contextlib import contextmanager
 import pytest
 
 from moe_nvfp4.kernels.sm100 import backend as sm100
-from moe_nvfp4.kernels.sm100.config import SMEM, CombineConfig, GemmConfig, InterleaveConfig, QuantizeConfig
+from moe_nvfp4.kernels.sm100.config import (
+    SMEM,
+    CombineConfig,
+    GemmConfig,
+    InterleaveConfig,
+    QuantizeConfig,
+    RouteConfig,
+)
 from tests.emulator import Emulated, compiling_for
 from tests.emulator.stream import Stream
 
 RUNS = {}  # what a kernel was compiled for -> what runs it
-OUTPUTS = {QuantizeConfig: (4, 5, 6), InterleaveConfig: (2,), CombineConfig: (2,)}  # which of a launch's arguments
+OUTPUTS = {
+    RouteConfig: (1, 2, 3, 4, 5),
+    QuantizeConfig: (4, 5, 6),
+    InterleaveConfig: (2,),
+    CombineConfig: (2,),
+}  # which of a launch's arguments
 
 
 def outputs_of(config, arguments):

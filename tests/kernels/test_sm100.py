@@ -22,7 +22,7 @@ from moe_nvfp4.kernels.common.tensors import warn_unpacked
 from moe_nvfp4.kernels.sm100 import BACKEND, Blackwell
 from moe_nvfp4.kernels.sm100 import backend as sm100
 from moe_nvfp4.kernels.sm100 import model as sm100_model
-from moe_nvfp4.kernels.sm100.config import SMEM, TMEM, CombineConfig, GemmConfig, QuantizeConfig, TileShape
+from moe_nvfp4.kernels.sm100.config import SMEM, TMEM, CombineConfig, GemmConfig, QuantizeConfig, RouteConfig, TileShape
 from moe_nvfp4.kernels.sm100.pack import pack_sf, unpack_sf
 from moe_nvfp4.routing import Rows, group_by_expert
 from tests.common import THRESHOLDS, random_ids, random_layer, relative_error
@@ -103,13 +103,15 @@ def test_tiles():
         (8 * 64, 8, 768, 2, 148, TileShape(64, 2)),
         (8 * 65, 8, 768, 2, 148, TileShape(64, 2)),
         (128 * 65, 128, 768, 2, 148, TileShape(128, 2)),
+        (128 * 101, 128, 768, 2, 148, TileShape(128, 2, 2)),
         (8, 128, 2048, 1, 148, TileShape(64, 1)),
         (512, 128, 2048, 1, 148, TileShape(64, 2)),
-        (16384, 128, 2048, 1, 148, TileShape(128, 2)),
+        (16384, 128, 2048, 1, 148, TileShape(128, 2, 2)),
         (65536, 128, 2048, 1, 148, TileShape(128, 2, 2)),
         (65536, 128, 768, 2, 148, TileShape(128, 2, 2)),
-        (512, 2, 512, 1, 148, TileShape(64, 1)),
-        (512, 2, 3072, 1, 148, TileShape(128, 1)),
+        (512, 2, 512, 1, 148, TileShape(64, 1, 2)),
+        (512, 2, 128, 1, 148, TileShape(64, 1)),
+        (512, 2, 3072, 1, 148, TileShape(128, 1, 2)),
     ]:
         assert sm100.choose_tile(R, E, rows, projections, sms) == tile
 
@@ -560,9 +562,9 @@ def test_no_wait_for_the_kernel_before_may_be_missing(emulator, layer_call, monk
     monkeypatch.setattr(sm100, "launch", lambda *arguments: launched.append(arguments[0]) or launch(*arguments))
     layer(*inputs)
     assert [type(config) for config in launched] == [
-        QuantizeConfig, GemmConfig, QuantizeConfig, GemmConfig, CombineConfig,
+        RouteConfig, QuantizeConfig, GemmConfig, QuantizeConfig, GemmConfig, CombineConfig,
     ]  # fmt: skip
-    for config in launched[:]:
+    for config in launched[1:]:
         first, *others = RUNS[config].ptx.split("griddepcontrol.wait;")
         assert len(others) == (2 if isinstance(config, GemmConfig) else 1)
         for left_out in range(len(others)):

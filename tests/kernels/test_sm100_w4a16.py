@@ -1,6 +1,7 @@
 """The Blackwell kernels for bf16 rows on the emulator beside float64. Bounds as in `test_sm100`."""
 
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,7 +10,15 @@ from moe_nvfp4 import backends
 from moe_nvfp4 import format as nvfp4
 from moe_nvfp4.kernels.sm100 import Blackwell
 from moe_nvfp4.kernels.sm100 import backend as sm100
-from moe_nvfp4.kernels.sm100.config import SMEM, TMEM, CombineConfig, DenseTile, GemmConfig, InterleaveConfig
+from moe_nvfp4.kernels.sm100.config import (
+    SMEM,
+    TMEM,
+    CombineConfig,
+    DenseTile,
+    GemmConfig,
+    InterleaveConfig,
+    RouteConfig,
+)
 from moe_nvfp4.routing import Rows, group_by_expert
 from moe_nvfp4.weights import Gate
 from tests.common import THRESHOLDS, random_ids, random_layer, relative_error
@@ -205,6 +214,30 @@ def layer_call(emulator, monkeypatch):
         yield layer, inputs, right
 
 
+@pytest.mark.parametrize("T, E", [(9, 4), (150, 40)])
+def test_route(emulator, T, E):
+    """By one CTA, and by a cluster."""
+    emulator.schedule = "random:2"
+    ids = torch.randint(-1, E + 1, (T, 4), dtype=torch.int32)
+    (found, token), right = sm100.route(ids, E), group_by_expert(ids, E).with_position()
+    for name in ("order", "offsets", "position"):
+        assert torch.equal(getattr(found, name), getattr(right, name))
+    assert torch.equal(token, right.token)
+
+
+def test_many_rows_leave_in_bf16(emulator, monkeypatch):
+    """GEMM 2's rows are rounded to bf16 once they would take more than EXACT_BYTES; their sum is in fp32."""
+    emulator.schedule = "lazy"
+    w = prepared(random_layer(2, 32, 48, scale=2e-3)).weights
+    groups = group_by_expert(torch.randint(-1, 2, (20, 3)), 2)
+    h, weights = Rows(torch.randn(60, 48).bfloat16()), torch.rand(20, 3)
+    monkeypatch.setattr(sm100, "EXACT_BYTES", 60 * 32 * 4 - 1)
+    found = sm100.gemm2_combine(h, w, groups, weights, torch.bfloat16)
+    slots = sm100.gemm2_combine(h, w, replace(groups, top_k=1), torch.ones(60, 1), torch.float32).bfloat16().float()
+    slots = slots.view(20, 3, 32) * weights[..., None]
+    assert torch.equal(found, (slots[:, 0] + slots[:, 1] + slots[:, 2]).bfloat16())
+
+
 def test_layer(emulator, layer_call, monkeypatch):
     """All of it in one call; each griddepcontrol.wait is left out in turn."""
     emulator.schedule = "random:5"
@@ -215,9 +248,11 @@ def test_layer(emulator, layer_call, monkeypatch):
     launch = emulator.launch
     monkeypatch.setattr(sm100, "launch", lambda *arguments: launched.append(arguments[0]) or launch(*arguments))
     layer(x, ids, p)
-    assert [type(config) for config in launched] == [InterleaveConfig, GemmConfig, GemmConfig, CombineConfig]
-    assert launched[1].out == "interleaved"
-    for config in launched[:-1]:
+    assert [type(config) for config in launched] == [
+        RouteConfig, InterleaveConfig, GemmConfig, GemmConfig, CombineConfig,
+    ]  # fmt: skip
+    assert launched[2].out == "interleaved"
+    for config in launched[1:-1]:
         first, *others = RUNS[config].ptx.split("griddepcontrol.wait;")
         assert len(others) == (2 if isinstance(config, GemmConfig) else 1)
         for left_out in range(len(others)):

@@ -5,7 +5,10 @@ order of the fp32 sums inside a GEMM and the last bits of exp in the gate:
 
     quantize_rows   one kernel: gather, quantize, swizzle the scales
     gemm1_swiglu    one kernel: both projections of all experts, gate, requantization
-    gemm2_combine   two kernels: the GEMM into one fp32 row per assignment, and their weighted sum
+    gemm2_combine   two kernels: the GEMM into one row per assignment, and their weighted sum
+
+`experts` is all of them, and routing, by Hopper's kernel. GEMM 2's rows are fp32, but bf16 beyond
+`EXACT_BYTES`.
 
 bf16 rows are gathered and interleaved (`rows.InterleaveRows`) before each GEMM; in `experts` GEMM 1 writes h so.
 
@@ -25,23 +28,25 @@ from moe_nvfp4 import format as nvfp4
 from moe_nvfp4.kernels.common.ahead import MAX_ROWS, CuteKernels, noted_gpu, planned_tokens
 from moe_nvfp4.kernels.common.tensors import aligned, floating, multiprocessors, settle, warn_unpacked
 from moe_nvfp4.kernels.sm100.config import (
+    EXACT_BYTES,
     SF_TILE,
     CombineConfig,
     GemmConfig,
     InterleaveConfig,
     QuantizeConfig,
+    RouteConfig,
     TileShape,
     choose_dense_tile,
     choose_tile,
     interleaved_width,
 )
 from moe_nvfp4.kernels.sm100.pack import pack_sf, pad_rows, parts
-from moe_nvfp4.routing import Groups, Rows, group_by_expert
+from moe_nvfp4.routing import Groups, Rows, check_ids, group_by_expert
 from moe_nvfp4.weights import ExpertWeights, Projection
 
 ARCHITECTURES = {(10, 0): "sm_100a", (10, 3): "sm_103a"}
 OUT_DTYPES = ("bfloat16", "float16", "float32")
-Config = QuantizeConfig | InterleaveConfig | GemmConfig | CombineConfig  # what a kernel is compiled for
+Config = RouteConfig | QuantizeConfig | InterleaveConfig | GemmConfig | CombineConfig  # what a kernel is compiled for
 
 
 # ---- the stages ----------------------------------------------------------------------------------
@@ -82,15 +87,37 @@ def experts(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: Expe
     if T > most:
         parts = (t.split(most) for t in (x, top_k_index, top_k_weights))
         return torch.cat([experts(rows, ids, p, w) for rows, ids, p in zip(*parts, strict=True)])
-    groups = group_by_expert(top_k_index, w.num_experts)
+    groups, token = route(top_k_index, w.num_experts)
     if w.activations == "bf16":
-        rows = _operand(Rows(x, index=groups.token), w, groups)
+        rows = _operand(Rows(x, index=token), w, groups)
         return _gemm2(_gemm1(rows, w, groups, x.dtype, "interleaved"), w, groups, top_k_weights, x.dtype)
-    rows = quantize_rows(x, groups.token, w.x_scale, groups)
+    rows = quantize_rows(x, token, w.x_scale, groups)
     h = gemm1_swiglu(rows, w, groups, x.dtype)
     if not h.is_nvfp4:
         h = quantize_rows(h.values, None, None, groups)
     return gemm2_combine(h, w, groups, top_k_weights, x.dtype)
+
+
+def route(top_k_index: Tensor, num_experts: int) -> tuple[Groups, Tensor]:
+    """`routing.group_by_expert` and the token of each row, by one kernel.
+
+    An id outside the legal range prints the rule and traps: the next synchronization raises.
+    """
+    from moe_nvfp4.kernels.sm90.backend import route_shape
+
+    (T, top_k), E = top_k_index.shape, num_experts
+    if E > 1024:
+        groups = group_by_expert(top_k_index, E)
+        return groups, groups.token
+    check_ids(top_k_index)
+    ids = top_k_index if top_k_index.dtype in (torch.int32, torch.int64) else top_k_index.to(torch.int64)
+    ids = ids.contiguous().view(-1)
+    sizes = (T * top_k,) * 3 + (E + 1, 1)
+    parts = ids.new_empty(sum(sizes), dtype=torch.int32).split_with_sizes(sizes)
+    order, position, token, offsets, _ = parts
+    config = RouteConfig(str(ids.dtype).removeprefix("torch."), *route_shape(planned_tokens(T, top_k) * top_k))
+    launch(config, (ids, order, position, token, offsets, parts[-1], None, None, None, None, E, top_k))
+    return Groups(order, offsets, top_k, position), token
 
 
 def _operand(rows: Rows, w: ExpertWeights, groups: Groups) -> Rows:
@@ -129,13 +156,15 @@ def _gemm2(h: Rows, w: ExpertWeights, groups: Groups, top_k_weights: Tensor, dty
     R, E, H, (T, top_k) = groups.num_rows, groups.num_experts, w.hidden_size, top_k_weights.shape
     codes, sf = _operands(w.projection("w2"))
     tile = _tile(h, planned_tokens(T, top_k) * top_k, E, H, 1)
-    config = GemmConfig(E, H, codes.shape[-1] * 2, 1, "assignments", None, _bias_name(w.b2), tile)
+    exact = dtype != torch.bfloat16 or planned_tokens(T, top_k) * top_k * H * 4 <= EXACT_BYTES
+    out = "assignments" if exact else "assignments bfloat16"
+    config = GemmConfig(E, H, codes.shape[-1] * 2, 1, out, None, _bias_name(w.b2), tile)
     y = h.values.new_empty(T, H, dtype=dtype)
-    assignments = h.values.new_empty(R, H, dtype=torch.float32)
+    assignments = h.values.new_empty(R, H, dtype=torch.float32 if exact else dtype)
     _gemm(config, h, groups, (codes, sf), (w.w2_scale, w.w2_scale), w.b2, Rows(assignments))
     if T:
         top_k_weights = aligned(floating(top_k_weights))
-        combine = CombineConfig(top_k, H, _name(top_k_weights.dtype), _name(dtype))
+        combine = CombineConfig(top_k, H, _name(top_k_weights.dtype), _name(dtype), _name(assignments.dtype))
         launch(combine, (assignments, top_k_weights, y))
     return y
 
@@ -270,6 +299,7 @@ def kernel_of(config: Config) -> tuple[Any, tuple]:
     from cutlass import Float32, Int32, Uint8, Uint32, cute
     from cutlass.cute.runtime import make_fake_tensor
 
+    from moe_nvfp4.kernels.sm90.rows import Route
     from moe_nvfp4.kernels.sm100 import gemm, rows, w4a16
 
     def tensor(dtype: Any, *shape: Any, align: int = 16, stride: Sequence | None = None) -> Any:
@@ -293,9 +323,18 @@ def kernel_of(config: Config) -> tuple[Any, tuple]:
         )
     if isinstance(config, CombineConfig):
         return rows.Combine(config), (
-            tensor(Float32, R, config.hidden),
+            tensor(types[config.rows], R, config.hidden),
             tensor(types[config.weights], others, config.top_k),
             tensor(types[config.out], others, config.hidden),
+        )
+    if isinstance(config, RouteConfig):
+        ids = tensor({"int32": Int32, "int64": cutlass.Int64}[config.ids], R, align=8 if config.ids == "int64" else 4)
+        return Route(config.ctas, config.warps, config.each), (
+            ids,
+            *(tensor(Int32, n, align=4) for n in (R, R, R, others, 1)),
+            *[None] * 4,
+            Int32(1),
+            Int32(1),
         )
     if isinstance(config, InterleaveConfig):
         return rows.InterleaveRows(config), (

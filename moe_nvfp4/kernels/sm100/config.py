@@ -14,6 +14,7 @@ ROWS = 128  # weight rows of a block: the M of an MMA
 SF_TILE = 512  # bytes of a 128x4 tile of scales: K = 64, one MMA
 BOXES = 4  # TMA boxes of a token tile; a tile with fewer rows loads fewer
 CHUNK = 16  # tokens the epilogue handles at a time
+EXACT_BYTES = 1 << 24  # GEMM 2's rows up to this size are kept in fp32, as on Hopper
 EIGHT = (0, 4, 1, 5, 2, 6, 3, 7)  # how "interleaved" rows have each eight columns: nibbles of a word, four bits apart
 
 
@@ -112,7 +113,8 @@ class GemmConfig:
     k            codes per row, a multiple of 32 (TMA strides are multiples of 16 bytes)
     projections  2: [gate; up] in one tensor; 1
     out          "nvfp4": codes and swizzled sf, "bfloat16", "float16", "float32": rows of that type;
-                 "assignments": fp32 rows, row r at order[r]; "interleaved": bf16 rows as a `DenseTile` reads them
+                 "assignments", "assignments bfloat16": rows of fp32 or bf16, row r at order[r];
+                 "interleaved": bf16 rows as a `DenseTile` reads them
     gate         what happens to gate and up; None: every row is an output of its own
     bias         dtype of the bias, or None
     """
@@ -144,6 +146,11 @@ class GemmConfig:
     def map_size(self) -> int:
         """Experts in the tile map, 6 bytes each: a power of two, for the binary search."""
         return 1 << max(0, self.experts - 1).bit_length()
+
+    @property
+    def scattered(self) -> bool:
+        """Row r goes to order[r]."""
+        return self.out.startswith("assignments")
 
     @property
     def dense(self) -> bool:
@@ -226,6 +233,17 @@ class CombineConfig:
     hidden: int  # a multiple of 16
     weights: str  # dtype of the routing weights
     out: str  # dtype of y
+    rows: str = "float32"  # dtype of GEMM 2's rows
+
+
+@dataclass(frozen=True)
+class RouteConfig:
+    """All that the compiled `Route` depends on. ids: their dtype; the rest as there."""
+
+    ids: str
+    ctas: int
+    warps: int
+    each: int
 
 
 def choose_tile(rows: int, experts: int, weight_rows: int, projections: int, sms: int) -> TileShape:
@@ -246,9 +264,10 @@ def choose_tile(rows: int, experts: int, weight_rows: int, projections: int, sms
     # Gate and up of the same rows must meet in one CTA; of one projection, two blocks share every token tile
     # unless that leaves SMs without work.
     blocks = 2 if projections == 2 or work_for(tokens, 2, 1) >= sms else 1
-    # From about 256 rows per expert on the tensor cores are the bound, and shared memory is theirs: a pair of
-    # CTAs reads half of the tokens each.
-    return TileShape(tokens, blocks, 2 if per_expert >= 256 and work_for(tokens, blocks, 2) >= sms else 1)
+    # From about 100 rows per expert on shared memory is the bound (`model`): each CTA of a pair reads half of the
+    # tokens. Unless fewer SMs had work then.
+    alone, pairs = (min(sms, work_for(tokens, blocks, ctas)) for ctas in (1, 2))
+    return TileShape(tokens, blocks, 2 if per_expert > 100 and weight_rows > ROWS and pairs >= alone else 1)
 
 
 def choose_dense_tile(rows: int, experts: int, weight_rows: int, projections: int, sms: int) -> DenseTile:

@@ -202,7 +202,7 @@ class Epilogue:
             if const_expr(c.out == "interleaved"):
                 values = [values[8 * (i // 8) + EIGHT[i % 8]] if inside else Float32(0.0) for i in range(16)]
                 inside = column < c.width
-            if const_expr(c.out == "assignments"):
+            if const_expr(c.scattered):
                 row = tensors.mOrder[row] if live else row
             if const_expr(c.out in ("assignments", "float32")):
                 words = [v.bitcast(Uint32) for v in values]
@@ -242,7 +242,7 @@ class Epilogue:
         row = tensors.mOffsets[c.experts] + bid
         while row < tensors.mOrder.shape[0]:
             at = row
-            if const_expr(c.out == "assignments"):
+            if const_expr(c.scattered):
                 at = tensors.mOrder[row]
             for pair in cutlass.range(tid, tensors.mOut.shape[1] // 2, 256):
                 store_words([Uint32(0), Uint32(0)], tensors.mOut, at, pair * 2)

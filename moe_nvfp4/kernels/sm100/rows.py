@@ -182,7 +182,7 @@ class Combine:
     @cute.jit
     def __call__(
         self,
-        rows: cute.Tensor,  # fp32 [T * top_k, H]
+        rows: cute.Tensor,  # [T * top_k, H]
         weights: cute.Tensor,  # [T, top_k]
         y: cute.Tensor,  # [T, H], written
         stream,
@@ -204,10 +204,11 @@ class Combine:
             sums = [Float32(0.0)] * 4
             for j in cutlass.range_constexpr(c.top_k):
                 weight = weights[token, j].to(Float32)
-                four = cute.make_rmem_tensor(4, Float32)
+                four = cute.make_rmem_tensor(4, rows.element_type)
                 source = rows.iterator + (Int64(token) * c.top_k + j) * c.hidden + column
-                cute.autovec_copy(cute.make_tensor(source.align(16), cute.make_layout(4)), four)
-                sums = [ptx.add(total, ptx.mul(weight, four[i])) for i, total in enumerate(sums)]
+                source = source.align(rows.element_type.width // 2)
+                cute.autovec_copy(cute.make_tensor(source, cute.make_layout(4)), four)
+                sums = [ptx.add(total, ptx.mul(weight, four[i].to(Float32))) for i, total in enumerate(sums)]
             result = cute.make_rmem_tensor(4, y.element_type)
             for i in cutlass.range_constexpr(4):
                 result[i] = sums[i].to(y.element_type)
