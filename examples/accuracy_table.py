@@ -1,5 +1,8 @@
 """All recipes on one model: perplexity, KL, top-1 and changed routing on held-out texts, W4A16 and W4A4.
 
+The last four numbers are the errors of the experts' outputs, for quarters of each layer's experts: from those that the
+fewest tokens of the texts come to, to those that most come to.
+
     python examples/accuracy_table.py demo --text demo.txt --text prose.txt --calibration mix.txt --calibration code.txt
 
 The first calibration text is used in several lengths, the others in one. Lines of JSON go to --out.
@@ -19,11 +22,13 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from moe_nvfp4 import format as nvfp4
 from moe_nvfp4.demo import demo_path
 from moe_nvfp4.evaluate import Metrics, evaluate
 from moe_nvfp4.integrations.huggingface import set_activations, swap_experts
-from moe_nvfp4.integrations.huggingface.calibration import in_batches
-from moe_nvfp4.integrations.huggingface.experts import HFExperts, describe
+from moe_nvfp4.integrations.huggingface.calibration import dense_modules, in_batches
+from moe_nvfp4.integrations.huggingface.experts import HFExperts, ModuleLayout, dense_experts, describe, own_gate
+from moe_nvfp4.integrations.huggingface.statistics import watch
 
 LENGTHS = (32, 128, 8, 2)  # windows of the first calibration text
 
@@ -75,6 +80,33 @@ def judge(original, model, windows: Tensor) -> tuple[Metrics, float]:
     return found, sum(routing.changed) / len(routing.changed)
 
 
+@torch.no_grad()
+def errors_by_popularity(original, model, windows: Tensor) -> list[float]:
+    """||y' - y|| / ||y|| of the weights alone, y being what an expert makes of its rows, for four parts of each layer's
+    experts: from those with the fewest rows to those with the most."""
+    modules = dense_modules(original)
+    found = {name: torch.zeros(layout.num_experts, 3) for name, (_, layout) in modules.items()}
+
+    def weight(name: str, part: str, e: int) -> Tensor:
+        experts = model.get_submodule(name)
+        scale = getattr(experts, f"{part.replace('gate_up', 'gate')}_global_scale")[e]
+        return nvfp4.dequantize(getattr(experts, part)[e], getattr(experts, f"{part}_sf")[e], scale, original.dtype)
+
+    def visit(name: str, layout: ModuleLayout, e: int, x: Tensor, h: Tensor) -> None:
+        dense = modules[name][0]
+        want = h @ list(dense_experts(dense, layout))[e][1].T
+        got = own_gate(dense, type(dense), layout, x @ weight(name, layout.up_name, e).T)
+        error = got @ weight(name, "down_proj", e).T - want
+        found[name][e] += torch.stack([t.float().square().sum().cpu() for t in (torch.ones(len(x)), error, want)])
+
+    with watch(modules, visit):
+        for ids in in_batches(windows):
+            original(ids)
+    quarters = [layer[layer[:, 0].argsort()].chunk(4) for layer in found.values()]
+    sums = [torch.cat(parts).sum(dim=0) for parts in zip(*quarters, strict=True)]
+    return [(error / norm).sqrt().item() for _, error, norm in sums]
+
+
 def recipes_of(calibrations: dict[str, Tensor]) -> Iterator[tuple[str, str, dict[str, object]]]:
     """(activations, name, arguments of swap_experts) of each row of the table."""
     (first, whole), *others = calibrations.items()
@@ -102,7 +134,7 @@ def main() -> None:
     parser.add_argument("--calibration", type=Path, action="append", required=True, help="to calibrate on")
     parser.add_argument("--windows", type=int, default=6, help="of each text to judge on")
     parser.add_argument("--window", type=int, default=512)
-    parser.add_argument("--only", default="", help="rows whose name has this in it")
+    parser.add_argument("--only", action="append", help="rows whose name has this in it; may be given again")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -118,11 +150,12 @@ def main() -> None:
     print(f"{'':34s}{'mean KL':>9s}{'median':>8s}{'trimmed':>8s}{'top-1':>7s}{'routing':>8s}  " + "  ".join(texts))
     for activations, name, settings in recipes_of(calibrations):
         label = f"{'W4A16' if activations == 'bf16' else 'W4A4'} {name}"
-        if args.only not in label:
+        if args.only and not any(part in label for part in args.only):
             continue
         began = time.perf_counter()
         model = swap_experts(copy.deepcopy(original), activations, progress=False, **settings)
         seconds = time.perf_counter() - began
+        errors = errors_by_popularity(original, model, torch.cat(list(texts.values())))
         set_activations(model, activations)
         found = {text: judge(original, model, windows) for text, windows in texts.items()}
         kls = torch.cat([metrics.kls for metrics, _ in found.values()])
@@ -130,12 +163,14 @@ def main() -> None:
         top1 = sum(metrics.top1 for metrics, _ in found.values()) / len(found)
         changed = sum(share for _, share in found.values()) / len(found)
         print(f"{label:34s}{whole.kl:9.4f}{whole.kl_median:8.4f}{whole.kl_trimmed:8.4f}{top1:7.1%}{changed:8.2%}  "
-              + "  ".join(f"{m.kl:.4f} ({m.perplexity:.2f})" for m, _ in found.values()) + f"  {seconds:.0f} s",
+              + "  ".join(f"{m.kl:.4f} ({m.perplexity:.2f})" for m, _ in found.values())
+              + f"  {seconds:.0f} s  " + " ".join(f"{error:.4f}" for error in errors),
               flush=True)  # fmt: skip
         if args.out:
             line = dict(
                 model=args.model, activations=activations, recipe=name, kl=whole.kl, median=whole.kl_median,
                 trimmed=whole.kl_trimmed, top1=top1, routing_changed=changed, seconds=seconds,
+                errors_by_popularity=errors,
                 texts={text: dict(kl=m.kl, perplexity=m.perplexity, top1=m.top1, median=m.kl_median)
                        for text, (m, _) in found.items()},
             )  # fmt: skip

@@ -2,12 +2,17 @@
 
     apt-get download anarchism python3.11-doc linux-doc-6.1 dict-gcide perl-doc     # any text will do
     for f in *.deb; do dpkg-deb -x $f texts; done
-    python examples/train_routed.py routed --text texts --minutes 4
+    rm -r texts/usr/share/doc/linux-doc-6.1/html        # the pages of Documentation/ once more
+    python examples/train_routed.py routed --text texts --minutes 2
 
 Each MLP of SmolLM2-135M-Instruct (`moe_nvfp4.demo`) is cut into a shared expert, its 512 strongest neurons, and 16
 routed experts of 64 whose neurons fire together; a token gets 8 of them. The router starts from a least-squares fit to
 how much each expert adds. Then all weights learn to predict what the dense model predicts (KL of the next token), on
 text. The result is a Qwen2-MoE checkpoint in bf16, 270 MB. One file in 16 is not trained on: routed/held_out.txt.
+
+Training computes all experts and multiplies those that are not chosen by 0: the same function with the same gradients,
+and for experts of 64 neurons faster than gathering rows. Weights are stacked over the layers, so that one compiled
+block is all of them.
 """
 
 from __future__ import annotations
@@ -19,8 +24,12 @@ import html
 import json
 import re
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import TypeAlias
 
+import numpy
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -30,7 +39,10 @@ from moe_nvfp4.demo import demo_path
 
 EXPERTS, TOP_K, SHARED = 16, 8, 512
 WINDOW = 512
-LEARNING_RATE, WARM_UP = 4e-4, 0.05
+LEARNING_RATE, WARM_UP = 6e-4, 0.05
+LOGITS = 8192  # tokens whose logits are in memory together
+
+Weights: TypeAlias = dict[str, Tensor]  # embed, norm, and those of the blocks, stacked over the layers
 
 
 # ---- text ----------------------------------------------------------------------------------------
@@ -50,6 +62,8 @@ def read_texts(folder: Path) -> tuple[list[str], list[str]]:
     keyed = sorted((hashlib.md5(f.name.encode()).digest(), f) for f in files if "translations" not in str(f))
     train = [read_text(f) for key, f in keyed if key[-1] % 16]
     held_out = [read_text(f)[:4000] for key, f in keyed if key[-1] % 16 == 0]
+    if not held_out:
+        raise ValueError(f"{folder}: no file is held out: give more than {len(train)} files")
     return train, held_out
 
 
@@ -63,17 +77,124 @@ def windows_of(texts: list[str], tokenizer) -> Tensor:
     return whole[: len(whole) // WINDOW * WINDOW].view(-1, WINDOW)
 
 
+def prepared_windows(out: Path, text: Path | None, tokenizer) -> Tensor:
+    """Those of the folder `text`; or those of an earlier call, in `out`."""
+    if text is not None:
+        train, held_out = read_texts(text)
+        (out / "held_out.txt").write_text("\n\n".join(held_out))
+        numpy.save(out / "windows.npy", windows_of(train, tokenizer).numpy().astype(numpy.uint16))
+    return torch.from_numpy(numpy.load(out / "windows.npy").astype(numpy.int32))
+
+
+# ---- the models ----------------------------------------------------------------------------------
+class Shape:
+    """What the weights do not say."""
+
+    def __init__(self, config):
+        self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.eps = config.rms_norm_eps
+        self.head = config.hidden_size // self.heads
+        self.theta = config.rope_parameters["rope_theta"]
+
+    def rotation(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin [T, head] for x [B, T, H], in its dtype."""
+        each = 1 / self.theta ** (torch.arange(0, self.head, 2, device=x.device) / self.head)
+        angles = (torch.arange(x.shape[1], device=x.device)[:, None] * each).repeat(1, 2)
+        return angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+
+
+def attend(x: Tensor, w: Weights, shape: Shape, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [B, T, H] and what attention adds to it."""
+    heads = (F.rms_norm(x, x.shape[-1:], w["norm1"], shape.eps) @ w["qkv"].T).unflatten(-1, (-1, shape.head))
+    q, k, v = heads.transpose(1, 2).split([shape.heads, shape.kv_heads, shape.kv_heads], dim=1)
+    q, k = (t * cos + torch.cat([-t[..., shape.head // 2 :], t[..., : shape.head // 2]], dim=-1) * sin for t in (q, k))
+    y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    return x + y.transpose(1, 2).flatten(2) @ w["o"].T
+
+
+def feed(y: Tensor, w: Weights) -> Tensor:
+    """The MLP of y, or the mixture's: neurons are those of the shared expert, then those of each routed one."""
+    gate, up = (y @ w["gate_up"].T).chunk(2, dim=-1)
+    h = F.silu(gate) * up
+    if "router" in w:
+        chances = (y @ w["router"].T).float().softmax(-1)
+        best, chosen = chances.topk(TOP_K, dim=-1)
+        best = (best / best.sum(-1, keepdim=True)).to(h.dtype)
+        routed = torch.zeros_like(chances, dtype=h.dtype).scatter(-1, chosen, best)
+        shared = (y @ w["shared_gate"].T).sigmoid()
+        size = (h.shape[-1] - SHARED) // EXPERTS
+        h = h * torch.cat([shared.expand(*y.shape[:-1], SHARED), routed.repeat_interleave(size, dim=-1)], dim=-1)
+    return h @ w["down"].T
+
+
+def block(x: Tensor, w: Weights, shape: Shape, cos: Tensor, sin: Tensor) -> Tensor:
+    x = attend(x, w, shape, cos, sin)
+    return x + feed(F.rms_norm(x, x.shape[-1:], w["norm2"], shape.eps), w)
+
+
+def layers_of(weights: Weights) -> list[Weights]:
+    stacked = {name: t.unbind(0) for name, t in weights.items() if name not in ("embed", "norm")}
+    return [dict(zip(stacked, layer, strict=True)) for layer in zip(*stacked.values(), strict=True)]
+
+
+def hidden_of(weights: Weights, ids: Tensor, shape: Shape, run: Callable = block) -> Tensor:
+    """What the head gets, [tokens, H]."""
+    x = F.embedding(ids, weights["embed"])
+    cos, sin = shape.rotation(x)
+    for w in layers_of(weights):
+        x = run(x, w, shape, cos, sin)
+    return F.rms_norm(x, x.shape[-1:], weights["norm"], shape.eps).flatten(0, 1)
+
+
+def kl_of_part(student: Tensor, student_embed: Tensor, teacher: Tensor, teacher_embed: Tensor) -> Tensor:
+    """The sum of KL(teacher || student) over tokens whose hidden states these are."""
+    q = (student @ student_embed.T).float().log_softmax(-1)
+    p = (teacher @ teacher_embed.T).float().log_softmax(-1)
+    return (p.exp() * (p - q)).sum()
+
+
+class Distillation:
+    """kl(ids): the mean KL of the student's next-token distributions to the teacher's."""
+
+    def __init__(self, teacher: Weights, shape: Shape, compiled: bool):
+        self.teacher, self.shape = teacher, shape
+        compile = partial(torch.compile, dynamic=False) if compiled else lambda f: f
+        self.block, self.of_part = compile(block), compile(kl_of_part)
+
+    def kl(self, student: Weights, ids: Tensor) -> Tensor:
+        with torch.no_grad():
+            expected = hidden_of(self.teacher, ids, self.shape, self.block)
+        found = hidden_of(student, ids, self.shape, self.block)
+        embeds = student["embed"], self.teacher["embed"]
+        parts = [
+            self.of_part(q, embeds[0], p, embeds[1])
+            for q, p in zip(found.split(LOGITS), expected.split(LOGITS), strict=True)
+        ]
+        return torch.stack(parts).sum() / ids.numel()
+
+
 # ---- the cut -------------------------------------------------------------------------------------
-def dense_mlp(module) -> tuple[Tensor, Tensor, Tensor]:
-    """(gate [N, H], up [N, H], down [N, H]) of the MLP that the demo's 8 experts are: row n is neuron n's."""
-    gate, up = module.gate_up_proj.detach().float().chunk(2, dim=1)
-    down = module.down_proj.detach().float().transpose(1, 2) / len(gate)  # the demo multiplies by 8
-    return gate.flatten(0, 1), up.flatten(0, 1), down.flatten(0, 1)
+def dense_weights(model) -> Weights:
+    """The demo model as the dense one that it is."""
+    stacks: dict[str, list[Tensor]] = {}
+    for layer in model.model.layers:
+        attention, experts = layer.self_attn, layer.mlp.experts
+        gate, up = experts.gate_up_proj.detach().chunk(2, dim=1)
+        down = experts.down_proj.detach() / len(gate)  # the demo multiplies by 8
+        for name, t in dict(
+            norm1=layer.input_layernorm.weight, norm2=layer.post_attention_layernorm.weight,
+            qkv=torch.cat([getattr(attention, f"{n}_proj").weight for n in "qkv"]), o=attention.o_proj.weight,
+            gate_up=torch.cat([gate.flatten(0, 1), up.flatten(0, 1)]), down=down.transpose(0, 1).flatten(1),
+        ).items():  # fmt: skip
+            stacks.setdefault(name, []).append(t.detach())
+    weights = {name: torch.stack(tensors) for name, tensors in stacks.items()}
+    return weights | {"embed": model.model.embed_tokens.weight.detach(), "norm": model.model.norm.weight.detach()}
 
 
-def cut(mlp: tuple[Tensor, Tensor, Tensor], x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(shared neurons [SHARED], routed ones [EXPERTS, size], router [EXPERTS, H]) for inputs x [T, H]."""
-    gate, up, down = mlp
+def cut(w: Weights, x: Tensor) -> tuple[Tensor, Tensor]:
+    """(neurons: those of the shared expert, then of each routed one [N]; router [EXPERTS, H]) for inputs x [T, H]."""
+    gate, up = w["gate_up"].float().chunk(2)
+    down = w["down"].float().T
     h = F.silu(x @ gate.T) * (x @ up.T)
     strength = h.abs() * down.norm(dim=1)
     order = strength.square().mean(dim=0).argsort(descending=True)
@@ -86,7 +207,7 @@ def cut(mlp: tuple[Tensor, Tensor, Tensor], x: Tensor) -> tuple[Tensor, Tensor, 
     size = len(rest) // EXPERTS
     generator = torch.Generator().manual_seed(0)
     centres = points[torch.randperm(len(points), generator=generator)[:EXPERTS].to(points.device)]
-    for _ in range(12):
+    for _ in range(6):
         owner, room = [-1] * len(points), [size] * EXPERTS
         for pair in torch.cdist(points, centres).flatten().argsort().tolist():
             neuron, expert = divmod(pair, EXPERTS)
@@ -98,106 +219,118 @@ def cut(mlp: tuple[Tensor, Tensor, Tensor], x: Tensor) -> tuple[Tensor, Tensor, 
     adds = torch.stack([(h[:, neurons] @ down[neurons]).norm(dim=1) for neurons in routed], dim=1)
     gram = x.T @ x
     gram += 0.01 * gram.diagonal().mean() * torch.eye(len(gram), device=x.device)
-    return shared, routed, torch.linalg.solve(gram, x.T @ adds).T
+    return torch.cat([shared, routed.flatten()]), torch.linalg.solve(gram, x.T @ adds).T
 
 
 @torch.no_grad()
-def student_of(teacher, windows: Tensor) -> Qwen2MoeForCausalLM:
-    """The routed model, untrained, fp32, where the teacher is."""
-    old = teacher.config
-    hidden, neurons = old.hidden_size, old.intermediate_size * old.num_local_experts
+def student_of(teacher: Weights, shape: Shape, ids: Tensor) -> Weights:
+    """The routed model, untrained, fp32, where the teacher is. ids [B, T]: to see which neurons fire together."""
+    x = F.embedding(ids, teacher["embed"])
+    cos, sin = shape.rotation(x)
+    made: dict[str, list[Tensor]] = {}
+    for w in layers_of(teacher):
+        x = attend(x, w, shape, cos, sin)
+        y = F.rms_norm(x, x.shape[-1:], w["norm2"], shape.eps)
+        neurons, router = cut(w, y.flatten(0, 1).float())
+        scale = torch.full_like(neurons, TOP_K, dtype=torch.float32)  # routing weights are near 1 / TOP_K
+        scale[:SHARED] = 2  # its gate, sigmoid(0), halves it
+        gate, up = w["gate_up"].chunk(2)
+        for name, t in dict(
+            gate_up=torch.cat([gate[neurons], up[neurons]]), down=w["down"][:, neurons] * scale,
+            router=router * 0.5 / router.norm(dim=1).mean(), shared_gate=torch.zeros_like(router[:1]),
+        ).items():  # fmt: skip
+            made.setdefault(name, []).append(t.float())
+        x = x + feed(y, w)
+    kept = {name: t.float() for name, t in teacher.items() if name not in made}
+    return kept | {name: torch.stack(tensors) for name, tensors in made.items()}
+
+
+def checkpoint_of(student: Weights, shape: Shape, old) -> Qwen2MoeForCausalLM:
+    """The student as transformers has it, fp32, on the CPU. old: the config of the demo model."""
+    size = (student["down"].shape[-1] - SHARED) // EXPERTS
+    kept = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+            "max_position_embeddings", "rms_norm_eps", "bos_token_id", "eos_token_id", "pad_token_id")  # fmt: skip
     config = Qwen2MoeConfig(
-        vocab_size=old.vocab_size,
-        hidden_size=hidden,
-        intermediate_size=neurons,
-        num_hidden_layers=old.num_hidden_layers,
-        num_attention_heads=old.num_attention_heads,
-        num_key_value_heads=old.num_key_value_heads,
-        max_position_embeddings=old.max_position_embeddings,
-        rms_norm_eps=old.rms_norm_eps,
+        **{name: getattr(old, name) for name in kept},
+        intermediate_size=student["down"].shape[-1],
         rope_parameters=dict(old.rope_parameters),
         tie_word_embeddings=True,
         num_experts=EXPERTS,
         num_experts_per_tok=TOP_K,
-        moe_intermediate_size=(neurons - SHARED) // EXPERTS,
+        moe_intermediate_size=size,
         shared_expert_intermediate_size=SHARED,
         norm_topk_prob=True,
-        bos_token_id=old.bos_token_id,
-        eos_token_id=old.eos_token_id,
-        pad_token_id=old.pad_token_id,
     )
-    student = Qwen2MoeForCausalLM(config).to(teacher.device)
-    inputs: dict[int, Tensor] = {}
-    hooks = [
-        layer.mlp.experts.register_forward_pre_hook(lambda m, args, i=i: inputs.update({i: args[0].float()}))
-        for i, layer in enumerate(teacher.model.layers)
-    ]
-    teacher(windows.to(teacher.device).long())
-    for hook in hooks:
-        hook.remove()
-    state = {k: v.float() for k, v in teacher.state_dict().items() if "mlp" not in k}
-    missing, unexpected = student.load_state_dict(state, strict=False)
-    assert not unexpected, unexpected
-    for i, (old_layer, layer) in enumerate(zip(teacher.model.layers, student.model.layers, strict=True)):
-        for name in ("q_proj", "k_proj", "v_proj"):
-            getattr(layer.self_attn, name).bias.zero_()  # Qwen2 has them, Llama has not
-        gate, up, down = mlp = dense_mlp(old_layer.mlp.experts)
-        shared, routed, router = cut(mlp, inputs.pop(i).flatten(0, -2))
-        block = layer.mlp
-        block.shared_expert.gate_proj.weight.copy_(gate[shared])
-        block.shared_expert.up_proj.weight.copy_(up[shared])
-        block.shared_expert.down_proj.weight.copy_(down[shared].T * 2)  # its gate, sigmoid(0), halves it
-        block.shared_expert_gate.weight.zero_()
-        block.experts.gate_up_proj.copy_(torch.cat([gate[routed], up[routed]], dim=1))
-        block.experts.down_proj.copy_(down[routed].transpose(1, 2) * TOP_K)  # weights near 1 / TOP_K
-        block.gate.weight.copy_(router * 0.5 / router.norm(dim=1).mean())
-    return student
+    model = Qwen2MoeForCausalLM(config)
+    weights = {name: t.detach().float().cpu() for name, t in student.items()}
+    state = {"model.embed_tokens.weight": weights["embed"], "model.norm.weight": weights["norm"]}
+    state["lm_head.weight"] = weights["embed"]
+    for i, w in enumerate(layers_of(weights)):
+        parts = w["qkv"].split([n * shape.head for n in (shape.heads, shape.kv_heads, shape.kv_heads)])
+        layer = {f"self_attn.{n}_proj.weight": part for n, part in zip("qkv", parts, strict=True)}
+        layer |= {f"self_attn.{n}_proj.bias": torch.zeros_like(p[:, 0]) for n, p in zip("qkv", parts, strict=True)}
+        gate, up = w["gate_up"].chunk(2)
+        by_expert = lambda rows: rows[SHARED:].unflatten(0, (EXPERTS, size))
+        layer |= {
+            "self_attn.o_proj.weight": w["o"],
+            "input_layernorm.weight": w["norm1"],
+            "post_attention_layernorm.weight": w["norm2"],
+            "mlp.gate.weight": w["router"],
+            "mlp.shared_expert_gate.weight": w["shared_gate"],
+            "mlp.shared_expert.gate_proj.weight": gate[:SHARED],
+            "mlp.shared_expert.up_proj.weight": up[:SHARED],
+            "mlp.shared_expert.down_proj.weight": w["down"][:, :SHARED],
+            "mlp.experts.gate_up_proj": torch.cat([by_expert(gate), by_expert(up)], dim=1),
+            "mlp.experts.down_proj": by_expert(w["down"].T).transpose(1, 2),
+        }
+        state |= {f"model.layers.{i}.{name}": t for name, t in layer.items()}
+    model.load_state_dict(state)
+    return model
 
 
 # ---- training ------------------------------------------------------------------------------------
-def kl_of(student, teacher, ids: Tensor) -> Tensor:
-    """The mean KL of the student's next-token distributions to the teacher's, for ids [B, T]."""
-    with torch.no_grad():
-        expected = teacher(ids).logits
-    logits = student(ids).logits
-    total = logits.new_zeros((), dtype=torch.float32)
-    for q, p in zip(logits.flatten(0, 1).split(8192), expected.flatten(0, 1).split(8192), strict=True):
-        p = p.float().log_softmax(-1)
-        total = total + F.kl_div(q.float().log_softmax(-1), p, reduction="sum", log_target=True)
-    return total / ids.numel()
-
-
-def train(student, teacher, windows: Tensor, batch: int, minutes: float, log) -> None:
-    """AdamW on fp32 copies of the bf16 weights; a warm-up, then a linear descent to zero at the end of the time."""
-    weights = list(student.parameters())
-    masters = [p.detach().float().requires_grad_() for p in weights]
-    optimizer = torch.optim.AdamW(masters, lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.01)
+def train(student: Weights, distillation: Distillation, windows: Tensor, batch: int, minutes: float, log) -> None:
+    """AdamW on fp32 weights, used in bf16; a warm-up, then a linear descent to zero at the end of the time."""
+    masters = [t.requires_grad_() for t in student.values()]
+    device = masters[0].device
+    optimizer = torch.optim.AdamW(masters, lr=0.0, betas=(0.9, 0.95), weight_decay=0.01, fused=device.type == "cuda")
     order = torch.randperm(len(windows), generator=torch.Generator().manual_seed(0))
     began, step, seen = time.monotonic(), 0, 0
     while (share := (time.monotonic() - began) / (60 * minutes)) < 1:
         rows = order[torch.arange(step * batch, (step + 1) * batch) % len(order)]
-        loss = kl_of(student, teacher, windows[rows].to(teacher.device).long())
-        for group in optimizer.param_groups:
-            group["lr"] = LEARNING_RATE * min(share / WARM_UP, (1 - share) / (1 - WARM_UP))
+        loss = distillation.kl({name: t.bfloat16() for name, t in student.items()}, windows[rows].to(device))
         loss.backward()
-        for p, master in zip(weights, masters, strict=True):
-            master.grad, p.grad = None if p.grad is None else p.grad.float(), None
         torch.nn.utils.clip_grad_norm_(masters, 1.0)
+        optimizer.param_groups[0]["lr"] = LEARNING_RATE * min(share / WARM_UP, (1 - share) / (1 - WARM_UP))
         optimizer.step()
-        with torch.no_grad():
-            for p, master in zip(weights, masters, strict=True):
-                p.copy_(master)
+        optimizer.zero_grad()
         step, seen = step + 1, seen + rows.numel() * windows.shape[1]
+        if step == 1:
+            loss.item()
+            log(compiled_in=round(time.monotonic() - began, 1))
+            began = time.monotonic()  # the first step compiles
         if step % 20 == 1:
             log(step=step, tokens=seen, seconds=round(time.monotonic() - began, 1), kl=round(loss.item(), 4))
+
+
+@torch.no_grad()
+def judge(student, teacher, windows: Tensor) -> dict[str, float]:
+    """The KL of one model of transformers to the other, and their perplexities, on windows [n, T]."""
+    sums = torch.zeros(3, dtype=torch.float64)
+    for ids in windows.split(4):
+        q, p = (m(ids).logits[:, :-1].float().log_softmax(-1) for m in (student, teacher))
+        gone = [-t.gather(2, ids[:, 1:, None]).sum().cpu() for t in (q, p)]
+        sums += torch.stack([F.kl_div(q, p, reduction="sum", log_target=True).cpu(), *gone])
+    kl, student_nll, teacher_nll = sums / windows[:, 1:].numel()
+    return dict(held_out_kl=kl.item(), perplexity=student_nll.exp().item(), dense_perplexity=teacher_nll.exp().item())
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path)
-    parser.add_argument("--text", type=Path, required=True, help="folder of text files, or a text file")
-    parser.add_argument("--minutes", type=float, default=4.0)
-    parser.add_argument("--batch", type=int, default=48, help="windows of 512 tokens in a step")
+    parser.add_argument("--text", type=Path, help="folder of text files; left out, the tokens that are in OUT already")
+    parser.add_argument("--minutes", type=float, default=2.0)
+    parser.add_argument("--batch", type=int, default=64, help="windows of 512 tokens in a step")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
 
@@ -209,23 +342,19 @@ def main() -> None:
         print(json.dumps(values), flush=True)
 
     tokenizer = AutoTokenizer.from_pretrained(demo_path())
-    texts, held_out = read_texts(args.text)
-    (args.out / "held_out.txt").write_text("\n\n".join(held_out))
-    if not held_out:
-        raise ValueError(f"{args.text}: no file is held out: give more than {len(texts)} files")
-    windows = windows_of(texts, tokenizer)
-    log(files=len(texts), held_out_files=len(held_out), tokens=windows.numel())
-    teacher = AutoModelForCausalLM.from_pretrained(demo_path(), dtype=torch.bfloat16).to(args.device).eval()
-    probe = windows[torch.randperm(len(windows), generator=torch.Generator().manual_seed(1))[:8]]
-    student = student_of(teacher, probe).to(torch.bfloat16)
-    with torch.no_grad():
-        log(untrained_kl=round(kl_of(student, teacher, probe.to(args.device).long()).item(), 4))
-    train(student, teacher, windows, args.batch, args.minutes, log)
-    with torch.no_grad():
-        tests = windows_of(held_out, tokenizer)[:32].to(args.device).long()
-        log(held_out_kl=round(kl_of(student, teacher, tests).item(), 4))
-    student.save_pretrained(args.out)
+    windows = prepared_windows(args.out, args.text, tokenizer)
+    dense = AutoModelForCausalLM.from_pretrained(demo_path(), dtype=torch.bfloat16).to(args.device).eval()
+    teacher, shape = dense_weights(dense), Shape(dense.config)
+    probe = windows[torch.randperm(len(windows), generator=torch.Generator().manual_seed(1))[:8]].to(args.device)
+    student = student_of(teacher, shape, probe)
+    distillation = Distillation(teacher, shape, compiled=args.device == "cuda")
+    train(student, distillation, windows, args.batch, args.minutes, log)
+    checkpoint_of(student, shape, dense.config).to(torch.bfloat16).save_pretrained(args.out)
     tokenizer.save_pretrained(args.out)
+    trained = AutoModelForCausalLM.from_pretrained(args.out, dtype=torch.bfloat16).to(args.device).eval()
+    tests = windows_of([(args.out / "held_out.txt").read_text()], tokenizer)[:32].to(args.device).long()
+    found = judge(trained, dense, tests)
+    log(trained_on=windows.numel(), **{name: round(value, 4) for name, value in found.items()})
 
 
 if __name__ == "__main__":
