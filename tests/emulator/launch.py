@@ -85,6 +85,27 @@ class Tensor:
             memory.copies[self.host][1].state[self.offset : self.offset + self.extent] |= EARLIER
 
 
+class Far:
+    """A tensor too large to be there: `windows`, {first element: NumPy array}, are all there is of it, at an address
+    that is made up. A kernel that touches anything else of it stops. Windows begin and end at multiples of 16 bytes.
+    """
+
+    BASE, ROOM = 1 << 44, 1 << 40
+    count = 0
+
+    def __init__(self, shape, windows, strides=None):
+        self.shape, self.windows, self.dtype = shape, windows, str(next(iter(windows.values())).dtype)
+        self.strides = strides or tuple(int(np.prod(shape[i + 1 :], dtype=object)) for i in range(len(shape)))
+        self.address = Far.BASE + Far.ROOM * Far.count
+        Far.count += 1
+
+    def place(self, memory, name="tensor", state=WRITTEN):
+        for first, array in self.windows.items():
+            data = array.reshape(-1).view(np.uint8)
+            base = self.address + first * array.itemsize
+            memory.add(Memory(f"{name}, from {first} on", base, data, np.full(len(data), state, np.uint8), memory))
+
+
 def is_tensor(value):
     return hasattr(value, "data_ptr") or isinstance(value, np.ndarray)
 
@@ -96,7 +117,9 @@ def device_memory(values, unwritten=(), after_wait=()):
     """
     memory = Global()
     for number, value in enumerate(values):
-        if is_tensor(value):
+        if isinstance(value, Far):
+            value.place(memory, f"tensor {number}")
+        elif is_tensor(value):
             Tensor.of(value).place(memory, f"tensor {number}")
     for value in unwritten:
         Tensor.of(value).place(memory, state=UNWRITTEN)
@@ -296,13 +319,14 @@ class Emulated:
 
     @staticmethod
     def _value(argument, memory, kept):
-        if is_tensor(argument):
-            tensor = Tensor.of(argument)
+        if is_tensor(argument) or isinstance(argument, Far):
+            far = isinstance(argument, Far)
+            tensor = argument if far else Tensor.of(argument)
             if tensor.dtype not in DTYPES:
                 raise ValueError(f"dtype {tensor.dtype}")
-            rank = len(tensor.shape)
+            rank, address = len(tensor.shape), argument.address if far else address_of(argument, memory)
             shape, strides = (ctypes.c_int64 * rank)(*tensor.shape), (ctypes.c_int64 * rank)(*tensor.strides)
-            described = _DLTensor(address_of(argument, memory), CUDA, 0, rank, *DTYPES[tensor.dtype], shape, strides, 0)
+            described = _DLTensor(address, CUDA, 0, rank, *DTYPES[tensor.dtype], shape, strides, 0)
             kept.append((described, shape, strides, argument))
             return _Any(TENSOR, 0, ctypes.addressof(described))
         if argument is None:

@@ -177,11 +177,12 @@ class Machine:
     stale_shared: reading shared memory that nobody wrote is no error, for a kernel that makes no use of what it reads
     there; it holds NaNs.
     lenient: accepts what kernels published by NVIDIA rely on beyond the PTX ISA, see README.md.
+    only: numbers of the clusters that run, as if the others had no part in it; None: all.
     """
 
     def __init__(self, program, grid, block, dynamic_shared=0, cluster=(1, 1, 1), memory=None, parameters=b"",
                  schedule="eager", resident=None, trace=None, max_steps=20_000_000,
-                 stale_shared=False, lenient=False):  # fmt: skip
+                 stale_shared=False, lenient=False, only=None):  # fmt: skip
         self.program, self.grid, self.block, self.cluster_shape = program, grid, block, cluster
         self.dynamic_shared = dynamic_shared
         self.shared_state = WRITTEN if stale_shared else UNWRITTEN
@@ -189,7 +190,7 @@ class Machine:
         self.memory, self.parameters = memory or Global(), parameters
         self.schedule = Schedule.parse(schedule)
         self.random = random.Random(self.schedule.seed)
-        self.resident, self.trace, self.max_steps, self.lenient = resident, trace, max_steps, lenient
+        self.resident, self.trace, self.max_steps, self.lenient, self.only = resident, trace, max_steps, lenient, only
         self.pending = []  # operations in order of issue
         self.steps = 0  # blocks of instructions run
         self.instructions = 0
@@ -224,17 +225,16 @@ class Machine:
             raise EmulatorError(f"{self.shared_size} bytes of shared memory: a CTA has at most {227 * 1024}")
 
     def clusters(self):
-        gx, gy, gz = self.grid
-        cx, cy, cz = self.cluster_shape
-        for z in range(0, gz, cz):
-            for y in range(0, gy, cy):
-                for x in range(0, gx, cx):
-                    cluster = Cluster()
-                    for rank in range(cx * cy * cz):
-                        index = (x + rank % cx, y + rank // cx % cy, z + rank // (cx * cy))
-                        cluster.ctas.append(Cta(self, cluster, index, rank))
-                    cluster.complete()
-                    yield cluster
+        (gx, gy, gz), (cx, cy, cz) = self.grid, self.cluster_shape
+        wide, high, deep = gx // cx, gy // cy, gz // cz
+        for number in range(wide * high * deep) if self.only is None else self.only:
+            x, y, z = number % wide * cx, number // wide % high * cy, number // (wide * high) * cz
+            cluster = Cluster()
+            for rank in range(cx * cy * cz):
+                index = (x + rank % cx, y + rank // cx % cy, z + rank // (cx * cy))
+                cluster.ctas.append(Cta(self, cluster, index, rank))
+            cluster.complete()
+            yield cluster
 
     # ---- running ----
     def run(self):

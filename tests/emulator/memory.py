@@ -236,9 +236,11 @@ class Global:
         start = -room.__array_interface__["data"][0] % self.ALIGNMENT + self.ALIGNMENT
         base = room.__array_interface__["data"][0] + start
         data = room[start : start + -(-size // GRANULE) * GRANULE]
-        buffer = Memory(name, base, data, np.full(len(data), OUTSIDE, np.uint8), self)
-        at = bisect_right(self.bases, base)
-        self.bases.insert(at, base)
+        return self.add(Memory(name, base, data, np.full(len(data), OUTSIDE, np.uint8), self))
+
+    def add(self, buffer):
+        at = bisect_right(self.bases, buffer.base)
+        self.bases.insert(at, buffer.base)
         self.buffers.insert(at, buffer)
         return buffer
 

@@ -310,7 +310,8 @@ def kernel_of(config: Config) -> tuple[Any, tuple]:
         return make_fake_tensor(dtype, shape, tuple(stride), assumed_align=align)
 
     types = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16, "float32": Float32}
-    R, bytes_sf, bytes_out_sf, others = (cute.sym_int() for _ in range(4))
+    R, others = cute.sym_int(), cute.sym_int()
+    bytes_sf, bytes_out_sf = cute.sym_int64(), cute.sym_int64()  # of 8 million rows of 7168: more than 2**31
     if isinstance(config, QuantizeConfig):
         return rows.QuantizeRows(config), (
             tensor(types[config.dtype], others, config.k),
