@@ -177,12 +177,15 @@ class Machine:
     stale_shared: reading shared memory that nobody wrote is no error, for a kernel that makes no use of what it reads
     there; it holds NaNs.
     lenient: accepts what kernels published by NVIDIA rely on beyond the PTX ISA, see README.md.
+    cut_sums: tcgen05.mma adds as an H200's tensor cores do, see `tensor_core.multiply_add`; else it rounds an exact sum
+    once. What a Blackwell does is not documented.
     only: numbers of the clusters that run, as if the others had no part in it; None: all.
     """
 
     def __init__(self, program, grid, block, dynamic_shared=0, cluster=(1, 1, 1), memory=None, parameters=b"",
                  schedule="eager", resident=None, trace=None, max_steps=20_000_000,
-                 stale_shared=False, lenient=False, only=None):  # fmt: skip
+                 stale_shared=False, lenient=False, only=None,
+                 cut_sums=False):  # fmt: skip
         self.program, self.grid, self.block, self.cluster_shape = program, grid, block, cluster
         self.dynamic_shared = dynamic_shared
         self.shared_state = WRITTEN if stale_shared else UNWRITTEN
@@ -191,6 +194,7 @@ class Machine:
         self.schedule = Schedule.parse(schedule)
         self.random = random.Random(self.schedule.seed)
         self.resident, self.trace, self.max_steps, self.lenient, self.only = resident, trace, max_steps, lenient, only
+        self.cut_sums = cut_sums
         self.pending = []  # operations in order of issue
         self.steps = 0  # blocks of instructions run
         self.instructions = 0

@@ -1,7 +1,8 @@
 """tcgen05: Tensor Memory, the MMAs of one or two CTAs that keep their sums in it, and what moves data there.
 
 PTX ISA: "TensorCore 5th Generation Family Instructions", 9.7.16. Matrices are K-major. How the MMAs add is not
-documented: here each sums its products in float64 and adds them to the float32 accumulator once.
+documented: here each sums its products in float64 and adds them to the float32 accumulator once, or as an H200's
+would, with `cut_sums`.
 """
 
 import numpy as np
@@ -14,7 +15,7 @@ from tests.emulator.memory import OFFSET, RANK_SHIFT, Violation
 from tests.emulator.parser import Address, Vector
 from tests.emulator.program import first_lane, lanes_of, operation
 from tests.emulator.races import TCGEN05, fence_after, fence_before
-from tests.emulator.tensor_core import matrix_granules, read_matrix, values_of
+from tests.emulator.tensor_core import matrix_granules, multiply_add, read_matrix, values_of
 
 PAIRS = np.stack([E2M1.table64[np.arange(256) & 15], E2M1.table64[np.arange(256) >> 4]], 1)  # byte -> two values
 GROUP = r"\.cta_group::(?P<group>[12])"
@@ -344,11 +345,13 @@ class Product:
                 raise Violation("A has changed since collector::a::fill")
             tmem.collection = a.copy() if self.collector in ("fill", "use") else None
             x, y = (self.values(tmem, raw, i) for i, raw in enumerate((a, b)))
-            result = self.shape.sign * (x @ y.T)
+            sums = np.zeros((1, 1), np.float32)
             if self.accumulate:
                 if not tmem.written[self.at].all():
                     raise Violation(f"adds to TMEM columns from {self.columns[0][0]} on: never written")
-                result += tmem.words[self.at].view(np.float32) * 2.0**-self.down
+                sums = tmem.words[self.at].view(np.float32) * np.float32(2.0**-self.down)
+            x = self.shape.sign * x
+            result = multiply_add(x, y, sums) if self.warp.cta.machine.cut_sums else x @ y.T + sums
             result = result.astype(np.float32).view(np.uint32)
             if self.kept is None:
                 tmem.words[self.at], tmem.written[self.at] = result, True

@@ -64,10 +64,11 @@ def read_matrix(shared, granules):
 
 # ---- mma ----
 def multiply_add(a, b, c):
-    """c + a @ b.T; a (M, 16) and b (N, 16) float64 with values of bf16 or f16, c (M, N) float32.
+    """c + a @ b.T; a (M, 16) and b (N, 16) float64 with values of bf16 or f16, c (M, N) float32 or (1, 1).
 
-    What an H200 does: the 16 products and c are cut to multiples of 2**-25 of the largest one's power of two (that of a
-    product is the sum of its factors', so the product may be twice as large), added, and cut to float32.
+    What an H200 does: the products (16 of them; of tcgen05.mma's 4-bit ones 64) and c are cut to multiples of 2**-25 of
+    the largest one's power of two (that of a product is the sum of its factors', so the product may be twice as large),
+    added, and cut to float32.
     """
     exponent = lambda x: x.view(np.int64) >> 52 & 2047  # plus BIAS; that of 0 is the smallest
     wide = c.astype(np.float64)

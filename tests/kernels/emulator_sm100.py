@@ -37,6 +37,7 @@ class OnEmulator:
 
     def __init__(self):
         self.schedule, self.multiprocessors, self.tile, self.stream = "eager", 3, None, Stream()
+        self.cut_sums = False
 
     def launch(self, config, arguments):
         if config not in RUNS:
@@ -44,7 +45,7 @@ class OnEmulator:
                 RUNS[config] = Emulated(sm100.compile_kernel(config, "--enable-tvm-ffi"))
         outputs = outputs_of(config, arguments)
         (machine,) = self.stream.launch(
-            RUNS[config], *arguments, outputs=outputs, unwritten=outputs, schedule=self.schedule
+            RUNS[config], *arguments, outputs=outputs, unwritten=outputs, schedule=self.schedule, cut_sums=self.cut_sums
         )
         if isinstance(config, GemmConfig):
             assert machine.dynamic_shared == config.shared_bytes <= SMEM, (machine.dynamic_shared, config)

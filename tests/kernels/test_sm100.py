@@ -486,6 +486,12 @@ def test_sizes(emulator, H, I):
     check_layer(emulator, Problem(H, I, [5, 18], 1, 2))
 
 
+def test_sums_that_are_cut(emulator):
+    """The bounds hold when products are cut before they are added, as on Hopper, and not rounded once."""
+    emulator.cut_sums = True
+    check_layer(emulator, Problem(704, 176, [20, 3], gate=GATES["raw"], dtype=torch.float32))
+
+
 def test_many_experts(emulator):
     """More than the lanes of the warp that makes the tile map, most of them empty."""
     emulator.schedule, emulator.multiprocessors = "lazy", 5

@@ -31,7 +31,7 @@ class OnGpu:
     """Takes the place of `sm100.launch` as `OnEmulator` does: CPU tensors go to the GPU and their outputs come back."""
 
     def __init__(self):
-        self.schedule, self.multiprocessors, self.tile = None, 3, None
+        self.schedule, self.multiprocessors, self.tile, self.cut_sums = None, 3, None, False
 
     def launch(self, config, arguments):
         moved = [a.cuda() if isinstance(a, torch.Tensor) else a for a in arguments]
