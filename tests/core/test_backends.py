@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from moe_nvfp4 import Gate, NVFP4Experts, backends, ops, reference
-from moe_nvfp4.backends import Backend, Device, Problem, explain
+from moe_nvfp4.backends import Backend, Device, Problem, explain, named
 from moe_nvfp4.linear import NVFP4Linear
 from moe_nvfp4.weights import Layout, read_spec
 from tests.common import THRESHOLDS, relative_error
@@ -24,6 +24,15 @@ def problem(**changes):
 
 def chosen(device, **changes):
     return explain(problem(**changes), device).backend.name
+
+
+def test_linears_that_no_one_can_prepare_run_on_triton_kernels(monkeypatch):
+    """Where a hook brings the weights for each call."""
+    seen, linear = [], NVFP4Linear(32, 16)
+    monkeypatch.setattr(type(named("portable")), "linear", lambda self, x, weights: seen.append(weights))
+    monkeypatch.setattr(Device, "of", staticmethod(lambda device: Device("cpu", packages=frozenset({"triton"}))))
+    named("sm90").linear(torch.randn(2, 32).bfloat16(), linear.weights)
+    assert seen[0].codes is linear.weight and seen[0].sizes is None
 
 
 def test_the_device_table():
