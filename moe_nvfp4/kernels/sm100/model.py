@@ -1,68 +1,115 @@
-"""A performance model of the Blackwell GEMMs on a B200. Nothing here is measured: no Blackwell was at hand.
+"""A performance model of the Blackwell layer on a B200. Nothing of ours is measured: no Blackwell was at hand.
 
     python -m moe_nvfp4.kernels.sm100.model
 
-A launch is as slow as the slowest of five things, plus a ramp: bytes through HBM, and for the CTA with the most
-tiles the cycles its tensor cores, its shared memory, its MMA-issuing thread and its epilogue are busy (they overlap,
-tile against tile). Constants are data-sheet numbers or counted: per SM and cycle 16384 NVFP4 products, 128 bytes of
-shared memory, read or written; epilogue instructions per 16 tokens from the disassembly, one per cycle and scheduler.
+A GEMM takes as long as the slowest of five things: bytes through HBM, and for the CTA with the most tiles the cycles
+that its tensor cores, its shared memory, its MMA-issuing thread, and the issue slots for epilogue and dequantization
+are busy (they overlap, tile against tile); and START. A layer is routing, rows, both GEMMs and the sum, one after the
+other.
+
+Where numbers come from: B200's data sheet (HBM, products); counts of the tests (instructions: the emulator's for the
+epilogue, the disassembly for the main loop); an H200 (LAUNCH); and two published kernels, to which START and REACHED
+are fitted: the fastest NVFP4 grouped GEMM of GPU MODE's hackathon, its longest problem and its shortest. Its tile is
+ours: weights are M, pairs of CTAs, 128 tokens. `main` prints how far off the model is for the other problems, and for
+whole layers of LightMoE, another library whose B200 numbers are published.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moe_nvfp4.kernels.sm100.config import ROWS, choose_tile
+from moe_nvfp4.kernels.sm100.config import EXACT_BYTES, ROWS, TileShape, choose_dense_tile, choose_tile
 
-SMS, CLOCK, HBM = 148, 1.85e9, 8e12  # B200
-PRODUCTS, SHARED = 16384, 128  # per SM and cycle
+SMS, CLOCK, HBM = 148, 1.85e9, 8e12
+PRODUCTS = {"nvfp4": 16384, "bf16": 4096}  # per SM and cycle: 9 and 2.25 PFLOP/s
+SHARED = 128  # bytes per SM and cycle, read or written
 ISSUE = 8  # cycles between two tcgen05 instructions of one thread: an assumption
-RAMP = 3e-6  # launch, TMEM and barriers, the first loads, the last epilogue: an assumption
-EPILOGUE = {"nvfp4": 400, "bfloat16": 230, "assignments": 180}  # instructions of a warp per 16 tokens
-OUT_BYTES = {"nvfp4": 0.5625, "bfloat16": 2, "assignments": 4}
+LAUNCH = 3e-6  # of an empty CUDA graph, on an H200
+START, REACHED = 4.5e-6, 0.776  # a GEMM alone, beside its slowest resource; share of HBM's data sheet rate: fitted
+EPILOGUE = {
+    "nvfp4": 456,
+    "bfloat16": 227,
+    "interleaved": 195,
+    "assignments": 126,
+}  # instructions of a warp per 16 tokens
+DEQUANTIZE = 166  # instructions of a warp for 32 rows and 64 columns
 NVFP4 = 0.5625  # bytes of a code with its share of a block scale
 
 
 @dataclass(frozen=True)
 class Launch:
-    """One GEMM: `groups` are the rows of each expert; N is per projection."""
+    """One GEMM: `groups` are the rows of each expert; n is per projection; out_bytes of an element of the result."""
 
     groups: tuple[int, ...]
     n: int
     k: int
     projections: int
     out: str
+    out_bytes: float
+    activations: str = "nvfp4"
+    shape: TileShape | None = None
 
-    def tile(self):
-        return choose_tile(sum(self.groups), len(self.groups), self.n, self.projections, SMS)
+    @property
+    def tile(self) -> TileShape:
+        choose = choose_tile if self.activations == "nvfp4" else choose_dense_tile
+        return self.shape or choose(sum(self.groups), len(self.groups), self.n, self.projections, SMS)
 
 
-def model(launch: Launch) -> dict[str, float]:
-    """Seconds each resource is busy, the sum of what a launch takes, and the bound no kernel can beat."""
-    tile = launch.tile()
+def busy(launch: Launch) -> dict[str, float]:
+    """Seconds that each resource is busy."""
+    tile, dense = launch.tile, launch.activations == "bf16"
     per_tile = ROWS * tile.ctas * (1 if launch.projections == 2 else tile.blocks)
-    row_tiles, k_steps = -(-launch.n // per_tile), -(-launch.k // 64)
+    row_tiles, steps = -(-launch.n // per_tile), -(-launch.k // 64)
     tiles = [min(tile.tokens, rows - i) for rows in launch.groups for i in range(0, rows, tile.tokens)]
     workers = min(SMS // tile.ctas, len(tiles) * row_tiles)
-    busiest = [tiles[i // row_tiles] for i in range(0, len(tiles) * row_tiles, workers)]  # of CTA (or pair) 0
-    matrix = shared = issue = epilogue = 0.0
-    for rows in busiest:
-        width = -(-rows // 16) * 16
-        matrix += k_steps * tile.blocks * 128 * max(width, 64) * 64 / PRODUCTS
-        a, b = 128 * 32, width // tile.ctas * 32  # bytes of a step
-        shared += k_steps * (tile.blocks * (a + b) + tile.blocks * a + b + 2 * 512 * (tile.blocks + 1)) / SHARED
-        issue += k_steps * (2 * tile.blocks + 1) * ISSUE
-        epilogue += width / 16 * EPILOGUE[launch.out]
-    hit = [rows for rows in launch.groups if rows]
-    outputs = launch.n if launch.projections == 1 or launch.out != "assignments" else 2 * launch.n
-    weights = len(hit) * launch.n * launch.projections * launch.k * NVFP4
-    size = weights + sum(hit) * (launch.k * NVFP4 + outputs * OUT_BYTES[launch.out])
-    flops = 2 * sum(hit) * launch.n * launch.projections * launch.k
-    times = {name: cycles / CLOCK for name, cycles in
-             dict(matrix=matrix, shared=shared, issue=issue, epilogue=epilogue).items()}  # fmt: skip
-    times["hbm"] = size / HBM
-    bound = max(size / HBM, flops / (2 * PRODUCTS * SMS * CLOCK))
-    return {**times, "total": max(times.values()) + RAMP, "bound": bound, "waves": len(tiles) * row_tiles / workers}
+    cycles = dict.fromkeys(("matrix", "shared", "issue", "slots"), 0.0)
+    for rows in (tiles[i // row_tiles] for i in range(0, len(tiles) * row_tiles, workers)):  # of CTA (or pair) 0
+        width, blocks = -(-rows // 16) * 16, tile.blocks
+        cycles["matrix"] += steps * blocks * 128 * max(width, 64) * 64 / PRODUCTS[launch.activations]
+        a, b, sf = 128 * 32, width // tile.ctas * (128 if dense else 32), 512  # bytes of a step
+        if dense:  # in: all once; out: codes and scales (whose rows collide in fours) once, tokens for each block
+            moved = blocks * (a + sf) + b + blocks * (a + 4 * sf + b)
+        else:
+            moved = blocks * (a + sf) + b + sf + blocks * (a + b) + (blocks + 1) * sf
+        cycles["shared"] += steps * moved / SHARED
+        cycles["issue"] += steps * (4 * blocks + 2 if dense else 2 * blocks + 1) * ISSUE
+        cycles["slots"] += width / 16 * EPILOGUE[launch.out] * (blocks if launch.projections == 1 else 1)
+        cycles["slots"] += steps * blocks * DEQUANTIZE if dense else 0
+    rows, hit = sum(launch.groups), sum(1 for rows in launch.groups if rows)
+    outputs = launch.n * (2 if launch.projections == 2 and launch.out == "raw" else 1)
+    size = hit * launch.n * launch.projections * launch.k * NVFP4
+    size += rows * (launch.k * (2 if dense else NVFP4) + outputs * launch.out_bytes)
+    return {**{name: n / CLOCK for name, n in cycles.items()}, "hbm": size / (HBM * REACHED)}
+
+
+def gemm(launch: Launch) -> float:
+    """Seconds of a GEMM alone."""
+    return START + max(busy(launch).values())
+
+
+def layer(H: int, I: int, experts: int, top_k: int, tokens: int, activations: str) -> dict[str, float]:
+    """Seconds of a layer's kernels, and the bound that no kernels can beat: weights, x and y once, or the products."""
+    groups, rows = spread(tokens, top_k, experts), tokens * top_k
+    exact = rows * H * 4 <= EXACT_BYTES
+    w4a4, item = activations == "nvfp4", NVFP4 if activations == "nvfp4" else 2
+    gemm1 = Launch(groups, I, H, 2, "nvfp4" if w4a4 else "interleaved", item, activations)
+    gemm2 = Launch(groups, H, I, 1, "assignments", 4 if exact else 2, activations)
+    kernel = START - LAUNCH
+
+    def stream(size: float) -> float:
+        return kernel + size / (HBM * REACHED)
+
+    times = {
+        "route": kernel,
+        "rows": stream(tokens * H * 2 + rows * H * item),
+        "gemm1": kernel + max(busy(gemm1).values()),
+        "gemm2": kernel + max(busy(gemm2).values()),
+        "combine": stream(rows * H * gemm2.out_bytes + tokens * H * 2),
+    }
+    weights = 3 * H * I
+    size = weights * NVFP4 * sum(1 for n in groups if n) + 4 * tokens * H
+    products = weights * rows / (PRODUCTS[activations] * SMS * CLOCK)
+    return {**times, "total": LAUNCH + sum(times.values()), "bound": max(size / HBM, products)}
 
 
 def spread(tokens: int, top_k: int, experts: int) -> tuple[int, ...]:
@@ -76,38 +123,51 @@ LAYERS = {  # H, I, experts, top_k
     "Mixtral-8x7B": (4096, 14336, 8, 2),
     "DeepSeek-V3": (7168, 2048, 256, 8),
 }
-# rows of each group, N, K, the best published time in us (GPU MODE's NVFP4 hackathon)
-DUAL = [
-    ((256,), 4096, 7168, 12.4),
-    ((512,), 4096, 7168, 16.4),
-    ((256,), 3072, 4096, 9.4),
-    ((512,), 3072, 7168, 16.3),
-]
+# rows of each group, N, K, the best published time in us (GPU MODE's NVFP4 hackathon, 2026); the tile of those kernels
+PUBLISHED = TileShape(128, 1, 2)
 GROUPED = [
     ((80, 176, 128, 72, 64, 248, 96, 160), 4096, 7168, 27.9),
     ((40, 76, 168, 72, 164, 148, 196, 160), 7168, 2048, 19.4),
     ((192, 320), 3072, 4096, 8.48),
     ((128, 384), 4096, 1536, 6.43),
 ]
+DUAL = [
+    ((256,), 4096, 7168, 12.4),
+    ((512,), 4096, 7168, 16.4),
+    ((256,), 3072, 4096, 9.4),
+    ((512,), 3072, 7168, 16.3),
+]
+# H, I, experts, top_k; {tokens: us} of LightMoE's layer on a B200 (its BENCHMARKS.md, 2026-08)
+LIGHTMOE = {
+    "Qwen3.5-35B-A3B": ((2048, 512, 16, 8), {1: 14.4, 128: 28.8, 8192: 252.5}),
+    "Qwen3.5-397B-A17B": ((4096, 1024, 16, 10), {1: 20.5, 128: 53.6, 8192: 770.7}),
+}
 
 
 def main() -> None:
-    cases = [(f"dual {sum(g)} x {n} x {k}", Launch(g, n, k, 2, "bfloat16"), t) for g, n, k, t in DUAL]
-    cases += [(f"grouped {len(g)} x {n} x {k}", Launch(g, n, k, 1, "bfloat16"), t) for g, n, k, t in GROUPED]
-    for name, (H, I, E, top_k) in LAYERS.items():
-        for T in (1, 16, 64, 256, 1024, 4096, 16384):
-            groups = spread(T, top_k, E)
-            cases.append((f"{name} T={T} gemm1", Launch(groups, I, H, 2, "nvfp4"), None))
-            cases.append((f"{name} T={T} gemm2", Launch(groups, H, I, 1, "assignments"), None))
-    print("A model of B200, in us; nothing is measured. `of bound` = bound / total; published: the best known kernel.")
-    columns = ("matrix", "shared", "issue", "epilogue", "hbm", "total", "bound")
-    print(f"{'':30} {'tile':>12} {'waves':>6}", *(f"{c:>9}" for c in columns), "of bound", "published")
-    for name, launch, published in cases:
-        m, t = model(launch), launch.tile()
-        tile = f"{t.tokens}x{t.blocks}" + " pair" * (t.ctas - 1)
-        times = " ".join(f"{m[c] * 1e6:9.1f}" for c in columns)
-        share = f"{m['bound'] / m['total']:8.0%}"
-        print(f"{name:30} {tile:>12} {m['waves']:6.1f} {times} {share} {published or ''}")
+    print("A model of a B200, in us; nothing of ours is measured.\n")
+    print("Published kernels, and the model of them (a tile as theirs) and of ours")
+    print(f"{'':34} {'published':>9} {'model':>7} {'off by':>7} {'ours':>7}  tile, and what it waits for")
+    for name, problems, projections in (("grouped", GROUPED, 1), ("dual", DUAL, 2)):
+        for groups, n, k, published in problems:
+            theirs = Launch(groups, n, k, projections, "bfloat16", 2, shape=PUBLISHED if projections == 1 else None)
+            ours = Launch(groups, n, k, projections, "bfloat16", 2)
+            t, us, resources = ours.tile, gemm(theirs) * 1e6, busy(ours)
+            shape = f"{t.tokens}x{t.blocks}" + " pair" * (t.ctas - 1)
+            print(f"{f'{name} {len(groups)} x {n} x {k}, {sum(groups)} rows':34} {published:9.1f} {us:7.1f} "
+                  f"{us / published - 1:+7.0%} {gemm(ours) * 1e6:7.1f}  {shape}, "
+                  f"{max(resources, key=lambda r: resources[r])}")  # fmt: skip
+    columns = ("route", "rows", "gemm1", "gemm2", "combine", "total", "bound")
+    print(f"\n{'Layers':34}", *(f"{c:>8}" for c in columns), "of bound")
+    cases = [(name, sizes, T, a, 0.0) for name, sizes in LAYERS.items() for a in ("nvfp4", "bf16")
+             for T in (1, 16, 64, 256, 1024, 4096, 16384)]  # fmt: skip
+    cases += [(name, sizes, T, "nvfp4", us) for name, (sizes, times) in LIGHTMOE.items() for T, us in times.items()]
+    for name, sizes, T, activations, published in cases:
+        m = layer(*sizes, T, activations)
+        times = " ".join(f"{m[c] * 1e6:8.1f}" for c in columns)
+        label = f"{name} T={T} {'W4A4' if activations == 'nvfp4' else 'W4A16'}"
+        beside = f"   LightMoE, measured: {published}" if published else ""
+        print(f"{label:34} {times} {m['bound'] / m['total']:8.0%}{beside}")
 
 
 if __name__ == "__main__":
