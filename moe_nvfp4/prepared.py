@@ -44,7 +44,8 @@ class Prepared(FP32Scales):
             backend = named(self._packed.backend)
             for name, (note, rows) in self._packed.matrices.items():
                 codes, sf = self._here(name), self._here(f"{name}_sf")
-                codes.data, sf.data = (t.view(*rows, -1) for t in backend.restore(codes.data, note))
+                prepared = codes.data.transpose(0, 1) if len(rows) == 1 else codes.data
+                codes.data, sf.data = (t.view(*rows, -1) for t in backend.restore(prepared, note))
             self._packed = None
 
     def _pack(self, chosen: Selected, **matrices: bool) -> bool:
@@ -66,7 +67,8 @@ class Prepared(FP32Scales):
             codes, sf = self._here(name), self._here(f"{name}_sf")
             rows, one = tuple(codes.shape[:-1]), codes.dim() == 2
             stacks = (codes.data[None], sf.data[None]) if one else (codes.data, sf.data)
-            codes.data, note = backend.prepare(*stacks, interleaved)
+            prepared, note = backend.prepare(*stacks, interleaved)
+            codes.data = prepared.transpose(0, 1) if one else prepared  # FSDP splits the first dimension
             sf.data = sf.data.new_empty(0)
             notes[name] = note, rows
         self._packed = Packed(chosen.layout, notes, next(iter(matrices)))

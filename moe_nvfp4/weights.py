@@ -299,7 +299,8 @@ class LinearWeights(NamedTuple):
     input_scale   fp32 [1] or None: the static global scale of the rows for activations="nvfp4"
     activations   "bf16" (W4A16) or "nvfp4" (W4A4)
     sizes         None, or (N, K) of weights in a backend's layout: codes are what `Backend.prepare` made of them as
-                  one expert, with the block scales inside; sf is None
+                  one expert, with the block scales inside, its first two dimensions exchanged, so that FSDP splits the
+                  second; sf is None
     """
 
     codes: Tensor
@@ -324,7 +325,7 @@ class LinearWeights(NamedTuple):
         """As one expert's."""
         N, K = self.shape
         if self.sizes is not None:
-            return Projection(self.codes, None, None, self.global_scale, N, K)
+            return Projection(self.codes.transpose(0, 1), None, None, self.global_scale, N, K)
         return Projection(self.codes[None], self.block_scales()[None], None, self.global_scale, N, K)
 
 

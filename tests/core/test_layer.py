@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from moe_nvfp4 import ExpertWeights, Gate, NVFP4Experts, moe_forward, ops
 from moe_nvfp4 import format as nvfp4
-from moe_nvfp4.backends import Selected
+from moe_nvfp4.backends import Selected, named
 from moe_nvfp4.linear import NVFP4Linear
 from moe_nvfp4.ops import run_linear
 from moe_nvfp4.routing import group_by_expert
@@ -223,7 +223,7 @@ def test_a_linear_in_the_layout_of_kernels_gives_the_checkpoints_bytes_back(N, K
     layer, x = NVFP4Linear(16 * K, 16 * N), torch.randn(3, 16 * K)
     for name, high in (("weight", 256), ("weight_sf", 127)):
         getattr(layer, name).random_(0, high)
-    layer.weight_global_scale.fill_(0.01)
+    layer.weight_global_scale.fill_(2.0**-7)
     if zeros:  # blocks that the layout itself cannot hold
         layer.weight_sf[layer.weight_sf < 64] = 0
     want, before = layer(x), {name: t.clone() for name, t in layer.state_dict().items()}
@@ -233,6 +233,10 @@ def test_a_linear_in_the_layout_of_kernels_gives_the_checkpoints_bytes_back(N, K
     ):  # fmt: skip
         layer._prepare_for(hopper)
         assert layer.packed and layer.weight_sf.numel() == 0
+        assert layer.weight.is_contiguous() and len(layer.weight) == -(-N // 4)  # FSDP splits rows over ranks
+        every = slice(0, 1), slice(0, 16 * K)
+        matrix = named("sm90").dequantize(layer.weights.projection(), *every, torch.float32)[0]  # of gradients
+        assert torch.equal(matrix.double(), dense(before["weight"], before["weight_sf"], torch.tensor(2.0**-7)))
         with pytest.raises(TypeError, match="unpack"):  # inside of torch.compile it cannot be unpacked
             run_linear(x, layer.weights, Selected("cpu", True, None))
         assert torch.equal(copy.deepcopy(layer)(x), want)

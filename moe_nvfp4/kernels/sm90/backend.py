@@ -110,9 +110,9 @@ def linear(x: Tensor, weights: LinearWeights) -> Tensor:
         return out if w.bias is None else out.add_(w.bias)
     y = out if split_k == 1 else x.new_empty(split_k * T, N, dtype=torch.float32)
     config = GemmConfig(None, True, False, w.bias is not None, out=launch.DTYPES[y.dtype], grouped=False)
-    if w.codes.shape[1:] != (-(-N // UNIT), -(-K // UNIT), 4 * UNIT_WORDS):
+    if w.codes.shape != (-(-N // UNIT), 1, -(-K // UNIT), 4 * UNIT_WORDS):
         raise ValueError(f"weights {tuple(w.codes.shape)} are not those of a linear {(N, K)} in Hopper's layout")
-    units, scale = w.codes.view(torch.int32).flatten(2), w.global_scale
+    units, scale = w.codes.transpose(0, 1).view(torch.int32).flatten(2), w.global_scale
     unused, bias = units.view(-1)[:1], x if w.bias is None else w.bias[None]
     tiles = -(-T // tile.BN) * -(-units.shape[1] // tile.m_blocks) * split_k
     _kernel(tile, config, bias.dtype)(
@@ -134,7 +134,7 @@ def pack_linear(weights: LinearWeights) -> LinearWeights:
     if weights.sizes is not None:
         return weights
     codes = pack(weights.codes[None], weights.block_scales()[None], False).units.view(torch.uint8)
-    return weights._replace(codes=codes, sf=None, sizes=weights.shape)
+    return weights._replace(codes=codes.transpose(0, 1), sf=None, sizes=weights.shape)
 
 
 def _packed(weights: ExpertWeights) -> ExpertWeights:
