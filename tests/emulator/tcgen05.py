@@ -9,15 +9,14 @@ import numpy as np
 
 from tests.emulator.barriers import find
 from tests.emulator.copies import lane_value
-from tests.emulator.formats import E2M1, E4M3, ue8m0_decode
+from tests.emulator.formats import E4M3, ue8m0_decode
 from tests.emulator.machine import Lanes, Operation, Wait
 from tests.emulator.memory import OFFSET, RANK_SHIFT, Violation
 from tests.emulator.parser import Address, Vector
 from tests.emulator.program import first_lane, lanes_of, operation
 from tests.emulator.races import TCGEN05, fence_after, fence_before
-from tests.emulator.tensor_core import matrix_granules, multiply_add, read_matrix, values_of
+from tests.emulator.tensor_core import dequantized, matrix_granules, multiply_add, read_matrix, values_of
 
-PAIRS = np.stack([E2M1.table64[np.arange(256) & 15], E2M1.table64[np.arange(256) >> 4]], 1)  # byte -> two values
 GROUP = r"\.cta_group::(?P<group>[12])"
 
 
@@ -269,11 +268,6 @@ def scales(tmem, column, rows, decode):
     return decode(np.ascontiguousarray(words).view(np.uint8).reshape(rows, 4))
 
 
-def dequantize(raw, scale):
-    """(rows, 64) from 32 bytes and 4 scale factors per row."""
-    return (PAIRS[raw].reshape(len(raw), 4, 16) * scale[:, :, None]).reshape(len(raw), 64)
-
-
 COLLECTOR = r"(?:\.collector::a::(?P<collector>discard|lastuse|fill|use))?"
 
 
@@ -363,7 +357,7 @@ class Product:
     def values(self, tmem, raw, operand):
         if not self.scales:
             return self.shape.values(raw)
-        return dequantize(raw, scales(tmem, self.scales[operand], len(raw), self.shape.scale))
+        return dequantized(raw, scales(tmem, self.scales[operand], len(raw), self.shape.scale))
 
 
 @operation(rf"tcgen05\.mma{GROUP}\.kind::mxf4nvf4\.block_scale\.(?:block16|scale_vec::4X){COLLECTOR}")

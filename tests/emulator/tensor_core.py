@@ -8,11 +8,12 @@ does, to the bit: see `multiply_add`.
 import numpy as np
 
 from tests.emulator.copies import swizzle
-from tests.emulator.formats import bf16_decode
+from tests.emulator.formats import E2M1, E4M3, bf16_decode
 from tests.emulator.machine import POISON, Lanes, Operation
 from tests.emulator.memory import GRANULE, WRITTEN, Violation
 from tests.emulator.program import operation
 
+PAIRS = np.stack([E2M1.table64[np.arange(256) & 15], E2M1.table64[np.arange(256) >> 4]], 1)  # byte -> two values
 TCGEN05_SWIZZLE = {0: 0, 2: 128, 4: 64, 6: 32}
 WGMMA_SWIZZLE = {0: 0, 1: 128, 2: 64, 3: 32}
 
@@ -136,6 +137,50 @@ def matrix_of(registers):
     """The inverse."""
     n = 2 * len(registers)
     return registers.reshape(n // 8, 2, 2, 8, 4).transpose(1, 3, 0, 4, 2).reshape(16, n)
+
+
+BLOCK_SCALED = (r"mma\.sync\.aligned(?P<before>\.m16n8k64\.row\.col)?\.kind::mxf4nvf4\.block_scale\.scale_vec::4X"
+                r"(?P<after>\.m16n8k64\.row\.col)?\.f32\.e2m1\.e2m1\.f32\.ue4m3")  # fmt: skip
+
+
+@operation(BLOCK_SCALED)
+def build_block_scaled_mma(build, match, target, left, right, addend, a_scale, a_ids, b_scale, b_ids):
+    """NVFP4 on sm_120, in one exact sum. A register has eight codes of a row of A or of a column of B: lane 4g + c has
+    those of rows g and g + 8 from column 8c on, and from 8c + 32 on. Four scale factors of row g of A are in lane
+    4g + 2i, of row g + 8 in the next one, of column g of B in lane 4g + i, where i is a thread id. PTX ISA: "Block
+    Scaling for mma.sync", fragments of m16n8k64.
+    """
+    if (match["before"] is None) == (match["after"] is None):
+        build.fail("no such mma")
+    outs, a, b = (build.register_rows(build.vector(*v)) for v in ((target, 4), (left, 4), (right, 2)))
+    c = [build.source(r, "f32") for r in build.vector(addend, 4)]
+    scales = build.source(a_scale, "u32"), build.source(b_scale, "u32")
+    ids = [[build.source(n, "u16") for n in build.vector(v, 2)] for v in (a_ids, b_ids)]
+
+    def run(warp, mask):
+        if not warp.full(mask):
+            raise Violation("mma needs the whole warp")
+        (a_byte, a_thread), (b_byte, b_thread) = [[warp.R[n] for n in pair] for pair in ids]
+        if a_byte.any() or b_byte.any() or (a_thread > 1).any() or (b_thread > 3).any():
+            raise Violation("scale_vec::4X: byte ids must be 0, the thread id of A 0 or 1, of B 0 to 3")
+        if (a_thread != a_thread[0]).any() or (b_thread != b_thread[0]).any():
+            raise Violation("the lanes give different thread ids")
+        codes = lambda words: np.ascontiguousarray(words).view(np.uint8)
+        x = codes(warp.words[a].reshape(2, 2, 8, 4).transpose(1, 2, 0, 3).reshape(16, 8))
+        y = codes(warp.words[b].reshape(2, 8, 4).transpose(1, 0, 2).reshape(8, 8))
+        g, second = np.arange(16) % 8, np.arange(16) // 8
+        sa = codes(warp.R[scales[0]][4 * g + 2 * int(a_thread[0]) + second]).reshape(16, 4)
+        sb = codes(warp.R[scales[1]][4 * np.arange(8) + int(b_thread[0])]).reshape(8, 4)
+        start = matrix_of(np.array([warp.R[old] for old in c]))
+        product = dequantized(x, E4M3.table64[sa]) @ dequantized(y, E4M3.table64[sb]).T
+        warp.words[outs] = registers_of((product + start).astype(np.float32)).view(np.uint32)
+
+    return run
+
+
+def dequantized(raw, scale):
+    """(rows, 64) from 32 bytes of e2m1 codes, the first in the low half, and 4 scale factors per row."""
+    return (PAIRS[raw].reshape(len(raw), 4, 16) * scale[:, :, None]).reshape(len(raw), 64)
 
 
 # ---- wgmma ----

@@ -223,6 +223,46 @@ def test_mma_accumulates_and_negates():
     np.testing.assert_array_equal(got, -expected)
 
 
+NVFP4 = "mma.sync.aligned.kind::mxf4nvf4.block_scale.scale_vec::4X.m16n8k64.row.col.f32.e2m1.e2m1.f32.ue4m3"
+
+
+@pytest.mark.parametrize("a_thread, b_thread", [(0, 0), (1, 3)])
+def test_block_scaled_mma_of_a_warp(a_thread, b_thread):
+    """The fragments of mma.m16n8k64 with 4-bit types; scale factors from the lanes that the ids name."""
+    rng = np.random.default_rng(7)
+    (a, sa, x), (b, sb, y) = block_scaled(rng, 16), block_scaled(rng, 8)
+    addend = small_integers(rng, (16, 8))
+    left, right = np.zeros((32, 4, 4), np.uint8), np.zeros((32, 2, 4), np.uint8)
+    scales, start = rng.integers(0, 256, (2, 32, 4)).astype(np.uint8), np.zeros((32, 4), np.float32)
+    for t in range(32):
+        g, c = t // 4, t % 4
+        for r in range(4):  # eight codes from column 8c on, or 8c + 32
+            at = 4 * c + 16 * (r // 2)
+            left[t, r] = a[g + 8 * (r % 2), at : at + 4]
+            start[t, r] = addend[g + 8 * (r // 2), 2 * c + r % 2]
+        for r in range(2):
+            right[t, r] = b[g, 4 * c + 16 * r : 4 * c + 16 * r + 4]
+        if c // 2 == a_thread:
+            scales[0, t] = sa[g + 8 * (c % 2)]
+        if c == b_thread:
+            scales[1, t] = sb[g]
+    body = f"""ld.param.u64 %x1, [a]; mad.wide.u32 %x1, %t, 16, %x1; ld.global.v4.b32 {{%r50, %r51, %r52, %r53}}, [%x1];
+        ld.param.u64 %x2, [b]; mad.wide.u32 %x2, %t, 8, %x2; ld.global.v2.b32 {{%r60, %r61}}, [%x2];
+        ld.param.u64 %x3, [c]; mad.wide.u32 %x3, %t, 16, %x3; ld.global.v4.b32 {{%r70, %r71, %r72, %r73}}, [%x3];
+        ld.param.u64 %x4, [s]; mad.wide.u32 %x4, %t, 4, %x4; ld.global.b32 %r80, [%x4]; ld.global.b32 %r81, [%x4+128];
+        mov.b16 %h1, 0; mov.b16 %h2, {a_thread}; mov.b16 %h3, {b_thread};
+        {NVFP4} {{%r70, %r71, %r72, %r73}}, {{%r50, %r51, %r52, %r53}}, {{%r60, %r61}}, {{%r70, %r71, %r72, %r73}},
+            %r80, {{%h1, %h2}}, %r81, {{%h1, %h3}};
+        mad.wide.u32 %x5, %t, 16, %out; st.global.v4.b32 [%x5], {{%r70, %r71, %r72, %r73}};"""
+    arguments = [left, right, start, scales], [".u64 a", ".u64 b", ".u64 c", ".u64 s"]
+    got = run(body, np.zeros((32, 4), np.float32), *arguments)
+    expected = x @ y.T + addend
+    for t, r in np.ndindex(32, 4):
+        assert got[t, r] == np.float32(expected[t // 4 + 8 * (r // 2), t % 4 * 2 + r % 2])
+    with pytest.raises(EmulatorError, match="thread id of A 0 or 1"):
+        run(without(body, f"%h2, {a_thread}", "%h2, 2"), got, *arguments)
+
+
 MAJOR = str(descriptor(DATA, 1024, 128, False))
 MUTATIONS = {
     "no wait for the operands": lambda s: without(s, wait(0)),
