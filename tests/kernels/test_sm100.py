@@ -22,7 +22,16 @@ from moe_nvfp4.kernels.common.tensors import warn_unpacked
 from moe_nvfp4.kernels.sm100 import BACKEND, Blackwell
 from moe_nvfp4.kernels.sm100 import backend as sm100
 from moe_nvfp4.kernels.sm100 import model as sm100_model
-from moe_nvfp4.kernels.sm100.config import SMEM, TMEM, CombineConfig, GemmConfig, QuantizeConfig, RouteConfig, TileShape
+from moe_nvfp4.kernels.sm100.config import (
+    SMEM,
+    TMEM,
+    CombineConfig,
+    DenseTile,
+    GemmConfig,
+    QuantizeConfig,
+    RouteConfig,
+    TileShape,
+)
 from moe_nvfp4.kernels.sm100.pack import pack_sf, unpack_sf
 from moe_nvfp4.routing import Rows, group_by_expert
 from tests.common import THRESHOLDS, random_ids, random_layer, relative_error
@@ -41,6 +50,7 @@ GATES = {
     "raw up": Gate("raw", gated=False),
 }
 TILES = [TileShape(tokens, blocks, ctas) for ctas in (1, 2) for tokens in (64, 128) for blocks in (1, 2)]
+TILES.append(TileShape(256, 1, 2))
 
 
 # ---- without a kernel ----------------------------------------------------------------------------
@@ -94,7 +104,7 @@ def prepared(layer):
 
 def test_tiles():
     assert not TileShape(32, 2).legal and not TileShape(256, 1).legal and not TileShape(64, 3).legal
-    assert not TileShape(64, 2, 4).legal
+    assert not TileShape(64, 2, 4).legal and not TileShape(256, 2, 2).legal and not DenseTile(256, 1, 2).legal
     for t in TILES:
         assert t.legal
         assert t.second + t.blocks * t.tokens + t.operand_columns <= TMEM  # both accumulators and the scales
@@ -107,7 +117,7 @@ def test_tiles():
         (8, 128, 2048, 1, 148, TileShape(64, 1)),
         (512, 128, 2048, 1, 148, TileShape(64, 2)),
         (16384, 128, 2048, 1, 148, TileShape(128, 2, 2)),
-        (65536, 128, 2048, 1, 148, TileShape(128, 2, 2)),
+        (65536, 128, 2048, 1, 148, TileShape(256, 1, 2)),
         (65536, 128, 768, 2, 148, TileShape(128, 2, 2)),
         (512, 2, 512, 1, 148, TileShape(64, 1, 2)),
         (512, 2, 128, 1, 148, TileShape(64, 1)),
@@ -201,7 +211,7 @@ def test_compiles_without_a_gpu(architecture, tmp_path, record_property):
             t = config.tile
             assert config.shared_bytes <= SMEM
             assert found["REG"] <= 128
-            assert found["UTCOMMA"] == 4 * t.blocks and found["UTCCP"] == 4 * (t.blocks + 1)
+            assert found["UTCOMMA"] == 4 * t.blocks and found["UTCCP"] == 4 * (t.blocks + t.sf_tiles)
             assert found["UTCBAR"] == 2 and found["UTCBAR.2CTA"] == (2 if t.ctas == 2 else 0)  # commits
             assert found["UTMALDG"] == t.blocks + 4 and found["LDTM"] == t.blocks
             line += f" {config.stages} stages {config.shared_bytes:6} B shared {t.second + t.blocks * t.tokens:3} + "
@@ -448,7 +458,8 @@ def test_tiles_of_gate_and_up(emulator, tile):
 @pytest.mark.parametrize("tile", TILES, ids=tile_name)
 def test_tiles_of_one_projection(emulator, tile):
     emulator.schedule, emulator.tile = "reverse-lazy", tile
-    check_layer(emulator, Problem(288, 144, [130, 0, 70], 1, 2, GATES["relu2"]))
+    sizes = [260, 0, 30] if tile.tokens == 256 else [130, 0, 70]
+    check_layer(emulator, Problem(288, 144, sizes, 1, 2, GATES["relu2"]))
 
 
 @pytest.mark.parametrize("scoped", ["mbarrier.arrive.release.cluster", "mbarrier.try_wait.parity.acquire.cluster"])

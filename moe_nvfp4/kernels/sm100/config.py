@@ -35,10 +35,15 @@ class TileShape:
         return self.tokens // self.ctas // BOXES
 
     @property
+    def sf_tiles(self) -> int:
+        """128-row scale tiles of the tokens."""
+        return -(-self.tokens // 128)
+
+    @property
     def stage_bytes(self) -> int:
         """Shared memory of a K tile: codes and scales of weights and tokens."""
         codes = (self.blocks * ROWS + self.tokens // self.ctas) * BYTES_K
-        return codes + (self.blocks + 1) * 4 * SF_TILE
+        return codes + (self.blocks + self.sf_tiles) * 4 * SF_TILE
 
     @property
     def other_bytes(self) -> int:
@@ -48,7 +53,7 @@ class TileShape:
     @property
     def operand_columns(self) -> int:
         """The last TMEM columns: operands of the MMAs; here the block scales."""
-        return 16 * (self.blocks + 1)
+        return 16 * (self.blocks + self.sf_tiles)
 
     @property
     def second(self) -> int:
@@ -65,7 +70,10 @@ class TileShape:
 
     @property
     def legal(self) -> bool:
-        # A token tile lies in one 128-row tile of scales, and starts at its TMEM column 0 or 2: 64 rows apart.
+        # A token tile lies in one 128-row tile of scales, and starts at its TMEM column 0 or 2: 64 rows apart; or it
+        # is two of them, whose sums take all of TMEM.
+        if self.tokens == 256:
+            return self.blocks == 1 and self.ctas == 2
         return self.tokens in (64, 128) and self.blocks in (1, 2) and self.ctas in (1, 2)
 
 
@@ -264,6 +272,9 @@ def choose_tile(rows: int, experts: int, weight_rows: int, projections: int, sms
     # Gate and up of the same rows must meet in one CTA; of one projection, two blocks share every token tile
     # unless that leaves SMs without work.
     blocks = 2 if projections == 2 or work_for(tokens, 2, 1) >= sms else 1
+    # An MMA of 256 by 256 is the only one that does not wait for shared memory. Its sums have room for one projection.
+    if projections == 1 and per_expert > 192 and work_for(256, 1, 2) >= sms:
+        return TileShape(256, 1, 2)
     # From about 100 rows per expert on shared memory is the bound (`model`): each CTA of a pair reads half of the
     # tokens. Unless fewer SMs had work then.
     alone, pairs = (min(sms, work_for(tokens, blocks, ctas)) for ctas in (1, 2))
@@ -273,4 +284,4 @@ def choose_tile(rows: int, experts: int, weight_rows: int, projections: int, sms
 def choose_dense_tile(rows: int, experts: int, weight_rows: int, projections: int, sms: int) -> DenseTile:
     """As `choose_tile`, for bf16 rows."""
     tile = choose_tile(rows, experts, weight_rows, projections, sms)
-    return DenseTile(tile.tokens, tile.blocks)
+    return DenseTile(128, 2) if tile.tokens == 256 else DenseTile(tile.tokens, tile.blocks)

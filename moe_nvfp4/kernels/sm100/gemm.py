@@ -143,7 +143,7 @@ class GroupedGemm:
             w: cute.struct.Align[cute.struct.MemRange[Uint8, c.stages * t.blocks * ROWS * BYTES_K], 1024]
             x: cute.struct.Align[cute.struct.MemRange[Uint8, c.stages * t.tokens // t.ctas * BYTES_K], 1024]
             w_sf: cute.struct.Align[cute.struct.MemRange[Uint8, c.stages * t.blocks * 4 * SF_TILE], 128]
-            x_sf: cute.struct.Align[cute.struct.MemRange[Uint8, c.stages * 4 * SF_TILE], 128]
+            x_sf: cute.struct.Align[cute.struct.MemRange[Uint8, c.stages * t.sf_tiles * 4 * SF_TILE], 128]
             out: cute.struct.Align[cute.struct.MemRange[Float32, CHUNK * ROWS], 128]
             scale: cute.struct.Align[cute.struct.MemRange[Float32, 2 * t.tokens], 16]
             ends: cute.struct.MemRange[Int32, c.map_size]
@@ -278,18 +278,21 @@ class GroupedGemm:
                 rank = cute.arch.block_idx()[0] % 2
                 first, rows = first + rank * half, half
             used = (rows + t.box - 1) // t.box
-            sf_tile = Int64(work.sf_tile + work.row_in_group // 128)
+            sf_tile, sf_tiles = Int64(work.sf_tile + work.row_in_group // 128), (work.rows + 127) // 128
             for k in cutlass.range(c.k_tiles, unroll=1):
                 size = cutlass.min(c.k_steps - 4 * k, 4) * SF_TILE
                 bar = full + ring.index
                 cute.arch.mbarrier_wait(empty + ring.index, ring.phase)
                 with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive_and_expect_tx(bar, used * (t.box * BYTES_K) + size)
+                    cute.arch.mbarrier_arrive_and_expect_tx(bar, used * (t.box * BYTES_K) + sf_tiles * size)
                 for b in cutlass.range_constexpr(BOXES):
                     if b < used:
                         load_box(tma_x, mX, first + b * t.box, k, sX, ring.index * BOXES + b, t.box, bar)
                 with cute.arch.elect_one():
-                    load_sf(mXSF, sf_tile * c.k_steps + 4 * k, s.x_sf, ring.index, size, bar)
+                    for j in cutlass.range_constexpr(t.sf_tiles):
+                        if j < sf_tiles:
+                            slot = ring.index * t.sf_tiles + j
+                            load_sf(mXSF, (sf_tile + j) * c.k_steps + 4 * k, s.x_sf, slot, size, bar)
                 ring = advance(ring, c.stages)
             tile += step
 
@@ -301,7 +304,7 @@ class GroupedGemm:
         full, empty, acc_full = s.full.data_ptr(), s.empty.data_ptr(), s.acc.data_ptr()
         peer_full, acc_empty = s.peer_full.data_ptr(), acc_full + 1
         tile, step, count = self.scheduler.my_tiles(tile_map)
-        sfw = tmem + TMEM - t.operand_columns  # [step of 64][block] 4 columns, then [step] 4 columns
+        sfw = tmem + TMEM - t.operand_columns  # [step of 64][block] 4 columns, then [step][tile] 4 columns
         sfx = sfw + 16 * t.blocks
         operands = Operands(
             s.w.data_ptr().toint(), s.x.data_ptr().toint(), s.w_sf.data_ptr().toint(), s.x_sf.data_ptr().toint(),
@@ -324,7 +327,7 @@ class GroupedGemm:
                 if const_expr(t.ctas == 2):
                     ptx.wait_for_pair(peer_full + ring.index, ring.phase)
                 with cute.arch.elect_one():
-                    self.issue_k_tile(k, ring.index, operands, (acc, sfb, instruction))
+                    self.issue_k_tile(k, ring.index, operands, (acc, sfb, instruction, work.rows))
                     self.commit(empty + ring.index)
                 ring = advance(ring, c.stages)
             with cute.arch.elect_one():
@@ -335,12 +338,15 @@ class GroupedGemm:
     @cute.jit
     def issue_k_tile(self, k: Int32, stage: Int32, at: Operands, tile: tuple):
         """One thread: for each 64 codes of a K tile the copies of scales, and an MMA for each block of weights."""
-        c, t, (acc, sfb, instruction) = self.c, self.c.tile, tile
+        c, t, (acc, sfb, instruction, rows) = self.c, self.c.tile, tile
         xd = ptx.operand_descriptor(at.x + stage * (t.tokens // t.ctas * BYTES_K))
         for i in cutlass.range_constexpr(4):
             if 4 * k + i < c.k_steps:
-                x_sf = at.x_sf + stage * (4 * SF_TILE) + i * SF_TILE
-                ptx.copy_scales(at.sfx + i * 4, ptx.scales_descriptor(x_sf), t.ctas)
+                for j in cutlass.range_constexpr(t.sf_tiles):
+                    if j * 128 < rows:
+                        x_sf = at.x_sf + (stage * t.sf_tiles + j) * (4 * SF_TILE) + i * SF_TILE
+                        sfx = at.sfx + (i * t.sf_tiles + j) * 4
+                        ptx.copy_scales(sfx, ptx.scales_descriptor(x_sf), t.ctas)
                 for b in cutlass.range_constexpr(t.blocks):
                     w_sf = at.w_sf + (stage * t.blocks + b) * (4 * SF_TILE) + i * SF_TILE
                     sfa = at.sfw + (i * t.blocks + b) * 4
@@ -348,7 +354,7 @@ class GroupedGemm:
                     wd = ptx.operand_descriptor(at.w + (stage * t.blocks + b) * (ROWS * BYTES_K))
                     # a step is 64 codes, 32 bytes: 2 in a descriptor's units
                     ptx.mma(
-                        acc + b * t.tokens, wd + 2 * i, xd + 2 * i, instruction, sfa, sfb + i * 4,
+                        acc + b * t.tokens, wd + 2 * i, xd + 2 * i, instruction, sfa, sfb + i * t.sf_tiles * 4,
                         (k > 0) | (i > 0), t.ctas,
                     )  # fmt: skip
 

@@ -70,7 +70,7 @@ def busy(launch: Launch) -> dict[str, float]:
         if dense:  # in: all once; out: codes and scales (whose rows collide in fours) once, tokens for each block
             moved = blocks * (a + sf) + b + blocks * (a + 4 * sf + b)
         else:
-            moved = blocks * (a + sf) + b + sf + blocks * (a + b) + (blocks + 1) * sf
+            moved = blocks * (a + sf) + b + tile.sf_tiles * sf + blocks * (a + b) + (blocks + tile.sf_tiles) * sf
         cycles["shared"] += steps * moved / SHARED
         cycles["issue"] += steps * (4 * blocks + 2 if dense else 2 * blocks + 1) * ISSUE
         cycles["slots"] += width / 16 * EPILOGUE[launch.out] * (blocks if launch.projections == 1 else 1)
