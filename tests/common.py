@@ -187,6 +187,14 @@ class Kernels(Hopper):
         h = reference.gemm1_swiglu(Rows(x, index=groups.token), weights, groups, x.dtype)
         return reference.gemm2_combine(h, weights, groups, top_k_weights, x.dtype)
 
+    def linear(self, x, weights):
+        if weights.sizes is not None:
+            Kernels.calls += 1
+            note = sm90_pack.Packed(None, None, *weights.sizes, False)
+            (codes,), (sf,) = self.restore(weights.codes.transpose(0, 1), note)
+            weights = weights._replace(codes=codes, sf=sf, sizes=None)
+        return reference.linear(x, weights)
+
 
 def stand_for_hopper():
     """Inside of it this machine's CPU is a Hopper GPU, as far as layers see."""

@@ -371,6 +371,20 @@ def hopper(monkeypatch):
         yield
 
 
+def test_linears_are_called_in_the_layout_of_the_kernels(hopper):
+    torch.manual_seed(0)
+    layer, x = NVFP4Linear(96, 80, torch.bfloat16), torch.randn(2, 5, 96).bfloat16()
+    layer.weight.random_(0, 256), layer.weight_sf.random_(32, 64), layer.bias.normal_()
+    layer.weight_global_scale.fill_(0.01)
+    want = x.double() @ dense(layer.weight, layer.weight_sf, torch.tensor(0.01)).T + layer.bias.double()
+    calls = Kernels.calls
+    got = layer(x)
+    assert layer.packed and layer.backend().name == "sm90" and Kernels.calls == calls + 1
+    assert relative_error(got, want) < THRESHOLDS["half"] and torch.equal(layer(x), got)
+    assert layer.backend(torch.float16).name != "sm90" and relative_error(layer(x.half()), want) < THRESHOLDS["half"]
+    assert not layer.packed and layer.weight.shape == (80, 48)
+
+
 @pytest.mark.parametrize("gate", [Gate(), Gate("relu2", gated=False)], ids=["silu", "relu2"])
 def test_packed_weights_come_back_wherever_they_are_asked_for(hopper, gate):
     torch.manual_seed(0)
