@@ -1,0 +1,144 @@
+"""Every instruction of the Blackwell kernels that synchronizes, copies or multiplies, spoilt in turn: who notices?
+
+    python -m tests.kernels.planted [one] [pair] ...      # about a minute each; prints what nobody noticed
+
+A spoilt kernel is noticed when the emulator stops it, or when it stores something else, in one of three schedules. What
+is not noticed should do no harm: see "How it was validated" in tests/emulator/README.md.
+"""
+
+import argparse
+import re
+import time
+
+import pytest
+import torch
+
+from moe_nvfp4 import Gate, reference
+from moe_nvfp4.kernels.sm100 import backend as sm100
+from moe_nvfp4.kernels.sm100.config import CombineConfig, GemmConfig, QuantizeConfig, TileShape
+from moe_nvfp4.routing import group_by_expert
+from tests.common import random_ids, random_layer
+from tests.emulator import Emulated, EmulatorError, PtxError, compiling_for
+from tests.emulator.launch import programs
+from tests.kernels.emulator_sm100 import outputs_of
+from tests.kernels.test_sm100 import prepared, with_noise
+
+SCHEDULES = "lazy", "slow:1", "random:3"
+# What is launched for (H, I, rows of each expert) with a tile and so many multiprocessors, and which of it is spoilt:
+# a GEMM whose ring goes round more than once, with tiles of every kind.
+PROBLEMS = {
+    "one": ((1040, 80, [70, 20]), TileShape(64, 2), 1, lambda c: getattr(c, "projections", 0) == 2),
+    "two": ((272, 528, [70, 0, 20]), TileShape(64, 1), 2, lambda c: getattr(c, "projections", 0) == 1),
+    "pair": ((64, 1040, [130, 20]), TileShape(128, 1, 2), 2, lambda c: getattr(c, "projections", 0) == 1),
+    "pair of two": ((528, 144, [130, 20]), TileShape(128, 2, 2), 2, lambda c: getattr(c, "projections", 0) == 2),
+    "quantize": ((80, 48, [3, 0, 130]), TileShape(64, 2), 1, lambda c: isinstance(c, QuantizeConfig)),
+    "combine": ((80, 48, [3, 0, 5]), TileShape(64, 2), 1, lambda c: isinstance(c, CombineConfig)),
+}
+INSTRUCTION = re.compile(r"^\s*(?:\{\s*)?(?:@!?%p\d+ )?\s*([a-z][\w.:]*)[^;]*;", re.M)
+LEFT_OUT = re.compile(
+    r"bar\.|barrier\.|fence\.|membar|griddepcontrol|cp\.async|mbarrier\.(arrive|init)|st\.(shared|global)"
+    r"|tcgen05\.(fence|wait|commit|cp|mma|dealloc)"
+)
+WEAKER = (".release.cluster", ".relaxed.cluster"), (".release.cluster", ".release.cta"), (".acquire.cluster", "")
+
+
+def mistakes(ptx):
+    """(what is wrong, the spoilt text)"""
+    for match in INSTRUCTION.finditer(ptx):
+        opcode, text = match[1], match[0]
+        line = f"line {ptx.count(chr(10), 0, match.start(1)) + 1}: {' '.join(text.split())[:90]}"
+
+        def put(new, match=match):
+            return ptx[: match.start()] + new + ptx[match.end() :]
+
+        if LEFT_OUT.match(opcode):
+            yield f"without {line}", put("")
+        if opcode.startswith("mbarrier.try_wait"):
+            operands = re.search(r"(mbarrier\.\S+)\s+(\S+), (\[[^]]*\]), ([^,;]+)", text)
+            yield f"no waiting, {line}", put(f"setp.eq.u32 {operands[2]}, 0, 0;")
+            wait, done, place, parity = operands.groups()
+            other = f"xor.b32 other, {parity}, 1; {wait} {done}, {place}, other;"
+            yield f"other parity, {line}", put(f"{{ .reg .b32 other; {other} }}")
+            yield f"relaxed, {line}", put(re.sub(r"(try_wait\.parity)(\.acquire\.\w+)?", r"\1.relaxed.cluster", text))
+        for strong, weak in WEAKER:
+            if opcode.startswith("mbarrier") and strong in opcode:
+                yield f"{strong} as {weak or 'nothing'}, {line}", put(text.replace(strong, weak))
+        if opcode.startswith("barrier.cluster.arrive"):
+            yield f"relaxed, {line}", put(text.replace("cluster.arrive", "cluster.arrive.relaxed"))
+        if "expect_tx" in opcode and (size := re.search(r", (%r\d+);", text)):
+            yield (
+                f"16 bytes more, {line}",
+                put(f"add.s32 {size[1]}, {size[1]}, 16; {text} sub.s32 {size[1]}, {size[1]}, 16;"),
+            )
+        if opcode.startswith("tcgen05.ld"):
+            yield f"the next column, {line}", put(re.sub(r"\[(%r\d+)\]", r"[\1+1]", text, count=1))
+        if opcode.startswith("mapa"):
+            yield f"to itself, {line}", put(re.sub(r", 0;", ", 1;", text))
+
+
+def launches(problem, tile, multiprocessors):
+    """[(config, arguments)] of both GEMMs and the row kernels."""
+    H, I, sizes = problem
+    layer = random_layer(len(sizes), H, I, Gate(), "nvfp4", None, True, 0, scale=2e-3, input_scale=4e-3)
+    w, packed = layer.weights, prepared(layer).weights
+    ids = random_ids(sizes, 3, 1, 0)
+    groups = group_by_expert(ids, len(sizes))
+    x = torch.randn(len(ids), H, generator=torch.Generator().manual_seed(0)).bfloat16()
+    rows = with_noise(reference.quantize_rows(x, groups.token, w.x_scale, groups), groups)
+    h = with_noise(reference.gemm1_swiglu(rows, w, groups, torch.bfloat16), groups)
+    started = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sm100, "launch", lambda *launch: started.append(launch))
+        patch.setattr(sm100, "multiprocessors", lambda device: multiprocessors)
+        of = lambda *p: TileShape(tile.tokens, 2, tile.ctas) if p[3] == 2 else tile
+        patch.setattr(sm100, "choose_tile", of)
+        sm100.quantize_rows(x, groups.token, w.x_scale, groups)
+        sm100.gemm1_swiglu(rows, packed, groups, torch.bfloat16)
+        sm100.gemm2_combine(h, packed, groups, torch.rand(ids.shape), torch.bfloat16)
+    return started
+
+
+def unnoticed(name):
+    """(how many mistakes, those that nobody noticed)"""
+    problem, tile, multiprocessors, chosen = PROBLEMS[name]
+    config, arguments = next(launch for launch in launches(problem, tile, multiprocessors) if chosen(launch[0]))
+    with compiling_for("sm_100a"):
+        kernel = Emulated(sm100.compile_kernel(config, "--enable-tvm-ffi"))
+    outputs = outputs_of(config, arguments)
+    late = [arguments[i] for i in ((2, 3, 4) if isinstance(config, GemmConfig) else (0,))] + outputs
+
+    def run(schedule):
+        for tensor in outputs:
+            tensor.view(torch.uint8).fill_(0xFF)
+        kernel(*arguments, schedule=schedule, unwritten=outputs, after_wait=late, max_steps=400_000)
+        return [tensor.view(torch.uint8).clone() for tensor in outputs]
+
+    right, count, survivors = run("lazy"), 0, []
+
+    def noticed(text):
+        try:
+            kernel.programs = programs(text)
+            return not all(torch.equal(a, b) for s in SCHEDULES for a, b in zip(run(s), right, strict=True))
+        except (EmulatorError, PtxError):
+            return True
+
+    for what, text in mistakes(kernel.ptx):
+        count += 1
+        if not noticed(text):
+            survivors.append(what)
+    return count, survivors
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", default=list(PROBLEMS), metavar="NAME", help=", ".join(PROBLEMS))
+    for name in parser.parse_args().names:
+        start = time.time()
+        count, survivors = unnoticed(name)
+        print(f"{name}: {count - len(survivors)} of {count} noticed, {time.time() - start:.0f} s", flush=True)
+        for what in survivors:
+            print(f"  {what}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
