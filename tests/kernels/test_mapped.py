@@ -88,8 +88,10 @@ def test_gradients_too(tmp_path):
 
 
 @pytest.mark.parametrize("lost", ["a", "b"])
-def test_a_file_that_became_shorter_is_an_error(tmp_path, lost):
+@pytest.mark.parametrize("strange", [[], ["another's file, of which the system says that all is in memory"]])
+def test_a_file_that_became_shorter_is_an_error(tmp_path, monkeypatch, lost, strange):
     """And no SIGBUS; when it is whole again, so is the layer."""
+    monkeypatch.setattr("moe_nvfp4.mapped._strange", strange)
     layer = random_layer(4, 256, 256)
     mapped, _ = in_files(layer, tmp_path)
     inputs, file = batch(layer, 30), tmp_path / lost

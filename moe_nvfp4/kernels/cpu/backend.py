@@ -66,7 +66,7 @@ class _Gemm(ctypes.Structure):
     _fields_ = (
         _fields(
             "x x_sf x_scale index offsets target codes sf first_scale rest_scale bias out",
-            "x_type x_rows x_width R E N K split bias_type out_type paired width gate parts",
+            "x_type x_rows x_width R E N K split bias_type out_type paired width gate parts known",
         )
         + [(n, ctypes.c_float) for n in ("alpha", "limit", "up_offset")]
         + [("clamp_after", ctypes.c_int32)]
@@ -357,7 +357,7 @@ def _gemm(
         *(0 if bias is None else _TYPES[bias.dtype], _TYPES[out.dtype], paired, out.shape[1]),
     )
     kind, *rest = gate
-    program.add(_Gemm, tensors, *numbers, kind, parts, *rest)
+    program.add(_Gemm, tensors, *numbers, kind, parts, mapped.known(), *rest)
 
 
 # ---- the library ---------------------------------------------------------------------------------

@@ -127,6 +127,7 @@ typedef struct {
     int64_t gate;
     int64_t parts;          /* 0; or codes is [E, parts, 2], where the codes and the block scales of the halves (2) of an
                                expert's rows lie, or of all (1), in memory that files are mapped to; sf is NULL then */
+    int64_t known;          /* mapped: whether the system says which pages are there (see `there`) */
     float alpha, limit, up_offset;
     int32_t clamp_after;
     /* filled in by plan_gemm() */
@@ -135,6 +136,7 @@ typedef struct {
     int32_t *hit;           /* experts with tokens */
     int64_t *padded;        /* NVFP4: where an expert's rows begin among the padded ones */
     int64_t tile, tiles, K_steps, stride, few;
+    uint8_t *there;         /* mapped: for each of hit, whether the `parts` times two matrices are in memory */
     _Atomic int64_t *lost;  /* mapped: becomes 1 where memory has no file behind it any more */
     char *work;             /* scratch, work_bytes for each thread */
     int64_t work_bytes;
@@ -170,7 +172,7 @@ typedef struct {
 /* The bytes that cpu.py fills of each, in the order of the stages. It has the same structs, and compares. */
 _Static_assert(sizeof(void *) == 8, "pointers and integers travel as 8-byte words");
 _Static_assert(sizeof(Group) == 7 * 8 && sizeof(Combine) == 8 * 8, "no padding");
-_Static_assert(offsetof(Quantize, work) == 13 * 8 && offsetof(Gemm, rows) == 28 * 8, "no padding");
+_Static_assert(offsetof(Quantize, work) == 13 * 8 && offsetof(Gemm, rows) == 29 * 8, "no padding");
 void stage_bytes(int64_t *bytes) {
     bytes[GROUP] = sizeof(Group), bytes[QUANTIZE] = offsetof(Quantize, work);
     bytes[GEMM] = offsetof(Gemm, rows), bytes[COMBINE] = sizeof(Combine);
@@ -655,7 +657,7 @@ static int64_t leads_bytes(const Gemm *g, const Path *p) {
     return p->weave ? whole(g->R * g->K_steps * p->element, 64) + 1024 : 0; /* a tile may begin with the last row */
 }
 
-/* Sizes; returns the bytes for rows, leads, padded and hit. */
+/* Sizes; returns the bytes for rows, leads, padded, hit and there. */
 static int64_t measure(Gemm *g, const Path *p) {
     g->K_steps = whole(g->K, p->step);
     g->stride = g->K_steps + 64 / p->element; /* not a power of two: rows would share the sets of the cache */
@@ -663,7 +665,7 @@ static int64_t measure(Gemm *g, const Path *p) {
     g->tiles = (g->width + g->tile - 1) / g->tile;
     int64_t few = 4 * 4 * (g->K_steps / 16 + 32), many = TILE * K_BLOCK * p->element + CHUNK * TILE * 4;
     g->work_bytes = whole(4 * g->K_steps + few + many, 64);
-    return rows_bytes(g, p) + leads_bytes(g, p) + whole(g->E * 12, 64);
+    return rows_bytes(g, p) + leads_bytes(g, p) + whole(g->E * 16, 64);
 }
 
 /* The same: a token that several rows take is quantized once, if they have no experts' scales. */
@@ -681,6 +683,7 @@ static void add_gemm(Job *job, Gemm *g, const Path *p, char *memory, int64_t thr
     g->leads = memory + rows_bytes(g, p);
     g->padded = (int64_t *)((char *)g->leads + leads_bytes(g, p));
     g->hit = (int32_t *)(g->padded + E);
+    g->there = (uint8_t *)(g->hit + E);
     padded_starts(g->offsets, E, g->padded);
     g->few = p->few, g->lost = lost;
     int64_t many = 0;

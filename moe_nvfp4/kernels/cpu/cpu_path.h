@@ -82,16 +82,15 @@ static TARGET void NAME(many_tokens)(int nt, const Element *w, const Element *co
 }
 
 /* The scales of a weight row as fp32, then zeros up to a multiple of 16. */
-INLINE TARGET void NAME(row_scales)(const Gemm *g, const Row *row, float *out) {
-    int64_t n = g->K / 16, i = 0;
-    const uint8_t *sf = row->sf;
+INLINE TARGET void NAME(row_scales)(const uint8_t *sf, const uint8_t *end, int64_t n, float *out) {
+    int64_t i = 0;
     for (; i + 16 <= n; i += 16) {
         __builtin_prefetch(sf + 2 * NR * n + i);
         NAME(block_scales)(sf + i, out + i);
     }
     if (i == n) return;
     if (n > 16) NAME(block_scales)(sf + n - 16, out + n - 16); /* some of them again */
-    else if (row->end - sf >= 16) NAME(block_scales)(sf, out); /* and some of the next rows' */
+    else if (end - sf >= 16) NAME(block_scales)(sf, out); /* and some of the next rows' */
     else {
         uint8_t tail[16] = {0};
         memcpy(tail, sf, n);
@@ -324,12 +323,19 @@ static TARGET void NAME(item)(const void *problem, int64_t i, int64_t next, int 
     int64_t e = g->hit[i / g->tiles], n0 = i % g->tiles * g->tile, n = MIN(g->tile, g->width - n0);
     int64_t first = g->offsets[e], tokens = g->offsets[e + 1] - first;
     tile.n0 = n0, tile.n = n;
+    const Row begin[2] = {item_at(g, i, 0), item_at(g, i, (int)g->paired)};
+    const int64_t K2 = g->K / 2, K16 = g->K / 16;
     for (int64_t j = 0; j < TILE; j++) { /* [outputs], or [gate, up]; the last of them again where the tile is not full */
         int64_t row = j < g->tile ? n0 + MIN(j, n - 1) : n0 + MIN(j - g->tile, n - 1) + g->split;
-        tile.row[j] = row_at(g, e, row);
         tile.scale[j] = row < g->split ? g->first_scale[e] : g->rest_scale[e];
         tile.bias[j] = g->bias ? load(g->bias, (int)g->bias_type, e * g->N + row) : 0;
     }
+    for (int64_t j = 0; j < TILE; j++) {
+        int64_t half = j >= g->tile, in = MIN(j - half * g->tile, n - 1);
+        tile.row[j] = (Row){begin[half].codes + in * K2, begin[half].sf + in * K16, begin[half].end};
+    }
+    if (g->parts == 2 && !g->paired && n0 < g->N / 2 && n0 + n > g->N / 2) /* in both */
+        for (int64_t j = 0; j < TILE; j++) tile.row[j] = row_at(g, e, n0 + MIN(j, n - 1));
     const Element *x[NX > NT ? NX : NT];
 #define TOKENS(n) for (int64_t t = 0; t < (n); t++) { \
         int64_t r = first + t0 + t; \
@@ -337,7 +343,7 @@ static TARGET void NAME(item)(const void *problem, int64_t i, int64_t next, int 
     }
     if (tokens <= g->few) {
         float *scales = (float *)(g->work + thread * g->work_bytes), out[NT * TILE];
-        int64_t K16 = (g->K_steps / 16 + 15) / 16 * 16 + 16, full = n == g->tile ? TILE : n;
+        int64_t stride = (g->K_steps / 16 + 15) / 16 * 16 + 16, full = n == g->tile ? TILE : n;
         for (int64_t i = 0, groups = (tokens + NT - 1) / NT; i < groups; i++) {
             int64_t t0 = tokens * i / groups, nt = tokens * (i + 1) / groups - t0;
             TOKENS(nt)
@@ -346,8 +352,9 @@ static TARGET void NAME(item)(const void *problem, int64_t i, int64_t next, int 
                 const uint8_t *codes[NR];
                 const float *sf[NR];
                 for (int r = 0; r < NR; r++) {
-                    NAME(row_scales)(g, tile.row + j + r, scales + r * K16);
-                    sf[r] = scales + r * K16, codes[r] = tile.row[j + r].codes;
+                    const Row row = tile.row[j + r];
+                    NAME(row_scales)(row.sf, row.end, g->K / 16, scales + r * stride);
+                    sf[r] = scales + r * stride, codes[r] = row.codes;
                 }
                 NAME(few_tokens)((int)nt, codes, sf, g->K, x, out + j);
             }
