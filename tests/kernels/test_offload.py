@@ -318,8 +318,9 @@ class Portable:
 @pytest.mark.parametrize("reason", [None, "takes none"])
 def test_the_gpu_takes_many_tokens(driver, monkeypatch, reason):
     """From UPLOAD tokens an expert on, if the portable backend takes them."""
-    w, T = random_layer(**SIZES).weights, offload.UPLOAD * SIZES["E"] // 2  # two slots a token
+    w, T = random_layer(**SIZES).weights, offload.UPLOAD_WITHOUT_AMX * SIZES["E"] // 2  # two slots a token
     monkeypatch.setattr(offload, "PORTABLE", Portable(reason))
+    monkeypatch.setattr(offload, "UPLOAD", offload.UPLOAD_WITHOUT_AMX)  # on every CPU
     batches = [inputs(n, n) for n in (T - 1, T, T + 1)]
     results = [offload.experts(*batch, w) for batch in batches]
     driver.synchronize()
@@ -393,6 +394,29 @@ def test_many_tokens_are_multiplied_on_the_gpu(activations, limit, monkeypatch):
                 assert torch.equal(y, w) if piece == 1 << 30 else relative_error(y, w) < THRESHOLDS["half"]
                 assert relative_error(y, layer(x, ids, p)) < THRESHOLDS[limit]
     assert pages._placed[layers[0].down_proj.data_ptr()].unpin
+
+
+@on_any_gpu
+def test_the_next_weights_come_while_the_gpu_works():
+    """Two layers' are there before the GPU has begun with the first one's; the third layer's wait for its buffer."""
+    layers = [random_layer(6, 1024, 1536, seed=i).keep_on_cpu() for i in range(3)]
+    device, found = torch.device("cuda", 0), []
+    list(upload.pieces(layers[0].weights, device, offload._do))  # buffers, pinned memory
+    torch.cuda.synchronize()
+    ours = torch.cuda.Stream()
+    with torch.cuda.stream(ours):
+        for layer in layers:
+            for _, w in upload.pieces(layer.weights, device, offload._do):
+                found.append((w.w13, upload._buffers(device).stream.record_event()))
+                torch.cuda._sleep(1 << 30)  # half a second of work with them
+        until = time.monotonic() + 0.3
+        while time.monotonic() < until and not found[1][1].query():
+            time.sleep(0.001)
+        assert [event.query() for _, event in found] == [True, True, False]
+        ours.synchronize()
+    assert torch.equal(found[2][0].cpu(), layers[2].weights.w13) and torch.equal(
+        found[1][0].cpu(), layers[1].weights.w13
+    )
 
 
 @on_any_gpu

@@ -40,10 +40,11 @@ from moe_nvfp4.kernels.offload.upload import pieces
 from moe_nvfp4.kernels.portable import BACKEND as PORTABLE
 from moe_nvfp4.weights import ExpertWeights
 
-# Tokens an expert, on average, from which copying the weights is quicker. A layer of Qwen3-30B-A3B is copied in 6.2 ms;
-# 16 cores of a Xeon with AMX take 6.6 ms for 4 tokens an expert, 9 ms for 16 and 19 ms for 64 (2026-11-22). Cores
-# without AMX are slower, so this is late for them.
-UPLOAD = 4
+# Tokens an expert, on average, from which copying the weights is quicker; without AMX, whose 2 to 4 times shorter times
+# the first is for, this is a guess. Qwen3-30B-A3B, all experts, 16 cores with AMX beside an H200: prompts of 2, 4, 8
+# and 32 tokens an expert take 226, 322, 348 and 742 ms on the CPU, and 368, 376, 447 and 414 copied
+# (examples/benchmark_offload.py, 2026-11-22).
+UPLOAD, UPLOAD_WITHOUT_AMX = 12, 4
 SPARE = 1  # cores
 _CAN_USE_64_BIT_STREAM_MEM_OPS = 122  # CU_DEVICE_ATTRIBUTE_
 _EQUAL = 1  # CU_STREAM_WAIT_VALUE_EQ
@@ -77,7 +78,8 @@ def experts(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: Expe
 
 def _better_on_gpu(x: Tensor, ids: Tensor, w: ExpertWeights) -> bool:
     """Whether so many tokens are quicker with a copy of the weights on the GPU, which has kernels for them."""
-    if ids.numel() < UPLOAD * w.num_experts or w.layout is not None:  # those in files stay there
+    enough = UPLOAD if cpu.path() == "amx" else min(UPLOAD, UPLOAD_WITHOUT_AMX)
+    if ids.numel() < enough * w.num_experts or w.layout is not None:  # those in files stay there
         return False
     device, sizes = Device.of(x.device), (w.num_experts, w.hidden_size, w.intermediate_size)
     problem = Problem("experts", *sizes, w.gate.kind, w.activations, x.dtype, True, False)

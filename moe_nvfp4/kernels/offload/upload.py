@@ -1,9 +1,8 @@
 """Weights that are copied to a GPU for a call: of so many tokens that this is quicker than the CPU.
 
 They come in pieces of whole experts and go into two buffers, which the calls of all layers take in turn: a stream of
-its own fills one, while the caller's stream multiplies with the other. The host waits for nothing, so it is layers
-ahead, and copies follow each other without a pause: a prompt takes as long as PCIe, or as the GPU's work, whichever is
-more.
+its own fills one, while the caller's stream multiplies with the other. The host waits for nothing, so that it is layers
+ahead. What prompts take: docs/small_gpus.md.
 """
 
 from __future__ import annotations
@@ -54,7 +53,8 @@ class _Buffers:
     """Two buffers of a GPU. An event of each says when the last work with it is over."""
 
     def __init__(self, device: torch.device):
-        self.device, self.stream = device, torch.cuda.Stream(device)
+        # Of another priority than streams of torch's have, so that it shares no queue of the GPU with one of them.
+        self.device, self.stream = device, torch.cuda.Stream(device, priority=-1)
         self.memory = [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(2)]
         self.over = [torch.cuda.Event() for _ in range(2)]
         self.turn = 0
