@@ -201,33 +201,7 @@ class Route:
         if const_expr(self.ctas > 1):
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
-        # sStart: how many of the bins before, and of this one in the CTAs before; sMine: of the bins before, this CTA's
-        base, base_mine = Int32(0), Int32(0)
-        for i in cutlass.range((bins + threads - 1) // threads, unroll=1):
-            b = i * threads + tid
-            mine, before, total = Int32(0), Int32(0), Int32(0)
-            if b < bins:
-                mine = sCount[b]
-                total = mine
-                if const_expr(self.ctas > 1):
-                    total = Int32(0)
-                    for c in cutlass.range_constexpr(self.ctas):
-                        if c == cta:
-                            before = total
-                        total += _load_of(c, sCount.iterator + b)
-            start, whole = _scan(total, sSums, self.warps)
-            if b < bins:
-                sStart[b] = base + start + before
-                if cta == 0:
-                    mOffsets[b] = base + start
-            base += whole
-            cute.arch.sync_threads()
-            if const_expr(self.ctas > 1):
-                start, whole = _scan(mine, sSums, self.warps)
-                if b < bins:
-                    sMine[b] = base_mine + start
-                base_mine += whole
-                cute.arch.sync_threads()
+        self.starts(cta, bins, sSums, sCount, sStart, sMine, mOffsets)
         if const_expr(self.ctas > 1):
             cute.arch.cluster_arrive()  # no CTA ends while others read its counts
 
@@ -247,6 +221,44 @@ class Route:
             mToken[row] = at // top_k
         if const_expr(self.ctas > 1):
             cute.arch.cluster_wait()
+
+    @cute.jit
+    def starts(self, cta: Int32, bins: Int32, sSums, sCount, sStart, sMine, mOffsets):
+        """Where bins begin. sStart: how many of the bins before there are, and of this one in the CTAs before; sMine: how
+        many of the bins before this CTA has."""
+        threads, (tid, _, _) = self.warps * 32, cute.arch.thread_idx()
+        base, base_mine = Int32(0), Int32(0)
+        for i in cutlass.range((bins + threads - 1) // threads, unroll=1):
+            b = i * threads + tid
+            mine, before, total = Int32(0), Int32(0), Int32(0)
+            if b < bins:
+                mine = sCount[b]
+                before, total = self.counted(cta, sCount, b, mine)
+            start, whole = _scan(total, sSums, self.warps)
+            if b < bins:
+                sStart[b] = base + start + before
+                if cta == 0:
+                    mOffsets[b] = base + start
+            base += whole
+            cute.arch.sync_threads()
+            if const_expr(self.ctas > 1):
+                start, whole = _scan(mine, sSums, self.warps)
+                if b < bins:
+                    sMine[b] = base_mine + start
+                base_mine += whole
+                cute.arch.sync_threads()
+
+    @cute.jit
+    def counted(self, cta: Int32, sCount, b: Int32, mine: Int32):
+        """(how many of bin b the CTAs before have, how many all have)."""
+        before, total = Int32(0), mine
+        if const_expr(self.ctas > 1):
+            total = Int32(0)
+            for c in cutlass.range_constexpr(self.ctas):
+                if c == cta:
+                    before = total
+                total += _load_of(c, sCount.iterator + b)
+        return before, total
 
 
 def _some(mRows: cute.Tensor, row, column, count: int = 8):

@@ -68,12 +68,7 @@ class TokenLoader:
             if const_expr(t.uses_mma_sync):
                 columns = cutlass.select_(within < rows, columns, Int32(0))  # rows beyond the group are not read
             if by_lanes:
-                for i in cutlass.range_constexpr(t.BN // 8):
-                    at = tile.row + cutlass.min(8 * i + within, rows - 1)
-                    if const_expr(config.gathers_x):
-                        if not of_h:
-                            at = tensors.mIndex[at]
-                    chunks[i] = at * pitch + chunk
+                self.locate(chunks, tile, (within, chunk), of_h, pitch, tensors.mIndex)
             # only an epilogue needs them, but all that quantizes
             scales_at = cutlass.select_(raw, Int32(0), (where.count - 1) >> t.log2_KB)
             for kt in cutlass.range((where.count + (t.KB - 1)) >> t.log2_KB, unroll=1):
@@ -113,6 +108,17 @@ class TokenLoader:
     def choose_rows(self, rows, chosen, place: tuple) -> tuple:
         own = (rows.iterator.toint(), rows.shape[1], Int32(rows.stride[0] // 8))
         return tuple(cutlass.select_(chosen, a, b) for a, b in zip(own, place, strict=True))
+
+    @cute.jit
+    def locate(self, chunks, tile: WorkTile, place: tuple, of_h, pitch, mIndex):
+        """Where this lane's 16 bytes of every eighth row are."""
+        within, chunk = place
+        for i in cutlass.range_constexpr(self.t.BN // 8):
+            at = tile.row + cutlass.min(8 * i + within, tile.rows - 1)
+            if const_expr(self.config.gathers_x):
+                if not of_h:
+                    at = mIndex[at]
+            chunks[i] = at * pitch + chunk
 
     @cute.jit
     def copy_by_lanes(self, target, base, chunks, place: tuple, columns, rows):
