@@ -224,8 +224,8 @@ class Route:
 
     @cute.jit
     def starts(self, cta: Int32, bins: Int32, sSums, sCount, sStart, sMine, mOffsets):
-        """Where bins begin. sStart: how many of the bins before there are, and of this one in the CTAs before; sMine: how
-        many of the bins before this CTA has."""
+        """Where bins begin. sStart: how many of the bins before there are, and of this one in the CTAs before; sMine:
+        how many of the bins before this CTA has."""
         threads, (tid, _, _) = self.warps * 32, cute.arch.thread_idx()
         base, base_mine = Int32(0), Int32(0)
         for i in cutlass.range((bins + threads - 1) // threads, unroll=1):
