@@ -93,6 +93,14 @@ def test_tiles_are_legal():
         assert t.legal and t.second + t.blocks * t.tokens + t.operand_columns <= TMEM
         assert t.shared_tokens <= t.tokens  # of one block: see `TileShape.shared_tokens`
     assert not DenseTile(64, 1, 2).legal
+    for R, E, rows, projections, tile in [
+        (8, 128, 768, 2, DenseTile(64, 2)),  # each expert has one token: no tile of 128
+        (16, 128, 2880, 1, DenseTile(64, 1)),  # 368 blocks are three rounds, 192 pairs of blocks would be four
+        (512, 8, 4096, 1, DenseTile(64, 2)),  # 256 blocks or 128 pairs: two rounds either way, and tokens are shared
+        (3072, 16, 768, 2, DenseTile(64, 2)),  # 192 tiles of 128 tokens are two rounds, 288 of 64 two shorter ones
+        (65536, 128, 2048, 1, DenseTile(128, 2)),
+    ]:
+        assert sm100.choose_dense_tile(R, E, rows, projections, 148) == tile
 
 
 # ---- on the emulator -----------------------------------------------------------------------------

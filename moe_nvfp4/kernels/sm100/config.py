@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from moe_nvfp4.weights import Gate
 
@@ -14,6 +15,7 @@ ROWS = 128  # weight rows of a block: the M of an MMA
 SF_TILE = 512  # bytes of a 128x4 tile of scales: K = 64, one MMA
 BOXES = 4  # TMA boxes of a token tile; a tile with fewer rows loads fewer
 CHUNK = 16  # tokens the epilogue handles at a time
+DEQUANTIZE = 166  # instructions of a warp for 32 weight rows and 64 columns: cycles for a block, from the disassembly
 EXACT_BYTES = 1 << 24  # GEMM 2's rows up to this size are kept in fp32, as on Hopper
 EIGHT = (0, 4, 1, 5, 2, 6, 3, 7)  # how "interleaved" rows have each eight columns: nibbles of a word, four bits apart
 
@@ -281,7 +283,21 @@ def choose_tile(rows: int, experts: int, weight_rows: int, projections: int, sms
     return TileShape(tokens, blocks, 2 if per_expert > 100 and weight_rows > ROWS and pairs >= alone else 1)
 
 
+@lru_cache(maxsize=4096)
 def choose_dense_tile(rows: int, experts: int, weight_rows: int, projections: int, sms: int) -> DenseTile:
-    """As `choose_tile`, for bf16 rows."""
-    tile = choose_tile(rows, experts, weight_rows, projections, sms)
-    return DenseTile(128, 2) if tile.tokens == 256 else DenseTile(tile.tokens, tile.blocks)
+    """As `choose_tile`, for bf16 rows: the tile with which the last SM is done first. Of equals the largest, in which
+    blocks share the tokens, but no more tokens than an expert has."""
+    hit = max(1, min(experts, rows))
+    per_expert = -(-rows // hit)
+
+    def cycles(tile: DenseTile) -> float:
+        """Of a step of K = 64, for the SM with the most tiles: dequantization, MMAs or shared memory (`model`)."""
+        per_tile = ROWS * (1 if projections == 2 else tile.blocks)
+        token_tiles = -(-per_expert // tile.tokens)
+        tiles = hit * token_tiles * -(-weight_rows // per_tile)
+        width = -(-per_expert // CHUNK) * CHUNK / token_tiles  # on average
+        shared = tile.blocks * 84 + width * (1 + tile.blocks)
+        return -(-tiles // sms) * max(tile.blocks * max(DEQUANTIZE, 2 * width), shared)
+
+    tokens = (64, 128) if per_expert <= 64 else (128, 64)
+    return min((DenseTile(t, b) for t in tokens for b in (2, 1)[: 3 - projections]), key=cycles)

@@ -18,7 +18,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moe_nvfp4.kernels.sm100.config import EXACT_BYTES, ROWS, TileShape, choose_dense_tile, choose_tile
+from moe_nvfp4.kernels.sm100.config import (
+    DEQUANTIZE,
+    EXACT_BYTES,
+    ROWS,
+    TileShape,
+    choose_dense_tile,
+    choose_tile,
+)
 
 SMS, CLOCK, HBM = 148, 1.85e9, 8e12
 PRODUCTS = {"nvfp4": 16384, "bf16": 4096}  # per SM and cycle: 9 and 2.25 PFLOP/s
@@ -32,7 +39,6 @@ EPILOGUE = {
     "interleaved": 195,
     "assignments": 126,
 }  # instructions of a warp per 16 tokens
-DEQUANTIZE = 166  # instructions of a warp for 32 rows and 64 columns
 NVFP4 = 0.5625  # bytes of a code with its share of a block scale
 
 
