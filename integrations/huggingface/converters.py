@@ -45,6 +45,8 @@ from moe_nvfp4.quantize.layouts import ExpertLayout, nvfp4
 from moe_nvfp4.quantize.names import PRE_QUANT_SCALE
 from moe_nvfp4.quantize.recipes import quantize_expert
 
+PLAIN_NAMES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+
 
 # ---------------------------------------------------------------- the converter
 class ExpertsConverter(WeightConverter):
@@ -169,6 +171,8 @@ class Conversions:
     importance     of the recipe "weighted"
     dialect        of the files, those that are loaded and those that are saved
     layout         how the 4-bit files keep experts; they are always saved one by one
+    plain_names    the 4-bit files that are loaded call the projections gate_proj, up_proj and down_proj, whatever the
+                   family does, as llm-compressor writes them; they are saved with the family's names
     stored         reciprocals of global scales as they were read, by parameter (`ScalePerExpert`): two of them may have
                    the same reciprocal, and saving writes the one that was there
     """
@@ -185,7 +189,7 @@ class Conversions:
     ):
         self.experts, self.excluded = experts, frozenset(excluded)
         self.recipe, self.pre_quantized, self.importance = recipe, pre_quantized, importance
-        self.dialect, self.layout = dialect, layout
+        self.dialect, self.layout, self.plain_names = dialect, layout, False
         self.stored: dict[str, Tensor] = {}
         self._saved: list[ExpertsConverter] = []
         self._dense: list[WeightConverter] = []  # for experts that are dense
@@ -231,6 +235,8 @@ class Conversions:
             files = [_projection_first(c) for c in self._saved]
         elif self.layout in (ExpertLayout.STACKED_TRANSPOSED, ExpertLayout.STACKED_BY_PROJECTION):
             files = self._stacks()
+        elif self.plain_names:
+            files = [_plainly_named(c) for c in self._saved]
         return files + extra + kept
 
     def for_saving(self, used: list) -> list:
@@ -380,6 +386,12 @@ def _projection_first(c: ExpertsConverter) -> ExpertsConverter:
     """The same for files that number experts after the projection: experts.gate_proj.3."""
     sources = [re.sub(r"experts\.\*\.(\w+)\.", r"experts.\1.*.", s) for s in c._original_source_patterns]
     return c.copy(sources, c._original_target_patterns)
+
+
+def _plainly_named(c: ExpertsConverter) -> ExpertsConverter:
+    """The same for files that say gate_proj, down_proj and up_proj where the family says w1, w2 and w3."""
+    names = [re.sub(r"\bw[123]\b", lambda w: PLAIN_NAMES[w[0]], source) for source in c._original_source_patterns]
+    return c.copy(names, c._original_target_patterns)
 
 
 def check_sharding(module_name: str, experts: HFExperts, converter: ExpertsConverter, model: nn.Module) -> None:

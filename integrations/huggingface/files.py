@@ -49,6 +49,7 @@ class CheckpointLayout:
     input_scale      the experts have static activation scales
     pre_quant_scale  they have AWQ's
     kv_scales        names of the scales of a quantized KV cache
+    plain_names      experts one by one are called gate_proj, up_proj, down_proj, as the family may not call them
     """
 
     dialect: Dialect = MODELOPT
@@ -58,6 +59,7 @@ class CheckpointLayout:
     input_scale: bool = False
     pre_quant_scale: bool = False
     kv_scales: list[str] = field(default_factory=list)
+    plain_names: bool = False
 
 
 def open_files(files: Iterable[str | os.PathLike], model: Any) -> Source:
@@ -90,6 +92,7 @@ def read_layout(source: Source, model: nn.Module, experts: Iterable[str]) -> Che
     files, names = nvfp4.read(source, dialect), ModelTensors(model)
     found = CheckpointLayout(dialect)
     found.input_scale, found.pre_quant_scale = map(files.experts_have, (dialect.input_scale, PRE_QUANT_SCALE))
+    found.plain_names = any(name.endswith(f".experts.0.down_proj.{dialect.weight}") for name in tensors)
     found.kv_scales = [name for name in tensors if KV_SCALE.search(name)]
     owners = sorted(experts, key=len, reverse=True)  # a module before what contains it
     for name, layout in _weights(files):

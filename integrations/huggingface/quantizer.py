@@ -197,6 +197,7 @@ class MoeNvfp4Quantizer(HfQuantizer):
         assert self._plan is not None, "a model is being loaded"
         source, found = self._plan.source, self._plan.found
         model = self._plan.model  # transformers 5.17 does not pass it
+        self.conversions.plain_names = found.plain_names
         conversions = self.conversions.build(weight_conversions)
         conversions = [self.linears, *conversions] if self.linears else conversions
         if found.fp8:

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import re
+import shutil
 import zlib
 from pathlib import Path
 
@@ -41,6 +42,7 @@ from tests.models import (
     IDS,
     SMALL,
     as_bytes,
+    folder,
     gpt_oss,
     llama4,
     logits,
@@ -48,6 +50,7 @@ from tests.models import (
     mixtral,
     nemotron_h,
     qwen3_moe,
+    same_tensors,
     step3p7,
     tensors,
 )
@@ -700,3 +703,19 @@ def test_what_is_not_supported_is_refused_by_name(tmp_path):
         MoeNvfp4Config(linears="sparse")
     with pytest.raises(ValueError, match="dialect must be one of"):
         MoeNvfp4Config(dialect="gguf")
+
+
+@pytest.mark.parametrize("dialect", ["modelopt", "compressed-tensors"])
+def test_mixtral_as_llm_compressor_names_it(dialect, tmp_path):
+    """gate_proj, up_proj, down_proj in place of w1, w3, w2: the same model, saved with Mixtral's names."""
+    source = folder(tmp_path, mixtral)
+    convert_checkpoint(source, tmp_path / "own", Options(dialect=dialect), progress=False)
+    shutil.copytree(tmp_path / "own", tmp_path / "theirs", ignore=shutil.ignore_patterns("*.safetensors*"))
+    names = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+    plain = {re.sub(r"\bw[123]\b", lambda w: names[w[0]], name): t for name, t in tensors(tmp_path / "own").items()}
+    assert len([name for name in plain if "experts.3.gate_proj" in name]) == 2 * 3  # layers, tensors
+    save_file(plain, tmp_path / "theirs" / "model.safetensors", metadata={"format": "pt"})
+    model = load(tmp_path / "theirs", torch.bfloat16)
+    assert torch.equal(logits(model), logits(load(tmp_path / "own", torch.bfloat16)))
+    model.save_pretrained(tmp_path / "saved")
+    same_tensors(tmp_path / "own", tmp_path / "saved")
