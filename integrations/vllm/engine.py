@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
 
 import torch
@@ -17,6 +18,7 @@ from moe_nvfp4.quantize.dialects import ALGOS
 from moe_nvfp4.weights import Gate
 
 STEP_LIMIT = 7.0  # of vLLM's swiglustep kernel, whatever the model's config says
+OAI = {"alpha": 1.702, "limit": 7.0, "up_offset": 1.0}  # of its swigluoai kernel, likewise
 
 
 def base_config(config: dict) -> QuantizationConfig:
@@ -57,6 +59,8 @@ def gate_of(layer: RoutedExperts) -> tuple[Gate, Callable[[Tensor], Tensor] | No
     beta = layer.swiglu_beta or 0.0
     if kind == "swigluoai_uninterleave" and limit < math.inf:
         return Gate("silu", alpha=alpha, limit=limit, up_offset=beta), None
+    if kind == "swigluoai" and limit in (OAI["limit"], math.inf) and alpha in (OAI["alpha"], 1.0):
+        return Gate("silu", **OAI), None  # gpt-oss: interleaved in vLLM's stacks, here rows of gate and up are apart
     if kind == "silu" and (alpha, beta) == (1.0, 0.0):
         return Gate("silu", limit=limit), None
     if kind == "swiglustep" and limit in (STEP_LIMIT, math.inf):
@@ -73,8 +77,7 @@ def gate_of(layer: RoutedExperts) -> tuple[Gate, Callable[[Tensor], Tensor] | No
     raise NotImplementedError(
         f"{layer.layer_name}: activation {kind!r} with swiglu_limit={layer.swiglu_limit}, "
         f"swiglu_alpha={layer.swiglu_alpha}, swiglu_beta={layer.swiglu_beta} is not known here. "
-        + ("gpt-oss's experts come interleaved from vLLM's loader: s" if kind == "swigluoai" else "S")
-        + "erve this model with transformers (moe-nvfp4 serve MODEL --engine transformers)"
+        "Serve this model with transformers (moe-nvfp4 serve MODEL --engine transformers)"
     )
 
 
@@ -103,8 +106,11 @@ def _situ(moe) -> Callable[[Tensor], Tensor]:
     return gate
 
 
-def refuse(layer: RoutedExperts) -> None:
-    """NotImplementedError or ValueError for what vLLM asks of this layer and it does not do."""
+def refuse(layer: RoutedExperts, dense: bool = False) -> None:
+    """NotImplementedError or ValueError for what vLLM asks of this layer and it does not do.
+
+    dense: the files hold experts that are quantized as they are read
+    """
     moe, name = layer.moe_config, layer.layer_name
     parallel, lora = moe.moe_parallel_config, get_current_vllm_config().lora_config
     if parallel.enable_eplb:
@@ -118,6 +124,10 @@ def refuse(layer: RoutedExperts) -> None:
         raise NotImplementedError(
             f"{name}: LoRA on 4-bit experts is not built: name the modules that it changes, "
             "--lora-target-modules q_proj k_proj v_proj o_proj"
+        )
+    if dense and layer.activation.value == "swigluoai":
+        raise NotImplementedError(
+            f"{name}: vLLM copies gpt-oss's bf16 experts past every loader: moe-nvfp4 quantize SRC DST, and serve DST"
         )
     if getattr(layer.expert_map_manager, "num_fused_shared_experts", 0):
         raise NotImplementedError(f"{name}: shared experts fused into the routed ones are not read (ROCm's AITER only)")
@@ -136,6 +146,12 @@ def refuse(layer: RoutedExperts) -> None:
 def local_expert(layer: RoutedExperts, expert: int) -> int:
     """The place of an expert of the model on this rank; -1: it is another rank's."""
     return layer._map_global_expert_id_to_local_expert_id(expert)
+
+
+def model_folder() -> str | None:
+    """The model's folder, where it is one on this machine."""
+    folder = get_current_vllm_config().model_config.model
+    return folder if os.path.isdir(folder) else None
 
 
 def dummy_weights() -> bool:

@@ -7,7 +7,7 @@ matrices, so every rank holds exactly the bytes that one rank alone would hold.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from moe_nvfp4.quantize.recipes import DEFAULT_RECIPE, quantize_matrix, recipe_g
 
 DENSE = (torch.bfloat16, torch.float16, torch.float32)
 DTYPES = {"weight": torch.uint8, "sf": torch.float8_e4m3fn}
+PARTS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}  # other names of the projections
 
 
 class ExpertLoader:
@@ -72,6 +73,24 @@ class ExpertLoader:
             name = self._stack(part) + ("_sf" if kind == "sf" else "")
             _fill(self._rows(name, part, e), self._of_rank(tensor.view(torch.uint8), part, where), where)
         self._seen.add((kind, part, e))
+
+    def read(self, folder: str | os.PathLike, place: Callable[[int], int]) -> None:
+        """Take all tensors of this layer from a folder of NVFP4 files, where the server's model handed none of them on.
+
+        place   an expert's number in the files -> its place on this rank, -1: it is another rank's
+        """
+        if self._seen or self.dialect is None:
+            return
+        kinds = {getattr(self.dialect, kind): kind for kind in ("weight", "sf", "global_scale", "input_scale")}
+        layer = self.name[max(self.name.find("layers."), 0) :]  # what stands in front of it differs in the files
+        for name, stored in open_checkpoint(folder).tensors.items():
+            stem, _, suffix = name.rpartition(".")
+            found = PER_EXPERT.fullmatch(stem)
+            if found is None or not f".{found['module']}".endswith(f".{layer}"):
+                continue
+            kind, part, e = (kinds | {"bias": "bias"}).get(suffix), found["part"], place(int(found["e"]))
+            if kind is not None and e >= 0:
+                self.load(kind, PARTS.get(part, part), e, stored.tensor(), name)
 
     def finish(self) -> None:
         """Check that all has come and is sensible. ValueError names the first tensor that fails."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +24,7 @@ class MoeNvfp4Method(FusedMoEMethodBase):
 
     def __init__(self, layer: RoutedExperts, dialect: Dialect | None, activations: str, recipe: str):
         super().__init__(layer.moe_config)
-        engine.refuse(layer)
+        engine.refuse(layer, dense=dialect is None)
         self.gate, self.own_gate = engine.gate_of(layer)
         self.dialect, self.activations, self.recipe = dialect, activations, recipe
 
@@ -43,8 +44,8 @@ class MoeNvfp4Method(FusedMoEMethodBase):
         if self.own_gate is not None:
             experts.own_gate = self.own_gate
         tp = (self.moe.tp_rank, self.moe.tp_size)
-        self.loader = ExpertLoader(experts, layer.layer_name, self.dialect, tp, self.recipe)
-        self.dummy = engine.dummy_weights()
+        self.loader: ExpertLoader | None = ExpertLoader(experts, layer.layer_name, self.dialect, tp, self.recipe)
+        self.dummy, self.folder = engine.dummy_weights(), engine.model_folder()
         # Empty parameters under the names that vLLM makes of the files': they lead its loader to ours.
         suffixes = {"bias": "bias", "weight": "weight"}
         if self.dialect is not None:
@@ -61,7 +62,15 @@ class MoeNvfp4Method(FusedMoEMethodBase):
         parts = {"w1": "gate_proj" if self.gate.gated else "up_proj", "w2": "down_proj", "w3": "up_proj"}
 
         def load(param, loaded_weight: Tensor, weight_name: str, shard_id: str, expert_id: int, return_success=False):
-            if shard_id not in parts or loaded_weight.dim() > 2:
+            if self.loader is None:
+                raise NotImplementedError(
+                    f"{layer.layer_name}: reloading is not built, experts are packed for this device: let the server "
+                    "sleep at level 1, which keeps them, or start the server again"
+                )
+            if shard_id.startswith("gpt_oss"):  # down alone, neither gate nor up: `ExpertLoader.read` takes them all
+                return False if return_success else None
+            stacked = loaded_weight.dim() == 3  # Llama 4's bf16 experts: this rank's, in their order
+            if shard_id not in parts or stacked and len(loaded_weight) != layer.nvfp4.num_experts:
                 raise NotImplementedError(
                     f"{layer.layer_name}: {weight_name} comes as {shard_id!r} {list(loaded_weight.shape)}, all experts "
                     "in one tensor: moe-nvfp4 quantize SRC DST writes them one by one"
@@ -69,7 +78,8 @@ class MoeNvfp4Method(FusedMoEMethodBase):
             e = engine.local_expert(layer, expert_id)
             if e >= 0:
                 where = f"{layer.layer_name}.{expert_id}.{parts[shard_id]}.{suffix}"
-                self.loader.load(kind, parts[shard_id], e, loaded_weight, where)
+                for i, tensor in enumerate(loaded_weight if stacked else [loaded_weight]):
+                    self.loader.load(kind, parts[shard_id], e + i, tensor, where)
             return e >= 0 if return_success else None
 
         load.supports_moe_loading = True  # vLLM's Llama 4 asks
@@ -81,8 +91,10 @@ class MoeNvfp4Method(FusedMoEMethodBase):
         if self.dummy:
             _randomize(layer.nvfp4)
         else:
+            if self.folder is not None:
+                self.loader.read(self.folder, partial(engine.local_expert, layer))
             self.loader.finish()
-        del self.loader
+        self.loader = None
         prepare(layer.nvfp4, self.moe.experts_per_token, self.moe.in_dtype)
 
     def get_fused_moe_quant_config(self, layer: RoutedExperts) -> None:

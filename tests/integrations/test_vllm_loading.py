@@ -15,7 +15,7 @@ from moe_nvfp4.quantize.dialects import DIALECTS, read_config
 from moe_nvfp4.quantize.options import Options
 from moe_nvfp4.quantize.recipes import quantize_matrix
 from tests.folders import stored
-from tests.models import folder, qwen3_moe, tensors
+from tests.models import folder, gpt_oss, qwen3_moe, tensors
 
 E, H, I = 3, 64, 96
 PARTS = {"gate_proj": (I, H), "up_proj": (I, H), "down_proj": (H, I)}
@@ -119,6 +119,27 @@ def test_biases_are_added_by_one_rank():
         loop[t] += weights[t, j] * (down @ h + b_down)
     assert torch.allclose(y.double(), loop, rtol=1e-4, atol=1e-4 * loop.abs().max())
     assert torch.allclose(sum(parts), y, rtol=1e-4, atol=1e-4 * y.abs().max())
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_a_layer_is_read_from_its_folder(tmp_path, dialect):
+    """As for gpt-oss: the second of two layers, of its experts those of the second of two ranks."""
+    convert_checkpoint(folder(tmp_path, gpt_oss), tmp_path / "nvfp4", Options(dialect=dialect))
+    files, names = tensors(tmp_path / "nvfp4"), DIALECTS[dialect]
+    experts = NVFP4Experts(2, 64, 48, Gate(), bias=torch.float32)
+    loader = ExpertLoader(experts, "language_model.model.layers.1.mlp.experts", names)
+    loader.read(tmp_path / "nvfp4", lambda e: e - 2)
+    loader.finish()
+    for e in (2, 3):
+        for part in PARTS:
+            stem = f"model.layers.1.mlp.experts.{e}.{part}"
+            rows = slice(None) if part == "down_proj" else slice(0, 48) if part == "gate_proj" else slice(48, None)
+            stack = "down_proj" if part == "down_proj" else "gate_up_proj"
+            assert torch.equal(getattr(experts, stack)[e - 2, rows], files[f"{stem}.{names.weight}"]), stem
+            assert torch.equal(getattr(experts, f"{stack}_bias")[e - 2, rows], files[f"{stem}.bias"].float()), stem
+            scale = getattr(experts, f"{part}_global_scale")[e - 2]
+            stored = files[f"{stem}.{names.global_scale}"].reshape(())
+            assert torch.equal(scale, 1 / stored if names.reciprocal else stored), stem
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)

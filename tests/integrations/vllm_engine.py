@@ -1,4 +1,4 @@
-"""vLLM for the tests. In a process of its own: python -m tests.integrations.vllm_engine FOLDER OPTIONS OUT"""
+"""vLLM for the tests. As one of several ranks: RANK=0 ... python -m tests.integrations.vllm_engine FOLDER FORMS OUT"""
 
 import json
 import os
@@ -17,12 +17,18 @@ PROMPTS = [[(7 * i * i + 3 * j + j * j * i) % 90 + 3 for j in range(24)] for i i
 NEW = 12
 
 
-def generate(folder, prompts=PROMPTS, **options):
-    """Of vLLM: (greedy tokens [prompts][NEW], log-probabilities of the prompts' tokens but the first)."""
-    from vllm import LLM, SamplingParams
+def engine(folder, **options):
+    """A small engine in this process."""
+    from vllm import LLM
 
-    llm = LLM(str(folder), **{"dtype": "float32", "max_model_len": 64, "enforce_eager": True, "seed": 0,
-                              "skip_tokenizer_init": True} | options)  # fmt: skip
+    return LLM(str(folder), **{"dtype": "float32", "max_model_len": 64, "enforce_eager": True, "seed": 0,
+                               "kv_cache_memory_bytes": 1 << 26, "skip_tokenizer_init": True} | options)  # fmt: skip
+
+
+def ask(llm, prompts=PROMPTS):
+    """(greedy tokens [prompts][NEW], log-probabilities of the prompts' tokens but the first)."""
+    from vllm import SamplingParams
+
     sampling = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True, prompt_logprobs=0, detokenize=False)
     outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], sampling, use_tqdm=False)
     tokens = [list(output.outputs[0].token_ids) for output in outputs]
@@ -30,11 +36,44 @@ def generate(folder, prompts=PROMPTS, **options):
         [step[token].logprob for step, token in zip(output.prompt_logprobs[1:], prompt[1:], strict=True)]
         for output, prompt in zip(outputs, prompts, strict=True)
     ]
-    llm.llm_engine.engine_core.shutdown()
     return tokens, logprobs
 
 
+def generate(folder, prompts=PROMPTS, **options):
+    llm = engine(folder, **options)
+    answers = ask(llm, prompts)
+    llm.llm_engine.engine_core.shutdown()
+    return answers
+
+
+def gather_on_cpus():
+    """What data parallelism of any MoE asks of vLLM's communicator, and the one for CPUs (0.32) lacks."""
+    import torch
+    from torch import distributed
+    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+
+    def all_gatherv(self, tensors, dim=0, sizes=None):
+        assert dim == 0
+        parts = [None] * self.world_size
+        distributed.all_gather_object(parts, tensors, self.cpu_group)
+        if isinstance(tensors, torch.Tensor):
+            return torch.cat(parts)
+        return [torch.cat(part) for part in zip(*parts, strict=True)]
+
+    def reduce_scatterv(self, tensor, dim=-1, sizes=None):
+        assert dim == 0
+        parts = [None] * self.world_size
+        distributed.all_gather_object(parts, tensor, self.cpu_group)
+        return sum(parts).split(sizes or len(tensor) // self.world_size)[self.rank_in_group].contiguous()
+
+    CpuCommunicator.all_gatherv, CpuCommunicator.reduce_scatterv = all_gatherv, reduce_scatterv
+
+
 if __name__ == "__main__":
-    os.environ |= SETTINGS
-    with open(sys.argv[3], "w") as file:
-        json.dump(generate(sys.argv[1], **json.loads(sys.argv[2])), file)
+    os.environ |= SETTINGS | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    gather_on_cpus()
+    for form, (port, options) in json.loads(sys.argv[2]).items():
+        os.environ["MASTER_PORT"] = str(port)  # ranks leave the last engine's at different times
+        found = generate(sys.argv[1], **options, distributed_executor_backend="external_launcher")
+        with open(f"{sys.argv[3]}/{form}-{os.environ['RANK']}.json", "w") as file:
+            json.dump(found, file)
