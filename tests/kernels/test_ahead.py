@@ -100,6 +100,12 @@ def test_hopper(E, H, I, bias, static, activations, gate, counts, data):
     check_linear("sm90", NVFP4Linear(H, I, torch.bfloat16 if bias else None, device="meta"), counts)
 
 
+def test_what_triton_does_for_hopper():
+    """Many tokens and few tiles: a Triton kernel dequantizes the weights, and is listed where Triton interprets."""
+    pytest.importorskip("cutlass", reason="CuTe DSL compiles the kernels")
+    check_linear("sm90", NVFP4Linear(32, 32, device="meta"), [1, 300, 5000])
+
+
 @pytest.mark.slow
 @settings(max_examples=4, deadline=None, phases=PHASES)
 @given(**LAYERS)

@@ -38,7 +38,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) 
 
     Parameters of `kernel` are tensors or None, then integers that it is not specialized for, then constants.
     """
-    if not _by_driver():
+    if not _by_driver() and ahead.noted_gpu() is None:  # what is noted is not launched
         kernel[grid](*arguments, **options, **target())
         return
     n = _runtime_parameters(kernel.fn)
