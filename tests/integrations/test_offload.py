@@ -11,9 +11,9 @@ from moe_nvfp4.integrations.huggingface import (
     keep_experts_on_cpu,
     swap_experts,
 )
+from moe_nvfp4.integrations.huggingface.converters import ExpertsConverter
 from moe_nvfp4.integrations.huggingface.experts import HFExperts
 from moe_nvfp4.integrations.huggingface.offload import CONTEXT, SCRATCH, cache_bytes
-from moe_nvfp4.integrations.huggingface.quantizer import MoeNvfp4Quantizer
 from moe_nvfp4.kernels.cpu import backend as cpu
 from tests.common import relative_error
 from tests.models import folder, granite, load, logits, mixtral, nemotron_h, qwen3_moe
@@ -125,15 +125,16 @@ def test_the_rest_goes_to_the_gpu_of_device_map(tmp_path, monkeypatch, device_ma
 def test_experts_stay_in_their_files(tmp_path, monkeypatch, family, dialect):
     """Nothing reads them while the model loads, and the model says the same."""
     path, want = saved(tmp_path, family, dialect=dialect)
-    read, ask = [], MoeNvfp4Quantizer.get_new_dtype
+    read, convert = [], ExpertsConverter.convert
 
-    def get_new_dtype(self, converter, param, dtype):
-        read.append(dtype)
-        return ask(self, converter, param, dtype)
+    def noted(self, layer_name, *args, **kwargs):
+        read.append(layer_name.rpartition(".")[2])
+        return convert(self, layer_name, *args, **kwargs)
 
-    monkeypatch.setattr(MoeNvfp4Quantizer, "get_new_dtype", get_new_dtype)
+    monkeypatch.setattr(ExpertsConverter, "convert", noted)
     model, info = load_with_info(path, quantization_config=MoeNvfp4Config(map_files=True))
-    assert read and torch.uint8 not in read and not any(info.values()), info
+    assert "down_proj_global_scale" in read and not any(name.endswith(("_proj", "_sf")) for name in read)
+    assert not any(info.values()), info
     assert all(m.mapped and m.on_cpu for m in model.modules() if isinstance(m, HFExperts))
     assert "layers stay in their files" in describe_placement(model)
     assert torch.equal(logits(model), want)
