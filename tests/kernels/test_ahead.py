@@ -65,6 +65,11 @@ def check(name, sizes, top_k, gate, activations, static, bias, fused, counts):
         if name == "sm100" and activations == "nvfp4":
             rows, h = (Rows(empty(T * top_k, K // 2, dtype=torch.uint8), empty(0, dtype=torch.uint8),
                             empty(T * top_k, dtype=torch.float32)) for K in (H, I))  # fmt: skip
+        if name == "portable" and activations == "nvfp4":
+            with ahead.noting(gpu) as jobs:
+                rows = backend.quantize_rows(x, order, w.x_scale, groups)
+                h = backend.quantize_rows(h.values, None, w.h_scale, groups)
+            assert set(jobs) <= listed
         assert noted(gpu, backend.gemm1_swiglu, rows, w, groups, torch.bfloat16) <= listed
         groups = Groups(order, offsets, top_k, position=order)
         assert noted(gpu, backend.gemm2_combine, h, w, groups, p, torch.bfloat16) <= listed
