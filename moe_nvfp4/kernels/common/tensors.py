@@ -15,6 +15,12 @@ def aligned(x: Tensor) -> Tensor:
     return x.clone() if x.data_ptr() % 16 else x
 
 
+def expert_ids(top_k_index: Tensor) -> Tensor:
+    """[T, top_k] -> [T * top_k], contiguous, int32 or int64."""
+    known = top_k_index.dtype in (torch.int32, torch.int64)
+    return (top_k_index if known else top_k_index.to(torch.int64)).contiguous().view(-1)
+
+
 def floating(x: Tensor) -> Tensor:
     """In a dtype that kernels read: what is not fp32, bf16 or fp16 as fp32."""
     return x if x.dtype in (torch.float32, torch.bfloat16, torch.float16) else x.float()

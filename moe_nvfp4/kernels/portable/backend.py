@@ -24,7 +24,7 @@ from torch import Tensor
 from moe_nvfp4 import format as nvfp4
 from moe_nvfp4 import reference
 from moe_nvfp4.kernels.common.ahead import noted_gpu, planned_tokens
-from moe_nvfp4.kernels.common.tensors import aligned, floating, multiprocessors
+from moe_nvfp4.kernels.common.tensors import aligned, expert_ids, floating, multiprocessors
 from moe_nvfp4.kernels.portable import config, dense
 from moe_nvfp4.kernels.portable import gate as gates
 from moe_nvfp4.kernels.portable.config import Plan, Tile, next_power_of_2
@@ -52,7 +52,7 @@ def experts(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: Expe
     if T > most:
         parts = (t.split(most) for t in (x, top_k_index, top_k_weights))
         return torch.cat([experts(a, ids, p, w) for a, ids, p in zip(*parts, strict=True)], out=out)
-    ids, x, top_k_weights = _ids(top_k_index), _columns(x), aligned(floating(top_k_weights))
+    ids, x, top_k_weights = aligned(expert_ids(top_k_index)), _columns(x), aligned(floating(top_k_weights))
     planned = planned_tokens(T, top_k) * top_k
     with _on(x.device):
         if _dense_pays(w, planned, x):
@@ -226,11 +226,6 @@ def route(
 def max_tiles(R: int, E: int, BM: int) -> int:
     """A bound of the token tiles, for every routing."""
     return R // BM + min(E, R)
-
-
-def _ids(top_k_index: Tensor) -> Tensor:
-    """[R], int32 or int64."""
-    return aligned(top_k_index if top_k_index.dtype in (torch.int32, torch.int64) else top_k_index.long()).view(-1)
 
 
 def _columns(x: Tensor) -> Tensor:

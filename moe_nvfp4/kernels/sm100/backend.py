@@ -26,7 +26,7 @@ from torch import Tensor
 
 from moe_nvfp4 import format as nvfp4
 from moe_nvfp4.kernels.common.ahead import MAX_ROWS, CuteKernels, noted_gpu, planned_tokens
-from moe_nvfp4.kernels.common.tensors import aligned, floating, multiprocessors, settle, warn_unpacked
+from moe_nvfp4.kernels.common.tensors import aligned, expert_ids, floating, multiprocessors, settle, warn_unpacked
 from moe_nvfp4.kernels.sm100.config import (
     EXACT_BYTES,
     SF_TILE,
@@ -110,8 +110,7 @@ def route(top_k_index: Tensor, num_experts: int) -> tuple[Groups, Tensor]:
         groups = group_by_expert(top_k_index, E)
         return groups, groups.token
     check_ids(top_k_index)
-    ids = top_k_index if top_k_index.dtype in (torch.int32, torch.int64) else top_k_index.to(torch.int64)
-    ids = ids.contiguous().view(-1)
+    ids = expert_ids(top_k_index)
     sizes = (T * top_k,) * 3 + (E + 1, 1)
     parts = ids.new_empty(sum(sizes), dtype=torch.int32).split_with_sizes(sizes)
     order, position, token, offsets, _ = parts

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from moe_nvfp4.kernels.common import launch
 from moe_nvfp4.kernels.common.ahead import MAX_ROWS, CuteKernels, planned_tokens
-from moe_nvfp4.kernels.common.tensors import aligned, floating, multiprocessors, settle, warn_unpacked
+from moe_nvfp4.kernels.common.tensors import aligned, expert_ids, floating, multiprocessors, settle, warn_unpacked
 from moe_nvfp4.kernels.sm90.config import GemmConfig
 from moe_nvfp4.kernels.sm90.gemm import GroupedGemm
 from moe_nvfp4.kernels.sm90.pack import UNIT, UNIT_WORDS, pack
@@ -166,7 +166,7 @@ def route(
     An id outside the legal range prints the rule and traps: the next synchronization raises.
     """
     T, top_k = top_k_index.shape
-    ids = _ids(top_k_index).view(-1)
+    ids = expert_ids(top_k_index)
     R, E = ids.shape[0], num_experts
     assert R <= MAX_ROWS
     sizes = (R, R, R, E + 1)
@@ -205,11 +205,6 @@ def _route(ids: torch.dtype, ctas: int, warps: int, each: int, x: torch.dtype | 
         arguments[6:10] = r(launch.DTYPES[x], 16), v(Float32) if quantize[0] else None, r(BFloat16, 16), v(Float32)
     route = Route(ctas, warps, each, Quantize(*quantize) if x is not None else None)
     return route, tuple(arguments), ARCHITECTURE
-
-
-def _ids(top_k_index: Tensor) -> Tensor:
-    """Contiguous, int32 or int64."""
-    return top_k_index.contiguous() if top_k_index.dtype in (torch.int32, torch.int64) else top_k_index.to(torch.int64)
 
 
 def gather(rows: Rows, groups: Groups, early: bool = True) -> Rows:
