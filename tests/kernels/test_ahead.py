@@ -62,10 +62,7 @@ def check(name, sizes, top_k, gate, activations, static, bias, fused, counts):
         order = empty(T * top_k, dtype=torch.int32)
         groups = Groups(order, offsets, 1)
         rows, h = Rows(x, index=order), Rows(empty(T * top_k, I))
-        if name == "sm100" and activations == "nvfp4":
-            rows, h = (Rows(empty(T * top_k, K // 2, dtype=torch.uint8), empty(0, dtype=torch.uint8),
-                            empty(T * top_k, dtype=torch.float32)) for K in (H, I))  # fmt: skip
-        if name == "portable" and activations == "nvfp4":
+        if activations == "nvfp4":
             with ahead.noting(gpu) as jobs:
                 rows = backend.quantize_rows(x, order, w.x_scale, groups)
                 h = backend.quantize_rows(h.values, None, w.h_scale, groups)

@@ -377,6 +377,16 @@ class Problem:
     seed: int = 0
 
 
+def combined(exact, bound, live, groups, weights):
+    """(the weighted sums over the slots [T, H], their bounds), of rows [R, H] of which `live` are routed."""
+    slots, slot_bounds = torch.zeros_like(exact), torch.zeros_like(bound)
+    order, each = groups.order.long(), weights.double()[..., None]
+    slots[order], slot_bounds[order] = exact * live[:, None], bound * live[:, None]
+    slots, slot_bounds = (t.view(*weights.shape, -1) for t in (slots, slot_bounds))
+    size = (each * slots).abs().sum(1)
+    return (each * slots).sum(1), (each.abs() * slot_bounds).sum(1) + (weights.shape[1] + 2) * UNIT * size
+
+
 def check_layer(emulator, problem: Problem):
     """Both GEMMs, each from inputs that the reference made, against float64; returns the last one, to call it again.
 
@@ -413,14 +423,7 @@ def check_layer(emulator, problem: Problem):
     emulator.before(h)
     y = sm100.gemm2_combine(h, packed, groups, weights, dtype)
     exact, bound = exact_projection(h, w.w2, w.w2_sf, groups, w.w2_scale[:, None].expand(E, H), w.b2)
-    exact, bound = exact * live[:, None], bound * live[:, None]
-    slots, slot_bounds = torch.zeros_like(exact), torch.zeros_like(bound)
-    slots[groups.order.long()], slot_bounds[groups.order.long()] = exact, bound
-    each = weights.double()[..., None]
-    slots, slot_bounds = slots.view(*ids.shape, H), slot_bounds.view(*ids.shape, H)
-    size = (each * slots).abs().sum(1)
-    bound = (each.abs() * slot_bounds).sum(1) + (top_k + 2) * UNIT * size
-    check_close(y, (each * slots).sum(1), bound, torch.ones(len(y), dtype=torch.bool))
+    check_close(y, *combined(exact, bound, live, groups, weights), torch.ones(len(y), dtype=torch.bool))
     return lambda: (sm100.gemm2_combine(h, packed, groups, weights, dtype), y)
 
 

@@ -26,7 +26,7 @@ from tests.emulator import EmulatorError
 from tests.emulator.launch import programs
 from tests.kernels.emulator_sm100 import RUNS, on_emulator
 from tests.kernels.machine_code import machine_code
-from tests.kernels.test_sm100 import GATES, UNIT, Problem, check_close, exact_gate, prepared
+from tests.kernels.test_sm100 import GATES, UNIT, Problem, check_close, combined, exact_gate, prepared
 
 TILES = [DenseTile(tokens, blocks) for tokens in (64, 128) for blocks in (1, 2)]
 
@@ -143,13 +143,7 @@ def check_layer(emulator, problem: Problem):
     emulator.before(Rows(h))
     y = sm100.gemm2_combine(Rows(h), packed, groups, weights, problem.dtype)
     exact, bound = exact_projection(h, w.w2, w.w2_sf, groups, w.w2_scale[:, None].expand(E, H), w.b2)
-    slots, slot_bounds = torch.zeros_like(exact), torch.zeros_like(bound)
-    order = groups.order.long()
-    slots[order], slot_bounds[order] = exact * live[:, None], bound * live[:, None]
-    slots, slot_bounds = slots.view(*ids.shape, H), slot_bounds.view(*ids.shape, H)
-    each = weights.double()[..., None]
-    bound = (each.abs() * slot_bounds).sum(1) + (problem.top_k + 2) * UNIT * (each * slots).abs().sum(1)
-    check_close(y, (each * slots).sum(1), bound, torch.ones(len(y), dtype=torch.bool))
+    check_close(y, *combined(exact, bound, live, groups, weights), torch.ones(len(y), dtype=torch.bool))
     return lambda: (sm100.gemm2_combine(Rows(h), packed, groups, weights, problem.dtype), y)
 
 
