@@ -175,7 +175,6 @@ class GroupedGemm:
         tensors: Tensors,
     ):
         c, t = self.c, self.c.tile
-        pair = t.ctas == 2
         tid, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(tid // 32)
         s = SmemAllocator().allocate(self.storage)
@@ -193,17 +192,7 @@ class GroupedGemm:
                 cute.arch.mbarrier_init(acc_full, 1)
                 cute.arch.mbarrier_init(acc_empty, 8 * t.ctas)
             cute.arch.mbarrier_init_fence()
-        if warp == MMA:
-            cute.arch.alloc_tmem(TMEM, s.tmem.data_ptr(), pair)
-            cute.arch.relinquish_tmem_alloc_permit(pair)
-        in_map = cute.make_layout(c.map_size)
-        tile_map = TileMap(tensors.mOffsets, s.ends.get_tensor(in_map), s.sf_tiles.get_tensor(in_map))
-        if warp == 0:
-            self.scheduler.make_map(tile_map, tid)
-        ptx.tmem_fence(before=True)
-        self.sync_all()
-        ptx.tmem_fence(before=False)
-        tmem = s.tmem.get_tensor(cute.make_layout(1))[0]
+        tile_map, tmem = self.begin(tensors, tid, warp == MMA, s)
 
         if warp == WEIGHTS:
             self.load_weights(tma_w, mW, mWSF, tile_map, s)
@@ -221,11 +210,33 @@ class GroupedGemm:
             self.epilogue.zero_unrouted_rows(tensors, tid)
             self.epilogue.run(tensors, tile_map, tmem, tid, warp, s)
 
+        self.end(warp == MMA, s)
+
+    @cute.jit
+    def begin(self, tensors: Tensors, tid: Int32, owns_tmem, s):
+        """All warps, when barriers are initialized: (tile map, first TMEM column)."""
+        c, pair = self.c, self.c.tile.ctas == 2
+        if owns_tmem:
+            cute.arch.alloc_tmem(TMEM, s.tmem.data_ptr(), pair)
+            cute.arch.relinquish_tmem_alloc_permit(pair)
+        in_map = cute.make_layout(c.map_size)
+        tile_map = TileMap(tensors.mOffsets, s.ends.get_tensor(in_map), s.sf_tiles.get_tensor(in_map))
+        if cute.arch.make_warp_uniform(tid // 32) == 0:
+            self.scheduler.make_map(tile_map, tid)
         ptx.tmem_fence(before=True)
         self.sync_all()
-        if warp == MMA:
+        ptx.tmem_fence(before=False)
+        return tile_map, s.tmem.get_tensor(cute.make_layout(1))[0]
+
+    @cute.jit
+    def end(self, owns_tmem, s):
+        """All warps, when their work is done."""
+        ptx.tmem_fence(before=True)
+        self.sync_all()
+        if owns_tmem:
             ptx.tmem_fence(before=False)
-            cute.arch.dealloc_tmem(cute.arch.retrieve_tmem_ptr(Float32, 16, s.tmem.data_ptr()), TMEM, pair)
+            place = cute.arch.retrieve_tmem_ptr(Float32, 16, s.tmem.data_ptr())
+            cute.arch.dealloc_tmem(place, TMEM, self.c.tile.ctas == 2)
 
     @cute.jit
     def sync_all(self):

@@ -129,17 +129,7 @@ class DequantizingGemm(GroupedGemm):
                 cute.arch.mbarrier_init(s.acc.data_ptr(), 1)
                 cute.arch.mbarrier_init(s.acc.data_ptr() + 1, 8)
             cute.arch.mbarrier_init_fence()
-        if warp == MMA:
-            cute.arch.alloc_tmem(TMEM, s.tmem.data_ptr())
-            cute.arch.relinquish_tmem_alloc_permit()
-        in_map = cute.make_layout(c.map_size)
-        tile_map = TileMap(tensors.mOffsets, s.ends.get_tensor(in_map), s.sf_tiles.get_tensor(in_map))
-        if warp == 0:
-            self.scheduler.make_map(tile_map, tid)
-        ptx.tmem_fence(before=True)
-        self.sync_all()
-        ptx.tmem_fence(before=False)
-        tmem = s.tmem.get_tensor(cute.make_layout(1))[0]
+        tile_map, tmem = self.begin(tensors, tid, warp == MMA, s)
 
         if warp == WEIGHTS:
             self.load_weights(tma_w, mW, mWSF, tile_map, s)
@@ -156,11 +146,7 @@ class DequantizingGemm(GroupedGemm):
             self.epilogue.zero_unrouted_rows(tensors, tid)
             self.epilogue.run(tensors, tile_map, tmem, tid, warp, s)
 
-        ptx.tmem_fence(before=True)
-        self.sync_all()
-        if warp == MMA:
-            ptx.tmem_fence(before=False)
-            cute.arch.dealloc_tmem(cute.arch.retrieve_tmem_ptr(Float32, 16, s.tmem.data_ptr()), TMEM)
+        self.end(warp == MMA, s)
 
     # ---- warps 8 to 15: codes and scales to bf16 -------------------------------------------------
 
