@@ -382,7 +382,7 @@ def combined(exact, bound, live, groups, weights):
     slots, slot_bounds = torch.zeros_like(exact), torch.zeros_like(bound)
     order, each = groups.order.long(), weights.double()[..., None]
     slots[order], slot_bounds[order] = exact * live[:, None], bound * live[:, None]
-    slots, slot_bounds = (t.view(*weights.shape, -1) for t in (slots, slot_bounds))
+    slots, slot_bounds = (t.view(*weights.shape, t.shape[1]) for t in (slots, slot_bounds))
     size = (each * slots).abs().sum(1)
     return (each * slots).sum(1), (each.abs() * slot_bounds).sum(1) + (weights.shape[1] + 2) * UNIT * size
 
@@ -436,6 +436,7 @@ ROUTINGS = {
     "sentinels": ([2, 0, 3, 0], 131, 8),
     "sixteens": ([16, 17, 15, 33], 3, 4),
     "no row": ([0, 0, 0, 0], 5, 1),
+    "no token": ([0, 0, 0], 0, 2),
 }
 
 
