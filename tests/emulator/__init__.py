@@ -12,7 +12,7 @@ function compiled by CuTe DSL with Emulated, debug one with `python -m tests.emu
     lanes               lanes together               launch       how a kernel is started
     loadstore, copies, tensor_maps  memory                       timeline     who waited where
     barriers            synchronization              stream       kernels one after another
-    tensor_core, tcgen05  MMAs
+    tensor_core, tcgen05  MMAs                       counts       instructions, cycles of shared memory
 
 What it finds: wrong results; deadlocks; addresses out of bounds, misaligned, never written; wrong transaction counts;
 use of what a copy or an MMA is still reading or writing; missing barriers, griddepcontrol.wait, proxy fences,

@@ -15,7 +15,8 @@ ROWS = 128  # weight rows of a block: the M of an MMA
 SF_TILE = 512  # bytes of a 128x4 tile of scales: K = 64, one MMA
 BOXES = 4  # TMA boxes of a token tile; a tile with fewer rows loads fewer
 CHUNK = 16  # tokens the epilogue handles at a time
-DEQUANTIZE = 166  # instructions of a warp for 32 weight rows and 64 columns: cycles for a block, from the disassembly
+# By the blocks of a tile, instructions of a warp for 32 weight rows and 64 columns: cycles for a block (`model`)
+DEQUANTIZE = {1: 186, 2: 169}
 EXACT_BYTES = 1 << 24  # GEMM 2's rows up to this size are kept in fp32, as on Hopper
 EIGHT = (0, 4, 1, 5, 2, 6, 3, 7)  # how "interleaved" rows have each eight columns: nibbles of a word, four bits apart
 
@@ -297,7 +298,7 @@ def choose_dense_tile(rows: int, experts: int, weight_rows: int, projections: in
         tiles = hit * token_tiles * -(-weight_rows // per_tile)
         width = -(-per_expert // CHUNK) * CHUNK / token_tiles  # on average
         shared = tile.blocks * 84 + width * (1 + tile.blocks)
-        return -(-tiles // sms) * max(tile.blocks * max(DEQUANTIZE, 2 * width), shared)
+        return -(-tiles // sms) * max(tile.blocks * max(DEQUANTIZE[tile.blocks], 2 * width), shared)
 
     tokens = (64, 128) if per_expert <= 64 else (128, 64)
     return min((DenseTile(t, b) for t in tokens for b in (2, 1)[: 3 - projections]), key=cycles)

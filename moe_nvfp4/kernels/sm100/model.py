@@ -3,25 +3,28 @@
     python -m moe_nvfp4.kernels.sm100.model
 
 A GEMM takes as long as the slowest of five things: bytes through HBM, and for the CTA with the most tiles the cycles
-that its tensor cores, its shared memory, its MMA-issuing thread, and the issue slots for epilogue and dequantization
+that its tensor cores, its shared memory, its MMA-issuing warp, and the issue slots for epilogue and dequantization
 are busy (they overlap, tile against tile); and START. A layer is routing, rows, both GEMMs and the sum, one after the
 other.
 
-Where numbers come from: B200's data sheet (HBM, products); counts of the tests (instructions: the emulator's for the
-epilogue, the disassembly for the main loop); an H200 (LAUNCH); and two published kernels, to which START and REACHED
-are fitted: the fastest NVFP4 grouped GEMM of GPU MODE's hackathon, its longest problem and its shortest. Its tile is
-ours: weights are M, pairs of CTAs, 128 tokens. `main` prints how far off the model is for the other problems, and for
-whole layers of LightMoE, another library whose B200 numbers are published.
+Where numbers come from: B200's data sheet (HBM, products); what the emulator counts when it runs the compiled kernels
+(bytes through shared memory, instructions: `tests/kernels/test_sm100_model.py` compares); an H200 (LAUNCH); and two
+published kernels, to which START and REACHED are fitted: the fastest NVFP4 grouped GEMM of GPU MODE's hackathon, its
+longest problem and its shortest. Its tile is ours: weights are M, pairs of CTAs, 128 tokens. `main` prints how far off
+the model is for the other problems, and for whole layers of LightMoE, another library whose B200 numbers are published.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from moe_nvfp4.kernels.sm100.config import (
+    CHUNK,
     DEQUANTIZE,
     EXACT_BYTES,
     ROWS,
+    SF_TILE,
     TileShape,
     choose_dense_tile,
     choose_tile,
@@ -30,21 +33,32 @@ from moe_nvfp4.kernels.sm100.config import (
 SMS, CLOCK, HBM = 148, 1.85e9, 8e12
 PRODUCTS = {"nvfp4": 16384, "bf16": 4096}  # per SM and cycle: 9 and 2.25 PFLOP/s
 SHARED = 128  # bytes per SM and cycle, read or written
-ISSUE = 8  # cycles between two tcgen05 instructions of one thread: an assumption
+ISSUE = 2  # cycles of an instruction of a warp by itself: an assumption, between 1 and 5 (where each needs the last)
 LAUNCH = 3e-6  # of an empty CUDA graph, on an H200
-START, REACHED = 4.5e-6, 0.776  # a GEMM alone, beside its slowest resource; share of HBM's data sheet rate: fitted
+START, REACHED = 4.3e-6, 0.766  # a GEMM alone, beside its slowest resource; share of HBM's data sheet rate: fitted
+# Instructions of an epilogue warp for 16 tokens: CHUNK_LOOP, and for each block of outputs, by (activations,
+# projections, what leaves). This and what `of_step` and `of_chunk` say is counted by the emulator: PTX without mov,
+# which is no machine instruction as a rule.
+CHUNK_LOOP = 32
 EPILOGUE = {
-    "nvfp4": 456,
-    "bfloat16": 227,
-    "interleaved": 195,
-    "assignments": 126,
-}  # instructions of a warp per 16 tokens
+    ("nvfp4", 2, "nvfp4"): 294,
+    ("nvfp4", 2, "bfloat16"): 210,
+    ("nvfp4", 1, "bfloat16"): 78,
+    ("nvfp4", 1, "assignments"): 82,
+    ("nvfp4", 1, "assignments bfloat16"): 83,
+    ("bf16", 2, "interleaved"): 168,
+    ("bf16", 1, "assignments"): 59,
+    ("bf16", 1, "assignments bfloat16"): 60,
+}
 NVFP4 = 0.5625  # bytes of a code with its share of a block scale
 
 
 @dataclass(frozen=True)
 class Launch:
-    """One GEMM: `groups` are the rows of each expert; n is per projection; out_bytes of an element of the result."""
+    """One GEMM: `groups` are the rows of each expert; n is per projection; out_bytes of an element of the result.
+
+    parts  of K, each a tile of its own that leaves fp32 sums
+    """
 
     groups: tuple[int, ...]
     n: int
@@ -54,6 +68,7 @@ class Launch:
     out_bytes: float
     activations: str = "nvfp4"
     shape: TileShape | None = None
+    parts: int = 1
 
     @property
     def tile(self) -> TileShape:
@@ -61,30 +76,55 @@ class Launch:
         return self.shape or choose(sum(self.groups), len(self.groups), self.n, self.projections, SMS)
 
 
+class Counts(NamedTuple):
+    """What a CTA does, as the emulator counts it: bytes through shared memory, instructions of the MMA warp, and issue
+    slots (a multiprocessor has four a cycle) of the warps that dequantize and that store."""
+
+    shared: float
+    instructions: float
+    slots: float
+
+
+def of_step(tile: TileShape, activations: str, width: int) -> Counts:
+    """64 of K of a tile with `width` tokens."""
+    blocks, dense = tile.blocks, activations == "bf16"
+    a, b, sf = ROWS * 32, width // tile.ctas * (128 if dense else 32), SF_TILE  # bytes
+    if dense:  # in: all once; out: codes and scales (whose rows collide in fours) once, tokens for each block
+        shared = blocks * (a + sf) + b + blocks * (a + 4 * sf + b)
+        return Counts(shared, 30 + 8 * blocks, 4 * blocks * DEQUANTIZE[blocks])
+    shared = blocks * (a + sf) + b + tile.sf_tiles * sf + blocks * (a + b) + (blocks + tile.sf_tiles) * sf
+    return Counts(shared, 2.5 + tile.ctas + 8.5 * (blocks + tile.sf_tiles), 0)
+
+
+def of_chunk(launch: Launch) -> Counts:
+    """16 tokens of a tile, in the epilogue: four warps turn them around in shared memory, for each block of outputs."""
+    outputs = launch.tile.blocks if launch.projections == 1 else 1
+    exchanged = 2 * CHUNK * ROWS * 4 + (0 if launch.activations == "bf16" else 2048)  # scales of the tokens
+    each = EPILOGUE[launch.activations, launch.projections, launch.out]
+    return Counts(outputs * exchanged, 0, 4 * (CHUNK_LOOP + outputs * each))
+
+
 def busy(launch: Launch) -> dict[str, float]:
     """Seconds that each resource is busy."""
     tile, dense = launch.tile, launch.activations == "bf16"
     per_tile = ROWS * tile.ctas * (1 if launch.projections == 2 else tile.blocks)
-    row_tiles, steps = -(-launch.n // per_tile), -(-launch.k // 64)
+    row_tiles, steps = -(-launch.n // per_tile) * launch.parts, -(-launch.k // 64)
+    steps = min(steps, -(-steps // (4 * launch.parts)) * 4)  # a part is so many K tiles of 256
     tiles = [min(tile.tokens, rows - i) for rows in launch.groups for i in range(0, rows, tile.tokens)]
     workers = min(SMS // tile.ctas, len(tiles) * row_tiles)
     cycles = dict.fromkeys(("matrix", "shared", "issue", "slots"), 0.0)
+    chunk = of_chunk(launch)
     for rows in (tiles[i // row_tiles] for i in range(0, len(tiles) * row_tiles, workers)):  # of CTA (or pair) 0
-        width, blocks = -(-rows // 16) * 16, tile.blocks
-        cycles["matrix"] += steps * blocks * 128 * max(width, 64) * 64 / PRODUCTS[launch.activations]
-        a, b, sf = 128 * 32, width // tile.ctas * (128 if dense else 32), 512  # bytes of a step
-        if dense:  # in: all once; out: codes and scales (whose rows collide in fours) once, tokens for each block
-            moved = blocks * (a + sf) + b + blocks * (a + 4 * sf + b)
-        else:
-            moved = blocks * (a + sf) + b + tile.sf_tiles * sf + blocks * (a + b) + (blocks + tile.sf_tiles) * sf
-        cycles["shared"] += steps * moved / SHARED
-        cycles["issue"] += steps * (4 * blocks + 2 if dense else 2 * blocks + 1) * ISSUE
-        cycles["slots"] += width / 16 * EPILOGUE[launch.out] * (blocks if launch.projections == 1 else 1)
-        cycles["slots"] += steps * blocks * DEQUANTIZE if dense else 0
+        chunks = -(-rows // CHUNK)
+        step = of_step(tile, launch.activations, chunks * CHUNK)
+        cycles["matrix"] += steps * tile.blocks * ROWS * max(chunks * CHUNK, 64) * 64 / PRODUCTS[launch.activations]
+        cycles["shared"] += (steps * step.shared + chunks * chunk.shared) / SHARED
+        cycles["issue"] += steps * step.instructions * ISSUE
+        cycles["slots"] += (steps * step.slots + chunks * chunk.slots) / 4
     rows, hit = sum(launch.groups), sum(1 for rows in launch.groups if rows)
     outputs = launch.n * (2 if launch.projections == 2 and launch.out == "raw" else 1)
     size = hit * launch.n * launch.projections * launch.k * NVFP4
-    size += rows * (launch.k * (2 if dense else NVFP4) + outputs * launch.out_bytes)
+    size += rows * (launch.k * (2 if dense else NVFP4) + outputs * launch.out_bytes * launch.parts)
     return {**{name: n / CLOCK for name, n in cycles.items()}, "hbm": size / (HBM * REACHED)}
 
 
@@ -99,7 +139,7 @@ def layer(H: int, I: int, experts: int, top_k: int, tokens: int, activations: st
     exact = rows * H * 4 <= EXACT_BYTES
     w4a4, item = activations == "nvfp4", NVFP4 if activations == "nvfp4" else 2
     gemm1 = Launch(groups, I, H, 2, "nvfp4" if w4a4 else "interleaved", item, activations)
-    gemm2 = Launch(groups, H, I, 1, "assignments", 4 if exact else 2, activations)
+    gemm2 = Launch(groups, H, I, 1, *(("assignments", 4) if exact else ("assignments bfloat16", 2)), activations)
     kernel = START - LAUNCH
 
     def stream(size: float) -> float:
