@@ -67,20 +67,21 @@ def measure(name, token_counts, peers, clock):
 
 def measure_linears(token_counts, clock, roof):
     """roof(bytes, FLOPs): the least us."""
-    print("| linear (N, K) | T | us | of the roof | bf16 us | x bf16 |\n|---|--:|--:|--:|--:|--:|")
+    print("| linear (N, K) | T | W4A16 us | of the roof | W4A4 us | bf16 us | x bf16 |\n|---|--:|--:|--:|--:|--:|--:|")
     for title, (N, K) in LINEARS.items():
-        linear, bf16 = NVFP4Linear(K, N, device="cuda"), torch.randn(N, K, device="cuda").bfloat16() * 0.02
-        linear.weight.data.random_(0, 256)
-        linear.weight_sf.data.random_(40, 72)
-        linear.weight_global_scale.data.fill_(1e-2)
-        ready.prepare(linear)
+        linears = [NVFP4Linear(K, N, activations=a, device="cuda") for a in ("bf16", "nvfp4")]
+        for linear in linears:
+            linear.weight.data.random_(0, 256)
+            linear.weight_sf.data.random_(40, 72)
+            linear.weight_global_scale.data.fill_(1e-2)
+            ready.prepare(linear)
+        bf16 = torch.randn(N, K, device="cuda").bfloat16() * 0.02
         for T in token_counts:
             x = torch.randn(T, K, device="cuda").bfloat16()
-            ours, theirs = (
-                1e6 * clock(partial(f, x)) for f in (linear, partial(torch.nn.functional.linear, weight=bf16))
-            )
+            calls = (*linears, partial(torch.nn.functional.linear, weight=bf16))
+            ours, quantized, theirs = (1e6 * clock(partial(f, x)) for f in calls)
             share = roof(N * K * 9 / 16, 2 * N * K * T) / ours
-            numbers = f"{ours:.1f} | {share:.0%} | {theirs:.1f} | {theirs / ours:.2f}"
+            numbers = f"{ours:.1f} | {share:.0%} | {quantized:.1f} | {theirs:.1f} | {theirs / ours:.2f}"
             print(f"| {title} ({N}, {K}) | {T} | {numbers} |", flush=True)
 
 

@@ -2,13 +2,13 @@
 
     device                                 W4A16                     W4A4                      linears
     CPU with a C compiler or our wheel     cpu                       cpu                       cpu
-    Hopper (9.0: H100, H200)               sm90, x in bf16           sm90, x in bf16           sm90, W4A16 (*)
+    Hopper (9.0: H100, H200)               sm90, x in bf16           sm90, x in bf16           sm90, x in bf16 (*)
     Blackwell (10.0, 10.3: B200, B300)     sm100, x in bf16          sm100                     portable
     any other GPU from 8.0, with Triton    portable                  portable                  portable
     any other                              reference                 reference                 reference
     an NVIDIA GPU, weights on the CPU      offload                   offload                   none
 
-(*) W4A4 and x in fp16: portable.
+(*) x in fp16: portable.
 
 A backend says itself what it does not run (`Backend.unavailable`, `Backend.unsupported`). The first of BACKENDS with
 nothing to say runs. MOE_NVFP4_BACKEND names one, which then runs or is an error with its reason. The reference, plain

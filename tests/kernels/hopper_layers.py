@@ -28,7 +28,7 @@ GELU = Gate("gelu_tanh")
 def outputs_of(kernel, values):
     """What a launch writes, of its arguments."""
     name = type(kernel).__name__
-    places = {"Route": (1, 2, 3, 4, 5, 8, 9), "Gather": (2,), "Combine": (4,), "SumParts": (1,)}
+    places = {"Route": (1, 2, 3, 4, 5, 8, 9), "Gather": (2,), "Combine": (4,), "SumParts": (1,), "Quantize": (2, 3)}
     if name == "GroupedGemm":
         places = {name: ((4,) if kernel.config.gate else ()) + ((7,) if kernel.config.down else ())}
     return [values[i] for i in places[name] if values[i] is not None]
@@ -37,7 +37,7 @@ def outputs_of(kernel, values):
 @contextmanager
 def fresh_kernels():
     """The backend's compiled kernels are forgotten, before and after."""
-    caches = [sm90._route, sm90._gather, sm90._kernel, sm90._combine_kernel, sm90._sum_parts]
+    caches = [sm90._route, sm90._gather, sm90._kernel, sm90._combine_kernel, sm90._sum_parts, sm90._quantize]
     for function in caches:
         function.cache_clear()
     try:

@@ -99,13 +99,15 @@ def test_hopper(E, H, I, bias, static, activations, gate, counts, data):
     pytest.importorskip("cutlass", reason="CuTe DSL compiles the kernels")
     top_k, fused = data.draw(st.integers(1, min(E, 16))), activations == "nvfp4" or data.draw(st.booleans())
     check("sm90", (E, H, I), top_k, gate, activations, static, bias, fused, counts)
-    check_linear("sm90", NVFP4Linear(H, I, torch.bfloat16 if bias else None, device="meta"), counts)
+    linear = NVFP4Linear(H, I, torch.bfloat16 if bias else None, activations, static, device="meta")
+    check_linear("sm90", linear, counts)
 
 
 def test_what_triton_does_for_hopper():
     """Many tokens and few tiles: a Triton kernel dequantizes the weights, and is listed where Triton interprets."""
     pytest.importorskip("cutlass", reason="CuTe DSL compiles the kernels")
-    check_linear("sm90", NVFP4Linear(32, 32, device="meta"), [1, 300, 5000])
+    for activations in ("bf16", "nvfp4"):
+        check_linear("sm90", NVFP4Linear(32, 32, activations=activations, device="meta"), [1, 300, 5000])
 
 
 @pytest.mark.slow

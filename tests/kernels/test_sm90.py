@@ -269,13 +269,16 @@ def test_h_is_quantized_to_the_bit(emulator, tile, I, static):
 
 # ---- linears -------------------------------------------------------------------------------------
 
-# A tile, parts of K, sizes [N, K] and the number of tokens; with a bias where N is odd in units of 16
+# A tile, parts of K, sizes [N, K], the number of tokens and, for NVFP4 rows, whether their scale is static; with a bias
+# where N is odd in units of 16
 LINEARS = {
-    "8": (TILE_SHAPES[0], 2, 272, 464, 11),
-    **{f"{t.BN}, K in {t.KS}": (t, parts, N, 64 * t.KB * parts - 48, T)
-       for t, parts, N, T in zip(NARROW, (2, 1, 1, 2, 2, 1, 4), (144, 160, 80, 80, 16, 80, 16),
-                                 (5, 9, 16, 9, 33, 25, 41), strict=True)},
-    "128": (TILE_SHAPES[7], 2, 80, 208, 131),
+    "8": (TILE_SHAPES[0], 2, 272, 464, 11, True),
+    **{f"{t.BN}, K in {t.KS}": (t, parts, N, 64 * t.KB * parts - 48, T, static)
+       for t, parts, N, T, static in zip(NARROW, (2, 1, 1, 2, 2, 1, 4), (144, 160, 80, 80, 16, 80, 16),
+                                         (5, 9, 16, 9, 33, 25, 41), (None, False, None, None, True, None, None),
+                                         strict=True)},
+    "128": (TILE_SHAPES[7], 2, 80, 208, 131, False),
+    "dense": (None, 1, 80, 64, 40, False),
 }  # fmt: skip
 
 
@@ -283,22 +286,39 @@ LINEARS = {
 @pytest.mark.parametrize("name", LINEARS)
 def test_linears(emulator, monkeypatch, name):
     """GEMM 2 of one expert, K in parts that are added afterwards; one with the same bits under two schedules."""
-    tile, parts, N, K, T = LINEARS[name]
+    tile, parts, N, K, T, static = LINEARS[name]
     g = torch.Generator().manual_seed(N + K)
     codes = torch.randint(0, 256, (N, K // 2), generator=g, dtype=torch.uint8)
     sf = torch.randint(40, 72, (N, K // 16), generator=g, dtype=torch.uint8)
     bias = torch.randn(N, generator=g).bfloat16() if N // 16 % 2 else None
-    w = LinearWeights(codes, sf, torch.tensor([1 / (8 * K**0.5)]), bias, None, "bf16")
+    w = LinearWeights(codes, sf, torch.tensor([1 / (8 * K**0.5)]), bias, None, "bf16" if static is None else "nvfp4")
     x = torch.randn(T, K, generator=g).bfloat16()
-    want = x.double() @ nvfp4.dequantize(codes, sf, w.global_scale).double().T
+    rows = x.double()
+    if static is not None:
+        x[1] *= 1e-3
+        w = w._replace(input_scale=torch.tensor([1.5e-3]) if static else None)
+        scale = w.input_scale.expand(T) if static else nvfp4.global_scale_for(x.abs().amax(1).float())
+        rows = nvfp4.dequantize(*nvfp4.quantize(x, scale, check=False)).double()
+    want = rows @ nvfp4.dequantize(codes, sf, w.global_scale).double().T
     want += 0 if bias is None else bias.double()
     monkeypatch.setattr(sm90, "plan_linear", lambda *_: (tile, parts))
     packed, results = sm90.pack_linear(w), []
     settle(x.device)  # weights are older than the kernel before
     for emulator.schedule in ("random:5", "eager") if name == "8, K in 4" else ("random:5",):
         results.append(sm90.linear(x, packed))
-    assert relative_error(results[0], want) < THRESHOLDS["half"]
+    assert relative_error(results[0], want) < (1 if tile else 1.5) * THRESHOLDS["half"]
     assert torch.equal(results[0], results[-1])
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_rows_of_linears_are_quantized_to_the_bit(emulator, static):
+    x, scale = hard_rows(15, 528).bfloat16(), torch.tensor([2.0**-6]) if static else None
+    values, row_scale = sm90._quantize_rows(x, scale)
+    want = scale.expand(15) if static else nvfp4.global_scale_for(x.abs().amax(1).float())
+    codes, sf, _ = nvfp4.quantize(x, want, check=False)
+    exact = nvfp4.dequantize(codes, sf, None)
+    for found, right in ((values, exact), (row_scale, want)):
+        assert torch.equal(found.float().nan_to_num(-1), right.nan_to_num(-1))
 
 
 # ---- routing -------------------------------------------------------------------------------------

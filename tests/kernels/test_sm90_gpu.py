@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_nvfp4 import format as nvfp4
-from moe_nvfp4 import ready
+from moe_nvfp4 import ready, reference
 from moe_nvfp4.kernels.sm90 import pack as sm90_pack
 from moe_nvfp4.layer import NVFP4Experts
 from moe_nvfp4.linear import NVFP4Linear
@@ -436,8 +436,10 @@ def test_no_call_compiles_after_prepare(activations, monkeypatch):
     assert ahead.compilations == before
 
 
-def make_linear(N, K, bias=True):
-    linear = NVFP4Linear(K, N, torch.bfloat16 if bias else None)
+def make_linear(N, K, bias=True, activations="bf16", static=False):
+    linear = NVFP4Linear(K, N, torch.bfloat16 if bias else None, activations, static)
+    if static:
+        linear.input_scale.data.fill_(1.5e-3)
     (codes,), (sf,) = random_bytes(1, N, K, scales=(40, 72))
     linear.weight.data, linear.weight_sf.data = codes, sf
     linear.weight_global_scale.data.fill_(1 / (8 * K**0.5))
@@ -461,12 +463,28 @@ def test_linears(N, K, T):
 
 
 @on_gpu
-def test_linears_in_graphs_and_compiled(monkeypatch):
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("T", [1, 9, 64, 257, 1500])
+@pytest.mark.parametrize(("N", "K"), [(4096, 2048), (576, 7168), (1024, 28672)])
+def test_linears_of_nvfp4_rows(N, K, T, static):
+    linear, x = make_linear(N, K, N % 3 == 0, "nvfp4", static), tokens(T, K)
+    x[T // 2] *= 1e-2
+    with torch.no_grad():
+        want = reference.linear(x.float(), linear.weights)
+        got = linear(x)
+    assert linear.packed and got.dtype == torch.bfloat16
+    assert relative_error(got, want) < 1.5 * THRESHOLDS["half"]  # dense weights: another rounding
+    assert torch.equal(linear(x), got)
+
+
+@on_gpu
+@pytest.mark.parametrize("activations", ["bf16", "nvfp4"])
+def test_linears_in_graphs_and_compiled(monkeypatch, activations):
     """After `ready.prepare` nothing compiles; and the bytes are the checkpoint's again."""
     from moe_nvfp4.kernels.common import ahead
 
     monkeypatch.setenv("MOE_NVFP4_COMPILE", "ahead")
-    linear = make_linear(1024, 2048)
+    linear = make_linear(1024, 2048, activations=activations)
     before = {name: tensor.clone() for name, tensor in linear.state_dict().items()}
     ready.prepare(linear)
     compiled, count = torch.compile(linear, fullgraph=True), ahead.compilations
@@ -504,7 +522,7 @@ def test_other_linears_run_on_other_kernels():
     assert half.dtype == torch.float16 and not linear.packed and linear.backend(torch.float16).name == "portable"
     assert relative_error(half, fast.float()) < THRESHOLDS["half"]
     linear.activations = "nvfp4"
-    assert linear.backend().name == "portable" and relative_error(linear(x), fast.float()) < 0.2
+    assert linear.backend().name == "sm90" and relative_error(linear(x), fast.float()) < 0.2
 
 
 @on_gpu

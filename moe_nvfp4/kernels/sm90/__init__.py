@@ -25,8 +25,6 @@ class Hopper(Backend):
 
     def unsupported(self, device: Device, problem: Problem) -> str | None:
         p = problem
-        if p.kind == "linear" and p.activations == "nvfp4":
-            return "multiplies rows of bf16 by linears: use activations='bf16'"
         if p.dtype != torch.bfloat16:
             return f"takes bfloat16 activations, not {str(p.dtype).removeprefix('torch.')}: run the model in bfloat16"
         if p.hidden_size % 16 or p.intermediate_size % 16:

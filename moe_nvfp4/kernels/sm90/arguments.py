@@ -27,7 +27,8 @@ class Tensors(NamedTuple):
     mBias1: cute.Tensor  # [E, rows of the matrix]
     mBias2: cute.Tensor
     mRowScale: cute.Tensor  # fp32 [T], the global scales of the rows of mX
-    mHScale: cute.Tensor  # h to be quantized: fp32 [E] its scales; of bf16 rows [R] zeros, raised to max |h|
+    mHScale: cute.Tensor  # h to be quantized: fp32 [E] its scales; of bf16 rows [R] zeros, raised to max |h|; of a
+    # linear's rows fp32 [R] their global scales
     mSync: cute.Tensor  # int32 [1 + token tiles], zeros: the tile counter, and how far each token tile of h is
 
 

@@ -96,32 +96,71 @@ def gemm2_combine(h: Rows, weights: ExpertWeights, groups: Groups, top_k_weights
 
 def linear(x: Tensor, weights: LinearWeights) -> Tensor:
     """As `reference.linear`: bf16 x [T, K] -> bf16 [T, N], by GEMM 2 of an only expert; where `plan_linear` says so, by
-    torch on weights that were dequantized to bf16."""
+    torch on weights that were dequantized to bf16 (for NVFP4 rows code * sf, exact, and the product is rounded twice).
+    """
     w, T, (N, K) = pack_linear(weights), x.shape[0], weights.shape
     out = x.new_empty(T, N)
     if T == 0:
         return out
-    x = aligned(x)
+    x, row_scale = aligned(x), None
     tile, split_k = plan_linear(N, K, planned_tokens(T), multiprocessors(x.device))
+    if w.activations == "nvfp4":
+        x, row_scale = _quantize_rows(x, w.input_scale)
     if tile is None:
-        from moe_nvfp4.kernels.sm90.dequantize import window
-
-        torch.mm(x, window(w.projection(), slice(0, K), x.dtype)[0].T, out=out)
-        return out if w.bias is None else out.add_(w.bias)
+        return _linear_dense(x, row_scale, w, out)
     y = out if split_k == 1 else x.new_empty(split_k * T, N, dtype=torch.float32)
-    config = GemmConfig(None, True, False, w.bias is not None, out=launch.DTYPES[y.dtype], grouped=False)
+    config = GemmConfig(
+        None, True, False, w.bias is not None, row_scale is not None, out=launch.DTYPES[y.dtype], grouped=False
+    )  # fmt: skip
     if w.codes.shape != (-(-N // UNIT), 1, -(-K // UNIT), 4 * UNIT_WORDS):
         raise ValueError(f"weights {tuple(w.codes.shape)} are not those of a linear {(N, K)} in Hopper's layout")
     units, scale = w.codes.transpose(0, 1).view(torch.int32).flatten(2), w.global_scale
     unused, bias = units.view(-1)[:1], x if w.bias is None else w.bias[None]
     tiles = -(-T // tile.BN) * -(-units.shape[1] // tile.m_blocks) * split_k
     _kernel(tile, config, bias.dtype)(
-        units, units, x, unused, x, x, x, y, unused, scale, scale, scale, bias, bias, scale, scale, unused,
-        split_k.bit_length() - 1, min(multiprocessors(x.device) * tile.ctas, tiles),
+        units, units, x, unused, x, x, x, y, unused, scale, scale, scale, bias, bias, scale,
+        scale if row_scale is None else row_scale, unused, split_k.bit_length() - 1,
+        min(multiprocessors(x.device) * tile.ctas, tiles),
     )  # fmt: skip
     if split_k > 1:
         _sum_parts(split_k)(y, out)
     return out
+
+
+def _linear_dense(x: Tensor, row_scale: Tensor | None, w: LinearWeights, out: Tensor) -> Tensor:
+    from moe_nvfp4.kernels.sm90.dequantize import window
+
+    weights = w.projection()
+    if row_scale is not None:
+        weights = weights._replace(scale=torch.ones_like(weights.scale))
+    torch.mm(x, window(weights, slice(0, w.shape[1]), x.dtype)[0].T, out=out)
+    if row_scale is not None:
+        out.mul_(row_scale[:, None] * w.global_scale)
+    return out if w.bias is None else out.add_(w.bias)
+
+
+def _quantize_rows(x: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
+    """x bf16 [T, K], a static scale fp32 [1] or None -> bf16 code * sf, and fp32 [T]."""
+    T, K = x.shape
+    values, row_scale = torch.empty_like(x), x.new_empty(T, dtype=torch.float32)
+    kernel = _quantize(scale is not None, *_quantize_shape(K, planned_tokens(T), Quantize.THREADS // 32))
+    kernel(x, scale, values, row_scale)
+    return values, row_scale
+
+
+def _quantize_shape(K: int, rows: int, most: int) -> tuple[int, int]:
+    """Warps that have a row of K values, up to `most`, and halves of blocks a lane."""
+    warps = 1
+    while warps < most and (K > 2048 * warps or rows * warps < 1024 and K > 256 * warps):
+        warps *= 2  # so that a lane has no more than 64 values, and every multiprocessor something to do
+    return warps, -(-K // (256 * warps))
+
+
+@CuteKernels
+def _quantize(static: bool, warps: int, each: int) -> Any:
+    r, v = launch.rows, launch.vector
+    arguments = (r(BFloat16, 16), v(Float32) if static else None, r(BFloat16, 16), v(Float32))
+    return Quantize(static, warps, each), arguments, ARCHITECTURE
 
 
 @CuteKernels
@@ -177,11 +216,9 @@ def route(
     groups, rows = Groups(order, offsets, top_k, position), None
     quantize: tuple = ()
     if x is not None:
-        K, n, warps = x.shape[1], T if scale is None else R, 1
+        K, n = x.shape[1], T if scale is None else R
         many = planned if scale is None else planned * top_k
-        while warps < shape[1] and (K > 2048 * warps or many * warps < 1024 and K > 256 * warps):
-            warps *= 2  # so that a lane has no more than 64 values, and every multiprocessor something to do
-        quantize = (x.dtype, scale is not None, warps, -(-K // (256 * warps)))
+        quantize = (x.dtype, scale is not None, *_quantize_shape(K, many, shape[1]))
         values, row_scale = x.new_empty(n, K, dtype=torch.bfloat16), x.new_empty(n, dtype=torch.float32)
         rows = Rows(values, None, row_scale, token if scale is None else order)
     outputs = (None, None) if rows is None else (rows.values, rows.scale)

@@ -119,8 +119,8 @@ class GemmConfig:
     gathered   rows of x come by index; else they lie in order
     grouped    rows belong to experts, by the group offsets; else all belong to the only one: GEMM 2 of a linear
     bias       whether the matrices have one
-    row_scale  rows of x carry a global scale each (NVFP4 activations), and h is quantized by tiles of its own between
-               those of GEMM 1 and GEMM 2: bf16 with a scale for each row, fp32 with its expert's
+    row_scale  rows carry a global scale each (NVFP4 activations): those of x, or of a linear. h is quantized by tiles
+               of its own between those of GEMM 1 and GEMM 2: bf16 with a scale for each row, fp32 with its expert's
     h, out     dtype of what GEMM 1 and GEMM 2 write, bf16 or fp32
     """
 
@@ -143,11 +143,15 @@ class GemmConfig:
         return self.gate is not None and self.down
 
     @property
+    def quantizes_h(self) -> bool:
+        return self.row_scale and self.both_gemms
+
+    @property
     def tracks_amax(self) -> bool:
         """Whether GEMM 1 keeps the largest magnitude of each row of h."""
-        return self.row_scale and self.h is BFloat16
+        return self.quantizes_h and self.h is BFloat16
 
     @property
     def h_columns(self) -> int:
         """bf16 columns that a value of h takes, where it is quantized."""
-        return 2 if self.row_scale and self.h is Float32 else 1
+        return 2 if self.quantizes_h and self.h is Float32 else 1

@@ -317,7 +317,7 @@ class GroupedGemm:
         M64 = extents.m64[1] if second else extents.m64[0]
         K64 = extents.k64[1] if second else extents.k64[0]
         valid = cutlass.min(M64 - where.m_tile * t.m_blocks, Int32(t.m_blocks))
-        if const_expr(self.config.row_scale):
+        if const_expr(self.config.quantizes_h):
             valid = cutlass.select_(kind == QUANTIZE, Int32(0), valid)
         source = (tensors.mW2.iterator.toint() if second else tensors.mW1.iterator.toint()) + (
             (Int64(e * M64 + where.m_tile * t.m_blocks) * K64 + where.first) * (UNIT_WORDS * 4)
@@ -380,7 +380,7 @@ class GroupedGemm:
         ring, slot = consumer_state(), consumer_state()
         tile = self.scheduler.fetch(s.slots, slot)
         while tile.valid:
-            if const_expr(self.config.row_scale):
+            if const_expr(self.config.quantizes_h):
                 if tile.kind == QUANTIZE:
                     ring = self.quantize_tile(tile, slot, ring, consumer, tensors, extents, s)
                 else:

@@ -65,8 +65,11 @@ def _fp32(x):
 
 class Quantize:
     """x -> NVFP4: `warps` warps have a row, `each` halves of blocks a lane. A token has a global scale of its own or,
-    if they are `static`, that of the expert of each slot, for which it then becomes a row of its own.
+    if they are `static`, that of the expert of each slot, for which it then becomes a row of its own. A linear has one
+    expert, and no slots.
     """
+
+    THREADS = 256  # of a launch of its own
 
     def __init__(self, static: bool, warps: int, each: int):
         self.static, self.warps, self.each = static, warps, each
@@ -75,9 +78,26 @@ class Quantize:
         return f"Quantize({self.static}, {self.warps}, {self.each})"
 
     @cute.jit
+    def __call__(self, mX, mScale, mRows, mRowScale, stream):
+        """The rows of a linear."""
+        each = self.THREADS // 32 // self.warps
+        self.kernel(mX, mScale, mRows, mRowScale).launch(
+            grid=[(mRows.shape[0] + each - 1) // each, 1, 1],
+            block=[self.THREADS, 1, 1],
+            smem=self.THREADS // 32 * 4,
+            stream=stream,
+            use_pdl=True,
+        )
+
+    @cute.kernel
+    def kernel(self, mX: cute.Tensor, mScale: cute.Tensor | None, mRows: cute.Tensor, mRowScale: cute.Tensor):
+        cta, _, _ = cute.arch.block_idx()
+        self.rows(cta, self.THREADS // 32, mX, None, mScale, mRows, mRowScale, Int32(1))
+
+    @cute.jit
     def rows(self, cta: Int32, warps: cutlass.Constexpr, mX, mIds, mScale, mRows, mRowScale, top_k: Int32):
         """CTA `cta` of `warps` warps: mX bf16 or fp32 [T, K], static mScale fp32 [E] -> mRows bf16 [T, K], or [R, K]
-        with static scales, and mRowScale fp32 [T], or [R]."""
+        with static scales, and mRowScale fp32 [T], or [R]. Without mIds all rows are the first expert's."""
         tid, _, _ = cute.arch.thread_idx()
         lane, lanes = tid % (32 * self.warps), 32 * self.warps
         sLargest = cute.make_tensor(cute.arch.get_dyn_smem(Float32), cute.make_layout(warps))
@@ -91,7 +111,7 @@ class Quantize:
         for i in cutlass.range_constexpr(self.each):
             load_eight(mX, source, (lane + i * lanes) * 8, loaded[i])
         if const_expr(self.static):
-            e = Int32(mIds[row])
+            e = Int32(mIds[row]) if const_expr(mIds is not None) else Int32(0)
             here = e >= 0 and e < mScale.shape[0]  # unrouted rows are quantized too, with any scale
             scale = mScale[cutlass.select_(here, e, Int32(0))]
         else:
@@ -117,14 +137,14 @@ class Quantize:
 
 
 @cute.jit
-def ask_scales(out, sources, of_h, place, h: cutlass.Constexpr):
-    """A warp: what gives the global scales of a tile's tokens lane, lane + 32, ... : of x those scales, of h (a dtype)
-    its expert's if fp32, if bf16 the largest magnitudes."""
+def ask_scales(out, sources, of_h, place, config: cutlass.Constexpr):
+    """A warp: what gives the global scales of a tile's tokens lane, lane + 32, ... : of x and of a linear's rows those
+    scales; of h that is quantized its expert's if it is fp32, if bf16 the largest magnitudes."""
     (mIndex, mRowScale, mHScale), (e, row, rows) = sources, place
     address = cutlass.select_(of_h, mHScale.iterator.toint(), mRowScale.iterator.toint())
     for q in cutlass.range_constexpr(cute.size(out)):
         at = row + cutlass.min(cute.arch.lane_idx() + 32 * q, rows - 1)
-        h_at = e if const_expr(h is Float32) else at
+        h_at = e if const_expr(config.h_columns == 2) else at
         if not of_h:
             at = mIndex[at]
         at = address + Int64(cutlass.select_(of_h, h_at, at)) * 4
@@ -133,11 +153,11 @@ def ask_scales(out, sources, of_h, place, h: cutlass.Constexpr):
 
 
 @cute.jit
-def store_scales(asked, sScale, of_h, h: cutlass.Constexpr):
+def store_scales(asked, sScale, of_h, config: cutlass.Constexpr):
     """The same warp, when they have come: into shared memory, for the consumers."""
     for q in cutlass.range_constexpr(cute.size(asked)):
         scale = asked[q]
-        if const_expr(h is not Float32):
+        if const_expr(config.tracks_amax):
             if of_h:
                 scale = arithmetic.global_scale_for(scale)
         sScale[cutlass.min(cute.arch.lane_idx() + 32 * q, cute.size(sScale) - 1)] = scale

@@ -140,7 +140,7 @@ class TileScheduler:
         m_tiles2 = ((m64[1] + t.m_blocks - 1) // t.m_blocks) << log2_split_k
         tiles1 = sFirst[E] * m_tiles1 if const_expr(config.gate is not None) else Int32(0)
         parts = self.quantize_parts(k64)
-        begin2 = tiles1 + (sFirst[E] * parts if const_expr(config.row_scale) else 0)
+        begin2 = tiles1 + (sFirst[E] * parts if const_expr(config.quantizes_h) else 0)
         end = begin2 + (sFirst[E] * m_tiles2 if const_expr(config.down) else 0)
         return TileList(tiles1, begin2, end, m_tiles1, m_tiles2, parts)
 
@@ -151,7 +151,7 @@ class TileScheduler:
         local = number - tiles.begin2 if second else number
         m_tiles = tiles.m_tiles2 if second else tiles.m_tiles1
         kind = Int32(GEMM2) if second else Int32(GEMM1)
-        if const_expr(self.config.row_scale):
+        if const_expr(self.config.quantizes_h):
             if number >= tiles.tiles1 and not second:
                 local, m_tiles, kind = number - tiles.tiles1, tiles.quantize_parts, Int32(QUANTIZE)
         return Tile(kind, *self.tile_of_kind(local, m_tiles, sOffsets, sFirst, E))
@@ -189,7 +189,7 @@ class TileScheduler:
             each = self.t.split_blocks(k64[1], log2_split_k)
             first = part * each
             count = cutlass.min(each, k64[1] - first)
-        if const_expr(self.config.row_scale):
+        if const_expr(self.config.quantizes_h):
             if kind == QUANTIZE:
                 first = m_index * QUANTIZE_BLOCKS
                 count = cutlass.min(k64[1] * self.config.h_columns - first, Int32(QUANTIZE_BLOCKS))

@@ -154,9 +154,9 @@ class TokenLoader:
             if kt == 0:
                 sources = (tensors.mIndex, tensors.mRowScale, tensors.mHScale)
                 place = (tile.expert, tile.row, tile.rows)
-                quantize.ask_scales(row_scale, sources, of_h, place, self.config.h)
+                quantize.ask_scales(row_scale, sources, of_h, place, self.config)
             if kt == scales_at:
-                quantize.store_scales(row_scale, s.sRowScale[None, slot.index], of_h, self.config.h)
+                quantize.store_scales(row_scale, s.sRowScale[None, slot.index], of_h, self.config)
 
     @cute.jit
     def wait_for_h(self, mSync, token_tile, raw, extents: Extents):
