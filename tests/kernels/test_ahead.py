@@ -21,7 +21,7 @@ from moe_nvfp4.routing import Groups, Rows
 from moe_nvfp4.weights import SILU, Gate
 from tests.common import ROOT
 
-GPUS = {"sm90": Gpu((9, 0), 132), "sm100": Gpu((10, 0), 148), "portable": Gpu((8, 6), 82)}
+GPUS = {"sm90": Gpu((9, 0), 132), "sm100": Gpu((10, 0), 148), "portable": Gpu((9, 0), 132)}
 
 
 @pytest.mark.slow_after(1)

@@ -74,19 +74,23 @@ def experts(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: Expe
 def _experts_dense(
     x: Tensor, ids: Tensor, top_k_weights: Tensor, w: ExpertWeights, out: Tensor, planned: int
 ) -> Tensor:
-    """`experts` for bf16 rows, by torch's grouped product over weights in bf16, `dense.SCRATCH` bytes at a time."""
+    """`experts` by torch's grouped product over weights in bf16, `dense.SCRATCH` bytes at a time. Rows are bf16: x, or
+    code * sf of NVFP4 rows."""
     (R,), E, I, (sf13, sf2) = ids.shape, w.num_experts, w.intermediate_size, w.block_scales()
-    r = route(ids, E, R, planned, row_expert=True, position=True)
-    rows, h = x.new_empty(R, x.shape[1]) if x.is_meta else x[r.order // (R // x.shape[0])], x.new_empty(R, I)
-    for first, n, product in dense.products(rows, aligned(w.w13), aligned(sf13), r.offsets, w.gate.gated):
+    nvfp4, r = w.activations == "nvfp4", route(ids, E, R, planned, row_expert=True, position=True)
+    rows = _Values(x, index=r.order, index_div=R // x.shape[0])
+    rows = _gathered(_quantize(rows, w.x_scale, r) if nvfp4 else rows)
+    h = x.new_empty(R, I, dtype=torch.float32 if nvfp4 and w.h_scale is not None else x.dtype)
+    for first, n, product in dense.products(rows.values, aligned(w.w13), aligned(sf13), r.offsets, w.gate.gated):
         block = min(1024, next_power_of_2(n))
         launch(
-            dense.gate_kernel, (R, -(-n // block)), product, r.row_expert, r.live, w.gate_scale, w.up_scale, w.b13, h,
-            first, I, n, *_gate(w.gate), block, how(), num_warps=4,
+            dense.gate_kernel, (R, -(-n // block)), product, r.row_expert, r.live, w.gate_scale, w.up_scale, rows.scale,
+            w.b13, h, first, I, n, *_gate(w.gate), block, how(), num_warps=4,
         )  # fmt: skip
-    for first, _, product in dense.products(h, aligned(w.w2), aligned(sf2), r.offsets, False):
+    rows = _quantize(_Values(h), w.h_scale, r) if nvfp4 else _Values(h)
+    for first, _, product in dense.products(rows.values, aligned(w.w2), aligned(sf2), r.offsets, False):
         bias = None if w.b2 is None else w.b2[:, first:]
-        _combine(product[None], ids, top_k_weights, out[:, first:], E, (r.position, w.w2_scale, bias))
+        _combine(product[None], ids, top_k_weights, out[:, first:], E, (r.position, w.w2_scale, rows.scale, bias))
     return out
 
 
@@ -142,11 +146,11 @@ def linear(x: Tensor, weights: LinearWeights) -> Tensor:
     out = x.new_empty(T, N)
     x, scale = _columns(x), w.global_scale.view(-1)
     with _on(x.device):
-        if w.activations == "bf16" and T > config.linear_limit(_capability(x.device)):
-            return dense.linear(x, aligned(w.codes), aligned(sf), scale, w.bias, out)
         rows = _Values(x)
         if w.activations == "nvfp4":
             rows = _quantize(rows, w.input_scale, None)
+        if T > config.linear_limit(_capability(x.device)):
+            return dense.linear(rows.values, rows.scale, aligned(w.codes), aligned(sf), scale, w.bias, out)
         BM, tile, splits = config.plan_linear(N, K, planned_tokens(T), _sms(x.device))
         part = config.part_of(K, splits, tile.BK)
         splits = -(-K // part)
@@ -226,6 +230,17 @@ def route(
 def max_tiles(R: int, E: int, BM: int) -> int:
     """A bound of the token tiles, for every routing."""
     return R // BM + min(E, R)
+
+
+def _gathered(rows: _Values) -> _Values:
+    if rows.index is None:
+        return rows
+    if rows.values.is_meta:
+        values, scale = rows.values, rows.scale
+        R = rows.index.shape[0]
+        return _Values(values.new_empty(R, values.shape[1]), None if scale is None else scale.new_empty(R))
+    at = rows.index // rows.index_div
+    return _Values(rows.values[at], None if rows.scale is None else rows.scale[at])
 
 
 def _columns(x: Tensor) -> Tensor:
@@ -315,9 +330,9 @@ def _gate(gate: Gate) -> tuple:
 
 
 def _combine(
-    y: Tensor, ids: Tensor | None, weights: Tensor | None, out: Tensor, E: int, late: tuple = (None, None, None)
+    y: Tensor, ids: Tensor | None, weights: Tensor | None, out: Tensor, E: int, late: tuple = (None, None, None, None)
 ) -> None:
-    """`late`: position, scale and bias, for `combine_kernel` to find the rows and finish them."""
+    """`late`: position, scale, row_scale and bias, for `combine_kernel` to find the rows and finish them."""
     (splits, R, N), T = y.shape, out.shape[0]
     block = min(1024, next_power_of_2(N)) if T >= 64 else 256
     launch(
@@ -335,7 +350,8 @@ def _plan(w: ExpertWeights, R: int, dtype: torch.dtype, device: torch.device) ->
 
 def _dense_pays(w: ExpertWeights, R: int, x: Tensor) -> bool:
     """Whether torch's grouped product over dequantized weights is faster."""
-    if w.activations != "bf16" or x.dtype != torch.bfloat16 or w.hidden_size % 16 or w.intermediate_size % 16:
+    rows = torch.bfloat16 if w.activations == "nvfp4" else x.dtype
+    if rows != torch.bfloat16 or w.hidden_size % 16 or w.intermediate_size % 16:
         return False
     return config.dense_pays(w.num_experts, R, _capability(x.device))
 

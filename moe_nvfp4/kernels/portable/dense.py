@@ -40,15 +40,24 @@ def products(x: Tensor, codes: Tensor, sf: Tensor, offsets: Tensor, halves: bool
         yield first, rows, torch._grouped_mm(x, scratch.transpose(1, 2), offs=offsets[1:])
 
 
-def linear(x: Tensor, codes: Tensor, sf: Tensor, scale: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
-    """out [T, N] = x [T, K] times the weights' values in x's dtype, codes uint8 [N, K / 2]."""
+def linear(
+    x: Tensor, row_scale: Tensor | None, codes: Tensor, sf: Tensor, scale: Tensor, bias: Tensor | None, out: Tensor
+) -> Tensor:
+    """out [T, N] = x [T, K] times the weights' values in x's dtype, codes uint8 [N, K / 2].
+
+    With `row_scale` fp32 [T] (NVFP4 rows) both are code * sf, exact, and the product is rounded before it is scaled.
+    """
     N, K = codes.shape[0], codes.shape[1] * 2
     rows = min(N, max(ALIGNED, SCRATCH // (K * 2) // ALIGNED * ALIGNED))
     scratch = x.new_empty(rows, K)
     for first in range(0, N, rows):
         n = min(rows, N - first)
-        _dequantize(codes, sf, scale, scratch, first, N, K, n, 1)
-        torch.mm(x, scratch[:n].T, out=out[:, first : first + n])
+        _dequantize(codes, sf, scale if row_scale is None else None, scratch, first, N, K, n, 1)
+        columns, w = out[:, first : first + n], scratch[:n].T
+        if row_scale is None:
+            torch.mm(x, w, out=columns)
+        else:
+            torch.mul(x @ w, row_scale[:, None] * scale, out=columns)
     return out if bias is None else out.add_(bias)
 
 
@@ -127,11 +136,14 @@ def window_kernel(
 
 @triton.jit(do_not_specialize=["first"])
 def gate_kernel(
-    both, row_expert, live, first_scale, scale, bias, h, first,
+    both, row_expert, live, first_scale, scale, row_scale, bias, h, first,
     I: tl.constexpr, ROWS: tl.constexpr, GATE: tl.constexpr, ALPHA: tl.constexpr,
     LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr, CLAMP_AFTER: tl.constexpr, BLOCK: tl.constexpr, HOW: tl.constexpr,
 ):  # fmt: skip
-    """h[r, first : first + ROWS] from the products both [R, ROWS gates and ROWS ups] ([R, ROWS] where not gated)."""
+    """h[r, first : first + ROWS] from the products both [R, ROWS gates and ROWS ups] ([R, ROWS] where not gated).
+
+    row_scale: None, or fp32 [R].
+    """
     PAIRED: tl.constexpr = GATE == "silu" or GATE == "gelu_tanh"
     r = tl.program_id(0)
     if r < tl.load(live):
@@ -141,15 +153,18 @@ def gate_kernel(
         e = tl.load(row_expert + r)
         row = both + r.to(tl.int64) * (2 * ROWS if PAIRED else ROWS) + local
         at = e.to(tl.int64) * (2 * I if PAIRED else I) + n
+        of_row = 1.0
+        if row_scale is not None:
+            of_row = tl.load(row_scale + r)
         if PAIRED:
-            g = tl.load(row, mask=there, other=0.0).to(tl.float32) * tl.load(first_scale + e)
-            u = tl.load(row + ROWS, mask=there, other=0.0).to(tl.float32) * tl.load(scale + e)
+            g = tl.load(row, mask=there, other=0.0).to(tl.float32) * tl.load(first_scale + e) * of_row
+            u = tl.load(row + ROWS, mask=there, other=0.0).to(tl.float32) * tl.load(scale + e) * of_row
             if bias is not None:
                 g += tl.load(bias + at, mask=there, other=0.0).to(tl.float32)
                 u += tl.load(bias + at + I, mask=there, other=0.0).to(tl.float32)
             value = gated(g, u, GATE, ALPHA, LIMIT, UP_OFFSET, CLAMP_AFTER)
         else:
-            value = tl.load(row, mask=there, other=0.0).to(tl.float32) * tl.load(scale + e)
+            value = tl.load(row, mask=there, other=0.0).to(tl.float32) * tl.load(scale + e) * of_row
             if bias is not None:
                 value += tl.load(bias + at, mask=there, other=0.0).to(tl.float32)
             if GATE == "relu2":

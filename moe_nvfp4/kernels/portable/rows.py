@@ -133,7 +133,7 @@ def _larger(a, b):
 
 @triton.jit(do_not_specialize=["R", "LD"])
 def combine_kernel(
-    y, ids, weights, position, scale, bias, out, R, LD,
+    y, ids, weights, position, scale, row_scale, bias, out, R, LD,
     E: tl.constexpr, TOP_K: tl.constexpr, N: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr,
     HOW: tl.constexpr,
 ):  # fmt: skip
@@ -141,7 +141,7 @@ def combine_kernel(
 
     Slots whose id is no expert's are left out. Without `ids` and `weights`: one slot, of weight one. LD: out's width.
     `position`: the row of y [R, N] that an assignment has; what is there are plain products, so that the expert's
-    `scale` [E] and `bias` [E, LD] are still to come.
+    `scale` [E], the row's `row_scale` [R], if it has one, and `bias` [E, LD] are still to come.
     """
     t = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -163,6 +163,8 @@ def combine_kernel(
             row += tl.load(y + (split * R + from_row) * N + n, mask=there, other=0.0).to(tl.float32)
         if scale is not None:
             row *= tl.load(scale + e)
+        if row_scale is not None:
+            row *= tl.load(row_scale + from_row)
         if bias is not None:
             row += tl.load(bias + e.to(tl.int64) * LD + n, mask=there, other=0.0).to(tl.float32)
         if weights is not None:
