@@ -7,7 +7,7 @@ order of the fp32 sums inside a GEMM and the last bits of exp in the gate:
     gemm1_swiglu    one kernel: both projections of all experts, gate, requantization
     gemm2_combine   two kernels: the GEMM into one row per assignment, and their weighted sum
 
-`experts` is all of them, and routing, by Hopper's kernel. GEMM 2's rows are fp32, but bf16 beyond
+`experts` is all of them, and routing. GEMM 2's rows are fp32, but bf16 beyond
 `EXACT_BYTES`.
 
 bf16 rows are gathered and interleaved (`rows.InterleaveRows`) before each GEMM; in `experts` GEMM 1 writes h so.
@@ -103,7 +103,7 @@ def route(top_k_index: Tensor, num_experts: int) -> tuple[Groups, Tensor]:
 
     An id outside the legal range prints the rule and traps: the next synchronization raises.
     """
-    from moe_nvfp4.kernels.sm90.backend import route_shape
+    from moe_nvfp4.kernels.common.route import route_shape
 
     (T, top_k), E = top_k_index.shape, num_experts
     if E > 1024:
@@ -298,7 +298,7 @@ def kernel_of(config: Config) -> tuple[Any, tuple]:
     from cutlass import Float32, Int32, Uint8, Uint32, cute
     from cutlass.cute.runtime import make_fake_tensor
 
-    from moe_nvfp4.kernels.sm90.rows import Route
+    from moe_nvfp4.kernels.common.route import Route
     from moe_nvfp4.kernels.sm100 import gemm, rows, w4a16
 
     def tensor(dtype: Any, *shape: Any, align: int = 16, stride: Sequence | None = None) -> Any:

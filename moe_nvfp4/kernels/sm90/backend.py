@@ -24,13 +24,14 @@ from torch import Tensor
 
 from moe_nvfp4.kernels.common import launch
 from moe_nvfp4.kernels.common.ahead import MAX_ROWS, CuteKernels, planned_tokens
+from moe_nvfp4.kernels.common.route import Route, route_shape
 from moe_nvfp4.kernels.common.tensors import aligned, expert_ids, floating, multiprocessors, settle, warn_unpacked
 from moe_nvfp4.kernels.sm90.config import GemmConfig
 from moe_nvfp4.kernels.sm90.gemm import GroupedGemm
 from moe_nvfp4.kernels.sm90.pack import UNIT, UNIT_WORDS, pack
 from moe_nvfp4.kernels.sm90.plan import LaunchPlan, choose_plan, plan_linear, token_tiles
 from moe_nvfp4.kernels.sm90.quantize import Quantize
-from moe_nvfp4.kernels.sm90.rows import Combine, Gather, Route, SumParts
+from moe_nvfp4.kernels.sm90.rows import Combine, Gather, SumParts
 from moe_nvfp4.routing import Groups, Rows
 from moe_nvfp4.weights import ExpertWeights, Layout, LinearWeights
 
@@ -224,14 +225,6 @@ def route(
     outputs = (None, None) if rows is None else (rows.values, rows.scale)
     _route(ids.dtype, *shape, *quantize)(ids, order, position, token, offsets, zeros, x, scale, *outputs, E, top_k)
     return groups, token, zeros, rows
-
-
-def route_shape(R: int) -> tuple[int, int, int]:
-    """CTAs, warps, assignments a thread. Each power of two of the last would save a large batch 0.7 % of its time at
-    most (H200, 2026-11-22), and take half as many kernels more."""
-    if R <= 512:
-        return 1, 8, 1 if R <= 256 else 2
-    return (8, 8, 1) if R <= 2048 else (8, 16, 2 if R <= 8192 else 8 if R <= 32768 else 32)
 
 
 @CuteKernels

@@ -1,0 +1,264 @@
+"""Routing: top-k ids -> order, position, token, offsets, by a stable counting sort on the device.
+
+A warp owns a run of assignments and a histogram in shared memory; lanes with the same expert find each other by a
+ballot for each bit (with match.any, 8192 assignments took 4 us more on an H200), so that ranks come out in order. One
+CTA when there are few assignments, else a cluster of eight, which read each other's histograms.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Uint32, const_expr
+
+from moe_nvfp4.kernels.common.warp import sum_of_lanes_before
+
+
+def route_shape(R: int) -> tuple[int, int, int]:
+    """CTAs, warps, assignments a thread. Each power of two of the last would save a large batch 0.7 % of its time at
+    most (H200, 2026-11-22), and take half as many kernels more."""
+    if R <= 512:
+        return 1, 8, 1 if R <= 256 else 2
+    return (8, 8, 1) if R <= 2048 else (8, 16, 2 if R <= 8192 else 8 if R <= 32768 else 32)
+
+
+@cute.jit
+def _bins(mIds: cute.Tensor, first: Int32, stride: cutlass.Constexpr, each: cutlass.Constexpr, E: Int32):
+    """The experts of assignments first, first + stride, ...; E for unrouted ones (-1 or E), E + 1 beyond the end.
+
+    Traps on other ids.
+    """
+    ids = [E + 1] * each
+    for i in cutlass.range_constexpr(each):  # all loads first
+        at = first + i * stride
+        if at < mIds.shape[0]:
+            ids[i] = Int32(mIds[at])
+            if mIds[at] < -1 or mIds[at] > E:
+                ids[i] = Int32(-3)
+    wrong = ids[0] == -3
+    for i in cutlass.range_constexpr(1, each):
+        wrong = wrong or ids[i] == -3
+    if wrong:
+        cute.printf("moe_nvfp4: an expert id is not in 0..%d (-1 and %d mean 'not here')\n", E - 1, E)
+        cute.arch.inline_ptx("trap;")
+    return [cutlass.select_(id == -1, E, id) for id in ids]
+
+
+@cute.jit
+def _peers(bin: Int32, bits: Int32):
+    """(how many lanes have this bin, how many of them stand before this one), of bins with that many bits."""
+    mask = Uint32(0xFFFFFFFF)
+    for p in cutlass.range(bits, unroll=4):
+        bit = (bin >> p) & 1
+        mask &= ~(Uint32(cute.arch.vote_ballot_sync(bit != 0)) ^ Uint32(-bit))
+    return Int32(cute.arch.popc(mask)), Int32(cute.arch.popc(mask & cute.arch.lanemask_lt()))
+
+
+@cute.jit
+def _bits(E: Int32):
+    """Of bins 0 .. E + 1."""
+    return 32 - Int32(cute.arch.clz(E + 1))
+
+
+@cute.jit
+def _scan(value: Int32, sSums: cute.Tensor, warps: cutlass.Constexpr):
+    """All threads of a CTA: (the sum of the values of the threads before, the sum of all).
+
+    Before it is called again they must have met.
+    """
+    tid, _, _ = cute.arch.thread_idx()
+    before = sum_of_lanes_before(value)
+    if tid % 32 == 31:
+        sSums[tid // 32] = before + value
+    cute.arch.sync_threads()
+    total = Int32(0)
+    for w in cutlass.range_constexpr(warps):
+        if w < tid // 32:
+            before += sSums[w]
+        total += sSums[w]
+    return before, total
+
+
+def _load_of(rank: int, pointer: cute.Pointer) -> Int32:
+    """A word of shared memory of the cluster's CTA `rank`."""
+    return cute.arch.inline_ptx(
+        "{.reg .b32 a; mapa.shared::cluster.u32 a, {$r0}, %d; ld.shared::cluster.b32 {$w0}, [a];}" % rank,
+        write_only_types=[Int32],
+        read_only_args=[pointer.toint()],
+    )
+
+
+class Groups(NamedTuple):
+    """What routing reads and writes, int32 or int64 [R] ids, int32 the rest: see `routing.Groups`."""
+
+    mIds: cute.Tensor  # [R]
+    mOrder: cute.Tensor
+    mPosition: cute.Tensor
+    mToken: cute.Tensor
+    mOffsets: cute.Tensor
+    mSync: cute.Tensor  # becomes zeros, for the GEMMs
+
+
+class Route:
+    """`ctas` CTAs of a cluster, `warps` warps each, `each` assignments a thread. Beside them, others `quantize` x:
+    neither needs the other.
+
+    The order is put together in shared memory: to write it out of order, a word a sector, took ten microseconds.
+    """
+
+    LOCAL = 14  # bits of an assignment's place within its CTA's; 17 above them hold its row
+
+    def __init__(self, ctas: int, warps: int, each: int, quantize=None):
+        assert 32 * warps * each <= 1 << self.LOCAL
+        self.ctas, self.warps, self.each, self.quantize = ctas, warps, each, quantize
+
+    def __repr__(self) -> str:
+        return f"Route({self.ctas}, {self.warps}, {self.each}, {self.quantize})"
+
+    @cute.jit
+    def __call__(
+        self, mIds, mOrder, mPosition, mToken, mOffsets, mSync, mX, mScale, mRows, mRowScale,
+        E: Int32, top_k: Int32, stream,
+    ):  # fmt: skip
+        ctas = Int32(self.ctas)
+        if const_expr(self.quantize is not None):
+            each = self.warps // self.quantize.warps  # rows a CTA has
+            ctas += (mRows.shape[0] + each * self.ctas - 1) // (each * self.ctas) * self.ctas  # whole clusters
+        groups = Groups(mIds, mOrder, mPosition, mToken, mOffsets, mSync)
+        self.kernel(groups, mX, mScale, mRows, mRowScale, E, top_k).launch(
+            grid=[ctas, 1, 1],
+            block=[self.warps * 32, 1, 1],
+            cluster=[self.ctas, 1, 1] if const_expr(self.ctas > 1) else None,
+            smem=(32 + (self.warps + 3) * (E + 1) + self.warps * 32 * self.each) * 4,
+            stream=stream,
+            use_pdl=True,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        groups: Groups,
+        mX: cute.Tensor | None,  # [T, K], what follows is as in `sm90.quantize.Quantize`
+        mScale: cute.Tensor | None,
+        mRows: cute.Tensor | None,
+        mRowScale: cute.Tensor | None,
+        E: Int32,
+        top_k: Int32,
+    ):
+        cta, _, _ = cute.arch.block_idx()
+        if const_expr(self.quantize is None):
+            self.group(cta, groups, E, top_k)
+        else:
+            if cta < self.ctas:
+                self.group(cta, groups, E, top_k)
+            else:
+                self.quantize.rows(cta - self.ctas, self.warps, mX, groups.mIds, mScale, mRows, mRowScale, top_k)
+
+    @cute.jit
+    def group(self, cta: Int32, groups: Groups, E: Int32, top_k: Int32):
+        """One of the CTAs that sort."""
+        mIds, mOrder, mPosition, mToken, mOffsets, mSync = groups
+        threads, each = self.warps * 32, self.each
+        chunk = threads * each
+        tid, _, _ = cute.arch.thread_idx()
+        warp, lane = tid // 32, tid % 32
+        bins = E + 1
+        smem = cute.arch.get_dyn_smem(Int32)
+        sSums = cute.make_tensor(smem, cute.make_layout(32))
+        sRun = cute.make_tensor(smem + 32, cute.make_layout((self.warps, bins), stride=(bins, 1)))
+        lists = smem + (32 + self.warps * bins)
+        sCount, sStart, sMine = (cute.make_tensor(lists + i * bins, cute.make_layout(bins)) for i in range(3))
+        sOrder = cute.make_tensor(lists + 3 * bins, cute.make_layout(chunk))
+        for i in cutlass.range(tid, self.warps * bins, threads, unroll=1):
+            smem[32 + i] = Int32(0)
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
+
+        first = cta * chunk + warp * each * 32 + lane  # a warp has 32 * each assignments in a row
+        bin = _bins(mIds, first, 32, each, E)
+        for i in cutlass.range(cta * threads + tid, mSync.shape[0], self.ctas * threads, unroll=1):
+            mSync[i] = Int32(0)
+        cute.arch.sync_threads()
+        rank, bits = [], _bits(E)
+        for i in cutlass.range_constexpr(each):
+            n, before = _peers(bin[i], bits)
+            at = cutlass.min(bin[i], E)
+            count = sRun[warp, at]
+            rank.append(count + before)
+            cute.arch.sync_warp()
+            if before == 0 and bin[i] <= E:
+                sRun[warp, at] = count + n
+            cute.arch.sync_warp()
+        cute.arch.sync_threads()
+
+        # sRun: how many of this CTA stand before the warp's; sCount: how many it has
+        for b in cutlass.range(tid, bins, threads, unroll=1):
+            counts = [sRun[w, b] for w in range(self.warps)]
+            total = Int32(0)
+            for w in cutlass.range_constexpr(self.warps):
+                sRun[w, b] = total
+                total += counts[w]
+            sCount[b] = total
+        if const_expr(self.ctas > 1):
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+        self.starts(cta, bins, sSums, sCount, sStart, sMine, mOffsets)
+        if const_expr(self.ctas > 1):
+            cute.arch.cluster_arrive()  # no CTA ends while others read its counts
+
+        sLocal = sMine if const_expr(self.ctas > 1) else sStart
+        for i in cutlass.range_constexpr(each):
+            if bin[i] <= E:
+                within = sRun[warp, bin[i]] + rank[i]
+                row = sStart[bin[i]] + within
+                local = warp * each * 32 + lane + i * 32
+                sOrder[sLocal[bin[i]] + within] = (row << self.LOCAL) | local
+                mPosition[cta * chunk + local] = row
+        cute.arch.sync_threads()
+        for i in cutlass.range(tid, cutlass.min(mIds.shape[0] - cta * chunk, Int32(chunk)), threads, unroll=1):
+            both = sOrder[i]
+            at, row = cta * chunk + (both & ((1 << self.LOCAL) - 1)), both >> self.LOCAL
+            mOrder[row] = at
+            mToken[row] = at // top_k
+        if const_expr(self.ctas > 1):
+            cute.arch.cluster_wait()
+
+    @cute.jit
+    def starts(self, cta: Int32, bins: Int32, sSums, sCount, sStart, sMine, mOffsets):
+        """Where bins begin. sStart: how many of the bins before there are, and of this one in the CTAs before; sMine:
+        how many of the bins before this CTA has."""
+        threads, (tid, _, _) = self.warps * 32, cute.arch.thread_idx()
+        base, base_mine = Int32(0), Int32(0)
+        for i in cutlass.range((bins + threads - 1) // threads, unroll=1):
+            b = i * threads + tid
+            mine, before, total = Int32(0), Int32(0), Int32(0)
+            if b < bins:
+                mine = sCount[b]
+                before, total = self.counted(cta, sCount, b, mine)
+            start, whole = _scan(total, sSums, self.warps)
+            if b < bins:
+                sStart[b] = base + start + before
+                if cta == 0:
+                    mOffsets[b] = base + start
+            base += whole
+            cute.arch.sync_threads()
+            if const_expr(self.ctas > 1):
+                start, whole = _scan(mine, sSums, self.warps)
+                if b < bins:
+                    sMine[b] = base_mine + start
+                base_mine += whole
+                cute.arch.sync_threads()
+
+    @cute.jit
+    def counted(self, cta: Int32, sCount, b: Int32, mine: Int32):
+        """(how many of bin b the CTAs before have, how many all have)."""
+        before, total = Int32(0), mine
+        if const_expr(self.ctas > 1):
+            total = Int32(0)
+            for c in cutlass.range_constexpr(self.ctas):
+                if c == cta:
+                    before = total
+                total += _load_of(c, sCount.iterator + b)
+        return before, total
