@@ -6,12 +6,14 @@ import pytest
 
 from moe_nvfp4.kernels.sm100 import backend as sm100
 from moe_nvfp4.kernels.sm100.config import (
+    BLOCK_K,
     SMEM,
     CombineConfig,
     GemmConfig,
     InterleaveConfig,
     QuantizeConfig,
     RouteConfig,
+    SumConfig,
 )
 from tests.emulator import Emulated, compiling_for
 from tests.emulator.stream import Stream
@@ -21,6 +23,7 @@ OUTPUTS = {
     RouteConfig: (1, 2, 3, 4, 5),
     QuantizeConfig: (4, 5, 6),
     InterleaveConfig: (2,),
+    SumConfig: (1,),
     CombineConfig: (2,),
 }  # which of a launch's arguments
 
@@ -33,11 +36,16 @@ def outputs_of(config, arguments):
 
 class OnEmulator:
     """Takes the place of `sm100.launch`. Every launch runs under `schedule`, on so many `multiprocessors`, GEMMs with
-    `tile` if it is not None."""
+    `tile` if it is not None, and `parts` of K."""
 
     def __init__(self):
         self.schedule, self.multiprocessors, self.tile, self.stream = "eager", 3, None, Stream()
+        self.parts = 1
         self.cut_sums = False
+
+    def plan(self, rows, experts, weight_rows, k, *_):
+        """(tile, parts of K), no more than there are; None: not given."""
+        return self.tile and (self.tile, min(self.parts, -(-k // BLOCK_K)))
 
     def launch(self, config, arguments):
         if config not in RUNS:
@@ -58,12 +66,12 @@ class OnEmulator:
 @contextmanager
 def in_place_of_launch(runner):
     """Inside, what `moe_nvfp4.kernels.sm100` launches goes to the runner, which also says the sizes."""
-    choose_tile, choose_dense_tile = sm100.choose_tile, sm100.choose_dense_tile
+    choose_tile, plan_dense = sm100.choose_tile, sm100.plan_dense
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(sm100, "launch", runner.launch)
         monkeypatch.setattr(sm100, "multiprocessors", lambda device: runner.multiprocessors)
         monkeypatch.setattr(sm100, "choose_tile", lambda *problem: runner.tile or choose_tile(*problem))
-        monkeypatch.setattr(sm100, "choose_dense_tile", lambda *problem: runner.tile or choose_dense_tile(*problem))
+        monkeypatch.setattr(sm100, "plan_dense", lambda *problem: runner.plan(*problem) or plan_dense(*problem))
         yield runner
 
 

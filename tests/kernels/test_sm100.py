@@ -271,7 +271,7 @@ def exact_gate(gate: Gate, out, bound):
 
 def check_close(found, exact, bound, live):
     assert torch.equal(found[~live], torch.zeros_like(found[~live])), "unrouted rows are not zero"
-    allowed = bound + HALF_UNIT[found.dtype] * (exact.abs() + bound) + 2.0**-26 * (found.dtype == torch.float16)
+    allowed = bound + HALF_UNIT[found.dtype] * (exact.abs() + bound) + 2.0**-25 * (found.dtype == torch.float16)
     error, allowed = ((found.double() - exact).abs())[live], allowed[live]
     if error.numel():
         at = (error - allowed).nan_to_num(nan=torch.inf).argmax()

@@ -18,6 +18,7 @@ from moe_nvfp4.kernels.sm100.config import (
     GemmConfig,
     InterleaveConfig,
     RouteConfig,
+    SumConfig,
 )
 from moe_nvfp4.routing import Rows, group_by_expert
 from moe_nvfp4.weights import Gate
@@ -48,11 +49,13 @@ def shipped_configs(architecture: str) -> list:
     """From layers of Qwen3-30B-A3B and gpt-oss: every tile and output (sm_103a: a few)."""
     configs = [
         InterleaveConfig(2048, True),
+        SumConfig(3, 128, 768, Gate(), "interleaved"),
+        GemmConfig(128, 768, 2048, 2, "float32", None, None, TILES[1], parts=3),
         GemmConfig(32, 2880, 2880, 2, "interleaved", GATES["oai"], "bfloat16", TILES[1]),
         GemmConfig(8, 704, 2048, 2, "bfloat16", Gate("raw"), None, TILES[3]),
     ]
     configs += [GemmConfig(128, 2048, 768, 1, "assignments", None, None, tile) for tile in TILES if tile.blocks == 1]
-    return configs if architecture == "sm_100a" else configs[1:2]
+    return configs if architecture == "sm_100a" else configs[3:4]
 
 
 def compile_all(architecture: str):
@@ -93,14 +96,18 @@ def test_tiles_are_legal():
         assert t.legal and t.second + t.blocks * t.tokens + t.operand_columns <= TMEM
         assert t.shared_tokens <= t.tokens  # of one block: see `TileShape.shared_tokens`
     assert not DenseTile(64, 1, 2).legal
-    for R, E, rows, projections, tile in [
-        (8, 128, 768, 2, DenseTile(64, 2)),  # each expert has one token: no tile of 128
-        (16, 128, 2880, 1, DenseTile(64, 1)),  # 368 blocks are three rounds, 192 pairs of blocks would be four
-        (512, 8, 4096, 1, DenseTile(64, 2)),  # 256 blocks or 128 pairs: two rounds either way, and tokens are shared
-        (3072, 16, 768, 2, DenseTile(64, 2)),  # 192 tiles of 128 tokens are two rounds, 288 of 64 two shorter ones
-        (65536, 128, 2048, 1, DenseTile(128, 2)),
+    interleaved, assignments, bf16 = (2, "interleaved"), (1, "assignments"), (1, "assignments bfloat16")
+    for R, E, rows, K, leaving, tile, parts in [
+        (8, 128, 768, 2048, interleaved, DenseTile(64, 2), 3),  # 48 tiles for 148 multiprocessors
+        (2, 8, 14336, 4096, interleaved, DenseTile(64, 2), 1),  # 224 tiles
+        (2, 8, 4096, 14336, assignments, DenseTile(64, 2), 4),  # 32 tiles of two blocks
+        (2, 8, 4096, 14336, bf16, DenseTile(64, 1), 1),  # parts are fp32
+        (16, 128, 2880, 2880, assignments, DenseTile(64, 2), 3),  # 192 pairs of blocks are two rounds, 576 parts four
+        (512, 8, 4096, 14336, bf16, DenseTile(64, 2), 1),  # 256 blocks or 128 pairs: two rounds, and tokens are shared
+        (3072, 16, 768, 2048, interleaved, DenseTile(64, 2), 1),  # 192 tiles of 128 tokens: two rounds, longer ones
+        (65536, 128, 2048, 768, bf16, DenseTile(128, 2), 1),
     ]:
-        assert sm100.choose_dense_tile(R, E, rows, projections, 148) == tile
+        assert sm100.plan_dense(R, E, rows, K, *leaving, 148) == (tile, parts), (R, E, rows, K)
 
 
 # ---- on the emulator -----------------------------------------------------------------------------
@@ -172,17 +179,25 @@ def test_tiles(emulator, tile):
 
 
 @pytest.mark.parametrize(
-    "gate, H, I, bias, dtype",
+    "gate, H, I, bias, dtype, parts",
     [
-        ("oai", 592, 80, torch.bfloat16, torch.bfloat16),
-        ("gelu", 16, 16, torch.float32, torch.float32),
-        ("raw", 128, 144, None, torch.float16),
+        ("oai", 592, 80, torch.bfloat16, torch.bfloat16, 2),
+        ("gelu", 16, 16, torch.float32, torch.float32, 1),
+        ("raw", 272, 144, None, torch.float16, 2),
     ],
 )
-def test_gates(emulator, gate, H, I, bias, dtype):
-    """And K tails of 16 and of 80 columns, weight rows that do not fill a block."""
-    emulator.schedule = "slow:1"
+def test_gates(emulator, gate, H, I, bias, dtype, parts):
+    """And K tails of 16 and of 80 columns, weight rows that do not fill a block; GEMM 1's K in parts."""
+    emulator.schedule, emulator.tile, emulator.parts = "slow:1", TILES[1], parts
     check_layer(emulator, Problem(H, I, [5, 0, 18, 2], 1, 2, GATES[gate], bias, dtype=dtype))
+
+
+def test_parts_of_k(emulator):
+    """Each part a tile of its own, in both GEMMs, in one CTA and in three: the same bits."""
+    emulator.schedule, emulator.tile, emulator.parts, emulator.multiprocessors = "reverse-lazy", TILES[2], 3, 1
+    again = check_layer(emulator, Problem(272, 528, [19, 0, 5], 2, gate=GATES["relu2"]))
+    emulator.schedule, emulator.multiprocessors = "random:3", 3
+    assert torch.equal(*again())
 
 
 def test_weights_are_exact(emulator):
@@ -197,13 +212,14 @@ def test_weights_are_exact(emulator):
     assert torch.equal(y.T, nvfp4.dequantize(w.w2[0], w.w2_sf[0], w.w2_scale))
 
 
-@pytest.fixture
-def layer_call(emulator, monkeypatch):
+@pytest.fixture(params=[64, 272], ids=lambda H: f"{H} columns")
+def layer_call(request, emulator, monkeypatch):
     """(a layer, its inputs, the reference's result)"""
-    layer = random_layer(4, 64, 80, GATES["oai"], bias=torch.bfloat16, scale=2e-3)
+    H = request.param
+    layer = random_layer(4, H, 80, GATES["oai"], bias=torch.bfloat16, scale=2e-3)
     ids = torch.stack([torch.randperm(4)[:2] for _ in range(9)])
     ids[0, 0] = 4  # an unrouted row, which the epilogue zeroes before anything else
-    inputs = torch.randn(9, 64).bfloat16(), ids, torch.rand(9, 2)
+    inputs = torch.randn(9, H).bfloat16(), ids, torch.rand(9, 2)
     monkeypatch.setenv("MOE_NVFP4_BACKEND", "reference")
     right = layer(*inputs)
     monkeypatch.delenv("MOE_NVFP4_BACKEND")
@@ -241,8 +257,9 @@ def test_many_rows_leave_in_bf16(emulator, monkeypatch):
 
 
 def test_layer(emulator, layer_call, monkeypatch):
-    """All of it in one call; each griddepcontrol.wait is left out in turn."""
-    emulator.schedule = "random:5"
+    """All of it in one call, GEMM 1 in two parts where there are two K tiles; each griddepcontrol.wait is left out in
+    turn."""
+    emulator.schedule, emulator.tile, emulator.parts = "random:5", TILES[1], 2
     layer, (x, ids, p), right = layer_call
     assert relative_error(layer(x, ids, p), right) < THRESHOLDS["half"]
     assert layer.packed
@@ -250,11 +267,11 @@ def test_layer(emulator, layer_call, monkeypatch):
     launch = emulator.launch
     monkeypatch.setattr(sm100, "launch", lambda *arguments: launched.append(arguments[0]) or launch(*arguments))
     layer(x, ids, p)
-    assert [type(config) for config in launched] == [
-        RouteConfig, InterleaveConfig, GemmConfig, GemmConfig, CombineConfig,
-    ]  # fmt: skip
-    assert launched[2].out == "interleaved"
-    for config in launched[1:-1]:
+    total = [SumConfig] if x.shape[1] > 256 else []
+    kinds = [RouteConfig, InterleaveConfig, GemmConfig, *total, GemmConfig, CombineConfig]
+    assert [type(config) for config in launched] == kinds
+    assert launched[2 + len(total)].out == "interleaved"
+    for config in launched[3:4] if total else launched[1:-1]:
         first, *others = RUNS[config].ptx.split("griddepcontrol.wait;")
         assert len(others) == (2 if isinstance(config, GemmConfig) else 1)
         for left_out in range(len(others)):

@@ -10,7 +10,9 @@ order of the fp32 sums inside a GEMM and the last bits of exp in the gate:
 `experts` is all of them, and routing. GEMM 2's rows are fp32, but bf16 beyond
 `EXACT_BYTES`.
 
-bf16 rows are gathered and interleaved (`rows.InterleaveRows`) before each GEMM; in `experts` GEMM 1 writes h so.
+bf16 rows are gathered and interleaved (`rows.InterleaveRows`) before each GEMM; in `experts` GEMM 1 writes h so. With
+few of them K is in parts (`model.plan_dense`): a kernel more adds up those of GEMM 1 and applies the gate (`SumParts`),
+the weighted sum adds up those of GEMM 2.
 
 Nothing waits for the device and no shape depends on data, so the stages can be captured in a CUDA
 graph. Weights are in the layout of `sm100.pack`.
@@ -19,6 +21,7 @@ graph. Weights are in the layout of `sm100.pack`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,6 +31,7 @@ from moe_nvfp4 import format as nvfp4
 from moe_nvfp4.kernels.common.ahead import MAX_ROWS, CuteKernels, noted_gpu, planned_tokens
 from moe_nvfp4.kernels.common.tensors import aligned, expert_ids, floating, multiprocessors, settle, warn_unpacked
 from moe_nvfp4.kernels.sm100.config import (
+    EIGHT,
     EXACT_BYTES,
     SF_TILE,
     CombineConfig,
@@ -35,18 +39,20 @@ from moe_nvfp4.kernels.sm100.config import (
     InterleaveConfig,
     QuantizeConfig,
     RouteConfig,
+    SumConfig,
     TileShape,
-    choose_dense_tile,
     choose_tile,
     interleaved_width,
 )
+from moe_nvfp4.kernels.sm100.model import plan_dense
 from moe_nvfp4.kernels.sm100.pack import pack_sf, pad_rows, parts
 from moe_nvfp4.routing import Groups, Rows, check_ids, group_by_expert
 from moe_nvfp4.weights import ExpertWeights, Projection
 
 ARCHITECTURES = {(10, 0): "sm_100a", (10, 3): "sm_103a"}
 OUT_DTYPES = ("bfloat16", "float16", "float32")
-Config = RouteConfig | QuantizeConfig | InterleaveConfig | GemmConfig | CombineConfig  # what a kernel is compiled for
+# what a kernel is compiled for
+Config = RouteConfig | QuantizeConfig | InterleaveConfig | GemmConfig | SumConfig | CombineConfig
 
 
 # ---- the stages ----------------------------------------------------------------------------------
@@ -138,10 +144,17 @@ def _gemm1(rows: Rows, w: ExpertWeights, groups: Groups, dtype: torch.dtype, out
     projections = 2 if w.gate.gated else 1
     codes, sf = _operands(w.projection("w13"))
     static = rows.is_nvfp4 and w.h_scale is not None and w.gate.kind != "raw"
-    tile = _tile(rows, planned_tokens(R), E, I, projections)
     out = "nvfp4" if static else out
+    tile, parts = _plan(rows, planned_tokens(R), (E, I, codes.shape[-1] * 2, projections, out))
     config = GemmConfig(E, I, codes.shape[-1] * 2, projections, out, w.gate, _bias_name(w.b13), tile)
     scales = (w.gate_scale if projections == 2 else w.up_scale, w.up_scale)
+    if parts > 1:
+        config, total = replace(config, out="float32", gate=None, parts=parts), SumConfig(parts, E, I, w.gate, out)
+        sums = _gemm(config, rows, groups, (codes, sf), scales, w.b13, Rows(_sums(rows, R, config)))
+        h = rows.values.new_empty(R, total.width, dtype=dtype)
+        if R:
+            launch(total, (sums.values, h, groups.offsets))
+        return Rows(h)
     if not static:
         h = rows.values.new_empty(R, config.width, dtype=dtype)
         return _gemm(config, rows, groups, (codes, sf), scales, w.b13, Rows(h))
@@ -154,23 +167,32 @@ def _gemm1(rows: Rows, w: ExpertWeights, groups: Groups, dtype: torch.dtype, out
 def _gemm2(h: Rows, w: ExpertWeights, groups: Groups, top_k_weights: Tensor, dtype: torch.dtype) -> Tensor:
     R, E, H, (T, top_k) = groups.num_rows, groups.num_experts, w.hidden_size, top_k_weights.shape
     codes, sf = _operands(w.projection("w2"))
-    tile = _tile(h, planned_tokens(T, top_k) * top_k, E, H, 1)
     exact = dtype != torch.bfloat16 or planned_tokens(T, top_k) * top_k * H * 4 <= EXACT_BYTES
     out = "assignments" if exact else "assignments bfloat16"
-    config = GemmConfig(E, H, codes.shape[-1] * 2, 1, out, None, _bias_name(w.b2), tile)
+    tile, parts = _plan(h, planned_tokens(T, top_k) * top_k, (E, H, codes.shape[-1] * 2, 1, out))
+    config = GemmConfig(E, H, codes.shape[-1] * 2, 1, out, None, _bias_name(w.b2), tile, parts)
     y = h.values.new_empty(T, H, dtype=dtype)
-    assignments = h.values.new_empty(R, H, dtype=torch.float32 if exact else dtype)
+    assignments = _sums(h, R, config) if exact else h.values.new_empty(R, H, dtype=dtype)
     _gemm(config, h, groups, (codes, sf), (w.w2_scale, w.w2_scale), w.b2, Rows(assignments))
     if T:
         top_k_weights = aligned(floating(top_k_weights))
-        combine = CombineConfig(top_k, H, _name(top_k_weights.dtype), _name(dtype), _name(assignments.dtype))
+        weights, out, rows = (_name(t.dtype) for t in (top_k_weights, y, assignments))
+        combine = CombineConfig(top_k, H, weights, out, rows, parts)
         launch(combine, (assignments, top_k_weights, y))
     return y
 
 
-def _tile(operand: Rows, rows: int, experts: int, weight_rows: int, projections: int) -> TileShape:
-    choose, sms = choose_tile if operand.is_nvfp4 else choose_dense_tile, multiprocessors(operand.values.device)
-    return choose(rows, experts, weight_rows, projections, sms)
+def _plan(operand: Rows, rows: int, problem: tuple[int, int, int, int, str]) -> tuple[TileShape, int]:
+    """(tile, parts of K). problem: experts, weight rows, K, projections, what leaves."""
+    (experts, weight_rows, _, projections, _), sms = problem, multiprocessors(operand.values.device)
+    if operand.is_nvfp4:
+        return choose_tile(rows, experts, weight_rows, projections, sms), 1
+    return plan_dense(rows, *problem, sms)
+
+
+def _sums(like: Rows, rows: int, config: GemmConfig) -> Tensor:
+    """Room for what a GEMM leaves in fp32, all parts."""
+    return like.values.new_empty(config.parts * rows, config.width, dtype=torch.float32)
 
 
 def _gemm(
@@ -191,7 +213,7 @@ def _gemm(
         raise ValueError(f"{R} rows are too many for one call: split the batch")
     weights, values = (codes.permute(1, 2, 0), sf), out.values.view(torch.uint32)
     globals_ = (*scales, scales[0] if bias is None else bias)
-    tiles = config.row_tiles * (R // tile.tokens + min(config.experts, R))
+    tiles = config.work_tiles * (R // tile.tokens + min(config.experts, R))
     grid = min(tiles, multiprocessors(codes.device) // tile.ctas) * tile.ctas
     if config.dense:
         x = rows.values.view(torch.uint8)
@@ -299,6 +321,7 @@ def kernel_of(config: Config) -> tuple[Any, tuple]:
     from cutlass.cute.runtime import make_fake_tensor
 
     from moe_nvfp4.kernels.common.route import Route
+    from moe_nvfp4.kernels.common.rows import SumParts
     from moe_nvfp4.kernels.sm100 import gemm, rows, w4a16
 
     def tensor(dtype: Any, *shape: Any, align: int = 16, stride: Sequence | None = None) -> Any:
@@ -326,6 +349,14 @@ def kernel_of(config: Config) -> tuple[Any, tuple]:
             tensor(types[config.rows], R, config.hidden),
             tensor(types[config.weights], others, config.top_k),
             tensor(types[config.out], others, config.hidden),
+        )
+    if isinstance(config, SumConfig):
+        order = EIGHT if config.out == "interleaved" else tuple(range(8))
+        sums = SumParts(config.parts, order, config.projections, config.gate, routed=True)
+        return sums, (
+            tensor(Float32, R, config.columns * config.projections),
+            tensor(types.get(config.out, cutlass.BFloat16), others, config.width),
+            tensor(Int32, config.experts + 1, align=4),
         )
     if isinstance(config, RouteConfig):
         ids = tensor({"int32": Int32, "int64": cutlass.Int64}[config.ids], R, align=8 if config.ids == "int64" else 4)
@@ -357,7 +388,7 @@ def kernel_of(config: Config) -> tuple[Any, tuple]:
             tensor(Float32, E, align=4),
             tensor(Float32, E, align=4),
             bias,
-            tensor(Uint32, R, words.get(config.out, config.width // 2)),
+            tensor(Uint32, R if config.parts == 1 else others, words.get(config.out, config.width // 2)),
             tensor(Int32, R, align=4),
             Int32(1),
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 from moe_nvfp4.weights import Gate
 
@@ -128,6 +127,7 @@ class GemmConfig:
                  "interleaved": bf16 rows as a `DenseTile` reads them
     gate         what happens to gate and up; None: every row is an output of its own
     bias         dtype of the bias, or None
+    parts        of K, each a tile of its own; part p of row r is row p * R + r of the output, which is fp32
     """
 
     experts: int
@@ -138,6 +138,7 @@ class GemmConfig:
     gate: Gate | None
     bias: str | None
     tile: TileShape
+    parts: int = 1
 
     @property
     def fixed_bytes(self) -> int:
@@ -179,6 +180,11 @@ class GemmConfig:
         return -(-self.rows // per_tile)
 
     @property
+    def work_tiles(self) -> int:
+        """Tiles of an expert's token tile."""
+        return self.row_tiles * self.parts
+
+    @property
     def sf_row_tiles(self) -> int:
         """128-row scale tiles of a projection."""
         return -(-self.rows // ROWS)
@@ -207,9 +213,14 @@ class GemmConfig:
             and self.rows % 16 == 0
             and (self.out != "interleaved" or self.fused or self.projections == 1)
             and not (self.dense and self.out == "nvfp4")
+            and (self.parts == 1 or self.split_legal)
             and self.k % 32 == 0
             and self.stages >= 2
         )
+
+    @property
+    def split_legal(self) -> bool:
+        return self.dense and self.out in ("assignments", "float32") and not self.fused and self.parts <= self.k_tiles
 
 
 def interleaved_width(columns: int) -> int:
@@ -245,6 +256,33 @@ class CombineConfig:
     weights: str  # dtype of the routing weights
     out: str  # dtype of y
     rows: str = "float32"  # dtype of GEMM 2's rows
+    parts: int = 1  # of K, in GEMM 2
+
+
+@dataclass(frozen=True)
+class SumConfig:
+    """All that the compiled `SumParts` depends on: `parts` of GEMM 1, of `rows` columns for each projection."""
+
+    parts: int
+    experts: int
+    rows: int
+    gate: Gate
+    out: str  # dtype of h, or "interleaved"
+
+    @property
+    def projections(self) -> int:
+        """That one column of h is made of."""
+        return 2 if self.gate.gated and self.gate.kind != "raw" else 1
+
+    @property
+    def columns(self) -> int:
+        """Of one of them."""
+        return self.rows * (2 if self.gate.gated and self.gate.kind == "raw" else 1)
+
+    @property
+    def width(self) -> int:
+        """Columns of h."""
+        return interleaved_width(self.columns) if self.out == "interleaved" else self.columns
 
 
 @dataclass(frozen=True)
@@ -282,23 +320,3 @@ def choose_tile(rows: int, experts: int, weight_rows: int, projections: int, sms
     # tokens. Unless fewer SMs had work then.
     alone, pairs = (min(sms, work_for(tokens, blocks, ctas)) for ctas in (1, 2))
     return TileShape(tokens, blocks, 2 if per_expert > 100 and weight_rows > ROWS and pairs >= alone else 1)
-
-
-@lru_cache(maxsize=4096)
-def choose_dense_tile(rows: int, experts: int, weight_rows: int, projections: int, sms: int) -> DenseTile:
-    """As `choose_tile`, for bf16 rows: the tile with which the last SM is done first. Of equals the largest, in which
-    blocks share the tokens, but no more tokens than an expert has."""
-    hit = max(1, min(experts, rows))
-    per_expert = -(-rows // hit)
-
-    def cycles(tile: DenseTile) -> float:
-        """Of a step of K = 64, for the SM with the most tiles: dequantization, MMAs or shared memory (`model`)."""
-        per_tile = ROWS * (1 if projections == 2 else tile.blocks)
-        token_tiles = -(-per_expert // tile.tokens)
-        tiles = hit * token_tiles * -(-weight_rows // per_tile)
-        width = -(-per_expert // CHUNK) * CHUNK / token_tiles  # on average
-        shared = tile.blocks * 84 + width * (1 + tile.blocks)
-        return -(-tiles // sms) * max(tile.blocks * max(DEQUANTIZE[tile.blocks], 2 * width), shared)
-
-    tokens = (64, 128) if per_expert <= 64 else (128, 64)
-    return min((DenseTile(t, b) for t in tokens for b in (2, 1)[: 3 - projections]), key=cycles)

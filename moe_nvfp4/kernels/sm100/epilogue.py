@@ -119,7 +119,8 @@ class Epilogue:
             scales.append(scale * ptx.UNSCALE if c.dense else scale)
             if const_expr(c.bias is not None):
                 row = cutlass.min(self.scheduler.block_row(work.row_tile, b) + me.thread, c.rows - 1)
-                biases.append(tensors.mBias[work.expert, row + (c.rows if up else 0)].to(Float32))
+                bias = tensors.mBias[work.expert, row + (c.rows if up else 0)].to(Float32)
+                biases.append(bias if c.parts == 1 else cutlass.select_(work.part == 0, bias, Float32(0.0)))
         h = tensors.mHScale[work.expert] if const_expr(c.out == "nvfp4") else Float32(1.0)
         return TileScales(scales, biases, sTokens, h)
 
@@ -204,6 +205,8 @@ class Epilogue:
                 inside = column < c.width
             if const_expr(c.scattered):
                 row = tensors.mOrder[row] if live else row
+            if const_expr(c.parts > 1):
+                row += work.part * tensors.mOrder.shape[0]
             if const_expr(c.out in ("assignments", "float32")):
                 words = [v.bitcast(Uint32) for v in values]
             else:
@@ -244,8 +247,9 @@ class Epilogue:
             at = row
             if const_expr(c.scattered):
                 at = tensors.mOrder[row]
-            for pair in cutlass.range(tid, tensors.mOut.shape[1] // 2, 256):
-                store_words([Uint32(0), Uint32(0)], tensors.mOut, at, pair * 2)
+            for part in cutlass.range_constexpr(c.parts):
+                for pair in cutlass.range(tid, tensors.mOut.shape[1] // 2, 256):
+                    store_words([Uint32(0), Uint32(0)], tensors.mOut, at + part * tensors.mOrder.shape[0], pair * 2)
             if const_expr(c.out == "nvfp4"):
                 if tid == 0:
                     tensors.mOutScale[row] = Float32(1.0)

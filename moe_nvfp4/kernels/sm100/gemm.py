@@ -257,7 +257,9 @@ class GroupedGemm:
         ring = producer_state()
         while tile < count:
             work = self.scheduler.locate(tile, tile_map)
-            for k in cutlass.range(c.k_tiles, unroll=1):
+            first, k_tiles, _ = self.scheduler.k_range(tile)
+            for i in cutlass.range(k_tiles, unroll=1):
+                k = first + i
                 size = cutlass.min(c.k_steps - 4 * k, 4) * SF_TILE
                 bar = full + ring.index
                 cute.arch.mbarrier_wait(empty + ring.index, ring.phase)

@@ -2,6 +2,8 @@
 
     python -m moe_nvfp4.kernels.sm100.model
 
+W4A16's tiles are those that it prefers (`plan_dense`).
+
 A GEMM takes as long as the slowest of five things: bytes through HBM, and for the CTA with the most tiles the cycles
 that its tensor cores, its shared memory, its MMA-issuing warp, and the issue slots for epilogue and dequantization
 are busy (they overlap, tile against tile); and START. A layer is routing, rows, both GEMMs and the sum, one after the
@@ -17,16 +19,18 @@ the model is for the other problems, and for whole layers of LightMoE, another l
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 from moe_nvfp4.kernels.sm100.config import (
+    BLOCK_K,
     CHUNK,
     DEQUANTIZE,
     EXACT_BYTES,
     ROWS,
     SF_TILE,
+    DenseTile,
     TileShape,
-    choose_dense_tile,
     choose_tile,
 )
 
@@ -47,6 +51,9 @@ EPILOGUE = {
     ("nvfp4", 1, "assignments"): 82,
     ("nvfp4", 1, "assignments bfloat16"): 83,
     ("bf16", 2, "interleaved"): 168,
+    ("bf16", 2, "float32"): 59,
+    ("bf16", 1, "float32"): 59,
+    ("bf16", 1, "interleaved"): 60,
     ("bf16", 1, "assignments"): 59,
     ("bf16", 1, "assignments bfloat16"): 60,
 }
@@ -55,10 +62,7 @@ NVFP4 = 0.5625  # bytes of a code with its share of a block scale
 
 @dataclass(frozen=True)
 class Launch:
-    """One GEMM: `groups` are the rows of each expert; n is per projection; out_bytes of an element of the result.
-
-    parts  of K, each a tile of its own that leaves fp32 sums
-    """
+    """One GEMM: `groups` are the rows of each expert; n is per projection; out_bytes of an element of the result."""
 
     groups: tuple[int, ...]
     n: int
@@ -68,12 +72,11 @@ class Launch:
     out_bytes: float
     activations: str = "nvfp4"
     shape: TileShape | None = None
-    parts: int = 1
+    parts: int = 1  # of K, each a tile of its own that leaves fp32
 
     @property
     def tile(self) -> TileShape:
-        choose = choose_tile if self.activations == "nvfp4" else choose_dense_tile
-        return self.shape or choose(sum(self.groups), len(self.groups), self.n, self.projections, SMS)
+        return self.shape or choose_tile(sum(self.groups), len(self.groups), self.n, self.projections, SMS)
 
 
 class Counts(NamedTuple):
@@ -98,20 +101,21 @@ def of_step(tile: TileShape, activations: str, width: int) -> Counts:
 
 def of_chunk(launch: Launch) -> Counts:
     """16 tokens of a tile, in the epilogue: four warps turn them around in shared memory, for each block of outputs."""
-    outputs = launch.tile.blocks if launch.projections == 1 else 1
+    fused = launch.projections == 2 and launch.out != "float32"
+    outputs = 1 if fused else launch.tile.blocks
     exchanged = 2 * CHUNK * ROWS * 4 + (0 if launch.activations == "bf16" else 2048)  # scales of the tokens
     each = EPILOGUE[launch.activations, launch.projections, launch.out]
     return Counts(outputs * exchanged, 0, 4 * (CHUNK_LOOP + outputs * each))
 
 
-def busy(launch: Launch) -> dict[str, float]:
+def busy(launch: Launch, sms: int = SMS) -> dict[str, float]:
     """Seconds that each resource is busy."""
     tile, dense = launch.tile, launch.activations == "bf16"
     per_tile = ROWS * tile.ctas * (1 if launch.projections == 2 else tile.blocks)
     row_tiles, steps = -(-launch.n // per_tile) * launch.parts, -(-launch.k // 64)
     steps = min(steps, -(-steps // (4 * launch.parts)) * 4)  # a part is so many K tiles of 256
     tiles = [min(tile.tokens, rows - i) for rows in launch.groups for i in range(0, rows, tile.tokens)]
-    workers = min(SMS // tile.ctas, len(tiles) * row_tiles)
+    workers = min(sms // tile.ctas, len(tiles) * row_tiles)
     cycles = dict.fromkeys(("matrix", "shared", "issue", "slots"), 0.0)
     chunk = of_chunk(launch)
     for rows in (tiles[i // row_tiles] for i in range(0, len(tiles) * row_tiles, workers)):  # of CTA (or pair) 0
@@ -122,7 +126,7 @@ def busy(launch: Launch) -> dict[str, float]:
         cycles["issue"] += steps * step.instructions * ISSUE
         cycles["slots"] += (steps * step.slots + chunks * chunk.slots) / 4
     rows, hit = sum(launch.groups), sum(1 for rows in launch.groups if rows)
-    outputs = launch.n * (2 if launch.projections == 2 and launch.out == "raw" else 1)
+    outputs = launch.n * (2 if launch.projections == 2 and launch.out == "float32" else 1)
     size = hit * launch.n * launch.projections * launch.k * NVFP4
     size += rows * (launch.k * (2 if dense else NVFP4) + outputs * launch.out_bytes * launch.parts)
     return {**{name: n / CLOCK for name, n in cycles.items()}, "hbm": size / (HBM * REACHED)}
@@ -133,13 +137,68 @@ def gemm(launch: Launch) -> float:
     return START + max(busy(launch).values())
 
 
+@lru_cache(maxsize=4096)
+def plan_dense(
+    rows: int, experts: int, weight_rows: int, k: int, projections: int, out: str, sms: int
+) -> tuple[DenseTile, int]:
+    """The tile for bf16 rows, and the parts of K: which take the least time. Of equals the one that keeps a
+    multiprocessor busy for the shortest, then the largest tile, but no more tokens than an expert has.
+
+    out  as in `GemmConfig`, but "assignments" may come in parts, and so may all that leaves GEMM 1: fp32 sums that a
+         kernel more adds up before the gate. That has to be worth it, by a twentieth of the time at least.
+    """
+    hit = max(1, min(experts, rows))
+    groups, k_tiles = spread(rows, 1, hit), -(-k // BLOCK_K)
+    tokens = (64, 128) if rows <= 64 * hit else (128, 64)
+    tiles = [DenseTile(t, b) for t in tokens for b in (2, 1)[: 3 - projections]]
+
+    def seconds(tile: DenseTile, parts: int) -> tuple[float, float]:
+        launch = dense_launch(groups, weight_rows, k, projections, out, tile, parts)
+        times = busy(launch, sms)
+        total = max(times.values()) + adding(launch)
+        return total * (1 if parts == 1 else 1.05), max(t for name, t in times.items() if name != "hbm")
+
+    def parts_of(tile: DenseTile) -> list[int]:
+        most = (
+            hit * -(-rows // hit // tile.tokens) * -(-weight_rows // (ROWS * (1 if projections == 2 else tile.blocks)))
+        )
+        few = out != "assignments bfloat16" and out != "float32"
+        return [p for p in range(1, 9) if p == 1 or few and p <= k_tiles and p * most <= 4 * sms]
+
+    return min(((tile, p) for tile in tiles for p in parts_of(tile)), key=lambda plan: seconds(*plan))
+
+
+def dense_launch(
+    groups: tuple[int, ...], n: int, k: int, projections: int, out: str, tile: DenseTile, parts: int
+) -> Launch:
+    if parts > 1 and out != "assignments":
+        out = "float32"
+    size = 4 if out in ("assignments", "float32") else 2
+    kind = out if ("bf16", projections, out) in EPILOGUE else "interleaved"
+    return Launch(groups, n, k, projections, kind, size, "bf16", tile, parts)
+
+
+def adding(launch: Launch) -> float:
+    """Seconds that parts take beside the GEMM: of GEMM 1 a kernel more, of GEMM 2 more rows to read for the sum."""
+    if launch.parts == 1:
+        return 0.0
+    scattered = launch.out == "assignments"
+    size = 4 * sum(launch.groups) * launch.n * launch.projections * (launch.parts - scattered)
+    return size / (HBM * REACHED) + (0.0 if scattered else START - LAUNCH)
+
+
 def layer(H: int, I: int, experts: int, top_k: int, tokens: int, activations: str) -> dict[str, float]:
     """Seconds of a layer's kernels, and the bound that no kernels can beat: weights, x and y once, or the products."""
     groups, rows = spread(tokens, top_k, experts), tokens * top_k
     exact = rows * H * 4 <= EXACT_BYTES
     w4a4, item = activations == "nvfp4", NVFP4 if activations == "nvfp4" else 2
-    gemm1 = Launch(groups, I, H, 2, "nvfp4" if w4a4 else "interleaved", item, activations)
-    gemm2 = Launch(groups, H, I, 1, *(("assignments", 4) if exact else ("assignments bfloat16", 2)), activations)
+    out = "assignments" if exact else "assignments bfloat16"
+    if w4a4:
+        gemm1 = Launch(groups, I, H, 2, "nvfp4", item)
+        gemm2 = Launch(groups, H, I, 1, out, 4 if exact else 2)
+    else:
+        problems = (I, H, 2, "interleaved"), (H, I, 1, out)
+        gemm1, gemm2 = (dense_launch(groups, *p, *plan_dense(rows, experts, *p, SMS)) for p in problems)
     kernel = START - LAUNCH
 
     def stream(size: float) -> float:
@@ -148,8 +207,8 @@ def layer(H: int, I: int, experts: int, top_k: int, tokens: int, activations: st
     times = {
         "route": kernel,
         "rows": stream(tokens * H * 2 + rows * H * item),
-        "gemm1": kernel + max(busy(gemm1).values()),
-        "gemm2": kernel + max(busy(gemm2).values()),
+        "gemm1": kernel + max(busy(gemm1).values()) + adding(gemm1),
+        "gemm2": kernel + max(busy(gemm2).values()) + adding(gemm2),
         "combine": stream(rows * H * gemm2.out_bytes + tokens * H * 2),
     }
     weights = 3 * H * I

@@ -7,6 +7,7 @@ from cutlass import Float32, Int32, Int64, Uint8, Uint32, const_expr, cute
 from cutlass.memory import SmemAllocator
 
 from moe_nvfp4.kernels.common import arithmetic
+from moe_nvfp4.kernels.common.rows import neighbours
 from moe_nvfp4.kernels.common.warp import largest_of_lanes, sum_of_lanes
 from moe_nvfp4.kernels.sm100 import ptx
 from moe_nvfp4.kernels.sm100.config import EIGHT, CombineConfig, InterleaveConfig, QuantizeConfig, interleaved_width
@@ -168,6 +169,8 @@ class InterleaveRows:
 class Combine:
     """y[t] = sum over slots j = 0, 1, ... of weight[t, j] * row[t * top_k + j], in fp32 and in that order.
 
+    Where rows come in parts of K, a row's are added first, in order.
+
     A thread sums four columns of a token; CTAs are 128 threads, (tokens, column blocks).
     """
 
@@ -182,7 +185,7 @@ class Combine:
     @cute.jit
     def __call__(
         self,
-        rows: cute.Tensor,  # [T * top_k, H]
+        rows: cute.Tensor,  # [parts * T * top_k, H]
         weights: cute.Tensor,  # [T, top_k]
         y: cute.Tensor,  # [T, H], written
         stream,
@@ -204,11 +207,13 @@ class Combine:
             sums = [Float32(0.0)] * 4
             for j in cutlass.range_constexpr(c.top_k):
                 weight = weights[token, j].to(Float32)
-                four = cute.make_rmem_tensor(4, rows.element_type)
-                source = rows.iterator + (Int64(token) * c.top_k + j) * c.hidden + column
-                source = source.align(rows.element_type.width // 2)
-                cute.autovec_copy(cute.make_tensor(source, cute.make_layout(4)), four)
-                sums = [ptx.add(total, ptx.mul(weight, four[i].to(Float32))) for i, total in enumerate(sums)]
+                row, values = Int64(token) * c.top_k + j, []
+                for part in cutlass.range_constexpr(c.parts):
+                    four = cute.make_rmem_tensor(4, rows.element_type)
+                    cute.autovec_copy(neighbours(rows, part * (y.shape[0] * c.top_k) + row, column, 4), four)
+                    loaded = [four[i].to(Float32) for i in range(4)]
+                    values = [ptx.add(v, x) for v, x in zip(values, loaded, strict=True)] if part else loaded
+                sums = [ptx.add(total, ptx.mul(weight, value)) for value, total in zip(values, sums, strict=True)]
             result = cute.make_rmem_tensor(4, y.element_type)
             for i in cutlass.range_constexpr(4):
                 result[i] = sums[i].to(y.element_type)

@@ -1,7 +1,7 @@
 """Which tiles a CTA of the Blackwell GEMM, or a pair of CTAs, computes: tile i of CTA b is b + i * grid.
 
-Tiles are [expert][token tile][weight row tile]. Every role of a CTA finds them by itself, from a map in shared memory
-that one warp makes from the group offsets.
+Tiles are [expert][token tile][weight row tile][part of K]. Every role of a CTA finds them by itself, from a map in
+shared memory that one warp makes from the group offsets.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ class WorkTile(NamedTuple):
     rows: Int32
     row_in_group: Int32  # of `first`
     sf_tile: Int32  # where the group's scale tiles begin
+    part: Int32  # of K
 
 
 class TileScheduler:
@@ -59,14 +60,24 @@ class TileScheduler:
     def locate(self, tile: Int32, tile_map: TileMap) -> WorkTile:
         c, tokens = self.c, self.c.tile.tokens
         mOffsets, sEnds, sSFTiles = tile_map
-        token_tile = tile // c.row_tiles
+        token_tile = tile // c.work_tiles
+        row_tile = tile - token_tile * c.work_tiles
         expert = self.expert_of(sEnds, token_tile)
         first, end = mOffsets[expert], mOffsets[expert + 1]
         here = (token_tile - sEnds[expert]) * tokens + (end - first + tokens - 1) // tokens * tokens
         rows = cutlass.min(end - first - here, tokens)
         return WorkTile(
-            expert, tile - token_tile * c.row_tiles, first + here, rows, here, Int32(sSFTiles[expert])
+            expert, row_tile // c.parts, first + here, rows, here, Int32(sSFTiles[expert]), row_tile % c.parts
         )  # fmt: skip
+
+    def k_range(self, tile: Int32):
+        """(first K tile, K tiles, steps of K = 64) of a tile."""
+        c = self.c
+        if c.parts == 1:
+            return 0, c.k_tiles, c.k_steps
+        part = tile % c.parts
+        first, end = part * c.k_tiles // c.parts, (part + 1) * c.k_tiles // c.parts
+        return first, end - first, cutlass.min(4 * end, c.k_steps) - 4 * first
 
     @cute.jit
     def expert_of(self, sEnds, token_tile: Int32) -> Int32:
@@ -86,7 +97,7 @@ class TileScheduler:
         return (
             cute.arch.block_idx()[0] // ctas,
             cute.arch.grid_dim()[0] // ctas,
-            tile_map.sEnds[c.experts - 1] * c.row_tiles,
+            tile_map.sEnds[c.experts - 1] * c.work_tiles,
         )
 
     def block_row(self, row_tile: Int32, block: int) -> Int32:

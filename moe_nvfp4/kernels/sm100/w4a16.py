@@ -10,6 +10,9 @@ Eight codes of a word become four pairs that lie four bits apart, (0, 4), (1, 5)
 together would take as many instructions again. The tokens' columns are in that order instead (`config.EIGHT`):
 `rows.InterleaveRows` has to copy them anyway, and the epilogue of GEMM 1 writes them so.
 
+With few tokens a tile may have a part of K only (`GemmConfig.parts`): dequantization takes each multiprocessor as long
+as its share of the memory's time, so that all of them are needed to read fast.
+
 Edges: as in `gemm`; K ends in zero codes and zero tokens.
 """
 
@@ -159,11 +162,12 @@ class DequantizingGemm(GroupedGemm):
         tile, step, count = self.scheduler.my_tiles(tile_map)
         ring, before = consumer_state(), Int32(0)  # before: steps of the tiles before
         while tile < count:
-            for k in cutlass.range(c.k_tiles, unroll=1):
+            _, k_tiles, k_steps = self.scheduler.k_range(tile)
+            for k in cutlass.range(k_tiles, unroll=1):
                 cute.arch.mbarrier_wait(full + ring.index, ring.phase)
                 for i in cutlass.range(2, unroll=1):
                     part = 2 * i + (group + before) % 2  # a slot is always the same group's
-                    if 4 * k + part < c.k_steps:
+                    if 4 * k + part < k_steps:
                         slot, turn = place(before + 4 * k + part, t.slots)
                         cute.arch.mbarrier_wait(used + slot, turn ^ 1)
                         ptx.tmem_fence(before=False)
@@ -175,7 +179,7 @@ class DequantizingGemm(GroupedGemm):
                         arrive((wide,), slot)
                 arrive((empty,), ring.index)
                 ring = advance(ring, c.stages)
-            before += c.k_steps
+            before += k_steps
             tile += step
 
     @cute.jit
@@ -195,7 +199,7 @@ class DequantizingGemm(GroupedGemm):
 
     @cute.jit
     def load_tokens(self, tma_x, mX, tile_map: TileMap, s):
-        c, t = self.c, self.c.tile
+        t = self.c.tile
         full, empty = s.x_full.data_ptr(), s.x_empty.data_ptr()
         sX = tma_boxes(s.x, t.box, t.token_slots * BOXES)
         tile, step, count = self.scheduler.my_tiles(tile_map)
@@ -203,22 +207,24 @@ class DequantizingGemm(GroupedGemm):
         while tile < count:
             work = self.scheduler.locate(tile, tile_map)
             boxes = (work.rows + t.box - 1) // t.box
-            for k in cutlass.range(c.k_steps, unroll=1):
+            first, _, k_steps = self.scheduler.k_range(tile)
+            for k in cutlass.range(k_steps, unroll=1):
                 slot, turn = place(before + k, t.token_slots)
                 cute.arch.mbarrier_wait(empty + slot, turn ^ 1)
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive_and_expect_tx(full + slot, boxes * (t.box * BYTES_K))
                 for b in cutlass.range_constexpr(BOXES):
                     if b < boxes:
-                        load_box(tma_x, mX, work.first + b * t.box, k, sX, slot * BOXES + b, t.box, full + slot)
-            before += c.k_steps
+                        row, at = work.first + b * t.box, 4 * first + k
+                        load_box(tma_x, mX, row, at, sX, slot * BOXES + b, t.box, full + slot)
+            before += k_steps
             tile += step
 
     # ---- warp 18: MMAs ---------------------------------------------------------------------------
 
     @cute.jit
     def multiply(self, tile_map: TileMap, tmem: Int32, s):
-        c, t = self.c, self.c.tile
+        t = self.c.tile
         wide, used, x_full, x_empty = (b.data_ptr() for b in (s.wide, s.used, s.x_full, s.x_empty))
         acc_full = s.acc.data_ptr()
         operands = tmem + TMEM - t.operand_columns
@@ -230,7 +236,8 @@ class DequantizingGemm(GroupedGemm):
             acc = tmem + turn * t.second
             cute.arch.mbarrier_wait(acc_full + 1, turn ^ 1)
             ptx.tmem_fence(before=False)
-            for k in cutlass.range(c.k_steps, unroll=1):
+            _, _, k_steps = self.scheduler.k_range(tile)
+            for k in cutlass.range(k_steps, unroll=1):
                 slot, phase = place(before + k, t.slots)
                 x_slot, x_phase = place(before + k, t.token_slots)
                 cute.arch.mbarrier_wait(x_full + x_slot, x_phase)
@@ -247,7 +254,7 @@ class DequantizingGemm(GroupedGemm):
                     tcgen05.commit(used + slot)
             with cute.arch.elect_one():
                 tcgen05.commit(acc_full)
-            before += c.k_steps
+            before += k_steps
             turn ^= 1
             tile += step
 

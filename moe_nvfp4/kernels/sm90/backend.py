@@ -25,13 +25,14 @@ from torch import Tensor
 from moe_nvfp4.kernels.common import launch
 from moe_nvfp4.kernels.common.ahead import MAX_ROWS, CuteKernels, planned_tokens
 from moe_nvfp4.kernels.common.route import Route, route_shape
+from moe_nvfp4.kernels.common.rows import SumParts
 from moe_nvfp4.kernels.common.tensors import aligned, expert_ids, floating, multiprocessors, settle, warn_unpacked
 from moe_nvfp4.kernels.sm90.config import GemmConfig
 from moe_nvfp4.kernels.sm90.gemm import GroupedGemm
 from moe_nvfp4.kernels.sm90.pack import UNIT, UNIT_WORDS, pack
 from moe_nvfp4.kernels.sm90.plan import LaunchPlan, choose_plan, plan_linear, token_tiles
 from moe_nvfp4.kernels.sm90.quantize import Quantize
-from moe_nvfp4.kernels.sm90.rows import Combine, Gather, SumParts
+from moe_nvfp4.kernels.sm90.rows import Combine, Gather
 from moe_nvfp4.routing import Groups, Rows
 from moe_nvfp4.weights import ExpertWeights, Layout, LinearWeights
 
@@ -124,7 +125,7 @@ def linear(x: Tensor, weights: LinearWeights) -> Tensor:
         min(multiprocessors(x.device) * tile.ctas, tiles),
     )  # fmt: skip
     if split_k > 1:
-        _sum_parts(split_k)(y, out)
+        _sum_parts(split_k)(y, out, None)
     return out
 
 
@@ -166,7 +167,7 @@ def _quantize(static: bool, warps: int, each: int) -> Any:
 
 @CuteKernels
 def _sum_parts(parts: int) -> Any:
-    return SumParts(parts), (launch.rows(Float32, 16), launch.rows(BFloat16, 16)), ARCHITECTURE
+    return SumParts(parts), (launch.rows(Float32, 16), launch.rows(BFloat16, 16), None), ARCHITECTURE
 
 
 def pack_linear(weights: LinearWeights) -> LinearWeights:

@@ -9,15 +9,9 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32, Int64, const_expr
+from cutlass import BFloat16, Float32, Int32, const_expr
 
-
-def _some(mRows: cute.Tensor, row, column, count: int = 8):
-    """Elements column .. column + count - 1 of a row, which start at a multiple of what they take, or of 16 bytes."""
-    address = (mRows.iterator + (Int64(row) * mRows.stride[0] + column)).toint()
-    align = min(16, count * mRows.element_type.width // 8)
-    pointer = cute.make_ptr(mRows.element_type, address, cute.AddressSpace.gmem, assumed_align=align)
-    return cute.make_tensor(pointer, cute.make_layout(count))
+from moe_nvfp4.kernels.common.rows import neighbours
 
 
 @cute.jit
@@ -25,7 +19,7 @@ def load_eight(mRows: cute.Tensor, row, column, out):
     """They come into the registers `out`; zeros beyond the row's end."""
     out.fill(0.0)
     if column < mRows.shape[1]:
-        cute.autovec_copy(_some(mRows, row, column), out)
+        cute.autovec_copy(neighbours(mRows, row, column), out)
 
 
 @cute.jit
@@ -34,7 +28,7 @@ def store_eight(mRows: cute.Tensor, row, column, values: list):
     out = cute.make_rmem_tensor(8, BFloat16)
     for i in cutlass.range_constexpr(8):
         out[i] = values[i].to(BFloat16)
-    cute.autovec_copy(out, _some(mRows, row, column))
+    cute.autovec_copy(out, neighbours(mRows, row, column))
 
 
 class Gather:
@@ -72,7 +66,7 @@ class Gather:
         if token < mX.shape[0]:
             for i in cutlass.range_constexpr(self.WIDTH // 256):
                 if first + i * 256 < mX.shape[1]:
-                    cute.autovec_copy(_some(mX, token, first + i * 256), loaded[i])
+                    cute.autovec_copy(neighbours(mX, token, first + i * 256), loaded[i])
         if const_expr(self.early):
             cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
@@ -81,48 +75,7 @@ class Gather:
                 row = mPosition[token * top_k + j]
                 for i in cutlass.range_constexpr(self.WIDTH // 256):
                     if first + i * 256 < mX.shape[1]:
-                        cute.autovec_copy(loaded[i], _some(mRows, row, first + i * 256))
-
-
-class SumParts:
-    """The parts of K of a linear, added in order; a thread has four columns of a row."""
-
-    THREADS = 128
-
-    def __init__(self, parts: int):
-        self.parts = parts
-
-    def __repr__(self) -> str:
-        return f"SumParts({self.parts})"
-
-    @cute.jit
-    def __call__(self, mParts, mOut, stream):
-        R, N = mOut.shape
-        self.kernel(mParts, mOut).launch(
-            grid=[R, (N // 4 + self.THREADS - 1) // self.THREADS, 1],
-            block=[self.THREADS, 1, 1],
-            stream=stream,
-            use_pdl=True,
-        )
-
-    @cute.kernel
-    def kernel(self, mParts: cute.Tensor, mOut: cute.Tensor):
-        """fp32 [parts * R, N] -> bf16 [R, N]."""
-        row, block, _ = cute.arch.block_idx()
-        column = (block * self.THREADS + cute.arch.thread_idx()[0]) * 4
-        cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()
-        if column < mOut.shape[1]:
-            loaded = [cute.make_rmem_tensor(4, Float32) for _ in range(self.parts)]
-            for part in cutlass.range_constexpr(self.parts):
-                cute.autovec_copy(_some(mParts, part * mOut.shape[0] + row, column, 4), loaded[part])
-            out = cute.make_rmem_tensor(4, BFloat16)
-            for i in cutlass.range_constexpr(4):
-                total = loaded[0][i]
-                for part in cutlass.range_constexpr(1, self.parts):
-                    total += loaded[part][i]
-                out[i] = total.to(BFloat16)
-            cute.autovec_copy(out, _some(mOut, row, column, 4))
+                        cute.autovec_copy(loaded[i], neighbours(mRows, row, first + i * 256))
 
 
 class Combine:
@@ -173,7 +126,7 @@ class Combine:
                 row = cutlass.select_(position[j // self.splits] < live, position[j // self.splits], Int32(0))
                 row += R * (j % self.splits)
                 loaded.append(cute.make_rmem_tensor(columns, mRows.element_type))
-                cute.autovec_copy(_some(mRows, row, column, columns), loaded[j])
+                cute.autovec_copy(neighbours(mRows, row, column, columns), loaded[j])
             total = cute.make_rmem_tensor(columns, Float32)
             total.fill(0.0)
             for j in cutlass.range_constexpr(self.top_k):
@@ -186,4 +139,4 @@ class Combine:
             out = cute.make_rmem_tensor(columns, mOut.element_type)
             for i in cutlass.range_constexpr(columns):
                 out[i] = total[i].to(mOut.element_type)
-            cute.autovec_copy(out, _some(mOut, token, column, columns))
+            cute.autovec_copy(out, neighbours(mOut, token, column, columns))
