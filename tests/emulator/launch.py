@@ -220,12 +220,13 @@ def restore(path):
 # ---- functions compiled by CuTe DSL ----
 @contextmanager
 def compiling_for(architecture):
-    """Inside, cute.compile makes code for sm_90a, sm_100a, ... and keeps its PTX, with or without a GPU."""
+    """Inside, cute.compile makes code for sm_90a, sm_100a, ... and keeps PTX and cubin, with or without a GPU."""
     from cutlass.cutlass_dsl import CuTeDSL
 
     settings = CuTeDSL._get_dsl().envar
     with tempfile.TemporaryDirectory() as folder:
-        wanted = {"arch": architecture, "keep_ptx": True, "dump_dir": folder, "disable_file_caching": True}
+        wanted = {"arch": architecture, "dump_dir": folder, "disable_file_caching": True}
+        wanted |= {"keep_ptx": True, "keep_cubin": True}
         kept = {name: settings._arch if name == "arch" else getattr(settings, name) for name in wanted}
         try:
             for name, value in wanted.items():

@@ -12,10 +12,12 @@ RUNS = {}  # what a kernel was compiled for -> what runs it
 
 
 class OnEmulator:
-    """Takes the place of `launch.compiled`. Every launch runs under `schedule`; `kernels` are those that ran."""
+    """Takes the place of `launch.compiled`. Every launch runs under `schedule`; `kernels` are those that ran,
+    `cubins` what ptxas made of them."""
 
     def __init__(self):
         self.schedule, self.multiprocessors, self.kernels, self.stream = "eager", 3, [], Stream()
+        self.cubins = {}
 
     def compiled(self, kernel, arguments, architecture):
         import cutlass.cute as cute
@@ -27,6 +29,8 @@ class OnEmulator:
             with compiling_for(architecture):
                 function = cute.compile(kernel, *arguments, stream, options="--enable-tvm-ffi")
             RUNS[key] = Emulated(function)
+            RUNS[key].cubin = function.__cubin__
+        self.cubins[repr(kernel)] = RUNS[key].cubin
         return lambda *values: self.run(kernel, RUNS[key], values)
 
     def run(self, kernel, emulated, values):

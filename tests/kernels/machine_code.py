@@ -18,7 +18,6 @@ def machine_code(module: str, architecture: str, opcodes: tuple[str, ...], folde
     many the smallest loop around all X has. Compiled in a process of its own, where the DSL leaves its cubins in
     `folder`.
     """
-    pytest.importorskip("nvidia.cu13", reason="nvdisasm and cuobjdump are not installed")
     environment = {
         **os.environ, "CUTE_DSL_ARCH": architecture, "CUTE_DSL_KEEP_CUBIN": "1", "CUTE_DSL_DUMP_DIR": str(folder),
         "CUTE_DSL_DISABLE_FILE_CACHING": "1",
@@ -33,23 +32,27 @@ def machine_code(module: str, architecture: str, opcodes: tuple[str, ...], folde
 
 def inspect(module, architecture: str, opcodes: tuple[str, ...], folder: str) -> None:
     """The other process of `machine_code`: prints a JSON list."""
-    import nvidia.cu13
-
-    tools = Path(next(iter(nvidia.cu13.__path__)), "bin")
     table = []
     for compile_kernel in module.compile_all(architecture):
         for old in Path(folder).iterdir():
             old.unlink()
         compile_kernel()
         (cubin,) = Path(folder).glob("*.cubin")
-        usage = subprocess.run([tools / "cuobjdump", "-res-usage", cubin], capture_output=True, text=True, check=True)
-        sass = subprocess.run([tools / "nvdisasm", "-c", cubin], capture_output=True, text=True, check=True).stdout
-        numbers = {key: int(n) for key, n in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage.stdout + usage.stderr)}
-        found = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9.]*)", sass, re.M)
-        numbers |= {name: sum(o.startswith(name) for o in found) for name in opcodes if not name.startswith("loop ")}
-        numbers |= {name: loop(sass, name.removeprefix("loop ")) for name in opcodes if name.startswith("loop ")}
-        table.append({**numbers, "instructions": len(found)})
+        table.append(counts(cubin, opcodes))
     print(json.dumps(table))
+
+
+def counts(cubin: Path, opcodes: tuple[str, ...]) -> dict[str, int]:
+    """Of one kernel's machine code: see `machine_code`."""
+    pytest.importorskip("nvidia.cu13", reason="nvdisasm and cuobjdump are not installed")
+    tools = Path(next(iter(sys.modules["nvidia.cu13"].__path__)), "bin")
+    usage = subprocess.run([tools / "cuobjdump", "-res-usage", cubin], capture_output=True, text=True, check=True)
+    sass = subprocess.run([tools / "nvdisasm", "-c", cubin], capture_output=True, text=True, check=True).stdout
+    numbers = {key: int(n) for key, n in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage.stdout + usage.stderr)}
+    found = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9.]*)", sass, re.M)
+    numbers |= {name: sum(o.startswith(name) for o in found) for name in opcodes if not name.startswith("loop ")}
+    numbers |= {name: loop(sass, name.removeprefix("loop ")) for name in opcodes if name.startswith("loop ")}
+    return {**numbers, "instructions": len(found)}
 
 
 def loop(sass: str, opcode: str) -> int:
