@@ -112,6 +112,8 @@ def _refusal(backend: Backend, device: Device, problem: Problem) -> str | None:
         return f"takes weights on {where}"
     if problem.mapped and not backend.maps:
         return "takes weights in memory, not those that stay in their files"
+    if problem.activations not in backend.activations:
+        return f"has no activations={problem.activations!r}: use one of {', '.join(map(repr, backend.activations))}"
     return backend.unsupported(device, problem)
 
 

@@ -109,7 +109,9 @@ def down_rows(h: Tensor, weights: ExpertWeights, groups: Groups, backend: Backen
 
 def _taken(rows: Tensor, scale: Tensor | None, weights: ExpertWeights, groups: Groups, backend: Backend) -> Rows:
     """Rows as a GEMM of this layer takes them."""
-    return backend.quantize_rows(rows, None, scale, groups) if weights.activations == "nvfp4" else Rows(rows)
+    if not weights.quantized:
+        return Rows(rows)
+    return backend.quantize_rows(rows, None, scale, groups, weights.four_over_six)
 
 
 def times_weights(rows: Tensor, weights: Projection, offsets: Tensor | None, backend: Backend) -> Tensor:
@@ -243,7 +245,7 @@ def adapted_gradients(
     if down is not None:
         found[2] = grouped_mm((low * weight).to(h.dtype).T, h, offsets)
         found[3] = grouped_mm(dy.T, (grouped_mm(h, down.a.mT, offsets) * weight).to(dy.dtype), offsets)
-    if weights.activations == "nvfp4":
+    if weights.quantized:
         groups = Groups(slots.order, offsets, slots.top_k)
         stages, w = _stages(weights, rows, backend)
         h = _straight(h, w, groups, stages)
@@ -274,7 +276,7 @@ def _stages(weights: ExpertWeights, x: Tensor, backend: Backend) -> tuple[Backen
 
 def _straight(h: Tensor, weights: ExpertWeights, groups: Groups, backend: Backend) -> Tensor:
     """The values that W4A4 makes of rows h."""
-    rows = backend.quantize_rows(h, None, weights.h_scale, groups)
+    rows = backend.quantize_rows(h, None, weights.h_scale, groups, weights.four_over_six)
     assert rows.sf is not None
     sf = nvfp4.unswizzle_sf_grouped(rows.sf, groups.offsets, groups.num_rows, rows.values.shape[1] // 8)
     return nvfp4.dequantize(rows.values, sf, rows.scale, h.dtype)[:, : h.shape[1]]

@@ -100,10 +100,10 @@ def check_stage(
 def _check_rows(name: str, rows: Rows, K: int, groups: Groups, activations: str) -> None:
     """Rows [R, K] of a GEMM, or [*, K] with an index; NVFP4 ones, K rounded up to 16, where `activations` say so."""
     R, device, values = groups.num_rows, groups.order.device, rows.values
-    if (rows.sf is None) != (rows.scale is None) or rows.is_nvfp4 != (activations == "nvfp4"):
+    if (rows.sf is None) != (rows.scale is None) or rows.is_nvfp4 != (activations != "bf16"):
         raise ValueError(
             f"{name}: activations={activations!r} take "
-            + ("codes with block scales and a scale for each row" if activations == "nvfp4" else "unquantized rows")
+            + ("codes with block scales and a scale for each row" if activations != "bf16" else "unquantized rows")
         )
     if rows.is_nvfp4:
         K16 = -(-K // 16)

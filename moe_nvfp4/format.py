@@ -28,6 +28,7 @@ SF_VEC_SIZE = 16
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E2M1_MAX = 6.0
 E4M3_MAX = 448.0
+SEARCH_SF_MAX = 256.0  # where larger scales are tried too: 1.5 * 256 = 384 is an e4m3 number, 1.75 * 256 = 448 the last
 
 # Elements worked on at once. On a CPU the temporaries of a chunk stay in the L2 cache; on a GPU a
 # chunk fills the machine and its temporaries stay small beside a stack of experts.
@@ -81,13 +82,25 @@ def encode(x: Tensor, sf: Tensor, global_scale: Tensor | float) -> Tensor:
     return codes.view(*x.shape[:-1], x.shape[-1] // 2)
 
 
+def row_scales(x: Tensor, four_over_six: bool = False) -> Tensor:
+    """The dynamic global scale of each row of x ``[..., K]``: float32 ``[...]``.
+
+    Its largest magnitude / (6 * 448), or with `four_over_six` / (6 * 256): room for block scales half as large again.
+    """
+    return global_scale_for(x.abs().amax(dim=-1).float(), SEARCH_SF_MAX if four_over_six else E4M3_MAX)
+
+
 def quantize(
-    x: Tensor, global_scale: Tensor | float | None = None, check: bool = True
+    x: Tensor, global_scale: Tensor | float | None = None, check: bool = True, four_over_six: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
     """x float32, bfloat16 or float16 ``[..., K]`` -> ``(codes, sf, global_scale)``.
 
     uint8 ``[..., K/2]``, float8_e4m3fn ``[..., K/16]``, float32 (0-d, or as given). A global_scale
     of None means one for the whole tensor, from its largest magnitude.
+
+    four_over_six: a block may have the scale that makes its largest magnitude code 4 in place of code 6, whichever has
+    the smaller squared error (docs/numerics.md has the rule to the bit). The steps next to the largest are then 1 and
+    not 2 (arXiv 2512.02010). A given global_scale is used as it is; without one it leaves room for such scales.
 
     ValueError if K % 16 != 0 and, with `check`, if x has NaN or Inf or a given global_scale is not
     positive and finite. ``check=False`` never waits for the device: for code that is compiled or
@@ -102,7 +115,7 @@ def quantize(
             "cannot hold: find out where they come from, or replace them (torch.nan_to_num)"
         )
     if global_scale is None:
-        global_scale = global_scale_for(amax)
+        global_scale = global_scale_for(amax, SEARCH_SF_MAX if four_over_six else E4M3_MAX)
     else:
         global_scale = _as_scale(global_scale, x)
         if check and not ((global_scale > 0) & global_scale.isfinite()).all():
@@ -114,7 +127,7 @@ def quantize(
     for c in _chunks(blocks):
         values = blocks[c].float()
         magnitudes = values.abs()
-        sf_c = _block_scales(magnitudes, gs[c])
+        sf_c = (_four_over_six if four_over_six else _block_scales)(magnitudes, gs[c])
         codes[c] = _encode(values, magnitudes, sf_c, gs[c])
         sf[c] = sf_c
     return codes.view(*x.shape[:-1], x.shape[-1] // 2), sf.view(_sf_shape(x.shape)), global_scale
@@ -255,13 +268,39 @@ def unswizzle_sf_grouped(flat: Tensor, offsets: Tensor, num_rows: int, K16: int)
 # ---- inside --------------------------------------------------------------------------------------
 
 
-def _block_scales(magnitudes: Tensor, gs: Tensor) -> Tensor:
-    """|x| float32 [rows, blocks, 16], gs [rows, 1] -> sf e4m3 [rows, blocks]."""
+def _block_scales(magnitudes: Tensor, gs: Tensor, code: float = E2M1_MAX) -> Tensor:
+    """|x| float32 [rows, blocks, 16], gs [rows, 1] -> sf e4m3 [rows, blocks], by which the largest has this code."""
     largest = magnitudes
     for n in (8, 4, 2, 1):  # by halves: torch's CPU reduction of so short a dimension is scalar
         largest = torch.maximum(largest[..., :n], largest[..., n:])
-    sf = _div(_div_number(largest.squeeze(-1), E2M1_MAX), gs)
+    sf = _div(_div_number(largest.squeeze(-1), code), gs)
     return sf.clamp(max=E4M3_MAX).to(torch.float8_e4m3fn)  # the cast alone makes 480 a NaN
+
+
+def _four_over_six(magnitudes: Tensor, gs: Tensor) -> Tensor:
+    """As `_block_scales`, by code 6 or by code 4: what has the smaller error, of equal ones by code 6.
+
+    By code 6 too where its scale is below e4m3's smallest normal number (zero among them) or NaN, and where
+    1 / (sf * gs) might not be a normal number. So no element is beyond 6 + 6/16 of its scale.
+    """
+    six, four = _block_scales(magnitudes, gs), _block_scales(magnitudes, gs, code=4.0)
+    sensible = (six.float() >= 2.0**-6) & (gs >= 2.0**-100) & (gs <= 2.0**100)
+    better = _squared_error(magnitudes, four, gs) < _squared_error(magnitudes, six, gs)
+    return torch.where(sensible & better, four.view(torch.uint8), six.view(torch.uint8)).view(torch.float8_e4m3fn)
+
+
+def _squared_error(magnitudes: Tensor, sf: Tensor, gs: Tensor) -> Tensor:
+    """Of blocks with these scales, in units of gs^2: float32 [rows, blocks].
+
+    Quotients are taken by the scale's rounded inverse and to the nearest 2^-10, ties to even (the product is exact
+    before). Each is then at most 1 from the nearest e2m1 value, and the sum of the squares of these distances, at most
+    2^24 times 2^-20, is exact in float32 in any order, with fused multiplications or without.
+    """
+    sf = sf.float()
+    inverse = _div(torch.ones_like(sf), sf * gs).double().unsqueeze(-1)
+    a = (magnitudes.double() * inverse).mul_(2.0**10).round_().float() * 2.0**-10
+    nearest = torch.where(a < 2, (a * 2).round() * 0.5, torch.where(a < 4, a.round(), (a * 0.5).round() * 2))
+    return (a - nearest.clamp_(max=6)).square_().sum(dim=-1) * (sf * sf)
 
 
 def _encode(x: Tensor, magnitudes: Tensor, sf: Tensor, gs: Tensor) -> Tensor:

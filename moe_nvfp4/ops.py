@@ -40,17 +40,17 @@ _OTHER_LAYOUT = (
 
 @torch.library.custom_op(
     "moe_nvfp4::quantize_rows",
-    schema=f"(Tensor x, Tensor? index, Tensor? scale, {_GROUPS}, str backend) -> Tensor[]",
+    schema=f"(Tensor x, Tensor? index, Tensor? scale, {_GROUPS}, str backend, bool four_over_six=False) -> Tensor[]",
     **_STAGE,
 )
-def quantize_rows(x, index, scale, order, offsets, backend):
+def quantize_rows(x, index, scale, order, offsets, backend, four_over_six=False):
     groups = check_quantize(x, index, scale, order, offsets)
-    rows = named_on(backend, x.device).quantize_rows(x, index, scale, groups)
+    rows = named_on(backend, x.device).quantize_rows(x, index, scale, groups, four_over_six)
     return [rows.values, rows.sf, rows.scale]
 
 
 @quantize_rows.register_fake
-def _(x, index, scale, order, offsets, backend):
+def _(x, index, scale, order, offsets, backend, four_over_six=False):
     groups = check_quantize(x, index, scale, order, offsets)
     return _empty_nvfp4(x, groups.num_rows, groups.num_experts, -(-x.shape[1] // 16) * 16)
 
@@ -71,7 +71,7 @@ def gemm1_swiglu(x, x_sf, x_scale, x_index, weights, spec, order, offsets, dtype
 def _(x, x_sf, x_scale, x_index, weights, spec, order, offsets, dtype):
     w, groups = _stage("x", Rows(x, x_sf, x_scale, x_index), weights, spec, order, offsets, dtype)
     R, I = groups.num_rows, w.intermediate_size
-    if w.activations == "nvfp4" and w.h_scale is not None and w.gate.kind != "raw":
+    if w.quantized and w.h_scale is not None and w.gate.kind != "raw":
         return _empty_nvfp4(order, R, w.num_experts, -(-I // 16) * 16)
     return [order.new_empty(R, I * (2 if w.gate.kind == "raw" and w.gate.gated else 1), dtype=dtype)]
 
@@ -321,7 +321,7 @@ def run_experts(
         return train_experts(x, top_k_index, top_k_weights, weights, hooks, backend)
     groups = group_by_expert(top_k_index, weights.num_experts)
     order, offsets, tensors = groups.order, groups.offsets, weights.tensors()
-    quantized = weights.activations == "nvfp4"
+    quantized, rounding = weights.quantized, weights.four_over_six
 
     values: Tensor = x
     index: Tensor | None = groups.token
@@ -329,7 +329,7 @@ def run_experts(
         values, index = scaled(x[groups.token], x_factor, groups), None
     rows = [values, None, None, index]
     if quantized:
-        rows = [*quantize_rows(values, index, weights.x_scale, order, offsets, backend), None]
+        rows = [*quantize_rows(values, index, weights.x_scale, order, offsets, backend, rounding), None]
     # h that is to be multiplied comes back unquantized
     first = tensors if h_factor is None else replace(weights, h_scale=None).tensors()
     h = gemm1_swiglu(*rows, first, spec, order, offsets, x.dtype)
@@ -340,7 +340,7 @@ def run_experts(
     if observe is not None:
         observe(values, h[0])
     if quantized and len(h) == 1:
-        h = quantize_rows(h[0], None, weights.h_scale, order, offsets, backend)
+        h = quantize_rows(h[0], None, weights.h_scale, order, offsets, backend, rounding)
     h = [*h, *[None] * (4 - len(h))]
     if post_expert_norm is None:
         return gemm2_combine(*h, tensors, spec, order, offsets, top_k_weights, x.dtype)

@@ -26,18 +26,20 @@ from moe_nvfp4.weights import ExpertWeights, LinearWeights
 CHUNK = 1 << 21  # weights dequantized at a time: 8 MiB of fp32
 
 
-def quantize_rows(x: Tensor, index: Tensor | None, scale: Tensor | None, groups: Groups) -> Rows:
+def quantize_rows(
+    x: Tensor, index: Tensor | None, scale: Tensor | None, groups: Groups, four_over_six: bool = False
+) -> Rows:
     """bf16/fp16/fp32 x [*, K] -> NVFP4 rows: row r is x[index[r]] (x[r] without an index).
 
     scale fp32 [E]: the static global scale of each expert's rows (`input_scale` of a checkpoint);
-    None: dynamic, amax / (6 * 448) of every row. K is padded to a multiple of 16 with zeros.
+    None: dynamic, `format.row_scales`. K is padded to a multiple of 16 with zeros. four_over_six: as `format.quantize`.
     """
     x = nvfp4.pad_k(x if index is None else x[index])
     if scale is None:
-        row_scale = nvfp4.global_scale_for(x.abs().amax(dim=-1).float())
+        row_scale = nvfp4.row_scales(x, four_over_six)
     else:
         row_scale = F.pad(scale, (0, 1), value=1.0)[groups.expert_of_row()]
-    codes, sf, _ = nvfp4.quantize(x, row_scale, check=False)
+    codes, sf, _ = nvfp4.quantize(x, row_scale, check=False, four_over_six=four_over_six)
     sf = nvfp4.swizzle_sf_grouped(sf.view(torch.uint8), groups.offsets)
     return Rows(codes, sf, row_scale)
 
@@ -50,7 +52,7 @@ def gemm1_swiglu(rows: Rows, weights: ExpertWeights, groups: Groups, dtype: torc
     w, I = weights, weights.intermediate_size
     width = w.w13.shape[1] if w.gate.kind == "raw" else I
     R, device = groups.num_rows, rows.values.device
-    h_scale = w.h_scale if w.activations == "nvfp4" and w.gate.kind != "raw" else None
+    h_scale = w.h_scale if w.quantized and w.gate.kind != "raw" else None
     assert w.w13_sf is not None, "in a backend's layout"
     if h_scale is not None:
         K2 = w.w2.shape[-1] * 2
@@ -71,7 +73,7 @@ def gemm1_swiglu(rows: Rows, weights: ExpertWeights, groups: Groups, dtype: torc
             out += w.b13[e].float()
         out = w.gate(out)
         if h_scale is not None:
-            codes[live], sf_e, _ = nvfp4.quantize(nvfp4.pad_k(out), h_scale[e], check=False)
+            codes[live], sf_e, _ = nvfp4.quantize(nvfp4.pad_k(out), h_scale[e], False, w.four_over_six)
             sf[live] = sf_e.view(torch.uint8)
         else:
             h[live] = out.to(dtype)
@@ -106,10 +108,10 @@ def linear(x: Tensor, weights: LinearWeights) -> Tensor:
     """y = x · wᵀ + bias: x [T, K] -> [T, N] in x's dtype. Nothing is read back to the host."""
     w, scale = weights, weights.global_scale
     rows = x.float()
-    if w.activations == "nvfp4":
-        dynamic = nvfp4.global_scale_for(x.abs().amax(dim=-1).float())
-        row_scale = dynamic if w.input_scale is None else w.input_scale.expand(len(x))
-        codes, sf, _ = nvfp4.quantize(x, row_scale, check=False)
+    if w.quantized:
+        four_over_six = w.four_over_six
+        row_scale = nvfp4.row_scales(x, four_over_six) if w.input_scale is None else w.input_scale.expand(len(x))
+        codes, sf, _ = nvfp4.quantize(x, row_scale, False, four_over_six)
         rows, scale = nvfp4.dequantize(codes, sf, None), scale * row_scale[:, None]
     y = _matmul(rows, w.codes, w.block_scales()) * scale
     return (y if w.bias is None else y + w.bias.float()).to(x.dtype)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-ACTIVATIONS = ("bf16", "nvfp4")
+ACTIVATIONS = ("bf16", "nvfp4", "nvfp4_four_over_six")
 GATE_KINDS = ("silu", "gelu_tanh", "relu2", "raw")
 
 
@@ -137,7 +137,7 @@ class ExpertWeights:
     h_scale     fp32 [E] or None        the same for h; None: dynamic, one scale per token
 
     gate        what happens between the GEMMs
-    activations "bf16" (W4A16) or "nvfp4" (W4A4)
+    activations "bf16" (W4A16), or W4A4: "nvfp4", or "nvfp4_four_over_six" (see `format.quantize`)
     layout      None, or that of a backend: w13 and w2 are uint8 [E, *layout.w13] and [E, *layout.w2] with the
                 block scales inside; w13_sf and w2_sf are None
 
@@ -177,6 +177,16 @@ class ExpertWeights:
         if self.layout is not None:
             return self.layout.intermediate_size
         return self.w13.shape[1] // (2 if self.gate.gated else 1)
+
+    @property
+    def quantized(self) -> bool:
+        """Whether rows are NVFP4 (W4A4)."""
+        return self.activations != "bf16"
+
+    @property
+    def four_over_six(self) -> bool:
+        """Whether they are quantized with `format.quantize`'s four_over_six."""
+        return self.activations == "nvfp4_four_over_six"
 
     def projection(self, name: str) -> Projection:
         """ "w13" or "w2"."""
@@ -297,7 +307,7 @@ class LinearWeights(NamedTuple):
     global_scale  fp32 [1]
     bias          [N] or None
     input_scale   fp32 [1] or None: the static global scale of the rows for activations="nvfp4"
-    activations   "bf16" (W4A16) or "nvfp4" (W4A4)
+    activations   as those of `ExpertWeights`
     sizes         None, or (N, K) of weights in a backend's layout: codes are what `Backend.prepare` made of them as
                   one expert, with the block scales inside, its first two dimensions exchanged, so that FSDP splits the
                   second; sf is None
@@ -315,6 +325,16 @@ class LinearWeights(NamedTuple):
     def shape(self) -> tuple[int, int]:
         """(N, K)."""
         return self.sizes or (self.codes.shape[0], 2 * self.codes.shape[1])
+
+    @property
+    def quantized(self) -> bool:
+        """As `ExpertWeights.quantized`."""
+        return self.activations != "bf16"
+
+    @property
+    def four_over_six(self) -> bool:
+        """As `ExpertWeights.four_over_six`."""
+        return self.activations == "nvfp4_four_over_six"
 
     def block_scales(self) -> Tensor:
         """sf, of weights that are in no backend's layout."""

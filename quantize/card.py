@@ -9,6 +9,9 @@ from moe_nvfp4._version import __version__
 from moe_nvfp4.quantize.report import ConversionReport, readable_size
 from moe_nvfp4.quantize.verify import VerificationReport
 
+ACTIVATIONS = {
+    "bf16": "bf16 (W4A16)", "nvfp4": "NVFP4 (W4A4)", "nvfp4_four_over_six": "NVFP4 (W4A4), blocks by four-over-six",
+}  # fmt: skip
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 
 CARD = """
@@ -59,7 +62,7 @@ def write_card(report: ConversionReport, source: str, activations: str, verified
     rows = {
         "experts": f"{report.quantized} matrices in NVFP4, recipe `{report.recipe}`" if report.quantized else
                    f"{report.carried} NVFP4 matrices of the original, the same codes and block scales",
-        "activations": "bf16 (W4A16)" if activations == "bf16" else "NVFP4 (W4A4)",
+        "activations": ACTIVATIONS[activations],
         "size": f"{readable_size(report.bytes_after)}, of {readable_size(report.bytes_before)}",
     } | {f"not quantized: `{name}`": why for name, why in report.skipped.items()}  # fmt: skip
     text = CARD.format(

@@ -24,7 +24,7 @@ class Options:
     recipe       how block scales are chosen (quantize.recipes)
     exclude      experts modules to leave as they are: a name or wildcard, or several; `include`: only these
     dialect      "modelopt" or "compressed-tensors": the names and the config of the files
-    activations  what a loader is asked for: "bf16" (W4A16) or "nvfp4" (W4A4)
+    activations  what a loader is asked for: "bf16" (W4A16), "nvfp4" or "nvfp4_four_over_six" (W4A4)
     share_scales of an NVFP4 source: gate and up of an expert get one global scale, as servers expect; the half with
                  the smaller one is quantized again from its exact values, all other bytes are kept
     device       where matrices are quantized (default: a GPU where there is one); the bytes are the same

@@ -33,12 +33,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from moe_nvfp4.format import E4M3_MAX, SF_VEC_SIZE, check_x, encode, global_scale_for, pad_k, quantize
+from moe_nvfp4.format import E4M3_MAX, SEARCH_SF_MAX, SF_VEC_SIZE, check_x, encode, global_scale_for, pad_k, quantize
 
 RECIPES = ("max", "four_over_six", "mse")  # these need no data
 CALIBRATED_RECIPES = ("weighted", "gptq")  # these need to know what the model's activations are like
 DEFAULT_RECIPE = "mse"
-SEARCH_SF_MAX = 256.0  # room above: 1.5 * 256 = 384 is an e4m3 number, 1.75 * 256 = 448 the last
 
 # Blocks worked on at once, with all their candidates. For mse a scratch plane is then 2.4 MB on a CPU (near the cache,
 # yet more work than the cost of an operation) and 151 MB on a GPU (four times of it: 2052 MB/s where this has 2304).

@@ -48,16 +48,18 @@ def reference_layer(x: Tensor, ids: Tensor, top_k_weights: Tensor, w: ExpertWeig
     if w.activations == "bf16":
         h = reference.gemm1_swiglu(Rows(x, index=groups.token), w, groups, x.dtype)
     else:
-        rows = reference.quantize_rows(x, groups.token, w.x_scale, groups)
+        rows = reference.quantize_rows(x, groups.token, w.x_scale, groups, w.four_over_six)
         h = reference.gemm1_swiglu(rows, w, groups, x.dtype)
         if not h.is_nvfp4:
-            h = reference.quantize_rows(h.values, None, None, groups)
+            h = reference.quantize_rows(h.values, None, None, groups, w.four_over_six)
     return reference.gemm2_combine(h, w, groups, top_k_weights, torch.float32)
 
 
-def reference_rows(x: Tensor, index: Tensor | None, scale: Tensor | None, groups: Groups) -> tuple[Tensor, Tensor]:
+def reference_rows(
+    x: Tensor, index: Tensor | None, scale: Tensor | None, groups: Groups, four_over_six: bool = False
+) -> tuple[Tensor, Tensor]:
     """`reference.quantize_rows` of the rows with an expert (others have no block scales) -> fp32 code * sf, scales."""
-    want, live = reference.quantize_rows(x, index, scale, groups), int(groups.offsets[-1])
+    want, live = reference.quantize_rows(x, index, scale, groups, four_over_six), int(groups.offsets[-1])
     sf = nvfp4.unswizzle_sf_grouped(want.sf, groups.offsets, groups.num_rows, x.shape[1] // 16)
     return nvfp4.dequantize(want.values[:live], sf[:live], None), want.scale[:live]
 

@@ -31,7 +31,8 @@ class MoeNvfp4Config(QuantizationConfigMixin):
     """How to make a model's experts 4-bit, and what config.json says about it afterwards.
 
     activations  "bf16" (W4A16, the default) or "nvfp4" (W4A4: rows quantized to NVFP4 before each GEMM, with the
-                 file's `input_scale` where it has one, else one scale per token)
+                 file's `input_scale` where it has one, else one scale per token), or "nvfp4_four_over_six": W4A4 whose
+                 blocks have the better of two scales (docs/numerics.md)
     recipe       how block scales are chosen when bf16 weights are quantized: one of
                  moe_nvfp4.quantize.recipes.RECIPES ("mse") or "weighted"; files may be of "gptq"
     calibration  of the recipe "weighted": a text or several, token ids [B, T] or several, the path of a file of

@@ -68,7 +68,7 @@ class GptqReport:
 class HessianSums:
     """A visitor (`statistics.watch`) that adds up x x^T and h h^T of every expert.
 
-    activations: "nvfp4" takes the rows as W4A4 has them, quantized.
+    activations: those of W4A4 take the rows as it has them, quantized.
     """
 
     def __init__(self, activations: str = "bf16"):
@@ -80,16 +80,16 @@ class HessianSums:
             self.layers[name] = _no_rows(layout, x.device)
         sums = self.layers[name]
         for total, rows in ((sums.x[e], x), (sums.h[e], h)):
-            rows = _as_nvfp4(rows) if self.activations == "nvfp4" else rows.float()
+            rows = rows.float() if self.activations == "bf16" else _as_nvfp4(rows, self.activations)
             total.addmm_(rows.T, rows)
         sums.rows[e] += len(x)
 
 
-def _as_nvfp4(rows: Tensor) -> Tensor:
+def _as_nvfp4(rows: Tensor, activations: str) -> Tensor:
     """Rows [n, K] quantized with a scale each, as W4A4 does, and dequantized: fp32."""
-    padded = nvfp4.pad_k(rows)
-    scale = nvfp4.global_scale_for(padded.abs().amax(dim=-1).float())
-    codes, sf, _ = nvfp4.quantize(padded, scale, check=False)
+    padded, four_over_six = nvfp4.pad_k(rows), activations == "nvfp4_four_over_six"
+    scale = nvfp4.row_scales(padded, four_over_six)
+    codes, sf, _ = nvfp4.quantize(padded, scale, False, four_over_six)
     return nvfp4.dequantize(codes, sf, scale)[:, : rows.shape[1]]
 
 

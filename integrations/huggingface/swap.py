@@ -184,7 +184,8 @@ def _quantized(
 
 
 def set_activations(model: Model, activations: str) -> Model:
-    """Switch the 4-bit experts and linears of `model` between "bf16" (W4A16) and "nvfp4" (W4A4), in place."""
+    """Switch the 4-bit experts and linears of `model` to "bf16" (W4A16), "nvfp4" or "nvfp4_four_over_six" (W4A4), in
+    place."""
     if activations not in ACTIVATIONS:
         raise ValueError(f"activations must be one of {ACTIVATIONS}, got {activations!r}")
     layers = [m for m in model.modules() if isinstance(m, (HFExperts, NVFP4Linear))]

@@ -38,7 +38,8 @@ class MoeNvfp4Config(QuantizationConfig):
     Options come from the folder's own `moe_nvfp4` in its quantization_config, or from the command line:
     `--hf-overrides '{"moe_nvfp4": {"activations": "nvfp4"}}'`.
 
-    activations  "bf16" (W4A16) or "nvfp4" (W4A4); default: what the files were made for, else "bf16"
+    activations  "bf16" (W4A16), "nvfp4" or "nvfp4_four_over_six" (W4A4); default: what the files were made for, else
+                 "bf16"
     recipe       how block scales are chosen when bf16 experts are quantized
     exclude      with bf16 files: names or wildcards of experts modules that stay as they are
     """

@@ -160,7 +160,7 @@ class ExpertLoader:
         """All static, for activations="nvfp4", or none: then one scale per token."""
         wanted = [(part, e) for _, part, e in self._expected("input_scale")]
         missing = [key for key in wanted if ("input_scale", *key) not in self._seen]
-        if self.experts.activations != "nvfp4" or len(missing) == len(wanted):
+        if self.experts.activations == "bf16" or len(missing) == len(wanted):
             return
         if missing:
             part, e = missing[0]

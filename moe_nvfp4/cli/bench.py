@@ -7,7 +7,7 @@ import gc
 
 from moe_nvfp4.cli.answers import answer, encode
 from moe_nvfp4.cli.models import check_original, load, text_of
-from moe_nvfp4.cli.options import ACTIVATIONS, MODEL_HELP, Commands, add_device, command, say, whole
+from moe_nvfp4.cli.options import ACTIVATIONS, ACTIVATIONS_HELP, MODEL_HELP, Commands, add_device, command, say, whole
 
 TOKENS = {"cpu": (1, 16, 256), "cuda": (1, 16, 64, 256, 1024, 4096)}
 
@@ -25,7 +25,7 @@ def add(commands: Commands) -> None:
         help="of the layer: hidden and intermediate size, experts, experts per token (default 2048 768 128 8)",
     )  # fmt: skip
     sub.add_argument("--tokens", type=whole(1), nargs="+", metavar="T", help="rows of x that the layer is timed with")
-    sub.add_argument("--activations", choices=ACTIVATIONS, default="bf16", help="bf16: W4A16; nvfp4: W4A4")
+    sub.add_argument("--activations", choices=ACTIVATIONS, default="bf16", help=ACTIVATIONS_HELP)
     sub.add_argument("--max-new-tokens", type=whole(2), default=48, metavar="N", help="of the model (default 48)")
     sub.add_argument("--layer-only", action="store_true", help="leave the model out")
     sub.set_defaults(text=None, recipe=None, exclude=[])

@@ -31,6 +31,8 @@ def run(args: argparse.Namespace) -> None:
     model, tokenizer = load(args, "nvfp4")
     windows = windows_of(args, tokenizer, text)
     calibrate(model, windows[:, None])
-    set_activations(model, "nvfp4").save_pretrained(args.destination)
+    if model.hf_quantizer.quantization_config.activations == "bf16":
+        set_activations(model, "nvfp4")
+    model.save_pretrained(args.destination)
     tokenizer.save_pretrained(args.destination)
     say(f"wrote {args.destination}: static scales from {windows.numel()} tokens")

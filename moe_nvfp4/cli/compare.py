@@ -8,6 +8,8 @@ from typing import Any
 
 from moe_nvfp4.cli.models import check_original, load, model_config, resolve, text_of, windows_of
 from moe_nvfp4.cli.options import (
+    ACTIVATIONS,
+    ACTIVATIONS_HELP,
     DEFAULT_RECIPE,
     MODEL_HELP,
     Commands,
@@ -19,7 +21,7 @@ from moe_nvfp4.cli.options import (
     whole,
 )
 
-ACTIVATIONS = {"W4A16": "bf16", "W4A4": "nvfp4"}
+LABELS = {"bf16": "W4A16", "nvfp4": "W4A4", "nvfp4_four_over_six": "W4A4 4/6"}
 
 
 def add(commands: Commands) -> None:
@@ -35,6 +37,10 @@ def add(commands: Commands) -> None:
     )  # fmt: skip
     add_texts(sub, 12, shortest=2)
     add_quantizing(sub)
+    sub.add_argument(
+        "--activations", nargs="+", choices=ACTIVATIONS, default=["bf16", "nvfp4"],
+        help=f"which to compare (default: bf16 nvfp4). {ACTIVATIONS_HELP}",
+    )  # fmt: skip
     sub.add_argument(
         "--tasks", metavar="NAME,...",
         help="run these tasks of lm-eval as well (pip install lm-eval): arc_easy,hellaswag, or the YAML file of one",
@@ -64,7 +70,8 @@ def run(args: argparse.Namespace) -> None:
     model = _quantized(args)
     windows = windows_of(args, tokenizer, text).to(original.device)
 
-    models = {name: lambda ids, a=a: set_activations(model, a)(ids) for name, a in ACTIVATIONS.items()}
+    chosen = {a: LABELS[a] for a in args.activations}
+    models = {name: lambda ids, a=a: set_activations(model, a)(ids) for a, name in chosen.items()}
     found = evaluate(original, models, progress_bar(windows, desc="compare", unit="window", show=True))
     recipe = f"recipe {args.recipe or DEFAULT_RECIPE}" if args.quantized is None else args.quantized
     say(f"{args.model}, {recipe}, {found['original'].tokens} tokens in windows of {args.window}")
@@ -77,7 +84,7 @@ def run(args: argparse.Namespace) -> None:
         say(f"wrote {args.plot} and {args.plot.with_suffix('.json')}")
     if tasks is not None:
         scores = {"bf16": tasks.run(original, tokenizer, args.limit)}
-        for name, activations in ACTIVATIONS.items():
+        for activations, name in chosen.items():
             scores[name] = tasks.run(set_activations(model, activations), tokenizer, args.limit)
         for line in judging.score_lines(scores):
             say(line)

@@ -9,7 +9,7 @@ from typing import Any
 
 from moe_nvfp4.cli.known import ARCHS, KNOWN, Sizes
 from moe_nvfp4.cli.models import empty_model, model_config, resolve
-from moe_nvfp4.cli.options import ACTIVATIONS, MODEL_HELP, Commands, command, say, whole
+from moe_nvfp4.cli.options import ACTIVATIONS, ACTIVATIONS_HELP, MODEL_HELP, Commands, command, say, whole
 
 
 def add(commands: Commands) -> None:
@@ -26,7 +26,7 @@ def add(commands: Commands) -> None:
     sub.add_argument(
         "--multiprocessors", type=whole(1), metavar="N", help="of the GPU (default: those of the usual ones)"
     )
-    sub.add_argument("--activations", choices=ACTIVATIONS, default="bf16", help="bf16: W4A16; nvfp4: W4A4")
+    sub.add_argument("--activations", choices=ACTIVATIONS, default="bf16", help=ACTIVATIONS_HELP)
     sub.add_argument("--linears", action="store_true", help="those of MODEL's linears too, packed")
     for name, what in (("tensor", "of each expert's channels"), ("expert", "of the experts")):
         sub.add_argument(f"--{name}-parallel", type=whole(1), default=1, metavar="N", help=f"1/N {what} on a GPU")
@@ -115,7 +115,7 @@ def _described(args: argparse.Namespace) -> tuple[list[tuple[Any, int]], Any]:
 
 def _static(args: argparse.Namespace) -> tuple[bool, ...]:
     """Whether activations have scales from calibration: they may and may not."""
-    return (False, True) if args.activations == "nvfp4" else (False,)
+    return (False, True) if args.activations != "bf16" else (False,)
 
 
 def _share(number: int, parts: int, what: str) -> int:

@@ -14,7 +14,8 @@ from typing import TypeAlias
 RECIPES, DEFAULT_RECIPE = ("max", "four_over_six", "mse"), "mse"
 CALIBRATED_RECIPES = ("weighted", "gptq")
 DIALECTS = ("modelopt", "compressed-tensors")
-ACTIVATIONS = ("bf16", "nvfp4")
+ACTIVATIONS = ("bf16", "nvfp4", "nvfp4_four_over_six")
+ACTIVATIONS_HELP = "bf16: W4A16; nvfp4: W4A4; nvfp4_four_over_six: W4A4 whose blocks have the better of two scales"
 ENGINES = ("vllm", "transformers")
 
 MODEL_HELP = "folder or hub name of a Hugging Face MoE model, 4-bit or not; 'demo' makes a small one"
@@ -50,7 +51,7 @@ def add_answering(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--temperature", type=temperature, default=0.0, help="0 (default): the likeliest token")
     sub.add_argument(
         "--activations", choices=ACTIVATIONS, default=None,
-        help="bf16: W4A16; nvfp4: W4A4 (default: what the files say, else bf16)",
+        help=f"{ACTIVATIONS_HELP} (default: what the files say, else bf16)",
     )  # fmt: skip
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from moe_nvfp4 import format as nvfp4
 from moe_nvfp4.routing import Groups, Rows
-from moe_nvfp4.weights import ExpertWeights, Gate, LinearWeights, Projection
+from moe_nvfp4.weights import ACTIVATIONS, ExpertWeights, Gate, LinearWeights, Projection
 
 PACKAGES = ("cutlass", "tvm_ffi", "triton")
 
@@ -98,6 +98,7 @@ class Backend:
     packages     of PACKAGES, what compiles its kernels, on first use or ahead (see `kernels.calls`)
     layout       its name, if `prepare` brings weights into a layout of its own; None: kernels read the checkpoint's
     host_weights whether it is for `Problem.host_weights`, and for nothing else
+    activations  of ACTIVATIONS, those that it quantizes rows by
     maps         whether it runs `Problem.mapped` too: weights in the cpu backend's layout
     """
 
@@ -108,6 +109,7 @@ class Backend:
     layout: ClassVar[str | None] = None
     host_weights: ClassVar[bool] = False
     maps: ClassVar[bool] = False
+    activations: ClassVar[tuple[str, ...]] = ACTIVATIONS
 
     def unavailable(self, device: Device) -> str | None:
         """Why it does not run on `device`, a clause that follows its name and ends with the way out; None: it does."""
@@ -128,9 +130,11 @@ class Backend:
         """A fused layer: x [T, H], ids and router weights [T, top_k] -> [T, H] in x's dtype."""
         return self.functions.experts(x, top_k_index, top_k_weights, weights)
 
-    def quantize_rows(self, x: Tensor, index: Tensor | None, scale: Tensor | None, groups: Groups) -> Rows:
+    def quantize_rows(
+        self, x: Tensor, index: Tensor | None, scale: Tensor | None, groups: Groups, four_over_six: bool = False
+    ) -> Rows:
         """As `reference.quantize_rows`, to the bit."""
-        return self.functions.quantize_rows(x, index, scale, groups)
+        return self.functions.quantize_rows(x, index, scale, groups, four_over_six)
 
     def gemm1_swiglu(self, rows: Rows, weights: ExpertWeights, groups: Groups, dtype: torch.dtype) -> Rows:
         """As `reference.gemm1_swiglu`, up to the order of fp32 sums."""

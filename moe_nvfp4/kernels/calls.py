@@ -110,7 +110,7 @@ def _experts(backend: Backend, call: ExpertsCall, w: ExpertWeights) -> None:
 
 def _stages(backend: Backend, call: ExpertsCall, w: ExpertWeights) -> None:
     """As `ops.run_experts` calls them: GEMM 1 knows no top_k, GEMM 2 one slot too."""
-    E, H, I, quantized = w.num_experts, w.hidden_size, w.intermediate_size, w.activations == "nvfp4"
+    E, H, I, quantized = w.num_experts, w.hidden_size, w.intermediate_size, w.quantized
     offsets = _empty((E + 1,), torch.int32)
     for R, scale in product(token_counts(), {id(s): s for s in (w.h_scale, None)}.values()):
         groups, x = Groups(_empty((R,), torch.int32), offsets, 1), _empty((R, H), call.dtype)

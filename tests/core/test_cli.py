@@ -174,6 +174,11 @@ def test_compare(folder, tmp_path, capsys):
     assert 0 < rows["W4A16"][2] < rows["W4A16"][1], "the median is of the less surprising half"
     assert 0 < rows["W4A16"][1] < rows["W4A4"][1], "activations in 4 bits cost more"
     assert "93 tokens in windows of 32" in said
+    run("compare", folder, "--text", text, "--window", 32, "--windows", 3, "--recipe", "max", "--device", "cpu",
+        "--activations", "nvfp4", "nvfp4_four_over_six")  # fmt: skip
+    said = capsys.readouterr().out
+    plain, better = (float(re.search(rf"^{name} +[\d.]+ +([\d.]+)", said, re.M)[1]) for name in ("W4A4", "W4A4 4/6"))
+    assert plain == rows["W4A4"][1] != better and "W4A16" not in said
 
 
 def test_calibrate(folder, tmp_path, capsys):

@@ -47,13 +47,26 @@ def nearest(value, grid):
     return i - 1 if below < above else i
 
 
-def naive_block(values, global_scale):
+def naive_block(values, global_scale, four_over_six=False):
     """16 float32 numbers -> (sf byte, 16 codes); np.float32 rounds after every operation."""
     with np.errstate(all="ignore"):
         gs, block = np.float32(global_scale), np.asarray(values, np.float32)
-        wanted = np.abs(block).max() / np.float32(6) / gs
-        sf = nearest(float(min(wanted, np.float32(448))), E4M3_GRID)
+        sf, four = (
+            nearest(float(min(np.abs(block).max() / np.float32(code) / gs, np.float32(448))), E4M3_GRID)
+            for code in (6, 4)
+        )
+        if four_over_six and E4M3_GRID[sf] >= 2**-6 and 2.0**-100 <= float(gs) <= 2.0**100:
+            sf = min((sf, four), key=lambda tried: naive_error(block, tried, gs))  # the first of equals
         return sf, naive_codes(block, sf, gs)
+
+
+def naive_error(block, sf, gs):
+    """In integers: places are multiples of 2^-10 of a code, rounded once and half to even; the sum is rounded, and its
+    product with sf^2."""
+    inverse = Fraction(float(np.float32(1) / (np.float32(E4M3_GRID[sf]) * gs)))
+    places = [round(abs(Fraction(float(v))) * inverse * 1024) for v in block]
+    total = sum(min(abs(place - 1024 * Fraction(code)) for code in E2M1_GRID) ** 2 for place in places)
+    return np.float32(int(total)) * np.float32(E4M3_GRID[sf] ** 2)
 
 
 def naive_codes(block, sf, gs):
@@ -65,7 +78,7 @@ def naive_codes(block, sf, gs):
     return [nearest(min(float(r), 6.0), E2M1_GRID) + (8 if v < 0 else 0) for r, v in zip(ratios, block, strict=True)]
 
 
-def assert_same_as_naive(x, codes, sf, scale_of_row):
+def assert_same_as_naive(x, codes, sf, scale_of_row, four_over_six=False):
     assert codes.shape == (*x.shape[:-1], x.shape[-1] // 2)
     assert sf.shape == (*x.shape[:-1], x.shape[-1] // 16)
     if x.numel() == 0:
@@ -75,7 +88,7 @@ def assert_same_as_naive(x, codes, sf, scale_of_row):
     sf_bytes = sf.view(torch.uint8).reshape(len(rows), -1).tolist()
     for row, got_codes, got_sf, gs in zip(rows, nibbles, sf_bytes, scale_of_row, strict=True):
         for b, got in enumerate(got_sf):
-            want_sf, want_codes = naive_block(row[16 * b : 16 * b + 16], gs)
+            want_sf, want_codes = naive_block(row[16 * b : 16 * b + 16], gs, four_over_six)
             assert got == want_sf
             assert got_codes[16 * b : 16 * b + 16] == want_codes
 
@@ -246,6 +259,32 @@ def test_quantize_is_the_naive_loop(x):
     assert_same_as_naive(x, codes, sf, [want] * math.prod(x.shape[:-1]))
     assert torch.equal(nvfp4.block_scales(x, global_scale).view(torch.uint8), sf.view(torch.uint8))
     assert torch.equal(nvfp4.encode(x, sf, global_scale), codes)
+
+
+@settings(max_examples=30, deadline=None)
+@given(tensors(), st.one_of(st.none(), st.integers(-105, 105)))
+def test_four_over_six_is_the_naive_loop(x, exponent):
+    """With dynamic scales of rows, and with one that may be much too large, much too small, or beyond the rule."""
+    given = nvfp4.row_scales(x, True)
+    if exponent is not None:
+        given = torch.full(x.shape[:-1], 1.1 * 2.0**exponent)
+    with np.errstate(all="ignore"):
+        amax = np.abs(x.float().numpy()).max(-1)
+        rows = np.where(amax == 0, np.float32(1), np.maximum(amax / np.float32(1536), np.float32(2**-126)))
+    assert exponent is not None or np.array_equal(given.numpy(), rows)
+    codes, sf, scale = nvfp4.quantize(x, given, four_over_six=True)
+    assert_same_as_naive(x, codes, sf, scale.flatten().tolist(), four_over_six=True)
+
+
+def test_four_over_six_by_hand():
+    """4 and 3s are codes of scale 1, where by code 6 the scale is 11/16, and 3 becomes 4 of it; what either represents
+    exactly keeps code 6; what saturates has the same scale by both. Without a scale the largest is 6 * 256."""
+    x = torch.tensor([[4.0] + [-3.0] * 15, [6.0, -6.0] * 8, [6000.0] * 16])
+    codes, sf, _ = nvfp4.quantize(x, 1.0, four_over_six=True)
+    assert sf.float().tolist() == [[1.0], [1.0], [448.0]]
+    assert split_nibbles(codes) == [[6] + [13] * 15, [7, 15] * 8, [7] * 16]
+    assert nvfp4.quantize(x[:1], 1.0)[1].float().item() == 11 / 16
+    assert nvfp4.quantize(x, four_over_six=True)[2].item() == 6000 / 1536
 
 
 @settings(max_examples=60, deadline=None)

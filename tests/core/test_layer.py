@@ -16,6 +16,7 @@ from moe_nvfp4.backends import Selected, named
 from moe_nvfp4.linear import NVFP4Linear
 from moe_nvfp4.ops import run_linear
 from moe_nvfp4.routing import group_by_expert
+from moe_nvfp4.weights import ACTIVATIONS
 from tests.common import THRESHOLDS, Kernels, relative_error, stand_for_hopper
 
 GATES = {
@@ -55,11 +56,10 @@ def dense(codes, sf, scale):
     return torch.stack([low, high], -1).flatten(-2) * sf * scale.double()
 
 
-def fake_quantize(row, scale=None):
+def fake_quantize(row, scale=None, activations="nvfp4"):
     """One float64 row -> the values its NVFP4 form has (the format itself is tested elsewhere)."""
     row = nvfp4.pad_k(row.float())
-    scale = nvfp4.global_scale_for(row.abs().amax()) if scale is None else scale
-    codes, sf, scale = nvfp4.quantize(row, scale)
+    codes, sf, scale = nvfp4.quantize(row, scale, four_over_six=activations == "nvfp4_four_over_six")
     return dense(codes, sf.view(torch.uint8), scale)
 
 
@@ -68,7 +68,7 @@ def naive_moe(x, ids, weights, w: ExpertWeights, pre_quant_scales=None):
     x, ids, weights = x.cpu(), ids.cpu(), weights.cpu()
     w = replace(w, **{f.name: v.cpu() for f in fields(w) if isinstance(v := getattr(w, f.name), torch.Tensor)})
     y = torch.zeros(x.shape[0], w.hidden_size, dtype=torch.float64, device="cpu")
-    I, quantized = w.intermediate_size, w.activations == "nvfp4"
+    I, quantized = w.intermediate_size, w.activations != "bf16"
     for t in range(x.shape[0]):
         for e, p in zip(ids[t].tolist(), weights[t].double().tolist(), strict=True):
             if not 0 <= e < w.num_experts:
@@ -76,7 +76,7 @@ def naive_moe(x, ids, weights, w: ExpertWeights, pre_quant_scales=None):
             x_t = x[t] if pre_quant_scales is None else x[t] * pre_quant_scales[0][e]
             row = nvfp4.pad_k(x_t.double())
             if quantized:
-                row = fake_quantize(x_t, None if w.x_scale is None else w.x_scale[e])
+                row = fake_quantize(x_t, None if w.x_scale is None else w.x_scale[e], w.activations)
             if w.gate.gated:
                 scale = torch.cat([w.gate_scale[e].expand(I), w.up_scale[e].expand(I)])[:, None]
             else:
@@ -90,9 +90,9 @@ def naive_moe(x, ids, weights, w: ExpertWeights, pre_quant_scales=None):
             if not quantized:
                 h = nvfp4.pad_k(h.to(x.dtype).double())
             elif w.h_scale is None:
-                h = fake_quantize(h.to(x.dtype))
+                h = fake_quantize(h.to(x.dtype), None, w.activations)
             else:
-                h = fake_quantize(h, w.h_scale[e])
+                h = fake_quantize(h, w.h_scale[e], w.activations)
             out = dense(w.w2[e], w.w2_sf[e], w.w2_scale[e]) @ h
             if w.b2 is not None:
                 out = out + w.b2[e].double()
@@ -162,7 +162,7 @@ def test_half_precision_rows(dtype, static, activations, device):
 @given(
     E=st.integers(1, 6), T=st.integers(0, 12), k=st.integers(1, 4),
     H=st.sampled_from([16, 48, 72, 100]), I=st.sampled_from([8, 16, 40]),
-    gate=st.sampled_from(sorted(GATES)), activations=st.sampled_from(["bf16", "nvfp4"]),
+    gate=st.sampled_from(sorted(GATES)), activations=st.sampled_from(ACTIVATIONS),
     static=st.booleans(), seed=st.integers(0, 99),
 )  # fmt: skip
 def test_any_shape(E, T, k, H, I, gate, activations, static, seed):
@@ -172,11 +172,11 @@ def test_any_shape(E, T, k, H, I, gate, activations, static, seed):
     y = layer(x, ids, p)
     assert y.shape == (T, H)
     expected = naive_moe(x, ids, p, layer.weights.validate())
-    assert T == 0 or relative_error(y, expected) < THRESHOLDS["w4a4" if activations == "nvfp4" else "fp32"]
+    assert T == 0 or relative_error(y, expected) < THRESHOLDS["fp32" if activations == "bf16" else "w4a4"]
 
 
 @pytest.mark.parametrize("static", [False, True])
-@pytest.mark.parametrize("activations", ["bf16", "nvfp4"])
+@pytest.mark.parametrize("activations", ["bf16", "nvfp4", "nvfp4_four_over_six"])
 def test_awq_scales_multiply_the_rows_of_their_expert(activations, static, device):
     layer = make(activations=activations, static=static)
     layer.add_pre_quant_scales(torch.float32)
@@ -185,13 +185,13 @@ def test_awq_scales_multiply_the_rows_of_their_expert(activations, static, devic
     for scale in layer.pre_quant_scales:
         scale.copy_(torch.randint(1, 9, scale.shape) / 4)
     expected = naive_moe(x, ids, p, layer.weights, [scale.cpu() for scale in layer.pre_quant_scales])
-    assert relative_error(layer(x, ids, p), expected) < THRESHOLDS["w4a4" if activations == "nvfp4" else "fp32"]
+    assert relative_error(layer(x, ids, p), expected) < THRESHOLDS["fp32" if activations == "bf16" else "w4a4"]
 
 
 @settings(max_examples=30, deadline=None)
 @given(
     T=st.integers(0, 9), N=st.integers(1, 40), K=st.integers(1, 6), bias=st.booleans(), awq=st.booleans(),
-    static=st.booleans(), activations=st.sampled_from(["bf16", "nvfp4"]), seed=st.integers(0, 99),
+    static=st.booleans(), activations=st.sampled_from(ACTIVATIONS), seed=st.integers(0, 99),
 )  # fmt: skip
 def test_linear_is_its_definition(T, N, K, bias, awq, static, activations, seed):
     torch.manual_seed(seed)
@@ -207,8 +207,8 @@ def test_linear_is_its_definition(T, N, K, bias, awq, static, activations, seed)
         parameter.copy_(values[name])
     x = torch.randn(2, T, 16 * K)
     rows = (x * values["pre_quant_scale"] if awq else x).reshape(-1, 16 * K)
-    if activations == "nvfp4":
-        rows = [fake_quantize(row, values["input_scale"] if static else None) for row in rows]
+    if activations != "bf16":
+        rows = [fake_quantize(row, values["input_scale"] if static else None, activations) for row in rows]
         rows = torch.stack(rows) if rows else torch.zeros(0, 16 * K)
     expected = rows.double() @ dense(codes, sf.view(torch.uint8), scale).T + (values["bias"].double() if bias else 0)
     y = layer(x)
@@ -318,15 +318,15 @@ def test_compiles_without_a_graph_break(activations, static, device):
 
 
 def test_ops_pass_torchs_own_check():
-    for activations, static in (("bf16", False), ("nvfp4", False), ("nvfp4", True)):
+    for activations, static in (("bf16", False), ("nvfp4", False), ("nvfp4_four_over_six", True)):
         layer = make(activations=activations, static=static)
         w = layer.weights
         x, ids, p = batch(5, 4, 2, 64)
         backend = layer.backend(x.dtype).name
         g, spec = group_by_expert(ids, 4), w.spec(backend)
         rows = [x, None, None, g.token]
-        if activations == "nvfp4":
-            args = (x, g.token, w.x_scale, g.order, g.offsets, backend)
+        if w.quantized:
+            args = (x, g.token, w.x_scale, g.order, g.offsets, backend, w.four_over_six)
             torch.library.opcheck(ops.quantize_rows, args, test_utils=("test_schema", "test_faketensor"))
             rows = [*ops.quantize_rows(*args), None]
         args = (*rows, w.tensors(), spec, g.order, g.offsets, x.dtype)

@@ -113,3 +113,25 @@ def test_what_cannot_be_calibrated_is_named(tmp_path):
     with pytest.raises(ValueError, match="model.layers.0.mlp.experts got activations with NaN or Inf"):
         calibrate(model, PROMPTS, progress=False)
     assert all(m.observer is None for m in model.modules() if isinstance(m, HFExperts))
+
+
+@pytest.mark.parametrize("dialect", ["modelopt", "compressed-tensors"])
+def test_four_over_six_travels_with_the_folder(dialect, tmp_path):
+    """Rows by another rule, static or not; other programs read plain W4A4 files, and round as they do."""
+    folder, _ = quantized(tmp_path, qwen3_moe, dialect)
+    model = load(folder)
+    w4a4, better = (logits(model, a) for a in ("nvfp4", "nvfp4_four_over_six"))
+    assert 0 < relative_error(better, w4a4) < 0.5
+    calibrate(model, PROMPTS, progress=False)
+    static, better = (logits(model, a) for a in ("nvfp4", "nvfp4_four_over_six"))
+    assert 0 < relative_error(better, static) < 0.5
+    model.save_pretrained(tmp_path / "again")
+    config = json.loads((tmp_path / "again/config.json").read_text())["quantization_config"]
+    assert config.pop("moe_nvfp4")["activations"] == "nvfp4_four_over_six" and "four" not in json.dumps(config)
+    again = load(tmp_path / "again")
+    assert all(m.activations == "nvfp4_four_over_six" for m in again.modules() if isinstance(m, HFExperts))
+    with torch.no_grad():
+        assert torch.equal(again(IDS).logits, better)
+    chosen = load(tmp_path / "again", quantization_config=MoeNvfp4Config(activations="nvfp4"))
+    with torch.no_grad():
+        assert torch.equal(chosen(IDS).logits, static)

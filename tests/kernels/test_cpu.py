@@ -7,6 +7,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 from moe_nvfp4 import Gate, NVFP4Experts, cache, reference
 from moe_nvfp4.kernels.cpu import backend as cpu
 from moe_nvfp4.routing import Rows, group_by_expert
+from moe_nvfp4.weights import ACTIVATIONS
 from tests.common import ROOT, THRESHOLDS, python, python_with_sanitizers, random_layer, relative_error
 
 GATES = [
@@ -53,7 +55,7 @@ problems = st.fixed_dictionaries(dict(
     E=st.sampled_from([1, 2, 5, 40]), H=st.sampled_from([8, 16, 24, 48, 72, 100, 264]),
     I=st.sampled_from([8, 16, 24, 40, 130]), T=st.sampled_from([0, 1, 2, 5, 7, 30, 70]), k=st.integers(1, 4),
     gate=st.sampled_from(GATES), bias=st.sampled_from([None, *DTYPES]), dtype=st.sampled_from(DTYPES),
-    activations=st.sampled_from(["bf16", "nvfp4"]), static=st.booleans(), seed=st.integers(0, 999),
+    activations=st.sampled_from(ACTIVATIONS), static=st.booleans(), seed=st.integers(0, 999),
 ))  # fmt: skip
 
 
@@ -73,8 +75,8 @@ def check(problem):
     """Every stage from the same input: the reference's output, with fp32 results, is the next one's input."""
     w, x, ids, p, groups = make(**problem)
     rows = Rows(x, index=groups.token)
-    if w.activations == "nvfp4":
-        args = (x, groups.token, w.x_scale, groups)
+    if w.quantized:
+        args = (x, groups.token, w.x_scale, groups, w.four_over_six)
         rows = reference.quantize_rows(*args)
         assert equal(cpu.quantize_rows(*args), rows)
     live = groups.offsets[-1]
@@ -87,9 +89,9 @@ def check(problem):
         assert not ours.values[live:].any()
     if w.gate.kind == "raw" and w.gate.gated:
         h = Rows(h.values.chunk(2, -1)[0].contiguous())
-    if w.activations == "nvfp4" and not h.is_nvfp4:
-        h = reference.quantize_rows(h.values, None, w.h_scale, groups)
-        assert equal(cpu.quantize_rows(reference_h(w, rows, groups), None, w.h_scale, groups), h)
+    if w.quantized and not h.is_nvfp4:
+        h = reference.quantize_rows(h.values, None, w.h_scale, groups, w.four_over_six)
+        assert equal(cpu.quantize_rows(reference_h(w, rows, groups), None, w.h_scale, groups, w.four_over_six), h)
     elif not h.is_nvfp4:
         h = Rows(h.values.to(x.dtype))
     ours, y = (b.gemm2_combine(h, w, groups, p, torch.float32) for b in (cpu, reference))
@@ -102,11 +104,12 @@ def check(problem):
 
 def check_the_whole(w, x, ids, p, groups):
     """All stages in one call, routing too: the bits of one stage after the other."""
-    quantized = w.activations == "nvfp4"
-    rows = cpu.quantize_rows(x, groups.token, w.x_scale, groups) if quantized else Rows(x, index=groups.token)
+    rows, rounding = Rows(x, index=groups.token), w.four_over_six
+    if w.quantized:
+        rows = cpu.quantize_rows(x, groups.token, w.x_scale, groups, rounding)
     h = cpu.gemm1_swiglu(rows, w, groups, x.dtype)
-    if quantized and not h.is_nvfp4:
-        h = cpu.quantize_rows(h.values, None, None, groups)
+    if w.quantized and not h.is_nvfp4:
+        h = cpu.quantize_rows(h.values, None, None, groups, rounding)
     assert torch.equal(cpu.experts(x, ids, p, w), cpu.gemm2_combine(h, w, groups, p, x.dtype))
 
 
@@ -158,8 +161,9 @@ def test_quantize_edges(path):
     x[4, 17] = float("inf")
     groups = group_by_expert(torch.tensor([[0], [1], [1], [0], [2], [1]]), 2)
     for dtype in DTYPES:
-        for scale in (None, torch.tensor([1e-3, 5.0])):
-            a, b = (m.quantize_rows(x.to(dtype), groups.token, scale, groups) for m in (cpu, reference))
+        for scale, rounding in product((None, [1e-3, 5.0], [1e-31, 2.0**101]), (False, True)):
+            scale = None if scale is None else torch.tensor(scale)
+            a, b = (m.quantize_rows(x.to(dtype), groups.token, scale, groups, rounding) for m in (cpu, reference))
             finite = x.to(dtype).isfinite().all(-1)[groups.order]
             assert torch.equal(a.values[finite], b.values[finite])
             # NaN is 0x7f or 0xff
@@ -428,7 +432,7 @@ def test_a_library_with_other_structs_is_refused(monkeypatch):
         _fields_ = [("more", ctypes.c_int64)]
 
     monkeypatch.setattr(cpu, "_STAGES", (*cpu._STAGES[:3], Longer))
-    with pytest.raises(OSError, match=r"made from another cpu.c: its stages take \[56, 104, 232, 64\] bytes"):
+    with pytest.raises(OSError, match=r"made from another cpu.c: its stages take \[56, 112, 232, 64\] bytes"):
         cpu._library.__wrapped__(cpu.path())
 
 

@@ -59,7 +59,7 @@ class _Group(ctypes.Structure):
 
 
 class _Quantize(ctypes.Structure):
-    _fields_ = _fields("x index scale offsets codes sf row_scale", "x_type x_rows width K R E")
+    _fields_ = _fields("x index scale offsets codes sf row_scale", "x_type x_rows width K R E four_over_six")
 
 
 class _Gemm(ctypes.Structure):
@@ -145,14 +145,16 @@ def _layer(
     program: _Program, x: Tensor, ids: Tensor, p: Tensor, weights: ExpertWeights, y: Tensor | None = None
 ) -> Tensor:
     """All stages; y [T, H] takes the result, where there is one already."""
-    quantized, R, E = weights.activations == "nvfp4", ids.numel(), weights.num_experts
+    R, E = ids.numel(), weights.num_experts
     order, token, offsets = (program.empty(n, dtype=torch.int32, device="cpu") for n in (R, R, E + 1))
     groups = Groups(order, offsets, ids.shape[1])
     program.add(_Group, [ids, order, token, offsets], R, groups.top_k, E)
-    rows = _quantize(program, x, token, weights.x_scale, groups) if quantized else Rows(x, index=token)
+    rows, rounding = Rows(x, index=token), weights.four_over_six
+    if weights.quantized:
+        rows = _quantize(program, x, token, weights.x_scale, groups, rounding)
     h = _gemm1(program, rows, weights, groups, x.dtype)
-    if quantized and not h.is_nvfp4:
-        h = _quantize(program, h.values, None, None, groups)
+    if weights.quantized and not h.is_nvfp4:
+        h = _quantize(program, h.values, None, None, groups, rounding)
     return _gemm2(program, h, weights, groups, p, x.dtype, y)
 
 
@@ -243,10 +245,12 @@ def raise_failure() -> None:
             raise _failure(failed)
 
 
-def quantize_rows(x: Tensor, index: Tensor | None, scale: Tensor | None, groups: Groups) -> Rows:
+def quantize_rows(
+    x: Tensor, index: Tensor | None, scale: Tensor | None, groups: Groups, four_over_six: bool = False
+) -> Rows:
     """As `reference.quantize_rows`, to the bit."""
     program = _Program()
-    rows = _quantize(program, x, index, scale, groups)
+    rows = _quantize(program, x, index, scale, groups, four_over_six)
     program.run()
     return rows
 
@@ -273,7 +277,7 @@ def linear(x: Tensor, weights: LinearWeights) -> Tensor:
     program = _Program()
     order = torch.arange(T, dtype=torch.int32, device="cpu")
     groups = Groups(order, torch.tensor([0, T], dtype=torch.int32, device="cpu"), 1)
-    rows = _quantize(program, x, None, w.input_scale, groups) if w.activations == "nvfp4" else Rows(x)
+    rows = _quantize(program, x, None, w.input_scale, groups, w.four_over_six) if w.quantized else Rows(x)
     codes, sf, scale = w.codes[None], w.block_scales()[None], w.global_scale
     bias = None if w.bias is None else w.bias[None]
     experts = ExpertWeights(SILU, w.activations, codes, sf, scale, scale, codes, sf, scale, None, bias)
@@ -282,7 +286,9 @@ def linear(x: Tensor, weights: LinearWeights) -> Tensor:
     return y
 
 
-def _quantize(program: _Program, x: Tensor, index: Tensor | None, scale: Tensor | None, groups: Groups) -> Rows:
+def _quantize(
+    program: _Program, x: Tensor, index: Tensor | None, scale: Tensor | None, groups: Groups, four_over_six: bool
+) -> Rows:
     x = floating(x)
     R, E, width = groups.num_rows, groups.num_experts, x.shape[-1]
     K = -(-width // 16) * 16
@@ -290,14 +296,14 @@ def _quantize(program: _Program, x: Tensor, index: Tensor | None, scale: Tensor 
     sf = program.zeros(nvfp4.grouped_sf_rows(R, E) * (-(-K // 64) * 4), dtype=torch.uint8, device="cpu")
     row_scale = program.empty(R, dtype=torch.float32, device="cpu")
     tensors = [x, index, scale, groups.offsets, codes, sf, row_scale]
-    program.add(_Quantize, tensors, _TYPES[x.dtype], x.shape[0], width, K, R, E)
+    program.add(_Quantize, tensors, _TYPES[x.dtype], x.shape[0], width, K, R, E, four_over_six)
     return Rows(codes, sf, row_scale)
 
 
 def _gemm1(program: _Program, rows: Rows, weights: ExpertWeights, groups: Groups, dtype: torch.dtype) -> Rows:
     w, gate = weights, weights.gate
     paired = gate.kind in ("silu", "gelu_tanh")
-    static = w.activations == "nvfp4" and w.h_scale is not None and gate.kind != "raw"
+    static = w.quantized and w.h_scale is not None and gate.kind != "raw"
     width = w.intermediate_size * (2 if gate.gated and not paired else 1)
     h = program.empty(groups.num_rows, width, dtype=torch.float32 if static else dtype, device="cpu")
     split = 0 if w.gate_scale is None else w.intermediate_size
@@ -305,7 +311,7 @@ def _gemm1(program: _Program, rows: Rows, weights: ExpertWeights, groups: Groups
     numbers = (_GATES.index(gate.kind), gate.alpha, gate.limit, gate.up_offset, gate.clamp_after)
     sizes = (*_sizes(w, w.w13, w.intermediate_size * (2 if gate.gated else 1), w.hidden_size), split)
     _gemm(program, rows, groups, None, tensors, sizes, paired, *numbers)
-    return _quantize(program, h, None, w.h_scale, groups) if static else Rows(h)
+    return _quantize(program, h, None, w.h_scale, groups, w.four_over_six) if static else Rows(h)
 
 
 def _gemm2(

@@ -86,6 +86,51 @@ INLINE uint8_t to_e4m3(float f) { /* 0 <= f <= 448 or NaN, ties to even */
 
 INLINE float nearest(float f) { return (f + 0x1.8p23f) - 0x1.8p23f; } /* |f| < 2^22, ties to even */
 
+INLINE uint32_t largest_of(const float *block) { /* magnitude, as bits: NaN is above infinity */
+    uint32_t m[16];
+    for (int i = 0; i < 16; i++) m[i] = bits(block[i]) & 0x7fffffff;
+    for (int n = 8; n; n /= 2) for (int i = 0; i < n; i++) m[i] = m[i] > m[n + i] ? m[i] : m[n + i];
+    return m[0];
+}
+
+/* The scales by which the largest magnitudes of 32 blocks, as bits, have this code. */
+INLINE void scales_by_code(const uint32_t *largest, float code, float gs, uint8_t *sf) {
+    for (int i = 0; i < 32; i++) {
+        float ratio = number(largest[i]) / code / gs;
+        sf[i] = to_e4m3(ratio > 448.0f ? 448.0f : ratio);
+    }
+}
+
+/* A block's codes, two to a byte: see format._encode, three lines of which the lowest one holds. */
+INLINE void encode_block(const float *block, uint8_t sf, float gs, uint8_t *codes) {
+    float scale = sf ? from_e4m3(sf) * gs : __builtin_inff();
+    uint32_t below_zero = sf ? 8 : 0;
+    union { uint32_t one[16]; uint64_t two[8]; } code;
+    for (int i = 0; i < 16; i++) {
+        float a = __builtin_fabsf(block[i]) / scale;
+        a = a > 8.0f ? 8.0f : a;
+        float one = nearest(a * 2), two = nearest(a) + 2, three = nearest(a * 0.5f) + 4, c = MIN(MIN(one, two), MIN(three, 7.0f));
+        code.one[i] = (bits(c + 0x1p23f) & 7) | (block[i] < 0 ? below_zero : 0);
+    }
+    __asm__("" : "+m"(code)); /* or gcc takes the vectors apart for what follows */
+    for (int i = 0; i < 8; i++) codes[i] = (uint8_t)(code.two[i] | code.two[i] >> 28);
+}
+
+/* Of 32 blocks with these scales, of which the first n count: format._squared_error, in units of 2^-20. The product is exact
+   before it is rounded, and all after is exact too, so that it makes no difference what a compiler fuses. */
+INLINE void squared_errors(const float *x, const uint8_t *sf, float gs, int64_t n, float *errors) {
+    float inverse[32];
+    int32_t sums[32] = {0};
+    for (int b = 0; b < 32; b++) inverse[b] = 1.0f / (from_e4m3(sf[b]) * gs);
+    for (int64_t b = 0; b < n; b++) for (int i = 0; i < 16; i++) {
+        float a = (float)((double)__builtin_fabsf(x[16 * b + i]) * inverse[b] + 0x1.8p42 - 0x1.8p42);
+        float one = nearest(a * 2) * 0.5f, two = nearest(a), three = nearest(a * 0.5f) * 2, c = a < 2 ? one : a < 4 ? two : three;
+        int32_t d = (int32_t)((a - MIN(c, 6.0f)) * 0x1p10f);
+        sums[b] += d * d;
+    }
+    for (int b = 0; b < 32; b++) errors[b] = (float)sums[b] * (from_e4m3(sf[b]) * from_e4m3(sf[b]));
+}
+
 INLINE float exponential(float x) { /* 1 ulp; Cephes' polynomial; straight code that vectorizes */
     x = x < -87.0f ? -87.0f : x > 88.0f ? 88.0f : x;
     float shifted = x * 1.44269504f + 0x1.8p23f, n = shifted - 0x1.8p23f;
@@ -156,6 +201,7 @@ typedef struct {
     uint8_t *codes, *sf;   /* [R, K/2]; 128x4 layout, zeroed */
     float *row_scale;      /* [R] */
     int64_t x_type, x_rows, width, K, R, E;
+    int64_t four_over_six; /* see format._four_over_six */
     /* filled in by measure_quantize() */
     uint8_t *work;         /* scratch, work_bytes for each thread */
     int64_t work_bytes;
@@ -172,7 +218,7 @@ typedef struct {
 /* The bytes that cpu.py fills of each, in the order of the stages. It has the same structs, and compares. */
 _Static_assert(sizeof(void *) == 8, "pointers and integers travel as 8-byte words");
 _Static_assert(sizeof(Group) == 7 * 8 && sizeof(Combine) == 8 * 8, "no padding");
-_Static_assert(offsetof(Quantize, work) == 13 * 8 && offsetof(Gemm, rows) == 29 * 8, "no padding");
+_Static_assert(offsetof(Quantize, work) == 14 * 8 && offsetof(Gemm, rows) == 29 * 8, "no padding");
 void stage_bytes(int64_t *bytes) {
     bytes[GROUP] = sizeof(Group), bytes[QUANTIZE] = offsetof(Quantize, work);
     bytes[GEMM] = offsetof(Gemm, rows), bytes[COMBINE] = sizeof(Combine);

@@ -477,29 +477,25 @@ static TARGET float NAME(quantize_row)(const Quantize *q, int64_t from, const fl
             NAME(expand)(q->x, (int)q->x_type, from + k, q->width - k, 512, x);
             for (int64_t i = 0; i < 512; i++) amax = (bits(x[i]) & 0x7fffffff) > amax ? bits(x[i]) & 0x7fffffff : amax;
         }
-        gs = number(amax) / 2688.0f;
+        gs = number(amax) / (q->four_over_six ? 6 * 256.0f : 6 * 448.0f);
         gs = amax == 0 ? 1.0f : gs < 0x1p-126f ? 0x1p-126f : gs;
     }
-    for (int64_t b = 0; b < q->K / 16; b++) {
-        int64_t k = 16 * b;
-        if (k % 512 == 0) NAME(expand)(q->x, (int)q->x_type, from + k, q->width - k, 512, x);
-        const float *block = x + k % 512;
-        uint32_t largest = 0;
-        for (int64_t i = 0; i < 16; i++)
-            largest = (bits(block[i]) & 0x7fffffff) > largest ? bits(block[i]) & 0x7fffffff : largest;
-        float ratio = number(largest) / 6.0f / gs, c[16];
-        uint8_t byte = to_e4m3(ratio > 448.0f ? 448.0f : ratio), code[16];
-        float scale = byte ? from_e4m3(byte) * gs : __builtin_inff();
-        for (int64_t i = 0; i < 16; i++) { /* see format._encode: three lines, the lowest one holds */
-            float a = __builtin_fabsf(block[i]) / scale;
-            a = a > 8.0f ? 8.0f : a;
-            float one = nearest(a * 2), two = nearest(a) + 2, three = nearest(a * 0.5f) + 4;
-            c[i] = MIN(MIN(one, two), MIN(three, 7.0f));
+    for (int64_t k = 0; k < q->K; k += 512, codes += 256, sf += 32) {
+        int64_t blocks = MIN(32, (q->K - k) / 16);
+        uint32_t largest[32] = {0};
+        uint8_t six[32], four[32];
+        NAME(expand)(q->x, (int)q->x_type, from + k, q->width - k, 512, x);
+        for (int64_t b = 0; b < blocks; b++) largest[b] = largest_of(x + 16 * b);
+        scales_by_code(largest, 6.0f, gs, six);
+        if (q->four_over_six && gs >= 0x1p-100f && gs <= 0x1p100f) {
+            scales_by_code(largest, 4.0f, gs, four);
+            float by_six[32], by_four[32];
+            squared_errors(x, six, gs, blocks, by_six), squared_errors(x, four, gs, blocks, by_four);
+            for (int64_t b = 0; b < 32; b++)
+                six[b] = six[b] >= 8 && six[b] != 0x7f && by_four[b] < by_six[b] ? four[b] : six[b];
         }
-        for (int64_t i = 0; i < 16; i++)
-            code[i] = (uint8_t)((bits(c[i] + 0x1p23f) & 7) | (byte && block[i] < 0 ? 8 : 0));
-        for (int64_t i = 0; i < 8; i++) codes[k / 2 + i] = (uint8_t)(code[2 * i] | code[2 * i + 1] << 4);
-        sf[b] = byte;
+        for (int64_t b = 0; b < blocks; b++) encode_block(x + 16 * b, six[b], gs, codes + 8 * b);
+        memcpy(sf, six, (size_t)blocks);
     }
     return gs;
 }

@@ -17,6 +17,7 @@ class Hopper(Backend):
     name = "sm90"
     packages = ("cutlass",)
     layout = "sm90"
+    activations = ("bf16", "nvfp4")
 
     def unavailable(self, device: Device) -> str | None:
         return other_gpu(device, ((9, 0),), "H100, H200") or not_installed(
@@ -31,7 +32,7 @@ class Hopper(Backend):
             return f"takes sizes that are multiples of 16, not H = {p.hidden_size} and I = {p.intermediate_size}"
         if p.num_experts > 1024:
             return f"takes up to 1024 experts, not {p.num_experts}"
-        if p.activations == "nvfp4" and not p.fused:
+        if p.activations != "bf16" and not p.fused:
             return (
                 "keeps NVFP4 rows between its kernels, where nothing of the caller's can run (a gate or norm of the "
                 "model's own, AWQ's scales): use activations='bf16'"
