@@ -15,9 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from moe_nvfp4.quantize.names import PER_EXPERT, same_module
-
-PARTS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+from moe_nvfp4.quantize.names import PER_EXPERT, PLAIN_NAMES, same_module
 
 
 class CodesFolder:
@@ -50,7 +48,7 @@ class CodesFolder:
         module = match and same_module(match["module"], self.modules)
         if match is None or module is None:
             raise ValueError(f"{stem} has not been quantized: the model has other experts than its files")
-        e, part = int(match["e"]), PARTS.get(match["part"], match["part"])
+        e, part = int(match["e"]), PLAIN_NAMES.get(match["part"], match["part"])
         with safe_open(self._file(module), framework="pt") as file:
             stacked = part != "down_proj" and "gate_up_proj" in file.keys()
             name = "gate_up_proj" if stacked else part

@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from moe_nvfp4.quantize.layouts import Source
 from moe_nvfp4.quantize.layouts.base import Given, expert_counts
-from moe_nvfp4.quantize.names import FUSED, KV_SCALE, PER_EXPERT, SEPARATE
+from moe_nvfp4.quantize.names import FUSED, KV_SCALE, PER_EXPERT, PLAIN_NAMES, SEPARATE
 
 if TYPE_CHECKING:
     from torch import nn
 
-PARTS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 EXPERT_WEIGHTS = re.compile(r"(gate_up_proj|up_proj|down_proj)(_bias)?|mlp\.(w1|v1|w2)")
 
 
@@ -201,7 +200,7 @@ class ModelTensors:
         if match is not None and last in ("weight", "bias"):
             inside = PER_EXPERT.fullmatch(target.rpartition(".")[0])  # where the model's own files are stacked
             module = inside["module"] if inside else target.rpartition(".")[0]
-            part = PARTS.get(match["part"], match["part"]) + (".bias" if last == "bias" else "")
+            part = PLAIN_NAMES.get(match["part"], match["part"]) + (".bias" if last == "bias" else "")
             known = any(n.startswith(f"{module}.") for n in self.shapes)
             return module, range(int(match["e"]), int(match["e"]) + 1), part if known else None
         separate, shape = SEPARATE.search(stem), what.shape or ()

@@ -13,6 +13,7 @@ from moe_nvfp4.quantize.files import TensorSlice
 DENSE = ("BF16", "F16", "F32", "F64")
 PER_EXPERT = re.compile(r"(?P<module>(?:.+\.)?experts)\.(?P<e>0|[1-9]\d*)\."
                         r"(?P<part>gate_proj|up_proj|down_proj|w[123])")  # fmt: skip
+PLAIN_NAMES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 GATES = {"up_proj": "gate_proj", "w3": "w1"}  # up -> gate, which have the same input
 
 

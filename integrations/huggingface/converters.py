@@ -42,10 +42,8 @@ from moe_nvfp4.integrations.huggingface.operations import (
 from moe_nvfp4.quantize.dialects import MODELOPT, Dialect
 from moe_nvfp4.quantize.importance import Importance
 from moe_nvfp4.quantize.layouts import ExpertLayout, nvfp4
-from moe_nvfp4.quantize.names import PRE_QUANT_SCALE
+from moe_nvfp4.quantize.names import PLAIN_NAMES, PRE_QUANT_SCALE
 from moe_nvfp4.quantize.recipes import quantize_expert
-
-PLAIN_NAMES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 
 
 # ---------------------------------------------------------------- the converter

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -14,6 +15,12 @@ from moe_nvfp4.quantize.layouts import dbrx
 from moe_nvfp4.quantize.layouts.base import split_rows
 
 Tensors = dict[str, Any]  # what is converted, by the pattern of its name: a tensor or a list of them
+
+
+def _only(found: Tensors) -> Tensor:
+    """The only tensor of `found`."""
+    (tensor,) = found.values()
+    return tensor[0] if isinstance(tensor, list) else tensor
 
 
 class ViewDtype(ConversionOps):
@@ -77,29 +84,7 @@ class ScalePerExpert(ConversionOps):
 
     @property
     def reverse_op(self) -> ConversionOps:
-        return _ScalesOfExperts(self.dialect, self.stored)
-
-
-class _ScalesOfExperts(ConversionOps):
-    supports_many_to_many = True
-
-    def __init__(self, dialect: Dialect, stored: dict[str, Tensor]):
-        self.dialect, self.stored = dialect, stored
-
-    def convert(
-        self, input_dict: Tensors, source_patterns: list[str], target_patterns: list[str], **kwargs: Any
-    ) -> Any:
-        (scale,) = input_dict.values()
-        scale = scale[0] if isinstance(scale, list) else scale
-        return {
-            pattern.replace("*", str(e)): self.dialect.encode_scale(scale[e]).clone()
-            for pattern in target_patterns
-            for e in range(len(scale))
-        }
-
-    @property
-    def reverse_op(self) -> ConversionOps:
-        return ScalePerExpert(self.dialect, self.stored)
+        return _PerExpert(self, self.dialect.encode_scale)
 
 
 class PreQuantScalePerExpert(StackExperts):
@@ -116,25 +101,27 @@ class PreQuantScalePerExpert(StackExperts):
 
     @property
     def reverse_op(self) -> ConversionOps:
-        return _PreQuantScalesOfExperts(self.dim)
+        return _PerExpert(self, lambda scale: scale)
 
 
-class _PreQuantScalesOfExperts(ConversionOps):
+class _PerExpert(ConversionOps):
+    """The way back of `way`: [E, ...] -> a tensor for each expert, encoded, which its projections share."""
+
     supports_many_to_many = True
 
-    def __init__(self, dim: int):
-        self.dim = dim
+    def __init__(self, way: ConversionOps, encode: Callable[[Tensor], Tensor]):
+        self.way, self.encode = way, encode
 
     def convert(
         self, input_dict: Tensors, source_patterns: list[str], target_patterns: list[str], **kwargs: Any
     ) -> Any:
-        (scale,) = input_dict.values()
-        scale = scale[0] if isinstance(scale, list) else scale
-        return {p.replace("*", str(e)): scale[e].clone() for p in target_patterns for e in range(len(scale))}
+        scale = _only(input_dict)
+        names = {p.replace("*", str(e)): e for p in target_patterns for e in range(len(scale))}
+        return {name: self.encode(scale[e]).clone() for name, e in names.items()}
 
     @property
     def reverse_op(self) -> ConversionOps:
-        return PreQuantScalePerExpert(self.dim)
+        return self.way
 
 
 class TransposedStack(ConversionOps):
@@ -151,8 +138,7 @@ class TransposedStack(ConversionOps):
         self, input_dict: Tensors, source_patterns: list[str], target_patterns: list[str], full_layer_name: str = "",
         **kwargs: Any,
     ) -> Any:  # fmt: skip
-        (tensor,) = input_dict.values()
-        tensor = tensor[0] if isinstance(tensor, list) else tensor
+        tensor = _only(input_dict)
         experts = self.experts[full_layer_name.rpartition(".")[0]]
         if tensor.numel() == 1:
             scales = tensor.float().reshape(1).expand(experts.layout.num_experts)
@@ -174,8 +160,7 @@ class Stacked(ConversionOps):
     def convert(
         self, input_dict: Tensors, source_patterns: list[str], target_patterns: list[str], **kwargs: Any
     ) -> Any:
-        (tensor,) = input_dict.values()
-        return {target_patterns[0]: tensor[0] if isinstance(tensor, list) else tensor}
+        return {target_patterns[0]: _only(input_dict)}
 
     @property
     def reverse_op(self) -> ConversionOps:
@@ -191,6 +176,5 @@ class DbrxStack(ConversionOps):
     def convert(
         self, input_dict: Tensors, source_patterns: list[str], target_patterns: list[str], **kwargs: Any
     ) -> Any:
-        parts = [input_dict[p] for p in source_patterns]
-        parts = [p[0] if isinstance(p, list) else p for p in parts]
+        parts = [_only({p: input_dict[p]}) for p in source_patterns]
         return {target_patterns[0]: dbrx.parameters(parts, self.num_experts)}

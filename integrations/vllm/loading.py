@@ -16,12 +16,11 @@ from moe_nvfp4 import format as nvfp4
 from moe_nvfp4.layer import NVFP4Experts
 from moe_nvfp4.quantize.dialects import Dialect, QuantizationInfo
 from moe_nvfp4.quantize.files import open_checkpoint
-from moe_nvfp4.quantize.names import PER_EXPERT
+from moe_nvfp4.quantize.names import PER_EXPERT, PLAIN_NAMES
 from moe_nvfp4.quantize.recipes import DEFAULT_RECIPE, quantize_matrix, recipe_global_scale
 
 DENSE = (torch.bfloat16, torch.float16, torch.float32)
 DTYPES = {"weight": torch.uint8, "sf": torch.float8_e4m3fn}
-PARTS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}  # other names of the projections
 
 
 class ExpertLoader:
@@ -90,7 +89,7 @@ class ExpertLoader:
                 continue
             kind, part, e = (kinds | {"bias": "bias"}).get(suffix), found["part"], place(int(found["e"]))
             if kind is not None and e >= 0:
-                self.load(kind, PARTS.get(part, part), e, stored.tensor(), name)
+                self.load(kind, PLAIN_NAMES.get(part, part), e, stored.tensor(), name)
 
     def finish(self) -> None:
         """Check that all has come and is sensible. ValueError names the first tensor that fails."""
