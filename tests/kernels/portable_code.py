@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -44,11 +45,12 @@ class Launches:
     def __init__(self, schedule=None):
         self.schedule, self.all = schedule, []
 
-    def __call__(self, kernel, grid, *arguments, **options):
+    def __call__(self, kernel, grid, *arguments, arch=None, **options):
+        options |= {"arch": arch} if arch else {}
         self.all.append((kernel, arguments, options))
         if self.schedule is None:
             return
-        code = compiled(kernel, arguments, options)
+        code = compiled(kernel, arguments, options, int((arch or "sm80")[2:]))
         values = [v for p, v in zip(kernel.params, arguments, strict=True) if not p.is_constexpr and v is not None]
         block = (32 * options["num_warps"], 1, 1)
         emulate(code.asm["ptx"], [*values, 0, 0], grid, block, code.metadata.shared, schedule=self.schedule)
@@ -82,13 +84,23 @@ def weights(E, H, I, gate=SILU, bias=False, device="cpu", **more):
     )  # fmt: skip
 
 
-def layer(schedule, T=5, w=None, dtype=torch.bfloat16, **changes):
+@contextmanager
+def on(capability):
+    """As if launches were for such a GPU, of 132 multiprocessors."""
+    kept, backend._capability, backend._sms = (backend._capability, backend._sms), lambda _: capability, lambda _: 132
+    try:
+        yield
+    finally:
+        backend._capability, backend._sms = kept
+
+
+def layer(schedule, T=5, w=None, dtype=torch.bfloat16, capability=None, **changes):
     torch.manual_seed(T)
     w = replace(w or weights(3, 144, 80), **changes)
     x = torch.randn(T, w.hidden_size).to(dtype)
     ids, top_k_weights = torch.rand(T, w.num_experts).topk(2).indices, torch.rand(T, 2)
     ids[0, 1] = -1
-    with Launches(schedule):
+    with Launches(schedule), on(capability):
         got = backend.experts(x, ids, top_k_weights, w)
     return relative_error(got, reference_layer(x, ids, top_k_weights, w))
 
@@ -107,6 +119,15 @@ def linear(schedule):
     return relative_error(got, want)
 
 
+def nan_stays(schedule):
+    """A block scale that is NaN makes its row NaN in the tensor cores too."""
+    w, x = replace(weights(2, 128, 64), activations="nvfp4"), torch.randn(3, 128).bfloat16()
+    x[1, 5] = torch.nan
+    with Launches(schedule), on((12, 0)):
+        got = backend.experts(x, torch.tensor([[0], [1], [1]]), torch.ones(3, 1), w)
+    return 0 if got[1].isnan().all() and got[[0, 2]].isfinite().all() else str(got)
+
+
 def illegal_id(schedule):
     try:
         with Launches(schedule):
@@ -123,6 +144,9 @@ CASES = {
     "bias, clamps": lambda schedule: layer(schedule, w=weights(3, 144, 80, OAI, True)),
     "W4A4, static": lambda schedule: layer(schedule, **static),
     "W4A4, dynamic": lambda schedule: layer(schedule, activations="nvfp4"),
+    "NVFP4 times NVFP4, static": lambda schedule: layer(schedule, capability=(12, 0), **static),
+    "NVFP4 times NVFP4, dynamic": lambda schedule: layer(schedule, 40, activations="nvfp4", capability=(12, 0)),
+    "NVFP4 times NVFP4, NaN": nan_stays,
     "sixteen rows a tile": lambda schedule: layer(schedule, T=14),
     "split K": linear,
     "an illegal id": illegal_id,
@@ -131,22 +155,18 @@ CASES = {
 
 # ---- what ptxas makes of them --------------------------------------------------------------------
 
-SHAPES = {"qwen": (2048, 768, 128, 8), "mixtral": (4096, 14336, 8, 2), "gptoss": (2880, 2880, 128, 4)}
+SHAPES = {"qwen": (2048, 768, 128, 8), "gptoss": (2880, 2880, 128, 4)}
 
 
-def gemms(shape):
+def gemms(shape, capability=None, activations="bf16"):
     """The arguments of every GEMM that runs a layer of this shape on a GPU with 132 multiprocessors."""
     H, I, E, top_k = SHAPES[shape]
-    w, kept = weights(E, H, I, device="meta"), backend._sms
-    backend._sms = lambda device: 132
-    try:
-        with Launches() as launches:
-            for T in (1, 16, 64, 256, 1024, 4096):
-                x = torch.empty(T, H, dtype=torch.bfloat16, device="meta")
-                ids = torch.empty(T, top_k, dtype=torch.int64, device="meta")
-                backend.experts(x, ids, torch.empty(T, top_k, device="meta"), w)
-    finally:
-        backend._sms = kept
+    w = replace(weights(E, H, I, device="meta"), activations=activations)
+    with Launches() as launches, on(capability):
+        for T in (1, 16, 64, 256, 1024, 4096):
+            x = torch.empty(T, H, dtype=torch.bfloat16, device="meta")
+            ids = torch.empty(T, top_k, dtype=torch.int64, device="meta")
+            backend.experts(x, ids, torch.empty(T, top_k, device="meta"), w)
     return [launch for launch in launches.all if launch[0] is backend.gemm_kernel]
 
 
@@ -159,9 +179,9 @@ USAGE = {"registers": r"Used (\d+) registers", "spills": r"(\d+) bytes spill sto
 
 
 def usage(ptx, architecture):
-    """Registers and spilt bytes of a PTX text, for any GPU, by the ptxas that Triton brings."""
+    """Registers and spilt bytes of a PTX text, for any GPU (such as "80", "120a"), by the ptxas that Triton brings."""
     bin = Path(triton.__file__).parent / "backends/nvidia/bin"
-    tool = bin / ("ptxas-blackwell" if architecture >= 100 else "ptxas")
+    tool = bin / ("ptxas-blackwell" if len(architecture) > 2 else "ptxas")
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "kernel.ptx")
         file.write_text(re.sub(r"\.target sm_\d+a?", f".target sm_{architecture}", ptx))
@@ -179,19 +199,26 @@ def same_everywhere():
     for kernel, *rest in launches.all:
         texts = {a: body(compiled(kernel, *rest, architecture=a).asm["ptx"]) for a in ARCHITECTURES}
         different[kernel.fn.__name__] = [a for a, text in texts.items() if text != texts[80]]
+    with on((12, 0)):
+        native = gemms("gptoss", (12, 0), "nvfp4")[0]
+        texts = [
+            body(compiled(*native[:2], native[2] | {"arch": f"sm{a}"}, architecture=a).asm["ptx"]) for a in (120, 121)
+        ]
+        different["NVFP4 times NVFP4"] = [] if texts[0] == texts[1] else [121]
     return different
 
 
 def tiles():
     """Tokens, shared memory and, by GPU, registers and spilt bytes of the GEMMs of SHAPES."""
     table = {}
-    for shape in SHAPES:
-        for kernel, arguments, options in gemms(shape):
-            code = compiled(kernel, arguments, options)
+    variants = [(shape, None, "bf16", 80, ("80", "86", "90", "120")) for shape in SHAPES]
+    for shape, capability, activations, architecture, gpus in (*variants, ("gptoss", (12, 0), "nvfp4", 120, ("120a",))):
+        for kernel, arguments, options in gemms(shape, capability, activations):
             a = dict(zip([p.name for p in kernel.params], arguments, strict=True))
-            name = f"{shape} {a['GATE']} {a['BN']}x{a['BM']}x{a['BK']}"
+            name = f"{shape} {activations} {a['GATE']} {a['BN']}x{a['BM']}x{a['BK']}"
             if name not in table:
-                by_gpu = {arch: usage(code.asm["ptx"], arch) for arch in (80, 86, 90, 120)}
+                code = compiled(kernel, arguments, options, architecture)
+                by_gpu = {gpu: usage(code.asm["ptx"], gpu) for gpu in gpus}
                 table[name] = {"tokens": a["BM"], "shared": code.metadata.shared, "by GPU": by_gpu}
     return table
 

@@ -114,9 +114,33 @@ def test_w4a4(x_scale, h_scale, dtype):
     check(w, x, ids, weights, THRESHOLDS["w4a4"])
 
 
-@pytest.mark.slow_after(1)
+@pytest.fixture
+def multiplies_nvfp4(monkeypatch):
+    """As on a GPU whose tensor cores multiply NVFP4 by NVFP4."""
+    if DEVICE == "cuda" and torch.cuda.get_device_capability()[0] != 12:
+        pytest.skip("this GPU's do not")
+    monkeypatch.setattr(config, "multiplies_nvfp4", lambda capability: True)
+    monkeypatch.setattr(portable, "_capability", lambda device: (12, 0))
+
+
+@pytest.mark.slow_after(2)
+@pytest.mark.parametrize(
+    ("x_scale", "h_scale", "gate", "T", "top_k"),
+    [(None, None, "oai", 5, 2), (2e-3, 5e-3, "relu2", 16, 3), (2e-3, None, "silu", 14, 3), (None, 5e-3, "gelu", 1, 1)],
+)
+def test_nvfp4_times_nvfp4(multiplies_nvfp4, x_scale, h_scale, gate, T, top_k):
+    """Codes and block scales of both; tails of K, tiles of 8, 16 and 32 tokens."""
+    w = make_weights(3, 80, 144, GATES[gate], "nvfp4", True, x_scale, h_scale)
+    x, ids, weights = batch(T, 80, 3, top_k, torch.float16 if gate == "oai" else torch.bfloat16)
+    ids[T // 2, 0] = -1
+    check(w, x, ids, weights, THRESHOLDS["w4a4"])
+
+
+@pytest.mark.slow_after(2)
+@pytest.mark.parametrize("native", [False, True])
 @pytest.mark.parametrize("static", [False, True])
-def test_quantized_rows_are_the_reference_s_bit_by_bit(static):
+def test_quantized_rows_are_the_reference_s_bit_by_bit(static, native):
+    """As bf16 code * sf, or as codes and block scales."""
     E, K, ids = 3, 64, torch.tensor([[2], [0], [3], [2], [1], [0]], device=DEVICE)
     x = torch.randn(6, K, device=DEVICE).bfloat16()
     x[0] *= 1e-30  # a global scale far below the others
@@ -124,11 +148,12 @@ def test_quantized_rows_are_the_reference_s_bit_by_bit(static):
     x[4, :16] *= 1e-3  # a subnormal block scale
     groups, scale = group_by_expert(ids, E), torch.tensor([1e-3, 4e-4, 1e-7], device=DEVICE) if static else None
     routing = portable.route(ids.view(-1), E, 8, row_expert=True)
-    got = portable._quantize(portable._Values(x, index=routing.order), scale, routing)
+    got = portable._quantize(portable._Values(x, index=routing.order), scale, routing, native)
     want, row_scale = reference_rows(x, groups.token, scale, groups)
     live = len(want)
     at = slice(live) if static else groups.token[:live]
-    assert torch.equal(got.values[at].float(), want) and torch.equal(got.scale[at], row_scale)
+    values = nvfp4.dequantize(got.values, got.sf, None) if native else got.values.float()
+    assert torch.equal(values[at], want) and torch.equal(got.scale[at], row_scale)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -187,7 +212,7 @@ def test_every_tile_shape(rows):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("gate", "scratch"), zip(GATES, (1, 1 << 20, 1 << 20, 1 << 20, 1), strict=True))
+@pytest.mark.parametrize(("gate", "scratch"), list(zip(GATES, (1, 1 << 20, 1 << 20, 1 << 20, 1), strict=True)))
 def test_large_batches_through_dense_weights(gate, scratch, monkeypatch):
     """GEMM 1's sums are rounded to bf16 before the gate: another 2^-9."""
     monkeypatch.setattr(config, "dense_pays", lambda *arguments: True)
@@ -253,6 +278,17 @@ def test_stages_of_nvfp4_rows(h_scale):
 def test_linear(activations, T, K, bias, monkeypatch):
     """Few tokens split K, many go through dense weights."""
     monkeypatch.setattr(config, "linear_limit", lambda *arguments: 20)
+    check_linear(activations, T, K, bias)
+
+
+@pytest.mark.slow_after(1)
+@pytest.mark.parametrize(("T", "K"), [(21, 64), (3, 1088)])
+def test_linear_of_nvfp4_times_nvfp4(multiplies_nvfp4, T, K):
+    check_linear("nvfp4", T, K, True)
+
+
+def check_linear(activations, T, K, bias):
+    """Dynamic and static scales."""
     N = 72
     codes = torch.randint(0, 256, (N, K // 2), dtype=torch.uint8, device=DEVICE)
     sf = torch.randint(30, 80, (N, K // 16), dtype=torch.uint8, device=DEVICE)

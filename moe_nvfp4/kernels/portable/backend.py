@@ -6,7 +6,8 @@ The checkpoint's bytes are read as they are. Nothing waits for the device, no sh
 torch's, so that a CUDA graph can capture all of it; on any stream, and on several at once. The same input gives the
 same bits.
 
-NVFP4 rows (W4A4) stand as bf16 `code * sf`, exact, beside their global scales. Numerics are the reference's up to the
+NVFP4 rows (W4A4) stand as bf16 `code * sf`, exact, beside their global scales; where tensor cores multiply NVFP4 by
+NVFP4 (`config.multiplies_nvfp4`), as codes and block scales. Numerics are the reference's up to the
 order of fp32 sums and, beyond `EXACT_BYTES` of expert outputs (prefill), their rounding to x's dtype before the combine
 adds them in fp32. Where large batches go through `dense`, GEMM 1's sums are rounded to bf16 before the gate.
 """
@@ -57,16 +58,17 @@ def experts(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: Expe
     with _on(x.device):
         if _dense_pays(w, planned, x):
             return _experts_dense(x, ids, top_k_weights, w, out, planned)
-        plan = _plan(w, planned, x.dtype, x.device)
+        native = w.activations == "nvfp4" and config.multiplies_nvfp4(_capability(x.device))
+        plan = _plan(w, planned, x.dtype, x.device, native)
         static = w.activations == "nvfp4" and (w.x_scale is not None or w.h_scale is not None)
         routing = route(ids, w.num_experts, plan.BM, planned, row_expert=static)
         rows = _Values(x, index=routing.order, index_div=top_k)
         if w.activations == "nvfp4":
-            rows = _quantize(rows, w.x_scale, routing)
+            rows = _quantize(rows, w.x_scale, routing, native)
         fp32 = w.activations == "nvfp4" and w.h_scale is not None
         h = _Values(_up(rows, w, routing, plan, torch.float32 if fp32 else x.dtype))
         if w.activations == "nvfp4":
-            h = _quantize(h, w.h_scale, routing)
+            h = _quantize(h, w.h_scale, routing, native)
         _combine(_down(h, w, routing, plan), ids, top_k_weights, out, w.num_experts)
     return out
 
@@ -146,12 +148,13 @@ def linear(x: Tensor, weights: LinearWeights) -> Tensor:
     out = x.new_empty(T, N)
     x, scale = _columns(x), w.global_scale.view(-1)
     with _on(x.device):
-        rows = _Values(x)
+        rows, capability = _Values(x), _capability(x.device)
+        native = w.activations == "nvfp4" and config.multiplies_nvfp4(capability)
         if w.activations == "nvfp4":
-            rows = _quantize(rows, w.input_scale, None)
-        if T > config.linear_limit(_capability(x.device)):
+            rows = _quantize(rows, w.input_scale, None, native)
+        if T > config.linear_limit(capability) and not native:
             return dense.linear(rows.values, rows.scale, aligned(w.codes), aligned(sf), scale, w.bias, out)
-        BM, tile, splits = config.plan_linear(N, K, planned_tokens(T), _sms(x.device))
+        BM, tile, splits = config.plan_linear(N, K, planned_tokens(T), _sms(x.device), native)
         part = config.part_of(K, splits, tile.BK)
         splits = -(-K // part)
         y = out[None] if splits == 1 else x.new_empty(splits, T, N, dtype=torch.float32)
@@ -165,12 +168,14 @@ def linear(x: Tensor, weights: LinearWeights) -> Tensor:
 
 
 class _Values(NamedTuple):
-    """Row r of a GEMM is values[index[r] // index_div] [*, K], K a multiple of 16; `scale` fp32 [*] if quantized."""
+    """Row r of a GEMM is values[index[r] // index_div] [*, K], K a multiple of 16; `scale` fp32 [*] if quantized; with
+    block scales `sf` uint8 [*, K / 16] values are codes uint8 [*, K / 2]."""
 
     values: Tensor
     scale: Tensor | None = None
     index: Tensor | None = None  # type: ignore[assignment]  # tuples have a method of this name
     index_div: int = 1
+    sf: Tensor | None = None
 
 
 class _Routing(NamedTuple):
@@ -259,9 +264,11 @@ def _values(rows: Rows, groups: Groups) -> _Values:
     return _Values(nvfp4.dequantize(rows.values, sf, None, torch.bfloat16), rows.scale)
 
 
-def _quantize(rows: _Values, expert_scale: Tensor | None, routing: _Routing | None) -> _Values:
-    """As `reference.quantize_rows`, the values as bf16 code * sf. With a scale for each expert rows are gathered, since
-    the same token has other values for another expert."""
+def _quantize(rows: _Values, expert_scale: Tensor | None, routing: _Routing | None, native: bool = False) -> _Values:
+    """As `reference.quantize_rows`, the values as bf16 code * sf or, `native`, as codes and block scales.
+
+    With a scale for each expert rows are gathered, since the same token has other values for another expert.
+    """
     x, (n, K) = rows.values, rows.values.shape
     index, index_div, expert, live = None, 1, None, None
     if expert_scale is not None and routing is None:  # a linear: one expert
@@ -270,13 +277,16 @@ def _quantize(rows: _Values, expert_scale: Tensor | None, routing: _Routing | No
         n, index, index_div = routing.order.shape[0], rows.index, rows.index_div
         expert, live = routing.row_expert, routing.live
         rows = _Values(x)
-    values, scale = x.new_empty(n, K, dtype=torch.bfloat16), x.new_empty(n, dtype=torch.float32)
-    block = min(2048, next_power_of_2(K))
+    scale, sf, block = x.new_empty(n, dtype=torch.float32), None, min(2048, next_power_of_2(K))
+    if native:
+        values, sf = (x.new_empty(n, width, dtype=torch.uint8) for width in (K // 2, K // 16))
+    else:
+        values = x.new_empty(n, K, dtype=torch.bfloat16)
     launch(
-        quantize_kernel, (n,), x, index, expert, expert_scale, live, values, scale, K, index_div, block, how(),
+        quantize_kernel, (n,), x, index, expert, expert_scale, live, values, sf, scale, K, index_div, block, how(),
         num_warps=4 if block >= 1024 else 1,
     )  # fmt: skip
-    return _Values(values, scale, rows.index, rows.index_div)
+    return _Values(values, scale, rows.index, rows.index_div, sf)
 
 
 # ---- GEMMs ---------------------------------------------------------------------------------------
@@ -308,7 +318,7 @@ def _gemm(
     routing: _Routing | None, out_index: Tensor | None, tile: Tile, BM: int, group: int, part: int, gate: Gate = _RAW,
 ) -> None:  # fmt: skip
     """out [parts, R, N] of `gemm_kernel`; without routing one expert has all rows."""
-    x, R, r = rows.values, out.shape[1], routing
+    x, R, r, native = rows.values, out.shape[1], routing, rows.sf is not None
     N, K, split_at = codes.shape[-2], codes.shape[-1] * 2, 0
     if gate.kind in config.GATED:
         N //= 2
@@ -318,10 +328,12 @@ def _gemm(
     tiles = -(-tiles // group) * group
     launch(
         gemm_kernel, (tiles * -(-N // tile.BN), out.shape[0]),
-        x.view(torch.int32), rows.index, aligned(codes), aligned(sf), *scales, bias, rows.scale, out, out_index,
+        x if native else x.view(torch.int32), rows.sf, rows.index, aligned(codes), aligned(sf), *scales, bias,
+        rows.scale, out, out_index,
         *(None,) * 4 if r is None else (r.tile_expert, r.tile_row, r.tile_end, r.tile_count), R,
         N, K, part // 2, out.shape[2], split_at, rows.index_div, *_gate(gate),
-        tile.BN, BM, tile.BK, group, _TYPES[x.dtype], how(), num_warps=tile.warps, num_stages=tile.stages,
+        tile.BN, BM, tile.BK, group, _TYPES.get(x.dtype), how(), num_warps=tile.warps, num_stages=tile.stages,
+        arch=_architecture(x.device) if native else None,
     )  # fmt: skip
 
 
@@ -344,8 +356,8 @@ def _combine(
 # ---- what is launched where ----------------------------------------------------------------------
 
 
-def _plan(w: ExpertWeights, R: int, dtype: torch.dtype, device: torch.device) -> Plan:
-    return config.plan_experts(w.num_experts, w.hidden_size, w.intermediate_size, R, dtype, _sms(device))
+def _plan(w: ExpertWeights, R: int, dtype: torch.dtype, device: torch.device, native: bool = False) -> Plan:
+    return config.plan_experts(w.num_experts, w.hidden_size, w.intermediate_size, R, dtype, _sms(device), native)
 
 
 def _dense_pays(w: ExpertWeights, R: int, x: Tensor) -> bool:
@@ -361,6 +373,11 @@ def _capability(device: torch.device) -> tuple[int, int] | None:
         return gpu.capability
     nvidia = device.type == "cuda" and torch.version.cuda is not None
     return torch.cuda.get_device_capability(device) if nvidia else None
+
+
+def _architecture(device: torch.device) -> str:
+    major, minor = _capability(device) or (0, 0)
+    return f"sm{major}{minor}"
 
 
 def _sms(device: torch.device) -> int:

@@ -6,11 +6,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
+import triton
 
 from moe_nvfp4.kernels.common import ahead
 
 EXACT_BYTES = 1 << 24  # expert outputs up to this size are kept in fp32
 MAX_ROWS = ahead.MAX_ROWS  # assignments at a time: bounds the memory between the kernels
+_TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
 GATED = ("silu", "gelu_tanh")  # kinds of gates whose two products one tile computes
 
 
@@ -45,11 +47,21 @@ _TILES = (
 )
 
 
+# Likewise where tensor cores multiply NVFP4 by NVFP4. Not measured: as large as registers allow.
+_NATIVE_TILES = (
+    (6, 8, Tile(32, 256, 2, 3), Tile(64, 256, 4, 3), 1),
+    (12, 16, Tile(64, 128, 4, 3), Tile(64, 128, 4, 3), 8),
+    (40, 32, Tile(64, 128, 4, 3), Tile(128, 128, 4, 3), 8),
+    (100, 64, Tile(64, 128, 4, 3), Tile(128, 128, 4, 3), 8),
+    (float("inf"), 128, Tile(128, 128, 8, 3), Tile(128, 128, 8, 3), 8),
+)
+
+
 @lru_cache(maxsize=4096)
-def plan_experts(E: int, H: int, I: int, rows: int, dtype: torch.dtype, sms: int) -> Plan:
+def plan_experts(E: int, H: int, I: int, rows: int, dtype: torch.dtype, sms: int, native: bool = False) -> Plan:
     """For `rows` assignments to E experts, were routing uniform."""
     hit = _experts_hit(E, rows)
-    BM, up, down, group = _tiles(rows / hit)
+    BM, up, down, group = _tiles(rows / hit, native)
     tiles = hit * max(1, round(rows / hit / BM)) * -(-H // down.BN)
     splits = split_k(I, down, tiles, sms)
     exact = splits > 1 or rows * H * 4 <= EXACT_BYTES
@@ -57,9 +69,9 @@ def plan_experts(E: int, H: int, I: int, rows: int, dtype: torch.dtype, sms: int
 
 
 @lru_cache(maxsize=4096)
-def plan_linear(N: int, K: int, rows: int, sms: int) -> tuple[int, Tile, int]:
+def plan_linear(N: int, K: int, rows: int, sms: int, native: bool = False) -> tuple[int, Tile, int]:
     """BM, tile, parts of K."""
-    BM, _, tile, _ = _tiles(rows) if rows > 16 else (8 if rows <= 8 else 16, None, Tile(64, 256, 4, 3), None)
+    BM, _, tile, _ = _tiles(rows, native) if rows > 16 else (8 if rows <= 8 else 16, None, Tile(64, 256, 4, 3), None)
     return BM, tile, split_k(K, tile, -(-rows // BM) * -(-N // tile.BN), sms)
 
 
@@ -69,6 +81,11 @@ def dense_pays(E: int, rows: int, capability: tuple[int, int] | None) -> bool:
     On an H200 (2026-11-22) from 200 (Mixtral) to 310 (gpt-oss) rows an expert.
     """
     return capability is not None and capability[0] in (9, 10) and rows >= 256 * _experts_hit(E, rows)
+
+
+def multiplies_nvfp4(capability: tuple[int, int] | None) -> bool:
+    """Whether Triton compiles NVFP4 times NVFP4 to the tensor cores' own instruction, `mma.sync` with block scales."""
+    return capability == (12, 0) or capability == (12, 1) and _TRITON >= (3, 9)  # 3.6 fails for 12.1
 
 
 def linear_limit(capability: tuple[int, int] | None) -> int:
@@ -86,9 +103,9 @@ def _experts_hit(E: int, rows: int) -> float:
     return E * (1 - (1 - 1 / E) ** rows)
 
 
-def _tiles(rows: float) -> tuple[int, Tile, Tile, int]:
+def _tiles(rows: float, native: bool) -> tuple[int, Tile, Tile, int]:
     """BM, GEMM 1's tile, GEMM 2's and the group for so many rows an expert."""
-    return next(entry[1:] for entry in _TILES if rows <= entry[0])
+    return next(entry[1:] for entry in (_NATIVE_TILES if native else _TILES) if rows <= entry[0])
 
 
 def split_k(K: int, tile: Tile, tiles: float, sms: int) -> int:

@@ -142,6 +142,21 @@ def dot(a, b, acc, HOW: tl.constexpr):
 
 
 @triton.jit
+def dot_nvfp4(codes, sf, x, x_sf, acc, HOW: tl.constexpr):
+    """acc + (code * sf) . (code * sf), by tensor cores that take both: codes uint8 [N, K / 2], sf uint8 [N, K / 16],
+    x uint8 [K / 2, M], x_sf uint8 [M, K / 16]."""
+    if HOW == "interpreted":
+        even, odd = dequantize(codes, sf, tl.bfloat16, HOW)
+        x_even, x_odd = dequantize(tl.trans(x), x_sf, tl.bfloat16, HOW)
+        product = dot(odd, tl.trans(x_odd), dot(even, tl.trans(x_even), acc * 0.0, HOW), HOW)
+        return acc + product * (UNIT * UNIT)
+    else:
+        sf = sf.to(tl.float8e4nv, bitcast=True)
+        x_sf = x_sf.to(tl.float8e4nv, bitcast=True)
+        return tl.dot_scaled(codes, sf, "e2m1", x, x_sf, "e2m1", acc)
+
+
+@triton.jit
 def rounded(x, DTYPE: tl.constexpr, HOW: tl.constexpr):
     """fp32 -> DTYPE, to nearest even."""
     if HOW == "interpreted" and DTYPE == tl.bfloat16:

@@ -8,12 +8,12 @@ multiplied apart (see `dequantize`), x is read as 32-bit words that hold a pair 
 import triton
 import triton.language as tl
 
-from moe_nvfp4.kernels.portable.dequantize import UNIT, dequantize, dot, rounded
+from moe_nvfp4.kernels.portable.dequantize import UNIT, dequantize, dot, dot_nvfp4, rounded
 
 
 @triton.jit(do_not_specialize=["R"])
 def gemm_kernel(
-    x, x_index, codes, sf, first_scale, scale, bias, row_scale, out, out_index, tile_expert, tile_row, tile_end,
+    x, x_sf, x_index, codes, sf, first_scale, scale, bias, row_scale, out, out_index, tile_expert, tile_row, tile_end,
     tile_count, R,
     N: tl.constexpr, K: tl.constexpr, K_PART: tl.constexpr, LD: tl.constexpr, SPLIT_AT: tl.constexpr,
     X_DIV: tl.constexpr, GATE: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr,
@@ -22,7 +22,8 @@ def gemm_kernel(
 ):  # fmt: skip
     """One tile: `out[to, n] = gate(x[from] . w[e, n])` for the rows of a token tile, n of a weight tile.
 
-    x          int32 [*, K / 2]: pairs of columns of DTYPE
+    x          int32 [*, K / 2]: pairs of columns of DTYPE; with x_sf uint8 [*, K / 16] codes uint8 [*, K / 2], for
+               tensor cores that multiply NVFP4 by NVFP4
     codes, sf  uint8 [E, N or 2N, K / 2 or K / 16]
     """
     NT: tl.constexpr = (N + BN - 1) // BN
@@ -45,6 +46,8 @@ def gemm_kernel(
         w = codes + first * K2 + begin + inside[:, None] * K2 + k[None, :]
         w_sf = sf + first * (K2 // 8) + begin // 8 + inside[:, None] * (K2 // 8) + ks[None, :]
         pairs = x + source.to(tl.int64)[None, :] * K2 + begin + k[:, None]
+        if x_sf is not None:
+            x_scales = x_sf + source.to(tl.int64)[:, None] * (K2 // 8) + begin // 8 + ks[None, :]
         acc = tl.zeros([BN, BM], tl.float32)
         acc_up = acc
         for at in range(0, K_PART, BK2):
@@ -55,6 +58,8 @@ def gemm_kernel(
                     c_up = tl.load(w + N * K2 + at)
                     s_up = tl.load(w_sf + N * (K2 // 8) + at // 8)
                 pair = tl.load(pairs + at)
+                if x_sf is not None:
+                    x_s = tl.load(x_scales + at // 8)
             else:
                 left = tl.minimum(K_PART, K2 - begin) - at
                 c = tl.load(w + at, mask=(k < left)[None, :], other=0)
@@ -63,24 +68,32 @@ def gemm_kernel(
                     c_up = tl.load(w + N * K2 + at, mask=(k < left)[None, :], other=0)
                     s_up = tl.load(w_sf + N * (K2 // 8) + at // 8, mask=(ks < left // 8)[None, :], other=0)
                 pair = tl.load(pairs + at, mask=(k < left)[:, None], other=0)
-            x_even = pair.to(tl.int16).to(DTYPE, bitcast=True)
-            x_odd = (pair >> 16).to(tl.int16).to(DTYPE, bitcast=True)
-            even, odd = dequantize(c, s, DTYPE, HOW)
-            acc = dot(even, x_even, acc, HOW)
-            acc = dot(odd, x_odd, acc, HOW)
-            if PAIRED:
-                even, odd = dequantize(c_up, s_up, DTYPE, HOW)
-                acc_up = dot(even, x_even, acc_up, HOW)
-                acc_up = dot(odd, x_odd, acc_up, HOW)
+                if x_sf is not None:
+                    x_s = tl.load(x_scales + at // 8, mask=(ks < left // 8)[None, :], other=0)
+            if x_sf is not None:
+                acc = dot_nvfp4(c, s, pair, x_s, acc, HOW)
+                if PAIRED:
+                    acc_up = dot_nvfp4(c_up, s_up, pair, x_s, acc_up, HOW)
+            else:
+                x_even = pair.to(tl.int16).to(DTYPE, bitcast=True)
+                x_odd = (pair >> 16).to(tl.int16).to(DTYPE, bitcast=True)
+                even, odd = dequantize(c, s, DTYPE, HOW)
+                acc = dot(even, x_even, acc, HOW)
+                acc = dot(odd, x_odd, acc, HOW)
+                if PAIRED:
+                    even, odd = dequantize(c_up, s_up, DTYPE, HOW)
+                    acc_up = dot(even, x_even, acc_up, HOW)
+                    acc_up = dot(odd, x_odd, acc_up, HOW)
 
+        unit = UNIT if x_sf is None else 1.0
         if PAIRED:
-            acc = _scaled(acc, tl.load(first_scale + e), row_scale, bias, split, source, first + inside)
-            acc_up = _scaled(acc_up, tl.load(scale + e), row_scale, bias, split, source, first + N + inside)
+            acc = _scaled(acc, tl.load(first_scale + e) * unit, row_scale, bias, split, source, first + inside)
+            acc_up = _scaled(acc_up, tl.load(scale + e) * unit, row_scale, bias, split, source, first + N + inside)
             result = gated(acc, acc_up, GATE, ALPHA, LIMIT, UP_OFFSET, CLAMP_AFTER)
         else:
-            weight_scale = tl.load(scale + e)
+            weight_scale = tl.load(scale + e) * unit
             if SPLIT_AT > 0:
-                weight_scale = tl.where(n < SPLIT_AT, tl.load(first_scale + e), weight_scale)[:, None]
+                weight_scale = tl.where(n < SPLIT_AT, tl.load(first_scale + e) * unit, weight_scale)[:, None]
             result = _scaled(acc, weight_scale, row_scale, bias, split, source, first + inside)
             if GATE == "relu2":
                 result = tl.maximum(result, 0.0, propagate_nan=tl.PropagateNan.ALL)
@@ -130,7 +143,7 @@ def _tile(tile_expert, tile_row, tile_end, tile_count, R, NT: tl.constexpr, GROU
 @triton.jit
 def _scaled(acc, weight_scale, row_scale, bias, split, source, n):
     """The sums in full, once the first part of K has added the bias."""
-    result = acc * (weight_scale * UNIT)
+    result = acc * weight_scale
     if row_scale is not None:
         result *= tl.load(row_scale + source)[None, :]
     if bias is not None:

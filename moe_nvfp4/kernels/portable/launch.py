@@ -33,14 +33,17 @@ _TYPES = {
 _ALIGNED = 16  # bytes
 
 
-def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
+def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, arch: str | None = None, **options: Any) -> None:
     """On torch's current stream, on the current device, where the tensors are. `options` are Triton's: warps, stages.
+    `arch`: what it compiles for in place of that of `target`.
 
     Parameters of `kernel` are tensors or None, then integers that it is not specialized for, then constants.
     """
     if not _by_driver() and ahead.noted_gpu() is None:  # what is noted is not launched
-        kernel[grid](*arguments, **options, **target())
+        kernel[grid](*arguments, **options)
         return
+    if arch is not None:
+        options["arch"] = arch
     n = _runtime_parameters(kernel.fn)
     kinds, values = [], []
     for a in arguments[:n]:
@@ -155,4 +158,4 @@ def compile_variant(capability: tuple[int, int], kernel: Any, kinds: tuple, cons
             types[parameter.name], attributes[(i,)] = _TYPES[kind], [["tt.divisibility", _ALIGNED]]
     source = ASTSource(kernel, types, constant, attributes)
     gpu = GPUTarget("cuda", capability[0] * 10 + capability[1], 32)
-    return triton.compile(source, target=gpu, options={**dict(options), **target()})
+    return triton.compile(source, target=gpu, options={**target(), **dict(options)})

@@ -64,10 +64,11 @@ def route_kernel(
 
 @triton.jit
 def quantize_kernel(
-    x, index, expert, expert_scale, live, values, row_scale,
+    x, index, expert, expert_scale, live, values, sf_values, row_scale,
     K: tl.constexpr, INDEX_DIV: tl.constexpr, BLOCK: tl.constexpr, HOW: tl.constexpr,
 ):  # fmt: skip
-    """Row r of x, quantized as `reference.quantize_rows` does: code * sf as bf16, and its global scale.
+    """Row r of x, quantized as `reference.quantize_rows` does: code * sf as bf16, and its global scale. With
+    `sf_values` uint8 [R, K / 16]: codes, in `values` uint8 [R, K / 2], and block scales.
 
     With `expert_scale` [E] the scale is that of the row's expert, else the row's own; rows from `live` on are left out.
     """
@@ -89,7 +90,7 @@ def quantize_kernel(
                 v = tl.load(from_row + at + k, mask=at + k < K, other=0.0).to(tl.float32)
                 largest = tl.maximum(largest, tl.abs(v), propagate_nan=tl.PropagateNan.ALL)
             amax = tl.reduce(largest, 0, _larger)
-            scale = tl.maximum(tl.math.div_rn(amax, 2688.0), 1.1754943508222875e-38)  # 6 * 448
+            scale = _larger(tl.math.div_rn(amax, 2688.0), 1.1754943508222875e-38)  # 6 * 448
             scale = tl.where(amax == 0.0, 1.0, scale)
         tl.store(row_scale + r, scale)
         for at in range(0, K, BLOCK):
@@ -98,18 +99,29 @@ def quantize_kernel(
             a = tl.abs(v)
             sf = _e4m3(tl.math.div_rn(tl.math.div_rn(tl.reduce(a, 1, _larger), 6.0), scale))
             step = tl.where(sf == 0.0, float("inf"), sf * scale)
-            magnitude = _e2m1(tl.math.div_rn(a, tl.broadcast_to(step[:, None], (BLOCK // 16, 16)))) * sf[:, None]
-            v = tl.reshape(tl.where(v < 0.0, -magnitude, magnitude), (BLOCK,))
-            to = values + r.to(tl.int64) * K + at + k
-            tl.store(to, rounded(v, values.dtype.element_ty, HOW), mask=at + k < K)
+            magnitude = _e2m1(tl.math.div_rn(a, tl.broadcast_to(step[:, None], (BLOCK // 16, 16))))
+            if sf_values is None:
+                magnitude *= sf[:, None]
+                v = tl.reshape(tl.where(v < 0.0, -magnitude, magnitude), (BLOCK,))
+                to = values + r.to(tl.int64) * K + at + k
+                tl.store(to, rounded(v, values.dtype.element_ty, HOW), mask=at + k < K)
+            else:
+                code = _e2m1_bits(magnitude) | tl.where(v < 0.0, 8, 0)
+                low, high = tl.split(tl.reshape(code, (BLOCK // 2, 2)))
+                pair = at // 2 + tl.arange(0, BLOCK // 2)
+                to = values + r.to(tl.int64) * (K // 2) + pair
+                tl.store(to, (low | (high << 4)).to(tl.uint8), mask=pair < K // 2)
+                block = at // 16 + tl.arange(0, BLOCK // 16)
+                tl.store(sf_values + r.to(tl.int64) * (K // 16) + block, _e4m3_bits(sf), mask=block < K // 16)
 
 
 @triton.jit
 def _e4m3(x):
-    """fp32 x >= 0 -> the nearest e4m3 number, ties to even, at most 448."""
+    """fp32 x >= 0 -> the nearest e4m3 number, ties to even, at most 448. NaN stays, whose bits may overflow here."""
     x = tl.minimum(x, 448.0, propagate_nan=tl.PropagateNan.ALL)
     bits = x.to(tl.int32, bitcast=True)
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
+    normal = tl.where(x == x, normal, x)
     return tl.where(x < 0.015625, _integer(x * 512.0) * 0.001953125, normal)  # 2^-6: below, steps of 2^-9
 
 
@@ -118,6 +130,21 @@ def _e2m1(x):
     """fp32 x >= 0 -> the nearest of 0 .5 1 1.5 2 3 4 6, ties to even codes: steps of .5 below 2, of 1, of 2 from 4."""
     x = tl.minimum(x, 6.0, propagate_nan=tl.PropagateNan.ALL)
     return tl.where(x < 2.0, _integer(2.0 * x) * 0.5, tl.where(x < 4.0, _integer(x), 2.0 * _integer(0.5 * x)))
+
+
+@triton.jit
+def _e4m3_bits(x):
+    """Of what `_e4m3` returns. NaN: e4m3's."""
+    bits = (x.to(tl.int32, bitcast=True) >> 20) - 960  # of the exponent 127 - 7
+    bits = tl.where(x < 0.015625, (x * 512.0).to(tl.int32), bits)
+    return tl.where(x == x, bits, 127).to(tl.uint8)
+
+
+@triton.jit
+def _e2m1_bits(x):
+    """Of what `_e2m1` returns. NaN: 7, its block scale is NaN."""
+    bits = (x.to(tl.int32, bitcast=True) >> 22) - 252  # of the exponent 127 - 1
+    return tl.where(x < 1.0, (2.0 * x).to(tl.int32), tl.where(x == x, bits, 7))
 
 
 @triton.jit
