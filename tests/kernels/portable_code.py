@@ -19,8 +19,9 @@ import triton
 
 from moe_nvfp4.kernels.portable import backend, config, dense
 from moe_nvfp4.kernels.portable.launch import compile_variant
+from moe_nvfp4.routing import Groups
 from moe_nvfp4.weights import SILU, ExpertWeights, Gate, LinearWeights
-from tests.common import reference_layer, relative_error
+from tests.common import reference_layer, reference_rows, relative_error
 from tests.emulator import EmulatorError, emulate
 
 ARCHITECTURES = (80, 86, 89, 90, 100, 103, 120, 121)
@@ -128,6 +129,15 @@ def nan_stays(schedule):
     return 0 if got[1].isnan().all() and got[[0, 2]].isfinite().all() else str(got)
 
 
+def four_over_six(schedule):
+    """How many values or scales are not the reference's bits."""
+    x = torch.randn(9, 144).bfloat16() * torch.logspace(-3, 3, 9)[:, None]
+    with Launches(schedule):
+        got = backend._quantize(backend._Values(x), None, None, True)
+    want, scale = reference_rows(x, None, None, Groups(torch.arange(9), torch.tensor([0, 9]), 1), True)
+    return int((got.values.float() != want).sum() + (got.scale != scale).sum())
+
+
 def illegal_id(schedule):
     try:
         with Launches(schedule):
@@ -147,6 +157,7 @@ CASES = {
     "NVFP4 times NVFP4, static": lambda schedule: layer(schedule, capability=(12, 0), **static),
     "NVFP4 times NVFP4, dynamic": lambda schedule: layer(schedule, 40, activations="nvfp4", capability=(12, 0)),
     "NVFP4 times NVFP4, NaN": nan_stays,
+    "four over six": four_over_six,
     "sixteen rows a tile": lambda schedule: layer(schedule, T=14),
     "split K": linear,
     "an illegal id": illegal_id,

@@ -105,10 +105,18 @@ def test_gates(gate):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("x_scale", "h_scale"), [(None, None), (2e-3, 5e-3), (2e-3, None), (None, 5e-3)])
-def test_w4a4(x_scale, h_scale, dtype):
+@pytest.mark.parametrize(
+    ("x_scale", "h_scale", "activations"),
+    [
+        (None, None, "nvfp4"),
+        (2e-3, 5e-3, "nvfp4"),
+        (2e-3, None, "nvfp4_four_over_six"),
+        (None, 5e-3, "nvfp4_four_over_six"),
+    ],
+)
+def test_w4a4(x_scale, h_scale, activations, dtype):
     """Static and dynamic scales of both activations; unrouted tokens among them."""
-    w = make_weights(4, 72, 80, activations="nvfp4", x_scale=x_scale, h_scale=h_scale, bias=True)
+    w = make_weights(4, 72, 80, activations=activations, x_scale=x_scale, h_scale=h_scale, bias=True)
     x, ids, weights = batch(9, 72, 4, 2, dtype)
     ids[0, 0], ids[4] = 4, -1
     check(w, x, ids, weights, THRESHOLDS["w4a4"])
@@ -137,19 +145,19 @@ def test_nvfp4_times_nvfp4(multiplies_nvfp4, x_scale, h_scale, gate, T, top_k):
 
 
 @pytest.mark.slow_after(2)
-@pytest.mark.parametrize("native", [False, True])
+@pytest.mark.parametrize("native, four_over_six", [(False, False), (True, False), (False, True), (True, True)])
 @pytest.mark.parametrize("static", [False, True])
-def test_quantized_rows_are_the_reference_s_bit_by_bit(static, native):
+def test_quantized_rows_are_the_reference_s_bit_by_bit(static, native, four_over_six):
     """As bf16 code * sf, or as codes and block scales."""
-    E, K, ids = 3, 64, torch.tensor([[2], [0], [3], [2], [1], [0]], device=DEVICE)
+    E, K, ids = 3, 64 if not four_over_six else 320, torch.tensor([[2], [0], [3], [2], [1], [0]], device=DEVICE)
     x = torch.randn(6, K, device=DEVICE).bfloat16()
     x[0] *= 1e-30  # a global scale far below the others
     x[1, :16], x[3] = 0, 0
     x[4, :16] *= 1e-3  # a subnormal block scale
     groups, scale = group_by_expert(ids, E), torch.tensor([1e-3, 4e-4, 1e-7], device=DEVICE) if static else None
     routing = portable.route(ids.view(-1), E, 8, row_expert=True)
-    got = portable._quantize(portable._Values(x, index=routing.order), scale, routing, native)
-    want, row_scale = reference_rows(x, groups.token, scale, groups)
+    got = portable._quantize(portable._Values(x, index=routing.order), scale, routing, four_over_six, native)
+    want, row_scale = reference_rows(x, groups.token, scale, groups, four_over_six)
     live = len(want)
     at = slice(live) if static else groups.token[:live]
     values = nvfp4.dequantize(got.values, got.sf, None) if native else got.values.float()
@@ -273,7 +281,7 @@ def test_stages_of_nvfp4_rows(h_scale):
 @pytest.mark.parametrize(
     ("activations", "T", "K", "bias"),
     [("bf16", 1, 2048, False), ("bf16", 5, 64, True), ("bf16", 21, 64, True), ("bf16", 0, 64, True),
-     ("nvfp4", 3, 1088, False), ("nvfp4", 20, 64, True), ("nvfp4", 21, 64, True)],
+     ("nvfp4", 3, 1088, False), ("nvfp4_four_over_six", 20, 64, True), ("nvfp4", 21, 64, True)],
 )  # fmt: skip
 def test_linear(activations, T, K, bias, monkeypatch):
     """Few tokens split K, many go through dense weights."""
@@ -297,9 +305,9 @@ def check_linear(activations, T, K, bias):
         w = LinearWeights(codes, sf, torch.full((1,), 1e-2, device=DEVICE), b, input_scale, activations)
         x = torch.randn(T, K, device=DEVICE).bfloat16()
         rows = x.float()
-        if activations == "nvfp4":
-            scale = nvfp4.global_scale_for(rows.abs().amax(1)) if input_scale is None else input_scale.expand(T)
-            rows = nvfp4.dequantize(*nvfp4.quantize(rows, scale))
+        if w.quantized:
+            scale = nvfp4.row_scales(rows, w.four_over_six) if input_scale is None else input_scale.expand(T)
+            rows = nvfp4.dequantize(*nvfp4.quantize(rows, scale, four_over_six=w.four_over_six))
         want = rows @ nvfp4.dequantize(codes, sf, 1e-2).T + (0 if b is None else b.float())
         assert relative_error(portable.linear(x, w), want) < (1 if T <= 20 else 1.5) * THRESHOLDS["half"]
 

@@ -12,7 +12,6 @@ from moe_nvfp4.weights import Gate, Projection
 class Portable(Backend):
     name = "portable"
     packages = ("triton",)
-    activations = ("bf16", "nvfp4")
 
     def unavailable(self, device: Device) -> str | None:
         if device.type != "cuda":

@@ -58,17 +58,17 @@ def experts(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: Expe
     with _on(x.device):
         if _dense_pays(w, planned, x):
             return _experts_dense(x, ids, top_k_weights, w, out, planned)
-        native = w.activations == "nvfp4" and config.multiplies_nvfp4(_capability(x.device))
+        native = w.quantized and config.multiplies_nvfp4(_capability(x.device))
         plan = _plan(w, planned, x.dtype, x.device, native)
-        static = w.activations == "nvfp4" and (w.x_scale is not None or w.h_scale is not None)
+        static = w.quantized and (w.x_scale is not None or w.h_scale is not None)
         routing = route(ids, w.num_experts, plan.BM, planned, row_expert=static)
         rows = _Values(x, index=routing.order, index_div=top_k)
-        if w.activations == "nvfp4":
-            rows = _quantize(rows, w.x_scale, routing, native)
-        fp32 = w.activations == "nvfp4" and w.h_scale is not None
+        if w.quantized:
+            rows = _quantize(rows, w.x_scale, routing, w.four_over_six, native)
+        fp32 = w.quantized and w.h_scale is not None
         h = _Values(_up(rows, w, routing, plan, torch.float32 if fp32 else x.dtype))
-        if w.activations == "nvfp4":
-            h = _quantize(h, w.h_scale, routing, native)
+        if w.quantized:
+            h = _quantize(h, w.h_scale, routing, w.four_over_six, native)
         _combine(_down(h, w, routing, plan), ids, top_k_weights, out, w.num_experts)
     return out
 
@@ -79,9 +79,9 @@ def _experts_dense(
     """`experts` by torch's grouped product over weights in bf16, `dense.SCRATCH` bytes at a time. Rows are bf16: x, or
     code * sf of NVFP4 rows."""
     (R,), E, I, (sf13, sf2) = ids.shape, w.num_experts, w.intermediate_size, w.block_scales()
-    nvfp4, r = w.activations == "nvfp4", route(ids, E, R, planned, row_expert=True, position=True)
+    nvfp4, r = w.quantized, route(ids, E, R, planned, row_expert=True, position=True)
     rows = _Values(x, index=r.order, index_div=R // x.shape[0])
-    rows = _gathered(_quantize(rows, w.x_scale, r) if nvfp4 else rows)
+    rows = _gathered(_quantize(rows, w.x_scale, r, w.four_over_six) if nvfp4 else rows)
     h = x.new_empty(R, I, dtype=torch.float32 if nvfp4 and w.h_scale is not None else x.dtype)
     for first, n, product in dense.products(rows.values, aligned(w.w13), aligned(sf13), r.offsets, w.gate.gated):
         block = min(1024, next_power_of_2(n))
@@ -89,7 +89,7 @@ def _experts_dense(
             dense.gate_kernel, (R, -(-n // block)), product, r.row_expert, r.live, w.gate_scale, w.up_scale, rows.scale,
             w.b13, h, first, I, n, *_gate(w.gate), block, how(), num_warps=4,
         )  # fmt: skip
-    rows = _quantize(_Values(h), w.h_scale, r) if nvfp4 else _Values(h)
+    rows = _quantize(_Values(h), w.h_scale, r, w.four_over_six) if nvfp4 else _Values(h)
     for first, _, product in dense.products(rows.values, aligned(w.w2), aligned(sf2), r.offsets, False):
         bias = None if w.b2 is None else w.b2[:, first:]
         _combine(product[None], ids, top_k_weights, out[:, first:], E, (r.position, w.w2_scale, rows.scale, bias))
@@ -104,12 +104,12 @@ def gemm1_swiglu(rows: Rows, weights: ExpertWeights, groups: Groups, dtype: torc
     w, device = weights, groups.order.device
     if groups.num_rows == 0:
         return reference.gemm1_swiglu(rows, weights, groups, dtype)
-    static = w.activations == "nvfp4" and w.h_scale is not None and w.gate.kind != "raw"
+    static = w.quantized and w.h_scale is not None and w.gate.kind != "raw"
     plan = _plan(w, planned_tokens(groups.num_rows), dtype, device)
     with _on(device):
         h = _up(_values(rows, groups), w, _Routing.of(groups, plan.BM), plan, torch.float32 if static else dtype)
     h = h[:, : w.w13.shape[1] if w.gate.kind == "raw" else w.intermediate_size]
-    return reference.quantize_rows(h, None, w.h_scale, groups) if static else Rows(h)
+    return reference.quantize_rows(h, None, w.h_scale, groups, w.four_over_six) if static else Rows(h)
 
 
 def gemm2_combine(h: Rows, weights: ExpertWeights, groups: Groups, top_k_weights: Tensor, dtype: torch.dtype) -> Tensor:
@@ -149,9 +149,9 @@ def linear(x: Tensor, weights: LinearWeights) -> Tensor:
     x, scale = _columns(x), w.global_scale.view(-1)
     with _on(x.device):
         rows, capability = _Values(x), _capability(x.device)
-        native = w.activations == "nvfp4" and config.multiplies_nvfp4(capability)
-        if w.activations == "nvfp4":
-            rows = _quantize(rows, w.input_scale, None, native)
+        native = w.quantized and config.multiplies_nvfp4(capability)
+        if w.quantized:
+            rows = _quantize(rows, w.input_scale, None, w.four_over_six, native)
         if T > config.linear_limit(capability) and not native:
             return dense.linear(rows.values, rows.scale, aligned(w.codes), aligned(sf), scale, w.bias, out)
         BM, tile, splits = config.plan_linear(N, K, planned_tokens(T), _sms(x.device), native)
@@ -264,7 +264,9 @@ def _values(rows: Rows, groups: Groups) -> _Values:
     return _Values(nvfp4.dequantize(rows.values, sf, None, torch.bfloat16), rows.scale)
 
 
-def _quantize(rows: _Values, expert_scale: Tensor | None, routing: _Routing | None, native: bool = False) -> _Values:
+def _quantize(
+    rows: _Values, expert_scale: Tensor | None, routing: _Routing | None, four_over_six: bool, native: bool = False
+) -> _Values:
     """As `reference.quantize_rows`, the values as bf16 code * sf or, `native`, as codes and block scales.
 
     With a scale for each expert rows are gathered, since the same token has other values for another expert.
@@ -284,7 +286,7 @@ def _quantize(rows: _Values, expert_scale: Tensor | None, routing: _Routing | No
         values = x.new_empty(n, K, dtype=torch.bfloat16)
     launch(
         quantize_kernel, (n,), x, index, expert, expert_scale, live, values, sf, scale, K, index_div, block, how(),
-        num_warps=4 if block >= 1024 else 1,
+        four_over_six, num_warps=4 if block >= 1024 else 1,
     )  # fmt: skip
     return _Values(values, scale, rows.index, rows.index_div, sf)
 
@@ -362,7 +364,7 @@ def _plan(w: ExpertWeights, R: int, dtype: torch.dtype, device: torch.device, na
 
 def _dense_pays(w: ExpertWeights, R: int, x: Tensor) -> bool:
     """Whether torch's grouped product over dequantized weights is faster."""
-    rows = torch.bfloat16 if w.activations == "nvfp4" else x.dtype
+    rows = torch.bfloat16 if w.quantized else x.dtype
     if rows != torch.bfloat16 or w.hidden_size % 16 or w.intermediate_size % 16:
         return False
     return config.dense_pays(w.num_experts, R, _capability(x.device))

@@ -65,7 +65,7 @@ def route_kernel(
 @triton.jit
 def quantize_kernel(
     x, index, expert, expert_scale, live, values, sf_values, row_scale,
-    K: tl.constexpr, INDEX_DIV: tl.constexpr, BLOCK: tl.constexpr, HOW: tl.constexpr,
+    K: tl.constexpr, INDEX_DIV: tl.constexpr, BLOCK: tl.constexpr, HOW: tl.constexpr, FOUR_OVER_SIX: tl.constexpr,
 ):  # fmt: skip
     """Row r of x, quantized as `reference.quantize_rows` does: code * sf as bf16, and its global scale. With
     `sf_values` uint8 [R, K / 16]: codes, in `values` uint8 [R, K / 2], and block scales.
@@ -90,14 +90,21 @@ def quantize_kernel(
                 v = tl.load(from_row + at + k, mask=at + k < K, other=0.0).to(tl.float32)
                 largest = tl.maximum(largest, tl.abs(v), propagate_nan=tl.PropagateNan.ALL)
             amax = tl.reduce(largest, 0, _larger)
-            scale = _larger(tl.math.div_rn(amax, 2688.0), 1.1754943508222875e-38)  # 6 * 448
+            most = 1536.0 if FOUR_OVER_SIX else 2688.0  # 6 * 256, 6 * 448
+            scale = _larger(tl.math.div_rn(amax, most), 1.1754943508222875e-38)
             scale = tl.where(amax == 0.0, 1.0, scale)
         tl.store(row_scale + r, scale)
         for at in range(0, K, BLOCK):
             v = tl.load(from_row + at + k, mask=at + k < K, other=0.0).to(tl.float32)
             v = tl.reshape(v, (BLOCK // 16, 16))
             a = tl.abs(v)
-            sf = _e4m3(tl.math.div_rn(tl.math.div_rn(tl.reduce(a, 1, _larger), 6.0), scale))
+            most_of_block = tl.reduce(a, 1, _larger)
+            sf = _e4m3(tl.math.div_rn(tl.math.div_rn(most_of_block, 6.0), scale))
+            if FOUR_OVER_SIX:  # see format._four_over_six
+                four = _e4m3(tl.math.div_rn(tl.math.div_rn(most_of_block, 4.0), scale))
+                within = tl.minimum(tl.maximum(scale, 7.888609052210118e-31), 1.2676506002282294e30)  # 2^-100, 2^100
+                four = tl.where(sf < 0.015625, sf, tl.where(within == scale, four, sf))
+                sf = tl.where(_squared_error(a, four, scale) < _squared_error(a, sf, scale), four, sf)
             step = tl.where(sf == 0.0, float("inf"), sf * scale)
             magnitude = _e2m1(tl.math.div_rn(a, tl.broadcast_to(step[:, None], (BLOCK // 16, 16))))
             if sf_values is None:
@@ -145,6 +152,18 @@ def _e2m1_bits(x):
     """Of what `_e2m1` returns. NaN: 7, its block scale is NaN."""
     bits = (x.to(tl.int32, bitcast=True) >> 22) - 252  # of the exponent 127 - 1
     return tl.where(x < 1.0, (2.0 * x).to(tl.int32), tl.where(x == x, bits, 7))
+
+
+@triton.jit
+def _squared_error(a, sf, scale):
+    """`format._squared_error` of |x| [n, 16], to the bit: what is rounded to 2^-10 is the exact product, and all that
+    follows is exact, however it is fused and whatever is added first."""
+    inverse = tl.broadcast_to(tl.math.div_rn(1.0, sf * scale)[:, None], a.shape)
+    a = tl.fma(a, inverse, 12288.0) - 12288.0  # 1.5 * 2^13, where fp32 has steps of 2^-10
+    power = (tl.maximum(a, 1.0).to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    large = power * 6291456.0  # 1.5 * 2^22: where fp32 has steps of half of `power`, as e2m1 has at a
+    d = a - ((a + large) - large)
+    return tl.sum(d * d, 1) * (sf * sf)
 
 
 @triton.jit
