@@ -1,24 +1,33 @@
 """All that a Blackwell can tell about this library, in one file to send back.
 
     pip install -e ".[gpu,test]"
-    python -m tests.record_b200 b200.zip           # on a B200 or B300
+    python -m tests.record_b200 b200.zip           # on a B200 or B300; --minutes 60 for a part of it
     python -m tests.record_b200 --quick dry.zip    # on any NVIDIA GPU from compute capability 8.0: some of each part
+    python -m tests.record_b200 --dry-run dry.zip  # without a GPU: what goes without one
 
-Each part is a process of its own with a limit, and spoils no other: the machine and its software; what the GPU returns
+Each part is a process of its own with a limit, and spoils no other; what a part has made until it fails is kept, and
+the file is written after each. First what only a Blackwell can tell: the machine and its software; what the GPU returns
 for `blackwell_instructions` (a Hopper for `hopper_instructions`), and where that is not what the emulator returns;
-layers beside the reference; every test that needs a GPU; times beside transformers' bf16 experts, and FlashInfer's
-where that is installed. The file has each part's text, its arrays (.npz) and its numbers (.json, .xml).
+layers beside the reference; the tests of its kernels; times beside transformers' bf16 experts, and FlashInfer's where
+that is installed. Then every other test that needs a GPU. The file has each part's text, its arrays (.npz) and its
+numbers (.json, .jsonl).
 """
 
 import argparse
 import importlib
 import importlib.util
 import json
+import os
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+import traceback
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -32,6 +41,7 @@ GPU_TESTS = (
 CASES = {9: "tests.kernels.hopper_instructions", 10: "tests.kernels.blackwell_instructions"}  # by compute capability
 LAYERS = (1, 1024, 512, 8, 2), (40, 1024, 512, 8, 2), (700, 512, 768, 4, 2), (3, 2880, 2880, 4, 4)  # T, H, I, E, top_k
 ROOF = {9: ("4.3", "790"), 10: ("7.7", "2250")}  # TB/s, bf16 TFLOP/s: measured on an H200; NVIDIA's data sheet of B200
+SHAPES, TOKENS = ("qwen", "mixtral", "deepseek", "gptoss"), "1,4,16,64,256,1024,4096,16384"
 
 
 def parts(folder, capability, quick):
@@ -42,33 +52,61 @@ def parts(folder, capability, quick):
         one = ["--only", "tcgen05, bf16" if capability == 10 else "mma"] * quick
         yield "instructions", 900, [*python, "-m", "tests.record_b200", "--instructions", CASES[capability],
                                     str(folder / "instructions.npz"), *one]  # fmt: skip
-    yield "layers", 900, [*python, "-m", "tests.record_b200", "--layers", "1" if quick else str(len(LAYERS)),
+    yield "layers", 600, [*python, "-m", "tests.record_b200", "--layers", "1" if quick else str(len(LAYERS)),
                            str(folder / "layers.npz")]  # fmt: skip
-    chosen = ["tests/kernels/test_portable_gpu.py", "-k", "illegal"] if quick else [*GPU_TESTS, "-m", ""]
-    yield "tests", 3600, [*python, "-m", "pytest", "-q", "-rfEs", "-p", "no:cacheprovider",
-                          f"--junitxml={folder / 'tests.xml'}", *chosen]  # fmt: skip
-    shapes, tokens = ("qwen", "1") if quick else ("qwen,mixtral,deepseek,gptoss", "1,4,16,64,256,1024,4096,16384")
-    bandwidth, tflops = ROOF.get(capability, ROOF[9])
-    times = [*python, "examples/benchmark.py", "--shapes", shapes, "--tokens", tokens,
-             "--bandwidth", bandwidth, "--tflops", tflops]  # fmt: skip
-    yield "times", 1800, [*times, "--json", str(folder / "times.json")]
-    if importlib.util.find_spec("flashinfer"):
-        peer = ["--peer", "tests.kernels.flashinfer_peer", "--json", str(folder / "times_flashinfer.json")]
-        yield "times_flashinfer", 1800, [*times, *peer]
     if capability == 10:
         yield "model", 120, [*python, "-m", "moe_nvfp4.kernels.sm100.model"]
+    files = ["tests/kernels/test_portable_gpu.py"] if quick else GPU_TESTS
+    tests = [("tests_" + Path(file).stem.removeprefix("test_") + "_" + Path(file).parent.name, file) for file in files]
+
+    def guarded(name, file):
+        only = ["-k", "illegal"] if quick else ["-m", ""]
+        return name, 1200, [*python, "-m", "tests.guarded", str(folder / f"{name}.jsonl"), file, *only]
+
+    yield guarded(*tests[0])
+    bandwidth, tflops = ROOF.get(capability, ROOF[9])
+    peers = {"times": []}
+    if importlib.util.find_spec("flashinfer"):
+        peers["times_flashinfer"] = ["--peer", "tests.kernels.flashinfer_peer"]
+    for name, peer in peers.items():
+        for shape in SHAPES[:1] if quick else SHAPES:
+            numbers = ["--tokens", "1" if quick else TOKENS, "--bandwidth", bandwidth, "--tflops", tflops]
+            yield f"{name}_{shape}", 600, [*python, "examples/benchmark.py", "--shapes", shape, *numbers, *peer,
+                                           "--json", str(folder / f"{name}_{shape}.json")]  # fmt: skip
+    yield from (guarded(*test) for test in tests[1:])
+
+
+def without_gpu(folder):
+    """Parts that go without a GPU."""
+    python = [sys.executable]
+    yield "machine", 120, [*python, "-m", "moe_nvfp4", "env"]
+    yield "instructions", 900, [*python, "-m", "tests.record_b200", "--emulate", "--instructions", CASES[10],
+                                str(folder / "instructions.npz"), "--only", "tcgen05, bf16"]  # fmt: skip
+    yield "layers", 600, [*python, "-m", "tests.record_b200", "--device", "cpu", "--layers", "1",
+                          str(folder / "layers.npz")]  # fmt: skip
+    yield "model", 120, [*python, "-m", "moe_nvfp4.kernels.sm100.model"]
+    for file in GPU_TESTS[:3]:
+        name = Path(file).stem
+        yield name, 300, [*python, "-m", "tests.guarded", str(folder / f"{name}.jsonl"), file]
 
 
 # ---- two of the parts ----
-def record_instructions(cases, out, only):
-    """What the GPU returns for these cases, and how many of them the emulator has the same bits for."""
+def record_instructions(cases, out, only, emulate):
+    """What the GPU (with `emulate` the emulator) returns for these cases, and how many the emulator has the same
+    bits for; written after each group."""
     import numpy as np
 
-    from tests.kernels.record_h200 import record_all, save
+    from tests.kernels import record_h200
 
     groups = importlib.import_module(cases).GROUPS
-    about, records, failed = record_all([only] if only else list(groups), False, cases)
-    save(out, "; ".join(about), records)
+    about, records, failed = [], {}, {}
+    run = lambda group: record_h200.record(group, emulate, cases)
+    with ThreadPoolExecutor(2 if emulate else len(groups)) as pool:
+        for one, found, wrong in pool.map(run, [only] if only else groups):
+            about += [one] * (one not in about)
+            records.update(found)
+            failed.update(wrong)
+            record_h200.save(out, "; ".join(about), records)
     named = {name: case for group in groups.values() for name, case in group.items()}
     equal, lines = 0, [f"failed, {name}: {why[-1500:]}" for name, why in failed.items()]
     for name, (_, found) in records.items():
@@ -96,8 +134,9 @@ def difference(found, expected):
     return f"{(found != expected).mean():.1%} differ, by {apart.max() / unit:.2f} units of the largest's last place"
 
 
-def record_layers(out, count):
-    """Layers as this machine runs them beside the same on the CPU: their outputs, and their relative errors."""
+def record_layers(out, count, device):
+    """Layers as this machine runs them beside the same on the CPU: their outputs, and their relative errors. One that
+    fails says so; what the others return is kept."""
     import numpy as np
     import torch
 
@@ -105,7 +144,7 @@ def record_layers(out, count):
     from tests.common import THRESHOLDS, reference_layer, relative_error
 
     outputs, wrong = {}, 0
-    for activations, allowed in (("nvfp4", THRESHOLDS["w4a4"]), ("bf16", THRESHOLDS["half"])):
+    for activations, allowed in (("bf16", THRESHOLDS["half"]), ("nvfp4", THRESHOLDS["w4a4"])):
         for T, H, I, E, top_k in LAYERS[:count]:
             generator = torch.Generator().manual_seed(T)
             dense = [torch.randn(*shape, generator=generator) * 0.05 for shape in ((E, 2 * I, H), (E, H, I))]
@@ -113,66 +152,112 @@ def record_layers(out, count):
             weights, ids = torch.rand(T, E, generator=generator).topk(top_k)
             layer = NVFP4Experts.from_dense(*dense, activations=activations)
             expected = reference_layer(x, ids, weights, layer.weights)
-            found = layer.cuda()(x.cuda(), ids.cuda(), weights.cuda())
-            again = layer(x.cuda(), ids.cuda(), weights.cuda())
-            error, same = relative_error(found, expected), torch.equal(found, again)
             name = f"{activations} T={T} H={H} I={I} E={E} top_k={top_k}"
+            try:
+                inputs = [t.to(device) for t in (x, ids, weights)]
+                found, again = (layer.to(device)(*inputs).cpu() for _ in range(2))
+            except Exception:
+                wrong += 1
+                print(f"{name}: {traceback.format_exc()}", flush=True)
+                continue
+            error, same = relative_error(found, expected), torch.equal(found, again)
             wrong += not (error < allowed and same)
             print(f"{name}: relative error {error:.2e}, allowed {allowed:.0e}, the same again: {same}", flush=True)
-            outputs[name] = found.view(torch.int16).cpu().numpy()
-    np.savez_compressed(out, **outputs)
+            outputs[name] = found.view(torch.int16).numpy()
+            np.savez_compressed(out, **outputs)
     return wrong
 
 
 # ---- all of them ----
 def run(name, limit, command, folder):
-    """Its exit status, or why it has none; what it prints goes to the terminal and to a file."""
-    start = time.time()
-    print(f"\n=== {name}: {' '.join(command[1:])}", flush=True)
+    """Its exit status, or why it has none; what it prints goes to the terminal and to a file. After `limit` seconds it
+    is killed, and all that it has started."""
+    start, ended = time.time(), threading.Event()
+    print(f"\n=== {name}, at most {limit:.0f} s: {' '.join(command[1:])}", flush=True)
+    try:
+        process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                                   stderr=subprocess.STDOUT, start_new_session=True)  # fmt: skip
+    except OSError as error:
+        print(f"=== {name}: {error}", flush=True)
+        return {"status": str(error), "seconds": 0.0, "command": command[1:]}
+
+    def kill():
+        ended.set()
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+    timer = threading.Timer(limit, kill)
+    timer.start()
     with open(folder / f"{name}.txt", "wb") as file:
-        limited, pipe = ["timeout", str(limit), *command], subprocess.PIPE
-        process = subprocess.Popen(limited, cwd=ROOT, stdout=pipe, stderr=subprocess.STDOUT)
         for line in process.stdout:
             file.write(line)
+            file.flush()
             sys.stdout.buffer.write(line)
             sys.stdout.flush()
-        status = process.wait()
-    print(f"=== {name}: status {status}{' (no end)' * (status == 124)}, {time.time() - start:.0f} s", flush=True)
+    status = process.wait()
+    timer.cancel()
+    status = "no end" if ended.is_set() else status
+    print(f"=== {name}: status {status}, {time.time() - start:.0f} s", flush=True)
     return {"status": status, "seconds": round(time.time() - start, 1), "command": command[1:]}
+
+
+def record(out, found, folder, minutes, about):
+    """Run the parts, and write the file after each; whether one failed. What there is no time for is named."""
+    summary, end = {**about, "parts": {}}, time.time() + 60 * minutes
+    for name, limit, command in found:
+        left = end - time.time()
+        if left > 5:
+            summary["parts"][name] = run(name, min(limit, left), command, folder)
+        else:
+            summary["parts"][name] = {"status": f"left out: {minutes} minutes are over"}
+        (folder / "summary.json").write_text(json.dumps(summary, indent=1))
+        with zipfile.ZipFile(out.with_suffix(".part"), "w", zipfile.ZIP_DEFLATED) as file:
+            for path in sorted(folder.iterdir()):
+                file.write(path, path.name)
+        out.with_suffix(".part").replace(out)
+    print(f"\n{out}: {out.stat().st_size / 1e6:.2f} MB; please send it back")
+    for name, part in summary["parts"].items():
+        print(f"  {name}: {part['status']}")
+    return any(part["status"] for part in summary["parts"].values())
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, help="the file to write")
     parser.add_argument("--quick", action="store_true", help="a part of each, to try it")
+    parser.add_argument("--dry-run", action="store_true", help="what goes without a GPU")
+    parser.add_argument("--minutes", type=float, default=180, help="the parts that have not begun by then are left out")
     parser.add_argument("--instructions", metavar="MODULE", help=argparse.SUPPRESS)
     parser.add_argument("--layers", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--only", help=argparse.SUPPRESS)
+    parser.add_argument("--emulate", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--device", default="cuda", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.instructions:
-        return record_instructions(options.instructions, options.out, options.only)
+        return record_instructions(options.instructions, options.out, options.only, options.emulate)
     if options.layers:
-        return record_layers(options.out, options.layers)
-    import torch
-
-    if not torch.cuda.is_available():
-        raise SystemExit("tests.record_b200 needs an NVIDIA GPU that torch can use")
-    capability, _ = torch.cuda.get_device_capability()
+        return record_layers(options.out, options.layers, options.device)
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    about = {"commit": commit, "when": time.strftime("%Y-%m-%d %H:%M")}
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
-        commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
-        summary = {"gpu": torch.cuda.get_device_name(), "commit": commit, "when": time.strftime("%Y-%m-%d %H:%M")}
-        summary["parts"] = {}
-        for name, limit, command in parts(folder, capability, options.quick):
-            summary["parts"][name] = run(name, limit, command, folder)
-            (folder / "summary.json").write_text(json.dumps(summary, indent=1))
-            with zipfile.ZipFile(
-                options.out, "w", zipfile.ZIP_DEFLATED
-            ) as file:  # after each part: one may be the last
-                for path in sorted(folder.iterdir()):
-                    file.write(path, path.name)
-    print(f"\n{options.out}: {options.out.stat().st_size / 1e6:.2f} MB; please send it back")
-    return any(part["status"] for part in summary["parts"].values())
+        if options.dry_run:
+            return record(options.out, without_gpu(folder), folder, options.minutes, {"gpu": None, **about})
+        gpu, capability = described()
+        found = parts(folder, capability, options.quick)
+        return record(options.out, found, folder, options.minutes, {"gpu": gpu, **about})
+
+
+def described():
+    """(name, major compute capability) of the GPU; asked in a process of its own, whose context does not stay."""
+    code = "import torch; print(torch.cuda.get_device_name(), torch.cuda.get_device_capability()[0], sep='\\n')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(
+            "tests.record_b200 needs an NVIDIA GPU that torch can use, or --dry-run:\n" + done.stderr[-500:]
+        )
+    name, capability = done.stdout.split("\n")[:2]
+    return name, int(capability)
 
 
 if __name__ == "__main__":

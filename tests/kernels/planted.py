@@ -15,8 +15,17 @@ import torch
 
 from moe_nvfp4 import Gate, reference
 from moe_nvfp4.kernels.sm100 import backend as sm100
-from moe_nvfp4.kernels.sm100.config import CombineConfig, GemmConfig, QuantizeConfig, TileShape
-from moe_nvfp4.routing import group_by_expert
+from moe_nvfp4.kernels.sm100.config import (
+    BLOCK_K,
+    CombineConfig,
+    DenseTile,
+    GemmConfig,
+    InterleaveConfig,
+    QuantizeConfig,
+    SumConfig,
+    TileShape,
+)
+from moe_nvfp4.routing import Rows, group_by_expert
 from tests.common import random_ids, random_layer
 from tests.emulator import Emulated, EmulatorError, PtxError, compiling_for
 from tests.emulator.launch import programs
@@ -24,8 +33,9 @@ from tests.kernels.emulator_sm100 import outputs_of
 from tests.kernels.test_sm100 import prepared, with_noise
 
 SCHEDULES = "lazy", "slow:1", "random:3"
-# What is launched for (H, I, rows of each expert) with a tile and so many multiprocessors, and which of it is spoilt:
-# a GEMM whose ring goes round more than once, with tiles of every kind.
+# What is launched for (H, I, rows of each expert) with a tile (of the kind that its rows need) and so many
+# multiprocessors, and which of it is spoilt: a GEMM whose rings go round more than once, with tiles of every kind. K is
+# in two parts where that is said.
 PROBLEMS = {
     "one": ((1040, 80, [70, 20]), TileShape(64, 2), 1, lambda c: getattr(c, "projections", 0) == 2),
     "two": ((272, 528, [70, 0, 20]), TileShape(64, 1), 2, lambda c: getattr(c, "projections", 0) == 1),
@@ -33,11 +43,17 @@ PROBLEMS = {
     "pair of two": ((528, 144, [130, 20]), TileShape(128, 2, 2), 2, lambda c: getattr(c, "projections", 0) == 2),
     "quantize": ((80, 48, [3, 0, 130]), TileShape(64, 2), 1, lambda c: isinstance(c, QuantizeConfig)),
     "combine": ((80, 48, [3, 0, 5]), TileShape(64, 2), 1, lambda c: isinstance(c, CombineConfig)),
+    "bf16": ((1040, 80, [70, 20]), DenseTile(64, 2), 1, lambda c: getattr(c, "projections", 0) == 2),
+    "bf16, two": ((272, 784, [70, 0, 20]), DenseTile(64, 1), 2, lambda c: getattr(c, "projections", 0) == 1),
+    "bf16, parts": ((528, 80, [70, 20]), DenseTile(64, 2), 1, lambda c: getattr(c, "parts", 0) == 2),
+    "interleave": ((80, 48, [3, 0, 5]), DenseTile(64, 2), 1, lambda c: isinstance(c, InterleaveConfig)),
+    "sum": ((272, 48, [3, 0, 5]), DenseTile(64, 2), 1, lambda c: isinstance(c, SumConfig)),
 }
+IN_PARTS = "bf16, parts", "sum"
 INSTRUCTION = re.compile(r"^\s*(?:\{\s*)?(?:@!?%p\d+ )?\s*([a-z][\w.:]*)[^;]*;", re.M)
 LEFT_OUT = re.compile(
     r"bar\.|barrier\.|fence\.|membar|griddepcontrol|cp\.async|mbarrier\.(arrive|init)|st\.(shared|global)"
-    r"|tcgen05\.(fence|wait|commit|cp|mma|dealloc)"
+    r"|tcgen05\.(fence|wait|commit|cp|mma|st|dealloc)"
 )
 WEAKER = (".release.cluster", ".relaxed.cluster"), (".release.cluster", ".release.cta"), (".acquire.cluster", "")
 
@@ -76,36 +92,50 @@ def mistakes(ptx):
             yield f"to itself, {line}", put(re.sub(r", 0;", ", 1;", text))
 
 
-def launches(problem, tile, multiprocessors):
+def launches(problem, tile, multiprocessors, parts=1):
     """[(config, arguments)] of both GEMMs and the row kernels."""
-    H, I, sizes = problem
-    layer = random_layer(len(sizes), H, I, Gate(), "nvfp4", None, True, 0, scale=2e-3, input_scale=4e-3)
+    (H, I, sizes), dense = problem, isinstance(tile, DenseTile)
+    activations = "bf16" if dense else "nvfp4"
+    layer = random_layer(len(sizes), H, I, Gate(), activations, None, True, 0, scale=2e-3, input_scale=4e-3)
     w, packed = layer.weights, prepared(layer).weights
     ids = random_ids(sizes, 3, 1, 0)
     groups = group_by_expert(ids, len(sizes))
     x = torch.randn(len(ids), H, generator=torch.Generator().manual_seed(0)).bfloat16()
-    rows = with_noise(reference.quantize_rows(x, groups.token, w.x_scale, groups), groups)
-    h = with_noise(reference.gemm1_swiglu(rows, w, groups, torch.bfloat16), groups)
+    rows, h = Rows(x, index=groups.token), Rows(torch.randn(len(groups.order), I).bfloat16())
+    if not dense:
+        rows = with_noise(reference.quantize_rows(x, groups.token, w.x_scale, groups), groups)
+        h = with_noise(reference.gemm1_swiglu(rows, w, groups, torch.bfloat16), groups)
     started = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sm100, "launch", lambda *launch: started.append(launch))
         patch.setattr(sm100, "multiprocessors", lambda device: multiprocessors)
         of = lambda *p: TileShape(tile.tokens, 2, tile.ctas) if p[3] == 2 else tile
         patch.setattr(sm100, "choose_tile", of)
-        sm100.quantize_rows(x, groups.token, w.x_scale, groups)
+        of = lambda *p: (DenseTile(tile.tokens, 2 if p[4] == 2 else tile.blocks), min(parts, -(-p[3] // BLOCK_K)))
+        patch.setattr(sm100, "plan_dense", of)
+        if not dense:
+            sm100.quantize_rows(x, groups.token, w.x_scale, groups)
         sm100.gemm1_swiglu(rows, packed, groups, torch.bfloat16)
         sm100.gemm2_combine(h, packed, groups, torch.rand(ids.shape), torch.bfloat16)
+    for config, arguments in started:  # what other kernels would have made
+        if isinstance(config, (CombineConfig, SumConfig)):
+            arguments[0].normal_()
+        elif isinstance(config, GemmConfig) and dense:
+            values = arguments[2].view(torch.bfloat16)
+            values.copy_(torch.randn(values.shape))
     return started
 
 
 def unnoticed(name):
     """(how many mistakes, those that nobody noticed)"""
     problem, tile, multiprocessors, chosen = PROBLEMS[name]
-    config, arguments = next(launch for launch in launches(problem, tile, multiprocessors) if chosen(launch[0]))
+    started = launches(problem, tile, multiprocessors, 2 if name in IN_PARTS else 1)
+    config, arguments = next(launch for launch in started if chosen(launch[0]))
     with compiling_for("sm_100a"):
         kernel = Emulated(sm100.compile_kernel(config, "--enable-tvm-ffi"))
     outputs = outputs_of(config, arguments)
-    late = [arguments[i] for i in ((2, 3, 4) if isinstance(config, GemmConfig) else (0,))] + outputs
+    read = ((2,) if config.dense else (2, 3, 4)) if isinstance(config, GemmConfig) else (0,)
+    late = [arguments[i] for i in read] + outputs
 
     def run(schedule):
         for tensor in outputs:

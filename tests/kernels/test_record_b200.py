@@ -1,13 +1,18 @@
 """What `python -m tests.record_b200` would do on a Blackwell, as far as it goes without one."""
 
+import json
 import re
+import sys
+import time
+import zipfile
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tests import guarded
 from tests.kernels.blackwell_instructions import GROUPS
-from tests.record_b200 import GPU_TESTS, ROOT, difference, parts
+from tests.record_b200 import GPU_TESTS, ROOT, SHAPES, difference, parts, record
 
 CASES = {name: case for group, cases in GROUPS.items() if "tcgen05" in group for name, case in cases.items()}
 
@@ -36,11 +41,55 @@ def test_differences():
     assert difference(ones.view(np.uint32), off.view(np.uint32)) == "1 of 8 differ"
 
 
-@pytest.mark.parametrize("capability, names", [(10, "machine instructions layers tests times model"),
-                                               (9, "machine instructions layers tests times"),
-                                               (8, "machine layers tests times")])  # fmt: skip
+@pytest.mark.parametrize("capability", [10, 9, 8])
 @pytest.mark.parametrize("quick", [False, True])
-def test_parts(tmp_path, capability, names, quick):
+def test_parts(tmp_path, capability, quick):
+    """What only a Blackwell can tell comes first, every file of tests is a part, and so are the times of each layer."""
     found = {name: command for name, _, command in parts(tmp_path, capability, quick)}
-    assert [n for n in found if "flashinfer" not in n] == names.split()
-    assert ("tests/kernels/test_sm100_gpu.py" in found["tests"]) == (not quick)
+    first = {10: "machine instructions layers model", 9: "machine instructions layers", 8: "machine layers"}
+    assert list(found)[: len(first[capability].split())] == first[capability].split()
+    times = [name for name in found if name.startswith("times_") and "flashinfer" not in name]
+    assert times == [f"times_{shape}" for shape in SHAPES[: 1 if quick else None]]
+    files = [next(c for c in command if c.startswith("tests/")) for name, command in found.items() if "tests_" in name]
+    assert files == (["tests/kernels/test_portable_gpu.py"] if quick else list(GPU_TESTS))
+
+
+def test_a_part_spoils_no_other(tmp_path, capfd):
+    """One fails, one cannot be started, one neither ends nor lets its child go, one begins too late."""
+    hang = "import signal, subprocess, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+    hang += "subprocess.Popen(['sleep', '60']); print('begun', flush=True); time.sleep(60)"
+    one = lambda name, code, limit=20: (name, limit, [sys.executable, "-S", "-c", code])
+    found = [one("fails", "print('half'); raise SystemExit(3)"), ("missing", 20, ["/no/such/program"]),
+             one("hangs", hang, 1), one("works", "print('whole')")]  # fmt: skip
+    folder, out, start = tmp_path / "made", tmp_path / "out.zip", time.time()
+    folder.mkdir()
+    assert record(out, found, folder, 1, {"gpu": "none"})
+    assert time.time() - start < 15
+    with zipfile.ZipFile(out) as file:
+        summary = json.loads(file.read("summary.json"))
+        texts = {name: file.read(f"{name}.txt").decode() for name in ("fails", "hangs", "works")}
+    assert texts == {"fails": "half\n", "hangs": "begun\n", "works": "whole\n"}
+    statuses = {name: part["status"] for name, part in summary["parts"].items()}
+    assert statuses.pop("missing").startswith("[Errno 2]")
+    assert statuses == {"fails": 3, "hangs": "no end", "works": 0}
+    assert record(out, [one("late", "")], folder, 0, {})
+    assert "left out" in capfd.readouterr().out
+
+
+def test_a_test_spoils_no_other(tmp_path, monkeypatch):
+    """Outcomes are kept of tests that come before and after one that ends the process, or does not end."""
+    tests = tmp_path / "test_some.py"
+    tests.write_text("""if True:
+        import os, time
+        def test_a(): pass
+        def test_b(): os._exit(0)
+        def test_c(): assert not "why"
+        def test_d(): time.sleep(60)
+        def test_e(): pass
+        def test_f(): import pytest; pytest.skip("no GPU")
+    """)
+    path = tmp_path / "results.jsonl"
+    assert guarded.main(path, str(tests), "-c", "/dev/null", "--rootdir", str(tmp_path), limit=1.5) == 1
+    found = {test[-1]: outcome for test, outcome in guarded.outcomes(path).items()}
+    assert found == {"a": "passed", "b": "no end", "c": "failed", "d": "no end", "e": "passed", "f": "skipped"}
+    assert "assert not 'why'" in path.read_text()

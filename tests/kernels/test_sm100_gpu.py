@@ -8,7 +8,7 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 10:
 pytest.importorskip("cutlass", reason="the CuTe DSL is not installed")
 
 from moe_nvfp4.kernels.sm100 import backend as sm100
-from tests.kernels.emulator_sm100 import in_place_of_launch, outputs_of
+from tests.kernels.emulator_sm100 import OnEmulator, in_place_of_launch, outputs_of
 from tests.kernels.test_sm100 import (  # noqa: F401 (pytest finds them here)
     test_gates,
     test_many_experts,
@@ -22,16 +22,14 @@ from tests.kernels.test_sm100 import (  # noqa: F401 (pytest finds them here)
     test_tiles_of_one_projection,
 )
 from tests.kernels.test_sm100_w4a16 import test_gates as test_w4a16_gates  # noqa: F401
+from tests.kernels.test_sm100_w4a16 import test_parts_of_k as test_w4a16_parts_of_k  # noqa: F401
 from tests.kernels.test_sm100_w4a16 import test_routings as test_w4a16_routings  # noqa: F401
 from tests.kernels.test_sm100_w4a16 import test_tiles as test_w4a16_tiles  # noqa: F401
 from tests.kernels.test_sm100_w4a16 import test_weights_are_exact as test_w4a16_weights_are_exact  # noqa: F401
 
 
-class OnGpu:
+class OnGpu(OnEmulator):
     """Takes the place of `sm100.launch` as `OnEmulator` does: CPU tensors go to the GPU and their outputs come back."""
-
-    def __init__(self):
-        self.schedule, self.multiprocessors, self.tile, self.cut_sums = None, 3, None, False
 
     def launch(self, config, arguments):
         moved = [a.cuda() if isinstance(a, torch.Tensor) else a for a in arguments]

@@ -71,7 +71,7 @@ def test_counts(activations, projections, out, tile):
     assert per_step(lambda c: sum(c.shared.values())) == step.shared * tile.ctas
     assert per_step(lambda c: c.of_warp(mma)) == pytest.approx(step.instructions, rel=0.1)
     if activations == "bf16":
-        assert per_step(lambda c: sum(map(c.of_warp, range(8, 16)))) == pytest.approx(step.slots, rel=0.02)
+        assert per_step(lambda c: sum(map(c.of_warp, range(8, 16)))) == pytest.approx(step.slots, rel=0.04)
     less = counts(long, width - 2 * CHUNK)
     exchanged = sum(two.shared[what] - less.shared[what] for what in ("loads", "stores")) / 2
     assert exchanged == chunk.shared * tile.ctas

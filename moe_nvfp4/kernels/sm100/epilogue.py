@@ -77,7 +77,8 @@ class Epilogue:
         while tile < count:
             work = self.scheduler.locate(tile, tile_map)
             scales = self.fetch_scales(work, turn, tensors, me, s)
-            cute.arch.barrier(barrier_id=TILE, number_of_threads=256)
+            if const_expr(not self.c.dense):  # the tokens' scales are there
+                cute.arch.barrier(barrier_id=TILE, number_of_threads=256)
             cute.arch.mbarrier_wait(acc_full, turn)
             ptx.tmem_fence(before=False)
             acc = me.lanes + turn * t.second

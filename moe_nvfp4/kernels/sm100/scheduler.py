@@ -53,7 +53,8 @@ class TileScheduler:
             tiles += (sizes[i] + tokens - 1) // tokens
             if expert < c.map_size:
                 sEnds[expert] = tiles
-                sSFTiles[expert] = Uint16(sf_tiles)
+                if cutlass.const_expr(not c.dense):  # bf16 tokens have no scales
+                    sSFTiles[expert] = Uint16(sf_tiles)
             sf_tiles += (sizes[i] + 127) // 128
 
     @cute.jit
@@ -66,8 +67,9 @@ class TileScheduler:
         first, end = mOffsets[expert], mOffsets[expert + 1]
         here = (token_tile - sEnds[expert]) * tokens + (end - first + tokens - 1) // tokens * tokens
         rows = cutlass.min(end - first - here, tokens)
+        sf_tile = Int32(0) if c.dense else Int32(sSFTiles[expert])
         return WorkTile(
-            expert, row_tile // c.parts, first + here, rows, here, Int32(sSFTiles[expert]), row_tile % c.parts
+            expert, row_tile // c.parts, first + here, rows, here, sf_tile, row_tile % c.parts
         )  # fmt: skip
 
     def k_range(self, tile: Int32):

@@ -234,8 +234,7 @@ class DequantizingGemm(GroupedGemm):
             work = self.scheduler.locate(tile, tile_map)
             instruction = ptx.dense_instruction_descriptor((work.rows + CHUNK - 1) // CHUNK * CHUNK)
             acc = tmem + turn * t.second
-            cute.arch.mbarrier_wait(acc_full + 1, turn ^ 1)
-            ptx.tmem_fence(before=False)
+            cute.arch.mbarrier_wait(acc_full + 1, turn ^ 1)  # the first step's fence is this one's, too
             _, _, k_steps = self.scheduler.k_range(tile)
             for k in cutlass.range(k_steps, unroll=1):
                 slot, phase = place(before + k, t.slots)
