@@ -102,94 +102,120 @@ def quantize_jobs(matrices: Mapping[str, Matrix], options: Options) -> Iterator[
 def _quantize_job(groups: list[dict[str, Matrix]], options: Options) -> Job:
     """groups: by stem, matrices that share a global scale; all of one shape, and several groups are no larger than a
     chunk. Each matrix gets the bytes that it gets in a job of its own group."""
-    stems = [stem for group in groups for stem in group]
-    matrices = [m for group in groups for m in group.values()]
-    first, sharing, n = matrices[0], len(groups[0]), len(matrices)
-    names = [[f"{stem}.{s}" for s in options.target.suffixes[:3]] for stem in stems]
-    N, K = first.rows, -(-first.columns // 16) * 16
-    cuda = options.place.type == "cuda"
-    stacked = len(groups) > 1
-    step = N if stacked else max(1, (CUDA_CHUNK if cuda else CHUNK) // K)
-    dtype = TORCH_DTYPES[options.dtype or "F32"]
-    importance = None
-    if options.importance is not None:
-        vectors = [options.importance.of_matrix(stem, m.columns) for stem, m in zip(stems, matrices, strict=True)]
-        importance = pad_k(torch.stack(vectors))
-    lots = [range(n)] if stacked else [range(i, i + 1) for i in range(n)]  # matrices worked on together
-
-    def work(write: Write) -> None:
-        opened = [m.open() for m in matrices]
-        kept: dict[range, Tensor] = {}
-
-        def read(lot: range, a: int) -> Tensor:
-            if lot in kept:
-                return kept[lot]
-            pieces = (pad_k(opened[i](a, min(a + step, N))) for i in lot)
-            if len(lot) == 1 and not cuda:
-                found = options.cast(next(pieces)).to(options.place)
-            else:
-                host = torch.empty((len(lot), min(step, N - a), K), dtype=dtype, device="cpu", pin_memory=cuda)
-                for place, piece in zip(host, pieces, strict=True):
-                    place.copy_(piece)
-                found = host.to(options.place, non_blocking=True)
-            if step >= N and sharing > 1:  # read once for the scale and for the codes
-                kept[lot] = found
-            return found
-
-        given, exact = None, first.global_scale is not None and options.recipe != "max"
-        if exact:
-            given = torch.stack([m.known_scale() for m in matrices]).view(-1, sharing).amax(dim=1)
-        elif step < N or sharing > 1:
-            parts = [torch.stack([_amax(read(lot, a)) for a in range(0, N, step)]).amax(dim=0) for lot in lots]
-            amax = torch.cat(parts).view(-1, sharing).amax(dim=1)
-            if amax.isfinite().all():  # else the part with NaN or Inf says so, below
-                given = recipe_global_scale(amax, options.recipe)
-        given = None if given is None else given.repeat_interleave(sharing)
-        for lot in lots:
-            scale = None if given is None else given[lot.start : lot.stop]
-            for a in range(0, N, step):
-                w = read(lot, a) if stacked else read(lot, a).view(-1, K)
-                columns = (
-                    None
-                    if importance is None
-                    else importance[lot.start : lot.stop]
-                    if stacked
-                    else importance[lot.start]
-                )
-                try:
-                    codes, sf, global_scale = quantize_matrix(w, options.recipe, scale, columns)
-                except ValueError as error:
-                    raise ValueError(f"{stems[lot.start]}: {error}") from None
-                if exact and not torch.equal(dequantize(codes, sf, _of_rows(global_scale)), w.float()):
-                    warnings.warn(
-                        f"{stems[lot.start]}: its MXFP4 scales, with those of the projection that shares its global "
-                        "scale, are more powers of two than an e4m3 scale holds: the smallest values are rounded",
-                        stacklevel=2,
-                    )
-                codes, sf = codes.cpu().view(len(lot), -1), sf.cpu().view(len(lot), -1)
-                for i, of_weight, of_sf in zip(lot, codes, sf, strict=True):
-                    write(names[i][0], of_weight, a * K // 2)
-                    write(names[i][1], of_sf, a * K // 16)
-            for i, number in zip(lot, global_scale.cpu().view(-1), strict=True):
-                write(names[i][2], options.target.encode_scale(number), 0)
-            kept.pop(lot, None)
+    batch = _Batch(groups, options)
+    (N, K), matrices, target = batch.shape, batch.matrices, options.target
 
     def run(write: Write) -> None:
         try:
-            work(write)
+            batch.quantize(write)
         except ValueError:
-            for group in groups if stacked else ():  # one by one, so that the error names its matrix
+            for group in groups if batch.stacked else ():  # one by one, so that the error names its matrix
                 _quantize_job([group], options).run(write)
             raise
 
     outputs: Outputs = {}
-    for weight, block_scale, scale in names:
+    for weight, block_scale, scale in batch.names:
         outputs |= {weight: ("U8", (N, K // 2)), block_scale: ("F8_E4M3", (N, K // 16))}
-        outputs[scale] = ("F32", options.target.scale_shape)
+        outputs[scale] = ("F32", target.scale_shape)
     # On a CPU, fp32 and its temporaries; for a GPU what is read, that again in pinned memory, and what comes back.
-    of_element = 2 * dtype.itemsize + 1 if cuda else 10
-    memory = sum(m.held for m in matrices) + n * min(N, step) * K * of_element + 10_000_000
-    return Job(first.shard, sum(m.size for m in matrices), memory, outputs, run)
+    of_element = 2 * batch.dtype.itemsize + 1 if batch.cuda else 10
+    memory = sum(m.held for m in matrices) + len(matrices) * min(N, batch.step) * K * of_element + 10_000_000
+    return Job(matrices[0].shard, sum(m.size for m in matrices), memory, outputs, run)
+
+
+class _Batch:
+    """The matrices of a job, [N, K] with K in whole blocks: `step` rows of one after the other, or all stacked."""
+
+    def __init__(self, groups: list[dict[str, Matrix]], options: Options):
+        self.options, self.sharing, self.stacked = options, len(groups[0]), len(groups) > 1
+        self.stems = [stem for group in groups for stem in group]
+        self.matrices = [m for group in groups for m in group.values()]
+        self.names = [[f"{stem}.{s}" for s in options.target.suffixes[:3]] for stem in self.stems]
+        self.cuda, self.dtype = options.place.type == "cuda", TORCH_DTYPES[options.dtype or "F32"]
+        N, K = self.shape = self.matrices[0].rows, -(-self.matrices[0].columns // 16) * 16
+        self.step = N if self.stacked else max(1, (CUDA_CHUNK if self.cuda else CHUNK) // K)
+        n = len(self.matrices)
+        self.lots = [range(n)] if self.stacked else [range(i, i + 1) for i in range(n)]  # worked on together
+        self.importance = None  # or fp32 [matrices, K]
+        if options.importance is not None:
+            sizes = zip(self.stems, self.matrices, strict=True)
+            vectors = [options.importance.of_matrix(stem, m.columns) for stem, m in sizes]
+            self.importance = pad_k(torch.stack(vectors))
+
+    def quantize(self, write: Write) -> None:
+        read, (N, K) = _Reader(self), self.shape
+        given, exact = self.global_scales(read)
+        for lot in self.lots:
+            scale = None if given is None else given[lot.start : lot.stop]
+            importance = None if self.importance is None else self.importance[lot.start : lot.stop]
+            importance = importance if self.stacked or importance is None else importance[0]
+            for a in range(0, N, self.step):
+                w = read(lot, a) if self.stacked else read(lot, a).view(-1, K)
+                try:
+                    codes, sf, global_scale = quantize_matrix(w, self.options.recipe, scale, importance)
+                except ValueError as error:
+                    raise ValueError(f"{self.stems[lot.start]}: {error}") from None
+                if exact and not torch.equal(dequantize(codes, sf, _of_rows(global_scale)), w.float()):
+                    warnings.warn(
+                        f"{self.stems[lot.start]}: its MXFP4 scales, with those of the projection that shares its "
+                        "global scale, are more powers of two than an e4m3 scale holds: the smallest values are "
+                        "rounded",
+                        stacklevel=2,
+                    )
+                codes, sf = codes.cpu().view(len(lot), -1), sf.cpu().view(len(lot), -1)
+                for i, of_weight, of_sf in zip(lot, codes, sf, strict=True):
+                    write(self.names[i][0], of_weight, a * K // 2)
+                    write(self.names[i][1], of_sf, a * K // 16)
+            for i, number in zip(lot, global_scale.cpu().view(-1), strict=True):
+                write(self.names[i][2], self.options.target.encode_scale(number), 0)
+            read.forget(lot)
+
+    def global_scales(self, read: _Reader) -> tuple[Tensor | None, bool]:
+        """(fp32 [matrices], or None where the recipe finds each from its matrix; whether values must come back
+        exactly): those that the source has, else of what shares one together."""
+        exact = self.matrices[0].global_scale is not None and self.options.recipe != "max"
+        if exact:
+            given = torch.stack([m.known_scale() for m in self.matrices]).view(-1, self.sharing).amax(dim=1)
+        elif self.step < self.shape[0] or self.sharing > 1:
+            starts = range(0, self.shape[0], self.step)
+            parts = [torch.stack([_amax(read(lot, a)) for a in starts]).amax(dim=0) for lot in self.lots]
+            amax = torch.cat(parts).view(-1, self.sharing).amax(dim=1)
+            if not amax.isfinite().all():  # the part with NaN or Inf says so when it is quantized
+                return None, False
+            given = recipe_global_scale(amax, self.options.recipe)
+        else:
+            return None, False
+        return given.repeat_interleave(self.sharing), exact
+
+
+class _Reader:
+    """Rows of a batch's matrices, on the device where they are quantized. What is read for the scale and again for
+    the codes is kept in between, where it is a whole matrix."""
+
+    def __init__(self, batch: _Batch):
+        self.batch, self.opened = batch, [m.open() for m in batch.matrices]
+        self.kept: dict[range, Tensor] = {}
+
+    def __call__(self, lot: range, a: int) -> Tensor:
+        """Rows a to a + step of the matrices `lot`: [matrices, rows, K], or of one [rows, K]."""
+        if lot in self.kept:
+            return self.kept[lot]
+        batch, options, (N, K) = self.batch, self.batch.options, self.batch.shape
+        pieces = (pad_k(self.opened[i](a, min(a + batch.step, N))) for i in lot)
+        if len(lot) == 1 and not batch.cuda:
+            found = options.cast(next(pieces)).to(options.place)
+        else:
+            shape = len(lot), min(batch.step, N - a), K
+            host = torch.empty(shape, dtype=batch.dtype, device="cpu", pin_memory=batch.cuda)
+            for place, piece in zip(host, pieces, strict=True):
+                place.copy_(piece)
+            found = host.to(options.place, non_blocking=True)
+        if batch.step >= N and batch.sharing > 1:
+            self.kept[lot] = found
+        return found
+
+    def forget(self, lot: range) -> None:
+        self.kept.pop(lot, None)
 
 
 def _ready_job(stem: str, matrix: Matrix, made: CodesFolder, target: Dialect) -> Job:

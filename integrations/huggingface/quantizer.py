@@ -300,15 +300,10 @@ class MoeNvfp4Quantizer(HfQuantizer):
                 experts.register_forward_pre_hook(_prepare_shards)
             for key, param in experts.named_parameters(recurse=False):
                 param.requires_grad_(False)  # the loader makes every floating parameter trainable
-                if param.device.type == "meta":  # offloaded to disk; comes back in the dtype it has here
-                    if key in (experts.up_name, "down_proj"):
-                        setattr(experts, key, nn.Parameter(param.to(torch.uint8), requires_grad=False))
-                    continue
-                local = param.to_local() if hasattr(param, "to_local") else param
-                if key.endswith("_scale"):
-                    check_global_scale(local, f"{name}.{key}")
-                elif key.endswith("_sf"):
-                    check_block_scales(local, f"{name}.{key}")
+                if param.device.type != "meta":
+                    _check_scales(f"{name}.{key}", param.to_local() if isinstance(param, DTensor) else param)
+                elif key in (experts.up_name, "down_proj"):  # on a disk; comes back in the dtype it has here
+                    setattr(experts, key, nn.Parameter(param.to(torch.uint8), requires_grad=False))
             experts.prepare(model.dtype)
         saving = [c for c in self.conversions.for_saving(model._weight_conversions) if c is not self.linears]
         if self.linears and self.linears.nvfp4:
@@ -386,6 +381,14 @@ def _importance(model: Any, config: MoeNvfp4Config, checkpoint_files: list[str])
     folder = os.path.dirname(checkpoint_files[0])
     with torch.device("cpu"):  # transformers calls with meta as the default
         return files_importance(folder, calibration_batches(config.calibration, model.config, folder), config.exclude)
+
+
+def _check_scales(name: str, param: Tensor) -> None:
+    """ValueError where the parameter `name` of experts has scales that files cannot mean."""
+    if name.endswith("_scale"):
+        check_global_scale(param, name)
+    elif name.endswith("_sf"):
+        check_block_scales(param, name)
 
 
 def _prepare_shards(experts: HFExperts, inputs: tuple[Tensor, ...]) -> None:
