@@ -1,17 +1,10 @@
-"""The converter: equal to the loader, any dialect, interrupted anywhere, sources that lie."""
+"""The converter: equal to the loader, any dialect and layout, other people's readers, memory."""
 
-import errno
 import importlib.util
 import json
-import os
-import random
 import re
-import shutil
-import signal
 import subprocess
 import sys
-import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -19,7 +12,6 @@ import torch
 import transformers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from safetensors import safe_open
 from safetensors.torch import save_file
 
 from moe_nvfp4 import cli
@@ -30,9 +22,9 @@ from moe_nvfp4.quantize.convert import convert_checkpoint
 from moe_nvfp4.quantize.dialects import COMPRESSED_TENSORS, DIALECTS, MODELOPT, read_config
 from moe_nvfp4.quantize.files import INDEX, ShardWriter, open_checkpoint, read_header
 from moe_nvfp4.quantize.layouts.stacked import STACKS
-from moe_nvfp4.quantize.options import Options
 from moe_nvfp4.quantize.recipes import RECIPES, quantize_matrix
 from moe_nvfp4.quantize.verify import verify_checkpoint
+from tests.checkpoints import ENVIRONMENT, config_of, converted, edit_config, experts, folder, same_files
 from tests.folders import expert_by_hand
 from tests.models import (
     FAMILIES,
@@ -49,13 +41,7 @@ from tests.models import (
 )
 from tests.models import folder as saved
 
-ROOT = Path(__file__).parents[2]
 slow_inputs = settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-
-
-def converted(source, destination, workers=None, dry_run=False, **options):
-    convert_checkpoint(source, destination, Options(**options), workers, dry_run, progress=False)
-    return destination
 
 
 def loaded(source, **options):
@@ -69,38 +55,24 @@ def loaded_and_saved(source, destination, **options):
     return destination
 
 
-def config_of(path):
-    return json.loads((path / "config.json").read_text())
-
-
-def edit_config(path, **changes):
-    (path / "config.json").write_text(json.dumps({**config_of(path), **changes}))
-
-
-def same_files(a, b):
-    assert sorted(p.name for p in a.iterdir()) == sorted(p.name for p in b.iterdir())
-    for path in a.iterdir():
-        assert path.read_bytes() == (b / path.name).read_bytes(), path.name
-
-
 # ---------------------------------------------------------------- the same as loading
 # More families whose files are stacked, each with its own layout.
+LINEAR_ATTENTION = dict(
+    **SMALL, moe_intermediate_size=48, shared_expert_intermediate_size=48, num_experts=4, num_experts_per_tok=2,
+    linear_num_key_heads=2, linear_num_value_heads=2, linear_key_head_dim=16, linear_value_head_dim=16,
+)  # fmt: skip
+
+
 def qwen3_next():
     from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
 
-    return Qwen3NextForCausalLM(Qwen3NextConfig(
-        **SMALL, intermediate_size=96, moe_intermediate_size=48, shared_expert_intermediate_size=48, num_experts=4,
-        num_experts_per_tok=2, linear_num_key_heads=2, linear_num_value_heads=2, linear_key_head_dim=16,
-        linear_value_head_dim=16))  # fmt: skip
+    return Qwen3NextForCausalLM(Qwen3NextConfig(**LINEAR_ATTENTION, intermediate_size=96))
 
 
 def qwen3_5_moe():
     from transformers import Qwen3_5MoeForCausalLM, Qwen3_5MoeTextConfig
 
-    return Qwen3_5MoeForCausalLM(Qwen3_5MoeTextConfig(
-        **SMALL, moe_intermediate_size=48, shared_expert_intermediate_size=48, num_experts=4,
-        num_experts_per_tok=2, linear_num_key_heads=2, linear_num_value_heads=2, linear_key_head_dim=16,
-        linear_value_head_dim=16))  # fmt: skip
+    return Qwen3_5MoeForCausalLM(Qwen3_5MoeTextConfig(**LINEAR_ATTENTION))
 
 
 def aria():
@@ -263,42 +235,6 @@ def test_the_table_agrees_with_transformers():
 
 
 # ---------------------------------------------------------------- checkpoints made by hand
-def folder(path, files, config=None, shards=1):
-    """A checkpoint of tensors, dealt out to shards in turn."""
-    path.mkdir(parents=True)
-    config = {
-        "model_type": "qwen3_moe",
-        "architectures": ["MadeByHand"],  # without most of a model's tensors
-        "dtype": "bfloat16",
-        **(config or {}),
-    }
-    (path / "config.json").write_text(json.dumps(config))
-    if shards == 1:
-        save_file(files, path / "model.safetensors", metadata={"format": "pt"})
-        return path
-    names = {n: f"model-{i % shards + 1:05d}-of-{shards:05d}.safetensors" for i, n in enumerate(files)}
-    for name in set(names.values()):
-        save_file({n: t for n, t in files.items() if names[n] == name}, path / name, metadata={"format": "pt"})
-    (path / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": names}))
-    return path
-
-
-def experts(E=4, I=48, H=64, layers=1, parts=("gate_proj", "up_proj", "down_proj"), make=None, stem="mlp.experts"):
-    make = make or (lambda *shape: torch.randn(shape).bfloat16())
-    found = {
-        "model.embed_tokens.weight": torch.randn(32, H).bfloat16(),
-        "lm_head.weight": torch.randn(32, H).bfloat16(),
-    }
-    for layer in range(layers):
-        prefix = f"model.layers.{layer}"
-        found[f"{prefix}.self_attn.q_proj.weight"] = torch.randn(H, H).bfloat16()
-        for e in range(E):
-            for part in parts:
-                shape = (H, I) if part in ("down_proj", "w2") else (I, H)
-                found[f"{prefix}.{stem}.{e}.{part}.weight"] = make(*shape)
-    return found
-
-
 PER_EXPERT_LAYOUTS = {
     "gate/up/down": (("gate_proj", "up_proj", "down_proj"), "mlp.experts"),
     "w1/w3/w2": (("w1", "w3", "w2"), "block_sparse_moe.experts"),
@@ -585,431 +521,6 @@ def test_modelopt_dequantizes_to_our_weights(make, tmp_path):
         theirs = theirs.dequantize(dtype=torch.float32, scale=sf, double_scale=scale, block_sizes={-1: 16})
         ours = dequantize(codes, sf, scale)
         assert torch.equal(theirs, ours) if make is not None else torch.allclose(theirs, ours, rtol=3e-7, atol=0), stem
-
-
-# ---------------------------------------------------------------- interrupted
-@pytest.fixture(scope="module")
-def split(tmp_path_factory):
-    """A checkpoint in eight shards, and its conversion in one go."""
-    path = tmp_path_factory.mktemp("split")
-    source = folder(path / "a", experts(E=16, I=128, H=256, layers=4), shards=8)
-    (source / "tokenizer.json").write_text("{}")
-    return source, converted(source, path / "b")
-
-
-def command(source, destination, *options):
-    return [sys.executable, "-m", "moe_nvfp4", "quantize", str(source), str(destination), *options]
-
-
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
-SLOWED = """
-import sys, time
-from moe_nvfp4.quantize import convert, jobs
-whole = jobs.quantize_matrix
-def slow(*args):
-    time.sleep(0.003)
-    return whole(*args)
-jobs.quantize_matrix = slow
-convert.convert_checkpoint(sys.argv[1], sys.argv[2], convert.Options(device="cpu"), progress=False)
-"""
-
-
-@pytest.fixture(scope="module")
-def single(split):
-    """The same tensors in one file, and its conversion in one go."""
-    path = split[0].parent
-    source = folder(path / "single", tensors(split[0]))
-    return source, converted(source, path / "single-b")
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(os.name != "posix", reason="kills with SIGKILL")
-@pytest.mark.parametrize("files", ["split", "single"])
-def test_killed_at_random_points_it_goes_on(files, request, tmp_path):
-    """Anywhere, also within a file: what the journal has is not done again. On a CPU: a GPU is done in a few jobs."""
-    source, whole = request.getfixturevalue(files)
-    rng, journal = random.Random(7), tmp_path / ".x.partial/journal.jsonl"
-    digests = lambda: len(re.findall(rb'"[0-9a-f]{64}"', journal.read_bytes())) if journal.exists() else 0
-    before = 0
-    for _ in range(3):
-        process = subprocess.Popen([sys.executable, "-c", SLOWED, source, tmp_path / "x"], env=ENVIRONMENT)
-        wanted = before + rng.randint(30, 120)  # of 582
-        while process.poll() is None and digests() < wanted:
-            time.sleep(0.001)
-        time.sleep(rng.uniform(0, 0.01))
-        process.send_signal(signal.SIGKILL)
-        assert process.wait() == -signal.SIGKILL, "it ended before it could be killed"
-        assert not (tmp_path / "x").exists() and digests() >= wanted
-        before = digests()
-    report = convert_checkpoint(source, tmp_path / "x", Options(device="cpu"), progress=False)
-    assert 90 / 582 * report.bytes_before < report.resumed < report.bytes_before
-    same_files(whole, tmp_path / "x")
-    assert [p.name for p in tmp_path.iterdir()] == ["x"]
-
-
-def interrupted(monkeypatch, source, destination, after, error, **options):
-    """Convert until `after` pieces were written, then fail; the error that came out."""
-    write, count = ShardWriter.write, iter(range(10**9))
-
-    def fails(self, *args):
-        if next(count) >= after:
-            raise error
-        write(self, *args)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(ShardWriter, "write", fails)
-        with pytest.raises(type(error)) as raised:
-            converted(source, destination, **options)
-    return raised.value
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("after", [0, 40, 200, 420])
-def test_a_full_disk_loses_nothing(after, split, tmp_path, monkeypatch):
-    source, whole = split
-    interrupted(monkeypatch, source, tmp_path / "x", after, OSError(errno.ENOSPC, "No space left on device"))
-    assert not (tmp_path / "x").exists()
-    if after == 0:
-        assert list(tmp_path.iterdir()) == [], "nothing was finished, so nothing stays"
-    report = convert_checkpoint(source, tmp_path / "x", progress=False)
-    assert (report.resumed > 0) == (after > 0)
-    same_files(whole, tmp_path / "x")
-
-
-def test_too_little_space_is_said_before_anything_is_written(split, tmp_path, monkeypatch):
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**6, 10**6, 1000))
-    with pytest.raises(ValueError, match="1.0 KB free, about .* MB are needed"):
-        converted(split[0], tmp_path / "x")
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.slow
-def test_other_settings_or_another_source_start_again(split, tmp_path, monkeypatch, capsys):
-    source, whole = split
-    copy = shutil.copytree(source, tmp_path / "a")
-    stop = OSError(errno.ENOSPC, "No space left on device")
-    interrupted(monkeypatch, copy, tmp_path / "x", 300, stop, recipe="max")
-    report = convert_checkpoint(copy, tmp_path / "x")
-    assert "starting again: the settings changed" in capsys.readouterr().err and report.resumed == 0
-    same_files(whole, tmp_path / "x")
-    interrupted(monkeypatch, copy, tmp_path / "y", 300, stop)
-    os.utime(next(copy.glob("model-00003*")), (1, 1))
-    report = convert_checkpoint(copy, tmp_path / "y")
-    assert "starting again: the source changed" in capsys.readouterr().err and report.resumed == 0
-
-
-@pytest.mark.slow
-def test_what_was_damaged_meanwhile_is_made_again(single, tmp_path, monkeypatch):
-    """And only that: every tensor of an earlier run is looked at. So is a journal that ends in the middle of a line.
-
-    On a CPU, whose jobs are single matrices: a GPU takes many together.
-    """
-    source, whole = single
-    stop = OSError(errno.ENOSPC, "No space left on device")
-    interrupted(monkeypatch, source, tmp_path / "z", 400, stop, device="cpu")
-    journal, path = tmp_path / ".z.partial/journal.jsonl", tmp_path / ".z.partial/files/model.safetensors"
-    lines = [json.loads(line) for line in journal.read_text().splitlines()[1:]]
-    stored = open_checkpoint(source).tensors
-    codes = next(name for line in lines[:-1] for name in line if name.endswith("down_proj.weight"))
-    header, data = read_header(path), bytearray(path.read_bytes())
-    data[len(data) - max(i["data_offsets"][1] for i in header.values()) + header[codes]["data_offsets"][0]] ^= 1
-    path.write_bytes(data)
-    journal.write_text(journal.read_text()[:-20])
-    report = convert_checkpoint(source, tmp_path / "z", Options(device="cpu"), progress=False)
-    kept = sum(stored[name].size for line in lines[:-1] for name in line if name in stored)
-    assert report.resumed == kept - stored[codes].size > 0
-    same_files(whole, tmp_path / "z")
-    interrupted(monkeypatch, source, tmp_path / "y", 400, stop, device="cpu")
-    (tmp_path / ".y.partial/journal.jsonl").write_text("{")
-    assert convert_checkpoint(source, tmp_path / "y", Options(device="cpu"), progress=False).resumed == 0
-    same_files(whole, tmp_path / "y")
-
-
-@pytest.mark.slow
-def test_two_converters_on_one_destination(split, tmp_path, monkeypatch):
-    source, whole = split
-    started, go_on = threading.Event(), threading.Event()
-    quantize = jobs.quantize_matrix
-
-    def waits(*args):
-        started.set()
-        assert go_on.wait(60)
-        return quantize(*args)
-
-    monkeypatch.setattr(jobs, "quantize_matrix", waits)
-    first = threading.Thread(target=converted, args=(source, tmp_path / "x"))
-    first.start()
-    assert started.wait(60)
-    second = subprocess.run(command(source, tmp_path / "x"), env=ENVIRONMENT, capture_output=True, text=True)
-    go_on.set()
-    first.join()
-    assert second.returncode == 2
-    assert "being written by another converter" in second.stderr and f"process {os.getpid()}" in second.stderr
-    same_files(whole, tmp_path / "x")
-
-
-def replaced(path):
-    """Other weights of the same size, with the old time."""
-    before, files = path.stat(), {n: t + 1 for n, t in tensors_of(path).items()}
-    save_file(files, path, metadata={"format": "pt"})
-    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
-    assert (path.stat().st_size, path.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
-
-
-def tensors_of(path):
-    with safe_open(path, "pt") as f:
-        return {name: f.get_tensor(name).clone() for name in f.keys()}
-
-
-@pytest.mark.slow
-def test_a_source_that_changed_between_two_runs(split, tmp_path, monkeypatch):
-    """Size and time are as they were: the work of the first run is not mixed with that of the second."""
-    source = shutil.copytree(split[0], tmp_path / "a")
-    interrupted(monkeypatch, source, tmp_path / "x", 100, OSError(errno.ENOSPC, "No space left"), device="cpu")
-    replaced(source / "model-00001-of-00008.safetensors")
-    assert convert_checkpoint(source, tmp_path / "x", Options(device="cpu"), progress=False).resumed == 0
-    same_files(converted(source, tmp_path / "y"), tmp_path / "x")
-
-
-@pytest.mark.slow
-def test_a_source_that_changes_or_vanishes(split, tmp_path, monkeypatch):
-    quantize = jobs.quantize_matrix
-    actions = {
-        "vanishes": lambda p: p.unlink(),
-        "shrinks": lambda p: p.write_bytes(p.read_bytes()[:5000]),
-        "is touched": lambda p: os.utime(p, (1, 1)),
-        "is replaced": replaced,
-    }
-    for name, action in actions.items():
-        copy = shutil.copytree(split[0], tmp_path / name)
-        last, once = copy / "model-00008-of-00008.safetensors", threading.Event()
-
-        def acts(*args, once=once, action=action, last=last):
-            if not once.is_set():
-                once.set()
-                action(last)
-            return quantize(*args)
-
-        monkeypatch.setattr(jobs, "quantize_matrix", acts)
-        with pytest.raises((OSError, ValueError), match="model-00008|changed while it was read"):
-            converted(copy, tmp_path / "x", workers=1)
-        assert not (tmp_path / "x").exists()
-
-
-def test_destinations_that_cannot_be_written(split, tmp_path):
-    (tmp_path / "file").write_text("")
-    for path in ("file/x", "file/y/x"):
-        with pytest.raises(ValueError, match="file is a file, where the folder .* goes: move it away, or name another"):
-            converted(split[0], tmp_path / path)
-    (tmp_path / ".z.partial").write_text("mine")
-    with pytest.raises(ValueError, match=r"\.z\.partial is a file, where the folder of the work in progress"):
-        converted(split[0], tmp_path / "z")
-    assert (tmp_path / ".z.partial").read_text() == "mine"
-    with pytest.raises(ValueError, match="exists: name a folder that does not"):
-        converted(split[0], tmp_path / "file")
-    if os.name == "posix" and os.geteuid() != 0:
-        (tmp_path / "read-only").mkdir(mode=0o555)
-        with pytest.raises(PermissionError):
-            converted(split[0], tmp_path / "read-only" / "x")
-
-
-def test_the_source_is_only_read(tmp_path):
-    source = saved(tmp_path, qwen3_moe, max_shard_size="40KB")
-    before = {p.name: (p.read_bytes(), p.stat().st_mtime_ns) for p in source.iterdir()}
-    converted(source, tmp_path / "b")
-    assert before == {p.name: (p.read_bytes(), p.stat().st_mtime_ns) for p in source.iterdir()}
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["b", source.name]
-
-
-def test_nan_is_named(tmp_path):
-    files = experts()
-    files["model.layers.0.mlp.experts.2.up_proj.weight"][3, 5] = float("nan")
-    with pytest.raises(ValueError, match="experts.2.up_proj: 1 of 3072 weights are NaN or Inf"):
-        converted(folder(tmp_path / "a", files), tmp_path / "b")
-
-
-# ---------------------------------------------------------------- sources that lie
-def raw(path, header, data=b"\0" * 64, length=None):
-    text = header if isinstance(header, bytes) else json.dumps(header).encode()
-    path.write_bytes((len(text) if length is None else length).to_bytes(8, "little") + text + data)
-
-
-def entry(begin, end, shape=None, dtype="U8"):
-    return {"dtype": dtype, "shape": [end - begin] if shape is None else shape, "data_offsets": [begin, end]}
-
-
-HOSTILE = {
-    "huge header": (dict(header={}, length=1 << 62), "its header alone needs"),
-    "not JSON": (dict(header=b"{nonsense"), "is not JSON"),
-    "deep JSON": (dict(header=b"[" * 200000), "is not"),
-    "a list": (dict(header=[1, 2]), "not a JSON object"),
-    "overlapping": (dict(header={"a": entry(0, 40), "b": entry(32, 64)}), "b at bytes 32 to 64 overlaps"),
-    "a hole": (dict(header={"a": entry(0, 16), "b": entry(32, 64)}), "belong to no tensor"),
-    "beyond the file": (dict(header={"a": entry(0, 1 << 40)}), "its header describes"),
-    "negative": (dict(header={"a": entry(-8, 64)}), "not whole numbers"),
-    "backwards": (dict(header={"a": entry(64, 0, [64])}), "needs 64 bytes"),
-    "another size": (dict(header={"a": entry(0, 64, [4, 4], "F32"), "b": entry(64, 64, [3])}), "needs 3 bytes"),
-    "shape overflow": (dict(header={"a": entry(0, 64, [1 << 61, 1 << 61, 0, 64])}), "needs 0 bytes"),
-    "booleans": (dict(header={"a": entry(0, 64, [True])}), "not whole numbers"),
-    "unknown dtype": (dict(header={"a": entry(0, 64, [64], "F9")}), "dtype 'F9', which is not known"),
-    "no offsets": (dict(header={"a": {"dtype": "U8", "shape": [64]}}), "lacks data_offsets"),
-    "twice": (dict(header=b'{"a": {"dtype": "U8", "shape": [64], "data_offsets": [0, 64]}, "a": {}}'), "names a twice"),
-    "an expert of 31 digits": (
-        dict(header={f"model.layers.0.mlp.experts.{10**30}.up_proj.weight": entry(0, 64, [4, 8], "BF16")}),
-        "no layer or expert has a number of 6 digits",
-    ),
-    "trailing bytes": (dict(header={"a": entry(0, 32)}), "its header describes"),
-}
-
-
-@pytest.mark.parametrize("case", HOSTILE)
-def test_hostile_headers(case, tmp_path):
-    kwargs, message = HOSTILE[case]
-    source = folder(tmp_path / "a", experts())
-    raw(source / "model.safetensors", **kwargs)
-    with pytest.raises(ValueError, match=message) as raised:
-        converted(source, tmp_path / "b")
-    assert "model.safetensors" in str(raised.value)
-    assert [p.name for p in tmp_path.iterdir()] == ["a"]
-
-
-@pytest.mark.slow
-@given(data=st.binary(max_size=200))
-@settings(max_examples=200, deadline=None)
-def test_any_bytes_are_read_or_refused(data, tmp_path_factory):
-    path = tmp_path_factory.getbasetemp() / "any.safetensors"
-    path.write_bytes(data)
-    try:
-        read_header(path)
-    except ValueError as error:
-        assert "any.safetensors" in str(error)
-
-
-def index(change):
-    def edit(path):
-        found = json.loads((path / INDEX).read_text())
-        change(found["weight_map"])
-        (path / INDEX).write_text(json.dumps(found))
-
-    return edit
-
-
-def rename_first(weight_map, name):
-    weight_map[next(iter(weight_map))] = name
-
-
-WRONG = {
-    "a path": (index(lambda m: rename_first(m, "../../etc/x.safetensors")), "shards must be .safetensors files in"),
-    "absolute": (index(lambda m: rename_first(m, "/etc/x.safetensors")), "shards must be"),
-    "another kind": (index(lambda m: rename_first(m, "config.json")), "shards must be"),
-    "a missing shard": (lambda p: (p / "model-00002-of-00003.safetensors").unlink(), "names model-00002.* not in the"),
-    "a tensor elsewhere": (index(lambda m: rename_first(m, "model-00002-of-00003.safetensors")), "and it is not"),
-    "a tensor too many": (index(lambda m: m.update(ghost="model-00002-of-00003.safetensors")), "says that ghost is in"),
-    "a tensor too few": (index(lambda m: m.pop(next(iter(m)))), "does not name model"),
-    "a shard too few": (
-        index(lambda m: [m.pop(k) for k in list(m) if "00003-" in m[k]]), "does not name the shard model-00003"),
-    "no map": (lambda p: (p / INDEX).write_text("{}"), "has no weight_map"),
-    "not JSON": (lambda p: (p / INDEX).write_text("{"), "is not JSON"),
-    "no index": (lambda p: (p / INDEX).unlink(), "of a split checkpoint, but no model.safetensors.index.json"),
-    "no config": (lambda p: (p / "config.json").unlink(), "has no config.json"),
-    "two checkpoints": (
-        lambda p: save_file({"a": torch.ones(1)}, p / "model.safetensors"), "two checkpoints are mixed"),
-    "truncated": (lambda p: os.truncate(p / "model-00003-of-00003.safetensors", 3000), "model-00003.* is truncated"),
-    "twice": (lambda p: shutil.copy(p / "model-00001-of-00003.safetensors", p / "model-00002-of-00003.safetensors"),
-              "two checkpoints are mixed"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", WRONG)
-def test_wrong_indexes(case, tmp_path):
-    change, message = WRONG[case]
-    source = folder(tmp_path / "a", experts(), shards=3)
-    change(source)
-    with pytest.raises(ValueError, match=message):
-        converted(source, tmp_path / "b")
-    assert [p.name for p in tmp_path.iterdir()] == ["a"]
-
-
-E3 = "model.layers.0.mlp.experts.3"
-UNKNOWN = {
-    "an expert is missing": (
-        lambda f: [f.pop(k) for k in list(f) if k.startswith(E3)], {"num_experts": 4}, "3 of 4 experts"),
-    "a matrix is missing": (lambda f: f.pop(f"{E3}.up_proj.weight"), {}, f"{E3}.up_proj is missing: 3 of 4 experts"),
-    "a projection is missing": (
-        lambda f: [f.pop(k) for k in list(f) if k.endswith("down_proj.weight")], {}, "a projection is missing"),
-    "a scale": (
-        lambda f: f.update({"model.layers.0.self_attn.q_proj.weight_scale": torch.ones(4)}), {}, "scale that nothing"),
-    "a stack": (
-        lambda f: f.update({"model.layers.1.moe.gate_proj.weight": torch.zeros(4, 8, 16)}), {}, "not known for model"),
-    "another name": (
-        lambda f: f.update({"encoder.mlp.experts.expert_0.wi.weight": torch.zeros(8, 16)}), {}, "not known for model"),
-    "GPTQ": (lambda f: None, {"quantization_config": {"quant_method": "gptq"}}, "quantized with 'gptq'"),
-    "SVD": (
-        lambda f: None, {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4_SVD"}}, "NVFP4_SVD"),
-    "no experts": (lambda f: [f.pop(k) for k in list(f) if "experts" in k], {}, "MadeByHand has no experts"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", UNKNOWN)
-def test_what_is_not_known_is_refused_by_name(case, tmp_path):
-    change, config, message = UNKNOWN[case]
-    files = experts()
-    change(files)
-    with pytest.raises(ValueError, match=message):
-        converted(folder(tmp_path / "a", files, config), tmp_path / "b")
-
-
-def test_unknown_settings(split, tmp_path):
-    for options in (dict(recipe="best"), dict(dialect="gguf"), dict(activations="int4")):
-        with pytest.raises(ValueError, match="unknown"):
-            converted(split[0], tmp_path / "x", **options)
-    with pytest.raises(ValueError, match="quantized already"):
-        converted(split[1], tmp_path / "x")
-    with pytest.raises(ValueError, match="are all excluded"):
-        converted(split[0], tmp_path / "x", exclude=["*"])
-    for option in ("exclude", "include"):
-        patterns = {option: ["model.layers.1.*", "model.layer.0.*"]}
-        message = r"'model.layer.0.\*' matches no experts module: there are model.layers.0.mlp.experts, "
-        with pytest.raises(ValueError, match=message):
-            converted(split[0], tmp_path / "x", **patterns)
-    assert not (tmp_path / "x").exists()
-
-
-# ---------------------------------------------------------------- verify
-DAMAGE = {
-    "a scale is gone": (lambda f: f.pop(f"{E3}.up_proj.weight_scale"), "up_proj.weight_scale is missing"),
-    "codes are gone": (lambda f: f.pop(f"{E3}.up_proj.weight"), "up_proj.weight is missing"),
-    "an expert is gone": (lambda f: [f.pop(k) for k in list(f) if E3[:-1] + "2" in k], "2.down_proj is missing"),
-    "a global scale is gone": (lambda f: f.pop(f"{E3}.up_proj.weight_scale_2"), "up_proj.weight_scale_2 is missing"),
-    "an infinite scale": (lambda f: f[f"{E3}.up_proj.weight_scale_2"].fill_(float("inf")), "is inf: a global scale"),
-    "NaN block scales": (lambda f: f[f"{E3}.up_proj.weight_scale"].view(torch.uint8).fill_(0x7F), "NaN or negative"),
-    "NaN elsewhere": (lambda f: f["lm_head.weight"].fill_(float("nan")), "lm_head.weight has NaN or Inf"),
-    "another dtype": (lambda f: f.update({f"{E3}.up_proj.weight_scale": torch.ones(48, 4)}), "F32, expected F8_E4M3"),
-    "another shape": (
-        lambda f: f.update({f"{E3}.up_proj.weight": torch.zeros(48, 16, dtype=torch.uint8)}), "does not fit codes"),
-    "other codes": (None, None),
-}  # fmt: skip
-
-
-@pytest.mark.slow_after(4)
-@pytest.mark.parametrize("case", DAMAGE)
-def test_verify_finds_damage(case, tmp_path, capsys):
-    change, message = DAMAGE[case]
-    source = folder(tmp_path / "a", experts())
-    path = converted(source, tmp_path / "b")
-    assert cli.main(["verify", str(path), "--against", str(source)]) == 0
-    said = capsys.readouterr().out
-    row = re.search(r"^model.layers.0.mlp.experts +12 +(0\.\d+) +(\d+\.\d+)$", said, re.M)
-    assert 0.08 < float(row[1]) < 0.1 and 20 < float(row[2]) < 22
-    files = tensors(path)
-    if change is None:  # what only the original tells
-        files["lm_head.weight"][0, 0] += 1
-        message = "lm_head.weight is not what it is in"
-    else:
-        change(files)
-    save_file(files, path / "model.safetensors", metadata={"format": "pt"})
-    assert cli.main(["verify", str(path), *(["--against", str(source)] if change is None else [])]) == 2
-    assert message in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------- memory

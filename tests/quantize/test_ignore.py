@@ -12,9 +12,9 @@ from moe_nvfp4.quantize.convert import convert_checkpoint
 from moe_nvfp4.quantize.dialects import DIALECTS, matches
 from moe_nvfp4.quantize.names import ignore_patterns
 from moe_nvfp4.quantize.options import Options
+from tests.checkpoints import config_of
 from tests.folders import qwen2_moe
 from tests.models import folder, load, mixtral, qwen3_moe
-from tests.quantize.test_convert import config_of
 
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 

@@ -8,6 +8,7 @@ import torch
 from moe_nvfp4.quantize.convert import convert_checkpoint
 from moe_nvfp4.quantize.options import Options
 from moe_nvfp4.quantize.verify import verify_checkpoint
+from tests.checkpoints import config_of
 from tests.folders import (
     CONFIGS,
     change_config,
@@ -21,7 +22,6 @@ from tests.folders import (
     write,
 )
 from tests.models import FAMILIES, folder, gpt_oss, granite, llama4, mixtral, qwen3_moe, step3p7, tensors
-from tests.quantize.test_convert import config_of
 
 OTHER = "compressed-tensors"
 EXPERT = "model.layers.1.mlp.experts"

@@ -12,6 +12,7 @@ from moe_nvfp4.quantize.convert import convert_checkpoint
 from moe_nvfp4.quantize.dialects import DIALECTS
 from moe_nvfp4.quantize.options import Options
 from moe_nvfp4.quantize.verify import verify_checkpoint
+from tests.checkpoints import config_of
 from tests.common import relative_error
 from tests.folders import (
     CONFIGS,
@@ -24,7 +25,6 @@ from tests.folders import (
     write,
 )
 from tests.models import as_bytes, folder, load, logits, mixtral, qwen3_moe, step3p7, tensors
-from tests.quantize.test_convert import config_of
 
 GATES = {"up_proj": "gate_proj", "w3": "w1"}
 ROUTES = {

@@ -12,9 +12,9 @@ from moe_nvfp4.quantize.convert import convert_checkpoint
 from moe_nvfp4.quantize.dialects import read_config
 from moe_nvfp4.quantize.options import Options
 from moe_nvfp4.quantize.verify import verify_checkpoint
+from tests.checkpoints import config_of
 from tests.folders import CONFIGS, is_linear, quantized, qwen2_moe, write
 from tests.models import folder, qwen3_moe, tensors
-from tests.quantize.test_convert import config_of
 
 EXPERTS = "model.layers.1.mlp.experts"
 

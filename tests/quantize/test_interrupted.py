@@ -1,0 +1,255 @@
+"""Conversions that are killed, run out of disk or lose their source; two at once; destinations."""
+
+import errno
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from moe_nvfp4.quantize import jobs
+from moe_nvfp4.quantize.convert import convert_checkpoint
+from moe_nvfp4.quantize.files import ShardWriter, open_checkpoint, read_header
+from moe_nvfp4.quantize.options import Options
+from tests.checkpoints import ENVIRONMENT, converted, experts, folder, same_files
+from tests.models import folder as saved
+from tests.models import qwen3_moe, tensors
+
+
+def command(source, destination, *options):
+    return [sys.executable, "-m", "moe_nvfp4", "quantize", str(source), str(destination), *options]
+
+
+SLOWED = """
+import sys, time
+from moe_nvfp4.quantize import convert, jobs
+whole = jobs.quantize_matrix
+def slow(*args):
+    time.sleep(0.003)
+    return whole(*args)
+jobs.quantize_matrix = slow
+convert.convert_checkpoint(sys.argv[1], sys.argv[2], convert.Options(device="cpu"), progress=False)
+"""
+
+
+@pytest.fixture(scope="module")
+def single(split):
+    """The same tensors in one file, and its conversion in one go."""
+    path = split[0].parent
+    source = folder(path / "single", tensors(split[0]))
+    return source, converted(source, path / "single-b")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.name != "posix", reason="kills with SIGKILL")
+@pytest.mark.parametrize("files", ["split", "single"])
+def test_killed_at_random_points_it_goes_on(files, request, tmp_path):
+    """Anywhere, also within a file: what the journal has is not done again. On a CPU: a GPU is done in a few jobs."""
+    source, whole = request.getfixturevalue(files)
+    rng, journal = random.Random(7), tmp_path / ".x.partial/journal.jsonl"
+    digests = lambda: len(re.findall(rb'"[0-9a-f]{64}"', journal.read_bytes())) if journal.exists() else 0
+    before = 0
+    for _ in range(3):
+        process = subprocess.Popen([sys.executable, "-c", SLOWED, source, tmp_path / "x"], env=ENVIRONMENT)
+        wanted = before + rng.randint(30, 120)  # of 582
+        while process.poll() is None and digests() < wanted:
+            time.sleep(0.001)
+        time.sleep(rng.uniform(0, 0.01))
+        process.send_signal(signal.SIGKILL)
+        assert process.wait() == -signal.SIGKILL, "it ended before it could be killed"
+        assert not (tmp_path / "x").exists() and digests() >= wanted
+        before = digests()
+    report = convert_checkpoint(source, tmp_path / "x", Options(device="cpu"), progress=False)
+    assert 90 / 582 * report.bytes_before < report.resumed < report.bytes_before
+    same_files(whole, tmp_path / "x")
+    assert [p.name for p in tmp_path.iterdir()] == ["x"]
+
+
+def interrupted(monkeypatch, source, destination, after, error, **options):
+    """Convert until `after` pieces were written, then fail; the error that came out."""
+    write, count = ShardWriter.write, iter(range(10**9))
+
+    def fails(self, *args):
+        if next(count) >= after:
+            raise error
+        write(self, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ShardWriter, "write", fails)
+        with pytest.raises(type(error)) as raised:
+            converted(source, destination, **options)
+    return raised.value
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("after", [0, 40, 200, 420])
+def test_a_full_disk_loses_nothing(after, split, tmp_path, monkeypatch):
+    source, whole = split
+    interrupted(monkeypatch, source, tmp_path / "x", after, OSError(errno.ENOSPC, "No space left on device"))
+    assert not (tmp_path / "x").exists()
+    if after == 0:
+        assert list(tmp_path.iterdir()) == [], "nothing was finished, so nothing stays"
+    report = convert_checkpoint(source, tmp_path / "x", progress=False)
+    assert (report.resumed > 0) == (after > 0)
+    same_files(whole, tmp_path / "x")
+
+
+def test_too_little_space_is_said_before_anything_is_written(split, tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**6, 10**6, 1000))
+    with pytest.raises(ValueError, match="1.0 KB free, about .* MB are needed"):
+        converted(split[0], tmp_path / "x")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_other_settings_or_another_source_start_again(split, tmp_path, monkeypatch, capsys):
+    source, whole = split
+    copy = shutil.copytree(source, tmp_path / "a")
+    stop = OSError(errno.ENOSPC, "No space left on device")
+    interrupted(monkeypatch, copy, tmp_path / "x", 300, stop, recipe="max")
+    report = convert_checkpoint(copy, tmp_path / "x")
+    assert "starting again: the settings changed" in capsys.readouterr().err and report.resumed == 0
+    same_files(whole, tmp_path / "x")
+    interrupted(monkeypatch, copy, tmp_path / "y", 300, stop)
+    os.utime(next(copy.glob("model-00003*")), (1, 1))
+    report = convert_checkpoint(copy, tmp_path / "y")
+    assert "starting again: the source changed" in capsys.readouterr().err and report.resumed == 0
+
+
+@pytest.mark.slow
+def test_what_was_damaged_meanwhile_is_made_again(single, tmp_path, monkeypatch):
+    """And only that: every tensor of an earlier run is looked at. So is a journal that ends in the middle of a line.
+
+    On a CPU, whose jobs are single matrices: a GPU takes many together.
+    """
+    source, whole = single
+    stop = OSError(errno.ENOSPC, "No space left on device")
+    interrupted(monkeypatch, source, tmp_path / "z", 400, stop, device="cpu")
+    journal, path = tmp_path / ".z.partial/journal.jsonl", tmp_path / ".z.partial/files/model.safetensors"
+    lines = [json.loads(line) for line in journal.read_text().splitlines()[1:]]
+    stored = open_checkpoint(source).tensors
+    codes = next(name for line in lines[:-1] for name in line if name.endswith("down_proj.weight"))
+    header, data = read_header(path), bytearray(path.read_bytes())
+    data[len(data) - max(i["data_offsets"][1] for i in header.values()) + header[codes]["data_offsets"][0]] ^= 1
+    path.write_bytes(data)
+    journal.write_text(journal.read_text()[:-20])
+    report = convert_checkpoint(source, tmp_path / "z", Options(device="cpu"), progress=False)
+    kept = sum(stored[name].size for line in lines[:-1] for name in line if name in stored)
+    assert report.resumed == kept - stored[codes].size > 0
+    same_files(whole, tmp_path / "z")
+    interrupted(monkeypatch, source, tmp_path / "y", 400, stop, device="cpu")
+    (tmp_path / ".y.partial/journal.jsonl").write_text("{")
+    assert convert_checkpoint(source, tmp_path / "y", Options(device="cpu"), progress=False).resumed == 0
+    same_files(whole, tmp_path / "y")
+
+
+@pytest.mark.slow
+def test_two_converters_on_one_destination(split, tmp_path, monkeypatch):
+    source, whole = split
+    started, go_on = threading.Event(), threading.Event()
+    quantize = jobs.quantize_matrix
+
+    def waits(*args):
+        started.set()
+        assert go_on.wait(60)
+        return quantize(*args)
+
+    monkeypatch.setattr(jobs, "quantize_matrix", waits)
+    first = threading.Thread(target=converted, args=(source, tmp_path / "x"))
+    first.start()
+    assert started.wait(60)
+    second = subprocess.run(command(source, tmp_path / "x"), env=ENVIRONMENT, capture_output=True, text=True)
+    go_on.set()
+    first.join()
+    assert second.returncode == 2
+    assert "being written by another converter" in second.stderr and f"process {os.getpid()}" in second.stderr
+    same_files(whole, tmp_path / "x")
+
+
+def replaced(path):
+    """Other weights of the same size, with the old time."""
+    before, files = path.stat(), {n: t + 1 for n, t in tensors_of(path).items()}
+    save_file(files, path, metadata={"format": "pt"})
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert (path.stat().st_size, path.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
+
+
+def tensors_of(path):
+    with safe_open(path, "pt") as f:
+        return {name: f.get_tensor(name).clone() for name in f.keys()}
+
+
+@pytest.mark.slow
+def test_a_source_that_changed_between_two_runs(split, tmp_path, monkeypatch):
+    """Size and time are as they were: the work of the first run is not mixed with that of the second."""
+    source = shutil.copytree(split[0], tmp_path / "a")
+    interrupted(monkeypatch, source, tmp_path / "x", 100, OSError(errno.ENOSPC, "No space left"), device="cpu")
+    replaced(source / "model-00001-of-00008.safetensors")
+    assert convert_checkpoint(source, tmp_path / "x", Options(device="cpu"), progress=False).resumed == 0
+    same_files(converted(source, tmp_path / "y"), tmp_path / "x")
+
+
+@pytest.mark.slow
+def test_a_source_that_changes_or_vanishes(split, tmp_path, monkeypatch):
+    quantize = jobs.quantize_matrix
+    actions = {
+        "vanishes": lambda p: p.unlink(),
+        "shrinks": lambda p: p.write_bytes(p.read_bytes()[:5000]),
+        "is touched": lambda p: os.utime(p, (1, 1)),
+        "is replaced": replaced,
+    }
+    for name, action in actions.items():
+        copy = shutil.copytree(split[0], tmp_path / name)
+        last, once = copy / "model-00008-of-00008.safetensors", threading.Event()
+
+        def acts(*args, once=once, action=action, last=last):
+            if not once.is_set():
+                once.set()
+                action(last)
+            return quantize(*args)
+
+        monkeypatch.setattr(jobs, "quantize_matrix", acts)
+        with pytest.raises((OSError, ValueError), match="model-00008|changed while it was read"):
+            converted(copy, tmp_path / "x", workers=1)
+        assert not (tmp_path / "x").exists()
+
+
+def test_destinations_that_cannot_be_written(split, tmp_path):
+    (tmp_path / "file").write_text("")
+    for path in ("file/x", "file/y/x"):
+        with pytest.raises(ValueError, match="file is a file, where the folder .* goes: move it away, or name another"):
+            converted(split[0], tmp_path / path)
+    (tmp_path / ".z.partial").write_text("mine")
+    with pytest.raises(ValueError, match=r"\.z\.partial is a file, where the folder of the work in progress"):
+        converted(split[0], tmp_path / "z")
+    assert (tmp_path / ".z.partial").read_text() == "mine"
+    with pytest.raises(ValueError, match="exists: name a folder that does not"):
+        converted(split[0], tmp_path / "file")
+    if os.name == "posix" and os.geteuid() != 0:
+        (tmp_path / "read-only").mkdir(mode=0o555)
+        with pytest.raises(PermissionError):
+            converted(split[0], tmp_path / "read-only" / "x")
+
+
+def test_the_source_is_only_read(tmp_path):
+    source = saved(tmp_path, qwen3_moe, max_shard_size="40KB")
+    before = {p.name: (p.read_bytes(), p.stat().st_mtime_ns) for p in source.iterdir()}
+    converted(source, tmp_path / "b")
+    assert before == {p.name: (p.read_bytes(), p.stat().st_mtime_ns) for p in source.iterdir()}
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["b", source.name]
+
+
+def test_nan_is_named(tmp_path):
+    files = experts()
+    files["model.layers.0.mlp.experts.2.up_proj.weight"][3, 5] = float("nan")
+    with pytest.raises(ValueError, match="experts.2.up_proj: 1 of 3072 weights are NaN or Inf"):
+        converted(folder(tmp_path / "a", files), tmp_path / "b")
