@@ -5,6 +5,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from moe_nvfp4 import backends
 from moe_nvfp4 import format as nvfp4
@@ -110,6 +112,22 @@ def test_tiles_are_legal():
         assert sm100.plan_dense(R, E, rows, K, *leaving, 148) == (tile, parts), (R, E, rows, K)
 
 
+@settings(max_examples=100, deadline=None)
+@given(
+    st.integers(0, 20_000), st.integers(1, 300), st.integers(1, 500), st.integers(1, 500), st.integers(1, 160),
+    st.sampled_from([(2, "interleaved"), (2, "bfloat16"), (1, "assignments"), (1, "assignments bfloat16")]),
+)  # fmt: skip
+def test_every_plan_is_legal(rows, experts, weight_rows, k, sms, leaving):
+    """No part of K is empty, and what the kernel needs of shared memory is there."""
+    projections, out = leaving
+    tile, parts = sm100.plan_dense(rows, experts, 16 * weight_rows, 32 * k, projections, out, sms)
+    split = parts > 1 and projections == 2
+    gate = Gate() if projections == 2 and not split else None
+    out = "float32" if split else out
+    c = GemmConfig(experts, 16 * weight_rows, 32 * k, projections, out, gate, None, tile, parts)
+    assert c.legal and c.shared_bytes <= SMEM
+
+
 # ---- on the emulator -----------------------------------------------------------------------------
 
 
@@ -168,6 +186,18 @@ def test_routings(emulator, routing):
     again = check_layer(emulator, Problem(128, 144, sizes, sentinels, top_k))
     emulator.schedule, emulator.multiprocessors = "random:7", 2  # other CTAs, in another order: the same bits
     assert torch.equal(*again())
+
+
+def test_no_tokens(monkeypatch):
+    """Nothing is launched, whatever the multiprocessors."""
+    monkeypatch.setattr(sm100, "multiprocessors", lambda device: 148)
+    monkeypatch.setattr(sm100, "launch", lambda *arguments: pytest.fail("a launch"))
+    w = prepared(random_layer(3, 272, 528, Gate(), "bf16")).weights
+    groups = group_by_expert(torch.empty(0, 2, dtype=torch.int32), 3)
+    rows = Rows(torch.empty(0, 272).bfloat16(), index=groups.token)
+    assert sm100.gemm1_swiglu(rows, w, groups, torch.bfloat16).values.shape == (0, 528)
+    h = Rows(torch.empty(0, 528).bfloat16())
+    assert sm100.gemm2_combine(h, w, groups, torch.empty(0, 2), torch.bfloat16).shape == (0, 272)
 
 
 @pytest.mark.parametrize("tile", TILES, ids=lambda t: f"{t.tokens}x{t.blocks}")

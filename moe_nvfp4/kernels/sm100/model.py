@@ -147,7 +147,8 @@ def plan_dense(
     out  as in `GemmConfig`, but "assignments" may come in parts, and so may all that leaves GEMM 1: fp32 sums that a
          kernel more adds up before the gate. That has to be worth it, by a twentieth of the time at least.
     """
-    hit = max(1, min(experts, rows))
+    rows = max(1, rows)
+    hit = min(experts, rows)
     groups, k_tiles = spread(rows, 1, hit), -(-k // BLOCK_K)
     tokens = (64, 128) if rows <= 64 * hit else (128, 64)
     tiles = [DenseTile(t, b) for t in tokens for b in (2, 1)[: 3 - projections]]
