@@ -17,19 +17,28 @@ os.environ.setdefault("OMP_NUM_THREADS", str(THREADS))
 os.environ.setdefault("MOE_NVFP4_COMPILE", "lazy")
 
 import pytest  # noqa: E402
-import torch  # noqa: E402
 
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported: its kernels run as NumPy
+
+def pytest_configure(config):
+    if config.getoption("numprocesses", None) and "PYTEST_XDIST_WORKER" not in os.environ:
+        return  # it hands out tests to workers, and starts them sooner without torch
+    import torch
+
+    if not torch.cuda.is_available():
+        os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported: its kernels run as NumPy
 
 
 @pytest.fixture(scope="session", autouse=True)
 def few_threads():
+    import torch
+
     torch.set_num_threads(THREADS)
 
 
 @pytest.fixture(autouse=True)
 def seed():
+    import torch
+
     torch.manual_seed(0)
 
 

@@ -41,6 +41,7 @@ ORDER = [
 RANK = {name: rank for rank, names in enumerate(ORDER) for name in names}
 ALONE = {"_version", "cache", "devices", "progress"}  # import nothing of ours
 OUTSIDE = ORDER[-1]
+BLOCKS = ("body", "orelse", "finalbody", "handlers", "cases")  # the statements within one
 
 
 def sources(root):
@@ -62,9 +63,10 @@ def imports(tree):
         elif isinstance(node, ast.ImportFrom):
             for alias in node.names:
                 yield node.lineno, "." if node.level else f"{node.module}.{alias.name}", inside
-        inside = inside or isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
-        for child in ast.iter_child_nodes(node):
-            yield from visit(child, inside)
+        inside = inside or isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+        for block in (getattr(node, name, ()) for name in BLOCKS):  # expressions have no imports
+            for child in block:
+                yield from visit(child, inside)
 
     return visit(tree, False)
 
