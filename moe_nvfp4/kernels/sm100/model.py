@@ -188,18 +188,21 @@ def adding(launch: Launch) -> float:
     return size / (HBM * REACHED) + (0.0 if scattered else START - LAUNCH)
 
 
+def gemms(H: int, I: int, experts: int, top_k: int, tokens: int, activations: str) -> tuple[Launch, Launch]:
+    """Both of a layer."""
+    groups, rows = spread(tokens, top_k, experts), tokens * top_k
+    out, item = ("assignments", 4) if rows * H * 4 <= EXACT_BYTES else ("assignments bfloat16", 2)
+    if activations == "nvfp4":
+        return Launch(groups, I, H, 2, "nvfp4", NVFP4), Launch(groups, H, I, 1, out, item)
+    problems = (I, H, 2, "interleaved"), (H, I, 1, out)
+    first, second = (dense_launch(groups, *p, *plan_dense(rows, experts, *p, SMS)) for p in problems)
+    return first, second
+
+
 def layer(H: int, I: int, experts: int, top_k: int, tokens: int, activations: str) -> dict[str, float]:
     """Seconds of a layer's kernels, and the bound that no kernels can beat: weights, x and y once, or the products."""
-    groups, rows = spread(tokens, top_k, experts), tokens * top_k
-    exact = rows * H * 4 <= EXACT_BYTES
-    w4a4, item = activations == "nvfp4", NVFP4 if activations == "nvfp4" else 2
-    out = "assignments" if exact else "assignments bfloat16"
-    if w4a4:
-        gemm1 = Launch(groups, I, H, 2, "nvfp4", item)
-        gemm2 = Launch(groups, H, I, 1, out, 4 if exact else 2)
-    else:
-        problems = (I, H, 2, "interleaved"), (H, I, 1, out)
-        gemm1, gemm2 = (dense_launch(groups, *p, *plan_dense(rows, experts, *p, SMS)) for p in problems)
+    gemm1, gemm2 = gemms(H, I, experts, top_k, tokens, activations)
+    groups, rows, item = gemm1.groups, tokens * top_k, NVFP4 if activations == "nvfp4" else 2
     kernel = START - LAUNCH
 
     def stream(size: float) -> float:
@@ -258,13 +261,12 @@ def main() -> None:
         for groups, n, k, published in problems:
             theirs = Launch(groups, n, k, projections, "bfloat16", 2, shape=PUBLISHED if projections == 1 else None)
             ours = Launch(groups, n, k, projections, "bfloat16", 2)
-            t, us, resources = ours.tile, gemm(theirs) * 1e6, busy(ours)
-            shape = f"{t.tokens}x{t.blocks}" + " pair" * (t.ctas - 1)
+            us, resources = gemm(theirs) * 1e6, busy(ours)
             print(f"{f'{name} {len(groups)} x {n} x {k}, {sum(groups)} rows':34} {published:9.1f} {us:7.1f} "
-                  f"{us / published - 1:+7.0%} {gemm(ours) * 1e6:7.1f}  {shape}, "
+                  f"{us / published - 1:+7.0%} {gemm(ours) * 1e6:7.1f}  {described(ours)}, "
                   f"{max(resources, key=lambda r: resources[r])}")  # fmt: skip
     columns = ("route", "rows", "gemm1", "gemm2", "combine", "total", "bound")
-    print(f"\n{'Layers':34}", *(f"{c:>8}" for c in columns), "of bound")
+    print(f"\n{'Layers':34}", *(f"{c:>8}" for c in columns), "of bound   tiles of both GEMMs")
     cases = [(name, sizes, T, a, 0.0) for name, sizes in LAYERS.items() for a in ("nvfp4", "bf16")
              for T in (1, 16, 64, 256, 1024, 4096, 16384)]  # fmt: skip
     cases += [(name, sizes, T, "nvfp4", us) for name, (sizes, times) in LIGHTMOE.items() for T, us in times.items()]
@@ -272,8 +274,15 @@ def main() -> None:
         m = layer(*sizes, T, activations)
         times = " ".join(f"{m[c] * 1e6:8.1f}" for c in columns)
         label = f"{name} T={T} {'W4A4' if activations == 'nvfp4' else 'W4A16'}"
-        beside = f"   LightMoE, measured: {published}" if published else ""
-        print(f"{label:34} {times} {m['bound'] / m['total']:8.0%}{beside}")
+        shapes = ", ".join(described(launch) for launch in gemms(*sizes, T, activations))
+        beside = f"; LightMoE, measured: {published}" if published else ""
+        print(f"{label:34} {times} {m['bound'] / m['total']:8.0%}   {shapes}{beside}")
+
+
+def described(launch: Launch) -> str:
+    """Tokens by blocks, whether by pairs of CTAs, and the parts of K."""
+    t = launch.tile
+    return f"{t.tokens}x{t.blocks}" + " pair" * (t.ctas - 1) + (f" K/{launch.parts}" if launch.parts > 1 else "")
 
 
 if __name__ == "__main__":
