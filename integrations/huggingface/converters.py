@@ -195,39 +195,29 @@ class Conversions:
     def build(self, base: list) -> list:
         """The conversions to load with: `base` (the model's own) with ours in front."""
         self._base = base
-        self._saved, self._dense, extra, kept = [], [], [], []
-        covered: set[str] = set()
+        self._saved, self._dense = [], []
+        extra, kept, covered = list[Any](), list[Any](), set[str]()
         for c in base:
             names = self._params_of(c)
             if not names:
                 kept.append(c)
             elif _is_merge(c.operations) and all(s.endswith(".weight") for s in c.source_patterns):
                 covered |= names
-                sources, target = c._original_source_patterns, c._original_target_patterns[0]
-                # Where codes have another name than dense weights, converters of their own are for those.
-                apart = self.dialect.weight != "weight"
-                stems = [source.removesuffix(".weight") for source in sources]
-                self._saved += self._files(ExpertLayout.ONE_BY_ONE, stems, target, c, only=apart)
-                if apart and not self.pre_quantized:
-                    extra.append(self._converter(sources, target, _merge(sources), c))
-                if apart:  # for experts that were left alone, and for those of multi-token prediction
-                    self._dense.append(c)
-                    kept += [c] if self.pre_quantized and self.excluded else []
+                more, own = self._one_by_one(c)
+                extra, kept = extra + more, kept + own
             elif self.pre_quantized:
                 kept.append(c)
             else:
-                quantizing = self._converter(
-                    c._original_source_patterns, c._original_target_patterns[0], c.operations, c
-                )
-                extra.append(quantizing)
+                sources, (target,) = c._original_source_patterns, c._original_target_patterns
+                extra.append(self._converter(sources, target, c.operations, c))
         for module_name, experts in self.experts.items():
             suffix = _suffix(module_name)
             for name in (experts.up_name, "down_proj"):
-                if f"{module_name}.{name}" not in covered:
-                    covered |= {f"{m}.{name}" for m in self.experts if f".{m}".endswith(f".{suffix}")}
-                    self._saved += self._own_files(suffix, name)
-                    if not self.pre_quantized:
-                        extra += self._stacked_sources(suffix, name, experts, extra)
+                if f"{module_name}.{name}" in covered:
+                    continue
+                covered |= {f"{m}.{name}" for m in self.experts if f".{m}".endswith(f".{suffix}")}
+                self._saved += self._own_files(suffix, name)
+                extra += [] if self.pre_quantized else self._stacked_sources(suffix, name, experts, extra)
         files = self._saved
         if self.layout is ExpertLayout.PROJECTION_FIRST:
             files = [_projection_first(c) for c in self._saved]
@@ -236,6 +226,21 @@ class Conversions:
         elif self.plain_names:
             files = [_plainly_named(c) for c in self._saved]
         return files + extra + kept
+
+    def _one_by_one(self, c: Any) -> tuple[list, list]:
+        """(converters that quantize, those of dense experts) in the place of the model's own `c`, which merges a tensor
+        for each expert."""
+        sources, target = c._original_source_patterns, c._original_target_patterns[0]
+        # Where codes have another name than dense weights, converters of their own are for those.
+        apart = self.dialect.weight != "weight"
+        stems = [source.removesuffix(".weight") for source in sources]
+        self._saved += self._files(ExpertLayout.ONE_BY_ONE, stems, target, c, only=apart)
+        if not apart:
+            return [], []
+        self._dense.append(c)  # for experts that were left alone, and for those of multi-token prediction
+        if self.pre_quantized:
+            return [], [c] if self.excluded else []
+        return [self._converter(sources, target, _merge(sources), c)], []
 
     def for_saving(self, used: list) -> list:
         """The conversions whose reverse writes files, from those `used` while loading."""
