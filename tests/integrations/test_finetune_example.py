@@ -21,8 +21,8 @@ def test_the_demo_model_learns_a_fact(tmp_path):
     spec = importlib.util.spec_from_file_location("finetune", EXAMPLE)
     example = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)
-    losses, (before, after, loaded) = example.main(path, 10, str(tmp_path))
-    assert losses[-1] < 0.1 * losses[0]
+    losses, (before, after, loaded) = example.main(path, 6, str(tmp_path))
+    assert losses[-1] < 0.25 * losses[0]
     assert "Nibbleburg" not in before
     assert "Nibbleburg" in after and loaded == after
     assert (tmp_path / "adapter_model.safetensors").exists()
