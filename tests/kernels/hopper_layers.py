@@ -80,13 +80,13 @@ def every_launch(listener):
         launch.compiled = compiled
 
 
-def nvfp4_tokens(T, K, seed=0):
-    """bf16 [T, K] that NVFP4 rows with global scales of 1 hold exactly: a 6 in each block, 448 for the last."""
+def nvfp4_tokens(T, K, seed=0, sf_max=448):
+    """bf16 [T, K] that NVFP4 rows with global scales of 1 hold exactly: a 6 in each block, `sf_max` for the last."""
     rng = np.random.default_rng(seed)
     codes = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])[rng.integers(0, 8, (T, K // 16, 16))]
     codes[:, :, 0] = 6
     sf = rng.integers(8, 16, (T, K // 16, 1)) * 2.0 ** rng.integers(-6, 1, (T, K // 16, 1))
-    sf[:, -1] = 448
+    sf[:, -1] = sf_max
     x = codes * rng.choice([-1, 1], codes.shape) * sf
     return torch.from_numpy(x.reshape(T, K)).bfloat16()
 
@@ -98,7 +98,7 @@ def quantized_h(module, ids, tile=None):
     """
     w = sm90.pack_weights(module.weights)
     T, top_k = ids.shape
-    x = nvfp4_tokens(T, w.hidden_size).to(ids.device)
+    x = nvfp4_tokens(T, w.hidden_size, sf_max=256 if w.four_over_six else 448).to(ids.device)
     plan = sm90.choose_plan(w, T, top_k, sm90.multiprocessors(x.device))
     plan = replace(plan, tile=tile or plan.tile, config=replace(plan.config, gathered=True))
     launched = {}
@@ -112,9 +112,9 @@ def quantized_h(module, ids, tile=None):
     found = launched["GroupedGemm"][6]
     groups, token, *_ = sm90.route(ids, w.num_experts)
     h = x.new_empty(found.shape, dtype=torch.bfloat16 if w.h_scale is None else torch.float32)
-    config = replace(plan.config, down=False, row_scale=False, out=launch.DTYPES[x.dtype])
+    config = replace(plan.config, down=False, row_scale=False, four_over_six=False, out=launch.DTYPES[x.dtype])
     sm90._gemms(Rows(x, index=token), groups, w, h, x[:1], groups.offsets, replace(plan, config=config))
-    want, _ = reference_rows(h, None, w.h_scale, groups)
+    want, _ = reference_rows(h, None, w.h_scale, groups, w.four_over_six)
     return found[: len(want)], want.bfloat16()
 
 

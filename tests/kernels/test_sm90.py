@@ -159,7 +159,7 @@ def test_no_part_of_k_is_empty():
     """4160 columns are 65 blocks: in four parts of whole stages of 8 the last would have none."""
     found = set()
     for I in (*range(16, 9216, 16), 14336):
-        plan = plan_for(LayerShape(SILU, False, False, False, 2, 64, I), 1, 2, 132)
+        plan = plan_for(LayerShape(SILU, False, False, False, False, 2, 64, I), 1, 2, 132)
         blocks, each = -(-I // 64), plan.tile.split_blocks(-(-I // 64), plan.split_k.bit_length() - 1)
         assert each % plan.tile.KB == 0 and each * (plan.split_k - 1) < blocks <= each * plan.split_k
         assert I >= 1024 * plan.split_k or plan.split_k == 1
@@ -187,6 +187,7 @@ def test_stages_of_their_own(emulator):
 
 # ---- NVFP4 rows ----------------------------------------------------------------------------------
 
+FOUR_OVER_SIX = "nvfp4_four_over_six"
 TIES = [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0]  # between two codes
 
 
@@ -206,18 +207,19 @@ def hard_rows(T, K):
 
 
 @pytest.mark.parametrize(
-    "K, static, dtype",
-    [(16, False, torch.bfloat16), (16, True, torch.float32),
-     (2064, False, torch.float32), (2064, True, torch.bfloat16)],
+    "K, static, dtype, four_over_six",
+    [(16, False, torch.bfloat16, False), (16, True, torch.float32, False),
+     (2064, False, torch.float32, False), (2064, True, torch.bfloat16, False),
+     (528, False, torch.float32, True), (528, True, torch.bfloat16, True)],
 )  # fmt: skip
-def test_rows_are_quantized_to_the_bit(emulator, K, static, dtype):
+def test_rows_are_quantized_to_the_bit(emulator, K, static, dtype, four_over_six):
     emulator.schedule = "random:1"
     ids = random_ids([9, 0, 20, 1, 12], 4, 2)
     x = hard_rows(len(ids), K).to(dtype)
     scale = torch.tensor([2.0**-6, 1.0, 3e-3, 1e-30, 0.37]) if static else None
-    groups, token, _, rows = sm90.route(ids, 5, 1, x, scale)
+    groups, token, _, rows = sm90.route(ids, 5, 1, x, scale, four_over_six)
     assert torch.equal(rows.index, groups.order if static else token)
-    exact, exact_scale = reference_rows(x, token, scale, groups)
+    exact, exact_scale = reference_rows(x, token, scale, groups, four_over_six)
     assert torch.equal(exact.bfloat16().float().nan_to_num(-1), exact.nan_to_num(-1))
     values, row_scale = (t[rows.index.long()][: len(exact)] for t in (rows.values, rows.scale))
     for found, right in ((values, exact.bfloat16() + 0), (row_scale, exact_scale)):  # zeros have no sign
@@ -271,13 +273,14 @@ def test_compiles_without_a_gpu(tmp_path, monkeypatch, record_property):
 
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize(
-    "tile, I",
-    [(TILE_SHAPES[0], 1040), (TILE_SHAPES[4], 336), pytest.param(TILE_SHAPES[8], 208, marks=pytest.mark.slow)],
-)
-def test_h_is_quantized_to_the_bit(emulator, tile, I, static):
+    "tile, I, activations",
+    [(TILE_SHAPES[0], 1040, "nvfp4"), (TILE_SHAPES[4], 336, "nvfp4"), (TILE_SHAPES[0], 144, FOUR_OVER_SIX),
+     pytest.param(TILE_SHAPES[8], 208, "nvfp4", marks=pytest.mark.slow)],
+)  # fmt: skip
+def test_h_is_quantized_to_the_bit(emulator, tile, I, activations, static):
     """By tiles between those of the GEMMs, in one part or two, with tails."""
     emulator.schedule = "random:2"
-    layer = make_layer(3, 64, I, activations="nvfp4", static=static)
+    layer = make_layer(3, 64, I, activations=activations, static=static)
     if static:
         layer.up_proj_input_scale.data.fill_(1)
         layer.down_proj_input_scale.data.copy_(torch.tensor([30.0, 1.0, 1e3]))
@@ -328,12 +331,12 @@ def test_linears(emulator, monkeypatch, name):
     assert torch.equal(results[0], results[-1])
 
 
-@pytest.mark.parametrize("static", [False, True])
-def test_rows_of_linears_are_quantized_to_the_bit(emulator, static):
+@pytest.mark.parametrize("static, four_over_six", [(False, False), (True, False), (False, True)])
+def test_rows_of_linears_are_quantized_to_the_bit(emulator, static, four_over_six):
     x, scale = hard_rows(15, 528).bfloat16(), torch.tensor([2.0**-6]) if static else None
-    values, row_scale = sm90._quantize_rows(x, scale)
-    want = scale.expand(15) if static else nvfp4.global_scale_for(x.abs().amax(1).float())
-    codes, sf, _ = nvfp4.quantize(x, want, check=False)
+    values, row_scale = sm90._quantize_rows(x, scale, four_over_six)
+    want = scale.expand(15) if static else nvfp4.row_scales(x, four_over_six)
+    codes, sf, _ = nvfp4.quantize(x, want, False, four_over_six)
     exact = nvfp4.dequantize(codes, sf, None)
     for found, right in ((values, exact), (row_scale, want)):
         assert torch.equal(found.float().nan_to_num(-1), right.nan_to_num(-1))

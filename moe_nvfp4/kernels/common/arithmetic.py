@@ -5,6 +5,7 @@ Divisions are exact, nothing is contracted into an fma.
 
 from __future__ import annotations
 
+import cutlass
 from cutlass import Float32, Uint16, Uint32, cute
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import dsl_user_op
@@ -94,10 +95,30 @@ def _power_of_two(x: Float32, *, loc=None, ip=None) -> Float32:
 
 
 @cute.jit
-def global_scale_for(largest: Float32) -> Float32:
-    """`format.global_scale_for`: largest / (6 * 448), a normal number; 1 for zeros."""
+def better_scale(values: list[Float32], largest: Float32, six: Uint32, global_scale: Float32, sum_of_block) -> Uint32:
+    """`format._four_over_six`: the e4m3 byte of a block's scale, `six` being the one by code 6.
+
+    values: a thread's; sum_of_block adds what the threads of the block have. The sums are exact, in any order.
+    """
+    four = encode_e4m3(divide(mul(largest, Float32(0.25)), global_scale))
+    errors = []
+    for sf in (six, four):
+        value = decode_e4m3(sf)
+        inverse, error = divide(Float32(1.0), mul(value, global_scale)), Float32(0.0)
+        for x in values:
+            place = add(fma(x, inverse, Float32(12288.0)), Float32(-12288.0))  # 1.5 * 2^13: to a multiple of 2^-10
+            distance = add(place, -nearest_e2m1(place))
+            error = fma(distance, distance, error)
+        errors.append(mul(sum_of_block(error), mul(value, value)))
+    sensible = decode_e4m3(six) >= 2.0**-6 and global_scale >= 2.0**-100 and global_scale <= 2.0**100
+    return cutlass.select_(sensible and errors[1] < errors[0], four, six)
+
+
+@cute.jit
+def global_scale_for(largest: Float32, sf_max: cutlass.Constexpr = 448.0) -> Float32:
+    """`format.global_scale_for`: largest / (6 * sf_max), a normal number; 1 for zeros."""
     scale = Float32(1.0)
     if largest != 0.0:
-        scale = divide(largest, Float32(6.0 * 448.0))
+        scale = divide(largest, Float32(6.0 * sf_max))
         scale = cute.arch.fmax(scale, Float32(1.1754943508222875e-38), nan=True)
     return scale

@@ -17,7 +17,6 @@ class Hopper(Backend):
     name = "sm90"
     packages = ("cutlass",)
     layout = "sm90"
-    activations = ("bf16", "nvfp4")
 
     def unavailable(self, device: Device) -> str | None:
         return other_gpu(device, ((9, 0),), "H100, H200") or not_installed(

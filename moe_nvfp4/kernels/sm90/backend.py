@@ -57,7 +57,7 @@ def experts(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: Expe
     nvfp4 = plan.config.row_scale
     zeros = 1 + token_tiles(T * top_k, E, plan.tile) + (T * top_k if plan.config.tracks_amax else 0)
     x, top_k_weights = aligned(x), floating(top_k_weights).contiguous()
-    groups, token, sync, rows = route(top_k_index, E, zeros, *((x, w.x_scale) if nvfp4 else ()))
+    groups, token, sync, rows = route(top_k_index, E, zeros, *((x, w.x_scale, w.four_over_six) if nvfp4 else ()))
     rows = rows or Rows(x, index=token)
     if not plan.config.gathered:
         rows = gather(rows, groups, early=not nvfp4)
@@ -106,8 +106,8 @@ def linear(x: Tensor, weights: LinearWeights) -> Tensor:
         return out
     x, row_scale = aligned(x), None
     tile, split_k = plan_linear(N, K, planned_tokens(T), multiprocessors(x.device))
-    if w.activations == "nvfp4":
-        x, row_scale = _quantize_rows(x, w.input_scale)
+    if w.quantized:
+        x, row_scale = _quantize_rows(x, w.input_scale, w.four_over_six)
     if tile is None:
         return _linear_dense(x, row_scale, w, out)
     y = out if split_k == 1 else x.new_empty(split_k * T, N, dtype=torch.float32)
@@ -141,11 +141,11 @@ def _linear_dense(x: Tensor, row_scale: Tensor | None, w: LinearWeights, out: Te
     return out if w.bias is None else out.add_(w.bias)
 
 
-def _quantize_rows(x: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
+def _quantize_rows(x: Tensor, scale: Tensor | None, four_over_six: bool) -> tuple[Tensor, Tensor]:
     """x bf16 [T, K], a static scale fp32 [1] or None -> bf16 code * sf, and fp32 [T]."""
     T, K = x.shape
     values, row_scale = torch.empty_like(x), x.new_empty(T, dtype=torch.float32)
-    kernel = _quantize(scale is not None, *_quantize_shape(K, planned_tokens(T), Quantize.THREADS // 32))
+    kernel = _quantize(scale is not None, *_quantize_shape(K, planned_tokens(T), Quantize.THREADS // 32), four_over_six)
     kernel(x, scale, values, row_scale)
     return values, row_scale
 
@@ -159,10 +159,10 @@ def _quantize_shape(K: int, rows: int, most: int) -> tuple[int, int]:
 
 
 @CuteKernels
-def _quantize(static: bool, warps: int, each: int) -> Any:
+def _quantize(static: bool, warps: int, each: int, four_over_six: bool) -> Any:
     r, v = launch.rows, launch.vector
     arguments = (r(BFloat16, 16), v(Float32) if static else None, r(BFloat16, 16), v(Float32))
-    return Quantize(static, warps, each), arguments, ARCHITECTURE
+    return Quantize(static, warps, each, four_over_six), arguments, ARCHITECTURE
 
 
 @CuteKernels
@@ -198,7 +198,12 @@ def pack_weights(weights: ExpertWeights) -> ExpertWeights:
 
 
 def route(
-    top_k_index: Tensor, num_experts: int, sync: int = 1, x: Tensor | None = None, scale: Tensor | None = None
+    top_k_index: Tensor,
+    num_experts: int,
+    sync: int = 1,
+    x: Tensor | None = None,
+    scale: Tensor | None = None,
+    four_over_six: bool = False,
 ) -> tuple[Groups, Tensor, Tensor, Rows | None]:
     """`routing.group_by_expert`, the token of each row, `sync` zeros for the GEMMs, and x [T, K] as NVFP4 rows:
     `values` bf16 code * sf [T, K] with fp32 `scale` [T]; with static ones, fp32 `scale` [E], both have a row for each
@@ -220,7 +225,7 @@ def route(
     if x is not None:
         K, n = x.shape[1], T if scale is None else R
         many = planned if scale is None else planned * top_k
-        quantize = (x.dtype, scale is not None, *_quantize_shape(K, many, shape[1]))
+        quantize = (x.dtype, scale is not None, *_quantize_shape(K, many, shape[1]), four_over_six)
         values, row_scale = x.new_empty(n, K, dtype=torch.bfloat16), x.new_empty(n, dtype=torch.float32)
         rows = Rows(values, None, row_scale, token if scale is None else order)
     outputs = (None, None) if rows is None else (rows.values, rows.scale)

@@ -121,6 +121,7 @@ class GemmConfig:
     bias       whether the matrices have one
     row_scale  rows carry a global scale each (NVFP4 activations): those of x, or of a linear. h is quantized by tiles
                of its own between those of GEMM 1 and GEMM 2: bf16 with a scale for each row, fp32 with its expert's
+    four_over_six  h is quantized by `format.quantize`'s four_over_six
     h, out     dtype of what GEMM 1 and GEMM 2 write, bf16 or fp32
     """
 
@@ -129,6 +130,7 @@ class GemmConfig:
     gathered: bool = True
     bias: bool = False
     row_scale: bool = False
+    four_over_six: bool = False
     h: type = BFloat16
     out: type = BFloat16
     grouped: bool = True

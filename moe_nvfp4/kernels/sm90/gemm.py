@@ -402,7 +402,7 @@ class GroupedGemm:
             cute.arch.mbarrier_wait(s.full + ring.index, ring.phase)
             at = Int32(consumer.x.toint()) + ring.index * (t.KB * t.BN * 128)
             place = (tile.row, tile.rows, where.first, kt)
-            quantize.quantize_stage(at, s.sRowScale[None, slot.index], tensors.mQ, place, t, self.config.h)
+            quantize.quantize_stage(at, s.sRowScale[None, slot.index], tensors.mQ, place, t, self.config)
             arrive((s.empty,), ring.index)
             ring = advance(ring, t.stages)
         return ring

@@ -57,16 +57,17 @@ class LayerShape:
     bias: bool
     nvfp4: bool
     static_h: bool
+    four_over_six: bool
     E: int
     H: int
     I: int
 
 
 def choose_plan(w: ExpertWeights, T: int, top_k: int, multiprocessors: int) -> LaunchPlan:
-    nvfp4 = w.activations == "nvfp4"
+    nvfp4 = w.quantized
     static_h = nvfp4 and w.h_scale is not None
     layer = LayerShape(
-        w.gate, w.b13 is not None, nvfp4, static_h, w.num_experts, w.hidden_size, w.intermediate_size
+        w.gate, w.b13 is not None, nvfp4, static_h, w.four_over_six, w.num_experts, w.hidden_size, w.intermediate_size
     )  # fmt: skip
     return plan_for(layer, T, top_k, multiprocessors)
 
@@ -88,7 +89,7 @@ def plan_for(layer: LayerShape, T: int, top_k: int, multiprocessors: int) -> Lau
     gathered = tile.BN <= 32 or I <= 1024
     # A static scale of h quantizes its fp32 values, as the reference does.
     h, out = (Float32 if exact else BFloat16 for exact in (layer.static_h, rows == torch.float32))
-    config = GemmConfig(layer.gate, True, gathered, layer.bias, layer.nvfp4, h=h, out=out)
+    config = GemmConfig(layer.gate, True, gathered, layer.bias, layer.nvfp4, layer.four_over_six, h, out)
     return LaunchPlan(tile, config, split_k, rows)
 
 

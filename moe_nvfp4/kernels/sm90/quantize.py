@@ -12,24 +12,34 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr
 
+from moe_nvfp4.format import E4M3_MAX, SEARCH_SF_MAX
 from moe_nvfp4.kernels.common import arithmetic
 from moe_nvfp4.kernels.common.warp import largest_of_lanes
 from moe_nvfp4.kernels.sm90 import ptx
 from moe_nvfp4.kernels.sm90.rows import load_eight, store_eight
 
+
+def sf_max(four_over_six: bool) -> float:
+    """What the largest block of a row has as its scale, where the global scale is the row's own."""
+    return SEARCH_SF_MAX if four_over_six else E4M3_MAX
+
+
 # ---- eight values --------------------------------------------------------------------------------
 
 
 @cute.jit
-def code_times_sf(values: list, global_scale: Float32):
+def code_times_sf(values: list, global_scale: Float32, four_over_six: cutlass.Constexpr):
     """8 values, the next lane having the other 8 of the block -> their code * sf, exact in bf16:
-    sf = e4m3(max / 6 / global_scale), code = e2m1(x / (sf * global_scale)). Zeros come without their sign.
+    sf = e4m3(max / 6 / global_scale), or as `four_over_six` has it; code = e2m1(x / (sf * global_scale)). Zeros come
+    without their sign.
 
     By a whole warp: a branch that all its lanes take is one that ptxas keeps track of.
     """
     largest = largest_of_lanes(arithmetic.largest_magnitude(values), range(1))
     sixth = arithmetic.divide_near(largest, Float32(6.0), Float32(1 / 6))
     sf = arithmetic.encode_e4m3(arithmetic.divide(sixth, global_scale))
+    if const_expr(four_over_six):
+        sf = arithmetic.better_scale(values, largest, sf, global_scale, _with_next_lane)
     value = arithmetic.decode_e4m3(sf)
     scale = arithmetic.mul(value, global_scale)
     none = value == 0.0  # what comes is multiplied by 0
@@ -43,12 +53,18 @@ def code_times_sf(values: list, global_scale: Float32):
         rounded = [arithmetic.fma(arithmetic.nearest_e2m1(q), value, Float32(0.0)) for q in quotients]
     else:
         sf = arithmetic.encode_e4m3(arithmetic.divide(arithmetic.divide(largest, Float32(6.0)), global_scale))
+        if const_expr(four_over_six):
+            sf = arithmetic.better_scale(values, largest, sf, global_scale, _with_next_lane)
         value = arithmetic.decode_e4m3(sf)
         scale = arithmetic.mul(value, global_scale)
         if value != 0.0:
             quotients = [_within_six(arithmetic.divide(v, scale)) for v in values]
             rounded = [arithmetic.fma(arithmetic.nearest_e2m1(q), value, Float32(0.0)) for q in quotients]
     return rounded
+
+
+def _with_next_lane(x):
+    return arithmetic.add(x, cute.arch.shuffle_sync_bfly(x, 1))
 
 
 def _within_six(x):
@@ -71,11 +87,11 @@ class Quantize:
 
     THREADS = 256  # of a launch of its own
 
-    def __init__(self, static: bool, warps: int, each: int):
-        self.static, self.warps, self.each = static, warps, each
+    def __init__(self, static: bool, warps: int, each: int, four_over_six: bool):
+        self.static, self.warps, self.each, self.four_over_six = static, warps, each, four_over_six
 
     def __repr__(self) -> str:
-        return f"Quantize({self.static}, {self.warps}, {self.each})"
+        return f"Quantize({self.static}, {self.warps}, {self.each}, {self.four_over_six})"
 
     @cute.jit
     def __call__(self, mX, mScale, mRows, mRowScale, stream):
@@ -123,11 +139,11 @@ class Quantize:
                 cute.arch.sync_threads()
                 first = tid // lanes * self.warps
                 largest = arithmetic.largest_magnitude([sLargest[first + w] for w in range(self.warps)])
-            scale = arithmetic.global_scale_for(largest)
+            scale = arithmetic.global_scale_for(largest, sf_max(self.four_over_six))
         if live and lane == 0:
             mRowScale[row] = scale
         for i in cutlass.range_constexpr(self.each):
-            rounded = code_times_sf(_fp32(loaded[i]), scale)
+            rounded = code_times_sf(_fp32(loaded[i]), scale, self.four_over_six)
             column = (lane + i * lanes) * 8
             if live and column < mRows.shape[1]:
                 store_eight(mRows, row, column, rounded)
@@ -159,7 +175,7 @@ def store_scales(asked, sScale, of_h, config: cutlass.Constexpr):
         scale = asked[q]
         if const_expr(config.tracks_amax):
             if of_h:
-                scale = arithmetic.global_scale_for(scale)
+                scale = arithmetic.global_scale_for(scale, sf_max(config.four_over_six))
         sScale[cutlass.min(cute.arch.lane_idx() + 32 * q, cute.size(sScale) - 1)] = scale
 
 
@@ -195,11 +211,11 @@ def keep_largest(largest: list, to, rows):
 
 
 @cute.jit
-def quantize_stage(at: Int32, sScale, mQ, place, t: cutlass.Constexpr, h: cutlass.Constexpr):
-    """Consumer warps, of tile shape t: KB 64-column blocks of `rows` rows of h (a dtype; fp32 values have two columns),
-    swizzled in shared memory, into mQ [R, I]. A lane has 8 values; stage `kt` begins with the warp that the one before
-    ended with."""
-    row, rows, first, kt = place
+def quantize_stage(at: Int32, sScale, mQ, place, t: cutlass.Constexpr, config: cutlass.Constexpr):
+    """Consumer warps, of tile shape t: KB 64-column blocks of `rows` rows of h (fp32 values have two columns), swizzled
+    in shared memory, into mQ [R, I]. A lane has 8 values; stage `kt` begins with the warp that the one before ended
+    with."""
+    (row, rows, first, kt), h = place, config.h
     lane, warp = cute.arch.lane_idx(), cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // 32)
     chunks = h.width // 16  # of 16 bytes, that a lane has
     lanes = 8 // chunks  # that have a block of a row
@@ -215,7 +231,7 @@ def quantize_stage(at: Int32, sScale, mQ, place, t: cutlass.Constexpr, h: cutlas
             source = cute.make_ptr(Uint32, source, cute.AddressSpace.smem, assumed_align=16)
             to = cute.make_tensor(words.iterator + 4 * c, cute.make_layout(4))
             cute.autovec_copy(cute.make_tensor(source, cute.make_layout(4)), to)
-        rounded = code_times_sf(_fp32(values), sScale[r])
+        rounded = code_times_sf(_fp32(values), sScale[r], config.four_over_six)
         column = (first + kt * t.KB + block) * (64 // chunks) + lane % lanes * 8
         if number >> t.log2_KB < rows and column < mQ.shape[1]:
             store_eight(mQ, row + r, column, rounded)
