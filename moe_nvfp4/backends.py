@@ -8,7 +8,7 @@
     any other                              reference                 reference                 reference
     an NVIDIA GPU, weights on the CPU      offload                   offload                   none
 
-(*) x in fp16: portable. With activations="nvfp4_four_over_six": W4A4's column, but portable on Blackwell.
+(*) x in fp16: portable.
 
 A backend says itself what it does not run (`Backend.unavailable`, `Backend.unsupported`). The first of BACKENDS with
 nothing to say runs. MOE_NVFP4_BACKEND names one, which then runs or is an error with its reason. The reference, plain

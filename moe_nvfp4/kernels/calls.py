@@ -115,21 +115,25 @@ def _stages(backend: Backend, call: ExpertsCall, w: ExpertWeights) -> None:
     for R, scale in product(token_counts(), {id(s): s for s in (w.h_scale, None)}.values()):
         groups, x = Groups(_empty((R,), torch.int32), offsets, 1), _empty((R, H), call.dtype)
         for index in (groups.order, None):
-            rows = _quantized(backend, x, index, w.x_scale, groups) if quantized else Rows(x, index=index)
+            rows = (
+                _quantized(backend, x, index, w.x_scale, groups, w.four_over_six) if quantized else Rows(x, index=index)
+            )
             backend.gemm1_swiglu(rows, replace(w, h_scale=scale), groups, call.dtype)
         if quantized:
-            _quantized(backend, _empty((R, I), call.dtype), None, w.h_scale, groups)
+            _quantized(backend, _empty((R, I), call.dtype), None, w.h_scale, groups, w.four_over_six)
     for top_k, router in product({1, call.top_k}, call.router):
         for T in token_counts(top_k):
             order = _empty((T * top_k,), torch.int32)
             groups, h = Groups(order, offsets, top_k, position=order), _empty((T * top_k, I), call.dtype)
-            rows = _quantized(backend, h, None, w.h_scale, groups) if quantized else Rows(h)
+            rows = _quantized(backend, h, None, w.h_scale, groups, w.four_over_six) if quantized else Rows(h)
             backend.gemm2_combine(rows, w, groups, _empty((T, top_k), router), call.dtype)
 
 
-def _quantized(backend: Backend, x: Tensor, index: Tensor | None, scale: Tensor | None, groups: Groups) -> Rows:
+def _quantized(
+    backend: Backend, x: Tensor, index: Tensor | None, scale: Tensor | None, groups: Groups, four_over_six: bool
+) -> Rows:
     if backend.functions.quantize_rows is not reference.quantize_rows:
-        return backend.quantize_rows(x, index, scale, groups)
+        return backend.quantize_rows(x, index, scale, groups, four_over_six)
     R, K = groups.num_rows, -(-x.shape[1] // 16) * 16  # plain torch, which has no kernels of ours
     sf = _empty((grouped_sf_rows(R, groups.num_experts) * (-(-K // 64) * 4),), torch.uint8)
     return Rows(_empty((R, K // 2), torch.uint8), sf, _empty((R,), torch.float32))

@@ -337,17 +337,17 @@ def same_sf(a: Rows, b: Rows, groups) -> bool:
 
 
 @pytest.mark.parametrize(
-    "dtype, gather, static, K, sizes, sentinels",
+    "dtype, gather, static, K, sizes, sentinels, four_over_six",
     [
-        (torch.bfloat16, True, True, 80, [3, 0, 130, 1], 4),
-        (torch.float32, True, True, 80, [3, 0, 130, 1], 4),
-        (torch.float16, False, False, 64, [0, 0, 5, 0], 1),
-        (torch.bfloat16, True, False, 2064, [1, 1, 1, 2], 0),
-        (torch.float16, True, False, 2064, [1, 1, 1, 2], 0),
-        (torch.float32, False, True, 16, [0, 0, 0, 0], 3),
+        (torch.bfloat16, True, True, 80, [3, 0, 130, 1], 4, False),
+        (torch.float32, True, True, 80, [3, 0, 130, 1], 4, True),
+        (torch.float16, False, False, 64, [0, 0, 5, 0], 1, False),
+        (torch.bfloat16, True, False, 2064, [1, 1, 1, 2], 0, False),
+        (torch.float16, True, False, 2064, [1, 1, 1, 2], 0, True),
+        (torch.float32, False, True, 16, [0, 0, 0, 0], 3, False),
     ],
 )
-def test_quantize_rows(emulator, dtype, gather, static, K, sizes, sentinels):
+def test_quantize_rows(emulator, dtype, gather, static, K, sizes, sentinels, four_over_six):
     emulator.schedule = "random:2"
     ids = random_ids(sizes, sentinels, 1, 0)
     groups = group_by_expert(ids, len(sizes))
@@ -356,7 +356,7 @@ def test_quantize_rows(emulator, dtype, gather, static, K, sizes, sentinels):
     x = torch.cat([x.flatten()[:1], x.flatten()])[1:].view(x.shape)  # at an odd address
     scale = torch.rand(len(sizes)) * 0.01 if static else None
     index = groups.token if gather else None
-    found, right = (stage.quantize_rows(x, index, scale, groups) for stage in (sm100, reference))
+    found, right = (stage.quantize_rows(x, index, scale, groups, four_over_six) for stage in (sm100, reference))
     assert torch.equal(found.values, right.values) and torch.equal(found.scale, right.scale)
     assert same_sf(found, right, groups) and padding_columns_are_zero(found, groups)
 
@@ -425,6 +425,24 @@ def check_layer(emulator, problem: Problem):
     exact, bound = exact_projection(h, w.w2, w.w2_sf, groups, w.w2_scale[:, None].expand(E, H), w.b2)
     check_close(y, *combined(exact, bound, live, groups, weights), torch.ones(len(y), dtype=torch.bool))
     return lambda: (sm100.gemm2_combine(h, packed, groups, weights, dtype), y)
+
+
+def test_h_by_four_over_six_is_the_reference_s_to_the_bit(emulator):
+    """The epilogue's codes and scales, from the fp32 values that it writes where h has no static scale."""
+    emulator.schedule = "random:2"
+    sizes = [40, 0, 25]
+    layer = random_layer(3, 128, 80, Gate(), "nvfp4_four_over_six", None, True, 0, scale=2e-3, input_scale=4e-3)
+    w, packed = layer.weights, prepared(layer).weights
+    groups = group_by_expert(random_ids(sizes, 3, 2, 0), 3)
+    x = torch.randn(34, 128)
+    rows = reference.quantize_rows(x, groups.token, w.x_scale, groups, True)
+    emulator.before(rows)
+    plain = sm100.gemm1_swiglu(rows, replace(packed, h_scale=None), groups, torch.float32)
+    found = sm100.gemm1_swiglu(rows, packed, groups, torch.bfloat16)
+    want, by_max = (reference.quantize_rows(plain.values, None, w.h_scale, groups, four) for four in (True, False))
+    live = slice(int(groups.offsets[-1]))
+    assert torch.equal(found.values[live], want.values[live]) and same_sf(found, want, groups)
+    assert not same_sf(by_max, want, groups)
 
 
 ROUTINGS = {

@@ -111,7 +111,7 @@ def better_scale(values: list[Float32], largest: Float32, six: Uint32, global_sc
             error = fma(distance, distance, error)
         errors.append(mul(sum_of_block(error), mul(value, value)))
     sensible = decode_e4m3(six) >= 2.0**-6 and global_scale >= 2.0**-100 and global_scale <= 2.0**100
-    return cutlass.select_(sensible and errors[1] < errors[0], four, six)
+    return Uint32(cutlass.select_(sensible and errors[1] < errors[0], four, six))
 
 
 @cute.jit

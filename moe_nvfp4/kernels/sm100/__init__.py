@@ -16,7 +16,6 @@ class Blackwell(Backend):
     name = "sm100"
     packages = ("cutlass", "tvm_ffi")
     layout = "sm100"
-    activations = ("bf16", "nvfp4")
 
     def unavailable(self, device: Device) -> str | None:
         return other_gpu(device, ((10, 0), (10, 3)), "B200, B300") or not_installed(

@@ -58,7 +58,9 @@ Config = RouteConfig | QuantizeConfig | InterleaveConfig | GemmConfig | SumConfi
 # ---- the stages ----------------------------------------------------------------------------------
 
 
-def quantize_rows(x: Tensor, index: Tensor | None, scale: Tensor | None, groups: Groups) -> Rows:
+def quantize_rows(
+    x: Tensor, index: Tensor | None, scale: Tensor | None, groups: Groups, four_over_six: bool = False
+) -> Rows:
     """bf16/fp16/fp32 x [*, K] -> NVFP4 rows, as `reference.quantize_rows`; padding rows of sf hold anything."""
     R, E, K = groups.num_rows, groups.num_experts, x.shape[-1]
     _check_multiple_of_16(K)
@@ -66,7 +68,7 @@ def quantize_rows(x: Tensor, index: Tensor | None, scale: Tensor | None, groups:
     sf = x.new_empty(nvfp4.grouped_sf_rows(R, E) * (-(-K // 64) * 4), dtype=torch.uint8)
     row_scale = x.new_empty(R, dtype=torch.float32)
     if R:
-        config = QuantizeConfig(E, K, _name(x.dtype), index is not None, scale is not None)
+        config = QuantizeConfig(E, K, _name(x.dtype), index is not None, scale is not None, four_over_six)
         index = groups.order if index is None else index
         scale = row_scale if scale is None else scale
         arguments = (aligned(x), index, scale, groups.offsets, codes.view(torch.uint32), sf, row_scale)
@@ -97,10 +99,10 @@ def experts(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: Expe
     if w.activations == "bf16":
         rows = _operand(Rows(x, index=token), w, groups)
         return _gemm2(_gemm1(rows, w, groups, x.dtype, "interleaved"), w, groups, top_k_weights, x.dtype)
-    rows = quantize_rows(x, token, w.x_scale, groups)
+    rows = quantize_rows(x, token, w.x_scale, groups, w.four_over_six)
     h = gemm1_swiglu(rows, w, groups, x.dtype)
     if not h.is_nvfp4:
-        h = quantize_rows(h.values, None, None, groups)
+        h = quantize_rows(h.values, None, None, groups, w.four_over_six)
     return gemm2_combine(h, w, groups, top_k_weights, x.dtype)
 
 
@@ -147,6 +149,8 @@ def _gemm1(rows: Rows, w: ExpertWeights, groups: Groups, dtype: torch.dtype, out
     out = "nvfp4" if static else out
     tile, parts = _plan(rows, planned_tokens(R), (E, I, codes.shape[-1] * 2, projections, out))
     config = GemmConfig(E, I, codes.shape[-1] * 2, projections, out, w.gate, _bias_name(w.b13), tile)
+    if static and w.four_over_six:
+        config = replace(config, four_over_six=True)
     scales = (w.gate_scale if projections == 2 else w.up_scale, w.up_scale)
     if parts > 1:
         config, total = replace(config, out="float32", gate=None, parts=parts), SumConfig(parts, E, I, w.gate, out)

@@ -128,6 +128,7 @@ class GemmConfig:
     gate         what happens to gate and up; None: every row is an output of its own
     bias         dtype of the bias, or None
     parts        of K, each a tile of its own; part p of row r is row p * R + r of the output, which is fp32
+    four_over_six  how "nvfp4" is quantized: see `format.quantize`
     """
 
     experts: int
@@ -139,6 +140,7 @@ class GemmConfig:
     bias: str | None
     tile: TileShape
     parts: int = 1
+    four_over_six: bool = False
 
     @property
     def fixed_bytes(self) -> int:
@@ -245,6 +247,7 @@ class QuantizeConfig:
     dtype: str  # of x
     gather: bool
     static: bool  # a global scale per expert, else one per row
+    four_over_six: bool = False  # see `format.quantize`
 
 
 @dataclass(frozen=True)

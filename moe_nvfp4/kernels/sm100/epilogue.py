@@ -225,7 +225,7 @@ class Epilogue:
         """One block: its codes and its sf. Columns of sf up to a multiple of 4 are there, and zero."""
         c, (live, row, row_in_group, group_sf) = self.c, place
         inside = column < c.rows
-        sf, low, high = ptx.quantize_block(values, h_scale)
+        sf, low, high = ptx.quantize_block(values, h_scale, c.four_over_six)
         k = column // 16
         if live:
             if inside:

@@ -7,7 +7,7 @@ lane << 16 | column: 128 lanes, 512 columns of 32 bits. Bit layouts of descripto
 from __future__ import annotations
 
 import cutlass
-from cutlass import Boolean, Float32, Int32, Int64, Uint32, cute
+from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr, cute
 from cutlass._mlir import ir
 from cutlass._mlir.dialects import llvm, nvvm
 from cutlass.cutlass_dsl import dsl_user_op
@@ -15,6 +15,7 @@ from cutlass.cutlass_dsl import dsl_user_op
 from moe_nvfp4.kernels.common.arithmetic import (
     add,
     assembly,
+    better_scale,
     decode_e4m3,
     divide,
     divide_near,
@@ -276,13 +277,18 @@ def pack_half2(low: Float32, high: Float32, dtype: type, *, loc=None, ip=None) -
 
 
 @cute.jit
-def quantize_block(values: list[Float32], global_scale: Float32) -> tuple[Uint32, Uint32, Uint32]:
+def quantize_block(
+    values: list[Float32], global_scale: Float32, four_over_six: cutlass.Constexpr
+) -> tuple[Uint32, Uint32, Uint32]:
     """16 values -> (e4m3 byte, codes 0..7, codes 8..15), bit for bit what `format.quantize` returns.
 
-    sf = e4m3(max / 6 / global_scale); code = e2m1(x / (sf * global_scale)); where sf is 0 all is 0.
+    sf = e4m3(max / 6 / global_scale), or as `four_over_six` has it; code = e2m1(x / (sf * global_scale)); where sf is 0
+    all is 0.
     """
     largest = largest_magnitude(values)
     sf = encode_e4m3(divide(divide(largest, Float32(6.0)), global_scale))
+    if const_expr(four_over_six):
+        sf = better_scale(values, largest, sf, global_scale, lambda error: error)
     scale = mul(decode_e4m3(sf), global_scale)
     # x + 0 turns -0 into 0, whose code is 0; what is below zero keeps its sign even if it rounds to zero
     values = [add(v, Float32(0.0)) for v in values]

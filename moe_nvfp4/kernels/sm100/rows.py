@@ -6,6 +6,7 @@ import cutlass
 from cutlass import Float32, Int32, Int64, Uint8, Uint32, const_expr, cute
 from cutlass.memory import SmemAllocator
 
+from moe_nvfp4.format import E4M3_MAX, SEARCH_SF_MAX
 from moe_nvfp4.kernels.common import arithmetic
 from moe_nvfp4.kernels.common.rows import neighbours
 from moe_nvfp4.kernels.common.warp import largest_of_lanes, sum_of_lanes
@@ -94,13 +95,13 @@ class QuantizeRows:
                 global_scale = scale[experts]
         else:
             largest = ptx.largest_magnitude([s_largest[i] for i in range(4)])
-            global_scale = arithmetic.global_scale_for(largest)
+            global_scale = arithmetic.global_scale_for(largest, SEARCH_SF_MAX if c.four_over_six else E4M3_MAX)
         if tid == 0:
             row_scale[row] = global_scale
         for block in cutlass.range(tid, sf_columns, self.THREADS):
             byte = Uint32(0)
             if block < blocks:
-                byte, low, high = ptx.quantize_block(self.load(x, source, block), global_scale)
+                byte, low, high = ptx.quantize_block(self.load(x, source, block), global_scale, c.four_over_six)
                 two = cute.make_rmem_tensor(2, Uint32)
                 two[0], two[1] = low, high
                 at = (codes.iterator + Int64(row) * (c.k // 8) + block * 2).align(8)
