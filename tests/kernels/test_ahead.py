@@ -21,7 +21,7 @@ from moe_nvfp4.routing import Groups, Rows
 from moe_nvfp4.weights import SILU, Gate
 from tests.common import ROOT
 
-GPUS = {"sm90": Gpu((9, 0), 132), "sm100": Gpu((10, 0), 148), "portable": Gpu((9, 0), 132)}
+GPUS = {"sm90": Gpu((9, 0), 132), "sm100": Gpu((10, 0), 148), "portable": Gpu((8, 6), 82)}
 
 
 @pytest.mark.slow_after(1)
@@ -122,9 +122,13 @@ def test_blackwell(E, H, I, bias, static, activations, gate, counts, data):
 def portable(example):
     """One example of `test_portable`, where Triton does not interpret."""
     sizes, top_k, gate, *rest = example
-    GPUS["portable"] = Gpu((12, 0), 170) if sizes[0] % 2 else Gpu((9, 0), 132)
+    if sizes[0] % 2:  # NVFP4 times NVFP4
+        GPUS["portable"] = Gpu((12, 0), 170)
     check("portable", sizes, top_k, Gate(**gate), *rest)
     check_linear("portable", NVFP4Linear(sizes[1] // 16 * 16, sizes[2], activations=rest[0], device="meta"), rest[-1])
+    GPUS["portable"] = Gpu((9, 0), 132)  # dense weights
+    check("portable", (2, 96, 64), 1, SILU, rest[0], False, False, True, [1, 300, 9000])
+    check_linear("portable", NVFP4Linear(96, 64, activations=rest[0], device="meta"), [1, 300])
 
 
 def fresh(code, **environment):
