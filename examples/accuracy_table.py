@@ -30,6 +30,7 @@ from moe_nvfp4.integrations.huggingface.calibration import dense_modules, in_bat
 from moe_nvfp4.integrations.huggingface.experts import HFExperts, ModuleLayout, dense_experts, describe, own_gate
 from moe_nvfp4.integrations.huggingface.statistics import watch
 
+LABELS = {"bf16": "W4A16", "nvfp4": "W4A4", "nvfp4_four_over_six": "W4A4 4/6"}
 LENGTHS = (32, 128, 8, 2)  # windows of the first calibration text
 
 
@@ -112,7 +113,7 @@ def recipes_of(calibrations: dict[str, Tensor]) -> Iterator[tuple[str, str, dict
     (first, whole), *others = calibrations.items()
     cuts = {f"{first} {n}": whole[:n] for n in LENGTHS if n <= len(whole)}
     cuts |= {f"{name} {len(ids)}": ids for name, ids in others}
-    for activations in ("bf16", "nvfp4"):
+    for activations in LABELS:
         for recipe in ("max", "four_over_six", "mse"):
             yield activations, recipe, dict(recipe=recipe)
         yield activations, "weighted, random ids", dict(recipe="weighted")
@@ -149,7 +150,7 @@ def main() -> None:
 
     print(f"{'':34s}{'mean KL':>9s}{'median':>8s}{'trimmed':>8s}{'top-1':>7s}{'routing':>8s}  " + "  ".join(texts))
     for activations, name, settings in recipes_of(calibrations):
-        label = f"{'W4A16' if activations == 'bf16' else 'W4A4'} {name}"
+        label = f"{LABELS[activations]} {name}"
         if args.only and not any(part in label for part in args.only):
             continue
         began = time.perf_counter()
