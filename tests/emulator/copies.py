@@ -183,11 +183,19 @@ def signed(value):
 
 
 def destinations(warp, to, bar, mask, pair):
-    """[(cta, mbarrier)] of a load; multicast reaches the same offsets in every CTA of the mask."""
+    """[(cta, mbarrier)] of a load; multicast reaches the same offsets in every CTA of the mask.
+
+    pair: .cta_group::2, with which the mbarrier may be the one of the other CTA of a pair.
+    """
     cluster = warp.cta.cluster.ctas
     if to >> RANK_SHIFT >= len(cluster):
         raise Violation(f"shared address {to:#x} is in no CTA of the cluster")
     if mask is None:
+        apart = (to ^ bar) >> RANK_SHIFT
+        if apart and not (pair and apart == 1):
+            raise Violation(
+                f"copies to {to:#x}, signals {bar:#x}: another CTA's mbarrier, which takes .cta_group::2 and a pair"
+            )
         return [(cluster[to >> RANK_SHIFT], find(warp, bar, asynchronous=True))]
     result = []
     for rank in range(16):

@@ -155,12 +155,13 @@ class Cluster:
 class Operation:
     """Something asynchronous. `stages` are run in order; a store has two, since its source is free before it is done.
 
-    signals: mbarriers it will complete. order: operations with the same key run in the order of issue.
+    signals: mbarriers it will complete. order: operations with the same key run in the order of issue, but none waits
+    for one that is `last`.
     """
 
-    def __init__(self, warp, stages, signals=(), order=None, owner=None):
+    def __init__(self, warp, stages, signals=(), order=None, owner=None, last=False):
         self.warp, self.instruction = warp, warp.at
-        self.stages, self.signals, self.order = list(stages), signals, order
+        self.stages, self.signals, self.order, self.last = list(stages), signals, order, last
         self.owners = [owner or warp.cta]
         self.done = False
         self.time = warp.clock  # when it was issued, later when it is over
@@ -441,8 +442,12 @@ class Machine:
             for other in [o for o in self.pending if o.order == operation.order]:
                 if other is operation:
                     break
-                self.advance(other)
+                if not other.last:
+                    self.advance(other)
         try:
+            for barrier in operation.signals:
+                if barrier.cta.done and barrier.cta is not operation.warp.cta:
+                    raise Violation(f"signals an mbarrier of CTA {barrier.cta.number}, which may have ended")
             self.act(operation, keep)
         except Violation as error:
             raise self.located(error, operation.warp, operation.instruction) from None
@@ -477,8 +482,9 @@ class Machine:
             raise EmulatorError(f"CTA {cta.number} ends {why}")
 
         for operation in [o for o in self.pending if cta in o.owners]:
-            if not operation.done and (len(operation.stages) > 1 or not operation.instruction.opcode.startswith(
-                ("cp.async.bulk.tensor", "cp.async.bulk.global", "cp.reduce"))):  # fmt: skip
+            stores = "cp.async.bulk.tensor", "cp.async.bulk.global", "cp.reduce"
+            stored = operation.instruction.opcode.startswith(stores) and not operation.signals
+            if not (operation.done or operation.last or (stored and len(operation.stages) == 1)):
                 fail(f"while {operation} is unfinished: nobody waited for it")
             self.advance(operation)
         for barrier in cta.mbarriers.values():

@@ -107,7 +107,9 @@ def build_commit(build, match, place, *more):
                 places = [(at & OFFSET) | rank << RANK_SHIFT for rank in range(16) if bits >> rank & 1]
             barriers = tuple(find(warp, p, asynchronous=True) for p in places)
             stages = [lambda barriers=barriers: [b.arrive(1) for b in barriers]]
-            one = Operation(warp, stages, signals=barriers, order=order_of(warp))
+            # The ISA orders commits after what they wait for, not among each other.
+            last = not warp.cta.machine.lenient
+            one = Operation(warp, stages, signals=barriers, order=order_of(warp), last=last)
             one.clocks[TCGEN05, warp.slot] = one.clocks[0, warp.slot]  # it is a fence::before_thread_sync, too
             warp.cta.machine.issue(one)
 

@@ -21,14 +21,15 @@ def load_tile(x, y, size):
     )  # fmt: skip
 
 
-def with_map(body, out, image, make_map, schedule="eager"):
+def with_map(body, out, image, make_map, schedule="eager", cluster=1):
     """The kernel gets the address of a tensor map in memory, made for where the image lies."""
     memory = device_memory([out, image])
     encoded = np.frombuffer(make_map(address_of(image, memory)), np.uint8).copy()
     Tensor.of(encoded).place(memory)
     program = programs(kernel(body, [".u64 map"]))["test"]
     parameters = pack(program, [out, encoded], memory)
-    start(program, Launch("test", (1, 1, 1), (32, 1, 1), 65536, parameters=parameters), memory, schedule)
+    size = (cluster, 1, 1)
+    start(program, Launch("test", size, (32, 1, 1), 65536, cluster=size, parameters=parameters), memory, schedule)
     return out
 
 
@@ -462,3 +463,55 @@ def test_multicast(schedule):
     source = np.arange(100, 132, dtype=np.uint32)
     got = run(body, np.zeros(64, np.uint32), [source], [".u64 in"], schedule=schedule, cluster=2)
     assert got.tolist() == [*range(100, 132)] * 2
+
+
+# Each CTA copies a row of 128 bytes to itself and completes at the mbarrier of the first, which waits for both.
+TO_THE_FIRST = (
+    "ld.param.u64 %x9, [map];\n" + initialise()
+    + """barrier.cluster.arrive; barrier.cluster.wait; mov.u32 %r2, %cluster_ctarank; setp.eq.u32 %p3, %r2, 0;
+    setp.eq.and.u32 %p4, %r2, 0, %p1; and.b32 %r3, %bar, -16777217; mov.b32 %r8, 0;
+    @%p4 mbarrier.arrive.expect_tx.shared.b64 %x1, [%bar], 256;
+    @%p1 cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.cta_group::2
+        [%data], [%x9, {%r8, %r2}], [%r3];
+    @!%p3 bra MEET;
+    """ + wait() + """MEET: barrier.cluster.arrive; barrier.cluster.wait;
+    mad.lo.u32 %r1, %t, 4, %data; ld.shared.b32 %r4, [%r1]; mad.lo.u32 %r9, %r2, 32, %t;
+    mad.wide.u32 %x1, %r9, 4, %out; st.global.b32 [%x1], %r4;"""
+)  # fmt: skip
+
+
+def copy_to_the_first(body, schedule):
+    image, out = np.random.default_rng(0).integers(1, 256, (2, 128), np.uint8), np.zeros((2, 128), np.uint8)
+    make = lambda address: tensor_map(address, 0, (128, 2), (128,), (128, 1), 0)
+    np.testing.assert_array_equal(with_map(body, out, image, make, schedule, cluster=2), image)
+
+
+@pytest.mark.parametrize("schedule", ALL)
+def test_copies_of_a_pair_complete_at_the_first_mbarrier(schedule):
+    copy_to_the_first(TO_THE_FIRST, schedule)
+
+
+@pytest.mark.parametrize(
+    "part, by, why",
+    [
+        (".cta_group::2", "", "another CTA's mbarrier, which takes .cta_group::2"),
+        (", 256;", ", 128;", "in shared memory|transaction|being written"),  # of the first CTA's copy only
+        ("and.b32 %r3, %bar, -16777217;", "mov.b32 %r3, %bar;", "deadlock"),
+    ],
+)
+def test_copies_of_a_pair_that_complete_elsewhere(part, by, why):
+    for schedule in MISTAKES:
+        with pytest.raises(EmulatorError, match=why):
+            copy_to_the_first(without(TO_THE_FIRST, part, by), schedule)
+
+
+def test_a_commit_to_a_cta_that_has_ended():
+    """Commits reach the other CTA in no order: the second one's arrival does not tell of the first one's."""
+    body = initialise(bars=2) + """barrier.cluster.arrive; barrier.cluster.wait; mov.u32 %r2, %cluster_ctarank;
+        setp.eq.and.u32 %p4, %r2, 0, %p1; mov.b16 %h1, 3;
+        @%p4 tcgen05.commit.cta_group::2.mbarrier::arrive::one.shared::cluster.multicast::cluster.b64 [%bar], %h1;
+        @%p4 tcgen05.commit.cta_group::2.mbarrier::arrive::one.shared::cluster.multicast::cluster.b64 [%bar+8], %h1;
+        """ + wait(1) + "barrier.cluster.arrive; barrier.cluster.wait;"  # fmt: skip
+    with pytest.raises(EmulatorError, match="signals an mbarrier of CTA 1, which may have ended"):
+        run(body, np.zeros(64, np.uint32), schedule="lazy", cluster=2)
+    run(without(body, wait(1), wait(1) + wait(0)), np.zeros(64, np.uint32), schedule="lazy", cluster=2)

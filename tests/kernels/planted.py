@@ -55,6 +55,7 @@ LEFT_OUT = re.compile(
     r"bar\.|barrier\.|fence\.|membar|griddepcontrol|cp\.async|mbarrier\.(arrive|init)|st\.(shared|global)"
     r"|tcgen05\.(fence|wait|commit|cp|mma|st|dealloc)"
 )
+PEER_BIT = "-16777224;"  # what the mask leaves out of an mbarrier's address: the rank in a pair
 WEAKER = (".release.cluster", ".relaxed.cluster"), (".release.cluster", ".release.cta"), (".acquire.cluster", "")
 
 
@@ -90,6 +91,10 @@ def mistakes(ptx):
             yield f"the next column, {line}", put(re.sub(r"\[(%r\d+)\]", r"[\1+1]", text, count=1))
         if opcode.startswith("mapa"):
             yield f"to itself, {line}", put(re.sub(r", 0;", ", 1;", text))
+        if opcode == "and.b32" and PEER_BIT in text:
+            yield f"in its own CTA, {line}", put(text.replace(PEER_BIT, "-8;"))
+        if opcode.startswith("cp.async.bulk.tensor") and ".cta_group::2" in opcode:
+            yield f"of one CTA, {line}", put(text.replace(".cta_group::2", ""))
 
 
 def launches(problem, tile, multiprocessors, parts=1):

@@ -201,7 +201,8 @@ def compile_all(architecture: str):
 def test_compiles_without_a_gpu(architecture, tmp_path, record_property):
     pytest.importorskip("cutlass", reason="the CuTe DSL is not installed")
     # the block-scaled NVFP4 MMA: UTCOMMA.4X on sm_100, UTCOMMA.BLOCK16 on sm_103
-    names = ("UTCOMMA", "UTCCP", "UTCBAR", "UTCBAR.2CTA", "UTMALDG", "UBLKCP", "LDTM", "LDL", "STL")
+    both = "UTMALDG.2D.2CTA", "UTMALDG.3D.2CTA"
+    names = ("UTCOMMA", "UTCCP", "UTCBAR", "UTCBAR.2CTA", "UTMALDG", *both, "LDTM", "LDL", "STL")
     table = machine_code("test_sm100", architecture, names, tmp_path)
     lines = []
     for config, found in zip(shipped_configs(architecture), table, strict=True):
@@ -213,7 +214,9 @@ def test_compiles_without_a_gpu(architecture, tmp_path, record_property):
             assert found["REG"] <= 128
             assert found["UTCOMMA"] == 4 * t.blocks and found["UTCCP"] == 4 * (t.blocks + t.sf_tiles)
             assert found["UTCBAR"] == 2 and found["UTCBAR.2CTA"] == (2 if t.ctas == 2 else 0)  # commits
-            assert found["UTMALDG"] == t.blocks + 4 and found["LDTM"] == t.blocks
+            loads = found["UTMALDG"]
+            assert loads == 2 * t.blocks + 4 + t.sf_tiles and found["LDTM"] == t.blocks  # of x four boxes
+            assert sum(found[name] for name in both) == (loads if t.ctas == 2 else 0)
             line += f" {config.stages} stages {config.shared_bytes:6} B shared {t.second + t.blocks * t.tokens:3} + "
             line += f"{t.operand_columns} TMEM columns  {t.tokens} x {t.blocks} x {t.ctas} {config.out}"
         else:

@@ -19,7 +19,7 @@ from cutlass import Int32
 
 from moe_nvfp4 import Gate
 from moe_nvfp4.kernels.sm100 import backend as sm100
-from moe_nvfp4.kernels.sm100 import epilogue, gemm, rows
+from moe_nvfp4.kernels.sm100 import epilogue, rows
 from moe_nvfp4.kernels.sm100.config import CombineConfig, GemmConfig, QuantizeConfig, TileShape
 from tests.emulator import Emulated, EmulatorError, compiling_for
 from tests.emulator.launch import Far
@@ -98,11 +98,10 @@ def test_gemm(name, monkeypatch):
     expected = Problem(few, 0).run(kernel if few == config else compiled(few))
     assert (expected[0] != 0xFFFFFFFF).any() and (config.out != "nvfp4" or expected[1].any())
     assert all(np.array_equal(a, b) for a, b in zip(found, expected, strict=True))
-    load_sf = gemm.load_sf
-    monkeypatch.setattr(gemm, "load_sf", lambda sf, tile, *more: load_sf(sf, Int32(tile), *more))
-    monkeypatch.setattr(epilogue, "Int64", Int32)
-    with pytest.raises(EmulatorError, match="is in no buffer|outside of"):
-        Problem(config, before).run(compiled(config))
+    if 9 in numbers:  # what is loaded comes by TMA, which has no addresses of ours
+        monkeypatch.setattr(epilogue, "Int64", Int32)
+        with pytest.raises(EmulatorError, match="is in no buffer|outside of"):
+            Problem(config, before).run(compiled(config))
 
 
 def test_quantize_rows(monkeypatch):

@@ -81,7 +81,7 @@ def test_compiles_without_a_gpu(architecture, tmp_path, record_property):
             t = config.tile
             assert config.shared_bytes <= SMEM and found["REG"] <= 96
             assert found["UTCHMMA"] == 4 * t.blocks and found["UTCCP"] == 0
-            assert found["UTMALDG"] == t.blocks + 4 and found["LDTM"] == found["STTM"] == t.blocks
+            assert found["UTMALDG"] == 2 * t.blocks + 4 and found["LDTM"] == found["STTM"] == t.blocks
             rate = 4 * 1152 * t.blocks / found["loop STTM"]
             assert rate > (26 if t.blocks == 2 else 24)
             line += f" {config.stages} stages {config.shared_bytes:6} B shared {t.second + t.blocks * t.tokens:3} + "

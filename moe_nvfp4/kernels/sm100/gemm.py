@@ -22,7 +22,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import cutlass
-from cutlass import Float32, Int32, Int64, Uint8, Uint16, const_expr, cute
+from cutlass import Float32, Int32, Int64, Uint8, Uint16, Uint32, const_expr, cute
 from cutlass.cute.nvgpu import cpasync, tcgen05
 from cutlass.memory import SmemAllocator
 
@@ -41,11 +41,28 @@ def tma_boxes(storage, rows: int, count: int) -> cute.Tensor:
     return storage.get_tensor(layout, swizzle=cute.make_swizzle(3, 4, 3))
 
 
-def swizzled_tma(tensor: cute.Tensor, rows: int) -> tuple:
+def swizzled_tma(tensor: cute.Tensor, rows: int, ctas: int) -> tuple:
     """(atom, tensor of coordinates) for such boxes of a tensor of bytes."""
     layout = cute.make_layout((rows, BYTES_K), stride=(BYTES_K, 1))
     one = cute.make_composed_layout(cute.make_swizzle(3, 4, 3), 0, layout)
-    return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), tensor, one, (rows, BYTES_K))
+    return cpasync.make_tiled_tma_atom(load_by(ctas), tensor, one, (rows, BYTES_K))
+
+
+def scales_tma(sf: cute.Tensor, k_steps: int, ctas: int) -> tuple:
+    """(atom, tensor of coordinates) for boxes of four 128x4 scale tiles, of K = 256; zeros beyond the last one."""
+    words = SF_TILE // 4
+    # The DSL leaves dimensions that are 1 out of copies, and not out of tensor maps: this one it may not know.
+    tiles = Int32(sf.shape[0] // (k_steps * SF_TILE))
+    shape = tiles, k_steps, words
+    layout = cute.make_layout(shape, stride=(k_steps * words, words, 1))
+    sf = cute.make_tensor(cute.recast_ptr(sf.iterator, dtype=Uint32), layout)
+    box = cute.make_layout((1, 4, words), stride=(4 * words, words, 1))
+    return cpasync.make_tiled_tma_atom(load_by(ctas), sf, box, (1, 4, words))
+
+
+def load_by(ctas: int) -> cpasync.CopyBulkTensorTileG2SOp:
+    """Of a pair, the copies of both CTAs complete at the first one's mbarrier."""
+    return cpasync.CopyBulkTensorTileG2SOp(tcgen05.CtaGroup.TWO if ctas == 2 else tcgen05.CtaGroup.ONE)
 
 
 def load_box(atom, tensor: cute.Tensor, row: Int32, k: Int32, boxes: cute.Tensor, box: Int32, rows: int, barrier):
@@ -57,9 +74,25 @@ def load_box(atom, tensor: cute.Tensor, row: Int32, k: Int32, boxes: cute.Tensor
     cute.copy(atom, tAgA[None, k], tAsA[None, box], tma_bar_ptr=barrier)
 
 
-def load_sf(sf: cute.Tensor, tile: Int64, slots, slot: Int32, size: Int32, barrier):
-    """`size` bytes of consecutive 128x4 scale tiles, from tile `tile` on, into a slot for four."""
-    ptx.bulk_load(slots.data_ptr() + slot * (4 * SF_TILE), sf.iterator + tile * SF_TILE, size, barrier)
+def load_sf(atom, sf: cute.Tensor, tile: Int32, k: Int32, slots, slot: Int32, barrier):
+    """The scales of 128 rows for K tile k, into a slot for four 128x4 tiles."""
+    words = SF_TILE // 4
+    to = cute.recast_ptr(slots.data_ptr() + slot * (4 * SF_TILE), dtype=Uint32)
+    box = cute.make_tensor(to, cute.make_layout((1, 4, words), stride=(4 * words, words, 1)))
+    gSF = cute.local_tile(sf, (1, 4, words), (tile, k, 0))
+    tAsA, tAgA = cpasync.tma_partition(
+        atom, 0, cute.make_layout(1), cute.group_modes(box, 0, 3), cute.group_modes(gSF, 0, 3)
+    )
+    cute.copy(atom, tAgA, tAsA, tma_bar_ptr=barrier)
+
+
+class Source(NamedTuple):
+    """Where a stage of the ring comes from: of weights or of tokens, codes and scales, each with its TMA."""
+
+    tma: cute.CopyAtom
+    codes: cute.Tensor
+    tma_sf: cute.CopyAtom
+    sf: cute.Tensor
 
 
 class Operands(NamedTuple):
@@ -79,17 +112,19 @@ class GroupedGemm:
     Warp roles
         0-7  epilogue, two groups of four that take 16 tokens in turn: TMEM -> scales, bias, gate -> shared memory
              (transposed; one buffer, which the groups hand to each other) -> bf16, NVFP4 or fp32 rows
-        8    loads of weights: codes by TMA, block scales by bulk copies, into a ring of `stages` K tiles of 256
+        8    loads of weights by TMA, codes and block scales, into a ring of `stages` K tiles of 256
         9    loads of tokens, likewise, into the same stages
-        10   scales from shared memory to TMEM, MMAs; owns the TMEM allocation. In the second CTA of a pair it only
-             reports full stages to the first
+        10   scales from shared memory to TMEM, MMAs, of a pair in the first CTA only; owns the TMEM allocation
 
     Pipelines (producer role -> consumer role; arrivals)
-        full[stage]       loads -> MMA       2 + bytes    the K tile is in shared memory
-        peer_full[stage]  warps 10           1            of a pair: the second CTA's stage is full
-        empty[stage]      MMA -> loads       1 (commit)   the MMAs that read it are done
-        acc_full          MMA -> epilogue    1 (commit)   a tile is summed up
-        acc_empty         epilogue -> MMA    8 (warps)    the next tile's accumulators may be written; of a pair 16
+        full[stage]   loads -> MMA       2 + bytes    the K tile is in shared memory; of a pair, in both CTAs
+        empty[stage]  MMA -> loads       1 (commit)   the MMAs that read it are done
+        acc_full      MMA -> epilogue    1 (commit)   a tile is summed up
+        acc_empty     epilogue -> MMA    8 (warps)    the next tile's accumulators may be written; of a pair 16
+
+    Of a pair, full and acc_empty are those of the first CTA: the second one's copies complete there, and the first one
+    expects the bytes of both. A commit arrives at empty, or at acc_full, of both; before a CTA ends, its weights' warp
+    waits for the last ones.
 
     Timeline of each role, over the same tiles in the same order
         loads     per K tile: wait empty, expect the bytes, issue the copies; the ring runs across tiles
@@ -135,8 +170,8 @@ class GroupedGemm:
         stream,
     ):
         c, t = self.c, self.c.tile
-        tma_w, mW = swizzled_tma(mW, ROWS)
-        tma_x, mX = swizzled_tma(mX, t.box)
+        w = Source(*swizzled_tma(mW, ROWS, t.ctas), *scales_tma(mWSF, c.k_steps, t.ctas))
+        x = Source(*swizzled_tma(mX, t.box, t.ctas), *scales_tma(mXSF, c.k_steps, t.ctas))
 
         @cute.struct
         class Storage:
@@ -150,7 +185,6 @@ class GroupedGemm:
             sf_tiles: cute.struct.MemRange[Uint16, c.map_size]
             full: cute.struct.MemRange[Int64, c.stages]
             empty: cute.struct.MemRange[Int64, c.stages]
-            peer_full: cute.struct.MemRange[Int64, c.stages]
             acc: cute.struct.MemRange[Int64, 2]
             tmem: cute.struct.MemRange[Int32, 1]
 
@@ -158,22 +192,13 @@ class GroupedGemm:
         tensors = Tensors(
             mXScale, mOffsets, mScale0, mScale1, mBias, mOut, mOutSF, mOutScale, mHScale, mOrder
         )  # fmt: skip
-        self.kernel(tma_w, mW, mWSF, tma_x, mX, mXSF, tensors).launch(
+        self.kernel(w, x, tensors).launch(
             grid=[grid, 1, 1], block=[THREADS, 1, 1], cluster=[2, 1, 1] if t.ctas == 2 else None,
             min_blocks_per_mp=1, stream=stream, use_pdl=True,
         )  # fmt: skip
 
     @cute.kernel
-    def kernel(
-        self,
-        tma_w: cute.CopyAtom,
-        mW: cute.Tensor,
-        mWSF: cute.Tensor,
-        tma_x: cute.CopyAtom,
-        mX: cute.Tensor,
-        mXSF: cute.Tensor,
-        tensors: Tensors,
-    ):
+    def kernel(self, w: Source, x: Source, tensors: Tensors):
         c, t = self.c, self.c.tile
         tid, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(tid // 32)
@@ -182,28 +207,25 @@ class GroupedGemm:
         acc_empty = acc_full + 1
 
         if warp == WEIGHTS:
-            cpasync.prefetch_descriptor(tma_w)
-            cpasync.prefetch_descriptor(tma_x)
+            for atom in (w.tma, w.tma_sf, x.tma, x.tma_sf):
+                cpasync.prefetch_descriptor(atom)
             with cute.arch.elect_one():
                 for i in cutlass.range_constexpr(c.stages):
                     cute.arch.mbarrier_init(full + i, 2)
                     cute.arch.mbarrier_init(empty + i, 1)
-                    cute.arch.mbarrier_init(s.peer_full.data_ptr() + i, 1)
                 cute.arch.mbarrier_init(acc_full, 1)
                 cute.arch.mbarrier_init(acc_empty, 8 * t.ctas)
             cute.arch.mbarrier_init_fence()
         tile_map, tmem = self.begin(tensors, tid, warp == MMA, s)
 
         if warp == WEIGHTS:
-            self.load_weights(tma_w, mW, mWSF, tile_map, s)
+            self.load_weights(w, tile_map, s)
         elif warp == TOKENS:
             cute.arch.griddepcontrol_wait()
-            self.load_tokens(tma_x, mX, mXSF, tile_map, s)
+            self.load_tokens(x, tile_map, s)
         elif warp == MMA:
-            if cute.arch.block_idx()[0] % t.ctas == 0:
+            if self.leads():
                 self.multiply(tile_map, tmem, s)
-            else:
-                self.report_full(tile_map, s)
         else:
             cute.arch.griddepcontrol_wait()
             cute.arch.griddepcontrol_launch_dependents()
@@ -248,8 +270,12 @@ class GroupedGemm:
 
     # ---- warps 8 and 9: loads --------------------------------------------------------------------
 
+    def leads(self):
+        """Whether this is the CTA that issues the MMAs: of a pair the first."""
+        return cute.arch.block_idx()[0] % self.c.tile.ctas == 0
+
     @cute.jit
-    def load_weights(self, tma_w, mW, mWSF, tile_map: TileMap, s):
+    def load_weights(self, source: Source, tile_map: TileMap, s):
         c, t = self.c, self.c.tile
         full, empty = s.full.data_ptr(), s.empty.data_ptr()
         sW = tma_boxes(s.w, ROWS, c.stages * t.blocks)
@@ -260,24 +286,28 @@ class GroupedGemm:
             first, k_tiles, _ = self.scheduler.k_range(tile)
             for i in cutlass.range(k_tiles, unroll=1):
                 k = first + i
-                size = cutlass.min(c.k_steps - 4 * k, 4) * SF_TILE
                 bar = full + ring.index
                 cute.arch.mbarrier_wait(empty + ring.index, ring.phase)
-                with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive_and_expect_tx(bar, t.blocks * (ROWS * BYTES_K + size))
+                if self.leads():
+                    with cute.arch.elect_one():
+                        size = t.ctas * t.blocks * (ROWS * BYTES_K + 4 * SF_TILE)
+                        cute.arch.mbarrier_arrive_and_expect_tx(bar, size)
                 for b in cutlass.range_constexpr(t.blocks):
                     row = self.scheduler.block_row(work.row_tile, b) + (c.rows if c.projections == 2 and b == 1 else 0)
-                    load_box(tma_w, mW[None, None, work.expert], row, k, sW, ring.index * t.blocks + b, ROWS, bar)
-                with cute.arch.elect_one():
-                    for b in cutlass.range_constexpr(t.blocks):
-                        sf_tile = Int64(work.expert) * (c.projections * c.sf_row_tiles)
-                        sf_tile = sf_tile + self.scheduler.block_sf(work.row_tile, b)
-                        load_sf(mWSF, sf_tile * c.k_steps + 4 * k, s.w_sf, ring.index * t.blocks + b, size, bar)
+                    sf_tile = work.expert * (c.projections * c.sf_row_tiles) + self.scheduler.block_sf(work.row_tile, b)
+                    slot = ring.index * t.blocks + b
+                    load_box(source.tma, source.codes[None, None, work.expert], row, k, sW, slot, ROWS, bar)
+                    load_sf(source.tma_sf, source.sf, sf_tile, k, s.w_sf, slot, bar)
                 ring = advance(ring, c.stages)
             tile += step
+        if const_expr(t.ctas == 2):
+            # The last MMAs signal the barriers of both CTAs, which must still be there.
+            for _ in cutlass.range(c.stages, unroll=1):
+                cute.arch.mbarrier_wait(empty + ring.index, ring.phase)
+                ring = advance(ring, c.stages)
 
     @cute.jit
-    def load_tokens(self, tma_x, mX, mXSF, tile_map: TileMap, s):
+    def load_tokens(self, source: Source, tile_map: TileMap, s):
         c, t = self.c, self.c.tile
         full, empty = s.full.data_ptr(), s.empty.data_ptr()
         sX = tma_boxes(s.x, t.box, c.stages * BOXES)
@@ -291,21 +321,20 @@ class GroupedGemm:
                 rank = cute.arch.block_idx()[0] % 2
                 first, rows = first + rank * half, half
             used = (rows + t.box - 1) // t.box
-            sf_tile, sf_tiles = Int64(work.sf_tile + work.row_in_group // 128), (work.rows + 127) // 128
+            sf_tile, sf_tiles = work.sf_tile + work.row_in_group // 128, (work.rows + 127) // 128
             for k in cutlass.range(c.k_tiles, unroll=1):
-                size = cutlass.min(c.k_steps - 4 * k, 4) * SF_TILE
                 bar = full + ring.index
                 cute.arch.mbarrier_wait(empty + ring.index, ring.phase)
-                with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive_and_expect_tx(bar, used * (t.box * BYTES_K) + sf_tiles * size)
+                if self.leads():
+                    with cute.arch.elect_one():
+                        size = t.ctas * (used * (t.box * BYTES_K) + sf_tiles * (4 * SF_TILE))
+                        cute.arch.mbarrier_arrive_and_expect_tx(bar, size)
                 for b in cutlass.range_constexpr(BOXES):
                     if b < used:
-                        load_box(tma_x, mX, first + b * t.box, k, sX, ring.index * BOXES + b, t.box, bar)
-                with cute.arch.elect_one():
-                    for j in cutlass.range_constexpr(t.sf_tiles):
-                        if j < sf_tiles:
-                            slot = ring.index * t.sf_tiles + j
-                            load_sf(mXSF, (sf_tile + j) * c.k_steps + 4 * k, s.x_sf, slot, size, bar)
+                        load_box(source.tma, source.codes, first + b * t.box, k, sX, ring.index * BOXES + b, t.box, bar)
+                for j in cutlass.range_constexpr(t.sf_tiles):
+                    if j < sf_tiles:
+                        load_sf(source.tma_sf, source.sf, sf_tile + j, k, s.x_sf, ring.index * t.sf_tiles + j, bar)
                 ring = advance(ring, c.stages)
             tile += step
 
@@ -315,7 +344,7 @@ class GroupedGemm:
     def multiply(self, tile_map: TileMap, tmem: Int32, s):
         c, t = self.c, self.c.tile
         full, empty, acc_full = s.full.data_ptr(), s.empty.data_ptr(), s.acc.data_ptr()
-        peer_full, acc_empty = s.peer_full.data_ptr(), acc_full + 1
+        acc_empty = acc_full + 1
         tile, step, count = self.scheduler.my_tiles(tile_map)
         sfw = tmem + TMEM - t.operand_columns  # [step of 64][block] 4 columns, then [step][tile] 4 columns
         sfx = sfw + 16 * t.blocks
@@ -337,8 +366,6 @@ class GroupedGemm:
             ptx.tmem_fence(before=False)
             for k in cutlass.range(c.k_tiles, unroll=1):
                 cute.arch.mbarrier_wait(full + ring.index, ring.phase)
-                if const_expr(t.ctas == 2):
-                    ptx.wait_for_pair(peer_full + ring.index, ring.phase)
                 with cute.arch.elect_one():
                     self.issue_k_tile(k, ring.index, operands, (acc, sfb, instruction, work.rows))
                     self.commit(empty + ring.index)
@@ -377,18 +404,3 @@ class GroupedGemm:
             tcgen05.commit(barrier, 0b11, tcgen05.CtaGroup.TWO)
         else:
             tcgen05.commit(barrier)
-
-    @cute.jit
-    def report_full(self, tile_map: TileMap, s):
-        """In the second CTA of a pair: signals the first, which issues the MMAs of both, when a stage is full."""
-        c = self.c
-        full, peer_full = s.full.data_ptr(), s.peer_full.data_ptr()
-        tile, step, count = self.scheduler.my_tiles(tile_map)
-        ring = consumer_state()
-        while tile < count:
-            for _ in cutlass.range(c.k_tiles, unroll=1):
-                cute.arch.mbarrier_wait(full + ring.index, ring.phase)
-                with cute.arch.elect_one():
-                    ptx.arrive_in_first(peer_full + ring.index)
-                ring = advance(ring, c.stages)
-            tile += step

@@ -96,7 +96,7 @@ def of_step(tile: TileShape, activations: str, width: int) -> Counts:
         shared = blocks * (a + sf) + b + blocks * (a + 4 * sf + b)
         return Counts(shared, 30 + 8 * blocks, 4 * blocks * DEQUANTIZE[blocks])
     shared = blocks * (a + sf) + b + tile.sf_tiles * sf + blocks * (a + b) + (blocks + tile.sf_tiles) * sf
-    return Counts(shared, 2.5 + tile.ctas + 8.5 * (blocks + tile.sf_tiles), 0)
+    return Counts(shared, 3.5 + 8.5 * (blocks + tile.sf_tiles), 0)
 
 
 def of_chunk(launch: Launch) -> Counts:

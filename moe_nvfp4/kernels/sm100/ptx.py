@@ -169,21 +169,6 @@ def tmem_fence(before: bool, *, loc=None, ip=None):
     nvvm.tcgen05_fence(kind, loc=loc, ip=ip)
 
 
-@dsl_user_op
-def bulk_load(to: cute.Pointer, source: cute.Pointer, size: Int32, barrier: cute.Pointer, *, loc=None, ip=None):
-    """`size` bytes (a multiple of 16, known at run time) from global to shared memory; the mbarrier counts them."""
-    to_llvm = [p.to_llvm_ptr(loc=loc, ip=ip) for p in (to, source, barrier)]
-    cluster = llvm.PointerType.get(7)
-    nvvm.cp_async_bulk_shared_cluster_global(
-        llvm.addrspacecast(cluster, to_llvm[0], loc=loc, ip=ip),
-        to_llvm[1],
-        to_llvm[2],
-        Int32(size).ir_value(loc=loc, ip=ip),
-        loc=loc,
-        ip=ip,
-    )
-
-
 def arrive_in_first(barrier: cute.Pointer):
     """An arrival at the barrier of the first CTA of the pair."""
     cute.arch.mbarrier_arrive(barrier, 0, scope=nvvm.MemScopeKind.CLUSTER)

@@ -27,7 +27,7 @@ from moe_nvfp4.kernels.common.pipeline import advance, arrive, consumer_state
 from moe_nvfp4.kernels.sm100 import ptx
 from moe_nvfp4.kernels.sm100.config import BOXES, BYTES_K, CHUNK, ROWS, SF_TILE, TMEM
 from moe_nvfp4.kernels.sm100.epilogue import Tensors
-from moe_nvfp4.kernels.sm100.gemm import GroupedGemm, load_box, swizzled_tma, tma_boxes
+from moe_nvfp4.kernels.sm100.gemm import GroupedGemm, Source, load_box, scales_tma, swizzled_tma, tma_boxes
 from moe_nvfp4.kernels.sm100.scheduler import TileMap
 
 DEQUANTIZE, WEIGHTS, TOKENS, MMA, THREADS = 8, 16, 17, 18, 608  # warps; 0 to 7 are the epilogue
@@ -81,8 +81,8 @@ class DequantizingGemm(GroupedGemm):
         stream,
     ):
         c, t = self.c, self.c.tile
-        tma_w, mW = swizzled_tma(mW, ROWS)
-        tma_x, mX = swizzled_tma(mX, t.box)
+        w = Source(*swizzled_tma(mW, ROWS, t.ctas), *scales_tma(mWSF, c.k_steps, t.ctas))
+        tma_x, mX = swizzled_tma(mX, t.box, t.ctas)
 
         @cute.struct
         class Storage:
@@ -104,23 +104,20 @@ class DequantizingGemm(GroupedGemm):
 
         self.storage = Storage
         tensors = Tensors(mScale0, mOffsets, mScale0, mScale1, mBias, mOut, mWSF, mScale0, mScale0, mOrder)
-        self.kernel(tma_w, mW, mWSF, tma_x, mX, tensors).launch(
+        self.kernel(w, tma_x, mX, tensors).launch(
             grid=[grid, 1, 1], block=[THREADS, 1, 1], min_blocks_per_mp=1, stream=stream, use_pdl=True
         )
 
     @cute.kernel
-    def kernel(
-        self, tma_w: cute.CopyAtom, mW: cute.Tensor, mWSF: cute.Tensor, tma_x: cute.CopyAtom, mX: cute.Tensor,
-        tensors: Tensors,
-    ):  # fmt: skip
+    def kernel(self, w: Source, tma_x: cute.CopyAtom, mX: cute.Tensor, tensors: Tensors):
         c, t = self.c, self.c.tile
         tid, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(tid // 32)
         s = SmemAllocator().allocate(self.storage)
 
         if warp == WEIGHTS:
-            cpasync.prefetch_descriptor(tma_w)
-            cpasync.prefetch_descriptor(tma_x)
+            for atom in (w.tma, w.tma_sf, tma_x):
+                cpasync.prefetch_descriptor(atom)
             with cute.arch.elect_one():
                 rings = (
                     (s.full, c.stages, 1), (s.empty, c.stages, 8), (s.wide, t.slots, 4), (s.used, t.slots, 1),
@@ -135,7 +132,7 @@ class DequantizingGemm(GroupedGemm):
         tile_map, tmem = self.begin(tensors, tid, warp == MMA, s)
 
         if warp == WEIGHTS:
-            self.load_weights(tma_w, mW, mWSF, tile_map, s)
+            self.load_weights(w, tile_map, s)
         elif warp == TOKENS:
             cute.arch.griddepcontrol_wait()
             self.load_tokens(tma_x, mX, tile_map, s)
