@@ -95,7 +95,7 @@ def test_compiles_without_a_gpu(architecture, tmp_path, record_property):
 
 def test_tiles_are_legal():
     for t in TILES:
-        assert t.legal and t.second + t.blocks * t.tokens + t.operand_columns <= TMEM
+        assert t.legal and t.second + t.blocks * t.tokens + t.operand_columns <= t.columns <= TMEM
         assert t.shared_tokens <= t.tokens  # of one block: see `TileShape.shared_tokens`
     assert not DenseTile(64, 1, 2).legal
     interleaved, assignments, bf16 = (2, "interleaved"), (1, "assignments"), (1, "assignments bfloat16")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from moe_nvfp4.weights import Gate
 
 SMEM = 232448  # bytes of shared memory a CTA may have
-TMEM = 512  # columns
+TMEM = 512  # columns, of which a CTA has a power of two
 BLOCK_K = 256  # codes
 BYTES_K = BLOCK_K // 2  # the width of the swizzle
 ROWS = 128  # weight rows of a block: the M of an MMA
@@ -54,13 +54,18 @@ class TileShape:
 
     @property
     def operand_columns(self) -> int:
-        """The last TMEM columns: operands of the MMAs; here the block scales."""
+        """The last TMEM columns of a CTA: operands of the MMAs; here the block scales."""
         return 16 * (self.blocks + self.sf_tiles)
+
+    @property
+    def columns(self) -> int:
+        """TMEM columns of a CTA: all, or half of them where two tiles fit: the rest is for others."""
+        return TMEM // 2 if 2 * self.blocks * self.tokens + self.operand_columns <= TMEM // 2 else TMEM
 
     @property
     def second(self) -> int:
         """First TMEM column of odd tiles."""
-        return min(TMEM - self.operand_columns - self.blocks * self.tokens, self.blocks * self.tokens)
+        return min(self.columns - self.operand_columns - self.blocks * self.tokens, self.blocks * self.tokens)
 
     @property
     def shared_tokens(self) -> int:
@@ -165,6 +170,11 @@ class GemmConfig:
     def scattered(self) -> bool:
         """Row r goes to order[r]."""
         return self.out.startswith("assignments")
+
+    @property
+    def halves(self) -> bool:
+        """16-bit rows leave."""
+        return self.out.endswith("float16") or self.out == "interleaved"
 
     @property
     def dense(self) -> bool:

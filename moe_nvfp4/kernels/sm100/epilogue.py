@@ -1,8 +1,8 @@
 """The epilogue of the Blackwell GEMM: fp32 sums in TMEM -> scales, bias, gate -> bf16, fp16, fp32 or NVFP4 rows.
 
 A thread reads its own TMEM lane, a weight row, for 16 tokens. Shared memory turns that around: then it has 16
-neighbouring columns of one token, a block of NVFP4. Two groups of four warps take 16 tokens in turn; they share the
-buffer.
+neighbouring columns of one token, a block of NVFP4; or 8 columns of two tokens, which cross it in a word where 16-bit
+rows leave. Two groups of four warps take 16 tokens in turn; they share the buffer.
 """
 
 from __future__ import annotations
@@ -68,7 +68,8 @@ class Epilogue:
         acc_full = s.acc.data_ptr()
         acc_empty = acc_full + 1
         group, thread = warp // 4, tid % 128
-        sExchange = s.out.get_tensor(cute.make_layout((ROWS, CHUNK), stride=(1, ROWS)))
+        words = cute.recast_ptr(s.out.data_ptr(), dtype=Uint32)
+        sExchange = cute.make_tensor(words, cute.make_layout((ROWS, CHUNK), stride=(1, ROWS)))
         tile, step, count = self.scheduler.my_tiles(tile_map)
         me = Thread(tid, thread, warp, group, tmem + (warp % 4 << 21))  # lanes 32 * (warp % 4) ..
         turn, done = Int32(0), Int32(0)  # done: chunks so far, modulo 2
@@ -135,29 +136,54 @@ class Epilogue:
         """A group: tokens at .. at + 15 of the tile, through its buffer, to the output."""
         c, t, thread, group = self.c, self.c.tile, me.thread, me.group
         outputs = 1 if c.fused else t.blocks
-        token = at + thread // 8
         for o in cutlass.range_constexpr(outputs):
-            results = self.finish(acc, at, o, scales)
+            words = self.words_of(self.finish(acc, at, o, scales))
             # the exchange belongs to the groups in turn
             if const_expr(o == 0):
                 cute.arch.barrier(barrier_id=EXCHANGE + group, number_of_threads=256)
             else:
                 cute.arch.barrier(barrier_id=GROUP + group, number_of_threads=128)
-            for j in cutlass.range_constexpr(CHUNK):
+            for j in cutlass.range_constexpr(len(words)):
                 # a warp's rows are swapped in fours, so that reading back is free of bank conflicts
-                sExchange[thread ^ (me.warp % 4 << 2), j] = results[j]
+                sExchange[thread ^ (me.warp % 4 << 2), j] = words[j]
             cute.arch.barrier(barrier_id=GROUP + group, number_of_threads=128)
-            mine = cute.make_rmem_tensor(16, Float32)
-            for q in cutlass.range_constexpr(4):
-                four = thread // 8 * ROWS + thread % 8 * 16 + ((q ^ (thread % 8 // 2)) << 2)
+            count = len(words)  # of columns that the thread has then, of one word of the tokens
+            line, first = thread // (ROWS // count), thread % (ROWS // count) * count
+            mine = cute.make_rmem_tensor(count, Uint32)
+            for q in cutlass.range_constexpr(count // 4):
+                four = line * ROWS + ((first + 4 * q) ^ (first // 32 << 2))
                 cute.autovec_copy(
                     cute.make_tensor((sExchange.iterator + four).align(16), cute.make_layout(4)),
                     cute.make_tensor(mine.iterator + 4 * q, cute.make_layout(4)),
                 )
             if const_expr(o == outputs - 1):
                 cute.arch.barrier_arrive(barrier_id=EXCHANGE + 1 - group, number_of_threads=256)
-            column = self.scheduler.block_row(work.row_tile, o) + thread % 8 * 16
-            self.store(mine, token, column, o, work, scales.h, tensors)
+            column = self.scheduler.block_row(work.row_tile, o) + first
+            mine = [mine[i] for i in range(count)]
+            if const_expr(c.out == "nvfp4"):
+                self.store_nvfp4(mine, at + line, column, work, scales.h, tensors)
+            elif const_expr(c.halves):
+                for high in cutlass.range_constexpr(2):
+                    self.store_row(self.halves_of(mine, column, high), at + 2 * line + high, column, o, work, tensors)
+            else:
+                self.store_row(mine, at + line, column, o, work, tensors)
+
+    def words_of(self, results: list) -> list:
+        """16 tokens as words: fp32 numbers, or rounded and two in one."""
+        if not self.c.halves:
+            return [v.bitcast(Uint32) for v in results]
+        half = cutlass.Float16 if self.c.out == "float16" else cutlass.BFloat16
+        return [ptx.pack_half2(results[j], results[j + 1], half) for j in range(0, CHUNK, 2)]
+
+    @cute.jit
+    def halves_of(self, mine: list, column: Int32, high: cutlass.Constexpr) -> list:
+        """The low or the high halves of eight words, two in one; of "interleaved" rows zero beyond the last column."""
+        order = EIGHT if self.c.out == "interleaved" else range(8)
+        pick = 0x7632 if high else 0x5410
+        words = [Uint32(cute.arch.prmt(mine[order[i]], mine[order[i + 1]], pick)) for i in range(0, 8, 2)]
+        if self.c.out == "interleaved":
+            words = [word if column < self.c.rows else Uint32(0) for word in words]
+        return words
 
     @cute.jit
     def finish(self, acc: Int32, at: Int32, output: cutlass.Constexpr, scales: TileScales) -> list:
@@ -191,47 +217,36 @@ class Epilogue:
                 cute.arch.mbarrier_arrive(acc_empty)
 
     @cute.jit
-    def store(self, mine, token, column, block: cutlass.Constexpr, work: WorkTile, h_scale, tensors: Tensors):
-        """Sixteen neighbouring columns of one row, from registers to the output."""
-        c = self.c
-        values = [mine[i] for i in range(16)]
-        live, row = token < work.rows, work.first + token
-        if const_expr(c.out == "nvfp4"):
-            place = (live, row, work.row_in_group + token, work.sf_tile)
-            self.store_nvfp4(values, place, column, h_scale, tensors)
-        else:
-            inside = column < c.rows
-            if const_expr(c.out == "interleaved"):
-                values = [values[8 * (i // 8) + EIGHT[i % 8]] if inside else Float32(0.0) for i in range(16)]
-                inside = column < c.width
+    def store_row(
+        self, words: list, token: Int32, column: Int32, block: cutlass.Constexpr, work: WorkTile, tensors: Tensors
+    ):
+        """Neighbouring columns of one token, fp32 or two in a word, to the output."""
+        c, per_word = self.c, 2 if self.c.halves else 1
+        inside = column < (c.width if c.out == "interleaved" else c.rows)
+        if const_expr(c.projections == 2):
+            column += block * c.rows
+        if token < work.rows and inside:
+            row = work.first + token
             if const_expr(c.scattered):
-                row = tensors.mOrder[row] if live else row
+                row = tensors.mOrder[row]
             if const_expr(c.parts > 1):
                 row += work.part * tensors.mOrder.shape[0]
-            if const_expr(c.out in ("assignments", "float32")):
-                words = [v.bitcast(Uint32) for v in values]
-            else:
-                half = cutlass.Float16 if c.out == "float16" else cutlass.BFloat16
-                words = [ptx.pack_half2(values[2 * i], values[2 * i + 1], half) for i in range(8)]
-            if const_expr(c.projections == 2):
-                column += block * c.rows
-            if live and inside:
-                start = column * len(words) // 16
-                for q in cutlass.range_constexpr(len(words) // 4):
-                    store_words(words[4 * q : 4 * q + 4], tensors.mOut, row, start + 4 * q)
+            for q in cutlass.range_constexpr(len(words) // 4):
+                store_words(words[4 * q : 4 * q + 4], tensors.mOut, row, column // per_word + 4 * q)
 
     @cute.jit
-    def store_nvfp4(self, values, place: tuple, column, h_scale, tensors: Tensors):
-        """One block: its codes and its sf. Columns of sf up to a multiple of 4 are there, and zero."""
-        c, (live, row, row_in_group, group_sf) = self.c, place
+    def store_nvfp4(self, words: list, token: Int32, column: Int32, work: WorkTile, h_scale, tensors: Tensors):
+        """16 fp32 numbers, a block: its codes and its sf. Columns of sf up to a multiple of 4 are there, and zero."""
+        c, row, row_in_group = self.c, work.first + token, work.row_in_group + token
         inside = column < c.rows
+        values = [word.bitcast(Float32) for word in words]
         sf, low, high = ptx.quantize_block(values, h_scale, c.four_over_six)
         k = column // 16
-        if live:
+        if token < work.rows:
             if inside:
                 store_words([low, high], tensors.mOut, row, k * 2)
             if k < -(-c.rows // 64) * 4:
-                sf_tile = Int64(group_sf + row_in_group // 128) * -(-c.rows // 64) + k // 4
+                sf_tile = Int64(work.sf_tile + row_in_group // 128) * -(-c.rows // 64) + k // 4
                 byte = row_in_group % 32 * 16 + row_in_group % 128 // 32 * 4 + k % 4
                 if not inside:
                     sf = Uint32(0)

@@ -28,7 +28,7 @@ from cutlass.memory import SmemAllocator
 
 from moe_nvfp4.kernels.common.pipeline import advance, consumer_state, producer_state
 from moe_nvfp4.kernels.sm100 import ptx
-from moe_nvfp4.kernels.sm100.config import BOXES, BYTES_K, CHUNK, ROWS, SF_TILE, TMEM, GemmConfig
+from moe_nvfp4.kernels.sm100.config import BOXES, BYTES_K, CHUNK, ROWS, SF_TILE, GemmConfig
 from moe_nvfp4.kernels.sm100.epilogue import Epilogue, Tensors
 from moe_nvfp4.kernels.sm100.scheduler import TileMap, TileScheduler
 
@@ -239,7 +239,7 @@ class GroupedGemm:
         """All warps, when barriers are initialized: (tile map, first TMEM column)."""
         c, pair = self.c, self.c.tile.ctas == 2
         if owns_tmem:
-            cute.arch.alloc_tmem(TMEM, s.tmem.data_ptr(), pair)
+            cute.arch.alloc_tmem(c.tile.columns, s.tmem.data_ptr(), pair)
             cute.arch.relinquish_tmem_alloc_permit(pair)
         in_map = cute.make_layout(c.map_size)
         tile_map = TileMap(tensors.mOffsets, s.ends.get_tensor(in_map), s.sf_tiles.get_tensor(in_map))
@@ -258,7 +258,7 @@ class GroupedGemm:
         if owns_tmem:
             ptx.tmem_fence(before=False)
             place = cute.arch.retrieve_tmem_ptr(Float32, 16, s.tmem.data_ptr())
-            cute.arch.dealloc_tmem(place, TMEM, self.c.tile.ctas == 2)
+            cute.arch.dealloc_tmem(place, self.c.tile.columns, self.c.tile.ctas == 2)
 
     @cute.jit
     def sync_all(self):
@@ -346,7 +346,7 @@ class GroupedGemm:
         full, empty, acc_full = s.full.data_ptr(), s.empty.data_ptr(), s.acc.data_ptr()
         acc_empty = acc_full + 1
         tile, step, count = self.scheduler.my_tiles(tile_map)
-        sfw = tmem + TMEM - t.operand_columns  # [step of 64][block] 4 columns, then [step][tile] 4 columns
+        sfw = tmem + t.columns - t.operand_columns  # [step of 64][block] 4 columns, then [step][tile] 4 columns
         sfx = sfw + 16 * t.blocks
         operands = Operands(
             s.w.data_ptr().toint(), s.x.data_ptr().toint(), s.w_sf.data_ptr().toint(), s.x_sf.data_ptr().toint(),

@@ -25,7 +25,7 @@ from cutlass.memory import SmemAllocator
 
 from moe_nvfp4.kernels.common.pipeline import advance, arrive, consumer_state
 from moe_nvfp4.kernels.sm100 import ptx
-from moe_nvfp4.kernels.sm100.config import BOXES, BYTES_K, CHUNK, ROWS, SF_TILE, TMEM
+from moe_nvfp4.kernels.sm100.config import BOXES, BYTES_K, CHUNK, ROWS, SF_TILE
 from moe_nvfp4.kernels.sm100.epilogue import Tensors
 from moe_nvfp4.kernels.sm100.gemm import GroupedGemm, Source, load_box, scales_tma, swizzled_tma, tma_boxes
 from moe_nvfp4.kernels.sm100.scheduler import TileMap
@@ -155,7 +155,7 @@ class DequantizingGemm(GroupedGemm):
         c, t = self.c, self.c.tile
         full, empty, wide, used = (b.data_ptr() for b in (s.full, s.empty, s.wide, s.used))
         group, row = (tid - DEQUANTIZE * 32) // ROWS, tid % ROWS
-        lanes = tmem + TMEM - t.operand_columns + (row // 32 << 21)
+        lanes = tmem + t.columns - t.operand_columns + (row // 32 << 21)
         tile, step, count = self.scheduler.my_tiles(tile_map)
         ring, before = consumer_state(), Int32(0)  # before: steps of the tiles before
         while tile < count:
@@ -224,7 +224,7 @@ class DequantizingGemm(GroupedGemm):
         t = self.c.tile
         wide, used, x_full, x_empty = (b.data_ptr() for b in (s.wide, s.used, s.x_full, s.x_empty))
         acc_full = s.acc.data_ptr()
-        operands = tmem + TMEM - t.operand_columns
+        operands = tmem + t.columns - t.operand_columns
         tile, step, count = self.scheduler.my_tiles(tile_map)
         before, turn = Int32(0), Int32(0)
         while tile < count:
