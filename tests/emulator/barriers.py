@@ -8,7 +8,7 @@ import numpy as np
 from tests.emulator.machine import Lanes, Wait
 from tests.emulator.memory import BARRIER, OFFSET, RANK_SHIFT, UNWRITTEN, Violation
 from tests.emulator.program import first_lane, lanes_of, operation
-from tests.emulator.races import Known, acquire, fence_all, fence_before, release
+from tests.emulator.races import Known, acquire, fence_all, fence_before, release, weakly_released
 
 MOST = (1 << 20) - 1
 
@@ -152,7 +152,8 @@ def build_arrive(build, match, *operands):
             barrier = find(warp, int(R[index][lane]) + offset)
             number = 1 if value is None else int(R[value][lane])
             far = barrier.cta is not warp.cta
-            clocks = (warp.fenced_far if far else warp.fenced) if relaxed or far and narrow(warp, match) else None
+            may_order = not (far and narrow(warp, match))
+            clocks = None if may_order and not relaxed else weakly_released(warp, far, may_order)
             if state is not None:
                 R[state][lane] = barrier.phase
             if what == "arrive":

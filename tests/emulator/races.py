@@ -8,7 +8,8 @@ barriers and asynchronous operations order everything.
 
 For Tensor Memory that takes fences too: a warp releases those of its tcgen05 operations that precede its last
 tcgen05.fence::before_thread_sync (tcgen05.commit needs none), and what it has acquired of others' counts from its next
-tcgen05.fence::after_thread_sync on. PTX ISA: "tcgen05 Memory Consistency Model".
+tcgen05.fence::after_thread_sync on; with these fences .relaxed is enough. PTX ISA: "tcgen05 Memory Consistency Model",
+with its canonical synchronization patterns.
 """
 
 import numpy as np
@@ -196,12 +197,22 @@ def acquire(warp, learned, relaxed=False, narrow=False):
         np.maximum(warp.unacquired_far, learned.clocks[0], out=warp.unacquired_far)
     if relaxed:
         np.maximum(warp.unacquired, learned.near[0], out=warp.unacquired)
+        seen = learned.near if narrow else learned.clocks
+        np.maximum(warp.clocks[TCGEN05], seen[TCGEN05], out=warp.clocks[TCGEN05])
         return
     np.maximum(warp.clocks, learned.near if narrow else learned.clocks, out=warp.clocks)
     if warp.cta.machine.lenient:
         fence_after(warp)
     if learned.waited and not warp.waited:
         warp.waited = warp.cta.machine.memory.waited = True
+
+
+def weakly_released(warp, far, scope_is_enough):
+    """What a .relaxed arrival releases, or one whose scope is not enough for the CTA it goes to."""
+    clocks = (warp.fenced_far if far else warp.fenced).copy()
+    if scope_is_enough:
+        clocks[TCGEN05] = warp.clocks[TCGEN05]
+    return clocks
 
 
 def release(warp, learned, relaxed=False):

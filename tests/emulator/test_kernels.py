@@ -257,8 +257,8 @@ def place(text, pattern, number, by):
 MEET = r"barrier\.cluster\.arrive;\s*barrier\.cluster\.wait;"
 AFTER, BEFORE = r"tcgen05\.fence::after_thread_sync;", r"tcgen05\.fence::before_thread_sync;"
 ANSWERED = "setp.eq.u32 P1, 0, 0;"
-PAIR_WAIT, PAIR_ANSWERED = r"mbarrier\.try_wait\.parity\.acquire\.cluster\S+\s+(%p\d+),[^;]+;", r"setp.eq.u32 \1, 0, 0;"
-PAIR_SCOPE = r"(mbarrier\.try_wait\.parity)\.acquire\.cluster"
+PAIR_WAIT, PAIR_ANSWERED = r"mbarrier\.try_wait\.parity\.relaxed\.cluster\S+\s+(%p\d+),[^;]+;", r"setp.eq.u32 \1, 0, 0;"
+PAIR_SCOPE = r"(mbarrier\.try_wait\.parity\.relaxed)\.cluster"
 PAIR = {
     "no cluster barrier at the start": lambda s: place(s, MEET, 0, ""),
     "no cluster barrier at the end": lambda s: place(s, MEET, -1, ""),
@@ -275,15 +275,13 @@ PAIR = {
     "stages are freed in one CTA": lambda s: change(s, r"(mov\.b16\s+%rs\d+, )3;(?=.*tcgen05\.commit)", r"\g<1>1;"),
     "one CTA's epilogue is enough": lambda s: change(s, r"(mov\.b32\s+%r\d+, )16;(\s*mbarrier\.init)", r"\g<1>8;\2"),
     "reports to itself": lambda s: change(s, r"mapa\.shared::cluster\.u32(\s+%r\d+, %r\d+), 0;", r"mov.b32 \1;"),
-    "the sums are released in no order": lambda s: change(s, "arrive.release.cluster", "arrive.relaxed.cluster", 0),
-    "the sums are released to one CTA": lambda s: change(s, "arrive.release.cluster", "arrive.release.cta", 0),
-    "waits acquire nothing": lambda s: change(s, r"(try_wait\.parity)(\.acquire\.cluster)?", r"\1.relaxed.cta", 0),
-    "the wait for both epilogues is too narrow": lambda s: place(s, PAIR_SCOPE, 0, r"\1"),
-    "waits acquire nothing of the other": lambda s: change(s, r"(try_wait\.parity)\.acquire\.cluster", r"\1", 0),
+    "the sums are released to one CTA": lambda s: change(s, "arrive.relaxed.cluster", "arrive.relaxed.cta", 0),
+    "waits acquire nothing": lambda s: change(s, r"(try_wait\.parity)(?=\.shared)", r"\1.relaxed.cluster", 0),
+    "the wait for both epilogues is too narrow": lambda s: place(s, PAIR_SCOPE, 0, r"\1.cta"),
     "no order at the end": lambda s: place(s, MEET, -1, "barrier.cluster.arrive.relaxed; barrier.cluster.wait;"),
     "no fence before sums are overwritten": lambda s: place(s, AFTER, 1, ""),
     "no fence before sums are read": lambda s: place(s, AFTER, 2, ""),
-    "no fence after sums are read": lambda s: change(s, BEFORE + r"(.{,300}?mbarrier\.arrive\.release)", r"\1", 0),
+    "no fence after sums are read": lambda s: change(s, BEFORE + r"(.{,300}?mbarrier\.arrive\.relaxed)", r"\1", 0),
     "no fence before the end": lambda s: place(s, BEFORE, -1, ""),
     "no fence before TMEM is freed": lambda s: place(s, AFTER, -1, ""),
 }  # fmt: skip

@@ -198,6 +198,33 @@ def test_mistakes(name):
         product(case, change(body(case)))
 
 
+# Warp 0 stores to Tensor Memory, warp 4, whose lanes are the same, reads it: a canonical synchronization pattern of the
+# ISA, "Non-pipelined instructions, different thread".
+RELAXED = (
+    initialise() + """shr.u32 %r1, %t, 5; setp.eq.u32 %p3, %r1, 0; setp.eq.u32 %p4, %r1, 4;
+    @%p3 tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%data], 32; bar.sync 0; ld.shared.b32 %r20, [%data];
+    add.u32 %r2, %t, 1000; @%p4 bra READ; @!%p3 bra END;
+    tcgen05.st.sync.aligned.32x32b.x1.b32 [%r20], {%r2};
+    tcgen05.wait::st.sync.aligned; tcgen05.fence::before_thread_sync; bar.warp.sync -1;
+    @%p1 mbarrier.arrive.relaxed.cta.shared.b64 %x5, [%bar]; bra END;
+    READ: """ + wait().replace(".parity.", ".parity.relaxed.cta.") + """tcgen05.fence::after_thread_sync;
+    tcgen05.ld.sync.aligned.32x32b.x1.b32 {%r4}, [%r20]; tcgen05.wait::ld.sync.aligned;
+    and.b32 %r5, %t, 31; mad.wide.u32 %x1, %r5, 4, %out; st.global.b32 [%x1], %r4;
+    END: tcgen05.fence::before_thread_sync; bar.sync 0; tcgen05.fence::after_thread_sync;
+    @%p3 tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r20, 32;"""
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("schedule", ("eager", "lazy", "slow:1"))
+def test_relaxed_arrivals_hand_over_tensor_memory(schedule):
+    out = run(RELAXED, np.zeros(32, np.uint32), threads=160, schedule=schedule)
+    assert out.tolist() == list(range(1000, 1032))
+    for fence in ("tcgen05.fence::before_thread_sync; bar.warp", "tcgen05.fence::after_thread_sync;\n    tcgen05.ld"):
+        with pytest.raises(EmulatorError, match="without tcgen05.fence::before_thread_sync"):
+            body = without(RELAXED, fence, fence.split()[-1])
+            run(body, np.zeros(32, np.uint32), threads=160, schedule=schedule)
+
+
 # ---- registers and Tensor Memory: figures 183 to 187, 9.7.16.2.3.1 ----
 # (lane, column) of register r in thread t
 PLACES = {

@@ -56,7 +56,10 @@ LEFT_OUT = re.compile(
     r"|tcgen05\.(fence|wait|commit|cp|mma|st|dealloc)"
 )
 PEER_BIT = "-16777224;"  # what the mask leaves out of an mbarrier's address: the rank in a pair
-WEAKER = (".release.cluster", ".relaxed.cluster"), (".release.cluster", ".release.cta"), (".acquire.cluster", "")
+WEAKER = (
+    (".release.cluster", ".relaxed.cluster"), (".release.cluster", ".release.cta"), (".acquire.cluster", ""),
+    (".relaxed.cluster", ".relaxed.cta"),
+)  # fmt: skip
 
 
 def mistakes(ptx):
@@ -76,7 +79,9 @@ def mistakes(ptx):
             wait, done, place, parity = operands.groups()
             other = f"xor.b32 other, {parity}, 1; {wait} {done}, {place}, other;"
             yield f"other parity, {line}", put(f"{{ .reg .b32 other; {other} }}")
-            yield f"relaxed, {line}", put(re.sub(r"(try_wait\.parity)(\.acquire\.\w+)?", r"\1.relaxed.cluster", text))
+            if ".relaxed" not in opcode:
+                relaxed = re.sub(r"(try_wait\.parity)(\.acquire\.\w+)?", r"\1.relaxed.cluster", text)
+                yield f"relaxed, {line}", put(relaxed)
         for strong, weak in WEAKER:
             if opcode.startswith("mbarrier") and strong in opcode:
                 yield f"{strong} as {weak or 'nothing'}, {line}", put(text.replace(strong, weak))

@@ -170,8 +170,12 @@ def tmem_fence(before: bool, *, loc=None, ip=None):
 
 
 def arrive_in_first(barrier: cute.Pointer):
-    """An arrival at the barrier of the first CTA of the pair."""
-    cute.arch.mbarrier_arrive(barrier, 0, scope=nvvm.MemScopeKind.CLUSTER)
+    """An arrival at the barrier of the first CTA of the pair, to hand over tensor memory.
+
+    After `tmem_fence` that needs no release (PTX ISA, canonical synchronization patterns of tcgen05): in machine code a
+    release waits for all the stores before it.
+    """
+    cute.arch.mbarrier_arrive(barrier, 0, relaxed=True, scope=nvvm.MemScopeKind.CLUSTER)
 
 
 @dsl_user_op
@@ -181,7 +185,7 @@ def _try_wait_for_pair(barrier: cute.Pointer, phase: Int32, *, loc=None, ip=None
         Int32(phase).ir_value(loc=loc, ip=ip),
         nvvm.MBarrierWaitKind.TRY,
         scope=nvvm.MemScopeKind.CLUSTER,
-        order=nvvm.MemOrderKind.ACQUIRE,
+        order=nvvm.MemOrderKind.RELAXED,
         loc=loc,
         ip=ip,
     )
@@ -190,8 +194,8 @@ def _try_wait_for_pair(barrier: cute.Pointer, phase: Int32, *, loc=None, ip=None
 
 @cute.jit
 def wait_for_pair(barrier: cute.Pointer, phase: Int32):
-    """Waits for arrivals of both CTAs of the pair, and sees what came before them: a plain wait, whose scope is the
-    CTA, orders nothing of the other one."""
+    """Waits for arrivals of both CTAs of the pair; then `tmem_fence`, as with `arrive_in_first`. A plain wait, whose
+    scope is the CTA, orders nothing of the other one."""
     done = Boolean(False)
     while not done:
         done = _try_wait_for_pair(barrier, phase)
