@@ -134,6 +134,7 @@ SHAPES = [
 CASES = [Case(c.m, c.n, c.group, c.lane, c.kind, in_tmem) for in_tmem in (False, True) for c in SHAPES]
 
 
+@pytest.mark.slow_after(3)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_mma_of_16_bits(case):
     for schedule in ("eager", "lazy", "random:1"):

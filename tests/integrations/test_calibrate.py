@@ -115,6 +115,7 @@ def test_what_cannot_be_calibrated_is_named(tmp_path):
     assert all(m.observer is None for m in model.modules() if isinstance(m, HFExperts))
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("dialect", ["modelopt", "compressed-tensors"])
 def test_four_over_six_travels_with_the_folder(dialect, tmp_path):
     """Rows by another rule, static or not; other programs read plain W4A4 files, and round as they do."""

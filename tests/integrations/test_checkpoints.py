@@ -68,6 +68,7 @@ both = pytest.mark.parametrize("dialect", ["modelopt", "compressed-tensors"])
 
 
 # ---------------------------------------------------------------- experts
+@pytest.mark.slow_after(2)
 @both
 @pytest.mark.parametrize("family", [qwen3_moe, mixtral, nemotron_h], ids=lambda f: f.__name__)
 def test_experts_are_packed_and_compute_what_the_dense_twin_does(family, dialect, tmp_path):

@@ -72,6 +72,7 @@ def test_round_trip(family, tmp_path):
     assert_same_files(tmp_path / "nvfp4-0", tmp_path / "nvfp4-2")
 
 
+@pytest.mark.slow_after(2)
 def test_every_call_prepares(family, tmp_path, monkeypatch):
     """On Hopper weights are packed where they are; a forward that passes that by would pack them anew in every call."""
     model, prepared = load(folder(tmp_path, family), quantization_config=MoeNvfp4Config()), []
@@ -97,7 +98,7 @@ NAMES = {
 }
 
 
-@pytest.mark.slow_after(3)
+@pytest.mark.slow_after(1)
 def test_files_have_modelopt_names_and_the_quantizers_bytes(family, tmp_path):
     """One tensor per expert, projection and scale; every byte as quantizing the matrix gives, with a global scale that
     gate and up share."""
@@ -160,6 +161,7 @@ def test_stacked_layout_saves_and_loads(tmp_path):
     same_experts(load(tmp_path / "stacked"), model)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("family", [qwen3_moe, gpt_oss, granite], ids=lambda f: f.__name__)
 def test_exclusions_are_honoured_and_recorded(family, tmp_path):
     source = folder(tmp_path, family)

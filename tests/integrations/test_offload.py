@@ -110,6 +110,7 @@ def saved(tmp_path, family, **kwargs):
     return tmp_path / "4bit", logits(model)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("device_map", ["cuda:1", {"": 1}, {"": torch.device("cuda", 1)}])
 def test_the_rest_goes_to_the_gpu_of_device_map(tmp_path, monkeypatch, device_map):
     path, _ = saved(tmp_path, qwen3_moe)
@@ -119,6 +120,7 @@ def test_the_rest_goes_to_the_gpu_of_device_map(tmp_path, monkeypatch, device_ma
     assert moved == [([True, False], torch.device("cuda", 1))]
 
 
+@pytest.mark.slow_after(2)
 @needs_library
 @pytest.mark.parametrize("family", [qwen3_moe, mixtral, granite, nemotron_h])
 @pytest.mark.parametrize("dialect", ["modelopt", "compressed-tensors"])

@@ -57,6 +57,7 @@ def batch(layer, T, dtype=torch.bfloat16, seed=0):
     return x, ids, torch.rand(T, 2, generator=generator)
 
 
+@pytest.mark.slow_after(1)
 def test_the_bits_of_weights_in_memory(path, tmp_path_factory):  # noqa: F811
     sizes = dict(E=st.integers(1, 5), H=st.sampled_from([16, 40, 264, 512]), I=st.sampled_from([16, 33, 176, 400]))
 

@@ -131,7 +131,7 @@ def multiplies_nvfp4(monkeypatch):
     monkeypatch.setattr(portable, "_capability", lambda device: (12, 0))
 
 
-@pytest.mark.slow_after(2)
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("x_scale", "h_scale", "gate", "T", "top_k"),
     [(None, None, "oai", 5, 2), (2e-3, 5e-3, "relu2", 16, 3), (2e-3, None, "silu", 14, 3), (None, 5e-3, "gelu", 1, 1)],
@@ -230,7 +230,7 @@ def test_large_batches_through_dense_weights(gate, scratch, monkeypatch):
     check(make_weights(4, 160, 144, GATES[gate], bias=True), x, ids, weights, 1.5 * THRESHOLDS["half"])
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("x_scale", "h_scale", "gate", "dtype"),
     [(2e-3, 5e-3, "oai", torch.bfloat16), (None, None, "silu", torch.float16), (None, 5e-3, "relu2", torch.bfloat16)],
@@ -289,7 +289,7 @@ def test_linear(activations, T, K, bias, monkeypatch):
     check_linear(activations, T, K, bias)
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("T", "K"), [(21, 64), (3, 1088)])
 def test_linear_of_nvfp4_times_nvfp4(multiplies_nvfp4, T, K):
     check_linear("nvfp4", T, K, True)

@@ -54,6 +54,7 @@ def test_parts(tmp_path, capability, quick):
     assert files == (["tests/kernels/test_portable_gpu.py"] if quick else list(GPU_TESTS))
 
 
+@pytest.mark.slow
 def test_a_part_spoils_no_other(tmp_path, capfd):
     """One fails, one cannot be started, one neither ends nor lets its child go, one begins too late."""
     hang = "import signal, subprocess, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
@@ -76,6 +77,7 @@ def test_a_part_spoils_no_other(tmp_path, capfd):
     assert "left out" in capfd.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_test_spoils_no_other(tmp_path, monkeypatch):
     """Outcomes are kept of tests that come before and after one that ends the process, or does not end."""
     tests = tmp_path / "test_some.py"

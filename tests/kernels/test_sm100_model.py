@@ -52,7 +52,7 @@ def counts(config, rows):
 KERNELS = {}
 
 
-@pytest.mark.slow_after(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("activations, projections, out, tile", KINDS)
 def test_counts(activations, projections, out, tile):
     """A tile with twice as much of K tells what a step takes, one with 32 tokens more what 16 of them do. Bytes are

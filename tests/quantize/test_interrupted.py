@@ -103,6 +103,7 @@ def test_a_full_disk_loses_nothing(after, split, tmp_path, monkeypatch):
     same_files(whole, tmp_path / "x")
 
 
+@pytest.mark.slow
 def test_too_little_space_is_said_before_anything_is_written(split, tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**6, 10**6, 1000))
     with pytest.raises(ValueError, match="1.0 KB free, about .* MB are needed"):
