@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moe_nvfp4.format import grouped_sf_rows
 from moe_nvfp4.routing import Groups, Rows, check_ids
-from moe_nvfp4.weights import ACTIVATIONS, ExpertWeights, LinearWeights
+from moe_nvfp4.weights import ACTIVATIONS, ExpertWeights, LinearWeights, is_quantized
 
 ROWS = (torch.bfloat16, torch.float16, torch.float32)  # dtypes of x, h, y and biases
 ROUTER = (*ROWS, torch.float64)
@@ -100,10 +100,10 @@ def check_stage(
 def _check_rows(name: str, rows: Rows, K: int, groups: Groups, activations: str) -> None:
     """Rows [R, K] of a GEMM, or [*, K] with an index; NVFP4 ones, K rounded up to 16, where `activations` say so."""
     R, device, values = groups.num_rows, groups.order.device, rows.values
-    if (rows.sf is None) != (rows.scale is None) or rows.is_nvfp4 != (activations != "bf16"):
+    if (rows.sf is None) != (rows.scale is None) or rows.is_nvfp4 != is_quantized(activations):
         raise ValueError(
             f"{name}: activations={activations!r} take "
-            + ("codes with block scales and a scale for each row" if activations != "bf16" else "unquantized rows")
+            + ("codes with block scales and a scale for each row" if is_quantized(activations) else "unquantized rows")
         )
     if rows.is_nvfp4:
         K16 = -(-K // 16)

@@ -82,12 +82,17 @@ def encode(x: Tensor, sf: Tensor, global_scale: Tensor | float) -> Tensor:
     return codes.view(*x.shape[:-1], x.shape[-1] // 2)
 
 
+def sf_max(four_over_six: bool) -> float:
+    """What the largest block scale of a row becomes, where its global scale is its own."""
+    return SEARCH_SF_MAX if four_over_six else E4M3_MAX
+
+
 def row_scales(x: Tensor, four_over_six: bool = False) -> Tensor:
     """The dynamic global scale of each row of x ``[..., K]``: float32 ``[...]``.
 
     Its largest magnitude / (6 * 448), or with `four_over_six` / (6 * 256): room for block scales half as large again.
     """
-    return global_scale_for(x.abs().amax(dim=-1).float(), SEARCH_SF_MAX if four_over_six else E4M3_MAX)
+    return global_scale_for(x.abs().amax(dim=-1).float(), sf_max(four_over_six))
 
 
 def quantize(
@@ -115,7 +120,7 @@ def quantize(
             "cannot hold: find out where they come from, or replace them (torch.nan_to_num)"
         )
     if global_scale is None:
-        global_scale = global_scale_for(amax, SEARCH_SF_MAX if four_over_six else E4M3_MAX)
+        global_scale = global_scale_for(amax, sf_max(four_over_six))
     else:
         global_scale = _as_scale(global_scale, x)
         if check and not ((global_scale > 0) & global_scale.isfinite()).all():

@@ -71,7 +71,7 @@ def gemm1_swiglu(x, x_sf, x_scale, x_index, weights, spec, order, offsets, dtype
 def _(x, x_sf, x_scale, x_index, weights, spec, order, offsets, dtype):
     w, groups = _stage("x", Rows(x, x_sf, x_scale, x_index), weights, spec, order, offsets, dtype)
     R, I = groups.num_rows, w.intermediate_size
-    if w.quantized and w.h_scale is not None and w.gate.kind != "raw":
+    if w.quantizes_h:
         return _empty_nvfp4(order, R, w.num_experts, -(-I // 16) * 16)
     return [order.new_empty(R, I * (2 if w.gate.kind == "raw" and w.gate.gated else 1), dtype=dtype)]
 

@@ -52,7 +52,7 @@ def gemm1_swiglu(rows: Rows, weights: ExpertWeights, groups: Groups, dtype: torc
     w, I = weights, weights.intermediate_size
     width = w.w13.shape[1] if w.gate.kind == "raw" else I
     R, device = groups.num_rows, rows.values.device
-    h_scale = w.h_scale if w.quantized and w.gate.kind != "raw" else None
+    h_scale = w.h_scale if w.quantizes_h else None
     assert w.w13_sf is not None, "in a backend's layout"
     if h_scale is not None:
         K2 = w.w2.shape[-1] * 2

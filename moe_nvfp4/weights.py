@@ -17,6 +17,16 @@ ACTIVATIONS = ("bf16", "nvfp4", "nvfp4_four_over_six")
 GATE_KINDS = ("silu", "gelu_tanh", "relu2", "raw")
 
 
+def is_quantized(activations: str) -> bool:
+    """Whether rows are NVFP4 (W4A4)."""
+    return activations != "bf16"
+
+
+def is_four_over_six(activations: str) -> bool:
+    """Whether rows are quantized with `format.quantize`'s four_over_six."""
+    return activations == "nvfp4_four_over_six"
+
+
 @dataclass(frozen=True)
 class Gate:
     """What happens between the two GEMMs, in fp32.
@@ -180,13 +190,16 @@ class ExpertWeights:
 
     @property
     def quantized(self) -> bool:
-        """Whether rows are NVFP4 (W4A4)."""
-        return self.activations != "bf16"
+        return is_quantized(self.activations)
 
     @property
     def four_over_six(self) -> bool:
-        """Whether they are quantized with `format.quantize`'s four_over_six."""
-        return self.activations == "nvfp4_four_over_six"
+        return is_four_over_six(self.activations)
+
+    @property
+    def quantizes_h(self) -> bool:
+        """Whether GEMM 1 returns NVFP4 rows: by static scales, and where nothing comes between it and GEMM 2."""
+        return self.quantized and self.h_scale is not None and self.gate.kind != "raw"
 
     def projection(self, name: str) -> Projection:
         """ "w13" or "w2"."""
@@ -328,13 +341,11 @@ class LinearWeights(NamedTuple):
 
     @property
     def quantized(self) -> bool:
-        """As `ExpertWeights.quantized`."""
-        return self.activations != "bf16"
+        return is_quantized(self.activations)
 
     @property
     def four_over_six(self) -> bool:
-        """As `ExpertWeights.four_over_six`."""
-        return self.activations == "nvfp4_four_over_six"
+        return is_four_over_six(self.activations)
 
     def block_scales(self) -> Tensor:
         """sf, of weights that are in no backend's layout."""

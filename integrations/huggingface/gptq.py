@@ -27,6 +27,7 @@ from moe_nvfp4.quantize.convert import convert_checkpoint
 from moe_nvfp4.quantize.gptq import quantize_gptq
 from moe_nvfp4.quantize.options import Options
 from moe_nvfp4.quantize.report import ConversionReport
+from moe_nvfp4.weights import is_four_over_six, is_quantized
 
 ENOUGH = 8  # rows for each column of a Hessian; with fewer, gptq begins to learn the calibration text by heart
 SAVE_EVERY = 60.0  # seconds between two states on disk, from which an interrupted run goes on
@@ -80,14 +81,14 @@ class HessianSums:
             self.layers[name] = _no_rows(layout, x.device)
         sums = self.layers[name]
         for total, rows in ((sums.x[e], x), (sums.h[e], h)):
-            rows = rows.float() if self.activations == "bf16" else _as_nvfp4(rows, self.activations)
+            rows = _as_nvfp4(rows, self.activations) if is_quantized(self.activations) else rows.float()
             total.addmm_(rows.T, rows)
         sums.rows[e] += len(x)
 
 
 def _as_nvfp4(rows: Tensor, activations: str) -> Tensor:
     """Rows [n, K] quantized with a scale each, as W4A4 does, and dequantized: fp32."""
-    padded, four_over_six = nvfp4.pad_k(rows), activations == "nvfp4_four_over_six"
+    padded, four_over_six = nvfp4.pad_k(rows), is_four_over_six(activations)
     scale = nvfp4.row_scales(padded, four_over_six)
     codes, sf, _ = nvfp4.quantize(padded, scale, False, four_over_six)
     return nvfp4.dequantize(codes, sf, scale)[:, : rows.shape[1]]

@@ -18,6 +18,7 @@ from moe_nvfp4.quantize.dialects import Dialect, QuantizationInfo
 from moe_nvfp4.quantize.files import open_checkpoint
 from moe_nvfp4.quantize.names import PER_EXPERT, PLAIN_NAMES
 from moe_nvfp4.quantize.recipes import DEFAULT_RECIPE, quantize_matrix, recipe_global_scale
+from moe_nvfp4.weights import is_quantized
 
 DENSE = (torch.bfloat16, torch.float16, torch.float32)
 DTYPES = {"weight": torch.uint8, "sf": torch.float8_e4m3fn}
@@ -159,7 +160,7 @@ class ExpertLoader:
         """All static, for activations="nvfp4", or none: then one scale per token."""
         wanted = [(part, e) for _, part, e in self._expected("input_scale")]
         missing = [key for key in wanted if ("input_scale", *key) not in self._seen]
-        if self.experts.activations == "bf16" or len(missing) == len(wanted):
+        if not is_quantized(self.experts.activations) or len(missing) == len(wanted):
             return
         if missing:
             part, e = missing[0]

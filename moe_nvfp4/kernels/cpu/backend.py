@@ -303,7 +303,7 @@ def _quantize(
 def _gemm1(program: _Program, rows: Rows, weights: ExpertWeights, groups: Groups, dtype: torch.dtype) -> Rows:
     w, gate = weights, weights.gate
     paired = gate.kind in ("silu", "gelu_tanh")
-    static = w.quantized and w.h_scale is not None and gate.kind != "raw"
+    static = w.quantizes_h
     width = w.intermediate_size * (2 if gate.gated and not paired else 1)
     h = program.empty(groups.num_rows, width, dtype=torch.float32 if static else dtype, device="cpu")
     split = 0 if w.gate_scale is None else w.intermediate_size

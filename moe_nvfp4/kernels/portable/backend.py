@@ -104,7 +104,7 @@ def gemm1_swiglu(rows: Rows, weights: ExpertWeights, groups: Groups, dtype: torc
     w, device = weights, groups.order.device
     if groups.num_rows == 0:
         return reference.gemm1_swiglu(rows, weights, groups, dtype)
-    static = w.quantized and w.h_scale is not None and w.gate.kind != "raw"
+    static = w.quantizes_h
     plan = _plan(w, planned_tokens(groups.num_rows), dtype, device)
     with _on(device):
         h = _up(_values(rows, groups), w, _Routing.of(groups, plan.BM), plan, torch.float32 if static else dtype)

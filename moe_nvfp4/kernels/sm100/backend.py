@@ -145,11 +145,10 @@ def _gemm1(rows: Rows, w: ExpertWeights, groups: Groups, dtype: torch.dtype, out
     R, E, I = groups.num_rows, groups.num_experts, w.intermediate_size
     projections = 2 if w.gate.gated else 1
     codes, sf = _operands(w.projection("w13"))
-    static = rows.is_nvfp4 and w.h_scale is not None and w.gate.kind != "raw"
-    out = "nvfp4" if static else out
+    out = "nvfp4" if w.quantizes_h else out
     tile, parts = _plan(rows, planned_tokens(R), (E, I, codes.shape[-1] * 2, projections, out))
     config = GemmConfig(E, I, codes.shape[-1] * 2, projections, out, w.gate, _bias_name(w.b13), tile)
-    if static and w.four_over_six:
+    if w.quantizes_h and w.four_over_six:
         config = replace(config, four_over_six=True)
     scales = (w.gate_scale if projections == 2 else w.up_scale, w.up_scale)
     if parts > 1:
@@ -159,7 +158,7 @@ def _gemm1(rows: Rows, w: ExpertWeights, groups: Groups, dtype: torch.dtype, out
         if R:
             launch(total, (sums.values, h, groups.offsets))
         return Rows(h)
-    if not static:
+    if not w.quantizes_h:
         h = rows.values.new_empty(R, config.width, dtype=dtype)
         return _gemm(config, rows, groups, (codes, sf), scales, w.b13, Rows(h))
     h = rows.values.new_empty(R, I // 2)

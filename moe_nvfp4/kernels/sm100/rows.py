@@ -6,7 +6,7 @@ import cutlass
 from cutlass import Float32, Int32, Int64, Uint8, Uint32, const_expr, cute
 from cutlass.memory import SmemAllocator
 
-from moe_nvfp4.format import E4M3_MAX, SEARCH_SF_MAX
+from moe_nvfp4.format import sf_max
 from moe_nvfp4.kernels.common import arithmetic
 from moe_nvfp4.kernels.common.rows import neighbours
 from moe_nvfp4.kernels.common.warp import largest_of_lanes, sum_of_lanes
@@ -95,7 +95,7 @@ class QuantizeRows:
                 global_scale = scale[experts]
         else:
             largest = ptx.largest_magnitude([s_largest[i] for i in range(4)])
-            global_scale = arithmetic.global_scale_for(largest, SEARCH_SF_MAX if c.four_over_six else E4M3_MAX)
+            global_scale = arithmetic.global_scale_for(largest, sf_max(c.four_over_six))
         if tid == 0:
             row_scale[row] = global_scale
         for block in cutlass.range(tid, sf_columns, self.THREADS):

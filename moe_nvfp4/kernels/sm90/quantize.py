@@ -12,17 +12,11 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr
 
-from moe_nvfp4.format import E4M3_MAX, SEARCH_SF_MAX
+from moe_nvfp4.format import sf_max
 from moe_nvfp4.kernels.common import arithmetic
 from moe_nvfp4.kernels.common.warp import largest_of_lanes
 from moe_nvfp4.kernels.sm90 import ptx
 from moe_nvfp4.kernels.sm90.rows import load_eight, store_eight
-
-
-def sf_max(four_over_six: bool) -> float:
-    """What the largest block of a row has as its scale, where the global scale is the row's own."""
-    return SEARCH_SF_MAX if four_over_six else E4M3_MAX
-
 
 # ---- eight values --------------------------------------------------------------------------------
 
