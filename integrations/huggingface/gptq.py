@@ -95,13 +95,15 @@ def _as_nvfp4(rows: Tensor, activations: str) -> Tensor:
 
 
 def shrink(sums: _Sums) -> None:
-    """Few rows say little: K more are added, in place. For x [.., K = H] of the layer's average row, which is the same
-    hidden state whatever the expert; for h, whose columns mean another thing in each expert, of rows like its own whose
-    columns do not go together. With no rows at all, h counts every column the same, as ``mse`` does."""
-    average = sums.x.sum(dim=0) / max(1, int(sums.rows.sum()))
-    sums.x += average * average.shape[0]
-    diagonal = sums.h.diagonal(dim1=1, dim2=2)
-    diagonal *= 1 + sums.h.shape[-1] / sums.rows.clamp(min=1).to(sums.h.device)[:, None]
+    """Few rows say little: in place, others are added. To x [.., K = H] first K of the layer's average row, which is
+    the same hidden state whatever the expert. To both then as many as would be `ENOUGH`, whose columns do not go
+    together: with ever fewer rows (of the layer for x, of the expert for h) gptq becomes ``weighted``. With no rows at
+    all, h counts every column the same, as ``mse`` does."""
+    rows, H = sums.rows.to(sums.x.device), sums.x.shape[-1]
+    sums.x += sums.x.sum(dim=0) * (H / rows.sum().clamp(min=1))
+    for total, seen in ((sums.x, rows.max()), (sums.h, rows[:, None])):
+        diagonal = total.diagonal(dim1=1, dim2=2)
+        diagonal *= 1 + ENOUGH * total.shape[-1] / seen.clamp(min=1)
 
 
 def quantize_experts(module: nn.Module, layout: ModuleLayout, sums: _Sums) -> dict[str, Tensor]:

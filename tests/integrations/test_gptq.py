@@ -6,14 +6,16 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from moe_nvfp4 import format
+from moe_nvfp4 import format as nvfp4
 from moe_nvfp4.cli import main
 from moe_nvfp4.integrations.huggingface import MoeNvfp4Config, swap_experts
 from moe_nvfp4.integrations.huggingface import gptq as module
 from moe_nvfp4.integrations.huggingface.calibration import dense_modules
 from moe_nvfp4.integrations.huggingface.gptq import HessianSums, convert_gptq, gptq_model, shrink
 from moe_nvfp4.integrations.huggingface.statistics import watch
+from moe_nvfp4.quantize.gptq import quantize_gptq
 from moe_nvfp4.quantize.options import Options
+from moe_nvfp4.quantize.recipes import quantize_matrix
 from moe_nvfp4.quantize.verify import verify_checkpoint
 from tests.models import folder, gpt_oss, load, make, mixtral, nemotron_h, qwen3_moe, same_tensors, tensors
 
@@ -42,8 +44,8 @@ def test_hessians_are_those_of_a_loop(activations):
             return values.double()
         rounding = activations == "nvfp4_four_over_six"
         scale = values.abs().max() / (6 * (256 if rounding else 448))
-        codes, sf, _ = format.quantize(values[None], scale, four_over_six=rounding)
-        return format.dequantize(codes, sf, scale)[0].double()
+        codes, sf, _ = nvfp4.quantize(values[None], scale, four_over_six=rounding)
+        return nvfp4.dequantize(codes, sf, scale)[0].double()
 
     for e in (0, 5):
         rows = x[(ids == e).any(dim=1)]
@@ -67,9 +69,31 @@ def test_rare_experts_lean_on_their_layer():
     shrink(sums)
     average = hessian.sum(dim=0) / 4002
     for e, n in enumerate((4000, 2, 0)):
-        torch.testing.assert_close(sums.x[e], hessian[e] + 8 * average)
-        diagonal = torch.diag(hessian[e].diagonal())
-        torch.testing.assert_close(sums.h[e], hessian[e] + 8 / max(n, 1) * diagonal)
+        want = hessian[e] + 8 * average
+        torch.testing.assert_close(sums.x[e], want + 64 / 4000 * torch.diag(want.diagonal()))
+        torch.testing.assert_close(sums.h[e], hessian[e] + 64 / max(n, 1) * torch.diag(hessian[e].diagonal()))
+
+
+def outputs_error(w, codes, sf, global_scale, covariance):
+    error = nvfp4.dequantize(codes, sf, global_scale)[:, : w.shape[1]].double() - w.double()
+    return (error @ covariance * error).sum().item()
+
+
+@pytest.mark.parametrize("rows", [16, 64, 256, 4096])
+def test_little_data_is_no_worse_than_weighted(rows):
+    """Inputs whose columns go together; errors of outputs by their covariance, which the recipes do not know."""
+    g = torch.Generator().manual_seed(rows)
+    mixing = torch.randn(64, 24, generator=g).double()
+    covariance = mixing @ mixing.T + torch.diag(torch.rand(64, generator=g).double() * 8)
+    x = torch.randn(rows, 64, generator=g) @ torch.linalg.cholesky(covariance).T.float()
+    w = torch.randn(96, 64, generator=g)
+    sums = module._Sums((x.T @ x)[None], (x.T @ x)[None], torch.tensor([rows]))
+    by_weighted = quantize_matrix(w, "weighted", importance=x.square().mean(dim=0))
+    weighted = outputs_error(w, *by_weighted, covariance)
+    shrink(sums)
+    for hessian in (sums.x, sums.h):
+        codes, sf, scale = (t[0] for t in quantize_gptq(w[None], hessian))
+        assert outputs_error(w, codes, sf, scale, covariance) < (1.0 if rows < 256 else 0.8) * weighted
 
 
 @pytest.mark.slow_after(1)
@@ -99,7 +123,7 @@ def test_outputs_of_experts_are_nearer_than_by_mse():
             scale = f"{part.replace('gate_up', 'gate')}_global_scale"
             for recipe, of in (("gptq", made[name]), ("mse", dict(by_mse.named_parameters()))):
                 codes, sf = of[part][e], of[f"{part}_sf"][e].view(torch.float8_e4m3fn)
-                error = rows @ (format.dequantize(codes, sf, of[scale][e]) - weight).T
+                error = rows @ (nvfp4.dequantize(codes, sf, of[scale][e]) - weight).T
                 errors[recipe] += (error.square().sum() / (rows @ weight.T).square().sum()).item()
 
     with watch(dense_modules(model), visit), torch.no_grad():
@@ -197,7 +221,7 @@ def test_other_peoples_readers_see_the_same_numbers(tmp_path):
     assert len(stems) == 2 * 8 * 3
     for stem in stems:
         codes, sf, scale = (ours[f"{stem}.{s}"] for s in ("weight", "weight_scale", "weight_scale_2"))
-        want = format.dequantize(codes, sf, scale)
+        want = nvfp4.dequantize(codes, sf, scale)
         packed = NVFP4QTensor(torch.Size((codes.shape[0], codes.shape[1] * 2)), torch.float32, codes)
         found = packed.dequantize(dtype=torch.float32, scale=sf, double_scale=scale, block_sizes={-1: 16})
         assert torch.equal(found, want), stem
