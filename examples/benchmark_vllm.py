@@ -1,8 +1,11 @@
-"""vLLM with our experts against vLLM's own bf16 experts: one process, the same model of random weights, by turns.
+"""vLLM with our experts against vLLM's own: engines of one model of random weights, asked by turns.
 
-    python examples/benchmark_vllm.py --layers 2 --batches 1 16 --prefill 256
+    python examples/benchmark_vllm.py --layers 2 --batches 1 16 --prefill 256                    # a CPU
+    python examples/benchmark_vllm.py --layers 48 --batches 1 32 256 --prompt 32 --tokens 64 --prefill 4096    # a GPU
+    python examples/benchmark_vllm.py --layers 48 --engines NVFP4 Marlin --tensor-parallel 2     # two GPUs
 
-Shapes are those of Qwen3-30B-A3B, with a small vocabulary, so that the experts are most of the work.
+Shapes are those of Qwen3-30B-A3B; on a CPU with a small vocabulary, so that the experts are most of the work. There
+vLLM has no NVFP4 experts of its own; on Hopper they are Marlin's.
 """
 
 import argparse
@@ -11,55 +14,100 @@ import os
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
+
+import torch
 
 SHAPES = dict(
     hidden_size=2048, moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8, intermediate_size=6144,
-    num_attention_heads=32, num_key_value_heads=4, head_dim=128, vocab_size=1024, norm_topk_prob=True,
+    num_attention_heads=32, num_key_value_heads=4, head_dim=128, norm_topk_prob=True,
 )  # fmt: skip
 IGNORE = ["lm_head", "*.self_attn*", "*.gate"]
-QUANTIZATION = {"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4", "ignore": IGNORE}
+QUANTIZATION = {"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4", "ignore": IGNORE, "exclude_modules": IGNORE}
+GIB = 1 << 30
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 16, 64])
-    parser.add_argument("--prefill", type=int, default=512, help="tokens of a prompt")
+    parser.add_argument("--prompt", type=int, default=8, help="tokens of the prompts of those")
     parser.add_argument("--tokens", type=int, default=16, help="decoded by each request")
+    parser.add_argument("--prefill", type=int, default=512, help="tokens of a prompt by itself")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--engines", nargs="+", choices=("bf16", "Marlin", "NVFP4"), help="NVFP4 are our experts")
+    parser.add_argument("--tensor-parallel", type=int, default=1, metavar="N", help="GPUs that share each layer")
+    parser.add_argument("--expert-parallel", action="store_true", help="they share the experts of it")
     args = parser.parse_args()
-    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
-    from transformers import Qwen3MoeConfig
-    from vllm import LLM, SamplingParams
+    gpu = Path("/dev/nvidia0").exists()  # torch.cuda would start CUDA, and engines could not be forked
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    if not gpu:
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    engines = {name: engine(name, gpu, args) for name in args.engines or ("bf16", *["Marlin"] * gpu, "NVFP4")}
 
-    config = Qwen3MoeConfig(**SHAPES, num_hidden_layers=args.layers, max_position_embeddings=4096)
-    config = {**config.to_dict(), "architectures": ["Qwen3MoeForCausalLM"], "torch_dtype": "bfloat16"}
-    engines = {}
-    for name, more in (("bf16", {}), ("NVFP4", {"quantization_config": QUANTIZATION})):
-        with tempfile.TemporaryDirectory() as folder:
-            Path(folder, "config.json").write_text(json.dumps(config | more))
-            engines[name] = LLM(
-                folder, quantization="moe_nvfp4" if more else None, load_format="dummy", dtype="bfloat16",
-                max_model_len=1024, enforce_eager=True, skip_tokenizer_init=True, enable_prefix_caching=False,
-            )  # fmt: skip
-
-    def seconds(engine: LLM, batch: int, prompt: int, new: int) -> float:
-        prompts = [{"prompt_token_ids": [5 + (i * 37 + j * 11) % 1000 for j in range(prompt)]} for i in range(batch)]
-        sampling = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False)
-        start = time.perf_counter()
-        engine.generate(prompts, sampling, use_tqdm=False)
-        return time.perf_counter() - start
-
-    print(f"{'':24}{'bf16':>12}{'NVFP4':>12}   tokens/s, best of {args.rounds}")
-    points = [(f"decode, batch {b}", b, 8, args.tokens) for b in args.batches] + [("prefill", 1, args.prefill, 1)]
+    print(f"{'':24}" + "".join(f"{name:>12}" for name in engines) + f"   tokens/s, best of {args.rounds}")
+    points = [(f"decode, batch {b}", b, args.prompt, args.tokens) for b in args.batches] + [
+        (f"prefill, {args.prefill}", 1, args.prefill, 1)
+    ]
     for what, batch, prompt, new in points:
-        times = {name: [] for name in engines}
+        times: dict[str, list[float]] = {name: [] for name in engines}
         for _ in range(args.rounds + 1):
-            for name, engine in engines.items():
-                times[name].append(seconds(engine, batch, prompt, new))
+            for name, llm in engines.items():
+                times[name].append(seconds(llm, batch, prompt, new))
         done = batch * new if new > 1 else prompt
-        bf16, nvfp4 = (done / min(times[name][1:]) for name in ("bf16", "NVFP4"))
-        print(f"{what:24}{bf16:12.1f}{nvfp4:12.1f}   {nvfp4 / bf16:.2f} times", flush=True)
+        print(f"{what:24}" + "".join(f"{done / min(found[1:]):12.1f}" for found in times.values()), flush=True)
+
+
+def engine(name: str, gpu: bool, args: argparse.Namespace) -> Any:
+    from transformers import Qwen3MoeConfig
+    from vllm import LLM
+
+    longest = max(args.prompt + args.tokens, args.prefill + 1, 1024)
+    config = Qwen3MoeConfig(
+        **SHAPES, vocab_size=151936 if gpu else 1024, num_hidden_layers=args.layers, max_position_embeddings=longest
+    )
+    config = {**config.to_dict(), "architectures": ["Qwen3MoeForCausalLM"], "torch_dtype": "bfloat16"}
+    options: dict[str, Any] = {"enforce_eager": True}
+    if gpu:  # several engines share it
+        spread_random_weights()
+        options = dict(
+            gpu_memory_utilization=0.05, kv_cache_memory_bytes=4 * GIB, max_num_seqs=max(args.batches),
+            max_num_batched_tokens=8192, compilation_config=dict(cudagraph_capture_sizes=sorted(args.batches)),
+            tensor_parallel_size=args.tensor_parallel, enable_expert_parallel=args.expert_parallel,
+        )  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        quantized = {} if name == "bf16" else {"quantization_config": QUANTIZATION}
+        Path(folder, "config.json").write_text(json.dumps(config | quantized))
+        return LLM(
+            folder, quantization="moe_nvfp4" if name == "NVFP4" else None, load_format="dummy", dtype="bfloat16",
+            max_model_len=longest, skip_tokenizer_init=True, enable_prefix_caching=False, **options,
+        )  # fmt: skip
+
+
+def spread_random_weights() -> None:
+    """vLLM leaves random 4-bit codes as memory was: finite activations, and routing to all experts, need more care."""
+    from vllm.model_executor.model_loader import dummy_loader
+
+    def fill(model: torch.nn.Module, *_: object, **__: object) -> None:
+        for name, p in model.named_parameters():
+            if "scale" in name and p.dtype == torch.float32:
+                p.data.fill_(1 / 256)
+            elif p.dtype in (torch.uint8, torch.float8_e4m3fn):  # codes; block scales of 1
+                p.data.random_(0, 256) if p.dtype == torch.uint8 else p.data.view(torch.uint8).fill_(0x38)
+            else:
+                p.data.fill_(1) if p.dim() == 1 else p.data.normal_(0, 0.02)
+
+    dummy_loader.initialize_dummy_weights = fill
+
+
+def seconds(llm: Any, batch: int, prompt: int, new: int) -> float:
+    from vllm import SamplingParams
+
+    prompts = [{"prompt_token_ids": [5 + (i * 37 + j * 11) % 1000 for j in range(prompt)]} for i in range(batch)]
+    sampling = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False)
+    start = time.perf_counter()
+    llm.generate(prompts, sampling, use_tqdm=False)
+    return time.perf_counter() - start
 
 
 if __name__ == "__main__":
