@@ -232,7 +232,7 @@ def pair():
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(sm100, "launch", lambda *launch: started.append(launch))
         monkeypatch.setattr(sm100, "multiprocessors", lambda device: 2)
-        monkeypatch.setattr(sm100, "choose_tile", lambda *_: TileShape(128, 1, 2))
+        monkeypatch.setattr(sm100, "plan_gemm", lambda *_: (TileShape(128, 1, 2), 1))
         layer = NVFP4Experts(2, 16, 1040, activations="nvfp4")
         for parameter in layer.parameters():
             parameter.copy_(torch.randint(0x30, 0x40, parameter.shape) if parameter.dtype == torch.uint8 else 1)

@@ -43,7 +43,7 @@ class OnEmulator:
         self.parts = 1
         self.cut_sums = False
 
-    def plan(self, rows, experts, weight_rows, k, *_):
+    def plan(self, activations, rows, experts, weight_rows, k, *_):
         """(tile, parts of K), no more than there are; None: not given."""
         return self.tile and (self.tile, min(self.parts, -(-k // BLOCK_K)))
 
@@ -66,12 +66,11 @@ class OnEmulator:
 @contextmanager
 def in_place_of_launch(runner):
     """Inside, what `moe_nvfp4.kernels.sm100` launches goes to the runner, which also says the sizes."""
-    choose_tile, plan_dense = sm100.choose_tile, sm100.plan_dense
+    plan_gemm = sm100.plan_gemm
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(sm100, "launch", runner.launch)
         monkeypatch.setattr(sm100, "multiprocessors", lambda device: runner.multiprocessors)
-        monkeypatch.setattr(sm100, "choose_tile", lambda *problem: runner.tile or choose_tile(*problem))
-        monkeypatch.setattr(sm100, "plan_dense", lambda *problem: runner.plan(*problem) or plan_dense(*problem))
+        monkeypatch.setattr(sm100, "plan_gemm", lambda *problem: runner.plan(*problem) or plan_gemm(*problem))
         yield runner
 
 

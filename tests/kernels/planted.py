@@ -119,10 +119,7 @@ def launches(problem, tile, multiprocessors, parts=1):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sm100, "launch", lambda *launch: started.append(launch))
         patch.setattr(sm100, "multiprocessors", lambda device: multiprocessors)
-        of = lambda *p: TileShape(tile.tokens, 2, tile.ctas) if p[3] == 2 else tile
-        patch.setattr(sm100, "choose_tile", of)
-        of = lambda *p: (DenseTile(tile.tokens, 2 if p[4] == 2 else tile.blocks), min(parts, -(-p[3] // BLOCK_K)))
-        patch.setattr(sm100, "plan_dense", of)
+        patch.setattr(sm100, "plan_gemm", lambda *p: (tile, min(parts, -(-p[4] // BLOCK_K))))
         if not dense:
             sm100.quantize_rows(x, groups.token, w.x_scale, groups)
         sm100.gemm1_swiglu(rows, packed, groups, torch.bfloat16)

@@ -55,7 +55,7 @@ class Problem:
         self.out = np.full((ROWS, words), 0xFFFFFFFF, np.uint32)
         self.out_sf = np.zeros(sf_columns * 512, np.uint8)
         pad = 8  # rows, so that windows are multiples of 16 bytes
-        N, of_expert = c.rows * c.projections, c.projections * c.sf_row_tiles * c.k_steps * 512
+        N, of_expert = c.matrix_rows, c.sf_row_tiles * c.k_steps * 512
         codes, sf = random_bytes(N * c.k // 2), random_bytes(of_expert, low=0x30, high=0x40)
         scale = torch.full((c.experts,), 0.01)
         self.arguments = (

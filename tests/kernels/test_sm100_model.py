@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from moe_nvfp4.kernels.sm100 import backend as sm100
-from moe_nvfp4.kernels.sm100.config import CHUNK, SF_TILE, DenseTile, GemmConfig, TileShape
+from moe_nvfp4.kernels.sm100.config import SF_TILE, DenseTile, GemmConfig, TileShape
 from moe_nvfp4.kernels.sm100.model import Launch, of_chunk, of_step
 from moe_nvfp4.weights import Gate
 from tests.emulator import Emulated, compiling_for
@@ -15,10 +15,10 @@ from tests.emulator.counts import counting, cycles
 pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="the emulator links compiled host code with cc")
 KINDS = [  # activations, projections, what leaves, tile
     ("bf16", 1, "assignments", DenseTile(64, 1)),
-    ("nvfp4", 2, "bfloat16", TileShape(64, 2)),
-    ("bf16", 2, "interleaved", DenseTile(64, 2)),
+    ("nvfp4", 2, "bfloat16", TileShape(128, 2)),
+    ("bf16", 2, "interleaved", DenseTile(128, 1)),
     ("bf16", 1, "assignments bfloat16", DenseTile(128, 2)),
-    ("nvfp4", 2, "nvfp4", TileShape(128, 2, 2)),
+    ("nvfp4", 2, "nvfp4", TileShape(256, 1, 2)),
     ("nvfp4", 1, "bfloat16", TileShape(128, 1, 2)),
     ("nvfp4", 1, "assignments", TileShape(64, 1)),
     ("nvfp4", 1, "assignments bfloat16", TileShape(256, 1, 2)),
@@ -31,7 +31,7 @@ def counts(config, rows):
     fields = {"nvfp4": c.rows // 8, "assignments": c.width, "float32": c.width}
     byte = lambda *shape: torch.zeros(shape, dtype=torch.uint8)
     weights = byte(E, c.rows * c.projections, c.k // 2).permute(1, 2, 0)
-    weights_sf = byte(E * c.projections * c.sf_row_tiles * c.k_steps * SF_TILE)
+    weights_sf = byte(E * c.sf_row_tiles * c.k_steps * SF_TILE)
     offsets, one = torch.tensor([0, R], dtype=torch.int32), torch.ones(E)
     out = torch.zeros(R, fields.get(c.out, c.width // 2), dtype=torch.int32).view(torch.uint32)
     order, sf_tiles = torch.arange(R, dtype=torch.int32), -(-R // 128) + E
@@ -55,15 +55,15 @@ KERNELS = {}
 @pytest.mark.slow
 @pytest.mark.parametrize("activations, projections, out, tile", KINDS)
 def test_counts(activations, projections, out, tile):
-    """A tile with twice as much of K tells what a step takes, one with 32 tokens more what 16 of them do. Bytes are
+    """A tile with twice as much of K tells what a step takes, one with two chunks more what they do. Bytes are
     those of the model; instructions, which a compiler may arrange in other ways from one size to the next, nearly."""
     pytest.importorskip("cutlass", reason="the CuTe DSL is not installed")
     pytest.importorskip("tvm_ffi", reason="the kernels' host code is TVM-FFI's")
-    rows = 128 * tile.ctas * (1 if projections == 2 else tile.blocks)
+    rows = 128 * tile.ctas * tile.blocks // projections
     gate = Gate() if projections == 2 else None
     short, long = (GemmConfig(1, rows, k, projections, out, gate, None, tile) for k in (256, 512))
     width = tile.tokens  # whole boxes of tokens are copied
-    launch = Launch((width,), rows, 512, projections, out, 2, activations, tile)
+    launch = Launch((width,), rows, 512, projections, out, 2, tile, activations)
     step, chunk = of_step(tile, activations, width), of_chunk(launch)
     mma = 18 if activations == "bf16" else 10  # its warp
     one, two = counts(short, width), counts(long, width)
@@ -72,10 +72,10 @@ def test_counts(activations, projections, out, tile):
     assert per_step(lambda c: c.of_warp(mma)) == pytest.approx(step.instructions, rel=0.1)
     if activations == "bf16":
         assert per_step(lambda c: sum(map(c.of_warp, range(8, 16)))) == pytest.approx(step.slots, rel=0.04)
-    less = counts(long, width - 2 * CHUNK)
+    less = counts(long, width - 2 * long.chunk)
     exchanged = sum(two.shared[what] - less.shared[what] for what in ("loads", "stores")) / 2
     assert exchanged == chunk.shared * tile.ctas
-    # a group of four warps stores 16 tokens, the other one the next 16
+    # a group of four warps stores a chunk, the other one the next
     assert 4 * (two.of_warp(2) - less.of_warp(2)) == pytest.approx(chunk.slots, rel=0.03)
 
 

@@ -81,7 +81,8 @@ def test_compiles_without_a_gpu(architecture, tmp_path, record_property):
             t = config.tile
             assert config.shared_bytes <= SMEM and found["REG"] <= 96
             assert found["UTCHMMA"] == 4 * t.blocks and found["UTCCP"] == 0
-            assert found["UTMALDG"] == 2 * t.blocks + 4 and found["LDTM"] == found["STTM"] == t.blocks
+            assert found["UTMALDG"] == 2 * t.blocks + 4 and found["STTM"] == t.blocks
+            assert found["LDTM"] == t.blocks * (4 if config.fused else 1)  # 16x32bx2 is two
             rate = 4 * 1152 * t.blocks / found["loop STTM"]
             assert rate > (26 if t.blocks == 2 else 24)
             line += f" {config.stages} stages {config.shared_bytes:6} B shared {t.second + t.blocks * t.tokens:3} + "
@@ -100,27 +101,32 @@ def test_tiles_are_legal():
     assert not DenseTile(64, 1, 2).legal
     interleaved, assignments, bf16 = (2, "interleaved"), (1, "assignments"), (1, "assignments bfloat16")
     for R, E, rows, K, leaving, tile, parts in [
-        (8, 128, 768, 2048, interleaved, DenseTile(64, 2), 3),  # 48 tiles for 148 multiprocessors
+        (8, 128, 768, 2048, interleaved, DenseTile(64, 1), 1),  # 96 tiles for 148 multiprocessors
+        (2, 8, 1792, 4096, interleaved, DenseTile(64, 2), 4),  # 28 tiles of two blocks
         (2, 8, 14336, 4096, interleaved, DenseTile(64, 2), 1),  # 224 tiles
         (2, 8, 4096, 14336, assignments, DenseTile(64, 2), 4),  # 32 tiles of two blocks
         (2, 8, 4096, 14336, bf16, DenseTile(64, 1), 1),  # parts are fp32
         (16, 128, 2880, 2880, assignments, DenseTile(64, 2), 3),  # 192 pairs of blocks are two rounds, 576 parts four
-        (512, 8, 4096, 14336, bf16, DenseTile(64, 2), 1),  # 256 blocks or 128 pairs: two rounds, and tokens are shared
-        (3072, 16, 768, 2048, interleaved, DenseTile(64, 2), 1),  # 192 tiles of 128 tokens: two rounds, longer ones
+        (512, 8, 4096, 14336, bf16, DenseTile(128, 2), 1),  # 32 to 96 rows an expert: one tile of each holds them
+        (3072, 16, 768, 2048, interleaved, DenseTile(128, 1), 1),  # 384 tiles of one block: three rounds, short ones
         (65536, 128, 2048, 768, bf16, DenseTile(128, 2), 1),
     ]:
-        assert sm100.plan_dense(R, E, rows, K, *leaving, 148) == (tile, parts), (R, E, rows, K)
+        assert sm100.plan_gemm("bf16", R, E, rows, K, *leaving, 148) == (tile, parts), (R, E, rows, K)
 
 
 @settings(max_examples=100, deadline=None)
 @given(
     st.integers(0, 20_000), st.integers(1, 300), st.integers(1, 500), st.integers(1, 500), st.integers(1, 160),
-    st.sampled_from([(2, "interleaved"), (2, "bfloat16"), (1, "assignments"), (1, "assignments bfloat16")]),
+    st.sampled_from([
+        (2, "interleaved"), (2, "bfloat16"), (2, "nvfp4"), (1, "float16"),
+        (1, "assignments"), (1, "assignments bfloat16"),
+    ]),
 )  # fmt: skip
 def test_every_plan_is_legal(rows, experts, weight_rows, k, sms, leaving):
     """No part of K is empty, and what the kernel needs of shared memory is there."""
     projections, out = leaving
-    tile, parts = sm100.plan_dense(rows, experts, 16 * weight_rows, 32 * k, projections, out, sms)
+    kind = "nvfp4" if out in ("nvfp4", "float16") else "bf16"
+    tile, parts = sm100.plan_gemm(kind, rows, experts, 16 * weight_rows, 32 * k, projections, out, sms)
     split = parts > 1 and projections == 2
     gate = Gate() if projections == 2 and not split else None
     out = "float32" if split else out

@@ -11,7 +11,7 @@ order of the fp32 sums inside a GEMM and the last bits of exp in the gate:
 `EXACT_BYTES`.
 
 bf16 rows are gathered and interleaved (`rows.InterleaveRows`) before each GEMM; in `experts` GEMM 1 writes h so. With
-few of them K is in parts (`model.plan_dense`): a kernel more adds up those of GEMM 1 and applies the gate (`SumParts`),
+few of them K is in parts (`model.plan_gemm`): a kernel more adds up those of GEMM 1 and applies the gate (`SumParts`),
 the weighted sum adds up those of GEMM 2.
 
 Nothing waits for the device and no shape depends on data, so the stages can be captured in a CUDA
@@ -41,11 +41,10 @@ from moe_nvfp4.kernels.sm100.config import (
     RouteConfig,
     SumConfig,
     TileShape,
-    choose_tile,
     interleaved_width,
 )
-from moe_nvfp4.kernels.sm100.model import plan_dense
-from moe_nvfp4.kernels.sm100.pack import pack_sf, pad_rows, parts
+from moe_nvfp4.kernels.sm100.model import plan_gemm
+from moe_nvfp4.kernels.sm100.pack import pack_codes, pack_sf, pad_rows, parts
 from moe_nvfp4.routing import Groups, Rows, check_ids, group_by_expert
 from moe_nvfp4.weights import ExpertWeights, Projection
 
@@ -187,10 +186,8 @@ def _gemm2(h: Rows, w: ExpertWeights, groups: Groups, top_k_weights: Tensor, dty
 
 def _plan(operand: Rows, rows: int, problem: tuple[int, int, int, int, str]) -> tuple[TileShape, int]:
     """(tile, parts of K). problem: experts, weight rows, K, projections, what leaves."""
-    (experts, weight_rows, _, projections, _), sms = problem, multiprocessors(operand.values.device)
-    if operand.is_nvfp4:
-        return choose_tile(rows, experts, weight_rows, projections, sms), 1
-    return plan_dense(rows, *problem, sms)
+    activations = "nvfp4" if operand.is_nvfp4 else "bf16"
+    return plan_gemm(activations, rows, *problem, multiprocessors(operand.values.device))
 
 
 def _sums(like: Rows, rows: int, config: GemmConfig) -> Tensor:
@@ -277,7 +274,8 @@ def _operands(w: Projection) -> tuple[Tensor, Tensor]:
     if w.sf is None:
         return parts(w.codes, w.rows, -(-w.width // 16))
     warn_unpacked("Blackwell")
-    codes, sf = pad_rows(w.codes), pack_sf(w.sf, 2 if w.interleaved else 1)
+    projections = 2 if w.interleaved else 1
+    codes, sf = pack_codes(w.codes, projections), pack_sf(w.sf, projections)
     settle(sf.device)
     return codes, sf
 
@@ -376,11 +374,11 @@ def kernel_of(config: Config) -> tuple[Any, tuple]:
             tensor(Int32, R, align=4),
             tensor(Uint32, R, interleaved_width(config.k) // 2),
         )
-    E, N = config.experts, config.rows * config.projections
+    E, N = config.experts, config.matrix_rows
     words = {"nvfp4": config.rows // 8, "assignments": config.width, "float32": config.width}
     weights = (
         tensor(Uint8, N, config.k // 2, E, stride=(config.k // 2, 1, N * config.k // 2)),
-        tensor(Uint8, E * config.projections * config.sf_row_tiles * config.k_steps * SF_TILE),
+        tensor(Uint8, E * config.sf_row_tiles * config.k_steps * SF_TILE),
     )
     bias = tensor(types[config.bias], E, N, align=4) if config.bias else tensor(Float32, E, align=4)
     if config.dense:

@@ -1,4 +1,4 @@
-"""What the Blackwell kernels are compiled for, and which tile a problem gets: numbers only, no CuTe DSL."""
+"""What the Blackwell kernels are compiled for: numbers only, no CuTe DSL. `model` chooses."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ TMEM = 512  # columns, of which a CTA has a power of two
 BLOCK_K = 256  # codes
 BYTES_K = BLOCK_K // 2  # the width of the swizzle
 ROWS = 128  # weight rows of a block: the M of an MMA
+TOGETHER = 16  # rows of gate, then as many of up, in turn (`pack`)
 SF_TILE = 512  # bytes of a 128x4 tile of scales: K = 64, one MMA
 BOXES = 4  # TMA boxes of a token tile; a tile with fewer rows loads fewer
-CHUNK = 16  # tokens the epilogue handles at a time
+CHUNK = 16  # tokens that a thread of the epilogue handles at a time
 # By the blocks of a tile, instructions of a warp for 32 weight rows and 64 columns: cycles for a block (`model`)
 DEQUANTIZE = {1: 186, 2: 169}
 EXACT_BYTES = 1 << 24  # GEMM 2's rows up to this size are kept in fp32, as on Hopper
@@ -22,7 +23,7 @@ EIGHT = (0, 4, 1, 5, 2, 6, 3, 7)  # how "interleaved" rows have each eight colum
 
 @dataclass(frozen=True)
 class TileShape:
-    """The shape of a CTA's tile: `blocks` * 128 weight rows by `tokens` tokens.
+    """The shape of a CTA's tile: `blocks` * 128 weight rows by `tokens` tokens. Rows of gate and of up count alike.
 
     ctas  2: a pair of CTAs, each with its own weight rows, shares the token tile: each loads half of it
     """
@@ -69,11 +70,11 @@ class TileShape:
 
     @property
     def shared_tokens(self) -> int:
-        """Tokens of a tile whose columns the next tile overwrites, a multiple of CHUNK.
+        """Tokens of a tile whose columns the next tile overwrites.
 
         The last ones of even tiles (in the last block) and the first ones of odd tiles (in block 0).
         """
-        return -(-(self.blocks * self.tokens - self.second) // CHUNK) * CHUNK
+        return self.blocks * self.tokens - self.second
 
     @property
     def legal(self) -> bool:
@@ -187,9 +188,18 @@ class GemmConfig:
         return self.projections == 2 and self.gate is not None and self.gate.kind != "raw"
 
     @property
+    def chunk(self) -> int:
+        """Tokens that the epilogue handles at a time: the half of a warp that would have up rows takes 16 more."""
+        return CHUNK * (2 if self.fused else 1)
+
+    @property
+    def matrix_rows(self) -> int:
+        """Weight rows of an expert."""
+        return self.rows * self.projections
+
+    @property
     def row_tiles(self) -> int:
-        per_tile = ROWS * self.tile.ctas * (1 if self.projections == 2 else self.tile.blocks)
-        return -(-self.rows // per_tile)
+        return -(-self.matrix_rows // (ROWS * self.tile.ctas * self.tile.blocks))
 
     @property
     def work_tiles(self) -> int:
@@ -198,8 +208,8 @@ class GemmConfig:
 
     @property
     def sf_row_tiles(self) -> int:
-        """128-row scale tiles of a projection."""
-        return -(-self.rows // ROWS)
+        """128-row scale tiles of an expert."""
+        return -(-self.matrix_rows // ROWS)
 
     @property
     def k_steps(self) -> int:
@@ -215,13 +225,12 @@ class GemmConfig:
         """Columns of the output."""
         if self.out == "interleaved":
             return interleaved_width(self.rows)
-        return self.rows * (self.projections if not self.fused else 1)
+        return self.rows if self.fused else self.matrix_rows
 
     @property
     def legal(self) -> bool:
         return (
             self.tile.legal
-            and (self.projections == 1 or self.tile.blocks == 2)
             and self.rows % 16 == 0
             and (self.out != "interleaved" or self.fused or self.projections == 1)
             and not (self.dense and self.out == "nvfp4")
@@ -306,30 +315,3 @@ class RouteConfig:
     ctas: int
     warps: int
     each: int
-
-
-def choose_tile(rows: int, experts: int, weight_rows: int, projections: int, sms: int) -> TileShape:
-    """The tile for `rows` rows in all, spread over `experts`; rules in order, the first that fits."""
-    hit = max(1, min(experts, rows))
-    per_expert = -(-rows // hit)
-
-    def work_for(tokens: int, blocks: int, ctas: int) -> int:
-        """SMs that get a tile."""
-        per_tile = ROWS * ctas * (1 if projections == 2 else blocks)
-        return hit * -(-per_expert // tokens) * -(-weight_rows // per_tile) * ctas
-
-    # An MMA is as wide as its tile has rows, so 64 is right from 1 token up. Once experts have more rows, 128
-    # reads the weights from L2 half as often, and shared memory less often per product; but small problems
-    # are done sooner by more SMs.
-    fewest = 2 if projections == 2 else 1
-    tokens = 64 if per_expert <= 64 or work_for(64, fewest, 1) <= sms else 128
-    # Gate and up of the same rows must meet in one CTA; of one projection, two blocks share every token tile
-    # unless that leaves SMs without work.
-    blocks = 2 if projections == 2 or work_for(tokens, 2, 1) >= sms else 1
-    # An MMA of 256 by 256 is the only one that does not wait for shared memory. Its sums have room for one projection.
-    if projections == 1 and per_expert > 192 and work_for(256, 1, 2) >= sms:
-        return TileShape(256, 1, 2)
-    # From about 100 rows per expert on shared memory is the bound (`model`): each CTA of a pair reads half of the
-    # tokens. Unless fewer SMs had work then.
-    alone, pairs = (min(sms, work_for(tokens, blocks, ctas)) for ctas in (1, 2))
-    return TileShape(tokens, blocks, 2 if per_expert > 100 and weight_rows > ROWS and pairs >= alone else 1)

@@ -1,8 +1,9 @@
 """The epilogue of the Blackwell GEMM: fp32 sums in TMEM -> scales, bias, gate -> bf16, fp16, fp32 or NVFP4 rows.
 
-A thread reads its own TMEM lane, a weight row, for 16 tokens. Shared memory turns that around: then it has 16
-neighbouring columns of one token, a block of NVFP4; or 8 columns of two tokens, which cross it in a word where 16-bit
-rows leave. Two groups of four warps take 16 tokens in turn; they share the buffer.
+A thread reads its own TMEM lane, a weight row, for 16 tokens. With a gate it reads two lanes, of gate and of up, which
+are 16 apart (`pack`); the upper half of a warp takes the next 16 tokens. Shared memory turns that around: then a thread
+has 16 neighbouring columns of one token, a block of NVFP4; or 8 columns of two tokens, which cross it in a word where
+16-bit rows leave. Two groups of four warps take 16 (or 32) tokens in turn; they share the buffer.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from cutlass import Float32, Int32, Int64, Uint8, Uint32, const_expr, cute
 
 from moe_nvfp4.kernels.common.gates import apply_gate_exact
 from moe_nvfp4.kernels.sm100 import ptx
-from moe_nvfp4.kernels.sm100.config import CHUNK, EIGHT, ROWS, SF_TILE, GemmConfig
+from moe_nvfp4.kernels.sm100.config import CHUNK, EIGHT, ROWS, SF_TILE, TOGETHER, GemmConfig
 from moe_nvfp4.kernels.sm100.scheduler import TileMap, TileScheduler, WorkTile
 
 TILE, GROUP, EXCHANGE = 1, 2, 4  # named barriers: one for all, and one per group twice
@@ -46,10 +47,10 @@ class Thread(NamedTuple):
 
 
 class TileScales(NamedTuple):
-    """What a tile's sums are multiplied by and added to: for each block a global scale and a bias; for each token a
-    scale, in shared memory; and the global scale of NVFP4 rows of h."""
+    """What a tile's sums are multiplied by and added to: the global scale of the thread's row, or of gate and of up; as
+    many biases for each block; for each token a scale, in shared memory; and the global scale of NVFP4 rows of h."""
 
-    of_blocks: list
+    of_rows: list
     biases: list
     sTokens: cute.Tensor
     h: Float32
@@ -64,7 +65,7 @@ class Epilogue:
     @cute.jit
     def run(self, tensors: Tensors, tile_map: TileMap, tmem: Int32, tid: Int32, warp: Int32, s):
         """Eight warps: every tile."""
-        t = self.c.tile
+        c, t = self.c, self.c.tile
         acc_full = s.acc.data_ptr()
         acc_empty = acc_full + 1
         group, thread = warp // 4, tid % 128
@@ -84,14 +85,14 @@ class Epilogue:
             ptx.tmem_fence(before=False)
             acc = me.lanes + turn * t.second
             # odd tiles are drained from the start and even ones from the end: where the other one's columns are
-            chunks, shared = (work.rows + CHUNK - 1) // CHUNK, t.shared_tokens // CHUNK
+            chunks, shared = (work.rows + c.chunk - 1) // c.chunk, -(-t.shared_tokens // c.chunk)
             early = turn * cutlass.min(chunks, shared)
-            early += (1 - turn) * cutlass.max(chunks + shared - t.tokens // CHUNK, 0)
+            early += (1 - turn) * cutlass.max(chunks + shared - t.tokens // c.chunk, 0)
             for i in cutlass.range(chunks, unroll=1):
                 if i == early:
                     self.release(acc_empty)
                 if (i ^ done) & 1 == group:
-                    at = (turn * i + (1 - turn) * (chunks - 1 - i)) * CHUNK
+                    at = (turn * i + (1 - turn) * (chunks - 1 - i)) * c.chunk
                     self.drain(acc, at, work, scales, sExchange, tensors, me)
             if early == chunks:
                 self.release(acc_empty)
@@ -114,17 +115,33 @@ class Epilogue:
                     if const_expr(c.out == "nvfp4"):
                         self.store_row_scale(work, tensors, me)
                 sTokens[me.tid] = row_scale
-        scales, biases = [], []
-        for b in cutlass.range_constexpr(t.blocks):
-            up = const_expr(c.projections == 2 and b == 1)
-            scale = tensors.mScale1[work.expert] if up else tensors.mScale0[work.expert]
-            scales.append(scale * ptx.UNSCALE if c.dense else scale)
-            if const_expr(c.bias is not None):
-                row = cutlass.min(self.scheduler.block_row(work.row_tile, b) + me.thread, c.rows - 1)
-                bias = tensors.mBias[work.expert, row + (c.rows if up else 0)].to(Float32)
-                biases.append(bias if c.parts == 1 else cutlass.select_(work.part == 0, bias, Float32(0.0)))
+        scales, biases = [tensors.mScale0[work.expert]], []
+        if const_expr(c.projections == 2):
+            scales.append(tensors.mScale1[work.expert])
+        lane = me.thread
+        if const_expr(c.fused):  # its gate row
+            lane -= me.thread // TOGETHER % 2 * TOGETHER
+        elif const_expr(c.projections == 2):
+            scales = [cutlass.select_(me.thread // TOGETHER % 2 == 1, scales[1], scales[0])]
+        if const_expr(c.dense):
+            scales = [scale * ptx.UNSCALE for scale in scales]
+        if const_expr(c.bias is not None):
+            for b in cutlass.range_constexpr(t.blocks):
+                column, up = self.column_of(self.scheduler.block_row(work.row_tile, b) + lane)
+                column = cutlass.min(column, c.rows - 1)
+                columns = [column, column + c.rows] if const_expr(c.fused) else [column + up * c.rows]
+                here = [tensors.mBias[work.expert, i].to(Float32) for i in columns]
+                if const_expr(c.parts > 1):
+                    here = [cutlass.select_(work.part == 0, bias, Float32(0.0)) for bias in here]
+                biases.append(here)
         h = tensors.mHScale[work.expert] if const_expr(c.out == "nvfp4") else Float32(1.0)
         return TileScales(scales, biases, sTokens, h)
+
+    def column_of(self, row: Int32) -> tuple:
+        """Of a weight row: (column of its projection, 1 for up)."""
+        if self.c.projections == 1:
+            return row, 0
+        return row // (2 * TOGETHER) * TOGETHER + row % TOGETHER, row // TOGETHER % 2
 
     @cute.jit
     def store_row_scale(self, work: WorkTile, tensors: Tensors, me: Thread):
@@ -133,13 +150,12 @@ class Epilogue:
 
     @cute.jit
     def drain(self, acc: Int32, at: Int32, work: WorkTile, scales: TileScales, sExchange, tensors: Tensors, me: Thread):
-        """A group: tokens at .. at + 15 of the tile, through its buffer, to the output."""
+        """A group: a chunk of tokens from `at` on of the tile, through its buffer, to the output."""
         c, t, thread, group = self.c, self.c.tile, me.thread, me.group
-        outputs = 1 if c.fused else t.blocks
-        for o in cutlass.range_constexpr(outputs):
-            words = self.words_of(self.finish(acc, at, o, scales))
+        for b in cutlass.range_constexpr(t.blocks):
+            words = self.words_of(self.finish(acc, at, b, scales, me))
             # the exchange belongs to the groups in turn
-            if const_expr(o == 0):
+            if const_expr(b == 0):
                 cute.arch.barrier(barrier_id=EXCHANGE + group, number_of_threads=256)
             else:
                 cute.arch.barrier(barrier_id=GROUP + group, number_of_threads=128)
@@ -156,17 +172,21 @@ class Epilogue:
                     cute.make_tensor((sExchange.iterator + four).align(16), cute.make_layout(4)),
                     cute.make_tensor(mine.iterator + 4 * q, cute.make_layout(4)),
                 )
-            if const_expr(o == outputs - 1):
+            if const_expr(b == t.blocks - 1):
                 cute.arch.barrier_arrive(barrier_id=EXCHANGE + 1 - group, number_of_threads=256)
-            column = self.scheduler.block_row(work.row_tile, o) + first
+            column, upper = self.column_of(self.scheduler.block_row(work.row_tile, b) + first)
+            start, up = at, upper
+            if const_expr(c.fused):  # what the upper halves of warps had: later tokens
+                start, up = at + upper * CHUNK, 0
             mine = [mine[i] for i in range(count)]
             if const_expr(c.out == "nvfp4"):
-                self.store_nvfp4(mine, at + line, column, work, scales.h, tensors)
+                self.store_nvfp4(mine, start + line, column, work, scales.h, tensors)
             elif const_expr(c.halves):
                 for high in cutlass.range_constexpr(2):
-                    self.store_row(self.halves_of(mine, column, high), at + 2 * line + high, column, o, work, tensors)
+                    words = self.halves_of(mine, column, high)
+                    self.store_row(words, start + 2 * line + high, column, up, work, tensors)
             else:
-                self.store_row(mine, at + line, column, o, work, tensors)
+                self.store_row(mine, start + line, column, up, work, tensors)
 
     def words_of(self, results: list) -> list:
         """16 tokens as words: fp32 numbers, or rounded and two in one."""
@@ -186,12 +206,12 @@ class Epilogue:
         return words
 
     @cute.jit
-    def finish(self, acc: Int32, at: Int32, output: cutlass.Constexpr, scales: TileScales) -> list:
-        """The thread's row of 16 tokens: sums from TMEM, scales, bias, gate."""
-        c, t = self.c, self.c.tile
-        outputs = 1 if c.fused else t.blocks
-        blocks = range(output, output + t.blocks // outputs)
-        sums = ptx.load_columns([acc + b * t.tokens + at for b in blocks], CHUNK)
+    def finish(self, acc: Int32, at: Int32, block: cutlass.Constexpr, scales: TileScales, me: Thread) -> list:
+        """The thread's column of 16 tokens: sums from TMEM, scales, bias, gate."""
+        c = self.c
+        sums = ptx.load_columns(acc + block * c.tile.tokens + at, CHUNK, c.fused)
+        if const_expr(c.fused):
+            at += me.thread // TOGETHER % 2 * CHUNK
         of_tokens = cute.make_rmem_tensor(CHUNK, Float32)
         if const_expr(not c.dense):
             cute.autovec_copy(
@@ -199,11 +219,11 @@ class Epilogue:
             )
         results = []
         for j in cutlass.range_constexpr(CHUNK):
-            values = [ptx.mul(v[j], scales.of_blocks[b]) for b, v in zip(blocks, sums, strict=True)]
+            values = [ptx.mul(v[j], scale) for v, scale in zip(sums, scales.of_rows, strict=True)]
             if const_expr(not c.dense):
                 values = [ptx.mul(v, of_tokens[j]) for v in values]
             if const_expr(c.bias is not None):
-                values = [ptx.add(v, scales.biases[b]) for b, v in zip(blocks, values, strict=True)]
+                values = [ptx.add(v, bias) for v, bias in zip(values, scales.biases[block], strict=True)]
             results.append(apply_gate_exact(c.gate, *values))
         return results
 
@@ -217,14 +237,11 @@ class Epilogue:
                 cute.arch.mbarrier_arrive(acc_empty)
 
     @cute.jit
-    def store_row(
-        self, words: list, token: Int32, column: Int32, block: cutlass.Constexpr, work: WorkTile, tensors: Tensors
-    ):
-        """Neighbouring columns of one token, fp32 or two in a word, to the output."""
+    def store_row(self, words: list, token: Int32, column: Int32, up: Int32, work: WorkTile, tensors: Tensors):
+        """Neighbouring columns of one token, fp32 or two in a word, to the output; up: 1 for those of up rows."""
         c, per_word = self.c, 2 if self.c.halves else 1
         inside = column < (c.width if c.out == "interleaved" else c.rows)
-        if const_expr(c.projections == 2):
-            column += block * c.rows
+        column += up * c.rows
         if token < work.rows and inside:
             row = work.first + token
             if const_expr(c.scattered):

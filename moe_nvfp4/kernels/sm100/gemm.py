@@ -2,10 +2,10 @@
 
     D[weight row, token] = sum over K of (w * w_sf) * (x * x_sf)        tcgen05.mma, fp32, in TMEM
 
-Weights are the M operand: `blocks` blocks of 128 rows (a block of gate rows and the same rows of up; or
-neighbouring rows of a single projection) have an accumulator each and share every token tile. Tokens
-are N: a tile holds up to `tokens` rows of one expert, and its MMAs are as wide as it has rows, rounded
-up to 16 (what the epilogue reads at a time), so 3 tokens cost 16 columns and 40 cost 48.
+Weights are the M operand: `blocks` blocks of 128 rows (neighbours in the layout of `pack`, which brings rows of gate
+and up together) have an accumulator each and share every token tile. Tokens are N: a tile holds up to `tokens` rows of
+one expert, and its MMAs are as wide as it has rows, rounded up to what the epilogue reads at a time (16, with a gate
+32), so 3 tokens cost 16 columns and 40 cost 48.
 
 With `ctas` = 2 a pair of CTAs works on one token tile: each has its own weight rows, accumulators and
 epilogue and loads half of the tokens' codes; the first CTA issues the MMAs of both.
@@ -293,8 +293,8 @@ class GroupedGemm:
                         size = t.ctas * t.blocks * (ROWS * BYTES_K + 4 * SF_TILE)
                         cute.arch.mbarrier_arrive_and_expect_tx(bar, size)
                 for b in cutlass.range_constexpr(t.blocks):
-                    row = self.scheduler.block_row(work.row_tile, b) + (c.rows if c.projections == 2 and b == 1 else 0)
-                    sf_tile = work.expert * (c.projections * c.sf_row_tiles) + self.scheduler.block_sf(work.row_tile, b)
+                    row = self.scheduler.block_row(work.row_tile, b)
+                    sf_tile = work.expert * c.sf_row_tiles + self.scheduler.block_sf(work.row_tile, b)
                     slot = ring.index * t.blocks + b
                     load_box(source.tma, source.codes[None, None, work.expert], row, k, sW, slot, ROWS, bar)
                     load_sf(source.tma_sf, source.sf, sf_tile, k, s.w_sf, slot, bar)
@@ -315,12 +315,9 @@ class GroupedGemm:
         ring = producer_state()
         while tile < count:
             work = self.scheduler.locate(tile, tile_map)
-            first, rows = work.first, work.rows
-            if const_expr(t.ctas == 2):  # each CTA of a pair has half of the MMA's width
-                half = (rows + CHUNK - 1) // CHUNK * (CHUNK // 2)
-                rank = cute.arch.block_idx()[0] % 2
-                first, rows = first + rank * half, half
-            used = (rows + t.box - 1) // t.box
+            # each CTA of a pair has half of the MMA's width
+            width, rank = self.scheduler.width(work.rows) // t.ctas, cute.arch.block_idx()[0] % t.ctas
+            first, used = work.first + rank * width, (width + t.box - 1) // t.box
             sf_tile, sf_tiles = work.sf_tile + work.row_in_group // 128, (work.rows + 127) // 128
             for k in cutlass.range(c.k_tiles, unroll=1):
                 bar = full + ring.index
@@ -355,7 +352,7 @@ class GroupedGemm:
         ring, turn = consumer_state(), Int32(0)
         while tile < count:
             work = self.scheduler.locate(tile, tile_map)
-            instruction = ptx.instruction_descriptor(ROWS * t.ctas, (work.rows + CHUNK - 1) // CHUNK * CHUNK)
+            instruction = ptx.instruction_descriptor(ROWS * t.ctas, self.scheduler.width(work.rows))
             acc = tmem + turn * t.second
             # 32 rows a column; a tile may start at row 64 of its scale tile
             sfb = sfx + (work.row_in_group % 128) // 32

@@ -2,7 +2,7 @@
 
     python -m moe_nvfp4.kernels.sm100.model
 
-W4A16's tiles are those that it prefers (`plan_dense`).
+The kernels' tiles are those that it prefers (`plan_gemm`).
 
 A GEMM takes as long as the slowest of five things: bytes through HBM, and for the CTA with the most tiles the cycles
 that its tensor cores, its shared memory, its MMA-issuing warp, and the issue slots for epilogue and dequantization
@@ -31,7 +31,6 @@ from moe_nvfp4.kernels.sm100.config import (
     SF_TILE,
     DenseTile,
     TileShape,
-    choose_tile,
 )
 
 SMS, CLOCK, HBM = 148, 1.85e9, 8e12
@@ -40,18 +39,18 @@ SHARED = 128  # bytes per SM and cycle, read or written
 ISSUE = 2  # cycles of an instruction of a warp by itself: an assumption, between 1 and 5 (where each needs the last)
 LAUNCH = 3e-6  # of an empty CUDA graph, on an H200
 START, REACHED = 4.5e-6, 0.773  # a GEMM alone, beside its slowest resource; share of HBM's data sheet rate: fitted
-# Instructions of an epilogue warp for 16 tokens: CHUNK_LOOP, and for each block of outputs, by (activations,
-# projections, what leaves). This and what `of_step` and `of_chunk` say is counted by the emulator: PTX without mov,
+# Instructions of an epilogue warp for a chunk of tokens: CHUNK_LOOP, and for each block, by (activations, projections,
+# what leaves). This and what `of_step` and `of_chunk` say is counted by the emulator: PTX without mov,
 # which is no machine instruction as a rule.
 CHUNK_LOOP = 32
 EPILOGUE = {
-    ("nvfp4", 2, "nvfp4"): 294,
-    ("nvfp4", 2, "bfloat16"): 211,
+    ("nvfp4", 2, "nvfp4"): 296,
+    ("nvfp4", 2, "bfloat16"): 214,
     ("nvfp4", 1, "bfloat16"): 81,
     ("nvfp4", 1, "assignments"): 80,
     ("nvfp4", 1, "assignments bfloat16"): 84,
     ("bf16", 2, "interleaved"): 171,
-    ("bf16", 2, "float32"): 56,
+    ("bf16", 2, "float32"): 54,
     ("bf16", 1, "float32"): 56,
     ("bf16", 1, "interleaved"): 61,
     ("bf16", 1, "assignments"): 56,
@@ -70,13 +69,14 @@ class Launch:
     projections: int
     out: str
     out_bytes: float
+    tile: TileShape
     activations: str = "nvfp4"
-    shape: TileShape | None = None
     parts: int = 1  # of K, each a tile of its own that leaves fp32
 
     @property
-    def tile(self) -> TileShape:
-        return self.shape or choose_tile(sum(self.groups), len(self.groups), self.n, self.projections, SMS)
+    def chunk(self) -> int:
+        """See `GemmConfig.chunk`."""
+        return CHUNK * (2 if self.projections == 2 and self.out != "float32" else 1)
 
 
 class Counts(NamedTuple):
@@ -86,6 +86,11 @@ class Counts(NamedTuple):
     shared: float
     instructions: float
     slots: float
+
+
+def row_tiles(tile: TileShape, rows: int) -> int:
+    """Of so many weight rows."""
+    return -(-rows // (ROWS * tile.ctas * tile.blocks))
 
 
 def of_step(tile: TileShape, activations: str, width: int) -> Counts:
@@ -100,29 +105,29 @@ def of_step(tile: TileShape, activations: str, width: int) -> Counts:
 
 
 def of_chunk(launch: Launch) -> Counts:
-    """16 tokens of a tile, in the epilogue: four warps turn them around in shared memory, for each block of outputs."""
-    fused = launch.projections == 2 and launch.out != "float32"
-    outputs = 1 if fused else launch.tile.blocks
+    """`launch.chunk` tokens of a tile in the epilogue: for each block four warps turn them around in shared memory."""
+    blocks = launch.tile.blocks
     exchanged = 2 * CHUNK * ROWS * (4 if launch.out in ("nvfp4", "assignments", "float32") else 2)
-    exchanged += 0 if launch.activations == "bf16" else 2048  # scales of the tokens
+    if launch.activations == "nvfp4":  # scales of the tokens, other ones for the halves of a warp
+        exchanged += 8192 if launch.projections == 2 else 2048
     each = EPILOGUE[launch.activations, launch.projections, launch.out]
-    return Counts(outputs * exchanged, 0, 4 * (CHUNK_LOOP + outputs * each))
+    return Counts(blocks * exchanged, 0, 4 * (CHUNK_LOOP + blocks * each))
 
 
 def busy(launch: Launch, sms: int = SMS) -> dict[str, float]:
     """Seconds that each resource is busy."""
     tile, dense = launch.tile, launch.activations == "bf16"
-    per_tile = ROWS * tile.ctas * (1 if launch.projections == 2 else tile.blocks)
-    row_tiles, steps = -(-launch.n // per_tile) * launch.parts, -(-launch.k // 64)
+    each, steps = row_tiles(tile, launch.n * launch.projections) * launch.parts, -(-launch.k // 64)
     steps = min(steps, -(-steps // (4 * launch.parts)) * 4)  # a part is so many K tiles of 256
     tiles = [min(tile.tokens, rows - i) for rows in launch.groups for i in range(0, rows, tile.tokens)]
-    workers = min(sms // tile.ctas, len(tiles) * row_tiles)
+    workers = min(sms // tile.ctas, len(tiles) * each)
     cycles = dict.fromkeys(("matrix", "shared", "issue", "slots"), 0.0)
     chunk = of_chunk(launch)
-    for rows in (tiles[i // row_tiles] for i in range(0, len(tiles) * row_tiles, workers)):  # of CTA (or pair) 0
-        chunks = -(-rows // CHUNK)
-        step = of_step(tile, launch.activations, chunks * CHUNK)
-        cycles["matrix"] += steps * tile.blocks * ROWS * max(chunks * CHUNK, 64) * 64 / PRODUCTS[launch.activations]
+    for rows in (tiles[i // each] for i in range(0, len(tiles) * each, workers)):  # of CTA (or pair) 0
+        chunks = -(-rows // launch.chunk)
+        width = chunks * launch.chunk
+        step = of_step(tile, launch.activations, width)
+        cycles["matrix"] += steps * tile.blocks * ROWS * max(width, 64) * 64 / PRODUCTS[launch.activations]
         cycles["shared"] += (steps * step.shared + chunks * chunk.shared) / SHARED
         cycles["issue"] += steps * step.instructions * ISSUE
         cycles["slots"] += (steps * step.slots + chunks * chunk.slots) / 4
@@ -139,45 +144,49 @@ def gemm(launch: Launch) -> float:
 
 
 @lru_cache(maxsize=4096)
-def plan_dense(
-    rows: int, experts: int, weight_rows: int, k: int, projections: int, out: str, sms: int
-) -> tuple[DenseTile, int]:
-    """The tile for bf16 rows, and the parts of K: which take the least time. Of equals the one that keeps a
-    multiprocessor busy for the shortest, then the largest tile, but no more tokens than an expert has.
+def plan_gemm(
+    activations: str, rows: int, experts: int, weight_rows: int, k: int, projections: int, out: str, sms: int
+) -> tuple[TileShape, int]:
+    """The tile for so many rows in all, spread over the experts, and the parts of K: which take the least time. Of
+    equals the one that keeps a multiprocessor busy for the shortest (pairs of CTAs: by a fifth), then the largest tile,
+    but no more tokens than an expert has.
 
-    out  as in `GemmConfig`, but "assignments" may come in parts, and so may all that leaves GEMM 1: fp32 sums that a
-         kernel more adds up before the gate. That has to be worth it, by a twentieth of the time at least.
+    weight_rows  of a projection
+    out          as in `GemmConfig`, but "assignments" may come in parts, and so may all that leaves GEMM 1: fp32 sums
+                 that a kernel more adds up before the gate. That has to be worth it, by a twentieth of the time at
+                 least; with NVFP4 rows it is not.
     """
     rows = max(1, rows)
-    hit = min(experts, rows)
-    groups, k_tiles = spread(rows, 1, hit), -(-k // BLOCK_K)
-    tokens = (64, 128) if rows <= 64 * hit else (128, 64)
-    tiles = [DenseTile(t, b) for t in tokens for b in (2, 1)[: 3 - projections]]
+    groups, k_tiles = spread(rows, experts), -(-k // BLOCK_K)
+    kind = DenseTile if activations == "bf16" else TileShape
+    tokens = (64, 128, 256) if rows <= 64 * len(groups) else (128, 256, 64)
+    tiles = [tile for c in (1, 2) for t in tokens for b in (2, 1) if (tile := kind(t, b, c)).legal and c <= sms]
+    split = activations == "bf16" and out not in ("assignments bfloat16", "float32")
 
-    def seconds(tile: DenseTile, parts: int) -> tuple[float, float]:
-        launch = dense_launch(groups, weight_rows, k, projections, out, tile, parts)
+    def seconds(tile: TileShape, parts: int) -> tuple[float, float]:
+        launch = launch_of(activations, groups, weight_rows, k, projections, out, tile, parts)
         times = busy(launch, sms)
         total = max(times.values()) + adding(launch)
-        return total * (1 if parts == 1 else 1.05), max(t for name, t in times.items() if name != "hbm")
+        alone = max(t for name, t in times.items() if name != "hbm")
+        return total * (1 if parts == 1 else 1.05), alone * (1 if tile.ctas == 1 else 1.2)
 
-    def parts_of(tile: DenseTile) -> list[int]:
-        most = (
-            hit * -(-rows // hit // tile.tokens) * -(-weight_rows // (ROWS * (1 if projections == 2 else tile.blocks)))
-        )
-        few = out != "assignments bfloat16" and out != "float32"
-        return [p for p in range(1, 9) if p == 1 or few and p <= k_tiles and p * most <= 4 * sms]
+    def parts_of(tile: TileShape) -> list[int]:
+        most = sum(-(-n // tile.tokens) for n in groups) * row_tiles(tile, weight_rows * projections)
+        return [p for p in range(1, 9) if p == 1 or split and p <= k_tiles and p * most <= 4 * sms]
 
     return min(((tile, p) for tile in tiles for p in parts_of(tile)), key=lambda plan: seconds(*plan))
 
 
-def dense_launch(
-    groups: tuple[int, ...], n: int, k: int, projections: int, out: str, tile: DenseTile, parts: int
-) -> Launch:
+def launch_of(
+    activations: str, groups: tuple[int, ...], n: int, k: int, projections: int, out: str, tile: TileShape,
+    parts: int = 1,
+) -> Launch:  # fmt: skip
+    """As `GemmConfig` has it."""
     if parts > 1 and out != "assignments":
         out = "float32"
-    size = 4 if out in ("assignments", "float32") else 2
-    kind = out if ("bf16", projections, out) in EPILOGUE else "interleaved"
-    return Launch(groups, n, k, projections, kind, size, "bf16", tile, parts)
+    size = {"assignments": 4, "float32": 4, "nvfp4": NVFP4}.get(out, 2)
+    kind = out if (activations, projections, out) in EPILOGUE else {"nvfp4": "bfloat16"}.get(activations, "interleaved")
+    return Launch(groups, n, k, projections, kind, size, tile, activations, parts)
 
 
 def adding(launch: Launch) -> float:
@@ -191,12 +200,12 @@ def adding(launch: Launch) -> float:
 
 def gemms(H: int, I: int, experts: int, top_k: int, tokens: int, activations: str) -> tuple[Launch, Launch]:
     """Both of a layer."""
-    groups, rows = spread(tokens, top_k, experts), tokens * top_k
-    out, item = ("assignments", 4) if rows * H * 4 <= EXACT_BYTES else ("assignments bfloat16", 2)
-    if activations == "nvfp4":
-        return Launch(groups, I, H, 2, "nvfp4", NVFP4), Launch(groups, H, I, 1, out, item)
-    problems = (I, H, 2, "interleaved"), (H, I, 1, out)
-    first, second = (dense_launch(groups, *p, *plan_dense(rows, experts, *p, SMS)) for p in problems)
+    groups, rows = spread(tokens * top_k, experts), tokens * top_k
+    out = "assignments" if rows * H * 4 <= EXACT_BYTES else "assignments bfloat16"
+    problems = (I, H, 2, "nvfp4" if activations == "nvfp4" else "interleaved"), (H, I, 1, out)
+    first, second = (
+        launch_of(activations, groups, *p, *plan_gemm(activations, rows, experts, *p, SMS)) for p in problems
+    )
     return first, second
 
 
@@ -222,10 +231,13 @@ def layer(H: int, I: int, experts: int, top_k: int, tokens: int, activations: st
     return {**times, "total": LAUNCH + sum(times.values()), "bound": max(size / HBM, products)}
 
 
-def spread(tokens: int, top_k: int, experts: int) -> tuple[int, ...]:
-    """tokens * top_k rows, as evenly as they go, over the experts."""
-    each, more = divmod(tokens * top_k, experts)
-    return tuple(each + (i < more) for i in range(experts))
+def spread(rows: int, experts: int) -> tuple[int, ...]:
+    """So many rows over the experts, as uneven as routers are: from half of the mean to one and a half of it."""
+    hit = min(rows, experts)
+    if rows == hit:
+        return (1,) * hit
+    ends = [rows * i * (hit + i) // (2 * hit * hit) for i in range(hit + 1)]
+    return tuple(end - start for start, end in zip(ends, ends[1:], strict=False))
 
 
 LAYERS = {  # H, I, experts, top_k
@@ -260,8 +272,9 @@ def main() -> None:
     print(f"{'':34} {'published':>9} {'model':>7} {'off by':>7} {'ours':>7}  tile, and what it waits for")
     for name, problems, projections in (("grouped", GROUPED, 1), ("dual", DUAL, 2)):
         for groups, n, k, published in problems:
-            theirs = Launch(groups, n, k, projections, "bfloat16", 2, shape=PUBLISHED if projections == 1 else None)
-            ours = Launch(groups, n, k, projections, "bfloat16", 2)
+            problem = n, k, projections, "bfloat16"
+            ours = launch_of("nvfp4", groups, *problem, *plan_gemm("nvfp4", sum(groups), len(groups), *problem, SMS))
+            theirs = launch_of("nvfp4", groups, *problem, PUBLISHED if projections == 1 else ours.tile)
             us, resources = gemm(theirs) * 1e6, busy(ours)
             print(f"{f'{name} {len(groups)} x {n} x {k}, {sum(groups)} rows':34} {published:9.1f} {us:7.1f} "
                   f"{us / published - 1:+7.0%} {gemm(ours) * 1e6:7.1f}  {described(ours)}, "

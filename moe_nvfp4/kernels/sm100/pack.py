@@ -2,7 +2,10 @@
 
 codes  uint8 [E, N, bytes]: the checkpoint's, every row padded with zeros to a multiple of 16 bytes, which TMA can
        step over; for K % 32 == 0 as they were
-sf     uint8, flat: for every expert and projection, padded to 128 rows, the 128x4 layout of `format.swizzle_sf`
+sf     uint8, flat: for every expert, padded to 128 rows, the 128x4 layout of `format.swizzle_sf`
+
+Rows of [gate; up] are brought together first: 16 of gate, the same 16 of up, the next 16 of gate. So the 128 rows of an
+MMA have both, and so have the 32 lanes that a warp of the epilogue reads.
 
 A module keeps both in one tensor [E, 1, 1, bytes], all codes first. Its E parts are equal, but not an expert's own.
 Plain torch, on any device.
@@ -15,12 +18,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from moe_nvfp4 import format as nvfp4
+from moe_nvfp4.kernels.sm100.config import TOGETHER
 from moe_nvfp4.weights import Projection
 
 
 def pack(codes: Tensor, sf: Tensor, projections: int) -> Tensor:
     """Codes [E, N, 8 * K16] and block scales [E, N, K16], of so many projections above each other -> one tensor."""
-    parts = [pad_rows(codes), pack_sf(sf, projections)]
+    parts = [pack_codes(codes, projections), pack_sf(sf, projections)]
     E, size = codes.shape[0], sum(t.numel() for t in parts)
     return torch.cat([t.flatten() for t in parts]).view(E, 1, 1, size // max(1, E))
 
@@ -28,8 +32,8 @@ def pack(codes: Tensor, sf: Tensor, projections: int) -> Tensor:
 def unpack(packed: Tensor, rows: int, K16: int, projections: int) -> tuple[Tensor, Tensor]:
     """The exact inverse of `pack`, as new tensors; rows: N."""
     codes, sf = parts(packed, rows, K16)
-    codes = codes[..., : 8 * K16].clone(memory_format=torch.contiguous_format)
-    return codes, unpack_sf(sf, packed.shape[0], projections, rows // projections, K16)
+    codes = apart(codes[..., : 8 * K16], projections).clone(memory_format=torch.contiguous_format)
+    return codes, unpack_sf(sf, packed.shape[0], projections, rows, K16)
 
 
 def parts(packed: Tensor, rows: int, K16: int) -> tuple[Tensor, Tensor]:
@@ -41,14 +45,14 @@ def parts(packed: Tensor, rows: int, K16: int) -> tuple[Tensor, Tensor]:
 
 def window(w: Projection, experts: slice, columns: slice) -> Projection:
     """A part of packed weights in the checkpoint's layout. Columns begin at multiples of 64."""
-    halves, (codes, sf) = 2 if w.interleaved else 1, parts(w.codes, w.rows, -(-w.width // 16))
+    projections, (codes, sf) = 2 if w.interleaved else 1, parts(w.codes, w.rows, -(-w.width // 16))
     first, width = columns.start, min(columns.stop, w.width) - columns.start
     # A tile of scales has 128 rows and 64 columns, in 512 bytes.
-    tiles = sf.view(w.codes.shape[0], halves, -1, -(-w.width // 64), 512)[experts]
-    tiles, K16 = tiles[:, :, :, first // 64 : -(-columns.stop // 64)], -(-width // 16)
+    tiles = sf.view(w.codes.shape[0], -1, -(-w.width // 64), 512)[experts]
+    tiles, K16 = tiles[:, :, first // 64 : -(-columns.stop // 64)], -(-width // 16)
     return w._replace(
-        codes=codes[experts, :, first // 2 : first // 2 + 8 * K16],
-        sf=unpack_sf(tiles.flatten(), tiles.shape[0], halves, w.rows // halves, K16),
+        codes=apart(codes[experts, :, first // 2 : first // 2 + 8 * K16], projections),
+        sf=unpack_sf(tiles.flatten(), tiles.shape[0], projections, w.rows, K16),
         first_scale=None if w.first_scale is None else w.first_scale[experts],
         scale=w.scale[experts],
         width=width,
@@ -57,13 +61,29 @@ def window(w: Projection, experts: slice, columns: slice) -> Projection:
 
 def pack_sf(sf: Tensor, projections: int) -> Tensor:
     """Block scales uint8 [E, N, K16] -> flat, as above."""
-    E, N, K16 = sf.shape
-    return nvfp4.swizzle_sf(sf.reshape(E, projections, N // projections, K16)).flatten()
+    return nvfp4.swizzle_sf(together(sf, projections)).flatten()
 
 
 def unpack_sf(packed: Tensor, experts: int, projections: int, rows: int, K16: int) -> Tensor:
-    """The inverse of `pack_sf`: uint8 [E, projections * rows, K16]."""
-    return nvfp4.unswizzle_sf(packed.view(experts, projections, -1), rows, K16).flatten(1, 2)
+    """The inverse of `pack_sf`: uint8 [E, N, K16]; rows: N."""
+    return apart(nvfp4.unswizzle_sf(packed.view(experts, -1), rows, K16), projections)
+
+
+def pack_codes(codes: Tensor, projections: int) -> Tensor:
+    """Codes uint8 [E, N, 8 * K16], as above: themselves for one projection and K % 32 == 0."""
+    return pad_rows(together(codes, projections))
+
+
+def together(x: Tensor, projections: int) -> Tensor:
+    """Rows [E, N, bytes] of so many projections above each other -> 16 of each in turn. N: a multiple of 16 of each."""
+    E, N, width = x.shape
+    return x.reshape(E, projections, -1, TOGETHER, width).transpose(1, 2).reshape(x.shape) if projections > 1 else x
+
+
+def apart(x: Tensor, projections: int) -> Tensor:
+    """The inverse of `together`."""
+    E, N, width = x.shape
+    return x.reshape(E, -1, projections, TOGETHER, width).transpose(1, 2).reshape(x.shape) if projections > 1 else x
 
 
 def pad_rows(codes: Tensor) -> Tensor:

@@ -120,14 +120,17 @@ def copy_scales(column: Int32, source: Int64, ctas: int = 1, *, loc=None, ip=Non
 
 
 @dsl_user_op
-def load_columns(addresses: list[Int32], count: int, *, loc=None, ip=None) -> list[list[Float32]]:
-    """For each address `count` columns of this thread's TMEM lane. Loads and their wait are one block of
+def load_columns(address: Int32, count: int, halves: bool, *, loc=None, ip=None) -> list[list[Float32]]:
+    """[`count` columns of this thread's TMEM lane]. halves: [those of lane i % 16, of lane 16 + i % 16], where i is the
+    thread's lane in its warp; threads from 16 on get the `count` columns behind. Loads and their wait are one block of
     instructions: a compiler may not touch the registers in between."""
+    addresses = [address, Int32(address) + (16 << 16)] if halves else [address]
+    shape, second = ("16x32bx2", f", {count}") if halves else ("32x32b", "")
     total = count * len(addresses)
     lines = []
     for i in range(len(addresses)):
         registers = ", ".join(f"${i * count + j}" for j in range(count))
-        lines.append(f"tcgen05.ld.sync.aligned.32x32b.x{count}.b32 {{{registers}}}, [${total + i}];")
+        lines.append(f"tcgen05.ld.sync.aligned.{shape}.x{count}.b32 {{{registers}}}, [${total + i}]{second};")
     result = llvm.inline_asm(
         ir.Type.parse(f"!llvm.struct<({', '.join(['f32'] * total)})>"),
         [Int32(a).ir_value(loc=loc, ip=ip) for a in addresses],

@@ -102,15 +102,16 @@ class TileScheduler:
             tile_map.sEnds[c.experts - 1] * c.work_tiles,
         )
 
+    def width(self, rows: Int32) -> Int32:
+        """Columns of the MMAs for so many tokens."""
+        return (rows + self.c.chunk - 1) // self.c.chunk * self.c.chunk
+
     def block_row(self, row_tile: Int32, block: int) -> Int32:
-        """First row of a block in its projection."""
+        """First weight row of a block."""
         t = self.c.tile
         rank = cute.arch.block_idx()[0] % t.ctas
-        if self.c.projections == 2:
-            return (row_tile * t.ctas + rank) * ROWS
         return ((row_tile * t.blocks + block) * t.ctas + rank) * ROWS
 
     def block_sf(self, row_tile: Int32, block: int) -> Int32:
         """Its scale tile among those of an expert; of a block beyond the last row, any."""
-        tile = cutlass.min(self.block_row(row_tile, block) // ROWS, self.c.sf_row_tiles - 1)
-        return tile + (block * self.c.sf_row_tiles if self.c.projections == 2 else 0)
+        return cutlass.min(self.block_row(row_tile, block) // ROWS, self.c.sf_row_tiles - 1)

@@ -203,7 +203,7 @@ class DequantizingGemm(GroupedGemm):
         before = Int32(0)
         while tile < count:
             work = self.scheduler.locate(tile, tile_map)
-            boxes = (work.rows + t.box - 1) // t.box
+            boxes = (self.scheduler.width(work.rows) + t.box - 1) // t.box
             first, _, k_steps = self.scheduler.k_range(tile)
             for k in cutlass.range(k_steps, unroll=1):
                 slot, turn = place(before + k, t.token_slots)
@@ -229,7 +229,7 @@ class DequantizingGemm(GroupedGemm):
         before, turn = Int32(0), Int32(0)
         while tile < count:
             work = self.scheduler.locate(tile, tile_map)
-            instruction = ptx.dense_instruction_descriptor((work.rows + CHUNK - 1) // CHUNK * CHUNK)
+            instruction = ptx.dense_instruction_descriptor(self.scheduler.width(work.rows))
             acc = tmem + turn * t.second
             cute.arch.mbarrier_wait(acc_full + 1, turn ^ 1)  # the first step's fence is this one's, too
             _, _, k_steps = self.scheduler.k_range(tile)
