@@ -11,7 +11,7 @@ import sys
 import tempfile
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -138,10 +138,15 @@ def four_over_six(schedule):
     return int((got.values.float() != want).sum() + (got.scale != scale).sum())
 
 
-def illegal_id(schedule):
+def illegal_id(schedule, few):
     try:
         with Launches(schedule):
-            backend.route(torch.tensor([0, 1, 5, 2]), 3, 8)
+            if few:
+                backend.experts(
+                    torch.zeros(1, 64).bfloat16(), torch.tensor([[0, 9]]), torch.ones(1, 2), weights(8, 64, 48)
+                )
+            else:
+                backend.route(torch.tensor([0, 1, 5, 2]), 3, 8)
     except EmulatorError as error:
         return 0 if "__assertfail" in str(error) else str(error)
     return "the kernel went on"
@@ -151,7 +156,7 @@ static = {"activations": "nvfp4", "x_scale": torch.full((3,), 2e-3), "h_scale": 
 CASES = {
     "bf16": lambda schedule: layer(schedule),
     "fp16": lambda schedule: layer(schedule, dtype=torch.float16),
-    "bias, clamps": lambda schedule: layer(schedule, w=weights(3, 144, 80, OAI, True)),
+    "bias, clamps, unsorted": lambda schedule: layer(schedule, 3, weights(6, 144, 80, OAI, True)),
     "W4A4, static": lambda schedule: layer(schedule, **static),
     "W4A4, dynamic": lambda schedule: layer(schedule, activations="nvfp4"),
     "NVFP4 times NVFP4, static": lambda schedule: layer(schedule, capability=(12, 0), **static),
@@ -160,7 +165,8 @@ CASES = {
     "four over six": four_over_six,
     "sixteen rows a tile": lambda schedule: layer(schedule, T=14),
     "split K": linear,
-    "an illegal id": illegal_id,
+    "an illegal id": partial(illegal_id, few=False),
+    "an illegal id, unsorted": partial(illegal_id, few=True),
 }
 
 

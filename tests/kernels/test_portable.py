@@ -70,6 +70,11 @@ def check(w, x, ids, top_k_weights, threshold=THRESHOLDS["half"]):
     return got
 
 
+def plan_as(monkeypatch, **changes):
+    plan = config.plan_experts
+    monkeypatch.setattr(config, "plan_experts", lambda *arguments: replace(plan(*arguments), **changes))
+
+
 @pytest.mark.slow
 @settings(max_examples=12, deadline=None)
 @given(
@@ -81,9 +86,11 @@ def check(w, x, ids, top_k_weights, threshold=THRESHOLDS["half"]):
     bias=st.booleans(),
     dtype=st.sampled_from([torch.bfloat16, torch.float16]),
     ids=st.sampled_from([torch.int64, torch.int32]),
+    sort=st.booleans(),
     data=st.data(),
 )
-def test_random_layers(E, H, I, T, gate, bias, dtype, ids, data):
+def test_random_layers(E, H, I, T, gate, bias, dtype, ids, sort, data):
+    """With ids sorted and without; experts of more rows than a tile has, of one, of none."""
     top_k = data.draw(st.integers(1, E))
     w = make_weights(E, H, I, GATES[gate], bias=bias)
     x, index, weights = batch(T, H, E, top_k, dtype, ids)
@@ -94,7 +101,27 @@ def test_random_layers(E, H, I, T, gate, bias, dtype, ids, data):
         index.fill_(E)
     elif elsewhere == "some":
         index[torch.rand(index.shape, device=DEVICE) < 0.4] = data.draw(st.sampled_from([-1, E]))
-    check(w, x, index, weights)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        plan_as(monkeypatch, most_ids=0 if sort else 256)
+        check(w, x, index, weights)
+
+
+@pytest.mark.slow_after(1)
+@pytest.mark.parametrize("activations", ["bf16", "nvfp4"])
+def test_sorting_few_tokens_gives_the_same_bits(activations, monkeypatch):
+    w, (x, ids, weights) = make_weights(12, 64, 48, activations=activations, bias=True), batch(5, 64, 12, 2)
+    ids[0], ids[2, 1], ids[3] = 4, -1, 12
+    want = check(w, x, ids, weights, THRESHOLDS["w4a4" if activations == "nvfp4" else "half"])
+    plan_as(monkeypatch, most_ids=16)
+    assert torch.equal(portable.experts(x, ids, weights, w), want)
+
+
+def test_what_is_not_sorted():
+    """Few assignments, of which most have an expert of their own, and no more programs than the GPU runs at once."""
+    few = [R for R in range(1, 200) if config.plan_experts(128, 2048, 768, R, torch.bfloat16, 132).most_ids]
+    assert few == list(range(1, 33))
+    for E, I, R, sms, most in (8, 14336, 2, 132, 32), (8, 14336, 8, 132, 0), (4, 64, 5, 132, 0), (128, 768, 32, 48, 0):
+        assert config.plan_experts(E, 4096, I, R, torch.bfloat16, sms).most_ids == most
 
 
 @pytest.mark.slow_after(1)

@@ -2,6 +2,8 @@
 
     route ── (quantize) ── gemm, with the gate ── (quantize) ── gemm ── combine
 
+For a few tokens nothing is routed: the GEMMs' programs look for the rows of their expert themselves.
+
 The checkpoint's bytes are read as they are. Nothing waits for the device, no shape depends on data and buffers are
 torch's, so that a CUDA graph can capture all of it; on any stream, and on several at once. The same input gives the
 same bits.
@@ -61,7 +63,11 @@ def experts(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: Expe
         native = w.quantized and config.multiplies_nvfp4(_capability(x.device))
         plan = _plan(w, planned, x.dtype, x.device, native)
         static = w.quantized and (w.x_scale is not None or w.h_scale is not None)
-        routing = route(ids, w.num_experts, plan.BM, planned, row_expert=static)
+        routing: _Routing | _Unsorted
+        if plan.most_ids and not static:
+            routing = _Unsorted(ids, plan.most_ids)
+        else:
+            routing = route(ids, w.num_experts, plan.BM, planned, row_expert=static)
         rows = _Values(x, index=routing.order, index_div=top_k)
         if w.quantized:
             rows = _quantize(rows, w.x_scale, routing, w.four_over_six, native)
@@ -69,7 +75,7 @@ def experts(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: Expe
         h = _Values(_up(rows, w, routing, plan, torch.float32 if fp32 else x.dtype))
         if w.quantized:
             h = _quantize(h, w.h_scale, routing, w.four_over_six, native)
-        _combine(_down(h, w, routing, plan), ids, top_k_weights, out, w.num_experts)
+        _combine(_down(h, w, routing, plan), ids, top_k_weights, out, w.num_experts, check=routing.order is None)
     return out
 
 
@@ -168,8 +174,8 @@ def linear(x: Tensor, weights: LinearWeights) -> Tensor:
 
 
 class _Values(NamedTuple):
-    """Row r of a GEMM is values[index[r] // index_div] [*, K], K a multiple of 16; `scale` fp32 [*] if quantized; with
-    block scales `sf` uint8 [*, K / 16] values are codes uint8 [*, K / 2]."""
+    """Row r of a GEMM is values[index[r] // index_div] [*, K], K a multiple of 16; no index: values[r // index_div].
+    `scale` fp32 [*] if quantized; with block scales `sf` uint8 [*, K / 16] values are codes uint8 [*, K / 2]."""
 
     values: Tensor
     scale: Tensor | None = None
@@ -202,9 +208,25 @@ class _Routing(NamedTuple):
         return cls(groups.order, groups.offsets, tiles.expert, tiles.row, end, tiles.count)
 
     @property
+    def num_rows(self) -> int:
+        return self.order.shape[0]
+
+    @property
     def live(self) -> Tensor:
         """How many rows have an expert, on the device."""
         return self.offsets[-1:]
+
+
+class _Unsorted(NamedTuple):
+    """At most `most` assignments, which are the rows as they stand: the GEMMs look for those of an expert."""
+
+    ids: Tensor
+    most: int
+    order: None = None
+
+    @property
+    def num_rows(self) -> int:
+        return self.ids.shape[0]
 
 
 def route(
@@ -265,7 +287,11 @@ def _values(rows: Rows, groups: Groups) -> _Values:
 
 
 def _quantize(
-    rows: _Values, expert_scale: Tensor | None, routing: _Routing | None, four_over_six: bool, native: bool = False
+    rows: _Values,
+    expert_scale: Tensor | None,
+    routing: _Routing | _Unsorted | None,
+    four_over_six: bool,
+    native: bool = False,
 ) -> _Values:
     """As `reference.quantize_rows`, the values as bf16 code * sf or, `native`, as codes and block scales.
 
@@ -275,7 +301,8 @@ def _quantize(
     index, index_div, expert, live = None, 1, None, None
     if expert_scale is not None and routing is None:  # a linear: one expert
         expert = torch.zeros(n, dtype=torch.int32, device=x.device)
-    elif expert_scale is not None and routing is not None:
+    elif expert_scale is not None:
+        assert isinstance(routing, _Routing)
         n, index, index_div = routing.order.shape[0], rows.index, rows.index_div
         expert, live = routing.row_expert, routing.live
         rows = _Values(x)
@@ -294,10 +321,10 @@ def _quantize(
 # ---- GEMMs ---------------------------------------------------------------------------------------
 
 
-def _up(rows: _Values, w: ExpertWeights, routing: _Routing, plan: Plan, dtype: torch.dtype) -> Tensor:
+def _up(rows: _Values, w: ExpertWeights, routing: _Routing | _Unsorted, plan: Plan, dtype: torch.dtype) -> Tensor:
     """GEMM 1 and the gate: [R, I], padded with zeros to whole blocks; a raw gate: [R, N13]."""
     width = w.w13.shape[1] if w.gate.kind == "raw" else w.w2.shape[2] * 2
-    h = rows.values.new_empty(1, routing.order.shape[0], width, dtype=dtype)
+    h = rows.values.new_empty(1, routing.num_rows, width, dtype=dtype)
     _gemm(
         rows, w.w13, w.block_scales()[0], (w.gate_scale, w.up_scale), w.b13, h, routing, None, plan.up, plan.BM,
         plan.group, w.w13.shape[2] * 2, w.gate,
@@ -305,11 +332,11 @@ def _up(rows: _Values, w: ExpertWeights, routing: _Routing, plan: Plan, dtype: t
     return h[0]
 
 
-def _down(h: _Values, w: ExpertWeights, routing: _Routing, plan: Plan) -> Tensor:
+def _down(h: _Values, w: ExpertWeights, routing: _Routing | _Unsorted, plan: Plan) -> Tensor:
     """GEMM 2: expert outputs [parts of K, R, H], by assignment."""
     K, tile = w.w2.shape[2] * 2, plan.down
     part = config.part_of(K, plan.splits, tile.BK)
-    y = h.values.new_empty(-(-K // part), routing.order.shape[0], w.hidden_size, dtype=plan.rows)
+    y = h.values.new_empty(-(-K // part), routing.num_rows, w.hidden_size, dtype=plan.rows)
     scales, to = (None, w.w2_scale), routing.order
     _gemm(h, w.w2, w.block_scales()[1], scales, w.b2, y, routing, to, tile, plan.BM, plan.group, part)
     return y
@@ -317,7 +344,8 @@ def _down(h: _Values, w: ExpertWeights, routing: _Routing, plan: Plan) -> Tensor
 
 def _gemm(
     rows: _Values, codes: Tensor, sf: Tensor, scales: tuple[Tensor | None, Tensor], bias: Tensor | None, out: Tensor,
-    routing: _Routing | None, out_index: Tensor | None, tile: Tile, BM: int, group: int, part: int, gate: Gate = _RAW,
+    routing: _Routing | _Unsorted | None, out_index: Tensor | None, tile: Tile, BM: int, group: int, part: int,
+    gate: Gate = _RAW,
 ) -> None:  # fmt: skip
     """out [parts, R, N] of `gemm_kernel`; without routing one expert has all rows."""
     x, R, r, native = rows.values, out.shape[1], routing, rows.sf is not None
@@ -326,15 +354,20 @@ def _gemm(
         N //= 2
     elif scales[0] is not None:
         split_at = N // 2
-    tiles = -(-R // BM) if r is None else max_tiles(R, codes.shape[0], BM)
+    token_tiles: tuple[Tensor | None, ...] = (None,) * 4
+    ids, E, tiles = 0, 0, -(-R // BM)
+    if isinstance(r, _Unsorted):
+        ids, E, tiles, group, token_tiles = r.most, codes.shape[0], R, 1, (r.ids, None, None, None)
+    elif r is not None:
+        tiles, token_tiles = max_tiles(R, codes.shape[0], BM), (r.tile_expert, r.tile_row, r.tile_end, r.tile_count)
     tiles = -(-tiles // group) * group
     launch(
         gemm_kernel, (tiles * -(-N // tile.BN), out.shape[0]),
         x if native else x.view(torch.int32), rows.sf, rows.index, aligned(codes), aligned(sf), *scales, bias,
         rows.scale, out, out_index,
-        *(None,) * 4 if r is None else (r.tile_expert, r.tile_row, r.tile_end, r.tile_count), R,
+        *token_tiles, R,
         N, K, part // 2, out.shape[2], split_at, rows.index_div, *_gate(gate),
-        tile.BN, BM, tile.BK, group, _TYPES.get(x.dtype), how(), num_warps=tile.warps, num_stages=tile.stages,
+        tile.BN, BM, tile.BK, group, ids, E, _TYPES.get(x.dtype), how(), num_warps=tile.warps, num_stages=tile.stages,
         arch=_architecture(x.device) if native else None,
     )  # fmt: skip
 
@@ -344,14 +377,16 @@ def _gate(gate: Gate) -> tuple:
 
 
 def _combine(
-    y: Tensor, ids: Tensor | None, weights: Tensor | None, out: Tensor, E: int, late: tuple = (None, None, None, None)
-) -> None:
-    """`late`: position, scale, row_scale and bias, for `combine_kernel` to find the rows and finish them."""
+    y: Tensor, ids: Tensor | None, weights: Tensor | None, out: Tensor, E: int, late: tuple = (None, None, None, None),
+    check: bool = False,
+) -> None:  # fmt: skip
+    """`late`: position, scale, row_scale and bias, for `combine_kernel` to find the rows and finish them. `check`: it
+    is here that an id outside the legal range stops a kernel, with a message."""
     (splits, R, N), T = y.shape, out.shape[0]
     block = min(1024, next_power_of_2(N)) if T >= 64 else 256
     launch(
         combine_kernel, (T, -(-N // block)), y, ids, weights, *late, out, R, out.stride(0), E, R // T, N, splits, block,
-        how(), num_warps=4,
+        how(), num_warps=4, debug=check, sanitize_overflow=False,
     )  # fmt: skip
 
 

@@ -11,6 +11,9 @@ import triton
 from moe_nvfp4.kernels.common import ahead
 
 EXACT_BYTES = 1 << 24  # expert outputs up to this size are kept in fp32
+# Up to so many assignments are not sorted: the GEMMs' programs look for their rows themselves. That saves 2 to 3 us,
+# but every program pays: beyond 12 of GEMM 1's for each multiprocessor it costs more (H200, 2026-11-22).
+FEW = 32
 MAX_ROWS = ahead.MAX_ROWS  # assignments at a time: bounds the memory between the kernels
 _TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
 GATED = ("silu", "gelu_tanh")  # kinds of gates whose two products one tile computes
@@ -28,13 +31,17 @@ class Tile:
 
 @dataclass(frozen=True)
 class Plan:
-    """BM tokens a tile; GEMM 1's tile, GEMM 2's, parts of GEMM 2's K, token tiles that follow one another."""
+    """BM tokens a tile; GEMM 1's tile, GEMM 2's, parts of GEMM 2's K, token tiles that follow one another.
+
+    most_ids: without a kernel that sorts assignments, of which there are at most so many; 0: sorted.
+    """
 
     BM: int
     up: Tile
     down: Tile
     splits: int = 1
     group: int = 1
+    most_ids: int = 0
     rows: torch.dtype = torch.float32  # of GEMM 2's output
 
 
@@ -67,7 +74,8 @@ def plan_experts(E: int, H: int, I: int, rows: int, dtype: torch.dtype, sms: int
     tiles = hit * max(1, round(rows / hit / BM)) * -(-H // down.BN)
     splits = split_k(I, down, tiles, sms)
     exact = splits > 1 or rows * H * 4 <= EXACT_BYTES
-    return Plan(BM, up, down, splits, group, torch.float32 if exact else dtype)
+    few = rows <= min(E, FEW) and rows * -(-I // up.BN) <= 12 * sms
+    return Plan(BM, up, down, splits, group, FEW if few else 0, torch.float32 if exact else dtype)
 
 
 @lru_cache(maxsize=4096)

@@ -18,9 +18,12 @@ def gemm_kernel(
     N: tl.constexpr, K: tl.constexpr, K_PART: tl.constexpr, LD: tl.constexpr, SPLIT_AT: tl.constexpr,
     X_DIV: tl.constexpr, GATE: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr,
     CLAMP_AFTER: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
-    DTYPE: tl.constexpr, HOW: tl.constexpr,
+    IDS: tl.constexpr, E: tl.constexpr, DTYPE: tl.constexpr, HOW: tl.constexpr,
 ):  # fmt: skip
     """One tile: `out[to, n] = gate(x[from] . w[e, n])` for the rows of a token tile, n of a weight tile.
+
+    Token tiles are `route_kernel`'s; with IDS > 0 `tile_expert` are the ids of R <= IDS assignments to E experts, which
+    are the rows: see `_own_tile`. Without tiles one expert has all rows.
 
     x          int32 [*, K / 2]: pairs of columns of DTYPE; with x_sf uint8 [*, K / 16] codes uint8 [*, K / 2], for
                tensor cores that multiply NVFP4 by NVFP4
@@ -31,10 +34,14 @@ def gemm_kernel(
     ROWS: tl.constexpr = 2 * N if PAIRED else N
     K2: tl.constexpr = K // 2
     BK2: tl.constexpr = BK // 2
-    live, e, n_tile, row, there = _tile(tile_expert, tile_row, tile_end, tile_count, R, NT, GROUP, BM)
+    if IDS > 0:
+        n_tile = tl.program_id(0) % NT
+        live, e, row, there = _own_tile(tile_expert, tl.program_id(0) // NT, R, IDS, E, BM)
+    else:
+        live, e, n_tile, row, there = _tile(tile_expert, tile_row, tile_end, tile_count, R, NT, GROUP, BM)
     if live:
         split = tl.program_id(1)
-        source = row
+        source = row // X_DIV
         if x_index is not None:
             source = tl.load(x_index + row) // X_DIV
         n = n_tile * BN + tl.arange(0, BN)
@@ -138,6 +145,23 @@ def _tile(tile_expert, tile_row, tile_end, tile_count, R, NT: tl.constexpr, GROU
         live = live & (e >= 0)
     row = begin + tl.arange(0, BM)
     return live, e, n_tile, tl.where(row < end, row, begin), row < end
+
+
+@triton.jit
+def _own_tile(ids, mine, R, IDS: tl.constexpr, E: tl.constexpr, BM: tl.constexpr):
+    """(whether assignment `mine` begins a tile of its expert, expert, rows [BM], which of them are there).
+
+    It does if it is its expert's first, or another BM-th; the rows are the expert's next ones from there.
+    """
+    i = tl.arange(0, IDS)
+    e = tl.load(ids + mine).to(tl.int32)
+    same = (tl.load(ids + i, mask=i < R, other=-1).to(tl.int32) == e) & (i < R)
+    rank = tl.cumsum(same.to(tl.int32), 0) - 1
+    first = tl.sum((same & (i < mine)).to(tl.int32), 0)
+    here = same[None, :] & (rank[None, :] == (first + tl.arange(0, BM))[:, None])
+    row = tl.max(tl.where(here, i[None, :], -1), 1)
+    live = (e >= 0) & (e < E) & (first % BM == 0)
+    return live, e, tl.where(row < 0, mine, row), row >= 0
 
 
 @triton.jit

@@ -5,6 +5,11 @@ import triton.language as tl
 
 from moe_nvfp4.kernels.portable.dequantize import rounded
 
+ILLEGAL = tl.constexpr(
+    "expert ids must lie in 0 .. num_experts - 1, or be num_experts or -1 for 'not here'; the router and the experts "
+    "disagree about the number of experts"
+)
+
 
 @triton.jit(do_not_specialize=["R", "BM", "max_tiles"])
 def route_kernel(
@@ -22,11 +27,7 @@ def route_kernel(
     for start in range(0, R, CHUNK):
         i = start + tl.arange(0, CHUNK)
         here = tl.load(ids + i, mask=i < R, other=-1).to(tl.int32)
-        tl.device_assert(
-            (here >= -1) & (here <= E),
-            "expert ids must lie in 0 .. num_experts - 1, or be num_experts or -1 for 'not here'; the router and the "
-            "experts disagree about the number of experts",
-        )
+        tl.device_assert((here >= -1) & (here <= E), ILLEGAL)
         mine = (here >= 0) & (here < E)
         if HISTOGRAM:
             counts += tl.histogram(tl.where(mine, here, 0), EP, mask=mine)
@@ -197,6 +198,7 @@ def combine_kernel(
         width = N
         if ids is not None:
             e = tl.load(ids + slot).to(tl.int32)
+            tl.device_assert((e >= -1) & (e <= E), ILLEGAL)
             ours = (e >= 0) & (e < E)
             e = tl.where(ours, e, 0)
             width = tl.where(ours, N, 0)
