@@ -47,13 +47,17 @@ class Dialect:
         stored = stored.float()
         return 1.0 / stored if self.reciprocal else stored
 
-    def encode_scale(self, scale: Tensor) -> Tensor:
-        """fp32 0-d, multiplying -> as stored: [] or [1]; decode_scale of it gives `scale` back where it can."""
+    def encode_scale(self, scale: Tensor, as_read: Tensor | None = None) -> Tensor:
+        """fp32 0-d, multiplying -> as stored: [] or [1]; decode_scale of it gives `scale` back where it can.
+
+        as_read: what a file had before, which is written again where it is `scale` still.
+        """
         if not self.reciprocal:
             return scale.float().reshape(())
         scale = scale.float().reshape(1)
         near = 1.0 / scale
-        for stored in (near, torch.nextafter(near, near * 2), torch.nextafter(near, near / 2)):
+        before = () if as_read is None else (as_read.to(scale.device).reshape(1),)
+        for stored in (*before, near, torch.nextafter(near, near * 2), torch.nextafter(near, near / 2)):
             if torch.equal(1.0 / stored, scale):
                 return stored
         return near

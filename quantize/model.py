@@ -104,10 +104,6 @@ class ModelTensors:
         target, pattern = rename_source_key(name, self._renamings, self._converters, self._prefix, self.state)
         return (name, None) if target not in self.state and name in self.state else (target, pattern)
 
-    def together(self, pattern: str) -> list[str]:
-        """The patterns of the tensors that become one with those of `pattern`, in their order."""
-        return next(list(c.source_patterns) for c in self._converters if pattern in c.source_patterns)
-
     def renamed(self, name: str, converted: bool = True) -> str:
         """`name` after the model's renamings, and converters; the prefix of the model not yet added or removed."""
         from transformers.core_model_loading import rename_source_key

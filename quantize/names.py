@@ -17,6 +17,11 @@ PLAIN_NAMES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 GATES = {"up_proj": "gate_proj", "w3": "w1"}  # up -> gate, which have the same input
 
 
+def projections(name: str) -> tuple[str, ...]:
+    """Those that are together in a tensor of this name."""
+    return ("gate_proj", "up_proj") if name == "gate_up_proj" else (name,)
+
+
 def gate_of(stem: str) -> str | None:
     """The gate's stem of an expert whose up projection is `stem`; None for other stems."""
     module, _, part = stem.rpartition(".")

@@ -16,7 +16,7 @@ from moe_nvfp4.quantize.dialects import COMPRESSED_TENSORS, MODELOPT, Dialect
 from moe_nvfp4.quantize.files import Checkpoint, TensorSlice, read_tensors
 from moe_nvfp4.quantize.layouts import ExpertLayout, Source, nvfp4
 from moe_nvfp4.quantize.model import ModelTensors
-from moe_nvfp4.quantize.names import DENSE, KV_SCALE, PER_EXPERT, PRE_QUANT_SCALE, is_scale
+from moe_nvfp4.quantize.names import DENSE, KV_SCALE, PER_EXPERT, PRE_QUANT_SCALE, is_scale, projections
 
 # One expert says what the others are like
 EXPERT = re.compile(r"\bexperts\.(\w+\.)?(?P<e>\d+)\.")
@@ -49,7 +49,6 @@ class CheckpointLayout:
     input_scale      the experts have static activation scales
     pre_quant_scale  they have AWQ's
     kv_scales        names of the scales of a quantized KV cache
-    plain_names      experts one by one are called gate_proj, up_proj, down_proj, as the family may not call them
     """
 
     dialect: Dialect = MODELOPT
@@ -59,7 +58,6 @@ class CheckpointLayout:
     input_scale: bool = False
     pre_quant_scale: bool = False
     kv_scales: list[str] = field(default_factory=list)
-    plain_names: bool = False
 
 
 def open_files(files: Iterable[str | os.PathLike], model: Any) -> Source:
@@ -92,7 +90,6 @@ def read_layout(source: Source, model: nn.Module, experts: Iterable[str]) -> Che
     files, names = nvfp4.read(source, dialect), ModelTensors(model)
     found = CheckpointLayout(dialect)
     found.input_scale, found.pre_quant_scale = map(files.experts_have, (dialect.input_scale, PRE_QUANT_SCALE))
-    found.plain_names = any(name.endswith(f".experts.0.down_proj.{dialect.weight}") for name in tensors)
     found.kv_scales = [name for name in tensors if KV_SCALE.search(name)]
     owners = sorted(experts, key=len, reverse=True)  # a module before what contains it
     for name, layout in _weights(files):
@@ -134,7 +131,7 @@ def matrices_of(
     ValueError where they have not as many experts as the parameter, or matrices of another shape.
     """
     names, places = ModelTensors(model, conversions), dict[str, tuple[str, str | None]]()
-    found: dict[str, dict[tuple[int, int], TensorSlice]] = {}
+    found: dict[str, dict[tuple[int, str], TensorSlice]] = {}
     for name, stored in source.checkpoint.tensors.items():
         match = EXPERT.search(name)
         if match is None:
@@ -144,22 +141,21 @@ def matrices_of(
             places[first] = names.place(first)
         target, pattern = places[first]
         if pattern is not None and target.removesuffix("_sf") in parameters:
-            part = names.together(pattern).index(pattern)
-            found.setdefault(target, {})[int(match["e"]), part] = stored
+            found.setdefault(target, {})[int(match["e"]), pattern.split()[0]] = stored
     result = {}
     for parameter in parameters:
         pairs = [found.get(parameter, {}), found.get(f"{parameter}_sf", {})]
-        parts = 1 + max((part for _, part in pairs[0]), default=0)
+        parts = projections(parameter.rpartition(".")[2])
         for matrices, suffix in zip(pairs, ("", "_sf"), strict=True):
             E, N, width = names.shapes[f"{parameter}{suffix}"]
-            wanted = {(e, part): (N // parts, width) for e in range(E) for part in range(parts)}
+            wanted = {(e, part): (N // len(parts), width) for e in range(E) for part in parts}
             if wanted != {at: t.shape for at, t in matrices.items()}:
                 raise ValueError(
                     f"map_files: of {parameter}{suffix} the files have {len(matrices)} matrices, where {len(wanted)} "
-                    f"of {N // parts} by {width} bytes are expected: leave map_files out for these files"
+                    f"of {N // len(parts)} by {width} bytes are expected: leave map_files out for these files"
                 )
         codes, sf = pairs
-        result[parameter] = [[(codes[e, part], sf[e, part]) for part in range(parts)] for e in range(E)]
+        result[parameter] = [[(codes[e, part], sf[e, part]) for part in parts] for e in range(E)]
     return result
 
 

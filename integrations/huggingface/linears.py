@@ -163,9 +163,7 @@ class LinearConverter(WeightConverter):
         d, p = self.dialect, parameters
 
         def scale(name: str) -> Tensor:
-            new, old = d.encode_scale(p[name]).clone(), self.stored.get(f"{module}.{name}")
-            same = old is not None and torch.equal(d.decode_scale(old), d.decode_scale(new.cpu()))
-            return old.clone() if old is not None and same else new
+            return d.encode_scale(p[name], self.stored.get(f"{module}.{name}")).clone()
 
         stored = {
             d.weight: p["weight"],

@@ -16,7 +16,7 @@ from transformers.utils import logging
 
 from moe_nvfp4.integrations.huggingface.calibration import calibration_batches, files_importance
 from moe_nvfp4.integrations.huggingface.config import MoeNvfp4Config
-from moe_nvfp4.integrations.huggingface.converters import Conversions, ExpertsConverter, with_names_in_files
+from moe_nvfp4.integrations.huggingface.converters import Conversions, with_names_in_files
 from moe_nvfp4.integrations.huggingface.experts import (
     HFExperts,
     ModuleLayout,
@@ -40,13 +40,14 @@ from moe_nvfp4.integrations.huggingface.files import (
 from moe_nvfp4.integrations.huggingface.fp8 import FP8Experts
 from moe_nvfp4.integrations.huggingface.linears import LinearConverter, replace_linears, to_linear
 from moe_nvfp4.integrations.huggingface.offload import describe_placement, keep_experts_on_cpu, layers_on_cpu
+from moe_nvfp4.integrations.huggingface.packed import PackedConverter
 from moe_nvfp4.integrations.huggingface.ready import prepare_model
 from moe_nvfp4.linear import NVFP4Linear
 from moe_nvfp4.mapped import Matrix
 from moe_nvfp4.quantize.dialects import DIALECTS
 from moe_nvfp4.quantize.importance import Importance, load_importance
 from moe_nvfp4.quantize.layouts import ExpertLayout, Source
-from moe_nvfp4.quantize.names import KV_SCALE, PER_EXPERT, PRE_QUANT_SCALE, ignore_patterns
+from moe_nvfp4.quantize.names import KV_SCALE, PER_EXPERT, PRE_QUANT_SCALE, ignore_patterns, projections
 from moe_nvfp4.quantize.recipes import CALIBRATED_RECIPES
 from moe_nvfp4.weights import check_block_scales, check_global_scale
 
@@ -88,7 +89,7 @@ class MoeNvfp4Quantizer(HfQuantizer):
         self.linears: LinearConverter | None = None  # of quantized linears in files, to load and to save
         self.importance: Importance | None = None  # of a recipe that uses data, while it quantizes
         # The same of experts; `attach` has them
-        self.conversions = Conversions({}, (), quantization_config.recipe, self.pre_quantized)
+        self.conversions = Conversions({}, quantization_config.recipe, self.pre_quantized)
         self.mtp = MtpTensors()
         self._plan: LoadPlan | None = None  # while a model loads
         self._gpu: torch.device | None = None  # where it goes, less the experts that stay on the CPU
@@ -181,8 +182,9 @@ class MoeNvfp4Quantizer(HfQuantizer):
     ) -> None:
         """Know the experts of `model`, 4-bit and `excluded` ones, how files keep them, and what else stays dense."""
         config, dialect = self.quantization_config, DIALECTS[self.quantization_config.dialect]
+        prefix = getattr(model, "base_model_prefix", "")
         self.conversions = Conversions(
-            experts, excluded, config.recipe, self.pre_quantized, dialect, self.importance, layout
+            experts, config.recipe, self.pre_quantized, dialect, self.importance, layout, prefix
         )
         linears = {n for n, m in model.named_modules() if isinstance(m, nn.Linear)}
         routers = {n for n, m in model.named_modules() if n.endswith((".gate", ".router"))}
@@ -197,7 +199,6 @@ class MoeNvfp4Quantizer(HfQuantizer):
         assert self._plan is not None, "a model is being loaded"
         source, found = self._plan.source, self._plan.found
         model = self._plan.model  # transformers 5.17 does not pass it
-        self.conversions.plain_names = found.plain_names
         conversions = self.conversions.build(weight_conversions)
         conversions = [self.linears, *conversions] if self.linears else conversions
         if found.fp8:
@@ -260,7 +261,7 @@ class MoeNvfp4Quantizer(HfQuantizer):
 
     def get_new_dtype(self, converter: Any, param: Any, dtype: torch.dtype) -> torch.dtype | None:
         if isinstance(converter, (LinearConverter, FP8Experts)) or (
-            isinstance(converter, ExpertsConverter) and dtype == torch.uint8
+            isinstance(converter, PackedConverter) and dtype == torch.uint8
         ):
             return None  # as it is stored; dense experts next to 4-bit ones are cast
         return super().get_new_dtype(converter, param, dtype)
@@ -276,8 +277,7 @@ class MoeNvfp4Quantizer(HfQuantizer):
             stem, _, name = key.rpartition(".")
             if name not in ("gate_up_proj", "up_proj", "down_proj"):
                 continue
-            parts = ("gate_proj", "up_proj") if name == "gate_up_proj" else (name,)
-            scales = [f"{p}_{kind}" for p in parts for kind in ("global_scale", "input_scale")]
+            scales = [f"{p}_{kind}" for p in projections(name) for kind in ("global_scale", "input_scale")]
             by_expert = style == "grouped_gemm"
             for extra, wanted in [(f"{name}_sf", style), *((s, style if by_expert else None) for s in scales)]:
                 full = f"{stem}.{extra}"

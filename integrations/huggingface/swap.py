@@ -222,5 +222,4 @@ def calibrate(model: Model, batches: Iterable[Tensor | Mapping[str, Tensor]], pr
     for name, scales in observe(layers, run).items():
         layers[name].set_input_scales(*scales)
     whole.hf_quantizer.quantization_config.input_scale = True
-    whole._weight_conversions = whole.hf_quantizer.conversions.renew(whole._weight_conversions)
     return model

@@ -209,54 +209,6 @@ def _stack(source: Source, name: str, layout: ExpertLayout, dialect: Dialect) ->
 
 
 @dataclass(frozen=True)
-class ParameterSource:
-    """The tensors of files that a parameter of `NVFP4Experts` is made of.
-
-    kind        "codes", "sf", "global_scale", "input_scale", "pre_quant_scale" or "bias"
-    tensors     what their names end with; `*` stands for the expert's number. Gate and up: one after the other
-    parameters  where gate and up are in one tensor of the files, each has the global scale of both
-    """
-
-    kind: str
-    tensors: tuple[str, ...]
-    parameters: tuple[str, ...]
-
-
-def parameters(layout: ExpertLayout, dialect: Dialect, stems: Sequence[str], target: str) -> Iterator[ParameterSource]:
-    """What the parameter `target` ("mlp.experts.gate_up_proj") and those beside it are made of.
-
-    stems: of matrices one by one, what their names begin with ("mlp.experts.*.gate_proj").
-    """
-    module, _, weight = target.rpartition(".")
-    projections = ("gate_proj", "up_proj") if weight == "gate_up_proj" else (weight,)
-
-    def tensors(last: str) -> tuple[str, ...]:
-        if layout is ExpertLayout.STACKED_TRANSPOSED:
-            return (target if last == dialect.weight else f"{target}_{last}",)
-        if layout is ExpertLayout.STACKED_BY_PROJECTION:
-            # transformers renames the dense weight of down_proj before it asks a converter
-            renamed = last == dialect.weight and weight == "down_proj"
-            return (target,) if renamed else tuple(f"moe.{part}.{last}" for part in projections)
-        return tuple(f"{stem}.{last}" for stem in stems)
-
-    def of(last: str) -> list[str]:
-        return [f"{module}.{part}_{last}" for part in projections]
-
-    yield ParameterSource("codes", tensors(dialect.weight), (target,))
-    yield ParameterSource("sf", tensors(dialect.sf), (f"{target}_sf",))
-    scales, owners = tensors(dialect.global_scale), of("global_scale")
-    if len(scales) == len(owners):
-        yield from (ParameterSource("global_scale", (s,), (owner,)) for s, owner in zip(scales, owners, strict=True))
-    else:
-        yield ParameterSource("global_scale", scales, tuple(owners))
-    yield ParameterSource("input_scale", tensors(dialect.input_scale), (of("input_scale")[-1],))
-    if layout is not ExpertLayout.STACKED_BY_PROJECTION:
-        yield ParameterSource("bias", tensors("bias"), (f"{target}_bias",))
-    if layout is not ExpertLayout.STACKED_TRANSPOSED:
-        yield ParameterSource(PRE_QUANT_SCALE, tensors(PRE_QUANT_SCALE), (of(PRE_QUANT_SCALE)[-1],))
-
-
-@dataclass(frozen=True)
 class NVFP4Files:
     """All that NVFP4 files hold.
 

@@ -11,8 +11,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from moe_nvfp4.integrations.huggingface import MoeNvfp4Config, swap_experts
-from moe_nvfp4.integrations.huggingface.converters import ExpertsConverter, check_sharding
 from moe_nvfp4.integrations.huggingface.experts import HFExperts
+from moe_nvfp4.integrations.huggingface.packed import check_sharding
 from tests.common import on_two_gpus, relative_error, two_processes
 from tests.folders import is_expert, is_linear, quantized
 from tests.models import IDS, SMALL, folder, gpt_oss, llama4, load, logits, make, same_tensors
@@ -201,9 +201,8 @@ def test_the_way_out_is_one_that_the_model_has(family):
         for key in ("gate_up_proj", "gate_up_proj_sf"):
             split = distribute_tensor(getattr(experts, key), mesh, [Shard(1)])
             setattr(experts, key, torch.nn.Parameter(split, requires_grad=False))
-        converter = next(c for c in model._weight_conversions if isinstance(c, ExpertsConverter))
         with pytest.raises(NotImplementedError, match="stores its experts transposed") as error:
-            check_sharding(name, experts, converter, model)
+            check_sharding(name, experts, model)
     finally:
         torch.distributed.destroy_process_group()
     has_plan = bool(model._ep_plan)

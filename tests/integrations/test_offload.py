@@ -11,9 +11,9 @@ from moe_nvfp4.integrations.huggingface import (
     keep_experts_on_cpu,
     swap_experts,
 )
-from moe_nvfp4.integrations.huggingface.converters import ExpertsConverter
 from moe_nvfp4.integrations.huggingface.experts import HFExperts
 from moe_nvfp4.integrations.huggingface.offload import CONTEXT, SCRATCH, cache_bytes
+from moe_nvfp4.integrations.huggingface.packed import PackedConverter
 from moe_nvfp4.kernels.cpu import backend as cpu
 from tests.common import relative_error
 from tests.models import folder, granite, load, logits, mixtral, nemotron_h, qwen3_moe
@@ -127,13 +127,13 @@ def test_the_rest_goes_to_the_gpu_of_device_map(tmp_path, monkeypatch, device_ma
 def test_experts_stay_in_their_files(tmp_path, monkeypatch, family, dialect):
     """Nothing reads them while the model loads, and the model says the same."""
     path, want = saved(tmp_path, family, dialect=dialect)
-    read, convert = [], ExpertsConverter.convert
+    read, convert = [], PackedConverter.convert
 
     def noted(self, layer_name, *args, **kwargs):
         read.append(layer_name.rpartition(".")[2])
         return convert(self, layer_name, *args, **kwargs)
 
-    monkeypatch.setattr(ExpertsConverter, "convert", noted)
+    monkeypatch.setattr(PackedConverter, "convert", noted)
     model, info = load_with_info(path, quantization_config=MoeNvfp4Config(map_files=True))
     assert "down_proj_global_scale" in read and not any(name.endswith(("_proj", "_sf")) for name in read)
     assert not any(info.values()), info

@@ -1,0 +1,263 @@
+"""4-bit experts between files and modules: transformers' weight converter for them, both ways.
+
+Files hold one tensor per expert and projection, here with ModelOpt's names (quantize/dialects.py has the others):
+
+    ...experts.3.gate_proj.weight          U8      codes
+    ...experts.3.gate_proj.weight_scale    F8_E4M3 sf
+    ...experts.3.gate_proj.weight_scale_2  F32     global_scale
+    ...experts.3.gate_proj.input_scale     F32     static activation scale, optional
+
+or, written by ModelOpt, stacks of all experts: [E, in, out], or [E, out, in] for each projection. Modules hold all
+experts of a layer stacked. A tensor goes where the family's own converter brings a dense one of its matrix, and is
+saved under the family's names (Mixtral: w1, w3, w2); for families without, these are gate_proj, up_proj, down_proj.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers.core_model_loading import WeightConverter
+
+from moe_nvfp4.integrations.huggingface.experts import HFExperts
+from moe_nvfp4.integrations.huggingface.linears import Nothing
+from moe_nvfp4.quantize.dialects import MODELOPT, Dialect
+from moe_nvfp4.quantize.layouts import ExpertLayout
+from moe_nvfp4.quantize.layouts.base import split_rows
+from moe_nvfp4.quantize.layouts.nvfp4 import new_name
+from moe_nvfp4.quantize.layouts.stacked import STEP
+from moe_nvfp4.quantize.names import PLAIN_NAMES, PRE_QUANT_SCALE, SEPARATE, projections
+
+KINDS = ("codes", "sf", "global_scale", "input_scale", PRE_QUANT_SCALE, "bias")
+MATRIX = re.compile(r"(?P<module>.+)\.\d+\.(?P<part>gate_proj|up_proj|down_proj|w[123])")
+STACK = re.compile(r"(?P<part>gate_up_proj|up_proj|down_proj)(_(?P<last>\w+))?")
+STACKS = (ExpertLayout.STACKED_TRANSPOSED, ExpertLayout.STACKED_BY_PROJECTION)
+
+
+def _parameters(up_name: str) -> dict[str, tuple[str, tuple[str, ...]]]:
+    found: dict[str, tuple[str, tuple[str, ...]]] = {}
+    for name in (up_name, "down_proj"):
+        parts = projections(name)
+        found |= {name: ("codes", parts), f"{name}_sf": ("sf", parts), f"{name}_bias": ("bias", parts)}
+        found |= {f"{part}_global_scale": ("global_scale", (part,)) for part in parts}
+        found |= {f"{parts[-1]}_{kind}": (kind, parts) for kind in ("input_scale", PRE_QUANT_SCALE)}
+    return found
+
+
+# The parameters of `HFExperts`, by their `up_name`: which of KINDS they are, and the projections they hold or belong to
+PARAMETERS = {up_name: _parameters(up_name) for up_name in ("gate_up_proj", "up_proj")}
+
+
+class PackedConverter(WeightConverter):
+    """All tensors of 4-bit experts in files -> the parameters of `HFExperts`, and back.
+
+    experts  module name -> HFExperts
+    prefix   of the names in the model's body, which files of the body alone lack
+    merges   the family's own converters of dense experts one by one
+    dialect  of the files, those that are loaded and those that are saved
+    layout   how files that are loaded keep experts; they are always saved one by one
+    saving   the way back
+    stored   reciprocals of scales as they were read, [projections, E] by parameter, to be written again
+    """
+
+    def __init__(
+        self,
+        experts: dict[str, HFExperts],
+        prefix: str = "",
+        merges: Iterable[WeightConverter] = (),
+        dialect: Dialect = MODELOPT,
+        layout: ExpertLayout = ExpertLayout.ONE_BY_ONE,
+        saving: bool = False,
+        stored: dict[str, Tensor] | None = None,
+    ):  # fmt: skip
+        self.experts, self.prefix, self.dialect, self.layout, self.saving = experts, prefix, dialect, layout, saving
+        self.merges = [copy.copy(c) for c in merges]  # asking one for a name marks it as used
+        self.stored = {} if stored is None else stored
+        self.lasts = dict(zip(KINDS, (*dialect.suffixes, PRE_QUANT_SCALE, "bias"), strict=True))
+        self.kinds = {last: kind for kind, last in self.lasts.items()}
+        parts = ("gate_up_proj", "gate_proj", "up_proj", "down_proj")
+        sources = [f"{part} {kind}" for part in (("experts",) if saving else parts) for kind in KINDS]
+        super().__init__(sources, ["gate_proj_global_scale"], [Nothing()])
+        if layout is ExpertLayout.STACKED_TRANSPOSED:  # a scale of gate and up in one stack becomes that of both
+            self.target_patterns.append("up_proj_global_scale")
+
+    def _again(self, saving: bool) -> PackedConverter:
+        return PackedConverter(self.experts, self.prefix, self.merges, self.dialect, self.layout, saving, self.stored)
+
+    def __deepcopy__(self, memo: dict) -> PackedConverter:
+        """The loader copies a converter for each target; the model is never copied."""
+        return self._again(self.saving)
+
+    def reverse_transform(self) -> PackedConverter:
+        return self._again(saving=True)
+
+    # ---------------------------------------------------------------- names
+    def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
+        """As transformers asks: the parameter that a tensor becomes (or is a part of), and what it is of it."""
+        if self.saving:
+            module, _, name = source_key.rpartition(".")
+            known = PARAMETERS[self.experts[module].up_name] if module in self.experts else {}
+            if name not in known:
+                return source_key, None
+            kind, parts = known[name]
+            return f"{self._stems(module)[parts[0]]}.{self.lasts[kind]}", f"experts {kind}"
+        place = self._place(source_key)
+        target = None if place is None else self._target(*place)
+        if place is None or target is None:
+            return source_key, None
+        self._was_used = True
+        return target, f"{place[1]} {place[2]}"
+
+    def _place(self, key: str) -> tuple[str, str, str] | None:
+        """(module, projection, kind) of a tensor in files, after the model's renamings."""
+        stem, _, last = key.rpartition(".")
+        if self.layout in STACKS and (stack := STACK.fullmatch(last)):
+            # Of Step-3, the codes of down_proj only: they have the name of a dense weight, which transformers changes
+            kind = self.kinds.get(stack["last"]) if stack["last"] else "codes"
+            return (stem, stack["part"], kind) if kind else None
+        kind = self.kinds.get(last)
+        if kind is None:
+            return None
+        if separate := SEPARATE.search(stem):
+            return f"{stem[: separate.start()]}{STEP.module}", separate["part"], kind
+        for c in self.merges:
+            target, pattern = c.rename_source_key(f"{new_name(stem)}.weight")
+            if pattern is not None:
+                module, _, name = target.rpartition(".")
+                return module, projections(name)[c.source_patterns.index(pattern)], kind
+        match = MATRIX.fullmatch(new_name(stem))
+        return (match["module"], PLAIN_NAMES.get(match["part"], match["part"]), kind) if match else None
+
+    def _target(self, module: str, part: str, kind: str) -> str | None:
+        """The parameter; None where the experts are not 4-bit."""
+        for name in (module, f"{self.prefix}.{module}", module.removeprefix(f"{self.prefix}.")):
+            if name in self.experts:
+                known = PARAMETERS[self.experts[name].up_name].items()
+                first = projections(part)[0]
+                return next((f"{name}.{p}" for p, (k, parts) in known if k == kind and first in parts), None)
+        return None
+
+    def _stems(self, module: str) -> dict[str, str]:
+        """What the names of each projection's matrices begin with in files, with * for the expert's number."""
+        found: dict[str, str] = {}
+        for name in (self.experts[module].up_name, "down_proj"):
+            stems = [f"{module}.*.{part}" for part in projections(name)]
+            for c in (c.reverse_transform() for c in self.merges):
+                first, pattern = c.rename_source_key(f"{module}.{name}")
+                if pattern is not None:
+                    names = [first.replace(c.target_patterns[0], other) for other in c.target_patterns]
+                    stems = [name.removesuffix(".weight") for name in names]
+            found |= dict(zip(projections(name), stems, strict=True))
+        return found
+
+    # ---------------------------------------------------------------- tensors
+    def convert(
+        self, layer_name: str, model: Any = None, config: Any = None, hf_quantizer: Any = None, loading_info: Any = None
+    ) -> dict[str, Tensor]:
+        if self.saving:
+            return self._files(layer_name)
+        module, _, name = layer_name.rpartition(".")
+        experts = self.experts[module]
+        kind, _ = PARAMETERS[experts.up_name][name]
+        check_sharding(module, experts, model, self)
+        found = self.materialize_tensors()
+        sources = [source for source in self.source_patterns if source in found]  # gate's before up's
+        if kind not in ("global_scale", "input_scale"):
+            return {layer_name: self._whole(layer_name, kind, [found.pop(source) for source in sources])}
+        columns = torch.stack([torch.cat([t.reshape(-1) for t in found[source]]) for source in sources])
+        if self.dialect.reciprocal:
+            self.stored[layer_name] = columns.cpu()
+        scale = self.dialect.decode_scale(columns).amax(dim=0)  # of two projections that share one, the larger
+        if self.layout is ExpertLayout.STACKED_TRANSPOSED:  # one for the stack
+            scale = scale.expand(experts.layout.num_experts)
+        of = projections(sources[0].split()[0])
+        names = [f"{part}_global_scale" for part in of] if kind == "global_scale" else [name]
+        return {f"{module}.{name}": scale.clone() for name in names}
+
+    def _whole(self, name: str, kind: str, parts: list[list[Tensor]]) -> Tensor:
+        """The parameter `name` of what files have of each of its projections: all experts, or a tensor for each."""
+        whole = []
+        while parts:  # nothing is kept twice
+            tensors = parts.pop(0)
+            tensors = [t.view(torch.uint8) for t in tensors] if kind == "sf" else tensors
+            whole.append(tensors[0] if self.layout in STACKS else torch.stack(tensors))
+            del tensors
+        if kind == PRE_QUANT_SCALE:
+            if any(not torch.equal(whole[0], other) for other in whole[1:]):
+                raise ValueError(f"{name}: gate and up have different pre_quant_scale, which no input can have")
+            return whole[0]
+        tensor = torch.cat(whole, dim=1) if len(whole) > 1 else whole[0]
+        if self.layout is ExpertLayout.STACKED_TRANSPOSED:
+            module, _, last = name.rpartition(".")
+            tensor = tensor.transpose(1, 2) if tensor.dim() == 3 else tensor
+            if self.experts[module].layout.interleaved and last.startswith("gate_up_proj"):
+                tensor = torch.cat(split_rows(tensor, 2, interleaved=True, dim=1), dim=1)
+        return tensor.contiguous()
+
+    def _files(self, name_in_files: str) -> dict[str, Tensor]:
+        """What files have of a parameter: a tensor for each expert and projection.
+
+        name_in_files: of the first, with * for the expert's number; in transformers 5.17 after the model's renamings.
+        """
+        ((tensor,),), (name,) = self.materialize_tensors().values(), self.layer_targets[name_in_files]
+        module, _, parameter = name.rpartition(".")
+        kind, parts = PARAMETERS[self.experts[module].up_name][parameter]
+        scales, stems = kind in ("global_scale", "input_scale"), self._stems(module)
+        start = name_in_files.rpartition("*")[0]
+        as_read = self.stored.get(name, torch.full((len(parts), len(tensor)), torch.nan))
+        tensor = tensor.view(torch.float8_e4m3fn) if kind == "sf" else tensor
+        shared = scales or kind == PRE_QUANT_SCALE
+        pieces = [tensor] * len(parts) if shared else tensor.chunk(len(parts), dim=1)
+        found = {}
+        for i, part in enumerate(parts):
+            for e, piece in enumerate(pieces[i]):
+                piece = self.dialect.encode_scale(piece, as_read[i, e]) if scales else piece
+                name = f"{start}{e}{stems[part].rpartition('*')[2]}.{self.lasts[kind]}"
+                found[name] = piece.clone() if shared else piece
+        return found
+
+
+def check_sharding(
+    module_name: str, experts: HFExperts, model: nn.Module, files: PackedConverter | None = None
+) -> None:
+    """The plan of parallelism must cut our [E, N, K] tensors at whole blocks of 16, and 4-bit files be cut likewise."""
+    if getattr(model, "_ep_plan", None):
+        instead = "use expert parallelism (DistributedConfig(tp_size=n, ep_size=n))"
+    else:  # Llama 4
+        instead = "this model has no plan of expert parallelism; whole layers go to several GPUs with device_map='auto'"
+    parallel = any(isinstance(p, DTensor) for p in experts.parameters())
+    if parallel and experts.pre_quant_scales[0] is not None:
+        raise NotImplementedError(f"{module_name}: experts with AWQ's pre_quant_scale are not split over ranks yet")
+    if parallel and files is not None and (files.layout in STACKS or files.dialect.scale_shape):
+        what = "stacks of experts" if files.layout in STACKS else f"{files.dialect.name}'s scales"
+        raise NotImplementedError(
+            f"{module_name}: 4-bit files with {what} cannot be split over ranks as they are read: write them with "
+            "ModelOpt's names first, the same bytes (moe-nvfp4 quantize SRC DST --dialect modelopt)"
+        )
+    for name in (experts.up_name, "down_proj"):
+        if name not in experts._parameters:  # those stay in their files, and are not split
+            continue
+        codes, sf = getattr(experts, name), getattr(experts, f"{name}_sf")
+        if not splits_matrices(codes):
+            continue
+        if experts.layout.transposed:
+            raise NotImplementedError(
+                f"{module_name}: {experts.source_class.__name__} stores its experts transposed, so its "
+                f"tensor-parallel plan does not fit 4-bit experts: {instead}"
+            )
+        if codes.to_local().shape[-1] * 2 != sf.to_local().shape[-1] * 16:
+            raise ValueError(
+                f"{module_name}.{name}: K = {codes.shape[-1] * 2} does not split over "
+                f"{codes.device_mesh.size()} ranks into whole blocks of 16: choose a tp_size that "
+                f"divides K / 16, or {instead}"
+            )
+
+
+def splits_matrices(param: Tensor) -> bool:
+    """Whether ranks have parts of an expert's matrix of the parameter [E, N, K/2]."""
+    return isinstance(param, DTensor) and any(hasattr(p, "dim") and p.dim % param.ndim != 0 for p in param.placements)
