@@ -114,7 +114,7 @@ def convert_checkpoint(
 
 def _report(plan: ConversionPlan, destination: Path) -> ConversionReport:
     """What `plan` will do."""
-    checkpoint, count = plan.source.checkpoint, len(plan.matrices) - len(plan.carried)
+    checkpoint, count = plan.source, len(plan.matrices) - len(plan.carried)
     sizes = {name: tensor_bytes(*out) for job in plan.jobs for name, out in job.outputs.items()}
     experts = [m for stem, m in plan.matrices.items() if stem not in plan.carried]
     new = {f"{stem}.{s}" for stem in plan.matrices.keys() - plan.carried.keys() for s in plan.options.target.suffixes}
@@ -184,7 +184,7 @@ def _write_small_files(folder: Path, plan: ConversionPlan, others: list[Path]) -
         shutil.copy2(file, folder / file.name)
     (folder / "config.json").write_text(json.dumps(plan.config, indent=2, ensure_ascii=False) + "\n", "utf-8")
     places = {name: job.shard for job in plan.jobs for name in job.outputs}
-    if len(set(places.values())) > 1 or (plan.source.checkpoint.folder / INDEX).is_file():
+    if len(set(places.values())) > 1 or (plan.source.folder / INDEX).is_file():
         total = sum(tensor_bytes(*out) for job in plan.jobs for out in job.outputs.values())
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", "utf-8")

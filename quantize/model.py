@@ -8,8 +8,8 @@ from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from moe_nvfp4.quantize.layouts import Source
-from moe_nvfp4.quantize.layouts.base import Given, expert_counts
+from moe_nvfp4.quantize.files import Checkpoint, expert_counts
+from moe_nvfp4.quantize.layouts.base import Given
 from moe_nvfp4.quantize.names import FUSED, KV_SCALE, PER_EXPERT, PLAIN_NAMES, SEPARATE
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class ModelTensors:
         self._resized, self._new = heads, set() if self.name in (whole.config.architectures or [self.name]) else heads
 
     @classmethod
-    def of(cls, source: Source) -> ModelTensors:
+    def of(cls, source: Checkpoint) -> ModelTensors:
         """Those of the model that a checkpoint's config describes, built without memory (on meta).
 
         Raises UnknownModel where transformers does not know the model, or cannot build it.
@@ -80,7 +80,7 @@ class ModelTensors:
             raise UnknownModel(f"transformers is not installed ({error})") from None
         here = f"transformers {transformers.__version__}"
         try:
-            config = transformers.AutoConfig.from_pretrained(source.checkpoint.folder)
+            config = transformers.AutoConfig.from_pretrained(source.folder)
         except Exception as error:  # whatever a stranger's config makes of it
             raise UnknownModel(f"{here} cannot read config.json ({error})") from None
         names = config.architectures or []

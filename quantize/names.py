@@ -91,15 +91,6 @@ def _layer_number(module: str) -> str | None:
     return numbers[0] if len(numbers) == 1 else None
 
 
-def sub_configs(config: Mapping) -> list[Mapping]:
-    """A config and its sub-configs (text_config, thinker_config, ...), all the way down."""
-    found = [config]
-    for key, value in config.items():
-        if isinstance(value, Mapping) and key.endswith("config") and key != "quantization_config":
-            found += sub_configs(value)
-    return found
-
-
 def ignore_patterns(dense: set[str], quantized: set[str], excluded: set[str], dialect: Dialect) -> list[str]:
     """The `ignore` list of a config: `dense` modules, layers folded into a wildcard where no quantized one fits it.
 

@@ -30,7 +30,6 @@ from moe_nvfp4.quantize.layouts import (
     ErrorSums,
     Experts,
     Matrix,
-    Source,
     dbrx,
     fp8,
     mxfp4,
@@ -76,7 +75,7 @@ class ConversionPlan:
     unchanged    the source is NVFP4 in the dialect and the layout of new files
     """
 
-    source: Source
+    source: Checkpoint
     options: Options
     jobs: tuple[Job, ...]
     config: dict
@@ -95,7 +94,7 @@ class ConversionPlan:
 class _Draft:
     """A plan that is being made. `left`: the tensors that are not planned yet."""
 
-    source: Source
+    source: Checkpoint
     options: Options
     left: dict[str, TensorSlice]
     jobs: list[Job] = field(default_factory=list)
@@ -139,7 +138,7 @@ def plan(checkpoint: Checkpoint, options: Options) -> ConversionPlan:
     ValueError for what cannot be converted, naming the tensor, the rule and the way out.
     """
     options = replace(options, dtype=config_dtype(checkpoint.config))
-    draft = _Draft(Source(checkpoint), options, dict(checkpoint.tensors))
+    draft = _Draft(checkpoint, options, dict(checkpoint.tensors))
     info = nvfp4_info(checkpoint)
     if info is not None:
         _carry(draft, info.dialect)
@@ -165,9 +164,9 @@ def plan(checkpoint: Checkpoint, options: Options) -> ConversionPlan:
 def _quantize(draft: _Draft) -> None:
     source, options = draft.source, draft.options
     if options.share_scales:
-        raise ValueError(f"{source.checkpoint.folder} is not NVFP4 yet: what is quantized here shares one global "
+        raise ValueError(f"{source.folder} is not NVFP4 yet: what is quantized here shares one global "
                          "scale between gate and up anyway; leave out --share-scales")  # fmt: skip
-    method = (source.checkpoint.config.get("quantization_config") or {}).get("quant_method")
+    method = (source.config.get("quantization_config") or {}).get("quant_method")
     quantized = QUANTIZED_LAYOUTS.get(str(method))
     for layout in (quantized, *DENSE_LAYOUTS) if quantized else DENSE_LAYOUTS:
         for experts in list(layout.recognise(source, draft.left)):
@@ -209,7 +208,7 @@ def _names(pattern: str, module: str) -> bool:
     return any(fnmatchcase(name, pattern) or name.startswith(f"{pattern}.") for name in names)
 
 
-def _why_not(module: str, source: Source, options: Options) -> str | None:
+def _why_not(module: str, source: Checkpoint, options: Options) -> str | None:
     """Why the experts module `module` is left as it is; None: it is quantized."""
     if any(_names(pattern, module) for pattern in options.exclude):
         return "excluded"
@@ -223,7 +222,7 @@ def _why_not(module: str, source: Source, options: Options) -> str | None:
 
 def _check_nothing_missed(draft: _Draft) -> None:
     """Everything that looks like experts is planned or left alone on purpose."""
-    types, config = draft.source.types, draft.source.checkpoint.config
+    types, config = draft.source.types, draft.source.config
     for name, stored in draft.left.items():
         in_stack = len(stored.shape) >= 3 and re.search(r"moe|expert", name)
         inside = len(stored.shape) == 2 and re.search(r"(^|\.)\w*(?<!shared_)experts?\.", name)
@@ -250,7 +249,7 @@ def _check_nothing_missed(draft: _Draft) -> None:
 # ---------------------------------------------------------------- NVFP4 in another dialect or layout
 def _carry(draft: _Draft, source: Dialect) -> None:
     """Codes and block scales are the same bytes."""
-    target, options, folder = draft.options.target, draft.options, draft.source.checkpoint.folder
+    target, options, folder = draft.options.target, draft.options, draft.source.folder
     if options.recipe in CALIBRATED_RECIPES:
         raise ValueError(f"recipe {options.recipe!r} would have no effect: these weights are NVFP4 already; quantize "
                          "the original checkpoint")  # fmt: skip
@@ -311,7 +310,7 @@ def _share_scales(draft: _Draft) -> None:
         stem = gate if scales[0] < scales[1] else up
         new[stem] = rescale_job(stem, draft.carried[stem], max(scales), draft.options, errors)
     if not new:
-        raise ValueError(f"{draft.source.checkpoint.folder}: gate and up of every expert share a global scale already: "
+        raise ValueError(f"{draft.source.folder}: gate and up of every expert share a global scale already: "
                          "leave out --share-scales")  # fmt: skip
     names = {name for job in new.values() for name in job.outputs}
     kept = [without(job, names) if names & job.outputs.keys() else job for job in draft.jobs]
@@ -335,7 +334,7 @@ def _fp8_next_to_nvfp4(draft: _Draft, files: nvfp4.NVFP4Files) -> None:
 
 # ---------------------------------------------------------------- the rest
 def _quantization_config(draft: _Draft, info: QuantizationInfo | None) -> dict:
-    o, q = draft.options, draft.source.checkpoint.config.get("quantization_config") or {}
+    o, q = draft.options, draft.source.config.get("quantization_config") or {}
     written = [name for job in draft.jobs for name in job.outputs]
     has_input_scale = info is not None and any(name.endswith(f".{o.target.input_scale}") for name in written)
     has_pre_quant_scale = info is not None and any(name.endswith(f".{PRE_QUANT_SCALE}") for name in written)
@@ -369,7 +368,7 @@ def nvfp4_files(checkpoint: Checkpoint) -> tuple[QuantizationInfo, nvfp4.NVFP4Fi
     if info is None:
         raise ValueError(f"{checkpoint.folder} is not an NVFP4 checkpoint: its config.json has no such "
                          "quantization_config")  # fmt: skip
-    return info, nvfp4.read(Source(checkpoint), info.dialect)
+    return info, nvfp4.read(checkpoint, info.dialect)
 
 
 def separate_scales(matrices: Mapping[str, Matrix]) -> Iterator[tuple[str, str, tuple[Tensor, Tensor]]]:

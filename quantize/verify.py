@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from moe_nvfp4.quantize.dialects import Dialect, QuantizationInfo
-from moe_nvfp4.quantize.files import TORCH_DTYPES, Checkpoint, TensorSlice, open_checkpoint
-from moe_nvfp4.quantize.layouts import ErrorSums, Matrix, Source, nvfp4
+from moe_nvfp4.quantize.files import TORCH_DTYPES, Checkpoint, TensorSlice, open_checkpoint, sub_configs
+from moe_nvfp4.quantize.layouts import ErrorSums, Matrix, nvfp4
 from moe_nvfp4.quantize.model import ModelTensors, UnknownModel
-from moe_nvfp4.quantize.names import DENSE, KV_SCALE, PRE_QUANT_SCALE, aliases, is_dense_linear, is_scale, sub_configs
+from moe_nvfp4.quantize.names import DENSE, KV_SCALE, PRE_QUANT_SCALE, aliases, is_dense_linear, is_scale
 from moe_nvfp4.quantize.plan import ConversionPlan, nvfp4_files, plan_of, scale_warnings
 from moe_nvfp4.weights import check_block_scales, check_global_scale
 
@@ -68,7 +68,7 @@ def verify_checkpoint(folder: str | os.PathLike, against: str | os.PathLike | No
             raise ValueError(nvfp4.UNREAD.format(name))
         _check_dense(name, stored)
     try:
-        report.warnings += _surplus(ModelTensors.of(Source(checkpoint)), files)
+        report.warnings += _surplus(ModelTensors.of(checkpoint), files)
     except UnknownModel as error:
         report.warnings.append(f"warning: not compared with the model's own list of tensors: {error}. Tensors that are "
                                "missing for the whole model or a whole layer were not noticed")  # fmt: skip

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from moe_nvfp4.quantize.dialects import COMPRESSED_TENSORS, MODELOPT, Dialect
 from moe_nvfp4.quantize.files import Checkpoint, TensorSlice, read_tensors
-from moe_nvfp4.quantize.layouts import ExpertLayout, Source, nvfp4
+from moe_nvfp4.quantize.layouts import ExpertLayout, nvfp4
 from moe_nvfp4.quantize.model import ModelTensors
 from moe_nvfp4.quantize.names import DENSE, KV_SCALE, PER_EXPERT, PRE_QUANT_SCALE, is_scale, projections
 
@@ -60,9 +60,9 @@ class CheckpointLayout:
     kv_scales: list[str] = field(default_factory=list)
 
 
-def open_files(files: Iterable[str | os.PathLike], model: Any) -> Source:
+def open_files(files: Iterable[str | os.PathLike], model: Any) -> Checkpoint:
     """The files that transformers is about to load into `model`."""
-    return Source(Checkpoint(Path(), model.config.to_dict(), read_tensors(files), (), ()))
+    return Checkpoint(Path(), model.config.to_dict(), read_tensors(files))
 
 
 def is_nvfp4(tensors: Iterable[str]) -> bool:
@@ -71,21 +71,21 @@ def is_nvfp4(tensors: Iterable[str]) -> bool:
     return any(key.endswith(marks) for key in tensors)
 
 
-def check_dense(source: Source, model: nn.Module, experts: Collection[str]) -> None:
+def check_dense(source: Checkpoint, model: nn.Module, experts: Collection[str]) -> None:
     """ValueError unless the files have all of the modules `experts`, which are about to be quantized, and no scale of
     weights that are quantized already."""
-    tensors, names = source.checkpoint.tensors, ModelTensors(model)
+    tensors, names = source.tensors, ModelTensors(model)
     _refuse_scales(tensors, names)
     names.check(nvfp4.dense_given(tensors), experts)
 
 
-def read_layout(source: Source, model: nn.Module, experts: Iterable[str]) -> CheckpointLayout:
+def read_layout(source: Checkpoint, model: nn.Module, experts: Iterable[str]) -> CheckpointLayout:
     """What 4-bit files hold for `model` (still with its dense modules), whose experts modules are `experts`.
 
     Raises NotImplementedError for quantized weights that go through a converter of the model; ValueError for files that
     are damaged or incomplete, and for tensors of the model that they lack or have in another shape.
     """
-    tensors = source.checkpoint.tensors
+    tensors = source.tensors
     dialect = COMPRESSED_TENSORS if any(name.endswith(".weight_packed") for name in tensors) else MODELOPT
     files, names = nvfp4.read(source, dialect), ModelTensors(model)
     found = CheckpointLayout(dialect)
@@ -112,9 +112,9 @@ def read_layout(source: Source, model: nn.Module, experts: Iterable[str]) -> Che
     return found
 
 
-def check_reached(source: Source, model: nn.Module, conversions: list, parameters: Iterable[str]) -> None:
+def check_reached(source: Checkpoint, model: nn.Module, conversions: list, parameters: Iterable[str]) -> None:
     """ValueError where `conversions` bring nothing to one of `parameters`: transformers would make it up."""
-    tensors = (name for name in source.checkpoint.tensors if not OTHER_EXPERT.search(name))
+    tensors = (name for name in source.tensors if not OTHER_EXPERT.search(name))
     if missing := sorted(set(parameters) - ModelTensors(model, conversions).reached(tensors)):
         raise ValueError(
             f"nothing in the checkpoint gives {missing[0]}: its tensors are named in a way that is not known for "
@@ -123,7 +123,7 @@ def check_reached(source: Source, model: nn.Module, conversions: list, parameter
 
 
 def matrices_of(
-    source: Source, model: nn.Module, conversions: list, parameters: Collection[str]
+    source: Checkpoint, model: nn.Module, conversions: list, parameters: Collection[str]
 ) -> dict[str, list[list[tuple[TensorSlice, TensorSlice]]]]:
     """For each of `parameters` (codes of experts) where the files have the codes and block scales of each expert: of
     each of its matrices, gate before up.
@@ -132,7 +132,7 @@ def matrices_of(
     """
     names, places = ModelTensors(model, conversions), dict[str, tuple[str, str | None]]()
     found: dict[str, dict[tuple[int, str], TensorSlice]] = {}
-    for name, stored in source.checkpoint.tensors.items():
+    for name, stored in source.tensors.items():
         match = EXPERT.search(name)
         if match is None:
             continue

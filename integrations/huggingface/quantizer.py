@@ -45,8 +45,9 @@ from moe_nvfp4.integrations.huggingface.ready import prepare_model
 from moe_nvfp4.linear import NVFP4Linear
 from moe_nvfp4.mapped import Matrix
 from moe_nvfp4.quantize.dialects import DIALECTS
+from moe_nvfp4.quantize.files import Checkpoint
 from moe_nvfp4.quantize.importance import Importance, load_importance
-from moe_nvfp4.quantize.layouts import ExpertLayout, Source
+from moe_nvfp4.quantize.layouts import ExpertLayout
 from moe_nvfp4.quantize.names import KV_SCALE, PER_EXPERT, PRE_QUANT_SCALE, ignore_patterns, projections
 from moe_nvfp4.quantize.recipes import CALIBRATED_RECIPES
 from moe_nvfp4.weights import check_block_scales, check_global_scale
@@ -65,7 +66,7 @@ class LoadPlan:
     dtypes  of its parameters, by name
     """
 
-    source: Source
+    source: Checkpoint
     model: nn.Module
     found: CheckpointLayout
     dtypes: dict[str, torch.dtype]
@@ -122,7 +123,7 @@ class MoeNvfp4Quantizer(HfQuantizer):
                 'device_map="cuda:0", or leave device_map out'
             )
         source = open_files(checkpoint_files or [], model)
-        tensors = source.checkpoint.tensors
+        tensors = source.tensors
         self.pre_quantized = self.pre_quantized or is_nvfp4(tensors)  # whatever config.json says
         self.mtp = mtp_tensors(model, tensors, checkpoint_files or [])
         modules = find_experts(model, config, required=not self.pre_quantized)
@@ -204,7 +205,7 @@ class MoeNvfp4Quantizer(HfQuantizer):
         if found.fp8:
             dense = next(m for n, m in model.named_modules() if found.experts.get(n) is ExpertLayout.FP8)
             conversions = [FP8Experts(found.fp8, hasattr(dense, "gate_up_proj")), *conversions]
-        if source.checkpoint.tensors:
+        if source.tensors:
             names = {f"{m}.{p}" for m, e in self.conversions.experts.items() for p in self._read(e)}
             check_reached(source, model, conversions, names)
         if self.quantization_config.map_files:

@@ -4,15 +4,18 @@ from moe_nvfp4.quantize.files.checkpoint import (
     INDEX,
     Checkpoint,
     TensorSlice,
+    expert_counts,
     fingerprint,
     open_checkpoint,
     read_tensors,
+    sizes,
+    sub_configs,
 )
 from moe_nvfp4.quantize.files.headers import TORCH_DTYPES, read_header, tensor_bytes
 from moe_nvfp4.quantize.files.shards import ShardWriter
 from moe_nvfp4.quantize.files.staging import StagingDir
 
 __all__ = [
-    "INDEX", "TORCH_DTYPES", "Checkpoint", "ShardWriter", "StagingDir", "TensorSlice", "fingerprint",
-    "open_checkpoint", "read_header", "read_tensors", "tensor_bytes",
+    "INDEX", "TORCH_DTYPES", "Checkpoint", "ShardWriter", "StagingDir", "TensorSlice", "expert_counts", "fingerprint",
+    "open_checkpoint", "read_header", "read_tensors", "sizes", "sub_configs", "tensor_bytes",
 ]  # fmt: skip

@@ -89,8 +89,38 @@ class Checkpoint:
     folder: Path
     config: dict
     tensors: dict[str, TensorSlice]
-    files: tuple[Path, ...]
-    ignored: tuple[Path, ...]
+    files: tuple[Path, ...] = ()
+    ignored: tuple[Path, ...] = ()
+
+    @property
+    def types(self) -> list[str]:
+        """Every model_type in the config, the outermost first."""
+        return [c["model_type"] for c in sub_configs(self.config) if isinstance(c.get("model_type"), str)]
+
+    @property
+    def layers(self) -> int | None:
+        """The number of layers; None: not said."""
+        return max(sizes(self.config, "num_hidden_layers"), default=None)
+
+
+def sub_configs(config: Mapping) -> list[Mapping]:
+    """A config and its sub-configs (text_config, thinker_config, ...), all the way down."""
+    found = [config]
+    for key, value in config.items():
+        if isinstance(value, Mapping) and key.endswith("config") and key != "quantization_config":
+            found += sub_configs(value)
+    return found
+
+
+def sizes(config: Mapping, name: str) -> set[int]:
+    """Every whole number that a config and its sub-configs have under a name that the expression `name` matches."""
+    configs = sub_configs(config)
+    return {n for c in configs for key, n in c.items() if type(n) is int and re.fullmatch(name, key)}
+
+
+def expert_counts(config: Mapping) -> set[int]:
+    """Every number of experts in a config."""
+    return sizes(config, r"(moe_)?(num|n)_(local_|routed_)?experts")
 
 
 def open_checkpoint(folder: str | os.PathLike) -> Checkpoint:

@@ -4,6 +4,6 @@ In each, `recognise` finds the experts of a checkpoint by names and headers alon
 pieces (`base.Matrix`). A new layout is a file here and a line in `plan.py`.
 """
 
-from moe_nvfp4.quantize.layouts.base import ErrorSums, ExpertLayout, Experts, Matrix, Source
+from moe_nvfp4.quantize.layouts.base import ErrorSums, ExpertLayout, Experts, Matrix
 
-__all__ = ["ErrorSums", "ExpertLayout", "Experts", "Matrix", "Source"]
+__all__ = ["ErrorSums", "ExpertLayout", "Experts", "Matrix"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import threading
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
@@ -12,8 +11,8 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from moe_nvfp4.quantize.files import TORCH_DTYPES, Checkpoint, TensorSlice
-from moe_nvfp4.quantize.names import PER_EXPERT, sub_configs
+from moe_nvfp4.quantize.files import TORCH_DTYPES, TensorSlice
+from moe_nvfp4.quantize.names import PER_EXPERT
 
 
 class ExpertLayout(Enum):
@@ -106,31 +105,6 @@ class Experts:
     biases: Mapping[str, list[str]] = field(default_factory=dict)
     interleaved: bool = False
     dense: Callable[[], Mapping[str, Matrix | list[Matrix]]] | None = None
-
-
-class Source:
-    """A checkpoint, and what its config says about experts.
-
-    types   every model_type in it, the outermost first
-    layers  the number of layers; None: not said
-    hidden  every hidden_size
-    counts  every number of experts
-    """
-
-    def __init__(self, checkpoint: Checkpoint):
-        self.checkpoint = checkpoint
-        configs = sub_configs(checkpoint.config)
-        self.types = [c["model_type"] for c in configs if isinstance(c.get("model_type"), str)]
-        layers = [c.get("num_hidden_layers") for c in configs]
-        self.layers = max((n for n in layers if type(n) is int), default=None)
-        self.hidden = {c["hidden_size"] for c in configs if type(c.get("hidden_size")) is int}
-        self.counts = expert_counts(checkpoint.config)
-
-
-def expert_counts(config: Mapping) -> set[int]:
-    """Every number of experts in a config and its sub-configs."""
-    name = re.compile(r"(moe_)?(num|n)_(local_|routed_)?experts")
-    return {n for c in sub_configs(config) for key, n in c.items() if name.fullmatch(key) and type(n) is int}
 
 
 @dataclass(frozen=True)

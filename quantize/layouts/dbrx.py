@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_nvfp4.quantize.files import TensorSlice
-from moe_nvfp4.quantize.layouts.base import Experts, Matrix, Source, need, row_major, slice_view
+from moe_nvfp4.quantize.files import Checkpoint, TensorSlice
+from moe_nvfp4.quantize.layouts.base import Experts, Matrix, need, row_major, slice_view
 
 NAME = re.compile(r"(?P<module>(?:.+\.)?experts)\.mlp\.(?P<part>w1|v1|w2)")
 PARTS = {"w1": "gate_proj", "v1": "up_proj", "w2": "down_proj"}
@@ -28,14 +28,14 @@ def parameters(matrices: list[Tensor], num_experts: int) -> Tensor:
     return torch.cat(parts, dim=1) if len(parts) == 2 else parts[0].transpose(1, 2)
 
 
-def recognise(source: Source, left: Mapping[str, TensorSlice]) -> Iterator[Experts]:
+def recognise(source: Checkpoint, left: Mapping[str, TensorSlice]) -> Iterator[Experts]:
     if "dbrx" not in source.types:
         return
     modules: dict[str, dict[str, str]] = {}
     for name in left:
         if match := NAME.fullmatch(name):
             modules.setdefault(match["module"], {})[match["part"]] = name
-    E: Any = (source.checkpoint.config.get("ffn_config") or {}).get("moe_num_experts")
+    E: Any = (source.config.get("ffn_config") or {}).get("moe_num_experts")
 
     def matrices(module: str) -> dict[str, Matrix]:
         found = {}

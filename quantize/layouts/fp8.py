@@ -7,8 +7,8 @@ from collections.abc import Callable, Container, Iterator, Mapping
 import torch
 from torch import Tensor
 
-from moe_nvfp4.quantize.files import TensorSlice
-from moe_nvfp4.quantize.layouts.base import Experts, Matrix, Source, check_experts
+from moe_nvfp4.quantize.files import Checkpoint, TensorSlice, expert_counts
+from moe_nvfp4.quantize.layouts.base import Experts, Matrix, check_experts
 from moe_nvfp4.quantize.names import PER_EXPERT
 
 # What the scales are called: ModelOpt and compressed-tensors; DeepSeek V3; DeepSeek V4
@@ -69,9 +69,9 @@ def fp8_matrix(weight: TensorSlice, scale: TensorSlice, block: tuple[int, int] |
     return Matrix(N, K, weight.size + scale.size, weight.file.name, open, held=4 * scale.size)
 
 
-def block_weights(source: Source, left: Mapping[str, TensorSlice]) -> dict[str, tuple[Matrix, tuple[str, str]]]:
+def block_weights(source: Checkpoint, left: Mapping[str, TensorSlice]) -> dict[str, tuple[Matrix, tuple[str, str]]]:
     """The weights of a checkpoint in blocks (quant_method fp8): stem -> matrix, names of its two tensors."""
-    block = source.checkpoint.config["quantization_config"].get("weight_block_size")
+    block = source.config["quantization_config"].get("weight_block_size")
     if not (isinstance(block, list) and len(block) == 2 and all(type(b) is int and b > 0 for b in block)):
         raise ValueError(f"FP8 without blocks (weight_block_size {block!r}) is not read: use the original")
     found = {}
@@ -84,7 +84,7 @@ def block_weights(source: Source, left: Mapping[str, TensorSlice]) -> dict[str, 
     return found
 
 
-def recognise(source: Source, left: Mapping[str, TensorSlice]) -> Iterator[Experts]:
+def recognise(source: Checkpoint, left: Mapping[str, TensorSlice]) -> Iterator[Experts]:
     """Experts one by one, in blocks."""
     modules: dict[str, dict[str, tuple[Matrix, tuple[str, str]]]] = {}
     for stem, weight in block_weights(source, left).items():
@@ -92,7 +92,9 @@ def recognise(source: Source, left: Mapping[str, TensorSlice]) -> Iterator[Exper
             modules.setdefault(match["module"], {})[stem] = weight
     for module, weights in modules.items():
         names = tuple(name for _, pair in weights.values() for name in pair)
-        yield _experts(module, names, {stem: matrix for stem, (matrix, _) in weights.items()}, source.counts)
+        yield _experts(
+            module, names, {stem: matrix for stem, (matrix, _) in weights.items()}, expert_counts(source.config)
+        )
 
 
 def _experts(module: str, names: tuple[str, ...], weights: dict[str, Matrix], counts: set[int]) -> Experts:

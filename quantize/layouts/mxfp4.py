@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from moe_nvfp4.format import decode
-from moe_nvfp4.quantize.files import TensorSlice
-from moe_nvfp4.quantize.layouts.base import Experts, Matrix, Source
+from moe_nvfp4.quantize.files import Checkpoint, TensorSlice
+from moe_nvfp4.quantize.layouts.base import Experts, Matrix
 
 
 def mxfp4_matrix(blocks: TensorSlice, scales: TensorSlice, e: int, first: int, step: int, name: str) -> Matrix:
@@ -43,7 +43,7 @@ def mxfp4_matrix(blocks: TensorSlice, scales: TensorSlice, e: int, first: int, s
     return Matrix(N // step, groups * 32, size, blocks.file.name, lambda: rows, global_scale=power_of_two)
 
 
-def recognise(source: Source, left: Mapping[str, TensorSlice]) -> Iterator[Experts]:
+def recognise(source: Checkpoint, left: Mapping[str, TensorSlice]) -> Iterator[Experts]:
     if "gpt_oss" not in source.types:
         raise ValueError(f"MXFP4 experts are known for gpt_oss only, not for model_type {source.types[0]!r}")
     for name in [n for n in left if n.endswith("experts.gate_up_proj_blocks")]:

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from moe_nvfp4.format import dequantize
 from moe_nvfp4.quantize.dialects import Dialect
-from moe_nvfp4.quantize.files import TensorSlice
-from moe_nvfp4.quantize.layouts.base import ExpertLayout, Given, Matrix, Source, check_experts, split_rows
+from moe_nvfp4.quantize.files import Checkpoint, TensorSlice, expert_counts
+from moe_nvfp4.quantize.layouts.base import ExpertLayout, Given, Matrix, check_experts, split_rows
 from moe_nvfp4.quantize.layouts.fp8 import fp8_block, fp8_scale
 from moe_nvfp4.quantize.layouts.stacked import STACKS, STEP
 from moe_nvfp4.quantize.names import DENSE, FUSED, PER_EXPERT, PRE_QUANT_SCALE, PROJECTION_FIRST, SEPARATE
@@ -183,9 +183,9 @@ class NVFP4Stack:
         return Matrix(out // parts, 2 * half, size // parts, file, open, held=2 * size, global_scale=global_scale)
 
 
-def _stack(source: Source, name: str, layout: ExpertLayout, dialect: Dialect) -> NVFP4Stack:
+def _stack(source: Checkpoint, name: str, layout: ExpertLayout, dialect: Dialect) -> NVFP4Stack:
     """ValueError where the tensors of `name` are not all there, or do not fit each other."""
-    tensors, fused = source.checkpoint.tensors, layout is ExpertLayout.STACKED_TRANSPOSED
+    tensors, fused = source.tensors, layout is ExpertLayout.STACKED_TRANSPOSED
     dot = "_" if fused else "."
     optional = (dialect.global_scale, dialect.input_scale)
     scales = {s: tensors[f"{name}{dot}{s}"] for s in optional if f"{name}{dot}{s}" in tensors}
@@ -267,13 +267,13 @@ def dense_given(tensors: Mapping[str, TensorSlice]) -> dict[str, Given]:
     return {name: Given(stored.dtype, stored.shape, stored.file.name) for name, stored in tensors.items()}
 
 
-def read(source: Source, dialect: Dialect) -> NVFP4Files:
+def read(source: Checkpoint, dialect: Dialect) -> NVFP4Files:
     """What the NVFP4 files of `source` hold, by headers alone.
 
     ValueError, naming the tensor, for a matrix that lacks a part or whose parts do not fit each other, for FP8 weights
     without a scale, for experts that are incomplete or of several shapes, and for scales that only some experts have.
     """
-    tensors, left = source.checkpoint.tensors, dict(source.checkpoint.tensors)
+    tensors, left = source.tensors, dict(source.tensors)
     matrices: dict[str, NVFP4Matrix] = {}
     stacks: list[NVFP4Stack] = []
 
@@ -306,7 +306,7 @@ def read(source: Source, dialect: Dialect) -> NVFP4Files:
     modules = {f"{name.rpartition('.')[0]}." for name in left if name.endswith("_proj_sf")}
     parameters = {n: t for n, t in left.items() if any(n.startswith(module) for module in modules)}
     take(parameters)
-    check_experts({stem: m.shape for stem, m in matrices.items()}, source.counts, left)
+    check_experts({stem: m.shape for stem, m in matrices.items()}, expert_counts(source.config), left)
     files = NVFP4Files(matrices, stacks, fp8, parameters, left, tensors)
     files.check_optional_scales(dialect)
     return files

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from functools import partial
 
-from moe_nvfp4.quantize.files import TensorSlice
-from moe_nvfp4.quantize.layouts.base import Experts, Matrix, Source, check_experts, need, row_major
+from moe_nvfp4.quantize.files import Checkpoint, TensorSlice, expert_counts
+from moe_nvfp4.quantize.layouts.base import Experts, Matrix, check_experts, need, row_major
 from moe_nvfp4.quantize.names import DENSE, PER_EXPERT
 
 
-def recognise(source: Source, left: Mapping[str, TensorSlice]) -> Iterator[Experts]:
+def recognise(source: Checkpoint, left: Mapping[str, TensorSlice]) -> Iterator[Experts]:
     modules: dict[str, list[str]] = {}  # -> stems
     for name, stored in left.items():
         match = PER_EXPERT.fullmatch(name.removesuffix(".weight"))
@@ -24,7 +24,7 @@ def recognise(source: Source, left: Mapping[str, TensorSlice]) -> Iterator[Exper
             need(len(stored.shape) == 2, f"{stem}.weight", stored, "a matrix [out, in]")
             N, K = stored.shape
             found[stem] = row_major(stored, N, K)
-        check_experts({stem: (m.rows, m.columns) for stem, m in found.items()}, source.counts, {})
+        check_experts({stem: (m.rows, m.columns) for stem, m in found.items()}, expert_counts(source.config), {})
         return found
 
     for module, stems in modules.items():

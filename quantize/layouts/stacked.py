@@ -8,8 +8,8 @@ from functools import partial
 
 from torch import Tensor
 
-from moe_nvfp4.quantize.files import TensorSlice
-from moe_nvfp4.quantize.layouts.base import Experts, Matrix, Source, need, row_major, slice_view, split_rows
+from moe_nvfp4.quantize.files import Checkpoint, TensorSlice, sizes
+from moe_nvfp4.quantize.layouts.base import Experts, Matrix, need, row_major, slice_view, split_rows
 from moe_nvfp4.quantize.names import DENSE
 
 
@@ -58,14 +58,14 @@ STACKS: dict[str, Stack] = {
 }  # fmt: skip
 
 
-def recognise(source: Source, left: Mapping[str, TensorSlice]) -> Iterator[Experts]:
+def recognise(source: Checkpoint, left: Mapping[str, TensorSlice]) -> Iterator[Experts]:
     for stack in dict.fromkeys(STACKS[t] for t in source.types if t in STACKS):
         for name, up in left.items():
             if f".{name}".endswith(f".{stack.up}") and up.dtype in DENSE:
                 yield _experts(source, left, stack, name)
 
 
-def _experts(source: Source, left: Mapping[str, TensorSlice], stack: Stack, up: str) -> Experts:
+def _experts(source: Checkpoint, left: Mapping[str, TensorSlice], stack: Stack, up: str) -> Experts:
     prefix = up.removesuffix(stack.up)
     module, down = prefix + stack.module, prefix + stack.down
     gate = prefix + stack.gate if stack.gate else None
@@ -77,7 +77,7 @@ def _experts(source: Source, left: Mapping[str, TensorSlice], stack: Stack, up: 
                 raise ValueError(f"{other} is missing next to {up}: download the checkpoint again")
         if gate:
             return _separate(module, left, gate, up, down)
-        return _together(module, left, stack, source.hidden, up, down)
+        return _together(module, left, stack, sizes(source.config, "hidden_size"), up, down)
 
     biases = {}
     if stack.bias:
