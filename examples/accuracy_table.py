@@ -23,6 +23,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from moe_nvfp4 import format as nvfp4
+from moe_nvfp4.cli.compare import LABELS
 from moe_nvfp4.demo import demo_path
 from moe_nvfp4.evaluate import Metrics, evaluate
 from moe_nvfp4.integrations.huggingface import set_activations, swap_experts
@@ -30,7 +31,6 @@ from moe_nvfp4.integrations.huggingface.calibration import dense_modules, in_bat
 from moe_nvfp4.integrations.huggingface.experts import HFExperts, ModuleLayout, dense_experts, describe, own_gate
 from moe_nvfp4.integrations.huggingface.statistics import watch
 
-LABELS = {"bf16": "W4A16", "nvfp4": "W4A4", "nvfp4_four_over_six": "W4A4 4/6"}
 LENGTHS = (32, 128, 8, 2)  # windows of the first calibration text
 
 

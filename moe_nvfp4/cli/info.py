@@ -6,6 +6,7 @@ import argparse
 import re
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from moe_nvfp4.cli.models import empty_model, model_config, quantization_of, resolve
 from moe_nvfp4.cli.options import MODEL_HELP, Commands, add_quantizing, command, say
@@ -24,10 +25,11 @@ def add(commands: Commands) -> None:
 def run(args: argparse.Namespace) -> None:
     from moe_nvfp4.integrations.huggingface import MoeNvfp4Config
     from moe_nvfp4.integrations.huggingface.config import names_experts
-    from moe_nvfp4.integrations.huggingface.experts import HFExperts, describe
+    from moe_nvfp4.integrations.huggingface.experts import HFExperts, ModuleLayout, describe
+    from moe_nvfp4.integrations.huggingface.files import read_layout
     from moe_nvfp4.quantize.files import open_checkpoint
-    from moe_nvfp4.quantize.model import ModelTensors
-    from moe_nvfp4.quantize.plan import nvfp4_files, scale_warnings
+    from moe_nvfp4.quantize.layouts import ExpertLayout
+    from moe_nvfp4.quantize.plan import scale_warnings
     from moe_nvfp4.quantize.report import readable_size
 
     source = resolve(args.model)
@@ -37,13 +39,9 @@ def run(args: argparse.Namespace) -> None:
     if quantization is not None:
         chosen = MoeNvfp4Config.from_dict(quantization)
     model = empty_model(config, source)
-    checkpoint, unquantized = None, set()  # what the files have, whatever their config says
-    if quantization is not None and any(Path(source).glob("*.safetensors")):
-        checkpoint, tensors = open_checkpoint(source), ModelTensors(model)
-        unquantized = {tensors.place(name)[0] for name in nvfp4_files(checkpoint)[1].dense_weights()}
     rows: list[tuple[str, str]] = []  # name, what it is
     skipped: list[tuple[str, str]] = []  # name, why
-    dense = packed = 0  # bytes
+    modules: list[tuple[str, Any, ModuleLayout]] = []
     inside = "\0"
     for name, module in model.named_modules():
         if name.startswith(inside):
@@ -56,11 +54,21 @@ def run(args: argparse.Namespace) -> None:
         if layout is None:
             continue
         inside = f"{name}."
-        if chosen.excludes(name):
+        modules.append((name, module, layout))
+    checkpoint, stored = None, dict[str, ExpertLayout]()  # what the files have, whatever their config says
+    if quantization is not None and any(Path(source).glob("*.safetensors")):
+        checkpoint = open_checkpoint(source)
+        stored = read_layout(checkpoint, model, [name for name, *_ in modules]).experts  # refuses what loading refuses
+    reasons = {ExpertLayout.DENSE: "dense in the files, which their config does not say",
+           ExpertLayout.FP8: "FP8 in the files, dense when it is loaded"}  # fmt: skip
+    dense = packed = 0  # bytes
+    for name, module, layout in modules:
+        held = stored.get(name)
+        if held in (None, ExpertLayout.DENSE) and chosen.excludes(name):
             skipped.append((name, "excluded"))
             continue
-        if any(other == name or other.startswith(inside) for other in unquantized):
-            skipped.append((name, "dense in the files, which their config does not say"))
+        if held in reasons:
+            skipped.append((name, reasons[held]))
             continue
         experts = HFExperts(module, layout, chosen.activations, device="meta")
         before = 2 * sum(p.numel() for p in module.parameters())

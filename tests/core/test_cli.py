@@ -4,12 +4,14 @@ import importlib.metadata
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from moe_nvfp4 import backends, cli, demo
 from moe_nvfp4.cli import info, options
@@ -300,6 +302,9 @@ def test_mistakes_are_one_line_and_exit_code_2(folder, tmp_path, capsys):
     LlamaForCausalLM(LlamaConfig(**small)).save_pretrained(tmp_path / "dense")
     run("quantize", folder, tmp_path / "done", "--recipe", "max")
     (tmp_path / "short.txt").write_text("short")
+    shutil.copytree(tmp_path / "done", tmp_path / "lacking")
+    save_file({n: t for n, t in tensors(tmp_path / "done").items() if "q_norm" not in n},
+              tmp_path / "lacking" / "model.safetensors")  # fmt: skip
     fp8 = json.loads((folder / "config.json").read_text()) | {"quantization_config": {"quant_method": "fp8"}}
     (tmp_path / "fp8").mkdir()
     (tmp_path / "fp8" / "config.json").write_text(json.dumps(fp8))
@@ -309,6 +314,7 @@ def test_mistakes_are_one_line_and_exit_code_2(folder, tmp_path, capsys):
         (("generate", folder, "--map-files", "--device", "cpu"), "map_files: the experts of these files are dense"),
         (("info", tmp_path), "has no config.json"),
         (("info", tmp_path / "dense"), "no experts"),
+        (("info", tmp_path / "lacking"), "the files lack 2 of the 25 tensors of Qwen3MoeForCausalLM"),
         (("quantize", tmp_path / "dense", tmp_path / "x"), "LlamaForCausalLM has no experts to quantize"),
         (("quantize", folder, tmp_path / "done"), "exists: name a folder that does not"),
         (("quantize", tmp_path / "done", tmp_path / "x"), "is quantized already"),
