@@ -113,8 +113,16 @@ def python(code: str, **env: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code], env=full, cwd=ROOT, capture_output=True, text=True)
 
 
-def python_with_sanitizers(code: str, **env: object) -> subprocess.CompletedProcess[str]:
-    """The same, with the libraries of the address and undefined-behaviour sanitizers loaded first."""
+SANITIZED = """
+from moe_nvfp4.kernels.cpu import backend as cpu
+cpu.FLAGS = (*(f for f in cpu.FLAGS if f != "-O3"), "-O1", "-g", "-fsanitize=address,undefined",
+             "-fno-sanitize-recover=all")
+cpu._shipped = lambda: None
+"""
+
+
+def python_with_sanitizers(code: str, cache: Path, **env: object) -> subprocess.CompletedProcess[str]:
+    """The same, with C compiled under the address and undefined-behaviour sanitizers, into the folder `cache`."""
     compiler = shutil.which(os.environ.get("CC") or "cc") or shutil.which("gcc")
     # libstdc++ too: Python is not linked with it, and ASan looks for the function that throws when it starts
     found = [
@@ -123,8 +131,8 @@ def python_with_sanitizers(code: str, **env: object) -> subprocess.CompletedProc
     ]
     if not all(os.path.isabs(name) and os.path.exists(name) for name in found):
         pytest.skip(f"{compiler} has no libasan.so and libubsan.so")
-    return python(code, LD_PRELOAD=":".join(found), ASAN_OPTIONS="detect_leaks=0", PYTHONMALLOC="malloc",
-                  UBSAN_OPTIONS="print_stacktrace=1", **env)  # fmt: skip
+    return python(SANITIZED + code, LD_PRELOAD=":".join(found), ASAN_OPTIONS="detect_leaks=0", PYTHONMALLOC="malloc",
+                  UBSAN_OPTIONS="print_stacktrace=1", MOE_NVFP4_CACHE=cache, **env)  # fmt: skip
 
 
 _PEAK = """

@@ -52,6 +52,15 @@ def hf_home(tmp_path_factory):
         yield home
 
 
+@pytest.fixture(scope="session")
+def sanitized_cache(tmp_path_factory):
+    """Where C is kept that is compiled with sanitizers: a folder that workers of pytest-xdist share."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "sanitized"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
 @pytest.hookimpl(tryfirst=True)  # before -m "not slow" chooses
 def pytest_collection_modifyitems(items):
     """Slow are whatever compiles kernels for the emulator, and of tests with `slow_after(n)` all but n cases."""

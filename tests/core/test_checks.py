@@ -435,10 +435,7 @@ def test_importing_leaves_the_compiler_out():
     assert done.returncode == 0, done.stderr
 
 
-SANITIZED = """
-from moe_nvfp4.kernels.cpu import backend as cpu
-cpu.FLAGS = (*(f for f in cpu.FLAGS if f != "-O3"), "-O1", "-g", "-fsanitize=address", "-fno-sanitize-recover=all")
-cpu._shipped = lambda: None
+MISUSE = """
 from tests.core import test_checks
 import torch
 torch.set_num_threads(1)
@@ -452,6 +449,6 @@ print("clean")
 
 @pytest.mark.slow
 @pytest.mark.skipif(not cpu.available(), reason="no C compiler")
-def test_misuse_under_the_address_sanitizer(tmp_path):
-    done = python_with_sanitizers(SANITIZED, MOE_NVFP4_CACHE=tmp_path, MOE_NVFP4_CPU="portable")
+def test_misuse_under_sanitizers(sanitized_cache):
+    done = python_with_sanitizers(MISUSE, sanitized_cache, MOE_NVFP4_CPU="portable")
     assert done.returncode == 0 and "clean" in done.stdout, done.stderr[-4000:]

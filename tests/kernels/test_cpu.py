@@ -467,13 +467,8 @@ def test_a_path_this_machine_lacks(tmp_path):
         assert f"MOE_NVFP4_CPU={name}" in done.stderr and why in done.stderr
 
 
-SANITIZED = """
-import sys, torch
-from moe_nvfp4 import cache
-from moe_nvfp4.kernels.cpu import backend as cpu
-cpu.FLAGS = (*(f for f in cpu.FLAGS if f != "-O3"), "-O1", "-g", "-fsanitize=address,undefined",
-             "-fno-sanitize-recover=all")
-cpu._shipped = lambda: None
+EVERY_PATH = """
+import torch
 from tests.kernels import test_cpu as t
 torch.set_num_threads(2)
 count = 0
@@ -494,7 +489,7 @@ print("clean", count)
 
 @pytest.mark.slow
 @needs_library
-def test_address_and_undefined_behaviour_sanitizers(tmp_path):
-    done = python_with_sanitizers(COMPILED_HERE + SANITIZED, MOE_NVFP4_CACHE=tmp_path)
+def test_address_and_undefined_behaviour_sanitizers(sanitized_cache):
+    done = python_with_sanitizers(EVERY_PATH, sanitized_cache)
     assert done.returncode == 0 and "clean" in done.stdout, done.stderr[-4000:]
     assert "runtime error" not in done.stderr
