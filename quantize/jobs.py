@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
 
 import torch
 from torch import Tensor
@@ -15,8 +14,7 @@ from moe_nvfp4.quantize.codes import CodesFolder
 from moe_nvfp4.quantize.dialects import Dialect
 from moe_nvfp4.quantize.files import TORCH_DTYPES, TensorSlice
 from moe_nvfp4.quantize.layouts import ErrorSums, Matrix
-from moe_nvfp4.quantize.layouts.base import split_rows
-from moe_nvfp4.quantize.layouts.nvfp4 import NVFP4Stack
+from moe_nvfp4.quantize.layouts.base import parts_of_expert
 from moe_nvfp4.quantize.names import gate_of, up_of
 from moe_nvfp4.quantize.options import Options
 from moe_nvfp4.quantize.recipes import quantize_matrix, recipe_global_scale
@@ -53,14 +51,15 @@ def copy_job(
     new_name = new_name or name
 
     def run(write: Write) -> None:
+        read = stored.reader()
         for at in range(0, stored.size, COPY):
-            piece = stored.read(at, min(COPY, stored.size - at))
+            piece = read(at, min(COPY, stored.size - at))
             if check is not None:
                 check(piece, name)
             write(new_name, piece, at)
 
     outputs = {new_name: (stored.dtype, stored.shape)}
-    return Job(stored.file.name, stored.size, 2 * min(stored.size, COPY), outputs, run)
+    return Job(stored.file.name, stored.size, stored.held + 2 * min(stored.size, COPY), outputs, run)
 
 
 def scale_job(name: str, stored: TensorSlice, new_name: str, source: Dialect, target: Dialect) -> Job:
@@ -99,6 +98,12 @@ def quantize_jobs(matrices: Mapping[str, Matrix], options: Options) -> Iterator[
     yield from (_quantize_job(group, options) for group in waiting.values() if group)
 
 
+def _outputs(stem: str, N: int, K: int, target: Dialect) -> Outputs:
+    """The tensors of an NVFP4 matrix: codes, block scales, global scale."""
+    shapes = ("U8", (N, K // 2)), ("F8_E4M3", (N, K // 16)), ("F32", target.scale_shape)
+    return {f"{stem}.{last}": out for last, out in zip(target.suffixes, shapes, strict=False)}
+
+
 def _quantize_job(groups: list[dict[str, Matrix]], options: Options) -> Job:
     """groups: by stem, matrices that share a global scale; all of one shape, and several groups are no larger than a
     chunk. Each matrix gets the bytes that it gets in a job of its own group."""
@@ -114,9 +119,8 @@ def _quantize_job(groups: list[dict[str, Matrix]], options: Options) -> Job:
             raise
 
     outputs: Outputs = {}
-    for weight, block_scale, scale in batch.names:
-        outputs |= {weight: ("U8", (N, K // 2)), block_scale: ("F8_E4M3", (N, K // 16))}
-        outputs[scale] = ("F32", target.scale_shape)
+    for stem in batch.stems:
+        outputs |= _outputs(stem, N, K, target)
     # On a CPU, fp32 and its temporaries; for a GPU what is read, that again in pinned memory, and what comes back.
     of_element = 2 * batch.dtype.itemsize + 1 if batch.cuda else 10
     memory = sum(m.held for m in matrices) + len(matrices) * min(N, batch.step) * K * of_element + 10_000_000
@@ -221,7 +225,8 @@ class _Reader:
 def _ready_job(stem: str, matrix: Matrix, made: CodesFolder, target: Dialect) -> Job:
     """A matrix that is quantized already, by a recipe that works on whole layers."""
     N, K = matrix.rows, -(-matrix.columns // 16) * 16
-    names = [f"{stem}.{suffix}" for suffix in target.suffixes[:3]]
+    outputs = _outputs(stem, N, K, target)
+    names = list(outputs)
 
     def run(write: Write) -> None:
         codes, sf, scale = made.matrix(stem, (N, matrix.columns))
@@ -230,8 +235,7 @@ def _ready_job(stem: str, matrix: Matrix, made: CodesFolder, target: Dialect) ->
         for name, tensor in zip(names, (codes, sf, target.encode_scale(scale)), strict=True):
             write(name, tensor, 0)
 
-    shapes = ("U8", (N, K // 2)), ("F8_E4M3", (N, K // 16)), ("F32", target.scale_shape)
-    return Job(matrix.shard, matrix.size, 4 * N * K, dict(zip(names, shapes, strict=True)), run)
+    return Job(matrix.shard, matrix.size, 4 * N * K, outputs, run)
 
 
 def _of_rows(scale: Tensor) -> Tensor:
@@ -252,7 +256,8 @@ def rescale_job(stem: str, matrix: Matrix, scale: Tensor, options: Options, erro
     """
     N, K = matrix.rows, matrix.columns
     step = max(1, CHUNK // K)
-    weight, block_scale, global_scale = names = [f"{stem}.{s}" for s in options.target.suffixes[:3]]
+    outputs = _outputs(stem, N, K, options.target)
+    weight, block_scale, global_scale = outputs
 
     def run(write: Write) -> None:
         rows, here = matrix.open(), scale.to(options.place)
@@ -264,9 +269,8 @@ def rescale_job(stem: str, matrix: Matrix, scale: Tensor, options: Options, erro
             write(block_scale, sf, a * K // 16)
         write(global_scale, options.target.encode_scale(scale), 0)
 
-    shapes = ("U8", (N, K // 2)), ("F8_E4M3", (N, K // 16)), ("F32", options.target.scale_shape)
     memory = matrix.held + min(N, step) * K * 14 + 10_000_000
-    return Job(matrix.shard, matrix.size, memory, dict(zip(names, shapes, strict=True)), run)
+    return Job(matrix.shard, matrix.size, memory, outputs, run)
 
 
 def without(job: Job, names: Container[str]) -> Job:
@@ -305,51 +309,9 @@ def dense_stack_job(name: str, matrices: list[Matrix], dtype: str) -> Job:
     return Job(matrices[0].shard, sum(m.size for m in matrices), N * K * 12, outputs, run)
 
 
-def stack_jobs(stack: NVFP4Stack, source: Dialect, target: Dialect) -> Iterator[Job]:
-    """A stack as one matrix per expert and projection, the same bytes."""
-    E, out, half = stack.shape
-
-    def job(e: int) -> Job:
-        names = [stem.format(e=e) for stem in stack.stems]
-
-        def run(write: Write) -> None:
-            for stored, suffix in ((stack.codes, target.weight), (stack.sf, target.sf)):
-                for name, piece in zip(names, stack.pieces(stored, e), strict=True):
-                    if stored is stack.sf:
-                        check_block_scales(piece, f"{name}.{suffix}")
-                    write(f"{name}.{suffix}", piece, 0)
-            for name, last in product(names, stack.scales):
-                scale = stack.scale(last, e, source)
-                check_global_scale(scale, f"{name}.{last}")
-                write(f"{name}.{target.suffixes[source.suffixes.index(last)]}", target.encode_scale(scale), 0)
-
-        outputs: Outputs = {}
-        for name in names:
-            outputs[f"{name}.{target.weight}"] = ("U8", (out // len(names), half))
-            outputs[f"{name}.{target.sf}"] = ("F8_E4M3", (out // len(names), half // 8))
-            for last in stack.scales:
-                outputs[f"{name}.{target.suffixes[source.suffixes.index(last)]}"] = ("F32", target.scale_shape)
-        size = (stack.codes.size + stack.sf.size) // E
-        return Job(stack.codes.file.name, size, 3 * size, outputs, run)
-
-    return (job(e) for e in range(E))
-
-
 def bias_jobs(name: str, stored: TensorSlice, stems: Sequence[str], interleaved: bool) -> Iterator[Job]:
     """[E, n] biases, as one tensor per expert and projection. stems: with {e} for the expert."""
-    E, n = stored.shape
-    parts = len(stems)
-
-    def job(e: int) -> Job:
-        names = [f"{stem.format(e=e)}.bias" for stem in stems]
-
-        def run(write: Write) -> None:
-            width = stored.size // E
-            row = stored.read(e * width, width).view(TORCH_DTYPES[stored.dtype])
-            for new_name, piece in zip(names, split_rows(row, parts, interleaved), strict=True):
-                write(new_name, piece, 0)
-
-        outputs: Outputs = {new_name: (stored.dtype, (n // parts,)) for new_name in names}
-        return Job(stored.file.name, stored.size // E, 2 * stored.size // E, outputs, run)
-
-    return (job(e) for e in range(E))
+    for e in range(stored.shape[0]):
+        parts = parts_of_expert(stored, e, len(stems), interleaved=interleaved)
+        for stem, part in zip(stems, parts, strict=True):
+            yield copy_job(name, part, f"{stem.format(e=e)}.bias")

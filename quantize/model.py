@@ -5,12 +5,11 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Container, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from moe_nvfp4.quantize.files import Checkpoint, expert_counts
 from moe_nvfp4.quantize.layouts.base import Given
-from moe_nvfp4.quantize.names import FUSED, KV_SCALE, PER_EXPERT, PLAIN_NAMES, SEPARATE
+from moe_nvfp4.quantize.names import KV_SCALE, PER_EXPERT, PLAIN_NAMES
 
 if TYPE_CHECKING:
     from torch import nn
@@ -25,18 +24,8 @@ class UnknownModel(Exception):
         super().__init__(" ".join(why.split()))
 
 
-@dataclass
-class _Experts:
-    """What files give of the experts of one module: projection (or its bias) -> expert -> what."""
-
-    parts: dict[str, dict[int, Given]] = field(default_factory=dict)
-
-    def add(self, part: str, experts: Iterable[int], what: Given) -> None:
-        self.parts.setdefault(part, {}).update(dict.fromkeys(experts, what))
-
-    @property
-    def weights(self) -> dict[str, dict[int, Given]]:
-        return {part: found for part, found in self.parts.items() if not part.endswith(".bias")}
+# What files give of the experts of one module: projection (or its bias) -> expert -> what
+Parts = dict[str, dict[int, Given]]
 
 
 class ModelTensors:
@@ -137,14 +126,15 @@ class ModelTensors:
         experts_only: the names of experts modules; nothing else is looked at.
         """
         covered: set[str] = set()
-        experts: dict[str, _Experts] = {}
+        experts: dict[str, Parts] = {}
         surplus = []
         for name, what in given.items():
             target, pattern = self.place(name)
             places = self._all_places(target, pattern)
-            module, numbers, part = self._expert(name, target, what) if len(places) == 1 else ("", range(0), None)
-            if part is not None:
-                experts.setdefault(module, _Experts()).add(part, numbers, what)
+            expert = self._expert(name, target) if len(places) == 1 else None
+            if expert is not None:
+                module, e, part = expert
+                experts.setdefault(module, {}).setdefault(part, {})[e] = what
             elif target in self.shapes:
                 covered.update(places)
                 if pattern is None and experts_only is None and target not in self._resized:
@@ -189,32 +179,28 @@ class ModelTensors:
                 "again, with its config.json"
             )
 
-    def _expert(self, name: str, target: str, what: Given) -> tuple[str, range, str | None]:
-        """(experts module of the model, experts, projection or its bias) that `name` is of; the last None: of none."""
+    def _expert(self, name: str, target: str) -> tuple[str, int, str] | None:
+        """(experts module of the model, expert, projection or its bias) that `name` is of; None: of none."""
         stem, _, last = name.rpartition(".")
         match = PER_EXPERT.fullmatch(stem)
-        if match is not None and last in ("weight", "bias"):
-            inside = PER_EXPERT.fullmatch(target.rpartition(".")[0])  # where the model's own files are stacked
-            module = inside["module"] if inside else target.rpartition(".")[0]
-            part = PLAIN_NAMES.get(match["part"], match["part"]) + (".bias" if last == "bias" else "")
-            known = any(n.startswith(f"{module}.") for n in self.shapes)
-            return module, range(int(match["e"]), int(match["e"]) + 1), part if known else None
-        separate, shape = SEPARATE.search(stem), what.shape or ()
-        if what.kind == "NVFP4" and len(shape) == 3 and (separate or FUSED.search(name)):
-            part = separate["part"] if separate else name.rpartition(".")[2]
-            return target.rpartition(".")[0], range(shape[0]), part
-        return "", range(0), None
+        if match is None or last not in ("weight", "bias"):
+            return None
+        inside = PER_EXPERT.fullmatch(target.rpartition(".")[0])  # where the model's own files are stacked
+        module = inside["module"] if inside else target.rpartition(".")[0]
+        part = PLAIN_NAMES.get(match["part"], match["part"]) + (".bias" if last == "bias" else "")
+        return (module, int(match["e"]), part) if any(n.startswith(f"{module}.") for n in self.shapes) else None
 
-    def _check_experts(self, module: str, found: _Experts, covered: set[str]) -> set[str]:
+    def _check_experts(self, module: str, found: Parts, covered: set[str]) -> set[str]:
         """The parameters of the model's `module` that `found` gives, which must be all of its experts."""
         own = {name for name in self.shapes if name.startswith(f"{module}.")}
         down = self.shapes.get(f"{module}.down_proj", ())
         E = down[0] if len(down) == 3 else next(iter(self._counts)) if len(self._counts) == 1 else None
-        names = set(self._projections(module, "gate_up_proj" in found.parts))
+        gated = any(f"{module}.{name}" in self.shapes for name in ("gate_up_proj", "mlp.v1"))
+        names = {"gate_proj", "up_proj", "down_proj"} if gated else {"up_proj", "down_proj"}
         biases = f"{module}.down_proj_bias" in own and f"{module}.down_proj_bias" not in covered
         names |= {f"{name}.bias" for name in names} if biases else set()
-        for part in sorted(names | found.parts.keys()):
-            numbers = found.parts.get(part, {})
+        for part in sorted(names | found.keys()):
+            numbers = found.get(part, {})
             if part not in names and not part.endswith(".bias"):
                 raise ValueError(f"{module} has {part}, which {self.name} has not: the files belong to another model")
             if E is not None and numbers and max(numbers) >= E:
@@ -224,20 +210,21 @@ class ModelTensors:
             if missing is not None:
                 raise ValueError(f"{module}.{missing}.{part} is missing: {len(numbers)} of {E} experts have it; a "
                                  "shard or a tensor is missing, download the files or quantize again")  # fmt: skip
-        kinds = {(what.kind, part) for part, experts in found.weights.items() for what in experts.values()}
+        weights = {part: experts for part, experts in found.items() if not part.endswith(".bias")}
+        kinds = {(what.kind, part) for part, experts in weights.items() for what in experts.values()}
         if len({kind for kind, _ in kinds}) > 1:
             said = ", ".join(f"{part} {kind}" for kind, part in sorted(kinds, key=lambda k: k[::-1]))
             raise ValueError(f"{module} is neither quantized nor dense: {said}. All projections of all experts of a "
                              "layer must be of one kind: quantize the original checkpoint again")  # fmt: skip
-        self._check_sizes(module, found, E)
+        self._check_sizes(module, weights, E)
         return {name for name in own if EXPERT_WEIGHTS.fullmatch(name.removeprefix(f"{module}."))}
 
-    def _check_sizes(self, module: str, found: _Experts, E: int | None) -> None:
+    def _check_sizes(self, module: str, weights: Parts, E: int | None) -> None:
         """ValueError where a matrix [out, in] of an expert is not of the model's size; K may be padded to blocks."""
         sizes = self._sizes(module, E)
-        for part, experts in found.weights.items():
+        for part, experts in weights.items():
             for e, what in experts.items():
-                shape = () if what.shape is None else what.shape[-2:]
+                shape = what.shape or ()
                 fitting = [s for s in sizes if _matrix(part, *s, padded=what.kind == "NVFP4") == shape]
                 if sizes and shape and not fitting:
                     wanted = " or ".join(str([*_matrix(part, *s, padded=what.kind == "NVFP4")]) for s in sizes)
@@ -260,18 +247,10 @@ class ModelTensors:
         both = dict.fromkeys([(down[2], down[1]), (down[1], down[2])])
         return [(I, H) for I, H in both if sorted(up[1:]) == sorted((factor * I, H))]
 
-    def _projections(self, module: str, stacked: bool) -> Iterator[str]:
-        gated = any(f"{module}.{name}" in self.shapes for name in ("gate_up_proj", "mlp.v1"))
-        if gated and stacked:
-            yield "gate_up_proj"
-        else:
-            yield from ("gate_proj", "up_proj") if gated else ("up_proj",)
-        yield "down_proj"
-
 
 def _matrix(part: str, I: int, H: int, padded: bool) -> tuple[int, int]:
     """[out, in] of an expert's projection; `padded`: `in` to whole blocks of 16."""
-    N, K = {"gate_up_proj": (2 * I, H), "down_proj": (H, I)}.get(part, (I, H))
+    N, K = (H, I) if part == "down_proj" else (I, H)
     return N, -(-K // 16) * 16 if padded else K
 
 

@@ -7,7 +7,6 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from itertools import product
 
 from torch import Tensor
 
@@ -23,11 +22,11 @@ from moe_nvfp4.quantize.jobs import (
     quantize_jobs,
     rescale_job,
     scale_job,
-    stack_jobs,
     without,
 )
 from moe_nvfp4.quantize.layouts import (
     ErrorSums,
+    ExpertLayout,
     Experts,
     Matrix,
     dbrx,
@@ -259,11 +258,8 @@ def _carry(draft: _Draft, source: Dialect) -> None:
     _fp8_next_to_nvfp4(draft, files)
     for name, matrix in files.matrices.items():
         _carry_matrix(draft, name, matrix)
-    for stack in files.stacks:
-        _carry_stack(draft, stack, source)
-    one_by_one = not files.stacks and all(name == matrix.stem for name, matrix in files.matrices.items())
-    as_new = one_by_one and not draft.dequantized
-    draft.unchanged = source is target and as_new
+    one_by_one = all(matrix.layout is ExpertLayout.ONE_BY_ONE for matrix in files.matrices.values())
+    draft.unchanged = source is target and one_by_one and not draft.dequantized
     if options.share_scales:
         _share_scales(draft)
     for name in draft.left:
@@ -278,29 +274,18 @@ def _carry_matrix(draft: _Draft, new_stem: str, matrix: nvfp4.NVFP4Matrix) -> No
     target, source = draft.options.target, matrix.dialect
     if PRE_QUANT_SCALE in matrix.tensors and target.reciprocal:
         raise ValueError(f"{matrix.stem}.{PRE_QUANT_SCALE} (AWQ) has no place in {target.name} files: keep ModelOpt's")
-    suffixes = {**dict(zip(source.suffixes, target.suffixes, strict=True)), PRE_QUANT_SCALE: PRE_QUANT_SCALE}
+    suffixes = dict(zip(source.suffixes, target.suffixes, strict=True))
     for suffix, stored in matrix.tensors.items():
-        old_name, name = f"{matrix.stem}.{suffix}", f"{new_stem}.{suffixes[suffix]}"
+        old_name, name = matrix.names[suffix], f"{new_stem}.{suffixes.get(suffix, suffix)}"
         if suffix in (source.global_scale, source.input_scale):
             draft.jobs.append(scale_job(old_name, stored, name, source, target))
         else:
             check = check_block_scales if suffix == source.sf else None
             draft.jobs.append(copy_job(old_name, stored, name, check))
-    draft.take(matrix.names)
+    for name in matrix.names.values():  # the other matrices of a stack have the same
+        draft.left.pop(name, None)
     draft.matrices[new_stem] = matrix.matrix()
     draft.carried[new_stem] = matrix.matrix(pre_quant_scale=False)
-
-
-def _carry_stack(draft: _Draft, stack: nvfp4.NVFP4Stack, source: Dialect) -> None:
-    """A stack of all experts as one matrix per expert and projection."""
-    draft.jobs += stack_jobs(stack, source, draft.options.target)
-    draft.take(stack.tensors)
-    bias = draft.left.pop(f"{stack.name}_bias", None)
-    if bias is not None:
-        need(bias.shape == stack.shape[:2], f"{stack.name}_bias", bias, "[E, out]")
-        draft.jobs += bias_jobs(f"{stack.name}_bias", bias, stack.stems, stack.interleaved)
-    for e, (i, stem) in product(range(stack.shape[0]), enumerate(stack.stems)):
-        draft.matrices[stem.format(e=e)] = draft.carried[stem.format(e=e)] = stack.matrix(e, i, source)
 
 
 def _share_scales(draft: _Draft) -> None:

@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from moe_nvfp4.quantize.dialects import Dialect, QuantizationInfo
+from moe_nvfp4.quantize.dialects import QuantizationInfo
 from moe_nvfp4.quantize.files import TORCH_DTYPES, Checkpoint, TensorSlice, open_checkpoint, sub_configs
 from moe_nvfp4.quantize.layouts import ErrorSums, Matrix, nvfp4
 from moe_nvfp4.quantize.model import ModelTensors, UnknownModel
@@ -55,12 +55,10 @@ def verify_checkpoint(folder: str | os.PathLike, against: str | os.PathLike | No
     checkpoint = open_checkpoint(folder)
     info, files = nvfp4_files(checkpoint)
     report, dialect = VerificationReport(str(folder)), info.dialect
-    if not files.matrices and not files.stacks:
+    if not files.matrices:
         raise ValueError(f"{folder} says NVFP4 in its config.json, but no tensor ends in .{dialect.global_scale}")
     for _, matrix in sorted(files.matrices.items()):
         _check_matrix(matrix)
-    for stack in files.stacks:
-        _check_stack(stack, dialect)
     for name, scale in files.fp8.items():
         _check_fp8(name, scale, checkpoint)
     for name, stored in (files.left | files.parameters).items():
@@ -72,7 +70,7 @@ def verify_checkpoint(folder: str | os.PathLike, against: str | os.PathLike | No
     except UnknownModel as error:
         report.warnings.append(f"warning: not compared with the model's own list of tensors: {error}. Tensors that are "
                                "missing for the whole model or a whole layer were not noticed")  # fmt: skip
-    report.matrices = len(files.matrices) + sum(stack.shape[0] for stack in files.stacks)
+    report.matrices = len(files.matrices)
     report.tensors, report.size = len(files.left), sum(t.size for t in checkpoint.tensors.values())
     report.warnings += [*_unlisted(files, info), *scale_warnings(checkpoint)]
     if against is not None:
@@ -109,7 +107,7 @@ def _check_matrix(matrix: nvfp4.NVFP4Matrix) -> None:
     """Every number of a matrix."""
     dialect = matrix.dialect
     for last, stored in matrix.tensors.items():
-        name = f"{matrix.stem}.{last}"
+        name = matrix.names[last]
         if last in (dialect.global_scale, dialect.input_scale):
             check_global_scale(dialect.decode_scale(stored.tensor()), name)
         elif last == PRE_QUANT_SCALE:
@@ -117,17 +115,10 @@ def _check_matrix(matrix: nvfp4.NVFP4Matrix) -> None:
                 raise ValueError(f"{name} {list(stored.shape)} must be finite, one for each column")
         elif last == dialect.sf:
             _read(stored, partial(check_block_scales, name=name))
+        elif last == "bias":
+            _check_dense(name, stored)
         else:
             _read(stored)
-
-
-def _check_stack(stack: nvfp4.NVFP4Stack, dialect: Dialect) -> None:
-    """Every number of a stack of experts."""
-    _, sf, *scales = stack.tensors
-    for name, stored in zip(scales, stack.scales.values(), strict=True):
-        check_global_scale(dialect.decode_scale(stored.tensor()), name)
-    _read(stack.sf, lambda piece: check_block_scales(piece, sf))
-    _read(stack.codes)
 
 
 def _check_fp8(name: str, scale: str, checkpoint: Checkpoint) -> None:
@@ -155,8 +146,9 @@ def _check_dense(name: str, stored: TensorSlice) -> None:
 
 def _read(stored: TensorSlice, check: Callable[[Tensor], None] = lambda piece: None) -> None:
     """Every byte, in pieces uint8 [n]."""
+    read = stored.reader()
     for at in range(0, stored.size, PIECE):
-        check(stored.read(at, min(PIECE, stored.size - at)))
+        check(read(at, min(PIECE, stored.size - at)))
 
 
 # ---------------------------------------------------------------- against the original

@@ -161,15 +161,8 @@ def matrices_of(
 
 def _weights(files: nvfp4.NVFP4Files) -> Iterator[tuple[str, ExpertLayout]]:
     """(name in a dense checkpoint, layout) of every weight, of expert 0 only. Linears are as experts one by one."""
-    for new, matrix in files.matrices.items():
-        way = ExpertLayout.ONE_BY_ONE if new == matrix.stem else ExpertLayout.PROJECTION_FIRST
-        if not OTHER_EXPERT.search(f"{matrix.stem}."):
-            yield f"{matrix.stem}.weight", way
-    for stack in files.stacks:
-        if stack.transposed:
-            yield stack.name, ExpertLayout.STACKED_TRANSPOSED
-        else:
-            yield f"{stack.name}.weight", ExpertLayout.STACKED_BY_PROJECTION
+    matrices = (m for m in files.matrices.values() if not OTHER_EXPERT.search(f"{m.stem}."))
+    yield from ((m.dense_name, m.layout) for m in matrices)
     yield from ((name, ExpertLayout.FP8) for name in files.fp8 if not OTHER_EXPERT.search(name))
     yield from ((name, ExpertLayout.PARAMETERS) for name in files.parameters if name.endswith("_proj_sf"))
     yield from ((name, ExpertLayout.DENSE) for name in files.dense_weights() if not OTHER_EXPERT.search(name))

@@ -28,7 +28,7 @@ from moe_nvfp4.integrations.huggingface.experts import HFExperts
 from moe_nvfp4.integrations.huggingface.linears import Nothing
 from moe_nvfp4.quantize.dialects import MODELOPT, Dialect
 from moe_nvfp4.quantize.layouts import ExpertLayout
-from moe_nvfp4.quantize.layouts.base import split_rows
+from moe_nvfp4.quantize.layouts.base import STACKED, split_rows
 from moe_nvfp4.quantize.layouts.nvfp4 import new_name
 from moe_nvfp4.quantize.layouts.stacked import STEP
 from moe_nvfp4.quantize.names import PLAIN_NAMES, PRE_QUANT_SCALE, SEPARATE, projections
@@ -36,7 +36,6 @@ from moe_nvfp4.quantize.names import PLAIN_NAMES, PRE_QUANT_SCALE, SEPARATE, pro
 KINDS = ("codes", "sf", "global_scale", "input_scale", PRE_QUANT_SCALE, "bias")
 MATRIX = re.compile(r"(?P<module>.+)\.\d+\.(?P<part>gate_proj|up_proj|down_proj|w[123])")
 STACK = re.compile(r"(?P<part>gate_up_proj|up_proj|down_proj)(_(?P<last>\w+))?")
-STACKS = (ExpertLayout.STACKED_TRANSPOSED, ExpertLayout.STACKED_BY_PROJECTION)
 
 
 def _parameters(up_name: str) -> dict[str, tuple[str, tuple[str, ...]]]:
@@ -116,7 +115,7 @@ class PackedConverter(WeightConverter):
     def _place(self, key: str) -> tuple[str, str, str] | None:
         """(module, projection, kind) of a tensor in files, after the model's renamings."""
         stem, _, last = key.rpartition(".")
-        if self.layout in STACKS and (stack := STACK.fullmatch(last)):
+        if self.layout in STACKED and (stack := STACK.fullmatch(last)):
             # Of Step-3, the codes of down_proj only: they have the name of a dense weight, which transformers changes
             kind = self.kinds.get(stack["last"]) if stack["last"] else "codes"
             return (stem, stack["part"], kind) if kind else None
@@ -185,7 +184,7 @@ class PackedConverter(WeightConverter):
         while parts:  # nothing is kept twice
             tensors = parts.pop(0)
             tensors = [t.view(torch.uint8) for t in tensors] if kind == "sf" else tensors
-            whole.append(tensors[0] if self.layout in STACKS else torch.stack(tensors))
+            whole.append(tensors[0] if self.layout in STACKED else torch.stack(tensors))
             del tensors
         if kind == PRE_QUANT_SCALE:
             if any(not torch.equal(whole[0], other) for other in whole[1:]):
@@ -233,8 +232,8 @@ def check_sharding(
     parallel = any(isinstance(p, DTensor) for p in experts.parameters())
     if parallel and experts.pre_quant_scales[0] is not None:
         raise NotImplementedError(f"{module_name}: experts with AWQ's pre_quant_scale are not split over ranks yet")
-    if parallel and files is not None and (files.layout in STACKS or files.dialect.scale_shape):
-        what = "stacks of experts" if files.layout in STACKS else f"{files.dialect.name}'s scales"
+    if parallel and files is not None and (files.layout in STACKED or files.dialect.scale_shape):
+        what = "stacks of experts" if files.layout in STACKED else f"{files.dialect.name}'s scales"
         raise NotImplementedError(
             f"{module_name}: 4-bit files with {what} cannot be split over ranks as they are read: write them with "
             "ModelOpt's names first, the same bytes (moe-nvfp4 quantize SRC DST --dialect modelopt)"

@@ -4,6 +4,7 @@ from moe_nvfp4.quantize.files.checkpoint import (
     INDEX,
     Checkpoint,
     TensorSlice,
+    TensorView,
     expert_counts,
     fingerprint,
     open_checkpoint,
@@ -16,6 +17,6 @@ from moe_nvfp4.quantize.files.shards import ShardWriter
 from moe_nvfp4.quantize.files.staging import StagingDir
 
 __all__ = [
-    "INDEX", "TORCH_DTYPES", "Checkpoint", "ShardWriter", "StagingDir", "TensorSlice", "expert_counts", "fingerprint",
-    "open_checkpoint", "read_header", "read_tensors", "sizes", "sub_configs", "tensor_bytes",
+    "INDEX", "TORCH_DTYPES", "Checkpoint", "ShardWriter", "StagingDir", "TensorSlice", "TensorView", "expert_counts",
+    "fingerprint", "open_checkpoint", "read_header", "read_tensors", "sizes", "sub_configs", "tensor_bytes",
 ]  # fmt: skip

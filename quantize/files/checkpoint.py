@@ -9,8 +9,8 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -46,8 +46,50 @@ class TensorSlice:
                 done += count
         return data
 
+    def reader(self) -> Callable[[int, int], Tensor]:
+        """read(offset, size), for those who read it piece by piece."""
+        return self.read
+
+    @property
+    def held(self) -> int:
+        """Bytes that a reader keeps in memory."""
+        return 0
+
     def tensor(self) -> Tensor:
         return self.read().view(TORCH_DTYPES[self.dtype]).reshape(self.shape)
+
+    def rows(self, first: int, count: int) -> TensorSlice:
+        """Rows `first` to `first + count`."""
+        width = self.size // self.shape[0]
+        return TensorSlice(self.file, self.dtype, (count, *self.shape[1:]), self.start + first * width, count * width)
+
+    def expert(self, e: int) -> TensorSlice:
+        """Number e of [E, ...]."""
+        return replace(self.rows(e, 1), shape=self.shape[1:])
+
+
+@dataclass(frozen=True)
+class TensorView(TensorSlice):
+    """What `view` makes of the tensor `whole`, all of which is read for it: its elements do not lie together."""
+
+    whole: TensorSlice
+    view: Callable[[Tensor], Tensor]
+
+    @classmethod
+    def of(cls, whole: TensorSlice, view: Callable[[Tensor], Tensor]) -> TensorView:
+        like = view(torch.empty(whole.shape, dtype=TORCH_DTYPES[whole.dtype], device="meta"))
+        return cls(whole.file, whole.dtype, tuple(like.shape), whole.start, like.nbytes, whole, view)
+
+    def reader(self) -> Callable[[int, int], Tensor]:
+        data = self.view(self.whole.tensor()).contiguous().view(-1).view(torch.uint8)
+        return lambda offset, size: data[offset : offset + size]
+
+    def read(self, offset: int = 0, size: int | None = None) -> Tensor:
+        return self.reader()(offset, self.size - offset if size is None else size)
+
+    @property
+    def held(self) -> int:
+        return self.whole.size + self.size
 
 
 def read_tensors(files: Iterable[str | os.PathLike]) -> dict[str, TensorSlice]:

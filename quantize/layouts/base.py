@@ -11,7 +11,7 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from moe_nvfp4.quantize.files import TORCH_DTYPES, TensorSlice
+from moe_nvfp4.quantize.files import TORCH_DTYPES, TensorSlice, TensorView
 from moe_nvfp4.quantize.names import PER_EXPERT
 
 
@@ -25,6 +25,9 @@ class ExpertLayout(Enum):
     PARAMETERS = "parameters"  # as `NVFP4Experts` has them
     FP8 = "FP8"  # one by one, to be made dense
     DENSE = "dense"
+
+
+STACKED = (ExpertLayout.STACKED_TRANSPOSED, ExpertLayout.STACKED_BY_PROJECTION)
 
 
 @dataclass(frozen=True)
@@ -166,27 +169,30 @@ def need(condition: bool, name: str, stored: TensorSlice, expected: str) -> None
                          "model, or this layout is not known here; leave it as it is with --exclude")  # fmt: skip
 
 
-def row_major(stored: TensorSlice, rows: int, columns: int, first: int = 0) -> Matrix:
-    """Rows `first` to `first + rows` of a tensor whose rows have `columns` elements."""
+def parts_of_expert(
+    stored: TensorSlice, e: int, parts: int, transposed: bool = False, interleaved: bool = False
+) -> list[TensorSlice]:
+    """What a stack has of each projection of expert e: of matrices [E, parts * out, in], or [E, in, parts * out] where
+    they are transposed, or of biases [E, parts * out]. Rows of gate and up may alternate (`interleaved`)."""
+    whole = stored.expert(e)
+    if not transposed and not interleaved:
+        n = whole.shape[0] // parts
+        return [whole.rows(i * n, n) for i in range(parts)]
+
+    def part(i: int) -> Callable[[Tensor], Tensor]:
+        return lambda t: split_rows(t.T if transposed else t, parts, interleaved)[i]
+
+    return [TensorView.of(whole, part(i)) for i in range(parts)]
+
+
+def dense(stored: TensorSlice) -> Matrix:
+    """A matrix that is not quantized."""
+    rows, columns = stored.shape
     dtype = TORCH_DTYPES[stored.dtype]
     width = columns * dtype.itemsize
 
-    def read(a: int, b: int) -> Tensor:
-        return stored.read((first + a) * width, (b - a) * width).view(dtype).view(-1, columns)
-
-    return Matrix(rows, columns, rows * width, stored.file.name, lambda: read)
-
-
-def slice_view(
-    stored: TensorSlice, e: int, shape: tuple[int, int], view: Callable[[Tensor], Tensor], parts: int
-) -> Matrix:
-    """view([shape] number e of a stack): for layouts in which a matrix's rows are not in one piece."""
-    dtype = TORCH_DTYPES[stored.dtype]
-    size = shape[0] * shape[1] * dtype.itemsize
-
     def open() -> Callable[[int, int], Tensor]:
-        matrix = view(stored.read(e * size, size).view(dtype).view(shape))
-        return lambda a, b: matrix[a:b].contiguous()
+        read = stored.reader()
+        return lambda a, b: read(a * width, (b - a) * width).view(dtype).view(-1, columns)
 
-    rows, columns = view(torch.empty(shape, device="meta")).shape
-    return Matrix(rows, columns, size // parts, stored.file.name, open, held=size)
+    return Matrix(rows, columns, stored.size, stored.file.name, open, stored.held)

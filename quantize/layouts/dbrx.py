@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_nvfp4.quantize.files import Checkpoint, TensorSlice
-from moe_nvfp4.quantize.layouts.base import Experts, Matrix, need, row_major, slice_view
+from moe_nvfp4.quantize.files import Checkpoint, TensorSlice, TensorView
+from moe_nvfp4.quantize.layouts.base import Experts, Matrix, dense, need
 
 NAME = re.compile(r"(?P<module>(?:.+\.)?experts)\.mlp\.(?P<part>w1|v1|w2)")
 PARTS = {"w1": "gate_proj", "v1": "up_proj", "w2": "down_proj"}
@@ -43,11 +43,11 @@ def recognise(source: Checkpoint, left: Mapping[str, TensorSlice]) -> Iterator[E
             stored = left[name]
             fits = type(E) is int and E > 0 and len(stored.shape) == 2 and stored.shape[0] % E == 0
             need(fits and stored.size > 0, name, stored, f"[{E} experts * I, H]")
-            I, H = stored.shape[0] // E, stored.shape[1]
+            I = stored.shape[0] // E
             for e in range(E):
-                down = part == "w2"
-                matrix = slice_view(stored, e, (I, H), lambda t: t.T, 1) if down else row_major(stored, I, H, e * I)
-                found[f"{module}.{e}.{PARTS[part]}"] = matrix
+                rows = stored.rows(e * I, I)
+                matrix = TensorView.of(rows, lambda t: t.T) if part == "w2" else rows
+                found[f"{module}.{e}.{PARTS[part]}"] = dense(matrix)
         if missing := PARTS.keys() - modules[module].keys():
             raise ValueError(f"{module}.mlp.{min(missing)} is missing: download the checkpoint again")
         return found

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from moe_nvfp4.format import dequantize
 from moe_nvfp4.quantize.dialects import Dialect
 from moe_nvfp4.quantize.files import Checkpoint, TensorSlice, expert_counts
-from moe_nvfp4.quantize.layouts.base import ExpertLayout, Given, Matrix, check_experts, split_rows
+from moe_nvfp4.quantize.layouts.base import STACKED, ExpertLayout, Given, Matrix, check_experts, need, parts_of_expert
 from moe_nvfp4.quantize.layouts.fp8 import fp8_block, fp8_scale
 from moe_nvfp4.quantize.layouts.stacked import STACKS, STEP
-from moe_nvfp4.quantize.names import DENSE, FUSED, PER_EXPERT, PRE_QUANT_SCALE, PROJECTION_FIRST, SEPARATE
+from moe_nvfp4.quantize.names import DENSE, FUSED, PER_EXPERT, PRE_QUANT_SCALE, PROJECTION_FIRST, SEPARATE, projections
 
 UNREAD = (  # of a tensor's name
     "{} is a scale that nothing reads: going on would give silently wrong numbers. A part of its matrix is missing, or "
@@ -45,19 +45,23 @@ def new_name(stem: str) -> str:
 
 @dataclass(frozen=True)
 class NVFP4Matrix:
-    """An NVFP4 matrix of its own: an expert's projection, or any linear's weight.
+    """An NVFP4 matrix: an expert's projection, or any linear's weight.
 
-    stem     what the names of its tensors begin with
-    tensors  by the last parts of their names, checked against each other
+    stem     what the names of its tensors begin with, where it has tensors of its own
+    tensors  by the last parts of their names, checked against each other; of a stack, its parts of them
+    names    of the files' tensors that these are, or are in
     """
 
     stem: str
     tensors: dict[str, TensorSlice]
+    names: dict[str, str]
     dialect: Dialect
+    layout: ExpertLayout
 
     @property
-    def names(self) -> list[str]:
-        return [f"{self.stem}.{last}" for last in self.tensors]
+    def dense_name(self) -> str:
+        """What it would be called, or the stack that it is in, in a dense checkpoint."""
+        return self.names[self.dialect.weight] if self.layout in STACKED else f"{self.stem}.weight"
 
     @property
     def file(self) -> str:
@@ -75,19 +79,25 @@ class NVFP4Matrix:
         of_x = self.tensors.get(PRE_QUANT_SCALE) if pre_quant_scale else None
         N, half = codes.shape
 
-        def rows(a: int, b: int) -> Tensor:
-            part = codes.read(a * half, (b - a) * half).view(-1, half)
-            part_sf = sf.read(a * half // 8, (b - a) * half // 8).view(-1, half // 8)
-            dense = dequantize(part, part_sf, global_scale())
-            return dense if of_x is None else dense * of_x.tensor().float()
+        def open() -> Callable[[int, int], Tensor]:
+            read, read_sf = codes.reader(), sf.reader()
+
+            def rows(a: int, b: int) -> Tensor:
+                part = read(a * half, (b - a) * half).view(-1, half)
+                part_sf = read_sf(a * half // 8, (b - a) * half // 8).view(-1, half // 8)
+                dense = dequantize(part, part_sf, global_scale())
+                return dense if of_x is None else dense * of_x.tensor().float()
+
+            return rows
 
         def global_scale() -> Tensor:
             return self.dialect.decode_scale(scale.tensor()).reshape(())
 
-        return Matrix(N, 2 * half, codes.size + sf.size, codes.file.name, lambda: rows, global_scale=global_scale)
+        size, held = codes.size + sf.size, codes.held + sf.held
+        return Matrix(N, 2 * half, size, codes.file.name, open, held, global_scale)
 
 
-def _matrix(tensors: Mapping[str, TensorSlice], stem: str, dialect: Dialect) -> NVFP4Matrix:
+def _matrix(tensors: Mapping[str, TensorSlice], stem: str, dialect: Dialect, layout: ExpertLayout) -> NVFP4Matrix:
     """ValueError where the tensors of `stem` are not all there, or do not fit each other."""
     found = {s: tensors[f"{stem}.{s}"] for s in (*dialect.suffixes, PRE_QUANT_SCALE) if f"{stem}.{s}" in tensors}
     for suffix, dtype in zip(dialect.suffixes, ("U8", "F8_E4M3", "F32", "F32"), strict=True):
@@ -108,104 +118,65 @@ def _matrix(tensors: Mapping[str, TensorSlice], stem: str, dialect: Dialect) -> 
     if of_x is not None and (of_x.dtype not in DENSE or of_x.shape != (2 * codes[1],)):
         raise ValueError(f"{stem}.{PRE_QUANT_SCALE} {of_x.dtype} {list(of_x.shape)} must be finite numbers, one for "
                          f"each of {2 * codes[1]} columns: the file is damaged")  # fmt: skip
-    return NVFP4Matrix(stem, found, dialect)
+    return NVFP4Matrix(stem, found, {last: f"{stem}.{last}" for last in found}, dialect, layout)
 
 
-@dataclass(frozen=True)
-class NVFP4Stack:
-    """NVFP4 experts in one tensor: codes [E, in/2, out] and sf [E, in/16, out] (ModelOpt's for Llama 4 and gpt-oss),
-    or, not transposed, [E, out, in/2] and [E, out, in/16] (its for Step-3).
+def _stack(source: Checkpoint, name: str, layout: ExpertLayout, dialect: Dialect) -> Iterator[NVFP4Matrix]:
+    """The matrices of a stack: codes [E, in/2, out] and sf [E, in/16, out] (ModelOpt's for Llama 4 and gpt-oss), or
+    [E, out, in/2] and [E, out, in/16] (its for Step-3); a global scale for all, or [E].
 
-    name         what its tensors' names begin with
-    tensors      their names
-    stems        the names of expert {e}'s matrices in new files, one for each projection in it
-    scales       by the last part of a matrix's own name (weight_scale_2, input_scale): one for all, or [E]
-    interleaved  rows of gate and up alternate
+    ValueError where the tensors of `name` are not all there, or do not fit each other.
     """
-
-    name: str
-    tensors: tuple[str, ...]
-    stems: tuple[str, ...]
-    codes: TensorSlice
-    sf: TensorSlice
-    scales: dict[str, TensorSlice]
-    transposed: bool
-    interleaved: bool
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        """E, out, in / 2"""
-        E, N, K = self.codes.shape
-        return (E, K, N) if self.transposed else (E, N, K)
-
-    def check(self) -> None:
-        """ValueError unless the tensors fit each other."""
-        name = self.name
-        wanted: list[float] = [*self.codes.shape]  # with a fraction, no sf fits
-        wanted[1 if self.transposed else -1] /= 8
-        dtypes = (self.codes.dtype, self.sf.dtype)
-        if len(wanted) != 3 or [*self.sf.shape] != wanted or dtypes != ("U8", "F8_E4M3") or not self.codes.size:
-            raise ValueError(f"{name}: {self.codes.dtype} {list(self.codes.shape)} with block scales {self.sf.dtype} "
-                             f"{list(self.sf.shape)} is no stack of NVFP4 matrices: the file is damaged, or not known "
-                             "here; download it again")  # fmt: skip
-        for last, stored in self.scales.items():
-            if stored.dtype != "F32" or stored.size not in (4, 4 * wanted[0]):
-                raise ValueError(f"{name}: {last} is {stored.dtype} {list(stored.shape)}, expected one F32 number, or "
-                                 f"one for each of {wanted[0]} experts")  # fmt: skip
-
-    def pieces(self, stored: TensorSlice, e: int) -> tuple[Tensor, ...]:
-        """uint8 [out, in'] of expert e, of each projection."""
-        parts = len(self.stems)
-        size = stored.size // stored.shape[0]
-        rows = stored.read(e * size, size).view(stored.shape[1:])
-        rows = rows.T if self.transposed else rows
-        return split_rows(rows, parts, self.interleaved)
-
-    def scale(self, last: str, e: int, source: Dialect) -> Tensor:
-        """fp32 0-d: expert e's."""
-        scales = source.decode_scale(self.scales[last].tensor()).reshape(-1)
-        return scales[e if len(scales) > 1 else 0]
-
-    def matrix(self, e: int, part: int, source: Dialect) -> Matrix:
-        """Projection number `part` of expert e -> fp32 [out / projections, in]."""
-        (E, out, half), parts = self.shape, len(self.stems)
-
-        def open() -> Callable[[int, int], Tensor]:
-            codes, sf = (self.pieces(stored, e)[part].contiguous() for stored in (self.codes, self.sf))
-            scale = global_scale()
-            return lambda a, b: dequantize(codes[a:b], sf[a:b], scale)
-
-        def global_scale() -> Tensor:
-            return self.scale(source.global_scale, e, source)
-
-        size = (self.codes.size + self.sf.size) // E
-        file = self.codes.file.name
-        return Matrix(out // parts, 2 * half, size // parts, file, open, held=2 * size, global_scale=global_scale)
-
-
-def _stack(source: Checkpoint, name: str, layout: ExpertLayout, dialect: Dialect) -> NVFP4Stack:
-    """ValueError where the tensors of `name` are not all there, or do not fit each other."""
-    tensors, fused = source.tensors, layout is ExpertLayout.STACKED_TRANSPOSED
-    dot = "_" if fused else "."
-    optional = (dialect.global_scale, dialect.input_scale)
-    scales = {s: tensors[f"{name}{dot}{s}"] for s in optional if f"{name}{dot}{s}" in tensors}
-    codes, sf = (name if fused else f"{name}.{dialect.weight}"), f"{name}{dot}{dialect.sf}"
-    if missing := [n for n in (codes, sf, f"{name}{dot}{dialect.global_scale}") if n not in tensors]:
-        raise ValueError(f"{missing[0]} is missing: NVFP4 matrices have codes, block scales and a global scale")
-    names = (codes, sf, *(f"{name}{dot}{s}" for s in scales))
-    if fused:
+    tensors, transposed = source.tensors, layout is ExpertLayout.STACKED_TRANSPOSED
+    dot = "_" if transposed else "."
+    names = {last: f"{name}{dot}{last}" for last in (*dialect.suffixes, "bias")}
+    names[dialect.weight] = codes = name if transposed else f"{name}.{dialect.weight}"
+    names = {last: n for last, n in names.items() if n in tensors}
+    if missing := [last for last in dialect.suffixes[:3] if last not in names]:
+        raise ValueError(
+            f"{name}{dot}{missing[0]} is missing: NVFP4 matrices have codes, block scales and a global scale"
+        )
+    if transposed:
         module, _, last = name.rpartition(".")
-        parts = ("gate_proj", "up_proj") if last == "gate_up_proj" else (last,)
-        stems = tuple(f"{module}.{{e}}.{part}" for part in parts)
+        stems = [f"{module}.{{e}}.{part}" for part in projections(last)]
     elif match := SEPARATE.search(name):
-        stems = (f"{name[: match.start()]}{STEP.module}.{{e}}.{match['part']}",)
+        stems = [f"{name[: match.start()]}{STEP.module}.{{e}}.{match['part']}"]
     else:
         raise ValueError(f"{codes} is a stack of NVFP4 matrices with a name that is not known here: quantize the "
                          "original checkpoint")  # fmt: skip
     interleaved = len(stems) == 2 and any(STACKS[t].interleaved for t in source.types if t in STACKS)
-    stack = NVFP4Stack(name, names, stems, tensors[codes], tensors[sf], scales, fused, interleaved)
-    stack.check()
-    return stack
+    found = {last: tensors[n] for last, n in names.items()}
+    _check_stack(name, found, dialect, transposed)
+    for e in range(found[dialect.weight].shape[0]):
+        parts: dict[str, list[TensorSlice]] = {}
+        for last, t in found.items():
+            if last in dialect.suffixes[2:]:
+                scale = replace(t, shape=(), start=t.start + 4 * e, size=4) if t.size > 4 else t
+                parts[last] = [scale] * len(stems)
+            else:
+                parts[last] = parts_of_expert(t, e, len(stems), transposed and last != "bias", interleaved)
+        for i, stem in enumerate(stems):
+            of_part = {last: t[i] for last, t in parts.items()}
+            yield NVFP4Matrix(stem.format(e=e), of_part, names, dialect, layout)
+
+
+def _check_stack(name: str, found: Mapping[str, TensorSlice], dialect: Dialect, transposed: bool) -> None:
+    """ValueError unless the tensors of a stack fit each other."""
+    codes, sf = found[dialect.weight], found[dialect.sf]
+    wanted: list[float] = [*codes.shape]  # with a fraction, no sf fits
+    wanted[1 if transposed else -1] /= 8
+    if len(wanted) != 3 or [*sf.shape] != wanted or (codes.dtype, sf.dtype) != ("U8", "F8_E4M3") or not codes.size:
+        raise ValueError(f"{name}: {codes.dtype} {list(codes.shape)} with block scales {sf.dtype} {list(sf.shape)} is "
+                         "no stack of NVFP4 matrices: the file is damaged, or not known here; download it again"
+                         )  # fmt: skip
+    E, out = codes.shape[0], codes.shape[2 if transposed else 1]
+    for last in dialect.suffixes[2:]:
+        stored = found.get(last)
+        if stored is not None and (stored.dtype != "F32" or stored.size not in (4, 4 * E)):
+            raise ValueError(f"{name}: {last} is {stored.dtype} {list(stored.shape)}, expected one F32 number, or "
+                             f"one for each of {E} experts")  # fmt: skip
+    if (bias := found.get("bias")) is not None:
+        need(bias.shape == (E, out), f"{name}_bias", bias, "[E, out]")
 
 
 @dataclass(frozen=True)
@@ -213,14 +184,12 @@ class NVFP4Files:
     """All that NVFP4 files hold.
 
     matrices    by their names in new files
-    stacks      of all experts of a layer
     fp8         FP8 weights next to them (mixed precision): name -> name of the scale
     parameters  tensors that are parameters of `NVFP4Experts`, saved under their own names
     left        everything else
     """
 
     matrices: dict[str, NVFP4Matrix]
-    stacks: list[NVFP4Stack]
     fp8: dict[str, str]
     parameters: dict[str, TensorSlice]
     left: dict[str, TensorSlice]
@@ -229,10 +198,9 @@ class NVFP4Files:
     def given(self) -> dict[str, Given]:
         """Everything, by its name in a dense checkpoint."""
         found = {f"{stem}.weight": Given("NVFP4", m.shape, m.file) for stem, m in self.matrices.items()}
-        for stack in self.stacks:
-            E, N, half = stack.shape
-            name = stack.name if stack.transposed else f"{stack.name}.weight"
-            found[name] = Given("NVFP4", (E, N, 2 * half), stack.codes.file.name)
+        for stem, m in self.matrices.items():
+            if (bias := m.tensors.get("bias")) is not None:
+                found[f"{stem}.bias"] = Given(bias.dtype, bias.shape, bias.file.name)
         found |= {name: Given("FP8", self.tensors[name].shape, self.tensors[name].file.name) for name in self.fp8}
         found |= {name: Given("NVFP4", None, t.file.name) for name, t in self.parameters.items()}
         return found | dense_given(self.left)
@@ -249,9 +217,8 @@ class NVFP4Files:
         return any(last in lasts for _, lasts in self._of_experts())
 
     def _of_experts(self) -> Iterator[tuple[str, Collection[str]]]:
-        """(name, last parts of its tensors' names) of every matrix and stack of experts."""
-        yield from ((stem, m.tensors) for stem, m in self.matrices.items() if PER_EXPERT.fullmatch(stem))
-        yield from ((stack.name, stack.scales) for stack in self.stacks)
+        """(name, last parts of its tensors' names) of every matrix of experts."""
+        return ((stem, m.tensors) for stem, m in self.matrices.items() if PER_EXPERT.fullmatch(stem))
 
     def check_optional_scales(self, dialect: Dialect) -> None:
         """ValueError unless all experts have an input_scale or pre_quant_scale, or none has."""
@@ -275,25 +242,22 @@ def read(source: Checkpoint, dialect: Dialect) -> NVFP4Files:
     """
     tensors, left = source.tensors, dict(source.tensors)
     matrices: dict[str, NVFP4Matrix] = {}
-    stacks: list[NVFP4Stack] = []
 
     def take(names: Iterable[str]) -> None:
         for name in names:
             left.pop(name, None)
 
     for name, layout in recognise({n: t.shape for n, t in tensors.items()}, dialect).items():
-        if layout in (ExpertLayout.STACKED_TRANSPOSED, ExpertLayout.STACKED_BY_PROJECTION):
-            stacks.append(_stack(source, name, layout, dialect))
-            take(stacks[-1].tensors)
-            continue
-        if (new := new_name(name)) in matrices:
-            raise ValueError(f"{name} and {matrices[new].stem} are the same matrix under two names: two checkpoints "
-                             "are mixed; keep one of them")  # fmt: skip
-        matrices[new] = _matrix(tensors, name, dialect)
-        take(matrices[new].names)
+        whole = layout in STACKED
+        for matrix in _stack(source, name, layout, dialect) if whole else [_matrix(tensors, name, dialect, layout)]:
+            if (new := new_name(matrix.stem)) in matrices:
+                raise ValueError(f"{name} and {matrices[new].stem} are the same matrix under two names: two "
+                                 "checkpoints are mixed; keep one of them")  # fmt: skip
+            matrices[new] = matrix
+            take(matrix.names.values())
     for stem in (n.removesuffix(f".{dialect.sf}") for n in left if n.endswith(f".{dialect.sf}")):
         if (codes := left.get(f"{stem}.{dialect.weight}")) is not None and codes.dtype == "U8":
-            _matrix(tensors, stem, dialect)  # says that it has no global scale
+            _matrix(tensors, stem, dialect, ExpertLayout.ONE_BY_ONE)  # says that it has no global scale
     fp8 = {}
     for name in [n for n, stored in left.items() if stored.dtype == "F8_E4M3" and n.endswith(".weight")]:
         stem = name.removesuffix(".weight")
@@ -307,6 +271,6 @@ def read(source: Checkpoint, dialect: Dialect) -> NVFP4Files:
     parameters = {n: t for n, t in left.items() if any(n.startswith(module) for module in modules)}
     take(parameters)
     check_experts({stem: m.shape for stem, m in matrices.items()}, expert_counts(source.config), left)
-    files = NVFP4Files(matrices, stacks, fp8, parameters, left, tensors)
+    files = NVFP4Files(matrices, fp8, parameters, left, tensors)
     files.check_optional_scales(dialect)
     return files

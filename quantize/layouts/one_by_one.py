@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 
 from moe_nvfp4.quantize.files import Checkpoint, TensorSlice, expert_counts
-from moe_nvfp4.quantize.layouts.base import Experts, Matrix, check_experts, need, row_major
+from moe_nvfp4.quantize.layouts.base import Experts, Matrix, check_experts, dense, need
 from moe_nvfp4.quantize.names import DENSE, PER_EXPERT
 
 
@@ -22,8 +22,7 @@ def recognise(source: Checkpoint, left: Mapping[str, TensorSlice]) -> Iterator[E
         for stem in modules[module]:
             stored = left[f"{stem}.weight"]
             need(len(stored.shape) == 2, f"{stem}.weight", stored, "a matrix [out, in]")
-            N, K = stored.shape
-            found[stem] = row_major(stored, N, K)
+            found[stem] = dense(stored)
         check_experts({stem: (m.rows, m.columns) for stem, m in found.items()}, expert_counts(source.config), {})
         return found
 

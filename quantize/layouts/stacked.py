@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
-
-from torch import Tensor
 
 from moe_nvfp4.quantize.files import Checkpoint, TensorSlice, sizes
-from moe_nvfp4.quantize.layouts.base import Experts, Matrix, need, row_major, slice_view, split_rows
+from moe_nvfp4.quantize.layouts.base import Experts, Matrix, dense, need, parts_of_expert
 from moe_nvfp4.quantize.names import DENSE
 
 
@@ -93,12 +90,7 @@ def _separate(module: str, left: Mapping[str, TensorSlice], gate: str, up: str, 
     need(fits, up, left[up], f"{list(left[gate].shape)} as the gate's")
     E, I, H = left[gate].shape
     need(left[down].shape == (E, H, I), down, left[down], f"[{E}, {H}, {I}]")
-    found = {}
-    for e in range(E):
-        for part, stored in parts.items():
-            _, rows, columns = stored.shape
-            found[f"{module}.{e}.{part}"] = row_major(stored, rows, columns, e * rows)
-    return found
+    return {f"{module}.{e}.{part}": dense(stored.expert(e)) for e in range(E) for part, stored in parts.items()}
 
 
 def _together(
@@ -111,20 +103,11 @@ def _together(
     H = up.shape[1 if transposed else 2]
     need(down.shape == ((E, I, H) if transposed else (E, H, I)), down_name, down, f"E {E}, I {I}, H {H}")
     for e in range(E):
-        for i, part in enumerate(("gate_proj", "up_proj")):
-            if transposed or stack.interleaved:  # rows that are not in one piece
-                shape = (H, 2 * I) if transposed else (2 * I, H)
-                view = partial(_gate_or_up, i, transposed, stack.interleaved)
-                found[f"{module}.{e}.{part}"] = slice_view(up, e, shape, view, 2)
-            else:
-                found[f"{module}.{e}.{part}"] = row_major(up, I, H, (2 * e + i) * I)
-        matrix = slice_view(down, e, (I, H), lambda t: t.T, 1) if transposed else row_major(down, H, I, e * H)
-        found[f"{module}.{e}.down_proj"] = matrix
+        gate_up = parts_of_expert(up, e, 2, transposed, stack.interleaved)
+        parts = *gate_up, *parts_of_expert(down, e, 1, transposed)
+        for part, stored in zip(("gate_proj", "up_proj", "down_proj"), parts, strict=True):
+            found[f"{module}.{e}.{part}"] = dense(stored)
     return found
-
-
-def _gate_or_up(part: int, transposed: bool, interleaved: bool, both: Tensor) -> Tensor:
-    return split_rows(both.T if transposed else both, 2, interleaved)[part]
 
 
 def _is_transposed(stack: Stack, hidden: set[int], name: str, up: TensorSlice, down: TensorSlice) -> bool:
