@@ -93,11 +93,11 @@ class ModelTensors:
         target, pattern = rename_source_key(name, self._renamings, self._converters, self._prefix, self.state)
         return (name, None) if target not in self.state and name in self.state else (target, pattern)
 
-    def renamed(self, name: str, converted: bool = True) -> str:
-        """`name` after the model's renamings, and converters; the prefix of the model not yet added or removed."""
+    def renamed(self, name: str) -> str:
+        """`name` after the model's renamings and converters; the prefix of the model not yet added or removed."""
         from transformers.core_model_loading import rename_source_key
 
-        return str(rename_source_key(name, self._renamings, self._converters if converted else [])[0])
+        return str(rename_source_key(name, self._renamings, self._converters)[0])
 
     def reached(self, names: Iterable[str]) -> set[str]:
         """The tensors of the model that files with tensors of these names have."""

@@ -6,7 +6,7 @@ the place of each converter of the family that makes a parameter of experts, and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,6 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import Concatenate, ConversionOps, MergeModulelist, PrefixChange, WeightConverter
 
 from moe_nvfp4.integrations.huggingface.experts import HFExperts
-from moe_nvfp4.integrations.huggingface.fp8 import FP8Experts
 from moe_nvfp4.integrations.huggingface.linears import LinearConverter
 from moe_nvfp4.integrations.huggingface.packed import PackedConverter, check_sharding, splits_matrices
 from moe_nvfp4.quantize.dialects import MODELOPT, Dialect
@@ -140,6 +139,7 @@ class Conversions:
     """The converters for the 4-bit experts of one model.
 
     experts        module name -> HFExperts, the modules that are 4-bit
+    fp8            modules whose experts are FP8 in the files (PackedConverter)
     pre_quantized  the checkpoint is NVFP4 already
     importance     of the recipe "weighted"
     dialect        of the files, those that are loaded and those that are saved
@@ -156,8 +156,9 @@ class Conversions:
         importance: Importance | None = None,
         layout: ExpertLayout = ExpertLayout.ONE_BY_ONE,
         prefix: str = "",
+        fp8: Mapping[str, str] | None = None,
     ):
-        self.experts = experts
+        self.experts, self.fp8 = experts, fp8 or {}
         self.recipe, self.pre_quantized, self.importance = recipe, pre_quantized, importance
         self.dialect, self.layout, self.prefix = dialect, layout, prefix
 
@@ -166,7 +167,7 @@ class Conversions:
         self._base = base
         merges = [c for c in base if self._params_of(c) and _is_merge(c.operations)]
         self._merges = [c for c in merges if all(s.endswith(".weight") for s in c.source_patterns)]
-        self._packed = PackedConverter(self.experts, self.prefix, self._merges, self.dialect, self.layout)
+        self._packed = PackedConverter(self.experts, self.fp8, self.prefix, self._merges, self.dialect, self.layout)
         if self.pre_quantized:
             return [self._packed, *base]
         covered: set[str] = set().union(*map(self._params_of, base))
@@ -193,7 +194,7 @@ class Conversions:
 
     def for_saving(self, used: list) -> list:
         """The conversions whose reverse writes files, from those `used` while loading."""
-        ours = (QuantizingConverter, PackedConverter, FP8Experts)
+        ours = (QuantizingConverter, PackedConverter)
         kept = [c for c in used if not isinstance(c, ours) and c not in self._merges]
         # Reversed when saving, so that ours is asked first. The family's own are for experts that are dense.
         return [*kept, *self._merges, self._packed]

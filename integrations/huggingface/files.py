@@ -45,7 +45,6 @@ class CheckpointLayout:
 
     experts          module name -> ExpertLayout; without the modules of which nothing was found
     linears          module name -> QuantizedLinear
-    fp8              of FP8 experts: name in the files, after the model's renamings -> the same after its converters
     input_scale      the experts have static activation scales
     pre_quant_scale  they have AWQ's
     kv_scales        names of the scales of a quantized KV cache
@@ -54,7 +53,6 @@ class CheckpointLayout:
     dialect: Dialect = MODELOPT
     experts: dict[str, ExpertLayout] = field(default_factory=dict)
     linears: dict[str, QuantizedLinear] = field(default_factory=dict)
-    fp8: dict[str, str] = field(default_factory=dict)
     input_scale: bool = False
     pre_quant_scale: bool = False
     kv_scales: list[str] = field(default_factory=list)
@@ -103,10 +101,6 @@ def read_layout(source: Checkpoint, model: nn.Module, experts: Iterable[str]) ->
                              "experts.E.gate_proj.weight; use the original checkpoint")  # fmt: skip
         elif found.experts.get(owner, ExpertLayout.DENSE) is ExpertLayout.DENSE:
             found.experts[owner] = layout
-            if layout is ExpertLayout.FP8:
-                match = PER_EXPERT.match(names.renamed(name, converted=False))
-                assert match is not None, name
-                found.fp8[match["module"]] = names.renamed(name).rpartition(".")[0]
     _refuse_scales(files.left, names)
     names.check(files.given())
     return found

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -25,7 +25,8 @@ from torch.distributed.tensor import DTensor
 from transformers.core_model_loading import WeightConverter
 
 from moe_nvfp4.integrations.huggingface.experts import HFExperts
-from moe_nvfp4.integrations.huggingface.linears import Nothing
+from moe_nvfp4.integrations.huggingface.fp8 import fp8_experts
+from moe_nvfp4.integrations.huggingface.linears import FP8_TENSORS, Nothing
 from moe_nvfp4.quantize.dialects import MODELOPT, Dialect
 from moe_nvfp4.quantize.layouts import ExpertLayout
 from moe_nvfp4.quantize.layouts.base import STACKED, split_rows
@@ -33,6 +34,7 @@ from moe_nvfp4.quantize.layouts.nvfp4 import new_name
 from moe_nvfp4.quantize.layouts.stacked import STEP
 from moe_nvfp4.quantize.names import PLAIN_NAMES, PRE_QUANT_SCALE, SEPARATE, projections
 
+FP8_KINDS = tuple(f"FP8.{last}" for last in FP8_TENSORS)
 KINDS = ("codes", "sf", "global_scale", "input_scale", PRE_QUANT_SCALE, "bias")
 MATRIX = re.compile(r"(?P<module>.+)\.\d+\.(?P<part>gate_proj|up_proj|down_proj|w[123])")
 STACK = re.compile(r"(?P<part>gate_up_proj|up_proj|down_proj)(_(?P<last>\w+))?")
@@ -56,6 +58,7 @@ class PackedConverter(WeightConverter):
     """All tensors of 4-bit experts in files -> the parameters of `HFExperts`, and back.
 
     experts  module name -> HFExperts
+    fp8      modules that are dense, whose experts the files have in FP8 -> the name of their first parameter
     prefix   of the names in the model's body, which files of the body alone lack
     merges   the family's own converters of dense experts one by one
     dialect  of the files, those that are loaded and those that are saved
@@ -67,6 +70,7 @@ class PackedConverter(WeightConverter):
     def __init__(
         self,
         experts: dict[str, HFExperts],
+        fp8: Mapping[str, str],
         prefix: str = "",
         merges: Iterable[WeightConverter] = (),
         dialect: Dialect = MODELOPT,
@@ -74,19 +78,22 @@ class PackedConverter(WeightConverter):
         saving: bool = False,
         stored: dict[str, Tensor] | None = None,
     ):  # fmt: skip
-        self.experts, self.prefix, self.dialect, self.layout, self.saving = experts, prefix, dialect, layout, saving
+        self.experts, self.fp8, self.prefix = experts, fp8, prefix
+        self.dialect, self.layout, self.saving = dialect, layout, saving
         self.merges = [copy.copy(c) for c in merges]  # asking one for a name marks it as used
         self.stored = {} if stored is None else stored
         self.lasts = dict(zip(KINDS, (*dialect.suffixes, PRE_QUANT_SCALE, "bias"), strict=True))
         self.kinds = {last: kind for kind, last in self.lasts.items()}
-        parts = ("gate_up_proj", "gate_proj", "up_proj", "down_proj")
-        sources = [f"{part} {kind}" for part in (("experts",) if saving else parts) for kind in KINDS]
+        parts = ("experts",) if saving else ("gate_up_proj", "gate_proj", "up_proj", "down_proj")
+        sources = [f"{part} {kind}" for part in parts for kind in (*KINDS, *FP8_KINDS)]
         super().__init__(sources, ["gate_proj_global_scale"], [Nothing()])
         if layout is ExpertLayout.STACKED_TRANSPOSED:  # a scale of gate and up in one stack becomes that of both
             self.target_patterns.append("up_proj_global_scale")
 
     def _again(self, saving: bool) -> PackedConverter:
-        return PackedConverter(self.experts, self.prefix, self.merges, self.dialect, self.layout, saving, self.stored)
+        return PackedConverter(
+            self.experts, self.fp8, self.prefix, self.merges, self.dialect, self.layout, saving, self.stored
+        )
 
     def __deepcopy__(self, memo: dict) -> PackedConverter:
         """The loader copies a converter for each target; the model is never copied."""
@@ -97,49 +104,58 @@ class PackedConverter(WeightConverter):
 
     # ---------------------------------------------------------------- names
     def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
-        """As transformers asks: the parameter that a tensor becomes (or is a part of), and what it is of it."""
-        if self.saving:
-            module, _, name = source_key.rpartition(".")
-            known = PARAMETERS[self.experts[module].up_name] if module in self.experts else {}
-            if name not in known:
-                return source_key, None
-            kind, parts = known[name]
-            return f"{self._stems(module)[parts[0]]}.{self.lasts[kind]}", f"experts {kind}"
-        place = self._place(source_key)
-        target = None if place is None else self._target(*place)
-        if place is None or target is None:
+        """As transformers asks: the parameter that a tensor becomes (or is a part of), and what it is of it; on the way
+        back the tensor of expert *'s first projection, and what it is."""
+        named = self._saved(source_key) if self.saving else self._loaded(source_key)
+        if named is None:
             return source_key, None
         self._was_used = True
-        return target, f"{place[1]} {place[2]}"
+        return named
+
+    def _saved(self, key: str) -> tuple[str, str] | None:
+        module, _, name = key.rpartition(".")
+        known = PARAMETERS[self.experts[module].up_name] if module in self.experts else {}
+        if name not in known:
+            return None
+        kind, parts = known[name]
+        return f"{self._stems(module)[parts[0]]}.{self.lasts[kind]}", f"experts {kind}"
+
+    def _loaded(self, key: str) -> tuple[str, str] | None:
+        found = self._place(key)
+        module = None if found is None else self._module(found[0])
+        if found is None or module is None:
+            return None
+        _, part, last = found
+        if module in self.fp8:
+            name = "down_proj" if part == "down_proj" else self.fp8[module]
+            return f"{module}.{name}", f"{part} FP8.{last}"
+        kind, first = self.kinds.get(last), projections(part)[0]
+        known = PARAMETERS[self.experts[module].up_name].items()
+        names = (name for name, (k, parts) in known if k == kind and first in parts)
+        return next(((f"{module}.{name}", f"{part} {kind}") for name in names), None)
 
     def _place(self, key: str) -> tuple[str, str, str] | None:
-        """(module, projection, kind) of a tensor in files, after the model's renamings."""
+        """(module, projection, last part of its name) of a tensor in files, after the model's renamings."""
         stem, _, last = key.rpartition(".")
         if self.layout in STACKED and (stack := STACK.fullmatch(last)):
             # Of Step-3, the codes of down_proj only: they have the name of a dense weight, which transformers changes
-            kind = self.kinds.get(stack["last"]) if stack["last"] else "codes"
-            return (stem, stack["part"], kind) if kind else None
-        kind = self.kinds.get(last)
-        if kind is None:
+            return stem, stack["part"], stack["last"] or self.dialect.weight
+        if last not in self.kinds and last not in FP8_TENSORS:
             return None
         if separate := SEPARATE.search(stem):
-            return f"{stem[: separate.start()]}{STEP.module}", separate["part"], kind
+            return f"{stem[: separate.start()]}{STEP.module}", separate["part"], last
         for c in self.merges:
             target, pattern = c.rename_source_key(f"{new_name(stem)}.weight")
             if pattern is not None:
                 module, _, name = target.rpartition(".")
-                return module, projections(name)[c.source_patterns.index(pattern)], kind
+                return module, projections(name)[c.source_patterns.index(pattern)], last
         match = MATRIX.fullmatch(new_name(stem))
-        return (match["module"], PLAIN_NAMES.get(match["part"], match["part"]), kind) if match else None
+        return (match["module"], PLAIN_NAMES.get(match["part"], match["part"]), last) if match else None
 
-    def _target(self, module: str, part: str, kind: str) -> str | None:
-        """The parameter; None where the experts are not 4-bit."""
-        for name in (module, f"{self.prefix}.{module}", module.removeprefix(f"{self.prefix}.")):
-            if name in self.experts:
-                known = PARAMETERS[self.experts[name].up_name].items()
-                first = projections(part)[0]
-                return next((f"{name}.{p}" for p, (k, parts) in known if k == kind and first in parts), None)
-        return None
+    def _module(self, name: str) -> str | None:
+        """The name of a module in the model; None where its experts are not ours."""
+        names = (name, f"{self.prefix}.{name}", name.removeprefix(f"{self.prefix}."))
+        return next((n for n in names if n in self.experts or n in self.fp8), None)
 
     def _stems(self, module: str) -> dict[str, str]:
         """What the names of each projection's matrices begin with in files, with * for the expert's number."""
@@ -161,13 +177,16 @@ class PackedConverter(WeightConverter):
         if self.saving:
             return self._files(layer_name)
         module, _, name = layer_name.rpartition(".")
+        if module in self.fp8:
+            return {layer_name: fp8_experts(layer_name, model.get_parameter(layer_name), self.materialize_tensors())}
         experts = self.experts[module]
         kind, _ = PARAMETERS[experts.up_name][name]
         check_sharding(module, experts, model, self)
         found = self.materialize_tensors()
         sources = [source for source in self.source_patterns if source in found]  # gate's before up's
         if kind not in ("global_scale", "input_scale"):
-            return {layer_name: self._whole(layer_name, kind, [found.pop(source) for source in sources])}
+            whole = self._whole(layer_name, kind, [found.pop(source) for source in sources])
+            return {layer_name: whole.to(getattr(experts, name).dtype) if kind in ("bias", PRE_QUANT_SCALE) else whole}
         columns = torch.stack([torch.cat([t.reshape(-1) for t in found[source]]) for source in sources])
         if self.dialect.reciprocal:
             self.stored[layer_name] = columns.cpu()

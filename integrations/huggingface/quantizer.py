@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,7 +37,6 @@ from moe_nvfp4.integrations.huggingface.files import (
     open_files,
     read_layout,
 )
-from moe_nvfp4.integrations.huggingface.fp8 import FP8Experts
 from moe_nvfp4.integrations.huggingface.linears import LinearConverter, replace_linears, to_linear
 from moe_nvfp4.integrations.huggingface.offload import describe_placement, keep_experts_on_cpu, layers_on_cpu
 from moe_nvfp4.integrations.huggingface.packed import PackedConverter
@@ -157,7 +156,12 @@ class MoeNvfp4Quantizer(HfQuantizer):
         if len(layouts) > 1:
             ways = ", ".join(sorted(layout.value for layout in layouts))
             raise ValueError(f"the files name experts in several ways ({ways}), one is expected")
-        self.attach(model, experts, [n for n, _, layout in modules if layout is None], *layouts)
+        excluded = [n for n, _, layout in modules if layout is None]
+        fp8 = {
+            name: "gate_up_proj" if hasattr(m, "gate_up_proj") else "up_proj"
+            for name, m, _ in modules if found.experts.get(name) is ExpertLayout.FP8
+        }  # fmt: skip
+        self.attach(model, experts, excluded, next(iter(layouts), ExpertLayout.ONE_BY_ONE), fp8)
         set_implementation(model, loading=True)
         self._plan = LoadPlan(source, model, found, {name: p.dtype for name, p in model.named_parameters()})
         _report(model, found)
@@ -180,12 +184,16 @@ class MoeNvfp4Quantizer(HfQuantizer):
         experts: dict[str, HFExperts],
         excluded: list[str],
         layout: ExpertLayout = ExpertLayout.ONE_BY_ONE,
+        fp8: Mapping[str, str] | None = None,
     ) -> None:
-        """Know the experts of `model`, 4-bit and `excluded` ones, how files keep them, and what else stays dense."""
+        """Know the experts of `model`, 4-bit and `excluded` ones, how files keep them, and what else stays dense.
+
+        fp8: of those that are excluded, such as the files have in FP8 -> the name of their first parameter.
+        """
         config, dialect = self.quantization_config, DIALECTS[self.quantization_config.dialect]
         prefix = getattr(model, "base_model_prefix", "")
         self.conversions = Conversions(
-            experts, config.recipe, self.pre_quantized, dialect, self.importance, layout, prefix
+            experts, config.recipe, self.pre_quantized, dialect, self.importance, layout, prefix, fp8
         )
         linears = {n for n, m in model.named_modules() if isinstance(m, nn.Linear)}
         routers = {n for n, m in model.named_modules() if n.endswith((".gate", ".router"))}
@@ -198,13 +206,9 @@ class MoeNvfp4Quantizer(HfQuantizer):
 
     def update_weight_conversions(self, weight_conversions: list, model: Any = None) -> list:
         assert self._plan is not None, "a model is being loaded"
-        source, found = self._plan.source, self._plan.found
-        model = self._plan.model  # transformers 5.17 does not pass it
+        source, model = self._plan.source, self._plan.model  # transformers 5.17 does not pass the model
         conversions = self.conversions.build(weight_conversions)
         conversions = [self.linears, *conversions] if self.linears else conversions
-        if found.fp8:
-            dense = next(m for n, m in model.named_modules() if found.experts.get(n) is ExpertLayout.FP8)
-            conversions = [FP8Experts(found.fp8, hasattr(dense, "gate_up_proj")), *conversions]
         if source.tensors:
             names = {f"{m}.{p}" for m, e in self.conversions.experts.items() for p in self._read(e)}
             check_reached(source, model, conversions, names)
@@ -261,9 +265,7 @@ class MoeNvfp4Quantizer(HfQuantizer):
         return None  # ExpertsConverter quantizes, expert by expert
 
     def get_new_dtype(self, converter: Any, param: Any, dtype: torch.dtype) -> torch.dtype | None:
-        if isinstance(converter, (LinearConverter, FP8Experts)) or (
-            isinstance(converter, PackedConverter) and dtype == torch.uint8
-        ):
+        if isinstance(converter, (LinearConverter, PackedConverter)):
             return None  # as it is stored; dense experts next to 4-bit ones are cast
         return super().get_new_dtype(converter, param, dtype)
 
@@ -417,5 +419,5 @@ def _report(model: Any, found: CheckpointLayout) -> None:
     fp8 = [linear.module for linear in found.linears.values() if linear.kind == "fp8"]
     if fp8:
         logger.warning(f"{len(fp8)} FP8 linears are made dense ({fp8[0]}, ...); their inputs are not rounded to FP8")
-    if found.fp8:
-        logger.warning(f"the FP8 experts of {len(found.fp8)} layers are made dense ({next(iter(found.fp8))}, ...)")
+    if fp8 := [name for name, layout in found.experts.items() if layout is ExpertLayout.FP8]:
+        logger.warning(f"the FP8 experts of {len(fp8)} layers are made dense ({fp8[0]}, ...)")
