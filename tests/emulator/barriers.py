@@ -8,7 +8,17 @@ import numpy as np
 from tests.emulator.machine import Lanes, Wait
 from tests.emulator.memory import BARRIER, OFFSET, RANK_SHIFT, UNWRITTEN, Violation
 from tests.emulator.program import first_lane, lanes_of, operation
-from tests.emulator.races import Known, acquire, fence_all, fence_before, release, weakly_released
+from tests.emulator.races import (
+    Known,
+    acquire,
+    fence_all,
+    fence_before,
+    gather,
+    of_one_lane,
+    release,
+    tick,
+    weakly_released,
+)
 
 MOST = (1 << 20) - 1
 
@@ -148,12 +158,15 @@ def build_arrive(build, match, *operands):
             warp.cta.shared.release(warp.index)
             if warp.cta.machine.lenient:
                 fence_before(warp)
+        one_lane = not warp.full(mask) and len(lanes_of(mask)) == 1
         for lane in lanes_of(mask):
             barrier = find(warp, int(R[index][lane]) + offset)
             number = 1 if value is None else int(R[value][lane])
             far = barrier.cta is not warp.cta
             may_order = not (far and narrow(warp, match))
-            clocks = None if may_order and not relaxed else weakly_released(warp, far, may_order)
+            clocks = warp.clocks if may_order and not relaxed else weakly_released(warp, far, may_order)
+            if one_lane:
+                clocks = of_one_lane(warp, clocks)
             if state is not None:
                 R[state][lane] = barrier.phase
             if what == "arrive":
@@ -166,7 +179,7 @@ def build_arrive(build, match, *operands):
                     barrier.settle()
             else:
                 barrier.complete(number)
-        warp.known[warp.slot] += 1
+        tick(warp)
 
     return run
 
@@ -225,6 +238,7 @@ def build_bar(build, match, number, threads=None):
 
     def run(warp, mask):
         if warp.wait is not None and not isinstance(warp.wait, Lanes):
+            gather(warp)
             warp.cta.machine.timeline.wait(warp, warp.wait.barrier.learned.time, warp.wait.what.partition(":")[0])
             acquire(warp, warp.wait.barrier.learned)
             return None  # it has been waiting, and that is over
@@ -251,6 +265,7 @@ def build_bar(build, match, number, threads=None):
             del cta.named[at]
             barrier.complete = cta.machine.changed = True
             if what == "sync":
+                gather(warp)
                 cta.machine.timeline.wait(warp, barrier.learned.time, f"barrier {at}")
                 acquire(warp, barrier.learned)
             return None
@@ -296,6 +311,7 @@ def build_cluster_wait(build, match):
             raise Violation("waits at the cluster barrier without having arrived")
         if cluster.phase == phase:
             return Wait("the cluster barrier", lambda: cluster.phase != phase)
+        gather(warp)
         warp.cta.machine.timeline.wait(warp, cluster.past.time, "the cluster barrier")
         acquire(warp, cluster.past)
         return None

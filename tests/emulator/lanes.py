@@ -9,10 +9,11 @@ from tests.emulator.machine import Lanes
 from tests.emulator.memory import Violation
 from tests.emulator.parser import Pair
 from tests.emulator.program import first_lane, operation
+from tests.emulator.races import gather
 
 
-def together(build, members, action):
-    """Wait until all lanes of the member mask that are alive are here."""
+def together(build, members, action, barrier=False):
+    """Wait until all lanes of the member mask that are alive are here. barrier: memory is in order, too."""
     member = build.source(members, "u32")
 
     def run(warp, mask):
@@ -22,6 +23,8 @@ def together(build, members, action):
             wanted = (bits >> np.arange(32) & 1).astype(bool) & warp.alive
             if (wanted & ~here).any():
                 return Lanes()
+        else:
+            gather(warp, barrier)
         return action(warp, mask)
 
     return run
@@ -29,7 +32,7 @@ def together(build, members, action):
 
 @operation(r"bar\.warp\.sync", waits=True)
 def build_warp_sync(build, match, members):
-    return together(build, members, lambda warp, mask: None)
+    return together(build, members, lambda warp, mask: None, barrier=True)
 
 
 @operation(r"elect\.sync", waits=True)

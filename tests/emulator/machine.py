@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tests.emulator.memory import SHARED_BASE, UNWRITTEN, WRITTEN, Global, Shared, Tmem, Violation
-from tests.emulator.races import History, Known, TmemHistory, start_clocks
+from tests.emulator.races import History, Known, TmemHistory, start_clocks, tick
 from tests.emulator.timeline import Timeline, latency
 
 ALL = b"\1" * 32
@@ -143,9 +143,9 @@ class Cluster:
     def complete(self):
         """All CTAs are there: number the warps."""
         warps = [warp for cta in self.ctas for warp in cta.warps]
-        self.learned = self.past = Known(len(warps))  # from this phase of its barrier, and the last
+        self.learned = self.past = Known(2 * len(warps))  # from this phase of its barrier, and the last
         # From accesses that order others (atomics, volatile, acquire, release) and from fences: one for all of them.
-        self.flags = Known(len(warps))
+        self.flags = Known(2 * len(warps))
         for slot, warp in enumerate(warps):
             start_clocks(warp, slot, len(warps))
         for cta in self.ctas:
@@ -166,7 +166,7 @@ class Operation:
         self.done = False
         self.time = warp.clock  # when it was issued, later when it is over
         self.waited, self.clocks = warp.waited, warp.clocks.copy()
-        warp.known[warp.slot] += 1
+        tick(warp)
 
     def __str__(self):
         return f"{self.instruction.opcode.split('.mbarrier')[0]} (line {self.instruction.line}, {self.warp})"

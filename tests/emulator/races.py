@@ -10,6 +10,12 @@ For Tensor Memory that takes fences too: a warp releases those of its tcgen05 op
 tcgen05.fence::before_thread_sync (tcgen05.commit needs none), and what it has acquired of others' counts from its next
 tcgen05.fence::after_thread_sync on; with these fences .relaxed is enough. PTX ISA: "tcgen05 Memory Consistency Model",
 with its canonical synchronization patterns.
+
+The lanes of a warp run together here, but what one of them arrives for are only its own accesses, and those that the
+others made before the last barrier of all lanes: bar.warp.sync, bar.sync, barrier.cluster, and wgmma.wait_group, since
+its WGMMAs had the registers of all lanes. So accesses by one lane count as those of another warp. For Tensor Memory any
+instruction is enough in which all lanes wait for each other, as elect.sync in front of an arrival: the operations were
+waited for, and the fences are behind them.
 """
 
 import numpy as np
@@ -25,10 +31,11 @@ class Uses:
     """Who last wrote and read each of some places, at which time of its own clock."""
 
     def __init__(self, places, warps):
-        self.names = warps
+        self.names = warps * 2
         self.writer = np.zeros(places, np.int16)  # slot of a warp
         self.written = np.zeros(places, np.int32)  # 0: nobody
-        self.read = np.zeros((len(warps), places), np.int32)
+        self.read = np.zeros((len(warps), places), np.int32)  # rows for single lanes come behind when there are any
+        self.readers = np.arange(len(warps))  # their slots
 
     def check_read(self, known, places, what):
         late = self.written[places] > known[self.writer[places]]
@@ -38,16 +45,23 @@ class Uses:
 
     def check_write(self, known, places, what):
         self.check_read(known, places, what)
-        late = self.read[:, places] > known[:, None]
+        late = self.read[:, places] > known[self.readers, None]
         if np.count_nonzero(late):
-            slot, at = np.argwhere(late)[0]
-            self.fail(what, int(places[at]), "read", self.names[slot])
+            row, at = np.argwhere(late)[0]
+            self.fail(what, int(places[at]), "read", self.names[self.readers[row]])
 
-    def mark_read(self, warp, places):
-        self.read[warp.slot, places] = warp.known[warp.slot]
+    def mark_read(self, warp, places, one_lane=False):
+        row = slot = warp.slots[one_lane]
+        if one_lane:
+            if slot not in self.readers:
+                self.readers = np.append(self.readers, slot)
+                self.read = np.concatenate([self.read, np.zeros_like(self.read[:1])])
+            row = int((self.readers == slot).argmax())
+        self.read[row, places] = warp.known[slot]
 
-    def mark_written(self, warp, places):
-        self.writer[places], self.written[places] = warp.slot, warp.known[warp.slot]
+    def mark_written(self, warp, places, one_lane=False):
+        slot = warp.slots[one_lane]
+        self.writer[places], self.written[places] = slot, warp.known[slot]
 
     def forget(self, places):
         self.written[places] = 0
@@ -77,29 +91,33 @@ class History(Uses):
     def load(self, warp, addresses, size):
         places = self.places(addresses, size)
         self.check_read(warp.known, places, "reads")
-        self.mark_read(warp, places)
+        self.mark_read(warp, places, len(addresses) == 1)
 
     def store(self, warp, addresses, size):
         places = self.places(addresses, size)
         self.check_write(warp.known, places, "writes")
-        self.mark_written(warp, places)
+        self.mark_written(warp, places, len(addresses) == 1)
 
     def fail(self, what, place, did, who):
         at = self.shared.base + place * self.unit
-        raise Violation(f"{what} {at:#x} in shared memory, {did} by {who} with no barrier between them")
+        raise Violation(
+            f"{what} {at:#x} in shared memory, {did} by {who} with no barrier between them, or by an arrival of one "
+            "lane that had not waited for the others (bar.warp.sync)"
+        )
 
     def async_read(self, warp, granules):
-        """Whoever writes there later knows that `warp` started it, as with `async_write`."""
+        """Whoever writes there later knows that `warp` started it, as with `async_write`. What was waited for is over
+        for all lanes."""
         places = self.of(granules)
         self.check_read(warp.known, places, "starts reading")
-        self.mark_read(warp, places)
+        self.mark_read(warp, places, one_lane=True)
 
     def async_write(self, warp, granules):
         """Whoever uses it knows that `warp` started it: from the mbarrier, whose completion is what claims check."""
         places = self.of(granules)
         self.check_write(warp.known, places, "starts writing")
         self.forget(places)
-        self.mark_written(warp, places)
+        self.mark_written(warp, places, one_lane=True)
 
     def of(self, granules):
         count = GRANULE // self.unit
@@ -110,7 +128,7 @@ class History(Uses):
 
     def check_exit(self, cta):
         """The CTA ends: that others will no longer use its shared memory, someone in it must know."""
-        late = self.visits > np.max([warp.known for warp in cta.warps], axis=0)
+        late = self.visits > np.max([warp.known for warp in cta.warps], axis=0)[: len(self.visits)]
         if late.any():
             raise Violation(f"CTA {cta.number} may end before {self.names[late.argmax()]} has used its shared memory")
 
@@ -149,9 +167,9 @@ class TmemHistory(Uses):
 class Known:
     """What one learns from one phase of a barrier: what those who arrived knew."""
 
-    def __init__(self, warps):
-        self.clocks = np.zeros((2, warps), np.int64)
-        self.near = np.zeros((2, warps), np.int64)  # without the arrivals of other CTAs' warps
+    def __init__(self, slots):
+        self.clocks = np.zeros((2, slots), np.int64)
+        self.near = np.zeros((2, slots), np.int64)  # without the arrivals of other CTAs' warps
         self.waited = False  # whether any of them had called griddepcontrol.wait
         self.time = 0  # of the last arrival, see timeline.py
 
@@ -164,19 +182,44 @@ class Known:
 
 
 def start_clocks(warp, slot, warps):
-    """`clocks`: what a warp releases. `tmem_known`: which tcgen05 operations have happened before its next one."""
-    warp.slot, warp.clocks = slot, np.zeros((2, warps), np.int64)
-    warp.known, warp.tmem_known = warp.clocks[0], np.zeros(warps, np.int64)
+    """`clocks`: what a warp releases. `tmem_known`: which tcgen05 operations have happened before its next one. Each
+    warp has two slots, for accesses of its lanes and for those of one of them."""
+    warp.slot, warp.slots, warp.clocks = slot, [slot, slot + warps], np.zeros((2, 2 * warps), np.int64)
+    warp.known, warp.tmem_known = warp.clocks[0], np.zeros(2 * warps, np.int64)
     # What a relaxed arrival releases: `clocks` at the last fence. far: to other CTAs, so not by a fence.cta.
-    warp.fenced, warp.fenced_far = np.zeros((2, 2, warps), np.int64)
+    warp.fenced, warp.fenced_far = np.zeros((2, 2, 2 * warps), np.int64)
     # What relaxed waits, and for other CTAs narrow ones, have seen: the next fence acquires it.
-    warp.unacquired, warp.unacquired_far = np.zeros((2, warps), np.int64)
-    warp.known[slot], warp.tmem_known[slot] = 1, EVER
+    warp.unacquired, warp.unacquired_far = np.zeros((2, 2 * warps), np.int64)
+    warp.known[warp.slots], warp.tmem_known[slot] = 1, EVER
+    # Its own time when all lanes last waited for each other: in a barrier; in any instruction.
+    warp.together, warp.gathered = 0, 0
+
+
+def tick(warp):
+    """What the warp does from now on comes after what it has released."""
+    warp.known[warp.slots] += 1
+
+
+def gather(warp, barrier=True):
+    """All lanes have waited for each other."""
+    warp.gathered = int(warp.known[warp.slot])
+    if barrier:
+        warp.together = warp.gathered
+    tick(warp)
+
+
+def of_one_lane(warp, clocks):
+    """What an arrival of one lane says of `clocks`."""
+    clocks = clocks.copy()
+    clocks[0, warp.slot] = min(clocks[0, warp.slot], warp.together)
+    if not warp.cta.machine.lenient:
+        clocks[TCGEN05, warp.slot] = min(clocks[TCGEN05, warp.slot], warp.gathered)
+    return clocks
 
 
 def fence_before(warp):
     warp.clocks[TCGEN05, warp.slot] = warp.known[warp.slot]
-    warp.known[warp.slot] += 1
+    tick(warp)
 
 
 def fence_after(warp):
@@ -188,7 +231,7 @@ def fence_all(warp, far=True):
     warp.fenced[:] = warp.clocks
     if far:
         warp.fenced_far[:] = warp.clocks
-    warp.known[warp.slot] += 1
+    tick(warp)
 
 
 def acquire(warp, learned, relaxed=False, narrow=False):
@@ -220,4 +263,4 @@ def release(warp, learned, relaxed=False):
     if warp.cta.machine.lenient and not relaxed:
         fence_before(warp)
     learned.learn(warp.fenced_far if relaxed else warp.clocks, warp.waited, warp.clock)
-    warp.known[warp.slot] += 1
+    tick(warp)

@@ -12,6 +12,7 @@ from tests.emulator.formats import E2M1, E4M3, bf16_decode
 from tests.emulator.machine import POISON, Lanes, Operation
 from tests.emulator.memory import GRANULE, WRITTEN, Violation
 from tests.emulator.program import operation
+from tests.emulator.races import gather
 
 PAIRS = np.stack([E2M1.table64[np.arange(256) & 15], E2M1.table64[np.arange(256) >> 4]], 1)  # byte -> two values
 TCGEN05_SWIZZLE = {0: 0, 2: 128, 4: 64, 6: 32}
@@ -306,5 +307,6 @@ def build_wgmma_wait(build, match, count):
             warp.cta.machine.finish(warp, group)
         while len(warp.wgmma_groups) > 1 and all(one.done for one in warp.wgmma_groups[0]):
             warp.wgmma_groups.pop(0)
+        gather(warp)  # what the registers of each lane were loaded from was read by then
 
     return run

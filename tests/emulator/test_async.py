@@ -260,9 +260,11 @@ HANDOVER = """mad.lo.u32 %r1, %t, 4, %data; setp.ge.u32 %p5, %t, 32; @%p5 bra RE
     READ: {acquire} ld.shared.b32 %r2, [%r1+-128]; mad.wide.u32 %x1, %t, 4, %out; st.global.b32 [%x1+-128], %r2; END:"""
 POLL = "mov.b32 %r5, smem; POLL: ld.acquire.cta.shared.b32 %r6, [%r5+512]; setp.ne.u32 %p6, %r6, 32; @%p6 bra POLL;"
 RELAXED_WAIT = wait().replace(".parity.", ".parity.relaxed.cta.")
+ONE_LANE = "elect.sync %r9|%p6, -1; @%p6 mbarrier.arrive.shared.b64 %x5, [%bar], 32;"
 HANDOVERS = {
     "barrier": ("bar.arrive 1, 64;", "bar.sync 1, 64;"),
     "mbarrier": ("mbarrier.arrive.shared.b64 %x5, [%bar];", wait()),
+    "mbarrier, one lane": ("bar.warp.sync -1;" + ONE_LANE, wait()),
     "atomic": ("atom.shared.add.u32 %r7, [%bar+512], 1;", POLL),
     "fence and relaxed arrival": ("fence.acq_rel.cta; mbarrier.arrive.relaxed.cta.shared.b64 %x5, [%bar];", wait()),
     "relaxed wait and fence": ("mbarrier.arrive.shared.b64 %x5, [%bar];", RELAXED_WAIT + "fence.acq_rel.cta;"),
@@ -291,12 +293,27 @@ def test_unordered_accesses():
             handover("mbarrier.arrive.relaxed.cta.shared.b64 %x5, [%bar];", wait(), schedule)
         with pytest.raises(EmulatorError, match="no barrier between them|never written"):
             handover("mbarrier.arrive.shared.b64 %x5, [%bar];", RELAXED_WAIT, schedule)
+        with pytest.raises(EmulatorError, match=r"written by CTA 0 warp 0 with .* \(bar.warp.sync\)|never written"):
+            handover(ONE_LANE, wait(), schedule)
     # Overwritten before who reads is known to have read.
     swap = """mad.lo.u32 %r1, %t, 4, %data; st.shared.b32 [%r1], %t; bar.sync 0; xor.b32 %r2, %t, 32;
         mad.lo.u32 %r3, %r2, 4, %data; ld.shared.b32 %r4, [%r3]; {} st.shared.b32 [%r1], %r4; bar.sync 0;"""
     run(swap.format("bar.sync 0;"), np.zeros(32, np.uint32), threads=64)
     with pytest.raises(EmulatorError, match="(read|written) by CTA 0 warp . with no barrier"):
         run(swap.format(""), np.zeros(32, np.uint32), threads=64)
+
+
+def test_one_lane_arrives_for_what_it_did():
+    """And for what it knows of others; not for what other lanes read."""
+    body = initialise(bars=2, count=32) + """mov.b32 %r4, 7; setp.ge.u32 %p5, %t, 32; @%p5 bra OTHER;
+        @%p1 st.shared.b32 [%data], %r4; @%p1 mbarrier.arrive.shared.b64 %x5, [%bar], 32; bra END;
+        OTHER: """ + wait() + """{} ld.shared.b32 %r2, [%data]; {} setp.eq.u32 %p6, %t, 32;
+        @%p6 mbarrier.arrive.shared.b64 %x5, [%bar+8], 32; END:
+        @!%p5 bra LAST; bra DONE; LAST: """ + wait(1) + "@%p1 st.shared.b32 [%data], %r4; DONE:"  # fmt: skip
+    run(body.format("", "bar.warp.sync -1;"), np.zeros(32, np.uint32), threads=64, schedule="lazy")
+    run(body.format("@%p6", ""), np.zeros(32, np.uint32), threads=64, schedule="lazy")
+    with pytest.raises(EmulatorError, match=r"read by CTA 0 warp 1 with .* \(bar.warp.sync\)"):
+        run(body.format("", ""), np.zeros(32, np.uint32), threads=64, schedule="lazy")
 
 
 @pytest.mark.parametrize("bits", (8, 16))

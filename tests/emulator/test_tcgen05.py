@@ -224,6 +224,11 @@ def test_relaxed_arrivals_hand_over_tensor_memory(schedule):
         with pytest.raises(EmulatorError, match="without tcgen05.fence::before_thread_sync"):
             body = without(RELAXED, fence, fence.split()[-1])
             run(body, np.zeros(32, np.uint32), threads=160, schedule=schedule)
+    # The lane that arrives has to have met the others behind their waits: elect.sync would do.
+    met, elected = "bar.warp.sync -1;\n    @%p1", "elect.sync %r9|%p1, -1;\n    @%p1"
+    run(RELAXED.replace(met, elected), np.zeros(32, np.uint32), threads=160, schedule=schedule)
+    with pytest.raises(EmulatorError, match="TMEM column 0, written by CTA 0 warp 0"):
+        run(without(RELAXED, met, "@%p1"), np.zeros(32, np.uint32), threads=160, schedule=schedule)
 
 
 # ---- registers and Tensor Memory: figures 183 to 187, 9.7.16.2.3.1 ----
