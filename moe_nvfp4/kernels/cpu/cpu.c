@@ -2,9 +2,9 @@
    cpu_path.h are made of on each instruction set.
 
    Layout. A weight row is K codes (e2m1, two to a byte, low nibble = even k) and K/16 block scales
-   (e4m3 bytes). Its codes come out of the decoder as a vector of even and a vector of odd elements,
-   so the token side x is stored that way too, once per stage: in steps of STEP elements, first the
-   even, then the odd ones, zeros up to a whole step. Nothing is interleaved inside the loops.
+   (e4m3 bytes). Its codes come out of the decoder as PLANES vectors: element i of a step of STEP elements
+   is in plane i % PLANES (two of them: the even and the odd ones). So the token side x is stored that way too, once per
+   stage: step by step its planes, zeros up to a whole step. Nothing is interleaved inside the loops.
 
    Loops. out[row, n] = sum_k code[n, k] * sf[n, k/16] * x[row, k] in fp32. The work items of a GEMM
    are (expert, tile of 64 weight rows); none ever splits K between threads, so the result does not
@@ -176,7 +176,7 @@ typedef struct {
     float alpha, limit, up_offset;
     int32_t clamp_after;
     /* filled in by plan_gemm() */
-    void *rows;             /* x, even and odd elements apart */
+    void *rows;             /* x, in planes */
     void *leads;            /* of experts with many tokens the first ones, side by side */
     int32_t *hit;           /* experts with tokens */
     int64_t *padded;        /* NVFP4: where an expert's rows begin among the padded ones */
@@ -294,14 +294,26 @@ INLINE void prefetch_tile(const Gemm *g, int64_t item, int64_t k, int64_t part) 
     }
 }
 
+/* What is in memory of an item's rows, to the L2 cache, up to AHEAD bytes. */
+enum { AHEAD = 128 << 10 };
+static void fetch_tile(const void *problem, int64_t item) {
+    const Gemm *g = problem;
+    int64_t rows = MIN(g->tile, AHEAD / (g->K / 16 * 9 * (1 + g->paired)));
+    for (int half = 0; half <= g->paired; half++) {
+        Row row = item_at(g, item, half);
+        for (int64_t i = 0; i < rows * g->K / 2; i += 64) __builtin_prefetch(row.codes + i, 0, 2);
+        for (int64_t i = 0; i < rows * g->K / 16; i += 64) __builtin_prefetch(row.sf + i, 0, 2);
+    }
+}
+
 #include "cpu_mapped.h"
 
 /* ---- the paths ----
    NR x NT    weight rows by tokens of dot_codes, as many sums as the registers hold
    NP x NX    vectors of weight rows by tokens of multiply, the same
-   STEP       elements of K decoded at once: two vectors M of multiplicands (element type Element)
+   STEP       elements of K decoded at once: PLANES vectors M of multiplicands (element type Element)
    V          LANES fp32 sums
-   decode     STEP codes -> even and odd elements, unscaled
+   decode     STEP codes -> their planes, unscaled
    block_scales  16 block scales as fp32
    scales     the scale of every lane of V for one step
    mul_add    sums + a * b
@@ -317,9 +329,9 @@ INLINE void prefetch_tile(const Gemm *g, int64_t item, int64_t k, int64_t part) 
 #define NAME(f) PASTE(f, PATH)
 
 typedef float v4 __attribute__((vector_size(16), aligned(4), may_alias));
-INLINE void decode_portable(const uint8_t *c, v4 *even, v4 *odd) {
-    *even = (v4){E2M1[c[0] & 15], E2M1[c[1] & 15], E2M1[c[2] & 15], E2M1[c[3] & 15]};
-    *odd = (v4){E2M1[c[0] >> 4], E2M1[c[1] >> 4], E2M1[c[2] >> 4], E2M1[c[3] >> 4]};
+INLINE void decode_portable(const uint8_t *c, v4 *out) {
+    out[0] = (v4){E2M1[c[0] & 15], E2M1[c[1] & 15], E2M1[c[2] & 15], E2M1[c[3] & 15]};
+    out[1] = (v4){E2M1[c[0] >> 4], E2M1[c[1] >> 4], E2M1[c[2] >> 4], E2M1[c[3] >> 4]};
 }
 INLINE void block_scales_portable(const uint8_t *sf, float *out) {
     for (int i = 0; i < 16; i++) out[i] = from_e4m3(sf[i]);
@@ -335,6 +347,7 @@ INLINE void transpose_portable(const uint8_t *rows, int64_t stride, uint8_t *out
     for (int i = 0; i < 4; i++) for (int r = 0; r < 4; r++) out[4 * i + r] = rows[r * stride + i];
 }
 #define PATH portable
+#define PLANES 2
 #define NUMBER 0
 #define TARGET
 #define V v4
@@ -351,13 +364,13 @@ INLINE void transpose_portable(const uint8_t *rows, int64_t stride, uint8_t *out
 
 typedef float v8 __attribute__((vector_size(32), aligned(4), may_alias));
 #define TARGET __attribute__((target("avx2,fma,f16c")))
-INLINE TARGET void decode_avx2(const uint8_t *c, v8 *even, v8 *odd) { /* a table of magnitudes, the sign from bit 3 */
+INLINE TARGET void decode_avx2(const uint8_t *c, v8 *out) { /* a table of magnitudes, the sign from bit 3 */
     const __m256 table = _mm256_setr_ps(0, .5f, 1, 1.5f, 2, 3, 4, 6);
     const __m256i sign = _mm256_set1_epi32((int)0x80000000);
     __m256i v = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)c));
     __m256 low = _mm256_permutevar8x32_ps(table, v), high = _mm256_permutevar8x32_ps(table, _mm256_srli_epi32(v, 4));
-    *even = _mm256_xor_ps(low, _mm256_castsi256_ps(_mm256_and_si256(_mm256_slli_epi32(v, 28), sign)));
-    *odd = _mm256_xor_ps(high, _mm256_castsi256_ps(_mm256_and_si256(_mm256_slli_epi32(v, 24), sign)));
+    out[0] = _mm256_xor_ps(low, _mm256_castsi256_ps(_mm256_and_si256(_mm256_slli_epi32(v, 28), sign)));
+    out[1] = _mm256_xor_ps(high, _mm256_castsi256_ps(_mm256_and_si256(_mm256_slli_epi32(v, 24), sign)));
 }
 /* As fp16, whose exponent is 8 larger; 0x7f is NaN. */
 INLINE TARGET void block_scales_avx2(const uint8_t *sf, float *out) {
@@ -367,8 +380,6 @@ INLINE TARGET void block_scales_avx2(const uint8_t *sf, float *out) {
     _mm256_storeu_ps(out, _mm256_mul_ps(_mm256_cvtph_ps(_mm256_castsi256_si128(v)), unit));
     _mm256_storeu_ps(out + 8, _mm256_mul_ps(_mm256_cvtph_ps(_mm256_extracti128_si256(v, 1)), unit));
 }
-#define block_scales_avx512 block_scales_avx2
-#define block_scales_avx512bf16 block_scales_avx2
 INLINE TARGET v8 scales_avx2(const float *sf, int64_t k) { return _mm256_broadcast_ss(sf + k / 16); }
 INLINE TARGET v8 mul_add_avx2(v8 sum, v8 a, v8 b) { return _mm256_fmadd_ps(a, b, sum); }
 INLINE TARGET void sum4_avx2(v8 a, v8 b, v8 c, v8 d, float *out) {
@@ -389,6 +400,7 @@ INLINE TARGET void transpose_avx2(const uint8_t *rows, int64_t stride, uint8_t *
     _mm_storeu_si128((__m128i *)(out + 48), _mm_unpackhi_epi32(AB, CD));
 }
 #define PATH avx2
+#define PLANES 2
 #define NUMBER 1
 #define V v8
 #define M v8
@@ -407,12 +419,18 @@ INLINE TARGET void transpose_avx2(const uint8_t *rows, int64_t stride, uint8_t *
 #endif
 typedef float v16 __attribute__((vector_size(64), aligned(4), may_alias));
 #define TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c" WIDE)))
-INLINE TARGET void decode_avx512(const uint8_t *c, v16 *even, v16 *odd) { /* the table reads 4 bits of each index */
+INLINE TARGET void decode_avx512(const uint8_t *c, v16 *out) { /* the table reads 4 bits of each index */
     const __m512 table = _mm512_loadu_ps(E2M1);
     __m512i v = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)c));
-    *even = _mm512_permutexvar_ps(v, table);
-    *odd = _mm512_permutexvar_ps(_mm512_srli_epi32(v, 4), table);
+    out[0] = _mm512_permutexvar_ps(v, table);
+    out[1] = _mm512_permutexvar_ps(_mm512_srli_epi32(v, 4), table);
 }
+INLINE TARGET void block_scales_avx512(const uint8_t *sf, float *out) {
+    __m256i v = _mm256_slli_epi16(_mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *)sf)), 7);
+    v = _mm256_or_si256(v, _mm256_cmpeq_epi16(v, _mm256_set1_epi16(0x7f << 7)));
+    _mm512_storeu_ps(out, _mm512_mul_ps(_mm512_cvtph_ps(v), _mm512_set1_ps(0x1p8f)));
+}
+#define block_scales_avx512bf16 block_scales_avx512
 INLINE TARGET v16 scales_avx512(const float *sf, int64_t k) { /* 2 blocks: 8 lanes each */
     const __m512i pick = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1);
     __m128 two = _mm_castpd_ps(_mm_load_sd((const double *)(sf + k / 16)));
@@ -447,6 +465,7 @@ INLINE TARGET void transpose_avx512(const uint8_t *rows, int64_t stride, uint8_t
     _mm512_storeu_si512(out + 192, _mm512_permutexvar_epi32(lanes, _mm512_unpackhi_epi16(AB, CD)));
 }
 #define PATH avx512
+#define PLANES 2
 #define NUMBER 2
 #define V v16
 #define M v16
@@ -461,20 +480,18 @@ INLINE TARGET void transpose_avx512(const uint8_t *rows, int64_t stride, uint8_t
 #ifdef HAS_BF16
 typedef uint16_t h32 __attribute__((vector_size(64), aligned(2), may_alias));
 #define TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c" WIDE)))
-/* Each 32-bit lane is two elements of one block, so a step is 4 blocks of 4 lanes. */
-INLINE TARGET void look_up(__m512i v, h32 *low, h32 *high) { /* reads 5 bits of each word, so the table is there twice */
+/* A word is four codes, one of each plane. Each 32-bit lane of a plane is two elements of one block, so a step is 8
+   blocks of 2 lanes. The table is there twice: a look-up reads 5 bits of each word. */
+INLINE TARGET void decode_avx512bf16(const uint8_t *c, h32 *out) {
     const __m512i table = _mm512_broadcast_i64x4(_mm256_setr_epi16(
         0, 0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040, 0x4080, 0x40c0, (short)0x8000, (short)0xbf00, (short)0xbf80,
         (short)0xbfc0, (short)0xc000, (short)0xc040, (short)0xc080, (short)0xc0c0));
-    *low = (h32)_mm512_permutexvar_epi16(v, table);
-    *high = (h32)_mm512_permutexvar_epi16(_mm512_srli_epi16(v, 4), table);
-}
-INLINE TARGET void decode_avx512bf16(const uint8_t *c, h32 *even, h32 *odd) {
-    look_up(_mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i *)c)), even, odd);
+    const __m512i v = _mm512_loadu_si512(c);
+    UNROLL for (int i = 0; i < 4; i++) out[i] = (h32)_mm512_permutexvar_epi16(_mm512_srli_epi16(v, 4 * i), table);
 }
 INLINE TARGET v16 scales_avx512bf16(const float *sf, int64_t k) {
-    const __m512i pick = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
-    return _mm512_permutevar_ps(_mm512_broadcast_f32x4(_mm_loadu_ps(sf + k / 16)), pick);
+    const __m512i pick = _mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7);
+    return _mm512_permutexvar_ps(pick, _mm512_castps256_ps512(_mm256_loadu_ps(sf + k / 16)));
 }
 INLINE TARGET v16 mul_add_avx512bf16(v16 sum, h32 a, h32 b) { return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b); }
 INLINE TARGET h32 spread_avx512bf16(const uint16_t *x) { return (h32)_mm512_set1_ps(*(const number_at *)x); }
@@ -512,18 +529,18 @@ INLINE TARGET void stage_avx512bf16(const uint8_t *codes, int64_t stride, const 
         }
     }
 }
-/* 8 codes of all rows -> pairs of bf16: elements 0 and 2, 4 and 6, then 1 and 3, 5 and 7. */
+/* 8 codes of all rows -> the pairs of bf16 of each plane: elements 0 and 4, 1 and 5, 2 and 6, 3 and 7. */
 INLINE TARGET void pairs_avx512bf16(const Staged *from, int64_t i, h32 *v) {
     const __m512i eight = from->eights[i], *scale = from->scales[i / 2];
     /* 128 times the exponent, 2^8 among it, and all low bits where the mantissa is 1.5; zero: less than any scale */
     const __m512i table = _mm512_broadcast_i32x4(_mm_setr_epi16((short)0x8080, 0x380, 0x400, 0x47f, 0x480, 0x4ff, 0x500, 0x57f));
-    const __m512i bytes = _mm512_set4_epi32(0x80078006, 0x80058004, 0x80038002, 0x80018000); /* as words */
+    const __m512i bytes = _mm512_set4_epi32(0x800e8006, 0x800c8004, 0x800a8002, 0x80088000); /* as words */
     UNROLL for (int u = 0; u < 2; u++) {
-        __m512i codes = _mm512_shuffle_epi8(eight, _mm512_add_epi32(bytes, _mm512_set1_epi32(u * 0x80008)));
+        __m512i codes = _mm512_shuffle_epi8(eight, _mm512_add_epi32(bytes, _mm512_set1_epi32(u * 0x10001)));
         UNROLL for (int odd = 0; odd < 2; odd++) {
             __m512i found = _mm512_permutexvar_epi16(odd ? _mm512_srli_epi16(codes, 4) : codes, table);
             __m512i sum = _mm512_add_epi16(_mm512_and_si512(found, scale[1]), scale[0]);
-            v[2 * odd + u] = (h32)_mm512_ternarylogic_epi32(_mm512_max_epi16(sum, _mm512_setzero_si512()), /* a | b & c */
+            v[2 * u + odd] = (h32)_mm512_ternarylogic_epi32(_mm512_max_epi16(sum, _mm512_setzero_si512()), /* a | b & c */
                 _mm512_slli_epi16(codes, odd ? 8 : 12), _mm512_set1_epi16((short)0x8000), 0xf8);
         }
     }
@@ -543,6 +560,7 @@ INLINE TARGET void weave_avx512bf16(const uint16_t *const *x, int64_t nt, int64_
 #define transpose_avx512bf16 transpose_avx512
 #define sum4_avx512bf16 sum4_avx512
 #define PATH avx512bf16
+#define PLANES 4
 #define NUMBER 3
 #define LEADS
 #define V v16
@@ -568,6 +586,7 @@ INLINE TARGET void weave_avx512bf16(const uint16_t *const *x, int64_t nt, int64_
 #define stage_amx stage_avx512bf16
 #define pairs_amx pairs_avx512bf16
 #define PATH amx
+#define PLANES 4
 #define NUMBER 5
 #define TILES
 #define V v16
@@ -583,7 +602,7 @@ INLINE TARGET void weave_avx512bf16(const uint16_t *const *x, int64_t nt, int64_
 #endif
 
 #if defined(__aarch64__)
-INLINE void decode_neon(const uint8_t *c, v4 *even, v4 *odd) { /* the two upper bytes of each float come from a table */
+INLINE void decode_neon(const uint8_t *c, v4 *out) { /* the two upper bytes of each float come from a table */
     static const uint8_t BYTES[32] = {0, 0x3f, 0x3f, 0x3f, 0x40, 0x40, 0x40, 0x40, 0x80, 0xbf, 0xbf, 0xbf, 0xc0, 0xc0, 0xc0, 0xc0,
                                       0, 0, 0x80, 0xc0, 0, 0x40, 0x80, 0xc0, 0, 0, 0x80, 0xc0, 0, 0x40, 0x80, 0xc0};
     const uint8x16x2_t table = {{vld1q_u8(BYTES), vld1q_u8(BYTES + 16)}};
@@ -593,7 +612,7 @@ INLINE void decode_neon(const uint8_t *c, v4 *even, v4 *odd) { /* the two upper 
     uint32x4_t v = vmovl_u16(vget_low_u16(vmovl_u8(vcreate_u8(four))));
     uint32x4_t low = vmlaq_n_u32(none, vandq_u32(v, vdupq_n_u32(15)), 0x01010000);
     uint32x4_t high = vmlaq_n_u32(none, vshrq_n_u32(v, 4), 0x01010000);
-    *even = (v4)vqtbl2q_u8(table, vreinterpretq_u8_u32(low)), *odd = (v4)vqtbl2q_u8(table, vreinterpretq_u8_u32(high));
+    out[0] = (v4)vqtbl2q_u8(table, vreinterpretq_u8_u32(low)), out[1] = (v4)vqtbl2q_u8(table, vreinterpretq_u8_u32(high));
 }
 INLINE void block_scales_neon(const uint8_t *sf, float *out) { /* as in avx2 */
     for (int i = 0; i < 16; i += 8) {
@@ -614,6 +633,7 @@ INLINE void transpose_neon(const uint8_t *rows, int64_t stride, uint8_t *out) {
 #define spread_neon spread_portable
 #define sum4_neon sum4_portable
 #define PATH neon
+#define PLANES 2
 #define NUMBER 4
 #define TARGET
 #define V v4
@@ -741,7 +761,8 @@ static void add_gemm(Job *job, Gemm *g, const Path *p, char *memory, int64_t thr
     if (g->parts) add_phase(job, ask_for, g, hits * g->parts * 2, hits * g->N * g->K, threads);
     add_phase(job, p->arrange, g, g->x_rows, g->x_rows * g->K, threads);
     if (p->weave && many) add_phase(job, p->weave, g, hits * whole(g->K_steps, K_BLOCK) / K_BLOCK, many * g->K, threads);
-    add_phase(job, p->item, g, hits * g->tiles, hits * g->N * g->K, threads);
+    Phase *items = add_phase(job, p->item, g, hits * g->tiles, hits * g->N * g->K, threads);
+    if (!g->parts && items->shares > 1) items->fetch = fetch_tile; /* of weights in files each item is asked for first */
 }
 
 /* Runs the stages of a program: for each its kind, the words of its struct and the struct. The threads pass through

@@ -5,8 +5,8 @@ static const Path NAME(path); /* zeros where it is not compiled */
 #if !defined(ONLY) || ONLY == NUMBER
 
 #define LANES ((int64_t)(sizeof(V) / 4))
-#define HALF ((int64_t)(sizeof(M) / sizeof(Element)))
-#define STEP (2 * HALF)
+#define WIDTH ((int64_t)(sizeof(M) / sizeof(Element)))
+#define STEP (PLANES * WIDTH)
 #if defined(LEADS) || defined(TILES)
 #define WOVEN /* tokens side by side, by weave */
 #endif
@@ -17,13 +17,13 @@ INLINE TARGET M NAME(at)(const Element *p) { return *(const M *)p; } /* not memc
 INLINE TARGET void NAME(step)(int nr, int nt, const uint8_t *const *codes, const float *const *sf, int64_t k,
                               const Element *const *x, V sums[NR][NT], int64_t ahead) {
     UNROLL for (int r = 0; r < nr; r++) {
-        M even, odd;
+        M plane[PLANES];
         __builtin_prefetch(codes[r] + ahead);
-        NAME(decode)(codes[r], &even, &odd);
+        NAME(decode)(codes[r], plane);
         V scale = NAME(scales)(sf[r], k);
         UNROLL for (int t = 0; t < nt; t++) {
-            V part = NAME(mul_add)((V){0}, even, NAME(at)(x[t] + k));
-            part = NAME(mul_add)(part, odd, NAME(at)(x[t] + k + HALF));
+            V part = (V){0};
+            UNROLL for (int p = 0; p < PLANES; p++) part = NAME(mul_add)(part, plane[p], NAME(at)(x[t] + k + p * WIDTH));
             sums[r][t] += part * scale;
         }
     }
@@ -34,11 +34,11 @@ INLINE TARGET void NAME(dot_codes)(int nt, const uint8_t *const *codes, const fl
                                    const Element *const *x, float *out) {
     V sums[NR][NT];
     UNROLL for (int r = 0; r < NR; r++) UNROLL for (int t = 0; t < nt; t++) sums[r][t] = (V){0};
-    int64_t k = 0;
+    int64_t k = 0, group = NR * K / 2, ahead = group + (2048 - 1) / group * group; /* 2 KB or more, whole groups of rows */
     for (; k + STEP <= K; k += STEP) {
         const uint8_t *now[NR];
         UNROLL for (int r = 0; r < NR; r++) now[r] = codes[r] + k / 2;
-        NAME(step)(NR, nt, now, sf, k, x, sums, NR * K / 2);
+        NAME(step)(NR, nt, now, sf, k, x, sums, ahead);
     }
     if (k < K) { /* the last codes, with zeros up to a whole step */
         uint8_t tail[NR][STEP / 2];
@@ -59,7 +59,7 @@ INLINE TARGET void NAME(multiply)(int nt, const Element *w, const Element *const
         UNROLL for (int p = 0; p < NP; p++) s[t][p] = first ? (V){0} : *(V *)(sums + t * TILE + p * LANES);
     for (int64_t i = 0; i < steps; i++) {
         M v[NP];
-        UNROLL for (int p = 0; p < NP; p++) v[p] = NAME(at)(w + (i * NP + p) * HALF);
+        UNROLL for (int p = 0; p < NP; p++) v[p] = NAME(at)(w + (i * NP + p) * WIDTH);
         UNROLL for (int t = 0; t < nt; t++) {
             M a = NAME(spread)(x[t] + i * unit);
             UNROLL for (int p = 0; p < NP; p++) s[t][p] = NAME(mul_add)(s[t][p], v[p], a);
@@ -160,7 +160,7 @@ INLINE TARGET void NAME(unpack)(const Staged *from, int64_t n, M *out, const uin
         NAME(pairs)(from, i, v);
         __builtin_prefetch(next + 64 * i);
         if (i % 8 == 0) __builtin_prefetch(next_sf + 8 * i);
-        UNROLL for (int u = 0; u < 4; u++) out[i / 8 * 32 + u / 2 * 16 + i % 8 * 2 + u % 2] = v[u];
+        UNROLL for (int u = 0; u < 4; u++) out[i / 16 * 64 + u * 16 + i % 16] = v[u];
     }
 }
 
@@ -222,7 +222,7 @@ INLINE TARGET void NAME(multiply_codes)(int nt, const Staged *from, int64_t n, c
         __builtin_prefetch(next + 64 * i);
         if (i % 8 == 0) __builtin_prefetch(next_sf + 8 * i);
         UNROLL for (int u = 0; u < 4; u++) {
-            int64_t at = i / 8 * 32 + u / 2 * 16 + i % 8 * 2 + u % 2;
+            int64_t at = i / 16 * 64 + u * 16 + i % 16;
             if (w) w[at * NP] = v[u];
             UNROLL for (int t = 0; t < nt; t++) s[t] = NAME(mul_add)(s[t], v[u], NAME(spread)(x + (at * nt + t) * 2));
         }
@@ -265,14 +265,14 @@ static TARGET void NAME(block)(const Gemm *g, const Row *row, int64_t rows, int6
         float scale[16 * LANES];
         NAME(find)(g, row + j, k, n, &from);
         for (int64_t i = 0; i < LANES; i++) NAME(block_scales)(from.sf + 16 * i, scale + 16 * i);
-        M *to = (M *)out + j / (NP * LANES) * (K_BLOCK / (HALF / LANES)) * NP + j / LANES % NP;
+        M *to = (M *)out + j / (NP * LANES) * (K_BLOCK / (WIDTH / LANES)) * NP + j / LANES % NP;
         for (int64_t i = 0; i < n; i += STEP, to += 2 * LANES * NP) {
             uint8_t now[LANES * LANES];
             NAME(transpose)(from.codes + i / 2, from.stride, now);
             for (int64_t u = 0; u < LANES; u++) {
-                V even, odd, s = *(V *)(scale + (i + 2 * u) / 16 * LANES);
-                NAME(decode)(now + u * LANES, &even, &odd);
-                to[u * NP] = even * s, to[(LANES + u) * NP] = odd * s;
+                V plane[2], s = *(V *)(scale + (i + 2 * u) / 16 * LANES);
+                NAME(decode)(now + u * LANES, plane);
+                to[u * NP] = plane[0] * s, to[(LANES + u) * NP] = plane[1] * s;
             }
         }
     }
@@ -351,12 +351,14 @@ static TARGET void NAME(item)(const void *problem, int64_t i, int64_t next, int 
                 if (j >= full && (j < g->tile || j >= g->tile + n)) continue;
                 const uint8_t *codes[NR];
                 const float *sf[NR];
+                int64_t K = g->K_steps; /* whole steps: the next row's codes meet zeros; the last rows end with g->K */
                 for (int r = 0; r < NR; r++) {
                     const Row row = tile.row[j + r];
                     NAME(row_scales)(row.sf, row.end, g->K / 16, scales + r * stride);
                     sf[r] = scales + r * stride, codes[r] = row.codes;
+                    if ((row.end - row.sf) * 8 < g->K_steps / 2) K = g->K; /* 8 bytes of codes have one of sf */
                 }
-                NAME(few_tokens)((int)nt, codes, sf, g->K, x, out + j);
+                NAME(few_tokens)((int)nt, codes, sf, K, x, out + j);
             }
             for (int64_t t = 0; t < nt; t++) NAME(finish)(g, &tile, first + t0 + t, out + t * TILE);
         }
@@ -433,7 +435,7 @@ static TARGET void NAME(expand)(const void *x, int type, int64_t at, int64_t wid
     for (int64_t k = have; k < n; k++) out[k] = 0;
 }
 
-/* Row r of x -> g->rows: steps of even, then odd elements. */
+/* Row r of x -> g->rows: step by step its planes. */
 static TARGET void NAME(arrange)(const void *problem, int64_t r, int64_t next, int thread) {
     (void)next;
     const Gemm *g = problem;
@@ -451,19 +453,19 @@ static TARGET void NAME(arrange)(const void *problem, int64_t r, int64_t next, i
             }
         }
         for (int64_t k = g->x_width; k < g->K_steps; k++) v[k] = 0;
-    } else if (g->x_type == BF16 && sizeof(Element) == 2 && g->x_width == g->K_steps) { /* just even and odd apart */
+    } else if (g->x_type == BF16 && sizeof(Element) == 2 && g->x_width == g->K_steps) { /* as they are */
         const uint16_t *x = (const uint16_t *)g->x + r * g->x_width;
         for (int64_t k = 0; k < g->K_steps; k += STEP)
-            for (int64_t i = 0; i < HALF; i++)
-                out[k + i] = (Element)x[k + 2 * i], out[k + HALF + i] = (Element)x[k + 2 * i + 1];
+            for (int64_t i = 0; i < WIDTH; i++)
+                UNROLL for (int p = 0; p < PLANES; p++) out[k + p * WIDTH + i] = (Element)x[k + PLANES * i + p];
         return;
     } else NAME(expand)(g->x, (int)g->x_type, r * g->x_width, g->x_width, g->K_steps, v);
     for (int64_t k = 0; k < g->K_steps; k += STEP)
-        for (int64_t i = 0; i < HALF; i++) {
-            float even = v[k + 2 * i], odd = v[k + 2 * i + 1];
-            if (sizeof(Element) == 4) out[k + i] = (Element)even, out[k + HALF + i] = (Element)odd;
-            else out[k + i] = (Element)(bits(even) >> 16), out[k + HALF + i] = (Element)(bits(odd) >> 16);
-        }
+        for (int64_t i = 0; i < WIDTH; i++)
+            UNROLL for (int p = 0; p < PLANES; p++) {
+                float value = v[k + PLANES * i + p];
+                out[k + p * WIDTH + i] = sizeof(Element) == 4 ? (Element)value : (Element)(bits(value) >> 16);
+            }
 }
 
 /* Row `from` of x -> NVFP4, to the bit what format.quantize makes: true divisions, ties to even, NaN in sf. given:
@@ -549,7 +551,8 @@ static const Path NAME(path) = {
 #endif
 
 #undef LANES
-#undef HALF
+#undef WIDTH
+#undef PLANES
 #undef TILES
 #undef WOVEN
 #undef STEP

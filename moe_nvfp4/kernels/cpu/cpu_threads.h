@@ -14,10 +14,12 @@
 enum { MAX_THREADS = 256, MAX_PHASES = 24 };
 
 typedef void Task(const void *problem, int64_t item, int64_t next, int thread); /* next: what this thread does then */
+typedef void Fetch(const void *problem, int64_t item); /* bring what the item reads to the cache */
 typedef void Parallel(void (*)(void *), void *, unsigned threads, unsigned flags);
 /* What all threads write, each in a cache line of its own. */
 typedef struct {
     Task *task;
+    Fetch *fetch; /* or NULL */
     const void *problem;
     int64_t items, shares;
     _Alignas(64) atomic_long next;
@@ -41,32 +43,51 @@ static int64_t claim(Phase *p, int64_t *end) {
     return i;
 }
 
+/* Items that a thread has claimed before the phase they are of has begun. */
+typedef struct { Phase *phase; int64_t begin, end; } Early;
+
+/* Has nothing to do until `p` is over: claims items of the next phase that can be fetched, and fetches them. Else memory
+   would rest while the last ones work. */
+static void look_ahead(const Job *job, const Phase *p, Early *early) {
+    if (early->phase <= p) {
+        Phase *q = (Phase *)p + 1;
+        while (q < job->phases + job->count && !q->fetch) q++;
+        if (q == job->phases + job->count) return;
+        early->phase = q, early->begin = claim(q, &early->end);
+    }
+    for (int64_t i = early->begin; i < early->end && atomic_load(&p->done) < p->items; i++)
+        early->phase->fetch(early->phase->problem, i);
+}
+
 /* Every thread passes through all phases. One that comes late finds little to do, and none waits for it: a
    phase is over when its items are done, by whomever. */
 static void work_off(void *argument) {
     Job *job = argument;
     int thread = (int)atomic_fetch_add(&job->joined, 1);
+    Early early = {NULL, 0, 0};
     if (thread >= job->threads) return; /* there is scratch for so many */
     for (Phase *p = job->phases; p < job->phases + job->count; p++) {
-        int64_t end, later_end, i = claim(p, &end);
-        while (i < p->items) {
+        int64_t end = early.end, later_end, i = early.phase == p ? early.begin : claim(p, &end);
+        while (i < end) {
             int64_t later = claim(p, &later_end);
             for (int64_t j = i; j < end; j++)
                 p->task(p->problem, j, j + 1 < end ? j + 1 : later < p->items ? later : j, thread);
             atomic_fetch_add(&p->done, end - i);
             i = later, end = later_end;
         }
+        if (atomic_load(&p->done) < p->items) look_ahead(job, p, &early);
         for (int spins = 0; atomic_load(&p->done) < p->items;)
             if (++spins > 1 << 16) sched_yield(); /* at once it could give away a whole time slice */
             else relax();
     }
 }
 
-static void add_phase(Job *job, Task *task, const void *problem, int64_t items, int64_t numbers, int64_t threads) {
+static Phase *add_phase(Job *job, Task *task, const void *problem, int64_t items, int64_t numbers, int64_t threads) {
     int64_t alone = numbers < 1 << 14; /* not worth a second thread */
     Phase *p = &job->phases[job->count++];
-    p->task = task, p->problem = problem, p->items = items, p->shares = alone ? 1 : 8 * threads;
+    p->task = task, p->fetch = NULL, p->problem = problem, p->items = items, p->shares = alone ? 1 : 8 * threads;
     atomic_init(&p->next, 0), atomic_init(&p->done, 0);
+    return p;
 }
 
 /* ---- a pool of our own: its threads look for the next job for a while, then sleep ---- */
