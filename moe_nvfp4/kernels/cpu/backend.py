@@ -211,17 +211,17 @@ class Call:
 
 
 class Mailbox:
-    """16 bytes of memory that a stream can write to, `memory` int64 [2] on the CPU, as a mailbox of cpu_calls.h: the
-    stream writes `Call.argument` to the address `request` and waits until the int64 at `done` is 1.
+    """8 bytes of memory that a stream can write to, `memory` int64 [1] on the CPU, as a mailbox of cpu_calls.h: the
+    stream writes `Call.argument` to `address` and waits until the int64 there is 0.
 
     OSError where there can be no more of them.
     """
 
     def __init__(self, memory: Tensor):
         self.memory = memory.zero_()
-        self.request, self.done = memory.data_ptr(), memory.data_ptr() + 8
+        self.address = memory.data_ptr()
         self.library = library = _library(path())
-        if library.open_mailbox(ctypes.c_void_p(self.request)):
+        if library.open_mailbox(ctypes.c_void_p(self.address)):
             raise OSError("no more mailboxes for calls on the CPU")
         if all(box.library is not library for box in _opened):
             atexit.register(_close_mailboxes, library, os.getpid())

@@ -1,8 +1,8 @@
 /* Programs that a CUDA stream runs (cpu.c includes this file), without Python.
 
    A stream has two ways to ask for one. As a host function: `call` on a thread of CUDA's, which has to be woken first.
-   Or by mail: the stream writes the address of a Call into a mailbox and waits until `done` is 1. The postman, a thread
-   that looks into the mailboxes all the time, finds it there a microsecond later.
+   Or by mail: the stream writes the address of a Call into a mailbox and waits until that is empty again. The postman, a
+   thread that looks into the mailboxes all the time, finds it there a microsecond later.
 
    Nobody takes a return value, so a failure fills what the program should have made with NaN (all bits ones, in every
    type) and is kept for `failure`. */
@@ -17,10 +17,7 @@ typedef struct {
     int64_t out_bytes;
     _Atomic int64_t done, released; /* how often it ran; whether nothing will run it again */
 } Call;
-typedef struct {
-    _Atomic(Call *) request;
-    _Atomic int64_t done; /* the stream waits for 1, and makes it 0 again */
-} Mailbox;
+typedef _Atomic(Call *) Mailbox; /* NULL: empty */
 
 static _Atomic int64_t failed_call;
 
@@ -53,11 +50,10 @@ static void *deliver(void *unused) {
     (void)unused;
     for (int64_t idle = 0; !atomic_load(&post.closing); idle++) {
         for (long i = 0, n = atomic_load(&post.count); i < n; i++) {
-            Call *c = atomic_load(&post.boxes[i]->request);
+            Call *c = atomic_load(post.boxes[i]);
             if (!c) continue;
-            atomic_store(&post.boxes[i]->request, NULL);
             c->call(c);
-            atomic_store(&post.boxes[i]->done, 1);
+            atomic_store(post.boxes[i], NULL);
             idle = 0;
         }
         if (idle < LOOKS) relax();
