@@ -22,6 +22,7 @@ import os
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
@@ -67,14 +68,21 @@ def select(problem: Problem, device: torch.device) -> Backend:
 
 @lru_cache(maxsize=4096)
 def _select(problem: Problem, device: torch.device, forced: str | None) -> Backend:
-    choice = explain(problem, Device.of(device), forced)
+    choice = explain(problem, found := Device.of(device), forced)
+    what = "linears" if problem.kind == "linear" else "experts"
+    complete = replace(found, packages=frozenset(PACKAGES), old=())
     if choice.backend is REFERENCE and not forced and device.type != "meta":
-        what = "linears" if problem.kind == "linear" else "experts"
         mine = [(name, reason) for name, reason in choice.rejected if named(name).device_type == device.type]
         why = "; ".join(f"{name} {reason}" for name, reason in mine)
         _warn(
-            f"4-bit {what} on {Device.of(device)} run as plain torch operations, the same numbers and many times "
+            f"4-bit {what} on {found} run as plain torch operations, the same numbers and many times "
             f"slower: {why or 'no backend has kernels for it'}. MOE_NVFP4_BACKEND=reference silences this"
+        )
+    elif lacking := [r for r in choice.rejected if _refusal(named(r[0]), complete, problem) is None]:
+        (name, reason), runs = lacking[0], choice.backend.name
+        _warn(
+            f"4-bit {what} on {found} run on the slower {runs} kernels: {name} {reason}. MOE_NVFP4_BACKEND={runs} "
+            "silences this"
         )
     return choice.backend
 

@@ -7,9 +7,10 @@ first called, so that asking needs no GPU and no kernel language.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from functools import cache
-from importlib import import_module
+from importlib import import_module, metadata
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any, ClassVar, NamedTuple
@@ -22,6 +23,7 @@ from moe_nvfp4.routing import Groups, Rows
 from moe_nvfp4.weights import ACTIVATIONS, ExpertWeights, Gate, LinearWeights, Projection
 
 PACKAGES = ("cutlass", "tvm_ffi", "triton")
+OLDEST = {"cutlass": ("nvidia-cutlass-dsl", (4, 8))}  # the kernels import modules that older ones lack
 
 
 @dataclass(frozen=True)
@@ -29,28 +31,44 @@ class Device:
     """What there is to know about a device; tests make up their own.
 
     capability  of an NVIDIA GPU, such as (9, 0)
-    packages    those of PACKAGES that are installed
+    packages    those of PACKAGES that are installed, and new enough
+    old         those that are too old, with their versions
     """
 
     type: str
     name: str = ""
     capability: tuple[int, int] | None = None
     packages: frozenset[str] = frozenset()
+    old: tuple[tuple[str, str], ...] = ()
 
     @staticmethod
     @cache
     def of(device: torch.device) -> Device:
-        packages = frozenset(name for name in PACKAGES if find_spec(name) is not None)
+        installed = [name for name in PACKAGES if find_spec(name) is not None]
+        old = tuple((name, version) for name in installed if (version := _too_old(name)))
+        packages = frozenset(installed) - {name for name, _ in old}
         if device.type != "cuda":
-            return Device(device.type, packages=packages)
+            return Device(device.type, packages=packages, old=old)
         nvidia = torch.version.cuda is not None
         capability = torch.cuda.get_device_capability(device) if nvidia else None
-        return Device("cuda", torch.cuda.get_device_name(device), capability, packages)
+        return Device("cuda", torch.cuda.get_device_name(device), capability, packages, old)
 
     def __str__(self) -> str:
         if self.capability is None:
             return self.name or self.type
         return f"{self.name or self.type} (compute capability {self.capability[0]}.{self.capability[1]})"
+
+
+def _too_old(package: str) -> str | None:
+    """Its version, if it is older than OLDEST."""
+    if package not in OLDEST:
+        return None
+    distribution, oldest = OLDEST[package]
+    try:
+        version = metadata.version(distribution)
+    except metadata.PackageNotFoundError:  # brought in some other way
+        return None
+    return version if tuple(map(int, re.findall(r"\d+", version)[:2])) < oldest else None
 
 
 class Gpu(NamedTuple):
@@ -204,6 +222,11 @@ def other_gpu(device: Device, capabilities: tuple[tuple[int, int], ...], gpus: s
 
 
 def not_installed(device: Device, packages: tuple[str, ...], remedy: str) -> str | None:
-    """Why a backend that needs these packages does not run: those that are missing, and `remedy`."""
+    """Why a backend that needs these packages does not run: one is too old, or some are missing, and `remedy`."""
+    for name, version in device.old:
+        if name in packages:
+            distribution, oldest = OLDEST[name]
+            newer = ".".join(map(str, oldest))
+            return f"needs {distribution} {newer} or newer, not {version}: pip install -U '{distribution}>={newer},<5'"
     missing = [name for name in packages if name not in device.packages]
     return f"needs {' and '.join(missing)}, not installed: {remedy}" if missing else None

@@ -1,12 +1,14 @@
 """What runs where, and what is said where nothing fast does: on devices that only tests have."""
 
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
 
 from moe_nvfp4 import Gate, NVFP4Experts, backends, ops, reference
 from moe_nvfp4.backends import Backend, Device, Problem, explain, named
+from moe_nvfp4.kernels import backend
 from moe_nvfp4.linear import NVFP4Linear
 from moe_nvfp4.weights import Layout, read_spec
 from tests.common import THRESHOLDS, relative_error
@@ -86,6 +88,29 @@ def test_what_is_not_installed_is_named():
         bare = Device("cuda", name, GPUS[name].capability)
         reasons = dict(explain(problem(activations="nvfp4"), bare).rejected)
         assert f"needs {package}, not installed: pip install moe-nvfp4[gpu]" in " ".join(reasons.values())
+
+
+def test_packages_that_are_too_old_are_named(monkeypatch):
+    """vLLM before 0.32 brings a CuTe DSL that lacks modules of the kernels."""
+    for version, usable in (("4.6.0", False), ("4.7.1", False), ("4.8.0", True), ("4.10.0.dev1", True), ("5.0", True)):
+        monkeypatch.setattr(backend.metadata, "version", lambda name, version=version: version)
+        monkeypatch.setattr(backend, "find_spec", lambda name: name)
+        found = Device.of.__wrapped__(torch.device("cpu"))
+        gpu = replace(GPUS["H200"], packages=found.packages, old=found.old)
+        choice = explain(problem(), gpu)
+        assert choice.backend.name == ("sm90" if usable else "portable")
+        reason = f"needs nvidia-cutlass-dsl 4.8 or newer, not {version}: pip install -U 'nvidia-cutlass-dsl>=4.8"
+        assert usable or reason in dict(choice.rejected)["sm90"]
+
+        monkeypatch.setattr(Device, "of", staticmethod(lambda device, gpu=gpu: gpu))
+        for asked, slower in ((problem(), not usable), (problem(dtype=torch.float16), False)):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                backends._select.__wrapped__(asked, torch.device("cpu"), None)
+                backends._select.__wrapped__(asked, torch.device("cpu"), "portable")
+            backends._warn.cache_clear()
+            assert [f"portable kernels: sm90 {reason}" in str(w.message) for w in caught] == [True] * slower
+        monkeypatch.undo()
 
 
 def test_unknown_names_list_the_known_ones():
