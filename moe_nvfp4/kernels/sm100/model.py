@@ -18,6 +18,7 @@ the model is for the other problems, and for whole layers of LightMoE, another l
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -114,23 +115,36 @@ def of_chunk(launch: Launch) -> Counts:
     return Counts(blocks * exchanged, 0, 4 * (CHUNK_LOOP + blocks * each))
 
 
+def tiles_of_one(groups: tuple[int, ...], tokens: int, each: int, workers: int) -> Counter[int]:
+    """{tokens of a tile: how many such tiles the first of `workers` has}, each token tile being `each` tiles."""
+    found: Counter[int] = Counter()
+    at = 0
+    for rows in groups:
+        for size, number in ((tokens, rows // tokens), (rows % tokens, 1)):
+            if size and number:  # of every `workers` tiles it has the first
+                end = at + number * each
+                found[size] += -(-end // workers) - -(-at // workers)
+                at = end
+    return found
+
+
 def busy(launch: Launch, sms: int = SMS) -> dict[str, float]:
     """Seconds that each resource is busy."""
     tile, dense = launch.tile, launch.activations == "bf16"
     each, steps = row_tiles(tile, launch.n * launch.projections) * launch.parts, -(-launch.k // 64)
     steps = min(steps, -(-steps // (4 * launch.parts)) * 4)  # a part is so many K tiles of 256
-    tiles = [min(tile.tokens, rows - i) for rows in launch.groups for i in range(0, rows, tile.tokens)]
-    workers = min(sms // tile.ctas, len(tiles) * each)
+    workers = min(sms // tile.ctas, each * sum(-(-rows // tile.tokens) for rows in launch.groups))
     cycles = dict.fromkeys(("matrix", "shared", "issue", "slots"), 0.0)
     chunk = of_chunk(launch)
-    for rows in (tiles[i // each] for i in range(0, len(tiles) * each, workers)):  # of CTA (or pair) 0
+    for rows, number in tiles_of_one(launch.groups, tile.tokens, each, workers).items():
         chunks = -(-rows // launch.chunk)
         width = chunks * launch.chunk
         step = of_step(tile, launch.activations, width)
-        cycles["matrix"] += steps * tile.blocks * ROWS * max(width, 64) * 64 / PRODUCTS[launch.activations]
-        cycles["shared"] += (steps * step.shared + chunks * chunk.shared) / SHARED
-        cycles["issue"] += steps * step.instructions * ISSUE
-        cycles["slots"] += (steps * step.slots + chunks * chunk.slots) / 4
+        products = tile.blocks * ROWS * max(width, 64) * 64
+        cycles["matrix"] += number * steps * products / PRODUCTS[launch.activations]
+        cycles["shared"] += number * (steps * step.shared + chunks * chunk.shared) / SHARED
+        cycles["issue"] += number * steps * step.instructions * ISSUE
+        cycles["slots"] += number * (steps * step.slots + chunks * chunk.slots) / 4
     rows, hit = sum(launch.groups), sum(1 for rows in launch.groups if rows)
     outputs = launch.n * (2 if launch.projections == 2 and launch.out == "float32" else 1)
     size = hit * launch.n * launch.projections * launch.k * NVFP4
