@@ -184,7 +184,7 @@ def shipped_configs(architecture: str) -> list:
     ]
     for tile in TILES:
         configs.append(GemmConfig(128, 768, 2048, 2, "nvfp4", silu, None, tile))
-        if tile.blocks == 1:
+        if tile in (TILES[0], TILES[-1]):
             configs.append(GemmConfig(128, 2048, 768, 1, "assignments", None, None, tile))
     return configs if architecture == "sm_100a" else configs[::4]
 
@@ -490,10 +490,10 @@ def tile_name(tile):
 @pytest.mark.parametrize("tile", TILES, ids=tile_name)
 def test_tiles_of_gate_and_up(emulator, tile):
     emulator.schedule, emulator.tile = "reverse-lazy", tile
-    check_layer(emulator, Problem(192, 272, [256, 0, 100], 2))
+    check_layer(emulator, Problem(192, 272, [tile.tokens, 0, 36 + tile.tokens // 2], 2))
 
 
-@pytest.mark.parametrize("tile", [TILES[i] for i in (0, 3, 5, 6, 8)], ids=tile_name)
+@pytest.mark.parametrize("tile", [TILES[3], TILES[8]], ids=tile_name)
 def test_tiles_of_one_projection(emulator, tile):
     emulator.schedule, emulator.tile = "reverse-lazy", tile
     sizes = [260, 0, 30] if tile.tokens == 256 else [130, 0, 70]
