@@ -447,6 +447,7 @@ def words(tokens):
     return " ".join(f"t{token}" for token in tokens)
 
 
+# Half a minute each, and in the engine itself they are tested above: by hand.
 OTHERS = [pytest.param(form, marks=pytest.mark.slow) for form in ("bf16", "compressed-tensors")]
 
 
