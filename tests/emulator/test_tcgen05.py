@@ -241,16 +241,15 @@ PLACES = {
 }
 
 
-@pytest.mark.parametrize("half", (0, 16))
-@pytest.mark.parametrize("shape", PLACES)
-def test_shapes_of_loads_and_stores(shape, half):
-    """What one shape stores another one reads: 32 lanes of 8 columns hold their places' numbers, then 1000 more."""
+def moved(shape, half):
+    """32 lanes of 8 columns hold their places' numbers. A warp loads those of `shape`, stores 1000 more there, and
+    writes what it loaded and then its lane: (the kernel's statements, registers of a load)."""
     count = 4 if shape == "16x256b.x1" else 2
     registers = "{" + ", ".join(f"%r{40 + i}" for i in range(count)) + "}"
     split = "6" if "bx2" in shape else None
     load = ", ".join(filter(None, (registers, "[%r21]", split)))
     store = ", ".join(filter(None, ("[%r21]", split, registers)))
-    text = (
+    return (
         initialise() + """mov.b32 %r19, 32; tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%bar+64], %r19;
         ld.shared.b32 %r20, [%bar+64];\n"""
         + f"add.u32 %r21, %r20, {half << 16};"
@@ -265,7 +264,14 @@ def test_shapes_of_loads_and_stores(shape, half):
         "tcgen05.wait::ld.sync.aligned;\n"
         + "".join(f"st.global.b32 [%x1+{4 * (count + i)}], %r{100 + i};" for i in range(8))
         + "tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r20, 32;"
-    )  # fmt: skip
+    ), count  # fmt: skip
+
+
+@pytest.mark.parametrize("half", (0, 16))
+@pytest.mark.parametrize("shape", PLACES)
+def test_shapes_of_loads_and_stores(shape, half):
+    """What one shape stores another one reads."""
+    text, count = moved(shape, half)
     got = run(text, np.zeros((32, count + 8), np.uint32), schedule="lazy")
     expected = np.arange(256, dtype=np.uint32).reshape(32, 8)
     for t, r in np.ndindex(32, count):

@@ -43,7 +43,18 @@ def of_nvfp4():
     return found
 
 
-GROUPS = {"tcgen05, bf16": of_bf16(), "tcgen05, nvfp4": of_nvfp4()} | {
+def of_loads():
+    """Loads from Tensor Memory and stores: 16x32bx2 is how the epilogue reads gate and up."""
+    found = {}
+    for shape in of_16_bits.PLACES:
+        for half in (0, 16):
+            text, count = of_16_bits.moved(shape, half)
+            out = np.zeros((32, count + 8), np.uint32)
+            found[f"tcgen05.ld and st, {shape}, lane {half}"] = Case(kernel(text), (out,), block=32, shared=65536)
+    return found
+
+
+GROUPS = {"tcgen05, bf16": of_bf16(), "tcgen05, nvfp4": of_nvfp4(), "tcgen05, loads": of_loads()} | {
     group: {name: replace(case, ptx=case.ptx.replace("sm_90a", "sm_100a")) for name, case in cases.items()}
     for group, cases in hopper_instructions.GROUPS.items()
     if group != "wgmma"
