@@ -150,16 +150,16 @@ class _Batch:
         read, (N, K) = _Reader(self), self.shape
         given, exact = self.global_scales(read)
         for lot in self.lots:
-            scale = None if given is None else given[lot.start : lot.stop]
-            importance = None if self.importance is None else self.importance[lot.start : lot.stop]
-            importance = importance if self.stacked or importance is None else importance[0]
+            at = slice(lot.start, lot.stop)
+            scale = None if given is None else given[at]
+            importance = None if self.importance is None else self.importance[at]
             for a in range(0, N, self.step):
-                w = read(lot, a) if self.stacked else read(lot, a).view(-1, K)
+                w = read(lot, a)
                 try:
                     codes, sf, global_scale = quantize_matrix(w, self.options.recipe, scale, importance)
                 except ValueError as error:
                     raise ValueError(f"{self.stems[lot.start]}: {error}") from None
-                if exact and not torch.equal(dequantize(codes, sf, _of_rows(global_scale)), w.float()):
+                if exact and not torch.equal(dequantize(codes, sf, global_scale[:, None]), w.float()):
                     warnings.warn(
                         f"{self.stems[lot.start]}: its MXFP4 scales, with those of the projection that shares its "
                         "global scale, are more powers of two than an e4m3 scale holds: the smallest values are "
@@ -170,7 +170,7 @@ class _Batch:
                 for i, of_weight, of_sf in zip(lot, codes, sf, strict=True):
                     write(self.names[i][0], of_weight, a * K // 2)
                     write(self.names[i][1], of_sf, a * K // 16)
-            for i, number in zip(lot, global_scale.cpu().view(-1), strict=True):
+            for i, number in zip(lot, global_scale.cpu(), strict=True):
                 write(self.names[i][2], self.options.target.encode_scale(number), 0)
             read.forget(lot)
 
@@ -201,13 +201,13 @@ class _Reader:
         self.kept: dict[range, Tensor] = {}
 
     def __call__(self, lot: range, a: int) -> Tensor:
-        """Rows a to a + step of the matrices `lot`: [matrices, rows, K], or of one [rows, K]."""
+        """Rows a to a + step of the matrices `lot`: [matrices, rows, K]."""
         if lot in self.kept:
             return self.kept[lot]
         batch, options, (N, K) = self.batch, self.batch.options, self.batch.shape
         pieces = (pad_k(self.opened[i](a, min(a + batch.step, N))) for i in lot)
         if len(lot) == 1 and not batch.cuda:
-            found = options.cast(next(pieces)).to(options.place)
+            found = options.cast(next(pieces)).to(options.place)[None]
         else:
             shape = len(lot), min(batch.step, N - a), K
             host = torch.empty(shape, dtype=batch.dtype, device="cpu", pin_memory=batch.cuda)
@@ -238,14 +238,9 @@ def _ready_job(stem: str, matrix: Matrix, made: CodesFolder, target: Dialect) ->
     return Job(matrix.shard, matrix.size, 4 * N * K, outputs, run)
 
 
-def _of_rows(scale: Tensor) -> Tensor:
-    """A scale, or one for each of n matrices, to multiply rows with."""
-    return scale[:, None] if scale.dim() else scale
-
-
 def _amax(w: Tensor) -> Tensor:
-    """fp32 [n]: the largest magnitude of each of n matrices [n, N, K], or of one [N, K]."""
-    low, high = w.view(-1, w.shape[-2] * w.shape[-1]).aminmax(dim=1)
+    """fp32 [n]: the largest magnitude of each of n matrices [n, N, K]."""
+    low, high = w.flatten(1).aminmax(dim=1)
     return torch.maximum(-low, high).float()
 
 

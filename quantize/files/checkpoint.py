@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from moe_nvfp4.quantize.files.headers import TORCH_DTYPES, header_and_start, twice
+from moe_nvfp4.quantize.files.headers import TORCH_DTYPES, read_header, twice
 
 INDEX = "model.safetensors.index.json"
 ENDS = 64  # bytes at the ends of a tensor that `fingerprint` reads
@@ -99,7 +99,7 @@ def read_tensors(files: Iterable[str | os.PathLike]) -> dict[str, TensorSlice]:
     """
     tensors: dict[str, TensorSlice] = {}
     for path in (path for path in map(Path, files) if path.suffix == ".safetensors"):
-        header, data = header_and_start(path)
+        header, data = read_header(path)
         for name, info in header.items():
             begin, end = info["data_offsets"]
             if name in tensors:

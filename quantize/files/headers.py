@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -31,17 +30,13 @@ TORCH_DTYPES = {
 LARGE_NUMBER = re.compile(r"(?<![^.])\d{6,}(?![^.])")
 
 
-def read_header(path: str | os.PathLike) -> dict[str, dict]:
-    """The header of one safetensors file, without its metadata: name -> dtype, shape, data_offsets.
+def read_header(path: Path) -> tuple[dict[str, dict], int]:
+    """The header of one safetensors file, without its metadata: name -> dtype, shape, data_offsets; and where the data
+    begins.
 
     ValueError if it is damaged: every tensor must lie inside the file, fill exactly the bytes that
     its dtype and shape need, and share none with another.
     """
-    return header_and_start(Path(path))[0]
-
-
-def header_and_start(path: Path) -> tuple[dict[str, dict], int]:
-    """The header, and where the data begins."""
     size = path.stat().st_size
     with open(path, "rb") as f:
         length = int.from_bytes(f.read(8), "little")

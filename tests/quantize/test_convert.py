@@ -284,7 +284,7 @@ def test_dialects_carry_the_same_bytes(layout, E, I, H, shards, recipe, first, s
 def add_input_scales(path, dialect):
     """What a calibrated W4A4 checkpoint has besides."""
     for file in path.glob("*.safetensors"):
-        files = {n: t for n, t in tensors(path).items() if n in read_header(file)}
+        files = {n: t for n, t in tensors(path).items() if n in read_header(file)[0]}
         for name in [n for n in files if n.endswith(dialect.global_scale)]:
             stem = name.removesuffix(dialect.global_scale)
             files[stem + dialect.input_scale] = dialect.encode_scale(torch.tensor(0.00173))

@@ -139,7 +139,7 @@ def test_what_was_damaged_meanwhile_is_made_again(single, tmp_path, monkeypatch)
     lines = [json.loads(line) for line in journal.read_text().splitlines()[1:]]
     stored = open_checkpoint(source).tensors
     codes = next(name for line in lines[:-1] for name in line if name.endswith("down_proj.weight"))
-    header, data = read_header(path), bytearray(path.read_bytes())
+    (header, _), data = read_header(path), bytearray(path.read_bytes())
     data[len(data) - max(i["data_offsets"][1] for i in header.values()) + header[codes]["data_offsets"][0]] ^= 1
     path.write_bytes(data)
     journal.write_text(journal.read_text()[:-20])
