@@ -16,7 +16,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import Concatenate, ConversionOps, MergeModulelist, PrefixChange, WeightConverter
 
 from moe_nvfp4.integrations.huggingface.experts import HFExperts
-from moe_nvfp4.integrations.huggingface.linears import LinearConverter
+from moe_nvfp4.integrations.huggingface.linears import LinearConverter, copy_of
 from moe_nvfp4.integrations.huggingface.packed import PackedConverter, check_sharding, splits_matrices
 from moe_nvfp4.quantize.dialects import MODELOPT, Dialect
 from moe_nvfp4.quantize.importance import Importance
@@ -48,8 +48,7 @@ class QuantizingConverter(WeightConverter):
         return new
 
     def __deepcopy__(self, memo: dict) -> QuantizingConverter:
-        """The loader copies a converter for each target; the model is never copied."""
-        return self.like(self.owner, self)
+        return copy_of(self)
 
     def _scoped_match(self, source_key: str) -> Any:
         match = super()._scoped_match(source_key)

@@ -6,6 +6,8 @@ model's dtype. FP8 linears (mixed precision) are made dense either way.
 
 from __future__ import annotations
 
+import copy
+from collections import defaultdict
 from typing import Any
 
 import torch
@@ -81,6 +83,14 @@ class Nothing(ConversionOps):
         return self
 
 
+def copy_of(converter: Any) -> Any:
+    """The same converter, which has collected nothing yet. The loader makes one for each tensor, so this is quick; the
+    model that it may know is not copied."""
+    new = copy.copy(converter)
+    new.collected_tensors, new.layer_targets = defaultdict(list), defaultdict(set)
+    return new
+
+
 class LinearConverter(WeightConverter):
     """All tensors of a quantized linear in the files -> the parameters of its module, and back.
 
@@ -112,7 +122,7 @@ class LinearConverter(WeightConverter):
         return f"{module}.weight", last
 
     def __deepcopy__(self, memo: dict) -> WeightConverter:
-        return LinearConverter(self.linears, self.nvfp4, self.dialect, self.saving, self.stored)
+        return copy_of(self)
 
     def reverse_transform(self) -> WeightConverter:
         return LinearConverter(self.linears, self.nvfp4, self.dialect, True, self.stored)

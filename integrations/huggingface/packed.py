@@ -26,7 +26,7 @@ from transformers.core_model_loading import WeightConverter
 
 from moe_nvfp4.integrations.huggingface.experts import HFExperts
 from moe_nvfp4.integrations.huggingface.fp8 import fp8_experts
-from moe_nvfp4.integrations.huggingface.linears import FP8_TENSORS, Nothing
+from moe_nvfp4.integrations.huggingface.linears import FP8_TENSORS, Nothing, copy_of
 from moe_nvfp4.quantize.dialects import MODELOPT, Dialect
 from moe_nvfp4.quantize.layouts import ExpertLayout
 from moe_nvfp4.quantize.layouts.base import STACKED, split_rows
@@ -90,17 +90,13 @@ class PackedConverter(WeightConverter):
         if layout is ExpertLayout.STACKED_TRANSPOSED:  # a scale of gate and up in one stack becomes that of both
             self.target_patterns.append("up_proj_global_scale")
 
-    def _again(self, saving: bool) -> PackedConverter:
-        return PackedConverter(
-            self.experts, self.fp8, self.prefix, self.merges, self.dialect, self.layout, saving, self.stored
-        )
-
     def __deepcopy__(self, memo: dict) -> PackedConverter:
-        """The loader copies a converter for each target; the model is never copied."""
-        return self._again(self.saving)
+        return copy_of(self)
 
     def reverse_transform(self) -> PackedConverter:
-        return self._again(saving=True)
+        return PackedConverter(
+            self.experts, self.fp8, self.prefix, self.merges, self.dialect, self.layout, True, self.stored
+        )
 
     # ---------------------------------------------------------------- names
     def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
@@ -142,14 +138,15 @@ class PackedConverter(WeightConverter):
             return stem, stack["part"], stack["last"] or self.dialect.weight
         if last not in self.kinds and last not in FP8_TENSORS:
             return None
+        stem = new_name(stem)
         if separate := SEPARATE.search(stem):
             return f"{stem[: separate.start()]}{STEP.module}", separate["part"], last
         for c in self.merges:
-            target, pattern = c.rename_source_key(f"{new_name(stem)}.weight")
+            target, pattern = c.rename_source_key(f"{stem}.weight")
             if pattern is not None:
                 module, _, name = target.rpartition(".")
                 return module, projections(name)[c.source_patterns.index(pattern)], last
-        match = MATRIX.fullmatch(new_name(stem))
+        match = MATRIX.fullmatch(stem)
         return (match["module"], PLAIN_NAMES.get(match["part"], match["part"]), last) if match else None
 
     def _module(self, name: str) -> str | None:
