@@ -1,7 +1,11 @@
 """For all tests: seeds, threads, and a Hugging Face that never asks the network."""
 
+import gc
 import os
 from collections import Counter
+
+# What torch and transformers define stays to the end: while modules are imported, and from then on, nobody collects it.
+gc.disable()
 
 # Before anything imports huggingface_hub, which reads it once.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -71,6 +75,15 @@ def pytest_collection_modifyitems(items):
         cases[test] += 1
         if "emulator" in item.fixturenames or (after is not None and cases[test] > after.args[0]):
             item.add_marker(pytest.mark.slow)
+
+
+def pytest_collection_finish():
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_unconfigure():
+    gc.unfreeze()  # or the kernel language speaks of leaks when Python ends
 
 
 def pytest_terminal_summary(terminalreporter):
