@@ -262,7 +262,7 @@ class MoeNvfp4Quantizer(HfQuantizer):
         return not self.pre_quantized and (quantized or interleaved_bias)
 
     def get_quantize_ops(self) -> None:
-        return None  # ExpertsConverter quantizes, expert by expert
+        return None  # QuantizingConverter quantizes, expert by expert
 
     def get_new_dtype(self, converter: Any, param: Any, dtype: torch.dtype) -> torch.dtype | None:
         if isinstance(converter, (LinearConverter, PackedConverter)):
