@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from moe_nvfp4.quantize.layouts.fp8 import FP8_SCALES, fp8_block, fp8_dense
+from moe_nvfp4.quantize.layouts.fp8 import fp8_block, fp8_dense, fp8_scale
 
 
 def fp8_experts(name: str, parameter: Tensor, found: dict[str, list[Tensor]]) -> Tensor:
@@ -28,8 +28,8 @@ def fp8_experts(name: str, parameter: Tensor, found: dict[str, list[Tensor]]) ->
 
 def _dense(name: str, part: str, found: dict[str, list[Tensor]], like: Tensor) -> Tensor:
     """The matrices of all experts of one projection: [E, N, K] in the dtype of `like`."""
-    codes = found[f"{part} FP8.weight"]
-    scales = next((found[s] for s in (f"{part} FP8.{last}" for last in FP8_SCALES) if s in found), [])
+    codes, scale = found[f"{part} FP8.weight"], fp8_scale(f"{part} FP8", found)
+    scales = [] if scale is None else found[scale]
     if not len(codes) == len(scales) == len(like):
         raise ValueError(
             f"{name}: the files have {len(codes)} FP8 weights and {len(scales)} scales for {len(like)} experts: a "

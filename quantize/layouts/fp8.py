@@ -90,11 +90,10 @@ def recognise(source: Checkpoint, left: Mapping[str, TensorSlice]) -> Iterator[E
     for stem, weight in block_weights(source, left).items():
         if match := PER_EXPERT.fullmatch(stem):
             modules.setdefault(match["module"], {})[stem] = weight
+    counts = expert_counts(source.config)
     for module, weights in modules.items():
         names = tuple(name for _, pair in weights.values() for name in pair)
-        yield _experts(
-            module, names, {stem: matrix for stem, (matrix, _) in weights.items()}, expert_counts(source.config)
-        )
+        yield _experts(module, names, {stem: matrix for stem, (matrix, _) in weights.items()}, counts)
 
 
 def _experts(module: str, names: tuple[str, ...], weights: dict[str, Matrix], counts: set[int]) -> Experts:

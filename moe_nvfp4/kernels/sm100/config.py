@@ -32,6 +32,10 @@ class TileShape:
     blocks: int
     ctas: int = 1
 
+    def row_tiles(self, rows: int) -> int:
+        """Tiles of so many weight rows."""
+        return -(-rows // (ROWS * self.ctas * self.blocks))
+
     @property
     def box(self) -> int:
         """Tokens of a TMA box."""
@@ -199,7 +203,7 @@ class GemmConfig:
 
     @property
     def row_tiles(self) -> int:
-        return -(-self.matrix_rows // (ROWS * self.tile.ctas * self.tile.blocks))
+        return self.tile.row_tiles(self.matrix_rows)
 
     @property
     def work_tiles(self) -> int:

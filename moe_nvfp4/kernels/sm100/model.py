@@ -89,11 +89,6 @@ class Counts(NamedTuple):
     slots: float
 
 
-def row_tiles(tile: TileShape, rows: int) -> int:
-    """Of so many weight rows."""
-    return -(-rows // (ROWS * tile.ctas * tile.blocks))
-
-
 def of_step(tile: TileShape, activations: str, width: int) -> Counts:
     """64 of K of a tile with `width` tokens."""
     blocks, dense = tile.blocks, activations == "bf16"
@@ -131,7 +126,7 @@ def tiles_of_one(groups: tuple[int, ...], tokens: int, each: int, workers: int) 
 def busy(launch: Launch, sms: int = SMS) -> dict[str, float]:
     """Seconds that each resource is busy."""
     tile, dense = launch.tile, launch.activations == "bf16"
-    each, steps = row_tiles(tile, launch.n * launch.projections) * launch.parts, -(-launch.k // 64)
+    each, steps = tile.row_tiles(launch.n * launch.projections) * launch.parts, -(-launch.k // 64)
     steps = min(steps, -(-steps // (4 * launch.parts)) * 4)  # a part is so many K tiles of 256
     workers = min(sms // tile.ctas, each * sum(-(-rows // tile.tokens) for rows in launch.groups))
     cycles = dict.fromkeys(("matrix", "shared", "issue", "slots"), 0.0)
@@ -185,7 +180,7 @@ def plan_gemm(
         return total * (1 if parts == 1 else 1.05), alone * (1 if tile.ctas == 1 else 1.2)
 
     def parts_of(tile: TileShape) -> list[int]:
-        most = sum(-(-n // tile.tokens) for n in groups) * row_tiles(tile, weight_rows * projections)
+        most = sum(-(-n // tile.tokens) for n in groups) * tile.row_tiles(weight_rows * projections)
         return [p for p in range(1, 9) if p == 1 or split and p <= k_tiles and p * most <= 4 * sms]
 
     return min(((tile, p) for tile in tiles for p in parts_of(tile)), key=lambda plan: seconds(*plan))
