@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
 from moe_nvfp4.calibrate import observe
 from moe_nvfp4.integrations.huggingface.calibration import calibration_batches, model_importance
@@ -65,6 +66,7 @@ def swap_experts(
     here (meta device, offloaded), and for a pattern of `exclude` that matches no experts module.
     """
     config = MoeNvfp4Config(activations, recipe, exclude, calibration=calibration, cpu_experts=cpu_experts)
+    given, model = model, _inside(model)
     if (other := getattr(model, "hf_quantizer", None)) is not None:
         raise ValueError(
             f"{type(model).__name__} is quantized already "
@@ -107,11 +109,23 @@ def swap_experts(
         whole.config.quantization_config = config
     if cpu_experts is not None:
         keep_experts_on_cpu(model, cpu_experts)
-    return prepare_model(model)
+    prepare_model(model)
+    return given
+
+
+def _inside(model: Any) -> Any:
+    """The transformers model in `model`, a wrapper as PEFT and torch.compile make them: that one is saved."""
+    return next((m for m in model.modules() if isinstance(m, PreTrainedModel)), model)
 
 
 def _check_weights(name: str, module: nn.Module, layout: ModuleLayout) -> None:
     """ValueError unless `_quantized` can be made of the experts `module`."""
+    if name.endswith(".base_layer") or hasattr(module, "parametrizations"):
+        raise ValueError(
+            f"{name}: the weights are parametrized, or have adapters that PEFT made for dense experts: call "
+            "swap_experts first and then get_peft_model, which puts adapters on 4-bit experts, or make them a part of "
+            "the weights (merge_and_unload, remove_parametrizations). The model is as it was"
+        )
     for p in module.parameters():
         if p.device.type == "meta":
             raise ValueError(

@@ -40,6 +40,7 @@ from tests.models import (  # noqa: E402
     nemotron_h,
     qwen3_moe,
     step3p7,
+    tensors,
 )  # fmt: skip
 
 FAMILIES = [qwen3_moe, mixtral, gpt_oss, granite, gemma4, nemotron_h, llama4, step3p7]
@@ -181,6 +182,23 @@ def test_merging_quantizes_the_sums_by_the_layers_recipe(family, tmp_path):
     assert not adapters(merged) and isinstance(next(m for m in merged.modules() if m is experts), HFExperts)
     merged.save_pretrained(tmp_path / "merged")
     assert relative_error(logits(load(tmp_path / "merged", torch.float32)), logits(merged)) < CLOSE
+
+
+def test_models_that_have_adapters_are_swapped(tmp_path):
+    """With those on linears; adapters on dense experts would add their products to the codes."""
+    whole = get_peft_model(make(qwen3_moe, torch.float32), config(experts=False))
+    assert swap_experts(whole, progress=False) is whole
+    expected = logits(whole)
+    model = whole.merge_and_unload()
+    model.save_pretrained(tmp_path / "merged")
+    assert "model.layers.0.mlp.experts.7.down_proj.weight_scale_2" in tensors(tmp_path / "merged")
+    assert relative_error(logits(load(tmp_path / "merged", torch.float32)), expected) < CLOSE
+
+    whole = get_peft_model(make(qwen3_moe, torch.float32), config())
+    before = logits(whole)
+    with pytest.raises(ValueError, match="have adapters that PEFT made for dense experts: call swap_experts first"):
+        swap_experts(whole, progress=False)
+    assert torch.equal(logits(whole), before)
 
 
 def test_pefts_registry_is_as_it_was_after_unregister():
