@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from moe_nvfp4._version import __version__
 from moe_nvfp4.quantize.report import ConversionReport, readable_size
 from moe_nvfp4.quantize.verify import VerificationReport
+
+if TYPE_CHECKING:
+    from huggingface_hub import ModelCard
 
 ACTIVATIONS = {
     "bf16": "bf16 (W4A16)", "nvfp4": "NVFP4 (W4A4)", "nvfp4_four_over_six": "NVFP4 (W4A4), blocks by four-over-six",
@@ -44,17 +48,16 @@ model = AutoModelForCausalLM.from_pretrained("{name}", dtype="auto")
 """
 
 
-def write_card(report: ConversionReport, source: str, activations: str, verified: VerificationReport | None) -> Path:
+def write_card(report: ConversionReport, source: str, verified: VerificationReport | None) -> Path:
     """README.md of `report.destination`; the original's metadata and text stay, around and below what is new.
 
     source    of the conversion, as the user named it
     verified  what `verify_checkpoint(destination, source)` found, if it was asked
     """
     import yaml
-    from huggingface_hub import ModelCard
 
     card, before = report.destination / "README.md", report.source / "README.md"
-    original = ModelCard(before.read_text("utf-8") if before.is_file() else "", ignore_metadata_errors=True)
+    original = _original(before.read_text("utf-8", "replace") if before.is_file() else "")
     data = original.data.to_dict() | {"base_model_relation": "quantized"}
     data["tags"] = [*dict.fromkeys([*(data.get("tags") or []), "nvfp4", "moe"])]
     if HUB_NAME.fullmatch(source) and not Path(source).exists():
@@ -62,7 +65,7 @@ def write_card(report: ConversionReport, source: str, activations: str, verified
     rows = {
         "experts": f"{report.quantized} matrices in NVFP4, recipe `{report.recipe}`" if report.quantized else
                    f"{report.carried} NVFP4 matrices of the original, the same codes and block scales",
-        "activations": ACTIVATIONS[activations],
+        "activations": ACTIVATIONS.get(report.activations, report.activations),
         "size": f"{readable_size(report.bytes_after)}, of {readable_size(report.bytes_before)}",
     } | {f"not quantized: `{name}`": why for name, why in report.skipped.items()}  # fmt: skip
     text = CARD.format(
@@ -74,6 +77,17 @@ def write_card(report: ConversionReport, source: str, activations: str, verified
         text += f"\n---\n\nThe card of the original model:\n\n{original.text.strip()}\n"
     card.write_text(f"---\n{yaml.safe_dump(data, sort_keys=False, allow_unicode=True)}---\n{text}", "utf-8")
     return card
+
+
+def _original(text: str) -> ModelCard:
+    """The card `text`; where its metadata is none that can be read, it is a part of the text."""
+    import yaml
+    from huggingface_hub import ModelCard
+
+    try:
+        return ModelCard(text, ignore_metadata_errors=True)
+    except (ValueError, yaml.YAMLError):
+        return ModelCard(f"---\n{{}}\n---\n```\n{text}\n```\n")
 
 
 def _errors(name: str, verified: VerificationReport | None) -> str:

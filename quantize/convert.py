@@ -50,6 +50,8 @@ from moe_nvfp4.quantize.options import Options
 from moe_nvfp4.quantize.plan import ConversionPlan, plan
 from moe_nvfp4.quantize.report import ConversionReport, readable_size
 
+OTHER_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
+TEMPLATES = "additional_chat_templates"  # a folder of *.jinja, of tokenizers with more than one template
 IN_FLIGHT = 500_000_000  # bytes that all workers together may hold
 
 
@@ -93,10 +95,10 @@ def convert_checkpoint(
             f"{source} is quantized already (NVFP4 of {options.dialect}); quantize the original checkpoint, name "
             "another --dialect to carry these over, or --share-scales where gate and up have different global scales"
         )
-    report = _report(todo, destination)
+    others, left_out = _other_files(checkpoint)
+    report = _report(todo, destination, left_out)
     if dry_run:
         return report
-    others = _other_files(checkpoint)
     state = _state(checkpoint)
     place = StagingDir(destination, _key(checkpoint, todo.options, state))
     _check_space(place, report.bytes_after + sum(f.stat().st_size for f in others))
@@ -112,18 +114,18 @@ def convert_checkpoint(
     return report
 
 
-def _report(plan: ConversionPlan, destination: Path) -> ConversionReport:
-    """What `plan` will do."""
+def _report(plan: ConversionPlan, destination: Path, left_out: Mapping[str, str]) -> ConversionReport:
+    """What `plan` will do; left_out: files that are not copied, and why."""
     checkpoint, count = plan.source, len(plan.matrices) - len(plan.carried)
     sizes = {name: tensor_bytes(*out) for job in plan.jobs for name, out in job.outputs.items()}
     experts = [m for stem, m in plan.matrices.items() if stem not in plan.carried]
     new = {f"{stem}.{s}" for stem in plan.matrices.keys() - plan.carried.keys() for s in plan.options.target.suffixes}
-    ignored = {p.name: "a weight file that belongs to no part of this checkpoint" for p in checkpoint.ignored}
     return ConversionReport(
         checkpoint.folder, destination, plan.options.recipe,
         quantized=count, carried=len(plan.carried),
         copied=len(plan.copied), dequantized=len(plan.dequantized),
-        skipped={**plan.skipped, **ignored},
+        activations=plan.config["quantization_config"]["moe_nvfp4"]["activations"],
+        skipped={**plan.skipped, **left_out},
         bytes_before=sum(f.stat().st_size for f in checkpoint.files), bytes_after=sum(sizes.values()),
         experts_before=sum(m.size for m in experts), experts_after=sum(sizes[name] for name in new if name in sizes),
         shards=len({job.shard for job in plan.jobs}), rescaled=plan.rescaled[0], rescaling=plan.rescaled[1],
@@ -170,18 +172,25 @@ def _check_space(place: StagingDir, needed: int) -> None:
         )
 
 
-def _other_files(checkpoint: Checkpoint) -> list[Path]:
-    """Tokenizer, templates and the like: all that is not weights and is not written anew."""
-    anew = {"config.json", "hf_quant_config.json"}
-    weights = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
-    files = sorted(f for f in checkpoint.folder.iterdir() if f.is_file() and f.name not in anew)
-    return [f for f in files if f.suffix not in weights and not f.name.endswith(".index.json")]
+def _other_files(checkpoint: Checkpoint) -> tuple[list[Path], dict[str, str]]:
+    """Tokenizer, templates and the like, all that is not weights and is not written anew; and by name what is left
+    out, and why. Hidden folders (.git, .cache) are no part of a checkpoint."""
+    anew, folder = {"config.json", "hf_quant_config.json"}, checkpoint.folder
+    files = sorted(f for f in folder.iterdir() if f.is_file() and f.name not in anew)
+    other = [f for f in files if f.suffix not in OTHER_WEIGHTS and not f.name.endswith(".index.json")]
+    left = {f.name: "weights in another format" for f in files if f.suffix in OTHER_WEIGHTS[1:]}
+    left |= {f.name: "a weight file that belongs to no part of this checkpoint" for f in checkpoint.ignored}
+    inside = {f.name for f in folder.iterdir() if f.is_dir() and f.name[0] != "."} - {TEMPLATES}
+    left |= {f"{name}/": f"a folder: of those only {TEMPLATES} is copied" for name in sorted(inside)}
+    return [*other, *sorted((folder / TEMPLATES).glob("*.jinja"))], left
 
 
 def _write_small_files(folder: Path, plan: ConversionPlan, others: list[Path]) -> None:
     """config.json, the index where there are several shards, and the source's other files."""
     for file in others:
-        shutil.copy2(file, folder / file.name)
+        new = folder / file.relative_to(plan.source.folder)
+        new.parent.mkdir(exist_ok=True)
+        shutil.copyfile(file, new)  # without the mode: README.md is written anew, where the source may be read-only
     (folder / "config.json").write_text(json.dumps(plan.config, indent=2, ensure_ascii=False) + "\n", "utf-8")
     places = {name: job.shard for job in plan.jobs for name in job.outputs}
     if len(set(places.values())) > 1 or (plan.source.folder / INDEX).is_file():

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -77,6 +78,8 @@ DIALECTS = {d.name: d for d in (MODELOPT, COMPRESSED_TENSORS)}
 
 # quant_algo of ModelOpt -> activations
 ALGOS = {"NVFP4": "nvfp4", "W4A16_NVFP4": "bf16", "NVFP4_AWQ": "nvfp4"}
+# kv_cache_quant_algo of ModelOpt's hf_quant_config.json -> kv_cache_scheme of config.json, as ModelOpt converts it
+KV_SCHEMES = {"FP8": {"dynamic": False, "num_bits": 8, "type": "float"}}
 
 
 @dataclass(frozen=True)
@@ -88,14 +91,14 @@ class QuantizationInfo:
     layers       module name -> quant_algo where the file mixes precisions, else None
     activations  "nvfp4" or "bf16": what the file was made for
     whole        every linear that `ignore` does not name is said to be quantized; else only some are listed
-    kv_cache     the KV cache scheme it names, for the report; this library does not apply it
+    kv_cache     the KV cache scheme it names, as config.json has it; this library does not apply it
     """
 
     dialect: Dialect
     ignore: tuple[str, ...] = ()
     layers: Mapping[str, str] | None = None
     activations: str = "bf16"
-    kv_cache: str | None = None
+    kv_cache: Any = None
     whole: bool = True
 
     def ignores(self, module: str) -> bool:
@@ -157,6 +160,9 @@ def _modelopt(q: Mapping, hf: Mapping) -> QuantizationInfo:
         if unknown:
             raise ValueError(_unsupported(", ".join(sorted(unknown))))
         used = sorted({a for a in layers.values() if a in ALGOS})
+        _same_activations(
+            {ALGOS[a] for a in used}, "quant_algo to W4A16_NVFP4 in every NVFP4 entry of quantized_layers"
+        )
         if not used:
             raise ValueError("quant_algo MIXED_PRECISION names no NVFP4 layer: nothing here is for this library")
         algo = used[0]
@@ -169,7 +175,9 @@ def _modelopt(q: Mapping, hf: Mapping) -> QuantizationInfo:
     groups = q.get("config_groups")
     if algo == "NVFP4" and groups and not any(group.get("input_activations") for group in groups.values()):
         activations = "bf16"  # ModelOpt writes W4A16_NVFP4 then; vLLM takes this for the same
-    return QuantizationInfo(MODELOPT, ignore, layers, activations, None if kv is None else str(kv), layers is None)
+    if isinstance(kv, str):
+        kv = KV_SCHEMES.get(kv, kv)
+    return QuantizationInfo(MODELOPT, ignore, layers, activations, kv, layers is None)
 
 
 def _compressed_tensors(q: Mapping) -> QuantizationInfo | None:
@@ -185,7 +193,7 @@ def _compressed_tensors(q: Mapping) -> QuantizationInfo | None:
             f"compressed-tensors files with {what} are not read: load them with the tool that wrote them, or quantize "
             "the original checkpoint (moe-nvfp4 quantize SRC DST)"
         )
-    activations = "bf16"
+    activations = set()
     for group in groups.values():
         if (group.get("format") or q.get("format")) != "nvfp4-pack-quantized":
             continue
@@ -199,13 +207,22 @@ def _compressed_tensors(q: Mapping) -> QuantizationInfo | None:
                 f"NVFP4 weights with activations of {bits} bits (W4A{bits}) are not computed "
                 "here: load them with the tool that wrote them, or set input_activations to null in config.json (W4A16)"
             )
-        if inputs:
-            activations = "nvfp4"
-    kv = q.get("kv_cache_scheme")
+        activations.add("nvfp4" if inputs else "bf16")
+    _same_activations(activations, "input_activations to null in every NVFP4 group of config_groups")
     whole = any("Linear" in (group.get("targets") or ()) for group in groups.values())
     return QuantizationInfo(
-        COMPRESSED_TENSORS, tuple(q.get("ignore") or ()), None, activations, None if kv is None else str(kv), whole
-    )
+        COMPRESSED_TENSORS, tuple(q.get("ignore") or ()), None, max(activations, default="bf16"),
+        q.get("kv_cache_scheme"), whole,
+    )  # fmt: skip
+
+
+def _same_activations(found: set[str], all_w4a16: str) -> None:
+    """ValueError where some NVFP4 layers are W4A4 and others W4A16; all_w4a16: what to set for W4A16."""
+    if len(found) > 1:
+        raise ValueError(
+            "the config has NVFP4 layers with quantized activations (W4A4) and others without (W4A16), and here all of "
+            f"a model run in one way: for W4A16, whose weights are the same, set {all_w4a16} in config.json"
+        )
 
 
 def _unsupported(algo: str | None) -> str:

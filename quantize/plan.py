@@ -252,6 +252,9 @@ def _carry(draft: _Draft, source: Dialect) -> None:
     if options.recipe in CALIBRATED_RECIPES:
         raise ValueError(f"recipe {options.recipe!r} would have no effect: these weights are NVFP4 already; quantize "
                          "the original checkpoint")  # fmt: skip
+    if options.activations != "bf16":
+        raise ValueError(f"activations={options.activations!r} would have no effect: these weights are NVFP4 already, "
+                         "and keep what their config says; choose when loading (checkpoint_config)")  # fmt: skip
     if options.exclude or options.include is not None:
         raise ValueError("--exclude and --include choose what is quantized; these weights are NVFP4 already")
     files = nvfp4.read(draft.source, source)
@@ -329,8 +332,8 @@ def _quantization_config(draft: _Draft, info: QuantizationInfo | None) -> dict:
     dense = draft.dense | ({"lm_head"} - draft.matrices.keys())
     ignore = ignore_patterns(dense, set(draft.matrices), draft.excluded, o.target)
     new = write_config(o.target, ignore, has_input_scale, own, __version__, has_pre_quant_scale)
-    if q.get("kv_cache_scheme") is not None:
-        new["kv_cache_scheme"] = q["kv_cache_scheme"]
+    if info is not None and info.kv_cache is not None:
+        new["kv_cache_scheme"] = info.kv_cache
     return new
 
 

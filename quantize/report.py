@@ -16,6 +16,7 @@ class ConversionReport:
     source: Path
     destination: Path
     recipe: str
+    activations: str = "bf16"  # what the new files ask for
     quantized: int = 0  # matrices
     carried: int = 0  # NVFP4 matrices whose bytes were carried into another dialect
     copied: int = 0  # tensors

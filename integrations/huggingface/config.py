@@ -189,15 +189,19 @@ def checkpoint_config(path: str | os.PathLike, **fields: Any) -> PretrainedConfi
             f"MoeNvfp4Config({name}=...)"
         )
     config = AutoConfig.from_pretrained(path)
+    info = files_info(path, config)
+    if info is None:
+        raise ValueError(f"{path} is not an NVFP4 checkpoint: neither config.json nor hf_quant_config.json says so")
+    own = (getattr(config, "quantization_config", None) or {}).get("moe_nvfp4") or {}
+    config.quantization_config = MoeNvfp4Config(**(_said(info) | own | loading_fields(fields))).to_dict()
+    return config
+
+
+def files_info(path: str | os.PathLike, config: PretrainedConfig) -> QuantizationInfo | None:
+    """What the config of a checkpoint, and its hf_quant_config.json where there is one, say about NVFP4."""
     file = cached_file(path, "hf_quant_config.json", _raise_exceptions_for_missing_entries=False)
     hf = None
     if file is not None:
         with open(file, encoding="utf-8") as f:
             hf = json.load(f)
-    given = getattr(config, "quantization_config", None)
-    info = read_config({"quantization_config": given}, hf)
-    if info is None:
-        raise ValueError(f"{path} is not an NVFP4 checkpoint: neither config.json nor hf_quant_config.json says so")
-    own = (given or {}).get("moe_nvfp4") or {}
-    config.quantization_config = MoeNvfp4Config(**(_said(info) | own | loading_fields(fields))).to_dict()
-    return config
+    return read_config({"quantization_config": getattr(config, "quantization_config", None)}, hf)

@@ -151,7 +151,9 @@ class MoeNvfp4Quantizer(HfQuantizer):
             by_source = {linear.source: linear for linear in found.linears.values()}
             self.linears = LinearConverter(by_source, set(linears), found.dialect)
         elif not experts:
-            raise ValueError(f"{type(model).__name__}: the files hold no NVFP4 weights that this model has")
+            raise ValueError(f"{type(model).__name__}: the files hold no NVFP4 weights that this model has, which "
+                             "their config.json says they do: take its quantization_config out where they are dense, "
+                             "else download them again")  # fmt: skip
         layouts = {found.experts.get(name, ExpertLayout.ONE_BY_ONE) for name in experts}
         if len(layouts) > 1:
             ways = ", ".join(sorted(layout.value for layout in layouts))

@@ -32,20 +32,38 @@ def folder(model: str) -> str:
         return source
     from huggingface_hub import snapshot_download
 
-    return snapshot_download(source, allow_patterns=HUB_FILES, ignore_patterns="*/*")
+    with hub_errors(source):
+        snapshot_download(source, allow_patterns="additional_chat_templates/*.jinja")
+        return snapshot_download(source, allow_patterns=HUB_FILES, ignore_patterns="*/*")
+
+
+@contextmanager
+def hub_errors(source: str) -> Iterator[None]:
+    """What is raised where a name is neither a folder here nor a model that the Hub gives, with that name."""
+    try:
+        yield
+    except OSError as error:  # RepositoryNotFoundError and LocalEntryNotFoundError are such too
+        if Path(source).exists():
+            raise
+        raise OSError(f"{source!r} is no folder here, and not to be had from the Hugging Face Hub: {error}") from None
 
 
 def model_config(source: str) -> Any:
-    """transformers' config object of a model."""
+    """transformers' config object of a model; with a quantization_config also where only hf_quant_config.json says that
+    its files are NVFP4."""
     from transformers import AutoConfig
+
+    from moe_nvfp4.integrations.huggingface.config import checkpoint_config, files_info
 
     path = Path(source)
     if not path.exists() and (source.startswith((".", "/", "~")) or source.count("/") > 1):
         raise ValueError(f"{source} does not exist")
     if path.is_dir() and not (path / "config.json").is_file():
         raise ValueError(f"{source} has no config.json: name the folder of a Hugging Face checkpoint")
-    with config_errors(source):
-        return AutoConfig.from_pretrained(source)
+    with hub_errors(source), config_errors(source):
+        config = AutoConfig.from_pretrained(source)
+        silent = getattr(config, "quantization_config", None) is None
+        return checkpoint_config(source) if silent and files_info(source, config) else config
 
 
 @contextmanager
@@ -117,7 +135,10 @@ def load(args: argparse.Namespace, activations: str | None, tokenizer: bool = Tr
         beside = "all"
     if beside is not None and place.type != "cuda":
         raise ValueError(f"--cpu-experts keeps experts beside a GPU, and the model runs on {place}: leave it out")
-    if quantization_of(config, args) is None and activations is not None:
+    quantized = quantization_of(config, args) is not None
+    if quantized:
+        kwargs["config"] = config  # which may say what only hf_quant_config.json does
+    if not quantized and activations is not None:
         kwargs["quantization_config"] = MoeNvfp4Config(
             activations=activations, recipe=args.recipe, exclude=args.exclude, cpu_experts=beside, map_files=map_files
         )

@@ -35,7 +35,7 @@ def add(commands: Commands) -> None:
     )  # fmt: skip
     sub.add_argument("source", metavar="SRC", help=MODEL_HELP)
     sub.add_argument("destination", metavar="DST", type=Path, help="folder to make; must not exist")
-    sub.add_argument("--activations", choices=ACTIVATIONS, default="bf16", help="what DST asks for when loaded")
+    sub.add_argument("--activations", choices=ACTIVATIONS, help="what DST asks for when loaded (default bf16)")
     add_quantizing(sub)
     sub.add_argument(
         "--importance", type=Path, metavar="FILE", help="for --recipe weighted: what moe-nvfp4 importance wrote"
@@ -75,15 +75,17 @@ def run(args: argparse.Namespace) -> None:
     from moe_nvfp4.quantize.verify import verify_checkpoint
 
     source, recipe = folder(args.source), args.recipe or DEFAULT_RECIPE
-    if args.recipe and not args.share_scales and Path(source).is_dir() and nvfp4_info(open_checkpoint(source)):
-        raise ValueError(f"--recipe would have no effect: {args.source} is NVFP4 already, and another --dialect has "
-                         "the same numbers; name the original model, or leave out --recipe")  # fmt: skip
+    given = ["--recipe"] * bool(args.recipe and not args.share_scales) + ["--activations"] * bool(args.activations)
+    if given and Path(source).is_dir() and nvfp4_info(open_checkpoint(source)):
+        raise ValueError(f"{given[0]} would have no effect: {args.source} is NVFP4 already, and another --dialect has "
+                         f"the same numbers; name the original model, or leave out {given[0]}")  # fmt: skip
     if args.text is not None and recipe != "gptq":
         raise ValueError(f"--text would have no effect on recipe {recipe}: --recipe gptq learns from one, and "
                          "moe-nvfp4 importance reads one for --recipe weighted")  # fmt: skip
     options = Options(
-        "mse" if recipe == "gptq" else recipe, args.exclude, args.include, args.dialect, args.activations,
-        args.share_scales, args.device, None if args.importance is None else load_importance(args.importance),
+        "mse" if recipe == "gptq" else recipe, args.exclude, args.include, args.dialect,
+        args.activations or "bf16", args.share_scales, args.device,
+        None if args.importance is None else load_importance(args.importance),
     )  # fmt: skip
     if recipe == "gptq" and not args.dry_run:
         report = _gptq(args, source, options)
@@ -101,10 +103,10 @@ def run(args: argparse.Namespace) -> None:
     for line in report.rescaled_lines():
         say(line)
     say(f"wrote {args.destination}: {readable_size(report.bytes_after)}{experts} in {report.seconds:.1f} s{resumed}")
-    write_card(report, args.source, args.activations, None)  # complete, if verifying is interrupted
+    write_card(report, args.source, None)  # complete, if verifying is interrupted
     if args.verify:
         verified = verify_checkpoint(args.destination, source)
-        write_card(report, args.source, args.activations, verified)
+        write_card(report, args.source, verified)
         for line in verified.lines():
             say(line)
 

@@ -176,6 +176,9 @@ def open_checkpoint(folder: str | os.PathLike) -> Checkpoint:
     if not (folder / "config.json").is_file():
         raise ValueError(f"{folder} has no config.json: name the folder of a Hugging Face checkpoint")
     config = _json(folder / "config.json")
+    if not isinstance(config.get("quantization_config") or {}, dict):
+        raise ValueError(f"{folder / 'config.json'}: quantization_config is {config['quantization_config']!r:.200}, no "
+                         "object: download it again, or take that out where the files are dense")  # fmt: skip
     found = sorted(folder.glob("*.safetensors"))
     index = _read_index(folder, found)
     files = tuple(sorted({folder / name for name in index.values()})) if index is not None else _single(folder, found)

@@ -250,6 +250,13 @@ def test_the_model_card(folder, tmp_path, capsys):
             float(snr), abs=0.1
         )
     assert "W4A4" in checked.text
+    # what is carried keeps its activations; a card whose metadata nobody can read is a part of the new text
+    for i, content in enumerate((b"\xff\xfe", b"---\n: : :\n---\nIts text.", b"---\n- a\n---\nIts text.")):
+        (tmp_path / "checked" / "README.md").write_bytes(content)
+        run("quantize", tmp_path / "checked", tmp_path / f"carried-{i}", "--dialect", "compressed-tensors")
+        card = ModelCard.load(tmp_path / f"carried-{i}" / "README.md")
+        assert card.data.tags == ["nvfp4", "moe"] and "| activations | NVFP4 (W4A4) |" in card.text
+        assert content.decode(errors="replace") in card.text
 
 
 def test_every_command_takes_demo_and_hub_names(folder, tmp_path, monkeypatch, capsys):
@@ -269,7 +276,7 @@ def test_every_command_takes_demo_and_hub_names(folder, tmp_path, monkeypatch, c
         files = ["config.json", "model-00001-of-00002.safetensors", "model.safetensors.index.json", "tokenizer.model",
                  "merges.txt", "chat_template.jinja", "modeling_x.py", "LICENSE.md", "original/params.json",
                  "original/consolidated.safetensors", "metal/model.bin", "pytorch_model.bin", "model.gguf",
-                 "figure.png"]  # fmt: skip
+                 "additional_chat_templates/tools.jinja", "figure.png"]  # fmt: skip
         asked.append((name, list(filter_repo_objects(files, **patterns))))
         return str(folder)
 
@@ -278,7 +285,7 @@ def test_every_command_takes_demo_and_hub_names(folder, tmp_path, monkeypatch, c
     run("quantize", "some/model", tmp_path / "other", "--dry-run")
     wanted = ["config.json", "model-00001-of-00002.safetensors", "model.safetensors.index.json", "tokenizer.model",
               "merges.txt", "chat_template.jinja", "modeling_x.py", "LICENSE.md"]  # fmt: skip
-    assert asked == [("some/model", wanted)] * 2
+    assert asked == [("some/model", ["additional_chat_templates/tools.jinja"]), ("some/model", wanted)] * 2
 
 
 @pytest.mark.parametrize(
@@ -326,6 +333,12 @@ def test_mistakes_are_one_line_and_exit_code_2(folder, tmp_path, capsys):
             ("quantize", tmp_path / "done", tmp_path / "x", "--dialect", "compressed-tensors", "--recipe", "max"),
             "--recipe would have no effect",
         ),
+        (
+            ("quantize", tmp_path / "done", tmp_path / "x", "--dialect", "compressed-tensors", "--activations", "bf16"),
+            "--activations would have no effect",
+        ),
+        (("info", "nobody/nothing"), "'nobody/nothing' is no folder here, and not to be had from the Hugging Face Hub"),
+        (("verify", "nobody/nothing"), "'nobody/nothing' is no folder here"),
         (("generate", tmp_path / "fp8"), "is quantized with 'fp8', not with NVFP4: FP8 and MXFP4 are converted by"),
         (("info", folder, "--exclude", "nope*"), "--exclude 'nope*' matches no experts module"),
         (("info", tmp_path / "done", "--exclude", "model.layers.0.*"), "--exclude would have no effect"),

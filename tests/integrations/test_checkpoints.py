@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 import zlib
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,8 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM, Step3p7ForConditionalGeneration
 
-from moe_nvfp4 import ExpertWeights, Gate, reference
+from moe_nvfp4 import ExpertWeights, Gate, cli, reference
+from moe_nvfp4.cli import models
 from moe_nvfp4.integrations.huggingface import MoeNvfp4Config, checkpoint_config, set_activations
 from moe_nvfp4.integrations.huggingface.experts import HFExperts
 from moe_nvfp4.linear import NVFP4Linear
@@ -358,7 +360,7 @@ def test_config_variants(variant, tmp_path):
 
 
 @pytest.mark.parametrize("config", ["hf_quant_config.json", "nothing"])
-def test_a_folder_whose_config_is_silent(config, tmp_path):
+def test_a_folder_whose_config_is_silent(config, tmp_path, capsys):
     """Older exports have hf_quant_config.json only; files say what they are even without that."""
     folder, twin = quantized(tmp_path, qwen3_moe, "modelopt")
     change_config(folder, quantization_config=None)
@@ -367,9 +369,19 @@ def test_a_folder_whose_config_is_silent(config, tmp_path):
     if config == "nothing":
         model = load(folder, quantization_config=MoeNvfp4Config())
     else:
-        hf = {"quantization": {"quant_algo": "W4A16_NVFP4", "group_size": 16, "exclude_modules": ["lm_head"]}}
+        hf = {"quantization": {"quant_algo": "NVFP4", "group_size": 16, "kv_cache_quant_algo": "FP8"}}
         (folder / config).write_text(json.dumps(hf))
         model = load(folder, config=checkpoint_config(folder))
+        assert {m.activations for m in packed(model, HFExperts).values()} == {"nvfp4"}
+        args = Namespace(model=str(folder), device="cpu", recipe=None, exclude=[], activations=None)
+        ours, _ = models.load(args, "bf16", tokenizer=False)  # as commands do
+        assert {m.activations for m in packed(ours, HFExperts).values()} == {"nvfp4"}
+        set_activations(model, "bf16")
+        cli.main(["info", str(folder)])
+        assert "2 layers of experts, NVFP4 of modelopt" in capsys.readouterr().out
+        convert_checkpoint(folder, tmp_path / "new", Options(dialect="compressed-tensors"), progress=False)
+        new = json.loads((tmp_path / "new/config.json").read_text())["quantization_config"]
+        assert new["kv_cache_scheme"] == {"dynamic": False, "num_bits": 8, "type": "float"}
     assert relative_error(logits(model), logits(load(twin))) < 10 * THRESHOLDS["fp32"]
 
 
@@ -691,8 +703,15 @@ def test_what_is_not_supported_is_refused_by_name(tmp_path):
         change_config(folder, quantization_config={**CONFIGS["modelopt"], "quant_algo": algo})
         with pytest.raises(ValueError, match=f"quant_algo '{algo}'; this library reads"):
             load(folder)
+    layers = {"model.layers.0.mlp.experts": {"quant_algo": "W4A16_NVFP4"}, "lm_head": {"quant_algo": "NVFP4"}}
+    mixed = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
+    change_config(folder, quantization_config=mixed)
+    with pytest.raises(ValueError, match="all of a model run in one way: for W4A16, .* set quant_algo to W4A16_NVFP4"):
+        load(folder)
     other, _ = quantized(tmp_path, qwen3_moe, "compressed-tensors")
+    groups = CONFIGS["compressed-tensors"]["config_groups"]
     for extra, message in (
+        ({"config_groups": {**groups, "group_1": W4A16["group_0"]}}, "set input_activations to null in every NVFP4"),
         ({"transform_config": {"config_groups": {"R1": {}}}}, "rotations"),
         ({"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity 'sparse-24-bitmask' are not read"),
         ({"config_groups": {"group_0": {"input_activations": {"num_bits": 8}}}}, r"\(W4A8\) are not computed here"),

@@ -133,6 +133,7 @@ UNKNOWN = {
     "another name": (
         lambda f: f.update({"encoder.mlp.experts.expert_0.wi.weight": torch.zeros(8, 16)}), {}, "not known for model"),
     "GPTQ": (lambda f: None, {"quantization_config": {"quant_method": "gptq"}}, "quantized with 'gptq'"),
+    "a config of another form": (lambda f: None, {"quantization_config": "nvfp4"}, "_config is 'nvfp4', no object"),
     "SVD": (
         lambda f: None, {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4_SVD"}}, "NVFP4_SVD"),
     "no experts": (lambda f: [f.pop(k) for k in list(f) if "experts" in k], {}, "MadeByHand has no experts"),

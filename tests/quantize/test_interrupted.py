@@ -242,10 +242,22 @@ def test_destinations_that_cannot_be_written(split, tmp_path):
 
 
 def test_the_source_is_only_read(tmp_path):
+    """What is not weights is there afterwards, and may be written over; what is left out is said."""
     source = saved(tmp_path, qwen3_moe, max_shard_size="40KB")
-    before = {p.name: (p.read_bytes(), p.stat().st_mtime_ns) for p in source.iterdir()}
-    converted(source, tmp_path / "b")
-    assert before == {p.name: (p.read_bytes(), p.stat().st_mtime_ns) for p in source.iterdir()}
+    copied = ["tokenizer.model", "README.md", "additional_chat_templates/tools.jinja"]
+    for name in (*copied, "model.onnx", "vae/config.json", ".git/HEAD"):
+        (source / name).parent.mkdir(exist_ok=True)
+        (source / name).write_text(name)
+        (source / name).chmod(0o444)
+    state = lambda: {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in source.rglob("*") if p.is_file()}
+    before = state()
+    report = convert_checkpoint(source, tmp_path / "b", Options(device="cpu"), progress=False)
+    assert before == state()
+    for name in copied:
+        assert (tmp_path / "b" / name).read_text() == name
+        assert (tmp_path / "b" / name).stat().st_mode & 0o200, "the model card is written over README.md"
+    assert report.skipped.keys() == {"model.onnx", "vae/"}
+    assert not {"model.onnx", "vae", ".git"} & {p.name for p in (tmp_path / "b").iterdir()}
     assert sorted(p.name for p in tmp_path.iterdir()) == ["b", source.name]
 
 
