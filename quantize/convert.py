@@ -47,7 +47,7 @@ from moe_nvfp4.quantize.files import (
 )
 from moe_nvfp4.quantize.jobs import Job
 from moe_nvfp4.quantize.options import Options
-from moe_nvfp4.quantize.plan import ConversionPlan, plan
+from moe_nvfp4.quantize.plan import ConversionPlan, nvfp4_info, plan
 from moe_nvfp4.quantize.report import ConversionReport, readable_size
 
 OTHER_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
@@ -83,6 +83,11 @@ def convert_checkpoint(
     checkpoint = open_checkpoint(source)
     if workers is not None and not 1 <= workers <= 256:
         raise ValueError(f"workers = {workers}: a conversion takes 1 to 256 threads")
+    if (info := nvfp4_info(checkpoint)) is not None and info.mixed:
+        raise ValueError(
+            f"{source} has W4A4 and W4A16 layers, and new files say one for all: for W4A16, set quant_algo to "
+            "W4A16_NVFP4, or input_activations to null, for all NVFP4 layers in its config"
+        )
     options = options or Options()
     todo = plan(checkpoint, options)
     if todo.unmatched:

@@ -90,6 +90,7 @@ class QuantizationInfo:
                  names (compressed-tensors)
     layers       module name -> quant_algo where the file mixes precisions, else None
     activations  "nvfp4" or "bf16": what the file was made for
+    mixed        some NVFP4 layers were made for one of the two, others for the other
     whole        every linear that `ignore` does not name is said to be quantized; else only some are listed
     kv_cache     the KV cache scheme it names, as config.json has it; this library does not apply it
     """
@@ -100,6 +101,7 @@ class QuantizationInfo:
     activations: str = "bf16"
     kv_cache: Any = None
     whole: bool = True
+    mixed: bool = False
 
     def ignores(self, module: str) -> bool:
         return any(matches(pattern, module) for pattern in self.ignore)
@@ -139,19 +141,25 @@ def read_config(config: Mapping, hf_quant_config: Mapping | None = None) -> Quan
     """
     q = config.get("quantization_config", config if "quant_method" in config else None)
     hf = (hf_quant_config or {}).get("quantization", {})
-    method = (q or {}).get("quant_method")
     if q is None and not hf:
         return None
-    if method == "compressed-tensors":
-        return _compressed_tensors(q)
-    if method in ("modelopt", "moe_nvfp4", None) or (method == "fp8" and "moe_quant_algo" in q):
-        return _modelopt({**hf, **(q or {})}, hf)
+    try:
+        method = (q or {}).get("quant_method")
+        if method == "compressed-tensors":
+            return _compressed_tensors(q)
+        if method in ("modelopt", "moe_nvfp4", None) or (method == "fp8" and "moe_quant_algo" in q):
+            return _modelopt({**hf, **(q or {})}, hf)
+    except (AttributeError, KeyError, TypeError) as error:  # of another form than the tools write
+        raise ValueError(
+            f"the quantization_config of these files makes no sense ({type(error).__name__}: {error}): download "
+            "config.json again, or compare it with what the tool writes"
+        ) from None
     return None
 
 
 def _modelopt(q: Mapping, hf: Mapping) -> QuantizationInfo:
     algo = q.get("moe_quant_algo") or q.get("quant_algo")
-    ignore = tuple(dict.fromkeys([*(q.get("ignore") or ()), *(q.get("exclude_modules") or ())]))
+    ignore = tuple(dict.fromkeys(p for key in ("ignore", "exclude_modules") for p in as_patterns(q.get(key), key)))
     kv = q.get("kv_cache_scheme") or q.get("kv_cache_quant_algo")
     layers = None
     if algo == "MIXED_PRECISION":
@@ -160,9 +168,6 @@ def _modelopt(q: Mapping, hf: Mapping) -> QuantizationInfo:
         if unknown:
             raise ValueError(_unsupported(", ".join(sorted(unknown))))
         used = sorted({a for a in layers.values() if a in ALGOS})
-        _same_activations(
-            {ALGOS[a] for a in used}, "quant_algo to W4A16_NVFP4 in every NVFP4 entry of quantized_layers"
-        )
         if not used:
             raise ValueError("quant_algo MIXED_PRECISION names no NVFP4 layer: nothing here is for this library")
         algo = used[0]
@@ -177,7 +182,8 @@ def _modelopt(q: Mapping, hf: Mapping) -> QuantizationInfo:
         activations = "bf16"  # ModelOpt writes W4A16_NVFP4 then; vLLM takes this for the same
     if isinstance(kv, str):
         kv = KV_SCHEMES.get(kv, kv)
-    return QuantizationInfo(MODELOPT, ignore, layers, activations, kv, layers is None)
+    mixed = layers is not None and len({ALGOS[a] for a in layers.values() if a in ALGOS}) > 1
+    return QuantizationInfo(MODELOPT, ignore, layers, activations, kv, layers is None, mixed)
 
 
 def _compressed_tensors(q: Mapping) -> QuantizationInfo | None:
@@ -201,6 +207,9 @@ def _compressed_tensors(q: Mapping) -> QuantizationInfo | None:
         if weights.get("group_size", 16) != 16 or weights.get("num_bits", 4) != 4:
             raise ValueError(f"nvfp4-pack-quantized has 4 bits in blocks of 16, the config group says {weights}")
         inputs = group.get("input_activations")
+        if group.get("output_activations"):
+            raise ValueError("NVFP4 layers whose outputs are quantized (output_activations) are not computed here: "
+                             "load them with the tool that wrote them, or set it to null in config.json")  # fmt: skip
         if inputs and inputs.get("num_bits", 4) != 4:
             bits = inputs["num_bits"]
             raise ValueError(
@@ -208,21 +217,11 @@ def _compressed_tensors(q: Mapping) -> QuantizationInfo | None:
                 "here: load them with the tool that wrote them, or set input_activations to null in config.json (W4A16)"
             )
         activations.add("nvfp4" if inputs else "bf16")
-    _same_activations(activations, "input_activations to null in every NVFP4 group of config_groups")
     whole = any("Linear" in (group.get("targets") or ()) for group in groups.values())
     return QuantizationInfo(
-        COMPRESSED_TENSORS, tuple(q.get("ignore") or ()), None, max(activations, default="bf16"),
-        q.get("kv_cache_scheme"), whole,
+        COMPRESSED_TENSORS, tuple(as_patterns(q.get("ignore"), "ignore")), None, max(activations, default="bf16"),
+        q.get("kv_cache_scheme"), whole, len(activations) > 1,
     )  # fmt: skip
-
-
-def _same_activations(found: set[str], all_w4a16: str) -> None:
-    """ValueError where some NVFP4 layers are W4A4 and others W4A16; all_w4a16: what to set for W4A16."""
-    if len(found) > 1:
-        raise ValueError(
-            "the config has NVFP4 layers with quantized activations (W4A4) and others without (W4A16), and here all of "
-            f"a model run in one way: for W4A16, whose weights are the same, set {all_w4a16} in config.json"
-        )
 
 
 def _unsupported(algo: str | None) -> str:

@@ -112,7 +112,7 @@ class MoeNvfp4Config(QuantizationConfigMixin):
             info = read_config(config_dict)
             if info is None:
                 raise ValueError(f"a quantization_config of quant_method {method!r} is not one of NVFP4 files")
-            own = _said(info) | own
+            own = _said(info, own)
             config.pop("ignore", None)
         elif not own:  # written by `to_dict` of a config without a method
             own, config = config, {}
@@ -173,8 +173,19 @@ def _check_known(fields: Iterable[str]) -> None:
         raise TypeError(f"MoeNvfp4Config has no field {', '.join(hints)}; it has {', '.join(FIELDS)}")
 
 
-def _said(info: QuantizationInfo) -> dict[str, Any]:
-    return {"activations": info.activations, "dialect": info.dialect.name, "ignore": list(info.ignore)}
+def _said(info: QuantizationInfo, own: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields that files have, by their config and by `own`, which counts first."""
+    if newer := set(own) - {*FIELDS, "input_scale", "pre_quant_scale"}:
+        raise ValueError(
+            f"config.json has {', '.join(sorted(newer))} under moe_nvfp4, which version {__version__} does not know: "
+            "upgrade (pip install -U moe-nvfp4)"
+        )
+    if info.mixed and "activations" not in own:
+        raise ValueError(
+            "these files have NVFP4 layers for quantized activations (W4A4) and others for bf16 ones (W4A16), and here "
+            "all layers of a model run in one way: choose it, checkpoint_config(path, activations='bf16') or 'nvfp4'"
+        )
+    return {"activations": info.activations, "dialect": info.dialect.name, "ignore": list(info.ignore), **own}
 
 
 def checkpoint_config(path: str | os.PathLike, **fields: Any) -> PretrainedConfig:
@@ -193,7 +204,7 @@ def checkpoint_config(path: str | os.PathLike, **fields: Any) -> PretrainedConfi
     if info is None:
         raise ValueError(f"{path} is not an NVFP4 checkpoint: neither config.json nor hf_quant_config.json says so")
     own = (getattr(config, "quantization_config", None) or {}).get("moe_nvfp4") or {}
-    config.quantization_config = MoeNvfp4Config(**(_said(info) | own | loading_fields(fields))).to_dict()
+    config.quantization_config = MoeNvfp4Config(**_said(info, own | loading_fields(fields))).to_dict()
     return config
 
 

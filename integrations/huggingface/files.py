@@ -48,6 +48,7 @@ class CheckpointLayout:
     input_scale      the experts have static activation scales
     pre_quant_scale  they have AWQ's
     kv_scales        names of the scales of a quantized KV cache
+    left_out         names of static activation scales that only some experts have, and W4A16 does without
     """
 
     dialect: Dialect = MODELOPT
@@ -56,6 +57,7 @@ class CheckpointLayout:
     input_scale: bool = False
     pre_quant_scale: bool = False
     kv_scales: list[str] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
 
 
 def open_files(files: Iterable[str | os.PathLike], model: Any) -> Checkpoint:
@@ -77,7 +79,9 @@ def check_dense(source: Checkpoint, model: nn.Module, experts: Collection[str]) 
     names.check(nvfp4.dense_given(tensors), experts)
 
 
-def read_layout(source: Checkpoint, model: nn.Module, experts: Iterable[str]) -> CheckpointLayout:
+def read_layout(
+    source: Checkpoint, model: nn.Module, experts: Iterable[str], activations: str = "nvfp4"
+) -> CheckpointLayout:
     """What 4-bit files hold for `model` (still with its dense modules), whose experts modules are `experts`.
 
     Raises NotImplementedError for quantized weights that go through a converter of the model; ValueError for files that
@@ -85,9 +89,10 @@ def read_layout(source: Checkpoint, model: nn.Module, experts: Iterable[str]) ->
     """
     tensors = source.tensors
     dialect = COMPRESSED_TENSORS if any(name.endswith(".weight_packed") for name in tensors) else MODELOPT
-    files, names = nvfp4.read(source, dialect), ModelTensors(model)
+    files, names = nvfp4.read(source, dialect, input_scales=activations != "bf16"), ModelTensors(model)
     found = CheckpointLayout(dialect)
     found.input_scale, found.pre_quant_scale = map(files.experts_have, (dialect.input_scale, PRE_QUANT_SCALE))
+    found.left_out = [] if found.input_scale else files.of_experts(dialect.input_scale)
     found.kv_scales = [name for name in tensors if KV_SCALE.search(name)]
     owners = sorted(experts, key=len, reverse=True)  # a module before what contains it
     for name, layout in _weights(files):

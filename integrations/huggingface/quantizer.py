@@ -52,6 +52,11 @@ from moe_nvfp4.quantize.recipes import CALIBRATED_RECIPES
 from moe_nvfp4.weights import check_block_scales, check_global_scale
 
 logger = logging.get_logger(__name__)
+INPUT_SCALES = ("up_proj_input_scale", "down_proj_input_scale")
+NO_STATIC = (
+    "the static activation scales of experts are left out, and not saved either, because {}: W4A16 does without, and "
+    "calibrate(model, batches) makes new ones"
+)
 MAPPABLE = (ExpertLayout.ONE_BY_ONE, ExpertLayout.PROJECTION_FIRST, ExpertLayout.FP8, ExpertLayout.DENSE)
 
 
@@ -128,7 +133,7 @@ class MoeNvfp4Quantizer(HfQuantizer):
         modules = find_experts(model, config, required=not self.pre_quantized)
         found = CheckpointLayout()
         if self.pre_quantized and tensors:
-            found = read_layout(source, model, [name for name, *_ in modules])
+            found = read_layout(source, model, [name for name, *_ in modules], config.activations)
             modules = [(n, m, _layout_here(m, layout, found.experts.get(n))) for n, m, layout in modules]
             config.input_scale, config.dialect = found.input_scale, found.dialect.name
             in_linears = any(PRE_QUANT_SCALE in linear.also for linear in found.linears.values())
@@ -300,6 +305,8 @@ class MoeNvfp4Quantizer(HfQuantizer):
             # transformers 5.17 leaves renamed tensors of quantized files in the dtype they are stored in
             if p.dtype in (torch.bfloat16, torch.float16) and p.device.type != "meta":
                 p.data = p.data.to(self._plan.dtypes.get(name, p.dtype))
+        if self.quantization_config.activations == "bf16":
+            self._leave_bad_input_scales()
         for name, experts in self.conversions.experts.items():
             if any(isinstance(p, DTensor) for p in experts.parameters()):
                 experts.register_forward_pre_hook(_prepare_shards)
@@ -323,6 +330,18 @@ class MoeNvfp4Quantizer(HfQuantizer):
             if self._gpu is not None:
                 model.to(self._gpu)
         return self._dequantize(model) if self.quantization_config.dequantize else prepare_model(model)
+
+    def _leave_bad_input_scales(self) -> None:
+        """W4A16 does without static activation scales: none are kept where some are no scales."""
+        experts = self.conversions.experts
+        found = [(f"{n}.{k}", e._parameters[k]) for n, e in experts.items() for k in INPUT_SCALES if k in e._parameters]
+        bad = [name for name, p in found if p is not None and p.device.type != "meta" and not _are_scales(p)]
+        if bad:
+            self.quantization_config.input_scale = False
+            logger.warning(NO_STATIC.format(f"{bad[0]} has some that are 0, NaN or Inf"))
+        for parameters in (e._parameters for e in experts.values() if bad):
+            for key in INPUT_SCALES:
+                parameters.pop(key, None)
 
     # ------------------------------------------------------------ saving
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Tensor] | None, dict]:
@@ -390,10 +409,17 @@ def _importance(model: Any, config: MoeNvfp4Config, checkpoint_files: list[str])
 
 def _check_scales(name: str, param: Tensor) -> None:
     """ValueError where the parameter `name` of experts has scales that files cannot mean."""
-    if name.endswith("_scale"):
+    if name.endswith(("global_scale", "input_scale")):
         check_global_scale(param, name)
+    elif name.endswith(PRE_QUANT_SCALE) and not param.isfinite().all():
+        raise ValueError(f"{name} has NaN or Inf: the file is damaged, download it again")
     elif name.endswith("_sf"):
         check_block_scales(param, name)
+
+
+def _are_scales(param: Tensor) -> bool:
+    here = param.to_local() if isinstance(param, DTensor) else param
+    return bool((here.isfinite() & (here > 0)).all())
 
 
 def _prepare_shards(experts: HFExperts, inputs: tuple[Tensor, ...]) -> None:
@@ -418,6 +444,10 @@ def _report(model: Any, found: CheckpointLayout) -> None:
         )
         ignored = set(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
         model._keys_to_ignore_on_load_unexpected = ignored | {KV_SCALE.pattern}
+    if found.left_out:
+        logger.warning(NO_STATIC.format("some experts have none"))
+        ignored = set(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
+        model._keys_to_ignore_on_load_unexpected = ignored | {rf"{found.dialect.input_scale}$"}
     fp8 = [linear.module for linear in found.linears.values() if linear.kind == "fp8"]
     if fp8:
         logger.warning(f"{len(fp8)} FP8 linears are made dense ({fp8[0]}, ...); their inputs are not rounded to FP8")

@@ -58,7 +58,8 @@ def run(args: argparse.Namespace) -> None:
     checkpoint, stored = None, dict[str, ExpertLayout]()  # what the files have, whatever their config says
     if quantization is not None and any(Path(source).glob("*.safetensors")):
         checkpoint = open_checkpoint(source)
-        stored = read_layout(checkpoint, model, [name for name, *_ in modules]).experts  # refuses what loading refuses
+        names = [name for name, *_ in modules]
+        stored = read_layout(checkpoint, model, names, chosen.activations).experts  # refuses what loading refuses
     reasons = {ExpertLayout.DENSE: "dense in the files, which their config does not say",
            ExpertLayout.FP8: "FP8 in the files, dense when it is loaded"}  # fmt: skip
     dense = packed = 0  # bytes

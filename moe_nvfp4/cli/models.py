@@ -124,7 +124,7 @@ def load(args: argparse.Namespace, activations: str | None, tokenizer: bool = Tr
     from transformers import AutoTokenizer
 
     from moe_nvfp4.devices import usable_device
-    from moe_nvfp4.integrations.huggingface import MoeNvfp4Config, describe_placement
+    from moe_nvfp4.integrations.huggingface import MoeNvfp4Config, checkpoint_config, describe_placement
 
     place = usable_device(args.device)
     source = resolve(args.model)
@@ -137,7 +137,8 @@ def load(args: argparse.Namespace, activations: str | None, tokenizer: bool = Tr
         raise ValueError(f"--cpu-experts keeps experts beside a GPU, and the model runs on {place}: leave it out")
     quantized = quantization_of(config, args) is not None
     if quantized:
-        kwargs["config"] = config  # which may say what only hf_quant_config.json does
+        chosen = getattr(args, "activations", None)  # of `compare` several, which it sets itself
+        kwargs["config"] = checkpoint_config(source, activations=chosen) if isinstance(chosen, str) else config
     if not quantized and activations is not None:
         kwargs["quantization_config"] = MoeNvfp4Config(
             activations=activations, recipe=args.recipe, exclude=args.exclude, cpu_experts=beside, map_files=map_files

@@ -213,29 +213,35 @@ class NVFP4Files:
                 yield name
 
     def experts_have(self, last: str) -> bool:
-        """Whether the matrices of experts have a tensor `last`: an input scale, or AWQ's scale."""
-        return any(last in lasts for _, lasts in self._of_experts())
+        """Whether the matrices of experts have a tensor `last`, an input scale or AWQ's scale: all of them."""
+        found = [last in lasts for _, lasts in self._of_experts()]
+        return bool(found) and all(found)
+
+    def of_experts(self, last: str) -> list[str]:
+        """The names of the tensors `last` of experts."""
+        return [f"{name}.{last}" for name, lasts in self._of_experts() if last in lasts]
 
     def _of_experts(self) -> Iterator[tuple[str, Collection[str]]]:
         """(name, last parts of its tensors' names) of every matrix of experts."""
         return ((stem, m.tensors) for stem, m in self.matrices.items() if PER_EXPERT.fullmatch(stem))
 
-    def check_optional_scales(self, dialect: Dialect) -> None:
-        """ValueError unless all experts have an input_scale or pre_quant_scale, or none has."""
-        for last in (dialect.input_scale, PRE_QUANT_SCALE):
-            found = [(name, last in lasts) for name, lasts in self._of_experts()]
+    def check_optional_scales(self, lasts: Iterable[str]) -> None:
+        """ValueError unless all experts have a tensor of each of these names, an input scale or AWQ's, or none has."""
+        for last in lasts:
+            found = [(name, last in there) for name, there in self._of_experts()]
             without = [name for name, there in found if not there]
             if 0 < len(without) < len(found):
                 raise ValueError(f"{without[0]} has no {last}, which {len(found) - len(without)} of {len(found)} "
-                                 "matrices of experts have: all need one; calibrate or quantize again")  # fmt: skip
+                                 "matrices of experts have: all need one. Load with activations='bf16', which leaves "
+                                 "them out, and then calibrate(model, batches); or quantize again")  # fmt: skip
 
 
 def dense_given(tensors: Mapping[str, TensorSlice]) -> dict[str, Given]:
     return {name: Given(stored.dtype, stored.shape, stored.file.name) for name, stored in tensors.items()}
 
 
-def read(source: Checkpoint, dialect: Dialect) -> NVFP4Files:
-    """What the NVFP4 files of `source` hold, by headers alone.
+def read(source: Checkpoint, dialect: Dialect, input_scales: bool = True) -> NVFP4Files:
+    """What the NVFP4 files of `source` hold, by headers alone. input_scales: whether these count.
 
     ValueError, naming the tensor, for a matrix that lacks a part or whose parts do not fit each other, for FP8 weights
     without a scale, for experts that are incomplete or of several shapes, and for scales that only some experts have.
@@ -272,5 +278,5 @@ def read(source: Checkpoint, dialect: Dialect) -> NVFP4Files:
     take(parameters)
     check_experts({stem: m.shape for stem, m in matrices.items()}, expert_counts(source.config), left)
     files = NVFP4Files(matrices, fp8, parameters, left, tensors)
-    files.check_optional_scales(dialect)
+    files.check_optional_scales((dialect.input_scale, PRE_QUANT_SCALE) if input_scales else (PRE_QUANT_SCALE,))
     return files

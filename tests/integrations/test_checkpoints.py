@@ -645,6 +645,8 @@ def test_awq(linears, activations, tmp_path):
     model = load(folder, config=checkpoint_config(folder, linears=linears, activations=activations))
     error = relative_error(logits(model), logits(load(twin)))
     assert error < 10 * THRESHOLDS["fp32"] if activations == "bf16" else 1e-3 < error < 2  # rows of 4 bits
+    half = load(folder, torch.bfloat16, config=checkpoint_config(folder, linears=linears, activations="bf16"))
+    assert relative_error(logits(half).float(), logits(load(twin))) < 0.15  # 0.8 without the vectors
     model.save_pretrained(tmp_path / "again")
     config = json.loads((tmp_path / "again/config.json").read_text())["quantization_config"]
     assert config["quant_algo"] == "NVFP4_AWQ"
@@ -656,6 +658,11 @@ def test_awq(linears, activations, tmp_path):
     files["model.layers.0.mlp.experts.1.gate_proj.pre_quant_scale"] += 1
     save_file(files, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ValueError, match="layers.0.mlp.experts.up_proj_pre_quant_scale: gate and up have different"):
+        load(folder)
+    files["model.layers.0.mlp.experts.1.gate_proj.pre_quant_scale"] -= 1
+    files["model.layers.1.mlp.experts.2.down_proj.pre_quant_scale"][3] = torch.nan
+    save_file(files, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match="layers.1.mlp.experts.down_proj_pre_quant_scale has NaN or Inf"):
         load(folder)
 
 
@@ -706,12 +713,30 @@ def test_what_is_not_supported_is_refused_by_name(tmp_path):
     layers = {"model.layers.0.mlp.experts": {"quant_algo": "W4A16_NVFP4"}, "lm_head": {"quant_algo": "NVFP4"}}
     mixed = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
     change_config(folder, quantization_config=mixed)
-    with pytest.raises(ValueError, match="all of a model run in one way: for W4A16, .* set quant_algo to W4A16_NVFP4"):
+    with pytest.raises(ValueError, match="all layers of a model run in one way: choose it, checkpoint_config"):
         load(folder)
+    model = load(folder, config=checkpoint_config(folder, activations="bf16"))
+    assert {m.activations for m in packed(model, HFExperts).values()} == {"bf16"}
+    with pytest.raises(ValueError, match="has W4A4 and W4A16 layers, and new files say one for all"):
+        convert_checkpoint(folder, tmp_path / "new", Options(dialect="compressed-tensors"))
+    layers["lm_head"] = "NVFP4"
+    for change, message in (
+        ({**mixed, "quantized_layers": layers}, r"makes no sense .TypeError"),
+        ({**CONFIGS["modelopt"], "config_groups": {"group_0": None}}, r"makes no sense .AttributeError"),
+        ({**CONFIGS["modelopt"], "ignore": [None]}, "makes no sense .TypeError: ignore is a pattern"),
+        ({**CONFIGS["modelopt"], "moe_nvfp4": {"later": 1}}, "later under moe_nvfp4, .* upgrade"),
+    ):
+        change_config(folder, quantization_config=change)
+        with pytest.raises(ValueError, match=message):
+            load(folder)
     other, _ = quantized(tmp_path, qwen3_moe, "compressed-tensors")
     groups = CONFIGS["compressed-tensors"]["config_groups"]
     for extra, message in (
-        ({"config_groups": {**groups, "group_1": W4A16["group_0"]}}, "set input_activations to null in every NVFP4"),
+        (
+            {"config_groups": {**groups, "group_1": W4A16["group_0"]}},
+            "others for bf16 ones .W4A16., and here all layers",
+        ),
+        ({"config_groups": {"group_0": {"output_activations": {"num_bits": 8}}}}, "outputs are quantized"),
         ({"transform_config": {"config_groups": {"R1": {}}}}, "rotations"),
         ({"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity 'sparse-24-bitmask' are not read"),
         ({"config_groups": {"group_0": {"input_activations": {"num_bits": 8}}}}, r"\(W4A8\) are not computed here"),

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from packaging.version import Version
 from safetensors.torch import save_file
 
-from moe_nvfp4.integrations.huggingface import MoeNvfp4Config, set_activations, swap_experts
+from moe_nvfp4.integrations.huggingface import MoeNvfp4Config, checkpoint_config, set_activations, swap_experts
 from moe_nvfp4.integrations.huggingface.experts import HFExperts
 from tests.common import THRESHOLDS, peak_while_loading, relative_error
 from tests.models import (
@@ -420,26 +420,34 @@ def test_damaged_files_are_named(damage, tmp_path):
         load(source)
 
 
-@pytest.mark.slow_after(1)
-@pytest.mark.parametrize("value", [0.0, float("inf"), float("nan")])
-def test_bad_input_scales_are_named(value, tmp_path):
+@pytest.mark.slow_after(2)
+@pytest.mark.parametrize("value", [None, float("nan"), 0.0, float("inf")])
+def test_bad_and_missing_input_scales_are_named(value, tmp_path, caplog):
+    """And left out where nothing needs them."""
     source = nvfp4_folder(tmp_path)
+    expected = logits(load(source))
 
     def add(files):
         for key in [k for k in files if k.endswith("weight_scale_2")]:
             files[key.replace("weight_scale_2", "input_scale")] = torch.tensor(0.002)
-        files[f"{EXPERT}.down_proj.input_scale"] = torch.tensor(value)
+        wrong = files.pop(f"{EXPERT}.down_proj.input_scale")
+        if value is not None:
+            files[f"{EXPERT}.down_proj.input_scale"] = wrong.fill_(value)
 
     edit(source, add)
-    with pytest.raises(ValueError, match="down_proj_input_scale of expert 3 is .*activations='bf16'"):
-        load(source)
-
-
-def test_missing_input_scales_are_named(tmp_path):
-    source = nvfp4_folder(tmp_path)
-    edit(source, lambda f: f.update({f"{EXPERT}.down_proj.input_scale": torch.tensor(0.002)}))
-    with pytest.raises(ValueError, match="input_scale"):
-        load(source)
+    wrong = (
+        " has no input_scale, which 47 of 48 .* Load with"
+        if value is None
+        else "_input_scale of expert 3 is .*load with"
+    )
+    with pytest.raises(ValueError, match=f"down_proj{wrong} activations='bf16'"):
+        load(source, config=checkpoint_config(source, activations="nvfp4"))
+    model = load(source, config=checkpoint_config(source, activations="bf16"))
+    assert torch.equal(logits(model), expected)
+    assert "the static activation scales of experts are left out" in caplog.text
+    model.save_pretrained(tmp_path / "again")
+    assert torch.equal(logits(load(tmp_path / "again")), expected)
+    assert not [name for name in tensors(tmp_path / "again") if name.endswith("input_scale")]
 
 
 def test_truncated_file_is_named(tmp_path):
