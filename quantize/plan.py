@@ -269,8 +269,7 @@ def _carry(draft: _Draft, source: Dialect) -> None:
         if KV_SCALE.search(name):
             draft.skipped[name] = "a KV cache scale, copied under its own name"
     if not draft.carried:
-        raise ValueError(f"{folder} names NVFP4 in its config, but no tensor ends in .{source.global_scale}: a shard "
-                         "is missing")  # fmt: skip
+        raise ValueError(nothing_there(str(folder), files, source))
 
 
 def _carry_matrix(draft: _Draft, new_stem: str, matrix: nvfp4.NVFP4Matrix) -> None:
@@ -357,6 +356,17 @@ def nvfp4_files(checkpoint: Checkpoint) -> tuple[QuantizationInfo, nvfp4.NVFP4Fi
         raise ValueError(f"{checkpoint.folder} is not an NVFP4 checkpoint: its config.json has no such "
                          "quantization_config")  # fmt: skip
     return info, nvfp4.read(checkpoint, info.dialect)
+
+
+def nothing_there(folder: str, files: nvfp4.NVFP4Files, dialect: Dialect) -> str:
+    """Why files have no NVFP4 matrix, though their config says so, and what to do."""
+    why = "a shard is missing, or the config is of other files"
+    if files.parameters:
+        why = (
+            "they have the parameters of 4-bit layers under their own names (torch.save, save_original_format=False), "
+            "which from_pretrained reads: load the model, and save_pretrained it"
+        )
+    return f"{folder} says NVFP4 in its config, but no tensor ends in .{dialect.global_scale}: {why}"
 
 
 def separate_scales(matrices: Mapping[str, Matrix]) -> Iterator[tuple[str, str, tuple[Tensor, Tensor]]]:

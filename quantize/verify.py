@@ -16,7 +16,7 @@ from moe_nvfp4.quantize.files import TORCH_DTYPES, Checkpoint, TensorSlice, open
 from moe_nvfp4.quantize.layouts import ErrorSums, Matrix, nvfp4
 from moe_nvfp4.quantize.model import ModelTensors, UnknownModel
 from moe_nvfp4.quantize.names import DENSE, KV_SCALE, PRE_QUANT_SCALE, aliases, is_dense_linear, is_scale
-from moe_nvfp4.quantize.plan import ConversionPlan, nvfp4_files, plan_of, scale_warnings
+from moe_nvfp4.quantize.plan import ConversionPlan, nothing_there, nvfp4_files, plan_of, scale_warnings
 from moe_nvfp4.weights import check_block_scales, check_global_scale
 
 PIECE = 1 << 22  # elements read at once
@@ -56,7 +56,7 @@ def verify_checkpoint(folder: str | os.PathLike, against: str | os.PathLike | No
     info, files = nvfp4_files(checkpoint)
     report, dialect = VerificationReport(str(folder)), info.dialect
     if not files.matrices:
-        raise ValueError(f"{folder} says NVFP4 in its config.json, but no tensor ends in .{dialect.global_scale}")
+        raise ValueError(nothing_there(str(folder), files, dialect))
     for _, matrix in sorted(files.matrices.items()):
         _check_matrix(matrix)
     for name, scale in files.fp8.items():

@@ -169,14 +169,15 @@ class Conversions:
         self._packed = PackedConverter(self.experts, self.fp8, self.prefix, self._merges, self.dialect, self.layout)
         if self.pre_quantized:
             return [self._packed, *base]
-        covered: set[str] = set().union(*map(self._params_of, base))
         quantizing = [QuantizingConverter.like(self, c) for c in base if self._params_of(c)]
+        # Files of any family may have the stacks of its modules: save_original_format=False, torch.save
+        known = {source for c in quantizing for source in c.source_patterns}
         for module_name, experts in self.experts.items():
-            suffix = _suffix(module_name)
             for name in (experts.up_name, "down_proj"):
-                if f"{module_name}.{name}" not in covered:
-                    covered |= {f"{m}.{name}" for m in self.experts if f".{m}".endswith(f".{suffix}")}
-                    quantizing += self._stacked(f"{suffix}.{name}", experts)
+                target = f"{_suffix(module_name)}.{name}"
+                if target not in known:
+                    known.add(target)
+                    quantizing += self._stacked(target, experts)
         return quantizing + [c for c in base if not self._params_of(c)]
 
     def _stacked(self, target: str, experts: HFExperts) -> list[QuantizingConverter]:

@@ -128,17 +128,22 @@ class MoeNvfp4Quantizer(HfQuantizer):
             )
         source = open_files(checkpoint_files or [], model)
         tensors = source.tensors
+        if not tensors:
+            raise ValueError(
+                "4-bit experts are read, and made while a model loads, from safetensors files, whose headers say if "
+                "all is there; here are none (.bin, .gguf, state_dict=): load the dense model, then swap_experts(model)"
+            )
         self.pre_quantized = self.pre_quantized or is_nvfp4(tensors)  # whatever config.json says
         self.mtp = mtp_tensors(model, tensors, checkpoint_files or [])
         modules = find_experts(model, config, required=not self.pre_quantized)
         found = CheckpointLayout()
-        if self.pre_quantized and tensors:
+        if self.pre_quantized:
             found = read_layout(source, model, [name for name, *_ in modules], config.activations)
             modules = [(n, m, _layout_here(m, layout, found.experts.get(n))) for n, m, layout in modules]
             config.input_scale, config.dialect = found.input_scale, found.dialect.name
             in_linears = any(PRE_QUANT_SCALE in linear.also for linear in found.linears.values())
             config.pre_quant_scale = found.pre_quant_scale or in_linears
-        elif tensors:
+        else:
             check_dense(source, model, [name for name, _, layout in modules if layout is not None])
         if config.recipe in CALIBRATED_RECIPES and not self.pre_quantized:
             self.importance = _importance(model, config, checkpoint_files or [])
@@ -216,9 +221,8 @@ class MoeNvfp4Quantizer(HfQuantizer):
         source, model = self._plan.source, self._plan.model  # transformers 5.17 does not pass the model
         conversions = self.conversions.build(weight_conversions)
         conversions = [self.linears, *conversions] if self.linears else conversions
-        if source.tensors:
-            names = {f"{m}.{p}" for m, e in self.conversions.experts.items() for p in self._read(e)}
-            check_reached(source, model, conversions, names)
+        names = {f"{m}.{p}" for m, e in self.conversions.experts.items() for p in self._read(e)}
+        check_reached(source, model, conversions, names)
         if self.quantization_config.map_files:
             self._leave_in_files(conversions)
         return conversions
@@ -399,9 +403,6 @@ def _importance(model: Any, config: MoeNvfp4Config, checkpoint_files: list[str])
         )
     if isinstance(config.calibration, os.PathLike):
         return load_importance(config.calibration)
-    if not checkpoint_files or not str(checkpoint_files[0]).endswith(".safetensors"):
-        raise ValueError(f"recipe {config.recipe!r} runs the model layer by layer from safetensors files, and there "
-                         "are none: load the dense model, then swap_experts(model, recipe=...)")  # fmt: skip
     folder = os.path.dirname(checkpoint_files[0])
     with torch.device("cpu"):  # transformers calls with meta as the default
         return files_importance(folder, calibration_batches(config.calibration, model.config, folder), config.exclude)

@@ -115,6 +115,8 @@ def swap_experts(
 
 def _inside(model: Any) -> Any:
     """The transformers model in `model`, a wrapper as PEFT and torch.compile make them: that one is saved."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"a model in memory is expected, got {model!r:.200}: load it first (from_pretrained)")
     return next((m for m in model.modules() if isinstance(m, PreTrainedModel)), model)
 
 
@@ -203,13 +205,24 @@ def set_activations(model: Model, activations: str) -> Model:
     if activations not in ACTIVATIONS:
         raise ValueError(f"activations must be one of {ACTIVATIONS}, got {activations!r}")
     layers = [m for m in model.modules() if isinstance(m, (HFExperts, NVFP4Linear))]
-    if not layers:
-        raise ValueError(f"{type(model).__name__} has no 4-bit experts: call swap_experts first")
+    config = _config(model, bool(layers))
     for module in layers:
         module.activations = activations
-    whole: Any = model
-    whole.hf_quantizer.quantization_config.activations = activations
+    config.activations = activations
     return model
+
+
+def _config(model: nn.Module, has_layers: bool) -> MoeNvfp4Config:
+    """Of a 4-bit model, that is: one that has 4-bit layers, and is not a part of another."""
+    if not has_layers:
+        raise ValueError(f"{type(model).__name__} has no 4-bit experts: call swap_experts first")
+    quantizer = getattr(_inside(model), "hf_quantizer", None)
+    if quantizer is None:
+        raise ValueError(
+            f"{type(model).__name__} is a part of a 4-bit model, whose config would not know: pass the whole"
+        )
+    config: MoeNvfp4Config = quantizer.quantization_config
+    return config
 
 
 def calibrate(model: Model, batches: Iterable[Tensor | Mapping[str, Tensor]], progress: bool = True) -> Model:
@@ -220,8 +233,7 @@ def calibrate(model: Model, batches: Iterable[Tensor | Mapping[str, Tensor]], pr
     travel with `save_pretrained`. ValueError where a layer was not reached, or makes NaN or Inf.
     """
     layers = {name: m for name, m in model.named_modules() if isinstance(m, HFExperts)}
-    if not layers:
-        raise ValueError(f"{type(model).__name__} has no 4-bit experts: call swap_experts first")
+    config = _config(model, bool(layers))
     if any(isinstance(p, DTensor) for layer in layers.values() for p in layer.parameters()):
         raise NotImplementedError("a model that is split over ranks is not calibrated: do it in one process, and save")
 
@@ -229,11 +241,14 @@ def calibrate(model: Model, batches: Iterable[Tensor | Mapping[str, Tensor]], pr
 
     def run() -> None:
         for batch in progress_bar(batches, desc="calibrate", unit="batch", show=progress):
+            if not isinstance(batch, Mapping) and (not isinstance(batch, Tensor) or batch.dim() != 2):
+                got = list(batch.shape) if isinstance(batch, Tensor) else type(batch).__name__
+                raise TypeError(f"batches has {got}: it is a list of token ids [B, T], or of dictionaries of inputs")
             inputs = {"input_ids": batch} if isinstance(batch, Tensor) else batch
             with torch.no_grad():
                 model(**{key: value.to(whole.device) for key, value in inputs.items()})
 
     for name, scales in observe(layers, run).items():
         layers[name].set_input_scales(*scales)
-    whole.hf_quantizer.quantization_config.input_scale = True
+    config.input_scale = True
     return model

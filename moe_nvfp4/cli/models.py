@@ -89,6 +89,9 @@ def model_class(config: Any) -> Any:
         found = getattr(transformers, str(name), None)
         if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel):
             return found
+    if not config.architectures:
+        raise ValueError("config.json has no architectures, the name of the model's class: download it again, or save "
+                         "the model with save_pretrained")  # fmt: skip
     raise ValueError(f"transformers {transformers.__version__} has no model {config.architectures}")
 
 

@@ -434,7 +434,7 @@ def test_a_prompt_of_no_tokens(folder, tmp_path, capsys):
         ({"num_hidden_layers": "two"}, "expected int, got str"),
         ({"dtype": "float3"}, "float3"),
         ({"architectures": ["AutoConfig"]}, "has no model ['AutoConfig']"),
-        ({"architectures": None}, "has no model None"),
+        ({"architectures": None}, "config.json has no architectures"),
     ],
     ids=str,
 )

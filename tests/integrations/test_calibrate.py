@@ -108,6 +108,9 @@ def test_what_cannot_be_calibrated_is_named(tmp_path):
     model = swap_experts(make(qwen3_moe), progress=False)
     with pytest.raises(ValueError, match="model.layers.0.mlp.experts was not reached by any token"):
         calibrate(model, [], progress=False)
+    for wrong, got in ((PROMPTS[0], r"\[\d+\]"), (["some text"], "str")):
+        with pytest.raises(TypeError, match=f"batches has {got}: it is a list of token ids"):
+            calibrate(model, wrong, progress=False)
     with torch.no_grad():
         model.model.embed_tokens.weight[17] = float("nan")
     with pytest.raises(ValueError, match="model.layers.0.mlp.experts got activations with NaN or Inf"):

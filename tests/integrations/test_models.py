@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 
 from moe_nvfp4.integrations.huggingface import MoeNvfp4Config, checkpoint_config, set_activations, swap_experts
 from moe_nvfp4.integrations.huggingface.experts import HFExperts
+from moe_nvfp4.quantize.verify import verify_checkpoint
 from tests.common import THRESHOLDS, peak_while_loading, relative_error
 from tests.models import (
     FAMILIES,
@@ -282,6 +283,11 @@ def test_set_activations(tmp_path):
     model.save_pretrained(tmp_path / "nvfp4")
     assert torch.equal(logits(load(tmp_path / "nvfp4")), logits(model))
     assert torch.equal(logits(set_activations(model, "bf16")), w4a16)
+    with pytest.raises(ValueError, match="Qwen3MoeModel is a part of a 4-bit model, .* pass the whole"):
+        set_activations(model.model, "nvfp4")
+    assert torch.equal(logits(model), w4a16)
+    with pytest.raises(TypeError, match="a model in memory is expected, got 'Qwen/Qwen3-30B-A3B': load it first"):
+        swap_experts("Qwen/Qwen3-30B-A3B")
 
 
 # ---------------------------------------------------------------- files from elsewhere
@@ -315,6 +321,23 @@ def test_a_state_dict_as_files(tmp_path):
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     save_file(state, tmp_path / "nvfp4/model.safetensors", metadata={"format": "pt"})
     assert torch.equal(logits(load(tmp_path / "nvfp4")), logits(model))
+    with pytest.raises(ValueError, match="have the parameters of 4-bit layers .* load the model, and save_pretrained"):
+        verify_checkpoint(tmp_path / "nvfp4")
+
+
+@pytest.mark.slow_after(1)
+@pytest.mark.parametrize("family", [qwen3_moe, granite, nemotron_h], ids=lambda f: f.__name__)
+def test_dense_stacks_under_the_modules_names(family, tmp_path):
+    """In files of families whose own files have a tensor for each expert, or other names; where none can be looked
+    into, nothing is made up."""
+    folder(tmp_path, family, save_original_format=False)
+    assert any(name.endswith("experts.down_proj") for name in tensors(tmp_path / "bf16"))
+    expected = logits(swap_experts(load(tmp_path / "bf16"), progress=False))
+    assert torch.equal(logits(load(tmp_path / "bf16", quantization_config=MoeNvfp4Config())), expected)
+    torch.save(tensors(tmp_path / "bf16"), tmp_path / "bf16/pytorch_model.bin")
+    (tmp_path / "bf16/model.safetensors").unlink()
+    with pytest.raises(ValueError, match="from safetensors files, .*here are none .* then swap_experts"):
+        load(tmp_path / "bf16", quantization_config=MoeNvfp4Config())
 
 
 def test_gate_and_up_with_different_global_scales_are_both_honoured(tmp_path):
