@@ -12,6 +12,9 @@ import os
 import sys
 import tempfile
 import time
+from contextlib import contextmanager
+from functools import cache, partial
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -35,7 +38,6 @@ LAYERS = {  # name: (H, I, E, top_k, copies, so that weights are cold)
 }
 PROMPTS = (4096, 512, 128, 64, 32)
 GRAPH = 24  # calls of a layer in one graph
-COMPILED = 8  # layers: torch.compile takes a second or two for each
 
 
 def randomize(experts):
@@ -76,11 +78,15 @@ def build(name, device):
     return model
 
 
+@cache
+def numbers():
+    return named("offload").place(torch.ones(1 << 28, dtype=torch.int64))
+
+
 def read_rate():
-    """GB/s of summing 2 GiB with all threads."""
-    numbers = named("offload").place(torch.ones(1 << 28, dtype=torch.int64))
-    best = min(timed(numbers.sum) for _ in range(5))
-    return numbers.nbytes / best / 1e9
+    """GB/s of summing 2 GiB with all threads, now: other users of the machine read too."""
+    best = min(timed(numbers().sum) for _ in range(5))
+    return numbers().nbytes / best / 1e9
 
 
 def timed(call):
@@ -181,12 +187,30 @@ def layer_in_files(name, device):
         equal = all(torch.equal(a(x, ids, p), b(x, ids, p)) for a, b in zip(mapped, layers, strict=True))
         alone, beside = token.alone(mapped), token.beside(mapped)
         again = token.alone(layers)
+        if device == "cuda":
+            time_many_tokens(layers, mapped, sizes)
     print(
         f"\n{name}, in files: {first * 1e6:.0f} us from the disk ({touched_bytes(H, I, top_k) / first / 1e9:.1f} "
         f"GB/s), then {alone * 1e6:.0f} us on the CPU ({in_memory * 1e6:.0f} and {again * 1e6:.0f} us in memory), "
         f"{beside * 1e6:.0f} us beside the GPU; 300 tokens give the bits of weights in memory: {equal}",
         flush=True,
     )
+
+
+def time_many_tokens(layers, mapped, sizes):
+    """Milliseconds of a layer beside the GPU, by where its weights are and where they are multiplied."""
+    H, _, E, top_k = sizes
+    print("\n| tokens an expert | in files: on the CPU, ms | copied to the GPU | in memory: on the CPU | copied |")
+    print("|--:|--:|--:|--:|--:|")
+    for each in (4, 12, 24, 48, 96):
+        tokens, cells = each * E // top_k, []
+        x, p = torch.randn(tokens, H, device="cuda").bfloat16(), torch.rand(tokens, top_k, device="cuda")
+        ids = torch.rand(tokens, E, device="cuda").topk(top_k).indices
+        for where, copied in ((mapped, False), (mapped, True), (layers, False), (layers, True)):
+            call = lambda x=x, ids=ids, p=p, where=where: [layer(x, ids, p) for layer in where]
+            with weights_are_copied(copied):
+                cells.append(f"{min(timed(call) for _ in range(4)) / len(where) * 1e3:.2f}")
+        print(f"| {each} | {' | '.join(cells)} |", flush=True)
 
 
 def way_there_and_back(device):
@@ -207,22 +231,76 @@ def copy_rate(layer):
     return codes.nbytes / min(timed(lambda: to.copy_(codes, non_blocking=True)) for _ in range(5)) / 1e9
 
 
+@contextmanager
+def weights_are_copied(copied):
+    """To the GPU for each call, or never."""
+    chosen, offload._better_on_gpu = offload._better_on_gpu, lambda *_: copied
+    yield
+    offload._better_on_gpu = chosen
+
+
 def time_prompts(model, vocabulary, device):
     """Milliseconds of prompts, with the experts of all layers on the CPU, and with their weights copied to the GPU."""
-    chosen = offload.UPLOAD
     print("| prompt, tokens | experts on the CPU, ms | copied to the GPU, ms |\n|--:|--:|--:|")
     for tokens in PROMPTS:
         ids, cells = torch.randint(vocabulary, (1, tokens), device=device), []
-        cache = lambda ids=ids: StaticCache(config=model.config, max_cache_len=ids.shape[1] + 1)
-        call = lambda ids=ids, cache=cache: model(ids, past_key_values=cache(), logits_to_keep=1)
-        for offload.UPLOAD in (1 << 40, 0):
-            slow = tokens > 512 and offload.UPLOAD
-            cells.append("" if slow else f"{min(timed(call) for _ in range(3)) * 1e3:.0f}")
+        # One that was used before. In a new one each layer makes tensors, for which the host waits until the GPU has
+        # done all before them: no weights are copied ahead then.
+        past = StaticCache(config=model.config, max_cache_len=tokens + 1)
+
+        def call(ids=ids, past=past):
+            past.reset()
+            model(ids, past_key_values=past, logits_to_keep=1)
+
+        for copied in (False, True):
+            with weights_are_copied(copied):
+                slow = tokens > 512 and not copied
+                cells.append("" if slow else f"{min(timed(call) for _ in range(4)) * 1e3:.0f}")
         print(f"| {tokens} | {' | '.join(cells)} |", flush=True)
-    offload.UPLOAD = chosen
 
 
-def whole_model(name, device, rate, steps=32):
+class Clock:
+    """A streamer that notes when it got each token."""
+
+    def __init__(self):
+        self.times = []
+
+    def put(self, tokens):
+        self.times.append(time.perf_counter())
+
+    def end(self):
+        pass
+
+
+def time_generate(model, vocabulary, device, tokens=48):
+    """Tokens/s of `generate`, with its default cache and with a static one, whose step transformers compiles."""
+    prompt = torch.randint(vocabulary, (1, 32), device=device)
+    model.generation_config.eos_token_id = None
+    for how in ({}, {"cache_implementation": "static"}):
+        clock = Clock()
+        call = partial(model.generate, prompt, max_new_tokens=tokens, do_sample=False, pad_token_id=0, **how)
+        whole = timed(partial(call, streamer=clock))
+        steps = sorted(b - a for a, b in pairwise(clock.times[tokens // 2 :]))
+        seconds = steps[len(steps) // 2]
+        print(
+            f"generate(..., {how}): {1 / seconds:.1f} tokens/s, {seconds * 1e3:.1f} ms a token; the first {tokens} "
+            f"took {whole:.1f} s",
+            flush=True,
+        )
+
+
+def report_step(title, decoder, bytes_of_token):
+    """Milliseconds of a step as one CUDA graph, and how much of it the experts' bytes take at the rate of that time."""
+    before, seconds, after = read_rate(), decoder.time(), read_rate()
+    roof = 2 * bytes_of_token / (before + after) / 1e9
+    print(
+        f"{title}: {1 / seconds:.1f} tokens/s, {seconds * 1e3:.2f} ms a step; the host reads {before:.0f} GB/s before "
+        f"and {after:.0f} after, the experts' bytes take {roof * 1e3:.1f} ms ({roof / seconds:.0%})",
+        flush=True,
+    )
+
+
+def whole_model(name, device, steps=32):
     config = CONFIGS[name]
     start = time.perf_counter()
     model = build(name, device)
@@ -230,35 +308,24 @@ def whole_model(name, device, rate, steps=32):
     print(f"{name}, all experts on the CPU, {weights:.2f} GB of weights on the {device} (made in "
           f"{time.perf_counter() - start:.0f} s)", flush=True)  # fmt: skip
     sizes = config["hidden_size"], config["moe_intermediate_size"], config["num_experts_per_tok"]
-    roof = config["num_hidden_layers"] * touched_bytes(*sizes) / rate / 1e9
+    bytes_of_token = config["num_hidden_layers"] * touched_bytes(*sizes)
     decoder = Decoder(model, 1, steps, device)
     tokens = decoder.run(decoder.step, COMPARED)
     equal = torch.equal(tokens, decoder.run(captured(decoder.step, device), COMPARED))
-    seconds = decoder.time()
-    print(
-        f"{1 / seconds:.1f} tokens/s, {seconds * 1e3:.1f} ms a step, as one CUDA graph; the experts' bytes take "
-        f"{roof * 1e3:.1f} ms ({roof / seconds:.0%}); {COMPARED} tokens are those without a graph: {equal}",
-        flush=True,
-    )
+    print(f"{COMPARED} tokens of one CUDA graph are those without it: {equal}", flush=True)
+    report_step("plain", decoder, bytes_of_token)
     with without("experts", model):
-        print(f"a step without experts: {decoder.time() * 1e3:.1f} ms", flush=True)
+        print(f"a step without experts: {decoder.time() * 1e3:.2f} ms", flush=True)
     if device == "cuda":
         layer = model.model.layers[0].mlp.experts
         size, rate = sum(p.nbytes for p in layer.parameters()) * config["num_hidden_layers"], copy_rate(layer)
         print(f"copies to the GPU: {rate:.1f} GB/s, {size / rate / 1e6:.0f} ms for all experts\n")
         time_prompts(model, config["vocab_size"], device)
-    model.model.layers = model.model.layers[:COMPILED]
-    model.config.num_hidden_layers = len(model.model.layers)
-    decoder = Decoder(model, 1, steps, device)
-    tokens, seconds = decoder.run(decoder.step, COMPARED), decoder.time()
-    model.forward = torch.compile(model.forward, dynamic=False)
+    time_generate(model, config["vocab_size"], device)
+    model.forward = torch.compile(model.forward, dynamic=False)  # a second or two for each layer
     waited = timed(lambda: decoder.run(decoder.step, 1))
-    equal = torch.equal(tokens, decoder.run(decoder.step, COMPARED))
-    print(
-        f"its first {COMPILED} layers: {seconds * 1e3:.2f} ms a step, {decoder.time() * 1e3:.2f} with torch.compile "
-        f"(which took {waited:.0f} s); {COMPARED} tokens are the same: {equal}",
-        flush=True,
-    )
+    report_step(f"torch.compile, which took {waited:.0f} s", decoder, bytes_of_token)
+    report_step("again", decoder, bytes_of_token)
 
 
 @torch.no_grad()
@@ -282,7 +349,7 @@ def benchmark(name):
     elif name == "files":
         layer_in_files(next(iter(LAYERS)), device)
     elif name in CONFIGS:
-        whole_model(name, device, rate)
+        whole_model(name, device)
     else:
         raise SystemExit(f"--random {name}: choose one of {', '.join((*CONFIGS, 'layers', 'files'))}")
 

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map
 from moe_nvfp4.backends import Backend, Problem, Selected, named, select, selected, shown
 from moe_nvfp4.checks import check_activations, check_bias_dtype, check_sizes
 from moe_nvfp4.mapped import Matrix, table
-from moe_nvfp4.ops import run_experts
+from moe_nvfp4.ops import numbered, run_beside, run_experts
 from moe_nvfp4.prepared import Packed, Prepared
 from moe_nvfp4.quantize.recipes import DEFAULT_RECIPE, quantize_expert
 from moe_nvfp4.training import Adapters, Hooks, autocast
@@ -86,6 +86,16 @@ class NVFP4Experts(Prepared):
             add(f"{name}_global_scale", E, dtype=torch.float32)
         for name in ("up_proj", "down_proj") if input_scale else ():
             add(f"{name}_input_scale", E, dtype=torch.float32)
+
+    # The number says which weights these are, and where they lie: torch.compile makes its CUDA graphs anew for others.
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        super().register_parameter(name, param)
+        self._number = numbered(self)
+
+    def __setstate__(self, state: Any) -> None:  # of a copy
+        super().__setstate__(state)
+        self._number = numbered(self)
 
     @classmethod
     def from_dense(
@@ -187,6 +197,10 @@ class NVFP4Experts(Prepared):
     @property
     def pre_quant_scales(self) -> tuple[Tensor | None, Tensor | None]:
         return self._parameters.get("up_proj_pre_quant_scale"), self._parameters.get("down_proj_pre_quant_scale")
+
+    @property
+    def _biases(self) -> tuple[Tensor | None, Tensor | None]:
+        return self._parameters.get(f"{self.up_name}_bias"), self._parameters.get("down_proj_bias")
 
     @property
     def projections(self) -> tuple[str, ...]:
@@ -308,9 +322,11 @@ class NVFP4Experts(Prepared):
             for p in self.parameters():
                 p.data = named("offload").place(p.data)
         self.on_cpu = keep
+        self._number = numbered(self)
         return self
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        self._number = numbered(self)
         if not self.on_cpu:
             return super()._apply(fn, recurse)
 
@@ -346,13 +362,16 @@ class NVFP4Experts(Prepared):
             hooks = hooks._replace(adapters=adapters)
         here = self._here("down_proj").device
         beside = x.device if self.on_cpu and x.device != here else None
-        if beside and (not hooks.fused or self.gate.kind == "raw" or _wants_gradients(x, p)):
+        if beside and (not hooks.fused or self.gate.kind == "raw" or _wants_gradients(x, p, *self._biases)):
             x, ids, p, beside = x.to(here), ids.to(here), p.to(here), None
             hooks = hooks._replace(adapters=tree_map(lambda t: t.to(here), hooks.adapters))
         chosen = selected(*self._problem(x.dtype, hooks.fused, beside))
         if not torch.compiler.is_compiling():
             self._prepare_for(chosen)
-        y = run_experts(x, ids, p, self.weights, hooks, chosen, self.recompute)
+        if beside:
+            y = run_beside(x, ids, p, self._number)
+        else:
+            y = run_experts(x, ids, p, self.weights, hooks, chosen, self.recompute)
         return y.to(hidden_states) if self.on_cpu else y.to(hidden_states.dtype)
 
     def extra_repr(self) -> str:
@@ -363,5 +382,5 @@ class NVFP4Experts(Prepared):
         )
 
 
-def _wants_gradients(*tensors: Tensor) -> bool:
-    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+def _wants_gradients(*tensors: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)

@@ -4,20 +4,23 @@
 
 Ops are opaque to torch.compile. Tensors travel instead of dataclasses; what else an op must know, such as the backend
 that runs it, is in the string `spec`. What a caller may differentiate comes by itself and not in a list, so that
-autograd sees it. `experts` does all stages in one call, on backends that can.
+autograd sees it. `experts` does all stages in one call, on backends that can; `experts_beside` finds weights in host
+memory by their layer's number.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import count
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
 from moe_nvfp4 import format as nvfp4
-from moe_nvfp4.backends import Problem, Selected, named, named_on, selected
+from moe_nvfp4.backends import Problem, Selected, named_on, selected
 from moe_nvfp4.backward import layer_gradients, linear_gradient
 from moe_nvfp4.checks import check_layer, check_linear, check_quantize, check_stage
 from moe_nvfp4.routing import Groups, Rows, group_by_expert
@@ -121,19 +124,51 @@ def experts(x, top_k_index, top_k_weights, weights, spec):
     read = read_spec(spec)
     w = ExpertWeights.from_tensors(weights, read)
     backend = named_on(read.backend, x.device)
-    check_layer(x, top_k_index, top_k_weights, w, backend.host_weights)
+    check_layer(x, top_k_index, top_k_weights, w)
     return backend.experts(x, top_k_index, top_k_weights, w)
 
 
 @experts.register_fake
 def _(x, top_k_index, top_k_weights, weights, spec):
-    read = read_spec(spec)
-    w = ExpertWeights.from_tensors(weights, read)
-    check_layer(x, top_k_index, top_k_weights, w, named(read.backend).host_weights)
+    check_layer(x, top_k_index, top_k_weights, ExpertWeights.from_tensors(weights, read_spec(spec)))
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 _experts = torch.ops.moe_nvfp4.experts.default  # one Python call less
+
+_layers: WeakValueDictionary[int, Any] = WeakValueDictionary()
+_numbers = count()
+
+
+def numbered(layer: Any) -> int:
+    """A new number by which `experts_beside` finds `layer.weights`, as long as `layer` lives."""
+    number = next(_numbers)
+    _layers[number] = layer
+    return number
+
+
+@torch.library.custom_op(
+    "moe_nvfp4::experts_beside",
+    schema="(Tensor x, Tensor top_k_index, Tensor top_k_weights, int layer) -> Tensor",
+    mutates_args=(),
+)
+def experts_beside(x, top_k_index, top_k_weights, layer):
+    """`experts` whose weights are on the CPU while the rest is on a GPU, of the layer with this number: torch.compile
+    makes no CUDA graphs of what has tensors of the CPU."""
+    w = _beside(x, top_k_index, top_k_weights, layer)
+    return named_on("offload", x.device).experts(x, top_k_index, top_k_weights, w)
+
+
+@experts_beside.register_fake
+def _(x, top_k_index, top_k_weights, layer):
+    _beside(x, top_k_index, top_k_weights, layer)
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _beside(x, top_k_index, top_k_weights, layer) -> ExpertWeights:
+    w = _layers[layer].weights
+    check_layer(x, top_k_index, top_k_weights, w, True)
+    return w
 
 
 @torch.library.custom_op(
@@ -292,6 +327,12 @@ def moe_forward(
     sizes = (w.num_experts, w.hidden_size, w.intermediate_size)
     problem = Problem("experts", *sizes, w.gate.kind, w.activations, x.dtype, hooks.fused, False)
     return run_experts(x, top_k_index, top_k_weights, weights, hooks, selected(problem, x.device))
+
+
+def run_beside(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, layer: int) -> Tensor:
+    """`run_experts` of a fused layer whose weights are on the CPU while x is on a GPU; layer: its number."""
+    refuse_transforms()
+    return experts_beside(x, top_k_index, top_k_weights, layer)
 
 
 def run_experts(

@@ -15,8 +15,9 @@ from moe_nvfp4.integrations.huggingface.experts import HFExperts
 from moe_nvfp4.integrations.huggingface.offload import CONTEXT, SCRATCH, cache_bytes
 from moe_nvfp4.integrations.huggingface.packed import PackedConverter
 from moe_nvfp4.kernels.cpu import backend as cpu
+from moe_nvfp4.kernels.offload import backend as offload
 from tests.common import relative_error
-from tests.models import folder, granite, load, logits, mixtral, nemotron_h, qwen3_moe
+from tests.models import IDS, folder, granite, load, logits, mixtral, nemotron_h, qwen3_moe
 
 needs_library = pytest.mark.skipif(not cpu.available(), reason="no C compiler")
 on_any_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
@@ -180,3 +181,25 @@ def test_beside_a_gpu_the_model_says_the_same(tmp_path):
     assert model.lm_head.weight.is_cuda
     assert relative_error(logits(model), want) < 0.05  # attention's bf16, in a model with random weights
     assert torch.equal(logits(model.cpu()), want)
+
+
+def first_logits(model, **kwargs):
+    how = dict(max_new_tokens=6, do_sample=False, return_dict_in_generate=True, output_logits=True)
+    return model.generate(IDS.to(model.device), **how, **kwargs).logits[:2]  # then a near tie may go either way
+
+
+@on_any_gpu
+@needs_library
+def test_beside_a_gpu_a_compiled_step_is_one_cuda_graph(tmp_path):
+    """And another one, if a layer gets other weights."""
+    model, before = swapped(tmp_path, cpu_experts="all").to("cuda"), None
+    layers = [m for m in model.modules() if isinstance(m, HFExperts)]
+    for _ in range(2):
+        compiled, eager = first_logits(model, cache_implementation="static"), first_logits(model)
+        for a, b in zip(compiled, eager, strict=True):
+            assert relative_error(a, b) < 0.05
+        assert before is None or relative_error(eager[1], before) > 0.3
+        before = eager[1]
+        assert len(layers) in [len(w.calls) for w in offload._graphs]
+        for layer in layers:
+            layer.load_state_dict({name: t.flip(0) for name, t in layer.state_dict().items()}, assign=True)
