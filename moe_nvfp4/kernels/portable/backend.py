@@ -164,7 +164,7 @@ def linear(x: Tensor, weights: LinearWeights) -> Tensor:
         part = config.part_of(K, splits, tile.BK)
         splits = -(-K // part)
         y = out[None] if splits == 1 else x.new_empty(splits, T, N, dtype=torch.float32)
-        _gemm(rows, w.codes, sf, (None, scale), w.bias, y, None, None, tile, BM, 1, part)
+        _gemm(rows, _Matrices(w.codes, sf, None, scale, w.bias), y, _Tiling(tile, BM, 1, part))
         if splits > 1:
             _combine(y, None, None, out, 1)
     return out
@@ -325,10 +325,8 @@ def _up(rows: _Values, w: ExpertWeights, routing: _Routing | _Unsorted, plan: Pl
     """GEMM 1 and the gate: [R, I], padded with zeros to whole blocks; a raw gate: [R, N13]."""
     width = w.w13.shape[1] if w.gate.kind == "raw" else w.w2.shape[2] * 2
     h = rows.values.new_empty(1, routing.num_rows, width, dtype=dtype)
-    _gemm(
-        rows, w.w13, w.block_scales()[0], (w.gate_scale, w.up_scale), w.b13, h, routing, None, plan.up, plan.BM,
-        plan.group, w.w13.shape[2] * 2, w.gate,
-    )  # fmt: skip
+    matrices = _Matrices(w.w13, w.block_scales()[0], w.gate_scale, w.up_scale, w.b13)
+    _gemm(rows, matrices, h, _Tiling(plan.up, plan.BM, plan.group, w.w13.shape[2] * 2), routing, gate=w.gate)
     return h[0]
 
 
@@ -337,35 +335,53 @@ def _down(h: _Values, w: ExpertWeights, routing: _Routing | _Unsorted, plan: Pla
     K, tile = w.w2.shape[2] * 2, plan.down
     part = config.part_of(K, plan.splits, tile.BK)
     y = h.values.new_empty(-(-K // part), routing.num_rows, w.hidden_size, dtype=plan.rows)
-    scales, to = (None, w.w2_scale), routing.order
-    _gemm(h, w.w2, w.block_scales()[1], scales, w.b2, y, routing, to, tile, plan.BM, plan.group, part)
+    matrices = _Matrices(w.w2, w.block_scales()[1], None, w.w2_scale, w.b2)
+    _gemm(h, matrices, y, _Tiling(tile, plan.BM, plan.group, part), routing, routing.order)
     return y
 
 
+class _Matrices(NamedTuple):
+    """One for each expert, or the only one: codes [E, N, K / 2], sf [E, N, K / 16], global scales fp32 [E], that of the
+    first half of the rows apart where they have one, and bias [E, N]."""
+
+    codes: Tensor
+    sf: Tensor
+    first_scale: Tensor | None
+    scale: Tensor
+    bias: Tensor | None
+
+
+class _Tiling(NamedTuple):
+    """A tile, its BM tokens, token tiles that follow one another, and columns of K that one program adds up."""
+
+    tile: Tile
+    BM: int
+    group: int
+    part: int
+
+
 def _gemm(
-    rows: _Values, codes: Tensor, sf: Tensor, scales: tuple[Tensor | None, Tensor], bias: Tensor | None, out: Tensor,
-    routing: _Routing | _Unsorted | None, out_index: Tensor | None, tile: Tile, BM: int, group: int, part: int,
-    gate: Gate = _RAW,
+    rows: _Values, w: _Matrices, out: Tensor, tiling: _Tiling, routing: _Routing | _Unsorted | None = None,
+    out_index: Tensor | None = None, gate: Gate = _RAW,
 ) -> None:  # fmt: skip
-    """out [parts, R, N] of `gemm_kernel`; without routing one expert has all rows."""
-    x, R, r, native = rows.values, out.shape[1], routing, rows.sf is not None
-    N, K, split_at = codes.shape[-2], codes.shape[-1] * 2, 0
+    """out [parts, R, N] of `gemm_kernel`; without routing one matrix has all rows."""
+    x, R, r, native, (tile, BM, group, part) = rows.values, out.shape[1], routing, rows.sf is not None, tiling
+    N, K, split_at = w.codes.shape[-2], w.codes.shape[-1] * 2, 0
     if gate.kind in config.GATED:
         N //= 2
-    elif scales[0] is not None:
+    elif w.first_scale is not None:
         split_at = N // 2
     token_tiles: tuple[Tensor | None, ...] = (None,) * 4
     ids, E, tiles = 0, 0, -(-R // BM)
     if isinstance(r, _Unsorted):
-        ids, E, tiles, group, token_tiles = r.most, codes.shape[0], R, 1, (r.ids, None, None, None)
+        ids, E, tiles, group, token_tiles = r.most, w.codes.shape[0], R, 1, (r.ids, None, None, None)
     elif r is not None:
-        tiles, token_tiles = max_tiles(R, codes.shape[0], BM), (r.tile_expert, r.tile_row, r.tile_end, r.tile_count)
+        tiles, token_tiles = max_tiles(R, w.codes.shape[0], BM), (r.tile_expert, r.tile_row, r.tile_end, r.tile_count)
     tiles = -(-tiles // group) * group
     launch(
         gemm_kernel, (tiles * -(-N // tile.BN), out.shape[0]),
-        x if native else x.view(torch.int32), rows.sf, rows.index, aligned(codes), aligned(sf), *scales, bias,
-        rows.scale, out, out_index,
-        *token_tiles, R,
+        x if native else x.view(torch.int32), rows.sf, rows.index, aligned(w.codes), aligned(w.sf), w.first_scale,
+        w.scale, w.bias, rows.scale, out, out_index, *token_tiles, R,
         N, K, part // 2, out.shape[2], split_at, rows.index_div, *_gate(gate),
         tile.BN, BM, tile.BK, group, ids, E, _TYPES.get(x.dtype), how(), num_warps=tile.warps, num_stages=tile.stages,
         arch=_architecture(x.device) if native else None,
