@@ -11,6 +11,7 @@ vLLM has no NVFP4 experts of its own; on Hopper they are Marlin's.
 import argparse
 import json
 import os
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -43,7 +44,10 @@ def main() -> None:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     if not gpu:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    engines = {name: engine(name, gpu, args) for name in args.engines or ("bf16", *["Marlin"] * gpu, "NVFP4")}
+    engines = {}
+    for name in args.engines or ("bf16", *["Marlin"] * gpu, "NVFP4"):
+        print(f"starting {name}; on a GPU vLLM compiles for half a minute", file=sys.stderr, flush=True)
+        engines[name] = engine(name, gpu, args)
 
     print(f"{'':24}" + "".join(f"{name:>12}" for name in engines) + f"   tokens/s, best of {args.rounds}")
     points = [(f"decode, batch {b}", b, args.prompt, args.tokens) for b in args.batches] + [
