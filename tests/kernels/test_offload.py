@@ -23,7 +23,7 @@ from moe_nvfp4.backends import Device, Problem, explain
 from moe_nvfp4.backward import Adapter
 from moe_nvfp4.kernels.cpu import backend as cpu
 from moe_nvfp4.kernels.offload import backend as offload
-from moe_nvfp4.kernels.offload import pages, upload
+from moe_nvfp4.kernels.offload import files, pages, upload
 from moe_nvfp4.weights import Gate
 from tests.common import THRESHOLDS, random_layer, relative_error
 from tests.kernels.test_mapped import in_files
@@ -346,18 +346,16 @@ def test_what_fails_is_nan_and_the_next_call_says_why(driver):
 
 
 @needs_library
-def test_weights_that_stay_in_files(driver, monkeypatch, tmp_path):
-    """Any number of tokens runs on the CPU; without the file it is NaN."""
+def test_weights_that_stay_in_files(driver, tmp_path):
+    """Without the file it is NaN."""
     layer = random_layer(**SIZES)
     mapped, (file, _) = in_files(layer, tmp_path)
-    monkeypatch.setattr(offload, "UPLOAD", 1)
-    batches = [inputs(T, T) for T in (1, 70)]
-    results = [offload.experts(*batch, mapped.weights) for batch in batches]
+    batch = inputs(70, 0)
+    y = offload.experts(*batch, mapped.weights)
     driver.synchronize()
-    for batch, y in zip(batches, results, strict=True):
-        assert torch.equal(y, cpu.experts(*batch, layer.weights))
+    assert torch.equal(y, cpu.experts(*batch, layer.weights))
     truncate(file, 0)
-    y = offload.experts(*batches[1], mapped.weights)
+    y = offload.experts(*batch, mapped.weights)
     driver.synchronize()
     assert y.isnan().all()
     with pytest.raises(OSError, match=f"in an earlier call, whose result is NaN: {file} became shorter"):
@@ -422,6 +420,47 @@ def test_large_layers_are_copied_in_pieces(driver, monkeypatch, share, of_expert
     assert relative_error(y, want) < THRESHOLDS["half"]
 
 
+@needs_library
+@pytest.mark.parametrize("share", [1, 1 / 4])
+def test_the_gpu_takes_many_tokens_of_weights_in_files(driver, monkeypatch, tmp_path, share):
+    """From FROM_FILES times as many on; a file that is gone is an error of the call."""
+    layer = random_layer(**SIZES, bias=torch.bfloat16)
+    mapped, (file, _) = in_files(layer, tmp_path)
+    T, size = offload.UPLOAD_WITHOUT_AMX * offload.FROM_FILES * SIZES["E"] // 2, sum(map(of_bytes, layer.parameters()))
+    monkeypatch.setattr(offload, "PORTABLE", portable := Portable())
+    monkeypatch.setattr(offload, "UPLOAD", offload.UPLOAD_WITHOUT_AMX)  # on every CPU
+    monkeypatch.setattr(upload, "PIECE", int(size * share))
+    few, many = inputs(T - 1, 0), inputs(T, 1)
+    y, z = (offload.experts(*batch, mapped.weights) for batch in (few, many))
+    driver.synchronize()
+    assert torch.equal(y, cpu.experts(*few, layer.weights))
+    assert portable.seen == [T] * (1 if share == 1 else 3)
+    want = cpu.experts(*many, layer.weights)
+    assert torch.equal(z, want) if share == 1 else relative_error(z, want) < THRESHOLDS["half"]
+    truncate(file, 0)
+    with pytest.raises(OSError, match=f"{file} became shorter"):
+        offload.experts(*many, mapped.weights)
+
+
+of_bytes = lambda t: t.nbytes
+
+
+@needs_library
+@pytest.mark.parametrize("gated", [True, False])
+def test_matrices_of_files_come_in_their_order(tmp_path, gated):
+    """Of any size, also larger than what a thread copies at a time; of some experts, and of none."""
+    layer = random_layer(3, 1040, 1000, gate=Gate("silu") if gated else Gate("relu2", gated=False))
+    mapped, _ = in_files(layer, tmp_path)
+    weights, found = files.sources(mapped.weights)
+    assert weights.layout is None
+    for name in ("w13", "w13_sf", "w2", "w2_sf"):
+        want, source = getattr(layer.weights, name), found[name]
+        assert (tuple(source.shape), source.nbytes) == (tuple(want.shape), want.nbytes)
+        for part in (slice(0, 3), slice(1, 3), slice(2, 2)):
+            memory = torch.full((source[part].nbytes,), 77, dtype=torch.uint8)
+            assert torch.equal(source[part].read(memory), want[part])
+
+
 def test_weights_move_to_pages_that_are_pinned_once_and_freed():
     small, large = torch.arange(100, dtype=torch.uint8), torch.arange(1 << 20).view(2, -1)
     assert pages.place(small) is small
@@ -473,6 +512,29 @@ def test_many_tokens_are_multiplied_on_the_gpu(activations, limit, monkeypatch):
                 assert torch.equal(y, w) if piece == 1 << 30 else relative_error(y, w) < THRESHOLDS["half"]
                 assert relative_error(y, layer(x, ids, p)) < THRESHOLDS[limit]
     assert pages._placed[layers[0].down_proj.data_ptr()].unpin
+
+
+@on_any_gpu
+@pytest.mark.parametrize("piece, staged", [(1 << 30, 1 << 20), (10 << 20, 1 << 18), (1 << 30, 64 << 20)])
+def test_many_tokens_of_weights_in_files(tmp_path, monkeypatch, piece, staged):
+    """The bits of weights in memory, through buffers that are filled many times."""
+    monkeypatch.setattr(upload, "PIECE", piece)
+    monkeypatch.setattr(files, "STAGED", staged)
+    layers = [random_layer(6, 1024, 1536, seed=i).keep_on_cpu() for i in range(2)]
+    mapped = []
+    for i, layer in enumerate(layers):
+        (tmp_path / str(i)).mkdir()
+        mapped.append(in_files(layer, tmp_path / str(i))[0])
+    _, ids, p = inputs(300, 0)
+    batch = [t.cuda() for t in (torch.randn(300, 1024).bfloat16(), ids, p)]
+    want = [layer(*batch) for layer in layers]
+    for _ in range(4):
+        for y, w in zip([layer(*batch) for layer in mapped], want, strict=True):
+            assert torch.equal(y, w)
+    truncate(tmp_path / "0" / "a", 0)
+    with pytest.raises(OSError, match="became shorter"):
+        mapped[0](*batch)
+    assert torch.equal(mapped[1](*batch), want[1])
 
 
 @on_any_gpu

@@ -286,6 +286,16 @@ def linear(x: Tensor, weights: LinearWeights) -> Tensor:
     return y
 
 
+def gather(table: Tensor, kind: int, to: Tensor) -> None:
+    """Copy matrices that are left in their files (table: `mapped.table`, uint8 [E, parts, 2, 8]), their codes (kind 0)
+    or block scales (1), one after the other to `to`, uint8 of all their bytes. OSError where a file lost one of them.
+    """
+    count = table.shape[0] * table.shape[1]
+    begin, threads = table.data_ptr() + 8 * kind, torch.get_num_threads()
+    if count and _library(path()).gather(begin, count, to.numel() // count, to.data_ptr(), threads, _parallel()):
+        raise OSError(mapped.loss())
+
+
 def _quantize(
     program: _Program, x: Tensor, index: Tensor | None, scale: Tensor | None, groups: Groups, four_over_six: bool
 ) -> Rows:
@@ -413,6 +423,10 @@ def _library(name: str, *flags: str) -> ctypes.CDLL:
     library.run.restype = ctypes.c_int64
     library.failure.restype = library.open_mailbox.restype = ctypes.c_int64
     library.run.argtypes = [ctypes.c_char_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p]
+    library.gather.argtypes = [
+        ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p,
+    ]  # fmt: skip
+    library.gather.restype = ctypes.c_int64
     return library
 
 

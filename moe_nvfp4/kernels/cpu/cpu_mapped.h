@@ -41,16 +41,21 @@ static void ask_for(const void *problem, int64_t i, int64_t next, int thread) {
     for (int64_t done = 0; done < bytes; done += ASKED) advise(at + done, MIN(ASKED, bytes - done), MADV_WILLNEED);
 }
 
-/* Rows first to end of expert e, all of one part. */
-static int bring(const Gemm *g, int64_t e, int64_t first, int64_t end) {
-    if (first >= end) return 1;
+/* Waits until these bytes are in memory; 0 where the file does not have them any more. */
+static int populate(const uint8_t *from, int64_t bytes) {
 #ifdef MADV_POPULATE_READ
-    Row row = row_at(g, e, first);
-    int64_t n = (end - first) * g->K;
-    if (advise(row.codes, n / 2, MADV_POPULATE_READ) || advise(row.sf, n / 16, MADV_POPULATE_READ))
+    if (advise(from, bytes, MADV_POPULATE_READ))
         return errno != EFAULT && errno != EHWPOISON; /* others: this system does not know how */
 #endif
     return 1;
+}
+
+/* Rows first to end of expert e, all of one part. */
+static int bring(const Gemm *g, int64_t e, int64_t first, int64_t end) {
+    if (first >= end) return 1;
+    Row row = row_at(g, e, first);
+    int64_t n = (end - first) * g->K;
+    return populate(row.codes, n / 2) && populate(row.sf, n / 16);
 }
 
 /* Whether the weights of a GEMM's item can be read. */
@@ -63,4 +68,31 @@ static int brought(const Gemm *g, int64_t item) {
         there = bring(g, e, n0, MIN(n0 + n, middle)) && bring(g, e, n0 > middle ? n0 : middle, n0 + n);
     if (!there) atomic_store(g->lost, 1);
     return (int)there;
+}
+
+/* ---- matrices of files, one after the other in other memory ---- */
+
+enum { GATHERED = 256 << 10 }; /* bytes of an item */
+typedef struct { const uint8_t *const *from; uint8_t *to; int64_t bytes, parts; _Atomic int64_t *lost; } Gather;
+
+static void gather_part(const void *problem, int64_t i, int64_t next, int thread) {
+    (void)next, (void)thread;
+    const Gather *g = problem;
+    int64_t matrix = i / g->parts, start = i % g->parts * GATHERED, n = MIN(GATHERED, g->bytes - start);
+    const uint8_t *from = g->from[2 * matrix] + start;
+    if (!atomic_load(g->lost) && populate(from, n)) memcpy(g->to + matrix * g->bytes + start, from, (size_t)n);
+    else atomic_store(g->lost, 1);
+}
+
+/* Copies `count` matrices of `bytes` bytes each, which lie at from[0], from[2], from[4], ..., to `to`. Returns 0, or -4 if
+   one is not in its file any more. */
+int64_t gather(const uint8_t *const *from, int64_t count, int64_t bytes, uint8_t *to, int64_t threads, Parallel *parallel) {
+    _Atomic int64_t lost = 0;
+    Gather g = {from, to, bytes, (bytes + GATHERED - 1) / GATHERED, &lost};
+    Job job;
+    job.count = 0, job.threads = 1;
+    atomic_init(&job.joined, 0);
+    add_phase(&job, gather_part, &g, count * g.parts, count * bytes, threads);
+    run_job(&job, MIN(threads, MAX_THREADS), parallel);
+    return lost ? -4 : 0;
 }

@@ -9,7 +9,7 @@ Where a GPU can't, or mailboxes run out, it is a host function of the stream. No
 stream does, and other streams go on meanwhile.
 
 Many tokens. From UPLOAD tokens an expert on the weights are copied to the GPU for the call, as fast as PCIe is (55
-GB/s), and the portable backend multiplies them, while the next ones are copied (`upload`).
+GB/s), and the portable backend multiplies them, while the next ones are copied (`upload`); out of files too (`files`).
 
 Memory. Calls of one stream follow each other, so they share pinned buffers and scratch (`_Workspace`). So do those that
 are captured into one graph; the graph keeps them (CUDA's user objects), because it may run at any time.
@@ -42,9 +42,11 @@ from moe_nvfp4.weights import ExpertWeights
 
 # Tokens an expert, on average, from which copying the weights is quicker; without AMX, whose 2 to 4 times shorter times
 # the first is for, this is a guess. Qwen3-30B-A3B, all experts, 16 cores with AMX beside an H200: prompts of 2, 4, 8
-# and 32 tokens an expert take 226, 322, 348 and 742 ms on the CPU, and 368, 376, 447 and 414 copied
-# (examples/benchmark_offload.py, 2026-11-22).
+# and 32 tokens an expert take 135, 185, 255 and 585 ms on the CPU, and 300 to 302 copied (2026-11-23).
 UPLOAD, UPLOAD_WITHOUT_AMX = 12, 4
+# Times as many of weights in files, which the CPU has to copy to pinned memory first. By arithmetic: at 96 tokens an
+# expert the line through those times says 31 ms a layer, as long as its 340 MB take at 11 GB/s; one core copies 6.
+FROM_FILES = 8
 SPARE = 1  # cores
 _CAN_USE_64_BIT_STREAM_MEM_OPS = 122  # CU_DEVICE_ATTRIBUTE_
 _EQUAL = 1  # CU_STREAM_WAIT_VALUE_EQ
@@ -79,7 +81,11 @@ def experts(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: Expe
 def _better_on_gpu(x: Tensor, ids: Tensor, w: ExpertWeights) -> bool:
     """Whether so many tokens are quicker with a copy of the weights on the GPU, which has kernels for them."""
     enough = UPLOAD if cpu.path() == "amx" else min(UPLOAD, UPLOAD_WITHOUT_AMX)
-    if ids.numel() < enough * w.num_experts or w.layout is not None:  # those in files stay there
+    if w.layout is not None:
+        enough *= FROM_FILES
+        if x.is_cuda and torch.cuda.is_current_stream_capturing():
+            return False  # a graph has no threads that would read the files
+    if ids.numel() < enough * w.num_experts:
         return False
     device, sizes = Device.of(x.device), (w.num_experts, w.hidden_size, w.intermediate_size)
     problem = Problem("experts", *sizes, w.gate.kind, w.activations, x.dtype, True, False)

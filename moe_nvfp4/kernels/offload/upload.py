@@ -2,7 +2,7 @@
 
 They come in pieces of whole experts and go into two buffers, which the calls of all layers take in turn: a stream of
 its own fills one, while the caller's stream multiplies with the other. The host waits for nothing, so that it is layers
-ahead. What prompts take: docs/small_gpus.md.
+ahead (but of weights in files: `files`). What prompts take: docs/small_gpus.md.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_nvfp4.kernels.offload.files import InFiles, Staging, sources
 from moe_nvfp4.kernels.offload.pages import HUGE, pin
 from moe_nvfp4.weights import ExpertWeights
 
@@ -28,9 +29,10 @@ def pieces(
     """(number of the first expert, weights of some experts on `device`), until all had their turn. The caller puts its
     work with a piece on the current stream before it asks for the next one. do: a function of CUDA's driver, by name.
     """
-    tensors = {name: t for name, t in vars(weights).items() if isinstance(t, Tensor)}
+    weights, tensors = sources(weights)
     for t in tensors.values():
-        pin(t, do)
+        if isinstance(t, Tensor):
+            pin(t, do)
     count = -(-sum(t.nbytes for t in tensors.values()) // PIECE)
     step = -(-weights.num_experts // count)
     # What is captured into a graph may not wait for what is not.
@@ -38,7 +40,7 @@ def pieces(
     for first in range(0, weights.num_experts, step):
         part = {name: t[first : first + step] for name, t in tensors.items()}
         if not beside:
-            here: Any = {name: t.to(device, non_blocking=True) for name, t in part.items()}
+            here: Any = {name: _whole(t).to(device, non_blocking=True) for name, t in part.items()}
             yield first, replace(weights, **here)
             continue
         buffers = _buffers(device)
@@ -47,6 +49,10 @@ def pieces(
             yield first, replace(weights, **here)
         finally:
             buffers.emptied()
+
+
+def _whole(t: Tensor | InFiles) -> Tensor:
+    return t if isinstance(t, Tensor) else t.read(torch.empty(t.nbytes, dtype=torch.uint8))
 
 
 class _Buffers:
@@ -58,8 +64,9 @@ class _Buffers:
         self.memory = [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(2)]
         self.over = [torch.cuda.Event() for _ in range(2)]
         self.turn = 0
+        self.staging = Staging(self.stream)
 
-    def fill(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    def fill(self, tensors: dict[str, Tensor | InFiles]) -> dict[str, Tensor]:
         """`tensors` in the buffer whose turn it is; what comes on the current stream waits for them."""
         sizes = [-(-t.nbytes // _ALIGNED) * _ALIGNED for t in tensors.values()]
         current, memory = torch.cuda.current_stream(self.device), self.memory[self.turn]
@@ -74,8 +81,10 @@ class _Buffers:
                 tensors.items(), memory.split([*sizes, memory.numel() - sum(sizes)]), strict=False
             ):
                 found[name] = place[: t.nbytes].view(t.dtype).view(t.shape)
-                # From memory that is not pinned a copy makes the host wait for all that the stream has before it.
-                found[name].copy_(t if t.nbytes >= HUGE else t.pin_memory(), non_blocking=True)
+                if isinstance(t, InFiles):
+                    self.staging.send(t, found[name])
+                else:  # from memory that is not pinned a copy makes the host wait for all that the stream has before it
+                    found[name].copy_(t if t.nbytes >= HUGE else t.pin_memory(), non_blocking=True)
         current.wait_stream(self.stream)
         return found
 

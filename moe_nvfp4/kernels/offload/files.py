@@ -1,0 +1,84 @@
+"""Weights that are left in their files, on their way to a GPU: the CPU fills one pinned buffer with them, while the GPU
+takes what is in another one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from moe_nvfp4.kernels.cpu import backend as cpu
+from moe_nvfp4.weights import ExpertWeights
+
+STAGED = 64 << 20  # the most bytes of a pinned buffer, unless one matrix takes more
+
+
+@dataclass(frozen=True)
+class InFiles:
+    """What stands for a tensor uint8 [E, rows, columns] of which each expert's matrix is in a file.
+
+    table  uint8 [E, parts, 2, 8]: see `moe_nvfp4.mapped`
+    kind   0: codes, 1: block scales
+    """
+
+    table: Tensor
+    kind: int
+    rows: int
+    columns: int
+
+    dtype = torch.uint8
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return self.table.shape[0], self.rows, self.columns
+
+    @property
+    def nbytes(self) -> int:
+        return self.table.shape[0] * self.rows * self.columns
+
+    def __getitem__(self, experts: slice) -> InFiles:
+        return replace(self, table=self.table[experts])
+
+    def read(self, to: Tensor) -> Tensor:
+        """`to`, uint8 [nbytes] on the CPU, filled, in this shape. OSError where a file does not have it any more."""
+        cpu.gather(self.table, self.kind, to)
+        return to.view(self.shape)
+
+
+def sources(weights: ExpertWeights) -> tuple[ExpertWeights, dict[str, Tensor | InFiles]]:
+    """`weights` in no layout, and its tensors by name, each on the CPU or in files."""
+    tensors: dict[str, Tensor | InFiles] = {n: t for n, t in vars(weights).items() if isinstance(t, Tensor)}
+    if weights.layout is not None:
+        w = weights
+        for name, N, K in (
+            ("w13", w.intermediate_size * (2 if w.gate.gated else 1), w.hidden_size),
+            ("w2", w.hidden_size, w.intermediate_size),
+        ):
+            table, blocks = getattr(w, name), -(-K // 16)
+            tensors[name] = InFiles(table, 0, N, 8 * blocks)
+            tensors[f"{name}_sf"] = InFiles(table, 1, N, blocks)
+    return replace(weights, layout=None), tensors
+
+
+class Staging:
+    """Two pinned buffers, from which `stream` copies."""
+
+    def __init__(self, stream: torch.cuda.Stream):
+        self.stream, self.turn = stream, 0
+        self.memory = [torch.empty(0, dtype=torch.uint8) for _ in range(2)]
+        self.over = [torch.cuda.Event() for _ in range(2)]
+
+    def send(self, source: InFiles, to: Tensor) -> None:
+        """Put copies of `source` to `to` on the stream, which is the current one; waits for those before the last."""
+        step = max(1, STAGED * len(source.table) // source.nbytes)
+        for first in range(0, len(source.table), step):
+            part, over = source[first : first + step], self.over[self.turn]
+            over.synchronize()
+            if self.memory[self.turn].numel() < part.nbytes:
+                self.memory[self.turn] = torch.empty(part.nbytes, dtype=torch.uint8, pin_memory=True)
+            filled = part.read(self.memory[self.turn][: part.nbytes])
+            to[first : first + step].copy_(filled, non_blocking=True)
+            over.record(self.stream)
+            self.turn ^= 1
