@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from peft import PEFT_TYPE_TO_TUNER_MAPPING, LoraConfig, PeftType
 from peft.tuners import lora
-from peft.tuners.tuners_utils import check_adapters_to_merge
+from peft.tuners.tuners_utils import _maybe_include_all_linear_layers, check_adapters_to_merge
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers.utils import logging
@@ -39,6 +39,20 @@ class LoraModel(lora.LoraModel):
     def _create_and_replace(self, lora_config: LoraConfig, *args: Any, **kwargs: Any) -> None:
         lora_config._register_custom_module({NVFP4Experts: ParamWrapper, NVFP4Linear: LoraLinear})
         super()._create_and_replace(lora_config, *args, **kwargs)
+
+    def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
+        wanted = self.peft_config[adapter_name].target_modules
+        self._all_linear = isinstance(wanted, str) and wanted.lower() == "all-linear"
+        return super().inject_adapter(model, adapter_name, *args, **kwargs)
+
+    def _prepare_model(self, peft_config: LoraConfig, model: nn.Module) -> None:
+        """target_modules="all-linear" means packed linears too, of which PEFT does not know that they are linear."""
+        super()._prepare_model(peft_config, model)
+        head = getattr(model, "get_output_embeddings", lambda: None)()
+        packed = {n for n, m in model.named_modules() if isinstance(m, NVFP4Linear) and m is not head}
+        if self._all_linear and packed:
+            others = _maybe_include_all_linear_layers(peft_config, model).target_modules
+            peft_config.target_modules = others | {n for n in packed if not n.endswith(".base_layer")}
 
 
 def register() -> None:

@@ -131,6 +131,14 @@ def test_packed_linears(r, tmp_path):
     assert 0 < relative_error(logits(mine), expected) < 0.5
     mine.unmerge_adapter()
     assert torch.equal(logits(mine), expected)
+    # by default all of them but lm_head, which is packed too
+    every, dense = (
+        get_peft_model(m, config(experts=False, target_modules="all-linear"))
+        for m in (load(folder, torch.float32), dense.unload())
+    )
+    assert adapters(every) == adapters(dense) and any("k_proj" in name for name in adapters(every))
+    every.add_adapter("second", config(experts=False, target_modules="all-linear"))
+    assert len(adapters(every)) == 2 * len(adapters(dense))
 
 
 # ---- several adapters, merging -------------------------------------------------------------------
