@@ -461,6 +461,51 @@ def test_matrices_of_files_come_in_their_order(tmp_path, gated):
             assert torch.equal(source[part].read(memory), want[part])
 
 
+@needs_library
+@pytest.mark.parametrize("staged", [1, 3000, 10_000, 64 << 20])  # bytes: an expert has 3072 of w13's codes
+def test_a_pinned_buffer_is_filled_when_the_gpu_has_it_no_more(monkeypatch, tmp_path, staged):
+    layer = random_layer(**SIZES)
+    mapped, _ = in_files(layer, tmp_path)
+    _, found = files.sources(mapped.weights)
+    copies, allocated = [], []
+
+    class Event:
+        """As late as can be: what was put on the stream before it runs when somebody waits for it."""
+
+        before = 0
+
+        def record(self, stream):
+            self.before = len(copies)
+
+        def synchronize(self):
+            for i in range(self.before):
+                copies[i]()
+                copies[i] = lambda: None
+
+    class OnGPU:
+        def __init__(self, tensor):
+            self.tensor = tensor
+
+        def __getitem__(self, experts):
+            return OnGPU(self.tensor[experts])
+
+        def copy_(self, t, non_blocking):
+            assert non_blocking
+            copies.append(lambda: self.tensor.copy_(t))
+
+    monkeypatch.setattr(files, "STAGED", staged)
+    monkeypatch.setattr(files, "_pinned", lambda size: allocated.append(size) or torch.empty(size, dtype=torch.uint8))
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    staging, there = files.Staging(None), {}
+    for name in ("w13", "w13_sf", "w2", "w2_sf") * 2:
+        there[name] = torch.zeros(found[name].shape, dtype=torch.uint8)
+        staging.send(found[name], OnGPU(there[name]))
+    for copy_ in copies:
+        copy_()
+    assert all(torch.equal(t, getattr(layer.weights, name)) for name, t in there.items())
+    assert max(allocated) <= max(staged, found["w13"].nbytes // SIZES["E"])
+
+
 def test_weights_move_to_pages_that_are_pinned_once_and_freed():
     small, large = torch.arange(100, dtype=torch.uint8), torch.arange(1 << 20).view(2, -1)
     assert pages.place(small) is small

@@ -77,8 +77,12 @@ class Staging:
             part, over = source[first : first + step], self.over[self.turn]
             over.synchronize()
             if self.memory[self.turn].numel() < part.nbytes:
-                self.memory[self.turn] = torch.empty(part.nbytes, dtype=torch.uint8, pin_memory=True)
+                self.memory[self.turn] = _pinned(part.nbytes)
             filled = part.read(self.memory[self.turn][: part.nbytes])
             to[first : first + step].copy_(filled, non_blocking=True)
             over.record(self.stream)
             self.turn ^= 1
+
+
+def _pinned(size: int) -> Tensor:
+    return torch.empty(size, dtype=torch.uint8, pin_memory=True)
