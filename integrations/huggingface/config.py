@@ -144,7 +144,7 @@ class MoeNvfp4Config(QuantizationConfigMixin):
 
 
 def check_cpu_experts(layers: int | str) -> None:
-    if layers not in ("all", "auto") and (isinstance(layers, (str, bool)) or layers < 0):
+    if layers not in ("all", "auto") and (isinstance(layers, bool) or not isinstance(layers, int) or layers < 0):
         raise ValueError(f"cpu_experts must be a number of layers, 'all' or 'auto', got {layers!r}")
 
 

@@ -79,6 +79,8 @@ def swap_experts(
             excluded.append(name)
         else:
             groups.setdefault(id(module), ([], module, layout))[0].append(name)
+    if isinstance(cpu_experts, int) and cpu_experts > len(groups):
+        raise ValueError(f"cpu_experts={cpu_experts}: {type(model).__name__} has {len(groups)} layers of experts")
     for names, module, layout in groups.values():
         _check_weights(names[0], module, layout)
     if (base := getattr(model, "_weight_conversions", None)) is None and hasattr(model, "config"):

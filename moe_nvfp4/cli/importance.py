@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from moe_nvfp4.cli.models import folder, text_of, windows_of
+from moe_nvfp4.cli.models import check_headers, folder, model_config, text_of, tokenizer_of, windows_of
 from moe_nvfp4.cli.options import MODEL_HELP, Commands, add_device, add_texts, command, say
 
 
@@ -23,19 +23,19 @@ def add(commands: Commands) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    from transformers import AutoConfig, AutoTokenizer
-
     from moe_nvfp4.integrations.huggingface.calibration import calibration_batches, files_importance, in_batches
     from moe_nvfp4.quantize.importance import save_importance
 
     if args.out.exists():
         raise ValueError(f"{args.out} exists: name a file that does not, or remove it first")
     source = folder(args.model)
+    config = model_config(source)
+    check_headers(source)
     windows = None
     if args.text is not None:
-        windows = windows_of(args, AutoTokenizer.from_pretrained(source), text_of(args))
+        windows = windows_of(args, tokenizer_of(source), text_of(args))
     given = None if windows is None else in_batches(windows)
-    batches = calibration_batches(given, AutoConfig.from_pretrained(source), source)
+    batches = calibration_batches(given, config, source)
     importance = files_importance(source, batches, device=args.device)
     data = "random token ids" if windows is None else str(args.text)
     tokens = sum(batch.numel() for batch in batches)

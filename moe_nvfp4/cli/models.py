@@ -82,6 +82,27 @@ def config_errors(source: str) -> Iterator[None]:
         ) from None
 
 
+def check_headers(source: str) -> None:
+    """ValueError for a safetensors file in the folder `source` that was cut off, in words that name it."""
+    from moe_nvfp4.quantize.files import read_header
+
+    for path in sorted(Path(source).glob("*.safetensors")):
+        read_header(path)
+
+
+def tokenizer_of(source: str) -> Any:
+    """The tokenizer of a model."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(source)
+    except (OSError, ImportError):
+        raise
+    except Exception as error:
+        what = f"{type(error).__name__}: {error}"[:300]
+        raise ValueError(f"the tokenizer of {source} cannot be read ({what}): download its files again") from None
+
+
 def model_class(config: Any) -> Any:
     import transformers
 
@@ -124,7 +145,6 @@ def quantization_of(config: Any, args: argparse.Namespace) -> dict[str, Any] | N
 def load(args: argparse.Namespace, activations: str | None, tokenizer: bool = True) -> tuple[Any, Any]:
     """(model, tokenizer); activations of experts that are quantized on the way, None: the model as it is."""
     import torch
-    from transformers import AutoTokenizer
 
     from moe_nvfp4.devices import usable_device
     from moe_nvfp4.integrations.huggingface import MoeNvfp4Config, checkpoint_config, describe_placement
@@ -148,6 +168,7 @@ def load(args: argparse.Namespace, activations: str | None, tokenizer: bool = Tr
         )
     elif beside is not None or map_files:
         kwargs["quantization_config"] = MoeNvfp4Config(cpu_experts=beside, map_files=map_files)
+    check_headers(source)
     empty_model(config, source)  # else transformers ends in a traceback where the config makes no sense
     if place.type != "cpu" and beside is None:  # needs the package accelerate (extra "gpu"), which a CPU can do without
         kwargs["device_map"] = str(place)
@@ -156,7 +177,7 @@ def load(args: argparse.Namespace, activations: str | None, tokenizer: bool = Tr
     if beside is not None:
         say(describe_placement(loaded))
         loaded = loaded.to(place)
-    return loaded.eval(), AutoTokenizer.from_pretrained(source) if tokenizer else None
+    return loaded.eval(), tokenizer_of(source) if tokenizer else None
 
 
 def load_to_answer(args: argparse.Namespace) -> tuple[Any, Any]:

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moe_nvfp4.cli.models import folder, text_of, windows_of
+from moe_nvfp4.cli.models import folder, text_of, tokenizer_of, windows_of
 from moe_nvfp4.cli.options import (
     ACTIVATIONS,
     DEFAULT_RECIPE,
@@ -112,15 +112,13 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _gptq(args: argparse.Namespace, source: str, options: Options) -> ConversionReport:
-    from transformers import AutoTokenizer
-
     from moe_nvfp4.integrations.huggingface.calibration import in_batches
     from moe_nvfp4.integrations.huggingface.gptq import convert_gptq
 
     if args.text is None:
         raise ValueError("--recipe gptq learns from a text, which is like what the model is for: name one with --text "
                          "FILE, or use --recipe weighted, which needs none")  # fmt: skip
-    windows = windows_of(args, AutoTokenizer.from_pretrained(source), text_of(args))
+    windows = windows_of(args, tokenizer_of(source), text_of(args))
     report, found = convert_gptq(source, args.destination, in_batches(windows), options, args.workers)
     for line in found.lines():
         say(line)

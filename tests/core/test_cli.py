@@ -315,7 +315,14 @@ def test_mistakes_are_one_line_and_exit_code_2(folder, tmp_path, capsys):
     fp8 = json.loads((folder / "config.json").read_text()) | {"quantization_config": {"quant_method": "fp8"}}
     (tmp_path / "fp8").mkdir()
     (tmp_path / "fp8" / "config.json").write_text(json.dumps(fp8))
+    for name, pattern, cut in (("cut", "*.safetensors", 100), ("no-tokenizer", "tokenizer.json", 5)):
+        shutil.copytree(folder, tmp_path / name)
+        path = next((tmp_path / name).glob(pattern))
+        path.write_bytes(path.read_bytes()[:-cut])
     cases = [
+        (("compare", tmp_path / "cut", "--text", ROOT / "README.md"), "is truncated or is not a safetensors file"),
+        (("importance", tmp_path / "cut", tmp_path / "x"), "is truncated or is not a safetensors file"),
+        (("importance", tmp_path / "no-tokenizer", tmp_path / "x", "--text", ROOT / "README.md"), "the tokenizer of"),
         (("info", tmp_path / "nothing"), "does not exist"),
         (("generate", folder, "--cpu-experts", "all", "--device", "cpu"), "keeps experts beside a GPU, and the model"),
         (("generate", folder, "--map-files", "--device", "cpu"), "map_files: the experts of these files are dense"),

@@ -17,7 +17,7 @@ from moe_nvfp4.integrations.huggingface.packed import PackedConverter
 from moe_nvfp4.kernels.cpu import backend as cpu
 from moe_nvfp4.kernels.offload import backend as offload
 from tests.common import relative_error
-from tests.models import IDS, folder, granite, load, logits, mixtral, nemotron_h, qwen3_moe
+from tests.models import IDS, folder, granite, load, logits, make, mixtral, nemotron_h, qwen3_moe
 
 needs_library = pytest.mark.skipif(not cpu.available(), reason="no C compiler")
 on_any_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
@@ -75,10 +75,17 @@ def test_auto_needs_a_gpu(tmp_path):
         swapped(tmp_path, cpu_experts="auto")
 
 
-@pytest.mark.parametrize("wrong", ["some", "3", -1, True])
+@pytest.mark.parametrize("wrong", ["some", "3", -1, True, 1.5])
 def test_what_is_no_number_of_layers(wrong):
     with pytest.raises(ValueError, match="cpu_experts must be a number of layers, 'all' or 'auto'"):
         MoeNvfp4Config(cpu_experts=wrong)
+
+
+def test_more_layers_than_there_are_leave_the_model_as_it_was():
+    model = make(qwen3_moe)
+    with pytest.raises(ValueError, match="cpu_experts=3: Qwen3MoeForCausalLM has 2 layers of experts"):
+        swap_experts(model, cpu_experts=3, progress=False)
+    assert not any(isinstance(m, HFExperts) for m in model.modules())
 
 
 def test_files_load_with_experts_that_stay_and_do_not_say_so(tmp_path):
