@@ -83,7 +83,8 @@ def swap_experts(
         raise ValueError(f"cpu_experts={cpu_experts}: {type(model).__name__} has {len(groups)} layers of experts")
     for names, module, layout in groups.values():
         _check_weights(names[0], module, layout)
-    if (base := getattr(model, "_weight_conversions", None)) is None and hasattr(model, "config"):
+    base = getattr(model, "_weight_conversions", None)
+    if hasattr(model, "config") and (base is None or any(map(_dequantizes, base))):
         base = model_conversions(model)
 
     known = _learn(model, config, {names[0]: layout for names, _, layout in groups.values()}, progress)
@@ -120,6 +121,12 @@ def _inside(model: Any) -> Any:
     if not isinstance(model, nn.Module):
         raise TypeError(f"a model in memory is expected, got {model!r:.200}: load it first (from_pretrained)")
     return next((m for m in model.modules() if isinstance(m, PreTrainedModel)), model)
+
+
+def _dequantizes(conversion: Any) -> bool:
+    """Whether it made FP8 or MXFP4 dense on the way in: saved by it, what is dense now would be FP8 again."""
+    operations = getattr(conversion, "operations", ())
+    return any(type(operation).__module__.startswith("transformers.integrations.") for operation in operations)
 
 
 def _check_weights(name: str, module: nn.Module, layout: ModuleLayout) -> None:

@@ -6,12 +6,15 @@ import weakref
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
+from transformers import FineGrainedFP8Config
 
 from moe_nvfp4.integrations.huggingface import MoeNvfp4Config, checkpoint_config, set_activations, swap_experts
 from moe_nvfp4.integrations.huggingface.experts import HFExperts
 from moe_nvfp4.quantize.verify import verify_checkpoint
 from tests.common import THRESHOLDS, relative_error
+from tests.folders import change_config, fp8
 from tests.models import (
     FAMILIES,
     IDS,
@@ -74,6 +77,24 @@ def test_verify_passes_what_a_swapped_model_saves(family, tmp_path):
     report = verify_checkpoint(tmp_path / "nvfp4", tmp_path / "bf16")
     assert report.warnings == [] and report.matrices > 0
     assert all(0.05 < layer.relative < 0.12 for layer in report.layers.values())
+
+
+def test_a_model_that_transformers_made_dense_is_saved_dense(tmp_path):
+    """Of FP8 files: the way back of what loaded them makes every weight FP8, some of them without scales."""
+    source = folder(tmp_path, qwen3_moe)
+    files = tensors(source)
+    for name in [name for name in files if name.endswith("proj.weight")]:
+        files[name], files[f"{name}_scale_inv"], _ = fp8("block", files[name].float())
+    save_file(files, source / "model.safetensors", metadata={"format": "pt"})
+    block = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+    change_config(source, quantization_config={**block, "modules_to_not_convert": ["lm_head"]})
+    dense = FineGrainedFP8Config(dequantize=True, weight_block_size=(128, 128))
+    model = swap_experts(load(source, quantization_config=dense), progress=False)
+    model.save_pretrained(tmp_path / "nvfp4")
+    saved = tensors(tmp_path / "nvfp4")
+    assert torch.equal(saved["lm_head.weight"], files["lm_head.weight"])
+    assert not [name for name in saved if name.endswith("_inv")]
+    assert torch.equal(logits(load(tmp_path / "nvfp4")), logits(model))
 
 
 def test_an_interrupted_swap_goes_on_where_it_was(monkeypatch, tmp_path):
