@@ -13,7 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import Concatenate, ConversionOps, MergeModulelist, PrefixChange, WeightConverter
+from transformers.core_model_loading import (
+    Concatenate,
+    ConversionOps,
+    MergeModulelist,
+    PrefixChange,
+    Transpose,
+    WeightConverter,
+)
 
 from moe_nvfp4.integrations.huggingface.experts import HFExperts
 from moe_nvfp4.integrations.huggingface.linears import LinearConverter, copy_of
@@ -43,7 +50,9 @@ class QuantizingConverter(WeightConverter):
     def like(cls, owner: Conversions, c: WeightConverter) -> QuantizingConverter:
         """With the names and the operations of `c`."""
         sources, targets = c._original_source_patterns, c._original_target_patterns
-        new = cls(owner, sources, targets, c.operations, c.force_cpu)
+        turned = [isinstance(op, Transpose) and op.check_dims for op in c.operations]
+        operations = [_Turned(owner, op) if turn else op for turn, op in zip(turned, c.operations, strict=True)]
+        new = cls(owner, sources, targets, operations, c.force_cpu)
         new.scope_prefix, new.base_model_prefix = c.scope_prefix, c.base_model_prefix
         return new
 
@@ -117,6 +126,24 @@ class _Stacked(ConversionOps):
         return {
             target_patterns[0]: parts[0] if self.dbrx_experts is None else dbrx.parameters(parts, self.dbrx_experts)
         }
+
+
+class _Turned(ConversionOps):
+    """Transpose(check_dims=True), for Qwen3-VL-MoE's files of either orientation: it turns what has not the shape of the
+    parameter, which is 4-bit here."""
+
+    def __init__(self, owner: Conversions, dense: Any):
+        self.owner, self.dense = owner, dense
+
+    def convert(self, input_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        module, _, name = kwargs["full_layer_name"].rpartition(".")
+        if (experts := self.owner.experts.get(module)) is None:
+            return self.dense.convert(input_dict, *args, **kwargs)
+        ((key, found),) = input_dict.items()
+        tensor = found[0] if isinstance(found, list) else found
+        if tensor.shape != getattr(experts._source[0], name).shape:
+            tensor = tensor.transpose(self.dense.dim0, self.dense.dim1).contiguous()
+        return {key: tensor}
 
 
 def _suffix(module_name: str) -> str:

@@ -340,6 +340,24 @@ def test_dense_stacks_under_the_modules_names(family, tmp_path):
         load(tmp_path / "bf16", quantization_config=MoeNvfp4Config())
 
 
+@pytest.mark.parametrize("orientation", ["hub", "saved"])
+def test_qwen3_vl_moe_is_quantized_from_either_orientation(orientation, tmp_path):
+    """Its files on the Hub have [E, in, out], those that transformers saves [E, out, in]."""
+    from transformers import Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration
+
+    text = dict(**SMALL, moe_intermediate_size=48, num_experts=4, num_experts_per_tok=2,
+                rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]})  # fmt: skip
+    vision = dict(depth=1, hidden_size=32, intermediate_size=32, num_heads=2, patch_size=4, out_hidden_size=64,
+                  num_position_embeddings=16, deepstack_visual_indexes=[0])  # fmt: skip
+    model = make(lambda: Qwen3VLMoeForConditionalGeneration(Qwen3VLMoeConfig(text_config=text, vision_config=vision)))
+    model.save_pretrained(tmp_path)
+    if orientation == "hub":
+        turned = lambda name, tensor: tensor.transpose(1, 2).contiguous() if ".experts." in name else tensor
+        edit(tmp_path, lambda files: files.update({n: turned(n, t) for n, t in files.items()}))
+    ours = type(model).from_pretrained(tmp_path, dtype=torch.bfloat16, quantization_config=MoeNvfp4Config())
+    same_experts(ours, swap_experts(model, progress=False))
+
+
 def test_gate_and_up_with_different_global_scales_are_both_honoured(tmp_path):
     source = nvfp4_folder(tmp_path)
     before = logits(load(source))
