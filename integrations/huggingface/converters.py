@@ -129,8 +129,8 @@ class _Stacked(ConversionOps):
 
 
 class _Turned(ConversionOps):
-    """Transpose(check_dims=True), for Qwen3-VL-MoE's files of either orientation: it turns what has not the shape of the
-    parameter, which is 4-bit here."""
+    """Transpose(check_dims=True), for Qwen3-VL-MoE's files of either orientation: it turns what has not the shape of
+    the parameter, which is 4-bit here."""
 
     def __init__(self, owner: Conversions, dense: Any):
         self.owner, self.dense = owner, dense
