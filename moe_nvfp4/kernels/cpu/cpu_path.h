@@ -13,12 +13,12 @@ static const Path NAME(path); /* zeros where it is not compiled */
 
 INLINE TARGET M NAME(at)(const Element *p) { return *(const M *)p; } /* not memcpy: GCC takes that apart */
 
-/* sums[r][t] += codes[r][k .. k + STEP) . x[t], scaled block by block */
+/* sums[r][t] += codes[r][k .. k + STEP) . x[t], scaled block by block. ahead: codes that will be read */
 INLINE TARGET void NAME(step)(int nr, int nt, const uint8_t *const *codes, const float *const *sf, int64_t k,
-                              const Element *const *x, V sums[NR][NT], int64_t ahead) {
+                              const Element *const *x, V sums[NR][NT], const uint8_t *ahead) {
     UNROLL for (int r = 0; r < nr; r++) {
         M plane[PLANES];
-        __builtin_prefetch(codes[r] + ahead);
+        __builtin_prefetch(ahead + r * (STEP / 2));
         NAME(decode)(codes[r], plane);
         V scale = NAME(scales)(sf[r], k);
         UNROLL for (int t = 0; t < nt; t++) {
@@ -34,18 +34,20 @@ INLINE TARGET void NAME(dot_codes)(int nt, const uint8_t *const *codes, const fl
                                    const Element *const *x, float *out) {
     V sums[NR][NT];
     UNROLL for (int r = 0; r < NR; r++) UNROLL for (int t = 0; t < nt; t++) sums[r][t] = (V){0};
-    int64_t k = 0, group = NR * K / 2, ahead = group + (2048 - 1) / group * group; /* 2 KB or more, whole groups of rows */
+    /* The rows after these, in the order of memory: by whole groups of rows, 2 KB or more from here. */
+    int64_t k = 0, group = NR * K / 2;
+    const uint8_t *ahead = codes[0] + group + (2048 - 1) / group * group;
     for (; k + STEP <= K; k += STEP) {
         const uint8_t *now[NR];
         UNROLL for (int r = 0; r < NR; r++) now[r] = codes[r] + k / 2;
-        NAME(step)(NR, nt, now, sf, k, x, sums, ahead);
+        NAME(step)(NR, nt, now, sf, k, x, sums, ahead + NR * k / 2);
     }
     if (k < K) { /* the last codes, with zeros up to a whole step */
         uint8_t tail[NR][STEP / 2];
         const uint8_t *now[NR];
         memset(tail, 0, sizeof tail);
         UNROLL for (int r = 0; r < NR; r++) memcpy(tail[r], codes[r] + k / 2, (K - k) / 2), now[r] = tail[r];
-        NAME(step)(NR, nt, now, sf, k, x, sums, 0);
+        NAME(step)(NR, nt, now, sf, k, x, sums, tail[0]);
     }
     UNROLL for (int t = 0; t < nt; t++)
         NAME(sum4)(sums[0][t], sums[1][t], sums[2][t], sums[3][t], out + t * TILE);
