@@ -43,6 +43,7 @@ class ModelTensors:
         self.name = type(model).__name__
         self.state = {n: t for n, t in model.state_dict(keep_vars=True).items() if not n.endswith("_extra_state")}
         self.shapes = {name: tuple(t.shape) for name, t in self.state.items()}
+        self._modules = {name[: at.start()] for name in self.state for at in re.finditer(r"\.", name)}
         self._counts = expert_counts(whole.config.to_dict())
         self._prefix: str = whole.base_model_prefix
         # Asking a conversion for a name marks it as used, so copies are asked.
@@ -91,7 +92,18 @@ class ModelTensors:
         from transformers.core_model_loading import rename_source_key
 
         target, pattern = rename_source_key(name, self._renamings, self._converters, self._prefix, self.state)
-        return (name, None) if target not in self.state and name in self.state else (target, pattern)
+        if target not in self.state and name in self.state:
+            return name, None
+        return self._in_body(target), pattern
+
+    def _in_body(self, target: str) -> str:
+        """A tensor of one expert with the prefix of the body as the model has it: transformers removes that where
+        the model has a tensor of the whole name (Llama 4's language model, from files of all of it)."""
+        end = target.rfind(".experts.") + len(".experts")
+        if end < len(".experts") or target[:end] in self._modules:
+            return target
+        other = target.removeprefix(f"{self._prefix}.")
+        return other if other[: end - len(target) + len(other)] in self._modules else target
 
     def renamed(self, name: str) -> str:
         """`name` after the model's renamings and converters; the prefix of the model not yet added or removed."""

@@ -213,6 +213,23 @@ def test_linears_stay_packed_or_become_dense(family, dialect, tmp_path):
     assert torch.equal(logits(again), logits(dense)) and not packed(again, NVFP4Linear)
 
 
+def test_the_language_model_of_llama4_loads_from_files_of_all_of_it(tmp_path):
+    """AutoModelForCausalLM does that; the files' names have a prefix, which transformers removes of whole names."""
+    text = dict(**SMALL, intermediate_size=48, intermediate_size_mlp=48, num_local_experts=4, num_experts_per_tok=1,
+                interleave_moe_layer_step=1, attn_temperature_tuning=False)  # fmt: skip
+    vision = dict(hidden_size=32, intermediate_size=128, num_hidden_layers=1, num_attention_heads=2, patch_size=4,
+                  image_size=16, vision_output_dim=64, projector_input_dim=64, projector_output_dim=64)  # fmt: skip
+    config = transformers.Llama4Config(text_config=text, vision_config=vision)
+    folder(tmp_path, lambda: transformers.Llama4ForConditionalGeneration(config))
+    convert_checkpoint(tmp_path / "bf16", tmp_path / "nvfp4", progress=False)
+    whole = transformers.Llama4ForConditionalGeneration.from_pretrained(tmp_path / "nvfp4", dtype=torch.float32).eval()
+    model = load(tmp_path / "nvfp4")
+    assert type(model).__name__ == "Llama4ForCausalLM" and len(packed(model, HFExperts)) == 2
+    assert torch.equal(logits(model), logits(whole))
+    model.save_pretrained(tmp_path / "again")
+    assert torch.equal(logits(load(tmp_path / "again")), logits(model))
+
+
 def test_a_base_model_loads_too(tmp_path):
     """AutoModel: module names without `model.` in front."""
     folder, twin = quantized(tmp_path, qwen2_moe, "modelopt", lambda k: is_expert(k) or is_linear(k))
