@@ -26,6 +26,7 @@ from torch import Tensor
 
 SF_VEC_SIZE = 16
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+SF_DTYPES = (torch.float8_e4m3fn, torch.uint8)
 E2M1_MAX = 6.0
 E4M3_MAX = 448.0
 SEARCH_SF_MAX = 256.0  # where larger scales are tried too: 1.5 * 256 = 384 is an e4m3 number, 1.75 * 256 = 448 the last
@@ -147,8 +148,9 @@ def pad_k(x: Tensor) -> Tensor:
 def pack(nibbles: Tensor) -> Tensor:
     """uint8 ``[..., K]`` of values < 16 -> uint8 ``[..., K/2]``, the even element in the low half.
 
-    ValueError if K is odd.
+    ValueError if K is odd, or the dtype another.
     """
+    _check_bytes("nibbles", nibbles)
     if nibbles.shape[-1] % 2:
         raise ValueError(f"pack puts two nibbles into a byte, but K = {nibbles.shape[-1]} is odd")
     pairs = nibbles.contiguous().view(torch.int16)  # little-endian: the even one is the low byte
@@ -160,12 +162,14 @@ def pack(nibbles: Tensor) -> Tensor:
 
 def unpack(codes: Tensor) -> Tensor:
     """uint8 ``[..., K/2]`` -> uint8 ``[..., K]`` of values < 16: the inverse of `pack`."""
-    pairs = codes.to(torch.int16)
+    _check_bytes("codes", codes)
+    pairs = codes.contiguous().to(torch.int16)
     return ((pairs | pairs << 4) & 0x0F0F).view(torch.uint8)
 
 
 def decode(codes: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """The e2m1 values of packed codes, unscaled: uint8 ``[..., K/2]`` -> dtype ``[..., K]``."""
+    _check_bytes("codes", codes)
     flat = codes.reshape(-1)
     out = flat.new_empty((flat.shape[0], 2), dtype=dtype)
     for c in _chunks(out):
@@ -184,6 +188,7 @@ def dequantize(
     codes: uint8 ``[..., K/2]``; sf: ``[..., K/16]``. code * sf is exact (at most 6 significant
     bits), so a float32 value is rounded once. A global_scale of None stops at code * sf.
     """
+    _check_bytes("codes", codes)
     shape = (*codes.shape[:-1], 2 * codes.shape[-1])
     sf = _as_e4m3(sf, shape)
     scale = _as_scale(1.0 if global_scale is None else global_scale, codes)
@@ -211,6 +216,8 @@ def swizzle_sf(sf: Tensor) -> Tensor:
 
         off(m, k) = (m/128 * ceil(K16/4) + k/4) * 512 + (m%32) * 16 + (m/32)%4 * 4 + k%4
     """
+    if sf.dim() < 2 or sf.dtype not in SF_DTYPES:
+        raise ValueError(f"sf must be [..., M, K/16] float8_e4m3fn or its bytes, got {sf.dtype} {list(sf.shape)}")
     *batch, M, K16 = sf.shape
     padded = F.pad(sf.view(torch.uint8), (0, -K16 % 4, 0, -M % 128))
     tiles = padded.reshape(*batch, -(-M // 128), 4, 32, -(-K16 // 4), 4)
@@ -220,6 +227,11 @@ def swizzle_sf(sf: Tensor) -> Tensor:
 def unswizzle_sf(flat: Tensor, M: int, K16: int) -> Tensor:
     """The 128x4 layout ``[..., padM * padK16]`` -> row-major ``[..., M, K16]``."""
     row_tiles, col_tiles = -(-M // 128), -(-K16 // 4)
+    if flat.dim() < 1 or flat.shape[-1] != 512 * row_tiles * col_tiles or flat.dtype not in SF_DTYPES:
+        raise ValueError(
+            f"scale factors of {M} rows and {K16} blocks are {512 * row_tiles * col_tiles} of float8_e4m3fn or its "
+            f"bytes in the 128x4 layout, got {flat.dtype} {list(flat.shape)}"
+        )
     tiles = flat.view(torch.uint8).reshape(*flat.shape[:-1], row_tiles, col_tiles, 32, 4, 4)
     padded = tiles.transpose(-4, -2).reshape(*flat.shape[:-1], 128 * row_tiles, 4 * col_tiles)
     return padded[..., :M, :K16].contiguous().view(flat.dtype)
@@ -370,6 +382,12 @@ def check_x(x: Tensor) -> None:
         )
 
 
+def _check_bytes(name: str, t: Tensor) -> None:
+    """ValueError for another dtype: the sign of int8, say, would run into the bits of the second element."""
+    if t.dtype != torch.uint8:
+        raise ValueError(f"{name} must be uint8, not {t.dtype}: view bytes so (codes.view(torch.uint8))")
+
+
 def _as_scale(global_scale: Tensor | float, like: Tensor) -> Tensor:
     if isinstance(global_scale, Tensor):
         return global_scale.detach().to(like.device, torch.float32)
@@ -388,7 +406,7 @@ def _as_e4m3(sf: Tensor, shape: tuple[int, ...]) -> Tensor:
             f"sf has shape {list(sf.shape)}, but values of shape {list(shape)} need one scale for "
             "every 16 elements of the last dimension"
         )
-    if sf.dtype not in (torch.float8_e4m3fn, torch.uint8):
+    if sf.dtype not in SF_DTYPES:
         raise ValueError(f"sf must be float8_e4m3fn, or uint8 with its bytes, not {sf.dtype}")
     return sf.view(torch.float8_e4m3fn)
 

@@ -18,6 +18,7 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from moe_nvfp4 import format as nvfp4
 from moe_nvfp4.backends import Problem, Selected, named_on, selected
@@ -275,16 +276,17 @@ _exporting._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def refuse_transforms() -> None:
-    """NotImplementedError inside of torch.export and of torch.func's transforms."""
-    if _exporting():
+    """NotImplementedError inside of torch.export, torch.jit, torch.func's transforms and forward-mode AD."""
+    eager = not torch.compiler.is_compiling()
+    if _exporting() or eager and torch._C._is_tracing():
         raise NotImplementedError(
-            "torch.export of 4-bit layers: the exported program would hold on to this machine's kernels and layout of "
-            "weights; export the dense model, or use torch.compile"
+            "torch.export and torch.jit of 4-bit layers: the exported program would hold on to this machine's kernels "
+            "and layout of weights; export the dense model, or use torch.compile"
         )
-    if not torch.compiler.is_compiling() and torch._C._functorch.maybe_current_level() is not None:
+    if eager and (torch._C._functorch.maybe_current_level() is not None or forward_ad._current_level >= 0):
         raise NotImplementedError(
-            "torch.func's transforms (vmap, grad, jvp, ...) of 4-bit layers: make the dimension part of the tokens, "
-            "x [batch * tokens, hidden], or transform the dense model"
+            "torch.func's transforms (vmap, grad, jvp, ...) and forward-mode AD of 4-bit layers: make the dimension "
+            "part of the tokens, x [batch * tokens, hidden], or transform the dense model"
         )
 
 

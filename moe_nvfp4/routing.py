@@ -120,7 +120,7 @@ def group_by_expert(top_k_index: Tensor, num_experts: int) -> Groups:
     outside the legal range (on a GPU an assertion in the stream, so that nothing waits for it).
     """
     check_ids(top_k_index)
-    ids = top_k_index.reshape(-1)
+    ids = top_k_index.reshape(-1).long()  # int8 and uint8 have no room for num_experts
     _check_range(ids, num_experts)
     ids = torch.where((ids >= 0) & (ids < num_experts), ids, num_experts).to(torch.int32)
     sorted_ids, order = torch.sort(ids, stable=True)

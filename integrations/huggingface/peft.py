@@ -13,6 +13,7 @@ extends: for 4-bit layers it gives every LoraConfig the layers below, by `_regis
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -43,6 +44,7 @@ class LoraModel(lora.LoraModel):
     def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
         wanted = self.peft_config[adapter_name].target_modules
         self._all_linear = isinstance(wanted, str) and wanted.lower() == "all-linear"
+        _refuse_to_copy(self.peft_config[adapter_name].modules_to_save or (), model)
         return super().inject_adapter(model, adapter_name, *args, **kwargs)
 
     def _prepare_model(self, peft_config: LoraConfig, model: nn.Module) -> None:
@@ -224,6 +226,17 @@ class ParamWrapper(_Merging, lora.ParamWrapper):
                 dense[:, : w.width] += delta
             experts.append(quantize_expert(dense[:, : w.width], name, base.recipe))
         return {key: torch.stack([expert[key] for expert in experts]) for key in experts[0]}
+
+
+def _refuse_to_copy(names: Iterable[str], model: nn.Module) -> None:
+    """NotImplementedError for `modules_to_save`, of which PEFT trains a copy, that are 4-bit."""
+    for name, module in model.named_modules():
+        named = any(f".{name}".endswith(f".{wanted}") for wanted in names)
+        if named and any(isinstance(m, NVFP4Experts | NVFP4Linear) for m in module.modules()):
+            raise NotImplementedError(
+                f"modules_to_save: {name} has 4-bit weights, which are not trained: give it an adapter instead "
+                "(experts by target_parameters, linears by target_modules), or load it dense"
+            )
 
 
 def _check(config: LoraConfig, **fields: Any) -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from torch.autograd import forward_ad
 
 from moe_nvfp4 import Gate, NVFP4Experts, moe_forward
 from moe_nvfp4.kernels.cpu import backend as cpu
@@ -349,8 +350,12 @@ def test_transforms_are_refused_by_name():
     for f, args in ((layer, (x, ids, p)), (linear, (x,))):
         with pytest.raises(NotImplementedError, match="vmap"):
             torch.vmap(f)(*(a[None] for a in args))
-        with pytest.raises(NotImplementedError, match="torch.export of 4-bit layers"):
+        with pytest.raises(NotImplementedError, match="torch.export and torch.jit of 4-bit layers"):
             torch.export.export(f, args)
+        with pytest.raises(NotImplementedError, match="torch.export and torch.jit of 4-bit layers"):
+            torch.jit.trace(f, args)
+        with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward-mode AD"):
+            f(forward_ad.make_dual(x, x), *args[1:])
     with pytest.raises(NotImplementedError, match="grad, jvp"):
         torch.func.grad(lambda x: layer(x, ids, p).sum())(x)
     with pytest.raises(NotImplementedError, match="vmap"):

@@ -158,6 +158,7 @@ def test_pack_puts_the_even_element_low():
     codes = nvfp4.pack(nibbles)
     assert codes.tolist() == [[0xF1, 0x78], [0xA0, 0x3C]]
     assert torch.equal(nvfp4.unpack(codes), nibbles)
+    assert torch.equal(nvfp4.unpack(codes.T.contiguous().T), nibbles)
     every = torch.arange(256, dtype=torch.uint8)
     assert nvfp4.unpack(every).tolist() == [n for b in range(256) for n in (b & 15, b >> 4)]
     assert torch.equal(nvfp4.pack(nvfp4.unpack(every)), every)
@@ -402,6 +403,17 @@ def test_other_errors_name_the_trouble():
         nvfp4.dequantize(codes, sf.float(), 1.0)
     with pytest.raises(ValueError, match=r"shape \[3\] does not broadcast to \[2\]"):
         nvfp4.quantize(x, torch.ones(3))
+    for dtype in (torch.int8, torch.int32, torch.float32):  # int8: the sign would run into the second element
+        with pytest.raises(ValueError, match=f"codes must be uint8, not {dtype}"):
+            nvfp4.dequantize(codes.to(dtype), sf, 1.0)
+        with pytest.raises(ValueError, match="codes must be uint8"):
+            nvfp4.unpack(codes.to(dtype))
+    with pytest.raises(ValueError, match=r"nibbles must be uint8, not torch.int64"):
+        nvfp4.pack(torch.arange(4))
+    with pytest.raises(ValueError, match=r"sf must be .* got torch.float32 \[2, 2\]"):
+        nvfp4.swizzle_sf(sf.float())
+    with pytest.raises(ValueError, match="2 rows and 2 blocks are 512 of"):
+        nvfp4.unswizzle_sf(torch.zeros(100, dtype=torch.uint8), 2, 2)
     for bad in (0.0, -1.0, math.inf, math.nan):
         with pytest.raises(ValueError, match="positive and finite"):
             nvfp4.quantize(x, torch.tensor([1.0, bad]))

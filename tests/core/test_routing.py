@@ -59,6 +59,13 @@ def test_every_shape_is_static_and_compiles():
     assert [t.shape for t in sizes(torch.zeros(3, 2, dtype=torch.long))] == [t.shape for t in eager]
 
 
+@pytest.mark.parametrize(("dtype", "experts"), [(torch.int8, 128), (torch.uint8, 255), (torch.uint8, 256)])
+def test_ids_of_a_dtype_without_room_for_the_number_of_experts(dtype, experts):
+    ids = torch.tensor([[3, 127], [0, 9]])
+    got, want = group_by_expert(ids.to(dtype), experts), group_by_expert(ids, experts)
+    assert torch.equal(got.order, want.order) and torch.equal(got.offsets, want.offsets)
+
+
 def test_misuse_is_named():
     with pytest.raises(ValueError, match=r"expert ids must lie in 0\.\.3.*got ids from 0 to 9"):
         group_by_expert(torch.tensor([[0, 9]]), 4)

@@ -243,6 +243,11 @@ def test_compiled_whole():
         (dict(target_modules=r".*\.experts", target_parameters=None), ValueError, "no LoRA for the module as a whole"),
         (dict(target_parameters=["experts.down_proj_sf"]), ValueError, "no LoRA for down_proj_sf: name their proj"),
         (dict(init_lora_weights="pissa"), NotImplementedError, "init_lora_weights='pissa' starts from dense weights"),
+        (
+            dict(modules_to_save=["experts"]),
+            NotImplementedError,
+            "modules_to_save: model.layers.0.mlp.experts has",
+        ),
         (dict(lora_dropout=0.1), ValueError, "does not work with lora_dropout"),
         (dict(use_dora=True), ValueError, "does not work with use_dora"),
     ],
