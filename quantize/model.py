@@ -97,13 +97,13 @@ class ModelTensors:
         return self._in_body(target), pattern
 
     def _in_body(self, target: str) -> str:
-        """A tensor of one expert with the prefix of the body as the model has it: transformers removes that where
+        """A tensor of one expert with the prefix of the body as the model has it: transformers changes that where
         the model has a tensor of the whole name (Llama 4's language model, from files of all of it)."""
         end = target.rfind(".experts.") + len(".experts")
         if end < len(".experts") or target[:end] in self._modules:
             return target
-        other = target.removeprefix(f"{self._prefix}.")
-        return other if other[: end - len(target) + len(other)] in self._modules else target
+        names = (target.removeprefix(f"{self._prefix}."), f"{self._prefix}.{target}")
+        return next((name for name in names if name[: end - len(target) + len(name)] in self._modules), target)
 
     def renamed(self, name: str) -> str:
         """`name` after the model's renamings and converters; the prefix of the model not yet added or removed."""

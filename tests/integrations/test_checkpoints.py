@@ -45,6 +45,7 @@ from tests.models import (
     SMALL,
     as_bytes,
     folder,
+    gemma4,
     gpt_oss,
     llama4,
     logits,
@@ -211,6 +212,15 @@ def test_linears_stay_packed_or_become_dense(family, dialect, tmp_path):
     dense.save_pretrained(tmp_path / "dense")
     again = load(tmp_path / "dense")
     assert torch.equal(logits(again), logits(dense)) and not packed(again, NVFP4Linear)
+
+
+def test_a_whole_model_loads_from_files_of_its_body(tmp_path):
+    """Where the head is the embedding."""
+    folder(tmp_path, gemma4)
+    convert_checkpoint(tmp_path / "bf16", tmp_path / "nvfp4", progress=False)
+    AutoModel.from_pretrained(tmp_path / "nvfp4").save_pretrained(tmp_path / "body")
+    assert "layers.0.experts.0.down_proj.weight" in tensors(tmp_path / "body")
+    assert torch.equal(logits(load(tmp_path / "body")), logits(load(tmp_path / "nvfp4")))
 
 
 def test_the_language_model_of_llama4_loads_from_files_of_all_of_it(tmp_path):
