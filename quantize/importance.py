@@ -92,11 +92,17 @@ class Importance:
             )
         return found[e]
 
-    def layer(self, module: str) -> LayerImportance:
-        """Of the experts `module`, as files or as transformers name them. ValueError where there is none."""
+    def layer(self, module: str, experts: int | None = None) -> LayerImportance:
+        """Of the experts `module`, as files or as transformers name them. ValueError where there is none, or where it
+        is of another number than `experts`."""
         name = same_module(module, self.layers)
         if name is not None:
-            return self.layers[name]
+            found = self.layers[name]
+            if experts not in (None, len(found.rows)):
+                raise ValueError(
+                    f"{module} has {experts} experts, the importance is of {len(found.rows)}: {ANOTHER_MODEL}"
+                )
+            return found
         known = ", ".join(list(self.layers)[:2])
         raise ValueError(f"{module} has no importance (there is that of {known}, ...): {ANOTHER_MODEL}")
 
@@ -106,6 +112,7 @@ def save_importance(importance: Importance, path: str | os.PathLike, source: str
     from safetensors.torch import save_file
 
     path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
     tensors = {f"{n}.{k}": t.contiguous() for n, layer in importance.layers.items() for k, t in vars(layer).items()}
     part = path.with_name(f".{path.name}.partial")
     save_file(tensors, part, metadata={"format": FORMAT, "source": source})

@@ -189,6 +189,9 @@ def _quantize_experts(draft: _Draft, experts: Experts) -> None:
             draft.take(experts.tensors)
         return
     matrices = experts.matrices()
+    if draft.options.importance is not None:
+        numbers = {match["e"] for stem in matrices if (match := PER_EXPERT.fullmatch(stem))}
+        draft.options.importance.layer(experts.module, len(numbers))
     draft.to_quantize |= matrices
     draft.matrices |= matrices
     E = len(matrices) // (sum(map(len, experts.biases.values())) or 1)

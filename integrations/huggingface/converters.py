@@ -260,6 +260,8 @@ class Conversions:
                 f"{layer_name}: recipe {self.recipe!r} does not quantize a model that is split over ranks: write 4-bit "
                 "files first (moe-nvfp4 quantize), which load in any split"
             )
+        if self.importance is not None:
+            self.importance.layer(layer_name.rpartition(".")[0], expected)
         amax = _global_amax(dense, param) if splits_matrices(param) else None
         out: dict[str, Tensor] = {}
         row = 0

@@ -185,7 +185,7 @@ def _learn(
     for name, layout in layouts.items():
         for part, columns in (("up_proj", layout.hidden_size), ("down_proj", layout.intermediate_size)):
             importance.of(name, layout.num_experts - 1, part, columns)
-    return {name: importance.layer(name) for name in layouts}
+    return {name: importance.layer(name, layout.num_experts) for name, layout in layouts.items()}
 
 
 def _quantized(

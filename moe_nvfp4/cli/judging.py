@@ -27,6 +27,7 @@ def plot_positions(path: Path, found: Mapping[str, Metrics], window: int) -> Non
     from matplotlib.figure import Figure
 
     numbers = {name: of.kls.view(-1, window - 1).mean(dim=0).tolist() for name, of in found.items()}
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.with_suffix(".json").write_text(json.dumps({"kl_by_position": numbers}) + "\n", "utf-8")
     figure = Figure(figsize=(8, 4), layout="constrained")
     axes = figure.add_subplot()
@@ -48,6 +49,7 @@ def plot_experts(path: Path, errors: Mapping[str, ErrorSums]) -> None:
     for name, sums in errors.items():
         layer, _, number = name.rpartition(".")
         rows.setdefault(layer if number.isdigit() else name, []).append(sums.relative)
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.with_suffix(".json").write_text(json.dumps({"relative_error": rows}) + "\n", "utf-8")
     widest = max(map(len, rows.values()))
     figure = Figure(figsize=(2 + min(10, 0.15 * widest + 2), 1.5 + 0.15 * len(rows)), layout="constrained")

@@ -211,7 +211,12 @@ def expert_bytes(model: Any) -> tuple[int, int]:
 def text_of(args: argparse.Namespace) -> str:
     """What --text names, or the demo's own text."""
     if args.text is not None:
-        return str(args.text.read_text(errors="replace"))
+        try:
+            return str(args.text.read_text("utf-8"))
+        except UnicodeDecodeError as error:
+            raise ValueError(
+                f"{args.text} is not UTF-8 text ({error}): convert it (iconv -t utf-8), or name another"
+            ) from None
     if args.model != "demo":
         raise ValueError(f"name a text to {args.command} with: --text FILE")
     from moe_nvfp4.demo import demo_text

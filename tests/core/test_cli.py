@@ -309,6 +309,7 @@ def test_mistakes_are_one_line_and_exit_code_2(folder, tmp_path, capsys):
     LlamaForCausalLM(LlamaConfig(**small)).save_pretrained(tmp_path / "dense")
     run("quantize", folder, tmp_path / "done", "--recipe", "max")
     (tmp_path / "short.txt").write_text("short")
+    (tmp_path / "utf16.txt").write_text("of another encoding", "utf-16")
     shutil.copytree(tmp_path / "done", tmp_path / "lacking")
     save_file({n: t for n, t in tensors(tmp_path / "done").items() if "q_norm" not in n},
               tmp_path / "lacking" / "model.safetensors")  # fmt: skip
@@ -323,6 +324,7 @@ def test_mistakes_are_one_line_and_exit_code_2(folder, tmp_path, capsys):
         (("compare", tmp_path / "cut", "--text", ROOT / "README.md"), "is truncated or is not a safetensors file"),
         (("importance", tmp_path / "cut", tmp_path / "x"), "is truncated or is not a safetensors file"),
         (("importance", tmp_path / "no-tokenizer", tmp_path / "x", "--text", ROOT / "README.md"), "the tokenizer of"),
+        (("importance", folder, tmp_path / "x", "--text", tmp_path / "utf16.txt"), "utf16.txt is not UTF-8 text"),
         (("info", tmp_path / "nothing"), "does not exist"),
         (("generate", folder, "--cpu-experts", "all", "--device", "cpu"), "keeps experts beside a GPU, and the model"),
         (("generate", folder, "--map-files", "--device", "cpu"), "map_files: the experts of these files are dense"),

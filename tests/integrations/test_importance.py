@@ -148,6 +148,17 @@ def test_calibration_errors(tmp_path):
     with pytest.raises(ValueError, match="48 input columns, the importance is of 8 experts with 32"):
         swap_experts(model, recipe="weighted", calibration=tmp_path / "other.safetensors", progress=False)
     assert not any("NVFP4" in type(m).__name__ or "HFExperts" in type(m).__name__ for m in model.modules())
+    more = files_importance(
+        folder(tmp_path, lambda: qwen3_moe(experts=16), "more"), [IDS], device="cpu", progress=False
+    )
+    save_importance(more, path := tmp_path / "new folder" / "more.safetensors")
+    for convert in (
+        lambda: swap_experts(model, recipe="weighted", calibration=path, progress=False),
+        lambda: load(source, quantization_config=MoeNvfp4Config(recipe="weighted", calibration=path)),
+        lambda: convert_checkpoint(source, tmp_path / "x", Options("weighted", importance=more, device="cpu")),
+    ):
+        with pytest.raises(ValueError, match="has 8 experts, the importance is of 16: it was made with another model"):
+            convert()
 
 
 def test_a_missing_tensor_is_named(tmp_path):

@@ -81,6 +81,10 @@ def test_names():
         importance.of("model.layers.2.mlp.experts", 0, "up_proj", 64)
     with pytest.raises(ValueError, match="48 input columns, the importance is of 8 experts with 64"):
         importance.of("model.layers.0.mlp.experts", 0, "up_proj", 48)
+    with pytest.raises(
+        ValueError, match="layers.0.mlp.experts has 4 experts, the importance is of 8: it was made with"
+    ):
+        importance.layer("model.layers.0.mlp.experts", 4)
     with pytest.raises(ValueError, match="of 8 experts"):
         importance.of("model.layers.0.mlp.experts", 8, "up_proj", 64)
     two_stacks = importance_for(["encoder.layers.0.mlp.experts", "decoder.layers.0.mlp.experts"])
