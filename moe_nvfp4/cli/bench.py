@@ -58,6 +58,11 @@ def _layer(args: argparse.Namespace) -> None:
     device, shape = usable_device(args.device), Shape(*args.shape)
     if shape.top_k > shape.num_experts:
         raise ValueError(f"--shape: {shape.top_k} experts per token of {shape.num_experts} experts")
+    if shape.hidden_size % 8 or shape.intermediate_size % 8:
+        raise ValueError(
+            f"--shape: H {shape.hidden_size} and I {shape.intermediate_size} must be multiples of 8 for the bf16 "
+            "product that is measured beside, torch's grouped_mm"
+        )
     clock = CudaClock() if device.type == "cuda" else CpuClock()
     roof = measure_roof(clock, device)
     layers = random_experts(shape, device, args.activations), dense_experts(shape, device)

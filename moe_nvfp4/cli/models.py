@@ -48,6 +48,15 @@ def hub_errors(source: str) -> Iterator[None]:
         raise OSError(f"{source!r} is no folder here, and not to be had from the Hugging Face Hub: {error}") from None
 
 
+def check_folder(source: str) -> None:
+    """ValueError for a path that is not there, and for a folder without a config.json; names on the Hub pass."""
+    path = Path(source)
+    if not path.exists() and (source.startswith((".", "/", "~")) or source.count("/") > 1):
+        raise ValueError(f"{source} does not exist")
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise ValueError(f"{source} has no config.json: name the folder of a Hugging Face checkpoint")
+
+
 def model_config(source: str) -> Any:
     """transformers' config object of a model; with a quantization_config also where only hf_quant_config.json says that
     its files are NVFP4."""
@@ -55,11 +64,7 @@ def model_config(source: str) -> Any:
 
     from moe_nvfp4.integrations.huggingface.config import checkpoint_config, files_info
 
-    path = Path(source)
-    if not path.exists() and (source.startswith((".", "/", "~")) or source.count("/") > 1):
-        raise ValueError(f"{source} does not exist")
-    if path.is_dir() and not (path / "config.json").is_file():
-        raise ValueError(f"{source} has no config.json: name the folder of a Hugging Face checkpoint")
+    check_folder(source)
     with hub_errors(source), config_errors(source):
         config = AutoConfig.from_pretrained(source)
         silent = getattr(config, "quantization_config", None) is None

@@ -6,7 +6,7 @@ import argparse
 import os
 import sys
 
-from moe_nvfp4.cli.models import resolve
+from moe_nvfp4.cli.models import check_folder, resolve
 from moe_nvfp4.cli.options import ENGINES, MODEL_HELP, Commands, command
 
 
@@ -25,6 +25,8 @@ def add(commands: Commands) -> None:
 def run(args: argparse.Namespace) -> None:
     from moe_nvfp4.integrations.serve import serve_command
 
-    argv = serve_command(resolve(args.model), args.engine, args.options)
+    source = resolve(args.model)
+    check_folder(source)
+    argv = serve_command(source, args.engine, args.options)
     sys.stdout.flush()
     os.execv(argv[0], argv)  # signals then reach the engine

@@ -326,6 +326,8 @@ def test_mistakes_are_one_line_and_exit_code_2(folder, tmp_path, capsys):
         (("importance", tmp_path / "no-tokenizer", tmp_path / "x", "--text", ROOT / "README.md"), "the tokenizer of"),
         (("importance", folder, tmp_path / "x", "--text", tmp_path / "utf16.txt"), "utf16.txt is not UTF-8 text"),
         (("info", tmp_path / "nothing"), "does not exist"),
+        (("serve", tmp_path / "nothing"), "does not exist"),
+        (("bench", "--shape", "17", "8", "3", "1"), "H 17 and I 8 must be multiples of 8 for the bf16 product"),
         (("generate", folder, "--cpu-experts", "all", "--device", "cpu"), "keeps experts beside a GPU, and the model"),
         (("generate", folder, "--map-files", "--device", "cpu"), "map_files: the experts of these files are dense"),
         (("info", tmp_path), "has no config.json"),
