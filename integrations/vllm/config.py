@@ -99,7 +99,11 @@ class MoeNvfp4Config(QuantizationConfig):
 
     def choose(self, options: dict[str, Any]) -> MoeNvfp4Config:
         """Set options; returns self. ValueError for one that is not known."""
+        if not isinstance(options, dict):
+            raise ValueError(f'moe_nvfp4: {options!r}: options are an object, {{"activations": "nvfp4"}}')
         for key, value in options.items():
+            if key == "exclude" and not (isinstance(value, list) and all(isinstance(name, str) for name in value)):
+                raise ValueError(f"moe_nvfp4: exclude={value!r}: it is a list of names or wildcards")
             known = {"activations": ACTIVATIONS, "recipe": RECIPES}.get(key)
             if key not in OPTIONS or (known and value not in known):
                 rule = f"{key} must be one of {', '.join(known)}" if known else f"options are {', '.join(OPTIONS)}"

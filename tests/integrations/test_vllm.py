@@ -311,6 +311,11 @@ def test_unknown_options_are_named():
         Config().choose({"activations": "fp8"})
     with pytest.raises(ValueError, match="actvations=.*options are activations, recipe, exclude"):
         Config().choose({"actvations": "bf16"})
+    for exclude in ("model.layers.0.*", None, [0]):  # of a string, "*" alone would exclude every layer
+        with pytest.raises(ValueError, match="exclude=.*: it is a list of names or wildcards"):
+            Config().choose({"exclude": exclude})
+    with pytest.raises(ValueError, match="'nvfp4': options are an object"):
+        Config().choose("nvfp4")
     with pytest.raises(ValueError, match="recipe='max': these experts are NVFP4 already"):
         Config.from_config(NVFP4).choose({"recipe": "max"})
 
