@@ -205,6 +205,9 @@ def _add_error(layer: ErrorSums, stem: str, packed: Matrix, matrix: Matrix) -> N
     for a in range(0, packed.rows, step):
         b = min(a + step, packed.rows)
         original = rows(a, b).float()
+        if not original.isfinite().all():
+            raise ValueError(f"the original of {stem} has NaN or Inf, so this was made from another checkpoint, or the "
+                             "original is damaged since: download it again")  # fmt: skip
         layer.add(packed_rows(a, b)[:, : matrix.columns], original)
     layer.matrices += 1
 

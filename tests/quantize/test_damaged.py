@@ -200,3 +200,8 @@ def test_verify_finds_damage(case, tmp_path, capsys):
     save_file(files, path / "model.safetensors", metadata={"format": "pt"})
     assert cli.main(["verify", str(path), *(["--against", str(source)] if change is None else [])]) == 2
     assert message in capsys.readouterr().err
+    if change is None:  # nothing can be said of an original without values
+        original = experts()
+        original[f"{E3}.up_proj.weight"][0, 0] = torch.nan
+        assert cli.main(["verify", str(path), "--against", str(folder(tmp_path / "c", original))]) == 2
+        assert f"the original of {E3}.up_proj has NaN or Inf" in capsys.readouterr().err
