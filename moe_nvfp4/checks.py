@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moe_nvfp4.format import grouped_sf_rows
 from moe_nvfp4.routing import Groups, Rows, check_ids
-from moe_nvfp4.weights import ACTIVATIONS, ExpertWeights, LinearWeights, is_quantized
+from moe_nvfp4.weights import ACTIVATIONS, ExpertWeights, Gate, LinearWeights, is_quantized
 
 ROWS = (torch.bfloat16, torch.float16, torch.float32)  # dtypes of x, h, y and biases
 ROUTER = (*ROWS, torch.float64)
@@ -162,6 +162,11 @@ def check_linear(x: Tensor, weights: LinearWeights) -> None:
         _check("bias", bias, (N,), ROWS, device)
     if x_scale is not None:
         _check("input_scale", x_scale, (1,), _FP32, device)
+
+
+def check_gate(gate: Gate) -> None:
+    if not isinstance(gate, Gate):
+        raise TypeError(f"gate must be a moe_nvfp4.Gate, such as Gate('silu'), got {gate!r}")
 
 
 def check_activations(activations: str) -> None:

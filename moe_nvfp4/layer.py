@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from moe_nvfp4.backends import Backend, Problem, Selected, named, select, selected, shown
-from moe_nvfp4.checks import check_activations, check_bias_dtype, check_sizes
+from moe_nvfp4.checks import check_activations, check_bias_dtype, check_gate, check_sizes
 from moe_nvfp4.mapped import Matrix, table
 from moe_nvfp4.ops import numbered, run_beside, run_experts
 from moe_nvfp4.prepared import Packed, Prepared
@@ -58,6 +58,7 @@ class NVFP4Experts(Prepared):
         device: torch.device | str | None = None,
     ):
         super().__init__()
+        check_gate(gate)
         check_activations(activations)
         check_bias_dtype(bias)
         check_sizes(num_experts=num_experts, hidden_size=hidden_size, intermediate_size=intermediate_size)
@@ -109,6 +110,7 @@ class NVFP4Experts(Prepared):
     ) -> NVFP4Experts:
         """Quantize dense experts: w13 [E, 2I, H] (rows [gate; up]; [E, I, H] if not gated) and
         w2 [E, H, I], floating; bias: ([E, 2I], [E, H])."""
+        check_gate(gate)
         if w13.dim() != 3 or w2.dim() != 3:
             raise ValueError(
                 f"w13 and w2 must be [experts, rows, columns], got {tuple(w13.shape)} and {tuple(w2.shape)}: "

@@ -443,14 +443,18 @@ def _report(model: Any, found: CheckpointLayout) -> None:
             f"{len(keys)} scales of a quantized KV cache are left out ({keys[0]}, ...): transformers keeps its cache "
             "in the model's dtype, which needs none"
         )
-        ignored = set(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
-        model._keys_to_ignore_on_load_unexpected = ignored | {KV_SCALE.pattern}
+        _leave_out(model, KV_SCALE.pattern)
     if found.left_out:
         logger.warning(NO_STATIC.format("some experts have none"))
-        ignored = set(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
-        model._keys_to_ignore_on_load_unexpected = ignored | {rf"{found.dialect.input_scale}$"}
+        _leave_out(model, rf"{found.dialect.input_scale}$")
     fp8 = [linear.module for linear in found.linears.values() if linear.kind == "fp8"]
     if fp8:
         logger.warning(f"{len(fp8)} FP8 linears are made dense ({fp8[0]}, ...); their inputs are not rounded to FP8")
     if fp8 := [name for name, layout in found.experts.items() if layout is ExpertLayout.FP8]:
         logger.warning(f"the FP8 experts of {len(fp8)} layers are made dense ({fp8[0]}, ...)")
+
+
+def _leave_out(model: Any, names: str) -> None:
+    """transformers reports no tensors of the files whose names match this expression."""
+    ignored = set(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
+    model._keys_to_ignore_on_load_unexpected = ignored | {names}

@@ -394,6 +394,9 @@ def test_dense_experts_that_do_not_fit():
             NVFP4Experts.from_dense(*args)
     with pytest.raises(ValueError, match="gate_up_proj of expert 0 is on cpu, the layer's on meta"):
         NVFP4Experts(E, H, I, device="meta").load_expert(0, w13[0], w2[0])
+    for wrong in (lambda: NVFP4Experts(E, H, I, "silu"), lambda: NVFP4Experts.from_dense(w13, w2, "silu")):
+        with pytest.raises(TypeError, match=r"gate must be a moe_nvfp4.Gate, such as Gate\('silu'\), got 'silu'"):
+            wrong()
     for sizes, rule in [
         ((0, H, I), "num_experts must be at least 1, got 0"),
         ((E, H, -1), "intermediate_size .* got -1"),
