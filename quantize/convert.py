@@ -50,7 +50,7 @@ from moe_nvfp4.quantize.options import Options
 from moe_nvfp4.quantize.plan import ConversionPlan, nvfp4_info, plan
 from moe_nvfp4.quantize.report import ConversionReport, readable_size
 
-OTHER_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
+OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 TEMPLATES = "additional_chat_templates"  # a folder of *.jinja, of tokenizers with more than one template
 IN_FLIGHT = 500_000_000  # bytes that all workers together may hold
 
@@ -182,8 +182,9 @@ def _other_files(checkpoint: Checkpoint) -> tuple[list[Path], dict[str, str]]:
     out, and why. Hidden folders (.git, .cache) are no part of a checkpoint."""
     anew, folder = {"config.json", "hf_quant_config.json"}, checkpoint.folder
     files = sorted(f for f in folder.iterdir() if f.is_file() and f.name not in anew)
-    other = [f for f in files if f.suffix not in OTHER_WEIGHTS and not f.name.endswith(".index.json")]
-    left = {f.name: "weights in another format" for f in files if f.suffix in OTHER_WEIGHTS[1:]}
+    weights = (".safetensors", *OTHER_WEIGHTS)
+    other = [f for f in files if f.suffix not in weights and not f.name.endswith(".index.json")]
+    left = {f.name: "weights in another format" for f in files if f.suffix in OTHER_WEIGHTS}
     left |= {f.name: "a weight file that belongs to no part of this checkpoint" for f in checkpoint.ignored}
     inside = {f.name for f in folder.iterdir() if f.is_dir() and f.name[0] != "."} - {TEMPLATES}
     left |= {f"{name}/": f"a folder: of those only {TEMPLATES} is copied" for name in sorted(inside)}

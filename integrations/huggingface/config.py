@@ -143,9 +143,12 @@ class MoeNvfp4Config(QuantizationConfigMixin):
         return any(names_experts(p, module_name) for p in patterns)
 
 
-def check_cpu_experts(layers: int | str) -> None:
+def check_cpu_experts(layers: int | str, model: Any = None, there: int | None = None) -> None:
+    """ValueError for what is no number of layers, and for more than `there` are in `model`."""
     if layers not in ("all", "auto") and (isinstance(layers, bool) or not isinstance(layers, int) or layers < 0):
         raise ValueError(f"cpu_experts must be a number of layers, 'all' or 'auto', got {layers!r}")
+    if there is not None and isinstance(layers, int) and layers > there:
+        raise ValueError(f"cpu_experts={layers}: {type(model).__name__} has {there} layers of experts")
 
 
 def names_experts(pattern: str, module_name: str) -> bool:

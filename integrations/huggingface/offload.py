@@ -41,10 +41,8 @@ def layers_on_cpu(model: nn.Module, layers: int | str, context: int = CONTEXT, m
         raise ValueError(f"{type(model).__name__} has no 4-bit experts to keep on the CPU: call swap_experts first")
     if layers == "auto":
         return len(experts) - _fitting(model, experts, context, memory)
-    count = len(experts) if layers == "all" else int(layers)
-    if count > len(experts):
-        raise ValueError(f"cpu_experts={layers}: {type(model).__name__} has {len(experts)} layers of experts")
-    return count
+    check_cpu_experts(layers, model, len(experts))
+    return len(experts) if layers == "all" else int(layers)
 
 
 def _layers(model: nn.Module) -> list[HFExperts]:

@@ -340,12 +340,13 @@ class MoeNvfp4Quantizer(HfQuantizer):
         experts = self.conversions.experts
         found = [(f"{n}.{k}", e._parameters[k]) for n, e in experts.items() for k in INPUT_SCALES if k in e._parameters]
         bad = [name for name, p in found if p is not None and p.device.type != "meta" and not _are_scales(p)]
-        if bad:
-            self.quantization_config.input_scale = False
-            logger.warning(NO_STATIC.format(f"{bad[0]} has some that are 0, NaN or Inf"))
-        for parameters in (e._parameters for e in experts.values() if bad):
+        if not bad:
+            return
+        self.quantization_config.input_scale = False
+        logger.warning(NO_STATIC.format(f"{bad[0]} has some that are 0, NaN or Inf"))
+        for layer in experts.values():
             for key in INPUT_SCALES:
-                parameters.pop(key, None)
+                layer._parameters.pop(key, None)
 
     # ------------------------------------------------------------ saving
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Tensor] | None, dict]:

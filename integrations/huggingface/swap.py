@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from moe_nvfp4.calibrate import observe
 from moe_nvfp4.integrations.huggingface.calibration import calibration_batches, model_importance
-from moe_nvfp4.integrations.huggingface.config import MoeNvfp4Config
+from moe_nvfp4.integrations.huggingface.config import MoeNvfp4Config, check_cpu_experts
 from moe_nvfp4.integrations.huggingface.converters import model_conversions
 from moe_nvfp4.integrations.huggingface.experts import (
     HFExperts,
@@ -79,8 +79,8 @@ def swap_experts(
             excluded.append(name)
         else:
             groups.setdefault(id(module), ([], module, layout))[0].append(name)
-    if isinstance(cpu_experts, int) and cpu_experts > len(groups):
-        raise ValueError(f"cpu_experts={cpu_experts}: {type(model).__name__} has {len(groups)} layers of experts")
+    if cpu_experts is not None:
+        check_cpu_experts(cpu_experts, model, len(groups))
     for names, module, layout in groups.values():
         _check_weights(names[0], module, layout)
     base = getattr(model, "_weight_conversions", None)

@@ -51,14 +51,11 @@ def sources(weights: ExpertWeights) -> tuple[ExpertWeights, dict[str, Tensor | I
     """`weights` in no layout, and its tensors by name, each on the CPU or in files."""
     tensors: dict[str, Tensor | InFiles] = {n: t for n, t in vars(weights).items() if isinstance(t, Tensor)}
     if weights.layout is not None:
-        w = weights
-        for name, N, K in (
-            ("w13", w.intermediate_size * (2 if w.gate.gated else 1), w.hidden_size),
-            ("w2", w.hidden_size, w.intermediate_size),
-        ):
-            table, blocks = getattr(w, name), -(-K // 16)
-            tensors[name] = InFiles(table, 0, N, 8 * blocks)
-            tensors[f"{name}_sf"] = InFiles(table, 1, N, blocks)
+        for name in ("w13", "w2"):
+            of = weights.projection(name)
+            blocks = -(-of.width // 16)
+            tensors[name] = InFiles(of.codes, 0, of.rows, 8 * blocks)
+            tensors[f"{name}_sf"] = InFiles(of.codes, 1, of.rows, blocks)
     return replace(weights, layout=None), tensors
 
 
