@@ -447,7 +447,7 @@ def test_a_prompt_of_no_tokens(folder, tmp_path, capsys):
         ({"architectures": ["AutoConfig"]}, "has no model ['AutoConfig']"),
         ({"architectures": None}, "config.json has no architectures"),
     ],
-    ids=str,
+    ids=["nested", "number", "gate", "layers", "dtype", "auto class", "no class"],
 )
 def test_a_config_that_makes_no_sense(changes, message, folder, tmp_path, capsys):
     config = json.loads((folder / "config.json").read_text())
