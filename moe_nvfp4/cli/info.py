@@ -6,10 +6,14 @@ import argparse
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from moe_nvfp4.cli.models import empty_model, model_config, quantization_of, resolve
 from moe_nvfp4.cli.options import MODEL_HELP, Commands, add_quantizing, command, say
+
+if TYPE_CHECKING:
+    from moe_nvfp4.integrations.huggingface.experts import ModuleLayout
+    from moe_nvfp4.quantize.layouts import ExpertLayout
 
 
 def add(commands: Commands) -> None:
@@ -25,7 +29,6 @@ def add(commands: Commands) -> None:
 def run(args: argparse.Namespace) -> None:
     from moe_nvfp4.integrations.huggingface import MoeNvfp4Config
     from moe_nvfp4.integrations.huggingface.config import names_experts
-    from moe_nvfp4.integrations.huggingface.experts import HFExperts, ModuleLayout, describe
     from moe_nvfp4.integrations.huggingface.files import read_layout
     from moe_nvfp4.quantize.files import open_checkpoint
     from moe_nvfp4.quantize.layouts import ExpertLayout
@@ -35,50 +38,23 @@ def run(args: argparse.Namespace) -> None:
     source = resolve(args.model)
     config = model_config(source)
     quantization = quantization_of(config, args)
-    chosen = MoeNvfp4Config(exclude=args.exclude)
-    if quantization is not None:
-        chosen = MoeNvfp4Config.from_dict(quantization)
+    chosen = MoeNvfp4Config(exclude=args.exclude) if quantization is None else MoeNvfp4Config.from_dict(quantization)
     model = empty_model(config, source)
-    rows: list[tuple[str, str]] = []  # name, what it is
-    skipped: list[tuple[str, str]] = []  # name, why
-    modules: list[tuple[str, Any, ModuleLayout]] = []
-    inside = "\0"
-    for name, module in model.named_modules():
-        if name.startswith(inside):
-            continue
-        try:
-            layout = describe(module)
-        except NotImplementedError as error:
-            skipped.append((name, str(error).split(". ")[0]))
-            continue
-        if layout is None:
-            continue
-        inside = f"{name}."
-        modules.append((name, module, layout))
+    modules, skipped = _experts_modules(model)
     checkpoint, stored = None, dict[str, ExpertLayout]()  # what the files have, whatever their config says
     if quantization is not None and any(Path(source).glob("*.safetensors")):
         checkpoint = open_checkpoint(source)
-        names = [name for name, *_ in modules]
-        stored = read_layout(checkpoint, model, names, chosen.activations).experts  # refuses what loading refuses
-    reasons = {ExpertLayout.DENSE: "dense in the files, which their config does not say",
-           ExpertLayout.FP8: "FP8 in the files, dense when it is loaded"}  # fmt: skip
+        found = read_layout(checkpoint, model, list(modules), chosen.activations)  # refuses what loading refuses
+        stored = found.experts
+    rows: list[tuple[str, str]] = []  # name, what it is
     dense = packed = 0  # bytes
-    for name, module, layout in modules:
-        held = stored.get(name)
-        if held in (None, ExpertLayout.DENSE) and chosen.excludes(name):
-            skipped.append((name, "excluded"))
+    for name, (module, layout) in modules.items():
+        if why := _left_as_it_is(stored.get(name), chosen.excludes(name)):
+            skipped.append((name, why))
             continue
-        if held in reasons:
-            skipped.append((name, reasons[held]))
-            continue
-        experts = HFExperts(module, layout, chosen.activations, device="meta")
-        before = 2 * sum(p.numel() for p in module.parameters())
-        after = sum(p.numel() * p.element_size() for p in experts.parameters())
+        what, before, after = _row(module, layout, chosen.activations)
+        rows.append((name, what))
         dense, packed = dense + before, packed + after
-        shape = f"E {layout.num_experts}  H {layout.hidden_size}  I {layout.intermediate_size}"
-        gate = "own gate, unfused" if experts.gate.kind == "raw" else experts.gate.kind
-        sizes = f"{readable_size(before):>9s} -> {readable_size(after):>9s}"
-        rows.append((name, f"{type(module).__name__:24s} {shape:28s} {gate:12s} {sizes}"))
     total = 2 * sum(p.numel() for p in model.parameters())
     state = "bf16, would become NVFP4" if quantization is None else f"NVFP4 of {chosen.dialect}"
     say(f"{args.model}: {type(model).__name__}, {len(rows)} layers of experts, {state}")
@@ -97,6 +73,52 @@ def run(args: argparse.Namespace) -> None:
             say(line)
     say(f"experts: {readable_size(dense)} in bf16, {readable_size(packed)} in NVFP4; "
          f"whole model {readable_size(total)} -> {readable_size(total - dense + packed)}")  # fmt: skip
+
+
+def _experts_modules(model: Any) -> tuple[dict[str, tuple[Any, ModuleLayout]], list[tuple[str, str]]]:
+    """Experts modules by name, and (name, why) of those that cannot be 4-bit."""
+    from moe_nvfp4.integrations.huggingface.experts import describe
+
+    modules: dict[str, tuple[Any, ModuleLayout]] = {}
+    refused: list[tuple[str, str]] = []
+    inside = "\0"
+    for name, module in model.named_modules():
+        if name.startswith(inside):
+            continue
+        try:
+            layout = describe(module)
+        except NotImplementedError as error:
+            refused.append((name, str(error).split(". ")[0]))
+            continue
+        if layout is not None:
+            inside = f"{name}."
+            modules[name] = module, layout
+    return modules, refused
+
+
+def _left_as_it_is(held: ExpertLayout | None, excluded: bool) -> str | None:
+    """Why experts are not 4-bit that are `held` so in 4-bit files (None: there are no such files)."""
+    from moe_nvfp4.quantize.layouts import ExpertLayout
+
+    if excluded and held in (None, ExpertLayout.DENSE):
+        return "excluded"
+    if held is ExpertLayout.DENSE:
+        return "dense in the files, which their config does not say"
+    return "FP8 in the files, dense when it is loaded" if held is ExpertLayout.FP8 else None
+
+
+def _row(module: Any, layout: ModuleLayout, activations: str) -> tuple[str, int, int]:
+    """What the table says of one experts module; its bytes in bf16 and in NVFP4."""
+    from moe_nvfp4.integrations.huggingface.experts import HFExperts
+    from moe_nvfp4.quantize.report import readable_size
+
+    experts = HFExperts(module, layout, activations, device="meta")
+    before = 2 * sum(p.numel() for p in module.parameters())
+    after = sum(p.numel() * p.element_size() for p in experts.parameters())
+    shape = f"E {layout.num_experts}  H {layout.hidden_size}  I {layout.intermediate_size}"
+    gate = "own gate, unfused" if experts.gate.kind == "raw" else experts.gate.kind
+    sizes = f"{readable_size(before):>9s} -> {readable_size(after):>9s}"
+    return f"{type(module).__name__:24s} {shape:28s} {gate:12s} {sizes}", before, after
 
 
 def grouped(rows: Iterable[tuple[str, str]]) -> Iterable[tuple[str, str]]:
