@@ -52,29 +52,29 @@ def global_scale_for(amax: Tensor | float, sf_max: float = E4M3_MAX) -> Tensor:
     return torch.where(amax == 0, torch.ones_like(scale), scale)
 
 
-def block_scales(x: Tensor, global_scale: Tensor | float) -> Tensor:
+def block_scales(x: Tensor, global_scale: Tensor | float, check: bool = True) -> Tensor:
     """``sf = e4m3_rne(min(blockmax / 6 / global_scale, 448))``: float8_e4m3fn ``[..., K/16]``.
 
-    x: float32, bfloat16 or float16 ``[..., K]``; ValueError unless K % 16 == 0. A zero block has
-    sf 0, a block with a NaN has sf NaN.
+    x: float32, bfloat16 or float16 ``[..., K]``; ValueError unless K % 16 == 0 and, with `check` (see `quantize`),
+    global_scale is positive and finite. A zero block has sf 0, a block with a NaN has sf NaN.
     """
     check_x(x)
-    blocks, gs = _blocks(x, _as_scale(global_scale, x))
+    blocks, gs = _blocks(x, as_scale(global_scale, x, check))
     sf = blocks.new_empty(blocks.shape[:2], dtype=torch.float8_e4m3fn)
     for c in _chunks(blocks):
         sf[c] = _block_scales(blocks[c].float().abs(), gs[c])
     return sf.view(_sf_shape(x.shape))
 
 
-def encode(x: Tensor, sf: Tensor, global_scale: Tensor | float) -> Tensor:
+def encode(x: Tensor, sf: Tensor, global_scale: Tensor | float, check: bool = True) -> Tensor:
     """``code = e2m1_rne(x / (sf * global_scale))``, two to a byte: uint8 ``[..., K/2]``.
 
-    x: as in `block_scales`; sf: ``[..., K/16]``. What is beyond 6 saturates. The sign bit says
+    x, global_scale, check: as in `block_scales`; sf: ``[..., K/16]``. What is beyond 6 saturates. The sign bit says
     ``x < 0`` even where the magnitude rounds to zero (code 8); -0.0 has code 0. Where sf is 0 all
     codes are 0; where it is NaN they mean nothing.
     """
     check_x(x)
-    blocks, gs = _blocks(x, _as_scale(global_scale, x))
+    blocks, gs = _blocks(x, as_scale(global_scale, x, check))
     sf = _as_e4m3(sf, x.shape).reshape(blocks.shape[:2])
     codes = blocks.new_empty((*blocks.shape[:2], 8), dtype=torch.uint8)
     for c in _chunks(blocks):
@@ -123,9 +123,7 @@ def quantize(
     if global_scale is None:
         global_scale = global_scale_for(amax, sf_max(four_over_six))
     else:
-        global_scale = _as_scale(global_scale, x)
-        if check and not ((global_scale > 0) & global_scale.isfinite()).all():
-            raise ValueError("global_scale must be positive and finite")
+        global_scale = as_scale(global_scale, x, check)
 
     blocks, gs = _blocks(x, global_scale)
     sf = blocks.new_empty(blocks.shape[:2], dtype=torch.float8_e4m3fn)
@@ -191,7 +189,7 @@ def dequantize(
     _check_bytes("codes", codes)
     shape = (*codes.shape[:-1], 2 * codes.shape[-1])
     sf = _as_e4m3(sf, shape)
-    scale = _as_scale(1.0 if global_scale is None else global_scale, codes)
+    scale = as_scale(1.0 if global_scale is None else global_scale, codes, check=False)
     rows, width, gs = _rows(shape, scale)
     codes = codes.reshape(rows, width // 2)
     sf = sf.reshape(rows, width // SF_VEC_SIZE)
@@ -388,11 +386,20 @@ def _check_bytes(name: str, t: Tensor) -> None:
         raise ValueError(f"{name} must be uint8, not {t.dtype}: view bytes so (codes.view(torch.uint8))")
 
 
-def _as_scale(global_scale: Tensor | float, like: Tensor) -> Tensor:
+def as_scale(global_scale: Tensor | float, like: Tensor, check: bool = True) -> Tensor:
+    """float32, where `like` is. With `check` ValueError for what is no scale, which waits for the device."""
     if isinstance(global_scale, Tensor):
-        return global_scale.detach().to(like.device, torch.float32)
-    # full and not tensor: that would copy from the host, which a CUDA graph cannot capture
-    return torch.full((), global_scale, dtype=torch.float32, device=like.device)
+        scale = global_scale.detach().to(like.device, torch.float32)
+    else:  # full and not tensor: that would copy from the host, which a CUDA graph cannot capture
+        scale = torch.full((), global_scale, dtype=torch.float32, device=like.device)
+    if check and (bad := scale[~is_global_scale(scale)]).numel():
+        raise ValueError(f"global_scale must be positive and finite, got {bad[0].item()}")
+    return scale
+
+
+def is_global_scale(scale: Tensor) -> Tensor:
+    """Whether each number can be a global scale: bool, of the same shape. 0, Inf, NaN and negative ones cannot."""
+    return (scale > 0) & scale.isfinite()
 
 
 def _sf_shape(shape: tuple[int, ...]) -> tuple[int, ...]:

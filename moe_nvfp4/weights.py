@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from moe_nvfp4.format import is_global_scale
+
 ACTIVATIONS = ("bf16", "nvfp4", "nvfp4_four_over_six")
 GATE_KINDS = ("silu", "gelu_tanh", "relu2", "raw")
 
@@ -364,7 +366,7 @@ def check_global_scale(scale: Tensor, name: str) -> None:
     """ValueError unless every fp32 scale is finite and positive (0, inf and NaN are named)."""
     if scale.dtype != torch.float32:
         raise ValueError(f"{name} has dtype {scale.dtype}, expected torch.float32")
-    bad = ~(torch.isfinite(scale) & (scale > 0))
+    bad = ~is_global_scale(scale)
     if bad.any():
         first = int(bad.reshape(-1).nonzero()[0])
         raise ValueError(

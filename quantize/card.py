@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from moe_nvfp4._version import __version__
 from moe_nvfp4.quantize.report import ConversionReport, readable_size
@@ -59,6 +59,8 @@ def write_card(report: ConversionReport, source: str, verified: VerificationRepo
     card, before = report.destination / "README.md", report.source / "README.md"
     original = _original(before.read_text("utf-8", "replace") if before.is_file() else "")
     data = original.data.to_dict() | {"base_model_relation": "quantized"}
+    if "language" in data:
+        data["language"] = _languages(data["language"])
     data["tags"] = [*dict.fromkeys([*(data.get("tags") or []), "nvfp4", "moe"])]
     if HUB_NAME.fullmatch(source) and not Path(source).exists():
         data["base_model"] = source
@@ -77,6 +79,11 @@ def write_card(report: ConversionReport, source: str, verified: VerificationRepo
         text += f"\n---\n\nThe card of the original model:\n\n{original.text.strip()}\n"
     card.write_text(f"---\n{yaml.safe_dump(data, sort_keys=False, allow_unicode=True)}---\n{text}", "utf-8")
     return card
+
+
+def _languages(found: Any) -> Any:
+    """A code or a list of them, in which `no` is Norwegian again: YAML 1.1 reads false."""
+    return [_languages(code) for code in found] if isinstance(found, list) else "no" if found is False else found
 
 
 def _original(text: str) -> ModelCard:

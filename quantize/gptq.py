@@ -95,7 +95,7 @@ def _columns(w: Tensor, factor: Tensor, global_scale: Tensor) -> tuple[Tensor, T
         left[:, stop:] -= factor[:, start:stop, stop:].transpose(1, 2) @ errors
     values = codes.transpose(1, 2).reshape(-1, K)
     ones = torch.ones(len(values), K // SF_VEC_SIZE, device=w.device).to(torch.float8_e4m3fn)
-    packed = encode(values, ones, torch.ones((), device=w.device))
+    packed = encode(values, ones, 1.0, check=False)
     return packed.view(*w.shape[:2], K // 2), torch.stack(scales, dim=-1)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from moe_nvfp4.quantize.files import Checkpoint, expert_counts
-from moe_nvfp4.quantize.layouts.base import Given
+from moe_nvfp4.quantize.layouts.base import Given, one_too_many
 from moe_nvfp4.quantize.names import KV_SCALE, PER_EXPERT, PLAIN_NAMES
 
 if TYPE_CHECKING:
@@ -216,8 +216,7 @@ class ModelTensors:
             if part not in names and not part.endswith(".bias"):
                 raise ValueError(f"{module} has {part}, which {self.name} has not: the files belong to another model")
             if E is not None and numbers and max(numbers) >= E:
-                raise ValueError(f"{module}.{max(numbers)}.{part} is an expert too many: by config.json there are {E}, "
-                                 f"0 to {E - 1}; the files belong to another model")  # fmt: skip
+                raise one_too_many(f"{module}.{max(numbers)}.{part}", E)
             missing = next((e for e in range(E or 1 + max(numbers, default=0)) if e not in numbers), None)
             if missing is not None:
                 raise ValueError(f"{module}.{missing}.{part} is missing: {len(numbers)} of {E} experts have it; a "

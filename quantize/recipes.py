@@ -33,7 +33,17 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from moe_nvfp4.format import E4M3_MAX, SEARCH_SF_MAX, SF_VEC_SIZE, check_x, encode, global_scale_for, pad_k, quantize
+from moe_nvfp4.format import (
+    E4M3_MAX,
+    SEARCH_SF_MAX,
+    SF_VEC_SIZE,
+    as_scale,
+    check_x,
+    encode,
+    global_scale_for,
+    pad_k,
+    quantize,
+)
 
 RECIPES = ("max", "four_over_six", "mse")  # these need no data
 CALIBRATED_RECIPES = ("weighted", "gptq")  # these need to know what the model's activations are like
@@ -98,15 +108,13 @@ def quantize_matrix(
     if global_scale is None:
         global_scale = recipe_global_scale(amax, recipe)
     else:
-        global_scale = torch.as_tensor(global_scale, dtype=torch.float32).detach().to(w.device).expand(stack)
-        if not ((global_scale > 0) & global_scale.isfinite()).all():
-            raise ValueError("global_scale must be positive and finite")
+        global_scale = as_scale(global_scale, w).expand(stack)
     of_rows = global_scale[:, None] if stack else global_scale
     if recipe == "max":
         codes, sf, _ = quantize(w, of_rows, check=False)
     else:
         sf = _search(w, global_scale, _CANDIDATES[recipe], importance)
-        codes = encode(w, sf, of_rows)
+        codes = encode(w, sf, of_rows, check=False)
     return codes, sf, global_scale
 
 

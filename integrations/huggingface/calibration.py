@@ -32,8 +32,7 @@ def calibration_batches(calibration: Any, config: Any, tokenizer: str | os.PathL
     """
     vocabulary = config.get_text_config().vocab_size
     if calibration is None:
-        generator = torch.Generator().manual_seed(0)
-        return in_batches(torch.randint(vocabulary, (RANDOM_WINDOWS, WINDOW), generator=generator))
+        return random_batches(config)
     items: list[Any] = [calibration] if isinstance(calibration, (str, Tensor)) else list(calibration)
     if any(isinstance(item, str) for item in items):
         items = _windows(items, tokenizer)
@@ -47,6 +46,12 @@ def calibration_batches(calibration: Any, config: Any, tokenizer: str | os.PathL
     if not batches:
         raise ValueError("calibration: there is no text: give some, or None for random token ids")
     return batches
+
+
+def random_batches(config: Any, windows: int = RANDOM_WINDOWS, window: int = WINDOW) -> list[Tensor]:
+    """So many windows of random ids, of so many tokens each, for the model of `config`: always the same."""
+    generator = torch.Generator().manual_seed(0)
+    return in_batches(torch.randint(config.get_text_config().vocab_size, (windows, window), generator=generator))
 
 
 def in_batches(windows: Tensor) -> list[Tensor]:

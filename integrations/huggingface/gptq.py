@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import shutil
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -168,15 +169,23 @@ def convert_gptq(
     """`convert_checkpoint` by gptq: the experts of the dense checkpoint in folder `source`, as 4-bit files.
 
     batches: token ids int64 [B, T]. options: with another recipe; its activations decide whether the Hessians are those
-    of quantized rows. What is done lies in `.NAME.gptq` next to the destination until the end; after an interruption
-    the same call goes on with it.
+    of quantized rows. What is done lies in `.NAME.gptq` next to the destination until the end; after an interruption or
+    an error the same call goes on with it.
     """
     destination = Path(os.path.abspath(destination))
     convert_checkpoint(source, destination, options, workers, dry_run=True)  # what it refuses, it refuses now
     codes = CodesFolder(destination.parent / f".{destination.name}.gptq")
-    found = gptq_files(source, codes, batches, options.activations, options.exclude, options.device, progress)
     made = replace(options, recipe="gptq", codes=codes)
-    report = convert_checkpoint(source, destination, made, workers, progress=progress)
+    try:
+        found = gptq_files(source, codes, batches, options.activations, options.exclude, options.device, progress)
+        report = convert_checkpoint(source, destination, made, workers, progress=progress)
+    except BaseException:
+        if not codes.modules:
+            shutil.rmtree(codes.folder, ignore_errors=True)
+        elif progress:
+            print(f"{len(codes.modules)} layers of experts are done, and lie in {codes.folder}: the same command goes "
+                  "on with them; remove that folder if you do not run it again", file=sys.stderr)  # fmt: skip
+        raise
     shutil.rmtree(codes.folder)
     return report, found
 

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils import logging
 
+from moe_nvfp4.format import is_global_scale
 from moe_nvfp4.integrations.huggingface.calibration import calibration_batches, files_importance
 from moe_nvfp4.integrations.huggingface.config import MoeNvfp4Config
 from moe_nvfp4.integrations.huggingface.converters import Conversions, with_names_in_files
@@ -421,7 +422,7 @@ def _check_scales(name: str, param: Tensor) -> None:
 
 def _are_scales(param: Tensor) -> bool:
     here = param.to_local() if isinstance(param, DTensor) else param
-    return bool((here.isfinite() & (here > 0)).all())
+    return bool(is_global_scale(here).all())
 
 
 def _prepare_shards(experts: HFExperts, inputs: tuple[Tensor, ...]) -> None:

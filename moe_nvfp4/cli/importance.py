@@ -23,7 +23,12 @@ def add(commands: Commands) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    from moe_nvfp4.integrations.huggingface.calibration import calibration_batches, files_importance, in_batches
+    from moe_nvfp4.integrations.huggingface.calibration import (
+        calibration_batches,
+        files_importance,
+        in_batches,
+        random_batches,
+    )
     from moe_nvfp4.quantize.importance import save_importance
 
     if args.out.exists():
@@ -31,13 +36,12 @@ def run(args: argparse.Namespace) -> None:
     source = folder(args.model)
     config = model_config(source)
     check_headers(source)
-    windows = None
-    if args.text is not None:
-        windows = windows_of(args, tokenizer_of(source), text_of(args))
-    given = None if windows is None else in_batches(windows)
-    batches = calibration_batches(given, config, source)
+    if args.text is None:
+        batches = random_batches(config, args.windows, args.window)
+    else:
+        batches = calibration_batches(in_batches(windows_of(args, tokenizer_of(source), text_of(args))), config)
     importance = files_importance(source, batches, device=args.device)
-    data = "random token ids" if windows is None else str(args.text)
+    data = "random token ids" if args.text is None else str(args.text)
     tokens = sum(batch.numel() for batch in batches)
     save_importance(importance, args.out, f"{args.model}, {tokens} tokens: {data}")
     say(f"wrote {args.out}: {len(importance.layers)} layers of experts, from {tokens} tokens of {data}")

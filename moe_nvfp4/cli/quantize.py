@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from moe_nvfp4.quantize.report import ConversionReport
 
 
+WINDOWS, WINDOW = 128, 512  # of --recipe gptq, where nothing else is said
+
+
 def add(commands: Commands) -> None:
     sub = command(
         commands, "quantize", run, "write a 4-bit checkpoint",
@@ -40,7 +43,8 @@ def add(commands: Commands) -> None:
     sub.add_argument(
         "--importance", type=Path, metavar="FILE", help="for --recipe weighted: what moe-nvfp4 importance wrote"
     )
-    add_texts(sub, 128, shortest=2)
+    add_texts(sub, WINDOWS, shortest=2)
+    sub.set_defaults(windows=None, window=None)  # what is given counts for gptq only
     sub.add_argument(
         "--include", action="append", default=None, metavar="NAME",
         help="only these experts modules, wildcards allowed (default: all)",
@@ -79,8 +83,9 @@ def run(args: argparse.Namespace) -> None:
     if given and Path(source).is_dir() and nvfp4_info(open_checkpoint(source)):
         raise ValueError(f"{given[0]} would have no effect: {args.source} is NVFP4 already, and another --dialect has "
                          f"the same numbers; name the original model, or leave out {given[0]}")  # fmt: skip
-    if args.text is not None and recipe != "gptq":
-        raise ValueError(f"--text would have no effect on recipe {recipe}: --recipe gptq learns from one, and "
+    of_text = [f"--{name}" for name in ("text", "windows", "window") if getattr(args, name) is not None]
+    if of_text and recipe != "gptq":
+        raise ValueError(f"{of_text[0]} would have no effect on recipe {recipe}: --recipe gptq learns from a text, and "
                          "moe-nvfp4 importance reads one for --recipe weighted")  # fmt: skip
     options = Options(
         "mse" if recipe == "gptq" else recipe, args.exclude, args.include, args.dialect,
@@ -118,6 +123,7 @@ def _gptq(args: argparse.Namespace, source: str, options: Options) -> Conversion
     if args.text is None:
         raise ValueError("--recipe gptq learns from a text, which is like what the model is for: name one with --text "
                          "FILE, or use --recipe weighted, which needs none")  # fmt: skip
+    args.windows, args.window = args.windows or WINDOWS, args.window or WINDOW
     windows = windows_of(args, tokenizer_of(source), text_of(args))
     report, found = convert_gptq(source, args.destination, in_batches(windows), options, args.workers)
     for line in found.lines():

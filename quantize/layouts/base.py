@@ -127,7 +127,8 @@ class Given:
 def check_experts(
     shapes: Mapping[str, tuple[int, ...]], counts: Collection[int], others: Mapping[str, TensorSlice]
 ) -> None:
-    """ValueError unless all experts of a module have the same projections, of the same shapes, and none is left out.
+    """ValueError unless all experts of a module have the same projections, of the same shapes, and none is left out, or
+    there besides those that the config counts.
 
     shapes: of matrices, by the names of their modules; counts: numbers of experts that the config names; others: the
     files' other tensors, among which a missing one may be found in another type.
@@ -138,7 +139,7 @@ def check_experts(
             modules.setdefault(match["module"], {}).setdefault(match["part"], {})[int(match["e"])] = shape
     for module, parts in modules.items():
         E = 1 + max(max(experts) for experts in parts.values())
-        E = E if E in counts else min((n for n in counts if n > E), default=E)
+        E = min((n for n in counts if n >= E), default=E)
         for part, experts in parts.items():
             missing = next((e for e in range(E) if e not in experts), None)
             if missing is not None:
@@ -152,9 +153,16 @@ def check_experts(
                 sizes = sorted(set(experts.values()))
                 raise ValueError(f"{module}: the experts' {part} have different shapes {sizes}: the file is damaged, "
                                  "download it again")  # fmt: skip
+            if counts and E > max(counts):
+                raise one_too_many(f"{module}.{E - 1}.{part}", max(counts))
         if set(parts) not in ({"gate_proj", "up_proj", "down_proj"}, {"up_proj", "down_proj"}, {"w1", "w2", "w3"}):
             raise ValueError(f"{module} has {', '.join(sorted(parts))} only: a projection is missing; download the "
                              "checkpoint again")  # fmt: skip
+
+
+def one_too_many(stem: str, E: int) -> ValueError:
+    return ValueError(f"{stem} is an expert too many: by config.json there are {E}, 0 to {E - 1}; the files belong to "
+                      "another model")  # fmt: skip
 
 
 def split_rows(rows: Tensor, parts: int, interleaved: bool, dim: int = 0) -> tuple[Tensor, ...]:

@@ -231,13 +231,15 @@ def test_the_model_card(folder, tmp_path, capsys):
     source.mkdir()
     for file in folder.iterdir():
         (source / file.name).symlink_to(file)
-    (source / "README.md").write_text("---\nlicense: apache-2.0\ntags: [chat, moe]\n---\n# Original\nIts text.\n")
+    metadata = "license: apache-2.0\ntags: [chat, moe]\nlanguage: [nn, no]"
+    (source / "README.md").write_text(f"---\n{metadata}\n---\n# Original\nIts text.\n")
     run("quantize", source, tmp_path / "plain", "--exclude", "model.layers.0.*", "--recipe", "max")
     run("quantize", source, tmp_path / "checked", "--verify", "--activations", "nvfp4", "--recipe", "max")
     said = capsys.readouterr().out
     plain, checked = (ModelCard.load(tmp_path / name / "README.md") for name in ("plain", "checked"))
     for card in (plain, checked):
         assert card.data.license == "apache-2.0" and card.data.tags == ["chat", "moe", "nvfp4"]
+        assert card.data.language == ["nn", "no"]
         assert card.data.base_model_relation == "quantized" and card.data.base_model is None, "not a name on the Hub"
         assert card.text.count("Its text.") == 1
     assert "| not quantized: `model.layers.0.mlp.experts` | excluded |" in plain.text

@@ -133,7 +133,7 @@ def test_outputs_of_experts_are_nearer_than_by_mse():
 
 
 @pytest.mark.slow
-def test_an_interrupted_run_goes_on(tmp_path, monkeypatch):
+def test_an_interrupted_run_goes_on(tmp_path, monkeypatch, capsys):
     """After the first layer; the second call starts with the second one, and ends in the same bytes."""
     source = folder(tmp_path, qwen3_moe)
     convert_gptq(source, tmp_path / "whole", batches(), CPU, progress=False)
@@ -148,11 +148,19 @@ def test_an_interrupted_run_goes_on(tmp_path, monkeypatch):
 
     monkeypatch.setattr(module.LayerWalk, "run", counted)
     with pytest.raises(KeyboardInterrupt):
-        convert_gptq(source, tmp_path / "new", batches(), CPU, progress=False)
+        convert_gptq(source, tmp_path / "new", batches(), CPU)
     assert not (tmp_path / "new").exists()
+    assert f"1 layers of experts are done, and lie in {tmp_path / '.new.gptq'}" in capsys.readouterr().err
     convert_gptq(source, tmp_path / "new", batches(), CPU, progress=False)
     assert ran == [0, 1, 1]
     same_tensors(tmp_path / "whole", tmp_path / "new")
+
+
+def test_an_error_before_the_first_layer_leaves_nothing(tmp_path):
+    source = folder(tmp_path, qwen3_moe)
+    with pytest.raises(IndexError):
+        convert_gptq(source, tmp_path / "new", [torch.tensor([[10**6]])], CPU, progress=False)
+    assert [path.name for path in tmp_path.iterdir()] == [source.name]
 
 
 @pytest.mark.slow
@@ -184,6 +192,8 @@ def test_what_users_are_told(tmp_path, capsys):
     assert "name one with --text FILE" in capsys.readouterr().err
     assert main([*command, "--text", __file__]) == 2
     assert "--text would have no effect on recipe mse" in capsys.readouterr().err
+    assert main([*command, "--windows", "3"]) == 2
+    assert "--windows would have no effect on recipe mse" in capsys.readouterr().err
     assert main(["quantize", str(new), str(tmp_path / "x"), "--recipe", "gptq", "--text", __file__]) == 2
     assert "NVFP4 already" in capsys.readouterr().err
 

@@ -180,6 +180,9 @@ def test_command(tmp_path, capsys):
     assert load_importance(out).layers["model.layers.1.mlp.experts"].rows.sum() == 2 * 4096
     assert main(["importance", source, str(out)]) == 2
     assert "exists" in capsys.readouterr().err
+    short = ["importance", source, str(tmp_path / "short"), "--device", "cpu", "--windows", "3", "--window", "5"]
+    assert main(short) == 0
+    assert load_importance(tmp_path / "short").layers["model.layers.1.mlp.experts"].rows.sum() == 2 * 15
     new = str(tmp_path / "new")
     assert main(["quantize", source, new, "--recipe", "weighted", "--device", "cpu"]) == 2
     assert "--importance OUT" in capsys.readouterr().err

@@ -99,6 +99,13 @@ def test_what_is_incomplete_is_not_carried(case, good, tmp_path):
     assert not (tmp_path / "x").exists()
 
 
+def test_a_config_of_fewer_experts_is_refused_before_anything_is_written(tmp_path):
+    source = folder(tmp_path, qwen3_moe)
+    change_config(source, num_experts=4, num_local_experts=4)
+    with pytest.raises(ValueError, match=r"experts.7.\w+ is an expert too many: by config.json there are 4, 0 to 3"):
+        convert_checkpoint(source, tmp_path / "x", progress=False)
+
+
 @pytest.mark.slow_after(4)
 @pytest.mark.parametrize("dialect", CONFIGS)
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda f: f.__name__)
