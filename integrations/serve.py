@@ -35,6 +35,11 @@ def serve_command(model: str, engine: str | None = None, options: Sequence[str] 
         # `vllm serve` asks for the metadata of a package "vllm", which CPU builds do not have
         server = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
         return [*server, "--quantization", "moe_nvfp4", *options]
+    from transformers.utils.import_utils import is_serve_available
+
+    if not is_serve_available():
+        raise ImportError("the server of transformers needs packages that are missing: "
+                          'pip install "transformers[serving]", or install vLLM')  # fmt: skip
     config = Path(model, "config.json")
     if config.is_file() and read_config(json.loads(config.read_text("utf-8"))) is None:
         raise ValueError(

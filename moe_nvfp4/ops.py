@@ -25,7 +25,15 @@ from moe_nvfp4.backends import Problem, Selected, named_on, selected
 from moe_nvfp4.backward import layer_gradients, linear_gradient
 from moe_nvfp4.checks import check_layer, check_linear, check_quantize, check_stage
 from moe_nvfp4.routing import Groups, Rows, group_by_expert
-from moe_nvfp4.training import Hooks, no_gradients, refuse_gradient, refuse_twice, scaled, train_experts
+from moe_nvfp4.training import (
+    Hooks,
+    no_gradients,
+    refuse_gradient,
+    refuse_scales,
+    refuse_twice,
+    scaled,
+    train_experts,
+)
 from moe_nvfp4.weights import ExpertWeights, LinearWeights, read_spec
 
 # The reference's stages wait for the group offsets, which a CUDA graph can't.
@@ -298,6 +306,8 @@ def run_linear(x: Tensor, weights: LinearWeights, chosen: Selected) -> Tensor:
     backend, layout = chosen.name, chosen.layout
     if weights.sizes is not None and layout is None:
         raise TypeError(_OTHER_LAYOUT.format(x.dtype, x.device, "other", "NVFP4Linear"))
+    if torch.is_grad_enabled():
+        refuse_scales(weights.global_scale, weights.input_scale)
     return linear(x, *weights, backend)
 
 
@@ -354,13 +364,16 @@ def run_experts(
     spec = weights.spec(backend)
     biases = any(b is not None and b.requires_grad for b in (weights.b13, weights.b2))
     training = torch.is_grad_enabled() and (x.requires_grad or top_k_weights.requires_grad or biases)
+    if training:
+        refuse_scales(weights.gate_scale, weights.up_scale, weights.w2_scale, weights.x_scale, weights.h_scale)
     if chosen.whole and hooks.fused and weights.gate.kind != "raw" and not (training and (biases or not recompute)):
         return _experts(x, top_k_index, top_k_weights, weights.tensors(), spec)
 
     own_gate, post_expert_norm, x_factor, h_factor, observe, adapters = hooks
     check_layer(x, top_k_index, top_k_weights, weights)
     # the gate and the norm may have parameters that are trained
-    if training or adapters[0] or adapters[1] or (torch.is_grad_enabled() and (own_gate or post_expert_norm)):
+    own = own_gate or post_expert_norm or any(s is not None and s.requires_grad for s in (x_factor, h_factor))
+    if training or adapters[0] or adapters[1] or (torch.is_grad_enabled() and own):
         return train_experts(x, top_k_index, top_k_weights, weights, hooks, backend)
     groups = group_by_expert(top_k_index, weights.num_experts)
     order, offsets, tensors = groups.order, groups.offsets, weights.tensors()

@@ -87,6 +87,16 @@ def no_gradients(ctx, i: int) -> Any:
     return tree_map(lambda _: None, ctx.needs_input_grad[i])
 
 
+def refuse_scales(*scales: Tensor | None) -> None:
+    """NotImplementedError where scales of 4-bit weights are to be trained: they would stay as they are, without a
+    word."""
+    if any(scale is not None and scale.requires_grad for scale in scales):
+        raise NotImplementedError(
+            "scales of 4-bit weights have requires_grad, but get no gradients: leave them out, with "
+            "requires_grad_(False), and train biases, adapters or what is around the experts"
+        )
+
+
 def refuse_twice(op: Any) -> None:
     refuse_gradient(
         op, "second derivatives of 4-bit experts and linears are not implemented: call backward without create_graph, "

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import torch
@@ -71,6 +72,18 @@ def _windows(texts: Iterable[str], tokenizer: str | os.PathLike | None) -> list[
     return [window for ids in pieces for window in ids.split(WINDOW, dim=1) if window.numel()]
 
 
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Inside of it `model` is in eval mode, without dropout; afterwards each module is in its own again."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
 def model_importance(
     model: nn.Module, batches: Sequence[Tensor], exclude: Iterable[str] = (), progress: bool = True
 ) -> Importance:
@@ -78,14 +91,9 @@ def model_importance(
     modules = dense_modules(model, exclude)
     sums = SquareSums()
     whole: Any = model
-    training = model.training
-    try:
-        with watch(modules, sums), torch.no_grad():
-            model.eval()
-            for ids in progress_bar(batches, desc="importance", unit="batch", show=progress):
-                whole(input_ids=ids.to(whole.device), use_cache=False)
-    finally:
-        model.train(training)
+    with evaluating(model), watch(modules, sums), torch.no_grad():
+        for ids in progress_bar(batches, desc="importance", unit="batch", show=progress):
+            whole(input_ids=ids.to(whole.device), use_cache=False)
     return sums.importance()
 
 

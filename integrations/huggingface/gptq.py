@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from moe_nvfp4 import format as nvfp4
 from moe_nvfp4.devices import usable_device
-from moe_nvfp4.integrations.huggingface.calibration import dense_modules
+from moe_nvfp4.integrations.huggingface.calibration import dense_modules, evaluating
 from moe_nvfp4.integrations.huggingface.experts import ModuleLayout, dense_experts
 from moe_nvfp4.integrations.huggingface.layerwise import LayerFiles, LayerWalk, decoder_layers
 from moe_nvfp4.integrations.huggingface.statistics import watch
@@ -146,15 +146,11 @@ def gptq_model(
     name, layers = decoder_layers(model, modules)
     walk = LayerWalk(model, layers, batches, whole.device)
     made: dict[str, dict[str, Tensor]] = {}
-    training = model.training
-    model.eval()
-    try:
-        at = _layers_of(modules, name)
+    at = _layers_of(modules, name)
+    with evaluating(model):
         for i in progress_bar(range(max(at) + 1), desc="gptq", unit="layer", show=progress):
             for module, tensors in _quantize_layer(walk, i, at.get(i, {}), activations):
                 made[module] = {key: tensor.cpu() for key, tensor in tensors.items()}
-    finally:
-        model.train(training)
     return made
 
 

@@ -26,6 +26,7 @@ Used besides, though transformers does not document it (5.17 and 5.23 are tested
                           _dequantize, update_weight_conversions (5.17 does not pass the model), get_new_dtype,
                           param_needs_quantization, param_element_size, update_parallel_plan, get_quantize_ops,
                           get_state_dict_and_metadata
+    utils.import_utils    is_serve_available
     a model               _weight_conversions, hf_quantizer, is_quantized, quantization_method, _ep_plan,
                           all_tied_weights_keys, _keys_to_ignore_on_load_missing, _keys_to_ignore_on_load_unexpected
     a config              _experts_implementation, _experts_implementation_internal

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from moe_nvfp4.calibrate import observe
-from moe_nvfp4.integrations.huggingface.calibration import calibration_batches, model_importance
+from moe_nvfp4.integrations.huggingface.calibration import calibration_batches, evaluating, model_importance
 from moe_nvfp4.integrations.huggingface.config import MoeNvfp4Config, check_cpu_experts
 from moe_nvfp4.integrations.huggingface.converters import model_conversions
 from moe_nvfp4.integrations.huggingface.experts import (
@@ -254,10 +254,11 @@ def calibrate(model: Model, batches: Iterable[Tensor | Mapping[str, Tensor]], pr
                 got = list(batch.shape) if isinstance(batch, Tensor) else type(batch).__name__
                 raise TypeError(f"batches has {got}: it is a list of token ids [B, T], or of dictionaries of inputs")
             inputs = {"input_ids": batch} if isinstance(batch, Tensor) else batch
-            with torch.no_grad():
-                model(**{key: value.to(whole.device) for key, value in inputs.items()})
+            model(**{key: value.to(whole.device) for key, value in inputs.items()})
 
-    for name, scales in observe(layers, run).items():
+    with evaluating(model), torch.no_grad():
+        found = observe(layers, run)
+    for name, scales in found.items():
         layers[name].set_input_scales(*scales)
     config.input_scale = True
     return model

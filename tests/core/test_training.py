@@ -137,6 +137,28 @@ def test_a_gate_a_norm_and_factors_of_the_models_own():
         assert relative_error(mine.grad, theirs.grad) < 1e-4
 
 
+def test_factors_alone_are_trained():
+    """Where nothing else is."""
+    x, ids, p = batch(torch.float32)
+    layer = random_layer(E, H, I)
+    layer.add_pre_quant_scales(torch.float32)
+    factors = [f.requires_grad_() for f in layer.pre_quant_scales]
+    layer(x, ids, p).square().sum().backward()
+
+    (w13, w2), (x_factor, h_factor) = dense(layer), map(leaf, factors)
+    y = []
+    for t in range(len(ids)):
+        total = torch.zeros(H, dtype=torch.float64)
+        for j, e in enumerate(ids[t].tolist()):
+            if 0 <= e < E:
+                gate, up = (w13[e] @ (x[t].double() * x_factor[e])).chunk(2)
+                total = total + p[t, j].double() * (w2[e] @ (nn.functional.silu(gate) * up * h_factor[e]))
+        y.append(total)
+    torch.stack(y).square().sum().backward()
+    for mine, theirs in zip(factors, (x_factor, h_factor), strict=True):
+        assert relative_error(mine.grad, theirs.grad) < 1e-5
+
+
 @pytest.mark.parametrize("r", [3, 8])
 @pytest.mark.parametrize("gate", GATES)
 def test_adapters_add_their_products_to_the_weights(gate, r):
@@ -231,6 +253,20 @@ def test_second_derivatives_are_refused():
         (grad,) = torch.autograd.grad(f(a).square().sum(), a, create_graph=True)
         with pytest.raises(NotImplementedError, match="second derivatives of 4-bit experts and linears"):
             grad.sum().backward()
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+def test_scales_are_not_trained(recompute):
+    """`requires_grad_()` of all floating parameters would leave them as they are without a word."""
+    x, ids, p = batch(torch.float32)
+    layer = random_layer(E, H, I)
+    layer.recompute = recompute
+    adapters = ((Adapter(torch.randn(E, 4, H), torch.randn(E, 2 * I, 4)),), ())
+    for module, args in ((linear(), ()), (layer, (ids, p)), (layer, (ids, p, adapters))):
+        for name, parameter in module.named_parameters():
+            parameter.requires_grad_(name in ("weight_global_scale", "down_proj_global_scale"))
+        with pytest.raises(NotImplementedError, match=r"scales of 4-bit weights have requires_grad.*requires_grad_\(F"):
+            module(leaf(x, x.dtype), *args).sum().backward()
 
 
 def test_stages_one_by_one_have_no_gradients():

@@ -84,6 +84,20 @@ def test_one_token_is_enough_for_every_expert(tmp_path):
         assert experts.weights.h_scale.unique().numel() == 1
 
 
+def test_a_model_in_train_mode_is_calibrated_without_dropout():
+    """Each module is in its own mode again afterwards."""
+    models = [swap_experts(make(qwen3_moe).float(), progress=False) for _ in range(2)]
+    models[1].train().model.layers[0].eval()
+    modes = [m.training for m in models[1].modules()]
+    for model in models:
+        for layer in model.model.layers:
+            layer.self_attn.attention_dropout = 0.9
+        calibrate(model, PROMPTS, progress=False)
+    assert [m.training for m in models[1].modules()] == modes
+    for a, b in zip(*(m.state_dict().values() for m in models), strict=True):
+        assert torch.equal(a, b)
+
+
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize("family", [qwen3_moe, mixtral, gpt_oss, nemotron_h, llama4], ids=lambda f: f.__name__)
 def test_static_w4a4_is_about_as_good_as_dynamic(family, tmp_path):

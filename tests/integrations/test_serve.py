@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from transformers.utils import import_utils
 
 from moe_nvfp4 import cli
 from moe_nvfp4.integrations import serve
@@ -15,6 +16,7 @@ from tests.models import folder, qwen3_moe
 
 def installed(monkeypatch, *names):
     monkeypatch.setattr(serve, "find_spec", lambda name: name in names or None)
+    monkeypatch.setattr(import_utils, "is_serve_available", lambda: "fastapi" in names)
 
 
 def test_vllm_where_it_is_installed(monkeypatch):
@@ -30,7 +32,7 @@ def test_else_transformers_which_reads_nvfp4_folders(monkeypatch, tmp_path):
     """Our import comes before its command line, so that its loader finds our reader."""
     bf16 = folder(tmp_path, qwen3_moe)
     convert_checkpoint(bf16, tmp_path / "nvfp4")
-    installed(monkeypatch, "transformers")
+    installed(monkeypatch, "transformers", "fastapi")
     command = serve.serve_command(str(tmp_path / "nvfp4"), options=["--port", "1"])
     assert command[3:] == ["serve", str(tmp_path / "nvfp4"), "--port", "1"]
     with pytest.raises(ValueError, match="not an NVFP4 folder.*moe-nvfp4 quantize .*bf16 DST.*install vLLM"):
@@ -46,6 +48,8 @@ def test_what_is_not_there_is_named(monkeypatch, capsys):
     installed(monkeypatch, "transformers")
     assert cli.main(["serve", "--engine", "vllm", "some/model"]) == 2
     assert "vllm is not installed: pip install vllm" in capsys.readouterr().err
+    assert cli.main(["serve", "some/model"]) == 2
+    assert 'packages that are missing: pip install "transformers[serving]", or' in capsys.readouterr().err
     with pytest.raises(ValueError, match="engine must be one of vllm, transformers, got 'sglang'"):
         serve.serve_command("some/model", "sglang")
 
