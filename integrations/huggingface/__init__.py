@@ -17,6 +17,7 @@ that the model was loaded from. Conversion and save_pretrained of a loaded model
 """
 
 from moe_nvfp4.integrations.huggingface.config import MoeNvfp4Config, checkpoint_config
+from moe_nvfp4.integrations.huggingface.graphs import use_cuda_graphs
 from moe_nvfp4.integrations.huggingface.offload import describe_placement, keep_experts_on_cpu
 from moe_nvfp4.integrations.huggingface.quantizer import MoeNvfp4Quantizer
 from moe_nvfp4.integrations.huggingface.ready import prepare_model
@@ -35,6 +36,7 @@ __all__ = [
     "set_activations",
     "swap_experts",
     "unregister",
+    "use_cuda_graphs",
 ]
 
 register()

@@ -28,7 +28,8 @@ Used besides, though transformers does not document it (5.17 and 5.23 are tested
                           get_state_dict_and_metadata
     utils.import_utils    is_serve_available
     a model               _weight_conversions, hf_quantizer, is_quantized, quantization_method, _ep_plan,
-                          all_tied_weights_keys, _keys_to_ignore_on_load_missing, _keys_to_ignore_on_load_unexpected
+                          all_tied_weights_keys, _keys_to_ignore_on_load_missing, _keys_to_ignore_on_load_unexpected,
+                          _can_compile_fullgraph; get_compiled_call, in whose place `use_cuda_graphs` puts another
     a config              _experts_implementation, _experts_implementation_internal
     an experts module     what `use_experts_implementation` gives it: _apply_gate, has_gate, has_bias, is_transposed,
                           is_concatenated; _hf_quantized_needs_local_tp and _is_expert_parallel (not in 5.17), which

@@ -1,0 +1,111 @@
+"""Decoding by CUDA graphs, without a compiler: what `generate` calls for each token is captured once and replayed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+from transformers import StaticCache
+from transformers.cache_utils import Cache, StaticLayer
+from transformers.utils import logging
+
+logger = logging.get_logger(__name__)
+
+
+def use_cuda_graphs(model: Any) -> Any:
+    """Have `generate(cache_implementation="static")` run a step of `model` as one CUDA graph; returns the model.
+
+    By itself transformers compiles the step, which takes a minute for 48 layers. Here each call of `generate` captures
+    its second step, in about the time of one. Other caches decode as before.
+
+    NotImplementedError where a step is more than its kernels, which are all that a graph repeats: caches that count in
+    Python (of sliding windows, of linear attention), rotary embeddings that change with the length, models whose steps
+    transformers cannot compile whole, models on several devices.
+    """
+    _check(model)
+    model.get_compiled_call = MethodType(_graphed_step, model)  # a copy of the model gets one of its own
+    return model
+
+
+def _graphed_step(model: Any, compile_config: Any = None) -> GraphedStep:
+    """In the place of transformers' `get_compiled_call`, which `generate` asks once."""
+    if compile_config is not None:
+        raise ValueError("compile_config has no effect after use_cuda_graphs: leave it out, or load the model again")
+    return GraphedStep(model)
+
+
+class GraphedStep:
+    """model(**inputs) for steps that differ in the values of tensors only: the first runs as it is, the second is
+    captured, and replayed from then on.
+    """
+
+    def __init__(self, model: Any):
+        self.model = model
+        self.kind: list[Any] = []  # names of the inputs, shapes of tensors, and what is no tensor
+        self.inputs: dict[str, Any] = {}  # of the graph
+        self.replay: Callable[[], Any] | None = None
+
+    def __call__(self, **inputs: Any) -> Any:
+        leaves = _leaves(inputs)
+        kind = [*inputs, *((v.shape, v.dtype, v.device) if isinstance(v, Tensor) else v for v in leaves)]
+        if kind != self.kind:
+            if self.kind:
+                logger.warning_once("steps have inputs of different shapes: they decode without CUDA graphs")
+            self.kind, self.replay = kind, None
+            return self.model(**inputs)
+        if self.replay is None:
+            self.inputs = tree_map(_clone, inputs, is_leaf=_no_dict)
+            self.replay = record(lambda: self.model(**self.inputs))
+        for old, new in zip(_leaves(self.inputs), leaves, strict=True):
+            if isinstance(old, Tensor):
+                old.copy_(new)
+        # The graph writes to the same tensors again, and `generate` keeps what it was asked for.
+        return tree_map(_clone, self.replay(), is_leaf=lambda v: isinstance(v, Cache))
+
+
+def record(work: Callable[[], Any]) -> Callable[[], Any]:
+    """`work` as a CUDA graph: what is returned does it again, and gives the same tensors."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        made = work()
+
+    def replay() -> Any:
+        graph.replay()
+        return made
+
+    return replay
+
+
+def _clone(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def _no_dict(value: Any) -> bool:
+    return not isinstance(value, dict)
+
+
+def _leaves(inputs: dict[str, Any]) -> list[Any]:
+    """Arguments, and what is in dicts among them (masks by the kind of layer)."""
+    return tree_leaves(inputs, is_leaf=_no_dict)
+
+
+def _check(model: Any) -> None:
+    what = f"{type(model).__name__}: use_cuda_graphs"
+    way_out = "decode without it"
+    config = model.config.get_text_config(decoder=True)
+    kinds = {type(layer) for layer in StaticCache(config=config, max_cache_len=2).layers} - {StaticLayer}
+    if kinds:
+        raise NotImplementedError(f"{what} does not take the cache of {kinds.pop().__name__}: {way_out}")
+    for name, module in model.named_modules():
+        kind = getattr(module, "rope_type", "")
+        for rope in kind.values() if isinstance(kind, dict) else [kind]:
+            if rope == "longrope" or "dynamic" in str(rope):
+                raise NotImplementedError(f"{what} does not take {name} of type {rope!r}: {way_out}")
+    if not getattr(model, "_can_compile_fullgraph", False):
+        raise NotImplementedError(f"{what} takes models whose steps transformers can compile whole: {way_out}")
+    if len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1:
+        raise NotImplementedError(f"{what} takes a model on one GPU, this one is on several devices: {way_out}")
