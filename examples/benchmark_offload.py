@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig, StaticCache
 
 from moe_nvfp4 import NVFP4Experts
 from moe_nvfp4.backends import named
+from moe_nvfp4.integrations.huggingface import use_cuda_graphs
 from moe_nvfp4.integrations.huggingface.config import MoeNvfp4Config
 from moe_nvfp4.integrations.huggingface.experts import describe, experts_for
 from moe_nvfp4.kernels.cpu import backend as cpu
@@ -273,18 +274,23 @@ class Clock:
 
 
 def time_generate(model, vocabulary, device, tokens=48):
-    """Tokens/s of `generate`, with its default cache and with a static one, whose step transformers compiles."""
+    """Tokens/s of `generate`, with its default cache and with a static one, whose step is captured or compiled."""
     prompt = torch.randint(vocabulary, (1, 32), device=device)
     model.generation_config.eos_token_id = None
-    for how in ({}, {"cache_implementation": "static"}):
+    static = {"cache_implementation": "static"}
+    for title, how in (("as it is", {}), ("use_cuda_graphs", static), ("torch.compile", static)):
+        if title == "use_cuda_graphs":
+            use_cuda_graphs(model)
+        elif title == "torch.compile":
+            del model.get_compiled_call
         clock = Clock()
         call = partial(model.generate, prompt, max_new_tokens=tokens, do_sample=False, pad_token_id=0, **how)
         whole = timed(partial(call, streamer=clock))
         steps = sorted(b - a for a, b in pairwise(clock.times[tokens // 2 :]))
         seconds = steps[len(steps) // 2]
         print(
-            f"generate(..., {how}): {1 / seconds:.1f} tokens/s, {seconds * 1e3:.1f} ms a token; the first {tokens} "
-            f"took {whole:.1f} s",
+            f"generate(..., {how}), {title}: {1 / seconds:.1f} tokens/s, {seconds * 1e3:.1f} ms a token; the first "
+            f"{tokens} took {whole:.1f} s",
             flush=True,
         )
 
