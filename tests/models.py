@@ -92,6 +92,14 @@ def llama4():
     return Llama4ForCausalLM(config)
 
 
+def aria():
+    """Stacks with other names in its files."""
+    from transformers import AriaTextConfig, AriaTextForCausalLM
+
+    return AriaTextForCausalLM(AriaTextConfig(
+        **SMALL, intermediate_size=48, moe_num_experts=4, moe_topk=2, moe_num_shared_experts=1))  # fmt: skip
+
+
 def step3p7():
     """A stack for each projection."""
     from transformers import Step3p7Config, Step3p7ForConditionalGeneration

@@ -20,14 +20,16 @@ from transformers.core_model_loading import (
     PrefixChange,
     Transpose,
     WeightConverter,
+    WeightRenaming,
 )
 
 from moe_nvfp4.integrations.huggingface.experts import HFExperts
-from moe_nvfp4.integrations.huggingface.linears import LinearConverter, copy_of
+from moe_nvfp4.integrations.huggingface.linears import copy_of
 from moe_nvfp4.integrations.huggingface.packed import PackedConverter, check_sharding, splits_matrices
 from moe_nvfp4.quantize.dialects import MODELOPT, Dialect
 from moe_nvfp4.quantize.importance import Importance
 from moe_nvfp4.quantize.layouts import ExpertLayout, dbrx
+from moe_nvfp4.quantize.names import PER_EXPERT
 from moe_nvfp4.quantize.recipes import quantize_expert
 
 
@@ -160,6 +162,25 @@ def _is_merge(operations: list[ConversionOps]) -> bool:
     )
 
 
+class _Renaming(WeightRenaming):
+    """A renaming of the family, to save with, that leaves the names of an expert's own tensors alone: files of HY-V4
+    call attention's gate_proj linear_gate, and so transformers does with every gate_proj."""
+
+    __slots__ = ()
+
+    @classmethod
+    def like(cls, c: WeightRenaming) -> _Renaming:
+        new = cls([*c._original_source_patterns], [*c._original_target_patterns])
+        new.scope_prefix, new.base_model_prefix = c.scope_prefix, c.base_model_prefix
+        return new
+
+    def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
+        expert = PER_EXPERT.match(source_key)
+        end = len(source_key) if expert is None else expert.start("part")
+        renamed, pattern = super().rename_source_key(source_key[:end])
+        return renamed + source_key[end:], pattern
+
+
 # ---------------------------------------------------------------- all converters of a model
 class Conversions:
     """The converters for the 4-bit experts of one model.
@@ -222,14 +243,21 @@ class Conversions:
     def for_saving(self, used: list) -> list:
         """The conversions whose reverse writes files, from those `used` while loading."""
         ours = (QuantizingConverter, PackedConverter)
-        kept = [c for c in used if not isinstance(c, ours) and c not in self._merges]
+        self._kept = [c for c in used if not isinstance(c, ours) and c not in self._merges]
+        kept = [_Renaming.like(c) if type(c) is WeightRenaming else c for c in self._kept]
         # Reversed when saving, so that ours is asked first. The family's own are for experts that are dense.
         return [*kept, *self._merges, self._packed]
 
-    def for_dense(self, used: list) -> list:
-        """The conversions to save with after the experts became dense: the model's own."""
-        own = [c for c in self._base if self._params_of(c)]
-        return [c for c in used if not isinstance(c, (PackedConverter, LinearConverter)) and c not in own] + own
+    def for_dense(self) -> list:
+        """The conversions to save with after the experts became dense: the model's own that were used to load it, or
+        are of experts."""
+        return [c for c in self._base if c in self._kept or self._params_of(c) or self._names_experts(c)]
+
+    def _names_experts(self, c: Any) -> bool:
+        """Whether the renaming `c` is of the experts' stacks, which files have under a name of their own (Aria)."""
+        back = None if isinstance(c, WeightConverter) else c.reverse_transform().rename_source_key
+        names = [(m, p) for m, e in self.experts.items() for p in (e.up_name, "down_proj")]
+        return back is not None and any(not back(f"{m}.{p}")[0].endswith(f".{p}") for m, p in names)
 
     def _params_of(self, c: Any) -> set[str]:
         """The full names of 4-bit parameters that converter `c` makes."""

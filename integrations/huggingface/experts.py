@@ -94,7 +94,7 @@ def describe(module: nn.Module) -> ModuleLayout | None:
 
 
 def _looks_like_experts(module: nn.Module) -> bool:
-    if not re.search(r"Experts?(GLU)?$|CDMoE$", type(module).__name__):
+    if not re.search(r"(?<!Shared)Experts?(GLU)?$|CDMoE$", type(module).__name__):
         return False
     parent_only = isinstance(module, (nn.ModuleList, nn.ModuleDict)) and len(module) == 0
     return not parent_only and next(module.parameters(), None) is not None

@@ -375,8 +375,16 @@ class MoeNvfp4Quantizer(HfQuantizer):
     def is_compileable(self) -> bool:
         return True
 
+    def dequantize(self, model: Any, dtype: torch.dtype | str | None = None) -> Any:
+        """Dense experts and linears in the places of 4-bit ones, in `dtype` or the model's; what they lost by
+        quantization stays lost. ValueError for a `dtype` that weights do not have."""
+        wanted = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype or model.dtype
+        if wanted not in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
+            raise ValueError(f"dequantize(dtype={dtype!r}): bfloat16, float16 or float32 is expected")
+        # not the config's dtype, which transformers would take: saving leaves its name there
+        return super().dequantize(model, wanted)
+
     def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
-        """Dense experts and linears in the places of 4-bit ones; what they lost by quantization stays lost."""
         dtype = dtype or model.dtype
         modules = model.named_modules(remove_duplicate=False)
         found: dict[str, Any] = {name: m for name, m in modules if isinstance(m, (HFExperts, NVFP4Linear))}
@@ -392,7 +400,7 @@ class MoeNvfp4Quantizer(HfQuantizer):
                 made = module.to_dense(dtype) if isinstance(module, HFExperts) else to_linear(module, dtype)
                 dense[id(module)] = made
             model.set_submodule(name, dense[id(module)])
-        model._weight_conversions = self.conversions.for_dense(model._weight_conversions)
+        model._weight_conversions = self.conversions.for_dense()
         return model
 
 

@@ -29,6 +29,7 @@ from tests.folders import expert_by_hand
 from tests.models import (
     FAMILIES,
     SMALL,
+    aria,
     as_bytes,
     dbrx,
     gpt_oss,
@@ -75,13 +76,6 @@ def qwen3_5_moe():
     return Qwen3_5MoeForCausalLM(Qwen3_5MoeTextConfig(**LINEAR_ATTENTION))
 
 
-def aria():
-    from transformers import AriaTextConfig, AriaTextForCausalLM
-
-    return AriaTextForCausalLM(AriaTextConfig(
-        **SMALL, intermediate_size=48, moe_num_experts=4, moe_topk=2, moe_num_shared_experts=1))  # fmt: skip
-
-
 def privacy_filter():
     from transformers import OpenAIPrivacyFilterConfig, OpenAIPrivacyFilterForTokenClassification
 
@@ -99,7 +93,31 @@ def inkling2():
         num_experts_per_tok=2))  # fmt: skip
 
 
-MORE = [qwen3_next, qwen3_5_moe, aria, privacy_filter, inkling2, step3p7]
+def inkling():
+    """The same in the files of the whole model, with stacks of shared experts beside them."""
+    from transformers import InklingConfig, InklingForConditionalGeneration
+
+    text = dict(
+        **SMALL, swa_num_attention_heads=4, swa_num_key_value_heads=2, swa_head_dim=16, sliding_window_size=8,
+        rel_extent=16, moe_intermediate_size=48, intermediate_size=48, n_routed_experts=4, num_experts_per_tok=2,
+    )  # fmt: skip
+    vision = dict(text_hidden_size=64, patch_size=4, hidden_size=32, n_layers=1, num_attention_heads=2)
+    audio = dict(text_hidden_size=64, n_mel_bins=8, mel_vocab_size=16)
+    return InklingForConditionalGeneration(InklingConfig(text_config=text, vision_config=vision, audio_config=audio))
+
+
+def hy_v4():
+    """Attention's gate_proj has another name in its files, and so has every gate_proj but those of experts."""
+    from transformers import HYV4Config, HYV4ForCausalLM
+
+    return HYV4ForCausalLM(HYV4Config(
+        **SMALL | {"num_key_value_heads": 4}, intermediate_size=48, moe_intermediate_size=48, n_routed_experts=4,
+        num_experts_per_tok=2, n_group=1, topk_group=1, q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=16,
+        qk_rope_head_dim=16, v_head_dim=16, index_topk=8, index_head_dim=16, index_n_heads=2,
+        mlp_layer_types=["dense", "sparse"]))  # fmt: skip
+
+
+MORE = [qwen3_next, qwen3_5_moe, aria, privacy_filter, inkling2, step3p7, inkling, hy_v4]
 
 
 @pytest.fixture(scope="module")
@@ -140,8 +158,8 @@ def test_equals_the_loader(family, saved_families, tmp_path):
     renamed = lambda n: n.replace(".block_sparse_moe.", ".mlp.").replace("backbone.", "model.").removesuffix(".layer")
     missing = {renamed(n) for n in ignored} - {renamed(n) for n in ours_ignored}
     assert not {n for n in missing if n.replace(".*.", ".1.") + ".weight" in tensors(ours)}
-    for sub in ("attn_config", "ffn_config", "text_config", "vision_config"):  # loading writes the dtype there too
-        a.get(sub, {}).pop("dtype", None), b.get(sub, {}).pop("dtype", None)
+    for sub in ("attn", "ffn", "text", "vision", "audio"):  # loading writes the dtype there too
+        a.get(f"{sub}_config", {}).pop("dtype", None), b.get(f"{sub}_config", {}).pop("dtype", None)
     assert a == b
     same_tensors(theirs, loaded_and_saved(ours, tmp_path / "again"), but=widened)
 
