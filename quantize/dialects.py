@@ -75,6 +75,7 @@ COMPRESSED_TENSORS = Dialect(
     "compressed-tensors", "weight_packed", "weight_scale", "weight_global_scale", "input_global_scale", True
 )
 DIALECTS = {d.name: d for d in (MODELOPT, COMPRESSED_TENSORS)}
+GLOBAL_SCALES = tuple(d.global_scale for d in DIALECTS.values())  # names of tensors that only NVFP4 files have
 
 # quant_algo of ModelOpt -> activations
 ALGOS = {"NVFP4": "nvfp4", "W4A16_NVFP4": "bf16", "NVFP4_AWQ": "nvfp4"}
@@ -148,7 +149,7 @@ def read_config(config: Mapping, hf_quant_config: Mapping | None = None) -> Quan
         if method == "compressed-tensors":
             return _compressed_tensors(q)
         if method in ("modelopt", "moe_nvfp4", None) or (method == "fp8" and "moe_quant_algo" in q):
-            return _modelopt({**hf, **(q or {})}, hf)
+            return _modelopt({**hf, **(q or {})})
     except (AttributeError, KeyError, TypeError) as error:  # of another form than the tools write
         raise ValueError(
             f"the quantization_config of these files makes no sense ({type(error).__name__}: {error}): download "
@@ -157,13 +158,22 @@ def read_config(config: Mapping, hf_quant_config: Mapping | None = None) -> Quan
     return None
 
 
-def _modelopt(q: Mapping, hf: Mapping) -> QuantizationInfo:
-    algo = q.get("moe_quant_algo") or q.get("quant_algo")
+def modelopt_algo(q: Mapping) -> str:
+    """What a quantization_config of ModelOpt calls its format, in capitals; "" where it does not say.
+
+    It may be flat, or have everything under "quantization", as hf_quant_config.json does. vLLM reads these too.
+    """
+    inner = q.get("quantization") or {}
+    return str(q.get("moe_quant_algo") or q.get("quant_algo") or inner.get("quant_algo") or "").upper()
+
+
+def _modelopt(q: Mapping) -> QuantizationInfo:
+    algo, q = modelopt_algo(q), {**(q.get("quantization") or {}), **q}
     ignore = tuple(dict.fromkeys(p for key in ("ignore", "exclude_modules") for p in as_patterns(q.get(key), key)))
     kv = q.get("kv_cache_scheme") or q.get("kv_cache_quant_algo")
     layers = None
     if algo == "MIXED_PRECISION":
-        layers = {name: entry["quant_algo"] for name, entry in (q.get("quantized_layers") or {}).items()}
+        layers = {name: entry["quant_algo"].upper() for name, entry in (q.get("quantized_layers") or {}).items()}
         unknown = {a for a in layers.values() if a.startswith(("NVFP4", "W4A")) and a not in ALGOS}
         if unknown:
             raise ValueError(_unsupported(", ".join(sorted(unknown))))
@@ -224,9 +234,9 @@ def _compressed_tensors(q: Mapping) -> QuantizationInfo | None:
     )  # fmt: skip
 
 
-def _unsupported(algo: str | None) -> str:
+def _unsupported(algo: str) -> str:
     return (
-        f"quant_algo {algo!r}; this library reads {', '.join(ALGOS)}. Quantize the original checkpoint "
+        f"quant_algo {algo or None!r}; this library reads {', '.join(ALGOS)}. Quantize the original checkpoint "
         "again (moe-nvfp4 quantize SRC DST), or load this one with the tool that wrote it"
     )
 

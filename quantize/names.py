@@ -58,6 +58,13 @@ def is_scale(name: str, tensors: Mapping[str, TensorSlice]) -> bool:
     return SCALES.search(name) is not None and KV_SCALE.search(name) is None
 
 
+def experts_module(name: str) -> str | None:
+    """The module of the experts that a dense weight `name` is of, one by one or a stack; None: of none."""
+    stem = name.removesuffix(".weight")
+    match = PER_EXPERT.fullmatch(stem)
+    return match["module"] if match else stem.rpartition(".")[0] if FUSED.search(stem) else None
+
+
 def is_dense_linear(name: str, stored: TensorSlice) -> bool:
     return name.endswith(".weight") and len(stored.shape) == 2 and not re.search(r"(?<!un)embed|\bwte\b|\bwpe\b", name)
 
@@ -96,10 +103,12 @@ def ignore_patterns(dense: set[str], quantized: set[str], excluded: set[str], di
 
     Wildcards for ModelOpt, `re:` expressions for compressed-tensors. Linears beside each other are named by their
     parent where nothing in there is quantized: vLLM fuses them (q_proj, k_proj and v_proj become qkv_proj) and
-    matches the fused name. Excluded experts are named with everything in them, and also as transformers names them.
+    matches the fused name. Where something is, those that are fused are named one by one: of parts it knows names, not
+    wildcards. Excluded experts are named with everything in them, and also as transformers names them.
     """
     few = {re.sub(r"experts\.\d+\.", "experts.0.", name) for name in quantized}
     free = lambda pattern: not any(fnmatchcase(name, pattern) for name in few)
+    fused = {part for parts in FUSED_LINEARS for part in parts}
     groups: dict[str, set[str]] = {}
     for module in dense:
         groups.setdefault(re.sub(r"\.\d+(?=\.|$)", ".*", module), set()).add(module)
@@ -117,7 +126,8 @@ def ignore_patterns(dense: set[str], quantized: set[str], excluded: set[str], di
         of_members = {member: parent(member) for member in members}
         found |= {p for p in of_members.values() if p is not None}
         left = {member for member, p in of_members.items() if p is None}
-        found |= {pattern} if left and free(pattern) else left
+        fold = free(pattern) and pattern.rpartition(".")[2] not in fused
+        found |= {pattern} if left and fold else left
     found |= {p.removesuffix(".layer") for p in found if p.endswith(".router.layer")}
     found |= {f"{name}*" for module in excluded for name in aliases(module)}
     if dialect.reciprocal:  # compressed-tensors

@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase
 from torch import Tensor
 
 from moe_nvfp4._version import __version__
-from moe_nvfp4.quantize.dialects import MODELOPT, Dialect, QuantizationInfo, read_config, write_config
+from moe_nvfp4.quantize.dialects import GLOBAL_SCALES, MODELOPT, Dialect, QuantizationInfo, read_config, write_config
 from moe_nvfp4.quantize.files import Checkpoint, TensorSlice
 from moe_nvfp4.quantize.jobs import (
     Job,
@@ -38,11 +38,13 @@ from moe_nvfp4.quantize.layouts import (
 )
 from moe_nvfp4.quantize.layouts.base import need
 from moe_nvfp4.quantize.names import (
+    DENSE,
     FUSED_LINEARS,
     KV_SCALE,
     PER_EXPERT,
     PRE_QUANT_SCALE,
     aliases,
+    experts_module,
     ignore_patterns,
     is_dense_linear,
     is_scale,
@@ -144,6 +146,8 @@ def plan(checkpoint: Checkpoint, options: Options) -> ConversionPlan:
     else:
         _quantize(draft)
     draft.jobs += quantize_jobs(draft.to_quantize, options)
+    of_experts = {experts_module(name) for name, stored in draft.left.items() if stored.dtype in DENSE}
+    draft.excluded |= {module for module in of_experts if module is not None}
     for name, stored in draft.left.items():
         if is_scale(name, draft.left):
             raise ValueError(nvfp4.UNREAD.format(name))
@@ -165,6 +169,9 @@ def _quantize(draft: _Draft) -> None:
     if options.share_scales:
         raise ValueError(f"{source.folder} is not NVFP4 yet: what is quantized here shares one global "
                          "scale between gate and up anyway; leave out --share-scales")  # fmt: skip
+    if (scale := next((name for name in draft.left if name.endswith(GLOBAL_SCALES)), None)) is not None:
+        raise ValueError(f"{scale} is of NVFP4 files, and neither config.json (its quantization_config, not one of "
+                         "text_config) nor hf_quant_config.json says so: download them again")  # fmt: skip
     method = (source.config.get("quantization_config") or {}).get("quant_method")
     quantized = QUANTIZED_LAYOUTS.get(str(method))
     for layout in (quantized, *DENSE_LAYOUTS) if quantized else DENSE_LAYOUTS:
@@ -331,7 +338,7 @@ def _quantization_config(draft: _Draft, info: QuantizationInfo | None) -> dict:
     own = {"activations": o.activations, "recipe": o.recipe, "exclude": list(o.exclude), "input_scale": False}
     if info is not None:
         own = {"activations": info.activations, **(q.get("moe_nvfp4") or {}), "input_scale": has_input_scale}
-    dense = draft.dense | ({"lm_head"} - draft.matrices.keys())
+    dense = draft.dense | (set() if any(name.endswith("lm_head") for name in draft.matrices) else {"lm_head"})
     ignore = ignore_patterns(dense, set(draft.matrices), draft.excluded, o.target)
     new = write_config(o.target, ignore, has_input_scale, own, __version__, has_pre_quant_scale)
     if info is not None and info.kv_cache is not None:

@@ -15,7 +15,7 @@ from moe_nvfp4.quantize.dialects import QuantizationInfo
 from moe_nvfp4.quantize.files import TORCH_DTYPES, Checkpoint, TensorSlice, open_checkpoint, sub_configs
 from moe_nvfp4.quantize.layouts import ErrorSums, Matrix, nvfp4
 from moe_nvfp4.quantize.model import ModelTensors, UnknownModel
-from moe_nvfp4.quantize.names import DENSE, KV_SCALE, PRE_QUANT_SCALE, aliases, is_dense_linear, is_scale
+from moe_nvfp4.quantize.names import DENSE, KV_SCALE, PRE_QUANT_SCALE, is_dense_linear, is_scale
 from moe_nvfp4.quantize.plan import ConversionPlan, nothing_there, nvfp4_files, plan_of, scale_warnings
 from moe_nvfp4.weights import check_block_scales, check_global_scale
 
@@ -95,7 +95,7 @@ def _unlisted(files: nvfp4.NVFP4Files, info: QuantizationInfo) -> Iterator[str]:
         if is_dense_linear(name, files.left[name]) or "experts." in name
     )  # fmt: skip
     inside = ("", ".0.down_proj", ".0.w2")
-    found = [m for m in modules if not any(info.ignores(f"{name}{i}") for name in aliases(m) for i in inside)]
+    found = [m for m in modules if not any(info.ignores(f"{m}{i}") for i in inside)]
     if info.whole and found:
         some = ", ".join(found[:3]) + (", ..." if len(found) > 3 else "")
         yield (f"warning: {len(found)} layers are dense and not in the ignore list of config.json: {some}. This "

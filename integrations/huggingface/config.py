@@ -24,6 +24,7 @@ LINEARS = ("packed", "dense")
 REWRITTEN = {
     "quant_algo", "moe_quant_algo", "config_groups", "producer", "format", "quantization_status", "quantized_layers",
     "group_size", "exclude_modules", "global_compression_ratio", "kv_cache_scheme", "kv_cache_quant_algo",
+    "quantization",
 }  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from moe_nvfp4.quantize.dialects import COMPRESSED_TENSORS, MODELOPT, Dialect
+from moe_nvfp4.quantize.dialects import COMPRESSED_TENSORS, GLOBAL_SCALES, MODELOPT, Dialect
 from moe_nvfp4.quantize.files import Checkpoint, TensorSlice, read_tensors
 from moe_nvfp4.quantize.layouts import ExpertLayout, nvfp4
 from moe_nvfp4.quantize.model import ModelTensors
@@ -67,8 +67,7 @@ def open_files(files: Iterable[str | os.PathLike], model: Any) -> Checkpoint:
 
 def is_nvfp4(tensors: Iterable[str]) -> bool:
     """Whether the files hold NVFP4 weights, in any dialect."""
-    marks = tuple(d.global_scale for d in (MODELOPT, COMPRESSED_TENSORS))
-    return any(key.endswith(marks) for key in tensors)
+    return any(key.endswith(GLOBAL_SCALES) for key in tensors)
 
 
 def check_dense(source: Checkpoint, model: nn.Module, experts: Collection[str]) -> None:

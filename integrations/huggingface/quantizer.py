@@ -213,8 +213,9 @@ class MoeNvfp4Quantizer(HfQuantizer):
         quantized = {f"{n}.0.down_proj" for n in experts} | (self.linears.nvfp4 if self.linears else set())
         mtp_experts = {m["module"] for name in self.mtp.dense if (m := PER_EXPERT.fullmatch(name))}
         mtp_others = {name for name in self.mtp.dense if PER_EXPERT.fullmatch(name) is None}
-        dense, quantized = (with_names_in_files(model, names) for names in (linears | routers, quantized))
-        theirs = ignore_patterns(dense | mtp_others, quantized, {*excluded, *mtp_experts}, dialect)
+        all_names = linears | routers, quantized, set(excluded)
+        dense, quantized, left = (with_names_in_files(model, names) for names in all_names)
+        theirs = ignore_patterns(dense | mtp_others, quantized, left | mtp_experts, dialect)
         config.ignore = sorted({*config.ignore, *theirs})
 
     def update_weight_conversions(self, weight_conversions: list, model: Any = None) -> list:

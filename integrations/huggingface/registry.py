@@ -53,7 +53,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from moe_nvfp4.integrations.huggingface.config import MoeNvfp4Config
 from moe_nvfp4.integrations.huggingface.experts import IMPLEMENTATION, dense_forward
 from moe_nvfp4.integrations.huggingface.quantizer import MoeNvfp4Quantizer
-from moe_nvfp4.quantize.dialects import ALGOS, read_config
+from moe_nvfp4.quantize.dialects import ALGOS, modelopt_algo, read_config
 
 registries: Any = auto  # whose types name transformers' own classes only
 METHODS = ("modelopt", "compressed-tensors", "fp8")  # quant_method of files that may be NVFP4
@@ -126,7 +126,7 @@ def _reader(method: str, theirs: Any) -> type:
 
 def _is_nvfp4(method: str, config: Mapping) -> bool:
     """ValueError for NVFP4 in a form that is not supported."""
-    if method == "modelopt" and config.get("quant_algo") not in (*ALGOS, "MIXED_PRECISION"):
+    if method == "modelopt" and modelopt_algo(config) not in (*ALGOS, "MIXED_PRECISION"):
         return False  # FP8, say: for the package that registered modelopt first
     return read_config(config) is not None
 

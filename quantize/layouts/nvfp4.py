@@ -244,7 +244,8 @@ def read(source: Checkpoint, dialect: Dialect, input_scales: bool = True) -> NVF
     """What the NVFP4 files of `source` hold, by headers alone. input_scales: whether these count.
 
     ValueError, naming the tensor, for a matrix that lacks a part or whose parts do not fit each other, for FP8 weights
-    without a scale, for experts that are incomplete or of several shapes, and for scales that only some experts have.
+    without a scale, for experts that are incomplete or of several shapes, for scales that only some experts have, and
+    for stacks of biases next to experts one by one.
     """
     tensors, left = source.tensors, dict(source.tensors)
     matrices: dict[str, NVFP4Matrix] = {}
@@ -277,6 +278,11 @@ def read(source: Checkpoint, dialect: Dialect, input_scales: bool = True) -> NVF
     parameters = {n: t for n, t in left.items() if any(n.startswith(module) for module in modules)}
     take(parameters)
     check_experts({stem: m.shape for stem, m in matrices.items()}, expert_counts(source.config), left)
+    for name in left:
+        if name.endswith(".gate_up_proj_bias") and f"{name.rpartition('.')[0]}.0.gate_proj" in matrices:
+            raise ValueError(f"{name} is a stack next to experts one by one, whose gate and up have no order that is "
+                             "known: write a bias for each expert, experts.E.gate_proj.bias, or quantize the original "
+                             "checkpoint")  # fmt: skip
     files = NVFP4Files(matrices, fp8, parameters, left, tensors)
     files.check_optional_scales((dialect.input_scale, PRE_QUANT_SCALE) if input_scales else (PRE_QUANT_SCALE,))
     return files

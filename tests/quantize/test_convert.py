@@ -447,7 +447,7 @@ def test_fp8_blocks(tmp_path):
             assert torch.equal(found[name], tensor.bfloat16()), "not experts: dense, in the config's dtype"
     assert not any(n.endswith("_inv") for n in found)
     ignore = config_of(tmp_path / "b")["quantization_config"]["ignore"]
-    assert "model.layers.*.self_attn.q_proj" in ignore and "model.layers.1.mlp.experts*" in ignore
+    assert "model.layers.0.self_attn.q_proj" in ignore and "model.layers.1.mlp.experts*" in ignore
     verify_checkpoint(tmp_path / "b", source)
     edit_config(source, quantization_config={"quant_method": "fp8"})
     with pytest.raises(ValueError, match="FP8 without blocks"):

@@ -12,11 +12,13 @@ from moe_nvfp4.quantize.convert import convert_checkpoint
 from moe_nvfp4.quantize.dialects import DIALECTS, matches
 from moe_nvfp4.quantize.names import ignore_patterns
 from moe_nvfp4.quantize.options import Options
+from moe_nvfp4.quantize.verify import verify_checkpoint
 from tests.checkpoints import config_of
 from tests.folders import qwen2_moe
-from tests.models import folder, load, mixtral, qwen3_moe
+from tests.models import folder, gpt_oss, load, mixtral, qwen3_moe
 
-FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj"),
+         "in_proj_ba": ("in_proj_b", "in_proj_a")}  # fmt: skip
 
 
 def vllm_excludes(ignore, module, mapped):
@@ -103,6 +105,13 @@ def test_dense_layers_before_experts(dialect):
     ignore = ignore_patterns(mixers, experts, set(), DIALECTS[dialect])
     check(ignore, dialect, [f"backbone.layers.{i}.mixer.qkv_proj" for i in (1, 11)], experts)
 
+    stems = [f"model.layers.{i}" for i in range(12)]  # next to linears that are quantized
+    dense = {f"{s}.linear_attn.in_proj_{part}" for s in stems for part in "ab"}
+    dense |= {f"{s}.self_attn.{part}_proj" for s in stems for part in "qkv"}
+    packed = {f"{s}.{name}" for s in stems for name in ("linear_attn.in_proj_qkv", "self_attn.o_proj")}
+    asked = [f"{s}.{name}" for s in stems for name in ("linear_attn.in_proj_ba", "self_attn.qkv_proj")]
+    check(ignore_patterns(dense, packed, set(), DIALECTS[dialect]), dialect, asked, packed)
+
 
 @pytest.mark.slow
 def test_excluded_experts(tmp_path):
@@ -113,6 +122,20 @@ def test_excluded_experts(tmp_path):
         check(ignore, "modelopt", [f"model.layers.0.{module}", f"model.layers.0.{module}.1.w3"],
               [f"model.layers.1.{module}"])  # fmt: skip
     assert torch.isfinite(load(path).lm_head.weight).all()
+
+
+@pytest.mark.parametrize("family, experts", [(mixtral, "block_sparse_moe.experts"), (gpt_oss, "mlp.experts")])
+def test_dense_experts_of_files_that_are_nvfp4_already(family, experts, tmp_path):
+    """Carried to another dialect, or loaded and saved, their layer stays named, as the files name it."""
+    first, carried, saved = (tmp_path / name for name in ("first", "carried", "saved"))
+    other = Options(exclude=["*layers.0.*"], dialect="compressed-tensors")
+    convert_checkpoint(folder(tmp_path, family), first, other, progress=False)
+    convert_checkpoint(first, carried, Options(), progress=False)
+    load(first).save_pretrained(saved)
+    for path, dialect in ((carried, "modelopt"), (saved, "compressed-tensors")):
+        ignore, dense = config_of(path)["quantization_config"]["ignore"], f"model.layers.0.{experts}"
+        check(ignore, dialect, [dense, f"{dense}.0.w1"], [f"model.layers.1.{experts}.0.w1"])
+        assert verify_checkpoint(path).warnings == []
 
 
 @pytest.mark.slow

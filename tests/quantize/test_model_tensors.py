@@ -21,7 +21,7 @@ from tests.folders import (
     stacked_by_projection,
     write,
 )
-from tests.models import FAMILIES, folder, gpt_oss, granite, llama4, mixtral, qwen3_moe, step3p7, tensors
+from tests.models import FAMILIES, folder, gpt_oss, granite, llama4, load, mixtral, qwen3_moe, step3p7, tensors
 
 OTHER = "compressed-tensors"
 EXPERT = "model.layers.1.mlp.experts"
@@ -97,6 +97,24 @@ def test_what_is_incomplete_is_not_carried(case, good, tmp_path):
         with pytest.raises(ValueError, match=message):
             run(damaged)
     assert not (tmp_path / "x").exists()
+
+
+def test_a_stack_of_biases_next_to_experts_one_by_one_is_refused(tmp_path):
+    """gpt-oss's original has gate and up in turn there, and files that were split need not."""
+    convert_checkpoint(folder(tmp_path, gpt_oss), tmp_path / "good", progress=False)
+    name, config = f"{EXPERT}.gate_up_proj_bias", config_of(tmp_path / "good")
+    files = {n: t for n, t in tensors(tmp_path / "good").items() if not n.endswith(("gate_proj.bias", "up_proj.bias"))}
+    files |= {n: t for n, t in tensors(tmp_path / "bf16").items() if n.endswith("gate_up_proj_bias")}
+    path = write(tmp_path / "mixed", files, config, config["quantization_config"])
+    for read in (load, verify_checkpoint, lambda p: convert_checkpoint(p, tmp_path / "x", Options(dialect=OTHER))):
+        with pytest.raises(ValueError, match=rf"{name.replace('1', '0')} is a stack next to experts one by one"):
+            read(path)
+
+
+def test_nvfp4_files_whose_config_does_not_say_so(good, tmp_path):
+    path = write(tmp_path / "silent", tensors(good), config_of(good), None)
+    with pytest.raises(ValueError, match=r"weight_scale_2 is of NVFP4 files, and neither config.json .* says so"):
+        convert_checkpoint(path, tmp_path / "x", progress=False)
 
 
 def test_a_config_of_fewer_experts_is_refused_before_anything_is_written(tmp_path):

@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 
 from moe_nvfp4 import cli
 from moe_nvfp4.quantize.convert import convert_checkpoint
-from moe_nvfp4.quantize.dialects import read_config
+from moe_nvfp4.quantize.dialects import KV_SCHEMES, read_config
 from moe_nvfp4.quantize.options import Options
 from moe_nvfp4.quantize.verify import verify_checkpoint
 from tests.checkpoints import config_of
@@ -92,6 +92,19 @@ def test_nvfp4_whose_groups_have_no_input_activations_is_w4a16():
         (None, "nvfp4"),
     ):
         assert read_config(config | ({} if groups is None else {"config_groups": groups})).activations == activations
+
+
+def test_configs_of_modelopt_as_vllm_takes_them():
+    """All that hf_quant_config.json says under "quantization" in config.json too, and algorithms in any case."""
+    inner = {"quant_algo": "nvfp4", "group_size": 16, "exclude_modules": ["lm_head"], "kv_cache_quant_algo": "FP8"}
+    flat = {"quant_algo": "NVFP4", "ignore": ["lm_head"], "kv_cache_scheme": KV_SCHEMES["FP8"]}
+    assert read_config({"quant_method": "modelopt", "quantization": inner}) == read_config(
+        {"quant_method": "modelopt", **flat}
+    )
+    mixed = {"quant_algo": "MIXED_PRECISION", "quantized_layers": {"a": {"quant_algo": "w4a16_nvfp4"}}}
+    assert read_config({"quant_method": "modelopt", "quantization": mixed}).activations == "bf16"
+    with pytest.raises(ValueError, match="quant_algo 'NVFP4_SVD'; this library reads"):
+        read_config({"quant_method": "modelopt", "quantization": {"quant_algo": "nvfp4_svd"}})
 
 
 @pytest.mark.slow  # importing ModelOpt takes seconds
