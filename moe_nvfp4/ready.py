@@ -46,8 +46,7 @@ def compile_for(model: nn.Module, gpu: Gpu, top_k: int | None = None, dtype: tor
 
     The library, Triton and CuTe DSL must be of the same versions here and there: kernels are looked up by them.
     """
-    device = Device("cuda", f"a GPU of compute capability {gpu.capability[0]}.{gpu.capability[1]}", gpu.capability,
-                    frozenset(PACKAGES))  # fmt: skip
+    device = Device("cuda", "a GPU", gpu.capability, frozenset(PACKAGES))
     forced, uses = os.environ.get("MOE_NVFP4_BACKEND"), []
     for module in model.modules():
         if isinstance(module, NVFP4Experts) and top_k is not None:
@@ -63,8 +62,9 @@ def compile_for(model: nn.Module, gpu: Gpu, top_k: int | None = None, dtype: tor
         missing := {package for use in uses for package in use.backend.packages}
         - Device.of(torch.device("cpu")).packages
     ):
+        install = ["'moe-nvfp4[gpu]'"] * bool(missing - {"triton"}) + ["triton"] * ("triton" in missing)
         raise ImportError(
-            f"compiling for {device} needs {' and '.join(sorted(missing))}: pip install 'moe-nvfp4[gpu]', or choose "
+            f"compiling for {device} needs {' and '.join(sorted(missing))}: pip install {' '.join(install)}, or choose "
             "other kernels by MOE_NVFP4_BACKEND, here and there"
         )
     return compile_ahead(uses, gpu)

@@ -91,6 +91,8 @@ def _original(text: str) -> ModelCard:
     import yaml
     from huggingface_hub import ModelCard
 
+    if not text.lstrip().startswith("---"):
+        text = f"---\n{{}}\n---\n{text}"  # else a warning says that there is no metadata
     try:
         return ModelCard(text, ignore_metadata_errors=True)
     except (ValueError, yaml.YAMLError):

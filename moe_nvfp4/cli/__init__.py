@@ -44,14 +44,21 @@ def main(argv: list[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     try:
         args.run(args)
-    except (ValueError, NotImplementedError, OSError, ImportError, DemoError) as error:
-        message = " ".join(str(error).split()) or type(error).__name__
-        print(f"moe-nvfp4 {args.command}: error: {message}", file=sys.stderr)
-        return 2
     except KeyboardInterrupt:
         print("\nmoe-nvfp4: interrupted", file=sys.stderr)
         return 130
+    except _explained() as error:
+        message = " ".join(str(error).split()) or type(error).__name__
+        print(f"moe-nvfp4 {args.command}: error: {message}", file=sys.stderr)
+        return 2
     return 0
+
+
+def _explained() -> tuple[type[Exception], ...]:
+    """Errors whose message is enough. safetensors, which has one of its own for a full disk, is imported only then."""
+    from safetensors import SafetensorError
+
+    return (ValueError, NotImplementedError, OSError, ImportError, DemoError, SafetensorError)
 
 
 class _Parser(argparse.ArgumentParser):

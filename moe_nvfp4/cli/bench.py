@@ -19,14 +19,14 @@ def add(commands: Commands) -> None:
         "experts, beside transformers' bf16 experts in the same run. The roof of a layer is what its 4-bit bytes take "
         "at the speed that this machine reads, or its arithmetic at that of a bf16 matrix product.",
     )  # fmt: skip
-    sub.add_argument("model", metavar="MODEL", nargs="?", default="demo", help=f"{MODEL_HELP} (default: demo)")
+    sub.add_argument("model", metavar="MODEL", nargs="?", help=f"{MODEL_HELP} (default: demo)")
     sub.add_argument(
         "--shape", type=whole(1), nargs=4, metavar=("H", "I", "E", "K"), default=(2048, 768, 128, 8),
         help="of the layer: hidden and intermediate size, experts, experts per token (default 2048 768 128 8)",
     )  # fmt: skip
     sub.add_argument("--tokens", type=whole(1), nargs="+", metavar="T", help="rows of x that the layer is timed with")
     sub.add_argument("--activations", choices=ACTIVATIONS, default="bf16", help=ACTIVATIONS_HELP)
-    sub.add_argument("--max-new-tokens", type=whole(2), default=48, metavar="N", help="of the model (default 48)")
+    sub.add_argument("--max-new-tokens", type=whole(2), metavar="N", help="of the model (default 48)")
     sub.add_argument("--layer-only", action="store_true", help="leave the model out")
     sub.set_defaults(text=None, recipe=None, exclude=[])
     add_device(sub)
@@ -35,6 +35,9 @@ def add(commands: Commands) -> None:
 def run(args: argparse.Namespace) -> None:
     from moe_nvfp4.environment import headline
 
+    if args.layer_only and (args.model is not None or args.max_new_tokens is not None):
+        raise ValueError("MODEL and --max-new-tokens would have no effect with --layer-only: leave them out, or that")
+    args.model, args.max_new_tokens = args.model or "demo", args.max_new_tokens or 48
     if not args.layer_only:
         check_original(args)
     say(headline())

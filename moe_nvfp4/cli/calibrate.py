@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from moe_nvfp4.cli.models import load, text_of, windows_of
-from moe_nvfp4.cli.options import MODEL_HELP, Commands, add_device, add_quantizing, add_texts, command, say
+from moe_nvfp4.cli.options import (
+    MODEL_HELP,
+    Commands,
+    add_device,
+    add_quantizing,
+    add_texts,
+    check_writable,
+    command,
+    path,
+    say,
+)
 
 
 def add(commands: Commands) -> None:
@@ -16,7 +28,7 @@ def add(commands: Commands) -> None:
         "for every expert, for W4A4 without a scale per token. Needs memory for the 4-bit model.",
     )  # fmt: skip
     sub.add_argument("model", metavar="MODEL", help=MODEL_HELP)
-    sub.add_argument("destination", metavar="DST", type=Path, help="folder to make; must not exist")
+    sub.add_argument("destination", metavar="DST", type=path, help="folder to make; must not exist")
     add_texts(sub, 4, shortest=1)
     add_quantizing(sub)
     add_device(sub)
@@ -27,12 +39,18 @@ def run(args: argparse.Namespace) -> None:
 
     if args.destination.exists():
         raise ValueError(f"{args.destination} exists: name a folder that does not, or remove it first")
+    check_writable(args.destination)
     text = text_of(args)
     model, tokenizer = load(args, "nvfp4")
     windows = windows_of(args, tokenizer, text)
     calibrate(model, windows[:, None])
     if model.hf_quantizer.quantization_config.activations == "bf16":
         set_activations(model, "nvfp4")
-    model.save_pretrained(args.destination)
-    tokenizer.save_pretrained(args.destination)
+    place, name = args.destination.absolute().parent, args.destination.name
+    place.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix=f".{name}-", dir=place) as work:  # DST is there when it is complete
+        made = Path(work, name)
+        model.save_pretrained(made)
+        tokenizer.save_pretrained(made)
+        os.replace(made, args.destination)
     say(f"wrote {args.destination}: static scales from {windows.numel()} tokens")

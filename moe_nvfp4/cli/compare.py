@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 from moe_nvfp4.cli.models import check_original, load, model_config, resolve, text_of, windows_of
@@ -17,6 +16,7 @@ from moe_nvfp4.cli.options import (
     add_quantizing,
     add_texts,
     command,
+    path,
     say,
     whole,
 )
@@ -47,7 +47,7 @@ def add(commands: Commands) -> None:
     )  # fmt: skip
     sub.add_argument("--limit", type=whole(1), metavar="N", help="with --tasks: no more than N questions of each task")
     sub.add_argument(
-        "--plot", type=Path, metavar="OUT.png",
+        "--plot", type=path, metavar="OUT.png",
         help="draw the KL by the position in a window (pip install matplotlib); the numbers go to OUT.json",
     )  # fmt: skip
     add_device(sub)
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> None:
     if args.limit is not None and not args.tasks:
         raise ValueError("--limit would have no effect without --tasks: it is the number of their questions")
     if args.plot is not None:
-        judging.need("matplotlib", "--plot")
+        judging.check_plot(args.plot)
     tasks = judging.tasks_of(args.tasks) if args.tasks else None
     text = text_of(args)
     original, tokenizer = load(args, None)

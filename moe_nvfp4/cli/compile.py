@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import os
-from pathlib import Path
 from typing import Any
 
 from moe_nvfp4.cli.known import ARCHS, KNOWN, Sizes
 from moe_nvfp4.cli.models import empty_model, model_config, resolve
-from moe_nvfp4.cli.options import ACTIVATIONS, ACTIVATIONS_HELP, MODEL_HELP, Commands, command, say, whole
+from moe_nvfp4.cli.options import ACTIVATIONS, ACTIVATIONS_HELP, MODEL_HELP, Commands, command, path, say, whole
 
 
 def add(commands: Commands) -> None:
@@ -22,7 +21,7 @@ def add(commands: Commands) -> None:
     )  # fmt: skip
     sub.add_argument("model", metavar="MODEL", help=MODEL_HELP)
     sub.add_argument("--arch", choices=ARCHS, required=True, metavar="ARCH", help=", ".join(ARCHS))
-    sub.add_argument("--out", type=Path, metavar="DIR", help="a folder for them (default: this machine's cache)")
+    sub.add_argument("--out", type=path, metavar="DIR", help="a folder for them (default: this machine's cache)")
     sub.add_argument(
         "--multiprocessors", type=whole(1), metavar="N", help="of the GPU (default: those of the usual ones)"
     )

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from moe_nvfp4.cli.models import check_headers, folder, model_config, text_of, tokenizer_of, windows_of
-from moe_nvfp4.cli.options import MODEL_HELP, Commands, add_device, add_texts, command, say
+from moe_nvfp4.cli.options import MODEL_HELP, Commands, add_device, add_texts, check_writable, command, path, say
 
 
 def add(commands: Commands) -> None:
@@ -17,8 +16,8 @@ def add(commands: Commands) -> None:
         "--importance OUT. Without --text, random token ids do nearly as well.",
     )  # fmt: skip
     sub.add_argument("model", metavar="MODEL", help=MODEL_HELP)
-    sub.add_argument("out", metavar="OUT", type=Path, help="safetensors file to make; must not exist")
-    add_texts(sub, 8, shortest=1)
+    sub.add_argument("out", metavar="OUT", type=path, help="safetensors file to make; must not exist")
+    add_texts(sub, 8, shortest=1, default="default: random token ids")
     add_device(sub)
 
 
@@ -33,6 +32,7 @@ def run(args: argparse.Namespace) -> None:
 
     if args.out.exists():
         raise ValueError(f"{args.out} exists: name a file that does not, or remove it first")
+    check_writable(args.out)
     source = folder(args.model)
     config = model_config(source)
     check_headers(source)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moe_nvfp4.cli.models import empty_model, model_config, quantization_of, resolve
-from moe_nvfp4.cli.options import MODEL_HELP, Commands, add_quantizing, command, say
+from moe_nvfp4.cli.options import MODEL_HELP, Commands, add_exclude, command, say
 
 if TYPE_CHECKING:
     from moe_nvfp4.integrations.huggingface.experts import ModuleLayout
@@ -23,7 +23,8 @@ def add(commands: Commands) -> None:
         "would be skipped and why. Reads headers and config only.",
     )  # fmt: skip
     sub.add_argument("model", metavar="MODEL", help=MODEL_HELP)
-    add_quantizing(sub)
+    add_exclude(sub)
+    sub.set_defaults(recipe=None)
 
 
 def run(args: argparse.Namespace) -> None:

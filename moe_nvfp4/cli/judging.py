@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from moe_nvfp4.cli.options import check_writable
 from moe_nvfp4.evaluate import Metrics
 from moe_nvfp4.quantize.layouts import ErrorSums
 
+PICTURES = (".png", ".pdf", ".svg")
 PIP = {"lm_eval": "lm-eval", "matplotlib": "matplotlib"}
 
 
@@ -22,6 +24,14 @@ def need(package: str, option: str) -> None:
 
 
 # ---- plots ---------------------------------------------------------------------------------------
+def check_plot(path: Path) -> None:
+    """ValueError where --plot could not be drawn or written, before what it shows is computed."""
+    need("matplotlib", "--plot")
+    if path.suffix.lower() not in PICTURES:
+        raise ValueError(f"--plot {path}: the name of the picture must end in {', '.join(PICTURES)}")
+    check_writable(path)
+
+
 def plot_positions(path: Path, found: Mapping[str, Metrics], window: int) -> None:
     """The mean KL of each position of a window, and its running mean over 16 positions: a PNG, and JSON beside it."""
     from matplotlib.figure import Figure

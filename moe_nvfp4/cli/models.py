@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -19,7 +20,7 @@ HUB_FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.tiktok
 
 def resolve(model: str) -> str:
     if model != "demo":
-        return model
+        return os.path.expanduser(model)  # the shell leaves the ~ of --against=~/model
     from moe_nvfp4.demo import demo_path
 
     return str(demo_path())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -41,6 +42,10 @@ def add_quantizing(sub: argparse.ArgumentParser) -> None:
         help=f"how block scales are chosen when dense weights are quantized (default {DEFAULT_RECIPE}); weighted: by "
         "what the experts get as input",
     )  # fmt: skip
+    add_exclude(sub)
+
+
+def add_exclude(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "--exclude", action="append", default=[], metavar="NAME",
         help="experts modules to leave as they are, wildcards allowed: 'model.layers.0.*'",
@@ -55,8 +60,10 @@ def add_answering(sub: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
-def add_texts(sub: argparse.ArgumentParser, windows: int, shortest: int) -> None:
-    sub.add_argument("--text", type=Path, help="a text file (default for demo: a text of its own)")
+def add_texts(
+    sub: argparse.ArgumentParser, windows: int, shortest: int, default: str = "default for demo: a text of its own"
+) -> None:
+    sub.add_argument("--text", type=path, help=f"a text file ({default})")
     sub.add_argument(
         "--windows", type=whole(1), default=windows, metavar="N", help=f"pieces of the text (default {windows})"
     )
@@ -81,6 +88,18 @@ def add_cpu_experts(sub: argparse.ArgumentParser) -> None:
 
 
 # ---- values --------------------------------------------------------------------------------------
+
+
+def path(text: str) -> Path:
+    """A path. The shell leaves the ~ of --text=~/file for us."""
+    return Path(os.path.expanduser(text))
+
+
+def check_writable(path: Path) -> None:
+    """ValueError where the file or folder `path` cannot be made: asked before the work, not after it."""
+    place = next(parent for parent in path.absolute().parents if parent.exists())
+    if not (place.is_dir() and os.access(place, os.W_OK)):
+        raise ValueError(f"{path} cannot be written: {place} is read-only, or no folder; name another place")
 
 
 def whole(least: int, most: int = 2**31 - 1) -> Callable[[str], int]:

@@ -17,6 +17,7 @@ from moe_nvfp4.cli.options import (
     add_quantizing,
     add_texts,
     command,
+    path,
     say,
     whole,
 )
@@ -37,13 +38,13 @@ def add(commands: Commands) -> None:
         "DST appears when it is complete; an interrupted run goes on where it was; SRC is only read.",
     )  # fmt: skip
     sub.add_argument("source", metavar="SRC", help=MODEL_HELP)
-    sub.add_argument("destination", metavar="DST", type=Path, help="folder to make; must not exist")
+    sub.add_argument("destination", metavar="DST", type=path, help="folder to make; must not exist")
     sub.add_argument("--activations", choices=ACTIVATIONS, help="what DST asks for when loaded (default bf16)")
     add_quantizing(sub)
     sub.add_argument(
-        "--importance", type=Path, metavar="FILE", help="for --recipe weighted: what moe-nvfp4 importance wrote"
+        "--importance", type=path, metavar="FILE", help="for --recipe weighted: what moe-nvfp4 importance wrote"
     )
-    add_texts(sub, WINDOWS, shortest=2)
+    add_texts(sub, WINDOWS, shortest=2, default="for --recipe gptq, like what the model is for")
     sub.set_defaults(windows=None, window=None)  # what is given counts for gptq only
     sub.add_argument(
         "--include", action="append", default=None, metavar="NAME",
@@ -87,6 +88,10 @@ def run(args: argparse.Namespace) -> None:
     if of_text and recipe != "gptq":
         raise ValueError(f"{of_text[0]} would have no effect on recipe {recipe}: --recipe gptq learns from a text, and "
                          "moe-nvfp4 importance reads one for --recipe weighted")  # fmt: skip
+    if args.importance is not None and recipe != "weighted":
+        raise ValueError(f"--importance would have no effect on recipe {recipe}: it is for --recipe weighted")
+    if args.verify and args.dry_run:
+        raise ValueError("--verify would have no effect with --dry-run, which writes nothing: leave one of them out")
     options = Options(
         "mse" if recipe == "gptq" else recipe, args.exclude, args.include, args.dialect,
         args.activations or "bf16", args.share_scales, args.device,

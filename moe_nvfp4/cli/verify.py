@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from moe_nvfp4.cli.models import folder
-from moe_nvfp4.cli.options import Commands, command, say
+from moe_nvfp4.cli.options import Commands, command, path, say
 
 
 def add(commands: Commands) -> None:
@@ -18,7 +17,7 @@ def add(commands: Commands) -> None:
     sub.add_argument("destination", metavar="DST", help="folder or hub name of a 4-bit checkpoint")
     sub.add_argument("--against", default=None, metavar="SRC", help="the checkpoint it was made from, or 'demo'")
     sub.add_argument(
-        "--plot", type=Path, metavar="OUT.png",
+        "--plot", type=path, metavar="OUT.png",
         help="with --against: draw the error of every layer and expert (pip install matplotlib); the numbers go to "
         "OUT.json",
     )  # fmt: skip
@@ -29,7 +28,7 @@ def run(args: argparse.Namespace) -> None:
     from moe_nvfp4.quantize.verify import verify_checkpoint
 
     if args.plot is not None:
-        judging.need("matplotlib", "--plot")
+        judging.check_plot(args.plot)
         if args.against is None:
             raise ValueError("--plot draws the error against the original: name it with --against SRC")
     against = None if args.against is None else folder(args.against)

@@ -197,6 +197,25 @@ def test_calibrate(folder, tmp_path, capsys):
     assert "exists: name a folder that does not" in capsys.readouterr().err
 
 
+def test_calibrate_on_a_full_disk_leaves_nothing(folder, tmp_path, monkeypatch, capsys):
+    """Nor a traceback of safetensors' own error. ~ is the home folder, also where the shell leaves it."""
+    from safetensors import SafetensorError
+    from transformers import PreTrainedModel
+
+    def fails(model, path):
+        Path(path).mkdir()
+        (Path(path) / "config.json").touch()
+        raise SafetensorError("No space left on device")
+
+    monkeypatch.setattr(PreTrainedModel, "save_pretrained", fails)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "text.txt").write_text("abcdefgh ijkl mnop " * 20)
+    options = ["--text=~/text.txt", "--window", 32, "--recipe", "max", "--device", "cpu"]
+    run("calibrate", folder, "~/static", *options, expect=2)
+    assert capsys.readouterr().err.endswith("moe-nvfp4 calibrate: error: No space left on device\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]
+
+
 def test_an_interrupted_quantize_leaves_nothing(folder, tmp_path, monkeypatch, capsys):
     from moe_nvfp4.quantize.files import ShardWriter
 
@@ -322,7 +341,16 @@ def test_mistakes_are_one_line_and_exit_code_2(folder, tmp_path, capsys):
         shutil.copytree(folder, tmp_path / name)
         path = next((tmp_path / name).glob(pattern))
         path.write_bytes(path.read_bytes()[:-cut])
+    (tmp_path / "file").touch()
     cases = [
+        (("quantize", folder, tmp_path / "x", "--verify", "--dry-run"), "--verify would have no effect with --dry-run"),
+        (
+            ("quantize", folder, tmp_path / "x", "--recipe", "gptq", "--importance", tmp_path / "file"),
+            "--importance would have no effect on recipe gptq",
+        ),
+        (("bench", folder, "--layer-only"), "MODEL and --max-new-tokens would have no effect with --layer-only"),
+        (("importance", folder, tmp_path / "file" / "x"), "file is read-only, or no folder; name another place"),
+        (("calibrate", folder, tmp_path / "file" / "x"), "file is read-only, or no folder; name another place"),
         (("compare", tmp_path / "cut", "--text", ROOT / "README.md"), "is truncated or is not a safetensors file"),
         (("importance", tmp_path / "cut", tmp_path / "x"), "is truncated or is not a safetensors file"),
         (("importance", tmp_path / "no-tokenizer", tmp_path / "x", "--text", ROOT / "README.md"), "the tokenizer of"),

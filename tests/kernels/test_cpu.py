@@ -363,6 +363,9 @@ def test_without_a_compiler_the_reference_takes_over(tmp_path):
     assert done.stdout.strip() == "reference", done.stderr
     warnings = [line for line in done.stderr.splitlines() if "Warning" in line]
     assert len(warnings) == 1 and "no-such-compiler" in warnings[0] and "install a C compiler" in warnings[0]
+    (tmp_path / "file").touch()  # no place for a cache is no want of a compiler
+    done = compiling_python(LAYER, MOE_NVFP4_CACHE=tmp_path / "file")
+    assert done.stdout.strip() == "reference" and "set MOE_NVFP4_CACHE to a folder" in done.stderr, done.stderr
 
 
 @pytest.mark.slow

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from moe_nvfp4 import format as nvfp4
 from moe_nvfp4 import mapped
-from moe_nvfp4.cache import is_whole, keep, own_folder
+from moe_nvfp4.cache import cache_folder, is_whole, keep, own_folder
 from moe_nvfp4.kernels.common.tensors import floating
 from moe_nvfp4.kernels.cpu.sources import FLAGS, FOLDER, SOURCES, checksum
 from moe_nvfp4.routing import Groups, Rows, group_by_expert
@@ -386,6 +386,8 @@ def missing() -> str | None:
         _library(path())
         return None
     except (OSError, subprocess.SubprocessError) as error:
+        if isinstance(error, OSError) and str(cache_folder()) in str(error):
+            return f"cannot be compiled ({error}): set MOE_NVFP4_CACHE to a folder of yours that can be written to"
         return f"cannot be compiled ({_why(error)}): install a C compiler (apt install gcc, or set CC) and start again"
 
 
