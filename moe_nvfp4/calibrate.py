@@ -4,8 +4,8 @@
     layers[name].set_input_scales(*scales[name])
 
 One scale per layer and GEMM, amax / (6 * 448) of all rows that came by, as ModelOpt has it for experts that are
-one module: every expert gets it, also one that no token was routed to. A row beyond the calibrated range saturates,
-so prompts should be like what the model is for.
+one module: every expert gets it, also one that no token was routed to. A linear is one GEMM. A row beyond the
+calibrated range saturates, so prompts should be like what the model is for.
 """
 
 from __future__ import annotations
@@ -16,28 +16,31 @@ from torch import Tensor
 
 from moe_nvfp4.format import global_scale_for
 from moe_nvfp4.layer import NVFP4Experts
+from moe_nvfp4.linear import NVFP4Linear
 
 
 class Observer:
-    """The largest |x| and |h| that a layer has seen; `moe_forward` calls it with both, fp32 or half, [*, K]."""
+    """The largest |x| and, of experts, |h| that a layer has seen; it calls this with them, fp32 or half, [*, K]."""
 
-    def __init__(self) -> None:
-        self.amax: list[Tensor | None] = [None, None]
+    def __init__(self, layer: NVFP4Experts | NVFP4Linear) -> None:
+        self.amax: list[Tensor | None] = [None, None] if isinstance(layer, NVFP4Experts) else [None]
 
-    def __call__(self, x: Tensor, h: Tensor) -> None:
-        for i, rows in enumerate((x, h)):
+    def __call__(self, *inputs: Tensor) -> None:
+        for i, rows in enumerate(inputs):
             if rows.numel():
                 amax, before = rows.detach().abs().amax().float(), self.amax[i]
                 self.amax[i] = amax if before is None else before.maximum(amax)
 
 
-def observe(layers: Mapping[str, NVFP4Experts], run: Callable[[], object]) -> dict[str, tuple[Tensor, Tensor]]:
-    """Name -> (scale of x, scale of h), fp32 0-d, of `layers` while `run()` runs.
+def observe(
+    layers: Mapping[str, NVFP4Experts | NVFP4Linear], run: Callable[[], object]
+) -> dict[str, tuple[Tensor, ...]]:
+    """Name -> (scale of x, scale of h), of a linear (scale of x,), fp32 0-d, of `layers` while `run()` runs.
 
     The layers are switched to W4A16 meanwhile, so that rounding of activations does not show in their range.
     ValueError for a layer that no row reached, or whose rows have NaN or Inf.
     """
-    observers = {name: Observer() for name in layers}
+    observers = {name: Observer(layer) for name, layer in layers.items()}
     before = {name: layer.activations for name, layer in layers.items()}
     try:
         for name, layer in layers.items():
@@ -46,7 +49,7 @@ def observe(layers: Mapping[str, NVFP4Experts], run: Callable[[], object]) -> di
     finally:
         for name, layer in layers.items():
             layer.observer, layer.activations = None, before[name]
-    return {name: (_scale(name, seen.amax[0]), _scale(name, seen.amax[1])) for name, seen in observers.items()}
+    return {name: tuple(_scale(name, amax) for amax in seen.amax) for name, seen in observers.items()}
 
 
 def _scale(name: str, amax: Tensor | None) -> Tensor:

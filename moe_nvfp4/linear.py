@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from moe_nvfp4.backends import Backend, Problem, Selected, select, selected, sho
 from moe_nvfp4.checks import check_activations, check_bias_dtype, check_sizes
 from moe_nvfp4.prepared import Prepared
 from moe_nvfp4.training import autocast
-from moe_nvfp4.weights import LinearWeights
+from moe_nvfp4.weights import LinearWeights, check_global_scale
 
 
 class NVFP4Linear(Prepared):
@@ -61,6 +62,13 @@ class NVFP4Linear(Prepared):
         for name, (shape, dtype) in sizes.items():
             zeros = None if dtype is None else torch.zeros(shape, dtype=dtype, device=device)
             self.register_parameter(name, None if zeros is None else nn.Parameter(zeros, requires_grad=False))
+        self.observer: Callable[..., None] | None = None  # while scales are calibrated
+
+    def set_input_scales(self, x_scale: Tensor) -> None:
+        """The static activation scale, fp32 of one number. ValueError unless it is finite and positive."""
+        check_global_scale(x_scale.detach().float(), "input_scale")
+        scale = x_scale.detach().float().reshape(1).to(self.weight.device)
+        self.register_parameter("input_scale", nn.Parameter(scale, requires_grad=False))
 
     def forward(self, x: Tensor) -> Tensor:
         ops.refuse_transforms()
@@ -70,6 +78,8 @@ class NVFP4Linear(Prepared):
         rows = x.reshape(-1, self.in_features)
         if self.pre_quant_scale is not None:
             rows = rows * self.pre_quant_scale.to(rows.dtype)
+        if self.observer is not None:
+            self.observer(rows)
         chosen = selected(self._problem(x.dtype), x.device)
         if not torch.compiler.is_compiling():
             self._prepare_for(chosen)

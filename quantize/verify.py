@@ -72,7 +72,7 @@ def verify_checkpoint(folder: str | os.PathLike, against: str | os.PathLike | No
                                "missing for the whole model or a whole layer were not noticed")  # fmt: skip
     report.matrices = len(files.matrices)
     report.tensors, report.size = len(files.left), sum(t.size for t in checkpoint.tensors.values())
-    report.warnings += [*_unlisted(files, info), *scale_warnings(checkpoint)]
+    report.warnings += [*_unlisted(files, info), *_without_input_scales(files, info), *scale_warnings(checkpoint)]
     if against is not None:
         report.experts = _compare(checkpoint, open_checkpoint(against), files.left)
         for name, expert in report.experts.items():
@@ -101,6 +101,16 @@ def _unlisted(files: nvfp4.NVFP4Files, info: QuantizationInfo) -> Iterator[str]:
         yield (f"warning: {len(found)} layers are dense and not in the ignore list of config.json: {some}. This "
                "library reads what is there; a server may take them for NVFP4, and fail or misread them: add them to "
                "the list")  # fmt: skip
+
+
+def _without_input_scales(files: nvfp4.NVFP4Files, info: QuantizationInfo) -> Iterator[str]:
+    """A line where the config says that activations are quantized, of all layers, and some have no scale for them."""
+    last = info.dialect.input_scale
+    found = [stem for stem, matrix in files.matrices.items() if last not in matrix.tensors]
+    if info.activations == "nvfp4" and info.layers is None and not info.mixed and found:
+        yield (f"warning: {len(found)} of {len(files.matrices)} matrices have no {last} ({found[0]}, ...), and "
+               "config.json says that activations are quantized. This library computes a scale for each token; servers "
+               "go on with a number that nobody wrote: moe-nvfp4 calibrate adds them")  # fmt: skip
 
 
 def _check_matrix(matrix: nvfp4.NVFP4Matrix) -> None:

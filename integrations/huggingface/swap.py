@@ -235,14 +235,18 @@ def _config(model: nn.Module, has_layers: bool) -> MoeNvfp4Config:
 
 
 def calibrate(model: Model, batches: Iterable[Tensor | Mapping[str, Tensor]], progress: bool = True) -> Model:
-    """Give the 4-bit experts of `model` static activation scales (`input_scale`), in place; returns the model.
+    """Give the 4-bit experts of `model`, and 4-bit linears that have none, static activation scales (`input_scale`), in
+    place; returns the model.
 
     batches: what the model is called with, token ids [B, T] or dictionaries of inputs; a few hundred tokens like
     those that the model is for. Every expert gets its layer's scale. The scales count for activations="nvfp4", and
     travel with `save_pretrained`. ValueError where a layer was not reached, or makes NaN or Inf.
     """
-    layers = {name: m for name, m in model.named_modules() if isinstance(m, HFExperts)}
+    layers: dict[str, Any] = {name: m for name, m in model.named_modules() if isinstance(m, HFExperts)}
     config = _config(model, bool(layers))
+    # Servers that read a scale for experts want one for every 4-bit layer
+    linears = {name: m for name, m in model.named_modules() if isinstance(m, NVFP4Linear)}
+    layers |= {name: m for name, m in linears.items() if m.input_scale is None}
     if any(isinstance(p, DTensor) for layer in layers.values() for p in layer.parameters()):
         raise NotImplementedError("a model that is split over ranks is not calibrated: do it in one process, and save")
 

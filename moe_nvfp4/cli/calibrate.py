@@ -25,7 +25,8 @@ def add(commands: Commands) -> None:
     sub = command(
         commands, "calibrate", run, "add static activation scales",
         "Load MODEL with 4-bit experts, run a text through it and write DST: the same weights, with an input_scale "
-        "for every expert, for W4A4 without a scale per token. Needs memory for the 4-bit model.",
+        "for every expert, and for 4-bit linears without one, for W4A4 without a scale per token. Needs memory for the "
+        "4-bit model.",
     )  # fmt: skip
     sub.add_argument("model", metavar="MODEL", help=MODEL_HELP)
     sub.add_argument("destination", metavar="DST", type=path, help="folder to make; must not exist")

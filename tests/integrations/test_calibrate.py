@@ -7,10 +7,18 @@ import torch
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
-from moe_nvfp4.integrations.huggingface import MoeNvfp4Config, calibrate, set_activations, swap_experts
+from moe_nvfp4.integrations.huggingface import (
+    MoeNvfp4Config,
+    calibrate,
+    checkpoint_config,
+    set_activations,
+    swap_experts,
+)
 from moe_nvfp4.integrations.huggingface.experts import HFExperts
+from moe_nvfp4.linear import NVFP4Linear
+from moe_nvfp4.quantize.verify import verify_checkpoint
 from tests.common import relative_error
-from tests.folders import quantized
+from tests.folders import is_expert, is_linear, quantized
 from tests.models import IDS, gpt_oss, llama4, make, mixtral, nemotron_h, qwen3_moe, tensors
 
 PROMPTS = [IDS, torch.tensor([[5, 6, 7]]), {"input_ids": torch.tensor([[9, 1, 30, 31], [8, 8, 2, 1]])}]
@@ -74,6 +82,32 @@ def test_scales_are_what_the_prompts_produce(dialect, tmp_path):
     else:
         assert config["config_groups"]["group_0"]["input_activations"]["dynamic"] == "local"
     assert torch.equal(logits(load(tmp_path / "static"), "nvfp4"), logits(model, "nvfp4"))
+
+
+@pytest.mark.parametrize("dialect", ["modelopt", "compressed-tensors"])
+def test_linears_get_a_scale_too_where_they_have_none(dialect, tmp_path):
+    """Else a folder said W4A4 of layers without one, and vLLM read uninitialized memory for it."""
+    which = lambda key: is_expert(key) or is_linear(key)
+    folder, twin = quantized(tmp_path, qwen3_moe, dialect, which)
+    config = checkpoint_config(folder, activations="bf16")
+    model, twin, seen = load(folder, config=config), load(twin), {}
+    for name, module in twin.named_modules():
+        if isinstance(module, torch.nn.Linear):
+            note = lambda m, x, name=name: seen.update({name: max(x[0].abs().max().item(), seen.get(name, 0.0))})
+            module.register_forward_pre_hook(note)
+    measured(twin, PROMPTS)
+    calibrate(model, PROMPTS, progress=False)
+    linears = {name: m for name, m in model.named_modules() if isinstance(m, NVFP4Linear)}
+    assert len(linears) == 8 and all(m.observer is None for m in linears.values())
+    for name, linear in linears.items():
+        torch.testing.assert_close(linear.input_scale, torch.tensor([seen[name] / 2688]), rtol=1e-4, atol=0)
+    model.save_pretrained(tmp_path / "static")
+    assert not any("input" in warning for warning in verify_checkpoint(tmp_path / "static").warnings)
+    again = load(tmp_path / "static")
+    assert torch.equal(logits(again, "nvfp4"), logits(model, "nvfp4"))
+    before = {name: m.input_scale.clone() for name, m in linears.items()}
+    calibrate(model, PROMPTS[1:2], progress=False)  # what is there may be of more text, and stays
+    assert all(torch.equal(m.input_scale, before[name]) for name, m in linears.items())
 
 
 def test_one_token_is_enough_for_every_expert(tmp_path):

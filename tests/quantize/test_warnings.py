@@ -50,6 +50,14 @@ def test_dense_linears_that_the_config_does_not_name(good, tmp_path):
     assert "8 layers are dense and not in the ignore list" in warning and "model.layers.0.self_attn.k_proj" in warning
 
 
+def test_quantized_activations_without_a_scale_for_them(good, tmp_path):
+    config, files = config_of(good / "nvfp4"), tensors(good / "nvfp4")
+    before = config["quantization_config"]
+    says = CONFIGS[before["quant_method"]] | {"ignore": before["ignore"]}
+    (warning,) = verify_checkpoint(write(tmp_path / "w4a4", files, config, says)).warnings
+    assert "48 of 48 matrices have no input_" in warning and "calibrate adds them" in warning
+
+
 def test_tensors_that_the_model_has_not(good, tmp_path):
     config, new = config_of(good / "nvfp4"), "model.layers.0.mlp.shared_expert.norm"
     files = tensors(good / "nvfp4") | {
