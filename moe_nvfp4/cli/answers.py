@@ -31,7 +31,11 @@ class Answer(NamedTuple):
 
 
 def encode(tokenizer: Any, prompt: str | list[Message]) -> dict[str, Tensor]:
-    """input_ids and attention_mask [1, tokens] of a text to continue, or of messages to answer."""
+    """input_ids and attention_mask [1, tokens] of a text to continue, or of messages to answer. ValueError for bytes
+    that are no text, which Python keeps as lone surrogates, and for no tokens."""
+    for text in [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]:
+        if not text.isascii() and any("\ud800" <= c <= "\udfff" for c in text):
+            raise ValueError(f"{text!r} is not UTF-8 text: write it in UTF-8")
     if isinstance(prompt, str):
         inputs = tokenizer(prompt, return_tensors="pt")
     else:

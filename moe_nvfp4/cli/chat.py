@@ -55,6 +55,8 @@ def run(args: argparse.Namespace) -> None:
                 talk.ask(line)
             except KeyboardInterrupt:
                 say("\n(stopped: this question and its answer are forgotten)")
+            except ValueError as error:
+                say(f"({error})")
 
 
 class Talk:

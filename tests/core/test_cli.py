@@ -94,10 +94,11 @@ def talkative(folder, tmp_path):
 
 
 def test_chat(talkative, monkeypatch, capsys):
-    lines = iter(["Hi there", "", "more", "/new", "Hi there", "/quit", "never asked"])
+    lines = iter(["Hi there", "", "\udcff, a byte", "more", "/new", "Hi there", "/quit", "never asked"])
     monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
     run("chat", talkative, "--max-new-tokens", 6, "--system", "short", "--device", "cpu", "--recipe", "max")
-    first, second, anew = filter(None, capsys.readouterr().out.splitlines())
+    first, refused, second, anew = filter(None, capsys.readouterr().out.splitlines())
+    assert "is not UTF-8 text" in refused
     assert next(lines) == "never asked"
     assert first == anew != second and 0 < len(first) <= 6
 
