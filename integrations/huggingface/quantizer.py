@@ -352,7 +352,16 @@ class MoeNvfp4Quantizer(HfQuantizer):
 
     # ------------------------------------------------------------ saving
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Tensor] | None, dict]:
-        """The model's, and multi-token prediction layers, which it does not load, from the files it came from."""
+        """The model's, and multi-token prediction layers, which it does not load, from the files it came from.
+        NotImplementedError for a model that was split by FSDP, and not by transformers, which gathers its own."""
+        own = getattr(model.config, "distributed_config", None) or getattr(model, "_tp_size", None)
+        if not own and any(isinstance(p, DTensor) for p in model.parameters()):
+            raise NotImplementedError(
+                "fully_shard has split this model over ranks, and transformers passes over state_dict= where a model "
+                "is quantized: gather it on all ranks (torch.distributed.checkpoint.state_dict.get_model_state_dict, "
+                "full_state_dict=True), then, in one process, load_state_dict into the model as it was before, and "
+                "save that; or load with DistributedConfig(fsdp_size=...), which saves"
+            )
         if not self.mtp.names:
             return None, {}
         try:

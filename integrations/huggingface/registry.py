@@ -27,7 +27,7 @@ Used besides, though transformers does not document it (5.17 and 5.23 are tested
                           param_needs_quantization, param_element_size, update_parallel_plan, get_quantize_ops,
                           get_state_dict_and_metadata
     utils.import_utils    is_serve_available
-    a model               _weight_conversions, hf_quantizer, is_quantized, quantization_method, _ep_plan,
+    a model               _weight_conversions, hf_quantizer, is_quantized, quantization_method, _ep_plan, _tp_size,
                           all_tied_weights_keys, _keys_to_ignore_on_load_missing, _keys_to_ignore_on_load_unexpected,
                           _can_compile_fullgraph; get_compiled_call, in whose place `use_cuda_graphs` puts another
     a config              _experts_implementation, _experts_implementation_internal

@@ -26,6 +26,7 @@ DATA_PARALLEL = (
     START
     + """
 from peft import LoraConfig, get_peft_model
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -58,6 +59,20 @@ for policy in (MixedPrecisionPolicy(), MixedPrecisionPolicy(param_dtype=torch.bf
     found = gradients(model, mine)
     assert found.keys() == want.keys()
     assert max(relative_error(found[n], want[n]) for n in want) < (0.15 if bf16 else 1e-5), bf16
+
+inner = model.base_model.model
+try:
+    inner.save_pretrained(path)
+    raise AssertionError("was saved")
+except NotImplementedError as error:
+    assert "get_model_state_dict, full_state_dict=True), then, in one process, load_state_dict" in str(error)
+whole = get_model_state_dict(inner, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+if rank == 0:
+    as_before = copy.deepcopy(split).base_model.model
+    for parameter in as_before.parameters():
+        parameter.data.zero_()
+    as_before.load_state_dict(whole)
+    assert torch.equal(as_before(ids).logits, alone(ids).logits)
 dist.barrier()
 print("done")
 dist.destroy_process_group()
