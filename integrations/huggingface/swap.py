@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import os
 from collections import deque
 from collections.abc import Iterable, Mapping
@@ -10,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from moe_nvfp4.calibrate import observe
 from moe_nvfp4.integrations.huggingface.calibration import calibration_batches, evaluating, model_importance
@@ -63,7 +65,8 @@ def swap_experts(
 
     Raises NotImplementedError for experts in an unknown form (naming their class and the way out), ValueError if the
     model has no experts, or weights that are NaN or Inf, are in another dtype than bf16, fp16 and fp32, or are not
-    here (meta device, offloaded), and for a pattern of `exclude` that matches no experts module.
+    here (meta device, offloaded), for a part of another model, and for a pattern of `exclude` that matches no experts
+    module.
     """
     config = MoeNvfp4Config(activations, recipe, exclude, calibration=calibration, cpu_experts=cpu_experts)
     given, model = model, _inside(model)
@@ -83,6 +86,7 @@ def swap_experts(
         check_cpu_experts(cpu_experts, model, len(groups))
     for names, module, layout in groups.values():
         _check_weights(names[0], module, layout)
+    _stand_alone(model)
     base = getattr(model, "_weight_conversions", None)
     if hasattr(model, "config") and (base is None or any(map(_dequantizes, base))):
         base = model_conversions(model)
@@ -121,6 +125,40 @@ def _inside(model: Any) -> Any:
     if not isinstance(model, nn.Module):
         raise TypeError(f"a model in memory is expected, got {model!r:.200}: load it first (from_pretrained)")
     return next((m for m in model.modules() if isinstance(m, PreTrainedModel)), model)
+
+
+def _stand_alone(model: nn.Module) -> None:
+    """ValueError where `model` is a part of another, which would save its experts in a form that nothing reads; its own
+    copy of the config where another model has the same, since the config will say that the experts are 4-bit."""
+    if not isinstance(model, PreTrainedModel) or hasattr(model, "_weight_conversions"):
+        return  # from_pretrained makes whole models, with a config each
+    others = _other_models(model)
+    if _whole_of(model, others):
+        del others
+        gc.collect()  # the whole may be garbage
+        others = _other_models(model)
+    if whole := _whole_of(model, others):
+        raise ValueError(
+            f"{type(model).__name__} is a part of {whole}, which would save its experts in a form that nothing reads: "
+            "pass the whole, and exclude= what is to stay dense. The model is as it was"
+        )
+    if any(other.config is model.config for other in others):
+        copies: dict[int, Any] = {}
+        copy.deepcopy(model.config, copies)
+        for module in model.modules():
+            held = {name: copies.get(id(c)) for name, c in vars(module).items() if isinstance(c, PretrainedConfig)}
+            vars(module).update({name: own for name, own in held.items() if own is not None})
+
+
+def _other_models(model: nn.Module) -> list[PreTrainedModel]:
+    """Those alive that are no part of `model`."""
+    inside = {id(module) for module in model.modules()}
+    return [o for o in gc.get_objects() if issubclass(type(o), PreTrainedModel) and id(o) not in inside]
+
+
+def _whole_of(model: nn.Module, others: Iterable[PreTrainedModel]) -> str | None:
+    """The class of one of `others` that `model` is a part of."""
+    return next((type(o).__name__ for o in others if any(module is model for module in o.modules())), None)
 
 
 def _dequantizes(conversion: Any) -> bool:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
-from transformers import FineGrainedFP8Config
+from transformers import AutoModel, FineGrainedFP8Config
 from transformers.models.aria.modeling_aria import AriaExperts
 
 from moe_nvfp4.integrations.huggingface import MoeNvfp4Config, checkpoint_config, set_activations, swap_experts
@@ -23,6 +23,7 @@ from tests.models import (
     as_bytes,
     folder,
     gpt_oss,
+    granite,
     load,
     logits,
     make,
@@ -154,6 +155,38 @@ def test_experts_that_two_layers_share_are_swapped_for_both():
     model.dequantize()
     assert kinds(model) == ["Qwen3MoeExperts"] * 2
     assert model.model.layers[0].mlp.experts is model.model.layers[1].mlp.experts
+
+
+def test_a_part_of_a_model_is_refused(tmp_path):
+    """The whole would save it without this library: codes expert by expert, scales in stacks."""
+    whole = make(granite, torch.float32)
+    before = logits(whole)
+    with pytest.raises(ValueError, match="GraniteMoeModel is a part of GraniteMoeForCausalLM, .*: pass the whole"):
+        swap_experts(whole.model, progress=False)
+    assert torch.equal(logits(whole), before) and not hasattr(whole.config, "quantization_config")
+    body = whole.model
+    del whole
+    swap_experts(body, progress=False).save_pretrained(tmp_path / "body")
+    with torch.no_grad():
+        same = [m(IDS)[0] for m in (body, AutoModel.from_pretrained(tmp_path / "body", dtype=torch.float32))]
+    assert torch.equal(*same)
+
+
+def test_two_models_of_one_config_say_what_each_is(tmp_path):
+    one = make(qwen3_moe, torch.float32)
+    other = type(one)(one.config).eval()
+    assert other.config is one.config
+    before = logits(other)
+    swap_experts(one, progress=False)
+    one.save_pretrained(tmp_path / "4-bit"), other.save_pretrained(tmp_path / "dense")
+    assert torch.equal(logits(load(tmp_path / "4-bit", torch.float32)), logits(one))
+    assert torch.equal(logits(load(tmp_path / "dense", torch.float32)), before)
+    one.config.output_router_logits = True  # read by its layers
+    assert one(IDS).router_logits is not None and other(IDS).router_logits is None
+    swap_experts(other, progress=False)
+    one.dequantize()
+    other.save_pretrained(tmp_path / "other")
+    assert torch.equal(logits(load(tmp_path / "other", torch.float32)), logits(other))
 
 
 def test_weights_that_are_not_there_or_of_another_dtype_are_named():
