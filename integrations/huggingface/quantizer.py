@@ -122,9 +122,10 @@ class MoeNvfp4Quantizer(HfQuantizer):
     ) -> None:
         config = self.quantization_config
         places = device_map.values() if isinstance(device_map, dict) else {device_map} - {None}
-        if config.cpu_experts is not None and {str(place) for place in places} - {"cpu"}:
+        stays = "map_files" if config.map_files else "cpu_experts" if config.cpu_experts is not None else None
+        if stays is not None and {str(place) for place in places} - {"cpu"}:
             raise ValueError(
-                f"cpu_experts with device_map={device_map!r}: name the GPU that everything else goes to, "
+                f"{stays} with device_map={device_map!r}: name the GPU that everything else goes to, "
                 'device_map="cuda:0", or leave device_map out'
             )
         source = open_files(checkpoint_files or [], model)

@@ -171,6 +171,15 @@ def test_what_cannot_stay_in_its_files(tmp_path):
         MoeNvfp4Config(map_files="all")
     with pytest.raises(ValueError, match="give it to from_pretrained, as .*map_files="):
         checkpoint_config(source, map_files=True)
+    places = {
+        "model.embed_tokens": "cpu",
+        "model.layers": "disk",
+        "model.norm": "cpu",
+        "model.rotary_emb": "cpu",
+        "lm_head": "cpu",
+    }
+    with pytest.raises(ValueError, match="map_files with device_map=.*name the GPU that everything else goes to"):
+        load(source, device_map=places, offload_folder=tmp_path, quantization_config=MoeNvfp4Config(map_files=True))
 
 
 def test_no_experts_no_layers():
