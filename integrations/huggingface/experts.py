@@ -71,8 +71,8 @@ class ModuleLayout:
         return tensor.T if tensor.dim() == 2 and self.transposed else tensor
 
 
-def describe(module: nn.Module) -> ModuleLayout | None:
-    """The layout of an experts module, None for any other module.
+def describe(module: nn.Module, name: str = "") -> ModuleLayout | None:
+    """The layout of an experts module, which its model calls `name`; None for any other module.
 
     Raises NotImplementedError for experts that this library does not know how to run.
     """
@@ -83,9 +83,12 @@ def describe(module: nn.Module) -> ModuleLayout | None:
         return own(module)
     if hasattr(type(module), "_apply_gate") and hasattr(module, "has_gate"):
         return _decorated(module)
-    if _looks_like_experts(module):
+    what = f"{type(module).__module__}.{type(module).__name__}"
+    if listed := isinstance(module, nn.ModuleList) and len(module) and re.search(r"(^|\.)experts$", name):
+        what = f"{name}, a list of {type(module[0]).__name__},"  # as a checkpoint's own code has them
+    if listed or _looks_like_experts(module):
         raise NotImplementedError(
-            f"{type(module).__module__}.{type(module).__name__} holds experts in a form that is not "
+            f"{what} holds experts in a form that is not "
             "supported: neither transformers' experts interface (use_experts_implementation) nor "
             f"one of {', '.join(LAYOUTS)}. Leave it as it is with exclude=['<its module name>'], "
             "or decorate the class with transformers' use_experts_implementation"
@@ -377,7 +380,7 @@ def find_experts(
             continue  # parts of an experts module are not experts modules
         leave = config.excludes(name)
         try:
-            layout = describe(module)
+            layout = describe(module, name)
         except NotImplementedError:
             if not leave:
                 raise

@@ -224,6 +224,15 @@ def test_unknown_forms_are_refused_by_name(family, prefix, settings):
         swap_experts(model, progress=False)
 
 
+def test_a_list_of_experts_is_refused_by_name():
+    """As models of trust_remote_code have them: it is no dense model."""
+    model = nn.ModuleDict({"mlp": nn.ModuleDict({"experts": nn.ModuleList([nn.Linear(16, 16)])})})
+    with pytest.raises(NotImplementedError, match=r"mlp.experts, a list of Linear, holds experts in a form.*exclude="):
+        swap_experts(model, progress=False)
+    with pytest.raises(ValueError, match="1 experts modules are all excluded"):
+        swap_experts(model, exclude="mlp.experts", progress=False)
+
+
 def test_a_dense_model_is_told_so():
     from transformers import LlamaConfig, LlamaModel
 
