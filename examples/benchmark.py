@@ -128,6 +128,8 @@ def main():
         os.environ["MOE_NVFP4_BACKEND"] = arguments.backend
     torch.manual_seed(0)
     roof = lambda size, flops: max(size / arguments.bandwidth, flops / arguments.tflops) / 1e6
+    if not torch.cuda.is_available():
+        raise SystemExit("this needs an NVIDIA GPU; examples/benchmark_cpu.py measures a CPU")
     clock, counts = CudaClock(), [int(T) for T in arguments.tokens.split(",")]
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {datetime.date.today()}, ", end="")
     print(f"launching an empty graph is {1e6 * clock(torch.ones(1, device=DEVICE).zero_):.1f} us of every number\n")

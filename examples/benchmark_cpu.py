@@ -59,7 +59,7 @@ def nvfp4_layers(name, sizes=None):
     """Copies of our experts, with any codes and scales; sizes: (E, H, I)."""
     E, H, I = sizes or (SHAPES[name][i] for i in (3, 1, 2))
     layers, size = [], 6 * E * H * I * 9 // 32
-    for _ in range(1 + max(1, int(COLD / size))):
+    for _ in range(1 + max(1, int(COLD / size)) if sizes is None else 1):
         layer = NVFP4Experts(E, H, I)
         for key, parameter in layer.named_parameters():
             if parameter.dtype == torch.float32:
@@ -107,7 +107,7 @@ def issue_bound(threads):
         program = cpu._Program()
         for _ in range(8):
             tensors = [layer.w13[:, :N], layer.w13_sf[:, :N], layer.up_scale, layer.up_scale, None, out]
-            cpu._gemm(program, x, groups, None, tensors, 0, False, 0, 1.0, 0.0, 0.0, 0)
+            cpu._gemm(program, x, groups, None, tensors, (N, K, 0, 0), False, 0, 1.0, 0.0, 0.0, 0)
         return median_us(lambda i: program.run(), 0.3) / 8, N * K * 9 / 16
 
     torch.set_num_threads(1)
@@ -164,7 +164,7 @@ def measure(name, token_counts, seconds):
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--seconds", type=float, default=1.0, help="for each number")
-    parser.add_argument("--shapes", default=",".join(SHAPES))
+    parser.add_argument("--shapes", default=",".join(SHAPES), help="some of these (default: all): " + ",".join(SHAPES))
     parser.add_argument("--tokens", default="1,4,16,64,256")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     arguments = parser.parse_args()

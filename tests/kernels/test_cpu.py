@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import runpy
 import shutil
 import subprocess
 import sys
@@ -355,6 +356,16 @@ def test_cache_is_used_repaired_and_keyed(tmp_path, monkeypatch):
     assert cpu.build("cpu_detect.c") == library
     (tmp_path / "cpu_path.h").write_bytes((tmp_path / "cpu_path.h").read_bytes() + b"\n/* a later version */\n")
     assert cpu.build("cpu_detect.c") != library
+
+
+@pytest.mark.slow
+@needs_library
+@torch.inference_mode()
+def test_the_benchmark_calls_the_loops_as_they_are():
+    """examples/benchmark_cpu.py calls `_gemm` by itself: GB/s of 4-bit bytes, of each thread."""
+    threads = torch.get_num_threads()
+    rate = runpy.run_path(str(ROOT / "examples" / "benchmark_cpu.py"))["issue_bound"](threads) / threads
+    assert 0.01 < rate < 1000
 
 
 @pytest.mark.slow
