@@ -75,7 +75,9 @@ class LayerWalk:
 
     def _run(self, i: int, b: int, ids: Tensor) -> Any:
         output: list[Any] = []
-        layer = self.layers[i]
+        running = self.layers[: i + 1]
+        forward = running[i].forward
+        before = [vars(module).get("forward") for module in running]  # accelerate's, which moves tensors to the layer
 
         def replay(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
             return hidden_states
@@ -85,18 +87,20 @@ class LayerWalk:
             return tree_map(_to(self.device), self.states[b])
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            output.append(type(layer).forward(layer, *args, **kwargs))
+            output.append(forward(*args, **kwargs))
             raise _LayerDone
 
-        for j, module in enumerate(self.layers[: i + 1]):
+        for j, module in enumerate(running):
             module.forward = run if j == i else replay_last if j == i - 1 else replay
         try:
             self.model(input_ids=ids, use_cache=False)
         except _LayerDone:
             return output[0]
         finally:
-            for module in self.layers[: i + 1]:
+            for module, own in zip(running, before, strict=True):
                 del module.forward
+                if own is not None:
+                    module.forward = own
         raise NotImplementedError(f"{type(self.model).__name__} does not run its layers in their order")
 
 

@@ -132,6 +132,29 @@ def test_outputs_of_experts_are_nearer_than_by_mse():
     assert errors["gptq"] < 0.9 * errors["mse"]
 
 
+def test_hooks_that_bring_a_layer_its_inputs_run_and_stay():
+    """accelerate's, of a model on several GPUs: they stand in the place of `forward`."""
+    hooks = pytest.importorskip("accelerate.hooks")
+
+    class Halves(hooks.ModelHook):
+        def pre_forward(self, layer, x, *args, **kwargs):
+            return (x / 2, *args), kwargs
+
+    plain, hooked = make(qwen3_moe, torch.float32), make(qwen3_moe, torch.float32)
+    for layer in plain.model.layers:
+        layer.register_forward_pre_hook(lambda layer, args: (args[0] / 2, *args[1:]))
+    for layer in hooked.model.layers:
+        hooks.add_hook_to_module(layer, Halves())
+    data = batches(2)
+    want = plain(data[0]).logits
+    assert torch.equal(hooked(data[0]).logits, want)
+    made = gptq_model(hooked, data, progress=False)
+    assert torch.equal(hooked(data[0]).logits, want)
+    for name, tensors_of in gptq_model(plain, data, progress=False).items():
+        for key, tensor in tensors_of.items():
+            assert torch.equal(made[name][key], tensor)
+
+
 @pytest.mark.slow
 def test_an_interrupted_run_goes_on(tmp_path, monkeypatch, capsys):
     """After the first layer; the second call starts with the second one, and ends in the same bytes."""
