@@ -7,7 +7,7 @@ subtracted U_kj-fold from column j, and counts (e / U_kk)^2 towards the loss.
 
 An NVFP4 block has one scale for 16 columns. Each scale that the recipe ``mse`` would try is run through the 16 columns
 with the error taken back inside the block, and the one with the least loss stays. Measured on the demo model, this is
-where most of the gain is: scales chosen beforehand keep a quarter of it (docs/accuracy.md).
+where most of the gain is: scales chosen beforehand keep a quarter of it.
 """
 
 from __future__ import annotations

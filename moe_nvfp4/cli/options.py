@@ -40,7 +40,7 @@ def add_quantizing(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "--recipe", choices=(*RECIPES, *CALIBRATED_RECIPES), default=None,
         help=f"how block scales are chosen when dense weights are quantized (default {DEFAULT_RECIPE}); weighted: by "
-        "what the experts get as input",
+        "what the experts get as input; gptq: by what they get of a text, in moe-nvfp4 quantize only",
     )  # fmt: skip
     add_exclude(sub)
 
