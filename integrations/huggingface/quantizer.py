@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from transformers.core_model_loading import build_glob_alternation
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils import logging
 
@@ -68,7 +69,7 @@ class LoadPlan:
     source  the files
     model   with empty 4-bit modules in their places, on meta
     found   what the files hold
-    dtypes  of its parameters, by name
+    dtypes  of its parameters and buffers, by name
     """
 
     source: Checkpoint
@@ -177,7 +178,7 @@ class MoeNvfp4Quantizer(HfQuantizer):
         }  # fmt: skip
         self.attach(model, experts, excluded, next(iter(layouts), ExpertLayout.ONE_BY_ONE), fp8)
         set_implementation(model, loading=True)
-        self._plan = LoadPlan(source, model, found, {name: p.dtype for name, p in model.named_parameters()})
+        self._plan = LoadPlan(source, model, found, _dtypes(model))
         _report(model, found)
 
     def _empty_experts(self, module: nn.Module, layout: ModuleLayout, pre_quant_scale: bool) -> HFExperts:
@@ -308,10 +309,10 @@ class MoeNvfp4Quantizer(HfQuantizer):
             experts._parameters.update(parameters)
             experts.map_files(matrices)
         self._in_files = {}
-        for name, p in model.named_parameters():
+        for name, t in _tensors(model):
             # transformers 5.17 leaves renamed tensors of quantized files in the dtype they are stored in
-            if p.dtype in (torch.bfloat16, torch.float16) and p.device.type != "meta":
-                p.data = p.data.to(self._plan.dtypes.get(name, p.dtype))
+            if t.is_floating_point() and t.device.type != "meta":
+                t.data = t.data.to(self._plan.dtypes.get(name, t.dtype))
         if self.quantization_config.activations == "bf16":
             self._leave_bad_input_scales()
         for name, experts in self.conversions.experts.items():
@@ -413,6 +414,18 @@ class MoeNvfp4Quantizer(HfQuantizer):
             model.set_submodule(name, dense[id(module)])
         model._weight_conversions = self.conversions.for_dense()
         return model
+
+
+def _tensors(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
+    return (*model.named_parameters(), *model.named_buffers())
+
+
+def _dtypes(model: Any) -> dict[str, torch.dtype]:
+    """Of the parameters and buffers of `model`, as a load of dense files gives them: families keep a few in fp32."""
+    wide = model._get_dtype_plan(model.dtype)
+    kept = build_glob_alternation(list(wide))[0] if wide else None
+    found = {name: t.dtype for name, t in _tensors(model)}
+    return {n: torch.float32 if kept and d.is_floating_point and kept.search(n) else d for n, d in found.items()}
 
 
 def _importance(model: Any, config: MoeNvfp4Config, checkpoint_files: list[str]) -> Importance:

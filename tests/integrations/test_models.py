@@ -73,6 +73,17 @@ def test_round_trip(family, tmp_path):
     assert_same_files(tmp_path / "nvfp4-0", tmp_path / "nvfp4-2")
 
 
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16], ids=str)
+def test_dtypes_are_those_of_a_dense_load(stored, tmp_path):
+    """Of files that are renamed, and of what the family keeps in fp32."""
+    source = folder(tmp_path, nemotron_h, dtype=stored)
+    swap_experts(load(source, stored), progress=False).save_pretrained(tmp_path / "nvfp4")
+    for dtype in (torch.float32, torch.bfloat16):
+        dense, packed = (dict(load(path, dtype).state_dict()) for path in (source, tmp_path / "nvfp4"))
+        others = [name for name in dense if ".experts." not in name]
+        assert {n: packed[n].dtype for n in others} == {n: dense[n].dtype for n in others}
+
+
 @pytest.mark.slow_after(2)
 def test_every_call_prepares(family, tmp_path, monkeypatch):
     """On Hopper weights are packed where they are; a forward that passes that by would pack them anew in every call."""
