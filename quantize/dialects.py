@@ -201,10 +201,13 @@ def _compressed_tensors(q: Mapping) -> QuantizationInfo | None:
     formats = {g.get("format") or q.get("format") for g in groups.values()} or {q.get("format")}
     if "nvfp4-pack-quantized" not in formats:
         return None
-    transforms = (q.get("transform_config") or {}).get("config_groups")
     sparsity = (q.get("sparsity_config") or {}).get("format", "dense")
-    if transforms or sparsity != "dense":
-        what = "transforms (rotations)" if transforms else f"sparsity {sparsity!r}"
+    refused = {
+        "transforms (rotations)": (q.get("transform_config") or {}).get("config_groups"),
+        f"sparsity {sparsity!r}": sparsity != "dense",
+        "fewer experts in some layers (moe_sparsity_config)": q.get("moe_sparsity_config"),
+    }
+    if what := next((name for name, there in refused.items() if there), None):
         raise ValueError(
             f"compressed-tensors files with {what} are not read: load them with the tool that wrote them, or quantize "
             "the original checkpoint (moe-nvfp4 quantize SRC DST)"

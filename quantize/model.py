@@ -51,7 +51,7 @@ class ModelTensors:
         conversions = [copy.copy(c) for c in known]
         self._converters = [c for c in conversions if isinstance(c, WeightConverter)]
         self._renamings = [c for c in conversions if not isinstance(c, WeightConverter)]
-        self._tied = dict(getattr(model, "all_tied_weights_keys", None) or {})
+        self.tied = dict(getattr(model, "all_tied_weights_keys", None) or {})
         self._optional = _expressions(model, "_keys_to_ignore_on_load_missing")
         self._surplus = _expressions(model, "_keys_to_ignore_on_load_unexpected")
         heads = set() if as_saved else self._heads(whole)
@@ -171,7 +171,7 @@ class ModelTensors:
             needed = experts_only is None or (
                 name.rpartition(".")[0] in experts_only and EXPERT_WEIGHTS.fullmatch(name.rpartition(".")[2])
             )
-            tied = any(name in pair and not covered.isdisjoint(pair) for pair in self._tied.items())
+            tied = any(name in pair and not covered.isdisjoint(pair) for pair in self.tied.items())
             optional = name in self._new or any(p.search(name) for p in self._optional)
             if needed and id(tensor) not in here and not tied and not optional:
                 yield name

@@ -47,7 +47,7 @@ PRE_QUANT_SCALE = "pre_quant_scale"  # AWQ: what x is multiplied by before the l
 # Linears that read the same rows, which servers fuse into one
 FUSED_LINEARS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("q_a_proj", "kv_a_proj_with_mqa"),
                  ("in_proj_qkv", "in_proj_z"), ("in_proj_b", "in_proj_a"))  # fmt: skip
-KV_SCALE = re.compile(r"\.(k|v|q|kv)_(scale|zero_point)$")
+KV_SCALE = re.compile(r"\.(k|v|q|kv)_((global_)?scale|zero_point)$")
 
 
 def is_scale(name: str, tensors: Mapping[str, TensorSlice]) -> bool:

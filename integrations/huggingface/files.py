@@ -178,7 +178,7 @@ def _add_linear(found: CheckpointLayout, model: Any, names: ModelTensors, files:
             f"{name} is quantized, but {type(model).__name__} rearranges it while it loads (or has no weight there), "
             "which is not known here: use a checkpoint in which this layer is dense"
         )
-    if module is model.get_output_embeddings() and model.config.get_text_config().tie_word_embeddings:
+    if f"{linear}.weight" in names.tied:
         raise ValueError(
             f"{linear} is quantized in the files, but config.json ties it to the embedding: set tie_word_embeddings to "
             "false there, or use files that agree with their config"

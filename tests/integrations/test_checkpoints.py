@@ -266,6 +266,21 @@ def test_a_quantized_lm_head(linears, tmp_path):
         load(folder, config=checkpoint_config(folder, linears=linears))
 
 
+def test_whether_a_quantized_lm_head_is_tied_says_the_whole_config(tmp_path):
+    """Not that of the text: transformers ties by the config of the model that is loaded."""
+    folder, twin = quantized(tmp_path, step3p7, "modelopt", lambda k: k == "lm_head.weight")
+    for path in (folder, twin):
+        text = json.loads((path / "config.json").read_text())["text_config"]
+        change_config(path, text_config={**text, "tie_word_embeddings": True}, tie_word_embeddings=False)
+    load = lambda path: Step3p7ForConditionalGeneration.from_pretrained(path, dtype=torch.float32).eval()
+    model = set_activations(load(folder), "bf16")
+    assert isinstance(model.lm_head, NVFP4Linear)
+    assert relative_error(logits(model), logits(load(twin))) < 10 * THRESHOLDS["fp32"]
+    change_config(folder, tie_word_embeddings=True)
+    with pytest.raises(ValueError, match="lm_head is quantized in the files, but config.json ties it"):
+        load(folder)
+
+
 KINDS = ("q_proj", "k_proj", "v_proj", "o_proj", "lm_head")
 
 
@@ -547,7 +562,7 @@ def test_kv_cache_scales_are_reported_once(dialect, tmp_path, caplog):
     files = tensors(folder)
     for layer in range(2):
         stem = f"model.layers.{layer}.self_attn"
-        names = ("k_proj.k_scale", "v_proj.v_scale") if dialect == "modelopt" else ("k_scale", "v_scale")
+        names = ("k_proj.k_scale", "v_proj.v_scale") if dialect == "modelopt" else ("k_scale", "v_global_scale")
         files |= {f"{stem}.{name}": torch.tensor(0.5) for name in names}
     save_file(files, folder / "model.safetensors", metadata={"format": "pt"})
     model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
@@ -766,6 +781,7 @@ def test_what_is_not_supported_is_refused_by_name(tmp_path):
         ({"config_groups": {"group_0": {"output_activations": {"num_bits": 8}}}}, "outputs are quantized"),
         ({"transform_config": {"config_groups": {"R1": {}}}}, "rotations"),
         ({"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity 'sparse-24-bitmask' are not read"),
+        ({"moe_sparsity_config": {"method": "prune", "num_experts": [8, 6]}}, "fewer experts in some layers"),
         ({"config_groups": {"group_0": {"input_activations": {"num_bits": 8}}}}, r"\(W4A8\) are not computed here"),
     ):
         change_config(other, quantization_config={**CONFIGS["compressed-tensors"], **extra})
