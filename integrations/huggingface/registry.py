@@ -24,13 +24,14 @@ Used besides, though transformers does not document it (5.17 and 5.23 are tested
                           rename_source_key, build_glob_alternation
     conversion_mapping    get_model_conversion_mapping
     quantizers.base       HfQuantizer._process_model_before_weight_loading, _process_model_after_weight_loading,
-                          dequantize, _dequantize, update_weight_conversions (5.17 does not pass the model), get_new_dtype,
-                          param_needs_quantization, param_element_size, update_parallel_plan, get_quantize_ops,
-                          get_state_dict_and_metadata
+                          dequantize, _dequantize, update_weight_conversions (5.17 does not pass the model),
+                          get_new_dtype, param_needs_quantization, param_element_size, update_parallel_plan,
+                          get_quantize_ops, get_state_dict_and_metadata
     utils.import_utils    is_serve_available
     a model               _weight_conversions, hf_quantizer, is_quantized, quantization_method, _ep_plan, _tp_size,
                           all_tied_weights_keys, _keys_to_ignore_on_load_missing, _keys_to_ignore_on_load_unexpected,
-                          _can_compile_fullgraph, _get_dtype_plan; get_compiled_call, in whose place `use_cuda_graphs` puts another
+                          _can_compile_fullgraph, _get_dtype_plan;
+                          get_compiled_call, in whose place `use_cuda_graphs` puts another
     a config              _experts_implementation, _experts_implementation_internal
     an experts module     what `use_experts_implementation` gives it: _apply_gate, has_gate, has_bias, is_transposed,
                           is_concatenated; _hf_quantized_needs_local_tp and _is_expert_parallel (not in 5.17), which
