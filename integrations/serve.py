@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
-from pathlib import Path
 
 from moe_nvfp4.quantize.dialects import read_config
 
@@ -24,6 +22,9 @@ def serve_command(model: str, engine: str | None = None, options: Sequence[str] 
 
     engine   "vllm" or "transformers"; None: vLLM where it is installed
     options  passed on to the engine
+
+    ImportError for an engine that is not installed, OSError for a model that the Hub does not give, ValueError for one
+    that would be served dense.
     """
     if engine is None:
         engine = "vllm" if find_spec("vllm") else "transformers"
@@ -35,15 +36,16 @@ def serve_command(model: str, engine: str | None = None, options: Sequence[str] 
         # `vllm serve` asks for the metadata of a package "vllm", which CPU builds do not have
         server = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
         return [*server, "--quantization", "moe_nvfp4", *options]
+    from transformers import PretrainedConfig
     from transformers.utils.import_utils import is_serve_available
 
     if not is_serve_available():
         raise ImportError("the server of transformers needs packages that are missing: "
                           'pip install "transformers[serving]", or install vLLM')  # fmt: skip
-    config = Path(model, "config.json")
-    if config.is_file() and read_config(json.loads(config.read_text("utf-8"))) is None:
+    config, _ = PretrainedConfig.get_config_dict(model)
+    if read_config(config) is None:
         raise ValueError(
-            f"{model} is not an NVFP4 folder, and transformers' server quantizes no experts: make one first "
+            f"{model} is not an NVFP4 checkpoint, and transformers' server quantizes no experts: make one first "
             f"(moe-nvfp4 quantize {model} DST), or install vLLM, which quantizes as it loads"
         )
     return [sys.executable, "-c", TRANSFORMERS, "serve", model, *options]

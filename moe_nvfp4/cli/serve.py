@@ -6,7 +6,7 @@ import argparse
 import os
 import sys
 
-from moe_nvfp4.cli.models import check_folder, resolve
+from moe_nvfp4.cli.models import check_folder, hub_errors, resolve
 from moe_nvfp4.cli.options import ENGINES, MODEL_HELP, Commands, command
 
 
@@ -27,6 +27,7 @@ def run(args: argparse.Namespace) -> None:
 
     source = resolve(args.model)
     check_folder(source)
-    argv = serve_command(source, args.engine, args.options)
+    with hub_errors(source):
+        argv = serve_command(source, args.engine, args.options)
     sys.stdout.flush()
     os.execv(argv[0], argv)  # signals then reach the engine

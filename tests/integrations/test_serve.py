@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from transformers import PretrainedConfig
 from transformers.utils import import_utils
 
 from moe_nvfp4 import cli
@@ -35,7 +36,7 @@ def test_else_transformers_which_reads_nvfp4_folders(monkeypatch, tmp_path):
     installed(monkeypatch, "transformers", "fastapi")
     command = serve.serve_command(str(tmp_path / "nvfp4"), options=["--port", "1"])
     assert command[3:] == ["serve", str(tmp_path / "nvfp4"), "--port", "1"]
-    with pytest.raises(ValueError, match="not an NVFP4 folder.*moe-nvfp4 quantize .*bf16 DST.*install vLLM"):
+    with pytest.raises(ValueError, match="not an NVFP4 checkpoint.*moe-nvfp4 quantize .*bf16 DST.*install vLLM"):
         serve.serve_command(str(bf16))
     if importlib.util.find_spec("typer") is None:
         pytest.skip("the command line of transformers needs typer")
@@ -52,6 +53,15 @@ def test_what_is_not_there_is_named(monkeypatch, capsys):
     assert 'packages that are missing: pip install "transformers[serving]", or' in capsys.readouterr().err
     with pytest.raises(ValueError, match="engine must be one of vllm, transformers, got 'sglang'"):
         serve.serve_command("some/model", "sglang")
+
+
+def test_a_model_on_the_hub_that_would_be_served_dense_is_refused(monkeypatch, capsys):
+    installed(monkeypatch, "transformers", "fastapi")
+    assert cli.main(["serve", "some/model"]) == 2
+    assert "'some/model' is no folder here, and not to be had from the Hugging Face Hub" in capsys.readouterr().err
+    monkeypatch.setattr(PretrainedConfig, "get_config_dict", lambda name: ({"model_type": "qwen3_moe"}, {}))
+    with pytest.raises(ValueError, match="some/model is not an NVFP4 checkpoint.*quantize some/model DST"):
+        serve.serve_command("some/model")
 
 
 def test_options_after_the_model_are_the_engines(monkeypatch):
