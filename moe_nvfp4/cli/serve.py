@@ -25,6 +25,8 @@ def add(commands: Commands) -> None:
 def run(args: argparse.Namespace) -> None:
     from moe_nvfp4.integrations.serve import serve_command
 
+    if "--engine" in args.options:
+        raise ValueError("--engine goes before MODEL, since what follows MODEL are options of the engine")
     source = resolve(args.model)
     check_folder(source)
     with hub_errors(source):

@@ -64,9 +64,11 @@ def test_a_model_on_the_hub_that_would_be_served_dense_is_refused(monkeypatch, c
         serve.serve_command("some/model")
 
 
-def test_options_after_the_model_are_the_engines(monkeypatch):
+def test_options_after_the_model_are_the_engines(monkeypatch, capsys):
     installed(monkeypatch, "vllm")
     ran = []
     monkeypatch.setattr(os, "execv", lambda file, command: ran.append(command))
     assert cli.main(["serve", "some/model", "--port", "1", "--enforce-eager"]) == 0
     assert ran[0][-3:] == ["--port", "1", "--enforce-eager"]
+    assert cli.main(["serve", "some/model", "--engine", "transformers"]) == 2 and len(ran) == 1
+    assert "--engine goes before MODEL" in capsys.readouterr().err
