@@ -45,7 +45,7 @@ from moe_nvfp4.integrations.huggingface.packed import PackedConverter
 from moe_nvfp4.integrations.huggingface.ready import prepare_model
 from moe_nvfp4.linear import NVFP4Linear
 from moe_nvfp4.mapped import Matrix
-from moe_nvfp4.quantize.dialects import DIALECTS
+from moe_nvfp4.quantize.dialects import DIALECTS, GLOBAL_SCALES
 from moe_nvfp4.quantize.files import Checkpoint
 from moe_nvfp4.quantize.importance import Importance, load_importance
 from moe_nvfp4.quantize.layouts import ExpertLayout
@@ -179,7 +179,7 @@ class MoeNvfp4Quantizer(HfQuantizer):
         self.attach(model, experts, excluded, next(iter(layouts), ExpertLayout.ONE_BY_ONE), fp8)
         set_implementation(model, loading=True)
         self._plan = LoadPlan(source, model, found, _dtypes(model))
-        _report(model, found)
+        _report(model, found, self.mtp)
 
     def _empty_experts(self, module: nn.Module, layout: ModuleLayout, pre_quant_scale: bool) -> HFExperts:
         """What takes the place of the experts `module`, on meta; pre_quant_scale: with AWQ's scales."""
@@ -469,8 +469,13 @@ def _layout_here(module: nn.Module, layout: ModuleLayout | None, stored: ExpertL
     return layout or (None if stored is None else describe(module))
 
 
-def _report(model: Any, found: CheckpointLayout) -> None:
+def _report(model: Any, found: CheckpointLayout, mtp: MtpTensors) -> None:
     """Say what the files hold that this model does not use."""
+    if packed := [name for name in mtp.names if name.endswith(GLOBAL_SCALES)]:
+        logger.warning(
+            f"the files' layers of multi-token prediction are 4-bit ({packed[0]}, ...), and transformers reads them "
+            "dense: generate(use_mtp=True) ends in an error about sizes, without it all is well"
+        )
     if found.kv_scales:
         keys = found.kv_scales
         logger.warning(

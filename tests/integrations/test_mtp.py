@@ -11,6 +11,7 @@ from moe_nvfp4.integrations.huggingface import MoeNvfp4Config
 from moe_nvfp4.quantize.convert import convert_checkpoint
 from moe_nvfp4.quantize.dialects import matches
 from moe_nvfp4.quantize.options import Options
+from tests.folders import CONFIGS, stored, write
 from tests.models import IDS, SMALL, as_bytes, load, make, tensors
 
 H, LAYER = SMALL["hidden_size"], "model.layers.2."
@@ -59,6 +60,20 @@ def test_drafting_decodes_what_plain_decoding_does_and_saving_keeps_the_layers(s
     again.save_pretrained(folder)  # over the files that it was loaded from
     assert {n: as_bytes(t) for n, t in tensors(folder).items() if n.startswith(LAYER)} == {
         n: as_bytes(t) for n, t in kept.items()
+    }
+
+
+def test_layers_that_are_4_bit_are_named(source, tmp_path, caplog):
+    files = tensors(source)
+    for name in [n for n, t in files.items() if ".experts." in n]:
+        files |= stored("modelopt", name.removesuffix(".weight"), files.pop(name))
+    config = json.loads((source / "config.json").read_text())
+    model = load(write(tmp_path / "packed", files, config, CONFIGS["modelopt"]))
+    assert f"multi-token prediction are 4-bit ({LAYER}mlp.experts.0." in caplog.text and "use_mtp=True" in caplog.text
+    model.save_pretrained(tmp_path / "saved")
+    kept = tensors(tmp_path / "saved")
+    assert {n: as_bytes(t) for n, t in files.items() if n.startswith(LAYER)} == {
+        n: as_bytes(t) for n, t in kept.items() if n.startswith(LAYER)
     }
 
 
