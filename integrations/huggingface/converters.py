@@ -72,6 +72,11 @@ class QuantizingConverter(WeightConverter):
         module_name, _, name = layer_name.rpartition(".")
         experts = self.owner.experts.get(module_name)
         self.quantization_operation = None
+        if len(self.target_patterns) > 1:
+            raise NotImplementedError(
+                f"{layer_name}: the files have experts of several modules in one list, which are not quantized as they "
+                "are read: load the dense model, then swap_experts(model)"
+            )
         if experts is None:
             return super().convert(layer_name, model, config, hf_quantizer)  # without info, errors are raised
         check_sharding(module_name, experts, model)
@@ -215,6 +220,7 @@ class Conversions:
         merges = [c for c in base if self._params_of(c) and _is_merge(c.operations)]
         self._merges = [c for c in merges if all(s.endswith(".weight") for s in c.source_patterns)]
         self._packed = PackedConverter(self.experts, self.fp8, self.prefix, self._merges, self.dialect, self.layout)
+        self._packed.joined = next((c for c in base if self._params_of(c) and len(c.target_patterns) > 1), None)
         if self.pre_quantized:
             return [self._packed, *base]
         quantizing = [QuantizingConverter.like(self, c) for c in base if self._params_of(c)]
@@ -261,12 +267,13 @@ class Conversions:
 
     def _params_of(self, c: Any) -> set[str]:
         """The full names of 4-bit parameters that converter `c` makes."""
-        if not isinstance(c, WeightConverter) or len(c.target_patterns) != 1:
+        if not isinstance(c, WeightConverter):
             return set()
         scope = f"{c.scope_prefix}." if c.scope_prefix else ""
-        target = c.target_patterns[0].replace("\\", "")
+        targets = [target.replace("\\", "").lstrip(".") for target in c.target_patterns]
+        ends = tuple(f".{target}" for target in targets)
         names = (f"{m}.{p}" for m, e in self.experts.items() for p in (e.up_name, "down_proj"))
-        return {n for n in names if f".{n}".endswith(target) and scope in n}
+        return {n for n in names if f".{n}".endswith(ends) and scope in n}
 
     # ------------------------------------------------------------ quantizing
     def quantize(self, dense: Any, experts: HFExperts, name: str, layer_name: str) -> dict[str, Tensor]:

@@ -82,6 +82,7 @@ class PackedConverter(WeightConverter):
         self.dialect, self.layout, self.saving = dialect, layout, saving
         self.merges = [copy.copy(c) for c in merges]  # asking one for a name marks it as used
         self.stored = {} if stored is None else stored
+        self.joined: WeightConverter | None = None  # the family's own of experts of several modules
         self.lasts = dict(zip(KINDS, (*dialect.suffixes, PRE_QUANT_SCALE, "bias"), strict=True))
         self.kinds = {last: kind for kind, last in self.lasts.items()}
         parts = ("experts",) if saving else ("gate_up_proj", "gate_proj", "up_proj", "down_proj")
@@ -94,6 +95,11 @@ class PackedConverter(WeightConverter):
         return copy_of(self)
 
     def reverse_transform(self) -> PackedConverter:
+        if self.joined is not None:  # ERNIE 4.5 VL
+            raise NotImplementedError(
+                "files of this family have experts of several modules in one list, where 4-bit ones are not found "
+                "again: save_pretrained(folder, save_original_format=False) writes the model's own names, which load"
+            )
         return PackedConverter(
             self.experts, self.fp8, self.prefix, self.merges, self.dialect, self.layout, True, self.stored
         )

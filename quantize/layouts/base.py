@@ -151,8 +151,9 @@ def check_experts(
                                  "missing, download the checkpoint again")  # fmt: skip
             if len(set(experts.values())) > 1:
                 sizes = sorted(set(experts.values()))
-                raise ValueError(f"{module}: the experts' {part} have different shapes {sizes}: the file is damaged, "
-                                 "download it again")  # fmt: skip
+                raise ValueError(f"{module}: the experts' {part} have different shapes {sizes}: they are of several "
+                                 "modules (ERNIE 4.5 VL), which is not known here: leave them as they are with "
+                                 "--exclude; or the file is damaged, download it again")  # fmt: skip
             if counts and E > max(counts):
                 raise one_too_many(f"{module}.{E - 1}.{part}", max(counts))
         if set(parts) not in ({"gate_proj", "up_proj", "down_proj"}, {"up_proj", "down_proj"}, {"w1", "w2", "w3"}):

@@ -173,6 +173,34 @@ def test_stacked_layout_saves_and_loads(tmp_path):
     same_experts(load(tmp_path / "stacked"), model)
 
 
+def test_experts_of_two_modules_in_one_list(tmp_path):
+    """ERNIE 4.5 VL: files have the experts for text and those for images in one list, which is halved."""
+    from transformers import Ernie4_5_VLMoeConfig, Ernie4_5_VLMoeForConditionalGeneration
+
+    text = dict(
+        **SMALL, intermediate_size=48, moe_intermediate_size=[48, 32], moe_num_experts=4,
+        moe_k=2, rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 2, 4]},
+    )  # fmt: skip
+    vision = dict(depth=1, hidden_size=32, intermediate_size=32, num_heads=2, patch_size=4)
+    config = Ernie4_5_VLMoeConfig(text_config=text, vision_config=vision)
+    model = make(lambda: Ernie4_5_VLMoeForConditionalGeneration(config), torch.float32)
+    kind = type(model)
+    model.save_pretrained(tmp_path / "dense")
+    with pytest.raises(NotImplementedError, match="experts of several modules in one list.*then swap_experts"):
+        kind.from_pretrained(tmp_path / "dense", quantization_config=MoeNvfp4Config())
+    swap_experts(model, progress=False)
+    with pytest.raises(NotImplementedError, match="save_original_format=False"):
+        model.save_pretrained(tmp_path / "refused")
+    assert not list((tmp_path / "refused").glob("*.safetensors"))
+    model.save_pretrained(tmp_path / "nvfp4", save_original_format=False)
+    again = kind.from_pretrained(tmp_path / "nvfp4", dtype=torch.float32).eval()
+    assert torch.equal(logits(again), logits(model))
+    expected = logits(model.dequantize())
+    model.save_pretrained(tmp_path / "back")
+    assert tensors(tmp_path / "back").keys() == tensors(tmp_path / "dense").keys()
+    assert torch.equal(logits(kind.from_pretrained(tmp_path / "back", dtype=torch.float32).eval()), expected)
+
+
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize("family", [qwen3_moe, gpt_oss, granite], ids=lambda f: f.__name__)
 def test_exclusions_are_honoured_and_recorded(family, tmp_path):
