@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> None:
     from torch import nn
 
     from moe_nvfp4.backends import Gpu
-    from moe_nvfp4.cache import cache_folder
+    from moe_nvfp4.cache import cache_folder, own_folder
     from moe_nvfp4.ready import compile_for
 
     if args.model in KNOWN and not args.linears:
@@ -44,6 +44,7 @@ def run(args: argparse.Namespace) -> None:
         layers, linears = _described(args)
     if args.out is not None:
         os.environ["MOE_NVFP4_CACHE"] = str(args.out)  # of the processes that compile too
+    own_folder("kernels")  # raises where nothing could be kept
     arch, count = ARCHS[args.arch], 0
     for multiprocessors in [args.multiprocessors] if args.multiprocessors else arch.multiprocessors:
         gpu = Gpu(arch.capability, multiprocessors)

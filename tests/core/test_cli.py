@@ -324,7 +324,7 @@ def test_equal_layers_are_one_line(names, lines):
     assert len(list(info.grouped(zip(names, "abcdefg", strict=False)))) == len(names), "different ones are not"
 
 
-def test_mistakes_are_one_line_and_exit_code_2(folder, tmp_path, capsys):
+def test_mistakes_are_one_line_and_exit_code_2(folder, tmp_path, monkeypatch, capsys):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     small = dict(vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
@@ -343,6 +343,7 @@ def test_mistakes_are_one_line_and_exit_code_2(folder, tmp_path, capsys):
         path = next((tmp_path / name).glob(pattern))
         path.write_bytes(path.read_bytes()[:-cut])
     (tmp_path / "file").touch()
+    monkeypatch.setenv("MOE_NVFP4_CACHE", os.environ.get("MOE_NVFP4_CACHE", ""))  # the last case sets another
     cases = [
         (("quantize", folder, tmp_path / "x", "--verify", "--dry-run"), "--verify would have no effect with --dry-run"),
         (
@@ -395,6 +396,7 @@ def test_mistakes_are_one_line_and_exit_code_2(folder, tmp_path, capsys):
         (("compare", folder), "--text FILE"),
         (("compare", folder, "--text", tmp_path / "short.txt"), "less than one window of 512"),
         (("compare", tmp_path / "done", "--text", tmp_path / "short.txt"), "needs the original"),
+        (("compile", "Qwen/Qwen3-30B-A3B", "--arch", "sm_80", "--out", tmp_path / "file"), "Not a directory"),
     ]
     for args, message in cases:
         assert message in mistake(args, capsys)
