@@ -138,10 +138,13 @@ class MoeNvfp4Config(QuantizationConfig):
     def get_quant_method(self, layer: torch.nn.Module, prefix: str):
         from vllm.model_executor.layers.fused_moe import RoutedExperts
         from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+        from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
         from moe_nvfp4.integrations.vllm import engine
         from moe_nvfp4.integrations.vllm.method import MoeNvfp4Method
 
+        if isinstance(layer, ParallelLMHead):
+            prefix = prefix or "lm_head"  # some models of vLLM's do not say it (EXAONE, AFMoE)
         if not isinstance(layer, RoutedExperts):
             # vLLM's ModelOpt reader compares wildcards with fused names only: "*.q_proj" does not exclude "qkv_proj"
             if isinstance(layer, LinearBase) and (self.base is None or self.ignores(prefix)):
