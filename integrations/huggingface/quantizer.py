@@ -210,9 +210,15 @@ class MoeNvfp4Quantizer(HfQuantizer):
         self.conversions = Conversions(
             experts, config.recipe, self.pre_quantized, dialect, self.importance, layout, prefix, fp8
         )
+        self._name_dense(model, experts, excluded)
+
+    def _name_dense(self, model: nn.Module, experts: Iterable[str], excluded: Iterable[str]) -> None:
+        """Enter what of `model` is dense in the config's list of exceptions."""
+        config, dialect = self.quantization_config, DIALECTS[self.quantization_config.dialect]
         linears = {n for n, m in model.named_modules() if isinstance(m, nn.Linear)}
         routers = {n for n, m in model.named_modules() if n.endswith((".gate", ".router"))}
-        quantized = {f"{n}.0.down_proj" for n in experts} | (self.linears.nvfp4 if self.linears else set())
+        packed = {n for n, m in model.named_modules() if isinstance(m, NVFP4Linear)}
+        quantized = packed.union(f"{n}.0.down_proj" for n in experts)
         mtp_experts = {m["module"] for name in self.mtp.dense if (m := PER_EXPERT.fullmatch(name))}
         mtp_others = {name for name in self.mtp.dense if PER_EXPERT.fullmatch(name) is None}
         all_names = linears | routers, quantized, set(excluded)
@@ -356,6 +362,7 @@ class MoeNvfp4Quantizer(HfQuantizer):
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Tensor] | None, dict]:
         """The model's, and multi-token prediction layers, which it does not load, from the files it came from.
         NotImplementedError for a model that was split by FSDP, and not by transformers, which gathers its own."""
+        self._look_again(model)
         own = getattr(model.config, "distributed_config", None) or getattr(model, "_tp_size", None)
         if not own and any(isinstance(p, DTensor) for p in model.parameters()):
             raise NotImplementedError(
@@ -375,6 +382,24 @@ class MoeNvfp4Quantizer(HfQuantizer):
                 "the original"
             )
             return None, {}
+
+    def _look_again(self, model: Any) -> None:
+        """What is 4-bit now: a user may have put dense modules in the places of some, or have taken layers out."""
+        modules = dict(model.named_modules(remove_duplicate=False))
+        experts = {name: m for name, m in modules.items() if isinstance(m, HFExperts)}
+        linears = {name for name, m in modules.items() if isinstance(m, NVFP4Linear)}
+        before: set[str] = set()
+        for converter in getattr(model, "_weight_conversions", ()):
+            if isinstance(converter, PackedConverter):
+                before |= converter.experts.keys()
+                converter.experts = experts
+            elif isinstance(converter, LinearConverter):
+                before |= converter.nvfp4
+                converter.nvfp4 = linears
+        packed = (HFExperts, NVFP4Linear)  # or a wrapper around one: an adapter's
+        dense = [n for n in before & modules.keys() if not any(isinstance(m, packed) for m in modules[n].modules())]
+        if dense:
+            self._name_dense(model, experts, [n for n in dense if not isinstance(modules[n], nn.Linear)])
 
     def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
         return True

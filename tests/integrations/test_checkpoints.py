@@ -6,6 +6,7 @@ import re
 import shutil
 import zlib
 from argparse import Namespace
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import pytest
@@ -279,6 +280,21 @@ def test_whether_a_quantized_lm_head_is_tied_says_the_whole_config(tmp_path):
     change_config(folder, tie_word_embeddings=True)
     with pytest.raises(ValueError, match="lm_head is quantized in the files, but config.json ties it"):
         load(folder)
+
+
+def test_what_a_user_made_dense_is_saved_dense(tmp_path):
+    """A new head on packed linears, and the original experts in a layer that 4 bits hurt."""
+    folder, twin = quantized(tmp_path, qwen3_moe, "modelopt", lambda k: is_expert(k) or k == "lm_head.weight")
+    model, dense = load(folder), load(twin)
+    model.lm_head, model.model.layers[1].mlp.experts = dense.lm_head, dense.model.layers[1].mlp.experts
+    model.resize_token_embeddings(100)
+    model.save_pretrained(tmp_path / "mixed")
+    again = load(tmp_path / "mixed")
+    assert torch.equal(logits(again), logits(model)) and logits(again).shape[-1] == 100
+    assert isinstance(again.model.layers[0].mlp.experts, HFExperts)
+    ignore = json.loads((tmp_path / "mixed/config.json").read_text())["quantization_config"]["ignore"]
+    assert {"lm_head", "model.layers.1.mlp.experts*"} <= set(ignore)
+    assert not any(fnmatchcase("model.layers.0.mlp.experts.0.up_proj", pattern) for pattern in ignore)
 
 
 KINDS = ("q_proj", "k_proj", "v_proj", "o_proj", "lm_head")
