@@ -11,6 +11,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from moe_nvfp4.demo import demo_path
 from moe_nvfp4.integrations.huggingface import MoeNvfp4Config
 
+if len(sys.argv) not in (1, 3):
+    raise SystemExit(__doc__)
 source, destination = sys.argv[1:3] if len(sys.argv) == 3 else (demo_path(), tempfile.mkdtemp())
 
 # Experts are quantized one by one while the file is read: memory stays near the size of the result.

@@ -226,7 +226,8 @@ class Row(NamedTuple):
 
 
 def report() -> list[Row]:
-    """For every device of this machine and every backend, what it would run of usual sizes in bf16."""
+    """For every device of this machine and every backend, what it would run of usual sizes in bf16; where
+    MOE_NVFP4_BACKEND names one, that does or nothing."""
     problems = {
         "experts W4A16": Problem("experts", 8, 2048, 768, "silu", "bf16", torch.bfloat16),
         "experts W4A4": Problem("experts", 8, 2048, 768, "silu", "nvfp4", torch.bfloat16),
@@ -235,6 +236,7 @@ def report() -> list[Row]:
     }
     beside = problems["experts W4A16"]._replace(host_weights=True)
     devices = [torch.device("cpu"), *(torch.device("cuda", i) for i in range(torch.cuda.device_count()))]
+    forced = next((backend for backend in BACKENDS if backend.name == _forced()), None)
     rows = []
     for device in map(Device.of, devices):
         chosen = {name: explain(problem, device) for name, problem in problems.items()}
@@ -243,8 +245,15 @@ def report() -> list[Row]:
                 reason = _refusal(backend, device, beside) or ""
                 rows.append(Row(str(device), backend.name, () if reason else ("experts kept on the CPU",), reason))
                 continue
-            runs = tuple(name for name, choice in chosen.items() if choice.backend is backend)
-            reasons = {dict(choice.rejected).get(backend.name, "") for choice in chosen.values()} - {""}
+            if forced is None:
+                runs = tuple(name for name, choice in chosen.items() if choice.backend is backend)
+                reasons = {dict(choice.rejected).get(backend.name, "") for choice in chosen.values()} - {""}
+            elif backend is forced:
+                refusals = {name: _refusal(backend, device, problem) or "" for name, problem in problems.items()}
+                runs = tuple(name for name, refusal in refusals.items() if not refusal)
+                reasons = set(refusals.values()) - {""}
+            else:
+                runs, reasons = (), {f"MOE_NVFP4_BACKEND={forced.name} is set"}
             reason = "; ".join(sorted(reasons)) or ("" if runs else "a faster one is there")
             rows.append(Row(str(device), backend.name, runs, reason))
     return rows

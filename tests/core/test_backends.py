@@ -229,7 +229,13 @@ def test_stages_run_one_after_the_other(activations, width, used, monkeypatch):
     assert calls == ["quantize_rows", "gemm1_swiglu", "quantize_rows", "gemm2_combine"][:used]
 
 
-def test_report():
+def test_report(monkeypatch):
+    for forced, runs in (("reference", 4), ("portable", 0)):
+        monkeypatch.setenv("MOE_NVFP4_BACKEND", forced)
+        found = {row.backend: row for row in backends.report() if row.device == "cpu"}
+        assert len(found[forced].runs) == sum(len(row.runs) for row in found.values()) == runs
+        assert found["cpu"].reason == f"MOE_NVFP4_BACKEND={forced} is set"
+    monkeypatch.delenv("MOE_NVFP4_BACKEND")
     rows = backends.report()
     assert [row.backend for row in rows[: len(backends.BACKENDS)]] == [b.name for b in backends.BACKENDS]
     assert all(row.runs or row.reason for row in rows)
