@@ -14,6 +14,7 @@ two numbers next to each other may have the same, so what has been read is writt
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -77,6 +78,8 @@ COMPRESSED_TENSORS = Dialect(
 DIALECTS = {d.name: d for d in (MODELOPT, COMPRESSED_TENSORS)}
 GLOBAL_SCALES = tuple(d.global_scale for d in DIALECTS.values())  # names of tensors that only NVFP4 files have
 
+# Modules whose input is no activation, by name or class, so that W4A16 of one says nothing about others
+EMBEDDING = re.compile(r"(?<!un)embed|\bwte\b|\bwpe\b", re.IGNORECASE)
 # quant_algo of ModelOpt -> activations
 ALGOS = {"NVFP4": "nvfp4", "W4A16_NVFP4": "bf16", "NVFP4_AWQ": "nvfp4"}
 # kv_cache_quant_algo of ModelOpt's hf_quant_config.json -> kv_cache_scheme of config.json, as ModelOpt converts it
@@ -169,6 +172,7 @@ def modelopt_algo(q: Mapping) -> str:
 
 def _modelopt(q: Mapping) -> QuantizationInfo:
     algo, q = modelopt_algo(q), {**(q.get("quantization") or {}), **q}
+    products = {algo}
     ignore = tuple(dict.fromkeys(p for key in ("ignore", "exclude_modules") for p in as_patterns(q.get(key), key)))
     kv = q.get("kv_cache_scheme") or q.get("kv_cache_quant_algo")
     layers = None
@@ -177,10 +181,11 @@ def _modelopt(q: Mapping) -> QuantizationInfo:
         unknown = {a for a in layers.values() if a.startswith(("NVFP4", "W4A")) and a not in ALGOS}
         if unknown:
             raise ValueError(_unsupported(", ".join(sorted(unknown))))
-        used = sorted({a for a in layers.values() if a in ALGOS})
+        used = {name: a for name, a in layers.items() if a in ALGOS}
         if not used:
             raise ValueError("quant_algo MIXED_PRECISION names no NVFP4 layer: nothing here is for this library")
-        algo = used[0]
+        products = {a for name, a in used.items() if not EMBEDDING.search(name)} or set(used.values())
+        algo = min(products)
     if algo not in ALGOS:
         raise ValueError(_unsupported(algo))
     size = q.get("group_size", 16)
@@ -192,7 +197,7 @@ def _modelopt(q: Mapping) -> QuantizationInfo:
         activations = "bf16"  # ModelOpt writes W4A16_NVFP4 then; vLLM takes this for the same
     if isinstance(kv, str):
         kv = KV_SCHEMES.get(kv, kv)
-    mixed = layers is not None and len({ALGOS[a] for a in layers.values() if a in ALGOS}) > 1
+    mixed = len({ALGOS[a] for a in products}) > 1
     return QuantizationInfo(MODELOPT, ignore, layers, activations, kv, layers is None, mixed)
 
 
@@ -229,7 +234,8 @@ def _compressed_tensors(q: Mapping) -> QuantizationInfo | None:
                 f"NVFP4 weights with activations of {bits} bits (W4A{bits}) are not computed "
                 "here: load them with the tool that wrote them, or set input_activations to null in config.json (W4A16)"
             )
-        activations.add("nvfp4" if inputs else "bf16")
+        if not (targets := group.get("targets")) or not all(map(EMBEDDING.search, targets)):
+            activations.add("nvfp4" if inputs else "bf16")
     whole = any("Linear" in (group.get("targets") or ()) for group in groups.values())
     return QuantizationInfo(
         COMPRESSED_TENSORS, tuple(as_patterns(q.get("ignore"), "ignore")), None, max(activations, default="bf16"),

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 
-from moe_nvfp4.quantize.dialects import Dialect
+from moe_nvfp4.quantize.dialects import EMBEDDING, Dialect
 from moe_nvfp4.quantize.files import TensorSlice
 
 DENSE = ("BF16", "F16", "F32", "F64")
@@ -66,7 +66,7 @@ def experts_module(name: str) -> str | None:
 
 
 def is_dense_linear(name: str, stored: TensorSlice) -> bool:
-    return name.endswith(".weight") and len(stored.shape) == 2 and not re.search(r"(?<!un)embed|\bwte\b|\bwpe\b", name)
+    return name.endswith(".weight") and len(stored.shape) == 2 and not EMBEDDING.search(name)
 
 
 # Module names that differ from the files' in transformers, which matches exclusions against its own

@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from moe_nvfp4.quantize.dialects import QuantizationInfo
+from moe_nvfp4.quantize.dialects import EMBEDDING, QuantizationInfo
 from moe_nvfp4.quantize.files import TORCH_DTYPES, Checkpoint, TensorSlice, open_checkpoint, sub_configs
 from moe_nvfp4.quantize.layouts import ErrorSums, Matrix, nvfp4
 from moe_nvfp4.quantize.model import ModelTensors, UnknownModel
@@ -106,7 +106,7 @@ def _unlisted(files: nvfp4.NVFP4Files, info: QuantizationInfo) -> Iterator[str]:
 def _without_input_scales(files: nvfp4.NVFP4Files, info: QuantizationInfo) -> Iterator[str]:
     """A line where the config says that activations are quantized, of all layers, and some have no scale for them."""
     last = info.dialect.input_scale
-    found = [stem for stem, matrix in files.matrices.items() if last not in matrix.tensors]
+    found = [n for n, matrix in files.matrices.items() if last not in matrix.tensors and not EMBEDDING.search(n)]
     if info.activations == "nvfp4" and info.layers is None and not info.mixed and found:
         yield (f"warning: {len(found)} of {len(files.matrices)} matrices have no {last} ({found[0]}, ...), and "
                "config.json says that activations are quantized. This library computes a scale for each token; servers "

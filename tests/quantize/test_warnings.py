@@ -102,6 +102,20 @@ def test_nvfp4_whose_groups_have_no_input_activations_is_w4a16():
         assert read_config(config | ({} if groups is None else {"config_groups": groups})).activations == activations
 
 
+def test_a_4_bit_embedding_does_not_make_files_mixed():
+    """ModelOpt 0.47 writes W4A16_NVFP4 for one, next to NVFP4 (NVFP4_FP8_MHA_CONFIG): ids are no activations."""
+    layers = {"model.embed_tokens": {"quant_algo": "W4A16_NVFP4"}, "lm_head": {"quant_algo": "NVFP4"}}
+    config = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
+    info = read_config(config)
+    assert (info.activations, info.mixed) == ("nvfp4", False)
+    assert read_config({**config, "quantized_layers": {**layers, "a": {"quant_algo": "W4A16_NVFP4"}}}).mixed
+    linears, numbers = CONFIGS["compressed-tensors"]["config_groups"]["group_0"], {"num_bits": 4, "group_size": 16}
+    for targets, mixed in ((["Embedding"], False), (["re:.*embed_tokens"], False), (["re:.*o_proj"], True)):
+        groups = {"group_0": linears, "group_1": {"targets": targets, "weights": numbers, "input_activations": None}}
+        info = read_config({**CONFIGS["compressed-tensors"], "config_groups": groups})
+        assert (info.activations, info.mixed) == ("nvfp4", mixed), targets
+
+
 def test_configs_of_modelopt_as_vllm_takes_them():
     """All that hf_quant_config.json says under "quantization" in config.json too, and algorithms in any case."""
     inner = {"quant_algo": "nvfp4", "group_size": 16, "exclude_modules": ["lm_head"], "kv_cache_quant_algo": "FP8"}
