@@ -65,8 +65,8 @@ def swap_experts(
 
     Raises NotImplementedError for experts in an unknown form (naming their class and the way out), ValueError if the
     model has no experts, or weights that are NaN or Inf, are in another dtype than bf16, fp16 and fp32, or are not
-    here (meta device, offloaded), for a part of another model, and for a pattern of `exclude` that matches no experts
-    module.
+    here (meta device, offloaded, split over ranks), for a part of another model, and for a pattern of `exclude` that
+    matches no experts module.
     """
     config = MoeNvfp4Config(activations, recipe, exclude, calibration=calibration, cpu_experts=cpu_experts)
     given, model = model, _inside(model)
@@ -176,6 +176,11 @@ def _check_weights(name: str, module: nn.Module, layout: ModuleLayout) -> None:
             "the weights (merge_and_unload, remove_parametrizations). The model is as it was"
         )
     for p in module.parameters():
+        if isinstance(p, DTensor):
+            raise ValueError(
+                f"{name}: the weights are split over ranks: swap first and then split the model, or quantize while "
+                "loading: from_pretrained(..., distributed_config=..., quantization_config=MoeNvfp4Config())"
+            )
         if p.device.type == "meta":
             raise ValueError(
                 f"{name}: the weights are on the meta device (or offloaded), so there is nothing to quantize: load the "

@@ -32,8 +32,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from moe_nvfp4.scales import fp32_parameters
+from moe_nvfp4.integrations.huggingface import swap_experts
 from tests.common import relative_error
 from tests.integrations.test_peft import config, swapped
+from tests.models import make, qwen3_moe
 
 def gradients(model, ids):
     model(input_ids=ids, labels=ids).loss.backward()
@@ -59,6 +61,14 @@ for policy in (MixedPrecisionPolicy(), MixedPrecisionPolicy(param_dtype=torch.bf
     found = gradients(model, mine)
     assert found.keys() == want.keys()
     assert max(relative_error(found[n], want[n]) for n in want) < (0.15 if bf16 else 1e-5), bf16
+
+dense = make(qwen3_moe)
+fully_shard(dense, mesh=mesh)
+try:
+    swap_experts(dense, progress=False)
+    raise AssertionError("was swapped")
+except ValueError as error:
+    assert "model.layers.0.mlp.experts: the weights are split over ranks: swap first and then" in str(error)
 
 inner = model.base_model.model
 try:
