@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from typing import NoReturn
 
@@ -47,6 +48,9 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("\nmoe-nvfp4: interrupted", file=sys.stderr)
         return 130
+    except BrokenPipeError:  # as by `| head`, which has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else flushing it at the end raises again
+        return 141  # 128 + SIGPIPE
     except _explained() as error:
         message = " ".join(str(error).split()) or type(error).__name__
         print(f"moe-nvfp4 {args.command}: error: {message}", file=sys.stderr)

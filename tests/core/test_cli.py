@@ -590,6 +590,14 @@ def test_tqdm_disable(hidden, folder, tmp_path):
 
 
 @pytest.mark.slow
+def test_a_reader_that_has_enough():
+    command = subprocess.Popen([sys.executable, "-m", "moe_nvfp4", "env"], cwd=ROOT, stdout=subprocess.PIPE,
+                               stderr=subprocess.PIPE)  # fmt: skip
+    command.stdout.close()
+    assert (command.stderr.read(), command.wait()) == (b"", 141)
+
+
+@pytest.mark.slow
 def test_python_dash_m(tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "moe_nvfp4", "info", "/no/such/model"]
