@@ -218,8 +218,8 @@ class Conversions:
         """The conversions to load with: `base` (the model's own) with ours in front."""
         self._base = base
         merges = [c for c in base if self._params_of(c) and _is_merge(c.operations)]
-        self._merges = [c for c in merges if all(s.endswith(".weight") for s in c.source_patterns)]
-        self._packed = PackedConverter(self.experts, self.fp8, self.prefix, self._merges, self.dialect, self.layout)
+        merges = [c for c in merges if all(s.endswith(".weight") for s in c.source_patterns)]
+        self._packed = PackedConverter(self.experts, self.fp8, self.prefix, merges, self.dialect, self.layout)
         self._packed.joined = next((c for c in base if self._params_of(c) and len(c.target_patterns) > 1), None)
         if self.pre_quantized:
             return [self._packed, *base]
@@ -249,10 +249,10 @@ class Conversions:
     def for_saving(self, used: list) -> list:
         """The conversions whose reverse writes files, from those `used` while loading."""
         ours = (QuantizingConverter, PackedConverter)
-        self._kept = [c for c in used if not isinstance(c, ours) and c not in self._merges]
+        own = [c for c in self._base if self._params_of(c)]  # for experts that are dense
+        self._kept = [c for c in used if not isinstance(c, ours) and c not in own]
         kept = [_Renaming.like(c) if type(c) is WeightRenaming else c for c in self._kept]
-        # Reversed when saving, so that ours is asked first. The family's own are for experts that are dense.
-        return [*kept, *self._merges, self._packed]
+        return [*kept, *own, self._packed]  # reversed when saving, so that ours is asked first
 
     def for_dense(self) -> list:
         """The conversions to save with after the experts became dense: the model's own that were used to load it, or

@@ -165,9 +165,9 @@ def test_equals_the_loader(family, saved_families, tmp_path):
 
 
 @pytest.mark.slow_after(1)
-@pytest.mark.parametrize("family", [qwen3_moe, granite, gpt_oss, mixtral, dbrx], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("family", [qwen3_moe, granite, gpt_oss, mixtral, dbrx, step3p7], ids=lambda f: f.__name__)
 def test_exclusions_equal_the_loader(family, saved_families, tmp_path):
-    source, exclude = saved_families(family), ["transformer.blocks.0.*" if family is dbrx else "model.layers.0.*"]
+    source, exclude = saved_families(family), ["transformer.blocks.0.*" if family is dbrx else "model.*layers.0.*"]
     theirs = loaded_and_saved(source, tmp_path / "theirs", recipe="max", exclude=exclude)
     ours = converted(source, tmp_path / "ours", recipe="max", exclude=exclude)
     same_tensors(theirs, ours)
