@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,7 +42,7 @@ from transformers import AutoModelForCausalLM
 
 model = AutoModelForCausalLM.from_pretrained("{name}", dtype="auto")
 ```
-
+{cautions}
 ## Error of the weights
 
 {errors}
@@ -73,12 +74,25 @@ def write_card(report: ConversionReport, source: str, verified: VerificationRepo
     text = CARD.format(
         name=report.destination.name, source=Path(source).name if Path(source).exists() else source,
         version=__version__, rows="\n".join(f"| {what} | {value} |" for what, value in rows.items()),
+        cautions="".join(f"\n{line}.\n" for line in misread_by(report.destination)),
         errors=_errors(report.destination.name, verified),
     )  # fmt: skip
     if original.text.strip():
         text += f"\n---\n\nThe card of the original model:\n\n{original.text.strip()}\n"
     card.write_text(f"---\n{yaml.safe_dump(data, sort_keys=False, allow_unicode=True)}---\n{text}", "utf-8")
     return card
+
+
+def misread_by(folder: Path) -> list[str]:
+    """Which programs read the new files in `folder` wrong without a word, and what helps (docs/checkpoints.md)."""
+    q = json.loads((folder / "config.json").read_text("utf-8"))["quantization_config"]
+    if q["quant_method"] == "compressed-tensors":
+        return ["transformers 5.23 by itself loads these experts with wrong numbers: "
+                "import moe_nvfp4.integrations.huggingface first"]  # fmt: skip
+    if q["quant_algo"] == "W4A16_NVFP4":
+        return ["SGLang 0.5.23 on a Blackwell GPU takes these W4A16 weights for W4A4, with an activation scale of 1: "
+                "give it --moe-runner-backend marlin"]  # fmt: skip
+    return []
 
 
 def _languages(found: Any) -> Any:

@@ -70,7 +70,7 @@ def add(commands: Commands) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    from moe_nvfp4.quantize.card import write_card
+    from moe_nvfp4.quantize.card import misread_by, write_card
     from moe_nvfp4.quantize.convert import convert_checkpoint
     from moe_nvfp4.quantize.files import open_checkpoint
     from moe_nvfp4.quantize.importance import load_importance
@@ -113,6 +113,8 @@ def run(args: argparse.Namespace) -> None:
     for line in report.rescaled_lines():
         say(line)
     say(f"wrote {args.destination}: {readable_size(report.bytes_after)}{experts} in {report.seconds:.1f} s{resumed}")
+    for line in misread_by(report.destination):
+        say(f"note: {line}")
     write_card(report, args.source, None)  # complete, if verifying is interrupted
     if args.verify:
         verified = verify_checkpoint(args.destination, source)

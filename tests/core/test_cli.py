@@ -264,6 +264,8 @@ def test_the_model_card(folder, tmp_path, capsys):
         assert card.text.count("Its text.") == 1
     assert "| not quantized: `model.layers.0.mlp.experts` | excluded |" in plain.text
     assert "24 matrices in NVFP4, recipe `max`" in plain.text and "W4A16" in plain.text
+    note = "SGLang 0.5.23 on a Blackwell GPU takes these W4A16 weights for W4A4"
+    assert note in plain.text and said.count(f"note: {note}") == 2  # without static scales both are W4A16 to servers
     assert "moe-nvfp4 verify plain --against ORIGINAL" in plain.text
     for layer in (0, 1):
         error, snr = re.search(rf"model.layers.{layer}.mlp.experts +24 +([\d.]+) +([\d.]+)", said).groups()
