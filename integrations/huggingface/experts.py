@@ -364,6 +364,23 @@ def refuse_elsewhere(parameter: Tensor, what: str) -> None:
 
 
 # ---------------------------------------------------------------- the experts of a model
+def experts_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module, ModuleLayout | NotImplementedError]]:
+    """(name, module, layout) of every experts module, of one that several layers share under each name; in place of the
+    layout the error that says why there is none."""
+    inside = "\0"
+    for name, module in model.named_modules(remove_duplicate=False):
+        if name.startswith(inside):
+            continue  # parts of an experts module are not experts modules
+        try:
+            layout = describe(module, name)
+        except NotImplementedError as error:
+            yield name, module, error
+            continue
+        if layout is not None:
+            inside = f"{name}."
+            yield name, module, layout
+
+
 def find_experts(
     model: nn.Module, config: MoeNvfp4Config, required: bool = True
 ) -> list[tuple[str, nn.Module, ModuleLayout | None]]:
@@ -374,22 +391,15 @@ def find_experts(
     """
     found: list[tuple[str, nn.Module, ModuleLayout | None]] = []
     excluded: set[int] = set()
-    inside: tuple[str, ...] = ()
-    for name, module in model.named_modules(remove_duplicate=False):
-        if inside and name.startswith(inside):
-            continue  # parts of an experts module are not experts modules
+    for name, module, layout in experts_modules(model):
         leave = config.excludes(name)
-        try:
-            layout = describe(module, name)
-        except NotImplementedError:
+        if isinstance(layout, NotImplementedError):
             if not leave:
-                raise
+                raise layout
             found.append((name, module, None))
             continue
-        if layout is not None:
-            found.append((name, module, layout))
-            inside = (f"{name}.",)
-            excluded |= {id(module)} if leave else set()
+        found.append((name, module, layout))
+        excluded |= {id(module)} if leave else set()
     found = [(name, m, None if id(m) in excluded else layout) for name, m, layout in found]
     if required:
         _check_excluded(model, config, found)

@@ -77,22 +77,19 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _experts_modules(model: Any) -> tuple[dict[str, tuple[Any, ModuleLayout]], list[tuple[str, str]]]:
-    """Experts modules by name, and (name, why) of those that cannot be 4-bit."""
-    from moe_nvfp4.integrations.huggingface.experts import describe
+    """Experts modules by name, each once, and (name, why) of those that cannot be 4-bit."""
+    from moe_nvfp4.integrations.huggingface.experts import experts_modules
 
     modules: dict[str, tuple[Any, ModuleLayout]] = {}
     refused: list[tuple[str, str]] = []
-    inside = "\0"
-    for name, module in model.named_modules():
-        if name.startswith(inside):
+    seen: set[Any] = set()
+    for name, module, layout in experts_modules(model):
+        if module in seen:
             continue
-        try:
-            layout = describe(module)
-        except NotImplementedError as error:
-            refused.append((name, str(error).split(". ")[0]))
-            continue
-        if layout is not None:
-            inside = f"{name}."
+        seen.add(module)
+        if isinstance(layout, NotImplementedError):
+            refused.append((name, str(layout).split(". ")[0]))
+        else:
             modules[name] = module, layout
     return modules, refused
 
