@@ -6,7 +6,7 @@ the place of each converter of the family that makes a parameter of experts, and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -262,8 +262,7 @@ class Conversions:
     def _names_experts(self, c: Any) -> bool:
         """Whether the renaming `c` is of the experts' stacks, which files have under a name of their own (Aria)."""
         back = None if isinstance(c, WeightConverter) else c.reverse_transform().rename_source_key
-        names = [(m, p) for m, e in self.experts.items() for p in (e.up_name, "down_proj")]
-        return back is not None and any(not back(f"{m}.{p}")[0].endswith(f".{p}") for m, p in names)
+        return back is not None and any(not back(f"{m}.{p}")[0].endswith(f".{p}") for m, p in self._stacks())
 
     def _params_of(self, c: Any) -> set[str]:
         """The full names of 4-bit parameters that converter `c` makes."""
@@ -272,8 +271,12 @@ class Conversions:
         scope = f"{c.scope_prefix}." if c.scope_prefix else ""
         targets = [target.replace("\\", "").lstrip(".") for target in c.target_patterns]
         ends = tuple(f".{target}" for target in targets)
-        names = (f"{m}.{p}" for m, e in self.experts.items() for p in (e.up_name, "down_proj"))
+        names = (f"{m}.{p}" for m, p in self._stacks())
         return {n for n in names if f".{n}".endswith(ends) and scope in n}
+
+    def _stacks(self) -> Iterator[tuple[str, str]]:
+        """(module, parameter) of every stack of codes."""
+        return ((m, p) for m, e in self.experts.items() for p in (e.up_name, "down_proj"))
 
     # ------------------------------------------------------------ quantizing
     def quantize(self, dense: Any, experts: HFExperts, name: str, layer_name: str) -> dict[str, Tensor]:

@@ -46,7 +46,7 @@ class GraphedStep:
     def __init__(self, model: Any):
         self.model = model
         self.kind: list[Any] = []  # names of the inputs, shapes of tensors, and what is no tensor
-        self.inputs: dict[str, Any] = {}  # of the graph
+        self.held: list[Any] = []  # what the graph reads, as _leaves has the inputs
         self.replay: Callable[[], Any] | None = None
 
     def __call__(self, **inputs: Any) -> Any:
@@ -58,9 +58,9 @@ class GraphedStep:
             self.kind, self.replay = kind, None
             return self.model(**inputs)
         if self.replay is None:
-            self.inputs = tree_map(_clone, inputs, is_leaf=_no_dict)
-            self.replay = record(lambda: self.model(**self.inputs))
-        for old, new in zip(_leaves(self.inputs), leaves, strict=True):
+            held = tree_map(_clone, inputs, is_leaf=_no_dict)
+            self.held, self.replay = _leaves(held), record(lambda: self.model(**held))
+        for old, new in zip(self.held, leaves, strict=True):
             if isinstance(old, Tensor):
                 old.copy_(new)
         # The graph writes to the same tensors again, and `generate` keeps what it was asked for.
