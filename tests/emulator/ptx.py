@@ -13,15 +13,25 @@ BAR, DATA = 1024, 2048  # the kernels here keep their mbarriers in the first KiB
 assert DATA % 1024 == 0
 
 
-def kernel(body, parameters=()):
-    """A kernel whose statements are `body`; %t is the thread's number, %p1 whether that is 0."""
-    declared = ",\n".join(f".param {p}" for p in (".u64 out", *parameters))
+def entry(parameters, body):
+    """A kernel of the declarations and statements `body`, beside those of %p and %h."""
+    declared = ",\n".join(f".param {p}" for p in parameters)
     return f"""{HEAD}
 .visible .entry test({declared})
 {{
     .reg .pred %p<16>;
     .reg .b16 %h<16>;
-    .reg .b32 %r<300>;
+{body}
+    ret;
+}}
+"""
+
+
+def kernel(body, parameters=()):
+    """A kernel whose statements are `body`; %t is the thread's number, %p1 whether that is 0."""
+    return entry(
+        (".u64 out", *parameters),
+        f"""    .reg .b32 %r<300>;
     .reg .b64 %x<64>;
     .reg .b32 %t;
     .reg .b32 %bar;
@@ -32,10 +42,8 @@ def kernel(body, parameters=()):
     add.u32 %data, %bar, {DATA - BAR};
     ld.param.u64 %out, [out];
     setp.eq.u32 %p1, %t, 0;
-{body}
-    ret;
-}}
-"""
+{body}""",
+    )
 
 
 def run(body, out, arguments=(), parameters=(), threads=32, schedule="eager", cluster=1, **options):

@@ -3,19 +3,14 @@
 import numpy as np
 
 from tests.emulator import emulate
-
-HEAD = ".version 8.8\n.target sm_100a\n.address_size 64\n.extern .shared .align 1024 .b8 smem[];\n"
+from tests.emulator.ptx import entry
 
 
 def kernel(body, parameters=(".u64 out",), registers=""):
     """A kernel whose statements are `body`; %t is the thread's number, %out the first parameter."""
-    declared = ",\n".join(f".param {p}" for p in parameters)
-    return f"""{HEAD}
-.visible .entry test({declared})
-{{
-    .reg .pred %p<16>;
-    .reg .b16 %h<16>;
-    .reg .b32 %r<64>;
+    return entry(
+        parameters,
+        f"""    .reg .b32 %r<64>;
     .reg .b64 %x<32>;
     .reg .b32 %t;
     .reg .b64 %out;
@@ -24,10 +19,8 @@ def kernel(body, parameters=(".u64 out",), registers=""):
     mov.u32 %t, %tid.x;
     ld.param.u64 %out, [{parameters[0].split()[-1]}];
     mad.wide.u32 %mine, %t, 4, %out;
-{body}
-    ret;
-}}
-"""
+{body}""",
+    )
 
 
 def run(

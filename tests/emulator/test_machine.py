@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from tests.emulator import EmulatorError, PtxError, Schedule, emulate
-from tests.emulator.snippets import HEAD, kernel, run
+from tests.emulator.ptx import HEAD
+from tests.emulator.snippets import kernel, run
 
 ROOT = Path(__file__).parents[2]
 
