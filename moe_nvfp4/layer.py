@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from moe_nvfp4.backends import Backend, Problem, Selected, named, select, selected, shown
+from moe_nvfp4.backends import Backend, Problem, Selected, named, select, shown
 from moe_nvfp4.checks import check_activations, check_bias_dtype, check_gate, check_sizes
 from moe_nvfp4.mapped import Matrix, table
 from moe_nvfp4.ops import numbered, run_beside, run_experts
@@ -278,8 +278,7 @@ class NVFP4Experts(Prepared):
         its experts does it on a GPU, else the first call of the module; before torch.compile or a CUDA graph call it
         by hand then. Weights that a hook brings for a call and takes away are left alone.
         """
-        if not torch.compiler.is_compiling():
-            self._prepare_for(selected(*self._problem(dtype, self._hooks().fused)))
+        self._for_call(dtype, self._hooks().fused)
 
     def _prepare_for(self, chosen: Selected) -> None:
         problem, _ = self._problem(torch.bfloat16, True)
@@ -367,13 +366,11 @@ class NVFP4Experts(Prepared):
         if beside and (not hooks.fused or self.gate.kind == "raw" or _wants_gradients(x, p, *self._biases)):
             x, ids, p, beside = x.to(here), ids.to(here), p.to(here), None
             hooks = hooks._replace(adapters=tree_map(lambda t: t.to(here), hooks.adapters))
-        chosen = selected(*self._problem(x.dtype, hooks.fused, beside))
-        if not torch.compiler.is_compiling():
-            self._prepare_for(chosen)
+        chosen, weights = self._for_call(x.dtype, hooks.fused, beside)
         if beside:
             y = run_beside(x, ids, p, self._number)
         else:
-            y = run_experts(x, ids, p, self.weights, hooks, chosen, self.recompute)
+            y = run_experts(x, ids, p, weights, hooks, chosen, self.recompute)
         return y.to(hidden_states) if self.on_cpu else y.to(hidden_states.dtype)
 
     def extra_repr(self) -> str:

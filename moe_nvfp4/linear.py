@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_nvfp4 import ops
-from moe_nvfp4.backends import Backend, Problem, Selected, select, selected, shown
+from moe_nvfp4.backends import Backend, Problem, Selected, select, shown
 from moe_nvfp4.checks import check_activations, check_bias_dtype, check_sizes
 from moe_nvfp4.prepared import Prepared
 from moe_nvfp4.training import autocast
@@ -80,17 +80,14 @@ class NVFP4Linear(Prepared):
             rows = rows * self.pre_quant_scale.to(rows.dtype)
         if self.observer is not None:
             self.observer(rows)
-        chosen = selected(self._problem(x.dtype), x.device)
-        if not torch.compiler.is_compiling():
-            self._prepare_for(chosen)
-        y = ops.run_linear(rows, self.weights, chosen)
+        chosen, weights = self._for_call(x.dtype, x.device)
+        y = ops.run_linear(rows, weights, chosen)
         return y.view(*x.shape[:-1], self.out_features)
 
     def prepare(self, dtype: torch.dtype = torch.bfloat16) -> None:
         """Bring the weights into the layout of the kernels that activations of `dtype` run on, as
         `NVFP4Experts.prepare` does; `unpack` is its exact inverse."""
-        if not torch.compiler.is_compiling():
-            self._prepare_for(selected(self._problem(dtype), self.weight.device))
+        self._for_call(dtype)
 
     def _prepare_for(self, chosen: Selected) -> None:
         self._pack(chosen, weight=False)
@@ -108,13 +105,15 @@ class NVFP4Linear(Prepared):
 
     def backend(self, dtype: torch.dtype = torch.bfloat16) -> Backend:
         """What runs this linear, where it is, on x of `dtype`."""
-        return select(self._problem(dtype), self.weight.device)
+        return select(*self._problem(dtype))
 
-    def _problem(self, dtype: torch.dtype) -> Problem:
-        return Problem("linear", 1, self.out_features, self.in_features, "raw", self.activations, dtype)
+    def _problem(self, dtype: torch.dtype, device: torch.device | None = None) -> tuple[Problem, torch.device]:
+        """What is to be run, and on which device: that of x, or that of the weights."""
+        problem = Problem("linear", 1, self.out_features, self.in_features, "raw", self.activations, dtype)
+        return problem, device or self.weight.device
 
     def extra_repr(self) -> str:
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
-            f"activations={self.activations!r}" + shown(self._problem(torch.bfloat16), self.weight.device)
+            f"activations={self.activations!r}" + shown(*self._problem(torch.bfloat16))
         )

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Self
 
+import torch
 from torch import Tensor, nn
 
-from moe_nvfp4.backends import Selected, named
+from moe_nvfp4.backends import Selected, named, selected
 from moe_nvfp4.scales import FP32Scales
+
+_changing = threading.RLock()  # held while weights change their layout, or are taken out of their module
 
 
 @dataclass
@@ -32,6 +36,19 @@ class Prepared(FP32Scales):
     """
 
     _packed: Packed | None = None
+    _problem: Callable[..., Any]  # what `selected` takes
+    _prepare_for: Callable[[Selected], None]
+    weights: Any
+
+    def _for_call(self, *problem: Any) -> tuple[Selected, Any]:
+        """What runs a call (the arguments of `_problem`), and `weights` in its layout. For the call they stay what they
+        are, while those of the module change under the calls of other threads: another dtype, `state_dict`, `to`."""
+        if torch.compiler.is_compiling():
+            return selected(*self._problem(*problem)), self.weights
+        with _changing:
+            chosen = selected(*self._problem(*problem))
+            self._prepare_for(chosen)
+            return chosen, self.weights.held()
 
     @property
     def packed(self) -> bool:
@@ -87,13 +104,16 @@ class Prepared(FP32Scales):
         return getattr(parameter, "_local_tensor", parameter)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        self.unpack()  # to another device, say
-        return super()._apply(fn, recurse)
+        with _changing:
+            self.unpack()  # to another device, say
+            return super()._apply(fn, recurse)
 
     def _save_to_state_dict(self, *args: Any) -> None:
-        self.unpack()
-        super()._save_to_state_dict(*args)
+        with _changing:
+            self.unpack()
+            super()._save_to_state_dict(*args)
 
     def _load_from_state_dict(self, *args: Any) -> None:
-        self.unpack()
-        super()._load_from_state_dict(*args)
+        with _changing:
+            self.unpack()
+            super()._load_from_state_dict(*args)

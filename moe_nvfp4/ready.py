@@ -55,7 +55,8 @@ def compile_for(model: nn.Module, gpu: Gpu, top_k: int | None = None, dtype: tor
             module._prepare_for(Selected(backend.name, backend.whole, backend.layout))
             uses.append(Use(backend, module.weights, dtype, top_k, problem.fused))
         elif isinstance(module, NVFP4Linear):
-            backend = explain(module._problem(dtype), device, forced).backend
+            problem, _ = module._problem(dtype)
+            backend = explain(problem, device, forced).backend
             module._prepare_for(Selected(backend.name, backend.whole, backend.layout))
             uses.append(Use(backend, module.weights, dtype))
     if (

@@ -171,6 +171,14 @@ class ExpertWeights:
     h_scale: Tensor | None = None
     layout: Layout | None = None
 
+    def held(self) -> ExpertWeights:
+        """This, of the tensors that its parameters are now."""
+        self.w13, self.w2 = self.w13.detach(), self.w2.detach()
+        if self.layout is None:
+            w13_sf, w2_sf = self.block_scales()
+            self.w13_sf, self.w2_sf = w13_sf.detach(), w2_sf.detach()
+        return self
+
     def block_scales(self) -> tuple[Tensor, Tensor]:
         """w13_sf and w2_sf, of weights that are in no backend's layout."""
         assert self.w13_sf is not None and self.w2_sf is not None, "in a backend's layout they are in w13 and w2"
@@ -348,6 +356,10 @@ class LinearWeights(NamedTuple):
     @property
     def four_over_six(self) -> bool:
         return is_four_over_six(self.activations)
+
+    def held(self) -> LinearWeights:
+        """The same, of the tensors that its parameters are now."""
+        return self._replace(codes=self.codes.detach(), sf=None if self.sf is None else self.sf.detach())
 
     def block_scales(self) -> Tensor:
         """sf, of weights that are in no backend's layout."""

@@ -2,6 +2,8 @@
 
 import copy
 import math
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
 from types import SimpleNamespace
 
@@ -416,6 +418,23 @@ def test_packed_weights_come_back_wherever_they_are_asked_for(hopper, gate):
     assert torch.equal(layer(x, ids, weights), y)
     layer(x.float(), ids, weights)  # runs on the rows of the checkpoint
     assert not layer.packed
+
+
+def test_threads_do_not_meet_weights_that_change_their_layout(hopper, monkeypatch):
+    """Calls in bf16 pack them, those in fp32 and state_dict bring them back: no call sees what another has begun."""
+    prepare = Kernels.prepare
+    monkeypatch.setattr(Kernels, "prepare", lambda *args: (time.sleep(0.002), prepare(*args))[1])
+    torch.manual_seed(0)
+    layer = NVFP4Experts.from_dense(torch.randn(4, 96, 64), torch.randn(4, 64, 48))
+    linear = NVFP4Linear(64, 80)
+    linear.weight.random_(0, 256), linear.weight_sf.random_(32, 64), linear.weight_global_scale.fill_(0.01)
+    x, ids, p = batch(5, 4, 2, 64, torch.bfloat16)
+    calls = [lambda: layer(x, ids, p), lambda: layer(x.float(), ids, p), lambda: layer.state_dict()["down_proj"],
+             lambda: linear(x), lambda: linear(x.float()), lambda: linear.state_dict()["weight"]]  # fmt: skip
+    want = [call() for call in calls]
+    with ThreadPoolExecutor(6) as pool:
+        got = list(pool.map(lambda call: call(), calls * 3))
+    assert all(map(torch.equal, got, want * 3))
 
 
 def test_weights_that_an_offloading_hook_brings_are_left_alone(hopper):
