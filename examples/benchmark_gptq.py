@@ -15,6 +15,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from moe_nvfp4.integrations.huggingface.gptq import gptq_files
 from moe_nvfp4.quantize.codes import CodesFolder
+from moe_nvfp4.quantize.options import Options
 
 
 def make_model(folder: Path, layers: int, hidden: int, intermediate: int, experts: int, device: str) -> None:
@@ -48,7 +49,7 @@ def main() -> None:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
         began = time.time()
-        gptq_files(source, codes, ids.split(max(1, 16384 // args.window)), device=args.device)
+        gptq_files(source, codes, ids.split(max(1, 16384 // args.window)), Options(device=args.device))
         ends = sorted(file.stat().st_mtime for file in codes.folder.glob("*.safetensors"))
         whole = time.time() - began
         seconds = [b - a for a, b in zip(ends, ends[1:], strict=False)]

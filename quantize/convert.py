@@ -106,7 +106,7 @@ def convert_checkpoint(
         return report
     state = _state(checkpoint)
     place = StagingDir(destination, _key(checkpoint, todo.options, state))
-    _check_space(place, report.bytes_after + sum(f.stat().st_size for f in others))
+    check_space(destination, report.bytes_after + sum(f.stat().st_size for f in others), place.files)
     with place:
         if place.restarted and progress:
             print(f"starting again: {place.restarted}", file=sys.stderr)
@@ -133,6 +133,7 @@ def _report(plan: ConversionPlan, destination: Path, left_out: Mapping[str, str]
         skipped={**plan.skipped, **left_out},
         bytes_before=sum(f.stat().st_size for f in checkpoint.files), bytes_after=sum(sizes.values()),
         experts_before=sum(m.size for m in experts), experts_after=sum(sizes[name] for name in new if name in sizes),
+        modules=tuple(m for m in plan.modules if m not in plan.skipped),
         shards=len({job.shard for job in plan.jobs}), rescaled=plan.rescaled[0], rescaling=plan.rescaled[1],
     )  # fmt: skip
 
@@ -163,12 +164,11 @@ def _key(checkpoint: Checkpoint, options: Options, state: list) -> dict:
     }
 
 
-def _check_space(place: StagingDir, needed: int) -> None:
-    parent = place.destination.parent
-    while not parent.exists():
-        parent = parent.parent
-    begun = [f.stat() for f in place.files.glob("*")] if place.files.is_dir() else []
-    done = sum(getattr(s, "st_blocks", s.st_size // 512) * 512 for s in begun)  # of files with holes, what is there
+def check_space(destination: Path, needed: int, *begun: Path) -> None:
+    """ValueError unless `needed` bytes fit where `destination` will be, less what folders have that are begun."""
+    parent = next(p for p in destination.parents if p.exists())
+    there = [f.stat() for folder in begun if folder.is_dir() for f in folder.glob("*")]
+    done = sum(getattr(s, "st_blocks", s.st_size // 512) * 512 for s in there)  # of files with holes, what is there
     free = shutil.disk_usage(parent).free
     if needed - done > free:
         raise ValueError(

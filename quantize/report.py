@@ -21,6 +21,7 @@ class ConversionReport:
     carried: int = 0  # NVFP4 matrices whose bytes were carried into another dialect
     copied: int = 0  # tensors
     dequantized: int = 0  # FP8 matrices and MXFP4 stacks that became dense
+    modules: tuple[str, ...] = ()  # of experts that are quantized, as files name them
     skipped: dict[str, str] = field(default_factory=dict)  # what was left alone, and why
     bytes_before: int = 0
     bytes_after: int = 0

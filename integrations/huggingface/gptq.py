@@ -17,15 +17,16 @@ import torch
 from torch import Tensor, nn
 
 from moe_nvfp4 import format as nvfp4
-from moe_nvfp4.devices import usable_device
 from moe_nvfp4.integrations.huggingface.calibration import dense_modules, evaluating
 from moe_nvfp4.integrations.huggingface.experts import ModuleLayout, dense_experts
 from moe_nvfp4.integrations.huggingface.layerwise import LayerFiles, LayerWalk, decoder_layers
 from moe_nvfp4.integrations.huggingface.statistics import watch
 from moe_nvfp4.progress import progress_bar
 from moe_nvfp4.quantize.codes import CodesFolder
-from moe_nvfp4.quantize.convert import convert_checkpoint
+from moe_nvfp4.quantize.convert import check_space, convert_checkpoint
+from moe_nvfp4.quantize.files import StagingDir
 from moe_nvfp4.quantize.gptq import quantize_gptq
+from moe_nvfp4.quantize.names import same_module
 from moe_nvfp4.quantize.options import Options
 from moe_nvfp4.quantize.report import ConversionReport
 from moe_nvfp4.weights import is_four_over_six, is_quantized
@@ -169,11 +170,13 @@ def convert_gptq(
     an error the same call goes on with it.
     """
     destination = Path(os.path.abspath(destination))
-    convert_checkpoint(source, destination, options, workers, dry_run=True)  # what it refuses, it refuses now
+    planned = convert_checkpoint(source, destination, options, workers, dry_run=True)  # what it refuses, it refuses now
     codes = CodesFolder(destination.parent / f".{destination.name}.gptq")
+    begun = codes.folder, StagingDir(destination, {}).files
+    check_space(destination, planned.bytes_after + planned.experts_after, *begun)  # codes lie there twice
     made = replace(options, recipe="gptq", codes=codes)
     try:
-        found = gptq_files(source, codes, batches, options.activations, options.exclude, options.device, progress)
+        found = gptq_files(source, codes, batches, options, planned.modules, progress)
         report = convert_checkpoint(source, destination, made, workers, progress=progress)
     except BaseException:
         if not codes.modules:
@@ -190,22 +193,25 @@ def gptq_files(
     source: str | os.PathLike,
     codes: CodesFolder,
     batches: Sequence[Tensor],
-    activations: str = "bf16",
-    exclude: Sequence[str] = (),
-    device: str | None = None,
+    options: Options,
+    chosen: Sequence[str] | None = None,
     progress: bool = True,
 ) -> GptqReport:
     """Quantize the experts of the dense checkpoint in folder `source` into the folder `codes`.
 
-    One decoder layer is in memory at a time, on `device`, with its experts' Hessians; the hidden states of all batches
-    are on the host, and from time to time on disk. An interrupted run goes on with the first layer that is not done.
+    options: its activations, exclude and device; chosen: experts modules, as files name them (default: all).
+    One decoder layer is in memory at a time, on the device, with its experts' Hessians; the hidden states of all
+    batches are on the host, and from time to time on disk. An interrupted run goes on with the first layer that is not
+    done.
     """
-    place = usable_device(device)
+    place = options.place
     files = LayerFiles(source, place)
-    modules = dense_modules(files.model, exclude)
+    modules = dense_modules(files.model, options.exclude)
+    names = modules.keys() if chosen is None else {same_module(module, modules) for module in chosen}
+    modules = {name: found for name, found in modules.items() if name in names}
     name, _ = decoder_layers(files.model, modules)
     walk = LayerWalk(files.model, files.use_layers(name), batches, place)
-    begun = _Begun(codes, [str(Path(source).resolve()), activations, _digest(batches)])
+    begun = _Begun(codes, [str(Path(source).resolve()), options.activations, [*modules], _digest(batches)])
     first, at = begun.resume(walk), _layers_of(modules, name)
     last = max(at)
     for i in progress_bar(
@@ -213,7 +219,7 @@ def gptq_files(
     ):
         files.load(i)
         todo = {name: found for name, found in at.get(i, {}).items() if name not in codes.modules}
-        for module, tensors in _quantize_layer(walk, i, todo, activations):
+        for module, tensors in _quantize_layer(walk, i, todo, options.activations):
             codes.save(module, tensors)
         files.drop(i)
         begun.keep(i, walk)

@@ -17,6 +17,7 @@ CALIBRATED_RECIPES = ("weighted", "gptq")
 DIALECTS = ("modelopt", "compressed-tensors")
 ACTIVATIONS = ("bf16", "nvfp4", "nvfp4_four_over_six")
 ACTIVATIONS_HELP = "bf16: W4A16; nvfp4: W4A4; nvfp4_four_over_six: W4A4 whose blocks have the better of two scales"
+WINDOW = 512  # tokens
 ENGINES = ("vllm", "transformers")
 
 MODEL_HELP = "folder or hub name of a Hugging Face MoE model, 4-bit or not; 'demo' makes a small one"
@@ -67,7 +68,9 @@ def add_texts(
     sub.add_argument(
         "--windows", type=whole(1), default=windows, metavar="N", help=f"pieces of the text (default {windows})"
     )
-    sub.add_argument("--window", type=whole(shortest), default=512, metavar="N", help="tokens in each (default 512)")
+    sub.add_argument(
+        "--window", type=whole(shortest), default=WINDOW, metavar="N", help=f"tokens in each (default {WINDOW})"
+    )
 
 
 def add_device(sub: argparse.ArgumentParser) -> None:

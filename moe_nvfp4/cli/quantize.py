@@ -12,6 +12,7 @@ from moe_nvfp4.cli.options import (
     DEFAULT_RECIPE,
     DIALECTS,
     MODEL_HELP,
+    WINDOW,
     Commands,
     add_device,
     add_quantizing,
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from moe_nvfp4.quantize.report import ConversionReport
 
 
-WINDOWS, WINDOW = 128, 512  # of --recipe gptq, where nothing else is said
+WINDOWS = 128  # of --recipe gptq, where nothing else is said
 
 
 def add(commands: Commands) -> None:

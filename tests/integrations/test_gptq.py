@@ -1,6 +1,9 @@
 """The recipe gptq on whole models: Hessians by hand, files and models the same, interruptions, what users are told."""
 
 import json
+import shutil
+from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -157,31 +160,47 @@ def test_hooks_that_bring_a_layer_its_inputs_run_and_stay():
 
 @pytest.mark.slow
 def test_an_interrupted_run_goes_on(tmp_path, monkeypatch, capsys):
-    """After the first layer; the second call starts with the second one, and ends in the same bytes."""
-    source = folder(tmp_path, qwen3_moe)
+    """After the second layer; the next call starts with the third one, and ends in the same bytes. One that is to
+    quantize other layers starts anew."""
+    source = folder(tmp_path, partial(qwen3_moe, num_hidden_layers=3))
     convert_gptq(source, tmp_path / "whole", batches(), CPU, progress=False)
     monkeypatch.setattr(module, "SAVE_EVERY", 0.0)
     ran, run = [], module.LayerWalk.run
 
     def counted(self, i):
         ran.append(i)
-        if ran == [0, 1]:
+        if ran in ([0, 1, 2], [0, 1, 2, 0, 1, 2]):
             raise KeyboardInterrupt
         run(self, i)
 
     monkeypatch.setattr(module.LayerWalk, "run", counted)
-    with pytest.raises(KeyboardInterrupt):
-        convert_gptq(source, tmp_path / "new", batches(), CPU)
-    assert not (tmp_path / "new").exists()
-    assert f"1 layers of experts are done, and lie in {tmp_path / '.new.gptq'}" in capsys.readouterr().err
+    for options, done in ((replace(CPU, include=["*.1.*", "*.2.*"]), 1), (CPU, 2)):
+        with pytest.raises(KeyboardInterrupt):
+            convert_gptq(source, tmp_path / "new", batches(), options)
+        assert not (tmp_path / "new").exists()
+        assert f"{done} layers of experts are done, and lie in {tmp_path / '.new.gptq'}" in capsys.readouterr().err
     convert_gptq(source, tmp_path / "new", batches(), CPU, progress=False)
-    assert ran == [0, 1, 1]
+    assert ran == [0, 1, 2, 0, 1, 2, 2]
     same_tensors(tmp_path / "whole", tmp_path / "new")
 
 
-def test_an_error_before_the_first_layer_leaves_nothing(tmp_path):
+def test_no_layer_is_run_that_nothing_needs(tmp_path, monkeypatch):
+    """Behind the last one that is quantized; patterns are those of files, which call the modules otherwise."""
+    source, ran, run = folder(tmp_path, mixtral), [], module.LayerWalk.run
+    monkeypatch.setattr(module.LayerWalk, "run", lambda self, i: (ran.append(i), run(self, i)))
+    options = replace(CPU, include=["model.layers.0.block_sparse_moe.experts"])
+    convert_gptq(source, tmp_path / "new", batches(), options, progress=False)
+    assert ran == [0]
+    quantized = [name for name in tensors(tmp_path / "new") if name.endswith("weight_scale_2")]
+    assert {name.split(".experts.")[0] for name in quantized} == {"model.layers.0.block_sparse_moe"}
+
+
+def test_an_error_before_the_first_layer_leaves_nothing(tmp_path, monkeypatch):
     source = folder(tmp_path, qwen3_moe)
     with pytest.raises(IndexError):
+        convert_gptq(source, tmp_path / "new", [torch.tensor([[10**6]])], CPU, progress=False)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**6, 10**6, 200_000))
+    with pytest.raises(ValueError, match="200.0 KB free, about 242.8 KB are needed"):  # 160 KB, experts twice
         convert_gptq(source, tmp_path / "new", [torch.tensor([[10**6]])], CPU, progress=False)
     assert [path.name for path in tmp_path.iterdir()] == [source.name]
 
@@ -189,8 +208,11 @@ def test_an_error_before_the_first_layer_leaves_nothing(tmp_path):
 @pytest.mark.slow
 def test_another_text_starts_anew(tmp_path, monkeypatch):
     source = folder(tmp_path, qwen3_moe)
+    planned = module.convert_checkpoint(source, tmp_path / "new", CPU, dry_run=True)
     with monkeypatch.context() as patch:
-        patch.setattr(module, "convert_checkpoint", lambda *args, **kwargs: kwargs.get("dry_run") or 1 / 0)
+        patch.setattr(
+            module, "convert_checkpoint", lambda *args, dry_run=False, **kwargs: planned if dry_run else 1 / 0
+        )
         with pytest.raises(ZeroDivisionError):
             convert_gptq(source, tmp_path / "new", batches(seed=1), CPU, progress=False)
     convert_gptq(source, tmp_path / "new", batches(), CPU, progress=False)
