@@ -41,7 +41,6 @@ from moe_nvfp4.quantize.files import (
     Checkpoint,
     ShardWriter,
     StagingDir,
-    fingerprint,
     open_checkpoint,
     tensor_bytes,
 )
@@ -104,7 +103,7 @@ def convert_checkpoint(
     report = _report(todo, destination, left_out)
     if dry_run:
         return report
-    state = _state(checkpoint)
+    state = checkpoint.state()
     place = StagingDir(destination, _key(checkpoint, todo.options, state))
     check_space(destination, report.bytes_after + sum(f.stat().st_size for f in others), place.files)
     with place:
@@ -112,7 +111,7 @@ def convert_checkpoint(
             print(f"starting again: {place.restarted}", file=sys.stderr)
         _run(todo.jobs, place, report, options.place, workers or _default_workers(options.place), progress)
         _write_small_files(place.files, todo, others)
-        if _state(checkpoint) != state:
+        if checkpoint.state() != state:
             raise ValueError(f"{source} changed while it was read: run the same command again")
         place.publish()
     report.seconds = time.perf_counter() - began
@@ -145,12 +144,6 @@ def _default_workers(device: torch.device) -> int:
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(cores, 8 if device.type == "cuda" else 4)
-
-
-def _state(checkpoint: Checkpoint) -> list:
-    """What the source is, short of reading it: sizes in bytes, modification times in ns, the ends of every tensor."""
-    stats = [(f.name, f.stat()) for f in (*checkpoint.files, checkpoint.folder / "config.json")]
-    return [*([name, s.st_size, s.st_mtime_ns] for name, s in stats), fingerprint(checkpoint.tensors.values())]
 
 
 def _key(checkpoint: Checkpoint, options: Options, state: list) -> dict:

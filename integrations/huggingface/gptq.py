@@ -24,7 +24,7 @@ from moe_nvfp4.integrations.huggingface.statistics import watch
 from moe_nvfp4.progress import progress_bar
 from moe_nvfp4.quantize.codes import CodesFolder
 from moe_nvfp4.quantize.convert import check_space, convert_checkpoint
-from moe_nvfp4.quantize.files import StagingDir
+from moe_nvfp4.quantize.files import StagingDir, lock, open_checkpoint, unlock
 from moe_nvfp4.quantize.gptq import quantize_gptq
 from moe_nvfp4.quantize.names import same_module
 from moe_nvfp4.quantize.options import Options
@@ -175,9 +175,12 @@ def convert_gptq(
     begun = codes.folder, StagingDir(destination, {}).files
     check_space(destination, planned.bytes_after + planned.experts_after, *begun)  # codes lie there twice
     made = replace(options, recipe="gptq", codes=codes)
+    codes.folder.mkdir(parents=True, exist_ok=True)
+    held = lock(codes.folder / "lock", destination)
     try:
         found = gptq_files(source, codes, batches, options, planned.modules, progress)
         report = convert_checkpoint(source, destination, made, workers, progress=progress)
+        shutil.rmtree(codes.folder, ignore_errors=True)
     except BaseException:
         if not codes.modules:
             shutil.rmtree(codes.folder, ignore_errors=True)
@@ -185,7 +188,8 @@ def convert_gptq(
             print(f"{len(codes.modules)} layers of experts are done, and lie in {codes.folder}: the same command goes "
                   "on with them; remove that folder if you do not run it again", file=sys.stderr)  # fmt: skip
         raise
-    shutil.rmtree(codes.folder)
+    finally:
+        unlock(held, codes.folder / "lock")
     return report, found
 
 
@@ -202,16 +206,17 @@ def gptq_files(
     options: its activations, exclude and device; chosen: experts modules, as files name them (default: all).
     One decoder layer is in memory at a time, on the device, with its experts' Hessians; the hidden states of all
     batches are on the host, and from time to time on disk. An interrupted run goes on with the first layer that is not
-    done.
+    done, if `source` is what it was. ValueError if it changes meanwhile.
     """
-    place = options.place
+    place, state = options.place, open_checkpoint(source).state()
     files = LayerFiles(source, place)
     modules = dense_modules(files.model, options.exclude)
     names = modules.keys() if chosen is None else {same_module(module, modules) for module in chosen}
     modules = {name: found for name, found in modules.items() if name in names}
     name, _ = decoder_layers(files.model, modules)
     walk = LayerWalk(files.model, files.use_layers(name), batches, place)
-    begun = _Begun(codes, [str(Path(source).resolve()), options.activations, [*modules], _digest(batches)])
+    key = [str(Path(source).resolve()), state, options.activations, [*modules], _digest(batches)]
+    begun = _Begun(codes, key)
     first, at = begun.resume(walk), _layers_of(modules, name)
     last = max(at)
     for i in progress_bar(
@@ -223,6 +228,8 @@ def gptq_files(
             codes.save(module, tensors)
         files.drop(i)
         begun.keep(i, walk)
+    if open_checkpoint(source).state() != state:
+        raise ValueError(f"{source} changed while it was read: run the same command again")
     begun.drop_states()
     rows = {module: codes.rows(module) for module in modules}
     widest = {module: max(layout.hidden_size, layout.intermediate_size) for module, (_, layout) in modules.items()}
@@ -273,7 +280,7 @@ class _Begun:
         self.folder.mkdir(parents=True, exist_ok=True)
         text, file = json.dumps(key), self.folder / "key.json"
         if not file.is_file() or file.read_text() != text:
-            for old in (*self.folder.glob("*.safetensors"), *self.folder.glob("states-*")):
+            for old in (*self.folder.glob("states-*"), *self.folder.glob("*.safetensors")):
                 old.unlink()
             file.write_text(text)
 
@@ -288,7 +295,10 @@ class _Begun:
     def keep(self, i: int, walk: LayerWalk) -> None:
         if time.monotonic() - self.last_save >= SAVE_EVERY:
             part = self.folder / "partial"
-            torch.save(walk.states, part)
+            try:
+                torch.save(walk.states, part)
+            except RuntimeError as error:  # torch's, where the disk is full
+                raise OSError(f"{part} cannot be written, as on a full disk: {error}") from None
             self.drop_states()
             os.replace(part, self.folder / f"states-{i:05d}")
             self.last_save = time.monotonic()

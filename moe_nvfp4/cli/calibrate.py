@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from moe_nvfp4.cli.models import load, text_of, windows_of
 from moe_nvfp4.cli.options import (
@@ -37,21 +35,19 @@ def add(commands: Commands) -> None:
 
 def run(args: argparse.Namespace) -> None:
     from moe_nvfp4.integrations.huggingface import calibrate, set_activations
+    from moe_nvfp4.quantize.files import StagingDir
 
     if args.destination.exists():
         raise ValueError(f"{args.destination} exists: name a folder that does not, or remove it first")
     check_writable(args.destination)
     text = text_of(args)
-    model, tokenizer = load(args, "nvfp4")
-    windows = windows_of(args, tokenizer, text)
-    calibrate(model, windows[:, None])
-    if model.hf_quantizer.quantization_config.activations == "bf16":
-        set_activations(model, "nvfp4")
-    place, name = args.destination.absolute().parent, args.destination.name
-    place.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(prefix=f".{name}-", dir=place) as work:  # DST is there when it is complete
-        made = Path(work, name)
-        model.save_pretrained(made)
-        tokenizer.save_pretrained(made)
-        os.replace(made, args.destination)
+    with StagingDir(args.destination.absolute(), {"the run": os.urandom(8).hex()}) as place:  # never gone on with
+        model, tokenizer = load(args, "nvfp4")
+        windows = windows_of(args, tokenizer, text)
+        calibrate(model, windows[:, None])
+        if model.hf_quantizer.quantization_config.activations == "bf16":
+            set_activations(model, "nvfp4")
+        model.save_pretrained(place.files)
+        tokenizer.save_pretrained(place.files)
+        place.publish()
     say(f"wrote {args.destination}: static scales from {windows.numel()} tokens")

@@ -6,7 +6,6 @@ from moe_nvfp4.quantize.files.checkpoint import (
     TensorSlice,
     TensorView,
     expert_counts,
-    fingerprint,
     open_checkpoint,
     read_tensors,
     sizes,
@@ -14,9 +13,9 @@ from moe_nvfp4.quantize.files.checkpoint import (
 )
 from moe_nvfp4.quantize.files.headers import TORCH_DTYPES, read_header, tensor_bytes
 from moe_nvfp4.quantize.files.shards import ShardWriter
-from moe_nvfp4.quantize.files.staging import StagingDir
+from moe_nvfp4.quantize.files.staging import StagingDir, lock, unlock
 
 __all__ = [
     "INDEX", "TORCH_DTYPES", "Checkpoint", "ShardWriter", "StagingDir", "TensorSlice", "TensorView", "expert_counts",
-    "fingerprint", "open_checkpoint", "read_header", "read_tensors", "sizes", "sub_configs", "tensor_bytes",
+    "lock", "open_checkpoint", "read_header", "read_tensors", "sizes", "sub_configs", "tensor_bytes", "unlock",
 ]  # fmt: skip

@@ -19,7 +19,7 @@ from torch import Tensor
 from moe_nvfp4.quantize.files.headers import TORCH_DTYPES, read_header, twice
 
 INDEX = "model.safetensors.index.json"
-ENDS = 64  # bytes at the ends of a tensor that `fingerprint` reads
+ENDS = 64  # bytes at the ends of a tensor that `Checkpoint.state` reads
 
 
 @dataclass(frozen=True)
@@ -108,22 +108,6 @@ def read_tensors(files: Iterable[str | os.PathLike]) -> dict[str, TensorSlice]:
     return tensors
 
 
-def fingerprint(tensors: Iterable[TensorSlice]) -> str:
-    """sha256 of the first and last bytes of each tensor: what may differ where a file's size and time do not."""
-    found, files = hashlib.sha256(), {}
-    try:
-        for t in tensors:
-            if t.file not in files:
-                files[t.file] = open(t.file, "rb", buffering=0)
-            for at in (t.start, max(t.start, t.start + t.size - ENDS)):
-                files[t.file].seek(at)
-                found.update(files[t.file].read(min(ENDS, t.size)))
-    finally:
-        for file in files.values():
-            file.close()
-    return found.hexdigest()
-
-
 @dataclass(frozen=True)
 class Checkpoint:
     """A folder with config.json and safetensors files; `ignored` weight files belong to no model here."""
@@ -143,6 +127,23 @@ class Checkpoint:
     def layers(self) -> int | None:
         """The number of layers; None: not said."""
         return max(sizes(self.config, "num_hidden_layers"), default=None)
+
+    def state(self) -> list:
+        """What the files are, short of reading them: their sizes in bytes, modification times in ns, and the sha256 of
+        the first and last bytes of each tensor, which may differ where sizes and times do not."""
+        stats = [(f.name, f.stat()) for f in (*self.files, self.folder / "config.json")]
+        ends, files = hashlib.sha256(), {}
+        try:
+            for t in self.tensors.values():
+                if t.file not in files:
+                    files[t.file] = open(t.file, "rb", buffering=0)
+                for at in (t.start, max(t.start, t.start + t.size - ENDS)):
+                    files[t.file].seek(at)
+                    ends.update(files[t.file].read(min(ENDS, t.size)))
+        finally:
+            for file in files.values():
+                file.close()
+        return [*([name, s.st_size, s.st_mtime_ns] for name, s in stats), ends.hexdigest()]
 
 
 def sub_configs(config: Mapping) -> list[Mapping]:

@@ -46,7 +46,7 @@ class StagingDir:
                 f"{inside} is a file, where the folder {'of the work in progress' if inside == self.folder else ''} "
                 f"for {self.destination} goes: move it away, or name another destination"
             ) from None
-        self._lock = _lock(self.folder / "lock", self.destination)
+        self._lock = lock(self.folder / "lock", self.destination)
         try:
             self._resume()
             self.files.mkdir(exist_ok=True)
@@ -58,7 +58,8 @@ class StagingDir:
     def __exit__(self, *error: object) -> None:
         if self._journal is not None:
             self._journal.close()
-        if not self.done or not self.files.exists():
+        result = self.done or self.destination.exists()  # of someone else: see `publish`
+        if not result or not self.files.exists():
             shutil.rmtree(self.folder, ignore_errors=True)
         self._unlock()
 
@@ -100,9 +101,7 @@ class StagingDir:
         self.done = {}
 
     def _unlock(self) -> None:
-        os.close(self._lock)
-        if fcntl is None:
-            (self.folder / "lock").unlink(missing_ok=True)
+        unlock(self._lock, self.folder / "lock")
 
 
 def _entries(line: str) -> list[tuple[str, str]]:
@@ -113,8 +112,9 @@ def _entries(line: str) -> list[tuple[str, str]]:
         return []
 
 
-def _lock(path: Path, destination: Path) -> int:
-    """A file descriptor that holds `path`; ValueError while another process does."""
+def lock(path: Path, destination: Path) -> int:
+    """A file descriptor that holds the file `path`, for who makes `destination`; ValueError while another process
+    does."""
     busy = f"{destination} is being written by another converter (lock file {path}): wait for it"
     flags = os.O_RDWR | os.O_CREAT | (0 if fcntl else os.O_EXCL)
     try:
@@ -134,3 +134,9 @@ def _lock(path: Path, destination: Path) -> int:
     os.ftruncate(fd, 0)
     os.write(fd, f"{os.getpid()}\n".encode())
     return fd
+
+
+def unlock(fd: int, path: Path) -> None:
+    os.close(fd)
+    if fcntl is None:
+        path.unlink(missing_ok=True)

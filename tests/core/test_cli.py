@@ -204,7 +204,7 @@ def test_calibrate_on_a_full_disk_leaves_nothing(folder, tmp_path, monkeypatch, 
     from transformers import PreTrainedModel
 
     def fails(model, path):
-        Path(path).mkdir()
+        Path(path).mkdir(exist_ok=True)
         (Path(path) / "config.json").touch()
         raise SafetensorError("No space left on device")
 

@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch.nn import functional as F
 
 from moe_nvfp4 import format as nvfp4
@@ -206,15 +207,24 @@ def test_an_error_before_the_first_layer_leaves_nothing(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_another_text_starts_anew(tmp_path, monkeypatch):
+@pytest.mark.parametrize("other", ["text", "source"])
+def test_another_text_or_source_starts_anew(other, tmp_path, monkeypatch):
     source = folder(tmp_path, qwen3_moe)
     planned = module.convert_checkpoint(source, tmp_path / "new", CPU, dry_run=True)
-    with monkeypatch.context() as patch:
-        patch.setattr(
-            module, "convert_checkpoint", lambda *args, dry_run=False, **kwargs: planned if dry_run else 1 / 0
-        )
-        with pytest.raises(ZeroDivisionError):
-            convert_gptq(source, tmp_path / "new", batches(seed=1), CPU, progress=False)
+
+    def at_once(*args, dry_run=False, **kwargs):
+        if dry_run:
+            return planned
+        with pytest.raises(ValueError, match="is being written by another converter"):
+            convert_gptq(source, tmp_path / "new", batches(), CPU, progress=False)
+        1 / 0  # noqa: B018
+
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr(module, "convert_checkpoint", at_once)
+        convert_gptq(source, tmp_path / "new", batches(seed=int(other == "text")), CPU, progress=False)
+    if other == "source":
+        files = list(source.glob("*.safetensors"))
+        save_file({name: tensor * 1.5 for name, tensor in tensors(source).items()}, *files, {"format": "pt"})
     convert_gptq(source, tmp_path / "new", batches(), CPU, progress=False)
     convert_gptq(source, tmp_path / "want", batches(), CPU, progress=False)
     same_tensors(tmp_path / "new", tmp_path / "want")
