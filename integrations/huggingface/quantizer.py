@@ -425,7 +425,13 @@ class MoeNvfp4Quantizer(HfQuantizer):
         dtype = dtype or model.dtype
         modules = model.named_modules(remove_duplicate=False)
         found: dict[str, Any] = {name: m for name, m in modules if isinstance(m, (HFExperts, NVFP4Linear))}
-        for module in found.values():
+        for name, module in found.items():
+            if name.endswith(".base_layer"):
+                raise ValueError(
+                    f"{name.partition('.base_layer')[0]} has adapters, which PEFT made for 4-bit weights: save them "
+                    "(save_pretrained), take them off (unload() of the PeftModel, or load the model anew), dequantize, "
+                    "and load them onto the dense model (PeftModel.from_pretrained). The model is as it was"
+                )
             for p in module.parameters():
                 refuse_elsewhere(p, "dequantized")
         dense: dict[int, nn.Module] = {}  # layers may share a module

@@ -154,6 +154,8 @@ def test_several_adapters():
     assert relative_error(second, alone) > 0.01
     mine.base_model.set_adapter(["default", "second"])
     both, state = logits(mine), mine.state_dict()
+    with pytest.raises(ValueError, match=r"layers.\d.mlp.experts has adapters.*save them .* take them off .unload"):
+        mine.dequantize()  # whose layers would call dense experts with adapters
     dense = get_peft_model(dense_like(mine.unload()), config())
     dense.add_adapter("second", config(r=3))
     dense.load_state_dict({key: value for key, value in state.items() if "lora_" in key}, strict=False)
