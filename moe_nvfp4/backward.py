@@ -238,18 +238,21 @@ def adapted_gradients(
     found: list[Tensor | None] = [None] * 4
     dy, weight = slots.gather(dy), slots.weight(top_k_weights)
     du = times_weights(dy, weights.projection("w2"), offsets, backend)  # of weight * h
+    total, dp = du, torch.zeros_like(weight)
     if down is not None:
         low = grouped_mm(dy, down.b, offsets)
-        du += grouped_mm(low, down.a, offsets)
-    h, dz = backend.gate_gradient(weights.gate, z, (du * weight).to(du.dtype))
+        added = grouped_mm(low, down.a, offsets)
+        total = du + added
+    h, dz = backend.gate_gradient(weights.gate, z, (total * weight).to(du.dtype))
     if down is not None:
         found[2] = grouped_mm((low * weight).to(h.dtype).T, h, offsets)
         found[3] = grouped_mm(dy.T, (grouped_mm(h, down.a.mT, offsets) * weight).to(dy.dtype), offsets)
-    if weights.quantized:
+        dp += (added.float() * h).sum(-1, keepdim=True)
+    if weights.quantized:  # what the weights met; the adapter met h
         groups = Groups(slots.order, offsets, slots.top_k)
         stages, w = _stages(weights, rows, backend)
         h = _straight(h, w, groups, stages)
-    dp = (du.float() * h).sum(-1, keepdim=True)
+    dp += (du.float() * h).sum(-1, keepdim=True)
     if weights.b2 is not None:
         expert = Groups(slots.order, offsets, slots.top_k).expert_of_row()
         dp += (dy.float() * F.pad(weights.b2, (0, 0, 0, 1))[expert]).sum(-1, keepdim=True)

@@ -36,12 +36,10 @@ def straight(row, scale, dtype):
 
 
 def oracle(layer, x, ids, p, biases=(None, None), adapters=((), ())):
-    """The layer in float64, slot by slot, on leaves that autograd knows; x and h are rounded as W4A4 does."""
+    """The layer in float64, slot by slot, on leaves that autograd knows; of x and h the weights meet what W4A4 makes,
+    adapters the rows themselves."""
     (w13, w2), w, dtype = dense(layer), layer.weights, torch.float32
-    for which, stacked in enumerate((w13, w2)):
-        for a, b in adapters[which]:
-            stacked = stacked + b @ a
-        w13, w2 = (stacked, w2) if which == 0 else (w13, stacked)
+    low_rank = lambda which, e, row: sum(b[e] @ (a[e] @ row) for a, b in adapters[which])
     quantized = w.activations == "nvfp4"
     tokens = []
     for t in range(len(ids)):
@@ -50,10 +48,10 @@ def oracle(layer, x, ids, p, biases=(None, None), adapters=((), ())):
             if not 0 <= e < layer.num_experts:
                 continue
             row = straight(x[t], None if w.x_scale is None else w.x_scale[e], dtype) if quantized else x[t]
-            z = w13[e] @ row + (0 if biases[0] is None else biases[0][e])
+            z = w13[e] @ row + low_rank(0, e, x[t]) + (0 if biases[0] is None else biases[0][e])
             h = layer.gate(z[None])[0]
-            h = straight(h, None if w.h_scale is None else w.h_scale[e], dtype) if quantized else h
-            y = y + p[t, j] * (w2[e] @ h + (0 if biases[1] is None else biases[1][e]))
+            row = straight(h, None if w.h_scale is None else w.h_scale[e], dtype) if quantized else h
+            y = y + p[t, j] * (w2[e] @ row + low_rank(1, e, h) + (0 if biases[1] is None else biases[1][e]))
         tokens.append(y)
     return torch.stack(tokens) if tokens else x * 1.0
 

@@ -42,10 +42,12 @@ def test_w4a4_goes_straight_through(recompute, static, backend, monkeypatch):
 
 
 @settings(max_examples=25, deadline=None)
-@given(sizes=st.lists(st.integers(0, 4), min_size=E, max_size=E), unrouted=st.integers(0, 4),
-       top_k=st.integers(1, 3), recompute=st.booleans(), seed=st.integers(0, 99))  # fmt: skip
-def test_any_routing(sizes, unrouted, top_k, recompute, seed):
-    """No tokens, experts without any, all slots unrouted."""
+@given(
+    sizes=st.lists(st.integers(0, 4), min_size=E, max_size=E), unrouted=st.integers(0, 4), top_k=st.integers(1, 3),
+    I=st.sampled_from([32, 40]), recompute=st.booleans(), seed=st.integers(0, 99),
+)  # fmt: skip
+def test_any_routing(sizes, unrouted, top_k, I, recompute, seed):
+    """No tokens, experts without any, all slots unrouted; weights with padding."""
     layer = random_layer(E, H, I)
     layer.recompute = recompute
     compare(layer, *batch(torch.float32, sizes, unrouted, top_k, seed), 1e-5)
@@ -105,36 +107,47 @@ def test_weights_in_hoppers_layout(activations):
 # ---- what the model's own code does between the stages -------------------------------------------
 
 
-def test_a_gate_a_norm_and_factors_of_the_models_own():
-    """Their parameters get gradients too."""
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_gate_a_norm_and_factors_of_the_models_own(which):
+    """Their parameters get gradients too, and an adapter of one projection, whose rows no factor multiplies; observers
+    see what the weights meet."""
     x, ids, p = batch(torch.float32)
-    layer = random_layer(E, H, I, Gate("raw"))
+    layer, seen, met = random_layer(E, H, I, Gate("raw")), [], [[0.0], [0.0]]
     slope = nn.Parameter(torch.tensor(1.3))
     norm = nn.RMSNorm(H, eps=1e-6)
     layer.own_gate = lambda z: torch.tanh(slope * z[:, :I]) * z[:, I:]
     layer.post_expert_norm = norm
+    layer.observer = lambda *rows: seen.extend(r.abs().max().item() for r in rows)
     layer.add_pre_quant_scales(torch.float32)
-    x_factor, h_factor = layer.pre_quant_scales
-    for f in (x_factor, h_factor):
+    factors = layer.pre_quant_scales
+    for f in factors:
         f.data.uniform_(0.5, 2.0)
-    a, b = leaf(x, x.dtype), leaf(p, p.dtype)
-    layer(a, ids, b).square().sum().backward()
+    adapter = Adapter(torch.randn(E, 8, (H, I)[which]) / 9, torch.randn(E, (2 * I, H)[which], 8) / 9)
+    mine = [*(leaf(t, torch.float32) for t in (x, p, *adapter)), slope, norm.weight]
+    adapters = tuple((Adapter(*mine[2:4]),) if i == which else () for i in range(2))
+    dy, weights = torch.randn(len(ids), H), dense(layer)
+    layer(mine[0], ids, mine[1], adapters).backward(dy)
 
-    w13, w2 = dense(layer)
-    x64, p64, slope64, weight64 = leaf(x), leaf(p), leaf(slope), leaf(norm.weight)
+    x64, p64, a64, b64, slope64, weight64 = theirs = [leaf(t) for t in mine]
+
+    def project(i, e, row):
+        taken = row * factors[i][e].double()
+        met[i].append(taken.abs().max().item())
+        return weights[i][e] @ taken + (b64[e] @ (a64[e] @ row) if i == which else 0)
+
     y = []
     for t in range(len(ids)):
         total = torch.zeros(H, dtype=torch.float64)
         for j, e in enumerate(ids[t].tolist()):
             if 0 <= e < E:
-                z = w13[e] @ (x64[t] * x_factor[e].double())
-                h = torch.tanh(slope64 * z[:I]) * z[I:] * h_factor[e].double()
-                total = total + p64[t, j] * nn.functional.rms_norm(w2[e] @ h, (H,), weight64, eps=1e-6)
+                z = project(0, e, x64[t])
+                out = project(1, e, torch.tanh(slope64 * z[:I]) * z[I:])
+                total = total + p64[t, j] * nn.functional.rms_norm(out, (H,), weight64, eps=1e-6)
         y.append(total)
-    torch.stack(y).square().sum().backward()
-    pairs = [(a, x64), (b, p64), (slope, slope64), (norm.weight, weight64)]
-    for mine, theirs in pairs:
-        assert relative_error(mine.grad, theirs.grad) < 1e-4
+    torch.stack(y).backward(dy.double())
+    for one, other in zip(mine, theirs, strict=True):
+        assert relative_error(one.grad, other.grad) < 1e-4
+    assert seen == pytest.approx([max(m) for m in met], rel=1e-5)
 
 
 def test_factors_alone_are_trained():
@@ -159,11 +172,11 @@ def test_factors_alone_are_trained():
         assert relative_error(mine.grad, theirs.grad) < 1e-5
 
 
-@pytest.mark.parametrize("r", [3, 8])
+@pytest.mark.parametrize("r, activations", [(3, "nvfp4"), (8, "bf16")])
 @pytest.mark.parametrize("gate", GATES)
-def test_adapters_add_their_products_to_the_weights(gate, r):
-    """Values and gradients of W + B A in float64, of two adapters and of one."""
-    layer = random_layer(E, H, I, GATES[gate])
+def test_adapters_add_their_products_to_the_weights(gate, r, activations):
+    """Values and gradients of W + B A in float64, of two adapters and of one, whose rows W4A4 does not quantize."""
+    layer = random_layer(E, H, I, GATES[gate], activations)
     x, ids, p = batch(torch.float32)
     N13 = layer.weights.w13.shape[1]
     g = torch.Generator().manual_seed(2)
@@ -174,12 +187,12 @@ def test_adapters_add_their_products_to_the_weights(gate, r):
     adapters = ((adapter(N13, H), adapter(N13, H)), (adapter(H, I),))
     mine = tuple(tuple(Adapter(*(leaf(t, t.dtype) for t in one)) for one in some) for some in adapters)
     theirs = tuple(tuple(Adapter(*(leaf(t) for t in one)) for one in some) for some in adapters)
-    a, a64 = leaf(x, x.dtype), leaf(x)
-    y, y64 = layer(a, ids, p, mine), oracle(layer, a64, ids, p.double(), adapters=theirs)
+    a, b, a64, b64 = leaf(x, x.dtype), leaf(p, p.dtype), leaf(x), leaf(p)
+    y, y64 = layer(a, ids, b, mine), oracle(layer, a64, ids, b64, adapters=theirs)
     assert relative_error(y, y64) < 2e-6
     y.square().sum().backward()
     y64.square().sum().backward()
-    assert relative_error(a.grad, a64.grad) < 5e-6
+    assert relative_error(a.grad, a64.grad) < 5e-6 and relative_error(b.grad, b64.grad) < 5e-6
     for some, others in zip(mine, theirs, strict=True):
         for one, other in zip(some, others, strict=True):
             for t, t64 in zip(one, other, strict=True):
