@@ -52,7 +52,8 @@ class MappedFile:
 
     @property
     def whole(self) -> bool:
-        return self.path.is_file() and self.path.stat().st_size >= self.size
+        """Whether it still has all its bytes; another file may have its name by now."""
+        return self.pages.size() >= self.size
 
     def __deepcopy__(self, memo: dict) -> Self:
         return self
@@ -64,7 +65,7 @@ class MappedFile:
         )
 
 
-_files: WeakValueDictionary[Path, MappedFile] = WeakValueDictionary()
+_files: WeakValueDictionary[tuple[int, int], MappedFile] = WeakValueDictionary()  # by device and inode
 _strange: list[Path] = []  # those of which it is not known what is in memory
 
 
@@ -74,14 +75,13 @@ def known() -> bool:
 
 
 def _open(path: Path) -> MappedFile:
-    path = path.resolve()
-    if path not in _files or not _files[path].whole:
-        file = MappedFile(path)
-        _files[path] = file
+    status = path.stat()
+    file = _files.get(key := (status.st_dev, status.st_ino))
+    if file is None or file.size != status.st_size:
+        file = _files[key] = MappedFile(path)
         if not file.known:
             _strange.append(path)
-        return file
-    return _files[path]
+    return file
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_nvfp4 import NVFP4Experts
+from moe_nvfp4 import mapped as mapped_files
 from moe_nvfp4.backends import Device, Problem, explain
 from moe_nvfp4.kernels.cpu import backend as cpu
 from moe_nvfp4.mapped import Matrix
@@ -107,6 +108,26 @@ def test_a_file_that_became_shorter_is_an_error(tmp_path, monkeypatch, lost, str
         mapped.keep_on_cpu(False).to("cpu")  # reads all
     file.write_bytes(content)  # the same file, not another one
     assert torch.equal(mapped(*inputs), want)
+
+
+def test_new_files_in_the_place_of_old_ones(tmp_path, monkeypatch):
+    """As a conversion leaves them: a layer that has the old ones keeps them, the next one gets the new ones. Of others'
+    files it is not known what is in memory."""
+    monkeypatch.setattr(mapped_files, "_strange", [])
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    layers, found = [random_layer(3, 64, 48, seed=seed) for seed in range(2)], []
+    for seed, layer in enumerate(layers):
+        assert mapped_files.known()
+        found.append(in_files(layer, tmp_path, seed))
+        for file in found[-1][1]:
+            file.unlink()
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    in_files(layer, tmp_path)
+    assert not mapped_files.known()
+    for layer, (mapped, _) in zip(layers, found, strict=True):
+        assert torch.equal(mapped(*batch(layer, 9)), layer(*batch(layer, 9)))
+        for name, tensor in mapped.keep_on_cpu(False).to("cpu").state_dict().items():
+            assert torch.equal(tensor, layer.state_dict()[name])
 
 
 def test_a_file_that_is_too_short_is_not_mapped(tmp_path):
