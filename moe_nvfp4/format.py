@@ -93,7 +93,7 @@ def row_scales(x: Tensor, four_over_six: bool = False) -> Tensor:
 
     Its largest magnitude / (6 * 448), or with `four_over_six` / (6 * 256): room for block scales half as large again.
     """
-    return global_scale_for(x.abs().amax(dim=-1).float(), sf_max(four_over_six))
+    return global_scale_for(x.abs().amax(dim=-1), sf_max(four_over_six))
 
 
 def quantize(

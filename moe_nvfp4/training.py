@@ -293,8 +293,8 @@ def adapted(rows: Tensor, adapters: tuple[Adapter, ...], order: Tensor, offsets:
 
 def joined(adapters: tuple[Adapter, ...], dtype: torch.dtype) -> Adapter:
     """Adapters of one projection as one, in `dtype`, its rank a multiple of 8 as torch's grouped product wants it."""
-    a = torch.cat([adapter.a.to(dtype) for adapter in adapters], dim=1) if len(adapters) > 1 else adapters[0].a
-    b = torch.cat([adapter.b.to(dtype) for adapter in adapters], dim=2) if len(adapters) > 1 else adapters[0].b
+    a = torch.cat([adapter.a for adapter in adapters], dim=1) if len(adapters) > 1 else adapters[0].a
+    b = torch.cat([adapter.b for adapter in adapters], dim=2) if len(adapters) > 1 else adapters[0].b
     missing = -a.shape[1] % 8
     if missing:
         a, b = F.pad(a, (0, 0, 0, missing)), F.pad(b, (0, missing))
@@ -413,7 +413,7 @@ def train_experts(
     GEMM 1's output is kept for the backward pass, and what of the caller's runs between the stages keeps.
     """
     own_gate, post_expert_norm, x_factor, h_factor, observe, adapters = hooks
-    plain = own_gate is None and post_expert_norm is None and x_factor is None and h_factor is None and observe is None
+    plain = hooks._replace(adapters=((), ())).fused
     biases = any(b is not None and b.requires_grad for b in (weights.b13, weights.b2))
     if plain and not biases and len(adapters[0]) + len(adapters[1]):
         pairs = (joined(some, x.dtype) if some else (None, None) for some in adapters)

@@ -168,6 +168,9 @@ def test_the_layer_names_what_is_wrong(reference, monkeypatch):
             layer(x, ids, bad)
     with pytest.raises(TypeError, match="top_k_weights is torch.int64"):
         layer(x, ids, ids)
+    for wrong in (E + 1, -2):
+        with pytest.raises(ValueError, match=rf"expert ids must lie in 0\.\.4.*got ids from .*{wrong}"):
+            layer(x, ids.index_fill(0, torch.tensor(3), wrong), p)
     with pytest.raises(TypeError, match="x is torch.float64, expected bfloat16 or float16 or float32"):
         layer(x.double(), ids, p)
     with pytest.raises(ValueError, match="w13 is on cpu.* on meta: move them to one device"):
@@ -405,6 +408,8 @@ def test_dense_experts_that_do_not_fit():
             NVFP4Experts(*sizes)
     with pytest.raises(ValueError, match="out_features must be at least 1, got -3"):
         NVFP4Linear(16, -3)
+    with pytest.raises(ValueError, match="in_features = 24 is not a multiple of 16"):
+        NVFP4Linear(24, 16)
     layer = make()
     for args, rule in [
         ((E, w13[0], w2[0]), "expert 5 is none of this layer's"),

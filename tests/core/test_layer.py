@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_nvfp4 import ExpertWeights, Gate, NVFP4Experts, moe_forward, ops
+from moe_nvfp4 import ExpertWeights, Gate, NVFP4Experts, moe_forward, ops, reference
 from moe_nvfp4 import format as nvfp4
 from moe_nvfp4.backends import Selected, named
 from moe_nvfp4.linear import NVFP4Linear
@@ -213,8 +213,10 @@ def test_linear_is_its_definition(T, N, K, bias, awq, static, activations, seed)
         rows = [fake_quantize(row, values["input_scale"] if static else None, activations) for row in rows]
         rows = torch.stack(rows) if rows else torch.zeros(0, 16 * K)
     expected = rows.double() @ dense(codes, sf.view(torch.uint8), scale).T + (values["bias"].double() if bias else 0)
-    y = layer(x)
-    assert y.shape == (2, T, N) and (T == 0 or relative_error(y.flatten(0, 1), expected) < THRESHOLDS["fp32"])
+    y, x = layer(x), x * values["pre_quant_scale"] if awq else x
+    assert y.shape == (2, T, N)
+    for found in (y.flatten(0, 1), reference.linear(x.flatten(0, 1), layer.weights)):
+        assert T == 0 or relative_error(found, expected) < THRESHOLDS["fp32"]
 
 
 @settings(max_examples=15, deadline=None)
@@ -295,7 +297,6 @@ def test_post_expert_norm_comes_before_the_routing_weight():
     x, ids, p = batch(6, 4, 2, 64, sentinels=True)
     norm = torch.nn.RMSNorm(64)
     torch.nn.init.uniform_(norm.weight)
-    y = moe_forward(x, ids, p, layer.weights, post_expert_norm=norm)
     expected = torch.zeros(6, 64, dtype=torch.float64)
     one = torch.ones(1, 1)
     for t in range(6):
@@ -304,7 +305,10 @@ def test_post_expert_norm_comes_before_the_routing_weight():
                 out = naive_moe(x[t : t + 1], ids[t : t + 1, j : j + 1], one, layer.weights)
                 out = out / (out.square().mean() + torch.finfo(torch.float32).eps).sqrt()
                 expected[t] += p[t, j].double() * (out * norm.weight.double())[0]
-    assert relative_error(y, expected) < THRESHOLDS["fp32"]
+    for trained in (True, False):
+        norm.requires_grad_(trained)
+        y = moe_forward(x, ids, p, layer.weights, post_expert_norm=norm)
+        assert y.requires_grad == trained and relative_error(y, expected) < THRESHOLDS["fp32"]
 
 
 @pytest.mark.slow
@@ -344,6 +348,13 @@ def test_bad_weights_are_named():
     layer = make()
     with pytest.raises(ValueError, match="unknown activation 'swish2'"):
         Gate("swish2")
+    for wrong, rule in [
+        (dict(kind="relu2"), "relu2 has no gate projection: pass gated=False"),
+        (dict(kind="gelu_tanh", gated=False), "gelu_tanh needs a gate projection"),
+        (dict(limit=0.0), "limit must be positive"),
+    ]:
+        with pytest.raises(ValueError, match=rule):
+            Gate(**wrong)
     with pytest.raises(ValueError, match="activations must be one of"):
         make(activations="fp8")
     for bad in (0.0, float("inf"), float("nan"), -1.0):
@@ -400,10 +411,10 @@ def test_packed_weights_come_back_wherever_they_are_asked_for(hopper, gate):
     layer(x, ids, weights)
     assert not layer.packed
     layer.activations, layer.post_expert_norm = "bf16", None
-    calls = Kernels.calls
+    calls, problem = Kernels.calls, layer._problem(torch.bfloat16, True)
     with torch.inference_mode():
         y = layer(x, ids, weights)
-    assert layer.packed and layer.weights.layout.hidden_size == 64 and Kernels.calls == calls + 1
+    assert layer.packed and layer._problem(torch.bfloat16, True) == problem and Kernels.calls == calls + 1
     assert sum(p.nbytes for p in layer.parameters()) >= sum(t.nbytes for t in before.values())
 
     saved = layer.state_dict()
@@ -418,6 +429,9 @@ def test_packed_weights_come_back_wherever_they_are_asked_for(hopper, gate):
     assert torch.equal(layer(x, ids, weights), y)
     layer(x.float(), ids, weights)  # runs on the rows of the checkpoint
     assert not layer.packed
+    layer.prepare()
+    layer.load_expert(0, dense[0][1], dense[1][1])
+    assert not layer.packed and torch.equal(layer(x, ids.clamp(max=0), weights), layer(x, ids.clamp(1, 1), weights))
 
 
 def test_threads_do_not_meet_weights_that_change_their_layout(hopper, monkeypatch):

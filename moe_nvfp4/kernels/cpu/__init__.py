@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor
 
 from moe_nvfp4 import mapped
 from moe_nvfp4.kernels.backend import Backend, Device, dequantized
-from moe_nvfp4.weights import ExpertWeights, Projection
+from moe_nvfp4.weights import Projection
 
 
 class CPU(Backend):
@@ -25,23 +24,15 @@ class CPU(Backend):
     def restore(self, prepared: Tensor, note: Any) -> tuple[Tensor, Tensor]:
         return mapped.read(prepared, note.rows, note.columns)
 
-    def unpacked(self, weights: ExpertWeights) -> ExpertWeights:
-        (w13, w13_sf), (w2, w2_sf) = (self._read(weights.projection(name)) for name in ("w13", "w2"))
-        return replace(weights, layout=None, w13=w13, w13_sf=w13_sf, w2=w2, w2_sf=w2_sf)
-
     def dequantize(self, weights: Projection, experts: slice, columns: slice, dtype: torch.dtype) -> Tensor:
         if weights.sf is None:
             first, scale = weights.first_scale, weights.scale[experts]
-            codes, sf = self._read(weights._replace(codes=weights.codes[experts]))
+            codes, sf = mapped.read(weights.codes[experts], weights.rows, -(-weights.width // 16) * 16)
             weights = weights._replace(
                 codes=codes, sf=sf, scale=scale, first_scale=first if first is None else first[experts]
             )
             experts = slice(None)
         return dequantized(weights, experts, columns, dtype)
-
-    @staticmethod
-    def _read(weights: Projection) -> tuple[Tensor, Tensor]:
-        return mapped.read(weights.codes, weights.rows, -(-weights.width // 16) * 16)
 
 
 BACKEND = CPU()
