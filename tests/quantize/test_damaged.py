@@ -205,3 +205,8 @@ def test_verify_finds_damage(case, tmp_path, capsys):
         original[f"{E3}.up_proj.weight"][0, 0] = torch.nan
         assert cli.main(["verify", str(path), "--against", str(folder(tmp_path / "c", original))]) == 2
         assert f"the original of {E3}.up_proj has NaN or Inf" in capsys.readouterr().err
+        files["lm_head.weight"][0, 0] -= 1
+        files[f"{E3}.up_proj.weight_scale_2"] *= 2  # as a flipped bit of its exponent does
+        save_file(files, path / "model.safetensors", metadata={"format": "pt"})
+        assert cli.main(["verify", str(path), "--against", str(source)]) == 2
+        assert f"{E3} is 0.5" in capsys.readouterr().err
