@@ -53,7 +53,7 @@ def answer(
 ) -> Answer:
     """What the model says, shown as it comes. temperature 0: the likeliest tokens; `options` of model.generate."""
     import torch
-    from transformers import TextStreamer
+    from transformers.generation.streamers import TextStreamer
 
     class Streamer(TextStreamer):
         times: list[float] = []

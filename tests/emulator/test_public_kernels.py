@@ -5,6 +5,7 @@ the PTX ISA asks for is what `lenient` accepts, see README.md.
 """
 
 import shutil
+from inspect import signature
 from types import SimpleNamespace
 
 import pytest
@@ -35,9 +36,11 @@ class BlockScaled:
         )
         self.gemm = templates.Sm100BlockScaledPersistentDenseGemmKernel(16, tile, cluster)
         self.clusters = 2 // (cluster[0] * cluster[1]) or 1
+        self.scaled = "alpha_tensor" in signature(type(self.gemm).__call__).parameters  # from torch 2.15 on
 
     @cute.jit
-    def __call__(self, a: cute.Tensor, b: cute.Tensor, sfa: cute.Tensor, sfb: cute.Tensor, out: cute.Tensor, stream):
+    def __call__(self, a: cute.Tensor, b: cute.Tensor, sfa: cute.Tensor, sfb: cute.Tensor, alpha: cute.Tensor,
+                 out: cute.Tensor, stream):  # fmt: skip
         (m, k), n = a.shape, b.shape[0]
         k = 2 * k
 
@@ -52,6 +55,7 @@ class BlockScaled:
             tensor(out, Float32, (1, m, n), (m * n, n, 1)),
             self.clusters,
             stream,
+            **({"alpha_tensor": alpha} if self.scaled else {}),
         )
 
 
@@ -67,11 +71,12 @@ def names_of_an_older_dsl(monkeypatch):
 def test_block_scaled_gemm(tile, cluster, n):
     """Right, but only when lenient: it has no tcgen05.fence."""
     operands = fake(Uint8, None, None, align=32), fake(Uint8, None, None, align=32)
-    scales = fake(Uint8, None, align=128), fake(Uint8, None, align=128)
+    scales = fake(Uint8, None, align=128), fake(Uint8, None, align=128), fake(Float32, 1)
     with compiling_for("sm_100a"):
         gemm = Emulated(compile(BlockScaled(tile, cluster), *operands, *scales, fake(Float32, None, None)))
     for schedule in ("lazy", "slow:1"):
-        arguments, expected = blackwell_problem(256, n, 512)
+        (*inputs, out), expected = blackwell_problem(256, n, 512)
+        arguments = *inputs, torch.ones(1), out
         gemm(*arguments, unwritten=arguments[-1:], schedule=schedule, lenient=True)
         assert torch.equal(arguments[-1].double(), expected)
     with pytest.raises(EmulatorError, match="without tcgen05.fence::before_thread_sync"):
