@@ -177,8 +177,9 @@ def _compare(checkpoint: Checkpoint, source: Checkpoint, left: Mapping[str, Tens
         _add_error(experts.setdefault(expert_of(stem), ErrorSums()), stem, matrix, plan.matrices[stem])
     for name, expert in experts.items():
         if not expert.error <= FAR**2 * expert.square:
-            raise ValueError(f"{name} is {expert.relative:.3g} times its norm away from its original in {source.folder}, "
-                             f"and no recipe more than {FAR}: the file is damaged, or was made from another checkpoint")  # fmt: skip
+            raise ValueError(f"{name} is {expert.relative:.3g} times its norm away from its original in "
+                             f"{source.folder}, and no recipe more than {FAR}: the file is damaged, or was made from "
+                             "another checkpoint")  # fmt: skip
     for name in sorted(plan.matrices.keys() - packed.keys()):
         if name not in left and f"{name}.weight" not in left:
             raise ValueError(f"{name} is in {source.folder} and neither quantized nor dense in {checkpoint.folder}")
