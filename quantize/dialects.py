@@ -135,7 +135,7 @@ def matches(pattern: str, module: str) -> bool:
         except (regex.error, TimeoutError) as error:
             why = "takes too long" if isinstance(error, TimeoutError) else f"is no regular expression ({error})"
             raise ValueError(f"{pattern[:200]!r} in the config's ignore list {why}: name the modules instead") from None
-    return fnmatchcase(module, pattern) or module == pattern or module.startswith(pattern.rstrip("*.") + ".")
+    return fnmatchcase(module, pattern) or module.startswith(pattern.rstrip("*.") + ".")
 
 
 def read_config(config: Mapping, hf_quant_config: Mapping | None = None) -> QuantizationInfo | None:

@@ -41,7 +41,7 @@ SEPARATE = re.compile(r"(?<![^.])moe\.(?P<part>gate_proj|up_proj|down_proj)$")
 PROJECTION_FIRST = re.compile(r"(?P<module>(?:.+\.)?experts)\.(?P<part>gate_proj|up_proj|down_proj|w[123])\."
                               r"(?P<e>0|[1-9]\d*)(?=\.|$)")  # fmt: skip
 # 4-bit and 8-bit formats keep these next to a weight; one that nobody reads means wrong numbers
-SCALES = re.compile(r"(weight_scale(_2|_inv)?|_scale_inv|_scales|_blocks|input_scale|activation_scale|_global_scale|"
+SCALES = re.compile(r"(weight_scale(_2)?|_scale_inv|_scales|_blocks|input_scale|activation_scale|_global_scale|"
                     r"weight_packed|pre_quant_scale|svdquant_lora_[ab])$")  # fmt: skip
 PRE_QUANT_SCALE = "pre_quant_scale"  # AWQ: what x is multiplied by before the layer
 # Linears that read the same rows, which servers fuse into one

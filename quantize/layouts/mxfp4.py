@@ -19,9 +19,6 @@ def mxfp4_matrix(blocks: TensorSlice, scales: TensorSlice, e: int, first: int, s
     are powers of two, and e4m3 holds 18 of them in a row. Gate and up share the larger of theirs. Where scales in
     use lie further apart than that, small values are rounded, with a warning.
     """
-    if len(blocks.shape) != 4 or blocks.shape[3] != 16 or scales.shape != blocks.shape[:3] or not blocks.size:
-        raise ValueError(f"{name}: {list(blocks.shape)} and {list(scales.shape)} are not MXFP4 ([E, N, K/32, 16] codes "
-                         "and [E, N, K/32] scales): the file is damaged; download it again")  # fmt: skip
     _, N, groups, _ = blocks.shape
 
     def scale_bytes(a: int, b: int) -> Tensor:
@@ -56,10 +53,16 @@ def _experts(left: Mapping[str, TensorSlice], module: str) -> Experts:
     if missing := [n for n in tensors if n not in left]:
         raise ValueError(f"{missing[0]} is missing: download the checkpoint again")
     pairs = {p: (left[f"{p}_blocks"], left[f"{p}_scales"]) for p in (up, down)}
+    E = (*pairs[up][0].shape, 0)[0]
+    for name, (blocks, scales) in pairs.items():
+        fits = len(scales.shape) == 3 and scales.shape[0] == E and blocks.shape == (*scales.shape, 16)
+        if not fits or not blocks.size or not blocks.dtype == scales.dtype == "U8":
+            raise ValueError(f"{name}: {list(blocks.shape)} and {list(scales.shape)} are not MXFP4 ([E, N, K/32, 16] "
+                             "codes and [E, N, K/32] scales): the file is damaged; download it again")  # fmt: skip
 
     def matrices() -> dict[str, Matrix]:
         found = {}
-        for e in range(pairs[up][0].shape[0]):
+        for e in range(E):
             for i, part in enumerate(("gate_proj", "up_proj")):
                 found[f"{module}.{e}.{part}"] = mxfp4_matrix(*pairs[up], e, i, 2, up)
             found[f"{module}.{e}.down_proj"] = mxfp4_matrix(*pairs[down], e, 0, 1, down)
@@ -67,9 +70,7 @@ def _experts(left: Mapping[str, TensorSlice], module: str) -> Experts:
 
     def dense() -> dict[str, list[Matrix]]:
         """As gpt-oss has it in bf16: [E, in, out]."""
-        return {
-            name: [mxfp4_matrix(*pair, e, 0, 1, name) for e in range(pair[0].shape[0])] for name, pair in pairs.items()
-        }
+        return {name: [mxfp4_matrix(*pair, e, 0, 1, name) for e in range(E)] for name, pair in pairs.items()}
 
     biases = {f"{up}_bias": [f"{module}.{{e}}.gate_proj", f"{module}.{{e}}.up_proj"],
               f"{down}_bias": [f"{module}.{{e}}.down_proj"]}  # fmt: skip

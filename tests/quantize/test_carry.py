@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from moe_nvfp4.integrations.huggingface import set_activations
 from moe_nvfp4.quantize.convert import convert_checkpoint
+from moe_nvfp4.quantize.layouts.fp8 import fp8_block, fp8_dense
 from moe_nvfp4.quantize.options import Options
 from moe_nvfp4.quantize.verify import verify_checkpoint
 from tests.folders import (
@@ -148,6 +149,29 @@ def test_fp8_layers_of_mixed_files_become_dense(kind, dialect, tmp_path):
     with torch.no_grad():
         a, b = (set_activations(m, "bf16")(IDS).logits for m in (again, direct))
     assert torch.equal(a, b) or dialect != "modelopt"  # there, scales may move by their last bit
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
+def test_fp8_scales_of_every_shape(dtype):
+    """Element by element: for a matrix, a row, 32 of a row, 128 x 128; of all rows, and of the last ones."""
+    N, K = 130, 160
+    codes = torch.randn(N, K).to(torch.float8_e4m3fn)
+    for shape in ((), (1,), (1, 1), (N,), (N, 1), (N, K // 32), (2, 2)):
+        stored = torch.randint(110, 130, shape, dtype=torch.uint8)
+        scale = torch.exp2(stored.double() - 127)
+        rows, columns = (N, K) if stored.numel() == 1 else (-(-N // shape[0]), -(-K // (*shape, 1)[1]))
+        rows, columns = (128, 128) if shape == (2, 2) else (rows, columns)
+        grid = scale.reshape(-(-N // rows), -1)
+        want = [
+            [codes[n, k].item() * grid[n // rows, k // columns].item() for k in range(0, K, 7)] for n in (0, 127, 129)
+        ]
+        scale = stored if dtype is torch.uint8 else scale.to(dtype)
+        block = fp8_block((N, K), shape)
+        assert fp8_dense(codes, scale, block)[[0, 127, 129], ::7].tolist() == want
+        assert torch.equal(fp8_dense(codes[127:], scale, block, 127)[[0, 2], ::7], torch.tensor(want[1:]))
+    for shape in ((2,), (N, 2), (1, K), (N, K // 32, 1)):
+        assert fp8_block((N, K), shape) is None
+    assert fp8_block((2, N, K), ()) is None
 
 
 @pytest.mark.slow

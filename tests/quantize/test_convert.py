@@ -192,17 +192,19 @@ def test_dtypes_are_cast_as_the_loader_casts(stored, named, tmp_path):
 
 @pytest.mark.parametrize("transposed", [False, True])
 def test_qwen3_vl_moe_in_both_orientations(transposed, tmp_path):
-    up, down = torch.randn(4, 96, 64).bfloat16(), torch.randn(4, 64, 48).bfloat16()
+    """Also where one of the two tensors is square, and only the other one tells."""
     swap = lambda t: t.transpose(1, 2).contiguous() if transposed else t
     name = "model.language_model.layers.0.mlp.experts"
-    text = {"model_type": "qwen3_vl_moe_text", "hidden_size": 64, "num_experts": 4, "num_hidden_layers": 1}
-    source = folder(tmp_path / "a", {f"{name}.gate_up_proj": swap(up), f"{name}.down_proj": swap(down)},
-                    {"model_type": "qwen3_vl_moe", "text_config": text})  # fmt: skip
-    files = tensors(converted(source, tmp_path / "b"))
-    for e in range(4):
-        for part, (codes, _, scale) in expert_by_hand(up[e, :48], up[e, 48:], down[e]).items():
-            assert torch.equal(files[f"{name}.{e}.{part}.weight"], codes)
-            assert files[f"{name}.{e}.{part}.weight_scale_2"] == scale
+    text = {"model_type": "qwen3_vl_moe_text", "hidden_size": 64, "num_experts": 2, "num_hidden_layers": 1}
+    for I in (32, 48, 64):
+        up, down = torch.randn(2, 2 * I, 64).bfloat16(), torch.randn(2, 64, I).bfloat16()
+        source = folder(tmp_path / f"a{I}", {f"{name}.gate_up_proj": swap(up), f"{name}.down_proj": swap(down)},
+                        {"model_type": "qwen3_vl_moe", "text_config": text})  # fmt: skip
+        files = tensors(converted(source, tmp_path / f"b{I}"))
+        for e in range(2):
+            for part, (codes, _, scale) in expert_by_hand(up[e, :I], up[e, I:], down[e]).items():
+                assert torch.equal(files[f"{name}.{e}.{part}.weight"], codes)
+                assert files[f"{name}.{e}.{part}.weight_scale_2"] == scale
     edit_config(source, text_config={**text, "hidden_size": 32})
     with pytest.raises(ValueError, match=r"whether this is \[E, 2I, H\] or \[E, H, 2I\] cannot be told"):
         converted(source, tmp_path / "c")

@@ -149,6 +149,123 @@ def test_what_is_not_known_is_refused_by_name(case, tmp_path):
         converted(folder(tmp_path / "a", files, config), tmp_path / "b")
 
 
+def mxfp4(files, E=2, I=32, H=64):
+    """Its experts in MXFP4, as gpt-oss has them."""
+    for name in [name for name in files if ".experts." in name]:
+        del files[name]
+    for part, N, K in (("gate_up_proj", 2 * I, H), ("down_proj", H, I)):
+        files[f"{MXFP4}.{part}_blocks"] = torch.randint(256, (E, N, K // 32, 16), dtype=torch.uint8)
+        files[f"{MXFP4}.{part}_scales"] = torch.randint(110, 124, (E, N, K // 32), dtype=torch.uint8)
+        files[f"{MXFP4}.{part}_bias"] = torch.zeros(E, N)
+
+
+def fp8(files):
+    """Its experts in FP8, in blocks of 32."""
+    for name in [name for name in files if ".experts." in name]:
+        files[name] = files[name].to(torch.float8_e4m3fn)
+        files[f"{name}_scale_inv"] = torch.ones([-(-n // 32) for n in files[name].shape])
+
+
+def stacks(files, E=4, I=16, H=64):
+    """Its experts in stacks, as Granite has them; by projection, as Step-3; in rows, as DBRX."""
+    for name in [name for name in files if ".experts." in name]:
+        del files[name]
+    gate, up, down = torch.zeros(E, I, H), torch.zeros(E, I, H), torch.zeros(E, H, I)
+    files |= {f"{GRANITE}.input_linear.weight": torch.cat([gate, up], dim=1), f"{GRANITE}.output_linear.weight": down}
+    files |= {f"{STEP}.{n}_proj.weight": t.clone() for n, t in (("gate", gate), ("up", up), ("down", down))}
+    files |= {f"{DBRX}.{n}": t.flatten(0, 1).clone() for n, t in (("w1", gate), ("v1", up), ("w2", up))}
+
+
+def only(stem, **changes):
+    """Of `stacks` those that begin with `stem`, some in another shape, or gone."""
+
+    def change(files):
+        for name in [n for n in files if n.startswith("model.layers.0.") and "self_attn" not in n]:
+            shape = changes.get(name.removeprefix(stem).split(".")[1].removesuffix("_proj"), 0)
+            if not name.startswith(stem) or shape is None:
+                del files[name]
+            elif shape:
+                files[name] = torch.zeros(shape)
+
+    return change
+
+
+GRANITE, STEP, DBRX = (f"model.layers.0.{n}" for n in ("block_sparse_moe", "moe", "ffn.experts.mlp"))
+STACKED = {name: {"model_type": name, "quantization_config": None} for name in ("granitemoe", "step3p5")}
+STACKED["dbrx"] = {"model_type": "dbrx", "quantization_config": None, "ffn_config": {"moe_num_experts": 4}}
+MXFP4 = "model.layers.0.mlp.experts"
+BLOCKS = {"quant_method": "fp8", "weight_block_size": [32, 32]}
+DAMAGED = {
+    "MXFP4, NaN": (mxfp4, lambda f: f[f"{MXFP4}.down_proj_scales"][1, 5].fill_(255), {}, "expert 1: .* scale is NaN"),
+    "MXFP4, half the codes": (
+        mxfp4, lambda f: f.update({f"{MXFP4}.down_proj_blocks": f[f"{MXFP4}.down_proj_blocks"][..., :8].clone()}), {},
+        r"down_proj: \[2, 64, 1, 8\] and \[2, 64, 1\] are not MXFP4"),
+    "MXFP4, codes of another form": (
+        mxfp4, lambda f: f.update({f"{MXFP4}.down_proj_blocks": f[f"{MXFP4}.down_proj_blocks"].flatten(2)}), {},
+        "are not MXFP4"),
+    "MXFP4, scales of others": (
+        mxfp4, lambda f: f.update({f"{MXFP4}.gate_up_proj_scales": f[f"{MXFP4}.down_proj_scales"].clone()}), {},
+        "gate_up_proj: .* are not MXFP4"),
+    "MXFP4, no experts": (
+        mxfp4, lambda f: f.update({n: t[:0].clone() for n, t in f.items() if ".experts." in n}), {}, "are not MXFP4"),
+    "MXFP4, an expert is missing": (
+        mxfp4, lambda f: f.update({n: t[:1].clone() for n, t in f.items() if "down_proj" in n}), {},
+        r"down_proj: \[1, 64, 1, 16\] and \[1, 64, 1\] are not MXFP4"),
+    "MXFP4, scales of another type": (
+        mxfp4, lambda f: f.update({f"{MXFP4}.down_proj_scales": f[f"{MXFP4}.down_proj_scales"].float()}), {},
+        "are not MXFP4"),
+    "MXFP4, a tensor is missing": (
+        mxfp4, lambda f: f.pop(f"{MXFP4}.down_proj_scales"), {}, "down_proj_scales is missing"),
+    "MXFP4, a bias is missing": (mxfp4, lambda f: f.pop(f"{MXFP4}.down_proj_bias"), {}, "down_proj_bias is missing"),
+    "MXFP4, a bias too short": (
+        mxfp4, lambda f: f.update({f"{MXFP4}.down_proj_bias": torch.zeros(2, 32)}), {}, r"expected \[2, 64\]"),
+    "MXFP4 of another family": (mxfp4, lambda f: None, {"model_type": "qwen3_moe"}, "for gpt_oss only"),
+    "FP8, a weight is missing": (fp8, lambda f: f.pop(f"{E3}.up_proj.weight"), {}, "has no F8_E4M3 .*3.up_proj.weight"),
+    "FP8, a dense weight": (
+        fp8, lambda f: f.update({f"{E3}.up_proj.weight": torch.zeros(48, 64)}), {}, "has no F8_E4M3"),
+    "FP8, an expert is missing": (
+        fp8, lambda f: [f.pop(n) for n in list(f) if E3 in n], {"num_experts": 4}, "3 of 4 experts"),
+    "FP8, a scale is missing": (
+        fp8, lambda f: f.pop(f"{E3}.up_proj.weight_scale_inv"), {}, "3.up_proj.* is missing|without .*_scale_inv"),
+    "FP8, other scales": (
+        fp8, lambda f: f.update({f"{E3}.up_proj.weight_scale_inv": torch.ones(1, 2)}), {}, r"\[1, 2\] do not fit"),
+    "stacks, one is missing": (
+        stacks, only(GRANITE, output_linear=None), STACKED["granitemoe"], "output_linear.weight is missing next to"),
+    "stacks, of other sizes": (
+        stacks, only(GRANITE, output_linear=(4, 64, 32)), STACKED["granitemoe"], r"expected E 4, I 16, H 64"),
+    "stacks, not stacked": (
+        stacks, only(GRANITE, input_linear=(128, 64)), STACKED["granitemoe"], r"expected \[experts, rows, columns\]"),
+    "stacks by projection, one is missing": (
+        stacks, only(STEP, gate=None), STACKED["step3p5"], "moe.gate_proj.weight is missing next to"),
+    "stacks by projection, another gate": (
+        stacks, only(STEP, gate=(4, 32, 64)), STACKED["step3p5"], r"expected \[4, 32, 64\] as the gate's"),
+    "stacks by projection, not stacked": (
+        stacks, only(STEP, gate=(64, 64), up=(64, 64)), STACKED["step3p5"], "as the gate's"),
+    "stacks by projection, of other sizes": (
+        stacks, only(STEP, down=(4, 16, 64)), STACKED["step3p5"], r"down_proj.* expected \[4, 64, 16\]"),
+    "rows, of a part of an expert": (
+        stacks, only(DBRX, w1=(66, 64)), STACKED["dbrx"], r"w1 has shape \[66, 64\], expected \[4 experts"),
+    "rows, stacked": (stacks, only(DBRX, w2=(4, 16, 64)), STACKED["dbrx"], "w2 has shape .* expected .4 experts"),
+    "rows, some are missing": (stacks, only(DBRX, v1=None), STACKED["dbrx"], "experts.mlp.v1 is missing"),
+    "rows, of how many experts": (
+        stacks, only(DBRX), STACKED["dbrx"] | {"ffn_config": None}, r"expected \[None experts"),
+    "FP8, blocks of nothing": (
+        fp8, lambda f: None, {"quantization_config": BLOCKS | {"weight_block_size": [0, 32]}}, "FP8 without blocks"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", DAMAGED)
+def test_damaged_layouts_are_refused_by_name(case, tmp_path):
+    make, change, config, message = DAMAGED[case]
+    files = experts()
+    make(files)
+    method = {"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}} if make is mxfp4 else {}
+    form = {"quantization_config": BLOCKS} | method
+    change(files)
+    with pytest.raises(ValueError, match=message):
+        converted(folder(tmp_path / "a", files, form | config), tmp_path / "b")
+
+
 def test_unknown_settings(split, tmp_path):
     for options in (dict(recipe="best"), dict(dialect="gguf"), dict(activations="int4")):
         with pytest.raises(ValueError, match="unknown"):

@@ -3,6 +3,7 @@
 import re
 import time
 from fnmatch import fnmatch
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +11,8 @@ import torch
 from moe_nvfp4.integrations.huggingface import MoeNvfp4Config
 from moe_nvfp4.quantize.convert import convert_checkpoint
 from moe_nvfp4.quantize.dialects import DIALECTS, matches
-from moe_nvfp4.quantize.names import ignore_patterns
+from moe_nvfp4.quantize.files import TensorSlice
+from moe_nvfp4.quantize.names import ignore_patterns, is_dense_linear, is_scale
 from moe_nvfp4.quantize.options import Options
 from moe_nvfp4.quantize.verify import verify_checkpoint
 from tests.checkpoints import config_of
@@ -111,6 +113,29 @@ def test_dense_layers_before_experts(dialect):
     packed = {f"{s}.{name}" for s in stems for name in ("linear_attn.in_proj_qkv", "self_attn.o_proj")}
     asked = [f"{s}.{name}" for s in stems for name in ("linear_attn.in_proj_ba", "self_attn.qkv_proj")]
     check(ignore_patterns(dense, packed, set(), DIALECTS[dialect]), dialect, asked, packed)
+    first, *others = (f"{s}.self_attn.o_proj" for s in stems)  # dense in one layer, quantized in others
+    check(ignore_patterns({first}, set(others), set(), DIALECTS[dialect]), dialect, [first], others)
+
+
+def test_names_of_scales_and_linears():
+    """As ModelOpt, compressed-tensors, DeepSeek, gpt-oss and vLLM's KV cache call them."""
+    stored = lambda dtype, *shape: TensorSlice(Path(), dtype, shape, 0, 0)
+    norms = {"a.norm.scale": stored("F32", 8), "a.norm.weight": stored("BF16", 8)}
+    linear = {"a.wq.scale": stored("F8_E8M0", 1, 1), "a.wq.weight": stored("F8_E4M3", 8, 8)}
+    for last in ("q_proj.weight_scale q_proj.weight_scale_2 q_proj.weight_scale_inv experts.gate_up_proj_scale_inv "
+                 "experts.gate_up_proj_scales experts.gate_up_proj_blocks q_proj.input_scale q_proj.activation_scale "
+                 "q_proj.weight_global_scale q_proj.input_global_scale q_proj.weight_packed q_proj.pre_quant_scale "
+                 "q_proj.svdquant_lora_a q_proj.svdquant_lora_b wq.scale").split():  # fmt: skip
+        assert is_scale(f"a.{last}", linear), last
+    for last in ("norm.scale norm.weight attn.k_scale k_proj.v_scale attn.q_scale attn.kv_scale k_proj.k_global_scale "
+                 "attn.v_zero_point layer_scale per_expert_scale router.scale").split():  # fmt: skip
+        assert not is_scale(f"a.{last}", norms), last
+    matrix = stored("BF16", 8, 8)
+    for name in ("transformer.wte", "transformer.wpe", "model.embed_tokens", "text.Embedding", "wte"):
+        assert not is_dense_linear(f"{name}.weight", matrix), name
+    for name in ("lm_head", "unembed", "unembedding", "model.layers.0.attn.swte"):
+        assert is_dense_linear(f"{name}.weight", matrix), name
+    assert not is_dense_linear("lm_head.bias", matrix) and not is_dense_linear("a.weight", stored("BF16", 8))
 
 
 @pytest.mark.slow

@@ -125,8 +125,19 @@ def test_configs_of_modelopt_as_vllm_takes_them():
     )
     mixed = {"quant_algo": "MIXED_PRECISION", "quantized_layers": {"a": {"quant_algo": "w4a16_nvfp4"}}}
     assert read_config({"quant_method": "modelopt", "quantization": mixed}).activations == "bf16"
-    with pytest.raises(ValueError, match="quant_algo 'NVFP4_SVD'; this library reads"):
-        read_config({"quant_method": "modelopt", "quantization": {"quant_algo": "nvfp4_svd"}})
+    mixed["quantized_layers"]["b"] = {"quant_algo": "W4A8_NVFP4_FP8"}
+    for refused, message in (
+        ({"quantization": {"quant_algo": "nvfp4_svd"}}, "quant_algo 'NVFP4_SVD'; this library reads"),
+        (mixed, "quant_algo 'W4A8_NVFP4_FP8'; this library reads"),
+        ({**flat, "group_size": 32}, "blocks of 16, the checkpoint says group_size 32"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            read_config({"quant_method": "modelopt", **refused})
+    beside = {"quantization": {"quant_algo": "W4A16_NVFP4", "exclude_modules": ["lm_head"]}}  # hf_quant_config.json
+    assert read_config({}, beside).activations == "bf16" and read_config({}, beside).ignore == ("lm_head",)
+    assert read_config({"quantization_config": {"quant_algo": "NVFP4"}}, beside).activations == "nvfp4"
+    kept = {**CONFIGS["compressed-tensors"], "kv_cache_scheme": KV_SCHEMES["FP8"]}
+    assert read_config(kept).kv_cache == KV_SCHEMES["FP8"]
 
 
 @pytest.mark.slow  # importing ModelOpt takes seconds
