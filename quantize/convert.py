@@ -179,6 +179,7 @@ def _other_files(checkpoint: Checkpoint) -> tuple[list[Path], dict[str, str]]:
     other = [f for f in files if f.suffix not in weights and not f.name.endswith(".index.json")]
     left = {f.name: "weights in another format" for f in files if f.suffix in OTHER_WEIGHTS}
     left |= {f.name: "a weight file that belongs to no part of this checkpoint" for f in checkpoint.ignored}
+    left |= {f.name: "a link to a file that is not there" for f in folder.iterdir() if not f.exists()}
     inside = {f.name for f in folder.iterdir() if f.is_dir() and f.name[0] != "."} - {TEMPLATES}
     left |= {f"{name}/": f"a folder: of those only {TEMPLATES} is copied" for name in sorted(inside)}
     return [*other, *sorted((folder / TEMPLATES).glob("*.jinja"))], left

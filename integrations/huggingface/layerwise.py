@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,6 +28,7 @@ from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils import logging
 
 from moe_nvfp4.integrations.huggingface.converters import model_conversions
+from moe_nvfp4.quantize.files import open_checkpoint
 
 
 class _LayerDone(Exception):
@@ -126,7 +126,7 @@ class LayerFiles:
         with torch.device("meta"):
             self.model = known[0]._from_config(config, dtype=dtype).eval()
         self.device, self.dtype = torch.device(device), dtype
-        self._files = {name: file for file in sorted(Path(folder).glob("*.safetensors")) for name in _names(file)}
+        self._files = {name: stored.file for name, stored in open_checkpoint(folder).tensors.items()}
         self._conversions = model_conversions(self.model, loading=True)
 
     def use_layers(self, name: str) -> nn.ModuleList:
@@ -182,8 +182,3 @@ class LayerFiles:
             module.register_buffer(name, torch.empty_like(getattr(module, name), device=self.device), persistent=False)
         if empty:
             self.model._init_weights(module)
-
-
-def _names(file: Path) -> list[str]:
-    with safe_open(file, framework="pt") as f:
-        return list(f.keys())

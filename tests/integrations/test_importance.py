@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
@@ -62,8 +63,10 @@ def test_sums_are_those_of_a_loop_over_tokens():
 @pytest.mark.slow_after(3)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_layer_by_layer_from_files_is_the_whole_model(family, tmp_path):
-    """No layer is computed otherwise, so the same bits. And no two layers, or experts, are mistaken for each other."""
+    """No layer is computed otherwise, so the same bits. And no two layers, or experts, are mistaken for each other; nor
+    are files that are no part of the checkpoint."""
     source = folder(tmp_path, family)
+    save_file({name: torch.zeros_like(tensor) for name, tensor in tensors(source).items()}, source / "old.safetensors")
     whole = model_importance(load(source), BATCHES, progress=False)
     streamed = files_importance(source, BATCHES, device="cpu", progress=False)
     assert whole.layers.keys() == streamed.layers.keys() and whole.digest() == streamed.digest()
@@ -162,10 +165,8 @@ def test_calibration_errors(tmp_path):
 
 
 def test_a_missing_tensor_is_named(tmp_path):
-    from safetensors.torch import load_file, save_file
-
     source = folder(tmp_path, qwen3_moe)
-    state = load_file(source / "model.safetensors")
+    state = tensors(source)
     del state["model.layers.1.self_attn.q_proj.weight"]
     save_file(state, source / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ValueError, match="model.layers.1.self_attn.q_proj.weight is missing"):
