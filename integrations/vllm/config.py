@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,7 @@ class MoeNvfp4Config(QuantizationConfig):
         self.base, self.info = base, info
         self.ignore = [] if info is None else list(info.ignore)
         self.activations, self.recipe, self.exclude = None, DEFAULT_RECIPE, []
+        self.experts: list[str] = []  # the modules that were asked about
         if base is not None:
             self.packed_modules_mapping = base.packed_modules_mapping
 
@@ -141,15 +143,18 @@ class MoeNvfp4Config(QuantizationConfig):
         from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
         from moe_nvfp4.integrations.vllm import engine
-        from moe_nvfp4.integrations.vllm.method import MoeNvfp4Method
+        from moe_nvfp4.integrations.vllm.method import DenseLinearMethod, MoeNvfp4Method
 
         if isinstance(layer, ParallelLMHead):
             prefix = prefix or "lm_head"  # some models of vLLM's do not say it (EXAONE, AFMoE)
         if not isinstance(layer, RoutedExperts):
+            if isinstance(layer, LinearBase) and self.base is None:
+                return DenseLinearMethod(partial(self.check_effect, *engine.whole_and_dense()))
             # vLLM's ModelOpt reader compares wildcards with fused names only: "*.q_proj" does not exclude "qkv_proj"
-            if isinstance(layer, LinearBase) and (self.base is None or self.ignores(prefix)):
+            if isinstance(layer, LinearBase) and self.ignores(prefix):
                 return UnquantizedLinearMethod()
             return None if self.base is None else self.base.get_quant_method(layer, prefix)
+        self.experts.append(prefix)
         if self.base is None:
             excluded = any(matches(pattern, prefix) for pattern in self.exclude)
             return None if excluded else MoeNvfp4Method(layer, None, self.activations or "bf16", self.recipe)
@@ -159,6 +164,22 @@ class MoeNvfp4Config(QuantizationConfig):
         if activations is None:
             return self.base.get_quant_method(layer, prefix)
         return MoeNvfp4Method(layer, self.info.dialect, self.activations or activations, self.recipe)
+
+    def check_effect(self, whole: bool, dense: bool) -> None:
+        """ValueError where a pattern of `exclude` named none of the model's experts, or it has none: called when all of
+        its modules are made.
+
+        whole  this process has all layers
+        dense  the model's config counts no experts
+        """
+        if dense and not self.experts:
+            raise ValueError(f"--quantization {NAME}: this model has no experts, and its linears stay: leave it out")
+        useless = [p for p in self.exclude if not any(matches(p, name) for name in self.experts)]
+        if whole and useless:
+            raise ValueError(
+                f"moe_nvfp4: exclude={useless!r} matches no experts module; in vLLM this model has "
+                f"{', '.join(self.experts[:3])}" + (", ..." if len(self.experts) > 3 else "")
+            )
 
     def ignores(self, prefix: str) -> bool:
         """Whether the config's ignore list names a module of vLLM's, or all the modules that it is made of."""

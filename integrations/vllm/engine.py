@@ -154,6 +154,12 @@ def model_folder() -> str | None:
     return folder if os.path.isdir(folder) else None
 
 
+def whole_and_dense() -> tuple[bool, bool]:
+    """Whether this process has all layers of the model, and whether the config of that counts no experts."""
+    config = get_current_vllm_config()
+    return config.parallel_config.pipeline_parallel_size == 1, config.model_config.get_num_experts() == 0
+
+
 def dummy_weights() -> bool:
     """Whether vLLM loads no files (--load-format dummy)."""
     return get_current_vllm_config().load_config.load_format == "dummy"

@@ -8,6 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase, RoutedExperts
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.utils import set_weight_attrs
 
 from moe_nvfp4.integrations.vllm import engine
@@ -115,6 +116,18 @@ class MoeNvfp4Method(FusedMoEMethodBase):
         if layer.apply_router_weight_on_input:
             x, topk_weights = x * topk_weights.to(x.dtype), torch.ones_like(topk_weights)
         return layer.nvfp4(x, topk_ids, topk_weights)
+
+
+class DenseLinearMethod(UnquantizedLinearMethod):
+    """A linear of bf16 files, which stays as it is; `check` is called when it is loaded: then all layers are made."""
+
+    def __init__(self, check: Callable[[], None]):
+        super().__init__()
+        self.check = check
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        self.check()
+        super().process_weights_after_loading(layer)
 
 
 def _randomize(experts: NVFP4Experts) -> None:

@@ -112,6 +112,11 @@ def test_folders_of_ours(folders, one_rank):
 
 def test_bf16_experts_are_quantized_while_they_load(folders, one_rank):
     same(generate(folders / "bf16", quantization="moe_nvfp4"), one_rank, 1e-6)
+    with pytest.raises(ValueError, match=r"\['layers.9.\*'\] matches no .*; in vLLM this model has model.layers.0.mlp"):
+        start(
+            folders / "bf16", quantization="moe_nvfp4",
+            hf_overrides={"moe_nvfp4": {"exclude": ["*.layers.0.*", "layers.9.*"]}},
+        )  # fmt: skip
 
 
 def test_the_demo_in_bf16(tmp_path):
@@ -314,6 +319,8 @@ def test_unknown_options_are_named():
     for exclude in ("model.layers.0.*", None, [0]):  # of a string, "*" alone would exclude every layer
         with pytest.raises(ValueError, match="exclude=.*: it is a list of names or wildcards"):
             Config().choose({"exclude": exclude})
+    with pytest.raises(ValueError, match="--quantization moe_nvfp4: this model has no experts"):
+        Config().check_effect(whole=False, dense=True)
     with pytest.raises(ValueError, match="'nvfp4': options are an object"):
         Config().choose("nvfp4")
     with pytest.raises(ValueError, match="recipe='max': these experts are NVFP4 already"):
