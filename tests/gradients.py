@@ -27,31 +27,32 @@ def dense(layer):
     return w13.double(), dequantize(w.w2, w.w2_sf, w.w2_scale[:, None].expand(-1, H))[..., :I].double()
 
 
-def straight(row, scale, dtype):
+def straight(row, scale, activations):
     """A row [K] as W4A4 makes it, whose gradient goes straight through."""
-    x = row.detach().to(dtype)[None]
-    gs = global_scale_for(x.abs().amax(dim=-1).float()) if scale is None else scale[None]
-    codes, sf, _ = quantize(x, gs)
+    x, better = row.detach().float()[None], activations == "nvfp4_four_over_six"
+    gs = global_scale_for(x.abs().amax(dim=-1), 256 if better else 448) if scale is None else scale[None]
+    codes, sf, _ = quantize(x, gs, four_over_six=better)
     return row + (dequantize(codes, sf, gs)[0].double() - row).detach()
 
 
 def oracle(layer, x, ids, p, biases=(None, None), adapters=((), ())):
     """The layer in float64, slot by slot, on leaves that autograd knows; of x and h the weights meet what W4A4 makes,
     adapters the rows themselves."""
-    (w13, w2), w, dtype = dense(layer), layer.weights, torch.float32
+    (w13, w2), w = dense(layer), layer.weights
     low_rank = lambda which, e, row: sum(b[e] @ (a[e] @ row) for a, b in adapters[which])
-    quantized = w.activations == "nvfp4"
+    taken = lambda row, scales, e: (
+        row if w.activations == "bf16" else straight(row, None if scales is None else scales[e], w.activations)
+    )
     tokens = []
     for t in range(len(ids)):
         y = 0 * x[t]
         for j, e in enumerate(ids[t].tolist()):
             if not 0 <= e < layer.num_experts:
                 continue
-            row = straight(x[t], None if w.x_scale is None else w.x_scale[e], dtype) if quantized else x[t]
-            z = w13[e] @ row + low_rank(0, e, x[t]) + (0 if biases[0] is None else biases[0][e])
+            z = w13[e] @ taken(x[t], w.x_scale, e) + low_rank(0, e, x[t]) + (0 if biases[0] is None else biases[0][e])
             h = layer.gate(z[None])[0]
-            row = straight(h, None if w.h_scale is None else w.h_scale[e], dtype) if quantized else h
-            y = y + p[t, j] * (w2[e] @ row + low_rank(1, e, h) + (0 if biases[1] is None else biases[1][e]))
+            out = w2[e] @ taken(h, w.h_scale, e) + low_rank(1, e, h) + (0 if biases[1] is None else biases[1][e])
+            y = y + p[t, j] * out
         tokens.append(y)
     return torch.stack(tokens) if tokens else x * 1.0
 

@@ -225,6 +225,21 @@ def test_groups_that_are_none():
                 results(op, put(args, where, values))
 
 
+def test_arguments_that_are_no_tensors():
+    for op, at in (("gemm1_swiglu", -1), ("gemm2_combine", -1)):
+        args = [*arguments(op, "bf16", False, True)]
+        args[at] = torch.float64
+        with pytest.raises(TypeError, match="dtype, that of the result, is torch.float64, expected bfloat16"):
+            results(op, args)
+    args = arguments("gemm1_swiglu", "nvfp4", False, True)
+    with pytest.raises(ValueError, match="x: activations='nvfp4' take codes with block scales"):
+        results("gemm1_swiglu", [*arguments("gemm1_swiglu", "bf16", False, True)[:4], *args[4:]])
+    args = [*arguments("linear", "bf16", False, True)]
+    for at, wrong, rule in ((6, "fp8", "activations must be one of"), (7, [I, H], "codes, got|sizes to those")):
+        with pytest.raises(ValueError, match=rule):
+            results("linear", [*args[:at], wrong, *args[at + 1 :]])
+
+
 # ---- scales --------------------------------------------------------------------------------------
 
 

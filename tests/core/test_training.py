@@ -32,11 +32,11 @@ def test_gradients_equal_those_of_dequantized_float64(gate, dtype, backend, monk
 
 
 @pytest.mark.parametrize("backend", ["", "reference"])
-@pytest.mark.parametrize("static", [True, False])
+@pytest.mark.parametrize("activations, static", [("nvfp4", True), ("nvfp4", False), ("nvfp4_four_over_six", False)])
 @pytest.mark.parametrize("recompute", [True, False])
-def test_w4a4_goes_straight_through(recompute, static, backend, monkeypatch):
+def test_w4a4_goes_straight_through(recompute, activations, static, backend, monkeypatch):
     monkeypatch.setenv("MOE_NVFP4_BACKEND", backend)
-    layer = random_layer(E, H, I, activations="nvfp4", bias=torch.float32, static=static, input_scale=3e-3)
+    layer = random_layer(E, H, I, activations=activations, bias=torch.float32, static=static, input_scale=3e-3)
     layer.recompute = recompute
     compare(layer, *batch(torch.float32), 1e-5)
 

@@ -235,10 +235,11 @@ class Driver:
         return 0
 
     def cuUserObjectCreate(self, owner, argument, release, count, flags):
-        self.owners.append(lambda: ctypes.CFUNCTYPE(None, ctypes.c_void_p)(release.value)(argument))
+        self.owner = lambda: ctypes.CFUNCTYPE(None, ctypes.c_void_p)(release.value)(argument)
         return 0
 
     def cuGraphRetainUserObject(self, graph, owner, count, flags):
+        self.owners.append(self.owner)
         return 0 if graph.value == 1000 + self.graph else 1
 
 
@@ -271,10 +272,17 @@ def test_calls_of_a_stream_share_its_memory(driver, activations):
         driver.synchronize()
         for (batch, w), y in zip(batches, results, strict=True):
             assert torch.equal(y, cpu.experts(*batch, w))
-    y = offload.experts(*batches[0][0], layers[0])  # noqa: F841, the stream writes it
+    y = offload.experts(*batches[0][0], layers[0])
     (workspace,) = offload._streams.values()
     assert len(workspace.calls) == 1  # those that have run are gone
+    *before, copy_y = driver.work
+    for work in before:
+        work()
+    driver.work, memory, batch = [copy_y], weakref.ref(workspace.buffers[3]), inputs(900, 0)
+    z = offload.experts(*batch, layers[0])  # takes larger memory, while y is still to come out of this
+    assert memory() is not None and memory() is not workspace.buffers[3]
     driver.synchronize()
+    assert torch.equal(y, cpu.experts(*batches[0][0], layers[0])) and torch.equal(z, cpu.experts(*batch, layers[0]))
 
 
 @needs_library
@@ -504,7 +512,7 @@ def test_a_pinned_buffer_is_filled_when_the_gpu_has_it_no_more(monkeypatch, tmp_
 
 
 def test_weights_move_to_pages_that_are_pinned_once_and_freed():
-    small, large = torch.arange(100, dtype=torch.uint8), torch.arange(1 << 20).view(2, -1)
+    small, large = torch.arange(100, dtype=torch.uint8), torch.arange((1 << 20) + 2).view(2, -1)
     assert pages.place(small) is small
     placed, done = pages.place(large), []
     assert torch.equal(placed, large) and placed.data_ptr() != large.data_ptr() and pages.place(placed) is placed
