@@ -207,7 +207,7 @@ def _quantize_experts(draft: _Draft, experts: Experts) -> None:
             raise ValueError(f"{name} is missing: download the checkpoint again")
         stored, rows = draft.left[name], sum(matrices[stem.format(e=0)].rows for stem in stems)
         need(stored.shape == (E, rows), name, stored, f"[{E}, {rows}]")
-        draft.jobs += bias_jobs(name, stored, stems, experts.interleaved and len(stems) == 2)
+        draft.jobs += bias_jobs(name, stored, stems, experts.interleaved)
     draft.take((*experts.tensors, *experts.biases))
 
 

@@ -144,7 +144,7 @@ def _stack(source: Checkpoint, name: str, layout: ExpertLayout, dialect: Dialect
     else:
         raise ValueError(f"{codes} is a stack of NVFP4 matrices with a name that is not known here: quantize the "
                          "original checkpoint")  # fmt: skip
-    interleaved = len(stems) == 2 and any(STACKS[t].interleaved for t in source.types if t in STACKS)
+    interleaved = any(STACKS[t].interleaved for t in source.types if t in STACKS)
     found = {last: tensors[n] for last, n in names.items()}
     _check_stack(name, found, dialect, transposed)
     for e in range(found[dialect.weight].shape[0]):

@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from moe_nvfp4.integrations.huggingface import set_activations
 from moe_nvfp4.quantize.convert import convert_checkpoint
+from moe_nvfp4.quantize.dialects import COMPRESSED_TENSORS
 from moe_nvfp4.quantize.layouts.fp8 import fp8_block, fp8_dense
 from moe_nvfp4.quantize.options import Options
 from moe_nvfp4.quantize.verify import verify_checkpoint
@@ -151,6 +152,16 @@ def test_fp8_layers_of_mixed_files_become_dense(kind, dialect, tmp_path):
     assert torch.equal(a, b) or dialect != "modelopt"  # there, scales may move by their last bit
 
 
+def test_reciprocals_are_written_as_they_were_read():
+    """Of two neighbours with the same reciprocal the one that was there; where nothing was, one that gives it back."""
+    for stored in torch.rand(300) * 4:
+        scale = 1.0 / stored
+        assert COMPRESSED_TENSORS.encode_scale(scale, stored[None]) == stored
+        assert COMPRESSED_TENSORS.carry_scale(stored, COMPRESSED_TENSORS) == stored
+        assert 1.0 / COMPRESSED_TENSORS.encode_scale(scale) == scale
+        assert 1.0 / COMPRESSED_TENSORS.encode_scale(scale, stored[None] * 2) == scale
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
 def test_fp8_scales_of_every_shape(dtype):
     """Element by element: for a matrix, a row, 32 of a row, 128 x 128; of all rows, and of the last ones."""
@@ -234,7 +245,8 @@ def test_verify_awq_and_projection_first_names(tmp_path):
         plain = re.sub(r"experts\.(\w+)\.(\d+)", r"experts.\2.\1", stem)
         dense[f"{plain}.weight"] = dense[f"{plain}.weight"] * scale
     save_file(files, source / "model.safetensors", metadata={"format": "pt"})
-    assert error_against(source, twin) > 0.5
+    with pytest.raises(ValueError, match="times its norm away from its original"):
+        verify_checkpoint(source, twin)
     save_file(dense, twin / "model.safetensors", metadata={"format": "pt"})
     assert error_against(source, twin) == 0
     assert error_against(carried(source, tmp_path / "there", "modelopt"), source) == 0

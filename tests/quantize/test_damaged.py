@@ -193,7 +193,7 @@ def only(stem, **changes):
 GRANITE, STEP, DBRX = (f"model.layers.0.{n}" for n in ("block_sparse_moe", "moe", "ffn.experts.mlp"))
 STACKED = {name: {"model_type": name, "quantization_config": None} for name in ("granitemoe", "step3p5")}
 STACKED["dbrx"] = {"model_type": "dbrx", "quantization_config": None, "ffn_config": {"moe_num_experts": 4}}
-MXFP4 = "model.layers.0.mlp.experts"
+MXFP4, Q = "model.layers.0.mlp.experts", "model.layers.0.self_attn.q_proj"
 BLOCKS = {"quant_method": "fp8", "weight_block_size": [32, 32]}
 DAMAGED = {
     "MXFP4, NaN": (mxfp4, lambda f: f[f"{MXFP4}.down_proj_scales"][1, 5].fill_(255), {}, "expert 1: .* scale is NaN"),
@@ -227,6 +227,9 @@ DAMAGED = {
         fp8, lambda f: [f.pop(n) for n in list(f) if E3 in n], {"num_experts": 4}, "3 of 4 experts"),
     "FP8, a scale is missing": (
         fp8, lambda f: f.pop(f"{E3}.up_proj.weight_scale_inv"), {}, "3.up_proj.* is missing|without .*_scale_inv"),
+    "FP8, a linear without a scale": (
+        fp8, lambda f: f.update({f"{Q}.weight": torch.zeros(64, 64).to(torch.float8_e4m3fn)}), {},
+        "q_proj.weight is F8_E4M3 without .*q_proj.weight_scale_inv"),
     "FP8, other scales": (
         fp8, lambda f: f.update({f"{E3}.up_proj.weight_scale_inv": torch.ones(1, 2)}), {}, r"\[1, 2\] do not fit"),
     "stacks, one is missing": (

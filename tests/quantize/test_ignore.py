@@ -20,6 +20,7 @@ from tests.folders import qwen2_moe
 from tests.models import folder, gpt_oss, load, mixtral, qwen3_moe
 
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj"),
+         "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"), "in_proj_qkvz": ("in_proj_qkv", "in_proj_z"),
          "in_proj_ba": ("in_proj_b", "in_proj_a")}  # fmt: skip
 
 
@@ -113,8 +114,26 @@ def test_dense_layers_before_experts(dialect):
     packed = {f"{s}.{name}" for s in stems for name in ("linear_attn.in_proj_qkv", "self_attn.o_proj")}
     asked = [f"{s}.{name}" for s in stems for name in ("linear_attn.in_proj_ba", "self_attn.qkv_proj")]
     check(ignore_patterns(dense, packed, set(), DIALECTS[dialect]), dialect, asked, packed)
+    dense = {f"{s}.self_attn.{part}" for s in stems for part in ("q_a_proj", "kv_a_proj_with_mqa")}
+    dense |= {f"{s}.linear_attn.in_proj_{part}" for s in stems for part in ("qkv", "z")}
+    packed = {f"{s}.{name}.{part}_proj" for s in stems for name, part in (("self_attn", "o"), ("linear_attn", "out"))}
+    asked = [f"{s}.{name}" for s in stems for name in ("self_attn.fused_qkv_a_proj", "linear_attn.in_proj_qkvz")]
+    check(ignore_patterns(dense, packed, set(), DIALECTS[dialect]), dialect, asked, packed)
     first, *others = (f"{s}.self_attn.o_proj" for s in stems)  # dense in one layer, quantized in others
     check(ignore_patterns({first}, set(others), set(), DIALECTS[dialect]), dialect, [first], others)
+
+    blocks = [f"transformer.blocks.{i}.ffn" for i in range(12)]  # DBRX's router is a linear inside of it
+    experts = [f"{block}.experts.0.w1" for block in blocks]
+    ignore = ignore_patterns({f"{block}.router.layer" for block in blocks}, set(experts), set(), DIALECTS[dialect])
+    check(ignore, dialect, [f"{block}.{name}" for block in blocks for name in ("router", "router.layer")], experts)
+    for excluded, names in (
+        ("model.layers.1.block_sparse_moe.experts", ("model.layers.1.mlp.experts",)),
+        ("layers.1.ffn.experts", ("layers.1.mlp.experts",)),
+        ("backbone.layers.1.mixer.experts", ("model.layers.1.mixer.experts",)),
+    ):
+        others = {name.replace(".1.", ".11.") for name in (excluded, *names)}
+        ignore = ignore_patterns(set(), set(), {excluded}, DIALECTS[dialect])
+        check(ignore, dialect, [f"{name}{part}" for name in (excluded, *names) for part in ("", ".3.w1")], others)
 
 
 def test_names_of_scales_and_linears():

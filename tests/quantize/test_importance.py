@@ -90,6 +90,8 @@ def test_names():
     two_stacks = importance_for(["encoder.layers.0.mlp.experts", "decoder.layers.0.mlp.experts"])
     with pytest.raises(ValueError, match="no importance"):
         two_stacks.of("layers.0.mlp.experts", 0, "up_proj", 64)
+    with pytest.raises(ValueError, match="no importance"):
+        importance.of("towers.0.layers.1.mlp.experts", 0, "up_proj", 64)
 
 
 @pytest.mark.parametrize(("build", "E", "prefix", "parts"), [
@@ -116,6 +118,9 @@ def test_conversion(build, E, prefix, parts, tmp_path):
                     assert torch.equal(a.float(), b.float())
     config = json.loads((tmp_path / "new/config.json").read_text())
     assert config["quantization_config"]["moe_nvfp4"]["recipe"] == "weighted"
+    other = Options("weighted", importance=importance_for(MODULES, E + 1), device="cpu")
+    with pytest.raises(ValueError, match=f"has {E} experts, the importance is of {E + 1}: it was made with another"):
+        convert_checkpoint(source, tmp_path / "other", other, progress=False)
 
 
 @pytest.mark.slow

@@ -9,11 +9,11 @@ from safetensors.torch import save_file
 
 from moe_nvfp4 import cli
 from moe_nvfp4.quantize.convert import convert_checkpoint
-from moe_nvfp4.quantize.dialects import KV_SCHEMES, read_config
+from moe_nvfp4.quantize.dialects import COMPRESSED_TENSORS, KV_SCHEMES, MODELOPT, read_config, write_config
 from moe_nvfp4.quantize.options import Options
 from moe_nvfp4.quantize.verify import verify_checkpoint
 from tests.checkpoints import config_of
-from tests.folders import CONFIGS, is_linear, quantized, qwen2_moe, write
+from tests.folders import CONFIGS, NUMBERS, is_linear, quantized, qwen2_moe, write
 from tests.models import folder, qwen3_moe, tensors
 
 EXPERTS = "model.layers.1.mlp.experts"
@@ -124,7 +124,9 @@ def test_configs_of_modelopt_as_vllm_takes_them():
         {"quant_method": "modelopt", **flat}
     )
     mixed = {"quant_algo": "MIXED_PRECISION", "quantized_layers": {"a": {"quant_algo": "w4a16_nvfp4"}}}
-    assert read_config({"quant_method": "modelopt", "quantization": mixed}).activations == "bf16"
+    config = {"quant_method": "modelopt", "quantization": mixed}
+    assert read_config(config).activations == "bf16"
+    assert not read_config(config).whole and read_config(config).layers == {"a": "W4A16_NVFP4"}
     mixed["quantized_layers"]["b"] = {"quant_algo": "W4A8_NVFP4_FP8"}
     for refused, message in (
         ({"quantization": {"quant_algo": "nvfp4_svd"}}, "quant_algo 'NVFP4_SVD'; this library reads"),
@@ -136,8 +138,40 @@ def test_configs_of_modelopt_as_vllm_takes_them():
     beside = {"quantization": {"quant_algo": "W4A16_NVFP4", "exclude_modules": ["lm_head"]}}  # hf_quant_config.json
     assert read_config({}, beside).activations == "bf16" and read_config({}, beside).ignore == ("lm_head",)
     assert read_config({"quantization_config": {"quant_algo": "NVFP4"}}, beside).activations == "nvfp4"
-    kept = {**CONFIGS["compressed-tensors"], "kv_cache_scheme": KV_SCHEMES["FP8"]}
-    assert read_config(kept).kv_cache == KV_SCHEMES["FP8"]
+
+
+def test_configs_of_compressed_tensors():
+    """Read: a format for each group or for all, groups in other formats, another number of bits. Written: as it is."""
+    theirs = CONFIGS["compressed-tensors"]
+    group = theirs["config_groups"]["group_0"]
+    plain = {key: value for key, value in group.items() if key != "format"}
+    eight = {"targets": ["re:.*o_proj"], "format": "float-quantized", "weights": {"num_bits": 8},
+             "input_activations": {"num_bits": 8}}  # fmt: skip
+    one = read_config({**theirs, "config_groups": {"group_0": plain}})
+    assert one == read_config(theirs) and one.activations == "nvfp4" and one.whole
+    assert read_config({**theirs, "config_groups": {"group_0": {**plain, "format": None}, "group_1": eight}}) == one
+    two = {"format": "mixed-precision", "config_groups": {"group_0": group, "group_1": eight}}
+    assert read_config({**theirs, **two}) == one
+    assert read_config({**theirs, **two, "config_groups": {"group_1": eight}}) is None
+    assert not read_config({**theirs, "config_groups": {"group_0": {**group, "targets": ["re:.*experts.*"]}}}).whole
+    assert read_config({**theirs, "kv_cache_scheme": KV_SCHEMES["FP8"]}).kv_cache == KV_SCHEMES["FP8"]
+    for numbers in ({"group_size": 32}, {"num_bits": 8}):
+        with pytest.raises(ValueError, match="nvfp4-pack-quantized has 4 bits in blocks of 16"):
+            read_config({**theirs, "config_groups": {"group_0": {**group, "weights": {**NUMBERS, **numbers}}}})
+
+    written = write_config(COMPRESSED_TENSORS, theirs["ignore"], True, {}, "1")
+    for numbers in (written["config_groups"]["group_0"][kind] for kind in ("weights", "input_activations")):
+        assert numbers.pop("scale_dtype") == "torch.float8_e4m3fn"
+    assert written == {**theirs, "moe_nvfp4": {}}
+    weights_only = write_config(COMPRESSED_TENSORS, [], False, {}, "1")["config_groups"]["group_0"]
+    assert weights_only["input_activations"] is None and weights_only["weights"]["dynamic"] is False
+    modelopt = write_config(MODELOPT, ["lm_head"], True, {}, "1")
+    numbers = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}
+    assert modelopt["config_groups"] == {
+        "group_0": {"weights": numbers, "input_activations": numbers, "targets": ["Linear"]}
+    }
+    assert (modelopt["quant_method"], modelopt["quant_algo"], modelopt["ignore"]) == ("modelopt", "NVFP4", ["lm_head"])
+    assert modelopt["producer"] == {"name": "moe_nvfp4", "version": "1"}
 
 
 @pytest.mark.slow  # importing ModelOpt takes seconds
