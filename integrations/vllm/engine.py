@@ -123,7 +123,8 @@ def refuse(layer: RoutedExperts, dense: bool = False) -> None:
     if lora is not None and (lora.target_modules is None or "experts" in lora.target_modules):
         raise NotImplementedError(
             f"{name}: LoRA on 4-bit experts is not built: name the modules that it changes, "
-            "--lora-target-modules q_proj k_proj v_proj o_proj"
+            "--lora-target-modules q_proj k_proj v_proj o_proj (of an adapter that has more, vLLM leaves the rest out "
+            "without a word)"
         )
     if dense and layer.activation.value == "swigluoai":
         raise NotImplementedError(

@@ -342,15 +342,15 @@ def test_the_kv_cache_stays_with_vllms_reader():
     assert config.get_quant_method(torch.nn.Identity(), "model.layers.0.self_attn.attn") == "vLLM's"
 
 
-def test_a_head_without_a_name_is_lm_head():
-    """EXAONE's and AFMoE's in vLLM, which their ignore lists name."""
+def test_names_that_ignore_lists_have():
+    """EXAONE's and AFMoE's heads have none in vLLM, and those of a model that drafts another prefix."""
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
     config, asked = Config.from_config(NVFP4), []
     config.base = SimpleNamespace(get_quant_method=lambda layer, prefix: asked.append(prefix))
-    for prefix in ("", "model.lm_head"):
+    for prefix in ("", "model.lm_head", "draft_model.lm_head"):
         config.get_quant_method(object.__new__(ParallelLMHead), prefix)
-    assert asked == ["lm_head", "model.lm_head"]
+    assert asked == ["lm_head", "model.lm_head", "lm_head"]
 
 
 @pytest.mark.parametrize(
