@@ -120,20 +120,8 @@ def times_weights(rows: Tensor, weights: Projection, offsets: Tensor | None, bac
     Without offsets there is one expert, with all rows.
     """
     R, N, K, E = rows.shape[0], weights.rows, weights.width, weights.scale.shape[0]
-    if R == 0:
-        return rows.new_zeros(0, K)
-    every = slice(0, E)
-    if rows.is_cuda and rows.dtype != torch.float32 and (offsets is None or N % 8 == 0 == K % 8):
-        step = max(64, SCRATCH // (E * N * rows.element_size()) // 64 * 64)
-        out = rows.new_empty(R, K)
-        for first in range(0, K, step):
-            columns = slice(first, min(first + step, K))
-            dense = backend.dequantize(weights, every, columns, rows.dtype)
-            if offsets is None:
-                out[:, columns] = rows @ dense[0]
-            else:
-                out[:, columns] = F.grouped_mm(rows.contiguous(), dense, offs=offsets[1:])
-        return out
+    if R and rows.is_cuda and rows.dtype != torch.float32 and (offsets is None or N % 8 == 0 == K % 8):
+        return _times_windows(rows, weights, offsets, backend)
     ends = [0, R] if offsets is None else offsets.tolist()
     out = rows.new_zeros(R, K)
     for e in range(E):
@@ -141,6 +129,21 @@ def times_weights(rows: Tensor, weights: Projection, offsets: Tensor | None, bac
         if here.start < here.stop:
             dense = backend.dequantize(weights, slice(e, e + 1), slice(0, K), torch.float32)[0]
             out[here] = (rows[here].float() @ dense).to(rows.dtype)
+    return out
+
+
+def _times_windows(rows: Tensor, weights: Projection, offsets: Tensor | None, backend: Backend) -> Tensor:
+    """`times_weights`, a window of columns of all experts after the other: nothing waits for the offsets."""
+    N, K, E = weights.rows, weights.width, weights.scale.shape[0]
+    step = max(64, SCRATCH // (E * N * rows.element_size()) // 64 * 64)
+    out = rows.new_empty(rows.shape[0], K)
+    for first in range(0, K, step):
+        columns = slice(first, min(first + step, K))
+        dense = backend.dequantize(weights, slice(0, E), columns, rows.dtype)
+        if offsets is None:
+            out[:, columns] = rows @ dense[0]
+        else:
+            out[:, columns] = F.grouped_mm(rows.contiguous(), dense, offs=offsets[1:])
     return out
 
 

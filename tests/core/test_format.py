@@ -74,8 +74,9 @@ def naive_codes(block, sf, gs):
     if sf == 0:
         return [0] * len(block)
     with np.errstate(all="ignore"):
-        ratios = np.abs(block) / scale
-    return [nearest(min(float(r), 6.0), E2M1_GRID) + (8 if v < 0 else 0) for r, v in zip(ratios, block, strict=True)]
+        ratios = np.minimum(np.abs(block) / scale, 6).tolist()
+    codes = {ratio: nearest(ratio, E2M1_GRID) for ratio in set(ratios)}
+    return [codes[ratio] + (8 if v < 0 else 0) for ratio, v in zip(ratios, block, strict=True)]
 
 
 def assert_same_as_naive(x, codes, sf, scale_of_row, four_over_six=False):
@@ -517,7 +518,7 @@ def test_temporaries_do_not_grow_with_the_tensor():
                     self.sizes.add(t.untyped_storage().nbytes())
             return out
 
-    x = torch.randn(2048, 2048).bfloat16()
+    x = torch.randn(512, 2048).bfloat16()
     rows = x.float().abs().amax(1) / 2688
     for gs in (None, rows):
         with Storages() as mode:

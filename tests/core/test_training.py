@@ -1,6 +1,8 @@
 """Gradients through 4-bit layers: against autograd through dequantized float64 experts, one token and one slot at a
 time."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -56,6 +58,24 @@ def test_any_routing(sizes, unrouted, top_k, I, recompute, seed):
 def test_a_large_batch_is_cut_by_tokens(monkeypatch):
     monkeypatch.setattr(backward, "MAX_ROWS", 7)
     compare(random_layer(E, H, I), *batch(torch.float32), 2e-6)
+
+
+@pytest.mark.parametrize("scratch", [1, 1 << 29])
+@pytest.mark.parametrize("name", ["w13", "w2"])
+def test_windows_of_columns(name, scratch, monkeypatch):
+    """As GPUs take them: a part of all experts' columns at a time, and all at once; also of a linear."""
+    monkeypatch.setattr(backward, "SCRATCH", scratch)
+    layer, backend = random_layer(4, 200, 136), backends.named("cpu")
+    weights, w = layer.weights.projection(name), dense(layer)[name == "w2"]
+    rows, offsets = torch.randn(9, weights.rows).bfloat16(), torch.tensor([0, 2, 2, 6, 8], dtype=torch.int32)
+    got = backward._times_windows(rows, weights, offsets, backend)
+    for e, (first, last) in enumerate(pairwise(offsets.tolist())):
+        if first < last:  # the ninth row has no expert
+            assert relative_error(got[first:last], rows[first:last].double() @ w[e]) < CLOSE[torch.bfloat16]
+    one = weights._replace(codes=weights.codes[:1], sf=weights.sf[:1], scale=weights.scale[:1], first_scale=None)
+    got = backward._times_windows(rows, one, None, backend)
+    matrix = dequantize(one.codes[0], one.sf[0], one.scale)[:, : weights.width]
+    assert relative_error(got, rows.double() @ matrix.double()) < CLOSE[torch.bfloat16]
 
 
 def test_repeated_backward_passes_give_the_same_bits():
