@@ -145,7 +145,7 @@ class MoeNvfp4Config(QuantizationConfig):
         from moe_nvfp4.integrations.vllm import engine
         from moe_nvfp4.integrations.vllm.method import DenseLinearMethod, MoeNvfp4Method
 
-        prefix = prefix.removeprefix("draft_model.")  # what vLLM calls a drafting model: ignore lists have names without
+        prefix = prefix.removeprefix("draft_model.")  # of a model that drafts: ignore lists have names without it
         if isinstance(layer, ParallelLMHead):
             prefix = prefix or "lm_head"  # some models of vLLM's do not say it (EXAONE, AFMoE)
         if not isinstance(layer, RoutedExperts):
