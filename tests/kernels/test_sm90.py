@@ -271,11 +271,11 @@ def test_compiles_without_a_gpu(tmp_path, monkeypatch, record_property):
     record_property("table", "\n".join(lines))
 
 
-@pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize(
-    "tile, I, activations",
-    [(TILE_SHAPES[0], 1040, "nvfp4"), (TILE_SHAPES[4], 336, "nvfp4"), (TILE_SHAPES[0], 144, FOUR_OVER_SIX),
-     pytest.param(TILE_SHAPES[8], 208, "nvfp4", marks=pytest.mark.slow)],
+    "tile, I, activations, static",
+    [(TILE_SHAPES[0], 1040, "nvfp4", False), (TILE_SHAPES[4], 336, "nvfp4", True),
+     (TILE_SHAPES[8], 208, "nvfp4", False), (TILE_SHAPES[0], 144, FOUR_OVER_SIX, False),
+     (TILE_SHAPES[0], 144, FOUR_OVER_SIX, True)],
 )  # fmt: skip
 def test_h_is_quantized_to_the_bit(emulator, tile, I, activations, static):
     """By tiles between those of the GEMMs, in one part or two, with tails."""
