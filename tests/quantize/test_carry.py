@@ -267,6 +267,11 @@ def test_verify_fp8_next_to_nvfp4(tmp_path):
     for change, message in (
         (lambda f: f[key].view(torch.uint8)[2, 3].fill_(0xFF), f"{key} has NaN"),
         (lambda f: f[f"{key}_scale"].fill_(float("inf")), f"{key}_scale has NaN or Inf"),
+        (lambda f: f.update({f"{key}_scale": torch.tensor([255], dtype=torch.uint8)}), f"{key}_scale has NaN"),  # e8m0
+        (
+            lambda f: f.update({f"{key}_scale": torch.ones(2, 2)}),
+            f"{key} is FP8 .* and has no scale, or none that fits",
+        ),
         (lambda f: f.pop(f"{key}_scale"), f"{key} is FP8 .* and has no scale"),
     ):
         damaged = {n: t.clone() for n, t in files.items()}

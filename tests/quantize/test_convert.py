@@ -493,6 +493,7 @@ def test_mxfp4(recipe, tmp_path):
         assert torch.equal(kept[f"{stem}.{name}"].float(), w.transpose(1, 2)) and f"{stem}.{name}_bias" in kept
     same = {n: t for n, t in found.items() if n.startswith(stem)}
     assert all(as_bytes(kept[n.replace("layers.0", "layers.1")]) == as_bytes(t) for n, t in same.items())
+    assert [*verify_checkpoint(tmp_path / "c", two).layers] == [stem.replace("layers.0", "layers.1")]
 
 
 # ---------------------------------------------------------------- other people's readers

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 
 from moe_nvfp4 import cli
 from moe_nvfp4.quantize.files import INDEX, read_header
+from moe_nvfp4.quantize.verify import verify_checkpoint
 from tests.checkpoints import converted, experts, folder
 from tests.models import tensors
 
@@ -330,3 +331,44 @@ def test_verify_finds_damage(case, tmp_path, capsys):
         save_file(files, path / "model.safetensors", metadata={"format": "pt"})
         assert cli.main(["verify", str(path), "--against", str(source)]) == 2
         assert f"{E3} is 0.5" in capsys.readouterr().err
+
+
+FIRST, LAST = "model.layers.0.mlp.experts", "model.layers.1.mlp.experts"
+OTHERS = {
+    "a layer less": (lambda f: [f.pop(n) for n in list(f) if LAST in n], f"{LAST}.0.* has no original in"),
+    "an expert more": (
+        lambda f: f.update({n.replace("experts.1", "experts.2"): t.clone() for n, t in f.items() if "experts.1" in n}),
+        f"{FIRST}.2.down_proj is in .* and neither quantized nor dense in"),
+    "larger matrices": (
+        lambda f: f.update({n: torch.ones(64, 64) for n in f if ".experts." in n}),
+        r"is \[\d+, \d+\], its original \[64, 64\]"),
+    "a norm more": (lambda f: f.update({"model.norm.weight": torch.ones(64)}), "model.norm.weight is in .* and not in"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_verify_against_another_checkpoint(case, tmp_path):
+    change, message = OTHERS[case]
+    files = experts(E=2, layers=2)
+    path = converted(folder(tmp_path / "a", files), tmp_path / "b")
+    change(files)
+    with pytest.raises(ValueError, match=message):
+        verify_checkpoint(path, folder(tmp_path / "c", files))
+
+
+def test_verify_misses_what_save_pretrained_writes_not(tmp_path):
+    """A tied head, scales of a KV cache, tables of RoPE; and nothing else."""
+    attention = "model.layers.0.self_attn"
+    files = experts(E=2) | {f"{attention}.k_scale": torch.ones(1), f"{attention}.rotary_emb.inv_freq": torch.ones(8)}
+    for tied in (True, False):
+        source = folder(tmp_path / f"{tied}", files, {"text_config": {"tie_word_embeddings": tied}})
+        path = converted(source, tmp_path / f"{tied}-new")
+        there = {name: t for name, t in tensors(path).items() if name not in files or ".experts." in name}
+        kept = ("model.embed_tokens.weight", f"{attention}.q_proj.weight", *([] if tied else ["lm_head.weight"]))
+        for gone in (None, *kept):
+            save_file(there | {n: files[n] for n in kept if n != gone}, path / "model.safetensors")
+            if gone is None:
+                verify_checkpoint(path, source)
+                continue
+            with pytest.raises(ValueError, match=f"{gone} is in .* and not in"):
+                verify_checkpoint(path, source)

@@ -11,18 +11,21 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import fields
 
 import pytest
 from safetensors import safe_open
 from safetensors.torch import save_file
 
 from moe_nvfp4.quantize import jobs
-from moe_nvfp4.quantize.convert import convert_checkpoint
+from moe_nvfp4.quantize.codes import CodesFolder
+from moe_nvfp4.quantize.convert import _key, convert_checkpoint
 from moe_nvfp4.quantize.files import ShardWriter, open_checkpoint, read_header
 from moe_nvfp4.quantize.options import Options
 from tests.checkpoints import ENVIRONMENT, converted, experts, folder, same_files
 from tests.models import folder as saved
 from tests.models import qwen3_moe, tensors
+from tests.quantize.test_importance import importance_for
 
 
 def command(source, destination, *options):
@@ -34,7 +37,7 @@ import sys, time
 from moe_nvfp4.quantize import convert, jobs
 whole = jobs.quantize_matrix
 def slow(*args):
-    time.sleep(0.003)
+    time.sleep(0.02)
     return whole(*args)
 jobs.quantize_matrix = slow
 convert.convert_checkpoint(sys.argv[1], sys.argv[2], convert.Options(device="cpu"), progress=False)
@@ -106,7 +109,7 @@ def test_a_full_disk_loses_nothing(after, split, tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_too_little_space_is_said_before_anything_is_written(split, tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**6, 10**6, 1000))
-    with pytest.raises(ValueError, match="1.0 KB free, about .* MB are needed"):
+    with pytest.raises(ValueError, match="1.0 KB free, about .* [KM]B are needed"):
         converted(split[0], tmp_path / "x")
     assert list(tmp_path.iterdir()) == []
 
@@ -124,6 +127,22 @@ def test_other_settings_or_another_source_start_again(split, tmp_path, monkeypat
     os.utime(next(copy.glob("model-00003*")), (1, 1))
     report = convert_checkpoint(copy, tmp_path / "y")
     assert "starting again: the source changed" in capsys.readouterr().err and report.resumed == 0
+
+
+def test_every_option_starts_again(tmp_path):
+    """But the device, which changes no byte: a run does not go on with the tensors of another."""
+    source, importance = open_checkpoint(folder(tmp_path / "a", experts())), importance_for(["experts"])
+    changes = dict(
+        recipe="max", exclude="a", include="b", dialect="compressed-tensors", activations="nvfp4", share_scales=True,
+        dtype="F32", importance=importance, codes=CodesFolder(tmp_path),
+    )  # fmt: skip
+    assert changes.keys() == {field.name for field in fields(Options)} - {"device"}
+    recipes = {"importance": "weighted", "codes": "gptq"}
+    key = lambda **options: json.dumps(_key(source, Options(**options), [])["the settings"])
+    keys = [key(**{"recipe": recipes[name]} if name in recipes else {}, **{name: v}) for name, v in changes.items()]
+    assert len({key(), *keys}) == 1 + len(changes)
+    assert key(recipe="weighted", importance=importance_for(["experts"], seed=1)) not in keys
+    assert key(device="cpu") == key()
 
 
 @pytest.mark.slow
