@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 import torch
 
 from moe_nvfp4 import reference
+from moe_nvfp4.checks import check_activations
 from moe_nvfp4.kernels import cpu, offload, portable, sm90, sm100
 from moe_nvfp4.kernels.backend import PACKAGES, Backend, Device, Gpu, Problem
 from moe_nvfp4.weights import ExpertWeights, LinearWeights
@@ -90,9 +91,10 @@ def _select(problem: Problem, device: torch.device, forced: str | None) -> Backe
 def explain(problem: Problem, device: Device, forced: str | None = None) -> Choice:
     """What runs `problem` on a device like this one, and why not the others.
 
-    ValueError where `forced` can't, NotImplementedError where weights are on the CPU and x is not, or weights stay in
-    their files, and nothing can.
+    ValueError where `forced` can't, and for unknown activations; NotImplementedError where weights are on the CPU and x
+    is not, or weights stay in their files, and nothing can.
     """
+    check_activations(problem.activations)
     if forced and not problem.host_weights:
         backend = named(forced)
         if reason := _refusal(backend, device, problem):
@@ -120,8 +122,6 @@ def _refusal(backend: Backend, device: Device, problem: Problem) -> str | None:
         return f"takes weights on {where}"
     if problem.mapped and not backend.maps:
         return "takes weights in memory, not those that stay in their files"
-    if problem.activations not in backend.activations:
-        return f"has no activations={problem.activations!r}: use one of {', '.join(map(repr, backend.activations))}"
     return backend.unsupported(device, problem)
 
 

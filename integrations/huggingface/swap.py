@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from moe_nvfp4.calibrate import observe
+from moe_nvfp4.checks import check_activations
 from moe_nvfp4.integrations.huggingface.calibration import calibration_batches, evaluating, model_importance
 from moe_nvfp4.integrations.huggingface.config import MoeNvfp4Config, check_cpu_experts
 from moe_nvfp4.integrations.huggingface.converters import model_conversions
@@ -34,7 +35,6 @@ from moe_nvfp4.linear import NVFP4Linear
 from moe_nvfp4.progress import progress_bar
 from moe_nvfp4.quantize.importance import LayerImportance, load_importance
 from moe_nvfp4.quantize.recipes import CALIBRATED_RECIPES, DEFAULT_RECIPE
-from moe_nvfp4.weights import ACTIVATIONS
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -254,8 +254,7 @@ def _quantized(
 def set_activations(model: Model, activations: str) -> Model:
     """Switch the 4-bit experts and linears of `model` to "bf16" (W4A16), "nvfp4" or "nvfp4_four_over_six" (W4A4), in
     place."""
-    if activations not in ACTIVATIONS:
-        raise ValueError(f"activations must be one of {ACTIVATIONS}, got {activations!r}")
+    check_activations(activations)
     layers = [m for m in model.modules() if isinstance(m, (HFExperts, NVFP4Linear))]
     config = _config(model, bool(layers))
     for module in layers:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from moe_nvfp4 import format as nvfp4
 from moe_nvfp4.routing import Groups, Rows
-from moe_nvfp4.weights import ACTIVATIONS, ExpertWeights, Gate, LinearWeights, Projection
+from moe_nvfp4.weights import ExpertWeights, Gate, LinearWeights, Projection
 
 PACKAGES = ("cutlass", "tvm_ffi", "triton")
 OLDEST = {"cutlass": ("nvidia-cutlass-dsl", (4, 8))}  # the kernels import modules that older ones lack
@@ -116,7 +116,6 @@ class Backend:
     packages     of PACKAGES, what compiles its kernels, on first use or ahead (see `kernels.calls`)
     layout       its name, if `prepare` brings weights into a layout of its own; None: kernels read the checkpoint's
     host_weights whether it is for `Problem.host_weights`, and for nothing else
-    activations  of ACTIVATIONS, those that it quantizes rows by
     maps         whether it runs `Problem.mapped` too: weights in the cpu backend's layout
     """
 
@@ -127,7 +126,6 @@ class Backend:
     layout: ClassVar[str | None] = None
     host_weights: ClassVar[bool] = False
     maps: ClassVar[bool] = False
-    activations: ClassVar[tuple[str, ...]] = ACTIVATIONS
 
     def unavailable(self, device: Device) -> str | None:
         """Why it does not run on `device`, a clause that follows its name and ends with the way out; None: it does."""

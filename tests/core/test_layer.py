@@ -357,8 +357,12 @@ def test_bad_weights_are_named():
     ]:
         with pytest.raises(ValueError, match=rule):
             Gate(**wrong)
-    with pytest.raises(ValueError, match="activations must be one of"):
-        make(activations="fp8")
+    layer.activations = "W4A4"
+    for call in (lambda: make(activations="fp8"), lambda: layer(*batch(2, 4, 2, 64))):
+        with pytest.raises(ValueError, match="activations must be one of"):
+            call()
+    assert "backend=None" in repr(layer)
+    layer = make()
     for bad in (0.0, float("inf"), float("nan"), -1.0):
         layer.up_proj_global_scale[2] = bad
         with pytest.raises(ValueError, match="experts.up_scale of expert 2 is"):
