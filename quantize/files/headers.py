@@ -40,7 +40,7 @@ def read_header(path: Path) -> tuple[dict[str, dict], int]:
     size = path.stat().st_size
     with open(path, "rb") as f:
         length = int.from_bytes(f.read(8), "little")
-        if size < 8 or length > min(size - 8, MAX_HEADER):
+        if length > min(size - 8, MAX_HEADER):
             raise ValueError(_damaged(path, f"it has {size} bytes, its header alone needs {length + 8}"))
         try:
             header = json.loads(f.read(length), object_pairs_hook=_no_duplicates)

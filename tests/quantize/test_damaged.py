@@ -9,10 +9,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors import safe_open
 from safetensors.torch import save_file
 
 from moe_nvfp4 import cli
-from moe_nvfp4.quantize.files import INDEX, read_header
+from moe_nvfp4.quantize.files import INDEX, ShardWriter, expert_counts, open_checkpoint, read_header
 from moe_nvfp4.quantize.verify import verify_checkpoint
 from tests.checkpoints import converted, experts, folder
 from tests.models import tensors
@@ -29,6 +30,7 @@ def entry(begin, end, shape=None, dtype="U8"):
 
 
 HOSTILE = {
+    "empty": (dict(header=b"", length=0, data=b""), "is not JSON"),
     "huge header": (dict(header={}, length=1 << 62), "its header alone needs"),
     "not JSON": (dict(header=b"{nonsense"), "is not JSON"),
     "deep JSON": (dict(header=b"[" * 200000), "is not"),
@@ -42,6 +44,9 @@ HOSTILE = {
     "shape overflow": (dict(header={"a": entry(0, 64, [1 << 61, 1 << 61, 0, 64])}), "needs 0 bytes"),
     "booleans": (dict(header={"a": entry(0, 64, [True])}), "not whole numbers"),
     "unknown dtype": (dict(header={"a": entry(0, 64, [64], "F9")}), "dtype 'F9', which is not known"),
+    "a dtype of another form": (dict(header={"a": entry(0, 64, [64], ["U8"])}), "dtype .'U8'., which is not known"),
+    "a shape of another form": (dict(header={"a": entry(0, 64, 64)}), "not whole numbers"),
+    "a number beyond any": (dict(header={"a": entry(0, 0, [0, 1 << 63]), "b": entry(0, 64)}), "not whole numbers"),
     "no offsets": (dict(header={"a": {"dtype": "U8", "shape": [64]}}), "lacks data_offsets"),
     "twice": (dict(header=b'{"a": {"dtype": "U8", "shape": [64], "data_offsets": [0, 64]}, "a": {}}'), "names a twice"),
     "an expert of 31 digits": (
@@ -99,11 +104,23 @@ WRONG = {
     "a shard too few": (
         index(lambda m: [m.pop(k) for k in list(m) if "00003-" in m[k]]), "does not name the shard model-00003"),
     "no map": (lambda p: (p / INDEX).write_text("{}"), "has no weight_map"),
+    "an empty map": (index(lambda m: m.clear()), "has no weight_map"),
+    "numbers of files": (index(lambda m: rename_first(m, 3)), "has no weight_map"),
+    "hidden": (index(lambda m: rename_first(m, ".x.safetensors")), "shards must be"),
     "not JSON": (lambda p: (p / INDEX).write_text("{"), "is not JSON"),
+    "a deep config": (lambda p: (p / "config.json").write_text("[" * 200000), "config.json is not JSON"),
+    "a list for a config": (lambda p: (p / "config.json").write_text("[]"), "config.json is not a JSON object"),
+    "one shard": (
+        lambda p: [f.unlink() for f in p.glob("*model*") if "00001-" not in f.name],
+        "1 .safetensors file.s. of a split checkpoint"),
+    "shards beside a whole": (
+        lambda p: (p / INDEX).unlink() or save_file({"a": torch.ones(1)}, p / "model.safetensors"),
+        "4 .* of a split checkpoint"),
     "no index": (lambda p: (p / INDEX).unlink(), "of a split checkpoint, but no model.safetensors.index.json"),
     "no config": (lambda p: (p / "config.json").unlink(), "has no config.json"),
     "two checkpoints": (
         lambda p: save_file({"a": torch.ones(1)}, p / "model.safetensors"), "two checkpoints are mixed"),
+    "an empty shard": (lambda p: os.truncate(p / "model-00003-of-00003.safetensors", 0), "model-00003.* has 0 bytes"),
     "truncated": (lambda p: os.truncate(p / "model-00003-of-00003.safetensors", 3000), "model-00003.* is truncated"),
     "twice": (lambda p: shutil.copy(p / "model-00001-of-00003.safetensors", p / "model-00002-of-00003.safetensors"),
               "two checkpoints are mixed"),
@@ -118,6 +135,58 @@ def test_wrong_indexes(case, tmp_path):
     with pytest.raises(ValueError, match=message):
         converted(source, tmp_path / "b")
     assert [p.name for p in tmp_path.iterdir()] == ["a"]
+
+
+WIDE = (
+    "float64",
+    "float32",
+    "int64",
+    "int32",
+    "uint64",
+    "uint32",
+    "complex64",
+    "bfloat16",
+    "float16",
+    "int16",
+    "uint16",
+)
+DTYPES = ("bool", *WIDE, "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "int8", "uint8")
+
+
+def test_every_dtype_is_read_and_written(tmp_path):
+    """What safetensors writes and reads; each tensor begins at a multiple of its elements' size."""
+    files = {f"{i}.{name}": torch.ones(3, 5).to(getattr(torch, name)) for i, name in enumerate(DTYPES)}
+    save_file(files, tmp_path / "a")
+    header, _ = read_header(tmp_path / "a")
+    writer = ShardWriter(tmp_path / "b", {n: (info["dtype"], tuple(info["shape"])) for n, info in header.items()})
+    for name, tensor in files.items():
+        writer.write(name, tensor)
+    header, start = read_header(tmp_path / "b")
+    with safe_open(tmp_path / "b", "pt") as file:
+        assert file.metadata() == {"format": "pt"} and set(file.keys()) == files.keys()
+        for name, tensor in files.items():
+            assert (start + header[name]["data_offsets"][0]) % tensor.itemsize == 0
+            found = file.get_tensor(name)
+            assert found.dtype == tensor.dtype and torch.equal(found.view(torch.uint8), tensor.view(torch.uint8))
+
+
+def test_what_is_one_checkpoint(tmp_path):
+    """One file of any name, `model.safetensors` beside others; what the config says, at any depth."""
+    text = {"model_type": "inner", "n_routed_experts": 6, "num_hidden_layers": 3, "audio_config": {"num_experts": 2}}
+    config = {
+        "model_type": "outer", "num_local_experts": 8, "moe_num_experts": 4, "num_experts": True, "text_config": text,
+        "quantization_config": {"model_type": "no", "num_experts": 9}, "rope_parameters": {"num_experts": 9},
+        "num_experts_per_tok": 5, "vision_config": {"model_type": None, "num_hidden_layers": 2},
+    }  # fmt: skip
+    path = folder(tmp_path / "a", {"a": torch.ones(1)}, config)
+    (path / "model.safetensors").rename(path / "model-00001-of-00001.safetensors")
+    found = open_checkpoint(path)
+    assert [f.name for f in found.files] == ["model-00001-of-00001.safetensors"] and [*found.tensors] == ["a"]
+    assert (found.types, found.layers, expert_counts(config)) == (["outer", "inner"], 3, {8, 4, 6, 2})
+    save_file({"b": torch.ones(1)}, path / "model.safetensors")
+    (path / "model-00001-of-00001.safetensors").rename(path / "adapter.safetensors")
+    found = open_checkpoint(path)
+    assert [*found.tensors] == ["b"] and [f.name for f in found.ignored] == ["adapter.safetensors"]
 
 
 E3 = "model.layers.0.mlp.experts.3"
