@@ -304,6 +304,7 @@ def test_a_state_dict_that_was_cast_is_refused(linear, assign):
         layer.load_state_dict(e4m3, assign=assign)
     assert all(torch.equal(t, before[key]) for key, t in layer.state_dict().items())
     layer.load_state_dict(before, assign=assign)
+    assert layer.load_state_dict({}, strict=False, assign=assign).missing_keys == list(before)
 
 
 SHARDED = """
