@@ -251,6 +251,7 @@ def adapted_gradients(
         found[2] = grouped_mm((low * weight).to(h.dtype).T, h, offsets)
         found[3] = grouped_mm(dy.T, (grouped_mm(h, down.a.mT, offsets) * weight).to(dy.dtype), offsets)
         dp += (added.float() * h).sum(-1, keepdim=True)
+        del added, total  # as large as h
     if weights.quantized:  # what the weights met; the adapter met h
         groups = Groups(slots.order, offsets, slots.top_k)
         stages, w = _stages(weights, rows, backend)
