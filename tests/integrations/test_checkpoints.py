@@ -224,6 +224,11 @@ def test_the_language_model_of_llama4_loads_from_files_of_all_of_it(tmp_path):
     model = load(tmp_path / "nvfp4")
     assert type(model).__name__ == "Llama4ForCausalLM" and len(packed(model, HFExperts)) == 2
     assert torch.equal(logits(model), logits(whole))
+    found = checkpoint_config(tmp_path / "nvfp4").quantization_config  # which the text's own config has not
+    named = transformers.Llama4ForCausalLM.from_pretrained(
+        tmp_path / "nvfp4", dtype=torch.float32, quantization_config=found
+    )
+    assert torch.equal(logits(named), logits(model))
     model.save_pretrained(tmp_path / "again")
     assert torch.equal(logits(load(tmp_path / "again")), logits(model))
 
