@@ -21,6 +21,7 @@ from moe_nvfp4.integrations.huggingface.experts import HFExperts
 from moe_nvfp4.linear import NVFP4Linear
 from moe_nvfp4.quantize.convert import convert_checkpoint
 from moe_nvfp4.quantize.options import Options
+from moe_nvfp4.quantize.verify import verify_checkpoint
 from tests.common import THRESHOLDS, relative_error
 from tests.folders import (
     CONFIGS,
@@ -187,6 +188,8 @@ def test_mixed_precision_fp8_experts_become_dense(kind, family, dialect, tmp_pat
     convert_checkpoint(folder, tmp_path / "plain", Options(dialect=dialect), progress=False)
     plain = set_activations(load(tmp_path / "plain", torch.bfloat16), "bf16")
     assert torch.equal(logits(plain), logits(set_activations(load(folder, torch.bfloat16), "bf16")))
+    for path in ("again", "plain"):  # servers are told
+        assert not [line for line in verify_checkpoint(tmp_path / path).warnings if "ignore list" in line]
     if kind == "row":
         missing = next(k for k in files if is_expert(k) and "layers.0." in k and k.endswith("weight_scale"))
         del files[missing]

@@ -528,6 +528,9 @@ def test_bad_and_missing_input_scales_are_named(value, tmp_path, caplog):
     model.save_pretrained(tmp_path / "again")
     assert torch.equal(logits(load(tmp_path / "again")), expected)
     assert not [name for name in tensors(tmp_path / "again") if name.endswith("input_scale")]
+    assert (
+        json.loads((tmp_path / "again/config.json").read_text())["quantization_config"]["quant_algo"] == "W4A16_NVFP4"
+    )
 
 
 def test_truncated_file_is_named(tmp_path):

@@ -484,13 +484,14 @@ def test_mxfp4(recipe, tmp_path):
         assert torch.equal(found[f"{stem}.{e}.down_proj.bias"], files[f"{stem}.down_proj_bias"][e])
     report = verify_checkpoint(tmp_path / "b", source)
     assert (report.layers[stem].relative == 0) == (recipe != "max")
-    # excluded experts become dense as gpt-oss keeps them, [E, in, out]
-    config["num_hidden_layers"] = 2
+    # excluded experts become dense as gpt-oss keeps them, [E, in, out], in the config's dtype
+    config |= {"num_hidden_layers": 2, "dtype": "float32" if recipe == "max" else "bfloat16"}
     other = {name.replace("layers.0", "layers.1"): tensor.clone() for name, tensor in files.items()}
     two = folder(tmp_path / "two", files | other, config)
     kept = tensors(converted(two, tmp_path / "c", recipe=recipe, exclude=["model.layers.0.*"]))
     for name, w in dense.items():
         assert torch.equal(kept[f"{stem}.{name}"].float(), w.transpose(1, 2)) and f"{stem}.{name}_bias" in kept
+        assert kept[f"{stem}.{name}"].dtype == getattr(torch, config["dtype"])
     same = {n: t for n, t in found.items() if n.startswith(stem)}
     assert all(as_bytes(kept[n.replace("layers.0", "layers.1")]) == as_bytes(t) for n, t in same.items())
     assert [*verify_checkpoint(tmp_path / "c", two).layers] == [stem.replace("layers.0", "layers.1")]
