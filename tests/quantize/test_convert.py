@@ -410,27 +410,28 @@ def test_a_gpu_writes_the_same_bytes(recipe, split, tmp_path):
 
 
 # ---------------------------------------------------------------- FP8 and MXFP4
-def fp8(dense, block):
-    """e4m3 codes with one scale for each block, made in the plain way."""
+def fp8(dense, block, dtype=torch.float32):
+    """e4m3 codes with one scale for each block, of a dtype, made in the plain way."""
     N, K = dense.shape
     scale = torch.zeros(-(-N // block), -(-K // block))
     codes = torch.zeros(N, K)
     for i in range(scale.shape[0]):
         for j in range(scale.shape[1]):
             part = (slice(i * block, (i + 1) * block), slice(j * block, (j + 1) * block))
-            scale[i, j] = dense[part].abs().max() / 448
+            scale[i, j] = (dense[part].abs().max() / 300).to(dtype).float()
             codes[part] = dense[part] / scale[i, j]
     codes = codes.to(torch.float8_e4m3fn)
-    return codes, scale, codes.float() * scale.repeat_interleave(block, 0).repeat_interleave(block, 1)[:N, :K]
+    return codes, scale.to(dtype), codes.float() * scale.repeat_interleave(block, 0).repeat_interleave(block, 1)[:N, :K]
 
 
 def test_fp8_blocks(tmp_path):
     block, files, dense = 32, {}, {}
-    for name, tensor in experts(E=3, I=48, H=80, layers=2).items():
+    for i, (name, tensor) in enumerate(experts(E=3, I=48, H=80, layers=2).items()):
         if "embed" in name or "lm_head" in name:
             files[name] = tensor
         else:
-            files[name], files[f"{name}_scale_inv"], dense[name] = fp8(tensor.float(), block)
+            dtype = (torch.float32, torch.bfloat16, torch.float8_e8m0fnu)[i % 3]
+            files[name], files[f"{name}_scale_inv"], dense[name] = fp8(tensor.float(), block, dtype)
     q = {"quant_method": "fp8", "weight_block_size": [block, block], "activation_scheme": "dynamic"}
     config = {"quantization_config": q, "num_hidden_layers": 1, "n_routed_experts": 3}
     source = folder(tmp_path / "a", files, config, shards=3)
