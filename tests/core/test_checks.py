@@ -254,12 +254,17 @@ CASTS = {
 }
 
 
+@cache
+def layer_of_scales(linear):
+    return make_linear(static=True) if linear else make(static=True)
+
+
 @pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(dtype=st.sampled_from(FLOATING), cast=st.sampled_from(sorted(CASTS)), linear=st.booleans(),
        exponent=st.integers(-40, 5), seed=st.integers(0, 99))  # fmt: skip
 def test_casts_do_not_round_scales(dtype, cast, linear, exponent, seed):
-    layer = make_linear(static=True) if linear else make(static=True)
+    layer = copy.deepcopy(layer_of_scales(linear))
     scales = [name for name, p in layer.named_parameters() if p in fp32_parameters(layer)]
     assert len(scales) == (2 if linear else 5)
     torch.manual_seed(seed)
