@@ -19,7 +19,8 @@ from moe_nvfp4.quantize.names import DENSE, KV_SCALE, PRE_QUANT_SCALE, is_dense_
 from moe_nvfp4.quantize.plan import ConversionPlan, nothing_there, nvfp4_files, plan_of, scale_warnings
 from moe_nvfp4.weights import check_block_scales, check_global_scale
 
-PIECE = 1 << 22  # elements read at once
+PIECE = 1 << 22  # bytes read at once
+STEP = 1 << 16  # elements compared at once, in a CPU's cache; what larger ones took, malloc kept, more with each matrix
 FAR = 0.5  # relative error of an expert; of gptq on a few tokens 0.12, by rounding to NVFP4 at most 0.2
 
 
@@ -218,7 +219,7 @@ def _add_error(layer: ErrorSums, stem: str, packed: Matrix, matrix: Matrix) -> N
     padded = -(-matrix.columns // 16) * 16
     if (packed.rows, packed.columns) != (matrix.rows, padded):
         raise ValueError(f"{stem} is [{packed.rows}, {packed.columns}], its original [{matrix.rows}, {matrix.columns}]")
-    rows, packed_rows, step = matrix.open(), packed.open(), max(1, PIECE // packed.columns)
+    rows, packed_rows, step = matrix.open(), packed.open(), max(1, STEP // packed.columns)
     for a in range(0, packed.rows, step):
         b = min(a + step, packed.rows)
         original = rows(a, b).float()
@@ -233,7 +234,7 @@ def _is_dense(stored: TensorSlice, matrix: Matrix) -> bool:
     """Whether `stored` is `matrix` in its own dtype, exactly."""
     if stored.shape != (matrix.rows, matrix.columns):
         return False
-    dtype, rows, step = TORCH_DTYPES[stored.dtype], matrix.open(), max(1, PIECE // matrix.columns)
+    dtype, rows, step = TORCH_DTYPES[stored.dtype], matrix.open(), max(1, STEP // matrix.columns)
     width = matrix.columns * dtype.itemsize
     pieces = ((a, min(a + step, matrix.rows)) for a in range(0, matrix.rows, step))
     return all(
