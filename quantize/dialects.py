@@ -7,9 +7,9 @@
     input_scale     input_scale     F32 []       input_global_scale   F32 [1]   its reciprocal
 
 Sources: nvidia-modelopt 0.47 (`torch/export`), compressed-tensors 0.20 (`compressors/nvfp4`).
-A reciprocal of a reciprocal may differ in the last bit, so `encode_scale` looks for one whose reciprocal does not;
-two numbers next to each other may have the same, so what has been read is written again as it was read
-(`carry_scale`). Codes and block scales are the same bytes in both.
+A scale that was a reciprocal is that of its own reciprocal, for all 2^23 mantissas of float32. But two numbers next to
+each other may have the same one, so what has been read is written again as it was read (`encode_scale`,
+`carry_scale`). Codes and block scales are the same bytes in both.
 """
 
 from __future__ import annotations
@@ -50,19 +50,15 @@ class Dialect:
         return 1.0 / stored if self.reciprocal else stored
 
     def encode_scale(self, scale: Tensor, as_read: Tensor | None = None) -> Tensor:
-        """fp32 0-d, multiplying -> as stored: [] or [1]; decode_scale of it gives `scale` back where it can.
+        """fp32 0-d, multiplying -> as stored: [] or [1]; decode_scale of it gives back a `scale` that it gave before.
 
         as_read: what a file had before, which is written again where it is `scale` still.
         """
         if not self.reciprocal:
             return scale.float().reshape(())
         scale = scale.float().reshape(1)
-        near = 1.0 / scale
-        before = () if as_read is None else (as_read.to(scale.device).reshape(1),)
-        for stored in (*before, near, torch.nextafter(near, near * 2), torch.nextafter(near, near / 2)):
-            if torch.equal(1.0 / stored, scale):
-                return stored
-        return near
+        before = 1.0 / scale if as_read is None else as_read.to(scale.device).reshape(1)
+        return before if torch.equal(1.0 / before, scale) else 1.0 / scale
 
     def carry_scale(self, stored: Tensor, target: Dialect) -> Tensor:
         """One global scale of a file in this dialect -> as files in `target` have it; in the same one, as it was."""

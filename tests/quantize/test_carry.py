@@ -154,6 +154,8 @@ def test_fp8_layers_of_mixed_files_become_dense(kind, dialect, tmp_path):
 
 def test_reciprocals_are_written_as_they_were_read():
     """Of two neighbours with the same reciprocal the one that was there; where nothing was, one that gives it back."""
+    numbers = torch.arange(0x3F800000, 0x40000000, dtype=torch.int32).view(torch.float32)  # from 1 to 2, all of them
+    assert torch.equal(1.0 / (1.0 / (1.0 / numbers)), 1.0 / numbers)
     for stored in torch.rand(300) * 4:
         scale = 1.0 / stored
         assert COMPRESSED_TENSORS.encode_scale(scale, stored[None]) == stored
