@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 
 from moe_nvfp4 import backends, cli, demo
 from moe_nvfp4.cli import info, options
+from moe_nvfp4.progress import progress_bar
 from tests.models import make, qwen3_moe, tensors
 
 ROOT = Path(__file__).parents[2]
@@ -592,6 +593,11 @@ def test_tqdm_disable(hidden, folder, tmp_path):
 
 
 @pytest.mark.slow
+def test_without_a_stderr_there_are_no_bars(monkeypatch):
+    monkeypatch.setattr(sys, "stderr", None)
+    assert list(progress_bar([1, 2], show=True)) == [1, 2]
+
+
 def test_a_reader_that_has_enough():
     command = subprocess.Popen([sys.executable, "-m", "moe_nvfp4", "env"], cwd=ROOT, stdout=subprocess.PIPE,
                                stderr=subprocess.PIPE)  # fmt: skip
