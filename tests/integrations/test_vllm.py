@@ -112,11 +112,6 @@ def test_folders_of_ours(folders, one_rank):
 
 def test_bf16_experts_are_quantized_while_they_load(folders, one_rank):
     same(generate(folders / "bf16", quantization="moe_nvfp4"), one_rank, 1e-6)
-    with pytest.raises(ValueError, match=r"\['layers.9.\*'\] matches no .*; in vLLM this model has model.layers.0.mlp"):
-        start(
-            folders / "bf16", quantization="moe_nvfp4",
-            hf_overrides={"moe_nvfp4": {"exclude": ["*.layers.0.*", "layers.9.*"]}},
-        )  # fmt: skip
 
 
 def test_the_demo_in_bf16(tmp_path):
@@ -319,12 +314,33 @@ def test_unknown_options_are_named():
     for exclude in ("model.layers.0.*", None, [0]):  # of a string, "*" alone would exclude every layer
         with pytest.raises(ValueError, match="exclude=.*: it is a list of names or wildcards"):
             Config().choose({"exclude": exclude})
-    with pytest.raises(ValueError, match="--quantization moe_nvfp4: this model has no experts"):
-        Config().check_effect(whole=False, dense=True)
     with pytest.raises(ValueError, match="'nvfp4': options are an object"):
         Config().choose("nvfp4")
     with pytest.raises(ValueError, match="recipe='max': these experts are NVFP4 already"):
         Config.from_config(NVFP4).choose({"recipe": "max"})
+
+
+def test_options_without_an_effect_are_refused(monkeypatch):
+    """When the first linear of bf16 files has been loaded: all modules are made then."""
+    from vllm.model_executor.layers.fused_moe import RoutedExperts
+    from vllm.model_executor.layers.linear import LinearBase
+
+    def load(experts, exclude, whole=True, dense=False):
+        config = Config().choose({"exclude": exclude})
+        monkeypatch.setattr(engine, "whole_and_dense", lambda: (whole, dense))
+        linear = config.get_quant_method(object.__new__(LinearBase), "model.layers.0.self_attn.qkv_proj")
+        for name in experts:
+            assert config.get_quant_method(object.__new__(RoutedExperts), name) is None
+        linear.process_weights_after_loading(torch.nn.Linear(16, 16))
+
+    here = "model.layers.0.mlp.experts"
+    load([here], ["*.layers.0.*"])
+    load([here], ["*.layers.0.*", "*.layers.9.*"], whole=False)  # another stage of the pipeline has it
+    with pytest.raises(ValueError, match=rf"exclude=\['\*.layers.9.\*'\] matches no .* this model has {here}$"):
+        load([here], ["*.layers.0.*", "*.layers.9.*"])
+    load([], [])  # a dense layer that drafts for a mixture of experts
+    with pytest.raises(ValueError, match="--quantization moe_nvfp4: this model has no experts"):
+        load([], [], dense=True)
 
 
 def test_fused_names_are_ignored_with_their_parts():
