@@ -47,7 +47,7 @@ def global_scale_for(amax: Tensor | float, sf_max: float = E4M3_MAX) -> Tensor:
     four-over-six recipes need. An amax of 0 gives 1.0. The result is never below the smallest
     normal float32, so it cannot underflow to 0. NaN stays NaN.
     """
-    amax = torch.as_tensor(amax, dtype=torch.float32)
+    amax = amax.float() if isinstance(amax, Tensor) else torch.tensor(amax, dtype=torch.float32)
     scale = _div_number(amax, E2M1_MAX * sf_max).clamp(min=torch.finfo(torch.float32).tiny)
     return torch.where(amax == 0, torch.ones_like(scale), scale)
 
