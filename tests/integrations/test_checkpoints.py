@@ -374,4 +374,5 @@ def test_packed_linears_offload_compile_and_generate(tmp_path):
     assert torch.equal(static, whole.generate(IDS, **greedy))
     attention = whole.model.layers[0].self_attn.q_proj
     x = torch.randn(2, 3, 64)
+    torch.compiler.reset()
     assert torch.equal(torch.compile(attention, fullgraph=True)(x), attention(x))

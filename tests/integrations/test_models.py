@@ -264,6 +264,7 @@ def test_generate_with_every_cache_and_compiled(activations, tmp_path):
     expected = model.generate(IDS, **greedy)
     assert torch.equal(model.generate(IDS, cache_implementation="static", **greedy), expected)
     assert torch.equal(model.generate(IDS, use_cache=False, **greedy), expected)
+    torch.compiler.reset()
     step = torch.compile(model.model.layers[0].mlp, fullgraph=True)
     x = torch.randn(1, 5, 64)
     with torch.no_grad():
@@ -274,6 +275,7 @@ def test_generate_with_every_cache_and_compiled(activations, tmp_path):
 @pytest.mark.slow
 def test_compiled_model_has_no_graph_break(tmp_path):
     model = load(folder(tmp_path, mixtral), quantization_config=MoeNvfp4Config())
+    torch.compiler.reset()
     compiled = torch.compile(model, fullgraph=True)
     with torch.no_grad():
         a, b = compiled(IDS, use_cache=False).logits, model(IDS, use_cache=False).logits
