@@ -24,7 +24,7 @@ from moe_nvfp4.integrations.huggingface.statistics import watch
 from moe_nvfp4.progress import progress_bar
 from moe_nvfp4.quantize.codes import CodesFolder
 from moe_nvfp4.quantize.convert import check_space, convert_checkpoint
-from moe_nvfp4.quantize.files import StagingDir, lock, open_checkpoint, unlock
+from moe_nvfp4.quantize.files import StagingDir, lock, unlock
 from moe_nvfp4.quantize.gptq import quantize_gptq
 from moe_nvfp4.quantize.names import same_module
 from moe_nvfp4.quantize.options import Options
@@ -208,8 +208,9 @@ def gptq_files(
     batches are on the host, and from time to time on disk. An interrupted run goes on with the first layer that is not
     done, if `source` is what it was. ValueError if it changes meanwhile.
     """
-    place, state = options.place, open_checkpoint(source).state()
+    place = options.place
     files = LayerFiles(source, place)
+    state = files.checkpoint.state()
     modules = dense_modules(files.model, options.exclude)
     names = modules.keys() if chosen is None else {same_module(module, modules) for module in chosen}
     modules = {name: found for name, found in modules.items() if name in names}
@@ -228,7 +229,7 @@ def gptq_files(
             codes.save(module, tensors)
         files.drop(i)
         begun.keep(i, walk)
-    if open_checkpoint(source).state() != state:
+    if files.checkpoint.state() != state:
         raise ValueError(f"{source} changed while it was read: run the same command again")
     begun.drop_states()
     rows = {module: codes.rows(module) for module in modules}

@@ -111,8 +111,9 @@ def _to(device: torch.device | str) -> Any:
 class LayerFiles:
     """The model of a dense checkpoint folder, whose layers are loaded from the files one at a time.
 
-    model   everything but the layers is loaded; the layers are empty, on meta
-    layers  those that have experts, and those among them
+    checkpoint  the folder
+    model       everything but the layers is loaded; the layers are empty, on meta
+    layers      those that have experts, and those among them
     """
 
     def __init__(self, folder: str | os.PathLike, device: torch.device | str, dtype: torch.dtype | None = None):
@@ -126,7 +127,7 @@ class LayerFiles:
         with torch.device("meta"):
             self.model = known[0]._from_config(config, dtype=dtype).eval()
         self.device, self.dtype = torch.device(device), dtype
-        self._files = {name: stored.file for name, stored in open_checkpoint(folder).tensors.items()}
+        self.checkpoint = open_checkpoint(folder)
         self._conversions = model_conversions(self.model, loading=True)
 
     def use_layers(self, name: str) -> nn.ModuleList:
@@ -136,7 +137,7 @@ class LayerFiles:
         renamings = [c for c in self._conversions if not isinstance(c, WeightConverter)]
         state, prefix = self.model.state_dict(), self.model.base_model_prefix
         self._layer_of: dict[str, int | None] = {}
-        for tensor in self._files:
+        for tensor in self.checkpoint.tensors:
             target, _ = rename_source_key(tensor, renamings, converters, prefix, state)
             inside = target.removeprefix(f"{name}.") if target.startswith(f"{name}.") else ""
             self._layer_of[tensor] = int(inside.split(".")[0]) if inside else None
@@ -160,8 +161,8 @@ class LayerFiles:
 
     def _load(self, i: int | None) -> None:
         names = [name for name, layer in self._layer_of.items() if layer == i]
-        files = {self._files[name] for name in names}
-        opened = {file: safe_open(file, framework="pt") for file in files}
+        stored = self.checkpoint.tensors
+        opened = {file: safe_open(file, framework="pt") for file in {stored[name].file for name in names}}
         config = LoadStateDictConfig(
             device_map={"": self.device}, dtype=self.dtype, weight_mapping=self._conversions,
             dtype_plan=self.model._get_dtype_plan(self.dtype),
@@ -169,7 +170,7 @@ class LayerFiles:
         shown = logging.is_progress_bar_enabled()
         logging.disable_progress_bar()
         try:
-            state = {name: opened[self._files[name]].get_slice(name) for name in names}
+            state = {name: opened[stored[name].file].get_slice(name) for name in names}
             convert_and_load_state_dict_in_model(self.model, state, config)
         finally:
             if shown:
