@@ -50,10 +50,11 @@ model = AutoModelForCausalLM.from_pretrained("{name}", dtype="auto")
 
 
 def write_card(report: ConversionReport, source: str, verified: VerificationReport | None) -> Path:
-    """README.md of `report.destination`; the original's metadata and text stay, around and below what is new.
+    """Write README.md into `report.destination` and return its path. It keeps the original card's metadata, and ends
+    with the original's text.
 
-    source    of the conversion, as the user named it
-    verified  what `verify_checkpoint(destination, source)` found, if it was asked
+    source    the source of the conversion, as the user named it
+    verified  what `verify_checkpoint(destination, source)` found, if it ran
     """
     import yaml
 
@@ -84,7 +85,7 @@ def write_card(report: ConversionReport, source: str, verified: VerificationRepo
 
 
 def misread_by(folder: Path) -> list[str]:
-    """Which programs read the new files in `folder` wrong without a word, and what helps (docs/checkpoints.md)."""
+    """A line for each program that silently misreads the new files in `folder`, with a remedy (docs/checkpoints.md)."""
     q = json.loads((folder / "config.json").read_text("utf-8"))["quantization_config"]
     if q["quant_method"] == "compressed-tensors":
         return ["transformers 5.23 by itself loads these experts with wrong numbers: "
@@ -96,17 +97,17 @@ def misread_by(folder: Path) -> list[str]:
 
 
 def _languages(found: Any) -> Any:
-    """A code or a list of them, in which `no` is Norwegian again: YAML 1.1 reads false."""
+    """Language codes, one or a list, with `no` for Norwegian restored: YAML 1.1 reads it as false."""
     return [_languages(code) for code in found] if isinstance(found, list) else "no" if found is False else found
 
 
 def _original(text: str) -> ModelCard:
-    """The card `text`; where its metadata is none that can be read, it is a part of the text."""
+    """Parse a card. Metadata that cannot be read is kept as part of its text."""
     import yaml
     from huggingface_hub import ModelCard
 
     if not text.lstrip().startswith("---"):
-        text = f"---\n{{}}\n---\n{text}"  # else a warning says that there is no metadata
+        text = f"---\n{{}}\n---\n{text}"  # without it, ModelCard warns that there is no metadata
     try:
         return ModelCard(text, ignore_metadata_errors=True)
     except (ValueError, yaml.YAMLError):
@@ -118,4 +119,4 @@ def _errors(name: str, verified: VerificationReport | None) -> str:
         return f"`moe-nvfp4 verify {name} --against ORIGINAL` measures it, layer by layer."
     lines = ["| layer | relative error | SNR (dB) |", "|---|--:|--:|"]
     lines += [f"| `{layer}` | {sums.relative:.4f} | {sums.snr:.1f} |" for layer, sums in verified.layers.items()]
-    return "\n".join(["Of all weights of a layer against the original's, by `moe-nvfp4 verify`:", "", *lines])
+    return "\n".join(["All weights of a layer against the original's, by `moe-nvfp4 verify`:", "", *lines])

@@ -1,22 +1,22 @@
-"""A checkpoint's files to NVFP4 files, tensor by tensor: no model is built, memory does not grow with it.
+"""Convert a checkpoint's files to NVFP4, tensor by tensor: no model is built, and memory does not grow with its size.
 
     convert_checkpoint("Qwen3-30B-A3B", "Qwen3-30B-A3B-NVFP4", Options(recipe="max"))
 
 Sources: bf16, fp16 and fp32; FP8 in blocks (`weight` and `weight_scale_inv`, quant_method fp8); MXFP4
-(gpt-oss: `_blocks` and `_scales`), which loses nothing by a searching recipe; and NVFP4 in another
-dialect or layout, whose codes and block scales are carried as bytes. Experts are cast to the config's dtype
-before they are quantized, as transformers does when it loads: the bytes are those of its dense model.
+(gpt-oss: `_blocks` and `_scales`), which a searching recipe converts without loss; and NVFP4 in another
+dialect or layout, whose codes and block scales are copied byte for byte. Experts are cast to the config's dtype
+before they are quantized, as transformers does when it loads them, so quantizing the loaded model gives the same bytes.
 
-What is done to each tensor is decided by its name, its header and config.model_type alone:
+A tensor's name, its header and config.model_type alone decide what happens to it:
 
-* experts are quantized, each projection by `quantize_matrix`, named `experts.E.gate_proj.weight` or
-  as the family names them (`w1`); stacked ones become one tensor per expert;
-* FP8 tensors outside the experts, and FP8 and MXFP4 ones of excluded experts, become dense in the
+* experts are quantized, each projection by `quantize_matrix`, and named `experts.E.gate_proj.weight` or
+  as the family names them (`w1`); a stack becomes one tensor per expert;
+* FP8 tensors outside the experts, and the FP8 and MXFP4 tensors of excluded experts, become dense in the
   config's dtype (one quantization_config cannot describe them next to NVFP4);
-* layers beyond num_hidden_layers (multi-token prediction) keep their weights: their readers take them dense;
+* experts of layers beyond num_hidden_layers (multi-token prediction) are not quantized: their readers take them dense;
 * everything else is copied byte for byte, in its own dtype.
 
-What cannot be identified with certainty is refused by name.
+A tensor that cannot be identified with certainty is an error that names it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from moe_nvfp4.quantize.plan import ConversionPlan, nvfp4_info, plan
 from moe_nvfp4.quantize.report import ConversionReport, readable_size
 
 OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
-TEMPLATES = "additional_chat_templates"  # a folder of *.jinja, of tokenizers with more than one template
+TEMPLATES = "additional_chat_templates"  # the folder where tokenizers with several templates keep them, as *.jinja
 IN_FLIGHT = 500_000_000  # bytes that all workers together may hold
 
 
@@ -68,12 +68,12 @@ def convert_checkpoint(
     workers      threads (default: one per core, at most 4, or 8 with a GPU)
     dry_run      plan only, write nothing
 
-    Memory stays below 1.5 GB. The destination appears whole, at the end; until then everything is in
-    `.NAME.partial` next to it. An interrupted run leaves there what it has done and the same call goes
-    on with it, tensor by tensor; its result is the same bytes. The source is only read.
+    Memory stays below 1.5 GB. The destination appears at the end, complete; until then everything is in
+    `.NAME.partial` next to it. An interrupted run leaves its work there, and the same call resumes it, tensor
+    by tensor, with the same bytes as a result. The source is only read.
 
-    ValueError for what cannot be converted, naming the tensor, the rule and the way out; OSError
-    where the disk is full, a file vanished or cannot be read.
+    Raises ValueError for what cannot be converted, naming the tensor, the rule and the way out; OSError
+    where the disk is full, or a file vanished or cannot be read.
     """
     began = time.perf_counter()
     source, destination = Path(source), Path(os.path.abspath(destination))
@@ -84,7 +84,7 @@ def convert_checkpoint(
         raise ValueError(f"workers = {workers}: a conversion takes 1 to 256 threads")
     if (info := nvfp4_info(checkpoint)) is not None and info.mixed:
         raise ValueError(
-            f"{source} has W4A4 and W4A16 layers, and new files say one for all: for W4A16, set quant_algo to "
+            f"{source} has W4A4 and W4A16 layers, and new files name one for all layers: for W4A16, set quant_algo to "
             "W4A16_NVFP4, or input_activations to null, for all NVFP4 layers in its config"
         )
     options = options or Options()
@@ -96,8 +96,8 @@ def convert_checkpoint(
         )
     if todo.unchanged:
         raise ValueError(
-            f"{source} is quantized already (NVFP4 of {options.dialect}); quantize the original checkpoint, name "
-            "another --dialect to carry these over, or --share-scales where gate and up have different global scales"
+            f"{source} is quantized already (NVFP4 of {options.dialect}): quantize the original checkpoint, rewrite "
+            "this one in another --dialect, or add --share-scales if gate and up have different global scales"
         )
     others, left_out = _other_files(checkpoint)
     report = _report(todo, destination, left_out)
@@ -138,7 +138,7 @@ def _report(plan: ConversionPlan, destination: Path, left_out: Mapping[str, str]
 
 
 def _default_workers(device: torch.device) -> int:
-    """More would wait for the interpreter: 16 threads of 16 cores convert 105 MB/s, 4 of them 117.
+    """Few threads, since more wait for the interpreter: on 16 cores, 16 threads convert 105 MB/s, and 4 threads 117.
 
     On a GPU jobs are larger: 2, 4, 6 and 8 threads beside an H200 convert 1182, 2304, 2434 and 2753 MB/s.
     """
@@ -158,10 +158,10 @@ def _key(checkpoint: Checkpoint, options: Options, state: list) -> dict:
 
 
 def check_space(destination: Path, needed: int, *begun: Path) -> None:
-    """ValueError unless `needed` bytes fit where `destination` will be, less what folders have that are begun."""
+    """ValueError unless `destination`'s disk has room for `needed` bytes, less those already in the folders `begun`."""
     parent = next(p for p in destination.parents if p.exists())
     there = [f.stat() for folder in begun if folder.is_dir() for f in folder.glob("*")]
-    done = sum(getattr(s, "st_blocks", s.st_size // 512) * 512 for s in there)  # of files with holes, what is there
+    done = sum(getattr(s, "st_blocks", s.st_size // 512) * 512 for s in there)  # bytes on disk: files have holes
     free = shutil.disk_usage(parent).free
     if needed - done > free:
         raise ValueError(
@@ -171,8 +171,8 @@ def check_space(destination: Path, needed: int, *begun: Path) -> None:
 
 
 def _other_files(checkpoint: Checkpoint) -> tuple[list[Path], dict[str, str]]:
-    """Tokenizer, templates and the like, all that is not weights and is not written anew; and by name what is left
-    out, and why. Hidden folders (.git, .cache) are no part of a checkpoint."""
+    """The files to copy, and name -> reason of those left out. Copied are the tokenizer, templates and whatever else
+    holds no weights and is not written anew. Hidden folders (.git, .cache) are no part of a checkpoint."""
     anew, folder = {"config.json", "hf_quant_config.json"}, checkpoint.folder
     files = sorted(f for f in folder.iterdir() if f.is_file() and f.name not in anew)
     weights = (".safetensors", *OTHER_WEIGHTS)
@@ -181,7 +181,7 @@ def _other_files(checkpoint: Checkpoint) -> tuple[list[Path], dict[str, str]]:
     left |= {f.name: "a weight file that belongs to no part of this checkpoint" for f in checkpoint.ignored}
     left |= {f.name: "a link to a file that is not there" for f in folder.iterdir() if not f.exists()}
     inside = {f.name for f in folder.iterdir() if f.is_dir() and f.name[0] != "."} - {TEMPLATES}
-    left |= {f"{name}/": f"a folder: of those only {TEMPLATES} is copied" for name in sorted(inside)}
+    left |= {f"{name}/": f"a folder: only {TEMPLATES} is copied" for name in sorted(inside)}
     return [*other, *sorted((folder / TEMPLATES).glob("*.jinja"))], left
 
 
@@ -190,7 +190,7 @@ def _write_small_files(folder: Path, plan: ConversionPlan, others: list[Path]) -
     for file in others:
         new = folder / file.relative_to(plan.source.folder)
         new.parent.mkdir(exist_ok=True)
-        shutil.copyfile(file, new)  # without the mode: README.md is written anew, where the source may be read-only
+        shutil.copyfile(file, new)  # without the mode, which may be read-only: README.md is written again later
     (folder / "config.json").write_text(json.dumps(plan.config, indent=2, ensure_ascii=False) + "\n", "utf-8")
     places = {name: job.shard for job in plan.jobs for name in job.outputs}
     if len(set(places.values())) > 1 or (plan.source.folder / INDEX).is_file():
@@ -200,14 +200,14 @@ def _write_small_files(folder: Path, plan: ConversionPlan, others: list[Path]) -
 
 
 class _Shard:
-    """A file being written, and how many of its jobs are not done."""
+    """A file being written, and the number of its jobs that are not done yet."""
 
     def __init__(self, path: Path, jobs: list[Job]):
         self.writer = ShardWriter(path, {name: out for job in jobs for name, out in job.outputs.items()})
         self.open_jobs, self.mutex = len(jobs), threading.Lock()
 
     def work(self, job: Job, place: StagingDir) -> int:
-        """Do a job, unless an earlier run did and its tensors are still what they were; how many bytes that saved."""
+        """Do a job, unless an earlier run did it and its tensors are intact. Returns the source bytes saved by that."""
         done = all(n in place.done and place.done[n] == self.writer.digest(n) for n in job.outputs)
         if not done:
             job.run(self.writer.write)
@@ -223,12 +223,12 @@ class _Shard:
 def _run(
     jobs: Sequence[Job], place: StagingDir, report: ConversionReport, device: torch.device, workers: int, progress: bool
 ) -> None:
-    """All jobs, by `workers` threads, at most IN_FLIGHT bytes in memory."""
+    """Run all jobs in `workers` threads, with at most IN_FLIGHT bytes in memory."""
     by_shard: dict[str, list[Job]] = {}
     for job in jobs:
         by_shard.setdefault(job.shard, []).append(job)
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # one matrix per worker beats one matrix at a time
+    torch.set_num_threads(1)  # a matrix per worker is faster than all threads on one matrix
     bar = progress_bar(total=sum(j.size for j in jobs), unit="B", unit_scale=True, desc="NVFP4", show=progress)
     try:
         with bar, ThreadPoolExecutor(workers, initializer=_own_stream, initargs=(device,)) as pool:
@@ -238,7 +238,7 @@ def _run(
 
 
 def _own_stream(device: torch.device) -> None:
-    """On a GPU each worker has a stream, so that one reads and writes while another computes."""
+    """Give a worker its own stream on a GPU, so that it reads and writes while another computes."""
     if device.type == "cuda":
         torch.cuda.set_stream(torch.cuda.Stream(device))
 
@@ -252,7 +252,7 @@ def _pending(by_shard: Mapping[str, list[Job]], place: StagingDir) -> Iterator[t
 def _feed(
     pool: ThreadPoolExecutor, workers: int, work: Iterator[tuple[_Shard, Job]], place: StagingDir, bar: tqdm
 ) -> int:
-    """Give work to the pool as memory allows; how many source bytes an earlier run had done.
+    """Give work to the pool as memory allows. Returns how many source bytes an earlier run had already converted.
 
     The first error stops everything and is raised.
     """

@@ -1,4 +1,4 @@
-"""The work of a conversion in pieces: each job reads some tensors and writes others."""
+"""The jobs of a conversion: each reads some tensors and writes others."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from moe_nvfp4.quantize.options import Options
 from moe_nvfp4.quantize.recipes import quantize_matrix, recipe_global_scale
 from moe_nvfp4.weights import check_block_scales, check_global_scale
 
-CHUNK = 1 << 22  # elements of a matrix that are worked on together: 8 MiB in bf16, 16 MiB in fp32
+CHUNK = 1 << 22  # elements of a matrix that are quantized at once: 8 MiB in bf16, 16 MiB in fp32
 CUDA_CHUNK = 1 << 24
-# Elements of matrices of one shape that a job takes together. A small matrix costs a GPU's thread some hundred calls,
-# which take longer than the work; a CPU takes one at a time.
+# Elements of equally shaped matrices that one job quantizes at once, by device type. A small matrix costs the thread of
+# a GPU some hundred calls, which take longer than the work itself. On a CPU a job has one matrix, or one pair.
 TOGETHER = {"cuda": CUDA_CHUNK}
 COPY = 1 << 23  # bytes copied at once
 Write = Callable[[str, Tensor, int], None]  # name, data, byte offset in the tensor
-Outputs = dict[str, tuple[str, tuple[int, ...]]]  # of tensors: name -> dtype, shape
+Outputs = dict[str, tuple[str, tuple[int, ...]]]  # tensor name -> dtype, shape
 
 
 @dataclass
 class Job:
-    """One piece of work: `run(write)` writes the `outputs` of file `shard`.
+    """One piece of work: `run(write)` writes the `outputs`, which belong to file `shard`.
 
-    size: source bytes, for the progress bar; memory: bytes it holds while it runs.
+    size: source bytes, for the progress bar; memory: bytes that the job holds while it runs.
     """
 
     shard: str
@@ -47,7 +47,7 @@ class Job:
 def copy_job(
     name: str, stored: TensorSlice, new_name: str | None = None, check: Callable[[Tensor, str], None] | None = None
 ) -> Job:
-    """check: raises ValueError for a piece, uint8 [n], of a tensor with this name."""
+    """Copy a tensor, under a new name if given. check: raises ValueError for a bad piece, uint8 [n], of `name`."""
     new_name = new_name or name
 
     def run(write: Write) -> None:
@@ -63,7 +63,7 @@ def copy_job(
 
 
 def scale_job(name: str, stored: TensorSlice, new_name: str, source: Dialect, target: Dialect) -> Job:
-    """A global scale from one dialect to the other."""
+    """Rewrite a global scale of one dialect in another."""
 
     def run(write: Write) -> None:
         check_global_scale(source.decode_scale(stored.tensor()), name)
@@ -73,9 +73,9 @@ def scale_job(name: str, stored: TensorSlice, new_name: str, source: Dialect, ta
 
 
 def quantize_jobs(matrices: Mapping[str, Matrix], options: Options) -> Iterator[Job]:
-    """Jobs for dense matrices by stem: `stem`.weight and its scales, in the options' dialect.
+    """Jobs that quantize dense matrices, by stem, to `stem`.weight and its scales in the options' dialect.
 
-    Gate and up of an expert share a global scale: servers read gate's for both. Both go where gate lies.
+    Gate and up of an expert share a global scale, since servers read gate's for both. Both go into the file of gate.
     """
     if options.codes is not None:
         yield from (_ready_job(stem, m, options.codes, options.target) for stem, m in matrices.items())
@@ -105,8 +105,8 @@ def _outputs(stem: str, N: int, K: int, target: Dialect) -> Outputs:
 
 
 def _quantize_job(groups: list[dict[str, Matrix]], options: Options) -> Job:
-    """groups: by stem, matrices that share a global scale; all of one shape, and several groups are no larger than a
-    chunk. Each matrix gets the bytes that it gets in a job of its own group."""
+    """Quantize groups of matrices, by stem; a group shares a global scale. All matrices have one shape, and several
+    groups together are no larger than a chunk. A matrix gets the same bytes as in a job of its group alone."""
     batch = _Batch(groups, options)
     (N, K), matrices, target = batch.shape, batch.matrices, options.target
 
@@ -114,21 +114,22 @@ def _quantize_job(groups: list[dict[str, Matrix]], options: Options) -> Job:
         try:
             batch.quantize(write)
         except ValueError:
-            for group in groups if batch.stacked else ():  # one by one, so that the error names its matrix
+            for group in groups if batch.stacked else ():  # again group by group, so that the error names the matrix
                 _quantize_job([group], options).run(write)
             raise
 
     outputs: Outputs = {}
     for stem in batch.stems:
         outputs |= _outputs(stem, N, K, target)
-    # On a CPU, fp32 and its temporaries; for a GPU what is read, that again in pinned memory, and what comes back.
+    # Bytes per element. On a CPU: fp32 and temporaries. For a GPU: the data read, its pinned copy, and the result.
     of_element = 2 * batch.dtype.itemsize + 1 if batch.cuda else 10
     memory = sum(m.held for m in matrices) + len(matrices) * min(N, batch.step) * K * of_element + 10_000_000
     return Job(matrices[0].shard, sum(m.size for m in matrices), memory, outputs, run)
 
 
 class _Batch:
-    """The matrices of a job, [N, K] with K in whole blocks: `step` rows of one after the other, or all stacked."""
+    """The matrices of a job, [N, K] with K padded to whole blocks, quantized one after another in steps of `step` rows,
+    or all stacked."""
 
     def __init__(self, groups: list[dict[str, Matrix]], options: Options):
         self.options, self.sharing, self.stacked = options, len(groups[0]), len(groups) > 1
@@ -139,7 +140,7 @@ class _Batch:
         N, K = self.shape = self.matrices[0].rows, -(-self.matrices[0].columns // 16) * 16
         self.step = N if self.stacked else max(1, (CUDA_CHUNK if self.cuda else CHUNK) // K)
         n = len(self.matrices)
-        self.lots = [range(n)] if self.stacked else [range(i, i + 1) for i in range(n)]  # worked on together
+        self.lots = [range(n)] if self.stacked else [range(i, i + 1) for i in range(n)]  # indices quantized at once
         self.importance = None  # or fp32 [matrices, K]
         if options.importance is not None:
             sizes = zip(self.stems, self.matrices, strict=True)
@@ -162,7 +163,7 @@ class _Batch:
                 if exact and not torch.equal(dequantize(codes, sf, global_scale[:, None]), w.float()):
                     warnings.warn(
                         f"{self.stems[lot.start]}: its MXFP4 scales, with those of the projection that shares its "
-                        "global scale, are more powers of two than an e4m3 scale holds: the smallest values are "
+                        "global scale, span more powers of two than an e4m3 scale holds: the smallest values are "
                         "rounded",
                         stacklevel=2,
                     )
@@ -175,8 +176,8 @@ class _Batch:
             read.forget(lot)
 
     def global_scales(self, read: _Reader) -> tuple[Tensor | None, bool]:
-        """(fp32 [matrices], or None where the recipe finds each from its matrix; whether values must come back
-        exactly): those that the source has, else of what shares one together."""
+        """(Global scales, fp32 [matrices], or None where the recipe finds each from its matrix; whether the values must
+        be kept exactly.) The source's scales, where it has them; else computed over all matrices that share one."""
         exact = self.matrices[0].global_scale is not None and self.options.recipe != "max"
         if exact:
             given = torch.stack([m.known_scale() for m in self.matrices]).view(-1, self.sharing).amax(dim=1)
@@ -184,7 +185,7 @@ class _Batch:
             starts = range(0, self.shape[0], self.step)
             parts = [torch.stack([_amax(read(lot, a)) for a in starts]).amax(dim=0) for lot in self.lots]
             amax = torch.cat(parts).view(-1, self.sharing).amax(dim=1)
-            if not amax.isfinite().all():  # the part with NaN or Inf says so when it is quantized
+            if not amax.isfinite().all():  # quantizing raises the error, which names the matrix
                 return None, False
             given = recipe_global_scale(amax, self.options.recipe)
         else:
@@ -193,8 +194,8 @@ class _Batch:
 
 
 class _Reader:
-    """Rows of a batch's matrices, on the device where they are quantized. What is read for the scale and again for
-    the codes is kept in between, where it is a whole matrix."""
+    """Reads rows of a batch's matrices to the device that quantizes them. Whole matrices that are needed twice, for
+    the global scale and for the codes, are kept in between."""
 
     def __init__(self, batch: _Batch):
         self.batch, self.opened = batch, [m.open() for m in batch.matrices]
@@ -223,7 +224,7 @@ class _Reader:
 
 
 def _ready_job(stem: str, matrix: Matrix, made: CodesFolder, target: Dialect) -> Job:
-    """A matrix that is quantized already, by a recipe that works on whole layers."""
+    """Write a matrix that a recipe for whole layers (gptq) has quantized already."""
     N, K = matrix.rows, -(-matrix.columns // 16) * 16
     outputs = _outputs(stem, N, K, target)
     names = list(outputs)
@@ -245,9 +246,9 @@ def _amax(w: Tensor) -> Tensor:
 
 
 def rescale_job(stem: str, matrix: Matrix, scale: Tensor, options: Options, errors: ErrorSums) -> Job:
-    """An NVFP4 matrix quantized again, from its exact values, for the global scale `scale` (fp32 0-d, on a CPU).
+    """Quantize an NVFP4 matrix again, from its exact values, for the global scale `scale` (fp32 0-d, on a CPU).
 
-    errors: what that adds, against the values before.
+    errors: receives the error that this adds.
     """
     N, K = matrix.rows, matrix.columns
     step = max(1, CHUNK // K)
@@ -269,7 +270,7 @@ def rescale_job(stem: str, matrix: Matrix, scale: Tensor, options: Options, erro
 
 
 def without(job: Job, names: Container[str]) -> Job:
-    """`job`, leaving out the outputs `names`."""
+    """`job` without the outputs `names`."""
 
     def run(write: Write) -> None:
         job.run(lambda name, data, at: None if name in names else write(name, data, at))
@@ -278,7 +279,7 @@ def without(job: Job, names: Container[str]) -> Job:
 
 
 def dense_job(name: str, matrix: Matrix, dtype: str) -> Job:
-    """A quantized matrix as a dense one."""
+    """Write an FP8 or MXFP4 matrix as a dense tensor."""
     N, K = matrix.rows, matrix.columns
     step = max(1, CHUNK // K)
     target = TORCH_DTYPES[dtype]
@@ -292,7 +293,7 @@ def dense_job(name: str, matrix: Matrix, dtype: str) -> Job:
 
 
 def dense_stack_job(name: str, matrices: list[Matrix], dtype: str) -> Job:
-    """The matrices [N, K] of all experts as one dense tensor [E, K, N]. `matrices`: of one shape."""
+    """Write the matrices [N, K] of all experts, which have one shape, as one dense tensor [E, K, N]."""
     N, K = matrices[0].rows, matrices[0].columns
     target = TORCH_DTYPES[dtype]
 
@@ -305,7 +306,7 @@ def dense_stack_job(name: str, matrices: list[Matrix], dtype: str) -> Job:
 
 
 def bias_jobs(name: str, stored: TensorSlice, stems: Sequence[str], interleaved: bool) -> Iterator[Job]:
-    """[E, n] biases, as one tensor per expert and projection. stems: with {e} for the expert."""
+    """Split biases [E, n] into one tensor per expert and projection. stems: their names, with {e} for the expert."""
     for e in range(stored.shape[0]):
         parts = parts_of_expert(stored, e, len(stems), interleaved=interleaved)
         for stem, part in zip(stems, parts, strict=True):

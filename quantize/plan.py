@@ -54,7 +54,7 @@ from moe_nvfp4.quantize.options import Options
 from moe_nvfp4.quantize.recipes import CALIBRATED_RECIPES
 from moe_nvfp4.weights import check_block_scales
 
-# The layouts of experts that are quantized, by quant_method of the source; then those of any.
+# Layouts of quantized experts, by quant_method of the source; layouts of dense experts, which any source may have.
 QUANTIZED_LAYOUTS = {"mxfp4": mxfp4, "fp8": fp8}
 DENSE_LAYOUTS = (one_by_one, stacked, dbrx)
 
@@ -63,17 +63,17 @@ DENSE_LAYOUTS = (one_by_one, stacked, dbrx)
 class ConversionPlan:
     """What becomes of every tensor of `source`.
 
-    jobs         what writes the new files
+    jobs         write the new files
     config       the new config.json
-    matrices     the NVFP4 matrices of the new files, by name: what x is multiplied with
-    carried      those of them whose bytes are copied; without pre_quant_scale
-    dequantized  tensors that were FP8 or MXFP4 and become dense, by name: a matrix, or those of a stack
-    copied       tensors that are copied as they are
-    skipped      what is left alone, and why
+    matrices     the NVFP4 matrices of the new files, by name; times pre_quant_scale, where there is one
+    carried      those of `matrices` whose bytes are copied; without pre_quant_scale
+    dequantized  FP8 and MXFP4 tensors that become dense, by name: a matrix, or the matrices of a stack
+    copied       names of the tensors that are copied unchanged
+    skipped      name -> reason, of what is left alone
     modules      the experts modules of a source that is not NVFP4 yet
-    unmatched    the patterns of `exclude` and `include` that name none of them
-    rescaled     how many carried matrices are quantized again, and what that adds
-    unchanged    the source is NVFP4 in the dialect and the layout of new files
+    unmatched    the patterns of `exclude` and `include` that match none of `modules`
+    rescaled     how many carried matrices are quantized again, and the error that this adds
+    unchanged    whether the source is NVFP4 already, in the dialect and the layout of new files
     """
 
     source: Checkpoint
@@ -93,7 +93,7 @@ class ConversionPlan:
 
 @dataclass
 class _Draft:
-    """A plan that is being made. `left`: the tensors that are not planned yet."""
+    """A plan in the making. left: the tensors that are not planned yet."""
 
     source: Checkpoint
     options: Options
@@ -104,9 +104,9 @@ class _Draft:
     carried: dict[str, Matrix] = field(default_factory=dict)
     dequantized: dict[str, Matrix | list[Matrix]] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
-    modules: dict[str, str | None] = field(default_factory=dict)  # -> why one is left alone
+    modules: dict[str, str | None] = field(default_factory=dict)  # name -> why it is left alone, or None
     dense: set[str] = field(default_factory=set)  # modules that keep, or get, dense weights
-    excluded: set[str] = field(default_factory=set)  # experts modules
+    excluded: set[str] = field(default_factory=set)  # experts modules left alone
     rescaled: tuple[int, ErrorSums] = field(default_factory=lambda: (0, ErrorSums()))
     unchanged: bool = False
 
@@ -124,7 +124,7 @@ class _Draft:
         return self.modules[module] is not None
 
     def dequantize(self, name: str, found: Matrix | list[Matrix]) -> None:
-        """Tensor `name` becomes dense: config files name one format."""
+        """Plan to write tensor `name` dense: a config names only one quantized format."""
         dtype = self.options.dtype or "BF16"
         if isinstance(found, Matrix):
             self.jobs.append(dense_job(name, found, dtype))
@@ -134,9 +134,10 @@ class _Draft:
 
 
 def plan(checkpoint: Checkpoint, options: Options) -> ConversionPlan:
-    """What `options` make of `checkpoint`. Reads headers and config, and with share_scales the global scales.
+    """Plan the conversion of `checkpoint` that `options` ask for. Reads headers and config, and with share_scales the
+    global scales.
 
-    ValueError for what cannot be converted, naming the tensor, the rule and the way out.
+    Raises ValueError for what cannot be converted, naming the tensor, the rule and the way out.
     """
     options = replace(options, dtype=config_dtype(checkpoint.config))
     draft = _Draft(checkpoint, options, dict(checkpoint.tensors))
@@ -167,8 +168,8 @@ def plan(checkpoint: Checkpoint, options: Options) -> ConversionPlan:
 def _quantize(draft: _Draft) -> None:
     source, options = draft.source, draft.options
     if options.share_scales:
-        raise ValueError(f"{source.folder} is not NVFP4 yet: what is quantized here shares one global "
-                         "scale between gate and up anyway; leave out --share-scales")  # fmt: skip
+        raise ValueError(f"{source.folder} is not NVFP4 yet: quantizing it gives gate and up one global "
+                         "scale anyway; leave out --share-scales")  # fmt: skip
     if (scale := next((name for name in draft.left if name.endswith(GLOBAL_SCALES)), None)) is not None:
         raise ValueError(f"{scale} is of NVFP4 files, and neither config.json (its quantization_config, not one of "
                          "text_config) nor hf_quant_config.json says so: download them again")  # fmt: skip
@@ -212,7 +213,7 @@ def _quantize_experts(draft: _Draft, experts: Experts) -> None:
 
 
 def _names(pattern: str, module: str) -> bool:
-    """Whether a pattern of exclude or include names the experts module, as files or as transformers call it."""
+    """Whether a pattern of exclude or include matches the name of an experts module in files or in transformers."""
     names = [name for m in aliases(module) for name in (m, f"{m}.0.down_proj", f"{m}.0.w2")]
     return any(fnmatchcase(name, pattern) or name.startswith(f"{pattern}.") for name in names)
 
@@ -230,7 +231,7 @@ def _why_not(module: str, source: Checkpoint, options: Options) -> str | None:
 
 
 def _check_nothing_missed(draft: _Draft) -> None:
-    """Everything that looks like experts is planned or left alone on purpose."""
+    """ValueError unless every tensor that looks like experts is planned, or left alone on purpose."""
     types, config = draft.source.types, draft.source.config
     for name, stored in draft.left.items():
         in_stack = len(stored.shape) >= 3 and re.search(r"moe|expert", name)
@@ -257,7 +258,7 @@ def _check_nothing_missed(draft: _Draft) -> None:
 
 # ---------------------------------------------------------------- NVFP4 in another dialect or layout
 def _carry(draft: _Draft, source: Dialect) -> None:
-    """Codes and block scales are the same bytes."""
+    """Plan to copy codes and block scales byte for byte, and to rewrite global scales in the target dialect."""
     target, options, folder = draft.options.target, draft.options, draft.source.folder
     if options.recipe in CALIBRATED_RECIPES:
         raise ValueError(f"recipe {options.recipe!r} would have no effect: these weights are NVFP4 already; quantize "
@@ -266,7 +267,8 @@ def _carry(draft: _Draft, source: Dialect) -> None:
         raise ValueError(f"activations={options.activations!r} would have no effect: these weights are NVFP4 already, "
                          "and keep what their config says; choose when loading (checkpoint_config)")  # fmt: skip
     if options.exclude or options.include is not None:
-        raise ValueError("--exclude and --include choose what is quantized; these weights are NVFP4 already")
+        raise ValueError("--exclude and --include choose what is quantized, and these weights are NVFP4 already: "
+                         "leave them out")  # fmt: skip
     files = nvfp4.read(draft.source, source)
     _fp8_next_to_nvfp4(draft, files)
     for name, matrix in files.matrices.items():
@@ -294,14 +296,14 @@ def _carry_matrix(draft: _Draft, new_stem: str, matrix: nvfp4.NVFP4Matrix) -> No
         else:
             check = check_block_scales if suffix == source.sf else None
             draft.jobs.append(copy_job(old_name, stored, name, check))
-    for name in matrix.names.values():  # the other matrices of a stack have the same
+    for name in matrix.names.values():  # all matrices of a stack have the same
         draft.left.pop(name, None)
     draft.matrices[new_stem] = matrix.matrix()
     draft.carried[new_stem] = matrix.matrix(pre_quant_scale=False)
 
 
 def _share_scales(draft: _Draft) -> None:
-    """Gate or up is quantized again, whichever has the smaller global scale, where an expert has one for each."""
+    """Where gate and up have different global scales, plan to quantize the one with the smaller scale again."""
     new, errors = {}, ErrorSums()
     for gate, up, scales in separate_scales(draft.carried):
         stem = gate if scales[0] < scales[1] else up
@@ -316,7 +318,7 @@ def _share_scales(draft: _Draft) -> None:
 
 
 def _fp8_next_to_nvfp4(draft: _Draft, files: nvfp4.NVFP4Files) -> None:
-    """FP8 weights of mixed precision become dense: config files name one format."""
+    """Plan to write FP8 weights of mixed-precision files dense: a config names only one quantized format."""
     for name, scale in files.fp8.items():
         stem = name.removesuffix(".weight")
         draft.dequantize(name, fp8.fp8_matrix(draft.left[name], draft.left[scale], None, stem))
@@ -354,13 +356,13 @@ def nvfp4_info(source: Checkpoint) -> QuantizationInfo | None:
         return None
     info = read_config(source.config, json.loads(hf.read_text("utf-8")) if hf.is_file() else None)
     if info is None:
-        raise ValueError(f"{source.folder} is quantized with {method!r}, which is not read here: fp8 (in "
-                         "blocks), mxfp4, and NVFP4 of modelopt or compressed-tensors are")  # fmt: skip
+        raise ValueError(f"{source.folder} is quantized with {method!r}; this library reads fp8 (in blocks), mxfp4, "
+                         "and NVFP4 of modelopt or compressed-tensors: quantize the original checkpoint")  # fmt: skip
     return info
 
 
 def nvfp4_files(checkpoint: Checkpoint) -> tuple[QuantizationInfo, nvfp4.NVFP4Files]:
-    """What the config of a 4-bit checkpoint says and its files hold. ValueError where it is none, or damaged."""
+    """What an NVFP4 checkpoint's config says, and what its files hold. ValueError if it is not NVFP4, or is damaged."""
     info = nvfp4_info(checkpoint)
     if info is None:
         raise ValueError(f"{checkpoint.folder} is not an NVFP4 checkpoint: its config.json has no such "
@@ -369,7 +371,7 @@ def nvfp4_files(checkpoint: Checkpoint) -> tuple[QuantizationInfo, nvfp4.NVFP4Fi
 
 
 def nothing_there(folder: str, files: nvfp4.NVFP4Files, dialect: Dialect) -> str:
-    """Why files have no NVFP4 matrix, though their config says so, and what to do."""
+    """The error message for files without an NVFP4 matrix whose config says that they are NVFP4."""
     why = "a shard is missing, or the config is of other files"
     if files.parameters:
         why = (
@@ -380,7 +382,7 @@ def nothing_there(folder: str, files: nvfp4.NVFP4Files, dialect: Dialect) -> str
 
 
 def separate_scales(matrices: Mapping[str, Matrix]) -> Iterator[tuple[str, str, tuple[Tensor, Tensor]]]:
-    """(gate's stem, up's stem, their global scales fp32 0-d) of the experts of NVFP4 files for which these differ."""
+    """(gate's stem, up's stem, their global scales, fp32 0-d) of each expert whose gate and up have different ones."""
     for gate, matrix in matrices.items():
         if (up := up_of(gate)) is not None and up in matrices:
             scales = matrix.known_scale(), matrices[up].known_scale()
@@ -389,8 +391,8 @@ def separate_scales(matrices: Mapping[str, Matrix]) -> Iterator[tuple[str, str, 
 
 
 def separate_linears(matrices: Mapping[str, Matrix]) -> Iterator[str]:
-    """Names of linears that servers fuse into one ("model.layers.0.self_attn.q_proj, k_proj, v_proj"), and whose global
-    scales differ; without experts."""
+    """Groups of linears outside the experts that servers fuse into one although their global scales differ, as
+    "model.layers.0.self_attn.q_proj, k_proj, v_proj"."""
     for parts in FUSED_LINEARS:
         for first in (stem for stem in matrices if stem.endswith(f".{parts[0]}") and not PER_EXPERT.fullmatch(stem)):
             parent = first.removesuffix(parts[0])
@@ -400,8 +402,8 @@ def separate_linears(matrices: Mapping[str, Matrix]) -> Iterator[str]:
 
 
 def scale_warnings(checkpoint: Checkpoint) -> Iterator[str]:
-    """A line where global scales of NVFP4 files differ that servers take for one: of gate and up of experts, and of
-    linears that they fuse."""
+    """Warnings about global scales that differ where servers read one for all: gate and up of an expert, and linears
+    that they fuse."""
     carried = plan_of(checkpoint).carried
     if count := sum(1 for _ in separate_scales(carried)):
         yield (f"warning: {count} experts have different global scales for gate and up. This library honours both; "
@@ -414,9 +416,9 @@ def scale_warnings(checkpoint: Checkpoint) -> Iterator[str]:
 
 
 def plan_of(checkpoint: Checkpoint, include: Iterable[str] | None = None) -> ConversionPlan:
-    """A plan for what `checkpoint` holds, in its own dialect: not to be carried out, but for its matrices.
+    """A plan that keeps `checkpoint` in its own dialect: it is not carried out, only its matrices are read.
 
-    include: the experts modules of a dense checkpoint to take (default: all).
+    include: the experts modules to plan for, where the checkpoint is not NVFP4 (default: all).
     """
     info = nvfp4_info(checkpoint)
     chosen = None if info or include is None else tuple(include)
@@ -425,7 +427,7 @@ def plan_of(checkpoint: Checkpoint, include: Iterable[str] | None = None) -> Con
 
 
 def config_dtype(config: Mapping) -> str | None:
-    """The dtype that a config names for its weights, as safetensors writes it."""
+    """The dtype that a config names for its weights, as safetensors writes it ("BF16"); None if it names none."""
     dtypes = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
     named = [c.get("dtype") or c.get("torch_dtype") for c in (config, config.get("text_config") or {})]
     known = [dtypes[d] for d in (str(d).removeprefix("torch.") for d in named) if d in dtypes]

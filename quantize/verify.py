@@ -1,4 +1,4 @@
-"""Reads an NVFP4 checkpoint back: is every tensor there, whole and sensible, and how far from the original?"""
+"""Check an NVFP4 checkpoint: whether every tensor is present and valid, and how far it is from the original."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from moe_nvfp4.quantize.plan import ConversionPlan, nothing_there, nvfp4_files, 
 from moe_nvfp4.weights import check_block_scales, check_global_scale
 
 PIECE = 1 << 22  # bytes read at once
-STEP = 1 << 16  # elements compared at once, in a CPU's cache; what larger ones took, malloc kept, more with each matrix
-FAR = 0.5  # relative error of an expert; of gptq on a few tokens 0.12, by rounding to NVFP4 at most 0.2
+STEP = 1 << 16  # elements compared at once: in a CPU's cache. With larger steps malloc's memory grew with every matrix
+FAR = 0.5  # the largest relative error of an expert; gptq on a few tokens has 0.12, rounding to NVFP4 at most 0.2
 
 
 @dataclass
@@ -31,10 +31,8 @@ class VerificationReport:
     tensors: int = 0
     size: int = 0  # bytes read
     layers: dict[str, ErrorSums] = field(default_factory=dict)  # with a source to compare with
-    experts: dict[str, ErrorSums] = field(
-        default_factory=dict
-    )  # the same of every expert: model.layers.0.mlp.experts.3
-    warnings: list[str] = field(default_factory=list)  # what was not compared, or is misread elsewhere
+    experts: dict[str, ErrorSums] = field(default_factory=dict)  # also with a source, by model.layers.0.mlp.experts.3
+    warnings: list[str] = field(default_factory=list)  # what was not compared, and what other programs misread
 
     def lines(self) -> Iterator[str]:
         yield f"{self.folder}: {self.matrices} NVFP4 matrices, {self.tensors} other tensors, {self.size:,} bytes: good"
@@ -46,13 +44,13 @@ class VerificationReport:
 
 
 def verify_checkpoint(folder: str | os.PathLike, against: str | os.PathLike | None = None) -> VerificationReport:
-    """Read every byte of the NVFP4 checkpoint in `folder` and check it; with `against`, compare it with
+    """Read every byte of the NVFP4 checkpoint in `folder` and check it. With `against`, also compare it with
     the checkpoint that it was made from: dense, FP8, MXFP4, or NVFP4 in any dialect and layout.
 
-    Checked: headers and index; dtypes and shapes of codes and scales; block scales not negative and not
-    NaN, global scales positive and finite; dense and FP8 weights finite; every expert of a layer complete;
-    no scale that nothing reads; all that the model needs, where transformers knows it, and all of `against`, with no
-    expert farther from it than quantizing makes one.
+    Checked: headers and index; dtypes and shapes of codes and scales; block scales are neither negative nor NaN,
+    global scales positive and finite, dense and FP8 weights finite; every expert of a layer is complete; every scale
+    is read by something; no tensor that the model needs is missing, where transformers knows the model. With
+    `against`: none of its tensors is missing, and no expert is farther from it than quantizing can explain.
     Raises ValueError naming the first tensor that fails.
     """
     checkpoint = open_checkpoint(folder)
@@ -84,7 +82,7 @@ def verify_checkpoint(folder: str | os.PathLike, against: str | os.PathLike | No
 
 
 def _surplus(model: ModelTensors, files: nvfp4.NVFP4Files) -> Iterator[str]:
-    """A line where the files have tensors that `model` has not. ValueError where it has some that they have not."""
+    """Yield a warning if the files have tensors that `model` lacks. ValueError if they lack tensors that it needs."""
     if surplus := model.check(files.given()):
         some = ", ".join(surplus[:3]) + (", ..." if len(surplus) > 3 else "")
         yield (f"warning: {len(surplus)} tensors are none of {model.name}'s, by config.json, and nothing reads them: "
@@ -92,7 +90,7 @@ def _surplus(model: ModelTensors, files: nvfp4.NVFP4Files) -> Iterator[str]:
 
 
 def _unlisted(files: nvfp4.NVFP4Files, info: QuantizationInfo) -> Iterator[str]:
-    """A line where layers are dense and the config's ignore list does not say so."""
+    """Yield a warning if layers are dense and the config's ignore list does not name them."""
     modules = dict.fromkeys(
         re.sub(r"(\bexperts)\..*", r"\1", name.removesuffix(".weight")) for name in files.dense_weights()
         if is_dense_linear(name, files.left[name]) or "experts." in name
@@ -107,7 +105,7 @@ def _unlisted(files: nvfp4.NVFP4Files, info: QuantizationInfo) -> Iterator[str]:
 
 
 def _without_input_scales(files: nvfp4.NVFP4Files, info: QuantizationInfo) -> Iterator[str]:
-    """A line where the config says that activations are quantized, of all layers, and some have no scale for them."""
+    """Yield a warning if the config says that all layers quantize activations, and some have no scale for them."""
     last = info.dialect.input_scale
     found = [n for n, matrix in files.matrices.items() if last not in matrix.tensors and not EMBEDDING.search(n)]
     if info.activations == "nvfp4" and info.layers is None and not info.mixed and found:
@@ -117,7 +115,7 @@ def _without_input_scales(files: nvfp4.NVFP4Files, info: QuantizationInfo) -> It
 
 
 def _check_matrix(matrix: nvfp4.NVFP4Matrix) -> None:
-    """Every number of a matrix."""
+    """Check every number of a matrix. ValueError naming the tensor that fails."""
     dialect = matrix.dialect
     for last, stored in matrix.tensors.items():
         name = matrix.names[last]
@@ -135,7 +133,7 @@ def _check_matrix(matrix: nvfp4.NVFP4Matrix) -> None:
 
 
 def _check_fp8(name: str, scale: str, checkpoint: Checkpoint) -> None:
-    """The FP8 weight `name` and its scales are finite."""
+    """ValueError unless the FP8 weight `name` and its scales, the tensor `scale`, are finite."""
     codes, scales = checkpoint.tensors[name], checkpoint.tensors[scale]
 
     def finite(piece: Tensor) -> None:
@@ -158,7 +156,7 @@ def _check_dense(name: str, stored: TensorSlice) -> None:
 
 
 def _read(stored: TensorSlice, check: Callable[[Tensor], None] = lambda piece: None) -> None:
-    """Every byte, in pieces uint8 [n]."""
+    """Read every byte and call `check` with it, in pieces uint8 [n]."""
     read = stored.reader()
     for at in range(0, stored.size, PIECE):
         check(read(at, min(PIECE, stored.size - at)))
@@ -166,7 +164,10 @@ def _read(stored: TensorSlice, check: Callable[[Tensor], None] = lambda piece: N
 
 # ---------------------------------------------------------------- against the original
 def _compare(checkpoint: Checkpoint, source: Checkpoint, left: Mapping[str, TensorSlice]) -> dict[str, ErrorSums]:
-    """The error of every expert, or other matrix; `left`: the tensors of `checkpoint` that are not NVFP4 nor FP8."""
+    """The error of every expert or other matrix, by name. ValueError where the checkpoints do not belong together.
+
+    left: the tensors of `checkpoint` that are neither NVFP4 nor FP8.
+    """
     expert_of = lambda stem: re.sub(r"(\bexperts\.\d+)\..*", r"\1", stem)
     ours = plan_of(checkpoint)
     packed = ours.matrices
@@ -179,7 +180,7 @@ def _compare(checkpoint: Checkpoint, source: Checkpoint, left: Mapping[str, Tens
     for name, expert in experts.items():
         if not expert.error <= FAR**2 * expert.square:
             raise ValueError(f"{name} is {expert.relative:.3g} times its norm away from its original in "
-                             f"{source.folder}, and no recipe more than {FAR}: the file is damaged, or was made from "
+                             f"{source.folder}, and no recipe exceeds {FAR}: the file is damaged, or was made from "
                              "another checkpoint")  # fmt: skip
     for name in sorted(plan.matrices.keys() - packed.keys()):
         if name not in left and f"{name}.weight" not in left:
@@ -203,7 +204,7 @@ def _layer_of(stem: str) -> str:
 
 
 def _others(plan: ConversionPlan) -> set[str]:
-    """The tensors that a plan writes besides those of quantized matrices."""
+    """The names of the tensors that a plan writes, except those of NVFP4 matrices."""
     suffixes = (*plan.options.target.suffixes, PRE_QUANT_SCALE)
     quantized = {f"{stem}.{suffix}" for stem in plan.matrices for suffix in suffixes}
     return {name for job in plan.jobs for name in job.outputs} - quantized
@@ -224,14 +225,14 @@ def _add_error(layer: ErrorSums, stem: str, packed: Matrix, matrix: Matrix) -> N
         b = min(a + step, packed.rows)
         original = rows(a, b).float()
         if not original.isfinite().all():
-            raise ValueError(f"the original of {stem} has NaN or Inf, so this was made from another checkpoint, or the "
-                             "original is damaged since: download it again")  # fmt: skip
+            raise ValueError(f"the original of {stem} has NaN or Inf: this was made from another checkpoint, or the "
+                             "original has been damaged since: download it again")  # fmt: skip
         layer.add(packed_rows(a, b)[:, : matrix.columns], original)
     layer.matrices += 1
 
 
 def _is_dense(stored: TensorSlice, matrix: Matrix) -> bool:
-    """Whether `stored` is `matrix` in its own dtype, exactly."""
+    """Whether `stored` is exactly `matrix`, cast to the dtype of `stored`."""
     if stored.shape != (matrix.rows, matrix.columns):
         return False
     dtype, rows, step = TORCH_DTYPES[stored.dtype], matrix.open(), max(1, STEP // matrix.columns)

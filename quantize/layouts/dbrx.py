@@ -1,4 +1,4 @@
-"""DBRX: [E * I, H] matrices w1 and v1 (gate and up), and w2, in which each expert is [in, out]."""
+"""DBRX: matrices [E * I, H], w1 (gate), v1 (up) and w2 (down); an expert's part of w2 is [in, out]."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PARTS = {"w1": "gate_proj", "v1": "up_proj", "w2": "down_proj"}
 
 
 def by_expert(matrix: Tensor, num_experts: int) -> Tensor:
-    """[E * I, H] -> the same memory as [E, I, H]"""
+    """[E * I, H] -> a view [E, I, H]"""
     return matrix.view(num_experts, -1, matrix.shape[-1])
 
 

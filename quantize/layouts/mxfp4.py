@@ -1,4 +1,4 @@
-"""MXFP4 experts, as gpt-oss has them: stacks of e2m1 codes with e8m0 scales; rows of gate and up alternate."""
+"""MXFP4 experts of gpt-oss: stacks of e2m1 codes with e8m0 scales; rows of gate and up alternate."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from moe_nvfp4.quantize.layouts.base import Experts, Matrix
 
 
 def mxfp4_matrix(blocks: TensorSlice, scales: TensorSlice, e: int, first: int, step: int, name: str) -> Matrix:
-    """Expert e's rows first, first + step, ... of [E, N, K/32, 16] codes with e8m0 [E, N, K/32] -> fp32.
+    """Rows first, first + step, ... of expert `e`, fp32. blocks: codes [E, N, K/32, 16]; scales: e8m0 [E, N, K/32].
 
-    Its global scale is a power of two, so that a searching recipe finds every value again, exactly: MXFP4's scales
-    are powers of two, and e4m3 holds 18 of them in a row. Gate and up share the larger of theirs. Where scales in
-    use lie further apart than that, small values are rounded, with a warning.
+    Its global scale is a power of two, so that a searching recipe reproduces every value exactly: MXFP4's scales
+    are powers of two, and e4m3 holds 18 consecutive ones. Gate and up share the larger of their global scales. Where
+    the scales in use span more than 18 powers of two, small values are rounded, with a warning.
     """
     _, N, groups, _ = blocks.shape
 
@@ -69,7 +69,7 @@ def _experts(left: Mapping[str, TensorSlice], module: str) -> Experts:
         return found
 
     def dense() -> dict[str, list[Matrix]]:
-        """As gpt-oss has it in bf16: [E, in, out]."""
+        """The stacks of gpt-oss's bf16 files, [E, in, out]."""
         return {name: [mxfp4_matrix(*pair, e, 0, 1, name) for e in range(E)] for name, pair in pairs.items()}
 
     biases = {f"{up}_bias": [f"{module}.{{e}}.gate_proj", f"{module}.{{e}}.up_proj"],

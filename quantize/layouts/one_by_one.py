@@ -1,4 +1,4 @@
-"""Dense experts one by one: a tensor for each expert and projection."""
+"""Dense experts one by one: one tensor for each expert and projection."""
 
 from __future__ import annotations
 

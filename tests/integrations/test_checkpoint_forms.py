@@ -447,7 +447,7 @@ def test_what_is_not_supported_is_refused_by_name(tmp_path):
         load(folder)
     model = load(folder, config=checkpoint_config(folder, activations="bf16"))
     assert {m.activations for m in packed(model, HFExperts).values()} == {"bf16"}
-    with pytest.raises(ValueError, match="has W4A4 and W4A16 layers, and new files say one for all"):
+    with pytest.raises(ValueError, match="has W4A4 and W4A16 layers, and new files name one for all"):
         convert_checkpoint(folder, tmp_path / "new", Options(dialect="compressed-tensors"))
     layers["lm_head"] = "NVFP4"
     for change, message in (
