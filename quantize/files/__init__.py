@@ -1,4 +1,4 @@
-"""Files on disk: safetensors headers, checkpoint folders, shards that are written as streams, the staging folder."""
+"""Files on disk: safetensors headers, checkpoint folders, shards written piece by piece, the staging folder."""
 
 from moe_nvfp4.quantize.files.checkpoint import (
     INDEX,

@@ -1,6 +1,6 @@
 """A checkpoint's folder: config.json, the index, and where each tensor lies.
 
-Indexes come from strangers: file names and what they hold are checked before use.
+Indexes come from strangers, so their file names and entries are checked before use.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 from moe_nvfp4.quantize.files.headers import TORCH_DTYPES, read_header, twice
 
 INDEX = "model.safetensors.index.json"
-ENDS = 64  # bytes at the ends of a tensor that `Checkpoint.state` reads
+ENDS = 64  # bytes that `Checkpoint.state` reads at each end of a tensor
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class TensorSlice:
     size: int
 
     def read(self, offset: int = 0, size: int | None = None) -> Tensor:
-        """uint8 [size]: bytes of the tensor, read from the file now. OSError where it cannot be read."""
+        """Read bytes of the tensor from the file: uint8 [size]. OSError where it cannot be read."""
         size = self.size - offset if size is None else size
         data = torch.empty(size, dtype=torch.uint8, device="cpu")
         view, done = data.numpy().data, 0
@@ -47,12 +47,12 @@ class TensorSlice:
         return data
 
     def reader(self) -> Callable[[int, int], Tensor]:
-        """read(offset, size), for those who read it piece by piece."""
+        """A function read(offset, size) -> uint8 [size], for reading the tensor piece by piece."""
         return self.read
 
     @property
     def held(self) -> int:
-        """Bytes that a reader keeps in memory."""
+        """Bytes of memory that a reader holds."""
         return 0
 
     def tensor(self) -> Tensor:
@@ -64,13 +64,13 @@ class TensorSlice:
         return TensorSlice(self.file, self.dtype, (count, *self.shape[1:]), self.start + first * width, count * width)
 
     def expert(self, e: int) -> TensorSlice:
-        """Number e of [E, ...]."""
+        """Expert e of a stack [E, ...]."""
         return replace(self.rows(e, 1), shape=self.shape[1:])
 
 
 @dataclass(frozen=True)
 class TensorView(TensorSlice):
-    """What `view` makes of the tensor `whole`, all of which is read for it: its elements do not lie together."""
+    """view(whole), whose elements are not contiguous in the file: a read takes all of `whole` into memory."""
 
     whole: TensorSlice
     view: Callable[[Tensor], Tensor]
@@ -93,7 +93,7 @@ class TensorView(TensorSlice):
 
 
 def read_tensors(files: Iterable[str | os.PathLike]) -> dict[str, TensorSlice]:
-    """Where the tensors of safetensors files lie, by name; no data is read. Other weight files (.bin) are passed over.
+    """Where the tensors of safetensors files lie, by name. No data is read, and other files (.bin) are skipped.
 
     ValueError for a file that is truncated or is not safetensors, and for a tensor that two files hold.
     """
@@ -110,7 +110,7 @@ def read_tensors(files: Iterable[str | os.PathLike]) -> dict[str, TensorSlice]:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A folder with config.json and safetensors files; `ignored` weight files belong to no model here."""
+    """A folder with config.json and safetensors files. ignored: weight files that do not belong to the checkpoint."""
 
     folder: Path
     config: dict
@@ -125,12 +125,12 @@ class Checkpoint:
 
     @property
     def layers(self) -> int | None:
-        """The number of layers; None: not said."""
+        """The largest num_hidden_layers in the config; None: it has none."""
         return max(sizes(self.config, "num_hidden_layers"), default=None)
 
     def state(self) -> list:
-        """What the files are, short of reading them: their sizes in bytes, modification times in ns, and the sha256 of
-        the first and last bytes of each tensor, which may differ where sizes and times do not."""
+        """A fingerprint of the files that does not read all of them: sizes in bytes, modification times in ns, and one
+        sha256 of the first and last bytes of all tensors, which may change where sizes and times do not."""
         stats = [(f.name, f.stat()) for f in (*self.files, self.folder / "config.json")]
         ends, files = hashlib.sha256(), {}
         try:
@@ -156,20 +156,20 @@ def sub_configs(config: Mapping) -> list[Mapping]:
 
 
 def sizes(config: Mapping, name: str) -> set[int]:
-    """Every whole number that a config and its sub-configs have under a name that the expression `name` matches."""
+    """All integers in a config and its sub-configs whose key matches the regular expression `name`."""
     configs = sub_configs(config)
     return {n for c in configs for key, n in c.items() if type(n) is int and re.fullmatch(name, key)}
 
 
 def expert_counts(config: Mapping) -> set[int]:
-    """Every number of experts in a config."""
+    """All numbers of experts that a config and its sub-configs name."""
     return sizes(config, r"(moe_)?(num|n)_(local_|routed_)?experts")
 
 
 def open_checkpoint(folder: str | os.PathLike) -> Checkpoint:
     """What a folder holds, from config.json, the index and the headers; no weights are read.
 
-    ValueError where these disagree or are damaged: names the file, the rule and the way out.
+    ValueError where these disagree or are damaged, naming the file, the rule and the way out.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -179,7 +179,7 @@ def open_checkpoint(folder: str | os.PathLike) -> Checkpoint:
     config = _json(folder / "config.json")
     if not isinstance(config.get("quantization_config") or {}, dict):
         raise ValueError(f"{folder / 'config.json'}: quantization_config is {config['quantization_config']!r:.200}, no "
-                         "object: download it again, or take that out where the files are dense")  # fmt: skip
+                         "object: download it again, or remove it if the files are dense")  # fmt: skip
     found = sorted(folder.glob("*.safetensors"))
     index = _read_index(folder, found)
     files = tuple(sorted({folder / name for name in index.values()})) if index is not None else _single(folder, found)

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import torch
 
-# safetensors' own limit; a larger number is not a header but another file format
+# safetensors' own limit; a file that begins with a larger number is of another format
 MAX_HEADER = 100_000_000
 
-# dtype -> bits of an element; F4 and F6 need not fill bytes
+# dtype -> bits of an element; F4 and F6 elements do not fill bytes
 BITS = {
     "F64": 64, "I64": 64, "U64": 64, "C64": 64, "F32": 32, "I32": 32, "U32": 32, "F16": 16, "BF16": 16,
     "I16": 16, "U16": 16, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8,
@@ -26,15 +26,15 @@ TORCH_DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu, "U8": torch.uint8,
 }  # fmt: skip
-# In a tensor's name: no model has so many layers or experts
+# A part of a tensor's name that no model has: so many layers or experts
 LARGE_NUMBER = re.compile(r"(?<![^.])\d{6,}(?![^.])")
 
 
 def read_header(path: Path) -> tuple[dict[str, dict], int]:
-    """The header of one safetensors file, without its metadata: name -> dtype, shape, data_offsets; and where the data
-    begins.
+    """The header of one safetensors file without its metadata, name -> dtype, shape and data_offsets; and the byte
+    where the data begins.
 
-    ValueError if it is damaged: every tensor must lie inside the file, fill exactly the bytes that
+    ValueError if the file is damaged: every tensor must lie inside the file, fill exactly the bytes that
     its dtype and shape need, and share none with another.
     """
     size = path.stat().st_size

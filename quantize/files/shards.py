@@ -1,4 +1,4 @@
-"""A safetensors file that is written as a stream."""
+"""A safetensors file that is written piece by piece."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from moe_nvfp4.quantize.files.headers import BITS, tensor_bytes
 class ShardWriter:
     """One safetensors file whose tensors are written in any order, by any thread.
 
-    outputs: name -> (dtype, shape). The header comes first, wide dtypes before narrow ones, so that
-    every tensor is aligned. Same outputs, same bytes. A file that an earlier run began is gone on with.
+    outputs: name -> (dtype, shape). The header is written first. Wide dtypes precede narrow ones, so that
+    every tensor is aligned. The same outputs give the same bytes. A file that an earlier run began is continued.
     """
 
     def __init__(self, path: Path, outputs: Mapping[str, tuple[str, tuple[int, ...]]]):
@@ -42,7 +42,7 @@ class ShardWriter:
                 f.truncate(self.size)
 
     def write(self, name: str, data: Tensor, offset: int = 0) -> None:
-        """Bytes of tensor `name` from byte `offset` of it on. OSError when the disk is full."""
+        """Write bytes of tensor `name`, from its byte `offset` on. OSError when the disk is full."""
         raw = data.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
         view, done = raw.data, 0
         with open(self.path, "r+b", buffering=0) as f:
@@ -61,6 +61,6 @@ class ShardWriter:
         return found.hexdigest()
 
     def sync(self) -> None:
-        """Have the file on the disk."""
+        """Wait until the file is on the disk."""
         with open(self.path, "r+b") as f:
             os.fsync(f.fileno())

@@ -1,4 +1,4 @@
-"""Where a destination grows until it is whole, and what an interrupted run leaves for the next."""
+"""Where a destination grows until it is complete, and what an interrupted run leaves for the next one."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ except ImportError:  # Windows
 
 
 class StagingDir:
-    """The hidden folder `.NAME.partial` next to a destination, where it grows until it is whole.
+    """The hidden folder `.NAME.partial` next to a destination, where it grows until it is complete.
 
     files/         the files of the destination so far
-    journal.jsonl  what they are made from, and line by line {tensor: sha256, ...} of the jobs that are done
+    journal.jsonl  what they are made from; then a line {tensor: sha256, ...} for each job that is done
     lock           held by the process that works here
 
-    A context manager: leaving it without `publish` keeps what is done for the next run, and nothing
-    where nothing is.
+    A context manager. Leaving it without `publish` keeps finished work for the next run, and removes the folder
+    if there is none.
     """
 
     def __init__(self, destination: Path, key: dict):
@@ -58,13 +58,13 @@ class StagingDir:
     def __exit__(self, *error: object) -> None:
         if self._journal is not None:
             self._journal.close()
-        result = self.done or self.destination.exists()  # of someone else: see `publish`
+        result = self.done or self.destination.exists()  # made by someone else meanwhile: see `publish`
         if not result or not self.files.exists():
             shutil.rmtree(self.folder, ignore_errors=True)
         self._unlock()
 
     def _resume(self) -> None:
-        """What an earlier run has done, if it was the same one."""
+        """Take over the work of an earlier run, if it had the same settings and source."""
         path = self.folder / "journal.jsonl"
         try:
             first, *lines = path.read_text("utf-8").splitlines()
@@ -80,13 +80,13 @@ class StagingDir:
             self.restarted = "the journal of the interrupted run is damaged"
         if self.restarted:
             shutil.rmtree(self.files, ignore_errors=True)
-        new = path.with_suffix(".new")  # without what may stand in a last, unfinished line
+        new = path.with_suffix(".new")  # written again, without a last line that may be unfinished
         new.write_text("".join(f"{json.dumps(entry)}\n" for entry in (self.key, *([self.done] if self.done else ()))))
         os.replace(new, path)
         self._journal = open(path, "a", encoding="utf-8")
 
     def finish(self, digests: Mapping[str, str]) -> None:
-        """Put tensors that are in their file into the journal: sha256 by name."""
+        """Note in the journal that tensors are written: name -> sha256."""
         assert self._journal is not None, "inside the context only"
         with self._mutex:
             self.done |= digests
@@ -94,7 +94,7 @@ class StagingDir:
             self._journal.flush()
 
     def publish(self) -> None:
-        """The destination appears, whole."""
+        """Move the files to the destination, which appears complete. ValueError if it exists by now."""
         if self.destination.exists():
             raise ValueError(f"{self.destination} was made by someone else meanwhile: the result is in {self.files}")
         os.replace(self.files, self.destination)
@@ -105,7 +105,7 @@ class StagingDir:
 
 
 def _entries(line: str) -> list[tuple[str, str]]:
-    """Of one line of a journal; none where a run ended in the middle of it."""
+    """The entries of one line of a journal; none if a run ended in the middle of it."""
     try:
         return list(json.loads(line).items())
     except ValueError:
@@ -113,8 +113,8 @@ def _entries(line: str) -> list[tuple[str, str]]:
 
 
 def lock(path: Path, destination: Path) -> int:
-    """A file descriptor that holds the file `path`, for who makes `destination`; ValueError while another process
-    does."""
+    """Lock the file `path` for the process that writes `destination`. Returns a file descriptor for `unlock`.
+    ValueError while another process holds the lock."""
     busy = f"{destination} is being written by another converter (lock file {path}): wait for it"
     flags = os.O_RDWR | os.O_CREAT | (0 if fcntl else os.O_EXCL)
     try:

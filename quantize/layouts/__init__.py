@@ -1,7 +1,7 @@
-"""How checkpoint files hold experts: a file for each layout, read by whatever converts, verifies or loads.
+"""How checkpoint files hold experts: one module per layout, for whatever converts, verifies or loads them.
 
-In each, `recognise` finds the experts of a checkpoint by names and headers alone, and their matrices are read in
-pieces (`base.Matrix`). A new layout is a file here and a line in `plan.py`.
+In each module `recognise` finds the experts of a checkpoint by names and headers alone; their matrices are read in
+pieces (`base.Matrix`). To add a layout, add a module here and a line in `plan.py`.
 """
 
 from moe_nvfp4.quantize.layouts.base import ErrorSums, ExpertLayout, Experts, Matrix

@@ -1,4 +1,4 @@
-"""What all layouts share: matrices that are read in pieces, the experts of a layer, what the config says."""
+"""What all layouts share: matrices that are read in pieces, the experts of a layer, checks against the config."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class ExpertLayout(Enum):
 
     ONE_BY_ONE = "one by one"  # a tensor per expert and projection, experts.3.gate_proj.weight
     PROJECTION_FIRST = "projection first"  # the same, named experts.gate_proj.3.weight
-    STACKED_TRANSPOSED = "transposed stacks"  # ModelOpt's [E, in/2, out], with one scale for all experts
-    STACKED_BY_PROJECTION = "stacks by projection"  # its [E, out, in/2], with a scale per expert (Step-3)
-    PARAMETERS = "parameters"  # as `NVFP4Experts` has them
+    STACKED_TRANSPOSED = "transposed stacks"  # ModelOpt's [E, in/2, out], with one global scale for all experts
+    STACKED_BY_PROJECTION = "stacks by projection"  # ModelOpt's [E, out, in/2], one global scale per expert (Step-3)
+    PARAMETERS = "parameters"  # the parameters of `NVFP4Experts`
     FP8 = "FP8"  # one by one, to be made dense
     DENSE = "dense"
 
@@ -32,13 +32,13 @@ STACKED = (ExpertLayout.STACKED_TRANSPOSED, ExpertLayout.STACKED_BY_PROJECTION)
 
 @dataclass(frozen=True)
 class Matrix:
-    """A dense [rows, columns] matrix in source files, read in pieces.
+    """A matrix [rows, columns] in source files, of any format, read in pieces as floating point.
 
     open()        reads what must be read at once, and returns rows(a, b) -> floating point [b - a, columns]
     held          bytes that `open` keeps in memory
-    size          source bytes it stands for
-    shard         the name of the file it lies in
-    global_scale  of NVFP4 the one it has, of others a better one than the recipe's; or None
+    size          bytes that the matrix takes in the source
+    shard         the name of the file that it lies in
+    global_scale  fp32 0-d: that of an NVFP4 matrix, for MXFP4 a better one than the recipe's; None: dense or FP8
     """
 
     rows: int
@@ -50,14 +50,14 @@ class Matrix:
     global_scale: Callable[[], Tensor] | None = None
 
     def known_scale(self) -> Tensor:
-        """fp32 0-d: `global_scale` of a matrix that has one."""
+        """The `global_scale` of a matrix that has one, fp32 0-d."""
         assert self.global_scale is not None, "a dense matrix"
         return self.global_scale()
 
 
 @dataclass
 class ErrorSums:
-    """Sums over matrices: of squared errors and of squares of the original. Threads may add."""
+    """Sums over matrices of squared errors and of the original's squares. Threads may add at the same time."""
 
     matrices: int = 0
     error: float = 0.0
@@ -65,7 +65,7 @@ class ErrorSums:
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
     def add(self, values: Tensor, original: Tensor) -> None:
-        """fp32 tensors of one shape."""
+        """Add the error of `values` against `original`, fp32 tensors of one shape."""
         error = (values - original).square().sum(dtype=torch.float64).item()
         square = original.square().sum(dtype=torch.float64).item()
         with self._lock:
@@ -73,7 +73,7 @@ class ErrorSums:
             self.square += square
 
     def include(self, other: ErrorSums) -> None:
-        """Add what another has."""
+        """Add the sums of `other`."""
         with self._lock:
             self.matrices += other.matrices
             self.error += other.error
@@ -86,20 +86,20 @@ class ErrorSums:
 
     @property
     def snr(self) -> float:
-        """Signal to noise in dB."""
+        """Signal-to-noise ratio in dB."""
         return 10 * math.log10(self.square / self.error) if self.error and self.square else math.inf
 
 
 @dataclass(frozen=True)
 class Experts:
-    """The experts of one layer that files hold in some layout other than NVFP4.
+    """The experts of one layer of files that are not NVFP4.
 
-    module    their name in new files, where a matrix is called `module`.E.gate_proj (or as the family has it)
-    tensors   the names of the files' tensors that they are
-    matrices  -> all matrices by their names in new files; ValueError where the tensors do not fit each other
-    biases    the files' biases [E, n]: name -> the names of the modules that get a part, with {e} for the expert
-    interleaved  rows of gate and up alternate in biases
-    dense     of quantized ones, should they be left alone: names -> a matrix, or E of one shape for a stack [E, K, N]
+    module    the module's name in new files, where a matrix is named `module`.E.gate_proj (or `w1`, as in the source)
+    tensors   the names of the files' tensors that hold the matrices
+    matrices  () -> all matrices by their names in new files; ValueError where the tensors do not fit each other
+    biases    the files' biases [E, n]: name -> the modules that get a part of it, with {e} for the expert
+    interleaved  whether rows of gate and up alternate in biases
+    dense     how to leave quantized experts dense: () -> name -> a matrix, or E of one shape for a stack [E, K, N]
     """
 
     module: str
@@ -112,11 +112,11 @@ class Experts:
 
 @dataclass(frozen=True)
 class Given:
-    """What files hold under one name, as it would be called in a dense checkpoint.
+    """What files hold for one tensor of a dense checkpoint.
 
     kind   "NVFP4", "FP8", or the dtype of a dense tensor
-    shape  of the dense tensor, in `in` padded to whole blocks for NVFP4; None where only the kind counts
-    file   that holds it
+    shape  the dense tensor's shape, with `in` padded to whole blocks for NVFP4; None where only the kind counts
+    file   the name of the file that holds it
     """
 
     kind: str
@@ -127,11 +127,12 @@ class Given:
 def check_experts(
     shapes: Mapping[str, tuple[int, ...]], counts: Collection[int], others: Mapping[str, TensorSlice]
 ) -> None:
-    """ValueError unless all experts of a module have the same projections, of the same shapes, and none is left out, or
-    there besides those that the config counts.
+    """ValueError unless all experts of a module have the same projections, of the same shapes, and there are as many
+    experts as the config says.
 
-    shapes: of matrices, by the names of their modules; counts: numbers of experts that the config names; others: the
-    files' other tensors, among which a missing one may be found in another type.
+    shapes  stem -> shape of each matrix
+    counts  the numbers of experts that the config names
+    others  the files' other tensors, where the error looks for a missing matrix in another dtype
     """
     modules: dict[str, dict[str, dict[int, tuple[int, ...]]]] = {}
     for stem, shape in shapes.items():
@@ -146,14 +147,14 @@ def check_experts(
                 stem = f"{module}.{missing}.{part}"
                 if stored := others.get(f"{stem}.weight"):
                     raise ValueError(f"{stem}.weight is {stored.dtype} and {len(experts)} of {E} experts have an NVFP4 "
-                                     "one: all have the same type, quantize the original checkpoint again")  # fmt: skip
+                                     "one: all must have one type, quantize the original checkpoint again")  # fmt: skip
                 raise ValueError(f"{stem} is missing: {len(experts)} of {E} experts have it; a shard or a tensor is "
                                  "missing, download the checkpoint again")  # fmt: skip
             if len(set(experts.values())) > 1:
                 sizes = sorted(set(experts.values()))
-                raise ValueError(f"{module}: the experts' {part} have different shapes {sizes}: they are of several "
-                                 "modules (ERNIE 4.5 VL), which is not known here: leave them as they are with "
-                                 "--exclude; or the file is damaged, download it again")  # fmt: skip
+                raise ValueError(f"{module}: the experts' {part} have different shapes {sizes}: either several "
+                                 "modules share this name (ERNIE 4.5 VL), which is not known here: leave them as they "
+                                 "are with --exclude; or the file is damaged: download it again")  # fmt: skip
             if counts and E > max(counts):
                 raise one_too_many(f"{module}.{E - 1}.{part}", max(counts))
         if set(parts) not in ({"gate_proj", "up_proj", "down_proj"}, {"up_proj", "down_proj"}, {"w1", "w2", "w3"}):
@@ -167,12 +168,13 @@ def one_too_many(stem: str, E: int) -> ValueError:
 
 
 def split_rows(rows: Tensor, parts: int, interleaved: bool, dim: int = 0) -> tuple[Tensor, ...]:
-    """Rows of gate and up together, parts * n along `dim` -> those of each: they alternate, or gate's come first."""
+    """Split rows of gate and up, parts * n along `dim`, into n each. They alternate if `interleaved`; else gate's come
+    first."""
     return rows.unflatten(dim, (-1, parts)).unbind(dim + 1) if interleaved else rows.chunk(parts, dim)
 
 
 def need(condition: bool, name: str, stored: TensorSlice, expected: str) -> None:
-    """ValueError unless `condition`: tensor `name` has another shape than is `expected`."""
+    """ValueError unless `condition`: the shape of tensor `name` is not the `expected` one."""
     if not condition:
         raise ValueError(f"{name} has shape {list(stored.shape)}, expected {expected}: the file belongs to another "
                          "model, or this layout is not known here; leave it as it is with --exclude")  # fmt: skip
@@ -181,8 +183,11 @@ def need(condition: bool, name: str, stored: TensorSlice, expected: str) -> None
 def parts_of_expert(
     stored: TensorSlice, e: int, parts: int, transposed: bool = False, interleaved: bool = False
 ) -> list[TensorSlice]:
-    """What a stack has of each projection of expert e: of matrices [E, parts * out, in], or [E, in, parts * out] where
-    they are transposed, or of biases [E, parts * out]. Rows of gate and up may alternate (`interleaved`)."""
+    """Split expert e of a stack into its projections, each [out, in], or [out] for biases.
+
+    stored: matrices [E, parts * out, in], or [E, in, parts * out] if `transposed`, or biases [E, parts * out].
+    interleaved: rows of gate and up alternate.
+    """
     whole = stored.expert(e)
     if not transposed and not interleaved:
         n = whole.shape[0] // parts
@@ -195,7 +200,7 @@ def parts_of_expert(
 
 
 def dense(stored: TensorSlice) -> Matrix:
-    """A matrix that is not quantized."""
+    """The matrix of a dense tensor."""
     rows, columns = stored.shape
     dtype = TORCH_DTYPES[stored.dtype]
     width = columns * dtype.itemsize

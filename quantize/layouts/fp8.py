@@ -1,4 +1,4 @@
-"""FP8 weights: e4m3 codes with a scale for a matrix, a row, 32 of a row (MXFP8) or a block (DeepSeek)."""
+"""FP8 weights: e4m3 codes with one scale per matrix, per row, per 32 of a row (MXFP8) or per block (DeepSeek)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moe_nvfp4.quantize.files import Checkpoint, TensorSlice, expert_counts
 from moe_nvfp4.quantize.layouts.base import Experts, Matrix, check_experts
 from moe_nvfp4.quantize.names import PER_EXPERT
 
-# What the scales are called: ModelOpt and compressed-tensors; DeepSeek V3; DeepSeek V4
+# The names of the scales: of ModelOpt and compressed-tensors; of DeepSeek V3; of DeepSeek V4
 FP8_SCALES = ("weight_scale", "weight_scale_inv", "scale")
 
 
@@ -21,9 +21,9 @@ def fp8_scale(stem: str, names: Container[str]) -> str | None:
 
 
 def fp8_block(shape: tuple[int, ...], scales: tuple[int, ...]) -> tuple[int, int] | None:
-    """The block of weights [N, K] that shares a scale: one for all, for a row, for 32 of K, or for 128 x 128.
+    """The block of weights [N, K] that shares a scale: all, a row, 32 of a row, or 128 x 128.
 
-    None: scales of this shape are none of these.
+    shape: of the weights; scales: the shape of their scales. None: they do not fit any of these.
     """
     if len(shape) != 2:
         return None
@@ -37,9 +37,9 @@ def fp8_block(shape: tuple[int, ...], scales: tuple[int, ...]) -> tuple[int, int
 
 
 def fp8_dense(codes: Tensor, scales: Tensor, block: tuple[int, int], first: int = 0) -> Tensor:
-    """Rows `first`, ... of e4m3 weights, [n, K] -> fp32: code * scale.
+    """Dequantize e4m3 codes [n, K] of a matrix, beginning with its row `first`: code * scale, fp32 [n, K].
 
-    scales: of the whole matrix, with a scale for every `block`; floating, or uint8 as e8m0 (2^(byte - 127)).
+    scales: of the whole matrix, one for every `block`; floating, or the bytes of e8m0, uint8 (2^(byte - 127)).
     """
     n, K = codes.shape
     scales = scales.view(torch.float8_e8m0fnu).float() if scales.dtype == torch.uint8 else scales.float()
@@ -49,7 +49,10 @@ def fp8_dense(codes: Tensor, scales: Tensor, block: tuple[int, int], first: int 
 
 
 def fp8_matrix(weight: TensorSlice, scale: TensorSlice, block: tuple[int, int] | None, name: str) -> Matrix:
-    """e4m3 [N, K] with a scale for every block (None: as `fp8_block` finds) -> fp32. ValueError for other shapes."""
+    """e4m3 weights [N, K] with a scale for every block as an fp32 matrix. ValueError for other shapes.
+
+    block: rows and columns that share a scale; None: found by `fp8_block`.
+    """
     fits = block is None or scale.shape == tuple(-(-n // b) for n, b in zip(weight.shape, block, strict=False))
     block = block or fp8_block(weight.shape, scale.shape)
     if len(weight.shape) != 2 or not fits or block is None:
@@ -70,7 +73,7 @@ def fp8_matrix(weight: TensorSlice, scale: TensorSlice, block: tuple[int, int] |
 
 
 def block_weights(source: Checkpoint, left: Mapping[str, TensorSlice]) -> dict[str, tuple[Matrix, tuple[str, str]]]:
-    """The weights of a checkpoint in blocks (quant_method fp8): stem -> matrix, names of its two tensors."""
+    """The FP8 weights of a checkpoint with scales for blocks (quant_method fp8): stem -> matrix, its tensors' names."""
     block = source.config["quantization_config"].get("weight_block_size")
     if not (isinstance(block, list) and len(block) == 2 and all(type(b) is int and b > 0 for b in block)):
         raise ValueError(f"FP8 without blocks (weight_block_size {block!r}) is not read: use the original")
@@ -85,7 +88,7 @@ def block_weights(source: Checkpoint, left: Mapping[str, TensorSlice]) -> dict[s
 
 
 def recognise(source: Checkpoint, left: Mapping[str, TensorSlice]) -> Iterator[Experts]:
-    """Experts one by one, in blocks."""
+    """Find FP8 experts one by one, with scales for blocks."""
     modules: dict[str, dict[str, tuple[Matrix, tuple[str, str]]]] = {}
     for stem, weight in block_weights(source, left).items():
         if match := PER_EXPERT.fullmatch(stem):

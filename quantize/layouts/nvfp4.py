@@ -1,4 +1,4 @@
-"""NVFP4 weights: a matrix for each expert (or any linear), or ModelOpt's stacks of all experts of a layer."""
+"""NVFP4 weights: one matrix for each expert (or any linear), or ModelOpt's stacks of all experts of a layer."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from moe_nvfp4.quantize.layouts.fp8 import fp8_block, fp8_scale
 from moe_nvfp4.quantize.layouts.stacked import STACKS, STEP
 from moe_nvfp4.quantize.names import DENSE, FUSED, PER_EXPERT, PRE_QUANT_SCALE, PROJECTION_FIRST, SEPARATE, projections
 
-UNREAD = (  # of a tensor's name
+UNREAD = (  # format with the tensor's name
     "{} is a scale that nothing reads: going on would give silently wrong numbers. A part of its matrix is missing, or "
-    "the layer is quantized in a way or has a name that is not known here; use the original checkpoint, or the tool "
+    "the layer's name or its kind of quantization is not known here; use the original checkpoint, or the tool "
     "that wrote this one"
 )
 
 
 def recognise(shapes: Mapping[str, Sequence[int]], dialect: Dialect) -> dict[str, ExpertLayout]:
-    """The NVFP4 weights among tensors of these shapes: name without its last part (of fused ones the name) -> layout.
+    """Find the NVFP4 weights among tensors of these shapes: name -> layout.
 
-    Linears are ONE_BY_ONE too.
+    The name is a stem, without the last part; for STACKED_TRANSPOSED the tensor's whole name. Linears are ONE_BY_ONE.
     """
     fused = [name for name in shapes if FUSED.search(name) and f"{name}_{dialect.sf}" in shapes]
     found = dict.fromkeys(fused, ExpertLayout.STACKED_TRANSPOSED)
@@ -47,9 +47,9 @@ def new_name(stem: str) -> str:
 class NVFP4Matrix:
     """An NVFP4 matrix: an expert's projection, or any linear's weight.
 
-    stem     what the names of its tensors begin with, where it has tensors of its own
-    tensors  by the last parts of their names, checked against each other; of a stack, its parts of them
-    names    of the files' tensors that these are, or are in
+    stem     the name of its module; the names of its tensors begin with it, unless it is in a stack
+    tensors  last part of the name -> tensor, or this matrix's part of a stack; checked against each other
+    names    last part of the name -> whole name of the tensor, or of the stack
     """
 
     stem: str
@@ -60,7 +60,7 @@ class NVFP4Matrix:
 
     @property
     def dense_name(self) -> str:
-        """What it would be called, or the stack that it is in, in a dense checkpoint."""
+        """The name of its weight in a dense checkpoint, or of the stack that it is in."""
         return self.names[self.dialect.weight] if self.layout in STACKED else f"{self.stem}.weight"
 
     @property
@@ -69,12 +69,12 @@ class NVFP4Matrix:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """N, K, in whole blocks of 16"""
+        """N, K, with K padded to whole blocks of 16"""
         N, half = self.tensors[self.dialect.weight].shape
         return N, 2 * half
 
     def matrix(self, pre_quant_scale: bool = True) -> Matrix:
-        """-> fp32 [N, K]; `pre_quant_scale`: multiplied with AWQ's, where there is one, as x would be."""
+        """The fp32 matrix [N, K]. pre_quant_scale: multiply its columns with AWQ's scale of x, where there is one."""
         codes, sf, scale = (self.tensors[s] for s in self.dialect.suffixes[:3])
         of_x = self.tensors.get(PRE_QUANT_SCALE) if pre_quant_scale else None
         N, half = codes.shape
@@ -98,7 +98,7 @@ class NVFP4Matrix:
 
 
 def _matrix(tensors: Mapping[str, TensorSlice], stem: str, dialect: Dialect, layout: ExpertLayout) -> NVFP4Matrix:
-    """ValueError where the tensors of `stem` are not all there, or do not fit each other."""
+    """The matrix `stem`. ValueError where its tensors are not all there, or do not fit each other."""
     found = {s: tensors[f"{stem}.{s}"] for s in (*dialect.suffixes, PRE_QUANT_SCALE) if f"{stem}.{s}" in tensors}
     for suffix, dtype in zip(dialect.suffixes, ("U8", "F8_E4M3", "F32", "F32"), strict=True):
         stored, name = found.get(suffix), f"{stem}.{suffix}"
@@ -107,7 +107,7 @@ def _matrix(tensors: Mapping[str, TensorSlice], stem: str, dialect: Dialect, lay
                              "shard is missing, or the checkpoint is damaged")  # fmt: skip
         if stored is not None and stored.dtype != dtype:
             raise ValueError(f"{name} has dtype {stored.dtype}, expected {dtype}: the checkpoint is damaged, or not "
-                             "NVFP4, or this layer belongs into the config's ignore list")  # fmt: skip
+                             "NVFP4, or this layer belongs in the config's ignore list")  # fmt: skip
         if stored is not None and dtype == "F32" and stored.size != 4:
             raise ValueError(f"{name} is {stored.dtype} {list(stored.shape)}: one F32 number per matrix is expected; "
                              "the file is damaged")  # fmt: skip
@@ -122,8 +122,8 @@ def _matrix(tensors: Mapping[str, TensorSlice], stem: str, dialect: Dialect, lay
 
 
 def _stack(source: Checkpoint, name: str, layout: ExpertLayout, dialect: Dialect) -> Iterator[NVFP4Matrix]:
-    """The matrices of a stack: codes [E, in/2, out] and sf [E, in/16, out] (ModelOpt's for Llama 4 and gpt-oss), or
-    [E, out, in/2] and [E, out, in/16] (its for Step-3); a global scale for all, or [E].
+    """The matrices of one of ModelOpt's stacks: codes [E, in/2, out] and sf [E, in/16, out] (Llama 4, gpt-oss), or
+    [E, out, in/2] and [E, out, in/16] (Step-3); one global scale for all experts, or [E].
 
     ValueError where the tensors of `name` are not all there, or do not fit each other.
     """
@@ -163,7 +163,7 @@ def _stack(source: Checkpoint, name: str, layout: ExpertLayout, dialect: Dialect
 def _check_stack(name: str, found: Mapping[str, TensorSlice], dialect: Dialect, transposed: bool) -> None:
     """ValueError unless the tensors of a stack fit each other."""
     codes, sf = found[dialect.weight], found[dialect.sf]
-    wanted: list[float] = [*codes.shape]  # with a fraction, no sf fits
+    wanted: list[float] = [*codes.shape]  # the shape of sf; where 8 does not divide, a fraction that no sf has
     wanted[1 if transposed else -1] /= 8
     if len(wanted) != 3 or [*sf.shape] != wanted or (codes.dtype, sf.dtype) != ("U8", "F8_E4M3") or not codes.size:
         raise ValueError(f"{name}: {codes.dtype} {list(codes.shape)} with block scales {sf.dtype} {list(sf.shape)} is "
@@ -183,10 +183,11 @@ def _check_stack(name: str, found: Mapping[str, TensorSlice], dialect: Dialect, 
 class NVFP4Files:
     """All that NVFP4 files hold.
 
-    matrices    by their names in new files
+    matrices    name in new files -> matrix
     fp8         FP8 weights next to them (mixed precision): name -> name of the scale
-    parameters  tensors that are parameters of `NVFP4Experts`, saved under their own names
-    left        everything else
+    parameters  the parameters of `NVFP4Experts` that were saved under their own names
+    left        all other tensors
+    tensors     all tensors of the files
     """
 
     matrices: dict[str, NVFP4Matrix]
@@ -196,7 +197,7 @@ class NVFP4Files:
     tensors: Mapping[str, TensorSlice]
 
     def given(self) -> dict[str, Given]:
-        """Everything, by its name in a dense checkpoint."""
+        """What the files hold, by its name in a dense checkpoint."""
         found = {f"{stem}.weight": Given("NVFP4", m.shape, m.file) for stem, m in self.matrices.items()}
         for stem, m in self.matrices.items():
             if (bias := m.tensors.get("bias")) is not None:
@@ -213,7 +214,7 @@ class NVFP4Files:
                 yield name
 
     def experts_have(self, last: str) -> bool:
-        """Whether the matrices of experts have a tensor `last`, an input scale or AWQ's scale: all of them."""
+        """Whether all matrices of experts have a tensor `last`, an input scale or AWQ's scale."""
         found = [last in lasts for _, lasts in self._of_experts()]
         return bool(found) and all(found)
 
@@ -222,11 +223,11 @@ class NVFP4Files:
         return [f"{name}.{last}" for name, lasts in self._of_experts() if last in lasts]
 
     def _of_experts(self) -> Iterator[tuple[str, Collection[str]]]:
-        """(name, last parts of its tensors' names) of every matrix of experts."""
+        """(name, last parts of the names of its tensors) of every matrix of experts."""
         return ((stem, m.tensors) for stem, m in self.matrices.items() if PER_EXPERT.fullmatch(stem))
 
     def check_optional_scales(self, lasts: Iterable[str]) -> None:
-        """ValueError unless all experts have a tensor of each of these names, an input scale or AWQ's, or none has."""
+        """ValueError if some experts, but not all, have a tensor of one of these names, an input scale or AWQ's."""
         for last in lasts:
             found = [(name, last in there) for name, there in self._of_experts()]
             without = [name for name, there in found if not there]
@@ -241,11 +242,13 @@ def dense_given(tensors: Mapping[str, TensorSlice]) -> dict[str, Given]:
 
 
 def read(source: Checkpoint, dialect: Dialect, input_scales: bool = True) -> NVFP4Files:
-    """What the NVFP4 files of `source` hold, by headers alone. input_scales: whether these count.
+    """What the NVFP4 files of `source` hold, from their headers alone.
+
+    input_scales: whether all experts need an input scale if one has it.
 
     ValueError, naming the tensor, for a matrix that lacks a part or whose parts do not fit each other, for FP8 weights
     without a scale, for experts that are incomplete or of several shapes, for scales that only some experts have, and
-    for stacks of biases next to experts one by one.
+    for a stack of biases next to experts one by one.
     """
     tensors, left = source.tensors, dict(source.tensors)
     matrices: dict[str, NVFP4Matrix] = {}
@@ -264,7 +267,7 @@ def read(source: Checkpoint, dialect: Dialect, input_scales: bool = True) -> NVF
             take(matrix.names.values())
     for stem in (n.removesuffix(f".{dialect.sf}") for n in left if n.endswith(f".{dialect.sf}")):
         if (codes := left.get(f"{stem}.{dialect.weight}")) is not None and codes.dtype == "U8":
-            _matrix(tensors, stem, dialect, ExpertLayout.ONE_BY_ONE)  # says that it has no global scale
+            _matrix(tensors, stem, dialect, ExpertLayout.ONE_BY_ONE)  # raises: it has no global scale
     fp8 = {}
     for name in [n for n, stored in left.items() if stored.dtype == "F8_E4M3" and n.endswith(".weight")]:
         stem = name.removesuffix(".weight")
@@ -280,7 +283,7 @@ def read(source: Checkpoint, dialect: Dialect, input_scales: bool = True) -> NVF
     check_experts({stem: m.shape for stem, m in matrices.items()}, expert_counts(source.config), left)
     for name in left:
         if name.endswith(".gate_up_proj_bias") and f"{name.rpartition('.')[0]}.0.gate_proj" in matrices:
-            raise ValueError(f"{name} is a stack next to experts one by one, whose gate and up have no order that is "
+            raise ValueError(f"{name} is a stack next to experts one by one, so the order of gate and up in it is not "
                              "known: write a bias for each expert, experts.E.gate_proj.bias, or quantize the original "
                              "checkpoint")  # fmt: skip
     files = NVFP4Files(matrices, fp8, parameters, left, tensors)

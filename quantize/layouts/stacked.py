@@ -1,4 +1,4 @@
-"""Dense experts in stacks: all experts of a layer in one tensor, as each family keeps them."""
+"""Dense experts in stacks: all experts of a layer in one tensor, in the way of each family."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from moe_nvfp4.quantize.names import DENSE
 
 @dataclass(frozen=True)
 class Stack:
-    """How a family's files keep all experts of a layer: the ends of the tensor names.
+    """How a family's files keep all experts of a layer.
 
-    up, down     gate and up rows together [E, 2I, H], and [E, H, I]
-    module       what stands in place of these names in front of `.E.gate_proj`
-    transposed   [E, H, 2I] and [E, I, H] instead; None: one or the other, by the config's sizes
-    interleaved  gate and up rows alternate
-    bias         tensors of the same names with `_bias` are there too
-    gate         gate rows have a tensor of their own, [E, I, H], and `up` has only up rows
+    up, down     the ends of the tensors' names: rows of gate and up together [E, 2I, H], and down [E, H, I]
+    module       replaces these ends in new files, in front of `.E.gate_proj`
+    transposed   the tensors are [E, H, 2I] and [E, I, H]; None: the config's sizes tell which
+    interleaved  rows of gate and up alternate
+    bias         there are also biases, named `up`_bias and `down`_bias
+    gate         gate has a tensor of its own, [E, I, H], whose name ends like this; `up` is [E, I, H] then
     """
 
     up: str = "experts.gate_up_proj"
