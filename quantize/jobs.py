@@ -86,9 +86,6 @@ def quantize_jobs(matrices: Mapping[str, Matrix], options: Options) -> Iterator[
         if gate is not None and gate in matrices:
             continue
         sharing = {stem: m} if up is None or up not in matrices else {stem: m, up: matrices[up]}
-        if len({(other.rows, other.columns) for other in sharing.values()}) > 1:
-            sizes = " and ".join(f"{name} [{o.rows}, {o.columns}]" for name, o in sharing.items())
-            raise ValueError(f"{sizes} differ in shape, as gate and up never do: the file is damaged")
         group = waiting.setdefault((m.shard, m.rows, m.columns, len(sharing), m.global_scale is None), [])
         group.append(sharing)
         room = TOGETHER.get(options.place.type, 1)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moe_nvfp4._version import __version__
 from moe_nvfp4.quantize.dialects import GLOBAL_SCALES, MODELOPT, Dialect, QuantizationInfo, read_config, write_config
-from moe_nvfp4.quantize.files import Checkpoint, TensorSlice
+from moe_nvfp4.quantize.files import Checkpoint, TensorSlice, expert_counts
 from moe_nvfp4.quantize.jobs import (
     Job,
     bias_jobs,
@@ -36,7 +36,7 @@ from moe_nvfp4.quantize.layouts import (
     one_by_one,
     stacked,
 )
-from moe_nvfp4.quantize.layouts.base import need
+from moe_nvfp4.quantize.layouts.base import check_experts, need
 from moe_nvfp4.quantize.names import (
     DENSE,
     FUSED_LINEARS,
@@ -197,6 +197,7 @@ def _quantize_experts(draft: _Draft, experts: Experts) -> None:
             draft.take(experts.tensors)
         return
     matrices = experts.matrices()
+    check_experts({stem: (m.rows, m.columns) for stem, m in matrices.items()}, expert_counts(draft.source.config), {})
     if draft.options.importance is not None:
         numbers = {match["e"] for stem in matrices if (match := PER_EXPERT.fullmatch(stem))}
         draft.options.importance.layer(experts.module, len(numbers))

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from moe_nvfp4.quantize.dialects import EMBEDDING, QuantizationInfo
-from moe_nvfp4.quantize.files import TORCH_DTYPES, Checkpoint, TensorSlice, open_checkpoint, sub_configs
+from moe_nvfp4.quantize.files import TORCH_DTYPES, Checkpoint, TensorSlice, TensorView, open_checkpoint, sub_configs
 from moe_nvfp4.quantize.layouts import ErrorSums, Matrix, nvfp4
+from moe_nvfp4.quantize.layouts.base import dense
 from moe_nvfp4.quantize.model import ModelTensors, UnknownModel
 from moe_nvfp4.quantize.names import DENSE, KV_SCALE, PRE_QUANT_SCALE, is_dense_linear, is_scale
 from moe_nvfp4.quantize.plan import ConversionPlan, nothing_there, nvfp4_files, plan_of, scale_warnings
@@ -190,12 +192,12 @@ def _compare(checkpoint: Checkpoint, source: Checkpoint, left: Mapping[str, Tens
             raise ValueError(f"{name} is in {source.folder} and not in {checkpoint.folder}: the conversion was not "
                              "complete, or a tensor was lost since; quantize again")  # fmt: skip
     for name, stored in left.items():
-        original, fp8 = source.tensors.get(name), plan.dequantized.get(name)
-        fp8 = fp8 if isinstance(fp8, Matrix) else None
-        copied = original if original is not None and original.dtype == stored.dtype else None
-        if (copied and not _same(stored, copied)) or (fp8 is not None and not _is_dense(stored, fp8)):
-            raise ValueError(f"{name} is not what it is in {source.folder}: it should have been "
-                             + ("copied" if copied else "made dense exactly"))  # fmt: skip
+        original, found = source.tensors.get(name), plan.dequantized.get(name)
+        if found is not None and not _is_dense(stored, found):
+            raise ValueError(f"{name} is not what it is in {source.folder}: it should have been made dense exactly")
+        if found is None and original is not None and not _same(stored, original):
+            raise ValueError(f"{name} is not what it is in {source.folder}: it should have been copied"
+                             + ("" if stored.dtype == original.dtype else f", rounded to {stored.dtype}"))  # fmt: skip
     return experts
 
 
@@ -231,21 +233,29 @@ def _add_error(layer: ErrorSums, stem: str, packed: Matrix, matrix: Matrix) -> N
     layer.matrices += 1
 
 
-def _is_dense(stored: TensorSlice, matrix: Matrix) -> bool:
-    """Whether `stored` is exactly `matrix`, cast to the dtype of `stored`."""
-    if stored.shape != (matrix.rows, matrix.columns):
+def _is_dense(stored: TensorSlice, found: Matrix | list[Matrix]) -> bool:
+    """Whether `stored` is exactly the matrix `found`, or the stack [E, K, N] of matrices [N, K], cast to its dtype."""
+    if isinstance(found, list):
+        views = (TensorView.of(stored.expert(e), lambda t: t.T) for e in range(len(found)))
+        return stored.shape[0] == len(found) and all(map(_is_dense, views, found))
+    if stored.shape != (found.rows, found.columns):
         return False
-    dtype, rows, step = TORCH_DTYPES[stored.dtype], matrix.open(), max(1, STEP // matrix.columns)
-    width = matrix.columns * dtype.itemsize
-    pieces = ((a, min(a + step, matrix.rows)) for a in range(0, matrix.rows, step))
+    dtype, read, rows, step = TORCH_DTYPES[stored.dtype], stored.reader(), found.open(), max(1, STEP // found.columns)
+    width = found.columns * dtype.itemsize
+    pieces = ((a, min(a + step, found.rows)) for a in range(0, found.rows, step))
     return all(
-        torch.equal(stored.read(a * width, (b - a) * width), rows(a, b).to(dtype).view(torch.uint8).view(-1))
+        torch.equal(read(a * width, (b - a) * width), rows(a, b).to(dtype).view(torch.uint8).view(-1))
         for a, b in pieces
     )
 
 
-def _same(a: TensorSlice, b: TensorSlice) -> bool:
-    if a.shape != b.shape:
+def _same(stored: TensorSlice, original: TensorSlice) -> bool:
+    """Whether `stored` has the values of `original`, in its dtype, or rounded to another floating-point one."""
+    if stored.shape != original.shape:
         return False
-    pieces = ((at, min(PIECE, a.size - at)) for at in range(0, a.size, PIECE))
-    return all(torch.equal(a.read(*piece), b.read(*piece)) for piece in pieces)
+    if stored.dtype != original.dtype:
+        column = math.prod(stored.shape), 1
+        floating = {stored.dtype, original.dtype} <= {*DENSE}
+        return floating and _is_dense(replace(stored, shape=column), dense(replace(original, shape=column)))
+    pieces = ((at, min(PIECE, stored.size - at)) for at in range(0, stored.size, PIECE))
+    return all(torch.equal(stored.read(*piece), original.read(*piece)) for piece in pieces)

@@ -177,9 +177,7 @@ def open_checkpoint(folder: str | os.PathLike) -> Checkpoint:
     if not (folder / "config.json").is_file():
         raise ValueError(f"{folder} has no config.json: name the folder of a Hugging Face checkpoint")
     config = _json(folder / "config.json")
-    if not isinstance(config.get("quantization_config") or {}, dict):
-        raise ValueError(f"{folder / 'config.json'}: quantization_config is {config['quantization_config']!r:.200}, no "
-                         "object: download it again, or remove it if the files are dense")  # fmt: skip
+    _check_config(folder / "config.json", config)
     found = sorted(folder.glob("*.safetensors"))
     index = _read_index(folder, found)
     files = tuple(sorted({folder / name for name in index.values()})) if index is not None else _single(folder, found)
@@ -187,6 +185,18 @@ def open_checkpoint(folder: str | os.PathLike) -> Checkpoint:
     if index is not None:
         _check_index(folder / INDEX, index, tensors)
     return Checkpoint(folder, config, tensors, files, tuple(p for p in found if p not in files))
+
+
+def _check_config(path: Path, config: Mapping) -> None:
+    """ValueError where an entry that this package reads has another type. transformers reads the other entries."""
+    quantization, names = config.get("quantization_config") or {}, config.get("architectures") or []
+    if not isinstance(quantization, dict):
+        raise ValueError(f"{path}: quantization_config is {quantization!r:.200}, no object: download it again, or "
+                         "remove it if the files are dense")  # fmt: skip
+    if not isinstance(own := quantization.get("moe_nvfp4") or {}, dict):
+        raise ValueError(f"{path}: moe_nvfp4 in quantization_config is {own!r:.200}, no object: download it again")
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"{path}: architectures is {names!r:.200}, no list of names: download it again")
 
 
 def _single(folder: Path, found: list[Path]) -> tuple[Path, ...]:

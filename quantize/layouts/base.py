@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from moe_nvfp4.quantize.files import TORCH_DTYPES, TensorSlice, TensorView
-from moe_nvfp4.quantize.names import PER_EXPERT
+from moe_nvfp4.quantize.names import PER_EXPERT, PLAIN_NAMES
 
 
 class ExpertLayout(Enum):
@@ -125,16 +125,16 @@ class Given:
 
 
 def check_experts(
-    shapes: Mapping[str, tuple[int, ...]], counts: Collection[int], others: Mapping[str, TensorSlice]
+    shapes: Mapping[str, tuple[int, int]], counts: Collection[int], others: Mapping[str, TensorSlice]
 ) -> None:
-    """ValueError unless all experts of a module have the same projections, of the same shapes, and there are as many
-    experts as the config says.
+    """ValueError unless all experts of a module have the same projections, of shapes that fit each other, and there are
+    as many experts as the config says.
 
     shapes  stem -> shape of each matrix
     counts  the numbers of experts that the config names
     others  the files' other tensors, where the error looks for a missing matrix in another dtype
     """
-    modules: dict[str, dict[str, dict[int, tuple[int, ...]]]] = {}
+    modules: dict[str, dict[str, dict[int, tuple[int, int]]]] = {}
     for stem, shape in shapes.items():
         if match := PER_EXPERT.fullmatch(stem):
             modules.setdefault(match["module"], {}).setdefault(match["part"], {})[int(match["e"])] = shape
@@ -160,6 +160,17 @@ def check_experts(
         if set(parts) not in ({"gate_proj", "up_proj", "down_proj"}, {"up_proj", "down_proj"}, {"w1", "w2", "w3"}):
             raise ValueError(f"{module} has {', '.join(sorted(parts))} only: a projection is missing; download the "
                              "checkpoint again")  # fmt: skip
+        first = {PLAIN_NAMES.get(part, part): next(iter(experts.values())) for part, experts in parts.items()}
+        (I, H), down = first["up_proj"], first["down_proj"]
+        if first.get("gate_proj", (I, H)) != (I, H) or _blocks(down) != _blocks((H, I)):
+            said = ", ".join(f"{part} {list(size)}" for part, size in first.items())
+            raise ValueError(f"{module} has experts of {said}: gate and up are [I, H], down is [H, I]; the file is "
+                             "damaged or belongs to another model, download the checkpoint again")  # fmt: skip
+
+
+def _blocks(shape: tuple[int, int]) -> list[int]:
+    """A shape in blocks of 16: NVFP4 files have K in whole blocks."""
+    return [-(-n // 16) for n in shape]
 
 
 def one_too_many(stem: str, E: int) -> ValueError:

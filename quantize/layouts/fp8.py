@@ -7,8 +7,8 @@ from collections.abc import Callable, Container, Iterator, Mapping
 import torch
 from torch import Tensor
 
-from moe_nvfp4.quantize.files import Checkpoint, TensorSlice, expert_counts
-from moe_nvfp4.quantize.layouts.base import Experts, Matrix, check_experts
+from moe_nvfp4.quantize.files import Checkpoint, TensorSlice
+from moe_nvfp4.quantize.layouts.base import Experts, Matrix
 from moe_nvfp4.quantize.names import PER_EXPERT
 
 # The names of the scales: of ModelOpt and compressed-tensors; of DeepSeek V3; of DeepSeek V4
@@ -93,18 +93,13 @@ def recognise(source: Checkpoint, left: Mapping[str, TensorSlice]) -> Iterator[E
     for stem, weight in block_weights(source, left).items():
         if match := PER_EXPERT.fullmatch(stem):
             modules.setdefault(match["module"], {})[stem] = weight
-    counts = expert_counts(source.config)
     for module, weights in modules.items():
         names = tuple(name for _, pair in weights.values() for name in pair)
-        yield _experts(module, names, {stem: matrix for stem, (matrix, _) in weights.items()}, counts)
+        yield _experts(module, names, {stem: matrix for stem, (matrix, _) in weights.items()})
 
 
-def _experts(module: str, names: tuple[str, ...], weights: dict[str, Matrix], counts: set[int]) -> Experts:
-    def matrices() -> dict[str, Matrix]:
-        check_experts({stem: (m.rows, m.columns) for stem, m in weights.items()}, counts, {})
-        return weights
-
+def _experts(module: str, names: tuple[str, ...], weights: dict[str, Matrix]) -> Experts:
     def dense() -> dict[str, Matrix]:
         return {f"{stem}.weight": matrix for stem, matrix in weights.items()}
 
-    return Experts(module, names, matrices, dense=dense)
+    return Experts(module, names, lambda: weights, dense=dense)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from functools import partial
 
-from moe_nvfp4.quantize.files import Checkpoint, TensorSlice, expert_counts
-from moe_nvfp4.quantize.layouts.base import Experts, Matrix, check_experts, dense, need
+from moe_nvfp4.quantize.files import Checkpoint, TensorSlice
+from moe_nvfp4.quantize.layouts.base import Experts, Matrix, dense, need
 from moe_nvfp4.quantize.names import DENSE, PER_EXPERT
 
 
@@ -23,7 +23,6 @@ def recognise(source: Checkpoint, left: Mapping[str, TensorSlice]) -> Iterator[E
             stored = left[f"{stem}.weight"]
             need(len(stored.shape) == 2, f"{stem}.weight", stored, "a matrix [out, in]")
             found[stem] = dense(stored)
-        check_experts({stem: (m.rows, m.columns) for stem, m in found.items()}, expert_counts(source.config), {})
         return found
 
     for module, stems in modules.items():

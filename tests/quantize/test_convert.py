@@ -496,6 +496,10 @@ def test_mxfp4(recipe, tmp_path):
     same = {n: t for n, t in found.items() if n.startswith(stem)}
     assert all(as_bytes(kept[n.replace("layers.0", "layers.1")]) == as_bytes(t) for n, t in same.items())
     assert [*verify_checkpoint(tmp_path / "c", two).layers] == [stem.replace("layers.0", "layers.1")]
+    kept[f"{stem}.down_proj"][1, 3, 5] += 1
+    save_file(kept, tmp_path / "c" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=f"{stem}.down_proj is not what it is in .* made dense exactly"):
+        verify_checkpoint(tmp_path / "c", two)
 
 
 # ---------------------------------------------------------------- other people's readers

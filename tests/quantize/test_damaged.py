@@ -193,7 +193,14 @@ UNKNOWN = {
     "another name": (
         lambda f: f.update({"encoder.mlp.experts.expert_0.wi.weight": torch.zeros(8, 16)}), {}, "not known for model"),
     "GPTQ": (lambda f: None, {"quantization_config": {"quant_method": "gptq"}}, "quantized with 'gptq'"),
+    "gates of another size": (
+        lambda f: f.update({n: torch.zeros(64, 64) for n in f if "gate_proj" in n}), {}, r"gate_proj \[64, 64\]"),
+    "down of another size": (
+        lambda f: f.update({n: torch.zeros(64, 64) for n in f if "down_proj" in n}), {}, r"down is \[H, I\]"),
     "a config of another form": (lambda f: None, {"quantization_config": "nvfp4"}, "_config is 'nvfp4', no object"),
+    "a config of ours of another form": (
+        lambda f: None, {"quantization_config": {"quant_method": "modelopt", "moe_nvfp4": 1}}, "moe_nvfp4 .* is 1, no"),
+    "classes without names": (lambda f: None, {"architectures": [None]}, r"architectures is \[None\]"),
     "SVD": (
         lambda f: None, {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4_SVD"}}, "NVFP4_SVD"),
     "no experts": (lambda f: [f.pop(k) for k in list(f) if "experts" in k], {}, "MadeByHand has no experts"),
@@ -271,6 +278,9 @@ DAMAGED = {
     "MXFP4, an expert is missing": (
         mxfp4, lambda f: f.update({n: t[:1].clone() for n, t in f.items() if "down_proj" in n}), {},
         r"down_proj: \[1, 64, 1, 16\] and \[1, 64, 1\] are not MXFP4"),
+    "MXFP4, down of another size": (
+        mxfp4, lambda f: f.update({n: f[n].repeat_interleave(2, 2) for n in f if "down_proj_" in n and f[n].dim() > 2}),
+        {}, r"down_proj \[64, 64\]: gate and up are"),
     "MXFP4, scales of another type": (
         mxfp4, lambda f: f.update({f"{MXFP4}.down_proj_scales": f[f"{MXFP4}.down_proj_scales"].float()}), {},
         "are not MXFP4"),
@@ -309,6 +319,8 @@ DAMAGED = {
     "rows, of a part of an expert": (
         stacks, only(DBRX, w1=(66, 64)), STACKED["dbrx"], r"w1 has shape \[66, 64\], expected \[4 experts"),
     "rows, stacked": (stacks, only(DBRX, w2=(4, 16, 64)), STACKED["dbrx"], "w2 has shape .* expected .4 experts"),
+    "rows, gates of another size": (
+        stacks, only(DBRX, w1=(128, 64)), STACKED["dbrx"], r"gate_proj \[32, 64\].* \[I, H\]"),
     "rows, some are missing": (stacks, only(DBRX, v1=None), STACKED["dbrx"], "experts.mlp.v1 is missing"),
     "rows, of how many experts": (
         stacks, only(DBRX), STACKED["dbrx"] | {"ffn_config": None}, r"expected \[None experts"),
@@ -386,6 +398,15 @@ def test_verify_finds_damage(case, tmp_path, capsys):
         assert cli.main(["verify", str(path), "--against", str(folder(tmp_path / "c", original))]) == 2
         assert f"the original of {E3}.up_proj has NaN or Inf" in capsys.readouterr().err
         files["lm_head.weight"][0, 0] -= 1
+        head = files["lm_head.weight"]
+        for dtype, code in ((torch.float16, 0), (torch.float32, 0), (torch.int64, 2)):  # of a model saved in another
+            save_file(files | {"lm_head.weight": head.to(dtype)}, path / "model.safetensors", metadata={"format": "pt"})
+            assert cli.main(["verify", str(path), "--against", str(source)]) == code
+        rounded = head.half()
+        rounded[-1, -1] += 1
+        save_file(files | {"lm_head.weight": rounded}, path / "model.safetensors", metadata={"format": "pt"})
+        assert cli.main(["verify", str(path), "--against", str(source)]) == 2
+        assert "it should have been copied, rounded to F16" in capsys.readouterr().err
         files[f"{E3}.up_proj.weight_scale_2"] *= 2  # as a flipped bit of its exponent does
         save_file(files, path / "model.safetensors", metadata={"format": "pt"})
         assert cli.main(["verify", str(path), "--against", str(source)]) == 2
