@@ -1,6 +1,6 @@
-"""A folder of experts that are quantized already, module by module: what a conversion by ``gptq`` copies from.
+"""A folder of experts that the recipe ``gptq`` has quantized, module by module; a conversion copies from it.
 
-FOLDER/model.layers.0.mlp.experts.safetensors has the tensors of `NVFP4Experts`' parameters, by their names, and `rows`,
+FOLDER/model.layers.0.mlp.experts.safetensors has the parameters of `NVFP4Experts`, by their names, and `rows`,
 int64 [E]: how many rows of the calibration data each expert saw.
 """
 
@@ -26,11 +26,11 @@ class CodesFolder:
 
     @property
     def modules(self) -> list[str]:
-        """The modules that are whole, by the names that transformers has for them."""
+        """The modules that are complete, by their names in transformers."""
         return sorted(file.name.removesuffix(".safetensors") for file in self.folder.glob("*.safetensors"))
 
     def save(self, module: str, tensors: Mapping[str, Tensor]) -> None:
-        """Keep a module; from then on it is whole."""
+        """Write the tensors of a module, which is complete from then on."""
         part = self.folder / f".{module}.partial"
         save_file({name: tensor.contiguous().cpu() for name, tensor in tensors.items()}, part)
         os.replace(part, self._file(module))
@@ -40,9 +40,9 @@ class CodesFolder:
             return file.get_tensor("rows")
 
     def matrix(self, stem: str, shape: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor]:
-        """Codes uint8 [N, K/2], sf uint8 [N, K/16], global scale fp32 0-d of a matrix by its name in files.
+        """Codes uint8 [N, K/2], sf uint8 [N, K/16] and global scale fp32 0-d of the matrix that files name `stem`.
 
-        shape: N, K. ValueError where it is not here, or has another shape.
+        shape: N and K. ValueError where the folder does not have it, or has it in another shape.
         """
         match = PER_EXPERT.fullmatch(stem)
         module = match and same_module(match["module"], self.modules)
@@ -62,7 +62,7 @@ class CodesFolder:
         return codes.contiguous(), sf.contiguous(), scale.clone()
 
     def digest(self) -> str:
-        """Changes when a file does."""
+        """A string that changes when a file does."""
         stats = [(file.name, file.stat()) for file in sorted(self.folder.glob("*.safetensors"))]
         return hashlib.sha256(repr([(n, s.st_size, s.st_mtime_ns) for n, s in stats]).encode()).hexdigest()
 

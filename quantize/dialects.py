@@ -1,4 +1,4 @@
-"""How other tools name and scale the same NVFP4 numbers. The only file with a reciprocal.
+"""How other tools name and scale the same NVFP4 numbers. No other file here takes a reciprocal of a global scale.
 
                     ModelOpt (`modelopt`)        compressed-tensors (`nvfp4-pack-quantized`)
     codes           weight          U8           weight_packed        U8        low nibble = even k
@@ -7,9 +7,9 @@
     input_scale     input_scale     F32 []       input_global_scale   F32 [1]   its reciprocal
 
 Sources: nvidia-modelopt 0.47 (`torch/export`), compressed-tensors 0.20 (`compressors/nvfp4`).
-A scale that was a reciprocal is that of its own reciprocal, for all 2^23 mantissas of float32. But two numbers next to
-each other may have the same one, so what has been read is written again as it was read (`encode_scale`,
-`carry_scale`). Codes and block scales are the same bytes in both.
+A float32 that is a reciprocal is the reciprocal of its reciprocal: 1/(1/(1/x)) = 1/x for all 2^23 mantissas of x.
+But neighbouring numbers may have the same reciprocal, so a scale that has been read is written as it was read
+(`encode_scale`, `carry_scale`). Codes and block scales are the same bytes in both dialects.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Dialect:
-    """The last parts of the tensor names, and the direction of the global scales."""
+    """The last parts of the tensors' names, and whether files store global scales as reciprocals."""
 
     name: str
     weight: str
@@ -45,14 +45,15 @@ class Dialect:
         return (1,) if self.reciprocal else ()
 
     def decode_scale(self, stored: Tensor) -> Tensor:
-        """A stored global scale, any shape of one element or more -> fp32, the direction that multiplies."""
+        """Stored global scales, of any shape -> fp32 of that shape, the numbers that multiply."""
         stored = stored.float()
         return 1.0 / stored if self.reciprocal else stored
 
     def encode_scale(self, scale: Tensor, as_read: Tensor | None = None) -> Tensor:
-        """fp32 0-d, multiplying -> as stored: [] or [1]; decode_scale of it gives back a `scale` that it gave before.
+        """A global scale that multiplies, fp32 0-d -> as files store it, [] or [1].
 
-        as_read: what a file had before, which is written again where it is `scale` still.
+        If `scale` is a result of decode_scale, decode_scale of the result is `scale` again. as_read: the number that a
+        file had before; it is written again if it still stands for `scale`.
         """
         if not self.reciprocal:
             return scale.float().reshape(())
@@ -61,7 +62,7 @@ class Dialect:
         return before if torch.equal(1.0 / before, scale) else 1.0 / scale
 
     def carry_scale(self, stored: Tensor, target: Dialect) -> Tensor:
-        """One global scale of a file in this dialect -> as files in `target` have it; in the same one, as it was."""
+        """One global scale as files in this dialect store it -> as files in `target` do; unchanged in the same one."""
         if target is self:
             return stored.reshape(self.scale_shape)
         return target.encode_scale(self.decode_scale(stored).reshape(()))
@@ -74,7 +75,7 @@ COMPRESSED_TENSORS = Dialect(
 DIALECTS = {d.name: d for d in (MODELOPT, COMPRESSED_TENSORS)}
 GLOBAL_SCALES = tuple(d.global_scale for d in DIALECTS.values())  # names of tensors that only NVFP4 files have
 
-# Modules whose input is no activation, by name or class, so that W4A16 of one says nothing about others
+# Modules, by name or class, whose input is no activation: if one is W4A16, that says nothing about other layers
 EMBEDDING = re.compile(r"(?<!un)embed|\bwte\b|\bwpe\b", re.IGNORECASE)
 # quant_algo of ModelOpt -> activations
 ALGOS = {"NVFP4": "nvfp4", "W4A16_NVFP4": "bf16", "NVFP4_AWQ": "nvfp4"}
@@ -90,9 +91,9 @@ class QuantizationInfo:
                  names (compressed-tensors)
     layers       module name -> quant_algo where the file mixes precisions, else None
     activations  "nvfp4" or "bf16": what the file was made for
-    mixed        some NVFP4 layers were made for one of the two, others for the other
-    whole        every linear that `ignore` does not name is said to be quantized; else only some are listed
-    kv_cache     the KV cache scheme it names, as config.json has it; this library does not apply it
+    mixed        whether some NVFP4 layers were made for "nvfp4" and others for "bf16"
+    whole        whether the config says that every linear is quantized which `ignore` does not name; else it lists some
+    kv_cache     the KV cache scheme that the config names, as config.json writes it; this library does not apply it
     """
 
     dialect: Dialect
@@ -108,7 +109,7 @@ class QuantizationInfo:
 
 
 def as_patterns(given: str | Iterable[str] | None, name: str) -> list[str]:
-    """One pattern or several, as the argument `name` of a function takes them -> a list."""
+    """The value of an argument `name`, which takes one pattern or several, as a list. TypeError for anything else."""
     if given is None:
         return []
     patterns = list(given) if isinstance(given, Iterable) and not isinstance(given, (str, bytes)) else [given]
@@ -119,12 +120,12 @@ def as_patterns(given: str | Iterable[str] | None, name: str) -> list[str]:
 
 
 def matches(pattern: str, module: str) -> bool:
-    """Whether an entry of an `ignore` list names `module`: a name, a wildcard, or `re:` and an expression.
+    """Whether an entry of an `ignore` list, a name, a wildcard or `re:` and an expression, matches `module`.
 
-    ValueError for an expression that is none, or takes longer than a second.
+    ValueError for an expression that is not valid or takes longer than a second.
     """
     if pattern.startswith("re:"):
-        import regex  # with a time limit, which re has not
+        import regex  # it has a time limit, and re has none
 
         try:
             return regex.match(pattern[3:], module, timeout=1.0) is not None
@@ -135,9 +136,10 @@ def matches(pattern: str, module: str) -> bool:
 
 
 def read_config(config: Mapping, hf_quant_config: Mapping | None = None) -> QuantizationInfo | None:
-    """The NVFP4 part of a checkpoint's `config.json` (whole, or its quantization_config) and, if there is
-    one, `hf_quant_config.json`. None: not an NVFP4 checkpoint. ValueError: NVFP4 in a form that is not
-    supported, naming it.
+    """Read what a checkpoint's configs say about NVFP4. None: it is not an NVFP4 checkpoint.
+
+    config: config.json, or its quantization_config; hf_quant_config: hf_quant_config.json, if there is one.
+    ValueError for NVFP4 in a form that is not supported, naming it.
     """
     q = config.get("quantization_config", config if "quant_method" in config else None)
     hf = (hf_quant_config or {}).get("quantization", {})
@@ -149,7 +151,7 @@ def read_config(config: Mapping, hf_quant_config: Mapping | None = None) -> Quan
             return _compressed_tensors(q)
         if method in ("modelopt", "moe_nvfp4", None) or (method == "fp8" and "moe_quant_algo" in q):
             return _modelopt({**hf, **(q or {})})
-    except (AttributeError, KeyError, TypeError) as error:  # of another form than the tools write
+    except (AttributeError, KeyError, TypeError) as error:  # not the structure that the tools write
         raise ValueError(
             f"the quantization_config of these files makes no sense ({type(error).__name__}: {error}): download "
             "config.json again, or compare it with what the tool writes"
@@ -158,9 +160,9 @@ def read_config(config: Mapping, hf_quant_config: Mapping | None = None) -> Quan
 
 
 def modelopt_algo(q: Mapping) -> str:
-    """What a quantization_config of ModelOpt calls its format, in capitals; "" where it does not say.
+    """The quant_algo of ModelOpt's quantization_config, in capitals; "" if it has none.
 
-    It may be flat, or have everything under "quantization", as hf_quant_config.json does. vLLM reads these too.
+    It may be at the top or under "quantization", as in hf_quant_config.json. vLLM reads both, too.
     """
     inner = q.get("quantization") or {}
     return str(q.get("moe_quant_algo") or q.get("quant_algo") or inner.get("quant_algo") or "").upper()
@@ -190,7 +192,7 @@ def _modelopt(q: Mapping) -> QuantizationInfo:
     activations = ALGOS[algo]
     groups = q.get("config_groups")
     if algo == "NVFP4" and groups and not any(group.get("input_activations") for group in groups.values()):
-        activations = "bf16"  # ModelOpt writes W4A16_NVFP4 then; vLLM takes this for the same
+        activations = "bf16"  # ModelOpt would write W4A16_NVFP4; vLLM reads this as the same
     if isinstance(kv, str):
         kv = KV_SCHEMES.get(kv, kv)
     mixed = len({ALGOS[a] for a in products}) > 1
@@ -249,10 +251,10 @@ def _unsupported(algo: str) -> str:
 def write_config(
     dialect: Dialect, ignore: list[str], input_scale: bool, own: dict, version: str, pre_quant_scale: bool = False
 ) -> dict:
-    """The `quantization_config` of config.json for files in `dialect`; `own` is kept under "moe_nvfp4".
+    """The `quantization_config` of config.json for files in `dialect`; `own` is stored under "moe_nvfp4".
 
-    input_scale: the files hold static activation scales (W4A4), else weights only are quantized (W4A16).
-    pre_quant_scale: they hold AWQ's, which only ModelOpt's dialect has a name for.
+    input_scale: the files hold static activation scales (W4A4); otherwise only weights are quantized (W4A16).
+    pre_quant_scale: the files hold AWQ's scales, for which only ModelOpt's dialect has a name.
     """
     if dialect is MODELOPT:
         numbers = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}

@@ -1,13 +1,13 @@
-"""GPTQ for NVFP4: weights whose errors cancel in the outputs, for inputs like those that were seen.
+"""GPTQ for NVFP4: rounding errors that cancel in the outputs, for inputs like those of the calibration data.
 
-Column by column, the error that rounding makes is taken back from the columns that are still to come, as far as their
-inputs go together with this column's (Frantar et al., arXiv 2210.17323). What is taken back where is in the inverse of
-the Hessian H = E[x x^T]: H^-1 = U^T U with U upper triangular; column k's rounding error e, divided by U_kk, is
-subtracted U_kj-fold from column j, and counts (e / U_kk)^2 towards the loss.
+Columns are rounded one after another. The rounding error of each is compensated in the columns that are not rounded
+yet, as far as their inputs correlate with this column's (Frantar et al., arXiv 2210.17323). How much goes where follows
+from the inverse of the Hessian H = E[x x^T]: H^-1 = U^T U with U upper triangular. If column k has rounding error e,
+e / U_kk * U_kj is subtracted from every later column j, and the loss grows by (e / U_kk)^2.
 
-An NVFP4 block has one scale for 16 columns. Each scale that the recipe ``mse`` would try is run through the 16 columns
-with the error taken back inside the block, and the one with the least loss stays. Measured on the demo model, this is
-where most of the gain is: scales chosen beforehand keep a quarter of it.
+An NVFP4 block has one scale for 16 columns. Each scale that the recipe ``mse`` would try is tried on all 16 columns,
+with errors compensated inside the block, and the one with the least loss is kept. Most of the gain comes from this:
+on the demo model, scales chosen beforehand keep only a quarter of it.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from torch import Tensor
 from moe_nvfp4.format import SF_VEC_SIZE, encode, pad_k
 from moe_nvfp4.quantize.recipes import candidates, recipe_global_scale, round_to_e2m1
 
-DAMPING = 0.01  # of the mean of H's diagonal, added to it
-LAZY = 128  # columns after which the columns behind them are brought up to date, by one product
-# Elements that are worked on at once: rows times candidates times 16 columns, on a CPU in its cache
+DAMPING = 0.01  # added to H's diagonal, as a fraction of the diagonal's mean
+LAZY = 128  # columns after which one product updates all columns behind them
+# Elements that are processed at once: rows times candidates times 16 columns. On a CPU they fit its cache.
 _CPU_ELEMENTS = 1 << 20
 _CUDA_ELEMENTS = 1 << 28
 _FACTORED = 1 << 27  # elements of Hessians that are factored at once, float64: 1 GiB
 
 
 def quantize_gptq(w: Tensor, hessian: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """w floating [n, N, K], hessian float32 [n, K, K] -> codes uint8 [n, N, K'/2], sf e4m3 [n, N, K'/16], global scales
-    fp32 [n]; K' is K, padded to a multiple of 16.
+    """Quantize n matrices w, floating [n, N, K], each with its Hessian, float32 [n, K, K].
 
-    hessian: E[x x^T], or any multiple of it, of the rows that matrix i is multiplied with; symmetric, and positive
-    semidefinite. Where it is all zeros nothing is known, and every column counts the same by itself.
+    Returns codes uint8 [n, N, K'/2], sf e4m3 [n, N, K'/16] and global scales fp32 [n]; K' is K padded to a multiple
+    of 16. hessian: E[x x^T], or any multiple of it, over the rows x that a matrix is multiplied with; symmetric and
+    positive semidefinite. Where it is all zeros, columns count alike and are rounded independently.
 
-    Deterministic on one machine. float64 is used for the factors, float32 for the rest. ValueError for other shapes,
+    Deterministic on one machine. The factors are computed in float64, the rest in float32. ValueError for other shapes,
     and for NaN and Inf.
     """
     n, N, K = w.shape
@@ -57,13 +57,13 @@ def quantize_gptq(w: Tensor, hessian: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def inverse_factor(hessian: Tensor) -> Tensor:
-    """U upper triangular with (H + damping)^-1 = U^T U: float32 [n, K, K]. Columns without inputs are on their own."""
+    """U, upper triangular, with (H + damping)^-1 = U^T U: float32 [n, K, K]. Columns whose inputs are 0 stand alone."""
     H = hessian.double()
     diagonal = H.diagonal(dim1=1, dim2=2)
     mean = diagonal.mean(dim=1, keepdim=True)
     mean = torch.where(mean > 0, mean, 1.0)
     damping = DAMPING * mean
-    # H backwards = L L^T, so that H = R R^T with R = L backwards, which is upper triangular, and U = R^-1.
+    # With both axes flipped, H = L L^T. Flipped back, H = R R^T where R, L flipped, is upper triangular; so U = R^-1.
     backwards = H.flip(1, 2)
     for _ in range(4):
         L, failed = torch.linalg.cholesky_ex(backwards + torch.diag_embed(damping.expand_as(diagonal)))
@@ -71,16 +71,16 @@ def inverse_factor(hessian: Tensor) -> Tensor:
             break
         damping = torch.where(failed[:, None] > 0, 10 * damping, damping)
     else:
-        raise ValueError("the sums of the calibration data are not positive semidefinite: the text makes activations "
-                         "beyond what float32 adds up")  # fmt: skip
+        raise ValueError("the sums of the calibration data are not positive semidefinite: its activations are too "
+                         "large for sums in float32; try another text")  # fmt: skip
     eye = torch.eye(H.shape[-1], dtype=H.dtype, device=H.device).expand_as(H)
     return torch.linalg.solve_triangular(L, eye, upper=False).flip(1, 2).float()
 
 
 def _columns(w: Tensor, factor: Tensor, global_scale: Tensor) -> tuple[Tensor, Tensor]:
-    """w fp32 [n, N, K], U [n, K, K] -> codes [n, N, K/2], bytes of sf [n, N, K/16]."""
+    """w fp32 [n, N, K], factor U [n, K, K] -> codes uint8 [n, N, K/2], bytes of sf uint8 [n, N, K/16]."""
     K = w.shape[-1]
-    left = w.transpose(1, 2).contiguous()  # [n, K, N]: a column of a matrix lies together
+    left = w.transpose(1, 2).contiguous()  # [n, K, N]: a column of a matrix is contiguous
     codes, scales = torch.empty_like(left), []
     for start in range(0, K, LAZY):
         stop = min(start + LAZY, K)
@@ -100,11 +100,11 @@ def _columns(w: Tensor, factor: Tensor, global_scale: Tensor) -> tuple[Tensor, T
 
 
 def _block(w: Tensor, factor: Tensor, global_scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """16 columns w [n, 16, N] -> the scale of least loss, a byte [n, N], its codes' values and errors [n, 16, N]."""
+    """16 columns w [n, 16, N] -> the scales of least loss, bytes [n, N]; values of the codes and errors [n, 16, N]."""
     n, columns, N = w.shape
     tried = candidates(w.abs().amax(dim=1).flatten(), global_scale.repeat_interleave(N)).view(-1, n, N)
     scale = tried.view(torch.float8_e4m3fn).float() * global_scale[:, None]
-    divisor = torch.where(scale > 0, scale, torch.inf)  # a scale of 0 makes zeros of everything
+    divisor = torch.where(scale > 0, scale, torch.inf)  # with a scale of 0 all codes are 0
     x = w.movedim(1, 0)[:, None].repeat(1, len(tried), 1, 1)  # [16, C, n, N]
     codes, errors = torch.empty_like(x), torch.empty_like(x)
     loss = torch.zeros_like(scale)

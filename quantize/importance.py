@@ -1,8 +1,8 @@
-"""How much the error of each input column of an expert counts: what the recipe ``weighted`` needs to know.
+"""How much the error of each input column of an expert counts, for the recipe ``weighted``.
 
-A weight matrix that is off by D makes the outputs of an input x off by D x. Their mean square is
-sum_jk D_j D_k E[x_j x_k] for each row of D; without the products of different columns it is
-sum_k D_k^2 E[x_k^2]. E[x_k^2] is the importance of column k: one vector for each expert and GEMM.
+An error D of a weight matrix makes the error D x of its outputs. For each row of D its mean square is
+sum_jk D_j D_k E[x_j x_k]; without the products of different columns it is sum_k D_k^2 E[x_k^2].
+E[x_k^2] is the importance of column k. There is one vector for each expert and GEMM.
 
     importance = load_importance("importance.safetensors")
     vector = importance.of("model.layers.0.mlp.experts", 5, "down_proj", columns=768)
@@ -22,16 +22,18 @@ from torch import Tensor
 from moe_nvfp4.quantize.names import PER_EXPERT, same_module
 
 FORMAT = "moe_nvfp4 importance 1"
-# An expert that saw this many rows counts half by itself, half by what stands in for it. Measured: weighted needs
-# few rows (1k tokens of text or 16k, the same KL), so that this matters for experts that are hardly ever routed to.
+# For an expert that saw this many rows, its own data and the prior count half each. Measured: `weighted` needs few
+# rows (the same KL for 1k and 16k tokens of text), so the prior matters only for experts that hardly any token reaches.
 PRIOR_ROWS = 64
 ANOTHER_MODEL = "it was made with another model; run moe-nvfp4 importance on this one"
 
 
 @dataclass(frozen=True)
 class LayerImportance:
-    """Of the experts of one layer: x fp32 [E, H] of what goes into gate and up, h fp32 [E, I] of what goes into down.
+    """The importance of the input columns of one layer's experts.
 
+    x     fp32 [E, H]: of gate and up
+    h     fp32 [E, I]: of down
     rows  int64 [E]: how many rows of the calibration data each expert saw
     """
 
@@ -41,11 +43,12 @@ class LayerImportance:
 
 
 def layer_importance(x: Tensor, h: Tensor, rows: Tensor) -> LayerImportance:
-    """From sums of squares over the rows that each expert saw: x [E, H], h [E, I], any floating dtype; rows [E].
+    """Compute importance from sums of squares over the rows that each expert saw.
 
-    Few rows say little. So `PRIOR_ROWS` more are added: for x of the layer's average row, which is the same hidden
-    state whatever the expert; for h, whose columns mean another thing in each expert, of a row with all columns alike.
-    An expert that saw nothing has x as its layer, and h as without data.
+    x [E, H] and h [E, I]: the sums, of any floating dtype; rows [E]: how many rows. Few rows say little, so
+    `PRIOR_ROWS` rows are added. For x they are the layer's average row, since all experts read the same hidden states.
+    For h, whose columns mean something else in each expert, they are rows in which all columns are equal. An expert
+    that saw no row gets the layer's average for x, and equal columns for h.
     """
     n = rows[:, None].double().cpu()
     x, h = x.double().cpu(), h.double().cpu()
@@ -57,20 +60,20 @@ def layer_importance(x: Tensor, h: Tensor, rows: Tensor) -> LayerImportance:
 
 
 class Importance:
-    """The importance of a model's experts, by the names that transformers has for their modules."""
+    """The importance of a model's experts, by the names of their modules in transformers."""
 
     def __init__(self, layers: Mapping[str, LayerImportance]):
         self.layers = dict(layers)
 
     def of_matrix(self, stem: str, columns: int) -> Tensor:
-        """`of` a matrix by its name in files, experts.5.down_proj."""
+        """`of` for a matrix by its name in files, such as experts.5.down_proj."""
         match = PER_EXPERT.fullmatch(stem)
         if match is None:
             raise ValueError(f"{stem} is not named as an expert's matrix: its importance is not known")
         return self.of(match["module"], int(match["e"]), match["part"], columns)
 
     def digest(self) -> str:
-        """Two with the same make the same bytes."""
+        """A hash: two objects with equal digests lead to the same bytes."""
         hashed = hashlib.sha256()
         for name, layer in sorted(self.layers.items()):
             hashed.update(name.encode())
@@ -79,9 +82,9 @@ class Importance:
         return hashed.hexdigest()
 
     def of(self, module: str, e: int, part: str, columns: int) -> Tensor:
-        """fp32 [columns], of the matrix `part` (gate_proj, down_proj, w2, ...) of expert `e`.
+        """Importance fp32 [columns] for the matrix `part` (gate_proj, down_proj, w2, ...) of expert `e`.
 
-        module: as files or as transformers name the experts. ValueError where nothing, or another shape, is known.
+        module: the experts' name in files or in transformers. ValueError if it is unknown, or has another shape.
         """
         layer = self.layer(module)
         found = layer.h if part in ("down_proj", "w2") else layer.x
@@ -93,8 +96,8 @@ class Importance:
         return found[e]
 
     def layer(self, module: str, experts: int | None = None) -> LayerImportance:
-        """Of the experts `module`, as files or as transformers name them. ValueError where there is none, or where it
-        is of another number than `experts`."""
+        """The importance of `module`, the experts' name in files or in transformers. ValueError if there is none, or if
+        it is not for `experts` experts."""
         name = same_module(module, self.layers)
         if name is not None:
             found = self.layers[name]
@@ -108,7 +111,7 @@ class Importance:
 
 
 def save_importance(importance: Importance, path: str | os.PathLike, source: str = "") -> None:
-    """Write a safetensors file, `module`.x, .h and .rows; source: what it was made from, kept in the metadata."""
+    """Write a safetensors file with `module`.x, .h and .rows. source: what it was made from, for the metadata."""
     from safetensors.torch import save_file
 
     path = Path(path)
@@ -124,7 +127,7 @@ def load_importance(path: str | os.PathLike) -> Importance:
     from safetensors import SafetensorError, safe_open
 
     if not Path(path).is_file():
-        raise ValueError(f"{path} is no file: make it with moe-nvfp4 importance MODEL {path}")
+        raise ValueError(f"{path} is not a file: make it with moe-nvfp4 importance MODEL {path}")
     try:
         with safe_open(path, framework="pt") as file:
             known = (file.metadata() or {}).get("format") == FORMAT

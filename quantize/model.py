@@ -1,4 +1,4 @@
-"""The tensors that a model has, by its class in transformers, to compare a checkpoint's files with."""
+"""The tensors of a transformers model, to check that a checkpoint's files have all of them."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ class UnknownModel(Exception):
         super().__init__(" ".join(why.split()))
 
 
-# What files give of the experts of one module: projection (or its bias) -> expert -> what
+# What files hold for the experts of one module: projection (or its bias) -> expert -> what
 Parts = dict[str, dict[int, Given]]
 
 
 class ModelTensors:
-    """The tensors of a transformers model, on any device, and how the names of files become theirs.
+    """The tensors of a transformers model, on any device, and how names in files become names of these tensors.
 
-    conversions  transformers' renamings and converters to load it with; default: those of its class
-    as_saved     the model is what the files' config.json says, and not a class or a size that its user chose
+    conversions  transformers' renamings and converters that load the model; default: those of its class
+    as_saved     the model is what the files' config.json says, not of a class or a size that its user chose
     """
 
     def __init__(self, model: nn.Module, conversions: list | None = None, as_saved: bool = False):
@@ -59,7 +59,7 @@ class ModelTensors:
 
     @classmethod
     def of(cls, source: Checkpoint) -> ModelTensors:
-        """Those of the model that a checkpoint's config describes, built without memory (on meta).
+        """The tensors of the model that a checkpoint's config describes, built without memory (on meta).
 
         Raises UnknownModel where transformers does not know the model, or cannot build it.
         """
@@ -71,7 +71,7 @@ class ModelTensors:
         here = f"transformers {transformers.__version__}"
         try:
             config = transformers.AutoConfig.from_pretrained(source.folder)
-        except Exception as error:  # whatever a stranger's config makes of it
+        except Exception as error:  # a stranger's config may raise anything
             raise UnknownModel(f"{here} cannot read config.json ({error})") from None
         names = config.architectures or []
         kind: Any = next((getattr(transformers, n) for n in names if hasattr(transformers, n)), None)
@@ -87,8 +87,8 @@ class ModelTensors:
 
     # ---------------------------------------------------------------- names
     def place(self, name: str) -> tuple[str, str | None]:
-        """Where the model has what a file calls `name`, and the pattern of the converter that rearranges it, if one
-        does: of a tensor that becomes several, the first."""
+        """The model's tensor for the tensor `name` of a file, and the pattern of the converter that rearranges it, if
+        one does. Of a tensor that becomes several, the first."""
         from transformers.core_model_loading import rename_source_key
 
         target, pattern = rename_source_key(name, self._renamings, self._converters, self._prefix, self.state)
@@ -97,8 +97,9 @@ class ModelTensors:
         return self._in_body(target), pattern
 
     def _in_body(self, target: str) -> str:
-        """A tensor of one expert with the prefix of the body as the model has it: transformers changes that where
-        the model has a tensor of the whole name (Llama 4's language model, from files of all of it)."""
+        """Give the name of an expert's tensor the prefix that the model's body has. transformers does so only where the
+        model has a tensor of that whole name, and stacked experts do not (Llama 4's language model, from files of the
+        whole model)."""
         end = target.rfind(".experts.") + len(".experts")
         if end < len(".experts") or target[:end] in self._modules:
             return target
@@ -106,17 +107,17 @@ class ModelTensors:
         return next((name for name in names if name[: end - len(target) + len(name)] in self._modules), target)
 
     def renamed(self, name: str) -> str:
-        """`name` after the model's renamings and converters; the prefix of the model not yet added or removed."""
+        """`name` after the model's renamings and converters, before the model's prefix is added or removed."""
         from transformers.core_model_loading import rename_source_key
 
         return str(rename_source_key(name, self._renamings, self._converters)[0])
 
     def reached(self, names: Iterable[str]) -> set[str]:
-        """The tensors of the model that files with tensors of these names have."""
+        """The tensors of the model that a file's tensors `names` fill."""
         return {place for name in names for place in self._all_places(*self.place(name))}
 
     def ignores(self, name: str) -> bool:
-        """Whether `name` in the files is of no use to the model, on purpose."""
+        """Whether the model ignores the tensor `name` of the files on purpose."""
         rotary = name.endswith("rotary_emb.inv_freq")
         return rotary or KV_SCALE.search(name) is not None or any(p.search(name) for p in self._surplus)
 
@@ -129,13 +130,13 @@ class ModelTensors:
 
     # ---------------------------------------------------------------- the check
     def check(self, given: Mapping[str, Given], experts_only: Container[str] | None = None) -> list[str]:
-        """ValueError unless `given`, what files hold by its names in a dense checkpoint, is all that the model needs;
-        returns the names that the model has no tensor for.
+        """ValueError unless files hold all that the model needs. Returns the names that the model has no tensor for.
 
-        Not missed are tensors that are tied to one that is there, those that transformers ignores, and the head of a
-        model of another class than the files were made for (a classifier on a language model), which is to be trained.
+        These may be missing: tensors that are tied to one that is there; those that transformers ignores; and the head,
+        if the model is of another class than the files (a classifier on a language model), as it is yet to be trained.
 
-        experts_only: the names of experts modules; nothing else is looked at.
+        given         name in a dense checkpoint -> what the files hold
+        experts_only  names of experts modules: check nothing else
         """
         covered: set[str] = set()
         experts: dict[str, Parts] = {}
@@ -177,7 +178,7 @@ class ModelTensors:
                 yield name
 
     def _heads(self, model: Any) -> set[str]:
-        """What stands beside the model's body, but for the embedding's twin."""
+        """The tensors beside the model's body, except the output embedding."""
         output = model.get_output_embeddings()
         speaks = [] if output is None else list(output.parameters())
         outside = (n for n in self.state if not n.startswith(f"{self._prefix}."))
@@ -188,11 +189,11 @@ class ModelTensors:
             raise ValueError(
                 f"{name} in {what.file} is {what.kind} {list(what.shape)}, by config.json {self.name} has "
                 f"{list(self.shapes[target])} there: the file belongs to another model, or is damaged; download it "
-                "again, with its config.json"
+                "and config.json again"
             )
 
     def _expert(self, name: str, target: str) -> tuple[str, int, str] | None:
-        """(experts module of the model, expert, projection or its bias) that `name` is of; None: of none."""
+        """(experts module of the model, expert, projection or its bias) to which `name` belongs, or None."""
         stem, _, last = name.rpartition(".")
         match = PER_EXPERT.fullmatch(stem)
         if match is None or last not in ("weight", "bias"):
@@ -203,7 +204,7 @@ class ModelTensors:
         return (module, int(match["e"]), part) if any(n.startswith(f"{module}.") for n in self.shapes) else None
 
     def _check_experts(self, module: str, found: Parts, covered: set[str]) -> set[str]:
-        """The parameters of the model's `module` that `found` gives, which must be all of its experts."""
+        """The parameters of the model's `module` that `found` fills. ValueError unless all its experts are whole."""
         own = {name for name in self.shapes if name.startswith(f"{module}.")}
         down = self.shapes.get(f"{module}.down_proj", ())
         E = down[0] if len(down) == 3 else next(iter(self._counts)) if len(self._counts) == 1 else None
@@ -231,7 +232,7 @@ class ModelTensors:
         return {name for name in own if EXPERT_WEIGHTS.fullmatch(name.removeprefix(f"{module}."))}
 
     def _check_sizes(self, module: str, weights: Parts, E: int | None) -> None:
-        """ValueError where a matrix [out, in] of an expert is not of the model's size; K may be padded to blocks."""
+        """ValueError where a matrix [out, in] of an expert has not the model's size; `in` may be padded to blocks."""
         sizes = self._sizes(module, E)
         for part, experts in weights.items():
             for e, what in experts.items():
@@ -246,7 +247,7 @@ class ModelTensors:
                 sizes = fitting or sizes
 
     def _sizes(self, module: str, E: int | None) -> list[tuple[int, int]]:
-        """(I, H) of the experts. Stacks may be [E, in, out] or [E, out, in], so there may be two."""
+        """The possible (I, H) of the experts: two, if a stack may be [E, in, out] or [E, out, in]."""
         dbrx, down = self.shapes.get(f"{module}.mlp.w1"), self.shapes.get(f"{module}.down_proj", ())
         if dbrx is not None and E:
             return [(dbrx[0] // E, dbrx[1])]
@@ -260,7 +261,7 @@ class ModelTensors:
 
 
 def _matrix(part: str, I: int, H: int, padded: bool) -> tuple[int, int]:
-    """[out, in] of an expert's projection; `padded`: `in` to whole blocks of 16."""
+    """The shape [out, in] of an expert's projection. padded: `in` is padded to whole blocks of 16."""
     N, K = (H, I) if part == "down_proj" else (I, H)
     return N, -(-K // 16) * 16 if padded else K
 

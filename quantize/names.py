@@ -1,4 +1,4 @@
-"""What files call their tensors: experts, the scales that formats keep, lists of exceptions."""
+"""Names of tensors in files: experts, the scales of formats, ignore lists."""
 
 from __future__ import annotations
 
@@ -18,32 +18,33 @@ GATES = {"up_proj": "gate_proj", "w3": "w1"}  # up -> gate, which have the same 
 
 
 def projections(name: str) -> tuple[str, ...]:
-    """Those that are together in a tensor of this name."""
+    """The projections that a tensor of this name holds."""
     return ("gate_proj", "up_proj") if name == "gate_up_proj" else (name,)
 
 
 def gate_of(stem: str) -> str | None:
-    """The gate's stem of an expert whose up projection is `stem`; None for other stems."""
+    """The stem of the gate that belongs to the up projection `stem`; None for other stems."""
     module, _, part = stem.rpartition(".")
     return f"{module}.{GATES[part]}" if part in GATES else None
 
 
 def up_of(stem: str) -> str | None:
-    """The up projection's stem of an expert whose gate is `stem`; None for other stems."""
+    """The stem of the up projection that belongs to the gate `stem`; None for other stems."""
     module, _, part = stem.rpartition(".")
     return next((f"{module}.{up}" for up, gate in GATES.items() if gate == part), None)
 
 
-# ModelOpt's stacks of NVFP4 experts [E, in/2, out], and its older order of names
+# ModelOpt's stacks of NVFP4 experts, [E, in/2, out]
 FUSED = re.compile(r"(^|\.)experts\.(gate_up_proj|up_proj|down_proj)$")
-# and its stacks for each projection, [E, out, in/2]
+# ModelOpt's stacks for each projection, [E, out, in/2]
 SEPARATE = re.compile(r"(?<![^.])moe\.(?P<part>gate_proj|up_proj|down_proj)$")
+# ModelOpt's older names, with the projection before the expert
 PROJECTION_FIRST = re.compile(r"(?P<module>(?:.+\.)?experts)\.(?P<part>gate_proj|up_proj|down_proj|w[123])\."
                               r"(?P<e>0|[1-9]\d*)(?=\.|$)")  # fmt: skip
-# 4-bit and 8-bit formats keep these next to a weight; one that nobody reads means wrong numbers
+# What 4-bit and 8-bit formats keep next to a weight; the numbers are wrong if one of these is not read
 SCALES = re.compile(r"(weight_scale(_2)?|_scale_inv|_scales|_blocks|input_scale|activation_scale|_global_scale|"
                     r"weight_packed|pre_quant_scale|svdquant_lora_[ab])$")  # fmt: skip
-PRE_QUANT_SCALE = "pre_quant_scale"  # AWQ: what x is multiplied by before the layer
+PRE_QUANT_SCALE = "pre_quant_scale"  # AWQ: x is multiplied with it before the layer
 # Linears that read the same rows, which servers fuse into one
 FUSED_LINEARS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("q_a_proj", "kv_a_proj_with_mqa"),
                  ("in_proj_qkv", "in_proj_z"), ("in_proj_b", "in_proj_a"))  # fmt: skip
@@ -51,15 +52,15 @@ KV_SCALE = re.compile(r"\.(k|v|q|kv)_((global_)?scale|zero_point)$")
 
 
 def is_scale(name: str, tensors: Mapping[str, TensorSlice]) -> bool:
-    """Whether tensor `name` of `tensors` is a scale of a quantized weight, or another part of one."""
-    if name.endswith(".scale"):  # of a norm, unless its weight is not dense
+    """Whether tensor `name` of `tensors` is a scale, or another part, of a quantized weight."""
+    if name.endswith(".scale"):  # belongs to a norm, unless the weight next to it is not dense
         weight = tensors.get(f"{name.removesuffix('scale')}weight")
         return weight is not None and weight.dtype not in DENSE
     return SCALES.search(name) is not None and KV_SCALE.search(name) is None
 
 
 def experts_module(name: str) -> str | None:
-    """The module of the experts that a dense weight `name` is of, one by one or a stack; None: of none."""
+    """The experts module to which the dense weight `name` belongs, one by one or as a stack; None: to none."""
     stem = name.removesuffix(".weight")
     match = PER_EXPERT.fullmatch(stem)
     return match["module"] if match else stem.rpartition(".")[0] if FUSED.search(stem) else None
@@ -69,7 +70,7 @@ def is_dense_linear(name: str, stored: TensorSlice) -> bool:
     return name.endswith(".weight") and len(stored.shape) == 2 and not EMBEDDING.search(name)
 
 
-# Module names that differ from the files' in transformers, which matches exclusions against its own
+# Names of modules in files -> in transformers, which matches exclusions against its own names
 ALIASES = ((".block_sparse_moe.experts", ".mlp.experts"), (".ffn.experts", ".mlp.experts"), ("backbone.", "model."))
 
 
@@ -81,9 +82,9 @@ def aliases(module: str) -> list[str]:
 
 
 def same_module(module: str, known: Iterable[str]) -> str | None:
-    """Which of the `known` names of experts modules, as transformers has them, means `module`, as files may have it.
+    """The name among `known`, transformers' names of experts modules, that means `module`, a name in files.
 
-    By its name, or else by the number of the layer, where only one of them has it; None: none.
+    The names match, or else their layer numbers do, if only one of `known` has that number. None: no match.
     """
     known = list(known)
     exact = [name for name in aliases(module) if name in known]
@@ -93,18 +94,19 @@ def same_module(module: str, known: Iterable[str]) -> str | None:
 
 
 def _layer_number(module: str) -> str | None:
-    """The number in a module's name, where it has just one."""
+    """The number in a module's name, if there is exactly one."""
     numbers = re.findall(r"(?<=\.)\d+(?=\.)", module)
     return numbers[0] if len(numbers) == 1 else None
 
 
 def ignore_patterns(dense: set[str], quantized: set[str], excluded: set[str], dialect: Dialect) -> list[str]:
-    """The `ignore` list of a config: `dense` modules, layers folded into a wildcard where no quantized one fits it.
+    """The `ignore` list of a config, which names the `dense` modules and the `excluded` experts.
 
-    Wildcards for ModelOpt, `re:` expressions for compressed-tensors. Linears beside each other are named by their
-    parent where nothing in there is quantized: vLLM fuses them (q_proj, k_proj and v_proj become qkv_proj) and
-    matches the fused name. Where something is, those that are fused are named one by one: of parts it knows names, not
-    wildcards. Excluded experts are named with everything in them, and also as transformers names them.
+    Entries are wildcards for ModelOpt and `re:` expressions for compressed-tensors. Layers share one entry where no
+    quantized module matches it. Linears beside each other are named by their parent where nothing in it is quantized:
+    vLLM fuses them (q_proj, k_proj and v_proj become qkv_proj) and matches the fused name. Where something in it is
+    quantized, linears that are fused are named one by one, because vLLM looks up their parts by name, not by wildcard.
+    Excluded experts are named with everything in them, and also as transformers names them.
     """
     few = {re.sub(r"experts\.\d+\.", "experts.0.", name) for name in quantized}
     free = lambda pattern: not any(fnmatchcase(name, pattern) for name in few)
@@ -136,7 +138,7 @@ def ignore_patterns(dense: set[str], quantized: set[str], excluded: set[str], di
 
 
 def _expression(wildcard: str) -> str:
-    """compressed-tensors' form of a wildcard that has `*` for numbers, and perhaps at its end."""
+    """The `re:` expression for a wildcard, in which `*` is a number, or at the end anything."""
     start = wildcard.removesuffix("*")
     end = ".*" if start != wildcard and not start.endswith(".") else "$"
     return "re:" + re.escape(start if end == ".*" else wildcard).replace(r"\*", r"\d+") + end

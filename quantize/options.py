@@ -1,4 +1,4 @@
-"""What a user chooses for a conversion."""
+"""The options of a conversion."""
 
 from __future__ import annotations
 
@@ -19,20 +19,21 @@ from moe_nvfp4.weights import ACTIVATIONS
 
 @dataclass(frozen=True)
 class Options:
-    """What new files are to be.
+    """How to convert a checkpoint.
 
     recipe       how block scales are chosen (quantize.recipes)
-    exclude      experts modules to leave as they are: a name or wildcard, or several; `include`: only these
+    exclude      experts modules to leave as they are: a name or wildcard, or several
+    include      quantize only these experts modules: a name or wildcard, or several
     dialect      "modelopt" or "compressed-tensors": the names and the config of the files
-    activations  what a loader is asked for: "bf16" (W4A16), "nvfp4" or "nvfp4_four_over_six" (W4A4)
-    share_scales of an NVFP4 source: gate and up of an expert get one global scale, as servers expect; the half with
-                 the smaller one is quantized again from its exact values, all other bytes are kept
-    device       where matrices are quantized (default: a GPU where there is one); the bytes are the same
-    importance   what the recipe "weighted" weights errors with (quantize.importance.load_importance)
-    codes        of the recipe "gptq": what it made of the experts (quantize.codes)
-    dtype        of the source's weights, as safetensors writes it; None: its config names none. `plan` fills it in
+    activations  what the files ask loaders for: "bf16" (W4A16), "nvfp4" or "nvfp4_four_over_six" (W4A4)
+    share_scales for an NVFP4 source: give gate and up of an expert one global scale, as servers expect; the one with
+                 the smaller scale is quantized again from its exact values, and all other bytes are kept
+    device       where matrices are quantized (default: a GPU if there is one); the bytes are the same on all
+    importance   the weights of errors for the recipe "weighted" (quantize.importance.load_importance)
+    codes        the experts that the recipe "gptq" has quantized (quantize.codes)
+    dtype        the dtype in the source's config, as safetensors writes it, or None. `plan` fills it in
 
-    Raises ValueError for values that are not known, TypeError for patterns that are no names.
+    Raises ValueError for unknown values, TypeError for patterns that are not strings.
     """
 
     recipe: str = DEFAULT_RECIPE

@@ -1,4 +1,4 @@
-"""What a conversion did, for people."""
+"""What a conversion did, in lines for people."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from moe_nvfp4.quantize.layouts import ErrorSums
 
 @dataclass
 class ConversionReport:
-    """What a conversion did, or (dry_run) would do. Sizes in bytes of weight files."""
+    """What a conversion did, or (dry_run) would do. Sizes are those of weight files, in bytes."""
 
     source: Path
     destination: Path
     recipe: str
-    activations: str = "bf16"  # what the new files ask for
+    activations: str = "bf16"  # what the new files ask loaders for
     quantized: int = 0  # matrices
     carried: int = 0  # NVFP4 matrices whose bytes were carried into another dialect
     copied: int = 0  # tensors
     dequantized: int = 0  # FP8 matrices and MXFP4 stacks that became dense
-    modules: tuple[str, ...] = ()  # of experts that are quantized, as files name them
-    skipped: dict[str, str] = field(default_factory=dict)  # what was left alone, and why
+    modules: tuple[str, ...] = ()  # the experts modules that are quantized, as files name them
+    skipped: dict[str, str] = field(default_factory=dict)  # name -> why it was left alone
     bytes_before: int = 0
     bytes_after: int = 0
     experts_before: int = 0
     experts_after: int = 0
     shards: int = 0
-    resumed: int = 0  # source bytes whose work an earlier run had done
-    rescaled: int = 0  # carried matrices that were quantized again, for a global scale that gate and up share
-    rescaling: ErrorSums = field(default_factory=ErrorSums)  # what that added
+    resumed: int = 0  # source bytes that an earlier run had converted
+    rescaled: int = 0  # carried matrices that were quantized again, so that gate and up share a global scale
+    rescaling: ErrorSums = field(default_factory=ErrorSums)  # the error that this added
     seconds: float = 0.0
 
     def lines(self) -> Iterator[str]:
-        """The plan, for people."""
+        """The report, line by line."""
         yield f"{self.source} -> {self.destination}: {self.shards} file(s)"
         for count, what in (
             (self.quantized, f"expert matrices quantized ({self.recipe})"),
@@ -50,7 +50,7 @@ class ConversionReport:
         yield f"  all     {readable_size(self.bytes_before)} -> {readable_size(self.bytes_after)}"
 
     def rescaled_lines(self) -> Iterator[str]:
-        """What --share-scales did; the error, unless an earlier run did a part of it."""
+        """What --share-scales did, with the error that it added if this run did all of it."""
         if self.rescaled:
             known = self.rescaling.square and not self.resumed
             error = f", which adds a relative error of {self.rescaling.relative:.4f} to them" if known else ""
