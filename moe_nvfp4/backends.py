@@ -10,10 +10,10 @@
 
 (*) x in fp16: portable.
 
-A backend says itself what it does not run (`Backend.unavailable`, `Backend.unsupported`). The first of BACKENDS with
-nothing to say runs. MOE_NVFP4_BACKEND names one, which then runs or is an error with its reason. The reference, plain
-torch operations with the same numbers, runs everything: where nobody asked for it, one warning for each reason says
-why it does and what to do.
+Each backend says what it cannot run (`Backend.unavailable`, `Backend.unsupported`), and the first of BACKENDS that has
+no objection runs. If MOE_NVFP4_BACKEND names a backend, that one runs, or the call is an error with its reason. The
+reference (plain torch operations, the same numbers) runs everything: where nobody asked for it, one warning for each
+reason says why it runs and what to do.
 """
 
 from __future__ import annotations
@@ -46,23 +46,23 @@ class _Reference(Backend):
 
 
 REFERENCE = _Reference()
-# The first that can, runs.
+# In order of preference: the first that can run a problem runs it.
 BACKENDS: tuple[Backend, ...] = (
     sm90.BACKEND, sm100.BACKEND, portable.BACKEND, cpu.BACKEND, offload.BACKEND, REFERENCE,
 )  # fmt: skip
 
 
 class Choice(NamedTuple):
-    """The backend that runs, and (name, reason) of those before it that don't."""
+    """The backend that runs, and (name, reason) for each one before it that cannot."""
 
     backend: Backend
     rejected: tuple[tuple[str, str], ...] = ()
 
 
 def select(problem: Problem, device: torch.device) -> Backend:
-    """The backend that runs `problem` on `device`, decided once for each pair of them.
+    """The backend that runs `problem` on `device`, decided once for each such pair.
 
-    ValueError where MOE_NVFP4_BACKEND names one that is unknown or that can't.
+    ValueError if MOE_NVFP4_BACKEND names an unknown backend, or one that cannot run the problem.
     """
     return _select(problem, device, _forced())
 
@@ -89,10 +89,10 @@ def _select(problem: Problem, device: torch.device, forced: str | None) -> Backe
 
 
 def explain(problem: Problem, device: Device, forced: str | None = None) -> Choice:
-    """What runs `problem` on a device like this one, and why not the others.
+    """What runs `problem` on a device like this one, and why the others do not.
 
-    ValueError where `forced` can't, and for unknown activations; NotImplementedError where weights are on the CPU and x
-    is not, or weights stay in their files, and nothing can.
+    ValueError if `forced` cannot run it, and for unknown activations. NotImplementedError if no backend can, which
+    happens only for weights on the CPU with x elsewhere, and for weights that stay in their files.
     """
     check_activations(problem.activations)
     if forced and not problem.host_weights:
@@ -126,7 +126,7 @@ def _refusal(backend: Backend, device: Device, problem: Problem) -> str | None:
 
 
 class Selected(NamedTuple):
-    """A `Backend`'s attributes of the same names; layout: that of the weights it is given."""
+    """The attributes of a `Backend` under the same names; `layout` is the layout of the weights it is given."""
 
     name: str
     whole: bool
@@ -135,7 +135,7 @@ class Selected(NamedTuple):
 
 def selected(problem: Problem, device: torch.device) -> Selected:
     """What `select` says, as a constant for torch.compile."""
-    p = problem  # whose fields travel one by one: of a NamedTuple torch 2.13 makes an empty constant
+    p = problem  # its fields are passed one by one: torch 2.13 turns a NamedTuple into an empty constant
     sizes = p.num_experts, p.hidden_size, p.intermediate_size
     return _constant(p.kind, *sizes, p.gate, p.activations, p.dtype, p.fused, p.host_weights, p.mapped, device)
 
@@ -145,7 +145,7 @@ def _constant(*problem_and_device: Any) -> Selected:
     return _selected(Problem(*fields), device, _forced())
 
 
-# What torch.compiler.assume_constant_result does, which imports all of torch._dynamo for it.
+# torch.compiler.assume_constant_result does only this, but imports all of torch._dynamo first.
 _constant._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -156,12 +156,12 @@ def _selected(problem: Problem, device: torch.device, forced: str | None) -> Sel
 
 
 def shown(problem: Problem, device: torch.device) -> str:
-    """For the repr of a module: its backend, where it is on a device."""
+    """For the repr of a module: ", backend=...", or nothing for a module on meta."""
     if device.type == "meta":
         return ""
     try:
         return f", backend={explain(problem, Device.of(device), _forced()).backend.name!r}"
-    except ValueError:  # the one that MOE_NVFP4_BACKEND names can't: calls say why
+    except ValueError:  # the backend named by MOE_NVFP4_BACKEND cannot run it: calls say why
         return ", backend=None"
 
 
@@ -181,7 +181,7 @@ def named(name: str) -> Backend:
 
 @lru_cache(maxsize=256)
 def named_on(name: str, device: torch.device) -> Backend:
-    """The backend of this name, once it is known to run on `device`; ValueError with its reason if it doesn't."""
+    """The backend of this name, checked to run on `device`; ValueError with its reason if it does not."""
     backend = named(name)
     if reason := backend.unavailable(Device.of(device)):
         raise ValueError(f"the {name} kernels were chosen for tensors on {device}: {name} {reason}")
@@ -194,7 +194,7 @@ def _warn(text: str) -> None:
 
 
 class Use(NamedTuple):
-    """What calls of a layer, or of a linear, have in common: see `compile_ahead`. dtype of x; fused as in `Problem`."""
+    """What all calls of a layer or linear have in common, for `compile_ahead`. dtype: of x; fused: as in `Problem`."""
 
     backend: Backend
     weights: ExpertWeights | LinearWeights
@@ -204,10 +204,10 @@ class Use(NamedTuple):
 
 
 def compile_ahead(uses: Iterable[Use], gpu: Gpu, progress: bool = True) -> int:
-    """Compile what such calls launch on `gpu`, for any number of tokens, and load it there, so that no call waits for a
-    compiler; returns how many kernels were not in the cache folder. Several processes compile. Weights may be on meta.
+    """Compile every kernel that such calls launch on `gpu`, for any number of tokens, and load it there, so that no
+    call waits for a compiler. Several processes compile; weights may be on meta. Returns how many were not cached.
 
-    RuntimeError with the compiler's message where one fails.
+    RuntimeError with the compiler's message if a compilation fails.
     """
     if not (uses := [use for use in uses if use.backend.packages]):
         return 0
@@ -226,8 +226,8 @@ class Row(NamedTuple):
 
 
 def report() -> list[Row]:
-    """For every device of this machine and every backend, what it would run of usual sizes in bf16; where
-    MOE_NVFP4_BACKEND names one, that does or nothing."""
+    """What each backend would run on each device of this machine, for usual sizes in bf16. Where MOE_NVFP4_BACKEND
+    names a backend, the others run nothing."""
     problems = {
         "experts W4A16": Problem("experts", 8, 2048, 768, "silu", "bf16", torch.bfloat16),
         "experts W4A4": Problem("experts", 8, 2048, 768, "silu", "nvfp4", torch.bfloat16),
@@ -261,7 +261,7 @@ def report() -> list[Row]:
 
 @contextmanager
 def registered(*backends: Backend) -> Iterator[None]:
-    """For tests: these come before all others, and take the names that they have."""
+    """For tests: put `backends` before all others, in place of those with the same names."""
     global BACKENDS
     before, names = BACKENDS, {backend.name for backend in backends}
     BACKENDS = (*backends, *(backend for backend in before if backend.name not in names))
@@ -274,7 +274,7 @@ def registered(*backends: Backend) -> Iterator[None]:
 
 
 def forget() -> None:
-    """Decide anew, and warn again."""
+    """Forget all choices and warnings: the next calls choose anew and warn again."""
     _select.cache_clear()
     _selected.cache_clear()
     named_on.cache_clear()

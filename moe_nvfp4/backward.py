@@ -1,11 +1,11 @@
-"""Gradients through frozen 4-bit weights: of x, of the routing weights, of what the gate is given.
+"""Gradients through frozen 4-bit weights: with respect to x, to the routing weights and to the gate's input.
 
-A gradient goes back through a product x · wᵀ as dy · w: the same weights, read along their other axis. A block scale
-spans 16 columns of one row, so no kernel reads them well that way: a window of columns of all experts is dequantized
-into a bounded scratch, in the rows' dtype, and torch's grouped product multiplies it. On CPUs, and for fp32 rows, one
-expert after the other, in fp32.
+The gradient of x · wᵀ is dy · w: the same weights, read along their other axis. A block scale spans 16 columns of one
+row, so no kernel reads them well in that direction. Instead, a window of columns of all experts is dequantized into a
+bounded scratch buffer, in the rows' dtype, and torch's grouped product multiplies by it. On CPUs, and for fp32 rows,
+the experts are multiplied one after the other, in fp32.
 
-Rows that W4A4 quantizes pass their gradient on as if they had not been (the straight-through estimator).
+Rows that W4A4 quantizes pass their gradient on as if they had not been quantized (the straight-through estimator).
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from moe_nvfp4.backends import Backend, Device, Problem, explain, named
 from moe_nvfp4.routing import Groups, Rows, group_by_expert
 from moe_nvfp4.weights import ExpertWeights, Gate, LinearWeights, Projection
 
-SCRATCH = 1 << 29  # bytes of dequantized weights at a time, if that is enough for 64 columns
-MAX_ROWS = 1 << 16  # of a fused layer at a time: its backward pass has some fp32 copies of GEMM 1's output
+SCRATCH = 1 << 29  # bytes of weights dequantized at a time; more only where 64 columns need more
+MAX_ROWS = 1 << 16  # rows of a fused layer at a time: its backward pass holds several fp32 copies of GEMM 1's output
 
 
 # ---- rows and slots ------------------------------------------------------------------------------
 
 
 class Slots:
-    """Which token and slot each row of `Groups` is of; rows without an expert may hold anything, NaN too."""
+    """The token and slot of each row of `Groups`. Rows without an expert may hold anything, even NaN."""
 
     def __init__(self, order: Tensor, offsets: Tensor, top_k: int):
         self.order, self.offsets, self.top_k = order, offsets, top_k
@@ -58,7 +58,7 @@ class Slots:
         return x[self.token]
 
     def weight(self, top_k_weights: Tensor) -> Tensor:
-        """fp32 [R, 1]: that of each row."""
+        """top_k_weights [T, top_k] -> fp32 [R, 1]: the routing weight of each row."""
         return top_k_weights.reshape(-1, 1)[self.order].float()
 
     def slots(self, rows: Tensor) -> Tensor:
@@ -75,7 +75,7 @@ class Slots:
         return (self.slots(rows) * weights[..., None].float()).sum(1).to(rows.dtype)
 
     def combine_gradients(self, dy: Tensor, rows: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """dy [T, H] of `combine` -> (d(rows), zeros where there is no expert; d(weights))."""
+        """dy [T, H] of `combine` -> (d(rows), zero for rows without an expert; d(weights))."""
         dy = self.gather(dy)
         dp = self.slots((dy.float() * rows).sum(-1, keepdim=True))
         d_rows = (dy * self.weight(weights)).to(rows.dtype)
@@ -108,7 +108,7 @@ def down_rows(h: Tensor, weights: ExpertWeights, groups: Groups, backend: Backen
 
 
 def _taken(rows: Tensor, scale: Tensor | None, weights: ExpertWeights, groups: Groups, backend: Backend) -> Rows:
-    """Rows as a GEMM of this layer takes them."""
+    """Rows in the form that a GEMM of this layer takes: quantized for W4A4, else as they are."""
     if not weights.quantized:
         return Rows(rows)
     return backend.quantize_rows(rows, None, scale, groups, weights.four_over_six)
@@ -117,7 +117,7 @@ def _taken(rows: Tensor, scale: Tensor | None, weights: ExpertWeights, groups: G
 def times_weights(rows: Tensor, weights: Projection, offsets: Tensor | None, backend: Backend) -> Tensor:
     """rows [R, N] times their expert's matrix [N, K] -> [R, K] in their dtype.
 
-    Without offsets there is one expert, with all rows.
+    Without offsets, all rows belong to a single expert.
     """
     R, N, K, E = rows.shape[0], weights.rows, weights.width, weights.scale.shape[0]
     if R and rows.is_cuda and rows.dtype != torch.float32 and (offsets is None or N % 8 == 0 == K % 8):
@@ -133,7 +133,7 @@ def times_weights(rows: Tensor, weights: Projection, offsets: Tensor | None, bac
 
 
 def _times_windows(rows: Tensor, weights: Projection, offsets: Tensor | None, backend: Backend) -> Tensor:
-    """`times_weights`, a window of columns of all experts after the other: nothing waits for the offsets."""
+    """`times_weights` by windows of columns of all experts, one after the other: nothing waits for the offsets."""
     N, K, E = weights.rows, weights.width, weights.scale.shape[0]
     step = max(64, SCRATCH // (E * N * rows.element_size()) // 64 * 64)
     out = rows.new_empty(rows.shape[0], K)
@@ -153,7 +153,7 @@ def _times_windows(rows: Tensor, weights: Projection, offsets: Tensor | None, ba
 class Adapter(NamedTuple):
     """A low-rank addition to one projection of every expert: y += x · Aᵀ · Bᵀ, with x as it is before AWQ's scales.
 
-    a [E, r, K], b [E, N, r], floating; whatever scales the addition is in one of them.
+    a [E, r, K], b [E, N, r], floating; any factor on the addition is part of one of them.
     """
 
     a: Tensor
@@ -163,7 +163,7 @@ class Adapter(NamedTuple):
 def grouped_mm(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     """a [R, K] times its expert's b [E, K, N] -> [R, N]; or, expert by expert, a [K, R] times b [R, N] -> [E, K, N].
 
-    torch's, whose sizes are multiples of 16 bytes; for others one expert after the other.
+    By torch's grouped product where sizes are multiples of 16 bytes, else one expert after the other.
     """
     unit, ends = 16 // a.element_size(), offsets[1:]
     if b.dim() == 3:
@@ -174,7 +174,7 @@ def grouped_mm(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
             out[first:last] = a[first:last] @ b[e]
         return out
     if a.shape[0] % unit == 0 == b.shape[1] % unit and len(b):
-        # of experts without rows it may leave what the memory held
+        # for experts without rows it may leave the memory uninitialized
         return F.grouped_mm(a, b.contiguous(), offs=ends).masked_fill_((offsets.diff() == 0)[:, None, None], 0)
     return torch.stack([a[:, first:last] @ b[first:last] for first, last in pairwise(offsets.tolist())])
 
@@ -233,7 +233,7 @@ def adapted_gradients(
     adapters: list[Adapter | None],
     backend: Backend,
 ) -> tuple[Tensor, Tensor, list[Tensor | None]]:
-    """dy [T, H] of `adapted_layer`, its rows of x and z -> (dx [T, H], d(top_k_weights), those of a, b, a, b).
+    """dy [T, H] of `adapted_layer`, its rows of x, its sums z -> (dx [T, H], d(top_k_weights), [da13, db13, da2, db2]).
 
     GEMM 2 is not computed again: a slot's <dy, output> is <dy · w2, h>, and dy · w2 is needed anyway.
     """
@@ -252,7 +252,7 @@ def adapted_gradients(
         found[3] = grouped_mm(dy.T, (grouped_mm(h, down.a.mT, offsets) * weight).to(dy.dtype), offsets)
         dp += (added.float() * h).sum(-1, keepdim=True)
         del added, total  # as large as h
-    if weights.quantized:  # what the weights met; the adapter met h
+    if weights.quantized:  # the weights were multiplied by the rounded h, the adapter by h itself
         groups = Groups(slots.order, offsets, slots.top_k)
         stages, w = _stages(weights, rows, backend)
         h = _straight(h, w, groups, stages)
@@ -271,7 +271,7 @@ def adapted_gradients(
 
 
 def _stages(weights: ExpertWeights, x: Tensor, backend: Backend) -> tuple[Backend, ExpertWeights]:
-    """The backend that runs GEMM 1 by itself, and the weights as it reads them."""
+    """A backend that can run GEMM 1 by itself, and the weights in the layout that it reads."""
     w = weights
     sizes = (w.num_experts, w.hidden_size, w.intermediate_size)
     problem = Problem("experts", *sizes, "raw", w.activations, x.dtype, fused=False)
@@ -282,7 +282,7 @@ def _stages(weights: ExpertWeights, x: Tensor, backend: Backend) -> tuple[Backen
 
 
 def _straight(h: Tensor, weights: ExpertWeights, groups: Groups, backend: Backend) -> Tensor:
-    """The values that W4A4 makes of rows h."""
+    """Rows h as W4A4 rounds them: quantized and dequantized again."""
     rows = backend.quantize_rows(h, None, weights.h_scale, groups, weights.four_over_six)
     assert rows.sf is not None
     sf = nvfp4.unswizzle_sf_grouped(rows.sf, groups.offsets, groups.num_rows, rows.values.shape[1] // 8)

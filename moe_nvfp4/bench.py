@@ -35,8 +35,8 @@ class Roof(NamedTuple):
 
 
 class Row(NamedTuple):
-    """One number of tokens: seconds of a layer with 4-bit weights and with bf16 ones; bytes that the 4-bit one must
-    read, FLOPs of both, and the least seconds that these can take under the roof."""
+    """For one number of tokens: the seconds that the 4-bit and the bf16 layer take, the bytes that the 4-bit one must
+    read, the FLOPs of either, and the least seconds that these bytes and FLOPs can take under the roof."""
 
     tokens: int
     nvfp4: float
@@ -107,7 +107,7 @@ Clock = CpuClock | CudaClock
 
 
 def measure_roof(clock: Clock, device: torch.device) -> Roof:
-    """Reading a large tensor, and a matrix product in bf16, of this machine."""
+    """The roof of this machine, measured by reading a large tensor and by a matrix product in bf16."""
     gpu = device.type == "cuda"
     numbers = torch.ones(1 << (28 if gpu else 26), dtype=torch.int64, device=device)
     N = 8192 if gpu else 2048
@@ -116,7 +116,7 @@ def measure_roof(clock: Clock, device: torch.device) -> Roof:
 
 
 def random_experts(shape: Shape, device: torch.device, activations: str = "bf16") -> NVFP4Experts:
-    """Any codes, block scales of usual size, equal global scales."""
+    """A layer with random codes, block scales of usual size and equal global scales."""
     H, I, E, _ = shape
     layer = NVFP4Experts(E, H, I, activations=activations, device=device)
     for name, parameter in layer.named_parameters():

@@ -1,6 +1,6 @@
-"""The cache folder: code that is built on first use and loaded again by the next process, and the demo's model.
+"""The cache folder: code that is built on first use and loaded again by the next process, and the demo model.
 
-A file of code ends with the checksum of the rest: loading half of one may kill the process. (Loaders of
+Each file of code ends with a checksum of the rest, because loading half a file may kill the process. (Loaders of
 libraries and objects ignore what follows the last section.)
 """
 
@@ -21,7 +21,7 @@ def cache_folder() -> Path:
 
 
 def own_folder(name: str) -> Path:
-    """The folder, made if needed, after a look at who could put code there: PermissionError if others may."""
+    """This folder of the cache, made if needed. PermissionError if other users could put code there."""
     folder = cache_folder() / name
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = folder.lstat()
@@ -41,7 +41,7 @@ def is_whole(file: Path) -> bool:
 
 
 def keep(target: Path, make: Callable[[str], object]) -> None:
-    """make(name) writes the file; it is made beside `target` and moved there at once."""
+    """Let make(name) write a file beside `target`, append its checksum and move it to `target` in one step."""
     handle, name = tempfile.mkstemp(dir=target.parent, suffix=target.suffix)
     os.close(handle)
     made = Path(name)

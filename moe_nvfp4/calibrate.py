@@ -3,9 +3,9 @@
     scales = observe(layers, run)        # run() sends prompts through the model, in W4A16
     layers[name].set_input_scales(*scales[name])
 
-One scale per layer and GEMM, amax / (6 * 448) of all rows that came by, as ModelOpt has it for experts that are
-one module: every expert gets it, also one that no token was routed to. A linear is one GEMM. A row beyond the
-calibrated range saturates, so prompts should be like what the model is for.
+Each GEMM of a layer gets one scale, amax / (6 * 448) over all rows it was given, as in ModelOpt for experts that are
+one module. All experts of the layer share it, even those that no token was routed to. A linear is one GEMM. Rows
+beyond the calibrated range saturate, so the prompts should resemble those of later use.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from moe_nvfp4.linear import NVFP4Linear
 
 
 class Observer:
-    """The largest |x| and, of experts, |h| that a layer has seen; it calls this with them, fp32 or half, [*, K]."""
+    """The largest |x|, and for experts |h|, that a layer has seen. The layer calls it with x and h, floating [*, K]."""
 
     def __init__(self, layer: NVFP4Experts | NVFP4Linear) -> None:
         self.amax: list[Tensor | None] = [None, None] if isinstance(layer, NVFP4Experts) else [None]
@@ -35,9 +35,10 @@ class Observer:
 def observe(
     layers: Mapping[str, NVFP4Experts | NVFP4Linear], run: Callable[[], object]
 ) -> dict[str, tuple[Tensor, ...]]:
-    """Name -> (scale of x, scale of h), of a linear (scale of x,), fp32 0-d, of `layers` while `run()` runs.
+    """Scales of `layers`, from what they see while `run()` runs: name -> (scale of x, scale of h), fp32 0-d; for a
+    linear (scale of x,).
 
-    The layers are switched to W4A16 meanwhile, so that rounding of activations does not show in their range.
+    Meanwhile the layers run in W4A16, so that the rounding of activations does not change their range.
     ValueError for a layer that no row reached, or whose rows have NaN or Inf.
     """
     observers = {name: Observer(layer) for name, layer in layers.items()}

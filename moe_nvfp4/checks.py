@@ -1,4 +1,4 @@
-"""What a layer takes: device, dtype and shape of every tensor, before it goes into C or into a kernel.
+"""Checks of what a layer is given: device, dtype and shape of every tensor, before it reaches C or a kernel.
 
 The torch.library ops call these, in their fake kernels too, so that nothing unchecked reaches a backend. They read
 no values, so they wait for no device and cost a few microseconds.
@@ -28,8 +28,8 @@ _WAYS_OUT = {
 def check_layer(
     x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: ExpertWeights, host_weights: bool = False
 ) -> None:
-    """x [T, H], top_k_index [T, top_k] and top_k_weights [T, top_k] fit each other and `weights`, on one device;
-    with `host_weights` those are on the CPU.
+    """Check that x [T, H], top_k_index [T, top_k], top_k_weights [T, top_k] and `weights` fit each other and are on one
+    device; with `host_weights`, the weights are on the CPU instead.
 
     Raises TypeError for a dtype, ValueError for a shape or a device; each names the tensor, the rule and the way out.
     """
@@ -47,7 +47,7 @@ def check_layer(
 
 
 def check_weights(weights: ExpertWeights, device: torch.device) -> None:
-    """Dtypes and shapes of all tensors of `weights`, against each other, and that they are on `device`."""
+    """Check the dtypes and shapes of all tensors of `weights` against each other, and that they are on `device`."""
     w = weights
     for name, codes in (("w13", w.w13), ("w2", w.w2)):
         if codes is None or codes.dim() != (3 if w.layout is None else 4):
@@ -78,7 +78,7 @@ def check_weights(weights: ExpertWeights, device: torch.device) -> None:
 def check_stage(
     name: str, rows: Rows, weights: ExpertWeights, order: Tensor, offsets: Tensor, dtype: torch.dtype, p: Tensor | None
 ) -> Groups:
-    """What a GEMM takes: of `gemm1_swiglu` rows "x", of `gemm2_combine` rows "h" and top_k_weights p [T, top_k]."""
+    """Check what a GEMM is given: `gemm1_swiglu` rows "x"; `gemm2_combine` rows "h" and top_k_weights p [T, top_k]."""
     if p is not None and p.dim() != 2:
         raise ValueError(f"top_k_weights must be [tokens, top_k], got shape {tuple(p.shape)}")
     groups = Groups(order, offsets, 1 if p is None else p.shape[1])
@@ -86,7 +86,7 @@ def check_stage(
     device, R = order.device, groups.num_rows
     check_weights(weights, device)
     if groups.num_experts != weights.num_experts:
-        raise ValueError(f"offsets are those of {groups.num_experts} experts, the weights of {weights.num_experts}")
+        raise ValueError(f"offsets are for {groups.num_experts} experts, but the weights for {weights.num_experts}")
     if dtype not in ROWS:
         raise TypeError(f"dtype, that of the result, is {dtype}, expected {_names(ROWS)}: {_WAYS_OUT[ROWS]}")
     K = weights.hidden_size if name == "x" else weights.intermediate_size
@@ -94,12 +94,12 @@ def check_stage(
     if p is not None:
         _check("top_k_weights", p, p.shape, ROUTER, device)
         if p.shape[0] * p.shape[1] != R:
-            raise ValueError(f"top_k_weights {tuple(p.shape)} are not one for each of {R} rows")
+            raise ValueError(f"top_k_weights {tuple(p.shape)} must hold one weight for each of {R} rows")
     return groups
 
 
 def _check_rows(name: str, rows: Rows, K: int, groups: Groups, activations: str) -> None:
-    """Rows [R, K] of a GEMM, or [*, K] with an index; NVFP4 ones, K rounded up to 16, where `activations` say so."""
+    """Check the rows of a GEMM: [R, K], or [*, K] with an index; for W4A4, NVFP4 with K rounded up to 16."""
     R, device, values = groups.num_rows, groups.order.device, rows.values
     if (rows.sf is None) != (rows.scale is None) or rows.is_nvfp4 != is_quantized(activations):
         raise ValueError(
@@ -118,7 +118,7 @@ def _check_rows(name: str, rows: Rows, K: int, groups: Groups, activations: str)
 
 
 def check_quantize(x: Tensor, index: Tensor | None, scale: Tensor | None, order: Tensor, offsets: Tensor) -> Groups:
-    """What `quantize_rows` takes: x [*, K] and index [R], or x [R, K]; scale [E]."""
+    """Check what `quantize_rows` is given: x [*, K] and index [R], or x [R, K]; scale [E]."""
     groups = Groups(order, offsets, 1)
     check_groups(groups)
     device = groups.order.device
@@ -129,14 +129,14 @@ def check_quantize(x: Tensor, index: Tensor | None, scale: Tensor | None, order:
 
 
 def check_groups(groups: Groups) -> None:
-    """order int32 [R] and offsets int32 [E + 1], E at least 1, on one device."""
+    """Check order int32 [R] and offsets int32 [E + 1], E at least 1, on one device."""
     order, offsets = groups.order, groups.offsets
     _check("order", order, (order.numel(),), _INT32, order.device)
     _check("offsets", offsets, (max(2, offsets.numel()),), _INT32, order.device)
 
 
 def check_linear(x: Tensor, weights: LinearWeights) -> None:
-    """x [T, K] and the tensors of `weights` fit each other, on one device."""
+    """Check that x [T, K] and the tensors of `weights` fit each other and are on one device."""
     codes, sf, scale, bias, x_scale, activations, sizes = weights
     device = x.device
     check_activations(activations)
@@ -150,7 +150,7 @@ def check_linear(x: Tensor, weights: LinearWeights) -> None:
         raise ValueError(f"in_features = {K} is not a multiple of 16, the NVFP4 block")
     if (sf is None) == (sizes is None):
         raise ValueError(
-            "weight_sf belongs to codes in the checkpoint's layout, sizes to those in a backend's: give one"
+            "weight_sf goes with codes in the checkpoint's layout, sizes with codes in a backend's layout: give one"
         )
     _check("x", x, x.shape, ROWS, device)
     if sizes is None:
@@ -187,7 +187,7 @@ def check_sizes(**sizes: int) -> None:
 
 
 def _check_source(name: str, x: Tensor, index: Tensor | None, K: int | None, R: int, device: torch.device) -> None:
-    """Unquantized rows: x [R, K], or [*, K] with index int32 [R]."""
+    """Check unquantized rows: x [R, K], or [*, K] with index int32 [R]."""
     if x.dim() != 2:
         raise ValueError(f"{name} must be [rows, K], got shape {tuple(x.shape)}")
     rows, width = x.shape

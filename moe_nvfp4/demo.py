@@ -116,7 +116,7 @@ def write_manifest(folder: Path) -> None:
 
 
 def _move(made: Path, target: Path) -> None:
-    """made becomes target, unless another process was faster with a whole one."""
+    """Move `made` to `target`, unless another process was faster with a whole one."""
     for attempt in range(10):
         try:
             return os.replace(made, target)
@@ -124,7 +124,7 @@ def _move(made: Path, target: Path) -> None:
             if is_whole(target):
                 return
             try:
-                os.replace(target, made.with_name(f"damaged-{attempt}"))  # in work: goes with it
+                os.replace(target, made.with_name(f"damaged-{attempt}"))  # in `work`, which is deleted later
             except FileNotFoundError:
                 pass  # another process did the same
     raise DemoError(f"cannot replace {target}: remove it and try again")

@@ -36,6 +36,6 @@ def device_names() -> list[str]:
 def _count(kind: str) -> int:
     try:
         module = torch.get_device_module(kind)
-    except RuntimeError:  # a device of a torch that was built otherwise
+    except RuntimeError:  # this torch was built without support for such devices
         return 0
     return module.device_count() if module.is_available() else 0

@@ -22,7 +22,7 @@ from moe_nvfp4.quantize.report import readable_size
 
 PACKAGES = ("torch", "transformers", "safetensors", "huggingface-hub", "accelerate", "triton", "nvidia-cutlass-dsl",
             "apache-tvm-ffi", "vllm", "peft", "compressed-tensors", "nvidia-modelopt", "gguf", "numpy")  # fmt: skip
-# Variables that change what runs, by name or beginning. A list of what is shown: others may be secrets (HF_TOKEN).
+# Variables that change what runs, by name or prefix. No others are shown: they may be secrets (HF_TOKEN).
 VARIABLES = re.compile(
     r"MOE_NVFP4_.*|XDG_CACHE_HOME|CC|OMP_.*|GOMP_.*|KMP_.*|MKL_NUM_THREADS|CUDA_.*|TORCH_.*|PYTORCH_.*|TORCHINDUCTOR_.*"
     r"|TRITON_.*|CUTE_DSL_.*|NCCL_.*|HF_HOME|HF_HUB_CACHE|HF_HUB_OFFLINE|TOKENIZERS_PARALLELISM|TQDM_DISABLE"
@@ -38,7 +38,7 @@ def headline() -> str:
 
 
 def describe() -> Iterator[str]:
-    """The lines. Nothing is downloaded for them, and no kernel runs."""
+    """Yield the report's lines. Nothing is downloaded for them, and no kernel runs."""
     yield f"moe-nvfp4 {__version__} in {Path(__file__).parent}"
     yield f"Python {platform.python_version()}, {platform.platform()}"
     yield ""
@@ -73,7 +73,7 @@ def describe() -> Iterator[str]:
 
 
 def cpu_name() -> str:
-    """As the machine calls it: "Intel(R) Xeon(R) Platinum 8480C"."""
+    """The CPU's own name, such as "Intel(R) Xeon(R) Platinum 8480C"."""
     cpuinfo = Path("/proc/cpuinfo")
     found = re.search(r"model name\s*: (.*)", cpuinfo.read_text()) if cpuinfo.exists() else None
     return found[1] if found else platform.processor() or platform.machine()
@@ -87,7 +87,7 @@ def _version(package: str) -> str:
 
 
 def _first_line(*command: str) -> str:
-    """What a program says first, or that it is not there."""
+    """The first line that a program prints, or why there is none."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired):

@@ -18,17 +18,17 @@ STEP = 1 << 22  # logits taken to float64 at once: 32 MiB
 
 @dataclass(frozen=True)
 class Metrics:
-    """Of one model, averaged over the tokens that it predicted."""
+    """Metrics of one model, averaged over the tokens that it predicted."""
 
     tokens: int
     perplexity: float  # exp of the mean negative log-likelihood of the text's tokens
     kl: float  # KL(original || model) of the distributions of the next token, in nats
-    top1: float  # the share of tokens where both think the same one likeliest, 0 to 1
+    top1: float  # the share of tokens for which both models rank the same next token first, 0 to 1
     kls: Tensor = field(repr=False, compare=False)  # float32 [tokens], window after window
 
     @property
     def kl_median(self) -> float:
-        """Of a routed model the mean is that of the few tokens whose routing changed: this is of the others."""
+        """The median. In a routed model, the few tokens whose routing changed dominate the mean, but not this."""
         return self.kls.median().item()
 
     @property
@@ -41,10 +41,10 @@ class Metrics:
 def evaluate(
     original: Callable[[Tensor], Any], models: Mapping[str, Callable[[Tensor], Any]], windows: Iterable[Tensor]
 ) -> dict[str, Metrics]:
-    """Metrics of `original` (by that name) and of `models`, by theirs.
+    """Metrics of the original, under the key "original", and of `models`, under their names.
 
-    A model is called with token ids int64 [1, n] and returns an object with `logits` [1, n, vocabulary], as those of
-    transformers do. windows: ids [n], n >= 2, on the models' device; each window is a text of its own and its
+    A model is called with token ids int64 [1, n] and returns an object with `logits` [1, n, vocabulary], as the models
+    of transformers do. windows: ids [n], n >= 2, on the models' device; each window is a text of its own, and its
     first token is not predicted. The original runs once for all models. Sums are float64.
 
     ValueError for a window of one token, for no windows, and for logits with NaN or +Inf (-Inf is fine: a token that
@@ -74,9 +74,9 @@ def evaluate(
 
 
 def _sums(logits: Tensor, expected: Tensor, targets: Tensor, name: str, kls: list[Tensor]) -> Tensor:
-    """float64 [3] over tokens: -log p(target), KL(expected || logits), how often both have the same maximum.
+    """Sums over tokens, float64 [3]: -log p(target), KL(expected || logits), how often both have the same maximum.
 
-    kls: gets the KL of each token, float32, on the host.
+    The KL of each token is appended to kls, float32, on the host.
     """
     found = torch.zeros(3, dtype=torch.float64)
     step = max(1, STEP // logits.shape[-1])

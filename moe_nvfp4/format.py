@@ -29,7 +29,7 @@ E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 SF_DTYPES = (torch.float8_e4m3fn, torch.uint8)
 E2M1_MAX = 6.0
 E4M3_MAX = 448.0
-SEARCH_SF_MAX = 256.0  # where larger scales are tried too: 1.5 * 256 = 384 is an e4m3 number, 1.75 * 256 = 448 the last
+SEARCH_SF_MAX = 256.0  # leaves room to try larger scales: 1.5 * 256 = 384 is an e4m3 number, 1.75 * 256 = 448 the last
 
 # Elements worked on at once. On a CPU the temporaries of a chunk stay in the L2 cache; on a GPU a
 # chunk fills the machine and its temporaries stay small beside a stack of experts.
@@ -69,7 +69,7 @@ def block_scales(x: Tensor, global_scale: Tensor | float, check: bool = True) ->
 def encode(x: Tensor, sf: Tensor, global_scale: Tensor | float, check: bool = True) -> Tensor:
     """``code = e2m1_rne(x / (sf * global_scale))``, two to a byte: uint8 ``[..., K/2]``.
 
-    x, global_scale, check: as in `block_scales`; sf: ``[..., K/16]``. What is beyond 6 saturates. The sign bit says
+    x, global_scale, check: as in `block_scales`; sf: ``[..., K/16]``. Magnitudes above 6 saturate. The sign bit says
     ``x < 0`` even where the magnitude rounds to zero (code 8); -0.0 has code 0. Where sf is 0 all
     codes are 0; where it is NaN they mean nothing.
     """
@@ -84,7 +84,7 @@ def encode(x: Tensor, sf: Tensor, global_scale: Tensor | float, check: bool = Tr
 
 
 def sf_max(four_over_six: bool) -> float:
-    """What the largest block scale of a row becomes, where its global scale is its own."""
+    """The largest block scale of a row whose global scale is derived from that row."""
     return SEARCH_SF_MAX if four_over_six else E4M3_MAX
 
 
@@ -146,7 +146,7 @@ def pad_k(x: Tensor) -> Tensor:
 def pack(nibbles: Tensor) -> Tensor:
     """uint8 ``[..., K]`` of values < 16 -> uint8 ``[..., K/2]``, the even element in the low half.
 
-    ValueError if K is odd, or the dtype another.
+    ValueError if K is odd, or for another dtype.
     """
     _check_bytes("nibbles", nibbles)
     if nibbles.shape[-1] % 2:
@@ -284,7 +284,7 @@ def unswizzle_sf_grouped(flat: Tensor, offsets: Tensor, num_rows: int, K16: int)
 
 
 def _block_scales(magnitudes: Tensor, gs: Tensor, code: float = E2M1_MAX) -> Tensor:
-    """|x| float32 [rows, blocks, 16], gs [rows, 1] -> sf e4m3 [rows, blocks], by which the largest has this code."""
+    """|x| float32 [rows, blocks, 16], gs [rows, 1] -> sf e4m3 [rows, blocks] that give a block's largest this code."""
     largest = magnitudes
     for n in (8, 4, 2, 1):  # by halves: torch's CPU reduction of so short a dimension is scalar
         largest = torch.maximum(largest[..., :n], largest[..., n:])
@@ -293,10 +293,10 @@ def _block_scales(magnitudes: Tensor, gs: Tensor, code: float = E2M1_MAX) -> Ten
 
 
 def _four_over_six(magnitudes: Tensor, gs: Tensor) -> Tensor:
-    """As `_block_scales`, by code 6 or by code 4: what has the smaller error, of equal ones by code 6.
+    """As `_block_scales`, for code 6 or for code 4: whichever has the smaller error, code 6 if they are equal.
 
-    By code 6 too where its scale is below e4m3's smallest normal number (zero among them) or NaN, and where
-    1 / (sf * gs) might not be a normal number. So no element is beyond 6 + 6/16 of its scale.
+    It is code 6, too, where its scale is below e4m3's smallest normal number (or zero) or is NaN, and where
+    1 / (sf * gs) might not be a normal number. So no element exceeds 6 + 6/16 times its scale.
     """
     six, four = _block_scales(magnitudes, gs), _block_scales(magnitudes, gs, code=4.0)
     sensible = (six.float() >= 2.0**-6) & (gs >= 2.0**-100) & (gs <= 2.0**100)
@@ -305,10 +305,10 @@ def _four_over_six(magnitudes: Tensor, gs: Tensor) -> Tensor:
 
 
 def _squared_error(magnitudes: Tensor, sf: Tensor, gs: Tensor) -> Tensor:
-    """Of blocks with these scales, in units of gs^2: float32 [rows, blocks].
+    """The squared error of blocks with these scales, in units of gs^2: float32 [rows, blocks].
 
-    Quotients are taken by the scale's rounded inverse and to the nearest 2^-10, ties to even (the product is exact
-    before). Each is then at most 1 from the nearest e2m1 value, and the sum of the squares of these distances, at most
+    Quotients are products with the scale's rounded inverse (exact in float64), rounded to multiples of 2^-10, ties to
+    even. Each is then at most 1 from the nearest e2m1 value, and the sum of the squares of these distances, at most
     2^24 times 2^-20, is exact in float32 in any order, with fused multiplications or without.
     """
     sf = sf.float()
@@ -323,8 +323,8 @@ def _encode(x: Tensor, magnitudes: Tensor, sf: Tensor, gs: Tensor) -> Tensor:
     sf = sf.float()
     scale = torch.where(sf == 0, torch.inf, sf * gs).unsqueeze(-1)  # x / inf is code 0
     a = _div(magnitudes, scale)
-    # Codes are 0.5 apart below 2, then 1 apart, then 2. Counted in steps of its own spacing (and
-    # rounded so, ties to even), each range's line is the lowest of the three where it holds.
+    # Values are 0.5 apart below 2, then 1 apart, then 2. In each of these ranges the code is a line in a,
+    # rounded with ties to even, and is the lowest of the three lines.
     code = torch.minimum((a * 2).round_(), a.round().add_(2))
     code = torch.minimum(code, (a * 0.5).round_().add_(4)).clamp_(max=7)
     below_zero = torch.where(sf == 0, -torch.inf, 0.0).unsqueeze(-1)  # no sign where sf is 0
@@ -337,8 +337,8 @@ _DECODE_UNIT = 2.0**14  # between the exponent biases of e2m1 (1) and float16 (1
 def _decode(codes: Tensor) -> Tensor:
     """Packed codes [..., n] -> their values * 2^-14, float16 [..., 2n].
 
-    A code's sign, exponent and mantissa bits, put where float16 has its own, are that number:
-    0.5, a subnormal of e2m1, becomes one of float16.
+    It moves a code's sign, exponent and mantissa bits to where float16 has its own: that is this
+    number. 0.5, a subnormal of e2m1, becomes a subnormal of float16.
     """
     pairs = codes.to(torch.int32)
     pairs |= pairs << 12  # the even element's nibble at bit 0, the odd one's at bit 16
@@ -381,16 +381,17 @@ def check_x(x: Tensor) -> None:
 
 
 def _check_bytes(name: str, t: Tensor) -> None:
-    """ValueError for another dtype: the sign of int8, say, would run into the bits of the second element."""
+    """ValueError unless uint8: the sign of an int8, say, would spill into the bits of the second element."""
     if t.dtype != torch.uint8:
-        raise ValueError(f"{name} must be uint8, not {t.dtype}: view bytes so (codes.view(torch.uint8))")
+        raise ValueError(f"{name} must be uint8, not {t.dtype}: view bytes as such (codes.view(torch.uint8))")
 
 
 def as_scale(global_scale: Tensor | float, like: Tensor, check: bool = True) -> Tensor:
-    """float32, where `like` is. With `check` ValueError for what is no scale, which waits for the device."""
+    """The scale as float32, on the device of `like`. With `check`, which waits for the device, ValueError unless it is
+    positive and finite."""
     if isinstance(global_scale, Tensor):
         scale = global_scale.detach().to(like.device, torch.float32)
-    else:  # full and not tensor: that would copy from the host, which a CUDA graph cannot capture
+    else:  # not torch.tensor, which copies from the host: a CUDA graph cannot capture that
         scale = torch.full((), global_scale, dtype=torch.float32, device=like.device)
     if check and (bad := scale[~is_global_scale(scale)]).numel():
         raise ValueError(f"global_scale must be positive and finite, got {bad[0].item()}")
@@ -407,7 +408,7 @@ def _sf_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _as_e4m3(sf: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """sf as float8_e4m3fn, after a look at whether it belongs to values of this shape."""
+    """sf as float8_e4m3fn; ValueError unless it fits values of this shape."""
     if shape[-1] % SF_VEC_SIZE or tuple(sf.shape) != _sf_shape(shape):
         raise ValueError(
             f"sf has shape {list(sf.shape)}, but values of shape {list(shape)} need one scale for "
@@ -424,7 +425,7 @@ def _rows(shape: tuple[int, ...], global_scale: Tensor) -> tuple[int, int, Tenso
     rows = 1
     for n in lead:
         rows *= n
-    if global_scale.numel() == 1:  # then a row may be short, and any chunk of blocks will do
+    if global_scale.numel() == 1:  # then a row can be a single block, and a chunk any number of blocks
         rows, K = rows * (K // SF_VEC_SIZE), SF_VEC_SIZE
         return rows, K, global_scale.reshape(1, 1).expand(rows, 1)
     try:

@@ -1,4 +1,4 @@
-"""`NVFP4Experts`: a drop-in for the experts module of a Hugging Face MoE model. Its parameters, and where they are."""
+"""`NVFP4Experts`, a drop-in for the experts module of a Hugging Face MoE model: its parameters and where they lie."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class NVFP4Experts(Prepared):
     up_proj_pre_quant_scale, down_proj_pre_quant_scale  [E, H], [E, I], after `add_pre_quant_scales`
 
     On Hopper and Blackwell GPUs the first call brings codes and block scales into the layout of their kernels (see
-    `prepare`); `state_dict` and whatever moves or loads parameters finds them as above again.
+    `prepare`); `state_dict`, and everything that moves or loads parameters, still sees them as above.
 
     Build one with `NVFP4Experts.from_dense`, or `moe_nvfp4.integrations.huggingface.swap_experts`.
     """
@@ -67,8 +67,8 @@ class NVFP4Experts(Prepared):
         self.post_expert_norm: nn.Module | None = None
         self.observer: Callable[[Tensor, Tensor], None] | None = None  # while scales are calibrated
         self.recipe = DEFAULT_RECIPE  # by which adapters are merged
-        self.recompute = True  # GEMM 1 in the backward pass, where no adapter or gate of the model's needs its output
-        self._layout: Layout | None = None  # where they are `packed`
+        self.recompute = True  # run GEMM 1 again in the backward pass, where no adapter, hook or bias needs its output
+        self._layout: Layout | None = None  # that of the weights while they are `packed`
         self.on_cpu = False
         self.up_name = "gate_up_proj" if gate.gated else "up_proj"
         E, N13 = num_experts, intermediate_size * (2 if gate.gated else 1)
@@ -88,13 +88,13 @@ class NVFP4Experts(Prepared):
         for name in ("up_proj", "down_proj") if input_scale else ():
             add(f"{name}_input_scale", E, dtype=torch.float32)
 
-    # The number says which weights these are, and where they lie: torch.compile makes its CUDA graphs anew for others.
+    # The number stands for these weights at their place in memory: with a new one, torch.compile makes new CUDA graphs.
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         super().register_parameter(name, param)
         self._number = numbered(self)
 
-    def __setstate__(self, state: Any) -> None:  # of a copy
+    def __setstate__(self, state: Any) -> None:  # a copy has its own number
         super().__setstate__(state)
         self._number = numbered(self)
 
@@ -127,7 +127,7 @@ class NVFP4Experts(Prepared):
             raise ValueError(f"w2 must be {(E, H, I)} for w13 {tuple(w13.shape)}, got {tuple(w2.shape)}")
         if bias is not None and (len(bias) != 2 or bias[0].dtype != bias[1].dtype):
             got = ", ".join(str(b.dtype) for b in bias)
-            raise ValueError(f"bias is a pair of one dtype, that of w13 and that of w2, got ({got}): convert one")
+            raise ValueError(f"bias is a pair of one dtype, for w13 and for w2, got ({got}): convert one of them")
         for name, b, shape in (("w13", bias[0], (E, N13)), ("w2", bias[1], (E, H))) if bias is not None else ():
             if b.shape != shape:
                 raise ValueError(f"the bias of {name} must be {shape}, got {tuple(b.shape)}")
@@ -152,12 +152,12 @@ class NVFP4Experts(Prepared):
     ) -> None:
         """Quantize one expert's dense w13 [N13, H] and w2 [H, I], floating, into place.
 
-        importance: of the recipe "weighted", fp32 [H] and [I]: E[x^2] and E[h^2] of what the two are multiplied with.
-        ValueError for another shape, an expert that is none, NaN, Inf and the meta device: the layer is as it was then.
+        importance: for the recipe "weighted", fp32 [H] and [I], the means of x^2 and h^2 over calibration rows.
+        ValueError for a wrong shape, an expert out of range, NaN, Inf and the meta device; the layer stays as it was.
         """
         H, I = self.hidden_size, self.intermediate_size
         if not 0 <= e < self.num_experts:
-            raise ValueError(f"expert {e} is none of this layer's: they are 0 to {self.num_experts - 1}")
+            raise ValueError(f"expert {e} does not exist: this layer has experts 0 to {self.num_experts - 1}")
         shapes = {self.up_name: (I * (2 if self.gate.gated else 1), H), "down_proj": (H, I)}
         for name, matrix in ((self.up_name, w13), ("down_proj", w2)):
             if matrix.shape != shapes[name]:
@@ -179,8 +179,8 @@ class NVFP4Experts(Prepared):
             getattr(self, key).data[e] = tensor
 
     def set_input_scales(self, x_scale: Tensor, h_scale: Tensor) -> None:
-        """Static activation scales, fp32 0-d each, for all experts. ValueError for more than one number each, and
-        unless they are finite and positive."""
+        """Set static activation scales, fp32 0-d each, shared by all experts. ValueError unless each is one number,
+        finite and positive."""
         pairs = (("up_proj", x_scale), ("down_proj", h_scale))
         for name, scale in pairs:
             if scale.numel() != 1:
@@ -191,7 +191,7 @@ class NVFP4Experts(Prepared):
             self.register_parameter(f"{name}_input_scale", nn.Parameter(scales, requires_grad=False))
 
     def add_pre_quant_scales(self, dtype: torch.dtype) -> None:
-        """AWQ: parameters, ones at first, that multiply x and h before the GEMMs."""
+        """Add AWQ's parameters, initially ones, by which x and h are multiplied before the GEMMs."""
         for name, K in (("up_proj", self.hidden_size), ("down_proj", self.intermediate_size)):
             ones = torch.ones(self.num_experts, K, dtype=dtype, device=self.down_proj.device)
             self.register_parameter(f"{name}_pre_quant_scale", nn.Parameter(ones, requires_grad=False))
@@ -212,7 +212,7 @@ class NVFP4Experts(Prepared):
     @property
     def weights(self) -> ExpertWeights:
         """The parameters as they are now: read at every call, so sharding and offloading just work."""
-        p: dict[str, Any] = self._parameters  # by attributes they would take twice the time
+        p: dict[str, Any] = self._parameters  # getattr would take twice as long
         up = self.up_name
         w13, w2, w13_sf, w2_sf = p[up], p["down_proj"], p[f"{up}_sf"], p["down_proj_sf"]
         layout = self._layout if self.packed else None
@@ -242,7 +242,7 @@ class NVFP4Experts(Prepared):
 
     @property
     def mapped_bytes(self) -> int:
-        """Of codes and block scales that stay in their files."""
+        """The size of the codes and block scales that stay in their files."""
         matrices = self._packed.matrices.values() if self._packed is not None and self.mapped else ()
         return sum(self.num_experts * note.rows * note.columns * 9 // 16 for note, _ in matrices)
 
@@ -254,14 +254,14 @@ class NVFP4Experts(Prepared):
         )  # fmt: skip
 
     def backend(self, dtype: torch.dtype = torch.bfloat16) -> Backend:
-        """What runs this layer, where it is, on x of `dtype`."""
+        """The backend that runs this layer on its device, for x of `dtype`."""
         problem, device = self._problem(dtype, self._hooks().fused)
         return select(problem, device)
 
     def _problem(
         self, dtype: torch.dtype, fused: bool, beside: torch.device | None = None
     ) -> tuple[Problem, torch.device]:
-        """What is to be run, and on which device: `beside`, where x is, or that of the weights."""
+        """The problem to run and its device: `beside` (the device of x) if given, else the device of the weights."""
         w13, w2 = self._here(self.up_name), self._here("down_proj")
         if self._layout is not None and self.packed:
             H, I = self._layout.hidden_size, self._layout.intermediate_size
@@ -272,11 +272,11 @@ class NVFP4Experts(Prepared):
         return Problem("experts", E, H, I, gate, self.activations, dtype, fused, beside_x, self.mapped), where
 
     def prepare(self, dtype: torch.dtype = torch.bfloat16) -> None:
-        """Bring the weights into the layout of the kernels that activations of `dtype` run on.
+        """Bring the weights into the layout of the kernels that run activations of `dtype`.
 
-        In place, one projection at a time, and lossless: `unpack` is its exact inverse. Loading a model or swapping
-        its experts does it on a GPU, else the first call of the module; before torch.compile or a CUDA graph call it
-        by hand then. Weights that a hook brings for a call and takes away are left alone.
+        This happens in place, one projection at a time, without loss: `unpack` is its exact inverse. Loading a model
+        onto a GPU and swapping its experts there call it; otherwise the first call of the module does, so call it
+        yourself before torch.compile or a CUDA graph. Weights that a hook brings for a single call are left alone.
         """
         self._for_call(dtype, self._hooks().fused)
 
@@ -288,10 +288,10 @@ class NVFP4Experts(Prepared):
             self._layout = Layout(chosen.layout, problem.hidden_size, problem.intermediate_size, *shapes)
 
     def map_files(self, projections: Mapping[str, Sequence[Sequence[Matrix]]]) -> Self:
-        """Leave codes and block scales in safetensors files, for models that are larger than the memory: the CPU's
-        kernels read there what a call needs. As after `keep_on_cpu`, they stay where they are.
+        """Leave codes and block scales in safetensors files, for models that are larger than the memory: the CPU
+        kernels read from there what a call needs. As after `keep_on_cpu`, moving the model does not move them.
 
-        projections: by the parameter's name, for each expert where its matrix lies, or its gate and its up projection.
+        projections: parameter name -> for each expert, where its matrix lies, or its gate and its up projection.
 
         NotImplementedError where the CPU kernels cannot be compiled; ValueError for files that are too short.
         """
@@ -307,16 +307,15 @@ class NVFP4Experts(Prepared):
         self._packed = Packed("cpu", notes, self.up_name)
         self._layout = Layout("cpu", self.hidden_size, self.intermediate_size, *shapes)
         self.on_cpu = True
-        self.backend()  # says why not
+        self.backend()  # raises if the CPU kernels cannot run
         return self
 
     def keep_on_cpu(self, keep: bool = True) -> Self:
-        """Bring the weights to the CPU, where they stay: `.to("cuda")` of a model that this layer is in moves the rest.
+        """Move the weights to the CPU and keep them there: `.to("cuda")` of the model moves everything else.
 
-        Called with tensors on a GPU, the layer then computes on the CPU, as part of the caller's stream and inside of
-        CUDA graphs (see `moe_nvfp4.kernels.offload`); one that is not fused (`Hooks`), or is trained, waits for the GPU
-        instead.
-        keep=False: they may be moved again.
+        Called with tensors on a GPU, the layer then computes on the CPU, as part of the caller's stream and inside
+        CUDA graphs (see `moe_nvfp4.kernels.offload`). A layer that is not fused (`Hooks`) or is being trained waits for
+        the GPU instead. With keep=False the weights may be moved again.
         """
         if keep and not self.mapped:
             self.to("cpu")
@@ -332,19 +331,19 @@ class NVFP4Experts(Prepared):
             return super()._apply(fn, recurse)
 
         def stay(t: Tensor) -> Tensor:
-            """What `fn` makes of t, but on the CPU, and not by way of a GPU."""
+            """fn(t), except that t stays on the CPU and is never copied to a GPU."""
             to = fn(t.new_empty(0))
             return fn(t) if to.device.type in ("cpu", "meta") else t.to(to.dtype)
 
         if self.mapped:
-            return super(Prepared, self)._apply(stay, recurse)  # which does not unpack
+            return super(Prepared, self)._apply(stay, recurse)  # Prepared's own would unpack
         return super()._apply(stay, recurse)
 
     def _save_to_state_dict(self, *args: Any) -> None:
         if self.mapped:
             raise NotImplementedError(
                 "the experts of this layer stay in their files, and are saved already: copy those, or load the model "
-                "without map_files to save it"
+                "without map_files and save that"
             )
         super()._save_to_state_dict(*args)
 

@@ -23,11 +23,11 @@ class NVFP4Linear(Prepared):
 
     Parameters (frozen): weight uint8 [N, K/2], weight_sf uint8 [N, K/16], weight_global_scale fp32 [1]; bias [N],
     with `bias`; input_scale fp32 [1], with `input_scale`: the static global scale of the rows for
-    activations="nvfp4" (without it, one scale per row); pre_quant_scale [K], with `pre_quant_scale`: a dtype:
+    activations="nvfp4" (without it, one scale per row); pre_quant_scale [K], where that argument is a dtype:
     x is multiplied by it first (AWQ).
 
-    On Hopper GPUs the first call, if loading a model has not, brings codes and block scales into the layout of the
-    kernels (see `prepare`); `state_dict` and whatever moves or loads parameters finds them as above again.
+    On Hopper GPUs, loading a model or else the first call brings codes and block scales into the layout of the
+    kernels (see `prepare`); `state_dict`, and everything that moves or loads parameters, still sees them as above.
     """
 
     weight: nn.Parameter
@@ -65,7 +65,7 @@ class NVFP4Linear(Prepared):
         self.observer: Callable[..., None] | None = None  # while scales are calibrated
 
     def set_input_scales(self, x_scale: Tensor) -> None:
-        """The static activation scale, fp32 of one number. ValueError unless it is finite and positive."""
+        """Set the static activation scale, one fp32 number. ValueError unless it is finite and positive."""
         check_global_scale(x_scale.detach().float(), "input_scale")
         scale = x_scale.detach().float().reshape(1).to(self.weight.device)
         self.register_parameter("input_scale", nn.Parameter(scale, requires_grad=False))
@@ -85,7 +85,7 @@ class NVFP4Linear(Prepared):
         return y.view(*x.shape[:-1], self.out_features)
 
     def prepare(self, dtype: torch.dtype = torch.bfloat16) -> None:
-        """Bring the weights into the layout of the kernels that activations of `dtype` run on, as
+        """Bring the weights into the layout of the kernels that run activations of `dtype`, as
         `NVFP4Experts.prepare` does; `unpack` is its exact inverse."""
         self._for_call(dtype)
 
@@ -104,11 +104,11 @@ class NVFP4Linear(Prepared):
         )
 
     def backend(self, dtype: torch.dtype = torch.bfloat16) -> Backend:
-        """What runs this linear, where it is, on x of `dtype`."""
+        """The backend that runs this linear on its device, for x of `dtype`."""
         return select(*self._problem(dtype))
 
     def _problem(self, dtype: torch.dtype, device: torch.device | None = None) -> tuple[Problem, torch.device]:
-        """What is to be run, and on which device: that of x, or that of the weights."""
+        """The problem to run and its device: `device` (of x) if given, else the device of the weights."""
         problem = Problem("linear", 1, self.out_features, self.in_features, "raw", self.activations, dtype)
         return problem, device or self.weight.device
 

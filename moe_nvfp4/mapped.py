@@ -1,10 +1,9 @@
 """Experts whose weights stay in their files, for models that are larger than the memory.
 
-In the place of a projection's codes and block scales there is a table, uint8 [E, parts, 2, 8]: for each expert the
-addresses of its codes and of its block scales, in memory that the files are mapped to; parts is 2 where gate and up
-are matrices of their own. That is the cpu backend's `Layout`. The kernels read the files' bytes as they are: the system
-brings them when the kernels ask (kernels/cpu/cpu_mapped.h), keeps them as long as it has room, and shares them between
-processes.
+A table takes the place of a projection's codes and block scales: uint8 [E, parts, 2, 8], for each expert the addresses
+of its codes and of its block scales in memory that the files are mapped to. parts is 2 where gate and up are separate
+matrices. This is the cpu backend's `Layout`. The kernels read the files' bytes unchanged: the system loads them when
+the kernels ask (kernels/cpu/cpu_mapped.h), keeps them as long as it has room, and shares them between processes.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ from torch import Tensor
 
 
 class Matrix(NamedTuple):
-    """Codes [N, K/2] and block scales [N, K/16] in a file each: where their bytes begin there."""
+    """Where codes [N, K/2] and block scales [N, K/16] lie: for either, its file and the offset of its first byte."""
 
     codes: tuple[Path, int]
     sf: tuple[Path, int]
 
 
 class MappedFile:
-    """A file in the memory of this process; its pages are the system's, read when they are needed."""
+    """A file that is mapped into this process; the system reads its pages when they are needed."""
 
     def __init__(self, path: Path):
         with open(path, "rb") as f:
@@ -39,20 +38,20 @@ class MappedFile:
             self.path, self.size = path, status.st_size
             self.pages = mmap.mmap(f.fileno(), self.size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="The given buffer is not writable")  # nor does anybody write
+            warnings.filterwarnings("ignore", message="The given buffer is not writable")  # nobody writes to it
             self.address = torch.frombuffer(self.pages, dtype=torch.uint8).data_ptr()
 
-        # Of others' files the system does not say what is in memory, but that all is.
+        # For a file that is not ours to write, the system reports all pages as in memory, whether they are or not.
         self.known = os.geteuid() in (0, status.st_uid) or os.access(path, os.W_OK)
 
     def at(self, start: int, size: int) -> int:
         if start < 0 or start + size > self.size:
-            raise ValueError(f"{self.path} has {self.size} bytes, and {start + size} are to be read: download it again")
+            raise ValueError(f"{self.path} has {self.size} bytes, but should have {start + size}: download it again")
         return self.address + start
 
     @property
     def whole(self) -> bool:
-        """Whether it still has all its bytes; another file may have its name by now."""
+        """Whether the mapped file still has all its bytes (by now its name may be another file's)."""
         return self.pages.size() >= self.size
 
     def __deepcopy__(self, memo: dict) -> Self:
@@ -60,17 +59,17 @@ class MappedFile:
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
-            f"weights that stay in their files ({self.path}) do not go into another process: load the model there, or "
+            f"weights that stay in their files ({self.path}) cannot go to another process: load the model there, or "
             "load it here without map_files"
         )
 
 
 _files: WeakValueDictionary[tuple[int, int], MappedFile] = WeakValueDictionary()  # by device and inode
-_strange: list[Path] = []  # those of which it is not known what is in memory
+_strange: list[Path] = []  # files that are not `known`
 
 
 def known() -> bool:
-    """Whether the system says of each file that was opened so far which pages are in memory."""
+    """Whether the system tells which pages are in memory, for every file that was opened so far."""
     return not _strange
 
 
@@ -86,7 +85,7 @@ def _open(path: Path) -> MappedFile:
 
 @dataclass(frozen=True)
 class MappedProjection:
-    """What `read` and `Backend.restore` must know of a table: the matrices' sizes, and the files that hold them."""
+    """What `read` and `Backend.restore` need besides a table: the matrices' sizes and the files that hold them."""
 
     rows: int
     columns: int
@@ -94,9 +93,9 @@ class MappedProjection:
 
 
 def table(experts: Sequence[Sequence[Matrix]], rows: int, columns: int) -> tuple[Tensor, MappedProjection]:
-    """uint8 [E, parts, 2, 8] of where the parts of each expert lie; rows, columns: N and K (in whole blocks of 16).
+    """The table uint8 [E, parts, 2, 8] of where each expert's parts lie; rows, columns: N and K (in blocks of 16).
 
-    ValueError for a file that is shorter than that.
+    ValueError for a file that is too short to hold them.
     """
     files: dict[Path, MappedFile] = {}
     addresses = []
@@ -112,9 +111,9 @@ def table(experts: Sequence[Sequence[Matrix]], rows: int, columns: int) -> tuple
 
 
 def read(addresses: Tensor, rows: int, columns: int) -> tuple[Tensor, Tensor]:
-    """Copies of the codes [E, N, K/2] and block scales [E, N, K/16] that a table says.
+    """Copies of the codes [E, N, K/2] and block scales [E, N, K/16] that a table points to.
 
-    OSError where a file does not have them any more.
+    OSError if a file does not have them any more.
     """
     if any(not file.whole for file in _files.values()):
         raise OSError(loss())
@@ -132,10 +131,10 @@ def read(addresses: Tensor, rows: int, columns: int) -> tuple[Tensor, Tensor]:
 
 
 def loss() -> str:
-    """What to say where mapped memory has no file behind it."""
+    """The error message for mapped memory whose file is gone or shorter."""
     shorter = sorted(str(file.path) for file in _files.values() if not file.whole)
     which = ", ".join(shorter) or "one of the files"
     return (
-        f"{which} became shorter, was deleted or cannot be read since experts were left there (map_files): restore the "
-        "checkpoint and load the model again; files of a running model are replaced by new ones, never written over"
+        f"{which} became shorter, was deleted or cannot be read any more, and experts are mapped from it (map_files): "
+        "restore the checkpoint and load the model again; never overwrite files of a running model, replace them"
     )

@@ -2,10 +2,10 @@
 
     x, top-k ids ── group_by_expert ── quantize_rows ── gemm1_swiglu ── gemm2_combine ── y
 
-Ops are opaque to torch.compile. Tensors travel instead of dataclasses; what else an op must know, such as the backend
-that runs it, is in the string `spec`. What a caller may differentiate comes by itself and not in a list, so that
-autograd sees it. `experts` does all stages in one call, on backends that can; `experts_beside` finds weights in host
-memory by their layer's number.
+Ops are opaque to torch.compile. They take tensors instead of dataclasses; everything else an op must know, such as the
+backend that runs it, is in the string `spec`. A tensor that a caller may differentiate is an argument of its own, not
+an item of a list, so that autograd sees it. `experts` does all stages in one call, on backends that can;
+`experts_beside` finds weights in host memory by their layer's number.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from moe_nvfp4.training import (
 )
 from moe_nvfp4.weights import ExpertWeights, LinearWeights, read_spec
 
-# The reference's stages wait for the group offsets, which a CUDA graph can't.
+# The reference's stages wait for the group offsets, which is impossible in a CUDA graph.
 _STAGE: dict[str, Any] = dict(mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
 _ROWS = "Tensor {0}, Tensor? {0}_sf, Tensor? {0}_scale, Tensor? {0}_index"
 _WEIGHTS = "Tensor?[] weights, str spec"
@@ -162,8 +162,8 @@ def numbered(layer: Any) -> int:
     mutates_args=(),
 )
 def experts_beside(x, top_k_index, top_k_weights, layer):
-    """`experts` whose weights are on the CPU while the rest is on a GPU, of the layer with this number: torch.compile
-    makes no CUDA graphs of what has tensors of the CPU."""
+    """`experts` for weights on the CPU and all else on a GPU. The weights are named by their layer's number, because
+    torch.compile makes no CUDA graphs of ops that take CPU tensors."""
     w = _beside(x, top_k_index, top_k_weights, layer)
     return named_on("offload", x.device).experts(x, top_k_index, top_k_weights, w)
 
@@ -204,7 +204,7 @@ def _(x, weight, weight_sf, weight_global_scale, bias, input_scale, activations,
 
 
 # ---- gradients -----------------------------------------------------------------------------------
-# Those of a fused layer and of a linear; `training` has the layer whose stages have them one by one.
+# For a fused layer and for a linear; `training` has the layer whose stages each have their own gradient.
 
 
 @torch.library.custom_op(
@@ -271,7 +271,7 @@ linear.register_autograd(_linear_gradients, setup_context=_remember_linear)
 refuse_twice(linear_backward)
 for _op in (quantize_rows, gemm1_swiglu, gemm2_combine):
     refuse_gradient(
-        _op, "the stages of 4-bit experts have no gradients one by one: call NVFP4Experts or moe_forward, which have"
+        _op, "single stages of 4-bit experts have no gradients: call NVFP4Experts or moe_forward, which have them"
     )
 
 
@@ -279,22 +279,22 @@ def _exporting() -> bool:
     return torch.compiler.is_exporting()
 
 
-# Asked outside of the traced code: torch 2.11 says True to whatever it compiles.
+# Evaluated outside the traced code: inside, torch 2.11 answers True whenever it compiles.
 _exporting._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def refuse_transforms() -> None:
-    """NotImplementedError inside of torch.export, torch.jit, torch.func's transforms and forward-mode AD."""
+    """NotImplementedError inside torch.export, torch.jit, torch.func's transforms and forward-mode AD."""
     eager = not torch.compiler.is_compiling()
     if _exporting() or eager and torch._C._is_tracing():
         raise NotImplementedError(
-            "torch.export and torch.jit of 4-bit layers: the exported program would hold on to this machine's kernels "
-            "and layout of weights; export the dense model, or use torch.compile"
+            "torch.export and torch.jit of 4-bit layers are not supported: the exported program would depend on this "
+            "machine's kernels and layout of weights; export the dense model, or use torch.compile"
         )
     if eager and (torch._C._functorch.maybe_current_level() is not None or forward_ad._current_level >= 0):
         raise NotImplementedError(
-            "torch.func's transforms (vmap, grad, jvp, ...) and forward-mode AD of 4-bit layers: make the dimension "
-            "part of the tokens, x [batch * tokens, hidden], or transform the dense model"
+            "torch.func's transforms (vmap, grad, jvp, ...) and forward-mode AD of 4-bit layers are not supported: "
+            "flatten the batch into the tokens, x [batch * tokens, hidden], or transform the dense model"
         )
 
 
@@ -330,8 +330,8 @@ def moe_forward(
     which multiply an expert's rows of x and of h. `observe` is called with x and h as they enter the GEMMs
     (activations "bf16": before any quantization).
 
-    Differentiable in x, top_k_weights, biases and what the hooks hold; the 4-bit weights are frozen. W4A4 quantizes
-    straight through.
+    Differentiable in x, top_k_weights, biases and the hooks' parameters; the 4-bit weights are frozen. W4A4 has the
+    straight-through estimator.
 
     Raises TypeError and ValueError for tensors that do not fit each other (see `moe_nvfp4.checks`).
     """
@@ -342,7 +342,7 @@ def moe_forward(
 
 
 def run_beside(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, layer: int) -> Tensor:
-    """`run_experts` of a fused layer whose weights are on the CPU while x is on a GPU; layer: its number."""
+    """`run_experts` for the fused layer with this number, whose weights are on the CPU while x is on a GPU."""
     refuse_transforms()
     return experts_beside(x, top_k_index, top_k_weights, layer)
 
@@ -356,9 +356,9 @@ def run_experts(
     chosen: Selected,
     recompute: bool = True,
 ) -> Tensor:
-    """`moe_forward` on a backend that was chosen before; recompute: GEMM 1 in the backward pass of a fused layer."""
+    """`moe_forward` on a backend that was chosen before; recompute: a fused layer's backward pass runs GEMM 1 again."""
     refuse_transforms()
-    backend, layout = chosen.name, chosen.layout  # torch 2.11 does not compile unpacking it
+    backend, layout = chosen.name, chosen.layout  # torch 2.11 cannot compile unpacking the tuple
     if weights.layout is not None and weights.layout.backend != layout:
         raise TypeError(_OTHER_LAYOUT.format(x.dtype, x.device, f"the {weights.layout.backend}", "NVFP4Experts"))
     spec = weights.spec(backend)
@@ -386,7 +386,7 @@ def run_experts(
     rows = [values, None, None, index]
     if quantized:
         rows = [*quantize_rows(values, index, weights.x_scale, order, offsets, backend, rounding), None]
-    # h that is to be multiplied comes back unquantized
+    # h must come back unquantized if h_factor multiplies it
     first = tensors if h_factor is None else replace(weights, h_scale=None).tensors()
     h = gemm1_swiglu(*rows, first, spec, order, offsets, x.dtype)
     if own_gate is not None:

@@ -1,4 +1,4 @@
-"""Modules whose weights stand in the layout of their kernels, while whoever looks finds the checkpoint's bytes."""
+"""Modules that keep weights in the layout of their kernels, and give everybody else the checkpoint's bytes."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _changing = threading.RLock()  # held while weights change their layout, or are 
 
 @dataclass
 class Packed:
-    """backend   whose layout it is
-    matrices  name -> (what `Backend.restore` asks for, dimensions of the codes without the last)
-    first     the name of one
+    """backend   the name of the backend whose layout it is
+    matrices  name -> (the note that `Backend.restore` needs, dimensions of the codes without the last)
+    first     the first of these names
     """
 
     backend: str
@@ -31,8 +31,8 @@ class Packed:
 class Prepared(FP32Scales):
     """A module whose matrices are parameters `name`, codes uint8 [(E,) N, K/2], and `name_sf`, block scales.
 
-    In a backend's layout the codes have four dimensions, and the block scales, which are inside, no elements.
-    `state_dict` and whatever moves or loads parameters finds the checkpoint's bytes again.
+    In a backend's layout the codes have four dimensions and contain the block scales, and `name_sf` is empty.
+    `state_dict`, and everything that moves or loads parameters, still sees the checkpoint's bytes.
     """
 
     _packed: Packed | None = None
@@ -41,8 +41,8 @@ class Prepared(FP32Scales):
     weights: Any
 
     def _for_call(self, *problem: Any) -> tuple[Selected, Any]:
-        """What runs a call (the arguments of `_problem`), and `weights` in its layout. For the call they stay what they
-        are, while those of the module change under the calls of other threads: another dtype, `state_dict`, `to`."""
+        """The backend for a call (arguments: those of `_problem`), and `weights` in its layout. These stay as they are
+        even if other threads change the module's weights meanwhile (another dtype, `state_dict`, `to`)."""
         if torch.compiler.is_compiling():
             return selected(*self._problem(*problem)), self.weights
         with _changing:
@@ -56,7 +56,7 @@ class Prepared(FP32Scales):
         return self._packed is not None and self._here(self._packed.first).dim() == 4
 
     def unpack(self) -> None:
-        """The checkpoint's bytes again."""
+        """Bring the weights back into the checkpoint's bytes."""
         if self._packed is not None and self.packed:
             backend = named(self._packed.backend)
             for name, (note, rows) in self._packed.matrices.items():
@@ -66,11 +66,11 @@ class Prepared(FP32Scales):
             self._packed = None
 
     def _pack(self, chosen: Selected, **matrices: bool) -> bool:
-        """Bring these matrices into the layout that the backend `chosen` has; name=whether its rows are [gate; up].
-        Whether they are in one afterwards, and were not before.
+        """Bring these matrices into the layout of the backend `chosen`; name=whether its rows are [gate; up].
+        Returns whether it did: not if they are in that layout already, or if there is none.
 
-        Not where parameters do not last: hooks bring others for a call and take them away, and where transformers
-        splits them over ranks, plain tensors stand for DTensors during a call.
+        Parameters that last for one call only are left alone: hooks bring them and take them away, and where
+        transformers splits them over ranks, plain tensors stand in for DTensors during a call.
         """
         if self._packed is not None and self.packed:
             if self._packed.backend == chosen.layout:
@@ -93,13 +93,13 @@ class Prepared(FP32Scales):
 
     @property
     def _offloaded(self) -> bool:
-        """Whether a hook of accelerate's brings the parameters for each call; others bring the rows."""
+        """Whether a hook of accelerate brings the parameters for each call; other hooks only move the rows."""
         hook = getattr(self, "_hf_hook", None)
-        hooks = getattr(hook, "hooks", (hook,))  # several are one
+        hooks = getattr(hook, "hooks", (hook,))  # a SequentialHook holds several
         return hook is not None and any(getattr(h, "offload", True) for h in hooks)
 
     def _here(self, name: str) -> Tensor:
-        """A parameter; of one that is split over ranks (a DTensor), this rank's part, whatever its layout."""
+        """A parameter, or this rank's part of one that is split over ranks (a DTensor), in whatever layout it has."""
         parameter: Any = self._parameters[name]
         return getattr(parameter, "_local_tensor", parameter)
 

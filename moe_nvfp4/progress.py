@@ -9,6 +9,6 @@ from tqdm import tqdm
 
 
 def progress_bar(*args: Any, show: bool, **settings: Any) -> tqdm:
-    """tqdm(*args, **settings); nothing where TQDM_DISABLE is set (which disable=False overrides), if not `show`, or
-    without a stderr (pythonw, a daemon)."""
+    """tqdm(*args, **settings), which shows nothing if not `show`, or without a stderr (pythonw, a daemon), or if
+    TQDM_DISABLE is set; passing disable=False would override that variable."""
     return tqdm(*args, **settings) if show and sys.stderr is not None else tqdm(*args, **settings, disable=True)

@@ -14,12 +14,12 @@ from moe_nvfp4.linear import NVFP4Linear
 
 
 def prepare(model: nn.Module, top_k: int | None = None, dtype: torch.dtype = torch.bfloat16) -> int:
-    """Make the 4-bit experts and linears of `model` (a layer is one too) ready for activations of `dtype`, where they
-    are: weights in their kernels' layout, and on GPUs every kernel compiled and loaded that any number of tokens needs.
+    """Make the 4-bit experts and linears of `model` (or of a single layer) ready for activations of `dtype`: bring the
+    weights into their kernels' layout and, on GPUs, compile and load every kernel that any number of tokens needs.
 
-    top_k: experts per token; None leaves the experts' kernels to the first calls. Layers of equal sizes share theirs.
-    Several processes compile, with a progress bar, some seconds on 16 cores; the next start finds all on disk.
-    MOE_NVFP4_COMPILE=lazy leaves it to calls. Returns how many kernels were compiled.
+    top_k: experts per token; None leaves the experts' kernels to the first calls. Layers of equal sizes share kernels.
+    Several processes compile, with a progress bar, for some seconds on 16 cores; the next start finds all kernels on
+    disk. MOE_NVFP4_COMPILE=lazy leaves compiling to the calls. Returns how many kernels were compiled.
     """
     uses: dict[torch.device, list[Use]] = defaultdict(list)
     for module in model.modules():
@@ -35,16 +35,16 @@ def prepare(model: nn.Module, top_k: int | None = None, dtype: torch.dtype = tor
     if how not in ("ahead", "lazy"):
         raise ValueError(f"MOE_NVFP4_COMPILE={how} is unknown: ahead or lazy")
     if any(device.type == "cuda" for device in uses):
-        import torch._dynamo  # noqa: F401  # what the first call of a custom op does else, for seconds
+        import torch._dynamo  # noqa: F401  # else the first call of a custom op would import it, for seconds
     gpus = {device: these for device, these in uses.items() if device.type == "cuda" and how == "ahead"}
     return sum(compile_ahead(these, Gpu.of(device)) for device, these in gpus.items())
 
 
 def compile_for(model: nn.Module, gpu: Gpu, top_k: int | None = None, dtype: torch.dtype = torch.bfloat16) -> int:
-    """Compile into the cache folder what `prepare` would compile where `gpu` is; the 4-bit layers of `model` are on
-    meta. Returns how many kernels were not there yet.
+    """Compile into the cache folder what `prepare` would compile on a machine with `gpu`; the 4-bit layers of `model`
+    are on meta. Returns how many kernels were not there yet.
 
-    The library, Triton and CuTe DSL must be of the same versions here and there: kernels are looked up by them.
+    This library, Triton and CuTe DSL need the same versions on both machines: they are part of a kernel's key.
     """
     device = Device("cuda", "a GPU", gpu.capability, frozenset(PACKAGES))
     forced, uses = os.environ.get("MOE_NVFP4_BACKEND"), []
@@ -66,6 +66,6 @@ def compile_for(model: nn.Module, gpu: Gpu, top_k: int | None = None, dtype: tor
         install = ["'moe-nvfp4[gpu]'"] * bool(missing - {"triton"}) + ["triton"] * ("triton" in missing)
         raise ImportError(
             f"compiling for {device} needs {' and '.join(sorted(missing))}: pip install {' '.join(install)}, or choose "
-            "other kernels by MOE_NVFP4_BACKEND, here and there"
+            "other kernels with MOE_NVFP4_BACKEND, on both machines"
         )
     return compile_ahead(uses, gpu)

@@ -45,7 +45,7 @@ def quantize_rows(
 
 
 def gemm1_swiglu(rows: Rows, weights: ExpertWeights, groups: Groups, dtype: torch.dtype) -> Rows:
-    """h = gate(rows · w13ᵀ): `dtype` [R, I] (raw gate: [R, N13]), or NVFP4 where weights.h_scale is.
+    """h = gate(rows · w13ᵀ): `dtype` [R, I] (raw gate: [R, N13]), or NVFP4 where weights.h_scale is given.
 
     Unrouted rows come back as zeros.
     """

@@ -10,13 +10,13 @@ from torch import Tensor, nn
 
 
 class FP32Scales(nn.Module):
-    """A module whose parameters named `*global_scale` and `*input_scale` no cast rounds: they move with the others."""
+    """A module whose parameters `*global_scale` and `*input_scale` move with the others, but are never cast."""
 
     def _fp32_parameters(self) -> list[nn.Parameter]:
         return [p for n, p in self._parameters.items() if p is not None and n.endswith(("global_scale", "input_scale"))]
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """A state dict that was cast is refused: copying would convert its numbers back, rounded, without a word."""
+        """Refuse a state dict that was cast: copying would silently convert its rounded numbers back."""
         scales, cast = {id(p) for p in self._fp32_parameters()}, []
         for name, p in self._parameters.items():
             if p is None or not (id(p) in scales or p.dtype == torch.uint8):
@@ -24,7 +24,7 @@ class FP32Scales(nn.Module):
             found, expected = state_dict.get(prefix + name), torch.float32 if id(p) in scales else torch.uint8
             if found is not None and found.dtype != expected:
                 cast.append(
-                    f"{prefix}{name} is {found.dtype}, expected {expected}: codes and scales are not to be cast; load "
+                    f"{prefix}{name} is {found.dtype}, expected {expected}: codes and scales must not be cast; load "
                     "the state dict as it was saved"
                 )
         if cast:

@@ -3,9 +3,9 @@ of them.
 
     x ── gather_rows ── project w13 (+ adapters) ── gate ── project w2 (+ adapters) ── combine ── y
 
-The 4-bit weights are frozen. What runs between the ops is torch's, so that a gate or norm of the model's own and
-adapters get their gradients from autograd; each op's gradient is an op too, opaque to torch.compile. None of those has
-a gradient of its own: second derivatives are refused by name.
+The 4-bit weights are frozen. Plain torch runs between the ops, so that adapters and the model's own gate or norm get
+their gradients from autograd. The gradient of an op is an op too, opaque to torch.compile, but has no gradient itself:
+second derivatives are refused by name.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Adapters = tuple[tuple[Adapter, ...], tuple[Adapter, ...]]  # of w13 and of w2
 
 
 class Hooks(NamedTuple):
-    """What of the model's own runs between the stages; see `ops.moe_forward`."""
+    """The model's own functions and factors that run between the stages; see `ops.moe_forward`."""
 
     own_gate: Callable[[Tensor], Tensor] | None = None
     post_expert_norm: Callable[[Tensor], Tensor] | None = None
@@ -45,14 +45,14 @@ class Hooks(NamedTuple):
 
     @property
     def fused(self) -> bool:
-        """Whether there is nothing."""
+        """Whether nothing runs between the stages, so that one call can do them all."""
         gate, norm, x_factor, h_factor, observe, adapters = self
         nothing = gate is None and norm is None and x_factor is None and h_factor is None and observe is None
         return nothing and len(adapters[0]) + len(adapters[1]) == 0
 
 
 # ---- second derivatives: there are none ----------------------------------------------------------
-# What takes the place of a formula is an op itself: compiled code works where nobody asks for them.
+# In place of a formula there is an op that raises: compiled code then works where nobody asks for such a derivative.
 
 
 @torch.library.custom_op("moe_nvfp4::no_gradient", schema="(Tensor grad, Tensor like, str why) -> Tensor",
@@ -67,7 +67,7 @@ def _(grad, like, why):
 
 
 def refuse_gradient(op: Any, why: str) -> None:
-    """Make `op` a part of the graph, so that nothing behind it gets a gradient of zero without a word."""
+    """Make `op` a part of autograd's graph that raises, so that its inputs never silently get a gradient of zero."""
 
     def remember(ctx, inputs, output) -> None:
         ctx.set_materialize_grads(False)
@@ -83,13 +83,12 @@ def refuse_gradient(op: Any, why: str) -> None:
 
 
 def no_gradients(ctx, i: int) -> Any:
-    """For input i of an op: None, or for a list of tensors (where none is missing torch takes it as one) a list."""
+    """The missing gradient of input i of an op: None, or for what torch sees as a list of tensors, a list of None."""
     return tree_map(lambda _: None, ctx.needs_input_grad[i])
 
 
 def refuse_scales(*scales: Tensor | None) -> None:
-    """NotImplementedError where scales of 4-bit weights are to be trained: they would stay as they are, without a
-    word."""
+    """NotImplementedError if scales of 4-bit weights are to be trained: they would silently stay as they are."""
     if any(scale is not None and scale.requires_grad for scale in scales):
         raise NotImplementedError(
             "scales of 4-bit weights have requires_grad, but get no gradients: leave them out, with "
@@ -292,7 +291,8 @@ def adapted(rows: Tensor, adapters: tuple[Adapter, ...], order: Tensor, offsets:
 
 
 def joined(adapters: tuple[Adapter, ...], dtype: torch.dtype) -> Adapter:
-    """Adapters of one projection as one, in `dtype`, its rank a multiple of 8 as torch's grouped product wants it."""
+    """The adapters of one projection as a single one, in `dtype`, with a rank that torch's grouped product accepts: a
+    multiple of 8."""
     a = torch.cat([adapter.a for adapter in adapters], dim=1) if len(adapters) > 1 else adapters[0].a
     b = torch.cat([adapter.b for adapter in adapters], dim=2) if len(adapters) > 1 else adapters[0].b
     missing = -a.shape[1] % 8
@@ -321,13 +321,13 @@ def _grouped_mm_gradients(ctx, dy):
     return da, grouped_mm(a.mT, dy, offsets) if ctx.needs_input_grad[1] else None, None
 
 
-# an op of its own since torch's, compiled, takes bf16 only
+# an op of our own, because torch's takes only bf16 when it is compiled
 grouped_mm.register_autograd(
     _grouped_mm_gradients, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs)
 )
 
 
-# ---- a fused layer with adapters, as one op: in Python, an op costs more than its kernels take ----
+# ---- a fused layer with adapters, as one op: calling one from Python takes longer than its kernels -
 
 _ADAPTERS = "Tensor? a13, Tensor? b13, Tensor? a2, Tensor? b2"
 
@@ -368,7 +368,7 @@ def _(x, top_k_index, top_k_weights, a13, b13, a2, b2, weights, spec):
     mutates_args=(),
 )
 def adapted_backward(dy, x, top_k_weights, a13, b13, a2, b2, z, order, offsets, weights, spec):
-    """dx, d(top_k_weights), and those of the adapters that there are."""
+    """dx, d(top_k_weights), and the gradients of those adapters that are given."""
     read = read_spec(spec)
     w = ExpertWeights.from_tensors(weights, read)
     slots = Slots(order, offsets, top_k_weights.shape[1])
@@ -408,9 +408,9 @@ refuse_twice(adapted_backward)
 def train_experts(
     x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: ExpertWeights, hooks: Hooks, backend: str
 ) -> Tensor:
-    """`ops.moe_forward` with gradients of everything but the 4-bit weights. What is checked is checked already.
+    """`ops.moe_forward` with gradients of everything but the 4-bit weights. Its caller has checked the arguments.
 
-    GEMM 1's output is kept for the backward pass, and what of the caller's runs between the stages keeps.
+    GEMM 1's output is kept for the backward pass, and so is whatever the hooks save.
     """
     own_gate, post_expert_norm, x_factor, h_factor, observe, adapters = hooks
     plain = hooks._replace(adapters=((), ())).fused
@@ -440,7 +440,7 @@ def train_experts(
     return combine(y.to(x.dtype), top_k_weights, order, offsets)
 
 
-# Asked once: torch.compile of torch 2.11 cannot trace the question.
+# Evaluated once: torch.compile of torch 2.11 cannot trace is_autocast_available.
 _AUTOCAST = tuple(filter(torch.amp.is_autocast_available, ("cpu", "cuda", "mps", "xpu")))
 
 
@@ -452,6 +452,6 @@ def autocast(x: Tensor) -> Tensor:
 
 
 def scaled(rows: Tensor, factor: Tensor, groups: Groups) -> Tensor:
-    """Rows [R, K] times their expert's factors [E, K]; unrouted rows times any."""
+    """Rows [R, K] times their expert's factors [E, K]; unrouted rows times some expert's."""
     expert = groups.expert_of_row().clamp(max=factor.shape[0] - 1)
     return rows * factor[expert].to(rows.dtype)

@@ -37,7 +37,7 @@ class Gate:
     silu       g * sigmoid(alpha * g) * (u + up_offset)
     gelu_tanh  gelu(g, tanh) * (u + up_offset)
     relu2      relu(u)^2, without a gate projection (Nemotron-H)
-    raw        nothing: GEMM 1 returns its fp32 sums in the rows' dtype and the caller goes on
+    raw        nothing: GEMM 1 returns its fp32 sums in the rows' dtype, and the caller applies the gate
 
     With a finite `limit`, g <= limit and |u| <= limit: before the activation, or, with
     `clamp_after`, on act(g) (Step-3.7). SwiGLU-OAI (gpt-oss, MiniMax-M3) is
@@ -84,7 +84,7 @@ class Gate:
         return g * (u + self.up_offset) if self.up_offset else g * u
 
     def gradient(self, w13_out: Tensor, dh: Tensor) -> tuple[Tensor, Tensor]:
-        """What the gate was given, [R, 2I] (or [R, I]), and dh [R, I] -> (h, its gradient), in their dtype.
+        """The gate's input [R, 2I] (or [R, I]) and dh [R, I] -> (h, the gradient of the input), in the input's dtype.
 
         The derivative of `__call__`, in fp32; where a limit clamps, it is zero.
         """
@@ -133,9 +133,9 @@ class Layout:
         object.__setattr__(self, "spec", json.dumps({f.name: getattr(self, f.name) for f in fields(self) if f.init}))
 
 
-@dataclass(eq=False)  # not frozen: that makes two of them, which each call does, four times as slow
+@dataclass(eq=False)  # not frozen, which would make construction (twice per call) four times as slow
 class ExpertWeights:
-    """The weights of E experts; `value = code * sf * global_scale`. Not to be changed: use dataclasses.replace.
+    """The weights of E experts; `value = code * sf * global_scale`. Do not modify one: use dataclasses.replace.
 
     w13         uint8 [E, N13, K13/2]   codes, low nibble = even k; rows [gate; up] as in Hugging
                                         Face checkpoints (N13 = 2I), or up only (N13 = I)
@@ -150,10 +150,10 @@ class ExpertWeights:
 
     gate        what happens between the GEMMs
     activations "bf16" (W4A16), or W4A4: "nvfp4", or "nvfp4_four_over_six" (see `format.quantize`)
-    layout      None, or that of a backend: w13 and w2 are uint8 [E, *layout.w13] and [E, *layout.w2] with the
-                block scales inside; w13_sf and w2_sf are None
+    layout      None, or the layout of a backend: w13 and w2 are then uint8 [E, *layout.w13] and
+                [E, *layout.w2] with the block scales inside, and w13_sf and w2_sf are None
 
-    K13 and K2 are H and I rounded up to 16, the padding holds zero codes: exact.
+    K13 and K2 are H and I rounded up to a multiple of 16. The padding holds zero codes, so it changes no result.
     """
 
     gate: Gate
@@ -172,7 +172,7 @@ class ExpertWeights:
     layout: Layout | None = None
 
     def held(self) -> ExpertWeights:
-        """This, of the tensors that its parameters are now."""
+        """Self, with the parameters' present tensors: giving a parameter other data later does not change them."""
         self.w13, self.w2 = self.w13.detach(), self.w2.detach()
         if self.layout is None:
             w13_sf, w2_sf = self.block_scales()
@@ -180,7 +180,7 @@ class ExpertWeights:
         return self
 
     def block_scales(self) -> tuple[Tensor, Tensor]:
-        """w13_sf and w2_sf, of weights that are in no backend's layout."""
+        """w13_sf and w2_sf of weights in the checkpoint's layout."""
         assert self.w13_sf is not None and self.w2_sf is not None, "in a backend's layout they are in w13 and w2"
         return self.w13_sf, self.w2_sf
 
@@ -208,11 +208,11 @@ class ExpertWeights:
 
     @property
     def quantizes_h(self) -> bool:
-        """Whether GEMM 1 returns NVFP4 rows: by static scales, and where nothing comes between it and GEMM 2."""
+        """Whether GEMM 1 returns NVFP4 rows: if their scales are static and nothing runs between it and GEMM 2."""
         return self.quantized and self.h_scale is not None and self.gate.kind != "raw"
 
     def projection(self, name: str) -> Projection:
-        """ "w13" or "w2"."""
+        """The projection of this name, "w13" or "w2"."""
         H, I, gated = self.hidden_size, self.intermediate_size, self.gate.gated
         if name == "w2":
             return Projection(self.w2, self.w2_sf, None, self.w2_scale, H, I)
@@ -223,7 +223,7 @@ class ExpertWeights:
         return [getattr(self, name) for name in _TENSORS]
 
     def spec(self, backend: str) -> str:
-        """What else a torch op must know, as JSON: gate, activations, layout, and the backend that runs it."""
+        """What a torch op must know besides the tensors, as JSON: gate, activations, layout, and its backend."""
         layout = "null" if self.layout is None else self.layout.spec
         return (
             f'{{"version": {_VERSION}, "backend": "{backend}", "activations": "{self.activations}", '
@@ -235,7 +235,7 @@ class ExpertWeights:
         return cls(spec.gate, spec.activations, *tensors, spec.layout)  # type: ignore[arg-type, call-arg]
 
     def validate(self, name: str = "experts") -> ExpertWeights:
-        """Check the values of all scales; returns self. Dtypes and shapes every call checks (`moe_nvfp4.checks`).
+        """Check the values of all scales; returns self. Every call checks dtypes and shapes (`moe_nvfp4.checks`).
 
         Reads the scales back to the host: call it once, after loading. ValueError names the tensor, the rule and the
         way out.
@@ -253,7 +253,7 @@ _VERSION = 1
 
 
 class Spec(NamedTuple):
-    """`ExpertWeights.spec`, read."""
+    """What `ExpertWeights.spec` says, parsed."""
 
     backend: str
     activations: str
@@ -263,10 +263,10 @@ class Spec(NamedTuple):
 
 @lru_cache(maxsize=256)
 def read_spec(spec: str) -> Spec:
-    """ValueError for a string that this version of the package did not write."""
+    """Parse `ExpertWeights.spec`. ValueError for a string that another version of the package wrote."""
     read = json.loads(spec)
     if read.pop("version") != _VERSION:
-        raise ValueError(f"this spec of a torch op is not of version {_VERSION}: compile the model again, got {spec}")
+        raise ValueError(f"the spec of a torch op is not of version {_VERSION}, got {spec}: compile the model again")
     layout = read["layout"]
     if layout is not None:
         layout = Layout(**layout | {name: tuple(layout[name]) for name in ("w13", "w2")})
@@ -276,11 +276,11 @@ def read_spec(spec: str) -> Spec:
 class Projection(NamedTuple):
     """One projection of E experts, [N, K] each: what a backward pass multiplies by.
 
-    codes, sf    as `ExpertWeights` has them, in its layout
-    first_scale  fp32 [E] or None: the global scale of the first half of the rows, where it is their own (gate)
-    scale        fp32 [E]: that of the other rows
+    codes, sf    as in `ExpertWeights`, in the same layout
+    first_scale  fp32 [E] or None: the global scale of the first half of the rows (gate), if it has its own
+    scale        fp32 [E]: the global scale of the other rows
     rows, width  N and K, without padding
-    interleaved  whether a backend that has a layout of its own brought the halves of the rows together
+    interleaved  whether a backend's layout interleaves the two halves of the rows
     """
 
     codes: Tensor
@@ -300,10 +300,10 @@ class LinearWeights(NamedTuple):
     global_scale  fp32 [1]
     bias          [N] or None
     input_scale   fp32 [1] or None: the static global scale of the rows for activations="nvfp4"
-    activations   as those of `ExpertWeights`
-    sizes         None, or (N, K) of weights in a backend's layout: codes are what `Backend.prepare` made of them as
-                  one expert, with the block scales inside, its first two dimensions exchanged, so that FSDP splits the
-                  second; sf is None
+    activations   as in `ExpertWeights`
+    sizes         None, or (N, K) of weights in a backend's layout: codes are then what `Backend.prepare` returned for
+                  them as a single expert, block scales included, with its first two dimensions exchanged, so that FSDP
+                  splits the second; sf is None
     """
 
     codes: Tensor
@@ -328,16 +328,16 @@ class LinearWeights(NamedTuple):
         return is_four_over_six(self.activations)
 
     def held(self) -> LinearWeights:
-        """The same, of the tensors that its parameters are now."""
+        """A copy with the parameters' present tensors: giving a parameter other data later does not change it."""
         return self._replace(codes=self.codes.detach(), sf=None if self.sf is None else self.sf.detach())
 
     def block_scales(self) -> Tensor:
-        """sf, of weights that are in no backend's layout."""
+        """sf of weights in the checkpoint's layout."""
         assert self.sf is not None, "in a backend's layout they are in codes"
         return self.sf
 
     def projection(self) -> Projection:
-        """As one expert's."""
+        """The weights as the projection of a single expert."""
         N, K = self.shape
         if self.sizes is not None:
             return Projection(self.codes.transpose(0, 1), None, None, self.global_scale, N, K)
@@ -360,7 +360,7 @@ def check_global_scale(scale: Tensor, name: str) -> None:
 
 
 def check_block_scales(sf: Tensor, name: str) -> None:
-    """ValueError unless every e4m3 byte is a number that is not negative."""
+    """ValueError unless every e4m3 byte is a number, and not negative."""
     # 0x7f and 0xff are NaN, a set sign bit is a negative scale
     if (sf >= 0x7F).any():
         raise ValueError(
