@@ -41,15 +41,15 @@ COMMANDS = (
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command; returns the exit code (2: a mistake that the message explains)."""
+    """Run one command and return its exit code (2: an error whose message says what to do)."""
     args = _parser().parse_args(argv)
     try:
         args.run(args)
     except KeyboardInterrupt:
         print("\nmoe-nvfp4: interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # as by `| head`, which has read enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else flushing it at the end raises again
+    except BrokenPipeError:  # the reader has read enough, such as `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the flush at exit raises again
         return 141  # 128 + SIGPIPE
     except _explained() as error:
         message = " ".join(str(error).split()) or type(error).__name__
@@ -59,7 +59,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _explained() -> tuple[type[Exception], ...]:
-    """Errors whose message is enough. safetensors, which has one of its own for a full disk, is imported only then."""
+    """Errors whose message needs no traceback. safetensors has its own for a full disk, and is imported only then."""
     from safetensors import SafetensorError
 
     return (ValueError, NotImplementedError, OSError, ImportError, DemoError, SafetensorError)

@@ -1,4 +1,4 @@
-"""Answers of a model, token by token: what `generate`, `chat` and `bench` share."""
+"""A model's answers, token by token: shared by `generate`, `chat` and `bench`."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ Message = dict[str, str]  # {"role": ..., "content": ...}
 
 
 class Answer(NamedTuple):
-    """ids [prompt + new] of one sequence; when its first and its last new token came, in seconds from the call on."""
+    """ids [prompt + new] of one sequence, and when its first and last new token came, in seconds after the call."""
 
     ids: Tensor
     prompt: int
     first: float
     last: float
-    cache: Any  # keys and values of all but the last
+    cache: Any  # keys and values of all tokens but the last
 
     @property
     def tokens(self) -> int:
@@ -31,8 +31,8 @@ class Answer(NamedTuple):
 
 
 def encode(tokenizer: Any, prompt: str | list[Message]) -> dict[str, Tensor]:
-    """input_ids and attention_mask [1, tokens] of a text to continue, or of messages to answer. ValueError for bytes
-    that are no text, which Python keeps as lone surrogates, and for no tokens."""
+    """input_ids and attention_mask [1, tokens] of a text to continue, or of messages to answer. ValueError if there are
+    no tokens, and for text that was not valid UTF-8 (Python keeps such bytes as lone surrogates)."""
     for text in [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]:
         if not text.isascii() and any("\ud800" <= c <= "\udfff" for c in text):
             raise ValueError(f"{text!r} is not UTF-8 text: write it in UTF-8")
@@ -51,7 +51,7 @@ def encode(tokenizer: Any, prompt: str | list[Message]) -> dict[str, Tensor]:
 def answer(
     model: Any, tokenizer: Any, inputs: dict[str, Tensor], temperature: float, show: bool = True, **options: Any
 ) -> Answer:
-    """What the model says, shown as it comes. temperature 0: the likeliest tokens; `options` of model.generate."""
+    """Generate an answer and show it as it comes. temperature 0: greedy; `options` go to model.generate."""
     import torch
     from transformers.generation.streamers import TextStreamer
 

@@ -15,19 +15,19 @@ TOKENS = {"cpu": (1, 16, 256), "cuda": (1, 16, 64, 256, 1024, 4096)}
 def add(commands: Commands) -> None:
     sub = command(
         commands, "bench", run, "the speed of this machine",
-        "Time one layer (the shape of Qwen3-30B-A3B, random weights, weights not in a cache) and MODEL with 4-bit "
-        "experts, beside transformers' bf16 experts in the same run. The roof of a layer is what its 4-bit bytes take "
-        "at the speed that this machine reads, or its arithmetic at that of a bf16 matrix product.",
+        "Time one layer (the shape of Qwen3-30B-A3B, random weights that are not in a cache) and MODEL with 4-bit "
+        "experts, and transformers' bf16 experts in the same run. The roof of a layer is the time to read its 4-bit "
+        "bytes from memory or to do its arithmetic in a bf16 matrix product, whichever is longer on this machine.",
     )  # fmt: skip
     sub.add_argument("model", metavar="MODEL", nargs="?", help=f"{MODEL_HELP} (default: demo)")
     sub.add_argument(
         "--shape", type=whole(1), nargs=4, metavar=("H", "I", "E", "K"), default=(2048, 768, 128, 8),
-        help="of the layer: hidden and intermediate size, experts, experts per token (default 2048 768 128 8)",
+        help="the layer's hidden size, intermediate size, experts and experts per token (default 2048 768 128 8)",
     )  # fmt: skip
-    sub.add_argument("--tokens", type=whole(1), nargs="+", metavar="T", help="rows of x that the layer is timed with")
+    sub.add_argument("--tokens", type=whole(1), nargs="+", metavar="T", help="batch sizes to time the layer with")
     sub.add_argument("--activations", choices=ACTIVATIONS, default="bf16", help=ACTIVATIONS_HELP)
-    sub.add_argument("--max-new-tokens", type=whole(2), metavar="N", help="of the model (default 48)")
-    sub.add_argument("--layer-only", action="store_true", help="leave the model out")
+    sub.add_argument("--max-new-tokens", type=whole(2), metavar="N", help="tokens that MODEL generates (default 48)")
+    sub.add_argument("--layer-only", action="store_true", help="do not run MODEL")
     sub.set_defaults(text=None, recipe=None, exclude=[])
     add_device(sub)
 
@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> None:
     from moe_nvfp4.environment import headline
 
     if args.layer_only and (args.model is not None or args.max_new_tokens is not None):
-        raise ValueError("MODEL and --max-new-tokens would have no effect with --layer-only: leave them out, or that")
+        raise ValueError("MODEL and --max-new-tokens would have no effect with --layer-only: leave out either")
     args.model, args.max_new_tokens = args.model or "demo", args.max_new_tokens or 48
     if not args.layer_only:
         check_original(args)
@@ -60,11 +60,11 @@ def _layer(args: argparse.Namespace) -> None:
 
     device, shape = usable_device(args.device), Shape(*args.shape)
     if shape.top_k > shape.num_experts:
-        raise ValueError(f"--shape: {shape.top_k} experts per token of {shape.num_experts} experts")
+        raise ValueError(f"--shape: {shape.top_k} experts per token of {shape.num_experts} experts: K is at most E")
     if shape.hidden_size % 8 or shape.intermediate_size % 8:
         raise ValueError(
             f"--shape: H {shape.hidden_size} and I {shape.intermediate_size} must be multiples of 8 for the bf16 "
-            "product that is measured beside, torch's grouped_mm"
+            "product, torch's grouped_mm"
         )
     clock = CudaClock() if device.type == "cuda" else CpuClock()
     roof = measure_roof(clock, device)

@@ -22,9 +22,9 @@ from moe_nvfp4.cli.options import (
 def add(commands: Commands) -> None:
     sub = command(
         commands, "calibrate", run, "add static activation scales",
-        "Load MODEL with 4-bit experts, run a text through it and write DST: the same weights, with an input_scale "
-        "for every expert, and for 4-bit linears without one, for W4A4 without a scale per token. Needs memory for the "
-        "4-bit model.",
+        "Load MODEL with 4-bit experts, run a text through it and write DST: the same weights, plus an input_scale "
+        "for every expert and for every 4-bit linear that lacks one. W4A4 then needs no scale per token. Takes the "
+        "memory of the 4-bit model.",
     )  # fmt: skip
     sub.add_argument("model", metavar="MODEL", help=MODEL_HELP)
     sub.add_argument("destination", metavar="DST", type=path, help="folder to make; must not exist")
@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> None:
         raise ValueError(f"{args.destination} exists: name a folder that does not, or remove it first")
     check_writable(args.destination)
     text = text_of(args)
-    with StagingDir(args.destination.absolute(), {"the run": os.urandom(8).hex()}) as place:  # never gone on with
+    with StagingDir(args.destination.absolute(), {"the run": os.urandom(8).hex()}) as place:  # never resumed
         model, tokenizer = load(args, "nvfp4")
         windows = windows_of(args, tokenizer, text)
         calibrate(model, windows[:, None])

@@ -24,12 +24,12 @@ from moe_nvfp4.cli.options import (
 def add(commands: Commands) -> None:
     sub = command(
         commands, "chat", run, "talk with a model",
-        "Load MODEL with 4-bit experts and talk with it, line by line. /new forgets what was said; /quit, or the end "
-        "of the input, ends it; Ctrl-C stops an answer.",
+        "Load MODEL with 4-bit experts and talk with it, line by line. /new starts a new conversation; /quit or the "
+        "end of the input ends the program; Ctrl-C stops an answer.",
     )  # fmt: skip
     sub.add_argument("model", metavar="MODEL", help=MODEL_HELP)
-    sub.add_argument("--system", type=prompt_text, help="how the model is to behave")
-    sub.add_argument("--max-new-tokens", type=whole(1), default=1024, metavar="N", help="of one answer (default 1024)")
+    sub.add_argument("--system", type=prompt_text, help="system prompt: how the model should behave")
+    sub.add_argument("--max-new-tokens", type=whole(1), default=1024, metavar="N", help="per answer (default 1024)")
     add_answering(sub)
     add_quantizing(sub)
     add_device(sub)
@@ -74,12 +74,12 @@ class Talk:
         self.cache: Any = None
 
     def ask(self, text: str) -> str:
-        """The answer to the next message, which both join the conversation."""
+        """Answer the next message; both become part of the conversation."""
         messages = [*self.messages, {"role": "user", "content": text}]
         inputs = encode(self.tokenizer, messages)
-        cache, self.cache = self.cache, None  # it is of no use after an interruption
+        cache, self.cache = self.cache, None  # useless after an interruption
         if inputs["input_ids"][0, : len(self.seen)].tolist() != self.seen:
-            cache = None  # the template writes earlier turns in another way
+            cache = None  # the template writes earlier turns differently
         said = answer(
             self.model, self.tokenizer, inputs, self.temperature,
             max_new_tokens=self.max_new_tokens, past_key_values=cache,

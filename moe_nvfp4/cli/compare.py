@@ -27,13 +27,13 @@ LABELS = {"bf16": "W4A16", "nvfp4": "W4A4", "nvfp4_four_over_six": "W4A4 4/6"}
 def add(commands: Commands) -> None:
     sub = command(
         commands, "compare", run, "accuracy of 4-bit against the original",
-        "Perplexity, KL divergence of the next-token distributions and top-1 agreement of 4-bit "
-        "experts (W4A16 and W4A4) against the original MODEL, on a text. Needs memory for both.",
+        "Perplexity, KL divergence of the next-token distributions and top-1 agreement of MODEL with 4-bit "
+        "experts (W4A16 and W4A4) against the original, on a text. Needs memory for both models.",
     )  # fmt: skip
     sub.add_argument("model", metavar="MODEL", help=MODEL_HELP)
     sub.add_argument(
         "--quantized", metavar="DST",
-        help="the 4-bit folder to compare, of any recipe or tool (default: MODEL, quantized as it loads)",
+        help="the 4-bit folder to compare, made by any recipe or tool (default: MODEL, quantized while loading)",
     )  # fmt: skip
     add_texts(sub, 12, shortest=2)
     add_quantizing(sub)
@@ -43,12 +43,12 @@ def add(commands: Commands) -> None:
     )  # fmt: skip
     sub.add_argument(
         "--tasks", metavar="NAME,...",
-        help="run these tasks of lm-eval as well (pip install lm-eval): arc_easy,hellaswag, or the YAML file of one",
+        help="also run these tasks of lm-eval (pip install lm-eval): arc_easy,hellaswag, or the YAML file of one",
     )  # fmt: skip
-    sub.add_argument("--limit", type=whole(1), metavar="N", help="with --tasks: no more than N questions of each task")
+    sub.add_argument("--limit", type=whole(1), metavar="N", help="with --tasks: at most N questions of each task")
     sub.add_argument(
         "--plot", type=path, metavar="OUT.png",
-        help="draw the KL by the position in a window (pip install matplotlib); the numbers go to OUT.json",
+        help="plot the KL by position in the window (pip install matplotlib); the numbers go to OUT.json",
     )  # fmt: skip
     add_device(sub)
 
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> None:
 
     check_original(args)
     if args.limit is not None and not args.tasks:
-        raise ValueError("--limit would have no effect without --tasks: it is the number of their questions")
+        raise ValueError("--limit would have no effect without --tasks, whose questions it limits: name tasks")
     if args.plot is not None:
         judging.check_plot(args.plot)
     tasks = judging.tasks_of(args.tasks) if args.tasks else None

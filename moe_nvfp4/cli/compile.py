@@ -1,4 +1,4 @@
-"""moe-nvfp4 compile: a model's kernels, for a GPU that need not be here."""
+"""moe-nvfp4 compile: compile a model's kernels for a GPU that need not be in this machine."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from moe_nvfp4.cli.options import ACTIVATIONS, ACTIVATIONS_HELP, MODEL_HELP, Com
 
 def add(commands: Commands) -> None:
     sub = command(
-        commands, "compile", run, "a model's kernels, for a GPU that need not be here",
-        "Compile every kernel that the experts of MODEL can need on a GPU of architecture ARCH, whatever the number of "
+        commands, "compile", run, "compile a model's kernels for a GPU that need not be here",
+        "Compile every kernel that the experts of MODEL can need on a GPU of architecture ARCH, for any number of "
         "tokens. DIR is a cache folder for machines without a compiler: copy it there and name it in MOE_NVFP4_CACHE. "
         "They need the same versions of moe-nvfp4, Triton and CuTe DSL. Sizes of 20 well-known models are built in: "
         + ", ".join(KNOWN) + ".",
     )  # fmt: skip
     sub.add_argument("model", metavar="MODEL", help=MODEL_HELP)
     sub.add_argument("--arch", choices=ARCHS, required=True, metavar="ARCH", help=", ".join(ARCHS))
-    sub.add_argument("--out", type=path, metavar="DIR", help="a folder for them (default: this machine's cache)")
+    sub.add_argument("--out", type=path, metavar="DIR", help="folder for the kernels (default: this machine's cache)")
     sub.add_argument(
-        "--multiprocessors", type=whole(1), metavar="N", help="of the GPU (default: those of the usual ones)"
+        "--multiprocessors", type=whole(1), metavar="N", help="the GPU's (default: the usual numbers for ARCH)"
     )
     sub.add_argument("--activations", choices=ACTIVATIONS, default="bf16", help=ACTIVATIONS_HELP)
-    sub.add_argument("--linears", action="store_true", help="those of MODEL's linears too, packed")
+    sub.add_argument("--linears", action="store_true", help="also the kernels of MODEL's linears, as 4-bit ones")
     for name, what in (("tensor", "of each expert's channels"), ("expert", "of the experts")):
-        sub.add_argument(f"--{name}-parallel", type=whole(1), default=1, metavar="N", help=f"1/N {what} on a GPU")
+        sub.add_argument(f"--{name}-parallel", type=whole(1), default=1, metavar="N", help=f"1/N {what} on each GPU")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -43,8 +43,8 @@ def run(args: argparse.Namespace) -> None:
     else:
         layers, linears = _described(args)
     if args.out is not None:
-        os.environ["MOE_NVFP4_CACHE"] = str(args.out)  # of the processes that compile too
-    own_folder("kernels")  # raises where nothing could be kept
+        os.environ["MOE_NVFP4_CACHE"] = str(args.out)  # the processes that compile inherit it
+    own_folder("kernels")  # raises if kernels could not be kept there
     arch, count = ARCHS[args.arch], 0
     for multiprocessors in [args.multiprocessors] if args.multiprocessors else arch.multiprocessors:
         gpu = Gpu(arch.capability, multiprocessors)
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _known(sizes: Sizes, args: argparse.Namespace) -> list[tuple[Any, int]]:
-    """(experts on meta, top_k) of each kind that a model of these sizes can have."""
+    """(experts on meta, top_k) for each kind of layer that a model of these sizes can have."""
     import torch
 
     from moe_nvfp4.layer import NVFP4Experts
@@ -73,7 +73,7 @@ def _known(sizes: Sizes, args: argparse.Namespace) -> list[tuple[Any, int]]:
 
 
 def _described(args: argparse.Namespace) -> tuple[list[tuple[Any, int]], Any]:
-    """(experts on meta, top_k) of each kind that MODEL's config describes, and its linears, with --linears."""
+    """(experts on meta, top_k) for each kind of layer in MODEL's config; and with --linears, its linears."""
     from dataclasses import replace
 
     from torch import nn
@@ -87,7 +87,7 @@ def _described(args: argparse.Namespace) -> tuple[list[tuple[Any, int]], Any]:
     model = empty_model(config, source)
     top_ks, layers, shapes = experts_per_token(config), {}, set()
     if not top_ks:
-        raise ValueError(f"the config of {args.model} does not say how many experts a token has, in a way known here")
+        raise ValueError(f"the config of {args.model} has no known field for the number of experts per token")
     for module in model.modules():
         if isinstance(module, nn.Linear) and module.in_features % 16 == 0 and args.linears:
             shapes.add((module.in_features, module.out_features, module.bias is not None))
@@ -114,7 +114,7 @@ def _described(args: argparse.Namespace) -> tuple[list[tuple[Any, int]], Any]:
 
 
 def _static(args: argparse.Namespace) -> tuple[bool, ...]:
-    """Whether activations have scales from calibration: they may and may not."""
+    """The values to compile for of whether activations have static scales: W4A4 may be with or without."""
     return (False, True) if args.activations != "bf16" else (False,)
 
 

@@ -23,8 +23,8 @@ from moe_nvfp4.cli.options import (
 def add(commands: Commands) -> None:
     sub = command(
         commands, "generate", run, "answer a prompt",
-        "Load MODEL with 4-bit experts (quantizing dense ones on the way) and answer a prompt, "
-        "token by token. Prints the speed and the memory of the experts before and after.",
+        "Load MODEL with 4-bit experts (dense ones are quantized while loading) and answer a prompt, "
+        "token by token. Prints the speed, and the size of the experts in bf16 and in NVFP4.",
     )  # fmt: skip
     sub.add_argument("model", metavar="MODEL", help=MODEL_HELP)
     sub.add_argument("--prompt", type=prompt_text, default="What is the capital of France, and what is it known for?")
@@ -51,6 +51,6 @@ def run(args: argparse.Namespace) -> None:
     if said.tokens > 1:
         say(f"speed:   {said.speed:.1f} tokens/s over {said.tokens} tokens, "
             f"first token after {said.first:.2f} s ({said.prompt} tokens of prompt), on {model.device}")  # fmt: skip
-    if after:  # only linears are 4-bit in some files
+    if after:  # some files have only 4-bit linears
         smaller = f"{before / after:.2f}x smaller"
         say(f"experts: {readable_size(before)} in bf16, {readable_size(after)} in NVFP4 ({smaller})")

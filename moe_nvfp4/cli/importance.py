@@ -1,4 +1,4 @@
-"""moe-nvfp4 importance: what the recipe weighted needs to know of a model."""
+"""moe-nvfp4 importance: measure what the recipe "weighted" needs to know about a model."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from moe_nvfp4.cli.options import MODEL_HELP, Commands, add_device, add_texts, c
 
 def add(commands: Commands) -> None:
     sub = command(
-        commands, "importance", run, "see how large the inputs of the experts are",
+        commands, "importance", run, "measure how large the inputs of the experts are",
         "Run the dense MODEL over a text, layer by layer (one layer's weights in memory), and write how large each "
-        "column is of what its experts multiply their weights with: for moe-nvfp4 quantize --recipe weighted "
-        "--importance OUT. Without --text, random token ids do nearly as well.",
+        "input column of its experts' matrices is, for moe-nvfp4 quantize --recipe weighted --importance OUT. Without "
+        "--text, random token ids are used, which do nearly as well.",
     )  # fmt: skip
     sub.add_argument("model", metavar="MODEL", help=MODEL_HELP)
     sub.add_argument("out", metavar="OUT", type=path, help="safetensors file to make; must not exist")

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 def add(commands: Commands) -> None:
     sub = command(
         commands, "info", run, "what is in a model",
-        "List the experts of MODEL: layers, sizes, gate, format, bytes before and after, and what "
-        "would be skipped and why. Reads headers and config only.",
+        "List the experts of MODEL: layers, sizes, gate, format, bytes before and after, and which "
+        "would be skipped and why. Reads only headers and config.",
     )  # fmt: skip
     sub.add_argument("model", metavar="MODEL", help=MODEL_HELP)
     add_exclude(sub)
@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> None:
     chosen = MoeNvfp4Config(exclude=args.exclude) if quantization is None else MoeNvfp4Config.from_dict(quantization)
     model = empty_model(config, source)
     modules, skipped = _experts_modules(model)
-    checkpoint, stored = None, dict[str, ExpertLayout]()  # what the files have, whatever their config says
+    checkpoint, stored = None, dict[str, ExpertLayout]()  # what the files hold, whatever their config says
     if quantization is not None and any(Path(source).glob("*.safetensors")):
         checkpoint = open_checkpoint(source)
         found = read_layout(checkpoint, model, list(modules), chosen.activations)  # refuses what loading refuses
@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _experts_modules(model: Any) -> tuple[dict[str, tuple[Any, ModuleLayout]], list[tuple[str, str]]]:
-    """Experts modules by name, each once, and (name, why) of those that cannot be 4-bit."""
+    """Experts modules by name, each once; and (name, why) for those that cannot be 4-bit."""
     from moe_nvfp4.integrations.huggingface.experts import experts_modules
 
     modules: dict[str, tuple[Any, ModuleLayout]] = {}
@@ -95,18 +95,18 @@ def _experts_modules(model: Any) -> tuple[dict[str, tuple[Any, ModuleLayout]], l
 
 
 def _left_as_it_is(held: ExpertLayout | None, excluded: bool) -> str | None:
-    """Why experts are not 4-bit that are `held` so in 4-bit files (None: there are no such files)."""
+    """Why experts will not be 4-bit, or None. held: how 4-bit files store them (None: there are no such files)."""
     from moe_nvfp4.quantize.layouts import ExpertLayout
 
     if excluded and held in (None, ExpertLayout.DENSE):
         return "excluded"
     if held is ExpertLayout.DENSE:
-        return "dense in the files, which their config does not say"
+        return "dense in the files, contrary to their config"
     return "FP8 in the files, dense when it is loaded" if held is ExpertLayout.FP8 else None
 
 
 def _row(module: Any, layout: ModuleLayout, activations: str) -> tuple[str, int, int]:
-    """What the table says of one experts module; its bytes in bf16 and in NVFP4."""
+    """The table's line for one experts module, and its bytes in bf16 and in NVFP4."""
     from moe_nvfp4.integrations.huggingface.experts import HFExperts
     from moe_nvfp4.quantize.report import readable_size
 
@@ -120,7 +120,7 @@ def _row(module: Any, layout: ModuleLayout, activations: str) -> tuple[str, int,
 
 
 def grouped(rows: Iterable[tuple[str, str]]) -> Iterable[tuple[str, str]]:
-    """(name, text) pairs; of those that differ in the first number of the name only, one: "30 x model.layers.0-29"."""
+    """(name, text) pairs; those that differ only in the first number of the name as one: "30 x model.layers.0-29"."""
     groups: dict[tuple[str, ...], list[str]] = {}
     for name, text in rows:
         before, number, after = re.findall(r"^(\D*)(\d*)(.*)$", name)[0]

@@ -1,4 +1,4 @@
-"""What `compare` and `verify` do with packages that are not installed with this one: plots, and tasks of lm-eval."""
+"""What `compare` and `verify` need optional packages for: plots, and tasks of lm-eval."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def need(package: str, option: str) -> None:
 
 # ---- plots ---------------------------------------------------------------------------------------
 def check_plot(path: Path) -> None:
-    """ValueError where --plot could not be drawn or written, before what it shows is computed."""
+    """ValueError if --plot could not be drawn or written; to be asked before its numbers are computed."""
     need("matplotlib", "--plot")
     if path.suffix.lower() not in PICTURES:
         raise ValueError(f"--plot {path}: the name of the picture must end in {', '.join(PICTURES)}")
@@ -33,7 +33,7 @@ def check_plot(path: Path) -> None:
 
 
 def plot_positions(path: Path, found: Mapping[str, Metrics], window: int) -> None:
-    """The mean KL of each position of a window, and its running mean over 16 positions: a PNG, and JSON beside it."""
+    """Plot the mean KL of each position of a window and its running mean over 16 positions; JSON beside the picture."""
     from matplotlib.figure import Figure
 
     numbers = {name: of.kls.view(-1, window - 1).mean(dim=0).tolist() for name, of in found.items()}
@@ -52,7 +52,7 @@ def plot_positions(path: Path, found: Mapping[str, Metrics], window: int) -> Non
 
 
 def plot_experts(path: Path, errors: Mapping[str, ErrorSums]) -> None:
-    """The relative weight error of every expert, a row of the picture for each layer: a PNG, and JSON beside it."""
+    """Plot the relative weight error of every expert, one row of the picture per layer; JSON beside the picture."""
     from matplotlib.figure import Figure
 
     rows: dict[str, list[float]] = {}
@@ -73,13 +73,13 @@ def plot_experts(path: Path, errors: Mapping[str, ErrorSums]) -> None:
 # ---- lm-eval -------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Tasks:
-    """Tasks of lm-eval: names, and the folder of those that are not its own."""
+    """Names of lm-eval tasks, and the folder of those that do not come with lm-eval."""
 
     names: list[str]
     folder: str | None
 
     def run(self, model: Any, tokenizer: Any, limit: int | None) -> dict[str, float]:
-        """Every score of every task, "task metric" -> number, of a transformers model."""
+        """Run the tasks on a transformers model: "task metric" -> score."""
         from lm_eval import simple_evaluate
         from lm_eval.models.huggingface import HFLM
         from lm_eval.tasks import TaskManager
@@ -100,7 +100,7 @@ class Tasks:
 
 
 def tasks_of(text: str) -> Tasks:
-    """Names, separated by commas; or one YAML file, whose folder's other tasks it may build on."""
+    """The tasks of --tasks: comma-separated names, or one YAML file, which may build on others in its folder."""
     need("lm_eval", "--tasks")
     if not text.endswith((".yaml", ".yml")):
         return Tasks(text.split(","), None)

@@ -41,7 +41,7 @@ KNOWN = {
 
 
 class Arch(NamedTuple):
-    """multiprocessors: of the GPUs that are sold, from NVIDIA's data sheets; plans depend on their number."""
+    """multiprocessors: of the GPUs on sale, from NVIDIA's data sheets. Plans depend on their number."""
 
     capability: tuple[int, int]
     multiprocessors: tuple[int, ...]

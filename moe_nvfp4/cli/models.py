@@ -1,4 +1,4 @@
-"""Models as commands name them: 'demo', a folder, a name on the hub."""
+"""Models as they are named on the command line: 'demo', a folder, or a name on the Hub."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moe_nvfp4.cli.options import say
 if TYPE_CHECKING:
     from torch import Tensor
 
-# What is fetched of a hub model: nothing in subfolders (original/), no weights in other formats (.bin, .gguf).
+# The files that are fetched of a Hub model: nothing in subfolders (original/), no other weight formats (.bin, .gguf).
 HUB_FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.py", "README.md", "LICENSE*"]
 
 
@@ -27,7 +27,7 @@ def resolve(model: str) -> str:
 
 
 def folder(model: str) -> str:
-    """The folder of a model: as named, or of the hub model in the local cache."""
+    """The folder of a model: the one named, or the local cache's for a Hub model."""
     source = resolve(model)
     if Path(source).is_dir() or Path(source).is_absolute() or source.count("/") != 1 or source.startswith("."):
         return source
@@ -40,17 +40,17 @@ def folder(model: str) -> str:
 
 @contextmanager
 def hub_errors(source: str) -> Iterator[None]:
-    """What is raised where a name is neither a folder here nor a model that the Hub gives, with that name."""
+    """Make errors name `source`, if it is neither a folder here nor a model that the Hub gives us."""
     try:
         yield
-    except OSError as error:  # RepositoryNotFoundError and LocalEntryNotFoundError are such too
+    except OSError as error:  # RepositoryNotFoundError and LocalEntryNotFoundError are subclasses
         if Path(source).exists():
             raise
-        raise OSError(f"{source!r} is no folder here, and not to be had from the Hugging Face Hub: {error}") from None
+        raise OSError(f"{source!r} is no folder here, and the Hugging Face Hub does not give it: {error}") from None
 
 
 def check_folder(source: str) -> None:
-    """ValueError for a path that is not there, and for a folder without a config.json; names on the Hub pass."""
+    """ValueError for a path that does not exist, and for a folder without config.json; names on the Hub pass."""
     path = Path(source)
     if not path.exists() and (source.startswith((".", "/", "~")) or source.count("/") > 1):
         raise ValueError(f"{source} does not exist")
@@ -59,8 +59,8 @@ def check_folder(source: str) -> None:
 
 
 def model_config(source: str) -> Any:
-    """transformers' config object of a model; with a quantization_config also where only hf_quant_config.json says that
-    its files are NVFP4."""
+    """transformers' config object of a model. It has a quantization_config even where only hf_quant_config.json says
+    that the files are NVFP4."""
     from transformers import AutoConfig
 
     from moe_nvfp4.integrations.huggingface.config import checkpoint_config, files_info
@@ -74,7 +74,7 @@ def model_config(source: str) -> Any:
 
 @contextmanager
 def config_errors(source: str) -> Iterator[None]:
-    """What transformers raises where a config.json makes no sense to it, of any type, as one ValueError."""
+    """Turn whatever transformers raises for a config.json that it cannot make sense of into one ValueError."""
     import transformers
 
     try:
@@ -89,7 +89,7 @@ def config_errors(source: str) -> Iterator[None]:
 
 
 def check_headers(source: str) -> None:
-    """ValueError for a safetensors file in the folder `source` that was cut off, in words that name it."""
+    """ValueError, naming the file, if a safetensors file in the folder `source` was cut off."""
     from moe_nvfp4.quantize.files import read_header
 
     for path in sorted(Path(source).glob("*.safetensors")):
@@ -123,7 +123,7 @@ def model_class(config: Any) -> Any:
 
 
 def empty_model(config: Any, source: str) -> Any:
-    """The model that config.json describes, on the meta device; ValueError where it describes none."""
+    """The model that config.json describes, on the meta device; ValueError if it describes none."""
     import torch
 
     with torch.device("meta"), config_errors(source):
@@ -131,8 +131,8 @@ def empty_model(config: Any, source: str) -> Any:
 
 
 def quantization_of(config: Any, args: argparse.Namespace) -> dict[str, Any] | None:
-    """The quantization_config of NVFP4 files, None of dense ones; ValueError for other formats, and for options of
-    the quantization where nothing is left to quantize.
+    """The quantization_config of NVFP4 files, or None for dense ones. ValueError for other formats, and for options
+    about quantizing where nothing is left to quantize.
     """
     from moe_nvfp4.quantize.dialects import read_config
 
@@ -149,7 +149,7 @@ def quantization_of(config: Any, args: argparse.Namespace) -> dict[str, Any] | N
 
 
 def load(args: argparse.Namespace, activations: str | None, tokenizer: bool = True) -> tuple[Any, Any]:
-    """(model, tokenizer); activations of experts that are quantized on the way, None: the model as it is."""
+    """(model, tokenizer). activations: for dense experts, which are then quantized while loading; None: load as is."""
     import torch
 
     from moe_nvfp4.devices import usable_device
@@ -166,7 +166,7 @@ def load(args: argparse.Namespace, activations: str | None, tokenizer: bool = Tr
         raise ValueError(f"--cpu-experts keeps experts beside a GPU, and the model runs on {place}: leave it out")
     quantized = quantization_of(config, args) is not None
     if quantized:
-        chosen = getattr(args, "activations", None)  # of `compare` several, which it sets itself
+        chosen = getattr(args, "activations", None)  # `compare` has a list, and sets each itself
         kwargs["config"] = checkpoint_config(source, activations=chosen) if isinstance(chosen, str) else config
     if not quantized and activations is not None:
         kwargs["quantization_config"] = MoeNvfp4Config(
@@ -175,10 +175,10 @@ def load(args: argparse.Namespace, activations: str | None, tokenizer: bool = Tr
     elif beside is not None or map_files:
         kwargs["quantization_config"] = MoeNvfp4Config(cpu_experts=beside, map_files=map_files)
     check_headers(source)
-    empty_model(config, source)  # else transformers ends in a traceback where the config makes no sense
-    if place.type != "cpu" and beside is None:  # needs the package accelerate (extra "gpu"), which a CPU can do without
+    empty_model(config, source)  # else a config that makes no sense ends in a traceback of transformers
+    if place.type != "cpu" and beside is None:  # device_map needs accelerate (extra "gpu"), which a CPU can do without
         kwargs["device_map"] = str(place)
-    with torch.cuda.device(place) if beside is not None else nullcontext():  # whose memory "auto" looks at
+    with torch.cuda.device(place) if beside is not None else nullcontext():  # "auto" looks at this GPU's memory
         loaded = model_class(config).from_pretrained(source, dtype=torch.bfloat16, **kwargs)
     if beside is not None:
         say(describe_placement(loaded))
@@ -187,7 +187,7 @@ def load(args: argparse.Namespace, activations: str | None, tokenizer: bool = Tr
 
 
 def load_to_answer(args: argparse.Namespace) -> tuple[Any, Any]:
-    """(model, tokenizer) with 4-bit experts, whose activations are those of --activations, if it is given."""
+    """(model, tokenizer) with 4-bit experts, and with --activations where given."""
     from moe_nvfp4.integrations.huggingface import set_activations
 
     model, tokenizer = load(args, args.activations or "bf16")
@@ -195,13 +195,13 @@ def load_to_answer(args: argparse.Namespace) -> tuple[Any, Any]:
 
 
 def check_original(args: argparse.Namespace) -> None:
-    """ValueError where MODEL is 4-bit already and a command compares with the original."""
+    """ValueError if MODEL is quantized, for commands that compare with the original."""
     if "quantization_config" in model_config(resolve(args.model)).to_dict():
         raise ValueError(f"{args.model} is quantized already: {args.command} needs the original to compare with")
 
 
 def expert_bytes(model: Any) -> tuple[int, int]:
-    """Bytes of the experts' weights: (in bf16, as they are)."""
+    """Bytes of the experts' weights: (if they were bf16, as they are)."""
     from moe_nvfp4.integrations.huggingface.experts import HFExperts
 
     before = after = 0
@@ -215,7 +215,7 @@ def expert_bytes(model: Any) -> tuple[int, int]:
 
 
 def text_of(args: argparse.Namespace) -> str:
-    """What --text names, or the demo's own text."""
+    """The text that --text names, or the demo's own text."""
     if args.text is not None:
         try:
             return str(args.text.read_text("utf-8"))
@@ -224,7 +224,7 @@ def text_of(args: argparse.Namespace) -> str:
                 f"{args.text} is not UTF-8 text ({error}): convert it (iconv -t utf-8), or name another"
             ) from None
     if args.model != "demo":
-        raise ValueError(f"name a text to {args.command} with: --text FILE")
+        raise ValueError(f"{args.command} needs a text: name one with --text FILE")
     from moe_nvfp4.demo import demo_text
 
     return demo_text()
@@ -235,5 +235,6 @@ def windows_of(args: argparse.Namespace, tokenizer: Any, text: str) -> Tensor:
     ids: Tensor = tokenizer(text, return_tensors="pt").input_ids[0]
     count = min(args.windows, len(ids) // args.window)
     if count < 1:
-        raise ValueError(f"the text has {len(ids)} tokens: less than one window of {args.window}")
+        raise ValueError(f"the text has {len(ids)} tokens, less than one window of {args.window}: write a smaller "
+                         "--window, or name a longer text")  # fmt: skip
     return ids[: count * args.window].view(count, args.window)

@@ -1,4 +1,4 @@
-"""What commands share of the command line: options, the values they take, one line of output."""
+"""What commands share: options, the values they take, and how a line is printed."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeAlias
 
-# torch and transformers take seconds to import: each command imports what it needs, and --help does without. So these
-# are written down here; a test compares them with the modules that they belong to.
+# torch and transformers take seconds to import, so each command imports what it needs, and --help needs neither. For
+# that these constants are repeated here; a test compares them with the modules that they come from.
 RECIPES, DEFAULT_RECIPE = ("max", "four_over_six", "mse"), "mse"
 CALIBRATED_RECIPES = ("weighted", "gptq")
 DIALECTS = ("modelopt", "compressed-tensors")
 ACTIVATIONS = ("bf16", "nvfp4", "nvfp4_four_over_six")
-ACTIVATIONS_HELP = "bf16: W4A16; nvfp4: W4A4; nvfp4_four_over_six: W4A4 whose blocks have the better of two scales"
+ACTIVATIONS_HELP = "bf16: W4A16; nvfp4: W4A4; nvfp4_four_over_six: W4A4 with the better of two scales for each block"
 WINDOW = 512  # tokens
 ENGINES = ("vllm", "transformers")
 
-MODEL_HELP = "folder or hub name of a Hugging Face MoE model, 4-bit or not; 'demo' makes a small one"
+MODEL_HELP = "folder or Hub name of a Hugging Face MoE model, 4-bit or not; 'demo' makes a small one"
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
@@ -28,7 +28,7 @@ Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 def command(
     commands: Commands, name: str, run: Callable[[argparse.Namespace], None], help: str, description: str
 ) -> argparse.ArgumentParser:
-    """A command with no options yet."""
+    """Add a command, with no options yet."""
     sub = commands.add_parser(name, help=help, description=description)
     sub.set_defaults(run=run)
     return sub
@@ -40,8 +40,8 @@ def command(
 def add_quantizing(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "--recipe", choices=(*RECIPES, *CALIBRATED_RECIPES), default=None,
-        help=f"how block scales are chosen when dense weights are quantized (default {DEFAULT_RECIPE}); weighted: by "
-        "what the experts get as input; gptq: by what they get of a text, in moe-nvfp4 quantize only",
+        help=f"how dense weights are quantized (default {DEFAULT_RECIPE}); weighted: with regard to how large the "
+        "experts' inputs are; gptq: with regard to their inputs for a text (only in moe-nvfp4 quantize)",
     )  # fmt: skip
     add_exclude(sub)
 
@@ -49,7 +49,7 @@ def add_quantizing(sub: argparse.ArgumentParser) -> None:
 def add_exclude(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "--exclude", action="append", default=[], metavar="NAME",
-        help="experts modules to leave as they are, wildcards allowed: 'model.layers.0.*'",
+        help="experts modules to leave as they are; may have wildcards: 'model.layers.0.*'",
     )  # fmt: skip
 
 
@@ -80,13 +80,13 @@ def add_device(sub: argparse.ArgumentParser) -> None:
 def add_cpu_experts(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "--cpu-experts", type=layers, default=None, metavar="N",
-        help="layers whose experts stay on the CPU and are computed there, beside the GPU: a number, all, or auto, as "
+        help="how many layers keep their experts on the CPU and compute them there: a number, 'all', or 'auto' for as "
         "many as the GPU has no room for",
     )  # fmt: skip
     sub.add_argument(
         "--map-files", action="store_true",
-        help="leave the 4-bit experts of the CPU in their files, for models that are larger than the memory: what a "
-        "token needs is read from there",
+        help="leave 4-bit experts that run on the CPU in their files, for models larger than the memory: what a token "
+        "needs is read from there",
     )  # fmt: skip
 
 
@@ -94,15 +94,15 @@ def add_cpu_experts(sub: argparse.ArgumentParser) -> None:
 
 
 def path(text: str) -> Path:
-    """A path. The shell leaves the ~ of --text=~/file for us."""
+    """A path. The shell does not expand the ~ of --text=~/file, so this does."""
     return Path(os.path.expanduser(text))
 
 
 def check_writable(path: Path) -> None:
-    """ValueError where the file or folder `path` cannot be made: asked before the work, not after it."""
+    """ValueError if the file or folder `path` cannot be created; to be asked before the work, not after it."""
     place = next(parent for parent in path.absolute().parents if parent.exists())
     if not (place.is_dir() and os.access(place, os.W_OK)):
-        raise ValueError(f"{path} cannot be written: {place} is read-only, or no folder; name another place")
+        raise ValueError(f"{path} cannot be written: {place} is read-only or not a folder; name another place")
 
 
 def whole(least: int, most: int = 2**31 - 1) -> Callable[[str], int]:
@@ -128,7 +128,7 @@ def temperature(text: str) -> float:
     except ValueError:
         number = math.nan
     if not 0 <= number < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 on: 0 takes the likeliest token")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 0; 0 takes the likeliest token")
     return number
 
 

@@ -28,15 +28,15 @@ if TYPE_CHECKING:
     from moe_nvfp4.quantize.report import ConversionReport
 
 
-WINDOWS = 128  # of --recipe gptq, where nothing else is said
+WINDOWS = 128  # the default for --recipe gptq
 
 
 def add(commands: Commands) -> None:
     sub = command(
         commands, "quantize", run, "write a 4-bit checkpoint",
         "Quantize the experts of the checkpoint SRC (bf16, fp16, fp32, FP8 in blocks, MXFP4) and write DST, "
-        "or carry NVFP4 files from one dialect to the other. No model is built: memory stays below 1.5 GB. "
-        "DST appears when it is complete; an interrupted run goes on where it was; SRC is only read.",
+        "or convert NVFP4 files from one dialect to another. No model is built: memory stays below 1.5 GB. "
+        "DST appears when it is complete; the same command resumes an interrupted run; SRC is only read.",
     )  # fmt: skip
     sub.add_argument("source", metavar="SRC", help=MODEL_HELP)
     sub.add_argument("destination", metavar="DST", type=path, help="folder to make; must not exist")
@@ -45,25 +45,25 @@ def add(commands: Commands) -> None:
     sub.add_argument(
         "--importance", type=path, metavar="FILE", help="for --recipe weighted: what moe-nvfp4 importance wrote"
     )
-    add_texts(sub, WINDOWS, shortest=2, default="for --recipe gptq, like what the model is for")
-    sub.set_defaults(windows=None, window=None)  # what is given counts for gptq only
+    add_texts(sub, WINDOWS, shortest=2, default="for --recipe gptq; it should resemble the model's later use")
+    sub.set_defaults(windows=None, window=None)  # to tell whether they are given: only gptq takes them
     sub.add_argument(
         "--include", action="append", default=None, metavar="NAME",
-        help="only these experts modules, wildcards allowed (default: all)",
+        help="quantize only these experts modules; may have wildcards (default: all)",
     )  # fmt: skip
     sub.add_argument(
         "--dialect", choices=DIALECTS, default="modelopt", help="names and config of the files (default modelopt)"
     )
     sub.add_argument(
         "--share-scales", action="store_true",
-        help="of NVFP4 files whose experts have different global scales for gate and up, which servers misread: "
-        "quantize one of the two again, so that they share one",
+        help="for NVFP4 files whose experts have different global scales for gate and up, which servers misread: "
+        "requantize one of the two, so that both share a scale",
     )  # fmt: skip
     sub.add_argument(
         "--verify", action="store_true",
-        help="read DST again, compare it with SRC, and write the error of each layer into DST's model card (README.md)",
+        help="afterwards, compare DST with SRC and write the error of each layer into DST's model card (README.md)",
     )  # fmt: skip
-    sub.add_argument("--dry-run", action="store_true", help="print the plan and the sizes, write nothing")
+    sub.add_argument("--dry-run", action="store_true", help="print the plan and the sizes, but write nothing")
     sub.add_argument(
         "--workers", type=whole(1, 256), metavar="N", help="threads (default: one per core, at most 4, 8 with a GPU)"
     )
@@ -83,8 +83,8 @@ def run(args: argparse.Namespace) -> None:
     source, recipe = folder(args.source), args.recipe or DEFAULT_RECIPE
     given = ["--recipe"] * bool(args.recipe and not args.share_scales) + ["--activations"] * bool(args.activations)
     if given and Path(source).is_dir() and nvfp4_info(open_checkpoint(source)):
-        raise ValueError(f"{given[0]} would have no effect: {args.source} is NVFP4 already, and another --dialect has "
-                         f"the same numbers; name the original model, or leave out {given[0]}")  # fmt: skip
+        raise ValueError(f"{given[0]} would have no effect: {args.source} is NVFP4 already, and another --dialect does "
+                         f"not change its numbers; name the original model, or leave out {given[0]}")  # fmt: skip
     of_text = [f"--{name}" for name in ("text", "windows", "window") if getattr(args, name) is not None]
     if of_text and recipe != "gptq":
         raise ValueError(f"{of_text[0]} would have no effect on recipe {recipe}: --recipe gptq learns from a text, and "
@@ -116,7 +116,7 @@ def run(args: argparse.Namespace) -> None:
     say(f"wrote {args.destination}: {readable_size(report.bytes_after)}{experts} in {report.seconds:.1f} s{resumed}")
     for line in misread_by(report.destination):
         say(f"note: {line}")
-    write_card(report, args.source, None)  # complete, if verifying is interrupted
+    write_card(report, args.source, None)  # before verifying, in case that is interrupted
     if args.verify:
         verified = verify_checkpoint(args.destination, source)
         write_card(report, args.source, verified)
@@ -129,8 +129,8 @@ def _gptq(args: argparse.Namespace, source: str, options: Options) -> Conversion
     from moe_nvfp4.integrations.huggingface.gptq import convert_gptq
 
     if args.text is None:
-        raise ValueError("--recipe gptq learns from a text, which is like what the model is for: name one with --text "
-                         "FILE, or use --recipe weighted, which needs none")  # fmt: skip
+        raise ValueError("--recipe gptq learns from a text, which should resemble the model's later use: name one with "
+                         "--text FILE, or use --recipe weighted, which needs none")  # fmt: skip
     args.windows, args.window = args.windows or WINDOWS, args.window or WINDOW
     windows = windows_of(args, tokenizer_of(source), text_of(args))
     report, found = convert_gptq(source, args.destination, in_batches(windows), options, args.workers)

@@ -13,8 +13,8 @@ from moe_nvfp4.cli.options import ENGINES, MODEL_HELP, Commands, command
 def add(commands: Commands) -> None:
     sub = command(
         commands, "serve", run, "answer through the OpenAI API",
-        "Serve MODEL with 4-bit experts: with vLLM where it is installed (bf16 experts are quantized as they load), "
-        "else with the server of transformers. What follows MODEL are options of that engine: --host, --port, "
+        "Serve MODEL with 4-bit experts: with vLLM where it is installed (bf16 experts are quantized while loading), "
+        "else with the server of transformers. Everything after MODEL is an option of that engine: --host, --port, "
         "--tensor-parallel-size ...",
     )  # fmt: skip
     sub.add_argument("--engine", choices=ENGINES, default=None, help="default: vllm where it is installed")
@@ -26,10 +26,10 @@ def run(args: argparse.Namespace) -> None:
     from moe_nvfp4.integrations.serve import serve_command
 
     if "--engine" in args.options:
-        raise ValueError("--engine goes before MODEL, since what follows MODEL are options of the engine")
+        raise ValueError("--engine must stand before MODEL, since everything after MODEL is an option of the engine")
     source = resolve(args.model)
     check_folder(source)
     with hub_errors(source):
         argv = serve_command(source, args.engine, args.options)
     sys.stdout.flush()
-    os.execv(argv[0], argv)  # signals then reach the engine
+    os.execv(argv[0], argv)  # not a child process, so that signals reach the engine

@@ -58,7 +58,7 @@ def test_what_is_not_there_is_named(monkeypatch, capsys):
 def test_a_model_on_the_hub_that_would_be_served_dense_is_refused(monkeypatch, capsys):
     installed(monkeypatch, "transformers", "fastapi")
     assert cli.main(["serve", "some/model"]) == 2
-    assert "'some/model' is no folder here, and not to be had from the Hugging Face Hub" in capsys.readouterr().err
+    assert "'some/model' is no folder here, and the Hugging Face Hub does not give it" in capsys.readouterr().err
     monkeypatch.setattr(PretrainedConfig, "get_config_dict", lambda name: ({"model_type": "qwen3_moe"}, {}))
     with pytest.raises(ValueError, match="some/model is not an NVFP4 checkpoint.*quantize some/model DST"):
         serve.serve_command("some/model")
@@ -71,4 +71,4 @@ def test_options_after_the_model_are_the_engines(monkeypatch, capsys):
     assert cli.main(["serve", "some/model", "--port", "1", "--enforce-eager"]) == 0
     assert ran[0][-3:] == ["--port", "1", "--enforce-eager"]
     assert cli.main(["serve", "some/model", "--engine", "transformers"]) == 2 and len(ran) == 1
-    assert "--engine goes before MODEL" in capsys.readouterr().err
+    assert "--engine must stand before MODEL" in capsys.readouterr().err

@@ -37,7 +37,7 @@ def test_dense_experts_that_the_config_does_not_name(good, tmp_path, capsys):
     assert cli.main(["info", str(path)]) == 0
     said = capsys.readouterr().out
     assert "1 layers of experts, NVFP4 of" in said
-    assert re.search(rf"^  {EXPERTS} +left as it is: dense in the files, which their config does not say$", said, re.M)
+    assert re.search(rf"^  {EXPERTS} +left as it is: dense in the files, contrary to their config$", said, re.M)
     config["quantization_config"]["ignore"].append(EXPERTS)
     assert verify_checkpoint(write(tmp_path / "named", files, config, config["quantization_config"])).warnings == []
 
