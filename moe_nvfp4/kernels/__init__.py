@@ -1,1 +1,1 @@
-"""The backends, a folder each (see `moe_nvfp4.kernels.backend`), and what several of them share in `common`."""
+"""The backends, one folder each (see `moe_nvfp4.kernels.backend`); `common` is what several of them share."""

@@ -1,8 +1,8 @@
-"""What a backend is: an object in a folder of its own that says what it can run, and why not.
+"""What a backend is: an object that says what it can run, or why it cannot, in a folder of its own.
 
-`moe_nvfp4.backends` has the list of them and chooses. A new one is a folder here whose `__init__.py` makes a `Backend`
-named `BACKEND`, and a line there. The folder's `backend.py` holds the functions that run; it is imported when they are
-first called, so that asking needs no GPU and no kernel language.
+`moe_nvfp4.backends` has the list of them and chooses. A new backend is a folder here whose `__init__.py` makes a
+`Backend` named `BACKEND`, and a line in that list. The folder's `backend.py` holds the functions that run; it is
+imported when they are first called, so that asking what runs needs no GPU and no kernel language.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from moe_nvfp4.routing import Groups, Rows
 from moe_nvfp4.weights import ExpertWeights, Gate, LinearWeights, Projection
 
 PACKAGES = ("cutlass", "tvm_ffi", "triton")
-OLDEST = {"cutlass": ("nvidia-cutlass-dsl", (4, 8))}  # the kernels import modules that older ones lack
+OLDEST = {"cutlass": ("nvidia-cutlass-dsl", (4, 8))}  # the kernels import modules that older versions lack
 
 
 @dataclass(frozen=True)
 class Device:
-    """What there is to know about a device; tests make up their own.
+    """What backends need to know about a device; tests make up their own.
 
-    capability  of an NVIDIA GPU, such as (9, 0)
-    packages    those of PACKAGES that are installed, and new enough
-    old         those that are too old, with their versions
+    capability  compute capability of an NVIDIA GPU, such as (9, 0)
+    packages    those of PACKAGES that are installed and new enough
+    old         (package, version) of those that are too old
     """
 
     type: str
@@ -60,19 +60,19 @@ class Device:
 
 
 def _too_old(package: str) -> str | None:
-    """Its version, if it is older than OLDEST."""
+    """The version of the package, if it is older than OLDEST."""
     if package not in OLDEST:
         return None
     distribution, oldest = OLDEST[package]
     try:
         version = metadata.version(distribution)
-    except metadata.PackageNotFoundError:  # brought in some other way
+    except metadata.PackageNotFoundError:  # importable, but not installed by pip
         return None
     return version if tuple(map(int, re.findall(r"\d+", version)[:2])) < oldest else None
 
 
 class Gpu(NamedTuple):
-    """What compilers and plans ask of an NVIDIA GPU, which need not be there. `ordinal`: of the one that is."""
+    """What compilers and plans need to know about an NVIDIA GPU. It need not be there; `ordinal` is set if it is."""
 
     capability: tuple[int, int]
     multiprocessors: int
@@ -85,14 +85,14 @@ class Gpu(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """What is to be run, as far as a choice depends on it.
+    """What is to be run: everything that the choice of a backend depends on.
 
-    kind    "experts", or "linear": then num_experts is 1, hidden_size N and intermediate_size K
-    gate    `Gate.kind`; "raw": a gate of the model's own runs between the stages
+    kind    "experts", or "linear": then num_experts is 1, hidden_size is N and intermediate_size is K
+    gate    `Gate.kind`; "raw": the model's own gate runs between the stages
     dtype   of x
-    fused   whether nothing of the model's runs between the stages (a gate or norm of its own, AWQ's scales)
+    fused   whether nothing of the model runs between the stages (its own gate or norm, AWQ's scales)
     host_weights  whether the weights are on the CPU while x is on a GPU
-    mapped  whether they stay in their files (`moe_nvfp4.mapped`)
+    mapped  whether the weights stay in their files (`moe_nvfp4.mapped`)
     """
 
     kind: str
@@ -110,13 +110,13 @@ class Problem(NamedTuple):
 class Backend:
     """The kernels of one kind of device.
 
-    name         that of its folder, and what MOE_NVFP4_BACKEND calls it
-    device_type  of the devices it is for
+    name         the name of its folder, and its value of MOE_NVFP4_BACKEND
+    device_type  the type of the devices it is for
     whole        whether `experts` runs a layer in one call; if not, its stages run one after the other
-    packages     of PACKAGES, what compiles its kernels, on first use or ahead (see `kernels.calls`)
-    layout       its name, if `prepare` brings weights into a layout of its own; None: kernels read the checkpoint's
-    host_weights whether it is for `Problem.host_weights`, and for nothing else
-    maps         whether it runs `Problem.mapped` too: weights in the cpu backend's layout
+    packages     those of PACKAGES that compile its kernels, on first use or ahead (see `kernels.calls`)
+    layout       its name, if `prepare` brings weights into its own layout; None: its kernels read the checkpoint's
+    host_weights whether it runs `Problem.host_weights`, and then nothing else
+    maps         whether it also runs `Problem.mapped`: weights in the cpu backend's layout
     """
 
     name: ClassVar[str]
@@ -128,11 +128,11 @@ class Backend:
     maps: ClassVar[bool] = False
 
     def unavailable(self, device: Device) -> str | None:
-        """Why it does not run on `device`, a clause that follows its name and ends with the way out; None: it does."""
+        """None if it runs on `device`, else the reason: a clause that follows its name and ends with the way out."""
         raise NotImplementedError
 
     def unsupported(self, device: Device, problem: Problem) -> str | None:
-        """Why it does not run `problem` on `device`, where it is available; None: it does."""
+        """None if it runs `problem` on `device`, where it is available; else the reason, in the same form."""
         return None
 
     @property
@@ -140,7 +140,7 @@ class Backend:
         """The module with the functions below, imported on first use."""
         return import_module(f"moe_nvfp4.kernels.{self.name}.backend")
 
-    # What arrives is checked (`moe_nvfp4.checks`); it may be strided.
+    # The arguments have been checked (`moe_nvfp4.checks`). Tensors may be strided.
 
     def experts(self, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: ExpertWeights) -> Tensor:
         """A fused layer: x [T, H], ids and router weights [T, top_k] -> [T, H] in x's dtype."""
@@ -167,12 +167,12 @@ class Backend:
         return self.functions.linear(x, weights)
 
     def dequantize(self, weights: Projection, experts: slice, columns: slice, dtype: torch.dtype) -> Tensor:
-        """Dense weights [experts, N, columns] in `dtype`, from a layout of its own too: what backward passes multiply
-        by, one window after the other. Columns begin at multiples of 64."""
+        """Dense weights [experts, N, columns] in `dtype`, also from this backend's own layout. Backward passes multiply
+        by them, one window after the other. Columns begin at multiples of 64."""
         return dequantized(weights, experts, columns, dtype)
 
     def gate(self, gate: Gate, w13_out: Tensor) -> Tensor:
-        """`Gate.__call__` of [R, 2I] in any dtype -> [R, I] in it."""
+        """`Gate.__call__`: [R, 2I] in any dtype -> [R, I] in the same dtype."""
         return gate(w13_out.float()).to(w13_out.dtype)
 
     def gate_gradient(self, gate: Gate, w13_out: Tensor, dh: Tensor) -> tuple[Tensor, Tensor]:
@@ -184,14 +184,14 @@ class Backend:
         raise NotImplementedError(f"{self.name} reads the checkpoint's layout")
 
     def place(self, tensor: Tensor) -> Tensor:
-        """`tensor`, on the CPU, in memory that this backend (`host_weights`) reads well; itself, or a copy."""
+        """For `host_weights`: `tensor` on the CPU, in memory that this backend reads well; itself or a copy."""
         return tensor
 
-    # Weights in a layout of its own, one projection at a time, so that there are never two copies of all of them.
+    # A backend's own layout. One projection at a time, so that there are never two copies of all the weights.
 
     def prepare(self, codes: Tensor, sf: Tensor, interleaved: bool) -> tuple[Tensor, Any]:
-        """Codes [E, N, K/2] and block scales [E, N, K/16] -> (bytes uint8 with four dimensions that hold both, and
-        what else `restore` needs); interleaved: rows are [gate; up]."""
+        """Codes [E, N, K/2] and block scales [E, N, K/16] -> (uint8 with four dimensions that holds both, a note of
+        what else `restore` needs); interleaved: the rows are [gate; up]."""
         raise NotImplementedError(f"{self.name} reads the checkpoint's layout")
 
     def restore(self, prepared: Tensor, note: Any) -> tuple[Tensor, Tensor]:
@@ -200,7 +200,7 @@ class Backend:
 
 
 def dequantized(weights: Projection, experts: slice, columns: slice, dtype: torch.dtype) -> Tensor:
-    """`Backend.dequantize` of the checkpoint's layout, by torch."""
+    """`Backend.dequantize` for the checkpoint's layout, in torch."""
     w, (first, last) = weights, (columns.start, min(columns.stop, weights.width))
     assert w.sf is not None
     scale = w.scale[experts, None].expand(-1, w.rows)
@@ -212,7 +212,7 @@ def dequantized(weights: Projection, experts: slice, columns: slice, dtype: torc
 
 
 def other_gpu(device: Device, capabilities: tuple[tuple[int, int], ...], gpus: str) -> str | None:
-    """Why a backend for GPUs of these compute capabilities, `gpus`, does not run on `device`."""
+    """Why a backend for these compute capabilities (of `gpus`) does not run on `device`, or None."""
     if device.capability in capabilities:
         return None
     wanted = " or ".join(f"{major}.{minor}" for major, minor in capabilities)
@@ -220,7 +220,7 @@ def other_gpu(device: Device, capabilities: tuple[tuple[int, int], ...], gpus: s
 
 
 def not_installed(device: Device, packages: tuple[str, ...], remedy: str) -> str | None:
-    """Why a backend that needs these packages does not run: one is too old, or some are missing, and `remedy`."""
+    """Why a backend that needs these packages does not run (one is too old, or some are missing: `remedy`), or None."""
     for name, version in device.old:
         if name in packages:
             distribution, oldest = OLDEST[name]

@@ -1,4 +1,4 @@
-"""Calls of layers, as far as it depends on them which kernels run; and these kernels, for any number of tokens."""
+"""Descriptions of calls of layers, and every kernel that such calls can launch, for any number of tokens."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from moe_nvfp4.weights import ExpertWeights, LinearWeights, read_spec
 
 Kind = (
     tuple[tuple[int, ...], torch.dtype, int] | None
-)  # shape, dtype and place in units of it after 16 bytes, of a tensor
+)  # of a tensor: shape, dtype, and how many elements its address is past a multiple of 16 bytes
 
 
 _IDS = torch.int64, torch.int32  # transformers' and vLLM's
 
 
 class ExpertsCall(NamedTuple):
-    """Calls of one layer: `weights` and `spec` are those of an `ExpertWeights`.
+    """Calls of one layer: `weights` and `spec` come from an `ExpertWeights`.
 
     fused   as in `Problem`
     dtype   of x
@@ -47,7 +47,7 @@ class ExpertsCall(NamedTuple):
 
 
 class LinearCall(NamedTuple):
-    """Calls of one linear: `weights` are the tensors of a `LinearWeights`; dtype of x."""
+    """Calls of one linear: `weights` are the tensors of a `LinearWeights`; dtype is that of x."""
 
     weights: tuple[Kind, ...]
     activations: str
@@ -58,14 +58,14 @@ class LinearCall(NamedTuple):
 def call(
     weights: ExpertWeights | LinearWeights, dtype: torch.dtype, top_k: int, fused: bool
 ) -> ExpertsCall | LinearCall:
-    """What kernels depend on, of calls with x of `dtype`."""
+    """Everything that the kernels of calls with x of `dtype` depend on, except the number of tokens."""
     if isinstance(weights, LinearWeights):
         return LinearCall(_kinds(weights[:5]), weights.activations, weights.sizes, dtype)
     return ExpertsCall(_kinds(weights.tensors()), weights.spec(""), fused, top_k, dtype)
 
 
 def _kinds(tensors: Iterable[Tensor | None]) -> tuple[Kind, ...]:
-    """Of a tensor that is split over ranks, this rank's part."""
+    """The `Kind` of each tensor, or of this rank's part if it is split over ranks."""
     return tuple(None if t is None else _kind(getattr(t, "_local_tensor", t)) for t in tensors)
 
 
@@ -74,8 +74,8 @@ def _kind(t: Tensor) -> Kind:
 
 
 def compile_calls(calls: Iterable[tuple[Backend, ExpertsCall | LinearCall]], gpu: Gpu, progress: bool) -> int:
-    """Build what such calls can launch and is not in the cache folder; load all of it, where there is such a GPU.
-    Returns how many kernels were built."""
+    """Build the kernels of such calls that are not in the cache folder, and load all of them if that GPU is there.
+    Returns how many were built."""
     jobs: dict[Job, None] = {}
     for backend, call in dict.fromkeys(calls):
         jobs |= kernels_of(backend, call, gpu)
@@ -89,7 +89,7 @@ def compile_calls(calls: Iterable[tuple[Backend, ExpertsCall | LinearCall]], gpu
 
 @lru_cache(maxsize=256)
 def kernels_of(backend: Backend, call: ExpertsCall | LinearCall, gpu: Gpu) -> dict[Job, None]:
-    """Every kernel that such calls can need on `gpu`: an ordered set. They are run on meta tensors."""
+    """Every kernel that such calls can need on `gpu`, as an ordered set: found by making the calls on meta tensors."""
     with ahead.noting(gpu) as jobs:
         if isinstance(call, LinearCall):
             _linear(backend, call)
@@ -109,7 +109,7 @@ def _experts(backend: Backend, call: ExpertsCall, w: ExpertWeights) -> None:
 
 
 def _stages(backend: Backend, call: ExpertsCall, w: ExpertWeights) -> None:
-    """As `ops.run_experts` calls them: GEMM 1 knows no top_k, GEMM 2 one slot too."""
+    """The stages as `ops.run_experts` calls them: GEMM 1 does not depend on top_k, GEMM 2 may get one slot."""
     E, H, I, quantized = w.num_experts, w.hidden_size, w.intermediate_size, w.quantized
     offsets = _empty((E + 1,), torch.int32)
     for R, scale in product(token_counts(), {id(s): s for s in (w.h_scale, None)}.values()):
@@ -134,7 +134,7 @@ def _quantized(
 ) -> Rows:
     if backend.functions.quantize_rows is not reference.quantize_rows:
         return backend.quantize_rows(x, index, scale, groups, four_over_six)
-    R, K = groups.num_rows, -(-x.shape[1] // 16) * 16  # plain torch, which has no kernels of ours
+    R, K = groups.num_rows, -(-x.shape[1] // 16) * 16  # plain torch runs none of our kernels
     sf = _empty((grouped_sf_rows(R, groups.num_experts) * (-(-K // 64) * 4),), torch.uint8)
     return Rows(_empty((R, K // 2), torch.uint8), sf, _empty((R,), torch.float32))
 

@@ -1,11 +1,11 @@
 """Compiling before the first call: which kernels a layer can need, and building them in several processes.
 
-What a launch is compiled for depends on the number of tokens by `planned_tokens` alone, which has a few hundred values.
-So a backend's own code, run once for each of them on meta tensors with its launches noted in place of made, tells every
-kernel that any number of tokens can need: there is no list beside the code that could differ from it.
+The kernel of a launch depends on the number of tokens only through `planned_tokens`, which has a few hundred values.
+So a backend's own code is run once for each of them, on meta tensors, and its launches are noted instead of made: that
+gives every kernel that any number of tokens can need. No separate list exists that could disagree with the code.
 
-A kernel that was built is a file of the cache folder, named by a hash of this package's kernel sources and of what it
-was compiled for. Where it cannot be kept, the next process builds again.
+A built kernel is a file in the cache folder, named by a hash of this package's kernel sources and of what it was
+compiled for. Where it cannot be kept, the next process builds it again.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ _WORKER = "moe_nvfp4.kernels.common.worker"
 # ---- numbers of tokens ---------------------------------------------------------------------------
 
 
-MAX_ROWS = 1 << 17  # assignments that are planned for: more run like so many, or in several calls
+MAX_ROWS = 1 << 17  # most assignments that are planned for: more run with the same kernels, or in several calls
 
 
 def planned_tokens(T: int, top_k: int = 1) -> int:
-    """The number of tokens that T of them are planned as: T up to 64, then the next of 32 steps to the octave."""
+    """The number of tokens that T tokens are planned as: T up to 64, then rounded up to one of 32 steps per octave."""
     step = 1 << max(0, (T - 1).bit_length() - 6)
     return min(-(-T // step) * step, max(1, MAX_ROWS // max(1, top_k)))
 
@@ -57,7 +57,7 @@ def token_counts(top_k: int = 1) -> Iterator[int]:
 
 
 class Job(NamedTuple):
-    """A kernel: `variants`, a `Variants` that stands in a module under this name, of these arguments."""
+    """One kernel to build: the `Variants` of this module and name, with these arguments."""
 
     module: str
     name: str
@@ -70,18 +70,18 @@ class Job(NamedTuple):
 
 
 class Variants:
-    """The kernels that one function makes of its arguments, which are hashable and can be pickled."""
+    """The kernels that one function makes from its arguments, which must be hashable and picklable."""
 
     def file(self, *arguments: Any) -> Path | None:
-        """Where the kernel is or would be kept; None where nothing can be."""
+        """The file where the kernel is or would be kept; None if nothing can be kept."""
         raise NotImplementedError
 
     def build(self, *arguments: Any) -> None:
-        """Compile it, for a GPU that need not be there, into `file`."""
+        """Compile the kernel into `file`. The GPU need not be there."""
         raise NotImplementedError
 
     def load(self, gpu: Gpu, *arguments: Any) -> None:
-        """Bring it to the GPU, so that its first launch waits for nothing."""
+        """Load the kernel onto the GPU, so that its first launch waits for nothing."""
         raise NotImplementedError
 
 
@@ -95,7 +95,8 @@ _notes: ContextVar[_Notes | None] = ContextVar("notes", default=None)
 
 @contextmanager
 def noting(gpu: Gpu) -> Iterator[dict[Job, None]]:
-    """Inside, launches are noted in the set that this gives, as `gpu` would need them; meta tensors are on it."""
+    """Inside the context, launches are noted in the set that it yields instead of made. Meta tensors stand for tensors
+    on `gpu`."""
     token = _notes.set(notes := _Notes(gpu, {}))
     try:
         yield notes.jobs
@@ -104,21 +105,21 @@ def noting(gpu: Gpu) -> Iterator[dict[Job, None]]:
 
 
 def noted_gpu() -> Gpu | None:
-    """The GPU that launches are noted for; None where they are made."""
+    """The GPU that launches are noted for; None outside `noting`."""
     notes = _notes.get()
     return None if notes is None else notes.gpu
 
 
 def note(module: str, name: str, *arguments: Any) -> None:
-    """A launch of this `Job`."""
+    """Note the launch of this `Job`."""
     notes = _notes.get()
     assert notes is not None
     notes.jobs[Job(module, name, arguments)] = None
 
 
 class CuteKernels(Variants):
-    """A decorator: a function of some arguments -> (kernel, placeholders, architecture), as `launch.compiled` takes
-    them, becomes one -> what launches this kernel, compiled on first use."""
+    """A decorator for functions that return (kernel, placeholders, architecture), the arguments of `launch.compiled`.
+    The decorated function returns a callable that launches this kernel, compiled on first use."""
 
     def __init__(self, make: Callable[..., tuple[object, tuple, str]]):
         self.make = make
@@ -148,7 +149,7 @@ def _launches() -> Any:
 
 
 def _nothing(*values: object) -> None:
-    """What a launch that is noted does."""
+    """Stands in for a launch that is only noted."""
 
 
 # ---- files ---------------------------------------------------------------------------------------
@@ -164,7 +165,7 @@ def kernel_folder() -> Path | None:
 
 
 def kernel_file(suffix: str, *parts: object) -> Path | None:
-    """The file of a kernel that was compiled from this package's sources for `parts`."""
+    """The file of a kernel that is compiled from this package's sources for `parts`; None if none can be kept."""
     if (folder := kernel_folder()) is None:
         return None
     key = hashlib.sha256(_sources())
@@ -185,17 +186,17 @@ compilations = 0  # kernels that calls had to wait for, in this process
 
 
 def count_compilation(what: str) -> None:
-    """Say that a call waits while a kernel is compiled."""
+    """Count a kernel that a call has to wait for, and say so on stderr."""
     global compilations
     compilations += 1
     print(f"moe_nvfp4: compiling {what}, a few seconds, once", file=sys.stderr)
 
 
 def build(jobs: Iterable[Job], gpu: Gpu, workers: int | None = None, progress: bool = True) -> int:
-    """Build the kernels for `gpu` that are not in the cache folder, in processes of their own; returns how many.
+    """Build the kernels for `gpu` that are not in the cache folder, in separate processes; returns how many.
 
-    Several ranks of one machine share the work: each begins somewhere else, and a file that is there is left out.
-    RuntimeError with the compiler's message where one fails.
+    Several ranks of one machine share the work: each has a random order, and skips files that exist by then.
+    RuntimeError with the compiler's message if a kernel cannot be compiled.
     """
     files = [(job, job.variants.file(*job.arguments)) for job in jobs]
     missing = [(job, file) for job, file in files if file is not None and not file.exists()]
@@ -233,7 +234,7 @@ def _cores() -> int:
 
 
 class _Worker:
-    """A process that builds kernels, one at a time. It sees no GPU and imports nothing of the main program's."""
+    """A process that builds kernels, one at a time. It sees no GPU and imports nothing of the main program."""
 
     def __init__(self, gpu: Gpu) -> None:
         self.log = tempfile.TemporaryFile()
@@ -257,7 +258,7 @@ class _Worker:
             self.log.seek(0)
             error = f"the process ended: {self.log.read().decode(errors='replace')[-2000:]}"
         if error is not None:
-            raise RuntimeError(f"{job.name}{job.arguments} is not compiled: {error}")
+            raise RuntimeError(f"{job.name}{job.arguments} could not be compiled: {error}")
 
     def end(self) -> None:
         self.process.kill()

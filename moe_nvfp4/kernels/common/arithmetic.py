@@ -1,6 +1,6 @@
-"""fp32 arithmetic that rounds as torch's, for kernels that must equal the reference.
+"""fp32 arithmetic that rounds as torch does, for kernels that must equal the reference.
 
-Divisions are exact, nothing is contracted into an fma.
+Divisions are correctly rounded, and nothing is contracted into an fma.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from cutlass.cutlass_dsl import dsl_user_op
 
 
 def assembly(result, text: str, constraints: str, *args, loc, ip):
-    """One instruction without side effects, of `args`; its value as the numeric type `result`."""
+    """One instruction without side effects on `args`; returns its value as the numeric type `result`."""
     operands = [a.ir_value(loc=loc, ip=ip) for a in args]
     return result(
         llvm.inline_asm(result.mlir_type, operands, text, constraints, has_side_effects=False, loc=loc, ip=ip)
@@ -60,7 +60,7 @@ def decode_e4m3(byte: Uint32, *, loc=None, ip=None) -> Float32:
 
 
 def largest_magnitude(values: list[Float32]) -> Float32:
-    """max |x|; NaN if there is one, as torch has it."""
+    """max |x|, or NaN if there is one, as in torch."""
     best = [cute.arch.fmax(v, -v, nan=True) for v in values]
     while len(best) > 1:
         pairs = range(0, len(best) - 1, 2)
@@ -71,7 +71,7 @@ def largest_magnitude(values: list[Float32]) -> Float32:
 def divide_near(x: Float32, divisor: Float32, inverse: Float32) -> Float32:
     """x / divisor, correctly rounded, from inverse = 1 / divisor: two corrections by the exact remainder.
 
-    Holds while nothing over- or underflows on the way, or where only the sign of the quotient matters.
+    Valid while no step overflows or underflows, or where only the sign of the quotient matters.
     """
     quotient = mul(x, inverse)
     for _ in range(2):
@@ -82,7 +82,7 @@ def divide_near(x: Float32, divisor: Float32, inverse: Float32) -> Float32:
 def nearest_e2m1(x: Float32) -> Float32:
     """The nearest of 0, 0.5, 1, 1.5, 2, 3, 4, 6, signed, ties to the even code, for |x| < 7. -0 becomes 0.
 
-    Added to 2^22 times its power of two and more, x loses what is below half of that.
+    1.5 * 2^22 times the power of two of x is added and subtracted: the sum has no room for bits below half that power.
     """
     power = _power_of_two(cute.arch.fmax(cute.arch.fmax(x, -x), Float32(1.0)))
     return fma(power, Float32(-1.5 * 2.0**22), fma(power, Float32(1.5 * 2.0**22), x))
@@ -90,15 +90,15 @@ def nearest_e2m1(x: Float32) -> Float32:
 
 @dsl_user_op
 def _power_of_two(x: Float32, *, loc=None, ip=None) -> Float32:
-    """x > 0 without its mantissa."""
+    """The largest power of two that is at most x > 0."""
     return assembly(Float32, "and.b32 $0, $1, 0x7F800000;", "=f,f", x, loc=loc, ip=ip)
 
 
 @cute.jit
 def better_scale(values: list[Float32], largest: Float32, six: Uint32, global_scale: Float32, sum_of_block) -> Uint32:
-    """`format._four_over_six`: the e4m3 byte of a block's scale, `six` being the one by code 6.
+    """`format._four_over_six`: the e4m3 byte of a block's scale, where `six` is the byte for code 6.
 
-    values: a thread's; sum_of_block adds what the threads of the block have. The sums are exact, in any order.
+    values: this thread's elements; sum_of_block adds a number over the block's threads. Sums are exact in any order.
     """
     four = encode_e4m3(divide(mul(largest, Float32(0.25)), global_scale))
     errors = []
@@ -106,7 +106,7 @@ def better_scale(values: list[Float32], largest: Float32, six: Uint32, global_sc
         value = decode_e4m3(sf)
         inverse, error = divide(Float32(1.0), mul(value, global_scale)), Float32(0.0)
         for x in values:
-            place = add(fma(x, inverse, Float32(12288.0)), Float32(-12288.0))  # 1.5 * 2^13: to a multiple of 2^-10
+            place = add(fma(x, inverse, Float32(12288.0)), Float32(-12288.0))  # 1.5 * 2^13: rounds to 2^-10
             distance = add(place, -nearest_e2m1(place))
             error = fma(distance, distance, error)
         errors.append(mul(sum_of_block(error), mul(value, value)))
@@ -116,7 +116,7 @@ def better_scale(values: list[Float32], largest: Float32, six: Uint32, global_sc
 
 @cute.jit
 def global_scale_for(largest: Float32, sf_max: cutlass.Constexpr = 448.0) -> Float32:
-    """`format.global_scale_for`: largest / (6 * sf_max), a normal number; 1 for zeros."""
+    """`format.global_scale_for`: largest / (6 * sf_max), at least the smallest normal number; 1 for zero."""
     scale = Float32(1.0)
     if largest != 0.0:
         scale = divide(largest, Float32(6.0 * sf_max))

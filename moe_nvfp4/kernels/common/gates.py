@@ -1,8 +1,8 @@
-"""`Gate.__call__` for one element in fp32 registers, twice.
+"""`Gate.__call__` for one element in fp32 registers, in two versions.
 
-`apply_gate_exact` rounds operation by operation as the reference does; its result is quantized to NVFP4, where one bit
-may decide. `apply_gate_fast` lets the compiler contract, and leaves out what only matters then. NaN stays NaN in both.
-Both take exp and 1 / x from the hardware's approximations.
+`apply_gate_exact` rounds every operation as the reference does, for results that are quantized to NVFP4, where one bit
+may decide a code. `apply_gate_fast` lets the compiler contract operations, and leaves out what matters only for such
+results. NaN stays NaN in both. Both use the hardware's approximations of exp and 1 / x.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LOG2_E = 1.4426950408889634
 
 
 def apply_gate_exact(gate: Gate | None, g: Float32, u: Float32 | None = None) -> Float32:
-    """gate(g, u), operation for operation; g itself where there is no gate to apply here."""
+    """gate(g, u), rounded operation by operation; g itself if there is no gate or it is "raw"."""
     if gate is None or gate.kind == "raw":
         return g
     if gate.kind == "relu2":
@@ -61,7 +61,7 @@ def _reciprocal(a: Float32, *, loc=None, ip=None) -> Float32:
 
 
 def apply_gate_fast(gate: Gate, g: Float32, u: Float32) -> Float32:
-    """gate(g, u) of a gate that is not "raw"; u counts for gated ones only."""
+    """gate(g, u) of a gate that is not "raw"; u matters only if it is gated."""
     if const_expr(gate.kind == "relu2"):
         return cutlass.select_(g < 0.0, Float32(0.0), g) * cutlass.select_(g < 0.0, Float32(0.0), g)
     limited = gate.limit < inf

@@ -1,6 +1,6 @@
-"""Compile a CuTe DSL kernel once: in memory, and on disk (see `ahead`) for the next process.
+"""Compile a CuTe DSL kernel once, and keep it in memory and, for the next process, on disk (see `ahead`).
 
-Files are named by the DSL's version, the GPU architecture and the kernel's configuration.
+A file's name depends on the DSL's version, the GPU architecture and the kernel's configuration.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def rows(dtype: type, divisibility: int = 1, dims: int = 2) -> cute.Tensor:
 def compiled(kernel: object, arguments: tuple, architecture: str) -> Callable:
     """The compiled `kernel`, called with torch tensors and ints on torch's current stream.
 
-    `kernel.__call__` takes `arguments` (placeholders) and a stream; repr(kernel) must tell its configuration.
+    `kernel.__call__` takes `arguments` (placeholders) and a stream; repr(kernel) must tell its whole configuration.
     """
     target = file(kernel, arguments, architecture)
     if target is not None and is_whole(target):
@@ -50,13 +50,13 @@ def compiled(kernel: object, arguments: tuple, architecture: str) -> Callable:
 
 
 def file(kernel: object, arguments: tuple, architecture: str) -> Path | None:
-    """Where it is kept."""
+    """The file where the compiled kernel is kept."""
     parts = cutlass.__version__, architecture, repr(kernel), repr([str(a) for a in arguments])
     return ahead.kernel_file(".o", *parts)
 
 
 def build(kernel: object, arguments: tuple, architecture: str) -> None:
-    """Compile it into its file, on a machine of any kind: CUTE_DSL_ARCH says that it is for `architecture`."""
+    """Compile the kernel into its file. This needs no GPU, but CUTE_DSL_ARCH set to `architecture`."""
     assert os.environ["CUTE_DSL_ARCH"] == architecture
     target = file(kernel, arguments, architecture)
     if target is None or not is_whole(target):

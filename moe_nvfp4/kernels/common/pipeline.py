@@ -1,4 +1,4 @@
-"""Rings of mbarriers between producer and consumer warps: a place in one, and how it moves on."""
+"""Rings of mbarriers between producer and consumer warps: a warp's place in a ring, and how it advances."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from cutlass import Int32, cute
 
 
 class PipelineState(NamedTuple):
-    """A warp's place in a ring: the stage (or slot), and the parity of the barrier phase it waits for there next."""
+    """A warp's place in a ring: the stage (or slot), and the parity of the barrier phase that it waits for next."""
 
     index: Int32
     phase: Int32
 
 
 def producer_state() -> PipelineState:
-    """The first stage; in the first round a wait for an empty barrier passes at once."""
+    """The first stage. In the first round, waiting for an empty barrier returns at once."""
     return PipelineState(Int32(0), Int32(1))
 
 
@@ -26,7 +26,7 @@ def consumer_state() -> PipelineState:
 
 @cute.jit
 def advance(state: PipelineState, count: cutlass.Constexpr) -> PipelineState:
-    """The next of `count` stages."""
+    """The place after `state` in a ring of `count` stages."""
     index, phase = state.index + 1, state.phase
     if index == count:
         index = Int32(0)
@@ -36,7 +36,7 @@ def advance(state: PipelineState, count: cutlass.Constexpr) -> PipelineState:
 
 @cute.jit
 def arrive(barriers: tuple, index: Int32):
-    """A warp, once at each of these rings' barriers of stage `index`, when all its lanes are here."""
+    """Let the warp arrive, once all its lanes are here, at the barrier of stage `index` of each of these rings."""
     cute.arch.sync_warp()
     if cute.arch.lane_idx() == 0:
         for i in cutlass.range_constexpr(len(barriers)):

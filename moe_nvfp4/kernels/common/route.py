@@ -1,8 +1,8 @@
 """Routing: top-k ids -> order, position, token, offsets, by a stable counting sort on the device.
 
-A warp owns a run of assignments and a histogram in shared memory; lanes with the same expert find each other by a
-ballot for each bit (with match.any, 8192 assignments took 4 us more on an H200), so that ranks come out in order. One
-CTA when there are few assignments, else a cluster of eight, which read each other's histograms.
+A warp owns a run of assignments and a histogram in shared memory. Lanes with the same expert find each other by one
+ballot per bit, so that ranks come out in order (match.any took 4 us more for 8192 assignments on an H200). Few
+assignments are sorted by one CTA, more by a cluster of eight, whose CTAs read each other's histograms.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from moe_nvfp4.kernels.common.warp import sum_of_lanes_before
 
 
 def route_shape(R: int) -> tuple[int, int, int]:
-    """CTAs, warps, assignments a thread. Each power of two of the last would save a large batch 0.7 % of its time at
-    most (H200, 2026-11-22), and take half as many kernels more."""
+    """CTAs, warps per CTA, assignments per thread. Allowing every power of two for the last would save large batches at
+    most 0.7 % (H200, 2026-11-22) but need half as many kernels again."""
     if R <= 512:
         return 1, 8, 1 if R <= 256 else 2
     return (8, 8, 1) if R <= 2048 else (8, 16, 2 if R <= 8192 else 8 if R <= 32768 else 32)
@@ -26,7 +26,7 @@ def route_shape(R: int) -> tuple[int, int, int]:
 
 @cute.jit
 def _bins(mIds: cute.Tensor, first: Int32, stride: cutlass.Constexpr, each: cutlass.Constexpr, E: Int32):
-    """The experts of assignments first, first + stride, ...; E for unrouted ones (-1 or E), E + 1 beyond the end.
+    """The bins of assignments first, first + stride, ...: the expert, E if unrouted (id -1 or E), E + 1 beyond the end.
 
     Traps on other ids.
     """
@@ -48,7 +48,7 @@ def _bins(mIds: cute.Tensor, first: Int32, stride: cutlass.Constexpr, each: cutl
 
 @cute.jit
 def _peers(bin: Int32, bits: Int32):
-    """(how many lanes have this bin, how many of them stand before this one), of bins with that many bits."""
+    """(how many lanes have this bin, how many of them come before this lane), for bins of that many bits."""
     mask = Uint32(0xFFFFFFFF)
     for p in cutlass.range(bits, unroll=4):
         bit = (bin >> p) & 1
@@ -58,15 +58,15 @@ def _peers(bin: Int32, bits: Int32):
 
 @cute.jit
 def _bits(E: Int32):
-    """Of bins 0 .. E + 1."""
+    """The number of bits of bins 0 .. E + 1."""
     return 32 - Int32(cute.arch.clz(E + 1))
 
 
 @cute.jit
 def _scan(value: Int32, sSums: cute.Tensor, warps: cutlass.Constexpr):
-    """All threads of a CTA: (the sum of the values of the threads before, the sum of all).
+    """A scan over the threads of a CTA: (the sum of value over the threads before this one, the sum over all).
 
-    Before it is called again they must have met.
+    All threads must call it, and synchronize before they call it again.
     """
     tid, _, _ = cute.arch.thread_idx()
     before = sum_of_lanes_before(value)
@@ -82,7 +82,7 @@ def _scan(value: Int32, sSums: cute.Tensor, warps: cutlass.Constexpr):
 
 
 def _load_of(rank: int, pointer: cute.Pointer) -> Int32:
-    """A word of shared memory of the cluster's CTA `rank`."""
+    """Load a word from the shared memory of CTA `rank` of the cluster."""
     return cute.arch.inline_ptx(
         "{.reg .b32 a; mapa.shared::cluster.u32 a, {$r0}, %d; ld.shared::cluster.b32 {$w0}, [a];}" % rank,
         write_only_types=[Int32],
@@ -91,24 +91,24 @@ def _load_of(rank: int, pointer: cute.Pointer) -> Int32:
 
 
 class Groups(NamedTuple):
-    """What routing reads and writes, int32 or int64 [R] ids, int32 the rest: see `routing.Groups`."""
+    """What routing reads (ids, int32 or int64 [R]) and writes (all int32; see `routing.Groups`)."""
 
     mIds: cute.Tensor  # [R]
     mOrder: cute.Tensor
     mPosition: cute.Tensor
     mToken: cute.Tensor
     mOffsets: cute.Tensor
-    mSync: cute.Tensor  # becomes zeros, for the GEMMs
+    mSync: cute.Tensor  # set to zeros, for the GEMMs
 
 
 class Route:
-    """`ctas` CTAs of a cluster, `warps` warps each, `each` assignments a thread. Beside them, others `quantize` x:
-    neither needs the other.
+    """Sorts by a cluster of `ctas` CTAs with `warps` warps each and `each` assignments per thread. With `quantize`,
+    further CTAs quantize x at the same time; neither depends on the other.
 
-    The order is put together in shared memory: to write it out of order, a word a sector, took ten microseconds.
+    The order is assembled in shared memory: writing it unsorted, one word per sector, took ten microseconds.
     """
 
-    LOCAL = 14  # bits of an assignment's place within its CTA's; 17 above them hold its row
+    LOCAL = 14  # bits for the place of an assignment within its CTA; the 17 bits above hold its row
 
     def __init__(self, ctas: int, warps: int, each: int, quantize=None):
         assert 32 * warps * each <= 1 << self.LOCAL
@@ -124,7 +124,7 @@ class Route:
     ):  # fmt: skip
         ctas = Int32(self.ctas)
         if const_expr(self.quantize is not None):
-            each = self.warps // self.quantize.warps  # rows a CTA has
+            each = self.warps // self.quantize.warps  # rows per CTA
             ctas += (mRows.shape[0] + each * self.ctas - 1) // (each * self.ctas) * self.ctas  # whole clusters
         groups = Groups(mIds, mOrder, mPosition, mToken, mOffsets, mSync)
         self.kernel(groups, mX, mScale, mRows, mRowScale, E, top_k).launch(
@@ -140,7 +140,7 @@ class Route:
     def kernel(
         self,
         groups: Groups,
-        mX: cute.Tensor | None,  # [T, K], what follows is as in `sm90.quantize.Quantize`
+        mX: cute.Tensor | None,  # [T, K]; this and the next three as in `sm90.quantize.Quantize`
         mScale: cute.Tensor | None,
         mRows: cute.Tensor | None,
         mRowScale: cute.Tensor | None,
@@ -158,7 +158,7 @@ class Route:
 
     @cute.jit
     def group(self, cta: Int32, groups: Groups, E: Int32, top_k: Int32):
-        """One of the CTAs that sort."""
+        """The work of one of the CTAs that sort."""
         mIds, mOrder, mPosition, mToken, mOffsets, mSync = groups
         threads, each = self.warps * 32, self.each
         chunk = threads * each
@@ -176,7 +176,7 @@ class Route:
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
 
-        first = cta * chunk + warp * each * 32 + lane  # a warp has 32 * each assignments in a row
+        first = cta * chunk + warp * each * 32 + lane  # a warp has 32 * each consecutive assignments
         bin = _bins(mIds, first, 32, each, E)
         for i in cutlass.range(cta * threads + tid, mSync.shape[0], self.ctas * threads, unroll=1):
             mSync[i] = Int32(0)
@@ -193,7 +193,7 @@ class Route:
             cute.arch.sync_warp()
         cute.arch.sync_threads()
 
-        # sRun: how many of this CTA stand before the warp's; sCount: how many it has
+        # sRun: how many of a bin's assignments in this CTA come before the warp's; sCount: how many the CTA has
         for b in cutlass.range(tid, bins, threads, unroll=1):
             counts = [sRun[w, b] for w in range(self.warps)]
             total = Int32(0)
@@ -206,7 +206,7 @@ class Route:
             cute.arch.cluster_wait()
         self.starts(cta, bins, sSums, sCount, sStart, sMine, mOffsets)
         if const_expr(self.ctas > 1):
-            cute.arch.cluster_arrive()  # no CTA ends while others read its counts
+            cute.arch.cluster_arrive()  # no CTA may end while others read its counts
 
         sLocal = sMine if const_expr(self.ctas > 1) else sStart
         for i in cutlass.range_constexpr(each):
@@ -227,8 +227,8 @@ class Route:
 
     @cute.jit
     def starts(self, cta: Int32, bins: Int32, sSums, sCount, sStart, sMine, mOffsets):
-        """Where bins begin. sStart: how many of the bins before there are, and of this one in the CTAs before; sMine:
-        how many of the bins before this CTA has."""
+        """Find where bins begin. sStart: the row of the CTA's first assignment of a bin (all assignments of earlier
+        bins, plus those of this bin in earlier CTAs). sMine: the CTA's own assignments of earlier bins."""
         threads, (tid, _, _) = self.warps * 32, cute.arch.thread_idx()
         base, base_mine = Int32(0), Int32(0)
         for i in cutlass.range((bins + threads - 1) // threads, unroll=1):
@@ -253,7 +253,7 @@ class Route:
 
     @cute.jit
     def counted(self, cta: Int32, sCount, b: Int32, mine: Int32):
-        """(how many of bin b the CTAs before have, how many all have)."""
+        """(assignments of bin b in the CTAs before this one, in all CTAs)."""
         before, total = Int32(0), mine
         if const_expr(self.ctas > 1):
             total = Int32(0)

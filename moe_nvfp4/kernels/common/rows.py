@@ -1,4 +1,4 @@
-"""What the row kernels of GPUs share: neighbours in a row, and the sum over parts of K."""
+"""What the row kernels of the GPU backends share: neighbours in a row, and the sum over parts of K."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moe_nvfp4.weights import Gate
 
 
 def neighbours(mRows: cute.Tensor, row, column, count: int = 8) -> cute.Tensor:
-    """Elements column .. column + count - 1 of a row, which start at a multiple of what they take, or of 16 bytes."""
+    """Elements column .. column + count - 1 of a row, aligned to their total size, but at most to 16 bytes."""
     address = (mRows.iterator + (Int64(row) * mRows.stride[0] + column)).toint()
     align = min(16, count * mRows.element_type.width // 8)
     pointer = cute.make_ptr(mRows.element_type, address, cute.AddressSpace.gmem, assumed_align=align)
@@ -19,13 +19,13 @@ def neighbours(mRows: cute.Tensor, row, column, count: int = 8) -> cute.Tensor:
 
 
 class SumParts:
-    """out[r] = the sum of parts[p * R + r] over p = 0, 1, ..., in this order: the same bits every time. Where a GEMM
-    has few tiles, each part of K is a tile of its own.
+    """out[r] = the sum of parts[p * R + r] over p = 0, 1, ..., always in this order, so with the same bits every time.
+    The parts are those of K: where a GEMM has few tiles, each part of K is a tile of its own.
 
-    A thread has len(order) neighbouring columns of a row, of each projection; column order[i] of them is stored i-th.
+    A thread has len(order) neighbouring columns of a row, in each projection, and stores column order[i] of them i-th.
 
-    gate     what makes one column of one of each projection; None: there is one
-    routed   rows from offsets[E] on are zeros, and so are columns of the result that the parts lack
+    gate     makes one column out of one column of each projection; None: there is only one projection
+    routed   rows from offsets[E] on become zeros, and so do columns of the result that the parts lack
     """
 
     THREADS = 128
@@ -73,12 +73,12 @@ class SumParts:
             out = cute.make_rmem_tensor(count, mOut.element_type)
             for i in cutlass.range_constexpr(count):
                 values = [sums[p, self.order[i]] for p in range(self.projections)]
-                out[i] = apply_gate_exact(self.gate, *values).to(mOut.element_type)  # of zeros it is zero
+                out[i] = apply_gate_exact(self.gate, *values).to(mOut.element_type)  # zeros give zero
             cute.autovec_copy(out, neighbours(mOut, row, column, count))
 
     @cute.jit
     def add_up(self, mParts: cute.Tensor, rows, row, column, sums: cute.Tensor):
-        """All are loaded before the first is added."""
+        """Add the parts into sums. All loads come before the first addition."""
         count, N = len(self.order), mParts.shape[1] // self.projections
         loaded = []
         for part in cutlass.range_constexpr(self.parts):

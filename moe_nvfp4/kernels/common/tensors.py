@@ -1,4 +1,4 @@
-"""What kernels ask of the tensors they are given, and of the GPU."""
+"""Tensors in the form that kernels take, and facts about the GPU."""
 
 import warnings
 from functools import cache
@@ -10,7 +10,7 @@ from moe_nvfp4.kernels.common.ahead import noted_gpu
 
 
 def aligned(x: Tensor) -> Tensor:
-    """Contiguous, and at an address that TMA and 16-byte loads can read from."""
+    """x, contiguous and at an address that TMA and 16-byte loads can read."""
     x = x.contiguous()
     return x.clone() if x.data_ptr() % 16 else x
 
@@ -22,24 +22,23 @@ def expert_ids(top_k_index: Tensor) -> Tensor:
 
 
 def floating(x: Tensor) -> Tensor:
-    """In a dtype that kernels read: what is not fp32, bf16 or fp16 as fp32."""
+    """x in a dtype that kernels read: fp32, unless it is bf16 or fp16 already."""
     return x if x.dtype in (torch.float32, torch.bfloat16, torch.float16) else x.float()
 
 
 def settle(device: torch.device) -> None:
-    """Makes visible to the next launch what torch's kernels have written so far.
+    """Make everything that torch's kernels have written so far visible to the next launch.
 
-    Under programmatic dependent launch a kernel begins before the one just before it has ended, and sees what that one
-    wrote only after griddepcontrol.wait. Our kernels read some tensors without waiting, because those are older:
-    weights, offsets, positions, routing weights. Where torch has just written one of them, this launches a kernel in
-    between.
+    Under programmatic dependent launch a kernel begins before its predecessor has ended, and sees what that one wrote
+    only after griddepcontrol.wait. Our kernels read some tensors without waiting, because these are older: weights,
+    offsets, positions, routing weights. Where torch has just written one of them, this launches a kernel in between.
     """
     torch.empty(1, device=device).fill_(0)
 
 
 @cache
 def warn_unpacked(kernels: str) -> None:
-    """Once for each kind of kernels."""
+    """Warn, once for each kind of kernels."""
     warnings.warn(
         f"4-bit weights are brought into the layout of the {kernels} kernels at every call, which may cost more than "
         "the experts themselves: call prepare() on the NVFP4Experts modules before torch.compile, and keep them on the "
@@ -49,7 +48,7 @@ def warn_unpacked(kernels: str) -> None:
 
 
 def multiprocessors(device: torch.device) -> int:
-    """Of a GPU; of the one that launches are noted for (`ahead`), where tensors are on meta."""
+    """The number of multiprocessors of a GPU; for meta, of the GPU that launches are noted for (`ahead`)."""
     gpu = noted_gpu() if device.type == "meta" else None
     return _multiprocessors(device) if gpu is None else gpu.multiprocessors
 

@@ -1,4 +1,4 @@
-"""What the 32 lanes of a warp work out together."""
+"""Reductions and scans over the 32 lanes of a warp."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from cutlass import Float32, Int32, cute
 
 
 def largest_of_lanes(x: Float32, bits: range) -> Float32:
-    """The largest x of the lanes whose numbers differ in these bits, in each of them; NaN if there is one."""
+    """In every lane, the largest x of the lanes whose numbers differ from its own in these bits only; NaN if any is."""
     for bit in bits:
         x = cute.arch.fmax(x, cute.arch.shuffle_sync_bfly(x, 1 << bit), nan=True)
     return x

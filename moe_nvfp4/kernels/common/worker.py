@@ -1,4 +1,4 @@
-"""The process that `ahead.build` starts: reads jobs from stdin, answers each with None or with what went wrong."""
+"""The process that `ahead.build` starts. It reads jobs from stdin and answers each with None or with its traceback."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moe_nvfp4.kernels.common.ahead import Job
 
 def main() -> None:
     answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # compilers print
+    os.dup2(2, 1)  # compilers print to stdout, which carries the answers
     while True:
         try:
             job = Job(*pickle.load(sys.stdin.buffer))

@@ -19,7 +19,7 @@ class CPU(Backend):
     def unavailable(self, device: Device) -> str | None:
         return "runs on CPUs" if device.type != "cpu" else self.functions.missing()
 
-    # Of weights that stay in their files.
+    # For weights that stay in their files.
 
     def restore(self, prepared: Tensor, note: Any) -> tuple[Tensor, Tensor]:
         return mapped.read(prepared, note.rows, note.columns)

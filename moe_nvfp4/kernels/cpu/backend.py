@@ -1,15 +1,15 @@
 """The CPU backend: the three stages of the reference as C loops over the 4-bit weights.
 
-cpu.c has a path for every instruction set; the best one of the machine runs, or the one that
-MOE_NVFP4_CPU=amx, avx512bf16, avx512, avx2, neon or portable names. A wheel that was built where a C
-compiler was brings all of them as a library. Otherwise the path that runs is compiled on first use
-with the system's C compiler (CC, else cc, gcc or clang; 1.5 to 2.3 s with gcc 12 on an EPYC, 2026-11-21)
-into ``$MOE_NVFP4_CACHE/cpu``, else ``$XDG_CACHE_HOME/moe_nvfp4/cpu``, else ``~/.cache/moe_nvfp4/cpu``;
-on a machine with avx512bf16 or amx also avx512, when it meets rows that are fp32 or fp16.
-Where it cannot be built, `missing` says why, and the reference takes over.
+cpu.c has a path for every instruction set. The best one that the machine can run is used, or the one
+that MOE_NVFP4_CPU names: amx, avx512bf16, avx512, avx2, neon or portable. A wheel that was built with a
+C compiler contains all of them as a library. Otherwise the path in use is compiled on first use with
+the system's C compiler (CC, else cc, gcc or clang; 1.5 to 2.3 s with gcc 12 on an EPYC, 2026-11-21)
+into ``$MOE_NVFP4_CACHE/cpu``, else ``$XDG_CACHE_HOME/moe_nvfp4/cpu``, else ``~/.cache/moe_nvfp4/cpu``.
+A machine with avx512bf16 or amx also compiles avx512, once it meets rows that are fp32 or fp16. Where
+nothing can be built, `missing` says why, and the reference runs instead.
 
-Numerics are the reference's, up to the order of fp32 sums. Results do not depend on the number of
-threads, which is torch's.
+Numerics are the reference's, up to the order of fp32 sums. The number of threads is torch's, and
+results do not depend on it.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ from moe_nvfp4.kernels.cpu.sources import FLAGS, FOLDER, SOURCES, checksum
 from moe_nvfp4.routing import Groups, Rows, group_by_expert
 from moe_nvfp4.weights import SILU, ExpertWeights, LinearWeights
 
-PATHS = ("portable", "avx2", "avx512", "avx512bf16", "neon", "amx")  # as in cpu.c, the best of a machine last
+PATHS = ("portable", "avx2", "avx512", "avx512bf16", "neon", "amx")  # as in cpu.c; of several, the last is best
 
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _NVFP4 = 3
 _GATES = ("raw", "relu2", "silu", "gelu_tanh")
 
 
-# The arguments of cpu.c's stages: the fields of its structs that are filled in here, in their order and by their
-# names. The library says how many bytes it expects (see `_library`).
+# The arguments of cpu.c's stages: those fields of its structs that Python fills in, with the same names and order.
+# The library says how many bytes it expects (see `_library`).
 
 
 def _fields(pointers: str, integers: str) -> list[tuple[str, type]]:
@@ -77,8 +77,8 @@ class _Combine(ctypes.Structure):
     _fields_ = _fields("slots weights out", "T top_k H weights_type out_type")
 
 
-_STAGES = (_Group, _Quantize, _Gemm, _Combine)  # as cpu.c counts them
-# Their bytes, a few microseconds sooner than from ctypes; in front of them which stage it is, and its 8-byte words.
+_STAGES = (_Group, _Quantize, _Gemm, _Combine)  # as cpu.c numbers them
+# These pack a stage into bytes, a few microseconds faster than ctypes: its number, its 8-byte words, its fields.
 _CODES = {ctypes.c_void_p: "Q", ctypes.c_int64: "q", ctypes.c_float: "f", ctypes.c_int32: "i"}
 _PACK = {
     stage: partial(
@@ -92,7 +92,7 @@ _PACK = {
 
 
 class _Program:
-    """Stages that run in one call of cpu.c, one after the other; it holds on to the tensors meanwhile."""
+    """Stages that run in one call of cpu.c, one after the other. It keeps their tensors alive meanwhile."""
 
     def __init__(self, empty: Callable[..., Tensor] = torch.empty, zeros: Callable[..., Tensor] = torch.zeros):
         self.code: list[bytes] = []
@@ -109,7 +109,7 @@ class _Program:
         self.code.append(_PACK[stage](*pointers, *numbers))
 
     def run(self) -> bool:
-        """False if the first stage is a grouping that met an illegal id."""
+        """Run the stages. Returns False if the first one is a grouping that met an illegal id."""
         run, code = _library(self.path).run, b"".join(self.code)
         failed = run(code, len(self.code), PATHS.index(self.path), torch.get_num_threads(), _parallel())
         if failed not in (0, -2):
@@ -125,8 +125,8 @@ _FAILURES = {  # what cpu.c's run returns
     -1: MemoryError("no memory for the rows and the scratch of the CPU kernels"),
     -2: ValueError("expert ids must lie in 0..num_experts - 1, or be num_experts or -1 for 'not here'"),
     -3: ValueError(
-        "order, offsets or index are not those of one `Groups`: offsets must ascend from 0 to at most the "
-        "number of rows, and each index must be a row's: take them from routing.group_by_expert"
+        "order, offsets or index do not belong to one `Groups`: offsets must ascend from 0 to at most the "
+        "number of rows, and each index must be that of a row: take them from routing.group_by_expert"
     ),
 }
 
@@ -137,14 +137,14 @@ def experts(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: Expe
     ids = top_k_index if top_k_index.dtype == torch.int64 else top_k_index.long()
     y = _layer(program, x, ids, top_k_weights, weights)
     if not program.run():
-        group_by_expert(top_k_index, weights.num_experts)  # says which
+        group_by_expert(top_k_index, weights.num_experts)  # raises, and names the ids
     return y
 
 
 def _layer(
     program: _Program, x: Tensor, ids: Tensor, p: Tensor, weights: ExpertWeights, y: Tensor | None = None
 ) -> Tensor:
-    """All stages; y [T, H] takes the result, where there is one already."""
+    """Add all stages of a layer to `program`. The result goes into y [T, H] if given, else into a new tensor."""
     R, E = ids.numel(), weights.num_experts
     order, token, offsets = (program.empty(n, dtype=torch.int32, device="cpu") for n in (R, R, E + 1))
     groups = Groups(order, offsets, ids.shape[1])
@@ -163,11 +163,12 @@ class _Call(ctypes.Structure):
 
 
 class Call:
-    """A layer as a function of one argument, for a host function of a CUDA stream: see `call` in cpu.c.
+    """A layer as a C function of one argument, to be a host function of a CUDA stream: see `call` in cpu_calls.h.
 
-    x [T, H], ids int64 [T, top_k], p [T, top_k] and y [T, H] are contiguous and on the CPU: each run reads the first
-    three and writes y. `empty` makes its scratch, as torch.empty does; threads: default torch's. The weights are the
-    caller's to keep, the rest is kept here, and this object until it has run (`done`), or until `release` was called.
+    x [T, H], ids int64 [T, top_k], p [T, top_k] and y [T, H] are contiguous and on the CPU; each run reads the first
+    three and writes y. `empty` makes scratch tensors, as torch.empty does; threads: torch's number by default. The
+    caller must keep the weights alive, and this object until it has run (`done`) or `release` was called; the object
+    keeps all else.
     """
 
     def __init__(
@@ -180,7 +181,7 @@ class Call:
         empty: Callable[..., Tensor] = torch.empty,
         threads: int | None = None,
     ):
-        program = _Program(empty, empty)  # nothing here reads the padding of block scales, for which zeros are
+        program = _Program(empty, empty)  # zeros are for the padding of block scales, which nothing here reads
         _layer(program, x, ids, p, weights, y)
         code, count = b"".join(program.code), len(program.code)
         library, self._code = _library(program.path), ctypes.create_string_buffer(code, len(code))
@@ -197,12 +198,12 @@ class Call:
         _called[program.path] = library
 
     def __call__(self) -> None:
-        """Run it here and now, in the library's own threads."""
+        """Run the layer now, on the library's own threads."""
         ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self.function)(self.argument)
 
     @property
     def done(self) -> int:
-        """How often it ran."""
+        """How many times it has run."""
         return self._call.done
 
     @property
@@ -211,10 +212,10 @@ class Call:
 
 
 class Mailbox:
-    """8 bytes of memory that a stream can write to, `memory` int64 [1] on the CPU, as a mailbox of cpu_calls.h: the
-    stream writes `Call.argument` to `address` and waits until the int64 there is 0.
+    """A mailbox of cpu_calls.h in `memory`, int64 [1] on the CPU, to which a stream can write: it writes
+    `Call.argument` to `address` and waits until the int64 there is 0.
 
-    OSError where there can be no more of them.
+    OSError if there can be no more of them.
     """
 
     def __init__(self, memory: Tensor):
@@ -228,18 +229,18 @@ class Mailbox:
         _opened.append(self)
 
 
-_called: dict[str, ctypes.CDLL] = {}  # those of calls, by path
-_opened: list[Mailbox] = []  # they are looked into as long as the process lives
+_called: dict[str, ctypes.CDLL] = {}  # the libraries of all `Call`s, by path
+_opened: list[Mailbox] = []  # kept, because the library looks into them as long as the process lives
 
 
 def _close_mailboxes(library: ctypes.CDLL, process: int) -> None:
-    """Nobody looks into them while Python takes their memory away."""
-    if os.getpid() == process:  # a fork has no thread that looks
+    """At exit: stop looking into the mailboxes before Python frees their memory."""
+    if os.getpid() == process:  # a forked process has no thread that looks
         library.close_mailboxes()
 
 
 def raise_failure() -> None:
-    """ValueError, MemoryError or OSError if a `Call` has failed since this was asked last."""
+    """Raise ValueError, MemoryError or OSError if a `Call` has failed since the last time this was asked."""
     for library in _called.values():
         if failed := library.failure():
             raise _failure(failed)
@@ -256,7 +257,7 @@ def quantize_rows(
 
 
 def gemm1_swiglu(rows: Rows, weights: ExpertWeights, groups: Groups, dtype: torch.dtype) -> Rows:
-    """As `reference.gemm1_swiglu`: `dtype` [R, I] (raw gate: [R, N13]), or NVFP4 where weights.h_scale is."""
+    """As `reference.gemm1_swiglu`: `dtype` [R, I] (raw gate: [R, N13]), or NVFP4 where weights.h_scale is given."""
     program = _Program()
     h = _gemm1(program, rows, weights, groups, dtype)
     program.run()
@@ -272,7 +273,7 @@ def gemm2_combine(h: Rows, weights: ExpertWeights, groups: Groups, top_k_weights
 
 
 def linear(x: Tensor, weights: LinearWeights) -> Tensor:
-    """As `reference.linear`: GEMM 2 of a layer with one expert."""
+    """As `reference.linear`; computed as GEMM 2 of a layer with one expert."""
     w, T = weights, x.shape[0]
     program = _Program()
     order = torch.arange(T, dtype=torch.int32, device="cpu")
@@ -287,8 +288,8 @@ def linear(x: Tensor, weights: LinearWeights) -> Tensor:
 
 
 def gather(table: Tensor, kind: int, to: Tensor) -> None:
-    """Copy matrices that are left in their files (table: `mapped.table`, uint8 [E, parts, 2, 8]), their codes (kind 0)
-    or block scales (1), one after the other to `to`, uint8 of all their bytes. OSError where a file lost one of them.
+    """Copy the codes (kind 0) or block scales (kind 1) of matrices that stay in their files, one after the other, to
+    `to`, uint8 of their total size. table: `mapped.table`, uint8 [E, parts, 2, 8]. OSError if a file lost one of them.
     """
     count = table.shape[0] * table.shape[1]
     begin, threads = table.data_ptr() + 8 * kind, torch.get_num_threads()
@@ -344,7 +345,7 @@ def _gemm2(
 
 
 def _sizes(w: ExpertWeights, codes: Tensor, N: int, K: int) -> tuple[int, int, int]:
-    """Of a projection: N, K in whole blocks of 16, and into how many parts its rows are taken (`parts` in cpu.c)."""
+    """Of a projection: N, K in whole blocks of 16, and `parts` of cpu.c (0 unless the weights stay in their files)."""
     if w.layout is None:
         return codes.shape[1], codes.shape[2] * 2, 0
     return N, -(-K // 16) * 16, codes.shape[1]
@@ -360,12 +361,12 @@ def _gemm(
     paired: bool,
     *gate: float,
 ) -> None:
-    """sizes: those of `_sizes`, and the number of gate rows."""
+    """Add a GEMM to `program`. sizes: those of `_sizes`, and the number of gate rows."""
     N, K, parts, split = sizes
     codes, sf, first, rest, bias, out = tensors
     x = rows.values if rows.is_nvfp4 else floating(rows.values)
     if program.path in ("avx512bf16", "amx") and x.dtype not in (torch.bfloat16, torch.uint8):
-        program.path = "avx512"  # the other takes rows that are bf16 or NVFP4
+        program.path = "avx512"  # those two take only rows that are bf16 or NVFP4
     tensors = [x, rows.sf, rows.scale, rows.index, groups.offsets, target, codes, sf, first, rest, bias, out]
     numbers = (
         *((_NVFP4, x.shape[0], x.shape[1] * 2) if rows.is_nvfp4 else (_TYPES[x.dtype], *x.shape)),
@@ -381,7 +382,7 @@ def _gemm(
 
 @cache
 def missing() -> str | None:
-    """Why there is no library and none can be built, and how to get one; None: there is."""
+    """None if there is a library, else why there is none and none can be built, with the way out."""
     try:
         _library(path())
         return None
@@ -397,14 +398,14 @@ def available() -> bool:
 
 @cache
 def paths() -> tuple[str, ...]:
-    """The paths of cpu.c that this machine can run, the best last."""
+    """The paths of cpu.c that this machine can run; the last one is best."""
     can = (_shipped() or ctypes.CDLL(str(build("cpu_detect.c")))).paths()
     return tuple(name for i, name in enumerate(PATHS) if can >> i & 1)
 
 
 @cache
 def path() -> str:
-    """The path in use: $MOE_NVFP4_CPU, else the best. ValueError for one that is unknown or does not run here."""
+    """The path in use: $MOE_NVFP4_CPU, else the best. ValueError if that is unknown or does not run here."""
     chosen = os.environ.get("MOE_NVFP4_CPU") or paths()[-1]
     if chosen not in PATHS:
         raise ValueError(f"MOE_NVFP4_CPU={chosen} is unknown: the paths are {', '.join(PATHS)}")
@@ -415,7 +416,7 @@ def path() -> str:
 
 @cache
 def _library(name: str, *flags: str) -> ctypes.CDLL:
-    """A library that has the path of this name; with `flags`, compiled with them."""
+    """A library that contains this path; if there are `flags`, one compiled with them."""
     library = None if flags else _shipped()
     library = library or ctypes.CDLL(str(build("cpu.c", f"-DONLY={PATHS.index(name)}", *flags)))
     theirs = (ctypes.c_int64 * len(_STAGES))()
@@ -433,18 +434,18 @@ def _library(name: str, *flags: str) -> ctypes.CDLL:
 
 
 def _shipped() -> ctypes.CDLL | None:
-    """The library that the wheel brought, if it was made from the sources beside it."""
+    """The library that came with the wheel, if it was made from the sources beside it."""
     try:
         library = ctypes.CDLL(str(FOLDER / "_cpu.so"))
         made_from = (ctypes.c_char * 65).in_dll(library, "sources").value.decode()
         return library if made_from == checksum(FOLDER) else None
-    except (OSError, ValueError):  # no such file, or made for another machine; nothing says what it was made from
+    except (OSError, ValueError):  # no such file, or for another machine; it does not say what it was made from
         return None
 
 
 @cache
 def _parallel() -> int | None:
-    """GOMP_parallel of the OpenMP runtime that torch has loaded, else None: cpu.c then makes threads."""
+    """GOMP_parallel of the OpenMP runtime that torch has loaded, else None: cpu.c then makes its own threads."""
     try:
         torch_cpu = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
         return ctypes.cast(torch_cpu.GOMP_parallel, ctypes.c_void_p).value
@@ -453,9 +454,9 @@ def _parallel() -> int | None:
 
 
 def build(source: str, *flags: str) -> Path:
-    """Compile a file of FOLDER, with FLAGS and these, unless the cache has it; returns the library.
+    """Compile a file of FOLDER with FLAGS and `flags`, unless the cache has it; returns the library.
 
-    OSError or CalledProcessError if it can't.
+    OSError or CalledProcessError if that fails.
     """
     compiler = shlex.split(os.environ.get("CC", "")) or [
         next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), "cc")

@@ -1,10 +1,10 @@
-/* The CPU backend (cpu.py compiles this file and calls run): the stages and their threads, and what the loops of
+/* The CPU backend (backend.py compiles this file and calls run): the stages and their threads, and what the loops of
    cpu_path.h are made of on each instruction set.
 
    Layout. A weight row is K codes (e2m1, two to a byte, low nibble = even k) and K/16 block scales
-   (e4m3 bytes). Its codes come out of the decoder as PLANES vectors: element i of a step of STEP elements
-   is in plane i % PLANES (two of them: the even and the odd ones). So the token side x is stored that way too, once per
-   stage: step by step its planes, zeros up to a whole step. Nothing is interleaved inside the loops.
+   (e4m3 bytes). The decoder turns its codes into PLANES vectors: element i of a step of STEP elements
+   is in plane i % PLANES (for two planes: the even and the odd elements). The token side x is stored in the same way,
+   once per stage: the planes of each step, with zeros up to a whole step. So nothing is interleaved inside the loops.
 
    Loops. out[row, n] = sum_k code[n, k] * sf[n, k/16] * x[row, k] in fp32. The work items of a GEMM
    are (expert, tile of 64 weight rows); none ever splits K between threads, so the result does not
@@ -13,16 +13,16 @@
      lanes along K that are added at the end. The sum over a block is multiplied by the block's scale,
      so weights cost 4.5 bits of memory each;
    - many tokens: blocks of the tile, 64 rows by K_BLOCK, are dequantized (code * sf is exact) into the
-     L1 cache with the rows side by side in the lanes, and each element of x, broadcast, meets
-     NP vectors of them: no sums of lanes, and as few loads as multiplications allow. In avx512bf16 the
-     first tokens, up to LEAD, meet the weights in the registers that they are decoded in, and most of
-     the decoding is hidden behind their multiplications.
+     L1 cache with the rows side by side in the lanes, and each element of x, broadcast, is multiplied by
+     NP vectors of them: no sums over lanes, and few loads per multiplication. In avx512bf16 the
+     first tokens, up to LEAD, are multiplied while the weights are still in the registers where they are
+     decoded, which hides most of the decoding behind these multiplications.
 
    Paths. cpu_path.h is compiled once for each instruction set, with the macros that precede its
    inclusion here: portable (vector extensions of the compiler), avx2, avx512, avx512bf16, amx and, on ARM, neon. In
-   avx512bf16 x and the dequantized weights are bf16, exactly: it takes rows that are bf16 or NVFP4 (code * sf has
-   6 significant bits); cpu.py leaves the others to avx512. So does amx, where many tokens meet the blocks as tiles of
-   16 tokens by 32 elements of K by 16 weight rows, both laid out so beforehand.  */
+   avx512bf16 and amx, x and the dequantized weights are bf16 without rounding: these paths take rows that are bf16 or
+   NVFP4 (code * sf has 6 significant bits), and backend.py gives other rows to avx512. In amx, many tokens are
+   multiplied in tiles of 16 tokens by 32 elements of K by 16 weight rows; both sides are laid out for that first.  */
 
 #include <stddef.h>
 #include <stdint.h>
@@ -41,7 +41,7 @@
 #define INLINE static inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 32")
 
-enum { FP32, BF16, FP16, NVFP4 };          /* element types, as cpu.py numbers them */
+enum { FP32, BF16, FP16, NVFP4 };          /* element types, as backend.py numbers them */
 enum { RAW, RELU2, SILU, GELU_TANH };      /* gate kinds */
 enum { GROUP, QUANTIZE, GEMM, COMBINE };   /* stages */
 enum { TILE = 64, K_BLOCK = 256, CHUNK = 256, MAX_STAGES = 8 }; /* rows, elements, tokens */
@@ -86,14 +86,14 @@ INLINE uint8_t to_e4m3(float f) { /* 0 <= f <= 448 or NaN, ties to even */
 
 INLINE float nearest(float f) { return (f + 0x1.8p23f) - 0x1.8p23f; } /* |f| < 2^22, ties to even */
 
-INLINE uint32_t largest_of(const float *block) { /* magnitude, as bits: NaN is above infinity */
+INLINE uint32_t largest_of(const float *block) { /* the largest magnitude, as bits: NaN is above infinity */
     uint32_t m[16];
     for (int i = 0; i < 16; i++) m[i] = bits(block[i]) & 0x7fffffff;
     for (int n = 8; n; n /= 2) for (int i = 0; i < n; i++) m[i] = m[i] > m[n + i] ? m[i] : m[n + i];
     return m[0];
 }
 
-/* The scales by which the largest magnitudes of 32 blocks, as bits, have this code. */
+/* The scales that give the largest magnitudes of 32 blocks, passed as bits, this code. */
 INLINE void scales_by_code(const uint32_t *largest, float code, float gs, uint8_t *sf) {
     for (int i = 0; i < 32; i++) {
         float ratio = number(largest[i]) / code / gs;
@@ -101,7 +101,7 @@ INLINE void scales_by_code(const uint32_t *largest, float code, float gs, uint8_
     }
 }
 
-/* A block's codes, two to a byte: see format._encode, three lines of which the lowest one holds. */
+/* A block's codes, two to a byte: the lowest of three lines, see format._encode. */
 INLINE void encode_block(const float *block, uint8_t sf, float gs, uint8_t *codes) {
     float scale = sf ? from_e4m3(sf) * gs : __builtin_inff();
     uint32_t below_zero = sf ? 8 : 0;
@@ -112,12 +112,12 @@ INLINE void encode_block(const float *block, uint8_t sf, float gs, uint8_t *code
         float one = nearest(a * 2), two = nearest(a) + 2, three = nearest(a * 0.5f) + 4, c = MIN(MIN(one, two), MIN(three, 7.0f));
         code.one[i] = (bits(c + 0x1p23f) & 7) | (block[i] < 0 ? below_zero : 0);
     }
-    __asm__("" : "+m"(code)); /* or gcc takes the vectors apart for what follows */
+    __asm__("" : "+m"(code)); /* else gcc takes the vectors apart for the next loop */
     for (int i = 0; i < 8; i++) codes[i] = (uint8_t)(code.two[i] | code.two[i] >> 28);
 }
 
-/* Of 32 blocks with these scales, of which the first n count: format._squared_error, in units of 2^-20. The product is exact
-   before it is rounded, and all after is exact too, so that it makes no difference what a compiler fuses. */
+/* format._squared_error of 32 blocks with these scales, in units of 2^-20; only the first n are used. The product is
+   exact before it is rounded, and everything after it is exact too, so it does not matter what a compiler fuses. */
 INLINE void squared_errors(const float *x, const uint8_t *sf, float gs, int64_t n, float *errors) {
     float inverse[32];
     int32_t sums[32] = {0};
@@ -153,7 +153,7 @@ INLINE void store_all(void *p, int type, int64_t at, const float *v, int64_t n) 
 
 static const float E2M1[16] = {0, .5f, 1, 1.5f, 2, 3, 4, 6, -0.f, -.5f, -1, -1.5f, -2, -3, -4, -6};
 
-/* ---- what cpu.py passes: each struct field by field as there ---- */
+/* ---- what backend.py passes: its structs have the same fields ---- */
 
 typedef struct {
     const void *x;          /* rows: fp32, bf16, fp16 [x_rows, x_width], or codes [x_rows, x_width / 2] */
@@ -170,19 +170,19 @@ typedef struct {
     int64_t paired;         /* weight rows n and n + split make one output (gate and up) */
     int64_t width;          /* of out: N, or N / 2 where paired */
     int64_t gate;
-    int64_t parts;          /* 0; or codes is [E, parts, 2], where the codes and the block scales of the halves (2) of an
-                               expert's rows lie, or of all (1), in memory that files are mapped to; sf is NULL then */
-    int64_t known;          /* mapped: whether the system says which pages are there (see `there`) */
+    int64_t parts;          /* 0; or, for mapped files: codes is [E, parts, 2], the addresses of the codes and of the
+                               block scales of each half (parts = 2) or of all (1) of an expert's rows; sf is NULL */
+    int64_t known;          /* mapped: whether the system tells which pages are in memory (see `there`) */
     float alpha, limit, up_offset;
     int32_t clamp_after;
     /* filled in by plan_gemm() */
     void *rows;             /* x, in planes */
-    void *leads;            /* of experts with many tokens the first ones, side by side */
+    void *leads;            /* the first tokens of experts with many, side by side */
     int32_t *hit;           /* experts with tokens */
     int64_t *padded;        /* NVFP4: where an expert's rows begin among the padded ones */
     int64_t tile, tiles, K_steps, stride, few;
-    uint8_t *there;         /* mapped: for each of hit, whether the `parts` times two matrices are in memory */
-    _Atomic int64_t *lost;  /* mapped: becomes 1 where memory has no file behind it any more */
+    uint8_t *there;         /* mapped: for each of hit, whether each of its 2 * parts matrices is in memory */
+    _Atomic int64_t *lost;  /* mapped: becomes 1 if memory has no file behind it any more */
     char *work;             /* scratch, work_bytes for each thread */
     int64_t work_bytes;
 } Gemm;
@@ -205,7 +205,7 @@ typedef struct {
     /* filled in by measure_quantize() */
     uint8_t *work;         /* scratch, work_bytes for each thread */
     int64_t work_bytes;
-    uint8_t *tokens;       /* where several rows are one of x: those of x, quantized; or NULL */
+    uint8_t *tokens;       /* if several rows are copies of one row of x: the rows of x, quantized; or NULL */
 } Quantize;
 
 typedef struct {
@@ -215,7 +215,7 @@ typedef struct {
     int64_t T, top_k, H, weights_type, out_type;
 } Combine;
 
-/* The bytes that cpu.py fills of each, in the order of the stages. It has the same structs, and compares. */
+/* How many bytes of each struct backend.py fills, in the order of the stages. It compares them with its own structs. */
 _Static_assert(sizeof(void *) == 8, "pointers and integers travel as 8-byte words");
 _Static_assert(sizeof(Group) == 7 * 8 && sizeof(Combine) == 8 * 8, "no padding");
 _Static_assert(offsetof(Quantize, work) == 14 * 8 && offsetof(Gemm, rows) == 29 * 8, "no padding");
@@ -237,7 +237,7 @@ INLINE int64_t expert_of(const int32_t *offsets, int64_t E, int64_t row) { /* E:
     return low;
 }
 
-/* Of so many tokens the first are multiplied while the weights are decoded: as many as the registers have room for. */
+/* How many of the tokens are multiplied while the weights are decoded: as many as the registers have room for. */
 enum { LEAD = 20 };
 INLINE int64_t lead_of(int64_t tokens) { return tokens <= LEAD ? tokens : 16; }
 
@@ -258,11 +258,11 @@ typedef struct {
     int64_t element, step, few; /* bytes of an Element, STEP, FEW */
 } Path;
 
-/* Parts of a token's result: one token alone is not left to one thread. */
+/* A token's result is computed in parts, so that a single token is not left to one thread. */
 enum { PART = 512 };
 INLINE int64_t parts_of(const Combine *c) { return (c->H + PART - 1) / PART; }
 
-/* Where a weight row's codes and block scales lie, and where the memory that these are in ends. */
+/* Where a weight row's codes and block scales lie, and where the memory of the block scales ends. */
 typedef struct { const uint8_t *codes, *sf, *end; } Row;
 
 /* Row n of expert e. */
@@ -277,13 +277,13 @@ INLINE Row row_at(const Gemm *g, int64_t e, int64_t n) {
     return (Row){codes + row * g->K / 2, sf + row * g->K / 16, sf + rows * g->K / 16};
 }
 
-/* The first row of a GEMM's item, of outputs, or of gates (half 0) or ups (half 1). */
+/* The first weight row of a GEMM's item; if rows are paired, of its gate rows (half 0) or up rows (half 1). */
 INLINE Row item_at(const Gemm *g, int64_t item, int half) {
     return row_at(g, g->hit[item / g->tiles], item % g->tiles * g->tile + half * g->split);
 }
 
-/* The K-th part from k on, k_part of it, of an item's tile, straight through its memory: taken as `block`
-   takes it, 128 bytes here and there, it would come far too slowly. */
+/* Prefetches `part` / K of an item's tile, from k / K of it on, straight through its memory: in the order in which
+   `block` reads it, 128 bytes here and there, it would come far too slowly. */
 INLINE void prefetch_tile(const Gemm *g, int64_t item, int64_t k, int64_t part) {
     for (int half = 0; half <= g->paired; half++) {
         Row row = item_at(g, item, half);
@@ -294,7 +294,7 @@ INLINE void prefetch_tile(const Gemm *g, int64_t item, int64_t k, int64_t part) 
     }
 }
 
-/* What is in memory of an item's rows, to the L2 cache, up to AHEAD bytes. */
+/* Prefetches up to AHEAD bytes of an item's rows from memory into the L2 cache. */
 enum { AHEAD = 128 << 10 };
 static void fetch_tile(const void *problem, int64_t item) {
     const Gemm *g = problem;
@@ -309,8 +309,8 @@ static void fetch_tile(const void *problem, int64_t item) {
 #include "cpu_mapped.h"
 
 /* ---- the paths ----
-   NR x NT    weight rows by tokens of dot_codes, as many sums as the registers hold
-   NP x NX    vectors of weight rows by tokens of multiply, the same
+   NR x NT    weight rows by tokens in dot_codes: as many sums as the registers hold
+   NP x NX    vectors of weight rows by tokens in multiply: as many sums as the registers hold
    STEP       elements of K decoded at once: PLANES vectors M of multiplicands (element type Element)
    V          LANES fp32 sums
    decode     STEP codes -> their planes, unscaled
@@ -319,10 +319,10 @@ static void fetch_tile(const void *problem, int64_t item) {
    mul_add    sums + a * b
    spread     32 bits of x in every lane
    transpose  LANES bytes of LANES rows, row by row -> byte by byte
-   stage, pairs, weave  see there (avx512bf16 only)
-   sum4       the sums of the lanes of four vectors
-   NUMBER     of the path, as cpu.py counts them
-   FEW        up to so many tokens of an expert, dot_codes is faster than the rest  */
+   stage, pairs, weave  see their definitions (avx512bf16 and amx)
+   sum4       for each of four vectors, the sum of its lanes
+   NUMBER     of the path, as backend.py numbers them
+   FEW        the largest number of tokens per expert for which dot_codes is faster than multiply  */
 
 #define PASTE_(a, b) a##_##b
 #define PASTE(a, b) PASTE_(a, b)
@@ -372,7 +372,7 @@ INLINE TARGET void decode_avx2(const uint8_t *c, v8 *out) { /* a table of magnit
     out[0] = _mm256_xor_ps(low, _mm256_castsi256_ps(_mm256_and_si256(_mm256_slli_epi32(v, 28), sign)));
     out[1] = _mm256_xor_ps(high, _mm256_castsi256_ps(_mm256_and_si256(_mm256_slli_epi32(v, 24), sign)));
 }
-/* As fp16, whose exponent is 8 larger; 0x7f is NaN. */
+/* By way of fp16, whose exponent bias is 8 larger; 0x7f is NaN. */
 INLINE TARGET void block_scales_avx2(const uint8_t *sf, float *out) {
     __m256i v = _mm256_slli_epi16(_mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *)sf)), 7);
     v = _mm256_or_si256(v, _mm256_cmpeq_epi16(v, _mm256_set1_epi16(0x7f << 7)));
@@ -452,7 +452,7 @@ INLINE TARGET __m512i fourth_rows(const uint8_t *row, int64_t stride) { /* 16 by
     v = _mm512_inserti32x4(v, _mm_loadu_si128((const __m128i *)(row + 8 * stride)), 2);
     return _mm512_inserti32x4(v, _mm_loadu_si128((const __m128i *)(row + 12 * stride)), 3);
 }
-/* Within each lane of 128 bits four rows are brought together unit by unit, then the lanes. */
+/* Four rows are interleaved within each lane of 128 bits, then the lanes are. */
 INLINE TARGET void transpose_avx512(const uint8_t *rows, int64_t stride, uint8_t *out) {
     __m512i a = fourth_rows(rows, stride), b = fourth_rows(rows + stride, stride);
     __m512i c = fourth_rows(rows + 2 * stride, stride), d = fourth_rows(rows + 3 * stride, stride);
@@ -480,8 +480,8 @@ INLINE TARGET void transpose_avx512(const uint8_t *rows, int64_t stride, uint8_t
 #ifdef HAS_BF16
 typedef uint16_t h32 __attribute__((vector_size(64), aligned(2), may_alias));
 #define TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c" WIDE)))
-/* A word is four codes, one of each plane. Each 32-bit lane of a plane is two elements of one block, so a step is 8
-   blocks of 2 lanes. The table is there twice: a look-up reads 5 bits of each word. */
+/* A 16-bit word is four codes, one for each plane. Each 32-bit lane of a plane is two elements of one block, so a step
+   is 8 blocks of 2 lanes. The table is there twice, because a look-up reads 5 bits of each word. */
 INLINE TARGET void decode_avx512bf16(const uint8_t *c, h32 *out) {
     const __m512i table = _mm512_broadcast_i64x4(_mm256_setr_epi16(
         0, 0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040, 0x4080, 0x40c0, (short)0x8000, (short)0xbf00, (short)0xbf80,
@@ -495,10 +495,11 @@ INLINE TARGET v16 scales_avx512bf16(const float *sf, int64_t k) {
 }
 INLINE TARGET v16 mul_add_avx512bf16(v16 sum, h32 a, h32 b) { return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b); }
 INLINE TARGET h32 spread_avx512bf16(const uint16_t *x) { return (h32)_mm512_set1_ps(*(const number_at *)x); }
-/* Weights by integer operations, which leave the multipliers to the products: in bf16 an element times its block scale
-   is the scale's bits, plus a step of the mantissa where the element is 1.5 times a power of two, plus the exponent.
-   16 rows of n codes -> a vector for 8 codes of all rows and, for each block, the scales and the masks that leave the
-   step of a look-up's low bits. bytes: the block scales, row by row; in fp16 they are 2^8 too small. */
+/* Weights are dequantized by integer operations, which leaves the multipliers to the products: in bf16 an element times
+   its block scale is the scale's bits, plus a step of the mantissa if the element is 1.5 times a power of two, plus the
+   element's exponent. 16 rows of n codes -> a vector for every 8 codes of all rows and, for each block, the scales and
+   the masks that keep only that step in a look-up's low bits. bytes: the block scales, row by row; in fp16 they are 2^8
+   too small. */
 typedef struct { __m512i eights[K_BLOCK / 8], scales[K_BLOCK / 16][2]; } Staged;
 INLINE TARGET void stage_avx512bf16(const uint8_t *codes, int64_t stride, const uint8_t *bytes, int64_t n,
                                     Staged *out) {
@@ -511,7 +512,7 @@ INLINE TARGET void stage_avx512bf16(const uint8_t *codes, int64_t stride, const 
         eights[0] = _mm512_unpacklo_epi32(ab, cd), eights[1] = _mm512_unpackhi_epi32(ab, cd);
         eights[2] = _mm512_unpacklo_epi32(AB, CD), eights[3] = _mm512_unpackhi_epi32(AB, CD);
     }
-    /* 8 times the mantissa 1 + m / 8 -> what 1.5 times that adds to the bits of bf16; twice for each 4 exponents */
+    /* mantissa 1 + m / 8, looked up by m -> what a factor of 1.5 adds to the bits of bf16 */
     const __m512i step = _mm512_or_si512(_mm512_set1_epi16((short)0xff80), _mm512_broadcast_i32x4(
         _mm_setr_epi16(64, 72, 80, 84, 80, 76, 72, 68)));
     const __m512i one = _mm512_set1_epi32(1), last = _mm512_set1_epi32(0x7fc07fbf);
@@ -524,7 +525,7 @@ INLINE TARGET void stage_avx512bf16(const uint8_t *codes, int64_t stride, const 
         UNROLL for (int i = 0; i < 2; i++, scales++) {
             __m512i v = _mm512_or_si512(upper[i], _mm512_srli_epi32(upper[i], 16));
             scales[0][0] = v;
-            __mmask16 number = _mm512_cmplt_epu32_mask(_mm512_sub_epi32(v, one), last); /* neither 0 nor NaN: those stay */
+            __mmask16 number = _mm512_cmplt_epu32_mask(_mm512_sub_epi32(v, one), last); /* not 0 or NaN, which must stay */
             scales[0][1] = _mm512_maskz_mov_epi32(number, _mm512_permutexvar_epi16(_mm512_srli_epi16(v, 4), step));
         }
     }
@@ -532,7 +533,8 @@ INLINE TARGET void stage_avx512bf16(const uint8_t *codes, int64_t stride, const 
 /* 8 codes of all rows -> the pairs of bf16 of each plane: elements 0 and 4, 1 and 5, 2 and 6, 3 and 7. */
 INLINE TARGET void pairs_avx512bf16(const Staged *from, int64_t i, h32 *v) {
     const __m512i eight = from->eights[i], *scale = from->scales[i / 2];
-    /* 128 times the exponent, 2^8 among it, and all low bits where the mantissa is 1.5; zero: less than any scale */
+    /* 128 times the exponent (with the missing 2^8), and all low bits set if the mantissa is 1.5; for code 0 a number so
+       negative that adding any scale leaves it negative */
     const __m512i table = _mm512_broadcast_i32x4(_mm_setr_epi16((short)0x8080, 0x380, 0x400, 0x47f, 0x480, 0x4ff, 0x500, 0x57f));
     const __m512i bytes = _mm512_set4_epi32(0x800e8006, 0x800c8004, 0x800a8002, 0x80088000); /* as words */
     UNROLL for (int u = 0; u < 2; u++) {
@@ -602,7 +604,7 @@ INLINE TARGET void weave_avx512bf16(const uint16_t *const *x, int64_t nt, int64_
 #endif
 
 #if defined(__aarch64__)
-INLINE void decode_neon(const uint8_t *c, v4 *out) { /* the two upper bytes of each float come from a table */
+INLINE void decode_neon(const uint8_t *c, v4 *out) { /* looks up the two upper bytes of each float */
     static const uint8_t BYTES[32] = {0, 0x3f, 0x3f, 0x3f, 0x40, 0x40, 0x40, 0x40, 0x80, 0xbf, 0xbf, 0xbf, 0xc0, 0xc0, 0xc0, 0xc0,
                                       0, 0, 0x80, 0xc0, 0, 0x40, 0x80, 0xc0, 0, 0, 0x80, 0xc0, 0, 0x40, 0x80, 0xc0};
     const uint8x16x2_t table = {{vld1q_u8(BYTES), vld1q_u8(BYTES + 16)}};
@@ -663,8 +665,8 @@ static const Path *const PATHS[6] = {
 };
 
 #ifdef SOURCES /* the library of a wheel */
-const char sources[] = SOURCES; /* cpu.py asks whether these are the sources beside it */
-/* glibc 2.34 gave these functions new versions. By the old ones the wheel runs from glibc 2.28 on, as torch's does. */
+const char sources[] = SOURCES; /* backend.py compares this checksum with the sources beside it */
+/* glibc 2.34 gave these functions new versions. With the old ones the wheel runs on glibc 2.28 or newer, as torch's. */
 #if defined(__GLIBC__) && defined(__x86_64__)
 __asm__(".symver pthread_create, pthread_create@GLIBC_2.2.5\n.symver pthread_detach, pthread_detach@GLIBC_2.2.5");
 #elif defined(__GLIBC__) && defined(__aarch64__)
@@ -672,7 +674,7 @@ __asm__(".symver pthread_create, pthread_create@GLIBC_2.17\n.symver pthread_deta
 #endif
 #endif
 
-/* One block of memory is kept between calls, so that its pages need not be made anew. */
+/* One block of memory is kept between calls, so that the system need not provide its pages again. */
 typedef struct { int64_t size; char pad[56]; } Memory;
 static _Atomic(Memory *) kept;
 
@@ -707,8 +709,8 @@ static int64_t group(const Group *g) {
     return 0;
 }
 
-/* Whether offsets [E + 1] ascend from 0 to at most R, and `rows` [R] (or NULL) are below `end`: nothing is read or
-   written outside of the tensors then. */
+/* Whether offsets [E + 1] ascend from 0 to at most R, and `rows` [R] (or NULL) are below `end`. If so, nothing is read
+   or written outside the tensors. */
 static int fits(const int32_t *offsets, int64_t E, int64_t R, const int32_t *rows, int64_t end) {
     int bad = offsets[0] != 0 || offsets[E] > R;
     for (int64_t e = 0; e < E; e++) bad |= offsets[e] > offsets[e + 1];
@@ -723,10 +725,10 @@ static int64_t leads_bytes(const Gemm *g, const Path *p) {
     return p->weave ? whole(g->R * g->K_steps * p->element, 64) + 1024 : 0; /* a tile may begin with the last row */
 }
 
-/* Sizes; returns the bytes for rows, leads, padded, hit and there. */
+/* Computes sizes; returns the bytes for rows, leads, padded, hit and there. */
 static int64_t measure(Gemm *g, const Path *p) {
     g->K_steps = whole(g->K, p->step);
-    g->stride = g->K_steps + 64 / p->element; /* not a power of two: rows would share the sets of the cache */
+    g->stride = g->K_steps + 64 / p->element; /* not a power of two, or rows would compete for the same cache sets */
     g->tile = TILE / (g->paired ? 2 : 1);
     g->tiles = (g->width + g->tile - 1) / g->tile;
     int64_t few = 4 * 4 * (g->K_steps / 16 + 32), many = TILE * K_BLOCK * p->element + CHUNK * TILE * 4;
@@ -734,13 +736,13 @@ static int64_t measure(Gemm *g, const Path *p) {
     return rows_bytes(g, p) + leads_bytes(g, p) + whole(g->E * 16, 64);
 }
 
-/* The same: a token that several rows take is quantized once, if they have no experts' scales. */
+/* The same for Quantize: a token that several rows are copies of is quantized once, unless experts have scales. */
 static int64_t measure_quantize(Quantize *q) {
     q->work_bytes = whole(q->K / 16, 64);
     return q->index && !q->scale && q->x_rows < q->R ? q->x_rows * token_bytes(q) : 0;
 }
 
-/* The phases of a GEMM. Unrouted rows become zeros. */
+/* Adds the phases of a GEMM. Unrouted rows become zeros. */
 static void add_gemm(Job *job, Gemm *g, const Path *p, char *memory, int64_t threads, _Atomic int64_t *lost) {
     int64_t E = g->E, hits = 0, row_bytes = g->width * (g->out_type == FP32 ? 4 : 2);
     for (int64_t r = g->offsets[E]; r < g->R; r++)
@@ -762,12 +764,12 @@ static void add_gemm(Job *job, Gemm *g, const Path *p, char *memory, int64_t thr
     add_phase(job, p->arrange, g, g->x_rows, g->x_rows * g->K, threads);
     if (p->weave && many) add_phase(job, p->weave, g, hits * whole(g->K_steps, K_BLOCK) / K_BLOCK, many * g->K, threads);
     Phase *items = add_phase(job, p->item, g, hits * g->tiles, hits * g->N * g->K, threads);
-    if (!g->parts && items->shares > 1) items->fetch = fetch_tile; /* of weights in files each item is asked for first */
+    if (!g->parts && items->shares > 1) items->fetch = fetch_tile; /* weights in files must be waited for first */
 }
 
-/* Runs the stages of a program: for each its kind, the words of its struct and the struct. The threads pass through
-   all of it together. Returns 0; -1 without memory; -2 if a Group finds an id that is none; -3 if groups don't fit; -4 if
-   mapped weights are not in their file any more. */
+/* Runs the stages of a program: for each stage its kind, the number of 8-byte words in its struct, and the struct. The
+   threads go through all stages together. Returns 0; -1 if out of memory; -2 if a Group finds an illegal id; -3 if
+   offsets or indices do not fit; -4 if mapped weights are not in their file any more. */
 int64_t run(const int64_t *program, int64_t count, int64_t path, int64_t threads, Parallel *parallel) {
     struct { int64_t kind, bytes; union { Group group; Quantize quantize; Gemm gemm; Combine combine; }; }
         stages[MAX_STAGES], *end = stages + count, *s;

@@ -20,7 +20,7 @@ static inline void tile_multiply(int c, int a, int b) {
                                       * number((uint32_t)tile_registers[b].bf16[k / 2][2 * n + k % 2] << 16);
 }
 #else
-/* Assembler, because the compilers' intrinsics do not tell them that memory is read and written. */
+/* Inline assembly, because the intrinsics do not tell the compilers that memory is read and written. */
 #define tile_zero(t) __asm__ volatile("tilezero %%tmm" #t ::: "memory")
 #define tile_load(t, from, stride) \
     __asm__ volatile("tileloadd (%0,%1,1), %%tmm" #t :: "r"((const void *)(from)), "r"((int64_t)(stride)) : "memory")

@@ -1,21 +1,21 @@
-/* Programs that a CUDA stream runs (cpu.c includes this file), without Python.
+/* Programs that a CUDA stream starts without Python (cpu.c includes this file).
 
-   A stream has two ways to ask for one. As a host function: `call` on a thread of CUDA's, which has to be woken first.
-   Or by mail: the stream writes the address of a Call into a mailbox and waits until that is empty again. The postman, a
-   thread that looks into the mailboxes all the time, finds it there a microsecond later.
+   A stream has two ways to start one. As a host function: `call` runs on a thread of CUDA, which must be woken first.
+   Or by mail: the stream writes the address of a Call into a mailbox and waits until that is empty again. The postman,
+   a thread that keeps looking into the mailboxes, finds it there a microsecond later.
 
-   Nobody takes a return value, so a failure fills what the program should have made with NaN (all bits ones, in every
-   type) and is kept for `failure`. */
+   Nobody takes a return value, so after a failure the program's output is filled with NaN (all bits ones, in every
+   type), and the failure is kept for `failure`. */
 
 #include <time.h>
 
 typedef struct {
-    void (*call)(void *); /* of the library that has the path */
+    void (*call)(void *); /* from the library that contains `path` */
     const int64_t *program;
     int64_t count, path, threads;
     void *out;
     int64_t out_bytes;
-    _Atomic int64_t done, released; /* how often it ran; whether nothing will run it again */
+    _Atomic int64_t done, released; /* how many times it has run; whether nothing will run it again */
 } Call;
 typedef _Atomic(Call *) Mailbox; /* NULL: empty */
 
@@ -31,9 +31,9 @@ void call(void *argument) {
     atomic_fetch_add(&c->done, 1);
 }
 
-void release(void *argument) { atomic_store(&((Call *)argument)->released, 1); } /* when a graph that had it is gone */
+void release(void *argument) { atomic_store(&((Call *)argument)->released, 1); } /* when its CUDA graph is gone */
 
-/* What `run` returned to a call that failed since this was asked last, else 0. */
+/* What `run` returned for the last call that failed since this was asked before, or 0. */
 int64_t failure(void) { return atomic_exchange(&failed_call, 0); }
 
 enum { MAILBOXES = 256 };
@@ -44,8 +44,8 @@ static struct {
     atomic_int at_work, closing;
 } post = {.lock = PTHREAD_MUTEX_INITIALIZER};
 
-/* Looks without a pause for about as long as the pool does, then at intervals of 20 us and, after about half a second,
-   of 1 ms, which costs next to nothing. */
+/* The postman. When idle, it first looks without a pause, for about as long as the pool does, then every 20 us and,
+   after about half a second, every 1 ms, which costs next to nothing. */
 static void *deliver(void *unused) {
     (void)unused;
     for (int64_t idle = 0; !atomic_load(&post.closing); idle++) {
@@ -63,8 +63,8 @@ static void *deliver(void *unused) {
     return NULL;
 }
 
-/* Has `box`, which is empty and stays where it is forever, looked into. Returns 0, or -1 where there is no room for it
-   or no thread. */
+/* Makes the postman look into `box`, which must be empty and stay where it is forever. Returns 0, or -1 if there is no
+   room for another one or no thread. */
 int64_t open_mailbox(Mailbox *box) {
     pthread_t postman;
     pthread_mutex_lock(&post.lock);
@@ -81,7 +81,7 @@ int64_t open_mailbox(Mailbox *box) {
     return failed;
 }
 
-/* Waits until the postman has gone, so that the memory of mailboxes can: for the end of the process. */
+/* Waits until the postman has ended, so that the mailboxes' memory can be freed: for the end of the process. */
 void close_mailboxes(void) {
     atomic_store(&post.closing, 1);
     while (atomic_load(&post.at_work)) nanosleep(&(struct timespec){0, 100000}, NULL);

@@ -1,4 +1,4 @@
-/* Which paths of cpu.c this machine can run and this compiler make: cpu.py asks before it compiles one of them. */
+/* Which paths of cpu.c this compiler can make and this machine can run: backend.py asks before it compiles one. */
 
 #include <stdint.h>
 
@@ -6,7 +6,7 @@
 #define HAS_BF16
 #endif
 #if defined(HAS_BF16) && (defined(__linux__) || defined(EMULATE_AMX))
-#define HAS_AMX /* whose instructions are spelled out: binutils from 2.34 on know them */
+#define HAS_AMX /* needs an assembler that knows the instructions: binutils 2.34 or newer */
 #endif
 
 #if defined(HAS_AMX) && !defined(EMULATE_AMX)
@@ -14,8 +14,8 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-/* Whether there are AMX tiles and bf16 products of them, and the kernel lets this process use them: they are large, so
-   that it asks to be asked (ARCH_REQ_XCOMP_PERM of XFEATURE_XTILEDATA). */
+/* Whether there are AMX tiles with bf16 products, and Linux lets this process use them. A process must ask, because
+   tiles make the state of a thread large (ARCH_REQ_XCOMP_PERM of XFEATURE_XTILEDATA). */
 static int has_amx(void) {
     unsigned a, b, c, d;
     return __get_cpuid_count(7, 0, &a, &b, &c, &d) && d >> 22 & 1 && d >> 24 & 1
@@ -25,7 +25,7 @@ static int has_amx(void) {
 static int has_amx(void) { return 1; }
 #endif
 
-/* Bit i for the path that cpu.py counts as i. */
+/* Bit i: whether path i can run, in the order of PATHS in backend.py. */
 int64_t paths(void) {
     int64_t can = 1;
 #if defined(__x86_64__)

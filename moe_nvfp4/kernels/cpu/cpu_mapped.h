@@ -1,18 +1,18 @@
-/* Weights that stay in their files (cpu.c includes this file): the memory that the loops read is the page cache.
+/* Weights that stay in their files (cpu.c includes this file): the loops read the page cache.
 
-   Before a GEMM the system is asked for all that the router chose and that is not in memory, so that a disk has many
-   reads to do at once. Then each item has its own rows brought, which waits for them. On Linux 5.14 and newer that says
-   so where the file does not reach that far any more, or cannot be read; a plain load of such memory would be a SIGBUS.
-   What is in memory needs none of it: asking which pages are (mincore) takes a tenth of the other calls' time. */
+   Before a GEMM, the system is asked for everything that the router chose and that is not in memory, so that the disk
+   has many reads to do at once. Then each item waits for its own rows. On Linux 5.14 and newer this wait reports an
+   error if the file has become too short or cannot be read; a plain load from such memory would end in a SIGBUS.
+   Pages in memory need no such calls: mincore, which tells which they are, takes a tenth of the calls' time. */
 
 #include <errno.h>
 #include <sys/mman.h>
 
 #if defined(__linux__) && !defined(MADV_POPULATE_READ)
-#define MADV_POPULATE_READ 22 /* headers may be older than the system */
+#define MADV_POPULATE_READ 22 /* the headers may be older than the running kernel */
 #endif
 
-enum { ASKED = 128 << 10 }; /* bytes: of more in one call the system may pass over the rest */
+enum { ASKED = 128 << 10 }; /* bytes: if asked for more in one call, the system may ignore the rest */
 
 INLINE int advise(const uint8_t *from, int64_t bytes, int advice) {
     uintptr_t in_page = (uintptr_t)from & 4095;
@@ -30,7 +30,7 @@ static int in_memory(const uint8_t *from, int64_t bytes) {
     return 1;
 }
 
-/* Item i: codes or block scales of a part of an expert's rows. */
+/* Asks the system for item i: the codes or block scales of one part of an expert's rows. */
 static void ask_for(const void *problem, int64_t i, int64_t next, int thread) {
     (void)next, (void)thread;
     const Gemm *g = problem;
@@ -41,16 +41,16 @@ static void ask_for(const void *problem, int64_t i, int64_t next, int thread) {
     for (int64_t done = 0; done < bytes; done += ASKED) advise(at + done, MIN(ASKED, bytes - done), MADV_WILLNEED);
 }
 
-/* Waits until these bytes are in memory; 0 where the file does not have them any more. */
+/* Waits until these bytes are in memory; returns 0 if the file does not have them any more. */
 static int populate(const uint8_t *from, int64_t bytes) {
 #ifdef MADV_POPULATE_READ
     if (advise(from, bytes, MADV_POPULATE_READ))
-        return errno != EFAULT && errno != EHWPOISON; /* others: this system does not know how */
+        return errno != EFAULT && errno != EHWPOISON; /* other errors: this system does not have the call */
 #endif
     return 1;
 }
 
-/* Rows first to end of expert e, all of one part. */
+/* Waits for rows first to end of expert e, all in one part; returns 0 if they are lost. */
 static int bring(const Gemm *g, int64_t e, int64_t first, int64_t end) {
     if (first >= end) return 1;
     Row row = row_at(g, e, first);
@@ -58,7 +58,7 @@ static int bring(const Gemm *g, int64_t e, int64_t first, int64_t end) {
     return populate(row.codes, n / 2) && populate(row.sf, n / 16);
 }
 
-/* Whether the weights of a GEMM's item can be read. */
+/* Waits for the weights of a GEMM's item; returns whether they can be read. */
 static int brought(const Gemm *g, int64_t item) {
     int64_t e = g->hit[item / g->tiles], n0 = item % g->tiles * g->tile, n = MIN(g->tile, g->width - n0);
     int64_t middle = g->parts == 2 ? g->N / 2 : g->N, there = !atomic_load(g->lost), missing = 0;
@@ -70,9 +70,9 @@ static int brought(const Gemm *g, int64_t item) {
     return (int)there;
 }
 
-/* ---- matrices of files, one after the other in other memory ---- */
+/* ---- copying matrices out of their files ---- */
 
-enum { GATHERED = 256 << 10 }; /* bytes of an item */
+enum { GATHERED = 256 << 10 }; /* bytes per item */
 typedef struct { const uint8_t *const *from; uint8_t *to; int64_t bytes, parts; _Atomic int64_t *lost; } Gather;
 
 static void gather_part(const void *problem, int64_t i, int64_t next, int thread) {
@@ -84,8 +84,8 @@ static void gather_part(const void *problem, int64_t i, int64_t next, int thread
     else atomic_store(g->lost, 1);
 }
 
-/* Copies `count` matrices of `bytes` bytes each, which lie at from[0], from[2], from[4], ..., to `to`. Returns 0, or -4 if
-   one is not in its file any more. */
+/* Copies `count` matrices of `bytes` bytes each, at from[0], from[2], from[4], ..., one after the other to `to`.
+   Returns 0, or -4 if one is not in its file any more. */
 int64_t gather(const uint8_t *const *from, int64_t count, int64_t bytes, uint8_t *to, int64_t threads, Parallel *parallel) {
     _Atomic int64_t lost = 0;
     Gather g = {from, to, bytes, (bytes + GATHERED - 1) / GATHERED, &lost};

@@ -1,5 +1,5 @@
-/* The loops of the CPU backend, for one instruction set: cpu.c includes this file once for each. With -DONLY=i
-   (cpu.py, on first use) only the path of that NUMBER is compiled. */
+/* The loops of the CPU backend for one instruction set: cpu.c includes this file once for each. With -DONLY=i, which
+   backend.py passes when it compiles on first use, only the path with that NUMBER is compiled. */
 
 static const Path NAME(path); /* zeros where it is not compiled */
 #if !defined(ONLY) || ONLY == NUMBER
@@ -8,12 +8,12 @@ static const Path NAME(path); /* zeros where it is not compiled */
 #define WIDTH ((int64_t)(sizeof(M) / sizeof(Element)))
 #define STEP (PLANES * WIDTH)
 #if defined(LEADS) || defined(TILES)
-#define WOVEN /* tokens side by side, by weave */
+#define WOVEN /* weave puts tokens side by side */
 #endif
 
-INLINE TARGET M NAME(at)(const Element *p) { return *(const M *)p; } /* not memcpy: GCC takes that apart */
+INLINE TARGET M NAME(at)(const Element *p) { return *(const M *)p; } /* not memcpy, which GCC takes apart */
 
-/* sums[r][t] += codes[r][k .. k + STEP) . x[t], scaled block by block. ahead: codes that will be read */
+/* sums[r][t] += codes[r][k .. k + STEP) . x[t], scaled block by block. ahead: codes to prefetch */
 INLINE TARGET void NAME(step)(int nr, int nt, const uint8_t *const *codes, const float *const *sf, int64_t k,
                               const Element *const *x, V sums[NR][NT], const uint8_t *ahead) {
     UNROLL for (int r = 0; r < nr; r++) {
@@ -34,7 +34,7 @@ INLINE TARGET void NAME(dot_codes)(int nt, const uint8_t *const *codes, const fl
                                    const Element *const *x, float *out) {
     V sums[NR][NT];
     UNROLL for (int r = 0; r < NR; r++) UNROLL for (int t = 0; t < nt; t++) sums[r][t] = (V){0};
-    /* The rows after these, in the order of memory: by whole groups of rows, 2 KB or more from here. */
+    /* Prefetch the rows that follow in memory: whole groups of rows ahead, at least 2 KB from here. */
     int64_t k = 0, group = NR * K / 2;
     const uint8_t *ahead = codes[0] + group + (2048 - 1) / group * group;
     for (; k + STEP <= K; k += STEP) {
@@ -83,7 +83,7 @@ static TARGET void NAME(many_tokens)(int nt, const Element *w, const Element *co
 #undef CASE
 }
 
-/* The scales of a weight row as fp32, then zeros up to a multiple of 16. */
+/* The n block scales of a weight row as fp32, then zeros up to a multiple of 16. */
 INLINE TARGET void NAME(row_scales)(const uint8_t *sf, const uint8_t *end, int64_t n, float *out) {
     int64_t i = 0;
     for (; i + 16 <= n; i += 16) {
@@ -91,8 +91,8 @@ INLINE TARGET void NAME(row_scales)(const uint8_t *sf, const uint8_t *end, int64
         NAME(block_scales)(sf + i, out + i);
     }
     if (i == n) return;
-    if (n > 16) NAME(block_scales)(sf + n - 16, out + n - 16); /* some of them again */
-    else if (end - sf >= 16) NAME(block_scales)(sf, out); /* and some of the next rows' */
+    if (n > 16) NAME(block_scales)(sf + n - 16, out + n - 16); /* some of them for the second time */
+    else if (end - sf >= 16) NAME(block_scales)(sf, out); /* with some of the next rows */
     else {
         uint8_t tail[16] = {0};
         memcpy(tail, sf, n);
@@ -101,8 +101,8 @@ INLINE TARGET void NAME(row_scales)(const uint8_t *sf, const uint8_t *end, int64
     memset(out + n, 0, 64);
 }
 
-/* The codes and block scales of LANES weight rows, n elements from k on: in place or, where they do not follow each
-   other or end early, here. */
+/* The codes and block scales of LANES weight rows, n elements from k on. The codes are in place or, if the rows do not
+   lie evenly in memory or end early, copied into `spare`. */
 typedef struct {
     const uint8_t *codes;
     int64_t stride;
@@ -117,7 +117,7 @@ INLINE TARGET void NAME(find)(const Gemm *g, const Row *row, int64_t k, int64_t 
     to->codes = row[0].codes + k / 2, to->stride = g->K / 2;
     for (int64_t r = 0; r < LANES; r++)
         for (int64_t i = K_BLOCK / 2; i < K_BLOCK; i += 64) __builtin_prefetch(to->codes + r * to->stride + i);
-    /* as rows do, or the last one of a tile is repeated, or they are in two parts of a matrix */
+    /* not so if the last row of a tile is repeated, or the rows are in two parts of a matrix */
     int follow = last->sf - row->sf == (LANES - 1) * K16 && last->codes - row->codes == (LANES - 1) * g->K / 2;
     if (!follow || have < n) {
         memset(to->spare, 0, sizeof to->spare);
@@ -125,7 +125,7 @@ INLINE TARGET void NAME(find)(const Gemm *g, const Row *row, int64_t k, int64_t 
             memcpy(to->spare + r * K_BLOCK / 2, row[r].codes + k / 2, have / 2);
         to->codes = to->spare, to->stride = K_BLOCK / 2;
     }
-    if (!follow || have < n || last->end - last->sf < k / 16 + 16) { /* 16 would be too many */
+    if (!follow || have < n || last->end - last->sf < k / 16 + 16) { /* reading 16 would pass the end */
         memset(spare, 0, sizeof spare);
         for (int64_t r = 0; r < LANES; r++) memcpy(spare + r * 16, row[r].sf + k / 16, have / 16);
         sf = spare, sf_stride = 16;
@@ -135,8 +135,8 @@ INLINE TARGET void NAME(find)(const Gemm *g, const Row *row, int64_t k, int64_t 
 
 #if defined(TILES)
 
-/* The rows of an expert with many tokens as AMX reads them: for each chunk [expert's first row + begin][K_steps / 32]
-   [tokens][32], so that 16 tokens by 32 elements are 1 KB that lies together. */
+/* The rows of an expert with many tokens as AMX reads them: each chunk, at expert's first row + begin, is
+   [K_steps / 32][tokens][32], so that 16 tokens by 32 elements are 1 KB of contiguous memory. */
 static TARGET void NAME(weave_item)(const void *problem, int64_t i, int64_t next, int thread) {
     (void)next, (void)thread;
     const Gemm *g = problem;
@@ -154,8 +154,8 @@ static TARGET void NAME(weave_item)(const void *problem, int64_t i, int64_t next
 }
 #define WEAVE NAME(weave_item)
 
-/* 16 weight rows, n elements, dequantized: out[n / 2 pairs][row][2]. next, next_sf: the codes and scales that the next
-   tile will need here. */
+/* 16 weight rows, n elements, dequantized: out[n / 2 pairs][row][2]. next, next_sf: the next tile's codes and scales
+   at this place, to prefetch. */
 INLINE TARGET void NAME(unpack)(const Staged *from, int64_t n, M *out, const uint8_t *next, const uint8_t *next_sf) {
     for (int64_t i = 0; i < n / 8; i++) {
         M v[4];
@@ -166,8 +166,8 @@ INLINE TARGET void NAME(unpack)(const Staged *from, int64_t n, M *out, const uin
     }
 }
 
-/* sums[tokens][TILE] += x by w over n elements: x [n / 32][tokens][32], w [4][n / 2 pairs][16 rows][2], the 16 rows
-   K_BLOCK * 16 apart. Two tiles of tokens by two of rows, the last tile of tokens alone by four. */
+/* sums[tokens][TILE] += x by w over n elements: x [n / 32][tokens][32], w [4][n / 2 pairs][16 rows][2], the four groups
+   of rows K_BLOCK * 16 apart. Two tiles of tokens by two of rows at a time; a last single tile of tokens by four. */
 static TARGET void NAME(multiply_tiles)(int64_t tokens, const Element *w, const Element *x, int64_t n, int first, float *sums) {
     const int64_t rows = 16 * K_BLOCK, line = TILE * 4; /* elements, bytes */
     int64_t t = 0;
@@ -212,8 +212,8 @@ static TARGET void NAME(multiply_tiles)(int64_t tokens, const Element *w, const 
 
 #elif defined(LEADS)
 
-/* As multiply, for one vector of rows, decoded on the way, by nt tokens side by side in x; w, if not NULL, gets the
-   weights for the other tokens. next, next_sf: the codes and scales that the next tile will need here. */
+/* As multiply, for one vector of rows, decoded on the way, by nt tokens side by side in x. If w is not NULL, it gets
+   the weights, for the other tokens. next, next_sf: the next tile's codes and scales at this place, to prefetch. */
 INLINE TARGET void NAME(multiply_codes)(int nt, const Staged *from, int64_t n, const Element *x, int first,
                                         float *sums, M *w, const uint8_t *next, const uint8_t *next_sf) {
     V s[LEAD];
@@ -238,7 +238,7 @@ static TARGET void NAME(lead)(int nt, const Staged *from, int64_t n, const Eleme
 #undef CASE
 }
 
-/* The first tokens of an expert's, side by side: [expert's first row + begin][K_steps / 2][lead][2] */
+/* The first tokens of an expert, side by side: at expert's first row + begin, [K_steps / 2][lead][2] */
 static TARGET void NAME(weave_item)(const void *problem, int64_t i, int64_t next, int thread) {
     (void)next, (void)thread;
     const Gemm *g = problem;
@@ -260,7 +260,7 @@ static TARGET void NAME(weave_item)(const void *problem, int64_t i, int64_t next
 #else
 #define WEAVE NULL
 
-/* TILE weight rows, from element k on, n of them, dequantized: out[NP rows together][32 bits of K][row] */
+/* TILE weight rows, n elements from k on, dequantized: out[group of NP * LANES rows][32 bits of K][row] */
 static TARGET void NAME(block)(const Gemm *g, const Row *row, int64_t rows, int64_t k, int64_t n, Element *out) {
     for (int64_t j = 0; j < rows; j += LANES) {
         NAME(Rows) from;
@@ -284,12 +284,12 @@ static TARGET void NAME(block)(const Gemm *g, const Row *row, int64_t rows, int6
 /* The tile's rows of weights, their global scales and biases. */
 typedef struct { int64_t n0, n; Row row[TILE]; float scale[TILE], bias[TILE]; } NAME(Tile);
 
-/* Scales, bias and gate of row r of the result, v [columns], which goes out. */
+/* Applies scales, bias and gate to row r of the result, v [columns], and stores it. */
 static TARGET void NAME(finish)(const Gemm *g, const NAME(Tile) *tile, int64_t r, float *restrict v) {
     int64_t n = tile->n;
     int64_t to = (g->target ? g->target[r] : r) * g->width + tile->n0;
     float x_scale = g->x_scale ? g->x_scale[r] : 1.0f, h[TILE];
-    if (!g->paired && g->gate != RELU2 && n == TILE && g->out_type == FP32) { /* GEMM 2: not by way of v */
+    if (!g->paired && g->gate != RELU2 && n == TILE && g->out_type == FP32) { /* GEMM 2: straight into out */
         float *restrict out = (float *)g->out + to;
         for (int64_t j = 0; j < TILE; j++) out[j] = v[j] * tile->scale[j] * x_scale + tile->bias[j];
         return;
@@ -306,18 +306,18 @@ static TARGET void NAME(finish)(const Gemm *g, const NAME(Tile) *tile, int64_t r
             float a = v[j], u = v[TILE / 2 + j];
             a = a > before ? before : a, u = u > limit ? limit : u;
             u = u < -limit ? -limit : u;
-            float b = a > 1e9f ? 1e9f : a < -1e9f ? -1e9f : a; /* whose square is finite */
+            float b = a > 1e9f ? 1e9f : a < -1e9f ? -1e9f : a; /* so that its square is finite */
             a = a / (1.0f + exponential(-b * (linear + cubic * b * b)));
             a = a > after ? after : a;
             h[j] = a * (u + g->up_offset);
         }
     }
-    if (g->paired && n == TILE / 2) store_all(g->out, (int)g->out_type, to, h, TILE / 2); /* lengths that the compiler knows */
+    if (g->paired && n == TILE / 2) store_all(g->out, (int)g->out_type, to, h, TILE / 2); /* lengths the compiler knows */
     else if (!g->paired && n == TILE) store_all(g->out, (int)g->out_type, to, v, TILE);
     else store_all(g->out, (int)g->out_type, to, g->paired ? h : v, n);
 }
 
-/* One tile of one expert's weight rows by all its tokens. */
+/* Multiplies one tile of an expert's weight rows by all its tokens. */
 static TARGET void NAME(item)(const void *problem, int64_t i, int64_t next, int thread) {
     const Gemm *g = problem;
     if (g->parts && !brought(g, i)) return;
@@ -327,7 +327,7 @@ static TARGET void NAME(item)(const void *problem, int64_t i, int64_t next, int 
     tile.n0 = n0, tile.n = n;
     const Row begin[2] = {item_at(g, i, 0), item_at(g, i, (int)g->paired)};
     const int64_t K2 = g->K / 2, K16 = g->K / 16;
-    for (int64_t j = 0; j < TILE; j++) { /* [outputs], or [gate, up]; the last of them again where the tile is not full */
+    for (int64_t j = 0; j < TILE; j++) { /* [outputs] or [gate, up]; a tile that is not full repeats the last row */
         int64_t row = j < g->tile ? n0 + MIN(j, n - 1) : n0 + MIN(j - g->tile, n - 1) + g->split;
         tile.scale[j] = row < g->split ? g->first_scale[e] : g->rest_scale[e];
         tile.bias[j] = g->bias ? load(g->bias, (int)g->bias_type, e * g->N + row) : 0;
@@ -336,7 +336,7 @@ static TARGET void NAME(item)(const void *problem, int64_t i, int64_t next, int 
         int64_t half = j >= g->tile, in = MIN(j - half * g->tile, n - 1);
         tile.row[j] = (Row){begin[half].codes + in * K2, begin[half].sf + in * K16, begin[half].end};
     }
-    if (g->parts == 2 && !g->paired && n0 < g->N / 2 && n0 + n > g->N / 2) /* in both */
+    if (g->parts == 2 && !g->paired && n0 < g->N / 2 && n0 + n > g->N / 2) /* the tile is in both parts */
         for (int64_t j = 0; j < TILE; j++) tile.row[j] = row_at(g, e, n0 + MIN(j, n - 1));
     const Element *x[NX > NT ? NX : NT];
 #define TOKENS(n) for (int64_t t = 0; t < (n); t++) { \
@@ -353,12 +353,12 @@ static TARGET void NAME(item)(const void *problem, int64_t i, int64_t next, int 
                 if (j >= full && (j < g->tile || j >= g->tile + n)) continue;
                 const uint8_t *codes[NR];
                 const float *sf[NR];
-                int64_t K = g->K_steps; /* whole steps: the next row's codes meet zeros; the last rows end with g->K */
+                int64_t K = g->K_steps; /* whole steps: the next row's codes meet zeros; the last rows must end at g->K */
                 for (int r = 0; r < NR; r++) {
                     const Row row = tile.row[j + r];
                     NAME(row_scales)(row.sf, row.end, g->K / 16, scales + r * stride);
                     sf[r] = scales + r * stride, codes[r] = row.codes;
-                    if ((row.end - row.sf) * 8 < g->K_steps / 2) K = g->K; /* 8 bytes of codes have one of sf */
+                    if ((row.end - row.sf) * 8 < g->K_steps / 2) K = g->K; /* 8 bytes of codes per byte of sf */
                 }
                 NAME(few_tokens)((int)nt, codes, sf, K, x, out + j);
             }
@@ -367,7 +367,7 @@ static TARGET void NAME(item)(const void *problem, int64_t i, int64_t next, int 
         return;
     }
 #ifdef WOVEN
-    const Row ahead[2] = {item_at(g, next, 0), item_at(g, next, (int)g->paired)}; /* of the next tile */
+    const Row ahead[2] = {item_at(g, next, 0), item_at(g, next, (int)g->paired)}; /* the next tile's, to prefetch */
 #endif
     Element *w = (Element *)(g->work + thread * g->work_bytes);
     float *sums = (float *)(w + TILE * K_BLOCK);
@@ -427,7 +427,7 @@ static TARGET void NAME(item)(const void *problem, int64_t i, int64_t next, int 
 #undef TOKENS
 }
 
-/* n elements of x from `at` on as fp32, zeros where they are not among the first `width` */
+/* n elements of x from `at` on as fp32; all after the first `width` are zeros */
 static TARGET void NAME(expand)(const void *x, int type, int64_t at, int64_t width, int64_t n, float *out) {
     const uint16_t *half = (const uint16_t *)x + at;
     int64_t have = MIN(width, n);
@@ -437,7 +437,7 @@ static TARGET void NAME(expand)(const void *x, int type, int64_t at, int64_t wid
     for (int64_t k = have; k < n; k++) out[k] = 0;
 }
 
-/* Row r of x -> g->rows: step by step its planes. */
+/* Row r of x -> g->rows: the planes of each step. */
 static TARGET void NAME(arrange)(const void *problem, int64_t r, int64_t next, int thread) {
     (void)next;
     const Gemm *g = problem;
@@ -455,7 +455,7 @@ static TARGET void NAME(arrange)(const void *problem, int64_t r, int64_t next, i
             }
         }
         for (int64_t k = g->x_width; k < g->K_steps; k++) v[k] = 0;
-    } else if (g->x_type == BF16 && sizeof(Element) == 2 && g->x_width == g->K_steps) { /* as they are */
+    } else if (g->x_type == BF16 && sizeof(Element) == 2 && g->x_width == g->K_steps) { /* without conversion */
         const uint16_t *x = (const uint16_t *)g->x + r * g->x_width;
         for (int64_t k = 0; k < g->K_steps; k += STEP)
             for (int64_t i = 0; i < WIDTH; i++)
@@ -470,8 +470,8 @@ static TARGET void NAME(arrange)(const void *problem, int64_t r, int64_t next, i
             }
 }
 
-/* Row `from` of x -> NVFP4, to the bit what format.quantize makes: true divisions, ties to even, NaN in sf. given:
-   its global scale, or NULL: one of its own. sf: side by side. Returns the global scale. */
+/* Row `from` of x -> NVFP4, bit for bit as format.quantize: true divisions, ties to even, NaN in sf. given: the global
+   scale, or NULL to derive one from the row. sf: the block scales, side by side. Returns the global scale. */
 static TARGET float NAME(quantize_row)(const Quantize *q, int64_t from, const float *given, uint8_t *codes, uint8_t *sf) {
     float x[512], gs = given ? *given : 1.0f;
     from *= q->width;
@@ -512,7 +512,7 @@ static TARGET void NAME(quantize_token)(const void *problem, int64_t t, int64_t 
     memcpy(to + q->K / 16 * 9, &gs, 4);
 }
 
-/* Row r, as those of an expert with its scale, or as its token. */
+/* Quantizes row r with its expert's scale or its own, or copies its token if that is quantized already. */
 static TARGET void NAME(quantize)(const void *problem, int64_t r, int64_t next, int thread) {
     (void)next;
     const Quantize *q = problem;
@@ -529,7 +529,7 @@ static TARGET void NAME(quantize)(const void *problem, int64_t r, int64_t next, 
     for (int64_t b = 0; b < K16 && e < q->E; b++) q->sf[sf_offset(padded, b, K16)] = sf[b];
 }
 
-/* A part of a token: its slots weighted and added in fp32, in order. */
+/* Computes one part of a token's result: its slots, weighted and added in fp32, in order. */
 static TARGET void NAME(combine)(const void *problem, int64_t i, int64_t next, int thread) {
     (void)next, (void)thread;
     const Combine *c = problem;

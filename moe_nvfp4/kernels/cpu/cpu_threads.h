@@ -1,9 +1,9 @@
-/* The threads of the CPU backend (cpu.c includes this file): a job is phases, one after the other, of items that its
-   threads take as they come.
+/* The threads of the CPU backend (cpu.c includes this file). A job is a sequence of phases, and a phase is a set of
+   items, which threads take as they become free.
 
-   Who they are: the pool that torch uses (GOMP_parallel, of the OpenMP runtime torch has loaded), because another one
-   beside it would fight with its spinning threads; or a pool of our own, where there is no such runtime, and for calls
-   that come from a thread that is not torch's (those of a CUDA stream), which OpenMP would give a second pool. */
+   The threads are those of torch's pool (GOMP_parallel, of the OpenMP runtime that torch has loaded), because a second
+   pool would compete with its spinning threads. There is also a pool of our own: for machines without such a runtime,
+   and for calls from threads that are not torch's (of a CUDA stream), for which OpenMP would make a second pool. */
 
 #include <pthread.h>
 #include <sched.h>
@@ -13,10 +13,10 @@
 #define MIN(a, b) ((a) < (b) ? (a) : (b))
 enum { MAX_THREADS = 256, MAX_PHASES = 24 };
 
-typedef void Task(const void *problem, int64_t item, int64_t next, int thread); /* next: what this thread does then */
-typedef void Fetch(const void *problem, int64_t item); /* bring what the item reads to the cache */
+typedef void Task(const void *problem, int64_t item, int64_t next, int thread); /* next: this thread's next item */
+typedef void Fetch(const void *problem, int64_t item); /* bring what the item reads into the cache */
 typedef void Parallel(void (*)(void *), void *, unsigned threads, unsigned flags);
-/* What all threads write, each in a cache line of its own. */
+/* Variables that all threads write have a cache line each. */
 typedef struct {
     Task *task;
     Fetch *fetch; /* or NULL */
@@ -35,7 +35,7 @@ static inline void relax(void) {
 #endif
 }
 
-/* Some neighbouring items, so that what is prefetched beyond one is of use; fewer and fewer, so that all end together. */
+/* Takes some neighbouring items, so that prefetching beyond one pays; ever fewer, so that all threads end together. */
 static int64_t claim(Phase *p, int64_t *end) {
     long i = atomic_load(&p->next);
     do *end = MIN(i + (p->items - i) / p->shares + 1, p->items);
@@ -43,11 +43,11 @@ static int64_t claim(Phase *p, int64_t *end) {
     return i;
 }
 
-/* Items that a thread has claimed before the phase they are of has begun. */
+/* Items that a thread has claimed before their phase has begun. */
 typedef struct { Phase *phase; int64_t begin, end; } Early;
 
-/* Has nothing to do until `p` is over: claims items of the next phase that can be fetched, and fetches them. Else memory
-   would rest while the last ones work. */
+/* For a thread with nothing to do until `p` is over: claims items of the next phase that can be fetched, and fetches
+   them. Otherwise memory would idle while the last items are worked on. */
 static void look_ahead(const Job *job, const Phase *p, Early *early) {
     if (early->phase <= p) {
         Phase *q = (Phase *)p + 1;
@@ -59,13 +59,13 @@ static void look_ahead(const Job *job, const Phase *p, Early *early) {
         early->phase->fetch(early->phase->problem, i);
 }
 
-/* Every thread passes through all phases. One that comes late finds little to do, and none waits for it: a
-   phase is over when its items are done, by whomever. */
+/* Every thread goes through all phases. A late thread finds little left to do, and no other waits for it: a phase is
+   over when its items are done, whoever did them. */
 static void work_off(void *argument) {
     Job *job = argument;
     int thread = (int)atomic_fetch_add(&job->joined, 1);
     Early early = {NULL, 0, 0};
-    if (thread >= job->threads) return; /* there is scratch for so many */
+    if (thread >= job->threads) return; /* there is no scratch for more */
     for (Phase *p = job->phases; p < job->phases + job->count; p++) {
         int64_t end = early.end, later_end, i = early.phase == p ? early.begin : claim(p, &end);
         while (i < end) {
@@ -77,13 +77,13 @@ static void work_off(void *argument) {
         }
         if (atomic_load(&p->done) < p->items) look_ahead(job, p, &early);
         for (int spins = 0; atomic_load(&p->done) < p->items;)
-            if (++spins > 1 << 16) sched_yield(); /* at once it could give away a whole time slice */
+            if (++spins > 1 << 16) sched_yield(); /* not at once: it may give away a whole time slice */
             else relax();
     }
 }
 
 static Phase *add_phase(Job *job, Task *task, const void *problem, int64_t items, int64_t numbers, int64_t threads) {
-    int64_t alone = numbers < 1 << 14; /* not worth a second thread */
+    int64_t alone = numbers < 1 << 14; /* too little work for a second thread */
     Phase *p = &job->phases[job->count++];
     p->task = task, p->fetch = NULL, p->problem = problem, p->items = items, p->shares = alone ? 1 : 8 * threads;
     atomic_init(&p->next, 0), atomic_init(&p->done, 0);
@@ -92,17 +92,17 @@ static Phase *add_phase(Job *job, Task *task, const void *problem, int64_t items
 
 /* ---- a pool of our own: its threads look for the next job for a while, then sleep ---- */
 
-/* Looks at the number of jobs before a thread sleeps: 0.5 to 1 ms, longer than a GPU takes from one layer's experts to
-   the next one's. */
+/* How often a thread looks for a job before it sleeps: for 0.5 to 1 ms, longer than a GPU takes from one layer's
+   experts to the next layer's. */
 enum { LOOKS = 1 << 14 };
 
 static struct {
-    pthread_mutex_t turn, lock; /* turn: held while a job runs */
+    pthread_mutex_t turn, lock; /* turn: held while a job runs; lock: for `wake` */
     pthread_cond_t wake;
     int64_t threads;
-    _Alignas(64) atomic_ulong jobs; /* so far */
+    _Alignas(64) atomic_ulong jobs; /* how many there were so far */
     _Atomic(Job *) job;
-    _Alignas(64) atomic_long inside, asleep; /* threads that may hold on to `job`, and that sleep */
+    _Alignas(64) atomic_long inside, asleep; /* how many threads may be using `job`; how many sleep */
 } pool = {.turn = PTHREAD_MUTEX_INITIALIZER, .lock = PTHREAD_MUTEX_INITIALIZER, .wake = PTHREAD_COND_INITIALIZER};
 
 static void *wait_for_jobs(void *seen_before) {
@@ -110,13 +110,13 @@ static void *wait_for_jobs(void *seen_before) {
         for (int looks = 0; looks < LOOKS && atomic_load(&pool.jobs) == seen; looks++) relax();
         if (atomic_load(&pool.jobs) == seen) {
             pthread_mutex_lock(&pool.lock);
-            atomic_fetch_add(&pool.asleep, 1); /* before it looks again: see run_in_pool */
+            atomic_fetch_add(&pool.asleep, 1); /* must come before the next look: see run_in_pool */
             while (atomic_load(&pool.jobs) == seen) pthread_cond_wait(&pool.wake, &pool.lock);
             atomic_fetch_sub(&pool.asleep, 1);
             pthread_mutex_unlock(&pool.lock);
         }
         seen = atomic_load(&pool.jobs);
-        atomic_fetch_add(&pool.inside, 1); /* before it looks whether the job is still there */
+        atomic_fetch_add(&pool.inside, 1); /* must come before the look whether the job is still there */
         Job *job = atomic_load(&pool.job);
         if (job) work_off(job);
         atomic_fetch_sub(&pool.inside, 1);
@@ -124,7 +124,7 @@ static void *wait_for_jobs(void *seen_before) {
     return NULL;
 }
 
-static void forget_pool(void) { /* a forked process has none of the threads */
+static void forget_pool(void) { /* a forked process does not have the threads */
     pthread_mutex_init(&pool.turn, NULL), pthread_mutex_init(&pool.lock, NULL), pthread_cond_init(&pool.wake, NULL);
     pool.threads = 0;
     atomic_store(&pool.inside, 0), atomic_store(&pool.asleep, 0), atomic_store(&pool.job, NULL);

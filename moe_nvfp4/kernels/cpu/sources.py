@@ -11,6 +11,6 @@ FLAGS = ("-std=gnu11", "-O3", "-fno-math-errno", "-fno-trapping-math", "-fPIC", 
 
 
 def checksum(folder: Path = FOLDER) -> str:
-    """SHA-256 of SOURCES. The library of a wheel holds that of its own sources."""
+    """SHA-256 of SOURCES. The library in a wheel contains the checksum of the sources it was made from."""
     parts = ((folder / name).read_bytes() for name in SOURCES)
     return hashlib.sha256(b"\0".join(parts)).hexdigest()
