@@ -23,7 +23,7 @@ class Offload(Backend):
         if problem.kind == "linear":
             return "runs experts: linears stay on the GPU"
         if not problem.fused or problem.gate == "raw":
-            return "runs fused layers: nothing of the model's own between the stages"
+            return "runs fused layers only: the model must have nothing of its own between the stages"
         if problem.dtype not in (torch.bfloat16, torch.float16, torch.float32):
             return f"takes bf16, fp16 and fp32 activations, not {problem.dtype}"
         return None

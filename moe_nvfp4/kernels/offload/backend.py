@@ -2,23 +2,23 @@
 
     stream:  x, ids, weights -> pinned memory ── the CPU's program ── y <- pinned memory
 
-The program (`moe_nvfp4.kernels.cpu.backend.Call`) runs in the threads of the CPU backend's library, without Python: it
-needs no GIL, and a CUDA graph replays it as often as one likes. The stream asks for it by mail: it writes the program's
+The program (`moe_nvfp4.kernels.cpu.backend.Call`) runs on the threads of the CPU backend's library, without Python: it
+needs no GIL, and a CUDA graph can replay it any number of times. The stream starts it by mail: it writes the program's
 address into a mailbox in pinned memory that a thread looks into (`Mailbox`), and goes on when that is empty again.
-Where a GPU can't, or mailboxes run out, it is a host function of the stream. Nothing here waits: what follows on the
-stream does, and other streams go on meanwhile.
+Where the GPU cannot do this, or mailboxes run out, the program is a host function of the stream. The host never waits
+here: only later work on the stream does, and other streams continue meanwhile.
 
-Many tokens. From UPLOAD tokens an expert on the weights are copied to the GPU for the call, as fast as PCIe is (55
-GB/s), and the portable backend multiplies them, while the next ones are copied (`upload`); out of files too (`files`).
+Many tokens. From UPLOAD tokens per expert on, the weights are copied to the GPU for the call, at the speed of PCIe (55
+GB/s), also out of files (`files`). The portable backend multiplies by one piece while the next is copied (`upload`).
 
-Memory. Calls of one stream follow each other, so they share pinned buffers and scratch (`_Workspace`). So do those that
-are captured into one graph; the graph keeps them (CUDA's user objects), because it may run at any time.
+Memory. Calls on one stream run one after the other, so they share pinned buffers and scratch (`_Workspace`). So do
+calls captured into one graph; the graph keeps these (as CUDA user objects), because it may run at any time.
 
-Errors. A call that fails on the CPU (no memory, ids that are none, a file that is gone) gives NaN, in a graph too; the
-next call of any layer raises, as does `check`.
+Errors. A call that fails on the CPU (out of memory, illegal ids, a file that is gone) gives NaN, in a graph too. The
+next call of any layer raises, and so does `check`.
 
-Everything goes through the driver's library, which is there wherever a GPU is, and has the same functions in CUDA 12
-and 13. Results are those of the CPU backend, bit for bit, or of the portable one.
+Everything goes through the driver's library, which is there wherever a GPU is and has the same functions in CUDA 12
+and 13. Results equal those of the CPU backend, or of the portable one, bit for bit.
 """
 
 from __future__ import annotations
@@ -40,14 +40,15 @@ from moe_nvfp4.kernels.offload.upload import pieces
 from moe_nvfp4.kernels.portable import BACKEND as PORTABLE
 from moe_nvfp4.weights import ExpertWeights
 
-# Tokens an expert, on average, from which copying the weights is quicker; without AMX, whose 2 to 4 times shorter times
-# the first is for, this is a guess. Qwen3-30B-A3B, all experts, 16 cores with AMX beside an H200: prompts of 2, 4, 8
-# and 32 tokens an expert take 135, 185, 255 and 585 ms on the CPU, and 300 to 302 copied (2026-11-23).
+# The average number of tokens per expert from which on copying the weights is faster. Qwen3-30B-A3B, all experts, 16
+# cores with AMX beside an H200: prompts of 2, 4, 8 and 32 tokens per expert take 135, 185, 255 and 585 ms on the CPU,
+# and 300 to 302 ms with copied weights (2026-11-23). Without AMX, which is 2 to 4 times faster, the number is a guess.
 UPLOAD, UPLOAD_WITHOUT_AMX = 12, 4
-# Times as many of weights in files, which the CPU has to copy to pinned memory first. By arithmetic: at 96 tokens an
-# expert the line through those times says 31 ms a layer, as long as its 340 MB take at 11 GB/s; one core copies 6.
+# The factor on that number for weights in files, which the CPU must first copy to pinned memory. Calculated: a line
+# through the times above gives 31 ms per layer at 96 tokens per expert, as long as its 340 MB take at 11 GB/s (one core
+# copies 6 GB/s).
 FROM_FILES = 8
-SPARE = 1  # cores
+SPARE = 1  # cores that are left to the program's other threads
 _CAN_USE_64_BIT_STREAM_MEM_OPS = 122  # CU_DEVICE_ATTRIBUTE_
 _EQUAL = 1  # CU_STREAM_WAIT_VALUE_EQ
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED: memory may be allocated while a stream is captured
@@ -78,12 +79,12 @@ def experts(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: Expe
 
 
 def _better_on_gpu(x: Tensor, ids: Tensor, w: ExpertWeights) -> bool:
-    """Whether so many tokens are quicker with a copy of the weights on the GPU, which has kernels for them."""
+    """Whether the GPU has kernels for these weights and is faster for this many tokens, even with copying them."""
     enough = UPLOAD if cpu.path() == "amx" else min(UPLOAD, UPLOAD_WITHOUT_AMX)
     if w.layout is not None:
         enough *= FROM_FILES
         if x.is_cuda and torch.cuda.is_current_stream_capturing():
-            return False  # a graph has no threads that would read the files
+            return False  # a graph cannot run the host code that reads the files
     if ids.numel() < enough * w.num_experts:
         return False
     device, sizes = Device.of(x.device), (w.num_experts, w.hidden_size, w.intermediate_size)
@@ -106,7 +107,7 @@ def _on_gpu(x: Tensor, ids: Tensor, p: Tensor, weights: ExpertWeights) -> Tensor
 
 
 def check() -> None:
-    """Raise what a call failed with that ran since this was called last. It waits for nothing: synchronize first."""
+    """Raise the error of a call that has failed since `check` was last called. It does not wait: synchronize first."""
     try:
         cpu.raise_failure()
     except (ValueError, MemoryError, OSError) as error:
@@ -114,8 +115,8 @@ def check() -> None:
 
 
 def _threads() -> int:
-    """Those of torch, but SPARE cores are left to the other threads of a program: where one of ours has to wait for
-    them, all do."""
+    """As many threads as torch has, but with SPARE cores left to the program's other threads: if one of ours had to
+    wait for those, all would."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(torch.get_num_threads(), cores - SPARE))
 
@@ -127,14 +128,14 @@ def _run(call: cpu.Call, mailbox: cpu.Mailbox | None, stream: int) -> None:
         return
     box, empty = ctypes.c_uint64(mailbox.address), ctypes.c_uint64(0)
     _do("cuStreamWriteValue64_v2", where, box, ctypes.c_uint64(call.argument), 0)
-    _do("cuStreamWaitValue64_v2", where, box, empty, _EQUAL)  # in one batch with the other it takes no less time
+    _do("cuStreamWaitValue64_v2", where, box, empty, _EQUAL)  # a batch of both calls is not faster
 
 
 # ---- memory --------------------------------------------------------------------------------------
 
 
 class _Scratch:
-    """torch.empty on the CPU, from buffers that the next call takes again, in the same order."""
+    """torch.empty on the CPU, out of buffers that the next call uses again in the same order."""
 
     def __init__(self) -> None:
         self.buffers: list[Tensor] = []
@@ -147,7 +148,7 @@ class _Scratch:
         size = torch.Size(shape).numel() * dtype.itemsize
         if self.next == len(self.buffers):
             self.buffers.append(torch.empty(0, dtype=torch.uint8, device=device))
-        if self.buffers[self.next].numel() < size:  # the call before holds on to the old one
+        if self.buffers[self.next].numel() < size:  # the previous call keeps the old buffer alive
             self.buffers[self.next] = torch.empty(size, dtype=torch.uint8, device=device)
         self.next += 1
         return self.buffers[self.next - 1][:size].view(dtype).view(shape)
@@ -155,14 +156,14 @@ class _Scratch:
 
 @dataclass
 class _Workspace:
-    """What calls that follow each other share: those of a stream, or of one capture, whose graph keeps them."""
+    """What calls that run one after the other share: those of a stream, or of one capture, whose graph keeps them."""
 
     mailbox: cpu.Mailbox | None
     graph: int = 0
     capture: int = 0
     empty: _Scratch = field(default_factory=_Scratch)
     buffers: dict[int, Tensor] = field(default_factory=dict)
-    outgrown: list[Tensor] = field(default_factory=list)  # the GPU may still copy: less in all than what replaced them
+    outgrown: list[Tensor] = field(default_factory=list)  # the GPU may still use them; smaller in all than `buffers`
     calls: list[cpu.Call] = field(default_factory=list)
 
     def pinned(self, i: int, like: Tensor) -> Tensor:
@@ -175,26 +176,26 @@ class _Workspace:
         return self.buffers[i][:size].view(like.dtype).view(like.shape)
 
     def keep(self, call: cpu.Call) -> None:
-        """Keep what `call` needs: until it has run, or as long as the graph lives."""
+        """Keep `call` alive: until it has run, or as long as the graph lives."""
         if not self.graph:
             self.calls = [c for c in self.calls if not c.done]
         else:
             owner = ctypes.c_void_p()
             argument, release = ctypes.c_void_p(call.argument), ctypes.c_void_p(call.release)
-            _do("cuUserObjectCreate", ctypes.byref(owner), argument, release, 1, 1)  # its destructor waits for nothing
-            _do("cuGraphRetainUserObject", ctypes.c_void_p(self.graph), owner, 1, 1)  # ours becomes the graph's
+            _do("cuUserObjectCreate", ctypes.byref(owner), argument, release, 1, 1)  # flag: destructor without sync
+            _do("cuGraphRetainUserObject", ctypes.c_void_p(self.graph), owner, 1, 1)  # moves our reference to the graph
         self.calls.append(call)
 
     @property
     def over(self) -> bool:
-        """Whether it was a graph's, which is gone."""
+        """Whether this belonged to a graph that is gone."""
         return bool(self.graph) and all(c.released for c in self.calls)
 
 
 _lock = Lock()
 _streams: dict[tuple[int, int], _Workspace] = {}  # by device and stream
 _graphs: list[_Workspace] = []
-_mailboxes: list[cpu.Mailbox] = []  # whose graph is gone
+_mailboxes: list[cpu.Mailbox] = []  # free ones: their graphs are gone
 
 
 def _workspace(device: int, stream: int) -> _Workspace:
@@ -215,7 +216,7 @@ def _workspace(device: int, stream: int) -> _Workspace:
 
 
 def _mailbox(device: int) -> cpu.Mailbox | None:
-    """One that nobody uses; None where the GPU cannot wait for one, or there can be no more: host functions do it."""
+    """A mailbox that nobody uses. None if the GPU cannot wait for one, or there are no more: use a host function."""
     supported = ctypes.c_int()
     _do("cuDeviceGetAttribute", ctypes.byref(supported), _CAN_USE_64_BIT_STREAM_MEM_OPS, device)
     if not supported.value:

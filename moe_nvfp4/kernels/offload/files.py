@@ -1,5 +1,5 @@
-"""Weights that are left in their files, on their way to a GPU: the CPU fills one pinned buffer with them, while the GPU
-takes what is in another one.
+"""Copies of weights that stay in their files to a GPU: the CPU fills one pinned buffer while the GPU copies from
+another.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from torch import Tensor
 from moe_nvfp4.kernels.cpu import backend as cpu
 from moe_nvfp4.weights import ExpertWeights
 
-STAGED = 64 << 20  # the most bytes of a pinned buffer, unless one matrix takes more
+STAGED = 64 << 20  # the most bytes of a pinned buffer, unless a single matrix needs more
 
 
 @dataclass(frozen=True)
 class InFiles:
-    """What stands for a tensor uint8 [E, rows, columns] of which each expert's matrix is in a file.
+    """A stand-in for a tensor uint8 [E, rows, columns] whose matrices, one for each expert, are in files.
 
     table  uint8 [E, parts, 2, 8]: see `moe_nvfp4.mapped`
     kind   0: codes, 1: block scales
@@ -42,13 +42,13 @@ class InFiles:
         return replace(self, table=self.table[experts])
 
     def read(self, to: Tensor) -> Tensor:
-        """`to`, uint8 [nbytes] on the CPU, filled, in this shape. OSError where a file does not have it any more."""
+        """Fill `to`, uint8 [nbytes] on the CPU; returns it in this shape. OSError if a file has lost its part."""
         cpu.gather(self.table, self.kind, to)
         return to.view(self.shape)
 
 
 def sources(weights: ExpertWeights) -> tuple[ExpertWeights, dict[str, Tensor | InFiles]]:
-    """`weights` in no layout, and its tensors by name, each on the CPU or in files."""
+    """`weights` without a layout, and its tensors by name, each on the CPU or in files."""
     tensors: dict[str, Tensor | InFiles] = {n: t for n, t in vars(weights).items() if isinstance(t, Tensor)}
     if weights.layout is not None:
         for name in ("w13", "w2"):
@@ -68,7 +68,7 @@ class Staging:
         self.over = [torch.cuda.Event() for _ in range(2)]
 
     def send(self, source: InFiles, to: Tensor) -> None:
-        """Put copies of `source` to `to` on the stream, which is the current one; waits for those before the last."""
+        """Copy `source` to `to` on the stream, which must be the current one. Waits until a buffer is free."""
         step = max(1, STAGED * len(source.table) // source.nbytes)
         for first in range(0, len(source.table), step):
             part, over = source[first : first + step], self.over[self.turn]

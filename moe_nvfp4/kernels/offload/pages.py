@@ -1,7 +1,7 @@
-"""Host memory for weights: huge pages, which loops over all of it read faster, and pinned where a GPU copies from it.
+"""Host memory for weights: in huge pages, which loops over all of it read faster, and pinned if a GPU copies from it.
 
-One token of a layer in 4 KB and in huge pages, 16 threads of a Xeon: Qwen3-30B-A3B 316 and 286 us, Qwen3-235B-A22B 1018
-and 887, DeepSeek-R1 2264 and 2012 (2026-11-22).
+One token of a layer, with pages of 4 KB and with huge pages, on 16 threads of a Xeon: Qwen3-30B-A3B 316 and 286 us,
+Qwen3-235B-A22B 1018 and 887, DeepSeek-R1 2264 and 2012 (2026-11-22).
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ HUGE = 2 << 20  # bytes of a page; smaller tensors stay where they are
 
 
 class Pages(mmap.mmap):
-    """Memory of its own for one tensor."""
+    """The memory of one tensor."""
 
-    unpin: Callable[[], None] | None = None  # where it is pinned
+    unpin: Callable[[], None] | None = None  # set while it is pinned
 
     def __del__(self) -> None:  # weakref.finalize would be too late: mmap frees its memory first
         if self.unpin is not None and not sys.is_finalizing():
@@ -33,7 +33,7 @@ _placed: WeakValueDictionary[int, Pages] = WeakValueDictionary()  # by address
 
 
 def place(tensor: Tensor) -> Tensor:
-    """A copy of `tensor`, on the CPU, in huge pages as far as the system gives them; a small one as it is."""
+    """A copy of `tensor` (on the CPU) in huge pages, as far as the system gives them; a small tensor as it is."""
     size = tensor.numel() * tensor.element_size()
     if size < HUGE or tensor.data_ptr() in _placed:
         return tensor
@@ -41,13 +41,13 @@ def place(tensor: Tensor) -> Tensor:
     if hasattr(mmap, "MADV_HUGEPAGE"):
         pages.madvise(mmap.MADV_HUGEPAGE)
     copy = torch.frombuffer(pages, dtype=tensor.dtype, count=tensor.numel()).view(tensor.shape)
-    copy.copy_(tensor)  # by torch's threads: each page is near the one that touches it first
+    copy.copy_(tensor)  # by torch's threads: each page will lie near the thread that touches it first
     _placed[copy.data_ptr()] = pages
     return copy
 
 
 def pin(tensor: Tensor, do: Callable[..., None]) -> None:
-    """Let GPUs copy from `tensor` at their full speed, if `place` made it; do: a function of CUDA's driver, by name."""
+    """Let GPUs copy from `tensor` at full speed, if `place` made it. do: calls a function of CUDA's driver by name."""
     address = tensor.data_ptr()
     pages = _placed.get(address)
     if pages is None or pages.unpin is not None:

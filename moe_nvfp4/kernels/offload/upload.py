@@ -1,8 +1,8 @@
-"""Weights that are copied to a GPU for a call: of so many tokens that this is quicker than the CPU.
+"""Weights that are copied to a GPU for one call, because for its many tokens this is faster than the CPU.
 
-They come in pieces of whole experts and go into two buffers, which the calls of all layers take in turn: a stream of
-its own fills one, while the caller's stream multiplies with the other. The host waits for nothing, so that it is layers
-ahead (but of weights in files: `files`). What prompts take: docs/small_gpus.md.
+They are copied in pieces of whole experts into two buffers, which the calls of all layers use in turn: a separate
+stream fills one buffer while the caller's stream multiplies by the other. The host waits for nothing and so runs layers
+ahead, except for weights in files (see `files`). docs/small_gpus.md has the times of prompts.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ from moe_nvfp4.kernels.offload.files import InFiles, Staging, sources
 from moe_nvfp4.kernels.offload.pages import HUGE, pin
 from moe_nvfp4.weights import ExpertWeights
 
-PIECE = 1 << 30  # the most bytes of a buffer, unless one expert takes more
+PIECE = 1 << 30  # the most bytes of a buffer, unless a single expert needs more
 _ALIGNED = 256  # bytes
 
 
 def pieces(
     weights: ExpertWeights, device: torch.device, do: Callable[..., None]
 ) -> Iterator[tuple[int, ExpertWeights]]:
-    """(number of the first expert, weights of some experts on `device`), until all had their turn. The caller puts its
-    work with a piece on the current stream before it asks for the next one. do: a function of CUDA's driver, by name.
+    """Yield (number of the first expert, weights of some experts on `device`) until every expert has come. The caller
+    must put its work with a piece on the current stream before it asks for the next one. do: calls a function of CUDA's
+    driver by name.
     """
     weights, tensors = sources(weights)
     for t in tensors.values():
@@ -35,7 +36,7 @@ def pieces(
             pin(t, do)
     count = -(-sum(t.nbytes for t in tensors.values()) // PIECE)
     step = -(-weights.num_experts // count)
-    # What is captured into a graph may not wait for what is not.
+    # Work captured into a graph may not wait for work that is not.
     beside = device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
     for first in range(0, weights.num_experts, step):
         part = {name: t[first : first + step] for name, t in tensors.items()}
@@ -56,10 +57,10 @@ def _whole(t: Tensor | InFiles) -> Tensor:
 
 
 class _Buffers:
-    """Two buffers of a GPU. An event of each says when the last work with it is over."""
+    """Two buffers on a GPU. Each has an event that says when the last work with it is over."""
 
     def __init__(self, device: torch.device):
-        # Of another priority than streams of torch's have, so that it shares no queue of the GPU with one of them.
+        # With another priority than torch's streams, so that it shares no queue of the GPU with them.
         self.device, self.stream = device, torch.cuda.Stream(device, priority=-1)
         self.memory = [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(2)]
         self.over = [torch.cuda.Event() for _ in range(2)]
@@ -67,13 +68,13 @@ class _Buffers:
         self.staging = Staging(self.stream)
 
     def fill(self, tensors: dict[str, Tensor | InFiles]) -> dict[str, Tensor]:
-        """`tensors` in the buffer whose turn it is; what comes on the current stream waits for them."""
+        """Copy `tensors` into the buffer whose turn it is; later work on the current stream waits for them."""
         sizes = [-(-t.nbytes // _ALIGNED) * _ALIGNED for t in tensors.values()]
         current, memory = torch.cuda.current_stream(self.device), self.memory[self.turn]
         if memory.numel() < sum(sizes):
             memory.record_stream(self.stream)
             memory = self.memory[self.turn] = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
-            self.stream.wait_stream(current)  # whose work may have had this memory before
+            self.stream.wait_stream(current)  # its work may still use what this memory held before
         self.stream.wait_event(self.over[self.turn])
         with torch.cuda.stream(self.stream):
             found = {}
@@ -83,13 +84,13 @@ class _Buffers:
                 found[name] = place[: t.nbytes].view(t.dtype).view(t.shape)
                 if isinstance(t, InFiles):
                     self.staging.send(t, found[name])
-                else:  # from memory that is not pinned a copy makes the host wait for all that the stream has before it
+                else:  # a copy from memory that is not pinned would make the host wait for the whole stream
                     found[name].copy_(t if t.nbytes >= HUGE else t.pin_memory(), non_blocking=True)
         current.wait_stream(self.stream)
         return found
 
     def emptied(self) -> None:
-        """The work with the buffer whose turn it was is on the current stream."""
+        """Note that all work with the buffer whose turn it was is now on the current stream."""
         self.over[self.turn].record(torch.cuda.current_stream(self.device))
         self.turn ^= 1
 

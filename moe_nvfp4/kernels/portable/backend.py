@@ -2,16 +2,16 @@
 
     route ── (quantize) ── gemm, with the gate ── (quantize) ── gemm ── combine
 
-For a few tokens nothing is routed: the GEMMs' programs look for the rows of their expert themselves.
+For a few tokens nothing is routed: the GEMMs' programs search for the rows of their expert themselves.
 
-The checkpoint's bytes are read as they are. Nothing waits for the device, no shape depends on data and buffers are
-torch's, so that a CUDA graph can capture all of it; on any stream, and on several at once. The same input gives the
-same bits.
+The checkpoint's bytes are read as they are. Nothing waits for the device, no shape depends on data, and buffers are
+torch's, so a CUDA graph can capture everything. Calls may run on any stream, and on several at once. The same input
+gives the same bits.
 
-NVFP4 rows (W4A4) stand as bf16 `code * sf`, exact, beside their global scales; where tensor cores multiply NVFP4 by
-NVFP4 (`config.multiplies_nvfp4`), as codes and block scales. Numerics are the reference's up to the
-order of fp32 sums and, beyond `EXACT_BYTES` of expert outputs (prefill), their rounding to x's dtype before the combine
-adds them in fp32. Where large batches go through `dense`, GEMM 1's sums are rounded to bf16 before the gate.
+NVFP4 rows (W4A4) are stored as bf16 `code * sf`, which is exact, with their global scales beside them; where tensor
+cores multiply NVFP4 by NVFP4 (`config.multiplies_nvfp4`), as codes and block scales. Numerics are the reference's, up
+to the order of fp32 sums. Two roundings are added: above `EXACT_BYTES` of expert outputs (prefill), these are rounded
+to x's dtype before the combine adds them in fp32; and in `dense`, GEMM 1's sums are rounded to bf16 before the gate.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 def experts(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: ExpertWeights) -> Tensor:
-    """x bf16 or fp16 [T, H] -> [T, H] in its dtype: all of the layer."""
+    """The whole layer: x bf16 or fp16 [T, H], ids and weights [T, top_k] -> [T, H] in x's dtype."""
     w, (T, top_k) = weights, top_k_index.shape
     out = x.new_empty(T, w.hidden_size)
     if T == 0 or top_k == 0:
@@ -82,8 +82,8 @@ def experts(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: Expe
 def _experts_dense(
     x: Tensor, ids: Tensor, top_k_weights: Tensor, w: ExpertWeights, out: Tensor, planned: int
 ) -> Tensor:
-    """`experts` by torch's grouped product over weights in bf16, `dense.SCRATCH` bytes at a time. Rows are bf16: x, or
-    code * sf of NVFP4 rows."""
+    """`experts` by torch's grouped product with weights dequantized to bf16, `dense.SCRATCH` bytes at a time. Rows are
+    bf16: x, or code * sf of NVFP4 rows."""
     (R,), E, I, (sf13, sf2) = ids.shape, w.num_experts, w.intermediate_size, w.block_scales()
     nvfp4, r = w.quantized, route(ids, E, R, planned, row_expert=True, position=True)
     rows = _Values(x, index=r.order, index_div=R // x.shape[0])
@@ -135,13 +135,13 @@ def gemm2_combine(h: Rows, weights: ExpertWeights, groups: Groups, top_k_weights
 
 
 def gate(gate: Gate, w13_out: Tensor, dh: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-    """`Gate.__call__`, and with dh `Gate.gradient`."""
+    """`Gate.__call__`, and if dh is given, `Gate.gradient`."""
     with _on(w13_out.device):
         return gates.gate(_gate(gate), w13_out, dh)
 
 
 def dequantize(weights: Projection, columns: slice, dtype: torch.dtype) -> Tensor:
-    """As `Backend.dequantize` of all experts, in bf16 or fp16."""
+    """`Backend.dequantize` of all experts, in bf16 or fp16."""
     with _on(weights.codes.device):
         return dense.window(weights, columns, dtype)
 
@@ -174,8 +174,8 @@ def linear(x: Tensor, weights: LinearWeights) -> Tensor:
 
 
 class _Values(NamedTuple):
-    """Row r of a GEMM is values[index[r] // index_div] [*, K], K a multiple of 16; no index: values[r // index_div].
-    `scale` fp32 [*] if quantized; with block scales `sf` uint8 [*, K / 16] values are codes uint8 [*, K / 2]."""
+    """Row r of a GEMM is values[index[r] // index_div], or values[r // index_div] without an index; values [*, K], K a
+    multiple of 16. scale fp32 [*] if quantized. With block scales sf uint8 [*, K / 16], values are codes [*, K / 2]."""
 
     values: Tensor
     scale: Tensor | None = None
@@ -185,8 +185,8 @@ class _Values(NamedTuple):
 
 
 class _Routing(NamedTuple):
-    """`routing.Groups` and their tiles of BM rows: expert (-1: no tile), first row, end of the expert's rows. Those of
-    tiles may be longer than they need be."""
+    """`routing.Groups` and their tiles of BM rows: expert (-1: no tile), first row, end of the expert's rows. The
+    tensors of tiles may be longer than needed."""
 
     order: Tensor
     offsets: Tensor
@@ -194,8 +194,8 @@ class _Routing(NamedTuple):
     tile_row: Tensor
     tile_end: Tensor
     tile_count: Tensor
-    row_expert: Tensor | None = None  # of each row with an expert, where asked for
-    position: Tensor | None = None  # the row of each assignment with an expert, where asked for
+    row_expert: Tensor | None = None  # the expert of each routed row, if asked for
+    position: Tensor | None = None  # the row of each routed assignment, if asked for
 
     @classmethod
     def of(cls, groups: Groups, BM: int) -> _Routing:
@@ -218,7 +218,7 @@ class _Routing(NamedTuple):
 
 
 class _Unsorted(NamedTuple):
-    """At most `most` assignments, which are the rows as they stand: the GEMMs look for those of an expert."""
+    """At most `most` assignments, which are the rows in their own order: the GEMMs search for those of an expert."""
 
     ids: Tensor
     most: int
@@ -232,13 +232,13 @@ class _Unsorted(NamedTuple):
 def route(
     ids: Tensor, E: int, BM: int, planned: int | None = None, row_expert: bool = False, position: bool = False
 ) -> _Routing:
-    """Assignments int32 or int64 [R] sorted by expert; with `position`, unrouted rows have order 0.
+    """Sort assignments, int32 or int64 [R], by expert. With `position`, unrouted rows have order 0.
 
-    An id outside the legal range stops the kernel with a message: the next synchronization raises.
+    An id outside the legal range stops the kernel with a message, and the next synchronization raises.
     """
     R, tiles = ids.shape[0], max_tiles(ids.shape[0], E, BM)
     sizes = (R, E + 1, tiles, tiles, tiles, 1, R if row_expert else 0, R if position else 0)
-    padded = [-(-n // 4) * 4 for n in sizes]  # each begins at a multiple of 16 bytes
+    padded = [-(-n // 4) * 4 for n in sizes]  # so that each begins at a multiple of 16 bytes
     buffer = ids.new_zeros if position else ids.new_empty
     parts = buffer(sum(padded), dtype=torch.int32).split_with_sizes(padded)
     order, offsets = (part if len(part) == n else part[:n] for part, n in zip(parts, sizes[:2], strict=False))
@@ -255,7 +255,7 @@ def route(
 
 
 def max_tiles(R: int, E: int, BM: int) -> int:
-    """A bound of the token tiles, for every routing."""
+    """A bound on the number of token tiles that holds for every routing."""
     return R // BM + min(E, R)
 
 
@@ -271,7 +271,7 @@ def _gathered(rows: _Values) -> _Values:
 
 
 def _columns(x: Tensor) -> Tensor:
-    """Rows whose width is a multiple of 16, at an address that is."""
+    """x with its width padded to a multiple of 16, at an address that is a multiple of 16."""
     return aligned(nvfp4.pad_k(x))
 
 
@@ -293,9 +293,9 @@ def _quantize(
     four_over_six: bool,
     native: bool = False,
 ) -> _Values:
-    """As `reference.quantize_rows`, the values as bf16 code * sf or, `native`, as codes and block scales.
+    """`reference.quantize_rows` with values as bf16 code * sf or, if `native`, as codes and block scales.
 
-    With a scale for each expert rows are gathered, since the same token has other values for another expert.
+    If experts have scales, rows are gathered first, because a token has different values for different experts.
     """
     x, (n, K) = rows.values, rows.values.shape
     index, index_div, expert, live = None, 1, None, None
@@ -322,7 +322,7 @@ def _quantize(
 
 
 def _up(rows: _Values, w: ExpertWeights, routing: _Routing | _Unsorted, plan: Plan, dtype: torch.dtype) -> Tensor:
-    """GEMM 1 and the gate: [R, I], padded with zeros to whole blocks; a raw gate: [R, N13]."""
+    """GEMM 1 and the gate: [R, I], padded with zeros to whole blocks; [R, N13] for a raw gate."""
     width = w.w13.shape[1] if w.gate.kind == "raw" else w.w2.shape[2] * 2
     h = rows.values.new_empty(1, routing.num_rows, width, dtype=dtype)
     matrices = _Matrices(w.w13, w.block_scales()[0], w.gate_scale, w.up_scale, w.b13)
@@ -331,7 +331,7 @@ def _up(rows: _Values, w: ExpertWeights, routing: _Routing | _Unsorted, plan: Pl
 
 
 def _down(h: _Values, w: ExpertWeights, routing: _Routing | _Unsorted, plan: Plan) -> Tensor:
-    """GEMM 2: expert outputs [parts of K, R, H], by assignment."""
+    """GEMM 2: expert outputs [parts of K, R, H], in the order of assignments."""
     K, tile = w.w2.shape[2] * 2, plan.down
     part = config.part_of(K, plan.splits, tile.BK)
     y = h.values.new_empty(-(-K // part), routing.num_rows, w.hidden_size, dtype=plan.rows)
@@ -341,8 +341,8 @@ def _down(h: _Values, w: ExpertWeights, routing: _Routing | _Unsorted, plan: Pla
 
 
 class _Matrices(NamedTuple):
-    """One for each expert, or the only one: codes [E, N, K / 2], sf [E, N, K / 16], global scales fp32 [E], that of the
-    first half of the rows apart where they have one, and bias [E, N]."""
+    """A matrix for each expert, or a single one: codes [E, N, K / 2], sf [E, N, K / 16], global scales fp32 [E] (with
+    `first_scale` for the first half of the rows, if it has its own) and bias [E, N]."""
 
     codes: Tensor
     sf: Tensor
@@ -352,7 +352,7 @@ class _Matrices(NamedTuple):
 
 
 class _Tiling(NamedTuple):
-    """A tile, its BM tokens, token tiles that follow one another, and columns of K that one program adds up."""
+    """A tile; its BM tokens; how many token tiles in a row use the same weights; columns of K that a program sums."""
 
     tile: Tile
     BM: int
@@ -364,7 +364,7 @@ def _gemm(
     rows: _Values, w: _Matrices, out: Tensor, tiling: _Tiling, routing: _Routing | _Unsorted | None = None,
     out_index: Tensor | None = None, gate: Gate = _RAW,
 ) -> None:  # fmt: skip
-    """out [parts, R, N] of `gemm_kernel`; without routing one matrix has all rows."""
+    """Launch `gemm_kernel` into out [parts, R, N]; without routing, one matrix has all rows."""
     x, R, r, native, (tile, BM, group, part) = rows.values, out.shape[1], routing, rows.sf is not None, tiling
     N, K, split_at = w.codes.shape[-2], w.codes.shape[-1] * 2, 0
     if gate.kind in config.GATED:
@@ -396,8 +396,8 @@ def _combine(
     y: Tensor, ids: Tensor | None, weights: Tensor | None, out: Tensor, E: int, late: tuple = (None, None, None, None),
     check: bool = False,
 ) -> None:  # fmt: skip
-    """`late`: position, scale, row_scale and bias, for `combine_kernel` to find the rows and finish them. `check`: it
-    is here that an id outside the legal range stops a kernel, with a message."""
+    """Launch `combine_kernel`. late: position, scale, row_scale and bias, by which it finds rows and finishes them.
+    check: this kernel is the one that an id outside the legal range stops with a message."""
     (splits, R, N), T = y.shape, out.shape[0]
     block = min(1024, next_power_of_2(N)) if T >= 64 else 256
     launch(
@@ -441,5 +441,5 @@ _HERE = nullcontext()
 
 
 def _on(device: torch.device) -> AbstractContextManager[Any]:
-    """Launches go to the current device."""
+    """Make `device` current, because launches go to the current device."""
     return _HERE if device.type != "cuda" or device.index == torch.cuda.current_device() else torch.cuda.device(device)

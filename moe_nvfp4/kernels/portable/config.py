@@ -1,4 +1,4 @@
-"""Tile shapes from the number of tokens: measured on an H200 by its sm_80 code, which all GPUs share."""
+"""Tile shapes by number of tokens, measured on an H200 with the sm_80 code that all GPUs share."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import triton
 from moe_nvfp4.kernels.common import ahead
 
 EXACT_BYTES = 1 << 24  # expert outputs up to this size are kept in fp32
-# Up to so many assignments are not sorted: the GEMMs' programs look for their rows themselves. That saves 2 to 3 us,
-# but every program pays: beyond 12 of GEMM 1's for each multiprocessor it costs more (H200, 2026-11-22).
+# Up to this many assignments are not sorted: the GEMMs' programs search for their rows themselves. That saves 2 to 3
+# us, but every program pays for it: beyond 12 programs of GEMM 1 per multiprocessor it costs more (H200, 2026-11-22).
 FEW = 32
 MAX_ROWS = ahead.MAX_ROWS  # assignments at a time: bounds the memory between the kernels
 _TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
-GATED = ("silu", "gelu_tanh")  # kinds of gates whose two products one tile computes
+GATED = ("silu", "gelu_tanh")  # gates for which one tile computes both products
 
 
 @dataclass(frozen=True)
 class Tile:
-    """BN weight rows times BK columns, by `warps`, with `stages` of loads in flight."""
+    """BN weight rows times BK columns, computed by `warps` warps with `stages` stages of loads in flight."""
 
     BN: int
     BK: int
@@ -31,9 +31,10 @@ class Tile:
 
 @dataclass(frozen=True)
 class Plan:
-    """BM tokens a tile; GEMM 1's tile, GEMM 2's, parts of GEMM 2's K, token tiles that follow one another.
+    """BM tokens per tile; the tiles of GEMM 1 and GEMM 2; parts of GEMM 2's K; token tiles that run in a row on the
+    same weights.
 
-    most_ids: without a kernel that sorts assignments, of which there are at most so many; 0: sorted.
+    most_ids: 0 if a kernel sorts the assignments; else they stay unsorted, and there are at most this many.
     """
 
     BM: int
@@ -45,8 +46,8 @@ class Plan:
     rows: torch.dtype = torch.float32  # of GEMM 2's output
 
 
-# Up to so many rows of an expert that has any: BM, GEMM 1's tile, GEMM 2's tile, group. (Where the mean is 16, it is a
-# little above 16.)
+# For up to this many rows per expert with rows: BM, GEMM 1's tile, GEMM 2's tile, group. (16.5, because a mean of 16
+# over all experts is a little more over those with rows.)
 _TILES = (
     (6, 8, Tile(32, 256, 2, 3), Tile(64, 256, 4, 3), 1),
     (12.5, 16, Tile(64, 128, 4, 3), Tile(64, 128, 4, 3), 8),
@@ -56,7 +57,7 @@ _TILES = (
 )
 
 
-# Likewise where tensor cores multiply NVFP4 by NVFP4. Not measured: as large as registers allow.
+# The same where tensor cores multiply NVFP4 by NVFP4. Not measured: the tiles are as large as registers allow.
 _NATIVE_TILES = (
     (6, 8, Tile(32, 256, 2, 3), Tile(64, 256, 4, 3), 1),
     (12, 16, Tile(64, 128, 4, 3), Tile(64, 128, 4, 3), 8),
@@ -68,7 +69,7 @@ _NATIVE_TILES = (
 
 @lru_cache(maxsize=4096)
 def plan_experts(E: int, H: int, I: int, rows: int, dtype: torch.dtype, sms: int, native: bool = False) -> Plan:
-    """For `rows` assignments to E experts, were routing uniform."""
+    """The plan for `rows` assignments to E experts, under the assumption of uniform routing."""
     hit = _experts_hit(E, rows)
     BM, up, down, group = _tiles(rows / hit, native)
     tiles = hit * max(1, round(rows / hit / BM)) * -(-H // down.BN)
@@ -80,16 +81,16 @@ def plan_experts(E: int, H: int, I: int, rows: int, dtype: torch.dtype, sms: int
 
 @lru_cache(maxsize=4096)
 def plan_linear(N: int, K: int, rows: int, sms: int, native: bool = False) -> tuple[int, Tile, int]:
-    """BM, tile, parts of K."""
+    """(BM, tile, parts of K) for a linear."""
     BM, _, tile, _ = _tiles(rows, native) if rows > 16 else (8 if rows <= 8 else 16, None, Tile(64, 256, 4, 3), None)
     return BM, tile, split_k(K, tile, -(-rows // BM) * -(-N // tile.BN), sms)
 
 
 def dense_pays(E: int, rows: int, capability: tuple[int, int] | None) -> bool:
-    """Whether torch's grouped product over dequantized weights is faster: where it has kernels, and for large batches.
+    """Whether torch's grouped product over dequantized weights is faster: for large batches, where torch has kernels.
 
-    On an H200 (2026-11-22) from 200 (Mixtral) to 310 (gpt-oss) rows an expert. For NVFP4 rows too: with 256 of them
-    2699 us against 2839 (Mixtral), with 1024 5874 against 10185.
+    On an H200 (2026-11-22) it is from 200 (Mixtral) to 310 (gpt-oss) rows per expert on. So it is for NVFP4 rows: 2699
+    us against 2839 for 256 rows per expert (Mixtral), 5874 against 10185 for 1024.
     """
     return capability is not None and capability[0] in (9, 10) and rows >= 256 * _experts_hit(E, rows)
 
@@ -100,27 +101,27 @@ def multiplies_nvfp4(capability: tuple[int, int] | None) -> bool:
 
 
 def linear_limit(capability: tuple[int, int] | None) -> int:
-    """Up to so many tokens a linear layer dequantizes in its loop; beyond, into a scratch that torch multiplies."""
+    """The most tokens for which a linear dequantizes in its loop; for more, torch multiplies dequantized weights."""
     return 128 if capability is not None and capability[0] in (9, 10) else 512
 
 
 def next_power_of_2(n: int) -> int:
-    """The least one that is not below n > 0. (Triton's own takes 10 us.)"""
+    """The smallest power of 2 that is at least n > 0. (Triton's own function takes 10 us.)"""
     return 1 << (n - 1).bit_length()
 
 
 def _experts_hit(E: int, rows: int) -> float:
-    """How many experts have rows, on average, were routing uniform."""
+    """How many experts have rows, on average, under uniform routing."""
     return E * (1 - (1 - 1 / E) ** rows)
 
 
 def _tiles(rows: float, native: bool) -> tuple[int, Tile, Tile, int]:
-    """BM, GEMM 1's tile, GEMM 2's and the group for so many rows an expert."""
+    """(BM, GEMM 1's tile, GEMM 2's tile, group) for this many rows per expert."""
     return next(entry[1:] for entry in (_NATIVE_TILES if native else _TILES) if rows <= entry[0])
 
 
 def split_k(K: int, tile: Tile, tiles: float, sms: int) -> int:
-    """Parts of K, each with enough blocks to fill the stages, where tiles are too few for the GPU."""
+    """How many parts of K to use if tiles are too few for the GPU; each part has enough blocks to fill the stages."""
     splits = 1
     while tiles * splits < 5 * sms and K >= 6 * splits * tile.BK and splits < 4:
         splits *= 2
@@ -128,5 +129,5 @@ def split_k(K: int, tile: Tile, tiles: float, sms: int) -> int:
 
 
 def part_of(K: int, splits: int, BK: int) -> int:
-    """Columns of K in a part: whole blocks."""
+    """How many columns of K a part has: whole blocks of BK."""
     return -(-K // splits // BK) * BK

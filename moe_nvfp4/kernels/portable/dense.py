@@ -1,8 +1,8 @@
-"""Large batches: weights dequantized into a bounded scratch, multiplied by torch's grouped product.
+"""Large batches: weights are dequantized into a bounded scratch buffer and multiplied by torch's grouped product.
 
-From some hundreds of tokens per expert the tensor cores are the limit, and where torch has a grouped product that uses
-all of them it beats a kernel that dequantizes in its loop. The scratch holds some rows of every expert at a time: one
-product after another, each over all experts, so that no size depends on data and nothing waits for the device.
+From some hundreds of tokens per expert on, the tensor cores are the limit, and a grouped product of torch that uses
+them fully beats a kernel that dequantizes in its loop. The buffer holds some rows of every expert at a time, and each
+product covers all experts, so that no size depends on data and nothing waits for the device.
 """
 
 from collections.abc import Iterator
@@ -19,14 +19,14 @@ from moe_nvfp4.kernels.portable.gemm import gated
 from moe_nvfp4.kernels.portable.launch import launch
 from moe_nvfp4.weights import Projection
 
-SCRATCH = 1 << 29  # bytes of dequantized weights at a time, if that is enough for ALIGNED rows of every expert
+SCRATCH = 1 << 29  # bytes of weights dequantized at a time; more only where ALIGNED rows of every expert need more
 ALIGNED = 64  # rows
 
 
 def products(x: Tensor, codes: Tensor, sf: Tensor, offsets: Tensor, halves: bool) -> Iterator[tuple[int, int, Tensor]]:
-    """(first row, number of rows, x [R, K] times these rows of its expert's code * sf, bf16 [R, rows]).
+    """Yield (first row, number of rows, x [R, K] times these rows of its expert's code * sf: bf16 [R, rows]).
 
-    codes uint8 [E, N, K / 2]; `halves`: rows are those of each half of N, and the products [R, 2 * rows].
+    codes uint8 [E, N, K / 2]. With `halves`, the rows are taken from each half of N, and products are [R, 2 * rows].
     """
     count = 2 if halves else 1
     E, N, K = codes.shape[0], codes.shape[1] // count, codes.shape[2] * 2
@@ -45,7 +45,8 @@ def linear(
 ) -> Tensor:
     """out [T, N] = x [T, K] times the weights' values in x's dtype, codes uint8 [N, K / 2].
 
-    With `row_scale` fp32 [T] (NVFP4 rows) both are code * sf, exact, and the product is rounded before it is scaled.
+    With `row_scale` fp32 [T] (NVFP4 rows), both operands are exact code * sf, and the product is rounded before it is
+    scaled.
     """
     N, K = codes.shape[0], codes.shape[1] * 2
     rows = min(N, max(ALIGNED, SCRATCH // (K * 2) // ALIGNED * ALIGNED))
@@ -75,9 +76,9 @@ def dequantize_kernel(
 ):  # fmt: skip
     """out [E * halves, ROWS, K] = code * sf of rows first .. first + ROWS of codes [E * halves, N, K / 2].
 
-    scale: None, or an fp32 that multiplies them before they are rounded.
+    scale: None, or an fp32 number that multiplies the values before they are rounded.
     """
-    half = tl.program_id(2).to(tl.int64)  # of all experts
+    half = tl.program_id(2).to(tl.int64)  # counted over all experts
     local = tl.program_id(0) * BN + tl.arange(0, BN)
     n = first + local
     k = tl.program_id(1) * (BK // 2) + tl.arange(0, BK // 2)
@@ -115,8 +116,8 @@ def window_kernel(
     N: tl.constexpr, K: tl.constexpr, COLUMNS: tl.constexpr, SPLIT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     HOW: tl.constexpr,
 ):  # fmt: skip
-    """out [E, N, COLUMNS] = the values of columns begin .. begin + COLUMNS of codes [E, N, K / 2]; global scales
-    `first_scale` [E] of the first SPLIT rows, if there are any, `scale` [E] of the others."""
+    """out [E, N, COLUMNS] = the values of columns begin .. begin + COLUMNS of codes [E, N, K / 2]. Global scales are
+    `first_scale` [E] for the first SPLIT rows, if it is given, and `scale` [E] for the others."""
     e = tl.program_id(2).to(tl.int64)
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     there = (n < N)[:, None]
@@ -140,7 +141,7 @@ def gate_kernel(
     I: tl.constexpr, ROWS: tl.constexpr, GATE: tl.constexpr, ALPHA: tl.constexpr,
     LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr, CLAMP_AFTER: tl.constexpr, BLOCK: tl.constexpr, HOW: tl.constexpr,
 ):  # fmt: skip
-    """h[r, first : first + ROWS] from the products both [R, ROWS gates and ROWS ups] ([R, ROWS] where not gated).
+    """h[r, first : first + ROWS] from the products `both` [R, 2 * ROWS], gates first ([R, ROWS] if not gated).
 
     row_scale: None, or fp32 [R].
     """

@@ -1,18 +1,18 @@
-"""NVFP4 -> 16-bit floats inside a Triton kernel, exact: code * sf * 2^-7.
+"""NVFP4 -> 16-bit floats inside a Triton kernel, without rounding: code * sf * 2^-7.
 
-A code's bits s ee m, put where bf16 has its sign and the low end of its exponent, are code * 2^-126 (0.5 is a subnormal
-of both formats); e4m3's bits are likewise sf * 2^-120. So
+A code's bits s ee m, moved to the sign and the low end of the exponent of bf16, are the number code * 2^-126 (0.5 is a
+subnormal in both formats). In the same way e4m3's bits are sf * 2^-120. So
 
     bf16:  (code * 2^-126) * (sf * 2^119)        fp16:  (code * 2^-14) * (sf * 2^7)
 
-is one multiplication, and code * sf has at most 6 significant bits: nothing is rounded. Whoever uses the products
+is one multiplication, and code * sf has at most 6 significant bits: nothing is rounded. The user of the products
 multiplies their fp32 sum by `UNIT` * global_scale.
 
-A byte holds columns 2i and 2i + 1 of K. A sum over K may be taken in any order, so even and odd columns stay two
+A byte holds columns 2i and 2i + 1 of K. Because a sum over K may be taken in any order, even and odd columns stay two
 matrices with a product each, and nibbles are never interleaved.
 
-HOW says by which instructions: "asm" (PTX, for NVIDIA's GPUs), "plain" (what Triton has everywhere) or "interpreted"
-(plain; and Triton's interpreter multiplies bf16 as integers and truncates where it should round).
+HOW is how it is done: "asm" (PTX, for NVIDIA GPUs), "plain" (operations that Triton has everywhere) or "interpreted"
+(plain, with workarounds: Triton's interpreter multiplies bf16 as integers and truncates where it should round).
 """
 
 import os
@@ -24,9 +24,9 @@ import triton.language as tl
 
 UNIT = tl.constexpr(128.0)
 
-# Four bytes $4 and four scales $5, $6 -> even columns $0, $1 and odd ones $2, $3. Elements of a tensor that share a
-# register need not be neighbours, so each has its own scale. The nibble times 0x1040 (0x104) has its sign at bit 15 and
-# its magnitude at bits 8..6.
+# Four bytes $4 and four scales $5, $6 -> even columns $0, $1 and odd columns $2, $3. Elements of a tensor that share a
+# register need not be neighbours, so each has its own scale. A low (high) nibble times 0x1040 (0x104) has its sign at
+# bit 15 and its magnitude at bits 8..6.
 _BF16 = tl.constexpr("""{
 .reg .b32 t, u, a, b, c, d, z;
 prmt.b32 t, $4, 0, 0x4140;
@@ -49,7 +49,7 @@ fma.rn.bf16x2 $1, b, $6, z;
 fma.rn.bf16x2 $2, c, $5, z;
 fma.rn.bf16x2 $3, d, $6, z;
 }""")
-# Likewise fp16, whose magnitude is at bits 11..9, too near to the sign for a multiplication.
+# The same for fp16. Its magnitude is at bits 11..9, too close to the sign for a multiplication.
 _FP16 = tl.constexpr("""{
 .reg .b32 t, u, a, b, c, d, s;
 prmt.b32 t, $4, 0, 0x4140;
@@ -75,7 +75,7 @@ mul.rn.f16x2 $1, b, $6;
 mul.rn.f16x2 $2, c, $5;
 mul.rn.f16x2 $3, d, $6;
 }""")
-# Four scales $2: e4m3's bits, seven above the end of bf16's exponent, times 2^127 and 2^112.
+# Four scales $2: e4m3's bits, four places up (the lowest exponent bit is then bf16's), times 2^127 and 2^112.
 _BF16_SF = tl.constexpr("""{
 .reg .b32 t, u, c, d, z;
 prmt.b32 t, $2, 0, 0x4140;
@@ -121,9 +121,9 @@ def dequantize(codes, sf, DTYPE: tl.constexpr, HOW: tl.constexpr):
                 _FP16, "=r,=r,=r,=r,r,r,r", [codes, scale], dtype=(tl.float16, tl.float16), is_pure=True, pack=4
             )
     else:
-        # The same in fp32, whose exponent is bf16's.
+        # The same in fp32, whose exponent is like bf16's.
         if DTYPE == tl.float16:
-            scale *= 5192296858534827628530496329220096.0  # 2^112: fp32's exponents are that much further off
+            scale *= 5192296858534827628530496329220096.0  # 2^112: fp32's exponent bias is that much larger than fp16's
         scale = tl.reshape(tl.broadcast_to(scale[:, :, None], (N, K2 // 8, 8)), (N, K2))
         bits = codes.to(tl.int32)
         even = ((bits & 0x8) << 28) | ((bits & 0x7) << 22)
@@ -143,8 +143,8 @@ def dot(a, b, acc, HOW: tl.constexpr):
 
 @triton.jit
 def dot_nvfp4(codes, sf, x, x_sf, acc, HOW: tl.constexpr):
-    """acc + (code * sf) . (code * sf), by tensor cores that take both: codes uint8 [N, K / 2], sf uint8 [N, K / 16],
-    x uint8 [K / 2, M], x_sf uint8 [M, K / 16]."""
+    """acc + (code * sf) . (code * sf), on tensor cores that take NVFP4 for both: codes uint8 [N, K / 2], sf uint8
+    [N, K / 16], x uint8 [K / 2, M], x_sf uint8 [M, K / 16]."""
     if HOW == "interpreted":
         even, odd = dequantize(codes, sf, tl.bfloat16, HOW)
         x_even, x_odd = dequantize(tl.trans(x), x_sf, tl.bfloat16, HOW)

@@ -1,4 +1,4 @@
-"""Kernels in machine code, launched by the CUDA driver: what torch and Triton do, without binding arguments by name."""
+"""Machine code launched through the CUDA driver, as torch and Triton do, but without binding arguments by name."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class _Extra(ctypes.Structure):
 class Function:
     """A kernel on the GPU `device`.
 
-    parameters  its arguments in the letters of `struct`: "Q" an address, "i" an int32, "x" a byte of zero
+    parameters  its arguments as a format of `struct`: "Q" for an address, "i" for an int32, "x" for a zero byte
     shared      bytes of dynamic shared memory
     """
 
     def __init__(self, device: int, cubin: bytes, name: str, parameters: str, threads: int, shared: int):
         self.device, self.threads, self.shared = device, threads, shared
-        self.packed = Struct(parameters)  # aligned as C does it
+        self.packed = Struct(parameters)  # aligned as in C
         self.size = c_size_t(self.packed.size)
         self.address_of_size = ctypes.addressof(self.size)
         module, self.function = c_void_p(), c_void_p()
@@ -39,7 +39,7 @@ class Function:
             _call("cuFuncSetCacheConfig", self.function, _PREFER_SHARED)
 
     def launch(self, grid: tuple[int, ...], values: list[int], stream: int) -> None:
-        """On `stream`, the handle of one of this device's, which is torch's current device."""
+        """Launch on `stream`, a stream handle of this device, which must be torch's current one."""
         x, y, z = (*grid, 1, 1)[:3]
         extra = _Extra(_BUFFER, self.packed.pack(*values), _BUFFER_SIZE, self.address_of_size, _END)
         arguments = self.function, x, y, z, self.threads, 1, 1, self.shared, stream, None, byref(extra)
@@ -61,7 +61,7 @@ def _driver() -> ctypes.CDLL:
 
 
 def _use_context(device: int) -> None:
-    """Make torch's context of the GPU this thread's."""
+    """Make torch's context of the GPU current in this thread."""
     handle, context = c_int(), c_void_p()
     _call("cuDeviceGet", byref(handle), device)
     _call("cuDevicePrimaryCtxRetain", byref(context), handle)

@@ -1,4 +1,4 @@
-"""The gate by itself and its gradient, for layers that are trained: one pass over memory each."""
+"""The gate and its gradient as kernels of their own, for training: one pass over memory each."""
 
 import torch
 import triton
@@ -11,7 +11,7 @@ from moe_nvfp4.kernels.portable.launch import launch
 
 
 def gate(arguments: tuple, both: Tensor, dh: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-    """both [R, 2I] ([R, I] for relu2) -> (h [R, I], with dh the gradient of `both`, in its dtype).
+    """both [R, 2I] ([R, I] for relu2) -> (h [R, I]; the gradient of `both` if dh is given, in its dtype).
 
     arguments: kind, alpha, limit (0: none), up_offset, clamp_after of `weights.Gate`.
     """
@@ -31,7 +31,7 @@ def kernel(
     I: tl.constexpr, GATE: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr,
     CLAMP_AFTER: tl.constexpr, BLOCK: tl.constexpr, HOW: tl.constexpr,
 ):  # fmt: skip
-    """Row program_id(0), BLOCK columns: `weights.Gate.gradient`."""
+    """`weights.Gate.gradient` of BLOCK columns of row program_id(0)."""
     r = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     there = n < I

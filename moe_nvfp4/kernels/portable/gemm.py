@@ -1,8 +1,8 @@
 """The grouped GEMM of the portable backend: tiles of an expert's weights times tiles of its tokens.
 
 D[weight row, token] = sum over K of (code * sf)[weight row, k] * x[token, k]. The weights are the M operand of the
-tensor cores: they are always many, and tokens fill the small N of 8, 16, ... So that even and odd columns can be
-multiplied apart (see `dequantize`), x is read as 32-bit words that hold a pair of columns.
+tensor cores, because there are always many rows of them; tokens fill the small N of 8, 16, ... x is read as 32-bit
+words that hold a pair of columns, so that even and odd columns can be multiplied separately (see `dequantize`).
 """
 
 import triton
@@ -20,12 +20,12 @@ def gemm_kernel(
     CLAMP_AFTER: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
     IDS: tl.constexpr, E: tl.constexpr, DTYPE: tl.constexpr, HOW: tl.constexpr,
 ):  # fmt: skip
-    """One tile: `out[to, n] = gate(x[from] . w[e, n])` for the rows of a token tile, n of a weight tile.
+    """One tile: `out[to, n] = gate(x[from] . w[e, n])` for the rows of a token tile and each n of a weight tile.
 
-    Token tiles are `route_kernel`'s; with IDS > 0 `tile_expert` are the ids of R <= IDS assignments to E experts, which
-    are the rows: see `_own_tile`. Without tiles one expert has all rows.
+    The token tiles come from `route_kernel`. With IDS > 0, `tile_expert` holds the ids of R <= IDS assignments to E
+    experts instead, and these are the rows: see `_own_tile`. Without tiles, one expert has all rows.
 
-    x          int32 [*, K / 2]: pairs of columns of DTYPE; with x_sf uint8 [*, K / 16] codes uint8 [*, K / 2], for
+    x          int32 [*, K / 2]: pairs of columns of DTYPE; with x_sf uint8 [*, K / 16], codes uint8 [*, K / 2], for
                tensor cores that multiply NVFP4 by NVFP4
     codes, sf  uint8 [E, N or 2N, K / 2 or K / 16]
     """
@@ -116,13 +116,13 @@ def gemm_kernel(
 
 @triton.jit
 def _tile(tile_expert, tile_row, tile_end, tile_count, R, NT: tl.constexpr, GROUP: tl.constexpr, BM: tl.constexpr):
-    """Of this program: (whether it has a tile, expert, weight tile, rows [BM], which of them are the expert's)."""
+    """(whether this program has a tile, its expert, weight tile, rows [BM], which of them are the expert's)."""
     pid = tl.program_id(0)
     if GROUP == 1:
         tile = pid // NT
         n_tile = pid % NT
         live = tile >= 0
-    else:  # GROUP token tiles after another read the same weights
+    else:  # GROUP token tiles in a row read the same weights
         if tile_count is None:
             count = (R + BM - 1) // BM
         else:
@@ -149,9 +149,10 @@ def _tile(tile_expert, tile_row, tile_end, tile_count, R, NT: tl.constexpr, GROU
 
 @triton.jit
 def _own_tile(ids, mine, R, IDS: tl.constexpr, E: tl.constexpr, BM: tl.constexpr):
-    """(whether assignment `mine` begins a tile of its expert, expert, rows [BM], which of them are there).
+    """(whether assignment `mine` begins a tile of its expert, the expert, rows [BM], which of them exist).
 
-    It does if it is its expert's first, or another BM-th; the rows are the expert's next ones from there.
+    The first assignment of an expert begins a tile, and so does every BM-th after it. The rows are the expert's
+    assignments from there on.
     """
     i = tl.arange(0, IDS)
     e = tl.load(ids + mine).to(tl.int32)
@@ -166,7 +167,7 @@ def _own_tile(ids, mine, R, IDS: tl.constexpr, E: tl.constexpr, BM: tl.constexpr
 
 @triton.jit
 def _scaled(acc, weight_scale, row_scale, bias, split, source, n):
-    """The sums in full, once the first part of K has added the bias."""
+    """The sums times their scales; the first part of K adds the bias, so that the parts' sum has it once."""
     result = acc * weight_scale
     if row_scale is not None:
         result *= tl.load(row_scale + source)[None, :]
@@ -181,7 +182,7 @@ def gated(
     g, u, GATE: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr,
     CLAMP_AFTER: tl.constexpr,
 ):  # fmt: skip
-    """`weights.Gate` of fp32 g and u, for the kinds that have both. LIMIT 0: none."""
+    """`weights.Gate` of fp32 g and u, for kinds that have both. LIMIT 0: no limit."""
     if LIMIT > 0:
         u = tl.clamp(u, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
         if not CLAMP_AFTER:

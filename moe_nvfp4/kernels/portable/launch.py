@@ -1,8 +1,8 @@
-"""Compiling Triton's kernels and launching them: which code is made for which GPU.
+"""Compiling and launching Triton kernels: which code is made for which GPU.
 
-Triton makes the machine code, which is kept in a file (see `common.ahead`). It is launched by the CUDA driver's own
-functions: Triton's launcher binds arguments by name, specializes each and looks a kernel up by all of that, some 60 us
-a launch, and it builds a C extension first. In Triton's interpreter and on AMD's GPUs Triton launches.
+Triton makes the machine code, which is kept in a file (see `common.ahead`). The CUDA driver launches it, because
+Triton's launcher binds arguments by name, specializes each and looks up a kernel by all of them, which takes some 60 us
+per launch, and it builds a C extension first. Triton itself launches in its interpreter and on AMD GPUs.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ _ALIGNED = 16  # bytes
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, arch: str | None = None, **options: Any) -> None:
-    """On torch's current stream, on the current device, where the tensors are. `options` are Triton's: warps, stages.
-    `arch`: what it compiles for in place of that of `target`.
+    """Launch `kernel` on torch's current stream of the current device, where the tensors must be. `options` are
+    Triton's: warps, stages. `arch`: the architecture to compile for, if not the one of `target`.
 
-    Parameters of `kernel` are tensors or None, then integers that it is not specialized for, then constants.
+    The parameters of `kernel` are tensors or None, then integers that it is not specialized for, then constants.
     """
-    if not _by_driver() and ahead.noted_gpu() is None:  # what is noted is not launched
+    if not _by_driver() and ahead.noted_gpu() is None:  # launches that are noted are not made
         kernel[grid](*arguments, **options)
         return
     if arch is not None:
@@ -53,7 +53,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, arch: str | None
             kinds.append(int)
             values.append(a)
         else:
-            address = a.data_ptr() or a.storage_offset() * a.element_size()  # on meta, where nothing is
+            address = a.data_ptr() or a.storage_offset() * a.element_size()  # tensors on meta have no address
             kinds.append((a.dtype, "anywhere") if address % _ALIGNED else a.dtype)
             values.append(address)
     variant = kernel.fn.__module__, kernel.fn.__name__, tuple(kinds), arguments[n:], tuple(options.items())
@@ -77,7 +77,7 @@ def _by_driver() -> bool:
 
 @cache
 def _function(index: int, *variant: Any) -> Function:
-    """The kernel on a GPU: from its file, or compiled now."""
+    """The kernel on a GPU, from its file or compiled now."""
     capability = torch.cuda.get_device_capability(index)
     file = cubins.file(capability, *variant)
     if file is None or not is_whole(file):
@@ -89,9 +89,9 @@ def _function(index: int, *variant: Any) -> Function:
 def target() -> dict[str, object]:
     """Options of Triton's compiler.
 
-    Every NVIDIA GPU gets the code of sm_80 (cp.async, ldmatrix, mma.sync), the same PTX but for its first lines: what
-    runs on one and in the emulator runs on all. In decode it is faster on an H200 than what Triton makes for Hopper,
-    which also lacks a fence in front of wgmma.
+    Every NVIDIA GPU gets the code of sm_80 (cp.async, ldmatrix, mma.sync), the same PTX except for its first lines: if
+    it runs on one GPU and in the emulator, it runs on all. In decode this code is faster on an H200 than what Triton
+    makes for Hopper, which also lacks a fence before wgmma.
     """
     if not _by_driver():
         return {}
@@ -99,8 +99,8 @@ def target() -> dict[str, object]:
 
 
 class _Cubins(ahead.Variants):
-    """Machine code of a kernel, by GPU, kinds of its tensors, constants and options: a line of JSON with what
-    `driver.Function` must know, then the cubin."""
+    """The machine code of kernels, by GPU, kinds of tensors, constants and options. A file is a line of JSON, with what
+    `driver.Function` needs, and the cubin."""
 
     def file(self, capability: tuple[int, int], *variant: Any) -> Path | None:
         return ahead.kernel_file(".cubin", triton.__version__, capability, target(), variant)
@@ -109,7 +109,7 @@ class _Cubins(ahead.Variants):
         self.code(capability, *variant)
 
     def code(self, capability: tuple[int, int], *variant: Any) -> bytes:
-        """The file's bytes, whether or not it is there."""
+        """The bytes of the file; if it is not there, compiles the kernel and keeps it."""
         file = self.file(capability, *variant)
         if file is not None and is_whole(file):
             return file.read_bytes()[:-32]  # a checksum
@@ -129,14 +129,14 @@ cubins = _Cubins()
 def compile_kernel(
     capability: tuple[int, int], module: str, name: str, kinds: tuple, constants: tuple, options: tuple
 ) -> bytes:
-    """A file of `_Cubins`."""
+    """The contents of a file of `_Cubins`."""
     compiled = compile_variant(capability, getattr(import_module(module), name), kinds, constants, options)
     metadata, ptx = compiled.metadata, compiled.asm["ptx"]
     if metadata.global_scratch_size or getattr(metadata, "profile_scratch_size", 0):
-        raise NotImplementedError(f"{name} wants scratch memory of Triton {triton.__version__}: install another")
+        raise NotImplementedError(f"Triton {triton.__version__} gives {name} scratch memory: install another version")
     parameters = "".join("i" if kind is int else "Q" for kind in kinds if kind is not None)
     entry = ptx[ptx.index(".entry") :]
-    hidden = entry[: entry.index("{")].count(".param") - len(parameters)  # scratch memory, which there is none of
+    hidden = entry[: entry.index("{")].count(".param") - len(parameters)  # pointers to scratch memory: null
     header = {
         "name": metadata.name, "parameters": f"{parameters}0Q{8 * hidden}x", "threads": 32 * metadata.num_warps,
         "shared": metadata.shared,

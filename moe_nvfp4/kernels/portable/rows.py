@@ -1,4 +1,4 @@
-"""What the portable backend does to rows beside its GEMMs: sort them by expert, quantize them, add them up."""
+"""What the portable backend does with rows besides its GEMMs: sort them by expert, quantize them, add them up."""
 
 import triton
 import triton.language as tl
@@ -18,8 +18,8 @@ def route_kernel(
 ):  # fmt: skip
     """Program e finds the rows of expert e (see `routing.Groups`) and its tiles of BM rows (see `routing.Tiles`).
 
-    ids [R]; EP: a power of two >= E. Every program counts all experts, so that none waits for another: by shared
-    memory (HISTOGRAM) or by comparing each id with each expert.
+    ids [R]; EP: a power of two >= E. Every program counts the rows of all experts, so that none waits for another: in a
+    histogram in shared memory (HISTOGRAM), or by comparing each id with each expert.
     """
     e = tl.program_id(0)
     experts = tl.arange(0, EP)
@@ -68,10 +68,11 @@ def quantize_kernel(
     x, index, expert, expert_scale, live, values, sf_values, row_scale,
     K: tl.constexpr, INDEX_DIV: tl.constexpr, BLOCK: tl.constexpr, HOW: tl.constexpr, FOUR_OVER_SIX: tl.constexpr,
 ):  # fmt: skip
-    """Row r of x, quantized as `reference.quantize_rows` does: code * sf as bf16, and its global scale. With
-    `sf_values` uint8 [R, K / 16]: codes, in `values` uint8 [R, K / 2], and block scales.
+    """Quantize row r of x as `reference.quantize_rows` does, to code * sf in bf16 and a global scale. With `sf_values`
+    uint8 [R, K / 16], it stores codes in `values` uint8 [R, K / 2] and block scales there.
 
-    With `expert_scale` [E] the scale is that of the row's expert, else the row's own; rows from `live` on are left out.
+    The scale is that of the row's expert if `expert_scale` [E] is given, else the row's own. Rows from `live` on are
+    skipped.
     """
     r = tl.program_id(0)
     ours = r == r
@@ -125,7 +126,7 @@ def quantize_kernel(
 
 @triton.jit
 def _e4m3(x):
-    """fp32 x >= 0 -> the nearest e4m3 number, ties to even, at most 448. NaN stays, whose bits may overflow here."""
+    """fp32 x >= 0 -> the nearest e4m3 number, ties to even, at most 448. NaN stays, though its bits may overflow."""
     x = tl.minimum(x, 448.0, propagate_nan=tl.PropagateNan.ALL)
     bits = x.to(tl.int32, bitcast=True)
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
@@ -142,34 +143,34 @@ def _e2m1(x):
 
 @triton.jit
 def _e4m3_bits(x):
-    """Of what `_e4m3` returns. NaN: e4m3's."""
-    bits = (x.to(tl.int32, bitcast=True) >> 20) - 960  # of the exponent 127 - 7
+    """The e4m3 byte of a number that `_e4m3` returned. NaN gives e4m3's NaN."""
+    bits = (x.to(tl.int32, bitcast=True) >> 20) - 960  # 8 * (127 - 7), the difference of the exponent biases
     bits = tl.where(x < 0.015625, (x * 512.0).to(tl.int32), bits)
     return tl.where(x == x, bits, 127).to(tl.uint8)
 
 
 @triton.jit
 def _e2m1_bits(x):
-    """Of what `_e2m1` returns. NaN: 7, its block scale is NaN."""
-    bits = (x.to(tl.int32, bitcast=True) >> 22) - 252  # of the exponent 127 - 1
+    """The code of a number that `_e2m1` returned. NaN gives 7; its block scale is NaN."""
+    bits = (x.to(tl.int32, bitcast=True) >> 22) - 252  # 2 * (127 - 1), the difference of the exponent biases
     return tl.where(x < 1.0, (2.0 * x).to(tl.int32), tl.where(x == x, bits, 7))
 
 
 @triton.jit
 def _squared_error(a, sf, scale):
-    """`format._squared_error` of |x| [n, 16], to the bit: what is rounded to 2^-10 is the exact product, and all that
-    follows is exact, however it is fused and whatever is added first."""
+    """`format._squared_error` of |x| [n, 16], bit for bit: the exact product is rounded to 2^-10, and everything after
+    that is exact, whatever is fused and in whatever order it is added."""
     inverse = tl.broadcast_to(tl.math.div_rn(1.0, sf * scale)[:, None], a.shape)
     a = tl.fma(a, inverse, 12288.0) - 12288.0  # 1.5 * 2^13, where fp32 has steps of 2^-10
     power = (tl.maximum(a, 1.0).to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
-    large = power * 6291456.0  # 1.5 * 2^22: where fp32 has steps of half of `power`, as e2m1 has at a
+    large = power * 6291456.0  # 1.5 * 2^22: there fp32 has steps of half of `power`, as e2m1 has near a
     d = a - ((a + large) - large)
     return tl.sum(d * d, 1) * (sf * sf)
 
 
 @triton.jit
 def _integer(x):
-    """fp32 0 <= x < 2^22 -> the nearest integer, ties to even, in what fp32 leaves of x + 1.5 * 2^23."""
+    """fp32 0 <= x < 2^22 -> the nearest integer, ties to even: x + 1.5 * 2^23 has no bits for a fraction."""
     return (x + 12582912.0) - 12582912.0
 
 
@@ -186,9 +187,9 @@ def combine_kernel(
 ):  # fmt: skip
     """out[t, :N] = sum over slots j, in order, of weights[t, j] * (sum over splits of y[split, t * TOP_K + j]), fp32.
 
-    Slots whose id is no expert's are left out. Without `ids` and `weights`: one slot, of weight one. LD: out's width.
-    `position`: the row of y [R, N] that an assignment has; what is there are plain products, so that the expert's
-    `scale` [E], the row's `row_scale` [R], if it has one, and `bias` [E, LD] are still to come.
+    Slots whose id is not an expert's are skipped. Without `ids` and `weights` there is one slot, with weight one. LD:
+    the row stride of out. With `position`, the row of each assignment in y [R, N], y holds plain products: the
+    expert's `scale` [E], `row_scale` [R] (if given) and `bias` [E, LD] are applied here.
     """
     t = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
