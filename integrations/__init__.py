@@ -1,1 +1,1 @@
-"""Adapters to other libraries; installed as `moe_nvfp4.integrations`."""
+"""Integrations with other libraries; installed as `moe_nvfp4.integrations`."""

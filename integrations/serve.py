@@ -1,4 +1,4 @@
-"""An OpenAI endpoint with what is installed: vLLM where it is, else the server that comes with transformers."""
+"""An OpenAI endpoint: vLLM's if vLLM is installed, else the server that comes with transformers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from moe_nvfp4.quantize.dialects import read_config
 
 ENGINES = ("vllm", "transformers")
-# transformers knows our folders after the first import only
+# The first import teaches transformers to read our folders
 TRANSFORMERS = """
 import moe_nvfp4.integrations.huggingface
 from transformers.cli.transformers import app
@@ -20,11 +20,11 @@ app(prog_name="transformers")
 def serve_command(model: str, engine: str | None = None, options: Sequence[str] = ()) -> list[str]:
     """The command that serves `model` (a folder, or a name on the Hub) with 4-bit experts.
 
-    engine   "vllm" or "transformers"; None: vLLM where it is installed
+    engine   "vllm" or "transformers"; None: vLLM if it is installed
     options  passed on to the engine
 
-    ImportError for an engine that is not installed, OSError for a model that the Hub does not give, ValueError for one
-    that would be served dense.
+    ImportError for an engine that is not installed, OSError for a model that cannot be read from the Hub, ValueError
+    for one that would be served dense.
     """
     if engine is None:
         engine = "vllm" if find_spec("vllm") else "transformers"
@@ -33,7 +33,7 @@ def serve_command(model: str, engine: str | None = None, options: Sequence[str] 
     if find_spec(engine) is None:
         raise ImportError(f"{engine} is not installed: pip install {engine}")
     if engine == "vllm":
-        # `vllm serve` asks for the metadata of a package "vllm", which CPU builds do not have
+        # `vllm serve` reads the metadata of a package named "vllm", which CPU builds do not have
         server = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
         return [*server, "--quantization", "moe_nvfp4", *options]
     from transformers import PretrainedConfig

@@ -1,7 +1,7 @@
 """Hugging Face transformers: swap experts, quantize while loading, save and load again.
 
-Importing this module registers the quantization methods `modelopt` and `moe_nvfp4` with transformers, and takes
-the NVFP4 folders of `compressed-tensors` and of `fp8` (DeepSeek V4) from its own readers, until `unregister`:
+Importing this module registers the quantization methods `modelopt` and `moe_nvfp4` with transformers, and reads NVFP4
+folders of `compressed-tensors` and `fp8` (DeepSeek V4) in place of transformers' own readers, until `unregister`:
 
     model = AutoModelForCausalLM.from_pretrained(path, quantization_config=MoeNvfp4Config())
     model = swap_experts(model)                      # or: a model already in memory
@@ -12,8 +12,8 @@ the NVFP4 folders of `compressed-tensors` and of `fp8` (DeepSeek V4) from its ow
     calibrate(model, batches)                        # static scales for activations="nvfp4"
     model.dequantize()                               # dense again, with the 4-bit weights' exact values
 
-Layers of multi-token prediction are not a part of a model: generate(use_mtp=True) reads them, dense, from the files
-that the model was loaded from. Conversion and save_pretrained of a loaded model keep them as they are.
+Multi-token prediction layers are not part of a model: generate(use_mtp=True) reads them, dense, from the files
+that the model was loaded from. Conversion, and save_pretrained of a loaded model, copy them unchanged.
 """
 
 from moe_nvfp4.integrations.huggingface.config import MoeNvfp4Config, checkpoint_config

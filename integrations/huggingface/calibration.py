@@ -1,4 +1,4 @@
-"""What a recipe that uses data learns from a model: the importance of input columns."""
+"""Calibration data, and the importance of input columns that the recipe ``weighted`` learns from it."""
 
 from __future__ import annotations
 
@@ -18,18 +18,21 @@ from moe_nvfp4.integrations.huggingface.statistics import SquareSums, watch
 from moe_nvfp4.progress import progress_bar
 from moe_nvfp4.quantize.importance import Importance
 
-# Token ids [n] or [B, T]; several of these, or several texts; None: random token ids.
+# Token ids [n] or [B, T], or a text, or a list of either; None: random token ids.
 Calibration: TypeAlias = "Tensor | Sequence[Tensor] | Sequence[str] | str | None"
 
-TOGETHER = 16384  # tokens that go through a layer together
+TOGETHER = 16384  # tokens in a batch
 RANDOM_WINDOWS, WINDOW = 8, 512  # random ids: 4096 tokens. More text changes nothing for `weighted`: docs/accuracy.md
 
 
 def calibration_batches(calibration: Any, config: Any, tokenizer: str | os.PathLike | None = None) -> list[Tensor]:
-    """Token ids int64 [B, T] of what a user gave; ValueError where that is nothing, or not ids of this model.
+    """Batches of token ids, int64 [B, T], from what a user gave.
 
-    calibration: ids [T] or [B, T], a list of such, a text or a list of texts, or None: random ids, always the same.
-    config: the model's. tokenizer: the folder or name of the tokenizer for texts.
+    calibration  ids [T] or [B, T] or a list of them, a text or a list of texts, or None: random ids, always the same
+    config       the model's config
+    tokenizer    the folder or name of the tokenizer for texts
+
+    ValueError if there is no text, or if ids are not token ids of this model.
     """
     vocabulary = config.get_text_config().vocab_size
     if calibration is None:
@@ -50,18 +53,18 @@ def calibration_batches(calibration: Any, config: Any, tokenizer: str | os.PathL
 
 
 def random_batches(config: Any, windows: int = RANDOM_WINDOWS, window: int = WINDOW) -> list[Tensor]:
-    """So many windows of random ids, of so many tokens each, for the model of `config`: always the same."""
+    """Batches of `windows` windows of `window` random token ids for the model of `config`; always the same ids."""
     generator = torch.Generator().manual_seed(0)
     return in_batches(torch.randint(config.get_text_config().vocab_size, (windows, window), generator=generator))
 
 
 def in_batches(windows: Tensor) -> list[Tensor]:
-    """Token ids [n, T] as batches of some windows each."""
+    """Split token ids [n, T] into batches of at most `TOGETHER` tokens, but at least one window."""
     return list(windows.split(max(1, TOGETHER // windows.shape[1])))
 
 
 def _windows(texts: Iterable[str], tokenizer: str | os.PathLike | None) -> list[Tensor]:
-    """Texts as ids [1, at most 512]."""
+    """Tokenize texts into ids [1, at most 512]."""
     from transformers import AutoTokenizer
 
     if not tokenizer:
@@ -74,7 +77,7 @@ def _windows(texts: Iterable[str], tokenizer: str | os.PathLike | None) -> list[
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Inside of it `model` is in eval mode, without dropout; afterwards each module is in its own again."""
+    """A context in which `model` is in eval mode, without dropout. Afterwards every module has its own mode again."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -87,7 +90,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 def model_importance(
     model: nn.Module, batches: Sequence[Tensor], exclude: Iterable[str] = (), progress: bool = True
 ) -> Importance:
-    """The importance of the dense experts of a `model` in memory, from a forward pass over token ids [B, T]."""
+    """The importance of the dense experts of a `model` in memory, from a forward pass over batches of ids [B, T]."""
     modules = dense_modules(model, exclude)
     sums = SquareSums()
     whole: Any = model
@@ -121,7 +124,7 @@ def files_importance(
 
 
 def dense_modules(model: nn.Module, exclude: Iterable[str] = ()) -> dict[str, tuple[nn.Module, ModuleLayout]]:
-    """The dense experts of `model` by name, each once, but for those that `exclude` names. ValueError for none."""
+    """The dense experts of `model` that `exclude` does not match, by name, each once. ValueError if there are none."""
     found: dict[int, tuple[str, nn.Module, ModuleLayout]] = {}
     for name, module, layout in find_experts(model, MoeNvfp4Config(exclude=list(exclude)), required=False):
         if layout is not None:

@@ -1,4 +1,4 @@
-"""What a user chooses, and what config.json says: `MoeNvfp4Config`."""
+"""`MoeNvfp4Config`: what a user chooses, and what config.json says."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from moe_nvfp4.quantize.recipes import CALIBRATED_RECIPES, DEFAULT_RECIPE, RECIP
 from moe_nvfp4.weights import ACTIVATIONS
 
 FIELDS = ("activations", "recipe", "exclude", "linears", "dialect", "calibration", "cpu_experts", "map_files")
-LOADING = {"activations", "linears", "cpu_experts", "map_files"}  # those that count for files that are 4-bit already
+LOADING = {"activations", "linears", "cpu_experts", "map_files"}  # fields that can be chosen for 4-bit files
 LINEARS = ("packed", "dense")
-# Read anew, or written anew, or about something that does not come along (KV cache scales)
+# Keys of a quantization_config that are not carried through: parsed and written anew, or about KV cache scales, which
+# new files do not have
 REWRITTEN = {
     "quant_algo", "moe_quant_algo", "config_groups", "producer", "format", "quantization_status", "quantized_layers",
     "group_size", "exclude_modules", "global_compression_ratio", "kv_cache_scheme", "kv_cache_quant_algo",
@@ -31,33 +32,33 @@ REWRITTEN = {
 class MoeNvfp4Config(QuantizationConfigMixin):
     """How to make a model's experts 4-bit, and what config.json says about it afterwards.
 
-    activations  "bf16" (W4A16, the default) or "nvfp4" (W4A4: rows quantized to NVFP4 before each GEMM, with the
-                 file's `input_scale` where it has one, else one scale per token), or "nvfp4_four_over_six": W4A4 whose
-                 blocks have the better of two scales (docs/numerics.md)
+    activations  "bf16" (W4A16, the default) or "nvfp4" (W4A4: rows are quantized to NVFP4 before each GEMM, with the
+                 file's `input_scale` if it has one, else one scale per token), or "nvfp4_four_over_six": W4A4 in
+                 which each block has the better of two scales (docs/numerics.md)
     recipe       how block scales are chosen when bf16 weights are quantized: one of
-                 moe_nvfp4.quantize.recipes.RECIPES ("mse") or "weighted"; files may be of "gptq"
-    calibration  of the recipe "weighted": a text or several, token ids [B, T] or several, the path of a file of
-                 moe-nvfp4 importance, or None: random token ids. Runs the model once, layer by layer
+                 moe_nvfp4.quantize.recipes.RECIPES ("mse") or "weighted"; files may also say "gptq"
+    calibration  data for the recipe "weighted": a text or several, token ids [B, T] or several, the path of a file of
+                 moe-nvfp4 importance, or None: random token ids. The model runs once, layer by layer
     exclude      experts modules to leave as they are: a name or wildcard of the model's modules, such as
-                 "model.layers.0.*", or several; each has to match one
-    linears      what becomes of linears that 4-bit files hold quantized too (attention, shared experts, lm_head):
-                 "packed" (the default), they stay NVFP4 (`NVFP4Linear`, the memory that the file promises), or
-                 "dense", they are dequantized to the model's dtype as they are read (faster where no kernel is)
-    dialect      whose names and config files have: "modelopt" (the default) or "compressed-tensors"
-    cpu_experts  layers whose experts stay on the CPU when the model goes to a GPU, and are computed there: a number
-                 (the first ones), "all", or "auto", as many as the GPU has no room for. It is about this machine: files
-                 do not have it
-    map_files    whether the 4-bit experts that stay on the CPU (all, if `cpu_experts` does not say) are left in their
-                 safetensors files too, for models that are larger than the memory: nothing is copied, and what a call
-                 needs is read then. About this machine as well
+                 "model.layers.0.*", or several; each must match a module
+    linears      what to do with linears that 4-bit files hold quantized too (attention, shared experts, lm_head):
+                 "packed" (the default) keeps them NVFP4 (`NVFP4Linear`, the memory that the file promises);
+                 "dense" dequantizes them to the model's dtype as they are read (faster where there is no kernel)
+    dialect      the names and the config of files: "modelopt" (the default) or "compressed-tensors"
+    cpu_experts  layers whose experts stay on the CPU, and are computed there, when the model goes to a GPU: a number
+                 (the first ones), "all", or "auto": as many as the GPU has no room for. This is about the machine, so
+                 it is not saved
+    map_files    whether 4-bit experts that stay on the CPU (all, unless `cpu_experts` says otherwise) also stay in
+                 their safetensors files, for models larger than the memory: nothing is copied, and each call reads
+                 what it needs. This is not saved either
 
-    In config.json this is the dialect's `quantization_config`, so that servers read the files too; our own fields
-    travel in its key "moe_nvfp4". For a folder that is 4-bit already, `activations`, `linears`, `cpu_experts` and
-    `map_files` may be given here, the first two to `checkpoint_config` too; the others would have no effect on it, and
-    are refused. A field that is not known raises TypeError; what other tools wrote into a config.json is carried
-    through.
+    config.json has this as the dialect's `quantization_config`, so that servers read the files too; our own fields are
+    under its key "moe_nvfp4". For a folder that is 4-bit already, `activations`, `linears`, `cpu_experts` and
+    `map_files` may be given here, and the first two also to `checkpoint_config`; the others would have no effect and
+    raise ValueError. An unknown field raises TypeError. What other tools wrote into a config.json is carried through.
 
-    ignore, input_scale, pre_quant_scale: what files say (their exceptions; static activation scales; AWQ's scales).
+    ignore, input_scale and pre_quant_scale are what files say: their ignore list, and whether they have static
+    activation scales and AWQ's scales.
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class MoeNvfp4Config(QuantizationConfigMixin):
         if not isinstance(map_files, bool):
             raise ValueError(f"map_files is True or False, got {map_files!r}")
         self.calibration, self.cpu_experts, self.map_files = calibration, cpu_experts, map_files
-        self.quant_method: Any = "moe_nvfp4"  # who reads it; config.json has the dialect's
+        self.quant_method: Any = "moe_nvfp4"  # for transformers' registry; config.json has the dialect's
         self.ignore = list(ignore or [])
         self.input_scale, self.pre_quant_scale = bool(input_scale), bool(pre_quant_scale)
         self.dequantize = False  # a loading attribute of transformers' CompressedTensorsConfig
@@ -107,7 +108,7 @@ class MoeNvfp4Config(QuantizationConfigMixin):
         config = {key: value for key, value in config_dict.items() if key not in REWRITTEN}
         own = config.pop("moe_nvfp4", None) or {}
         method = config.pop("quant_method", None)
-        if method == "moe_nvfp4" and "quant_algo" not in config_dict:  # the fields that `cls` takes, in a dictionary
+        if method == "moe_nvfp4" and "quant_algo" not in config_dict:  # a dictionary of the fields of `cls`
             method = None
         if method is not None:
             info = read_config(config_dict)
@@ -115,7 +116,7 @@ class MoeNvfp4Config(QuantizationConfigMixin):
                 raise ValueError(f"a quantization_config of quant_method {method!r} is not one of NVFP4 files")
             own = _said(info, own)
             config.pop("ignore", None)
-        elif not own:  # written by `to_dict` of a config without a method
+        elif not own:  # the fields of `cls` without a method
             own, config = config, {}
         result = cls(**{**own, **kwargs})
         result.unknown, result.chosen = config, {}
@@ -135,7 +136,7 @@ class MoeNvfp4Config(QuantizationConfigMixin):
         return {**self.unknown, **written}
 
     def get_loading_attributes(self) -> dict[str, Any]:
-        """What of this config, given as an argument, counts for a folder that is 4-bit already (transformers asks)."""
+        """For transformers: the fields that the user gave, all of which must count for a folder that is 4-bit."""
         return loading_fields(self.chosen)
 
     def excludes(self, module_name: str) -> bool:
@@ -145,7 +146,7 @@ class MoeNvfp4Config(QuantizationConfigMixin):
 
 
 def check_cpu_experts(layers: int | str, model: Any = None, there: int | None = None) -> None:
-    """ValueError for what is no number of layers, and for more than `there` are in `model`."""
+    """ValueError unless `layers` is a number of layers, "all" or "auto", and at most `there`, those of `model`."""
     if layers not in ("all", "auto") and (isinstance(layers, bool) or not isinstance(layers, int) or layers < 0):
         raise ValueError(f"cpu_experts must be a number of layers, 'all' or 'auto', got {layers!r}")
     if there is not None and isinstance(layers, int) and layers > there:
@@ -153,12 +154,12 @@ def check_cpu_experts(layers: int | str, model: Any = None, there: int | None = 
 
 
 def names_experts(pattern: str, module_name: str) -> bool:
-    """Whether an entry of `exclude` or `ignore` names the experts module `module_name`, or its first expert."""
+    """Whether an entry of `exclude` or `ignore` matches the experts module `module_name`, or its first expert."""
     return any(matches(pattern, f"{module_name}{part}") for part in ("", ".0.down_proj", ".0.w2"))
 
 
 def loading_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """`fields` of `MoeNvfp4Config`, all of which count for files that are 4-bit already, else ValueError."""
+    """`fields`, if all can be chosen for files that are 4-bit already; else ValueError, or TypeError if unknown."""
     _check_known(fields)
     if others := sorted(set(fields) - LOADING):
         raise ValueError(
@@ -170,7 +171,7 @@ def loading_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_known(fields: Iterable[str]) -> None:
-    """TypeError for fields that users cannot set, with the nearest that they can."""
+    """TypeError for fields that users cannot set; it suggests the most similar ones that they can."""
     if unknown := [name for name in fields if name not in FIELDS]:
         near = {name: get_close_matches(name, FIELDS, n=1) for name in unknown}
         hints = [f"{name!r}" + (f" (did you mean {found[0]!r}?)" if found else "") for name, found in near.items()]
@@ -178,7 +179,7 @@ def _check_known(fields: Iterable[str]) -> None:
 
 
 def _said(info: QuantizationInfo, own: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields that files have, by their config and by `own`, which counts first."""
+    """The fields that a checkpoint's config sets; `own`, its "moe_nvfp4" part, takes precedence."""
     if newer := set(own) - {*FIELDS, "input_scale", "pre_quant_scale"}:
         raise ValueError(
             f"config.json has {', '.join(sorted(newer))} under moe_nvfp4, which version {__version__} does not know: "
@@ -195,8 +196,8 @@ def _said(info: QuantizationInfo, own: Mapping[str, Any]) -> dict[str, Any]:
 def checkpoint_config(path: str | os.PathLike, **fields: Any) -> PretrainedConfig:
     """The config of a 4-bit checkpoint, for `from_pretrained(path, config=...)`, with fields of `MoeNvfp4Config`.
 
-    Needed to choose `linears` or `activations`, and for folders whose config.json says nothing about quantization
-    while hf_quant_config.json does. ValueError where neither says NVFP4, and for fields without effect on such files.
+    Needed to choose `linears` or `activations`, and for folders in which only hf_quant_config.json, not config.json,
+    speaks of quantization. ValueError if neither says NVFP4, and for fields without effect on such files.
     """
     for name in {"cpu_experts", "map_files"} & set(fields):
         raise ValueError(
@@ -213,7 +214,7 @@ def checkpoint_config(path: str | os.PathLike, **fields: Any) -> PretrainedConfi
 
 
 def files_info(path: str | os.PathLike, config: PretrainedConfig) -> QuantizationInfo | None:
-    """What the config of a checkpoint, and its hf_quant_config.json where there is one, say about NVFP4."""
+    """What a checkpoint's config, and its hf_quant_config.json if there is one, say about NVFP4."""
     file = cached_file(path, "hf_quant_config.json", _raise_exceptions_for_missing_entries=False)
     hf = None
     if file is not None:

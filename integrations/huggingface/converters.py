@@ -1,7 +1,7 @@
-"""The weight converters of a model with 4-bit experts: to load its files, to quantize dense ones as they load, to save.
+"""The weight converters of a model with 4-bit experts: for loading 4-bit files, quantizing dense files, and saving.
 
-`PackedConverter` (packed.py) is for the tensors of 4-bit experts. While dense files load, a `QuantizingConverter` has
-the place of each converter of the family that makes a parameter of experts, and quantizes one expert at a time.
+`PackedConverter` (packed.py) converts the tensors of 4-bit experts. For dense files a `QuantizingConverter` replaces
+each converter of the family that makes a parameter of experts, and quantizes one expert at a time.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from moe_nvfp4.quantize.recipes import quantize_expert
 
 # ---------------------------------------------------------------- quantizing on the way in
 class QuantizingConverter(WeightConverter):
-    """A converter of dense experts that quantizes those that are to be 4-bit.
+    """A converter of dense experts that quantizes those that become 4-bit.
 
-    Expert by expert and before merging where the file has one tensor per expert, so that a layer's bf16 weights are
-    never in memory together. Errors leave `from_pretrained` as they are (transformers collects those of operations).
+    It works expert by expert, before merging if the file has one tensor per expert, so that a layer's bf16 weights are
+    never in memory together. Its errors leave `from_pretrained` unchanged (transformers collects those of operations).
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class QuantizingConverter(WeightConverter):
 
     @classmethod
     def like(cls, owner: Conversions, c: WeightConverter) -> QuantizingConverter:
-        """With the names and the operations of `c`."""
+        """A converter with the names and the operations of `c`."""
         sources, targets = c._original_source_patterns, c._original_target_patterns
         turned = [isinstance(op, Transpose) and op.check_dims for op in c.operations]
         operations = [_Turned(owner, op) if turn else op for turn, op in zip(turned, c.operations, strict=True)]
@@ -78,7 +78,7 @@ class QuantizingConverter(WeightConverter):
                 "are read: load the dense model, then swap_experts(model)"
             )
         if experts is None:
-            return super().convert(layer_name, model, config, hf_quantizer)  # without info, errors are raised
+            return super().convert(layer_name, model, config, hf_quantizer)  # no loading_info: errors are raised
         check_sharding(module_name, experts, model)
         if _is_merge(self.operations):
             sources: Any = [self.collected_tensors.pop(p, []) for p in self.source_patterns]
@@ -95,7 +95,7 @@ class QuantizingConverter(WeightConverter):
 
 
 class _LazyExperts:
-    """Expert e's rows, read from the file when asked for: [gate; up] or one projection."""
+    """A sequence of the experts' matrices, [gate; up] or one projection, each read from the file when asked for."""
 
     def __init__(self, sources: list[list[Callable]]):
         self.sources = sources
@@ -104,7 +104,7 @@ class _LazyExperts:
         return len(self.sources[0])
 
     def __getitem__(self, e: int) -> Tensor | None:
-        """None: another rank's expert."""
+        """The matrix of expert e; None if it belongs to another rank."""
         parts = [source[e]() for source in self.sources]
         return None if parts[0] is None else torch.cat(parts) if len(parts) > 1 else parts[0]
 
@@ -121,7 +121,7 @@ class _StackedExperts:
 
 
 class _Stacked(ConversionOps):
-    """A tensor that holds all experts already; DBRX's [E * I, H] matrices -> [E, 2I, H] (w1, v1) or [E, H, I] (w2)."""
+    """For a tensor that holds all experts: unchanged, but DBRX's [E * I, H] become [E, 2I, H] (w1, v1) or [E, H, I]."""
 
     def __init__(self, dbrx_experts: int | None = None):
         self.dbrx_experts = dbrx_experts
@@ -136,8 +136,8 @@ class _Stacked(ConversionOps):
 
 
 class _Turned(ConversionOps):
-    """Transpose(check_dims=True), for Qwen3-VL-MoE's files of either orientation: it turns what has not the shape of
-    the parameter, which is 4-bit here."""
+    """Replaces Transpose(check_dims=True), for Qwen3-VL-MoE's files of either orientation. That transposes a tensor
+    unless it has the parameter's shape; parameters are 4-bit here, so this compares with the dense one's."""
 
     def __init__(self, owner: Conversions, dense: Any):
         self.owner, self.dense = owner, dense
@@ -154,13 +154,13 @@ class _Turned(ConversionOps):
 
 
 def _suffix(module_name: str) -> str:
-    """What the names of all layers share: "mlp.experts", or "experts" where a layer's number precedes it."""
+    """The end that the names of all layers' experts share: "mlp.experts", or "experts" right after a layer's number."""
     parts = module_name.split(".")[-2:]
     return ".".join(p for p in parts if not p.isdigit())
 
 
 def _is_merge(operations: list[ConversionOps]) -> bool:
-    """[MergeModulelist(0)] or [MergeModulelist(0), Concatenate(1)]: one file tensor per expert."""
+    """Whether this is [MergeModulelist(0)] or [MergeModulelist(0), Concatenate(1)]: files have a tensor per expert."""
     chain = ((MergeModulelist, 0), (Concatenate, 1))
     return 0 < len(operations) <= 2 and all(
         isinstance(op, kind) and op.dim == dim for op, (kind, dim) in zip(operations, chain, strict=False)
@@ -168,8 +168,8 @@ def _is_merge(operations: list[ConversionOps]) -> bool:
 
 
 class _Renaming(WeightRenaming):
-    """A renaming of the family, to save with, that leaves the names of an expert's own tensors alone: files of HY-V4
-    call attention's gate_proj linear_gate, and so transformers does with every gate_proj."""
+    """A renaming of the family for saving that leaves the projections of experts alone. Files of HY-V4 call attention's
+    gate_proj linear_gate, and transformers' own renaming would change every gate_proj."""
 
     __slots__ = ()
 
@@ -190,13 +190,14 @@ class _Renaming(WeightRenaming):
 class Conversions:
     """The converters for the 4-bit experts of one model.
 
-    experts        module name -> HFExperts, the modules that are 4-bit
-    fp8            modules whose experts are FP8 in the files (PackedConverter)
-    pre_quantized  the checkpoint is NVFP4 already
-    importance     of the recipe "weighted"
-    dialect        of the files, those that are loaded and those that are saved
-    layout         how the 4-bit files keep experts
+    experts        module name -> HFExperts, of the modules that are 4-bit
+    recipe         for quantizing dense files
+    pre_quantized  whether the checkpoint is NVFP4 already
+    dialect        of the files, loaded and saved
+    importance     for the recipe "weighted"
+    layout         how 4-bit files that are loaded keep experts
     prefix         of the names in the model's body
+    fp8            dense modules whose experts are FP8 in the files (PackedConverter)
     """
 
     def __init__(
@@ -215,7 +216,7 @@ class Conversions:
         self.dialect, self.layout, self.prefix = dialect, layout, prefix
 
     def build(self, base: list) -> list:
-        """The conversions to load with: `base` (the model's own) with ours in front."""
+        """The conversions for loading: ours, then `base`, the model's own."""
         self._base = base
         merges = [c for c in base if self._params_of(c) and _is_merge(c.operations)]
         merges = [c for c in merges if all(s.endswith(".weight") for s in c.source_patterns)]
@@ -235,7 +236,7 @@ class Conversions:
         return quantizing + [c for c in base if not self._params_of(c)]
 
     def _stacked(self, target: str, experts: HFExperts) -> list[QuantizingConverter]:
-        """For files with all experts in one tensor, which transformers has no converter for."""
+        """Converters for files with all experts in one tensor `target`, for which transformers has none."""
         module, _, name = target.rpartition(".")
         sources, operation = [target], _Stacked()
         if experts.source_class.__name__ == "DbrxExperts":
@@ -247,20 +248,20 @@ class Conversions:
         return found
 
     def for_saving(self, used: list) -> list:
-        """The conversions whose reverse writes files, from those `used` while loading."""
+        """The conversions for saving, which transformers reverses. used: those that were used for loading."""
         ours = (QuantizingConverter, PackedConverter)
         own = [c for c in self._base if self._params_of(c)]  # for experts that are dense
         self._kept = [c for c in used if not isinstance(c, ours) and c not in own]
         kept = [_Renaming.like(c) if type(c) is WeightRenaming else c for c in self._kept]
-        return [*kept, *own, self._packed]  # reversed when saving, so that ours is asked first
+        return [*kept, *own, self._packed]  # transformers reverses the order when saving, so ours is asked first
 
     def for_dense(self) -> list:
-        """The conversions to save with after the experts became dense: the model's own that were used to load it, or
-        are of experts."""
+        """The conversions for saving after the experts became dense: the model's own that were used for loading, or
+        that concern experts."""
         return [c for c in self._base if c in self._kept or self._params_of(c) or self._names_experts(c)]
 
     def _names_experts(self, c: Any) -> bool:
-        """Whether the renaming `c` is of the experts' stacks, which files have under a name of their own (Aria)."""
+        """Whether `c` renames the experts' stacks, because files have other names for them (Aria)."""
         back = None if isinstance(c, WeightConverter) else c.reverse_transform().rename_source_key
         return back is not None and any(not back(f"{m}.{p}")[0].endswith(f".{p}") for m, p in self._stacks())
 
@@ -280,10 +281,10 @@ class Conversions:
 
     # ------------------------------------------------------------ quantizing
     def quantize(self, dense: Any, experts: HFExperts, name: str, layer_name: str) -> dict[str, Tensor]:
-        """Quantize `dense` (a sequence of [N, K] matrices) to the tensors of parameter `name`.
+        """Quantize `dense`, a sequence of [N, K] matrices, to the tensors of parameter `name`.
 
-        Under tensor parallelism every rank has a slice of each matrix; the global scale comes from
-        the whole matrix, so that ranks and single process agree bit for bit.
+        Under tensor parallelism every rank has a slice of each matrix. The global scale comes from
+        the whole matrix, so that ranks and a single process agree bit for bit.
         """
         param = getattr(experts, name)
         here = param.to_local().shape[0] if isinstance(param, DTensor) else experts.layout.num_experts
@@ -332,13 +333,13 @@ def _global_amax(dense: Any, param: DTensor) -> Tensor:
 
 
 def model_conversions(model: Any, loading: bool = False) -> list:
-    """transformers' renamings and converters: to load with, or to save a model that was not loaded from files."""
+    """transformers' renamings and converters for a model: for loading, or for saving one not loaded from files."""
     conversions = get_model_conversion_mapping(model, add_legacy=loading)
     return [c for c in conversions if loading or not isinstance(c, PrefixChange)]
 
 
 def with_names_in_files(model: nn.Module, modules: Iterable[str]) -> set[str]:
-    """The names of `modules` of `model`, and what files call them, which is what servers go by."""
+    """`modules`, names of modules in `model`, and their names in files, which servers use."""
     modules = set(modules)
     conversions = model_conversions(model) if hasattr(model, "config") else []
     back = [c.reverse_transform() for c in conversions[::-1] if not isinstance(c, WeightConverter)]

@@ -1,8 +1,8 @@
-"""Hugging Face experts modules: recognise them, read their weights, call them the same way.
+"""Hugging Face experts modules: recognise them, read their weights, and stand in for them.
 
-`describe` tells what an experts module is (a `ModuleLayout`); `HFExperts` is `NVFP4Experts` with that
-module's manners. In transformers, one interface (the `use_experts_implementation` decorator)
-serves nearly every family; `LAYOUTS` has the few that store or call their experts differently.
+`describe` finds out how an experts module keeps and calls its weights (a `ModuleLayout`); `HFExperts` is
+`NVFP4Experts` with the interface of that module. In transformers one interface, the `use_experts_implementation`
+decorator, serves nearly every family; `LAYOUTS` has the few that store or call their experts differently.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from moe_nvfp4.training import Adapters
 from moe_nvfp4.weights import Gate
 
 logger = logging.get_logger(__name__)
-IMPLEMENTATION = "moe_nvfp4"  # the name that a config has for how its experts run
+IMPLEMENTATION = "moe_nvfp4"  # the experts implementation in the configs of 4-bit models
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,11 @@ class ModuleLayout:
     """How an experts module keeps and calls its weights.
 
     call         "routed": (hidden_states, top_k_index, top_k_weights), the common interface
-                 "identity": the same; ids from `num_experts` on return their input (LongCat)
-                 "dense": (hidden_states [E * T, H]), every expert's rows in a block (Llama 4)
+                 "identity": the same, but experts from `num_experts` on return their input (LongCat)
+                 "dense": (hidden_states [E * T, H]), one block of rows for every expert (Llama 4)
     transposed   weights are [E, in, out]
-    interleaved  gate and up rows alternate (gpt-oss)
+    interleaved  rows of gate and up alternate (gpt-oss)
+    bias         the dtype of the biases; None: there are none
     """
 
     num_experts: int
@@ -57,7 +58,7 @@ class ModuleLayout:
         return "gate_up_proj" if self.gated else "up_proj"
 
     def canonical(self, name: str, tensor: Tensor) -> Tensor:
-        """One expert's tensor as stored, [in, out] or [out, in] -> [out, in], rows [gate; up]."""
+        """One expert's tensor as the module stores it, [in, out] or [out, in] -> [out, in] with rows [gate; up]."""
         if tensor.dim() == 2 and self.transposed:
             tensor = tensor.T
         if self.interleaved and name.startswith("gate_up_proj"):
@@ -72,9 +73,9 @@ class ModuleLayout:
 
 
 def describe(module: nn.Module, name: str = "") -> ModuleLayout | None:
-    """The layout of an experts module, which its model calls `name`; None for any other module.
+    """The layout of an experts module; None for any other module. name: its name in the model.
 
-    Raises NotImplementedError for experts that this library does not know how to run.
+    Raises NotImplementedError for experts that this library cannot run.
     """
     if isinstance(module, NVFP4Experts):
         return None
@@ -85,7 +86,7 @@ def describe(module: nn.Module, name: str = "") -> ModuleLayout | None:
         return _decorated(module)
     what = f"{type(module).__module__}.{type(module).__name__}"
     if listed := isinstance(module, nn.ModuleList) and len(module) and re.search(r"(^|\.)experts$", name):
-        what = f"{name}, a list of {type(module[0]).__name__},"  # as a checkpoint's own code has them
+        what = f"{name}, a list of {type(module[0]).__name__},"  # from code that a checkpoint brings along
     if listed or _looks_like_experts(module):
         raise NotImplementedError(
             f"{what} holds experts in a form that is not "
@@ -126,7 +127,7 @@ def _step3p7(m: Any) -> ModuleLayout:
 def _longcat(m: Any) -> ModuleLayout:
     if m.gate_up_proj is None:
         raise NotImplementedError(f"{type(m).__name__} has no routed expert: exclude this layer")
-    # gate_up_proj also has (unused) rows for the identity experts; down_proj has the real ones only
+    # gate_up_proj also has (unused) rows for the identity experts, down_proj has none
     E, H, I = m.down_proj.shape
     return ModuleLayout(E, H, I, call="identity")
 
@@ -149,7 +150,7 @@ LAYOUTS: dict[str, Callable[[nn.Module], ModuleLayout]] = {
 
 
 def dense_experts(module: Any, layout: ModuleLayout) -> Iterator[tuple[Tensor, Tensor]]:
-    """(w13 [N13, H], w2 [H, I]) of one expert after the other, rows [gate; up], no copies kept."""
+    """Yield (w13 [N13, H] with rows [gate; up], w2 [H, I]) of each expert in turn; no copies are kept."""
     if hasattr(module, "mlp"):  # DBRX: [E * I, H] each; w2 is already [in, out] per expert
         w1, v1, w2 = (dbrx.by_expert(p, layout.num_experts) for p in (module.mlp.w1, module.mlp.v1, module.mlp.w2))
         for e in range(layout.num_experts):
@@ -161,10 +162,11 @@ def dense_experts(module: Any, layout: ModuleLayout) -> Iterator[tuple[Tensor, T
 
 
 def empty_like(module: nn.Module, device: torch.device | str, dtype: torch.dtype | None = None) -> nn.Module:
-    """A module like `module` with zeros for parameters, in `dtype` or their own; no hooks, no copy of a config."""
+    """A module like `module` whose parameters are zeros, in `dtype` (default: their own). It shares the config, and has
+    no hooks of accelerate."""
     new = type(module).__new__(type(module))
     nn.Module.__init__(new)
-    hooks = {"forward", "_hf_hook", "_old_forward"}  # as accelerate attaches them
+    hooks = {"forward", "_hf_hook", "_old_forward"}  # attached by accelerate
     for name in vars(module).keys() - vars(new).keys() - hooks:
         setattr(new, name, getattr(module, name))
     new.train(module.training)
@@ -181,11 +183,10 @@ def empty_like(module: nn.Module, device: torch.device | str, dtype: torch.dtype
 
 # ---------------------------------------------------------------- the gate, by what it computes
 def recognise_gate(module: nn.Module, layout: ModuleLayout) -> Gate:
-    """The fused gate that computes what `module`'s own gate computes, else Gate("raw").
+    """The fused gate that computes the same as `module`'s own gate; Gate("raw") if there is none.
 
-    Configs mislead (gpt-oss and MiniMax-M3 say "silu" and mean SwiGLU-OAI), so candidates are
-    built from the module's attributes and compared with its own function on probe values that
-    reach far beyond every clamp.
+    Configs mislead (gpt-oss and MiniMax-M3 say "silu" and mean SwiGLU-OAI). So candidates are built from the
+    module's attributes, and compared with the module's own function on probe values far beyond every clamp.
     """
     probe = torch.cat([torch.linspace(-30, 30, 121, device="cpu"), torch.linspace(-3, 3, 61, device="cpu")]).float()
     limits = {float(v) for v in _attributes(module, "limit") if v and v > 0} | {inf}
@@ -202,11 +203,11 @@ def recognise_gate(module: nn.Module, layout: ModuleLayout) -> Gate:
     else:
         pairs = probe[None]
         candidates = [Gate("relu2", gated=False)]
-    concatenated = pairs.T.contiguous()  # rows of [gate, up]; the same when interleaved: I = 1
+    concatenated = pairs.T.contiguous()  # rows of [gate, up]; since I = 1, interleaving them changes nothing
     with torch.no_grad(), torch.device("cpu"):
         try:
             expected = own_gate(module, type(module), layout, concatenated).float()
-        except Exception:  # a gate with parameters of its own: run it unfused
+        except Exception:  # a gate with parameters, which runs unfused
             return Gate("raw", gated=layout.gated)
         for gate in candidates:
             if torch.allclose(gate(concatenated), expected, rtol=1e-5, atol=1e-6):
@@ -221,7 +222,7 @@ def _attributes(module: nn.Module, ending: str) -> Iterator[float]:
 
 
 def own_gate(module: Any, source_class: Any, layout: ModuleLayout, w13_out: Tensor) -> Tensor:
-    """`source_class`'s gate on GEMM 1's output [rows, 2I] (rows [gate; up]), by `module`'s attributes."""
+    """`source_class`'s gate on GEMM 1's output [rows, 2I], columns [gate, up], with the attributes of `module`."""
     if not layout.gated:
         return module.act_fn(w13_out)
     if layout.interleaved:
@@ -252,7 +253,7 @@ class HFExperts(NVFP4Experts):
             activations, layout.bias, input_scale, device,
         )  # fmt: skip
         self.layout, self.source_class = layout, type(source)
-        # transformers' parallel styles and a gate of its own read these
+        # transformers' parallel styles, and the module's own gate, read these
         for name, value in vars(source).items():
             if not name.startswith("_") and not hasattr(self, name):
                 setattr(self, name, value)
@@ -263,9 +264,9 @@ class HFExperts(NVFP4Experts):
             self.act_fn = mlp.activation_fn
         self._is_expert_parallel = False
         self._hf_quantized_needs_local_tp = True
-        self._source = (empty_like(source, "meta"),)  # in a tuple: not a part of this module
-        self.implementation: str | None = None  # what the config said before `set_implementation` changed it
-        self.half_swapped = False  # while `swap_experts` works, and after it was interrupted
+        self._source = (empty_like(source, "meta"),)  # in a tuple, so that it is no submodule
+        self.implementation: str | None = None  # the config's before `set_implementation` changed it
+        self.half_swapped = False  # True while `swap_experts` works, and after it was interrupted
 
     def _save_to_state_dict(self, *args: Any) -> None:
         if self.half_swapped:
@@ -311,10 +312,10 @@ class HFExperts(NVFP4Experts):
         return y.view(hidden_states.shape)
 
     def _forward_dense(self, hidden_states: Tensor, adapters: Adapters) -> Tensor:
-        """Llama 4: rows e*T .. e*T+T-1 go to expert e, scaled by the router beforehand.
+        """Llama 4: expert e gets rows e*T to e*T+T-1, which the router has scaled.
 
-        The rows that a token did not choose are zeros, and an expert without biases maps zero to
-        zero: they are skipped.
+        Rows of tokens that did not choose the expert are zeros. Experts without biases map zeros to zeros, so these
+        rows are skipped.
         """
         E = self.num_experts
         T = hidden_states.shape[0] // E
@@ -323,7 +324,7 @@ class HFExperts(NVFP4Experts):
         return super().forward(hidden_states, index, torch.ones_like(index, dtype=torch.float32), adapters)
 
     def to_dense(self, dtype: torch.dtype) -> nn.Module:
-        """The experts module that this one stands for, with these weights dequantized: exact, then rounded to `dtype`.
+        """The experts module that this one replaced, with these weights dequantized exactly and rounded to `dtype`.
 
         NotImplementedError for weights that are split over ranks or offloaded.
         """
@@ -356,7 +357,7 @@ class HFExperts(NVFP4Experts):
 
 
 def refuse_elsewhere(parameter: Tensor, what: str) -> None:
-    """NotImplementedError where not all of `parameter` is here."""
+    """NotImplementedError unless all of `parameter` is here, in memory. what: a participle for the message."""
     if isinstance(parameter, DTensor):
         raise NotImplementedError(f"a model that is split over ranks is not {what}: do it in one process, and save")
     if parameter.device.type == "meta":
@@ -365,8 +366,8 @@ def refuse_elsewhere(parameter: Tensor, what: str) -> None:
 
 # ---------------------------------------------------------------- the experts of a model
 def experts_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module, ModuleLayout | NotImplementedError]]:
-    """(name, module, layout) of every experts module, of one that several layers share under each name; in place of the
-    layout the error that says why there is none."""
+    """(name, module, layout) of every experts module; one that several layers share appears under each of its names. If
+    there is no layout, the error that says why is in its place."""
     inside = "\0"
     for name, module in model.named_modules(remove_duplicate=False):
         if name.startswith(inside):
@@ -384,10 +385,10 @@ def experts_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module, ModuleLa
 def find_experts(
     model: nn.Module, config: MoeNvfp4Config, required: bool = True
 ) -> list[tuple[str, nn.Module, ModuleLayout | None]]:
-    """(name, module, layout) of every experts module; layout None: excluded by `config`. A module that several layers
-    share is found under each of its names, and excluded under all if it is under one.
+    """(name, module, layout) of every experts module; layout is None if `config` excludes it. A module that several
+    layers share appears under each of its names; if one of them is excluded, all are.
 
-    `required`: ValueError where there is none to quantize, and for a pattern of `config.exclude` that matches none.
+    required: ValueError if there is none to quantize, and for a pattern of `config.exclude` that matches none.
     """
     found: list[tuple[str, nn.Module, ModuleLayout | None]] = []
     excluded: set[int] = set()
@@ -421,7 +422,7 @@ def _check_excluded(model: nn.Module, config: MoeNvfp4Config, found: list) -> No
 def experts_for(
     module: nn.Module, layout: ModuleLayout, config: MoeNvfp4Config, device: torch.device | str
 ) -> HFExperts:
-    """Empty 4-bit experts on `device`, to stand in the place of `module`."""
+    """Empty 4-bit experts on `device` that can replace `module`."""
     experts = HFExperts(module, layout, config.activations, config.input_scale, device)
     experts.recipe = config.recipe
     if experts.gate.kind == "raw":
@@ -430,20 +431,20 @@ def experts_for(
 
 
 def dense_forward(module: nn.Module, *args: Tensor) -> Tensor:
-    """The experts implementation "moe_nvfp4" of transformers' registry, for dense experts: transformers' default.
+    """The experts implementation "moe_nvfp4" in transformers' registry: it runs dense experts as transformers' default.
 
-    4-bit experts do not ask the registry. Dense ones find the name in a config that they share with them, as the
-    layers of multi-token prediction do.
+    4-bit experts do not use the registry. Dense ones do, if they share a config that says "moe_nvfp4" with 4-bit ones,
+    as multi-token prediction layers do.
     """
     return ALL_EXPERTS_FUNCTIONS["grouped_mm"](module, *args)
 
 
 def set_implementation(model: nn.Module, loading: bool = False) -> None:
-    """Have the configs of `model` say "moe_nvfp4" where all experts that read them are 4-bit.
+    """Set the experts implementation to "moe_nvfp4" in every config of `model` that only 4-bit experts read.
 
-    From then on another name there (`set_experts_implementation`) is an error when the experts are called, and
-    generate() does not change it. Where dense experts share the config it is theirs, as before. `loading`: ValueError
-    for a name that was asked for in from_pretrained.
+    If it is changed later (`set_experts_implementation`), calling the experts is an error; generate() does not change
+    it. A config that dense experts share keeps its implementation. loading: ValueError if from_pretrained was given
+    another one.
     """
     modules: list[Any] = [m for m in model.modules() if isinstance(getattr(m, "config", None), PretrainedConfig)]
     experts: list[Any] = [m for m in modules if isinstance(m, HFExperts)]

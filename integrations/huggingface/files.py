@@ -1,4 +1,4 @@
-"""What checkpoint files hold for a model, read from their headers before anything is built or loaded."""
+"""What checkpoint files hold for a model: read from their headers, before anything is built or loaded."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from moe_nvfp4.quantize.layouts import ExpertLayout, nvfp4
 from moe_nvfp4.quantize.model import ModelTensors
 from moe_nvfp4.quantize.names import DENSE, KV_SCALE, PER_EXPERT, PRE_QUANT_SCALE, is_scale, projections
 
-# One expert says what the others are like
+# Names of experts' tensors. Expert 0 stands for all: the others have the same layout
 EXPERT = re.compile(r"\bexperts\.(\w+\.)?(?P<e>\d+)\.")
 OTHER_EXPERT = re.compile(r"\bexperts\.(\w+\.)?[1-9]\d*\.")
 
@@ -43,12 +43,12 @@ class QuantizedLinear:
 class CheckpointLayout:
     """What 4-bit files hold.
 
-    experts          module name -> ExpertLayout; without the modules of which nothing was found
+    experts          module name -> ExpertLayout, of the modules that the files have tensors of
     linears          module name -> QuantizedLinear
-    input_scale      the experts have static activation scales
-    pre_quant_scale  they have AWQ's
+    input_scale      whether the experts have static activation scales
+    pre_quant_scale  whether the experts have AWQ's scales
     kv_scales        names of the scales of a quantized KV cache
-    left_out         names of static activation scales that only some experts have, and W4A16 does without
+    left_out         names of static activation scales that only some experts have; W4A16 does not need them
     """
 
     dialect: Dialect = MODELOPT
@@ -71,8 +71,8 @@ def is_nvfp4(tensors: Iterable[str]) -> bool:
 
 
 def check_dense(source: Checkpoint, model: nn.Module, experts: Collection[str]) -> None:
-    """ValueError unless the files have all of the modules `experts`, which are about to be quantized, and no scale of
-    weights that are quantized already."""
+    """ValueError unless the files have all weights of the modules `experts`, which are about to be quantized, and no
+    scale of a weight that is quantized already."""
     tensors, names = source.tensors, ModelTensors(model)
     _refuse_scales(tensors, names)
     names.check(nvfp4.dense_given(tensors), experts)
@@ -81,10 +81,10 @@ def check_dense(source: Checkpoint, model: nn.Module, experts: Collection[str]) 
 def read_layout(
     source: Checkpoint, model: nn.Module, experts: Iterable[str], activations: str = "nvfp4"
 ) -> CheckpointLayout:
-    """What 4-bit files hold for `model` (still with its dense modules), whose experts modules are `experts`.
+    """What 4-bit files hold for `model`, which still has its dense modules. experts: the names of its experts modules.
 
     Raises NotImplementedError for quantized weights that go through a converter of the model; ValueError for files that
-    are damaged or incomplete, and for tensors of the model that they lack or have in another shape.
+    are damaged or incomplete, and for tensors of the model that are missing or have another shape.
     """
     tensors = source.tensors
     dialect = COMPRESSED_TENSORS if any(name.endswith(".weight_packed") for name in tensors) else MODELOPT
@@ -93,7 +93,7 @@ def read_layout(
     found.input_scale, found.pre_quant_scale = map(files.experts_have, (dialect.input_scale, PRE_QUANT_SCALE))
     found.left_out = [] if found.input_scale else files.of_experts(dialect.input_scale)
     found.kv_scales = [name for name in tensors if KV_SCALE.search(name)]
-    owners = sorted(experts, key=len, reverse=True)  # a module before what contains it
+    owners = sorted(experts, key=len, reverse=True)  # a module before one that contains it
     for name, layout in _weights(files):
         target, pattern = names.place(name)
         owner = next((n for n in owners if target == n or target.startswith(f"{n}.")), None)
@@ -111,7 +111,7 @@ def read_layout(
 
 
 def check_reached(source: Checkpoint, model: nn.Module, conversions: list, parameters: Iterable[str]) -> None:
-    """ValueError where `conversions` bring nothing to one of `parameters`: transformers would make it up."""
+    """ValueError if `conversions` fill one of `parameters` from no tensor: transformers would initialize it."""
     tensors = (name for name in source.tensors if not OTHER_EXPERT.search(name))
     if missing := sorted(set(parameters) - ModelTensors(model, conversions).reached(tensors)):
         raise ValueError(
@@ -123,10 +123,10 @@ def check_reached(source: Checkpoint, model: nn.Module, conversions: list, param
 def matrices_of(
     source: Checkpoint, model: nn.Module, conversions: list, parameters: Collection[str]
 ) -> dict[str, list[list[tuple[TensorSlice, TensorSlice]]]]:
-    """For each of `parameters` (codes of experts) where the files have the codes and block scales of each expert: of
-    each of its matrices, gate before up.
+    """Where the files have each expert's matrices: parameter -> for each expert, (codes, block scales) of each matrix,
+    gate before up.
 
-    ValueError where they have not as many experts as the parameter, or matrices of another shape.
+    parameters: names of experts' codes. ValueError if the files have another number of experts, or other shapes.
     """
     names, places = ModelTensors(model, conversions), dict[str, tuple[str, str | None]]()
     found: dict[str, dict[tuple[int, str], TensorSlice]] = {}
@@ -158,7 +158,7 @@ def matrices_of(
 
 
 def _weights(files: nvfp4.NVFP4Files) -> Iterator[tuple[str, ExpertLayout]]:
-    """(name in a dense checkpoint, layout) of every weight, of expert 0 only. Linears are as experts one by one."""
+    """(name in a dense checkpoint, layout) of every weight; of experts only number 0. Linears count as one by one."""
     matrices = (m for m in files.matrices.values() if not OTHER_EXPERT.search(f"{m.stem}."))
     yield from ((m.dense_name, m.layout) for m in matrices)
     yield from ((name, ExpertLayout.FP8) for name in files.fp8 if not OTHER_EXPERT.search(name))
@@ -167,7 +167,7 @@ def _weights(files: nvfp4.NVFP4Files) -> Iterator[tuple[str, ExpertLayout]]:
 
 
 def _add_linear(found: CheckpointLayout, model: Any, names: ModelTensors, files: nvfp4.NVFP4Files, name: str) -> None:
-    """Enter the quantized linear that the files call `name`, if the model has it."""
+    """Add the quantized linear that the files call `name` to `found`, if the model has it."""
     target, pattern = names.place(name)
     linear = target.removesuffix(".weight")
     module = dict(model.named_modules()).get(linear)
@@ -190,7 +190,7 @@ def _add_linear(found: CheckpointLayout, model: Any, names: ModelTensors, files:
 
 
 def _refuse_scales(tensors: Mapping[str, TensorSlice], names: ModelTensors) -> None:
-    """ValueError for a scale among `tensors` that the model does not have, nor ignores on purpose."""
+    """ValueError for a scale among `tensors` that the model neither has nor ignores on purpose."""
     for name in tensors:
         if is_scale(name, tensors) and not names.ignores(name) and names.place(name)[0] not in names.state:
             raise ValueError(nvfp4.UNREAD.format(name))
@@ -199,9 +199,11 @@ def _refuse_scales(tensors: Mapping[str, TensorSlice], names: ModelTensors) -> N
 # ---------------------------------------------------------------- layers that are not a part of the model
 @dataclass(frozen=True)
 class MtpTensors:
-    """The tensors of multi-token prediction layers: a model leaves them out, generate(use_mtp=True) reads them.
+    """The tensors of multi-token prediction layers: a model leaves them out, and generate(use_mtp=True) reads them.
 
-    names of the tensors; dense: those of them that are dense matrices, without `.weight`; files that hold them
+    names  of the tensors
+    dense  those that are dense matrices, without `.weight`
+    files  of the checkpoint
     """
 
     names: tuple[str, ...] = ()
@@ -209,7 +211,7 @@ class MtpTensors:
     files: tuple[str, ...] = ()
 
     def read(self) -> dict[str, Tensor]:
-        """Copies, as the files may be written over. KeyError for a tensor that is not there."""
+        """Copies of the tensors by name; copies, as the files may be overwritten. KeyError for a missing tensor."""
         found: dict[str, Tensor] = {}
         for path in self.files:
             if Path(path).is_file():
@@ -222,7 +224,7 @@ class MtpTensors:
 
 
 def mtp_tensors(model: Any, tensors: Mapping[str, TensorSlice], files: Iterable[str | os.PathLike]) -> MtpTensors:
-    """Those among `tensors` of `files` that the class of `model` ignores, named "mtp" or as layers after the last."""
+    """The tensors of `files` that `model`'s class ignores, named "mtp" or belonging to layers after the last."""
     patterns = [re.compile(p) for p in type(model)._keys_to_ignore_on_load_unexpected or ()]
     layers = getattr(model.config.get_text_config(), "num_hidden_layers", 0)
 

@@ -1,4 +1,4 @@
-"""FP8 experts next to NVFP4 ones (mixed precision): made dense as they are read, in the model's dtype."""
+"""FP8 experts next to NVFP4 ones (mixed precision), which become dense in the model's dtype while they are read."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from moe_nvfp4.quantize.layouts.fp8 import fp8_block, fp8_dense, fp8_scale
 
 
 def fp8_experts(name: str, parameter: Tensor, found: dict[str, list[Tensor]]) -> Tensor:
-    """The parameter `name` of a dense module, of what files have of each expert ("gate_proj FP8.weight", ...)."""
+    """The value of the parameter `name` of a dense module. found: the files' tensors, one per expert, under
+    "gate_proj FP8.weight" and the like."""
     if isinstance(parameter, DTensor):
         raise NotImplementedError(
             f"{name} is FP8 in the files, and such experts are not split over ranks as they are read: make them dense "
@@ -21,13 +22,13 @@ def fp8_experts(name: str, parameter: Tensor, found: dict[str, list[Tensor]]) ->
     if dense.shape != parameter.shape:
         raise ValueError(
             f"{name}: the files have {list(dense.shape)} in FP8, the model {list(parameter.shape)}: a projection is "
-            "missing, or this family stores its experts transposed, which is not known in FP8"
+            "missing, or this family stores its experts transposed, which is not supported in FP8"
         )
     return dense
 
 
 def _dense(name: str, part: str, found: dict[str, list[Tensor]], like: Tensor) -> Tensor:
-    """The matrices of all experts of one projection: [E, N, K] in the dtype of `like`."""
+    """One projection of all experts, dequantized: [E, N, K] in the dtype of `like`."""
     codes, scale = found[f"{part} FP8.weight"], fp8_scale(f"{part} FP8", found)
     scales = [] if scale is None else found[scale]
     if not len(codes) == len(scales) == len(like):

@@ -1,4 +1,4 @@
-"""The recipe ``gptq`` on a model: Hessians of what each expert gets, then its codes, one decoder layer at a time."""
+"""The recipe ``gptq`` on a model, one decoder layer at a time: Hessians of every expert's inputs, then its codes."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from moe_nvfp4.quantize.options import Options
 from moe_nvfp4.quantize.report import ConversionReport
 from moe_nvfp4.weights import is_four_over_six, is_quantized
 
-ENOUGH = 8  # rows for each column of a Hessian; with fewer, gptq begins to learn the calibration text by heart
-SAVE_EVERY = 60.0  # seconds between two states on disk, from which an interrupted run goes on
-TOGETHER = 1 << 29  # elements of experts quantized at once
+ENOUGH = 8  # rows for each column of a Hessian; with fewer, gptq overfits to the calibration text
+SAVE_EVERY = 60.0  # seconds between writes of the states that an interrupted run resumes from
+TOGETHER = 1 << 29  # elements of experts that are quantized at once
 
 Modules: TypeAlias = dict[str, tuple[nn.Module, ModuleLayout]]
 
@@ -47,14 +47,19 @@ class _Sums:
 
 @dataclass(frozen=True)
 class GptqReport:
-    """What the experts saw: `tokens` in all, `rows` int64 [E] by module, whose widest matrix has `columns` columns."""
+    """What the experts saw.
+
+    tokens   the tokens of all batches
+    rows     module -> int64 [E], the rows that each expert saw
+    columns  module -> the columns of its widest matrix
+    """
 
     tokens: int
     rows: dict[str, Tensor]
     columns: dict[str, int]
 
     def lines(self) -> Iterator[str]:
-        """What to tell a user: nothing where every expert saw enough."""
+        """What to tell the user; nothing if every expert saw enough."""
         few = [(int(n), f"{module}.{e}") for module, rows in self.rows.items() for e, n in enumerate(rows)
                if n < ENOUGH * self.columns[module]]  # fmt: skip
         if not few:
@@ -71,7 +76,7 @@ class GptqReport:
 class HessianSums:
     """A visitor (`statistics.watch`) that adds up x x^T and h h^T of every expert.
 
-    activations: those of W4A4 take the rows as it has them, quantized.
+    activations: with those of W4A4, rows are quantized first, as the layer will quantize them.
     """
 
     def __init__(self, activations: str = "bf16"):
@@ -89,7 +94,7 @@ class HessianSums:
 
 
 def _as_nvfp4(rows: Tensor, activations: str) -> Tensor:
-    """Rows [n, K] quantized with a scale each, as W4A4 does, and dequantized: fp32."""
+    """Rows [n, K], quantized with one scale each as in W4A4, and dequantized: fp32 [n, K]."""
     padded, four_over_six = nvfp4.pad_k(rows), is_four_over_six(activations)
     scale = nvfp4.row_scales(padded, four_over_six)
     codes, sf, _ = nvfp4.quantize(padded, scale, False, four_over_six)
@@ -97,10 +102,13 @@ def _as_nvfp4(rows: Tensor, activations: str) -> Tensor:
 
 
 def shrink(sums: _Sums) -> None:
-    """Few rows say little: in place, others are added. To x [.., K = H] first K of the layer's average row, which is
-    the same hidden state whatever the expert. To both then as many as would be `ENOUGH`, whose columns do not go
-    together: with ever fewer rows (of the layer for x, of the expert for h) gptq becomes ``weighted``. With no rows at
-    all, h counts every column the same, as ``mse`` does."""
+    """Add rows to `sums`, in place, since few rows say little.
+
+    First x gets H rows like the layer's average, since all experts read the same hidden states. Then x and h get
+    `ENOUGH` rows for each column, in which columns are uncorrelated: the fewer rows were seen (for x by the layer, for
+    h by the expert), the closer gptq comes to ``weighted``. If there were none, all columns of h count alike, as with
+    ``mse``.
+    """
     rows, H = sums.rows.to(sums.x.device), sums.x.shape[-1]
     sums.x += sums.x.sum(dim=0) * (H / rows.sum().clamp(min=1))
     for total, seen in ((sums.x, rows.max()), (sums.h, rows[:, None])):
@@ -109,7 +117,8 @@ def shrink(sums: _Sums) -> None:
 
 
 def quantize_experts(module: nn.Module, layout: ModuleLayout, sums: _Sums) -> dict[str, Tensor]:
-    """A dense experts `module` by gptq: the parameters of `NVFP4Experts` by their names, on its device, and `rows`."""
+    """Quantize a dense experts `module` by gptq. Returns the parameters of `NVFP4Experts` by name, on its device, and
+    `rows`, int64 [E]. ValueError naming the projection that cannot be quantized."""
     shrink(sums)
     size = layout.hidden_size * layout.intermediate_size * (2 if layout.gated else 1)
     step = max(1, TOGETHER // size)
@@ -137,10 +146,10 @@ def gptq_model(
     exclude: Sequence[str] = (),
     progress: bool = True,
 ) -> dict[str, dict[str, Tensor]]:
-    """What `quantize_experts` makes of every dense experts module of a `model` in memory, on the host; by name.
+    """`quantize_experts` for every dense experts module of a `model` in memory: name -> its results, on the host.
 
-    batches: token ids int64 [B, T]. Each layer gets what the dense layers in front of it return: quantized ones there
-    change nothing that can be measured.
+    batches: token ids int64 [B, T]. Each layer's inputs come from the dense layers in front of it; inputs from
+    quantized layers made no measurable difference.
     """
     whole: Any = model
     modules = dense_modules(model, exclude)
@@ -163,17 +172,20 @@ def convert_gptq(
     workers: int | None = None,
     progress: bool = True,
 ) -> tuple[ConversionReport, GptqReport]:
-    """`convert_checkpoint` by gptq: the experts of the dense checkpoint in folder `source`, as 4-bit files.
+    """`convert_checkpoint` with gptq, from the dense checkpoint in folder `source`.
 
-    batches: token ids int64 [B, T]. options: with another recipe; its activations decide whether the Hessians are those
-    of quantized rows. What is done lies in `.NAME.gptq` next to the destination until the end; after an interruption or
-    an error the same call goes on with it.
+    batches  token ids int64 [B, T]
+    options  with any other recipe, which gptq replaces; its activations decide whether Hessians are those of quantized
+             rows
+
+    Finished work stays in `.NAME.gptq` next to the destination until the end; after an interruption or an error the
+    same call resumes it.
     """
     destination = Path(os.path.abspath(destination))
-    planned = convert_checkpoint(source, destination, options, workers, dry_run=True)  # what it refuses, it refuses now
+    planned = convert_checkpoint(source, destination, options, workers, dry_run=True)  # raises now what it would later
     codes = CodesFolder(destination.parent / f".{destination.name}.gptq")
     begun = codes.folder, StagingDir(destination, {}).files
-    check_space(destination, planned.bytes_after + planned.experts_after, *begun)  # codes lie there twice
+    check_space(destination, planned.bytes_after + planned.experts_after, *begun)  # codes are on disk twice
     made = replace(options, recipe="gptq", codes=codes)
     codes.folder.mkdir(parents=True, exist_ok=True)
     held = lock(codes.folder / "lock", destination)
@@ -203,10 +215,10 @@ def gptq_files(
 ) -> GptqReport:
     """Quantize the experts of the dense checkpoint in folder `source` into the folder `codes`.
 
-    options: its activations, exclude and device; chosen: experts modules, as files name them (default: all).
-    One decoder layer is in memory at a time, on the device, with its experts' Hessians; the hidden states of all
-    batches are on the host, and from time to time on disk. An interrupted run goes on with the first layer that is not
-    done, if `source` is what it was. ValueError if it changes meanwhile.
+    options: only activations, exclude and device matter; chosen: experts modules, as files name them (default: all).
+    One decoder layer at a time is on the device, with its experts' Hessians. The hidden states of all batches are on
+    the host, and are written to disk from time to time. An interrupted run is resumed with the first layer that is not
+    done, if `source` has not changed. ValueError if it changes meanwhile.
     """
     place = options.place
     files = LayerFiles(source, place)
@@ -238,7 +250,7 @@ def gptq_files(
 
 
 def _layers_of(modules: Modules, name: str) -> dict[int, Modules]:
-    """The experts modules of each layer of the list `name`."""
+    """Group the experts modules by the number of their layer in the list `name`."""
     found: dict[int, Modules] = {}
     for module, known in modules.items():
         found.setdefault(int(module.removeprefix(f"{name}.").split(".")[0]), {})[module] = known
@@ -248,7 +260,7 @@ def _layers_of(modules: Modules, name: str) -> dict[int, Modules]:
 def _quantize_layer(
     walk: LayerWalk, i: int, modules: Modules, activations: str
 ) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """Run layer i, and quantize the experts `modules` that are in it."""
+    """Run layer i, and quantize `modules`, the experts in it."""
     sums = HessianSums(activations)
     with watch(modules, sums):
         walk.run(i)
@@ -274,7 +286,7 @@ def _digest(batches: Sequence[Tensor]) -> str:
 
 
 class _Begun:
-    """What an interrupted run left in the folder: key.json, what it worked on, and the states of a layer."""
+    """What an interrupted run left in the folder: key.json, which says what it worked on, and the states of a layer."""
 
     def __init__(self, codes: CodesFolder, key: list):
         self.folder, self.last_save = codes.folder, time.monotonic()
@@ -286,7 +298,7 @@ class _Begun:
             file.write_text(text)
 
     def resume(self, walk: LayerWalk) -> int:
-        """The layer to go on with, for which `walk` gets the states of the one before."""
+        """The number of the first layer that is left; `walk` gets the states of the one before."""
         saved = sorted(self.folder.glob("states-*"))
         if not saved:
             return 0

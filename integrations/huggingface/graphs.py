@@ -1,4 +1,4 @@
-"""Decoding by CUDA graphs, without a compiler: what `generate` calls for each token is captured once and replayed."""
+"""Decoding by CUDA graphs, without a compiler: a decoding step of `generate` is captured once and replayed."""
 
 from __future__ import annotations
 
@@ -17,36 +17,36 @@ logger = logging.get_logger(__name__)
 
 
 def use_cuda_graphs(model: Any) -> Any:
-    """Have `generate(cache_implementation="static")` run a step of `model` as one CUDA graph; returns the model.
+    """Have `generate(cache_implementation="static")` run each step of `model` as one CUDA graph. Returns the model.
 
-    By itself transformers compiles the step, which takes a minute for 48 layers. Here each call of `generate` captures
-    its second step, in about the time of one. Other caches decode as before.
+    transformers alone compiles the step, which takes a minute for 48 layers. Here each call of `generate` captures
+    its second step, which takes about as long as a step. With other caches nothing changes.
 
-    NotImplementedError where a step is more than its kernels, which are all that a graph repeats: caches that count in
-    Python (of sliding windows, of linear attention), rotary embeddings that change with the length, models whose steps
-    transformers cannot compile whole, models on several devices.
+    A graph repeats kernels only, so NotImplementedError where a step does more: for caches that count in Python
+    (sliding windows, linear attention), rotary embeddings that change with the length, models whose steps transformers
+    cannot compile whole, and models on several devices.
     """
     _check(model)
-    model.get_compiled_call = MethodType(_graphed_step, model)  # a copy of the model gets one of its own
+    model.get_compiled_call = MethodType(_graphed_step, model)  # a method, so that a copy of the model runs itself
     return model
 
 
 def _graphed_step(model: Any, compile_config: Any = None) -> GraphedStep:
-    """In the place of transformers' `get_compiled_call`, which `generate` asks once."""
+    """Replaces transformers' `get_compiled_call`, which `generate` calls once."""
     if compile_config is not None:
         raise ValueError("compile_config has no effect after use_cuda_graphs: leave it out, or load the model again")
     return GraphedStep(model)
 
 
 class GraphedStep:
-    """model(**inputs) for steps that differ in the values of tensors only: the first runs as it is, the second is
-    captured, and replayed from then on.
+    """Calls model(**inputs) in steps that differ only in the values of tensors: the first runs as usual, the second is
+    captured, and all later ones replay it.
     """
 
     def __init__(self, model: Any):
         self.model = model
-        self.kind: list[Any] = []  # names of the inputs, shapes of tensors, and what is no tensor
-        self.held: list[Any] = []  # what the graph reads, as _leaves has the inputs
+        self.kind: list[Any] = []  # names of the inputs, shapes of tensors, and all other values
+        self.held: list[Any] = []  # the tensors that the graph reads, in the order of _leaves
         self.replay: Callable[[], Any] | None = None
 
     def __call__(self, **inputs: Any) -> Any:
@@ -63,12 +63,12 @@ class GraphedStep:
         for old, new in zip(self.held, leaves, strict=True):
             if isinstance(old, Tensor):
                 old.copy_(new)
-        # The graph writes to the same tensors again, and `generate` keeps what it was asked for.
+        # Copies, since every replay writes to the same tensors, and `generate` may keep the outputs of all steps.
         return tree_map(_clone, self.replay(), is_leaf=lambda v: isinstance(v, Cache))
 
 
 def record(work: Callable[[], Any]) -> Callable[[], Any]:
-    """`work` as a CUDA graph: what is returned does it again, and gives the same tensors."""
+    """Capture `work` in a CUDA graph. Returns a function that repeats it and returns the same tensors, written anew."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         made = work()
@@ -89,7 +89,7 @@ def _no_dict(value: Any) -> bool:
 
 
 def _leaves(inputs: dict[str, Any]) -> list[Any]:
-    """Arguments, and what is in dicts among them (masks by the kind of layer)."""
+    """The arguments, with those in dicts (masks by the kind of layer) in place of the dicts."""
     return tree_leaves(inputs, is_leaf=_no_dict)
 
 

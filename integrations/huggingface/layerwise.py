@@ -1,15 +1,15 @@
-"""A model's decoder layers one after the other, each over all the data, with the weights of one layer in memory.
+"""Run a model layer by layer, each over all the data, with the weights of one decoder layer in memory.
 
     source = LayerFiles("Qwen3-30B-A3B", device="cuda")
     walk = LayerWalk(source.model, source.layers, batches)
     for i in range(len(source.layers)):
         source.load(i)
-        walk.run(i)       # for every batch; hooks on the layer's modules see what goes in
+        walk.run(i)       # all batches; hooks on the layer's modules see its inputs
         source.drop(i)
 
-The model's own forward runs for each layer, so masks, positions and whatever else a family hands to its layers are
-what they always are: the layers in front return at once, the last of them what it returned before, and behind the layer
-the run ends.
+For each layer the model's own forward runs, so that masks, positions and whatever else a family passes to its layers
+are right. The layers in front return at once, the last of them its output of the run before; behind the layer the run
+ends.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class _LayerDone(Exception):
 
 
 def decoder_layers(model: nn.Module, experts: Iterable[str]) -> tuple[str, nn.ModuleList]:
-    """The list of layers that the modules named `experts` are in, and its name."""
+    """The name of the list of layers that contains the modules named `experts`, and the list."""
     found = {_first_list(model, name) for name in experts}
     if len(found) != 1 or None in found:
         raise NotImplementedError(
-            f"{type(model).__name__} does not have all its experts in one list of layers, and so cannot be run layer "
+            f"{type(model).__name__} does not have all its experts in one list of layers, so it cannot be run layer "
             "by layer: use a recipe without data (mse)"
         )
     name = str(found.pop())
@@ -56,9 +56,9 @@ def _first_list(model: nn.Module, name: str) -> str | None:
 
 
 class LayerWalk:
-    """What each layer of `model` returns, for all `batches` of token ids int64 [B, T], kept on the host.
+    """Runs the layers of `model` one by one over all `batches` of token ids, int64 [B, T].
 
-    states  of the last layer that ran, by batch; None before the first
+    states  the outputs of the last layer that ran, by batch, on the host; None before the first
     """
 
     def __init__(self, model: nn.Module, layers: nn.ModuleList, batches: Sequence[Tensor], device: torch.device | str):
@@ -67,7 +67,7 @@ class LayerWalk:
 
     @torch.no_grad()
     def run(self, i: int) -> None:
-        """Run layer i; layer i - 1 ran just before."""
+        """Run layer i; the last that ran must be layer i - 1."""
         states = []
         for b, ids in enumerate(self.batches):
             states.append(tree_map(_to("cpu"), self._run(i, b, ids.to(self.device))))
@@ -111,9 +111,9 @@ def _to(device: torch.device | str) -> Any:
 class LayerFiles:
     """The model of a dense checkpoint folder, whose layers are loaded from the files one at a time.
 
-    checkpoint  the folder
-    model       everything but the layers is loaded; the layers are empty, on meta
-    layers      those that have experts, and those among them
+    checkpoint  what the folder holds
+    model       the model; after `use_layers` everything but its layers is loaded, and these are empty, on meta
+    layers      the list of layers given to `use_layers`
     """
 
     def __init__(self, folder: str | os.PathLike, device: torch.device | str, dtype: torch.dtype | None = None):
@@ -131,7 +131,7 @@ class LayerFiles:
         self._conversions = model_conversions(self.model, loading=True)
 
     def use_layers(self, name: str) -> nn.ModuleList:
-        """Load everything but the layers of the list `name`; returns them."""
+        """Load everything except the layers of the list `name`. Returns that list."""
         self.name = name
         converters = [c for c in self._conversions if isinstance(c, WeightConverter)]
         renamings = [c for c in self._conversions if not isinstance(c, WeightConverter)]
@@ -149,14 +149,14 @@ class LayerFiles:
         return self.layers
 
     def load(self, i: int) -> None:
-        """Layer i, onto the device. ValueError where the files lack a part of it."""
+        """Load layer i onto the device. ValueError where the files lack a part of it."""
         self._load(i)
         missing = [name for name, p in self.layers[i].named_parameters() if p.is_meta]
         if missing:
             raise ValueError(f"{self.name}.{i}.{missing[0]} is missing: download the checkpoint again")
 
     def drop(self, i: int) -> None:
-        """Free what `load` took."""
+        """Free the memory of layer i."""
         self.layers[i].to("meta")
 
     def _load(self, i: int | None) -> None:
@@ -177,7 +177,7 @@ class LayerFiles:
                 logging.enable_progress_bar()
 
     def _fill_buffers(self, module: nn.Module) -> None:
-        """Buffers that files do not have (the frequencies of RoPE), as transformers computes them."""
+        """Have transformers compute the buffers that files do not have (the frequencies of RoPE)."""
         empty = [n for n, b in module.named_buffers(recurse=False) if b.is_meta]
         for name in empty:
             module.register_buffer(name, torch.empty_like(getattr(module, name), device=self.device), persistent=False)

@@ -1,7 +1,7 @@
 """The linears that 4-bit checkpoints quantize besides experts: attention, shared experts, lm_head.
 
-Packed, a linear becomes an `NVFP4Linear`; dense, it gets its weights dequantized as they are read, in the
-model's dtype. FP8 linears (mixed precision) are made dense either way.
+A packed linear is an `NVFP4Linear`; a dense one gets its weights dequantized while they are read, in the
+model's dtype. FP8 linears (mixed precision) always become dense.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ PARAMETERS = ("weight", "weight_sf", "weight_global_scale", "input_scale", PRE_Q
 def replace_linears(
     model: nn.Module, linears: dict[str, QuantizedLinear], dialect: Dialect, activations: str
 ) -> dict[str, NVFP4Linear]:
-    """Put (empty, meta) NVFP4 linears in the places of `linears`, name -> what the files hold; returns them.
+    """Replace `linears`, name -> what the files hold, by empty NVFP4 linears on meta. Returns these by name.
 
-    Left as they are: FP8 ones, and modules other than nn.Linear, whose forward may do more than one product.
+    FP8 linears are not replaced, nor are modules other than nn.Linear, whose forward may do more than one product.
     """
     made = {}
     for name, linear in linears.items():
@@ -50,7 +50,7 @@ def replace_linears(
 
 
 def to_linear(linear: NVFP4Linear, dtype: torch.dtype) -> nn.Linear:
-    """The dense linear that `linear` stands for: exact dequantized weights, rounded to `dtype`."""
+    """The dense linear that `linear` replaced, with its weights dequantized exactly and rounded to `dtype`."""
     linear.unpack()
     dense = nn.Linear(linear.in_features, linear.out_features, linear.bias is not None, linear.weight.device, dtype)
     dense.weight.data.copy_(_dense({name: p for name, p in linear.named_parameters() if name != "bias"}))
@@ -60,7 +60,7 @@ def to_linear(linear: NVFP4Linear, dtype: torch.dtype) -> nn.Linear:
 
 
 def _dense(found: dict[str, Tensor]) -> Tensor:
-    """fp32 [N, K] of the parameters of an `NVFP4Linear`, or of FP8 tensors under their own names."""
+    """The weights fp32 [N, K], from the parameters of an `NVFP4Linear`, or from FP8 tensors by their names in files."""
     if "weight_sf" not in found:
         weight = found["weight"]
         scale = next(found[s] for s in FP8_SCALES if s in found)
@@ -73,7 +73,7 @@ def _dense(found: dict[str, Tensor]) -> Tensor:
 
 
 class Nothing(ConversionOps):
-    """WeightConverter wants an operation; a converter of ours does its work itself."""
+    """An operation that does nothing: WeightConverter requires one, but our converters do the work themselves."""
 
     def convert(self, input_dict: dict[str, Any], **kwargs: Any) -> Any:
         return input_dict
@@ -84,8 +84,8 @@ class Nothing(ConversionOps):
 
 
 def copy_of(converter: Any) -> Any:
-    """The same converter, which has collected nothing yet. The loader makes one for each tensor, so this is quick; the
-    model that it may know is not copied."""
+    """A shallow copy of a converter, without collected tensors. transformers makes one for each tensor, so it must be
+    quick and must not copy the model."""
     new = copy.copy(converter)
     new.collected_tensors, new.layer_targets = defaultdict(list), defaultdict(set)
     return new
@@ -94,10 +94,10 @@ def copy_of(converter: Any) -> Any:
 class LinearConverter(WeightConverter):
     """All tensors of a quantized linear in the files -> the parameters of its module, and back.
 
-    linears  what the files hold, by its name in the files (after the model's renamings)
+    linears  name in the files, after the model's renamings -> what the files hold
     nvfp4    names of the modules that are NVFP4Linear; the others become dense
-    saving   the way back, for `nvfp4`
-    stored   reciprocals of global scales as they were read, by parameter, to be written again
+    saving   convert the parameters of `nvfp4` to files
+    stored   parameter -> reciprocal of its global scale as it was read, to be written again
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class LinearConverter(WeightConverter):
         return {f"{module}.{name}": tensor for name, tensor in found.items()}
 
     def _parameters(self, module: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """As `NVFP4Linear` has them; FP8 tensors under their own names."""
+        """The parameters of `NVFP4Linear` by name; FP8 tensors are returned as they are."""
         d = self.dialect
         if d.global_scale not in tensors:
             return tensors
@@ -169,7 +169,7 @@ class LinearConverter(WeightConverter):
         return found
 
     def _stored(self, module: str, parameters: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The tensors of the files."""
+        """The tensors of the files for the parameters of an `NVFP4Linear`."""
         d, p = self.dialect, parameters
 
         def scale(name: str) -> Tensor:

@@ -1,4 +1,4 @@
-"""Which layers' experts stay on the CPU beside a GPU."""
+"""Choose the layers whose experts stay on the CPU beside a GPU."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from moe_nvfp4.integrations.huggingface.experts import HFExperts
 from moe_nvfp4.quantize.report import readable_size
 
 CONTEXT = 8192  # tokens of the KV cache that "auto" leaves room for
-SCRATCH = 3 << 30  # bytes that it leaves free: activations, graphs, weights that are copied for long prompts
+SCRATCH = 3 << 30  # bytes that "auto" leaves free: activations, graphs, weights that are copied for long prompts
 
 
 def keep_experts_on_cpu(
     model: nn.Module, layers: int | str, context: int = CONTEXT, memory: int | None = None
 ) -> list[HFExperts]:
-    """Keep the 4-bit experts of the first `layers` layers on the CPU, where they are computed: `model.to("cuda")` moves
-    everything else. Returns them.
+    """Keep the 4-bit experts of the first `layers` layers on the CPU and compute them there: `model.to("cuda")` moves
+    everything else. Returns these experts.
 
     layers   a number of layers with experts, "all", or "auto": as few as leave room on the GPU for the rest of the
              model, the KV cache of `context` tokens (batch 1) and SCRATCH
-    memory   bytes of the GPU that are free; default: of the current CUDA device
+    memory   free bytes of the GPU; default: those of the current CUDA device
 
-    ValueError where `model` has no 4-bit experts, fewer layers than `layers`, "auto" without a GPU, or a model that
-    does not fit there even with all experts on the CPU.
+    ValueError if `model` has no 4-bit experts or fewer layers than `layers`, for "auto" without a GPU, and if the
+    model does not fit on the GPU even with all experts on the CPU.
     """
     count = layers_on_cpu(model, layers, context, memory)
     experts = _layers(model)
@@ -34,7 +34,7 @@ def keep_experts_on_cpu(
 
 
 def layers_on_cpu(model: nn.Module, layers: int | str, context: int = CONTEXT, memory: int | None = None) -> int:
-    """How many layers' experts `keep_experts_on_cpu` would keep; the model may be on meta."""
+    """The number of layers whose experts `keep_experts_on_cpu` would keep; the model may be on meta."""
     check_cpu_experts(layers)
     experts = _layers(model)
     if not experts:
@@ -46,12 +46,12 @@ def layers_on_cpu(model: nn.Module, layers: int | str, context: int = CONTEXT, m
 
 
 def _layers(model: nn.Module) -> list[HFExperts]:
-    """Those with experts, each once."""
+    """The 4-bit experts of `model`, each once."""
     return list(dict.fromkeys(m for m in model.modules() if isinstance(m, HFExperts)))
 
 
 def describe_placement(model: nn.Module) -> str:
-    """Where the experts of `model` are, in a line."""
+    """One line that says where the experts of `model` are."""
     experts = _layers(model)
     here = [layer for layer in experts if layer.on_cpu]
     there = [layer for layer in experts if not layer.on_cpu]
@@ -65,9 +65,9 @@ def describe_placement(model: nn.Module) -> str:
 
 
 def cache_bytes(model: nn.Module) -> int:
-    """Bytes that a token takes in the KV cache, as transformers keeps it: keys and values of every layer."""
+    """Bytes of one token in transformers' KV cache: keys and values of every layer."""
     config = model.config.get_text_config()  # type: ignore[operator, union-attr]
-    if getattr(config, "kv_lora_rank", None):  # latent attention: transformers' cache has its heads
+    if getattr(config, "kv_lora_rank", None):  # latent attention: transformers caches the heads, not the latent vectors
         heads = config.num_attention_heads
         width = heads * (config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim)
     else:
@@ -77,7 +77,7 @@ def cache_bytes(model: nn.Module) -> int:
 
 
 def _fitting(model: nn.Module, experts: list[HFExperts], context: int, memory: int | None) -> int:
-    """Layers whose experts have room on the GPU."""
+    """The number of layers whose experts have room on the GPU."""
     if memory is None:
         if not torch.cuda.is_available():
             raise ValueError("cpu_experts='auto' asks the GPU for its memory, and there is none: say 'all' or a number")
@@ -100,7 +100,7 @@ def _fitting(model: nn.Module, experts: list[HFExperts], context: int, memory: i
 
 
 def _bytes(module: nn.Module) -> int:
-    """Of its weights, also those that stay in files."""
-    tensors = {id(t): t for t in (*module.parameters(), *module.buffers())}  # tied ones once
+    """The size of all weights and buffers of `module`, including those that stay in files."""
+    tensors = {id(t): t for t in (*module.parameters(), *module.buffers())}  # counts tied ones once
     in_files = sum(m.mapped_bytes for m in module.modules() if isinstance(m, HFExperts))
     return in_files + sum(t.numel() * t.element_size() for t in tensors.values())

@@ -1,4 +1,4 @@
-"""4-bit experts between files and modules: transformers' weight converter for them, both ways.
+"""transformers' weight converter for 4-bit experts, from files to modules and back.
 
 Files hold one tensor per expert and projection, here with ModelOpt's names (quantize/dialects.py has the others):
 
@@ -7,9 +7,9 @@ Files hold one tensor per expert and projection, here with ModelOpt's names (qua
     ...experts.3.gate_proj.weight_scale_2  F32     global_scale
     ...experts.3.gate_proj.input_scale     F32     static activation scale, optional
 
-or, written by ModelOpt, stacks of all experts: [E, in, out], or [E, out, in] for each projection. Modules hold all
-experts of a layer stacked. A tensor goes where the family's own converter brings a dense one of its matrix, and is
-saved under the family's names (Mixtral: w1, w3, w2); for families without, these are gate_proj, up_proj, down_proj.
+or stacks of all experts, written by ModelOpt: [E, in, out], or [E, out, in] for each projection. Modules hold all
+experts of a layer stacked. A tensor goes where the family's own converter puts the dense tensor of its matrix, and is
+saved under the family's names (Mixtral: w1, w3, w2). A family without a converter has gate_proj, up_proj, down_proj.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _parameters(up_name: str) -> dict[str, tuple[str, tuple[str, ...]]]:
     return found
 
 
-# The parameters of `HFExperts`, by their `up_name`: which of KINDS they are, and the projections they hold or belong to
+# up_name -> parameters of `HFExperts` -> which of KINDS they are, and the projections that they hold or belong to
 PARAMETERS = {up_name: _parameters(up_name) for up_name in ("gate_up_proj", "up_proj")}
 
 
@@ -58,13 +58,13 @@ class PackedConverter(WeightConverter):
     """All tensors of 4-bit experts in files -> the parameters of `HFExperts`, and back.
 
     experts  module name -> HFExperts
-    fp8      modules that are dense, whose experts the files have in FP8 -> the name of their first parameter
-    prefix   of the names in the model's body, which files of the body alone lack
-    merges   the family's own converters of dense experts one by one
-    dialect  of the files, those that are loaded and those that are saved
-    layout   how files that are loaded keep experts; they are always saved one by one
-    saving   the way back
-    stored   reciprocals of scales as they were read, [projections, E] by parameter, to be written again
+    fp8      name of a dense module whose experts are FP8 in the files -> name of its first parameter
+    prefix   of names in the model's body; files of the body alone lack it
+    merges   the family's converters that merge dense experts one by one
+    dialect  of the files, loaded and saved
+    layout   of the experts in files that are loaded; they are always saved one by one
+    saving   convert parameters to files
+    stored   parameter -> reciprocals of its scales as they were read, [projections, E], to be written again
     """
 
     def __init__(
@@ -80,15 +80,15 @@ class PackedConverter(WeightConverter):
     ):  # fmt: skip
         self.experts, self.fp8, self.prefix = experts, fp8, prefix
         self.dialect, self.layout, self.saving = dialect, layout, saving
-        self.merges = [copy.copy(c) for c in merges]  # asking one for a name marks it as used
+        self.merges = [copy.copy(c) for c in merges]  # copies, since renaming marks a converter as used
         self.stored = {} if stored is None else stored
-        self.joined: WeightConverter | None = None  # the family's own of experts of several modules
+        self.joined: WeightConverter | None = None  # the family's converter that splits experts over several modules
         self.lasts = dict(zip(KINDS, (*dialect.suffixes, PRE_QUANT_SCALE, "bias"), strict=True))
         self.kinds = {last: kind for kind, last in self.lasts.items()}
         parts = ("experts",) if saving else ("gate_up_proj", "gate_proj", "up_proj", "down_proj")
         sources = [f"{part} {kind}" for part in parts for kind in (*KINDS, *FP8_KINDS)]
         super().__init__(sources, ["gate_proj_global_scale"], [Nothing()])
-        if layout is ExpertLayout.STACKED_TRANSPOSED:  # a scale of gate and up in one stack becomes that of both
+        if layout is ExpertLayout.STACKED_TRANSPOSED:  # one scale in the file becomes gate's and up's
             self.target_patterns.append("up_proj_global_scale")
 
     def __deepcopy__(self, memo: dict) -> PackedConverter:
@@ -106,8 +106,8 @@ class PackedConverter(WeightConverter):
 
     # ---------------------------------------------------------------- names
     def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
-        """As transformers asks: the parameter that a tensor becomes (or is a part of), and what it is of it; on the way
-        back the tensor of expert *'s first projection, and what it is."""
+        """For transformers: the parameter that a tensor of the files becomes or is a part of, and the pattern that says
+        which part. When saving: the file tensor of the first projection of expert *, and the pattern of its kind."""
         named = self._saved(source_key) if self.saving else self._loaded(source_key)
         if named is None:
             return source_key, None
@@ -137,10 +137,10 @@ class PackedConverter(WeightConverter):
         return next(((f"{module}.{name}", f"{part} {kind}") for name in names), None)
 
     def _place(self, key: str) -> tuple[str, str, str] | None:
-        """(module, projection, last part of its name) of a tensor in files, after the model's renamings."""
+        """(module, projection, last part of the name) of a tensor in files, by its name after the model's renamings."""
         stem, _, last = key.rpartition(".")
         if self.layout in STACKED and (stack := STACK.fullmatch(last)):
-            # Of Step-3, the codes of down_proj only: they have the name of a dense weight, which transformers changes
+            # For Step-3 only the codes of down_proj: they have a dense weight's name, which transformers renames
             return stem, stack["part"], stack["last"] or self.dialect.weight
         if last not in self.kinds and last not in FP8_TENSORS:
             return None
@@ -156,12 +156,12 @@ class PackedConverter(WeightConverter):
         return (match["module"], PLAIN_NAMES.get(match["part"], match["part"]), last) if match else None
 
     def _module(self, name: str) -> str | None:
-        """The name of a module in the model; None where its experts are not ours."""
+        """The name in the model of the module `name`; None if its experts are not ours."""
         names = (name, f"{self.prefix}.{name}", name.removeprefix(f"{self.prefix}."))
         return next((n for n in names if n in self.experts or n in self.fp8), None)
 
     def _stems(self, module: str) -> dict[str, str]:
-        """What the names of each projection's matrices begin with in files, with * for the expert's number."""
+        """projection -> stem of its matrices' names in files, with * for the expert's number."""
         found: dict[str, str] = {}
         for name in (self.experts[module].up_name, "down_proj"):
             stems = [f"{module}.*.{part}" for part in projections(name)]
@@ -193,24 +193,24 @@ class PackedConverter(WeightConverter):
         columns = torch.stack([torch.cat([t.reshape(-1) for t in found[source]]) for source in sources])
         if self.dialect.reciprocal:
             self.stored[layer_name] = columns.cpu()
-        scale = self.dialect.decode_scale(columns).amax(dim=0)  # of two projections that share one, the larger
-        if self.layout is ExpertLayout.STACKED_TRANSPOSED:  # one for the stack
+        scale = self.dialect.decode_scale(columns).amax(dim=0)  # the larger, if two projections share one
+        if self.layout is ExpertLayout.STACKED_TRANSPOSED:  # the stack has one
             scale = scale.expand(experts.layout.num_experts)
         of = projections(sources[0].split()[0])
         names = [f"{part}_global_scale" for part in of] if kind == "global_scale" else [name]
         return {f"{module}.{name}": scale.clone() for name in names}
 
     def _whole(self, name: str, kind: str, parts: list[list[Tensor]]) -> Tensor:
-        """The parameter `name` of what files have of each of its projections: all experts, or a tensor for each."""
+        """The parameter `name` from the files' tensors of each of its projections: one stack, or one per expert."""
         whole = []
-        while parts:  # nothing is kept twice
+        while parts:  # drops each projection's tensors once they are stacked
             tensors = parts.pop(0)
             tensors = [t.view(torch.uint8) for t in tensors] if kind == "sf" else tensors
             whole.append(tensors[0] if self.layout in STACKED else torch.stack(tensors))
             del tensors
         if kind == PRE_QUANT_SCALE:
             if any(not torch.equal(whole[0], other) for other in whole[1:]):
-                raise ValueError(f"{name}: gate and up have different pre_quant_scale, which no input can have")
+                raise ValueError(f"{name}: gate and up have different pre_quant_scale, but they share one input")
             return whole[0]
         tensor = torch.cat(whole, dim=1) if len(whole) > 1 else whole[0]
         if self.layout is ExpertLayout.STACKED_TRANSPOSED:
@@ -221,9 +221,10 @@ class PackedConverter(WeightConverter):
         return tensor.contiguous()
 
     def _files(self, name_in_files: str) -> dict[str, Tensor]:
-        """What files have of a parameter: a tensor for each expert and projection.
+        """The files' tensors for a parameter: one for each expert and projection.
 
-        name_in_files: of the first, with * for the expert's number; in transformers 5.17 after the model's renamings.
+        name_in_files: the name for the first projection, with * for the expert's number. transformers 5.17 passes it
+        after the model's renamings.
         """
         ((tensor,),), (name,) = self.materialize_tensors().values(), self.layer_targets[name_in_files]
         module, _, parameter = name.rpartition(".")
@@ -246,7 +247,10 @@ class PackedConverter(WeightConverter):
 def check_sharding(
     module_name: str, experts: HFExperts, model: nn.Module, files: PackedConverter | None = None
 ) -> None:
-    """The plan of parallelism must cut our [E, N, K] tensors at whole blocks of 16, and 4-bit files be cut likewise."""
+    """Check that a parallelism plan splits our [E, N, K] tensors at whole blocks of 16, and can split the 4-bit files.
+
+    Raises NotImplementedError for plans and files that are not supported, ValueError for a split inside a block.
+    """
     if getattr(model, "_ep_plan", None):
         instead = "use expert parallelism (DistributedConfig(tp_size=n, ep_size=n))"
     else:  # Llama 4
@@ -261,7 +265,7 @@ def check_sharding(
             "ModelOpt's names first, the same bytes (moe-nvfp4 quantize SRC DST --dialect modelopt)"
         )
     for name in (experts.up_name, "down_proj"):
-        if name not in experts._parameters:  # those stay in their files, and are not split
+        if name not in experts._parameters:  # it stays in its file, and is not split
             continue
         codes, sf = getattr(experts, name), getattr(experts, f"{name}_sf")
         if not splits_matrices(codes):
@@ -280,5 +284,5 @@ def check_sharding(
 
 
 def splits_matrices(param: Tensor) -> bool:
-    """Whether ranks have parts of an expert's matrix of the parameter [E, N, K/2]."""
+    """Whether ranks hold parts of each matrix of the parameter [E, N, K/2], not only some of the experts."""
     return isinstance(param, DTensor) and any(hasattr(p, "dim") and p.dim % param.ndim != 0 for p in param.placements)

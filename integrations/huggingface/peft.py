@@ -1,14 +1,15 @@
-"""LoRA on 4-bit experts and linears, through PEFT as its users write it:
+"""LoRA on 4-bit experts and linears with PEFT, used as ever:
 
     LoraConfig(target_parameters=["experts.gate_up_proj", "experts.down_proj"], target_modules=["q_proj", "v_proj"])
     get_peft_model(model, config)            # Trainer, save_pretrained, PeftModel.from_pretrained: all PEFT's own
 
-An adapter has the names and shapes that PEFT gives it on transformers' dense experts, so it loads onto either. Its two
-small products run between the stages of the 4-bit layer (`moe_nvfp4.training`); the weights are never made dense.
+An adapter has the names and shapes that PEFT gives it on transformers' dense experts, so it loads onto dense and 4-bit
+models. Its two small products run between the stages of the 4-bit layer (`moe_nvfp4.training`); the weights are never
+made dense.
 
-`register` enters `LoraModel` in PEFT's registry PEFT_TYPE_TO_TUNER_MAPPING, in the place of PEFT's own, which it
-extends: for 4-bit layers it gives every LoraConfig the layers below, by `_register_custom_module`, PEFT's
-(experimental) way to bring layers of one's own. Nothing else of PEFT changes.
+`register` replaces PEFT's `LoraModel` in the registry PEFT_TYPE_TO_TUNER_MAPPING by a subclass. It gives every
+LoraConfig the layers below for 4-bit layers, by `_register_custom_module`, PEFT's (experimental) interface for custom
+layers. Nothing else of PEFT changes.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ logger = logging.get_logger(__name__)
 
 
 class LoraModel(lora.LoraModel):
-    """PEFT's, which also knows 4-bit layers."""
+    """PEFT's `LoraModel`, which also knows 4-bit layers."""
 
     def _create_and_replace(self, lora_config: LoraConfig, *args: Any, **kwargs: Any) -> None:
         lora_config._register_custom_module({NVFP4Experts: ParamWrapper, NVFP4Linear: LoraLinear})
@@ -48,7 +49,7 @@ class LoraModel(lora.LoraModel):
         return super().inject_adapter(model, adapter_name, *args, **kwargs)
 
     def _prepare_model(self, peft_config: LoraConfig, model: nn.Module) -> None:
-        """target_modules="all-linear" means packed linears too, of which PEFT does not know that they are linear."""
+        """Make target_modules="all-linear" include packed linears, which PEFT does not recognise as linears."""
         super()._prepare_model(peft_config, model)
         head = getattr(model, "get_output_embeddings", lambda: None)()
         packed = {n for n, m in model.named_modules() if isinstance(m, NVFP4Linear) and m is not head}
@@ -58,7 +59,7 @@ class LoraModel(lora.LoraModel):
 
 
 def register() -> None:
-    """Have PEFT make LoRA models with this class; one that another package entered is left alone."""
+    """Have PEFT make LoRA models with `LoraModel`, unless another package has replaced PEFT's class already."""
     if PEFT_TYPE_TO_TUNER_MAPPING[PeftType.LORA] is lora.LoraModel:
         PEFT_TYPE_TO_TUNER_MAPPING[PeftType.LORA] = LoraModel
 
@@ -69,7 +70,7 @@ def unregister() -> None:
 
 
 class _Merging:
-    """Merging into 4-bit weights, which are quantized again; unmerging gives back the bytes from before."""
+    """Merges into 4-bit weights, which are quantized again; unmerging restores the bytes from before."""
 
     merged_adapters: list[str]
     lora_A: nn.ModuleDict
@@ -81,11 +82,11 @@ class _Merging:
 
     @torch.no_grad()
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        """Dequantize, add, quantize again by the layer's recipe; ValueError, and nothing changed, for NaN and Inf.
+        """Dequantize, add, and quantize again by the layer's recipe. ValueError for NaN and Inf; nothing changes then.
 
-        What that costs: the sum is rounded to the same 4-bit grid as the weights. An adapter that changes them by 3 %
-        of their norm is lost, of one of 10 % three quarters are left (docs/training.md). Keep it apart, or merge it
-        into the dense model.
+        The sum is rounded to the same 4-bit grid as the weights. So an adapter that changes them by 3 % of their norm
+        is lost, and of one that changes them by 10 %, three quarters are left (docs/training.md). Better keep the
+        adapter apart, or merge it into the dense model.
         """
         adapters = [name for name in check_adapters_to_merge(self, adapter_names) if name in self.lora_A]
         if not adapters:
@@ -99,7 +100,7 @@ class _Merging:
         for p in base.parameters():
             refuse_elsewhere(p, "merged with adapters")
         logger.warning_once(
-            "adapters are merged into 4-bit weights: what changes them by less than some 3 % of their norm is rounded "
+            "adapters are merged into 4-bit weights: changes of less than about 3 % of the weights' norm are rounded "
             "away. Keep the adapter apart, or merge it into the dense model"
         )
         base.unpack()
@@ -110,7 +111,7 @@ class _Merging:
         self.merged_adapters.extend(adapters)
 
     def unmerge(self) -> None:
-        """The bytes from before `merge`."""
+        """Restore the bytes from before `merge`."""
         base = self.get_base_layer()
         if self.merged_adapters:
             base.unpack()
@@ -129,7 +130,7 @@ class LoraLinear(_Merging, lora.Linear):
 
     @property
     def lora_variants(self) -> dict:
-        return {(): None}  # what others do to weights they do not find here
+        return {(): None}  # no variants (DoRA, ...): they work on dense weights, which are not here
 
     def _get_in_out_features(self, module: nn.Module) -> tuple[int, int]:
         base = self.get_base_layer()
@@ -140,7 +141,7 @@ class LoraLinear(_Merging, lora.Linear):
         dense = dequantize(base.weight, base.weight_sf, base.weight_global_scale.reshape(()))
         for name in adapters:
             delta = self.lora_B[name].weight.float() @ self.lora_A[name].weight.float()
-            if base.pre_quant_scale is not None:  # the base multiplies x by it, the adapter does not
+            if base.pre_quant_scale is not None:  # the base layer multiplies x by it, the adapter does not
                 delta = delta / base.pre_quant_scale.float()
             dense += self.scaling[name] * delta
         codes, sf, scale = quantize_matrix(dense)
@@ -148,7 +149,8 @@ class LoraLinear(_Merging, lora.Linear):
 
 
 class ParamWrapper(_Merging, lora.ParamWrapper):
-    """LoRA on one projection of 4-bit experts; PEFT nests two for both, and looks for this name when it does."""
+    """LoRA on one projection of 4-bit experts. PEFT nests two of these for two projections, and finds the inner one by
+    the class name ParamWrapper."""
 
     def __init__(self, base_layer: nn.Module, adapter_name: str, parameter_name: str | None, **kwargs: Any):
         inner = base_layer.get_base_layer() if hasattr(base_layer, "get_base_layer") else base_layer
@@ -166,14 +168,14 @@ class ParamWrapper(_Merging, lora.ParamWrapper):
             )
         if getattr(getattr(inner, "layout", None), "call", "") == "identity":
             raise NotImplementedError(
-                f"{inner.source_class.__name__} keeps rows for identity experts in its dense weights, which an adapter "
-                "would have to have too: leave its experts out of target_parameters"
+                f"{inner.source_class.__name__} keeps rows for identity experts in its dense weights, and an adapter "
+                "would need them too: leave its experts out of target_parameters"
             )
         _check(kwargs["config"])
         super().__init__(base_layer, adapter_name, parameter_name, **kwargs)
 
     def _get_in_out_features(self, module: nn.Module) -> tuple[int, int]:
-        """As of the dense parameter [E, in, out] (PEFT swaps the two where it is not transposed)."""
+        """The features that PEFT expects of a dense parameter [E, in, out]; it swaps them if that is [E, out, in]."""
         base = self.get_base_layer()
         rows, columns = base.intermediate_size * (2 if base.gate.gated else 1), base.hidden_size
         if self.parameter_name == "down_proj":
@@ -187,11 +189,11 @@ class ParamWrapper(_Merging, lora.ParamWrapper):
         return isinstance(base := self.get_base_layer(), HFExperts) and base.layout.transposed
 
     def adapter(self, name: str) -> Adapter:
-        """One adapter as the layer takes it: rows [gate; up], its scale in `a`."""
+        """The adapter `name` in the form of the 4-bit layer: rows [gate; up], with its scale in `a`."""
         A, B = self.lora_A[name].weight, self.lora_B[name].weight
         a = A.reshape(self.num_experts, -1, A.shape[1])  # [E, r, in_features]
         b = B.reshape(B.shape[0], -1, self.num_experts).permute(2, 0, 1)  # [E, out_features, r]
-        # PEFT's order of in and out is the parameter's, which may be stored the other way round than it says (Llama 4)
+        # PEFT takes the order of in and out from the parameter, which may be stored the other way round (Llama 4)
         if self._transposed and self._did_swap_in_out_features:
             a, b = b.mT, a.mT
         base = self.get_base_layer()
@@ -221,7 +223,7 @@ class ParamWrapper(_Merging, lora.ParamWrapper):
             dense = dequantize(w.codes[e], w.sf[e], torch.cat([s.expand(w.rows // len(halves)) for s in halves]))
             for a, b in added:
                 delta = b[e].float() @ a[e].float()
-                if factor is not None:  # the base multiplies x by it, the adapter does not
+                if factor is not None:  # the base layer multiplies x by it, the adapter does not
                     delta = delta / factor[e].float()
                 dense[:, : w.width] += delta
             experts.append(quantize_expert(dense[:, : w.width], name, base.recipe))
@@ -229,7 +231,7 @@ class ParamWrapper(_Merging, lora.ParamWrapper):
 
 
 def _refuse_to_copy(names: Iterable[str], model: nn.Module) -> None:
-    """NotImplementedError for `modules_to_save`, of which PEFT trains a copy, that are 4-bit."""
+    """NotImplementedError if `names`, the modules_to_save of which PEFT would train copies, include 4-bit modules."""
     for name, module in model.named_modules():
         named = any(f".{name}".endswith(f".{wanted}") for wanted in names)
         if named and any(isinstance(m, NVFP4Experts | NVFP4Linear) for m in module.modules()):
@@ -240,11 +242,11 @@ def _refuse_to_copy(names: Iterable[str], model: nn.Module) -> None:
 
 
 def _check(config: LoraConfig, **fields: Any) -> None:
-    """NotImplementedError for what would need the dense weights, or is another layer."""
+    """NotImplementedError for options that need the dense weights, and for `fields` with other values than these."""
     if isinstance(config.init_lora_weights, str) and config.init_lora_weights != "gaussian":
         raise NotImplementedError(
-            f"init_lora_weights={config.init_lora_weights!r} starts from dense weights, which 4-bit layers have not: "
-            "use True or 'gaussian'"
+            f"init_lora_weights={config.init_lora_weights!r} starts from dense weights, which 4-bit layers do not "
+            "have: use True or 'gaussian'"
         )
     for field, only in fields.items():
         if getattr(config, field) != only:

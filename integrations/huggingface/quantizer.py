@@ -1,4 +1,4 @@
-"""`MoeNvfp4Quantizer`: the hooks that transformers calls around a model's loading and saving."""
+"""`MoeNvfp4Quantizer`: the hooks that transformers calls when it loads and saves a model."""
 
 from __future__ import annotations
 
@@ -56,20 +56,20 @@ from moe_nvfp4.weights import check_block_scales, check_global_scale
 logger = logging.get_logger(__name__)
 INPUT_SCALES = ("up_proj_input_scale", "down_proj_input_scale")
 NO_STATIC = (
-    "the static activation scales of experts are left out, and not saved either, because {}: W4A16 does without, and "
-    "calibrate(model, batches) makes new ones"
+    "the static activation scales of experts are left out, and not saved either, because {}: W4A16 does not need them, "
+    "and calibrate(model, batches) makes new ones"
 )
 MAPPABLE = (ExpertLayout.ONE_BY_ONE, ExpertLayout.PROJECTION_FIRST, ExpertLayout.FP8, ExpertLayout.DENSE)
 
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """What is known before a byte of a checkpoint is read.
+    """What is known of a load before any weights are read.
 
     source  the files
-    model   with empty 4-bit modules in their places, on meta
+    model   on meta, with empty 4-bit modules in place
     found   what the files hold
-    dtypes  of its parameters and buffers, by name
+    dtypes  of the model's parameters and buffers, by name
     """
 
     source: Checkpoint
@@ -85,27 +85,27 @@ class MoeNvfp4Quantizer(HfQuantizer):
     quantization_config: MoeNvfp4Config
 
     def __init__(self, quantization_config: MoeNvfp4Config, **kwargs: Any):
-        for name in ("modules_to_not_convert", "use_optimized_inference"):  # of other packages' configs
+        for name in ("modules_to_not_convert", "use_optimized_inference"):  # options of other packages' configs
             if getattr(quantization_config, name, None):
                 raise ValueError(f"{name} has no effect on files that are NVFP4 already: leave it out")
-        if type(quantization_config) is not MoeNvfp4Config:  # as the registry's reader has it
+        if type(quantization_config) is not MoeNvfp4Config:  # a subclass, made by the registry's reader
             plain = MoeNvfp4Config()
             vars(plain).update(vars(quantization_config))
             quantization_config = plain
         super().__init__(quantization_config, **kwargs)
-        self.linears: LinearConverter | None = None  # of quantized linears in files, to load and to save
-        self.importance: Importance | None = None  # of a recipe that uses data, while it quantizes
-        # The same of experts; `attach` has them
+        self.linears: LinearConverter | None = None  # converts quantized linears in files, for loading and saving
+        self.importance: Importance | None = None  # for a recipe that uses data, while it quantizes
+        # The converters of experts, which `attach` replaces by the right ones
         self.conversions = Conversions({}, quantization_config.recipe, self.pre_quantized)
         self.mtp = MtpTensors()
         self._plan: LoadPlan | None = None  # while a model loads
-        self._gpu: torch.device | None = None  # where it goes, less the experts that stay on the CPU
-        # the same: what is to stay in files, the parameters that stand for it, and where it lies
+        self._gpu: torch.device | None = None  # where all goes after loading, but for experts that stay on the CPU
+        # experts that stay in files, while a model loads -> their parameters on meta, and where the files have them
         self._in_files: dict[HFExperts, tuple[dict[str, Any], dict[str, list[list[Matrix]]]]] = {}
 
     # ------------------------------------------------------------ before loading
     def update_device_map(self, device_map: Any) -> Any:
-        """A model with experts that stay on the CPU loads there, and what does not stay goes to its one GPU then."""
+        """Load a model with experts that stay on the CPU there first; afterwards all else goes to its one GPU."""
         config = self.quantization_config
         places = {str(place) for place in device_map.values()} if isinstance(device_map, dict) else set()
         if (
@@ -164,9 +164,9 @@ class MoeNvfp4Quantizer(HfQuantizer):
             by_source = {linear.source: linear for linear in found.linears.values()}
             self.linears = LinearConverter(by_source, set(linears), found.dialect)
         elif not experts:
-            raise ValueError(f"{type(model).__name__}: the files hold no NVFP4 weights that this model has, which "
-                             "their config.json says they do: take its quantization_config out where they are dense, "
-                             "else download them again")  # fmt: skip
+            raise ValueError(f"{type(model).__name__}: the files hold no NVFP4 weights that this model has, although "
+                             "their config.json says so: remove its quantization_config if they are dense, else "
+                             "download them again")  # fmt: skip
         layouts = {found.experts.get(name, ExpertLayout.ONE_BY_ONE) for name in experts}
         if len(layouts) > 1:
             ways = ", ".join(sorted(layout.value for layout in layouts))
@@ -182,13 +182,13 @@ class MoeNvfp4Quantizer(HfQuantizer):
         _report(model, found, self.mtp)
 
     def _empty_experts(self, module: nn.Module, layout: ModuleLayout, pre_quant_scale: bool) -> HFExperts:
-        """What takes the place of the experts `module`, on meta; pre_quant_scale: with AWQ's scales."""
+        """Empty 4-bit experts on meta that replace `module`. pre_quant_scale: with AWQ's scales."""
         experts = experts_for(module, layout, self.quantization_config, "meta")
         dense = next(module.parameters()).dtype
         if pre_quant_scale:
             experts.add_pre_quant_scales(dense)
-        # A load that quantizes casts to the parameter's dtype first (transformers before 5.23):
-        # until the codes come, the placeholder has the dtype of the dense weights.
+        # transformers before 5.23 casts to the parameter's dtype before the converter quantizes. So the placeholder has
+        # the dtype of the dense weights until the codes come.
         for key in (experts.up_name, "down_proj") if not self.pre_quantized else ():
             setattr(experts, key, nn.Parameter(getattr(experts, key).to(dense), requires_grad=False))
         return experts
@@ -201,9 +201,11 @@ class MoeNvfp4Quantizer(HfQuantizer):
         layout: ExpertLayout = ExpertLayout.ONE_BY_ONE,
         fp8: Mapping[str, str] | None = None,
     ) -> None:
-        """Know the experts of `model`, 4-bit and `excluded` ones, how files keep them, and what else stays dense.
+        """Make the converters for the 4-bit `experts` of `model`, and put what stays dense on the config's ignore list.
 
-        fp8: of those that are excluded, such as the files have in FP8 -> the name of their first parameter.
+        excluded  names of experts modules that stay dense
+        layout    how the files keep 4-bit experts
+        fp8       names of excluded modules that the files have in FP8 -> name of their first parameter
         """
         config, dialect = self.quantization_config, DIALECTS[self.quantization_config.dialect]
         prefix = getattr(model, "base_model_prefix", "")
@@ -213,7 +215,7 @@ class MoeNvfp4Quantizer(HfQuantizer):
         self._name_dense(model, experts, excluded)
 
     def _name_dense(self, model: nn.Module, experts: Iterable[str], excluded: Iterable[str]) -> None:
-        """Enter what of `model` is dense in the config's list of exceptions."""
+        """Add the modules of `model` that are dense to the config's ignore list."""
         config, dialect = self.quantization_config, DIALECTS[self.quantization_config.dialect]
         linears = {n for n, m in model.named_modules() if isinstance(m, nn.Linear)}
         routers = {n for n, m in model.named_modules() if n.endswith((".gate", ".router"))}
@@ -238,7 +240,7 @@ class MoeNvfp4Quantizer(HfQuantizer):
         return conversions
 
     def _leave_in_files(self, conversions: list) -> None:
-        """Have transformers pass over the experts that are to stay in their files: the modules get them afterwards."""
+        """Have transformers skip the experts that stay in their files; the modules get them after loading."""
         assert self._plan is not None, "a model is being loaded"
         config = self.quantization_config
         model: Any = self._plan.model
@@ -246,8 +248,8 @@ class MoeNvfp4Quantizer(HfQuantizer):
         if not self.pre_quantized or layouts:
             what = f"{min(layouts)}" if self.pre_quantized else "dense"
             raise NotImplementedError(
-                f"map_files: the experts of these files are {what}, and the kernels read 4-bit experts one by one, in "
-                "files as moe-nvfp4 quantize SRC DST writes them, from dense ones and from every 4-bit layout"
+                f"map_files: the experts of these files are {what}, and the kernels read 4-bit experts one by one, as "
+                "in the files that moe-nvfp4 quantize SRC DST writes, from dense files and from every 4-bit layout"
             )
         config.cpu_experts = self._stay(model, "all" if config.cpu_experts is None else config.cpu_experts)
         stay = list(dict.fromkeys(m for m in model.modules() if isinstance(m, HFExperts)))[: config.cpu_experts]
@@ -267,12 +269,12 @@ class MoeNvfp4Quantizer(HfQuantizer):
         model._keys_to_ignore_on_load_unexpected = ignored
 
     def _stay(self, model: Any, layers: int | str) -> int:
-        """How many layers' experts stay on the CPU."""
+        """The number of layers whose experts stay on the CPU."""
         memory = torch.cuda.mem_get_info(self._gpu)[0] if self._gpu is not None and layers == "auto" else None
         return layers_on_cpu(model, layers, memory=memory)
 
     def _read(self, experts: HFExperts) -> Iterable[str]:
-        """The parameters of `experts` that come from files: 4-bit ones all do, else the scales are made."""
+        """The names of the parameters of `experts` that come from files: of dense files, scales do not."""
         return experts._parameters if self.pre_quantized else (experts.up_name, "down_proj")
 
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
@@ -287,7 +289,7 @@ class MoeNvfp4Quantizer(HfQuantizer):
 
     def get_new_dtype(self, converter: Any, param: Any, dtype: torch.dtype) -> torch.dtype | None:
         if isinstance(converter, (LinearConverter, PackedConverter)):
-            return None  # as it is stored; dense experts next to 4-bit ones are cast
+            return None  # keeps the stored dtype; dense experts next to 4-bit ones are cast
         return super().get_new_dtype(converter, param, dtype)
 
     def param_element_size(self, model: Any, param_name: str, param: Tensor) -> float:
@@ -295,7 +297,7 @@ class MoeNvfp4Quantizer(HfQuantizer):
         return 1 if param.dtype == torch.uint8 or module in self.conversions.experts else param.element_size()
 
     def update_parallel_plan(self, model: Any, plan: dict[str, str]) -> None:
-        """Scales follow their weights; global scales are per expert, so only experts split them."""
+        """Split scales like their weights. Global scales are one per expert, so only expert parallelism splits them."""
         names = {re.sub(r"\.\d+(?=\.)", ".*", n) for n, _ in model.named_parameters()}
         for key, style in list(plan.items()):
             stem, _, name = key.rpartition(".")
@@ -316,7 +318,7 @@ class MoeNvfp4Quantizer(HfQuantizer):
             experts.map_files(matrices)
         self._in_files = {}
         for name, t in _tensors(model):
-            # transformers 5.17 leaves renamed tensors of quantized files in the dtype they are stored in
+            # transformers 5.17 leaves renamed tensors of quantized files in their stored dtype
             if t.is_floating_point() and t.device.type != "meta":
                 t.data = t.data.to(self._plan.dtypes.get(name, t.dtype))
         if self.quantization_config.activations == "bf16":
@@ -328,7 +330,7 @@ class MoeNvfp4Quantizer(HfQuantizer):
                 param.requires_grad_(False)  # the loader makes every floating parameter trainable
                 if param.device.type != "meta":
                     _check_scales(f"{name}.{key}", param.to_local() if isinstance(param, DTensor) else param)
-                elif key in (experts.up_name, "down_proj"):  # on a disk; comes back in the dtype it has here
+                elif key in (experts.up_name, "down_proj"):  # on disk: it is read back in this dtype
                     setattr(experts, key, nn.Parameter(param.to(torch.uint8), requires_grad=False))
             experts.prepare(model.dtype)
         saving = [c for c in self.conversions.for_saving(model._weight_conversions) if c is not self.linears]
@@ -346,7 +348,7 @@ class MoeNvfp4Quantizer(HfQuantizer):
         return self._dequantize(model) if self.quantization_config.dequantize else prepare_model(model)
 
     def _leave_bad_input_scales(self) -> None:
-        """W4A16 does without static activation scales: none are kept where some are no scales."""
+        """Drop all static activation scales if some are not valid: W4A16 does not need them."""
         experts = self.conversions.experts
         found = [(f"{n}.{k}", e._parameters[k]) for n, e in experts.items() for k in INPUT_SCALES if k in e._parameters]
         bad = [name for name, p in found if p is not None and p.device.type != "meta" and not _are_scales(p)]
@@ -360,13 +362,13 @@ class MoeNvfp4Quantizer(HfQuantizer):
 
     # ------------------------------------------------------------ saving
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Tensor] | None, dict]:
-        """The model's, and multi-token prediction layers, which it does not load, from the files it came from.
-        NotImplementedError for a model that was split by FSDP, and not by transformers, which gathers its own."""
+        """The model's state dict, with the multi-token prediction layers of its files, which it does not load. None if
+        there are none of these. NotImplementedError for a model that FSDP has split, not transformers (it gathers)."""
         self._look_again(model)
         own = getattr(model.config, "distributed_config", None) or getattr(model, "_tp_size", None)
         if not own and any(isinstance(p, DTensor) for p in model.parameters()):
             raise NotImplementedError(
-                "fully_shard has split this model over ranks, and transformers passes over state_dict= where a model "
+                "fully_shard has split this model over ranks, and transformers ignores state_dict= if a model "
                 "is quantized: gather it on all ranks (torch.distributed.checkpoint.state_dict.get_model_state_dict, "
                 "full_state_dict=True), then, in one process, load_state_dict into the model as it was before, and "
                 "save that; or load with DistributedConfig(fsdp_size=...), which saves"
@@ -384,7 +386,7 @@ class MoeNvfp4Quantizer(HfQuantizer):
             return None, {}
 
     def _look_again(self, model: Any) -> None:
-        """What is 4-bit now: a user may have put dense modules in the places of some, or have taken layers out."""
+        """Find out what is 4-bit now: a user may have replaced 4-bit modules by dense ones, or removed layers."""
         modules = dict(model.named_modules(remove_duplicate=False))
         experts = {name: m for name, m in modules.items() if isinstance(m, HFExperts)}
         linears = {name for name, m in modules.items() if isinstance(m, NVFP4Linear)}
@@ -406,19 +408,19 @@ class MoeNvfp4Quantizer(HfQuantizer):
 
     @property
     def is_trainable(self) -> bool:
-        return True  # gradients go through; adapters, routers and norms are trained
+        return True  # gradients pass through; adapters, routers and norms are trained
 
     @property
     def is_compileable(self) -> bool:
         return True
 
     def dequantize(self, model: Any, dtype: torch.dtype | str | None = None) -> Any:
-        """Dense experts and linears in the places of 4-bit ones, in `dtype` or the model's; what they lost by
-        quantization stays lost. ValueError for a `dtype` that weights do not have."""
+        """Replace 4-bit experts and linears by dense ones, in `dtype` or the model's dtype. What quantization lost
+        stays lost. ValueError for a `dtype` that weights cannot have."""
         wanted = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype or model.dtype
         if wanted not in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
             raise ValueError(f"dequantize(dtype={dtype!r}): bfloat16, float16 or float32 is expected")
-        # not the config's dtype, which transformers would take: saving leaves its name there
+        # transformers would take the config's dtype, which saving turns into a string
         return super().dequantize(model, wanted)
 
     def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
@@ -452,7 +454,7 @@ def _tensors(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
 
 
 def _dtypes(model: Any) -> dict[str, torch.dtype]:
-    """Of the parameters and buffers of `model`, as a load of dense files gives them: families keep a few in fp32."""
+    """The dtypes of the parameters and buffers of `model` after loading dense files: some families keep a few fp32."""
     wide = model._get_dtype_plan(model.dtype)
     kept = build_glob_alternation(list(wide))[0] if wide else None
     found = {name: t.dtype for name, t in _tensors(model)}
@@ -460,7 +462,7 @@ def _dtypes(model: Any) -> dict[str, torch.dtype]:
 
 
 def _importance(model: Any, config: MoeNvfp4Config, checkpoint_files: list[str]) -> Importance:
-    """What `config.calibration` says about the experts in these dense files; a file of importance, or run them."""
+    """The importance of the experts in these dense files: read from the file `config.calibration`, or computed."""
     if config.recipe == "gptq":
         raise ValueError(
             "recipe 'gptq' does not quantize while a model loads: moe-nvfp4 quantize SRC DST --recipe gptq --text FILE "
@@ -474,7 +476,7 @@ def _importance(model: Any, config: MoeNvfp4Config, checkpoint_files: list[str])
 
 
 def _check_scales(name: str, param: Tensor) -> None:
-    """ValueError where the parameter `name` of experts has scales that files cannot mean."""
+    """ValueError if the parameter `name` of experts has scales that are not valid."""
     if name.endswith(("global_scale", "input_scale")):
         check_global_scale(param, name)
     elif name.endswith(PRE_QUANT_SCALE) and not param.isfinite().all():
@@ -489,23 +491,25 @@ def _are_scales(param: Tensor) -> bool:
 
 
 def _prepare_shards(experts: HFExperts, inputs: tuple[Tensor, ...]) -> None:
-    """For the call itself transformers puts plain tensors in the DTensors' place, where nothing would last."""
+    """Prepare sharded experts before a call: during it transformers has plain tensors in place of the DTensors, and
+    what is changed then does not last."""
     experts.prepare(inputs[0].dtype)
 
 
 def _layout_here(module: nn.Module, layout: ModuleLayout | None, stored: ExpertLayout | None) -> ModuleLayout | None:
-    """The layout of an experts module in 4-bit files: what they hold counts, and not what their config excludes."""
+    """The layout of an experts module of 4-bit files; None if it is dense. What the files hold (`stored`) counts, not
+    what their config excludes."""
     if stored in (ExpertLayout.DENSE, ExpertLayout.FP8):
         return None
     return layout or (None if stored is None else describe(module))
 
 
 def _report(model: Any, found: CheckpointLayout, mtp: MtpTensors) -> None:
-    """Say what the files hold that this model does not use."""
+    """Warn about what the files hold and this model does not use."""
     if packed := [name for name in mtp.names if name.endswith(GLOBAL_SCALES)]:
         logger.warning(
-            f"the files' layers of multi-token prediction are 4-bit ({packed[0]}, ...), and transformers reads them "
-            "dense: generate(use_mtp=True) ends in an error about sizes, without it all is well"
+            f"the files' layers of multi-token prediction are 4-bit ({packed[0]}, ...), and transformers reads them as "
+            "dense: generate(use_mtp=True) ends in an error about sizes; without it all is well"
         )
     if found.kv_scales:
         keys = found.kv_scales
@@ -525,6 +529,6 @@ def _report(model: Any, found: CheckpointLayout, mtp: MtpTensors) -> None:
 
 
 def _leave_out(model: Any, names: str) -> None:
-    """transformers reports no tensors of the files whose names match this expression."""
+    """Keep transformers from reporting tensors of the files whose names match the expression `names`."""
     ignored = set(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
     model._keys_to_ignore_on_load_unexpected = ignored | {names}

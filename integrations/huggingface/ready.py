@@ -1,4 +1,4 @@
-"""Models whose calls never wait for a compiler."""
+"""Prepare models so that their calls never wait for a compiler."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from moe_nvfp4 import ready
 
 Model = TypeVar("Model", bound=nn.Module)
 
-# What configs call the number of experts per token. Where layers differ, it is a list.
+# Names of the number of experts per token in configs. It is a list where layers differ.
 TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "top_k_experts", "moe_k")
 
 
 def prepare_model(model: Model) -> Model:
     """Bring the 4-bit weights of a transformers `model` into the layout of their kernels, and compile and load, in
-    parallel, every kernel that calls of any size can need; returns the model. Loading a model on a GPU and
-    `swap_experts` do it; call it after a model has moved to a GPU, or after `set_activations`.
+    parallel, every kernel that calls of any size can need. Returns the model. `swap_experts`, and loading a model onto
+    a GPU, call this; call it yourself after a model has moved to a GPU, and after `set_activations`.
 
-    Where a config does not say how many experts a token has, or says it in a way unknown here, the experts' kernels are
-    compiled by the calls that need them. MOE_NVFP4_COMPILE=lazy leaves all to these.
+    If the config does not say how many experts a token has, or under a name unknown here, the experts' kernels are
+    compiled when a call needs them. With MOE_NVFP4_COMPILE=lazy all kernels are.
     """
     whole: Any = model  # nn.Module does not declare transformers' attributes
     for top_k in experts_per_token(getattr(model, "config", None)) or (None,):
-        ready.prepare(model, top_k, getattr(whole, "dtype", torch.bfloat16))  # a layer by itself names none
+        ready.prepare(model, top_k, getattr(whole, "dtype", torch.bfloat16))  # a layer by itself has no dtype
     return model
 
 
 def experts_per_token(config: Any) -> set[int]:
-    """The numbers of experts per token that a config, or one inside it, speaks of."""
+    """The numbers of experts per token that a config and its sub-configs name."""
     found: set[int] = set()
     if config is None:
         return found

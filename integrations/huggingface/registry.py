@@ -1,22 +1,22 @@
-"""What this package enters into transformers' registries, and every private part of transformers that it uses.
+"""What this package adds to transformers' registries, and every private part of transformers that it uses.
 
-`register` is called when `moe_nvfp4.integrations.huggingface` is imported; `unregister` undoes it. Both may be called
-in any order and any number of times; an entry that another package made first is kept for files that are not NVFP4.
+Importing `moe_nvfp4.integrations.huggingface` calls `register`; `unregister` undoes it. Both may be called
+in any order and any number of times. An entry that another package made first is kept for files that are not NVFP4.
 
 Entries of transformers.quantizers.auto
-    AUTO_QUANTIZATION_CONFIG_MAPPING   "moe_nvfp4", and "modelopt" if nobody has it: ours. "compressed-tensors", "fp8"
-                                       (and "modelopt" if somebody has it): a reader that looks at one config.json,
-                                       takes it if it says NVFP4, and else gives it to the entry before
+    AUTO_QUANTIZATION_CONFIG_MAPPING   "moe_nvfp4": ours, and so is "modelopt" if it has no entry. "compressed-tensors",
+                                       "fp8", and "modelopt" if it has one: a reader that takes a config.json that says
+                                       NVFP4, and leaves any other to the entry from before
     AUTO_QUANTIZER_MAPPING             "moe_nvfp4", which no other package and no file uses
-    LOADING_ATTRIBUTES_CONFIG_TYPES    `MoeNvfp4Config` is added: of one that is given for a 4-bit folder, `activations`
-                                       and `linears` count
+    LOADING_ATTRIBUTES_CONFIG_TYPES    `MoeNvfp4Config` is added, so that one may be given for a 4-bit folder to choose
+                                       `activations` and `linears`
 Entry of transformers.integrations.moe
     ALL_EXPERTS_FUNCTIONS              "moe_nvfp4", the experts implementation that a 4-bit model reports (experts.py)
 
 Entry of peft
     PEFT_TYPE_TO_TUNER_MAPPING         LORA, where PEFT 0.21 or newer is installed: a subclass of PEFT's own (peft.py)
 
-Used besides, though transformers does not document it (5.17 and 5.23 are tested, and have it unless noted)
+Also used, though transformers does not document it (tested with 5.17 and 5.23, which have it unless noted)
     core_model_loading    WeightConverter and its _original_source_patterns, _original_target_patterns, _scoped_match,
                           scope_prefix, base_model_prefix, collected_tensors, layer_targets, _was_used,
                           materialize_tensors;
@@ -31,7 +31,7 @@ Used besides, though transformers does not document it (5.17 and 5.23 are tested
     a model               _weight_conversions, hf_quantizer, is_quantized, quantization_method, _ep_plan, _tp_size,
                           all_tied_weights_keys, _keys_to_ignore_on_load_missing, _keys_to_ignore_on_load_unexpected,
                           _can_compile_fullgraph, _get_dtype_plan;
-                          get_compiled_call, in whose place `use_cuda_graphs` puts another
+                          get_compiled_call, which `use_cuda_graphs` replaces
     a config              _experts_implementation, _experts_implementation_internal
     an experts module     what `use_experts_implementation` gives it: _apply_gate, has_gate, has_bias, is_transposed,
                           is_concatenated; _hf_quantized_needs_local_tp and _is_expert_parallel (not in 5.17), which
@@ -57,13 +57,13 @@ from moe_nvfp4.integrations.huggingface.experts import IMPLEMENTATION, dense_for
 from moe_nvfp4.integrations.huggingface.quantizer import MoeNvfp4Quantizer
 from moe_nvfp4.quantize.dialects import ALGOS, modelopt_algo, read_config
 
-registries: Any = auto  # whose types name transformers' own classes only
+registries: Any = auto  # Any, because its annotations admit only transformers' own classes
 METHODS = ("modelopt", "compressed-tensors", "fp8")  # quant_method of files that may be NVFP4
-_before: dict[str, type | None] = {}  # what `register` found in the places of METHODS
+_before: dict[str, type | None] = {}  # the entries for METHODS that `register` found
 
 
 def register() -> None:
-    """Have transformers read NVFP4 folders, and `MoeNvfp4Config` as an argument, with this package."""
+    """Have transformers read NVFP4 folders with this package, and accept `MoeNvfp4Config` as an argument."""
     configs: dict[str, Any] = auto.AUTO_QUANTIZATION_CONFIG_MAPPING
     configs["moe_nvfp4"] = MoeNvfp4Config
     auto.AUTO_QUANTIZER_MAPPING["moe_nvfp4"] = MoeNvfp4Quantizer
@@ -81,10 +81,10 @@ def register() -> None:
 
 
 def unregister() -> None:
-    """Take out what `register` entered. Models that are loaded go on running, and can be saved."""
+    """Remove what `register` added. Models that are loaded still run, and can be saved."""
     configs: dict[str, Any] = auto.AUTO_QUANTIZATION_CONFIG_MAPPING
     for method, entry in _before.items():
-        if _is_ours(configs.get(method)):  # else another package took the place later, and may call ours
+        if _is_ours(configs.get(method)):  # else another package replaced our entry later, and may call it
             del configs[method]
             configs.update({} if entry is None else {method: entry})
     _before.clear()
@@ -98,7 +98,8 @@ def unregister() -> None:
 
 
 def _adapters() -> ModuleType | None:
-    """What brings LoRA, where PEFT is there. Older ones wrap parameters in another way; calling the experts raises."""
+    """The module for LoRA, if PEFT 0.21 or newer is installed. Older ones wrap parameters in a way that makes calls of
+    the experts raise."""
     if find_spec("peft") is None or Version(version("peft")) < Version("0.21"):
         return None
     return import_module("moe_nvfp4.integrations.huggingface.peft")
@@ -109,10 +110,10 @@ def _is_ours(entry: type | None) -> bool:
 
 
 def _reader(method: str, theirs: Any) -> type:
-    """The entry of `method` that reads NVFP4 configs itself and gives others to `theirs`.
+    """An entry for `method` that reads NVFP4 configs itself and leaves others to `theirs`.
 
-    transformers asks the entry for an object, and this object's quant_method for the quantizer: so one entry decides,
-    and no code of transformers is changed.
+    transformers gets a config object from the entry, and the quantizer from the quant_method of that object. So this
+    one entry decides, and no code of transformers is changed.
     """
 
     class Reader(QuantizationConfigMixin):
@@ -127,14 +128,14 @@ def _reader(method: str, theirs: Any) -> type:
 
 
 def _is_nvfp4(method: str, config: Mapping) -> bool:
-    """ValueError for NVFP4 in a form that is not supported."""
+    """Whether a config says NVFP4. ValueError for NVFP4 in a form that is not supported."""
     if method == "modelopt" and modelopt_algo(config) not in (*ALGOS, "MIXED_PRECISION"):
         return False  # FP8, say: for the package that registered modelopt first
     return read_config(config) is not None
 
 
 class _Name(str):
-    """The name of a class, equal to that of another class too."""
+    """A class name that also equals the name of another class."""
 
     names: set[str]
 
@@ -153,9 +154,9 @@ class _Name(str):
 
 
 def _as_either(theirs: type) -> type[MoeNvfp4Config]:
-    """`MoeNvfp4Config` for a folder that says it is `theirs`: a config of either class may be given for it.
+    """A `MoeNvfp4Config` class for a folder of the method of `theirs`: users may pass a config of either class for it.
 
-    transformers refuses a quantization_config whose class has another name than the class that read the folder.
+    transformers refuses a quantization_config whose class name differs from that of the class that read the folder.
     """
     config = type("MoeNvfp4Config", (MoeNvfp4Config,), {})
     config.__name__ = _Name("MoeNvfp4Config", theirs.__name__)

@@ -1,4 +1,4 @@
-"""What the experts of a dense model multiply their weights with, while it runs on some data.
+"""Statistics of the rows that the experts of a dense model multiply with their weights, while it runs on some data.
 
 sums = SquareSums()
 with watch(experts_modules, sums):
@@ -54,7 +54,7 @@ def expert_rows(
     top_k_index: Tensor | None = None,
     top_k_weights: Tensor | None = None,
 ) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """(e, x [n, H], h [n, I]) of each expert of a dense `module` that has rows, for one call of it; in its dtype."""
+    """(e, x [n, H], h [n, I]) of each expert that has rows, in one call of the dense experts `module`; in its dtype."""
     rows = hidden_states.reshape(-1, hidden_states.shape[-1])
     E = layout.num_experts
     for e, (w13, _) in enumerate(dense_experts(module, layout)):
@@ -97,7 +97,7 @@ class SquareSums:
         sums.rows[e] += len(x)
 
     def importance(self) -> Importance:
-        """Of all modules that had rows. ValueError for NaN or Inf."""
+        """The importance of all modules that had rows. ValueError for NaN or Inf."""
         for name, sums in self.layers.items():
             if not (sums.x.isfinite().all() and sums.h.isfinite().all()):
                 raise ValueError(f"{name} got activations with NaN or Inf: look for the text, or the layer, that makes "

@@ -1,4 +1,4 @@
-"""Models in memory: make their experts 4-bit, choose activations, calibrate."""
+"""For models in memory: make their experts 4-bit, choose activations, calibrate."""
 
 from __future__ import annotations
 
@@ -48,25 +48,25 @@ def swap_experts(
     calibration: Any = None,
     cpu_experts: int | str | None = None,
 ) -> Model:
-    """Make the experts of a transformers `model` 4-bit, in place; returns the model.
+    """Make the experts of a transformers `model` 4-bit, in place. Returns the model.
 
-    Walks the whole model, composite ones too. All or nothing: every weight is looked at before the first layer is
-    replaced, so an error leaves the model as it was. Then layer by layer: the peak above the result is one layer's
-    dense experts. Interrupted (Ctrl-C, out of memory), every layer is whole, dense or 4-bit, and another call goes
-    on; until then the model runs, and refuses to be saved. Swapped, it saves and loads like one quantized while
-    loading.
+    The whole model is walked, composite ones too. Every weight is checked before the first layer is replaced, so an
+    error leaves the model as it was. Then layer after layer is replaced: the peak of memory is one layer's dense
+    experts above the result. After an interruption (Ctrl-C, out of memory) every layer is either dense or 4-bit, and
+    another call continues; until then the model runs, but refuses to be saved. After swapping, it saves and loads like
+    a model that was quantized while loading.
 
-    recipe: one of moe_nvfp4.quantize.recipes.RECIPES; or "weighted", which runs the model once to see how large its
-    activations are: on `calibration`, a text or several, token ids [B, T] or several, the path of a file of
-    moe-nvfp4 importance, or None, random token ids; or "gptq", which needs a text or ids: 8 tokens and more for each
-    expert and column of its weights.
+    activations  "bf16" (W4A16), "nvfp4" or "nvfp4_four_over_six" (W4A4)
+    recipe       one of moe_nvfp4.quantize.recipes.RECIPES, or "weighted" or "gptq", which run the model on data
+    exclude      experts modules to leave dense: a name or wildcard, or several
+    calibration  a text or several, or token ids [B, T] or several. "gptq" needs at least 8 tokens for each expert and
+                 column of its weights; "weighted" also takes the path of a file of moe-nvfp4 importance, or None:
+                 random token ids
+    cpu_experts  how many layers' experts stay on the CPU when the model goes to a GPU, see `keep_experts_on_cpu`
 
-    cpu_experts: how many layers' experts stay on the CPU when the model goes to a GPU, see `keep_experts_on_cpu`.
-
-    Raises NotImplementedError for experts in an unknown form (naming their class and the way out), ValueError if the
-    model has no experts, or weights that are NaN or Inf, are in another dtype than bf16, fp16 and fp32, or are not
-    here (meta device, offloaded, split over ranks), for a part of another model, and for a pattern of `exclude` that
-    matches no experts module.
+    Raises NotImplementedError for experts in an unknown form, naming their class and the way out; ValueError if the
+    model has no experts or is a part of another model, if weights are NaN or Inf, of another dtype than bf16, fp16 and
+    fp32, or not here (meta device, offloaded, split over ranks), and if a pattern of `exclude` matches nothing.
     """
     config = MoeNvfp4Config(activations, recipe, exclude, calibration=calibration, cpu_experts=cpu_experts)
     given, model = model, _inside(model)
@@ -94,7 +94,7 @@ def swap_experts(
     known = _learn(model, config, {names[0]: layout for names, _, layout in groups.values()}, progress)
 
     left = deque(groups.values())
-    groups.clear()  # what has been replaced is not to be kept
+    groups.clear()  # it would keep replaced modules alive
     for _ in progress_bar(range(len(left)), desc="NVFP4 experts", unit="layer", show=progress):
         names, module, layout = left.popleft()
         experts = _quantized(module, layout, config, known.get(names[0]))
@@ -121,17 +121,17 @@ def swap_experts(
 
 
 def _inside(model: Any) -> Any:
-    """The transformers model in `model`, a wrapper as PEFT and torch.compile make them: that one is saved."""
+    """The transformers model inside `model`, which PEFT or torch.compile may have wrapped: the one that is saved."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"a model in memory is expected, got {model!r:.200}: load it first (from_pretrained)")
     return next((m for m in model.modules() if isinstance(m, PreTrainedModel)), model)
 
 
 def _stand_alone(model: nn.Module) -> None:
-    """ValueError where `model` is a part of another, which would save its experts in a form that nothing reads; its own
-    copy of the config where another model has the same, since the config will say that the experts are 4-bit."""
+    """ValueError if `model` is a part of another, which would save its experts in a form that nothing reads. If another
+    model shares its config, give it a copy, since the config will say that the experts are 4-bit."""
     if not isinstance(model, PreTrainedModel) or hasattr(model, "_weight_conversions"):
-        return  # from_pretrained makes whole models, with a config each
+        return  # it comes from from_pretrained, whose models are whole and have their own configs
     others = _other_models(model)
     if _whole_of(model, others):
         del others
@@ -140,7 +140,7 @@ def _stand_alone(model: nn.Module) -> None:
     if whole := _whole_of(model, others):
         raise ValueError(
             f"{type(model).__name__} is a part of {whole}, which would save its experts in a form that nothing reads: "
-            "pass the whole, and exclude= what is to stay dense. The model is as it was"
+            "pass the whole, with exclude= for what should stay dense. The model is as it was"
         )
     if any(other.config is model.config for other in others):
         copies: dict[int, Any] = {}
@@ -151,24 +151,24 @@ def _stand_alone(model: nn.Module) -> None:
 
 
 def _other_models(model: nn.Module) -> list[PreTrainedModel]:
-    """Those alive that are no part of `model`."""
+    """All models in memory that are not a part of `model`."""
     inside = {id(module) for module in model.modules()}
     return [o for o in gc.get_objects() if issubclass(type(o), PreTrainedModel) and id(o) not in inside]
 
 
 def _whole_of(model: nn.Module, others: Iterable[PreTrainedModel]) -> str | None:
-    """The class of one of `others` that `model` is a part of."""
+    """The class name of a model in `others` that contains `model`; None if none does."""
     return next((type(o).__name__ for o in others if any(module is model for module in o.modules())), None)
 
 
 def _dequantizes(conversion: Any) -> bool:
-    """Whether it made FP8 or MXFP4 dense on the way in: saved by it, what is dense now would be FP8 again."""
+    """Whether `conversion` made FP8 or MXFP4 weights dense: saving with it would make them FP8 again."""
     operations = getattr(conversion, "operations", ())
     return any(type(operation).__module__.startswith("transformers.integrations.") for operation in operations)
 
 
 def _check_weights(name: str, module: nn.Module, layout: ModuleLayout) -> None:
-    """ValueError unless `_quantized` can be made of the experts `module`."""
+    """ValueError unless `_quantized` can quantize the experts `module`."""
     if name.endswith(".base_layer") or hasattr(module, "parametrizations"):
         raise ValueError(
             f"{name}: the weights are parametrized, or have adapters that PEFT made for dense experts: call "
@@ -209,13 +209,13 @@ def _check_weights(name: str, module: nn.Module, layout: ModuleLayout) -> None:
 def _learn(
     model: nn.Module, config: MoeNvfp4Config, layouts: Mapping[str, ModuleLayout], progress: bool
 ) -> Mapping[str, LayerImportance | dict[str, Tensor]]:
-    """What a recipe that uses data knows of each experts module: importance, or codes; nothing for the others."""
+    """What a recipe that uses data learns about each experts module: importance, or codes. Empty for other recipes."""
     if config.recipe not in CALIBRATED_RECIPES:
         return {}
     whole: Any = model
     if config.recipe == "gptq":
         if config.calibration is None or isinstance(config.calibration, os.PathLike):
-            raise ValueError("recipe 'gptq' learns how inputs go together, from text: give calibration= texts or token "
+            raise ValueError("recipe 'gptq' learns from text how inputs correlate: give calibration= texts or token "
                              "ids, or use recipe='weighted', for which random token ids do")  # fmt: skip
         batches = calibration_batches(config.calibration, whole.config, getattr(whole.config, "name_or_path", None))
         return gptq_model(model, batches, config.activations, config.exclude, progress)
@@ -234,7 +234,7 @@ def _learn(
 def _quantized(
     module: nn.Module, layout: ModuleLayout, config: MoeNvfp4Config, known: LayerImportance | dict[str, Tensor] | None
 ) -> HFExperts:
-    """4-bit experts with the weights of `module`, where it is."""
+    """4-bit experts with the weights of `module`, on its device."""
     dense = next(module.parameters())
     experts = experts_for(module, layout, config, dense.device)
     if isinstance(known, dict):
@@ -264,7 +264,7 @@ def set_activations(model: Model, activations: str) -> Model:
 
 
 def _config(model: nn.Module, has_layers: bool) -> MoeNvfp4Config:
-    """Of a 4-bit model, that is: one that has 4-bit layers, and is not a part of another."""
+    """The config of a 4-bit model. ValueError if it has no 4-bit layers, or is a part of another model."""
     if not has_layers:
         raise ValueError(f"{type(model).__name__} has no 4-bit experts: call swap_experts first")
     quantizer = getattr(_inside(model), "hf_quantizer", None)
@@ -277,12 +277,12 @@ def _config(model: nn.Module, has_layers: bool) -> MoeNvfp4Config:
 
 
 def calibrate(model: Model, batches: Iterable[Tensor | Mapping[str, Tensor]], progress: bool = True) -> Model:
-    """Give the 4-bit experts of `model`, and 4-bit linears that have none, static activation scales (`input_scale`), in
-    place; returns the model.
+    """Give static activation scales (`input_scale`) to the 4-bit experts of `model`, and to 4-bit linears without one.
+    Works in place, and returns the model.
 
-    batches: what the model is called with, token ids [B, T] or dictionaries of inputs; a few hundred tokens like
-    those that the model is for. Every expert gets its layer's scale. The scales count for activations="nvfp4", and
-    travel with `save_pretrained`. ValueError where a layer was not reached, or makes NaN or Inf.
+    batches: inputs of the model, token ids [B, T] or dictionaries; a few hundred tokens of the kind that the model is
+    meant for. All experts of a layer get one scale. The scales are used with activations="nvfp4", and are saved by
+    `save_pretrained`. ValueError if no token reached a layer, or if a layer got NaN or Inf.
     """
     layers: dict[str, Any] = {name: m for name, m in model.named_modules() if isinstance(m, HFExperts)}
     config = _config(model, bool(layers))

@@ -1,4 +1,4 @@
-"""The quantization config "moe_nvfp4": NVFP4 experts are ours, everything else is as vLLM would do it."""
+"""The quantization config "moe_nvfp4": NVFP4 experts are ours, everything else is vLLM's."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from moe_nvfp4.quantize.dialects import QuantizationInfo, matches, read_config
 from moe_nvfp4.quantize.recipes import DEFAULT_RECIPE, RECIPES
 from moe_nvfp4.weights import ACTIVATIONS
 
-VERSIONS = (0, 26), (0, 33)  # the oldest and the newest whose interfaces were compared
-READERS = ("modelopt", "compressed-tensors")  # vLLM's own, for all that is not an expert
+VERSIONS = (0, 26), (0, 33)  # the oldest and the newest version whose interfaces were compared
+READERS = ("modelopt", "compressed-tensors")  # vLLM's own readers, which handle everything but experts
 OPTIONS = ("activations", "recipe", "exclude")
 
 
@@ -34,13 +34,17 @@ def check_version() -> None:
 
 
 class MoeNvfp4Config(QuantizationConfig):
-    """Without a checkpoint's config (bf16 files): experts are quantized as they are loaded, linears stay as they are.
+    """How vLLM loads a model with this library's experts.
 
-    Options come from the folder's own `moe_nvfp4` in its quantization_config, or from the command line:
+    base  vLLM's own config of NVFP4 files; None: the files are bf16. Their experts are quantized as they are loaded,
+          and their linears stay as they are
+    info  what the config of NVFP4 files says
+
+    Options come from `moe_nvfp4` in the folder's quantization_config, or from the command line:
     `--hf-overrides '{"moe_nvfp4": {"activations": "nvfp4"}}'`.
 
-    activations  "bf16" (W4A16), "nvfp4" or "nvfp4_four_over_six" (W4A4); default: what the files were made for, else
-                 "bf16"
+    activations  "bf16" (W4A16), "nvfp4" or "nvfp4_four_over_six" (W4A4); default: what the files were made for, or
+                 "bf16" for bf16 files
     recipe       how block scales are chosen when bf16 experts are quantized
     exclude      with bf16 files: names or wildcards of experts modules that stay as they are
     """
@@ -51,11 +55,11 @@ class MoeNvfp4Config(QuantizationConfig):
         self.base, self.info = base, info
         self.ignore = [] if info is None else list(info.ignore)
         self.activations, self.recipe, self.exclude = None, DEFAULT_RECIPE, []
-        self.experts: list[str] = []  # the modules that were asked about
+        self.experts: list[str] = []  # the experts modules that vLLM has asked about
         if base is not None:
             self.packed_modules_mapping = base.packed_modules_mapping
 
-    # ---- what vLLM asks first, in the process that the user started
+    # ---- called first, in the process that the user started
     @classmethod
     def override_quantization_method(cls, hf_quant_cfg: dict, user_quant: str | None, hf_config=None) -> str | None:
         """Take NVFP4 checkpoints where the user asks for it, and on a CPU, where vLLM has no NVFP4 experts."""
@@ -63,7 +67,7 @@ class MoeNvfp4Config(QuantizationConfig):
 
         if user_quant != NAME and not (user_quant is None and current_platform.is_cpu()):
             return None
-        try:  # what others wrote, in other forms too, is not ours to judge
+        try:  # unless the user asked for us, errors in other tools' configs are not ours to raise
             info = _read(hf_quant_cfg) if hf_quant_cfg.get("quant_method") in READERS else None
         except (ValueError, KeyError, TypeError, AttributeError):
             if user_quant == NAME:
@@ -87,8 +91,8 @@ class MoeNvfp4Config(QuantizationConfig):
         info = _read(config)
         if config.get("quant_method") not in READERS:
             raise ValueError(
-                f"quant_method {config.get('quant_method')!r}: vLLM's readers of modelopt and compressed-tensors are "
-                "what this builds on. moe-nvfp4 quantize SRC DST writes either"
+                f"quant_method {config.get('quant_method')!r}: this builds on vLLM's readers of modelopt and "
+                "compressed-tensors. moe-nvfp4 quantize SRC DST writes either"
             )
         if config.get("quant_algo") == "NVFP4_AWQ":
             raise NotImplementedError(
@@ -100,7 +104,7 @@ class MoeNvfp4Config(QuantizationConfig):
         return result.choose({key: own[key] for key in ("activations",) if key in own})
 
     def choose(self, options: dict[str, Any]) -> MoeNvfp4Config:
-        """Set options; returns self. ValueError for one that is not known."""
+        """Set options. Returns self. ValueError for an unknown option or value."""
         if not isinstance(options, dict):
             raise ValueError(f'moe_nvfp4: {options!r}: options are an object, {{"activations": "nvfp4"}}')
         for key, value in options.items():
@@ -136,7 +140,7 @@ class MoeNvfp4Config(QuantizationConfig):
     def get_config_filenames() -> list[str]:
         return []
 
-    # ---- what it asks for each layer
+    # ---- called for each layer
     def get_quant_method(self, layer: torch.nn.Module, prefix: str):
         from vllm.model_executor.layers.fused_moe import RoutedExperts
         from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
@@ -145,9 +149,9 @@ class MoeNvfp4Config(QuantizationConfig):
         from moe_nvfp4.integrations.vllm import engine
         from moe_nvfp4.integrations.vllm.method import DenseLinearMethod, MoeNvfp4Method
 
-        prefix = prefix.removeprefix("draft_model.")  # of a model that drafts: ignore lists have names without it
+        prefix = prefix.removeprefix("draft_model.")  # a draft model's prefix, which ignore lists do not have
         if isinstance(layer, ParallelLMHead):
-            prefix = prefix or "lm_head"  # some models of vLLM's do not say it (EXAONE, AFMoE)
+            prefix = prefix or "lm_head"  # some of vLLM's models give no name (EXAONE, AFMoE)
         if not isinstance(layer, RoutedExperts):
             if isinstance(layer, LinearBase) and self.base is None:
                 return DenseLinearMethod(partial(self.check_effect, *engine.whole_and_dense()))
@@ -160,18 +164,18 @@ class MoeNvfp4Config(QuantizationConfig):
             excluded = any(matches(pattern, prefix) for pattern in self.exclude)
             return None if excluded else MoeNvfp4Method(layer, None, self.activations or "bf16", self.recipe)
         if self.ignores(prefix):
-            return None  # vLLM's own, unquantized
+            return None  # vLLM runs them unquantized
         activations = engine.activations_of(self.base, layer, prefix, self.info.activations)
         if activations is None:
             return self.base.get_quant_method(layer, prefix)
         return MoeNvfp4Method(layer, self.info.dialect, self.activations or activations, self.recipe)
 
     def check_effect(self, whole: bool, dense: bool) -> None:
-        """ValueError where a pattern of `exclude` named none of the model's experts, or it has none: called when all of
-        its modules are made.
+        """ValueError if the model has no experts, or if a pattern of `exclude` matches none of them. Called when all
+        modules of the model have been made.
 
-        whole  this process has all layers
-        dense  the model's config counts no experts
+        whole  whether this process has all layers
+        dense  whether the model's config counts no experts
         """
         if dense and not self.experts:
             raise ValueError(f"--quantization {NAME}: this model has no experts, and its linears stay: leave it out")
@@ -183,13 +187,13 @@ class MoeNvfp4Config(QuantizationConfig):
             )
 
     def ignores(self, prefix: str) -> bool:
-        """Whether the config's ignore list names a module of vLLM's, or all the modules that it is made of."""
+        """Whether the config's ignore list matches a module of vLLM, or all the modules that are fused into it."""
         head, _, last = prefix.rpartition(".")
         parts = [f"{head}.{part}" for part in self.packed_modules_mapping.get(last, ())]
         named = lambda module: any(matches(pattern, module) for pattern in self.ignore)
         return named(prefix) or bool(parts) and all(map(named, parts))
 
-    # ---- what models tell it, for the base to know too
+    # ---- set by models, and passed on to the base
     @property
     def packed_modules_mapping(self) -> dict[str, list[str]]:
         return self._packed
@@ -209,5 +213,5 @@ class MoeNvfp4Config(QuantizationConfig):
 
 
 def _read(config: dict) -> QuantizationInfo | None:
-    """Of vLLM's `quantization_config`: config.json's, or all of hf_quant_config.json's."""
+    """Read what vLLM passes as `quantization_config`: config.json's, or the whole of hf_quant_config.json."""
     return read_config({"quantization_config": config}, config if "quantization" in config else None)

@@ -1,4 +1,4 @@
-"""What is internal to vLLM and changes with its versions: read here, and nowhere else. Written against 0.26 to 0.33."""
+"""All uses of vLLM's internals, which change with its versions. Written for 0.26 to 0.33."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 from moe_nvfp4.quantize.dialects import ALGOS
 from moe_nvfp4.weights import Gate
 
-STEP_LIMIT = 7.0  # of vLLM's swiglustep kernel, whatever the model's config says
-OAI = {"alpha": 1.702, "limit": 7.0, "up_offset": 1.0}  # of its swigluoai kernel, likewise
+STEP_LIMIT = 7.0  # what vLLM's swiglustep kernel uses, whatever the model's config says
+OAI = {"alpha": 1.702, "limit": 7.0, "up_offset": 1.0}  # what vLLM's swigluoai kernel uses, likewise
 
 
 def base_config(config: dict) -> QuantizationConfig:
-    """vLLM's own reader of a `quantization_config`, for all that is not an expert."""
+    """vLLM's own config for a `quantization_config`, which handles everything but experts."""
     name = config["quant_method"]
     if name == "modelopt":
         variants = ("modelopt_mixed", "modelopt_fp4")
@@ -32,14 +32,14 @@ def base_config(config: dict) -> QuantizationConfig:
 
 
 def ignored_names(base: QuantizationConfig) -> list[str]:
-    """The ignore list of vLLM's own config; after `apply_vllm_mapper` with the names of vLLM's modules."""
+    """The ignore list of vLLM's own config. After `apply_vllm_mapper` it has the names of vLLM's modules."""
     return list(getattr(base, "exclude_modules", None) or getattr(base, "ignore", None) or ())
 
 
 def activations_of(base: QuantizationConfig, layer: RoutedExperts, prefix: str, default: str) -> str | None:
-    """What the files' experts of `layer` were made for, "nvfp4" or "bf16"; None where they are not NVFP4.
+    """The activations that the experts of `layer` were made for, "nvfp4" or "bf16"; None if they are not NVFP4.
 
-    default: what our own reader says of files that are all alike
+    default: what our own reader says, for files in which all layers are alike
     """
     if hasattr(base, "get_scheme_dict"):  # compressed-tensors
         base._add_fused_moe_to_target_scheme_map()
@@ -53,14 +53,14 @@ def activations_of(base: QuantizationConfig, layer: RoutedExperts, prefix: str, 
 
 
 def gate_of(layer: RoutedExperts) -> tuple[Gate, Callable[[Tensor], Tensor] | None]:
-    """The layer's gate and, of kind "raw", the function that does it."""
+    """The layer's gate; if its kind is "raw", also the function that computes it."""
     kind, limit = layer.activation.value, layer.swiglu_limit or math.inf
     alpha = 1.0 if layer.swiglu_alpha is None else layer.swiglu_alpha
     beta = layer.swiglu_beta or 0.0
     if kind == "swigluoai_uninterleave" and limit < math.inf:
         return Gate("silu", alpha=alpha, limit=limit, up_offset=beta), None
     if kind == "swigluoai" and limit in (OAI["limit"], math.inf) and alpha in (OAI["alpha"], 1.0):
-        return Gate("silu", **OAI), None  # gpt-oss: interleaved in vLLM's stacks, here rows of gate and up are apart
+        return Gate("silu", **OAI), None  # gpt-oss: vLLM interleaves rows of gate and up, we do not
     if kind == "silu" and (alpha, beta) == (1.0, 0.0):
         return Gate("silu", limit=limit), None
     if kind == "swiglustep" and limit in (STEP_LIMIT, math.inf):
@@ -95,7 +95,7 @@ _UNFUSED = {
 
 
 def _situ(moe) -> Callable[[Tensor], Tensor]:
-    """Kimi's gate: beta * tanh(g / beta) * sigmoid(g) * u, and u clipped in the same way where it has a beta too."""
+    """Kimi's gate: beta * tanh(g / beta) * sigmoid(g) * u; u is clipped by tanh in the same way if it has a beta."""
     beta, linear = moe.activation_situ_beta, moe.activation_situ_linear_beta
 
     def gate(w13_out: Tensor) -> Tensor:
@@ -107,14 +107,16 @@ def _situ(moe) -> Callable[[Tensor], Tensor]:
 
 
 def refuse(layer: RoutedExperts, dense: bool = False) -> None:
-    """NotImplementedError or ValueError for what vLLM asks of this layer and it does not do.
+    """NotImplementedError or ValueError if vLLM is set up in a way that this layer does not support.
 
-    dense: the files hold experts that are quantized as they are read
+    dense: the files' experts are bf16, and are quantized as they are read
     """
     moe, name = layer.moe_config, layer.layer_name
     parallel, lora = moe.moe_parallel_config, get_current_vllm_config().lora_config
     if parallel.enable_eplb:
-        raise NotImplementedError(f"{name}: EPLB moves experts between ranks, which is not built: omit --enable-eplb")
+        raise NotImplementedError(
+            f"{name}: EPLB moves experts between ranks, which is not supported: omit --enable-eplb"
+        )
     if parallel.use_all2all_kernels and not parallel.use_ag_rs_all2all_kernels:
         raise NotImplementedError(
             f"{name}: --all2all-backend {parallel.all2all_backend} wants experts in vLLM's own form: "
@@ -122,9 +124,8 @@ def refuse(layer: RoutedExperts, dense: bool = False) -> None:
         )
     if lora is not None and (lora.target_modules is None or "experts" in lora.target_modules):
         raise NotImplementedError(
-            f"{name}: LoRA on 4-bit experts is not built: name the modules that it changes, "
-            "--lora-target-modules q_proj k_proj v_proj o_proj (of an adapter that has more, vLLM leaves the rest out "
-            "without a word)"
+            f"{name}: LoRA on 4-bit experts is not supported: name the modules that it changes, "
+            "--lora-target-modules q_proj k_proj v_proj o_proj (vLLM silently leaves out what else an adapter has)"
         )
     if dense and layer.activation.value == "swigluoai":
         raise NotImplementedError(
@@ -145,18 +146,18 @@ def refuse(layer: RoutedExperts, dense: bool = False) -> None:
 
 
 def local_expert(layer: RoutedExperts, expert: int) -> int:
-    """The place of an expert of the model on this rank; -1: it is another rank's."""
+    """The index on this rank of the model's expert number `expert`; -1 if it is on another rank."""
     return layer._map_global_expert_id_to_local_expert_id(expert)
 
 
 def model_folder() -> str | None:
-    """The model's folder, where it is one on this machine."""
+    """The model's folder; None if it is not a folder on this machine."""
     folder = get_current_vllm_config().model_config.model
     return folder if os.path.isdir(folder) else None
 
 
 def whole_and_dense() -> tuple[bool, bool]:
-    """Whether this process has all layers of the model, and whether the config of that counts no experts."""
+    """Whether this process has all layers of the model, and whether the model's config counts no experts."""
     config = get_current_vllm_config()
     return config.parallel_config.pipeline_parallel_size == 1, config.model_config.get_num_experts() == 0
 

@@ -1,7 +1,7 @@
-"""Fills an `NVFP4Experts` from single tensors of a checkpoint, as a server's loader hands them on one by one.
+"""Fill an `NVFP4Experts` from single tensors of a checkpoint, which a server's loader passes on one by one.
 
 Each rank of tensor parallelism keeps its part: rows of gate and up, columns of down. Global scales are those of whole
-matrices, so every rank holds exactly the bytes that one rank alone would hold.
+matrices, so all ranks together hold exactly the bytes that a single rank would.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ DTYPES = {"weight": torch.uint8, "sf": torch.float8_e4m3fn}
 
 
 class ExpertLoader:
-    """Puts tensors of `experts` in their places, and knows in the end whether one is missing.
+    """Puts tensors into `experts`, and in the end checks that none is missing.
 
     name      the layer's name, for messages
-    dialect   how the files name and scale NVFP4 numbers; None: they hold bf16, fp16 or fp32, quantized here
+    dialect   how the files name and scale NVFP4 numbers; None: they hold bf16, fp16 or fp32, which is quantized here
     tp        (rank, size) of tensor parallelism
     recipe    how block scales are chosen when dense weights are quantized
     """
@@ -43,7 +43,7 @@ class ExpertLoader:
     ):
         self.experts, self.name, self.dialect, self.tp, self.recipe = experts, name, dialect, tp, recipe
         self._seen: set[tuple[str, str, int]] = set()  # kind, projection, expert
-        self._halves: dict[int, dict[str, Tensor]] = {}  # dense gate or up of an expert whose other half is to come
+        self._halves: dict[int, dict[str, Tensor]] = {}  # dense gate or up of an expert, until the other one comes
         self._input_scales = {p: torch.zeros(experts.num_experts, device="cpu") for p in ("up_proj", "down_proj")}
         if tp[1] > 1 and experts.intermediate_size % 16:
             raise ValueError(
@@ -52,11 +52,13 @@ class ExpertLoader:
             )
 
     def load(self, kind: str, part: str, e: int, tensor: Tensor, where: str) -> None:
-        """Take one tensor of expert `e` (of this rank's).
+        """Take one tensor of expert `e`, which counts the experts of this rank.
 
         kind   "weight", "sf", "global_scale", "input_scale" or "bias"
         part   "gate_proj", "up_proj" or "down_proj"
         where  the tensor's name, for messages
+
+        ValueError for a tensor of a wrong shape or dtype.
         """
         if kind in ("global_scale", "input_scale"):
             self._scale(kind, part, e, tensor, where)
@@ -75,14 +77,14 @@ class ExpertLoader:
         self._seen.add((kind, part, e))
 
     def read(self, folder: str | os.PathLike, place: Callable[[int], int]) -> None:
-        """Take all tensors of this layer from a folder of NVFP4 files, where the server's model handed none of them on.
+        """Take all tensors of this layer from a folder of NVFP4 files, if the server's loader passed on none.
 
-        place   an expert's number in the files -> its place on this rank, -1: it is another rank's
+        place   an expert's number in the files -> its index on this rank; -1 if it is on another rank
         """
         if self._seen or self.dialect is None:
             return
         kinds = {getattr(self.dialect, kind): kind for kind in ("weight", "sf", "global_scale", "input_scale")}
-        layer = self.name[max(self.name.find("layers."), 0) :]  # what stands in front of it differs in the files
+        layer = self.name[max(self.name.find("layers."), 0) :]  # the names in the files may begin differently
         for name, stored in open_checkpoint(folder).tensors.items():
             stem, _, suffix = name.rpartition(".")
             found = PER_EXPERT.fullmatch(stem)
@@ -93,14 +95,14 @@ class ExpertLoader:
                 self.load(kind, PLAIN_NAMES.get(part, part), e, stored.tensor(), name)
 
     def finish(self) -> None:
-        """Check that all has come and is sensible. ValueError names the first tensor that fails."""
+        """Check that all tensors have come and are valid. ValueError names the first that fails."""
         kinds = ("weight",) if self.dialect is None else ("weight", "sf", "global_scale")
         biases = ("bias",) if self._biased else ()
         for kind, part, e in self._expected(*kinds, *biases):
             if (kind, part, e) not in self._seen:
                 raise ValueError(
                     f"{self.name}: {self._file_name(kind, part)} of expert {e} of this rank did not come from the "
-                    "files: the checkpoint is incomplete, or vLLM's loader for this model does not hand it on. "
+                    "files: the checkpoint is incomplete, or vLLM's loader for this model does not pass it on. "
                     "moe-nvfp4 verify FOLDER tells which; transformers reads such folders (docs/serving.md)"
                 )
         self._finish_input_scales()
@@ -114,7 +116,7 @@ class ExpertLoader:
         if kind == "global_scale":
             self.experts.get_parameter(f"{part}_global_scale").data[e] = scale
             return
-        # gate and up read the same rows: of two scales the larger one reaches all of them
+        # gate and up read the same rows, and the larger of their scales covers these
         scales = self._input_scales["down_proj" if part == "down_proj" else "up_proj"]
         scales[e] = torch.maximum(scales[e], scale.cpu())
 
@@ -124,12 +126,12 @@ class ExpertLoader:
         rows = self._rows(f"{self._stack(part)}_bias", part, e)
         if part != "down_proj":
             tensor = self._of_rank(tensor, part, where)
-        elif self.tp[0] > 0:  # the ranks' results are added up
+        elif self.tp[0] > 0:  # the ranks' results are added, so only rank 0 adds the bias
             tensor = torch.zeros_like(tensor)
         _fill(rows, tensor, where)
 
     def _dense(self, part: str, e: int, tensor: Tensor, where: str) -> None:
-        """Quantize a matrix; gate and up, which share a global scale, when both are there."""
+        """Quantize a matrix; gate and up, which share a global scale, only when both have come."""
         if tensor.dtype not in DENSE:
             raise ValueError(
                 f"{where} is {tensor.dtype}: bf16, fp16 and fp32 experts are quantized as they are read; "
@@ -157,7 +159,8 @@ class ExpertLoader:
             self.experts.get_parameter(f"{half_part}_global_scale").data[e] = scale
 
     def _finish_input_scales(self) -> None:
-        """All static, for activations="nvfp4", or none: then one scale per token."""
+        """For activations="nvfp4", set the input scales if all have come. If none has, every token gets its own scale.
+        ValueError if only some have."""
         wanted = [(part, e) for _, part, e in self._expected("input_scale")]
         missing = [key for key in wanted if ("input_scale", *key) not in self._seen]
         if not is_quantized(self.experts.activations) or len(missing) == len(wanted):
@@ -192,7 +195,7 @@ class ExpertLoader:
         return "down_proj" if part == "down_proj" else self.experts.up_name
 
     def _rows(self, name: str, part: str, e: int) -> Tensor:
-        """Of expert `e`, the rows of one projection in the parameter `name`."""
+        """The rows of one projection of expert `e` in the parameter `name`."""
         rows = self.experts.get_parameter(name).data[e]
         if part == "down_proj" or not self.experts.gate.gated:
             return rows
@@ -220,9 +223,10 @@ def _fill(place: Tensor, tensor: Tensor, where: str) -> None:
 
 
 def check_files(folder: str | os.PathLike, info: QuantizationInfo) -> None:
-    """Compare the headers of a folder with its config, before a worker reads it: ValueError with what is wrong.
+    """Compare the headers of a folder with its config, before a worker reads it.
 
-    Headers and index are whole; every NVFP4 matrix of an expert has codes, block scales and a global scale.
+    ValueError unless headers and index are whole, and every NVFP4 matrix of an expert has codes, block scales and a
+    global scale.
     """
     tensors = open_checkpoint(folder).tensors
     d = info.dialect

@@ -1,4 +1,4 @@
-"""One MoE layer of vLLM: parameters for its loader, and the forward. `NVFP4Experts` holds the weights and computes."""
+"""One MoE layer of vLLM: parameters for vLLM's loader, and the forward. `NVFP4Experts` has the weights and computes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KINDS = ("weight", "sf", "global_scale", "input_scale")
 
 
 class MoeNvfp4Method(FusedMoEMethodBase):
-    """The experts of `layer`, read from NVFP4 files in `dialect`, or quantized as they are read (None)."""
+    """Runs the experts of `layer`, from NVFP4 files in `dialect`; if that is None, quantized as they are read."""
 
     def __init__(self, layer: RoutedExperts, dialect: Dialect | None, activations: str, recipe: str):
         super().__init__(layer.moe_config)
@@ -47,7 +47,7 @@ class MoeNvfp4Method(FusedMoEMethodBase):
         tp = (self.moe.tp_rank, self.moe.tp_size)
         self.loader: ExpertLoader | None = ExpertLoader(experts, layer.layer_name, self.dialect, tp, self.recipe)
         self.dummy, self.folder = engine.dummy_weights(), engine.model_folder()
-        # Empty parameters under the names that vLLM makes of the files': they lead its loader to ours.
+        # Empty parameters under the names into which vLLM translates the files' names: their loaders are ours.
         suffixes = {"bias": "bias", "weight": "weight"}
         if self.dialect is not None:
             suffixes |= {getattr(self.dialect, kind): kind for kind in KINDS}
@@ -59,18 +59,18 @@ class MoeNvfp4Method(FusedMoEMethodBase):
             layer.register_parameter(name, parameter)
 
     def _loader(self, layer: RoutedExperts, kind: str, suffix: str) -> Callable[..., bool | None]:
-        """What vLLM calls with each tensor of a kind, of each expert."""
+        """The function that vLLM calls with each expert's tensor of this kind."""
         parts = {"w1": "gate_proj" if self.gate.gated else "up_proj", "w2": "down_proj", "w3": "up_proj"}
 
         def load(param, loaded_weight: Tensor, weight_name: str, shard_id: str, expert_id: int, return_success=False):
             if self.loader is None:
                 raise NotImplementedError(
-                    f"{layer.layer_name}: reloading is not built, experts are packed for this device: let the server "
-                    "sleep at level 1, which keeps them, or start the server again"
+                    f"{layer.layer_name}: reloading is not supported, experts are packed for this device: let the "
+                    "server sleep at level 1, which keeps them, or start the server again"
                 )
-            if shard_id.startswith("gpt_oss"):  # down alone, neither gate nor up: `ExpertLoader.read` takes them all
+            if shard_id.startswith("gpt_oss"):  # only down comes, not gate and up: `ExpertLoader.read` loads all three
                 return False if return_success else None
-            stacked = loaded_weight.dim() == 3  # Llama 4's bf16 experts: this rank's, in their order
+            stacked = loaded_weight.dim() == 3  # Llama 4's bf16 experts: all of this rank, in order
             if shard_id not in parts or stacked and len(loaded_weight) != layer.nvfp4.num_experts:
                 raise NotImplementedError(
                     f"{layer.layer_name}: {weight_name} comes as {shard_id!r} {list(loaded_weight.shape)}, all experts "
@@ -83,7 +83,7 @@ class MoeNvfp4Method(FusedMoEMethodBase):
                     self.loader.load(kind, parts[shard_id], e + i, tensor, where)
             return e >= 0 if return_success else None
 
-        load.supports_moe_loading = True  # vLLM's Llama 4 asks
+        load.supports_moe_loading = True  # vLLM's Llama 4 looks for this
         return load
 
     def process_weights_after_loading(self, layer: RoutedExperts) -> None:
@@ -99,7 +99,7 @@ class MoeNvfp4Method(FusedMoEMethodBase):
         prepare(layer.nvfp4, self.moe.experts_per_token, self.moe.in_dtype)
 
     def get_fused_moe_quant_config(self, layer: RoutedExperts) -> None:
-        return None  # vLLM's own kernels want one
+        return None  # only vLLM's own kernels need one
 
     def apply(
         self,
@@ -110,7 +110,7 @@ class MoeNvfp4Method(FusedMoEMethodBase):
         shared_experts=None,
         shared_experts_input: Tensor | None = None,
     ) -> Tensor:
-        """x [T, H] -> [T, H], of this rank's experts or channels; vLLM's runner adds ranks and shared experts up."""
+        """x [T, H] -> [T, H], this rank's experts or channels only; vLLM's runner adds ranks and shared experts."""
         if layer.expert_map is not None:  # -1 for experts of other ranks: their slots are skipped
             topk_ids = layer.expert_map[topk_ids]
         if layer.apply_router_weight_on_input:
@@ -119,7 +119,7 @@ class MoeNvfp4Method(FusedMoEMethodBase):
 
 
 class DenseLinearMethod(UnquantizedLinearMethod):
-    """A linear of bf16 files, which stays as it is; `check` is called when it is loaded: then all layers are made."""
+    """A linear of bf16 files, which stays as it is. `check` is called once it is loaded: by then all layers exist."""
 
     def __init__(self, check: Callable[[], None]):
         super().__init__()
@@ -131,7 +131,7 @@ class DenseLinearMethod(UnquantizedLinearMethod):
 
 
 def _randomize(experts: NVFP4Experts) -> None:
-    """Weights for measurements: random codes, block scales of 1, values of about 1/64."""
+    """Fill in weights for measurements: random codes, block scales of 1, values of about 1/64."""
     for name, parameter in experts.named_parameters():
         if name.endswith("_global_scale"):
             parameter.data.fill_(1 / 256)
