@@ -1,5 +1,5 @@
-"""What the tests share: random layers and routings, the reference's layer and rows, one scalar for its error, the one
-table of thresholds, fresh interpreters, two processes, which GPUs there are, and what stands for one."""
+"""What the tests share: random layers and routings, the reference's layer and rows, the relative error and its
+thresholds, fresh interpreters, two processes, which GPUs there are, and a stand-in for one."""
 
 import os
 import shutil
@@ -43,7 +43,7 @@ def relative_error(a: Tensor, b: Tensor) -> float:
 
 
 def reference_layer(x: Tensor, ids: Tensor, top_k_weights: Tensor, w: ExpertWeights) -> Tensor:
-    """The layer by the reference's stages, on weights as checkpoints have them: fp32, h in x's dtype."""
+    """The layer by the reference's stages, with weights in the checkpoint's layout: fp32, with h in x's dtype."""
     groups = group_by_expert(ids, w.num_experts)
     if w.activations == "bf16":
         h = reference.gemm1_swiglu(Rows(x, index=groups.token), w, groups, x.dtype)
@@ -58,7 +58,7 @@ def reference_layer(x: Tensor, ids: Tensor, top_k_weights: Tensor, w: ExpertWeig
 def reference_rows(
     x: Tensor, index: Tensor | None, scale: Tensor | None, groups: Groups, four_over_six: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """`reference.quantize_rows` of the rows with an expert (others have no block scales) -> fp32 code * sf, scales."""
+    """`reference.quantize_rows` of rows that have an expert (others have no block scales): fp32 code * sf, scales."""
     want, live = reference.quantize_rows(x, index, scale, groups, four_over_six), int(groups.offsets[-1])
     sf = nvfp4.unswizzle_sf_grouped(want.sf, groups.offsets, groups.num_rows, x.shape[1] // 16)
     return nvfp4.dequantize(want.values[:live], sf[:live], None), want.scale[:live]
@@ -79,8 +79,8 @@ def random_layer(
     scale: float = 1e-3,
     input_scale: float = 1e-3,
 ) -> NVFP4Experts:
-    """A layer of random bytes: all codes; block scales of the e4m3 bytes [low, high) in `sf`, but (byte, share) of them
-    are one byte `often`; for each expert and projection another global scale, 0.5 to 1.5 times `scale`."""
+    """A layer of random bytes. All codes occur. Block scales are e4m3 bytes from `sf`, [low, high), but for the share
+    that is the byte of `often`, (byte, share). Global scales differ by expert and projection: 0.5 to 1.5 `scale`."""
     g = torch.Generator().manual_seed(seed)
     layer = NVFP4Experts(E, H, I, gate, activations, bias, input_scale=static)
     for name, parameter in layer.named_parameters():
@@ -108,7 +108,7 @@ def random_ids(sizes: list[int], unrouted: int, top_k: int, seed: int = 0) -> Te
 
 
 def python(code: str, **env: object) -> subprocess.CompletedProcess[str]:
-    """Run code in a fresh interpreter in the checkout, with these variables besides."""
+    """Run code in a fresh interpreter in the checkout, with these additional environment variables."""
     full = {**os.environ, "PYTHONPATH": str(ROOT), **{k: str(v) for k, v in env.items()}}
     return subprocess.run([sys.executable, "-c", code], env=full, cwd=ROOT, capture_output=True, text=True)
 
@@ -122,9 +122,9 @@ cpu._shipped = lambda: None
 
 
 def python_with_sanitizers(code: str, cache: Path, **env: object) -> subprocess.CompletedProcess[str]:
-    """The same, with C compiled under the address and undefined-behaviour sanitizers, into the folder `cache`."""
+    """`python`, with C compiled under the address and undefined-behaviour sanitizers, into the folder `cache`."""
     compiler = shutil.which(os.environ.get("CC") or "cc") or shutil.which("gcc")
-    # libstdc++ too: Python is not linked with it, and ASan looks for the function that throws when it starts
+    # libstdc++ too: ASan looks for the function that throws when it starts, and Python is not linked with libstdc++
     found = [
         subprocess.run([compiler, f"-print-file-name={name}"], capture_output=True, text=True).stdout.strip()
         for name in ("libasan.so", "libubsan.so", "libstdc++.so.6")
@@ -176,8 +176,8 @@ def peak_while_loading(path, arguments: str = "") -> tuple[int, int]:
 
 
 class Kernels(Hopper):
-    """This machine's CPU as a Hopper GPU, as far as layers see: its layout, what it supports, and the reference on
-    what comes back from it."""
+    """A backend that makes this machine's CPU look like a Hopper GPU to layers: it has Hopper's layout and limits, and
+    computes with the reference on weights restored from that layout."""
 
     calls = 0
 
@@ -207,7 +207,7 @@ class Kernels(Hopper):
 
 
 def stand_for_hopper():
-    """Inside of it this machine's CPU is a Hopper GPU, as far as layers see."""
+    """A context in which this machine's CPU looks like a Hopper GPU to layers."""
     return backends.registered(Kernels())
 
 

@@ -4,7 +4,7 @@ import gc
 import os
 from collections import Counter
 
-# What torch and transformers define stays to the end: while modules are imported, and from then on, nobody collects it.
+# What torch and transformers define lives to the end, so no garbage collection while modules are imported.
 gc.disable()
 
 # Before anything imports huggingface_hub, which reads it once.
@@ -25,7 +25,7 @@ import pytest  # noqa: E402
 
 def pytest_configure(config):
     if config.getoption("numprocesses", None) and "PYTEST_XDIST_WORKER" not in os.environ:
-        return  # it hands out tests to workers, and starts them sooner without torch
+        return  # this process only hands out tests to workers, and starts them sooner without torch
     import torch
 
     if not torch.cuda.is_available():
@@ -48,7 +48,7 @@ def seed():
 
 @pytest.fixture(scope="session", autouse=True)
 def hf_home(tmp_path_factory):
-    """Nothing is read from, or left in, the user's own Hugging Face cache."""
+    """A Hugging Face cache of the tests' own: nothing is read from, or left in, the user's."""
     with pytest.MonkeyPatch.context() as patch:
         home = tmp_path_factory.mktemp("hf")
         patch.setenv("HF_HOME", str(home))

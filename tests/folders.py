@@ -1,4 +1,4 @@
-"""4-bit folders as other tools write them, made by the definition of their formats, and their dense twins."""
+"""4-bit folders as other tools write them, made from the definitions of their formats, and their dense twins."""
 
 import json
 import re
@@ -12,7 +12,7 @@ from tests.models import SMALL, make, tensors
 
 
 def qwen2_moe():
-    """With biases in the attention, and a shared expert."""
+    """A model with biases in the attention, and a shared expert."""
     from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
 
     small = {k: v for k, v in SMALL.items() if k != "head_dim"}
@@ -49,7 +49,7 @@ CONFIGS = {
 
 
 def expert_by_hand(gate, up, down, recipe="mse"):
-    """projection -> (codes, sf, global scale) of one expert as new files have it: gate and up share their scale."""
+    """projection -> (codes, sf, global scale) of one expert as in new files: gate and up share their global scale."""
     scale = recipe_global_scale(torch.cat([gate, up]).abs().amax().float(), recipe)
     return {"gate_proj": quantize_matrix(gate, recipe, scale), "up_proj": quantize_matrix(up, recipe, scale),
             "down_proj": quantize_matrix(down, recipe)}  # fmt: skip
@@ -71,7 +71,7 @@ def stored(dialect, stem, matrix, input_scale=None):
 
 
 def value(dialect, files, stem):
-    """fp32: what one NVFP4 matrix of a folder is worth."""
+    """The values of one NVFP4 matrix of a folder, fp32."""
     if dialect == "modelopt":
         return dequantize(files[f"{stem}.weight"], files[f"{stem}.weight_scale"], files[f"{stem}.weight_scale_2"])
     scale = 1 / files[f"{stem}.weight_global_scale"].reshape(())
@@ -109,7 +109,8 @@ def quantized(tmp_path, family, dialect, which=is_expert, input_scale=None, rena
 
 
 def fused(tmp_path, family, input_scale=None):
-    """As ModelOpt exports Llama 4 and gpt-oss: stacks [E, in/2, out] with one scale for all experts; and the twin."""
+    """A folder as ModelOpt exports Llama 4 and gpt-oss, with stacks [E, in/2, out] and one scale for all experts; and
+    its twin."""
     make(family).save_pretrained(tmp_path / "bf16")
     files, twin = tensors(tmp_path / "bf16"), {}
     for key in list(files):
@@ -130,8 +131,8 @@ def fused(tmp_path, family, input_scale=None):
 
 
 def stacked_by_projection(tmp_path, family, input_scale=None):
-    """As ModelOpt exports Step-3: for each projection codes [E, out, in/2], sf [E, out, in/16], scales [E]; and the
-    twin."""
+    """A folder as ModelOpt exports Step-3, with codes [E, out, in/2], sf [E, out, in/16] and scales [E] for each
+    projection; and its twin."""
     make(family).save_pretrained(tmp_path / "bf16")
     files, twin = tensors(tmp_path / "bf16"), {}
     for key in list(files):
@@ -151,7 +152,7 @@ def projection_first(stem):
 
 
 def fp8(kind, weight, power_of_two=False):
-    """(e4m3 codes, scales) of a weight [N, K] whose sides are multiples of 32, and what they are worth in fp32."""
+    """(e4m3 codes, scales, their values in fp32) for a weight [N, K] whose sides are multiples of 32."""
     rows, columns = {"tensor": weight.shape, "row": (1, weight.shape[1]), "mx": (1, 32), "block": (128, 128)}[kind]
     N, K = weight.shape
     grid = -(-N // rows), -(-K // columns)

@@ -1,4 +1,4 @@
-"""A checkpoint in shards, for several files of tests."""
+"""A checkpoint in shards, which several test modules use."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""NVFP4 files into NVFP4 files of another dialect or layout: the same codes, block scales and numbers."""
+"""NVFP4 files converted to another dialect or layout keep their codes, block scales and values."""
 
 import re
 
@@ -42,7 +42,7 @@ def carried(source, destination, dialect):
 
 
 def same_model(a, b, ulp=0.0):
-    """Loaded into transformers: the same parameters (global scales up to `ulp`), and logits in both modes."""
+    """Check that both folders load into transformers: the same parameters (global scales up to `ulp`) and logits."""
     a, b = (AutoModelForCausalLM.from_pretrained(p, dtype=torch.float32).eval() for p in (a, b))
     ours, theirs = dict(a.named_parameters()), dict(b.named_parameters())
     assert ours.keys() == theirs.keys()
@@ -89,7 +89,7 @@ def test_fused_stacks_are_taken_apart(family, inputs, dialect, tmp_path):
 @pytest.mark.parametrize("dialect", CONFIGS)
 @pytest.mark.parametrize("inputs", [None, 0.01], ids=["W4A16", "input scales"])
 def test_stacks_for_each_projection_are_taken_apart(inputs, dialect, tmp_path):
-    """Step-3's [E, out, in/2]: expert by expert the same bytes."""
+    """Step-3's stacks [E, out, in/2] become single experts with the same bytes."""
     source, twin = stacked_by_projection(tmp_path, step3p7, inputs)
     assert error_against(source, twin) == 0
     there, files = tensors(carried(source, tmp_path / "there", dialect)), tensors(source)
@@ -123,7 +123,7 @@ def test_experts_numbered_after_the_projection_are_renamed(dialect, tmp_path):
 @pytest.mark.parametrize("dialect", CONFIGS)
 @pytest.mark.parametrize("kind", ["tensor", "row", "mx", "block"])
 def test_fp8_layers_of_mixed_files_become_dense(kind, dialect, tmp_path):
-    """Also DeepSeek V4's form, whose config says fp8 and names the experts' format apart."""
+    """Also in DeepSeek V4's form, whose config says fp8 and names the experts' format separately."""
     source, _ = quantized(tmp_path, qwen2_moe, "modelopt")
     files, worth = tensors(source), {}
     for key in [k for k in files if is_linear(k)]:
@@ -153,7 +153,7 @@ def test_fp8_layers_of_mixed_files_become_dense(kind, dialect, tmp_path):
 
 
 def test_reciprocals_are_written_as_they_were_read():
-    """Of two neighbours with the same reciprocal the one that was there; where nothing was, one that gives it back."""
+    """Of neighbours with the same reciprocal, the one that was read is written; if none was read, any of them."""
     numbers = torch.arange(0x3F800000, 0x40000000, dtype=torch.int32).view(torch.float32)  # from 1 to 2, all of them
     assert torch.equal(1.0 / (1.0 / (1.0 / numbers)), 1.0 / numbers)
     for stored in torch.rand(300) * 4:
@@ -166,7 +166,7 @@ def test_reciprocals_are_written_as_they_were_read():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
 def test_fp8_scales_of_every_shape(dtype):
-    """Element by element: for a matrix, a row, 32 of a row, 128 x 128; of all rows, and of the last ones."""
+    """Scales for a matrix, a row, 32 of a row and 128 x 128, element by element, in all rows and in the last ones."""
     N, K = 130, 160
     codes = torch.randn(N, K).to(torch.float8_e4m3fn)
     for shape in ((), (1,), (1, 1), (N,), (N, 1), (N, K // 32), (2, 2)):
@@ -215,7 +215,7 @@ def error_against(folder, twin):
 
 @pytest.mark.parametrize("family", [gpt_oss, llama4], ids=lambda f: f.__name__)
 def test_verify_stacks(family, tmp_path):
-    """Against the weights they are worth, against their original, and with damage that is named."""
+    """Against their dequantized weights, against their original, and with damage, which the error names."""
     source, twin = fused(tmp_path, family, 0.01)
     assert error_against(source, twin) == 0
     assert 0.05 < error_against(source, tmp_path / "bf16") < 0.15
@@ -235,7 +235,7 @@ def test_verify_stacks(family, tmp_path):
 
 @pytest.mark.slow
 def test_verify_awq_and_projection_first_names(tmp_path):
-    """What counts is the product with pre_quant_scale."""
+    """verify compares the weights multiplied with pre_quant_scale."""
     source, twin = quantized(
         tmp_path, qwen3_moe, "modelopt", rename=projection_first, input_scale=0.01, quant_algo="NVFP4_AWQ"
     )
@@ -286,7 +286,7 @@ def test_verify_fp8_next_to_nvfp4(tmp_path):
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize("kept", ["quantized", "dense"])
 def test_verify_misses_experts_that_are_gone(kept, tmp_path):
-    """A whole layer, of a model that transformers does not know: only the original says that it should be there."""
+    """A layer is missing in a model that transformers does not know, so only the original tells."""
     make(qwen3_moe).save_pretrained(tmp_path / "bf16")
     exclude = ["model.layers.1.*"] if kept == "dense" else []
     convert_checkpoint(tmp_path / "bf16", tmp_path / "nvfp4", Options(exclude=exclude), progress=False)

@@ -1,4 +1,4 @@
-"""The converter: equal to the loader, any dialect and layout, other people's readers, memory."""
+"""The converter: the same bytes as the loader, every dialect and layout, other tools' readers, memory."""
 
 import importlib.util
 import json
@@ -94,7 +94,7 @@ def inkling2():
 
 
 def inkling():
-    """The same in the files of the whole model, with stacks of shared experts beside them."""
+    """The same layout in files of the whole model, with stacks of shared experts beside it."""
     from transformers import InklingConfig, InklingForConditionalGeneration
 
     text = dict(
@@ -136,7 +136,7 @@ def saved_families(tmp_path_factory):
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize("family", [*FAMILIES, *MORE], ids=lambda f: f.__name__)
 def test_equals_the_loader(family, saved_families, tmp_path):
-    """Every file tensor has the bytes that loading with quantization and saving gives; so has config.json."""
+    """All tensors, and config.json, have the bytes that quantizing while loading, then saving, gives."""
     try:
         source = saved_families(family)
     except (ImportError, TypeError) as error:
@@ -192,7 +192,7 @@ def test_dtypes_are_cast_as_the_loader_casts(stored, named, tmp_path):
 
 @pytest.mark.parametrize("transposed", [False, True])
 def test_qwen3_vl_moe_in_both_orientations(transposed, tmp_path):
-    """Also where one of the two tensors is square, and only the other one tells."""
+    """Also if one of the two tensors is square, so that only the other one tells the orientation."""
     swap = lambda t: t.transpose(1, 2).contiguous() if transposed else t
     name = "model.language_model.layers.0.mlp.experts"
     text = {"model_type": "qwen3_vl_moe_text", "hidden_size": 64, "num_experts": 2, "num_hidden_layers": 1}
@@ -212,7 +212,7 @@ def test_qwen3_vl_moe_in_both_orientations(transposed, tmp_path):
 
 @pytest.mark.parametrize("kind", sorted(STACKS))
 def test_every_stacked_family_by_hand(kind, tmp_path):
-    """The table of layouts, entry by entry, against tensors laid out here."""
+    """Every entry of the table of layouts, against tensors that are laid out here."""
     stack = STACKS[kind]
     if stack.transposed is None:
         pytest.skip("has a test of its own")
@@ -302,7 +302,7 @@ def test_dialects_carry_the_same_bytes(layout, E, I, H, shards, recipe, first, s
 
 
 def add_input_scales(path, dialect):
-    """What a calibrated W4A4 checkpoint has besides."""
+    """Add the input scales that a calibrated W4A4 checkpoint has."""
     for file in path.glob("*.safetensors"):
         files = {n: t for n, t in tensors(path).items() if n in read_header(file)[0]}
         for name in [n for n in files if n.endswith(dialect.global_scale)]:
@@ -322,7 +322,7 @@ def add_input_scales(path, dialect):
 
 
 def test_special_values(tmp_path):
-    """-0.0 has code 0, a zero block scale 0, denormals do not become NaN: as quantize_matrix says."""
+    """-0.0 gets code 0, a zero block gets scale 0, denormals do not become NaN: the same as in quantize_matrix."""
     w = torch.zeros(16, 64)
     w[0], w[1, :16], w[2, 0], w[3] = -0.0, 1e-39, 3.0, torch.randn(64)
     files = experts(E=1, I=16, make=lambda *shape: w.reshape(shape).clone())
@@ -347,7 +347,7 @@ def test_matrices_larger_than_a_piece(tmp_path, monkeypatch):
 
 
 def quantized_together(monkeypatch):
-    """As on a GPU: how many matrices the calls take."""
+    """Batch matrices as on a GPU; records how many matrices each call takes."""
     found, quantize = [], jobs.quantize_matrix
     monkeypatch.setitem(jobs.TOGETHER, "cpu", 4 * 48 * 64)
 
@@ -372,7 +372,7 @@ def test_several_matrices_in_a_job(family, recipe, tmp_path, monkeypatch):
 
 
 def test_several_matrices_in_a_job_of_odd_sources(tmp_path, monkeypatch):
-    """FP8 and MXFP4 (which brings its global scales), columns that are padded, zeros, NaN."""
+    """FP8, MXFP4 (with its own global scales), padded columns, zeros and NaN."""
     files = experts(E=5, I=40, H=72)
     block, quantized = 32, {n: w for n, w in files.items() if ".experts." not in n}
     for i, name in enumerate(n for n in files if ".experts." in n):
@@ -411,7 +411,7 @@ def test_a_gpu_writes_the_same_bytes(recipe, split, tmp_path):
 
 # ---------------------------------------------------------------- FP8 and MXFP4
 def fp8(dense, block, dtype=torch.float32):
-    """e4m3 codes with one scale for each block, of a dtype, made in the plain way."""
+    """e4m3 codes with one scale of a given dtype for each block, computed in the plainest way."""
     N, K = dense.shape
     scale = torch.zeros(-(-N // block), -(-K // block))
     codes = torch.zeros(N, K)
@@ -459,7 +459,7 @@ def test_fp8_blocks(tmp_path):
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_mxfp4(recipe, tmp_path):
-    """gpt-oss: rows of gate and up alternate. A searching recipe finds every value again, exactly."""
+    """gpt-oss, whose rows of gate and up alternate: a searching recipe reproduces every value exactly."""
     E, I, H = 3, 32, 64
     stem = "model.layers.0.mlp.experts"
     files, dense = {"lm_head.weight": torch.randn(32, H).bfloat16()}, {}
@@ -504,7 +504,7 @@ def test_mxfp4(recipe, tmp_path):
 
 # ---------------------------------------------------------------- other people's readers
 def exact_matrix(*shape):
-    """A matrix whose global scale is a power of two: then no order of multiplying rounds."""
+    """A matrix whose global scale is a power of two, so that products do not round in any order."""
     w = (torch.randn(shape) * 0.3).clamp(-1.5, 1.5)
     w[0, 0] = 1.5  # 6 * 256 * 2^-10
     return w.bfloat16()

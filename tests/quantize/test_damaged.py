@@ -1,4 +1,4 @@
-"""Sources that lie, and what `verify` finds."""
+"""Damaged and hostile sources are errors by name, and `verify` finds damage."""
 
 import json
 import os
@@ -144,7 +144,7 @@ DTYPES = (
 
 
 def test_every_dtype_is_read_and_written(tmp_path):
-    """What safetensors writes and reads; each tensor begins at a multiple of its elements' size."""
+    """safetensors writes and reads the same; each tensor begins at a multiple of its element size."""
     files = {f"{i}.{name}": torch.ones(3, 5).to(getattr(torch, name)) for i, name in enumerate(DTYPES)}
     save_file(files, tmp_path / "a")
     header, _ = read_header(tmp_path / "a")
@@ -161,7 +161,7 @@ def test_every_dtype_is_read_and_written(tmp_path):
 
 
 def test_what_is_one_checkpoint(tmp_path):
-    """One file of any name, `model.safetensors` beside others; what the config says, at any depth."""
+    """A checkpoint is one file of any name, or `model.safetensors` beside others; configs are searched at any depth."""
     text = {"model_type": "inner", "n_routed_experts": 6, "num_hidden_layers": 3, "audio_config": {"num_experts": 2}}
     config = {
         "model_type": "outer", "num_local_experts": 8, "moe_num_experts": 4, "num_experts": True, "text_config": text,
@@ -217,7 +217,7 @@ def test_what_is_not_known_is_refused_by_name(case, tmp_path):
 
 
 def mxfp4(files, E=2, I=32, H=64):
-    """Its experts in MXFP4, as gpt-oss has them."""
+    """Replace the experts of `files` by gpt-oss's, in MXFP4."""
     for name in [name for name in files if ".experts." in name]:
         del files[name]
     for part, N, K in (("gate_up_proj", 2 * I, H), ("down_proj", H, I)):
@@ -227,14 +227,14 @@ def mxfp4(files, E=2, I=32, H=64):
 
 
 def fp8(files):
-    """Its experts in FP8, in blocks of 32."""
+    """Make the experts of `files` FP8, with scales for blocks of 32."""
     for name in [name for name in files if ".experts." in name]:
         files[name] = files[name].to(torch.float8_e4m3fn)
         files[f"{name}_scale_inv"] = torch.ones([-(-n // 32) for n in files[name].shape])
 
 
 def stacks(files, E=4, I=16, H=64):
-    """Its experts in stacks, as Granite has them; by projection, as Step-3; in rows, as DBRX."""
+    """Replace the experts of `files` by stacks like Granite's, by projection like Step-3's, and rows like DBRX's."""
     for name in [name for name in files if ".experts." in name]:
         del files[name]
     gate, up, down = torch.zeros(E, I, H), torch.zeros(E, I, H), torch.zeros(E, H, I)
@@ -244,7 +244,7 @@ def stacks(files, E=4, I=16, H=64):
 
 
 def only(stem, **changes):
-    """Of `stacks` those that begin with `stem`, some in another shape, or gone."""
+    """Keep only the tensors of `stacks` that begin with `stem`; `changes` gives some another shape, or removes them."""
 
     def change(files):
         for name in [n for n in files if n.startswith("model.layers.0.") and "self_attn" not in n]:
@@ -437,7 +437,7 @@ def test_verify_against_another_checkpoint(case, tmp_path):
 
 
 def test_verify_misses_what_save_pretrained_writes_not(tmp_path):
-    """A tied head, scales of a KV cache, tables of RoPE; and nothing else."""
+    """A tied head, scales of a KV cache and tables of RoPE may be missing, and nothing else."""
     attention = "model.layers.0.self_attn"
     files = experts(E=2) | {f"{attention}.k_scale": torch.ones(1), f"{attention}.rotary_emb.inv_freq": torch.ones(8)}
     for tied in (True, False):

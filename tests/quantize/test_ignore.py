@@ -1,4 +1,4 @@
-"""The `ignore` list of the files' config against the rules of its readers, written down here."""
+"""The `ignore` list of new files against the rules of the programs that read it, which are written down here."""
 
 import re
 import time
@@ -85,7 +85,7 @@ def test_servers_find_what_is_dense(family, route, dialect, tmp_path):
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_dense_layers_before_experts(dialect):
-    """DeepSeek's first layers, whose MLPs stand where later ones have experts; Nemotron's mixers of several kinds."""
+    """DeepSeek's first layers have an MLP where later ones have experts; Nemotron has mixers of several kinds."""
     dense, quantized, asked = {"lm_head"}, set(), ["lm_head"]
     for i in range(13):
         stem = f"model.layers.{i}"
@@ -137,7 +137,7 @@ def test_dense_layers_before_experts(dialect):
 
 
 def test_names_of_scales_and_linears():
-    """As ModelOpt, compressed-tensors, DeepSeek, gpt-oss and vLLM's KV cache call them."""
+    """The names of ModelOpt, compressed-tensors, DeepSeek, gpt-oss and vLLM's KV cache."""
     stored = lambda dtype, *shape: TensorSlice(Path(), dtype, shape, 0, 0)
     norms = {"a.norm.scale": stored("F32", 8), "a.norm.weight": stored("BF16", 8)}
     linear = {"a.wq.scale": stored("F8_E8M0", 1, 1), "a.wq.weight": stored("F8_E4M3", 8, 8)}
@@ -170,7 +170,7 @@ def test_excluded_experts(tmp_path):
 
 @pytest.mark.parametrize("family, experts", [(mixtral, "block_sparse_moe.experts"), (gpt_oss, "mlp.experts")])
 def test_dense_experts_of_files_that_are_nvfp4_already(family, experts, tmp_path):
-    """Carried to another dialect, or loaded and saved, their layer stays named, as the files name it."""
+    """Converted to another dialect, or loaded and saved, they stay in the ignore list, under their name in files."""
     first, carried, saved = (tmp_path / name for name in ("first", "carried", "saved"))
     other = Options(exclude=["*layers.0.*"], dialect="compressed-tensors")
     convert_checkpoint(folder(tmp_path, family), first, other, progress=False)
@@ -184,7 +184,7 @@ def test_dense_experts_of_files_that_are_nvfp4_already(family, experts, tmp_path
 
 @pytest.mark.slow
 def test_expressions_of_strangers():
-    """An ignore list comes with the files: no expression of it may take forever, or end in a traceback."""
+    """An ignore list comes from strangers: no expression in it may run forever or raise an unexpected error."""
     began = time.perf_counter()
     with pytest.raises(ValueError, match="takes too long: name the modules instead"):
         matches(r"re:(?:a|a|aa)+(?:a|aa)+\1$".replace(r"\1", "b"), "a" * 200)

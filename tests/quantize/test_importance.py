@@ -1,4 +1,4 @@
-"""The importance of input columns: its file, names and sums, and what a conversion makes of it."""
+"""The importance of input columns: its file, names and sums, and its use in a conversion."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Conversions that are killed, run out of disk or lose their source; two at once; destinations."""
+"""Conversions that are killed, run out of disk or lose their source; two at once; destinations that exist."""
 
 import errno
 import json
@@ -56,7 +56,7 @@ def single(split):
 @pytest.mark.skipif(os.name != "posix", reason="kills with SIGKILL")
 @pytest.mark.parametrize("files", ["split", "single"])
 def test_killed_at_random_points_it_goes_on(files, request, tmp_path):
-    """Anywhere, also within a file: what the journal has is not done again. On a CPU: a GPU is done in a few jobs."""
+    """Killed anywhere, also within a file, it repeats no job of the journal. On a CPU, since a GPU has few jobs."""
     source, whole = request.getfixturevalue(files)
     rng, journal = random.Random(7), tmp_path / ".x.partial/journal.jsonl"
     digests = lambda: len(re.findall(rb'"[0-9a-f]{64}"', journal.read_bytes())) if journal.exists() else 0
@@ -78,7 +78,7 @@ def test_killed_at_random_points_it_goes_on(files, request, tmp_path):
 
 
 def interrupted(monkeypatch, source, destination, after, error, **options):
-    """Convert until `after` pieces were written, then fail; the error that came out."""
+    """Convert until `after` pieces are written, then fail. Returns the error that was raised."""
     write, count = ShardWriter.write, iter(range(10**9))
 
     def fails(self, *args):
@@ -130,7 +130,7 @@ def test_other_settings_or_another_source_start_again(split, tmp_path, monkeypat
 
 
 def test_every_option_starts_again(tmp_path):
-    """But the device, which changes no byte: a run does not go on with the tensors of another."""
+    """A run does not resume one with other options, except for the device, which changes no byte."""
     source, importance = open_checkpoint(folder(tmp_path / "a", experts())), importance_for(["experts"])
     changes = dict(
         recipe="max", exclude="a", include="b", dialect="compressed-tensors", activations="nvfp4", share_scales=True,
@@ -147,9 +147,9 @@ def test_every_option_starts_again(tmp_path):
 
 @pytest.mark.slow
 def test_what_was_damaged_meanwhile_is_made_again(single, tmp_path, monkeypatch):
-    """And only that: every tensor of an earlier run is looked at. So is a journal that ends in the middle of a line.
+    """And nothing else: every tensor of an earlier run is checked. A journal may end in the middle of a line.
 
-    On a CPU, whose jobs are single matrices: a GPU takes many together.
+    On a CPU, where jobs are single matrices; on a GPU they are batches.
     """
     source, whole = single
     stop = OSError(errno.ENOSPC, "No space left on device")
@@ -210,7 +210,7 @@ def tensors_of(path):
 
 @pytest.mark.slow
 def test_a_source_that_changed_between_two_runs(split, tmp_path, monkeypatch):
-    """Size and time are as they were: the work of the first run is not mixed with that of the second."""
+    """Even if size and time are the same, the work of the two runs is not mixed."""
     source = shutil.copytree(split[0], tmp_path / "a")
     interrupted(monkeypatch, source, tmp_path / "x", 100, OSError(errno.ENOSPC, "No space left"), device="cpu")
     replaced(source / "model-00001-of-00008.safetensors")
@@ -261,14 +261,14 @@ def test_destinations_that_cannot_be_written(split, tmp_path):
 
 
 def test_the_source_is_only_read(tmp_path):
-    """What is not weights is there afterwards, and may be written over; what is left out is said."""
+    """Files other than weights are copied, and the copies are writable; the report names what is left out."""
     source = saved(tmp_path, qwen3_moe, max_shard_size="40KB")
     copied = ["tokenizer.model", "README.md", "additional_chat_templates/tools.jinja"]
     for name in (*copied, "model.onnx", "vae/config.json", ".git/HEAD"):
         (source / name).parent.mkdir(exist_ok=True)
         (source / name).write_text(name)
         (source / name).chmod(0o444)
-    (source / "tokenizer.json").symlink_to("../blobs/0")  # as in the Hub's cache, of a file that did not arrive
+    (source / "tokenizer.json").symlink_to("../blobs/0")  # as in the Hub's cache after a failed download
     state = lambda: {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in source.rglob("*") if p.is_file()}
     before = state()
     report = convert_checkpoint(source, tmp_path / "b", Options(device="cpu"), progress=False)

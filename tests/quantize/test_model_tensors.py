@@ -1,4 +1,4 @@
-"""`verify` knows the model's whole list of tensors: it refuses what would load as random weights, or not at all."""
+"""`verify` knows all tensors of the model, and refuses files that would load random weights, or not load at all."""
 
 import re
 
@@ -32,7 +32,7 @@ def drop(*parts):
 
 
 def rename(old, new):
-    """A copy under another name: what is there once more than the model has it."""
+    """Add copies of tensors under other names, so that the files have more of them than the model."""
     return lambda files: files | {n.replace(old, new): t.clone() for n, t in files.items() if old in n}
 
 
@@ -87,7 +87,7 @@ def test_what_the_model_would_miss_is_refused(case, good, tmp_path):
 
 @pytest.mark.parametrize("case", ["a lone expert", "an expert is gone"])
 def test_what_is_incomplete_is_not_carried(case, good, tmp_path):
-    """Neither are files that `verify` would refuse written from files that are so already."""
+    """So no conversion of incomplete files writes what `verify` would refuse."""
     lone = {n.replace("experts.7.", "experts.1000."): t for n, t in tensors(good).items() if f"{EXPERT}.7.up" in n}
     files = tensors(good) | lone if case == "a lone expert" else drop(f"{EXPERT}.5.")(tensors(good))
     config = config_of(good)
@@ -100,7 +100,7 @@ def test_what_is_incomplete_is_not_carried(case, good, tmp_path):
 
 
 def test_a_stack_of_biases_next_to_experts_one_by_one_is_refused(tmp_path):
-    """gpt-oss's original has gate and up in turn there, and files that were split need not."""
+    """Rows of gate and up alternate in gpt-oss's stack, but perhaps not in files whose experts have been split."""
     convert_checkpoint(folder(tmp_path, gpt_oss), tmp_path / "good", progress=False)
     name, config = f"{EXPERT}.gate_up_proj_bias", config_of(tmp_path / "good")
     files = {n: t for n, t in tensors(tmp_path / "good").items() if not n.endswith(("gate_proj.bias", "up_proj.bias"))}

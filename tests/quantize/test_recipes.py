@@ -17,7 +17,7 @@ E4M3 = [(n % 8) * 2.0**-9 if n < 8 else (1 + n % 8 / 8) * 2.0 ** (n // 8 - 7) fo
 
 
 def nearest(value: float, grid: list[float]) -> int:
-    """Index of the nearest number of the grid; of two, the even index. Float64: exact ties."""
+    """Index of the nearest number of the grid; the even one of two equally near. In float64, where ties are exact."""
     return min(range(len(grid)), key=lambda i: (abs(value - grid[i]), i % 2))
 
 
@@ -33,7 +33,7 @@ def sum_by_halves(values: list[float]) -> float:
 
 
 def encode_block(x: list[float], sf: int, gs: float, weights: list[float]) -> tuple[list[int], float]:
-    """Codes of a block with e4m3 byte sf, and its error, weighted, in units of global_scale^2."""
+    """The codes of a block with the e4m3 byte sf, and its weighted error in units of global_scale^2."""
     if sf == 0:
         return [0] * 16, 0.0
     scale = f32(E4M3[sf] * gs)
@@ -193,7 +193,7 @@ def test_shared_global_scale(recipe):
 @pytest.mark.parametrize("blocks", [7, 1 << 12])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_several_matrices_at_once(recipe, blocks, dtype, monkeypatch):
-    """Each as it is alone, whatever the others are; chunks of 7 blocks end within a matrix."""
+    """Each gets the bytes that it gets alone, whatever the others are; chunks of 7 blocks end within a matrix."""
     w = torch.stack([matrix(seed, 6, 80) * 10.0**seed for seed in range(4)]).to(dtype)
     w[1] = 0
     monkeypatch.setattr(recipes, "_CPU_BLOCKS", blocks)
@@ -236,7 +236,7 @@ def test_errors(recipe):
 
 
 def columns(seed: int, k: int) -> torch.Tensor:
-    """Importance as activations have it: a few columns a thousand times larger than the others."""
+    """Importance like that of activations: a few columns are a thousand times larger than the others."""
     return torch.exp2(4 * torch.randn(k, generator=torch.Generator().manual_seed(seed)))
 
 
@@ -281,7 +281,7 @@ def test_weighted_lowers_the_error_of_outputs():
 
 @pytest.mark.parametrize("blocks", [7, 1 << 12])
 def test_weighted_several_matrices_at_once(blocks, monkeypatch):
-    """Each with its own importance, or all with one; chunks of 7 blocks end within a row and within a matrix."""
+    """Each matrix has its own importance, or all share one; chunks of 7 blocks end within a row and within a matrix."""
     w = torch.stack([matrix(seed, 6, 80) * 10.0**seed for seed in range(4)])
     importance = torch.stack([columns(seed, 80) for seed in range(4)])
     monkeypatch.setattr(recipes, "_CPU_BLOCKS", blocks)

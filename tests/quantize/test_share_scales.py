@@ -1,4 +1,4 @@
-"""Gate and up of an expert share a global scale in all files that are made here, since servers read gate's for both."""
+"""Gate and up of an expert share a global scale in all files we write, since servers read gate's for both."""
 
 import re
 
@@ -38,7 +38,7 @@ ROUTES = {
 
 
 def as_a_server_reads(source, path, dialect="modelopt"):
-    """A dense fp32 twin of one-by-one NVFP4 files, with gate's global scale for gate and for up."""
+    """A dense fp32 twin of NVFP4 files with experts one by one, with gate's global scale for both gate and up."""
     last, files, twin = DIALECTS[dialect].global_scale, tensors(source), {}
     stems = {n.removesuffix(f".{last}") for n in files if n.endswith(f".{last}")}
     for name, tensor in files.items():
@@ -71,7 +71,7 @@ def test_servers_read_what_is_made(family, route, tmp_path):
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize("dialect", CONFIGS)
 def test_separate_scales_are_repaired(dialect, tmp_path, capsys):
-    """Shared experts too. The half with the larger scale keeps its bytes; the other is within a few percent."""
+    """Also in shared experts. The one with the larger scale keeps its bytes; the other changes by a few percent."""
     source, _ = quantized(tmp_path, qwen2_moe, dialect, lambda k: is_expert(k) or "shared_expert." in k, 0.01)
     assert both_read(source, tmp_path, dialect) > 0.05
     for command in ("verify", "info"):
@@ -107,7 +107,7 @@ def test_separate_scales_are_repaired(dialect, tmp_path, capsys):
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize("kind", ["stacks", "AWQ"])
 def test_other_layouts_are_repaired(kind, tmp_path):
-    """Their input and pre_quant scales come along."""
+    """Their input scales and pre_quant_scale are kept."""
     if kind == "stacks":
         source, _ = stacked_by_projection(tmp_path, step3p7, 0.01)
     else:
@@ -135,7 +135,7 @@ def test_other_layouts_are_repaired(kind, tmp_path):
 
 @pytest.mark.parametrize("apart, lossless", [(3, True), (15, True), (19, False)])
 def test_mxfp4_halves_of_different_size(apart, lossless, tmp_path, recwarn):
-    """gpt-oss: the larger power of two is shared. Nothing is lost while e4m3 holds both; else a warning says so."""
+    """gpt-oss: gate and up share the larger power of two. If e4m3 cannot hold the scales of both, a warning says so."""
     E, I, H, stem = 2, 32, 64, "model.layers.0.mlp.experts"
     blocks = pack(torch.randint(0, 16, (E, 2 * I, H // 32, 32), dtype=torch.uint8))
     scales = torch.full((E, 2 * I, H // 32), 120, dtype=torch.uint8)

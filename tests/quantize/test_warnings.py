@@ -1,4 +1,4 @@
-"""What loads right here, and others may read otherwise: `verify` and `info` warn, and name it."""
+"""`verify` and `info` warn about files that load correctly here and that other programs may misread."""
 
 import json
 import re
@@ -88,7 +88,7 @@ def test_linears_that_servers_fuse_with_scales_of_their_own(dialect, scale, tmp_
 
 # ---------------------------------------------------------------- NVFP4 without a word about activations
 def test_nvfp4_whose_groups_have_no_input_activations_is_w4a16():
-    """As vLLM takes it (ModelOptNvFp4Config); ModelOpt itself writes W4A16_NVFP4 for weights only."""
+    """vLLM reads them so (ModelOptNvFp4Config); ModelOpt itself writes W4A16_NVFP4 for weights only."""
     numbers = {"num_bits": 4, "type": "float", "group_size": 16}
     config = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
     for groups, activations in (
@@ -103,7 +103,7 @@ def test_nvfp4_whose_groups_have_no_input_activations_is_w4a16():
 
 
 def test_a_4_bit_embedding_does_not_make_files_mixed():
-    """ModelOpt 0.47 writes W4A16_NVFP4 for one, next to NVFP4 (NVFP4_FP8_MHA_CONFIG): ids are no activations."""
+    """ModelOpt 0.47 writes W4A16_NVFP4 for it next to NVFP4 (NVFP4_FP8_MHA_CONFIG): token ids are no activations."""
     layers = {"model.embed_tokens": {"quant_algo": "W4A16_NVFP4"}, "lm_head": {"quant_algo": "NVFP4"}}
     config = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
     info = read_config(config)
@@ -117,7 +117,7 @@ def test_a_4_bit_embedding_does_not_make_files_mixed():
 
 
 def test_configs_of_modelopt_as_vllm_takes_them():
-    """All that hf_quant_config.json says under "quantization" in config.json too, and algorithms in any case."""
+    """config.json may have all of hf_quant_config.json under "quantization", and algorithms in lower case."""
     inner = {"quant_algo": "nvfp4", "group_size": 16, "exclude_modules": ["lm_head"], "kv_cache_quant_algo": "FP8"}
     flat = {"quant_algo": "NVFP4", "ignore": ["lm_head"], "kv_cache_scheme": KV_SCHEMES["FP8"]}
     assert read_config({"quant_method": "modelopt", "quantization": inner}) == read_config(
@@ -141,7 +141,7 @@ def test_configs_of_modelopt_as_vllm_takes_them():
 
 
 def test_configs_of_compressed_tensors():
-    """Read: a format for each group or for all, groups in other formats, another number of bits. Written: as it is."""
+    """Configs with a format for each group or for all, or with groups of other formats, are read; ours match."""
     theirs = CONFIGS["compressed-tensors"]
     group = theirs["config_groups"]["group_0"]
     plain = {key: value for key, value in group.items() if key != "format"}
