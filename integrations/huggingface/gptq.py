@@ -230,14 +230,14 @@ def gptq_files(
     walk = LayerWalk(files.model, files.use_layers(name), batches, place)
     key = [str(Path(source).resolve()), state, options.activations, [*modules], _digest(batches)]
     begun = _Begun(codes, key)
-    first, at = begun.resume(walk), _layers_of(modules, name)
-    last = max(at)
+    left = {module: found for module, found in modules.items() if module not in codes.modules}
+    first, at = begun.resume(walk), _layers_of(left, name)
+    last = max(at, default=-1)
     for i in progress_bar(
         range(first, last + 1), desc="gptq", unit="layer", show=progress, initial=first, total=last + 1
     ):
         files.load(i)
-        todo = {name: found for name, found in at.get(i, {}).items() if name not in codes.modules}
-        for module, tensors in _quantize_layer(walk, i, todo, options.activations):
+        for module, tensors in _quantize_layer(walk, i, at.get(i, {}), options.activations):
             codes.save(module, tensors)
         files.drop(i)
         begun.keep(i, walk)

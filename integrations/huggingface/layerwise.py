@@ -142,10 +142,12 @@ class LayerFiles:
             inside = target.removeprefix(f"{name}.") if target.startswith(f"{name}.") else ""
             self._layer_of[tensor] = int(inside.split(".")[0]) if inside else None
         self._load(None)
-        for module in self.model.modules():
-            self._fill_buffers(module)
         self.layers = self.model.get_submodule(name)
         assert isinstance(self.layers, nn.ModuleList)
+        in_layers = set(self.layers.modules())
+        for module in self.model.modules():
+            if module not in in_layers:
+                self._fill_buffers(module)
         return self.layers
 
     def load(self, i: int) -> None:
@@ -154,6 +156,8 @@ class LayerFiles:
         missing = [name for name, p in self.layers[i].named_parameters() if p.is_meta]
         if missing:
             raise ValueError(f"{self.name}.{i}.{missing[0]} is missing: download the checkpoint again")
+        for module in self.layers[i].modules():
+            self._fill_buffers(module)
 
     def drop(self, i: int) -> None:
         """Free the memory of layer i."""
@@ -178,8 +182,7 @@ class LayerFiles:
 
     def _fill_buffers(self, module: nn.Module) -> None:
         """Have transformers compute the buffers that files do not have (the frequencies of RoPE)."""
-        empty = [n for n, b in module.named_buffers(recurse=False) if b.is_meta]
-        for name in empty:
-            module.register_buffer(name, torch.empty_like(getattr(module, name), device=self.device), persistent=False)
+        empty = {name: b for name, b in module.named_buffers(recurse=False) if b.is_meta}
+        module._buffers.update({name: torch.empty_like(b, device=self.device) for name, b in empty.items()})
         if empty:
-            self.model._init_weights(module)
+            self.model._init_weights(module)  # which leaves alone what was loaded

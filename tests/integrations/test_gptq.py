@@ -186,11 +186,16 @@ def test_an_interrupted_run_goes_on(tmp_path, monkeypatch, capsys):
 
 
 def test_no_layer_is_run_that_nothing_needs(tmp_path, monkeypatch):
-    """Behind the last one that is quantized; patterns are those of files, which call the modules otherwise."""
+    """Behind the last one that is to be quantized; patterns are those of files, which call the modules otherwise."""
     source, ran, run = folder(tmp_path, mixtral), [], module.LayerWalk.run
     monkeypatch.setattr(module.LayerWalk, "run", lambda self, i: (ran.append(i), run(self, i)))
     options = replace(CPU, include=["model.layers.0.block_sparse_moe.experts"])
-    convert_gptq(source, tmp_path / "new", batches(), options, progress=False)
+    convert = module.convert_checkpoint
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+        stop = lambda *args, dry_run=False, **kwargs: convert(*args, dry_run=True) if dry_run else 1 / 0
+        patch.setattr(module, "convert_checkpoint", stop)
+        convert_gptq(source, tmp_path / "new", batches(), options, progress=False)
+    convert_gptq(source, tmp_path / "new", batches(), options, progress=False)  # all layers are done
     assert ran == [0]
     quantized = [name for name in tensors(tmp_path / "new") if name.endswith("weight_scale_2")]
     assert {name.split(".experts.")[0] for name in quantized} == {"model.layers.0.block_sparse_moe"}

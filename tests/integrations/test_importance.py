@@ -61,7 +61,7 @@ def test_sums_are_those_of_a_loop_over_tokens():
 
 
 @pytest.mark.slow_after(3)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES[::-1])  # nemotron_h is quick: its routers have buffers
 def test_layer_by_layer_from_files_is_the_whole_model(family, tmp_path):
     """No layer is computed otherwise, so the same bits. And no two layers, or experts, are mistaken for each other; nor
     are files that are no part of the checkpoint."""
