@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
+from threading import Lock
 from types import MethodType
 from typing import Any
+from weakref import finalize
 
 import torch
 from torch import Tensor
@@ -47,19 +50,23 @@ class GraphedStep:
         self.model = model
         self.kind: list[Any] = []  # names of the inputs, shapes of tensors, and all other values
         self.held: list[Any] = []  # the tensors that the graph reads, in the order of _leaves
+        self.weights: list[Tensor] = []  # it reads these too, even after another thread has given the model others
         self.replay: Callable[[], Any] | None = None
 
     def __call__(self, **inputs: Any) -> Any:
         leaves = _leaves(inputs)
+        if any(getattr(v, "offloading", False) for v in leaves):  # a cache that moves its tensors in each step
+            return self.model(**inputs)
         kind = [*inputs, *((v.shape, v.dtype, v.device) if isinstance(v, Tensor) else v for v in leaves)]
         if kind != self.kind:
             if self.kind:
-                logger.warning_once("steps have inputs of different shapes: they decode without CUDA graphs")
+                logger.warning_once("steps have inputs of different shapes: the first of each runs without CUDA graphs")
             self.kind, self.replay = kind, None
             return self.model(**inputs)
         if self.replay is None:
             held = tree_map(_clone, inputs, is_leaf=_no_dict)
-            self.held, self.replay = _leaves(held), record(lambda: self.model(**held))
+            self.weights = [t.detach() for t in (*self.model.parameters(), *self.model.buffers())]
+            self.held, self.replay = _leaves(held), record(lambda: self.model(**held), self.model.device)
         for old, new in zip(self.held, leaves, strict=True):
             if isinstance(old, Tensor):
                 old.copy_(new)
@@ -67,11 +74,25 @@ class GraphedStep:
         return tree_map(_clone, self.replay(), is_leaf=lambda v: isinstance(v, Cache))
 
 
-def record(work: Callable[[], Any]) -> Callable[[], Any]:
-    """Capture `work` in a CUDA graph. Returns a function that repeats it and returns the same tensors, written anew."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        made = work()
+_recording = Lock()  # while a graph is captured, no other thread may start to capture one
+_idle: dict[torch.device, list[torch.cuda.Stream]] = defaultdict(list)  # streams whose graphs are gone
+
+
+def record(work: Callable[[], Any], device: torch.device) -> Callable[[], Any]:
+    """Capture `work` in a CUDA graph. Returns a function that repeats it and returns the same tensors, written anew.
+
+    No two graphs share a stream: when one is freed, torch also frees the memory that cuBLAS uses in the other ones of
+    its stream (https://github.com/pytorch/pytorch/issues/193402). torch's default stream for captures is shared by all
+    graphs, and belongs to one GPU.
+    """
+    idle = _idle[device]
+    # The outer context makes the caller's stream current again, even if the capture fails.
+    with _recording, torch.cuda.stream(torch.cuda.current_stream(device)):
+        graph, stream = torch.cuda.CUDAGraph(), idle.pop() if idle else torch.cuda.Stream()
+        # thread_local: other threads may allocate memory meanwhile
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            made = work()
+    finalize(graph, idle.append, stream)
 
     def replay() -> Any:
         graph.replay()

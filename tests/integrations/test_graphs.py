@@ -5,12 +5,15 @@ as in a CUDA graph, nothing of the model's Python runs any more.
 """
 
 import copy
+from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import CompileConfig, DeepseekV3Config, DeepseekV3ForCausalLM, GenerationConfig
+from transformers import CompileConfig, DeepseekV3Config, DeepseekV3ForCausalLM, GenerationConfig, StaticCache
 
 from moe_nvfp4.integrations.huggingface import graphs, swap_experts, use_cuda_graphs
 from tests.models import IDS, SMALL, gpt_oss, granite, llama4, make, nemotron_h, qwen3_moe
@@ -45,10 +48,10 @@ def recorded(monkeypatch):
     counts = {"captured": 0, "replayed": 0}
     real = graphs.record
 
-    def record(work):
+    def record(work, device):
         counts["captured"] += 1
         if torch.cuda.is_available():
-            again = real(work)
+            again = real(work, device)
         else:
             with Operators() as operators:
                 made = work()
@@ -143,6 +146,81 @@ def test_steps_that_are_not_alike_run_as_they_are(recorded, caplog):
             assert torch.equal(step(input_ids=x[:, :n]).logits, model(input_ids=x[:, :n]).logits)
     assert recorded == {"captured": 1, "replayed": 1}
     assert "inputs of different shapes" in caplog.text
+
+
+def test_a_cache_that_moves_its_tensors_is_not_captured(recorded):
+    cache = StaticCache(config=qwen3_moe().config, max_cache_len=4)
+    cache.offloading = True  # cache_implementation="offloaded_static", which asks for a GPU
+    step = graphs.GraphedStep(lambda **inputs: inputs["input_ids"] + 1)
+    for i in range(4):
+        assert step(input_ids=torch.tensor([i]), past_key_values=cache) == i + 1
+    assert recorded["captured"] == 0
+
+
+def test_a_graph_keeps_the_weights_that_it_reads(monkeypatch):
+    """Of a model that has others meanwhile: where a thread asks for its state dict, they change their layout."""
+    monkeypatch.setattr(graphs, "record", lambda work, device: [work()].copy)
+    model, x = torch.nn.Linear(4, 4, bias=False), torch.ones(1, 4)
+    model.device, step = x.device, graphs.GraphedStep(model)
+    for _ in range(2):
+        step(input=x)
+    old = StorageWeakRef(model.weight.untyped_storage())
+    model.weight.data = torch.zeros(4, 4)
+    assert not old.expired()
+    del step
+    assert old.expired()
+
+
+@pytest.fixture
+def streams(monkeypatch):
+    """CUDA's streams and graphs of two GPUs, as far as `record` asks; as torch's, a graph that fails leaves its own."""
+    made, state = [], {"device": "cuda:0", "cuda:0": "default 0", "cuda:1": "default 1"}
+
+    @contextmanager
+    def stream(s):
+        device = s.device if hasattr(s, "device") else f"cuda:{s[-1]}"
+        before, state["device"], state[device] = dict(state), device, s
+        try:
+            yield
+        finally:
+            state.update(before)
+
+    @contextmanager
+    def graph(graph, stream, capture_error_mode):
+        assert capture_error_mode == "thread_local"
+        state["device"], state[stream.device], before = stream.device, stream, dict(state)
+        graph.stream = stream
+        yield
+        state.update(before)
+
+    def new_stream():
+        made.append(SimpleNamespace(device=state["device"]))
+        return made[-1]
+
+    replace = {"CUDAGraph": type("Graph", (), {"replay": lambda self: None}), "graph": graph, "stream": stream,
+               "Stream": new_stream, "current_stream": lambda device: state[device]}  # fmt: skip
+    for name, value in replace.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(graphs, "_idle", type(graphs._idle)(list))
+    return made, state
+
+
+def test_graphs_that_live_together_have_streams_of_their_own(streams):
+    """On the GPU of the model, whichever is the current one."""
+    made, state = streams
+    before, seen = dict(state), []
+
+    def work():
+        seen.append(state[state["device"]])
+
+    graphs.record(work, "cuda:1")  # is gone
+    first, second = graphs.record(work, "cuda:1"), graphs.record(work, "cuda:1")
+    other = graphs.record(work, "cuda:0")
+    assert [s.device for s in seen] == ["cuda:1"] * 3 + ["cuda:0"] and made == [seen[0], seen[2], seen[3]]
+    assert seen[1] is seen[0] and state == before and first and second and other
+    with pytest.raises(ZeroDivisionError):
+        graphs.record(lambda: 1 / 0, "cuda:1")
+    assert state == before
 
 
 def test_a_sliding_window_would_be_wrong(recorded, monkeypatch):
