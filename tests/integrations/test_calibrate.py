@@ -1,4 +1,4 @@
-"""Static activation scales: what a few prompts produce, measured again by hand on the dense weights."""
+"""Static activation scales after a few prompts, against scales measured by hand on the dense weights."""
 
 import json
 
@@ -86,7 +86,7 @@ def test_scales_are_what_the_prompts_produce(dialect, tmp_path):
 
 @pytest.mark.parametrize("dialect", ["modelopt", "compressed-tensors"])
 def test_linears_get_a_scale_too_where_they_have_none(dialect, tmp_path):
-    """Else a folder said W4A4 of layers without one, and vLLM read uninitialized memory for it."""
+    """Without one the folder would say W4A4 of these layers, and vLLM would read uninitialized memory."""
     which = lambda key: is_expert(key) or is_linear(key)
     folder, twin = quantized(tmp_path, qwen3_moe, dialect, which)
     config = checkpoint_config(folder, activations="bf16")
@@ -106,12 +106,12 @@ def test_linears_get_a_scale_too_where_they_have_none(dialect, tmp_path):
     again = load(tmp_path / "static")
     assert torch.equal(logits(again, "nvfp4"), logits(model, "nvfp4"))
     before = {name: m.input_scale.clone() for name, m in linears.items()}
-    calibrate(model, PROMPTS[1:2], progress=False)  # what is there may be of more text, and stays
+    calibrate(model, PROMPTS[1:2], progress=False)  # scales that are there may come from more text, and stay
     assert all(torch.equal(m.input_scale, before[name]) for name, m in linears.items())
 
 
 def test_one_token_is_enough_for_every_expert(tmp_path):
-    """Two of eight experts are routed to; all get the layer's scale."""
+    """It reaches two of eight experts, but all of them get the layer's scale."""
     model = calibrate(swap_experts(make(qwen3_moe).float(), progress=False), [torch.tensor([[3]])], progress=False)
     for experts in (m for m in model.modules() if isinstance(m, HFExperts)):
         assert experts.weights.validate().x_scale.unique().numel() == 1
@@ -119,7 +119,7 @@ def test_one_token_is_enough_for_every_expert(tmp_path):
 
 
 def test_a_model_in_train_mode_is_calibrated_without_dropout():
-    """Each module is in its own mode again afterwards."""
+    """Afterwards every module has its own mode again."""
     models = [swap_experts(make(qwen3_moe).float(), progress=False) for _ in range(2)]
     models[1].train().model.layers[0].eval()
     modes = [m.training for m in models[1].modules()]
@@ -169,7 +169,7 @@ def test_what_cannot_be_calibrated_is_named(tmp_path):
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize("dialect", ["modelopt", "compressed-tensors"])
 def test_four_over_six_travels_with_the_folder(dialect, tmp_path):
-    """Rows by another rule, static or not; other programs read plain W4A4 files, and round as they do."""
+    """It rounds rows by another rule, with or without static scales; other programs read plain W4A4 files."""
     folder, _ = quantized(tmp_path, qwen3_moe, dialect)
     model = load(folder)
     w4a4, better = (logits(model, a) for a in ("nvfp4", "nvfp4_four_over_six"))

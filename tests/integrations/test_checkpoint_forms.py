@@ -1,4 +1,4 @@
-"""4-bit folders whose config, layout or bytes are unusual: read right in transformers, or refused by name."""
+"""4-bit folders with an unusual config, layout or bytes load correctly in transformers, or are refused by name."""
 
 import importlib.util
 import json
@@ -89,7 +89,7 @@ def test_config_variants(variant, tmp_path):
 
 @pytest.mark.parametrize("config", ["hf_quant_config.json", "nothing"])
 def test_a_folder_whose_config_is_silent(config, tmp_path, capsys):
-    """Older exports have hf_quant_config.json only; files say what they are even without that."""
+    """Older exports have only hf_quant_config.json; without that, tensor names tell what the files are."""
     folder, twin = quantized(tmp_path, qwen3_moe, "modelopt")
     change_config(folder, quantization_config=None)
     with pytest.raises(ValueError, match="neither config.json nor hf_quant_config.json says so"):
@@ -165,7 +165,7 @@ def test_mixed_precision_fp8_linears_become_dense(kind, dialect, tmp_path, caplo
     ("mx", lambda: nemotron_h("moe", "attention", "moe")),
 ], ids=["tensor", "row", "block, w1 w3 w2", "mx, no gate"])  # fmt: skip
 def test_mixed_precision_fp8_experts_become_dense(kind, family, dialect, tmp_path, caplog):
-    """The experts of one layer in FP8, those of another in NVFP4: in both ways of reading them."""
+    """One layer's experts are FP8, another's NVFP4: loaded into a model, and converted."""
     folder, twin = quantized(tmp_path, family, dialect, lambda k: is_expert(k) and "layers.0." not in k, 0.01)
     files, dense = tensors(folder), tensors(twin)
     for key in [k for k in files if is_expert(k) and "layers.0." in k]:
@@ -215,7 +215,7 @@ def deepseek_v4():
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(transformers, "DeepseekV4Config"), reason="this transformers has no DeepSeek V4")
 def test_deepseek_v4_with_its_own_names(tmp_path):
-    """NVFP4 experts w1, w3, w2; everything else FP8 in blocks, whose power-of-two scales are called `scale`."""
+    """NVFP4 experts named w1, w3, w2; everything else is FP8 in blocks, with power-of-two scales named `scale`."""
     make(deepseek_v4).save_pretrained(tmp_path / "bf16")
     files, twin = {}, {}
     for key, tensor in tensors(tmp_path / "bf16").items():
@@ -262,7 +262,7 @@ def test_kv_cache_scales_are_reported_once(dialect, tmp_path, caplog):
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("compressed_tensors") is None, reason="needs compressed-tensors")
 def test_other_compressed_tensors_folders_are_left_to_transformers(tmp_path):
-    """FP8 by row: its config and its quantizer, and the numbers of the dense model."""
+    """FP8 by row gets transformers' own config and quantizer, and the dense model's numbers."""
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.quantizers.quantizer_compressed_tensors import CompressedTensorsHfQuantizer
 
@@ -302,13 +302,13 @@ def test_experts_numbered_after_the_projection(tmp_path):
     assert "model.layers.0.mlp.experts.up_proj.11.weight_scale_2" in tensors(folder)
     model = set_activations(load(folder), "bf16")
     assert relative_error(logits(model), logits(load(twin))) < 10 * THRESHOLDS["fp32"]
-    model.save_pretrained(tmp_path / "again")  # in the order that all readers know
+    model.save_pretrained(tmp_path / "again")  # with the number first, as all readers expect
     assert "model.layers.0.mlp.experts.11.up_proj.weight_scale_2" in tensors(tmp_path / "again")
     assert torch.equal(logits(load(tmp_path / "again")), logits(model))
 
 
 def check_both_activations(model, dense, load, folder):
-    """A W4A4 model: with W4A16 it is the dense one, and saved so and loaded from `folder` it has both answers again."""
+    """In W4A16 a W4A4 model equals the dense one; saved and loaded from `folder`, both modes answer the same."""
     w4a4 = logits(model)
     assert relative_error(logits(set_activations(model, "bf16")), logits(dense)) < 10 * THRESHOLDS["fp32"]
     model.save_pretrained(folder)
@@ -321,7 +321,7 @@ def check_both_activations(model, dense, load, folder):
 @pytest.mark.parametrize("inputs", [False, True], ids=["W4A16", "input scales"])
 @pytest.mark.parametrize("family", [gpt_oss, llama4], ids=lambda f: f.__name__)
 def test_fused_stacks(family, inputs, tmp_path):
-    """[E, in/2, out] codes with one scale for all experts, the layout of Llama 4 and gpt-oss exports."""
+    """Codes [E, in/2, out] with one scale for all experts, the layout of Llama 4 and gpt-oss exports."""
     folder, twin = fused(tmp_path, family, 0.01 if inputs else None)
     dense = load(twin)
     model = load(folder)
@@ -359,7 +359,7 @@ def test_a_stack_for_each_projection(inputs, tmp_path):
 @pytest.mark.parametrize("activations", ["bf16", "nvfp4"])
 @pytest.mark.parametrize("linears", ["packed", "dense"])
 def test_awq(linears, activations, tmp_path):
-    """NVFP4_AWQ: x and h are multiplied by a vector before the GEMM; the twin has it in its weights."""
+    """NVFP4_AWQ multiplies x and h by a vector before the GEMM; the dense twin has that vector in its weights."""
     folder, twin = quantized(tmp_path, qwen2_moe, "modelopt", lambda k: is_expert(k) or is_linear(k), 2**-6,
                              quant_algo="NVFP4_AWQ")  # fmt: skip
     files, dense = tensors(folder), tensors(twin)
@@ -483,7 +483,7 @@ def test_what_is_not_supported_is_refused_by_name(tmp_path):
 
 @pytest.mark.parametrize("dialect", ["modelopt", "compressed-tensors"])
 def test_mixtral_as_llm_compressor_names_it(dialect, tmp_path):
-    """gate_proj, up_proj, down_proj in place of w1, w3, w2: the same model, saved with Mixtral's names."""
+    """With gate_proj, up_proj, down_proj in place of w1, w3, w2 it is the same model, and saves Mixtral's names."""
     source = folder(tmp_path, mixtral)
     convert_checkpoint(source, tmp_path / "own", Options(dialect=dialect), progress=False)
     shutil.copytree(tmp_path / "own", tmp_path / "theirs", ignore=shutil.ignore_patterns("*.safetensors*"))

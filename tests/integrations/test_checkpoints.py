@@ -1,4 +1,4 @@
-"""4-bit folders as other tools write them, straight into transformers: the same numbers, saved as they were."""
+"""4-bit folders of other tools load directly into transformers, with the same numbers, and are saved unchanged."""
 
 import json
 from fnmatch import fnmatchcase
@@ -106,7 +106,7 @@ def test_outputs_are_exactly_those_of_the_dequantized_weights(dialect, tmp_path,
 
 
 def test_both_dialects_are_the_same_model(tmp_path):
-    """Bit for bit: the parameters, the logits in W4A16 and in W4A4 with static scales, and what is saved again."""
+    """Bit for bit: the parameters, the logits in W4A16 and in W4A4 with static scales, and the saved files."""
     models = []
     for dialect in CONFIGS:
         folder, _ = quantized(tmp_path, qwen3_moe, dialect, lambda k: is_expert(k) or is_linear(k), 2**-9)
@@ -144,7 +144,7 @@ def test_saving_writes_the_same_files(dialect, tmp_path):
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the peak from /proc")
 def test_experts_and_linears_are_never_dense_in_memory(tmp_path):
-    """Loading holds the result and a part of it: far less than the same weights in bf16."""
+    """Loading needs the result and a fraction of it, far less than the same weights in bf16."""
 
     def family():
         return qwen3_moe(48, 512, hidden_size=512)
@@ -159,7 +159,7 @@ def test_experts_and_linears_are_never_dense_in_memory(tmp_path):
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize("family", [qwen3_moe, mixtral, gpt_oss, nemotron_h], ids=lambda f: f.__name__)
 def test_quantizing_while_loading_saves_the_dialect_that_was_asked_for(family, tmp_path):
-    """The converter's bytes, and a layer that stays dense keeps the model's own names."""
+    """It saves the converter's bytes; a layer that stays dense keeps the model's own names."""
     make(family).save_pretrained(tmp_path / "bf16")
     exclude = [] if family is nemotron_h else ["model.layers.0.*"]
     config = MoeNvfp4Config(dialect="compressed-tensors", recipe="max", exclude=exclude)
@@ -203,7 +203,7 @@ def test_linears_stay_packed_or_become_dense(family, dialect, tmp_path):
 
 
 def test_a_whole_model_loads_from_files_of_its_body(tmp_path):
-    """Where the head is the embedding."""
+    """Its head is tied to the embedding."""
     folder(tmp_path, gemma4)
     convert_checkpoint(tmp_path / "bf16", tmp_path / "nvfp4", progress=False)
     AutoModel.from_pretrained(tmp_path / "nvfp4").save_pretrained(tmp_path / "body")
@@ -212,7 +212,8 @@ def test_a_whole_model_loads_from_files_of_its_body(tmp_path):
 
 
 def test_the_language_model_of_llama4_loads_from_files_of_all_of_it(tmp_path):
-    """AutoModelForCausalLM does that; the files' names have a prefix, which transformers removes of whole names."""
+    """AutoModelForCausalLM loads it. The files' names have a prefix, which transformers removes only from whole
+    names."""
     text = dict(**SMALL, intermediate_size=48, intermediate_size_mlp=48, num_local_experts=4, num_experts_per_tok=1,
                 interleave_moe_layer_step=1, attn_temperature_tuning=False)  # fmt: skip
     vision = dict(hidden_size=32, intermediate_size=128, num_hidden_layers=1, num_attention_heads=2, patch_size=4,
@@ -234,7 +235,7 @@ def test_the_language_model_of_llama4_loads_from_files_of_all_of_it(tmp_path):
 
 
 def test_a_base_model_loads_too(tmp_path):
-    """AutoModel: module names without `model.` in front."""
+    """AutoModel's module names lack the leading `model.`."""
     folder, twin = quantized(tmp_path, qwen2_moe, "modelopt", lambda k: is_expert(k) or is_linear(k))
     model, dense = (AutoModel.from_pretrained(p, dtype=torch.float32).eval() for p in (folder, twin))
     assert len(packed(model, NVFP4Linear)) == 14 and len(packed(model, HFExperts)) == 2
@@ -260,7 +261,7 @@ def test_a_quantized_lm_head(linears, tmp_path):
 
 
 def test_whether_a_quantized_lm_head_is_tied_says_the_whole_config(tmp_path):
-    """Not that of the text: transformers ties by the config of the model that is loaded."""
+    """Not the text config: transformers ties by the config of the model that it loads."""
     folder, twin = quantized(tmp_path, step3p7, "modelopt", lambda k: k == "lm_head.weight")
     for path in (folder, twin):
         text = json.loads((path / "config.json").read_text())["text_config"]
@@ -275,7 +276,7 @@ def test_whether_a_quantized_lm_head_is_tied_says_the_whole_config(tmp_path):
 
 
 def test_what_a_user_made_dense_is_saved_dense(tmp_path):
-    """A new head on packed linears, and the original experts in a layer that 4 bits hurt."""
+    """A new head where linears are packed, and the original experts in a layer that 4 bits hurt."""
     folder, twin = quantized(tmp_path, qwen3_moe, "modelopt", lambda k: is_expert(k) or k == "lm_head.weight")
     model, dense = load(folder), load(twin)
     model.lm_head, model.model.layers[1].mlp.experts = dense.lm_head, dense.model.layers[1].mlp.experts
@@ -301,7 +302,7 @@ KINDS = ("q_proj", "k_proj", "v_proj", "o_proj", "lm_head")
     torch.float32]),
 )  # fmt: skip
 def test_any_folder(dialect, E, I, layers, linears, dense, inputs, renamed, shards, mode, dtype, tmp_path_factory):
-    """Every parameter is the bytes of the file, whatever is quantized, sharded or left dense; saving loses nothing."""
+    """Parameters have the bytes of the files, whatever is quantized, sharded or left dense; saving loses nothing."""
     path = tmp_path_factory.mktemp("any")
     dense = dense if layers > 1 else -1
     which = lambda k: (is_expert(k) and f"layers.{dense}." not in k) or any(f"{kind}.weight" in k for kind in linears)
@@ -348,7 +349,7 @@ def test_any_folder(dialect, E, I, layers, linears, dense, inputs, renamed, shar
 
 
 def deal(files, folder, shards):
-    """Write `files` to so many shards, in turn, with an index."""
+    """Deal `files` out to that many shards in turn, and write an index."""
     if shards == 1:
         save_file(files, folder / "model.safetensors", metadata={"format": "pt"})
         return

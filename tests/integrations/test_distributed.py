@@ -1,4 +1,4 @@
-"""Tensor and expert parallelism: two gloo processes give the tokens of one."""
+"""Tensor and expert parallelism: two gloo processes generate the same tokens as one."""
 
 import json
 
@@ -70,7 +70,7 @@ MODES = {
 
 
 def launch(tmp_path, runs, backend="gloo"):
-    """Two processes that do all `runs`; returns their exit codes and outputs."""
+    """Start two processes that do all `runs`; returns their exit codes and outputs."""
     return two_processes(tmp_path, WORKER, json.dumps(IDS.tolist()), json.dumps(runs), backend)
 
 
@@ -87,14 +87,14 @@ needs_ep = pytest.mark.skipif(
 
 
 def a_run(source, out, mode, quantize=False, hopper=False, refused=False):
-    """What a worker is told: `hopper`, to run in bf16 on such GPUs, or on a CPU that stands for one; `refused`, to
-    write the error down."""
+    """What a worker is told. hopper: run in bf16 on Hopper GPUs, or on a CPU that stands for one; refused: write down
+    the error."""
     modes = dict(mode=MODES[mode], quantize=quantize, hopper=hopper, refused=refused)
     return dict(source=str(source), out=str(out), **modes)
 
 
 def one_process(source, out, dtype=torch.float32):
-    """Quantizes and saves -> where, logits, tokens."""
+    """Quantize and save in one process -> folder, logits, tokens."""
     model = load(source, dtype, quantization_config=MoeNvfp4Config())
     model.save_pretrained(out)
     return out, logits(model), model.generate(IDS, max_new_tokens=8, do_sample=False)
@@ -148,7 +148,7 @@ def results(tmp_path_factory):
 @pytest.mark.parametrize("source, hopper", SOURCES)
 @pytest.mark.parametrize("mode", MODES)
 def test_two_processes_equal_one(mode, source, hopper, results):
-    """With `hopper` each rank packs its part in place, and files have the same bytes."""
+    """With `hopper` each rank packs its part in place, and saved files still have the same bytes."""
     path, one = results
     saved, (expected, logits, tokens) = path / f"{mode}-{source}-{hopper}", one[hopper]
     result = torch.load(saved / "result.pt")
@@ -167,7 +167,7 @@ def test_two_processes_equal_one(mode, source, hopper, results):
 @needs_ep
 @pytest.mark.parametrize("mode", MODES)
 def test_experts_split_over_two_gpus(mode, tmp_path):
-    """Each rank packs its part, once; the files are those of one process."""
+    """Each rank packs its part, once; saved files equal those of one process."""
     if mode == "tp" and Version(torch.__version__) < Version("2.13"):
         pytest.skip("torch 2.11 does not gather what transformers splits in strides (_StridedShard): 2.13 does")
     expected, logits, _ = one_process(folder(tmp_path, qwen), tmp_path / "nvfp4", torch.bfloat16)
@@ -191,8 +191,8 @@ def test_files_that_cannot_be_split_are_refused(source, results):
 
 @pytest.mark.parametrize("family", [gpt_oss, llama4], ids=lambda f: f.__name__)
 def test_the_way_out_is_one_that_the_model_has(family):
-    """Weights that files have transposed cannot be split as their tensor-parallel plan says. Llama 4 has no other
-    (in transformers 5.17 it had)."""
+    """Weights that are transposed in files cannot be split by their tensor-parallel plan. Llama 4 has no other plan (in
+    transformers 5.17 it had)."""
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
         mesh = init_device_mesh("cpu", (1,))

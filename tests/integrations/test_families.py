@@ -42,7 +42,7 @@ CLASSES = decorated_classes()
 
 
 class Config(SimpleNamespace):
-    """A config with any attribute: sizes by what their names say, activations from the real one."""
+    """A config with any attribute: sizes are guessed from names, activations come from the real config."""
 
     def __getattr__(self, name):
         if name.startswith("__"):
@@ -62,7 +62,7 @@ class Config(SimpleNamespace):
 
 
 def real_config(module):
-    """A default config of the module's family that knows its activation."""
+    """A default config of the module's family that names its activation."""
     family = module.__name__.rsplit(".", 1)[0]
     configuration = [m for m in dir(importlib.import_module(family)) if m.endswith("Config")]
     configs = []
@@ -109,7 +109,7 @@ def dequantized(packed, layout):
 
 
 def write_back(experts, layout, packed):
-    """Dequantized weights into the dense module, in its own layout, written out independently."""
+    """Write dequantized weights into the dense module, in a layout that is written out here independently."""
     with torch.no_grad():
         for e, (w13, w2) in enumerate(dequantized(packed, layout)):
             if hasattr(experts, "mlp"):  # dbrx
@@ -225,7 +225,7 @@ def test_unknown_forms_are_refused_by_name(family, prefix, settings):
 
 
 def test_a_list_of_experts_is_refused_by_name():
-    """As models of trust_remote_code have them: it is no dense model."""
+    """Models of trust_remote_code have such lists; they must not pass for dense models."""
     model = nn.ModuleDict({"mlp": nn.ModuleDict({"experts": nn.ModuleList([nn.Linear(16, 16)])})})
     with pytest.raises(NotImplementedError, match=r"mlp.experts, a list of Linear, holds experts in a form.*exclude="):
         swap_experts(model, progress=False)
@@ -243,7 +243,7 @@ def test_a_dense_model_is_told_so():
 
 
 def test_composite_models_are_walked():
-    """A vision-language model's text experts are found under whatever name they have."""
+    """A vision-language model's text experts are found, whatever their name."""
     from transformers import Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration
 
     text = dict(vocab_size=64, hidden_size=32, intermediate_size=32, moe_intermediate_size=32, num_experts=4,

@@ -1,4 +1,4 @@
-"""The recipe gptq on whole models: Hessians by hand, files and models the same, interruptions, what users are told."""
+"""The recipe gptq on whole models: Hessians by hand, the same bytes from files and models, interruptions, messages."""
 
 import json
 import shutil
@@ -32,7 +32,7 @@ def batches(n=4, seed=0):
 
 @pytest.mark.parametrize("activations", ["bf16", "nvfp4", "nvfp4_four_over_six"])
 def test_hessians_are_those_of_a_loop(activations):
-    """Qwen3-MoE, token by token; for W4A4 of rows with a scale each, as the layer quantizes them."""
+    """Against Qwen3-MoE token by token; for W4A4, rows are quantized with a scale each, as in the layer."""
     model = make(qwen3_moe, torch.float32)
     experts = model.model.layers[1].mlp.experts
     seen = []
@@ -60,7 +60,7 @@ def test_hessians_are_those_of_a_loop(activations):
             for want, values in ((want_x, row(t)), (want_h, row(F.silu(gate) * up))):
                 want += torch.outer(values, values)
         torch.testing.assert_close(found.x[e].double(), want_x, rtol=1e-4, atol=1e-5)
-        # a code of h is another one where the kernels' sums are in another order
+        # codes of h may differ, as the kernels sum in another order
         error = (found.h[e].double() - want_h).norm() / want_h.norm()
         assert error < (1e-5 if activations == "bf16" else 0.02)
 
@@ -85,7 +85,7 @@ def outputs_error(w, codes, sf, global_scale, covariance):
 
 @pytest.mark.parametrize("rows", [16, 64, 256, 4096])
 def test_little_data_is_no_worse_than_weighted(rows):
-    """Inputs whose columns go together; errors of outputs by their covariance, which the recipes do not know."""
+    """With correlated columns; errors of outputs are computed from the true covariance, which recipes do not know."""
     g = torch.Generator().manual_seed(rows)
     mixing = torch.randn(64, 24, generator=g).double()
     covariance = mixing @ mixing.T + torch.diag(torch.rand(64, generator=g).double() * 8)
@@ -137,7 +137,7 @@ def test_outputs_of_experts_are_nearer_than_by_mse():
 
 
 def test_hooks_that_bring_a_layer_its_inputs_run_and_stay():
-    """accelerate's, of a model on several GPUs: they stand in the place of `forward`."""
+    """accelerate's hooks of a model on several GPUs replace `forward`."""
     hooks = pytest.importorskip("accelerate.hooks")
 
     class Halves(hooks.ModelHook):
@@ -161,8 +161,8 @@ def test_hooks_that_bring_a_layer_its_inputs_run_and_stay():
 
 @pytest.mark.slow
 def test_an_interrupted_run_goes_on(tmp_path, monkeypatch, capsys):
-    """After the second layer; the next call starts with the third one, and ends in the same bytes. One that is to
-    quantize other layers starts anew."""
+    """Interrupted after the second layer; the next call starts with the third and ends in the same bytes. A call that
+    quantizes other layers starts from scratch."""
     source = folder(tmp_path, partial(qwen3_moe, num_hidden_layers=3))
     convert_gptq(source, tmp_path / "whole", batches(), CPU, progress=False)
     monkeypatch.setattr(module, "SAVE_EVERY", 0.0)
@@ -186,7 +186,7 @@ def test_an_interrupted_run_goes_on(tmp_path, monkeypatch, capsys):
 
 
 def test_no_layer_is_run_that_nothing_needs(tmp_path, monkeypatch):
-    """Behind the last one that is to be quantized; patterns are those of files, which call the modules otherwise."""
+    """None after the last one to quantize. Patterns match the names in files, which differ from the modules'."""
     source, ran, run = folder(tmp_path, mixtral), [], module.LayerWalk.run
     monkeypatch.setattr(module.LayerWalk, "run", lambda self, i: (ran.append(i), run(self, i)))
     options = replace(CPU, include=["model.layers.0.block_sparse_moe.experts"])
@@ -259,7 +259,7 @@ def test_what_users_are_told(tmp_path, capsys):
 
 
 def exact(family=qwen3_moe):
-    """Weights whose global scales are powers of two: then no order of multiplying rounds."""
+    """Make the weights' global scales powers of two, so that products do not round in any order."""
     model = family()
     for name, p in model.named_parameters():
         if ".experts." in name:

@@ -1,4 +1,4 @@
-"""Whole models on Hopper GPUs: what transformers and accelerate do to weights that are packed in place."""
+"""Whole models on Hopper GPUs: what transformers and accelerate do with weights that are packed in place."""
 
 import copy
 import warnings
@@ -33,7 +33,7 @@ def parts(layers):
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda f: f.__name__)
 def test_every_family_runs_saves_and_moves(family, tmp_path):
-    """The CPU's logits up to the rounding of bf16 in a model with random weights; the CPU's files to the byte."""
+    """The logits are the CPU's up to bf16 rounding in a random model; the files are the CPU's byte for byte."""
     source = folder(tmp_path, family)
     on_cpu, model = quantized(source), quantized(source, device_map="cuda")
     assert all(bool(m.packed) == (m.gate.kind != "raw") for m in experts(model))
@@ -57,7 +57,7 @@ def test_swapped_on_the_gpu(tmp_path):
 
 @pytest.mark.parametrize("activations", ["bf16", "nvfp4"])
 def test_static_scales(activations, tmp_path):
-    """What calibration leaves in a layer, for either kind of rows."""
+    """Layers with the scales that calibration leaves, for either kind of rows."""
     models = [set_activations(quantized(folder(tmp_path, mixtral), device_map=d), activations) for d in ("cpu", "cuda")]
     for model in models:
         for layer in experts(model):
@@ -73,7 +73,7 @@ def test_generates_with_the_compiled_static_cache(activations, tmp_path):
     how = dict(max_new_tokens=6, do_sample=False, return_dict_in_generate=True, output_logits=True)
     eager = model.generate(IDS.cuda(), **how)
     compiled = model.generate(IDS.cuda(), cache_implementation="static", **how)
-    # beyond two tokens a near tie may go either way; what moves by a rounding moves by a step when it is quantized
+    # after two tokens near ties may go either way: where rows are quantized, a rounding becomes a whole step
     for a, b in zip(compiled.logits[:2], eager.logits[:2], strict=True):
         assert relative_error(a, b) < (0.05 if activations == "bf16" else 0.2)
     assert all(m.packed for m in experts(model))
@@ -106,7 +106,7 @@ def test_generate_batch(graphs, tmp_path):
 
 
 def test_a_layer_on_the_cpu(tmp_path):
-    """Its weights come for each call; those of the other stay, packed."""
+    """Its weights come for each call; the other layer's stay on the GPU, packed."""
     from moe_nvfp4.kernels.common.tensors import warn_unpacked
 
     warn_unpacked.cache_clear()

@@ -44,7 +44,7 @@ class Operators(TorchDispatchMode):
 
 @pytest.fixture
 def recorded(monkeypatch):
-    """How often steps were captured and replayed, on a CPU too."""
+    """Count how often steps are captured and replayed, on a CPU too."""
     counts = {"captured": 0, "replayed": 0}
     real = graphs.record
 
@@ -77,7 +77,7 @@ def deepseek():
 
 
 def ready(family):
-    """A model that asks for no compilation, with transformers' own condition for it met on a CPU too."""
+    """A 4-bit model that meets transformers' criteria for compiling its steps on a CPU too."""
     model = swap_experts(make(family), progress=False).to("cuda" if torch.cuda.is_available() else "cpu")
     model._valid_auto_compile_criteria = lambda kwargs, config: not config.disable_compile
     model.generation_config = GenerationConfig(pad_token_id=0)
@@ -224,7 +224,7 @@ def test_graphs_that_live_together_have_streams_of_their_own(streams):
 
 
 def test_a_sliding_window_would_be_wrong(recorded, monkeypatch):
-    """Its cache counts in Python, which a graph does not run: what is compared above is different here."""
+    """Its cache counts in Python, which a graph does not run, so the comparison above would fail."""
     monkeypatch.setattr(graphs, "_check", lambda model: None)
     model = ready(gpt_oss)
     want = said(model, disable_compile=True)

@@ -1,4 +1,4 @@
-"""What experts get as input, collected from models of every kind, against the same collected by hand."""
+"""Inputs of experts, collected from models of every kind, against the same collected by hand."""
 
 import json
 
@@ -24,7 +24,7 @@ BATCHES = [IDS, torch.tensor([[5, 6, 7], [90, 91, 92]])]
 
 
 def by_hand(model):
-    """Sums of squares over the rows of each expert of a dense Qwen3-MoE, token by token in float64."""
+    """Sums of squares over the rows of every expert of a dense Qwen3-MoE, token by token in float64."""
     found = {}
 
     def hook(name):
@@ -63,8 +63,8 @@ def test_sums_are_those_of_a_loop_over_tokens():
 @pytest.mark.slow_after(3)
 @pytest.mark.parametrize("family", FAMILIES[::-1])  # nemotron_h is quick: its routers have buffers
 def test_layer_by_layer_from_files_is_the_whole_model(family, tmp_path):
-    """No layer is computed otherwise, so the same bits. And no two layers, or experts, are mistaken for each other; nor
-    are files that are no part of the checkpoint."""
+    """Layers compute the same, bit for bit. No two layers or experts are mixed up, and files that are not part of the
+    checkpoint are ignored."""
     source = folder(tmp_path, family)
     save_file({name: torch.zeros_like(tensor) for name, tensor in tensors(source).items()}, source / "old.safetensors")
     whole = model_importance(load(source), BATCHES, progress=False)

@@ -1,4 +1,4 @@
-"""4-bit folders from which tensors are gone, or which have others than the model: errors that name them."""
+"""4-bit folders that lack tensors, or have others than the model, are errors that name them."""
 
 import json
 import re
@@ -102,7 +102,7 @@ def test_tensors_that_are_missing_or_too_many_are_named(dialect, tmp_path):
 
 
 def test_parameters_that_no_converter_reaches_are_named(tmp_path, monkeypatch):
-    """transformers itself would only report them, and leave them random."""
+    """transformers alone would only report them, and leave them random."""
     folder, _ = quantized(tmp_path, qwen3_moe, "modelopt")
     monkeypatch.setattr(PackedConverter, "rename_source_key", lambda self, key: (key, None))
     with pytest.raises(
@@ -134,11 +134,11 @@ def test_what_is_tied_ignored_or_to_be_trained_is_not_missed(tmp_path):
     with torch.no_grad():
         body = load(folder, AutoModel)(IDS).last_hidden_state
         assert torch.equal(body @ model.lm_head.weight.T, logits(model))
-    # a head of another class is new, as from a dense checkpoint
+    # the head of another class is new, as when a dense checkpoint is loaded
     classifier = load(folder, AutoModelForSequenceClassification, num_labels=3)
     assert classifier.score.weight.shape == (3, 64)
     assert torch.equal(classifier.model.embed_tokens.weight, model.lm_head.weight)
-    # but not the head that speaks
+    # but a language model's head is not
     base, _ = quantized(tmp_path / "untied", qwen3_moe, "modelopt")
     files = tensors(base)
     del files["lm_head.weight"]

@@ -52,7 +52,7 @@ def same_experts(a, b):
 @pytest.mark.slow_after(1)
 # ---------------------------------------------------------------- the round trip
 def test_round_trip(family, tmp_path):
-    """In memory = while loading = saved and loaded: the same bytes, logits and tokens."""
+    """Quantized in memory, while loading, or saved and loaded: the same bytes, logits and tokens."""
     source = folder(tmp_path, family)
     swapped = swap_experts(load(source), progress=False)
     model = load(source, quantization_config=MoeNvfp4Config())
@@ -75,7 +75,7 @@ def test_round_trip(family, tmp_path):
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16], ids=str)
 def test_dtypes_are_those_of_a_dense_load(stored, tmp_path):
-    """Of files that are renamed, and of what the family keeps in fp32."""
+    """Also for files with renamed tensors, and for what the family keeps in fp32."""
     source = folder(tmp_path, nemotron_h, dtype=stored)
     swap_experts(load(source, stored), progress=False).save_pretrained(tmp_path / "nvfp4")
     for dtype in (torch.float32, torch.bfloat16):
@@ -86,7 +86,7 @@ def test_dtypes_are_those_of_a_dense_load(stored, tmp_path):
 
 @pytest.mark.slow_after(2)
 def test_every_call_prepares(family, tmp_path, monkeypatch):
-    """On Hopper weights are packed where they are; a forward that passes that by would pack them anew in every call."""
+    """On Hopper weights are packed in place; a forward without this step would pack them in every call."""
     model, prepared = load(folder(tmp_path, family), quantization_config=MoeNvfp4Config()), []
     monkeypatch.setattr(HFExperts, "_prepare_for", lambda self, chosen: prepared.append(self))
     logits(model)
@@ -112,8 +112,8 @@ NAMES = {
 
 @pytest.mark.slow_after(1)
 def test_files_have_modelopt_names_and_the_quantizers_bytes(family, tmp_path):
-    """One tensor per expert, projection and scale; every byte as quantizing the matrix gives, with a global scale that
-    gate and up share."""
+    """One tensor per expert, projection and scale; the bytes are those of quantizing each matrix, with a global scale
+    that gate and up share."""
     from moe_nvfp4.quantize.recipes import quantize_matrix, recipe_global_scale
 
     source = folder(tmp_path, family)
@@ -164,7 +164,7 @@ def experts_by_hand(tmp_path, family, prefix):
 
 
 def test_stacked_layout_saves_and_loads(tmp_path):
-    """save_original_format=False: one tensor per parameter, nothing of the other layout."""
+    """save_original_format=False writes one tensor per parameter, and nothing in the other layout."""
     model = load(folder(tmp_path, qwen3_moe), quantization_config=MoeNvfp4Config())
     model.save_pretrained(tmp_path / "stacked", save_original_format=False)
     keys = tensors(tmp_path / "stacked").keys()
@@ -174,7 +174,7 @@ def test_stacked_layout_saves_and_loads(tmp_path):
 
 
 def test_experts_of_two_modules_in_one_list(tmp_path):
-    """ERNIE 4.5 VL: files have the experts for text and those for images in one list, which is halved."""
+    """ERNIE 4.5 VL's files have the experts for text and for images in one list, which is halved."""
     from transformers import Ernie4_5_VLMoeConfig, Ernie4_5_VLMoeForConditionalGeneration
 
     text = dict(
@@ -230,7 +230,7 @@ def test_exclusions_are_honoured_and_recorded(family, tmp_path):
 def test_any_checkpoint_round_trips(
     family, experts, intermediate, odd, layers, excluded, recipe, shard, tmp_path_factory
 ):
-    """Any number of experts (over ten: '10' sorts before '2'), widths that need padding, shards, exclusions."""
+    """Any number of experts (above ten, '10' sorts before '2'), padded widths, shards, exclusions."""
     path = tmp_path_factory.mktemp("any")
     width = 16 * intermediate + 8 * odd
     make(lambda: family(experts, width, num_hidden_layers=layers)).save_pretrained(path / "a", max_shard_size=shard)
@@ -279,7 +279,7 @@ def test_compiled_model_has_no_graph_break(tmp_path):
     compiled = torch.compile(model, fullgraph=True)
     with torch.no_grad():
         a, b = compiled(IDS, use_cache=False).logits, model(IDS, use_cache=False).logits
-    # the rest of the model is fused by the compiler and rounds elsewhere
+    # the compiler fuses the rest of the model, which moves its roundings
     assert (a - b).abs().max() <= 0.05 * b.abs().max()
 
 
@@ -338,7 +338,7 @@ def test_static_input_scales_are_loaded_used_and_saved_again(tmp_path):
     def add(files):
         for key in list(files):
             if key.endswith("weight_scale_2"):
-                up = "up_proj" in key  # gate and up read the same rows: the larger counts
+                up = "up_proj" in key  # gate and up read the same rows, so the larger scale counts
                 files[key.replace("weight_scale_2", "input_scale")] = torch.tensor(0.002 if up else 0.0015)
 
     edit(source, add)
@@ -357,7 +357,7 @@ def test_static_input_scales_are_loaded_used_and_saved_again(tmp_path):
 
 
 def test_a_state_dict_as_files(tmp_path):
-    """The parameters under their own names, as `torch.save` or an accelerate checkpoint has them."""
+    """Parameters under their own names, as `torch.save` and accelerate's checkpoints have them."""
     model = load(nvfp4_folder(tmp_path))
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     save_file(state, tmp_path / "nvfp4/model.safetensors", metadata={"format": "pt"})
@@ -369,8 +369,8 @@ def test_a_state_dict_as_files(tmp_path):
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize("family", [qwen3_moe, granite, nemotron_h], ids=lambda f: f.__name__)
 def test_dense_stacks_under_the_modules_names(family, tmp_path):
-    """In files of families whose own files have a tensor for each expert, or other names; where none can be looked
-    into, nothing is made up."""
+    """They load though the family's own files have one tensor per expert, or other names. Files without headers are
+    refused."""
     folder(tmp_path, family, save_original_format=False)
     assert any(name.endswith("experts.down_proj") for name in tensors(tmp_path / "bf16"))
     expected = logits(swap_experts(load(tmp_path / "bf16"), progress=False))
@@ -383,7 +383,7 @@ def test_dense_stacks_under_the_modules_names(family, tmp_path):
 
 @pytest.mark.parametrize("orientation", ["hub", "saved"])
 def test_qwen3_vl_moe_is_quantized_from_either_orientation(orientation, tmp_path):
-    """Its files on the Hub have [E, in, out], those that transformers saves [E, out, in]."""
+    """Its files on the Hub have [E, in, out]; those that transformers saves have [E, out, in]."""
     from transformers import Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration
 
     text = dict(**SMALL, moe_intermediate_size=48, num_experts=4, num_experts_per_tok=2,
@@ -505,7 +505,7 @@ def test_damaged_files_are_named(damage, tmp_path):
 @pytest.mark.slow_after(2)
 @pytest.mark.parametrize("value", [None, float("nan"), 0.0, float("inf")])
 def test_bad_and_missing_input_scales_are_named(value, tmp_path, caplog):
-    """And left out where nothing needs them."""
+    """They are an error for W4A4, and left out for W4A16, which does not need them."""
     source = nvfp4_folder(tmp_path)
     expected = logits(load(source))
 
@@ -583,7 +583,7 @@ def test_unknown_settings_are_named(tmp_path):
 
 
 def test_saving_is_refused_nothing(tmp_path):
-    """deepcopy and half()/float() behave: a copy runs alone, a cast of a 4-bit model is refused."""
+    """deepcopy makes a copy that runs alone; half() and float() of a 4-bit model are refused."""
     import copy
 
     model = load(folder(tmp_path, qwen3_moe), quantization_config=MoeNvfp4Config())
@@ -595,7 +595,7 @@ def test_saving_is_refused_nothing(tmp_path):
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the peak from /proc")
 def test_loading_holds_little_more_than_the_result(tmp_path):
-    """Quantizing while loading: at most 1.3 times the result plus one shard, in anonymous memory."""
+    """Quantizing while loading takes at most 1.3 times the result plus one shard, in anonymous memory."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     config = Qwen3MoeConfig(

@@ -1,4 +1,4 @@
-"""Layers of multi-token prediction: transformers reads them from the files for generate(use_mtp=True)."""
+"""Multi-token prediction layers, which transformers reads from the files for generate(use_mtp=True)."""
 
 import json
 
@@ -26,7 +26,7 @@ def glm4_moe():
 
 @pytest.fixture
 def source(tmp_path, monkeypatch):
-    """Two layers, and a third for multi-token prediction, as GLM-4.5 has a 47th after 46."""
+    """A model with two layers and a third for multi-token prediction, as GLM-4.5 has a 47th after 46."""
     # transformers has the numbers of the published models' layers here
     monkeypatch.setattr(Glm4MoeForCausalLM, "_keys_to_ignore_on_load_unexpected", [r"model\.layers\.2.*"])
     make(glm4_moe).save_pretrained(tmp_path / "bf16")

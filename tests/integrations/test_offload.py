@@ -1,4 +1,4 @@
-"""Experts that stay on the CPU: which layers, how they load and move."""
+"""Experts that stay on the CPU: which layers' they are, how they load and move."""
 
 import pytest
 import torch
@@ -50,7 +50,7 @@ def test_the_first_layers_stay(tmp_path):
 
 @pytest.mark.slow
 def test_auto_fills_the_gpu_first(tmp_path):
-    """At one byte less than a layer needs, the layer stays on the CPU."""
+    """With one byte less than a layer needs, the layer stays on the CPU."""
     model = swapped(tmp_path)
     experts = [m for m in model.modules() if isinstance(m, HFExperts)]
     size = lambda module: (
@@ -133,7 +133,7 @@ def test_the_rest_goes_to_the_gpu_of_device_map(tmp_path, monkeypatch, device_ma
 @pytest.mark.parametrize("family", [qwen3_moe, mixtral, granite, nemotron_h])
 @pytest.mark.parametrize("dialect", ["modelopt", "compressed-tensors"])
 def test_experts_stay_in_their_files(tmp_path, monkeypatch, family, dialect):
-    """Nothing reads them while the model loads, and the model says the same."""
+    """Nothing reads them while the model loads, and its logits are the same."""
     path, want = saved(tmp_path, family, dialect=dialect)
     read, convert = [], PackedConverter.convert
 
@@ -207,7 +207,7 @@ def first_logits(model, **kwargs):
 @on_any_gpu
 @needs_library
 def test_beside_a_gpu_a_compiled_step_is_one_cuda_graph(tmp_path):
-    """And another one, if a layer gets other weights."""
+    """A layer that gets other weights makes another graph."""
     model, before = swapped(tmp_path, cpu_experts="all").to("cuda"), None
     layers = [m for m in model.modules() if isinstance(m, HFExperts)]
     for _ in range(2):

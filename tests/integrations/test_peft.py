@@ -1,4 +1,4 @@
-"""LoRA through PEFT on 4-bit models: equal to PEFT on the same weights dequantized."""
+"""LoRA through PEFT on 4-bit models gives the same as PEFT on the dequantized weights."""
 
 import copy
 
@@ -58,7 +58,7 @@ def swapped(family=qwen3_moe, **settings):
 
 
 def dense_like(model):
-    """The same weights, dequantized."""
+    """A dense model with the same weights, dequantized."""
     model = copy.deepcopy(model)
     return model.hf_quantizer._dequantize(model)
 
@@ -81,7 +81,7 @@ def adapters(model):
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda f: f.__name__)
 def test_adapters_of_dense_experts_load_onto_4bit_ones_and_back(family, tmp_path):
-    """The same names, shapes, logits and gradients as on dequantized weights, where PEFT's own layers run."""
+    """They have the same names, shapes, logits and gradients as on dequantized weights, where PEFT's own layers run."""
     model = swapped(family)
     dense = get_peft_model(dense_like(model), config())
     dense.save_pretrained(tmp_path / "dense")
@@ -102,7 +102,7 @@ def test_adapters_of_dense_experts_load_onto_4bit_ones_and_back(family, tmp_path
 
 
 def test_routers_norms_and_embeddings_get_their_gradients():
-    """What is trained without PEFT, around the frozen experts."""
+    """Trained without PEFT, around the frozen experts."""
     model = swapped()
     dense = dense_like(model)
     for name, p in dense.named_parameters():
@@ -115,7 +115,7 @@ def test_routers_norms_and_embeddings_get_their_gradients():
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize("r", [4, 5])
 def test_packed_linears(r, tmp_path):
-    """QLoRA's case: the linears of attention are 4-bit too."""
+    """The case of QLoRA: the linears of attention are 4-bit too."""
     folder, _ = quantized(tmp_path, qwen3_moe, "modelopt", lambda key: "experts" in key or is_linear(key))
     model = set_activations(load(folder, torch.float32), "bf16")
     dense = dense_like(model)
@@ -131,7 +131,7 @@ def test_packed_linears(r, tmp_path):
     assert 0 < relative_error(logits(mine), expected) < 0.5
     mine.unmerge_adapter()
     assert torch.equal(logits(mine), expected)
-    # by default all of them but lm_head, which is packed too
+    # by default all linears except lm_head, which is packed too
     every, dense = (
         get_peft_model(m, config(experts=False, target_modules="all-linear"))
         for m in (load(folder, torch.float32), dense.unload())
@@ -195,7 +195,7 @@ def test_merging_quantizes_the_sums_by_the_layers_recipe(family, tmp_path):
 
 
 def test_models_that_have_adapters_are_swapped(tmp_path):
-    """With those on linears; adapters on dense experts would add their products to the codes."""
+    """If the adapters are on linears; those on dense experts would add their products to the codes."""
     whole = get_peft_model(make(qwen3_moe, torch.float32), config(experts=False))
     assert swap_experts(whole, progress=False) is whole
     expected = logits(whole)
@@ -261,7 +261,7 @@ def test_what_is_refused_by_name(settings, error, message):
 
 
 def test_experts_that_are_split_over_ranks_are_refused():
-    """An adapter would be split, or not, as no plan says."""
+    """No parallel plan says whether an adapter is to be split."""
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
         model = swapped()
@@ -295,7 +295,7 @@ def arguments(path, **settings):
 @pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", [True, False])
 def test_trainer(checkpointing, tmp_path):
-    """Which asks the quantizer whether its models can be trained; in bf16, under its autocast."""
+    """Trainer asks the quantizer whether the model can be trained, and runs in bf16 under its autocast."""
     model = get_peft_model(swapped().bfloat16(), config(init_lora_weights=True))
     before = {name: p.clone() for name, p in model.named_parameters() if not p.requires_grad}
     trainer = Trainer(

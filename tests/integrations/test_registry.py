@@ -1,4 +1,4 @@
-"""Who reads which folder: this package beside transformers' own readers and those of others."""
+"""Which reader gets which folder: this package's, transformers' own, or that of another package."""
 
 import importlib.util
 import json
@@ -29,7 +29,7 @@ needs_compressed_tensors = pytest.mark.skipif(
 
 @pytest.fixture
 def fresh():
-    """transformers' registries as they are before this package is imported; afterwards as they were."""
+    """transformers' registries as they are before this package is imported; restored afterwards."""
     unregister()
     before = state()
     yield before
@@ -157,7 +157,7 @@ print(json.dumps(result))
 @needs_compressed_tensors
 @pytest.mark.skipif(Version(transformers.__version__) < Version("5.23"), reason="says what transformers 5.23 does")
 def test_transformers_alone_reads_experts_wrong_or_not_at_all_and_here_they_are_right(tmp_path):
-    """compressed-tensors' silently wrong (huggingface/transformers#48371), ModelOpt's refused (#46772)."""
+    """compressed-tensors' are silently wrong (huggingface/transformers#48371), ModelOpt's are refused (#46772)."""
     which = lambda k: is_expert(k) or "self_attn." in k and "proj" in k
     group = CONFIGS["compressed-tensors"]["config_groups"]["group_0"] | {"input_activations": None}
     folders = [quantized(tmp_path, qwen3_moe, "compressed-tensors", which, config_groups={"group_0": group}),

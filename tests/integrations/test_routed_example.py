@@ -1,4 +1,4 @@
-"""examples/train_routed.py: what it trains is what transformers runs."""
+"""examples/train_routed.py: transformers runs the model that it trains, with the same logits."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ IDS = torch.randint(0, 50, (2, 40), generator=torch.Generator().manual_seed(0))
 
 @pytest.fixture
 def demo_like():
-    """Experts of which every token takes all, in equal parts."""
+    """A model whose tokens all use all experts, with equal weights."""
     torch.manual_seed(0)
     config = MixtralConfig(
         vocab_size=50, hidden_size=32, intermediate_size=8, num_hidden_layers=2, num_attention_heads=4,

@@ -1,4 +1,4 @@
-"""`moe-nvfp4 serve` chooses an engine and hands the rest on to it; tests/integrations/test_vllm.py asks the server."""
+"""`moe-nvfp4 serve` chooses an engine and passes the rest on; tests/integrations/test_vllm.py tests the servers."""
 
 import importlib.util
 import os
@@ -30,7 +30,7 @@ def test_vllm_where_it_is_installed(monkeypatch):
 
 @pytest.mark.slow
 def test_else_transformers_which_reads_nvfp4_folders(monkeypatch, tmp_path):
-    """Our import comes before its command line, so that its loader finds our reader."""
+    """Our import precedes its command line, so that its loader finds our reader."""
     bf16 = folder(tmp_path, qwen3_moe)
     convert_checkpoint(bf16, tmp_path / "nvfp4")
     installed(monkeypatch, "transformers", "fastapi")

@@ -1,4 +1,4 @@
-"""swap_experts and MoeNvfp4Config: all or nothing, and no argument without effect."""
+"""swap_experts and MoeNvfp4Config: all or nothing, and every argument has an effect or is refused."""
 
 import copy
 import gc
@@ -74,7 +74,7 @@ def test_a_bias_that_is_not_finite_is_refused(name):
 
 @pytest.mark.slow_after(3)
 def test_verify_passes_what_a_swapped_model_saves(family, tmp_path):
-    """And finds the original's weights in it."""
+    """And it finds the original's weights in the files."""
     make(family).save_pretrained(tmp_path / "bf16")
     swap_experts(make(family), progress=False).save_pretrained(tmp_path / "nvfp4")
     report = verify_checkpoint(tmp_path / "nvfp4", tmp_path / "bf16")
@@ -83,7 +83,7 @@ def test_verify_passes_what_a_swapped_model_saves(family, tmp_path):
 
 
 def test_a_model_that_transformers_made_dense_is_saved_dense(tmp_path):
-    """Of FP8 files: the way back of what loaded them makes every weight FP8, some of them without scales."""
+    """From FP8 files: reversing the conversions that loaded them would make every weight FP8, some without scales."""
     source = folder(tmp_path, qwen3_moe)
     files = tensors(source)
     for name in [name for name in files if name.endswith("proj.weight")]:
@@ -128,7 +128,7 @@ def test_an_interrupted_swap_goes_on_where_it_was(monkeypatch, tmp_path):
 
 @pytest.mark.slow
 def test_dense_experts_go_one_layer_after_the_other(monkeypatch):
-    """While a layer is quantized, those before it are 4-bit, and nothing holds their dense weights."""
+    """While a layer is quantized, those before it are 4-bit, and nothing keeps their dense weights alive."""
     model = make(lambda: qwen3_moe(num_hidden_layers=4))
     dense = [weakref.ref(layer.mlp.experts.down_proj) for layer in model.model.layers]
     quantize, alive = HFExperts.load_expert, []
@@ -158,7 +158,7 @@ def test_experts_that_two_layers_share_are_swapped_for_both():
 
 
 def test_a_part_of_a_model_is_refused(tmp_path):
-    """The whole would save it without this library: codes expert by expert, scales in stacks."""
+    """The whole model would save it without this library: codes by expert, but scales in stacks."""
     whole = make(granite, torch.float32)
     before = logits(whole)
     with pytest.raises(ValueError, match="GraniteMoeModel is a part of GraniteMoeForCausalLM, .*: pass the whole"):
@@ -308,7 +308,7 @@ def test_dense_experts_beside_4_bit_ones_keep_their_implementation(tmp_path):
 
 # ---------------------------------------------------------------- and back
 def test_dequantized_experts_are_exactly_what_the_4_bit_ones_were(tmp_path):
-    """By the definition of the format, in numpy's float64, from the bytes of the files."""
+    """Against the definition of the format, in numpy's float64, from the bytes of the files."""
     source = folder(tmp_path, qwen3_moe)
     model = load(source, quantization_config=MoeNvfp4Config())
     model.save_pretrained(tmp_path / "nvfp4")
@@ -329,8 +329,8 @@ def test_dequantized_experts_are_exactly_what_the_4_bit_ones_were(tmp_path):
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize("family", [*FAMILIES, aria], ids=lambda f: f.__name__)
 def test_a_dequantized_model_is_a_dense_model(family, tmp_path):
-    """Also one that was saved in between, and one from 4-bit files. In fp32: bf16 rounds routers' logits, whose near
-    ties are then decided otherwise."""
+    """Also one that was saved in between, and one from 4-bit files. In fp32, since rounding routers' logits to bf16
+    decides near ties otherwise."""
     if family is aria and not hasattr(AriaExperts, "_apply_gate"):
         pytest.skip("Aria's experts have another form in this transformers, which is refused")
     source, dtype = folder(tmp_path, family), torch.float32

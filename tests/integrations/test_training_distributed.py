@@ -136,7 +136,7 @@ def test_ddp_and_fsdp_give_the_gradients_of_one_process(tmp_path):
 
 @needs_ep
 def test_tensor_and_expert_parallel_give_the_gradients_of_one_process(tmp_path):
-    """Of the embeddings, the norms and the routers."""
+    """The gradients of the embeddings, the norms and the routers."""
     from moe_nvfp4.integrations.huggingface import swap_experts
 
     source = folder(tmp_path, lambda: qwen3_moe(intermediate=64), dtype=torch.float32)

@@ -81,7 +81,7 @@ def _tokenizer(path):
 
 
 def by_transformers(path, prompts=PROMPTS, dtype=torch.float32, **kwargs):
-    """The same as `generate`, by the library under transformers."""
+    """The same as `generate`, computed with this library under transformers."""
     import moe_nvfp4.integrations.huggingface  # noqa: F401
     from tests.models import load
 
@@ -95,13 +95,13 @@ def by_transformers(path, prompts=PROMPTS, dtype=torch.float32, **kwargs):
 
 
 def same(one, other, tolerance=1e-4, prompts=8):
-    """Tokens and log-probabilities of at least so many prompts."""
+    """Compare tokens and log-probabilities; at least so many prompts must agree."""
     equal = [a == b for a, b in zip(one[0], other[0], strict=True)]
     close = (torch.tensor(one[1]) - torch.tensor(other[1])).abs().amax(dim=1) < tolerance
     assert sum(equal) >= prompts and int(close.sum()) >= prompts, (equal, close)
 
 
-MOST = 6  # of W4A4: a row's value next to a rounding boundary takes either code
+MOST = 6  # in W4A4 a value next to a rounding boundary may get either code
 
 
 # ---------------------------------------------------------------- numbers
@@ -115,7 +115,7 @@ def test_bf16_experts_are_quantized_while_they_load(folders, one_rank):
 
 
 def test_the_demo_in_bf16(tmp_path):
-    """Trained weights as people run them: the engines are as far apart as with dense experts (docs/serving.md)."""
+    """Trained weights, as people run them: the engines differ no more than with dense experts (docs/serving.md)."""
     from transformers import AutoTokenizer
 
     from moe_nvfp4.demo import DemoError, demo_path, demo_text
@@ -161,8 +161,8 @@ YARN = dict(rope_type="yarn", rope_theta=1e4, factor=2.0, beta_fast=32.0, beta_s
 
 @pytest.mark.parametrize("family", [qwen2_moe, mixtral, gpt_oss, llama4])
 def test_families(tmp_path, family):
-    """Shared experts with a gate of their own; other names of the projections; biases, a gate with clamps and sinks in
-    the attention; router weights on the input."""
+    """Shared experts with their own gate; other names of projections; biases, a clamped gate and attention sinks;
+    router weights on the input."""
     small = family()
     small.config.hidden_size = 128  # vLLM's attention on a CPU has heads of 32 and more
     if hasattr(small.config, "head_dim"):
@@ -190,9 +190,9 @@ RANKS = {
 
 @pytest.fixture(scope="module")
 def two_ranks(folders, tmp_path_factory):
-    """What each of two processes answers in every form of parallelism, one form after the other."""
+    """What each of two processes answers in every form of parallelism, one form after another."""
     out = tmp_path_factory.mktemp("ranks")
-    for left in Path("/dev/shm").glob("-*-cpushm_*"):  # by ranks that were killed: vLLM's names do not differ
+    for left in Path("/dev/shm").glob("-*-cpushm_*"):  # left by killed ranks: vLLM uses the same names again
         left.unlink()
     env = os.environ | SETTINGS | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
     forms = json.dumps({form: (_free_port(), options) for form, options in RANKS.items()})
@@ -213,8 +213,8 @@ def two_ranks(folders, tmp_path_factory):
 
 @pytest.mark.parametrize("form", RANKS)
 def test_two_ranks(two_ranks, one_rank, form):
-    """Tensor parallelism (channels of every expert), expert parallelism (half of the experts), and data parallelism,
-    where the ranks hold the same and answer for themselves; the experts see the tokens of both."""
+    """Tensor parallelism (channels of every expert), expert parallelism (half of the experts), and data parallelism, in
+    which every rank answers all prompts, and the experts see the tokens of both."""
     for rank in range(2):
         same(json.loads((two_ranks / f"{form}-{rank}.json").read_text()), one_rank)
 
@@ -249,7 +249,7 @@ GATES = [
 
 @pytest.mark.parametrize(("arguments", "formula"), GATES, ids=[" ".join(map(str, gate[0])) for gate in GATES])
 def test_gates(arguments, formula):
-    """Against the formulas of vLLM's kernels (vllm/model_executor/layers/activation.py), written out."""
+    """Against the formulas of vLLM's kernels (vllm/model_executor/layers/activation.py), written out here."""
     gate, own = engine.gate_of(_layer(*arguments))
     values = torch.linspace(-12, 12, 97, dtype=torch.float64)
     pairs = torch.cartesian_prod(values, values)
@@ -321,7 +321,7 @@ def test_unknown_options_are_named():
 
 
 def test_options_without_an_effect_are_refused(monkeypatch):
-    """When the first linear of bf16 files has been loaded: all modules are made then."""
+    """They are refused when the first linear of bf16 files has been loaded: all modules exist then."""
     from vllm.model_executor.layers.fused_moe import RoutedExperts
     from vllm.model_executor.layers.linear import LinearBase
 
@@ -352,14 +352,14 @@ def test_fused_names_are_ignored_with_their_parts():
 
 
 def test_the_kv_cache_stays_with_vllms_reader():
-    """Its scales are read in modules whose linears the ignore list excludes."""
+    """Its scales belong to modules whose linears the ignore list excludes."""
     config = Config.from_config(NVFP4 | {"ignore": ["*self_attn*"]})
     config.base = SimpleNamespace(get_quant_method=lambda layer, prefix: "vLLM's")
     assert config.get_quant_method(torch.nn.Identity(), "model.layers.0.self_attn.attn") == "vLLM's"
 
 
 def test_names_that_ignore_lists_have():
-    """EXAONE's and AFMoE's heads have none in vLLM, and those of a model that drafts another prefix."""
+    """Heads of EXAONE and AFMoE have no name in vLLM, and those of a draft model have another prefix."""
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
     config, asked = Config.from_config(NVFP4), []
@@ -401,7 +401,7 @@ def test_what_is_not_built_is_refused_by_name(monkeypatch, changes, text):
 # ---------------------------------------------------------------- vLLM without the plug-in
 @pytest.mark.parametrize("dialect", ["modelopt", "compressed-tensors"])
 def test_vllms_own_reader_leaves_dense_modules_alone(folders, dialect):
-    """It fuses q, k and v, and reads all as 4-bit that the ignore list does not name."""
+    """It fuses q, k and v, and reads every module as 4-bit that the ignore list does not name."""
     quantization = json.loads((folders / dialect / "config.json").read_text())["quantization_config"]
     base, fused = engine.base_config(quantization), {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
     base.packed_modules_mapping = fused
@@ -417,7 +417,7 @@ def test_vllms_own_reader_leaves_dense_modules_alone(folders, dialect):
 
 
 def test_vllms_own_kernels_read_the_right_numbers(folders):
-    """They take gate's global scale for up too: in what we write, both are the same."""
+    """They use gate's global scale for up too; in our files both are the same."""
     files = tensors(folders / "modelopt")
     stems = [name.removesuffix("gate_proj.weight_scale_2") for name in files if "gate_proj.weight_scale_2" in name]
     assert len(stems) == 16
@@ -530,7 +530,7 @@ def _a_killed_worker_ends_the_server(process):
 
 
 def test_the_server_of_transformers(folders):
-    """It reads the same folder, because our import came first."""
+    """It reads the same folder, because our package is imported first."""
     path = folders / "modelopt"
     tokens, _ = by_transformers(path)
     with Server(path, "--dtype", "float32", engine="transformers") as server:

@@ -1,4 +1,4 @@
-"""What a server's loader hands on, tensor by tensor, fills a layer: needs no vLLM."""
+"""A layer is filled from tensors as a server's loader passes them on, one by one; vLLM is not needed."""
 
 import itertools
 import json
@@ -32,7 +32,7 @@ def matrices(gated=True):
 
 
 def files(dialect, dense, input_scale=None):
-    """(kind, part, expert) -> tensor, as a checkpoint of `dialect` has them."""
+    """(kind, part, expert) -> tensor, as in a checkpoint of `dialect`."""
     found = {}
     for (part, e), matrix in dense.items():
         tensors = stored(dialect, "x", matrix, input_scale)
@@ -86,7 +86,7 @@ def test_ranks_hold_the_bytes_of_one_rank(dialect, gate):
 
 @pytest.mark.parametrize("gated", [True, False])
 def test_dense_matrices_are_quantized_in_any_order(gated):
-    """gate and up of an expert share a global scale, whichever comes first and whatever comes between."""
+    """gate and up of an expert share a global scale, whichever comes first, and whatever comes between them."""
     dense, gate = matrices(gated), Gate() if gated else Gate("relu2", gated=False)
     forward, backward = [
         fill({("weight", *key): dense[key] for key in order}, gate=gate) for order in (list(dense), list(dense)[::-1])
@@ -102,7 +102,7 @@ def test_dense_matrices_are_quantized_in_any_order(gated):
 
 
 def test_biases_are_added_by_one_rank():
-    """The ranks' sums are the layer's: x [T, H] through two ranks, compared with one and with a loop in float64."""
+    """The sum of two ranks' results is the layer's: x [T, H], compared with one rank and with a loop in float64."""
     dense = matrices()
     tensors = {("weight", *key): matrix for key, matrix in dense.items()}
     biases = {("bias", part, e): torch.randn(shape[0]) for part, shape in PARTS.items() for e in range(E)}
@@ -123,7 +123,7 @@ def test_biases_are_added_by_one_rank():
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_a_layer_is_read_from_its_folder(tmp_path, dialect):
-    """As for gpt-oss: the second of two layers, of its experts those of the second of two ranks."""
+    """As for gpt-oss: the second of two layers, and of its experts the part of the second of two ranks."""
     convert_checkpoint(folder(tmp_path, gpt_oss), tmp_path / "nvfp4", Options(dialect=dialect))
     files, names = tensors(tmp_path / "nvfp4"), DIALECTS[dialect]
     experts = NVFP4Experts(2, 64, 48, Gate(), bias=torch.float32)
@@ -144,7 +144,7 @@ def test_a_layer_is_read_from_its_folder(tmp_path, dialect):
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_input_scales(dialect):
-    """Static where the files have them; gate's and up's are of the same rows, the larger one holds."""
+    """They are static if the files have them; gate and up read the same rows, so the larger scale counts."""
     tensors = files(dialect, matrices(), 0.5)
     larger = 0.75 if dialect == "modelopt" else 1 / 0.75
     tensors["input_scale", "gate_proj", 1] = torch.tensor([larger])

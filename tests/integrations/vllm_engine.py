@@ -26,7 +26,7 @@ def engine(folder, **options):
 
 
 def ask(llm, prompts=PROMPTS):
-    """(greedy tokens [prompts][NEW], log-probabilities of the prompts' tokens but the first)."""
+    """Greedy tokens [prompts][NEW], and log-probabilities of the prompts' tokens except the first."""
     from vllm import SamplingParams
 
     sampling = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True, prompt_logprobs=0, detokenize=False)
@@ -47,7 +47,7 @@ def generate(folder, prompts=PROMPTS, **options):
 
 
 def gather_on_cpus():
-    """What data parallelism of any MoE asks of vLLM's communicator, and the one for CPUs (0.32) lacks."""
+    """Give vLLM's communicator for CPUs (0.32) what data parallelism of MoE layers needs and it lacks."""
     import torch
     from torch import distributed
     from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
