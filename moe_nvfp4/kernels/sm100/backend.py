@@ -7,12 +7,12 @@ order of the fp32 sums inside a GEMM and the last bits of exp in the gate:
     gemm1_swiglu    one kernel: both projections of all experts, gate, requantization
     gemm2_combine   two kernels: the GEMM into one row per assignment, and their weighted sum
 
-`experts` is all of them, and routing. GEMM 2's rows are fp32, but bf16 beyond
+`experts` does routing and all stages. GEMM 2's rows are fp32, or bf16 if they would exceed
 `EXACT_BYTES`.
 
-bf16 rows are gathered and interleaved (`rows.InterleaveRows`) before each GEMM; in `experts` GEMM 1 writes h so. With
-few of them K is in parts (`model.plan_gemm`): a kernel more adds up those of GEMM 1 and applies the gate (`SumParts`),
-the weighted sum adds up those of GEMM 2.
+bf16 rows are gathered and interleaved (`rows.InterleaveRows`) before each GEMM; in `experts`, GEMM 1 writes h
+interleaved. For few rows K is split into parts (`model.plan_gemm`): a further kernel (`SumParts`) adds up those of
+GEMM 1 and applies the gate, and the weighted sum adds up those of GEMM 2.
 
 Nothing waits for the device and no shape depends on data, so the stages can be captured in a CUDA
 graph. Weights are in the layout of `sm100.pack`.
@@ -50,7 +50,7 @@ from moe_nvfp4.weights import ExpertWeights, Projection
 
 ARCHITECTURES = {(10, 0): "sm_100a", (10, 3): "sm_103a"}
 OUT_DTYPES = ("bfloat16", "float16", "float32")
-# what a kernel is compiled for
+# Whatever a kernel is compiled for
 Config = RouteConfig | QuantizeConfig | InterleaveConfig | GemmConfig | SumConfig | CombineConfig
 
 
@@ -60,7 +60,7 @@ Config = RouteConfig | QuantizeConfig | InterleaveConfig | GemmConfig | SumConfi
 def quantize_rows(
     x: Tensor, index: Tensor | None, scale: Tensor | None, groups: Groups, four_over_six: bool = False
 ) -> Rows:
-    """bf16/fp16/fp32 x [*, K] -> NVFP4 rows, as `reference.quantize_rows`; padding rows of sf hold anything."""
+    """bf16/fp16/fp32 x [*, K] -> NVFP4 rows, as `reference.quantize_rows`; padding rows of sf are not written."""
     R, E, K = groups.num_rows, groups.num_experts, x.shape[-1]
     _check_multiple_of_16(K)
     codes = x.new_empty(R, K // 2, dtype=torch.uint8)
@@ -86,7 +86,7 @@ def gemm2_combine(h: Rows, weights: ExpertWeights, groups: Groups, top_k_weights
 
 
 def experts(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: ExpertWeights) -> Tensor:
-    """x [T, H] -> [T, H] in its dtype: all of the layer."""
+    """The whole layer: x [T, H], ids and weights [T, top_k] -> [T, H] in x's dtype."""
     w, (T, top_k) = weights, top_k_index.shape
     if T == 0 or top_k == 0:
         return torch.zeros_like(x, memory_format=torch.contiguous_format)
@@ -106,9 +106,9 @@ def experts(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: Expe
 
 
 def route(top_k_index: Tensor, num_experts: int) -> tuple[Groups, Tensor]:
-    """`routing.group_by_expert` and the token of each row, by one kernel.
+    """(groups as of `routing.group_by_expert`, the token of each row), by one kernel.
 
-    An id outside the legal range prints the rule and traps: the next synchronization raises.
+    An id outside the legal range prints the rule and traps, and the next synchronization raises.
     """
     from moe_nvfp4.kernels.common.route import route_shape
 
@@ -185,13 +185,13 @@ def _gemm2(h: Rows, w: ExpertWeights, groups: Groups, top_k_weights: Tensor, dty
 
 
 def _plan(operand: Rows, rows: int, problem: tuple[int, int, int, int, str]) -> tuple[TileShape, int]:
-    """(tile, parts of K). problem: experts, weight rows, K, projections, what leaves."""
+    """(tile, parts of K). problem: experts, weight rows, K, projections, output."""
     activations = "nvfp4" if operand.is_nvfp4 else "bf16"
     return plan_gemm(activations, rows, *problem, multiprocessors(operand.values.device))
 
 
 def _sums(like: Rows, rows: int, config: GemmConfig) -> Tensor:
-    """Room for what a GEMM leaves in fp32, all parts."""
+    """An empty tensor for the fp32 output of a GEMM, all parts of K."""
     return like.values.new_empty(config.parts * rows, config.width, dtype=torch.float32)
 
 
@@ -199,10 +199,10 @@ def _gemm(
     config: GemmConfig, rows: Rows, groups: Groups, packed: tuple[Tensor, Tensor], scales: tuple[Tensor | None, Tensor],
     bias: Tensor | None, out: Rows, h_scale: Tensor | None = None,
 ) -> Rows:  # fmt: skip
-    """Launch a `GroupedGemm`, or a `DequantizingGemm`, -> `out`. packed: of `sm100.pack`; scales: global ones of gate
-    (or all) and up rows.
+    """Launch a `GroupedGemm` or a `DequantizingGemm` into `out`, and return it. packed: (codes, sf) of `sm100.pack`;
+    scales: the global scales of gate rows (or of all rows) and of up rows.
 
-    What a configuration does not use is filled with something of the right type.
+    Arguments that a configuration does not use are filled with any tensor of the right type.
     """
     if not config.legal:
         raise ValueError(f"no Blackwell kernel for {config}")
@@ -270,7 +270,7 @@ def _bias_name(bias: Tensor | None) -> str | None:
 
 
 def _operands(w: Projection) -> tuple[Tensor, Tensor]:
-    """(codes, sf) of `sm100.pack`; of weights that no module has prepared, made at every call."""
+    """(codes, sf) of `sm100.pack`; made at every call for weights that no module has prepared."""
     if w.sf is None:
         return parts(w.codes, w.rows, -(-w.width // 16))
     warn_unpacked("Blackwell")
@@ -284,7 +284,7 @@ def _operands(w: Projection) -> tuple[Tensor, Tensor]:
 
 
 def launch(config: Config, arguments: tuple) -> None:
-    """Run the kernel of `config` on the current stream; compiled on first use."""
+    """Run the kernel of `config` on the current stream; it is compiled on first use."""
     gpu = noted_gpu()
     capability = torch.cuda.get_device_capability(arguments[0].device) if gpu is None else gpu.capability
     compiled(config, architecture(capability))(*arguments)
@@ -301,12 +301,12 @@ def architecture(capability: tuple[int, int]) -> str:
 
 @CuteKernels
 def compiled(config: Config, architecture: str) -> Any:
-    """The kernel of `config`, from memory, from disk, or compiled for the GPU that is there."""
+    """The kernel of `config`: from memory, from disk, or compiled now."""
     return *kernel_of(config), architecture
 
 
 def compile_kernel(config: Config, options: str = "") -> Any:
-    """Compile the kernel of `config` for CUTE_DSL_ARCH, or the GPU that is there; needs no GPU."""
+    """Compile the kernel of `config` for CUTE_DSL_ARCH, which needs no GPU, or else for the GPU that is there."""
     from cutlass import cute
     from cutlass.cute.runtime import make_fake_stream
 
@@ -316,7 +316,7 @@ def compile_kernel(config: Config, options: str = "") -> Any:
 
 
 def kernel_of(config: Config) -> tuple[Any, tuple]:
-    """(the kernel of `config`, tensors like its arguments: static shapes but for the number of rows)."""
+    """(the kernel of `config`, placeholders for its arguments: all shapes are static except the number of rows)."""
     import cutlass
     from cutlass import Float32, Int32, Uint8, Uint32, cute
     from cutlass.cute.runtime import make_fake_tensor
@@ -334,7 +334,7 @@ def kernel_of(config: Config) -> tuple[Any, tuple]:
 
     types = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16, "float32": Float32}
     R, others = cute.sym_int(), cute.sym_int()
-    bytes_sf, bytes_out_sf = cute.sym_int64(), cute.sym_int64()  # of 8 million rows of 7168: more than 2**31
+    bytes_sf, bytes_out_sf = cute.sym_int64(), cute.sym_int64()  # more than 2**31 for 8 million rows of 7168
     if isinstance(config, QuantizeConfig):
         return rows.QuantizeRows(config), (
             tensor(types[config.dtype], others, config.k),

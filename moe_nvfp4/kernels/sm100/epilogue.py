@@ -1,9 +1,10 @@
 """The epilogue of the Blackwell GEMM: fp32 sums in TMEM -> scales, bias, gate -> bf16, fp16, fp32 or NVFP4 rows.
 
-A thread reads its own TMEM lane, a weight row, for 16 tokens. With a gate it reads two lanes, of gate and of up, which
-are 16 apart (`pack`); the upper half of a warp takes the next 16 tokens. Shared memory turns that around: then a thread
-has 16 neighbouring columns of one token, a block of NVFP4; or 8 columns of two tokens, which cross it in a word where
-16-bit rows leave. Two groups of four warps take 16 (or 32) tokens in turn; they share the buffer.
+A thread reads its own TMEM lane, which is a weight row, for 16 tokens. With a gate it reads two lanes, of gate and of
+up, which are 16 apart (`pack`), and the upper half of a warp takes the next 16 tokens. Shared memory transposes that:
+afterwards a thread has 16 neighbouring columns of one token, which are a block of NVFP4; or, for 16-bit output, 8
+columns of two tokens, which are exchanged as one word. Two groups of four warps take 16 (or 32) tokens in turn and
+share the buffer.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ from moe_nvfp4.kernels.sm100 import ptx
 from moe_nvfp4.kernels.sm100.config import CHUNK, EIGHT, ROWS, SF_TILE, TOGETHER, GemmConfig
 from moe_nvfp4.kernels.sm100.scheduler import TileMap, TileScheduler, WorkTile
 
-TILE, GROUP, EXCHANGE = 1, 2, 4  # named barriers: one for all, and one per group twice
+TILE, GROUP, EXCHANGE = 1, 2, 4  # named barriers: one for all warps; GROUP and EXCHANGE have one per group
 
 
 class Tensors(NamedTuple):
-    """What the kernel reads and writes beside the operands. What a configuration does not use may be anything."""
+    """What the kernel reads and writes besides the operands. Tensors that a configuration does not use may be any."""
 
     mXScale: cute.Tensor  # fp32 [R]
     mOffsets: cute.Tensor  # int32 [E + 1]
     mScale0: cute.Tensor  # fp32 [E]: global scales of gate rows (or of the only projection)
-    mScale1: cute.Tensor  # fp32 [E]: of up rows
+    mScale1: cute.Tensor  # fp32 [E]: global scales of up rows
     mBias: cute.Tensor  # [E, N]
     mOut: cute.Tensor  # 32-bit words [R, words]: rows of the output, or codes
     mOutSF: cute.Tensor  # "nvfp4": uint8, flat
@@ -37,7 +38,7 @@ class Tensors(NamedTuple):
 
 
 class Thread(NamedTuple):
-    """A thread's place: of 256, of its group of 128; its warp, its group, its TMEM lanes."""
+    """A thread's number among all 256 and among its group's 128; its warp, its group, its TMEM lanes."""
 
     tid: Int32
     thread: Int32
@@ -47,8 +48,8 @@ class Thread(NamedTuple):
 
 
 class TileScales(NamedTuple):
-    """What a tile's sums are multiplied by and added to: the global scale of the thread's row, or of gate and of up; as
-    many biases for each block; for each token a scale, in shared memory; and the global scale of NVFP4 rows of h."""
+    """What is applied to a tile's sums: the global scale of the thread's row, or of its gate and up rows; as many
+    biases per block; the scale of each token, in shared memory; and the global scale of NVFP4 rows of h."""
 
     of_rows: list
     biases: list
@@ -57,14 +58,14 @@ class TileScales(NamedTuple):
 
 
 class Epilogue:
-    """Of a `GemmConfig`."""
+    """The epilogue of a `GemmConfig`."""
 
     def __init__(self, config: GemmConfig, scheduler: TileScheduler):
         self.c, self.scheduler = config, scheduler
 
     @cute.jit
     def run(self, tensors: Tensors, tile_map: TileMap, tmem: Int32, tid: Int32, warp: Int32, s):
-        """Eight warps: every tile."""
+        """The role of eight warps: all tiles."""
         c, t = self.c, self.c.tile
         acc_full = s.acc.data_ptr()
         acc_empty = acc_full + 1
@@ -79,12 +80,12 @@ class Epilogue:
         while tile < count:
             work = self.scheduler.locate(tile, tile_map)
             scales = self.fetch_scales(work, turn, tensors, me, s)
-            if const_expr(not self.c.dense):  # the tokens' scales are there
+            if const_expr(not self.c.dense):  # until the tokens' scales are in shared memory
                 cute.arch.barrier(barrier_id=TILE, number_of_threads=256)
             cute.arch.mbarrier_wait(acc_full, turn)
             ptx.tmem_fence(before=False)
             acc = me.lanes + turn * t.second
-            # odd tiles are drained from the start and even ones from the end: where the other one's columns are
+            # odd tiles are drained from the start and even tiles from the end, where the other tile's columns are
             chunks, shared = (work.rows + c.chunk - 1) // c.chunk, -(-t.shared_tokens // c.chunk)
             early = turn * cutlass.min(chunks, shared)
             early += (1 - turn) * cutlass.max(chunks + shared - t.tokens // c.chunk, 0)
@@ -99,12 +100,12 @@ class Epilogue:
             done ^= chunks & 1
             turn ^= 1
             tile += step
-        if done == group:  # the last turn was given and not taken
+        if done == group:  # the buffer was handed to this group once more than it took it
             cute.arch.barrier(barrier_id=EXCHANGE + group, number_of_threads=256)
 
     @cute.jit
     def fetch_scales(self, work: WorkTile, turn: Int32, tensors: Tensors, me: Thread, s) -> TileScales:
-        """Of the tile's rows into shared memory; of its blocks and biases into registers."""
+        """Load the scales of the tile's tokens into shared memory, weight scales and biases into registers."""
         c, t = self.c, self.c.tile
         sTokens = cute.make_tensor(s.scale.data_ptr() + turn * t.tokens, cute.make_layout(t.tokens))
         if const_expr(not c.dense):
@@ -119,7 +120,7 @@ class Epilogue:
         if const_expr(c.projections == 2):
             scales.append(tensors.mScale1[work.expert])
         lane = me.thread
-        if const_expr(c.fused):  # its gate row
+        if const_expr(c.fused):  # the thread's gate row
             lane -= me.thread // TOGETHER % 2 * TOGETHER
         elif const_expr(c.projections == 2):
             scales = [cutlass.select_(me.thread // TOGETHER % 2 == 1, scales[1], scales[0])]
@@ -138,7 +139,7 @@ class Epilogue:
         return TileScales(scales, biases, sTokens, h)
 
     def column_of(self, row: Int32) -> tuple:
-        """Of a weight row: (column of its projection, 1 for up)."""
+        """(column within its projection, 1 for up) of a weight row."""
         if self.c.projections == 1:
             return row, 0
         return row // (2 * TOGETHER) * TOGETHER + row % TOGETHER, row // TOGETHER % 2
@@ -150,20 +151,20 @@ class Epilogue:
 
     @cute.jit
     def drain(self, acc: Int32, at: Int32, work: WorkTile, scales: TileScales, sExchange, tensors: Tensors, me: Thread):
-        """A group: a chunk of tokens from `at` on of the tile, through its buffer, to the output."""
+        """For one group: bring a chunk of the tile's tokens, from `at` on, through the buffer to the output."""
         c, t, thread, group = self.c, self.c.tile, me.thread, me.group
         for b in cutlass.range_constexpr(t.blocks):
             words = self.words_of(self.finish(acc, at, b, scales, me))
-            # the exchange belongs to the groups in turn
+            # the groups own the buffer in turn
             if const_expr(b == 0):
                 cute.arch.barrier(barrier_id=EXCHANGE + group, number_of_threads=256)
             else:
                 cute.arch.barrier(barrier_id=GROUP + group, number_of_threads=128)
             for j in cutlass.range_constexpr(len(words)):
-                # a warp's rows are swapped in fours, so that reading back is free of bank conflicts
+                # a warp's rows are permuted in fours, so that reading back has no bank conflicts
                 sExchange[thread ^ (me.warp % 4 << 2), j] = words[j]
             cute.arch.barrier(barrier_id=GROUP + group, number_of_threads=128)
-            count = len(words)  # of columns that the thread has then, of one word of the tokens
+            count = len(words)  # columns that the thread has afterwards, of one token or of two in a word
             line, first = thread // (ROWS // count), thread % (ROWS // count) * count
             mine = cute.make_rmem_tensor(count, Uint32)
             for q in cutlass.range_constexpr(count // 4):
@@ -176,7 +177,7 @@ class Epilogue:
                 cute.arch.barrier_arrive(barrier_id=EXCHANGE + 1 - group, number_of_threads=256)
             column, upper = self.column_of(self.scheduler.block_row(work.row_tile, b) + first)
             start, up = at, upper
-            if const_expr(c.fused):  # what the upper halves of warps had: later tokens
+            if const_expr(c.fused):  # the upper halves of warps had later tokens
                 start, up = at + upper * CHUNK, 0
             mine = [mine[i] for i in range(count)]
             if const_expr(c.out == "nvfp4"):
@@ -189,7 +190,7 @@ class Epilogue:
                 self.store_row(mine, start + line, column, up, work, tensors)
 
     def words_of(self, results: list) -> list:
-        """16 tokens as words: fp32 numbers, or rounded and two in one."""
+        """16 tokens as words: fp32 numbers, or two 16-bit numbers per word."""
         if not self.c.halves:
             return [v.bitcast(Uint32) for v in results]
         half = cutlass.Float16 if self.c.out == "float16" else cutlass.BFloat16
@@ -197,7 +198,7 @@ class Epilogue:
 
     @cute.jit
     def halves_of(self, mine: list, column: Int32, high: cutlass.Constexpr) -> list:
-        """The low or the high halves of eight words, two in one; of "interleaved" rows zero beyond the last column."""
+        """The low or high halves of eight words, two per word; zero beyond the last column of "interleaved" rows."""
         order = EIGHT if self.c.out == "interleaved" else range(8)
         pick = 0x7632 if high else 0x5410
         words = [Uint32(cute.arch.prmt(mine[order[i]], mine[order[i + 1]], pick)) for i in range(0, 8, 2)]
@@ -207,7 +208,7 @@ class Epilogue:
 
     @cute.jit
     def finish(self, acc: Int32, at: Int32, block: cutlass.Constexpr, scales: TileScales, me: Thread) -> list:
-        """The thread's column of 16 tokens: sums from TMEM, scales, bias, gate."""
+        """The thread's column for 16 tokens: sums from TMEM, scales, bias, gate."""
         c = self.c
         sums = ptx.load_columns(acc + block * c.tile.tokens + at, CHUNK, c.fused)
         if const_expr(c.fused):
@@ -238,7 +239,7 @@ class Epilogue:
 
     @cute.jit
     def store_row(self, words: list, token: Int32, column: Int32, up: Int32, work: WorkTile, tensors: Tensors):
-        """Neighbouring columns of one token, fp32 or two in a word, to the output; up: 1 for those of up rows."""
+        """Store neighbouring columns of one token, as fp32 or two per word; up: 1 for columns of up rows."""
         c, per_word = self.c, 2 if self.c.halves else 1
         inside = column < (c.width if c.out == "interleaved" else c.rows)
         column += up * c.rows
@@ -253,7 +254,8 @@ class Epilogue:
 
     @cute.jit
     def store_nvfp4(self, words: list, token: Int32, column: Int32, work: WorkTile, h_scale, tensors: Tensors):
-        """16 fp32 numbers, a block: its codes and its sf. Columns of sf up to a multiple of 4 are there, and zero."""
+        """Quantize a block of 16 fp32 numbers and store its codes and sf. Columns of sf are padded to a multiple of 4
+        with zeros."""
         c, row, row_in_group = self.c, work.first + token, work.row_in_group + token
         inside = column < c.rows
         values = [word.bitcast(Float32) for word in words]
@@ -271,7 +273,7 @@ class Epilogue:
 
     @cute.jit
     def zero_unrouted_rows(self, tensors: Tensors, tid):
-        """Zeros for the rows from offsets[E] on, before the first tile."""
+        """Write zeros to the rows from offsets[E] on, before the first tile."""
         c = self.c
         bid, _, _ = cute.arch.block_idx()
         grid, _, _ = cute.arch.grid_dim()
@@ -290,7 +292,7 @@ class Epilogue:
 
 
 def store_words(words: list[Uint32], mOut: cute.Tensor, row: Int32, start: Int32):
-    """2 or 4 words into mOut[row, start:], in one store."""
+    """Write 2 or 4 words to mOut[row, start:] in one store."""
     registers = cute.make_rmem_tensor(len(words), Uint32)
     for i, word in enumerate(words):
         registers[i] = word

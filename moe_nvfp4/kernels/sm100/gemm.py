@@ -2,19 +2,19 @@
 
     D[weight row, token] = sum over K of (w * w_sf) * (x * x_sf)        tcgen05.mma, fp32, in TMEM
 
-Weights are the M operand: `blocks` blocks of 128 rows (neighbours in the layout of `pack`, which brings rows of gate
-and up together) have an accumulator each and share every token tile. Tokens are N: a tile holds up to `tokens` rows of
-one expert, and its MMAs are as wide as it has rows, rounded up to what the epilogue reads at a time (16, with a gate
-32), so 3 tokens cost 16 columns and 40 cost 48.
+Weights are the M operand: `blocks` blocks of 128 rows (neighbours in the layout of `pack`, which interleaves rows of
+gate and up) have an accumulator each and share every token tile. Tokens are N: a tile holds up to `tokens` rows of one
+expert, and its MMAs are as wide as it has rows, rounded up to what the epilogue reads at a time (16, or 32 with a
+gate). So 3 tokens cost 16 columns and 40 cost 48.
 
-With `ctas` = 2 a pair of CTAs works on one token tile: each has its own weight rows, accumulators and
-epilogue and loads half of the tokens' codes; the first CTA issues the MMAs of both.
+With `ctas` = 2 a pair of CTAs works on one token tile: each has its own weight rows, accumulators and epilogue, and
+loads half of the tokens' codes. The first CTA issues the MMAs of both.
 
 Tile map: every CTA sums the experts' tile counts from the offsets (one warp, a scan), so nothing waits for the host.
 Unrouted rows (from offsets[E] on) are written as zeros.
 
-Edges: K ends in zero codes (TMA fills, and padding scales are zero); weight rows and tokens beyond the end are computed
-and not stored; scales of rows beyond the end may hold anything.
+Edges: K ends in zero codes (TMA fills with zeros, and padding scales are zero). Weight rows and tokens beyond the end
+are computed but not stored; the scales of such rows may hold anything.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def swizzled_tma(tensor: cute.Tensor, rows: int, ctas: int) -> tuple:
 def scales_tma(sf: cute.Tensor, k_steps: int, ctas: int) -> tuple:
     """(atom, tensor of coordinates) for boxes of four 128x4 scale tiles, of K = 256; zeros beyond the last one."""
     words = SF_TILE // 4
-    # The DSL leaves dimensions that are 1 out of copies, and not out of tensor maps: this one it may not know.
+    # Dynamic on purpose: a dimension known to be 1 is left out of the DSL's copies, but not out of its tensor maps.
     tiles = Int32(sf.shape[0] // (k_steps * SF_TILE))
     shape = tiles, k_steps, words
     layout = cute.make_layout(shape, stride=(k_steps * words, words, 1))
@@ -61,12 +61,12 @@ def scales_tma(sf: cute.Tensor, k_steps: int, ctas: int) -> tuple:
 
 
 def load_by(ctas: int) -> cpasync.CopyBulkTensorTileG2SOp:
-    """Of a pair, the copies of both CTAs complete at the first one's mbarrier."""
+    """The TMA operation. In a pair, the copies of both CTAs complete at the first CTA's mbarrier."""
     return cpasync.CopyBulkTensorTileG2SOp(tcgen05.CtaGroup.TWO if ctas == 2 else tcgen05.CtaGroup.ONE)
 
 
 def load_box(atom, tensor: cute.Tensor, row: Int32, k: Int32, boxes: cute.Tensor, box: Int32, rows: int, barrier):
-    """One TMA box: `rows` rows from `row` on of K tile k, into box `box` of `boxes`; zeros where there is nothing."""
+    """Load one TMA box: `rows` rows from `row` on of K tile k, into box `box` of `boxes`; zeros beyond the tensor."""
     gA = cute.local_tile(cute.domain_offset((row, 0), tensor), (rows, BYTES_K), (0, None))
     tAsA, tAgA = cpasync.tma_partition(
         atom, 0, cute.make_layout(1), cute.group_modes(boxes, 0, 2), cute.group_modes(gA, 0, 2)
@@ -75,7 +75,7 @@ def load_box(atom, tensor: cute.Tensor, row: Int32, k: Int32, boxes: cute.Tensor
 
 
 def load_sf(atom, sf: cute.Tensor, tile: Int32, k: Int32, slots, slot: Int32, barrier):
-    """The scales of 128 rows for K tile k, into a slot for four 128x4 tiles."""
+    """Load the scales of 128 rows for K tile k into a slot for four 128x4 tiles."""
     words = SF_TILE // 4
     to = cute.recast_ptr(slots.data_ptr() + slot * (4 * SF_TILE), dtype=Uint32)
     box = cute.make_tensor(to, cute.make_layout((1, 4, words), stride=(4 * words, words, 1)))
@@ -87,7 +87,7 @@ def load_sf(atom, sf: cute.Tensor, tile: Int32, k: Int32, slots, slot: Int32, ba
 
 
 class Source(NamedTuple):
-    """Where a stage of the ring comes from: of weights or of tokens, codes and scales, each with its TMA."""
+    """Where a stage of the ring is loaded from: codes and scales, of weights or of tokens, each with its TMA atom."""
 
     tma: cute.CopyAtom
     codes: cute.Tensor
@@ -96,7 +96,7 @@ class Source(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """Addresses in shared memory of stage 0, and of the scales in TMEM."""
+    """Addresses of stage 0 in shared memory, and of the scales in TMEM (the last two)."""
 
     w: Int32
     x: Int32
@@ -110,21 +110,22 @@ class GroupedGemm:
     """The kernel of a `GemmConfig`.
 
     Warp roles
-        0-7  epilogue, two groups of four that take 16 tokens in turn: TMEM -> scales, bias, gate -> shared memory
+        0-7  epilogue: two groups of four take 16 tokens in turn: TMEM -> scales, bias, gate -> shared memory
              (transposed; one buffer, which the groups hand to each other) -> bf16, NVFP4 or fp32 rows
-        8    loads of weights by TMA, codes and block scales, into a ring of `stages` K tiles of 256
-        9    loads of tokens, likewise, into the same stages
-        10   scales from shared memory to TMEM, MMAs, of a pair in the first CTA only; owns the TMEM allocation
+        8    loads weights by TMA, codes and block scales, into a ring of `stages` K tiles of 256
+        9    loads tokens in the same way, into the same stages
+        10   copies scales from shared memory to TMEM, issues MMAs (in a pair, only in the first CTA); owns the TMEM
+             allocation
 
     Pipelines (producer role -> consumer role; arrivals)
-        full[stage]   loads -> MMA       2 + bytes    the K tile is in shared memory; of a pair, in both CTAs
+        full[stage]   loads -> MMA       2 + bytes    the K tile is in shared memory (in a pair: of both CTAs)
         empty[stage]  MMA -> loads       1 (commit)   the MMAs that read it are done
-        acc_full      MMA -> epilogue    1 (commit)   a tile is summed up
-        acc_empty     epilogue -> MMA    8 (warps)    the next tile's accumulators may be written; of a pair 16
+        acc_full      MMA -> epilogue    1 (commit)   the sums of a tile are complete
+        acc_empty     epilogue -> MMA    8 (warps)    the next tile's accumulators may be written (in a pair: 16)
 
-    Of a pair, full and acc_empty are those of the first CTA: the second one's copies complete there, and the first one
-    expects the bytes of both. A commit arrives at empty, or at acc_full, of both; before a CTA ends, its weights' warp
-    waits for the last ones.
+    A pair uses full and acc_empty of the first CTA: the copies of the second CTA complete there, and the first CTA
+    expects the bytes of both. A commit arrives at empty, or at acc_full, of both CTAs. Before a CTA ends, its weights
+    warp waits for the last of these.
 
     Timeline of each role, over the same tiles in the same order
         loads     per K tile: wait empty, expect the bytes, issue the copies; the ring runs across tiles
@@ -132,13 +133,13 @@ class GroupedGemm:
                   acc_full
         epilogue  per tile: fetch scales and biases, wait acc_full, drain 16 tokens at a time, arrive acc_empty
 
-    Two tiles are in TMEM at a time, at columns 0 and `second`. Where they do not both fit they overlap: the epilogue
-    drains the shared columns first and arrives at acc_empty there, not at the end. As it drains tiles in order, that
-    one arrival also says that everything before is drained.
+    Two tiles are in TMEM at a time, at columns 0 and `second`. If they do not both fit, they overlap: the epilogue
+    drains the shared columns first and arrives at acc_empty then, not at the end. Because it drains tiles in order,
+    this one arrival also says that everything before has been drained.
 
-    Dependent launch: weights and offsets are older than the kernel before this one (all kernels here wait for theirs
-    before they let the next one start; the backend sees to it where it packs weights), so the tile map and the weights
-    do not wait for its end. Tokens, and everything that is written, do.
+    Dependent launch: weights and offsets are older than the previous kernel (every kernel here waits for its
+    predecessor before it lets the next one start, and the backend ensures this where it packs weights), so the tile map
+    and the weights need not wait for its end. Tokens and all writes wait.
     """
 
     def __init__(self, config: GemmConfig):
@@ -236,7 +237,7 @@ class GroupedGemm:
 
     @cute.jit
     def begin(self, tensors: Tensors, tid: Int32, owns_tmem, s):
-        """All warps, when barriers are initialized: (tile map, first TMEM column)."""
+        """Called by all warps after the barriers are initialized: (tile map, first TMEM column)."""
         c, pair = self.c, self.c.tile.ctas == 2
         if owns_tmem:
             cute.arch.alloc_tmem(c.tile.columns, s.tmem.data_ptr(), pair)
@@ -252,7 +253,7 @@ class GroupedGemm:
 
     @cute.jit
     def end(self, owns_tmem, s):
-        """All warps, when their work is done."""
+        """Called by all warps when their work is done."""
         ptx.tmem_fence(before=True)
         self.sync_all()
         if owns_tmem:
@@ -262,7 +263,7 @@ class GroupedGemm:
 
     @cute.jit
     def sync_all(self):
-        """All threads of the CTA, or of the pair."""
+        """Synchronize all threads of the CTA, or of the pair."""
         cute.arch.sync_threads()
         if const_expr(self.c.tile.ctas == 2):
             cute.arch.cluster_arrive()
@@ -271,7 +272,7 @@ class GroupedGemm:
     # ---- warps 8 and 9: loads --------------------------------------------------------------------
 
     def leads(self):
-        """Whether this is the CTA that issues the MMAs: of a pair the first."""
+        """Whether this CTA issues the MMAs: in a pair, the first does."""
         return cute.arch.block_idx()[0] % self.c.tile.ctas == 0
 
     @cute.jit
@@ -301,7 +302,7 @@ class GroupedGemm:
                 ring = advance(ring, c.stages)
             tile += step
         if const_expr(t.ctas == 2):
-            # The last MMAs signal the barriers of both CTAs, which must still be there.
+            # The last MMAs signal the barriers of both CTAs, which must still exist then.
             for _ in cutlass.range(c.stages, unroll=1):
                 cute.arch.mbarrier_wait(empty + ring.index, ring.phase)
                 ring = advance(ring, c.stages)
@@ -343,7 +344,7 @@ class GroupedGemm:
         full, empty, acc_full = s.full.data_ptr(), s.empty.data_ptr(), s.acc.data_ptr()
         acc_empty = acc_full + 1
         tile, step, count = self.scheduler.my_tiles(tile_map)
-        sfw = tmem + t.columns - t.operand_columns  # [step of 64][block] 4 columns, then [step][tile] 4 columns
+        sfw = tmem + t.columns - t.operand_columns  # [step of 64][block] of 4 columns; sfx: [step][tile] of 4 columns
         sfx = sfw + 16 * t.blocks
         operands = Operands(
             s.w.data_ptr().toint(), s.x.data_ptr().toint(), s.w_sf.data_ptr().toint(), s.x_sf.data_ptr().toint(),
@@ -354,7 +355,7 @@ class GroupedGemm:
             work = self.scheduler.locate(tile, tile_map)
             instruction = ptx.instruction_descriptor(ROWS * t.ctas, self.scheduler.width(work.rows))
             acc = tmem + turn * t.second
-            # 32 rows a column; a tile may start at row 64 of its scale tile
+            # 32 rows per column; a tile may start at row 64 of its scale tile
             sfb = sfx + (work.row_in_group % 128) // 32
             if const_expr(t.ctas == 2):
                 ptx.wait_for_pair(acc_empty, turn ^ 1)
@@ -374,7 +375,7 @@ class GroupedGemm:
 
     @cute.jit
     def issue_k_tile(self, k: Int32, stage: Int32, at: Operands, tile: tuple):
-        """One thread: for each 64 codes of a K tile the copies of scales, and an MMA for each block of weights."""
+        """From one thread: for each 64 codes of a K tile, the copies of scales and an MMA per block of weights."""
         c, t, (acc, sfb, instruction, rows) = self.c, self.c.tile, tile
         xd = ptx.operand_descriptor(at.x + stage * (t.tokens // t.ctas * BYTES_K))
         for i in cutlass.range_constexpr(4):
@@ -389,14 +390,14 @@ class GroupedGemm:
                     sfa = at.sfw + (i * t.blocks + b) * 4
                     ptx.copy_scales(sfa, ptx.scales_descriptor(w_sf), t.ctas)
                     wd = ptx.operand_descriptor(at.w + (stage * t.blocks + b) * (ROWS * BYTES_K))
-                    # a step is 64 codes, 32 bytes: 2 in a descriptor's units
+                    # a step is 64 codes, 32 bytes: 2 in the units of a descriptor
                     ptx.mma(
                         acc + b * t.tokens, wd + 2 * i, xd + 2 * i, instruction, sfa, sfb + i * t.sf_tiles * 4,
                         (k > 0) | (i > 0), t.ctas,
                     )  # fmt: skip
 
     def commit(self, barrier):
-        """An arrival when the MMAs issued so far are done; of a pair, in both CTAs."""
+        """Arrive at the barrier (in a pair, at those of both CTAs) when the MMAs issued so far are done."""
         if self.c.tile.ctas == 2:
             tcgen05.commit(barrier, 0b11, tcgen05.CtaGroup.TWO)
         else:

@@ -1,19 +1,19 @@
-"""A performance model of the Blackwell layer on a B200. Nothing of ours is measured: no Blackwell was at hand.
+"""A performance model of the Blackwell layer on a B200. None of our kernels was measured: no Blackwell was at hand.
 
     python -m moe_nvfp4.kernels.sm100.model
 
-The kernels' tiles are those that it prefers (`plan_gemm`).
+The kernels use the tiles that this model prefers (`plan_gemm`).
 
-A GEMM takes as long as the slowest of five things: bytes through HBM, and for the CTA with the most tiles the cycles
-that its tensor cores, its shared memory, its MMA-issuing warp, and the issue slots for epilogue and dequantization
-are busy (they overlap, tile against tile); and START. A layer is routing, rows, both GEMMs and the sum, one after the
-other.
+The time of a GEMM is START plus the slowest of five things: the bytes through HBM, and, for the CTA with the most
+tiles, the cycles that its tensor cores, its shared memory, its MMA-issuing warp, and the issue slots for epilogue and
+dequantization are busy. (Tiles overlap, so these run at the same time.) A layer is routing, rows, both GEMMs and the
+sum, one after the other.
 
-Where numbers come from: B200's data sheet (HBM, products); what the emulator counts when it runs the compiled kernels
-(bytes through shared memory, instructions: `tests/kernels/test_sm100_model.py` compares); an H200 (LAUNCH); and two
-published kernels, to which START and REACHED are fitted: the fastest NVFP4 grouped GEMM of GPU MODE's hackathon, its
-longest problem and its shortest. Its tile is ours: weights are M, pairs of CTAs, 128 tokens. `main` prints how far off
-the model is for the other problems, and for whole layers of LightMoE, another library whose B200 numbers are published.
+Where numbers come from: B200's data sheet (HBM, products); counts by the emulator that runs the compiled kernels (bytes
+through shared memory, instructions; `tests/kernels/test_sm100_model.py` compares them); an H200 (LAUNCH); and a
+published kernel, to which START and REACHED are fitted: the fastest NVFP4 grouped GEMM of GPU MODE's hackathon, for its
+longest and its shortest problem. Its tile is like ours: weights are M, pairs of CTAs, 128 tokens. `main` prints how far
+off the model is for the other problems, and for layers of LightMoE, another library with published B200 numbers.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from moe_nvfp4.kernels.sm100.config import (
 )
 
 SMS, CLOCK, HBM = 148, 1.85e9, 8e12
-PRODUCTS = {"nvfp4": 16384, "bf16": 4096}  # per SM and cycle: 9 and 2.25 PFLOP/s
+PRODUCTS = {"nvfp4": 16384, "bf16": 4096}  # multiply-adds per SM and cycle: 9 and 2.25 PFLOP/s
 SHARED = 128  # bytes per SM and cycle, read or written
-ISSUE = 2  # cycles of an instruction of a warp by itself: an assumption, between 1 and 5 (where each needs the last)
-LAUNCH = 3e-6  # of an empty CUDA graph, on an H200
-START, REACHED = 4.5e-6, 0.773  # a GEMM alone, beside its slowest resource; share of HBM's data sheet rate: fitted
-# Instructions of an epilogue warp for a chunk of tokens: CHUNK_LOOP, and for each block, by (activations, projections,
-# what leaves). This and what `of_step` and `of_chunk` say is counted by the emulator: PTX without mov,
-# which is no machine instruction as a rule.
+ISSUE = 2  # cycles per instruction of a single warp: an assumption, between 1 and 5 (if each needs the previous one)
+LAUNCH = 3e-6  # seconds of an empty CUDA graph on an H200
+START, REACHED = 4.5e-6, 0.773  # fitted: seconds of a GEMM besides its slowest resource; reached share of HBM's rate
+# Instructions of an epilogue warp for a chunk of tokens: CHUNK_LOOP, and per block, by (activations, projections,
+# output). These, and the numbers in `of_step` and `of_chunk`, are counts by the emulator: PTX instructions without mov,
+# which usually becomes no machine instruction.
 CHUNK_LOOP = 32
 EPILOGUE = {
     ("nvfp4", 2, "nvfp4"): 296,
@@ -62,7 +62,7 @@ NVFP4 = 0.5625  # bytes of a code with its share of a block scale
 
 @dataclass(frozen=True)
 class Launch:
-    """One GEMM: `groups` are the rows of each expert; n is per projection; out_bytes of an element of the result."""
+    """One GEMM. groups: the rows of each expert; n: weight rows per projection; out_bytes: per output element."""
 
     groups: tuple[int, ...]
     n: int
@@ -72,7 +72,7 @@ class Launch:
     out_bytes: float
     tile: TileShape
     activations: str = "nvfp4"
-    parts: int = 1  # of K, each a tile of its own that leaves fp32
+    parts: int = 1  # of K, each a tile of its own with an fp32 result
 
     @property
     def chunk(self) -> int:
@@ -82,7 +82,7 @@ class Launch:
 
 class Counts(NamedTuple):
     """What a CTA does, as the emulator counts it: bytes through shared memory, instructions of the MMA warp, and issue
-    slots (a multiprocessor has four a cycle) of the warps that dequantize and that store."""
+    slots (a multiprocessor has four per cycle) of the warps that dequantize and of those that store."""
 
     shared: float
     instructions: float
@@ -90,10 +90,10 @@ class Counts(NamedTuple):
 
 
 def of_step(tile: TileShape, activations: str, width: int) -> Counts:
-    """64 of K of a tile with `width` tokens."""
+    """The counts for 64 of K in a tile with `width` tokens."""
     blocks, dense = tile.blocks, activations == "bf16"
     a, b, sf = ROWS * 32, width // tile.ctas * (128 if dense else 32), SF_TILE  # bytes
-    if dense:  # in: all once; out: codes and scales (whose rows collide in fours) once, tokens for each block
+    if dense:  # writes: everything once; reads: codes and scales (whose rows collide in fours) once, tokens per block
         shared = blocks * (a + sf) + b + blocks * (a + 4 * sf + b)
         return Counts(shared, 30 + 8 * blocks, 4 * blocks * DEQUANTIZE[blocks])
     shared = blocks * (a + sf) + b + tile.sf_tiles * sf + blocks * (a + b) + (blocks + tile.sf_tiles) * sf
@@ -101,22 +101,23 @@ def of_step(tile: TileShape, activations: str, width: int) -> Counts:
 
 
 def of_chunk(launch: Launch) -> Counts:
-    """`launch.chunk` tokens of a tile in the epilogue: for each block four warps turn them around in shared memory."""
+    """The counts for `launch.chunk` tokens of a tile in the epilogue; per block, four warps transpose them in shared
+    memory."""
     blocks = launch.tile.blocks
     exchanged = 2 * CHUNK * ROWS * (4 if launch.out in ("nvfp4", "assignments", "float32") else 2)
-    if launch.activations == "nvfp4":  # scales of the tokens, other ones for the halves of a warp
+    if launch.activations == "nvfp4":  # scales of the tokens; with two projections, the halves of a warp read others
         exchanged += 8192 if launch.projections == 2 else 2048
     each = EPILOGUE[launch.activations, launch.projections, launch.out]
     return Counts(blocks * exchanged, 0, 4 * (CHUNK_LOOP + blocks * each))
 
 
 def tiles_of_one(groups: tuple[int, ...], tokens: int, each: int, workers: int) -> Counter[int]:
-    """{tokens of a tile: how many such tiles the first of `workers` has}, each token tile being `each` tiles."""
+    """{tokens of a tile: how many such tiles the first of `workers` has}, where a token tile makes `each` tiles."""
     found: Counter[int] = Counter()
     at = 0
     for rows in groups:
         for size, number in ((tokens, rows // tokens), (rows % tokens, 1)):
-            if size and number:  # of every `workers` tiles it has the first
+            if size and number:  # the first worker has the first of every `workers` tiles
                 end = at + number * each
                 found[size] += -(-end // workers) - -(-at // workers)
                 at = end
@@ -127,7 +128,7 @@ def busy(launch: Launch, sms: int = SMS) -> dict[str, float]:
     """Seconds that each resource is busy."""
     tile, dense = launch.tile, launch.activations == "bf16"
     each, steps = tile.row_tiles(launch.n * launch.projections) * launch.parts, -(-launch.k // 64)
-    steps = min(steps, -(-steps // (4 * launch.parts)) * 4)  # a part is so many K tiles of 256
+    steps = min(steps, -(-steps // (4 * launch.parts)) * 4)  # a part is whole K tiles of 256
     workers = min(sms // tile.ctas, each * sum(-(-rows // tile.tokens) for rows in launch.groups))
     cycles = dict.fromkeys(("matrix", "shared", "issue", "slots"), 0.0)
     chunk = of_chunk(launch)
@@ -156,14 +157,15 @@ def gemm(launch: Launch) -> float:
 def plan_gemm(
     activations: str, rows: int, experts: int, weight_rows: int, k: int, projections: int, out: str, sms: int
 ) -> tuple[TileShape, int]:
-    """The tile for so many rows in all, spread over the experts, and the parts of K: which take the least time. Of
-    equals the one that keeps a multiprocessor busy for the shortest (pairs of CTAs: by a fifth), then the largest tile,
-    but no more tokens than an expert has.
+    """(tile, parts of K) with the least time, for `rows` rows in all, spread over the experts.
+
+    Ties go to the plan that keeps a multiprocessor busy for the shortest time (a pair of CTAs must win by a fifth),
+    then to the largest tile that has no more tokens than an expert.
 
     weight_rows  of a projection
-    out          as in `GemmConfig`, but "assignments" may come in parts, and so may all that leaves GEMM 1: fp32 sums
-                 that a kernel more adds up before the gate. That has to be worth it, by a twentieth of the time at
-                 least; with NVFP4 rows it is not.
+    out          as in `GemmConfig`. "assignments" may be in parts, and so may any output of GEMM 1: as fp32 sums, which
+                 a further kernel adds up before the gate. Parts must save a twentieth of the time; for NVFP4 rows they
+                 never do.
     """
     rows = max(1, rows)
     groups, k_tiles = spread(rows, experts), -(-k // BLOCK_K)
@@ -190,7 +192,7 @@ def launch_of(
     activations: str, groups: tuple[int, ...], n: int, k: int, projections: int, out: str, tile: TileShape,
     parts: int = 1,
 ) -> Launch:  # fmt: skip
-    """As `GemmConfig` has it."""
+    """The `Launch` of a GEMM that is described as in `GemmConfig`."""
     if parts > 1 and out != "assignments":
         out = "float32"
     size = {"assignments": 4, "float32": 4, "nvfp4": NVFP4}.get(out, 2)
@@ -199,7 +201,7 @@ def launch_of(
 
 
 def adding(launch: Launch) -> float:
-    """Seconds that parts take beside the GEMM: of GEMM 1 a kernel more, of GEMM 2 more rows to read for the sum."""
+    """Seconds that parts of K cost besides the GEMM: for GEMM 1 a further kernel, for GEMM 2 more rows to add up."""
     if launch.parts == 1:
         return 0.0
     scattered = launch.out == "assignments"
@@ -208,7 +210,7 @@ def adding(launch: Launch) -> float:
 
 
 def gemms(H: int, I: int, experts: int, top_k: int, tokens: int, activations: str) -> tuple[Launch, Launch]:
-    """Both of a layer."""
+    """Both GEMMs of a layer."""
     groups, rows = spread(tokens * top_k, experts), tokens * top_k
     out = "assignments" if rows * H * 4 <= EXACT_BYTES else "assignments bfloat16"
     problems = (I, H, 2, "nvfp4" if activations == "nvfp4" else "interleaved"), (H, I, 1, out)
@@ -219,7 +221,8 @@ def gemms(H: int, I: int, experts: int, top_k: int, tokens: int, activations: st
 
 
 def layer(H: int, I: int, experts: int, top_k: int, tokens: int, activations: str) -> dict[str, float]:
-    """Seconds of a layer's kernels, and the bound that no kernels can beat: weights, x and y once, or the products."""
+    """Seconds of a layer's kernels, and a bound that no kernels can beat: to read weights and x and write y once, or to
+    do the products."""
     gemm1, gemm2 = gemms(H, I, experts, top_k, tokens, activations)
     groups, rows, item = gemm1.groups, tokens * top_k, NVFP4 if activations == "nvfp4" else 2
     kernel = START - LAUNCH
@@ -241,7 +244,7 @@ def layer(H: int, I: int, experts: int, top_k: int, tokens: int, activations: st
 
 
 def spread(rows: int, experts: int) -> tuple[int, ...]:
-    """So many rows over the experts, as uneven as routers are: from half of the mean to one and a half of it."""
+    """Rows of each expert, as uneven as routers make them: from half the mean to one and a half times the mean."""
     hit = min(rows, experts)
     if rows == hit:
         return (1,) * hit
@@ -254,7 +257,7 @@ LAYERS = {  # H, I, experts, top_k
     "Mixtral-8x7B": (4096, 14336, 8, 2),
     "DeepSeek-V3": (7168, 2048, 256, 8),
 }
-# rows of each group, N, K, the best published time in us (GPU MODE's NVFP4 hackathon, 2026); the tile of those kernels
+# The tile of the published kernels (GPU MODE's NVFP4 hackathon, 2026), then: rows of each group, N, K, best time in us
 PUBLISHED = TileShape(128, 1, 2)
 GROUPED = [
     ((80, 176, 128, 72, 64, 248, 96, 160), 4096, 7168, 27.9),
@@ -276,8 +279,8 @@ LIGHTMOE = {
 
 
 def main() -> None:
-    print("A model of a B200, in us; nothing of ours is measured.\n")
-    print("Published kernels, and the model of them (a tile as theirs) and of ours")
+    print("A model of a B200, in us; none of our kernels was measured.\n")
+    print("Published kernels: measured, modelled (with their tile), and ours as modelled")
     print(f"{'':34} {'published':>9} {'model':>7} {'off by':>7} {'ours':>7}  tile, and what it waits for")
     for name, problems, projections in (("grouped", GROUPED, 1), ("dual", DUAL, 2)):
         for groups, n, k, published in problems:
@@ -303,7 +306,7 @@ def main() -> None:
 
 
 def described(launch: Launch) -> str:
-    """Tokens by blocks, whether by pairs of CTAs, and the parts of K."""
+    """The tile in words: tokens by blocks, "pair" for pairs of CTAs, and the parts of K."""
     t = launch.tile
     return f"{t.tokens}x{t.blocks}" + " pair" * (t.ctas - 1) + (f" K/{launch.parts}" if launch.parts > 1 else "")
 

@@ -1,14 +1,14 @@
-"""Weights as the Blackwell kernels read them.
+"""Weights as the Blackwell kernels read them. Plain torch, on any device.
 
-codes  uint8 [E, N, bytes]: the checkpoint's, every row padded with zeros to a multiple of 16 bytes, which TMA can
-       step over; for K % 32 == 0 as they were
+codes  uint8 [E, N, bytes]: the checkpoint's, every row padded with zeros to a multiple of 16 bytes, which TMA needs as
+       a stride; unchanged for K % 32 == 0
 sf     uint8, flat: for every expert, padded to 128 rows, the 128x4 layout of `format.swizzle_sf`
 
-Rows of [gate; up] are brought together first: 16 of gate, the same 16 of up, the next 16 of gate. So the 128 rows of an
-MMA have both, and so have the 32 lanes that a warp of the epilogue reads.
+Rows of [gate; up] are interleaved first: 16 of gate, the same 16 of up, the next 16 of gate, and so on. So the 128 rows
+of an MMA contain both, and so do the 32 lanes that a warp of the epilogue reads.
 
-A module keeps both in one tensor [E, 1, 1, bytes], all codes first. Its E parts are equal, but not an expert's own.
-Plain torch, on any device.
+A module keeps both in one tensor [E, 1, 1, bytes], all codes first. Its E slices have equal sizes, but do not belong to
+one expert each.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from moe_nvfp4.weights import Projection
 
 
 def pack(codes: Tensor, sf: Tensor, projections: int) -> Tensor:
-    """Codes [E, N, 8 * K16] and block scales [E, N, K16], of so many projections above each other -> one tensor."""
+    """Codes [E, N, 8 * K16] and block scales [E, N, K16] of one projection or two stacked ones -> one tensor."""
     parts = [pack_codes(codes, projections), pack_sf(sf, projections)]
     E, size = codes.shape[0], sum(t.numel() for t in parts)
     return torch.cat([t.flatten() for t in parts]).view(E, 1, 1, size // max(1, E))
@@ -37,14 +37,14 @@ def unpack(packed: Tensor, rows: int, K16: int, projections: int) -> tuple[Tenso
 
 
 def parts(packed: Tensor, rows: int, K16: int) -> tuple[Tensor, Tensor]:
-    """(codes, sf) that lie in `packed`, as kernels read them."""
+    """(codes, sf) inside `packed`, as kernels read them."""
     shape = packed.shape[0], rows, -(-K16 // 2) * 16
     flat, size = packed.flatten(), shape[0] * shape[1] * shape[2]
     return flat[:size].view(shape), flat[size:]
 
 
 def window(w: Projection, experts: slice, columns: slice) -> Projection:
-    """A part of packed weights in the checkpoint's layout. Columns begin at multiples of 64."""
+    """These experts and columns of packed weights in the checkpoint's layout. Columns begin at multiples of 64."""
     projections, (codes, sf) = 2 if w.interleaved else 1, parts(w.codes, w.rows, -(-w.width // 16))
     first, width = columns.start, min(columns.stop, w.width) - columns.start
     # A tile of scales has 128 rows and 64 columns, in 512 bytes.
@@ -60,7 +60,7 @@ def window(w: Projection, experts: slice, columns: slice) -> Projection:
 
 
 def pack_sf(sf: Tensor, projections: int) -> Tensor:
-    """Block scales uint8 [E, N, K16] -> flat, as above."""
+    """Block scales uint8 [E, N, K16] -> sf, flat, as above."""
     return nvfp4.swizzle_sf(together(sf, projections)).flatten()
 
 
@@ -70,12 +70,12 @@ def unpack_sf(packed: Tensor, experts: int, projections: int, rows: int, K16: in
 
 
 def pack_codes(codes: Tensor, projections: int) -> Tensor:
-    """Codes uint8 [E, N, 8 * K16], as above: themselves for one projection and K % 32 == 0."""
+    """Codes uint8 [E, N, 8 * K16] -> codes as above; unchanged for one projection and K % 32 == 0."""
     return pad_rows(together(codes, projections))
 
 
 def together(x: Tensor, projections: int) -> Tensor:
-    """Rows [E, N, bytes] of so many projections above each other -> 16 of each in turn. N: a multiple of 16 of each."""
+    """Rows [E, N, bytes] of stacked projections -> 16 rows of each in turn. Each has a multiple of 16 rows."""
     E, N, width = x.shape
     return x.reshape(E, projections, -1, TOGETHER, width).transpose(1, 2).reshape(x.shape) if projections > 1 else x
 
@@ -87,6 +87,6 @@ def apart(x: Tensor, projections: int) -> Tensor:
 
 
 def pad_rows(codes: Tensor) -> Tensor:
-    """Rows of codes with a length TMA can step over, a multiple of 16 bytes: itself for K % 32 == 0."""
+    """Codes with rows padded to a multiple of 16 bytes, as TMA needs them; unchanged for K % 32 == 0."""
     missing = -codes.shape[-1] % 16
     return F.pad(codes, (0, missing)) if missing else codes

@@ -1,4 +1,4 @@
-"""The Blackwell instructions the sm_100a kernels are made of, one function each, and NVFP4 arithmetic.
+"""The Blackwell instructions of the sm_100a kernels, one function each, and NVFP4 arithmetic.
 
 Addresses in shared memory and in tensor memory (TMEM) are 32-bit integers. A TMEM address is
 lane << 16 | column: 128 lanes, 512 columns of 32 bits. Bit layouts of descriptors: PTX ISA, tcgen05.
@@ -26,7 +26,7 @@ from moe_nvfp4.kernels.common.arithmetic import (
 
 # ---- tensor cores --------------------------------------------------------------------------------
 
-_VERSION = 1 << 46  # of the shared memory descriptor: 1 on sm_100
+_VERSION = 1 << 46  # version of the shared memory descriptor: 1 on sm_100
 _ROWS_128B_SWIZZLED = 1024 >> 4 << 32 | 2 << 61 | 1 << 16 | _VERSION  # 8 rows of 128 bytes, then the next 8
 _ROWS_16B = 128 >> 4 << 32 | 1 << 16 | _VERSION  # 8 rows of 16 bytes, then the next 8
 _E2M1_BY_E2M1 = 1 << 7 | 1 << 10  # e4m3 scales: bit 23 is 0
@@ -44,12 +44,12 @@ def scales_descriptor(address: Int32) -> Int64:
 
 
 def instruction_descriptor(rows: int, tokens: Int32) -> Int32:
-    """D[rows, tokens] of an NVFP4 MMA; tokens: a multiple of 8 (of a pair of CTAs 16) up to 256, known at run time."""
+    """For D[rows, tokens] of an NVFP4 MMA; dynamic tokens: a multiple of 8 (16 for a pair of CTAs) up to 256."""
     return Int32(_E2M1_BY_E2M1 | rows >> 4 << 24) | (tokens >> 3 << 17)
 
 
 def dense_instruction_descriptor(tokens: Int32) -> Int32:
-    """D[128, tokens] of a bf16 MMA; tokens: a multiple of 16 up to 256, known at run time."""
+    """For D[128, tokens] of a bf16 MMA; dynamic tokens: a multiple of 16 up to 256."""
     return Int32(_BF16_BY_BF16 | 128 >> 4 << 24) | (tokens >> 3 << 17)
 
 
@@ -66,9 +66,9 @@ def mma(
     d: Int32, a: Int64, b: Int64, instruction: Int32, sfa: Int32, sfb: Int32, accumulate, ctas: int = 1,
     *, loc=None, ip=None,
 ):  # fmt: skip
-    """D (+)= (A * SFA) · (B * SFB)ᵀ over 64 codes of K. One thread issues it; done when a commit says so.
+    """D (+)= (A * SFA) · (B * SFB)ᵀ over 64 codes of K. One thread issues it; a commit tells when it is done.
 
-    With two CTAs, the same addresses hold in both: each has 128 rows of A, SFA and D, half the rows of B, all of SFB.
+    With two CTAs, addresses are the same in both: each has 128 rows of A, SFA and D, half the rows of B, all of SFB.
     """
     nvvm.tcgen05_mma_block_scale(
         nvvm.Tcgen05MMAKind.MXF4NVF4,
@@ -88,7 +88,7 @@ def mma(
 
 @dsl_user_op
 def dense_mma(d: Int32, a: Int32, b: Int64, instruction: Int32, accumulate, *, loc=None, ip=None):
-    """D (+)= A · Bᵀ over 16 of K: bf16 A in 8 columns of TMEM, a row a lane; B in shared memory. As `mma` otherwise."""
+    """D (+)= A · Bᵀ over 16 of K: bf16 A in 8 columns of TMEM, one row per lane; B in shared memory. Else as `mma`."""
     nvvm.tcgen05_mma(
         nvvm.Tcgen05MMAKind.F16,
         _group(1),
@@ -104,9 +104,9 @@ def dense_mma(d: Int32, a: Int32, b: Int64, instruction: Int32, accumulate, *, l
 
 @dsl_user_op
 def copy_scales(column: Int32, source: Int64, ctas: int = 1, *, loc=None, ip=None):
-    """One 128x4 tile of scales, shared memory -> 4 TMEM columns (all four lane quarters get it).
+    """Copy one 128x4 tile of scales from shared memory to 4 TMEM columns (to all four lane quarters).
 
-    Row r of the tile lands in column r / 32. In order with the MMAs of the same thread. With two CTAs, in both.
+    Row r of the tile goes to column r / 32. Ordered with the MMAs of the same thread. With two CTAs, done in both.
     """
     nvvm.tcgen05_cp(
         nvvm.Tcgen05CpShape.SHAPE_32x128b,
@@ -121,9 +121,9 @@ def copy_scales(column: Int32, source: Int64, ctas: int = 1, *, loc=None, ip=Non
 
 @dsl_user_op
 def load_columns(address: Int32, count: int, halves: bool, *, loc=None, ip=None) -> list[list[Float32]]:
-    """[`count` columns of this thread's TMEM lane]. halves: [those of lane i % 16, of lane 16 + i % 16], where i is the
-    thread's lane in its warp; threads from 16 on get the `count` columns behind. Loads and their wait are one block of
-    instructions: a compiler may not touch the registers in between."""
+    """[`count` columns of this thread's TMEM lane]. With halves: [`count` columns of lane i % 16, of lane 16 + i % 16],
+    where i is the thread's lane in its warp; threads with i >= 16 get the next `count` columns. The loads and their
+    wait are one block of instructions, because a compiler must not touch the registers in between."""
     addresses = [address, Int32(address) + (16 << 16)] if halves else [address]
     shape, second = ("16x32bx2", f", {count}") if halves else ("32x32b", "")
     total = count * len(addresses)
@@ -146,7 +146,8 @@ def load_columns(address: Int32, count: int, halves: bool, *, loc=None, ip=None)
 
 @dsl_user_op
 def store_columns(address: Int32, words: list[Uint32], *, loc=None, ip=None):
-    """A power of two of words into columns of this thread's TMEM lane, from `address` on; see `wait_for_stores`."""
+    """Store words (a power of two of them) in columns of this thread's TMEM lane, from `address` on; see
+    `wait_for_stores`."""
     registers = ", ".join(f"${i + 1}" for i in range(len(words)))
     llvm.inline_asm(
         None,
@@ -161,22 +162,22 @@ def store_columns(address: Int32, words: list[Uint32], *, loc=None, ip=None):
 
 @dsl_user_op
 def wait_for_stores(*, loc=None, ip=None):
-    """Until this thread's stores to TMEM are done."""
+    """Wait until this thread's stores to TMEM are done."""
     nvvm.tcgen05_wait(nvvm.Tcgen05WaitKind.STORE, loc=loc, ip=ip)
 
 
 @dsl_user_op
 def tmem_fence(before: bool, *, loc=None, ip=None):
-    """Orders tensor memory accesses before (or after) the mbarrier that another warp waits for."""
+    """Order tensor memory accesses before (or after) an mbarrier through which warps synchronize."""
     kind = nvvm.Tcgen05FenceKind.BEFORE_THREAD_SYNC if before else nvvm.Tcgen05FenceKind.AFTER_THREAD_SYNC
     nvvm.tcgen05_fence(kind, loc=loc, ip=ip)
 
 
 def arrive_in_first(barrier: cute.Pointer):
-    """An arrival at the barrier of the first CTA of the pair, to hand over tensor memory.
+    """Arrive at the barrier of the first CTA of the pair, to hand over tensor memory.
 
-    After `tmem_fence` that needs no release (PTX ISA, canonical synchronization patterns of tcgen05): in machine code a
-    release waits for all the stores before it.
+    After `tmem_fence` this needs no release (PTX ISA, canonical synchronization patterns of tcgen05), which in machine
+    code would wait for all earlier stores.
     """
     cute.arch.mbarrier_arrive(barrier, 0, relaxed=True, scope=nvvm.MemScopeKind.CLUSTER)
 
@@ -197,23 +198,23 @@ def _try_wait_for_pair(barrier: cute.Pointer, phase: Int32, *, loc=None, ip=None
 
 @cute.jit
 def wait_for_pair(barrier: cute.Pointer, phase: Int32):
-    """Waits for arrivals of both CTAs of the pair; then `tmem_fence`, as with `arrive_in_first`. A plain wait, whose
-    scope is the CTA, orders nothing of the other one."""
+    """Wait for arrivals of both CTAs of the pair; `tmem_fence` must follow, as with `arrive_in_first`. A plain wait has
+    the scope of its CTA, and orders nothing of the other CTA."""
     done = Boolean(False)
     while not done:
         done = _try_wait_for_pair(barrier, phase)
 
 
 # ---- weights to bf16 -----------------------------------------------------------------------------
-# The bits of a code, put where bf16 has its sign and the low end of its exponent, are code * 2^-126, and those of a
-# block scale sf * 2^-120, subnormal or not. Products of code and sf have 6 significant bits: all of this is exact.
+# The bits of a code, moved to the sign and the low end of the exponent of bf16, are code * 2^-126; those of a block
+# scale are sf * 2^-120, subnormal or not. Products of code and sf have 6 significant bits, so all of this is exact.
 
 _FIELDS = 0x81C081C0  # sign and magnitude of two bf16
-UNSCALE = 128.0  # what dequantized weights are to be multiplied by
+UNSCALE = 128.0  # dequantized weights must be multiplied by it
 
 
 def _multiply_bf16(a: Uint32, constant: int) -> Uint32:
-    """Two bf16 times two."""
+    """Two bf16 numbers times the two in `constant`."""
     return cute.arch.inline_ptx(
         "{.reg .b32 c; mov.b32 c, %d; mul.rn.bf16x2 {$w0}, {$r0}, c;}" % constant,
         write_only_types=[Uint32],
@@ -222,7 +223,7 @@ def _multiply_bf16(a: Uint32, constant: int) -> Uint32:
 
 
 def _multiply_by_half(a: Uint32, s: Uint32, high: bool) -> Uint32:
-    """Two bf16 times a half of s: the instruction reads it in place."""
+    """Two bf16 numbers times one half of s, which the instruction reads in place."""
     pick = "h, h" if high else "l, l"
     return cute.arch.inline_ptx(
         "{.reg .b16 l, h; .reg .b32 b; mov.b32 {l, h}, {$r1}; mov.b32 b, {%s}; mul.rn.bf16x2 {$w0}, {$r0}, b;}" % pick,
@@ -241,7 +242,7 @@ def widen_scales(four: Uint32) -> tuple[Uint32, Uint32]:
 def dequantize(codes: Uint32, scales: Uint32, high: bool) -> list[Uint32]:
     """Eight codes times a half of `scales` -> columns 0 and 4, 1 and 5, 2 and 6, 3 and 7 in bf16, times 2^-7."""
     later = codes >> 8
-    # A multiplication shifts a nibble twice, its magnitude into place and its sign, and leaves the shifters alone.
+    # One multiplication shifts a nibble twice, for its magnitude and for its sign, and keeps the shifters free.
     pairs = [((word & 0x000F000F) * 0x1040, (word & 0x00F000F0) * 0x0104) for word in (codes, later)]
     return [_multiply_by_half(field & _FIELDS, scales, high) for pair in pairs for field in pair]
 
@@ -274,19 +275,19 @@ def quantize_block(
 ) -> tuple[Uint32, Uint32, Uint32]:
     """16 values -> (e4m3 byte, codes 0..7, codes 8..15), bit for bit what `format.quantize` returns.
 
-    sf = e4m3(max / 6 / global_scale), or as `four_over_six` has it; code = e2m1(x / (sf * global_scale)); where sf is 0
-    all is 0.
+    sf = e4m3(max / 6 / global_scale), or the one of `four_over_six`; code = e2m1(x / (sf * global_scale)); if sf is 0,
+    all codes are 0.
     """
     largest = largest_magnitude(values)
     sf = encode_e4m3(divide(divide(largest, Float32(6.0)), global_scale))
     if const_expr(four_over_six):
         sf = better_scale(values, largest, sf, global_scale, lambda error: error)
     scale = mul(decode_e4m3(sf), global_scale)
-    # x + 0 turns -0 into 0, whose code is 0; what is below zero keeps its sign even if it rounds to zero
+    # x + 0 turns -0 into 0, so that its code is 0; a negative number keeps its sign even if it rounds to zero
     values = [add(v, Float32(0.0)) for v in values]
     low, high = Uint32(0), Uint32(0)
     if sf != 0:
-        if scale > 2.0**-60 and scale < 2.0**60 and largest < 2.0**60:  # one division for 16
+        if scale > 2.0**-60 and scale < 2.0**60 and largest < 2.0**60:  # one division for all 16
             inverse = divide(Float32(1.0), scale)
             low = encode_e2m1x8([divide_near(v, scale, inverse) for v in values[:8]])
             high = encode_e2m1x8([divide_near(v, scale, inverse) for v in values[8:]])

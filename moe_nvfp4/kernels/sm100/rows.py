@@ -1,4 +1,4 @@
-"""The row kernels of Blackwell: rows gathered or quantized before a GEMM, and the sum over the top-k after both."""
+"""The row kernels of Blackwell: they gather or quantize rows before a GEMM, and add up the top-k slots after both."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from moe_nvfp4.kernels.sm100.config import EIGHT, CombineConfig, InterleaveConfi
 class QuantizeRows:
     """Row r of the result is x[index[r]] in NVFP4: codes, and scales in the grouped 128x4 layout.
 
-    One CTA of 128 threads per row. All threads: count the experts before the row (that gives its expert
-    and its padded row) and, with dynamic scales, find the row's largest magnitude -> barrier -> quantize
-    blocks of 16, a block per thread at a time. Unrouted rows have codes and a scale, but no sf.
+    One CTA of 128 threads per row. All threads count the experts before the row (which gives its expert and
+    its padded row) and, with dynamic scales, find the row's largest magnitude; after a barrier they quantize
+    blocks of 16, one per thread at a time. Unrouted rows get codes and a scale, but no sf.
     """
 
     THREADS = 128
@@ -38,7 +38,7 @@ class QuantizeRows:
         scale: cute.Tensor,  # fp32 [E], if static
         offsets: cute.Tensor,  # int32 [E + 1]
         codes: cute.Tensor,  # uint32 [R, K/8], written
-        sf: cute.Tensor,  # uint8, flat, written but for the padding rows
+        sf: cute.Tensor,  # uint8, flat, written except for the padding rows
         row_scale: cute.Tensor,  # fp32 [R], written
         stream,
     ):
@@ -111,7 +111,7 @@ class QuantizeRows:
                 sf[tile * 512 + padded % 32 * 16 + padded % 128 // 32 * 4 + block % 4] = Uint8(byte)
 
     def load(self, x: cute.Tensor, source: Int64, block: Int32) -> list[Float32]:
-        """16 values of a row, as fp32."""
+        """16 values of a row as fp32."""
         values = cute.make_rmem_tensor(16, x.element_type)
         at = (x.iterator + source + block * 16).align(16)
         cute.autovec_copy(cute.make_tensor(at, cute.make_layout(16)), values)
@@ -119,10 +119,10 @@ class QuantizeRows:
 
 
 class InterleaveRows:
-    """Row r of the result is x[index[r]] as a `DenseTile` reads it: the columns of each eight in the order `EIGHT`, the
-    last columns zero.
+    """Row r of the result is x[index[r]] as a `DenseTile` reads it: each eight columns are in the order `EIGHT`, and
+    the padding columns are zero.
 
-    One CTA of 128 threads per row; a thread has eight columns at a time.
+    One CTA of 128 threads per row; a thread copies eight columns at a time.
     """
 
     THREADS = 128
@@ -161,7 +161,7 @@ class InterleaveRows:
                 cute.autovec_copy(cute.make_tensor(at, cute.make_layout(4)), loaded)
             for i in cutlass.range_constexpr(4):
                 a, b = (loaded[EIGHT[2 * i + j] // 2] for j in range(2))
-                # both are odd columns, or both even ones
+                # both are odd columns, or both are even
                 stored[i] = cute.arch.prmt(a, b, 0x7632 if EIGHT[2 * i] % 2 else 0x5410)
             to = (rows.iterator + Int64(row) * (interleaved_width(c.k) // 2) + eight * 4).align(16)
             cute.autovec_copy(stored, cute.make_tensor(to, cute.make_layout(4)))
@@ -170,9 +170,9 @@ class InterleaveRows:
 class Combine:
     """y[t] = sum over slots j = 0, 1, ... of weight[t, j] * row[t * top_k + j], in fp32 and in that order.
 
-    Where rows come in parts of K, a row's are added first, in order.
+    If rows have parts (of K), the parts of a row are added first, in order.
 
-    A thread sums four columns of a token; CTAs are 128 threads, (tokens, column blocks).
+    A thread sums four columns of a token; the grid of CTAs of 128 threads is (tokens, column blocks).
     """
 
     THREADS = 128

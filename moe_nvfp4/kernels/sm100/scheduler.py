@@ -1,7 +1,7 @@
-"""Which tiles a CTA of the Blackwell GEMM, or a pair of CTAs, computes: tile i of CTA b is b + i * grid.
+"""Which tiles a CTA (or a pair of CTAs) of the Blackwell GEMM computes: the i-th tile of CTA b is b + i * grid.
 
-Tiles are [expert][token tile][weight row tile][part of K]. Every role of a CTA finds them by itself, from a map in
-shared memory that one warp makes from the group offsets.
+Tiles are ordered [expert][token tile][weight row tile][part of K]. Each role of a CTA finds its tiles independently, in
+a map in shared memory that one warp makes from the group offsets.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from moe_nvfp4.kernels.sm100.config import ROWS, GemmConfig
 
 class TileMap(NamedTuple):
     mOffsets: cute.Tensor  # int32 [E + 1]
-    sEnds: cute.Tensor  # token tiles of experts 0..e
-    sSFTiles: cute.Tensor  # 128-row scale tiles before expert e
+    sEnds: cute.Tensor  # [e]: token tiles of experts 0..e
+    sSFTiles: cute.Tensor  # [e]: 128-row scale tiles before expert e
 
 
 class WorkTile(NamedTuple):
     expert: Int32
     row_tile: Int32  # of the weights
-    first: Int32  # row of tokens
+    first: Int32  # the first row of tokens
     rows: Int32
-    row_in_group: Int32  # of `first`
+    row_in_group: Int32  # of the row `first`
     sf_tile: Int32  # where the group's scale tiles begin
     part: Int32  # of K
 
@@ -37,7 +37,7 @@ class TileScheduler:
 
     @cute.jit
     def make_map(self, tile_map: TileMap, lane: Int32):
-        """One warp."""
+        """Called by one warp: fill the map."""
         c, tokens = self.c, self.c.tile.tokens
         mOffsets, sEnds, sSFTiles = tile_map
         each = -(-c.map_size // 32)
@@ -103,15 +103,15 @@ class TileScheduler:
         )
 
     def width(self, rows: Int32) -> Int32:
-        """Columns of the MMAs for so many tokens."""
+        """The width N of the MMAs for a tile with `rows` tokens."""
         return (rows + self.c.chunk - 1) // self.c.chunk * self.c.chunk
 
     def block_row(self, row_tile: Int32, block: int) -> Int32:
-        """First weight row of a block."""
+        """The first weight row of a block."""
         t = self.c.tile
         rank = cute.arch.block_idx()[0] % t.ctas
         return ((row_tile * t.blocks + block) * t.ctas + rank) * ROWS
 
     def block_sf(self, row_tile: Int32, block: int) -> Int32:
-        """Its scale tile among those of an expert; of a block beyond the last row, any."""
+        """The block's scale tile among those of an expert; for a block beyond the last row, the last tile."""
         return cutlass.min(self.block_row(row_tile, block) // ROWS, self.c.sf_row_tiles - 1)

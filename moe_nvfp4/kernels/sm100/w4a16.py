@@ -2,16 +2,17 @@
 
     D[weight row, token] = sum over K of (w * w_sf) * x                 tcgen05.mma kind::f16, fp32, in TMEM
 
-As `gemm`, with its tiles of weight rows and tokens, tile map and epilogue. Weights arrive as they are, 4.5 bits each.
-Eight warps make bf16 of them, which is exact, and write them into TMEM, where an MMA may have its A operand: so shared
-memory, which the tokens already keep busy, has 4-bit weights only. A thread has a weight row, as a lane of TMEM is one.
+This is `gemm` with the same tiles of weight rows and tokens, tile map and epilogue. Weights arrive unchanged, 4.5 bits
+each. Eight warps convert them to bf16, which is exact, and write them into TMEM, from where an MMA can read its A
+operand. So shared memory, which the tokens keep busy already, holds only 4-bit weights. A thread has one weight row,
+because a lane of TMEM is one.
 
-Eight codes of a word become four pairs that lie four bits apart, (0, 4), (1, 5), (2, 6), (3, 7): bringing neighbours
-together would take as many instructions again. The tokens' columns are in that order instead (`config.EIGHT`):
-`rows.InterleaveRows` has to copy them anyway, and the epilogue of GEMM 1 writes them so.
+The eight codes of a word become four pairs that lie 16 bits apart, (0, 4), (1, 5), (2, 6), (3, 7): to pair neighbours
+would take as many instructions again. Instead, the tokens' columns are in that order (`config.EIGHT`):
+`rows.InterleaveRows` has to copy them anyway, and the epilogue of GEMM 1 writes them in it.
 
-With few tokens a tile may have a part of K only (`GemmConfig.parts`): dequantization takes each multiprocessor as long
-as its share of the memory's time, so that all of them are needed to read fast.
+With few tokens a tile may have only a part of K (`GemmConfig.parts`): dequantization takes a multiprocessor as long as
+its share of the memory reads, so all multiprocessors are needed to read at full speed.
 
 Edges: as in `gemm`; K ends in zero codes and zero tokens.
 """
@@ -38,15 +39,15 @@ class DequantizingGemm(GroupedGemm):
 
     Warp roles
         0-7    epilogue, as in `GroupedGemm`
-        8-15   dequantize, two groups of four that take steps of K = 64 in turn: codes and scales from shared memory,
-               bf16 into TMEM
+        8-15   dequantize: two groups of four take steps of K = 64 in turn, read codes and scales from shared memory and
+               write bf16 into TMEM
         16     loads of weights into a ring of `stages` K tiles of 256, as in `GroupedGemm`
         17     loads of tokens by TMA, into `token_slots` steps of K = 64
         18     MMAs; owns the TMEM allocation
 
     Pipelines (producer role -> consumer role; arrivals)
         full[stage]    weights -> dequantize  1 + bytes    a K tile of codes and scales is in shared memory
-        empty[stage]   dequantize -> weights  8 (warps)    it has been read
+        empty[stage]   dequantize -> weights  8 (warps)    the K tile has been read
         wide[slot]     dequantize -> MMA      4 (warps)    a step of bf16 weights is in TMEM
         used[slot]     MMA -> dequantize      1 (commit)   the MMAs that read it are done
         x_full[slot]   tokens -> MMA          1 + bytes    a step of tokens is in shared memory
@@ -56,7 +57,7 @@ class DequantizingGemm(GroupedGemm):
     Timeline of each role, over the same tiles in the same order; rings run across tiles
         weights     per K tile: wait empty, expect the bytes, issue the copies
         tokens      per step: wait x_empty, expect the bytes, issue the copies
-        dequantize  per K tile: wait full; per step of the group: wait used, dequantize, store, arrive wide; then arrive
+        dequantize  per K tile: wait full; per step of its group: wait used, dequantize, store, arrive wide; then arrive
                     empty
         MMA         per tile: wait acc_empty; per step: wait x_full and wide, issue MMAs, commit x_empty and used; then
                     commit acc_full
@@ -157,13 +158,13 @@ class DequantizingGemm(GroupedGemm):
         group, row = (tid - DEQUANTIZE * 32) // ROWS, tid % ROWS
         lanes = tmem + t.columns - t.operand_columns + (row // 32 << 21)
         tile, step, count = self.scheduler.my_tiles(tile_map)
-        ring, before = consumer_state(), Int32(0)  # before: steps of the tiles before
+        ring, before = consumer_state(), Int32(0)  # before: the steps of all previous tiles
         while tile < count:
             _, k_tiles, k_steps = self.scheduler.k_range(tile)
             for k in cutlass.range(k_tiles, unroll=1):
                 cute.arch.mbarrier_wait(full + ring.index, ring.phase)
                 for i in cutlass.range(2, unroll=1):
-                    part = 2 * i + (group + before) % 2  # a slot is always the same group's
+                    part = 2 * i + (group + before) % 2  # a slot always belongs to the same group
                     if 4 * k + part < k_steps:
                         slot, turn = place(before + 4 * k + part, t.slots)
                         cute.arch.mbarrier_wait(used + slot, turn ^ 1)
@@ -181,12 +182,12 @@ class DequantizingGemm(GroupedGemm):
 
     @cute.jit
     def step_of(self, s, block: Int32, part: Int32, row: Int32) -> list:
-        """A row's 64 columns `part` of a block, as 32 words of two bf16."""
+        """Step `part` (64 columns) of a row of a block, as 32 words of two bf16."""
         sf = block * (4 * SF_TILE) + part * SF_TILE + row % 32 * 16 + row // 32 * 4
         scales = ptx.widen_scales(load_words(s.w_sf.data_ptr().toint() + sf, 1)[0])
         words = []
         for q in cutlass.range_constexpr(2):
-            piece = (part * 2 + q) ^ (row % 8)  # of 16 bytes, swizzled
+            piece = (part * 2 + q) ^ (row % 8)  # the swizzled 16-byte piece
             codes = load_words(s.w.data_ptr().toint() + block * (ROWS * BYTES_K) + row * BYTES_K + piece * 16, 4)
             for i in cutlass.range_constexpr(4):
                 words += ptx.dequantize(codes[i], scales[i // 2], high=q == 1)
@@ -231,7 +232,7 @@ class DequantizingGemm(GroupedGemm):
             work = self.scheduler.locate(tile, tile_map)
             instruction = ptx.dense_instruction_descriptor(self.scheduler.width(work.rows))
             acc = tmem + turn * t.second
-            cute.arch.mbarrier_wait(acc_full + 1, turn ^ 1)  # the first step's fence is this one's, too
+            cute.arch.mbarrier_wait(acc_full + 1, turn ^ 1)  # the fence of the first step is for this wait, too
             _, _, k_steps = self.scheduler.k_range(tile)
             for k in cutlass.range(k_steps, unroll=1):
                 slot, phase = place(before + k, t.slots)
@@ -244,7 +245,7 @@ class DequantizingGemm(GroupedGemm):
                     for i in cutlass.range_constexpr(4):
                         for b in cutlass.range_constexpr(t.blocks):
                             a = operands + (slot * t.blocks + b) * 32 + i * 8
-                            # 16 of K are 32 bytes: 2 in a descriptor's units
+                            # 16 of K are 32 bytes: 2 in the units of a descriptor
                             ptx.dense_mma(acc + b * t.tokens, a, xd + 2 * i, instruction, (k > 0) | (i > 0))
                     tcgen05.commit(x_empty + x_slot)
                     tcgen05.commit(used + slot)
@@ -256,12 +257,12 @@ class DequantizingGemm(GroupedGemm):
 
 
 def place(step: Int32, slots: int) -> tuple[Int32, Int32]:
-    """Of a step in a ring whose length is a power of two: its slot, and the parity of its round."""
+    """(slot, parity of the round) of a step in a ring whose length is a power of two."""
     return step & (slots - 1), step >> (slots.bit_length() - 1) & 1
 
 
 def load_words(address: Int32, count: int) -> list[Uint32]:
-    """1 or 4 words of shared memory."""
+    """Load 1 or 4 words of shared memory."""
     if count == 1:
         text = "ld.shared.b32 {$w0}, [{$r0}];"
         return [cute.arch.inline_ptx(text, write_only_types=[Uint32], read_only_args=[address])]

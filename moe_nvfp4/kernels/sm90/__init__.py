@@ -33,8 +33,8 @@ class Hopper(Backend):
             return f"takes up to 1024 experts, not {p.num_experts}"
         if p.activations != "bf16" and not p.fused:
             return (
-                "keeps NVFP4 rows between its kernels, where nothing of the caller's can run (a gate or norm of the "
-                "model's own, AWQ's scales): use activations='bf16'"
+                "keeps NVFP4 rows between its kernels, so the model's own gate or norm and AWQ's scales cannot run "
+                "there: use activations='bf16'"
             )
         return None
 
@@ -52,8 +52,8 @@ class Hopper(Backend):
         return unpack(replace(note, units=prepared.view(torch.int32)))
 
     def linear(self, x: Tensor, weights: LinearWeights) -> Tensor:
-        # What a hook brings for each call (offloaded) can't be prepared. Packing it each time would take longer than
-        # the Triton kernels, which read it as it is.
+        # Offloaded weights, which a hook brings for each call, cannot be prepared. Packing them each time would take
+        # longer than the Triton kernels, which read the checkpoint's layout.
         unprepared = weights.sf is not None and "triton" in Device.of(x.device).packages
         return (portable if unprepared else super()).linear(x, weights)
 
@@ -82,7 +82,7 @@ class Hopper(Backend):
 
 
 def _values(w: Projection) -> tuple[Tensor, Tensor]:
-    """(codes, sf) of the same values: blocks whose scale is zero are zeros, whatever their codes were."""
+    """(codes, sf) with the same values. Blocks whose scale is zero get zero codes, whatever their codes were."""
     from moe_nvfp4.kernels.sm90.pack import Packed, unpack
 
     return unpack(Packed(w.codes.view(torch.int32), None, w.rows, -(-w.width // 16) * 16, w.interleaved))

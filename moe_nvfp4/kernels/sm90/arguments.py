@@ -1,4 +1,4 @@
-"""What the roles of the Hopper GEMM's kernel share: the tensors of a launch, and shared memory."""
+"""What the roles of the Hopper GEMM kernel share: the tensors of a launch, and shared memory."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from moe_nvfp4.kernels.sm90.scheduler import TileSlots
 
 
 class Tensors(NamedTuple):
-    """What a launch reads and writes. What it does not use may be anything."""
+    """The tensors that a launch reads and writes. Those that it does not use may be anything."""
 
     mW1: cute.Tensor  # int32 [E, M64, K64 * 576], `sm90.pack`
     mW2: cute.Tensor
     mX: cute.Tensor  # bf16 [T, K]
-    mIndex: cute.Tensor  # int32 [R], row r of GEMM 1 is mX[mIndex[r]]
+    mIndex: cute.Tensor  # int32 [R]: row r of GEMM 1 is mX[mIndex[r]]
     mH: cute.Tensor  # [R, I] (raw gate: [R, 2I])
-    mRaw: cute.Tensor  # what is quantized: mH as bf16, so fp32 values have two columns
-    mQ: cute.Tensor  # bf16 [R, I], what GEMM 2 reads: mH, or its quantized rows, which may take the place of mH's
+    mRaw: cute.Tensor  # what is quantized: mH viewed as bf16, so that an fp32 value has two columns
+    mQ: cute.Tensor  # bf16 [R, I], what GEMM 2 reads: mH, or its quantized rows, which may overwrite those of mH
     mY: cute.Tensor  # [2^log2_split_k * R, H]
     mOffsets: cute.Tensor  # int32 [E + 1]
-    mGateScale: cute.Tensor  # fp32 [E], times the gate rows
+    mGateScale: cute.Tensor  # fp32 [E], global scales of the gate rows
     mUpScale: cute.Tensor
     mDownScale: cute.Tensor
     mBias1: cute.Tensor  # [E, rows of the matrix]
     mBias2: cute.Tensor
     mRowScale: cute.Tensor  # fp32 [T], the global scales of the rows of mX
-    mHScale: cute.Tensor  # h to be quantized: fp32 [E] its scales; of bf16 rows [R] zeros, raised to max |h|; of a
-    # linear's rows fp32 [R] their global scales
-    mSync: cute.Tensor  # int32 [1 + token tiles], zeros: the tile counter, and how far each token tile of h is
+    mHScale: cute.Tensor  # if h is quantized: fp32 [E], its static scales, or for bf16 h [R], zeros that are raised to
+    # max |h|; for a linear fp32 [R], the global scales of its rows
+    mSync: cute.Tensor  # int32 [1 + token tiles], zeros: the tile counter, and the progress of each token tile of h
 
 
 class Shared(NamedTuple):

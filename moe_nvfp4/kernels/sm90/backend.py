@@ -2,15 +2,16 @@
 
     Route (beside it x is quantized, for W4A4) ── (Gather) ── GroupedGemm, both GEMMs ── Combine
 
-each dependent on the one before and started early. Weights are in the layout of `sm90.pack`. Nothing
-waits for the device, no shape depends on data and buffers are torch's, so that a CUDA graph can
-capture all of it; on any stream, and on several at once. The same input gives the same bits.
+Each launch depends on the one before and starts early. Weights are in the layout of `sm90.pack`. Nothing
+waits for the device, no shape depends on data, and buffers are torch's, so a CUDA graph can capture
+everything. Calls may run on any stream, and on several at once. The same input gives the same bits.
 
-NVFP4 rows stand as bf16 `code * sf`, exact, beside their global scales: Hopper multiplies bf16 either way.
+NVFP4 rows are stored as bf16 `code * sf`, which is exact, with their global scales beside them: Hopper
+multiplies bf16 in any case.
 
-`gemm1_swiglu` and `gemm2_combine` are the stages by themselves, for a gate of the caller's own.
-Numerics are the reference's up to the order of fp32 sums and, beyond `plan.EXACT_BYTES` of expert outputs
-(prefill), their rounding to bf16 before the combine adds them in fp32.
+`gemm1_swiglu` and `gemm2_combine` are the single stages, for callers with their own gate. Numerics are the
+reference's, up to the order of fp32 sums; above `plan.EXACT_BYTES` of expert outputs (prefill), these are
+rounded to bf16 before the combine adds them in fp32.
 """
 
 from __future__ import annotations
@@ -43,13 +44,13 @@ ARCHITECTURE = "sm_90a"
 
 
 def experts(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: ExpertWeights) -> Tensor:
-    """x bf16 [T, H] -> bf16 [T, H]: all of `layer.moe_forward`."""
+    """The whole layer: x bf16 [T, H], ids and weights [T, top_k] -> bf16 [T, H]."""
     w = _packed(weights)
     (T, top_k), E = top_k_index.shape, w.num_experts
     out = torch.empty(T, w.hidden_size, dtype=x.dtype, device=x.device)
     if T == 0:
         return out
-    most = max(1, MAX_ROWS // top_k)  # bounds the memory between the kernels, by then far beyond bandwidth's reach
+    most = max(1, MAX_ROWS // top_k)  # bounds the memory between the kernels; so large a call is bound by arithmetic
     if T > most:
         parts = (t.split(most) for t in (x, top_k_index, top_k_weights))
         return torch.cat([experts(a, ids, p, w) for a, ids, p in zip(*parts, strict=True)], out=out)
@@ -68,7 +69,7 @@ def experts(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: Expe
 
 
 def gemm1_swiglu(rows: Rows, weights: ExpertWeights, groups: Groups, dtype: torch.dtype) -> Rows:
-    """As `reference.gemm1_swiglu`, for bf16 rows. Unrouted rows hold anything."""
+    """As `reference.gemm1_swiglu`, for bf16 rows. Unrouted rows of the result hold arbitrary values."""
     w, x, R = _packed(weights), aligned(rows.values), groups.num_rows
     rows = replace(rows, values=x)
     h = x.new_empty(R, w.intermediate_size * (2 if w.gate.kind == "raw" and w.gate.gated else 1))
@@ -97,8 +98,9 @@ def gemm2_combine(h: Rows, weights: ExpertWeights, groups: Groups, top_k_weights
 
 
 def linear(x: Tensor, weights: LinearWeights) -> Tensor:
-    """As `reference.linear`: bf16 x [T, K] -> bf16 [T, N], by GEMM 2 of an only expert; where `plan_linear` says so, by
-    torch on weights that were dequantized to bf16 (for NVFP4 rows code * sf, exact, and the product is rounded twice).
+    """As `reference.linear`: bf16 x [T, K] -> bf16 [T, N], as GEMM 2 of a single expert. Where `plan_linear` says so,
+    torch multiplies weights dequantized to bf16; for NVFP4 rows these are exact code * sf, and the product is rounded
+    twice.
     """
     w, T, (N, K) = pack_linear(weights), x.shape[0], weights.shape
     out = x.new_empty(T, N)
@@ -115,7 +117,7 @@ def linear(x: Tensor, weights: LinearWeights) -> Tensor:
         None, True, False, w.bias is not None, row_scale is not None, out=launch.DTYPES[y.dtype], grouped=False
     )  # fmt: skip
     if w.codes.shape != (-(-N // UNIT), 1, -(-K // UNIT), 4 * UNIT_WORDS):
-        raise ValueError(f"weights {tuple(w.codes.shape)} are not those of a linear {(N, K)} in Hopper's layout")
+        raise ValueError(f"weights {tuple(w.codes.shape)} do not fit a linear {(N, K)} in Hopper's layout")
     units, scale = w.codes.transpose(0, 1).view(torch.int32).flatten(2), w.global_scale
     unused, bias = units.view(-1)[:1], x if w.bias is None else w.bias[None]
     tiles = -(-T // tile.BN) * -(-units.shape[1] // tile.m_blocks) * split_k
@@ -151,10 +153,10 @@ def _quantize_rows(x: Tensor, scale: Tensor | None, four_over_six: bool) -> tupl
 
 
 def _quantize_shape(K: int, rows: int, most: int) -> tuple[int, int]:
-    """Warps that have a row of K values, up to `most`, and halves of blocks a lane."""
+    """(warps per row of K values, at most `most`; half blocks per lane)."""
     warps = 1
     while warps < most and (K > 2048 * warps or rows * warps < 1024 and K > 256 * warps):
-        warps *= 2  # so that a lane has no more than 64 values, and every multiprocessor something to do
+        warps *= 2  # so that a lane has at most 64 values, and every multiprocessor has work
     return warps, -(-K // (256 * warps))
 
 
@@ -171,7 +173,7 @@ def _sum_parts(parts: int) -> Any:
 
 
 def pack_linear(weights: LinearWeights) -> LinearWeights:
-    """The weights in Hopper's layout; as new tensors, unless they are in it."""
+    """The weights in Hopper's layout: themselves if they are in it already, else new tensors."""
     if weights.sizes is not None:
         return weights
     codes = pack(weights.codes[None], weights.block_scales()[None], False).units.view(torch.uint8)
@@ -205,11 +207,12 @@ def route(
     scale: Tensor | None = None,
     four_over_six: bool = False,
 ) -> tuple[Groups, Tensor, Tensor, Rows | None]:
-    """`routing.group_by_expert`, the token of each row, `sync` zeros for the GEMMs, and x [T, K] as NVFP4 rows:
-    `values` bf16 code * sf [T, K] with fp32 `scale` [T]; with static ones, fp32 `scale` [E], both have a row for each
-    assignment. Values and scales are those of `reference.quantize_rows`.
+    """(groups as of `routing.group_by_expert`, the token of each row, `sync` zeros for the GEMMs, NVFP4 rows of x).
 
-    An id outside the legal range prints the rule and traps: the next synchronization raises.
+    If x [T, K] is given, its rows are bf16 code * sf [T, K] with fp32 scales [T]; with a static `scale` fp32 [E], they
+    have a row for each assignment instead. Values and scales are those of `reference.quantize_rows`.
+
+    An id outside the legal range prints the rule and traps, and the next synchronization raises.
     """
     T, top_k = top_k_index.shape
     ids = expert_ids(top_k_index)
@@ -244,8 +247,8 @@ def _route(ids: torch.dtype, ctas: int, warps: int, each: int, x: torch.dtype | 
 
 
 def gather(rows: Rows, groups: Groups, early: bool = True) -> Rows:
-    """Rows of tokens, or of assignments -> [R, K], in grouped order, unrouted ones at the end. Scales stay where they
-    are. `early`: the rows are older than the kernel before."""
+    """Rows of tokens or of assignments -> [R, K] in grouped order, unrouted ones at the end. Scales are not moved.
+    `early`: the rows were written before the previous kernel."""
     x, R = rows.values, groups.num_rows
     values = x.new_empty(R, x.shape[1])
     _gather(early)(x, groups.position, values, R // x.shape[0])
@@ -259,7 +262,7 @@ def _gather(early: bool) -> Any:
 
 
 def _gemms(rows: Rows, groups: Groups, w: ExpertWeights, h: Tensor, y: Tensor, sync: Tensor, plan: LaunchPlan) -> None:
-    """GEMM 1 from rows of x to h, GEMM 2 from h to y, or one of them. What is not used may be any of its dtype."""
+    """GEMM 1 from rows of x to h, GEMM 2 from h to y, or one of them. Unused tensors may be any of the right dtype."""
     x, R, tile, config = rows.values, groups.num_rows, plan.tile, plan.config
     index = groups.offsets if rows.index is None else rows.index
     units13, units2 = w.w13.view(torch.int32).flatten(2), w.w2.view(torch.int32).flatten(2)

@@ -1,4 +1,4 @@
-"""What one of the Hopper GEMM kernels is compiled for: the shape of a tile, and what a launch computes."""
+"""What a Hopper GEMM kernel is compiled for: the shape of a tile, and what a launch computes."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from moe_nvfp4.kernels.sm90.pack import UNIT_WORDS
 from moe_nvfp4.weights import Gate
 
 MAX_EXPERTS = 1024
-SMEM = 233472  # bytes of shared memory of a multiprocessor; a CTA's ring has 3 KB and the tile list less
+SMEM = 233472  # bytes of shared memory per multiprocessor; 3 KB and the tile list are not for a CTA's ring
 
 
 @dataclass(frozen=True)
 class TileShape:
     """A CTA's tile, and how its consumer warpgroups share the work.
 
-    BN         tokens of a tile: N
+    BN         tokens per tile: N
     NWG        consumer warpgroups
-    MB         64-row blocks of weights that a warpgroup has
-    KS         warpgroups that split K among themselves; the others split the rows
-    KB         64-column blocks of K in a stage
+    MB         64-row blocks of weights per warpgroup
+    KS         into how many parts warpgroups split K; NWG / KS of them split the rows
+    KB         64-column blocks of K per stage
     stages     of the ring
-    group      k16 steps between two WGMMA commits
-    registers  of a consumer and of a producer thread
-    small      N of the WGMMAs of a tile with so few tokens; 0: always BN
-    ctas       CTAs on a multiprocessor
+    group      k16 steps per WGMMA commit
+    registers  of a consumer thread and of a producer thread
+    small      N of the WGMMAs for a tile of at most this many tokens; 0: always BN
+    ctas       CTAs per multiprocessor
     """
 
     BN: int = 8
@@ -47,37 +47,37 @@ class TileShape:
 
     @property
     def m_blocks(self) -> int:
-        """64-row blocks of a tile."""
+        """64-row blocks per tile."""
         return self.m_warpgroups * self.MB
 
     @property
     def uses_mma_sync(self) -> bool:
-        """Whether consumers use a warp's own mma.sync instead of WGMMA."""
+        """Whether consumers use mma.sync, warp by warp, instead of WGMMA."""
         return self.BN == 8
 
     @property
     def first_stages(self) -> int:
-        """Stages in flight until the ring has been full."""
+        """Stages in flight until the ring is full for the first time."""
         return self.stages // 2
 
     @property
     def slots(self) -> int:
-        """Tiles fetched ahead. With one or two tiles a CTA, whoever is first should not take all of GEMM 2."""
+        """Tiles fetched ahead. With one or two tiles per CTA, the first CTA should not take all of GEMM 2."""
         return 2 if self.KS == 4 else 4
 
     @property
     def log2_KB(self) -> int:
-        """K, in 64-column blocks, is shifted by it to count stages; a division would cost every tile time."""
+        """K in 64-column blocks, shifted by this, is the number of stages; a division would cost every tile time."""
         return self.KB.bit_length() - 1
 
     def split_blocks(self, blocks, log2_split_k):
-        """64-column blocks of a part of K when it is split in 2^log2_split_k: whole stages. Python integers, or a
-        kernel's."""
+        """64-column blocks per part, in whole stages, when K is split into 2^log2_split_k parts. Takes integers of
+        Python or of a kernel."""
         return (((blocks - 1) >> log2_split_k) + self.KB) & -self.KB
 
     @property
     def box_rows(self) -> int:
-        """Rows of tokens of one TMA copy."""
+        """Rows of tokens per TMA copy."""
         return 16 if self.BN % 16 == 0 else 8
 
     @property
@@ -89,7 +89,7 @@ class TileShape:
         return 128 * (self.NWG + 1)
 
     def check(self) -> None:
-        """ValueError that says why a kernel cannot have this shape."""
+        """ValueError, which says why, if no kernel can have this shape."""
         partial_sums = (self.KS - 1) * self.m_blocks * 64 * self.BN * 4
         if self.BN % 8 or not 8 <= self.BN <= 256:
             raise ValueError(f"{self}: BN must be a multiple of 8 up to 256")
@@ -104,7 +104,7 @@ class TileShape:
             raise ValueError(f"{self}: a CTA of {self.threads} threads has {available} registers from start to end")
         if self.small % 8 or self.small >= self.BN or self.uses_mma_sync and self.small:
             raise ValueError(f"{self}: `small` must be a multiple of 8 below BN, and 0 without WGMMA")
-        needed = self.stages * self.stage_bytes + partial_sums + 8 * self.slots * self.BN  # two numbers of each row
+        needed = self.stages * self.stage_bytes + partial_sums + 8 * self.slots * self.BN  # two numbers per row
         available = SMEM // self.ctas - 2816 - 8 * (MAX_EXPERTS + 1)
         if needed > available:
             raise ValueError(f"{self}: {needed} bytes of shared memory, {available} are available")
@@ -112,17 +112,17 @@ class TileShape:
 
 @dataclass(frozen=True)
 class GemmConfig:
-    """What a launch computes, beside the shape of its tiles.
+    """What a launch computes, apart from the shape of its tiles.
 
-    gate       GEMM 1 and what follows it; None: no GEMM 1
+    gate       the gate after GEMM 1; None: no GEMM 1
     down       whether there is GEMM 2
-    gathered   rows of x come by index; else they lie in order
-    grouped    rows belong to experts, by the group offsets; else all belong to the only one: GEMM 2 of a linear
-    bias       whether the matrices have one
-    row_scale  rows carry a global scale each (NVFP4 activations): those of x, or of a linear. h is quantized by tiles
-               of its own between those of GEMM 1 and GEMM 2: bf16 with a scale for each row, fp32 with its expert's
-    four_over_six  h is quantized by `format.quantize`'s four_over_six
-    h, out     dtype of what GEMM 1 and GEMM 2 write, bf16 or fp32
+    gathered   whether rows of x are found by index; else they lie in order
+    grouped    whether rows belong to experts, by the group offsets; else all belong to one: GEMM 2 of a linear
+    bias       whether the matrices have biases
+    row_scale  whether rows (of x, or of a linear) have a global scale each: NVFP4 activations. h is then quantized by
+               separate tiles between those of GEMM 1 and GEMM 2: bf16 h with a scale per row, fp32 h with its expert's
+    four_over_six  whether h is quantized with `format.quantize`'s four_over_six
+    h, out     dtypes that GEMM 1 and GEMM 2 write, bf16 or fp32
     """
 
     gate: Gate | None = None
@@ -137,7 +137,7 @@ class GemmConfig:
 
     @property
     def gathers_x(self) -> bool:
-        """Whether there are rows of x, and they come by index."""
+        """Whether there are rows of x and they are found by index."""
         return self.gathered and self.gate is not None
 
     @property
@@ -155,5 +155,5 @@ class GemmConfig:
 
     @property
     def h_columns(self) -> int:
-        """bf16 columns that a value of h takes, where it is quantized."""
+        """bf16 columns per value of h: two if fp32 values are to be quantized."""
         return 2 if self.quantizes_h and self.h is Float32 else 1

@@ -1,4 +1,4 @@
-"""Dense weights from Hopper's layout (`sm90.pack`), in Triton: what backward passes multiply by."""
+"""Dense weights from Hopper's layout (`sm90.pack`), in Triton, for backward passes."""
 
 from contextlib import nullcontext
 
@@ -32,10 +32,10 @@ def window_kernel(
     N: tl.constexpr, M64: tl.constexpr, K64: tl.constexpr, COLUMNS: tl.constexpr, INTERLEAVED: tl.constexpr,
     WORDS: tl.constexpr,
 ):  # fmt: skip
-    """A program dequantizes one unit, the 32 first and then the 32 second rows of its pairs.
+    """A program dequantizes one unit: the 32 first rows of its pairs, then the 32 second rows.
 
-    out [E, N, COLUMNS] = the values from column 64 * begin on. Every thread finds the word of its element, which up to
-    8 elements share: the cache has it.
+    out [E, N, COLUMNS] = the values from column 64 * begin on. Every thread loads the word of its element. Up to 8
+    elements share a word, which then comes from the cache.
     """
     e = tl.program_id(2).to(tl.int64)
     unit = units + ((e * M64 + tl.program_id(1)) * K64 + begin + tl.program_id(0)) * WORDS

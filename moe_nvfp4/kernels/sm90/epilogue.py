@@ -1,7 +1,7 @@
 """The epilogue of the Hopper GEMMs: fp32 sums -> global scales, bias, gate -> rows of h or of the expert outputs.
 
 A thread holds the sums of two rows of the matrix (registers i and i + 2 of each four) for two tokens of each eight.
-Where a gate pairs them they are gate and up of one column of h; else they are two neighbouring columns.
+If a gate pairs the rows, they are gate and up of one column of h; otherwise they are two neighbouring columns.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from moe_nvfp4.kernels.sm90.config import GemmConfig, TileShape
 
 
 class Output(NamedTuple):
-    """What a tile is stored to, and what its sums are multiplied by."""
+    """Where a tile is stored, and what its sums are multiplied by."""
 
     mOut: cute.Tensor  # [rows, columns]
     mBias: cute.Tensor
     scale0: Float32  # global scales of the thread's two rows of the matrix
     scale1: Float32
-    sRowScale: cute.Tensor  # [BN, slots] of the tokens
-    sLargest: cute.Tensor  # [BN, slots], largest magnitudes to be raised
+    sRowScale: cute.Tensor  # [BN, slots], global scales of the tokens
+    sLargest: cute.Tensor  # [BN, slots], largest magnitudes so far, to be raised
     slot: Int32
 
 
 class Place(NamedTuple):
-    """Which tile: of expert `expert`, from 64-row block `block` and row `row` on, `rows` tokens; `part` of K."""
+    """Which tile: the expert, its first 64-row block, its first row, its number of tokens, its part of K."""
 
     expert: Int32
     block: Int32
@@ -40,17 +40,17 @@ class Place(NamedTuple):
 
 
 class Column(NamedTuple):
-    """A thread's place: its column of the output (or the first of two), and the token among two that it stores."""
+    """A thread's place in the output."""
 
-    column: Int32
-    other: Int32  # the row of the matrix beside it: up's, or the next
-    shift: Int32
+    column: Int32  # its column, or the first of two; also its first row of the matrix
+    other: Int32  # its other row of the matrix: that of up, or the next one
+    shift: Int32  # which of two tokens it stores
     odd: cutlass.Boolean
     pitch: Int64  # bytes from row to row
 
 
 class Epilogue:
-    """Of tiles of N tokens, of GEMM 2 (`down`) or GEMM 1."""
+    """The epilogue for tiles of N tokens, of GEMM 2 (`down`) or GEMM 1."""
 
     def __init__(self, t: TileShape, config: GemmConfig, N: int, down: bool):
         self.t, self.config, self.N, self.down = t, config, N, down
@@ -61,18 +61,18 @@ class Epilogue:
 
     @cute.jit
     def store(self, acc, out: Output, place: Place):
-        """All 64-row blocks of a warpgroup."""
+        """Store all 64-row blocks of a warpgroup."""
         t, mOut = self.t, out.mOut
         tid = cute.arch.thread_idx()[0] % 128
         warp, g = cute.arch.make_warp_uniform(tid // 32), tid % 32 // 4
         out = out._replace(scale0=out.scale0 * ptx.UNSCALE, scale1=out.scale1 * ptx.UNSCALE)
-        largest = cute.make_rmem_tensor(self.N // 4, Float32)  # magnitude of each of the thread's tokens
+        largest = cute.make_rmem_tensor(self.N // 4, Float32)  # the largest magnitude of each of the thread's tokens
         largest.fill(0.0)
         columns = mOut.shape[1] // 2 if const_expr(self.raw) else mOut.shape[1]
         size = mOut.element_type.width // 8
         pitch = Int64(mOut.stride[0]) * size
         odd = g % 2 == 1
-        # paired: lane g has one column, and its neighbour's for one of its two tokens after a swap
+        # paired: a lane computes one column for two tokens; after a swap it has two columns of one token
         shift = cutlass.select_(odd, Int32(1), Int32(0)) if const_expr(self.paired) else Int32(0)
         for m in cutlass.range_constexpr(t.MB):
             if const_expr(self.paired):
@@ -83,7 +83,7 @@ class Epilogue:
                 begin = (place.block + m) * 64 + warp * 16
                 column = begin + 2 * g
                 first, other = column, column + 1
-            if begin < columns:  # and so are the warp's others: columns are a multiple of 16
+            if begin < columns:  # then all columns of the warp are below, too: there is a multiple of 16
                 self.store_block(m, acc, largest, out, place, Column(first, other, shift, odd, pitch))
         if const_expr(self.tracks_amax):
             values = [largest[j] for j in range(self.N // 4)]
@@ -91,11 +91,11 @@ class Epilogue:
 
     @cute.jit
     def store_block(self, m: cutlass.Constexpr, acc, largest, out: Output, place: Place, at: Column):
-        """Block m of the warpgroup's: eight tokens at a time, their scales read while the eight before are stored."""
+        """Store block m of the warpgroup, eight tokens at a time; scales are read one step ahead."""
         N, c, config = self.N, cute.arch.thread_idx()[0] % 4, self.config
         bias0, bias1 = Float32(0.0), Float32(0.0)
         if const_expr(config.bias):
-            if place.part == 0:  # once, where the combine adds parts of K
+            if place.part == 0:  # only once, because the combine adds the parts of K
                 bias0 = out.mBias[place.expert, at.column].to(Float32)
                 bias1 = out.mBias[place.expert, at.other].to(Float32)
         to = out.mOut.iterator.toint() + Int64(place.row + c * 2 + at.shift) * at.pitch
@@ -104,7 +104,7 @@ class Epilogue:
         if const_expr(config.row_scale):
             quantize.load_pair(out.sRowScale[None, out.slot], c * 2, scales[0])
         for n in cutlass.range_constexpr(N // 8):
-            if const_expr(config.row_scale and n + 1 < N // 8):  # under this one's arithmetic
+            if const_expr(config.row_scale and n + 1 < N // 8):  # hidden behind this step's arithmetic
                 quantize.load_pair(out.sRowScale[None, out.slot], (n + 1) * 8 + c * 2, scales[(n + 1) % 2])
             if n * 8 < place.rows:
                 sums = [acc[i + 4 * n + N // 2 * m] for i in range(4)]
@@ -116,7 +116,8 @@ class Epilogue:
                 self.store_eight_tokens(n, values, out.mOut, to, place.rows, at)
 
     def finish(self, a, b, row_scale, bias0, bias1):
-        """Two sums of a token, by the matrix's global scales -> two values; where the gate makes one of them, a."""
+        """Two sums of a token, times the matrix's global scales -> two values. If the gate pairs them, the first is its
+        result."""
         if self.config.row_scale:
             a, b = a * row_scale, b * row_scale
         if self.config.bias:

@@ -1,17 +1,17 @@
 """The grouped GEMMs of a layer on Hopper, both in one launch: D[weight row, token] = W (NVFP4) · Xᵀ (bf16).
 
 Weights are the MMA's A operand (M), dequantized in registers from the layout of `sm90.pack`. Tokens are B (N = 8 to
-256), from shared memory. Up to 8 tokens a warp uses its own mma.sync, whose fragments are WGMMA's: that takes fewer
-instructions and no waiting, and decode is short of issue slots. A group's last tile is computed by WGMMAs of `small`
-tokens where they suffice: between 16 and 100 tokens the tensor cores' time counts beside the bytes.
+256), from shared memory. For up to 8 tokens, each warp uses mma.sync, which has the same fragments as WGMMA: that takes
+fewer instructions and no waiting, and decode is short of issue slots. A group's last tile is computed by WGMMAs of
+`small` tokens if they suffice, because between 16 and 100 tokens the tensor cores take as long as the bytes.
 
 NVFP4 rows are bf16 code * sf too, which is exact. Sums are fp32, and the global scales of weights and rows multiply the
-sum: `value = code * sf * global_scale`. How h becomes such rows is in `sm90.quantize`.
+sum: `value = code * sf * global_scale`. `sm90.quantize` says how h becomes such rows.
 
 A tile is 64 * m_blocks weight rows of one expert times BN of its tokens; the list of tiles is in `sm90.scheduler`.
-Nothing waits for the host, and experts without tokens cost nothing. In GEMM 2 K may be split in 2^log2_split_k parts,
-which end up in rows of their own for the combine to add. Persistent CTAs take tiles from an atomic tile counter: so
-GEMM 2 fills the gaps that GEMM 1 leaves, and a CTA that waits for a row of h waits for CTAs that run.
+Nothing waits for the host, and experts without tokens cost nothing. GEMM 2 may split K into 2^log2_split_k parts, each
+with output rows of its own, which the combine adds. Persistent CTAs take tiles from an atomic tile counter. So GEMM 2
+fills the gaps that GEMM 1 leaves, and a CTA that waits for a row of h waits only for CTAs that are running.
 """
 
 from __future__ import annotations
@@ -52,18 +52,18 @@ from moe_nvfp4.kernels.sm90.tokens import TokenLoader
 
 
 class Consumer(NamedTuple):
-    """What a consumer warp takes from tile to tile."""
+    """What a consumer warp keeps from tile to tile."""
 
-    x: cute.Pointer  # where the stages begin: tokens,
-    w: cute.Pointer  # and weights
+    x: cute.Pointer  # where the tokens' stages begin
+    w: cute.Pointer  # where the weights' stages begin
     sPartial: cute.Tensor  # sums of the warpgroups that split K
     constants: tuple  # ptx.DEQUANTIZE_CONSTANTS, in registers
-    wk: Int32 | None = None  # within a tile: its warpgroup's place among those that split K,
-    wm: Int32 | None = None  # and among those that split the rows
+    wk: Int32 | None = None  # within a tile: its warpgroup's number among those that split K
+    wm: Int32 | None = None  # within a tile: its warpgroup's number among those that split the rows
 
 
 class Wgmma(NamedTuple):
-    """A tile's WGMMAs: tCrA and the registers behind it, `words`, are two, in turn."""
+    """A tile's WGMMAs. There are two of tCrA and of the registers behind it, `words`, which are used in turn."""
 
     mma: cute.TiledMma
     tCrC: cute.Tensor
@@ -76,35 +76,35 @@ class GroupedGemm:
     """The kernel of a `TileShape` and a `GemmConfig`.
 
     Warp roles (128 * (NWG + 1) threads)
-        warps 0..4 NWG-1   consumers, in warpgroups. KS of them split K among themselves (summed through shared memory),
-                           the rest split the rows: MB blocks of 64 rows each. Or they quantize h
+        warps 0..4 NWG-1   consumers, in warpgroups. Groups of KS warpgroups split K (and add up through shared memory);
+                           the groups split the rows: MB blocks of 64 rows each. Or they quantize h
         next warp          tile scheduler and weights: takes tiles from the counter, publishes them, issues the bulk
                            copies of their weights
-        next two warps     tokens, or h to be quantized: boxes of 16 or 8 rows by TMA, or 16 bytes a lane where rows are
-                           gathered or few (TMA takes longer). Rows beyond the group hold anything: a token is a column
-                           of its own, not stored. The first of them also brings the scales of rows
+        next two warps     tokens, or h to be quantized: boxes of 16 or 8 rows by TMA, or 16 bytes per lane if rows are
+                           gathered or few (where TMA takes longer). Rows beyond the group may hold anything: each token
+                           is a column of its own, and these are not stored. The first warp also brings rows' scales
         last warp          publishes h: raises the largest magnitudes of rows in global memory, counts stored tiles
 
     Pipelines (producer role -> consumer role; arrivals)
-        full[stage]        weights, tokens -> consumers: 1 with the transaction bytes of weights and tokens, 1 of each
-                           token warp (which may have nothing to copy, but must not fall behind), and where lanes copy
-                           1 of each lane when its copies are there, which the lane itself adds to what is expected.
-                           Where rows have scales, 1 of each lane of the token warps: scales come with a tile's last
-                           stage, or the first if the tile quantizes
+        full[stage]        weights, tokens -> consumers: 1 with the transaction bytes of weights and tokens; 1 per token
+                           warp (which may have nothing to copy, but must not fall behind); where lanes copy, 1 per lane
+                           when its copies have arrived, which the lane itself adds to the expected count. Where rows
+                           have scales, 1 per lane of the token warps instead of 1 per warp: scales come with a tile's
+                           last stage, or with the first if the tile quantizes
         empty[stage]       consumers -> weights, tokens: 1 per consumer warp, after the WGMMAs that read the stage's
-                           tokens (its codes were in registers long before). The ring runs on from tile to tile
-        slots.full[slot]   tile scheduler -> all others: 1, the tile's four words are in shared memory
-        slots.empty[slot]  all others -> tile scheduler: 1 per warp. No warp is `slots` tiles ahead of another
+                           tokens (its codes were in registers long before). The ring continues from tile to tile
+        slots.full[slot]   tile scheduler -> all others: 1, when the tile's four words are in shared memory
+        slots.empty[slot]  all others -> tile scheduler: 1 per warp. No warp gets `slots` tiles ahead of another
         stored[slot]       consumers -> last warp: 1 per consumer warp, after its stores
-        mSync[1 + t]       in global memory: tiles of token tile t of h that are stored, then also those that are
-                           quantized. The last warp adds them, since the fence before it takes microseconds while
+        mSync[1 + t]       in global memory: how many tiles of token tile t of h are stored, plus how many are
+                           quantized. The last warp adds them, because the fence before this takes microseconds while
                            memory is busy
 
     Timeline of each role
         weights    scan of the offsets | per tile: wait slots.empty, publish, count the next tile | per stage: wait
-                   empty (in the first round also until what is half a ring before has come, so that it comes in
-                   order), copy
-        tokens     per tile: wait slots.full; but for GEMM 1 wait for h | per stage: wait empty, copy, scales, arrive
+                   empty (in the first round also until the stage half a ring earlier has arrived, so that stages
+                   arrive in order), copy
+        tokens     per tile: wait slots.full; unless GEMM 1, wait for h | per stage: wait empty, copy, scales, arrive
         consumer   per tile: wait slots.full, ask for scales | per stage: wait full; per 64 columns: load codes and
                    scales, dequantize k16 by k16 into one half of the fragment ring while the WGMMAs of the other half
                    run | drain, sum over KS, epilogue: scales, bias, gate, largest magnitudes, store | arrive at stored
@@ -115,9 +115,9 @@ class GroupedGemm:
     Dependent launch: GEMM 1 waits for the routing kernel. A launch of GEMM 2 alone reads offsets and weights at once
     and waits only for the rows.
 
-    ptxas must see that the lanes of a warp stay together: one branch on a lane with a loop or many stores behind it, or
-    a sync_warp in a branch, and it resynchronizes them at every stage of every tile (3 to 9 % slower). What stands
-    between two tiles counts too: a division, or a scale waited for before it is needed, was 0.4 us a tile.
+    ptxas must see that the lanes of a warp stay together. After a single branch on a lane with a loop or many stores in
+    it, or a sync_warp in a branch, it resynchronizes them at every stage of every tile (3 to 9 % slower). Code between
+    two tiles matters too: a division, or waiting for a scale before it is needed, cost 0.4 us per tile.
     """
 
     def __init__(self, tile: TileShape, config: GemmConfig):
@@ -133,7 +133,7 @@ class GroupedGemm:
         self, mW1, mW2, mX, mIndex, mH, mRaw, mQ, mY, mOffsets, mGateScale, mUpScale, mDownScale, mBias1, mBias2,
         mRowScale, mHScale, mSync, log2_split_k: Int32, grid: Int32, stream,
     ):  # fmt: skip
-        """The fields of `Tensors`, the parts of K in GEMM 2, and the number of CTAs."""
+        """Arguments: the fields of `Tensors`, log2 of the parts of K in GEMM 2, and the number of CTAs."""
         t = self.t
         box = sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, (64, t.box_rows, 64), BFloat16, 1)
         box = cute.slice_(box, (None, None, 0))
@@ -211,10 +211,10 @@ class GroupedGemm:
             for i in cutlass.range(tid, t.BN * t.slots, t.threads, unroll=1):
                 s.sLargest[i] = Uint32(0)
         cute.arch.sync_threads()
-        if const_expr(config.gathers_x and not config.row_scale):  # mostly older than the kernel before
+        if const_expr(config.gathers_x and not config.row_scale):  # x is usually older than the previous kernel
             ptx.into_l2(tensors.mX, Int64(cute.arch.block_idx()[0] * t.threads + tid) * 128)
         if const_expr(config.gate is not None):
-            cute.arch.griddepcontrol_wait()  # the offsets come from the kernel before
+            cute.arch.griddepcontrol_wait()  # the previous kernel writes the offsets
         cute.arch.griddepcontrol_launch_dependents()
 
         if wg == t.NWG:
@@ -253,7 +253,7 @@ class GroupedGemm:
 
     @cute.jit
     def initialize_barriers(self, s: Shared):
-        """One warp."""
+        """Called by one warp."""
         t, config = self.t, self.config
         with cute.arch.elect_one():
             for i in cutlass.range_constexpr(t.stages):
@@ -269,7 +269,7 @@ class GroupedGemm:
 
     @cute.jit
     def load_weights(self, to: Int32, tensors: Tensors, extents: Extents, s: Shared):
-        """One warp: the tile scheduler, and the weights of its tiles."""
+        """The role of one warp: the tile scheduler, and the weights of its tiles."""
         t, config = self.t, self.config
         lane = cute.arch.lane_idx()
         counted = self.scheduler.count_tile(tensors.mSync, lane) if const_expr(config.both_gemms) else Int32(0)
@@ -283,7 +283,7 @@ class GroupedGemm:
         tiles = self.scheduler.tile_list(s.sFirst, E, extents)
 
         number = Int32(bid)
-        if const_expr(config.both_gemms):  # also the first: a CTA that does not run yet must own no tile
+        if const_expr(config.both_gemms):  # the first tile too: a CTA that does not run yet must own none
             number = cute.arch.shuffle_sync(counted, 0)
         ring, slot, filling = producer_state(), producer_state(), Boolean(True)
         while number < tiles.end:
@@ -291,7 +291,7 @@ class GroupedGemm:
             cute.arch.mbarrier_wait(s.slots.empty + slot.index, slot.phase)
             following = number + grid
             if const_expr(config.both_gemms):
-                following = self.scheduler.count_tile(tensors.mSync, lane)  # used after this tile, not waited for
+                following = self.scheduler.count_tile(tensors.mSync, lane)  # not waited for: used after this tile
             if lane == 0:
                 self.scheduler.publish(s.slots, slot, tile)
             slot = advance(slot, t.slots)
@@ -310,7 +310,7 @@ class GroupedGemm:
         self, to: Int32, tensors: Tensors, extents: Extents, tile: Tile, boxed: Int32, where: KRange, state: tuple,
         s: Shared,
     ):  # fmt: skip
-        """The stages of one tile: 64-row blocks by bulk copies, and what TMA writes of tokens is expected."""
+        """The stages of one tile: bulk copies of 64-row blocks. It also expects the bytes of tokens that TMA writes."""
         t, kind, e = self.t, tile.kind, tile.expert
         filling, ring = state
         second = kind == GEMM2
@@ -324,7 +324,7 @@ class GroupedGemm:
         )
         for kt in cutlass.range((where.count + (t.KB - 1)) >> t.log2_KB, unroll=1):
             cute.arch.mbarrier_wait(s.empty + ring.index, ring.phase)
-            if filling and ring.index >= t.first_stages:  # at first: so that what is needed first comes first
+            if filling and ring.index >= t.first_stages:  # in the first round: stages should arrive in order
                 cute.arch.mbarrier_wait(s.full + (ring.index - t.first_stages), 0)
             filling = filling and ring.index + 1 < t.stages
             blocks = cutlass.min(where.count - kt * t.KB, Int32(t.KB))
@@ -344,7 +344,7 @@ class GroupedGemm:
 
     @cute.jit
     def publish_h(self, tensors: Tensors, s: Shared):
-        """One warp: keeps the largest magnitude of each row, and counts the tiles of h that are stored."""
+        """The role of one warp: keeps the largest magnitude of each row, and counts the tiles of h that are stored."""
         slot = consumer_state()
         tile = self.scheduler.fetch(s.slots, slot)
         while tile.valid:
@@ -366,7 +366,7 @@ class GroupedGemm:
 
     @cute.jit
     def raise_largest(self, mHScale, tile: WorkTile, slot: PipelineState, s: Shared):
-        """From shared memory to global, and zeros in their place."""
+        """Move the largest magnitudes from shared to global memory, and set them to zero."""
         for token in cutlass.range(cute.arch.lane_idx(), tile.rows, 32, unroll=1):
             at = mHScale.iterator.toint() + Int64(tile.row + token) * 4
             ptx.raise_to(at, s.sLargest[token, slot.index])
@@ -376,7 +376,7 @@ class GroupedGemm:
 
     @cute.jit
     def consume(self, consumer: Consumer, tensors: Tensors, extents: Extents, s: Shared):
-        """A consumer warp: every tile."""
+        """The role of a consumer warp: all tiles."""
         ring, slot = consumer_state(), consumer_state()
         tile = self.scheduler.fetch(s.slots, slot)
         while tile.valid:
@@ -395,7 +395,7 @@ class GroupedGemm:
         self, tile: WorkTile, slot, ring: PipelineState, consumer: Consumer, tensors: Tensors, extents: Extents,
         s: Shared,
     ):  # fmt: skip
-        """A part of a token tile of h to NVFP4."""
+        """Quantize a part of a token tile of h to NVFP4."""
         t = self.t
         where = self.scheduler.k_range(tile.m_index, Int32(QUANTIZE), extents)
         for kt in cutlass.range((where.count + (t.KB - 1)) >> t.log2_KB, unroll=1):
@@ -412,7 +412,7 @@ class GroupedGemm:
         self, tile: WorkTile, slot, ring: PipelineState, consumer: Consumer, tensors: Tensors, extents: Extents,
         s: Shared,
     ):  # fmt: skip
-        """A tile of a GEMM, by MMAs of as many tokens as it needs."""
+        """Compute a tile of a GEMM, by MMAs that are as wide as its tokens need."""
         t = self.t
         if const_expr(t.small > 0):
             if tile.rows <= t.small:
@@ -428,7 +428,7 @@ class GroupedGemm:
         self, N: cutlass.Constexpr, tile: WorkTile, slot, ring: PipelineState, consumer: Consumer, tensors: Tensors,
         extents: Extents, s: Shared,
     ):  # fmt: skip
-        """A tile, by MMAs of N tokens: the sum, and its epilogue."""
+        """Compute a tile by MMAs of N tokens: the sums and their epilogue."""
         t, config = self.t, self.config
         wg = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // 128)
         consumer = consumer._replace(wk=wg // t.m_warpgroups, wm=wg % t.m_warpgroups)
@@ -467,7 +467,7 @@ class GroupedGemm:
 
     @cute.jit
     def sum_over_k(self, acc, consumer: Consumer):
-        """The sums of the warpgroups that split K, in the first of them."""
+        """Add up the sums of the warpgroups that split K, in the first of them."""
         t, sPartial, wk, wm = self.t, consumer.sPartial, consumer.wk, consumer.wm
         tid = cute.arch.thread_idx()[0] % 128
         if wk > 0:
@@ -487,7 +487,7 @@ class GroupedGemm:
         if const_expr(config.gate is None):
             return tensors.mDownScale[e], tensors.mDownScale[e]
         a, b = tensors.mGateScale.iterator.toint(), tensors.mUpScale.iterator.toint()
-        if const_expr(config.both_gemms):  # addresses are chosen, not values, which would be waited for here
+        if const_expr(config.both_gemms):  # selects addresses: selecting values would wait for them here
             down = tensors.mDownScale.iterator.toint()
             a, b = cutlass.select_(second, down, a), cutlass.select_(second, down, b)
         a, b = (cute.make_ptr(Float32, address + Int64(e) * 4, cute.AddressSpace.gmem) for address in (a, b))
@@ -496,7 +496,7 @@ class GroupedGemm:
     # ---- consumers: WGMMA ----
 
     def wgmma(self, N: int, sX, acc, words) -> Wgmma:
-        """Those of N tokens."""
+        """WGMMAs of N tokens."""
         t = self.t
         mma = sm90.make_trivial_tiled_mma(
             BFloat16, BFloat16, cute.nvgpu.OperandMajorMode.K, cute.nvgpu.OperandMajorMode.K, Float32,
@@ -522,17 +522,17 @@ class GroupedGemm:
             begin = wk * each if const_expr(t.KS > 1) else 0
             weights = self.weights_at(consumer.w, begin, wm, ring.index)
             self.wait_full(s.full + ring.index, ring.phase)
-            # descriptors by the uniform datapath: 3 % of prefill
+            # a uniform index lets the uniform datapath compute descriptors: 3 % of prefill
             ring = PipelineState(cute.arch.make_warp_uniform(ring.index), ring.phase)
             codes, sf = self.load(*weights, 0)
             for kb in cutlass.range_constexpr(each):
-                if const_expr(kb + 1 < each):  # under this block's arithmetic
+                if const_expr(kb + 1 < each):  # hidden behind this block's arithmetic
                     following = self.load(*weights, kb + 1)
                 for k0 in cutlass.range_constexpr(0, 4, t.group):
                     steps = range(k0, k0 + t.group)
                     self.wgmma_group(mma, kb % 2, steps, (codes, sf), (begin + kb, ring.index), constants)
-                    warpgroup.wait_group(8 // t.group - 1)  # who read the fragments written next is done
-                if const_expr(kb == (0 if t.group == 4 else 1)):  # and so is the previous stage
+                    warpgroup.wait_group(8 // t.group - 1)  # until the fragments to be written next have been read
+                if const_expr(kb == (0 if t.group == 4 else 1)):  # by now the previous stage has been read, too
                     self.arrive_if(kt > 0, lane, s.empty, previous)
                 if const_expr(kb + 1 < each):
                     codes, sf = following
@@ -541,7 +541,7 @@ class GroupedGemm:
         warpgroup.wait_group(0)
         self.arrive_if(count >= t.KB, lane, s.empty, previous)
         left = count & (t.KB - 1)
-        if left > 0:  # the rest of K, one 64-column block after the other
+        if left > 0:  # the rest of K, one 64-column block at a time
             self.wait_full(s.full + ring.index, ring.phase)
             for at in cutlass.range(wk, left, t.KS, unroll=1):
                 loaded = self.load(*self.weights_at(consumer.w, at, wm, ring.index), 0)
@@ -554,7 +554,7 @@ class GroupedGemm:
 
     @cute.jit
     def wgmma_group(self, mma: Wgmma, half: cutlass.Constexpr, steps: cutlass.Constexpr, loaded, place, constants):
-        """k16 steps of the tokens' 64-column block `at` of a stage, by one half of the fragment ring."""
+        """k16 steps of a stage's 64-column block `at`, through one half of the fragment ring."""
         (codes, sf), (at, stage) = loaded, place
         for ks in cutlass.range_constexpr(steps.start, steps.stop):
             self.dequantize(mma.words[half], codes, sf, ks, constants)
@@ -572,16 +572,16 @@ class GroupedGemm:
 
     @cute.jit
     def wait_full(self, barrier, phase):
-        """Before WGMMAs, which read by the async proxy."""
+        """Wait for a stage before WGMMAs, which read through the async proxy."""
         cute.arch.mbarrier_wait(barrier, phase)
         if const_expr(self.config.gathers_x):
-            cute.arch.fence_proxy(kind="async.shared", space="cta")  # cp.async writes by the generic one
+            cute.arch.fence_proxy(kind="async.shared", space="cta")  # cp.async writes through the generic proxy
 
     # ---- consumers: mma.sync ----
 
     @cute.jit
     def multiply_by_mma_sync(self, acc, count: Int32, ring: PipelineState, consumer: Consumer, s: Shared):
-        """The same by mma.sync: each warp its 16 rows."""
+        """The same with mma.sync: each warp computes its 16 rows."""
         t, constants, wk, wm = self.t, consumer.constants, consumer.wk, consumer.wm
         each = t.KB // t.KS
         for _ in cutlass.range(count >> t.log2_KB, unroll=1):
@@ -604,13 +604,13 @@ class GroupedGemm:
 
     @cute.jit
     def mma_sync_block(self, acc, x: cute.Pointer, loaded, constants, at):
-        """64 columns, by the tokens' 64-column block `at` of the ring."""
+        """64 columns of weights times the tokens' 64-column block `at` of the ring."""
         lane = cute.arch.lane_idx()
         codes, sf = loaded
         words = cute.make_rmem_tensor(16, Uint32)
         for ks in cutlass.range_constexpr(4):
             self.dequantize(words, codes, sf, ks, constants)
-        # lane 8 i + r addresses 16-byte chunk i of row r, for ldmatrix; chunks of 128-byte rows are swizzled
+        # for ldmatrix, lane 8 i + r gives the address of 16-byte chunk i of row r; chunks of 128-byte rows are swizzled
         row = Int32(x.toint()) + lane % 8 * 128
         for half in cutlass.range_constexpr(2):
             b = ptx.ldmatrix(row + (((half * 4 + lane // 8) ^ (lane % 8)) << 4) + at * (self.t.BN * 128))
@@ -624,8 +624,8 @@ class GroupedGemm:
 
     @cute.jit
     def weights_at(self, w: cute.Pointer, block, wm, stage):
-        """Addresses, for `load`, of this thread's codes and block scales in a stage's 64-column block `block`; asked
-        for before the wait for the stage. Codes are a unit's first 2048 bytes."""
+        """Addresses, for `load`, of this thread's codes and block scales in 64-column block `block` of a stage;
+        computed before the wait for the stage. Codes are the first 2048 bytes of a unit."""
         t = self.t
         tid = cute.arch.thread_idx()[0] % 128
         at = Int32(w.toint()) + ((stage * t.m_blocks + wm * t.MB) * t.KB + block) * (UNIT_WORDS * 4)
@@ -633,7 +633,7 @@ class GroupedGemm:
 
     @cute.jit
     def load(self, at_codes, at_sf, after: cutlass.Constexpr):
-        """This thread's 32 codes and 8 block scales of each 64-row block, `after` 64-column blocks further on."""
+        """Load this thread's 32 codes and 8 block scales of each 64-row block, `after` 64-column blocks further on."""
         codes, sf = [], []
         for m in cutlass.range_constexpr(self.t.MB):
             ahead = (m * self.t.KB + after) * (UNIT_WORDS * 4)
@@ -645,7 +645,7 @@ class GroupedGemm:
 
     @cute.jit
     def dequantize(self, words, codes, sf, ks: cutlass.Constexpr, constants):
-        """k16 step ks into its registers of the A fragment."""
+        """Dequantize k16 step ks into its registers of the A fragment."""
         for m in cutlass.range_constexpr(self.t.MB):
             scales = sf[m][ks // 2]
             if const_expr(ks % 2):

@@ -1,28 +1,28 @@
-"""Hopper's layout of 4-bit weights: what one WGMMA thread reads together lies together. Lossless.
+"""Hopper's layout of 4-bit weights, without loss: what a WGMMA thread reads together lies together.
 
 A unit is 64 rows by 64 columns: 2048 bytes of codes, then 256 bytes of scales, so that one bulk
-copy brings any number of units along K. Inside (all in 32-bit words; a warpgroup's warp w = 0..3,
-lane 4 g + c with g = 0..7 and c = 0..3, the fragment of m64k16 in the PTX ISA):
+copy brings any number of units along K. Within a unit (in 32-bit words; for warp w = 0..3 of a warpgroup and
+lane 4 g + c with g = 0..7 and c = 0..3, as in the m64k16 fragment of the PTX ISA):
 
     codes   [w, g, c, k16]    8 codes: rows 16 w + g and 16 w + g + 8, columns 2c, 2c+1, 2c+8, 2c+9
     scales  [w, g, k16 / 2]   4 scales: the same two rows, two k16 steps
 
-Code words hold sign and magnitude apart, where one shift and one mask put them into two bf16 at a
-time: as bf16 a code's three magnitude bits are its value times 2^-126 (a subnormal for 0.5).
+Code words hold signs and magnitudes separately, at places from where one shift and one mask move them into two bf16
+at a time. As bf16, a code's three magnitude bits are its value times 2^-126 (a subnormal for 0.5).
 
     16-bit half of the word: sign and lowest magnitude bit of  row g   k 0..7   at 15 and 6
                                                                row g+8          at 12 and 3
                                                                row g   k 8..15  at 14 and 0
                                                                row g+8          at 13 and 9
 
-Scales lose their sign bit, which is zero, to the exponent: five bits and three of mantissa, without
-subnormals, `s = (1 + f / 8) * 2^(x - 9)`. ORed with 0x7000 that is the bf16 number s * 2^106. Zero has
-no such form: its block's codes are set to zero and its scale to `ZERO`; the rare block that had a
-zero scale and other codes is put on a list, so that `unpack` gives back every byte.
+Scales give their sign bit, which is zero, to the exponent: five bits of exponent x and three of mantissa f, without
+subnormals, `s = (1 + f / 8) * 2^(x - 9)`. ORed with 0x7000, this is the bf16 number s * 2^106. Zero has
+no such form: a block with a zero scale gets zero codes and the scale `ZERO`. The rare block that had other
+codes is put on a list, so that `unpack` gives back every byte.
 
-Rows of the matrix in a unit: `interleaved` halves [gate; up] put 32 gate rows beside their 32 up rows
-(rows g and g + 8 of a slab of 16 are gate and up of one column of h, both in one thread); otherwise
-rows g and g + 8 are neighbours, 2g and 2g + 1. Rows are padded to units, K to 64, with zeros.
+The rows of a unit: for `interleaved` halves [gate; up], 32 gate rows and their 32 up rows (rows g and g + 8 of a
+slab of 16 are gate and up of one column of h, and belong to one thread); otherwise rows g and g + 8 of a slab are
+neighbours in the matrix, 2g and 2g + 1. Rows are padded to whole units and K to 64, with zeros.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from torch.nn import functional as F
 
 UNIT = 64  # rows, and columns
 UNIT_WORDS = 576  # 512 of codes and 64 of scales
-ZERO = 0xF0  # a scale of zero; as bf16 it is finite
-_SIGN = (15, 12, 14, 13)  # of (row half, k half) = (0, 0), (1, 0), (0, 1), (1, 1)
+ZERO = 0xF0  # stands for a scale of zero; as bf16 it is finite
+_SIGN = (15, 12, 14, 13)  # bit of the sign for (row half, k half) = (0, 0), (1, 0), (0, 1), (1, 1)
 _MAGNITUDE = (6, 3, 0, 9)
 _CHUNK = 1 << 25  # codes packed at a time: some hundred MB of temporaries
 
@@ -47,7 +47,7 @@ class Packed:
     """One projection's weights of all experts in Hopper's layout.
 
     units    int32 [E, M64, K64, 576]  M64 and K64: units along rows and columns
-    escapes  None, or (int64 [n] flat index of a block among [E, N, K/16], uint8 [n, 8] its codes)
+    escapes  None, or (int64 [n] flat indices of blocks among [E, N, K/16], uint8 [n, 8] their codes)
     rows, k  N and K of the matrix
     """
 
@@ -61,8 +61,8 @@ class Packed:
 def pack(codes: Tensor, sf: Tensor, interleaved: bool) -> Packed:
     """uint8 codes [E, N, K/2] and e4m3 bytes [E, N, K/16] -> `Packed`.
 
-    Reads values back to the host (once, for the escapes). ValueError for NaN or negative scales and
-    for an odd N of interleaved halves.
+    Reads values back to the host, to find the escapes. ValueError for NaN or negative scales, and
+    for interleaved halves with an odd N.
     """
     E, N, half = codes.shape
     if interleaved and N % 2:
@@ -111,8 +111,8 @@ def unpack(packed: Packed) -> tuple[Tensor, Tensor]:
 
 
 def _chunks(units: Tensor, N: int, interleaved: bool) -> Iterator[tuple[tuple[slice, slice], tuple[slice, slice]]]:
-    """(experts and rows of the matrices, the same of their units), some at a time: experts, or where one is too much
-    and its rows are in order, parts of one."""
+    """Yield (experts and rows of the matrices, experts and rows of their units) in chunks: some experts, or parts of
+    one if that is too large and its rows are in order."""
     E, M64, K64, _ = units.shape
     experts = max(1, _CHUNK // max(1, M64 * K64 * UNIT * UNIT))
     blocks = M64 if interleaved else max(1, min(M64, _CHUNK // max(1, K64 * UNIT * UNIT)))
@@ -169,7 +169,7 @@ def _scale_words(x: Tensor) -> Tensor:
     x = x.unflatten(-1, (2, 2))
     pair = x[:, :, :, :, 0] << 4 | x[:, :, :, :, 1] << 20  # E M64 w g K64 p odd
     even, odd = pair.unbind(-1)
-    word = even | odd >> 8 | (odd & 0xFF) << 24  # rotated by 8 the odd step's scales stand where the even one's do
+    word = even | odd >> 8 | (odd & 0xFF) << 24  # rotated by 8, the odd step's scales are where the even step's were
     return word.permute(0, 1, 4, 2, 3, 5).flatten(3)
 
 

@@ -1,5 +1,4 @@
-"""How a layer or a linear runs on Hopper: the shape of its tiles, from the number of tokens and the sizes, and how K is
-split."""
+"""How a layer or a linear runs on Hopper: the shape of its tiles and the split of K, by number of tokens and sizes."""
 
 from __future__ import annotations
 
@@ -16,10 +15,10 @@ from moe_nvfp4.weights import ExpertWeights, Gate
 
 EXACT_BYTES = 1 << 24  # expert outputs up to this size are kept in fp32
 
-# Measured on an H200. Up to 8 tokens, warps of their own and a deep ring; beyond, WGMMA, by four warpgroups
-# of 64 rows or, where accumulators are large, two of 128. With three widths of WGMMA, or two beyond 96
-# tokens, ptxas finds no registers and makes every one of them wait for the one before. Three of 64 rows have
-# some left: 128 and a few more tokens an expert are one tile then, 256 two (7 to 19 % of the layer).
+# Measured on an H200. Up to 8 tokens: mma.sync, and a deep ring. Beyond: WGMMA, by four warpgroups of 64 rows
+# or, where accumulators are large, two of 128. With three widths of WGMMA, or two widths above 96 tokens,
+# ptxas runs out of registers and makes every WGMMA wait for the previous one. Three warpgroups of 64 rows have
+# registers left: then 128 and a few more tokens per expert are one tile, 256 are two (7 to 19 % of the layer).
 _WIDE = dict(NWG=2, MB=2, group=4, registers=(224, 56))
 TILE_SHAPES = (
     TileShape(8),
@@ -32,16 +31,16 @@ TILE_SHAPES = (
     TileShape(128, KB=2, stages=4, **_WIDE),
     TileShape(144, small=128, NWG=3, KB=2, stages=4, group=4, registers=(152, 56)),
 )
-# Few tiles: fewer rows each, and K is split among the warpgroups, in 4 or in 2.
+# For few tiles: fewer rows per tile, and the warpgroups split K into 4 or 2 parts.
 K_IN_4, K_IN_2 = TileShape(8, KS=4, KB=8, stages=7), TileShape(8, KS=2, KB=8, stages=4)
-# For sizes that tiles of four 64-row blocks do not fill: two CTAs on a multiprocessor, of two blocks each.
+# For sizes that tiles of four 64-row blocks do not fill: two CTAs per multiprocessor, of two blocks each.
 TWO_CTAS = TileShape(8, NWG=2, stages=4, registers=(96, 48), ctas=2)
-TILE_COST = 64  # what a tile costs before its first token, in tokens: dequantization, epilogue
+TILE_COST = 64  # the fixed cost of a tile (dequantization, epilogue), in tokens
 
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """tile, config: what the GEMMs' kernel is compiled for; split_k: parts of K in GEMM 2; rows: dtype of its rows."""
+    """tile, config: what the GEMM kernel is compiled for; split_k: parts of K in GEMM 2; rows: dtype of its output."""
 
     tile: TileShape
     config: GemmConfig
@@ -51,7 +50,7 @@ class LaunchPlan:
 
 @dataclass(frozen=True)
 class LayerShape:
-    """What of a layer's weights a plan depends on. static_h: NVFP4 rows of h have a static scale."""
+    """The properties of a layer that a plan depends on. static_h: NVFP4 rows of h have a static scale."""
 
     gate: Gate
     bias: bool
@@ -75,7 +74,7 @@ def choose_plan(w: ExpertWeights, T: int, top_k: int, multiprocessors: int) -> L
 @lru_cache(maxsize=4096)
 def plan_for(layer: LayerShape, T: int, top_k: int, multiprocessors: int) -> LaunchPlan:
     R, E, H, I = T * top_k, layer.E, layer.H, layer.I
-    hit = E * (1 - (1 - 1 / E) ** R)  # experts with tokens, were routing uniform
+    hit = E * (1 - (1 - 1 / E) ** R)  # experts with tokens, under uniform routing
     tile = min(TILE_SHAPES, key=lambda t: _expected(lambda n: _cost(t, n), R / hit))
     I_units = -(-I // (UNIT // 2 if layer.gate.gated else UNIT))
     if tile.BN == 8:
@@ -85,16 +84,17 @@ def plan_for(layer: LayerShape, T: int, top_k: int, multiprocessors: int) -> Lau
     if tile == TileShape(8) and split_k == 1 and (I_units % 4 or -(-H // UNIT) % 4):
         tile = TWO_CTAS
     rows = torch.float32 if split_k * R * H * 4 <= EXACT_BYTES else torch.bfloat16
-    # Rows that GEMM 1 gathers itself cost it 5 % where it is bound by arithmetic: more than `gather`, if I is large.
+    # Gathering rows itself costs GEMM 1 5 % where it is bound by arithmetic: if I is large, more than `gather` takes.
     gathered = tile.BN <= 32 or I <= 1024
-    # A static scale of h quantizes its fp32 values, as the reference does.
+    # With a static scale, h is quantized from fp32 values, as in the reference.
     h, out = (Float32 if exact else BFloat16 for exact in (layer.static_h, rows == torch.float32))
     config = GemmConfig(layer.gate, True, gathered, layer.bias, layer.nvfp4, layer.four_over_six, h, out)
     return LaunchPlan(tile, config, split_k, rows)
 
 
 def _split_k(tile: TileShape, hit: float, R: int, H: int, I: int, multiprocessors: int) -> int:
-    """GEMM 2 has few rows and a long K where experts are few: parts of 1024 columns at least, and none empty."""
+    """How many parts of K for GEMM 2, which has few rows and a long K where experts are few. Parts have at least 1024
+    columns, and none is empty."""
     tiles = hit * _expected(lambda n: -(-n // tile.BN), R / hit) * -(-H // UNIT // tile.m_blocks)
     split_k = 4 if tiles < 0.75 * multiprocessors else 2 if tiles < 4 * multiprocessors else 1
     blocks = -(-I // UNIT)
@@ -107,18 +107,18 @@ def _split_k(tile: TileShape, hit: float, R: int, H: int, I: int, multiprocessor
 
 
 def token_tiles(R: int, E: int, tile: TileShape) -> int:
-    """A bound of the token tiles, for every routing."""
+    """A bound on the number of token tiles that holds for every routing."""
     return R // tile.BN + min(E, R)
 
 
 def _cost(tile: TileShape, n: int) -> int:
-    """What an expert with n tokens costs, in tokens."""
+    """The cost of an expert with n tokens, in tokens."""
     full, rest = divmod(n - 1, tile.BN)
     return (full + 1) * TILE_COST + full * tile.BN + (tile.small if rest < tile.small else tile.BN)
 
 
 def _expected(f, mean: float) -> float:
-    """The mean of f(n) over experts with tokens, n Poisson, by the normal approximation."""
+    """The mean of f(n) over experts with tokens, for Poisson-distributed n, by the normal approximation."""
     deviation = math.sqrt(mean)
     first, last = max(1, round(mean - 4 * deviation)), round(mean + 4 * deviation)
     counts = range(first, last + 1, max(1, round(deviation / 8)))
@@ -128,20 +128,20 @@ def _expected(f, mean: float) -> float:
 
 # ---- linears -------------------------------------------------------------------------------------
 
-# With fewer rows than the tiles above, for matrices that have few: K is split among the warpgroups.
+# For matrices with few rows: tiles with fewer rows than those above, whose warpgroups split K.
 NARROW = (
     K_IN_4, K_IN_2, TileShape(16, KS=4, KB=8, stages=5, group=4), TileShape(16, KS=2, KB=8, stages=4, group=4),
     TileShape(32, small=24, KS=4, KB=8, stages=3, group=4), TileShape(32, small=24, KS=2, KB=4, stages=5, group=4),
     TileShape(64, small=48, KS=2, KB=4, stages=3, group=4),
 )  # fmt: skip
 LINEAR_TILES = (*NARROW, *(tile for tile in TILE_SHAPES if tile.BN in (8, 32, 48, 64, 96, 128)))
-DENSE_ELEMENTS = 1 << 28  # of weights that are dequantized at once, 512 MiB
+DENSE_ELEMENTS = 1 << 28  # the most weights that are dequantized at once: 512 MiB
 
 
 @lru_cache(maxsize=4096)
 def plan_linear(N: int, K: int, T: int, multiprocessors: int) -> tuple[TileShape | None, int]:
-    """The tile and the parts of K of x [T, K] · wᵀ, whatever takes least by `_linear_time`. No tile: the weights are
-    dequantized and torch multiplies, which pays where many tokens meet a matrix of few tiles."""
+    """(tile, parts of K) for x [T, K] · wᵀ with the least `_linear_time`. A tile of None: the weights are dequantized
+    and torch multiplies, which pays for many tokens and a matrix of few tiles."""
     plans = [(tile, parts) for tile in LINEAR_TILES for parts in (1, 2, 4, 8)]
     times = {plan: _linear_time(*plan, N, K, T, multiprocessors) for plan in plans}
     best = min(times, key=times.__getitem__)
@@ -150,17 +150,17 @@ def plan_linear(N: int, K: int, T: int, multiprocessors: int) -> tuple[TileShape
 
 
 def _linear_time(tile: TileShape, parts: int, N: int, K: int, T: int, multiprocessors: int) -> float:
-    """Microseconds, by what was measured on an H200 (2026-11-22, 533 launches of twelve matrices and 1 to 4096 tokens):
-    what this chooses among them was 0.5 % slower than the fastest on average, at most 10 %.
+    """Microseconds, from a model of 533 launches on an H200 (2026-11-22, twelve matrices, 1 to 4096 tokens). Among
+    these, its choice was 0.5 % slower than the fastest on average, and at most 10 %.
 
-    A multiprocessor takes in 58 bytes a nanosecond, and multiplies 64 x 64 weights by n tokens in 0.77 * (64 + n).
-    Parts of K cost a launch that adds them up, and their way through L2.
+    A multiprocessor reads 58 bytes per nanosecond, and multiplies 64 x 64 weights by n tokens in 0.77 * (64 + n) ns.
+    Parts of K cost a launch that adds them up, and their traffic through L2.
     """
     rows64, k64 = -(-N // UNIT), -(-K // UNIT)
     each = tile.split_blocks(k64, parts.bit_length() - 1)
     tiles = -(-T // tile.BN) * -(-rows64 // tile.m_blocks) * parts
     if parts > 1 and (tiles > multiprocessors or each * (parts - 1) >= k64):
-        return math.inf  # a part that has no columns, or that has to wait
+        return math.inf  # a part would be empty, or would have to wait
     n = tile.small if T <= tile.small else tile.BN
     unit = max(0.77 * (64 + n), (4 * UNIT_WORDS + 128 * tile.BN / tile.m_blocks) / 58)
     busiest = -(-tiles // multiprocessors) * (min(each, k64) * tile.m_blocks * unit + 300) / 1e3
@@ -169,5 +169,5 @@ def _linear_time(tile: TileShape, parts: int, N: int, K: int, T: int, multiproce
 
 
 def _roof(N: int, K: int, T: int) -> float:
-    """Microseconds of the arithmetic at 790 TFLOP/s."""
+    """Microseconds that the arithmetic takes at 790 TFLOP/s."""
     return 2 * N * K * T / 790e6

@@ -10,14 +10,14 @@ from cutlass.cutlass_dsl import dsl_user_op
 
 FIELDS = 0x81C081C0  # sign and magnitude of two bf16
 SCALE_FIELDS = 0x0FF00FF0  # five exponent bits and three of mantissa of two bf16
-SCALE_HIGH = 0x70007000  # their upper exponent bits: a scale s stands as s * 2^106
-# Of `dequantize`: an immediate costs a second LOP3; a shift takes the pipe that LOP3s wait for, a product does not.
+SCALE_HIGH = 0x70007000  # their upper exponent bits: with these a scale s reads as s * 2^106
+# For `dequantize`: an immediate costs a second LOP3, and a shift uses the pipe that LOP3s wait for; a product does not.
 DEQUANTIZE_CONSTANTS = (SCALE_HIGH, 8, 4)
-UNSCALE = 2.0**20  # codes stand as code * 2^-126: the sums come out times 2^-20
+UNSCALE = 2.0**20  # codes read as code * 2^-126, so sums come out times 2^-20
 
 
 def _mul_half(a, s, half):
-    """Packed bf16 a times (s.half, s.half): the compiler reads the half in place."""
+    """Packed bf16 a times (s.half, s.half); the compiler reads the half in place."""
     pick = "h, h" if half else "l, l"
     return cute.arch.inline_ptx(
         "{.reg .b16 l, h; .reg .b32 b; mov.b32 {l, h}, {$r1}; mov.b32 b, {%s}; mul.rn.bf16x2 {$w0}, {$r0}, b;}" % pick,
@@ -27,7 +27,7 @@ def _mul_half(a, s, half):
 
 
 def dequantize(w, s, constants):
-    """A word of 8 codes and the two rows' scales -> the four registers of an m64k16 A fragment.
+    """A word of 8 codes and the scales of its two rows -> the four registers of an m64k16 A fragment.
 
     constants: DEQUANTIZE_CONSTANTS, in registers.
     """
@@ -67,7 +67,7 @@ def mma(a, b0, b1, c):
 
 
 def bulk_copy(to, source, size, bar):
-    """`size` contiguous bytes into shared memory."""
+    """Copy `size` contiguous bytes into shared memory."""
     cute.arch.inline_ptx(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{$r0}], [{$r1}], {$r2}, [{$r3}];",
         read_only_args=[to, source, size, bar],
@@ -75,7 +75,7 @@ def bulk_copy(to, source, size, bar):
 
 
 def tma(to, descriptor, column, row, bar):
-    """A box of tokens into shared memory."""
+    """Copy a box of tokens into shared memory."""
     cute.arch.inline_ptx(
         "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes "
         "[{$r0}], [{$r1}, {{$r2}, {$r3}}], [{$r4}];",
@@ -84,24 +84,24 @@ def tma(to, descriptor, column, row, bar):
 
 
 def into_l2(rows: cute.Tensor, byte):
-    """The line there of a contiguous tensor comes into L2, if it has one."""
+    """Prefetch the line at `byte` of a contiguous tensor into L2, if the tensor reaches that far."""
     there = byte < Int64(cute.size(rows)) * (rows.element_type.width // 8)
     cute.arch.inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[rows.iterator.toint() + byte], predicate=there)
 
 
 def keep_largest(at, magnitude, live):
-    """The fp32 number in shared memory becomes at least `magnitude`, not negative and rounded to bf16; NaN wins."""
+    """Raise the fp32 number in shared memory to at least `magnitude`, which is >= 0 and rounded to bf16; NaN wins."""
     bits = _pack_bf16(Float32(0.0), magnitude)
     cute.arch.inline_ptx("red.relaxed.cta.shared.max.u32 [{$r0}], {$r1};", read_only_args=[at, bits], predicate=live)
 
 
 def raise_to(at, bits):
-    """The same in global memory, of what is rounded."""
+    """The same in global memory, with the bits of a rounded number."""
     cute.arch.inline_ptx("red.relaxed.gpu.global.max.u32 [{$r0}], {$r1};", read_only_args=[at, bits])
 
 
 def copy16(to, to_offset: int, source, source_offset: int, size):
-    """16 bytes into shared memory by this lane, of which `size` are read, the rest zeros. Constant offsets are free."""
+    """Copy 16 bytes into shared memory: `size` that are read, then zeros. Constant offsets cost nothing."""
     cute.arch.inline_ptx(
         "cp.async.cg.shared.global [{$r0} + %d], [{$r1} + %d], 16, {$r2};" % (to_offset, source_offset),
         read_only_args=[to, source, Int32(size)],
@@ -109,13 +109,13 @@ def copy16(to, to_offset: int, source, source_offset: int, size):
 
 
 def arrive_after_copies(bar):
-    """Expects an arrival of this lane at `bar`, which comes when all its copies so far are there."""
+    """Make `bar` expect an arrival of this lane, which happens when all its copies so far are complete."""
     cute.arch.inline_ptx("cp.async.mbarrier.arrive.shared.b64 [{$r0}];", read_only_args=[bar])
 
 
 @dsl_user_op
 def descriptor(atom: cute.CopyAtom, *, loc=None, ip=None) -> Int64:
-    """The address of a TMA atom's descriptor, for coordinates that differ from copy to copy."""
+    """The address of a TMA atom's descriptor, for copies with varying coordinates."""
     atom = cute_nvgpu.atom_make_exec_tma(atom._trait.value, loc=loc, ip=ip)
     pointer = ir.Type.parse("!cute.ptr<!cute_nvgpu.tma_descriptor_tiled, generic, align<128>>")
     return cute_nvgpu.get_tma_desc_addr(pointer, atom, loc=loc, ip=ip).toint(loc=loc, ip=ip)

@@ -1,9 +1,9 @@
-"""NVFP4 activations on Hopper: x before the GEMMs, and what the GEMMs' kernel does for h.
+"""NVFP4 activations on Hopper: x before the GEMMs, and what the GEMM kernel does for h.
 
-A value stands as bf16 `code * sf`, which is exact, beside the global scale of its row, by which the sum is multiplied.
-x is quantized by CTAs beside those of `Route`, in the same launch. A row of h is spread over tiles of GEMM 1, whose
-epilogues keep the largest magnitude they have seen, in shared memory, then in global; tiles of their own quantize the
-rows. Values and scales are what `format.quantize` returns, but for the sign of zeros.
+A value is stored as bf16 `code * sf`, which is exact; the global scale of its row multiplies the sum. x is quantized by
+CTAs that run beside those of `Route`, in the same launch. A row of h is spread over several tiles of GEMM 1, whose
+epilogues keep the largest magnitude that they have seen, first in shared memory and then in global memory; separate
+tiles quantize the rows. Values and scales are what `format.quantize` returns, except for the sign of zeros.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from moe_nvfp4.kernels.sm90.rows import load_eight, store_eight
 
 @cute.jit
 def code_times_sf(values: list, global_scale: Float32, four_over_six: cutlass.Constexpr):
-    """8 values, the next lane having the other 8 of the block -> their code * sf, exact in bf16:
-    sf = e4m3(max / 6 / global_scale), or as `four_over_six` has it; code = e2m1(x / (sf * global_scale)). Zeros come
-    without their sign.
+    """8 values (the neighbouring lane has the other 8 of the block) -> their code * sf, exact in bf16:
+    sf = e4m3(max / 6 / global_scale), or the one of `four_over_six`; code = e2m1(x / (sf * global_scale)). Zeros lose
+    their sign.
 
-    By a whole warp: a branch that all its lanes take is one that ptxas keeps track of.
+    A whole warp must call it and take the same branches, so that ptxas knows that its lanes stay together.
     """
     largest = largest_of_lanes(arithmetic.largest_magnitude(values), range(1))
     sixth = arithmetic.divide_near(largest, Float32(6.0), Float32(1 / 6))
@@ -36,8 +36,8 @@ def code_times_sf(values: list, global_scale: Float32, four_over_six: cutlass.Co
         sf = arithmetic.better_scale(values, largest, sf, global_scale, _with_next_lane)
     value = arithmetic.decode_e4m3(sf)
     scale = arithmetic.mul(value, global_scale)
-    none = value == 0.0  # what comes is multiplied by 0
-    # no quotient over- or underflows but to 0, and none becomes 8
+    none = value == 0.0  # then the codes will be multiplied by 0
+    # if so, no quotient overflows, or underflows other than to 0, and none rounds to 8
     plain = global_scale > 2.0**-60 and global_scale < 2.0**60 and largest < 2.0**60
     rounded = [Float32(0.0)] * 8
     if cute.arch.vote_all_sync(plain and (none or largest < 6.9 * scale)):
@@ -62,7 +62,7 @@ def _with_next_lane(x):
 
 
 def _within_six(x):
-    """NaN stays."""
+    """x clamped to [-6, 6]; NaN stays NaN."""
     return cute.arch.fmax(cute.arch.fmin(x, Float32(6.0), nan=True), Float32(-6.0), nan=True)
 
 
@@ -74,12 +74,12 @@ def _fp32(x):
 
 
 class Quantize:
-    """x -> NVFP4: `warps` warps have a row, `each` halves of blocks a lane. A token has a global scale of its own or,
-    if they are `static`, that of the expert of each slot, for which it then becomes a row of its own. A linear has one
-    expert, and no slots.
+    """x -> NVFP4, with `warps` warps per row and `each` half blocks per lane. A token has its own global scale; if
+    scales are `static`, it becomes a row for each of its slots, with the scale of that slot's expert. A linear has one
+    expert and no slots.
     """
 
-    THREADS = 256  # of a launch of its own
+    THREADS = 256  # of a CTA, when it is a launch of its own
 
     def __init__(self, static: bool, warps: int, each: int, four_over_six: bool):
         self.static, self.warps, self.each, self.four_over_six = static, warps, each, four_over_six
@@ -89,7 +89,7 @@ class Quantize:
 
     @cute.jit
     def __call__(self, mX, mScale, mRows, mRowScale, stream):
-        """The rows of a linear."""
+        """Quantize the rows of a linear."""
         each = self.THREADS // 32 // self.warps
         self.kernel(mX, mScale, mRows, mRowScale).launch(
             grid=[(mRows.shape[0] + each - 1) // each, 1, 1],
@@ -106,8 +106,8 @@ class Quantize:
 
     @cute.jit
     def rows(self, cta: Int32, warps: cutlass.Constexpr, mX, mIds, mScale, mRows, mRowScale, top_k: Int32):
-        """CTA `cta` of `warps` warps: mX bf16 or fp32 [T, K], static mScale fp32 [E] -> mRows bf16 [T, K], or [R, K]
-        with static scales, and mRowScale fp32 [T], or [R]. Without mIds all rows are the first expert's."""
+        """The work of CTA `cta` of `warps` warps: mX bf16 or fp32 [T, K] -> mRows bf16 [T, K] and mRowScale fp32 [T];
+        with static mScale fp32 [E], mRows [R, K] and mRowScale [R]. Without mIds all rows are the first expert's."""
         tid, _, _ = cute.arch.thread_idx()
         lane, lanes = tid % (32 * self.warps), 32 * self.warps
         sLargest = cute.make_tensor(cute.arch.get_dyn_smem(Float32), cute.make_layout(warps))
@@ -122,7 +122,7 @@ class Quantize:
             load_eight(mX, source, (lane + i * lanes) * 8, loaded[i])
         if const_expr(self.static):
             e = Int32(mIds[row]) if const_expr(mIds is not None) else Int32(0)
-            here = e >= 0 and e < mScale.shape[0]  # unrouted rows are quantized too, with any scale
+            here = e >= 0 and e < mScale.shape[0]  # unrouted rows are quantized too, with some expert's scale
             scale = mScale[cutlass.select_(here, e, Int32(0))]
         else:
             largest = arithmetic.largest_magnitude([arithmetic.largest_magnitude(_fp32(x)) for x in loaded])
@@ -148,8 +148,8 @@ class Quantize:
 
 @cute.jit
 def ask_scales(out, sources, of_h, place, config: cutlass.Constexpr):
-    """A warp: what gives the global scales of a tile's tokens lane, lane + 32, ... : of x and of a linear's rows those
-    scales; of h that is quantized its expert's if it is fp32, if bf16 the largest magnitudes."""
+    """For a whole warp: load what the global scales of a tile's tokens lane, lane + 32, ... follow from. For x and for
+    a linear's rows these are the scales; for h, its expert's scale if it is fp32, its largest magnitudes if bf16."""
     (mIndex, mRowScale, mHScale), (e, row, rows) = sources, place
     address = cutlass.select_(of_h, mHScale.iterator.toint(), mRowScale.iterator.toint())
     for q in cutlass.range_constexpr(cute.size(out)):
@@ -164,7 +164,7 @@ def ask_scales(out, sources, of_h, place, config: cutlass.Constexpr):
 
 @cute.jit
 def store_scales(asked, sScale, of_h, config: cutlass.Constexpr):
-    """The same warp, when they have come: into shared memory, for the consumers."""
+    """For the same warp, when the loads are complete: store the scales in shared memory, for the consumers."""
     for q in cutlass.range_constexpr(cute.size(asked)):
         scale = asked[q]
         if const_expr(config.tracks_amax):
@@ -174,15 +174,16 @@ def store_scales(asked, sScale, of_h, config: cutlass.Constexpr):
 
 
 def load_pair(sScale, token, out):
-    """Scales of tokens token (even) and token + 1."""
+    """The scales of tokens `token` (even) and `token` + 1."""
     pointer = cute.make_ptr(Float32, sScale.iterator.toint() + token * 4, cute.AddressSpace.smem, assumed_align=8)
     cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(2)), out)
 
 
 @cute.jit
 def keep_largest(largest: list, to, rows):
-    """A warp: largest[2 n + i] of tokens 8 n + lane % 4 * 2 + i, over its lanes, into shared memory. In three steps
-    lanes exchange half of what they have, while there is more than one."""
+    """For a whole warp: store the largest of largest[2 n + i], over the lanes with the same lane % 4, for token
+    8 n + lane % 4 * 2 + i in shared memory. In three steps, lanes exchange half of what they have (while it is more
+    than one)."""
     lane = cute.arch.lane_idx()
     first, live = Int32(0), Boolean(True)
     for bit in cutlass.range_constexpr(2, 5):
@@ -206,13 +207,13 @@ def keep_largest(largest: list, to, rows):
 
 @cute.jit
 def quantize_stage(at: Int32, sScale, mQ, place, t: cutlass.Constexpr, config: cutlass.Constexpr):
-    """Consumer warps, of tile shape t: KB 64-column blocks of `rows` rows of h (fp32 values have two columns), swizzled
-    in shared memory, into mQ [R, I]. A lane has 8 values; stage `kt` begins with the warp that the one before ended
-    with."""
+    """For the consumer warps of tile shape t: quantize KB 64-column blocks of `rows` rows of h (an fp32 value has two
+    columns), swizzled in shared memory, into mQ [R, I]. A lane has 8 values. Stage `kt` begins with the warp after the
+    one that ended the previous stage."""
     (row, rows, first, kt), h = place, config.h
     lane, warp = cute.arch.lane_idx(), cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // 32)
-    chunks = h.width // 16  # of 16 bytes, that a lane has
-    lanes = 8 // chunks  # that have a block of a row
+    chunks = h.width // 16  # chunks of 16 bytes per lane
+    lanes = 8 // chunks  # lanes per 64-column block of a row
     words = cute.make_rmem_tensor(4 * chunks, Uint32)
     values = cute.make_tensor(cute.recast_ptr(words.iterator, dtype=h), cute.make_layout(8))
     pieces, warps = (rows * (t.KB * lanes) + 31) // 32, 4 * t.NWG

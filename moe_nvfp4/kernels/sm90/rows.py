@@ -1,8 +1,8 @@
-"""What surrounds the GEMMs on Hopper: gathering before them, the combine after. No tensor cores.
+"""The kernels around the GEMMs on Hopper, without tensor cores: gathering before, the combine after.
 
 Gather   the rows of x in grouped order: a token is read once and written to the rows of its slots.
 Combine  y[t] = sum over slots j = 0, 1, ... of weight[t, j] * rows[position[t, j]], fp32, in that order; a row
-         may come in parts (GEMM 2 split along K), which are added first.
+         may have parts (if GEMM 2 splits K), which are added first.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from moe_nvfp4.kernels.common.rows import neighbours
 
 @cute.jit
 def load_eight(mRows: cute.Tensor, row, column, out):
-    """They come into the registers `out`; zeros beyond the row's end."""
+    """Load eight elements of a row into the registers `out`, or zeros beyond the row's end."""
     out.fill(0.0)
     if column < mRows.shape[1]:
         cute.autovec_copy(neighbours(mRows, row, column), out)
@@ -24,7 +24,7 @@ def load_eight(mRows: cute.Tensor, row, column, out):
 
 @cute.jit
 def store_eight(mRows: cute.Tensor, row, column, values: list):
-    """Eight fp32 registers, as bf16."""
+    """Store eight fp32 registers as bf16."""
     out = cute.make_rmem_tensor(8, BFloat16)
     for i in cutlass.range_constexpr(8):
         out[i] = values[i].to(BFloat16)
@@ -32,8 +32,8 @@ def store_eight(mRows: cute.Tensor, row, column, values: list):
 
 
 class Gather:
-    """A warp has `WIDTH` columns of a token, 16 bytes a lane at a time. `early`: x is older than the routing kernel,
-    and read while that one ends."""
+    """Each warp copies `WIDTH` columns of a token, 16 bytes per lane at a time. `early`: x is older than the routing
+    kernel, and can be read while that one ends."""
 
     THREADS, WIDTH = 256, 1024
 
@@ -79,7 +79,7 @@ class Gather:
 
 
 class Combine:
-    """top_k slots, unrolled, of `splits` parts each; a thread has 16 bytes of one token's rows."""
+    """Adds top_k slots (unrolled) of `splits` parts each; a thread has 16 bytes of a token's rows."""
 
     THREADS = 128
 
@@ -113,7 +113,7 @@ class Combine:
         token, part, _ = cute.arch.block_idx()
         columns = 128 // mRows.element_type.width
         column = (part * self.THREADS + tid) * columns
-        # routing was over before the GEMMs began: read what it wrote while they end
+        # routing was over before the GEMMs began, so its results can be read while they end
         live = mOffsets[mOffsets.shape[0] - 1]
         position = [mPosition[token * self.top_k + j] for j in range(self.top_k)]
         weight = [mWeights[token, j].to(Float32) for j in range(self.top_k)]
@@ -134,7 +134,7 @@ class Combine:
                     value = loaded[j * self.splits][i].to(Float32)
                     for part in cutlass.range_constexpr(1, self.splits):
                         value += loaded[j * self.splits + part][i].to(Float32)
-                    # unrouted rows hold anything
+                    # unrouted rows may hold anything
                     total[i] = total[i] + weight[j] * cutlass.select_(position[j] < live, value, Float32(0.0))
             out = cute.make_rmem_tensor(columns, mOut.element_type)
             for i in cutlass.range_constexpr(columns):

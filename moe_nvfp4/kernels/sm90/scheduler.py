@@ -1,9 +1,9 @@
 """Which tile a CTA of the Hopper GEMMs computes next: the list of tiles, and the ring that brings them to the warps.
 
-The list follows from the group offsets, on the device: first the tiles of GEMM 1, then those that quantize h, then
+The list is computed from the group offsets, on the device: first the tiles of GEMM 1, then those that quantize h, then
 those of GEMM 2. Each kind is ordered [expert][RASTER token tiles][weight tile, or part of h][token tile]; in GEMM 2 the
-2^log2_split_k parts of K lie beside each weight tile. So CTAs that run at the same time share weight tiles, which are
-read from memory once.
+2^log2_split_k parts of K of a weight tile are next to each other. So CTAs that run at the same time share weight tiles,
+which are read from memory only once.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from moe_nvfp4.kernels.common.warp import sum_of_lanes_before
 from moe_nvfp4.kernels.sm90.config import GemmConfig, TileShape
 
 GEMM1, GEMM2, QUANTIZE = 0, 1, 2  # kinds of tiles
-QUANTIZE_BLOCKS = 16  # 64-column blocks of a tile that quantizes h
-RASTER = 16  # token tiles that share a weight tile before the next weight tile begins
+QUANTIZE_BLOCKS = 16  # 64-column blocks per tile that quantizes h
+RASTER = 16  # token tiles that use a weight tile before the next weight tile begins
 KIND_BITS, ROWS_BITS = 2, 9
 
 
 class Extents(NamedTuple):
-    """The matrices of GEMM 1 and GEMM 2, in 64-row and 64-column units of the packed weights; and how K is split."""
+    """The sizes of both GEMMs' matrices, in 64-row and 64-column units of the packed weights; and how K is split."""
 
     m64: tuple[Int32, Int32]
     k64: tuple[Int32, Int32]
@@ -33,8 +33,8 @@ class Extents(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """A tile. m_index counts weight tiles; in GEMM 2 its low bits are the part of K, and of a tile that quantizes it is
-    the part of the row."""
+    """A tile. m_index is the number of the weight tile; in GEMM 2 its low bits are the part of K, and in a tile that
+    quantizes it is the part of the row."""
 
     kind: Int32
     expert: Int32
@@ -45,7 +45,7 @@ class Tile(NamedTuple):
 
 
 class WorkTile(NamedTuple):
-    """A `Tile` in the four words that bring it through shared memory. One that is not valid ends the list."""
+    """A `Tile` as four words in shared memory. One that is not valid ends the list."""
 
     expert_and_kind: Int32
     m_index: Int32
@@ -74,8 +74,8 @@ class WorkTile(NamedTuple):
 
 
 class KRange(NamedTuple):
-    """What a tile covers: its weight tile, the part of K, and of that the first 64-column block and how many. Of a tile
-    that quantizes only the last two count."""
+    """What a tile covers: its weight tile, its part of K, and that part's first 64-column block and number of blocks.
+    For a tile that quantizes, only the last two mean anything."""
 
     m_tile: Int32
     part: Int32
@@ -84,7 +84,7 @@ class KRange(NamedTuple):
 
 
 class TileList(NamedTuple):
-    """Where the kinds of tiles begin and end, and how many tiles share a token tile."""
+    """Where each kind of tiles begins and ends, and how many tiles of a kind share a token tile."""
 
     tiles1: Int32  # the end of GEMM 1
     begin2: Int32  # the beginning of GEMM 2
@@ -110,7 +110,7 @@ class TileScheduler:
 
     @cute.jit
     def scan(self, mOffsets, sOffsets, sFirst):
-        """A warp: the offsets into shared memory, and sFirst[e] = token tiles of the experts before e."""
+        """For a whole warp: copy the offsets to shared memory; sFirst[e] = token tiles of the experts before e."""
         E, lane, BN = mOffsets.shape[0] - 1, cute.arch.lane_idx(), self.t.BN
         rows, base = mOffsets[E], Int32(0)
         for i in cutlass.range((E + 31) // 32, unroll=4):
@@ -127,7 +127,7 @@ class TileScheduler:
 
     @cute.jit
     def only_group(self, rows: Int32, sOffsets, sFirst):
-        """A warp: as `scan`, where one expert has all the rows."""
+        """For a whole warp: as `scan`, for one expert that has all rows."""
         sOffsets[0], sOffsets[1] = Int32(0), rows
         sFirst[0], sFirst[1] = Int32(0), (rows + (self.t.BN - 1)) // self.t.BN
         cute.arch.sync_warp()
@@ -146,7 +146,7 @@ class TileScheduler:
 
     @cute.jit
     def locate(self, number: Int32, tiles: TileList, sOffsets, sFirst, E: Int32) -> Tile:
-        """A whole warp: the tile with this number."""
+        """For a whole warp: the tile with this number."""
         second = number >= tiles.begin2
         local = number - tiles.begin2 if second else number
         m_tiles = tiles.m_tiles2 if second else tiles.m_tiles1
@@ -169,7 +169,7 @@ class TileScheduler:
         first = sFirst[e]
         local = number - first * m_tiles
         width, m, n = sFirst[e + 1] - first, local, Int32(0)
-        if width > 1:  # divisions take longer than all else here
+        if width > 1:  # the divisions would take longer than everything else here
             if width > RASTER:
                 n = local // (RASTER * m_tiles) * RASTER
                 local -= n * m_tiles
@@ -196,12 +196,12 @@ class TileScheduler:
         return KRange(m_index, part, first, count)
 
     def quantize_parts(self, k64):
-        """Tiles that quantize a token tile of h."""
+        """How many tiles quantize a token tile of h."""
         return (k64[1] * self.config.h_columns + QUANTIZE_BLOCKS - 1) // QUANTIZE_BLOCKS
 
     @cute.jit
     def count_tile(self, mSync, lane):
-        """The next tile's number from the atomic tile counter, in lane 0."""
+        """Lane 0 gets the next tile's number from the atomic tile counter."""
         number = Int32(0)
         if lane == 0:
             number = cute.arch.atomic_add(mSync.iterator, Int32(1), sem="relaxed", scope="gpu")
@@ -211,7 +211,7 @@ class TileScheduler:
 
     @cute.jit
     def publish(self, slots: TileSlots, slot: PipelineState, tile: Tile):
-        """Lane 0 of the scheduler warp, after the wait for the slot."""
+        """For lane 0 of the scheduler warp, after it has waited for the slot."""
         slots.sTiles[0, slot.index] = tile.expert * (1 << KIND_BITS) + tile.kind
         slots.sTiles[1, slot.index] = tile.m_index
         slots.sTiles[2, slot.index] = tile.row
@@ -220,13 +220,13 @@ class TileScheduler:
 
     @cute.jit
     def publish_end(self, slots: TileSlots, slot: PipelineState):
-        """Likewise: there are no more."""
+        """The same, to say that there are no more tiles."""
         slots.sTiles[0, slot.index] = Int32(-1)
         cute.arch.mbarrier_arrive(slots.full + slot.index)
 
     @cute.jit
     def fetch(self, slots: TileSlots, slot: PipelineState) -> WorkTile:
-        """A warp waits for its next tile."""
+        """Wait for the warp's next tile."""
         cute.arch.mbarrier_wait(slots.full + slot.index, slot.phase)
         words = cute.make_rmem_tensor(4, Int32)
         cute.autovec_copy(slots.sTiles[None, slot.index], words)
@@ -234,6 +234,6 @@ class TileScheduler:
 
     @cute.jit
     def release(self, barriers: tuple, slot: PipelineState) -> PipelineState:
-        """A warp is done with a tile and its stores, as it says at these barriers of the slot -> the next slot."""
+        """Arrive at these barriers of the slot once the warp is done with its tile; returns the next slot."""
         arrive(barriers, slot.index)
         return advance(slot, self.t.slots)

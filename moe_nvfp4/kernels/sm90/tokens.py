@@ -1,7 +1,7 @@
 """The token warps of the Hopper GEMM: rows of x or h, and their scales, from global to shared memory.
 
-TMA brings boxes of rows where they lie in order. Rows that are gathered, and the few rows of h in decode, come 16 bytes
-a lane (TMA takes longer), where the swizzle of TMA would have put them.
+TMA copies boxes of rows that lie in order. Gathered rows, and the few rows of h in decode, are copied 16 bytes per lane
+(TMA would take longer), to where the swizzle of TMA would have put them.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class TokenLoader:
 
     @cute.jit
     def copied_by_lanes(self, of_h):
-        """Whether a tile's tokens come 16 bytes a lane: gathered ones, and the few rows of h that are waited for. Else
-        TMA brings them."""
+        """Whether lanes copy a tile's tokens, 16 bytes each: gathered ones, and the few rows of h in decode. Otherwise
+        TMA does."""
         holds = self.config.gathers_x
         if const_expr(self.t.uses_mma_sync and not holds):
             holds = of_h
@@ -44,14 +44,14 @@ class TokenLoader:
 
     @cute.jit
     def load(self, to: Int32, atoms: tuple, tensors: Tensors, extents: Extents, s: Shared):
-        """Two warps: every tile. They share rows, or 64-column blocks, evenly; the first brings scales too."""
+        """The role of two warps: all tiles. They share rows or 64-column blocks evenly; the first also loads scales."""
         t, config = self.t, self.config
         lane = cute.arch.lane_idx()
         mine = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // 32 % 4) - 1
         descriptors = tuple(ptx.descriptor(atom) for atom in atoms)
-        # by lanes: a warp has four rows of every eight, a lane 16 bytes of one, where the swizzle puts them
+        # if lanes copy: a warp has four of every eight rows, and a lane 16 bytes of a row, placed as by the swizzle
         within, chunk = 4 * mine + lane // 8, lane % 8
-        chunks = cute.make_rmem_tensor(t.BN // 8, Int32)  # where they are, in units of 16 bytes
+        chunks = cute.make_rmem_tensor(t.BN // 8, Int32)  # their addresses, in units of 16 bytes
         row_scale = cute.make_rmem_tensor((t.BN + 31) // 32, Float32)
 
         ring, slot = producer_state(), consumer_state()
@@ -69,7 +69,7 @@ class TokenLoader:
                 columns = cutlass.select_(within < rows, columns, Int32(0))  # rows beyond the group are not read
             if by_lanes:
                 self.locate(chunks, tile, (within, chunk), of_h, pitch, tensors.mIndex)
-            # only an epilogue needs them, but all that quantizes
+            # the stage that scales come with: a GEMM needs them only in its epilogue, a tile that quantizes at once
             scales_at = cutlass.select_(raw, Int32(0), (where.count - 1) >> t.log2_KB)
             for kt in cutlass.range((where.count + (t.KB - 1)) >> t.log2_KB, unroll=1):
                 cute.arch.mbarrier_wait(s.empty + ring.index, ring.phase)
@@ -87,7 +87,7 @@ class TokenLoader:
                         self.copy_by_tma(to_stage, descriptors, (of_h, raw), blocks, tile.row, rows)
                     if const_expr(not config.row_scale):
                         cute.arch.mbarrier_arrive(s.full + ring.index)
-                if const_expr(config.row_scale):  # under the copies
+                if const_expr(config.row_scale):  # while the copies run
                     self.load_row_scales(row_scale, tile, slot, (mine, kt, scales_at), tensors, s)
                     cute.arch.mbarrier_arrive(s.full + ring.index)  # each lane for what it stored
                 ring = advance(ring, t.stages)
@@ -96,7 +96,7 @@ class TokenLoader:
 
     @cute.jit
     def token_rows(self, tensors: Tensors, of_h, raw):
-        """Where lanes find a tile's rows: the address of the first, their columns, and 16-byte units between two."""
+        """Where lanes find a tile's rows: the address of the first, their columns, the pitch in units of 16 bytes."""
         place = (tensors.mX.iterator.toint(), tensors.mX.shape[1], Int32(tensors.mX.stride[0] // 8))
         if const_expr(self.t.uses_mma_sync):
             if const_expr(self.config.down):
@@ -111,7 +111,7 @@ class TokenLoader:
 
     @cute.jit
     def locate(self, chunks, tile: WorkTile, place: tuple, of_h, pitch, mIndex):
-        """Where this lane's 16 bytes of every eighth row are."""
+        """Find the addresses of this lane's 16 bytes in every eighth row."""
         within, chunk = place
         for i in cutlass.range_constexpr(self.t.BN // 8):
             at = tile.row + cutlass.min(8 * i + within, tile.rows - 1)
@@ -122,7 +122,7 @@ class TokenLoader:
 
     @cute.jit
     def copy_by_lanes(self, target, base, chunks, place: tuple, columns, rows):
-        """A stage's tokens: this lane's 16 bytes of every eighth row, in each 64-column block from `first` on."""
+        """Copy a stage's tokens: this lane's 16 bytes of every eighth row, in each 64-column block from `first` on."""
         t, (first, chunk) = self.t, place
         column = first * 64 + chunk * 8
         sizes = [cutlass.select_(column + j * 64 < columns, 16, 0) for j in range(t.KB)]
@@ -134,7 +134,7 @@ class TokenLoader:
 
     @cute.jit
     def copy_by_tma(self, to_stage: tuple, descriptors: tuple, source: tuple, blocks: tuple, row, rows):
-        """A stage's tokens, by one lane: every second 64-column block of `count` from `first` on, box by box."""
+        """Copy a stage's tokens, from one lane: every second of `count` 64-column blocks from `first` on, by boxes."""
         t, (to, stage, bar) = self.t, to_stage
         (from_x, from_raw, from_h), (of_h, raw), (mine, first, count) = descriptors, source, blocks
         for j in cutlass.range(mine, count, 2, unroll=1):
@@ -147,7 +147,7 @@ class TokenLoader:
 
     @cute.jit
     def load_row_scales(self, row_scale, tile: WorkTile, slot: PipelineState, when: tuple, tensors: Tensors, s: Shared):
-        """The first token warp: asks for the scales of a tile's rows at its first stage, stores them at `scales_at`."""
+        """For the first token warp: ask for a tile's row scales at its first stage, store them at stage `scales_at`."""
         mine, kt, scales_at = when
         of_h = tile.kind != GEMM1
         if mine == 0:
@@ -160,7 +160,7 @@ class TokenLoader:
 
     @cute.jit
     def wait_for_h(self, mSync, token_tile, raw, extents: Extents):
-        """Until the token tile is stored and, unless it is `raw` that is asked for, also quantized."""
+        """Wait until the token tile of h is stored and, unless `raw` rows are wanted, quantized."""
         quantized = 0
         if const_expr(self.config.row_scale):
             quantized = cutlass.select_(raw, Int32(0), self.scheduler.quantize_parts(extents.k64))
@@ -169,4 +169,4 @@ class TokenLoader:
         while found < count:
             found = cute.arch.load(mSync.iterator + at, Int32, sem="acquire", scope="gpu")
         if const_expr(not self.t.uses_mma_sync):
-            cute.arch.fence_proxy(kind="async")  # they were written by ordinary stores, TMA reads them
+            cute.arch.fence_proxy(kind="async")  # ordinary stores wrote the rows, TMA will read them
