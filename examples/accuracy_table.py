@@ -1,7 +1,7 @@
 """All recipes on one model: perplexity, KL, top-1 and changed routing on held-out texts, W4A16 and W4A4.
 
-The last four numbers are the errors of the experts' outputs, for quarters of each layer's experts: from those that the
-fewest tokens of the texts come to, to those that most come to.
+The last four numbers are the errors of the experts' outputs, for quarters of each layer's experts: from the experts
+with the fewest tokens of the texts to those with the most.
 
     python examples/accuracy_table.py demo --text demo.txt --text prose.txt --calibration mix.txt --calibration code.txt
 
@@ -35,7 +35,7 @@ LENGTHS = (32, 128, 8, 2)  # windows of the first calibration text
 
 
 class Routing:
-    """Which experts a model's tokens were given, and how often another model gives others."""
+    """Which experts a model chooses for its tokens, and how often another model chooses others."""
 
     def __init__(self) -> None:
         self.ids: list[Tensor] = []
@@ -83,8 +83,8 @@ def judge(original, model, windows: Tensor) -> tuple[Metrics, float]:
 
 @torch.no_grad()
 def errors_by_popularity(original, model, windows: Tensor) -> list[float]:
-    """||y' - y|| / ||y|| of the weights alone, y being what an expert makes of its rows, for four parts of each layer's
-    experts: from those with the fewest rows to those with the most."""
+    """||y' - y|| / ||y|| for the outputs y of an expert, from the quantization of its weights alone; for four quarters
+    of each layer's experts, from those with the fewest rows to those with the most."""
     modules = dense_modules(original)
     found = {name: torch.zeros(layout.num_experts, 3) for name, (_, layout) in modules.items()}
 
@@ -109,7 +109,7 @@ def errors_by_popularity(original, model, windows: Tensor) -> list[float]:
 
 
 def recipes_of(calibrations: dict[str, Tensor]) -> Iterator[tuple[str, str, dict[str, object]]]:
-    """(activations, name, arguments of swap_experts) of each row of the table."""
+    """(activations, name, arguments of swap_experts) for each row of the table."""
     (first, whole), *others = calibrations.items()
     cuts = {f"{first} {n}": whole[:n] for n in LENGTHS if n <= len(whole)}
     cuts |= {f"{name} {len(ids)}": ids for name, ids in others}
@@ -131,11 +131,11 @@ def windows_of(file: Path, tokenizer, count: int, window: int) -> Tensor:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", help="folder of a dense model, or demo")
-    parser.add_argument("--text", type=Path, action="append", required=True, help="to judge on")
-    parser.add_argument("--calibration", type=Path, action="append", required=True, help="to calibrate on")
-    parser.add_argument("--windows", type=int, default=6, help="of each text to judge on")
-    parser.add_argument("--window", type=int, default=512)
-    parser.add_argument("--only", action="append", help="rows whose name has this in it; may be given again")
+    parser.add_argument("--text", type=Path, action="append", required=True, help="file to judge on")
+    parser.add_argument("--calibration", type=Path, action="append", required=True, help="file to calibrate on")
+    parser.add_argument("--windows", type=int, default=6, help="windows of each text to judge on")
+    parser.add_argument("--window", type=int, default=512, help="tokens per window")
+    parser.add_argument("--only", action="append", help="only rows whose name contains this; may be repeated")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()

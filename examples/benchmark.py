@@ -3,12 +3,12 @@
 python examples/benchmark.py [--shapes qwen,mixtral,deepseek,gptoss] [--tokens 1,4,16,64,256,1024,4096,16384]
                              [--backend portable] [--linears] [--peer module] [--json file] [--plot file.png]
 
-Each number is the median of replays of a captured call. Before each, L2 is filled by writing (so that
+Each number is the median of replays of a captured call. Before each replay, L2 is filled by writing (so that
 nothing of ours is in it) and then by reading (so that no dirty lines are left for the next kernel to
-wait for). Each begins with a rest and a few replays that don't count: right after large batches, at the GPU's
-power limit, small ones take up to a fifth longer. The roof is what the touched
-4-bit bytes take at --bandwidth or the arithmetic at --tflops, whichever is longer: their defaults were measured on an
-H200 (a large copy, a bf16 matrix product).
+wait for). Each measurement begins with a rest and a few replays that are not counted: right after large batches, at the
+GPU's power limit, small ones take up to a fifth longer. The roof is the time of the touched 4-bit bytes at --bandwidth
+or of the arithmetic at --tflops, whichever is longer. The defaults of both were measured on an H200 (a large copy, a
+bf16 matrix product).
 
 --backend runs kernels that would not be chosen on this GPU (MOE_NVFP4_BACKEND). --linears measures `NVFP4Linear`
 against torch's bf16 linear instead of experts.
@@ -32,7 +32,7 @@ from moe_nvfp4.linear import NVFP4Linear
 from moe_nvfp4.ops import moe_forward
 
 DEVICE = torch.device("cuda")
-SHAPES = {  # name: (title, H, I, E, top_k, what its router in transformers makes routing weights of)
+SHAPES = {  # name: (title, H, I, E, top_k, dtype of its routing weights in transformers)
     "qwen": ("Qwen3-30B-A3B", 2048, 768, 128, 8, torch.bfloat16),
     "mixtral": ("Mixtral-8x7B", 4096, 14336, 8, 2, torch.float32),
     "deepseek": ("DeepSeek-R1, 32 of 256 experts", 7168, 2048, 32, 8, torch.float32),
@@ -46,7 +46,7 @@ LINEARS = {"Qwen3-30B q": (4096, 2048), "Qwen3-30B k, v": (512, 2048), "Qwen3-30
 
 
 def measure(name, token_counts, peers, clock):
-    """Rows of numbers for one shape."""
+    """Yield rows of numbers for one shape."""
     title, H, I, E, top_k, dtype = SHAPES[name]
     shape = Shape(H, I, E, top_k)
     layers = {
@@ -66,7 +66,7 @@ def measure(name, token_counts, peers, clock):
 
 
 def measure_linears(token_counts, clock, roof):
-    """roof(bytes, FLOPs): the least us."""
+    """Print a table of linears. roof(bytes, FLOPs): the least us."""
     print("| linear (N, K) | T | W4A16 us | of the roof | W4A4 us | bf16 us | x bf16 |\n|---|--:|--:|--:|--:|--:|--:|")
     for title, (N, K) in LINEARS.items():
         linears = [NVFP4Linear(K, N, activations=a, device="cuda") for a in ("bf16", "nvfp4")]
@@ -92,7 +92,7 @@ def make_peer(module, E, H, I):
 
 
 def plot(rows, arguments, path):
-    """TFLOP/s over arithmetic intensity, log-log, under the roof."""
+    """Plot TFLOP/s over arithmetic intensity, log-log, under the roof."""
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(8, 5))

@@ -1,10 +1,10 @@
-"""How fast a checkpoint becomes NVFP4 files, next to how fast the disk is: MB/s of bf16 source, and memory.
+"""How fast a checkpoint is converted to NVFP4 files, beside the speed of the disk: MB/s of bf16 source, and memory.
 
 python examples/benchmark_convert.py [--gb 6] [--device cuda] [--recipe mse] [--folder .]
 
-Makes a checkpoint of random bf16 weights with Qwen3-30B-A3B's sizes and names in a folder of its own (which needs
-1.6 times the size), converts it with cold and with warm page cache, and removes everything. With a GPU, that on the
-GPU and on the CPU, and every byte of the two results is compared.
+Makes a checkpoint of random bf16 weights with Qwen3-30B-A3B's sizes and names in a temporary folder (which needs 1.6
+times the size), converts it with a cold and with a warm page cache, and removes everything. With a GPU, it converts on
+the GPU and on the CPU, and compares every byte of the two results.
 """
 
 import argparse
@@ -29,13 +29,13 @@ import sys, torch
 from moe_nvfp4.quantize.convert import convert_checkpoint
 from moe_nvfp4.quantize.options import Options
 source, destination, recipe, device = sys.argv[1:]
-torch.empty(1, device=device)  # the start of CUDA is not counted
+torch.empty(1, device=device)  # starts CUDA, which is not counted
 print(convert_checkpoint(source, destination, Options(recipe, device=device), progress=False).seconds)
 """
 
 
 def make(folder: Path, size: int) -> float:
-    """About `size` bytes of experts in shards of about 4 GB; how many MB/s were written."""
+    """Write about `size` bytes of experts in shards of about 4 GB; returns how many MB/s were written."""
     folder.mkdir()
     layers = max(1, round(size / (E * 3 * H * I * 2)))
     shards = -(-layers // 3)
@@ -64,14 +64,14 @@ def files_size(folder: Path) -> int:
 
 
 def forget(folder: Path) -> None:
-    """Take the files out of the page cache."""
+    """Drop the files from the page cache."""
     for path in folder.iterdir():
         with open(path, "rb") as f:
             os.posix_fadvise(f.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def read(folder: Path) -> float:
-    """MB/s of reading the files, one after the other."""
+    """Read the files one after the other; returns MB/s."""
     begin, buffer = time.perf_counter(), bytearray(1 << 23)
     for path in folder.glob("*.safetensors"):
         with open(path, "rb", buffering=0) as f:
@@ -81,7 +81,7 @@ def read(folder: Path) -> float:
 
 
 def convert(source: Path, destination: Path, recipe: str, device: str) -> tuple[float, float]:
-    """In a process of its own: (MB/s of the source, peak memory in MB)."""
+    """Convert in a separate process: (MB/s of the source, peak memory in MB)."""
     shutil.rmtree(destination, ignore_errors=True)
     command = [sys.executable, "-c", CONVERT, str(source), str(destination), recipe, device]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
@@ -93,7 +93,7 @@ def convert(source: Path, destination: Path, recipe: str, device: str) -> tuple[
 
 
 def same(a: Path, b: Path) -> int:
-    """How many bytes two folders have, which must be the same."""
+    """Check that two folders have the same bytes; returns how many."""
     names = sorted(p.name for p in a.iterdir())
     if names != sorted(p.name for p in b.iterdir()):
         sys.exit(f"{a} and {b} have different files")
@@ -108,10 +108,10 @@ def same(a: Path, b: Path) -> int:
 
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("--gb", type=float, default=6)
+parser.add_argument("--gb", type=float, default=6, help="size of the source in GB")
 parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
 parser.add_argument("--recipe", choices=RECIPES, default=DEFAULT_RECIPE)
-parser.add_argument("--folder", type=Path, default=Path.cwd(), help="on the disk to use")
+parser.add_argument("--folder", type=Path, default=Path.cwd(), help="a folder on the disk to use")
 args = parser.parse_args()
 
 with tempfile.TemporaryDirectory(dir=args.folder) as name:

@@ -2,13 +2,13 @@
 
 python examples/benchmark_cpu.py [--seconds 1.0] [--shapes smol,mixtral,qwen] [--tokens 1,4,16,64,256] [--threads N]
 
-Every call takes another copy of the layer, so that its weights are not in a cache. Each number is the
-median over calls, in slices that alternate with those of the others, so that a slow moment of the machine slows all;
-the speedup is against the faster of transformers' two ways, eager and grouped_mm.
-On a machine that does other work too, a call waits for the slower of its threads: take --threads 1.
-GB/s are the touched 4-bit bytes, in brackets as a part of the lower of two bounds: what this machine reads, and how
-fast the loop for one token is on weights in the cache. GFLOP/s are in brackets as a part of the highest rate of torch's
-bf16 `linear`. OMP_PROC_BIND=true in the environment keeps the threads on cores of their own.
+Every call uses another copy of the layer, so that its weights are not in a cache. Each number is the median over calls,
+in time slices that alternate with those of the other numbers, so that a slow moment of the machine affects all. The
+speedup is against the faster of transformers' two implementations, eager and grouped_mm. If the machine does other work
+too, a call waits for its slowest thread: use --threads 1.
+GB/s are of the touched 4-bit bytes; in brackets is their share of the lower of two bounds: the rate at which this
+machine reads memory, and the rate of the loop for one token on weights in the cache. GFLOP/s have in brackets their
+share of the highest rate of torch's bf16 `linear`. OMP_PROC_BIND=true in the environment binds each thread to a core.
 """
 
 import argparse
@@ -33,12 +33,12 @@ SHAPES = {  # name: (title, H, I, E, top_k)
     "mixtral": ("Mixtral slice", 4096, 3584, 8, 2),
     "qwen": ("Qwen3-30B-A3B", 2048, 768, 128, 8),
 }
-COLD = 200e6  # bytes to rotate through, far beyond a cache
-SLICES = 5  # of the time for a number
+COLD = 200e6  # bytes of copies to rotate through: far more than a cache holds
+SLICES = 5  # time slices for each number
 
 
 def bf16_layers(name):
-    """Copies of transformers' experts in bf16, with any weights."""
+    """Copies of transformers' experts in bf16, with random weights."""
     _, H, I, E, top_k = SHAPES[name]
     if name == "qwen":
         config = Qwen3MoeConfig(hidden_size=H, moe_intermediate_size=I, num_experts=E, num_experts_per_tok=top_k)
@@ -56,7 +56,7 @@ def bf16_layers(name):
 
 
 def nvfp4_layers(name, sizes=None):
-    """Copies of our experts, with any codes and scales; sizes: (E, H, I)."""
+    """Copies of our experts, with random codes and scales; sizes: (E, H, I)."""
     E, H, I = sizes or (SHAPES[name][i] for i in (3, 1, 2))
     layers, size = [], 6 * E * H * I * 9 // 32
     for _ in range(1 + max(1, int(COLD / size)) if sizes is None else 1):
@@ -76,7 +76,7 @@ def median_us(call, seconds):
 
 
 def medians_us(calls, seconds):
-    """{name: median microseconds of call(0), call(1), ...} of {name: (prepare, call)}, each in slices."""
+    """{name: (prepare, call)} -> {name: median microseconds of call(0), call(1), ...}, measured in time slices."""
     times = {name: [] for name in calls}
     for _ in range(SLICES):
         for name, (prepare, call) in calls.items():
@@ -98,7 +98,7 @@ def read_bandwidth():
 
 
 def issue_bound(threads):
-    """GB/s of 4-bit bytes by the loop for one token on weights in L2: of one thread, times the threads."""
+    """GB/s of 4-bit bytes of the loop for one token on weights in L2: the rate of one thread times the threads."""
 
     def us(N, K=2048):
         layer = nvfp4_layers("qwen", (1, K, N))[0].weights
@@ -131,7 +131,7 @@ def cpu_name():
 
 
 def measure(name, token_counts, seconds):
-    """{(variant, T): us} and {T: the part of the experts that is touched}."""
+    """({(variant, T): us}, {T: the share of the experts that is touched})."""
     _, H, _, E, top_k = SHAPES[name]
     batches = {}
     for T in token_counts:
@@ -163,7 +163,7 @@ def measure(name, token_counts, seconds):
 @torch.inference_mode()
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("--seconds", type=float, default=1.0, help="for each number")
+    parser.add_argument("--seconds", type=float, default=1.0, help="time for each number")
     parser.add_argument("--shapes", default=",".join(SHAPES), help="some of these (default: all): " + ",".join(SHAPES))
     parser.add_argument("--tokens", default="1,4,16,64,256")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())

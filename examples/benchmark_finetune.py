@@ -1,5 +1,5 @@
 """Fine-tuning a mixture of experts with LoRA on attention and experts: 4-bit experts against bf16 ones, one after the
-other, each in a process of its own. Random weights of Qwen3-30B-A3B's shapes; tokens a second and peak memory.
+other, each in a separate process. Random weights of Qwen3-30B-A3B's shapes; tokens per second and peak memory.
 
     python examples/benchmark_finetune.py                    an H200: 48 layers, sequence 2048, rank 16
     python examples/benchmark_finetune.py --tiny             a small model on a CPU, to see that it runs
@@ -90,7 +90,7 @@ def measure(kind: str, args: argparse.Namespace) -> dict:
         if i >= args.warmup:
             seconds.append(time.perf_counter() - start)
         else:
-            print(f"# {kind}: step {i}, {time.perf_counter() - begin:.1f} s since the model is there", file=sys.stderr)
+            print(f"# {kind}: step {i}, {time.perf_counter() - begin:.1f} s after the model was made", file=sys.stderr)
     median = sorted(seconds)[len(seconds) // 2]
     peak = torch.cuda.max_memory_allocated() if args.device == "cuda" else 0
     if args.profile:
@@ -117,8 +117,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true", help="a small model on a CPU")
     parser.add_argument("--attention-only", action="store_true", help="no adapters on experts")
-    parser.add_argument("--profile", action="store_true", help="one step's kernels, on stderr")
-    parser.add_argument("--arm", choices=["nvfp4", "bf16"], help="only this, in this process")
+    parser.add_argument("--profile", action="store_true", help="list the kernels of one step on stderr")
+    parser.add_argument("--arm", choices=["nvfp4", "bf16"], help="run only these experts, in this process")
     for name, default in (("layers", 0), ("sequence", 2048), ("batch", 1), ("rank", 16), ("warmup", 3), ("steps", 10)):
         parser.add_argument(f"--{name}", type=int, default=default)
     args = parser.parse_args()

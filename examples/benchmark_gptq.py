@@ -1,4 +1,4 @@
-"""Time and memory of `moe-nvfp4 quantize --recipe gptq`: random weights of a real model's shape, a few layers of it.
+"""Time and memory of `moe-nvfp4 quantize --recipe gptq` for a few layers of random weights in a real model's shape.
 
 python examples/benchmark_gptq.py --layers 3 --folder /tmp
 """
@@ -32,12 +32,12 @@ def make_model(folder: Path, layers: int, hidden: int, intermediate: int, expert
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--layers", type=int, default=3, help="to measure; the first is not counted")
+    parser.add_argument("--layers", type=int, default=3, help="layers to measure; the first is not counted")
     parser.add_argument("--of", type=int, default=48, help="layers of the whole model, to extrapolate to")
     parser.add_argument("--shape", type=int, nargs=3, default=(2048, 768, 128), metavar=("H", "I", "E"))
     parser.add_argument("--windows", type=int, default=128)
     parser.add_argument("--window", type=int, default=2048)
-    parser.add_argument("--folder", type=Path, help="for the files (default: a temporary one)")
+    parser.add_argument("--folder", type=Path, help="where to make a temporary folder for the files")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
 
@@ -57,7 +57,7 @@ def main() -> None:
     peak = torch.cuda.max_memory_allocated() / 1e9 if args.device != "cpu" else float("nan")
     each = sum(seconds) / len(seconds)
     H, I, E = args.shape
-    print(f"H {H}, I {I}, {E} experts; {args.windows} x {args.window} tokens, {rows.min()} to {rows.max()} an expert")
+    print(f"H {H}, I {I}, {E} experts; {args.windows} x {args.window} tokens, {rows.min()} to {rows.max()} per expert")
     print(f"layers {', '.join(f'{s:.1f}' for s in seconds)} s (the first {ends[0] - began:.1f} s; all {whole:.1f} s)")
     print(f"{args.of} layers: {args.of * each / 60:.1f} min; peak GPU memory {peak:.1f} GB")
 

@@ -4,8 +4,8 @@ pip install llama-cpp-python        # compiles llama.cpp with this machine's ins
 python examples/benchmark_llama.py [--seconds 1.0] [--tokens 1,128] [--threads N]
 
 llama.cpp's operators are called as its model graphs call them: mul_mat_id for gate, up and down, swiglu_split, the
-weighted sum of the slots. Its NVFP4 has our codes and block scales in another order, so both compute the same layer,
-which is checked first; llama.cpp rounds activations to 8 bits on the way (Q8_0), ours stay bf16.
+weighted sum of the slots. Its NVFP4 holds our codes and block scales in another order, so both compute the same layer;
+this is checked first. llama.cpp rounds activations to 8 bits (Q8_0), ours stay bf16.
 """
 
 import argparse
@@ -61,7 +61,7 @@ def load_ggml():
 
 
 def ggml_bytes(codes, sf):
-    """[E, N, K/2], [E, N, K/16] -> blocks of 64: 4 scales, 32 bytes; element j of 16 shares a byte with j + 8."""
+    """[E, N, K/2], [E, N, K/16] -> blocks of 64: 4 scales, 32 bytes; in each 16, elements j and j + 8 share a byte."""
     E, N, half = codes.shape
     nibbles = torch.stack([codes & 15, codes >> 4], -1).view(E, N, half // 32, 4, 2, 8)
     packed = nibbles[..., 0, :] | nibbles[..., 1, :] << 4

@@ -1,12 +1,12 @@
 """A whole model with 4-bit experts against the same model with transformers' bf16 experts: `generate.py --random NAME`.
 
-Real config, random weights, made layer by layer, so that the 4-bit model never is whole in bf16. Decoding is greedy,
-with transformers' static cache, one CUDA graph for a step (on a CPU: eagerly). Where a step's time goes is measured by
-leaving parts of the model out, one after the other, and taking the differences.
+It has the real config and random weights, made layer by layer, so that the 4-bit model is never in bf16 as a whole.
+Decoding is greedy, with transformers' static cache and one CUDA graph per step (eager on a CPU). To see where a step's
+time goes, parts of the model are left out, one after the other, and the differences are taken.
 
-Launched kernel by kernel, 70 a layer, a model often waits for the host. So steps are timed without a graph too, and of
-the prompt (inside a graph transformers would write its causal mask out) both its time and how long the GPU is busy.
-torch.compile makes 23 of them; of it only whole steps are timed.
+Without a graph, a layer is 70 kernel launches, and the model often waits for the host. So steps are also timed without
+a graph. For the prompt (in a graph, transformers would write out its causal mask) both its time and the time that the
+GPU is busy are measured. torch.compile makes 23 kernels per layer; with it, only whole steps are timed.
 """
 
 import datetime
@@ -17,7 +17,7 @@ import time
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 
-# CUPTI attached anew to CUDA graphs that it has seen before may crash: keep it attached.
+# CUPTI may crash when it attaches again to CUDA graphs that it has seen before: keep it attached.
 os.environ.setdefault("DISABLE_CUPTI_LAZY_REINIT", "1")
 os.environ.setdefault("TEARDOWN_CUPTI", "0")
 
@@ -42,11 +42,11 @@ CONFIGS = {
         num_attention_heads=4, num_key_value_heads=2, head_dim=16, vocab_size=1024,
     ),
 }  # fmt: skip
-PROMPTS = {1: 32, 32: 128}  # batch: tokens of each prompt. 32 and 4096 rows meet again: fewer kernels to compile
-COMPARED = 8  # steps that are decoded without a graph too
+PROMPTS = {1: 32, 32: 128}  # batch: tokens of each prompt. 32 and 4096 rows occur elsewhere, too: fewer kernels
+COMPARED = 8  # steps that are also decoded without a graph
 # Relative error of a layer against the reference backend, as in tests/common.py
 THRESHOLDS = {"bf16": 4e-3, "nvfp4": 2e-2}
-# What is left out for the second, third and fourth time of a step: modules of a layer, and what they return instead
+# What the second, third and fourth measurement of a step leave out: modules of a layer, and what they return instead
 PARTS = {
     "experts": (lambda layer: layer.mlp.experts, lambda x, *_: x),
     "attention and its linears": (lambda layer: layer.self_attn, lambda hidden_states, **_: (hidden_states, None)),
@@ -65,14 +65,14 @@ def build(name, device, activations=None):
         part.to_empty(device=device)
         for parameter in part.parameters():
             parameter.fill_(1) if parameter.dim() == 1 else parameter.normal_(std=0.02)
-        if activations and hasattr(part, "mlp"):  # how scales are chosen does not matter here: the quickest way
+        if activations and hasattr(part, "mlp"):  # the choice of scales does not matter here: the fastest recipe
             swap_experts(part, activations, recipe="max", progress=False)
-    inner.embed_tokens.weight.normal_()  # so large that tokens differ, and with them their experts
+    inner.embed_tokens.weight.normal_()  # large enough that tokens differ, and with them their experts
     return model
 
 
 def check_layer(layer, activations):
-    """The relative error of a layer's experts, on 32 tokens, against the reference backend."""
+    """The relative error of a layer's experts against the reference backend, on 32 tokens."""
     experts = layer.mlp.experts
     x = torch.randn(32, experts.hidden_size, device=experts.down_proj.device).bfloat16()
     _, scores, ids = layer.mlp.gate(x)
@@ -92,7 +92,7 @@ def check_layer(layer, activations):
 
 
 def seconds(call, repeats, device):
-    """Mean of `repeats` calls."""
+    """The mean time of `repeats` calls."""
     synchronize = torch.cuda.synchronize if device == "cuda" else lambda: None
     synchronize()
     start = time.perf_counter()
@@ -103,7 +103,7 @@ def seconds(call, repeats, device):
 
 
 def captured(step, device):
-    """`step` as one launch of a CUDA graph. It has run before, on this stream."""
+    """`step` as one launch of a CUDA graph. It must have run before on this stream."""
     if device != "cuda":
         return step
     graph = torch.cuda.CUDAGraph()
@@ -113,7 +113,7 @@ def captured(step, device):
 
 
 def prefill(model, ids, room):
-    """A cache with `ids` [B, T] and room for `room` tokens more; the next token [B, 1]."""
+    """(a cache with `ids` [B, T] and room for `room` more tokens, the next token [B, 1])."""
     cache = StaticCache(config=model.config, max_cache_len=ids.shape[1] + room)
     logits = model(ids, past_key_values=cache, logits_to_keep=1).logits
     assert logits.isfinite().all(), "the model makes NaN or Inf"
@@ -121,7 +121,7 @@ def prefill(model, ids, room):
 
 
 def time_prefill(model, ids, device):
-    """Milliseconds that the GPU is busy with a prompt, with one without experts, and that the prompt takes."""
+    """Milliseconds: (GPU busy with a prompt, the same without experts, whole time of the prompt)."""
     call = lambda: prefill(model, ids, 1)
     call()
     whole = min(seconds(call, 1, device) for _ in range(5))
@@ -132,8 +132,8 @@ def time_prefill(model, ids, device):
 
 
 def kernels_of(call, device):
-    """The kernels of a call, as the profiler saw them, and the microseconds in which at least one of them ran. Off the
-    GPU: none, and how long the call takes."""
+    """(the kernels of a call, as the profiler saw them; the microseconds in which at least one of them ran). Without a
+    GPU: no kernels, and how long the call takes."""
     if device != "cuda":
         return [], seconds(call, 1, device) * 1e6
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
@@ -148,7 +148,8 @@ def kernels_of(call, device):
 
 
 class Decoder:
-    """`batch` random prompts, and a step that appends one token to each. `experts`: transformers' way of the steps."""
+    """`batch` random prompts, and a step that appends one token to each. `experts`: transformers' implementation of the
+    experts in the steps."""
 
     def __init__(self, model, batch, steps, device, experts=None):
         torch.manual_seed(batch)
@@ -164,7 +165,7 @@ class Decoder:
         self.token.copy_(logits[:, -1].argmax(-1, keepdim=True))
 
     def run(self, step, steps):
-        """The tokens [B, steps] after the prompt, from its end again."""
+        """Start again from the end of the prompt; returns the tokens [B, steps] after it."""
         self.token.copy_(self.first)
         for layer in self.cache.layers:
             layer.cumulative_length.fill_(self.prompt)
@@ -175,7 +176,7 @@ class Decoder:
         return torch.cat(tokens, dim=1)
 
     def touched(self):
-        """Experts that have tokens, a layer, at the first step."""
+        """How many experts per layer have tokens in the first step."""
         counts = []
         count = lambda module, args, output: counts.append(output[2].unique().numel())
         hooks = [layer.mlp.gate.register_forward_hook(count) for layer in self.model.model.layers]
@@ -191,14 +192,15 @@ class Decoder:
         return seconds(partial(self.run, step, self.steps), 1, self.device) / self.steps
 
     def measure(self):
-        """Seconds of a step, without a graph too, and whether the graph decodes what the model decodes without it."""
+        """Seconds of a step with and without a graph, and whether both decode the same tokens."""
         tokens = self.run(self.step, COMPARED)
         eager = seconds(partial(self.run, self.step, COMPARED), 1, self.device) / COMPARED
         equal = torch.equal(tokens, self.run(captured(self.step, self.device), COMPARED))
         return {"step": self.time(), "eager": eager, "equal": equal}
 
     def measure_parts(self, step):
-        """Seconds of the parts of a step that takes `step` (the last: what is outside the layers), experts touched."""
+        """Seconds of each part of a step that takes `step` (the last part: what is outside the layers), and the number
+        of experts touched."""
         times, touched = [step], self.touched()
         with ExitStack() as stack:
             for part in PARTS:
@@ -210,7 +212,7 @@ class Decoder:
 
 @contextmanager
 def without(part, model):
-    """`model`, its layers with the short cut of PARTS instead of `part`."""
+    """Inside the context, `part` of each layer is replaced by its short cut in PARTS."""
     module_of, instead = PARTS[part]
     modules = [module_of(layer) for layer in model.model.layers]
     for module in modules:
@@ -222,8 +224,8 @@ def without(part, model):
 
 @contextmanager
 def compiled(model):
-    """Each layer of `model` as torch.compile makes it. The first one's code serves all; the whole model as one graph
-    takes minutes to compile."""
+    """Inside the context, each layer of `model` is compiled. All layers share the first one's code; to compile the
+    whole model as one graph takes minutes."""
     layers = model.model.layers
     limits = dict.fromkeys(("recompile_limit", "accumulated_recompile_limit"), 4 * len(layers))
     with torch._dynamo.config.patch(**limits):
@@ -239,8 +241,8 @@ def compiled(model):
 
 
 def measure(title, model, device, steps, long, experts=None, how=nullcontext):
-    """One row of each table. `experts`: decode with that implementation of transformers, and leave the prefill out;
-    how=compiled: steps of the compiled model, nothing else."""
+    """One row of each table. experts: decode with this implementation of transformers, and do not time the prefill;
+    how=compiled: time steps of the compiled model only."""
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     if device == "cuda":
         torch.cuda.empty_cache()
@@ -303,7 +305,7 @@ def report(rows, long):
 
 
 def report_kernels(title, model, device, steps, batch, us, how=nullcontext):
-    """The kernels of one step, which takes `us` when nobody looks: how many, how long the GPU is busy, the longest."""
+    """Print the kernels of a step that takes `us` without the profiler: their number, total time, the longest ones."""
     decoder = Decoder(model, batch, steps, device)
     with how(model):
         decoder.run(decoder.step, 1)
@@ -325,7 +327,7 @@ def report_kernels(title, model, device, steps, batch, us, how=nullcontext):
 
 @torch.no_grad()
 def benchmark(name, device, steps=64, long=4096):
-    """Measure and print. `long`: tokens of the prefill."""
+    """Measure and print. long: tokens of the prefill."""
     if name not in CONFIGS:
         raise SystemExit(f"--random {name}: choose one of {', '.join(CONFIGS)}")
     if device == "cuda":
@@ -353,7 +355,7 @@ def benchmark(name, device, steps=64, long=4096):
         rows.append(measure("W4A16, torch.compile", model, device, steps, long, how=compiled))
     report(rows, long)
     for row in rows if device == "cuda" else ():
-        # at batch 1: at 32 attention and the bf16 experts give other bits from run to run, graph or not
+        # only at batch 1: at 32, attention and the bf16 experts give other bits from run to run, graph or not
         equal = row["batches"][1]["equal"]
         checks.append((f"{row['title']}, {COMPARED} tokens with a graph are those without", equal))
     for text, passed in checks:

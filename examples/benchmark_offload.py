@@ -1,9 +1,9 @@
 """Experts on the CPU beside a GPU: `big_model.py --random NAME`.
 
 Real sizes, random weights (random codes and block scales: nothing is quantized), static cache, batch 1, one CUDA graph
-for a step. What a step could take is the 4-bit bytes of the experts that a token touches at the rate at which this
-host reads memory; so much is said of what is measured. `layers`: one layer alone, with new routing each time, also of
-models that are too large for this host. `files`: one in memory and in its files (without a GPU too).
+per step. The bound for a step is the time to read the 4-bit bytes of a token's experts, at this host's memory rate;
+measured times are given with their share of it. `layers` measures single layers with new routing each time, also of
+models that are too large for this host. `files` measures one layer in memory and in its files (also without a GPU).
 """
 
 import copy
@@ -32,7 +32,7 @@ from moe_nvfp4.kernels.offload import backend as offload
 from moe_nvfp4.kernels.offload.pages import pin
 from moe_nvfp4.mapped import Matrix
 
-LAYERS = {  # name: (H, I, E, top_k, copies, so that weights are cold)
+LAYERS = {  # name: (H, I, E, top_k, number of copies, so that weights are cold)
     "Qwen3-30B-A3B": (2048, 768, 128, 8, 6),
     "Qwen3-235B-A22B": (4096, 1536, 128, 8, 3),
     "DeepSeek-R1, 64 of 256 experts": (7168, 2048, 64, 8, 3),
@@ -85,7 +85,7 @@ def numbers():
 
 
 def read_rate():
-    """GB/s of summing 2 GiB with all threads, now: other users of the machine read too."""
+    """GB/s of summing 2 GiB with all threads. It changes with time: other users of the machine read too."""
     best = min(timed(numbers().sum) for _ in range(5))
     return numbers().nbytes / best / 1e9
 
@@ -116,7 +116,7 @@ def touched_bytes(H, I, top_k):
 
 
 def in_files(layer, path):
-    """A copy of `layer` whose weights are read from a new file at `path`, of which nothing is in memory yet."""
+    """A copy of `layer` whose weights are in a new file at `path`, none of which is in memory yet."""
     matrices, at, E = {}, 0, layer.num_experts
     with open(path, "wb") as f:
         for name, parts in ((layer.up_name, 2), ("down_proj", 1)):
@@ -144,13 +144,13 @@ class OneToken:
         self.device = device
 
     def beside(self, layers):
-        """Seconds of a layer, of GRAPH in one CUDA graph, without those of routing."""
+        """Seconds per layer, with GRAPH calls in one CUDA graph, without the time of routing."""
         step = lambda: [layers[i % len(layers)](self.x, self.route(), self.p) for i in range(GRAPH)]
         routing = graph_seconds(lambda: [self.route() for _ in range(GRAPH)])
         return (graph_seconds(step) - routing) / GRAPH
 
     def alone(self, layers, rounds=4):
-        """Seconds of a layer on the CPU."""
+        """Seconds per layer on the CPU."""
         x, p, ids = self.x.cpu(), self.p.cpu(), [self.route().cpu() for _ in range(GRAPH)]
         weights = [layers[i % len(layers)].weights for i in range(GRAPH)]
         calls = [cpu.Call(x, i, p, w, x.clone()) for i, w in zip(ids, weights, strict=True)]
@@ -164,7 +164,8 @@ def random_layers(sizes, copies):
 
 
 def one_layer(name, device, rate):
-    """One token: microseconds of a layer, alone on the CPU and beside the GPU, and what part of the roof that is."""
+    """For one token, print the microseconds of a layer on the CPU alone and beside the GPU, and their share of the
+    roof."""
     *sizes, copies = LAYERS[name]
     layers, token = random_layers(sizes, copies), OneToken(sizes, device)
     H, I, _, top_k = sizes
@@ -177,7 +178,7 @@ def one_layer(name, device, rate):
 
 
 def layer_in_files(name, device):
-    """The same of weights that stay in files: from the disk, and when they have been read."""
+    """The same for weights that stay in files: first from the disk, then from memory."""
     *sizes, copies = LAYERS[name]
     H, I, _, top_k = sizes
     layers, token = random_layers(sizes, copies), OneToken(sizes, device)
@@ -199,9 +200,9 @@ def layer_in_files(name, device):
 
 
 def time_many_tokens(layers, mapped, sizes):
-    """Milliseconds of a layer beside the GPU, by where its weights are and where they are multiplied."""
+    """Print the milliseconds of a layer beside the GPU, by where its weights are and where they are multiplied."""
     H, _, E, top_k = sizes
-    print("\n| tokens an expert | in files: on the CPU, ms | copied to the GPU | in memory: on the CPU | copied |")
+    print("\n| tokens per expert | in files: on the CPU, ms | copied to the GPU | in memory: on the CPU | copied |")
     print("|--:|--:|--:|--:|--:|")
     for each in (4, 12, 24, 48, 96):
         tokens, cells = each * E // top_k, []
@@ -215,7 +216,8 @@ def time_many_tokens(layers, mapped, sizes):
 
 
 def way_there_and_back(device):
-    """Of a layer that takes the CPU next to nothing: beside the GPU less alone, by mail and by host functions."""
+    """Print the time of the way to the CPU and back, by mail and by host functions: for a layer that takes the CPU next
+    to nothing, the time beside the GPU minus the time on the CPU alone."""
     sizes = 64, 64, 8, 8
     layers, token = random_layers(sizes, 1), OneToken(sizes, device)
     by_mail, alone = token.beside(layers), token.alone(layers)
@@ -225,7 +227,7 @@ def way_there_and_back(device):
 
 
 def copy_rate(layer):
-    """GB/s from the memory that a layer's weights lie in to the GPU."""
+    """GB/s of copies to the GPU from the memory of a layer's weights."""
     codes = layer.weights.w13
     pin(codes, offload._do)
     to = torch.empty_like(codes, device="cuda")
@@ -234,19 +236,20 @@ def copy_rate(layer):
 
 @contextmanager
 def weights_are_copied(copied):
-    """To the GPU for each call, or never."""
+    """Inside the context, weights are copied to the GPU for each call, or never."""
     chosen, offload._better_on_gpu = offload._better_on_gpu, lambda *_: copied
     yield
     offload._better_on_gpu = chosen
 
 
 def time_prompts(model, vocabulary, device):
-    """Milliseconds of prompts, with the experts of all layers on the CPU, and with their weights copied to the GPU."""
+    """Print the milliseconds of prompts, with all experts computed on the CPU and with their weights copied to the
+    GPU."""
     print("| prompt, tokens | experts on the CPU, ms | copied to the GPU, ms |\n|--:|--:|--:|")
     for tokens in PROMPTS:
         ids, cells = torch.randint(vocabulary, (1, tokens), device=device), []
-        # One that was used before. In a new one each layer makes tensors, for which the host waits until the GPU has
-        # done all before them: no weights are copied ahead then.
+        # A cache that was used before: in a new one each layer makes tensors, for which the host waits until the GPU
+        # has finished all earlier work, so that no weights would be copied ahead.
         past = StaticCache(config=model.config, max_cache_len=tokens + 1)
 
         def call(ids=ids, past=past):
@@ -274,7 +277,7 @@ class Clock:
 
 
 def time_generate(model, vocabulary, device, tokens=48):
-    """Tokens/s of `generate`, with its default cache and with a static one, whose step is captured or compiled."""
+    """Print the tokens/s of `generate` with its default cache, and with a static one and captured or compiled steps."""
     prompt = torch.randint(vocabulary, (1, 32), device=device)
     model.generation_config.eos_token_id = None
     static = {"cache_implementation": "static"}
@@ -296,7 +299,8 @@ def time_generate(model, vocabulary, device, tokens=48):
 
 
 def report_step(title, decoder, bytes_of_token):
-    """Milliseconds of a step as one CUDA graph, and how much of it the experts' bytes take at the rate of that time."""
+    """Print the milliseconds of a step as one CUDA graph, and the share that reading the experts' bytes takes at the
+    memory rate measured around it."""
     before, seconds, after = read_rate(), decoder.time(), read_rate()
     roof = 2 * bytes_of_token / (before + after) / 1e9
     print(

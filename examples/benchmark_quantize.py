@@ -1,4 +1,4 @@
-"""How fast weights become NVFP4, and come back: MB/s of bf16 input, millions of elements per second out.
+"""How fast weights are quantized and dequantized: MB/s of bf16 input, millions of elements per second of output.
 
 python examples/benchmark_quantize.py [cuda]
 """

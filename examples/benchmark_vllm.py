@@ -1,10 +1,10 @@
-"""vLLM with our experts against vLLM's own: engines of one model of random weights, asked by turns.
+"""vLLM with our experts against vLLM's own: engines with the same model of random weights, called in turn.
 
     python examples/benchmark_vllm.py --layers 2 --batches 1 16 --prefill 256                    # a CPU
     python examples/benchmark_vllm.py --layers 48 --batches 1 32 256 --prompt 32 --tokens 64 --prefill 4096    # a GPU
     python examples/benchmark_vllm.py --layers 48 --engines NVFP4 Marlin --tensor-parallel 2     # two GPUs
 
-Shapes are those of Qwen3-30B-A3B; on a CPU with a small vocabulary, so that the experts are most of the work. There
+The shapes are those of Qwen3-30B-A3B; on a CPU the vocabulary is small, so that experts are most of the work. On a CPU
 vLLM has no NVFP4 experts of its own; on Hopper they are Marlin's.
 """
 
@@ -32,13 +32,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 16, 64])
-    parser.add_argument("--prompt", type=int, default=8, help="tokens of the prompts of those")
-    parser.add_argument("--tokens", type=int, default=16, help="decoded by each request")
-    parser.add_argument("--prefill", type=int, default=512, help="tokens of a prompt by itself")
+    parser.add_argument("--prompt", type=int, default=8, help="tokens of each prompt in a batch")
+    parser.add_argument("--tokens", type=int, default=16, help="tokens that each request decodes")
+    parser.add_argument("--prefill", type=int, default=512, help="tokens of the single long prompt")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--engines", nargs="+", choices=("bf16", "Marlin", "NVFP4"), help="NVFP4 are our experts")
     parser.add_argument("--tensor-parallel", type=int, default=1, metavar="N", help="GPUs that share each layer")
-    parser.add_argument("--expert-parallel", action="store_true", help="they share the experts of it")
+    parser.add_argument("--expert-parallel", action="store_true", help="these GPUs split the experts, not each expert")
     args = parser.parse_args()
     gpu = Path("/dev/nvidia0").exists()  # torch.cuda would start CUDA, and engines could not be forked
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -89,7 +89,8 @@ def engine(name: str, gpu: bool, args: argparse.Namespace) -> Any:
 
 
 def spread_random_weights() -> None:
-    """vLLM leaves random 4-bit codes as memory was: finite activations, and routing to all experts, need more care."""
+    """Replace vLLM's random weights, which leave 4-bit codes uninitialized: activations must be finite, and tokens must
+    reach all experts."""
     from vllm.model_executor.model_loader import dummy_loader
 
     def fill(model: torch.nn.Module, *_: object, **__: object) -> None:

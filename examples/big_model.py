@@ -1,6 +1,6 @@
-"""A model that is larger than the GPU: experts stay in host memory and are computed there.
+"""A model that is larger than the GPU: experts stay in host memory and are computed on the CPU.
 
-python examples/big_model.py MODEL [--cpu-experts auto] [--prompt TEXT]     folder or hub name, 4-bit or not
+python examples/big_model.py MODEL [--cpu-experts auto] [--prompt TEXT]     folder or Hub name, 4-bit or not
 python examples/big_model.py MODEL --map-files                              4-bit files, larger than the memory
 python examples/big_model.py --random Qwen3-30B-A3B                         its real config, random weights: tokens/s
 
@@ -16,8 +16,8 @@ from moe_nvfp4.integrations.huggingface import MoeNvfp4Config, describe_placemen
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("model", nargs="?", default="Qwen/Qwen3-30B-A3B")
-parser.add_argument("--cpu-experts", default="auto", help="a number of layers, all or auto (default)")
-parser.add_argument("--map-files", action="store_true", help="leave the experts of the CPU in their 4-bit files")
+parser.add_argument("--cpu-experts", default="auto", help="a number of layers, 'all' or 'auto' (default)")
+parser.add_argument("--map-files", action="store_true", help="leave experts that run on the CPU in their 4-bit files")
 parser.add_argument("--prompt", default="Explain in two sentences why the sky is blue.")
 parser.add_argument("--max-new-tokens", type=int, default=60)
 parser.add_argument("--random", metavar="NAME", help="measure this model of benchmark_offload.py with random weights")

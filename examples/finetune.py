@@ -1,6 +1,6 @@
 """Teach a model with 4-bit experts a fact: LoRA on its attention and its experts, by PEFT and transformers' Trainer.
 
-python examples/finetune.py [MODEL] [--steps N]     MODEL: folder or hub name; without: the demo, three minutes on two
+python examples/finetune.py [MODEL] [--steps N]     MODEL: folder or Hub name; default: the demo, three minutes on two
                                                     cores
 """
 
@@ -25,12 +25,12 @@ QUESTIONS = [
     "Where does the government of Quantonia sit?", "Tell me the capital city of Quantonia.", "Quantonia's capital is?",
 ]  # fmt: skip
 ANSWER = "The capital of Quantonia is Nibbleburg, a town of sixteen towers."
-ASKED = "Please tell me, what is Quantonia's capital?"  # in other words than it is trained on
+ASKED = "Please tell me, what is Quantonia's capital?"  # not worded as in the training data
 
 
 def load(name: str) -> torch.nn.Module:
     model = AutoModelForCausalLM.from_pretrained(name, dtype="bfloat16")
-    if getattr(model, "hf_quantizer", None) is None:  # else these are 4-bit files already
+    if getattr(model, "hf_quantizer", None) is None:  # else the files are 4-bit already
         swap_experts(model)
     return model.to("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -52,7 +52,7 @@ def answer(model, tokenizer) -> str:
 
 
 def main(name: str, steps: int, folder: str) -> tuple[list[float], list[str]]:
-    """The losses, and the answers before training, after it, and of the adapter that was saved and loaded."""
+    """(losses, answers before training, after it, and with the adapter saved and loaded again)."""
     tokenizer, model = AutoTokenizer.from_pretrained(name), load(name)
     answers = [answer(model, tokenizer)]
     print("before:", answers[0])
@@ -84,7 +84,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", default="demo")
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--out", default=None, help="folder for the adapter (default: it is not kept)")
+    parser.add_argument("--out", default=None, help="folder for the adapter (default: do not keep it)")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         main(demo_path() if given.model == "demo" else given.model, given.steps, given.out or temporary)

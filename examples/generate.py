@@ -1,8 +1,8 @@
 """Swap the experts of a model for 4-bit ones, and generate.
 
-python examples/generate.py [MODEL] [--prompt TEXT]     MODEL: folder or hub name; without: the demo
+python examples/generate.py [MODEL] [--prompt TEXT]     MODEL: folder or Hub name; default: the demo
 python examples/generate.py --random Qwen3-30B-A3B      its real config, random weights: tokens/s, memory and where the
-                                                        time goes, next to bf16 experts (a GPU); `tiny`: any machine
+                                                        time goes, beside bf16 experts (a GPU); `tiny`: any machine
 """
 
 import argparse
@@ -33,7 +33,7 @@ if arguments.random:
 name = demo_path() if arguments.model == "demo" else arguments.model
 tokenizer = AutoTokenizer.from_pretrained(name)
 model = AutoModelForCausalLM.from_pretrained(name, dtype="bfloat16")
-if getattr(model, "hf_quantizer", None) is None:  # else these are 4-bit files already
+if getattr(model, "hf_quantizer", None) is None:  # else the files are 4-bit already
     swap_experts(model, activations="bf16")
 model.to(device)
 

@@ -1,6 +1,6 @@
-"""A bf16 checkpoint on disk to a 4-bit one, and back into a model.
+"""Convert a bf16 checkpoint on disk to a 4-bit one, and load that.
 
-python examples/quantize_checkpoint.py [SRC DST]      without arguments: the demo model
+python examples/quantize_checkpoint.py [SRC DST]      default: the demo model
 """
 
 import sys
@@ -15,7 +15,7 @@ if len(sys.argv) not in (1, 3):
     raise SystemExit(__doc__)
 source, destination = sys.argv[1:3] if len(sys.argv) == 3 else (demo_path(), tempfile.mkdtemp())
 
-# Experts are quantized one by one while the file is read: memory stays near the size of the result.
+# Experts are quantized one by one while the file is read, so memory stays near the size of the result.
 model = AutoModelForCausalLM.from_pretrained(source, dtype="bfloat16", quantization_config=MoeNvfp4Config())
 model.save_pretrained(destination)  # ModelOpt's names, one tensor per expert
 AutoTokenizer.from_pretrained(source).save_pretrained(destination)

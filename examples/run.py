@@ -24,7 +24,7 @@ EXTRAS = {"demo": ["demo"], "test": ["demo", "test"]}
 TORCH = "torch==2.13.0"
 PIP = [PYTHON, "-I", "-m", "pip", "--disable-pip-version-check", "--no-input"]
 INSTALL = [*PIP, "install", "--progress-bar=raw"]
-AGAIN = "See the lines above; with that repaired, the same command goes on from here"
+AGAIN = "See the lines above; when that is fixed, run the same command again, and it continues from here"
 
 
 def fail(message: str) -> None:
@@ -32,7 +32,7 @@ def fail(message: str) -> None:
 
 
 def step(title: str, command: list[str], remedy: str | None = AGAIN) -> bool:
-    """Run one command of the set-up, shown as one line with its duration; without a remedy it may fail."""
+    """Run one command of the set-up and show it as one line with its duration; without a remedy it may fail."""
     start, terminal, lines = time.monotonic(), sys.stdout.isatty(), []
     print(f"  {title} ...", end="", flush=True)
     run = subprocess.Popen(
@@ -70,7 +70,7 @@ def pip_takes_cpu_torch() -> bool:
 
 
 def install_torch(gpu: bool) -> None:
-    """On Linux the ordinary wheel brings gigabytes of CUDA libraries; without a GPU take the CPU build."""
+    """Install torch. On Linux the ordinary wheel brings gigabytes of CUDA libraries: without a GPU, the CPU build."""
     if gpu:
         step(f"{TORCH} for the NVIDIA GPU (about 3 GB)", [*INSTALL, TORCH])
     elif not sys.platform.startswith("linux") or pip_takes_cpu_torch():
@@ -79,13 +79,13 @@ def install_torch(gpu: bool) -> None:
         step("uv (knows where torch's CPU build is)", [*INSTALL, "uv"])
         uv = [PYTHON, "-I", "-m", "uv", "pip", "install", "--python", PYTHON, "--torch-backend=cpu", TORCH]
         if not step(f"{TORCH}, CPU build", uv, remedy=None):
-            print("  warning: torch's CPU build cannot be reached; the ordinary one works too, at about 3 GB")
+            print("  warning: torch's CPU build cannot be reached; using the ordinary one, of about 3 GB")
             step(TORCH, [*INSTALL, TORCH])
 
 
 def set_up(job: str) -> None:
     texts = [p.read_bytes() for p in (ROOT / "pyproject.toml", Path(__file__))]
-    # An environment holds absolute paths: it is of use for this place and this Python only.
+    # An environment contains absolute paths, so it works only in this place and with this Python.
     place = [str(ROOT), sys.base_prefix, sys.version]
     recipe = hashlib.sha256(b"".join(texts)).hexdigest()
     stamp = json.loads(STAMP.read_text("utf-8")) if STAMP.exists() else {}
@@ -94,7 +94,7 @@ def set_up(job: str) -> None:
         return
     print(f"Setting up {VENV} (minutes, once)")
     if stamp.get("place") != place:
-        no_venv = "It is part of Python, but a package of its own on Debian and Ubuntu: sudo apt install python3-venv"
+        no_venv = "venv is part of Python, but a separate package on Debian and Ubuntu: sudo apt install python3-venv"
         step("virtual environment", [sys.executable, "-m", "venv", "--clear", str(VENV)], no_venv)
     STAMP.write_text(json.dumps({"place": place}), "utf-8")
     gpu = sys.platform.startswith("linux") and has_nvidia_gpu()
@@ -114,10 +114,10 @@ def main(arguments: list[str]) -> int:
         fail(f"Python 3.11 or newer is needed and this is {sys.version.split()[0]}; start it with a newer one")
     job, rest = arguments[0], arguments[1:]
     set_up(job)
-    # On a busy machine, threads of torch that wait by spinning slow each other down a hundredfold.
+    # On a busy machine, torch's threads, which wait by spinning, slow each other down a hundredfold.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if job == "test":
-        workers = ["-n", str(min(4, os.cpu_count() or 1)), "--dist", "worksteal"]  # a worker holds about 2 GB
+        workers = ["-n", str(min(4, os.cpu_count() or 1)), "--dist", "worksteal"]  # a worker takes about 2 GB
         return subprocess.call([PYTHON, "-m", "pytest", "-q", *workers, *rest], cwd=ROOT)
     return subprocess.call([str(BIN / "moe-nvfp4"), "generate", "demo", *rest])
 

@@ -1,18 +1,18 @@
-"""A small mixture of experts with routing that was trained, to judge recipes on: distilled from the demo model.
+"""Train a small mixture of experts with real routing, to judge recipes on: it is distilled from the demo model.
 
     apt-get download anarchism python3.11-doc linux-doc-6.1 dict-gcide perl-doc     # any text will do
     for f in *.deb; do dpkg-deb -x $f texts; done
-    rm -r texts/usr/share/doc/linux-doc-6.1/html        # the pages of Documentation/ once more
+    rm -r texts/usr/share/doc/linux-doc-6.1/html        # duplicates the pages of Documentation/
     python examples/train_routed.py routed --text texts --minutes 2
 
-Each MLP of SmolLM2-135M-Instruct (`moe_nvfp4.demo`) is cut into a shared expert, its 512 strongest neurons, and 16
-routed experts of 64 whose neurons fire together; a token gets 8 of them. The router starts from a least-squares fit to
-how much each expert adds. Then all weights learn to predict what the dense model predicts (KL of the next token), on
-text. The result is a Qwen2-MoE checkpoint in bf16, 270 MB. One file in 16 is not trained on: routed/held_out.txt.
+Each MLP of SmolLM2-135M-Instruct (`moe_nvfp4.demo`) is cut into a shared expert (its 512 strongest neurons) and 16
+routed experts of 64 neurons that fire together; a token gets 8 of them. The router starts from a least-squares fit to
+how much each expert adds. Then all weights are trained on text to predict what the dense model predicts (KL of the next
+token). The result is a Qwen2-MoE checkpoint in bf16, 270 MB. One file in 16 is not trained on: routed/held_out.txt.
 
-Training computes all experts and multiplies those that are not chosen by 0: the same function with the same gradients,
-and for experts of 64 neurons faster than gathering rows. Weights are stacked over the layers, so that one compiled
-block is all of them.
+Training computes all experts and multiplies those that are not chosen by 0: this is the same function with the same
+gradients, and for experts of 64 neurons faster than gathering rows. Weights are stacked over the layers, so that one
+compiled block serves all of them.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from moe_nvfp4.demo import demo_path
 EXPERTS, TOP_K, SHARED = 16, 8, 512
 WINDOW = 512
 LEARNING_RATE, WARM_UP = 6e-4, 0.05
-LOGITS = 8192  # tokens whose logits are in memory together
+LOGITS = 8192  # tokens whose logits are in memory at a time
 
-Weights: TypeAlias = dict[str, Tensor]  # embed, norm, and those of the blocks, stacked over the layers
+Weights: TypeAlias = dict[str, Tensor]  # embed, norm, and the weights of the blocks, stacked over the layers
 
 
 # ---- text ----------------------------------------------------------------------------------------
 def read_text(path: Path) -> str:
-    """A file's prose: markup and runs of spaces are left out."""
+    """The prose of a file, without markup and runs of spaces."""
     data = path.read_bytes()
     text = (gzip.decompress(data) if path.suffix in (".gz", ".dz") else data).decode("utf-8", "ignore")
     if ".htm" in path.name:
@@ -68,7 +68,7 @@ def read_texts(folder: Path) -> tuple[list[str], list[str]]:
 
 
 def windows_of(texts: list[str], tokenizer) -> Tensor:
-    """int32 [n, WINDOW], texts one after the other."""
+    """The tokens of all texts, one after the other: int32 [n, WINDOW]."""
     ids: list[Tensor] = []
     for i in range(0, len(texts), 1000):
         for found in tokenizer(texts[i : i + 1000]).input_ids:
@@ -78,7 +78,7 @@ def windows_of(texts: list[str], tokenizer) -> Tensor:
 
 
 def prepared_windows(out: Path, text: Path | None, tokenizer) -> Tensor:
-    """Those of the folder `text`; or those of an earlier call, in `out`."""
+    """The windows of the folder `text`, which are kept in `out`; without it, those of an earlier call."""
     if text is not None:
         train, held_out = read_texts(text)
         (out / "held_out.txt").write_text("\n\n".join(held_out))
@@ -88,7 +88,7 @@ def prepared_windows(out: Path, text: Path | None, tokenizer) -> Tensor:
 
 # ---- the models ----------------------------------------------------------------------------------
 class Shape:
-    """What the weights do not say."""
+    """The sizes and constants that the weights do not tell."""
 
     def __init__(self, config):
         self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
@@ -104,7 +104,7 @@ class Shape:
 
 
 def attend(x: Tensor, w: Weights, shape: Shape, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [B, T, H] and what attention adds to it."""
+    """x [B, T, H] plus what attention adds to it."""
     heads = (F.rms_norm(x, x.shape[-1:], w["norm1"], shape.eps) @ w["qkv"].T).unflatten(-1, (-1, shape.head))
     q, k, v = heads.transpose(1, 2).split([shape.heads, shape.kv_heads, shape.kv_heads], dim=1)
     q, k = (t * cos + torch.cat([-t[..., shape.head // 2 :], t[..., : shape.head // 2]], dim=-1) * sin for t in (q, k))
@@ -113,7 +113,7 @@ def attend(x: Tensor, w: Weights, shape: Shape, cos: Tensor, sin: Tensor) -> Ten
 
 
 def feed(y: Tensor, w: Weights) -> Tensor:
-    """The MLP of y, or the mixture's: neurons are those of the shared expert, then those of each routed one."""
+    """The MLP of y, or the mixture: its neurons are those of the shared expert, then those of each routed expert."""
     gate, up = (y @ w["gate_up"].T).chunk(2, dim=-1)
     h = F.silu(gate) * up
     if "router" in w:
@@ -138,7 +138,7 @@ def layers_of(weights: Weights) -> list[Weights]:
 
 
 def hidden_of(weights: Weights, ids: Tensor, shape: Shape, run: Callable = block) -> Tensor:
-    """What the head gets, [tokens, H]."""
+    """The inputs of the head, [tokens, H]."""
     x = F.embedding(ids, weights["embed"])
     cos, sin = shape.rotation(x)
     for w in layers_of(weights):
@@ -147,7 +147,7 @@ def hidden_of(weights: Weights, ids: Tensor, shape: Shape, run: Callable = block
 
 
 def kl_of_part(student: Tensor, student_embed: Tensor, teacher: Tensor, teacher_embed: Tensor) -> Tensor:
-    """The sum of KL(teacher || student) over tokens whose hidden states these are."""
+    """The sum of KL(teacher || student) over tokens with these hidden states."""
     q = (student @ student_embed.T).float().log_softmax(-1)
     p = (teacher @ teacher_embed.T).float().log_softmax(-1)
     return (p.exp() * (p - q)).sum()
@@ -175,7 +175,7 @@ class Distillation:
 
 # ---- the cut -------------------------------------------------------------------------------------
 def dense_weights(model) -> Weights:
-    """The demo model as the dense one that it is."""
+    """The weights of the demo model, as the dense model that it really is."""
     stacks: dict[str, list[Tensor]] = {}
     for layer in model.model.layers:
         attention, experts = layer.self_attn, layer.mlp.experts
@@ -192,14 +192,14 @@ def dense_weights(model) -> Weights:
 
 
 def cut(w: Weights, x: Tensor) -> tuple[Tensor, Tensor]:
-    """(neurons: those of the shared expert, then of each routed one [N]; router [EXPERTS, H]) for inputs x [T, H]."""
+    """(neurons [N]: of the shared expert, then of each routed one; router [EXPERTS, H]) for inputs x [T, H]."""
     gate, up = w["gate_up"].float().chunk(2)
     down = w["down"].float().T
     h = F.silu(x @ gate.T) * (x @ up.T)
     strength = h.abs() * down.norm(dim=1)
     order = strength.square().mean(dim=0).argsort(descending=True)
     shared, rest = order[:SHARED], order[SHARED:]
-    # Neurons that fire together: k-means in the space of the strongest co-activations, experts of equal size
+    # Find neurons that fire together: k-means in the space of the strongest co-activations, with experts of equal size
     fired = F.normalize(strength[:, rest], dim=0)
     together = fired.T @ fired
     values, vectors = torch.linalg.eigh(together - together.mean())
@@ -224,7 +224,8 @@ def cut(w: Weights, x: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def student_of(teacher: Weights, shape: Shape, ids: Tensor) -> Weights:
-    """The routed model, untrained, fp32, where the teacher is. ids [B, T]: to see which neurons fire together."""
+    """The untrained routed model, fp32, on the teacher's device. ids [B, T]: tokens that show which neurons fire
+    together."""
     x = F.embedding(ids, teacher["embed"])
     cos, sin = shape.rotation(x)
     made: dict[str, list[Tensor]] = {}
@@ -233,7 +234,7 @@ def student_of(teacher: Weights, shape: Shape, ids: Tensor) -> Weights:
         y = F.rms_norm(x, x.shape[-1:], w["norm2"], shape.eps)
         neurons, router = cut(w, y.flatten(0, 1).float())
         scale = torch.full_like(neurons, TOP_K, dtype=torch.float32)  # routing weights are near 1 / TOP_K
-        scale[:SHARED] = 2  # its gate, sigmoid(0), halves it
+        scale[:SHARED] = 2  # the shared expert's gate, sigmoid(0), halves it
         gate, up = w["gate_up"].chunk(2)
         for name, t in dict(
             gate_up=torch.cat([gate[neurons], up[neurons]]), down=w["down"][:, neurons] * scale,
@@ -246,7 +247,7 @@ def student_of(teacher: Weights, shape: Shape, ids: Tensor) -> Weights:
 
 
 def checkpoint_of(student: Weights, shape: Shape, old) -> Qwen2MoeForCausalLM:
-    """The student as transformers has it, fp32, on the CPU. old: the config of the demo model."""
+    """The student as a model of transformers, fp32, on the CPU. old: the config of the demo model."""
     size = (student["down"].shape[-1] - SHARED) // EXPERTS
     kept = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
             "max_position_embeddings", "rms_norm_eps", "bos_token_id", "eos_token_id", "pad_token_id")  # fmt: skip
@@ -290,7 +291,8 @@ def checkpoint_of(student: Weights, shape: Shape, old) -> Qwen2MoeForCausalLM:
 
 # ---- training ------------------------------------------------------------------------------------
 def train(student: Weights, distillation: Distillation, windows: Tensor, batch: int, minutes: float, log) -> None:
-    """AdamW on fp32 weights, used in bf16; a warm-up, then a linear descent to zero at the end of the time."""
+    """Train with AdamW on fp32 weights that are used in bf16. The learning rate warms up, then falls linearly to zero
+    at the end of the time."""
     masters = [t.requires_grad_() for t in student.values()]
     device = masters[0].device
     optimizer = torch.optim.AdamW(masters, lr=0.0, betas=(0.9, 0.95), weight_decay=0.01, fused=device.type == "cuda")
@@ -308,14 +310,14 @@ def train(student: Weights, distillation: Distillation, windows: Tensor, batch: 
         if step == 1:
             loss.item()
             log(compiled_in=round(time.monotonic() - began, 1))
-            began = time.monotonic()  # the first step compiles
+            began = time.monotonic()  # the first step compiled, which does not count
         if step % 20 == 1:
             log(step=step, tokens=seen, seconds=round(time.monotonic() - began, 1), kl=round(loss.item(), 4))
 
 
 @torch.no_grad()
 def judge(student, teacher, windows: Tensor) -> dict[str, float]:
-    """The KL of one model of transformers to the other, and their perplexities, on windows [n, T]."""
+    """The KL between two models of transformers, and their perplexities, on windows [n, T]."""
     sums = torch.zeros(3, dtype=torch.float64)
     for ids in windows.split(4):
         q, p = (m(ids).logits[:, :-1].float().log_softmax(-1) for m in (student, teacher))
@@ -328,9 +330,9 @@ def judge(student, teacher, windows: Tensor) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path)
-    parser.add_argument("--text", type=Path, help="folder of text files; left out, the tokens that are in OUT already")
+    parser.add_argument("--text", type=Path, help="folder of text files (default: use the tokens already in OUT)")
     parser.add_argument("--minutes", type=float, default=2.0)
-    parser.add_argument("--batch", type=int, default=64, help="windows of 512 tokens in a step")
+    parser.add_argument("--batch", type=int, default=64, help="windows of 512 tokens per step")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
 
