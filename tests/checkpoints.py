@@ -34,7 +34,7 @@ def same_files(a, b):
 
 
 def folder(path, files, config=None, shards=1):
-    """A checkpoint of tensors, dealt out to shards in turn."""
+    """Write a checkpoint of these tensors, dealt out to shards in turn."""
     path.mkdir(parents=True)
     config = {
         "model_type": "qwen3_moe",

@@ -58,7 +58,7 @@ def hf_home(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def sanitized_cache(tmp_path_factory):
-    """Where C is kept that is compiled with sanitizers: a folder that workers of pytest-xdist share."""
+    """A folder for C that is compiled with sanitizers, which workers of pytest-xdist share."""
     base = tmp_path_factory.getbasetemp()
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "sanitized"
     folder.mkdir(exist_ok=True)
@@ -67,7 +67,7 @@ def sanitized_cache(tmp_path_factory):
 
 @pytest.hookimpl(tryfirst=True)  # before -m "not slow" chooses
 def pytest_collection_modifyitems(items):
-    """Slow are whatever compiles kernels for the emulator, and of tests with `slow_after(n)` all but n cases."""
+    """Mark tests as slow that compile kernels for the emulator, and all but n cases of tests with `slow_after(n)`."""
     cases = Counter()
     for item in items:
         after = item.get_closest_marker("slow_after")
@@ -83,11 +83,11 @@ def pytest_collection_finish():
 
 
 def pytest_unconfigure():
-    gc.unfreeze()  # or the kernel language speaks of leaks when Python ends
+    gc.unfreeze()  # else the kernel language reports leaks when Python exits
 
 
 def pytest_terminal_summary(terminalreporter):
-    """What tests have recorded as a "table", which workers of pytest-xdist cannot print themselves."""
+    """Print what tests have recorded as a "table", since workers of pytest-xdist cannot print."""
     for report in terminalreporter.getreports("passed"):
         for name, text in report.user_properties:
             if name == "table":

@@ -1,4 +1,4 @@
-"""The oracle of gradients: autograd through dequantized float64 experts, one token and one slot at a time."""
+"""The oracle of gradients: autograd through dequantized experts in float64, one token and one slot at a time."""
 
 import torch
 
@@ -14,7 +14,7 @@ GATES = {
     "gelu_tanh": Gate("gelu_tanh"),
     "relu2": Gate("relu2", gated=False),
 }
-# of the norm of a gradient: fp32 sums in another order; bf16 between the products
+# relative to a gradient's norm: fp32 sums in another order; bf16 between the products
 CLOSE = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 1e-2}
 
 
@@ -28,7 +28,7 @@ def dense(layer):
 
 
 def straight(row, scale, activations):
-    """A row [K] as W4A4 makes it, whose gradient goes straight through."""
+    """A row [K] quantized as in W4A4, through which the gradient passes unchanged."""
     x, better = row.detach().float()[None], activations == "nvfp4_four_over_six"
     gs = global_scale_for(x.abs().amax(dim=-1), 256 if better else 448) if scale is None else scale[None]
     codes, sf, _ = quantize(x, gs, four_over_six=better)
@@ -36,8 +36,8 @@ def straight(row, scale, activations):
 
 
 def oracle(layer, x, ids, p, biases=(None, None), adapters=((), ())):
-    """The layer in float64, slot by slot, on leaves that autograd knows; of x and h the weights meet what W4A4 makes,
-    adapters the rows themselves."""
+    """The layer in float64, slot by slot, on leaves of autograd. W4A4 rounds x and h before they meet the weights, but
+    not before they meet adapters."""
     (w13, w2), w = dense(layer), layer.weights
     low_rank = lambda which, e, row: sum(b[e] @ (a[e] @ row) for a, b in adapters[which])
     taken = lambda row, scales, e: (
@@ -62,7 +62,7 @@ def leaf(t, dtype=torch.float64):
 
 
 def compare(layer, x, ids, p, limit, train_biases=False):
-    """Gradients of x, p and the biases of `layer` on leaves x and p, with the oracle's."""
+    """Compare the gradients of x, p and the biases of `layer`, on leaves x and p, with the oracle's."""
     named = [p for n, p in layer.named_parameters() if n.endswith("_bias")]
     for b in named:
         b.requires_grad_(train_biases).grad = None
@@ -82,7 +82,7 @@ def compare(layer, x, ids, p, limit, train_biases=False):
 
 
 def batch(dtype, sizes=(5, 0, 9, 3, 4), unrouted=3, top_k=2, seed=0):
-    """One expert without tokens, slots without an expert (ids E and -1)."""
+    """A batch with an expert without tokens, and slots without an expert (ids E and -1)."""
     g = torch.Generator().manual_seed(seed)
     ids = random_ids(list(sizes), unrouted, top_k, seed)
     return torch.randn(len(ids), H, generator=g).to(dtype), ids, torch.rand(ids.shape, generator=g)

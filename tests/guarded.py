@@ -1,9 +1,9 @@
-"""Tests whose failure may take the process, or the GPU's context, with it.
+"""Run tests whose failure may kill the process or the GPU's context.
 
     python -m tests.guarded results.jsonl tests/kernels/test_sm100_gpu.py [more of pytest's arguments]
 
-Every outcome is a line of JSON as soon as it is known: {"test", "outcome", "seconds", "text"}. A test that takes longer
-than LIMIT ends its process, and so does one after which the GPU does not answer; the next process goes on behind it.
+Each outcome is written at once as a line of JSON: {"test", "outcome", "seconds", "text"}. A test that takes longer than
+LIMIT ends its process, and so does one after which the GPU does not answer; a new process continues behind that test.
 """
 
 import faulthandler
@@ -21,7 +21,7 @@ CHILD = "MOE_NVFP4_GUARDED"  # set in the process that runs the tests
 
 
 class Recorder:
-    """A plug-in of pytest."""
+    """A pytest plug-in that writes the outcomes."""
 
     def __init__(self, path, limit):
         self.path, self.limit, self.stderr = path, limit, os.dup(2)
@@ -73,7 +73,7 @@ def outcomes(path):
 
 
 def main(path, *arguments, limit=LIMIT):
-    """Exit status: whether a test failed, or did not end."""
+    """Run all tests. Returns the exit status: 1 if a test failed or did not end, else 0."""
     for _ in range(RESTARTS):
         before = time.time(), len(outcomes(path))
         command = [sys.executable, "-m", "tests.guarded", str(path), *arguments]

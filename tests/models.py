@@ -26,7 +26,7 @@ def mixtral():
 
 
 def gpt_oss(experts=4, intermediate=48, **settings):
-    """Transposed, interleaved, with biases, stacked in its files."""
+    """Transposed and interleaved weights with biases, stacked in files."""
     from transformers import GptOssConfig, GptOssForCausalLM
 
     config = GptOssConfig(
@@ -37,7 +37,7 @@ def gpt_oss(experts=4, intermediate=48, **settings):
 
 
 def granite():
-    """Plain, but stacked in its files."""
+    """The plain layout, but stacked in files."""
     from transformers import GraniteMoeConfig, GraniteMoeForCausalLM
 
     small = {k: v for k, v in SMALL.items() if k != "head_dim"}
@@ -46,7 +46,7 @@ def granite():
 
 
 def gemma4():
-    """The experts sit beside the layer's MLP: `layers.1.experts`."""
+    """The experts are beside the layer's MLP: `layers.1.experts`."""
     from transformers import Gemma4ForCausalLM, Gemma4TextConfig
 
     config = Gemma4TextConfig(
@@ -58,7 +58,7 @@ def gemma4():
 
 
 def nemotron_h(*layers):
-    """No gate projection."""
+    """Experts without a gate projection."""
     from transformers import NemotronHConfig, NemotronHForCausalLM
 
     config = NemotronHConfig(
@@ -93,7 +93,7 @@ def llama4():
 
 
 def aria():
-    """Stacks with other names in its files."""
+    """Stacks under other names in files."""
     from transformers import AriaTextConfig, AriaTextForCausalLM
 
     return AriaTextForCausalLM(AriaTextConfig(
@@ -155,7 +155,7 @@ def as_bytes(tensor):
 
 
 def same_tensors(a, b, but=()):
-    """In the files of two folders."""
+    """Check that two folders have the same tensors in their files."""
     a, b = tensors(a), tensors(b)
     assert a.keys() == b.keys()
     for name, value in a.items():

@@ -1,16 +1,16 @@
-"""All that a Blackwell can tell about this library, in one file to send back.
+"""Record all that a Blackwell GPU can tell about this library, in one file to send back.
 
     pip install -e ".[gpu,test]"
     python -m tests.record_b200 b200.zip           # on a B200 or B300; --minutes 60 for a part of it
     python -m tests.record_b200 --quick dry.zip    # on any NVIDIA GPU from compute capability 8.0: some of each part
-    python -m tests.record_b200 --dry-run dry.zip  # without a GPU: what goes without one
+    python -m tests.record_b200 --dry-run dry.zip  # without a GPU: only what needs none
 
-Each part is a process of its own with a limit, and spoils no other; what a part has made until it fails is kept, and
-the file is written after each. First what only a Blackwell can tell: the machine and its software; what the GPU returns
-for `blackwell_instructions` (a Hopper for `hopper_instructions`), and where that is not what the emulator returns;
-layers beside the reference; the tests of its kernels; times beside transformers' bf16 experts, and FlashInfer's where
-that is installed. Then every other test that needs a GPU. The file has each part's text, its arrays (.npz) and its
-numbers (.json, .jsonl).
+Each part runs in its own process with a time limit, so no part can spoil another. What a part has made before it fails
+is kept, and the file is written after each part. First comes what only a Blackwell can tell: the machine and its
+software; the results of `blackwell_instructions` (on Hopper `hopper_instructions`), and where the emulator's differ;
+layers compared with the reference; the tests of its kernels; times compared with transformers' bf16 experts and, where
+it is installed, FlashInfer's. Then come all other tests that need a GPU. The file has each part's text, its arrays
+(.npz) and its numbers (.json, .jsonl).
 """
 
 import argparse
@@ -78,7 +78,7 @@ def parts(folder, capability, quick):
 
 
 def without_gpu(folder):
-    """Parts that go without a GPU."""
+    """The parts that need no GPU."""
     python = [sys.executable]
     yield "machine", 120, [*python, "-m", "moe_nvfp4", "env"]
     yield "instructions", 900, [*python, "-m", "tests.record_b200", "--emulate", "--instructions", CASES[10],
@@ -93,8 +93,8 @@ def without_gpu(folder):
 
 # ---- two of the parts ----
 def record_instructions(cases, out, only, emulate):
-    """What the GPU (with `emulate` the emulator) returns for these cases, and how many the emulator has the same
-    bits for; written after each group."""
+    """Record what the GPU, or with `emulate` the emulator, returns for these cases, and how many of them match the
+    emulator bit for bit; written after each group."""
     import numpy as np
 
     from tests.kernels import record_h200
@@ -125,7 +125,7 @@ def record_instructions(cases, out, only, emulate):
 
 
 def difference(found, expected):
-    """How far floats are apart, in units of the last place of the largest; of other types, how many differ."""
+    """How far floats are apart, in units in the last place of the largest; for other types, how many differ."""
     import numpy as np
 
     if found.dtype != np.float32:
@@ -136,8 +136,8 @@ def difference(found, expected):
 
 
 def record_layers(out, count, device):
-    """Layers as this machine runs them beside the same on the CPU: their outputs, and their relative errors. One that
-    fails says so; what the others return is kept."""
+    """Run layers on this machine's device and on the CPU: outputs and relative errors. If one fails, that is recorded,
+    and the results of the others are kept."""
     import numpy as np
     import torch
 
@@ -171,8 +171,8 @@ def record_layers(out, count, device):
 
 # ---- all of them ----
 def run(name, limit, command, folder):
-    """Its exit status, or why it has none; what it prints goes to the terminal and to a file. After `limit` seconds it
-    is killed, and all that it has started."""
+    """Run a command. Returns its exit status, or why it has none. What it prints goes to the terminal and to a file.
+    After `limit` seconds it is killed, with all processes that it has started."""
     start, ended = time.time(), threading.Event()
     print(f"\n=== {name}, at most {limit:.0f} s: {' '.join(command[1:])}", flush=True)
     try:
@@ -203,7 +203,7 @@ def run(name, limit, command, folder):
 
 
 def record(out, found, folder, minutes, about):
-    """Run the parts, and write the file after each; whether one failed. What there is no time for is named."""
+    """Run the parts, and write the file after each. Returns whether one failed. Parts without time left are named."""
     summary, end = {**about, "parts": {}}, time.time() + 60 * minutes
     for name, limit, command in found:
         left = end - time.time()
@@ -250,7 +250,7 @@ def main():
 
 
 def described():
-    """(name, major compute capability) of the GPU; asked in a process of its own, whose context does not stay."""
+    """(name, major compute capability) of the GPU, found in another process, so that no CUDA context stays here."""
     code = "import torch; print(torch.cuda.get_device_name(), torch.cuda.get_device_capability()[0], sep='\\n')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     if done.returncode:

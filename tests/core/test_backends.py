@@ -1,4 +1,4 @@
-"""What runs where, and what is said where nothing fast does: on devices that only tests have."""
+"""Which backend runs where, and what users are told where nothing fast runs, on devices that exist only in tests."""
 
 import warnings
 from dataclasses import replace
@@ -32,7 +32,7 @@ def chosen(device, **changes):
 
 
 def test_linears_that_no_one_can_prepare_run_on_triton_kernels(monkeypatch):
-    """Where a hook brings the weights for each call."""
+    """Such linears get their weights from a hook in each call."""
     seen, linear = [], NVFP4Linear(32, 16)
     monkeypatch.setattr(type(named("portable")), "linear", lambda self, x, weights: seen.append(weights))
     monkeypatch.setattr(Device, "of", staticmethod(lambda device: Device("cpu", packages=frozenset({"triton"}))))
@@ -119,7 +119,7 @@ def test_unknown_names_list_the_known_ones():
 
 
 class Nothing(Backend):
-    """A backend that this machine cannot run, for one reason or another."""
+    """A backend that cannot run on this machine; tests choose the reason."""
 
     name, device_type = "nothing", "cpu"
 
@@ -132,7 +132,7 @@ class Nothing(Backend):
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """This machine's CPU is a GPU that only `Nothing` and the reference know."""
+    """This machine's CPU counts as a GPU that only `Nothing` and the reference know."""
     monkeypatch.delenv("MOE_NVFP4_BACKEND", raising=False)
     monkeypatch.setattr(backends, "BACKENDS", (Nothing(), backends.REFERENCE))
     backends.forget()
@@ -167,7 +167,7 @@ def test_the_reference_warns_once_for_each_reason(gpu, monkeypatch):
 
 @pytest.mark.slow
 def test_a_compiled_call_chooses_by_the_problem(gpu):
-    """torch 2.13 makes an empty tuple of a NamedTuple that it takes for a constant."""
+    """torch 2.13 replaces a NamedTuple that it takes for a constant by an empty tuple."""
     choose = lambda x, p: x + len(backends.selected(p, x.device).name)
     compiled = torch.compile(choose, backend="eager", fullgraph=True)
     for p in (problem(activations="nvfp4"), problem(kind="linear", activations="nvfp4")):
@@ -177,7 +177,7 @@ def test_a_compiled_call_chooses_by_the_problem(gpu):
 
 
 def test_choices_follow_the_module(gpu):
-    """To another dtype, other activations, another device."""
+    """When its dtype, its activations or its device change."""
 
     class Half(Nothing):
         name = "half"
@@ -203,7 +203,7 @@ def test_choices_follow_the_module(gpu):
 
 @pytest.mark.parametrize("activations, width, used", [("nvfp4", 32, 4), ("bf16", 32, 0), ("nvfp4", 40, 0)])
 def test_stages_run_one_after_the_other(activations, width, used, monkeypatch):
-    """A Blackwell GPU takes NVFP4 rows of widths it knows; the reference takes the others."""
+    """A Blackwell GPU runs NVFP4 rows of supported widths; the reference runs the others."""
     calls = []
 
     class Blackwell(type(backends.named("sm100"))):

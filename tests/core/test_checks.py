@@ -1,4 +1,4 @@
-"""Misuse: every wrong shape, dtype and device is named, and nothing unchecked reaches a backend."""
+"""Misuse: every wrong shape, dtype and device is named, and nothing reaches a backend unchecked."""
 
 import copy
 from functools import cache
@@ -17,7 +17,7 @@ from moe_nvfp4.scales import fp32_parameters
 from tests.common import THRESHOLDS, python, python_with_sanitizers, relative_error
 
 FLOATING = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2]
-E, H, I, T, K = 5, 48, 32, 7, 3  # all different, so that no wrong shape is another right one
+E, H, I, T, K = 5, 48, 32, 7, 3  # all different, so that no wrong shape passes for another right one
 OPS = ("experts", "quantize_rows", "gemm1_swiglu", "gemm2_combine", "linear")
 
 
@@ -47,7 +47,7 @@ def make_linear(activations="bf16", static=False, bias=True):
 
 
 def batch():
-    """Values that every dtype holds exactly."""
+    """Random values that every dtype represents exactly."""
     torch.manual_seed(1)
     x, p = torch.randint(-16, 17, (T, H)) / 8, torch.randint(1, 9, (T, K)) / 8
     return x, torch.randint(-1, E + 1, (T, K)), p
@@ -81,7 +81,7 @@ def arguments(op, activations, static, bias):
 
 
 def tensors(args):
-    """(where, tensor) of each, those in lists too."""
+    """(where, tensor) of each argument, also of those in lists."""
     for i, a in enumerate(args):
         if isinstance(a, torch.Tensor):
             yield (i, None), a
@@ -113,8 +113,8 @@ SHAPES = {
     "on meta": lambda t: t.to("meta"),
     "strided": lambda t: torch.stack([t, t], -1)[..., 0],  # legal
 }
-# What else is right: any number of rows of x for a linear; where rows are only quantized, any width and number of
-# experts; for GEMM 2 any tokens and slots that are as many as rows.
+# Changes that are legal: any number of rows of x for a linear; where rows are only quantized, any width and number of
+# experts; for GEMM 2, tokens and slots in any split of the rows.
 FREE = {
     ("linear", 0): ("a row more", "a row less", "no rows"),
     ("quantize_rows", 0): ("twice as wide", "half as wide", "one wide", "transposed"),
@@ -131,7 +131,7 @@ def results(op, args):
 
 
 def misuse(examples):
-    """Each op with one argument changed: an error of ours, or what the unchanged one gives."""
+    """Call each op with one argument changed: it raises an error of ours, or returns what it returned before."""
     wrong = st.one_of(st.sampled_from(sorted(SHAPES)), st.sampled_from(DTYPES))
 
     @settings(max_examples=examples, deadline=None, derandomize=True, database=None)
@@ -213,7 +213,7 @@ def test_a_layer_on_meta_gives_shapes(activations):
 
 
 def test_groups_that_are_none():
-    """Their values, which only the CPU looks at: a GPU would wait."""
+    """Invalid values of groups, which only the CPU checks: a GPU would have to wait."""
     op, args = "gemm2_combine", arguments("gemm2_combine", "bf16", False, True)
     order, offsets = args[6], args[7]
     for where, values in [
@@ -335,7 +335,7 @@ except TypeError as error:
 
 @pytest.mark.slow
 def test_mixed_precision_of_fsdp():
-    """It never rounds scales without a word, and leaves them alone where it is told to."""
+    """It never rounds scales silently, and leaves them alone when it is told to."""
     done = python(SHARDED)
     assert "named gate_scale is torch.bfloat16" in done.stdout and "fp32_parameters(model)" in done.stdout, done.stderr
 
@@ -353,7 +353,7 @@ def without_gate(activations):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["whole", "stages", "linear"])
 def test_compiled_layers_give_the_same(kind):
-    """Forward by itself, and with its gradient."""
+    """The forward pass alone, and with gradients."""
     x, ids, p = batch()
     layer = {"whole": make, "stages": without_gate, "linear": make_linear}[kind]("nvfp4")
     rest = () if kind == "linear" else (ids, p)

@@ -1,4 +1,4 @@
-"""The command line, as a person types it."""
+"""The command line, used as a person would."""
 
 import importlib.metadata
 import json
@@ -105,7 +105,7 @@ def test_chat(talkative, monkeypatch, capsys):
 
 
 def test_chat_answers_the_whole_conversation(talkative):
-    """Each reply is what the model says to all before it, with keys and values computed anew."""
+    """Each reply is the model's answer to everything before it, with keys and values computed anew."""
     from transformers import AutoTokenizer
 
     from moe_nvfp4.cli.chat import Talk
@@ -151,7 +151,7 @@ def test_chat_goes_on_after_an_interruption(talkative, monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_bench(folder, tmp_path, capsys):
-    """Bytes, operations and speed of a row fit each other and the shape."""
+    """Bytes, operations and speed in a row agree with each other and with the shape."""
     run("bench", folder, "--shape", 64, 48, 4, 4, "--tokens", 1, 20, "--max-new-tokens", 4, "--device", "cpu")
     said = capsys.readouterr().out
     assert "experts H 64 I 48 E 4 top_k 4, W4A16, backend cpu" in said
@@ -200,7 +200,7 @@ def test_calibrate(folder, tmp_path, capsys):
 
 
 def test_calibrate_on_a_full_disk_leaves_nothing(folder, tmp_path, monkeypatch, capsys):
-    """Nor a traceback of safetensors' own error. ~ is the home folder, also where the shell leaves it."""
+    """And shows no traceback of safetensors' own error. ~ is expanded where the shell does not do it."""
     from safetensors import SafetensorError
     from transformers import PreTrainedModel
 
@@ -231,7 +231,7 @@ def test_an_interrupted_quantize_leaves_nothing(folder, tmp_path, monkeypatch, c
 
 
 def test_quantize_verify_and_back(folder, tmp_path, capsys):
-    """bf16 -> compressed-tensors -> ModelOpt is bf16 -> ModelOpt; verify says so."""
+    """bf16 -> compressed-tensors -> ModelOpt equals bf16 -> ModelOpt, and verify says so."""
     run("quantize", folder, tmp_path / "ct", "--dialect", "compressed-tensors", "--device", "cpu", "--workers", 2)
     run("quantize", tmp_path / "ct", tmp_path / "back")
     run("quantize", folder, tmp_path / "direct")
@@ -245,7 +245,7 @@ def test_quantize_verify_and_back(folder, tmp_path, capsys):
 
 
 def test_the_model_card(folder, tmp_path, capsys):
-    """The Hub's own reader finds the original's metadata and ours; figures are those that verify prints."""
+    """The Hub's own parser finds the original's metadata and ours; the figures are those that verify prints."""
     from huggingface_hub import ModelCard
 
     source = tmp_path / "source"
@@ -275,7 +275,7 @@ def test_the_model_card(folder, tmp_path, capsys):
             float(snr), abs=0.1
         )
     assert "W4A4" in checked.text
-    # what is carried keeps its activations; a card whose metadata nobody can read is a part of the new text
+    # a carried folder keeps its activations; a card with unreadable metadata becomes part of the new text
     for i, content in enumerate((b"\xff\xfe", b"---\n: : :\n---\nIts text.", b"---\n- a\n---\nIts text.")):
         (tmp_path / "checked" / "README.md").write_bytes(content)
         run("quantize", tmp_path / "checked", tmp_path / f"carried-{i}", "--dialect", "compressed-tensors")
@@ -285,7 +285,7 @@ def test_the_model_card(folder, tmp_path, capsys):
 
 
 def test_every_command_takes_demo_and_hub_names(folder, tmp_path, monkeypatch, capsys):
-    """'demo' is our small checkpoint here; the hub gives a folder, and is asked for the files of a checkpoint only."""
+    """'demo' is our small checkpoint here; the hub returns a folder, and is asked only for a checkpoint's files."""
     monkeypatch.setattr(demo, "demo_path", lambda: folder)
     run("quantize", "demo", tmp_path / "nvfp4", "--recipe", "max", "--device", "cpu")
     capsys.readouterr()
@@ -407,7 +407,7 @@ def test_mistakes_are_one_line_and_exit_code_2(folder, tmp_path, monkeypatch, ca
 
 
 def mistake(args, capsys) -> str:
-    """The line that a wrong command ends with; its exit code is 2."""
+    """The last line that a wrong command prints; its exit code is 2."""
     capsys.readouterr()
     try:
         run(*args, expect=2)
@@ -457,7 +457,7 @@ def test_values_out_of_range(args, message, capsys):
 
 
 def test_a_prompt_of_no_tokens(folder, tmp_path, capsys):
-    """No unknown token, no special ones: what the vocabulary does not have makes no tokens."""
+    """With no unknown token and no special ones, words outside the vocabulary make no tokens."""
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
@@ -506,7 +506,7 @@ def test_help_teaches(capsys):
 
 
 def test_choices_are_those_of_the_library():
-    """cli/options.py has them in words of its own, so that --help imports nothing."""
+    """cli/options.py has its own lists of them, so that --help imports nothing."""
     from moe_nvfp4 import weights
     from moe_nvfp4.integrations import serve
     from moe_nvfp4.quantize import dialects, recipes
@@ -568,10 +568,10 @@ def test_version(capsys):
 
 @pytest.mark.slow
 def test_interrupted_while_importing(tmp_path):
-    """Ctrl-C as it comes to a process that is busy importing torch."""
+    """Ctrl-C reaches a process that is still importing torch."""
     (tmp_path / "torch.py").write_text(
         "import os, signal, time\n"
-        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a job in the background ignores it
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # background jobs ignore SIGINT
         "os.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)\n"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}

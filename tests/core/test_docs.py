@@ -1,4 +1,4 @@
-"""What README.md, CONTRIBUTING.md and docs/ say is there: files, links, modules, names, commands, variables."""
+"""What README.md, CONTRIBUTING.md and docs/ mention exists: files, links, modules, names, commands, variables."""
 
 import ast
 import importlib
@@ -15,7 +15,7 @@ from moe_nvfp4 import cli
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob(".github/*.md")])
 PACKAGE = [path for top in ("moe_nvfp4", "quantize", "integrations") for path in (ROOT / top).rglob("*.py")]
-# Tools that do not start with the library's name, in commands of the pages.
+# Tools in the pages' commands whose names do not start with the library's.
 MODULES = re.compile(r"python3? -m ((?:moe_nvfp4|tests)[\w.]*)")
 
 
@@ -60,7 +60,7 @@ def test_commands_exist(page, capsys):
 
 
 def test_every_environment_variable_is_described():
-    """Read by the package: os.environ[...], .get(...), getenv(...), and names of ours anywhere in it."""
+    """All that the package reads by os.environ[...], .get(...) and getenv(...), and all names of ours in it."""
     read = r"(?:environ(?:\.get|\.setdefault|\.pop)?\s*[\[(]|getenv\()\s*[\"'](\w+)"
     code = "\n".join(path.read_text("utf-8") for path in PACKAGE)
     used = set(re.findall(read, code)) | set(re.findall(r"\bMOE_NVFP4_[A-Z_]+", code))
@@ -72,7 +72,7 @@ def test_every_environment_variable_is_described():
 
 @pytest.mark.parametrize("url", [None, "https://example.org/moe_nvfp4"])
 def test_a_package_index_shows_no_broken_link(tmp_path, monkeypatch, url):
-    """README.md as setup.py hands it on: without links of the repository, or with absolute ones."""
+    """README.md as setup.py passes it on has no links into the repository, or absolute ones."""
     setuptools = pytest.importorskip("setuptools", reason="setup.py needs it")
     for name in ("README.md", "pyproject.toml", "setup.py"):
         shutil.copy(ROOT / name, tmp_path)

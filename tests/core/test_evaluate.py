@@ -14,12 +14,12 @@ VOCABULARY = 11
 
 
 def speaks(table):
-    """A model of one table: the logits after token i are row i."""
+    """A model that is a table: the logits after token i are row i."""
     return lambda ids: SimpleNamespace(logits=table[ids])
 
 
 def by_hand(table, original, windows):
-    """(tokens, perplexity, KL, top-1), token by token."""
+    """(tokens, perplexity, KL, top-1), computed token by token."""
 
     def probabilities(row):
         row = row.double().tolist()
@@ -60,7 +60,7 @@ def test_against_a_loop(dtype, step, monkeypatch):
 
 
 def test_by_hand():
-    """A coin that the original knows to fall 3 : 1, and the model thinks fair."""
+    """The original knows that a coin falls 3 : 1; the model thinks it is fair."""
     original, fair = torch.tensor([[3.0, 1.0]] * 2).log(), torch.zeros(2, 2)
     found = evaluate(speaks(original), {"fair": speaks(fair)}, [torch.tensor([0, 0, 0, 0, 1])])
     assert found["original"].perplexity == pytest.approx(4 / 27**0.25, rel=1e-7)  # fp32 logits
@@ -91,6 +91,6 @@ def test_what_cannot_be_judged_is_an_error():
     with pytest.raises(ValueError, match=r"x has logits \[2, 10\], the original \[2, 11\]"):
         evaluate(speaks(good), {"x": speaks(good[:, :10])}, [ids])
     impossible = good.clone()
-    impossible[:, 3] = -math.inf  # what came could not come: that is an answer, not an error
+    impossible[:, 3] = -math.inf  # an infinite perplexity is an answer, not an error
     found = evaluate(speaks(good), {"x": speaks(impossible)}, [ids])["x"]
     assert (found.perplexity, found.kl) == (math.inf, math.inf)

@@ -37,7 +37,7 @@ E2M1_GRID = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 
 
 def nearest(value, grid):
-    """Index of the value's nearest neighbour in the grid, of two equals the even index."""
+    """Index of the nearest number of the grid; the even one of two equally near."""
     i = bisect.bisect_left(grid, value)
     if i == 0 or i == len(grid):
         return min(i, len(grid) - 1)
@@ -61,8 +61,8 @@ def naive_block(values, global_scale, four_over_six=False):
 
 
 def naive_error(block, sf, gs):
-    """In integers: places are multiples of 2^-10 of a code, rounded once and half to even; the sum is rounded, and its
-    product with sf^2."""
+    """Computed in integers: values are rounded once, half to even, to multiples of 2^-10 of a code; the sum is rounded,
+    and so is its product with sf^2."""
     inverse = Fraction(float(np.float32(1) / (np.float32(E4M3_GRID[sf]) * gs)))
     places = [round(abs(Fraction(float(v))) * inverse * 1024) for v in block]
     total = sum(min(abs(place - 1024 * Fraction(code)) for code in E2M1_GRID) ** 2 for place in places)
@@ -120,7 +120,7 @@ def test_example_of_the_documentation():
     assert bytes(codes.tolist()) == bytes.fromhex(EXAMPLE_CODES)
     values = nvfp4.dequantize(codes, sf, global_scale).tolist()
     assert values[:4] == [10.5, -10.5, 0.0, 0.0]
-    assert values[13] == 7.0  # 8.75 / 1.75 is 5, halfway between 4 and 6: to the even code
+    assert values[13] == 7.0  # 8.75 / 1.75 is 5, halfway between 4 and 6: rounds to the even code
     assert values[32:] == [0.0] * 16
 
 
@@ -232,7 +232,7 @@ def test_block_scales_round_to_nearest_even_at_every_step_of_e4m3():
 
 @st.composite
 def tensors(draw):
-    """Values of all magnitudes, with zero blocks, negative zeros, denormals and equal values."""
+    """Values of all magnitudes, with zero blocks, negative zeros, denormals and repeated values."""
     shape = (*draw(st.sampled_from([(), (1,), (3,), (2, 5), (0,), (2, 1, 3)])), 16)
     shape = (*shape[:-1], 16 * draw(st.integers(1, 5)))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
@@ -266,7 +266,7 @@ def test_quantize_is_the_naive_loop(x):
 @settings(max_examples=30, deadline=None)
 @given(tensors(), st.one_of(st.none(), st.integers(-105, 105)))
 def test_four_over_six_is_the_naive_loop(x, exponent):
-    """With dynamic scales of rows, and with one that may be much too large, much too small, or beyond the rule."""
+    """With dynamic scales of rows, and with a given one that may be much too large or too small, or beyond the rule."""
     given = nvfp4.row_scales(x, True)
     if exponent is not None:
         given = torch.full(x.shape[:-1], 1.1 * 2.0**exponent)
@@ -279,8 +279,9 @@ def test_four_over_six_is_the_naive_loop(x, exponent):
 
 
 def test_four_over_six_by_hand():
-    """4 and 3s are codes of scale 1, where by code 6 the scale is 11/16, and 3 becomes 4 of it; what either represents
-    exactly keeps code 6; what saturates has the same scale by both. Without a scale the largest is 6 * 256."""
+    """4 and 3 are codes of scale 1; with 4 at code 6 the scale is 11/16, and 3 becomes 4 times it. A block that both
+    scales hold exactly keeps code 6; one that saturates has the same scale by both. By default the largest is 6 *
+    256."""
     x = torch.tensor([[4.0] + [-3.0] * 15, [6.0, -6.0] * 8, [6000.0] * 16])
     codes, sf, _ = nvfp4.quantize(x, 1.0, four_over_six=True)
     assert sf.float().tolist() == [[1.0], [1.0], [448.0]]
@@ -293,7 +294,7 @@ def test_four_over_six_by_hand():
 @given(tensors(), st.booleans())
 def test_one_global_scale_for_each_row(x, sparse):
     scale = nvfp4.global_scale_for(x.abs().amax(-1))
-    if sparse and x.dim() > 1:  # one scale for all rows of the last but one dimension
+    if sparse and x.dim() > 1:  # one scale for all rows along the last but one dimension
         scale = scale.amax(-1, keepdim=True) if scale.numel() else scale
     codes, sf, returned = nvfp4.quantize(x, scale)
     assert torch.equal(returned, scale)
@@ -326,7 +327,7 @@ def test_values_of_the_format_survive(seed, exponent):
 @settings(max_examples=40, deadline=None)
 @given(tensors())
 def test_error_is_bounded(x):
-    """Half the widest step of e2m1 (2 of 6), and what e4m3 may lose of the block's maximum."""
+    """By half the widest step of e2m1 (2 of 6), and by what e4m3 may lose of the block's maximum."""
     codes, sf, gs = nvfp4.quantize(x)
     error = (nvfp4.dequantize(codes, sf, gs).double() - x.double()).abs()
     blockmax = x.double().abs().unflatten(-1, (-1, 16)).amax(-1, keepdim=True)
@@ -335,7 +336,7 @@ def test_error_is_bounded(x):
 
 
 def test_chunks_do_not_show():
-    """More than one chunk, ragged, against the same rows one by one; and a transposed tensor."""
+    """More than one chunk, the last one shorter, against the same rows one by one; and a transposed tensor."""
     x = torch.randn(130, 2064) * torch.logspace(-3, 3, 130).view(-1, 1)
     scale = nvfp4.global_scale_for(x.abs().amax(1))
     assert x.numel() > 2 * nvfp4._CPU_CHUNK
@@ -354,7 +355,7 @@ def test_chunks_do_not_show():
 
 def test_global_scale_for():
     amax = torch.tensor([0.0, 2688.0, 1e-45, 1.0, math.nan])
-    with torch.device("meta"):  # torch's default device, as another may be; scales are where the numbers are
+    with torch.device("meta"):  # torch's default device may be another; scales must be where the values are
         got = nvfp4.global_scale_for(amax).tolist()
     assert got[:4] == [1.0, 1.0, 2.0**-126, float(np.float32(1) / np.float32(2688))]
     assert math.isnan(got[4])
@@ -446,7 +447,7 @@ def test_swizzle_is_the_formula(M, K16):
 
 
 def test_example_of_the_swizzle_documentation():
-    """Row 37, column 5 of an 8-column matrix: tile 1, line 5 of it, second group of four."""
+    """Row 37, column 5 of an 8-column matrix lies in tile 1, line 5 of it, second group of four."""
     assert offset(37, 5, 8) == 512 + 5 * 16 + 1 * 4 + 1 == 597
     sf = torch.zeros(128, 8, dtype=torch.uint8)
     sf[37, 5] = 9
@@ -495,7 +496,7 @@ def test_grouped_rows_are_bounded(sizes):
     R = sum(sizes)
     bound = nvfp4.grouped_sf_rows(R, len(sizes))
     assert sum(-(-n // 128) * 128 for n in sizes) <= bound and bound % 128 == 0
-    worst = [1] * min(R, len(sizes))  # as many groups of one row as there can be, the rest in one
+    worst = [1] * min(R, len(sizes))  # as many groups of one row as possible, all other rows in one
     if worst:
         worst[0] += R - len(worst)
         reached = sum(-(-n // 128) * 128 for n in worst)
@@ -530,7 +531,7 @@ def test_temporaries_do_not_grow_with_the_tensor():
 
 
 def compilable(x, row_scale, offsets):
-    """Everything that has to trace."""
+    """All functions that torch.compile must trace."""
     codes, sf, gs = nvfp4.quantize(x, check=False)
     flat = nvfp4.swizzle_sf_grouped(nvfp4.block_scales(x, row_scale, check=False), offsets)
     back = nvfp4.unswizzle_sf_grouped(flat, offsets, x.shape[0], x.shape[1] // 16)
@@ -559,7 +560,7 @@ def rows_of_all_magnitudes(R, K):
     "f, backend, dynamic",
     [
         (compilable, "eager", True),  # traces everything, for any number of rows
-        (compilable_quantizer, "inductor", False),  # generates code, slowly: so only for this much
+        (compilable_quantizer, "inductor", False),  # generates code, slowly, so only for this part
     ],
 )
 def test_compiles_in_one_graph(f, backend, dynamic):

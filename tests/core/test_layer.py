@@ -32,7 +32,7 @@ GATES = {
 
 
 def naive_gate(gate: Gate, v: list[float], I: int) -> list[float]:
-    """The formulas of `Gate`, written out again with the math module."""
+    """The formulas of `Gate`, written again with the math module."""
     if gate.kind == "relu2":
         return [max(x, 0.0) ** 2 for x in v]
     out = []
@@ -51,7 +51,7 @@ def naive_gate(gate: Gate, v: list[float], I: int) -> list[float]:
 
 
 def dense(codes, sf, scale):
-    """[N, K/2] codes -> float64 by the dictionary definition of the format."""
+    """[N, K/2] codes -> float64 [N, K], by looking up each code of the format."""
     values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], device="cpu").double()
     low, high = values[(codes & 15).long()], values[(codes >> 4).long()]
     sf = sf.view(torch.float8_e4m3fn).double().repeat_interleave(16, dim=-1)
@@ -59,14 +59,14 @@ def dense(codes, sf, scale):
 
 
 def fake_quantize(row, scale=None, activations="nvfp4"):
-    """One float64 row -> the values its NVFP4 form has (the format itself is tested elsewhere)."""
+    """One float64 row -> the values of its NVFP4 form (the format itself is tested elsewhere)."""
     row = nvfp4.pad_k(row.float())
     codes, sf, scale = nvfp4.quantize(row, scale, four_over_six=activations == "nvfp4_four_over_six")
     return dense(codes, sf.view(torch.uint8), scale)
 
 
 def naive_moe(x, ids, weights, w: ExpertWeights, pre_quant_scales=None):
-    """Token by token, slot by slot, float64; rounds h where the specification rounds it."""
+    """Token by token, slot by slot, in float64; h is rounded where the specification rounds it."""
     x, ids, weights = x.cpu(), ids.cpu(), weights.cpu()
     w = replace(w, **{f.name: v.cpu() for f in fields(w) if isinstance(v := getattr(w, f.name), torch.Tensor)})
     y = torch.zeros(x.shape[0], w.hidden_size, dtype=torch.float64, device="cpu")
@@ -106,7 +106,7 @@ def naive_moe(x, ids, weights, w: ExpertWeights, pre_quant_scales=None):
     params=["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
 )
 def device(request):
-    """What is made in a test lands here; the loops always run on the CPU."""
+    """Tensors made in a test are on this device; the loops always run on the CPU."""
     with torch.device(request.param):
         yield request.param
 
@@ -153,7 +153,7 @@ def test_half_precision_rows(dtype, static, activations, device):
     expected = naive_moe(x, ids, p, layer.weights)  # before Hopper's kernels bring them into their own order
     y = layer(x, ids, p)
     assert y.dtype == dtype
-    # an h that is a hair from a rounding boundary may land on the other side: one step of bf16
+    # an h close to a rounding boundary may land on its other side: one step of bf16
     # or of e2m1 in one element, hence a threshold above that of fp32
     kind = "w4a4" if activations == "nvfp4" else "half"
     assert relative_error(y, expected) < THRESHOLDS[kind]
@@ -222,7 +222,7 @@ def test_linear_is_its_definition(T, N, K, bias, awq, static, activations, seed)
 @settings(max_examples=15, deadline=None)
 @given(N=st.integers(1, 9), K=st.integers(1, 9), zeros=st.booleans(), seed=st.integers(0, 99))
 def test_a_linear_in_the_layout_of_kernels_gives_the_checkpoints_bytes_back(N, K, zeros, seed):
-    """Whoever saves, loads, moves, copies or calls it elsewhere."""
+    """To everyone who saves, loads, moves, copies or calls it elsewhere."""
     torch.manual_seed(seed)
     layer, x = NVFP4Linear(16 * K, 16 * N), torch.randn(3, 16 * K)
     for name, high in (("weight", 256), ("weight_sf", 127)):
@@ -246,7 +246,7 @@ def test_a_linear_in_the_layout_of_kernels_gives_the_checkpoints_bytes_back(N, K
         assert torch.equal(copy.deepcopy(layer)(x), want)
         look()
         assert not layer.packed and all(torch.equal(t, before[name]) for name, t in layer.named_parameters())
-    layer._hf_hook = SimpleNamespace(offload=True)  # accelerate brings its parameters for each call
+    layer._hf_hook = SimpleNamespace(offload=True)  # accelerate loads its parameters for each call
     layer._prepare_for(hopper)
     assert not layer.packed and torch.equal(layer(x), want)
 
@@ -412,7 +412,7 @@ def test_packed_weights_come_back_wherever_they_are_asked_for(hopper, gate):
     before = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
     x, ids = torch.randn(5, 64).bfloat16(), torch.randint(4, (5, 2))
     weights = torch.rand(5, 2)
-    layer.activations = "nvfp4"  # never packed for stages, so as to have something to compare with
+    layer.activations = "nvfp4"  # never packed for stages, so that there is something to compare with
     layer.post_expert_norm = torch.nn.Identity()
     layer(x, ids, weights)
     assert not layer.packed
@@ -426,7 +426,7 @@ def test_packed_weights_come_back_wherever_they_are_asked_for(hopper, gate):
     saved = layer.state_dict()
     assert not layer.packed and all(torch.equal(saved[name], before[name]) for name in before)
     assert torch.equal(layer(x, ids, weights), y) and layer.packed
-    layer.to(torch.float64)  # moves and casts go through the checkpoint's bytes too
+    layer.to(torch.float64)  # moves and casts restore the checkpoint's bytes, too
     assert not layer.packed
     assert torch.equal(layer.down_proj, before["down_proj"])
     layer.float()
@@ -441,7 +441,7 @@ def test_packed_weights_come_back_wherever_they_are_asked_for(hopper, gate):
 
 
 def test_threads_do_not_meet_weights_that_change_their_layout(hopper, monkeypatch):
-    """Calls in bf16 pack them, those in fp32 and state_dict bring them back: no call sees what another has begun."""
+    """Calls in bf16 pack weights, calls in fp32 and state_dict restore them; no call sees them half changed."""
     prepare = Kernels.prepare
     monkeypatch.setattr(Kernels, "prepare", lambda *args: (time.sleep(0.002), prepare(*args))[1])
     torch.manual_seed(0)
@@ -458,7 +458,7 @@ def test_threads_do_not_meet_weights_that_change_their_layout(hopper, monkeypatc
 
 
 def test_weights_that_an_offloading_hook_brings_are_left_alone(hopper):
-    """Those of a layer that device_map has put on one of several GPUs stay there, and are packed."""
+    """But those of a layer that device_map has put on one of several GPUs stay there, and are packed."""
     from accelerate.hooks import AlignDevicesHook, SequentialHook, add_hook_to_module
 
     for offload, several in [(False, False), (False, True), (True, False), (True, True)]:
@@ -468,7 +468,7 @@ def test_weights_that_an_offloading_hook_brings_are_left_alone(hopper):
         layer.prepare()
         assert bool(layer.packed) != offload
     layer = NVFP4Experts.from_dense(torch.randn(2, 64, 32), torch.randn(2, 32, 32))
-    layer._hf_hook = object()  # one that nothing is known of
+    layer._hf_hook = object()  # an unknown hook
     layer.prepare()
     assert not layer.packed
 

@@ -15,7 +15,7 @@ import moe_nvfp4
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("quantize", "integrations")  # at the top of the checkout, symlinked into moe_nvfp4/
 
-# Who may import whom: a file imports only what stands in a line above its own, or in its own folder.
+# Who may import whom: a file imports only from lines above its own, or from its own folder.
 ORDER = [
     ["_version", "cache", "devices", "progress"],
     ["demo"],
@@ -54,7 +54,7 @@ def sources(root):
 
 
 def imports(tree):
-    """(line, modules it may mean, whether it is inside a function) for each import, relative ones as '.'."""
+    """(line, modules that it may mean, whether inside a function) for each import; relative ones begin with '.'."""
 
     def visit(node, inside):
         if isinstance(node, ast.Import):
@@ -64,7 +64,7 @@ def imports(tree):
             for alias in node.names:
                 yield node.lineno, "." if node.level else f"{node.module}.{alias.name}", inside
         inside = inside or isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
-        for block in (getattr(node, name, ()) for name in BLOCKS):  # expressions have no imports
+        for block in (getattr(node, name, ()) for name in BLOCKS):  # expressions contain no imports
             for child in block:
                 yield from visit(child, inside)
 
@@ -163,7 +163,7 @@ def test_symlinks(folder):
 
 @pytest.mark.slow
 def test_the_package_is_lazy():
-    """`import moe_nvfp4` costs nothing; each name that type checkers see comes when it is asked for."""
+    """`import moe_nvfp4` costs nothing; each name that type checkers see is imported when it is asked for."""
     code = (
         "import sys, moe_nvfp4, moe_nvfp4.cli\n"
         "assert not {'torch', 'numpy', 'transformers', 'tqdm'} & set(sys.modules)\n"
@@ -184,7 +184,7 @@ def test_the_package_is_lazy():
 
 @pytest.mark.slow
 def test_importing_needs_no_gpu_and_no_big_library():
-    """The layer is built on any machine: no device, no kernel language, and transformers only when asked for."""
+    """The layer can be built on any machine, without a GPU, kernel languages or (unless asked for) transformers."""
     banned = ("transformers", "cutlass", "triton", "vllm")
     code = (
         f"import sys; sys.modules.update(dict.fromkeys({banned}))\n"  # None: importing it raises ImportError

@@ -23,7 +23,7 @@ from tests.gradients import CLOSE, GATES, E, H, I, batch, compare, dense, leaf, 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("gate", GATES)
 def test_gradients_equal_those_of_dequantized_float64(gate, dtype, backend, monkeypatch):
-    """Fused, with GEMM 1 computed again; stage by stage, with its output kept; and biases that are trained."""
+    """Fused, with GEMM 1 recomputed; stage by stage, with its output kept; and with biases that are trained."""
     monkeypatch.setenv("MOE_NVFP4_BACKEND", backend)
     for bias in (None, torch.float32):
         layer = random_layer(E, H, I, GATES[gate], bias=bias)
@@ -49,7 +49,7 @@ def test_w4a4_goes_straight_through(recompute, activations, static, backend, mon
     I=st.sampled_from([32, 40]), recompute=st.booleans(), seed=st.integers(0, 99),
 )  # fmt: skip
 def test_any_routing(sizes, unrouted, top_k, I, recompute, seed):
-    """No tokens, experts without any, all slots unrouted; weights with padding."""
+    """No tokens, experts without tokens, all slots unrouted; weights with padding."""
     layer = random_layer(E, H, I)
     layer.recompute = recompute
     compare(layer, *batch(torch.float32, sizes, unrouted, top_k, seed), 1e-5)
@@ -63,7 +63,7 @@ def test_a_large_batch_is_cut_by_tokens(monkeypatch):
 @pytest.mark.parametrize("scratch", [1, 1 << 29])
 @pytest.mark.parametrize("name", ["w13", "w2"])
 def test_windows_of_columns(name, scratch, monkeypatch):
-    """As GPUs take them: a part of all experts' columns at a time, and all at once; also of a linear."""
+    """As on GPUs: one window of all experts' columns at a time, and all at once; also for a linear."""
     monkeypatch.setattr(backward, "SCRATCH", scratch)
     layer, backend = random_layer(4, 200, 136), backends.named("cpu")
     weights, w = layer.weights.projection(name), dense(layer)[name == "w2"]
@@ -89,7 +89,7 @@ def test_repeated_backward_passes_give_the_same_bits():
 
 
 class Stages(Kernels):
-    """Hopper's stages too."""
+    """A stand-in for Hopper that has stages, too."""
 
     def gemm1_swiglu(self, rows, weights, groups, dtype):
         return reference.gemm1_swiglu(rows, self.unpacked(weights), groups, dtype)
@@ -100,7 +100,7 @@ class Stages(Kernels):
 
 @pytest.mark.parametrize("activations", ["bf16", "nvfp4"])
 def test_weights_in_hoppers_layout(activations):
-    """Backward from what its kernels read; they have no stages for W4A4, for which the bytes are restored."""
+    """Backward reads Hopper's layout. Its kernels have no stages for W4A4, for which the bytes are restored."""
     x, ids, p = batch(torch.bfloat16)
     layer, grads = random_layer(E, H, I, activations=activations), []
     for backend in ((), (Stages(),)):
@@ -129,8 +129,8 @@ def test_weights_in_hoppers_layout(activations):
 
 @pytest.mark.parametrize("which", [0, 1])
 def test_a_gate_a_norm_and_factors_of_the_models_own(which):
-    """Their parameters get gradients too, and an adapter of one projection, whose rows no factor multiplies; observers
-    see what the weights meet."""
+    """Their parameters get gradients, and so does an adapter of one projection, whose rows are not multiplied by
+    factors; observers see the rows that meet the weights."""
     x, ids, p = batch(torch.float32)
     layer, seen, met = random_layer(E, H, I, Gate("raw")), [], [[0.0], [0.0]]
     slope = nn.Parameter(torch.tensor(1.3))
@@ -171,7 +171,7 @@ def test_a_gate_a_norm_and_factors_of_the_models_own(which):
 
 
 def test_factors_alone_are_trained():
-    """Where nothing else is."""
+    """Nothing else is trained."""
     x, ids, p = batch(torch.float32)
     layer = random_layer(E, H, I)
     layer.add_pre_quant_scales(torch.float32)
@@ -195,7 +195,7 @@ def test_factors_alone_are_trained():
 @pytest.mark.parametrize("r, activations", [(3, "nvfp4"), (8, "bf16")])
 @pytest.mark.parametrize("gate", GATES)
 def test_adapters_add_their_products_to_the_weights(gate, r, activations):
-    """Values and gradients of W + B A in float64, of two adapters and of one, whose rows W4A4 does not quantize."""
+    """Values and gradients of W + B A in float64, for two adapters and for one; W4A4 does not quantize their rows."""
     layer = random_layer(E, H, I, GATES[gate], activations)
     x, ids, p = batch(torch.float32)
     N13 = layer.weights.w13.shape[1]
@@ -224,7 +224,7 @@ def test_adapters_add_their_products_to_the_weights(gate, r, activations):
 
 @pytest.mark.parametrize("tokens", [0, 1])
 def test_adapters_without_tokens(tokens):
-    """Zeros, and not what the memory held, for experts that no token chose."""
+    """Experts that no token chose get zeros, not what the memory held."""
     layer, (x, ids, p) = random_layer(E, H, I), batch(torch.float32)
     a, b = torch.randn(E, 8, H, requires_grad=True), torch.randn(E, 2 * I, 8, requires_grad=True)
     x, ids, p = x[:tokens].requires_grad_(), torch.full((tokens, 2), 3), p[:tokens]
@@ -290,7 +290,7 @@ def test_second_derivatives_are_refused():
 
 @pytest.mark.parametrize("recompute", [True, False])
 def test_scales_are_not_trained(recompute):
-    """`requires_grad_()` of all floating parameters would leave them as they are without a word."""
+    """`requires_grad_()` of all floating parameters would silently leave them as they are."""
     x, ids, p = batch(torch.float32)
     layer = random_layer(E, H, I)
     layer.recompute = recompute
@@ -330,7 +330,7 @@ def test_gradient_checkpointing(recompute, reentrant):
 
 
 def test_autocast_chooses_the_dtype():
-    """As of torch's own layers; experts give back x's."""
+    """As for torch's own layers; experts return x's dtype."""
     x, ids, p = batch(torch.float32)
     layer, nn_linear = random_layer(E, H, I), linear()
     want = layer(x.bfloat16(), ids, p), nn_linear(x.bfloat16())
