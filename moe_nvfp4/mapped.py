@@ -73,6 +73,11 @@ def known() -> bool:
     return not _strange
 
 
+def opened() -> list[MappedFile]:
+    """The files that are mapped now; they stay mapped while the list lives."""
+    return list(_files.values())
+
+
 def _open(path: Path) -> MappedFile:
     status = path.stat()
     file = _files.get(key := (status.st_dev, status.st_ino))

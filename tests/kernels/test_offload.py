@@ -16,8 +16,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from moe_nvfp4 import backends, ops
+from moe_nvfp4 import mapped as mapped_files
 from moe_nvfp4.backends import Device, Problem, explain
 from moe_nvfp4.kernels.cpu import backend as cpu
 from moe_nvfp4.kernels.offload import backend as offload
@@ -368,10 +370,41 @@ def test_weights_that_stay_in_files(driver, tmp_path):
         offload.check()
 
 
+@needs_library
+@pytest.mark.parametrize("files", [False, True])
+def test_weights_stay_until_the_call_that_reads_them_has_run(driver, tmp_path, files):
+    """Though their layer is gone: the CPU would read memory that is not there."""
+    layer, other, batch = random_layer(**SIZES), random_layer(**SIZES).weights, inputs(3, 0)
+    want = cpu.experts(*batch, layer.weights)
+    if files:
+        layer, _ = in_files(layer, tmp_path)
+        there = [weakref.ref(file) for file in mapped_files.opened() if file.path.parent == tmp_path]
+        gone = lambda: [ref() is None for ref in there]
+    else:
+        there = [StorageWeakRef(t.untyped_storage()) for t in layer.parameters()]
+        gone = lambda: [ref.expired() for ref in there]
+    y = offload.experts(*batch, layer.weights)
+    del layer
+    gc.collect()
+    assert there and not any(gone())
+    driver.synchronize()
+    assert torch.equal(y, want)
+    offload.experts(*batch, other)
+    gc.collect()
+    assert all(gone())
+
+
 def test_a_driver_that_refuses_is_an_error(monkeypatch):
-    refusing = SimpleNamespace(cuLaunchHostFunc=lambda *_: 900)
-    monkeypatch.setattr(offload, "_driver", lambda: refusing)
+    answers, used = [900, 201, 0, 201, 201], []
+    monkeypatch.setattr(offload, "_driver", lambda: SimpleNamespace(cuLaunchHostFunc=lambda *_: answers.pop(0)))
+    monkeypatch.setattr(offload, "use_context", used.append)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     with pytest.raises(RuntimeError, match="cuLaunchHostFunc failed with CUDA driver error 900"):
+        offload._do("cuLaunchHostFunc", 1, 2, 3)
+    assert not used
+    offload._do("cuLaunchHostFunc", 1, 2, 3)  # in a thread that has used no GPU so far
+    assert used == [1]
+    with pytest.raises(RuntimeError, match="driver error 201"):
         offload._do("cuLaunchHostFunc", 1, 2, 3)
 
 
@@ -510,6 +543,25 @@ def test_a_pinned_buffer_is_filled_when_the_gpu_has_it_no_more(monkeypatch, tmp_
         copy_()
     assert all(torch.equal(t, getattr(layer.weights, name)) for name, t in there.items())
     assert max(allocated) <= max(staged, found["w13"].nbytes // SIZES["E"])
+
+
+def test_a_buffer_that_grows_is_free_when_the_work_with_it_is_over(monkeypatch):
+    """torch gives its memory to others after what the copies' stream has then, whichever stream multiplied with it."""
+    done = []
+    stream = SimpleNamespace(wait_event=lambda event: done.append(event), wait_stream=lambda other: None)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda *args, **kwargs: stream)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda stream: None))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: None)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
+    buffers = upload._Buffers(torch.device("cpu"))
+    for size in (1, 1, 1000):
+        found = buffers.fill({"t": torch.full((size,), 7)})
+        assert (found.pop("t") == 7).all()
+        weakref.finalize(buffers.memory[buffers.turn], done.append, f"{size} freed")
+        buffers.emptied()
+    assert done == [*buffers.over, buffers.over[0], "1 freed"]
 
 
 def test_weights_move_to_pages_that_are_pinned_once_and_freed():

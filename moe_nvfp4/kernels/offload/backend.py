@@ -33,11 +33,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_nvfp4 import mapped
 from moe_nvfp4.kernels.backend import Device, Problem
 from moe_nvfp4.kernels.common.tensors import floating
 from moe_nvfp4.kernels.cpu import backend as cpu
 from moe_nvfp4.kernels.offload.upload import pieces
 from moe_nvfp4.kernels.portable import BACKEND as PORTABLE
+from moe_nvfp4.kernels.portable.driver import INVALID_CONTEXT, use_context
 from moe_nvfp4.weights import ExpertWeights
 
 # The average number of tokens per expert from which on copying the weights is faster. Qwen3-30B-A3B, all experts, 16
@@ -72,7 +74,7 @@ def experts(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: Expe
         workspace.empty.begin()
         hidden, ids, p, result = host
         call = cpu.Call(hidden, ids, p, weights, result, workspace.empty, _threads())
-        workspace.keep(call)
+        workspace.keep(call, weights)
         _run(call, workspace.mailbox, stream)
         _copy(y, result, stream)
     return y
@@ -175,10 +177,12 @@ class _Workspace:
             self.buffers[i] = _allocate_pinned(1 << (size - 1).bit_length())
         return self.buffers[i][:size].view(like.dtype).view(like.shape)
 
-    def keep(self, call: cpu.Call) -> None:
-        """Keep `call` alive: until it has run, or as long as the graph lives."""
+    def keep(self, call: cpu.Call, weights: ExpertWeights) -> None:
+        """Keep `call` alive: until it has run, and what it reads of `weights` too, or as long as the graph lives."""
         if not self.graph:
             self.calls = [c for c in self.calls if not c.done]
+            own = [t.detach() for t in weights.tensors() if t is not None]
+            call.tensors = call.tensors, own, mapped.opened() if weights.layout is not None else ()
         else:
             owner = ctypes.c_void_p()
             argument, release = ctypes.c_void_p(call.argument), ctypes.c_void_p(call.release)
@@ -250,5 +254,9 @@ def _driver() -> ctypes.CDLL:
 
 
 def _do(name: str, *arguments: Any) -> None:
-    if code := getattr(_driver(), name)(*arguments):
+    code = getattr(_driver(), name)(*arguments)
+    if code == INVALID_CONTEXT:  # a thread that has not used the GPU yet
+        use_context(torch.cuda.current_device())
+        code = getattr(_driver(), name)(*arguments)
+    if code:
         raise RuntimeError(f"{name} failed with CUDA driver error {code}: an earlier kernel may have; see the log")

@@ -71,11 +71,12 @@ class _Buffers:
         """Copy `tensors` into the buffer whose turn it is; later work on the current stream waits for them."""
         sizes = [-(-t.nbytes // _ALIGNED) * _ALIGNED for t in tensors.values()]
         current, memory = torch.cuda.current_stream(self.device), self.memory[self.turn]
+        # Before a larger buffer takes this one's place: torch gives its memory to others after what is on this stream.
+        self.stream.wait_event(self.over[self.turn])
         if memory.numel() < sum(sizes):
             memory.record_stream(self.stream)
             memory = self.memory[self.turn] = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
             self.stream.wait_stream(current)  # its work may still use what this memory held before
-        self.stream.wait_event(self.over[self.turn])
         with torch.cuda.stream(self.stream):
             found = {}
             for (name, t), place in zip(

@@ -9,7 +9,7 @@ from struct import Struct
 
 _MAX_DYNAMIC_SHARED, _PREFER_SHARED = 8, 1  # CU_FUNC_ATTRIBUTE_..., CU_FUNC_CACHE_...
 _BUFFER, _BUFFER_SIZE, _END = 1, 2, 0  # CU_LAUNCH_PARAM_...
-_INVALID_CONTEXT = 201  # CUDA_ERROR_...
+INVALID_CONTEXT = 201  # CUDA_ERROR_...
 
 
 class _Extra(ctypes.Structure):
@@ -31,7 +31,7 @@ class Function:
         self.size = c_size_t(self.packed.size)
         self.address_of_size = ctypes.addressof(self.size)
         module, self.function = c_void_p(), c_void_p()
-        _use_context(device)
+        use_context(device)
         _call("cuModuleLoadData", byref(module), cubin)
         _call("cuModuleGetFunction", byref(self.function), module, name.encode())
         if shared > 48 << 10:
@@ -44,8 +44,8 @@ class Function:
         extra = _Extra(_BUFFER, self.packed.pack(*values), _BUFFER_SIZE, self.address_of_size, _END)
         arguments = self.function, x, y, z, self.threads, 1, 1, self.shared, stream, None, byref(extra)
         error = _driver().cuLaunchKernel(*arguments)
-        if error == _INVALID_CONTEXT:  # a thread that has not used the GPU yet
-            _use_context(self.device)
+        if error == INVALID_CONTEXT:  # a thread that has not used the GPU yet
+            use_context(self.device)
             error = _driver().cuLaunchKernel(*arguments)
         if error:
             raise _failed("cuLaunchKernel", error)
@@ -60,7 +60,7 @@ def _driver() -> ctypes.CDLL:
     return driver
 
 
-def _use_context(device: int) -> None:
+def use_context(device: int) -> None:
     """Make torch's context of the GPU current in this thread."""
     handle, context = c_int(), c_void_p()
     _call("cuDeviceGet", byref(handle), device)
