@@ -2,6 +2,7 @@
 
 import json
 import re
+import zlib
 
 import torch
 from safetensors.torch import save_file
@@ -106,6 +107,24 @@ def quantized(tmp_path, family, dialect, which=is_expert, input_scale=None, rena
     original = json.loads((source / "config.json").read_text())
     folder = write(tmp_path / dialect, files, original, {**CONFIGS[dialect], **config})
     return folder, write(tmp_path / f"{dialect}-twin", twin, {**original, "dtype": "float32"}, None)
+
+
+def awq(tmp_path, family, input_scale=None):
+    """A folder of NVFP4_AWQ, whose experts and linears multiply their inputs by a vector, and its twin, which has the
+    vectors in its weights."""
+    folder, twin = quantized(tmp_path, family, "modelopt", lambda k: is_expert(k) or is_linear(k), input_scale,
+                             quant_algo="NVFP4_AWQ")  # fmt: skip
+    files, dense = tensors(folder), tensors(twin)
+    for key in [k for k in files if k.endswith("weight_scale_2")]:
+        stem = key.removesuffix(".weight_scale_2")
+        K = 2 * files[f"{stem}.weight"].shape[1]
+        torch.manual_seed(zlib.crc32(stem.replace("gate_proj", "up_proj").encode()))
+        awq_scale = torch.randint(1, 9, (K,)) / 4  # of few bits: products with it are exact
+        files[f"{stem}.pre_quant_scale"] = awq_scale.bfloat16()
+        dense[f"{stem}.weight"] = dense[f"{stem}.weight"] * awq_scale
+    save_file(files, folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(dense, twin / "model.safetensors", metadata={"format": "pt"})
+    return folder, twin
 
 
 def fused(tmp_path, family, input_scale=None):

@@ -4,7 +4,6 @@ import importlib.util
 import json
 import re
 import shutil
-import zlib
 from argparse import Namespace
 
 import pytest
@@ -25,6 +24,7 @@ from moe_nvfp4.quantize.verify import verify_checkpoint
 from tests.common import THRESHOLDS, relative_error
 from tests.folders import (
     CONFIGS,
+    awq,
     change_config,
     fp8,
     fused,
@@ -360,18 +360,8 @@ def test_a_stack_for_each_projection(inputs, tmp_path):
 @pytest.mark.parametrize("linears", ["packed", "dense"])
 def test_awq(linears, activations, tmp_path):
     """NVFP4_AWQ multiplies x and h by a vector before the GEMM; the dense twin has that vector in its weights."""
-    folder, twin = quantized(tmp_path, qwen2_moe, "modelopt", lambda k: is_expert(k) or is_linear(k), 2**-6,
-                             quant_algo="NVFP4_AWQ")  # fmt: skip
-    files, dense = tensors(folder), tensors(twin)
-    for key in [k for k in files if k.endswith("weight_scale_2")]:
-        stem = key.removesuffix(".weight_scale_2")
-        K = 2 * files[f"{stem}.weight"].shape[1]
-        torch.manual_seed(zlib.crc32(stem.replace("gate_proj", "up_proj").encode()))
-        awq_scale = torch.randint(1, 9, (K,)) / 4  # of few bits: products with it are exact
-        files[f"{stem}.pre_quant_scale"] = awq_scale.bfloat16()
-        dense[f"{stem}.weight"] = dense[f"{stem}.weight"] * awq_scale
-    save_file(files, folder / "model.safetensors", metadata={"format": "pt"})
-    save_file(dense, twin / "model.safetensors", metadata={"format": "pt"})
+    folder, twin = awq(tmp_path, qwen2_moe, 2**-6)
+    files = tensors(folder)
     model = load(folder, config=checkpoint_config(folder, linears=linears, activations=activations))
     error = relative_error(logits(model), logits(load(twin)))
     assert error < 10 * THRESHOLDS["fp32"] if activations == "bf16" else 1e-3 < error < 2  # rows of 4 bits

@@ -26,7 +26,7 @@ from moe_nvfp4.integrations.huggingface.experts import HFExperts  # noqa: E402
 from moe_nvfp4.linear import NVFP4Linear  # noqa: E402
 from moe_nvfp4.quantize.recipes import quantize_expert  # noqa: E402
 from tests.common import relative_error  # noqa: E402
-from tests.folders import is_linear, quantized  # noqa: E402
+from tests.folders import awq, is_linear, quantized  # noqa: E402
 from tests.models import (  # noqa: E402
     IDS,
     gemma4,
@@ -192,6 +192,21 @@ def test_merging_quantizes_the_sums_by_the_layers_recipe(family, tmp_path):
     assert not adapters(merged) and isinstance(next(m for m in merged.modules() if m is experts), HFExperts)
     merged.save_pretrained(tmp_path / "merged")
     assert relative_error(logits(load(tmp_path / "merged", torch.float32)), logits(merged)) < CLOSE
+
+
+def test_awq_scales_count_for_the_base_and_not_for_adapters(tmp_path):
+    folder, twin = awq(tmp_path, qwen3_moe)
+    models = set_activations(load(folder, torch.float32), "bf16"), load(twin, torch.float32)
+    mine, dense = (get_peft_model(m, config(lora_alpha=40)) for m in models)
+    dense.load_state_dict({k: v for k, v in mine.state_dict().items() if "lora_" in k}, strict=False)
+    assert relative_error(logits(mine), logits(dense)) < CLOSE
+    merged, want = dense_like(mine.merge_and_unload()), dict(dense.merge_and_unload().named_parameters())
+    changed = [name for name in want if ".experts." in name or "q_proj" in name]
+    assert len(changed) == 2 * 3
+    for name in changed:
+        assert relative_error(merged.get_parameter(name), want[name]) < 0.25, (
+            name
+        )  # what 4 bits lose; 0.3 and more without the vectors
 
 
 def test_models_that_have_adapters_are_swapped(tmp_path):
