@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
@@ -37,13 +37,20 @@ def calibration_batches(calibration: Any, config: Any, tokenizer: str | os.PathL
     vocabulary = config.get_text_config().vocab_size
     if calibration is None:
         return random_batches(config)
-    items: list[Any] = [calibration] if isinstance(calibration, (str, Tensor)) else list(calibration)
-    if any(isinstance(item, str) for item in items):
+    one = isinstance(calibration, (str, Tensor, Mapping)) or not isinstance(calibration, Iterable)
+    items: list[Any] = [calibration] if one else list(calibration)
+    texts = [item for item in items if isinstance(item, str)]
+    if others := [type(item).__name__ for item in items if not isinstance(item, str if texts else Tensor)]:
+        raise ValueError(f"calibration: {others[0]} is given, where tensors of token ids, or texts, are expected")
+    if files := [text for text in texts if text.endswith(".safetensors") or os.path.exists(text)]:
+        raise ValueError(f"calibration: {files[0]!r} names a file, and would be read as a text: give the text in it, "
+                         "or pathlib.Path(...) for a file of moe-nvfp4 importance")  # fmt: skip
+    if texts:
         items = _windows(items, tokenizer)
     batches = [item[None] if item.dim() == 1 else item for item in items]
     for ids in batches:
-        if ids.dim() != 2 or ids.is_floating_point() or not ids.numel():
-            raise ValueError(f"calibration: token ids are whole numbers [B, T], not {ids.dtype} {list(ids.shape)}")
+        if ids.dim() != 2 or ids.dtype not in (torch.int64, torch.int32) or not ids.numel():
+            raise ValueError(f"calibration: token ids are int64 or int32 [B, T], not {ids.dtype} {list(ids.shape)}")
         if ids.min() < 0 or ids.max() >= vocabulary:
             raise ValueError(f"calibration: ids from {int(ids.min())} to {int(ids.max())}, the model has 0 to "
                              f"{vocabulary - 1}: use its own tokenizer")  # fmt: skip

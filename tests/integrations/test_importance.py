@@ -5,8 +5,9 @@ import json
 import pytest
 import torch
 from safetensors.torch import save_file
+from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from moe_nvfp4.cli import main
 from moe_nvfp4.integrations.huggingface import MoeNvfp4Config, swap_experts
@@ -123,14 +124,38 @@ def test_random_ids_are_the_same_ids(tmp_path):
     assert 0 <= min(ids.min() for ids in one) and 90 < max(ids.max() for ids in one) < 96
 
 
+def test_texts_become_windows_and_nothing_else_becomes_a_text(tmp_path):
+    config = make(qwen3_moe).config
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(96)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0").save_pretrained(tmp_path)
+    ids = torch.arange(700) % 96
+    texts = [" ".join(f"w{i}" for i in ids), "", "w3 w4"]
+    found = calibration_batches(texts, config, tmp_path)
+    assert [batch.tolist() for batch in found] == [[ids[:512].tolist()], [ids[512:].tolist()], [[3, 4]]]
+    assert torch.equal(calibration_batches(texts[2], config, tmp_path)[0], found[2])
+    for bad, message in (
+        (PreTrainedTokenizerFast.from_pretrained(tmp_path)("w3", return_tensors="pt"), "BatchEncoding is given"),
+        ([{"input_ids": IDS}], "dict is given"),
+        (["w3", IDS], "Tensor is given"),
+        ([[3, 4]], "list is given"),
+        (7, "int is given"),
+        (IDS.to(torch.uint8), "int64 or int32 .B, T., not torch.uint8"),
+        (str(tmp_path / "tokenizer.json"), "would be read as a text.*pathlib.Path"),
+        ("importance.safetensors", "would be read as a text"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            calibration_batches(bad, config, tmp_path)
+
+
 @pytest.mark.slow
 def test_calibration_errors(tmp_path):
     source = folder(tmp_path, qwen3_moe)
     config = load(source).config
     for bad, message in (
-        (torch.ones(2, 3), "whole numbers"),
+        (torch.ones(2, 3), "int64 or int32"),
         (torch.tensor([[1, 96]]), "model has 0 to 95"),
-        (torch.ones(0, dtype=int), "whole numbers"),
+        (torch.ones(0, dtype=int), "int64 or int32"),
         ([], "no text"),
         (["a text"], "texts need its tokenizer"),
     ):
