@@ -44,7 +44,7 @@ def of_nvfp4():
 
 
 def of_loads():
-    """Loads from Tensor Memory and stores: 16x32bx2 is how the epilogue reads gate and up."""
+    """Loads from Tensor Memory and stores to it; the epilogue reads gate and up with 16x32bx2."""
     found = {}
     for shape in of_16_bits.PLACES:
         for half in (0, 16):

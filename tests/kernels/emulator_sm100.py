@@ -1,4 +1,4 @@
-"""The Blackwell backend on the emulator: its launches come here instead of to a GPU."""
+"""The Blackwell backend on the emulator, which replaces the GPU for its launches."""
 
 from contextlib import contextmanager
 
@@ -18,7 +18,7 @@ from moe_nvfp4.kernels.sm100.config import (
 from tests.emulator import Emulated, compiling_for
 from tests.emulator.stream import Stream
 
-RUNS = {}  # what a kernel was compiled for -> what runs it
+RUNS = {}  # config of a kernel -> its emulated form
 OUTPUTS = {
     RouteConfig: (1, 2, 3, 4, 5),
     QuantizeConfig: (4, 5, 6),
@@ -35,8 +35,8 @@ def outputs_of(config, arguments):
 
 
 class OnEmulator:
-    """Takes the place of `sm100.launch`. Every launch runs under `schedule`, on so many `multiprocessors`, GEMMs with
-    `tile` if it is not None, and `parts` of K."""
+    """Replaces `sm100.launch`: every launch runs under `schedule`, on `multiprocessors` multiprocessors. GEMMs have
+    `tile`, if it is not None, and `parts` of K."""
 
     def __init__(self):
         self.schedule, self.multiprocessors, self.tile, self.stream = "eager", 3, None, Stream()
@@ -44,7 +44,7 @@ class OnEmulator:
         self.cut_sums = False
 
     def plan(self, activations, rows, experts, weight_rows, k, *_):
-        """(tile, parts of K), no more than there are; None: not given."""
+        """(tile, parts of K), with no more parts than K has blocks; None if no tile is given."""
         return self.tile and (self.tile, min(self.parts, -(-k // BLOCK_K)))
 
     def launch(self, config, arguments):
@@ -59,13 +59,13 @@ class OnEmulator:
             assert machine.dynamic_shared == config.shared_bytes <= SMEM, (machine.dynamic_shared, config)
 
     def before(self, rows):
-        """As if the kernel before had made these rows."""
+        """Pretend that the preceding kernel has just written these rows."""
         self.stream.unsettled = [t for t in (rows.values, rows.sf, rows.scale) if t is not None]
 
 
 @contextmanager
 def in_place_of_launch(runner):
-    """Inside, what `moe_nvfp4.kernels.sm100` launches goes to the runner, which also says the sizes."""
+    """A context in which launches of `moe_nvfp4.kernels.sm100`, and its choice of sizes, go to `runner`."""
     plan_gemm = sm100.plan_gemm
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(sm100, "launch", runner.launch)
@@ -76,7 +76,7 @@ def in_place_of_launch(runner):
 
 @contextmanager
 def on_emulator():
-    """Inside, `moe_nvfp4.kernels.sm100` runs CPU tensors on the OnEmulator that this gives."""
+    """A context in which `moe_nvfp4.kernels.sm100` runs CPU tensors on the OnEmulator that it yields."""
     runner = OnEmulator()
     with in_place_of_launch(runner), runner.stream:
         yield runner

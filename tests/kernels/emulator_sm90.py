@@ -1,4 +1,4 @@
-"""The Hopper backend on the emulator: its launches come here instead of to a GPU."""
+"""The Hopper backend on the emulator, which replaces the GPU for its launches."""
 
 from contextlib import contextmanager
 
@@ -8,12 +8,12 @@ from tests.emulator import Emulated, compiling_for
 from tests.emulator.stream import Stream
 from tests.kernels.hopper_layers import fresh_kernels, outputs_of
 
-RUNS = {}  # what a kernel was compiled for -> what runs it
+RUNS = {}  # kernel -> its emulated form
 
 
 class OnEmulator:
-    """Takes the place of `launch.compiled`. Every launch runs under `schedule`; `kernels` are those that ran,
-    `cubins` what ptxas made of them."""
+    """Replaces `launch.compiled`: every launch runs under `schedule`. `kernels` are those that ran, `cubins` what ptxas
+    made of them."""
 
     def __init__(self):
         self.schedule, self.multiprocessors, self.kernels, self.stream = "eager", 3, [], Stream()
@@ -35,7 +35,7 @@ class OnEmulator:
 
     def run(self, kernel, emulated, values):
         self.kernels.append(kernel)
-        # GEMM: tokens beyond a group, and all but one word of the slot that ends the tiles, are read and not used.
+        # GEMM: it reads, and ignores, tokens beyond a group, and all words but one of the slot that ends the tiles.
         stale = type(kernel).__name__ == "GroupedGemm"
         outputs = outputs_of(kernel, values)
         self.stream.launch(emulated, *values, outputs=outputs, schedule=self.schedule, stale_shared=stale)
@@ -43,7 +43,7 @@ class OnEmulator:
 
 @contextmanager
 def on_emulator():
-    """Inside, `moe_nvfp4.kernels.sm90` runs CPU tensors on the OnEmulator that this gives."""
+    """A context in which `moe_nvfp4.kernels.sm90` runs CPU tensors on the OnEmulator that it yields."""
     runner, kept = OnEmulator(), (launch.compiled, sm90.multiprocessors)
     launch.compiled, sm90.multiprocessors = runner.compiled, lambda device: runner.multiprocessors
     try:

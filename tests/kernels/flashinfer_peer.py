@@ -1,10 +1,10 @@
-"""FlashInfer's NVFP4 experts for Blackwell, as a peer of examples/benchmark.py; it ran nowhere yet."""
+"""FlashInfer's NVFP4 experts for Blackwell, for comparison in examples/benchmark.py; this has not run anywhere yet."""
 
 import torch
 
 
 def make(w13, w2):
-    """f(x, ids, weights) with cutlass_fused_moe; x is quantized inside of the call, as ours is."""
+    """f(x, ids, weights) that calls cutlass_fused_moe; x is quantized inside the call, as in ours."""
     from flashinfer import fp4_quantize
     from flashinfer.fused_moe import cutlass_fused_moe
 

@@ -21,7 +21,7 @@ U16, U32, U64, F32 = np.uint16, np.uint32, np.uint64, np.float32
 
 @dataclass(frozen=True)
 class Map:
-    """A parameter that is a tensor map of another argument. Strides in bytes, of dimensions 1 and up."""
+    """A parameter that is a tensor map of another argument. Strides are in bytes, of dimensions 1 and up."""
 
     argument: int
     kind: str  # u8, u16, u32, f16, f32, bf16
@@ -34,7 +34,7 @@ class Map:
     CODES = {"u8": 0, "u16": 1, "u32": 2, "f16": 6, "f32": 7, "bf16": 10}  # in the map's bytes
 
     def encoded(self, address):
-        """The bytes of the map, as the driver encodes it."""
+        """The bytes of the map as the driver encodes it."""
         span, flags = (0, 32, 64, 128).index(self.span), (0, 64, 128, 256).index(self.promotion) << 17
         return tensor_map(address, self.CODES[self.kind], self.dims, self.strides, self.box, span, flags)
 
@@ -53,7 +53,7 @@ class Case:
 
     @property
     def checksum(self):
-        """Of what goes in: a recording belongs to exactly this."""
+        """A hash of the case's inputs: a recording belongs to exactly these."""
         entry = re.search(rf"\.entry {self.kernel}\(.*?\n}}\n", self.ptx, re.S)[0]
         parts = [repr((self.grid, self.block, self.shared, self.cluster)).encode(), entry.encode()]
         for argument in self.arguments:
@@ -64,7 +64,7 @@ class Case:
         return zlib.crc32(b"\0".join(parts))
 
     def emulated(self, schedule="eager"):
-        """The outputs, then the bytes of the maps with their addresses zero."""
+        """The outputs, followed by the bytes of the maps with their addresses set to zero."""
         arrays = [a.copy() if isinstance(a, np.ndarray) else a for a in self.arguments]
         memory = device_memory([a for a in arrays if isinstance(a, np.ndarray)])
         maps = [a for a in arrays if isinstance(a, Map)]
@@ -82,7 +82,7 @@ def seeded(name):
 
 
 # ---- one instruction per thread and value: arithmetic, logic, comparison, conversion ----
-# Of the emulator's table, what sm_90a lacks: pairs of f32, three-input extrema, the formats below 8 bits.
+# Opcodes of the emulator's table that sm_90a lacks: pairs of f32, three-input extrema, formats below 8 bits.
 NOT_ON_HOPPER = re.compile(r".*(f32x2|:3$|e2m1|ue8m0).*")
 EDGES = {
     16: [0, 1, 2, 0x7F, 0x80, 0xFF, 0x0380, 0x3C00, 0x3F80, 0x7BFF, 0x7C00, 0x7E00, 0x7F7F, 0x7F80, 0x7FC0, 0x7FFF],
@@ -95,7 +95,7 @@ SIGNS = {bits: [edge | 1 << bits - 1 for edge in edges] for bits, edges in EDGES
 
 
 def numbers(kind, rng, count):
-    """A third edges, a third any bits, a third small integers or floats of moderate size; in random order."""
+    """One third edge cases, one third random bits, one third small integers or moderate floats, in random order."""
     bits = max(16, int(re.sub(r"\D", "", kind) or 32))
     dtype = np.dtype(f"u{bits // 8}")
     any_bits = rng.integers(0, (1 << bits) - 1, count, dtype, endpoint=True)
@@ -120,7 +120,7 @@ def register(kind, number):
 
 
 def one_by_one(name, opcode, result, kinds, modifiers=""):
-    """The text of an entry that applies `opcode` to element t of each input."""
+    """The text of a kernel that applies `opcode` to element t of each input."""
     body, parameters = "", [".param .u64 out"]
     for i, kind in enumerate(kinds):
         bits = 32 if kind == "pred" else max(16, int(kind[1:]))
@@ -183,7 +183,7 @@ def kernel(body, parameters=()):
 
 
 def store(words, registers="%r{}", first=0):
-    """Each thread's words to out, one after another."""
+    """Store each thread's words to out, one thread after another."""
     return f"mad.wide.u32 %x19, %t, {4 * words}, %out;\n" + "".join(
         f"st.global.b32 [%x19+{4 * i}], {registers.format(first + i)};\n" for i in range(words)
     )
@@ -194,12 +194,12 @@ def words(count):
 
 
 def lane_cases():
-    """What the lanes of a warp do together, some of them apart from the others."""
+    """Instructions across the lanes of a warp, some of them with only part of the lanes."""
     found = {}
     values = seeded("lanes").integers(0, 1 << 32, 32, U32)
     few = seeded("few").integers(0, 4, 32, U32)
     load = "ld.param.u64 %x1, [in]; mad.wide.u32 %x1, %t, 4, %x1; ld.global.b32 %r1, [%x1];\n"
-    apart = "mov.b32 %r2, 0; mov.b32 %r3, 0; setp.ge.u32 %p4, %t, 11; @%p4 bra END;\n"  # lanes 0 to 10 go on
+    apart = "mov.b32 %r2, 0; mov.b32 %r3, 0; setp.ge.u32 %p4, %t, 11; @%p4 bra END;\n"  # lanes 0 to 10 continue
 
     def add(name, body, given=values, count=2):
         text = kernel(load + body + store(count, first=2), [".u64 in"])
@@ -239,7 +239,7 @@ def lane_cases():
 
 
 def place_case():
-    """The numbers of threads, CTAs and clusters."""
+    """The registers with numbers of threads, CTAs and clusters."""
     dims = [f"%{n}.{d}" for n in ("tid", "ntid", "ctaid", "nctaid", "cluster_nctaid", "cluster_ctaid", "clusterid",
                                   "nclusterid") for d in "xyz"]  # fmt: skip
     names = [*dims, "%laneid", "%cluster_ctarank", "%cluster_nctarank", "%dynamic_smem_size"]
@@ -257,7 +257,7 @@ def memory_cases():
         ld.global.v4.b32 {%r2, %r3, %r4, %r5}, [%x1]; st.shared.v4.b32 [%r1], {%r2, %r3, %r4, %r5}; bar.sync 0;\n"""
     for count, trans in itertools.product((1, 2, 4), ("", ".trans")):
         listed = ", ".join(f"%r{10 + i}" for i in range(count))
-        # Rows in an order of their own: lane l points to row 5 l modulo 32.
+        # Rows in another order: lane l points to row 5 l modulo 32.
         rows = "mul.lo.u32 %r6, %t, 5; and.b32 %r6, %r6, 31; mad.lo.u32 %r6, %r6, 16, %data;\n"
         form = f"sync.aligned.m8n8.x{count}{trans}.shared.b16"
         body = fill_shared + rows + f"ldmatrix.{form} {{{listed}}}, [%r6];\n" + store(count, first=10)
@@ -312,7 +312,7 @@ def memory_cases():
 
 
 def atomic(space, what, given, how="atom"):
-    """Lane t on word t: the old word (of atom), then the new one."""
+    """Lane t applies the atomic to word t and stores the old word (of atom), then the new one."""
     at = "[%x3]" if space == "global" else "[%r6]"
     old, compared = ("%r7, " if how == "atom" else ""), ("%r8, " if what.startswith("cas") else "")
     body = f"""ld.param.u64 %x1, [in]; mad.wide.u32 %x1, %t, 4, %x1;
@@ -326,7 +326,7 @@ def atomic(space, what, given, how="atom"):
 
 # ---- tensor cores ----
 def floats(rng, shape, spread, kind="bf16"):
-    """Bits of floats with random signs and mantissas and exponents -spread to spread; spread -1: small integers."""
+    """Bits of floats with random signs and mantissas, exponents from -spread to spread; spread -1: small integers."""
     mantissa, bias = {"bf16": (7, 127), "f16": (10, 15), "f32": (23, 127)}[kind]
     bits = U32 if kind == "f32" else U16
     if spread < 0:
@@ -344,7 +344,7 @@ ODD = {"bf16": (0, 0x8000, 1, 0x7F, 0x80, 0x3F80, 0xBF80, 0x7F7F, 0xFF7F, 0x7F80
 
 
 def mma_cases(warps=8):
-    """mma.m16n8k16 on fragments of any bits: every warp has its own."""
+    """mma.m16n8k16 on fragments of random bits, other ones in every warp."""
     found = {}
     for kind, spread in ((k, s) for k in ("bf16", "f16") for s in (-1, 0, 3, 7, 20, "odd") if (k, s) != ("f16", 20)):
         rng = seeded(f"mma {kind} {spread}")
@@ -378,7 +378,7 @@ def descriptor(register, at, rows, span):
 
 
 def wgmma(name, n, span, spread=-1, kind="bf16", registers=False, signs=(1, 1), from_zero=False):
-    """out[64, n] = (c +) a[64, k] @ b[n, k].T over the k columns of one row of the swizzle, 16 at a time."""
+    """out[64, n] = (c +) a[64, k] @ b[n, k].T, where the k columns are one row of the swizzle, 16 at a time."""
     rng, k = seeded(name), max(span, 32) // 2
     b = laid_out(floats(rng, (n, k), spread, kind), span)
     steps, parts = k // 16, [b]
@@ -439,7 +439,7 @@ def wgmma_cases():
 
 # ---- copies and barriers ----
 def tensor_cases():
-    """Tiles through tensor maps, inside and over every edge; and the bytes of the maps."""
+    """Tiles copied through tensor maps, inside and across every edge; and the bytes of the maps."""
     found = {}
     image = seeded("image").integers(1, 256, 40960, np.uint8)
 
@@ -497,7 +497,7 @@ def tensor_cases():
 
 
 def barrier_cases():
-    """The phases of an mbarrier, named barriers, bulk copies."""
+    """Phases of an mbarrier, named barriers, bulk copies."""
     found = {}
     tests = itertools.count()
 
@@ -558,7 +558,7 @@ def barrier_cases():
 
 
 def cluster_cases():
-    """Two CTAs: shared memory and mbarriers of the other, and a copy into both."""
+    """Two CTAs use each other's shared memory and mbarriers, and one copy writes to both."""
     found = {}
     rank = "mov.u32 %r2, %cluster_ctarank; "
     meet = "barrier.cluster.arrive.release; barrier.cluster.wait.acquire;\n"
@@ -607,4 +607,4 @@ GROUPS = {
 }
 CASES = {name: case for group in GROUPS.values() for name, case in group.items()}
 assert len(CASES) == sum(map(len, GROUPS.values()))
-assert DATA % 1024 == 0  # what is swizzled lies there
+assert DATA % 1024 == 0  # swizzled data lies there

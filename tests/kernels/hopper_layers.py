@@ -26,7 +26,7 @@ GELU = Gate("gelu_tanh")
 
 
 def outputs_of(kernel, values):
-    """What a launch writes, of its arguments."""
+    """The arguments that a launch writes."""
     name = type(kernel).__name__
     places = {"Route": (1, 2, 3, 4, 5, 8, 9), "Gather": (2,), "Combine": (4,), "SumParts": (1,), "Quantize": (2, 3)}
     if name == "GroupedGemm":
@@ -36,7 +36,7 @@ def outputs_of(kernel, values):
 
 @contextmanager
 def fresh_kernels():
-    """The backend's compiled kernels are forgotten, before and after."""
+    """A context that begins and ends without compiled kernels of the backend."""
     caches = [sm90._route, sm90._gather, sm90._kernel, sm90._combine_kernel, sm90._sum_parts, sm90._quantize]
     for function in caches:
         function.cache_clear()
@@ -49,7 +49,7 @@ def fresh_kernels():
 
 @contextmanager
 def planned(plan):
-    """Whatever is launched is launched by this plan."""
+    """A context in which every launch uses this plan."""
     kept, sm90.choose_plan = sm90.choose_plan, lambda *_: plan
     try:
         yield
@@ -92,7 +92,7 @@ def nvfp4_tokens(T, K, seed=0, sf_max=448):
 
 
 def quantized_h(module, ids, tile=None):
-    """(h as the launch of both GEMMs leaves it, and as it should be), code * sf of the rows with an expert.
+    """(h as the launch of both GEMMs writes it, h as it should be): code * sf of the rows that have an expert.
 
     Since x has global scales of 1, the same kernel computes h from its bf16 rows, for the reference to quantize.
     """
@@ -120,7 +120,7 @@ def quantized_h(module, ids, tile=None):
 
 @dataclass(frozen=True)
 class Layer:
-    """A tile shape, groups of these sizes, and three sentinels."""
+    """A small layer with a tile shape, groups of these sizes, and three unrouted slots."""
 
     tile: TileShape
     sizes: tuple
@@ -156,7 +156,7 @@ class Layer:
         return module, torch.from_numpy(x).bfloat16(), torch.from_numpy(ids), torch.from_numpy(weights).float()
 
     def run(self, device):
-        """Every launch of the layer on `device`."""
+        """Run the layer on `device`, and return the outputs of every launch."""
         module, *rest = self.inputs()
         packed = sm90.pack_weights(module.to(device).weights)
         x, ids, weights = (t.to(device) for t in rest)
@@ -169,7 +169,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class HardRows:
-    """Rows of values of every size, infinities and NaN, with static global scales in fp32."""
+    """Rows with values of every magnitude, infinities and NaN, with static global scales in fp32."""
 
     K: int = 208
 

@@ -1,4 +1,4 @@
-"""What ptxas makes of the GPU kernels, on a machine without a GPU."""
+"""Statistics of the machine code that ptxas makes of the GPU kernels, on a machine without a GPU."""
 
 import json
 import os
@@ -31,7 +31,7 @@ def machine_code(module: str, architecture: str, opcodes: tuple[str, ...], folde
 
 
 def inspect(module, architecture: str, opcodes: tuple[str, ...], folder: str) -> None:
-    """The other process of `machine_code`: prints a JSON list."""
+    """Runs in the other process of `machine_code`, and prints a JSON list."""
     table = []
     for compile_kernel in module.compile_all(architecture):
         for old in Path(folder).iterdir():
@@ -43,7 +43,7 @@ def inspect(module, architecture: str, opcodes: tuple[str, ...], folder: str) ->
 
 
 def counts(cubin: Path, opcodes: tuple[str, ...]) -> dict[str, int]:
-    """Of one kernel's machine code: see `machine_code`."""
+    """The counts of one kernel's machine code: see `machine_code`."""
     pytest.importorskip("nvidia.cu13", reason="nvdisasm and cuobjdump are not installed")
     tools = Path(next(iter(sys.modules["nvidia.cu13"].__path__)), "bin")
     usage = subprocess.run([tools / "cuobjdump", "-res-usage", cubin], capture_output=True, text=True, check=True)
@@ -56,7 +56,7 @@ def counts(cubin: Path, opcodes: tuple[str, ...]) -> dict[str, int]:
 
 
 def loop(sass: str, opcode: str) -> int:
-    """Instructions between a label and a jump back to it, where all that begin with `opcode` are between them."""
+    """The number of instructions in the smallest loop, from a label to a jump back, that contains all `opcode`."""
     labels, places, jumps, count = {}, [], [], 0
     for line in sass.splitlines():
         if label := re.match(r"(\.L_x_\d+):", line):

@@ -1,4 +1,4 @@
-"""Every instruction of the Blackwell kernels that synchronizes, copies or multiplies, spoilt in turn: who notices?
+"""Plant a mistake in every instruction of the Blackwell kernels that synchronizes, copies or multiplies: is it noticed?
 
     python -m tests.kernels.planted [one] [pair] ...      # about a minute each; prints what nobody noticed
 
@@ -33,9 +33,8 @@ from tests.kernels.emulator_sm100 import outputs_of
 from tests.kernels.test_sm100 import prepared, with_noise
 
 SCHEDULES = "lazy", "slow:1", "random:3"
-# What is launched for (H, I, rows of each expert) with a tile (of the kind that its rows need) and so many
-# multiprocessors, and which of it is spoilt: a GEMM whose rings go round more than once, with tiles of every kind. K is
-# in two parts where that is said.
+# name -> (H, I, rows of each expert), tile (of the kind that these rows need), multiprocessors, and which launches to
+# spoil. In a spoilt GEMM, rings go round more than once, and tiles are of every kind.
 PROBLEMS = {
     "one": ((1040, 80, [70, 20]), TileShape(64, 2), 1, lambda c: getattr(c, "projections", 0) == 2),
     "two": ((272, 528, [70, 0, 20]), TileShape(64, 1), 2, lambda c: getattr(c, "projections", 0) == 1),
@@ -49,7 +48,7 @@ PROBLEMS = {
     "interleave": ((80, 48, [3, 0, 5]), DenseTile(64, 2), 1, lambda c: isinstance(c, InterleaveConfig)),
     "sum": ((272, 48, [3, 0, 5]), DenseTile(64, 2), 1, lambda c: isinstance(c, SumConfig)),
 }
-IN_PARTS = "bf16, parts", "sum"
+IN_PARTS = "bf16, parts", "sum"  # K is in two parts
 INSTRUCTION = re.compile(r"^\s*(?:\{\s*)?(?:@!?%p\d+ )?\s*([a-z][\w.:]*)[^;]*;", re.M)
 LEFT_OUT = re.compile(
     r"bar\.|barrier\.|fence\.|membar|griddepcontrol|cp\.async|mbarrier\.(arrive|init)|st\.(shared|global)"
@@ -124,7 +123,7 @@ def launches(problem, tile, multiprocessors, parts=1):
             sm100.quantize_rows(x, groups.token, w.x_scale, groups)
         sm100.gemm1_swiglu(rows, packed, groups, torch.bfloat16)
         sm100.gemm2_combine(h, packed, groups, torch.rand(ids.shape), torch.bfloat16)
-    for config, arguments in started:  # what other kernels would have made
+    for config, arguments in started:  # what other kernels would have written
         if isinstance(config, (CombineConfig, SumConfig)):
             arguments[0].normal_()
         elif isinstance(config, GemmConfig) and dense:
@@ -134,7 +133,7 @@ def launches(problem, tile, multiprocessors, parts=1):
 
 
 def unnoticed(name):
-    """(how many mistakes, those that nobody noticed)"""
+    """(the number of mistakes, those that nothing noticed)"""
     problem, tile, multiprocessors, chosen = PROBLEMS[name]
     started = launches(problem, tile, multiprocessors, 2 if name in IN_PARTS else 1)
     config, arguments = next(launch for launch in started if chosen(launch[0]))

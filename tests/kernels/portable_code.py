@@ -1,4 +1,5 @@
-"""The portable kernels as compiled for NVIDIA GPUs, without one: run on the emulator, and what ptxas makes of them.
+"""The portable kernels compiled for NVIDIA GPUs, without one: run on the emulator, and judged by what ptxas makes of
+them.
 
 A process of its own, since in the tests' own Triton interprets: `python -m tests.kernels.portable_code` prints JSON.
 """
@@ -34,14 +35,14 @@ def build(architecture, kernel, kinds, constants, options):
 
 
 def compiled(kernel, arguments, options, architecture=80):
-    """As a launch with aligned tensors compiles it."""
+    """Compile a kernel as a launch with aligned tensors would."""
     n = sum(not p.is_constexpr for p in kernel.params)
     kinds = tuple(a.dtype if isinstance(a, torch.Tensor) else None if a is None else int for a in arguments[:n])
     return build(architecture, kernel, kinds, arguments[n:], tuple(options.items()))
 
 
 class Launches:
-    """Takes the place of `launch`: keeps what is launched and, with a schedule, runs it on the emulator."""
+    """Replaces `launch`: records launches and, with a schedule, runs them on the emulator."""
 
     def __init__(self, schedule=None):
         self.schedule, self.all = schedule, []
@@ -87,7 +88,7 @@ def weights(E, H, I, gate=SILU, bias=False, device="cpu", **more):
 
 @contextmanager
 def on(capability):
-    """As if launches were for such a GPU, of 132 multiprocessors."""
+    """A context in which launches are for a GPU of this compute capability, with 132 multiprocessors."""
     kept, backend._capability, backend._sms = (backend._capability, backend._sms), lambda _: capability, lambda _: 132
     try:
         yield
@@ -130,7 +131,7 @@ def nan_stays(schedule):
 
 
 def four_over_six(schedule):
-    """How many values or scales are not the reference's bits."""
+    """The number of values and scales whose bits differ from the reference's."""
     x = torch.randn(9, 144).bfloat16() * torch.logspace(-3, 3, 9)[:, None]
     with Launches(schedule):
         got = backend._quantize(backend._Values(x), None, None, True)
@@ -187,7 +188,7 @@ def gemms(shape, capability=None, activations="bf16"):
 
 
 def body(ptx):
-    """The text without its first lines, which name the GPU and the version."""
+    """The text without its first lines, which name the GPU and a version."""
     return re.sub(r"^\.(version|target).*$", "", ptx, flags=re.M)
 
 
@@ -195,7 +196,7 @@ USAGE = {"registers": r"Used (\d+) registers", "spills": r"(\d+) bytes spill sto
 
 
 def usage(ptx, architecture):
-    """Registers and spilt bytes of a PTX text, for any GPU (such as "80", "120a"), by the ptxas that Triton brings."""
+    """Registers and spilt bytes of a PTX text, for any GPU ("80", "120a"), by the ptxas that comes with Triton."""
     bin = Path(triton.__file__).parent / "backends/nvidia/bin"
     tool = bin / ("ptxas-blackwell" if len(architecture) > 2 else "ptxas")
     with tempfile.TemporaryDirectory() as folder:
@@ -207,7 +208,7 @@ def usage(ptx, architecture):
 
 
 def same_everywhere():
-    """Those of ARCHITECTURES whose PTX differs from sm_80's, by kernel."""
+    """By kernel, the ARCHITECTURES whose PTX differs from sm_80's."""
     with Launches() as launches:
         x, ids = torch.empty(2, 64, dtype=torch.bfloat16), torch.empty(2, 2, dtype=torch.int64)
         backend.experts(x, ids, torch.empty(2, 2), weights(3, 64, 48))
@@ -225,7 +226,7 @@ def same_everywhere():
 
 
 def tiles():
-    """Tokens, shared memory and, by GPU, registers and spilt bytes of the GEMMs of SHAPES."""
+    """For the GEMMs of SHAPES: tokens, shared memory and, by GPU, registers and spilt bytes."""
     table = {}
     variants = [(shape, None, "bf16", 80, ("80", "86", "120")) for shape in SHAPES]
     for shape, capability, activations, architecture, gpus in (*variants, ("gptoss", (12, 0), "nvfp4", 120, ("120a",))):

@@ -1,10 +1,10 @@
-"""What an H200 returns for `hopper_instructions` and `hopper_layers`, into a file that `test_h200.py` compares with.
+"""Record what an H200 returns for `hopper_instructions` and `hopper_layers`, in a file for `test_h200.py`.
 
     python -m tests.kernels.record_h200 tests/data/h200.npz              # on a machine with the GPU, under a minute
     python -m tests.kernels.record_h200 --emulate dry.npz                # the same on the emulator, to try the script
 
-Each group of cases runs in a process of its own, and again without a case that failed, so that it spoils no other.
-The PTX goes to the driver as text; the layers run as the library runs them.
+Each group of cases runs in its own process, and again without a case that failed, so that no case spoils another.
+The driver gets the PTX as text; the layers run as the library runs them.
 """
 
 import argparse
@@ -34,7 +34,7 @@ LIMIT = 120  # seconds for a group
 
 # ---- the file ----
 def save(path, about, records):
-    """records: {name: (checksum of the inputs, outputs)}; no outputs: it was refused. All bytes in one array, which
+    """Write records: {name: (checksum of the inputs, outputs)}; no outputs: refused. All bytes are in one array, which
     compresses best."""
     index, parts, at = {}, [], 0
     for name, (checksum, outputs) in records.items():
@@ -107,7 +107,7 @@ class Device:
         return self.modules[ptx]
 
     def tensor_map(self, map, address):
-        """The map's 128 bytes, which the driver wants to be aligned to 64."""
+        """The map's 128 bytes, at an address aligned to 64, as the driver requires."""
         room = ctypes.create_string_buffer(192)
         aligned = -(-ctypes.addressof(room) // 64) * 64
         rank = len(map.dims)
@@ -120,7 +120,7 @@ class Device:
         return ctypes.string_at(aligned, 128)
 
     def run(self, case):
-        """The outputs of a case, then the bytes of its maps, without the address."""
+        """The outputs of a case, followed by the bytes of its maps without the address."""
         function = ctypes.c_void_p()
         self.call("cuModuleGetFunction", ctypes.byref(function), self.module(case.ptx), case.kernel.encode())
         self.call("cuFuncSetAttribute", function, MAX_DYNAMIC_SHARED, case.shared)
@@ -164,7 +164,7 @@ def bits(tensor):
 
 
 def layer_checksum(layer):
-    """Of what goes in; the kernels themselves, and their tiles, may change."""
+    """A hash of the inputs only: the kernels and their tiles may change."""
     first, *rest = layer.inputs()
     tensors = first.state_dict().values() if hasattr(first, "state_dict") else [first]
     return zlib.crc32(repr(([zlib.crc32(bits(t).tobytes()) for t in (*tensors, *rest)],)).encode())
@@ -186,7 +186,7 @@ def record_layer(layer, device):
 
 
 def record_here(group, skip, emulate, cases=HOPPER):
-    """Gives (None, what runs it), then of each case its (name,) and (name, checksum, outputs)."""
+    """Yield (None, what runs the cases), then (name,) before and (name, checksum, outputs) after each case."""
     if group != LAYERS:
         device = None if emulate else Device()
         yield None, "" if emulate else device.about
@@ -214,7 +214,7 @@ def record_here(group, skip, emulate, cases=HOPPER):
 
 # ---- all groups ----
 def record(group, emulate, cases=HOPPER):
-    """(what ran it, {name: (checksum, outputs)}, {name: why it failed}), going on after a case that failed."""
+    """(what ran it, {name: (checksum, outputs)}, {name: why it failed}) of a group; continues after a failed case."""
     start, about, records, failed = time.time(), "", {}, {}
     whole = False
     while not whole and len(failed) < 5 and group not in failed:
@@ -242,7 +242,7 @@ def record(group, emulate, cases=HOPPER):
 
 
 def record_all(groups, emulate, cases=HOPPER):
-    """([what ran them], {name: (checksum, outputs)}, {name: why it failed}), several groups at a time."""
+    """([what ran them], {name: (checksum, outputs)}, {name: why it failed}), with several groups at a time."""
     records, failed, about = {}, {}, []
     with ThreadPoolExecutor(2 if emulate else len(groups)) as pool:
         for one, found, wrong in pool.map(lambda group: record(group, emulate, cases), groups):

@@ -1,4 +1,4 @@
-"""Kernels that are compiled before the first call: what calls launch is among them, whatever the number of tokens."""
+"""Kernels that are compiled before the first call include all that calls launch, whatever the number of tokens."""
 
 import json
 import os
@@ -44,7 +44,7 @@ def empty(*shape, dtype=torch.bfloat16):
 
 
 def check(name, sizes, top_k, gate, activations, static, bias, fused, counts):
-    """Kernels of `counts` numbers of tokens, as they are launched, among those that are compiled ahead."""
+    """Check that the kernels that launch for `counts` tokens are among those that are compiled ahead."""
     backend, gpu, (E, H, I) = named(name), GPUS[name], sizes
     layer = NVFP4Experts(E, H, I, gate, activations, torch.bfloat16 if bias else None, static, device="meta")
     layer._prepare_for(Selected(name, backend.whole, backend.layout))
@@ -73,7 +73,7 @@ def check(name, sizes, top_k, gate, activations, static, bias, fused, counts):
 
 
 def check_linear(name, linear, counts):
-    """Likewise, of a linear."""
+    """The same check for a linear."""
     backend, gpu = named(name), GPUS[name]
     linear._prepare_for(Selected(name, backend.whole, backend.layout))
     w = linear.weights
@@ -83,7 +83,7 @@ def check_linear(name, linear, counts):
         assert noted(gpu, backend.linear, empty(T, linear.in_features), w) <= listed
 
 
-PHASES = [Phase.generate]  # an example takes seconds: too long to look for a smaller one
+PHASES = [Phase.generate]  # examples take seconds, too long to look for smaller ones
 LAYERS = dict(
     E=st.integers(1, 300), H=st.integers(1, 200).map(lambda n: 32 * n), I=st.integers(1, 200).map(lambda n: 32 * n),
     bias=st.booleans(), static=st.booleans(), activations=st.sampled_from(["bf16", "nvfp4"]),
@@ -104,7 +104,8 @@ def test_hopper(E, H, I, bias, static, activations, gate, counts, data):
 
 
 def test_what_triton_does_for_hopper():
-    """Many tokens and few tiles: a Triton kernel dequantizes the weights, and is listed where Triton interprets."""
+    """With many tokens and few tiles a Triton kernel dequantizes the weights; it is listed even if Triton
+    interprets."""
     pytest.importorskip("cutlass", reason="CuTe DSL compiles the kernels")
     for activations in ("bf16", "nvfp4"):
         check_linear("sm90", NVFP4Linear(32, 32, activations=activations, device="meta"), [1, 300, 5000])
@@ -120,7 +121,7 @@ def test_blackwell(E, H, I, bias, static, activations, gate, counts, data):
 
 
 def portable(example):
-    """One example of `test_portable`, where Triton does not interpret."""
+    """One example of `test_portable`, in a process where Triton does not interpret."""
     sizes, top_k, gate, *rest = example
     if sizes[0] % 2:  # NVFP4 times NVFP4
         GPUS["portable"] = Gpu((12, 0), 170)
@@ -132,7 +133,7 @@ def portable(example):
 
 
 def fresh(code, **environment):
-    """In a process where Triton does not interpret."""
+    """Run in a process where Triton does not interpret."""
     environment = os.environ | {"TRITON_INTERPRET": "0"} | environment
     done = subprocess.run([sys.executable, "-c", code], env=environment, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -73,7 +73,7 @@ def equal(a: Rows, b: Rows) -> bool:
 
 
 def check(problem):
-    """Every stage from the same input: the reference's output, with fp32 results, is the next one's input."""
+    """Run every stage on the same input as the reference, whose fp32 output is the next stage's input."""
     w, x, ids, p, groups = make(**problem)
     rows = Rows(x, index=groups.token)
     if w.quantized:
@@ -83,7 +83,7 @@ def check(problem):
     live = groups.offsets[-1]
     ours, h = (b.gemm1_swiglu(rows, w, groups, torch.float32) for b in (cpu, reference))
     if h.is_nvfp4:
-        assert torch.equal(ours.scale, h.scale)  # a value at a boundary may land on its other side
+        assert torch.equal(ours.scale, h.scale)  # a value near a boundary may land on its other side
         assert live == 0 or (ours.values != h.values).float().mean() < 0.02
     else:
         assert relative_error(ours.values, h.values) < THRESHOLDS["fp32"]
@@ -104,7 +104,7 @@ def check(problem):
 
 
 def check_the_whole(w, x, ids, p, groups):
-    """All stages in one call, routing too: the bits of one stage after the other."""
+    """One call for all stages, routing included, gives the bits of the single stages."""
     rows, rounding = Rows(x, index=groups.token), w.four_over_six
     if w.quantized:
         rows = cpu.quantize_rows(x, groups.token, w.x_scale, groups, rounding)
@@ -143,7 +143,7 @@ def test_every_gate_and_row_type(path, T):
 @needs_library
 @pytest.mark.parametrize("T", [1, 9, 16, 17, 18, 40, 300])
 def test_special_block_scales(path, T):
-    """NaN stays in its row, zero and the subnormals are exact; for every way that a number of tokens is multiplied."""
+    """NaN stays in its row, zero and subnormals are exact, however a number of tokens is multiplied."""
     w, x, _, p, _ = make(1, 320, 64, T, 1, Gate("raw"), None, torch.bfloat16, "bf16", False, T)
     w.w13_sf[0] = torch.arange(w.w13_sf[0].numel()).reshape(w.w13_sf[0].shape) % 12
     w.w13_sf[0, 5, 3], w.w13_sf[0, 70, 19] = 0x7F, 0x7F
@@ -156,10 +156,10 @@ def test_special_block_scales(path, T):
 
 @needs_library
 def test_quantize_edges(path):
-    """Zeros, subnormals, the largest numbers, NaN and infinity: the bytes of `format.quantize`."""
+    """Zeros, subnormals, the largest numbers, NaN and infinity give the bytes of `format.quantize`."""
     row = torch.tensor([0.0, -0.0, 6e-39, 1e-45, -1e-30, 1e-3, 0.25, -0.75, 1.25, 2.5, 3.5, 5.0, -5.0, 6.0, 7.0, 1e30])
     x = torch.stack([row, row * 1e-30, row * 0, row * 1e8, -row, row.roll(3)]).repeat(1, 35)[:, :552]
-    x[:, 512:] *= 1.5  # beyond what is worked on at once
+    x[:, 512:] *= 1.5  # beyond what is processed at once
     x[4, 17] = float("inf")
     groups = group_by_expert(torch.tensor([[0], [1], [1], [0], [2], [1]]), 2)
     for dtype in DTYPES:
@@ -203,7 +203,7 @@ def test_same_bits_twice_and_for_any_number_of_threads(path, activations):
 
 @needs_library
 def test_threads_of_its_own(path, monkeypatch):
-    """Without an OpenMP runtime to share, cpu.c makes threads."""
+    """If there is no OpenMP runtime to share, cpu.c starts its own threads."""
     problem = dict(E=5, H=264, I=130, T=30, k=2, gate=GATES[0], bias=None, dtype=torch.float32,
                    activations="nvfp4", static=True, seed=1)  # fmt: skip
     monkeypatch.setattr(cpu, "_parallel", lambda: None)
@@ -214,7 +214,7 @@ def test_threads_of_its_own(path, monkeypatch):
 
 
 def prepared(E=6, H=264, I=130, T=9, k=2, activations="bf16"):
-    """(Call, its x, ids, p and y, the layer's weights)"""
+    """(a Call, its x, ids, p and y, the layer's weights)"""
     w, x, ids, p, _ = make(E, H, I, T, k, GATES[0], None, torch.bfloat16, activations, False, 0)
     y = torch.zeros_like(x)
     return cpu.Call(x, ids, p, w, y), x, ids, p, y, w
@@ -249,7 +249,7 @@ def test_a_call_that_fails_gives_nan_and_is_heard_of():
 @pytest.mark.slow_after(1)
 @needs_library
 def test_calls_from_many_threads(path, monkeypatch):
-    """The library's own threads do one job at a time, whoever asks."""
+    """The library's threads do one job at a time, whoever asks for it."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     calls = [prepared(T=T) for T in (1, 5, 30, 61)]
     with ThreadPoolExecutor(len(calls)) as threads:
@@ -308,7 +308,7 @@ def test_strided_weights_and_rows():
 # ---------------------------------------------------------------- the build and its cache
 
 
-# As without a wheel's library, and compiled quickly
+# As if there were no wheel's library, and compiled quickly
 COMPILED_HERE = """
 from moe_nvfp4.kernels.cpu import backend as cpu
 cpu._shipped = lambda: None
@@ -339,7 +339,7 @@ def test_two_processes_build_at_once(tmp_path):
     command = [sys.executable, "-c", COMPILED_HERE + LAYER]
     both = [subprocess.Popen(command, env=env, cwd=ROOT, stdout=-1, text=True) for _ in range(2)]
     assert [p.communicate()[0].strip() for p in both] == ["cpu"] * 2
-    files = list((tmp_path / "cpu").iterdir())  # a library says what the machine can run, one has the path that does
+    files = list((tmp_path / "cpu").iterdir())  # one library for what the machine can run, one with the path that does
     assert [file.suffix for file in files] == [".so"] * 2 and (tmp_path / "cpu").stat().st_mode & 0o777 == 0o700
 
 
@@ -367,7 +367,7 @@ def test_cache_is_used_repaired_and_keyed(tmp_path, monkeypatch):
 @needs_library
 @torch.inference_mode()
 def test_the_benchmark_calls_the_loops_as_they_are():
-    """examples/benchmark_cpu.py calls `_gemm` by itself: GB/s of 4-bit bytes, of each thread."""
+    """examples/benchmark_cpu.py calls `_gemm` directly: GB/s of 4-bit bytes for each number of threads."""
     threads = torch.get_num_threads()
     rate = runpy.run_path(str(ROOT / "examples" / "benchmark_cpu.py"))["issue_bound"](threads) / threads
     assert 0.01 < rate < 1000
@@ -379,7 +379,7 @@ def test_without_a_compiler_the_reference_takes_over(tmp_path):
     assert done.stdout.strip() == "reference", done.stderr
     warnings = [line for line in done.stderr.splitlines() if "Warning" in line]
     assert len(warnings) == 1 and "no-such-compiler" in warnings[0] and "install a C compiler" in warnings[0]
-    (tmp_path / "file").touch()  # no place for a cache is no want of a compiler
+    (tmp_path / "file").touch()  # a missing cache folder must not be reported as a missing compiler
     done = compiling_python(LAYER, MOE_NVFP4_CACHE=tmp_path / "file")
     assert done.stdout.strip() == "reference" and "set MOE_NVFP4_CACHE to a folder" in done.stderr, done.stderr
 
@@ -417,7 +417,7 @@ def test_a_cache_that_others_can_write_is_refused(tmp_path, monkeypatch):
 def test_a_wheels_library_is_used_if_it_is_of_this_source(tmp_path, monkeypatch):
     monkeypatch.setenv("MOE_NVFP4_CACHE", str(tmp_path / "cache"))
 
-    def installed(name, library):  # a folder each: a library that was loaded is kept by its name
+    def installed(name, library):  # a folder each, since a loaded library is remembered by its name
         folder = tmp_path / name
         folder.mkdir()
         for file in cpu.SOURCES:
@@ -458,7 +458,7 @@ def test_a_library_with_other_structs_is_refused(monkeypatch):
 @pytest.mark.slow
 @needs_library
 def test_without_python(tmp_path):
-    """cpu_standalone.c, as on machines without torch; with clang too, and for ARM, where these are at hand."""
+    """cpu_standalone.c, for machines without torch; also with clang, and for ARM, if these are installed."""
     source, flags = Path(__file__).with_name("cpu_standalone.c"), ["-std=gnu11", "-O2", "-Wall", "-Wextra", "-Werror"]
     builds = [(["cc"], []), (["clang"], [])]
     builds.append((["zig", "cc", "-target", "aarch64-linux-musl"], ["qemu-aarch64-static"]))

@@ -30,10 +30,10 @@ UNTOUCHED = {2: np.int16(-1), 4: np.int32(-1)}  # outputs before a launch
 
 # ---- instructions ----
 def same(found, recorded, name):
-    if ".f64" in name and found.dtype == np.uint64:  # which NaN comes out is open
+    if ".f64" in name and found.dtype == np.uint64:  # any NaN may come out
         nan = [np.isnan(x.view(np.float64)) for x in (found, recorded)]
         return ((found == recorded) | (nan[0] & nan[1])).all()
-    if "tensor" in name and len(found) == 128 and found.dtype == np.uint8:  # a map; the rest only the driver reads
+    if "tensor" in name and len(found) == 128 and found.dtype == np.uint8:  # a map: only the driver reads the rest
         return (found[:60] == recorded[:60]).all()
     return np.array_equal(found, recorded)
 
@@ -50,7 +50,7 @@ def relative(bound):
     return lambda x, exact: bound * np.abs(exact)
 
 
-# What PTX ISA allows, and the share of an H200's results that are the exact one rounded, which is the emulator's.
+# The error that PTX ISA allows, and the share of H200 results that equal the emulator's: the exact one, rounded.
 APPROXIMATE = {
     "div.full": (np.divide, relative(2**-22), 0.75),
     "div.approx": (np.divide, relative(2**-22), 0.8),

@@ -1,4 +1,4 @@
-"""Experts that stay in their files: the bits of those in memory, and what becomes of files that change."""
+"""Experts that stay in their files: the same bits as in memory, and what happens when files change."""
 
 import copy
 import os
@@ -25,7 +25,7 @@ GATES = [Gate("silu"), Gate("gelu_tanh"), Gate("relu2", gated=False), Gate("raw"
 
 
 def in_files(layer, folder, seed=0):
-    """A copy of `layer` whose weights lie in two files: matrix by matrix, in any order, some bytes between them."""
+    """A copy of `layer` with its weights in two files: matrix by matrix, in any order, with bytes between them."""
     generator = torch.Generator().manual_seed(seed)
     random = lambda n: int(torch.randint(n, (), generator=generator))
     files, contents, found, todo = [folder / "a", folder / "b"], [bytearray(), bytearray()], {}, []
@@ -92,7 +92,7 @@ def test_gradients_too(tmp_path):
 @pytest.mark.parametrize("lost", ["a", "b"])
 @pytest.mark.parametrize("strange", [[], ["another's file, of which the system says that all is in memory"]])
 def test_a_file_that_became_shorter_is_an_error(tmp_path, monkeypatch, lost, strange):
-    """And no SIGBUS; when it is whole again, so is the layer."""
+    """Not a SIGBUS; when the file is whole again, the layer works again."""
     monkeypatch.setattr("moe_nvfp4.mapped._strange", strange)
     layer = random_layer(4, 256, 256)
     mapped, _ = in_files(layer, tmp_path)
@@ -111,8 +111,8 @@ def test_a_file_that_became_shorter_is_an_error(tmp_path, monkeypatch, lost, str
 
 
 def test_new_files_in_the_place_of_old_ones(tmp_path, monkeypatch):
-    """As a conversion leaves them: a layer that has the old ones keeps them, the next one gets the new ones. Of others'
-    files it is not known what is in memory."""
+    """As after a new conversion: a layer with the old files keeps them, the next layer gets the new ones. Of other
+    users' files it is not known what is in memory."""
     monkeypatch.setattr(mapped_files, "_strange", [])
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
     layers, found = [random_layer(3, 64, 48, seed=seed) for seed in range(2)], []
@@ -139,7 +139,7 @@ def test_a_file_that_is_too_short_is_not_mapped(tmp_path):
 
 
 def resident():
-    """Bytes of this process that are its own, and that are of files."""
+    """The bytes of this process that are its own, and those that are of files."""
     with open("/proc/self/status") as f:
         status = dict(line.split(":", 1) for line in f)
     return [int(status[name].split()[0]) << 10 for name in ("RssAnon", "RssFile")]

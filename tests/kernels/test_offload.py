@@ -1,4 +1,4 @@
-"""Experts on the CPU beside a GPU: the stream's work in its order, and in graphs, without a GPU."""
+"""Experts on the CPU beside a GPU, without a GPU: the order of the stream's work, and graphs."""
 
 import copy
 import ctypes
@@ -72,7 +72,7 @@ def test_each_says_why_not(device, changes, reason):
 
 
 def test_moving_a_model_leaves_them_on_the_cpu():
-    """What `module.to` does to a tensor, and how often; to a device that is not the CPU it is never asked for one."""
+    """`module.to` asks for an empty tensor only, to learn device and dtype, and no weight leaves the CPU."""
     layer = random_layer(**SIZES, bias=torch.bfloat16).keep_on_cpu()
     before = {name: t.clone() for name, t in layer.state_dict().items()}
     asked = []
@@ -117,7 +117,7 @@ def test_a_layer_takes_x_on_a_gpu_if_it_was_told_to_stay(monkeypatch):
 
 @needs_library
 def test_torch_compile_sees_no_tensors_of_the_cpu(monkeypatch):
-    """With one among its inputs it would make no CUDA graph. What it made of weights is made again for others."""
+    """With one among its inputs it would make no CUDA graph. New weights make new compiled code."""
     monkeypatch.setattr(Device, "of", staticmethod(lambda d: A100 if d.type == "cuda" else Device(d.type)))
     backends.forget()
     layer, made = random_layer(**SIZES).keep_on_cpu(), []
@@ -126,7 +126,7 @@ def test_torch_compile_sees_no_tensors_of_the_cpu(monkeypatch):
         made.append([t.device.type for t in inputs])
         return graph.forward
 
-    torch.compiler.reset()  # others compile the same code, and only so often
+    torch.compiler.reset()  # other tests compile the same code, and torch compiles it only so often
     compiled = torch.compile(layer, backend=note, fullgraph=True)
     with FakeTensorMode(allow_non_fake_inputs=True):
         x = torch.empty(3, SIZES["H"], dtype=torch.bfloat16, device="cuda")
@@ -141,7 +141,7 @@ def test_torch_compile_sees_no_tensors_of_the_cpu(monkeypatch):
 
 
 def ways_to_change(layer):
-    """Each puts other weights into `layer`, or the same ones elsewhere."""
+    """Functions that put other weights into `layer`, or move the same ones elsewhere."""
     other = random_layer(**SIZES, seed=1).state_dict()
     return (
         lambda: layer.load_state_dict(other, assign=True),
@@ -153,7 +153,7 @@ def ways_to_change(layer):
 
 @needs_library
 def test_an_op_finds_the_weights_by_the_number_of_its_layer(monkeypatch):
-    """Those that it has now; of copies and of several layers each its own. It keeps none of them."""
+    """It finds the layer's present weights; every copy or layer has its own number. It keeps no weights alive."""
     monkeypatch.setattr(ops, "named_on", lambda name, device: cpu)
     layers, batch = [random_layer(**SIZES, seed=i).keep_on_cpu() for i in range(2)], inputs(3, 0)
     layers += [copy.deepcopy(layers[0]), copy.copy(layers[0]), pickle.loads(pickle.dumps(layers[0]))]
@@ -187,7 +187,7 @@ def test_an_op_finds_the_weights_by_the_number_of_its_layer(monkeypatch):
 
 
 class Driver:
-    """CUDA's driver for one stream, whose work is put off until `synchronize`, or recorded as a graph."""
+    """CUDA's driver for one stream, whose work is delayed until `synchronize`, or recorded as a graph."""
 
     def __init__(self, mail):
         self.mail = mail
@@ -267,7 +267,7 @@ def inputs(T, seed):
 @needs_library
 @pytest.mark.parametrize("activations", ["bf16", "nvfp4"])
 def test_calls_of_a_stream_share_its_memory(driver, activations):
-    """Many calls of all sizes that wait for their turn together, twice: the bits of the CPU backend."""
+    """Many calls of all sizes wait for their turn together, twice, and give the CPU backend's bits."""
     layers = [random_layer(**SIZES, activations=activations, seed=i).weights for i in range(2)]
     for _ in range(2):
         batches = [(inputs(T, T), layers[T % 2]) for T in (1, 30, 2, 0, 70, 70, 3)]
@@ -332,7 +332,7 @@ def test_without_mailboxes_it_is_a_host_function(driver, monkeypatch):
 @pytest.mark.slow
 @needs_library
 def test_a_process_with_mailboxes_ends_well():
-    """Memory that is given back to the system while somebody looks into it is a segmentation fault."""
+    """Returning memory to the system while a thread still reads it would be a segmentation fault."""
     code = (
         "import torch\nfrom moe_nvfp4.kernels.cpu import backend as cpu\n"
         "cpu.Mailbox(torch.empty(1 << 24, dtype=torch.int64)[:1])\n"
@@ -355,7 +355,7 @@ def test_what_fails_is_nan_and_the_next_call_says_why(driver):
 
 @needs_library
 def test_weights_that_stay_in_files(driver, tmp_path):
-    """Without the file it is NaN."""
+    """If the file is gone, the result is NaN."""
     layer = random_layer(**SIZES)
     mapped, (file, _) = in_files(layer, tmp_path)
     batch = inputs(70, 0)
@@ -412,7 +412,7 @@ def test_a_driver_that_refuses_is_an_error(monkeypatch):
 
 
 class Portable:
-    """Stands for the portable backend, here on the CPU."""
+    """Stands for the portable backend, on the CPU."""
 
     def __init__(self, reason=None):
         self.reason, self.seen, self.experts_of_calls = reason, [], []
@@ -433,7 +433,7 @@ class Portable:
 @needs_library
 @pytest.mark.parametrize("reason", [None, "takes none"])
 def test_the_gpu_takes_many_tokens(driver, monkeypatch, reason):
-    """From UPLOAD tokens an expert on, if the portable backend takes them."""
+    """From UPLOAD tokens per expert on, if the portable backend supports them."""
     w, T = random_layer(**SIZES).weights, offload.UPLOAD_WITHOUT_AMX * SIZES["E"] // 2  # two slots a token
     monkeypatch.setattr(offload, "PORTABLE", Portable(reason))
     monkeypatch.setattr(offload, "UPLOAD", offload.UPLOAD_WITHOUT_AMX)  # on every CPU
@@ -448,7 +448,7 @@ def test_the_gpu_takes_many_tokens(driver, monkeypatch, reason):
 @needs_library
 @pytest.mark.parametrize("share, of_experts", [(1 / 2, [3, 3]), (1 / 4, [2, 2, 2]), (0.26, [2, 2, 2]), (0, [1] * 6)])
 def test_large_layers_are_copied_in_pieces(driver, monkeypatch, share, of_experts):
-    """Whose sum is the layer, up to the rounding of the parts to bf16."""
+    """The sum of the pieces is the layer, up to rounding the parts to bf16."""
     portable = Portable()
     w, batch = random_layer(**SIZES, bias=torch.bfloat16).weights, inputs(40, 0)
     size = sum(t.nbytes for t in w.tensors() if t is not None)
@@ -462,7 +462,7 @@ def test_large_layers_are_copied_in_pieces(driver, monkeypatch, share, of_expert
 @needs_library
 @pytest.mark.parametrize("share", [1, 1 / 4])
 def test_the_gpu_takes_many_tokens_of_weights_in_files(driver, monkeypatch, tmp_path, share):
-    """From FROM_FILES times as many on; a file that is gone is an error of the call."""
+    """From FROM_FILES times as many tokens on; a missing file is an error of the call."""
     layer = random_layer(**SIZES, bias=torch.bfloat16)
     mapped, (file, _) = in_files(layer, tmp_path)
     T, size = offload.UPLOAD_WITHOUT_AMX * offload.FROM_FILES * SIZES["E"] // 2, sum(map(of_bytes, layer.parameters()))
@@ -487,7 +487,7 @@ of_bytes = lambda t: t.nbytes
 @needs_library
 @pytest.mark.parametrize("gated", [True, False])
 def test_matrices_of_files_come_in_their_order(tmp_path, gated):
-    """Of any size, also larger than what a thread copies at a time; of some experts, and of none."""
+    """Matrices of any size, also larger than what a thread copies at a time; of some experts, and of none."""
     layer = random_layer(3, 1040, 1000, gate=Gate("silu") if gated else Gate("relu2", gated=False))
     mapped, _ = in_files(layer, tmp_path)
     weights, found = files.sources(mapped.weights)
@@ -509,7 +509,7 @@ def test_a_pinned_buffer_is_filled_when_the_gpu_has_it_no_more(monkeypatch, tmp_
     copies, allocated = [], []
 
     class Event:
-        """As late as can be: what was put on the stream before it runs when somebody waits for it."""
+        """An event as late as possible: work put on the stream before it runs only when somebody waits for it."""
 
         before = 0
 

@@ -1,4 +1,4 @@
-"""Experts on the CPU beside a GPU: bits, graphs, prompts and gradients, on one."""
+"""Experts on the CPU beside a real GPU: bits, graphs, prompts and gradients."""
 
 import time
 from dataclasses import replace
@@ -33,8 +33,8 @@ def moved(weights):
 
 @pytest.mark.parametrize("activations, limit", [("bf16", "half"), ("nvfp4", "w4a4")])
 def test_many_tokens_are_multiplied_on_the_gpu(activations, limit, monkeypatch):
-    """To the portable backend's bits, from weights that are pinned, in one piece and in several, as often as one likes:
-    a buffer is filled when the work with it is over, and not before."""
+    """The portable backend's bits, from pinned weights, in one piece and in several, any number of times: a buffer is
+    filled only when the work with it is over."""
     layers = [random_layer(6, 1024, 1536, activations=activations, seed=i).keep_on_cpu() for i in range(3)]
     _, ids, p = inputs(300, 0)
     x = torch.randn(300, 1024).bfloat16()
@@ -52,7 +52,7 @@ def test_many_tokens_are_multiplied_on_the_gpu(activations, limit, monkeypatch):
 
 @pytest.mark.parametrize("piece, staged", [(1 << 30, 1 << 20), (10 << 20, 1 << 18), (1 << 30, 64 << 20)])
 def test_many_tokens_of_weights_in_files(tmp_path, monkeypatch, piece, staged):
-    """The bits of weights in memory, through buffers that are filled many times."""
+    """The same bits as from weights in memory, through buffers that are filled many times."""
     monkeypatch.setattr(upload, "PIECE", piece)
     monkeypatch.setattr(files, "STAGED", staged)
     layers = [random_layer(6, 1024, 1536, seed=i).keep_on_cpu() for i in range(2)]
@@ -73,7 +73,7 @@ def test_many_tokens_of_weights_in_files(tmp_path, monkeypatch, piece, staged):
 
 
 def test_the_next_weights_come_while_the_gpu_works():
-    """Two layers' are there before the GPU has begun with the first one's; the third layer's wait for its buffer."""
+    """Two layers' weights are there before the GPU begins with the first; the third layer's wait for a buffer."""
     layers = [random_layer(6, 1024, 1536, seed=i).keep_on_cpu() for i in range(3)]
     device, found = torch.device("cuda", 0), []
     list(upload.pieces(layers[0].weights, device, offload._do))  # buffers, pinned memory

@@ -1,4 +1,4 @@
-"""The sweep of mistakes, over the smallest kernel; `python -m tests.kernels.planted` runs it over all."""
+"""The sweep of planted mistakes over the smallest kernel; `python -m tests.kernels.planted` runs it over all."""
 
 import shutil
 

@@ -1,4 +1,4 @@
-"""The portable backend against the reference: in Triton's interpreter, or on the GPU where there is one."""
+"""The portable backend against the reference, in Triton's interpreter, or on a GPU if there is one."""
 
 from dataclasses import replace
 
@@ -30,7 +30,7 @@ GATES = {
 
 
 def make_weights(E, H, I, gate=SILU, activations="bf16", bias=False, x_scale=None, h_scale=None):
-    """Any codes; block scales from zero over subnormal ones to some hundreds; a global scale for each matrix."""
+    """Random codes; block scales from zero and subnormals to some hundreds; a global scale for each matrix."""
 
     def matrix(N, K):
         blocks = -(-K // 16)
@@ -90,7 +90,7 @@ def plan_as(monkeypatch, **changes):
     data=st.data(),
 )
 def test_random_layers(E, H, I, T, gate, bias, dtype, ids, sort, data):
-    """With ids sorted and without; experts of more rows than a tile has, of one, of none."""
+    """With sorted and unsorted ids; experts with more rows than a tile, with one, with none."""
     top_k = data.draw(st.integers(1, E))
     w = make_weights(E, H, I, GATES[gate], bias=bias)
     x, index, weights = batch(T, H, E, top_k, dtype, ids)
@@ -117,7 +117,7 @@ def test_sorting_few_tokens_gives_the_same_bits(activations, monkeypatch):
 
 
 def test_what_is_not_sorted():
-    """Few assignments, of which most have an expert of their own, and no more programs than the GPU runs at once."""
+    """Few assignments, most with an expert of their own, and no more programs than the GPU runs at once."""
     few = [R for R in range(1, 200) if config.plan_experts(128, 2048, 768, R, torch.bfloat16, 132).most_ids]
     assert few == list(range(1, 33))
     for E, I, R, sms, most in (8, 14336, 2, 132, 32), (8, 14336, 8, 132, 0), (4, 64, 5, 132, 0), (128, 768, 32, 48, 0):
@@ -142,7 +142,7 @@ def test_gates(gate):
     ],
 )
 def test_w4a4(x_scale, h_scale, activations, dtype):
-    """Static and dynamic scales of both activations; unrouted tokens among them."""
+    """Static and dynamic scales for both W4A4 activations; some tokens are unrouted."""
     w = make_weights(4, 72, 80, activations=activations, x_scale=x_scale, h_scale=h_scale, bias=True)
     x, ids, weights = batch(9, 72, 4, 2, dtype)
     ids[0, 0], ids[4] = 4, -1
@@ -151,7 +151,7 @@ def test_w4a4(x_scale, h_scale, activations, dtype):
 
 @pytest.fixture
 def multiplies_nvfp4(monkeypatch):
-    """As on a GPU whose tensor cores multiply NVFP4 by NVFP4."""
+    """Pretend that the GPU's tensor cores multiply NVFP4 by NVFP4."""
     if DEVICE == "cuda" and torch.cuda.get_device_capability()[0] != 12:
         pytest.skip("this GPU's do not")
     monkeypatch.setattr(config, "multiplies_nvfp4", lambda capability: True)
@@ -164,7 +164,7 @@ def multiplies_nvfp4(monkeypatch):
     [(None, None, "oai", 5, 2), (2e-3, 5e-3, "relu2", 16, 3), (2e-3, None, "silu", 14, 3), (None, 5e-3, "gelu", 1, 1)],
 )
 def test_nvfp4_times_nvfp4(multiplies_nvfp4, x_scale, h_scale, gate, T, top_k):
-    """Codes and block scales of both; tails of K, tiles of 8, 16 and 32 tokens."""
+    """Codes and block scales of both operands; tails of K, tiles of 8, 16 and 32 tokens."""
     w = make_weights(3, 80, 144, GATES[gate], "nvfp4", True, x_scale, h_scale)
     x, ids, weights = batch(T, 80, 3, top_k, torch.float16 if gate == "oai" else torch.bfloat16)
     ids[T // 2, 0] = -1
@@ -175,7 +175,7 @@ def test_nvfp4_times_nvfp4(multiplies_nvfp4, x_scale, h_scale, gate, T, top_k):
 @pytest.mark.parametrize("native, four_over_six", [(False, False), (True, False), (False, True), (True, True)])
 @pytest.mark.parametrize("static", [False, True])
 def test_quantized_rows_are_the_reference_s_bit_by_bit(static, native, four_over_six):
-    """As bf16 code * sf, or as codes and block scales."""
+    """As bf16 code * sf, and as codes and block scales."""
     E, K, ids = 3, 64 if not four_over_six else 320, torch.tensor([[2], [0], [3], [2], [1], [0]], device=DEVICE)
     x = torch.randn(6, K, device=DEVICE).bfloat16()
     x[0] *= 1e-30  # a global scale far below the others
@@ -193,7 +193,7 @@ def test_quantized_rows_are_the_reference_s_bit_by_bit(static, native, four_over
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_dequantization_of_every_byte(dtype):
-    """All codes with all block scales: exact."""
+    """All codes with all block scales are exact."""
     codes = torch.arange(256, dtype=torch.uint8, device=DEVICE).repeat(127, 1)
     sf = torch.arange(127, dtype=torch.uint8, device=DEVICE)[:, None].repeat(1, 32)
     out = torch.empty(1, 127, 512, dtype=dtype, device=DEVICE)
@@ -214,7 +214,7 @@ def test_more_rows_than_are_taken_at_a_time(monkeypatch):
 
 @pytest.mark.parametrize("T", [1, 200])
 def test_routing(T):
-    """Both ways of counting, against torch's sort; tiles cover every expert's rows once."""
+    """Both ways of counting against torch's sort; tiles cover every expert's rows exactly once."""
     E, top_k, BM = 5, 3, 16
     ids = torch.randint(-1, E + 1, (T, top_k), device=DEVICE)
     want, r = group_by_expert(ids, E), portable.route(ids.view(-1), E, BM, row_expert=True, position=True)
@@ -249,7 +249,7 @@ def test_every_tile_shape(rows):
 @pytest.mark.slow
 @pytest.mark.parametrize(("gate", "scratch"), list(zip(GATES, (1, 1 << 20, 1 << 20, 1 << 20, 1), strict=True)))
 def test_large_batches_through_dense_weights(gate, scratch, monkeypatch):
-    """GEMM 1's sums are rounded to bf16 before the gate: another 2^-9."""
+    """GEMM 1's sums are rounded to bf16 before the gate, which adds an error of 2^-9."""
     monkeypatch.setattr(config, "dense_pays", lambda *arguments: True)
     monkeypatch.setattr(dense, "SCRATCH", scratch)
     x, ids, weights = batch(11, 160, 4, 2)
@@ -275,7 +275,7 @@ def test_large_batches_of_nvfp4_rows(x_scale, h_scale, gate, dtype, monkeypatch)
 
 @pytest.mark.slow
 def test_stages():
-    """Rows go in as `routing.Rows`, x indexed or gathered; h comes out for a gate of the caller's own."""
+    """Rows are `routing.Rows`, with x indexed or gathered; h is returned for a gate of the caller's own."""
     w = make_weights(3, 40, 56, Gate("raw"), bias=True)
     x, ids, weights = batch(6, 40, 3, 2)
     groups = group_by_expert(ids, 3)
@@ -311,7 +311,7 @@ def test_stages_of_nvfp4_rows(h_scale):
      ("nvfp4", 3, 1088, False), ("nvfp4_four_over_six", 20, 64, True), ("nvfp4", 21, 64, True)],
 )  # fmt: skip
 def test_linear(activations, T, K, bias, monkeypatch):
-    """Few tokens split K, many go through dense weights."""
+    """With few tokens K is split; many tokens use dense weights."""
     monkeypatch.setattr(config, "linear_limit", lambda *arguments: 20)
     check_linear(activations, T, K, bias)
 
@@ -371,10 +371,10 @@ def test_views():
 
 
 def test_combine_adds_in_slot_order():
-    """fp32 sums of 1, 2^-24 and -1 tell the order."""
+    """In fp32, sums of 1, 2^-24 and -1 reveal the order."""
     y = torch.tensor([1.0, 2**-24, 2**-24, -1.0], device=DEVICE).view(1, 4, 1).repeat(1, 1, 16)
     out, ids = torch.empty(1, 16, device=DEVICE), torch.zeros(4, dtype=torch.int64, device=DEVICE)
     weights = torch.ones(1, 4, device=DEVICE)
     arguments = (y, ids, weights, None, None, None, None, out, 4, 16, 1, 4, 16, 1, 16, how())
     launch(rows.combine_kernel, (1, 1), *arguments, num_warps=1)
-    assert (out == 0).all()  # from the other end it would be 2^-23
+    assert (out == 0).all()  # in the opposite order it would be 2^-23

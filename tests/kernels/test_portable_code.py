@@ -1,4 +1,4 @@
-"""The portable backend's compiled code: right on the emulator, the same for every NVIDIA GPU, within its resources."""
+"""The portable backend's compiled code: right on the emulator, equal for every NVIDIA GPU, within its resources."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from tests.common import THRESHOLDS
 pytest.importorskip("triton", reason="the portable backend's kernels are Triton's")
 
 CONSUMER_SHARED = 99 << 10  # bytes that a block can have on an RTX 3090, 4090, 5090 or a DGX Spark
-FEW_TOKENS = 32  # tiles of up to so many are those of decode
+FEW_TOKENS = 32  # tiles of up to so many tokens are for decoding
 
 
 def run(what, tmp_path_factory):
@@ -28,7 +28,7 @@ def run(what, tmp_path_factory):
 
 @pytest.mark.slow
 def test_the_compiled_kernels_on_the_emulator(tmp_path_factory):
-    """Whole layers, every kernel of them, and a linear; an illegal id ends in the assertion."""
+    """Whole layers with all their kernels, and a linear; an illegal id ends in the assertion."""
     result = run("emulate", tmp_path_factory)
     assert len(result) == 15
     for case, error in result.items():
@@ -37,14 +37,14 @@ def test_the_compiled_kernels_on_the_emulator(tmp_path_factory):
 
 @pytest.mark.slow
 def test_every_gpu_runs_the_same_ptx(tmp_path_factory):
-    """sm_80 to sm_121: what the emulator and one GPU have shown holds for all."""
+    """sm_80 to sm_121, so what the emulator and one GPU have shown holds for all."""
     kernels = "route_kernel", "gemm_kernel", "combine_kernel", "NVFP4 times NVFP4"
     assert run("same", tmp_path_factory) == {name: [] for name in kernels}
 
 
 @pytest.mark.slow
 def test_resources(tmp_path_factory):
-    """Shared memory that GeForce has; decode tiles spill nothing, prefill's next to nothing."""
+    """GeForce has the shared memory; tiles for decoding spill nothing, those for prefill next to nothing."""
     table = run("tiles", tmp_path_factory)
     assert len(table) > 20
     for name, tile in table.items():

@@ -1,4 +1,4 @@
-"""The portable backend on a GPU: modules, captured and compiled, on several streams, at sizes of real models."""
+"""The portable backend on a GPU: modules, captured and compiled calls, several streams, sizes of real models."""
 
 import os
 import subprocess
@@ -56,8 +56,8 @@ def make_linear(N, K, activations="bf16", static=False):
 @pytest.mark.parametrize("T", [1, 3, 8, 20, 70, 200, 900, 3000])
 @pytest.mark.parametrize(("E", "H", "I", "top_k"), [(128, 2048, 768, 8), (8, 1024, 3584, 2), (32, 2880, 2880, 4)])
 def test_sizes_of_models(E, H, I, top_k, T, activations):
-    """Tokens from one to what goes through dense weights, which rounds GEMM 1's sums once more: some of h's codes are
-    others then."""
+    """From one token to enough for dense weights, which round GEMM 1's sums once more, so that some of h's codes
+    differ."""
     w = make_weights(E, H, I, activations=activations, bias=E == 32)
     x, ids, weights = batch(T, H, E, top_k)
     ids[torch.rand(ids.shape, device="cuda") < 0.05] = -1
@@ -96,7 +96,7 @@ def test_gates_and_uneven_routing(gate, dtype):
 @pytest.mark.parametrize("activations", ["bf16", "nvfp4"])
 @pytest.mark.parametrize("T", [4, 2000])
 def test_cuda_graphs(T, activations):
-    """Replays follow new inputs, routing included."""
+    """Replays read new inputs, routing included."""
     experts, inputs = module(16, 256, 128, activations), batch(T, 256, 16, 4)
     want = experts(*inputs)
     graph = torch.cuda.CUDAGraph()

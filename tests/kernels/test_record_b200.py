@@ -1,4 +1,4 @@
-"""What `python -m tests.record_b200` would do on a Blackwell, as far as it goes without one."""
+"""What `python -m tests.record_b200` will do on a Blackwell, as far as it can be tested without one."""
 
 import json
 import re
@@ -27,7 +27,7 @@ def test_every_file_with_gpu_tests_is_run():
 
 @pytest.mark.parametrize("name", list(CASES)[::9])
 def test_instructions_on_the_emulator(name):
-    """They run, and what is exact there is the same under another schedule."""
+    """They run, and exact cases give the same under another schedule."""
     case = CASES[name]
     (found,), (again,) = case.emulated("lazy"), case.emulated("random:1")
     assert np.array_equal(found, again) and np.isfinite(found).all() and (found != 0).any()
@@ -44,7 +44,7 @@ def test_differences():
 @pytest.mark.parametrize("capability", [10, 9, 8])
 @pytest.mark.parametrize("quick", [False, True])
 def test_parts(tmp_path, capability, quick):
-    """What only a Blackwell can tell comes first, every file of tests is a part, and so are the times of each layer."""
+    """What only a Blackwell can tell comes first; every file of tests is a part, and so are the times of each layer."""
     found = {name: command for name, _, command in parts(tmp_path, capability, quick)}
     first = {10: "machine instructions layers model", 9: "machine instructions layers", 8: "machine layers"}
     assert list(found)[: len(first[capability].split())] == first[capability].split()
@@ -56,7 +56,7 @@ def test_parts(tmp_path, capability, quick):
 
 @pytest.mark.slow
 def test_a_part_spoils_no_other(tmp_path, capfd):
-    """One fails, one cannot be started, one neither ends nor lets its child go, one begins too late."""
+    """One fails, one cannot be started, one neither ends nor lets its child end, one begins too late."""
     hang = "import signal, subprocess, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
     hang += "subprocess.Popen(['sleep', '60']); print('begun', flush=True); time.sleep(60)"
     one = lambda name, code, limit=20: (name, limit, [sys.executable, "-S", "-c", code])
@@ -79,7 +79,7 @@ def test_a_part_spoils_no_other(tmp_path, capfd):
 
 @pytest.mark.slow
 def test_a_test_spoils_no_other(tmp_path, monkeypatch):
-    """Outcomes are kept of tests that come before and after one that ends the process, or does not end."""
+    """The outcomes of tests before and after one that kills the process, or does not end, are kept."""
     tests = tmp_path / "test_some.py"
     tests.write_text("""if True:
         import os, time

@@ -79,7 +79,7 @@ def test_pack_sf_is_where_the_kernel_looks():
 @pytest.mark.parametrize("I", [48, 96])
 @pytest.mark.parametrize("gate", ["silu", "relu2"])
 def test_weights_come_back(gate, I):
-    """From the layout: the checkpoint's bytes, and any window of the values. Rows of w2 are padded for I = 48."""
+    """The layout gives back the checkpoint's bytes, and any window of the values. Rows of w2 are padded for I = 48."""
     plain = random_layer(3, 160, I, GATES[gate], "nvfp4", scale=2e-3)
     layer = prepared(plain)
     want, got, experts = plain.weights, layer.weights, slice(1, 3)
@@ -98,7 +98,7 @@ def test_weights_come_back(gate, I):
 
 
 def prepared(layer):
-    """A copy of a layer, in the layout of the kernels."""
+    """A copy of a layer in the kernels' layout."""
     layer = deepcopy(layer)
     layer._prepare_for(backends.Selected("sm100", BACKEND.whole, BACKEND.layout))
     return layer
@@ -126,7 +126,7 @@ def test_tiles():
 
 
 def test_the_model(capsys):
-    """It knows its bound, and says how far off it is: for the two problems it was fitted to not at all."""
+    """No layer beats its bound; published times are within 25 %, and exact for the two that the model was fitted to."""
     sm100_model.main()
     published, layers = capsys.readouterr().out.split("Layers")
     off = [int(n) for n in re.findall(r"([+-]\d+)%", published)]
@@ -148,7 +148,7 @@ def test_refusals():
 
 
 def test_most_rows(monkeypatch):
-    """As many 128-row scale tiles as 16 bits count, and no more: rows without memory."""
+    """As many scale tiles of 128 rows as 16 bits can count, and no more; the rows have no memory."""
     config = GemmConfig(4, 32, 32, 1, "assignments", None, None, TILES[0])
     empty = lambda *shape: torch.empty(*shape, dtype=torch.uint8, device="meta")
     monkeypatch.setattr(sm100, "multiprocessors", lambda device: 1)
@@ -171,7 +171,7 @@ def test_most_rows(monkeypatch):
 
 
 def shipped_configs(architecture: str) -> list:
-    """From layers of Qwen3-30B-A3B, gpt-oss, DeepSeek-V3 and small ones; every tile and output (sm_103a: a few)."""
+    """Configs for Qwen3-30B-A3B, gpt-oss, DeepSeek-V3 and small layers; every tile and output (for sm_103a a few)."""
     silu, oai = Gate(), Gate("silu", alpha=1.702, limit=7.0, up_offset=1.0)
     configs = [
         QuantizeConfig(128, 2048, "bfloat16", True, True),
@@ -226,9 +226,9 @@ def test_compiles_without_a_gpu(architecture, tmp_path, record_property):
             assert found["UTCBAR"] == 2 and found["UTCBAR.2CTA"] == (2 if t.ctas == 2 else 0)  # commits
             loads = found["UTMALDG"]
             assert loads == 2 * t.blocks + 4 + t.sf_tiles  # of x four boxes
-            assert found["LDTM"] == t.blocks * (4 if config.fused else 1)  # 16x32bx2 is two
+            assert found["LDTM"] == t.blocks * (4 if config.fused else 1)  # 16x32bx2 counts as two
             assert sum(found[name] for name in both) == (loads if t.ctas == 2 else 0)
-            # what waits at cluster scope for all that was stored: the first and the last barrier of a pair, only
+            # only the first and the last barrier of a pair wait, at cluster scope, for all stores
             assert found["MEMBAR.ALL.GPU"] == found["CCTL.IVALL"] == (2 if t.ctas == 2 else 0)
             line += f" {config.stages} stages {config.shared_bytes:6} B shared {t.second + t.blocks * t.tokens:3} + "
             line += f"{t.operand_columns} TMEM columns  {t.tokens} x {t.blocks} x {t.ctas} {config.out}"
@@ -269,7 +269,7 @@ def exact_projection(rows, w, sf, groups, scales, bias):
 
 
 def exact_gate(gate: Gate, out, bound):
-    """The same through the gate: first order, with room for exp and reciprocal of a few units."""
+    """The values and bounds after the gate: to first order, with a few units for exp and reciprocal."""
     exact = gate(out)
     if gate.kind == "raw":
         return exact, bound
@@ -296,7 +296,7 @@ def check_close(found, exact, bound, live):
 
 
 def check_codes(found: Rows, exact, bound, scale, groups, live):
-    """Every sf and code is what a value within the bound becomes; few differ from what the exact value becomes."""
+    """Check that sf and codes are those of some value within the bound, and that few differ from the exact value's."""
     R, K = exact.shape
     found_sf = nvfp4.unswizzle_sf_grouped(found.sf, groups.offsets, R, K // 16)[live]
     codes, exact, bound, scale = found.values[live], exact[live], bound[live], scale[live]
@@ -328,7 +328,7 @@ def emulator():
 
 
 def with_noise(rows: Rows, groups, seed=0) -> Rows:
-    """The same rows; the scales of padding rows, which the kernels must not depend on, are random bytes with NaNs."""
+    """The same rows with random bytes, NaN included, as the scales of padding rows, which the kernels must not use."""
     K16 = -(-rows.values.shape[-1] // 32) * 4
     bound = nvfp4.grouped_sf_rows(groups.num_rows, groups.num_experts)
     noise = torch.randint(0, 256, (bound, K16), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
@@ -340,7 +340,7 @@ def with_noise(rows: Rows, groups, seed=0) -> Rows:
 
 
 def padding_columns_are_zero(rows: Rows, groups) -> bool:
-    """The scales from K / 16 up to a multiple of 4, which multiply K's padding, of rows that are somebody's."""
+    """Check the scales from K / 16 up to a multiple of 4, which multiply K's padding, in rows that have an expert."""
     K16, bound = rows.values.shape[-1] // 8, nvfp4.grouped_sf_rows(groups.num_rows, groups.num_experts)
     sf = nvfp4.unswizzle_sf(rows.sf, bound, -(-K16 // 4) * 4)
     mine = nvfp4.padded_rows(groups.offsets, groups.num_rows)
@@ -369,7 +369,7 @@ def test_quantize_rows(emulator, dtype, gather, static, K, sizes, sentinels, fou
     groups = group_by_expert(ids, len(sizes))
     x = torch.randn(len(ids), K).to(dtype)
     x[0], x[-1, :16], x[-1, -1] = 0, -0.0, 300
-    x = torch.cat([x.flatten()[:1], x.flatten()])[1:].view(x.shape)  # at an odd address
+    x = torch.cat([x.flatten()[:1], x.flatten()])[1:].view(x.shape)  # at an unaligned address
     scale = torch.rand(len(sizes)) * 0.01 if static else None
     index = groups.token if gather else None
     found, right = (stage.quantize_rows(x, index, scale, groups, four_over_six) for stage in (sm100, reference))
@@ -379,7 +379,7 @@ def test_quantize_rows(emulator, dtype, gather, static, K, sizes, sentinels, fou
 
 @dataclass(frozen=True)
 class Problem:
-    """A layer, expert e of which has `sizes[e]` rows; `sentinels` slots belong to no expert."""
+    """A layer in which expert e has `sizes[e]` rows; `sentinels` slots belong to no expert."""
 
     H: int
     I: int
@@ -394,7 +394,7 @@ class Problem:
 
 
 def combined(exact, bound, live, groups, weights):
-    """(the weighted sums over the slots [T, H], their bounds), of rows [R, H] of which `live` are routed."""
+    """(weighted sums over the slots [T, H], their error bounds) of rows [R, H], of which `live` are routed."""
     slots, slot_bounds = torch.zeros_like(exact), torch.zeros_like(bound)
     order, each = groups.order.long(), weights.double()[..., None]
     slots[order], slot_bounds[order] = exact * live[:, None], bound * live[:, None]
@@ -404,7 +404,7 @@ def combined(exact, bound, live, groups, weights):
 
 
 def check_layer(emulator, problem: Problem):
-    """Both GEMMs, each from inputs that the reference made, against float64; returns the last one, to call it again.
+    """Check both GEMMs against float64, each on inputs from the reference; returns the last one, to call it again.
 
     Each meets its inputs as in the layer: the kernel just before it wrote them.
     """
@@ -444,7 +444,7 @@ def check_layer(emulator, problem: Problem):
 
 
 def test_h_by_four_over_six_is_the_reference_s_to_the_bit(emulator):
-    """The epilogue's codes and scales, from the fp32 values that it writes where h has no static scale."""
+    """The epilogue's codes and scales, against the fp32 values that it writes if h has no static scale."""
     emulator.schedule = "random:2"
     sizes = [40, 0, 25]
     layer = random_layer(3, 128, 80, Gate(), "nvfp4_four_over_six", None, True, 0, scale=2e-3, input_scale=4e-3)
@@ -502,7 +502,7 @@ def test_tiles_of_one_projection(emulator, tile):
 
 @pytest.mark.parametrize("scoped", ["mbarrier.arrive.relaxed.cluster", "mbarrier.try_wait.parity.relaxed.cluster"])
 def test_a_pair_hands_over_at_cluster_scope(emulator, monkeypatch, scoped):
-    """Order and scope are left out of what the CTAs of a pair say to each other: then it counts for one CTA."""
+    """Without order and scope, what the CTAs of a pair signal to each other counts within one CTA only."""
     emulator.schedule, emulator.tile = "lazy", next(t for t in TILES if t.ctas == 2 and t.blocks == 1)
     problem = Problem(64, 48, [130, 0, 70], 1, 2, GATES["relu2"])
     check_layer(emulator, problem)
@@ -518,7 +518,7 @@ KINDS = {
     "bf16 bias": (torch.bfloat16, False, torch.float16),
     "fp32 bias": (torch.float32, True, torch.float32),
 }
-SEVERAL = ("silu", "oai", "raw")  # every kind; the other gates one each
+SEVERAL = ("silu", "oai", "raw")  # these run every kind of problem, the other gates one each
 
 
 @pytest.mark.parametrize(
@@ -534,19 +534,19 @@ def test_gates(emulator, gate, kind):
     "H, I", [(16, 16), (48, 80), (704, 176), (1408, 32), (32, 720), (2880, 16), (272, 400)], ids=str
 )
 def test_sizes(emulator, H, I):
-    """K tails of 16, 32, 48 and of whole steps, weight rows that do not fill a block, K not a multiple of 32."""
+    """K tails of 16, 32, 48 and whole steps, weight rows that do not fill a block, K that is no multiple of 32."""
     emulator.schedule = "lazy"
     check_layer(emulator, Problem(H, I, [5, 18], 1, 2))
 
 
 def test_sums_that_are_cut(emulator):
-    """The bounds hold when products are cut before they are added, as on Hopper, and not rounded once."""
+    """The bounds also hold if products are truncated before they are added, as on Hopper, and not rounded once."""
     emulator.cut_sums = True
     check_layer(emulator, Problem(704, 176, [20, 3], gate=GATES["raw"], dtype=torch.float32))
 
 
 def test_many_experts(emulator):
-    """More than the lanes of the warp that makes the tile map, most of them empty."""
+    """More experts than the warp that makes the tile map has lanes, most of them empty."""
     emulator.schedule, emulator.multiprocessors = "lazy", 5
     sizes = [0] * 150
     sizes[3], sizes[64], sizes[77], sizes[149] = 2, 1, 65, 3
@@ -581,7 +581,7 @@ def test_random_problems(emulator, data):
 
 @pytest.fixture
 def layer_call(emulator, monkeypatch):
-    """(module, its inputs, what is right): every stage of the module runs on the emulator."""
+    """(module, its inputs, the right result); every stage of the module runs on the emulator."""
     dense = [torch.randn(4, 2 * 96, 64) * 0.1, torch.randn(4, 64, 96) * 0.1]
     layer = NVFP4Experts.from_dense(*dense, activations="nvfp4")
     x, ids = torch.randn(9, 64, dtype=torch.bfloat16), torch.stack([torch.randperm(4)[:2] for _ in range(9)])
@@ -599,7 +599,7 @@ def layer_call(emulator, monkeypatch):
 
 
 def test_layer(emulator, layer_call):
-    """The whole layer beside the layer on the reference; weights that were just packed are waited for."""
+    """The whole layer against the reference; the launch waits for weights that were packed just before."""
     emulator.schedule = "random:5"
     layer, (x, *routing), right = layer_call
     found = layer(x, *routing)
@@ -614,7 +614,7 @@ def test_layer(emulator, layer_call):
 
 
 def test_no_wait_for_the_kernel_before_may_be_missing(emulator, layer_call, monkeypatch):
-    """Each griddepcontrol.wait of each kernel is left out in turn."""
+    """Each griddepcontrol.wait of each kernel is removed in turn."""
     layer, inputs, _ = layer_call
     launched = []
     launch = emulator.launch

@@ -29,7 +29,7 @@ from tests.kernels.test_sm100_w4a16 import test_weights_are_exact as test_w4a16_
 
 
 class OnGpu(OnEmulator):
-    """Takes the place of `sm100.launch` as `OnEmulator` does: CPU tensors go to the GPU and their outputs come back."""
+    """Replaces `sm100.launch` as `OnEmulator` does: CPU tensors are copied to the GPU, and their outputs back."""
 
     def launch(self, config, arguments):
         moved = [a.cuda() if isinstance(a, torch.Tensor) else a for a in arguments]
@@ -46,6 +46,6 @@ class OnGpu(OnEmulator):
 
 @pytest.fixture
 def emulator():
-    """Of the tests above, which call what runs the launches so."""
+    """The fixture of the imported tests, which makes them run on the GPU."""
     with in_place_of_launch(OnGpu()) as runner:
         yield runner

@@ -1,6 +1,6 @@
-"""Tensors of more than 2**31 elements: the last CTA of a launch that reaches their ends, beside the same rows alone.
+"""Tensors of more than 2**31 elements: the last CTA of a launch that reaches their ends, against the same rows alone.
 
-Nearly nothing of the tensors is there, so that an address that wraps around is in no memory.
+Hardly any part of the tensors is in memory, so an address that wraps around is an error.
 """
 
 import shutil
@@ -25,7 +25,7 @@ from tests.emulator import Emulated, EmulatorError, compiling_for
 from tests.emulator.launch import Far
 
 pytestmark = pytest.mark.slow
-ROWS = 40  # that are there, at the end
+ROWS = 40  # rows that are in memory, at the end
 TILE = TileShape(64, 1)
 
 
@@ -39,13 +39,13 @@ def random_bytes(*shape, low=0, high=256):
 
 
 def at_end(shape, array):
-    """A tensor of which the last elements are there: the array's."""
+    """A tensor of which only the last elements are in memory: those of `array`."""
     return Far(shape, {int(np.prod(shape, dtype=object)) - array.size: array})
 
 
 class Problem:
-    """The arguments of a GEMM: the last expert has ROWS rows, the first one `before`. Of the weights there is what the
-    last CTA reads."""
+    """The arguments of a GEMM whose last expert has ROWS rows, and whose first has `before`. Of the weights only what
+    the last CTA reads is in memory."""
 
     def __init__(self, config, before):
         c, R = config, before + ROWS
@@ -75,7 +75,7 @@ class Problem:
         )
 
     def run(self, kernel):
-        """What the last CTA stores."""
+        """Run the last CTA, and return what it stores."""
         kernel(*self.arguments, only=[self.arguments[-1] - 1], schedule="lazy")
         return self.out.copy(), self.out_sf.copy()
 
@@ -98,14 +98,14 @@ def test_gemm(name, monkeypatch):
     expected = Problem(few, 0).run(kernel if few == config else compiled(few))
     assert (expected[0] != 0xFFFFFFFF).any() and (config.out != "nvfp4" or expected[1].any())
     assert all(np.array_equal(a, b) for a, b in zip(found, expected, strict=True))
-    if 9 in numbers:  # what is loaded comes by TMA, which has no addresses of ours
+    if 9 in numbers:  # loads use TMA, which computes the addresses
         monkeypatch.setattr(epilogue, "Int64", Int32)
         with pytest.raises(EmulatorError, match="is in no buffer|outside of"):
             Problem(config, before).run(compiled(config))
 
 
 def test_quantize_rows(monkeypatch):
-    """x and its codes have more than 2**31 elements or words, the scales as many bytes."""
+    """x and its codes have more than 2**31 elements or words, and the scales as many bytes."""
     config = QuantizeConfig(2, 8208, "bfloat16", False, True)
 
     def run(before, kernel):

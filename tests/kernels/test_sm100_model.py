@@ -1,4 +1,4 @@
-"""The numbers of `moe_nvfp4.kernels.sm100.model`, counted: the emulator runs tiles of each kind."""
+"""The numbers of `moe_nvfp4.kernels.sm100.model`, compared with counts from the emulator, for each kind of tile."""
 
 import shutil
 
@@ -26,7 +26,7 @@ KINDS = [  # activations, projections, what leaves, tile
 
 
 def counts(config, rows):
-    """A tile with so many tokens, in zeros."""
+    """Counts of a tile with so many tokens, all zeros."""
     c, (E, R) = config, (1, rows)
     fields = {"nvfp4": c.rows // 8, "assignments": c.width, "float32": c.width}
     byte = lambda *shape: torch.zeros(shape, dtype=torch.uint8)
@@ -55,8 +55,8 @@ KERNELS = {}
 @pytest.mark.slow
 @pytest.mark.parametrize("activations, projections, out, tile", KINDS)
 def test_counts(activations, projections, out, tile):
-    """A tile with twice as much of K tells what a step takes, one with two chunks more what they do. Bytes are
-    those of the model; instructions, which a compiler may arrange in other ways from one size to the next, nearly."""
+    """Twice the K shows what a step takes, two more chunks what a chunk takes. Bytes equal the model's; instructions
+    nearly do, as a compiler may arrange them otherwise from one size to the next."""
     pytest.importorskip("cutlass", reason="the CuTe DSL is not installed")
     pytest.importorskip("tvm_ffi", reason="the kernels' host code is TVM-FFI's")
     rows = 128 * tile.ctas * tile.blocks // projections
@@ -75,12 +75,12 @@ def test_counts(activations, projections, out, tile):
     less = counts(long, width - 2 * long.chunk)
     exchanged = sum(two.shared[what] - less.shared[what] for what in ("loads", "stores")) / 2
     assert exchanged == chunk.shared * tile.ctas
-    # a group of four warps stores a chunk, the other one the next
+    # two groups of four warps store chunks in turn
     assert 4 * (two.of_warp(2) - less.of_warp(2)) == pytest.approx(chunk.slots, rel=0.03)
 
 
 def test_cycles_of_shared_memory():
-    """Banks are words of 4 bytes; what is the same word is read once."""
+    """Banks are words of 4 bytes; lanes that read the same word read it once."""
     import numpy as np
 
     lanes = np.arange(32)

@@ -1,4 +1,4 @@
-"""The Blackwell kernels for bf16 rows on the emulator beside float64. Bounds as in `test_sm100`."""
+"""The Blackwell kernels for bf16 rows, on the emulator, against float64. Bounds as in `test_sm100`."""
 
 import shutil
 from dataclasses import replace
@@ -48,7 +48,7 @@ def emulator():
 
 
 def shipped_configs(architecture: str) -> list:
-    """From layers of Qwen3-30B-A3B and gpt-oss: every tile and output (sm_103a: a few)."""
+    """The configs for Qwen3-30B-A3B and gpt-oss: every tile and output (for sm_103a a few)."""
     configs = [
         InterleaveConfig(2048, True),
         SumConfig(3, 128, 768, Gate(), "interleaved"),
@@ -82,7 +82,7 @@ def test_compiles_without_a_gpu(architecture, tmp_path, record_property):
             assert config.shared_bytes <= SMEM and found["REG"] <= 96
             assert found["UTCHMMA"] == 4 * t.blocks and found["UTCCP"] == 0
             assert found["UTMALDG"] == 2 * t.blocks + 4 and found["STTM"] == t.blocks
-            assert found["LDTM"] == t.blocks * (4 if config.fused else 1)  # 16x32bx2 is two
+            assert found["LDTM"] == t.blocks * (4 if config.fused else 1)  # 16x32bx2 counts as two
             rate = 4 * 1152 * t.blocks / found["loop STTM"]
             assert rate > (26 if t.blocks == 2 else 24)
             line += f" {config.stages} stages {config.shared_bytes:6} B shared {t.second + t.blocks * t.tokens:3} + "
@@ -152,7 +152,7 @@ def exact_projection(x, w, sf, groups, scales, bias):
 
 
 def check_layer(emulator, problem: Problem):
-    """Both GEMMs, each from inputs that torch made, against float64; returns the last one, to call it again."""
+    """Check both GEMMs against float64, each on inputs that torch made; returns the last one, to call it again."""
     E, H, I, gate = len(problem.sizes), problem.H, problem.I, problem.gate
     layer = random_layer(E, H, I, gate, "bf16", problem.bias, seed=problem.seed, scale=2e-3)
     w, packed = layer.weights, prepared(layer).weights
@@ -208,7 +208,7 @@ def test_no_tokens(monkeypatch):
 
 @pytest.mark.parametrize("tile", TILES, ids=lambda t: f"{t.tokens}x{t.blocks}")
 def test_tiles(emulator, tile):
-    """All tiles in one CTA: every ring goes round, and both accumulators are used; an odd number of steps."""
+    """All tiles run in one CTA: every ring goes round, both accumulators are used, and the number of steps is odd."""
     emulator.schedule, emulator.tile, emulator.multiprocessors = "reverse-lazy", tile, 1
     gate = GATES["silu" if tile.blocks == 2 else "relu2"]
     check_layer(emulator, Problem(272, 144, [tile.tokens + 4, 0, 18], 2, gate=gate))
@@ -223,13 +223,13 @@ def test_tiles(emulator, tile):
     ],
 )
 def test_gates(emulator, gate, H, I, bias, dtype, parts):
-    """And K tails of 16 and of 80 columns, weight rows that do not fill a block; GEMM 1's K in parts."""
+    """Also K tails of 16 and of 80 columns, weight rows that do not fill a block, and GEMM 1's K in parts."""
     emulator.schedule, emulator.tile, emulator.parts = "slow:1", TILES[1], parts
     check_layer(emulator, Problem(H, I, [5, 0, 18, 2], 1, 2, GATES[gate], bias, dtype=dtype))
 
 
 def test_parts_of_k(emulator):
-    """Each part a tile of its own, in both GEMMs, in one CTA and in three: the same bits."""
+    """Each part is a tile of its own, in both GEMMs; one CTA and three give the same bits."""
     emulator.schedule, emulator.tile, emulator.parts, emulator.multiprocessors = "reverse-lazy", TILES[2], 3, 1
     again = check_layer(emulator, Problem(272, 528, [19, 0, 5], 2, gate=GATES["relu2"]))
     emulator.schedule, emulator.multiprocessors = "random:3", 3
@@ -237,7 +237,7 @@ def test_parts_of_k(emulator):
 
 
 def test_weights_are_exact(emulator):
-    """Tokens with a single one return the columns of the weights: every code with every block scale."""
+    """Tokens that are one-hot return the columns of the weights: every code with every block scale."""
     emulator.schedule, H, I = "eager", 128, 256
     layer = random_layer(1, H, I, seed=3)
     layer.down_proj_sf.copy_((torch.arange(H * I // 16) % 0x7F).view(1, H, I // 16))
@@ -280,7 +280,7 @@ def test_route(emulator, T, E):
 
 
 def test_many_rows_leave_in_bf16(emulator, monkeypatch):
-    """GEMM 2's rows are rounded to bf16 once they would take more than EXACT_BYTES; their sum is in fp32."""
+    """GEMM 2's rows are rounded to bf16 if they would take more than EXACT_BYTES; they are summed in fp32."""
     emulator.schedule = "lazy"
     w = prepared(random_layer(2, 32, 48, scale=2e-3)).weights
     groups = group_by_expert(torch.randint(-1, 2, (20, 3)), 2)

@@ -57,13 +57,13 @@ def emulator():
 
 
 def make_layer(E, H, *args, **settings):
-    """Block scales near 1, some of them zero; outputs near 1."""
+    """A layer with block scales near 1, some of them zero, and outputs near 1."""
     ranges = dict(sf=(40, 72), often=(0, 0.02), scale=1 / (8 * H**0.5), input_scale=1.5e-3)
     return random_layer(E, H, *args, **ranges, **settings)
 
 
 def check(emulator, layer, ids, tile=None, split_k=None, schedules=("eager",), weights=torch.float32):
-    """The whole layer under each schedule: the reference's values, and the same bits."""
+    """Run the whole layer under each schedule: the reference's values, and the same bits every time."""
     w = layer.weights
     g = torch.Generator().manual_seed(1)
     x = torch.randn(ids.shape[0], w.hidden_size, generator=g).bfloat16()
@@ -91,8 +91,8 @@ COUNTED = ("HGMMA", "HMMA", "WARPGROUP", "WARPSYNC", "LDL", "STL")
 
 
 def good_machine_code(tile, config, found):
-    """Nothing in local memory, no WGMMA that waits for the one before (ptxas's way when registers are short), and
-    warps that ptxas knows to stay together; a line about it."""
+    """Check that nothing is in local memory, that no WGMMA waits for the one before (as ptxas does if registers are
+    short), and that ptxas knows which warps stay together. Returns a line about the code."""
     assert found["STACK"] == found["LOCAL"] == found["LDL"] == found["STL"] == found["WARPSYNC"] == 0, tile
     assert found["HMMA"] if tile.uses_mma_sync else found["HGMMA"] > 1.5 * found["WARPGROUP"] > 0, tile
     size = (
@@ -102,7 +102,7 @@ def good_machine_code(tile, config, found):
 
 
 def machine_code_of(emulator, kernel, folder):
-    """The same for a kernel that ran on the emulator."""
+    """The same check for a kernel that ran on the emulator."""
     file = folder / "kernel.cubin"
     file.write_bytes(emulator.cubins[repr(kernel)])
     return good_machine_code(kernel.t, kernel.config, counts(file, COUNTED))
@@ -134,7 +134,7 @@ def test_every_tile_shape_is_here():
 
 @pytest.mark.parametrize("name", W4A16)
 def test_tiles(emulator, name, tmp_path, record_property):
-    """And what ptxas made of the kernel that ran."""
+    """Also checks what ptxas made of the kernel that ran."""
     tile, gate, bias, sizes, split_k = W4A16[name]
     schedules = {24: ["eager", "slow:1"], 48: ["random:3"], 128: ["slow:1"], 144: ["slow:1"]}.get(tile.BN, ["random:1"])
     layer = make_layer(len(sizes), 304, 80 + 64 * tile.KB * (split_k - 1), gate, bias=bias)  # no part of K is empty
@@ -144,7 +144,7 @@ def test_tiles(emulator, name, tmp_path, record_property):
 
 
 def test_bf16_rows_leave_static_scales_alone(emulator):
-    """A checkpoint brings them for NVFP4 rows."""
+    """A checkpoint may have them, for NVFP4 rows."""
     check(emulator, make_layer(2, 64, 80, static=True), random_ids([3, 2], 1, 2))
 
 
@@ -156,7 +156,7 @@ def test_what_the_plan_chooses(emulator):
 
 
 def test_no_part_of_k_is_empty():
-    """4160 columns are 65 blocks: in four parts of whole stages of 8 the last would have none."""
+    """4160 columns are 65 blocks: in four parts of whole stages of 8 blocks, the last would be empty."""
     found = set()
     for I in (*range(16, 9216, 16), 14336):
         plan = plan_for(LayerShape(SILU, False, False, False, False, 2, 64, I), 1, 2, 132)
@@ -168,7 +168,7 @@ def test_no_part_of_k_is_empty():
 
 
 def test_stages_of_their_own(emulator):
-    """gemm1_swiglu with a raw gate and gemm2_combine, for what comes between them outside."""
+    """gemm1_swiglu with a raw gate, and gemm2_combine, for models whose gate or norm runs in between."""
     emulator.schedule = "random:3"
     layer = make_layer(2, 96, 80, RAW, bias=torch.bfloat16)
     w, packed, ids = layer.weights, sm90.pack_weights(layer.weights), random_ids([9, 2], 2, 2)
@@ -188,11 +188,11 @@ def test_stages_of_their_own(emulator):
 # ---- NVFP4 rows ----------------------------------------------------------------------------------
 
 FOUR_OVER_SIX = "nvfp4_four_over_six"
-TIES = [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0]  # between two codes
+TIES = [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0]  # halfway between two codes
 
 
 def hard_rows(T, K):
-    """Rows of every size, ties, zeros, blocks without anything, infinities and NaN."""
+    """Rows of every magnitude, ties, zeros, blocks of zeros, infinities and NaN."""
     g = torch.Generator().manual_seed(K)
     x = torch.randn(T, K, generator=g)
     x[0], x[1, :16], x[2, 0] = 0, 0, -0.0
@@ -250,7 +250,7 @@ def test_nvfp4_activations(emulator, name, tmp_path, record_property):
     record_property("table", machine_code_of(emulator, kernel, tmp_path))
 
 
-# Those of W4A4 that do not run here
+# Tiles of W4A4 that do not run here
 LAUNCHES = [
     (tile, GemmConfig(SILU, True, row_scale=True)) for tile in SHAPES if tile not in {t for t, *_ in W4A4.values()}
 ]
@@ -278,7 +278,7 @@ def test_compiles_without_a_gpu(tmp_path, monkeypatch, record_property):
      (TILE_SHAPES[0], 144, FOUR_OVER_SIX, True)],
 )  # fmt: skip
 def test_h_is_quantized_to_the_bit(emulator, tile, I, activations, static):
-    """By tiles between those of the GEMMs, in one part or two, with tails."""
+    """By tiles that run between those of the GEMMs, in one part or two, with tails."""
     emulator.schedule = "random:2"
     layer = make_layer(3, 64, I, activations=activations, static=static)
     if static:
@@ -290,7 +290,7 @@ def test_h_is_quantized_to_the_bit(emulator, tile, I, activations, static):
 
 # ---- linears -------------------------------------------------------------------------------------
 
-# A tile, parts of K, sizes [N, K], the number of tokens and, for NVFP4 rows, whether their scale is static; with a bias
+# Tile, parts of K, sizes [N, K], number of tokens and, for NVFP4 rows, whether their scale is static. There is a bias
 # where N is odd in units of 16
 LINEARS = {
     "8": (TILE_SHAPES[0], 2, 272, 464, 11, True),
@@ -306,7 +306,7 @@ LINEARS = {
 @pytest.mark.slow_after(2)
 @pytest.mark.parametrize("name", LINEARS)
 def test_linears(emulator, monkeypatch, name):
-    """GEMM 2 of one expert, K in parts that are added afterwards; one with the same bits under two schedules."""
+    """GEMM 2 of one expert, with K in parts that are added afterwards; one has the same bits under two schedules."""
     tile, parts, N, K, T, static = LINEARS[name]
     g = torch.Generator().manual_seed(N + K)
     codes = torch.randint(0, 256, (N, K // 2), generator=g, dtype=torch.uint8)
@@ -350,7 +350,7 @@ def test_rows_of_linears_are_quantized_to_the_bit(emulator, static, four_over_si
     [(1, 1, 1, torch.int64), (150, 3, 400, torch.int32), (200, 8, 9, torch.int64), (1100, 4, 70, torch.int32)],
 )
 def test_routing(emulator, T, top_k, E, dtype):
-    """One CTA and clusters: what group_by_expert returns."""
+    """One CTA, and clusters, return what group_by_expert returns."""
     emulator.schedule = "random:4"
     ids = torch.randint(-1, E + 1, (T, top_k)).to(dtype)
     want = group_by_expert(ids, E)
@@ -361,7 +361,7 @@ def test_routing(emulator, T, top_k, E, dtype):
     assert torch.equal(groups.position[want.order.long()], torch.arange(T * top_k, dtype=torch.int32))
     for H in (48, 2064):
         x = torch.randn(T, H).bfloat16()
-        settle(x.device)  # in the layer the routing kernel comes between
+        settle(x.device)  # in a layer the routing kernel runs in between
         assert torch.equal(sm90.gather(Rows(x), groups).values[:live], x[want.token.long()][:live])
 
 

@@ -51,7 +51,7 @@ def random_bytes(E, N, K, seed=0, scales=(0, 127)):
 )
 def test_unpack_is_the_exact_inverse_of_pack(E, halves, rows, blocks, seed, zeros, chunk):
     codes, sf = random_bytes(E, rows * (2 if halves else 1), blocks * 16, seed)
-    if zeros:  # with codes that the layout itself cannot hold
+    if zeros:  # with codes that the packed layout cannot hold
         sf[sf < 64] = 0
     whole = sm90_pack.pack(codes, sf, halves)
     with pytest.MonkeyPatch.context() as patch:
@@ -64,7 +64,7 @@ def test_unpack_is_the_exact_inverse_of_pack(E, halves, rows, blocks, seed, zero
 
 @pytest.mark.parametrize("halves", [False, True])
 def test_the_layout_is_the_one_described(halves):
-    """A loop that reads a packed unit as the docstring of sm90_pack says, bf16 arithmetic included."""
+    """A loop reads a packed unit as sm90_pack's docstring describes it, bf16 arithmetic included."""
     N, K = 128, 128
     codes, sf = random_bytes(1, N, K)
     values = nvfp4.dequantize(codes, sf, None)[0]
@@ -127,7 +127,7 @@ def tokens(T, H, seed=0):
 
 
 def expected(layer, x, ids, weights):
-    """The reference on this machine's unpacked weights."""
+    """The reference's result with this machine's unpacked weights."""
     layer.unpack()
     return reference_layer(x, ids, weights, layer.weights)
 
@@ -193,7 +193,7 @@ def test_gates(gate):
 
 @on_gpu
 def test_many_tokens():
-    """Beyond one routing CTA, beyond fp32 expert outputs, and a grid that outlives its tiles."""
+    """More than one routing CTA takes, more than get fp32 expert outputs, and a grid that outlives its tiles."""
     check(make_layer(16, 128, 64), 20_000, 4)
     check(make_layer(4, 64, 64), 65_536, 1)
     check(make_layer(16, 64, 64), 40_000, 4)  # more than are done at a time
@@ -210,7 +210,7 @@ def test_no_tokens_and_unrouted_tokens():
 @on_gpu
 @pytest.mark.parametrize("T", [8, 16, 24, 32, 48, 64, 80, 96, 128])
 def test_dequantization_is_exact(T):
-    """One-hot tokens bring out the weights themselves: every scale times every code, in every tile shape."""
+    """One-hot tokens return the weights themselves: every scale times every code, in every tile shape."""
     K, N = 256, 128
     layer = make_layer(1, K, N, RAW, scales=(0, 127))
     layer.gate_proj_global_scale.data.fill_(1.0), layer.up_proj_global_scale.data.fill_(1.0)
@@ -452,7 +452,7 @@ def make_linear(N, K, bias=True, activations="bf16", static=False):
 @pytest.mark.parametrize("T", [1, 8, 9, 30, 64, 100, 257, 1500])
 @pytest.mark.parametrize(("N", "K"), [(4096, 2048), (576, 7168), (30000, 256), (80, 144), (1024, 8192)])
 def test_linears(N, K, T):
-    """Tiles of all sizes, K in parts and in one, dense weights."""
+    """Tiles of all sizes, K in parts and whole, dense weights."""
     linear, x = make_linear(N, K, bias=N % 3 == 0), tokens(T, K)
     dense = nvfp4.dequantize(linear.weight, linear.weight_sf, linear.weight_global_scale).float()
     want = x.float() @ dense.T + (0 if linear.bias is None else linear.bias.float())
@@ -480,7 +480,7 @@ def test_linears_of_nvfp4_rows(N, K, T, static):
 @on_gpu
 @pytest.mark.parametrize("activations", ["bf16", "nvfp4"])
 def test_linears_in_graphs_and_compiled(monkeypatch, activations):
-    """After `ready.prepare` nothing compiles; and the bytes are the checkpoint's again."""
+    """After `ready.prepare` nothing compiles; afterwards the bytes are the checkpoint's."""
     from moe_nvfp4.kernels.common import ahead
 
     monkeypatch.setenv("MOE_NVFP4_COMPILE", "ahead")

@@ -1,5 +1,5 @@
-"""The Triton kernels of training, in Triton's interpreter or on the GPU where there is one: dense weights from the
-checkpoint's layout and from Hopper's, the gate and its gradient."""
+"""The Triton kernels of training, in Triton's interpreter or on a GPU: dense weights from the checkpoint's layout and
+from Hopper's, the gate and its gradient."""
 
 import pytest
 import torch
@@ -42,7 +42,7 @@ def test_dense_weights(H, I, gated):
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("H, I", SIZES)
 def test_dense_weights_from_hoppers_layout(H, I, gated):
-    """Exact in fp32; the zeros of blocks whose scale is zero too."""
+    """Exact in fp32, also the zeros of blocks whose scale is zero."""
     for w, columns in projections(H, I, gated):
         packed = pack(w.codes, w.sf, w.interleaved)
         units = w._replace(codes=packed.units.view(torch.uint8), sf=None)
@@ -54,7 +54,7 @@ def test_dense_weights_from_hoppers_layout(H, I, gated):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("gate", GATES)
 def test_gates_and_their_gradients(gate, dtype):
-    """Against autograd through `Gate.__call__` in fp32, limits and all; torch's formula too."""
+    """Against autograd through `Gate.__call__` in fp32, with limits; and torch's own formula."""
     gate, g = GATES[gate], torch.Generator().manual_seed(0)
     z = (torch.randn(7, 74 if gate.gated else 37, generator=g) * 4).to(DEVICE, dtype)
     dh = torch.randn(7, 37, generator=g).to(DEVICE, dtype)

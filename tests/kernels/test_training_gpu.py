@@ -1,4 +1,4 @@
-"""Gradients on a GPU, on each backend that it has, at small sizes against the float64 oracle and at larger ones."""
+"""Gradients on a GPU, on each of its backends: small sizes against the float64 oracle, and larger ones."""
 
 import pytest
 import torch
@@ -35,7 +35,7 @@ def large(dtype=torch.bfloat16, E=16, H=512, T=700, top_k=4):
 
 
 def oracle(layer, x, ids, p, adapters=((), ())):
-    """In float64, expert by expert."""
+    """The gradients in float64, expert by expert."""
     (w13, w2), y = dense(layer), torch.zeros(x.shape, dtype=torch.float64, device=x.device)
     for a, b in adapters[0]:
         w13 = w13 + b @ a
@@ -136,7 +136,7 @@ def test_compiled(backend):
 
 
 def test_dense_weights_of_every_layout(backend):
-    """Rounded once from the values in fp32, whatever the layout."""
+    """The values in fp32, rounded once, whatever the layout."""
     layer = on_gpu(3, 176, 80)
     runs = backends.named(backend)
     for name in ("w13", "w2"):
