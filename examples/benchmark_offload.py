@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from benchmark_cpu import cpu_name
 from benchmark_model import COMPARED, CONFIGS, Decoder, captured, without
-from transformers import AutoModelForCausalLM, Qwen3MoeConfig, StaticCache
+from transformers import AutoModelForCausalLM, CompileConfig, Qwen3MoeConfig, StaticCache
 
 from moe_nvfp4 import NVFP4Experts
 from moe_nvfp4.backends import named
@@ -204,7 +204,7 @@ def time_many_tokens(layers, mapped, sizes):
     H, _, E, top_k = sizes
     print("\n| tokens per expert | in files: on the CPU, ms | copied to the GPU | in memory: on the CPU | copied |")
     print("|--:|--:|--:|--:|--:|")
-    for each in (4, 12, 24, 48, 96):
+    for each in (4, 12, 24, 48, 96, 192):
         tokens, cells = each * E // top_k, []
         x, p = torch.randn(tokens, H, device="cuda").bfloat16(), torch.rand(tokens, top_k, device="cuda")
         ids = torch.rand(tokens, E, device="cuda").topk(top_k).indices
@@ -277,25 +277,40 @@ class Clock:
 
 
 def time_generate(model, vocabulary, device, tokens=48):
-    """Print the tokens/s of `generate` with its default cache, and with a static one and captured or compiled steps."""
+    """Print the tokens/s of `generate` with its default cache, and with a static one and plain, captured or compiled
+    steps."""
     prompt = torch.randint(vocabulary, (1, 32), device=device)
     model.generation_config.eos_token_id = None
-    static = {"cache_implementation": "static"}
-    for title, how in (("as it is", {}), ("use_cuda_graphs", static), ("torch.compile", static)):
-        if title == "use_cuda_graphs":
+    static, made = {"cache_implementation": "static"}, {}
+    for title, how in {
+        "default cache": {},
+        "static cache": static | {"disable_compile": True},
+        "static cache, use_cuda_graphs": static,
+        "static cache, CompileConfig(backend='cudagraphs')": static
+        | {"compile_config": CompileConfig(backend="cudagraphs")},
+        "static cache, torch.compile": static,
+    }.items():
+        torch.compiler.reset()
+        vars(model).pop("get_compiled_call", None)
+        if title.endswith("use_cuda_graphs"):
             use_cuda_graphs(model)
-        elif title == "torch.compile":
-            del model.get_compiled_call
-        clock = Clock()
+        clock, compiled = Clock(), compiled_graphs()
         call = partial(model.generate, prompt, max_new_tokens=tokens, do_sample=False, pad_token_id=0, **how)
-        whole = timed(partial(call, streamer=clock))
+        whole = timed(lambda: made.update({title: call(streamer=clock)}))  # noqa: B023, it is called here
         steps = sorted(b - a for a, b in pairwise(clock.times[tokens // 2 :]))
         seconds = steps[len(steps) // 2]
         print(
-            f"generate(..., {how}), {title}: {1 / seconds:.1f} tokens/s, {seconds * 1e3:.1f} ms a token; the first "
-            f"{tokens} took {whole:.1f} s",
+            f"generate, {title}: {1 / seconds:.1f} tokens/s, {seconds * 1e3:.1f} ms a token; the first {tokens} took "
+            f"{whole:.1f} s, with {compiled_graphs() - compiled} graphs compiled",
             flush=True,
         )
+    equal = torch.equal(made["static cache"], made["static cache, use_cuda_graphs"])
+    print(f"use_cuda_graphs gives the tokens of the same cache without it: {equal}", flush=True)
+
+
+def compiled_graphs():
+    """How many graphs torch.compile has made so far: one for a step that it takes whole."""
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
 def report_step(title, decoder, bytes_of_token):
@@ -323,7 +338,11 @@ def whole_model(name, device, steps=32):
     tokens = decoder.run(decoder.step, COMPARED)
     equal = torch.equal(tokens, decoder.run(captured(decoder.step, device), COMPARED))
     print(f"{COMPARED} tokens of one CUDA graph are those without it: {equal}", flush=True)
-    report_step("plain", decoder, bytes_of_token)
+    all_threads = torch.get_num_threads()
+    for threads in (all_threads, max(1, 3 * all_threads // 4), max(1, all_threads // 2)):
+        torch.set_num_threads(threads)
+        report_step(f"plain, {threads} threads", decoder, bytes_of_token)
+    torch.set_num_threads(all_threads)
     with without("experts", model):
         print(f"a step without experts: {decoder.time() * 1e3:.2f} ms", flush=True)
     if device == "cuda":
@@ -332,9 +351,10 @@ def whole_model(name, device, steps=32):
         print(f"copies to the GPU: {rate:.1f} GB/s, {size / rate / 1e6:.0f} ms for all experts\n")
         time_prompts(model, config["vocab_size"], device)
     time_generate(model, config["vocab_size"], device)
-    model.forward = torch.compile(model.forward, dynamic=False)  # a second or two for each layer
-    waited = timed(lambda: decoder.run(decoder.step, 1))
-    report_step(f"torch.compile, which took {waited:.0f} s", decoder, bytes_of_token)
+    model.forward, compiled = torch.compile(model.forward, dynamic=False), compiled_graphs()
+    waited = timed(lambda: decoder.run(decoder.step, 1))  # a second or two for each layer
+    made = compiled_graphs() - compiled
+    report_step(f"torch.compile, which made {made} graphs in {waited:.0f} s", decoder, bytes_of_token)
     report_step("again", decoder, bytes_of_token)
 
 

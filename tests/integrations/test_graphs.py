@@ -5,6 +5,7 @@ as in a CUDA graph, nothing of the model's Python runs any more.
 """
 
 import copy
+import runpy
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -16,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import CompileConfig, DeepseekV3Config, DeepseekV3ForCausalLM, GenerationConfig, StaticCache
 
 from moe_nvfp4.integrations.huggingface import graphs, swap_experts, use_cuda_graphs
+from tests.common import ROOT
 from tests.models import IDS, SMALL, gpt_oss, granite, llama4, make, nemotron_h, qwen3_moe
 
 STEPS = 12
@@ -230,3 +232,12 @@ def test_a_sliding_window_would_be_wrong(recorded, monkeypatch):
     want = said(model, disable_compile=True)
     got = said(use_cuda_graphs(model))
     assert not all(torch.equal(a, b) for a, b in zip(got.logits, want.logits, strict=True))
+
+
+def test_the_benchmark_generates(capsys, monkeypatch):
+    """examples/benchmark_offload.py, in all its ways."""
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    model = swap_experts(make(qwen3_moe), progress=False)
+    runpy.run_path(str(ROOT / "examples" / "benchmark_offload.py"))["time_generate"](model, 96, "cpu", 2)
+    said = capsys.readouterr().out
+    assert said.count(" tokens/s, ") == 5 and said.endswith("without it: True\n")
