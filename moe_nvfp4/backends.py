@@ -76,7 +76,7 @@ def _select(problem: Problem, device: torch.device, forced: str | None) -> Backe
         mine = [(name, reason) for name, reason in choice.rejected if named(name).device_type == device.type]
         why = "; ".join(f"{name} {reason}" for name, reason in mine)
         _warn(
-            f"4-bit {what} on {found} run as plain torch operations, the same numbers and many times "
+            f"4-bit {what} on {found} run as plain torch operations, with the same numbers but many times "
             f"slower: {why or 'no backend has kernels for it'}. MOE_NVFP4_BACKEND=reference silences this"
         )
     elif lacking := [r for r in choice.rejected if _refusal(named(r[0]), complete, problem) is None]:
@@ -134,7 +134,7 @@ class Selected(NamedTuple):
 
 
 def selected(problem: Problem, device: torch.device) -> Selected:
-    """What `select` says, as a constant for torch.compile."""
+    """The result of `select`, as a constant for torch.compile."""
     p = problem  # its fields are passed one by one: torch 2.13 turns a NamedTuple into an empty constant
     sizes = p.num_experts, p.hidden_size, p.intermediate_size
     return _constant(p.kind, *sizes, p.gate, p.activations, p.dtype, p.fused, p.host_weights, p.mapped, device)

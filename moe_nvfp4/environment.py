@@ -69,7 +69,7 @@ def describe() -> Iterator[str]:
     found = {name: value for name, value in sorted(os.environ.items()) if VARIABLES.fullmatch(name)}
     yield from (f"{name}={value}" for name, value in found.items())
     if not found:
-        yield "no environment variable that counts here is set"
+        yield "no environment variable that matters here is set"
 
 
 def cpu_name() -> str:

@@ -46,7 +46,7 @@ class MappedFile:
 
     def at(self, start: int, size: int) -> int:
         if start < 0 or start + size > self.size:
-            raise ValueError(f"{self.path} has {self.size} bytes, but should have {start + size}: download it again")
+            raise ValueError(f"{self.path} has {self.size} bytes, but {start + size} are needed: download it again")
         return self.address + start
 
     @property

@@ -92,7 +92,7 @@ def refuse_scales(*scales: Tensor | None) -> None:
     if any(scale is not None and scale.requires_grad for scale in scales):
         raise NotImplementedError(
             "scales of 4-bit weights have requires_grad, but get no gradients: leave them out, with "
-            "requires_grad_(False), and train biases, adapters or what is around the experts"
+            "requires_grad_(False), and train biases, adapters or the modules around the experts"
         )
 
 

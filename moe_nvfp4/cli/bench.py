@@ -14,7 +14,7 @@ TOKENS = {"cpu": (1, 16, 256), "cuda": (1, 16, 64, 256, 1024, 4096)}
 
 def add(commands: Commands) -> None:
     sub = command(
-        commands, "bench", run, "the speed of this machine",
+        commands, "bench", run, "measure the speed of this machine",
         "Time one layer (the shape of Qwen3-30B-A3B, random weights that are not in a cache) and MODEL with 4-bit "
         "experts, and transformers' bf16 experts in the same run. The roof of a layer is the time to read its 4-bit "
         "bytes from memory or to do its arithmetic in a bf16 matrix product, whichever is longer on this machine.",

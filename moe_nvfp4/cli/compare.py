@@ -26,8 +26,8 @@ LABELS = {"bf16": "W4A16", "nvfp4": "W4A4", "nvfp4_four_over_six": "W4A4 4/6"}
 
 def add(commands: Commands) -> None:
     sub = command(
-        commands, "compare", run, "accuracy of 4-bit against the original",
-        "Perplexity, KL divergence of the next-token distributions and top-1 agreement of MODEL with 4-bit "
+        commands, "compare", run, "measure the accuracy of 4-bit against the original",
+        "Measure perplexity, KL divergence of the next-token distributions and top-1 agreement of MODEL with 4-bit "
         "experts (W4A16 and W4A4) against the original, on a text. Needs memory for both models.",
     )  # fmt: skip
     sub.add_argument("model", metavar="MODEL", help=MODEL_HELP)

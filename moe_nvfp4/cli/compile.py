@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> None:
     for multiprocessors in [args.multiprocessors] if args.multiprocessors else arch.multiprocessors:
         gpu = Gpu(arch.capability, multiprocessors)
         count += sum(compile_for(layer, gpu, top_k) for layer, top_k in layers) + compile_for(linears, gpu)
-    say(f"{args.model} on {args.arch}: {count} kernels compiled, in {cache_folder()}; all others were there")
+    say(f"{args.model} on {args.arch}: {count} kernels compiled, in {cache_folder()}; all others were there already")
 
 
 def _known(sizes: Sizes, args: argparse.Namespace) -> list[tuple[Any, int]]:

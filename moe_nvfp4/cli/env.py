@@ -9,7 +9,7 @@ from moe_nvfp4.cli.options import Commands, command, say
 
 def add(commands: Commands) -> None:
     command(
-        commands, "env", run, "what an issue report needs",
+        commands, "env", run, "show what an issue report needs",
         "Show versions, devices, which backend runs on each and why the others do not, caches and their sizes, and "
         "the environment variables that matter here.",
     )  # fmt: skip

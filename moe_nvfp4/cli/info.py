@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 def add(commands: Commands) -> None:
     sub = command(
-        commands, "info", run, "what is in a model",
+        commands, "info", run, "show what is in a model",
         "List the experts of MODEL: layers, sizes, gate, format, bytes before and after, and which "
         "would be skipped and why. Reads only headers and config.",
     )  # fmt: skip

@@ -20,7 +20,7 @@ HUB_FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.tiktok
 
 def resolve(model: str) -> str:
     if model != "demo":
-        return os.path.expanduser(model)  # the shell leaves the ~ of --against=~/model
+        return os.path.expanduser(model)  # the shell does not expand the ~ of --against=~/model
     from moe_nvfp4.demo import demo_path
 
     return str(demo_path())

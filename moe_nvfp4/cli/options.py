@@ -40,8 +40,8 @@ def command(
 def add_quantizing(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "--recipe", choices=(*RECIPES, *CALIBRATED_RECIPES), default=None,
-        help=f"how dense weights are quantized (default {DEFAULT_RECIPE}); weighted: with regard to how large the "
-        "experts' inputs are; gptq: with regard to their inputs for a text (only in moe-nvfp4 quantize)",
+        help=f"how dense weights are quantized (default {DEFAULT_RECIPE}); weighted: errors count by how large the "
+        "experts' inputs are; gptq: by their effect on the outputs for a text (only in moe-nvfp4 quantize)",
     )  # fmt: skip
     add_exclude(sub)
 
@@ -62,14 +62,14 @@ def add_answering(sub: argparse.ArgumentParser) -> None:
 
 
 def add_texts(
-    sub: argparse.ArgumentParser, windows: int, shortest: int, default: str = "default for demo: a text of its own"
+    sub: argparse.ArgumentParser, windows: int, shortest: int, default: str = "default, for demo only: a built-in one"
 ) -> None:
     sub.add_argument("--text", type=path, help=f"a text file ({default})")
     sub.add_argument(
-        "--windows", type=whole(1), default=windows, metavar="N", help=f"pieces of the text (default {windows})"
+        "--windows", type=whole(1), default=windows, metavar="N", help=f"pieces of the text to use (default {windows})"
     )
     sub.add_argument(
-        "--window", type=whole(shortest), default=WINDOW, metavar="N", help=f"tokens in each (default {WINDOW})"
+        "--window", type=whole(shortest), default=WINDOW, metavar="N", help=f"tokens in each piece (default {WINDOW})"
     )
 
 

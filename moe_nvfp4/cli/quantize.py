@@ -52,7 +52,7 @@ def add(commands: Commands) -> None:
         help="quantize only these experts modules; may have wildcards (default: all)",
     )  # fmt: skip
     sub.add_argument(
-        "--dialect", choices=DIALECTS, default="modelopt", help="names and config of the files (default modelopt)"
+        "--dialect", choices=DIALECTS, default="modelopt", help="tensor names and config of DST (default modelopt)"
     )
     sub.add_argument(
         "--share-scales", action="store_true",
@@ -65,7 +65,7 @@ def add(commands: Commands) -> None:
     )  # fmt: skip
     sub.add_argument("--dry-run", action="store_true", help="print the plan and the sizes, but write nothing")
     sub.add_argument(
-        "--workers", type=whole(1, 256), metavar="N", help="threads (default: one per core, at most 4, 8 with a GPU)"
+        "--workers", type=whole(1, 256), metavar="N", help="threads (default: one per core, at most 4, or 8 with a GPU)"
     )
     add_device(sub)
 

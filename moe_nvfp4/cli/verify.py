@@ -14,7 +14,7 @@ def add(commands: Commands) -> None:
         "Read every tensor of the NVFP4 checkpoint DST and check names, shapes, dtypes, scales, and that every expert "
         "is complete. With --against, also show the error of each layer against the original. Exit code 0 (good) or 2.",
     )  # fmt: skip
-    sub.add_argument("destination", metavar="DST", help="folder or hub name of a 4-bit checkpoint")
+    sub.add_argument("destination", metavar="DST", help="folder or Hub name of a 4-bit checkpoint")
     sub.add_argument("--against", default=None, metavar="SRC", help="the checkpoint it was made from, or 'demo'")
     sub.add_argument(
         "--plot", type=path, metavar="OUT.png",

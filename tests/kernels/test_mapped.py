@@ -134,7 +134,7 @@ def test_a_file_that_is_too_short_is_not_mapped(tmp_path):
     (tmp_path / "a").write_bytes(bytes(100))
     at = (tmp_path / "a", 0)
     layer, matrix = random_layer(1, 64, 48), Matrix(at, at)
-    with pytest.raises(ValueError, match=re.escape(f"{tmp_path / 'a'} has 100 bytes, but should have 1536")):
+    with pytest.raises(ValueError, match=re.escape(f"{tmp_path / 'a'} has 100 bytes, but 1536 are needed")):
         layer.map_files({"gate_up_proj": [[matrix, matrix]], "down_proj": [[matrix]]})
 
 

@@ -388,7 +388,7 @@ def missing() -> str | None:
         return None
     except (OSError, subprocess.SubprocessError) as error:
         if isinstance(error, OSError) and str(cache_folder()) in str(error):
-            return f"cannot be compiled ({error}): set MOE_NVFP4_CACHE to a folder of yours that can be written to"
+            return f"cannot be compiled ({error}): set MOE_NVFP4_CACHE to a folder that you can write to"
         return f"cannot be compiled ({_why(error)}): install a C compiler (apt install gcc, or set CC) and start again"
 
 

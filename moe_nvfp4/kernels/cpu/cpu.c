@@ -175,7 +175,7 @@ typedef struct {
     int64_t known;          /* mapped: whether the system tells which pages are in memory (see `there`) */
     float alpha, limit, up_offset;
     int32_t clamp_after;
-    /* filled in by plan_gemm() */
+    /* filled in by measure(), add_gemm() and run() */
     void *rows;             /* x, in planes */
     void *leads;            /* the first tokens of experts with many, side by side */
     int32_t *hit;           /* experts with tokens */
@@ -202,7 +202,7 @@ typedef struct {
     float *row_scale;      /* [R] */
     int64_t x_type, x_rows, width, K, R, E;
     int64_t four_over_six; /* see format._four_over_six */
-    /* filled in by measure_quantize() */
+    /* filled in by measure_quantize() and run() */
     uint8_t *work;         /* scratch, work_bytes for each thread */
     int64_t work_bytes;
     uint8_t *tokens;       /* if several rows are copies of one row of x: the rows of x, quantized; or NULL */

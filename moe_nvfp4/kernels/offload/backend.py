@@ -259,4 +259,4 @@ def _do(name: str, *arguments: Any) -> None:
         use_context(torch.cuda.current_device())
         code = getattr(_driver(), name)(*arguments)
     if code:
-        raise RuntimeError(f"{name} failed with CUDA driver error {code}: an earlier kernel may have; see the log")
+        raise RuntimeError(f"{name} failed with CUDA driver error {code}: an earlier kernel may be why; see the log")

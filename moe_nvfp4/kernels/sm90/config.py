@@ -10,7 +10,7 @@ from moe_nvfp4.kernels.sm90.pack import UNIT_WORDS
 from moe_nvfp4.weights import Gate
 
 MAX_EXPERTS = 1024
-SMEM = 233472  # bytes of shared memory per multiprocessor; 3 KB and the tile list are not for a CTA's ring
+SMEM = 233472  # bytes of shared memory per multiprocessor; a CTA's ring has 3 KB and the tile list less than its share
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class TileShape:
     BN         tokens per tile: N
     NWG        consumer warpgroups
     MB         64-row blocks of weights per warpgroup
-    KS         into how many parts warpgroups split K; NWG / KS of them split the rows
+    KS         parts of K among the warpgroups; in each part, NWG / KS warpgroups split the rows
     KB         64-column blocks of K per stage
     stages     of the ring
     group      k16 steps per WGMMA commit

@@ -83,7 +83,7 @@ class Epilogue:
                 begin = (place.block + m) * 64 + warp * 16
                 column = begin + 2 * g
                 first, other = column, column + 1
-            if begin < columns:  # then all columns of the warp are below, too: there is a multiple of 16
+            if begin < columns:  # then so are all columns of the warp, because `columns` is a multiple of 16
                 self.store_block(m, acc, largest, out, place, Column(first, other, shift, odd, pitch))
         if const_expr(self.tracks_amax):
             values = [largest[j] for j in range(self.N // 4)]

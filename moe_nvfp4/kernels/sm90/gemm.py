@@ -3,7 +3,7 @@
 Weights are the MMA's A operand (M), dequantized in registers from the layout of `sm90.pack`. Tokens are B (N = 8 to
 256), from shared memory. For up to 8 tokens, each warp uses mma.sync, which has the same fragments as WGMMA: that takes
 fewer instructions and no waiting, and decode is short of issue slots. A group's last tile is computed by WGMMAs of
-`small` tokens if they suffice, because between 16 and 100 tokens the tensor cores take as long as the bytes.
+`small` tokens if they suffice: between 16 and 100 tokens the tensor cores' time matters, not only that of the bytes.
 
 NVFP4 rows are bf16 code * sf too, which is exact. Sums are fp32, and the global scales of weights and rows multiply the
 sum: `value = code * sf * global_scale`. `sm90.quantize` says how h becomes such rows.
