@@ -27,6 +27,7 @@ from moe_nvfp4.backends import named
 from moe_nvfp4.integrations.huggingface import use_cuda_graphs
 from moe_nvfp4.integrations.huggingface.config import MoeNvfp4Config
 from moe_nvfp4.integrations.huggingface.experts import describe, experts_for
+from moe_nvfp4.integrations.huggingface.offload import SharedAhead
 from moe_nvfp4.kernels.cpu import backend as cpu
 from moe_nvfp4.kernels.offload import backend as offload
 from moe_nvfp4.kernels.offload.pages import pin
@@ -226,6 +227,31 @@ def way_there_and_back(device):
     print(f"there and back: {(by_mail - alone) * 1e6:.0f} us, by host functions {(by_function - alone) * 1e6:.0f} us")
 
 
+class Block(torch.nn.Module):
+    """Routed experts, and a shared expert of as many weights in bf16."""
+
+    def __init__(self, experts, device):
+        super().__init__()
+        H, I = experts.hidden_size, experts.intermediate_size
+        linear = partial(torch.nn.Linear, bias=False, dtype=torch.bfloat16, device=device)
+        self.experts = experts
+        self.shared_experts = torch.nn.Sequential(linear(H, 2 * I), torch.nn.GLU(), linear(I, H))
+
+    def forward(self, x, ids, p):
+        return self.experts(x, ids, p) + self.shared_experts(x)
+
+
+def with_shared_experts(name, device):
+    """One token: microseconds of a layer with a shared expert, computed after the CPU's answer and while it works."""
+    *sizes, copies = LAYERS[name]
+    blocks = [Block(layer, device) for layer in random_layers(sizes, copies)]
+    after = OneToken(sizes, device).beside(blocks)
+    for block in blocks:
+        block.experts.meanwhile = SharedAhead(block, block.shared_experts).start
+    beside = OneToken(sizes, device).beside(blocks)
+    print(f"{name}, with a shared expert: {after * 1e6:.0f} us, {beside * 1e6:.0f} if it runs while the CPU works")
+
+
 def copy_rate(layer):
     """GB/s of copies to the GPU from the memory of a layer's weights."""
     codes = layer.weights.w13
@@ -376,6 +402,7 @@ def benchmark(name):
         layer_in_files(next(iter(LAYERS)), device)
         if device == "cuda":
             way_there_and_back(device)
+            with_shared_experts("DeepSeek-R1, 64 of 256 experts", device)
     elif name == "files":
         layer_in_files(next(iter(LAYERS)), device)
     elif name in CONFIGS:

@@ -66,6 +66,7 @@ class NVFP4Experts(Prepared):
         self.hidden_size, self.intermediate_size = hidden_size, intermediate_size
         self.post_expert_norm: nn.Module | None = None
         self.observer: Callable[[Tensor, Tensor], None] | None = None  # while scales are calibrated
+        self.meanwhile: Callable[[], None] | None = None  # launches work for the GPU while the CPU computes
         self.recipe = DEFAULT_RECIPE  # by which adapters are merged
         self.recompute = True  # run GEMM 1 again in the backward pass, where no adapter, hook or bias needs its output
         self._layout: Layout | None = None  # that of the weights while they are `packed`
@@ -367,7 +368,7 @@ class NVFP4Experts(Prepared):
             hooks = hooks._replace(adapters=tree_map(lambda t: t.to(here), hooks.adapters))
         chosen, weights = self._for_call(x.dtype, hooks.fused, beside)
         if beside:
-            y = run_beside(x, ids, p, self._number)
+            y = run_beside(x, ids, p, self._number, self.meanwhile)
         else:
             y = run_experts(x, ids, p, weights, hooks, chosen, self.recompute)
         return y.to(hidden_states) if self.on_cpu else y.to(hidden_states.dtype)

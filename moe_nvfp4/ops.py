@@ -341,10 +341,22 @@ def moe_forward(
     return run_experts(x, top_k_index, top_k_weights, weights, hooks, selected(problem, x.device))
 
 
-def run_beside(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, layer: int) -> Tensor:
-    """`run_experts` for the fused layer with this number, whose weights are on the CPU while x is on a GPU."""
+def run_beside(
+    x: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    layer: int,
+    meanwhile: Callable[[], None] | None = None,
+) -> Tensor:
+    """`run_experts` for the fused layer with this number, whose weights are on the CPU while x is on a GPU.
+
+    meanwhile() launches work for the GPU to do while the CPU computes: in eager mode, without gradients.
+    """
     refuse_transforms()
-    return experts_beside(x, top_k_index, top_k_weights, layer)
+    if meanwhile is None or torch.compiler.is_compiling() or torch.is_grad_enabled() or type(x) is not Tensor:
+        return experts_beside(x, top_k_index, top_k_weights, layer)
+    w = _beside(x, top_k_index, top_k_weights, layer)
+    return named_on("offload", x.device).functions.experts(x, top_k_index, top_k_weights, w, meanwhile)
 
 
 def run_experts(

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import threading
+from dataclasses import dataclass
+from typing import Any
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from moe_nvfp4.integrations.huggingface.config import check_cpu_experts
 from moe_nvfp4.integrations.huggingface.experts import HFExperts
 from moe_nvfp4.quantize.report import readable_size
 
 CONTEXT = 8192  # tokens of the KV cache that "auto" leaves room for
+SHARED = ("shared_experts", "shared_expert", "shared_mlp")  # the names that blocks have for them
 SCRATCH = 3 << 30  # bytes that "auto" leaves free: activations, graphs, weights that are copied for long prompts
 
 
@@ -30,6 +35,8 @@ def keep_experts_on_cpu(
     experts = _layers(model)
     for i, layer in enumerate(experts):
         layer.keep_on_cpu(i < count)
+    for block in model.modules():
+        _overlap(block)
     return experts[:count]
 
 
@@ -104,3 +111,90 @@ def _bytes(module: nn.Module) -> int:
     tensors = {id(t): t for t in (*module.parameters(), *module.buffers())}  # counts tied ones once
     in_files = sum(m.mapped_bytes for m in module.modules() if isinstance(m, HFExperts))
     return in_files + sum(t.numel() * t.element_size() for t in tensors.values())
+
+
+# ---------------------------------------------------------------- shared experts
+@dataclass
+class _BlockCall:
+    """The call of a block that this thread is in: x is its input; output is that of the shared experts, once there."""
+
+    owner: SharedAhead
+    x: Tensor
+    version: int
+    started: bool = False
+    output: Tensor | None = None
+
+
+class _Latest(threading.local):
+    call: _BlockCall | None = None
+
+
+_latest = _Latest()
+
+
+class SharedAhead:
+    """Runs the shared experts of a block on the GPU while the CPU computes the routed experts.
+
+    Most models call the routed experts first and the shared experts after them, with the input of the block. On the
+    GPU's stream the shared experts then wait for the CPU too. This replaces `forward` of the shared experts: `start`,
+    which the routed experts call once the CPU is at work, computes their output, and the model's own call returns it.
+
+    `start` computes only if the model's latest call of the shared experts came after the routed experts, for the input
+    of the block. The output is returned only for that same memory, unwritten since. Every other call computes as if
+    this object were not there.
+    """
+
+    def __init__(self, block: nn.Module, shared: nn.Module):
+        self.shared, self.compute, self.useful = shared, shared.forward, False
+        shared.forward = self
+        block.register_forward_pre_hook(self.enter)
+
+    def enter(self, block: nn.Module, inputs: tuple[Any, ...]) -> None:
+        if torch.compiler.is_compiling():
+            return
+        _latest.call = None
+        if inputs and isinstance(x := inputs[0], Tensor) and not x.is_inference():  # those have no version
+            _latest.call = _BlockCall(self, x, x._version)
+
+    def start(self) -> None:
+        """Called once the CPU is at work."""
+        call = _latest.call
+        if call is None or call.owner is not self:
+            return
+        # A hook that was put around `forward` since, such as accelerate's, must not be bypassed.
+        if self.useful and self.shared.forward is self and call.x._version == call.version:
+            call.output = self.compute(call.x)
+        call.started, self.useful = True, False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return self.compute(*args, **kwargs)
+        call, _latest.call = _latest.call, None
+        after = call is not None and call.owner is self and call.started and not kwargs and _is_input(args, call)
+        if call is not None and after and call.output is not None:
+            self.useful = True
+            return call.output.reshape(args[0].shape)
+        output = self.compute(*args, **kwargs)
+        self.useful = after and isinstance(output, Tensor) and output.shape == args[0].shape
+        return output
+
+
+def _is_input(args: tuple[Any, ...], call: _BlockCall) -> bool:
+    """Whether `args` is the input of the block alone, perhaps in another shape, and was not written to since."""
+    if len(args) != 1 or not isinstance(given := args[0], Tensor) or given.is_inference():
+        return False
+    memory = lambda t: (t.data_ptr(), t.numel(), t.shape[-1:], t.dtype, t.is_contiguous())
+    return memory(given) == memory(call.x) and given.is_contiguous() and given._version == call.version
+
+
+def _overlap(block: nn.Module) -> None:
+    """Have the experts of `block`, if it has any, start its shared experts if they stay on the CPU."""
+    experts = getattr(block, "experts", None)
+    if not isinstance(experts, HFExperts):
+        return
+    shared = next((m for name in SHARED if isinstance(m := getattr(block, name, None), nn.Module)), None)
+    if not experts.on_cpu or shared is None or _layers(shared):
+        experts.meanwhile = None
+    else:
+        before = vars(shared).get("forward")
+        experts.meanwhile = (before if isinstance(before, SharedAhead) else SharedAhead(block, shared)).start

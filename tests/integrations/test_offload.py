@@ -1,4 +1,6 @@
-"""Experts that stay on the CPU: which layers' they are, how they load and move."""
+"""Experts that stay on the CPU: which layers, how they load and move, and what the GPU does meanwhile."""
+
+import copy
 
 import pytest
 import torch
@@ -12,12 +14,26 @@ from moe_nvfp4.integrations.huggingface import (
     swap_experts,
 )
 from moe_nvfp4.integrations.huggingface.experts import HFExperts
-from moe_nvfp4.integrations.huggingface.offload import CONTEXT, SCRATCH, cache_bytes
+from moe_nvfp4.integrations.huggingface.offload import CONTEXT, SCRATCH, SHARED, SharedAhead, cache_bytes
 from moe_nvfp4.integrations.huggingface.packed import PackedConverter
 from moe_nvfp4.kernels.cpu import backend as cpu
 from moe_nvfp4.kernels.offload import backend as offload
-from tests.common import relative_error
-from tests.models import IDS, folder, granite, load, logits, make, mixtral, nemotron_h, qwen3_moe
+from moe_nvfp4.layer import NVFP4Experts
+from tests.common import random_layer, relative_error
+from tests.models import (
+    IDS,
+    aria,
+    folder,
+    granite,
+    llama4,
+    load,
+    logits,
+    make,
+    mixtral,
+    nemotron_h,
+    qwen3_moe,
+    step3p7,
+)
 
 needs_library = pytest.mark.skipif(not cpu.available(), reason="no C compiler")
 on_any_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
@@ -197,6 +213,133 @@ def test_beside_a_gpu_the_model_says_the_same(tmp_path):
     assert model.lm_head.weight.is_cuda
     assert relative_error(logits(model), want) < 0.05  # attention's bf16, in a model with random weights
     assert torch.equal(logits(model.cpu()), want)
+
+
+@pytest.fixture
+def events(monkeypatch):
+    """Experts on the CPU run as beside a GPU: they are asked, start what the GPU does meanwhile, and answer."""
+    events, forward = [], NVFP4Experts.forward
+
+    def asked_and_answered(self, *args):
+        events.append("asked")
+        if self.meanwhile is not None and not torch.compiler.is_compiling():
+            self.meanwhile()
+        events.append("answered")
+        return forward(self, *args)
+
+    monkeypatch.setattr(NVFP4Experts, "forward", asked_and_answered)
+    return events
+
+
+def blocks(model, events):
+    """Blocks with shared experts, which note when they compute."""
+    names = [(b, n) for b in model.modules() for n in SHARED if hasattr(b, "experts") and hasattr(b, n)]
+    for block, name in names:
+        getattr(block, name).down_proj.register_forward_hook(lambda *_: events.append("shared"))
+    return [block for block, _ in names]
+
+
+@pytest.mark.parametrize("family, ahead", [(nemotron_h, True), (llama4, True), (aria, True), (step3p7, False)])
+def test_shared_experts_run_while_the_cpu_does(family, ahead, events):
+    model = swap_experts(make(family), recipe="max", progress=False)
+    want = logits(model)
+    count = len(blocks(model, events))
+    assert count
+    for _ in range(2):
+        keep_experts_on_cpu(model, "all")
+    usual = ["asked", "answered", "shared"] if ahead else ["shared", "asked", "answered"]
+    overlapped = ["asked", "shared", "answered"] if ahead else usual
+    for i, layer in enumerate((usual, overlapped, overlapped)):
+        events.clear()
+        assert torch.equal(logits(model), want), i
+        assert events == layer * count
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for p in twin.parameters():
+            p.add_(1) if p.is_floating_point() and p.dim() == 2 else None
+    events.clear()
+    assert torch.equal(logits(model), want) and not torch.equal(logits(twin), want)
+    assert events == overlapped * count * 2  # the copy's own
+    keep_experts_on_cpu(model, 0)
+    events.clear()
+    assert torch.equal(logits(model), want) and events == usual * count
+
+
+class Block(torch.nn.Module):
+    """Calls its experts and its shared experts as `order` says, which may change from call to call."""
+
+    def __init__(self, experts):
+        super().__init__()
+        self.experts, self.order = experts, lambda x, routed, shared: routed(x) + shared(x)
+        self.shared_experts = torch.nn.Linear(64, 64, bias=False)
+
+    def forward(self, x):
+        T = x.numel() // 64
+        ids = torch.arange(T)[:, None] % 4
+        routed = lambda x: self.experts(x.reshape(-1, 64), ids, torch.ones(T, 1)).view(x.shape)
+        return self.order(x, routed, self.shared_experts)
+
+
+ORDERS = {
+    "other rows": lambda x, routed, shared: routed(x) + shared(x + 1),
+    "rows written to": lambda x, routed, shared: routed(x) + shared(x.add_(1)),
+    "the first rows": lambda x, routed, shared: routed(x) + shared(x[:1]),
+    "not at all": lambda x, routed, shared: routed(x),
+    "twice": lambda x, routed, shared: routed(x) + shared(x) * shared(x + 2),
+    "first": lambda x, routed, shared: shared(x) * routed(x),
+    "in another shape": lambda x, routed, shared: routed(x) + shared(x.view(-1, 64)).view(x.shape),
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@torch.no_grad()
+def test_shared_experts_that_are_called_otherwise(order, events):
+    """After a call of the usual order, whatever comes next gives what it gives without this."""
+    torch.manual_seed(0)
+    block = Block(random_layer(E=4, H=64, I=48))
+    usual, x = block.order, torch.randn(2, 3, 64)
+    calls = [usual, ORDERS[order], ORDERS[order], usual, usual]
+    inputs = [x + i for i in range(len(calls))]  # none is another's
+
+    def results():
+        found = []
+        for block.order, given in zip(calls, inputs, strict=True):
+            found.append(block(given.clone()).detach())
+        return found
+
+    want = results()
+    block.experts.keep_on_cpu()
+    SharedAhead(block, block.shared_experts)
+    block.experts.meanwhile = block.shared_experts.forward.start
+    for _ in range(2):
+        for found, wanted in zip(results(), want, strict=True):
+            assert torch.equal(found, wanted)
+    for mode in (torch.inference_mode(), torch.enable_grad()):
+        with mode:
+            assert all(torch.equal(found, wanted) for found, wanted in zip(results(), want, strict=True))
+
+
+@torch.no_grad()
+def test_shared_experts_compile_whole():
+    block, x = Block(random_layer(E=4, H=64, I=48).keep_on_cpu()), torch.randn(2, 3, 64)
+    want = block(x)
+    block.experts.meanwhile = SharedAhead(block, block.shared_experts).start
+    torch.compiler.reset()
+    assert torch.equal(torch.compile(block, backend="eager", fullgraph=True)(x), want)
+
+
+@on_any_gpu
+@needs_library
+@pytest.mark.parametrize("family", [llama4, aria])
+def test_beside_a_gpu_shared_experts_give_the_same_bits(family):
+    model = swap_experts(make(family), recipe="max", progress=False, cpu_experts="all").to("cuda")
+    layers = [m for m in model.modules() if isinstance(m, HFExperts)]
+    found = [logits(model) for _ in range(4)]
+    for layer in layers:
+        assert layer.meanwhile is not None and layer.meanwhile.__self__.useful
+        layer.meanwhile = None
+    want = logits(model)
+    assert all(torch.equal(f, want) for f in found)
 
 
 def first_logits(model, **kwargs):

@@ -289,6 +289,41 @@ def test_calls_of_a_stream_share_its_memory(driver, activations):
 
 
 @needs_library
+def test_the_gpu_works_between_question_and_answer(driver, monkeypatch):
+    """What `meanwhile` launches lies in the stream after the CPU was asked, and before the stream waits for it."""
+    layer, batch = random_layer(**SIZES).keep_on_cpu(), inputs(5, 0)
+    kinds = lambda: [work.__qualname__.split(".")[1] for work in driver.work]
+    monkeypatch.setattr(
+        ops, "named_on", lambda name, device: SimpleNamespace(functions=offload, experts=offload.experts)
+    )
+    monkeypatch.setattr(ops, "check_layer", lambda *_: None)  # the weights are where x is, here
+    before = []
+    with torch.no_grad():
+        y = ops.run_beside(*batch, layer._number, lambda: before.append(kinds()))
+    down = ["cuMemcpyAsync"] * 3
+    assert before == [[*down, "cuStreamWriteValue64_v2"]] * driver.mail
+    assert kinds()[len(before[0]) if before else 3 :] == (
+        ["cuStreamWaitValue64_v2"] if driver.mail else ["cuLaunchHostFunc"]
+    ) + ["cuMemcpyAsync"]
+    driver.synchronize()
+    assert torch.equal(y, cpu.experts(*batch, layer.weights))
+
+    def breaks():
+        raise RuntimeError("no memory")
+
+    with torch.no_grad():
+        for _ in range(2) if driver.mail else ():
+            with pytest.raises(RuntimeError, match="no memory"):
+                ops.run_beside(*batch, layer._number, breaks)
+            assert kinds()[-1] == "cuStreamWaitValue64_v2"
+        y = ops.run_beside(*batch, layer._number)
+    z = ops.run_beside(*batch, layer._number, breaks)  # with gradients nothing is done meanwhile
+    driver.synchronize()
+    for found in (y, z):
+        assert torch.equal(found, cpu.experts(*batch, layer.weights))
+
+
+@needs_library
 def test_a_graph_runs_as_often_as_one_likes(driver):
     w = random_layer(**SIZES).weights
     x, ids, p = inputs(9, 0)

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from threading import Lock
@@ -56,8 +57,19 @@ _EQUAL = 1  # CU_STREAM_WAIT_VALUE_EQ
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED: memory may be allocated while a stream is captured
 
 
-def experts(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: ExpertWeights) -> Tensor:
-    """The whole layer: x [T, H], [T, top_k], [T, top_k] on a GPU, weights on the CPU -> [T, H] on the GPU."""
+def experts(
+    x: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    weights: ExpertWeights,
+    meanwhile: Callable[[], None] | None = None,
+) -> Tensor:
+    """The whole layer: x [T, H], [T, top_k], [T, top_k] on a GPU, weights on the CPU -> [T, H] on the GPU.
+
+    meanwhile() is called once the stream has asked the CPU, and before the stream waits for the answer: what it
+    launches on the stream overlaps with the CPU's work. It is not called where there is no such gap (host functions,
+    weights that are copied to the GPU).
+    """
     check()
     if _better_on_gpu(x, top_k_index, weights):
         return _on_gpu(x, top_k_index, top_k_weights, weights)
@@ -75,7 +87,7 @@ def experts(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: Expe
         hidden, ids, p, result = host
         call = cpu.Call(hidden, ids, p, weights, result, workspace.empty, _threads())
         workspace.keep(call, weights)
-        _run(call, workspace.mailbox, stream)
+        _run(call, workspace.mailbox, stream, meanwhile)
         _copy(y, result, stream)
     return y
 
@@ -123,14 +135,18 @@ def _threads() -> int:
     return max(1, min(torch.get_num_threads(), cores - SPARE))
 
 
-def _run(call: cpu.Call, mailbox: cpu.Mailbox | None, stream: int) -> None:
+def _run(call: cpu.Call, mailbox: cpu.Mailbox | None, stream: int, meanwhile: Callable[[], None] | None) -> None:
     where = ctypes.c_void_p(stream)
     if mailbox is None:
         _do("cuLaunchHostFunc", where, ctypes.c_void_p(call.function), ctypes.c_void_p(call.argument))
         return
     box, empty = ctypes.c_uint64(mailbox.address), ctypes.c_uint64(0)
     _do("cuStreamWriteValue64_v2", where, box, ctypes.c_uint64(call.argument), 0)
-    _do("cuStreamWaitValue64_v2", where, box, empty, _EQUAL)  # a batch of both calls is not faster
+    try:
+        if meanwhile is not None:
+            meanwhile()
+    finally:  # the next call needs an empty mailbox
+        _do("cuStreamWaitValue64_v2", where, box, empty, _EQUAL)  # a batch of both calls is not faster
 
 
 # ---- memory --------------------------------------------------------------------------------------
