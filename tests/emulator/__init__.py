@@ -1,10 +1,10 @@
-"""A functional model of the GPU: it runs a kernel's PTX on the CPU and stops where hardware would leave it undefined.
+"""A functional model of the GPU: it runs a kernel's PTX on the CPU, and stops where the result would be undefined.
 
     from tests.emulator import emulate
     emulate(ptx, [x, y, 3], grid=(4, 1, 1), block=(128, 1, 1), shared=49152, schedule="lazy")
 
-It knows the instructions that this project's kernels use. One that it does not know stops it with its line. Run a
-function compiled by CuTe DSL with Emulated, debug one with `python -m tests.emulator`.
+It knows the instructions that this project's kernels use; an unknown one is an error that names its line. Run a
+function compiled by CuTe DSL with Emulated, and debug one with `python -m tests.emulator`.
 
     parser      PTX text -> instructions             machine      warps, CTAs, scheduler, asynchronous operations
     program     instructions -> Python functions     memory       global, shared and Tensor Memory, and who uses them
@@ -16,9 +16,9 @@ function compiled by CuTe DSL with Emulated, debug one with `python -m tests.emu
 
 What it finds: wrong results; deadlocks; addresses out of bounds, misaligned, never written; wrong transaction counts;
 use of what a copy or an MMA is still reading or writing; missing barriers, griddepcontrol.wait, proxy fences,
-wgmma.fence and tcgen05.fence; mbarriers used by who cannot know that they are initialised, or that their CTA has not
-ended; TMEM allocated, freed or addressed wrongly; descriptors and tensor maps with bits nobody set on purpose. A
-dropped wait shows under schedule="lazy", where asynchronous work is done as late as the waits allow.
+wgmma.fence and tcgen05.fence; mbarriers used by a warp that cannot know that they are initialised, or that their CTA
+has not ended; TMEM allocated, freed or addressed wrongly; descriptors and tensor maps with bits that nobody sets on
+purpose. A missing wait shows under schedule="lazy", where asynchronous work happens as late as the waits allow.
 
 What it does not show: time; how tcgen05.mma adds (one float64 sum per instruction here); that ptxas may contract mul
 and add without .rn; the error of approximations; races in global memory; CTAs that share an SM. Generic accesses are

@@ -24,7 +24,7 @@ def size(text):
 
 
 def argument(text):
-    """(value, whether it is an output)"""
+    """Parse an argument: (value, whether it is an output)."""
     if text.startswith("zeros:"):
         _, dtype, shape = text.split(":")
         return np.zeros(tuple(int(n) for n in shape.split("x")), dtype), True
@@ -36,7 +36,7 @@ def argument(text):
 
 
 class Trace:
-    """Prints instructions of one warp after they ran, with what they wrote."""
+    """Prints the instructions of one warp after they ran, with the values that they wrote."""
 
     def __init__(self, cta, warp, lines):
         self.cta, self.warp, self.lines = cta, warp, lines

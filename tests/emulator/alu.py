@@ -1,8 +1,8 @@
 """Arithmetic, logic, comparison, selection, conversion: instructions that only touch registers of their own lane.
 
-An entry is opcode -> (type of the result, types of the inputs, function); the name must match exactly, so a modifier
-nobody thought of is an unknown instruction. PTX ISA: "Integer / Floating Point / Half Precision / Comparison and
-Selection / Logic and Shift / Data Movement and Conversion Instructions".
+An entry is opcode -> (type of the result, types of the inputs, function). The opcode must match exactly, so one with a
+modifier that nobody thought of is an unknown instruction. PTX ISA: "Integer / Floating Point / Half Precision /
+Comparison and Selection / Logic and Shift / Data Movement and Conversion Instructions".
 """
 
 import itertools
@@ -44,7 +44,7 @@ def _divide(a, b):
     safe = np.where(b == 0, b.dtype.type(1), b)
     if a.dtype.kind == "u":
         return a // safe
-    sizes = [np.abs(x.astype(S64)).view(U64) for x in (a, safe)]  # unsigned: that of the smallest number too
+    sizes = [np.abs(x.astype(S64)).view(U64) for x in (a, safe)]  # unsigned, so that the smallest number has one too
     quotient = (sizes[0] // sizes[1]).view(S64)
     return np.where((a < 0) != (safe < 0), -quotient, quotient).astype(a.dtype)
 
@@ -169,7 +169,7 @@ def _prmt(a, b, selector):
 
 
 def _field(width, *numbers):
-    """Position and length are taken modulo 256, as PTX has it; an H200 does not for 64 bits."""
+    """Position and length are taken modulo 256, as PTX specifies; an H200 does not do so for 64 bits."""
     return [np.minimum(n if width == 64 else n & U32(255), U32(255)) for n in numbers]
 
 
@@ -207,7 +207,7 @@ for t in ("b32", "b64"):
 
 # ---- floats ----
 def _extremum(pick, zeros):
-    """-0 < +0, which NumPy leaves open: equal values differ in the sign only, so `zeros` works on their bits."""
+    """-0 < +0, which NumPy leaves open: equal values differ only in sign, so `zeros` works on their bits."""
 
     def run(a, b):
         bits = f"u{a.dtype.itemsize}"
@@ -222,7 +222,7 @@ def _canonical(function):
 
     def run(*inputs):
         result = function(*inputs)
-        if result.dtype == F32 and result.dot(result) < np.inf:  # a quick way to see that there is none
+        if result.dtype == F32 and result.dot(result) < np.inf:  # a quick way to see that there is no NaN
             return result
         return np.where(np.isnan(result), NAN[result.itemsize], result)
 
@@ -280,7 +280,7 @@ for name, f in (("add", np.add), ("sub", np.subtract), ("mul", np.multiply), ("d
 
 # ---- two or more values in one register ----
 def _pairs(f, dtype):
-    """f on the packed values; they are one array, so that f needs no loop."""
+    """Apply f to the packed values; they are one array, so f needs no loop."""
 
     def run(*inputs):
         return f(*(np.ascontiguousarray(x).view(dtype) for x in inputs)).view(inputs[0].dtype)
@@ -289,7 +289,7 @@ def _pairs(f, dtype):
 
 
 def _bf16_multiply(a, b):
-    """A product of two bf16 has 16 bits: float32 holds it, but where it underflows."""
+    """A product of two bf16 has 16 bits, so float32 holds it unless it underflows."""
     x, y = bf16_decode(a), bf16_decode(b)
     result = x * y
     if np.count_nonzero((np.abs(result) < F32(2.0**-100)) & (x != 0) & (y != 0)):
@@ -298,7 +298,7 @@ def _bf16_multiply(a, b):
 
 
 def _bf16(f):
-    """bf16 arithmetic is the exact result rounded once; float64 rounded to odd keeps what that needs."""
+    """bf16 results are the exact ones rounded once; float64 rounded to odd keeps all bits that this needs."""
 
     def run(*inputs):
         exact = f(*(bf16_decode(x).astype(F64) for x in inputs))
@@ -345,7 +345,7 @@ for t in ("f16", "bf16"):
     define(f"neg.{t}x2", "b32", "b32", _pairs(negative, U16))
     define(f"abs.{t}x2", "b32", "b32", _pairs(absolute, U16))
 for name, f in (("min", _min), ("max", _max), ("min.NaN", _min_nan), ("max.NaN", _max_nan)):
-    # A NaN result is 0x7fff; float16's own NaN has other bits, so that is set apart.
+    # A NaN result is 0x7fff; NumPy's float16 NaN has other bits, so it is set separately.
     half = lambda a, b, f=f: _half_nan(f(a.view(np.float16), b.view(np.float16)))
     brain = lambda a, b, f=f: bf16_encode(f(bf16_decode(a), bf16_decode(b)))
     for t, g in (("f16", half), ("bf16", brain)):
@@ -371,13 +371,13 @@ BOOLEAN = {"and": np.logical_and, "or": np.logical_or, "xor": np.logical_xor}
 
 
 def comparison(name, t):
-    """The function of setp's comparison `name` on type `t`, or None."""
+    """The function for setp's comparison `name` on type `t`, or None."""
     if t in ("f32", "f64", "f16"):
         if name == "nan":
             return lambda a, b: np.isnan(a) | np.isnan(b)
         if name == "num":
             return lambda a, b: ~(np.isnan(a) | np.isnan(b))
-        if name == "ne":  # the ordered ne: false with a NaN
+        if name == "ne":  # the ordered ne: false if one is NaN
             return lambda a, b: (a != b) & ~np.isnan(a) & ~np.isnan(b)
         if name in UFUNC:
             return UFUNC[name]
@@ -401,9 +401,9 @@ def _to_integer(rounding, T, ftz):
 
     def run(a):
         x = ROUND[rounding](flush(a) if ftz else a).astype(F64)
-        nan = np.isnan(x)  # an H200 makes 0 of it, and of 64 bits the top bit
+        nan = np.isnan(x)  # an H200 turns it into 0, and for 64 bits into the top bit
         x = np.where(nan, 0, x)
-        # The top of a 64-bit range is no float64: what is at or above it is set, not converted.
+        # The top of a 64-bit range is not a float64: values at or above it are set, not converted.
         top = x >= float(limits.max)
         inside = np.clip(x, float(limits.min), np.nextafter(float(limits.max), 0) if limits.bits == 64 else limits.max)
         result = np.where(top, T(limits.max), inside.astype(T))
@@ -424,7 +424,7 @@ def _relu(x, relu):
 
 
 def _f16(x):
-    """Bits of float16, to nearest even."""
+    """The bits of float16, rounded to nearest even."""
     return _half_nan(x.astype(np.float16))
 
 

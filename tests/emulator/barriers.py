@@ -24,14 +24,14 @@ MOST = (1 << 20) - 1
 
 
 class Mbarrier:
-    """Phase, pending arrivals, and bytes still to come. A phase ends when the last two are zero."""
+    """Phase, pending arrivals, and bytes still to come. A phase ends when both counts are zero."""
 
     def __init__(self, warp, offset, count, line):
         cta = warp.cta
         if not 1 <= count <= MOST:
             raise Violation(f"mbarrier.init with count {count}")
         self.machine, self.cta, self.offset, self.line = cta.machine, cta, offset, line
-        self.made = warp.slot, int(warp.known[warp.slot])  # by whom, when
+        self.made = warp.slot, int(warp.known[warp.slot])  # by which warp, and when
         self.count = self.pending = count
         self.phase = self.tx = 0
         self.learned = Known(len(cta.history.names))  # in this phase
@@ -48,7 +48,7 @@ class Mbarrier:
             raise Violation(f"transaction count of {self}")
 
     def arrive(self, count, expect=0, clocks=None, far=False):
-        """clocks: what of the arriving warp's history whoever waits will know; None: all. far: it is of another CTA."""
+        """clocks: what waiters learn of the arriving warp's history; None: all. far: the warp is of another CTA."""
         if expect:
             self.expect(expect)
         if count > self.pending:
@@ -73,7 +73,7 @@ class Mbarrier:
 
 
 def find(warp, address, own=False, asynchronous=False):
-    """The mbarrier at a shared::cluster address, which must be the CTA's own, or may be signalled asynchronously."""
+    """The mbarrier at a shared::cluster address. It must be the CTA's own, unless it is signalled asynchronously."""
     rank, offset = address >> RANK_SHIFT, address & OFFSET
     cluster = warp.cta.cluster.ctas
     if rank >= len(cluster):
@@ -101,7 +101,7 @@ ORDER = r"(?:\.(?P<order>release|acquire|relaxed))?(?:\.(?P<scope>cta|cluster))?
 
 
 def narrow(warp, match):
-    """Whether an arrival or a wait orders nothing between CTAs. PTX ISA: without a scope it is .cta."""
+    """Whether an arrival or a wait orders nothing between CTAs. PTX ISA: the default scope is .cta."""
     return match["scope"] == "cta" or match["scope"] is None and not warp.cta.machine.lenient
 
 
@@ -204,7 +204,7 @@ def build_try_wait(build, match, target, place, phase, limit=None):
         if match["parity"] and wanted > 1:
             raise Violation(f"phase parity {wanted}")
         if not done and may_wait and not (warp.wait is not None and warp.wait.expired):
-            # A try that fails is asked again, so it may as well be answered when the answer changes.
+            # A try that fails is repeated, so it may as well return when the answer changes.
             if match["parity"]:
                 ready = lambda: (barrier.phase & 1) != wanted
             else:
@@ -241,7 +241,7 @@ def build_bar(build, match, number, threads=None):
             gather(warp)
             warp.cta.machine.timeline.wait(warp, warp.wait.barrier.learned.time, warp.wait.what.partition(":")[0])
             acquire(warp, warp.wait.barrier.learned)
-            return None  # it has been waiting, and that is over
+            return None  # it has waited, and the wait is over
         if not warp.full(mask):
             return Lanes()
         R = warp.R
@@ -367,7 +367,7 @@ def build_fence(build, match):
     r"|fence\.proxy\.(?:alias|tensormap::generic\.release)\S*"
 )
 def build_nothing(build, match, *operands):
-    """Time does not pass, and registers are never short."""
+    """Does nothing: time does not pass here, and registers are never short."""
     if match[0].startswith("setmaxnreg"):
         count = operands[0].bits
         if not 24 <= count <= 256 or count % 8:
@@ -377,7 +377,7 @@ def build_nothing(build, match, *operands):
 
 @operation(r"griddepcontrol\.launch_dependents")
 def build_dependents_launch(build, match):
-    """One kernel runs at a time: `Stream` makes the next one wait for what it may not see yet."""
+    """Kernels run one at a time: `Stream` makes the next one wait for what it may not see yet."""
 
     def run(warp, mask):
         warp.cta.machine.early_trigger |= not warp.waited
@@ -395,7 +395,7 @@ def build_dependency_wait(build, match):
 
 @operation(r"call(?:\.uni)?")
 def build_call(build, match, *operands):
-    """Kernels here call nothing but vprintf and __assertfail, to say why they stop."""
+    """Kernels call nothing here but vprintf and __assertfail, to say why they stop."""
     function = operands[-2]
 
     def run(warp, mask):

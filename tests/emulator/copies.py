@@ -15,16 +15,16 @@ from tests.emulator.machine import Operation
 from tests.emulator.memory import GRANULE, OFFSET, RANK_SHIFT, WRITTEN, Violation
 from tests.emulator.program import PARAMETERS, lanes_of, operation
 
-# Code of the element type in the map -> bits of an element: uint8, uint16, uint32, float16, float32, bfloat16, e2m1.
+# Element type code in a map -> bits of an element: uint8, uint16, uint32, float16, float32, bfloat16, e2m1.
 ELEMENT_BITS = {0: 8, 1: 16, 2: 32, 6: 16, 7: 32, 10: 16, 11: 4}
-# Of no effect on values: how much is brought to L2, and two bits in which maps by cuTensorMapEncodeTiled of CUDA 13.0
+# Bits without effect on values: how much goes to L2, and two bits in which maps by cuTensorMapEncodeTiled of CUDA 13.0
 # and those by CuTe DSL differ; bit 21 is set for tensors of 128 KiB and more.
 PROMOTION, OTHER_FLAGS = 3 << 17, 1 << 1 | 3 << 21
 SWIZZLE_BYTES = {0: 0, 1: 32, 2: 64, 3: 128}
 
 
 def swizzle(address, span):
-    """The 16-byte piece of a 128-byte line is XORed with the line's number; `span` 0, 32, 64 or 128."""
+    """16-byte pieces of a 128-byte line are XORed with the line's number; `span` is 0, 32, 64 or 128."""
     if span == 0:
         return address
     return address ^ (address >> 3 & (span - 16))
@@ -59,14 +59,14 @@ class TensorMap:
         return int(np.prod(self.box)) * self.bits // 8
 
     def rows(self, coordinates):
-        """Address of every innermost row of the box, whether it is inside, and which bytes of a row are inside."""
+        """The address of each innermost row of the box, whether it is inside, and which bytes of a row are inside."""
         inner = coordinates[0]
         first, last = max(0, -inner), min(self.box[0], self.dims[0] - inner)
         if (inner * self.bits) % 8 or (first * self.bits) % 8 or (max(first, last) * self.bits) % 8:
             raise Violation(f"tensor map: a tile at {coordinates} splits a byte")
         addresses = np.array([self.address + inner * self.bits // 8])
         inside = np.array([True])
-        # The second dimension runs fastest among rows, so it is put on the right, last.
+        # The second dimension runs fastest among rows, so it goes last, on the right.
         for dim in range(len(self.dims) - 1, 0, -1):
             at = coordinates[dim] + np.arange(self.box[dim])
             addresses = (addresses[:, None] + at * self.strides[dim - 1]).ravel()
@@ -85,7 +85,7 @@ class TensorMap:
             raise Violation(f"tensor copy at {shared_address:#x}: not aligned to 128 bytes")
 
     def load(self, memory, coordinates):
-        """The tile, rows one after another; zeros where it is outside of the tensor."""
+        """The tile, row after row, with zeros where it is outside of the tensor."""
         addresses, inside, first, last = self.rows(coordinates)
         row = self.box[0] * self.bits // 8
         tile = np.zeros((len(addresses), row), np.uint8)
@@ -97,7 +97,7 @@ class TensorMap:
         return tile.ravel()
 
     def store(self, memory, coordinates, tile, reduce=None):
-        """A row's last 16 bytes are written even where only some of them are inside: so an H200 does."""
+        """A row's last 16 bytes are written even if only some of them are inside, as an H200 does."""
         addresses, inside, first, last = self.rows(coordinates)
         last = -(-last // 16) * 16
         tile = tile.reshape(len(addresses), -1)
@@ -146,7 +146,7 @@ def read_shared(shared, address, size, span=0):
 
 
 def placed(shared, address, size, span):
-    """The granules of a tile: swizzling permutes within a tile only when its address is aligned to the pattern."""
+    """The granules of a tile: swizzling stays within the tile only if its address is aligned to the pattern."""
     shared.span(address, size)
     pieces = np.arange(size // GRANULE) * GRANULE + address
     return (swizzle(pieces, span) - shared.base) // GRANULE
@@ -202,14 +202,14 @@ def destinations(warp, to, bar, mask, pair):
         if mask >> rank & 1:
             if rank >= len(cluster):
                 raise Violation(f"multicast to CTA {rank} of a cluster of {len(cluster)}")
-            # Of a pair's two mbarriers, the one with the parity of the given address gets the signal.
+            # Of a pair's two mbarriers, the signal goes to the one with the parity of the given address.
             at = (rank & ~1) | (bar >> RANK_SHIFT & 1) if pair else rank
             result.append((cluster[rank], find(warp, (bar & OFFSET) | at << RANK_SHIFT, asynchronous=True)))
     return result
 
 
 def issue_load(warp, to, targets, size, span, fetch):
-    """A copy to shared memory; `fetch` gives its bytes when it happens."""
+    """Issue a copy to shared memory; `fetch` returns its bytes when it happens."""
     machine, offset = warp.cta.machine, to & OFFSET
     for cta, barrier in targets:
         granules = placed(cta.shared, offset, size, span)
@@ -230,7 +230,7 @@ LOAD = (r"\.mbarrier::complete_tx::bytes(?P<multicast>\.multicast::cluster)?(?P<
 
 
 def load_operands(build, match, more):
-    """Source of the multicast mask, or None; checks what else there is."""
+    """The source of the multicast mask, or None; also checks the other operands."""
     expected = (match["multicast"] is not None) + (match["hint"] is not None or match["hint2"] is not None)
     if len(more) != expected:
         build.fail(f"{len(more)} operands after the mbarrier, {expected} are known")

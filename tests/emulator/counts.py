@@ -1,11 +1,11 @@
-"""What a run costs, counted: instructions of each warp, and the cycles that its CTAs' shared memory is busy.
+"""Count what a run costs: the instructions of each warp, and the cycles that its CTAs' shared memory is busy.
 
     with counting() as counts:
         kernel(*arguments, trace=counts)
 
 A multiprocessor's shared memory has 32 banks of 4 bytes: 128 bytes a cycle. Copies and tensor cores read and write all
-banks at a time; lanes that meet in a bank wait for each other, unless they read the same (16 bytes a lane: eight lanes
-at a time).
+banks at once; lanes that use the same bank wait for each other, unless they read the same word (with 16 bytes a lane,
+eight lanes run at a time).
 """
 
 from collections import Counter
@@ -21,15 +21,15 @@ BANKS = 32
 
 
 class Counts:
-    """instructions: {(CTA, warp, opcode up to its first dot): how many}, "mov" left out: most of them are no machine
-    instructions. shared: {"copies", "tensor cores", "loads", "stores": bytes}, of all CTAs; of the last two 128 for
-    each cycle."""
+    """instructions: {(CTA, warp, opcode up to its first dot): how many}, without "mov", as most of these are no machine
+    instructions. shared: {"copies", "tensor cores", "loads", "stores": bytes} of all CTAs, where loads and stores count
+    128 for each cycle."""
 
     def __init__(self):
         self.instructions, self.shared, self.last = Counter(), Counter(), {}
 
     def __call__(self, warp, mask):
-        """After each instruction: the emulator's `trace`. It says nothing of branches."""
+        """Called after each instruction, as the emulator's `trace`; branches are not counted."""
         opcode = warp.at.opcode
         if not opcode.startswith("mov."):
             self.instructions[warp.cta.number, warp.index, opcode.partition(".")[0]] += 1
@@ -37,19 +37,19 @@ class Counts:
             self.instructions[warp.cta.number, warp.index, "bra"] += 1
 
     def branches(self, program):
-        """Lines in front of a branch."""
+        """The number of lines in front of branches."""
         if program not in self.last:
             self.last[program] = {b.code[-1][0].line for b in program.blocks if b.code and b.end is not None}
         return self.last[program]
 
     def of_warp(self, warp, cta=0, only=None):
-        """Its instructions, or those that begin so."""
+        """The number of a warp's instructions, or of those whose opcodes begin like this."""
         of = self.instructions.items()
         return sum(n for (c, w, name), n in of if (c, w) == (cta, warp) and only in (None, name))
 
 
 def cycles(addresses, size):
-    """Of one access, in shared memory: an address for each lane, `size` bytes of each."""
+    """The cycles of one access in shared memory: an address for each lane, of `size` bytes each."""
     if (addresses == addresses[0]).all():
         return 1
     lanes = BANKS * 4 // max(size, 4)
@@ -62,7 +62,7 @@ def cycles(addresses, size):
 
 @contextmanager
 def counting():
-    """Inside, what the emulator's shared memory does is counted, too."""
+    """A context in which the work of the emulator's shared memory is counted, too."""
     counts = Counts()
 
     def count(owner, name, what, size):

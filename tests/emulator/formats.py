@@ -6,7 +6,7 @@ PTX ISA: "Alternate Floating-Point Data Formats", and "cvt" for rounding and sat
 import numpy as np
 
 U32, F32, F64 = np.uint32, np.float32, np.float64
-SMALLEST = F32(2.0**-126)  # that is no subnormal
+SMALLEST = F32(2.0**-126)  # normal float32
 
 
 def _magnitudes(exponent_bits, mantissa_bits, bias, count):
@@ -17,7 +17,7 @@ def _magnitudes(exponent_bits, mantissa_bits, bias, count):
 
 
 class SmallFloat:
-    """A sign bit over monotonic magnitudes, so that a code is an index."""
+    """A sign bit and monotonic magnitudes, so that a code is an index."""
 
     def __init__(self, bits, exponent_bits, mantissa_bits, bias, finite, nan_code):
         self.sign = 1 << (bits - 1)
@@ -33,7 +33,7 @@ class SmallFloat:
         self.table64 = table
 
     def encode(self, x):
-        """Round to nearest even, saturate to finite: cvt.rn.satfinite."""
+        """Round to nearest even and saturate to finite: cvt.rn.satfinite."""
         x = np.asarray(x, F64)
         size = np.abs(x)
         code = np.searchsorted(self.middles, size, side="left")
@@ -83,7 +83,7 @@ def bf16_decode(bits):
 
 
 def to_odd(total, error):
-    """`total` plus `error`, what rounding left out of it, rounded to odd: rounding that to fewer bits is exact."""
+    """`total`, with its rounding error `error`, rounded to odd: rounding that again to fewer bits is exact."""
     bits = np.ascontiguousarray(total, F64).view(np.int64)
     inexact = (error != 0) & (bits & 1 == 0) & np.isfinite(total)
     toward = np.where((error > 0) == (total >= 0), 1, -1)
@@ -92,14 +92,14 @@ def to_odd(total, error):
 
 
 def sum_to_odd(a, b):
-    """a + b of float64, rounded to odd (Knuth's two-sum gives the error exactly)."""
+    """a + b in float64, rounded to odd (Knuth's two-sum gives the error exactly)."""
     total = a + b
     b_part = total - a
     return to_odd(total, (a - (total - b_part)) + (b - b_part))
 
 
 def fma_f32(a, b, c):
-    """Rounded once: the product of two float32 is exact in float64."""
+    """fma rounded once: the product of two float32 is exact in float64."""
     return sum_to_odd(a.astype(F64) * b.astype(F64), c.astype(F64)).astype(F32)
 
 

@@ -1,4 +1,4 @@
-"""Small kernels in CuTe DSL for the emulator's tests: the layouts and descriptors are CuTe's own."""
+"""Small CuTe DSL kernels for the emulator's tests; layouts and descriptors are CuTe's own."""
 
 import cutlass
 import cutlass.utils as utils
@@ -107,7 +107,7 @@ class HopperGemm:
 
 
 class BlackwellGemm:
-    """out[M, N] = (a · sfa)[M, K] · (b · sfb)[N, K]ᵀ in NVFP4: a CTA per 128 x n tile, one 256 of K after another."""
+    """out[M, N] = (a · sfa)[M, K] · (b · sfb)[N, K]ᵀ in NVFP4: a CTA per 128 x n tile, in steps of 256 of K."""
 
     def __init__(self, n):
         self.n = n

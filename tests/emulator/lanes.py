@@ -1,4 +1,4 @@
-"""What the lanes of a warp do together: elect, shfl, vote, match, redux.
+"""Instructions across the lanes of a warp: elect, shfl, vote, match, redux.
 
 PTX ISA: "Parallel Synchronization and Communication Instructions", and shfl in "Data Movement".
 """
@@ -13,7 +13,7 @@ from tests.emulator.races import gather
 
 
 def together(build, members, action, barrier=False):
-    """Wait until all lanes of the member mask that are alive are here. barrier: memory is in order, too."""
+    """Wait until all living lanes of the member mask are here. barrier: memory is ordered, too."""
     member = build.source(members, "u32")
 
     def run(warp, mask):
@@ -108,7 +108,7 @@ def build_vote(build, match, target, source, members):
 
 @operation(r"match\.any\.sync\.b(?P<bits>32|64)", waits=True)
 def build_match(build, match, target, source, members):
-    """The mask of the lanes, among those that take part, that hold the same value."""
+    """For each participating lane, the mask of those that hold the same value."""
     out, a = build.target(target, "u32"), build.source(source, "u" + match["bits"])
 
     def run(warp, mask):

@@ -1,6 +1,5 @@
-"""Ways to start a kernel: PTX with its arguments, or a function compiled by CuTe DSL, whose own host code then decides
-grid, shared memory and parameters (tensor maps included), only that its launches come here instead of to a GPU.
-"""
+"""Ways to start a kernel: PTX with its arguments, or a function compiled by CuTe DSL. Its own host code then decides
+grid, shared memory and parameters (tensor maps included), but its launches come here instead of to a GPU."""
 
 import ast
 import ctypes
@@ -43,7 +42,7 @@ class Launch:
 
 @dataclass
 class Tensor:
-    """What is needed of a torch tensor or a NumPy array."""
+    """What the emulator needs to know of a torch tensor or a NumPy array."""
 
     host: int  # address of its allocation,
     size: int  # the bytes of that,
@@ -73,22 +72,21 @@ class Tensor:
         return cls(host, size, address - host, extent * item, shape, strides, dtype, value)
 
     def place(self, memory, name="tensor", state=WRITTEN):
-        """Its address on the device. An empty tensor has none; the host code wants an aligned one all the same."""
+        """The tensor's address on the device. An empty tensor has none, but the host code wants an aligned address."""
         if not self.extent:
             return Global.ALIGNMENT
         name = f"{name} ({self.dtype} {list(self.shape)})"
         return memory.place(name, self.host, self.size, self.offset, self.extent, state)
 
     def keep_for_later(self, memory):
-        """Not to be used before griddepcontrol.wait, if the kernel can reach it at all."""
+        """Forbid the use of this memory before griddepcontrol.wait, if the kernel can reach it at all."""
         if self.extent and self.host in memory.copies:
             memory.copies[self.host][1].state[self.offset : self.offset + self.extent] |= EARLIER
 
 
 class Far:
-    """A tensor too large to be there: `windows`, {first element: NumPy array}, are all there is of it, at an address
-    that is made up. A kernel that touches anything else of it stops. Windows begin and end at multiples of 16 bytes.
-    """
+    """A tensor too large for memory. Only its `windows` exist, {first element: NumPy array}, at an invented address; a
+    kernel that touches anything else of it stops. Windows begin and end at multiples of 16 bytes."""
 
     BASE, ROOM = 1 << 44, 1 << 40
     count = 0
@@ -111,10 +109,9 @@ def is_tensor(value):
 
 
 def device_memory(values, unwritten=(), after_wait=()):
-    """Global memory with these tensors. `unwritten`: those that the kernel must not read before it writes.
-    `after_wait`: those that the kernel before uses, under programmatic dependent launch: not to be touched before
-    griddepcontrol.wait.
-    """
+    """Global memory with these tensors. `unwritten`: those that the kernel must not read before it writes them.
+    `after_wait`: those that the kernel before uses under programmatic dependent launch, which must not be touched
+    before griddepcontrol.wait."""
     memory = Global()
     for number, value in enumerate(values):
         if isinstance(value, Far):
@@ -138,14 +135,14 @@ PROGRAMS = {}
 
 
 def programs(ptx):
-    """{kernel name: Program}; each text is translated once."""
+    """{kernel name: Program}; each text is translated only once."""
     if ptx not in PROGRAMS:
         PROGRAMS[ptx] = {name: Program(kernel) for name, kernel in parse(ptx).items()}
     return PROGRAMS[ptx]
 
 
 def pack(program, arguments, memory):
-    """The parameter bytes: tensors as pointers, numbers after the parameter's size, bytes as they are."""
+    """The parameter bytes: tensors become pointers, numbers have the parameter's size, bytes stay as they are."""
     kernel, data = program.kernel, bytearray(program.parameter_bytes)
     if len(arguments) != len(kernel.parameters):
         raise ValueError(
@@ -206,7 +203,7 @@ def save(path, ptx, launches, memory):
 
 
 def restore(path):
-    """(ptx, launches, memory); the buffers keep their old addresses, which the parameters hold."""
+    """(ptx, launches, memory); the buffers keep the addresses that they had, since the parameters hold these."""
     arrays, memory = np.load(path), Global()
     number = 0
     while f"base{number}" in arrays:
@@ -220,7 +217,7 @@ def restore(path):
 # ---- functions compiled by CuTe DSL ----
 @contextmanager
 def compiling_for(architecture):
-    """Inside, cute.compile makes code for sm_90a, sm_100a, ... and keeps PTX and cubin, with or without a GPU."""
+    """A context in which cute.compile makes code for sm_90a, sm_100a, ... and keeps PTX and cubin; no GPU is needed."""
     from cutlass.cutlass_dsl import CuTeDSL
 
     settings = CuTeDSL._get_dsl().envar
@@ -288,7 +285,7 @@ class Emulated:
         self.library.stub_message.restype = ctypes.c_char_p
 
     def launches(self, *arguments, memory=None):
-        """What the host code would start: a list of Launch."""
+        """The launches that the host code would start."""
         memory = memory or device_memory(arguments)
         kept, found = [], []
         values = (_Any * len(arguments))(*(self._value(a, memory, kept) for a in arguments))

@@ -1,4 +1,5 @@
-"""What touches memory through the generic proxy: ld, st, atom, red, cp.async, ldmatrix, stmatrix; and addresses.
+"""Instructions that access memory through the generic proxy: ld, st, atom, red, cp.async, ldmatrix, stmatrix; and
+addresses.
 
 PTX ISA: "Data Movement and Conversion Instructions", and atom and red in "Parallel Synchronization".
 """
@@ -32,7 +33,7 @@ def put(target, mask, values):
 
 # ---- shared memory of a cluster ----
 def shared_parts(warp, addresses):
-    """[(cta, lanes)] of shared::cluster addresses; the CTA's own in almost every case."""
+    """[(cta, lanes)] of shared::cluster addresses; almost always only the CTA's own."""
     cluster = warp.cta.cluster.ctas
     ranks = addresses >> RANK_SHIFT
     first = int(ranks[0])
@@ -90,7 +91,7 @@ def load_parameters(warp, addresses, width, count):
 
 
 def load(space, warp, addresses, width, count, ordered=False):
-    """`ordered`: an access that orders others (atomic, volatile, acquire)."""
+    """`ordered`: the access orders others (atomic, volatile, acquire)."""
     if ordered:
         acquire(warp, warp.cta.cluster.flags)
     if space == "global":
@@ -106,7 +107,7 @@ def load(space, warp, addresses, width, count, ordered=False):
 
 
 def generic(addresses):
-    """The one state space that generic addresses lie in, and the addresses there."""
+    """The one state space that these generic addresses are in, and the addresses in it."""
     spaces = {("param" if a & PARAMETERS else "shared" if a & SHARED_WINDOW else "global") for a in addresses.tolist()}
     if len(spaces) > 1:
         raise Violation("generic addresses of one instruction in several state spaces are not modelled")
@@ -161,7 +162,7 @@ def build_load(build, match, target, source, policy=None):
 
 @operation(r"st\.(?:local|param)(?:\.v[248])?\.[bsuf](?:8|16|32|64)")
 def build_store_elsewhere(build, match, target, source):
-    """What a call will read; before the other stores, since the first pattern counts. ld.local is unknown."""
+    """Stores that a call will read. Before the other stores, as the first pattern counts. ld.local is unknown."""
     return lambda warp, mask: None
 
 
@@ -192,7 +193,7 @@ def build_store(build, match, target, source, policy=None):
 # ---- registers and addresses ----
 @operation(r"mov\.b(16|32|64)")
 def build_move(build, match, target, source):
-    """mov also packs {a, b} into one register and unpacks one into several."""
+    """mov also packs {a, b} into one register, and unpacks one into several."""
     bits = int(match[1])
     if isinstance(source, Vector):
         part = bits // len(source.items)
@@ -238,7 +239,7 @@ def copy_address(build, target, source, change):
 
 @operation(r"cvta(\.to)?\.(param|global|local|shared|shared::cta|shared::cluster)\.u(32|64)")
 def build_cvta(build, match, target, source):
-    """Global addresses are generic ones; a parameter's symbol is generic already."""
+    """Global addresses are generic ones, and a parameter's symbol is generic already."""
     if not match[2].startswith("shared"):
         return copy_address(build, target, source, lambda a: a)
     if match[1]:
@@ -299,7 +300,7 @@ ATOMICS = {
 }  # fmt: skip
 SEMANTICS = r"(?:\.(?:relaxed|acquire|release|acq_rel))?(?:\.(?:cta|cluster|gpu|sys))?"
 ATOMIC = (
-    f"{SEMANTICS}{SPACE}{SEMANTICS}"  # compilers write them behind the space, too
+    f"{SEMANTICS}{SPACE}{SEMANTICS}"  # compilers also write the semantics behind the space
     r"\.(?P<what>(?:add|min|max|and|or|xor|exch|inc|cas)(?:\.noftz)?)(?:\.v(?P<count>[248]))?\.(?P<type>\w+)"
 )
 
@@ -321,7 +322,7 @@ def atomic(build, match, target, place, values, compare=None):
 
     def run(warp, mask):
         R = warp.R
-        for lane in lanes_of(mask):  # lanes may meet in one address: one after another
+        for lane in lanes_of(mask):  # lanes may share an address, so they run one after another
             for i, new in enumerate(new_values):
                 at = R[index][lane : lane + 1].astype(np.uint64) + np.uint64(offset % (1 << 64) + i * width)
                 if R[index].itemsize == 4:
@@ -383,14 +384,14 @@ def build_cp_async(build, match, target, source, size, *more):
             values = data.view(f"u{width}")
             shared.store_unclaimed(addresses, width, values if size > width else values[:, 0], index)
 
-        warp.cta.history.store(warp, addresses, size)  # before the operation: what it orders includes this
+        warp.cta.history.store(warp, addresses, size)  # before the operation, which orders this access too
         one = Operation(warp, [copy], order=("cp.async", warp))
         if not warp.copy_groups:
             warp.copy_groups.append([])
         warp.copy_groups[-1].append(one)
         if not warp.cta.machine.eager:
             granules = np.unique(np.concatenate([shared.granules(a, size) for a in addresses.tolist()]))
-            # Lanes may fill one granule in several instructions, which is no conflict.
+            # Lanes may fill one granule in several instructions: this is no conflict.
             shared.claims.append((one, granules, True))
             shared.writers[granules] += 1
         warp.cta.machine.issue(one)
@@ -446,7 +447,7 @@ MATRIX = r"\.sync\.aligned\.m8n8\.x(?P<count>[124])(?P<trans>\.trans)?\.shared(?
 
 
 def _matrix_addresses(warp, index, offset, count):
-    """Lanes 8i .. 8i + 7 hold the row addresses of matrix i."""
+    """Lanes 8i to 8i + 7 hold the row addresses of matrix i."""
     return warp.R[index][: 8 * count] + np.uint32(offset & 0xFFFFFFFF)
 
 

@@ -1,7 +1,7 @@
 """Warps, CTAs and clusters, and the scheduler that interleaves them with the asynchronous operations they started.
 
-A warp's 32 lanes run as NumPy vectors. Where lanes diverge the warp is several groups, each with its place in the code;
-the group furthest behind runs first, and groups that reach the same place become one again.
+A warp's 32 lanes run as NumPy vectors. Where lanes diverge, the warp becomes several groups, each with its own place in
+the code; the group furthest behind runs first, and groups that reach the same place merge again.
 """
 
 import random
@@ -17,21 +17,21 @@ ALL = b"\1" * 32
 NONE = bytes(32)
 LANES = np.arange(32)
 SPIN = 3000  # blocks that a warp runs before another one gets its turn
-PATIENCE = 300  # rounds without any event, after which asynchronous operations go on by themselves
+PATIENCE = 300  # rounds without any event, after which asynchronous operations advance by themselves
 POISON = {"8": 0xBD, "16": 0x7FBD, "32": 0x7FBADBAD, "64": 0x7FFBADBAD7BADBAD, "pred": False}
 DTYPES = {"8": np.uint8, "16": np.uint16, "32": np.uint32, "64": np.uint64, "pred": np.bool_}
 
 
 class EmulatorError(Exception):
-    """What the kernel did wrong, with its line, CTA and warp."""
+    """What the kernel did wrong, with the line, the CTA and the warp."""
 
 
 @dataclass(frozen=True)
 class Schedule:
     """The order of warps, and when asynchronous operations happen.
 
-    order: "forward", "reverse" (each warp runs until it must wait), "random", or "slow": some warps, by the seed,
-    run only when no other can go on, even with the help of asynchronous operations. That shows missing back pressure.
+    order: "forward", "reverse" (each warp runs until it must wait), "random", or "slow": some warps, by the seed, run
+    only when no other can, even after asynchronous operations. That shows missing back pressure.
     timing: "eager" (at issue), "lazy" (as late as the waits allow) or "random".
     """
 
@@ -58,7 +58,7 @@ class Schedule:
 
 
 class Wait:
-    """Why a group cannot go on. `barrier`: what it needs; asynchronous operations are chosen by it."""
+    """Why a group cannot continue. `barrier`: what it needs, by which asynchronous operations are chosen."""
 
     expired = False
 
@@ -67,7 +67,7 @@ class Wait:
 
 
 class Lanes(Wait):
-    """Lanes of the warp are missing; it ends when their group arrives here."""
+    """Other lanes of the warp are missing; the wait ends when their group arrives."""
 
     def __init__(self):
         super().__init__("the other lanes of its warp", lambda: False)
@@ -98,7 +98,7 @@ class Warp:
         self.at = None  # the instruction now running
         self.polled, self.polls = None, False  # its last read that orders others; whether it reads the same in a loop
         self.clock = 0  # see timeline.py
-        self.waited = False  # whether griddepcontrol.wait was called, by it or by one that it has waited for
+        self.waited = False  # whether it, or a warp that it has waited for, has called griddepcontrol.wait
         self.bulk_groups = []  # of asynchronous bulk stores: lists of operations, the last one open
         self.copy_groups = []  # of cp.async, likewise
         self.wgmma_groups, self.wgmma = [], None  # the latter from its first wgmma.fence on
@@ -114,7 +114,7 @@ class Warp:
         return f"CTA {self.cta.number} warp {self.index}"
 
     def full(self, mask):
-        """Whether all lanes that have not left are here: what .aligned asks for."""
+        """Whether all lanes that have not exited are here, as .aligned requires."""
         return mask is True or mask.tobytes() == self.alive.tobytes()
 
 
@@ -141,10 +141,10 @@ class Cluster:
         self.arrived, self.phase = set(), 0
 
     def complete(self):
-        """All CTAs are there: number the warps."""
+        """Called when all CTAs exist: number the warps."""
         warps = [warp for cta in self.ctas for warp in cta.warps]
         self.learned = self.past = Known(2 * len(warps))  # from this phase of its barrier, and the last
-        # From accesses that order others (atomics, volatile, acquire, release) and from fences: one for all of them.
+        # Learned from accesses that order others (atomics, volatile, acquire, release) and from fences: one for all.
         self.flags = Known(2 * len(warps))
         for slot, warp in enumerate(warps):
             start_clocks(warp, slot, len(warps))
@@ -153,10 +153,10 @@ class Cluster:
 
 
 class Operation:
-    """Something asynchronous. `stages` are run in order; a store has two, since its source is free before it is done.
+    """An asynchronous operation. `stages` run in order; a store has two, since its source is free before it is done.
 
-    signals: mbarriers it will complete. order: operations with the same key run in the order of issue, but none waits
-    for one that is `last`.
+    signals: mbarriers that it will complete. order: operations with the same key run in the order of issue, but none
+    waits for one that is `last`.
     """
 
     def __init__(self, warp, stages, signals=(), order=None, owner=None, last=False):
@@ -175,12 +175,12 @@ class Operation:
 class Machine:
     """One launch.
 
-    stale_shared: reading shared memory that nobody wrote is no error, for a kernel that makes no use of what it reads
-    there; it holds NaNs.
-    lenient: accepts what kernels published by NVIDIA rely on beyond the PTX ISA, see README.md.
-    cut_sums: tcgen05.mma adds as an H200's tensor cores do, see `tensor_core.multiply_add`; else it rounds an exact sum
+    stale_shared: reading shared memory that nobody wrote is no error, for kernels that ignore what they read there; it
+    holds NaNs.
+    lenient: accept what kernels published by NVIDIA rely on beyond the PTX ISA, see README.md.
+    cut_sums: tcgen05.mma adds like an H200's tensor cores, see `tensor_core.multiply_add`; else it rounds an exact sum
     once. What a Blackwell does is not documented.
-    only: numbers of the clusters that run, as if the others had no part in it; None: all.
+    only: the numbers of the clusters that run, as if there were no others; None: all.
     """
 
     def __init__(self, program, grid, block, dynamic_shared=0, cluster=(1, 1, 1), memory=None, parameters=b"",
@@ -201,12 +201,12 @@ class Machine:
         self.instructions = 0
         self.ctas = []
         self.timeline = Timeline()
-        self.clocks, self.clock = None, 0  # what is known to, and the time of, the warp or operation that acts now
+        self.clocks, self.clock = None, 0  # the clocks and the time of the warp or operation that acts now
         self.ends = {}  # (CTA, warp) -> clock at its end
         self.changed_maps = {}  # address of a tensor map that the kernel changed -> CTAs that have acquired it since
         self.last_of_order = {}  # order key -> time of the last operation of that order
         self.changed = False  # whether anything happened that could end a wait
-        self.early_trigger = False  # the next kernel may start although the one before may not have ended
+        self.early_trigger = False  # the next kernel may start before the one before has ended
         for size, most in zip(grid, cluster, strict=True):
             if size % most:
                 raise ValueError(f"grid {grid} is not a multiple of the cluster {cluster}")
@@ -307,11 +307,11 @@ class Machine:
                 raise EmulatorError(f"deadlock: every warp waits\n{self.report(warps)}")
 
     def run_warp(self, warp):
-        """Let one warp run until it must wait, or for a while. Whether it did anything."""
+        """Let one warp run until it must wait, or for a while. Returns whether it did anything."""
         quantum = self.random.randint(1, 30) if self.schedule.order == "random" else SPIN
         ran = warp.polls = False
         while quantum > 0 and warp.groups:
-            if warp.polls:  # it would go on so: as long as it runs, nothing changes
+            if warp.polls:  # it would only repeat this: nothing changes while it runs
                 self.steps += quantum
                 quantum = 0
                 break
@@ -340,7 +340,7 @@ class Machine:
         return None
 
     def run_group(self, warp, group, quantum):
-        """Blocks of one group until it waits, ends or may meet another group. How many blocks."""
+        """Run blocks of one group until it waits, ends or may meet another group. Returns how many."""
         program, count = self.program, 0
         self.clocks, self.clock, self.memory.waited = warp.clocks, warp.clock, warp.waited
         warp.wait, group.wait = group.wait, None
@@ -392,7 +392,7 @@ class Machine:
 
     # ---- asynchronous operations ----
     def issue(self, operation):
-        """At once when eager; else it waits for someone to need it."""
+        """Run an operation at once if the timing is eager; else it waits until someone needs it."""
         if self.schedule.timing == "eager":
             self.act(operation)
             self.retire(operation)
@@ -400,7 +400,7 @@ class Machine:
             self.pending.append(operation)
 
     def act(self, operation, keep=0):
-        """Do its stages, at its own time; then the clock is the issuing warp's again."""
+        """Run the operation's stages at its own time; then the clock is the issuing warp's again."""
         if operation.order is not None:
             operation.time = max(operation.time, self.last_of_order.get(operation.order, 0))
         operation.time += latency(operation.instruction.opcode)
@@ -417,7 +417,7 @@ class Machine:
         return self.schedule.timing == "eager"
 
     def finish(self, warp, operations, keep=0):
-        """A warp waits for operations of its own."""
+        """A warp waits for its own operations."""
         for operation in operations:
             self.advance(operation, keep)
             self.timeline.wait(warp, operation.time, "its own " + operation.instruction.opcode.split(".mbarrier")[0])
@@ -470,7 +470,7 @@ class Machine:
         return False
 
     def expire(self, warps):
-        """A try_wait may give up after a time."""
+        """Let a try_wait give up after a time."""
         waits = [g.wait for w in warps for g in w.groups if g.wait is not None and g.wait.may_expire]
         for wait in waits:
             wait.expired = True

@@ -10,14 +10,14 @@ from bisect import bisect_right
 import numpy as np
 
 UNWRITTEN, WRITTEN, BARRIER, OUTSIDE = 0, 1, 2, 3
-EARLIER = 4  # added to the others: the kernel before uses it, so griddepcontrol.wait comes first
+EARLIER = 4  # added to another state: the kernel before uses this byte, so griddepcontrol.wait must come first
 STATE_NAMES = {
     UNWRITTEN: "never written",
     BARRIER: "an mbarrier",
     OUTSIDE: "outside of every buffer",
 }
 GRANULE = 16  # asynchronous operations use whole 16-byte pieces
-SHARED_BASE = 1024  # the first KiB of shared memory belongs to the system: a null address is out of bounds
+SHARED_BASE = 1024  # the system owns the first KiB of shared memory, so a null address is out of bounds
 RANK_SHIFT = 24  # shared::cluster addresses carry the CTA's rank in the cluster above the offset
 OFFSET = (1 << RANK_SHIFT) - 1
 ALL_WRITTEN, NOT_OURS = ({w: int(byte * w, 16) for w in (1, 2, 4, 8)} for byte in ("01", "06"))  # in all bytes
@@ -43,7 +43,7 @@ class Memory:
         return array[: len(array) // width * width].view(f"u{width}")
 
     def _index(self, addresses, width, count):
-        """Index of each access into the view of its width; checks bounds and alignment."""
+        """The index of each access into the view of its width; checks bounds and alignment."""
         size = width * count
         offsets = addresses - self.base  # unsigned: below the base they are large
         outside = offsets > max(self.size - size, 0)
@@ -59,13 +59,13 @@ class Memory:
         return f"{self.name} [{self.base:#x}, {self.base + self.size:#x})"
 
     def _fail(self, what, index, width, writes=False):
-        """Unless every byte may be used after all."""
+        """Raise, unless every byte may be used after all."""
         at = (np.asarray(index)[..., None] * width + np.arange(width)).ravel()
         if (refusal := self.refusal(at, writes)) is not None:
             raise Violation(f"{what} {refusal[0]:#x} in {self.name}: {refusal[1]}")
 
     def refusal(self, at, writes=False):
-        """The first of these bytes that may not be read (or written) now: its address and why not; or None."""
+        """The first of these bytes that may not be read (or written) now: (its address, why not); or None."""
         states = self.state[at]
         if self.owner is not None and self.owner.waited:
             states = states & ~np.uint8(EARLIER)
@@ -78,7 +78,7 @@ class Memory:
         return self.base + place, STATE_NAMES[state]
 
     def load(self, addresses, width, count=1):
-        """(lanes,) or (lanes, count) unsigned integers."""
+        """Unsigned integers (lanes,) or (lanes, count)."""
         index = self._index(addresses, width, count)
         if np.count_nonzero(self.states[width][index] != ALL_WRITTEN[width]):
             self._fail("reads", index, width)
@@ -99,7 +99,7 @@ class Memory:
         return slice(start, start + size)
 
     def read(self, address, size):
-        """Bytes for the async proxy; the caller has checked hazards."""
+        """Read bytes for the async proxy; the caller has checked hazards."""
         span = self.span(address, size)
         if (self.state[span] != WRITTEN).any():
             self._fail("reads", np.arange(span.start, span.stop), 1)
@@ -118,7 +118,7 @@ class Shared(Memory):
 
     def __init__(self, rank, size, state=UNWRITTEN):
         size = -(-size // GRANULE) * GRANULE
-        # What no one wrote is a NaN in every format, should a check miss it.
+        # Unwritten bytes are NaN in every format, in case a check misses them.
         super().__init__("shared memory", SHARED_BASE, np.full(size, 0xFF, np.uint8), np.full(size, state, np.uint8))
         self.rank = rank
         self.unfenced = np.zeros(size, np.uint8)  # the warp + 1 whose store the async proxy may not see, or RELEASED
@@ -142,7 +142,7 @@ class Shared(Memory):
         self.store_unclaimed(addresses, width, values, warp)
 
     def store_unclaimed(self, addresses, width, values, warp):
-        """Without asking whether something asynchronous is under way there."""
+        """Store without checking whether an asynchronous operation is under way there."""
         count = 1 if values.ndim == 1 else values.shape[1]
         super().store(addresses, width, values)
         if warp is not None:
@@ -160,14 +160,14 @@ class Shared(Memory):
                             f"{self.claimed_by(granule, doing)} is still {doing}")  # fmt: skip
 
     def release(self, warp):
-        """The warp arrived at a barrier: whoever waits there may fence on its behalf."""
+        """The warp arrives at a barrier: whoever waits there may fence on its behalf."""
         if warp + 1 in self.has_unfenced:
             self.has_unfenced.discard(warp + 1)
             self.has_unfenced.add(RELEASED)
             self.unfenced[self.unfenced == warp + 1] = RELEASED
 
     def fence(self, warp):
-        """fence.proxy.async by one warp."""
+        """fence.proxy.async, executed by one warp."""
         for mark in (warp + 1, RELEASED):
             if mark in self.has_unfenced:
                 self.has_unfenced.discard(mark)
@@ -204,7 +204,7 @@ class Shared(Memory):
         raise AssertionError("a claim without its operation")
 
     def check_fenced(self, granules):
-        """The async proxy reads: ordinary stores must have been fenced."""
+        """Check that ordinary stores have been fenced before the async proxy reads."""
         if not self.has_unfenced:
             return
         marks = self.unfenced.reshape(-1, GRANULE)[granules]
@@ -227,11 +227,11 @@ class Global:
 
     def __init__(self):
         self.buffers, self.bases = [], []
-        self.waited = True  # whether who acts now knows that the kernel before has ended
+        self.waited = True  # whether whoever acts now knows that the kernel before has ended
         self.copies = {}  # host address -> (host bytes, Memory)
 
     def allocate(self, name, size):
-        """A Memory of which no byte may be used yet."""
+        """Make a Memory of which no byte may be used yet."""
         room = np.full(size + 2 * self.ALIGNMENT + self.GUARD, 0xFF, np.uint8)
         start = -room.__array_interface__["data"][0] % self.ALIGNMENT + self.ALIGNMENT
         base = room.__array_interface__["data"][0] + start
@@ -256,7 +256,7 @@ class Global:
         return buffer.base + offset
 
     def fetch(self):
-        """What the kernel wrote, back to the host."""
+        """Copy what the kernel wrote back to the host."""
         for theirs, buffer in self.copies.values():
             used = np.flatnonzero(buffer.state[: len(theirs)] == WRITTEN)
             if len(used):
@@ -271,7 +271,7 @@ class Global:
         return self.buffers[at]
 
     def split(self, addresses):
-        """[(buffer, lanes)] of an access."""
+        """The buffers of an access: [(buffer, lanes)]."""
         buffer = self.find(int(addresses[0]))
         if not np.count_nonzero(addresses - buffer.base >= buffer.size):
             return [(buffer, slice(None))]
@@ -299,7 +299,7 @@ class Global:
 
 
 class Tmem:
-    """Tensor Memory of one CTA: 128 lanes by 512 columns of 32 bits, given out by columns."""
+    """Tensor Memory of one CTA: 128 lanes by 512 columns of 32 bits, allocated by columns."""
 
     LANES, COLUMNS = 128, 512
 
@@ -311,10 +311,10 @@ class Tmem:
         self.sizes = {}
         self.may_allocate = True
         self.claims = []  # (operation, order, lanes, columns, writes)
-        self.collected = self.collection = None  # the matrix in the collector buffer: where it is, its bytes
+        self.collected = self.collection = None  # of the matrix in the collector buffer: its place, its bytes
 
     def allocate(self, columns):
-        """First column, or None when there is no room now."""
+        """The first column of a new allocation, or None if there is no room now."""
         if columns < 32 or columns > 512 or columns & (columns - 1):
             raise Violation(f"tcgen05.alloc of {columns} columns: it must be a power of two from 32 to 512")
         if not self.may_allocate:
@@ -343,7 +343,7 @@ class Tmem:
         self.written[:, start : start + columns] = False
 
     def check(self, lanes, columns, reads):
-        """`lanes`, `columns`: slices. Inside an allocation, and written if they are read."""
+        """Check `lanes` and `columns`, which are slices: inside an allocation, and written if they are read."""
         if lanes.stop > self.LANES or columns.stop > self.COLUMNS or columns.start < 0:
             raise Violation(f"TMEM lanes {lanes.start}..{lanes.stop - 1}, columns {columns.start}..{columns.stop - 1} "
                             "are outside of 128 x 512")  # fmt: skip

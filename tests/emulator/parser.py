@@ -1,4 +1,4 @@
-"""PTX text to a list of instructions: names resolved to registers, scopes flattened, nothing interpreted.
+"""Parse PTX text to a list of instructions: names are resolved to registers, scopes flattened, nothing is interpreted.
 
 Grammar from the PTX ISA, chapters "Syntax", "State Spaces, Types, and Variables" and "Directives". Only what a compiled
 kernel contains is accepted; anything else stops with its line.
@@ -14,7 +14,7 @@ LABEL = re.compile(r"([$A-Za-z_][\w$]*)\s*:(?!:)")
 REGISTERS = re.compile(r"\.reg\s+\.(\w+)\s+(.*)", re.S)
 VARIABLE = re.compile(
     r"\.(param|shared|global|const|local)\s+(?:\.align\s+(\d+)\s+)?\.([a-z]+)(\d+)\s+"
-    r"(?:\.ptr\s+\.global\s+\.align\s+\d+\s+)?([\w$]+)\s*(?:\[(\d*)\])?$"  # what a pointer points to says nothing new
+    r"(?:\.ptr\s+\.global\s+\.align\s+\d+\s+)?([\w$]+)\s*(?:\[(\d*)\])?$"  # what a pointer points to is of no use here
 )
 IGNORED = (".pragma", ".loc", ".file", ".section")
 PER_FUNCTION = (".reqntid", ".maxntid", ".minnctapersm", ".maxnreg", ".reqnctapercluster", ".explicitcluster",
@@ -22,7 +22,7 @@ PER_FUNCTION = (".reqntid", ".maxntid", ".minnctapersm", ".maxnreg", ".reqnctape
 
 
 class PtxError(Exception):
-    """Text that this parser does not know."""
+    """Text that the parser does not know."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Kernel:
 
 
 def parse(text):
-    """{name: Kernel} of every .entry in the text."""
+    """{name: Kernel} for every .entry in the text."""
     return _Parser(text).module()
 
 
@@ -113,7 +113,7 @@ def parse_number(text):
 
 
 def split(text, separator=","):
-    """`text` at its top-level separators, not those inside brackets or braces."""
+    """Split `text` at its top-level separators, not those inside brackets or braces."""
     parts, depth, start = [], 0, 0
     for at, char in enumerate(text):
         depth += (char in "[{(") - (char in "]})")

@@ -1,4 +1,4 @@
-"""A parsed kernel turned into Python functions, one per instruction, grouped into blocks.
+"""Turn a parsed kernel into Python functions, one per instruction, grouped into blocks.
 
 A function is called with (warp, mask): mask is True when all 32 lanes run, else a bool array. `warp.R` lists typed
 views of registers, constants and special registers; operands are indices into it, resolved here once. An instruction
@@ -18,7 +18,7 @@ from tests.emulator.parser import Address, Immediate, Instruction, Not, Pair, Pt
 
 PARAMETERS = 1 << 61  # where .param lies in the generic address space
 SHARED_WINDOW = 1 << 60
-ELSEWHERE = 1 << 59  # addresses of what is not modelled: in no buffer
+ELSEWHERE = 1 << 59  # addresses of what is not modelled; they are in no buffer
 SETP = r"setp\.(?P<compare>[a-z]+)(?:\.(?P<combine>and|or|xor))?(?P<ftz>\.ftz)?\.(?P<type>\w+)"
 OPERATIONS = []  # (pattern, builder, waits)
 
@@ -35,7 +35,7 @@ def operation(pattern, waits=False):
 
 @functools.cache
 def find_operation(opcode):
-    """(match, builder, waits) of the first pattern that fits."""
+    """(match, builder, waits) of the first pattern that matches."""
     matches = ((pattern.fullmatch(opcode), *rest) for pattern, *rest in OPERATIONS)
     return next((found for found in matches if found[0]), (None, None, False))
 
@@ -80,7 +80,7 @@ SPECIAL = _special()
 
 
 class Program:
-    """The executable form of one kernel; it belongs to no launch and can be run many times."""
+    """The executable form of one kernel. It does not depend on a launch and can be run many times."""
 
     def __init__(self, kernel):
         self.kernel = kernel
@@ -111,7 +111,7 @@ class Program:
         return self.slot_of[spec]
 
     def source(self, operand, kind):
-        """Index into R of a value of PTX type `kind` (u32, f32, pred, ...)."""
+        """The index into R of a value of PTX type `kind` (u32, f32, pred, ...)."""
         dtype = np.dtype(alu.TYPES[kind])
         if isinstance(operand, Register):
             have = np.dtype(DTYPES[operand.kind]).itemsize
@@ -137,7 +137,7 @@ class Program:
         return immediate.bits & ((1 << (8 * dtype.itemsize)) - 1)
 
     def target(self, operand, kind):
-        """Index into R of a register to write; a sink is a register that nobody reads."""
+        """The index into R of a register to write; a sink is a register that nobody reads."""
         if isinstance(operand, Symbol) and operand.name == "_":
             return self.slot("sink", np.dtype(alu.TYPES[kind]).str)
         if not isinstance(operand, Register):
@@ -145,7 +145,7 @@ class Program:
         return self.source(operand, kind)
 
     def register_rows(self, operands):
-        """Rows of these 32-bit registers in `warp.words`."""
+        """The rows of these 32-bit registers in `warp.words`."""
         for operand in operands:
             if not isinstance(operand, Register) or operand.kind != "32":
                 self.fail(f"{operand} where a 32-bit register is needed")
@@ -158,7 +158,7 @@ class Program:
         return self.source(operand, "pred"), False
 
     def address(self, operand, kind=None):
-        """(index, offset): u32 or u64 after the register's size unless `kind` says."""
+        """(index, offset): u32 or u64 by the register's size, unless `kind` says otherwise."""
         if not isinstance(operand, Address):
             self.fail(f"{operand} where [an address] is needed")
         if operand.coordinates:
@@ -202,7 +202,7 @@ class Program:
                 blocks[-1].waits = True
                 blocks.append(Block())
         place[len(kernel.code)] = len(blocks) - 1
-        blocks.append(Block())  # the end of the text, for a label there and for a kernel without ret
+        blocks.append(Block())  # the end of the text, for labels there and for kernels without ret
         ending = blocks[-1]
         last = kernel.code[-1].line if kernel.code else 0
         ending.end_instruction = Instruction(last, "(end of the kernel)", "ret", ())
@@ -252,7 +252,7 @@ class Program:
         return calculation(f, self.target(operands[0], result), sources)
 
     def build_conversion(self, result, kinds, f, operands):
-        """Registers may be wider than cvt's types: sources are cut, results extended by their sign."""
+        """Registers may be wider than cvt's types: sources are truncated, results sign-extended."""
         target = operands[0]
         if isinstance(target, Register) and target.kind != result[1:] and result[0] in "us":
             wide = result[0] + target.kind
@@ -366,7 +366,7 @@ class Program:
 
 
 def calculation(f, target, sources):
-    """A function over whole registers; lanes outside of the mask keep what they have."""
+    """A function over whole registers; lanes outside of the mask keep their values."""
     if isinstance(f, np.ufunc) and len(sources) == 2:
         a, b = sources
 

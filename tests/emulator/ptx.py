@@ -1,4 +1,4 @@
-"""Kernels as PTX text for the emulator's tests: what one line does is visible, and a line can be left out."""
+"""Kernels as PTX text for the emulator's tests: the effect of one line is visible, and a line can be left out."""
 
 import struct
 
@@ -14,7 +14,7 @@ assert DATA % 1024 == 0
 
 
 def entry(parameters, body):
-    """A kernel of the declarations and statements `body`, beside those of %p and %h."""
+    """A kernel of the declarations and statements `body`, besides those of %p and %h."""
     declared = ",\n".join(f".param {p}" for p in parameters)
     return f"""{HEAD}
 .visible .entry test({declared})
@@ -28,7 +28,7 @@ def entry(parameters, body):
 
 
 def kernel(body, parameters=()):
-    """A kernel whose statements are `body`; %t is the thread's number, %p1 whether that is 0."""
+    """A kernel with the statements `body`; %t is the thread's number, %p1 whether that is 0."""
     return entry(
         (".u64 out", *parameters),
         f"""    .reg .b32 %r<300>;
@@ -74,7 +74,7 @@ def wait(bar=0, parity=0):
 
 
 def dump(words, source="%data"):
-    """`words` 32-bit words from shared memory to out, by the first warp."""
+    """Copy `words` 32-bit words from shared memory to out, by the first warp."""
     return "".join(
         f"mad.lo.u32 %r1, %t, 4, {source}; ld.shared.b32 %r2, [%r1+{128 * i}];"
         f"mad.wide.u32 %x1, %t, 4, %out; st.global.b32 [%x1+{128 * i}], %r2;\n"
@@ -83,7 +83,7 @@ def dump(words, source="%data"):
 
 
 def place_of(address, span):
-    """The swizzling figures of the PTX ISA: 16-byte piece c of 128-byte line l moves to c ^ (l mod span/16)."""
+    """As the PTX ISA's figures of swizzling show: 16-byte piece c of 128-byte line l moves to c ^ (l mod span/16)."""
     if span == 0:
         return address
     line, piece, byte = address // 128, address // 16 % 8, address % 16
@@ -91,7 +91,8 @@ def place_of(address, span):
 
 
 def laid_out(matrix, span):
-    """The bytes of a K-major matrix: rows of `span` bytes in lines of 128, swizzled; 32 bytes a row without."""
+    """The bytes of a K-major matrix: rows of `span` bytes in lines of 128, swizzled; without swizzling, 32 bytes a
+    row."""
     raw = matrix.view(np.uint8).reshape(len(matrix), -1)
     if not span:  # 8 rows of 16 bytes are contiguous; the second piece of each row follows after all of the first
         return np.concatenate([raw[:, :16].ravel(), raw[:, 16:].ravel()])
@@ -102,7 +103,7 @@ def laid_out(matrix, span):
 
 
 def fill(size, to=0):
-    """A bulk copy of `size` bytes from parameter `in` to data + to."""
+    """Bulk-copy `size` bytes from parameter `in` to data + to."""
     return (
         initialise() + f"@%p1 mbarrier.arrive.expect_tx.shared.b64 %x1, [%bar], {size}; ld.param.u64 %x2, [in];"
         f" mov.b32 %r7, {size}; add.u32 %r8, %data, {to};"
@@ -111,7 +112,7 @@ def fill(size, to=0):
 
 
 def tensor_map(address, bits_code, dims, strides, box, swizzle, flags=0x40002):
-    """The map's bytes; strides in bytes, of dimensions 1 and up; swizzle 0 to 3 for 0, 32, 64, 128 bytes."""
+    """The map's bytes. Strides are in bytes, of dimensions 1 and up; swizzle 0 to 3 means 0, 32, 64, 128 bytes."""
     raw = bytearray(128)
     struct.pack_into("<QI", raw, 0, address, flags | (len(dims) - 1) << 4 | bits_code << 7 | swizzle << 13)
     struct.pack_into(f"<{len(strides)}I", raw, 12, *(s // 16 for s in strides))

@@ -1,21 +1,21 @@
 """Happened-before: whether accesses of shared memory and of Tensor Memory by different warps are ordered by something
 the kernel did.
 
-Vector clocks, one entry per warp of the cluster. A warp's own entry grows whenever it releases (arrives at a barrier,
-or starts an asynchronous operation); who waits for a barrier learns what those who arrived knew. So a missing barrier
-is found in any schedule, even if the values happen to be right. PTX ISA: "Memory Consistency Model", much simplified:
-barriers and asynchronous operations order everything.
+This uses vector clocks with one entry per warp of the cluster. A warp's own entry grows whenever it releases (arrives
+at a barrier, or starts an asynchronous operation); a warp that waits for a barrier learns what those who arrived knew.
+So a missing barrier is found in any schedule, even if the values happen to be right. PTX ISA: "Memory Consistency
+Model", much simplified: barriers and asynchronous operations order everything.
 
-For Tensor Memory that takes fences too: a warp releases those of its tcgen05 operations that precede its last
-tcgen05.fence::before_thread_sync (tcgen05.commit needs none), and what it has acquired of others' counts from its next
-tcgen05.fence::after_thread_sync on; with these fences .relaxed is enough. PTX ISA: "tcgen05 Memory Consistency Model",
-with its canonical synchronization patterns.
+Tensor Memory also needs fences. A warp releases those of its tcgen05 operations that precede its last
+tcgen05.fence::before_thread_sync (tcgen05.commit needs none), and what it acquires of others' operations counts from
+its next tcgen05.fence::after_thread_sync on; with these fences .relaxed is enough. PTX ISA: "tcgen05 Memory Consistency
+Model", with its canonical synchronization patterns.
 
-The lanes of a warp run together here, but what one of them arrives for are only its own accesses, and those that the
-others made before the last barrier of all lanes: bar.warp.sync, bar.sync, barrier.cluster, and wgmma.wait_group, since
-its WGMMAs had the registers of all lanes. So accesses by one lane count as those of another warp. For Tensor Memory any
-instruction is enough in which all lanes wait for each other, as elect.sync in front of an arrival: the operations were
-waited for, and the fences are behind them.
+The lanes of a warp run together here, but an arrival of one lane releases only its own accesses, and those that the
+others made before the last barrier of all lanes: bar.warp.sync, bar.sync, barrier.cluster, or wgmma.wait_group, since
+its WGMMAs used the registers of all lanes. Accesses by one lane count as those of another warp. For Tensor Memory any
+instruction is enough in which all lanes wait for each other, such as elect.sync in front of an arrival: the operations
+have been waited for, and the fences come after them.
 """
 
 import numpy as np
@@ -23,18 +23,18 @@ import numpy as np
 from tests.emulator.memory import GRANULE, Violation
 
 WORD = 4
-TCGEN05 = 1  # row of a warp's clocks: what others learn of its tcgen05 operations; row 0 is of all else
+TCGEN05 = 1  # row of a warp's clocks that says what others learn of its tcgen05 operations; row 0 is for all else
 EVER = 1 << 40
 
 
 class Uses:
-    """Who last wrote and read each of some places, at which time of its own clock."""
+    """Who last wrote and read each of some places, and at which time of its own clock."""
 
     def __init__(self, places, warps):
         self.names = warps * 2
         self.writer = np.zeros(places, np.int16)  # slot of a warp
         self.written = np.zeros(places, np.int32)  # 0: nobody
-        self.read = np.zeros((len(warps), places), np.int32)  # rows for single lanes come behind when there are any
+        self.read = np.zeros((len(warps), places), np.int32)  # rows for single lanes are appended when there are any
         self.readers = np.arange(len(warps))  # their slots
 
     def check_read(self, known, places, what):
@@ -68,18 +68,18 @@ class Uses:
         self.read[:, places] = 0
 
     def split(self, parts):
-        """Each place becomes `parts` of them."""
+        """Divide each place into `parts` places."""
         self.writer, self.written = np.repeat(self.writer, parts), np.repeat(self.written, parts)
         self.read = np.repeat(self.read, parts, axis=1)
 
 
 class History(Uses):
-    """Of one CTA's shared memory: of words, until a narrower access comes, since warps may share a word."""
+    """Uses of one CTA's shared memory, by words until a narrower access comes, since warps may share a word."""
 
     def __init__(self, shared, warps):
         super().__init__(shared.size // WORD, warps)
         self.shared, self.unit = shared, WORD
-        self.visits = np.zeros(len(warps), np.int64)  # when a warp of another CTA was last here
+        self.visits = np.zeros(len(warps), np.int64)  # when a warp of another CTA last used it
 
     def places(self, addresses, size):
         if size < self.unit:
@@ -106,14 +106,14 @@ class History(Uses):
         )
 
     def async_read(self, warp, granules):
-        """Whoever writes there later knows that `warp` started it, as with `async_write`. What was waited for is over
-        for all lanes."""
+        """Whoever writes there later knows that `warp` started it, as with `async_write`. A read that was waited for is
+        over for all lanes."""
         places = self.of(granules)
         self.check_read(warp.known, places, "starts reading")
         self.mark_read(warp, places, one_lane=True)
 
     def async_write(self, warp, granules):
-        """Whoever uses it knows that `warp` started it: from the mbarrier, whose completion is what claims check."""
+        """Whoever uses it knows that `warp` started it from the mbarrier, whose completion is checked by the claims."""
         places = self.of(granules)
         self.check_write(warp.known, places, "starts writing")
         self.forget(places)
@@ -127,14 +127,14 @@ class History(Uses):
         self.visits[warp.slot] = warp.known[warp.slot]
 
     def check_exit(self, cta):
-        """The CTA ends: that others will no longer use its shared memory, someone in it must know."""
+        """The CTA ends: someone in it must know that others will no longer use its shared memory."""
         late = self.visits > np.max([warp.known for warp in cta.warps], axis=0)[: len(self.visits)]
         if late.any():
             raise Violation(f"CTA {cta.number} may end before {self.names[late.argmax()]} has used its shared memory")
 
 
 class TmemHistory(Uses):
-    """Of one CTA's Tensor Memory, by columns of each quarter of the lanes."""
+    """Uses of one CTA's Tensor Memory, by columns of each quarter of the lanes."""
 
     QUARTERS, COLUMNS = 4, 512
 
@@ -165,12 +165,12 @@ class TmemHistory(Uses):
 
 
 class Known:
-    """What one learns from one phase of a barrier: what those who arrived knew."""
+    """What a wait learns from one phase of a barrier: all that those who arrived knew."""
 
     def __init__(self, slots):
         self.clocks = np.zeros((2, slots), np.int64)
         self.near = np.zeros((2, slots), np.int64)  # without the arrivals of other CTAs' warps
-        self.waited = False  # whether any of them had called griddepcontrol.wait
+        self.waited = False  # whether any of those who arrived had called griddepcontrol.wait
         self.time = 0  # of the last arrival, see timeline.py
 
     def learn(self, clocks, waited, time, far=False):
@@ -183,25 +183,25 @@ class Known:
 
 def start_clocks(warp, slot, warps):
     """`clocks`: what a warp releases. `tmem_known`: which tcgen05 operations have happened before its next one. Each
-    warp has two slots, for accesses of its lanes and for those of one of them."""
+    warp has two slots: for accesses of all its lanes, and for those of a single lane."""
     warp.slot, warp.slots, warp.clocks = slot, [slot, slot + warps], np.zeros((2, 2 * warps), np.int64)
     warp.known, warp.tmem_known = warp.clocks[0], np.zeros(2 * warps, np.int64)
-    # What a relaxed arrival releases: `clocks` at the last fence. far: to other CTAs, so not by a fence.cta.
+    # What a relaxed arrival releases: `clocks` at the last fence. far: to other CTAs, where fence.cta does not count.
     warp.fenced, warp.fenced_far = np.zeros((2, 2, 2 * warps), np.int64)
-    # What relaxed waits, and for other CTAs narrow ones, have seen: the next fence acquires it.
+    # What relaxed waits (of other CTAs, narrow waits too) have seen; the next fence acquires it.
     warp.unacquired, warp.unacquired_far = np.zeros((2, 2 * warps), np.int64)
     warp.known[warp.slots], warp.tmem_known[slot] = 1, EVER
-    # Its own time when all lanes last waited for each other: in a barrier; in any instruction.
+    # Its own time when all lanes last waited for each other, in a barrier and in any instruction.
     warp.together, warp.gathered = 0, 0
 
 
 def tick(warp):
-    """What the warp does from now on comes after what it has released."""
+    """What the warp does from now on is not part of what it has released."""
     warp.known[warp.slots] += 1
 
 
 def gather(warp, barrier=True):
-    """All lanes have waited for each other."""
+    """Note that all lanes have waited for each other."""
     warp.gathered = int(warp.known[warp.slot])
     if barrier:
         warp.together = warp.gathered
@@ -209,7 +209,7 @@ def gather(warp, barrier=True):
 
 
 def of_one_lane(warp, clocks):
-    """What an arrival of one lane says of `clocks`."""
+    """The part of `clocks` that an arrival of one lane releases."""
     clocks = clocks.copy()
     clocks[0, warp.slot] = min(clocks[0, warp.slot], warp.together)
     if not warp.cta.machine.lenient:
@@ -227,7 +227,7 @@ def fence_after(warp):
 
 
 def fence_all(warp, far=True):
-    """What the warp has done so far comes before its next relaxed arrival, for whoever sees that (in its CTA)."""
+    """A fence: all that the warp has done precedes its next relaxed arrival, for whoever sees that (in its CTA)."""
     warp.fenced[:] = warp.clocks
     if far:
         warp.fenced_far[:] = warp.clocks
@@ -235,7 +235,7 @@ def fence_all(warp, far=True):
 
 
 def acquire(warp, learned, relaxed=False, narrow=False):
-    """The warp has waited for those who arrived. narrow: with the scope of its CTA, so in order after no other's."""
+    """The warp has waited for those who arrived. narrow: at CTA scope, which orders nothing of other CTAs."""
     if relaxed or narrow:
         np.maximum(warp.unacquired_far, learned.clocks[0], out=warp.unacquired_far)
     if relaxed:
@@ -251,7 +251,7 @@ def acquire(warp, learned, relaxed=False, narrow=False):
 
 
 def weakly_released(warp, far, scope_is_enough):
-    """What a .relaxed arrival releases, or one whose scope is not enough for the CTA it goes to."""
+    """What an arrival releases that is .relaxed, or whose scope is too narrow for the CTA that it goes to."""
     clocks = (warp.fenced_far if far else warp.fenced).copy()
     if scope_is_enough:
         clocks[TCGEN05] = warp.clocks[TCGEN05]
@@ -259,7 +259,7 @@ def weakly_released(warp, far, scope_is_enough):
 
 
 def release(warp, learned, relaxed=False):
-    """The warp arrives, for every CTA of the cluster."""
+    """The warp arrives, and releases to every CTA of the cluster."""
     if warp.cta.machine.lenient and not relaxed:
         fence_before(warp)
     learned.learn(warp.fenced_far if relaxed else warp.clocks, warp.waited, warp.clock)

@@ -1,4 +1,4 @@
-"""A few lines of PTX as a kernel, for tests."""
+"""A few lines of PTX made into a kernel, for tests."""
 
 import numpy as np
 
@@ -7,7 +7,7 @@ from tests.emulator.ptx import entry
 
 
 def kernel(body, parameters=(".u64 out",), registers=""):
-    """A kernel whose statements are `body`; %t is the thread's number, %out the first parameter."""
+    """A kernel with the statements `body`; %t is the thread's number, %out the first parameter."""
     return entry(
         parameters,
         f"""    .reg .b32 %r<64>;
@@ -26,7 +26,7 @@ def kernel(body, parameters=(".u64 out",), registers=""):
 def run(
     body, out=None, threads=32, arguments=(), parameters=(), registers="", shared=8192, schedule="eager", **options
 ):
-    """Runs `body` and returns `out` (by default one word per thread)."""
+    """Run `body` and return `out` (by default one word per thread)."""
     out = np.zeros(threads, np.uint32) if out is None else out
     ptx = kernel(body, (".u64 out", *parameters), registers)
     emulate(ptx, [out, *arguments], options.pop("grid", 1), threads, shared, schedule=schedule, **options)

@@ -1,8 +1,8 @@
 """Kernels one after another under programmatic dependent launch, torch's own among them.
 
-A kernel that is launched so starts while the one before it still runs: it may touch what that one wrote or will write
-only after griddepcontrol.wait. What is older is there, unless the kernel before let this one start before it had waited
-itself. PTX ISA: "griddepcontrol"; CUDA Programming Guide: "Programmatic Dependent Launch".
+Such a kernel starts while the one before it still runs: it may touch what that one wrote or will write only after
+griddepcontrol.wait. Results of earlier kernels are there, unless the kernel before let this one start before its own
+griddepcontrol.wait. PTX ISA: "griddepcontrol"; CUDA Programming Guide: "Programmatic Dependent Launch".
 """
 
 import torch
@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Stream(TorchDispatchMode):
-    """Inside the `with`, torch's operations on CPU tensors and `launch` are the kernels of one stream.
+    """Inside the `with`, torch's operations on CPU tensors, and calls of `launch`, are the kernels of one stream.
 
         with Stream() as stream:
             x = torch.zeros(32)                                 # a kernel of torch's
@@ -25,7 +25,7 @@ class Stream(TorchDispatchMode):
         self.unsettled = []
 
     def launch(self, emulated, *arguments, outputs, **options):
-        """Run an `Emulated`, whose `outputs` hold 0xFF bytes (NaNs) where it does not write. Returns its Machines."""
+        """Run an `Emulated` whose `outputs` are filled with 0xFF bytes (NaNs) before. Returns its Machines."""
         for tensor in outputs:
             blank(tensor)
         machines = emulated(*arguments, after_wait=[*self.unsettled, *outputs], **options)
@@ -55,7 +55,7 @@ class Stream(TorchDispatchMode):
 
 
 def blank(tensor):
-    """0xFF in every byte. On the CPU without an operation of torch's, which a Stream would count."""
+    """Fill every byte with 0xFF; on the CPU without an operation of torch's, which a Stream would count."""
     if tensor.numel():
         data = tensor.detach().view(-1).view(torch.uint8)
         data.fill_(0xFF) if tensor.is_cuda else data.numpy().fill(0xFF)

@@ -22,7 +22,7 @@ GROUP = r"\.cta_group::(?P<group>[12])"
 
 # ---- Tensor Memory ----
 def pair_of(warp, match):
-    """The CTAs a .cta_group works on, even rank first."""
+    """The CTAs that a .cta_group works on, even rank first."""
     if match["group"] == "1":
         return [warp.cta]
     cluster, rank = warp.cta.cluster.ctas, warp.cta.rank & ~1
@@ -85,7 +85,7 @@ def build_tcgen05_fence(build, match):
 
 
 def order_of(warp):
-    """cp, mma and commit of one thread happen in the order it issued them."""
+    """The order key: cp, mma and commit of one thread happen in the order of issue."""
     return ("tcgen05", warp)
 
 
@@ -107,7 +107,7 @@ def build_commit(build, match, place, *more):
                 places = [(at & OFFSET) | rank << RANK_SHIFT for rank in range(16) if bits >> rank & 1]
             barriers = tuple(find(warp, p, asynchronous=True) for p in places)
             stages = [lambda barriers=barriers: [b.arrive(1) for b in barriers]]
-            # The ISA orders commits after what they wait for, not among each other.
+            # The ISA orders commits after what they wait for, not after each other.
             last = not warp.cta.machine.lenient
             one = Operation(warp, stages, signals=barriers, order=order_of(warp), last=last)
             one.clocks[TCGEN05, warp.slot] = one.clocks[0, warp.slot]  # it is a fence::before_thread_sync, too
@@ -135,7 +135,7 @@ def build_cp(build, match, target, descriptor):
 
 
 def copy_scales(warp, cta, column, descriptor):
-    """32 rows of 16 bytes to 32 lanes of 4 columns, the same in each quarter of the lanes."""
+    """Copy 32 rows of 16 bytes to 32 lanes of 4 columns, the same in each quarter of the lanes."""
     shared, tmem = cta.shared, cta.tmem
     lanes, columns = slice(0, 128), slice(column, column + 4)
     tmem.check(lanes, columns, reads=False)
@@ -174,7 +174,7 @@ class DataPath:
             raise Violation(f"D at TMEM lane {lane} with M = {m}")
 
     def of_d(self, column, n):
-        """(lanes, columns) of D, row by column; slices where they are that."""
+        """(lanes, columns) of D, row by column, as slices if possible."""
         if self.folded:
             right, at = np.divmod(np.arange(n), n // 2)
             return self.lanes[:, None] + 64 * right, column + at
@@ -253,7 +253,7 @@ class BlockScaled:
 
 
 def scales(tmem, column, rows, decode):
-    """(rows, 4): row r in lane r % 32, column r / 32, block j in byte j; each quarter of the lanes holds the same."""
+    """(rows, 4): row r is in lane r % 32, column r / 32, block j in byte j; all quarters of the lanes are the same."""
     columns = slice(column, column + -(-rows // 32))
     tmem.check(slice(0, 128), columns, reads=False)
     lanes = np.arange(rows) % 32
@@ -322,7 +322,7 @@ class Product:
         warp.cta.machine.issue(one)
 
     def collect(self):
-        """The collector buffer keeps A after `fill` and `use`; only what it keeps may be used again."""
+        """The collector buffer keeps A after `fill` and `use`; only the matrix that it keeps may be used again."""
         tmem, this = self.warp.cta.tmem, (self.a, self.a_in_tmem)
         if self.collector in ("use", "lastuse") and tmem.collected != this:
             raise Violation(f"collector::a::{self.collector} of a matrix that was not kept: "
@@ -477,7 +477,7 @@ def build_tmem_load(build, match, registers, place, split=None):
         one = Operation(warp, [load], order=("tcgen05.ld", warp))
         if not warp.cta.machine.eager:
             tmem.claim(one, one.order, lanes, columns, writes=False)
-            for out in outs:  # until tcgen05.wait::ld the registers hold nothing
+            for out in outs:  # the registers are undefined until tcgen05.wait::ld
                 R[out][:] = 0x7FBADBAD
         warp.tmem_loads.append(one)
         warp.cta.machine.issue(one)

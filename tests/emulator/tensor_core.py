@@ -1,8 +1,8 @@
 """mma and wgmma: matrices in shared memory, and the products themselves. tcgen05.py has those of sm_100.
 
 PTX ISA: "Warp Level Matrix Instructions", "Asynchronous Warpgroup Level Matrix Instructions" and, of shared memory
-descriptors, "TensorCore 5th Generation Family Instructions". How they add is not documented. They do here what an H200
-does, to the bit: see `multiply_add`.
+descriptors, "TensorCore 5th Generation Family Instructions". How they add is not documented; here they give the same
+bits as an H200: see `multiply_add`.
 """
 
 import numpy as np
@@ -21,7 +21,7 @@ WGMMA_SWIZZLE = {0: 0, 1: 128, 2: 64, 3: 32}
 
 # ---- matrices in shared memory ----
 def matrix_granules(shared, descriptor, rows, wgmma=False, pieces=2):
-    """Granule numbers (rows, pieces) of a K-major matrix of 32 bytes, or one piece, per row."""
+    """Granule numbers (rows, pieces) of a K-major matrix with 32 bytes, or one piece, per row."""
     field = lambda bit, bits: descriptor >> bit & ((1 << bits) - 1)
     start, leading, stride = field(0, 14) << 4, field(16, 14) << 4, field(32, 14) << 4
     if wgmma:
@@ -54,7 +54,7 @@ def matrix_granules(shared, descriptor, rows, wgmma=False, pieces=2):
 
 
 def read_matrix(shared, granules):
-    """(rows, 32) bytes."""
+    """The matrix's bytes (rows, 32)."""
     states = shared.state.reshape(-1, GRANULE)[granules]
     if (states != WRITTEN).any():
         row, piece = np.argwhere((states != WRITTEN).any(2))[0]
@@ -68,9 +68,9 @@ def read_matrix(shared, granules):
 def multiply_add(a, b, c):
     """c + a @ b.T; a (M, 16) and b (N, 16) float64 with values of bf16 or f16, c (M, N) float32 or (1, 1).
 
-    What an H200 does: the products (16 of them; of tcgen05.mma's 4-bit ones 64) and c are cut to multiples of 2**-25 of
-    the largest one's power of two (that of a product is the sum of its factors', so the product may be twice as large),
-    added, and cut to float32.
+    As an H200 does: the products (16 of them, or 64 of tcgen05.mma's 4-bit ones) and c are truncated to multiples of
+    2**-25 times the largest one's power of two (for a product, that of its factors multiplied, so the product may be
+    twice as large), added, and truncated to float32.
     """
     exponent = lambda x: x.view(np.int64) >> 52 & 2047  # plus BIAS; that of 0 is the smallest
     wide = c.astype(np.float64)
@@ -117,13 +117,13 @@ def build_warp_mma(build, match, target, left, right, addend):
 
 
 def values_of(kind):
-    """Registers, or bytes, of bf16 or f16 -> float64."""
+    """Registers or bytes of bf16 or f16 -> float64."""
     decode = bf16_decode if kind == "bf16" else lambda bits: bits.view(np.float16)
     return lambda raw: decode(np.ascontiguousarray(raw).view(np.uint16)).astype(np.float64)
 
 
 def a_values(registers, values):
-    """A's 16 x 16 values, of mma and of wgmma. Lane 4g + c: rows g, g + 8 by columns 2c, 2c + 1 and those + 8."""
+    """The 16 x 16 values of A, for mma and wgmma. Lane 4g + c: rows g, g + 8 by columns 2c, 2c + 1 and those + 8."""
     four = registers.reshape(2, 2, 8, 4)  # (column half, row half, g, c)
     return values(four.transpose(1, 2, 0, 3).reshape(16, 8))
 
@@ -135,7 +135,7 @@ def registers_of(matrix):
 
 
 def matrix_of(registers):
-    """The inverse."""
+    """The inverse of `registers_of`."""
     n = 2 * len(registers)
     return registers.reshape(n // 8, 2, 2, 8, 4).transpose(1, 3, 0, 4, 2).reshape(16, n)
 
@@ -180,7 +180,7 @@ def build_block_scaled_mma(build, match, target, left, right, addend, a_scale, a
 
 
 def dequantized(raw, scale):
-    """(rows, 64) from 32 bytes of e2m1 codes, the first in the low half, and 4 scale factors per row."""
+    """(rows, 64) from 32 bytes of e2m1 codes, low half first, and 4 scale factors per row."""
     return (PAIRS[raw].reshape(len(raw), 4, 16) * scale[:, :, None]).reshape(len(raw), 64)
 
 
@@ -202,7 +202,7 @@ class WgmmaRegisters:
             raise Violation(f"registers of {what} were written since the last wgmma.fence")
 
     def start(self, rows, accumulate):
-        """A wgmma that adds to these registers, or overwrites them, is issued."""
+        """Issue a wgmma that adds to these registers, or overwrites them."""
         entry = self.accumulators.setdefault(rows.tobytes(), [None, 0])
         if not entry[1]:
             if accumulate:
@@ -307,6 +307,6 @@ def build_wgmma_wait(build, match, count):
             warp.cta.machine.finish(warp, group)
         while len(warp.wgmma_groups) > 1 and all(one.done for one in warp.wgmma_groups[0]):
             warp.wgmma_groups.pop(0)
-        gather(warp)  # what the registers of each lane were loaded from was read by then
+        gather(warp)  # by then all lanes have read what their registers were loaded from
 
     return run

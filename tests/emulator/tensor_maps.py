@@ -12,8 +12,8 @@ from tests.emulator.machine import Lanes
 from tests.emulator.memory import OFFSET, Violation
 from tests.emulator.program import lanes_of, operation
 
-BYTES, USED = 128, 64  # CuTe DSL's kernels copy the first half only
-# Field -> where it is in the map, and the number to store; `ord` counts dimensions from 0 (of strides, from 1).
+BYTES, USED = 128, 64  # CuTe DSL's kernels copy only the first half
+# Field -> its place in the map, and the number to store; `ord` counts dimensions from 0 (for strides, from 1).
 FIELDS = {
     "global_address": lambda ord, value: (0, np.uint64(value)),
     "global_stride": lambda ord, value: (12 + 4 * ord, np.uint32(value >> 4)),
@@ -59,7 +59,7 @@ def build_replace(build, match, place, *more):
 
 
 def changed(warp, address):
-    """Who has acquired the map at this address since: nobody."""
+    """Note that the map at this address has changed, so nobody has acquired it."""
     warp.cta.machine.changed_maps[address] = set()
 
 

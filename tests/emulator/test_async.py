@@ -22,7 +22,7 @@ def load_tile(x, y, size):
 
 
 def with_map(body, out, image, make_map, schedule="eager", cluster=1):
-    """The kernel gets the address of a tensor map in memory, made for where the image lies."""
+    """The kernel gets the address of a tensor map in memory, which is made for the image's address."""
     memory = device_memory([out, image])
     encoded = np.frombuffer(make_map(address_of(image, memory)), np.uint8).copy()
     Tensor.of(encoded).place(memory)
@@ -36,7 +36,7 @@ def with_map(body, out, image, make_map, schedule="eager", cluster=1):
 @pytest.mark.parametrize("schedule", ("eager", "lazy"))
 @pytest.mark.parametrize("swizzle, span", list(enumerate((0, 32, 64, 128))))
 def test_tensor_load_swizzles(swizzle, span, schedule):
-    """Rows as long as the swizzle, 16 of them; the tile hangs over the right and lower edge, where zeros come in."""
+    """16 rows as long as the swizzle; the tile reaches beyond the right and lower edge, where zeros are loaded."""
     row = span or 128
     image = np.random.default_rng(0).integers(1, 256, (20, 256), np.uint8)
     x, y = 256 - row // 2, 9
@@ -77,7 +77,7 @@ def test_tensor_load_outside_of_a_buffer():
 
 
 def test_four_bit_elements():
-    """Coordinates and sizes count elements: 128 of them are 64 bytes."""
+    """Coordinates and sizes count elements: 128 elements are 64 bytes."""
     image, out = (
         np.arange(1, 1 + 8 * 64, dtype=np.uint16).view(np.uint8)[::2].copy().reshape(8, 64),
         np.zeros(128, np.uint32),
@@ -103,7 +103,7 @@ CHANGED_MAP = """ld.param.u64 %x9, [map]; mad.lo.u32 %r1, %t, 4, %data; mad.wide
 
 
 def load_with_changed_map(body, schedule="lazy"):
-    """Of a map for a [4, 64] matrix one is made for every second row of a [12, 64] one that lies elsewhere."""
+    """Change a map for a [4, 64] matrix into one for every second row of a [12, 64] matrix elsewhere."""
     small, image = np.zeros((4, 64), np.uint8), np.arange(768, dtype=np.uint16).astype(np.uint8).reshape(12, 64)
     out = np.zeros(64, np.uint32)
     memory = device_memory([out, image, small])
@@ -131,7 +131,7 @@ def test_a_changed_tensor_map():
 
 
 def test_prefetches():
-    """They change nothing; what they name must be there."""
+    """They change nothing, but what they name must exist."""
     image, out = np.arange(512, dtype=np.uint16).view(np.uint8).reshape(16, 64), np.zeros(64, np.uint32)
     make = lambda address: tensor_map(address, 0, (64, 16), (64,), (64, 4), 0)
     body = """ld.param.u64 %x9, [map]; mov.b32 %r8, 0; mov.b32 %r9, 8; mov.b32 %r7, 128; ld.global.b64 %x7, [%x9];
@@ -164,7 +164,7 @@ def test_bulk_copy(schedule):
 
 def test_bulk_copy_mistakes():
     for schedule in MISTAKES[:2]:
-        with pytest.raises(EmulatorError, match="never written|still writing"):  # a dropped wait
+        with pytest.raises(EmulatorError, match="never written|still writing"):  # a missing wait
             bulk(BULK + dump(128), schedule)
     assert bulk(BULK + dump(128), "eager").any()  # which an eager machine does not notice
     for schedule in ALL:
@@ -227,7 +227,7 @@ def test_barriers_are_shown_to_the_async_proxy():
 
 
 def test_the_kernel_before():
-    """Under programmatic dependent launch: what it wrote may be used after griddepcontrol.wait, own or waited for."""
+    """Its results may be used after griddepcontrol.wait, one's own or that of a warp that was waited for."""
     source, out = np.arange(32, dtype=np.uint32), np.zeros(32, np.uint32)
     use = "ld.param.u64 %x2, [in]; mad.wide.u32 %x3, %t, 4, %x2; {} ld.global.b32 %r2, [%x3];"
     use += "mad.wide.u32 %x4, %t, 4, %out; st.global.b32 [%x4], %r2;"
@@ -285,7 +285,7 @@ def test_ordered_accesses(name, schedule):
 
 
 def test_unordered_accesses():
-    """A missing barrier is found even where the order of running makes the values right."""
+    """A missing barrier is found even if the order of running makes the values right."""
     for schedule in ("eager", "lazy", "random:1", "random:2"):
         with pytest.raises(EmulatorError, match="no barrier between them|never written"):
             handover("", "", schedule)
@@ -295,7 +295,7 @@ def test_unordered_accesses():
             handover("mbarrier.arrive.shared.b64 %x5, [%bar];", RELAXED_WAIT, schedule)
         with pytest.raises(EmulatorError, match=r"written by CTA 0 warp 0 with .* \(bar.warp.sync\)|never written"):
             handover(ONE_LANE, wait(), schedule)
-    # Overwritten before who reads is known to have read.
+    # Overwritten before the reader is known to have read.
     swap = """mad.lo.u32 %r1, %t, 4, %data; st.shared.b32 [%r1], %t; bar.sync 0; xor.b32 %r2, %t, 32;
         mad.lo.u32 %r3, %r2, 4, %data; ld.shared.b32 %r4, [%r3]; {} st.shared.b32 [%r1], %r4; bar.sync 0;"""
     run(swap.format("bar.sync 0;"), np.zeros(32, np.uint32), threads=64)
@@ -304,7 +304,7 @@ def test_unordered_accesses():
 
 
 def test_one_lane_arrives_for_what_it_did():
-    """And for what it knows of others; not for what other lanes read."""
+    """And for what it knows of others, but not for what other lanes read."""
     body = initialise(bars=2, count=32) + """mov.b32 %r4, 7; setp.ge.u32 %p5, %t, 32; @%p5 bra OTHER;
         @%p1 st.shared.b32 [%data], %r4; @%p1 mbarrier.arrive.shared.b64 %x5, [%bar], 32; bra END;
         OTHER: """ + wait() + """{} ld.shared.b32 %r2, [%data]; {} setp.eq.u32 %p6, %t, 32;
@@ -318,7 +318,7 @@ def test_one_lane_arrives_for_what_it_did():
 
 @pytest.mark.parametrize("bits", (8, 16))
 def test_unordered_narrow_accesses(bits):
-    """Warps may share a word, but not what one of them writes of it; a word is seen together with its parts."""
+    """Warps may share a word, but no part of it that one of them writes; words are checked with their parts."""
     size = bits // 8
     body = f"""mad.lo.u32 %r1, %t, 4, %data; mov.b32 %r2, 0; st.shared.b32 [%r1], %r2; bar.sync 0;
         cvt.u16.u32 %h1, %t; add.u16 %h1, %h1, 7; and.b32 %r1, %t, 31; shr.u32 %r2, %t, 5;
@@ -343,7 +343,7 @@ def test_unordered_narrow_accesses(bits):
 
 
 def test_unordered_copies_of_narrow_stores():
-    """A bulk copy reads what another warp wrote byte by byte."""
+    """A bulk copy reads what another warp has written byte by byte."""
     body = """add.u32 %r1, %t, %data; cvt.u16.u32 %h1, %t; st.shared.u8 [%r1], %h1; fence.proxy.async.shared::cta; {}
         mov.b32 %r7, 64; setp.eq.u32 %p5, %t, 32;
         @%p5 cp.async.bulk.global.shared::cta.bulk_group [%out], [%data], %r7; cp.async.bulk.commit_group;
@@ -356,7 +356,7 @@ def test_unordered_copies_of_narrow_stores():
 
 
 def test_copies_among_accesses():
-    """A copy out needs a barrier after the other warps' stores; a copy in, one after their loads."""
+    """A copy out needs a barrier after other warps' stores, a copy in one after their loads."""
     out = """mad.lo.u32 %r1, %t, 4, %data; st.shared.b32 [%r1], %t; fence.proxy.async.shared::cta; {} mov.b32 %r7, 256;
         @%p1 cp.async.bulk.global.shared::cta.bulk_group [%out], [%data], %r7; cp.async.bulk.commit_group;
         cp.async.bulk.wait_group 0;"""
@@ -386,7 +386,7 @@ def test_copies_among_accesses():
 # ---- clusters ----
 @pytest.mark.parametrize("schedule", ALL)
 def test_remote_arrival_and_shared_memory(schedule):
-    """CTA 1 reads what CTA 0 wrote, through mapa, between cluster barriers."""
+    """CTA 1 reads through mapa what CTA 0 wrote, between cluster barriers."""
     body = initialise() + """mov.u32 %r2, %cluster_ctarank; mad.lo.u32 %r3, %t, 4, %data; mad.lo.u32 %r4, %r2, 1000, %t;
         st.shared.b32 [%r3], %r4; barrier.cluster.arrive.release; barrier.cluster.wait.acquire; xor.b32 %r5, %r2, 1;
         mapa.shared::cluster.u32 %r6, %r3, %r5; ld.shared::cluster.b32 %r7, [%r6];
@@ -397,7 +397,7 @@ def test_remote_arrival_and_shared_memory(schedule):
     assert got.tolist() == [1000 + t for t in range(32)] + list(range(32))
 
 
-# Each CTA writes into the other's memory; who waits must see that by what the arrival and the wait say.
+# Each CTA writes into the other's memory; whether the waiting one sees that depends on the arrival and the wait.
 MEET = """barrier.cluster.arrive.relaxed; barrier.cluster.wait;
     mov.u32 %r2, %cluster_ctarank; xor.b32 %r5, %r2, 1; mad.lo.u32 %r3, %t, 4, %data;
     mad.lo.u32 %r4, %r2, 1000, %t; mapa.shared::cluster.u32 %r6, %r3, %r5;
@@ -453,7 +453,7 @@ def test_memory_order_between_ctas(meet, fine):
     (".relaxed.cluster", "", False),
 ])  # fmt: skip
 def test_lenient_takes_no_scope_as_the_cluster(arrival, acquire, fine):
-    """What is written is still meant."""
+    """A scope that is written counts as written."""
     meet_and_check(arrive_and_wait(arrival, acquire), fine, lenient=True)
 
 
@@ -469,7 +469,7 @@ def test_a_cta_that_has_ended():
 
 @pytest.mark.parametrize("schedule", ALL)
 def test_multicast(schedule):
-    """One CTA's copy lands in both, and completes at both mbarriers."""
+    """One CTA's copy writes to both, and completes at both mbarriers."""
     body = initialise() + """mov.u32 %r2, %cluster_ctarank; @%p1 mbarrier.arrive.expect_tx.shared.b64 %x1, [%bar], 128;
         barrier.cluster.arrive; barrier.cluster.wait; setp.eq.and.u32 %p3, %r2, 1, %p1;
         mov.b32 %r7, 128; mov.b16 %h1, 3; ld.param.u64 %x2, [in];
@@ -523,7 +523,7 @@ def test_copies_of_a_pair_that_complete_elsewhere(part, by, why):
 
 
 def test_a_commit_to_a_cta_that_has_ended():
-    """Commits reach the other CTA in no order: the second one's arrival does not tell of the first one's."""
+    """Commits reach the other CTA in any order: the second one's arrival does not imply the first one's."""
     body = initialise(bars=2) + """barrier.cluster.arrive; barrier.cluster.wait; mov.u32 %r2, %cluster_ctarank;
         setp.eq.and.u32 %p4, %r2, 0, %p1; mov.b16 %h1, 3;
         @%p4 tcgen05.commit.cta_group::2.mbarrier::arrive::one.shared::cluster.multicast::cluster.b64 [%bar], %h1;

@@ -1,4 +1,4 @@
-"""The emulator's instructions, one by one, against formulas written down here independently of it."""
+"""The emulator's instructions, one by one, against formulas that are written here independently."""
 
 import bisect
 import itertools
@@ -13,7 +13,7 @@ from tests.emulator.snippets import f32, run, u32
 
 
 def each(opcode, out, *inputs, modifiers=""):
-    """The instruction on 32 lanes of inputs, each a NumPy array; `out` the dtype of the result."""
+    """Run the instruction on 32 lanes of inputs, each a NumPy array; `out` is the dtype of the result."""
     body, arguments, parameters, names = "", [], [], []
     for i, values in enumerate(inputs):
         values = np.resize(values, 32)
@@ -132,7 +132,7 @@ def test_funnel_shift():
 
 @pytest.mark.parametrize("table", [0x80, 0xFE, 0x96, 0xCA, 0xE8, 0x6A])
 def test_lop3(table):
-    """The PTX ISA builds a table by applying the function to 0xF0, 0xCC, 0xAA."""
+    """The PTX ISA makes a table by applying the function to 0xF0, 0xCC, 0xAA."""
     rng = np.random.default_rng(table)
     a, b, c = rng.integers(0, 1 << 32, (3, 32), np.uint32)
     bit = lambda i: [(table >> ((int(x) >> i & 1) << 2 | (int(y) >> i & 1) << 1 | int(z) >> i & 1)) & 1
@@ -169,7 +169,7 @@ def test_fma_rounds_once():
     exact = [Fraction(float(x)) * Fraction(float(y)) + Fraction(float(z)) for x, y, z in zip(a, b, c, strict=True)]
     expected = f32(*(nearest_f32(e) for e in exact))
     np.testing.assert_array_equal(each("fma.rn.f32", np.float32, a, b, c), expected)
-    # A case where adding in float64 first is wrong: the sum is just above a tie of float32.
+    # Here it would be wrong to add in float64 first: the sum is just above a tie of float32.
     a, b, c = f32(1 + 2**-12), f32(1 + 2**-12), f32(2.0**-60)
     assert each("fma.rn.f32", np.float32, a, b, c)[0] == nearest_f32(Fraction(1 + 2**-12) ** 2 + Fraction(1, 2**60))
 
@@ -192,7 +192,7 @@ def test_three_inputs_of_max():
 
 @pytest.mark.parametrize("opcode", ["rcp", "sqrt", "rsqrt", "ex2", "lg2", "sin", "cos", "tanh"])
 def test_approximations(opcode):
-    """The exact value rounded, which is within every error that the PTX ISA allows."""
+    """They give the exact value rounded, which is within every error that the PTX ISA allows."""
     x = np.linspace(0.01, 20, 32).astype(np.float32)
     exact = {"rcp": lambda v: 1 / v, "sqrt": np.sqrt, "rsqrt": lambda v: v**-0.5, "ex2": np.exp2, "lg2": np.log2,
              "sin": np.sin, "cos": np.cos, "tanh": np.tanh}[opcode](x.astype(np.float64))  # fmt: skip

@@ -58,7 +58,7 @@ def hopper_problem():
 
 
 def swizzled(sf):
-    """[rows, K / 16] bytes in the 128x4 layout, written as its formula."""
+    """Bytes [rows, K / 16] in the 128x4 layout, by its formula."""
     rows, columns = sf.shape
     m, k = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
     at = (m // 128 * (columns // 4) + k // 4) * 512 + m % 32 * 16 + m // 32 % 4 * 4 + k % 4
@@ -146,7 +146,7 @@ def test_a_capture_runs_from_the_command_line(blackwell, tmp_path):
 
 
 def change(text, pattern, by, count=1):
-    """The text with `count` places of a regular expression replaced, which must exist."""
+    """Replace the first `count` matches of a regular expression in the text; there must be some."""
     changed, places = re.subn(pattern, by, text, count=count, flags=re.S)
     assert places, pattern
     return changed
@@ -207,7 +207,7 @@ def test_blackwell_mistakes(blackwell, name):
 
 
 def caught(compiled, mistake, problem, output=-1):
-    """By an error or by a wrong result, when what is asynchronous comes late or some warps are slow."""
+    """Check that an error or a wrong result shows it, when asynchronous operations come late or some warps are slow."""
     arguments, expected = problem()
     spoilt = Emulated(compiled, mistake(compiled.__ptx__))
     for schedule in ("lazy", "slow:1"):
@@ -227,7 +227,8 @@ OUT = 9  # of the arguments
 
 @pytest.fixture(scope="module")
 def pair():
-    """(compiled, (arguments, what is right)): one pair; three tiles, which use every stage of the ring again."""
+    """(compiled, (arguments, the right result)): one pair of CTAs, three tiles, so every stage of the ring is
+    reused."""
     started = []
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(sm100, "launch", lambda *launch: started.append(launch))

@@ -1,4 +1,4 @@
-"""What the emulator does between instructions: lanes of a warp, memory, barriers, what must stop, its command line."""
+"""What the emulator does besides instructions: lanes of a warp, memory, barriers, errors, its command line."""
 
 import os
 import subprocess
@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 
 # ---- control flow and the lanes of a warp ----
 def test_divergent_lanes_meet_again():
-    """Each lane loops its own number of times; then all vote together."""
+    """Each lane loops its own number of times; then all lanes vote together."""
     body = """mov.b32 %r1, 0; mov.b32 %r2, 0;
     LOOP: setp.ge.u32 %p1, %r1, %t; @%p1 bra OUT;
         add.u32 %r1, %r1, 1; add.u32 %r2, %r2, %r1; bra LOOP;
@@ -70,7 +70,7 @@ def test_votes_and_reductions():
 
 @pytest.mark.parametrize("schedule", ["eager", "random:1"])
 def test_lanes_with_the_same_value(schedule):
-    """match.any: a mask of the member lanes that hold what this lane holds."""
+    """match.any gives each lane the mask of the member lanes that hold its value."""
     body = """rem.u32 %r1, %t, 5; match.any.sync.b32 %r2, %r1, -1; mov.u32 %r3, %lanemask_lt;
         and.b32 %r3, %r3, %r2; shl.b32 %r3, %r3, 1; xor.b32 %r2, %r2, %r3; st.global.b32 [%mine], %r2;"""
     same = lambda t, lanes: sum(1 << i for i in lanes if i % 5 == t % 5)
@@ -122,7 +122,7 @@ def test_atomics():
 
 
 def test_matrix_transfers():
-    """ldmatrix gives lane 4r + c columns 2c, 2c + 1 of row r, .trans of the transpose; stmatrix is its inverse."""
+    """ldmatrix gives lane 4r + c columns 2c, 2c + 1 of row r, with .trans of the transpose; stmatrix is the inverse."""
     matrix = np.arange(4 * 64, dtype=np.uint16).reshape(4, 8, 8)
     out = np.zeros((2, 4, 32), np.uint32)
     fill = """ld.param.u64 %x1, [a]; mad.wide.u32 %x1, %t, 16, %x1; ld.global.v4.b32 {%r1, %r2, %r3, %r4}, [%x1];
@@ -172,7 +172,7 @@ CALL = """.local .align 8 .b8 depot[8]; mov.b64 %x1, depot; cvta.local.u64 %x2, 
 
 
 def test_printing_stops():
-    """As NVVM writes a printf. Constants and local memory have addresses, but nothing can be read there."""
+    """printf as NVVM writes it. Constants and local memory have addresses, but cannot be read."""
 
     def start(body, text=PRINT):
         out = np.zeros(32, np.uint32)
@@ -305,7 +305,7 @@ def test_a_run_repeats():
 
 @pytest.mark.slow
 def test_the_package_stands_alone():
-    """Without moe_nvfp4 and CuTe DSL; `kernels` and the tests are no part of it."""
+    """It needs neither moe_nvfp4 nor CuTe DSL, except for `kernels` and the tests."""
     folder = Path(__file__).parent
     names = [f.stem for f in folder.glob("*.py") if not f.stem.startswith(("test_", "__")) and f.stem != "kernels"]
     code = "import sys, importlib; sys.modules.update(dict.fromkeys(('moe_nvfp4', 'cutlass', 'triton')))\n"

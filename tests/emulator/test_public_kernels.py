@@ -69,7 +69,7 @@ def names_of_an_older_dsl(monkeypatch):
 
 @pytest.mark.parametrize("tile, cluster, n", [((128, 128), (1, 1), 128), ((256, 128), (2, 1), 256)], ids=str)
 def test_block_scaled_gemm(tile, cluster, n):
-    """Right, but only when lenient: it has no tcgen05.fence."""
+    """Right, but only with `lenient`: it has no tcgen05.fence."""
     operands = fake(Uint8, None, None, align=32), fake(Uint8, None, None, align=32)
     scales = fake(Uint8, None, align=128), fake(Uint8, None, align=128), fake(Float32, 1)
     with compiling_for("sm_100a"):
@@ -84,7 +84,7 @@ def test_block_scaled_gemm(tile, cluster, n):
 
 
 class Grouped:
-    """CUTLASS's grouped bf16 GEMM: each group's tensor maps are made on the device."""
+    """CUTLASS's grouped bf16 GEMM, which makes each group's tensor maps on the device."""
 
     def __init__(self, groups, tile, cluster):
         templates = pytest.importorskip(

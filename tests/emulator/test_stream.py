@@ -13,7 +13,7 @@ COPY = """ld.param.u64 %x2, [in]; mad.wide.u32 %x3, %t, 4, %x2; ld.global.b32 %r
 
 
 def launch(stream, out, source, before_read=WAIT, before_write=""):
-    """out = source, by a kernel that does so much before it reads and before it writes."""
+    """out = source, by a kernel that runs `before_read` before it reads and `before_write` before it writes."""
     ptx = kernel(before_read + COPY.format(before_write), [".u64 in"])
     run = lambda *arguments, **options: [emulate(ptx, arguments, 1, 32, **options)]
     stream.launch(run, out, source, outputs=[out], unwritten=[out])
@@ -42,11 +42,11 @@ def test_what_is_older():
         assert c.tolist() == list(range(32))
         launch(stream, c, b)
         with refused():
-            launch(stream, c, a, before_read="")  # the kernel before may still write there
+            launch(stream, c, a, before_read="")  # the kernel before may still be writing there
 
 
 def test_a_kernel_that_lets_the_next_one_start_early():
-    """Then the kernel before it may still be running too."""
+    """Then the kernel before it may still be running, too."""
     with Stream() as stream:
         a, b, c = torch.arange(32, dtype=torch.int32), *torch.empty(2, 32, dtype=torch.int32).unbind()
         other = a.clone()

@@ -1,4 +1,4 @@
-"""tcgen05.mma of .kind::f16, and what moves data between Tensor Memory and registers, against the PTX ISA's layouts."""
+"""tcgen05.mma of .kind::f16, and moves between Tensor Memory and registers, against the PTX ISA's layouts."""
 
 from dataclasses import dataclass
 
@@ -80,7 +80,7 @@ def mma(case, accumulate="%p4", more="", after_idesc="", collector=""):
 
 
 def body(case, products=None):
-    """Every CTA fills its operands, D with ones; the first one multiplies; D's 128 lanes by n columns go out."""
+    """Every CTA fills its operands, and D with ones; the first one multiplies; 128 lanes by n columns of D go out."""
     meet = "barrier.cluster.arrive; barrier.cluster.wait;\n" if case.group == 2 else ""
     commit = f"@%p6 tcgen05.commit.cta_group::{case.group}.mbarrier::arrive::one.shared::cluster"
     commit += ".multicast::cluster.b64 [%r10], %h1;\n" if case.group == 2 else ".b64 [%r10];\n"
@@ -116,7 +116,7 @@ def body(case, products=None):
 
 
 def product(case, text=None, schedule="lazy"):
-    """(D by rows, what else was read of its columns, the product)"""
+    """(D by rows, the other values in its columns, the product)"""
     data, image, expected = problem(case)
     out = np.zeros((case.group, 128, case.n), np.float32)
     run(text or body(case), out, [data, image], [".u64 in", ".u64 a"], 128, schedule, case.group)
@@ -163,7 +163,7 @@ NO_A_BELOW_64 = "".join(f"@%p7 mov.b32 %r{100 + i}, 0;" for i in range(8)) + "\n
 
 
 def described(flip):
-    """The instruction descriptor with some bits turned."""
+    """The instruction descriptor with some bits flipped."""
     right = f"%r24, {FROM_SHARED.instruction};"
     return lambda s: without(s, right, f"%r24, {FROM_SHARED.instruction ^ flip};")
 
@@ -224,7 +224,7 @@ def test_relaxed_arrivals_hand_over_tensor_memory(schedule):
         with pytest.raises(EmulatorError, match="without tcgen05.fence::before_thread_sync"):
             body = without(RELAXED, fence, fence.split()[-1])
             run(body, np.zeros(32, np.uint32), threads=160, schedule=schedule)
-    # The lane that arrives has to have met the others behind their waits: elect.sync would do.
+    # The lane that arrives must have met the others after their waits; elect.sync would do.
     met, elected = "bar.warp.sync -1;\n    @%p1", "elect.sync %r9|%p1, -1;\n    @%p1"
     run(RELAXED.replace(met, elected), np.zeros(32, np.uint32), threads=160, schedule=schedule)
     with pytest.raises(EmulatorError, match="TMEM column 0, written by CTA 0 warp 0"):
@@ -270,7 +270,7 @@ def moved(shape, half):
 @pytest.mark.parametrize("half", (0, 16))
 @pytest.mark.parametrize("shape", PLACES)
 def test_shapes_of_loads_and_stores(shape, half):
-    """What one shape stores another one reads."""
+    """What one shape stores, another one loads."""
     text, count = moved(shape, half)
     got = run(text, np.zeros((32, count + 8), np.uint32), schedule="lazy")
     expected = np.arange(256, dtype=np.uint32).reshape(32, 8)

@@ -1,4 +1,4 @@
-"""wgmma and tcgen05 in the emulator, against the layouts of the PTX ISA; and mistakes in a kernel that uses them."""
+"""wgmma and tcgen05 in the emulator, against the layouts of the PTX ISA; and mistakes in kernels that use them."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ def bf16(values):
 
 
 def small_integers(rng, shape):
-    """Products and sums of these are exact in any order."""
+    """Numbers whose products and sums are exact in any order."""
     return rng.integers(-4, 5, shape).astype(np.float64)
 
 
@@ -140,7 +140,7 @@ def block_scaled(rng, rows, scales=SCALES):
 
 
 def scale_tile(scales):
-    """128 x 4 bytes as tcgen05.cp wants them: row r, block j at 16 (r mod 32) + 4 (r / 32) + j."""
+    """128 x 4 bytes in the order of tcgen05.cp: row r, block j at 16 (r mod 32) + 4 (r / 32) + j."""
     tile = np.zeros(512, np.uint8)
     for r, j in np.ndindex(scales.shape):
         tile[16 * (r % 32) + 4 * (r // 32) + j] = scales[r, j]
@@ -228,7 +228,7 @@ NVFP4 = "mma.sync.aligned.kind::mxf4nvf4.block_scale.scale_vec::4X.m16n8k64.row.
 
 @pytest.mark.parametrize("a_thread, b_thread", [(0, 0), (1, 3)])
 def test_block_scaled_mma_of_a_warp(a_thread, b_thread):
-    """The fragments of mma.m16n8k64 with 4-bit types; scale factors from the lanes that the ids name."""
+    """The fragments of mma.m16n8k64 with 4-bit types; scale factors come from the lanes that the ids name."""
     rng = np.random.default_rng(7)
     (a, sa, x), (b, sb, y) = block_scaled(rng, 16), block_scaled(rng, 8)
     addend = small_integers(rng, (16, 8))
@@ -309,7 +309,7 @@ STRICT_OR_NOT = [(n, lenient) for lenient in (False, True) for n in MUTATIONS if
 
 @pytest.mark.parametrize("name, lenient", STRICT_OR_NOT)
 def test_mistakes_are_caught(name, lenient):
-    """By an error, or by a wrong result, in the lazy order."""
+    """By an error or by a wrong result, in the lazy schedule."""
     body = MUTATIONS[name](tcgen05(16))
     try:
         got, expected = product(16, body, "lazy", lenient=lenient)
@@ -356,7 +356,7 @@ def test_cta_groups_are_not_mixed(instruction):
 
 @pytest.mark.parametrize("second, fine", [("use", True), ("lastuse", True), ("use.other", False)])
 def test_the_collector(second, fine):
-    """A matrix that an MMA has kept may be used by the next."""
+    """The next MMA may use a matrix that an MMA has kept."""
     other = "xor.b64 %x10, %x10, 64;\n" if second.endswith("other") else ""
     first = mma(16).replace("block16", "block16.collector::a::fill")
     again = mma(16).replace("block16", "block16.collector::a::" + second.split(".")[0])

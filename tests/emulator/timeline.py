@@ -1,8 +1,8 @@
 """Which warp waited where: a picture of one run, as text or SVG.
 
 Time is logical and does not depend on the schedule. A warp's clock counts its instructions; an asynchronous operation
-ends LATENCY after it was issued, or after the one it had to follow; who waits for a barrier goes on at the time of the
-last arrival. It shows the shape of a pipeline, not the speed of a GPU.
+ends LATENCY after it was issued, or after the one that it had to follow; a warp that waits for a barrier continues at
+the time of the last arrival. This shows the shape of a pipeline, not the speed of a GPU.
 """
 
 from collections import Counter
@@ -20,7 +20,7 @@ class Timeline:
         self.waits = []  # (CTA, warp, from, to, what, line)
 
     def wait(self, warp, until, what):
-        """The warp goes on at `until`, if that is later than its own time."""
+        """The warp continues at `until`, if that is later than its own time."""
         if until > warp.clock:
             self.waits.append((warp.cta.number, warp.index, warp.clock, until, what, warp.at.line))
             warp.clock = until
@@ -34,7 +34,7 @@ class Timeline:
         ]
 
     def text(self, machine, ctas=1, width=100):
-        """One line per warp: # runs, . waits; then where most of the waiting was."""
+        """One line per warp, where # runs and . waits; then the places with the longest waits."""
         rows = self.rows(machine, ctas)
         total = max([end for _, end, _ in rows], default=1) or 1
         lines = [f"0 {'-' * (width + 10)} {total} (instructions; # runs, . waits)"]
@@ -56,7 +56,7 @@ class Timeline:
         return "\n".join(lines)
 
     def svg(self, machine, ctas=1, width=1200):
-        """Bars of running time, light where the warp waits; the line and the reason show under the pointer."""
+        """Bars of running time, lighter where the warp waits; the line and the reason show under the pointer."""
         rows = self.rows(machine, ctas)
         total = max([end for _, end, _ in rows], default=1) or 1
         scale = width / total
