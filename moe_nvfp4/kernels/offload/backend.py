@@ -194,7 +194,7 @@ class _Workspace:
         return self.buffers[i][:size].view(like.dtype).view(like.shape)
 
     def keep(self, call: cpu.Call, weights: ExpertWeights) -> None:
-        """Keep `call` alive: until it has run, and what it reads of `weights` too, or as long as the graph lives."""
+        """Keep `call`, and what it reads of `weights`, alive: until it has run, or as long as the graph lives."""
         if not self.graph:
             self.calls = [c for c in self.calls if not c.done]
             own = [t.detach() for t in weights.tensors() if t is not None]

@@ -71,7 +71,7 @@ class _Buffers:
         """Copy `tensors` into the buffer whose turn it is; later work on the current stream waits for them."""
         sizes = [-(-t.nbytes // _ALIGNED) * _ALIGNED for t in tensors.values()]
         current, memory = torch.cuda.current_stream(self.device), self.memory[self.turn]
-        # Before a larger buffer takes this one's place: torch gives its memory to others after what is on this stream.
+        # Must come before a larger buffer replaces this one: torch reuses its memory after the work on this stream.
         self.stream.wait_event(self.over[self.turn])
         if memory.numel() < sum(sizes):
             memory.record_stream(self.stream)
