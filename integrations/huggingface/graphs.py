@@ -16,6 +16,8 @@ from transformers import StaticCache
 from transformers.cache_utils import Cache, StaticLayer
 from transformers.utils import logging
 
+from moe_nvfp4.layer import NVFP4Experts
+
 logger = logging.get_logger(__name__)
 
 
@@ -27,10 +29,11 @@ def use_cuda_graphs(model: Any) -> Any:
 
     A graph repeats kernels only, so NotImplementedError where a step does more: for caches that count in Python
     (sliding windows, linear attention), rotary embeddings that change with the length, models whose steps transformers
-    cannot compile whole, and models on several devices.
+    cannot compile whole, experts on the CPU that wait for the GPU, and models on several devices.
     """
-    _check(model)
-    model.get_compiled_call = MethodType(_graphed_step, model)  # a method, so that a copy of the model runs itself
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # PEFT calls its `generate`
+    _check(inner)
+    inner.get_compiled_call = MethodType(_graphed_step, inner)  # a method, so that a copy of the model runs itself
     return model
 
 
@@ -126,6 +129,11 @@ def _check(model: Any) -> None:
         for rope in kind.values() if isinstance(kind, dict) else [kind]:
             if rope == "longrope" or "dynamic" in str(rope):
                 raise NotImplementedError(f"{what} does not take {name} of type {rope!r}: {way_out}")
+        if isinstance(module, NVFP4Experts) and module.on_cpu and not module._hooks().fused:
+            raise NotImplementedError(
+                f"{what} does not take {name}: it is on the CPU, and waits for the GPU in each step, because a gate, a "
+                f"norm or AWQ scales of the model run between its stages; {way_out}, or keep it on the GPU"
+            )
     if not getattr(model, "_can_compile_fullgraph", False):
         raise NotImplementedError(f"{what} takes models whose steps transformers can compile whole: {way_out}")
     if len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1:

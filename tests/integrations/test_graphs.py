@@ -129,6 +129,13 @@ def test_what_a_graph_would_get_wrong_is_refused(family, why):
         use_cuda_graphs(ready(family))
 
 
+def test_the_model_that_peft_wraps_decodes_by_graphs():
+    """PEFT's generate is that model's."""
+    model = ready(qwen3_moe)
+    wrapper = SimpleNamespace(get_base_model=lambda: model)
+    assert use_cuda_graphs(wrapper) is wrapper and model.get_compiled_call().model is model
+
+
 def test_other_models_are_refused():
     model = ready(qwen3_moe)
     model._can_compile_fullgraph = False
@@ -137,6 +144,12 @@ def test_other_models_are_refused():
     del model._can_compile_fullgraph
     model.hf_device_map = {"model": 0, "lm_head": 1}
     with pytest.raises(NotImplementedError, match="on several devices"):
+        use_cuda_graphs(model)
+    del model.hf_device_map
+    layer = use_cuda_graphs(model).model.layers[1].mlp.experts.keep_on_cpu()
+    use_cuda_graphs(model)
+    layer.add_pre_quant_scales(torch.bfloat16)
+    with pytest.raises(NotImplementedError, match="layers.1.mlp.experts: it is on the CPU, and waits for the GPU"):
         use_cuda_graphs(model)
 
 
