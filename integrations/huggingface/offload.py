@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -145,9 +146,13 @@ class SharedAhead:
     """
 
     def __init__(self, block: nn.Module, shared: nn.Module):
-        self.shared, self.compute, self.useful = shared, shared.forward, False
+        self.shared, self.before, self.useful = shared, vars(shared).get("forward"), False
         shared.forward = self
         block.register_forward_pre_hook(self.enter)
+
+    def compute(self, *args: Any, **kwargs: Any) -> Any:
+        # The class's method by its name: pickle would find this object in place of a bound method of the module.
+        return (self.before or partial(type(self.shared).forward, self.shared))(*args, **kwargs)
 
     def enter(self, block: nn.Module, inputs: tuple[Any, ...]) -> None:
         if torch.compiler.is_compiling():

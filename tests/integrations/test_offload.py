@@ -1,6 +1,7 @@
 """Experts that stay on the CPU: which layers, how they load and move, and what the GPU does meanwhile."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -215,27 +216,35 @@ def test_beside_a_gpu_the_model_says_the_same(tmp_path):
     assert torch.equal(logits(model.cpu()), want)
 
 
+EVENTS = []
+
+
 @pytest.fixture
 def events(monkeypatch):
     """Experts on the CPU run as beside a GPU: they are asked, start what the GPU does meanwhile, and answer."""
-    events, forward = [], NVFP4Experts.forward
+    EVENTS.clear()
+    forward = NVFP4Experts.forward
 
     def asked_and_answered(self, *args):
-        events.append("asked")
+        EVENTS.append("asked")
         if self.meanwhile is not None and not torch.compiler.is_compiling():
             self.meanwhile()
-        events.append("answered")
+        EVENTS.append("answered")
         return forward(self, *args)
 
     monkeypatch.setattr(NVFP4Experts, "forward", asked_and_answered)
-    return events
+    return EVENTS
 
 
-def blocks(model, events):
+def note_shared(*_):
+    EVENTS.append("shared")
+
+
+def blocks(model):
     """Blocks with shared experts, which note when they compute."""
     names = [(b, n) for b in model.modules() for n in SHARED if hasattr(b, "experts") and hasattr(b, n)]
     for block, name in names:
-        getattr(block, name).down_proj.register_forward_hook(lambda *_: events.append("shared"))
+        getattr(block, name).down_proj.register_forward_hook(note_shared)
     return [block for block, _ in names]
 
 
@@ -243,7 +252,7 @@ def blocks(model, events):
 def test_shared_experts_run_while_the_cpu_does(family, ahead, events):
     model = swap_experts(make(family), recipe="max", progress=False)
     want = logits(model)
-    count = len(blocks(model, events))
+    count = len(blocks(model))
     assert count
     for _ in range(2):
         keep_experts_on_cpu(model, "all")
@@ -253,13 +262,13 @@ def test_shared_experts_run_while_the_cpu_does(family, ahead, events):
         events.clear()
         assert torch.equal(logits(model), want), i
         assert events == layer * count
-    twin = copy.deepcopy(model)
-    with torch.no_grad():
-        for p in twin.parameters():
-            p.add_(1) if p.is_floating_point() and p.dim() == 2 else None
-    events.clear()
-    assert torch.equal(logits(model), want) and not torch.equal(logits(twin), want)
-    assert events == overlapped * count * 2  # the copy's own
+    for twin in copy.deepcopy(model), pickle.loads(pickle.dumps(model)):
+        with torch.no_grad():
+            for p in twin.parameters():
+                p.add_(1) if p.is_floating_point() and p.dim() == 2 else None
+        events.clear()
+        assert torch.equal(logits(model), want) and not torch.equal(logits(twin), want)
+        assert events == overlapped * count * 2  # the copy's own
     keep_experts_on_cpu(model, 0)
     events.clear()
     assert torch.equal(logits(model), want) and events == usual * count
