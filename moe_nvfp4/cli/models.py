@@ -74,7 +74,7 @@ def model_config(source: str) -> Any:
 
 @contextmanager
 def config_errors(source: str) -> Iterator[None]:
-    """Turn whatever transformers raises for a config.json that it cannot make sense of into one ValueError."""
+    """Turn any exception that transformers raises for a config.json that makes no sense to it into a ValueError."""
     import transformers
 
     try:
