@@ -107,7 +107,7 @@ class Importance:
                 )
             return found
         known = ", ".join(list(self.layers)[:2])
-        raise ValueError(f"{module} has no importance (there is that of {known}, ...): {ANOTHER_MODEL}")
+        raise ValueError(f"{module} has no importance (the file has {known}, ...): {ANOTHER_MODEL}")
 
 
 def save_importance(importance: Importance, path: str | os.PathLike, source: str = "") -> None:

@@ -215,7 +215,7 @@ class ModelTensors:
         for part in sorted(names | found.keys()):
             numbers = found.get(part, {})
             if part not in names and not part.endswith(".bias"):
-                raise ValueError(f"{module} has {part}, which {self.name} has not: the files belong to another model")
+                raise ValueError(f"{module} has {part}, but {self.name} does not: the files belong to another model")
             if E is not None and numbers and max(numbers) >= E:
                 raise one_too_many(f"{module}.{max(numbers)}.{part}", E)
             missing = next((e for e in range(E or 1 + max(numbers, default=0)) if e not in numbers), None)

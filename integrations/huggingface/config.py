@@ -113,7 +113,7 @@ class MoeNvfp4Config(QuantizationConfigMixin):
         if method is not None:
             info = read_config(config_dict)
             if info is None:
-                raise ValueError(f"a quantization_config of quant_method {method!r} is not one of NVFP4 files")
+                raise ValueError(f"the quantization_config of quant_method {method!r} does not say NVFP4")
             own = _said(info, own)
             config.pop("ignore", None)
         elif not own:  # the fields of `cls` without a method

@@ -272,7 +272,7 @@ class HFExperts(NVFP4Experts):
         if self.half_swapped:
             raise RuntimeError(
                 "swap_experts was interrupted: some experts are 4-bit, others dense, and nothing reads such files: "
-                "call swap_experts again, which goes on, then save"
+                "call swap_experts again, which finishes the rest, then save"
             )
         super()._save_to_state_dict(*args)
 
@@ -290,8 +290,8 @@ class HFExperts(NVFP4Experts):
         if self.implementation and config._experts_implementation != IMPLEMENTATION:
             raise ValueError(
                 f"experts_implementation {config._experts_implementation!r} was set, but 4-bit experts run in one "
-                f"way only: model.set_experts_implementation({IMPLEMENTATION!r}) goes back to it, model.dequantize() "
-                "gives dense experts, which have the others"
+                f"way only: model.set_experts_implementation({IMPLEMENTATION!r}) restores it, and model.dequantize() "
+                "makes dense experts, which run in the other ways"
             )
         if self.layout.call == "dense":
             return self._forward_dense(hidden_states, adapters)

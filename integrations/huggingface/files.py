@@ -149,8 +149,8 @@ def matrices_of(
             wanted = {(e, part): (N // len(parts), width) for e in range(E) for part in parts}
             if wanted != {at: t.shape for at, t in matrices.items()}:
                 raise ValueError(
-                    f"map_files: of {parameter}{suffix} the files have {len(matrices)} matrices, where {len(wanted)} "
-                    f"of {N // len(parts)} by {width} bytes are expected: leave map_files out for these files"
+                    f"map_files: the files have {len(matrices)} matrices of {parameter}{suffix}, expected "
+                    f"{len(wanted)} of {N // len(parts)} by {width} bytes: leave map_files out for these files"
                 )
         codes, sf = pairs
         result[parameter] = [[(codes[e, part], sf[e, part]) for part in parts] for e in range(E)]

@@ -40,6 +40,6 @@ def _dense(name: str, part: str, found: dict[str, list[Tensor]], like: Tensor) -
     for w, s in zip(codes, scales, strict=True):
         block = fp8_block(w.shape, s.shape)
         if block is None:
-            raise ValueError(f"{name}: scales {list(s.shape)} do not fit FP8 {list(w.shape)}")
+            raise ValueError(f"{name}: scales {list(s.shape)} do not fit FP8 {list(w.shape)}: download the file again")
         dense.append(fp8_dense(w, s, block).to(like.dtype))
     return torch.stack(dense)

@@ -101,7 +101,9 @@ class LayerWalk:
                 del module.forward
                 if own is not None:
                     module.forward = own
-        raise NotImplementedError(f"{type(self.model).__name__} does not run its layers in their order")
+        raise NotImplementedError(
+            f"{type(self.model).__name__} does not run its layers in order: use a recipe without data (mse)"
+        )
 
 
 def _to(device: torch.device | str) -> Any:

@@ -97,8 +97,8 @@ class PackedConverter(WeightConverter):
     def reverse_transform(self) -> PackedConverter:
         if self.joined is not None:  # ERNIE 4.5 VL
             raise NotImplementedError(
-                "files of this family have experts of several modules in one list, where 4-bit ones are not found "
-                "again: save_pretrained(folder, save_original_format=False) writes the model's own names, which load"
+                "files of this family have experts of several modules in one list, from which 4-bit ones cannot be "
+                "loaded: save_pretrained(folder, save_original_format=False) writes the model's own names, which load"
             )
         return PackedConverter(
             self.experts, self.fp8, self.prefix, self.merges, self.dialect, self.layout, True, self.stored

@@ -70,7 +70,7 @@ class ExpertLoader:
             if tensor.dtype != DTYPES[kind]:
                 raise ValueError(
                     f"{where} has dtype {tensor.dtype}, expected {DTYPES[kind]}: the config calls these experts NVFP4. "
-                    "Name experts that are not in its ignore list, or quantize the checkpoint again"
+                    "If they are not, name them in its ignore list, or quantize the checkpoint again"
                 )
             name = self._stack(part) + ("_sf" if kind == "sf" else "")
             _fill(self._rows(name, part, e), self._of_rank(tensor.view(torch.uint8), part, where), where)
