@@ -232,7 +232,7 @@ class ModelTensors:
         return {name for name in own if EXPERT_WEIGHTS.fullmatch(name.removeprefix(f"{module}."))}
 
     def _check_sizes(self, module: str, weights: Parts, E: int | None) -> None:
-        """ValueError where a matrix [out, in] of an expert has not the model's size; `in` may be padded to blocks."""
+        """ValueError where a matrix [out, in] of an expert is not of the model's size; `in` may be padded to blocks."""
         sizes = self._sizes(module, E)
         for part, experts in weights.items():
             for e, what in experts.items():

@@ -1,4 +1,4 @@
-"""What becomes of every tensor of a checkpoint, decided from its headers and config alone."""
+"""Plan a conversion: what becomes of every tensor of a checkpoint, decided from its headers and config alone."""
 
 from __future__ import annotations
 

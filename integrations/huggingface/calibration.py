@@ -32,7 +32,7 @@ def calibration_batches(calibration: Any, config: Any, tokenizer: str | os.PathL
     config       the model's config
     tokenizer    the folder or name of the tokenizer for texts
 
-    ValueError if there is no text, or if ids are not token ids of this model.
+    ValueError for anything else, for no text, for the name of a file, and for ids that are not of this model.
     """
     vocabulary = config.get_text_config().vocab_size
     if calibration is None:

@@ -37,8 +37,8 @@ class MoeNvfp4Config(QuantizationConfigMixin):
                  which each block has the better of two scales (docs/numerics.md)
     recipe       how block scales are chosen when bf16 weights are quantized: one of
                  moe_nvfp4.quantize.recipes.RECIPES ("mse") or "weighted"; files may also say "gptq"
-    calibration  data for the recipe "weighted": a text or several, token ids [B, T] or several, the path of a file of
-                 moe-nvfp4 importance, or None: random token ids. The model runs once, layer by layer
+    calibration  data for the recipe "weighted": a text or several, token ids [B, T] or several, the pathlib.Path of a
+                 file of moe-nvfp4 importance, or None: random token ids. The model runs once, layer by layer
     exclude      experts modules to leave as they are: a name or wildcard of the model's modules, such as
                  "model.layers.0.*", or several; each must match a module
     linears      what to do with linears that 4-bit files hold quantized too (attention, shared experts, lm_head):

@@ -60,8 +60,8 @@ def swap_experts(
     recipe       one of moe_nvfp4.quantize.recipes.RECIPES, or "weighted" or "gptq", which run the model on data
     exclude      experts modules to leave dense: a name or wildcard, or several
     calibration  a text or several, or token ids [B, T] or several. "gptq" needs at least 8 tokens for each expert and
-                 column of its weights; "weighted" also takes the path of a file of moe-nvfp4 importance, or None:
-                 random token ids
+                 column of its weights; "weighted" also takes the pathlib.Path of a file of moe-nvfp4 importance, or
+                 None: random token ids
     cpu_experts  how many layers' experts stay on the CPU when the model goes to a GPU, see `keep_experts_on_cpu`
 
     Raises NotImplementedError for experts in an unknown form, naming their class and the way out; ValueError if the

@@ -26,7 +26,7 @@ TORCH_DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu, "U8": torch.uint8,
 }  # fmt: skip
-# A part of a tensor's name that no model has: so many layers or experts
+# In a tensor's name: a layer or expert with six digits or more, which no model has
 LARGE_NUMBER = re.compile(r"(?<![^.])\d{6,}(?![^.])")
 
 
