@@ -90,7 +90,8 @@ def write(path, files, config, quantization):
 
 
 def quantized(tmp_path, family, dialect, which=is_expert, input_scale=None, rename=lambda stem: stem, **config):
-    """A folder of `family` whose weights `which` are NVFP4, and its twin with the dequantized weights in fp32."""
+    """A folder of `family` whose weights `which` are NVFP4, and its twin with the dequantized weights in fp32. Each
+    input has `input_scale`, or 2 or 4 times as much."""
     source = tmp_path / "bf16"
     if not source.exists():
         make(family).save_pretrained(source)
@@ -101,7 +102,8 @@ def quantized(tmp_path, family, dialect, which=is_expert, input_scale=None, rena
             files[key] = tensor
             continue
         stem = key.removesuffix(".weight")
-        new = stored(dialect, rename(stem), tensor, input_scale)
+        same_input = zlib.crc32(stem.replace("gate_proj", "up_proj").encode())
+        new = stored(dialect, rename(stem), tensor, input_scale and input_scale * 2.0 ** (same_input % 3))
         files |= new
         twin[key] = value(dialect, new, rename(stem))
     original = json.loads((source / "config.json").read_text())

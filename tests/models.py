@@ -122,9 +122,9 @@ def make(family, dtype=torch.bfloat16):
         for p in model.parameters():
             if p.dim() > 1:
                 p.normal_(std=0.2)
-        for name, b in model.named_buffers():
-            if name.endswith(("e_score_correction_bias", "layer_scalar")):  # of which files have values
-                b.normal_(std=0.2)
+        for t in model.state_dict().values():  # norms, biases, what routers add: not the ones and zeros of new models
+            if t.dim() == 1 and t.is_floating_point():
+                t.add_(torch.randn_like(t), alpha=0.2)
     return model
 
 

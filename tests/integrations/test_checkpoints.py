@@ -1,6 +1,7 @@
 """4-bit folders of other tools load directly into transformers, with the same numbers, and are saved unchanged."""
 
 import json
+import zlib
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -111,7 +112,9 @@ def test_both_dialects_are_the_same_model(tmp_path):
     for dialect in CONFIGS:
         folder, _ = quantized(tmp_path, qwen3_moe, dialect, lambda k: is_expert(k) or is_linear(k), 2**-9)
         models.append(load(folder, torch.bfloat16))
-        assert models[-1].model.layers[0].mlp.experts.down_proj_input_scale.tolist() == [2**-9] * 8
+        stems = [f"model.layers.0.mlp.experts.{e}.down_proj" for e in range(8)]
+        want = [2 ** (zlib.crc32(stem.encode()) % 3 - 9) for stem in stems]
+        assert models[-1].model.layers[0].mlp.experts.down_proj_input_scale.tolist() == want and len(set(want)) == 3
     a, b = (dict(m.named_parameters()) for m in models)
     assert a.keys() == b.keys()
     for name, p in a.items():

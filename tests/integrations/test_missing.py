@@ -97,6 +97,9 @@ def test_tensors_that_are_missing_or_too_many_are_named(dialect, tmp_path):
         with pytest.raises(ValueError) as caught:
             load(folder)
         assert re.search(message, str(caught.value)), (case, str(caught.value))
+    write(folder, tensors(tmp_path / "bf16"))
+    with pytest.raises(ValueError, match="the files hold no NVFP4 weights that this model has"):
+        load(folder)
     write(folder, whole)
     load(folder)
 

@@ -287,6 +287,7 @@ def test_another_experts_implementation_is_an_error(tmp_path):
     # what a dense model was loaded with is no longer asked for
     swapped = swap_experts(load(source, experts_implementation="eager"), progress=False)
     assert torch.equal(logits(swapped), expected)
+    assert swapped.dequantize().get_experts_implementation()[""] == "eager"
 
 
 def test_dense_experts_beside_4_bit_ones_keep_their_implementation(tmp_path):
