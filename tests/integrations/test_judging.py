@@ -81,7 +81,7 @@ def test_plot_of_experts(folder, quantized, tmp_path, capsys):  # noqa: F811
                 error, square = error + (new - old).square().sum().item(), square + old.square().sum().item()
             assert rows[e] == pytest.approx((error / square) ** 0.5, rel=0.01)  # `dequantize` rounds to bf16
     assert plot.read_bytes().startswith(b"\x89PNG")
-    for name, message in (("kl", "must end in .png"), ("experts.png/kl.png", "no folder")):
+    for name, message in (("kl", "must end in .png"), ("experts.png/kl.png", "not a folder")):
         assert main(["compare", str(folder), "--text", "x", "--plot", str(tmp_path / name)]) == 2
         assert message in capsys.readouterr().err
     assert main(["verify", str(quantized), "--plot", str(plot)]) == 2

@@ -471,7 +471,7 @@ DAMAGE = {
         lambda f: f.update(
             {k: f[k][:32].contiguous() for k in f if "layers.1" in k and "up_proj.weight" in k and f[k].dim()}
         ),
-        r"layers.1.mlp.experts.0.up_proj in model.safetensors is NVFP4 \[32, 64\], by config.json .* \[48, 64\] there",
+        r"up_proj \[32, 64\]: gate and up are \[I, H\], down is \[H, I\]",
     ),
     "a router of another shape": (
         lambda f: f.update({"model.layers.1.mlp.gate.weight": torch.zeros(4, 64)}),
