@@ -58,6 +58,7 @@ class Prepared(FP32Scales):
     def unpack(self) -> None:
         """Bring the weights back into the checkpoint's bytes."""
         if self._packed is not None and self.packed:
+            _refuse_captured(self._here(self._packed.first))
             backend = named(self._packed.backend)
             for name, (note, rows) in self._packed.matrices.items():
                 codes, sf = self._here(name), self._here(f"{name}_sf")
@@ -79,6 +80,7 @@ class Prepared(FP32Scales):
         lasting = all(isinstance(self._parameters[name], nn.Parameter) for name in matrices) and not self._offloaded
         if chosen.layout is None or not lasting:
             return False
+        _refuse_captured(self._here(next(iter(matrices))))
         backend, notes = named(chosen.name), {}
         for name, interleaved in matrices.items():
             codes, sf = self._here(name), self._here(f"{name}_sf")
@@ -117,3 +119,16 @@ class Prepared(FP32Scales):
         with _changing:
             self.unpack()
             super()._load_from_state_dict(*args)
+
+
+def _refuse_captured(weight: Tensor) -> None:
+    """RuntimeError inside a CUDA graph's capture: nothing is computed there, and the layout before is given up."""
+    if _captured(weight):
+        raise RuntimeError(
+            "4-bit weights would change their layout in this call, which a CUDA graph cannot repeat: call the module "
+            "once with inputs of this dtype, or its prepare(), before the capture"
+        )
+
+
+def _captured(weight: Tensor) -> bool:
+    return weight.is_cuda and torch.cuda.is_current_stream_capturing()

@@ -457,6 +457,24 @@ def test_threads_do_not_meet_weights_that_change_their_layout(hopper, monkeypatc
     assert all(map(torch.equal, got, want * 3))
 
 
+def test_weights_change_no_layout_while_a_graph_is_captured(hopper, monkeypatch):
+    """Nothing is computed then: they would be lost."""
+    layer = NVFP4Experts.from_dense(torch.randn(2, 64, 32), torch.randn(2, 32, 32))
+    x, ids, p = batch(3, 2, 1, 32, torch.bfloat16)
+    codes = layer.state_dict()["down_proj"].clone()
+    for prepared, other in ((False, x), (True, x.float())):
+        if prepared:
+            layer(x, ids, p)
+        with monkeypatch.context() as patch:
+            patch.setattr("moe_nvfp4.prepared._captured", lambda weight: True)
+            with pytest.raises(RuntimeError, match="before the capture"):
+                layer(other, ids, p)
+            if prepared:
+                layer(x, ids, p)
+        assert layer.packed == prepared
+    assert torch.equal(layer.state_dict()["down_proj"], codes)
+
+
 def test_weights_that_an_offloading_hook_brings_are_left_alone(hopper):
     """But those of a layer that device_map has put on one of several GPUs stay there, and are packed."""
     from accelerate.hooks import AlignDevicesHook, SequentialHook, add_hook_to_module
