@@ -80,7 +80,8 @@ class LayerWalk:
         before = [vars(module).get("forward") for module in running]  # accelerate's, which moves tensors to the layer
 
         def replay(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-            return hidden_states
+            # Layers of GLM-5 return a tuple, which the model unpacks
+            return hidden_states if self.states and isinstance(self.states[b], Tensor) else replay_last()
 
         def replay_last(*args: Any, **kwargs: Any) -> Any:
             assert self.states is not None

@@ -19,7 +19,7 @@ from moe_nvfp4.integrations.huggingface.calibration import (
 from moe_nvfp4.quantize.convert import convert_checkpoint
 from moe_nvfp4.quantize.importance import layer_importance, load_importance, save_importance
 from moe_nvfp4.quantize.options import Options
-from tests.models import FAMILIES, IDS, folder, gpt_oss, load, make, nemotron_h, qwen3_moe, same_tensors, tensors
+from tests.models import FAMILIES, IDS, SMALL, folder, gpt_oss, load, make, nemotron_h, qwen3_moe, same_tensors, tensors
 
 BATCHES = [IDS, torch.tensor([[5, 6, 7], [90, 91, 92]])]
 
@@ -65,8 +65,21 @@ def test_sums_are_those_of_a_loop_over_tokens():
         model_importance(model, BATCHES, ["*"], progress=False)
 
 
-@pytest.mark.slow_after(3)
-@pytest.mark.parametrize("family", FAMILIES[::-1])  # nemotron_h is quick: its routers have buffers
+def glm_moe_dsa():
+    """Its layers return a tuple, of which the next one gets the second part."""
+    from transformers import GlmMoeDsaConfig, GlmMoeDsaForCausalLM
+
+    latent = dict(q_lora_rank=32, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=16, v_head_dim=16)
+    settings = SMALL | dict(num_hidden_layers=3, num_key_value_heads=4)
+    del settings["head_dim"]
+    return GlmMoeDsaForCausalLM(GlmMoeDsaConfig(
+        **settings, **latent, index_n_heads=2, index_head_dim=32, index_topk=4, intermediate_size=96,
+        moe_intermediate_size=48, n_routed_experts=8, num_experts_per_tok=2, n_shared_experts=1,
+        mlp_layer_types=["dense", "sparse", "sparse"]))  # fmt: skip
+
+
+@pytest.mark.slow_after(4)
+@pytest.mark.parametrize("family", [glm_moe_dsa, *FAMILIES[::-1]])  # nemotron_h is quick: its routers have buffers
 def test_layer_by_layer_from_files_is_the_whole_model(family, tmp_path):
     """Layers compute the same, bit for bit. No two layers or experts are mixed up, and files that are not part of the
     checkpoint are ignored."""
