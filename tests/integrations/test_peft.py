@@ -116,7 +116,9 @@ def test_routers_norms_and_embeddings_get_their_gradients():
 @pytest.mark.parametrize("r", [4, 5])
 def test_packed_linears(r, tmp_path):
     """The case of QLoRA: the linears of attention are 4-bit too."""
-    folder, _ = quantized(tmp_path, qwen3_moe, "modelopt", lambda key: "experts" in key or is_linear(key))
+    folder, _ = quantized(
+        tmp_path, qwen3_moe, "modelopt", lambda key: "experts" in key or is_linear(key) or "lm_head" in key
+    )
     model = set_activations(load(folder, torch.float32), "bf16")
     dense = dense_like(model)
     settings = dict(experts=False, r=r, target_modules=["q_proj", "v_proj", "o_proj"])

@@ -14,7 +14,7 @@ from transformers.models.aria.modeling_aria import AriaExperts
 from moe_nvfp4.integrations.huggingface import MoeNvfp4Config, checkpoint_config, set_activations, swap_experts
 from moe_nvfp4.integrations.huggingface.experts import HFExperts
 from moe_nvfp4.quantize.verify import verify_checkpoint
-from tests.common import THRESHOLDS, relative_error
+from tests.common import THRESHOLDS, relative_error, stand_for_hopper
 from tests.folders import change_config, fp8
 from tests.models import (
     FAMILIES,
@@ -308,6 +308,17 @@ def test_dense_experts_beside_4_bit_ones_keep_their_implementation(tmp_path):
 
 
 # ---------------------------------------------------------------- and back
+def test_experts_in_the_layout_of_the_kernels_are_dequantized(monkeypatch):
+    monkeypatch.delenv("MOE_NVFP4_BACKEND", raising=False)
+    want = dict(swap_experts(make(qwen3_moe), progress=False).dequantize().named_parameters())
+    with stand_for_hopper():
+        model = swap_experts(make(qwen3_moe), progress=False)
+        logits(model)
+        assert all(layer.mlp.experts.packed for layer in model.model.layers)
+        for name, p in model.dequantize().named_parameters():
+            assert torch.equal(p, want[name]), name
+
+
 def test_dequantized_experts_are_exactly_what_the_4_bit_ones_were(tmp_path):
     """Against the definition of the format, in numpy's float64, from the bytes of the files."""
     source = folder(tmp_path, qwen3_moe)
