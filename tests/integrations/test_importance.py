@@ -16,10 +16,25 @@ from moe_nvfp4.integrations.huggingface.calibration import (
     files_importance,
     model_importance,
 )
+from moe_nvfp4.integrations.huggingface.experts import describe
+from moe_nvfp4.integrations.huggingface.statistics import expert_rows
 from moe_nvfp4.quantize.convert import convert_checkpoint
 from moe_nvfp4.quantize.importance import layer_importance, load_importance, save_importance
 from moe_nvfp4.quantize.options import Options
-from tests.models import FAMILIES, IDS, SMALL, folder, gpt_oss, load, make, nemotron_h, qwen3_moe, same_tensors, tensors
+from tests.models import (
+    FAMILIES,
+    IDS,
+    SMALL,
+    folder,
+    gpt_oss,
+    llama4,
+    load,
+    make,
+    nemotron_h,
+    qwen3_moe,
+    same_tensors,
+    tensors,
+)
 
 BATCHES = [IDS, torch.tensor([[5, 6, 7], [90, 91, 92]])]
 
@@ -100,15 +115,26 @@ def test_h_of_interleaved_experts_with_biases():
     module.gate_up_proj_bias.data.normal_()
     x = torch.randn(6, 64)
     ids, weights = torch.arange(4)[None].expand(6, -1), torch.tensor([1.0, 0, 0, 0]).expand(6, -1)
-    from moe_nvfp4.integrations.huggingface.experts import describe
-    from moe_nvfp4.integrations.huggingface.statistics import expert_rows
-
     with torch.no_grad():
         rows = {e: (x, h) for e, x, h in expert_rows(module, describe(module), x, ids, weights)}
         want = module(x, ids, weights)
     assert rows.keys() == {0, 1, 2, 3} and torch.equal(rows[3][0], x)
     got = rows[0][1] @ module.down_proj[0] + module.down_proj_bias[0]
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+def test_rows_of_experts_that_get_a_block_each():
+    """Llama 4's: zeros where a token did not choose the expert."""
+    module, x = make(llama4, torch.float32).model.layers[0].feed_forward.experts, torch.randn(4, 5, 64)
+    x[1], x[2, 2:] = 0, 0
+    with torch.no_grad():
+        found = {e: (rows, h) for e, rows, h in expert_rows(module, describe(module), x.view(20, 64))}
+        want = module(x.view(20, 64)).view(4, 5, 64)
+    assert found.keys() == {0, 2, 3}
+    for e, (rows, h) in found.items():
+        n = 2 if e == 2 else 5
+        assert torch.equal(rows, x[e, :n])
+        torch.testing.assert_close(h @ module.down_proj[e], want[e, :n], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.slow
