@@ -129,6 +129,11 @@ def _check(model: Any) -> None:
         for rope in kind.values() if isinstance(kind, dict) else [kind]:
             if rope == "longrope" or "dynamic" in str(rope):
                 raise NotImplementedError(f"{what} does not take {name} of type {rope!r}: {way_out}")
+        if isinstance(module, NVFP4Experts) and not module.on_cpu and module.backend().name == "reference":
+            raise NotImplementedError(
+                f"{what} does not take {name}: it runs as plain torch operations, which wait for the GPU in each step; "
+                f"{way_out}"
+            )
         if isinstance(module, NVFP4Experts) and module.on_cpu and not module._hooks().fused:
             raise NotImplementedError(
                 f"{what} does not take {name}: it is on the CPU, and waits for the GPU in each step, because a gate, a "

@@ -6,6 +6,7 @@ import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 Message = dict[str, str]  # {"role": ..., "content": ...}
@@ -49,9 +50,17 @@ def encode(tokenizer: Any, prompt: str | list[Message]) -> dict[str, Tensor]:
 
 
 def answer(
-    model: Any, tokenizer: Any, inputs: dict[str, Tensor], temperature: float, show: bool = True, **options: Any
+    model: Any,
+    tokenizer: Any,
+    inputs: dict[str, Tensor],
+    temperature: float,
+    max_new_tokens: int,
+    show: bool = True,
+    cache: Any = None,
+    **options: Any,
 ) -> Answer:
-    """Generate an answer and show it as it comes. temperature 0: greedy; `options` go to model.generate."""
+    """Generate an answer and show it as it comes. temperature 0: greedy; cache: that of an earlier answer, whose tokens
+    `inputs` begin with; `options` go to model.generate."""
     import torch
     from transformers.generation.streamers import TextStreamer
 
@@ -70,9 +79,54 @@ def answer(
     streamer = Streamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
     sampling = dict(do_sample=True, temperature=temperature) if temperature > 0 else dict(do_sample=False)
     inputs = {name: tensor.to(model.device) for name, tensor in inputs.items()}
+    prompt = inputs["input_ids"].shape[1]
     start = time.perf_counter()
     with torch.no_grad():
+        options |= dict(max_new_tokens=max_new_tokens, past_key_values=_cache(model, prompt + max_new_tokens, cache))
         made = model.generate(**inputs, **options, **sampling, streamer=streamer, return_dict_in_generate=True)
     times = streamer.times[1:]  # the first is the prompt
-    ids = made.sequences[0].cpu()
-    return Answer(ids, inputs["input_ids"].shape[1], times[0] - start, times[-1] - start, made.past_key_values)
+    return Answer(made.sequences[0].cpu(), prompt, times[0] - start, times[-1] - start, made.past_key_values)
+
+
+def _cache(model: Any, tokens: int, old: Any) -> Any:
+    """A static cache of `tokens` tokens that begins with what `old` holds: with it, `generate` runs each step as a CUDA
+    graph. Where it cannot, as on CPUs, a cache that grows: `old`, or None for a new one.
+    """
+    import torch
+    from transformers import StaticCache
+    from transformers.utils import logging
+
+    from moe_nvfp4.integrations.huggingface import use_cuda_graphs
+    from moe_nvfp4.integrations.huggingface.offload import cache_bytes
+    from moe_nvfp4.quantize.report import readable_size
+
+    config = model.generation_config
+    free = _free_memory(model.device)
+    if not free or config.use_cache is False or config.cache_implementation is not None:
+        return old
+    try:
+        use_cuda_graphs(model)
+    except NotImplementedError:
+        return old
+    if (size := tokens * cache_bytes(model)) > free / 2:
+        logging.get_logger(__name__).warning_once(
+            f"slower, without CUDA graphs: their cache of {tokens} tokens would take {readable_size(size)} of "
+            f"{readable_size(free)} of free GPU memory; a smaller --max-new-tokens makes a smaller one"
+        )
+        return None if isinstance(old, StaticCache) else old  # an old one has no room for this answer
+    with torch.device(model.device):  # else the host waits for the GPU in each layer, to bring its length there
+        cache = StaticCache(config=model.config.get_text_config(decoder=True), max_cache_len=tokens)
+    for new, layer in zip(cache.layers, old.layers if old is not None else [], strict=False):
+        length = int(layer.get_seq_length())
+        new.update(layer.keys[:, :, :length], layer.values[:, :, :length])
+    return cache
+
+
+def _free_memory(device: torch.device) -> int:
+    """Bytes that a CUDA GPU has left; 0 on other devices."""
+    import torch
+
+    if device.type != "cuda":
+        return 0
+    reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + reserved

@@ -88,7 +88,7 @@ def _model(args: argparse.Namespace) -> None:
         model, tokenizer = load(args, activations)
         inputs = {name: ids[:, :256] for name, ids in encode(tokenizer, text).items()}
         options = dict(max_new_tokens=args.max_new_tokens, min_new_tokens=args.max_new_tokens)
-        answer(model, tokenizer, inputs, 0.0, show=False, max_new_tokens=2)  # compiles, prepares
+        answer(model, tokenizer, inputs, 0.0, show=False, max_new_tokens=3)  # compiles, prepares, captures
         said = answer(model, tokenizer, inputs, 0.0, show=False, **options)
         say(f"{label:8s}{said.speed:10.1f}{said.first * 1e3:11.0f} ms")
         del model

@@ -82,9 +82,9 @@ class Talk:
             cache = None  # the template writes earlier turns differently
         said = answer(
             self.model, self.tokenizer, inputs, self.temperature,
-            max_new_tokens=self.max_new_tokens, past_key_values=cache,
+            max_new_tokens=self.max_new_tokens, cache=cache,
         )  # fmt: skip
         reply: str = self.tokenizer.decode(said.ids[said.prompt :], skip_special_tokens=True)
         self.messages = [*messages, {"role": "assistant", "content": reply}]
-        self.cache, self.seen = said.cache, said.ids[: said.cache.get_seq_length()].tolist()
+        self.cache, self.seen = said.cache, said.ids[: int(said.cache.get_seq_length())].tolist()
         return reply

@@ -14,8 +14,9 @@ import torch
 from safetensors.torch import save_file
 
 from moe_nvfp4 import backends, cli, demo
-from moe_nvfp4.cli import info, options
+from moe_nvfp4.cli import answers, info, options
 from moe_nvfp4.progress import progress_bar
+from tests.integrations.test_graphs import recorded  # noqa: F401
 from tests.models import make, qwen3_moe, tensors
 
 ROOT = Path(__file__).parents[2]
@@ -104,27 +105,37 @@ def test_chat(talkative, monkeypatch, capsys):
     assert first == anew != second and 0 < len(first) <= 6
 
 
-def test_chat_answers_the_whole_conversation(talkative):
+@pytest.mark.parametrize("room", [[0, 0, 0], [1 << 30, 1 << 30, 1, 1 << 30]], ids=["cpu", "graphs"])  # bytes
+def test_chat_answers_the_whole_conversation(room, talkative, request, monkeypatch, caplog):
     """Each reply is the model's answer to everything before it, with keys and values computed anew."""
     from transformers import AutoTokenizer
 
     from moe_nvfp4.cli.chat import Talk
     from moe_nvfp4.integrations.huggingface import swap_experts
 
+    N = 4
     model, tokenizer = swap_experts(make(qwen3_moe), recipe="max").eval(), AutoTokenizer.from_pretrained(talkative)
-    talk, text, seen = Talk(model, tokenizer, "short", 0.0, 6), "s:short;", []
+    counts = request.getfixturevalue("recorded")
+    model._valid_auto_compile_criteria = lambda given, c: c.use_cache and given["past_key_values"].is_compileable
+    talk, text, seen = Talk(model, tokenizer, "short", 0.0, N), "s:short;", []
     read = []  # tokens in each forward pass
     model.register_forward_pre_hook(lambda _, args, given: read.append(given["input_ids"].shape[1]), with_kwargs=True)
-    for asked in ("Hi there", "more", "and more"):
+    said = []
+    for asked, free in zip(("Hi there", "more", "and more", "yet more"), room, strict=False):
+        monkeypatch.setattr(answers, "_free_memory", lambda device, free=free: free)
         inputs = tokenizer(f"{text}u:{asked};a:", return_tensors="pt")
         prompt = inputs["input_ids"].shape[1]
         read.clear()
-        reply = talk.ask(asked)
-        assert read[0] == prompt - len(seen), "what was seen is not read again"
-        new = model.generate(**inputs, do_sample=False, max_new_tokens=6, use_cache=False)[0, prompt:]
-        assert tokenizer.decode(new, skip_special_tokens=True) == reply
-        text, seen = f"{text}u:{asked};a:{reply};", talk.seen
-    assert len(seen) == prompt + 5, "the last token was not fed back"
+        said.append(talk.ask(asked))
+        assert read[0] == prompt - (0 if free == 1 else len(seen)), "what was seen is not read again, if there is room"
+        new = model.generate(**inputs, do_sample=False, max_new_tokens=N, use_cache=False)[0, prompt:]
+        assert tokenizer.decode(new, skip_special_tokens=True) == said[-1]
+        text, seen = f"{text}u:{asked};a:{said[-1]};", talk.seen
+    assert len(seen) == prompt + N - 1, "the last token was not fed back"
+    assert counts == {"captured": sum(free > 1 for free in room), "replayed": (N - 2) * sum(free > 1 for free in room)}
+    assert ("a smaller --max-new-tokens" in caplog.text) == (1 in room)
+    talk.forget()
+    assert talk.ask("Hi there") == said[0]
 
 
 def test_chat_goes_on_after_an_interruption(talkative, monkeypatch, capsys):
@@ -147,6 +158,22 @@ def test_chat_goes_on_after_an_interruption(talkative, monkeypatch, capsys):
     monkeypatch.setattr(chat.Talk, "ask", interrupted)
     run("chat", talkative, "--device", "cpu", "--recipe", "max")
     assert re.search("forgotten.*asked second", capsys.readouterr().out, re.S)
+
+
+def test_generate_says_the_same_by_graphs(folder, request, monkeypatch, capsys):
+    from transformers import Qwen3MoeForCausalLM
+
+    counts = request.getfixturevalue("recorded")
+    criteria = lambda self, given, config: given["past_key_values"].is_compileable
+    monkeypatch.setattr(Qwen3MoeForCausalLM, "_valid_auto_compile_criteria", criteria)
+    said = []
+    for n, free in ((4, 0), (4, 1 << 30), (1, 1 << 30)):
+        monkeypatch.setattr(answers, "_free_memory", lambda device, free=free: free)
+        torch.manual_seed(0)
+        run("generate", folder, "--prompt", "Hello", "--max-new-tokens", n, "--temperature", 1, "--device", "cpu")
+        said.append(capsys.readouterr().out.splitlines()[1])
+    assert said[0] == said[1] and said[1].startswith(said[2])
+    assert counts == {"captured": 1, "replayed": 2}
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import CompileConfig, DeepseekV3Config, DeepseekV3ForCausalLM, GenerationConfig, StaticCache
 
+from moe_nvfp4.cli import answers
 from moe_nvfp4.integrations.huggingface import graphs, swap_experts, use_cuda_graphs
 from tests.common import ROOT
 from tests.models import IDS, SMALL, gpt_oss, granite, llama4, make, nemotron_h, qwen3_moe
@@ -52,7 +53,7 @@ def recorded(monkeypatch):
 
     def record(work, device):
         counts["captured"] += 1
-        if torch.cuda.is_available():
+        if device.type == "cuda":
             again = real(work, device)
         else:
             with Operators() as operators:
@@ -124,9 +125,12 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("family", "why"), REFUSED.values(), ids=REFUSED)
-def test_what_a_graph_would_get_wrong_is_refused(family, why):
+def test_what_a_graph_would_get_wrong_is_refused(family, why, monkeypatch):
+    model = ready(family)
     with pytest.raises(NotImplementedError, match=why):
-        use_cuda_graphs(ready(family))
+        use_cuda_graphs(model)
+    monkeypatch.setattr(answers, "_free_memory", lambda device: 1 << 40)
+    assert answers._cache(model, 8, None) is None  # the command line does without, and says nothing
 
 
 def test_the_model_that_peft_wraps_decodes_by_graphs():
@@ -136,7 +140,7 @@ def test_the_model_that_peft_wraps_decodes_by_graphs():
     assert use_cuda_graphs(wrapper) is wrapper and model.get_compiled_call().model is model
 
 
-def test_other_models_are_refused():
+def test_other_models_are_refused(monkeypatch):
     model = ready(qwen3_moe)
     model._can_compile_fullgraph = False
     with pytest.raises(NotImplementedError, match="steps transformers can compile whole"):
@@ -148,6 +152,10 @@ def test_other_models_are_refused():
     del model.hf_device_map
     layer = use_cuda_graphs(model).model.layers[1].mlp.experts.keep_on_cpu()
     use_cuda_graphs(model)
+    monkeypatch.setenv("MOE_NVFP4_BACKEND", "reference")
+    with pytest.raises(NotImplementedError, match="layers.0.mlp.experts: it runs as plain torch operations"):
+        use_cuda_graphs(model)
+    monkeypatch.undo()
     layer.add_pre_quant_scales(torch.bfloat16)
     with pytest.raises(NotImplementedError, match="layers.1.mlp.experts: it is on the CPU, and waits for the GPU"):
         use_cuda_graphs(model)
