@@ -43,14 +43,16 @@ from moe_nvfp4.kernels.portable import BACKEND as PORTABLE
 from moe_nvfp4.kernels.portable.driver import INVALID_CONTEXT, use_context
 from moe_nvfp4.weights import ExpertWeights
 
-# The average number of tokens per expert from which on copying the weights is faster. Qwen3-30B-A3B, all experts, 16
-# cores with AMX beside an H200: prompts of 2, 4, 8 and 32 tokens per expert take 135, 185, 255 and 585 ms on the CPU,
-# and 300 to 302 ms with copied weights (2026-11-23). Without AMX, which is 2 to 4 times faster, the number is a guess.
-UPLOAD, UPLOAD_WITHOUT_AMX = 12, 4
-# The factor on that number for weights in files, which the CPU must first copy to pinned memory. Calculated: a line
-# through the times above gives 31 ms per layer at 96 tokens per expert, as long as its 340 MB take at 11 GB/s (one core
-# copies 6 GB/s).
-FROM_FILES = 8
+# The average number of tokens per expert from which on the weights are copied. How much the CPU reads depends on how
+# many experts the tokens choose. Qwen3-30B-A3B, 16 cores with AMX beside an H200: if all experts are chosen alike, a
+# layer takes the CPU 6.9 and 10.2 ms at 4 and 12 tokens per expert, and 6.2 ms with copied weights. Prompts of a model
+# with random weights, whose router prefers some, take 163, 236 and 611 ms at 4, 8 and 32, and 300 ms copied
+# (2026-11-23). With 8, neither takes more than 1.4 times the better way. Without AMX, which is 2 to 4 times faster, the
+# number is a guess.
+UPLOAD, UPLOAD_WITHOUT_AMX = 8, 4
+# The factor on that number for weights in files, which the CPU must first copy to pinned memory: the same layer takes
+# 9.5, 12.7 and 17.4 ms on the CPU at 12, 24 and 48 tokens per expert, and 10.4 copied.
+FROM_FILES = 2
 SPARE = 1  # cores that are left to the program's other threads
 _CAN_USE_64_BIT_STREAM_MEM_OPS = 122  # CU_DEVICE_ATTRIBUTE_
 _EQUAL = 1  # CU_STREAM_WAIT_VALUE_EQ
