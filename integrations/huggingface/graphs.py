@@ -130,7 +130,10 @@ def _check(model: Any) -> None:
     what = f"{type(model).__name__}: use_cuda_graphs"
     way_out = "decode without it"
     config = model.config.get_text_config(decoder=True)
-    kinds = {type(layer) for layer in StaticCache(config=config, max_cache_len=2).layers} - {StaticLayer}
+    try:
+        kinds = {type(layer) for layer in StaticCache(config=config, max_cache_len=2).layers} - {StaticLayer}
+    except KeyError as layer:
+        raise NotImplementedError(f"{what} needs a static cache, which has no layers of {layer}: {way_out}") from None
     if kinds:
         raise NotImplementedError(f"{what} does not take the cache of {kinds.pop().__name__}: {way_out}")
     for name, module in model.named_modules():

@@ -150,6 +150,10 @@ def test_other_models_are_refused(monkeypatch):
     with pytest.raises(NotImplementedError, match="on several devices"):
         use_cuda_graphs(model)
     del model.hf_device_map
+    model.config.layer_types = ["heavily_compressed_attention"] * 2  # DeepSeek V4's
+    with pytest.raises(NotImplementedError, match="which has no layers of 'heavily_compressed_attention'"):
+        use_cuda_graphs(model)
+    del model.config.layer_types
     layer = use_cuda_graphs(model).model.layers[1].mlp.experts.keep_on_cpu()
     use_cuda_graphs(model)
     monkeypatch.setenv("MOE_NVFP4_BACKEND", "reference")
