@@ -91,11 +91,19 @@ def read_rate():
     return numbers().nbytes / best / 1e9
 
 
+def asleep(device):
+    """A call that waits for the GPU without a core, which the experts need."""
+    if device != "cuda":
+        return lambda: None
+    event = torch.cuda.Event(blocking=True)
+    return lambda: (event.record(), event.synchronize())
+
+
 def timed(call):
+    wait = asleep("cuda" if torch.cuda.is_available() else "cpu")
     start = time.perf_counter()
     call()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    wait()
     return time.perf_counter() - start
 
 
@@ -360,14 +368,6 @@ def report_step(title, decoder, bytes_of_token):
             f"({roof / times[1]:.0%})",
             flush=True,
         )
-
-
-def asleep(device):
-    """A call that waits for the GPU without a core."""
-    if device != "cuda":
-        return lambda: None
-    event = torch.cuda.Event(blocking=True)
-    return lambda: (event.record(), event.synchronize())
 
 
 def whole_model(name, device, steps=32):

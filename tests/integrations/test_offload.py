@@ -24,6 +24,7 @@ from moe_nvfp4.kernels.cpu import backend as cpu
 from moe_nvfp4.kernels.offload import backend as offload
 from moe_nvfp4.layer import NVFP4Experts
 from tests.common import random_layer, relative_error
+from tests.integrations.test_graphs import deepseek
 from tests.models import (
     IDS,
     aria,
@@ -346,8 +347,9 @@ def test_shared_experts_compile_whole():
 
 @on_any_gpu
 @needs_library
-@pytest.mark.parametrize("family", [llama4, newer(aria)])
-def test_beside_a_gpu_shared_experts_give_the_same_bits(family):
+@pytest.mark.parametrize("family", [llama4, deepseek, newer(aria)])
+def test_beside_a_gpu_shared_experts_give_the_same_bits(family, monkeypatch):
+    monkeypatch.setattr(offload, "_better_on_gpu", lambda *_: False)
     model = swap_experts(make(family), recipe="max", progress=False, cpu_experts="all").to("cuda")
     layers = [m for m in model.modules() if isinstance(m, HFExperts)]
     found = [logits(model) for _ in range(4)]
