@@ -25,7 +25,8 @@ def use_cuda_graphs(model: Any) -> Any:
     """Have `generate(cache_implementation="static")` run each step of `model` as one CUDA graph. Returns the model.
 
     transformers alone compiles the step, which takes a minute for 48 layers. Here each call of `generate` captures
-    its second step, which takes about as long as a step. With other caches nothing changes.
+    its second step, which takes about as long as a step; if that fails, it goes on without, and says why. With other
+    caches nothing changes.
 
     A graph repeats kernels only, so NotImplementedError where a step does more: for caches that count in Python
     (sliding windows, linear attention), rotary embeddings that change with the length, models whose steps transformers
@@ -55,6 +56,7 @@ class GraphedStep:
         self.held: list[Any] = []  # the tensors that the graph reads, in the order of _leaves
         self.weights: list[Tensor] = []  # it reads these too, even after another thread has given the model others
         self.replay: Callable[[], Any] | None = None
+        self.failed = False  # whether a capture ended in an error
         self.done: torch.cuda.Event | None = None  # for a host that must not spin
 
     def __call__(self, **inputs: Any) -> Any:
@@ -67,10 +69,19 @@ class GraphedStep:
                 logger.warning_once("steps have inputs of different shapes: the first of each runs without CUDA graphs")
             self.kind, self.replay = kind, None
             return self.model(**inputs)
+        if self.failed:
+            return self.model(**inputs)
         if self.replay is None:
             held = tree_map(_clone, inputs, is_leaf=_no_dict)
             self.weights = [t.detach() for t in (*self.model.parameters(), *self.model.buffers())]
-            self.held, self.replay = _leaves(held), record(lambda: self.model(**held), self.model.device)
+            try:
+                self.held, self.replay = _leaves(held), record(lambda: self.model(**held), self.model.device)
+            except RuntimeError as error:  # nothing was computed
+                self.failed, why = True, str(error).partition("\n")[0]
+                logger.warning(
+                    f"slower, without CUDA graphs: a step of {type(self.model).__name__} has failed in one: {why}"
+                )
+                return self.model(**inputs)
             beside = any(isinstance(m, NVFP4Experts) and m.on_cpu for m in self.model.modules())
             self.done = torch.cuda.Event(blocking=True) if beside and self.model.device.type == "cuda" else None
         for old, new in zip(self.held, leaves, strict=True):

@@ -116,6 +116,22 @@ def test_each_call_of_generate_has_a_graph_of_its_own(recorded):
         said(model, compile_config=CompileConfig())
 
 
+def test_a_capture_that_fails_is_said_and_left_out(monkeypatch, caplog):
+    def fails(work, device):
+        raise RuntimeError("operation not permitted when stream is capturing\nmore of it")
+
+    model = ready(qwen3_moe)
+    want = said(model, disable_compile=True)
+    monkeypatch.setattr(graphs, "record", fails)
+    monkeypatch.setattr(graphs.logger, "propagate", True)  # to caplog
+    got = said(use_cuda_graphs(model))
+    assert all(torch.equal(a, b) for a, b in zip(got.logits, want.logits, strict=True))
+    assert [r.message for r in caplog.records if "CUDA graphs" in r.message] == [
+        "slower, without CUDA graphs: a step of Qwen3MoeForCausalLM has failed in one: operation not permitted when "
+        "stream is capturing"
+    ]
+
+
 REFUSED = {
     "gpt-oss": (gpt_oss, "the cache of StaticSlidingWindowLayer"),
     "Llama 4": (llama4, "the cache of StaticSlidingWindowLayer"),
