@@ -44,9 +44,9 @@ from moe_nvfp4.kernels.portable.driver import INVALID_CONTEXT, use_context
 from moe_nvfp4.weights import ExpertWeights
 
 # The average number of tokens per expert from which on the weights are copied. How much the CPU reads depends on how
-# many experts the tokens choose. Qwen3-30B-A3B, 16 cores with AMX beside an H200: if all experts are chosen alike, a
-# layer takes the CPU 6.9 and 10.2 ms at 4 and 12 tokens per expert, and 6.2 ms with copied weights. Prompts of a model
-# with random weights, whose router prefers some, take 163, 236 and 611 ms at 4, 8 and 32, and 300 ms copied
+# many different experts the tokens choose. Qwen3-30B-A3B, 16 cores with AMX beside an H200: if each token chooses at
+# random, a layer takes the CPU 6.9 and 10.2 ms at 4 and 12 tokens per expert, and 6.2 ms with copied weights. Prompts
+# of a model with random weights, whose tokens choose few, take 163, 236 and 611 ms at 4, 8 and 32, and 300 ms copied
 # (2026-11-23). With 8, neither takes more than 1.4 times the better way. Without AMX, which is 2 to 4 times faster, the
 # number is a guess.
 UPLOAD, UPLOAD_WITHOUT_AMX = 8, 4
