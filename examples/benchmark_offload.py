@@ -91,19 +91,18 @@ def read_rate():
     return numbers().nbytes / best / 1e9
 
 
-def asleep(device):
-    """A call that waits for the GPU without a core, which the experts need."""
-    if device != "cuda":
-        return lambda: None
-    event = torch.cuda.Event(blocking=True)
-    return lambda: (event.record(), event.synchronize())
+def sleep():
+    """Wait for the GPU, if there is one, without a core, which the experts need."""
+    if torch.cuda.is_available():
+        event = torch.cuda.Event(blocking=True)
+        event.record()
+        event.synchronize()
 
 
 def timed(call):
-    wait = asleep("cuda" if torch.cuda.is_available() else "cpu")
     start = time.perf_counter()
     call()
-    wait()
+    sleep()
     return time.perf_counter() - start
 
 
@@ -336,9 +335,9 @@ def time_generate(model, vocabulary, device, tokens=48):
             print(f"generate, {title}: {type(error).__name__}: {error}", flush=True)
             continue
         steps = sorted(b - a for a, b in pairwise(clock.times[tokens // 2 :]))
-        seconds = steps[len(steps) // 2]
+        token = steps[len(steps) // 2]
         print(
-            f"generate, {title}: {1 / seconds:.1f} tokens/s, {seconds * 1e3:.1f} ms a token; the first {tokens} took "
+            f"generate, {title}: {1 / token:.1f} tokens/s, {token * 1e3:.1f} ms a token; the first {tokens} took "
             f"{whole:.1f} s, with {compiled_graphs() - compiled} graphs compiled",
             flush=True,
         )
@@ -356,7 +355,7 @@ def compiled_graphs():
 def report_step(title, decoder, bytes_of_token):
     """Print the milliseconds of a step as one CUDA graph, and the share that reading the experts' bytes takes at the
     memory rate measured around it; with a host that spins until all steps are over, or sleeps until each one is."""
-    step, sleep = captured(decoder.step, decoder.device), asleep(decoder.device)
+    step = captured(decoder.step, decoder.device)
     decoder.run(step, 2)
     for host, one in (("spins", step), ("sleeps", lambda: (step(), sleep()))):
         before, run = read_rate(), partial(decoder.run, one, decoder.steps)

@@ -1,4 +1,4 @@
-"""Devices by name, looked up before any work begins."""
+"""Devices by name, looked up before any work begins; and whether a graph is being captured."""
 
 from __future__ import annotations
 
@@ -39,3 +39,8 @@ def _count(kind: str) -> int:
     except RuntimeError:  # this torch was built without support for such devices
         return 0
     return module.device_count() if module.is_available() else 0
+
+
+def capturing(device: torch.device) -> bool:
+    """Whether work on `device` is being captured into a CUDA graph, by the current stream; False on CPUs."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_nvfp4.backends import Selected, named, selected
+from moe_nvfp4.devices import capturing
 from moe_nvfp4.scales import FP32Scales
 
 _changing = threading.RLock()  # held while weights change their layout, or are taken out of their module
@@ -123,12 +124,8 @@ class Prepared(FP32Scales):
 
 def _refuse_captured(weight: Tensor) -> None:
     """RuntimeError inside a CUDA graph's capture: nothing is computed there, and the layout before is given up."""
-    if _captured(weight):
+    if capturing(weight.device):
         raise RuntimeError(
             "4-bit weights would change their layout in this call, which a CUDA graph cannot repeat: call the module "
             "once with inputs of this dtype, or its prepare(), before the capture"
         )
-
-
-def _captured(weight: Tensor) -> bool:
-    return weight.is_cuda and torch.cuda.is_current_stream_capturing()

@@ -92,6 +92,17 @@ def llama4():
     return Llama4ForCausalLM(config)
 
 
+def deepseek():
+    """Shared experts, which run after the routed ones."""
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    return DeepseekV3ForCausalLM(DeepseekV3Config(
+        **{k: v for k, v in SMALL.items() if k != "head_dim"} | dict(num_key_value_heads=4), intermediate_size=48,
+        moe_intermediate_size=48, n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1, kv_lora_rank=16,
+        q_lora_rank=16, qk_rope_head_dim=16, qk_nope_head_dim=16, v_head_dim=16, first_k_dense_replace=1,
+    ))  # fmt: skip
+
+
 def aria():
     """Stacks under other names in files."""
     from transformers import AriaTextConfig, AriaTextForCausalLM

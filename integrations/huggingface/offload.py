@@ -1,4 +1,4 @@
-"""Choose the layers whose experts stay on the CPU beside a GPU."""
+"""Choose the layers whose experts stay on the CPU beside a GPU, and have the GPU run shared experts meanwhile."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from moe_nvfp4.integrations.huggingface.experts import HFExperts
 from moe_nvfp4.quantize.report import readable_size
 
 CONTEXT = 8192  # tokens of the KV cache that "auto" leaves room for
-SHARED = ("shared_experts", "shared_expert", "shared_mlp")  # the names that blocks have for them
 SCRATCH = 3 << 30  # bytes that "auto" leaves free: activations, graphs, weights that are copied for long prompts
+SHARED = ("shared_experts", "shared_expert", "shared_mlp")  # the names that blocks have for their shared experts
 
 
 def keep_experts_on_cpu(

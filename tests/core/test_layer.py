@@ -466,7 +466,7 @@ def test_weights_change_no_layout_while_a_graph_is_captured(hopper, monkeypatch)
         if prepared:
             layer(x, ids, p)
         with monkeypatch.context() as patch:
-            patch.setattr("moe_nvfp4.prepared._captured", lambda weight: True)
+            patch.setattr("moe_nvfp4.prepared.capturing", lambda device: True)
             with pytest.raises(RuntimeError, match="before the capture"):
                 layer(other, ids, p)
             if prepared:

@@ -14,12 +14,12 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import CompileConfig, DeepseekV3Config, DeepseekV3ForCausalLM, GenerationConfig, StaticCache
+from transformers import CompileConfig, GenerationConfig, StaticCache
 
 from moe_nvfp4.cli import answers
 from moe_nvfp4.integrations.huggingface import graphs, swap_experts, use_cuda_graphs
 from tests.common import ROOT
-from tests.models import IDS, SMALL, gpt_oss, granite, llama4, make, nemotron_h, qwen3_moe
+from tests.models import IDS, deepseek, gpt_oss, granite, llama4, make, nemotron_h, qwen3_moe
 
 STEPS = 12
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
@@ -69,14 +69,6 @@ def recorded(monkeypatch):
 
     monkeypatch.setattr(graphs, "record", record)
     return counts
-
-
-def deepseek():
-    return DeepseekV3ForCausalLM(DeepseekV3Config(
-        **{k: v for k, v in SMALL.items() if k != "head_dim"} | dict(num_key_value_heads=4), intermediate_size=48,
-        moe_intermediate_size=48, n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1, kv_lora_rank=16,
-        q_lora_rank=16, qk_rope_head_dim=16, qk_nope_head_dim=16, v_head_dim=16, first_k_dense_replace=1,
-    ))  # fmt: skip
 
 
 def ready(family):

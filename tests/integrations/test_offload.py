@@ -24,10 +24,10 @@ from moe_nvfp4.kernels.cpu import backend as cpu
 from moe_nvfp4.kernels.offload import backend as offload
 from moe_nvfp4.layer import NVFP4Experts
 from tests.common import random_layer, relative_error
-from tests.integrations.test_graphs import deepseek
 from tests.models import (
     IDS,
     aria,
+    deepseek,
     folder,
     granite,
     llama4,

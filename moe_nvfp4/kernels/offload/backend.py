@@ -35,6 +35,7 @@ import torch
 from torch import Tensor
 
 from moe_nvfp4 import mapped
+from moe_nvfp4.devices import capturing
 from moe_nvfp4.kernels.backend import Device, Problem
 from moe_nvfp4.kernels.common.tensors import floating
 from moe_nvfp4.kernels.cpu import backend as cpu
@@ -99,7 +100,7 @@ def _better_on_gpu(x: Tensor, ids: Tensor, w: ExpertWeights) -> bool:
     enough = UPLOAD if cpu.path() == "amx" else min(UPLOAD, UPLOAD_WITHOUT_AMX)
     if w.layout is not None:
         enough *= FROM_FILES
-        if x.is_cuda and torch.cuda.is_current_stream_capturing():
+        if capturing(x.device):
             return False  # a graph cannot run the host code that reads the files
     if ids.numel() < enough * w.num_experts:
         return False

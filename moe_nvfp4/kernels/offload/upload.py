@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_nvfp4.devices import capturing
 from moe_nvfp4.kernels.offload.files import InFiles, Staging, sources
 from moe_nvfp4.kernels.offload.pages import HUGE, pin
 from moe_nvfp4.weights import ExpertWeights
@@ -37,7 +38,7 @@ def pieces(
     count = -(-sum(t.nbytes for t in tensors.values()) // PIECE)
     step = -(-weights.num_experts // count)
     # Work captured into a graph may not wait for work that is not.
-    beside = device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
+    beside = device.type == "cuda" and not capturing(device)
     for first in range(0, weights.num_experts, step):
         part = {name: t[first : first + step] for name, t in tensors.items()}
         if not beside:
