@@ -39,7 +39,7 @@ def serve_command(model: str, engine: str | None = None, options: Sequence[str] 
     from transformers import PretrainedConfig
     from transformers.utils.import_utils import is_serve_available
 
-    if not is_serve_available():
+    if not is_serve_available() or find_spec("accelerate") is None:
         raise ImportError("the server of transformers needs packages that are missing: "
                           'pip install "transformers[serving]", or install vLLM')  # fmt: skip
     config, _ = PretrainedConfig.get_config_dict(model)

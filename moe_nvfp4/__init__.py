@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from moe_nvfp4._version import __version__
 
 if TYPE_CHECKING:
-    from moe_nvfp4.layer import NVFP4Experts
+    from moe_nvfp4.experts import NVFP4Experts
     from moe_nvfp4.ops import moe_forward
     from moe_nvfp4.routing import Groups, group_by_expert
     from moe_nvfp4.weights import ExpertWeights, Gate
@@ -16,7 +16,7 @@ __all__ = ["ExpertWeights", "Gate", "Groups", "NVFP4Experts", "__version__", "gr
 # The same names for the interpreter, imported on first use (PEP 562): importing torch takes seconds, and
 # `moe-nvfp4 --help` needs none of it.
 _MODULES = {
-    "NVFP4Experts": "layer",
+    "NVFP4Experts": "experts",
     "moe_forward": "ops",
     "Groups": "routing",
     "group_by_expert": "routing",

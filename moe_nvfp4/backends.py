@@ -6,7 +6,6 @@
     Blackwell (10.0, 10.3: B200, B300)     sm100, x in bf16          sm100                     portable
     any other GPU from 8.0, with Triton    portable                  portable                  portable
     any other                              reference                 reference                 reference
-    an NVIDIA GPU, weights on the CPU      offload                   offload                   none
 
 (*) x in fp16: portable.
 
@@ -30,7 +29,7 @@ import torch
 
 from moe_nvfp4 import reference
 from moe_nvfp4.checks import check_activations
-from moe_nvfp4.kernels import cpu, offload, portable, sm90, sm100
+from moe_nvfp4.kernels import cpu, portable, sm90, sm100
 from moe_nvfp4.kernels.backend import PACKAGES, Backend, Device, Gpu, Problem
 from moe_nvfp4.weights import ExpertWeights, LinearWeights
 
@@ -39,7 +38,7 @@ __all__ = ["BACKENDS", "PACKAGES", "Backend", "Choice", "Device", "Gpu", "Proble
 
 
 class _Reference(Backend):
-    name, whole, functions = "reference", False, reference
+    name, functions = "reference", reference
 
     def unavailable(self, device: Device) -> None:
         return None
@@ -47,9 +46,7 @@ class _Reference(Backend):
 
 REFERENCE = _Reference()
 # In order of preference: the first that can run a problem runs it.
-BACKENDS: tuple[Backend, ...] = (
-    sm90.BACKEND, sm100.BACKEND, portable.BACKEND, cpu.BACKEND, offload.BACKEND, REFERENCE,
-)  # fmt: skip
+BACKENDS: tuple[Backend, ...] = (sm90.BACKEND, sm100.BACKEND, portable.BACKEND, cpu.BACKEND, REFERENCE)
 
 
 class Choice(NamedTuple):
@@ -91,11 +88,10 @@ def _select(problem: Problem, device: torch.device, forced: str | None) -> Backe
 def explain(problem: Problem, device: Device, forced: str | None = None) -> Choice:
     """What runs `problem` on a device like this one, and why the others do not.
 
-    ValueError if `forced` cannot run it, and for unknown activations. NotImplementedError if no backend can, which
-    happens only for weights on the CPU with x elsewhere, and for weights that stay in their files.
+    ValueError if `forced` cannot run it, and for unknown activations.
     """
     check_activations(problem.activations)
-    if forced and not problem.host_weights:
+    if forced:
         backend = named(forced)
         if reason := _refusal(backend, device, problem):
             raise ValueError(f"MOE_NVFP4_BACKEND={forced} on {device}: {forced} {reason}; or unset the variable")
@@ -106,43 +102,36 @@ def explain(problem: Problem, device: Device, forced: str | None = None) -> Choi
         if reason is None:
             return Choice(backend, tuple(rejected))
         rejected.append((backend.name, reason))
-    if problem.mapped and not problem.host_weights:
-        reasons = "; ".join(f"{name} {reason}" for name, reason in rejected if name == cpu.BACKEND.name)
-        raise NotImplementedError(f"experts that stay in their files: {reasons}; or load the model without map_files")
-    reasons = "; ".join(f"{name} {reason}" for name, reason in rejected if named(name).host_weights)
-    raise NotImplementedError(f"experts on the CPU, x on {device}: {reasons}; or move the layer to the device of x")
+    raise AssertionError("the reference runs everything")
 
 
 def _refusal(backend: Backend, device: Device, problem: Problem) -> str | None:
     """Why `backend` does not run `problem` on `device`, or None."""
-    if reason := backend.unavailable(device):
-        return reason
-    if backend.host_weights != problem.host_weights:
-        where = "the CPU" if backend.host_weights else "the device of x"
-        return f"takes weights on {where}"
-    if problem.mapped and not backend.maps:
-        return "takes weights in memory, not those that stay in their files"
-    return backend.unsupported(device, problem)
+    return backend.unavailable(device) or backend.unsupported(device, problem)
 
 
 class Selected(NamedTuple):
     """The attributes of a `Backend` under the same names; `layout` is the layout of the weights it is given."""
 
     name: str
-    whole: bool
     layout: str | None
+
+
+def selected_now(problem: Problem, device: torch.device) -> Selected:
+    """The result of `select`, outside torch.compile."""
+    return _selected(problem, device, _forced())
 
 
 def selected(problem: Problem, device: torch.device) -> Selected:
     """The result of `select`, as a constant for torch.compile."""
     p = problem  # its fields are passed one by one: torch 2.13 turns a NamedTuple into an empty constant
     sizes = p.num_experts, p.hidden_size, p.intermediate_size
-    return _constant(p.kind, *sizes, p.gate, p.activations, p.dtype, p.fused, p.host_weights, p.mapped, device)
+    return _constant(p.kind, *sizes, p.gate, p.activations, p.dtype, p.fused, device)
 
 
 def _constant(*problem_and_device: Any) -> Selected:
     *fields, device = problem_and_device
-    return _selected(Problem(*fields), device, _forced())
+    return selected_now(Problem(*fields), device)
 
 
 # torch.compiler.assume_constant_result does only this, but imports all of torch._dynamo first.
@@ -152,7 +141,7 @@ _constant._dynamo_marked_constant = True  # type: ignore[attr-defined]
 @lru_cache(maxsize=4096)
 def _selected(problem: Problem, device: torch.device, forced: str | None) -> Selected:
     backend = _select(problem, device, forced)
-    return Selected(backend.name, backend.whole, cpu.BACKEND.name if problem.mapped else backend.layout)
+    return Selected(backend.name, backend.layout)
 
 
 def shown(problem: Problem, device: torch.device) -> str:
@@ -167,6 +156,11 @@ def shown(problem: Problem, device: torch.device) -> str:
 
 def _forced() -> str | None:
     return os.environ.get("MOE_NVFP4_BACKEND") or None
+
+
+def backends_now() -> tuple:
+    """What else than the problem and the device decides `select`."""
+    return BACKENDS, _forced()
 
 
 def named(name: str) -> Backend:
@@ -190,7 +184,7 @@ def named_on(name: str, device: torch.device) -> Backend:
 
 @cache
 def _warn(text: str) -> None:
-    warnings.warn(text, stacklevel=6)
+    warnings.warn(text, stacklevel=8)
 
 
 class Use(NamedTuple):
@@ -219,7 +213,7 @@ def compile_ahead(uses: Iterable[Use], gpu: Gpu, progress: bool = True) -> int:
 class Row(NamedTuple):
     """One backend on one device: what it would run there, or why it runs nothing."""
 
-    device: str
+    device: Device
     backend: str
     runs: tuple[str, ...]
     reason: str
@@ -234,17 +228,12 @@ def report() -> list[Row]:
         "linears W4A16": Problem("linear", 1, 2048, 2048, "silu", "bf16", torch.bfloat16),
         "linears W4A4": Problem("linear", 1, 2048, 2048, "silu", "nvfp4", torch.bfloat16),
     }
-    beside = problems["experts W4A16"]._replace(host_weights=True)
     devices = [torch.device("cpu"), *(torch.device("cuda", i) for i in range(torch.cuda.device_count()))]
     forced = next((backend for backend in BACKENDS if backend.name == _forced()), None)
     rows = []
     for device in map(Device.of, devices):
         chosen = {name: explain(problem, device) for name, problem in problems.items()}
         for backend in BACKENDS:
-            if backend.host_weights:
-                reason = _refusal(backend, device, beside) or ""
-                rows.append(Row(str(device), backend.name, () if reason else ("experts kept on the CPU",), reason))
-                continue
             if forced is None:
                 runs = tuple(name for name, choice in chosen.items() if choice.backend is backend)
                 reasons = {dict(choice.rejected).get(backend.name, "") for choice in chosen.values()} - {""}
@@ -255,7 +244,7 @@ def report() -> list[Row]:
             else:
                 runs, reasons = (), {f"MOE_NVFP4_BACKEND={forced.name} is set"}
             reason = "; ".join(sorted(reasons)) or ("" if runs else "a faster one is there")
-            rows.append(Row(str(device), backend.name, runs, reason))
+            rows.append(Row(device, backend.name, runs, reason))
     return rows
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from moe_nvfp4.layer import NVFP4Experts
+from moe_nvfp4.experts import NVFP4Experts
 
 Call = Callable[[], Any]
 
@@ -28,7 +28,8 @@ class Shape(NamedTuple):
 
 
 class Roof(NamedTuple):
-    """What a machine reads in bytes/s and computes in bf16 in FLOP/s, at best."""
+    """The most bytes/s that torch reads and the most FLOP/s that it computes on a machine. Code that uses the machine
+    better than torch can exceed it."""
 
     bandwidth: float
     flops: float
@@ -44,6 +45,7 @@ class Row(NamedTuple):
     bytes: float
     flops: float
     least: float
+    bound: str  # by which of the two: "memory" or "arithmetic"
 
 
 class CpuClock:
@@ -107,12 +109,18 @@ Clock = CpuClock | CudaClock
 
 
 def measure_roof(clock: Clock, device: torch.device) -> Roof:
-    """The roof of this machine, measured by reading a large tensor and by a matrix product in bf16."""
+    """The roof of this machine, measured by reading a large tensor and by a matrix product: in bf16 on a GPU, in bf16
+    or fp32 on a CPU, whichever is faster. On a CPU without instructions for bf16, torch's product in it was 60 times as
+    slow (an AMD EPYC with AVX2, 2026-11-23)."""
     gpu = device.type == "cuda"
     numbers = torch.ones(1 << (28 if gpu else 26), dtype=torch.int64, device=device)
-    N = 8192 if gpu else 2048
-    a, b = (torch.randn(N, N, device=device).bfloat16() for _ in range(2))
-    return Roof(numbers.nbytes / clock(lambda: numbers.sum()), 2 * N**3 / clock(lambda: a @ b))
+
+    def product(N: int, dtype: torch.dtype) -> float:
+        a, b = (torch.randn(N, N, device=device).to(dtype) for _ in range(2))
+        return clock(lambda: a @ b) / (2 * N**3)
+
+    dtype = torch.bfloat16 if gpu else min((torch.bfloat16, torch.float32), key=lambda dtype: product(256, dtype))
+    return Roof(numbers.nbytes / clock(lambda: numbers.sum()), 1 / product(8192 if gpu else 2048, dtype))
 
 
 def random_experts(shape: Shape, device: torch.device, activations: str = "bf16") -> NVFP4Experts:
@@ -161,4 +169,6 @@ def time_layer(
         batch = torch.randn(T, H, device=device).bfloat16(), ids, scores.bfloat16()
         size, flops = ids.unique().numel() * 3 * H * I * 9 / 16, 6.0 * H * I * T * top_k
         nvfp4, bf16 = (clock(partial(layer, *batch)) for layer in (ours, theirs))
-        yield Row(T, nvfp4, bf16, size, flops, max(size / roof.bandwidth, flops / roof.flops))
+        least = {"memory": size / roof.bandwidth, "arithmetic": flops / roof.flops}
+        bound = max(least, key=least.__getitem__)
+        yield Row(T, nvfp4, bf16, size, flops, least[bound], bound)

@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
+from moe_nvfp4.experts import NVFP4Experts
 from moe_nvfp4.format import global_scale_for
-from moe_nvfp4.layer import NVFP4Experts
 from moe_nvfp4.linear import NVFP4Linear
 
 
@@ -54,7 +54,7 @@ def observe(
 
 
 def _scale(name: str, amax: Tensor | None) -> Tensor:
-    if amax is None:
+    if amax is None or amax == 0:  # unrouted rows of h are zeros
         raise ValueError(f"{name} was not reached by any token: calibrate with a prompt that gets there")
     if not amax.isfinite():
         raise ValueError(f"{name} got activations with NaN or Inf: look for the prompt, or the layer, that makes them")

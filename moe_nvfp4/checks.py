@@ -9,9 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_nvfp4.format import grouped_sf_rows
-from moe_nvfp4.routing import Groups, Rows, check_ids
-from moe_nvfp4.weights import ACTIVATIONS, ExpertWeights, Gate, LinearWeights, is_quantized
+from moe_nvfp4.routing import Groups, check_ids
+from moe_nvfp4.weights import ACTIVATIONS, ExpertWeights, Gate, LinearWeights
 
 ROWS = (torch.bfloat16, torch.float16, torch.float32)  # dtypes of x, h, y and biases
 ROUTER = (*ROWS, torch.float64)
@@ -25,16 +24,21 @@ _WAYS_OUT = {
 }
 
 
-def check_layer(
-    x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: ExpertWeights, host_weights: bool = False
-) -> None:
+def check_layer(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: ExpertWeights) -> None:
     """Check that x [T, H], top_k_index [T, top_k], top_k_weights [T, top_k] and `weights` fit each other and are on one
-    device; with `host_weights`, the weights are on the CPU instead.
+    device.
 
     Raises TypeError for a dtype, ValueError for a shape or a device; each names the tensor, the rule and the way out.
     """
+    if weights.checked_on != x.device:
+        check_weights(weights, x.device)
+        weights.checked_on = x.device
+    check_rows(x, top_k_index, top_k_weights, weights)
+
+
+def check_rows(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: ExpertWeights) -> None:
+    """`check_layer` without the weights' own tensors, which may be on another device."""
     device = x.device
-    check_weights(weights, torch.device("cpu") if host_weights else device)
     check_ids(top_k_index)
     if x.dim() != 2 or x.shape[1] != weights.hidden_size or x.shape[0] != top_k_index.shape[0]:
         raise ValueError(
@@ -76,56 +80,42 @@ def check_weights(weights: ExpertWeights, device: torch.device) -> None:
 
 
 def check_stage(
-    name: str, rows: Rows, weights: ExpertWeights, order: Tensor, offsets: Tensor, dtype: torch.dtype, p: Tensor | None
-) -> Groups:
-    """Check what a GEMM is given: `gemm1_swiglu` rows "x"; `gemm2_combine` rows "h" and top_k_weights p [T, top_k]."""
-    if p is not None and p.dim() != 2:
-        raise ValueError(f"top_k_weights must be [tokens, top_k], got shape {tuple(p.shape)}")
-    groups = Groups(order, offsets, 1 if p is None else p.shape[1])
+    name: str,
+    rows: Tensor,
+    factor: Tensor | None,
+    adapter: tuple[Tensor, Tensor] | None,
+    weights: ExpertWeights,
+    groups: Groups,
+    dtype: torch.dtype,
+    top_k_weights: Tensor | None = None,
+    amax: Tensor | None = None,
+) -> None:
+    """Check what a stage is given: `up` x [T, H] as "x"; `down` h [R, I] as "h", and routing weights [T, top_k].
+
+    Of both: a factor [E, K], and an adapter [E, r, K] and [E, N, r]. Raises as `check_layer`.
+    """
     check_groups(groups)
-    device, R = order.device, groups.num_rows
-    check_weights(weights, device)
-    if groups.num_experts != weights.num_experts:
-        raise ValueError(f"offsets are for {groups.num_experts} experts, but the weights for {weights.num_experts}")
+    w, device, R, E = weights, groups.order.device, groups.num_rows, groups.num_experts
+    check_weights(w, device)
+    if E != w.num_experts:
+        raise ValueError(f"offsets are for {E} experts, but the weights for {w.num_experts}")
     if dtype not in ROWS:
         raise TypeError(f"the result's dtype is {dtype}, expected {_names(ROWS)}: {_WAYS_OUT[ROWS]}")
-    K = weights.hidden_size if name == "x" else weights.intermediate_size
-    _check_rows(name, rows, K, groups, weights.activations)
+    projection = w.projection("w13" if name == "x" else "w2")
+    N, K, p = projection.rows, projection.width, top_k_weights
+    if rows.dim() != 2 or rows.shape[0] * (groups.top_k if name == "x" else 1) != R:
+        raise ValueError(f"{name} has shape {tuple(rows.shape)}, but there are {R} assignments, {groups.top_k} a token")
+    _check(name, rows, (rows.shape[0], K), ROWS, device)
+    if factor is not None:
+        _check(f"{name}'s factor", factor, (E, K), ROUTER, device)
+    if adapter is not None:
+        r = adapter[0].shape[1] if adapter[0].dim() == 3 else 0
+        _check(f"{name}'s adapter a", adapter[0], (E, r, K), (rows.dtype,), device)
+        _check(f"{name}'s adapter b", adapter[1], (E, N, r), (rows.dtype,), device)
     if p is not None:
-        _check("top_k_weights", p, p.shape, ROUTER, device)
-        if p.shape[0] * p.shape[1] != R:
-            raise ValueError(f"top_k_weights {tuple(p.shape)} must hold one weight for each of {R} rows")
-    return groups
-
-
-def _check_rows(name: str, rows: Rows, K: int, groups: Groups, activations: str) -> None:
-    """Check the rows of a GEMM: [R, K], or [*, K] with an index; for W4A4, NVFP4 with K rounded up to 16."""
-    R, device, values = groups.num_rows, groups.order.device, rows.values
-    if (rows.sf is None) != (rows.scale is None) or rows.is_nvfp4 != is_quantized(activations):
-        raise ValueError(
-            f"{name}: activations={activations!r} take "
-            + ("codes with block scales and a scale for each row" if is_quantized(activations) else "unquantized rows")
-        )
-    if rows.is_nvfp4:
-        K16 = -(-K // 16)
-        _check(name, values, (R, 8 * K16), _BYTES, device)
-        _check(f"{name}'s sf", rows.sf, (grouped_sf_rows(R, groups.num_experts) * (-(-K16 // 4) * 4),), _BYTES, device)
-        _check(f"{name}'s scale", rows.scale, (R,), _FP32, device)
-        if rows.index is not None:
-            raise ValueError(f"{name}: NVFP4 rows are gathered when they are quantized: an index is not taken")
-        return
-    _check_source(name, values, rows.index, K, R, device)
-
-
-def check_quantize(x: Tensor, index: Tensor | None, scale: Tensor | None, order: Tensor, offsets: Tensor) -> Groups:
-    """Check what `quantize_rows` is given: x [*, K] and index [R], or x [R, K]; scale [E]."""
-    groups = Groups(order, offsets, 1)
-    check_groups(groups)
-    device = groups.order.device
-    _check_source("x", x, index, None, groups.num_rows, device)
-    if scale is not None:
-        _check("scale", scale, (groups.num_experts,), _FP32, device)
-    return groups
+        _check("top_k_weights", p, (R // groups.top_k if groups.top_k else len(p), groups.top_k), ROUTER, device)
+    if amax is not None:
+        _check("amax", amax, (R,), _FP32, device)
 
 
 def check_groups(groups: Groups) -> None:
@@ -184,18 +174,6 @@ def check_sizes(**sizes: int) -> None:
     for name, size in sizes.items():
         if size < 1:
             raise ValueError(f"{name} must be at least 1, got {size}")
-
-
-def _check_source(name: str, x: Tensor, index: Tensor | None, K: int | None, R: int, device: torch.device) -> None:
-    """Check unquantized rows: x [R, K], or [*, K] with index int32 [R]."""
-    if x.dim() != 2:
-        raise ValueError(f"{name} must be [rows, K], got shape {tuple(x.shape)}")
-    rows, width = x.shape
-    _check(name, x, (R if index is None else rows, width if K is None else K), ROWS, device)
-    if index is not None:
-        _check(f"{name}'s index", index, (R,), _INT32, device)
-        if R and not rows:
-            raise ValueError(f"{name} has no rows for an index of {R}")
 
 
 def _check(name: str, t: Tensor | None, shape: tuple[int, ...], dtypes: tuple, device: torch.device) -> None:

@@ -8,16 +8,18 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterator
+from dataclasses import dataclass
 from datetime import date
 from importlib import metadata
-from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from moe_nvfp4 import backends
 from moe_nvfp4._version import __version__
 from moe_nvfp4.cache import cache_folder
+from moe_nvfp4.experts import beside
 from moe_nvfp4.quantize.report import readable_size
 
 PACKAGES = ("torch", "transformers", "safetensors", "huggingface-hub", "accelerate", "triton", "nvidia-cutlass-dsl",
@@ -37,39 +39,81 @@ def headline() -> str:
     return f"moe-nvfp4 {__version__}, torch {torch.__version__}, {device}, {date.today()}"
 
 
-def describe() -> Iterator[str]:
-    """Yield the report's lines. Nothing is downloaded for them, and no kernel runs."""
-    yield f"moe-nvfp4 {__version__} in {Path(__file__).parent}"
-    yield f"Python {platform.python_version()}, {platform.platform()}"
-    yield ""
-    for package in PACKAGES:
-        yield f"{package:20s} {_version(package)}"
-    yield f"{'CUDA of torch':20s} {torch.version.cuda or 'none'}"
-    if torch.version.hip:
-        yield f"{'ROCm of torch':20s} {torch.version.hip}"
-    yield f"{'NVIDIA driver':20s} {_first_line('nvidia-smi', '--query-gpu=driver_version', '--format=csv,noheader')}"
-    compiler = os.environ.get("CC") or next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), "cc")
-    yield f"{'C compiler':20s} {_first_line(*compiler.split(), '--version')}"
-    yield ""
-    yield f"CPU: {cpu_name()}, {torch.get_num_threads()} threads of torch, {os.cpu_count()} in the machine"
-    for device, rows in groupby(backends.report(), key=lambda row: row.device):
-        yield f"{device}:"
-        for row in rows:
-            yield f"  {row.backend:10s} {'; '.join(filter(None, (', '.join(row.runs), row.reason)))}"
-    if forced := os.environ.get("MOE_NVFP4_BACKEND"):
-        try:
-            backends.named(forced)
-        except ValueError as error:
-            yield f"error: {error}; nothing runs until it names one of them, or is unset"
-    yield ""
-    yield f"cache {cache_folder()}: {_size(cache_folder())}"
-    for folder in sorted(cache_folder().glob("*/")):
-        yield f"  {folder.name:18s} {_size(folder)}"
-    yield ""
-    found = {name: value for name, value in sorted(os.environ.items()) if VARIABLES.fullmatch(name)}
-    yield from (f"{name}={value}" for name, value in found.items())
-    if not found:
-        yield "no environment variable that matters here is set"
+@dataclass(frozen=True)
+class Environment:
+    """What runs here, and why nothing else does. Nothing is downloaded to find out, and no kernel runs.
+
+    packages   name -> version, or "not installed"; also of CUDA, the driver and the C compiler
+    backends   device -> backend -> what it runs there, and why no more
+    error      what is wrong with MOE_NVFP4_BACKEND
+    caches     folder of the cache -> its files and their bytes
+    variables  name -> value, of those that matter here
+    """
+
+    version: str
+    folder: str
+    python: str
+    platform: str
+    packages: dict[str, str]
+    cpu: str
+    threads: int
+    cores: int | None
+    backends: dict[str, dict[str, dict[str, Any]]]
+    error: str | None
+    cache: str
+    caches: dict[str, dict[str, int]]
+    variables: dict[str, str]
+
+    @classmethod
+    def here(cls) -> Environment:
+        packages = {package: _version(package) for package in PACKAGES} | {
+            "CUDA of torch": torch.version.cuda or "none"
+        }
+        if torch.version.hip:
+            packages["ROCm of torch"] = torch.version.hip
+        driver = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+        compiler = os.environ.get("CC") or next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), "cc")
+        packages |= {"NVIDIA driver": _first_line(*driver), "C compiler": _first_line(*compiler.split(), "--version")}
+        found: dict[str, dict[str, dict[str, Any]]] = {}
+        for row in backends.report():
+            rows = found.setdefault(str(row.device), {"offload": {"runs": [], "reason": beside(row.device)}})
+            rows[row.backend] = {"runs": list(row.runs), "reason": row.reason}
+        error = None
+        if forced := os.environ.get("MOE_NVFP4_BACKEND"):
+            try:
+                backends.named(forced)
+            except ValueError as unknown:
+                error = f"{unknown}; nothing runs until it names one of them, or is unset"
+        cache = cache_folder()
+        return cls(
+            __version__, str(Path(__file__).parent), platform.python_version(), platform.platform(), packages,
+            cpu_name(), torch.get_num_threads(), os.cpu_count(), found, error, str(cache),
+            {folder.name: _size(folder) for folder in sorted(cache.glob("*/"))},
+            {name: value for name, value in sorted(os.environ.items()) if VARIABLES.fullmatch(name)},
+        )  # fmt: skip
+
+    def lines(self) -> Iterator[str]:
+        """The same for people."""
+        yield f"moe-nvfp4 {self.version} in {self.folder}"
+        yield f"Python {self.python}, {self.platform}"
+        yield ""
+        yield from (f"{package:20s} {version}" for package, version in self.packages.items())
+        yield ""
+        yield f"CPU: {self.cpu}, {self.threads} threads of torch, {self.cores} in the machine"
+        for device, rows in self.backends.items():
+            yield f"{device}:"
+            for name, row in rows.items():
+                yield f"  {name:10s} {'; '.join(filter(None, (', '.join(row['runs']), row['reason'])))}"
+        if self.error is not None:
+            yield f"error: {self.error}"
+        yield ""
+        whole = {key: sum(size[key] for size in self.caches.values()) for key in ("files", "bytes")}
+        yield f"cache {self.cache}: {_readable(whole)}"
+        yield from (f"  {name:18s} {_readable(size)}" for name, size in self.caches.items())
+        yield ""
+        yield from (f"{name}={value}" for name, value in self.variables.items())
+        if not self.variables:
+            yield "no environment variable that matters here is set"
 
 
 def cpu_name() -> str:
@@ -95,9 +139,12 @@ def _first_line(*command: str) -> str:
     return next(iter(done.stdout.splitlines()), "") or f"{command[0]} failed (exit code {done.returncode})"
 
 
-def _size(folder: Path) -> str:
+def _size(folder: Path) -> dict[str, int]:
     files = [path for path in folder.rglob("*") if path.is_file() and not path.is_symlink()]
-    if not files:
+    return {"files": len(files), "bytes": sum(path.stat().st_size for path in files)}
+
+
+def _readable(size: dict[str, int]) -> str:
+    if not size["files"]:
         return "empty"
-    size = readable_size(sum(path.stat().st_size for path in files))
-    return f"{size} in {len(files)} {'file' if len(files) == 1 else 'files'}"
+    return f"{readable_size(size['bytes'])} in {size['files']} {'file' if size['files'] == 1 else 'files'}"

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 STEP = 1 << 22  # logits taken to float64 at once: 32 MiB
 
@@ -47,9 +47,14 @@ def evaluate(
     of transformers do. windows: ids [n], n >= 2, on the models' device; each window is a text of its own, and its
     first token is not predicted. The original runs once for all models. Sums are float64.
 
-    ValueError for a window of one token, for no windows, and for logits with NaN or +Inf (-Inf is fine: a token that
-    never comes).
+    ValueError for a window of one token, for no windows, for a model in train mode, whose dropout is random, for one
+    named "original", and for logits with NaN or +Inf (-Inf is fine: a token that never comes).
     """
+    if "original" in models:
+        raise ValueError('a model is named "original", which is the name of what it is compared with: choose another')
+    for name, model in {"original": original, **models}.items():
+        if isinstance(model, nn.Module) and any(module.training for module in model.modules()):
+            raise ValueError(f"{name} is in train mode, in which dropout is random: call eval() first")
     sums = {name: torch.zeros(3, dtype=torch.float64) for name in ("original", *models)}
     kls: dict[str, list[Tensor]] = {name: [] for name in sums}
     tokens = 0

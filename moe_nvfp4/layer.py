@@ -1,26 +1,23 @@
-"""`NVFP4Experts`, a drop-in for the experts module of a Hugging Face MoE model: its parameters and where they lie."""
+"""`ExpertsLayer`: the parameters of a layer of 4-bit experts, and its forward pass."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
-from moe_nvfp4.backends import Backend, Problem, Selected, named, select, shown
+from moe_nvfp4.backends import Backend, Problem, Selected, named, shown
 from moe_nvfp4.checks import check_activations, check_bias_dtype, check_gate, check_sizes
-from moe_nvfp4.mapped import Matrix, table
-from moe_nvfp4.ops import numbered, run_beside, run_experts
-from moe_nvfp4.prepared import Packed, Prepared
+from moe_nvfp4.ops import Adapters, Hooks, run_experts
+from moe_nvfp4.prepared import Prepared, autocast
 from moe_nvfp4.quantize.recipes import DEFAULT_RECIPE, quantize_expert
-from moe_nvfp4.training import Adapters, Hooks, autocast
-from moe_nvfp4.weights import SILU, ExpertWeights, Gate, Layout, check_global_scale
+from moe_nvfp4.weights import SILU, ExpertWeights, Gate, Layout, check_global_scale, is_quantized
 
 
-class NVFP4Experts(Prepared):
-    """The experts of one MoE layer with 4-bit weights.
+class ExpertsLayer(Prepared):
+    """The experts of one MoE layer with 4-bit weights, where x is; `NVFP4Experts` adds other places.
 
     forward(hidden_states [T, H], top_k_index [T, top_k], top_k_weights [T, top_k]) -> [T, H]
 
@@ -39,8 +36,6 @@ class NVFP4Experts(Prepared):
 
     On Hopper and Blackwell GPUs the first call brings codes and block scales into the layout of their kernels (see
     `prepare`); `state_dict`, and everything that moves or loads parameters, still sees them as above.
-
-    Build one with `NVFP4Experts.from_dense`, or `moe_nvfp4.integrations.huggingface.swap_experts`.
     """
 
     down_proj: nn.Parameter
@@ -66,11 +61,9 @@ class NVFP4Experts(Prepared):
         self.hidden_size, self.intermediate_size = hidden_size, intermediate_size
         self.post_expert_norm: nn.Module | None = None
         self.observer: Callable[[Tensor, Tensor], None] | None = None  # while scales are calibrated
-        self.meanwhile: Callable[[], None] | None = None  # launches work for the GPU while the CPU computes
+        self.largest: Callable[[Tensor], Tensor] | None = None  # see share_rows
         self.recipe = DEFAULT_RECIPE  # by which adapters are merged
-        self.recompute = True  # run GEMM 1 again in the backward pass, where no adapter, hook or bias needs its output
         self._layout: Layout | None = None  # that of the weights while they are `packed`
-        self.on_cpu = False
         self.up_name = "gate_up_proj" if gate.gated else "up_proj"
         E, N13 = num_experts, intermediate_size * (2 if gate.gated else 1)
 
@@ -89,16 +82,6 @@ class NVFP4Experts(Prepared):
         for name in ("up_proj", "down_proj") if input_scale else ():
             add(f"{name}_input_scale", E, dtype=torch.float32)
 
-    # The number stands for these weights at their place in memory: with a new one, torch.compile makes new CUDA graphs.
-
-    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        super().register_parameter(name, param)
-        self._number = numbered(self)
-
-    def __setstate__(self, state: Any) -> None:  # a copy has its own number
-        super().__setstate__(state)
-        self._number = numbered(self)
-
     @classmethod
     def from_dense(
         cls,
@@ -108,7 +91,7 @@ class NVFP4Experts(Prepared):
         activations: str = "bf16",
         bias: tuple[Tensor, Tensor] | None = None,
         recipe: str = DEFAULT_RECIPE,
-    ) -> NVFP4Experts:
+    ) -> Self:
         """Quantize dense experts: w13 [E, 2I, H] (rows [gate; up]; [E, I, H] if not gated) and
         w2 [E, H, I], floating; bias: ([E, 2I], [E, H])."""
         check_gate(gate)
@@ -236,41 +219,26 @@ class NVFP4Experts(Prepared):
             h_scale=p.get("down_proj_input_scale"),
         )
 
-    @property
-    def mapped(self) -> bool:
-        """Whether the weights stay in their files."""
-        return self._packed is not None and self._packed.backend == "cpu" and self.packed
-
-    @property
-    def mapped_bytes(self) -> int:
-        """The size of the codes and block scales that stay in their files."""
-        matrices = self._packed.matrices.values() if self._packed is not None and self.mapped else ()
-        return sum(self.num_experts * note.rows * note.columns * 9 // 16 for note, _ in matrices)
-
-    def _hooks(self) -> Hooks:
+    def _hooks(self, adapters: Adapters = ((), ())) -> Hooks:
         p = self._parameters.get
         return Hooks(
             self.own_gate if self.gate.kind == "raw" else None, self.post_expert_norm,
             p("up_proj_pre_quant_scale"), p("down_proj_pre_quant_scale"), self.observer,
+            self.largest if is_quantized(self.activations) and p("down_proj_input_scale") is None else None, adapters,
         )  # fmt: skip
 
     def backend(self, dtype: torch.dtype = torch.bfloat16) -> Backend:
         """The backend that runs this layer on its device, for x of `dtype`."""
-        problem, device = self._problem(dtype, self._hooks().fused)
-        return select(problem, device)
+        return named(self._select(dtype, self._hooks().fused).name)
 
-    def _problem(
-        self, dtype: torch.dtype, fused: bool, beside: torch.device | None = None
-    ) -> tuple[Problem, torch.device]:
-        """The problem to run and its device: `beside` (the device of x) if given, else the device of the weights."""
+    def _problem(self, dtype: torch.dtype, fused: bool) -> tuple[Problem, torch.device]:
+        """The problem to run, and the device of the weights."""
         w13, w2 = self._here(self.up_name), self._here("down_proj")
         if self._layout is not None and self.packed:
             H, I = self._layout.hidden_size, self._layout.intermediate_size
         else:
             H, I = w2.shape[1], w13.shape[1] // (2 if self.gate.gated else 1)
-        E, gate, where = w13.shape[0], self.gate.kind, w13.device if beside is None else beside
-        beside_x = beside is not None
-        return Problem("experts", E, H, I, gate, self.activations, dtype, fused, beside_x, self.mapped), where
+        return Problem("experts", w13.shape[0], H, I, self.gate.kind, self.activations, dtype, fused), w13.device
 
     def prepare(self, dtype: torch.dtype = torch.bfloat16) -> None:
         """Bring the weights into the layout of the kernels that run activations of `dtype`.
@@ -288,65 +256,13 @@ class NVFP4Experts(Prepared):
             shapes = (tuple(self._here(name).shape[1:]) for name in (self.up_name, "down_proj"))
             self._layout = Layout(chosen.layout, problem.hidden_size, problem.intermediate_size, *shapes)
 
-    def map_files(self, projections: Mapping[str, Sequence[Sequence[Matrix]]]) -> Self:
-        """Leave codes and block scales in safetensors files, for models that are larger than the memory: the CPU
-        kernels read from there what a call needs. As after `keep_on_cpu`, moving the model does not move them.
+    def share_rows(self, group: Any) -> None:
+        """Say that this layer computes a part of each row of h, and the ranks of `group` (a ProcessGroup) the others.
 
-        projections: parameter name -> for each expert, where its matrix lies, or its gate and its up projection.
-
-        NotImplementedError where the CPU kernels cannot be compiled; ValueError for files that are too short.
+        Only W4A4 with dynamic scales asks: the scale of a row belongs to the whole row, so each call then takes the
+        largest magnitude over these ranks, [R] numbers, between the two GEMMs.
         """
-        notes: dict[str, tuple[Any, tuple[int, ...]]] = {}
-        shapes = []
-        for name, experts in projections.items():
-            E, rows, half = self._here(name).shape
-            addresses, note = table(experts, rows, 2 * half)
-            notes[name] = note, (E, rows)
-            shapes.append(tuple(addresses.shape[1:]))
-            for key, tensor in ((name, addresses), (f"{name}_sf", addresses.new_empty(0))):
-                setattr(self, key, nn.Parameter(tensor, requires_grad=False))
-        self._packed = Packed("cpu", notes, self.up_name)
-        self._layout = Layout("cpu", self.hidden_size, self.intermediate_size, *shapes)
-        self.on_cpu = True
-        self.backend()  # raises if the CPU kernels cannot run
-        return self
-
-    def keep_on_cpu(self, keep: bool = True) -> Self:
-        """Move the weights to the CPU and keep them there: `.to("cuda")` of the model moves everything else.
-
-        Called with tensors on a GPU, the layer then computes on the CPU, as part of the caller's stream and inside
-        CUDA graphs (see `moe_nvfp4.kernels.offload`). A layer that is not fused (`Hooks`) or is being trained waits for
-        the GPU instead. With keep=False the weights may be moved again.
-        """
-        if keep and not self.mapped:
-            self.to("cpu")
-            for p in self.parameters():
-                p.data = named("offload").place(p.data)
-        self.on_cpu = keep
-        self._number = numbered(self)
-        return self
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        self._number = numbered(self)
-        if not self.on_cpu:
-            return super()._apply(fn, recurse)
-
-        def stay(t: Tensor) -> Tensor:
-            """fn(t), except that t stays on the CPU and is never copied to a GPU."""
-            to = fn(t.new_empty(0))
-            return fn(t) if to.device.type in ("cpu", "meta") else t.to(to.dtype)
-
-        if self.mapped:
-            return super(Prepared, self)._apply(stay, recurse)  # Prepared's own would unpack
-        return super()._apply(stay, recurse)
-
-    def _save_to_state_dict(self, *args: Any) -> None:
-        if self.mapped:
-            raise NotImplementedError(
-                "the experts of this layer stay in their files, and are saved already: copy those, or load the model "
-                "without map_files and save that"
-            )
-        super()._save_to_state_dict(*args)
+        self.largest = _LargestOf(group)
 
     def own_gate(self, w13_out: Tensor) -> Tensor:
         """The gate of a "raw" layer, [R, 2I] -> [R, I]; adapters replace it."""
@@ -358,20 +274,10 @@ class NVFP4Experts(Prepared):
     def forward(
         self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, adapters: Adapters = ((), ())
     ) -> Tensor:
-        hooks, x, ids, p = self._hooks(), autocast(hidden_states), top_k_index, top_k_weights
-        if adapters[0] or adapters[1]:
-            hooks = hooks._replace(adapters=adapters)
-        here = self._here("down_proj").device
-        beside = x.device if self.on_cpu and x.device != here else None
-        if beside and (not hooks.fused or self.gate.kind == "raw" or _wants_gradients(x, p, *self._biases)):
-            x, ids, p, beside = x.to(here), ids.to(here), p.to(here), None
-            hooks = hooks._replace(adapters=tree_map(lambda t: t.to(here), hooks.adapters))
-        chosen, weights = self._for_call(x.dtype, hooks.fused, beside)
-        if beside:
-            y = run_beside(x, ids, p, self._number, self.meanwhile)
-        else:
-            y = run_experts(x, ids, p, weights, hooks, chosen, self.recompute)
-        return y.to(hidden_states) if self.on_cpu else y.to(hidden_states.dtype)
+        hooks, x = self._hooks(adapters), autocast(hidden_states)
+        chosen, weights = self._for_call(x.dtype, hooks.fused)
+        y = run_experts(x, top_k_index, top_k_weights, weights, hooks, chosen)
+        return y if x is hidden_states else y.to(hidden_states.dtype)
 
     def extra_repr(self) -> str:
         return (
@@ -381,5 +287,15 @@ class NVFP4Experts(Prepared):
         )
 
 
-def _wants_gradients(*tensors: Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+class _LargestOf:
+    """fp32 [R] -> the largest over the ranks of a group."""
+
+    def __init__(self, group: Any):
+        self.group = group
+
+    def __call__(self, amax: Tensor) -> Tensor:
+        torch.distributed.all_reduce(amax, torch.distributed.ReduceOp.MAX, group=self.group)
+        return amax
+
+    def __deepcopy__(self, memo: dict) -> Self:  # a process group cannot be copied
+        return self

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from moe_nvfp4 import ops
 from moe_nvfp4.backends import Backend, Problem, Selected, select, shown
 from moe_nvfp4.checks import check_activations, check_bias_dtype, check_sizes
-from moe_nvfp4.prepared import Prepared
-from moe_nvfp4.training import autocast
+from moe_nvfp4.prepared import Prepared, autocast
 from moe_nvfp4.weights import LinearWeights, check_global_scale
 
 

@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, NoReturn, Self
+from typing import Any, NamedTuple, NoReturn, Self
 from weakref import WeakValueDictionary
 
 import torch
@@ -133,6 +133,33 @@ def read(addresses: Tensor, rows: int, columns: int) -> tuple[Tensor, Tensor]:
                 to = to[e].chunk(parts)[part]
                 ctypes.memmove(to.data_ptr(), address, to.nbytes)
     return found
+
+
+SAVED = (
+    "the experts of this layer stay in their files, and are saved already: copy those, or load the model without "
+    "map_files and save that"
+)
+
+
+class StandIn(Tensor):
+    """In a state dict, for codes or block scales that stay in their files: it has their shape and dtype. Reading or
+    saving it is an error, as files without the weights would look complete."""
+
+    @staticmethod
+    def __new__(cls, *shape: int) -> Self:
+        return Tensor._make_wrapper_subclass(cls, shape, dtype=torch.uint8, device=torch.device("cpu"))
+
+    def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
+        return f"StandIn{tuple(self.shape)}"
+
+    @classmethod
+    def __torch_dispatch__(cls, *args: Any, **kwargs: Any) -> NoReturn:
+        raise NotImplementedError(SAVED)
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise NotImplementedError(SAVED)
+
+    data_ptr = untyped_storage = __reduce_ex__ = __deepcopy__ = _refuse
 
 
 def loss() -> str:

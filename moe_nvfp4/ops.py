@@ -1,261 +1,110 @@
-"""The torch.library ops, and `moe_forward`, which makes a layer of them.
+"""The layer: `moe_forward`, and the ops of a fused layer and of a linear.
 
-    x, top-k ids ── group_by_expert ── quantize_rows ── gemm1_swiglu ── gemm2_combine ── y
+    nothing of the model's own between the GEMMs   x ── experts ── y
+    its own gate or norm, AWQ's scales, adapters   x ── up ── (gate) ── down ── (norm, combine) ── y
 
-Ops are opaque to torch.compile. They take tensors instead of dataclasses; everything else an op must know, such as the
-backend that runs it, is in the string `spec`. A tensor that a caller may differentiate is an argument of its own, not
-an item of a list, so that autograd sees it. `experts` does all stages in one call, on backends that can;
-`experts_beside` finds weights in host memory by their layer's number.
+Where neither autograd nor a tracer looks on, `experts` is called without torch's dispatcher.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import count
-from typing import Any
-from weakref import WeakValueDictionary
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from moe_nvfp4 import format as nvfp4
+from moe_nvfp4 import stages
 from moe_nvfp4.backends import Problem, Selected, named_on, selected
-from moe_nvfp4.backward import layer_gradients, linear_gradient
-from moe_nvfp4.checks import check_layer, check_linear, check_quantize, check_stage
-from moe_nvfp4.routing import Groups, Rows, group_by_expert
-from moe_nvfp4.training import (
-    Hooks,
-    no_gradients,
-    refuse_gradient,
-    refuse_scales,
-    refuse_twice,
-    scaled,
-    train_experts,
-)
-from moe_nvfp4.weights import ExpertWeights, LinearWeights, read_spec
+from moe_nvfp4.checks import check_layer, check_linear
+from moe_nvfp4.door import define, differentiate, layer_op, like, no_gradients, refuse_gradient, saved
+from moe_nvfp4.routing import group_by_expert
+from moe_nvfp4.stages import Adapter, down, joined, scaled, up
+from moe_nvfp4.weights import ExpertWeights, LinearWeights
 
-# The reference's stages wait for the group offsets, which is impossible in a CUDA graph.
-_STAGE: dict[str, Any] = dict(mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
-_ROWS = "Tensor {0}, Tensor? {0}_sf, Tensor? {0}_scale, Tensor? {0}_index"
-_WEIGHTS = "Tensor?[] weights, str spec"
-_GROUPS = "Tensor order, Tensor offsets"
 _OTHER_LAYOUT = (
     "x is {} on {}, but these weights are in the layout of {} kernels, which do not take it: call unpack() on the {} "
     "modules, or run the model in bf16"
 )
 
 
-# ---- the stages ----------------------------------------------------------------------------------
+# ---- the fused layer -----------------------------------------------------------------------------
+
+_LAYER = "Tensor x, Tensor top_k_index, Tensor top_k_weights, Tensor? b13, Tensor? b2"
 
 
-@torch.library.custom_op(
-    "moe_nvfp4::quantize_rows",
-    schema=f"(Tensor x, Tensor? index, Tensor? scale, {_GROUPS}, str backend, bool four_over_six=False) -> Tensor[]",
-    **_STAGE,
-)
-def quantize_rows(x, index, scale, order, offsets, backend, four_over_six=False):
-    groups = check_quantize(x, index, scale, order, offsets)
-    rows = named_on(backend, x.device).quantize_rows(x, index, scale, groups, four_over_six)
-    return [rows.values, rows.sf, rows.scale]
-
-
-@quantize_rows.register_fake
-def _(x, index, scale, order, offsets, backend, four_over_six=False):
-    groups = check_quantize(x, index, scale, order, offsets)
-    return _empty_nvfp4(x, groups.num_rows, groups.num_experts, -(-x.shape[1] // 16) * 16)
-
-
-@torch.library.custom_op(
-    "moe_nvfp4::gemm1_swiglu",
-    schema=f"({_ROWS.format('x')}, {_WEIGHTS}, {_GROUPS}, ScalarType dtype) -> Tensor[]",
-    **_STAGE,
-)
-def gemm1_swiglu(x, x_sf, x_scale, x_index, weights, spec, order, offsets, dtype):
-    rows = Rows(x, x_sf, x_scale, x_index)
-    w, groups = _stage("x", rows, weights, spec, order, offsets, dtype)
-    h = named_on(read_spec(spec).backend, order.device).gemm1_swiglu(rows, w, groups, dtype)
-    return [h.values, h.sf, h.scale] if h.is_nvfp4 else [h.values]
-
-
-@gemm1_swiglu.register_fake
-def _(x, x_sf, x_scale, x_index, weights, spec, order, offsets, dtype):
-    w, groups = _stage("x", Rows(x, x_sf, x_scale, x_index), weights, spec, order, offsets, dtype)
-    R, I = groups.num_rows, w.intermediate_size
-    if w.quantizes_h:
-        return _empty_nvfp4(order, R, w.num_experts, -(-I // 16) * 16)
-    return [order.new_empty(R, I * (2 if w.gate.kind == "raw" and w.gate.gated else 1), dtype=dtype)]
-
-
-@torch.library.custom_op(
-    "moe_nvfp4::gemm2_combine",
-    schema=f"({_ROWS.format('h')}, {_WEIGHTS}, {_GROUPS}, Tensor top_k_weights, ScalarType dtype) -> Tensor",
-    **_STAGE,
-)
-def gemm2_combine(h, h_sf, h_scale, h_index, weights, spec, order, offsets, top_k_weights, dtype):
-    rows = Rows(h, h_sf, h_scale, h_index)
-    w, groups = _stage("h", rows, weights, spec, order, offsets, dtype, top_k_weights)
-    backend = named_on(read_spec(spec).backend, order.device)
-    return backend.gemm2_combine(rows, w, groups, top_k_weights, dtype)
-
-
-@gemm2_combine.register_fake
-def _(h, h_sf, h_scale, h_index, weights, spec, order, offsets, top_k_weights, dtype):
-    rows = Rows(h, h_sf, h_scale, h_index)
-    w, _ = _stage("h", rows, weights, spec, order, offsets, dtype, top_k_weights)
-    return top_k_weights.new_empty(top_k_weights.shape[0], w.hidden_size, dtype=dtype)
-
-
-def _stage(name, rows, weights, spec, order, offsets, dtype, top_k_weights=None) -> tuple[ExpertWeights, Groups]:
-    w = ExpertWeights.from_tensors(weights, read_spec(spec))
-    return w, check_stage(name, rows, w, order, offsets, dtype, top_k_weights)
-
-
-def _empty_nvfp4(like: Tensor, R: int, E: int, K: int) -> list[Tensor]:
-    sf_bytes = nvfp4.grouped_sf_rows(R, E) * (-(-K // 64) * 4)
-    return [
-        like.new_empty(R, K // 2, dtype=torch.uint8),
-        like.new_empty(sf_bytes, dtype=torch.uint8),
-        like.new_empty(R, dtype=torch.float32),
-    ]
-
-
-# ---- a layer, a linear ---------------------------------------------------------------------------
-
-
-@torch.library.custom_op(
-    "moe_nvfp4::experts",
-    schema=f"(Tensor x, Tensor top_k_index, Tensor top_k_weights, {_WEIGHTS}) -> Tensor",
-    mutates_args=(),
-)
-def experts(x, top_k_index, top_k_weights, weights, spec):
-    read = read_spec(spec)
-    w = ExpertWeights.from_tensors(weights, read)
-    backend = named_on(read.backend, x.device)
+def _check_experts(w, x, top_k_index, top_k_weights, b13, b2):
+    w.b13, w.b2 = b13, b2
     check_layer(x, top_k_index, top_k_weights, w)
+
+
+@layer_op(_LAYER, "Tensor", lambda w, x, *_: like(x), _check_experts)
+def experts(backend, w, x, top_k_index, top_k_weights, b13, b2):
     return backend.experts(x, top_k_index, top_k_weights, w)
 
 
-@experts.register_fake
-def _(x, top_k_index, top_k_weights, weights, spec):
-    check_layer(x, top_k_index, top_k_weights, ExpertWeights.from_tensors(weights, read_spec(spec)))
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
+@layer_op(
+    f"Tensor dy, {_LAYER}, bool biases", "Tensor[]",
+    lambda w, dy, x, ids, p, b13, b2, biases: [like(t) for t in (x, p, *((b13, b2) if biases else ()))],
+    lambda w, dy, *layer: _check_experts(w, *layer[:-1]),
+)  # fmt: skip
+def experts_backward(backend, w, dy, x, top_k_index, top_k_weights, b13, b2, biases):
+    if not top_k_index.numel():
+        return [torch.zeros_like(t) for t in (x, top_k_weights, *((b13, b2) if biases else ()))]
+    dx, dp, *added = stages.gradients(dy, x, top_k_index, top_k_weights, w, backend, biases)
+    return [dx, dp, *(d.to(b.dtype) for d, b in zip(added, (b13, b2), strict=False))]
 
 
-_experts = torch.ops.moe_nvfp4.experts.default  # one Python call less
-
-_layers: WeakValueDictionary[int, Any] = WeakValueDictionary()
-_numbers = count()
-
-
-def numbered(layer: Any) -> int:
-    """A new number by which `experts_beside` finds `layer.weights`, as long as `layer` lives."""
-    number = next(_numbers)
-    _layers[number] = layer
-    return number
+def _remember_experts(ctx, inputs, output):
+    *tensors, weights, ctx.spec = inputs
+    ctx.save_for_backward(*tensors, *weights)
 
 
-@torch.library.custom_op(
-    "moe_nvfp4::experts_beside",
-    schema="(Tensor x, Tensor top_k_index, Tensor top_k_weights, int layer) -> Tensor",
-    mutates_args=(),
-)
-def experts_beside(x, top_k_index, top_k_weights, layer):
-    """`experts` for weights on the CPU and all else on a GPU. The weights are named by their layer's number, because
-    torch.compile makes no CUDA graphs of ops that take CPU tensors."""
-    w = _beside(x, top_k_index, top_k_weights, layer)
-    return named_on("offload", x.device).experts(x, top_k_index, top_k_weights, w)
+def _experts_gradients(ctx, dy):
+    (*layer, weights), biases = saved(ctx, 5), any(ctx.needs_input_grad[3:5])
+    dx, dp, *added = experts_backward(dy, *layer, biases, weights, ctx.spec)
+    return dx, None, dp, *(added or (None, None)), no_gradients(ctx, 5), None
 
 
-@experts_beside.register_fake
-def _(x, top_k_index, top_k_weights, layer):
-    _beside(x, top_k_index, top_k_weights, layer)
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
+differentiate(experts, _remember_experts, _experts_gradients)
+refuse_gradient(experts_backward)
 
 
-def _beside(x, top_k_index, top_k_weights, layer) -> ExpertWeights:
-    w = _layers[layer].weights
-    check_layer(x, top_k_index, top_k_weights, w, True)
-    return w
+# ---- a linear ------------------------------------------------------------------------------------
+
+_MATRIX = "Tensor weight, Tensor? weight_sf, Tensor weight_global_scale"
 
 
-@torch.library.custom_op(
-    "moe_nvfp4::linear",
-    schema="(Tensor x, Tensor weight, Tensor? weight_sf, Tensor weight_global_scale, Tensor? bias, "
-    "Tensor? input_scale, str activations, int[]? sizes, str backend) -> Tensor",
-    mutates_args=(),
-)
-def linear(x, weight, weight_sf, weight_global_scale, bias, input_scale, activations, sizes, backend):
-    weights = LinearWeights(
-        weight, weight_sf, weight_global_scale, bias, input_scale, activations, sizes and tuple(sizes)
-    )
+def _linear_weights(x, weight, sf, global_scale, bias, input_scale, activations, sizes, backend):
+    weights = LinearWeights(weight, sf, global_scale, bias, input_scale, activations, sizes and tuple(sizes))
     check_linear(x, weights)
-    return named_on(backend, x.device).linear(x, weights)
+    return weights
 
 
-@linear.register_fake
-def _(x, weight, weight_sf, weight_global_scale, bias, input_scale, activations, sizes, backend):
-    weights = LinearWeights(
-        weight, weight_sf, weight_global_scale, bias, input_scale, activations, sizes and tuple(sizes)
-    )
-    check_linear(x, weights)
-    return x.new_empty(x.shape[0], weights.shape[0])
-
-
-# ---- gradients -----------------------------------------------------------------------------------
-# For a fused layer and for a linear; `training` has the layer whose stages each have their own gradient.
-
-
-@torch.library.custom_op(
-    "moe_nvfp4::experts_backward",
-    schema=f"(Tensor dy, Tensor x, Tensor top_k_index, Tensor top_k_weights, {_WEIGHTS}) -> Tensor[]",
-    mutates_args=(),
-)
-def experts_backward(dy, x, top_k_index, top_k_weights, weights, spec):
-    read = read_spec(spec)
-    w = ExpertWeights.from_tensors(weights, read)
-    check_layer(x, top_k_index, top_k_weights, w)
-    return list(layer_gradients(dy, x, top_k_index, top_k_weights, w, named_on(read.backend, x.device)))
-
-
-@experts_backward.register_fake
-def _(dy, x, top_k_index, top_k_weights, weights, spec):
-    return [torch.empty_like(t, memory_format=torch.contiguous_format) for t in (x, top_k_weights)]
-
-
-def _remember_layer(ctx, inputs, output) -> None:
-    x, top_k_index, top_k_weights, weights, ctx.spec = inputs
-    ctx.save_for_backward(x, top_k_index, top_k_weights, *weights)
-
-
-def _layer_gradients(ctx, dy):
-    x, top_k_index, top_k_weights, *weights = ctx.saved_tensors
-    dx, dp = experts_backward(dy, x, top_k_index, top_k_weights, weights, ctx.spec)
-    return dx, None, dp, no_gradients(ctx, 3), None
-
-
-experts.register_autograd(_layer_gradients, setup_context=_remember_layer)
-refuse_twice(experts_backward)
-
-
-@torch.library.custom_op(
-    "moe_nvfp4::linear_backward",
-    schema="(Tensor dy, Tensor weight, Tensor? weight_sf, Tensor weight_global_scale, int[]? sizes, str backend) "
+linear = define(
+    f"linear(Tensor x, {_MATRIX}, Tensor? bias, Tensor? input_scale, str activations, int[]? sizes, str backend) "
     "-> Tensor",
-    mutates_args=(),
+    lambda x, *args: named_on(args[-1], x.device).linear(x, _linear_weights(x, *args)),
+    lambda x, *args: x.new_empty(x.shape[0], _linear_weights(x, *args).shape[0]),
 )
-def linear_backward(dy, weight, weight_sf, weight_global_scale, sizes, backend):
-    weights = LinearWeights(weight, weight_sf, weight_global_scale, None, None, "bf16", sizes and tuple(sizes))
-    return linear_gradient(dy, weights, named_on(backend, dy.device))
 
 
-@linear_backward.register_fake
-def _(dy, weight, weight_sf, weight_global_scale, sizes, backend):
-    return dy.new_empty(dy.shape[0], sizes[1] if sizes else 2 * weight.shape[1])
+def _linear_backward(dy, weight, sf, global_scale, sizes, backend):
+    weights = LinearWeights(weight, sf, global_scale, None, None, "bf16", sizes and tuple(sizes))
+    return stages.linear_gradient(dy, weights, named_on(backend, dy.device))
 
 
-def _remember_linear(ctx, inputs, output) -> None:
+linear_backward = define(
+    f"linear_backward(Tensor dy, {_MATRIX}, int[]? sizes, str backend) -> Tensor", _linear_backward,
+    lambda dy, weight, sf, global_scale, sizes, backend: dy.new_empty(
+        dy.shape[0], sizes[1] if sizes else 2 * weight.shape[1]
+    ),
+)  # fmt: skip
+
+
+def _remember_linear(ctx, inputs, output):
     _, weight, weight_sf, weight_global_scale, bias, _, _, ctx.sizes, ctx.backend = inputs
     ctx.save_for_backward(weight, weight_sf, weight_global_scale)
     ctx.bias_dtype = None if bias is None else bias.dtype
@@ -267,12 +116,148 @@ def _linear_gradients(ctx, dy):
     return dx, None, None, None, d_bias, None, None, None, None
 
 
-linear.register_autograd(_linear_gradients, setup_context=_remember_linear)
-refuse_twice(linear_backward)
-for _op in (quantize_rows, gemm1_swiglu, gemm2_combine):
-    refuse_gradient(
-        _op, "single stages of 4-bit experts have no gradients: call NVFP4Experts or moe_forward, which have them"
-    )
+differentiate(linear, _remember_linear, _linear_gradients)
+refuse_gradient(linear_backward)
+
+
+# ---- the layer -----------------------------------------------------------------------------------
+
+Adapters = tuple[tuple[Adapter, ...], tuple[Adapter, ...]]  # of w13 and of w2
+
+
+class Hooks(NamedTuple):
+    """The model's own functions and factors that run between the stages; see `moe_forward`."""
+
+    own_gate: Callable[[Tensor], Tensor] | None = None
+    post_expert_norm: Callable[[Tensor], Tensor] | None = None
+    x_factor: Tensor | None = None
+    h_factor: Tensor | None = None
+    observe: Callable[[Tensor, Tensor], None] | None = None
+    largest: Callable[[Tensor], Tensor] | None = None
+    adapters: Adapters = ((), ())
+
+    @property
+    def fused(self) -> bool:
+        """Whether nothing runs between the stages, so that one call can do them all."""
+        gate, norm, x_factor, h_factor, observe, largest, adapters = self
+        if gate is not None or norm is not None or observe is not None or largest is not None:
+            return False
+        return x_factor is None and h_factor is None and len(adapters[0]) + len(adapters[1]) == 0
+
+
+def moe_forward(
+    x: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    weights: ExpertWeights,
+    own_gate: Callable[[Tensor], Tensor] | None = None,
+    post_expert_norm: Callable[[Tensor], Tensor] | None = None,
+    pre_quant_scales: tuple[Tensor | None, Tensor | None] = (None, None),
+    observe: Callable[[Tensor, Tensor], None] | None = None,
+) -> Tensor:
+    """The MoE experts: `y[t] = sum_j top_k_weights[t, j] * expert[top_k_index[t, j]](x[t])`.
+
+    x [T, H] bf16, fp16 or fp32; top_k_index [T, top_k] integer (num_experts or -1: skip the slot);
+    top_k_weights [T, top_k] floating; returns [T, H] in x's dtype. `own_gate` maps GEMM 1's output
+    [R, 2I] to h [R, I] when the gate of `weights` is "raw"; `post_expert_norm` acts on every
+    expert's output [T * top_k, H] before it is weighted. `pre_quant_scales` (AWQ): [E, H] and [E, I],
+    which multiply an expert's rows of x and of h. `observe` is called with x and h as they enter the GEMMs,
+    before any quantization; rows of h without an expert are zeros.
+
+    Differentiable in x, top_k_weights, biases and the hooks' parameters; the 4-bit weights are frozen. W4A4 has the
+    straight-through estimator. The result has the same bits with gradients as without.
+
+    Raises TypeError and ValueError for tensors that do not fit each other (see `moe_nvfp4.checks`).
+    """
+    w, hooks = weights, Hooks(own_gate, post_expert_norm, *pre_quant_scales, observe)
+    sizes = (w.num_experts, w.hidden_size, w.intermediate_size)
+    problem = Problem("experts", *sizes, w.gate.kind, w.activations, x.dtype, hooks.fused)
+    return run_experts(x, top_k_index, top_k_weights, weights, hooks, selected(problem, x.device))
+
+
+def run_experts(
+    x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: ExpertWeights, hooks: Hooks, chosen: Selected
+) -> Tensor:
+    """`moe_forward` on a backend that was chosen before."""
+    refuse_transforms()
+    w, ids, p, (backend, layout) = weights, top_k_index, top_k_weights, (chosen.name, chosen.layout)
+    if w.layout is not None and w.layout.backend != layout:
+        raise TypeError(_OTHER_LAYOUT.format(x.dtype, x.device, f"the {w.layout.backend}", "NVFP4Experts"))
+    if w.gate.kind == "raw" and hooks.own_gate is None:
+        raise ValueError(
+            "the gate of these weights is 'raw', the model's own: pass own_gate, a function of GEMM 1's output"
+        )
+    training = torch.is_grad_enabled()
+    if training and (x.requires_grad or p.requires_grad or _trained(w.b13) or _trained(w.b2)):
+        refuse_scales(w.gate_scale, w.up_scale, w.w2_scale, w.x_scale, w.h_scale)
+        direct = False
+    else:
+        direct = not torch.compiler.is_compiling() and type(x) is Tensor and not (x.is_meta or _watched())
+    b13, b2 = w.b13, w.b2
+    if hooks.fused and not direct:
+        return experts(x, ids, p, b13, b2, replace(w, b13=None, b2=None).tensors(), w.spec(backend))
+    check_layer(x, ids, p, w)
+    if hooks.fused:
+        return named_on(backend, x.device).experts(x, ids, p, w)
+
+    own_gate, norm, x_factor, h_factor, observe, largest, adapters = hooks
+    spec = w.spec(backend)
+    groups = group_by_expert(ids, w.num_experts)
+    sorted_ids = groups.order, groups.offsets, groups.top_k
+    # each stage gets its own bias as an argument, and the other's, since kernels take both or none
+    first = replace(w, b13=None, b2=_frozen(b2)).tensors(), spec
+    second = replace(w, b13=_frozen(b13), b2=None).tensors(), spec
+    # h that is quantized with a static scale is not rounded before
+    dtype = torch.float32 if w.quantizes_h and h_factor is None and not adapters[0] else x.dtype
+    h = up(x, x_factor, *joined(adapters[0], x.dtype), b13, *sorted_ids, dtype, *first)[0]
+    if (training and own_gate is not None) or observe is not None or largest is not None:
+        h = h.masked_fill(groups.unrouted, 0)  # what the kernels left there may be NaN
+    if own_gate is not None:
+        h = own_gate(h)
+    given = scaled(h, h_factor, groups) if h_factor is not None and (observe or largest) else h
+    if observe is not None:
+        observe(x if x_factor is None else scaled(groups.gather(x), x_factor, groups), given)
+    amax = largest(given.detach().abs().amax(-1).float()) if largest is not None and w.quantized else None
+    pair = joined(adapters[1], h.dtype)
+    if norm is None:
+        return down(h, p, amax, h_factor, *pair, b2, *sorted_ids, x.dtype, *second)
+    # the norm sits between an expert's output and its routing weight
+    y = norm(down(h, None, amax, h_factor, *pair, b2, *sorted_ids, x.dtype, *second))
+    y = y.view(*ids.shape, w.hidden_size).float() * p[..., None].float()
+    here = (ids >= 0) & (ids < w.num_experts)
+    return y.masked_fill(~here[..., None], 0.0).sum(dim=1).to(x.dtype)
+
+
+def _frozen(bias: Tensor | None) -> Tensor | None:
+    return None if bias is None else bias.detach()
+
+
+def _trained(bias: Tensor | None) -> bool:
+    return bias is not None and bias.requires_grad
+
+
+def _watched() -> bool:
+    """Whether a dispatch mode (of fake tensors, of a profiler of operators, ...) wants to see ops."""
+    return torch._C._len_torch_dispatch_stack() > 0
+
+
+def run_linear(x: Tensor, weights: LinearWeights, chosen: Selected) -> Tensor:
+    """`linear` on a backend that was chosen before."""
+    backend, layout = chosen.name, chosen.layout
+    if weights.sizes is not None and layout is None:
+        raise TypeError(_OTHER_LAYOUT.format(x.dtype, x.device, "other", "NVFP4Linear"))
+    if torch.is_grad_enabled():
+        refuse_scales(weights.global_scale, weights.input_scale)
+    return linear(x, *weights, backend)
+
+
+def refuse_scales(*scales: Tensor | None) -> None:
+    """NotImplementedError if scales of 4-bit weights are to be trained: they would silently stay as they are."""
+    if any(scale is not None and scale.requires_grad for scale in scales):
+        raise NotImplementedError(
+            "scales of 4-bit weights have requires_grad, but get no gradients: leave them out, with "
+            "requires_grad_(False), and train biases, adapters or the modules around the experts"
+        )
 
 
 def _exporting() -> bool:
@@ -296,127 +281,3 @@ def refuse_transforms() -> None:
             "torch.func's transforms (vmap, grad, jvp, ...) and forward-mode AD of 4-bit layers are not supported: "
             "flatten the batch into the tokens, x [batch * tokens, hidden], or transform the dense model"
         )
-
-
-# ---- the layer -----------------------------------------------------------------------------------
-
-
-def run_linear(x: Tensor, weights: LinearWeights, chosen: Selected) -> Tensor:
-    """`linear` on a backend that was chosen before."""
-    backend, layout = chosen.name, chosen.layout
-    if weights.sizes is not None and layout is None:
-        raise TypeError(_OTHER_LAYOUT.format(x.dtype, x.device, "other", "NVFP4Linear"))
-    if torch.is_grad_enabled():
-        refuse_scales(weights.global_scale, weights.input_scale)
-    return linear(x, *weights, backend)
-
-
-def moe_forward(
-    x: Tensor,
-    top_k_index: Tensor,
-    top_k_weights: Tensor,
-    weights: ExpertWeights,
-    own_gate: Callable[[Tensor], Tensor] | None = None,
-    post_expert_norm: Callable[[Tensor], Tensor] | None = None,
-    pre_quant_scales: tuple[Tensor | None, Tensor | None] = (None, None),
-    observe: Callable[[Tensor, Tensor], None] | None = None,
-) -> Tensor:
-    """The MoE experts: y[t] = sum_j top_k_weights[t, j] * expert[top_k_index[t, j]](x[t]).
-
-    x [T, H] bf16, fp16 or fp32; top_k_index [T, top_k] integer (num_experts or -1: skip the slot);
-    top_k_weights [T, top_k] floating; returns [T, H] in x's dtype. `own_gate` maps GEMM 1's output
-    [R, 2I] to h [R, I] when the gate of `weights` is "raw"; `post_expert_norm` acts on every
-    expert's output [T * top_k, H] before it is weighted. `pre_quant_scales` (AWQ): [E, H] and [E, I],
-    which multiply an expert's rows of x and of h. `observe` is called with x and h as they enter the GEMMs
-    (activations "bf16": before any quantization).
-
-    Differentiable in x, top_k_weights, biases and the hooks' parameters; the 4-bit weights are frozen. W4A4 has the
-    straight-through estimator.
-
-    Raises TypeError and ValueError for tensors that do not fit each other (see `moe_nvfp4.checks`).
-    """
-    w, hooks = weights, Hooks(own_gate, post_expert_norm, *pre_quant_scales, observe)
-    sizes = (w.num_experts, w.hidden_size, w.intermediate_size)
-    problem = Problem("experts", *sizes, w.gate.kind, w.activations, x.dtype, hooks.fused, False)
-    return run_experts(x, top_k_index, top_k_weights, weights, hooks, selected(problem, x.device))
-
-
-def run_beside(
-    x: Tensor,
-    top_k_index: Tensor,
-    top_k_weights: Tensor,
-    layer: int,
-    meanwhile: Callable[[], None] | None = None,
-) -> Tensor:
-    """`run_experts` for the fused layer with this number, whose weights are on the CPU while x is on a GPU.
-
-    meanwhile() launches work for the GPU to do while the CPU computes: in eager mode, without gradients.
-    """
-    refuse_transforms()
-    if meanwhile is None or torch.compiler.is_compiling() or torch.is_grad_enabled() or type(x) is not Tensor:
-        return experts_beside(x, top_k_index, top_k_weights, layer)
-    w = _beside(x, top_k_index, top_k_weights, layer)
-    return named_on("offload", x.device).functions.experts(x, top_k_index, top_k_weights, w, meanwhile)
-
-
-def run_experts(
-    x: Tensor,
-    top_k_index: Tensor,
-    top_k_weights: Tensor,
-    weights: ExpertWeights,
-    hooks: Hooks,
-    chosen: Selected,
-    recompute: bool = True,
-) -> Tensor:
-    """`moe_forward` on a backend that was chosen before; recompute: a fused layer's backward pass runs GEMM 1 again."""
-    refuse_transforms()
-    backend, layout = chosen.name, chosen.layout  # torch 2.11 cannot compile unpacking the tuple
-    if weights.layout is not None and weights.layout.backend != layout:
-        raise TypeError(_OTHER_LAYOUT.format(x.dtype, x.device, f"the {weights.layout.backend}", "NVFP4Experts"))
-    spec = weights.spec(backend)
-    biases = any(b is not None and b.requires_grad for b in (weights.b13, weights.b2))
-    training = torch.is_grad_enabled() and (x.requires_grad or top_k_weights.requires_grad or biases)
-    if training:
-        refuse_scales(weights.gate_scale, weights.up_scale, weights.w2_scale, weights.x_scale, weights.h_scale)
-    if chosen.whole and hooks.fused and weights.gate.kind != "raw" and not (training and (biases or not recompute)):
-        return _experts(x, top_k_index, top_k_weights, weights.tensors(), spec)
-
-    own_gate, post_expert_norm, x_factor, h_factor, observe, adapters = hooks
-    check_layer(x, top_k_index, top_k_weights, weights)
-    # the gate and the norm may have parameters that are trained
-    own = own_gate or post_expert_norm or any(s is not None and s.requires_grad for s in (x_factor, h_factor))
-    if training or adapters[0] or adapters[1] or (torch.is_grad_enabled() and own):
-        return train_experts(x, top_k_index, top_k_weights, weights, hooks, backend)
-    groups = group_by_expert(top_k_index, weights.num_experts)
-    order, offsets, tensors = groups.order, groups.offsets, weights.tensors()
-    quantized, rounding = weights.quantized, weights.four_over_six
-
-    values: Tensor = x
-    index: Tensor | None = groups.token
-    if x_factor is not None:
-        values, index = scaled(x[groups.token], x_factor, groups), None
-    rows = [values, None, None, index]
-    if quantized:
-        rows = [*quantize_rows(values, index, weights.x_scale, order, offsets, backend, rounding), None]
-    # h must come back unquantized if h_factor multiplies it
-    first = tensors if h_factor is None else replace(weights, h_scale=None).tensors()
-    h = gemm1_swiglu(*rows, first, spec, order, offsets, x.dtype)
-    if own_gate is not None:
-        h = [own_gate(h[0])]
-    if h_factor is not None:
-        h = [scaled(h[0], h_factor, groups)]
-    if observe is not None:
-        observe(values, h[0])
-    if quantized and len(h) == 1:
-        h = quantize_rows(h[0], None, weights.h_scale, order, offsets, backend, rounding)
-    h = [*h, *[None] * (4 - len(h))]
-    if post_expert_norm is None:
-        return gemm2_combine(*h, tensors, spec, order, offsets, top_k_weights, x.dtype)
-
-    # The norm sits between the expert's output and its routing weight, so combine by hand.
-    T, top_k = top_k_weights.shape
-    ones = torch.ones_like(top_k_weights).reshape(-1, 1)
-    y = gemm2_combine(*h, tensors, spec, order, offsets, ones, x.dtype)
-    y = post_expert_norm(y).view(T, top_k, x.shape[1]).float() * top_k_weights[..., None].float()
-    here = (top_k_index >= 0) & (top_k_index < weights.num_experts)
-    return y.masked_fill(~here[..., None], 0.0).sum(dim=1).to(x.dtype)

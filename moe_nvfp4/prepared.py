@@ -6,15 +6,18 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Self
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
-from moe_nvfp4.backends import Selected, named, selected
+from moe_nvfp4.backends import Selected, backends_now, named, selected, selected_now
 from moe_nvfp4.devices import capturing
 from moe_nvfp4.scales import FP32Scales
 
 _changing = threading.RLock()  # held while weights change their layout, or are taken out of their module
+# For each module: its state at its last call, and what that call got.
+_last: WeakKeyDictionary[Prepared, tuple[tuple | None, Selected, Any]] = WeakKeyDictionary()
 
 
 @dataclass
@@ -45,11 +48,43 @@ class Prepared(FP32Scales):
         """The backend for a call (arguments: those of `_problem`), and `weights` in its layout. These stay as they are
         even if other threads change the module's weights meanwhile (another dtype, `state_dict`, `to`)."""
         if torch.compiler.is_compiling():
-            return selected(*self._problem(*problem)), self.weights
+            return self._select(*problem), self.weights
         with _changing:
-            chosen = selected(*self._problem(*problem))
-            self._prepare_for(chosen)
-            return chosen, self.weights.held()
+            now, last = self._state(problem), _last.get(self)
+            if last is not None and last[0] == now:
+                return last[1], last[2]
+            chosen = self._select(*problem)
+            if (self._packed.backend if self._packed is not None and self.packed else None) != chosen.layout:
+                self._prepare_for(chosen)
+            weights = self.weights.held()
+            if now is not None:
+                _last[self] = self._state(problem), chosen, weights
+            return chosen, weights
+
+    def _select(self, *problem: Any) -> Selected:
+        """The backend for a problem (arguments: those of `_problem`)."""
+        return (selected if torch.compiler.is_compiling() else selected_now)(*self._problem(*problem))
+
+    def _changed(self) -> None:
+        """To be called when something changes that `_state` does not see."""
+        _last.pop(self, None)
+
+    def _state(self, problem: tuple) -> tuple | None:
+        """All that the result of `_for_call` depends on; None where parameters last for one call only. Two states are
+        never equal by chance: what `_last` holds keeps its memory, so no other tensor can have its address."""
+        codes: Any = None
+        addresses = []
+        for p in self._parameters.values():
+            if p is not None:
+                if type(p) is not nn.Parameter:
+                    return None
+                addresses.append(p.data_ptr())
+                codes = p if codes is None else codes
+        if self._offloaded:
+            return None
+        attributes = self.__dict__
+        chosen = attributes["activations"], attributes.get("gate"), backends_now()
+        return problem, addresses, codes.shape, chosen
 
     @property
     def packed(self) -> bool:
@@ -58,6 +93,7 @@ class Prepared(FP32Scales):
 
     def unpack(self) -> None:
         """Bring the weights back into the checkpoint's bytes."""
+        self._changed()  # what `_last` has holds the weights
         if self._packed is not None and self.packed:
             _refuse_captured(self._here(self._packed.first))
             backend = named(self._packed.backend)
@@ -116,10 +152,11 @@ class Prepared(FP32Scales):
             self.unpack()
             super()._save_to_state_dict(*args)
 
-    def _load_from_state_dict(self, *args: Any) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         with _changing:
-            self.unpack()
-            super()._load_from_state_dict(*args)
+            if any(prefix + name in state_dict for name in self._parameters):  # not if it is an adapter's
+                self.unpack()
+            super()._load_from_state_dict(state_dict, prefix, *args)
 
 
 def _refuse_captured(weight: Tensor) -> None:
@@ -129,3 +166,13 @@ def _refuse_captured(weight: Tensor) -> None:
             "4-bit weights would change their layout in this call, which a CUDA graph cannot repeat: call the module "
             "once with inputs of this dtype, or its prepare(), before the capture"
         )
+
+
+_AUTOCAST = tuple(filter(torch.amp.is_autocast_available, ("cpu", "cuda", "mps", "xpu")))  # torch 2.11 cannot trace it
+
+
+def autocast(x: Tensor) -> Tensor:
+    """x in the dtype that torch.autocast has chosen, as torch's own layers take it."""
+    device = x.device.type
+    enabled = device in _AUTOCAST and torch.is_autocast_enabled(device)
+    return x.to(torch.get_autocast_dtype(device)) if enabled else x

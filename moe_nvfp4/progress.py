@@ -9,6 +9,7 @@ from tqdm import tqdm
 
 
 def progress_bar(*args: Any, show: bool, **settings: Any) -> tqdm:
-    """tqdm(*args, **settings), which shows nothing if not `show`, or without a stderr (pythonw, a daemon), or if
-    TQDM_DISABLE is set; passing disable=False would override that variable."""
-    return tqdm(*args, **settings) if show and sys.stderr is not None else tqdm(*args, **settings, disable=True)
+    """tqdm(*args, **settings), which shows nothing if not `show`, or if stderr is no terminal (a file, a pipe, none at
+    all), or if TQDM_DISABLE is set; passing disable=False would override that variable."""
+    shown = show and sys.stderr is not None and sys.stderr.isatty()
+    return tqdm(*args, **settings) if shown else tqdm(*args, **settings, disable=True)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from moe_nvfp4.backends import PACKAGES, Device, Gpu, Selected, Use, compile_ahead, explain
-from moe_nvfp4.layer import NVFP4Experts
+from moe_nvfp4.experts import NVFP4Experts
 from moe_nvfp4.linear import NVFP4Linear
 
 
@@ -52,12 +52,12 @@ def compile_for(model: nn.Module, gpu: Gpu, top_k: int | None = None, dtype: tor
         if isinstance(module, NVFP4Experts) and top_k is not None:
             problem, _ = module._problem(dtype, module._hooks().fused)
             backend = explain(problem, device, forced).backend
-            module._prepare_for(Selected(backend.name, backend.whole, backend.layout))
+            module._prepare_for(Selected(backend.name, backend.layout))
             uses.append(Use(backend, module.weights, dtype, top_k, problem.fused))
         elif isinstance(module, NVFP4Linear):
             problem, _ = module._problem(dtype)
             backend = explain(problem, device, forced).backend
-            module._prepare_for(Selected(backend.name, backend.whole, backend.layout))
+            module._prepare_for(Selected(backend.name, backend.layout))
             uses.append(Use(backend, module.weights, dtype))
     if (
         missing := {package for use in uses for package in use.backend.packages}

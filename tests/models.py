@@ -57,7 +57,7 @@ def gemma4():
     return Gemma4ForCausalLM(config)
 
 
-def nemotron_h(*layers):
+def nemotron_h(*layers, **settings):
     """Experts without a gate projection."""
     from transformers import NemotronHConfig, NemotronHForCausalLM
 
@@ -66,7 +66,7 @@ def nemotron_h(*layers):
         layers_block_type=[*layers] or ["moe", "attention"],
         num_attention_heads=4, num_key_value_heads=2, head_dim=16, n_routed_experts=4, num_experts_per_tok=2,
         moe_intermediate_size=48, intermediate_size=48, moe_shared_expert_intermediate_size=48, n_group=1,
-        topk_group=1, bos_token_id=1, eos_token_id=2, pad_token_id=0,
+        topk_group=1, bos_token_id=1, eos_token_id=2, pad_token_id=0, **settings,
     )  # fmt: skip
     return NemotronHForCausalLM(config)
 

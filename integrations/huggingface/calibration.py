@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, TypeAlias
 
 import torch
@@ -13,16 +13,17 @@ from torch import Tensor, nn
 from moe_nvfp4.devices import usable_device
 from moe_nvfp4.integrations.huggingface.config import MoeNvfp4Config
 from moe_nvfp4.integrations.huggingface.experts import ModuleLayout, find_experts
-from moe_nvfp4.integrations.huggingface.layerwise import LayerFiles, LayerWalk, decoder_layers
+from moe_nvfp4.integrations.huggingface.layerwise import LayerFiles, LayerWalk, check_ids, decoder_layers, positions
 from moe_nvfp4.integrations.huggingface.statistics import SquareSums, watch
 from moe_nvfp4.progress import progress_bar
-from moe_nvfp4.quantize.importance import Importance
+from moe_nvfp4.quantize.importance import Importance, fingerprint, load_importance
 
 # Token ids [n] or [B, T], or a text, or a list of either; None: random token ids.
 Calibration: TypeAlias = "Tensor | Sequence[Tensor] | Sequence[str] | str | None"
 
 TOGETHER = 16384  # tokens in a batch
-RANDOM_WINDOWS, WINDOW = 8, 512  # random ids: 4096 tokens. More text changes nothing for `weighted`: docs/accuracy.md
+WINDOW = 512  # tokens in a window
+RANDOM_TOKENS = 4096  # more change nothing for `weighted`: docs/accuracy.md
 
 
 def calibration_batches(calibration: Any, config: Any, tokenizer: str | os.PathLike | None = None) -> list[Tensor]:
@@ -32,9 +33,11 @@ def calibration_batches(calibration: Any, config: Any, tokenizer: str | os.PathL
     config       the model's config
     tokenizer    the folder or name of the tokenizer for texts
 
-    ValueError for anything else, for no text, for the name of a file, and for ids that are not of this model.
+    Texts are cut into windows, each of which begins with the token that the tokenizer puts before a text (BOS), if any.
+
+    ValueError for anything else, for no text, for the name of a file, for ids that are not of this model, and for more
+    tokens in a row than it has positions.
     """
-    vocabulary = config.get_text_config().vocab_size
     if calibration is None:
         return random_batches(config)
     one = isinstance(calibration, (str, Tensor, Mapping)) or not isinstance(calibration, Iterable)
@@ -46,23 +49,31 @@ def calibration_batches(calibration: Any, config: Any, tokenizer: str | os.PathL
         raise ValueError(f"calibration: {files[0]!r} names a file, and would be read as a text: give the text in it, "
                          "or pathlib.Path(...) for a file of moe-nvfp4 importance")  # fmt: skip
     if texts:
-        items = _windows(items, tokenizer)
+        items = _windows(items, tokenizer, window_for(config))
     batches = [item[None] if item.dim() == 1 else item for item in items]
     for ids in batches:
         if ids.dim() != 2 or ids.dtype not in (torch.int64, torch.int32) or not ids.numel():
             raise ValueError(f"calibration: token ids are int64 or int32 [B, T], not {ids.dtype} {list(ids.shape)}")
-        if ids.min() < 0 or ids.max() >= vocabulary:
-            raise ValueError(f"calibration: ids from {int(ids.min())} to {int(ids.max())}, the model has 0 to "
-                             f"{vocabulary - 1}: use its own tokenizer")  # fmt: skip
+        check_ids(ids, config)
     if not batches:
         raise ValueError("calibration: there is no text: give some, or None for random token ids")
     return batches
 
 
-def random_batches(config: Any, windows: int = RANDOM_WINDOWS, window: int = WINDOW) -> list[Tensor]:
-    """Batches of `windows` windows of `window` random token ids for the model of `config`; always the same ids."""
+def window_for(config: Any) -> int:
+    """Tokens in a window for the model of `config`, where nobody chose."""
+    return min(WINDOW, positions(config) or WINDOW)
+
+
+def random_batches(config: Any, windows: int | None = None, window: int | None = None) -> list[Tensor]:
+    """Batches of `windows` windows of `window` random token ids for the model of `config`; always the same ids.
+    Default: 4096 tokens."""
+    window = window or window_for(config)
+    windows = windows or -(-RANDOM_TOKENS // window)
     generator = torch.Generator().manual_seed(0)
-    return in_batches(torch.randint(config.get_text_config().vocab_size, (windows, window), generator=generator))
+    ids = torch.randint(config.get_text_config().vocab_size, (windows, window), generator=generator)
+    check_ids(ids, config)
+    return in_batches(ids)
 
 
 def in_batches(windows: Tensor) -> list[Tensor]:
@@ -70,25 +81,58 @@ def in_batches(windows: Tensor) -> list[Tensor]:
     return list(windows.split(max(1, TOGETHER // windows.shape[1])))
 
 
-def _windows(texts: Iterable[str], tokenizer: str | os.PathLike | None) -> list[Tensor]:
-    """Tokenize texts into ids [1, at most 512]."""
-    from transformers import AutoTokenizer
-
+def _windows(texts: Iterable[str], tokenizer: str | os.PathLike | None, window: int) -> list[Tensor]:
+    """Tokenize texts into ids [1, at most `window`]."""
     if not tokenizer:
         raise ValueError("calibration: the model does not say where it came from, so texts need its tokenizer: give "
                          "token ids instead")  # fmt: skip
-    encode = AutoTokenizer.from_pretrained(tokenizer)
-    pieces = [encode(text, return_tensors="pt").input_ids for text in texts]
-    return [window for ids in pieces for window in ids.split(WINDOW, dim=1) if window.numel()]
+    encode = tokenizer_at(tokenizer)
+    return [piece[None] for text in texts for piece in cut(encode, text, window)]
+
+
+def tokenizer_at(source: str | os.PathLike) -> Any:
+    """The tokenizer in the folder, or of the name, `source`. ValueError if there is none."""
+    from transformers import AutoTokenizer
+
+    try:
+        found = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    except ImportError:
+        raise
+    except Exception as error:
+        what = f"{type(error).__name__}: {error}"[:300]
+        raise ValueError(f"the tokenizer of {source} cannot be read ({what}): download its files (tokenizer.json, "
+                         "tokenizer_config.json) into the same folder") from None  # fmt: skip
+    if len(found) <= len(found.all_special_tokens):  # transformers makes an empty one where there is none
+        raise ValueError(f"{source} has no tokenizer: download its files (tokenizer.json, tokenizer_config.json) into "
+                         "the same folder")  # fmt: skip
+    return found
+
+
+def cut(tokenizer: Any, text: str, window: int) -> list[Tensor]:
+    """Tokenize `text` and cut it into windows of token ids, int64 [window]; the last may be shorter.
+
+    Where the tokenizer begins a text with BOS, each window begins with it: models that are trained so compute something
+    else without it, and each window is a text of its own.
+    """
+    ids = tokenizer(text, return_tensors="pt").input_ids[0]
+    if window > 1 and len(ids) and tokenizer.bos_token_id is not None and int(ids[0]) == tokenizer.bos_token_id:
+        bos, rest = ids[:1], ids[1:]
+        return [torch.cat([bos, piece]) for piece in rest.split(window - 1) if len(piece)]
+    return [piece for piece in ids.split(window) if len(piece)]
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """A context in which `model` is in eval mode, without dropout. Afterwards every module has its own mode again."""
+def evaluating(model: nn.Module, by_autocast: bool = True) -> Iterator[None]:
+    """A context in which `model` is in eval mode, without dropout. Afterwards every module has its own mode again.
+
+    by_autocast: whether autocast stays on, where the caller switched it on.
+    """
     modes = [(module, module.training) for module in model.modules()]
+    device = next((p.device.type for p in model.parameters()), "cpu")
     model.eval()
     try:
-        yield
+        with nullcontext() if by_autocast else torch.autocast(device, enabled=False):
+            yield
     finally:
         for module, training in modes:
             module.training = training
@@ -101,7 +145,7 @@ def model_importance(
     modules = dense_modules(model, exclude)
     sums = SquareSums()
     whole: Any = model
-    with evaluating(model), watch(modules, sums), torch.no_grad():
+    with evaluating(model, by_autocast=False), watch(modules, sums), torch.no_grad():
         for ids in progress_bar(batches, desc="importance", unit="batch", show=progress):
             whole(input_ids=ids.to(whole.device), use_cache=False)
     return sums.importance()
@@ -114,20 +158,34 @@ def files_importance(
     device: str | None = None,
     progress: bool = True,
 ) -> Importance:
-    """The importance of the experts of the dense checkpoint in `folder`, one decoder layer in memory at a time."""
-    place = usable_device(device)
-    files = LayerFiles(folder, place)
+    """The importance of the experts of the checkpoint in `folder`, one decoder layer in memory at a time."""
+    return streamed_importance(LayerFiles.open(folder, usable_device(device)), batches, exclude, progress)
+
+
+def streamed_importance(
+    files: LayerFiles, batches: Sequence[Tensor], exclude: Iterable[str] = (), progress: bool = True
+) -> Importance:
+    """`files_importance` of a model that is read from `files`."""
     modules = dense_modules(files.model, exclude)
     name, _ = decoder_layers(files.model, modules)
     layers = files.use_layers(name)
-    walk, sums = LayerWalk(files.model, layers, batches, place), SquareSums()
+    walk, sums = LayerWalk(files.model, layers, batches, files.device), SquareSums()
     last = max(int(module.removeprefix(f"{name}.").split(".")[0]) for module in modules)
     with watch(modules, sums):
         for i in progress_bar(range(last + 1), desc="importance", unit="layer", show=progress):
             files.load(i)
             walk.run(i)
             files.drop(i)
-    return sums.importance()
+    measured = f"{files.checkpoint.folder}, {sum(ids.numel() for ids in batches)} tokens"
+    return Importance(sums.importance().layers, measured, fingerprint(files.checkpoint.tensors))
+
+
+def importance_of_file(path: str | os.PathLike, model: Any) -> Importance:
+    """The importance in the file `path`, by the names of `model`, which may be the body of the model that was measured,
+    or have it as its body."""
+    found, prefix = load_importance(path), f"{getattr(model, 'base_model_prefix', '')}."
+    in_file = lambda name: next((n for n in (f"{prefix}{name}", name.removeprefix(prefix)) if n in found.layers), name)
+    return found.renamed(lambda name: name if name in found.layers else in_file(name))
 
 
 def dense_modules(model: nn.Module, exclude: Iterable[str] = ()) -> dict[str, tuple[nn.Module, ModuleLayout]]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
 
 from transformers import AutoConfig, PretrainedConfig
@@ -13,8 +13,9 @@ from transformers.utils.hub import cached_file
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from moe_nvfp4._version import __version__
-from moe_nvfp4.quantize.dialects import DIALECTS, QuantizationInfo, as_patterns, matches, read_config, write_config
-from moe_nvfp4.quantize.recipes import CALIBRATED_RECIPES, DEFAULT_RECIPE, RECIPES
+from moe_nvfp4.quantize.dialects import DIALECTS, QuantizationInfo, as_patterns, matches, read_config
+from moe_nvfp4.quantize.files import read_json
+from moe_nvfp4.quantize.recipes import DEFAULT_RECIPE, recipe_named
 from moe_nvfp4.weights import ACTIVATIONS
 
 FIELDS = ("activations", "recipe", "exclude", "linears", "dialect", "calibration", "cpu_experts", "map_files")
@@ -22,11 +23,7 @@ LOADING = {"activations", "linears", "cpu_experts", "map_files"}  # fields that 
 LINEARS = ("packed", "dense")
 # Keys of a quantization_config that are not carried through: parsed and written anew, or about KV cache scales, which
 # new files do not have
-REWRITTEN = {
-    "quant_algo", "moe_quant_algo", "config_groups", "producer", "format", "quantization_status", "quantized_layers",
-    "group_size", "exclude_modules", "global_compression_ratio", "kv_cache_scheme", "kv_cache_quant_algo",
-    "quantization",
-}  # fmt: skip
+REWRITTEN = frozenset[str]().union(*(dialect.keys for dialect in DIALECTS.values()))
 
 
 class MoeNvfp4Config(QuantizationConfigMixin):
@@ -88,9 +85,7 @@ class MoeNvfp4Config(QuantizationConfigMixin):
                                    (self.dialect, tuple(DIALECTS), "dialect")):  # fmt: skip
             if value not in known:
                 raise ValueError(f"{what} must be one of {known}, got {value!r}")
-        if self.recipe not in (recipes := (*RECIPES, *CALIBRATED_RECIPES)):
-            raise ValueError(f"unknown recipe {recipe!r}: choose one of {', '.join(recipes)}")
-        if calibration is not None and self.recipe not in CALIBRATED_RECIPES:
+        if not recipe_named(self.recipe).model and calibration is not None:
             raise ValueError(f"calibration has no effect on recipe {self.recipe!r}: choose 'weighted', or leave it out")
         if cpu_experts is not None:
             check_cpu_experts(cpu_experts)
@@ -131,8 +126,7 @@ class MoeNvfp4Config(QuantizationConfigMixin):
         }
         if self.linears != "packed":
             own["linears"] = self.linears
-        dialect = DIALECTS[self.dialect]
-        written = write_config(dialect, self.ignore, self.input_scale, own, __version__, self.pre_quant_scale)
+        written = DIALECTS[self.dialect].write(self.ignore, self.input_scale, own, __version__, self.pre_quant_scale)
         return {**self.unknown, **written}
 
     def get_loading_attributes(self) -> dict[str, Any]:
@@ -193,31 +187,38 @@ def _said(info: QuantizationInfo, own: Mapping[str, Any]) -> dict[str, Any]:
     return {"activations": info.activations, "dialect": info.dialect.name, "ignore": list(info.ignore), **own}
 
 
-def checkpoint_config(path: str | os.PathLike, **fields: Any) -> PretrainedConfig:
+def checkpoint_config(
+    path: str | os.PathLike, *, subfolder: str = "", revision: str | None = None, **fields: Any
+) -> PretrainedConfig:
     """The config of a 4-bit checkpoint, for `from_pretrained(path, config=...)`, with fields of `MoeNvfp4Config`.
 
     Needed to choose `linears` or `activations`, and for folders in which only hf_quant_config.json, not config.json,
-    speaks of quantization. ValueError if neither says NVFP4, and for fields without effect on such files.
+    speaks of quantization. subfolder, revision: as in from_pretrained. ValueError if neither says NVFP4, and for fields
+    without effect on such files.
     """
     for name in {"cpu_experts", "map_files"} & set(fields):
         raise ValueError(
             f"{name} is not a part of a checkpoint's config: give it to from_pretrained, as quantization_config="
             f"MoeNvfp4Config({name}=...)"
         )
-    config = AutoConfig.from_pretrained(path)
-    info = files_info(path, config)
+    where: dict[str, Any] = {"subfolder": subfolder, "revision": revision}
+    config = AutoConfig.from_pretrained(path, trust_remote_code=False, **where)
+    info = files_info(path, config, **where)
     if info is None:
-        raise ValueError(f"{path} is not an NVFP4 checkpoint: neither config.json nor hf_quant_config.json says so")
+        raise ValueError(
+            f"{os.path.join(path, subfolder)} is not an NVFP4 checkpoint: neither config.json nor hf_quant_config.json "
+            "says so"
+        )
     own = (getattr(config, "quantization_config", None) or {}).get("moe_nvfp4") or {}
     config.quantization_config = MoeNvfp4Config(**_said(info, own | loading_fields(fields))).to_dict()
     return config
 
 
-def files_info(path: str | os.PathLike, config: PretrainedConfig) -> QuantizationInfo | None:
-    """What a checkpoint's config, and its hf_quant_config.json if there is one, say about NVFP4."""
-    file = cached_file(path, "hf_quant_config.json", _raise_exceptions_for_missing_entries=False)
+def files_info(path: str | os.PathLike, config: PretrainedConfig, **where: Any) -> QuantizationInfo | None:
+    """What a checkpoint's config, and its hf_quant_config.json if there is one, say about NVFP4. where: `subfolder` and
+    `revision`."""
+    file = cached_file(path, "hf_quant_config.json", _raise_exceptions_for_missing_entries=False, **where)
     hf = None
     if file is not None:
-        with open(file, encoding="utf-8") as f:
-            hf = json.load(f)
+        hf = read_json(Path(file))
     return read_config({"quantization_config": getattr(config, "quantization_config", None)}, hf)

@@ -82,6 +82,8 @@ class QuantizingConverter(WeightConverter):
         check_sharding(module_name, experts, model)
         if _is_merge(self.operations):
             sources: Any = [self.collected_tensors.pop(p, []) for p in self.source_patterns]
+            if experts.layout.call == "identity":  # files of transformers' own have rows for identity experts, too
+                sources = [source[: experts.layout.num_experts] for source in sources]
             dense: _LazyExperts | _StackedExperts = _LazyExperts(sources)
         else:
             loaded = super().convert(layer_name, model, config, hf_quantizer, loading_info)
@@ -221,7 +223,6 @@ class Conversions:
         merges = [c for c in base if self._params_of(c) and _is_merge(c.operations)]
         merges = [c for c in merges if all(s.endswith(".weight") for s in c.source_patterns)]
         self._packed = PackedConverter(self.experts, self.fp8, self.prefix, merges, self.dialect, self.layout)
-        self._packed.joined = next((c for c in base if self._params_of(c) and len(c.target_patterns) > 1), None)
         if self.pre_quantized:
             return [self._packed, *base]
         quantizing = [QuantizingConverter.like(self, c) for c in base if self._params_of(c)]
@@ -248,10 +249,14 @@ class Conversions:
         return found
 
     def for_saving(self, used: list) -> list:
-        """The conversions for saving, which transformers reverses. used: those that were used for loading."""
+        """The conversions for saving, which transformers reverses; none for ERNIE 4.5 VL, whose files have the experts
+        of several modules in one list, from which 4-bit ones cannot be loaded: it is saved under the model's own names,
+        which load. used: those that were used for loading."""
         ours = (QuantizingConverter, PackedConverter)
         own = [c for c in self._base if self._params_of(c)]  # for experts that are dense
         self._kept = [c for c in used if not isinstance(c, ours) and c not in own]
+        if any(len(c.target_patterns) > 1 for c in own):
+            return []
         kept = [_Renaming.like(c) if type(c) is WeightRenaming else c for c in self._kept]
         return [*kept, *own, self._packed]  # transformers reverses the order when saving, so ours is asked first
 

@@ -20,12 +20,12 @@ from transformers import PretrainedConfig
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.utils import logging
 
+from moe_nvfp4.experts import NVFP4Experts
 from moe_nvfp4.format import dequantize
 from moe_nvfp4.integrations.huggingface.config import MoeNvfp4Config, names_experts
-from moe_nvfp4.layer import NVFP4Experts
+from moe_nvfp4.ops import Adapters
 from moe_nvfp4.quantize.layouts import dbrx
 from moe_nvfp4.quantize.layouts.base import split_rows
-from moe_nvfp4.training import Adapters
 from moe_nvfp4.weights import Gate
 
 logger = logging.get_logger(__name__)
@@ -79,12 +79,12 @@ def describe(module: nn.Module, name: str = "") -> ModuleLayout | None:
     """
     if isinstance(module, NVFP4Experts):
         return None
-    own = LAYOUTS.get(type(module).__name__)
-    if own is not None and type(module).__module__.startswith("transformers."):
+    what = f"{type(module).__module__}.{type(module).__name__}"
+    own = LAYOUTS.get(type(module).__name__ if what.startswith("transformers.") else what)
+    if own is not None:
         return own(module)
     if hasattr(type(module), "_apply_gate") and hasattr(module, "has_gate"):
         return _decorated(module)
-    what = f"{type(module).__module__}.{type(module).__name__}"
     if listed := isinstance(module, nn.ModuleList) and len(module) and re.search(r"(^|\.)experts$", name):
         what = f"{name}, a list of {type(module[0]).__name__},"  # from code that a checkpoint brings along
     if listed or _looks_like_experts(module):
@@ -141,6 +141,7 @@ def _dbrx(m: Any) -> ModuleLayout:
     return ModuleLayout(m.num_experts, m.hidden_size, m.ffn_hidden_size)
 
 
+# name of a class of transformers, or full name of another -> function that describes its modules
 LAYOUTS: dict[str, Callable[[nn.Module], ModuleLayout]] = {
     "Step3p7Experts": _step3p7,
     "LongcatFlashExperts": _longcat,
@@ -262,6 +263,7 @@ class HFExperts(NVFP4Experts):
                 setattr(self, name, child)
         if isinstance(mlp := getattr(source, "mlp", None), nn.Module):  # DBRX
             self.act_fn = mlp.activation_fn
+        self.rows_for_one = layout.num_experts if layout.call == "dense" else 1
         self._is_expert_parallel = False
         self._hf_quantized_needs_local_tp = True
         self._source = (empty_like(source, "meta"),)  # in a tuple, so that it is no submodule

@@ -12,7 +12,7 @@ from typing import Any
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from moe_nvfp4.quantize.dialects import COMPRESSED_TENSORS, GLOBAL_SCALES, MODELOPT, Dialect
+from moe_nvfp4.quantize.dialects import GLOBAL_SCALES, MODELOPT, Dialect, dialect_of_files
 from moe_nvfp4.quantize.files import Checkpoint, TensorSlice, read_tensors
 from moe_nvfp4.quantize.layouts import ExpertLayout, nvfp4
 from moe_nvfp4.quantize.model import ModelTensors
@@ -62,7 +62,14 @@ class CheckpointLayout:
 
 def open_files(files: Iterable[str | os.PathLike], model: Any) -> Checkpoint:
     """The files that transformers is about to load into `model`."""
-    return Checkpoint(Path(), model.config.to_dict(), read_tensors(files))
+    tensors = read_tensors(files)
+    config = model.config.get_text_config()
+    if identity := getattr(config, "zero_expert_num", 0):
+        # transformers' LongCat has gate and up for the experts that return their input, too, and saves them
+        unused = range(config.n_routed_experts, config.n_routed_experts + identity)
+        expert = {name: PER_EXPERT.fullmatch(name.removesuffix(".weight")) for name in tensors}
+        tensors = {name: t for name, t in tensors.items() if not ((m := expert[name]) and int(m["e"]) in unused)}
+    return Checkpoint(Path(), model.config.to_dict(), tensors)
 
 
 def is_nvfp4(tensors: Iterable[str]) -> bool:
@@ -70,12 +77,12 @@ def is_nvfp4(tensors: Iterable[str]) -> bool:
     return any(key.endswith(GLOBAL_SCALES) for key in tensors)
 
 
-def check_dense(source: Checkpoint, model: nn.Module, experts: Collection[str]) -> None:
-    """ValueError unless the files have all weights of the modules `experts`, which are about to be quantized, and no
+def check_dense(source: Checkpoint, model: nn.Module) -> None:
+    """ValueError unless the files have all tensors of `model`, in which transformers would put random numbers, and no
     scale of a weight that is quantized already."""
     tensors, names = source.tensors, ModelTensors(model)
     _refuse_scales(tensors, names)
-    names.check(nvfp4.dense_given(tensors), experts)
+    names.check(nvfp4.dense_given(tensors))
 
 
 def read_layout(
@@ -87,7 +94,7 @@ def read_layout(
     are damaged or incomplete, and for tensors of the model that are missing or have another shape.
     """
     tensors = source.tensors
-    dialect = COMPRESSED_TENSORS if any(name.endswith(".weight_packed") for name in tensors) else MODELOPT
+    dialect = dialect_of_files(tensors) or MODELOPT  # parameters under their own names, which are saved as ModelOpt's
     files, names = nvfp4.read(source, dialect, input_scales=activations != "bf16"), ModelTensors(model)
     found = CheckpointLayout(dialect)
     found.input_scale, found.pre_quant_scale = map(files.experts_have, (dialect.input_scale, PRE_QUANT_SCALE))

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from moe_nvfp4.quantize.layouts.base import cast_finite
 from moe_nvfp4.quantize.layouts.fp8 import fp8_block, fp8_dense, fp8_scale
 
 
@@ -41,5 +42,5 @@ def _dense(name: str, part: str, found: dict[str, list[Tensor]], like: Tensor) -
         block = fp8_block(w.shape, s.shape)
         if block is None:
             raise ValueError(f"{name}: scales {list(s.shape)} do not fit FP8 {list(w.shape)}: download the file again")
-        dense.append(fp8_dense(w, s, block).to(like.dtype))
+        dense.append(cast_finite(fp8_dense(w, s, block), like.dtype, name))
     return torch.stack(dense)

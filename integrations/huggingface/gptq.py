@@ -1,4 +1,4 @@
-"""The recipe ``gptq`` on a model, one decoder layer at a time: Hessians of every expert's inputs, then its codes."""
+"""Recipes that need a text (``gptq``), one decoder layer at a time: Hessians of each expert's inputs, then codes."""
 
 from __future__ import annotations
 
@@ -8,15 +8,18 @@ import os
 import shutil
 import sys
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
+import transformers
 from torch import Tensor, nn
 
 from moe_nvfp4 import format as nvfp4
+from moe_nvfp4._version import __version__
 from moe_nvfp4.integrations.huggingface.calibration import dense_modules, evaluating
 from moe_nvfp4.integrations.huggingface.experts import ModuleLayout, dense_experts
 from moe_nvfp4.integrations.huggingface.layerwise import LayerFiles, LayerWalk, decoder_layers
@@ -25,9 +28,8 @@ from moe_nvfp4.progress import progress_bar
 from moe_nvfp4.quantize.codes import CodesFolder
 from moe_nvfp4.quantize.convert import check_space, convert_checkpoint
 from moe_nvfp4.quantize.files import StagingDir, lock, unlock
-from moe_nvfp4.quantize.gptq import quantize_gptq
-from moe_nvfp4.quantize.names import same_module
 from moe_nvfp4.quantize.options import Options
+from moe_nvfp4.quantize.recipes import recipe_named
 from moe_nvfp4.quantize.report import ConversionReport
 from moe_nvfp4.weights import is_four_over_six, is_quantized
 
@@ -116,9 +118,11 @@ def shrink(sums: _Sums) -> None:
         diagonal *= 1 + ENOUGH * total.shape[-1] / seen.clamp(min=1)
 
 
-def quantize_experts(module: nn.Module, layout: ModuleLayout, sums: _Sums) -> dict[str, Tensor]:
-    """Quantize a dense experts `module` by gptq. Returns the parameters of `NVFP4Experts` by name, on its device, and
-    `rows`, int64 [E]. ValueError naming the projection that cannot be quantized."""
+def quantize_experts(module: nn.Module, layout: ModuleLayout, sums: _Sums, recipe: str = "gptq") -> dict[str, Tensor]:
+    """Quantize a dense experts `module` by a recipe that needs a text. Returns the parameters of `NVFP4Experts` by
+    name, on its device, and `rows`, int64 [E]. ValueError naming the projection that cannot be quantized."""
+    make = recipe_named(recipe).from_hessians
+    assert make is not None, "the callers asked the recipe"
     shrink(sums)
     size = layout.hidden_size * layout.intermediate_size * (2 if layout.gated else 1)
     step = max(1, TOGETHER // size)
@@ -128,7 +132,7 @@ def quantize_experts(module: nn.Module, layout: ModuleLayout, sums: _Sums) -> di
         for a in range(0, layout.num_experts, step):
             w = torch.stack([pair[i] for pair in matrices[a : a + step]])
             try:
-                codes, sf, scale = quantize_gptq(w, hessian[a : a + step])
+                codes, sf, scale = make(w, hessian[a : a + step])
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from None
             tensors = {name: codes, f"{name}_sf": sf.view(torch.uint8)}
@@ -145,11 +149,12 @@ def gptq_model(
     activations: str = "bf16",
     exclude: Sequence[str] = (),
     progress: bool = True,
+    recipe: str = "gptq",
 ) -> dict[str, dict[str, Tensor]]:
     """`quantize_experts` for every dense experts module of a `model` in memory: name -> its results, on the host.
 
     batches: token ids int64 [B, T]. Each layer's inputs come from the dense layers in front of it; inputs from
-    quantized layers made no measurable difference.
+    quantized layers made no measurable difference. Warns, with the numbers, where experts saw few tokens.
     """
     whole: Any = model
     modules = dense_modules(model, exclude)
@@ -157,10 +162,13 @@ def gptq_model(
     walk = LayerWalk(model, layers, batches, whole.device)
     made: dict[str, dict[str, Tensor]] = {}
     at = _layers_of(modules, name)
-    with evaluating(model):
-        for i in progress_bar(range(max(at) + 1), desc="gptq", unit="layer", show=progress):
-            for module, tensors in _quantize_layer(walk, i, at.get(i, {}), activations):
+    with evaluating(model, by_autocast=False):
+        for i in progress_bar(range(max(at) + 1), desc=recipe, unit="layer", show=progress):
+            for module, tensors in _quantize_layer(walk, i, at.get(i, {}), activations, recipe):
                 made[module] = {key: tensor.cpu() for key, tensor in tensors.items()}
+    found = _report(batches, modules, {module: tensors["rows"] for module, tensors in made.items()})
+    if lines := list(found.lines()):
+        warnings.warn(f"recipe {recipe}: " + "; ".join(lines), stacklevel=2)
     return made
 
 
@@ -171,27 +179,29 @@ def convert_gptq(
     options: Options,
     workers: int | None = None,
     progress: bool = True,
+    recipe: str = "gptq",
 ) -> tuple[ConversionReport, GptqReport]:
-    """`convert_checkpoint` with gptq, from the dense checkpoint in folder `source`.
+    """`convert_checkpoint` by a recipe that needs a text, from the checkpoint in folder `source`, dense or FP8.
 
-    batches  token ids int64 [B, T]
-    options  with any other recipe, which gptq replaces; its activations decide whether Hessians are those of quantized
-             rows
+    batches  token ids int64 [B, T], at least 8 for each expert and column; the report says where they were fewer
+    options  with a recipe that needs nothing, which `recipe` replaces; its activations decide whether Hessians are
+             those of quantized rows
 
-    Finished work stays in `.NAME.gptq` next to the destination until the end; after an interruption or an error the
+    Finished work stays in `.NAME.RECIPE` next to the destination until the end; after an interruption or an error the
     same call resumes it.
     """
-    destination = Path(os.path.abspath(destination))
-    planned = convert_checkpoint(source, destination, options, workers, dry_run=True)  # raises now what it would later
-    codes = CodesFolder(destination.parent / f".{destination.name}.gptq")
+    began, destination = time.perf_counter(), Path(os.path.abspath(destination))
+    planned = plan_gptq(source, destination, options, workers, recipe)  # raises now what it would later
+    codes = CodesFolder(destination.parent / f".{destination.name}.{recipe}")
     begun = codes.folder, StagingDir(destination, {}).files
     check_space(destination, planned.bytes_after + planned.experts_after, *begun)  # codes are on disk twice
-    made = replace(options, recipe="gptq", codes=codes)
+    made = replace(options, recipe=recipe, codes=codes)
     codes.folder.mkdir(parents=True, exist_ok=True)
     held = lock(codes.folder / "lock", destination)
     try:
-        found = gptq_files(source, codes, batches, options, planned.modules, progress)
+        found = gptq_files(source, codes, batches, options, planned.modules, progress, recipe)
         report = convert_checkpoint(source, destination, made, workers, progress=progress)
+        report.seconds = time.perf_counter() - began  # with all that the text took
         shutil.rmtree(codes.folder, ignore_errors=True)
     except BaseException:
         if not codes.modules:
@@ -205,46 +215,74 @@ def convert_gptq(
     return report, found
 
 
+def plan_gptq(
+    source: str | os.PathLike, destination: str | os.PathLike, options: Options, workers: int | None = None,
+    recipe: str = "gptq",
+) -> ConversionReport:  # fmt: skip
+    """What `convert_gptq` will do."""
+    return replace(convert_checkpoint(source, destination, options, workers, dry_run=True), recipe=recipe)
+
+
 def gptq_files(
     source: str | os.PathLike,
     codes: CodesFolder,
     batches: Sequence[Tensor],
     options: Options,
-    chosen: Sequence[str] | None = None,
+    chosen: Sequence[str],
     progress: bool = True,
+    recipe: str = "gptq",
 ) -> GptqReport:
-    """Quantize the experts of the dense checkpoint in folder `source` into the folder `codes`.
+    """Quantize the experts of the checkpoint in folder `source` into the folder `codes`.
 
-    options: only activations, exclude and device matter; chosen: experts modules, as files name them (default: all).
+    options: only activations and device matter; chosen: experts modules, as new files name them.
     One decoder layer at a time is on the device, with its experts' Hessians. The hidden states of all batches are on
     the host, and are written to disk from time to time. An interrupted run is resumed with the first layer that is not
-    done, if `source` has not changed. ValueError if it changes meanwhile.
+    done, if `source` has not changed. ValueError if it changes meanwhile, and for a module that the model does not run.
     """
     place = options.place
-    files = LayerFiles(source, place)
+    files = LayerFiles.open(source, place)
+    if files.exact:
+        raise ValueError(f"{source} is MXFP4, of which NVFP4 holds every value: recipe mse keeps them all, and "
+                         f"{recipe} could only change them; use mse")  # fmt: skip
     state = files.checkpoint.state()
-    modules = dense_modules(files.model, options.exclude)
-    names = modules.keys() if chosen is None else {same_module(module, modules) for module in chosen}
-    modules = {name: found for name, found in modules.items() if name in names}
+    name_in_files = _names_in_files(files, chosen)
+    found = dense_modules(files.model).items()
+    modules = {name: known for name, known in found if name in name_in_files}
     name, _ = decoder_layers(files.model, modules)
     walk = LayerWalk(files.model, files.use_layers(name), batches, place)
-    key = [str(Path(source).resolve()), state, options.activations, [*modules], _digest(batches)]
+    versions = [__version__, transformers.__version__, str(files.dtype)]
+    key = [str(Path(source).resolve()), state, options.activations, [*modules], _digest(batches), versions]
     begun = _Begun(codes, key)
-    left = {module: found for module, found in modules.items() if module not in codes.modules}
+    left = {module: known for module, known in modules.items() if name_in_files[module] not in codes.modules}
     first, at = begun.resume(walk), _layers_of(left, name)
     last = max(at, default=-1)
     for i in progress_bar(
-        range(first, last + 1), desc="gptq", unit="layer", show=progress, initial=first, total=last + 1
+        range(first, last + 1), desc=recipe, unit="layer", show=progress, initial=first, total=last + 1
     ):
         files.load(i)
-        for module, tensors in _quantize_layer(walk, i, at.get(i, {}), options.activations):
-            codes.save(module, tensors)
+        for module, tensors in _quantize_layer(walk, i, at.get(i, {}), options.activations, recipe):
+            codes.save(name_in_files[module], tensors)
         files.drop(i)
         begun.keep(i, walk)
     if files.checkpoint.state() != state:
         raise ValueError(f"{source} changed while it was read: run the same command again")
     begun.drop_states()
-    rows = {module: codes.rows(module) for module in modules}
+    return _report(batches, modules, {module: codes.rows(name_in_files[module]) for module in modules})
+
+
+def _names_in_files(files: LayerFiles, chosen: Sequence[str]) -> dict[str, str]:
+    """Module of the model -> its name in files, for the modules `chosen`, which are named as in files."""
+    found: dict[str, str] = {}
+    for module in chosen:
+        name = files.names.experts_module(module)
+        if name is None:
+            raise ValueError(f"{module} is not a part of {files.names.name}, so no text reaches it: leave it as it is "
+                             f"(exclude {module}), or use a recipe without data (mse)")  # fmt: skip
+        found[name] = module
+    return found
+
+
+def _report(batches: Sequence[Tensor], modules: Modules, rows: dict[str, Tensor]) -> GptqReport:
     widest = {module: max(layout.hidden_size, layout.intermediate_size) for module, (_, layout) in modules.items()}
     return GptqReport(sum(ids.numel() for ids in batches), rows, widest)
 
@@ -258,7 +296,7 @@ def _layers_of(modules: Modules, name: str) -> dict[int, Modules]:
 
 
 def _quantize_layer(
-    walk: LayerWalk, i: int, modules: Modules, activations: str
+    walk: LayerWalk, i: int, modules: Modules, activations: str, recipe: str
 ) -> Iterator[tuple[str, dict[str, Tensor]]]:
     """Run layer i, and quantize `modules`, the experts in it."""
     sums = HessianSums(activations)
@@ -267,7 +305,7 @@ def _quantize_layer(
     for name, (module, layout) in modules.items():
         try:
             seen = sums.layers.pop(name) if name in sums.layers else _no_rows(layout, walk.device)
-            yield name, quantize_experts(module, layout, seen)
+            yield name, quantize_experts(module, layout, seen, recipe)
         except ValueError as error:
             raise ValueError(f"{name}.{error}") from None
 

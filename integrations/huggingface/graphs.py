@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable
 from threading import Lock
-from types import MethodType
 from typing import Any
 from weakref import finalize
 
@@ -16,7 +15,7 @@ from transformers import StaticCache
 from transformers.cache_utils import Cache, StaticLayer
 from transformers.utils import logging
 
-from moe_nvfp4.layer import NVFP4Experts
+from moe_nvfp4.experts import NVFP4Experts
 
 logger = logging.get_logger(__name__)
 
@@ -24,9 +23,9 @@ logger = logging.get_logger(__name__)
 def use_cuda_graphs(model: Any) -> Any:
     """Have `generate(cache_implementation="static")` run each step of `model` as one CUDA graph. Returns the model.
 
-    transformers alone compiles the step, which takes a minute for 48 layers. Here each call of `generate` captures
-    its second step, which takes about as long as a step; if that fails, it goes on without, and says why. With other
-    caches nothing changes.
+    4-bit models on a GPU do so by themselves where they can; this call says why where they cannot. transformers alone
+    compiles the step, which takes a minute for 48 layers. Here each call of `generate` captures its second step, which
+    takes about as long as a step; if that fails, it goes on without, and says why. With other caches nothing changes.
 
     A graph repeats kernels only, so NotImplementedError where a step does more: for caches that count in Python
     (sliding windows, linear attention), rotary embeddings that change with the length, models whose steps transformers
@@ -34,15 +33,67 @@ def use_cuda_graphs(model: Any) -> Any:
     """
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # PEFT calls its `generate`
     _check(inner)
-    inner.get_compiled_call = MethodType(_graphed_step, inner)  # a method, so that a copy of the model runs itself
+    inner.get_compiled_call = StepMaker(inner, compile_too=False)
     return model
 
 
-def _graphed_step(model: Any, compile_config: Any = None) -> GraphedStep:
-    """Replaces transformers' `get_compiled_call`, which `generate` calls once."""
-    if compile_config is not None:
-        raise ValueError("compile_config has no effect after use_cuda_graphs: leave it out, or load the model again")
-    return GraphedStep(model)
+def decode_by_graphs(model: Any) -> None:
+    """`use_cuda_graphs` without being asked: where graphs cannot be used, and where `generate` is given a
+    compile_config, steps are transformers' own. A hint says once in a process how to decode faster."""
+    if hasattr(model, "get_compiled_call") and not isinstance(model.get_compiled_call, StepMaker):
+        model.get_compiled_call = StepMaker(model, compile_too=True)
+        model._valid_auto_compile_criteria = Hint(model)
+
+
+class StepMaker:
+    """Replaces transformers' `get_compiled_call`, which `generate` calls once: the step that it runs from then on."""
+
+    def __init__(self, model: Any, compile_too: bool):
+        self.model, self.compile_too = model, compile_too  # copied and pickled with the model
+
+    def __call__(self, compile_config: Any = None) -> Any:
+        if not self.compile_too:
+            if compile_config is not None:
+                raise ValueError(
+                    "compile_config has no effect after use_cuda_graphs: leave it out, or load the model again"
+                )
+            return GraphedStep(self.model)
+        try:
+            if compile_config is None and _on_gpu(self.model):
+                _check(self.model)
+                return GraphedStep(self.model)
+        except NotImplementedError:
+            pass
+        return type(self.model).get_compiled_call(self.model, compile_config)
+
+
+class Hint:
+    """Replaces transformers' `_valid_auto_compile_criteria`, by which `generate` decides whether to call
+    `get_compiled_call`: says once that a static cache would make decoding on this GPU faster."""
+
+    said = False
+
+    def __init__(self, model: Any):
+        self.model = model
+
+    def __call__(self, kwargs: dict[str, Any], config: Any) -> bool:
+        found: bool = type(self.model)._valid_auto_compile_criteria(self.model, kwargs, config)
+        cache = kwargs.get("past_key_values")
+        if not (found or Hint.said or getattr(cache, "is_compileable", cache is None)) and _on_gpu(self.model):
+            try:
+                _check(self.model)
+            except NotImplementedError:
+                return found
+            Hint.said = True
+            logger.warning(
+                'generate(cache_implementation="static") decodes this model several times faster: each step is then '
+                "one CUDA graph (this is said once)"
+            )
+        return found
+
+
+def _on_gpu(model: Any) -> bool:
+    return bool(model.device.type == "cuda")
 
 
 class GraphedStep:

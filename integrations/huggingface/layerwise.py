@@ -1,7 +1,7 @@
 """Run a model layer by layer, each over all the data, with the weights of one decoder layer in memory.
 
-    source = LayerFiles("Qwen3-30B-A3B", device="cuda")
-    walk = LayerWalk(source.model, source.layers, batches)
+    source = LayerFiles.open("Qwen3-30B-A3B", device="cuda")
+    walk = LayerWalk(source.model, source.use_layers("model.layers"), batches, "cuda")
     for i in range(len(source.layers)):
         source.load(i)
         walk.run(i)       # all batches; hooks on the layer's modules see its inputs
@@ -9,26 +9,32 @@
 
 For each layer the model's own forward runs, so that masks, positions and whatever else a family passes to its layers
 are right. The layers in front return at once, the last of them its output of the run before; behind the layer the run
-ends.
+ends. What a layer puts into a mapping that the model hands to all of them (Gemma 4's shared keys and values) is put
+there again for the layers behind it.
 """
 
 from __future__ import annotations
 
+import copy
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, MutableMapping, Sequence
 from typing import Any
 
 import torch
 import transformers
-from safetensors import safe_open
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
-from transformers.core_model_loading import WeightConverter, convert_and_load_state_dict_in_model, rename_source_key
+from transformers.core_model_loading import convert_and_load_state_dict_in_model
+from transformers.initialization import guard_torch_init_functions
 from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils import logging
 
 from moe_nvfp4.integrations.huggingface.converters import model_conversions
-from moe_nvfp4.quantize.files import open_checkpoint
+from moe_nvfp4.quantize.dense import dense_tensors
+from moe_nvfp4.quantize.files import Checkpoint, open_checkpoint
+from moe_nvfp4.quantize.layouts.base import Given
+from moe_nvfp4.quantize.model import ModelTensors
+from moe_nvfp4.quantize.plan import nvfp4_info
 
 
 class _LayerDone(Exception):
@@ -55,15 +61,36 @@ def _first_list(model: nn.Module, name: str) -> str | None:
     return next((a for a in above if isinstance(model.get_submodule(a), nn.ModuleList)), None)
 
 
-class LayerWalk:
-    """Runs the layers of `model` one by one over all `batches` of token ids, int64 [B, T].
+def positions(config: Any) -> int | None:
+    """The number of tokens in a row that the model of `config` is made for; None: it does not say."""
+    found = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return found if isinstance(found, int) and found > 0 else None
 
-    states  the outputs of the last layer that ran, by batch, on the host; None before the first
+
+def check_ids(ids: Tensor, config: Any) -> None:
+    """ValueError unless token ids [B, T] are of the vocabulary of the model of `config`, and T has positions in it."""
+    vocabulary, most = config.get_text_config().vocab_size, positions(config)
+    if ids.min() < 0 or ids.max() >= vocabulary:
+        raise ValueError(f"token ids from {int(ids.min())} to {int(ids.max())}, the model has 0 to {vocabulary - 1}: "
+                         "use its own tokenizer")  # fmt: skip
+    if most is not None and ids.shape[1] > most:
+        raise ValueError(f"{ids.shape[1]} tokens in a row, the model is made for {most} (max_position_embeddings): cut "
+                         "the text into shorter windows")  # fmt: skip
+
+
+class LayerWalk:
+    """Runs the layers of `model` one by one over all `batches` of token ids, int64 [B, T]. ValueError for ids that the
+    model does not take.
+
+    states  by batch, on the host: the output of the last layer that ran, and what the layers so far have put into each
+            mapping among their arguments; None before the first
     """
 
     def __init__(self, model: nn.Module, layers: nn.ModuleList, batches: Sequence[Tensor], device: torch.device | str):
+        for ids in batches:
+            check_ids(ids, model.config)
         self.model, self.layers, self.batches, self.device = model, layers, batches, device
-        self.states: list[Any] | None = None
+        self.states: list[tuple[Any, dict[str, dict]]] | None = None
 
     @torch.no_grad()
     def run(self, i: int) -> None:
@@ -73,22 +100,28 @@ class LayerWalk:
             states.append(tree_map(_to("cpu"), self._run(i, b, ids.to(self.device))))
         self.states = states
 
-    def _run(self, i: int, b: int, ids: Tensor) -> Any:
-        output: list[Any] = []
+    def _run(self, i: int, b: int, ids: Tensor) -> tuple[Any, dict[str, dict]]:
+        done: list[tuple[Any, dict[str, dict]]] = []
+        before_output, before_shared = (None, {}) if self.states is None else self.states[b]
         running = self.layers[: i + 1]
         forward = running[i].forward
         before = [vars(module).get("forward") for module in running]  # accelerate's, which moves tensors to the layer
 
         def replay(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
             # Layers of GLM-5 return a tuple, which the model unpacks
-            return hidden_states if self.states and isinstance(self.states[b], Tensor) else replay_last()
+            return hidden_states if isinstance(before_output, Tensor) else replay_last()
 
         def replay_last(*args: Any, **kwargs: Any) -> Any:
-            assert self.states is not None
-            return tree_map(_to(self.device), self.states[b])
+            return tree_map(_to(self.device), before_output)
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            output.append(forward(*args, **kwargs))
+            mappings = {key: value for key, value in kwargs.items() if isinstance(value, MutableMapping)}
+            given = {key: set(mapping) for key, mapping in mappings.items()}
+            for key, own in before_shared.items():
+                mappings[key].update(tree_map(_to(self.device), own))
+            output = forward(*args, **kwargs)
+            added = {key: {k: v for k, v in m.items() if k not in given[key]} for key, m in mappings.items()}
+            done.append((output, {key: own for key, own in added.items() if own}))
             raise _LayerDone
 
         for j, module in enumerate(running):
@@ -96,7 +129,7 @@ class LayerWalk:
         try:
             self.model(input_ids=ids, use_cache=False)
         except _LayerDone:
-            return output[0]
+            return done[0]
         finally:
             for module, own in zip(running, before, strict=True):
                 del module.forward
@@ -111,56 +144,73 @@ def _to(device: torch.device | str) -> Any:
     return lambda value: value.to(device) if isinstance(value, Tensor) else value
 
 
-class LayerFiles:
-    """The model of a dense checkpoint folder, whose layers are loaded from the files one at a time.
+def on_meta(kind: Any, config: Any, dtype: torch.dtype) -> Any:
+    """A dense model of the class `kind` on the meta device, with a copy of `config`."""
+    config = copy.deepcopy(config)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    with torch.device("meta"):
+        return kind._from_config(config, dtype=dtype)
 
-    checkpoint  what the folder holds
-    model       the model; after `use_layers` everything but its layers is loaded, and these are empty, on meta
+
+class LayerFiles:
+    """A model whose layers are loaded from its files one at a time.
+
+    checkpoint  what the files hold: dense weights, or FP8 in blocks or MXFP4, which are dequantized as they are read
+    model       the model, given on meta; after `use_layers` everything but its layers is loaded
+    names       how tensors in files are named in the model
     layers      the list of layers given to `use_layers`
+
+    ValueError where the files lack a tensor of the model.
     """
 
-    def __init__(self, folder: str | os.PathLike, device: torch.device | str, dtype: torch.dtype | None = None):
-        config = transformers.AutoConfig.from_pretrained(folder)
-        if getattr(config, "quantization_config", None) is not None:
-            raise ValueError(f"{folder} is quantized already: data-driven recipes need the dense original")
+    def __init__(self, checkpoint: Checkpoint, model: Any, device: torch.device | str, as_saved: bool = False):
+        self.checkpoint, self.model, self.device = checkpoint, model.eval(), torch.device(device)
+        self.dtype = model.dtype
+        self._tensors = dense_tensors(checkpoint)
+        self._conversions = model_conversions(model, loading=True)
+        self.names = ModelTensors(model, self._conversions, as_saved)
+        given = {name: Given("dense", found.shape, found.file.name) for name, found in self._tensors.items()}
+        self.names.check(given)
+
+    @classmethod
+    def open(cls, folder: str | os.PathLike, device: torch.device | str) -> LayerFiles:
+        """The model that the config.json in `folder` describes."""
+        checkpoint = open_checkpoint(folder)
+        if nvfp4_info(checkpoint) is not None:
+            raise ValueError(f"{folder} is quantized already (NVFP4): recipes that use data need the original")
+        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
         known = [getattr(transformers, name, None) for name in config.architectures or ()]
         if not known or known[0] is None:
             raise ValueError(f"transformers {transformers.__version__} has no model {config.architectures}")
-        dtype = dtype or config.dtype or torch.bfloat16
-        with torch.device("meta"):
-            self.model = known[0]._from_config(config, dtype=dtype).eval()
-        self.device, self.dtype = torch.device(device), dtype
-        self.checkpoint = open_checkpoint(folder)
-        self._conversions = model_conversions(self.model, loading=True)
+        return cls(checkpoint, on_meta(known[0], config, config.dtype or torch.bfloat16), device, as_saved=True)
+
+    @property
+    def exact(self) -> bool:
+        """Whether files hold weights that NVFP4 holds without a loss (MXFP4)."""
+        return any(tensor.exact for tensor in self._tensors.values())
 
     def use_layers(self, name: str) -> nn.ModuleList:
         """Load everything except the layers of the list `name`. Returns that list."""
         self.name = name
-        converters = [c for c in self._conversions if isinstance(c, WeightConverter)]
-        renamings = [c for c in self._conversions if not isinstance(c, WeightConverter)]
-        state, prefix = self.model.state_dict(), self.model.base_model_prefix
         self._layer_of: dict[str, int | None] = {}
-        for tensor in self.checkpoint.tensors:
-            target, _ = rename_source_key(tensor, renamings, converters, prefix, state)
+        for tensor in self._tensors:
+            target, _ = self.names.place(tensor)
             inside = target.removeprefix(f"{name}.") if target.startswith(f"{name}.") else ""
             self._layer_of[tensor] = int(inside.split(".")[0]) if inside else None
         self._load(None)
         self.layers = self.model.get_submodule(name)
         assert isinstance(self.layers, nn.ModuleList)
-        in_layers = set(self.layers.modules())
-        for module in self.model.modules():
-            if module not in in_layers:
-                self._fill_buffers(module)
+        self._initialize(set(self.model.modules()) - set(self.layers.modules()))
         return self.layers
 
     def load(self, i: int) -> None:
-        """Load layer i onto the device. ValueError where the files lack a part of it."""
+        """Load layer i onto the device."""
         self._load(i)
-        missing = [name for name, p in self.layers[i].named_parameters() if p.is_meta]
+        missing = [name for name, t in self.layers[i].state_dict().items() if t.is_meta]
         if missing:
-            raise ValueError(f"{self.name}.{i}.{missing[0]} is missing: download the checkpoint again")
-        for module in self.layers[i].modules():
-            self._fill_buffers(module)
+            raise ValueError(f"{self.name}.{i}.{missing[0]} cannot be read: download the checkpoint again")
+        self._initialize(set(self.layers[i].modules()))
 
     def drop(self, i: int) -> None:
         """Free the memory of layer i."""
@@ -168,8 +218,6 @@ class LayerFiles:
 
     def _load(self, i: int | None) -> None:
         names = [name for name, layer in self._layer_of.items() if layer == i]
-        stored = self.checkpoint.tensors
-        opened = {file: safe_open(file, framework="pt") for file in {stored[name].file for name in names}}
         config = LoadStateDictConfig(
             device_map={"": self.device}, dtype=self.dtype, weight_mapping=self._conversions,
             dtype_plan=self.model._get_dtype_plan(self.dtype),
@@ -177,15 +225,25 @@ class LayerFiles:
         shown = logging.is_progress_bar_enabled()
         logging.disable_progress_bar()
         try:
-            state = {name: opened[stored[name].file].get_slice(name) for name in names}
+            state = {name: self._tensors[name] for name in names}
             convert_and_load_state_dict_in_model(self.model, state, config)
         finally:
             if shown:
                 logging.enable_progress_bar()
 
-    def _fill_buffers(self, module: nn.Module) -> None:
-        """Have transformers compute the buffers that files do not have (the frequencies of RoPE)."""
-        empty = {name: b for name, b in module.named_buffers(recurse=False) if b.is_meta}
-        module._buffers.update({name: torch.empty_like(b, device=self.device) for name, b in empty.items()})
-        if empty:
-            self.model._init_weights(module)  # which leaves alone what was loaded
+    def _initialize(self, modules: set[nn.Module]) -> None:
+        """Have transformers compute what files do not have (the frequencies of RoPE), as after loading a whole model:
+        it leaves alone what was loaded, but for the few buffers that a family always sets (ZAYA's router)."""
+        for module in modules:
+            empty = {name: b for name, b in module.named_buffers(recurse=False) if b.is_meta}
+            module._buffers.update({name: torch.empty_like(b, device=self.device) for name, b in empty.items()})
+
+        def visit(module: nn.Module, owner: Any) -> None:
+            owner = module if isinstance(module, transformers.PreTrainedModel) else owner
+            for child in module.children():
+                visit(child, owner)
+            if module in modules:
+                owner._init_weights(module)
+
+        with torch.no_grad(), guard_torch_init_functions():
+            visit(self.model, self.model)

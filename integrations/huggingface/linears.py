@@ -19,6 +19,7 @@ from moe_nvfp4.format import dequantize
 from moe_nvfp4.integrations.huggingface.files import QuantizedLinear
 from moe_nvfp4.linear import NVFP4Linear
 from moe_nvfp4.quantize.dialects import Dialect
+from moe_nvfp4.quantize.layouts.base import cast_finite
 from moe_nvfp4.quantize.layouts.fp8 import FP8_SCALES, fp8_block, fp8_dense
 from moe_nvfp4.quantize.names import PRE_QUANT_SCALE
 from moe_nvfp4.weights import check_block_scales, check_global_scale
@@ -142,7 +143,7 @@ class LinearConverter(WeightConverter):
             return {f"{module}.{last}": tensor for last, tensor in self._stored(module, tensors).items()}
         found = self._parameters(module, tensors)
         if module not in self.nvfp4:
-            found = {"weight": _dense(found).to(weight.dtype)}
+            found = {"weight": cast_finite(_dense(found), weight.dtype, f"{module}.weight")}
         return {f"{module}.{name}": tensor for name, tensor in found.items()}
 
     def _parameters(self, module: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -155,7 +156,7 @@ class LinearConverter(WeightConverter):
             "weight_sf": tensors[d.sf].view(torch.uint8),
             "weight_global_scale": d.decode_scale(tensors[d.global_scale]).reshape(1),
         }
-        if d.reciprocal:
+        if not d.exact:
             for last, name in ((d.global_scale, "weight_global_scale"), (d.input_scale, "input_scale")):
                 if last in tensors:
                     self.stored[f"{module}.{name}"] = tensors[last].cpu().reshape(1)

@@ -1,6 +1,6 @@
 """transformers' weight converter for 4-bit experts, from files to modules and back.
 
-Files hold one tensor per expert and projection, here with ModelOpt's names (quantize/dialects.py has the others):
+Files hold one tensor per expert and projection, here with ModelOpt's names (quantize/dialects has the others):
 
     ...experts.3.gate_proj.weight          U8      codes
     ...experts.3.gate_proj.weight_scale    F8_E4M3 sf
@@ -82,7 +82,6 @@ class PackedConverter(WeightConverter):
         self.dialect, self.layout, self.saving = dialect, layout, saving
         self.merges = [copy.copy(c) for c in merges]  # copies, since renaming marks a converter as used
         self.stored = {} if stored is None else stored
-        self.joined: WeightConverter | None = None  # the family's converter that splits experts over several modules
         self.lasts = dict(zip(KINDS, (*dialect.suffixes, PRE_QUANT_SCALE, "bias"), strict=True))
         self.kinds = {last: kind for kind, last in self.lasts.items()}
         parts = ("experts",) if saving else ("gate_up_proj", "gate_proj", "up_proj", "down_proj")
@@ -95,11 +94,6 @@ class PackedConverter(WeightConverter):
         return copy_of(self)
 
     def reverse_transform(self) -> PackedConverter:
-        if self.joined is not None:  # ERNIE 4.5 VL
-            raise NotImplementedError(
-                "files of this family have experts of several modules in one list, from which 4-bit ones cannot be "
-                "loaded: save_pretrained(folder, save_original_format=False) writes the model's own names, which load"
-            )
         return PackedConverter(
             self.experts, self.fp8, self.prefix, self.merges, self.dialect, self.layout, True, self.stored
         )
@@ -191,7 +185,7 @@ class PackedConverter(WeightConverter):
             whole = self._whole(layer_name, kind, [found.pop(source) for source in sources])
             return {layer_name: whole.to(getattr(experts, name).dtype) if kind in ("bias", PRE_QUANT_SCALE) else whole}
         columns = torch.stack([torch.cat([t.reshape(-1) for t in found[source]]) for source in sources])
-        if self.dialect.reciprocal:
+        if not self.dialect.exact:
             self.stored[layer_name] = columns.cpu()
         scale = self.dialect.decode_scale(columns).amax(dim=0)  # the larger, if two projections share one
         if self.layout is ExpertLayout.STACKED_TRANSPOSED:  # the stack has one
@@ -281,6 +275,15 @@ def check_sharding(
                 f"{codes.device_mesh.size()} ranks into whole blocks of 16: choose a tp_size that "
                 f"divides K / 16, or {instead}"
             )
+
+
+def ranks_of_a_row(param: Tensor) -> Any:
+    """The process group whose ranks hold the columns of a matrix of the parameter [E, N, K/2]; None: all are here."""
+    if isinstance(param, DTensor):
+        for i, placement in enumerate(param.placements):
+            if hasattr(placement, "dim") and placement.dim % param.ndim == param.ndim - 1:
+                return param.device_mesh.get_group(i)
+    return None
 
 
 def splits_matrices(param: Tensor) -> bool:

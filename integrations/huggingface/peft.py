@@ -25,12 +25,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers.utils import logging
 
+from moe_nvfp4.experts import NVFP4Experts
 from moe_nvfp4.format import dequantize
 from moe_nvfp4.integrations.huggingface.experts import HFExperts, refuse_elsewhere
-from moe_nvfp4.layer import NVFP4Experts
 from moe_nvfp4.linear import NVFP4Linear
+from moe_nvfp4.ops import Adapter, Adapters
 from moe_nvfp4.quantize.recipes import quantize_expert, quantize_matrix
-from moe_nvfp4.training import Adapter, Adapters
 
 logger = logging.get_logger(__name__)
 

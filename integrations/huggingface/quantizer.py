@@ -15,8 +15,9 @@ from transformers.core_model_loading import build_glob_alternation
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils import logging
 
+from moe_nvfp4.devices import usable_device
 from moe_nvfp4.format import is_global_scale
-from moe_nvfp4.integrations.huggingface.calibration import calibration_batches, files_importance
+from moe_nvfp4.integrations.huggingface.calibration import calibration_batches, importance_of_file, streamed_importance
 from moe_nvfp4.integrations.huggingface.config import MoeNvfp4Config
 from moe_nvfp4.integrations.huggingface.converters import Conversions, with_names_in_files
 from moe_nvfp4.integrations.huggingface.experts import (
@@ -39,18 +40,19 @@ from moe_nvfp4.integrations.huggingface.files import (
     open_files,
     read_layout,
 )
+from moe_nvfp4.integrations.huggingface.layerwise import LayerFiles, on_meta
 from moe_nvfp4.integrations.huggingface.linears import LinearConverter, replace_linears, to_linear
 from moe_nvfp4.integrations.huggingface.offload import describe_placement, keep_experts_on_cpu, layers_on_cpu
-from moe_nvfp4.integrations.huggingface.packed import PackedConverter
+from moe_nvfp4.integrations.huggingface.packed import PackedConverter, ranks_of_a_row
 from moe_nvfp4.integrations.huggingface.ready import prepare_model
 from moe_nvfp4.linear import NVFP4Linear
-from moe_nvfp4.mapped import Matrix
+from moe_nvfp4.mapped import SAVED, Matrix
 from moe_nvfp4.quantize.dialects import DIALECTS, GLOBAL_SCALES
 from moe_nvfp4.quantize.files import Checkpoint
-from moe_nvfp4.quantize.importance import Importance, load_importance
+from moe_nvfp4.quantize.importance import Importance
 from moe_nvfp4.quantize.layouts import ExpertLayout
 from moe_nvfp4.quantize.names import KV_SCALE, PER_EXPERT, PRE_QUANT_SCALE, ignore_patterns, projections
-from moe_nvfp4.quantize.recipes import CALIBRATED_RECIPES
+from moe_nvfp4.quantize.recipes import recipe_named
 from moe_nvfp4.weights import check_block_scales, check_global_scale
 
 logger = logging.get_logger(__name__)
@@ -124,10 +126,21 @@ class MoeNvfp4Quantizer(HfQuantizer):
         config = self.quantization_config
         places = device_map.values() if isinstance(device_map, dict) else {device_map} - {None}
         stays = "map_files" if config.map_files else "cpu_experts" if config.cpu_experts is not None else None
+        # An attribute, since the weights are split only after this: there are no DTensors yet
+        if stays is not None and getattr(model.config, "distributed_config", None) is not None:
+            raise NotImplementedError(
+                f"{stays} keeps whole experts beside one GPU, and this model is split over ranks (tp_plan, "
+                f"distributed_config), of which each has a part: leave out one of the two"
+            )
         if stays is not None and {str(place) for place in places} - {"cpu"}:
             raise ValueError(
                 f"{stays} with device_map={device_map!r}: name the GPU that everything else goes to, "
                 'device_map="cuda:0", or leave device_map out'
+            )
+        if model.dtype == torch.float64 and not config.dequantize:
+            raise ValueError(
+                "dtype=torch.float64: 4-bit experts take bfloat16, float16 and float32, and their sums are fp32 in any "
+                "case: load in one of these; dequantize(torch.float64) of that model is dense and exact"
             )
         source = open_files(checkpoint_files or [], model)
         tensors = source.tensors
@@ -147,9 +160,10 @@ class MoeNvfp4Quantizer(HfQuantizer):
             in_linears = any(PRE_QUANT_SCALE in linear.also for linear in found.linears.values())
             config.pre_quant_scale = found.pre_quant_scale or in_linears
         else:
-            check_dense(source, model, [name for name, _, layout in modules if layout is not None])
-        if config.recipe in CALIBRATED_RECIPES and not self.pre_quantized:
-            self.importance = _importance(model, config, checkpoint_files or [])
+            check_dense(source, model)
+        if recipe_named(config.recipe).model and not self.pre_quantized:
+            self.importance = _importance(source, model, config)
+            self.importance.check_model([name for name, *_ in modules], tensors, type(model).__name__)
         made: dict[int, HFExperts] = {}  # by the module they replace, which layers may share
         experts = {}
         for name, module, layout in modules:
@@ -165,8 +179,9 @@ class MoeNvfp4Quantizer(HfQuantizer):
             self.linears = LinearConverter(by_source, set(linears), found.dialect)
         elif not experts:
             raise ValueError(f"{type(model).__name__}: the files hold no NVFP4 weights that this model has, although "
-                             "their config.json says so: remove its quantization_config if they are dense, else "
-                             "download them again")  # fmt: skip
+                             "their config.json says so: if they are dense (a model that from_config made "
+                             "of a 4-bit folder's config was saved), remove its quantization_config, else download "
+                             "them again")  # fmt: skip
         layouts = {found.experts.get(name, ExpertLayout.ONE_BY_ONE) for name in experts}
         if len(layouts) > 1:
             ways = ", ".join(sorted(layout.value for layout in layouts))
@@ -254,8 +269,6 @@ class MoeNvfp4Quantizer(HfQuantizer):
         config.cpu_experts = self._stay(model, "all" if config.cpu_experts is None else config.cpu_experts)
         stay = list(dict.fromkeys(m for m in model.modules() if isinstance(m, HFExperts)))[: config.cpu_experts]
         names = {name: experts for name, experts in self.conversions.experts.items() if experts in stay}
-        if any(isinstance(p, DTensor) for experts in stay for p in experts.parameters()):
-            raise NotImplementedError("map_files: experts that are split over ranks do not stay in their files")
         wanted = {f"{name}.{key}": key for name, experts in names.items() for key in (experts.up_name, "down_proj")}
         found = matrices_of(self._plan.source, model, conversions, wanted)
         ignored = set(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
@@ -326,6 +339,8 @@ class MoeNvfp4Quantizer(HfQuantizer):
         for name, experts in self.conversions.experts.items():
             if any(isinstance(p, DTensor) for p in experts.parameters()):
                 experts.register_forward_pre_hook(_prepare_shards)
+                if (group := ranks_of_a_row(experts.down_proj)) is not None:
+                    experts.share_rows(group)
             for key, param in experts.named_parameters(recurse=False):
                 param.requires_grad_(False)  # the loader makes every floating parameter trainable
                 if param.device.type != "meta":
@@ -365,6 +380,10 @@ class MoeNvfp4Quantizer(HfQuantizer):
         """The model's state dict, with the multi-token prediction layers of its files, which it does not load. None if
         there are none of these. NotImplementedError for a model that FSDP has split, not transformers (it gathers)."""
         self._look_again(model)
+        adapters = getattr(model, "_hf_peft_config_loaded", False)  # only these are saved then
+        if not adapters and any(isinstance(m, HFExperts) and m.mapped for m in model.modules()):
+            raise NotImplementedError(SAVED)
+        state = model.state_dict()  # raises for weights that are not saved, before transformers writes config.json
         own = getattr(model.config, "distributed_config", None) or getattr(model, "_tp_size", None)
         if not own and any(isinstance(p, DTensor) for p in model.parameters()):
             raise NotImplementedError(
@@ -376,7 +395,7 @@ class MoeNvfp4Quantizer(HfQuantizer):
         if not self.mtp.names:
             return None, {}
         try:
-            return model.state_dict() | self.mtp.read(), {}
+            return state | self.mtp.read(), {}
         except KeyError as error:
             logger.warning(
                 f"{len(self.mtp.names)} tensors of multi-token prediction layers are not saved ({error.args[0]}, ...), "
@@ -461,18 +480,21 @@ def _dtypes(model: Any) -> dict[str, torch.dtype]:
     return {n: torch.float32 if kept and d.is_floating_point and kept.search(n) else d for n, d in found.items()}
 
 
-def _importance(model: Any, config: MoeNvfp4Config, checkpoint_files: list[str]) -> Importance:
-    """The importance of the experts in these dense files: read from the file `config.calibration`, or computed."""
-    if config.recipe == "gptq":
+def _importance(source: Checkpoint, model: Any, config: MoeNvfp4Config) -> Importance:
+    """The importance of the experts of `model`, which is about to be loaded from the dense files `source`: read from
+    the file `config.calibration`, or measured on a twin of this class, with this config and dtype."""
+    if recipe_named(name := config.recipe).text:
         raise ValueError(
-            "recipe 'gptq' does not quantize while a model loads: moe-nvfp4 quantize SRC DST --recipe gptq --text FILE "
-            "writes 4-bit files, swap_experts(model, recipe='gptq', calibration=...) takes a model in memory"
+            f"recipe {name!r} does not quantize while a model loads: moe-nvfp4 quantize SRC DST --recipe {name} --text "
+            f"FILE writes 4-bit files, swap_experts(model, recipe={name!r}, calibration=...) takes a model in memory"
         )
     if isinstance(config.calibration, os.PathLike):
-        return load_importance(config.calibration)
-    folder = os.path.dirname(checkpoint_files[0])
+        return importance_of_file(config.calibration, model)
+    folder = next(iter(source.tensors.values())).file.parent
     with torch.device("cpu"):  # transformers calls with meta as the default
-        return files_importance(folder, calibration_batches(config.calibration, model.config, folder), config.exclude)
+        batches = calibration_batches(config.calibration, model.config, folder)
+        files = LayerFiles(source, on_meta(type(model), model.config, model.dtype), usable_device())
+        return streamed_importance(files, batches, config.exclude)
 
 
 def _check_scales(name: str, param: Tensor) -> None:

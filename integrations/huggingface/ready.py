@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from moe_nvfp4 import ready
+from moe_nvfp4.integrations.huggingface.graphs import decode_by_graphs
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -18,7 +19,8 @@ TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k"
 def prepare_model(model: Model) -> Model:
     """Bring the 4-bit weights of a transformers `model` into the layout of their kernels, and compile and load, in
     parallel, every kernel that calls of any size can need. Returns the model. `swap_experts`, and loading a model onto
-    a GPU, call this; call it yourself after a model has moved to a GPU, and after `set_activations`.
+    a GPU, call this; call it yourself after a model has moved to a GPU, and after `set_activations`. With a static
+    cache, `generate` then decodes by CUDA graphs, as after `use_cuda_graphs`.
 
     If the config does not say how many experts a token has, or under a name unknown here, the experts' kernels are
     compiled when a call needs them. With MOE_NVFP4_COMPILE=lazy all kernels are.
@@ -26,6 +28,7 @@ def prepare_model(model: Model) -> Model:
     whole: Any = model  # nn.Module does not declare transformers' attributes
     for top_k in experts_per_token(getattr(model, "config", None)) or (None,):
         ready.prepare(model, top_k, getattr(whole, "dtype", torch.bfloat16))  # a layer by itself has no dtype
+    decode_by_graphs(model)
     return model
 
 

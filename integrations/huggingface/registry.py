@@ -55,10 +55,12 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from moe_nvfp4.integrations.huggingface.config import MoeNvfp4Config
 from moe_nvfp4.integrations.huggingface.experts import IMPLEMENTATION, dense_forward
 from moe_nvfp4.integrations.huggingface.quantizer import MoeNvfp4Quantizer
-from moe_nvfp4.quantize.dialects import ALGOS, modelopt_algo, read_config
+from moe_nvfp4.quantize.dialects import DIALECTS, dialect_of_method, read_config
 
 registries: Any = auto  # Any, because its annotations admit only transformers' own classes
-METHODS = ("modelopt", "compressed-tensors", "fp8")  # quant_method of files that may be NVFP4
+METHODS = [
+    method for dialect in DIALECTS.values() for method in dialect.methods
+]  # quant_method of files that may be NVFP4
 _before: dict[str, type | None] = {}  # the entries for METHODS that `register` found
 
 
@@ -129,9 +131,8 @@ def _reader(method: str, theirs: Any) -> type:
 
 def _is_nvfp4(method: str, config: Mapping) -> bool:
     """Whether a config says NVFP4. ValueError for NVFP4 in a form that is not supported."""
-    if method == "modelopt" and modelopt_algo(config) not in (*ALGOS, "MIXED_PRECISION"):
-        return False  # FP8, say: for the package that registered modelopt first
-    return read_config(config) is not None
+    dialect = dialect_of_method(method)
+    return dialect is not None and dialect.is_nvfp4(config) and read_config(config) is not None
 
 
 class _Name(str):

@@ -54,7 +54,10 @@ def expert_rows(
     top_k_index: Tensor | None = None,
     top_k_weights: Tensor | None = None,
 ) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """(e, x [n, H], h [n, I]) of each expert that has rows, in one call of the dense experts `module`; in its dtype."""
+    """(e, x [n, H], h [n, I]) of each expert that has rows, in one call of the dense experts `module`; in its dtype.
+
+    A row with a routing weight of 0 is none of the expert's: it adds nothing (ZAYA's tokens that skip all experts).
+    """
     rows = hidden_states.reshape(-1, hidden_states.shape[-1])
     E = layout.num_experts
     for e, (w13, _) in enumerate(dense_experts(module, layout)):
@@ -63,8 +66,8 @@ def expert_rows(
             x = rows[e * T : (e + 1) * T]
             x = x[(x != 0).any(dim=-1)]
         else:
-            assert top_k_index is not None
-            x = rows[(top_k_index == e).any(dim=-1)]
+            assert top_k_index is not None and top_k_weights is not None
+            x = rows[((top_k_index == e) & (top_k_weights != 0)).any(dim=-1)]
         if len(x):
             w13_out = x @ w13.T.to(x.dtype)
             if layout.bias is not None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import gc
+import inspect
 import os
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -16,7 +18,12 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from moe_nvfp4.calibrate import observe
 from moe_nvfp4.checks import check_activations
-from moe_nvfp4.integrations.huggingface.calibration import calibration_batches, evaluating, model_importance
+from moe_nvfp4.integrations.huggingface.calibration import (
+    calibration_batches,
+    evaluating,
+    importance_of_file,
+    model_importance,
+)
 from moe_nvfp4.integrations.huggingface.config import MoeNvfp4Config, check_cpu_experts
 from moe_nvfp4.integrations.huggingface.converters import model_conversions
 from moe_nvfp4.integrations.huggingface.experts import (
@@ -28,13 +35,14 @@ from moe_nvfp4.integrations.huggingface.experts import (
     set_implementation,
 )
 from moe_nvfp4.integrations.huggingface.gptq import gptq_model
+from moe_nvfp4.integrations.huggingface.layerwise import check_ids
 from moe_nvfp4.integrations.huggingface.offload import keep_experts_on_cpu
 from moe_nvfp4.integrations.huggingface.quantizer import MoeNvfp4Quantizer
 from moe_nvfp4.integrations.huggingface.ready import prepare_model
 from moe_nvfp4.linear import NVFP4Linear
 from moe_nvfp4.progress import progress_bar
-from moe_nvfp4.quantize.importance import LayerImportance, load_importance
-from moe_nvfp4.quantize.recipes import CALIBRATED_RECIPES, DEFAULT_RECIPE
+from moe_nvfp4.quantize.importance import LayerImportance
+from moe_nvfp4.quantize.recipes import DEFAULT_RECIPE, recipe_named
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -130,8 +138,6 @@ def _inside(model: Any) -> Any:
 def _stand_alone(model: nn.Module) -> None:
     """ValueError if `model` is a part of another, which would save its experts in a form that nothing reads. If another
     model shares its config, give it a copy, since the config will say that the experts are 4-bit."""
-    if not isinstance(model, PreTrainedModel) or hasattr(model, "_weight_conversions"):
-        return  # it comes from from_pretrained, whose models are whole and have their own configs
     others = _other_models(model)
     if _whole_of(model, others):
         del others
@@ -142,9 +148,10 @@ def _stand_alone(model: nn.Module) -> None:
             f"{type(model).__name__} is a part of {whole}, which would save its experts in a form that nothing reads: "
             "pass the whole, with exclude= for what should stay dense. The model is as it was"
         )
-    if any(other.config is model.config for other in others):
+    own = getattr(model, "config", None)
+    if own is not None and any(other.config is own for other in others):
         copies: dict[int, Any] = {}
-        copy.deepcopy(model.config, copies)
+        copy.deepcopy(own, copies)
         for module in model.modules():
             held = {name: copies.get(id(c)) for name, c in vars(module).items() if isinstance(c, PretrainedConfig)}
             vars(module).update({name: own for name, own in held.items() if own is not None})
@@ -210,17 +217,19 @@ def _learn(
     model: nn.Module, config: MoeNvfp4Config, layouts: Mapping[str, ModuleLayout], progress: bool
 ) -> Mapping[str, LayerImportance | dict[str, Tensor]]:
     """What a recipe that uses data learns about each experts module: importance, or codes. Empty for other recipes."""
-    if config.recipe not in CALIBRATED_RECIPES:
+    recipe = recipe_named(config.recipe)
+    if not recipe.model:
         return {}
     whole: Any = model
-    if config.recipe == "gptq":
+    if recipe.text:
         if config.calibration is None or isinstance(config.calibration, os.PathLike):
-            raise ValueError("recipe 'gptq' learns from text how inputs correlate: give calibration= texts or token "
-                             "ids, or use recipe='weighted', for which random token ids do")  # fmt: skip
+            raise ValueError(f"recipe {recipe.name!r} learns from text how inputs correlate: give calibration= texts "
+                             "or token ids, or use recipe='weighted', for which random token ids do")  # fmt: skip
         batches = calibration_batches(config.calibration, whole.config, getattr(whole.config, "name_or_path", None))
-        return gptq_model(model, batches, config.activations, config.exclude, progress)
+        return gptq_model(model, batches, config.activations, config.exclude, progress, recipe.name)
     if isinstance(config.calibration, os.PathLike):
-        importance = load_importance(config.calibration)
+        importance = importance_of_file(config.calibration, model)
+        importance.check_model([name for name, *_ in find_experts(model, config)], {}, type(model).__name__)
     else:
         tokenizer = getattr(whole.config, "name_or_path", None)
         batches = calibration_batches(config.calibration, whole.config, tokenizer)
@@ -281,8 +290,9 @@ def calibrate(model: Model, batches: Iterable[Tensor | Mapping[str, Tensor]], pr
     Works in place, and returns the model.
 
     batches: inputs of the model, token ids [B, T] or dictionaries; a few hundred tokens of the kind that the model is
-    meant for. All experts of a layer get one scale. The scales are used with activations="nvfp4", and are saved by
-    `save_pretrained`. ValueError if no token reached a layer, or if a layer got NaN or Inf.
+    meant for. Positions where a dictionary's attention_mask [B, T] is 0 do not count. All experts of a layer get one
+    scale. The scales are used with activations="nvfp4", and are saved by `save_pretrained`. ValueError if no token
+    reached a layer, if a layer got NaN or Inf, and for token ids [B, T] that the model does not take.
     """
     layers: dict[str, Any] = {name: m for name, m in model.named_modules() if isinstance(m, HFExperts)}
     config = _config(model, bool(layers))
@@ -300,7 +310,10 @@ def calibrate(model: Model, batches: Iterable[Tensor | Mapping[str, Tensor]], pr
                 got = list(batch.shape) if isinstance(batch, Tensor) else type(batch).__name__
                 raise TypeError(f"batches has {got}: it is a list of token ids [B, T], or of dictionaries of inputs")
             inputs = {"input_ids": batch} if isinstance(batch, Tensor) else batch
-            model(**{key: value.to(whole.device) for key, value in inputs.items()})
+            if isinstance(batch, Tensor) and batch.numel() and isinstance(_inside(model), PreTrainedModel):
+                check_ids(batch, _inside(model).config)
+            with _without_padding(layers.values(), inputs.get("attention_mask")):
+                model(**{key: value.to(whole.device) for key, value in inputs.items()})
 
     with evaluating(model), torch.no_grad():
         found = observe(layers, run)
@@ -308,3 +321,34 @@ def calibrate(model: Model, batches: Iterable[Tensor | Mapping[str, Tensor]], pr
         layers[name].set_input_scales(*scales)
     config.input_scale = True
     return model
+
+
+@contextmanager
+def _without_padding(layers: Iterable[nn.Module], mask: Tensor | None) -> Iterator[None]:
+    """While a model runs, make rows of padding zeros, and unrouted, before 4-bit `layers`, so that no largest magnitude
+    is theirs; and likewise rows whose routing weights are 0. mask: [B, T], 0 for padding, or None."""
+    real = mask.flatten() != 0 if mask is not None and mask.dim() == 2 and not mask.all() else None
+
+    def kept(rows: int, device: torch.device) -> Tensor:
+        if real is None or rows % len(real):  # rows % T: the rows of another sequence, such as an image's
+            return torch.ones(rows, dtype=torch.bool, device=device)
+        return real.to(device).repeat(rows // len(real))  # Llama 4: a block of all tokens for each expert
+
+    def before(layer: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        names = list(inspect.signature(layer.forward).parameters)
+        given: dict[str, Any] = {**dict(zip(names, args, strict=False)), **kwargs}
+        x, index = given[names[0]], given.get("top_k_index")
+        rows = kept(x[..., 0].numel(), x.device)
+        if index is not None:
+            slots = rows[:, None] & (given["top_k_weights"] != 0)
+            rows = slots.any(dim=1)
+            given["top_k_index"] = index.masked_fill(~slots, layer.num_experts)
+        given[names[0]] = x.masked_fill(~rows.view(x.shape[:-1])[..., None], 0)
+        return (), given
+
+    handles = [layer.register_forward_pre_hook(before, with_kwargs=True) for layer in layers]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

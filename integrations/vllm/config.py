@@ -19,7 +19,8 @@ from moe_nvfp4.quantize.recipes import DEFAULT_RECIPE, RECIPES
 from moe_nvfp4.weights import ACTIVATIONS
 
 VERSIONS = (0, 26), (0, 33)  # the oldest and the newest version whose interfaces were compared
-READERS = ("modelopt", "compressed-tensors")  # vLLM's own readers, which handle everything but experts
+# quant_method -> variants of vLLM's own reader of it, which handles everything but experts
+READERS: dict[str, tuple[str, ...]] = {"modelopt": ("modelopt_mixed", "modelopt_fp4"), "compressed-tensors": ()}
 OPTIONS = ("activations", "recipe", "exclude")
 
 
@@ -91,10 +92,10 @@ class MoeNvfp4Config(QuantizationConfig):
         info = _read(config)
         if config.get("quant_method") not in READERS:
             raise ValueError(
-                f"quant_method {config.get('quant_method')!r}: this builds on vLLM's readers of modelopt and "
-                "compressed-tensors. moe-nvfp4 quantize SRC DST writes either"
+                f"quant_method {config.get('quant_method')!r}: this builds on vLLM's readers of "
+                f"{' and '.join(READERS)}. moe-nvfp4 quantize SRC DST writes either"
             )
-        if config.get("quant_algo") == "NVFP4_AWQ":
+        if info is not None and info.awq:
             raise NotImplementedError(
                 "quant_algo NVFP4_AWQ: vLLM has no place for its pre_quant_scale. Serve the folder with transformers "
                 "(moe-nvfp4 serve MODEL --engine transformers), or quantize the original with another recipe"

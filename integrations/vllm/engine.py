@@ -10,11 +10,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from vllm.config import get_current_vllm_config
+from vllm.distributed import get_tp_group
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.quantization import get_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
+from vllm.model_executor.models.utils import PPMissingLayer
 
-from moe_nvfp4.quantize.dialects import ALGOS
+from moe_nvfp4.experts import NVFP4Experts
+from moe_nvfp4.integrations.vllm.config import READERS
+from moe_nvfp4.quantize.dialects.compressed_tensors import FORMAT
+from moe_nvfp4.quantize.dialects.modelopt import ALGOS
 from moe_nvfp4.weights import Gate
 
 STEP_LIMIT = 7.0  # what vLLM's swiglustep kernel uses, whatever the model's config says
@@ -22,13 +27,17 @@ OAI = {"alpha": 1.702, "limit": 7.0, "up_offset": 1.0}  # what vLLM's swigluoai 
 
 
 def base_config(config: dict) -> QuantizationConfig:
-    """vLLM's own config for a `quantization_config`, which handles everything but experts."""
-    name = config["quant_method"]
-    if name == "modelopt":
-        variants = ("modelopt_mixed", "modelopt_fp4")
-        chosen = [v for v in variants if get_quantization_config(v).override_quantization_method(config, None) == v]
-        name = chosen[0] if chosen else name
+    """vLLM's own config for a `quantization_config`, which handles everything but experts: of the first variant that
+    takes it, or of its quant_method."""
+    variants = READERS[config["quant_method"]]
+    chosen = [v for v in variants if get_quantization_config(v).override_quantization_method(config, None) == v]
+    name = chosen[0] if chosen else config["quant_method"]
     return get_quantization_config(name).from_config(dict(config))
+
+
+def tp_group() -> torch.distributed.ProcessGroup:
+    """The ranks of this one's tensor parallelism."""
+    return get_tp_group().device_group
 
 
 def ignored_names(base: QuantizationConfig) -> list[str]:
@@ -44,7 +53,7 @@ def activations_of(base: QuantizationConfig, layer: RoutedExperts, prefix: str, 
     if hasattr(base, "get_scheme_dict"):  # compressed-tensors
         base._add_fused_moe_to_target_scheme_map()
         scheme = base.get_scheme_dict(layer, f"{prefix}.0.{layer.ckpt_down_proj_name}")
-        if scheme is None or scheme["format"] != "nvfp4-pack-quantized":
+        if scheme is None or scheme["format"] != FORMAT:
             return None
         return "bf16" if scheme.get("input_activations") is None else "nvfp4"
     if hasattr(base, "_resolve_quant_algo"):  # ModelOpt, mixed precision
@@ -124,9 +133,11 @@ def refuse(layer: RoutedExperts, dense: bool = False) -> None:
         )
     if lora is not None and (lora.target_modules is None or "experts" in lora.target_modules):
         raise NotImplementedError(
-            f"{name}: LoRA on 4-bit experts is not supported: name the modules that it changes, "
-            "--lora-target-modules q_proj k_proj v_proj o_proj (vLLM silently leaves out what else an adapter has)"
+            f"{name}: LoRA on 4-bit experts is not supported: name the modules that adapters change, "
+            "--lora-target-modules q_proj k_proj v_proj o_proj"
         )
+    if lora is not None:
+        check_adapters()
     if dense and layer.activation.value == "swigluoai":
         raise NotImplementedError(
             f"{name}: vLLM copies gpt-oss's bf16 experts past every loader: moe-nvfp4 quantize SRC DST, and serve DST"
@@ -143,6 +154,43 @@ def refuse(layer: RoutedExperts, dense: bool = False) -> None:
             f"{name}: {moe.intermediate_size} channels are not a multiple of {moe.tp_size} ranks: choose another "
             "--tensor-parallel-size, or --enable-expert-parallel"
         )
+
+
+def check_adapters() -> None:
+    """Have vLLM's adapters checked in this process: by itself it leaves out their tensors for any module that
+    --lora-target-modules does not name, and answers with the rest."""
+    from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager  # takes a second to import
+
+    before = LRUCacheWorkerLoRAManager._manager_cls
+    if hasattr(before, "refuses"):
+        return
+
+    class Manager(before):  # type: ignore[valid-type, misc]
+        refuses = True
+
+        def _create_merged_loras_inplace(self, lora_model) -> None:
+            super()._create_merged_loras_inplace(lora_model)
+            used = {id(self._get_lora_layer_weights(lora_model, name)) for name in self.modules}
+            left = [n for n, w in lora_model.loras.items() if id(w) not in used and _is_here(self.model, n)]
+            if left and any(isinstance(module, NVFP4Experts) for module in self.model.modules()):
+                raise ValueError(
+                    f"this LoRA adapter changes {left[0]} and others ({len(left)} in all), and would be served without "
+                    f"them: --lora-target-modules has {' '.join(self.lora_config.target_modules)}. Name the missing "
+                    "ones, too; for experts, serve with transformers (PEFT), or merge the adapter into the original "
+                    "model and quantize that (docs/training.md)"
+                )
+
+    LRUCacheWorkerLoRAManager._manager_cls = Manager
+
+
+def _is_here(model: torch.nn.Module, name: str) -> bool:
+    """Whether the layer of the module `name` is on this stage of a pipeline."""
+    module: torch.nn.Module | None = model
+    for part in name.split("."):
+        module = getattr(module, part, None)
+        if isinstance(module, PPMissingLayer):
+            return False
+    return True
 
 
 def local_expert(layer: RoutedExperts, expert: int) -> int:

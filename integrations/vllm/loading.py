@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_nvfp4 import format as nvfp4
-from moe_nvfp4.layer import NVFP4Experts
+from moe_nvfp4.experts import NVFP4Experts
 from moe_nvfp4.quantize.dialects import Dialect, QuantizationInfo
 from moe_nvfp4.quantize.files import open_checkpoint
 from moe_nvfp4.quantize.names import PER_EXPERT, PLAIN_NAMES

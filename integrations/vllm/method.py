@@ -11,9 +11,9 @@ from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase, RoutedExper
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.utils import set_weight_attrs
 
+from moe_nvfp4.experts import NVFP4Experts
 from moe_nvfp4.integrations.vllm import engine
 from moe_nvfp4.integrations.vllm.loading import ExpertLoader
-from moe_nvfp4.layer import NVFP4Experts
 from moe_nvfp4.quantize.dialects import Dialect
 from moe_nvfp4.ready import prepare
 
@@ -45,6 +45,8 @@ class MoeNvfp4Method(FusedMoEMethodBase):
         if self.own_gate is not None:
             experts.own_gate = self.own_gate
         tp = (self.moe.tp_rank, self.moe.tp_size)
+        if tp[1] > 1:
+            experts.share_rows(engine.tp_group())
         self.loader: ExpertLoader | None = ExpertLoader(experts, layer.layer_name, self.dialect, tp, self.recipe)
         self.dummy, self.folder = engine.dummy_weights(), engine.model_folder()
         # Empty parameters under the names into which vLLM translates the files' names: their loaders are ours.

@@ -91,8 +91,6 @@ class Problem(NamedTuple):
     gate    `Gate.kind`; "raw": the model's own gate runs between the stages
     dtype   of x
     fused   whether nothing of the model runs between the stages (its own gate or norm, AWQ's scales)
-    host_weights  whether the weights are on the CPU while x is on a GPU
-    mapped  whether the weights stay in their files (`moe_nvfp4.mapped`)
     """
 
     kind: str
@@ -103,8 +101,6 @@ class Problem(NamedTuple):
     activations: str
     dtype: torch.dtype
     fused: bool = True
-    host_weights: bool = False
-    mapped: bool = False
 
 
 class Backend:
@@ -112,20 +108,14 @@ class Backend:
 
     name         the name of its folder, and its value of MOE_NVFP4_BACKEND
     device_type  the type of the devices it is for
-    whole        whether `experts` runs a layer in one call; if not, its stages run one after the other
     packages     those of PACKAGES that compile its kernels, on first use or ahead (see `kernels.calls`)
     layout       its name, if `prepare` brings weights into its own layout; None: its kernels read the checkpoint's
-    host_weights whether it runs `Problem.host_weights`, and then nothing else
-    maps         whether it also runs `Problem.mapped`: weights in the cpu backend's layout
     """
 
     name: ClassVar[str]
     device_type: ClassVar[str] = "cuda"
-    whole: ClassVar[bool] = True
     packages: ClassVar[tuple[str, ...]] = ()
     layout: ClassVar[str | None] = None
-    host_weights: ClassVar[bool] = False
-    maps: ClassVar[bool] = False
 
     def unavailable(self, device: Device) -> str | None:
         """None if it runs on `device`, else the reason: a clause that follows its name and ends with the way out."""
@@ -182,10 +172,6 @@ class Backend:
     def unpacked(self, weights: ExpertWeights) -> ExpertWeights:
         """The same values in the checkpoint's layout, as new tensors."""
         raise NotImplementedError(f"{self.name} reads the checkpoint's layout")
-
-    def place(self, tensor: Tensor) -> Tensor:
-        """For `host_weights`: `tensor` on the CPU, in memory that this backend reads well; itself or a copy."""
-        return tensor
 
     # A backend's own layout. One projection at a time, so that there are never two copies of all the weights.
 

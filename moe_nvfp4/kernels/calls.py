@@ -95,7 +95,7 @@ def kernels_of(backend: Backend, call: ExpertsCall | LinearCall, gpu: Gpu) -> di
             _linear(backend, call)
         else:
             w = ExpertWeights.from_tensors([_meta(kind) for kind in call.weights], read_spec(call.spec))
-            if backend.whole and call.fused and w.gate.kind != "raw":
+            if call.fused and w.gate.kind != "raw":
                 _experts(backend, call, w)
             else:
                 _stages(backend, call, w)
@@ -109,18 +109,18 @@ def _experts(backend: Backend, call: ExpertsCall, w: ExpertWeights) -> None:
 
 
 def _stages(backend: Backend, call: ExpertsCall, w: ExpertWeights) -> None:
-    """The stages as `ops.run_experts` calls them: GEMM 1 does not depend on top_k, GEMM 2 may get one slot."""
-    E, H, I, quantized = w.num_experts, w.hidden_size, w.intermediate_size, w.quantized
-    offsets = _empty((E + 1,), torch.int32)
-    for R, scale in product(token_counts(), {id(s): s for s in (w.h_scale, None)}.values()):
+    """The products of `stages`: GEMM 1 does not depend on top_k, GEMM 2 may get one slot."""
+    E, H, I, quantized, fp32 = w.num_experts, w.hidden_size, w.intermediate_size, w.quantized, torch.float32
+    offsets, first = _empty((E + 1,), torch.int32), replace(w, h_scale=None)
+    for R, dtype in product(token_counts(), {call.dtype, fp32} if w.quantizes_h else {call.dtype}):
         groups, x = Groups(_empty((R,), torch.int32), offsets, 1), _empty((R, H), call.dtype)
         for index in (groups.order, None):
             rows = (
                 _quantized(backend, x, index, w.x_scale, groups, w.four_over_six) if quantized else Rows(x, index=index)
             )
-            backend.gemm1_swiglu(rows, replace(w, h_scale=scale), groups, call.dtype)
+            backend.gemm1_swiglu(rows, first, groups, dtype)
         if quantized:
-            _quantized(backend, _empty((R, I), call.dtype), None, w.h_scale, groups, w.four_over_six)
+            _quantized(backend, _empty((R, I), dtype), None, w.h_scale, groups, w.four_over_six)
     for top_k, router in product({1, call.top_k}, call.router):
         for T in token_counts(top_k):
             order = _empty((T * top_k,), torch.int32)

@@ -3,9 +3,11 @@
 import ast
 import importlib
 import importlib.util
+import inspect
 import re
 import runpy
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -68,6 +70,90 @@ def test_every_environment_variable_is_described():
     ours, _ = text.split("Those of other libraries")
     assert used - set(re.findall(r"\w+", text)) == set()
     assert set(re.findall(r"^\| `(\w+)`", ours, re.M)) - used == set()
+
+
+def generated():
+    return runpy.run_path(str(ROOT / "docs/generated.py"))
+
+
+@pytest.mark.parametrize("page", ["cli.md", "speed.svg", pytest.param("families.md", marks=pytest.mark.slow),
+                                  pytest.param("fits.md", marks=pytest.mark.slow)])  # fmt: skip
+def test_generated_pages_are_those_of_the_code(page):
+    made = generated()["PAGES"][page]()
+    assert made == (ROOT / "docs" / page).read_text("utf-8"), "run python docs/generated.py"
+
+
+def test_figures_are_those_of_the_results_file(page):
+    """Tables and paragraphs that say so; in README and on the first page every speed must."""
+    made, text = generated(), page.read_text("utf-8")
+    assert made["with_results"](text) == text, "run python docs/generated.py"
+    assert made["stray_numbers"](text) == []
+    if page in (ROOT / "README.md", ROOT / "docs/index.md"):
+        prose = re.sub(r"^```.*?^```|<!-- (?:results|quotes): .*?(?:<!-- end -->|\n\n)", "", text, flags=re.M | re.S)
+        prose = prose.replace("3 GB of CUDA", "")
+        assert re.findall(r".*(?<!\w)\d[\d.]* (?:tokens/s|us|ms|nats|times|%|GB).*", prose) == []
+
+
+def test_every_result_is_shown_and_a_changed_figure_is_noticed():
+    made = generated()
+    pages = "".join(page.read_text("utf-8") for page in made["FIGURES"])
+    assert set(re.findall(r"<!-- results: (\w+)", pages)) == set(made["RESULTS"])
+    marked = "<!-- quotes: demo -->\nIt has 46.32 and 46.33 (W4A16).\n\nNot 3."
+    assert made["stray_numbers"](marked) == ["46.33"]
+    table = "<!-- results: demo -->\n| 1 |\n<!-- end -->"
+    assert "52.08" in made["with_results"](table) and made["with_results"]("| 1 |") == "| 1 |"
+
+
+@pytest.mark.slow
+def test_configurations_have_the_parameters_of_the_models_cards():
+    made = generated()
+    for name, (_, _, billions) in made["MODELS"].items():
+        assert made["packed_model"](name).parameters_in_total / 1e9 == pytest.approx(billions, rel=0.01), name
+
+
+def public_names():
+    """All names of the packages' __all__, and all that examples in pages and examples/ import."""
+    for package in ("moe_nvfp4", "moe_nvfp4.integrations.huggingface"):
+        yield from ((package, name) for name in importlib.import_module(package).__all__)
+    texts = [block for page in PAGES for block in blocks(page.read_text("utf-8"), "python")]
+    texts += [
+        (ROOT / f"examples/{name}.py").read_text("utf-8") for name in ("layer", "generate", "finetune", "big_model")
+    ]
+    for text in texts:
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.ImportFrom) and node.module.split(".")[0] == "moe_nvfp4":
+                yield from ((node.module, alias.name) for alias in node.names)
+
+
+def test_every_public_name_is_in_the_reference():
+    listed = set(re.findall(r"^::: ([\w.]+)", (ROOT / "docs/api.md").read_text("utf-8"), re.M))
+    missing = set()
+    for module, name in public_names():
+        value = getattr(importlib.import_module(module), name)
+        if inspect.isroutine(value) or inspect.isclass(value):
+            where = f"{value.__module__}.{value.__qualname__}"
+            missing |= {where} - listed if where.split(".")[:2] != ["moe_nvfp4", "format"] else set()
+    assert missing == set()
+
+
+def test_aligned_columns_become_lists(monkeypatch):
+    monkeypatch.setitem(sys.modules, "griffe", type("griffe", (), {"Docstring": str, "Extension": object}))
+    as_lists = runpy.run_path(str(ROOT / "docs/docstrings.py"))["as_lists"]
+    columns = "Words.\n\nrecipe   how\n         it is done\nw13, w2  weights\n\nRaises none."
+    assert as_lists(columns) == "Words.\n\n* `recipe`: how\n  it is done\n* `w13, w2`: weights\n\nRaises none."
+    for other in ("One two\nthree.", "recipe   how\nx", "recipe   how\nanother line of words"):
+        assert as_lists(other) == other
+
+
+def test_every_name_of_the_reference_exists_and_is_described():
+    for where in re.findall(r"^::: ([\w.]+)", (ROOT / "docs/api.md").read_text("utf-8"), re.M):
+        module, _, name = where.rpartition(".")
+        value = (
+            importlib.import_module(where)
+            if where == "moe_nvfp4.format"
+            else getattr(importlib.import_module(module), name)
+        )
+        assert value.__doc__, where
 
 
 @pytest.mark.parametrize("url", [None, "https://example.org/moe_nvfp4"])

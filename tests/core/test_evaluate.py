@@ -94,3 +94,15 @@ def test_what_cannot_be_judged_is_an_error():
     impossible[:, 3] = -math.inf  # an infinite perplexity is an answer, not an error
     found = evaluate(speaks(good), {"x": speaks(impossible)}, [ids])["x"]
     assert (found.perplexity, found.kl) == (math.inf, math.inf)
+
+
+def test_models_that_are_not_to_be_compared_are_named():
+    table = torch.randn(VOCABULARY, VOCABULARY)
+    ids = [torch.tensor([1, 2])]
+    with pytest.raises(ValueError, match='a model is named "original"'):  # its sums would be added to the original's
+        evaluate(speaks(table), {"original": speaks(table)}, ids)
+    model = make(qwen3_moe, torch.float32)
+    model.model.layers[1].train()
+    for original, models in ((model, {}), (make(qwen3_moe, torch.float32), {"mine": model})):
+        with pytest.raises(ValueError, match=f"{'mine' if models else 'original'} is in train mode"):
+            evaluate(original, models, ids)

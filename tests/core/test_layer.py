@@ -5,6 +5,7 @@ import math
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -231,7 +232,7 @@ def test_a_linear_in_the_layout_of_kernels_gives_the_checkpoints_bytes_back(N, K
     if zeros:  # blocks that the layout itself cannot hold
         layer.weight_sf[layer.weight_sf < 64] = 0
     want, before = layer(x), {name: t.clone() for name, t in layer.state_dict().items()}
-    hopper = Selected("sm90", True, "sm90")
+    hopper = Selected("sm90", "sm90")
     for look in (
         layer.state_dict, lambda: layer.load_state_dict(before), lambda: layer.to(torch.bfloat16), lambda: layer(x),
     ):  # fmt: skip
@@ -242,7 +243,7 @@ def test_a_linear_in_the_layout_of_kernels_gives_the_checkpoints_bytes_back(N, K
         matrix = named("sm90").dequantize(layer.weights.projection(), *every, torch.float32)[0]  # of gradients
         assert torch.equal(matrix.double(), dense(before["weight"], before["weight_sf"], torch.tensor(2.0**-7)))
         with pytest.raises(TypeError, match="unpack"):  # inside of torch.compile it cannot be unpacked
-            run_linear(x, layer.weights, Selected("cpu", True, None))
+            run_linear(x, layer.weights, Selected("cpu", None))
         assert torch.equal(copy.deepcopy(layer)(x), want)
         look()
         assert not layer.packed and all(torch.equal(t, before[name]) for name, t in layer.named_parameters())
@@ -313,6 +314,53 @@ def test_post_expert_norm_comes_before_the_routing_weight():
         assert y.requires_grad == trained and relative_error(y, expected) < THRESHOLDS["fp32"]
 
 
+def test_what_is_not_finite_in_x(monkeypatch):
+    """It makes its own row NaN, except that a static scale saturates infinities. Other rows are as they were."""
+    x, ids, p = batch(6, 4, 2, 64)
+    for backend in ("", "reference"):
+        monkeypatch.setenv("MOE_NVFP4_BACKEND", backend)
+        for activations, static in (("bf16", False), ("nvfp4", False), ("nvfp4", True)):
+            layer = make(activations=activations, static=static)
+            want = layer(x, ids, p)
+            for value in (math.inf, math.nan):
+                bad = x.clone()
+                bad[2, 5] = value
+                y = layer(bad, ids, p)
+                assert torch.equal(y[[0, 1, 3, 4, 5]], want[[0, 1, 3, 4, 5]])
+                assert bool(y[2].isfinite().all()) == (static and value == math.inf)
+
+
+@pytest.mark.parametrize("activations", ["nvfp4", "nvfp4_four_over_six"])
+def test_the_scale_of_a_row_belongs_to_the_whole_row(activations):
+    """Two ranks with half of I each add up to the layer, values and gradients; by scales of their own they do not."""
+    whole, (x, ids, p), seen = make(activations=activations), batch(8, 4, 2, 64, sentinels=True), []
+    w, I, parts = whole.weights, whole.intermediate_size, []
+    whole.observer = lambda x, h: seen.append(h.abs().amax(-1))
+    whole(x, ids, p)
+    whole.observer = None
+    for columns in (slice(0, I // 2), slice(I // 2, I)):
+        part = NVFP4Experts(4, 64, I // 2, activations=activations)
+        for name, codes in (("gate_up_proj", w.w13), ("gate_up_proj_sf", w.w13_sf)):
+            getattr(part, name).copy_(torch.cat([half[:, columns] for half in codes.chunk(2, 1)], 1))
+        for name, codes, n in (("down_proj", w.w2, 2), ("down_proj_sf", w.w2_sf, 16)):
+            getattr(part, name).copy_(codes[..., columns.start // n : columns.stop // n])
+        for name in ("gate_proj_global_scale", "up_proj_global_scale", "down_proj_global_scale"):
+            getattr(part, name).copy_(getattr(whole, name))
+        parts.append(part)
+    a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
+    want = whole(a, ids, p)
+    assert relative_error(sum(part(x, ids, p) for part in parts), want) > 1e-2
+    for part in parts:
+        part.largest = lambda amax: seen[0]
+    got = sum(part(b, ids, p) for part in parts)
+    assert relative_error(got, want) < THRESHOLDS["fp32"]
+    with torch.no_grad():
+        assert torch.equal(sum(part(x, ids, p) for part in parts), got)
+    for y in (got, want):
+        y.square().sum().backward()
+    assert relative_error(b.grad, a.grad) < THRESHOLDS["fp32"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("activations", ["bf16", "nvfp4"])
@@ -326,24 +374,20 @@ def test_compiles_without_a_graph_break(activations, static, device):
 
 
 def test_ops_pass_torchs_own_check():
+    check = partial(torch.library.opcheck, test_utils=("test_schema", "test_autograd_registration", "test_faketensor"))
     for activations, static in (("bf16", False), ("nvfp4", False), ("nvfp4_four_over_six", True)):
         layer = make(activations=activations, static=static)
-        w = layer.weights
-        x, ids, p = batch(5, 4, 2, 64)
-        backend = layer.backend(x.dtype).name
-        g, spec = group_by_expert(ids, 4), w.spec(backend)
-        rows = [x, None, None, g.token]
-        if w.quantized:
-            args = (x, g.token, w.x_scale, g.order, g.offsets, backend, w.four_over_six)
-            torch.library.opcheck(ops.quantize_rows, args, test_utils=("test_schema", "test_faketensor"))
-            rows = [*ops.quantize_rows(*args), None]
-        args = (*rows, w.tensors(), spec, g.order, g.offsets, x.dtype)
-        torch.library.opcheck(ops.gemm1_swiglu, args, test_utils=("test_schema", "test_faketensor"))
-        h = ops.gemm1_swiglu(*args)
-        h = [*h, *[None] * (4 - len(h))]
-        if activations == "bf16" or static:
-            args = (*h, w.tensors(), spec, g.order, g.offsets, p, x.dtype)
-            torch.library.opcheck(ops.gemm2_combine, args, test_utils=("test_schema", "test_faketensor"))
+        w, (x, ids, p) = layer.weights, batch(5, 4, 2, 64)
+        g, rest = group_by_expert(ids, 4), (w.tensors(), w.spec(layer.backend(x.dtype).name))
+        check(ops.experts, (x, ids, p, None, None, *rest))
+        own = (g.order, g.offsets, 2, x.dtype, *rest)
+        for a, b in ((None, None), (torch.randn(4, 8, 64), torch.randn(4, w.w13.shape[1], 8))):
+            args = (x, torch.rand(4, 64), a, b, None, *own)
+            check(ops.up, args)
+            h = ops.up(*args)[0]
+        args = (h, p, None, torch.rand(4, h.shape[1]), None, None, None, *own)
+        check(ops.down, args)
+        check(ops.down, (h, None, *args[2:]))
 
 
 def test_bad_weights_are_named():
@@ -426,6 +470,8 @@ def test_packed_weights_come_back_wherever_they_are_asked_for(hopper, gate):
     saved = layer.state_dict()
     assert not layer.packed and all(torch.equal(saved[name], before[name]) for name in before)
     assert torch.equal(layer(x, ids, weights), y) and layer.packed
+    layer.load_state_dict({"adapter": torch.ones(1)}, strict=False)  # nothing of this layer
+    assert layer.packed
     layer.to(torch.float64)  # moves and casts restore the checkpoint's bytes, too
     assert not layer.packed
     assert torch.equal(layer.down_proj, before["down_proj"])

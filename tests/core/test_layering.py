@@ -2,6 +2,7 @@
 
 import ast
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -25,11 +26,12 @@ ORDER = [
     ["reference"],
     ["kernels", "quantize"],
     ["backends"],
-    ["backward"],
-    ["training"],
+    ["door"],
+    ["stages"],
     ["ops"],
     ["prepared"],
     ["layer", "linear"],
+    ["experts"],
     ["bench", "calibrate", "evaluate", "ready"],
     ["__init__"],
     ["integrations"],
@@ -87,8 +89,8 @@ def problem(owner, module, inside):
         return "this file has no place in ORDER"
     if owner in ALONE or (target != owner and RANK[target] >= RANK[owner]):
         return f"{target} is not below {owner}"
-    if target == "kernels" != owner and owner != "backends":
-        return "kernels are imported by backends"
+    if target == "kernels" != owner and owner not in ("backends", "experts"):
+        return "kernels are imported by backends, and by experts that stay on the CPU"
     return None
 
 
@@ -97,6 +99,21 @@ def violations(root):
         for line, module, inside in imports(ast.parse(path.read_text("utf-8"))):
             if reason := problem(owner, module, inside):
                 yield f"{path.relative_to(root)}:{line}: {reason}"
+
+
+# What only `experts` knows: that weights may be elsewhere than x, or in files.
+CORE = ("layer", "linear", "ops", "stages", "backends", "prepared", "door", "kernels/backend")
+ELSEWHERE = re.compile(
+    r"\bbeside\b|mapped|map_files|meanwhile\(|\.meanwhile|_number\b|on_cpu|host_weights|kernels.offload"
+)
+
+
+def mentions(root):
+    for name in CORE:
+        path = root / "moe_nvfp4" / f"{name}.py"
+        for line, text in enumerate(path.read_text("utf-8").splitlines(), 1):
+            if ELSEWHERE.search(text):
+                yield f"{path.relative_to(root)}:{line}: {text.strip()}"
 
 
 def unlisted_packages(root):
@@ -108,6 +125,39 @@ def unlisted_packages(root):
 
 def test_imports_point_one_way():
     assert list(violations(ROOT)) == []
+
+
+def test_the_core_runs_weights_where_x_is(tmp_path):
+    assert list(mentions(ROOT)) == []
+    for name in CORE:
+        (path := tmp_path / "moe_nvfp4" / f"{name}.py").parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("if self.on_cpu:\n")
+    assert len(list(mentions(tmp_path))) == len(CORE)
+
+
+NAMES = {"max", "four_over_six", "mse", "weighted", "gptq", "modelopt", "compressed-tensors"}
+
+
+def compared(tree):
+    """(line, name) where the name of a recipe or a dialect is compared, or a dialect is told by its scales."""
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Compare, ast.MatchValue)):
+            found = (part for part in ast.walk(node) if isinstance(part, ast.Constant))
+            yield from ((part.lineno, part.value) for part in found if part.value in NAMES)
+        elif isinstance(node, ast.Attribute) and node.attr == "reciprocal":
+            yield node.lineno, ast.unparse(node)
+
+
+def test_recipes_and_dialects_are_asked_and_not_named():
+    found = []
+    for path, owner in sources(ROOT):
+        if owner not in OUTSIDE and "dialects" not in path.parts and "kernels" not in path.parts:
+            found += [
+                f"{path.relative_to(ROOT)}:{line}: {name}" for line, name in compared(ast.parse(path.read_text()))
+            ]
+    assert found == []
+    planted = "if recipe == 'gptq' or options.recipe not in ('max', 'mse') or d.reciprocal: pass"
+    assert [name for _, name in compared(ast.parse(planted))] == ["gptq", "max", "mse", "d.reciprocal"]
 
 
 def test_every_folder_is_packaged():
@@ -167,7 +217,7 @@ def test_the_package_is_lazy():
     code = (
         "import sys, moe_nvfp4, moe_nvfp4.cli\n"
         "assert not {'torch', 'numpy', 'transformers', 'tqdm'} & set(sys.modules)\n"
-        "assert moe_nvfp4.NVFP4Experts is __import__('moe_nvfp4.layer').layer.NVFP4Experts\n"
+        "assert moe_nvfp4.NVFP4Experts is __import__('moe_nvfp4.experts').experts.NVFP4Experts\n"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

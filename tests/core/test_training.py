@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from moe_nvfp4 import backends, backward, ops, reference
+from moe_nvfp4 import backends, reference, stages
 from moe_nvfp4.format import dequantize
 from moe_nvfp4.linear import NVFP4Linear
-from moe_nvfp4.training import Adapter
-from moe_nvfp4.weights import Gate
+from moe_nvfp4.ops import Adapter
+from moe_nvfp4.weights import SILU, Gate
 from tests.common import Kernels, random_layer, relative_error
 from tests.gradients import CLOSE, GATES, E, H, I, batch, compare, dense, leaf, oracle
 
@@ -23,40 +23,82 @@ from tests.gradients import CLOSE, GATES, E, H, I, batch, compare, dense, leaf, 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("gate", GATES)
 def test_gradients_equal_those_of_dequantized_float64(gate, dtype, backend, monkeypatch):
-    """Fused, with GEMM 1 recomputed; stage by stage, with its output kept; and with biases that are trained."""
     monkeypatch.setenv("MOE_NVFP4_BACKEND", backend)
     for bias in (None, torch.float32):
         layer = random_layer(E, H, I, GATES[gate], bias=bias)
-        compare(layer, *batch(dtype), CLOSE[dtype])
-        layer.recompute = False
         compare(layer, *batch(dtype), CLOSE[dtype])
     compare(layer, *batch(dtype), CLOSE[dtype], train_biases=True)
 
 
 @pytest.mark.parametrize("backend", ["", "reference"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("hook", ["none", "biases", "own gate", "norm", "factors", "observer", "up", "down"])
+def test_the_same_bits_with_gradients_as_without(hook, dtype, backend, monkeypatch):
+    monkeypatch.setenv("MOE_NVFP4_BACKEND", backend)
+    x, ids, p = batch(dtype)
+    g = torch.Generator().manual_seed(4)
+    pairs = {"up": ((E, 8, H), (E, 2 * I, 8)), "down": ((E, 8, I), (E, H, 8))}  # adapters
+    pair = tuple(torch.randn(shape, generator=g).to(dtype) / 9 for shape in pairs.get(hook, ()))
+    for activations, static in (("bf16", False), ("nvfp4", True), ("nvfp4", False), ("nvfp4_four_over_six", False)):
+        gate = Gate("raw") if hook == "own gate" else SILU
+        layer = random_layer(E, H, I, gate, activations, dtype, static, input_scale=3e-3)
+        layer.own_gate = lambda z: torch.tanh(z[:, :I]) * z[:, I:]
+        if hook == "biases":
+            layer.gate_up_proj_bias.requires_grad_()
+        elif hook == "norm":
+            layer.post_expert_norm = nn.RMSNorm(H, dtype=dtype)
+        elif hook == "factors":
+            layer.add_pre_quant_scales(torch.float32)
+            for f in layer.pre_quant_scales:
+                f.data.uniform_(0.5, 2.0, generator=g)
+        elif hook == "observer":
+            layer.observer = lambda *rows: None
+        adapters = tuple((Adapter(*pair),) if name == hook else () for name in ("up", "down"))
+        with torch.no_grad():
+            want = layer(x, ids, p, adapters)
+        got = layer(leaf(x, x.dtype), ids, leaf(p, p.dtype), adapters)
+        assert got.requires_grad and torch.equal(got, want)
+
+
+@pytest.mark.parametrize("backend", ["", "reference"])
 @pytest.mark.parametrize("activations, static", [("nvfp4", True), ("nvfp4", False), ("nvfp4_four_over_six", False)])
-@pytest.mark.parametrize("recompute", [True, False])
-def test_w4a4_goes_straight_through(recompute, activations, static, backend, monkeypatch):
+def test_w4a4_goes_straight_through(activations, static, backend, monkeypatch):
     monkeypatch.setenv("MOE_NVFP4_BACKEND", backend)
     layer = random_layer(E, H, I, activations=activations, bias=torch.float32, static=static, input_scale=3e-3)
-    layer.recompute = recompute
     compare(layer, *batch(torch.float32), 1e-5)
 
 
 @settings(max_examples=25, deadline=None)
 @given(
     sizes=st.lists(st.integers(0, 4), min_size=E, max_size=E), unrouted=st.integers(0, 4), top_k=st.integers(1, 3),
-    I=st.sampled_from([32, 40]), recompute=st.booleans(), seed=st.integers(0, 99),
+    I=st.sampled_from([32, 40]), seed=st.integers(0, 99),
 )  # fmt: skip
-def test_any_routing(sizes, unrouted, top_k, I, recompute, seed):
+def test_any_routing(sizes, unrouted, top_k, I, seed):
     """No tokens, experts without tokens, all slots unrouted; weights with padding."""
     layer = random_layer(E, H, I)
-    layer.recompute = recompute
     compare(layer, *batch(torch.float32, sizes, unrouted, top_k, seed), 1e-5)
 
 
+@pytest.mark.parametrize("backend", ["", "reference"])
+@pytest.mark.parametrize("hook", ["none", "norm", "factors"])
+def test_no_experts_per_token(hook, backend, monkeypatch):
+    """top_k = 0: the output and all gradients are zeros."""
+    monkeypatch.setenv("MOE_NVFP4_BACKEND", backend)
+    layer = random_layer(E, H, I, bias=torch.float32)
+    layer.gate_up_proj_bias.requires_grad_()
+    if hook == "norm":
+        layer.post_expert_norm = nn.RMSNorm(H)
+    elif hook == "factors":
+        layer.add_pre_quant_scales(torch.float32)
+    x, p = torch.randn(3, H, requires_grad=True), torch.ones(3, 0, requires_grad=True)
+    y = layer(x, torch.zeros(3, 0, dtype=torch.int64), p)
+    y.sum().backward()
+    assert y.shape == x.shape == x.grad.shape and p.grad.shape == p.shape
+    assert not (y.any() or x.grad.any() or layer.gate_up_proj_bias.grad.any())
+
+
 def test_a_large_batch_is_cut_by_tokens(monkeypatch):
-    monkeypatch.setattr(backward, "MAX_ROWS", 7)
+    monkeypatch.setattr(stages, "MAX_ROWS", 7)
     compare(random_layer(E, H, I), *batch(torch.float32), 2e-6)
 
 
@@ -64,16 +106,16 @@ def test_a_large_batch_is_cut_by_tokens(monkeypatch):
 @pytest.mark.parametrize("name", ["w13", "w2"])
 def test_windows_of_columns(name, scratch, monkeypatch):
     """As on GPUs: one window of all experts' columns at a time, and all at once; also for a linear."""
-    monkeypatch.setattr(backward, "SCRATCH", scratch)
+    monkeypatch.setattr(stages, "SCRATCH", scratch)
     layer, backend = random_layer(4, 200, 136), backends.named("cpu")
     weights, w = layer.weights.projection(name), dense(layer)[name == "w2"]
     rows, offsets = torch.randn(9, weights.rows).bfloat16(), torch.tensor([0, 2, 2, 6, 8], dtype=torch.int32)
-    got = backward._times_windows(rows, weights, offsets, backend)
+    got = stages._times_windows(rows, weights, offsets, backend)
     for e, (first, last) in enumerate(pairwise(offsets.tolist())):
         if first < last:  # the ninth row has no expert
             assert relative_error(got[first:last], rows[first:last].double() @ w[e]) < CLOSE[torch.bfloat16]
     one = weights._replace(codes=weights.codes[:1], sf=weights.sf[:1], scale=weights.scale[:1], first_scale=None)
-    got = backward._times_windows(rows, one, None, backend)
+    got = stages._times_windows(rows, one, None, backend)
     matrix = dequantize(one.codes[0], one.sf[0], one.scale)[:, : weights.width]
     assert relative_error(got, rows.double() @ matrix.double()) < CLOSE[torch.bfloat16]
 
@@ -111,8 +153,8 @@ def test_weights_in_hoppers_layout(activations):
             a, b = leaf(x, x.dtype), leaf(p, p.dtype)
             w, dy = layer.weights, torch.ones(x.shape, dtype=x.dtype)
             assert layer.packed == bool(backend)
-            grads.append(backward.layer_gradients(dy, a.detach(), ids, b.detach(), w, backends.named(
-                "sm90" if backend else "cpu")))  # fmt: skip
+            kernels = backends.named("sm90" if backend else "cpu")
+            grads.append(stages.gradients(dy, a.detach(), ids, b.detach(), w, kernels, False))
             if backend:
                 unpacked = backend[0].unpacked(w)
                 layer.unpack()
@@ -280,20 +322,18 @@ def test_w4a4_linears_go_straight_through():
 def test_second_derivatives_are_refused():
     x, ids, p = batch(torch.float32)
     layer, a = random_layer(E, H, I), leaf(x, x.dtype)
-    kept = random_layer(E, H, I)
-    kept.recompute = False
-    for f in (lambda a: layer(a, ids, p), lambda a: kept(a, ids, p), linear()):
+    normed = random_layer(E, H, I)
+    normed.post_expert_norm = nn.RMSNorm(H)
+    for f in (lambda a: layer(a, ids, p), lambda a: normed(a, ids, p), linear()):
         (grad,) = torch.autograd.grad(f(a).square().sum(), a, create_graph=True)
         with pytest.raises(NotImplementedError, match="second derivatives of 4-bit experts and linears"):
             grad.sum().backward()
 
 
-@pytest.mark.parametrize("recompute", [True, False])
-def test_scales_are_not_trained(recompute):
+def test_scales_are_not_trained():
     """`requires_grad_()` of all floating parameters would silently leave them as they are."""
     x, ids, p = batch(torch.float32)
     layer = random_layer(E, H, I)
-    layer.recompute = recompute
     adapters = ((Adapter(torch.randn(E, 4, H), torch.randn(E, 2 * I, 4)),), ())
     for module, args in ((linear(), ()), (layer, (ids, p)), (layer, (ids, p, adapters))):
         for name, parameter in module.named_parameters():
@@ -302,25 +342,12 @@ def test_scales_are_not_trained(recompute):
             module(leaf(x, x.dtype), *args).sum().backward()
 
 
-def test_stages_one_by_one_have_no_gradients():
-    x, ids, p = batch(torch.float32)
-    w = random_layer(E, H, I).weights
-    groups = ops.group_by_expert(ids, E)
-    rows = leaf(x[groups.token.long()], x.dtype)
-    spec = w.spec("reference")
-    (h,) = ops.gemm1_swiglu(rows, None, None, None, w.tensors(), spec, groups.order, groups.offsets, x.dtype)
-    with pytest.raises(NotImplementedError, match="have no gradients: call NVFP4Experts or moe_forward"):
-        h.sum().backward()
-
-
 @pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("recompute", [True, False])
-def test_gradient_checkpointing(recompute, reentrant):
+def test_gradient_checkpointing(reentrant):
     from torch.utils.checkpoint import checkpoint
 
     x, ids, p = batch(torch.float32)
     layer, grads = random_layer(E, H, I), []
-    layer.recompute = recompute
     for f in (layer, lambda *args: checkpoint(layer, *args, use_reentrant=reentrant)):
         a, b = leaf(x, x.dtype), leaf(p, p.dtype)
         f(a, ids, b).square().sum().backward()
@@ -344,11 +371,9 @@ def test_autocast_chooses_the_dtype():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recompute", [True, False])
-def test_compiled(recompute):
+def test_compiled():
     x, ids, p = batch(torch.float32)
     layer, grads = random_layer(E, H, I, bias=torch.float32), []
-    layer.recompute = recompute
     torch.compiler.reset()
     for f in (layer, torch.compile(layer, fullgraph=True, backend="aot_eager")):
         a, b = leaf(x, x.dtype), leaf(p, p.dtype)

@@ -7,6 +7,7 @@ import torch
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
+from moe_nvfp4.calibrate import observe
 from moe_nvfp4.integrations.huggingface import (
     MoeNvfp4Config,
     calibrate,
@@ -134,6 +135,53 @@ def test_a_model_in_train_mode_is_calibrated_without_dropout():
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("family", [qwen3_moe, llama4, gpt_oss], ids=lambda f: f.__name__)
+def test_padding_does_not_count(family):
+    """Prompts of several lengths in one batch, as a tokenizer pads them, are as good as one by one."""
+    models = [swap_experts(make(family).float(), progress=False) for _ in range(3)]
+    for model in models:
+        with torch.no_grad():
+            padding = model.get_input_embeddings().weight[0]
+            padding.zero_()[:1] = 1000.0  # one column that is larger than any of the tokens', behind any norm
+    ids, mask = torch.zeros(2, 8, dtype=torch.int64), torch.zeros(2, 8, dtype=torch.int64)
+    ids[0], ids[1, :3] = IDS[0], torch.tensor([5, 6, 7])
+    mask[0], mask[1, :3] = 1, 1
+    calibrate(models[0], [IDS, ids[1:, :3]], progress=False)
+    calibrate(models[1], [{"input_ids": ids, "attention_mask": mask}], progress=False)
+    calibrate(models[2], [ids], progress=False)  # which are tokens, for all that is said
+    scales = [{n: p for n, p in model.named_parameters() if n.endswith("input_scale")} for model in models]
+    for name, scale in scales[0].items():
+        torch.testing.assert_close(scales[1][name], scale, rtol=1e-4, atol=0)
+    assert any(not torch.allclose(scales[2][name], scale, rtol=0.1) for name, scale in scales[0].items())
+
+
+def test_routing_may_be_given_by_name_in_any_order():
+    models, scales = [swap_experts(make(qwen3_moe).float(), progress=False) for _ in range(2)], []
+    mlp = models[1].model.layers[0].mlp
+    mlp.experts = Named(mlp.experts)
+    for model in models:
+        calibrate(model, PROMPTS, progress=False)
+        scales.append([p for n, p in model.named_parameters() if n.endswith("input_scale")])
+    assert all(torch.equal(a, b) for a, b in zip(*scales, strict=True)) and len(scales[0]) == 4
+
+
+class Named(torch.nn.Module):
+    def __init__(self, experts):
+        super().__init__()
+        self.inside = experts
+
+    def forward(self, x, index, weights):
+        return self.inside(top_k_weights=weights, top_k_index=index, hidden_states=x)
+
+
+def test_what_no_row_reaches_has_no_scale():
+    """Rows that are routed to no expert are zeros behind the first product."""
+    layer = swap_experts(make(qwen3_moe).float(), progress=False).model.layers[0].mlp.experts
+    nowhere = torch.full((4, 2), layer.num_experts)
+    with pytest.raises(ValueError, match="experts was not reached by any token"):
+        observe({"experts": layer}, lambda: layer(torch.ones(4, 64), nowhere, torch.ones(4, 2)))
+
+
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize("family", [qwen3_moe, mixtral, gpt_oss, nemotron_h, llama4], ids=lambda f: f.__name__)
 def test_static_w4a4_is_about_as_good_as_dynamic(family, tmp_path):
@@ -161,6 +209,9 @@ def test_what_cannot_be_calibrated_is_named(tmp_path):
     for wrong, got in ((PROMPTS[0], r"\[\d+\]"), (["some text"], "str")):
         with pytest.raises(TypeError, match=f"batches has {got}: it is a list of token ids"):
             calibrate(model, wrong, progress=False)
+    for wrong in (torch.tensor([[3, 96]]), torch.zeros(1, 129, dtype=torch.int64)):
+        with pytest.raises(ValueError, match="token ids from 3 to 96|129 tokens in a row"):
+            calibrate(model, [wrong], progress=False)
     with torch.no_grad():
         model.model.embed_tokens.weight[17] = float("nan")
     with pytest.raises(ValueError, match="model.layers.0.mlp.experts got activations with NaN or Inf"):

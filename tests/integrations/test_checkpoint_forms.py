@@ -104,6 +104,9 @@ def test_a_folder_whose_config_is_silent(config, tmp_path, capsys):
         args = Namespace(model=str(folder), device="cpu", recipe=None, exclude=[], activations=None)
         ours, _ = models.load(args, "bf16", tokenizer=False)  # as commands do
         assert {m.activations for m in packed(ours, HFExperts).values()} == {"nvfp4"}
+        inside = dict(subfolder=folder.name)  # of a repository that holds several
+        again = load(tmp_path, config=checkpoint_config(tmp_path, **inside), **inside)
+        assert {m.activations for m in packed(again, HFExperts).values()} == {"nvfp4"}
         set_activations(model, "bf16")
         cli.main(["info", str(folder)])
         assert "2 layers of experts, NVFP4 of modelopt" in capsys.readouterr().out

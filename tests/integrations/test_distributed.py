@@ -37,7 +37,7 @@ if sys.argv[3] == "nccl":
 for run in json.loads(sys.argv[2]):  # one start of the interpreter serves all runs
     if run["hopper"] and sys.argv[3] == "gloo":
         rest.enter_context(stand_for_hopper())
-    kwargs = dict(quantization_config=MoeNvfp4Config()) if run["quantize"] else {}
+    kwargs = {} if run["fields"] is None else dict(quantization_config=MoeNvfp4Config(**run["fields"]))
     kwargs |= dict(dtype=torch.bfloat16 if run["hopper"] else torch.float32)
     mode = DistributedConfig(**run["mode"])
     if run["refused"]:
@@ -62,6 +62,7 @@ torch.distributed.destroy_process_group()
 """
 
 SOURCES = [("bf16", False), ("nvfp4", False), ("nvfp4", True)]  # from then on the CPU stands for a Hopper GPU
+W4A4 = ("nvfp4", "nvfp4_four_over_six")
 MODES = {
     "tp": dict(tp_size=2),
     "ep all-reduce": dict(tp_size=2, ep_size=2),
@@ -86,16 +87,16 @@ needs_ep = pytest.mark.skipif(
 )
 
 
-def a_run(source, out, mode, quantize=False, hopper=False, refused=False):
-    """What a worker is told. hopper: run in bf16 on Hopper GPUs, or on a CPU that stands for one; refused: write down
-    the error."""
-    modes = dict(mode=MODES[mode], quantize=quantize, hopper=hopper, refused=refused)
+def a_run(source, out, mode, fields=None, hopper=False, refused=False):
+    """What a worker is told. fields: of a `MoeNvfp4Config`, None: without one; hopper: run in bf16 on Hopper GPUs, or
+    on a CPU that stands for one; refused: write down the error."""
+    modes = dict(mode=MODES[mode], fields=fields, hopper=hopper, refused=refused)
     return dict(source=str(source), out=str(out), **modes)
 
 
-def one_process(source, out, dtype=torch.float32):
+def one_process(source, out, dtype=torch.float32, **fields):
     """Quantize and save in one process -> folder, logits, tokens."""
-    model = load(source, dtype, quantization_config=MoeNvfp4Config())
+    model = load(source, dtype, quantization_config=MoeNvfp4Config(**fields))
     model.save_pretrained(out)
     return out, logits(model), model.generate(IDS, max_new_tokens=8, do_sample=False)
 
@@ -113,11 +114,22 @@ def scales_of_others(path):
     return quantized(path, qwen, "compressed-tensors")[0]
 
 
+def experts_only(path):
+    return quantized(path, qwen, "modelopt")[0]
+
+
+# what is loaded, how it is split, fields of the config, the error
+IN_FILES = "map_files keeps whole experts beside one GPU, and this model is split over ranks"
 REFUSED = {
-    cut_blocks: ("tp", "does not split over 2 ranks into whole blocks of 16"),
-    linears_too: ("tp", "quantized linears are not split over ranks yet"),
-    scales_of_others: ("ep all-reduce", "compressed-tensors's scales cannot be split over ranks as they are read"),
-}
+    "cut blocks": (cut_blocks, "tp", {}, "does not split over 2 ranks into whole blocks of 16"),
+    "linears too": (linears_too, "tp", None, "quantized linears are not split over ranks yet"),
+    "scales of others": (
+        scales_of_others, "ep all-reduce", None,
+        "compressed-tensors's scales cannot be split over ranks as they are read",
+    ),
+    "channels in files": (experts_only, "tp", {"map_files": True, "cpu_experts": 1}, IN_FILES),
+    "experts in files": (experts_only, "ep all-reduce", {"map_files": True}, IN_FILES),
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -131,15 +143,18 @@ def results(tmp_path_factory):
         True: one_process(path / "bf16", path / "nvfp4 and bf16", torch.bfloat16),
     }
     runs = [
-        a_run(path / source, path / f"{mode}-{source}-{hopper}", mode, source == "bf16", hopper)
+        a_run(path / source, path / f"{mode}-{source}-{hopper}", mode, {} if source == "bf16" else None, hopper)
         for source, hopper in SOURCES
         for mode in MODES
     ]
     refused = [
-        a_run(source(path / source.__name__), path / source.__name__, mode, source is cut_blocks, refused=True)
-        for source, (mode, _) in REFUSED.items()
+        a_run(source(path / name), path / name, mode, fields, refused=True)
+        for name, (source, mode, fields, _) in REFUSED.items()
     ]
-    codes, outputs = launch(path, refused + runs)
+    for name in W4A4:
+        one[name] = one_process(path / "bf16", path / f"W4A4 {name}", activations=name)
+    quantized_h = [a_run(path / f"W4A4 {name}", path / f"tp-{name}", "tp") for name in W4A4]
+    codes, outputs = launch(path, refused + quantized_h + runs)
     assert codes == [0, 0], "\n".join(o[-3000:] for o in outputs)
     return path, one
 
@@ -163,6 +178,16 @@ def test_two_processes_equal_one(mode, source, hopper, results):
     same_tensors(expected, saved)
 
 
+@needs_ep
+@pytest.mark.parametrize("activations", W4A4)
+def test_rows_quantized_by_ranks_have_the_scale_of_the_whole_row(activations, results):
+    """By the scales of their own parts the logits were 6 and 8 % off."""
+    path, one = results
+    _, logits, tokens = one[activations]
+    result = torch.load(path / f"tp-{activations}" / "result.pt")
+    assert torch.equal(result["tokens"], tokens) and relative_error(result["logits"], logits) < 1e-5
+
+
 @on_two_gpus
 @needs_ep
 @pytest.mark.parametrize("mode", MODES)
@@ -182,11 +207,11 @@ def test_experts_split_over_two_gpus(mode, tmp_path):
 
 
 @needs_ep
-@pytest.mark.parametrize("source", REFUSED, ids=lambda source: source.__name__)
-def test_files_that_cannot_be_split_are_refused(source, results):
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_split_is_refused(case, results):
     path, _ = results
     for rank in (0, 1):
-        assert REFUSED[source][1] in (path / f"{source.__name__} rank {rank}").read_text()
+        assert REFUSED[case][-1] in (path / f"{case} rank {rank}").read_text()
 
 
 @pytest.mark.parametrize("family", [gpt_oss, llama4], ids=lambda f: f.__name__)

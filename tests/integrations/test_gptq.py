@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import time
+import warnings
 from dataclasses import replace
 from functools import partial
 
@@ -203,7 +205,7 @@ def test_no_layer_is_run_that_nothing_needs(tmp_path, monkeypatch):
 
 def test_an_error_before_the_first_layer_leaves_nothing(tmp_path, monkeypatch):
     source = folder(tmp_path, qwen3_moe)
-    with pytest.raises(IndexError):
+    with pytest.raises(ValueError, match="token ids from 1000000"):
         convert_gptq(source, tmp_path / "new", [torch.tensor([[10**6]])], CPU, progress=False)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**6, 10**6, 200_000))
     with pytest.raises(ValueError, match="200.0 KB free, about 242.8 KB are needed"):  # 160 KB, experts twice
@@ -212,7 +214,7 @@ def test_an_error_before_the_first_layer_leaves_nothing(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("other", ["text", "source"])
+@pytest.mark.parametrize("other", ["text", "source", "version"])
 def test_another_text_or_source_starts_anew(other, tmp_path, monkeypatch):
     source = folder(tmp_path, qwen3_moe)
     planned = module.convert_checkpoint(source, tmp_path / "new", CPU, dry_run=True)
@@ -226,6 +228,11 @@ def test_another_text_or_source_starts_anew(other, tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
         patch.setattr(module, "convert_checkpoint", at_once)
+        if other == "version":  # another release may quantize otherwise
+            patch.setattr(module, "__version__", "0.0")
+            save = module.CodesFolder.save
+            spoilt = lambda self, name, made: save(self, name, {k: torch.zeros_like(t) for k, t in made.items()})
+            patch.setattr(module.CodesFolder, "save", spoilt)
         convert_gptq(source, tmp_path / "new", batches(seed=int(other == "text")), CPU, progress=False)
     if other == "source":
         files = list(source.glob("*.safetensors"))
@@ -256,6 +263,36 @@ def test_what_users_are_told(tmp_path, capsys):
     assert "--windows would have no effect on recipe mse" in capsys.readouterr().err
     assert main(["quantize", str(new), str(tmp_path / "x"), "--recipe", "gptq", "--text", __file__]) == 2
     assert "NVFP4 already" in capsys.readouterr().err
+
+
+def test_few_tokens_are_said_with_the_numbers():
+    with pytest.warns(
+        UserWarning, match=r"16 of 16 experts saw fewer than 8 rows for each of their input columns \(512\)"
+    ):
+        swap_experts(make(qwen3_moe), recipe="gptq", calibration=torch.tensor([[3]]), progress=False)
+
+
+def test_autocast_changes_no_byte():
+    """Neither of the codes of gptq, nor of what weighted learns."""
+    for recipe in ("gptq", "weighted"):
+        models = [make(qwen3_moe, torch.float32) for _ in range(2)]
+        for model, on in zip(models, (False, True), strict=True):
+            with torch.autocast("cpu", torch.bfloat16, enabled=on), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                swap_experts(model, recipe=recipe, calibration=batches(), progress=False)
+        for a, b in zip(*(model.state_dict().values() for model in models), strict=True):
+            assert torch.equal(a, b)
+
+
+def test_the_command_says_what_it_did(tmp_path, capsys, monkeypatch):
+    """A dry run names the recipe; the time is that of all the work."""
+    source = folder(tmp_path, qwen3_moe)
+    assert main(["quantize", str(source), str(tmp_path / "x"), "--recipe", "gptq", "--dry-run", "--device", "cpu"]) == 0
+    assert "48 expert matrices quantized (gptq)" in capsys.readouterr().out
+    run = module.LayerWalk.run
+    monkeypatch.setattr(module.LayerWalk, "run", lambda self, i: (time.sleep(0.7), run(self, i)))
+    report, _ = convert_gptq(source, tmp_path / "new", batches(), CPU, progress=False)
+    assert report.seconds > 1.4
 
 
 def exact(family=qwen3_moe):

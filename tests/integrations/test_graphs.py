@@ -5,6 +5,7 @@ as in a CUDA graph, nothing of the model's Python runs any more.
 """
 
 import copy
+import pickle
 import runpy
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -97,6 +98,29 @@ def test_the_same_as_without(family, recorded):
     assert all(torch.equal(a, b) for a, b in zip(got.logits, want.logits, strict=True))
     last = [step[-1] for step in got.hidden_states[1:]]
     assert not any(torch.equal(a, b) for a, b in zip(last, last[1:], strict=False))  # each step has its own
+
+
+def test_nobody_needs_to_ask(recorded, monkeypatch, caplog):
+    """A swapped model on a GPU decodes by graphs if its cache is static, and so do its copies. With a dynamic cache
+    there is a hint, once; a compile_config, and a model that graphs do not take, get transformers' own step."""
+    monkeypatch.setattr(graphs, "_on_gpu", lambda model: True)
+    monkeypatch.setattr(graphs.Hint, "said", False)
+    model = swap_experts(make(qwen3_moe), progress=False)
+    model.generation_config = GenerationConfig(pad_token_id=0)
+    for _ in range(2):
+        model.generate(IDS, max_new_tokens=STEPS, do_sample=False)
+    assert caplog.text.count('generate(cache_implementation="static") decodes this model several times faster') == 1
+    static = dict(max_new_tokens=STEPS, do_sample=False, cache_implementation="static")
+    want = model.generate(IDS, **static, disable_compile=True)
+    monkeypatch.setattr(type(model), "_valid_auto_compile_criteria", lambda model, kwargs, config: True)
+    for i, one in enumerate((model, copy.deepcopy(model), pickle.loads(pickle.dumps(model)))):
+        got = one.generate(IDS, **static)
+        assert torch.equal(got, want) and recorded["captured"] == i + 1
+        assert one.get_compiled_call().model is one
+    other = swap_experts(make(gpt_oss), progress=False)
+    for one in (model, other):
+        monkeypatch.setattr(type(one), "get_compiled_call", lambda model, compile_config: "transformers' own")
+    assert model.get_compiled_call(CompileConfig()) == other.get_compiled_call() == "transformers' own"
 
 
 def test_each_call_of_generate_has_a_graph_of_its_own(recorded):

@@ -1,22 +1,32 @@
 """Inputs of experts, collected from models of every kind, against the same collected by hand."""
 
 import json
+from argparse import Namespace
 
 import pytest
 import torch
 from safetensors.torch import save_file
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedTokenizerFast,
+)
 
 from moe_nvfp4.cli import main
+from moe_nvfp4.cli.models import windows_of
 from moe_nvfp4.integrations.huggingface import MoeNvfp4Config, swap_experts
 from moe_nvfp4.integrations.huggingface.calibration import (
     calibration_batches,
     files_importance,
     model_importance,
+    tokenizer_at,
 )
 from moe_nvfp4.integrations.huggingface.experts import describe
+from moe_nvfp4.integrations.huggingface.gptq import convert_gptq
 from moe_nvfp4.integrations.huggingface.statistics import expert_rows
 from moe_nvfp4.quantize.convert import convert_checkpoint
 from moe_nvfp4.quantize.importance import layer_importance, load_importance, save_importance
@@ -93,10 +103,23 @@ def glm_moe_dsa():
         mlp_layer_types=["dense", "sparse", "sparse"]))  # fmt: skip
 
 
-@pytest.mark.slow_after(4)
-@pytest.mark.parametrize("family", [glm_moe_dsa, *FAMILIES[::-1]])  # nemotron_h is quick: its routers have buffers
+def gemma4_shared():
+    """Its last two layers take keys and values of the first two."""
+    from transformers import Gemma4ForCausalLM, Gemma4TextConfig
+
+    return Gemma4ForCausalLM(Gemma4TextConfig(
+        **SMALL | dict(num_hidden_layers=4), intermediate_size=48, moe_intermediate_size=48, num_experts=4,
+        top_k_experts=2, enable_moe_block=True, hidden_size_per_layer_input=16, vocab_size_per_layer_input=96,
+        num_kv_shared_layers=2, sliding_window=32, layer_types=["sliding_attention", "full_attention"] * 2,
+        global_head_dim=16))  # fmt: skip
+
+
+@pytest.mark.slow_after(5)
+@pytest.mark.parametrize(
+    "family", [gemma4_shared, glm_moe_dsa, *FAMILIES[::-1]]
+)  # nemotron_h is quick: its routers have buffers
 def test_layer_by_layer_from_files_is_the_whole_model(family, tmp_path):
-    """Layers compute the same, bit for bit. No two layers or experts are mixed up, and files that are not part of the
+    """Layers compute the same, bit for bit. No two layers or experts are mixed up, and files that are no part of the
     checkpoint are ignored."""
     source = folder(tmp_path, family)
     save_file({name: torch.zeros_like(tensor) for name, tensor in tensors(source).items()}, source / "old.safetensors")
@@ -114,11 +137,11 @@ def test_h_of_interleaved_experts_with_biases():
     module = model.model.layers[0].mlp.experts
     module.gate_up_proj_bias.data.normal_()
     x = torch.randn(6, 64)
-    ids, weights = torch.arange(4)[None].expand(6, -1), torch.tensor([1.0, 0, 0, 0]).expand(6, -1)
+    ids, weights = torch.arange(4)[None].expand(6, -1), torch.tensor([[1.0, 0, 0, 0]] * 3 + [[1.0, 0, 0, 1e-30]] * 3)
     with torch.no_grad():
         rows = {e: (x, h) for e, x, h in expert_rows(module, describe(module), x, ids, weights)}
         want = module(x, ids, weights)
-    assert rows.keys() == {0, 1, 2, 3} and torch.equal(rows[3][0], x)
+    assert rows.keys() == {0, 3} and torch.equal(rows[3][0], x[3:])  # a weight of 0: not routed there
     got = rows[0][1] @ module.down_proj[0] + module.down_proj_bias[0]
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
@@ -167,11 +190,72 @@ def test_random_ids_are_the_same_ids(tmp_path):
     assert 0 <= min(ids.min() for ids in one) and 90 < max(ids.max() for ids in one) < 96
 
 
-def test_texts_become_windows_and_nothing_else_becomes_a_text(tmp_path):
-    config = make(qwen3_moe).config
-    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(96)}, unk_token="w0"))
+def add_tokenizer(path, words=96, bos=False):
+    """A word w17 is token 17. bos: texts begin with <s>, which is token 95."""
+    vocabulary = {f"w{i}": i for i in range(words)}
+    if bos:
+        del vocabulary["w95"]
+        vocabulary["<s>"] = 95
+    words = Tokenizer(models.WordLevel(vocabulary, unk_token="w0"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0").save_pretrained(tmp_path)
+    if bos:
+        words.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 95)])
+    special = {"bos_token": "<s>"} if bos else {}
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0", **special).save_pretrained(path)
+
+
+def test_every_window_of_a_text_begins_with_bos(tmp_path):
+    """Where the tokenizer begins a text with it."""
+    config = make(qwen3_moe).config
+    text = " ".join(f"w{2 + i % 90}" for i in range(300))
+    (tmp_path / "text").write_text(text, "utf-8")
+    args = Namespace(windows=9, window=None)
+    for bos in (False, True):
+        add_tokenizer(tmp_path, bos=bos)
+        windows = calibration_batches(text, config, tmp_path)
+        assert [len(ids[0]) for ids in windows] == ([128, 128, 47] if bos else [128, 128, 44])
+        assert all((ids[0, 0] == 95) == bos and (ids[0, 1:] < 95).all() for ids in windows)
+        rest = torch.cat([ids[0, int(bos) :] for ids in windows])
+        assert torch.equal(rest, 2 + torch.arange(300) % 90)
+        assert torch.equal(windows_of(args, tokenizer_at(tmp_path), text, config), torch.cat(windows[:2]))
+
+
+def test_windows_that_the_model_does_not_take_are_refused(tmp_path, capsys):
+    """Tokens beyond the vocabulary, too many in a row, no tokenizer."""
+    source = folder(tmp_path, qwen3_moe)
+    (tmp_path / "text").write_text("\ufeffw95 w7 " + "w3 " * 400, "utf-8")
+    command = ["importance", str(source), str(tmp_path / "out"), "--text", str(tmp_path / "text"), "--device", "cpu"]
+    gptq = ["quantize", str(source), str(tmp_path / "out"), "--recipe", "gptq", *command[3:]]
+    for args in (command, gptq):
+        assert main(args) == 2
+        assert "download its files (tokenizer.json" in capsys.readouterr().err
+    add_tokenizer(source, 100)
+    assert main([*command, "--window", "5", "--windows", "2"]) == 0  # a byte order mark is no part of the first word
+    (tmp_path / "out").unlink()
+    capsys.readouterr()
+    (tmp_path / "text").write_text("w99 " * 400, "utf-8")
+    for args, message in (
+        ((), "token ids from 99 to 99, the model has 0 to 95"),
+        (("--window", "200"), "token ids"),
+        (("--window", "500"), "the text has 400 tokens"),
+    ):
+        for given in (command, gptq):
+            assert main([*given, *args]) == 2 and message in capsys.readouterr().err
+    (tmp_path / "text").write_text("w9 " * 400, "utf-8")
+    for given in (command, gptq, [*command[:3], "--device", "cpu"]):
+        assert main([*given, "--window", "200"]) == 2
+        assert "200 tokens in a row, the model is made for 128" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+    for bad in (torch.full((1, 5), 96), torch.zeros(1, 200, dtype=torch.int64)):
+        with pytest.raises(ValueError, match="token ids from 96 to 96|200 tokens in a row"):
+            convert_gptq(source, tmp_path / "out", [bad], Options(device="cpu"), progress=False)
+        with pytest.raises(ValueError, match="token ids from 96 to 96|200 tokens in a row"):
+            files_importance(source, [bad], device="cpu", progress=False)
+
+
+def test_texts_become_windows_and_nothing_else_becomes_a_text(tmp_path):
+    config = make(lambda: qwen3_moe(max_position_embeddings=1024)).config
+    add_tokenizer(tmp_path)
     ids = torch.arange(700) % 96
     texts = [" ".join(f"w{i}" for i in ids), "", "w3 w4"]
     found = calibration_batches(texts, config, tmp_path)
@@ -232,21 +316,134 @@ def test_calibration_errors(tmp_path):
             convert()
 
 
-def test_a_missing_tensor_is_named(tmp_path):
-    source = folder(tmp_path, qwen3_moe)
+def rewrite(source, change):
     state = tensors(source)
-    del state["model.layers.1.self_attn.q_proj.weight"]
+    change(state)
     save_file(state, source / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ValueError, match="model.layers.1.self_attn.q_proj.weight is missing"):
+
+
+@pytest.mark.parametrize(
+    ("family", "gone"),
+    [
+        (qwen3_moe, "model.layers.1.self_attn.q_proj.weight"),
+        (qwen3_moe, "model.embed_tokens.weight"),
+        (qwen3_moe, "model.layers.0.mlp.experts.3.up_proj.weight"),
+        (nemotron_h, "backbone.layers.0.mixer.gate.e_score_correction_bias"),  # a buffer
+    ],
+)
+def test_a_missing_tensor_is_named(family, gone, tmp_path):
+    """transformers would put random numbers, or zeros, in its place."""
+    source = folder(tmp_path, family)
+    rewrite(source, lambda state: state.pop(gone))
+    name = gone.replace("backbone.", "model.").removesuffix(".weight")
+    with pytest.raises(ValueError, match=rf"{name} is missing: 7 of 8|lack 1 of the \d+ tensors of .*: {name}"):
         files_importance(source, [IDS], device="cpu", progress=False)
+
+
+def zaya():
+    """Its routers may skip all experts; a token that does has a routing weight of 0 for expert 0."""
+    from transformers import ZayaConfig, ZayaForCausalLM
+
+    return ZayaForCausalLM(ZayaConfig(**SMALL, num_experts=4, moe_intermediate_size=48, router_hidden_size=32))
+
+
+def test_skipped_tokens_are_rows_of_no_expert(tmp_path):
+    """transformers sets the bias of skipping to -1 after loading, whatever the files say."""
+    source = folder(tmp_path, zaya)
+
+    def balance(state):
+        for name in state:
+            if name.endswith("balancing_biases"):
+                state[name] = torch.tensor([0.0, 0, 0, 0, 5])
+
+    rewrite(source, balance)
+    model = load(source)
+    streamed = files_importance(source, BATCHES, device="cpu", progress=False)
+    assert model_importance(model, BATCHES, progress=False).digest() == streamed.digest()
+    for layer in model.model.layers:
+        layer.mlp.gate.balancing_biases[-1] = 0.0
+    seen = []
+    for layer in model.model.layers:
+        layer.mlp.experts.register_forward_pre_hook(
+            lambda m, args: seen.append((args[1] + 4 * (args[2] == 0)).flatten())
+        )
+    found = model_importance(model, BATCHES, progress=False)
+    routed = [torch.cat(seen[i :: len(found.layers)]).bincount(minlength=5)[:4] for i in range(len(found.layers))]
+    assert any(rows.sum() < 14 for rows in routed)
+    for rows, layer in zip(routed, found.layers.values(), strict=True):
+        assert torch.equal(layer.rows, rows)
+
+
+@pytest.mark.parametrize("given", ["override", "config", "dtype"])
+def test_what_is_measured_is_the_model_that_is_loaded(given, tmp_path):
+    """The same codes as from `swap_experts` on the same model."""
+    source = folder(tmp_path, qwen3_moe)
+    config = AutoConfig.from_pretrained(source)
+    config.num_experts_per_tok = 4
+    kwargs = {"override": {"num_experts_per_tok": 4}, "config": {"config": config}, "dtype": {}}[given]
+    kwargs["dtype"] = torch.float32 if given == "dtype" else torch.bfloat16
+    ids = torch.arange(96)[None]
+    loaded = load(source, quantization_config=MoeNvfp4Config(recipe="weighted", calibration=ids), **kwargs)
+    swapped = swap_experts(load(source, **kwargs), recipe="weighted", calibration=ids, progress=False)
+    plain = load(source, quantization_config=MoeNvfp4Config(recipe="weighted", calibration=ids))
+    states = [model.model.layers[1].mlp.experts.state_dict() for model in (loaded, swapped, plain)]
+    assert all(torch.equal(tensor, states[1][name]) for name, tensor in states[0].items())
+    assert not all(torch.equal(tensor, states[2][name]) for name, tensor in states[0].items())
+
+
+def test_a_classifier_is_measured_without_its_new_head(tmp_path):
+    source = folder(tmp_path, qwen3_moe)
+    recipe = MoeNvfp4Config(recipe="weighted", calibration=IDS)
+    classifier = AutoModelForSequenceClassification.from_pretrained(source, num_labels=3, quantization_config=recipe)
+    model = load(source, quantization_config=recipe)
+    for a, b in zip(classifier.model.layers, model.model.layers, strict=True):
+        assert torch.equal(a.mlp.experts.gate_up_proj, b.mlp.experts.gate_up_proj)
+
+
+def test_the_body_of_the_model_that_was_measured_takes_its_file(tmp_path):
+    source = folder(tmp_path, qwen3_moe)
+    save_importance(files_importance(source, BATCHES, device="cpu", progress=False), path := tmp_path / "file")
+    recipe = MoeNvfp4Config(recipe="weighted", calibration=path)
+    want = load(source, quantization_config=recipe).model
+    body = AutoModel.from_pretrained(source, dtype=torch.bfloat16)
+    loaded = AutoModel.from_pretrained(source, dtype=torch.bfloat16, quantization_config=recipe)
+    for model in (swap_experts(body, recipe="weighted", calibration=path, progress=False), loaded):
+        for name, tensor in want.state_dict().items():
+            assert torch.equal(model.state_dict()[name], tensor), name
+
+
+EXTRA = ("mtp_layers.0", "model.nextn_predict_layers.0", "draft.layers.0")
+
+
+@pytest.mark.parametrize("extra", EXTRA)
+def test_experts_that_are_no_part_of_the_model_have_no_importance(extra, tmp_path):
+    """A layer that shares its number with one of the model's is another layer."""
+    source = folder(tmp_path, qwen3_moe)
+    add = lambda state: state.update({
+        name.replace("model.layers.0.", f"{extra}."): tensor.clone() for name, tensor in [*state.items()]
+        if name.startswith("model.layers.0.mlp.experts.")})  # fmt: skip
+    rewrite(source, add)
+    importance = files_importance(source, [IDS], device="cpu", progress=False)
+    refused = rf"{extra}.mlp.experts is not a part of .*exclude {extra}.mlp.experts"
+    with pytest.raises(ValueError, match=refused):
+        convert_checkpoint(source, tmp_path / "new", Options("weighted", importance=importance), progress=False)
+    with pytest.raises(ValueError, match=refused):
+        convert_gptq(source, tmp_path / "new", [IDS], Options(device="cpu"), progress=False)
+    options = Options("weighted", importance=importance, exclude=[f"{extra}.mlp.experts"])
+    convert_checkpoint(source, tmp_path / "new", options, progress=False)
+    convert_gptq(source, tmp_path / "gptq", [IDS], Options(exclude=[f"{extra}.*"], device="cpu"), progress=False)
+    before = tensors(source)
+    for new in (tensors(tmp_path / "new"), tensors(tmp_path / "gptq")):
+        kept = [name for name in new if name.startswith(extra)]
+        assert len(kept) == 8 * 3 and all(torch.equal(new[name], before[name]) for name in kept)
 
 
 @pytest.mark.slow
 def test_command(tmp_path, capsys):
     source, out = str(folder(tmp_path, qwen3_moe)), tmp_path / "importance"
     assert main(["importance", source, str(out), "--device", "cpu"]) == 0
-    assert "2 layers of experts, from 4096 tokens of random token ids" in capsys.readouterr().out
-    assert load_importance(out).layers["model.layers.1.mlp.experts"].rows.sum() == 2 * 4096
+    assert "2 layers of experts, from 1024 tokens of random token ids" in capsys.readouterr().out  # 8 windows of 128
+    assert load_importance(out).layers["model.layers.1.mlp.experts"].rows.sum() == 2 * 1024
     assert main(["importance", source, str(out)]) == 2
     assert "exists" in capsys.readouterr().err
     short = ["importance", source, str(tmp_path / "short"), "--device", "cpu", "--windows", "3", "--window", "5"]

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from moe_nvfp4.cli import main
+from moe_nvfp4.cli.judging import tasks_of
 from moe_nvfp4.integrations.huggingface import set_activations, swap_experts
 from tests.core.test_cli import folder  # noqa: F401  (a fixture: a small checkpoint with a tokenizer)
 from tests.models import load
@@ -118,6 +119,28 @@ def test_tasks(folder, quantized, text, tmp_path, capsys):  # noqa: F811
                 logits = model(tokenizer(before, return_tensors="pt").input_ids).logits[0, -1]
             right += logits[[tokenizer(c).input_ids[0] for c in choices]].argmax().item() == answer
         assert float(got) == right / len(asked)
+
+
+@pytest.mark.slow
+def test_tasks_are_looked_up_before_models_run(folder, text, tmp_path, capsys):  # noqa: F811
+    """The YAML file of a task may build on its neighbours; what lies in folders beside it (an environment's) is not
+    read."""
+    pytest.importorskip("lm_eval", reason="lm-eval is not installed")
+    for names in ("nosuchtask", "arc_easy,arc_eassy"):
+        assert main(["compare", str(folder), "--text", str(text), "--tasks", names]) == 2
+        said = capsys.readouterr()
+        assert f"lm-eval has no task {names.rpartition(',')[2]!r}" in said.err and not said.out
+    (tmp_path / "venv").mkdir()
+    (tmp_path / "venv/other.yaml").write_text(TASK.replace("tiny_words", "not_asked_for"))
+    questions = tmp_path / "questions.jsonl"
+    questions.write_text(json.dumps(dict(text="the quick br", choices=["o", "x"], answer=0)))
+    (tmp_path / "base.yaml").write_text(TASK.replace("task: tiny_words\n", "").replace("QUESTIONS", str(questions)))
+    (tmp_path / "mine.yaml").write_text("include: base.yaml\ntask: mine\nprocess_results: !function code.score\n")
+    (tmp_path / "code.py").write_text("def score(*args): return {}\n")
+    tasks = tasks_of(str(tmp_path / "mine.yaml"))
+    assert tasks.names == ["mine"] and "mine" in tasks.manager.all_tasks
+    assert "not_asked_for" not in tasks.manager.all_tasks
+    assert list(tasks.manager.load_task_or_group(tasks.names)) == ["mine"]
 
 
 def test_what_is_not_installed_is_named(folder, text, monkeypatch, capsys):  # noqa: F811

@@ -1,17 +1,20 @@
-"""4-bit folders that lack tensors, or have others than the model, are errors that name them."""
+"""Folders that lack tensors, or have others than the model, are errors that name them."""
 
 import json
 import re
+from argparse import Namespace
 
 import pytest
 import torch
 from safetensors.torch import save_file
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-import moe_nvfp4.integrations.huggingface  # noqa: F401, registers the formats
+from moe_nvfp4.cli import main
+from moe_nvfp4.cli.models import load as load_original
+from moe_nvfp4.integrations.huggingface import MoeNvfp4Config
 from moe_nvfp4.integrations.huggingface.packed import PackedConverter
 from tests.folders import change_config, is_expert, is_linear, quantized, qwen2_moe
-from tests.models import IDS, logits, qwen3_moe, tensors
+from tests.models import IDS, folder, logits, qwen3_moe, tensors
 
 ONE = "model.layers.1.mlp.experts"
 
@@ -72,7 +75,10 @@ CASES = {
     "one projection of all experts": (drop(rf"{ONE}\.\d\.up_proj"), f"{ONE} has down_proj, gate_proj only"),
     "an expert too many": (one_more, rf"{ONE}.8.\w+ is an expert too many: by config.json there are 8, 0 to 7"),
     "another number": (renumber, rf"{ONE}.3.\w+ is missing: 8 of 9 experts have it"),
-    "a dense projection": (as_dense(f"{ONE}.2.gate_proj"), "gate_proj.weight is BF16 and 7 of 8 experts have an NVFP4"),
+    "a dense projection": (
+        as_dense(f"{ONE}.2.gate_proj"),
+        "gate_proj.weight is BF16 and 7 of 8 experts have one that is read in",
+    ),
     "one input scale": (
         add(f"{ONE}.2.down_proj.INPUT", torch.tensor(0.5)),
         "has no input_(global_)?scale, which 1 of 48",
@@ -102,6 +108,33 @@ def test_tensors_that_are_missing_or_too_many_are_named(dialect, tmp_path):
         load(folder)
     write(folder, whole)
     load(folder)
+
+
+DENSE = {
+    "model.layers.0.self_attn.o_proj.weight": "lack 1 of .*: model.layers.0.self_attn.o_proj.weight",
+    "model.layers.1.mlp.gate.weight": "lack 1 of .*: model.layers.1.mlp.gate.weight",
+    "model.norm.weight": "lack 1 of .*: model.norm.weight",
+    "lm_head.weight": "lack 1 of .*: lm_head.weight",
+    f"{ONE}.5.up_proj.weight": f"{ONE}.5.up_proj is missing: 7 of 8",
+}
+
+
+def test_dense_files_that_are_quantized_while_they_load_are_whole(tmp_path, capsys):
+    """Every saved folder would have other random numbers in place of what is missing."""
+    source = folder(tmp_path, qwen3_moe)
+    whole = tensors(source)
+    for name, message in DENSE.items():
+        write(source, {key: t for key, t in whole.items() if key != name})
+        with pytest.raises(ValueError, match=message):
+            load(source, quantization_config=MoeNvfp4Config())
+    write(source, {key: t for key, t in whole.items() if "o_proj" not in key})
+    assert main(["calibrate", str(source), str(tmp_path / "new"), "--text", __file__, "--device", "cpu"]) == 2
+    assert "lack 2 of" in capsys.readouterr().err and not (tmp_path / "new").exists()
+    with pytest.raises(ValueError, match="lack 2 of .*: model.layers.0.self_attn.o_proj.weight"):  # as in compare
+        load_original(Namespace(model=str(source), device="cpu"), None, tokenizer=False)
+    write(source, whole)
+    quantized = load(source, AutoModelForSequenceClassification, num_labels=3, quantization_config=MoeNvfp4Config())
+    assert quantized.score.weight.shape == (3, 64)
 
 
 def test_parameters_that_no_converter_reaches_are_named(tmp_path, monkeypatch):

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from moe_nvfp4.integrations.huggingface import MoeNvfp4Config, checkpoint_config, set_activations, swap_experts
 from moe_nvfp4.integrations.huggingface.experts import HFExperts
 from moe_nvfp4.quantize.verify import verify_checkpoint
-from tests.common import THRESHOLDS, peak_while_loading, relative_error
+from tests.common import THRESHOLDS, peak_while_loading, relative_error, stand_for_hopper
 from tests.models import (
     FAMILIES,
     IDS,
@@ -85,12 +85,14 @@ def test_dtypes_are_those_of_a_dense_load(stored, tmp_path):
 
 
 @pytest.mark.slow_after(2)
-def test_every_call_prepares(family, tmp_path, monkeypatch):
+def test_every_call_prepares(family, tmp_path):
     """On Hopper weights are packed in place; a forward without this step would pack them in every call."""
-    model, prepared = load(folder(tmp_path, family), quantization_config=MoeNvfp4Config()), []
-    monkeypatch.setattr(HFExperts, "_prepare_for", lambda self, chosen: prepared.append(self))
-    logits(model)
-    assert prepared == [m for m in model.modules() if isinstance(m, HFExperts)]
+    model = load(folder(tmp_path, family), torch.bfloat16, quantization_config=MoeNvfp4Config())
+    experts = [m for m in model.modules() if isinstance(m, HFExperts)]
+    assert not any(m.packed for m in experts)
+    with stand_for_hopper():
+        logits(model)
+    assert all(m.packed for m in experts)
 
 
 def assert_same_files(a, b):
@@ -173,6 +175,35 @@ def test_stacked_layout_saves_and_loads(tmp_path):
     same_experts(load(tmp_path / "stacked"), model)
 
 
+def nemotron_3():
+    """Experts on rows of 32, between two linears."""
+    return nemotron_h(moe_latent_size=32)
+
+
+def longcat():
+    """Two experts that return their input: transformers' module has unused rows for them, and saves these."""
+    from transformers import LongcatFlashConfig, LongcatFlashForCausalLM
+
+    return LongcatFlashForCausalLM(LongcatFlashConfig(
+        vocab_size=96, hidden_size=64, num_layers=2, num_attention_heads=4, num_key_value_heads=4, head_dim=16,
+        ffn_hidden_size=48, expert_ffn_hidden_size=48, n_routed_experts=4, zero_expert_num=2, moe_topk=2,
+        kv_lora_rank=16, q_lora_rank=16, qk_rope_head_dim=16, qk_nope_head_dim=16, v_head_dim=16,
+    ))  # fmt: skip
+
+
+@pytest.mark.parametrize("family", [nemotron_3, longcat], ids=lambda f: f.__name__)
+def test_other_rows_and_other_experts(family, tmp_path):
+    """Quantized while loading and in memory, saved, loaded: the logits are those of the dequantized weights."""
+    source = folder(tmp_path, family)
+    model = load(source, torch.float32, quantization_config=MoeNvfp4Config())
+    found = logits(model)
+    assert torch.equal(logits(swap_experts(load(source, torch.float32), progress=False)), found)
+    model.save_pretrained(tmp_path / "nvfp4")
+    assert torch.equal(logits(load(tmp_path / "nvfp4", torch.float32)), found)
+    assert relative_error(found, logits(model.dequantize())) < 10 * THRESHOLDS["fp32"]
+    assert relative_error(found, logits(load(source, torch.float32))) > 0.01  # the experts count
+
+
 def test_experts_of_two_modules_in_one_list(tmp_path):
     """ERNIE 4.5 VL's files have the experts for text and for images in one list, which is halved."""
     from transformers import Ernie4_5_VLMoeConfig, Ernie4_5_VLMoeForConditionalGeneration
@@ -189,10 +220,7 @@ def test_experts_of_two_modules_in_one_list(tmp_path):
     with pytest.raises(NotImplementedError, match="experts of several modules in one list.*then swap_experts"):
         kind.from_pretrained(tmp_path / "dense", quantization_config=MoeNvfp4Config())
     swap_experts(model, progress=False)
-    with pytest.raises(NotImplementedError, match="save_original_format=False"):
-        model.save_pretrained(tmp_path / "refused")
-    assert not list((tmp_path / "refused").glob("*.safetensors"))
-    model.save_pretrained(tmp_path / "nvfp4", save_original_format=False)
+    model.save_pretrained(tmp_path / "nvfp4")  # under the model's own names
     again = kind.from_pretrained(tmp_path / "nvfp4", dtype=torch.float32).eval()
     assert torch.equal(logits(again), logits(model))
     expected = logits(model.dequantize())

@@ -3,18 +3,22 @@
 import copy
 import pickle
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 import transformers
 from packaging.version import Version
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.distributed import DistributedConfig
 
+from moe_nvfp4.experts import NVFP4Experts
 from moe_nvfp4.integrations.huggingface import (
     MoeNvfp4Config,
     checkpoint_config,
     describe_placement,
     keep_experts_on_cpu,
+    set_activations,
     swap_experts,
 )
 from moe_nvfp4.integrations.huggingface.experts import HFExperts
@@ -22,7 +26,6 @@ from moe_nvfp4.integrations.huggingface.offload import CONTEXT, SCRATCH, SHARED,
 from moe_nvfp4.integrations.huggingface.packed import PackedConverter
 from moe_nvfp4.kernels.cpu import backend as cpu
 from moe_nvfp4.kernels.offload import backend as offload
-from moe_nvfp4.layer import NVFP4Experts
 from tests.common import random_layer, relative_error
 from tests.models import (
     IDS,
@@ -173,8 +176,11 @@ def test_experts_stay_in_their_files(tmp_path, monkeypatch, family, dialect):
     assert all(m.mapped and m.on_cpu for m in model.modules() if isinstance(m, HFExperts))
     assert "layers stay in their files" in describe_placement(model)
     assert torch.equal(logits(model), want)
+    before = {file: file.read_bytes() for file in path.iterdir()}
+    set_activations(model, "nvfp4")
     with pytest.raises(NotImplementedError, match="are saved already"):
-        model.save_pretrained(tmp_path / "again")
+        model.save_pretrained(path)
+    assert {file: file.read_bytes() for file in path.iterdir()} == before  # config.json, too
 
 
 @needs_library
@@ -192,6 +198,9 @@ def test_what_cannot_stay_in_its_files(tmp_path):
     source = folder(tmp_path, mixtral)
     with pytest.raises(NotImplementedError, match="map_files: the experts of these files are dense, and the kernels"):
         load(source, quantization_config=MoeNvfp4Config(map_files=True))
+    for fields in ({"map_files": True}, {"cpu_experts": 1}):  # test_distributed.py asks two ranks
+        with pytest.raises(NotImplementedError, match=f"{min(fields)} keeps whole experts .* is split over ranks"):
+            load(source, distributed_config=DistributedConfig(), quantization_config=MoeNvfp4Config(**fields))
     with pytest.raises(ValueError, match="map_files is True or False, got 'all'"):
         MoeNvfp4Config(map_files="all")
     with pytest.raises(ValueError, match="give it to from_pretrained, as .*map_files="):
@@ -222,6 +231,19 @@ def test_beside_a_gpu_the_model_says_the_same(tmp_path):
     assert model.lm_head.weight.is_cuda
     assert relative_error(logits(model), want) < 0.05  # attention's bf16, in a model with random weights
     assert torch.equal(logits(model.cpu()), want)
+
+
+@torch.no_grad()
+def test_the_tokens_of_llama_4_count_once(monkeypatch):
+    """It passes each token to every expert; the rows of those that it did not choose are zeros."""
+    model, counted = swap_experts(make(llama4), recipe="max", progress=False, cpu_experts="all"), []
+    experts = next(m for m in model.modules() if isinstance(m, HFExperts))
+    experts.meanwhile = lambda: None
+    kernels = lambda x, ids, p, w, routed, meanwhile: counted.append((len(x), routed)) or x
+    monkeypatch.setattr("moe_nvfp4.experts._kernels", lambda device: SimpleNamespace(experts=kernels))
+    T, E = 5, experts.num_experts
+    experts(torch.empty(E * T, experts.hidden_size, device="meta"))  # anywhere but on the CPU
+    assert counted == [(E * T, T)]
 
 
 EVENTS = []

@@ -21,8 +21,15 @@ from torch.distributed.tensor import Shard, distribute_tensor  # noqa: E402
 from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments  # noqa: E402
 
 from moe_nvfp4.format import dequantize  # noqa: E402
-from moe_nvfp4.integrations.huggingface import register, set_activations, swap_experts, unregister  # noqa: E402
+from moe_nvfp4.integrations.huggingface import (  # noqa: E402
+    MoeNvfp4Config,
+    register,
+    set_activations,
+    swap_experts,
+    unregister,
+)
 from moe_nvfp4.integrations.huggingface.experts import HFExperts  # noqa: E402
+from moe_nvfp4.kernels.cpu import backend as cpu  # noqa: E402
 from moe_nvfp4.linear import NVFP4Linear  # noqa: E402
 from moe_nvfp4.quantize.recipes import quantize_expert  # noqa: E402
 from tests.common import relative_error  # noqa: E402
@@ -226,6 +233,26 @@ def test_models_that_have_adapters_are_swapped(tmp_path):
     with pytest.raises(ValueError, match="have adapters that PEFT made for dense experts: call swap_experts first"):
         swap_experts(whole, progress=False)
     assert torch.equal(logits(whole), before)
+
+
+@pytest.mark.skipif(not cpu.available(), reason="no C compiler")
+def test_a_model_in_files_has_its_adapters_saved_and_loaded(tmp_path):
+    """And nothing else: its weights are in the files already, and stay there."""
+    swapped().to(torch.bfloat16).save_pretrained(tmp_path / "4bit")
+    in_files = lambda: load(tmp_path / "4bit", quantization_config=MoeNvfp4Config(map_files=True))
+    model = get_peft_model(in_files(), config())
+    want = logits(model)
+    model.save_pretrained(tmp_path / "adapter")
+    again = PeftModel.from_pretrained(base := in_files(), tmp_path / "adapter")
+    assert torch.equal(logits(again), want) and not torch.equal(logits(in_files()), want)
+    assert all(m.mapped for m in base.modules() if isinstance(m, HFExperts))
+    with pytest.raises(NotImplementedError, match="are saved already"):
+        base.save_pretrained(tmp_path / "again")
+    assert not (tmp_path / "again" / "config.json").exists()
+    (own := in_files()).load_adapter(tmp_path / "adapter")  # transformers' own way to have adapters
+    own.save_pretrained(tmp_path / "own")
+    assert {file.name for file in (tmp_path / "own").iterdir()} >= {"adapter_model.safetensors"}
+    assert not (tmp_path / "own" / "model.safetensors").exists()
 
 
 def test_pefts_registry_is_as_it_was_after_unregister():

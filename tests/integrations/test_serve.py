@@ -33,7 +33,7 @@ def test_else_transformers_which_reads_nvfp4_folders(monkeypatch, tmp_path):
     """Our import precedes its command line, so that its loader finds our reader."""
     bf16 = folder(tmp_path, qwen3_moe)
     convert_checkpoint(bf16, tmp_path / "nvfp4")
-    installed(monkeypatch, "transformers", "fastapi")
+    installed(monkeypatch, "transformers", "fastapi", "accelerate")
     command = serve.serve_command(str(tmp_path / "nvfp4"), options=["--port", "1"])
     assert command[3:] == ["serve", str(tmp_path / "nvfp4"), "--port", "1"]
     with pytest.raises(ValueError, match="not an NVFP4 checkpoint.*moe-nvfp4 quantize .*bf16 DST.*install vLLM"):
@@ -51,12 +51,15 @@ def test_what_is_not_there_is_named(monkeypatch, capsys):
     assert "vllm is not installed: pip install vllm" in capsys.readouterr().err
     assert cli.main(["serve", "some/model"]) == 2
     assert 'packages that are missing: pip install "transformers[serving]", or' in capsys.readouterr().err
+    installed(monkeypatch, "transformers", "fastapi")  # without accelerate, each request would end in an error
+    assert cli.main(["serve", "--engine", "transformers", "some/model"]) == 2
+    assert 'packages that are missing: pip install "transformers[serving]", or' in capsys.readouterr().err
     with pytest.raises(ValueError, match="engine must be one of vllm, transformers, got 'sglang'"):
         serve.serve_command("some/model", "sglang")
 
 
 def test_a_model_on_the_hub_that_would_be_served_dense_is_refused(monkeypatch, capsys):
-    installed(monkeypatch, "transformers", "fastapi")
+    installed(monkeypatch, "transformers", "fastapi", "accelerate")
     assert cli.main(["serve", "some/model"]) == 2
     assert "'some/model' is no folder here, and the Hugging Face Hub does not give it" in capsys.readouterr().err
     monkeypatch.setattr(PretrainedConfig, "get_config_dict", lambda name: ({"model_type": "qwen3_moe"}, {}))

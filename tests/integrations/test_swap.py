@@ -172,6 +172,24 @@ def test_a_part_of_a_model_is_refused(tmp_path):
     assert torch.equal(*same)
 
 
+def test_a_part_of_a_model_that_was_loaded_is_refused(tmp_path):
+    """Layers of it, and a body that was loaded by itself and put into a whole."""
+    whole = load(path := folder(tmp_path, granite))
+    whole.model = AutoModel.from_pretrained(path)
+    for part in (whole.model, whole.model.layers, whole.model.layers[1]):
+        with pytest.raises(ValueError, match=f"{type(part).__name__} is a part of Granite.*: pass the whole"):
+            swap_experts(part, progress=False)
+    assert not any(isinstance(m, HFExperts) for m in whole.modules())
+
+
+def test_float64_is_refused_before_anything_is_read(tmp_path):
+    source = folder(tmp_path, mixtral)
+    load(source, quantization_config=MoeNvfp4Config()).save_pretrained(tmp_path / "nvfp4")
+    for path, config in ((source, {"quantization_config": MoeNvfp4Config()}), (tmp_path / "nvfp4", {})):
+        with pytest.raises(ValueError, match=r"dtype=torch.float64: .*load in one of these; dequantize\(torch.float64"):
+            load(path, torch.float64, **config)
+
+
 def test_two_models_of_one_config_say_what_each_is(tmp_path):
     one = make(qwen3_moe, torch.float32)
     other = type(one)(one.config).eval()
@@ -205,8 +223,11 @@ def test_exclude_is_a_pattern_or_several(tmp_path):
         assert kinds(swap_experts(load(source), exclude=exclude, progress=False)) == ["Qwen3MoeExperts", "HFExperts"]
         model = load(source, quantization_config=MoeNvfp4Config(exclude=exclude))
         assert kinds(model) == ["Qwen3MoeExperts", "HFExperts"]
-    for exclude in (7, [7], [""], [["a"]]):
+    for exclude in (7, [7], [["a"]]):
         with pytest.raises(TypeError, match="exclude is a pattern of module names or a list of them, got"):
+            MoeNvfp4Config(exclude=exclude)
+    for exclude in ("", [""]):
+        with pytest.raises(ValueError, match="exclude has an empty pattern"):
             MoeNvfp4Config(exclude=exclude)
 
 

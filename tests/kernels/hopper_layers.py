@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from moe_nvfp4.experts import NVFP4Experts
 from moe_nvfp4.kernels.common import launch
 from moe_nvfp4.kernels.sm90 import backend as sm90
 from moe_nvfp4.kernels.sm90.config import TileShape
 from moe_nvfp4.kernels.sm90.plan import TILE_SHAPES
-from moe_nvfp4.layer import NVFP4Experts
 from moe_nvfp4.routing import Rows
 from moe_nvfp4.weights import SILU, Gate
 from tests.common import reference_rows

@@ -89,11 +89,11 @@ def weights(E, H, I, gate=SILU, bias=False, device="cpu", **more):
 @contextmanager
 def on(capability):
     """A context in which launches are for a GPU of this compute capability, with 132 multiprocessors."""
-    kept, backend._capability, backend._sms = (backend._capability, backend._sms), lambda _: capability, lambda _: 132
+    kept, backend.capability, backend._sms = (backend.capability, backend._sms), lambda _: capability, lambda _: 132
     try:
         yield
     finally:
-        backend._capability, backend._sms = kept
+        backend.capability, backend._sms = kept
 
 
 def layer(schedule, T=5, w=None, dtype=torch.bfloat16, capability=None, **changes):

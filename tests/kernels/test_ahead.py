@@ -11,13 +11,14 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from moe_nvfp4 import NVFP4Experts
+from moe_nvfp4 import NVFP4Experts, stages
 from moe_nvfp4.backends import Gpu, Selected, named
 from moe_nvfp4.kernels import calls
 from moe_nvfp4.kernels.common import ahead
 from moe_nvfp4.kernels.common.ahead import Job, planned_tokens, token_counts
 from moe_nvfp4.linear import NVFP4Linear
-from moe_nvfp4.routing import Groups, Rows
+from moe_nvfp4.routing import Groups
+from moe_nvfp4.stages import Extras
 from moe_nvfp4.weights import SILU, Gate
 from tests.common import ROOT
 
@@ -47,35 +48,31 @@ def check(name, sizes, top_k, gate, activations, static, bias, fused, counts):
     """Check that the kernels that launch for `counts` tokens are among those that are compiled ahead."""
     backend, gpu, (E, H, I) = named(name), GPUS[name], sizes
     layer = NVFP4Experts(E, H, I, gate, activations, torch.bfloat16 if bias else None, static, device="meta")
-    layer._prepare_for(Selected(name, backend.whole, backend.layout))
+    layer._prepare_for(Selected(name, backend.layout))
     call = calls.call(layer.weights, torch.bfloat16, top_k, fused)
     listed = set(calls.kernels_of(backend, call, gpu))
     assert listed
     w, offsets = layer.weights, empty(E + 1, dtype=torch.int32)
-    whole = backend.whole and fused and gate.kind != "raw"
+    whole = fused and gate.kind != "raw"
     for T in counts:
         x, p = empty(T, H), empty(T, top_k, dtype=torch.float32)
         if whole:
             for dtype in (torch.int32, torch.int64):
                 assert noted(gpu, backend.experts, x, empty(T, top_k, dtype=dtype), p, w) <= listed
             continue
-        order = empty(T * top_k, dtype=torch.int32)
-        groups = Groups(order, offsets, 1)
-        rows, h = Rows(x, index=order), Rows(empty(T * top_k, I))
-        if activations == "nvfp4":
-            with ahead.noting(gpu) as jobs:
-                rows = backend.quantize_rows(x, order, w.x_scale, groups)
-                h = backend.quantize_rows(h.values, None, w.h_scale, groups)
-            assert set(jobs) <= listed
-        assert noted(gpu, backend.gemm1_swiglu, rows, w, groups, torch.bfloat16) <= listed
-        groups = Groups(order, offsets, top_k, position=order)
-        assert noted(gpu, backend.gemm2_combine, h, w, groups, p, torch.bfloat16) <= listed
+        groups = Groups(order := empty(T * top_k, dtype=torch.int32), offsets, top_k, position=order)
+        dtype = torch.float32 if w.quantizes_h else torch.bfloat16
+        assert noted(gpu, stages.up_rows, x, Extras(), w, groups, backend, dtype) <= listed
+        assert (
+            noted(gpu, stages.down_rows, empty(T * top_k, I, dtype=dtype), p, Extras(), w, groups, backend, x.dtype)
+            <= listed
+        )
 
 
 def check_linear(name, linear, counts):
     """The same check for a linear."""
     backend, gpu = named(name), GPUS[name]
-    linear._prepare_for(Selected(name, backend.whole, backend.layout))
+    linear._prepare_for(Selected(name, backend.layout))
     w = linear.weights
     listed = set(calls.kernels_of(backend, calls.call(w, torch.bfloat16, 1, True), gpu))
     assert listed

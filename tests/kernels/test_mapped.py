@@ -6,13 +6,13 @@ import pickle
 import re
 
 import pytest
+import safetensors.torch
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_nvfp4 import NVFP4Experts
+from moe_nvfp4 import NVFP4Experts, backends
 from moe_nvfp4 import mapped as mapped_files
-from moe_nvfp4.backends import Device, Problem, explain
 from moe_nvfp4.kernels.cpu import backend as cpu
 from moe_nvfp4.mapped import Matrix
 from moe_nvfp4.weights import Gate
@@ -176,18 +176,30 @@ def test_what_becomes_of_the_module(tmp_path):
     assert again.half().mapped and again.down_proj_bias.dtype == torch.float16
     with pytest.raises(TypeError, match="cannot go to another process"):
         pickle.dumps(mapped)
-    with pytest.raises(NotImplementedError, match="are saved already: copy those, or load the model without map_files"):
-        mapped.state_dict()
+    state, whole = mapped.state_dict(), layer.state_dict()
+    assert {n: (t.shape, t.dtype) for n, t in state.items()} == {n: (t.shape, t.dtype) for n, t in whole.items()}
+    assert torch.equal(state["down_proj_global_scale"], whole["down_proj_global_scale"]) and "down_proj" in repr(state)
+    for save in (copy.deepcopy, safetensors.torch.save, lambda state: torch.save(state, tmp_path / "state")):
+        with pytest.raises(NotImplementedError, match="are saved already: copy those, or load the model without map_f"):
+            save(state)
+    assert mapped.load_state_dict({"another": torch.ones(1)}, strict=False).unexpected_keys and mapped.mapped
     mapped.keep_on_cpu(False).to("cpu")  # as before it goes to a GPU
     assert not mapped.mapped and torch.equal(mapped(*inputs), want)
     for name, tensor in layer.state_dict().items():
         assert torch.equal(mapped.state_dict()[name], tensor)
 
 
-def test_without_a_library_it_says_so(monkeypatch):
+def test_without_a_library_it_says_so(tmp_path, monkeypatch):
+    layer = random_layer(3, 64, 48)
+    mapped, _ = in_files(layer, tmp_path)
+    inputs, way_out = batch(layer, 5), "reference takes weights in memory, not those that stay in their files; or unset"
+    with monkeypatch.context() as m:
+        m.setenv("MOE_NVFP4_BACKEND", "reference")
+        with pytest.raises(ValueError, match=f"MOE_NVFP4_BACKEND=reference on cpu: {way_out}"):
+            mapped(*inputs)
     monkeypatch.setattr(cpu, "missing", lambda: "cannot be compiled (no cc): install a C compiler")
-    problem = Problem("experts", 8, 64, 48, "silu", "bf16", torch.bfloat16, mapped=True)
-    with pytest.raises(NotImplementedError, match="stay in their files: cpu cannot be compiled.*without map_files"):
-        explain(problem, Device("cpu"))
-    with pytest.raises(ValueError, match="reference takes weights in memory"):
-        explain(problem, Device("cpu"), forced="reference")
+    backends.forget()
+    for call in (lambda: mapped(*inputs), lambda: in_files(layer, tmp_path)):
+        with pytest.raises(NotImplementedError, match="stay in their files: cpu cannot be compiled.*without map_files"):
+            call()
+    backends.forget()

@@ -18,9 +18,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from moe_nvfp4 import backends, ops
+from moe_nvfp4 import backends, experts
 from moe_nvfp4 import mapped as mapped_files
-from moe_nvfp4.backends import Device, Problem, explain
+from moe_nvfp4.backends import Device, Problem
 from moe_nvfp4.kernels.cpu import backend as cpu
 from moe_nvfp4.kernels.offload import backend as offload
 from moe_nvfp4.kernels.offload import files, pages, upload
@@ -36,39 +36,20 @@ SIZES = dict(E=6, H=64, I=48)
 # ---------------------------------------------------------------- who runs it
 
 
-def problem(**changes):
-    return Problem("experts", 8, 2048, 768, "silu", "bf16", torch.bfloat16, host_weights=True)._replace(**changes)
-
-
 @needs_library
-def test_it_runs_weights_on_the_cpu_and_nothing_else(monkeypatch):
-    assert explain(problem(), A100).backend.name == "offload"
-    assert explain(problem(host_weights=False), A100).backend.name == "portable"
-    reasons = dict(explain(problem(), A100).rejected)
-    assert reasons["portable"] == "takes weights on the device of x"
-    # of weights where x is, not of these
-    assert explain(problem(), A100, forced="portable").backend.name == "offload"
-    with pytest.raises(ValueError, match="offload takes weights on the CPU"):
-        explain(problem(host_weights=False), A100, forced="offload")
+def test_it_runs_beside_nvidia_gpus_or_says_why_not(monkeypatch):
+    """Whatever MOE_NVFP4_BACKEND says, which is about weights where x is."""
+    monkeypatch.setenv("MOE_NVFP4_BACKEND", "portable")
+    batch, layer = inputs(3, 0), random_layer(**SIZES).keep_on_cpu()
+    with pytest.raises(
+        NotImplementedError, match="experts on the CPU, x on cpu: offload runs beside NVIDIA GPUs; or m"
+    ):
+        experts.run_beside(*batch, layer._number)
+    monkeypatch.setattr(Device, "of", staticmethod(lambda d: A100))
+    assert experts._kernels(torch.device("cuda")) is offload and experts.beside(A100) == "experts kept on the CPU"
     monkeypatch.setattr(cpu, "missing", lambda: "cannot be compiled (no cc): install a C compiler")
-    with pytest.raises(NotImplementedError, match="computes with the CPU kernels.*install a C compiler; or move the"):
-        explain(problem(), A100)
-
-
-@pytest.mark.parametrize(
-    "device, changes, reason",
-    [
-        (Device("mps"), {}, "offload runs beside NVIDIA GPUs"),
-        (A100, dict(fused=False), "offload runs fused layers"),
-        (A100, dict(gate="raw"), "offload runs fused layers"),
-        (A100, dict(kind="linear"), "linears stay on the GPU"),
-        (A100, dict(dtype=torch.float64), "takes bf16, fp16 and fp32 activations"),
-    ],
-)
-@needs_library
-def test_each_says_why_not(device, changes, reason):
-    with pytest.raises(NotImplementedError, match=f"experts on the CPU, x on .*{reason}.*; or move the layer"):
-        explain(problem(**changes), device)
+    with pytest.raises(NotImplementedError, match="A100.*computes with the CPU kernels.*install a C compiler; or move"):
+        experts.run_beside(*batch, layer._number)
 
 
 def test_moving_a_model_leaves_them_on_the_cpu():
@@ -95,11 +76,12 @@ def test_a_layer_takes_x_on_a_gpu_if_it_was_told_to_stay(monkeypatch):
     backends.forget()
     layer, stays = random_layer(**SIZES), random_layer(**SIZES).keep_on_cpu()
     biased = random_layer(**SIZES, bias=torch.bfloat16).keep_on_cpu()
+    raw = random_layer(**SIZES, gate=Gate("raw")).keep_on_cpu()
     with FakeTensorMode(allow_non_fake_inputs=True):
         x = torch.empty(3, SIZES["H"], dtype=torch.bfloat16, device="cuda")
         ids, p = torch.zeros(3, 2, dtype=torch.long, device="cuda"), torch.ones(3, 2, device="cuda")
         with pytest.raises(ValueError, match=r"w13 is on cpu.*keep_on_cpu\(\)"):
-            torch.ops.moe_nvfp4.experts(x, ids, p, layer.weights.tensors(), layer.weights.spec("portable"))
+            torch.ops.moe_nvfp4.experts(x, ids, p, None, None, layer.weights.tensors(), layer.weights.spec("portable"))
         y = stays(x, ids, p)
         assert y.device.type == "cuda" and y.shape == x.shape and y.dtype == x.dtype
         with pytest.raises(ValueError, match="top_k_index is on cpu"):
@@ -112,6 +94,8 @@ def test_a_layer_takes_x_on_a_gpu_if_it_was_told_to_stay(monkeypatch):
         with torch.no_grad():
             biased(x, ids, p)
         assert there == ["cpu"]  # where a bias is trained
+        raw(x, ids, p)
+        assert there == ["cpu"] * 2  # and where the model's own gate runs
     backends.forget()
 
 
@@ -154,7 +138,9 @@ def ways_to_change(layer):
 @needs_library
 def test_an_op_finds_the_weights_by_the_number_of_its_layer(monkeypatch):
     """It finds the layer's present weights; every copy or layer has its own number. It keeps no weights alive."""
-    monkeypatch.setattr(ops, "named_on", lambda name, device: cpu)
+    monkeypatch.setattr(
+        experts, "_kernels", lambda device: SimpleNamespace(experts=lambda *args: cpu.experts(*args[:4]))
+    )
     layers, batch = [random_layer(**SIZES, seed=i).keep_on_cpu() for i in range(2)], inputs(3, 0)
     layers += [copy.deepcopy(layers[0]), copy.copy(layers[0]), pickle.loads(pickle.dumps(layers[0]))]
     layers[2].down_proj_global_scale.data *= 2
@@ -163,7 +149,7 @@ def test_an_op_finds_the_weights_by_the_number_of_its_layer(monkeypatch):
     def check_each():
         found = []
         for layer in layers:
-            found.append(ops.run_beside(*batch, layer._number))
+            found.append(experts.run_beside(*batch, layer._number))
             assert torch.equal(found[-1], cpu.experts(*batch, layer.weights))
         return found
 
@@ -180,7 +166,7 @@ def test_an_op_finds_the_weights_by_the_number_of_its_layer(monkeypatch):
     del change
     layers.clear()
     gc.collect()
-    assert not any(number in ops._layers for number in numbers) and not any(w() is not None for w in weights)
+    assert not any(number in experts._layers for number in numbers) and not any(w() is not None for w in weights)
 
 
 # ---------------------------------------------------------------- the stream, played by a list
@@ -293,13 +279,10 @@ def test_the_gpu_works_between_question_and_answer(driver, monkeypatch):
     """What `meanwhile` launches lies in the stream after the CPU was asked, and before the stream waits for it."""
     layer, batch = random_layer(**SIZES).keep_on_cpu(), inputs(5, 0)
     kinds = lambda: [work.__qualname__.split(".")[1] for work in driver.work]
-    monkeypatch.setattr(
-        ops, "named_on", lambda name, device: SimpleNamespace(functions=offload, experts=offload.experts)
-    )
-    monkeypatch.setattr(ops, "check_layer", lambda *_: None)  # the weights are where x is, here
+    monkeypatch.setattr(experts, "_kernels", lambda device: offload)
     before = []
     with torch.no_grad():
-        y = ops.run_beside(*batch, layer._number, lambda: before.append(kinds()))
+        y = experts.run_beside(*batch, layer._number, lambda: before.append(kinds()))
     down = ["cuMemcpyAsync"] * 3
     assert before == [[*down, "cuStreamWriteValue64_v2"]] * driver.mail
     assert kinds()[len(before[0]) if before else 3 :] == (
@@ -314,10 +297,10 @@ def test_the_gpu_works_between_question_and_answer(driver, monkeypatch):
     with torch.no_grad():
         for _ in range(2) if driver.mail else ():
             with pytest.raises(RuntimeError, match="no memory"):
-                ops.run_beside(*batch, layer._number, breaks)
+                experts.run_beside(*batch, layer._number, breaks)
             assert kinds()[-1] == "cuStreamWaitValue64_v2"
-        y = ops.run_beside(*batch, layer._number)
-    z = ops.run_beside(*batch, layer._number, breaks)  # with gradients nothing is done meanwhile
+        y = experts.run_beside(*batch, layer._number)
+    z = experts.run_beside(*batch, layer._number, breaks)  # with gradients nothing is done meanwhile
     driver.synchronize()
     for found in (y, z):
         assert torch.equal(found, cpu.experts(*batch, layer.weights))
@@ -456,7 +439,7 @@ class Portable:
         return None
 
     def unsupported(self, device, problem):
-        assert problem == Problem("experts", 6, 64, 48, "silu", "bf16", torch.bfloat16, True, False)
+        assert problem == Problem("experts", 6, 64, 48, "silu", "bf16", torch.bfloat16)
         return self.reason
 
     def experts(self, x, ids, p, weights):
@@ -478,6 +461,20 @@ def test_the_gpu_takes_many_tokens(driver, monkeypatch, reason):
     assert offload.PORTABLE.seen == ([] if reason else [T, T + 1])
     for batch, y in zip(batches, results, strict=True):
         assert torch.equal(y, cpu.experts(*batch, w))
+
+
+@needs_library
+def test_the_cpu_takes_padding_and_what_is_captured(driver, monkeypatch):
+    """Slots without an expert are not counted; and a graph cannot copy from scales that are not pinned."""
+    monkeypatch.setattr(offload, "UPLOAD", offload.UPLOAD_WITHOUT_AMX)  # on every CPU
+    w, T = random_layer(**SIZES).weights, offload.UPLOAD * SIZES["E"]
+    monkeypatch.setattr(offload, "PORTABLE", portable := Portable())
+    batch = inputs(T, 0)
+    for routed, captured, copies in ((T - 1, False, 0), (T, False, 1), (T, True, 1), (None, True, 1), (None, False, 2)):
+        monkeypatch.setattr(offload, "capturing", lambda device, captured=captured: captured)
+        y = offload.experts(*batch, w, routed)
+        driver.synchronize()
+        assert len(portable.seen) == copies and torch.equal(y, cpu.experts(*batch, w))
 
 
 @needs_library

@@ -7,9 +7,9 @@ from os import truncate
 import pytest
 import torch
 
-from moe_nvfp4.backward import Adapter
 from moe_nvfp4.kernels.offload import backend as offload
 from moe_nvfp4.kernels.offload import files, pages, upload
+from moe_nvfp4.ops import Adapter
 from moe_nvfp4.weights import Gate
 from tests.common import THRESHOLDS, random_layer, relative_error
 from tests.kernels.test_mapped import in_files
@@ -121,6 +121,20 @@ def test_in_a_cuda_graph():
         while not workspace.over:  # a thread of CUDA's says so
             assert time.monotonic() < until, "CUDA does not release what the graph had"
             time.sleep(0.01)
+
+
+def test_many_tokens_in_a_cuda_graph():
+    """The CPU computes them, not the GPU with copied weights."""
+    layer, stream, batch = random_layer(**SIZES).keep_on_cpu(), torch.cuda.Stream(), inputs(300, 0)
+    there = [t.cuda() for t in batch]
+    with torch.cuda.stream(stream):
+        assert offload._better_on_gpu(there[0], there[1].numel(), layer.weights)
+        layer(*there)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            y = layer(*there)
+        graph.replay()
+        assert torch.equal(y.cpu(), layer(*batch))
 
 
 def test_what_is_not_fused_waits_for_the_gpu():

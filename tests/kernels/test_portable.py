@@ -155,7 +155,7 @@ def multiplies_nvfp4(monkeypatch):
     if DEVICE == "cuda" and torch.cuda.get_device_capability()[0] != 12:
         pytest.skip("this GPU's do not")
     monkeypatch.setattr(config, "multiplies_nvfp4", lambda capability: True)
-    monkeypatch.setattr(portable, "_capability", lambda device: (12, 0))
+    monkeypatch.setattr(portable, "capability", lambda device: (12, 0))
 
 
 @pytest.mark.slow_after(1)

@@ -100,7 +100,7 @@ def test_weights_come_back(gate, I):
 def prepared(layer):
     """A copy of a layer in the kernels' layout."""
     layer = deepcopy(layer)
-    layer._prepare_for(backends.Selected("sm100", BACKEND.whole, BACKEND.layout))
+    layer._prepare_for(backends.Selected("sm100", BACKEND.layout))
     return layer
 
 

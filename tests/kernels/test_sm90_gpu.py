@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from moe_nvfp4 import format as nvfp4
 from moe_nvfp4 import ready, reference
+from moe_nvfp4.experts import NVFP4Experts
 from moe_nvfp4.kernels.sm90 import pack as sm90_pack
-from moe_nvfp4.layer import NVFP4Experts
 from moe_nvfp4.linear import NVFP4Linear
 from moe_nvfp4.ops import moe_forward
 from moe_nvfp4.routing import Rows, group_by_expert

@@ -53,6 +53,18 @@ def multiprocessors(device: torch.device) -> int:
     return _multiprocessors(device) if gpu is None else gpu.multiprocessors
 
 
+def capability(device: torch.device) -> tuple[int, int] | None:
+    """The compute capability of an NVIDIA GPU, or of the one that launches are noted for (`ahead`); None: neither."""
+    gpu = noted_gpu()
+    return _capability(device) if gpu is None else gpu.capability
+
+
+@cache
+def _capability(device: torch.device) -> tuple[int, int] | None:
+    nvidia = device.type == "cuda" and torch.version.cuda is not None
+    return torch.cuda.get_device_capability(device) if nvidia else None
+
+
 @cache
 def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count

@@ -14,7 +14,6 @@ from moe_nvfp4.weights import Projection
 
 class CPU(Backend):
     name = device_type = "cpu"
-    maps = True
 
     def unavailable(self, device: Device) -> str | None:
         return "runs on CPUs" if device.type != "cpu" else self.functions.missing()

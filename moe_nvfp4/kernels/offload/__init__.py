@@ -1,37 +1,34 @@
-"""Experts on the CPU beside an NVIDIA GPU: the weights stay in host memory, and the CPU kernels multiply them there."""
+"""Experts on the CPU beside an NVIDIA GPU: the weights stay in host memory, and the CPU kernels multiply them there.
+
+It is no `Backend`, as weights and x are in different places: `moe_nvfp4.experts` calls it.
+"""
 
 from __future__ import annotations
 
-import torch
+from importlib import import_module
+from types import ModuleType
+
 from torch import Tensor
 
 from moe_nvfp4.kernels import cpu
-from moe_nvfp4.kernels.backend import Backend, Device, Problem
+from moe_nvfp4.kernels.backend import Device
 
 
-class Offload(Backend):
-    name = "offload"
-    host_weights = maps = True
-
-    def unavailable(self, device: Device) -> str | None:
-        if device.capability is None:
-            return "runs beside NVIDIA GPUs"
-        reason = cpu.BACKEND.functions.missing()
-        return f"computes with the CPU kernels, whose library {reason}" if reason else None
-
-    def unsupported(self, device: Device, problem: Problem) -> str | None:
-        if problem.kind == "linear":
-            return "runs experts: linears stay on the GPU"
-        if not problem.fused or problem.gate == "raw":
-            return "runs fused layers only: the model must have nothing of its own between the stages"
-        if problem.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-            return f"takes bf16, fp16 and fp32 activations, not {problem.dtype}"
-        return None
-
-    def place(self, tensor: Tensor) -> Tensor:
-        from moe_nvfp4.kernels.offload.pages import place
-
-        return place(tensor)
+def unavailable(device: Device) -> str | None:
+    """None if it runs beside `device`, else the reason, as that of `Backend.unavailable`."""
+    if device.capability is None:
+        return "runs beside NVIDIA GPUs"
+    reason = cpu.BACKEND.functions.missing()
+    return f"computes with the CPU kernels, whose library {reason}" if reason else None
 
 
-BACKEND = Offload()
+def functions() -> ModuleType:
+    """The module with `experts`, imported on first use."""
+    return import_module("moe_nvfp4.kernels.offload.backend")
+
+
+def place(tensor: Tensor) -> Tensor:
+    """`tensor` on the CPU, in memory that the kernels read well; itself or a copy."""
+    from moe_nvfp4.kernels.offload.pages import place
+
+    return place(tensor)

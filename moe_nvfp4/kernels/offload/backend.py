@@ -65,16 +65,19 @@ def experts(
     top_k_index: Tensor,
     top_k_weights: Tensor,
     weights: ExpertWeights,
+    routed: int | None = None,
     meanwhile: Callable[[], None] | None = None,
 ) -> Tensor:
     """The whole layer: x [T, H], [T, top_k], [T, top_k] on a GPU, weights on the CPU -> [T, H] on the GPU.
 
+    routed: about how many of the T * top_k slots have an expert, if not all of them: the ids are on the GPU, and
+    nothing waits for it.
     meanwhile() is called once the stream has asked the CPU, and before the stream waits for the answer: what it
     launches on the stream overlaps with the CPU's work. It is not called where there is no such gap (host functions,
     weights that are copied to the GPU).
     """
     check()
-    if _better_on_gpu(x, top_k_index, weights):
+    if _better_on_gpu(x, top_k_index.numel() if routed is None else routed, weights):
         return _on_gpu(x, top_k_index, top_k_weights, weights)
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     if not x.shape[0]:
@@ -95,17 +98,18 @@ def experts(
     return y
 
 
-def _better_on_gpu(x: Tensor, ids: Tensor, w: ExpertWeights) -> bool:
-    """Whether the GPU has kernels for these weights and is faster for this many tokens, even with copying them."""
+def _better_on_gpu(x: Tensor, routed: int, w: ExpertWeights) -> bool:
+    """Whether the GPU has kernels for these weights and is faster for this many routed slots, even with copying them.
+
+    In a graph the CPU computes always: the graph would read memory that is not pinned, or run code that reads files.
+    """
     enough = UPLOAD if cpu.path() == "amx" else min(UPLOAD, UPLOAD_WITHOUT_AMX)
     if w.layout is not None:
         enough *= FROM_FILES
-        if capturing(x.device):
-            return False  # a graph cannot run the host code that reads the files
-    if ids.numel() < enough * w.num_experts:
+    if routed < enough * w.num_experts or capturing(x.device):
         return False
     device, sizes = Device.of(x.device), (w.num_experts, w.hidden_size, w.intermediate_size)
-    problem = Problem("experts", *sizes, w.gate.kind, w.activations, x.dtype, True, False)
+    problem = Problem("experts", *sizes, w.gate.kind, w.activations, x.dtype)
     return not (PORTABLE.unavailable(device) or PORTABLE.unsupported(device, problem))
 
 

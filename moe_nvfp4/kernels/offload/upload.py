@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_nvfp4.devices import capturing
 from moe_nvfp4.kernels.offload.files import InFiles, Staging, sources
 from moe_nvfp4.kernels.offload.pages import HUGE, pin
 from moe_nvfp4.weights import ExpertWeights
@@ -37,11 +36,9 @@ def pieces(
             pin(t, do)
     count = -(-sum(t.nbytes for t in tensors.values()) // PIECE)
     step = -(-weights.num_experts // count)
-    # Work captured into a graph may not wait for work that is not.
-    beside = device.type == "cuda" and not capturing(device)
     for first in range(0, weights.num_experts, step):
         part = {name: t[first : first + step] for name, t in tensors.items()}
-        if not beside:
+        if device.type != "cuda":
             here: Any = {name: _whole(t).to(device, non_blocking=True) for name, t in part.items()}
             yield first, replace(weights, **here)
             continue

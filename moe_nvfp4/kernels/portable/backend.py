@@ -26,8 +26,8 @@ from torch import Tensor
 
 from moe_nvfp4 import format as nvfp4
 from moe_nvfp4 import reference
-from moe_nvfp4.kernels.common.ahead import noted_gpu, planned_tokens
-from moe_nvfp4.kernels.common.tensors import aligned, expert_ids, floating, multiprocessors
+from moe_nvfp4.kernels.common.ahead import planned_tokens
+from moe_nvfp4.kernels.common.tensors import aligned, capability, expert_ids, floating, multiprocessors
 from moe_nvfp4.kernels.portable import config, dense
 from moe_nvfp4.kernels.portable import gate as gates
 from moe_nvfp4.kernels.portable.config import Plan, Tile, next_power_of_2
@@ -60,7 +60,7 @@ def experts(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: Expe
     with _on(x.device):
         if _dense_pays(w, planned, x):
             return _experts_dense(x, ids, top_k_weights, w, out, planned)
-        native = w.quantized and config.multiplies_nvfp4(_capability(x.device))
+        native = w.quantized and config.multiplies_nvfp4(capability(x.device))
         plan = _plan(w, planned, x.dtype, x.device, native)
         static = w.quantized and (w.x_scale is not None or w.h_scale is not None)
         routing: _Routing | _Unsorted
@@ -154,11 +154,11 @@ def linear(x: Tensor, weights: LinearWeights) -> Tensor:
     out = x.new_empty(T, N)
     x, scale = _columns(x), w.global_scale.view(-1)
     with _on(x.device):
-        rows, capability = _Values(x), _capability(x.device)
-        native = w.quantized and config.multiplies_nvfp4(capability)
+        rows, found = _Values(x), capability(x.device)
+        native = w.quantized and config.multiplies_nvfp4(found)
         if w.quantized:
             rows = _quantize(rows, w.input_scale, None, w.four_over_six, native)
-        if T > config.linear_limit(capability) and not native:
+        if T > config.linear_limit(found) and not native:
             return dense.linear(rows.values, rows.scale, aligned(w.codes), aligned(sf), scale, w.bias, out)
         BM, tile, splits = config.plan_linear(N, K, planned_tokens(T), _sms(x.device), native)
         part = config.part_of(K, splits, tile.BK)
@@ -418,18 +418,11 @@ def _dense_pays(w: ExpertWeights, R: int, x: Tensor) -> bool:
     rows = torch.bfloat16 if w.quantized else x.dtype
     if rows != torch.bfloat16 or w.hidden_size % 16 or w.intermediate_size % 16:
         return False
-    return config.dense_pays(w.num_experts, R, _capability(x.device))
-
-
-def _capability(device: torch.device) -> tuple[int, int] | None:
-    if (gpu := noted_gpu()) is not None:
-        return gpu.capability
-    nvidia = device.type == "cuda" and torch.version.cuda is not None
-    return torch.cuda.get_device_capability(device) if nvidia else None
+    return config.dense_pays(w.num_experts, R, capability(x.device))
 
 
 def _architecture(device: torch.device) -> str:
-    major, minor = _capability(device) or (0, 0)
+    major, minor = capability(device) or (0, 0)
     return f"sm{major}{minor}"
 
 

@@ -28,8 +28,16 @@ import torch
 from torch import Tensor
 
 from moe_nvfp4 import format as nvfp4
-from moe_nvfp4.kernels.common.ahead import MAX_ROWS, CuteKernels, noted_gpu, planned_tokens
-from moe_nvfp4.kernels.common.tensors import aligned, expert_ids, floating, multiprocessors, settle, warn_unpacked
+from moe_nvfp4.kernels.common.ahead import MAX_ROWS, CuteKernels, planned_tokens
+from moe_nvfp4.kernels.common.tensors import (
+    aligned,
+    capability,
+    expert_ids,
+    floating,
+    multiprocessors,
+    settle,
+    warn_unpacked,
+)
 from moe_nvfp4.kernels.sm100.config import (
     EIGHT,
     EXACT_BYTES,
@@ -285,18 +293,16 @@ def _operands(w: Projection) -> tuple[Tensor, Tensor]:
 
 def launch(config: Config, arguments: tuple) -> None:
     """Run the kernel of `config` on the current stream; it is compiled on first use."""
-    gpu = noted_gpu()
-    capability = torch.cuda.get_device_capability(arguments[0].device) if gpu is None else gpu.capability
-    compiled(config, architecture(capability))(*arguments)
+    compiled(config, architecture(capability(arguments[0].device)))(*arguments)
 
 
-def architecture(capability: tuple[int, int]) -> str:
-    if capability not in ARCHITECTURES:
+def architecture(of: tuple[int, int] | None) -> str:
+    if of not in ARCHITECTURES:
         raise NotImplementedError(
-            f"compute capability {capability[0]}.{capability[1]} has no tcgen05 tensor cores: these kernels run on "
+            f"compute capability {of and '{}.{}'.format(*of)} has no tcgen05 tensor cores: these kernels run on "
             "10.0 and 10.3 (B200, B300); set MOE_NVFP4_BACKEND=reference"
         )
-    return ARCHITECTURES[capability]
+    return ARCHITECTURES[of]
 
 
 @CuteKernels

@@ -218,9 +218,8 @@ def route(
     ids = expert_ids(top_k_index)
     R, E = ids.shape[0], num_experts
     assert R <= MAX_ROWS
-    sizes = (R, R, R, E + 1)
-    order, position, token, offsets = ids.new_empty(sum(sizes), dtype=torch.int32).split_with_sizes(sizes)
-    zeros = ids.new_empty(sync, dtype=torch.int32)
+    sizes = (R, R, R, E + 1, sync)
+    order, position, token, offsets, zeros = ids.new_empty(sum(sizes), dtype=torch.int32).split_with_sizes(sizes)
     planned = planned_tokens(T, top_k)
     shape = route_shape(planned * top_k)
     groups, rows = Groups(order, offsets, top_k, position), None
@@ -265,7 +264,7 @@ def _gemms(rows: Rows, groups: Groups, w: ExpertWeights, h: Tensor, y: Tensor, s
     """GEMM 1 from rows of x to h, GEMM 2 from h to y, or one of them. Unused tensors may be any of the right dtype."""
     x, R, tile, config = rows.values, groups.num_rows, plan.tile, plan.config
     index = groups.offsets if rows.index is None else rows.index
-    units13, units2 = w.w13.view(torch.int32).flatten(2), w.w2.view(torch.int32).flatten(2)
+    units13, units2 = _units(w)
     b13, b2 = (x, x) if w.b13 is None else (w.b13, w.b2)
     row_scale = w.up_scale if rows.scale is None else rows.scale
     gate_scale = w.up_scale if w.gate_scale is None else w.gate_scale
@@ -284,6 +283,15 @@ def _gemms(rows: Rows, groups: Groups, w: ExpertWeights, h: Tensor, y: Tensor, s
         units13, units2, x, index, h, raw, quantized, y, groups.offsets, gate_scale, w.up_scale, w.w2_scale,
         b13, b2, row_scale, h_scale, sync, plan.split_k.bit_length() - 1, grid,
     )  # fmt: skip
+
+
+def _units(w: ExpertWeights) -> tuple[Tensor, Tensor]:
+    """w13 and w2 as the kernels take them, int32 [E, blocks, words]: made once for weights that many calls take."""
+    kept = vars(w)
+    if "units" not in kept:
+        kept["units"] = tuple(t.view(torch.int32).flatten(2) for t in (w.w13, w.w2))
+    units: tuple[Tensor, Tensor] = kept["units"]
+    return units
 
 
 @CuteKernels

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from cutlass import BFloat16, Float32
@@ -48,8 +49,7 @@ class LaunchPlan:
     rows: torch.dtype
 
 
-@dataclass(frozen=True)
-class LayerShape:
+class LayerShape(NamedTuple):
     """The properties of a layer that a plan depends on. static_h: NVFP4 rows of h have a static scale."""
 
     gate: Gate
