@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moe_nvfp4._version import __version__
-from moe_nvfp4.quantize.report import ConversionReport, readable_size
+from moe_nvfp4.quantize.dialects import read_config
+from moe_nvfp4.quantize.report import ConversionReport, readable_size, readable_snr
 from moe_nvfp4.quantize.verify import VerificationReport
 
 if TYPE_CHECKING:
@@ -63,7 +64,9 @@ def write_card(report: ConversionReport, source: str, verified: VerificationRepo
     data = original.data.to_dict() | {"base_model_relation": "quantized"}
     if "language" in data:
         data["language"] = _languages(data["language"])
-    data["tags"] = [*dict.fromkeys([*(data.get("tags") or []), "nvfp4", "moe"])]
+    tags = data.get("tags") or []
+    tags = [tag for tag in (tags if isinstance(tags, list) else [tags]) if isinstance(tag, str)]
+    data["tags"] = [*dict.fromkeys([*tags, "nvfp4", "moe"])]
     if HUB_NAME.fullmatch(source) and not Path(source).exists():
         data["base_model"] = source
     rows = {
@@ -80,20 +83,17 @@ def write_card(report: ConversionReport, source: str, verified: VerificationRepo
     )  # fmt: skip
     if original.text.strip():
         text += f"\n---\n\nThe card of the original model:\n\n{original.text.strip()}\n"
-    card.write_text(f"---\n{yaml.safe_dump(data, sort_keys=False, allow_unicode=True)}---\n{text}", "utf-8")
+    text = f"---\n{yaml.safe_dump(data, sort_keys=False, allow_unicode=True)}---\n{text}"
+    text = text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")  # names of files, under LC_ALL=C
+    card.write_text(text, "utf-8")
     return card
 
 
 def misread_by(folder: Path) -> list[str]:
     """A line for each program that silently misreads the new files in `folder`, with a remedy (docs/checkpoints.md)."""
     q = json.loads((folder / "config.json").read_text("utf-8"))["quantization_config"]
-    if q["quant_method"] == "compressed-tensors":
-        return ["transformers 5.23 by itself loads these experts with wrong numbers: "
-                "import moe_nvfp4.integrations.huggingface first"]  # fmt: skip
-    if q["quant_algo"] == "W4A16_NVFP4":
-        return ["SGLang 0.5.23 on a Blackwell GPU takes these W4A16 weights for W4A4, with an activation scale of 1: "
-                "give it --moe-runner-backend marlin"]  # fmt: skip
-    return []
+    info = read_config(q)
+    return [] if info is None else info.dialect.misread_by(q)
 
 
 def _languages(found: Any) -> Any:
@@ -110,7 +110,7 @@ def _original(text: str) -> ModelCard:
         text = f"---\n{{}}\n---\n{text}"  # without it, ModelCard warns that there is no metadata
     try:
         return ModelCard(text, ignore_metadata_errors=True)
-    except (ValueError, yaml.YAMLError):
+    except (TypeError, ValueError, yaml.YAMLError):
         return ModelCard(f"---\n{{}}\n---\n```\n{text}\n```\n")
 
 
@@ -118,5 +118,7 @@ def _errors(name: str, verified: VerificationReport | None) -> str:
     if verified is None or not verified.layers:
         return f"`moe-nvfp4 verify {name} --against ORIGINAL` measures it, layer by layer."
     lines = ["| layer | relative error | SNR (dB) |", "|---|--:|--:|"]
-    lines += [f"| `{layer}` | {sums.relative:.4f} | {sums.snr:.1f} |" for layer, sums in verified.layers.items()]
+    lines += [
+        f"| `{layer}` | {sums.relative:.4f} | {readable_snr(sums, 1)} |" for layer, sums in verified.layers.items()
+    ]
     return "\n".join(["All weights of a layer against the original's, by `moe-nvfp4 verify`:", "", *lines])

@@ -1,7 +1,7 @@
 """A folder of experts that the recipe ``gptq`` has quantized, module by module; a conversion copies from it.
 
-FOLDER/model.layers.0.mlp.experts.safetensors has the parameters of `NVFP4Experts`, by their names, and `rows`,
-int64 [E]: how many rows of the calibration data each expert saw.
+FOLDER/model.layers.0.mlp.experts.safetensors, named as the module in new files, has the parameters of `NVFP4Experts`,
+by their names, and `rows`, int64 [E]: how many rows of the calibration data each expert saw.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from moe_nvfp4.quantize.names import PER_EXPERT, PLAIN_NAMES, same_module
+from moe_nvfp4.quantize.names import PER_EXPERT, PLAIN_NAMES
 
 
 class CodesFolder:
@@ -26,7 +26,7 @@ class CodesFolder:
 
     @property
     def modules(self) -> list[str]:
-        """The modules that are complete, by their names in transformers."""
+        """The modules that are complete."""
         return sorted(file.name.removesuffix(".safetensors") for file in self.folder.glob("*.safetensors"))
 
     def save(self, module: str, tensors: Mapping[str, Tensor]) -> None:
@@ -45,9 +45,9 @@ class CodesFolder:
         shape: N and K. ValueError where the folder does not have it, or has it in another shape.
         """
         match = PER_EXPERT.fullmatch(stem)
-        module = match and same_module(match["module"], self.modules)
-        if match is None or module is None:
+        if match is None or not self._file(match["module"]).is_file():
             raise ValueError(f"{stem} has not been quantized: the model has other experts than its files")
+        module = match["module"]
         e, part = int(match["e"]), PLAIN_NAMES.get(match["part"], match["part"])
         with safe_open(self._file(module), framework="pt") as file:
             stacked = part != "down_proj" and "gate_up_proj" in file.keys()

@@ -110,10 +110,10 @@ def convert_checkpoint(
         if place.restarted and progress:
             print(f"starting again: {place.restarted}", file=sys.stderr)
         _run(todo.jobs, place, report, options.place, workers or _default_workers(options.place), progress)
-        _write_small_files(place.files, todo, others)
+        names = _write_small_files(place.files, todo, others)
         if checkpoint.state() != state:
             raise ValueError(f"{source} changed while it was read: run the same command again")
-        place.publish()
+        place.publish(names)
     report.seconds = time.perf_counter() - began
     return report
 
@@ -182,11 +182,25 @@ def _other_files(checkpoint: Checkpoint) -> tuple[list[Path], dict[str, str]]:
     left |= {f.name: "a link to a file that is not there" for f in folder.iterdir() if not f.exists()}
     inside = {f.name for f in folder.iterdir() if f.is_dir() and f.name[0] != "."} - {TEMPLATES}
     left |= {f"{name}/": f"a folder: only {TEMPLATES} is copied" for name in sorted(inside)}
-    return [*other, *sorted((folder / TEMPLATES).glob("*.jinja"))], left
+    other += sorted((folder / TEMPLATES).glob("*.jinja"))
+    for file in other:
+        _check_link(file, folder)
+    return other, left
 
 
-def _write_small_files(folder: Path, plan: ConversionPlan, others: list[Path]) -> None:
-    """config.json, the index where there are several shards, and the source's other files."""
+def _check_link(file: Path, folder: Path) -> None:
+    """ValueError for a link out of `folder`: a copy of what it names would go into the new checkpoint. Folders of the
+    Hub's cache, snapshots/COMMIT, link into blobs/ next to snapshots/."""
+    target, home = file.resolve(), folder.resolve()
+    own = [home, *([home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [])]
+    if not any(target.is_relative_to(place) for place in own):
+        raise ValueError(f"{file} is a link to {target}, outside of the checkpoint, whose content would be copied into "
+                         "the new one: put the file itself there, or remove the link")  # fmt: skip
+
+
+def _write_small_files(folder: Path, plan: ConversionPlan, others: list[Path]) -> set[str]:
+    """config.json, the index where there are several shards, and the source's other files. Returns the names of all
+    files of the destination."""
     for file in others:
         new = folder / file.relative_to(plan.source.folder)
         new.parent.mkdir(exist_ok=True)
@@ -197,6 +211,7 @@ def _write_small_files(folder: Path, plan: ConversionPlan, others: list[Path]) -
         total = sum(tensor_bytes(*out) for job in plan.jobs for out in job.outputs.values())
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", "utf-8")
+    return {*places.values(), "config.json", INDEX, *(f.relative_to(plan.source.folder).as_posix() for f in others)}
 
 
 class _Shard:

@@ -15,8 +15,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_nvfp4.format import SF_VEC_SIZE, encode, pad_k
-from moe_nvfp4.quantize.recipes import candidates, recipe_global_scale, round_to_e2m1
+from moe_nvfp4.format import SEARCH_SF_MAX, SF_VEC_SIZE, encode, global_scale_for, pad_k
+from moe_nvfp4.quantize.search import round_to_e2m1, scales_of_mse
 
 DAMPING = 0.01  # added to H's diagonal, as a fraction of the diagonal's mean
 LAZY = 128  # columns after which one product updates all columns behind them
@@ -43,7 +43,7 @@ def quantize_gptq(w: Tensor, hessian: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if not tensor.isfinite().all():
             raise ValueError(f"{int((~tensor.isfinite()).sum())} {name} are NaN or Inf: look at the checkpoint, or the "
                              "text")  # fmt: skip
-    global_scale = recipe_global_scale(w.detach().float().abs().amax(dim=(1, 2)), "mse")
+    global_scale = global_scale_for(w.detach().float().abs().amax(dim=(1, 2)), SEARCH_SF_MAX)
     w = pad_k(w.detach().float().reshape(n * N, K)).view(n, N, -1)
     padded = w.shape[-1]
     codes = torch.empty(n, N, padded // 2, dtype=torch.uint8, device=w.device)
@@ -102,7 +102,7 @@ def _columns(w: Tensor, factor: Tensor, global_scale: Tensor) -> tuple[Tensor, T
 def _block(w: Tensor, factor: Tensor, global_scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """16 columns w [n, 16, N] -> the scales of least loss, bytes [n, N]; values of the codes and errors [n, 16, N]."""
     n, columns, N = w.shape
-    tried = candidates(w.abs().amax(dim=1).flatten(), global_scale.repeat_interleave(N)).view(-1, n, N)
+    tried = scales_of_mse(w.abs().amax(dim=1).flatten(), global_scale.repeat_interleave(N)).view(-1, n, N)
     scale = tried.view(torch.float8_e4m3fn).float() * global_scale[:, None]
     divisor = torch.where(scale > 0, scale, torch.inf)  # with a scale of 0 all codes are 0
     x = w.movedim(1, 0)[:, None].repeat(1, len(tried), 1, 1)  # [16, C, n, N]

@@ -12,19 +12,22 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from moe_nvfp4.quantize.names import PER_EXPERT, same_module
+from moe_nvfp4.quantize.files import TensorSlice
+from moe_nvfp4.quantize.names import PER_EXPERT
 
 FORMAT = "moe_nvfp4 importance 1"
 # For an expert that saw this many rows, its own data and the prior count half each. Measured: `weighted` needs few
 # rows (the same KL for 1k and 16k tokens of text), so the prior matters only for experts that hardly any token reaches.
 PRIOR_ROWS = 64
+SAMPLES = 64  # tensors of which a fingerprint has the first bytes
 ANOTHER_MODEL = "it was made with another model; run moe-nvfp4 importance on this one"
 
 
@@ -60,10 +63,35 @@ def layer_importance(x: Tensor, h: Tensor, rows: Tensor) -> LayerImportance:
 
 
 class Importance:
-    """The importance of a model's experts, by the names of their modules in transformers."""
+    """The importance of a model's experts, by the names of their modules in transformers.
 
-    def __init__(self, layers: Mapping[str, LayerImportance]):
-        self.layers = dict(layers)
+    source       what it was measured on, for people
+    fingerprint  `fingerprint` of the files of that model; None: not known
+    """
+
+    def __init__(self, layers: Mapping[str, LayerImportance], source: str = "", fingerprint: str | None = None):
+        self.layers, self.source, self.fingerprint = dict(layers), source, fingerprint
+        self._in_model: Callable[[str], str | None] = lambda module: module
+
+    def renamed(self, in_model: Callable[[str], str | None]) -> Importance:
+        """The same importance, found by other names, such as those in files. in_model: such a name of a module -> its
+        name in the model that was measured, or None where it is not a part of it."""
+        found = Importance(self.layers, self.source, self.fingerprint)
+        found._in_model = in_model
+        return found
+
+    def check_model(self, modules: Iterable[str], tensors: Mapping[str, TensorSlice], name: object) -> None:
+        """ValueError if there is importance of more than `modules`, all experts of the model `name`. A warning if it
+        was measured on files other than those of the model, which have these `tensors` (none: not known)."""
+        there = {self._in_model(module) for module in modules}
+        if others := [layer for layer in self.layers if layer not in there]:
+            raise ValueError(f"the importance has {others[0]}, and {name} does not: {ANOTHER_MODEL}")
+        if tensors and self.fingerprint not in (None, fingerprint(tensors)):
+            warnings.warn(
+                f"the importance was measured on other weights ({self.source}) than those of {name}: run moe-nvfp4 "
+                "importance on this model, unless one is a slight change of the other",
+                stacklevel=2,
+            )
 
     def of_matrix(self, stem: str, columns: int) -> Tensor:
         """`of` for a matrix by its name in files, such as experts.5.down_proj."""
@@ -84,7 +112,7 @@ class Importance:
     def of(self, module: str, e: int, part: str, columns: int) -> Tensor:
         """Importance fp32 [columns] for the matrix `part` (gate_proj, down_proj, w2, ...) of expert `e`.
 
-        module: the experts' name in files or in transformers. ValueError if it is unknown, or has another shape.
+        module: the experts' name. ValueError if it is unknown, or has another shape.
         """
         layer = self.layer(module)
         found = layer.h if part in ("down_proj", "w2") else layer.x
@@ -96,29 +124,43 @@ class Importance:
         return found[e]
 
     def layer(self, module: str, experts: int | None = None) -> LayerImportance:
-        """The importance of `module`, the experts' name in files or in transformers. ValueError if there is none, or if
-        it is not for `experts` experts."""
-        name = same_module(module, self.layers)
-        if name is not None:
-            found = self.layers[name]
-            if experts not in (None, len(found.rows)):
-                raise ValueError(
-                    f"{module} has {experts} experts, the importance is of {len(found.rows)}: {ANOTHER_MODEL}"
-                )
-            return found
-        known = ", ".join(list(self.layers)[:2])
-        raise ValueError(f"{module} has no importance (the file has {known}, ...): {ANOTHER_MODEL}")
+        """The importance of `module`. ValueError if there is none, or if it is not for `experts` experts."""
+        name = self._in_model(module)
+        if name is None:
+            raise ValueError(f"{module} is not a part of the model that transformers runs, so nothing is known about "
+                             f"its inputs: leave it as it is (exclude {module}), or use another recipe")  # fmt: skip
+        found = self.layers.get(name)
+        if found is None:
+            known = ", ".join(list(self.layers)[:2])
+            raise ValueError(f"{module} has no importance (the file has {known}, ...): {ANOTHER_MODEL}")
+        if experts not in (None, len(found.rows)):
+            raise ValueError(f"{module} has {experts} experts, the importance is of {len(found.rows)}: {ANOTHER_MODEL}")
+        return found
 
 
-def save_importance(importance: Importance, path: str | os.PathLike, source: str = "") -> None:
-    """Write a safetensors file with `module`.x, .h and .rows. source: what it was made from, for the metadata."""
+def fingerprint(tensors: Mapping[str, TensorSlice]) -> str:
+    """A hash of the names, dtypes and shapes of a model's tensors in files, and of the first bytes of a few."""
+    hashed = hashlib.sha256()
+    names = sorted(tensors)
+    for name in names:
+        hashed.update(f"{name} {tensors[name].dtype} {tensors[name].shape}".encode())
+    for name in names[:: max(1, len(names) // SAMPLES)]:
+        hashed.update(tensors[name].read(0, min(64, tensors[name].size)).numpy().tobytes())
+    return hashed.hexdigest()
+
+
+def save_importance(importance: Importance, path: str | os.PathLike) -> None:
+    """Write a safetensors file with `module`.x, .h and .rows."""
     from safetensors.torch import save_file
 
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     tensors = {f"{n}.{k}": t.contiguous() for n, layer in importance.layers.items() for k, t in vars(layer).items()}
     part = path.with_name(f".{path.name}.partial")
-    save_file(tensors, part, metadata={"format": FORMAT, "source": source})
+    metadata = {"format": FORMAT, "source": importance.source}
+    if importance.fingerprint is not None:
+        metadata["fingerprint"] = importance.fingerprint
+    save_file(tensors, part, metadata=metadata)
     os.replace(part, path)
 
 
@@ -130,11 +172,23 @@ def load_importance(path: str | os.PathLike) -> Importance:
         raise ValueError(f"{path} is not a file: make it with moe-nvfp4 importance MODEL {path}")
     try:
         with safe_open(path, framework="pt") as file:
-            known = (file.metadata() or {}).get("format") == FORMAT
+            metadata = file.metadata() or {}
+            known = metadata.get("format") == FORMAT
             tensors = {name: file.get_tensor(name) for name in file.keys()} if known else {}
     except SafetensorError as error:
         raise ValueError(f"{path} is damaged ({error}): make it again with moe-nvfp4 importance") from None
     if not tensors:
         raise ValueError(f"{path} was not written by moe-nvfp4 importance")
     modules = {name.rpartition(".")[0]: None for name in tensors}
-    return Importance({m: LayerImportance(**{k: tensors[f"{m}.{k}"] for k in ("x", "h", "rows")}) for m in modules})
+    if missing := [f"{m}.{k}" for m in modules for k in ("x", "h", "rows") if f"{m}.{k}" not in tensors]:
+        raise ValueError(f"{path} is damaged ({missing[0]} is missing): make it again with moe-nvfp4 importance")
+    for name, tensor in tensors.items():
+        if not name.endswith(".rows") and not _is_importance(tensor):
+            raise ValueError(f"{path} is damaged ({name} has zeros for all columns of an expert, or numbers that are "
+                             "negative, NaN or Inf): make it again with moe-nvfp4 importance")  # fmt: skip
+    layers = {m: LayerImportance(**{k: tensors[f"{m}.{k}"] for k in ("x", "h", "rows")}) for m in modules}
+    return Importance(layers, metadata.get("source", ""), metadata.get("fingerprint"))
+
+
+def _is_importance(tensor: Tensor) -> bool:
+    return bool(((tensor >= 0) & tensor.isfinite()).all() and (tensor > 0).any(dim=-1).all())

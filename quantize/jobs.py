@@ -14,10 +14,10 @@ from moe_nvfp4.quantize.codes import CodesFolder
 from moe_nvfp4.quantize.dialects import Dialect
 from moe_nvfp4.quantize.files import TORCH_DTYPES, TensorSlice
 from moe_nvfp4.quantize.layouts import ErrorSums, Matrix
-from moe_nvfp4.quantize.layouts.base import parts_of_expert
+from moe_nvfp4.quantize.layouts.base import cast_finite, parts_of_expert
 from moe_nvfp4.quantize.names import gate_of, up_of
 from moe_nvfp4.quantize.options import Options
-from moe_nvfp4.quantize.recipes import quantize_matrix, recipe_global_scale
+from moe_nvfp4.quantize.recipes import quantize_matrix, recipe_global_scale, recipe_named
 from moe_nvfp4.weights import check_block_scales, check_global_scale
 
 CHUNK = 1 << 22  # elements of a matrix that are quantized at once: 8 MiB in bf16, 16 MiB in fp32
@@ -67,7 +67,10 @@ def scale_job(name: str, stored: TensorSlice, new_name: str, source: Dialect, ta
 
     def run(write: Write) -> None:
         check_global_scale(source.decode_scale(stored.tensor()), name)
-        write(new_name, source.carry_scale(stored.tensor(), target), 0)
+        try:
+            write(new_name, source.carry_scale(stored.tensor(), target), 0)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
 
     return Job(stored.file.name, 4, 64, {new_name: ("F32", target.scale_shape)}, run)
 
@@ -169,15 +172,17 @@ class _Batch:
                     write(self.names[i][0], of_weight, a * K // 2)
                     write(self.names[i][1], of_sf, a * K // 16)
             for i, number in zip(lot, global_scale.cpu(), strict=True):
-                write(self.names[i][2], self.options.target.encode_scale(number), 0)
+                write(self.names[i][2], _encoded(self.names[i][2], number, self.options.target), 0)
             read.forget(lot)
 
     def global_scales(self, read: _Reader) -> tuple[Tensor | None, bool]:
         """(Global scales, fp32 [matrices], or None where the recipe finds each from its matrix; whether the values must
         be kept exactly.) The source's scales, where it has them; else computed over all matrices that share one."""
-        exact = self.matrices[0].global_scale is not None and self.options.recipe != "max"
+        searches = recipe_named(self.options.recipe).candidates is not None
+        exact = searches and self.matrices[0].global_scale is not None
         if exact:
             given = torch.stack([m.known_scale() for m in self.matrices]).view(-1, self.sharing).amax(dim=1)
+            given = torch.where(given > 0, given, 1.0)
         elif self.step < self.shape[0] or self.sharing > 1:
             starts = range(0, self.shape[0], self.step)
             parts = [torch.stack([_amax(read(lot, a)) for a in starts]).amax(dim=0) for lot in self.lots]
@@ -221,7 +226,7 @@ class _Reader:
 
 
 def _ready_job(stem: str, matrix: Matrix, made: CodesFolder, target: Dialect) -> Job:
-    """Write a matrix that a recipe for whole layers (gptq) has quantized already."""
+    """Write a matrix that a recipe for whole layers has quantized already."""
     N, K = matrix.rows, -(-matrix.columns // 16) * 16
     outputs = _outputs(stem, N, K, target)
     names = list(outputs)
@@ -230,10 +235,17 @@ def _ready_job(stem: str, matrix: Matrix, made: CodesFolder, target: Dialect) ->
         codes, sf, scale = made.matrix(stem, (N, matrix.columns))
         check_global_scale(scale, names[2])
         check_block_scales(sf, names[1])
-        for name, tensor in zip(names, (codes, sf, target.encode_scale(scale)), strict=True):
+        for name, tensor in zip(names, (codes, sf, _encoded(names[2], scale, target)), strict=True):
             write(name, tensor, 0)
 
     return Job(matrix.shard, matrix.size, 4 * N * K, outputs, run)
+
+
+def _encoded(name: str, scale: Tensor, target: Dialect) -> Tensor:
+    try:
+        return target.encode_scale(scale)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
 
 
 def _amax(w: Tensor) -> Tensor:
@@ -260,7 +272,7 @@ def rescale_job(stem: str, matrix: Matrix, scale: Tensor, options: Options, erro
             errors.add(dequantize(codes, sf, here), w)
             write(weight, codes, a * K // 2)
             write(block_scale, sf, a * K // 16)
-        write(global_scale, options.target.encode_scale(scale), 0)
+        write(global_scale, _encoded(global_scale, scale, options.target), 0)
 
     memory = matrix.held + min(N, step) * K * 14 + 10_000_000
     return Job(matrix.shard, matrix.size, memory, outputs, run)
@@ -284,7 +296,7 @@ def dense_job(name: str, matrix: Matrix, dtype: str) -> Job:
     def run(write: Write) -> None:
         rows = matrix.open()
         for a in range(0, N, step):
-            write(name, rows(a, min(a + step, N)).to(target), a * K * target.itemsize)
+            write(name, cast_finite(rows(a, min(a + step, N)), target, name), a * K * target.itemsize)
 
     return Job(matrix.shard, matrix.size, matrix.held + min(N, step) * K * 10, {name: (dtype, (N, K))}, run)
 
@@ -296,15 +308,14 @@ def dense_stack_job(name: str, matrices: list[Matrix], dtype: str) -> Job:
 
     def run(write: Write) -> None:
         for e, matrix in enumerate(matrices):
-            write(name, matrix.open()(0, N).to(target).T, e * N * K * target.itemsize)
+            write(name, cast_finite(matrix.open()(0, N), target, name).T, e * N * K * target.itemsize)
 
     outputs: Outputs = {name: (dtype, (len(matrices), K, N))}
     return Job(matrices[0].shard, sum(m.size for m in matrices), N * K * 12, outputs, run)
 
 
-def bias_jobs(name: str, stored: TensorSlice, stems: Sequence[str], interleaved: bool) -> Iterator[Job]:
-    """Split biases [E, n] into one tensor per expert and projection. stems: their names, with {e} for the expert."""
+def bias_parts(stored: TensorSlice, stems: Sequence[str], interleaved: bool) -> Iterator[tuple[str, TensorSlice]]:
+    """(name, part) for each expert and projection of biases [E, n]. stems: the projections, with {e} for the expert."""
     for e in range(stored.shape[0]):
         parts = parts_of_expert(stored, e, len(stems), interleaved=interleaved)
-        for stem, part in zip(stems, parts, strict=True):
-            yield copy_job(name, part, f"{stem.format(e=e)}.bias")
+        yield from ((f"{stem.format(e=e)}.bias", part) for stem, part in zip(stems, parts, strict=True))

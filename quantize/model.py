@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from moe_nvfp4.quantize.files import Checkpoint, expert_counts
+from moe_nvfp4.quantize.files import Checkpoint, expert_counts, sizes
 from moe_nvfp4.quantize.layouts.base import Given, one_too_many
 from moe_nvfp4.quantize.names import KV_SCALE, PER_EXPERT, PLAIN_NAMES
 
@@ -22,6 +22,17 @@ class UnknownModel(Exception):
 
     def __init__(self, why: str):
         super().__init__(" ".join(why.split()))
+
+
+def check_layers(config: Mapping, names: Iterable[str]) -> None:
+    """ValueError if `config` names far more layers than the tensors `names` are numbered for: building such a model
+    takes minutes and gigabytes, whatever is in the files."""
+    last = max((int(n) for name in names for n in re.findall(r"(?<=\.)\d+(?=\.)", name)), default=0)
+    for key in (r"\w*layers?", r"\w*depth", r"\w*blocks"):
+        for n in sizes(config, key):
+            if n > 2 * last + 200:
+                raise ValueError(f"config.json names {n} layers, and the tensors of the files are numbered to {last} "
+                                 "at most: it belongs to another model, download both again")  # fmt: skip
 
 
 # What files hold for the experts of one module: projection (or its bias) -> expert -> what
@@ -61,16 +72,18 @@ class ModelTensors:
     def of(cls, source: Checkpoint) -> ModelTensors:
         """The tensors of the model that a checkpoint's config describes, built without memory (on meta).
 
-        Raises UnknownModel where transformers does not know the model, or cannot build it.
+        Raises UnknownModel where transformers does not know the model, or cannot build it; its own code is not run.
+        ValueError where the config names far more layers than the files can have.
         """
         try:
             import torch
             import transformers
         except ImportError as error:
             raise UnknownModel(f"transformers is not installed ({error})") from None
+        check_layers(source.config, source.tensors)
         here = f"transformers {transformers.__version__}"
         try:
-            config = transformers.AutoConfig.from_pretrained(source.folder)
+            config = transformers.AutoConfig.from_pretrained(source.folder, trust_remote_code=False)
         except Exception as error:  # a stranger's config may raise anything
             raise UnknownModel(f"{here} cannot read config.json ({error})") from None
         names = config.architectures or []
@@ -106,6 +119,12 @@ class ModelTensors:
         names = (target.removeprefix(f"{self._prefix}."), f"{self._prefix}.{target}")
         return next((name for name in names if name[: end - len(target) + len(name)] in self._modules), target)
 
+    def experts_module(self, module: str) -> str | None:
+        """The model's name of the experts module that new files call `module`; None if it is no part of the model."""
+        names = [f"{module}.0.{part}.weight" for part in ("down_proj", "w2")]
+        found = [self._expert(name, self.place(name)[0]) for name in names]
+        return next((expert[0] for expert in found if expert is not None), None)
+
     def renamed(self, name: str) -> str:
         """`name` after the model's renamings and converters, before the model's prefix is added or removed."""
         from transformers.core_model_loading import rename_source_key
@@ -129,14 +148,13 @@ class ModelTensors:
         return [target, *(target.replace(first, other, 1) for other in others)]
 
     # ---------------------------------------------------------------- the check
-    def check(self, given: Mapping[str, Given], experts_only: Container[str] | None = None) -> list[str]:
+    def check(self, given: Mapping[str, Given]) -> list[str]:
         """ValueError unless files hold all that the model needs. Returns the names that the model has no tensor for.
 
         These may be missing: tensors that are tied to one that is there; those that transformers ignores; and the head,
         if the model is of another class than the files (a classifier on a language model), as it is yet to be trained.
 
-        given         name in a dense checkpoint -> what the files hold
-        experts_only  names of experts modules: check nothing else
+        given  name in a dense checkpoint -> what the files hold
         """
         covered: set[str] = set()
         experts: dict[str, Parts] = {}
@@ -150,31 +168,33 @@ class ModelTensors:
                 experts.setdefault(module, {}).setdefault(part, {})[e] = what
             elif target in self.shapes:
                 covered.update(places)
-                if pattern is None and experts_only is None and target not in self._resized:
+                if pattern is None and target not in self._resized:
                     self._check_shape(name, target, what)
             elif not self.ignores(name):
                 surplus.append(name)
         for module, found in experts.items():
-            if experts_only is None or module in experts_only:
-                covered |= self._check_experts(module, found, covered)
-        if missing := list(self._missing(covered, experts_only)):
+            covered |= self._check_experts(module, found, covered)
+        if missing := list(self._missing(covered)):
             listed = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
             count = f"{len(missing)} of the {len(self.shapes)} tensors of {self.name}"
-            raise ValueError(
-                f"the files lack {count}, which would be random numbers: {listed}. A shard is missing, or config.json "
-                "belongs to another model: download the checkpoint again, or quantize the original"
+            why = (
+                "A shard is missing, or config.json belongs to another model: download the checkpoint again, or "
+                "quantize the original"
             )
+            if not any(name.startswith(f"{self._prefix}.") for name in missing):
+                why = (
+                    "They are of the model's body, as AutoModel saves it: name the body's class under architectures in "
+                    "config.json, or save the whole model"
+                )
+            raise ValueError(f"the files lack {count}, which would be random numbers: {listed}. {why}")
         return surplus
 
-    def _missing(self, covered: set[str], experts_only: Container[str] | None) -> Iterator[str]:
+    def _missing(self, covered: set[str]) -> Iterator[str]:
         here = {id(self.state[name]) for name in covered}  # modules may share parameters
         for name, tensor in self.state.items():
-            needed = experts_only is None or (
-                name.rpartition(".")[0] in experts_only and EXPERT_WEIGHTS.fullmatch(name.rpartition(".")[2])
-            )
             tied = any(name in pair and not covered.isdisjoint(pair) for pair in self.tied.items())
             optional = name in self._new or any(p.search(name) for p in self._optional)
-            if needed and id(tensor) not in here and not tied and not optional:
+            if id(tensor) not in here and not tied and not optional:
                 yield name
 
     def _heads(self, model: Any) -> set[str]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
 
-from moe_nvfp4.quantize.dialects import EMBEDDING, Dialect
+from moe_nvfp4.quantize.dialects import DIALECTS, EMBEDDING, Dialect
 from moe_nvfp4.quantize.files import TensorSlice
 
 DENSE = ("BF16", "F16", "F32", "F64")
@@ -15,6 +15,11 @@ PER_EXPERT = re.compile(r"(?P<module>(?:.+\.)?experts)\.(?P<e>0|[1-9]\d*)\."
                         r"(?P<part>gate_proj|up_proj|down_proj|w[123])")  # fmt: skip
 PLAIN_NAMES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 GATES = {"up_proj": "gate_proj", "w3": "w1"}  # up -> gate, which have the same input
+
+
+def by_number(name: str) -> list[int | str]:
+    """A key to sort names by, in which numbers are numbers: layer 2 comes before layer 10."""
+    return [int(part) if i % 2 else part for i, part in enumerate(re.split(r"(\d+)", name))]
 
 
 def projections(name: str) -> tuple[str, ...]:
@@ -41,9 +46,12 @@ SEPARATE = re.compile(r"(?<![^.])moe\.(?P<part>gate_proj|up_proj|down_proj)$")
 # ModelOpt's older names, with the projection before the expert
 PROJECTION_FIRST = re.compile(r"(?P<module>(?:.+\.)?experts)\.(?P<part>gate_proj|up_proj|down_proj|w[123])\."
                               r"(?P<e>0|[1-9]\d*)(?=\.|$)")  # fmt: skip
+_LASTS = {last for dialect in DIALECTS.values() for last in dialect.suffixes}
 # What 4-bit and 8-bit formats keep next to a weight; the numbers are wrong if one of these is not read
-SCALES = re.compile(r"(weight_scale(_2)?|_scale_inv|_scales|_blocks|input_scale|activation_scale|_global_scale|"
-                    r"weight_packed|pre_quant_scale|svdquant_lora_[ab])$")  # fmt: skip
+SCALES = re.compile(
+    r"(_scale_inv|_scales|_blocks|activation_scale|_global_scale|pre_quant_scale|svdquant_lora_[ab]|weight_g_idx|"
+    rf"weight_zero_point|smooth_scale|{'|'.join(sorted(_LASTS - {'weight'}))})$"
+)
 PRE_QUANT_SCALE = "pre_quant_scale"  # AWQ: x is multiplied with it before the layer
 # Linears that read the same rows, which servers fuse into one
 FUSED_LINEARS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("q_a_proj", "kv_a_proj_with_mqa"),
@@ -81,31 +89,13 @@ def aliases(module: str) -> list[str]:
     return names
 
 
-def same_module(module: str, known: Iterable[str]) -> str | None:
-    """The name among `known`, transformers' names of experts modules, that means `module`, a name in files.
-
-    The names match, or else their layer numbers do, if only one of `known` has that number. None: no match.
-    """
-    known = list(known)
-    exact = [name for name in aliases(module) if name in known]
-    number = _layer_number(module)
-    same = [name for name in known if number is not None and _layer_number(name) == number]
-    return exact[0] if exact else same[0] if len(same) == 1 else None
-
-
-def _layer_number(module: str) -> str | None:
-    """The number in a module's name, if there is exactly one."""
-    numbers = re.findall(r"(?<=\.)\d+(?=\.)", module)
-    return numbers[0] if len(numbers) == 1 else None
-
-
 def ignore_patterns(dense: set[str], quantized: set[str], excluded: set[str], dialect: Dialect) -> list[str]:
     """The `ignore` list of a config, which names the `dense` modules and the `excluded` experts.
 
-    Entries are wildcards for ModelOpt and `re:` expressions for compressed-tensors. Layers share one entry where no
-    quantized module matches it. Linears beside each other are named by their parent where nothing in it is quantized:
-    vLLM fuses them (q_proj, k_proj and v_proj become qkv_proj) and matches the fused name. Where something in it is
-    quantized, linears that are fused are named one by one, because vLLM looks up their parts by name, not by wildcard.
+    Entries are wildcards, in the form of `dialect`. Layers share one entry where no quantized module matches it.
+    Linears beside each other are named by their parent where nothing in it is quantized: vLLM fuses them (q_proj,
+    k_proj and v_proj become qkv_proj) and matches the fused name. Where something in it is quantized, linears that are
+    fused are named one by one, because vLLM looks up their parts by name, not by wildcard.
     Excluded experts are named with everything in them, and also as transformers names them.
     """
     few = {re.sub(r"experts\.\d+\.", "experts.0.", name) for name in quantized}
@@ -132,13 +122,4 @@ def ignore_patterns(dense: set[str], quantized: set[str], excluded: set[str], di
         found |= {pattern} if left and fold else left
     found |= {p.removesuffix(".layer") for p in found if p.endswith(".router.layer")}
     found |= {f"{name}*" for module in excluded for name in aliases(module)}
-    if dialect.reciprocal:  # compressed-tensors
-        found = {_expression(p) if "*" in p else p for p in found}
-    return sorted(found)
-
-
-def _expression(wildcard: str) -> str:
-    """The `re:` expression for a wildcard, in which `*` is a number, or at the end anything."""
-    start = wildcard.removesuffix("*")
-    end = ".*" if start != wildcard and not start.endswith(".") else "$"
-    return "re:" + re.escape(start if end == ".*" else wildcard).replace(r"\*", r"\d+") + end
+    return sorted(map(dialect.pattern, found))

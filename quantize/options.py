@@ -13,7 +13,7 @@ from moe_nvfp4.quantize.codes import CodesFolder
 from moe_nvfp4.quantize.dialects import DIALECTS, Dialect, as_patterns
 from moe_nvfp4.quantize.files import TORCH_DTYPES
 from moe_nvfp4.quantize.importance import Importance
-from moe_nvfp4.quantize.recipes import CALIBRATED_RECIPES, DEFAULT_RECIPE, RECIPES
+from moe_nvfp4.quantize.recipes import DEFAULT_RECIPE, REGISTRY, recipe_named
 from moe_nvfp4.weights import ACTIVATIONS
 
 
@@ -29,8 +29,8 @@ class Options:
     share_scales for an NVFP4 source: give gate and up of an expert one global scale, as servers expect; the one with
                  the smaller scale is quantized again from its exact values, and all other bytes are kept
     device       where matrices are quantized (default: a GPU if there is one); the bytes are the same on all
-    importance   the weights of errors for the recipe "weighted" (quantize.importance.load_importance)
-    codes        the experts that the recipe "gptq" has quantized (quantize.codes)
+    importance   the weights of errors, for a recipe that needs them (quantize.importance.load_importance)
+    codes        the experts, quantized already, for a recipe that makes them from a text (quantize.codes)
     dtype        the dtype in the source's config, as safetensors writes it, or None. `plan` fills it in
 
     Raises ValueError for unknown values, TypeError for patterns that are not strings.
@@ -48,19 +48,19 @@ class Options:
     dtype: str | None = None
 
     def __post_init__(self) -> None:
-        recipes = (*RECIPES, *CALIBRATED_RECIPES)
-        for value, known, what in ((self.recipe, recipes, "recipe"), (self.dialect, DIALECTS, "dialect"),
-                                   (self.activations, ACTIVATIONS, "activations")):  # fmt: skip
+        recipe = recipe_named(self.recipe)
+        for value, known, what in ((self.dialect, DIALECTS, "dialect"), (self.activations, ACTIVATIONS, "activations")):
             if value not in known:
                 raise ValueError(f"unknown {what} {value!r}: choose one of {', '.join(known)}")
-        for given, what, recipe, way in (
-            (self.importance, "importance", "weighted", "moe-nvfp4 importance MODEL OUT, then --importance OUT"),
-            (self.codes, "codes", "gptq", "moe-nvfp4 quantize --recipe gptq makes them from a text"),
+        for what, given, need, way in (
+            ("importance", self.importance, "importance", "moe-nvfp4 importance MODEL OUT, then --importance OUT"),
+            ("codes", self.codes, "text", f"moe-nvfp4 quantize --recipe {recipe.name} makes them from a text"),
         ):
-            if given is not None and self.recipe != recipe:
-                raise ValueError(f"{what} would have no effect on recipe {self.recipe!r}: it is for {recipe!r}")
-            if given is None and self.recipe == recipe:
-                raise ValueError(f"recipe {recipe!r} needs {what}: {way}")
+            if given is not None and not getattr(recipe, need):
+                takers = " or ".join(repr(r.name) for r in REGISTRY if getattr(r, need))
+                raise ValueError(f"{what} would have no effect on recipe {recipe.name!r}: it is for {takers}")
+            if given is None and getattr(recipe, need):
+                raise ValueError(f"recipe {recipe.name!r} needs {what}: {way}")
         include = None if self.include is None else tuple(as_patterns(self.include, "include"))
         object.__setattr__(self, "exclude", tuple(as_patterns(self.exclude, "exclude")))
         object.__setattr__(self, "include", include)

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from functools import partial
 
 from torch import Tensor
 
 from moe_nvfp4._version import __version__
-from moe_nvfp4.quantize.dialects import GLOBAL_SCALES, MODELOPT, Dialect, QuantizationInfo, read_config, write_config
-from moe_nvfp4.quantize.files import Checkpoint, TensorSlice, expert_counts
+from moe_nvfp4.quantize.dialects import (
+    DIALECTS,
+    GLOBAL_SCALES,
+    MODELOPT,
+    Dialect,
+    QuantizationInfo,
+    read_config,
+)
+from moe_nvfp4.quantize.files import Checkpoint, TensorSlice, expert_counts, read_json
+from moe_nvfp4.quantize.importance import Importance
 from moe_nvfp4.quantize.jobs import (
     Job,
-    bias_jobs,
+    bias_parts,
     copy_job,
     dense_job,
     dense_stack_job,
@@ -37,6 +45,7 @@ from moe_nvfp4.quantize.layouts import (
     stacked,
 )
 from moe_nvfp4.quantize.layouts.base import check_experts, need
+from moe_nvfp4.quantize.model import ModelTensors, UnknownModel
 from moe_nvfp4.quantize.names import (
     DENSE,
     FUSED_LINEARS,
@@ -44,6 +53,7 @@ from moe_nvfp4.quantize.names import (
     PER_EXPERT,
     PRE_QUANT_SCALE,
     aliases,
+    by_number,
     experts_module,
     ignore_patterns,
     is_dense_linear,
@@ -51,7 +61,7 @@ from moe_nvfp4.quantize.names import (
     up_of,
 )
 from moe_nvfp4.quantize.options import Options
-from moe_nvfp4.quantize.recipes import CALIBRATED_RECIPES
+from moe_nvfp4.quantize.recipes import recipe_named
 from moe_nvfp4.weights import check_block_scales
 
 # Layouts of quantized experts, by quant_method of the source; layouts of dense experts, which any source may have.
@@ -69,6 +79,8 @@ class ConversionPlan:
     carried      those of `matrices` whose bytes are copied; without pre_quant_scale
     dequantized  FP8 and MXFP4 tensors that become dense, by name: a matrix, or the matrices of a stack
     copied       names of the tensors that are copied unchanged
+    copies       new name -> the bytes that are written there: `copied`, parts of biases, codes and sf of `carried`
+    scales       new name -> the scale of `carried` that is written there, in the target dialect
     skipped      name -> reason, of what is left alone
     modules      the experts modules of a source that is not NVFP4 yet
     unmatched    the patterns of `exclude` and `include` that match none of `modules`
@@ -84,6 +96,8 @@ class ConversionPlan:
     carried: Mapping[str, Matrix]
     dequantized: Mapping[str, Matrix | list[Matrix]]
     copied: tuple[str, ...]
+    copies: Mapping[str, TensorSlice]
+    scales: Mapping[str, Callable[[], Tensor]]
     skipped: Mapping[str, str]
     modules: tuple[str, ...]
     unmatched: tuple[str, ...]
@@ -103,6 +117,8 @@ class _Draft:
     matrices: dict[str, Matrix] = field(default_factory=dict)
     carried: dict[str, Matrix] = field(default_factory=dict)
     dequantized: dict[str, Matrix | list[Matrix]] = field(default_factory=dict)
+    copies: dict[str, TensorSlice] = field(default_factory=dict)
+    scales: dict[str, Callable[[], Tensor]] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
     modules: dict[str, str | None] = field(default_factory=dict)  # name -> why it is left alone, or None
     dense: set[str] = field(default_factory=set)  # modules that keep, or get, dense weights
@@ -123,6 +139,13 @@ class _Draft:
                 self.skipped[module] = why
         return self.modules[module] is not None
 
+    def copy(
+        self, name: str, stored: TensorSlice, new: str | None = None, check: Callable[[Tensor, str], None] | None = None
+    ) -> None:
+        """Plan to copy `stored`, the tensor `name` or a part of it, as the tensor `new`. check: see `copy_job`."""
+        self.jobs.append(copy_job(name, stored, new, check))
+        self.copies[new or name] = stored
+
     def dequantize(self, name: str, found: Matrix | list[Matrix]) -> None:
         """Plan to write tensor `name` dense: a config names only one quantized format."""
         dtype = self.options.dtype or "BF16"
@@ -140,6 +163,8 @@ def plan(checkpoint: Checkpoint, options: Options) -> ConversionPlan:
     Raises ValueError for what cannot be converted, naming the tensor, the rule and the way out.
     """
     options = replace(options, dtype=config_dtype(checkpoint.config))
+    if options.importance is not None:
+        options = replace(options, importance=_importance_for_files(checkpoint, options.importance))
     draft = _Draft(checkpoint, options, dict(checkpoint.tensors))
     info = nvfp4_info(checkpoint)
     if info is not None:
@@ -152,16 +177,30 @@ def plan(checkpoint: Checkpoint, options: Options) -> ConversionPlan:
     for name, stored in draft.left.items():
         if is_scale(name, draft.left):
             raise ValueError(nvfp4.UNREAD.format(name))
-        draft.jobs.append(copy_job(name, stored))
+        draft.copy(name, stored)
         if is_dense_linear(name, stored) and not any(name.startswith(f"{m}.") for m in draft.excluded):
             draft.dense.add(name.removesuffix(".weight"))
     config = {**checkpoint.config, "quantization_config": _quantization_config(draft, info)}
+    if options.importance is not None:
+        options.importance.check_model(draft.modules, checkpoint.tensors, checkpoint.folder)
     patterns = (*options.exclude, *(options.include or ()))
+    modules = tuple(sorted(draft.modules, key=by_number))
+    skipped = {name: draft.skipped[name] for name in sorted(draft.skipped, key=by_number)}
     unmatched = tuple(p for p in patterns if not any(_names(p, module) for module in draft.modules))
     return ConversionPlan(
         draft.source, options, tuple(draft.jobs), config, draft.matrices, draft.carried, draft.dequantized,
-        tuple(draft.left), draft.skipped, tuple(draft.modules), unmatched, draft.rescaled, draft.unchanged,
+        tuple(draft.left), draft.copies, draft.scales, skipped, modules, unmatched, draft.rescaled, draft.unchanged,
     )  # fmt: skip
+
+
+def _importance_for_files(source: Checkpoint, importance: Importance) -> Importance:
+    """`importance`, which has the model's names, by the names in the files of `source`."""
+    try:
+        names = ModelTensors.of(source)
+    except UnknownModel as error:
+        raise ValueError(f"{source.folder}: {error}, so importance cannot be matched with its experts: use a recipe "
+                         "without data (mse)") from None  # fmt: skip
+    return importance.renamed(names.experts_module)
 
 
 # ---------------------------------------------------------------- sources that are not NVFP4 yet
@@ -197,7 +236,8 @@ def _quantize_experts(draft: _Draft, experts: Experts) -> None:
             draft.take(experts.tensors)
         return
     matrices = experts.matrices()
-    check_experts({stem: (m.rows, m.columns) for stem, m in matrices.items()}, expert_counts(draft.source.config), {})
+    shapes = {stem: (m.rows, m.columns) for stem, m in matrices.items()}
+    check_experts(shapes, expert_counts(draft.source.config), draft.left)
     if draft.options.importance is not None:
         numbers = {match["e"] for stem in matrices if (match := PER_EXPERT.fullmatch(stem))}
         draft.options.importance.layer(experts.module, len(numbers))
@@ -209,7 +249,8 @@ def _quantize_experts(draft: _Draft, experts: Experts) -> None:
             raise ValueError(f"{name} is missing: download the checkpoint again")
         stored, rows = draft.left[name], sum(matrices[stem.format(e=0)].rows for stem in stems)
         need(stored.shape == (E, rows), name, stored, f"[{E}, {rows}]")
-        draft.jobs += bias_jobs(name, stored, stems, experts.interleaved)
+        for new, part in bias_parts(stored, stems, experts.interleaved):
+            draft.copy(name, part, new)
     draft.take((*experts.tensors, *experts.biases))
 
 
@@ -243,6 +284,9 @@ def _check_nothing_missed(draft: _Draft) -> None:
         owners = {module, re.sub(r"block_sparse_moe\..*", "block_sparse_moe.experts", name)}
         if owners & draft.excluded or draft.leave(module):
             continue
+        if experts_module(name) is not None and stored.dtype not in DENSE:
+            raise ValueError(f"{name} is {stored.dtype}, and experts are read as {', '.join(DENSE)}, FP8 with scales "
+                             "for blocks or MXFP4, as config.json says: use the original checkpoint")  # fmt: skip
         raise ValueError(
             f"{name} {stored.dtype} {list(stored.shape)} looks like experts, in a layout that is not known for "
             f"model_type {types[0] if types else None!r}: quantize it while it loads "
@@ -252,7 +296,7 @@ def _check_nothing_missed(draft: _Draft) -> None:
         model = (config.get("architectures") or types or ["this model"])[0]
         why = "; dense models are not what this library is for"
         if draft.excluded:
-            some = ", ".join(sorted(draft.excluded)[:3])
+            some = ", ".join(sorted(draft.excluded, key=by_number)[:3])
             why = f": {some}, ... ({len(draft.excluded)}) are all excluded, or not included"
         raise ValueError(f"{model} has no experts to quantize{why}")
 
@@ -261,7 +305,7 @@ def _check_nothing_missed(draft: _Draft) -> None:
 def _carry(draft: _Draft, source: Dialect) -> None:
     """Plan to copy codes and block scales byte for byte, and to rewrite global scales in the target dialect."""
     target, options, folder = draft.options.target, draft.options, draft.source.folder
-    if options.recipe in CALIBRATED_RECIPES:
+    if recipe_named(options.recipe).model:
         raise ValueError(f"recipe {options.recipe!r} would have no effect: these weights are NVFP4 already; quantize "
                          "the original checkpoint")  # fmt: skip
     if options.activations != "bf16":
@@ -287,20 +331,24 @@ def _carry(draft: _Draft, source: Dialect) -> None:
 
 def _carry_matrix(draft: _Draft, new_stem: str, matrix: nvfp4.NVFP4Matrix) -> None:
     target, source = draft.options.target, matrix.dialect
-    if PRE_QUANT_SCALE in matrix.tensors and target.reciprocal:
+    if PRE_QUANT_SCALE in matrix.tensors and not target.pre_quant_scale:
         raise ValueError(f"{matrix.stem}.{PRE_QUANT_SCALE} (AWQ) has no place in {target.name} files: keep ModelOpt's")
     suffixes = dict(zip(source.suffixes, target.suffixes, strict=True))
     for suffix, stored in matrix.tensors.items():
         old_name, name = matrix.names[suffix], f"{new_stem}.{suffixes.get(suffix, suffix)}"
         if suffix in (source.global_scale, source.input_scale):
             draft.jobs.append(scale_job(old_name, stored, name, source, target))
+            draft.scales[name] = partial(_carried_scale, stored, source, target)
         else:
-            check = check_block_scales if suffix == source.sf else None
-            draft.jobs.append(copy_job(old_name, stored, name, check))
+            draft.copy(old_name, stored, name, check_block_scales if suffix == source.sf else None)
     for name in matrix.names.values():  # all matrices of a stack have the same
         draft.left.pop(name, None)
     draft.matrices[new_stem] = matrix.matrix()
     draft.carried[new_stem] = matrix.matrix(pre_quant_scale=False)
+
+
+def _carried_scale(stored: TensorSlice, source: Dialect, target: Dialect) -> Tensor:
+    return source.carry_scale(stored.tensor(), target)
 
 
 def _share_scales(draft: _Draft) -> None:
@@ -343,9 +391,14 @@ def _quantization_config(draft: _Draft, info: QuantizationInfo | None) -> dict:
         own = {"activations": info.activations, **(q.get("moe_nvfp4") or {}), "input_scale": has_input_scale}
     dense = draft.dense | (set() if any(name.endswith("lm_head") for name in draft.matrices) else {"lm_head"})
     ignore = ignore_patterns(dense, set(draft.matrices), draft.excluded, o.target)
-    new = write_config(o.target, ignore, has_input_scale, own, __version__, has_pre_quant_scale)
+    new = o.target.write(ignore, has_input_scale, own, __version__, has_pre_quant_scale)
     if info is not None and info.kv_cache is not None:
-        new["kv_cache_scheme"] = info.kv_cache
+        if (scheme := o.target.kv_cache_scheme(info.kv_cache)) is not None:
+            new["kv_cache_scheme"] = scheme
+        else:
+            draft.skipped["kv_cache_scheme"] = (
+                f"{info.kv_cache}, for which {o.target.name} has no form: the new files say nothing of the KV cache"
+            )
     return new
 
 
@@ -353,12 +406,12 @@ def nvfp4_info(source: Checkpoint) -> QuantizationInfo | None:
     """What the configs say about NVFP4; None for dense, FP8 and MXFP4 sources. ValueError for other formats."""
     q: Mapping = source.config.get("quantization_config") or {}
     method, hf = q.get("quant_method"), source.folder / "hf_quant_config.json"
-    if (not q and not hf.is_file()) or (method in ("fp8", "mxfp4") and "moe_quant_algo" not in q):
+    if not q and not hf.is_file():
         return None
-    info = read_config(source.config, json.loads(hf.read_text("utf-8")) if hf.is_file() else None)
-    if info is None:
+    info = read_config(source.config, read_json(hf) if hf.is_file() else None)
+    if info is None and str(method) not in QUANTIZED_LAYOUTS:
         raise ValueError(f"{source.folder} is quantized with {method!r}; this library reads fp8 (in blocks), mxfp4, "
-                         "and NVFP4 of modelopt or compressed-tensors: quantize the original checkpoint")  # fmt: skip
+                         f"and NVFP4 of {' or '.join(DIALECTS)}: quantize the original checkpoint")  # fmt: skip
     return info
 
 
@@ -379,6 +432,12 @@ def nothing_there(folder: str, files: nvfp4.NVFP4Files, dialect: Dialect) -> str
             "they have the parameters of 4-bit layers under their own names (torch.save, save_original_format=False), "
             "which from_pretrained reads: load the model, and save_pretrained it"
         )
+    for other in DIALECTS.values():
+        if other is not dialect and any(name.endswith(f".{other.global_scale}") for name in files.tensors):
+            why = (
+                f"they are named as {other.name} names them, and the config is {dialect.name}'s: copy the config that "
+                "belongs to the files"
+            )
     return f"{folder} says NVFP4 in its config, but no tensor ends in .{dialect.global_scale}: {why}"
 
 
@@ -416,14 +475,17 @@ def scale_warnings(checkpoint: Checkpoint) -> Iterator[str]:
                "which they are dense, or share a scale, as ModelOpt's and llm-compressor's do")  # fmt: skip
 
 
-def plan_of(checkpoint: Checkpoint, include: Iterable[str] | None = None) -> ConversionPlan:
-    """A plan that keeps `checkpoint` in its own dialect: it is not carried out, only its matrices are read.
+def plan_of(
+    checkpoint: Checkpoint, include: Iterable[str] | None = None, dialect: Dialect | None = None
+) -> ConversionPlan:
+    """A plan that is not carried out: only what it would write is read.
 
-    include: the experts modules to plan for, where the checkpoint is not NVFP4 (default: all).
+    include  the experts modules to plan for, where the checkpoint is not NVFP4 (default: all)
+    dialect  of what it would write (default: that of the checkpoint)
     """
     info = nvfp4_info(checkpoint)
     chosen = None if info or include is None else tuple(include)
-    dialect = info.dialect if info else MODELOPT
+    dialect = dialect or (info.dialect if info else MODELOPT)
     return plan(checkpoint, Options("max", include=chosen, dialect=dialect.name, device="cpu"))
 
 

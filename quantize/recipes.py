@@ -18,7 +18,8 @@ Every result is plain NVFP4 that any reader of the format decodes, so a recipe c
 ``weighted``       The candidates of mse, with the squared error of input column k weighted by its
                    importance, E[x_k^2]: if columns of inputs are uncorrelated, the sum is the
                    error of the output (moe_nvfp4.quantize.importance).
-``gptq``           Not here: it works on the experts of a layer at once (moe_nvfp4.quantize.gptq).
+``gptq``           Works on the experts of a layer at once, with the Hessians of their inputs for a text
+                   (moe_nvfp4.quantize.gptq).
 =================  ==============================================================================
 
 The global scale decides which block scales e4m3 can hold. With amax / (6 * 448), ``max`` gives the block
@@ -29,36 +30,66 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from moe_nvfp4.format import (
-    E4M3_MAX,
-    SEARCH_SF_MAX,
-    SF_VEC_SIZE,
-    as_scale,
-    check_x,
-    encode,
-    global_scale_for,
-    pad_k,
-    quantize,
-)
+from moe_nvfp4.format import E4M3_MAX, SEARCH_SF_MAX, as_scale, check_x, encode, global_scale_for, pad_k, quantize
+from moe_nvfp4.quantize.gptq import quantize_gptq
+from moe_nvfp4.quantize.search import Candidates, best_scales, four_over_six, neighbours
 
-RECIPES = ("max", "four_over_six", "mse")  # need no data
-CALIBRATED_RECIPES = ("weighted", "gptq")  # need statistics of the model's activations
+
+@dataclass(frozen=True)
+class Recipe:
+    """How matrices become NVFP4, and what that takes besides the weights. No other file compares names of recipes.
+
+    candidates     the block scales to try (quantize.search); None: max's alone
+    sf_max         the block scale of the block with the largest magnitude, which decides the global scale
+    importance     whether it needs the importance of input columns, from a file or a run of the model on any tokens
+    from_hessians  how it makes codes from a text: a function like `quantize_gptq`; None: without one
+    """
+
+    name: str
+    candidates: Candidates | None = None
+    sf_max: float = SEARCH_SF_MAX
+    importance: bool = False
+    from_hessians: Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]] | None = None
+
+    @property
+    def text(self) -> bool:
+        """Whether it needs a text, which the model reads layer by layer while its experts are quantized."""
+        return self.from_hessians is not None
+
+    @property
+    def model(self) -> bool:
+        """Whether it needs to know what a model computes, for whatever data."""
+        return self.importance or self.text
+
+
+REGISTRY = (
+    Recipe("max", sf_max=E4M3_MAX),
+    Recipe("four_over_six", four_over_six),
+    Recipe("mse", neighbours),
+    Recipe("weighted", neighbours, importance=True),
+    Recipe("gptq", from_hessians=quantize_gptq),
+)
+RECIPES = tuple(r.name for r in REGISTRY if not r.model)  # need no data
+CALIBRATED_RECIPES = tuple(r.name for r in REGISTRY if r.model)  # need statistics of the model's activations
 DEFAULT_RECIPE = "mse"
 
-# Blocks processed at once, with all their candidates. For mse a scratch plane is then 2.4 MB on a CPU (about the cache,
-# yet enough work to outweigh an operation's cost) and 151 MB on a GPU (2304 MB/s; with four times as many blocks 2052).
-_CPU_BLOCKS = 1 << 12
-_CUDA_BLOCKS = 1 << 18
+
+def recipe_named(name: str) -> Recipe:
+    """The recipe with this name. ValueError for an unknown one."""
+    if (found := next((r for r in REGISTRY if r.name == name), None)) is None:
+        raise ValueError(f"unknown recipe {name!r}: choose one of {', '.join(r.name for r in REGISTRY)}")
+    return found
 
 
 def recipe_global_scale(amax: Tensor, recipe: str = DEFAULT_RECIPE) -> Tensor:
     """The global scale that a recipe uses for a matrix, or for matrices that share one, with this largest magnitude
     `amax`: float32, of amax's shape."""
-    return global_scale_for(amax, E4M3_MAX if recipe == "max" else SEARCH_SF_MAX)
+    return global_scale_for(amax, recipe_named(recipe).sf_max)
 
 
 def quantize_matrix(
@@ -80,10 +111,9 @@ def quantize_matrix(
     grow with w. ValueError for an unknown recipe, for a w of another shape or dtype or with K % 16,
     for NaN or Inf in w, and for an importance that is missing, without effect, negative or not finite.
     """
-    if recipe == "gptq":
-        raise ValueError("recipe 'gptq' needs more than a matrix: use moe-nvfp4 quantize, or swap_experts")
-    if recipe not in _CANDIDATES and recipe != "max":
-        raise ValueError(f"unknown recipe {recipe!r}: choose one of {', '.join((*RECIPES, *CALIBRATED_RECIPES))}")
+    chosen = recipe_named(recipe)
+    if chosen.text:
+        raise ValueError(f"recipe {recipe!r} needs more than a matrix: use moe-nvfp4 quantize, or swap_experts")
     if w.dim() not in (2, 3):
         raise ValueError(f"w must be a matrix [N, K] or several [n, N, K], not {list(w.shape)}")
     stack = w.shape[:-2]
@@ -92,9 +122,7 @@ def quantize_matrix(
             wanted = f"{list(stack)}, one for each matrix" if stack else "one number"
             raise ValueError(f"global_scale must be {wanted}, not {list(global_scale.shape)}")
         global_scale = global_scale.reshape(stack)
-    _check_importance(importance, recipe, w)
-    if recipe == "max" and not stack:
-        return quantize(w, global_scale)
+    _check_importance(importance, chosen, w)
     check_x(w)
 
     if w.numel() == 0:
@@ -112,23 +140,22 @@ def quantize_matrix(
     else:
         global_scale = as_scale(global_scale, w).expand(stack)
     of_rows = global_scale[:, None] if stack else global_scale
-    if recipe == "max":
+    if chosen.candidates is None:
         codes, sf, _ = quantize(w, of_rows, check=False)
     else:
-        sf = _search(w, global_scale, _CANDIDATES[recipe], importance)
+        sf = best_scales(w, global_scale, chosen.candidates, importance)
         codes = encode(w, sf, of_rows, check=False)
     return codes, sf, global_scale
 
 
-def _check_importance(importance: Tensor | None, recipe: str, w: Tensor) -> None:
-    if (importance is None) != (recipe != "weighted"):
-        raise ValueError(
-            f"recipe {recipe!r} needs the importance of each input column"
-            if importance is None
-            else f"importance has no effect on recipe {recipe!r}: leave it out, or use 'weighted'"
-        )
+def _check_importance(importance: Tensor | None, recipe: Recipe, w: Tensor) -> None:
     if importance is None:
+        if recipe.importance:
+            raise ValueError(f"recipe {recipe.name!r} needs the importance of each input column")
         return
+    if not recipe.importance:
+        takers = " or ".join(repr(r.name) for r in REGISTRY if r.importance)
+        raise ValueError(f"importance has no effect on recipe {recipe.name!r}: leave it out, or use {takers}")
     if importance.shape not in (w.shape[-1:], (*w.shape[:-2], w.shape[-1])):
         raise ValueError(f"importance has shape {list(importance.shape)}, w {list(w.shape)}: one number for each "
                          "column of a matrix is needed")  # fmt: skip
@@ -159,118 +186,3 @@ def quantize_expert(
     parts = ("gate_proj", "up_proj") if name == "gate_up_proj" else (name,)
     scales = {f"{part}_global_scale": global_scale for part in parts}
     return {name: codes, f"{name}_sf": sf.view(torch.uint8), **scales}
-
-
-# ---- the search ----------------------------------------------------------------------------------
-
-
-def _four_over_six(by_max: Tensor, largest: Tensor, global_scale: Tensor) -> Tensor:
-    return torch.stack([by_max, _scale_for(largest, 4.0, global_scale)])
-
-
-def _neighbours(by_max: Tensor, largest: Tensor, global_scale: Tensor) -> Tensor:
-    steps = torch.tensor([0, -2, -1, 1, 2, 3, 4, 5, 6], dtype=torch.int16, device=by_max.device)
-    tried = (by_max + steps[:, None]).clamp_(1, 126)  # bytes of positive e4m3 numbers are in their order
-    tried[0] = by_max  # may be 0
-    return tried.to(torch.uint8)
-
-
-# recipe -> function of (max's sf uint8 [n], blockmax [n], global_scale [] or [n]), which returns the bytes to try for
-# sf: uint8 [C, n], max's first
-_CANDIDATES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
-    "four_over_six": _four_over_six,
-    "mse": _neighbours,
-    "weighted": _neighbours,
-}
-
-
-def _search(w: Tensor, global_scale: Tensor, candidates: Callable, importance: Tensor | None) -> Tensor:
-    """The block scales float8_e4m3fn ``[..., N, K/16]`` with the least (weighted) squared error.
-
-    Among equal errors max's scale wins, then the earlier candidate. A block whose scale is 0 with ``max``
-    (all zeros, or nothing above 2^-10 * 6 * global_scale) keeps 0.
-    """
-    blocks = w.detach().reshape(-1, SF_VEC_SIZE)
-    best = torch.empty(blocks.shape[0], dtype=torch.uint8, device=w.device)
-    step = min(_CUDA_BLOCKS if w.is_cuda else _CPU_BLOCKS, max(1, blocks.shape[0]))
-    scratch = torch.empty(0)
-    if global_scale.numel() > 1:
-        of_blocks = global_scale.repeat_interleave(blocks.shape[0] // len(global_scale))
-    columns = None if importance is None else _of_planes(importance.to(w.device))
-    row = w.shape[-1] // SF_VEC_SIZE  # blocks in a row of w
-    for i in range(0, blocks.shape[0], step):
-        # A plane for each of the 16 places in a block: arithmetic runs across blocks, not within one.
-        part = blocks[i : i + step].t()
-        planes = torch.empty_like(part, dtype=torch.float32, memory_format=torch.contiguous_format)
-        planes.copy_(part).abs_()
-        largest = planes.amax(dim=0)
-        gs = of_blocks[i : i + step] if global_scale.numel() > 1 else global_scale
-        by_max = _scale_for(largest, 6.0, gs)
-        tried = candidates(by_max, largest, gs)
-        if i == 0:
-            scratch = planes.new_empty(3, SF_VEC_SIZE, len(tried), step)
-        weights = None
-        if columns is not None:
-            at = torch.arange(i, i + tried.shape[1], device=w.device)
-            of_matrix = at // (row * w.shape[-2]) * row if columns.shape[1] > row else 0
-            weights = columns[:, at % row + of_matrix]
-        error = _squared_error(planes, tried, gs, scratch[..., : tried.shape[1]], weights)
-        # torch.min returns the first of equal errors; so does argmin, but it is 20 times slower on a CPU
-        best[i : i + step] = tried.gather(0, error.min(dim=0, keepdim=True).indices).squeeze(0)
-    return best.view(torch.float8_e4m3fn).view(*w.shape[:-1], w.shape[-1] // SF_VEC_SIZE)
-
-
-def candidates(largest: Tensor, global_scale: Tensor) -> Tensor:
-    """The scales that ``mse`` tries, e4m3 bytes [C, n], for n blocks with largest magnitudes `largest`, fp32 [n]."""
-    return _neighbours(_scale_for(largest, 6.0, global_scale), largest, global_scale)
-
-
-def round_to_e2m1(x: Tensor) -> Tensor:
-    """Round fp32 to the nearest e2m1 values (0 .5 1 1.5 2 3 4 6 and negatives), ties to even, saturating: fp32."""
-    a = x.abs()
-    return _round_magnitudes(a, torch.empty_like(a), torch.empty_like(a)).copysign_(x)
-
-
-def _round_magnitudes(a: Tensor, power: Tensor, code: Tensor) -> Tensor:
-    """Round `a`, fp32 and not negative, to e2m1 values in `code`, which is returned; `power` is scratch."""
-    # e2m1 has one mantissa bit, and spacing 0.5 up to 2. float32 rounds to this spacing (ties to even) when
-    # 2^22 times a's power of two, clamped to 1 .. 4, is added and subtracted again.
-    bits = power.view(torch.int32)
-    torch.bitwise_and(a.view(torch.int32), 0x7F800000, out=bits).clamp_(0x3F800000, 0x40800000)
-    return torch.add(a, power, alpha=2**22, out=code).sub_(power, alpha=2**22).clamp_(max=6.0)
-
-
-def _of_planes(importance: Tensor) -> Tensor:
-    """importance ``[K]`` or ``[n, K]`` -> float32 ``[16, n K/16]``, times a power of two that makes it at most 1."""
-    importance = importance.detach().float()
-    largest = (importance.amax() if importance.numel() else importance.new_zeros(())).clamp(min=2.0**-100)
-    scaled = torch.ldexp(importance, -torch.frexp(largest).exponent)
-    return scaled.reshape(-1, SF_VEC_SIZE).t().contiguous()
-
-
-def _scale_for(largest: Tensor, code: float, global_scale: Tensor) -> Tensor:
-    """The scale that makes a block's largest magnitude this code: e4m3 bytes ``[n]``."""
-    sf = largest / largest.new_full((), code) / global_scale  # CUDA would multiply by 1 / code if this were a number
-    return sf.clamp(max=E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
-
-
-def _squared_error(
-    planes: Tensor, tried: Tensor, global_scale: Tensor, scratch: Tensor, weights: Tensor | None
-) -> Tensor:
-    """sum weight * (|x| - code * scale)^2 / global_scale^2, scale = sf * global_scale: float32 ``[C, n]``.
-
-    planes: |x| float32 ``[16, n]``; weights: float32 ``[16, n]``, or None (all 1); tried: bytes of sf ``[C, n]``.
-    Computed as sf^2 * sum (a - code)^2, with a = |x| / scale. The sum is taken by halves (places k and k + 8,
-    then k + 4, ...), so that it has the same bits everywhere. 0 where sf is 0.
-    """
-    # An e4m3 byte shifted by 7 bits is 2^-8 times its number in float16; torch's own cast is slow.
-    sf = (tried.to(torch.int16) << 7).view(torch.float16).float() * 256
-    a, power, code = scratch
-    torch.div(planes[:, None], sf.clamp(min=2**-9) * global_scale, out=a)
-    _round_magnitudes(a, power, code)
-    a.sub_(code).mul_(a)
-    if weights is not None:
-        a.mul_(weights[:, None])
-    for n in (8, 4, 2, 1):
-        a = a[:n].add_(a[n:])
-    return a.squeeze(0) * (sf * sf)

@@ -64,3 +64,8 @@ def readable_size(n: float) -> str:
             return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"
         n /= 1000
     return f"{n:.2f} GB"
+
+
+def readable_snr(sums: ErrorSums, digits: int) -> str:
+    """The signal-to-noise ratio in dB, for a person: "20.1", or "exact" where there is no error."""
+    return f"{sums.snr:.{digits}f}" if sums.error else "exact"

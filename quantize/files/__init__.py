@@ -7,6 +7,7 @@ from moe_nvfp4.quantize.files.checkpoint import (
     TensorView,
     expert_counts,
     open_checkpoint,
+    read_json,
     read_tensors,
     sizes,
     sub_configs,
@@ -17,5 +18,6 @@ from moe_nvfp4.quantize.files.staging import StagingDir, lock, unlock
 
 __all__ = [
     "INDEX", "TORCH_DTYPES", "Checkpoint", "ShardWriter", "StagingDir", "TensorSlice", "TensorView", "expert_counts",
-    "lock", "open_checkpoint", "read_header", "read_tensors", "sizes", "sub_configs", "tensor_bytes", "unlock",
+    "lock", "open_checkpoint", "read_header", "read_json", "read_tensors", "sizes", "sub_configs", "tensor_bytes",
+    "unlock",
 ]  # fmt: skip

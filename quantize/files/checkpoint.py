@@ -5,12 +5,14 @@ Indexes come from strangers, so their file names and entries are checked before 
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import json
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
 
 import torch
@@ -132,17 +134,13 @@ class Checkpoint:
         """A fingerprint of the files that does not read all of them: sizes in bytes, modification times in ns, and one
         sha256 of the first and last bytes of all tensors, which may change where sizes and times do not."""
         stats = [(f.name, f.stat()) for f in (*self.files, self.folder / "config.json")]
-        ends, files = hashlib.sha256(), {}
-        try:
-            for t in self.tensors.values():
-                if t.file not in files:
-                    files[t.file] = open(t.file, "rb", buffering=0)
-                for at in (t.start, max(t.start, t.start + t.size - ENDS)):
-                    files[t.file].seek(at)
-                    ends.update(files[t.file].read(min(ENDS, t.size)))
-        finally:
-            for file in files.values():
-                file.close()
+        ends = hashlib.sha256()
+        for path, tensors in groupby(self.tensors.values(), lambda t: t.file):  # one at a time: there may be thousands
+            with open(path, "rb", buffering=0) as file:
+                for t in tensors:
+                    for at in (t.start, max(t.start, t.start + t.size - ENDS)):
+                        file.seek(at)
+                        ends.update(file.read(min(ENDS, t.size)))
         return [*([name, s.st_size, s.st_mtime_ns] for name, s in stats), ends.hexdigest()]
 
 
@@ -176,7 +174,7 @@ def open_checkpoint(folder: str | os.PathLike) -> Checkpoint:
         raise ValueError(f"{folder} does not exist or is not a folder: name the folder of a checkpoint")
     if not (folder / "config.json").is_file():
         raise ValueError(f"{folder} has no config.json: name the folder of a Hugging Face checkpoint")
-    config = _json(folder / "config.json")
+    config = read_json(folder / "config.json")
     _check_config(folder / "config.json", config)
     found = sorted(folder.glob("*.safetensors"))
     index = _read_index(folder, found)
@@ -195,6 +193,9 @@ def _check_config(path: Path, config: Mapping) -> None:
                          "remove it if the files are dense")  # fmt: skip
     if not isinstance(own := quantization.get("moe_nvfp4") or {}, dict):
         raise ValueError(f"{path}: moe_nvfp4 in quantization_config is {own!r:.200}, no object: download it again")
+    for key in ("text_config", "ffn_config"):
+        if not isinstance(config.get(key) or {}, dict):
+            raise ValueError(f"{path}: {key} is {config[key]!r:.200}, no object: download it again")
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ValueError(f"{path}: architectures is {names!r:.200}, no list of names: download it again")
 
@@ -217,7 +218,7 @@ def _read_index(folder: Path, found: list[Path]) -> dict[str, str] | None:
     path = folder / INDEX
     if not path.is_file():
         return None
-    index = _json(path).get("weight_map")
+    index = read_json(path).get("weight_map")
     if not isinstance(index, dict) or not index or not all(isinstance(v, str) for v in index.values()):
         raise ValueError(f"{path} has no weight_map of tensor names and file names: download it again")
     if folder / "model.safetensors" in found and "model.safetensors" not in index.values():
@@ -243,9 +244,17 @@ def _check_index(path: Path, index: Mapping[str, str], tensors: Mapping[str, Ten
             raise ValueError(f"{path} does not name {name}, which is in {stored.file.name}: download both again")
 
 
-def _json(path: Path) -> dict:
+def read_json(path: Path) -> dict:
+    """The JSON object in a file. ValueError, naming the file, for anything else, and for text that has no UTF-8."""
+    data = path.read_bytes()
+    if data.startswith(codecs.BOM_UTF8):
+        raise ValueError(f"{path} begins with a byte order mark, which JSON does not have: save it as UTF-8 without")
     try:
-        found = json.loads(path.read_text("utf-8"))
+        found = json.loads(data.decode())
+        json.dumps(found, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{path} has half of a surrogate pair ({error}), which is no character: download it again"
+                         ) from None  # fmt: skip
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON ({error}): download it again") from None
     if not isinstance(found, dict):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -28,6 +29,8 @@ TORCH_DTYPES = {
 }  # fmt: skip
 # In a tensor's name: a layer or expert with six digits or more, which no model has
 LARGE_NUMBER = re.compile(r"(?<![^.])\d{6,}(?![^.])")
+# Also there: control characters, which a terminal obeys, and what has no UTF-8
+UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def read_header(path: Path) -> tuple[dict[str, dict], int]:
@@ -37,6 +40,8 @@ def read_header(path: Path) -> tuple[dict[str, dict], int]:
     ValueError if the file is damaged: every tensor must lie inside the file, fill exactly the bytes that
     its dtype and shape need, and share none with another.
     """
+    if not path.is_file():
+        raise ValueError(f"{path} is not a regular file: name a folder with the weights themselves")
     size = path.stat().st_size
     with open(path, "rb") as f:
         length = int.from_bytes(f.read(8), "little")
@@ -53,6 +58,8 @@ def read_header(path: Path) -> tuple[dict[str, dict], int]:
     header.pop("__metadata__", None)
     if strange := next((name for name in header if LARGE_NUMBER.search(name)), None):
         raise ValueError(f"{path} names a tensor {strange[:200]!r}: no layer or expert has a number of 6 digits")
+    if strange := next((name for name in header if UNPRINTABLE.search(name)), None):
+        raise ValueError(f"{path} names a tensor {strange[:200]!a}: a name has no control characters")
     end = 0
     for name, info in sorted(header.items(), key=lambda item: _offsets(path, *item)):
         begin, stop = _offsets(path, name, info)
@@ -72,8 +79,7 @@ class _Duplicate(Exception):
 def _no_duplicates(pairs: list[tuple]) -> dict:
     found = dict(pairs)
     if len(found) != len(pairs):
-        names = [key for key, _ in pairs]
-        raise _Duplicate(next(n for n in names if names.count(n) > 1))
+        raise _Duplicate(Counter(key for key, _ in pairs).most_common(1)[0][0])
     return found
 
 

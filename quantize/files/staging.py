@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import TextIO
 
@@ -29,13 +29,18 @@ class StagingDir:
 
     def __init__(self, destination: Path, key: dict):
         self.destination, self.key = destination, key
-        self.folder = destination.parent / f".{destination.name}.partial"
+        self.folder = self.beside(destination)
         self.files = self.folder / "files"
         self.done: dict[str, str] = {}  # tensor -> sha256
         self.restarted = ""  # why the work of an earlier run could not be used
         self._lock = -1
         self._journal: TextIO | None = None
         self._mutex = threading.Lock()
+
+    @staticmethod
+    def beside(destination: Path) -> Path:
+        """The hidden folder of `destination`, whether it exists or not."""
+        return destination.parent / f".{destination.name}.partial"
 
     def __enter__(self) -> StagingDir:
         try:
@@ -46,6 +51,9 @@ class StagingDir:
                 f"{inside} is a file, where the folder {'of the work in progress' if inside == self.folder else ''} "
                 f"for {self.destination} goes: move it away, or name another destination"
             ) from None
+        if links := [p for p in (self.folder, *self.folder.rglob("*")) if p.is_symlink()]:
+            raise ValueError(f"{links[0]} is a link, and the work in progress is only in its own folder: remove the "
+                             "link, or name another destination")  # fmt: skip
         self._lock = lock(self.folder / "lock", self.destination)
         try:
             self._resume()
@@ -93,8 +101,17 @@ class StagingDir:
             self._journal.write(f"{json.dumps(digests)}\n")
             self._journal.flush()
 
-    def publish(self) -> None:
-        """Move the files to the destination, which appears complete. ValueError if it exists by now."""
+    def publish(self, names: Container[str] | None = None) -> None:
+        """Move the files to the destination, which appears complete. ValueError if it exists by now.
+
+        names: the files that belong there, relative to it (default: all). Others, of an earlier run, are removed.
+        """
+        found = sorted(self.files.rglob("*"), reverse=True)  # a folder after what is in it
+        for path in found:
+            if path.is_dir() and not any(path.iterdir()):
+                path.rmdir()
+            elif path.is_file() and names is not None and path.relative_to(self.files).as_posix() not in names:
+                path.unlink()
         if self.destination.exists():
             raise ValueError(f"{self.destination} was made by someone else meanwhile: the result is in {self.files}")
         os.replace(self.files, self.destination)

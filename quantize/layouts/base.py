@@ -38,7 +38,8 @@ class Matrix:
     held          bytes that `open` keeps in memory
     size          bytes that the matrix takes in the source
     shard         the name of the file that it lies in
-    global_scale  fp32 0-d: that of an NVFP4 matrix, for MXFP4 a better one than the recipe's; None: dense or FP8
+    global_scale  fp32 0-d: that of an NVFP4 matrix, for MXFP4 a better one than the recipe's, or 0 if all
+                  elements are 0; None: dense or FP8
     """
 
     rows: int
@@ -65,9 +66,11 @@ class ErrorSums:
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
     def add(self, values: Tensor, original: Tensor) -> None:
-        """Add the error of `values` against `original`, fp32 tensors of one shape."""
-        error = (values - original).square().sum(dtype=torch.float64).item()
-        square = original.square().sum(dtype=torch.float64).item()
+        """Add the error of `values` against `original`, tensors of one shape."""
+        original = original.double()  # float32 cannot hold the squares of 1e-25 or of 1e21
+        self.add_squares((values.double() - original).square().sum().item(), original.square().sum().item())
+
+    def add_squares(self, error: float, square: float) -> None:
         with self._lock:
             self.error += error
             self.square += square
@@ -146,8 +149,9 @@ def check_experts(
             if missing is not None:
                 stem = f"{module}.{missing}.{part}"
                 if stored := others.get(f"{stem}.weight"):
-                    raise ValueError(f"{stem}.weight is {stored.dtype} and {len(experts)} of {E} experts have an NVFP4 "
-                                     "one: all must have one type, quantize the original checkpoint again")  # fmt: skip
+                    raise ValueError(f"{stem}.weight is {stored.dtype} and {len(experts)} of {E} experts have "
+                                     "one that is read in another way: all must have one type, and quantized ones "
+                                     "scales; download the checkpoint again, or quantize the original")  # fmt: skip
                 raise ValueError(f"{stem} is missing: {len(experts)} of {E} experts have it; a shard or a tensor is "
                                  "missing, download the checkpoint again")  # fmt: skip
             if len(set(experts.values())) > 1:
@@ -157,6 +161,9 @@ def check_experts(
                                  "are with --exclude; or the file is damaged: download it again")  # fmt: skip
             if counts and E > max(counts):
                 raise one_too_many(f"{module}.{E - 1}.{part}", max(counts))
+        if empty := [f"{part} {list(shape)}" for part, e in parts.items() for shape in e.values() if 0 in shape]:
+            raise ValueError(f"{module} has {empty[0]}: a matrix without elements; the file is damaged, or belongs to "
+                             "another model, download the checkpoint again")  # fmt: skip
         if set(parts) not in ({"gate_proj", "up_proj", "down_proj"}, {"up_proj", "down_proj"}, {"w1", "w2", "w3"}):
             raise ValueError(f"{module} has {', '.join(sorted(parts))} only: a projection is missing; download the "
                              "checkpoint again")  # fmt: skip
@@ -208,6 +215,17 @@ def parts_of_expert(
         return lambda t: split_rows(t.T if transposed else t, parts, interleaved)[i]
 
     return [TensorView.of(whole, part(i)) for i in range(parts)]
+
+
+def cast_finite(w: Tensor, dtype: torch.dtype, name: str) -> Tensor:
+    """Dequantized weights in `dtype`. ValueError, naming the tensor `name`, where that makes them NaN or Inf."""
+    cast = w.to(dtype)
+    if not cast.isfinite().all():
+        first = w[~cast.isfinite()][0].item()
+        raise ValueError(f"{name} has the value {first:.6g}, which is not finite in {str(dtype).removeprefix('torch.')}"
+                         ": its codes or scales are damaged, or config.json names another dtype than the model's; "
+                         "download the checkpoint again")  # fmt: skip
+    return cast
 
 
 def dense(stored: TensorSlice) -> Matrix:

@@ -16,8 +16,9 @@ def mxfp4_matrix(blocks: TensorSlice, scales: TensorSlice, e: int, first: int, s
     """Rows first, first + step, ... of expert `e`, fp32. blocks: codes [E, N, K/32, 16]; scales: e8m0 [E, N, K/32].
 
     Its global scale is a power of two, so that a searching recipe reproduces every value exactly: MXFP4's scales
-    are powers of two, and e4m3 holds 18 consecutive ones. Gate and up share the larger of their global scales. Where
-    the scales in use span more than 18 powers of two, small values are rounded, with a warning.
+    are powers of two, and e4m3 holds 18 consecutive ones. Gate and up share the larger of their global scales; that of
+    a matrix of zeros is 0. Where the scales in use span more than 18 powers of two, small values are rounded, with a
+    warning.
     """
     _, N, groups, _ = blocks.shape
 
@@ -25,16 +26,22 @@ def mxfp4_matrix(blocks: TensorSlice, scales: TensorSlice, e: int, first: int, s
         rows = scales.read((e * N + a * step) * groups, (b - a) * step * groups).view(-1, groups)
         return rows[first::step]
 
-    def rows(a: int, b: int) -> Tensor:
+    def code_bytes(a: int, b: int) -> Tensor:
         width = groups * 16
-        codes = blocks.read((e * N + a * step) * width, (b - a) * step * width).view(-1, groups, 16)[first::step]
-        exponents = scale_bytes(a, b)
+        return blocks.read((e * N + a * step) * width, (b - a) * step * width).view(-1, groups, 16)[first::step]
+
+    def rows(a: int, b: int) -> Tensor:
+        codes, exponents = code_bytes(a, b), scale_bytes(a, b)
         if (exponents == 255).any():
             raise ValueError(f"{name}, expert {e}: an MXFP4 scale is NaN: download the checkpoint again")
         return torch.ldexp(decode(codes), exponents[..., None].to(torch.int32) - 127).flatten(1)
 
     def power_of_two() -> Tensor:
-        return torch.ldexp(torch.ones(()), scale_bytes(0, N // step).max().to(torch.int32) - 127 - 8)
+        used = (code_bytes(0, N // step) & 0x77).any(dim=2)  # blocks of zeros may have any scale
+        if not used.any():
+            return torch.zeros(())
+        largest = scale_bytes(0, N // step)[used].max().to(torch.int32) - 127 - 8
+        return torch.ldexp(torch.ones(()), largest.clamp(min=-126))  # a normal number, as is its reciprocal
 
     size = (blocks.size + scales.size) // blocks.shape[0] // step
     return Matrix(N // step, groups * 32, size, blocks.file.name, lambda: rows, global_scale=power_of_two)
@@ -42,7 +49,7 @@ def mxfp4_matrix(blocks: TensorSlice, scales: TensorSlice, e: int, first: int, s
 
 def recognise(source: Checkpoint, left: Mapping[str, TensorSlice]) -> Iterator[Experts]:
     if "gpt_oss" not in source.types:
-        raise ValueError(f"MXFP4 experts are known for gpt_oss only, not for model_type {source.types[0]!r}")
+        raise ValueError(f"MXFP4 experts are known for gpt_oss only, not for model_type {(*source.types, None)[0]!r}")
     for name in [n for n in left if n.endswith("experts.gate_up_proj_blocks")]:
         yield _experts(left, name.removesuffix(".gate_up_proj_blocks"))
 

@@ -13,7 +13,16 @@ from moe_nvfp4.quantize.files import Checkpoint, TensorSlice, expert_counts
 from moe_nvfp4.quantize.layouts.base import STACKED, ExpertLayout, Given, Matrix, check_experts, need, parts_of_expert
 from moe_nvfp4.quantize.layouts.fp8 import fp8_block, fp8_scale
 from moe_nvfp4.quantize.layouts.stacked import STACKS, STEP
-from moe_nvfp4.quantize.names import DENSE, FUSED, PER_EXPERT, PRE_QUANT_SCALE, PROJECTION_FIRST, SEPARATE, projections
+from moe_nvfp4.quantize.names import (
+    DENSE,
+    FUSED,
+    KV_SCALE,
+    PER_EXPERT,
+    PRE_QUANT_SCALE,
+    PROJECTION_FIRST,
+    SEPARATE,
+    projections,
+)
 
 UNREAD = (  # format with the tensor's name
     "{} is a scale that nothing reads: going on would give silently wrong numbers. A part of its matrix is missing, or "
@@ -241,6 +250,16 @@ def dense_given(tensors: Mapping[str, TensorSlice]) -> dict[str, Given]:
     return {name: Given(stored.dtype, stored.shape, stored.file.name) for name, stored in tensors.items()}
 
 
+def _check_beside(matrices: Iterable[NVFP4Matrix], left: Iterable[str]) -> None:
+    """ValueError if `left`, the names of tensors that are not read, has one that belongs to an NVFP4 matrix."""
+    stems = {m.stem for m in matrices if m.layout is not ExpertLayout.STACKED_TRANSPOSED}
+    stacks = tuple({f"{m.dense_name}_" for m in matrices if m.layout is ExpertLayout.STACKED_TRANSPOSED})
+    for name in left:
+        stem, _, last = name.rpartition(".")
+        if (stem in stems and last != "bias" and not KV_SCALE.search(name)) or name.startswith(stacks):
+            raise ValueError(UNREAD.format(name))
+
+
 def read(source: Checkpoint, dialect: Dialect, input_scales: bool = True) -> NVFP4Files:
     """What the NVFP4 files of `source` hold, from their headers alone.
 
@@ -277,6 +296,7 @@ def read(source: Checkpoint, dialect: Dialect, input_scales: bool = True) -> NVF
                              "a shard is missing, download it again")  # fmt: skip
         fp8[name] = scale
         take((name, scale, f"{stem}.input_scale"))
+    _check_beside(matrices.values(), left)
     modules = {f"{name.rpartition('.')[0]}." for name in left if name.endswith("_proj_sf")}
     parameters = {n: t for n, t in left.items() if any(n.startswith(module) for module in modules)}
     take(parameters)

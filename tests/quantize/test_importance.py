@@ -1,16 +1,19 @@
 """The importance of input columns: its file, names and sums, and its use in a conversion."""
 
 import json
+import warnings
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from moe_nvfp4.quantize.convert import convert_checkpoint
+from moe_nvfp4.quantize.files import open_checkpoint
 from moe_nvfp4.quantize.importance import (
     PRIOR_ROWS,
     Importance,
     LayerImportance,
+    fingerprint,
     layer_importance,
     load_importance,
     save_importance,
@@ -47,9 +50,10 @@ def test_few_rows_say_little():
 
 
 def test_file(tmp_path):
-    importance = importance_for(MODULES)
-    save_importance(importance, tmp_path / "a", "a test")
+    importance = Importance(importance_for(MODULES).layers, "a test", "abc")
+    save_importance(importance, tmp_path / "a")
     again = load_importance(tmp_path / "a")
+    assert (again.source, again.fingerprint) == ("a test", "abc")
     assert again.digest() == importance.digest() != importance_for(MODULES, seed=1).digest()
     for name, layer in importance.layers.items():
         for key, tensor in vars(layer).items():
@@ -66,17 +70,42 @@ def test_other_files_are_refused(tmp_path):
     (tmp_path / "damaged").write_bytes(b"nothing")
     with pytest.raises(ValueError, match="damaged"):
         load_importance(tmp_path / "damaged")
+    for key, value in (("x", 0.0), ("h", 0.0), ("h", float("nan")), ("x", -1.0)):
+        importance = importance_for(MODULES)
+        vars(importance.layers[MODULES[1]])[key][5] = value
+        save_importance(importance, tmp_path / "zeros")
+        with pytest.raises(ValueError, match=f"layers.1.mlp.experts.{key} has zeros for all columns of an expert"):
+            load_importance(tmp_path / "zeros")
+
+
+def test_importance_of_another_model_is_refused_or_said(tmp_path):
+    """Refused with a layer too many; of the same shapes, a warning names both."""
+    source, other = (folder(tmp_path, qwen3_moe, name) for name in ("source", "other"))
+    files = tensors(other)
+    files["model.layers.1.self_attn.q_proj.weight"] += 1
+    save_file(files, other / "model.safetensors", metadata={"format": "pt"})
+    of = {path: fingerprint(open_checkpoint(path).tensors) for path in (source, other)}
+    assert of[source] != of[other]
+    more = importance_for([*MODULES, "model.layers.2.mlp.experts"])
+    with pytest.raises(ValueError, match="importance has model.layers.2.mlp.experts, and .*source does not"):
+        convert_checkpoint(source, tmp_path / "new", Options("weighted", importance=more), progress=False)
+    importance = Importance(importance_for(MODULES).layers, "that model", of[other])
+    with pytest.warns(UserWarning, match=r"measured on other weights \(that model\) than those of .*source"):
+        convert_checkpoint(source, tmp_path / "new", Options("weighted", importance=importance), dry_run=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        convert_checkpoint(other, tmp_path / "new", Options("weighted", importance=importance), dry_run=True)
 
 
 def test_names():
     importance = importance_for(["model.layers.0.mlp.experts", "model.layers.1.mlp.experts"])
     want = importance.layers["model.layers.1.mlp.experts"]
-    for inside in ("mlp", "block_sparse_moe", "ffn", "feed_forward"):
-        module = f"model.layers.1.{inside}.experts"
-        assert torch.equal(importance.of(module, 3, "gate_proj", 64), want.x[3])
-        assert torch.equal(importance.of(module, 3, "w3", 64), want.x[3])
-        assert torch.equal(importance.of(module, 3, "w2", 48), want.h[3])
-        assert torch.equal(importance.of_matrix(f"{module}.7.down_proj", 48), want.h[7])
+    for name in ("model.layers.1.mlp.experts", "model.layers.1.block_sparse_moe.experts"):
+        found = importance.renamed(lambda module: module.replace("block_sparse_moe", "mlp"))
+        assert torch.equal(found.of(name, 3, "gate_proj", 64), want.x[3])
+        assert torch.equal(found.of(name, 3, "w3", 64), want.x[3])
+        assert torch.equal(found.of(name, 3, "w2", 48), want.h[3])
+        assert torch.equal(found.of_matrix(f"{name}.7.down_proj", 48), want.h[7])
     with pytest.raises(ValueError, match="layers.2.mlp.experts has no importance .*another model"):
         importance.of("model.layers.2.mlp.experts", 0, "up_proj", 64)
     with pytest.raises(ValueError, match="48 input columns, the importance is of 8 experts with 64"):
@@ -87,11 +116,11 @@ def test_names():
         importance.layer("model.layers.0.mlp.experts", 4)
     with pytest.raises(ValueError, match="of 8 experts"):
         importance.of("model.layers.0.mlp.experts", 8, "up_proj", 64)
-    two_stacks = importance_for(["encoder.layers.0.mlp.experts", "decoder.layers.0.mlp.experts"])
-    with pytest.raises(ValueError, match="no importance"):
-        two_stacks.of("layers.0.mlp.experts", 0, "up_proj", 64)
-    with pytest.raises(ValueError, match="no importance"):
-        importance.of("towers.0.layers.1.mlp.experts", 0, "up_proj", 64)
+    for other in ("encoder.layers.1.mlp.experts", "layers.1.mlp.experts", "mtp_layers.1.mlp.experts"):
+        with pytest.raises(ValueError, match="no importance"):  # the same number is no match
+            importance.of(other, 0, "up_proj", 64)
+    with pytest.raises(ValueError, match="mtp.0.experts is not a part of the model .*exclude mtp.0.experts"):
+        importance.renamed(lambda module: None).of("mtp.0.experts", 0, "up_proj", 64)
 
 
 @pytest.mark.parametrize(("build", "E", "prefix", "parts"), [

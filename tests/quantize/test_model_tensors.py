@@ -54,7 +54,7 @@ DAMAGE = {
     "up and gate of a layer": (drop(EXPERT, "gate_proj"), f"{EXPERT}.0.gate_proj is missing"),
     "an expert too many": (rename(f"{EXPERT}.7.", f"{EXPERT}.8."), "8.* is an expert too many: .* there are 8"),
     "a dense projection": (
-        dense(f"{EXPERT}.3.up_proj"), f"{EXPERT}.3.up_proj.weight is BF16 and 7 of 8 experts have an NVFP4 one"),
+        dense(f"{EXPERT}.3.up_proj"), f"{EXPERT}.3.up_proj.weight is BF16 and 7 of 8 experts have one that is read in"),
     "one kind for up, one for down": (
         lambda f: [f := dense(f"{EXPERT}.{e}.down_proj")(f) for e in range(8)][-1], "gate_proj, up_proj only"),
     "an input scale": (add(f"{EXPERT}.3.up_proj.input_scale", torch.tensor(0.1)), "has no input_scale, which 1 of 48"),

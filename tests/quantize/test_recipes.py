@@ -7,7 +7,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from moe_nvfp4 import format
-from moe_nvfp4.quantize import recipes
+from moe_nvfp4.quantize import search
 from moe_nvfp4.quantize.recipes import DEFAULT_RECIPE, RECIPES, quantize_matrix
 
 SEARCHES = [recipe for recipe in RECIPES if recipe != "max"]
@@ -163,7 +163,7 @@ def test_max_is_the_formats_own():
 def test_chunks_do_not_show(recipe, blocks, monkeypatch):
     w = matrix(6, 30, 176).bfloat16()
     whole = quantize_matrix(w, recipe)
-    monkeypatch.setattr(recipes, "_CPU_BLOCKS", blocks)
+    monkeypatch.setattr(search, "_CPU_BLOCKS", blocks)
     for got, want in zip(quantize_matrix(w, recipe), whole, strict=True):
         assert torch.equal(got.float(), want.float())
 
@@ -196,7 +196,7 @@ def test_several_matrices_at_once(recipe, blocks, dtype, monkeypatch):
     """Each gets the bytes that it gets alone, whatever the others are; chunks of 7 blocks end within a matrix."""
     w = torch.stack([matrix(seed, 6, 80) * 10.0**seed for seed in range(4)]).to(dtype)
     w[1] = 0
-    monkeypatch.setattr(recipes, "_CPU_BLOCKS", blocks)
+    monkeypatch.setattr(search, "_CPU_BLOCKS", blocks)
     for given_gs in (None, torch.tensor([0.001, 0.5, 0.002, 3.0])):
         codes, sf, gs = quantize_matrix(w, recipe, given_gs)
         assert gs.shape == (4,) and len(set(gs.tolist())) == 4
@@ -284,7 +284,7 @@ def test_weighted_several_matrices_at_once(blocks, monkeypatch):
     """Each matrix has its own importance, or all share one; chunks of 7 blocks end within a row and within a matrix."""
     w = torch.stack([matrix(seed, 6, 80) * 10.0**seed for seed in range(4)])
     importance = torch.stack([columns(seed, 80) for seed in range(4)])
-    monkeypatch.setattr(recipes, "_CPU_BLOCKS", blocks)
+    monkeypatch.setattr(search, "_CPU_BLOCKS", blocks)
     for given_importance in (importance, importance[2]):
         together = quantize_matrix(w, "weighted", None, given_importance)
         for i in range(4):

@@ -117,6 +117,8 @@ def test_other_layouts_are_repaired(kind, tmp_path):
         files = tensors(source)
         for stem in [n.removesuffix(".weight_scale_2") for n in files if n.endswith("weight_scale_2")]:
             files[f"{stem}.pre_quant_scale"] = torch.rand(2 * files[f"{stem}.weight"].shape[1]) + 0.5
+        for name in [n for n in files if ".up_proj." in n and n.endswith(".pre_quant_scale")]:
+            files[name] = files[name.replace("up_proj", "gate_proj")].clone()  # they have one input
         write(source, files, config_of(source), config_of(source)["quantization_config"])
     convert_checkpoint(source, tmp_path / "plain", progress=False)
     report = convert_checkpoint(source, tmp_path / "shared", Options(share_scales=True), progress=False)

@@ -9,7 +9,8 @@ from safetensors.torch import save_file
 
 from moe_nvfp4 import cli
 from moe_nvfp4.quantize.convert import convert_checkpoint
-from moe_nvfp4.quantize.dialects import COMPRESSED_TENSORS, KV_SCHEMES, MODELOPT, read_config, write_config
+from moe_nvfp4.quantize.dialects import COMPRESSED_TENSORS, MODELOPT, dialect_of_files, read_config
+from moe_nvfp4.quantize.dialects.modelopt import KV_SCHEMES
 from moe_nvfp4.quantize.options import Options
 from moe_nvfp4.quantize.verify import verify_checkpoint
 from tests.checkpoints import config_of
@@ -159,13 +160,13 @@ def test_configs_of_compressed_tensors():
         with pytest.raises(ValueError, match="nvfp4-pack-quantized has 4 bits in blocks of 16"):
             read_config({**theirs, "config_groups": {"group_0": {**group, "weights": {**NUMBERS, **numbers}}}})
 
-    written = write_config(COMPRESSED_TENSORS, theirs["ignore"], True, {}, "1")
+    written = COMPRESSED_TENSORS.write(theirs["ignore"], True, {}, "1")
     for numbers in (written["config_groups"]["group_0"][kind] for kind in ("weights", "input_activations")):
         assert numbers.pop("scale_dtype") == "torch.float8_e4m3fn"
     assert written == {**theirs, "moe_nvfp4": {}}
-    weights_only = write_config(COMPRESSED_TENSORS, [], False, {}, "1")["config_groups"]["group_0"]
+    weights_only = COMPRESSED_TENSORS.write([], False, {}, "1")["config_groups"]["group_0"]
     assert weights_only["input_activations"] is None and weights_only["weights"]["dynamic"] is False
-    modelopt = write_config(MODELOPT, ["lm_head"], True, {}, "1")
+    modelopt = MODELOPT.write(["lm_head"], True, {}, "1")
     numbers = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}
     assert modelopt["config_groups"] == {
         "group_0": {"weights": numbers, "input_activations": numbers, "targets": ["Linear"]}
@@ -182,3 +183,15 @@ def test_activations_as_modelopt_writes_them(algo, activations):
     details = {"quant_algo": algo, "kv_cache_quant_algo": None, "group_size": 16, "exclude_modules": ["lm_head"]}
     written = export.convert_hf_quant_config_format({"producer": producer, "quantization": details})
     assert read_config(json.loads(json.dumps(written))).activations == activations
+
+
+def test_the_dialect_of_files_is_told_by_names_that_no_other_has():
+    stem = "model.layers.0.mlp.experts.0.up_proj"
+    names = lambda dialect: {f"{stem}.{last}" for last in dialect.suffixes}
+    assert dialect_of_files(names(MODELOPT)) is MODELOPT
+    assert dialect_of_files(names(COMPRESSED_TENSORS)) is COMPRESSED_TENSORS
+    assert dialect_of_files(["model.layers.0.mlp.experts.gate_up_proj_weight_scale_2"]) is MODELOPT  # a stack
+    own = ["lm_head.weight", "lm_head.weight_sf", "lm_head.weight_global_scale", "experts.up_proj_global_scale"]
+    assert dialect_of_files(own) is None
+    with pytest.raises(ValueError, match="as modelopt and compressed-tensors name them: two checkpoints are mixed"):
+        dialect_of_files(names(MODELOPT) | names(COMPRESSED_TENSORS))

@@ -1,0 +1,104 @@
+"""The dialect of compressed-tensors, which llm-compressor writes: `quant_method` compressed-tensors."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from moe_nvfp4.quantize.dialects.base import EMBEDDING, Dialect, QuantizationInfo, as_patterns
+
+FORMAT = "nvfp4-pack-quantized"
+
+
+class CompressedTensors(Dialect):
+    name = "compressed-tensors"
+    methods = ("compressed-tensors",)
+    keys = frozenset({"config_groups", "format", "quantization_status", "global_compression_ratio", "kv_cache_scheme"})
+    weight, sf, global_scale = "weight_packed", "weight_scale", "weight_global_scale"
+    input_scale = "input_global_scale"
+    scale_shape = (1,)
+    reciprocal = True
+
+    def read(self, q: Mapping, hf: Mapping) -> QuantizationInfo | None:
+        groups = q.get("config_groups") or {}
+        formats = {g.get("format") or q.get("format") for g in groups.values()} or {q.get("format")}
+        if FORMAT not in formats:
+            return None
+        sparsity = (q.get("sparsity_config") or {}).get("format", "dense")
+        refused = {
+            "transforms (rotations)": (q.get("transform_config") or {}).get("config_groups"),
+            f"sparsity {sparsity!r}": sparsity != "dense",
+            "fewer experts in some layers (moe_sparsity_config)": q.get("moe_sparsity_config"),
+        }
+        if what := next((name for name, there in refused.items() if there), None):
+            raise ValueError(
+                f"compressed-tensors files with {what} are not read: load them with the tool that wrote them, or "
+                "quantize the original checkpoint (moe-nvfp4 quantize SRC DST)"
+            )
+        activations = set()
+        for group in groups.values():
+            if (group.get("format") or q.get("format")) != FORMAT:
+                continue
+            weights = group.get("weights") or {}
+            if weights.get("group_size", 16) != 16 or weights.get("num_bits", 4) != 4:
+                raise ValueError(f"{FORMAT} has 4 bits in blocks of 16, the config group says {weights}")
+            inputs = group.get("input_activations")
+            if group.get("output_activations"):
+                raise ValueError(
+                    "NVFP4 layers whose outputs are quantized (output_activations) are not computed here: load them "
+                    "with the tool that wrote them, or set it to null in config.json"
+                )
+            if inputs and inputs.get("num_bits", 4) != 4:
+                bits = inputs["num_bits"]
+                raise ValueError(
+                    f"NVFP4 weights with activations of {bits} bits (W4A{bits}) are not computed here: load them with "
+                    "the tool that wrote them, or set input_activations to null in config.json (W4A16)"
+                )
+            if not (targets := group.get("targets")) or not all(map(EMBEDDING.search, targets)):
+                activations.add("nvfp4" if inputs else "bf16")
+        whole = any("Linear" in (group.get("targets") or ()) for group in groups.values())
+        return QuantizationInfo(
+            self, tuple(as_patterns(q.get("ignore"), "ignore")), None, max(activations, default="bf16"),
+            q.get("kv_cache_scheme"), whole, len(activations) > 1,
+        )  # fmt: skip
+
+    def write(
+        self, ignore: list[str], input_scale: bool, own: dict, version: str, pre_quant_scale: bool = False
+    ) -> dict:
+        numbers = {
+            "num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "symmetric": True,
+            "scale_dtype": "torch.float8_e4m3fn",
+        }  # fmt: skip
+        return {
+            "quant_method": "compressed-tensors",
+            "format": FORMAT,
+            "quantization_status": "compressed",
+            "config_groups": {
+                "group_0": {
+                    "targets": ["Linear"],
+                    "format": FORMAT,
+                    "weights": {**numbers, "dynamic": False},
+                    "input_activations": {**numbers, "dynamic": "local"} if input_scale else None,
+                    "output_activations": None,
+                }
+            },
+            "ignore": ignore,
+            "kv_cache_scheme": None,
+            "moe_nvfp4": own,
+        }
+
+    def pattern(self, wildcard: str) -> str:
+        """A `re:` expression, or the name itself if there is no `*`."""
+        if "*" not in wildcard:
+            return wildcard
+        start = wildcard.removesuffix("*")
+        end = ".*" if start != wildcard and not start.endswith(".") else "$"
+        return "re:" + re.escape(start if end == ".*" else wildcard).replace(r"\*", r"\d+") + end
+
+    def kv_cache_scheme(self, found: Any) -> Any:
+        return found if isinstance(found, Mapping) else None  # numbers of bits; ModelOpt's names are of other formats
+
+    def misread_by(self, q: Mapping) -> list[str]:
+        return ["transformers 5.23 by itself loads these experts with wrong numbers: "
+                "import moe_nvfp4.integrations.huggingface first"]  # fmt: skip

@@ -1,0 +1,269 @@
+"""Files of strangers: no code of theirs runs, nothing blocks or takes long, and links lead nowhere."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from moe_nvfp4 import cli
+from moe_nvfp4.cli.output import printable
+from moe_nvfp4.quantize.files import StagingDir, open_checkpoint, read_header
+from moe_nvfp4.quantize.verify import verify_checkpoint
+from tests.checkpoints import ENVIRONMENT, config_of, converted, edit_config, experts, folder, same_files
+from tests.folders import awq, change_config, quantized
+from tests.models import make, qwen3_moe, tensors
+from tests.quantize.test_damaged import entry, raw
+
+
+def small():
+    return qwen3_moe(experts=2, num_hidden_layers=1)
+
+
+@pytest.mark.slow_after(1)
+@pytest.mark.parametrize("command", ["verify", "info", "quantize"])
+def test_code_of_a_checkpoint_is_not_run(command, tmp_path):
+    """Neither by config.json's auto_map nor by the tokenizer's, whatever is typed."""
+    source = folder(tmp_path / "a", experts(E=2))
+    path = converted(source, tmp_path / "b")
+    for place in (source, path):
+        (place / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Config:\n    pass\n")
+        edit_config(place, model_type="not_known", auto_map={"AutoConfig": "evil.Config"})
+    arguments = {"verify": [path], "info": [path], "quantize": [source, tmp_path / "c", "--verify"]}[command]
+    done = subprocess.run(
+        [sys.executable, "-m", "moe_nvfp4", command, *map(str, arguments)], input="y\ny\n", text=True,
+        capture_output=True, env=ENVIRONMENT, timeout=120,
+    )  # fmt: skip
+    assert not (tmp_path / "ran").exists(), done.stdout
+    assert "Traceback" not in done.stderr
+    if command != "info":
+        assert "not compared with the model's own list" in done.stdout
+    else:
+        assert done.returncode == 2 and "error: " in done.stderr
+
+
+def test_long_headers(tmp_path):
+    """A name that repeats is found in a second among 40,000."""
+    text = ",".join(f'"t{i}":{{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}' for i in [*range(40000), 39999])
+    raw(tmp_path / "x.safetensors", f"{{{text}}}".encode(), data=b"")
+    start = time.perf_counter()
+    with pytest.raises(ValueError, match="names t39999 twice"):
+        read_header(tmp_path / "x.safetensors")
+    assert time.perf_counter() - start < 5
+
+
+def test_models_of_very_many_layers(tmp_path, capsys):
+    """config.json is compared with the tensors' names before anything is built."""
+    make(small).save_pretrained(tmp_path / "a")
+    path = converted(tmp_path / "a", tmp_path / "b")
+    change_config(path, num_hidden_layers=60000)
+    start = time.perf_counter()
+    for command in ("verify", "info"):
+        assert cli.main([command, str(path)]) == 2
+        assert "names 60000 layers, and the tensors of the files are numbered to 1" in capsys.readouterr().err
+    assert time.perf_counter() - start < 10
+
+
+def test_files_that_are_none(tmp_path):
+    source = folder(tmp_path / "a", experts(E=2))
+    (source / "model.safetensors").unlink()
+    os.mkfifo(source / "model.safetensors")
+    with pytest.raises(ValueError, match="model.safetensors is not a regular file"):
+        open_checkpoint(source)
+
+
+def test_links_out_of_the_source(tmp_path):
+    """Links inside the folder, and those of the Hub's cache, are read; another's content is not copied."""
+    cache = tmp_path / "models--a--b"
+    source = folder(cache / "snapshots" / "0123", experts(E=2))
+    (cache / "blobs").mkdir()
+    for name in ("model.safetensors", "config.json"):
+        (source / name).rename(cache / "blobs" / name)
+        (source / name).symlink_to(f"../../blobs/{name}")
+    (cache / "blobs" / "abc").write_text("{}")
+    (source / "tokenizer.json").symlink_to("../../blobs/abc")
+    (source / "same.json").symlink_to("tokenizer.json")
+    path = converted(source, tmp_path / "b")
+    assert (path / "same.json").read_text() == "{}" and not (path / "same.json").is_symlink()
+    (tmp_path / "secret").write_text("secret")
+    (source / "NOTICE").symlink_to(tmp_path / "secret")
+    with pytest.raises(ValueError, match=f"NOTICE is a link to {tmp_path}/secret, outside of the checkpoint"):
+        converted(source, tmp_path / "c")
+    assert not (tmp_path / "c").exists()
+
+
+@pytest.mark.parametrize("link", ["", "files", "files/model.safetensors"])
+def test_links_in_the_work_in_progress(link, tmp_path):
+    source = folder(tmp_path / "a", experts(E=2))
+    away = tmp_path / "away"
+    (away / "files").mkdir(parents=True)
+    (away / "model.safetensors").write_text("keep")
+    place = tmp_path / ".b.partial" / link
+    place.parent.mkdir(parents=True, exist_ok=True)
+    place.symlink_to(away / "model.safetensors" if link.endswith("safetensors") else away)
+    with pytest.raises(ValueError, match=f"{place} is a link"):
+        converted(source, tmp_path / "b")
+    assert (away / "model.safetensors").read_text() == "keep" and not (tmp_path / "b").exists()
+
+
+def test_files_of_an_earlier_run_are_not_published(tmp_path, monkeypatch):
+    """Neither those that left the source while a run was interrupted, nor any other."""
+    source = folder(tmp_path / "a", experts(E=2), shards=2)
+    whole = converted(source, tmp_path / "whole")
+    (source / "old.json").write_text("{}")
+
+    def interrupt(self, names):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(StagingDir, "publish", interrupt)
+        converted(source, tmp_path / "b")
+    begun = tmp_path / ".b.partial" / "files"
+    assert (begun / "old.json").exists()
+    (source / "old.json").unlink()
+    (begun / "stray.safetensors").write_text("")
+    (begun / "some" / "where").mkdir(parents=True)
+    (begun / "some" / "where" / "else.txt").write_text("")
+    same_files(converted(source, tmp_path / "b"), whole)
+
+
+def test_many_shards_and_few_open_files(tmp_path):
+    source = folder(tmp_path / "a", experts(E=24), shards=69)
+    code = (
+        "import resource, sys; resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64));"
+        "from moe_nvfp4 import cli; sys.exit(cli.main(sys.argv[1:]))"
+    )
+    command = [sys.executable, "-c", code, "quantize", str(source), str(tmp_path / "b"), "--recipe", "max", "--verify"]
+    done = subprocess.run(command, text=True, capture_output=True, env=ENVIRONMENT, timeout=120)
+    assert done.returncode == 0, done.stderr[-500:]
+
+
+def test_escape_sequences(tmp_path, capsys):
+    path = tmp_path / "a"
+    folder(path, experts(E=2))
+    raw(path / "model.safetensors", {"a\x1b[2Jb": entry(0, 64)})
+    assert cli.main(["quantize", str(path), str(tmp_path / "b")]) == 2
+    said = capsys.readouterr().err
+    assert "\x1b" not in said and r"a\x1b[2Jb" in said and "no control characters" in said
+    assert printable("a\x1b]0;x\x07\n\u202eb é 🙂") == "a\\x1b]0;x\\x07\n\\u202eb é 🙂"
+    edit_config(path, architectures=["A\x1b[31m"])
+    save_file({"a.weight": torch.ones(4, 4)}, path / "model.safetensors")
+    assert cli.main(["quantize", str(path), str(tmp_path / "b")]) == 2
+    assert "\x1b" not in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------- errors that name the file
+@pytest.mark.parametrize("text", ["[1]", '"x"', "3", "[" * 100_000, "{"])
+def test_hf_quant_config_of_another_form(text, tmp_path, capsys):
+    source, _ = quantized(tmp_path, small, "modelopt")
+    (source / "hf_quant_config.json").write_text(text)
+    for command in (["verify", source], ["quantize", source, tmp_path / "x", "--dialect", "compressed-tensors"]):
+        assert cli.main([*map(str, command)]) == 2
+        assert "hf_quant_config.json is not" in capsys.readouterr().err
+
+
+def config_text(text):
+    return lambda path: (path / "config.json").write_text(text)
+
+
+E0 = "model.layers.0.mlp.experts.0"
+FORMS = {
+    "text_config": (lambda p: edit_config(p, text_config="x"), "config.json: text_config is 'x', no object"),
+    "half a surrogate pair": (lambda p: edit_config(p, note="\ud800"), "config.json has half of a surrogate pair"),
+    "a byte order mark": (
+        lambda p: (p / "config.json").write_bytes(b"\xef\xbb\xbf" + (p / "config.json").read_bytes()),
+        "config.json begins with a byte order mark"),
+    "MXFP4 of no model": (
+        config_text('{"architectures": ["A"], "quantization_config": {"quant_method": "mxfp4"}}'),
+        "MXFP4 experts are known for gpt_oss only, not for model_type None"),
+    "experts of nothing": (
+        lambda p: save_file({n: t[:0] if ".experts." in n else t for n, t in tensors(p).items()},
+                            p / "model.safetensors"), "a matrix without elements"),
+    "experts of no columns": (
+        lambda p: save_file({n: t[:, :0].contiguous() if ".experts." in n else t for n, t in tensors(p).items()},
+                            p / "model.safetensors"), "a matrix without elements"),
+    **{f"experts in {dtype}": (
+        lambda p, dtype=dtype: save_file({n: t.to(dtype) if ".experts." in n else t for n, t in tensors(p).items()},
+                                         p / "model.safetensors"), f"{E0}.* is {name}, and experts are read as BF16")
+       for dtype, name in ((torch.int64, "I64"), (torch.bool, "BOOL"), (torch.float8_e5m2, "F8_E5M2"))},
+    "one matrix in I64": (
+        lambda p: save_file({n: t.long() if n.startswith(f"{E0}.up") else t for n, t in tensors(p).items()},
+                            p / "model.safetensors"), f"{E0}.up_proj.weight is I64 and 1 of 2 experts"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", FORMS)
+def test_forms_of_another_kind(case, tmp_path, capsys):
+    change, message = FORMS[case]
+    source = folder(tmp_path / "a", experts(E=2))
+    change(source)
+    with pytest.raises(ValueError, match=message):
+        converted(source, tmp_path / "b")
+    assert cli.main(["quantize", str(source), str(tmp_path / "b")]) == 2
+
+
+def test_an_empty_pattern(tmp_path, capsys):
+    source = folder(tmp_path / "a", experts(E=2))
+    assert cli.main(["quantize", str(source), str(tmp_path / "b"), "--exclude", ""]) == 2
+    assert "exclude has an empty pattern" in capsys.readouterr().err
+
+
+def test_config_of_the_other_dialect(tmp_path):
+    source, _ = quantized(tmp_path, small, "modelopt")
+    (tmp_path / "other").mkdir()
+    other, _ = quantized(tmp_path / "other", small, "compressed-tensors")
+    (source / "config.json").write_text(json.dumps(config_of(other)))
+    with pytest.raises(ValueError, match="named as modelopt names them, and the config is compressed-tensors's"):
+        verify_checkpoint(source)
+
+
+def test_the_body_of_a_model(tmp_path):
+    make(small).model.save_pretrained(tmp_path / "a")
+    verify_checkpoint(converted(tmp_path / "a", tmp_path / "b"), tmp_path / "a")
+    change_config(tmp_path / "b", architectures=["Qwen3MoeForCausalLM"])
+    with pytest.raises(ValueError, match="lm_head.weight. They are of the model's body, as AutoModel saves it"):
+        verify_checkpoint(tmp_path / "b")
+
+
+@pytest.mark.parametrize("metadata", ["tags: 3", "tags: [[a, b], {c: d}, moe]", "tags: {a: b}", "- a\n- b"])
+def test_cards_of_another_form(metadata, tmp_path):
+    source = folder(tmp_path / "a", experts(E=2))
+    (source / "README.md").write_text(f"---\n{metadata}\n---\n# Title\n")
+    assert cli.main(["quantize", str(source), str(tmp_path / "b"), "--recipe", "max"]) == 0
+    assert "# Title" in (tmp_path / "b" / "README.md").read_text()
+
+
+@pytest.mark.parametrize("algo", ["NVFP4", "INT8", "NVFP4_AFFINE", "FP8"])
+def test_kv_cache_schemes(algo, tmp_path):
+    """compressed-tensors takes a scheme in numbers, or none; ModelOpt's own name is kept in its dialect."""
+    source, _ = quantized(tmp_path, small, "modelopt", kv_cache_quant_algo=algo)
+    q = config_of(converted(source, tmp_path / "b", dialect="compressed-tensors"))["quantization_config"]
+    assert q["kv_cache_scheme"] == ({"dynamic": False, "num_bits": 8, "type": "float"} if algo == "FP8" else None)
+
+
+def test_awq_scales_that_differ(tmp_path):
+    source, _ = awq(tmp_path, small)
+    verify_checkpoint(source)
+    files = tensors(source)
+    files[f"{E0}.up_proj.pre_quant_scale"][3] *= 2
+    save_file(files, source / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match="gate_proj.pre_quant_scale differs from that of up_proj"):
+        verify_checkpoint(source)
+
+
+def test_zeros_are_said(tmp_path):
+    """An expert of zeros is a warning, a block scale of -0 an error that says what it saw."""
+    files = experts(E=2)
+    for part in ("gate_proj", "up_proj", "down_proj"):
+        files[f"{E0}.{part}.weight"].zero_()
+    path = converted(folder(tmp_path / "a", files), tmp_path / "b")
+    assert any("all elements of 3 matrices are 0" in line for line in verify_checkpoint(path, tmp_path / "a").warnings)
+    made = tensors(path)
+    made[f"{E0}.up_proj.weight_scale"].view(torch.uint8)[0, 0] = 0x80
+    save_file(made, path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match="up_proj.weight_scale holds a block scale of -0.0 .byte 0x80"):
+        verify_checkpoint(path)
