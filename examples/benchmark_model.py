@@ -23,12 +23,13 @@ os.environ.setdefault("TEARDOWN_CUPTI", "0")
 
 import torch
 import transformers
+from torch import nn
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, StaticCache
 
-from moe_nvfp4 import reference
-from moe_nvfp4.integrations.huggingface import set_activations, swap_experts
+from moe_nvfp4 import NVFP4Experts, reference
+from moe_nvfp4.integrations.huggingface import swap_experts
 from moe_nvfp4.routing import Rows, group_by_expert
 
 CONFIGS = {
@@ -66,7 +67,7 @@ def build(name, device, activations=None):
         for parameter in part.parameters():
             parameter.fill_(1) if parameter.dim() == 1 else parameter.normal_(std=0.02)
         if activations and hasattr(part, "mlp"):  # the choice of scales does not matter here: the fastest recipe
-            swap_experts(part, activations, recipe="max", progress=False)
+            swap_experts(nn.ModuleList([part]), activations, recipe="max", progress=False)
     inner.embed_tokens.weight.normal_()  # large enough that tokens differ, and with them their experts
     return model
 
@@ -346,8 +347,8 @@ def benchmark(name, device, steps=64, long=4096):
     gc.collect()
     model = build(name, device, "nvfp4")
     for title, activations in (("W4A4", "nvfp4"), ("W4A16", "bf16")):
-        for layer in model.model.layers:
-            set_activations(layer, activations)
+        for experts in (m for m in model.modules() if isinstance(m, NVFP4Experts)):
+            experts.activations = activations  # layers were swapped one by one: no config knows
         error, limit = check_layer(model.model.layers[0], activations), THRESHOLDS[activations]
         checks.append((f"{title}, experts of layer 0 against the reference: {error:.1e} < {limit}", error < limit))
         rows.append(measure(title, model, device, steps, long))

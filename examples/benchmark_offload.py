@@ -23,14 +23,13 @@ from benchmark_model import COMPARED, CONFIGS, Decoder, captured, seconds, witho
 from transformers import AutoModelForCausalLM, CompileConfig, Qwen3MoeConfig, StaticCache
 
 from moe_nvfp4 import NVFP4Experts
-from moe_nvfp4.backends import named
 from moe_nvfp4.integrations.huggingface import use_cuda_graphs
 from moe_nvfp4.integrations.huggingface.config import MoeNvfp4Config
 from moe_nvfp4.integrations.huggingface.experts import describe, experts_for
 from moe_nvfp4.integrations.huggingface.offload import SharedAhead
 from moe_nvfp4.kernels.cpu import backend as cpu
 from moe_nvfp4.kernels.offload import backend as offload
-from moe_nvfp4.kernels.offload.pages import pin
+from moe_nvfp4.kernels.offload.pages import pin, place
 from moe_nvfp4.mapped import Matrix
 
 LAYERS = {  # name: (H, I, E, top_k, number of copies, so that weights are cold)
@@ -46,7 +45,7 @@ def randomize(experts):
     """Random codes, block scales of ordinary size, global scales that keep the activations' order of magnitude."""
     for name, parameter in list(experts.named_parameters(recurse=False)):
         data = torch.empty(parameter.shape, dtype=parameter.dtype)
-        data = named("offload").place(data) if data.numel() >= 2 << 20 else data
+        data = place(data) if data.numel() >= 2 << 20 else data
         if data.dtype == torch.float32:
             data.fill_(1.0 / (40 * experts.hidden_size**0.5))
         else:
@@ -82,7 +81,7 @@ def build(name, device):
 
 @cache
 def numbers():
-    return named("offload").place(torch.ones(1 << 28, dtype=torch.int64))
+    return place(torch.ones(1 << 28, dtype=torch.int64))
 
 
 def read_rate():

@@ -119,7 +119,7 @@ def main(arguments: list[str]) -> int:
     if job == "test":
         workers = ["-n", str(min(4, os.cpu_count() or 1)), "--dist", "worksteal"]  # a worker takes about 2 GB
         return subprocess.call([PYTHON, "-m", "pytest", "-q", *workers, *rest], cwd=ROOT)
-    return subprocess.call([str(BIN / "moe-nvfp4"), "generate", "demo", *rest])
+    return subprocess.call([str(BIN / "moe-nvfp4"), "generate", "demo", "--bf16", "--max-new-tokens", "40", *rest])
 
 
 if __name__ == "__main__":

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
-from typing import NoReturn
 
 from moe_nvfp4._version import __version__
 from moe_nvfp4.cli import (
@@ -14,15 +14,17 @@ from moe_nvfp4.cli import (
     chat,
     compare,
     compile,
+    completion,
     env,
     generate,
     importance,
     info,
+    output,
     quantize,
     serve,
     verify,
 )
-from moe_nvfp4.demo import DemoError
+from moe_nvfp4.cli.parser import Parser
 
 COMMANDS = (
     generate,
@@ -37,23 +39,33 @@ COMMANDS = (
     bench,
     compile,
     env,
+    completion,
 )  # as --help lists them; fmt: skip
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit code (2: an error whose message says what to do)."""
-    args = _parser().parse_args(argv)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # LC_ALL=C: a letter that cannot be printed must not end a command
+            stream.reconfigure(errors="backslashreplace")
+    parser = make_parser()
+    args = parser.parse_args(argv)
+    if args.command is None:
+        parser.print_help()
+        return 0
+    if args.command != "env":  # which shows the variables that the user has set
+        output.set_up(args.quiet)
     try:
         args.run(args)
-    except KeyboardInterrupt:
-        print("\nmoe-nvfp4: interrupted", file=sys.stderr)
+    except KeyboardInterrupt as stop:  # a command that can go on later says how
+        print(f"\nmoe-nvfp4: interrupted{''.join(f': {why}' for why in stop.args)}", file=sys.stderr)
         return 130
     except BrokenPipeError:  # the reader has read enough, such as `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the flush at exit raises again
         return 141  # 128 + SIGPIPE
     except _explained() as error:
         message = " ".join(str(error).split()) or type(error).__name__
-        print(f"moe-nvfp4 {args.command}: error: {message}", file=sys.stderr)
+        print(f"moe-nvfp4 {args.command}: error: {output.printable(message)}", file=sys.stderr)
         return 2
     return 0
 
@@ -62,27 +74,25 @@ def _explained() -> tuple[type[Exception], ...]:
     """Errors whose message needs no traceback. safetensors has its own for a full disk, and is imported only then."""
     from safetensors import SafetensorError
 
+    from moe_nvfp4.demo import DemoError
+
     return (ValueError, NotImplementedError, OSError, ImportError, DemoError, SafetensorError)
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of all commands. It is also what shell completion and the reference of the commands are made from."""
+    parser = Parser(
         prog="moe-nvfp4",
         description="4-bit (NVFP4) experts for the mixture-of-experts models of Hugging Face.",
         epilog="examples:\n"
-        "  moe-nvfp4 generate demo --prompt 'What is the capital of France?'\n"
+        "  moe-nvfp4 generate demo --prompt 'Name three primary colors.'\n"
         "  moe-nvfp4 info Qwen/Qwen3-30B-A3B\n"
         "  moe-nvfp4 quantize ./Qwen3-30B-A3B ./Qwen3-30B-A3B-NVFP4\n"
         "  moe-nvfp4 compare demo\n",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"moe-nvfp4 {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     for module in COMMANDS:
         module.add(commands)
     return parser

@@ -102,7 +102,9 @@ def _cache(model: Any, tokens: int, old: Any) -> Any:
 
     config = model.generation_config
     free = _free_memory(model.device)
-    if not free or config.use_cache is False or config.cache_implementation is not None:
+    if config.use_cache is False or config.cache_implementation is not None:
+        return None  # `generate` makes its own, or none, and takes no other
+    if not free:
         return old
     try:
         use_cuda_graphs(model)

@@ -4,10 +4,21 @@ from __future__ import annotations
 
 import argparse
 import gc
+from typing import Any
 
 from moe_nvfp4.cli.answers import answer, encode
 from moe_nvfp4.cli.models import check_original, load, text_of
-from moe_nvfp4.cli.options import ACTIVATIONS, ACTIVATIONS_HELP, MODEL_HELP, Commands, add_device, command, say, whole
+from moe_nvfp4.cli.options import (
+    ACTIVATIONS,
+    ACTIVATIONS_HELP,
+    MODEL_HELP,
+    Commands,
+    add_device,
+    add_json,
+    command,
+    whole,
+)
+from moe_nvfp4.cli.output import say, show_json, table
 
 TOKENS = {"cpu": (1, 16, 256), "cuda": (1, 16, 64, 256, 1024, 4096)}
 
@@ -16,8 +27,8 @@ def add(commands: Commands) -> None:
     sub = command(
         commands, "bench", run, "measure the speed of this machine",
         "Time one layer (the shape of Qwen3-30B-A3B, random weights that are not in a cache) and MODEL with 4-bit "
-        "experts, and transformers' bf16 experts in the same run. The roof of a layer is the time to read its 4-bit "
-        "bytes from memory or to do its arithmetic in a bf16 matrix product, whichever is longer on this machine.",
+        "experts, and transformers' bf16 experts in the same run. The roof of a layer is the time in which torch reads "
+        "its 4-bit bytes from memory or does its arithmetic in a matrix product, whichever is longer on this machine.",
     )  # fmt: skip
     sub.add_argument("model", metavar="MODEL", nargs="?", help=f"{MODEL_HELP} (default: demo)")
     sub.add_argument(
@@ -30,6 +41,7 @@ def add(commands: Commands) -> None:
     sub.add_argument("--layer-only", action="store_true", help="do not run MODEL")
     sub.set_defaults(text=None, recipe=None, exclude=[])
     add_device(sub)
+    add_json(sub)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -40,13 +52,22 @@ def run(args: argparse.Namespace) -> None:
     args.model, args.max_new_tokens = args.model or "demo", args.max_new_tokens or 48
     if not args.layer_only:
         check_original(args)
-    say(headline())
-    _layer(args)
+    found: dict[str, Any] = {"machine": headline()}
+    if not args.json:
+        say(found["machine"])
+    found["layer"] = _layer(args)
+    if not args.json:
+        _show_layer(found["layer"])
     if not args.layer_only:
-        _model(args)
+        found["model"] = _model(args)
+        if not args.json:
+            _show_model(found["model"])
+    if args.json:
+        show_json(found)
 
 
-def _layer(args: argparse.Namespace) -> None:
+def _layer(args: argparse.Namespace) -> dict[str, Any]:
+    """The speed of one layer. Seconds, bytes and FLOPs are those of `bench.Row`."""
     from moe_nvfp4.bench import (
         CpuClock,
         CudaClock,
@@ -57,6 +78,7 @@ def _layer(args: argparse.Namespace) -> None:
         time_layer,
     )
     from moe_nvfp4.devices import usable_device
+    from moe_nvfp4.progress import progress_bar
 
     device, shape = usable_device(args.device), Shape(*args.shape)
     if shape.top_k > shape.num_experts:
@@ -69,27 +91,62 @@ def _layer(args: argparse.Namespace) -> None:
     clock = CudaClock() if device.type == "cuda" else CpuClock()
     roof = measure_roof(clock, device)
     layers = random_experts(shape, device, args.activations), dense_experts(shape, device)
-    say(f"{device}: reads {roof.bandwidth / 1e9:.0f} GB/s, bf16 matrix products {roof.flops / 1e12:.2f} TFLOP/s")
-    say(f"\nexperts H {shape.hidden_size} I {shape.intermediate_size} E {shape.num_experts} top_k {shape.top_k}, "
-        f"{'W4A16' if args.activations == 'bf16' else 'W4A4'}, backend {layers[0].backend().name}")  # fmt: skip
-    say(f"{'T':>6s}{'us':>10s}{'GB/s':>8s}{'TFLOP/s':>9s}{'of roof':>9s}{'bf16 us':>10s}{'x bf16':>8s}")
     tokens = args.tokens or TOKENS["cuda" if device.type == "cuda" else "cpu"]
-    for row in time_layer(*layers, shape, tokens, clock, roof):
-        say(f"{row.tokens:6d}{row.nvfp4 * 1e6:10.1f}{row.bytes / row.nvfp4 / 1e9:8.1f}"
-            f"{row.flops / row.nvfp4 / 1e12:9.2f}{row.least / row.nvfp4:9.0%}"
-            f"{row.bf16 * 1e6:10.1f}{row.bf16 / row.nvfp4:8.2f}")  # fmt: skip
+    bar = progress_bar(tokens, desc="bench", unit="batch", show=True)
+    return {
+        "device": str(device), "roof": roof._asdict(), "shape": shape._asdict(),
+        "activations": args.activations, "backend": layers[0].backend().name,
+        "rows": [row._asdict() | {"of_roof": row.least / row.nvfp4}
+                 for row in time_layer(*layers, shape, bar, clock, roof)],
+    }  # fmt: skip
 
 
-def _model(args: argparse.Namespace) -> None:
-    say(f"\n{args.model}, batch 1, {args.max_new_tokens} tokens")
-    say(f"{'':8s}{'tokens/s':>10s}{'first token':>14s}")
+def _show_layer(found: dict[str, Any]) -> None:
+    roof, shape, rows = found["roof"], found["shape"], found["rows"]
+    say(f"{found['device']}: reads {roof['bandwidth'] / 1e9:.0f} GB/s, matrix products {roof['flops'] / 1e12:.2f} "
+        "TFLOP/s")  # fmt: skip
+    say()
+    say(f"experts H {shape['hidden_size']} I {shape['intermediate_size']} E {shape['num_experts']} "
+        f"top_k {shape['top_k']}, {'W4A16' if found['activations'] == 'bf16' else 'W4A4'}, "
+        f"backend {found['backend']}")  # fmt: skip
+    table(
+        ["T", "us", "GB/s", "TFLOP/s", "of roof", "bf16 us", "x bf16"],
+        [
+            [
+                str(row["tokens"]), f"{row['nvfp4'] * 1e6:.1f}", f"{row['bytes'] / row['nvfp4'] / 1e9:.1f}",
+                f"{row['flops'] / row['nvfp4'] / 1e12:.2f}", f"{row['of_roof']:.0%}", f"{row['bf16'] * 1e6:.1f}",
+                f"{row['bf16'] / row['nvfp4']:.2f}",
+            ]
+            for row in rows
+        ],
+        left=0,
+    )  # fmt: skip
+    above = [f"T {row['tokens']} ({row['bound']})" for row in rows if row["of_roof"] > 1]
+    if above:
+        say(f"above 100% of the roof at {', '.join(above)}: the roof is what torch reaches on this machine, and the "
+            "layer was faster; or other programs slowed down the roof's measurement")  # fmt: skip
+
+
+def _model(args: argparse.Namespace) -> dict[str, Any]:
+    """The speed of MODEL, with bf16 and with 4-bit experts."""
     text = text_of(args) if args.model == "demo" else "The quick brown fox jumps over the lazy dog. " * 100
+    speeds: dict[str, dict[str, float]] = {}
     for label, activations in (("bf16", None), ("NVFP4", args.activations)):
         model, tokenizer = load(args, activations)
         inputs = {name: ids[:, :256] for name, ids in encode(tokenizer, text).items()}
         options = dict(max_new_tokens=args.max_new_tokens, min_new_tokens=args.max_new_tokens)
         answer(model, tokenizer, inputs, 0.0, show=False, max_new_tokens=3)  # compiles, prepares, captures
         said = answer(model, tokenizer, inputs, 0.0, show=False, **options)
-        say(f"{label:8s}{said.speed:10.1f}{said.first * 1e3:11.0f} ms")
+        speeds[label] = {"tokens_per_s": said.speed, "first_token_s": said.first}
         del model
         gc.collect()
+    return {"model": args.model, "new_tokens": args.max_new_tokens, "speeds": speeds}
+
+
+def _show_model(found: dict[str, Any]) -> None:
+    say()
+    say(f"{found['model']}, batch 1, {found['new_tokens']} tokens")
+    rows = found["speeds"].items()
+    table(["", "tokens/s", "first token"], [
+        [label, f"{of['tokens_per_s']:.1f}", f"{of['first_token_s'] * 1e3:.0f} ms"] for label, of in rows
+    ])  # fmt: skip

@@ -15,8 +15,8 @@ from moe_nvfp4.cli.options import (
     check_writable,
     command,
     path,
-    say,
 )
+from moe_nvfp4.cli.output import note
 
 
 def add(commands: Commands) -> None:
@@ -43,11 +43,11 @@ def run(args: argparse.Namespace) -> None:
     text = text_of(args)
     with StagingDir(args.destination.absolute(), {"the run": os.urandom(8).hex()}) as place:  # never resumed
         model, tokenizer = load(args, "nvfp4")
-        windows = windows_of(args, tokenizer, text)
+        windows = windows_of(args, tokenizer, text, model.config)
         calibrate(model, windows[:, None])
         if model.hf_quantizer.quantization_config.activations == "bf16":
             set_activations(model, "nvfp4")
         model.save_pretrained(place.files)
         tokenizer.save_pretrained(place.files)
         place.publish()
-    say(f"wrote {args.destination}: static scales from {windows.numel()} tokens")
+    note(f"wrote {args.destination}: static scales from {windows.numel()} tokens")

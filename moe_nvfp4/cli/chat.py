@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from moe_nvfp4.cli.answers import Message, answer, encode
@@ -16,16 +19,29 @@ from moe_nvfp4.cli.options import (
     add_quantizing,
     command,
     prompt_text,
-    say,
     whole,
 )
+from moe_nvfp4.cli.output import note, say
+from moe_nvfp4.cli.parser import did_you_mean
+
+COMMANDS = {
+    "/help": "show these commands",
+    "/new": "begin a new conversation; /reset, too",
+    "/reset": "",
+    "/quit": "end the program; Ctrl-D, too",
+}
+HELP = (
+    "Ctrl-C stops an answer. The arrow keys edit a line and bring back earlier ones.",
+    "A message may begin with / after a space.",
+)
+HISTORY = 1000  # lines
 
 
 def add(commands: Commands) -> None:
     sub = command(
         commands, "chat", run, "talk with a model",
-        "Load MODEL with 4-bit experts and talk with it, line by line. /new starts a new conversation; /quit or the "
-        "end of the input ends the program; Ctrl-C stops an answer.",
+        "Load MODEL with 4-bit experts and talk with it, line by line. /help lists what can be typed; /quit or the end "
+        "of the input ends the program; Ctrl-C stops an answer.",
     )  # fmt: skip
     sub.add_argument("model", metavar="MODEL", help=MODEL_HELP)
     sub.add_argument("--system", type=prompt_text, help="system prompt: how the model should behave")
@@ -41,22 +57,76 @@ def run(args: argparse.Namespace) -> None:
     if tokenizer.chat_template is None:
         raise ValueError(f"{args.model} has no chat template: moe-nvfp4 generate --raw continues a text")
     talk = Talk(model, tokenizer, args.system, args.temperature, args.max_new_tokens)
+    note("/help lists the commands")
+    with _line_editing():
+        while (line := _read()) is not None:
+            if line.startswith("/"):
+                word = line.split()[0]
+                if word == "/quit":
+                    return
+                _obey(word, talk)
+            elif line.strip():
+                try:
+                    talk.ask(line.strip())
+                except KeyboardInterrupt:
+                    say("\n(stopped: this question and its answer are forgotten)")
+                except ValueError as error:
+                    say(f"({error})")
+
+
+def _read() -> str | None:
+    """The next line, or None at the end of the input."""
     while True:
+        print(flush=True)
         try:
-            line = input("\n> ").strip()
+            return input("> ")
         except EOFError:
-            line = "/quit"
-        if line == "/quit":
-            return
-        if line == "/new":
-            talk.forget()
-        elif line:
-            try:
-                talk.ask(line)
-            except KeyboardInterrupt:
-                say("\n(stopped: this question and its answer are forgotten)")
-            except ValueError as error:
-                say(f"({error})")
+            return None
+        except KeyboardInterrupt:
+            if not sys.stdin.isatty():
+                raise
+            say("\n(/quit or Ctrl-D ends the program)")
+
+
+def _obey(word: str, talk: Talk) -> None:
+    if word in ("/new", "/reset"):
+        talk.forget()
+        note("(a new conversation)")
+    elif word == "/help":
+        for command, what in COMMANDS.items():
+            if what:
+                say(f"{command:8s}{what}")
+        for line in HELP:
+            say(line)
+    else:
+        say(f"(there is no {word}{did_you_mean(word, COMMANDS)}; /help lists the commands)")
+
+
+@contextmanager
+def _line_editing() -> Iterator[None]:
+    """Let `input` edit lines and remember those of earlier runs, where Python has readline and stdin is a terminal."""
+    try:
+        import readline
+    except ImportError:
+        readline = None  # type: ignore[assignment]
+    if readline is None or not sys.stdin.isatty():
+        yield
+        return
+    from moe_nvfp4.cache import own_folder
+
+    try:
+        file = own_folder("chat") / "history"
+        readline.read_history_file(file)
+    except OSError:
+        pass  # the first run, or no place to keep it
+    readline.set_history_length(HISTORY)
+    try:
+        yield
+    finally:
+        try:
+            readline.write_history_file(own_folder("chat") / "history")
+        except OSError:
+            pass
 
 
 class Talk:
@@ -86,5 +156,6 @@ class Talk:
         )  # fmt: skip
         reply: str = self.tokenizer.decode(said.ids[said.prompt :], skip_special_tokens=True)
         self.messages = [*messages, {"role": "assistant", "content": reply}]
-        self.cache, self.seen = said.cache, said.ids[: int(said.cache.get_seq_length())].tolist()
+        self.cache, length = said.cache, 0 if said.cache is None else int(said.cache.get_seq_length())
+        self.seen = said.ids[:length].tolist()
         return reply

@@ -13,13 +13,14 @@ from moe_nvfp4.cli.options import (
     MODEL_HELP,
     Commands,
     add_device,
+    add_json,
     add_quantizing,
     add_texts,
     command,
     path,
-    say,
     whole,
 )
+from moe_nvfp4.cli.output import note, say, show_json, table
 
 LABELS = {"bf16": "W4A16", "nvfp4": "W4A4", "nvfp4_four_over_six": "W4A4 4/6"}
 
@@ -51,6 +52,7 @@ def add(commands: Commands) -> None:
         help="plot the KL by position in the window (pip install matplotlib); the numbers go to OUT.json",
     )  # fmt: skip
     add_device(sub)
+    add_json(sub)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -68,26 +70,46 @@ def run(args: argparse.Namespace) -> None:
     text = text_of(args)
     original, tokenizer = load(args, None)
     model = _quantized(args)
-    windows = windows_of(args, tokenizer, text).to(original.device)
+    windows = windows_of(args, tokenizer, text, original.config).to(original.device)
 
     chosen = {a: LABELS[a] for a in args.activations}
     models = {name: lambda ids, a=a: set_activations(model, a)(ids) for a, name in chosen.items()}
     found = evaluate(original, models, progress_bar(windows, desc="compare", unit="window", show=True))
-    recipe = f"recipe {args.recipe or DEFAULT_RECIPE}" if args.quantized is None else args.quantized
-    say(f"{args.model}, {recipe}, {found['original'].tokens} tokens in windows of {args.window}")
-    say(f"{'':8s}{'perplexity':>12s}{'KL (nats)':>12s}{'median':>9s}{'top-1':>9s}")
-    for name, of in found.items():
-        label = "bf16" if name == "original" else name
-        say(f"{label:8s}{of.perplexity:12.3f}{of.kl:12.5f}{of.kl_median:9.5f}{of.top1:9.2%}")
-    if args.plot is not None:
-        judging.plot_positions(args.plot, {name: found[name] for name in models}, args.window)
-        say(f"wrote {args.plot} and {args.plot.with_suffix('.json')}")
+    labels = {"original": "bf16"} | {name: name for name in models}
+    scores: dict[str, dict[str, float]] = {}
     if tasks is not None:
-        scores = {"bf16": tasks.run(original, tokenizer, args.limit)}
+        scores["bf16"] = tasks.run(original, tokenizer, args.limit)
         for activations, name in chosen.items():
             scores[name] = tasks.run(set_activations(model, activations), tokenizer, args.limit)
-        for line in judging.score_lines(scores):
-            say(line)
+    if args.plot is not None:
+        judging.plot_positions(args.plot, {name: found[name] for name in models}, windows.shape[1])
+    recipe = args.recipe or DEFAULT_RECIPE
+    if args.json:
+        show_json({
+            "model": args.model, "quantized": args.quantized, "recipe": None if args.quantized else recipe,
+            "tokens": found["original"].tokens, "window": windows.shape[1],
+            "models": {
+                labels[name]: {"perplexity": of.perplexity, "kl": of.kl, "kl_median": of.kl_median, "top1": of.top1}
+                for name, of in found.items()
+            },
+            "tasks": scores,
+        })  # fmt: skip
+        return
+    of_what = args.quantized or f"recipe {recipe}"
+    say(f"{args.model}, {of_what}, {found['original'].tokens} tokens in windows of {windows.shape[1]}")
+    table(
+        ["", "perplexity", "KL (nats)", "median", "top-1"],
+        [
+            [labels[name], f"{of.perplexity:.3f}", f"{of.kl:.5f}", f"{of.kl_median:.5f}", f"{of.top1:.2%}"]
+            for name, of in found.items()
+        ],
+    )
+    if args.plot is not None:
+        note(f"wrote {args.plot} and {args.plot.with_suffix('.json')}")
+    if scores:
+        say()
+        rows = [[task, *(f"{of[task]:.4f}" for of in scores.values())] for task in scores["bf16"]]
+        table(["", *scores], rows)
 
 
 def _quantized(args: argparse.Namespace) -> Any:

@@ -8,7 +8,8 @@ from typing import Any
 
 from moe_nvfp4.cli.known import ARCHS, KNOWN, Sizes
 from moe_nvfp4.cli.models import empty_model, model_config, resolve
-from moe_nvfp4.cli.options import ACTIVATIONS, ACTIVATIONS_HELP, MODEL_HELP, Commands, command, path, say, whole
+from moe_nvfp4.cli.options import ACTIVATIONS, ACTIVATIONS_HELP, MODEL_HELP, Commands, command, path, whole
+from moe_nvfp4.cli.output import note
 
 
 def add(commands: Commands) -> None:
@@ -49,14 +50,14 @@ def run(args: argparse.Namespace) -> None:
     for multiprocessors in [args.multiprocessors] if args.multiprocessors else arch.multiprocessors:
         gpu = Gpu(arch.capability, multiprocessors)
         count += sum(compile_for(layer, gpu, top_k) for layer, top_k in layers) + compile_for(linears, gpu)
-    say(f"{args.model} on {args.arch}: {count} kernels compiled, in {cache_folder()}; all others were there already")
+    note(f"{args.model} on {args.arch}: {count} kernels compiled, in {cache_folder()}; all others were there already")
 
 
 def _known(sizes: Sizes, args: argparse.Namespace) -> list[tuple[Any, int]]:
     """(experts on meta, top_k) for each kind of layer that a model of these sizes can have."""
     import torch
 
-    from moe_nvfp4.layer import NVFP4Experts
+    from moe_nvfp4.experts import NVFP4Experts
     from moe_nvfp4.weights import SILU, Gate
 
     gates = {

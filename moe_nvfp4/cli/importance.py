@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 
 from moe_nvfp4.cli.models import check_headers, folder, model_config, text_of, tokenizer_of, windows_of
-from moe_nvfp4.cli.options import MODEL_HELP, Commands, add_device, add_texts, check_writable, command, path, say
+from moe_nvfp4.cli.options import MODEL_HELP, Commands, add_device, add_texts, check_writable, command, path
+from moe_nvfp4.cli.output import note
 
 
 def add(commands: Commands) -> None:
@@ -22,12 +23,7 @@ def add(commands: Commands) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    from moe_nvfp4.integrations.huggingface.calibration import (
-        calibration_batches,
-        files_importance,
-        in_batches,
-        random_batches,
-    )
+    from moe_nvfp4.integrations.huggingface.calibration import files_importance, in_batches, random_batches
     from moe_nvfp4.quantize.importance import save_importance
 
     if args.out.exists():
@@ -39,12 +35,13 @@ def run(args: argparse.Namespace) -> None:
     if args.text is None:
         batches = random_batches(config, args.windows, args.window)
     else:
-        batches = calibration_batches(in_batches(windows_of(args, tokenizer_of(source), text_of(args))), config)
+        batches = in_batches(windows_of(args, tokenizer_of(source), text_of(args), config))
     importance = files_importance(source, batches, device=args.device)
     data = "random token ids" if args.text is None else str(args.text)
     tokens = sum(batch.numel() for batch in batches)
-    save_importance(importance, args.out, f"{args.model}, {tokens} tokens: {data}")
-    say(f"wrote {args.out}: {len(importance.layers)} layers of experts, from {tokens} tokens of {data}")
+    importance.source = f"{args.model}, {tokens} tokens: {data}"
+    save_importance(importance, args.out)
+    note(f"wrote {args.out}: {len(importance.layers)} layers of experts, from {tokens} tokens of {data}")
     for name, layer in importance.layers.items():
         if unseen := int((layer.rows == 0).sum()):
-            say(f"  {name}: {unseen} of {len(layer.rows)} experts had no token, and get their layer's average")
+            note(f"  {name}: {unseen} of {len(layer.rows)} experts had no token, and get their layer's average")

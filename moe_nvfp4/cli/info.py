@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from moe_nvfp4.cli.models import empty_model, model_config, quantization_of, resolve
-from moe_nvfp4.cli.options import MODEL_HELP, Commands, add_exclude, command, say
+from moe_nvfp4.cli.options import MODEL_HELP, Commands, add_exclude, add_json, command
+from moe_nvfp4.cli.output import say, show_json, table
 
 if TYPE_CHECKING:
     from moe_nvfp4.integrations.huggingface.experts import ModuleLayout
     from moe_nvfp4.quantize.layouts import ExpertLayout
+
+T = TypeVar("T", bound=Hashable)
 
 
 def add(commands: Commands) -> None:
@@ -24,6 +27,7 @@ def add(commands: Commands) -> None:
     )  # fmt: skip
     sub.add_argument("model", metavar="MODEL", help=MODEL_HELP)
     add_exclude(sub)
+    add_json(sub)
     sub.set_defaults(recipe=None)
 
 
@@ -47,33 +51,62 @@ def run(args: argparse.Namespace) -> None:
         checkpoint = open_checkpoint(source)
         found = read_layout(checkpoint, model, list(modules), chosen.activations)  # refuses what loading refuses
         stored = found.experts
-    rows: list[tuple[str, str]] = []  # name, what it is
-    dense = packed = 0  # bytes
+    experts = dict[str, _Row]()
     for name, (module, layout) in modules.items():
         if why := _left_as_it_is(stored.get(name), chosen.excludes(name)):
             skipped.append((name, why))
-            continue
-        what, before, after = _row(module, layout, chosen.activations)
-        rows.append((name, what))
-        dense, packed = dense + before, packed + after
+        else:
+            experts[name] = _row(module, layout, chosen.activations)
     total = 2 * sum(p.numel() for p in model.parameters())
-    state = "bf16, would become NVFP4" if quantization is None else f"NVFP4 of {chosen.dialect}"
-    say(f"{args.model}: {type(model).__name__}, {len(rows)} layers of experts, {state}")
-    for name, what in grouped(rows):
-        say(f"  {name:44s} {what}")
-    for name, why in grouped(skipped):
-        say(f"  {name:44s} left as it is: {why}")
-    names = [name for name, _ in rows + skipped]
-    for pattern in args.exclude:
-        if not any(names_experts(pattern, name) for name in names):
-            raise ValueError(f"--exclude {pattern!r} matches no experts module of {args.model}, see above")
-    if not rows:
+    dense, packed = (sum(getattr(row, key) for row in experts.values()) for key in ("bytes_bf16", "bytes_nvfp4"))
+    names = [*experts, *(name for name, _ in skipped)]
+    unknown = next((p for p in args.exclude if not any(names_experts(p, name) for name in names)), None)
+    warnings = [] if checkpoint is None or not experts else list(scale_warnings(checkpoint))
+    if args.json and experts and unknown is None:
+        show_json({
+            "model": args.model, "class": type(model).__name__, "dialect": quantization and chosen.dialect,
+            "experts": [{"name": name, **row._asdict()} for name, row in experts.items()],
+            "left_as_it_is": dict(skipped), "warnings": warnings,
+            "bytes": {"experts_bf16": dense, "experts_nvfp4": packed, "model_bf16": total,
+                      "model_nvfp4": total - dense + packed},
+        })  # fmt: skip
+        return
+    if not args.json:
+        state = "bf16, would become NVFP4" if quantization is None else f"NVFP4 of {chosen.dialect}"
+        say(f"{args.model}: {type(model).__name__}, {len(experts)} layers of experts, {state}")
+        rows = grouped((name, row.cells()) for name, row in experts.items())
+        table([""] * 5, [[f"  {name}", *cells] for name, cells in rows], left=4)
+        for name, why in grouped(skipped):
+            say(f"  {name}  left as it is: {why}")
+    if unknown is not None:
+        raise ValueError(f"--exclude {unknown!r} matches no experts module of {args.model}"
+                         + ("" if args.json else ", see above"))  # fmt: skip
+    if not experts:
         raise ValueError(f"{args.model} has no experts that this library can quantize")
-    if checkpoint is not None:
-        for line in scale_warnings(checkpoint):
-            say(line)
+    for line in warnings:
+        say(line)
     say(f"experts: {readable_size(dense)} in bf16, {readable_size(packed)} in NVFP4; "
-         f"whole model {readable_size(total)} -> {readable_size(total - dense + packed)}")  # fmt: skip
+        f"whole model {readable_size(total)} -> {readable_size(total - dense + packed)}")  # fmt: skip
+
+
+class _Row(NamedTuple):
+    """One experts module."""
+
+    experts_class: str
+    num_experts: int
+    hidden_size: int
+    intermediate_size: int
+    gate: str
+    bytes_bf16: int
+    bytes_nvfp4: int
+
+    def cells(self) -> tuple[str, ...]:
+        """The row of a table that follows the name."""
+        from moe_nvfp4.quantize.report import readable_size
+
+        shape = f"E {self.num_experts}  H {self.hidden_size}  I {self.intermediate_size}"
+        sizes = f"{readable_size(self.bytes_bf16)} -> {readable_size(self.bytes_nvfp4)}"
+        return self.experts_class, shape, self.gate, sizes
 
 
 def _experts_modules(model: Any) -> tuple[dict[str, tuple[Any, ModuleLayout]], list[tuple[str, str]]]:
@@ -105,23 +138,20 @@ def _left_as_it_is(held: ExpertLayout | None, excluded: bool) -> str | None:
     return "FP8 in the files, dense when it is loaded" if held is ExpertLayout.FP8 else None
 
 
-def _row(module: Any, layout: ModuleLayout, activations: str) -> tuple[str, int, int]:
-    """The table's line for one experts module, and its bytes in bf16 and in NVFP4."""
+def _row(module: Any, layout: ModuleLayout, activations: str) -> _Row:
     from moe_nvfp4.integrations.huggingface.experts import HFExperts
-    from moe_nvfp4.quantize.report import readable_size
 
     experts = HFExperts(module, layout, activations, device="meta")
     before = 2 * sum(p.numel() for p in module.parameters())
     after = sum(p.numel() * p.element_size() for p in experts.parameters())
-    shape = f"E {layout.num_experts}  H {layout.hidden_size}  I {layout.intermediate_size}"
     gate = "own gate, unfused" if experts.gate.kind == "raw" else experts.gate.kind
-    sizes = f"{readable_size(before):>9s} -> {readable_size(after):>9s}"
-    return f"{type(module).__name__:24s} {shape:28s} {gate:12s} {sizes}", before, after
+    sizes = layout.num_experts, layout.hidden_size, layout.intermediate_size
+    return _Row(type(module).__name__, *sizes, gate, before, after)
 
 
-def grouped(rows: Iterable[tuple[str, str]]) -> Iterable[tuple[str, str]]:
-    """(name, text) pairs; those that differ only in the first number of the name as one: "30 x model.layers.0-29"."""
-    groups: dict[tuple[str, ...], list[str]] = {}
+def grouped(rows: Iterable[tuple[str, T]]) -> Iterable[tuple[str, T]]:
+    """(name, what) pairs; those that differ only in the first number of the name as one: "30 x model.layers.0-29"."""
+    groups: dict[tuple[str, str, T], list[str]] = {}
     for name, text in rows:
         before, number, after = re.findall(r"^(\D*)(\d*)(.*)$", name)[0]
         groups.setdefault((before, after, text), []).append(number)

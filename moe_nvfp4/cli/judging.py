@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Iterator, Mapping
+import re
+import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from moe_nvfp4.cli.options import check_writable
@@ -73,21 +77,20 @@ def plot_experts(path: Path, errors: Mapping[str, ErrorSums]) -> None:
 # ---- lm-eval -------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Tasks:
-    """Names of lm-eval tasks, and the folder of those that do not come with lm-eval."""
+    """Names of lm-eval tasks, lm-eval's manager, which knows them, and the folder that it reads them from."""
 
     names: list[str]
-    folder: str | None
+    manager: Any
+    folder: TemporaryDirectory | None
 
     def run(self, model: Any, tokenizer: Any, limit: int | None) -> dict[str, float]:
         """Run the tasks on a transformers model: "task metric" -> score."""
-        from lm_eval import simple_evaluate
+        from lm_eval.evaluator import simple_evaluate
         from lm_eval.models.huggingface import HFLM
-        from lm_eval.tasks import TaskManager
 
         judge = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=1)
-        manager = TaskManager(include_path=self.folder)
         found = simple_evaluate(
-            judge, tasks=list(self.names), task_manager=manager, limit=limit, bootstrap_iters=0, log_samples=False
+            judge, tasks=list(self.names), task_manager=self.manager, limit=limit, bootstrap_iters=0, log_samples=False
         )
         assert found is not None
         scores: dict[str, float] = {}
@@ -100,20 +103,29 @@ class Tasks:
 
 
 def tasks_of(text: str) -> Tasks:
-    """The tasks of --tasks: comma-separated names, or one YAML file, which may build on others in its folder."""
+    """The tasks of --tasks: comma-separated names, or one YAML file, which may build on others in its folder.
+    ValueError for names that lm-eval does not know; to be asked before the models run."""
     need("lm_eval", "--tasks")
-    if not text.endswith((".yaml", ".yml")):
-        return Tasks(text.split(","), None)
-    import yaml
+    names, own = [name.strip() for name in text.split(",")], None
+    if text.endswith((".yaml", ".yml")):
+        path = Path(text)
+        if not path.is_file():
+            raise ValueError(f"--tasks {text}: there is no such file")
+        own = TemporaryDirectory()  # lm-eval reads every YAML file below a folder: a virtual environment, too
+        for file in path.parent.iterdir():
+            if file.suffix in (".yaml", ".yml", ".py") and file.is_file():
+                shutil.copy(file, own.name)
+        # A YAML reader would need lm-eval's tags, such as !function
+        found = re.findall(r"^(?:task|group):[ \t]*([^\s#]+)", path.read_text("utf-8"), re.MULTILINE)
+        if not found:
+            raise ValueError(f"--tasks {text}: it has no line 'task: NAME', as the YAML file of a task has")
+        names = [found[0].strip("'\"")]
+    from lm_eval.tasks import TaskManager
 
-    path = Path(text)
-    if not path.is_file():
-        raise ValueError(f"--tasks {text}: there is no such file")
-    return Tasks([yaml.safe_load(path.read_text("utf-8"))["task"]], str(path.parent))
-
-
-def score_lines(scores: Mapping[str, Mapping[str, float]]) -> Iterator[str]:
-    """A table: a line for each task and metric, a column for each model."""
-    yield f"{'':40s}" + "".join(f"{name:>10s}" for name in scores)
-    for metric in next(iter(scores.values())):
-        yield f"{metric:40s}" + "".join(f"{of[metric]:10.4f}" for of in scores.values())
+    manager = TaskManager(include_path=None if own is None else own.name)
+    if unknown := [name for name in names if not manager.match_tasks([name])]:
+        near = ", ".join(get_close_matches(unknown[0], manager.all_tasks, n=3)) or "none"
+        raise ValueError(
+            f"--tasks {text}: lm-eval has no task {unknown[0]!r}; similar names: {near} (lm-eval --tasks list has all)"
+        )
+    return Tasks(names, manager, own)

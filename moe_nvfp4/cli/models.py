@@ -9,7 +9,9 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moe_nvfp4.cli.options import say
+from moe_nvfp4.cli.known import KNOWN
+from moe_nvfp4.cli.output import note
+from moe_nvfp4.cli.parser import did_you_mean
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,8 +31,9 @@ def resolve(model: str) -> str:
 def folder(model: str) -> str:
     """The folder of a model: the one named, or the local cache's for a Hub model."""
     source = resolve(model)
-    if Path(source).is_dir() or Path(source).is_absolute() or source.count("/") != 1 or source.startswith("."):
+    if Path(source).exists():
         return source
+    check_folder(source)
     from huggingface_hub import snapshot_download
 
     with hub_errors(source):
@@ -46,14 +49,24 @@ def hub_errors(source: str) -> Iterator[None]:
     except OSError as error:  # RepositoryNotFoundError and LocalEntryNotFoundError are subclasses
         if Path(source).exists():
             raise
-        raise OSError(f"{source!r} is no folder here, and the Hugging Face Hub does not give it: {error}") from None
+        meant = _similar(source)
+        raise OSError(
+            f"{source!r} is no folder here, and the Hugging Face Hub does not give it{meant}: {error}"
+        ) from None
+
+
+def _similar(source: str) -> str:
+    """; did you mean X?" with a folder, a well-known model or 'demo', or ""."""
+    place = Path(source).parent
+    folders = [path.name for path in place.iterdir() if path.is_dir()] if place.is_dir() else []
+    return did_you_mean(Path(source).name, folders) or did_you_mean(source, ["demo", *KNOWN])
 
 
 def check_folder(source: str) -> None:
     """ValueError for a path that does not exist, and for a folder without config.json; names on the Hub pass."""
     path = Path(source)
-    if not path.exists() and (source.startswith((".", "/", "~")) or source.count("/") > 1):
-        raise ValueError(f"{source} does not exist")
+    if not path.exists() and (source.startswith((".", "/", "~")) or source.count("/") != 1):
+        raise ValueError(f"{source} does not exist{_similar(source)}")
     if path.is_dir() and not (path / "config.json").is_file():
         raise ValueError(f"{source} has no config.json: name the folder of a Hugging Face checkpoint")
 
@@ -67,7 +80,7 @@ def model_config(source: str) -> Any:
 
     check_folder(source)
     with hub_errors(source), config_errors(source):
-        config = AutoConfig.from_pretrained(source)
+        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
         silent = getattr(config, "quantization_config", None) is None
         return checkpoint_config(source) if silent and files_info(source, config) else config
 
@@ -96,17 +109,19 @@ def check_headers(source: str) -> None:
         read_header(path)
 
 
+def check_whole(model: Any, source: str) -> None:
+    """ValueError if the dense files of `source` lack a tensor of `model`, where transformers would put random ones."""
+    from moe_nvfp4.integrations.huggingface.files import check_dense
+    from moe_nvfp4.quantize.files import open_checkpoint
+
+    check_dense(open_checkpoint(folder(source)), model)
+
+
 def tokenizer_of(source: str) -> Any:
     """The tokenizer of a model."""
-    from transformers import AutoTokenizer
+    from moe_nvfp4.integrations.huggingface.calibration import tokenizer_at
 
-    try:
-        return AutoTokenizer.from_pretrained(source)
-    except (OSError, ImportError):
-        raise
-    except Exception as error:
-        what = f"{type(error).__name__}: {error}"[:300]
-        raise ValueError(f"the tokenizer of {source} cannot be read ({what}): download its files again") from None
+    return tokenizer_at(source)
 
 
 def model_class(config: Any) -> Any:
@@ -126,6 +141,11 @@ def empty_model(config: Any, source: str) -> Any:
     """The model that config.json describes, on the meta device; ValueError if it describes none."""
     import torch
 
+    from moe_nvfp4.quantize.files import read_header
+    from moe_nvfp4.quantize.model import check_layers
+
+    if files := sorted(Path(source).glob("*.safetensors")):
+        check_layers(config.to_dict(), (name for file in files for name in read_header(file)[0]))
     with torch.device("meta"), config_errors(source):
         return model_class(config)._from_config(config, dtype=torch.bfloat16)
 
@@ -175,13 +195,15 @@ def load(args: argparse.Namespace, activations: str | None, tokenizer: bool = Tr
     elif beside is not None or map_files:
         kwargs["quantization_config"] = MoeNvfp4Config(cpu_experts=beside, map_files=map_files)
     check_headers(source)
-    empty_model(config, source)  # else a config that makes no sense ends in a traceback of transformers
+    empty = empty_model(config, source)  # else a config that makes no sense ends in a traceback of transformers
+    if not quantized and activations is None:
+        check_whole(empty, source)
     if place.type != "cpu" and beside is None:  # device_map needs accelerate (extra "gpu"), which a CPU can do without
         kwargs["device_map"] = str(place)
     with torch.cuda.device(place) if beside is not None else nullcontext():  # "auto" looks at this GPU's memory
         loaded = model_class(config).from_pretrained(source, dtype=torch.bfloat16, **kwargs)
     if beside is not None:
-        say(describe_placement(loaded))
+        note(describe_placement(loaded))
         loaded = loaded.to(place)
     return loaded.eval(), tokenizer_of(source) if tokenizer else None
 
@@ -218,7 +240,7 @@ def text_of(args: argparse.Namespace) -> str:
     """The text that --text names, or the demo's own text."""
     if args.text is not None:
         try:
-            return str(args.text.read_text("utf-8"))
+            return str(args.text.read_text("utf-8-sig"))  # without the mark that some editors write first
         except UnicodeDecodeError as error:
             raise ValueError(
                 f"{args.text} is not UTF-8 text ({error}): convert it (iconv -t utf-8), or name another"
@@ -230,11 +252,20 @@ def text_of(args: argparse.Namespace) -> str:
     return demo_text()
 
 
-def windows_of(args: argparse.Namespace, tokenizer: Any, text: str) -> Tensor:
-    """int64 [count, window]: the first --windows pieces of the text."""
-    ids: Tensor = tokenizer(text, return_tensors="pt").input_ids[0]
-    count = min(args.windows, len(ids) // args.window)
-    if count < 1:
-        raise ValueError(f"the text has {len(ids)} tokens, less than one window of {args.window}: write a smaller "
-                         "--window, or name a longer text")  # fmt: skip
-    return ids[: count * args.window].view(count, args.window)
+def windows_of(args: argparse.Namespace, tokenizer: Any, text: str, config: Any) -> Tensor:
+    """int64 [count, window]: the first --windows pieces of the text, each of which begins with BOS, if the tokenizer
+    begins a text so. ValueError if the text is too short, or if the model of `config` does not take such windows."""
+    import torch
+
+    from moe_nvfp4.integrations.huggingface.calibration import cut, window_for
+    from moe_nvfp4.integrations.huggingface.layerwise import check_ids
+
+    window = args.window or window_for(config)
+    pieces = cut(tokenizer, text, window)
+    whole = [piece for piece in pieces if len(piece) == window][: args.windows]
+    if not whole:
+        raise ValueError(f"the text has {sum(map(len, pieces))} tokens, less than one window of {window}: write a "
+                         "smaller --window, or name a longer text")  # fmt: skip
+    windows = torch.stack(whole)
+    check_ids(windows, config)
+    return windows

@@ -1,4 +1,4 @@
-"""What commands share: options, the values they take, and how a line is printed."""
+"""What commands share: options and the values they take."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ ACTIVATIONS = ("bf16", "nvfp4", "nvfp4_four_over_six")
 ACTIVATIONS_HELP = "bf16: W4A16; nvfp4: W4A4; nvfp4_four_over_six: W4A4 with the better of two scales for each block"
 WINDOW = 512  # tokens
 ENGINES = ("vllm", "transformers")
+SHELLS = ("bash", "zsh")
 
 MODEL_HELP = "folder or Hub name of a Hugging Face MoE model, 4-bit or not; 'demo' makes a small one"
 
@@ -28,8 +29,9 @@ Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 def command(
     commands: Commands, name: str, run: Callable[[argparse.Namespace], None], help: str, description: str
 ) -> argparse.ArgumentParser:
-    """Add a command, with no options yet."""
+    """Add a command with the options that every command has."""
     sub = commands.add_parser(name, help=help, description=description)
+    sub.add_argument("--quiet", action="store_true", help="no progress bars, notes or warnings")
     sub.set_defaults(run=run)
     return sub
 
@@ -69,12 +71,17 @@ def add_texts(
         "--windows", type=whole(1), default=windows, metavar="N", help=f"pieces of the text to use (default {windows})"
     )
     sub.add_argument(
-        "--window", type=whole(shortest), default=WINDOW, metavar="N", help=f"tokens in each piece (default {WINDOW})"
-    )
+        "--window", type=whole(shortest), default=None, metavar="N",
+        help=f"tokens in each piece (default {WINDOW}, or as many as the model takes)",
+    )  # fmt: skip
 
 
 def add_device(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--device", default=None, help="cpu, cuda, cuda:1 (default: cuda where there is one)")
+
+
+def add_json(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("--json", action="store_true", help="print one JSON object, for programs")
 
 
 def add_cpu_experts(sub: argparse.ArgumentParser) -> None:
@@ -136,10 +143,3 @@ def prompt_text(text: str) -> str:
     if not text.strip():
         raise argparse.ArgumentTypeError("the prompt is empty: write a text to answer or, with --raw, to continue")
     return text
-
-
-# ---- output --------------------------------------------------------------------------------------
-
-
-def say(line: str) -> None:
-    print(line, flush=True)

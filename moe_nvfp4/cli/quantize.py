@@ -6,22 +6,22 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moe_nvfp4.cli.models import folder, text_of, tokenizer_of, windows_of
+from moe_nvfp4.cli.models import folder, model_config, text_of, tokenizer_of, windows_of
 from moe_nvfp4.cli.options import (
     ACTIVATIONS,
     DEFAULT_RECIPE,
     DIALECTS,
     MODEL_HELP,
-    WINDOW,
     Commands,
     add_device,
     add_quantizing,
     add_texts,
     command,
     path,
-    say,
     whole,
 )
+from moe_nvfp4.cli.output import note, say
+from moe_nvfp4.cli.verify import show
 
 if TYPE_CHECKING:
     from moe_nvfp4.quantize.options import Options
@@ -46,7 +46,7 @@ def add(commands: Commands) -> None:
         "--importance", type=path, metavar="FILE", help="for --recipe weighted: what moe-nvfp4 importance wrote"
     )
     add_texts(sub, WINDOWS, shortest=2, default="for --recipe gptq; it should resemble the model's later use")
-    sub.set_defaults(windows=None, window=None)  # to tell whether they are given: only gptq takes them
+    sub.set_defaults(windows=None)  # to tell whether it is given: only gptq takes it
     sub.add_argument(
         "--include", action="append", default=None, metavar="NAME",
         help="quantize only these experts modules; may have wildcards (default: all)",
@@ -73,67 +73,85 @@ def add(commands: Commands) -> None:
 def run(args: argparse.Namespace) -> None:
     from moe_nvfp4.quantize.card import misread_by, write_card
     from moe_nvfp4.quantize.convert import convert_checkpoint
-    from moe_nvfp4.quantize.files import open_checkpoint
+    from moe_nvfp4.quantize.files import StagingDir, open_checkpoint
     from moe_nvfp4.quantize.importance import load_importance
     from moe_nvfp4.quantize.options import Options
     from moe_nvfp4.quantize.plan import nvfp4_info
+    from moe_nvfp4.quantize.recipes import recipe_named
     from moe_nvfp4.quantize.report import readable_size
     from moe_nvfp4.quantize.verify import verify_checkpoint
 
     source, recipe = folder(args.source), args.recipe or DEFAULT_RECIPE
+    needs = recipe_named(recipe)
     given = ["--recipe"] * bool(args.recipe and not args.share_scales) + ["--activations"] * bool(args.activations)
     if given and Path(source).is_dir() and nvfp4_info(open_checkpoint(source)):
         raise ValueError(f"{given[0]} would have no effect: {args.source} is NVFP4 already, and another --dialect does "
                          f"not change its numbers; name the original model, or leave out {given[0]}")  # fmt: skip
     of_text = [f"--{name}" for name in ("text", "windows", "window") if getattr(args, name) is not None]
-    if of_text and recipe != "gptq":
+    if of_text and not needs.text:
         raise ValueError(f"{of_text[0]} would have no effect on recipe {recipe}: --recipe gptq learns from a text, and "
                          "moe-nvfp4 importance reads one for --recipe weighted")  # fmt: skip
-    if args.importance is not None and recipe != "weighted":
+    if args.importance is not None and not needs.importance:
         raise ValueError(f"--importance would have no effect on recipe {recipe}: it is for --recipe weighted")
     if args.verify and args.dry_run:
         raise ValueError("--verify would have no effect with --dry-run, which writes nothing: leave one of them out")
     options = Options(
-        "mse" if recipe == "gptq" else recipe, args.exclude, args.include, args.dialect,
+        DEFAULT_RECIPE if needs.text else recipe, args.exclude, args.include, args.dialect,
         args.activations or "bf16", args.share_scales, args.device,
         None if args.importance is None else load_importance(args.importance),
     )  # fmt: skip
-    if recipe == "gptq" and not args.dry_run:
-        report = _gptq(args, source, options)
-    else:
-        report = convert_checkpoint(source, args.destination, options, args.workers, args.dry_run)
+    try:
+        if needs.text:
+            report = _gptq(args, source, options)
+        else:
+            report = convert_checkpoint(source, args.destination, options, args.workers, args.dry_run)
+    except KeyboardInterrupt:
+        kept = StagingDir.beside(args.destination)
+        if not kept.exists():
+            raise KeyboardInterrupt("nothing was written") from None
+        raise KeyboardInterrupt(
+            f"the same command goes on from here; until then {kept} keeps what is done (remove it to start anew)"
+        ) from None
     if args.dry_run:
         for line in report.lines():
             say(line)
         return
     for name, why in report.skipped.items():
-        say(f"left alone: {name}: {why}")
+        note(f"left alone: {name}: {why}")
     before, after = readable_size(report.experts_before), readable_size(report.experts_after)
     experts = f"; experts {before} -> {after} ({recipe})" if report.quantized else ""
     resumed = f", {readable_size(report.resumed)} of the source by an earlier run" if report.resumed else ""
     for line in report.rescaled_lines():
-        say(line)
-    say(f"wrote {args.destination}: {readable_size(report.bytes_after)}{experts} in {report.seconds:.1f} s{resumed}")
+        note(line)
+    note(f"wrote {args.destination}: {readable_size(report.bytes_after)}{experts} in {report.seconds:.1f} s{resumed}")
     for line in misread_by(report.destination):
-        say(f"note: {line}")
+        note(f"note: {line}")
     write_card(report, args.source, None)  # before verifying, in case that is interrupted
     if args.verify:
-        verified = verify_checkpoint(args.destination, source)
+        try:
+            verified = verify_checkpoint(args.destination, source)
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(
+                f"{args.destination} is complete; moe-nvfp4 verify {args.destination} --against {args.source} checks it"
+            ) from None
         write_card(report, args.source, verified)
-        for line in verified.lines():
-            say(line)
+        show(verified)
 
 
 def _gptq(args: argparse.Namespace, source: str, options: Options) -> ConversionReport:
     from moe_nvfp4.integrations.huggingface.calibration import in_batches
-    from moe_nvfp4.integrations.huggingface.gptq import convert_gptq
+    from moe_nvfp4.integrations.huggingface.gptq import convert_gptq, plan_gptq
 
+    if args.dry_run:
+        return plan_gptq(source, args.destination, options, args.workers, args.recipe)
     if args.text is None:
-        raise ValueError("--recipe gptq learns from a text, which should resemble the model's later use: name one with "
-                         "--text FILE, or use --recipe weighted, which needs none")  # fmt: skip
-    args.windows, args.window = args.windows or WINDOWS, args.window or WINDOW
-    windows = windows_of(args, tokenizer_of(source), text_of(args))
-    report, found = convert_gptq(source, args.destination, in_batches(windows), options, args.workers)
+        raise ValueError(f"--recipe {args.recipe} learns from a text, which should resemble the model's later use: "
+                         "name one with --text FILE, or use --recipe weighted, which needs none")  # fmt: skip
+    args.windows = args.windows or WINDOWS
+    windows = windows_of(args, tokenizer_of(source), text_of(args), model_config(source))
+    report, found = convert_gptq(
+        source, args.destination, in_batches(windows), options, args.workers, recipe=args.recipe
+    )
     for line in found.lines():
-        say(line)
+        note(line)
     return report

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import argparse
+from typing import TYPE_CHECKING, Any
 
 from moe_nvfp4.cli.models import folder
-from moe_nvfp4.cli.options import Commands, command, path, say
+from moe_nvfp4.cli.options import Commands, add_json, command, path
+from moe_nvfp4.cli.output import note, say, show_json, table
+
+if TYPE_CHECKING:
+    from moe_nvfp4.quantize.verify import VerificationReport
 
 
 def add(commands: Commands) -> None:
@@ -21,6 +26,7 @@ def add(commands: Commands) -> None:
         help="with --against: plot the error of every layer and expert (pip install matplotlib); the numbers go to "
         "OUT.json",
     )  # fmt: skip
+    add_json(sub)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -33,8 +39,41 @@ def run(args: argparse.Namespace) -> None:
             raise ValueError("--plot shows the error against the original: name it with --against SRC")
     against = None if args.against is None else folder(args.against)
     report = verify_checkpoint(folder(args.destination), against)
-    for line in report.lines():
-        say(line)
+    if args.json:
+        show_json(as_json(report))
+    else:
+        show(report)
     if args.plot is not None:
         judging.plot_experts(args.plot, report.experts)
-        say(f"wrote {args.plot} and {args.plot.with_suffix('.json')}")
+        if not args.json:
+            note(f"wrote {args.plot} and {args.plot.with_suffix('.json')}")
+
+
+def show(report: VerificationReport) -> None:
+    """Print what was found, with a line for each layer that was compared."""
+    from moe_nvfp4.quantize.report import readable_snr
+
+    say(f"{report.folder}: {report.matrices} NVFP4 matrices, {report.tensors} other tensors, {report.size:,} bytes: "
+        "good")  # fmt: skip
+    for line in report.warnings:
+        say(line)
+    if report.layers:
+        table(
+            ["", "matrices", "relative error", "SNR (dB)"],
+            [
+                [name, str(sums.matrices), f"{sums.relative:.5f}", readable_snr(sums, 2)]
+                for name, sums in report.layers.items()
+            ],
+        )
+
+
+def as_json(report: VerificationReport) -> dict[str, Any]:
+    """What was found. snr_db is null where a layer has no error."""
+    return {
+        "folder": report.folder, "nvfp4_matrices": report.matrices, "other_tensors": report.tensors,
+        "bytes": report.size, "warnings": report.warnings,
+        "layers": [
+            {"name": name, "matrices": sums.matrices, "relative_error": sums.relative, "snr_db": sums.snr}
+            for name, sums in report.layers.items()
+        ],
+    }  # fmt: skip

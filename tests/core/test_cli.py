@@ -1,12 +1,16 @@
 """The command line, used as a person would."""
 
 import importlib.metadata
+import io
 import json
+import math
 import os
 import re
 import shutil
 import subprocess
 import sys
+import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,8 +18,9 @@ import torch
 from safetensors.torch import save_file
 
 from moe_nvfp4 import backends, cli, demo
-from moe_nvfp4.cli import answers, info, options
+from moe_nvfp4.cli import answers, bench, info, options
 from moe_nvfp4.progress import progress_bar
+from tests.common import made_demo
 from tests.integrations.test_graphs import recorded  # noqa: F401
 from tests.models import make, qwen3_moe, tensors
 
@@ -96,13 +101,105 @@ def talkative(folder, tmp_path):
 
 
 def test_chat(talkative, monkeypatch, capsys):
-    lines = iter(["Hi there", "", "\udcff, a byte", "more", "/new", "Hi there", "/quit", "never asked"])
+    typed = ["Hi there", "", "\udcff, a byte", "more", "/new", "Hi there", "/reset", "Hi there", "/quit", "never asked"]
+    lines = iter(typed)
     monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
-    run("chat", talkative, "--max-new-tokens", 6, "--system", "short", "--device", "cpu", "--recipe", "max")
-    first, refused, second, anew = filter(None, capsys.readouterr().out.splitlines())
+    options = ["--max-new-tokens", 6, "--system", "short", "--device", "cpu", "--recipe", "max"]
+    run("chat", talkative, *options, "--quiet")
+    first, refused, second, anew, again = filter(None, capsys.readouterr().out.splitlines())
     assert "is not UTF-8 text" in refused
     assert next(lines) == "never asked"
-    assert first == anew != second and 0 < len(first) <= 6
+    assert first == anew == again != second and 0 < len(first) <= 6
+    lines = iter([])
+
+    def no_more(prompt):
+        raise EOFError
+
+    monkeypatch.setattr("builtins.input", no_more)
+    run("chat", talkative, *options)
+    assert capsys.readouterr().out == "/help lists the commands\n\n"
+
+
+def test_a_command_of_chat_never_reaches_the_model(talkative, monkeypatch, capsys):
+    from moe_nvfp4.cli import chat
+
+    lines = iter(["/hlep", "/usr/bin", "/help me", " /usr/bin is a folder", "/quit"])
+    monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
+    monkeypatch.setattr(chat.Talk, "ask", lambda self, text: print("asked", text))
+    run("chat", talkative, "--device", "cpu", "--recipe", "max")
+    _, misspelt, unknown, *helped, asked = filter(None, capsys.readouterr().out.splitlines())
+    assert misspelt == "(there is no /hlep; did you mean /help?; /help lists the commands)"
+    assert unknown == "(there is no /usr/bin; /help lists the commands)"
+    assert all(any(line.startswith(word) for line in helped) for word in ("/help", "/new", "/quit", "Ctrl-C"))
+    assert "/reset" in "".join(helped)
+    assert asked == "asked /usr/bin is a folder"
+
+
+NEVER = b"never sent"  # Ctrl-C follows
+
+
+def test_chat_in_a_terminal(tmp_path):
+    """Ctrl-C at the prompt does not end the program, and the arrow up brings back a line of an earlier run."""
+    for module in ("pty", "fcntl", "termios", "readline"):
+        pytest.importorskip(module, reason=f"Python without {module} here")
+    import fcntl
+    import pty
+    import select
+    import termios
+
+    code = (
+        "import sys; from moe_nvfp4 import cli; from moe_nvfp4.cli import chat\n"
+        "chat.load_to_answer = lambda args: (None, type('Tokenizer', (), {'chat_template': ''}))\n"
+        "chat.Talk.ask = lambda self, text: print('asked', text)\n"
+        "sys.exit(cli.main(['chat', 'X']))"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "MOE_NVFP4_CACHE": str(tmp_path), "TERM": "dumb"}
+
+    def talk(*typed):
+        """What the terminal shows while these lines are typed, each after a prompt."""
+        end, terminal = pty.openpty()
+        process = subprocess.Popen(
+            [sys.executable, "-c", code], stdin=terminal, stdout=terminal, stderr=terminal, env=environment,
+            start_new_session=True, preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        )  # fmt: skip
+        os.close(terminal)
+        shown = b""
+
+        def read():
+            assert select.select([end], [], [], 60)[0], shown
+            return os.read(end, 1000)
+
+        try:
+            for i, text in enumerate(typed):
+                while shown.count(b"\r\n> ") <= i:  # prompts; readline may write one again, but at the same line
+                    shown += read()
+                os.write(end, text)
+                if text == NEVER:
+                    while NEVER not in shown:
+                        shown += read()
+                    time.sleep(0.5)  # until readline waits for the next key, as it does while a person thinks
+                    os.write(end, b"\x03")
+            while piece := read():
+                shown += piece
+        except OSError:  # Linux's way to say that the other end was closed
+            pass
+        finally:
+            os.close(end)
+        assert process.wait(60) == 0, shown
+        return shown.decode()
+
+    shown = talk(b"first\n", NEVER, b"/quit\n")
+    assert "asked first" in shown and "(/quit or Ctrl-D ends the program)" in shown and "asked never" not in shown
+    assert "asked first" in talk(b"\x1b[A\x1b[A\n", b"\x04")
+
+
+def test_ctrl_c_at_a_prompt_that_is_no_terminals_ends_chat(talkative, monkeypatch, capsys):
+    def stop(prompt):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("builtins.input", stop)
+    run("chat", talkative, "--device", "cpu", "--recipe", "max", expect=130)
+    assert capsys.readouterr().err.endswith("\nmoe-nvfp4: interrupted\n")
 
 
 @pytest.mark.parametrize("room", [[0, 0, 0], [1 << 30, 1 << 30, 1, 1 << 30]], ids=["cpu", "graphs"])  # bytes
@@ -114,7 +211,8 @@ def test_chat_answers_the_whole_conversation(room, talkative, request, monkeypat
     from moe_nvfp4.integrations.huggingface import swap_experts
 
     N = 4
-    model, tokenizer = swap_experts(make(qwen3_moe), recipe="max").eval(), AutoTokenizer.from_pretrained(talkative)
+    model = swap_experts(make(qwen3_moe, torch.float32), recipe="max").eval()  # bf16 has near ties
+    tokenizer = AutoTokenizer.from_pretrained(talkative)
     counts = request.getfixturevalue("recorded")
     model._valid_auto_compile_criteria = lambda given, c: c.use_cache and given["past_key_values"].is_compileable
     talk, text, seen = Talk(model, tokenizer, "short", 0.0, N), "s:short;", []
@@ -136,6 +234,32 @@ def test_chat_answers_the_whole_conversation(room, talkative, request, monkeypat
     assert ("a smaller --max-new-tokens" in caplog.text) == (1 in room)
     talk.forget()
     assert talk.ask("Hi there") == said[0]
+
+
+@pytest.mark.parametrize("setting", [dict(cache_implementation="static"), dict(use_cache=False)], ids=str)
+def test_chat_with_a_cache_of_the_models_own(setting, talkative, monkeypatch):
+    """What generation_config.json says of the cache: the second answer still follows from the whole conversation."""
+    from transformers import AutoTokenizer
+
+    from moe_nvfp4.cli.chat import Talk
+    from moe_nvfp4.integrations.huggingface import swap_experts
+
+    model, tokenizer = swap_experts(make(qwen3_moe), recipe="max").eval(), AutoTokenizer.from_pretrained(talkative)
+    first = Talk(model, tokenizer, None, 0.0, 4)
+    want = [first.ask("Hi there"), first.ask("more")]
+    model.generation_config.update(**setting)
+    talk = Talk(model, tokenizer, None, 0.0, 4)
+    assert [talk.ask("Hi there"), talk.ask("more")] == want
+
+
+def test_names_and_letters_that_cannot_be_printed(folder, tmp_path, monkeypatch):
+    """Under LC_ALL=C: a name of bytes that are no text, and letters that the terminal has no code for."""
+    destination = tmp_path / os.fsdecode(b"\xe9 caf\xc3\xa9")
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(io.BytesIO(), "ascii"))
+    run("quantize", folder, destination, "--recipe", "max")
+    sys.stdout.flush()
+    assert rb"\udce9 caf\xe9" in sys.stdout.buffer.getvalue()
+    assert "# \ufffd café\n" in (destination / "README.md").read_text("utf-8")
 
 
 def test_chat_goes_on_after_an_interruption(talkative, monkeypatch, capsys):
@@ -182,16 +306,35 @@ def test_bench(folder, tmp_path, capsys):
     run("bench", folder, "--shape", 64, 48, 4, 4, "--tokens", 1, 20, "--max-new-tokens", 4, "--device", "cpu")
     said = capsys.readouterr().out
     assert "experts H 64 I 48 E 4 top_k 4, W4A16, backend cpu" in said
-    rows = re.findall(r"^ +(\d+) +([\d.]+) +([\d.]+) +([\d.]+) +\d+% +([\d.]+) +([\d.]+)$", said, re.M)
+    rows = re.findall(r"^ *(\d+) +([\d.]+) +([\d.]+) +([\d.]+) +\d+% +([\d.]+) +([\d.]+)$", said, re.M)
     assert [int(row[0]) for row in rows] == [1, 20]
     for T, us, bandwidth, flops, bf16, speedup in (map(float, row) for row in rows):
         assert bandwidth == pytest.approx(4 * 3 * 64 * 48 * 9 / 16 / us / 1e3, abs=0.051)  # all four experts
         assert flops == pytest.approx(2 * 3 * 64 * 48 * 4 * T / us / 1e6, abs=0.0051)
         assert speedup == pytest.approx(bf16 / us, abs=0.02 + 0.1 / us * bf16 / us)
     assert re.search(r"^bf16 +[\d.]+ +\d+ ms\nNVFP4 +[\d.]+ +\d+ ms$", said, re.M)
+    run("bench", "--shape", 64, 48, 4, 4, "--tokens", 1, "--layer-only", "--device", "cpu", "--json")
+    found = json.loads(capsys.readouterr().out)["layer"]
+    (row,), roof = found["rows"], found["roof"]
+    bounds = {"memory": row["bytes"] / roof["bandwidth"], "arithmetic": row["flops"] / roof["flops"]}
+    assert row["least"] == max(bounds.values()) == bounds[row["bound"]]
+    assert row["of_roof"] == row["least"] / row["nvfp4"]
     assert "3 experts per token of 2 experts" in mistake(["bench", folder, "--shape", 64, 48, 2, 3], capsys)
     run("quantize", folder, tmp_path / "nvfp4", "--recipe", "max")
     assert "bench needs the original to compare with" in mistake(["bench", tmp_path / "nvfp4"], capsys)
+
+
+@pytest.mark.parametrize("of_roof", [0.99, 2.03])
+def test_bench_says_why_a_layer_can_exceed_the_roof(of_roof, capsys):
+    row = dict(tokens=16, nvfp4=1e-3, bf16=2e-3, bytes=1e6, flops=1e9, least=of_roof * 1e-3, bound="arithmetic")
+    bench._show_layer({
+        "device": "cpu", "roof": dict(bandwidth=1e10, flops=1e12), "activations": "bf16", "backend": "cpu",
+        "shape": dict(hidden_size=64, intermediate_size=48, num_experts=4, top_k=4),
+        "rows": [row | {"of_roof": of_roof}],
+    })  # fmt: skip
+    said = capsys.readouterr().out
+    assert f"{of_roof:.0%}" in said
+    assert ("above 100% of the roof at T 16 (arithmetic): the roof is what torch reaches" in said) == (of_roof > 1)
 
 
 def test_compare(folder, tmp_path, capsys):
@@ -278,7 +421,7 @@ def test_the_model_card(folder, tmp_path, capsys):
     source = tmp_path / "source"
     source.mkdir()
     for file in folder.iterdir():
-        (source / file.name).symlink_to(file)
+        (source / file.name).hardlink_to(file)
     metadata = "license: apache-2.0\ntags: [chat, moe]\nlanguage: [nn, no]"
     (source / "README.md").write_text(f"---\n{metadata}\n---\n# Original\nIts text.\n")
     run("quantize", source, tmp_path / "plain", "--exclude", "model.layers.0.*", "--recipe", "max")
@@ -424,7 +567,7 @@ def test_mistakes_are_one_line_and_exit_code_2(folder, tmp_path, monkeypatch, ca
             "--recipe would have no effect",
         ),
         (("compare", folder), "--text FILE"),
-        (("compare", folder, "--text", tmp_path / "short.txt"), "less than one window of 512"),
+        (("compare", folder, "--text", tmp_path / "short.txt"), "less than one window of 128"),
         (("compare", tmp_path / "done", "--text", tmp_path / "short.txt"), "needs the original"),
         (("compile", "Qwen/Qwen3-30B-A3B", "--arch", "sm_80", "--out", tmp_path / "file"), "Not a directory"),
     ]
@@ -573,7 +716,8 @@ def test_env(tmp_path, monkeypatch, capsys):
     # every backend is listed for every device: what it runs there, or why it runs nothing
     on_cpu = said.split("\ncpu:\n")[1].split("\n\n")[0]
     rows = dict(re.findall(r"^  (\w+) +(.+)$", on_cpu, re.M))
-    assert list(rows) == [backend.name for backend in backends.BACKENDS]
+    assert list(rows) == ["offload", *(backend.name for backend in backends.BACKENDS)]
+    assert rows["offload"] == "runs beside NVIDIA GPUs"
     assert "H100" in rows["sm90"] and "experts" not in rows["sm90"]
     assert rows["cpu"].startswith("experts W4A16, experts W4A4")
 
@@ -607,46 +751,226 @@ def test_interrupted_while_importing(tmp_path):
     assert (result.returncode, result.stdout, result.stderr) == (130, "", "\nmoe-nvfp4: interrupted\n")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("hidden", [False, True])
-def test_tqdm_disable(hidden, folder, tmp_path):
-    environment = {k: v for k, v in os.environ.items() if k != "TQDM_DISABLE"}
-    if hidden:
-        environment["TQDM_DISABLE"] = "1"
-    command = [sys.executable, "-m", "moe_nvfp4", "quantize", str(folder), str(tmp_path / "x"), "--recipe", "max"]
-    result = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
-    assert result.returncode == 0, result.stderr
-    assert ("NVFP4:" not in result.stderr) == hidden
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
 
 
-@pytest.mark.slow
-def test_without_a_stderr_there_are_no_bars(monkeypatch):
-    monkeypatch.setattr(sys, "stderr", None)
-    assert list(progress_bar([1, 2], show=True)) == [1, 2]
+@pytest.mark.parametrize("stream", [Terminal, io.StringIO, lambda: None], ids=["terminal", "pipe", "none"])
+def test_bars_are_for_terminals(stream, monkeypatch):
+    monkeypatch.setattr(sys, "stderr", stream())
+    assert list(progress_bar([1, 2], show=True, desc="NVFP4")) == [1, 2]
+    assert list(progress_bar([1, 2], show=False, desc="NVFP4")) == [1, 2]
+    if sys.stderr is not None:
+        assert ("NVFP4: 100%" in sys.stderr.getvalue()) == sys.stderr.isatty()
+
+
+@pytest.mark.parametrize(("given", "shown"), [([], True), (["--quiet"], False)])
+def test_quiet_hides_the_bars_of_all_libraries(given, shown):
+    """In a process of its own, since tqdm and transformers read the variables when they are imported."""
+    code = (
+        "import io, sys; from moe_nvfp4 import cli\n"
+        "class Terminal(io.StringIO):\n    isatty = lambda self: True\n"
+        "def work(args):\n"
+        "    from tqdm import tqdm\n    list(tqdm([1], desc='theirs'))\n"
+        "    from moe_nvfp4.progress import progress_bar\n    list(progress_bar([1], show=True, desc='ours'))\n"
+        "cli.info.run, sys.stderr = work, Terminal()\n"
+        f"assert cli.main(['info', 'X', *{given}]) == 0\n"
+        "print(sys.stderr.getvalue())"
+    )
+    environment = {k: v for k, v in os.environ.items() if k not in ("TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS")}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert ("theirs: 100%" in done.stdout, "ours: 100%" in done.stdout) == (shown, shown)
 
 
 def test_a_reader_that_has_enough():
-    command = subprocess.Popen([sys.executable, "-m", "moe_nvfp4", "env"], cwd=ROOT, stdout=subprocess.PIPE,
-                               stderr=subprocess.PIPE)  # fmt: skip
+    code = (
+        "import sys; from moe_nvfp4 import cli; cli.env.run = lambda args: print('x', flush=True)\n"
+        "sys.exit(cli.main(['env']))"
+    )
+    command = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     command.stdout.close()
     assert (command.stderr.read(), command.wait()) == (b"", 141)
 
 
-@pytest.mark.slow
 def test_python_dash_m(tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "moe_nvfp4", "info", "/no/such/model"]
+    command = [sys.executable, "-m", "moe_nvfp4", "verify"]
     result = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
-    assert result.returncode == 2 and "does not exist" in result.stderr and "Traceback" not in result.stderr
+    assert result.returncode == 2 and "DST (see moe-nvfp4 verify --help)" in result.stderr
+
+
+def test_the_command_alone_prints_help(capsys):
+    run()
+    assert "moe-nvfp4 quantize ./Qwen3-30B-A3B" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("args", "meant", "parser"),
+    [
+        (["quantise", "X", "Y"], "quantize", "moe-nvfp4"),
+        (["generate", "X", "--promt", "hi"], "--prompt", "moe-nvfp4 generate"),
+        (["quantize", "X", "Y", "--reciep=mse"], "--recipe", "moe-nvfp4 quantize"),
+        (["quantize", "X", "Y", "--recipe", "four_over_sic"], "four_over_six", "moe-nvfp4 quantize"),
+        (["generate", "X", "--zzz"], None, "moe-nvfp4 generate"),
+    ],
+)
+def test_misspelt_words_are_refused_by_their_command(args, meant, parser, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(args)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"{parser}: error: ") and line.endswith(f"(see {parser} --help)")
+    assert re.findall(r"did you mean (\S+)\?", line) == ([meant] if meant else [])
+
+
+@pytest.mark.parametrize(
+    ("model", "meant"),
+    [("dmeo", "demo"), ("Qwen/Qwen3-30B-A3", "Qwen/Qwen3-30B-A3B"), ("{}/Qwen3-4bits", "Qwen3-4bit"), ("zzz", None)],
+)
+@pytest.mark.parametrize("command", ["info", "verify"])
+def test_misspelt_models(command, model, meant, tmp_path, capsys):
+    (tmp_path / "Qwen3-4bit").mkdir()
+    error = mistake([command, model.format(tmp_path)], capsys)
+    assert re.findall(r"did you mean ([^?]+)\?", error) == ([meant] if meant else [])
+
+
+def test_json(folder, tmp_path, capsys):
+    """info, verify, compare and env print one JSON object each, with the numbers of their lines."""
+    text = tmp_path / "text.txt"
+    text.write_text("abcdefgh ijkl mnop " * 20)
+    run("quantize", folder, tmp_path / "made", "--quiet")
+    assert capsys.readouterr().out == ""
+
+    def found(*args):
+        run(*args, "--json")
+        return json.loads(capsys.readouterr().out)
+
+    layers = [f"model.layers.{i}.mlp.experts" for i in (0, 1)]
+    shown = found("info", folder)
+    assert [row.pop("name") for row in shown["experts"]] == layers
+    # 8 experts of 3 matrices: 2 bytes for each number; or half a byte, a byte for 16, and 4 for each matrix
+    assert shown["experts"][0] == dict(
+        experts_class="Qwen3MoeExperts", num_experts=8, hidden_size=64, intermediate_size=48, gate="silu",
+        bytes_bf16=8 * 3 * 64 * 48 * 2, bytes_nvfp4=8 * 3 * (64 * 48 * 9 // 16 + 4),
+    )  # fmt: skip
+    assert shown["dialect"] is None and found("info", tmp_path / "made")["dialect"] == "modelopt"
+    run("info", folder, "--exclude", "nope*", "--json", expect=2)
+    assert capsys.readouterr().out == ""
+    shown = found("verify", tmp_path / "made", "--against", folder)
+    assert [row["name"] for row in shown["layers"]] == layers and shown["nvfp4_matrices"] == 48
+    for row in shown["layers"]:
+        assert row["snr_db"] == pytest.approx(-20 * math.log10(row["relative_error"]))
+    own = found("verify", tmp_path / "made", "--against", tmp_path / "made")
+    assert [(row["relative_error"], row["snr_db"]) for row in own["layers"]] == [(0, None)] * 2
+    comparison = ("compare", folder, "--text", text, "--window", 32, "--recipe", "max", "--device", "cpu")
+    shown = found(*comparison)
+    run(*comparison)
+    said = capsys.readouterr().out
+    assert list(shown["models"]) == ["bf16", "W4A16", "W4A4"]
+    for name, of in shown["models"].items():
+        row = f"{name} +{of['perplexity']:.3f} +{of['kl']:.5f} +{of['kl_median']:.5f} +{of['top1']:.2%}"
+        assert re.search(f"^{row}$", said, re.M)
+    shown = found("env")
+    assert shown["packages"]["torch"] == torch.__version__ and shown["backends"]["cpu"]["reference"]
+
+
+def test_a_checkpoint_is_exactly_itself(folder, tmp_path, capsys):
+    run("quantize", folder, tmp_path / "made", "--recipe", "max")
+    run("quantize", tmp_path / "made", tmp_path / "carried", "--dialect", "compressed-tensors", "--verify")
+    said = capsys.readouterr().out
+    assert re.search(r"model.layers.1.mlp.experts +24 +0\.00000 +exact$", said, re.M) and "inf" not in said
+    assert "| `model.layers.1.mlp.experts` | 0.0000 | exact |" in (tmp_path / "carried" / "README.md").read_text()
+
+
+def test_layers_are_sorted_as_numbers(tmp_path, capsys):
+    make(partial(qwen3_moe, num_hidden_layers=12)).save_pretrained(tmp_path / "bf16")
+    run("quantize", tmp_path / "bf16", tmp_path / "made", "--recipe", "max", "--exclude", "model.layers.[0-9].*")
+    said = capsys.readouterr().out
+    assert re.findall(r"left alone: model.layers.(\d+)", said) == [str(i) for i in range(10)]
+    run("quantize", tmp_path / "bf16", tmp_path / "all", "--recipe", "max", "--verify")
+    said = capsys.readouterr().out
+    assert re.findall(r"^model.layers.(\d+)", said, re.M) == [str(i) for i in range(12)]
+    card = (tmp_path / "all" / "README.md").read_text()
+    assert re.findall(r"^\| `model.layers.(\d+)", card, re.M) == [str(i) for i in range(12)]
+
+
+def test_an_interrupted_conversion_says_how_to_go_on(folder, tmp_path, monkeypatch, capsys):
+    from moe_nvfp4.quantize import verify
+    from moe_nvfp4.quantize.files import ShardWriter
+
+    written, write = [], ShardWriter.write
+
+    def stop(self, name, data, offset=0):
+        written.append(name)
+        if len(written) >= stop.after:
+            raise KeyboardInterrupt
+        write(self, name, data, offset)
+
+    def interrupted(*options):
+        run("quantize", folder, tmp_path / "made", "--recipe", "max", "--workers", 1, *options, expect=130)
+        return capsys.readouterr().err.splitlines()[-1]
+
+    monkeypatch.setattr(ShardWriter, "write", stop)
+    stop.after = 1
+    assert interrupted() == "moe-nvfp4: interrupted: nothing was written"
+    stop.after = 60
+    line = interrupted()
+    assert "the same command goes on from here" in line and str(tmp_path / ".made.partial") in line
+    stop.after = math.inf
+    monkeypatch.setattr(verify, "verify_checkpoint", lambda *folders: (_ for _ in ()).throw(KeyboardInterrupt))
+    line = interrupted("--verify")
+    assert f"made is complete; moe-nvfp4 verify {tmp_path / 'made'} --against {folder}" in line
+    assert (tmp_path / "made" / "README.md").exists()
+
+
+@pytest.mark.parametrize("columns", [60, 200])
+def test_a_narrow_terminal(columns, folder, tmp_path, monkeypatch):
+    """Lines are no longer than the terminal, no word is broken, and every number is there."""
+    run("quantize", folder, tmp_path / "made", "--recipe", "max", "--quiet")
+    pipe, terminal = io.StringIO(), Terminal()
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.chdir(tmp_path)
+    for stream in (pipe, terminal):
+        monkeypatch.setattr(sys, "stdout", stream)
+        run("info", folder)
+        run("verify", "made", "--against", folder)
+    text = re.sub(r"\x1b\[\d*m", "", terminal.getvalue())
+    words = [set(re.split(r"[,:\s]+", shown)) for shown in (pipe.getvalue(), text)]
+    assert words[0] <= words[1]
+    assert columns == 200 or max(map(len, text.splitlines())) <= max(60, len(str(folder)) + 1)
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        ("moe-nvfp4 qua", {"quantize"}),
+        ("moe-nvfp4 quantize --sh", {"--share-scales"}),
+        ("moe-nvfp4 generate --recipe m", {"max", "mse"}),
+        ("moe-nvfp4 info ./quan", {"./quantize"}),
+    ],
+)
+def test_completion(typed, offered, capsys):
+    """What bash completes, by the script."""
+    pytest.importorskip("shtab", reason="shtab is not installed")
+    if shutil.which("bash") is None:
+        pytest.skip("no bash here")
+    run("completion", "zsh")
+    assert capsys.readouterr().out.startswith("#compdef moe-nvfp4")
+    run("completion", "bash")
+    ask = (
+        f"\nCOMP_WORDS=({typed}) COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1))\n"
+        '_shtab_moe_nvfp4 moe-nvfp4 "${COMP_WORDS[-1]}"\necho "${COMPREPLY[@]}"'
+    )
+    script = capsys.readouterr().out + ask
+    done = subprocess.run(["bash", "-c", script], cwd=ROOT, capture_output=True, text=True)
+    assert set(done.stdout.split()) == offered, done.stderr
 
 
 @pytest.mark.slow
 def test_the_demo_answers(capsys):
     """The README's first command: a real model with 4-bit experts says something true."""
-    try:
-        demo.demo_path()
-    except demo.DemoError as error:
-        pytest.skip(f"the demo model cannot be made here: {error}")
+    made_demo()
     run("generate", "demo", "--max-new-tokens", 12, "--device", "cpu")
     said = capsys.readouterr().out
     assert "Paris" in said
