@@ -350,10 +350,11 @@ def test_trainer(checkpointing, tmp_path):
     assert losses[-1] < 0.5 * losses[0]
     for name, p in model.named_parameters():
         assert p.requires_grad or torch.equal(p, before[name]), name
+    model = trainer.accelerator.unwrap_model(model, keep_fp32_wrapper=False)  # without the autocast of training
     expected = logits(model.eval())
     trainer.save_model(str(tmp_path / "adapter"))
     again = PeftModel.from_pretrained(swapped().bfloat16(), tmp_path / "adapter").eval()
-    assert relative_error(logits(again), expected) < 1e-2
+    assert torch.equal(logits(again), expected)
 
 
 def test_sft_trainer(tmp_path):
