@@ -200,7 +200,11 @@ def test_what_cannot_stay_in_its_files(tmp_path):
         load(source, quantization_config=MoeNvfp4Config(map_files=True))
     for fields in ({"map_files": True}, {"cpu_experts": 1}):  # test_distributed.py asks two ranks
         with pytest.raises(NotImplementedError, match=f"{min(fields)} keeps whole experts .* is split over ranks"):
-            load(source, distributed_config=DistributedConfig(), quantization_config=MoeNvfp4Config(**fields))
+            load(
+                source,
+                distributed_config=DistributedConfig(tp_size=1, fsdp_size=1),
+                quantization_config=MoeNvfp4Config(**fields),
+            )
     with pytest.raises(ValueError, match="map_files is True or False, got 'all'"):
         MoeNvfp4Config(map_files="all")
     with pytest.raises(ValueError, match="give it to from_pretrained, as .*map_files="):
