@@ -3,6 +3,7 @@
 import gc
 import os
 from collections import Counter
+from fnmatch import fnmatch
 
 # What torch and transformers define lives to the end, so no garbage collection while modules are imported.
 gc.disable()
@@ -30,6 +31,29 @@ def pytest_configure(config):
 
     if not torch.cuda.is_available():
         os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported: its kernels run as NumPy
+
+
+left_out = set()  # files for NVIDIA GPUs in folders that the command line names
+
+
+def pytest_ignore_collect(collection_path, config):
+    """Leave files for NVIDIA GPUs out where there is none, but for those that the command line names itself."""
+    import torch
+
+    if fnmatch(collection_path.name, "test_*gpu.py") and not torch.cuda.is_available():
+        if any(config.invocation_params.dir / argument in collection_path.parents for argument in config.args):
+            left_out.add(str(collection_path))
+        return True
+
+
+def pytest_sessionfinish(session):
+    if hasattr(session.config, "workeroutput"):  # of pytest-xdist: what a worker tells the process that prints
+        session.config.workeroutput["left_out"] = sorted(left_out)
+
+
+@pytest.hookimpl(optionalhook=True)  # where pytest-xdist is installed
+def pytest_testnodedown(node):
+    left_out.update(getattr(node, "workeroutput", {}).get("left_out", ()))
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -87,7 +111,9 @@ def pytest_unconfigure():
 
 
 def pytest_terminal_summary(terminalreporter):
-    """Print what tests have recorded as a "table", since workers of pytest-xdist cannot print."""
+    """Print what was left out, and what tests have recorded as a "table": workers of pytest-xdist cannot print."""
+    if left_out:
+        terminalreporter.write_line(f"no NVIDIA GPU here: {len(left_out)} files named test_*gpu.py were left out")
     for report in terminalreporter.getreports("passed"):
         for name, text in report.user_properties:
             if name == "table":

@@ -25,6 +25,12 @@ def test_every_file_with_gpu_tests_is_run():
     assert all((ROOT / name).exists() for name in GPU_TESTS)
 
 
+def test_files_named_gpu_need_one_as_a_whole():
+    """tests/conftest.py leaves them out where there is none."""
+    for path in Path(ROOT, "tests").rglob("test_*gpu.py"):
+        assert re.search(r"^pytestmark = |allow_module_level=True", path.read_text("utf-8"), re.M), path
+
+
 @pytest.mark.parametrize("name", list(CASES)[::9])
 def test_instructions_on_the_emulator(name):
     """They run, and exact cases give the same under another schedule."""

@@ -1,7 +1,4 @@
-"""The Hopper kernels against the reference, and the layout of their weights, on a machine that has one.
-
-The layout is checked anywhere; everything else skips without a Hopper GPU and CuTe DSL.
-"""
+"""The Hopper kernels against the reference, on a machine that has one."""
 
 import os
 import random
@@ -10,91 +7,24 @@ import sys
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from moe_nvfp4 import format as nvfp4
 from moe_nvfp4 import ready, reference
 from moe_nvfp4.experts import NVFP4Experts
-from moe_nvfp4.kernels.sm90 import pack as sm90_pack
 from moe_nvfp4.linear import NVFP4Linear
 from moe_nvfp4.ops import moe_forward
 from moe_nvfp4.routing import Rows, group_by_expert
 from moe_nvfp4.weights import SILU, Gate
 from tests.common import THRESHOLDS, on_gpu, reference_layer, reference_rows, relative_error
+from tests.kernels.test_sm90_pack import random_bytes
+
+pytestmark = on_gpu
 
 OAI = Gate("silu", alpha=1.702, limit=7.0, up_offset=1.0)
 STEP = Gate("silu", limit=3.0, clamp_after=True)
 GELU = Gate("gelu_tanh")
 RELU2 = Gate("relu2", gated=False)
 RAW = Gate("raw")
-
-
-# ---- the layout ----------------------------------------------------------------------------------
-
-
-def random_bytes(E, N, K, seed=0, scales=(0, 127)):
-    g = torch.Generator().manual_seed(seed)
-    codes = torch.randint(0, 256, (E, N, K // 2), generator=g, dtype=torch.uint8)
-    return codes, torch.randint(*scales, (E, N, K // 16), generator=g, dtype=torch.uint8)
-
-
-@settings(max_examples=40, deadline=None)
-@given(
-    E=st.integers(0, 3),
-    halves=st.booleans(),
-    rows=st.integers(1, 150),
-    blocks=st.integers(1, 9),
-    seed=st.integers(0, 99),
-    zeros=st.booleans(),
-    chunk=st.sampled_from([1, 8192, 1 << 15, 1 << 25]),
-)
-def test_unpack_is_the_exact_inverse_of_pack(E, halves, rows, blocks, seed, zeros, chunk):
-    codes, sf = random_bytes(E, rows * (2 if halves else 1), blocks * 16, seed)
-    if zeros:  # with codes that the packed layout cannot hold
-        sf[sf < 64] = 0
-    whole = sm90_pack.pack(codes, sf, halves)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sm90_pack, "_CHUNK", chunk)  # some experts at a time, or some rows
-        packed = sm90_pack.pack(codes, sf, halves)
-        back = sm90_pack.unpack(packed)
-    assert torch.equal(packed.units, whole.units)
-    assert torch.equal(back[0], codes) and torch.equal(back[1], sf)
-
-
-@pytest.mark.parametrize("halves", [False, True])
-def test_the_layout_is_the_one_described(halves):
-    """A loop reads a packed unit as sm90_pack's docstring describes it, bf16 arithmetic included."""
-    N, K = 128, 128
-    codes, sf = random_bytes(1, N, K)
-    values = nvfp4.dequantize(codes, sf, None)[0]
-    units = sm90_pack.pack(codes, sf, halves).units.view(torch.int32)[0]
-    sign, magnitude = {(0, 0): 15, (1, 0): 12, (0, 1): 14, (1, 1): 13}, {(0, 0): 6, (1, 0): 3, (0, 1): 0, (1, 1): 9}
-    for m64, k64 in ((0, 0), (1, 1)):
-        unit = units[m64, k64].tolist()
-        for w, g, c, ks, h, kh, e in random.Random(0).sample(
-            [(w, g, c, ks, h, kh, e) for w in range(4) for g in range(8) for c in range(4) for ks in range(4)
-             for h in range(2) for kh in range(2) for e in range(2)], 300,
-        ):  # fmt: skip
-            half = unit[((w * 8 + g) * 4 + c) * 4 + ks] >> (16 * e) & 0xFFFF
-            bits = (half >> sign[h, kh] & 1) << 15 | (half >> magnitude[h, kh] & 7) << 6
-            scales = unit[512 + (w * 8 + g) * 2 + ks // 2] & 0xFFFFFFFF
-            scales = (scales << 8 | scales >> 24) & 0xFFFFFFFF if ks % 2 else scales
-            scale = scales >> (16 * h) & 0x0FF0 | 0x7000
-            a, b = torch.tensor([bits, scale]).to(torch.int16).view(torch.bfloat16).double().tolist()
-            if halves:
-                row = m64 * 32 + w * 8 + g + h * (N // 2)
-            else:
-                row = m64 * 64 + w * 16 + 2 * g + h
-            column = k64 * 64 + ks * 16 + kh * 8 + c * 2 + e
-            assert a * b * 2.0**20 == values[row, column].item()
-
-
-def test_pack_refuses_what_is_no_block_scale():
-    codes, sf = random_bytes(1, 64, 64)
-    sf[0, 3, 1] = 0x80 | 0x38
-    with pytest.raises(ValueError, match="negative"):
-        sm90_pack.pack(codes, sf, False)
 
 
 # ---- layers and their reference ------------------------------------------------------------------
@@ -143,7 +73,6 @@ def check(layer, T, top_k, seed=0, **kwargs):
     return got
 
 
-@on_gpu
 @pytest.mark.parametrize("seed", range(220))
 def test_random_problems(seed):
     pick = random.Random(seed)
@@ -176,7 +105,6 @@ REAL = {
 }
 
 
-@on_gpu
 @pytest.mark.parametrize("name", REAL)
 def test_real_shapes(name):
     E, H, I, top_k, gate, bias = REAL[name]
@@ -185,13 +113,11 @@ def test_real_shapes(name):
         check(layer, T, top_k)
 
 
-@on_gpu
 @pytest.mark.parametrize("gate", [GELU, STEP, OAI], ids=["gelu_tanh", "clamp after", "oai"])
 def test_gates(gate):
     check(make_layer(8, 256, 192, gate), 40, 2)
 
 
-@on_gpu
 def test_many_tokens():
     """More than one routing CTA takes, more than get fp32 expert outputs, and a grid that outlives its tiles."""
     check(make_layer(16, 128, 64), 20_000, 4)
@@ -199,7 +125,6 @@ def test_many_tokens():
     check(make_layer(16, 64, 64), 40_000, 4)  # more than are done at a time
 
 
-@on_gpu
 def test_no_tokens_and_unrouted_tokens():
     layer = make_layer(4, 64, 64)
     assert layer(tokens(0, 64), *routing(0, 4, 2)).shape == (0, 64)
@@ -207,7 +132,6 @@ def test_no_tokens_and_unrouted_tokens():
     assert not layer(tokens(5, 64), torch.full_like(ids, 4), weights).any()
 
 
-@on_gpu
 @pytest.mark.parametrize("T", [8, 16, 24, 32, 48, 64, 80, 96, 128])
 def test_dequantization_is_exact(T):
     """One-hot tokens return the weights themselves: every scale times every code, in every tile shape."""
@@ -230,7 +154,6 @@ def test_dequantization_is_exact(T):
 # ---- NVFP4 activations ---------------------------------------------------------------------------
 
 
-@on_gpu
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("K", [16, 208, 2048, 14336])
@@ -249,7 +172,6 @@ def test_rows_are_quantized_to_the_bit(K, dtype, static):
     assert torch.equal(values.float().nan_to_num(-1), codes_times_sf.nan_to_num(-1))
 
 
-@on_gpu
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("T", [1, 7, 30, 150, 600])
 @pytest.mark.parametrize("gate, bias", [(SILU, False), (OAI, True), (RELU2, False)], ids=["silu", "oai", "relu2"])
@@ -265,7 +187,6 @@ def test_w4a4(gate, bias, T, static):
     assert torch.equal(got, layer(x, ids, weights))
 
 
-@on_gpu
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("T", [1, 20, 100, 700, 3000])
 def test_h_is_quantized_to_the_bit(T, static):
@@ -279,7 +200,6 @@ def test_h_is_quantized_to_the_bit(T, static):
     assert torch.equal(found, want)
 
 
-@on_gpu
 def test_w4a4_with_parts_of_k():
     layer = make_layer(4, 256, 4096, activations="nvfp4")
     x, (ids, weights) = tokens(5, 256), routing(5, 4, 2)
@@ -287,7 +207,6 @@ def test_w4a4_with_parts_of_k():
     assert relative_error(layer(x, ids, weights), want) < THRESHOLDS["w4a4"]
 
 
-@on_gpu
 @pytest.mark.parametrize("static", [False, True])
 def test_switching_activations(static):
     layer = make_layer(8, 256, 128)
@@ -304,7 +223,6 @@ def test_switching_activations(static):
 # ---- stages --------------------------------------------------------------------------------------
 
 
-@on_gpu
 @pytest.mark.parametrize("T", [3, 40, 200])
 def test_own_gate_and_norm_between_the_stages(T):
     layer = make_layer(8, 256, 128, RAW)
@@ -320,7 +238,6 @@ def test_own_gate_and_norm_between_the_stages(T):
 # ---- manners -------------------------------------------------------------------------------------
 
 
-@on_gpu
 @pytest.mark.parametrize("T", [1, 30, 600])
 def test_the_same_bits_twice_and_on_two_streams(T):
     layer = make_layer(32, 512, 256)
@@ -337,7 +254,6 @@ def test_the_same_bits_twice_and_on_two_streams(T):
     assert all(torch.equal(result, want) for result in results)
 
 
-@on_gpu
 @pytest.mark.parametrize("T", [1, 20, 300])
 def test_captured_in_a_cuda_graph(T):
     layer = make_layer(16, 256, 128)
@@ -353,7 +269,6 @@ def test_captured_in_a_cuda_graph(T):
     assert torch.equal(got, layer(x, ids, weights))
 
 
-@on_gpu
 def test_compiles_as_one_graph():
     layer = make_layer(16, 256, 128)
     layer.prepare()
@@ -363,7 +278,6 @@ def test_compiles_as_one_graph():
         assert torch.equal(compiled(x, ids, weights), layer(x, ids, weights))
 
 
-@on_gpu
 def test_a_token_of_nan_spoils_itself_only():
     layer = make_layer(8, 256, 128)
     for T in (5, 70, 300):
@@ -376,7 +290,6 @@ def test_a_token_of_nan_spoils_itself_only():
         assert torch.equal(got, want)
 
 
-@on_gpu
 def test_packing_costs_no_bytes_and_loses_none():
     layer = make_layer(8, 256, 128, scales=(0, 127))
     layer.down_proj_sf.data[1, 2, 3] = 0  # a zero scale whose codes are not zero
@@ -398,7 +311,6 @@ def test_packing_costs_no_bytes_and_loses_none():
     assert not moved.packed and all(torch.equal(moved.state_dict()[n], before[n].cpu()) for n in before)
 
 
-@on_gpu
 def test_other_dtypes_run_on_the_reference():
     layer = make_layer(8, 256, 128)
     x, (ids, weights) = tokens(9, 256), routing(9, 8, 2)
@@ -408,7 +320,6 @@ def test_other_dtypes_run_on_the_reference():
     assert relative_error(fast, slow) < THRESHOLDS["half"]
 
 
-@on_gpu
 def test_an_illegal_id_is_reported():
     code = (
         "import torch; from tests.kernels.test_sm90_gpu import *; layer = make_layer(4, 64, 64); x = tokens(3, 64)\n"
@@ -421,7 +332,6 @@ def test_an_illegal_id_is_reported():
     assert "raised" in result.stdout, result.stdout + result.stderr
 
 
-@on_gpu
 @pytest.mark.parametrize("activations", ["bf16", "nvfp4"])
 def test_no_call_compiles_after_prepare(activations, monkeypatch):
     from moe_nvfp4.kernels.common import ahead
@@ -448,7 +358,6 @@ def make_linear(N, K, bias=True, activations="bf16", static=False):
     return linear.cuda()
 
 
-@on_gpu
 @pytest.mark.parametrize("T", [1, 8, 9, 30, 64, 100, 257, 1500])
 @pytest.mark.parametrize(("N", "K"), [(4096, 2048), (576, 7168), (30000, 256), (80, 144), (1024, 8192)])
 def test_linears(N, K, T):
@@ -462,7 +371,6 @@ def test_linears(N, K, T):
     assert torch.equal(linear(x), got)
 
 
-@on_gpu
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("T", [1, 9, 64, 257, 1500])
 @pytest.mark.parametrize(("N", "K"), [(4096, 2048), (576, 7168), (1024, 28672)])
@@ -477,7 +385,6 @@ def test_linears_of_nvfp4_rows(N, K, T, static):
     assert torch.equal(linear(x), got)
 
 
-@on_gpu
 @pytest.mark.parametrize("activations", ["bf16", "nvfp4"])
 def test_linears_in_graphs_and_compiled(monkeypatch, activations):
     """After `ready.prepare` nothing compiles; afterwards the bytes are the checkpoint's."""
@@ -503,7 +410,6 @@ def test_linears_in_graphs_and_compiled(monkeypatch, activations):
     assert not linear.packed and all(torch.equal(after[name], before[name]) for name in before)
 
 
-@on_gpu
 def test_gradients_pass_through_linears():
     linear, x, dy = make_linear(384, 512), tokens(70, 512), tokens(70, 384, seed=1)
     dense = nvfp4.dequantize(linear.weight, linear.weight_sf, linear.weight_global_scale).float()
@@ -515,7 +421,6 @@ def test_gradients_pass_through_linears():
     assert relative_error(linear.bias.grad, dy.float().sum(0)) < THRESHOLDS["half"]
 
 
-@on_gpu
 def test_other_linears_run_on_other_kernels():
     linear, x = make_linear(256, 512), tokens(9, 512)
     fast, half = linear(x), linear(x.half())
@@ -525,7 +430,6 @@ def test_other_linears_run_on_other_kernels():
     assert linear.backend().name == "sm90" and relative_error(linear(x), fast.float()) < 0.2
 
 
-@on_gpu
 def test_kernels_are_kept_on_disk(tmp_path):
     code = (
         "import time, torch; from tests.kernels.test_sm90_gpu import *; from moe_nvfp4.kernels.common import launch\n"
