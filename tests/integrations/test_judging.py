@@ -9,7 +9,7 @@ import torch
 from moe_nvfp4.cli import main
 from moe_nvfp4.cli.judging import tasks_of
 from moe_nvfp4.integrations.huggingface import set_activations, swap_experts
-from tests.core.test_cli import folder  # noqa: F401  (a fixture: a small checkpoint with a tokenizer)
+from tests.cli.conftest import folder  # noqa: F401  (a fixture: a small checkpoint with a tokenizer)
 from tests.models import load
 
 TEXT = "the quick brown fox jumps over the lazy dog, and then it sleeps; " * 6

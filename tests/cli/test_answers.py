@@ -1,0 +1,249 @@
+"""Commands that answer: generate and chat."""
+
+import os
+import re
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from moe_nvfp4.cli import answers
+from tests.cli.commands import run
+from tests.common import ROOT, made_demo
+from tests.integrations.test_graphs import recorded  # noqa: F401
+from tests.models import make, qwen3_moe
+
+
+def test_generate_says_the_same_by_graphs(folder, request, monkeypatch, capsys):
+    from transformers import Qwen3MoeForCausalLM
+
+    counts = request.getfixturevalue("recorded")
+    criteria = lambda self, given, config: given["past_key_values"].is_compileable
+    monkeypatch.setattr(Qwen3MoeForCausalLM, "_valid_auto_compile_criteria", criteria)
+    said = []
+    for n, free in ((4, 0), (4, 1 << 30), (1, 1 << 30)):
+        monkeypatch.setattr(answers, "_free_memory", lambda device, free=free: free)
+        torch.manual_seed(0)
+        run("generate", folder, "--prompt", "Hello", "--max-new-tokens", n, "--temperature", 1, "--device", "cpu")
+        said.append(capsys.readouterr().out.splitlines()[1])
+    assert said[0] == said[1] and said[1].startswith(said[2])
+    assert counts == {"captured": 1, "replayed": 2}
+
+
+def test_a_prompt_of_no_tokens(folder, tmp_path, capsys):
+    """With no unknown token and no special ones, words outside the vocabulary make no tokens."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    model = tmp_path / "model"
+    model.mkdir()
+    for file in folder.iterdir():
+        (model / file.name).symlink_to(file)
+    for file in model.glob("tokenizer*"):
+        file.unlink()
+    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE({"a": 0}, []))).save_pretrained(model)
+    run("generate", model, "--prompt", "?", "--device", "cpu", expect=2)
+    assert "makes no tokens of the prompt '?'" in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.slow
+def test_the_demo_answers(capsys):
+    """The README's first command: a real model with 4-bit experts says something true."""
+    made_demo()
+    run("generate", "demo", "--max-new-tokens", 12, "--device", "cpu")
+    said = capsys.readouterr().out
+    assert "Paris" in said
+    assert "159.3 MB in bf16, 44.8 MB in NVFP4 (3.55x smaller)" in said.replace("3.56x", "3.55x")
+
+
+CHAT = (
+    "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }};{% endfor %}"
+    "{% if add_generation_prompt %}a:{% endif %}"
+)
+
+
+@pytest.fixture
+def talkative(folder, tmp_path):
+    """The same checkpoint with a chat template."""
+    path = tmp_path / "talkative"
+    path.mkdir()
+    for file in folder.iterdir():
+        (path / file.name).symlink_to(file)
+    (path / "chat_template.jinja").write_text(CHAT)
+    return path
+
+
+def test_chat(talkative, monkeypatch, capsys):
+    typed = ["Hi there", "", "\udcff, a byte", "more", "/new", "Hi there", "/reset", "Hi there", "/quit", "never asked"]
+    lines = iter(typed)
+    monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
+    options = ["--max-new-tokens", 6, "--system", "short", "--device", "cpu", "--recipe", "max"]
+    run("chat", talkative, *options, "--quiet")
+    first, refused, second, anew, again = filter(None, capsys.readouterr().out.splitlines())
+    assert "is not UTF-8 text" in refused
+    assert next(lines) == "never asked"
+    assert first == anew == again != second and 0 < len(first) <= 6
+    lines = iter([])
+
+    def no_more(prompt):
+        raise EOFError
+
+    monkeypatch.setattr("builtins.input", no_more)
+    run("chat", talkative, *options)
+    assert capsys.readouterr().out == "/help lists the commands\n\n"
+
+
+def test_a_command_of_chat_never_reaches_the_model(talkative, monkeypatch, capsys):
+    from moe_nvfp4.cli import chat
+
+    lines = iter(["/hlep", "/usr/bin", "/help me", " /usr/bin is a folder", "/quit"])
+    monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
+    monkeypatch.setattr(chat.Talk, "ask", lambda self, text: print("asked", text))
+    run("chat", talkative, "--device", "cpu", "--recipe", "max")
+    _, misspelt, unknown, *helped, asked = filter(None, capsys.readouterr().out.splitlines())
+    assert misspelt == "(there is no /hlep; did you mean /help?; /help lists the commands)"
+    assert unknown == "(there is no /usr/bin; /help lists the commands)"
+    assert all(any(line.startswith(word) for line in helped) for word in ("/help", "/new", "/quit", "Ctrl-C"))
+    assert "/reset" in "".join(helped)
+    assert asked == "asked /usr/bin is a folder"
+
+
+NEVER = b"never sent"  # Ctrl-C follows
+
+
+def test_chat_in_a_terminal(tmp_path):
+    """Ctrl-C at the prompt does not end the program, and the arrow up brings back a line of an earlier run."""
+    for module in ("pty", "fcntl", "termios", "readline"):
+        pytest.importorskip(module, reason=f"Python without {module} here")
+    import fcntl
+    import pty
+    import select
+    import termios
+
+    code = (
+        "import sys; from moe_nvfp4 import cli; from moe_nvfp4.cli import chat\n"
+        "chat.load_to_answer = lambda args: (None, type('Tokenizer', (), {'chat_template': ''}))\n"
+        "chat.Talk.ask = lambda self, text: print('asked', text)\n"
+        "sys.exit(cli.main(['chat', 'X']))"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "MOE_NVFP4_CACHE": str(tmp_path), "TERM": "dumb"}
+
+    def talk(*typed):
+        """What the terminal shows while these lines are typed, each after a prompt."""
+        end, terminal = pty.openpty()
+        process = subprocess.Popen(
+            [sys.executable, "-c", code], stdin=terminal, stdout=terminal, stderr=terminal, env=environment,
+            start_new_session=True, preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        )  # fmt: skip
+        os.close(terminal)
+        shown = b""
+
+        def read():
+            assert select.select([end], [], [], 60)[0], shown
+            return os.read(end, 1000)
+
+        try:
+            for i, text in enumerate(typed):
+                while shown.count(b"\r\n> ") <= i:  # prompts; readline may write one again, but at the same line
+                    shown += read()
+                os.write(end, text)
+                if text == NEVER:
+                    while NEVER not in shown:
+                        shown += read()
+                    time.sleep(0.5)  # until readline waits for the next key, as it does while a person thinks
+                    os.write(end, b"\x03")
+            while piece := read():
+                shown += piece
+        except OSError:  # Linux's way to say that the other end was closed
+            pass
+        finally:
+            os.close(end)
+        assert process.wait(60) == 0, shown
+        return shown.decode()
+
+    shown = talk(b"first\n", NEVER, b"/quit\n")
+    assert "asked first" in shown and "(/quit or Ctrl-D ends the program)" in shown and "asked never" not in shown
+    assert "asked first" in talk(b"\x1b[A\x1b[A\n", b"\x04")
+
+
+def test_ctrl_c_at_a_prompt_that_is_no_terminals_ends_chat(talkative, monkeypatch, capsys):
+    def stop(prompt):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("builtins.input", stop)
+    run("chat", talkative, "--device", "cpu", "--recipe", "max", expect=130)
+    assert capsys.readouterr().err.endswith("\nmoe-nvfp4: interrupted\n")
+
+
+def test_chat_goes_on_after_an_interruption(talkative, monkeypatch, capsys):
+    from moe_nvfp4.cli import chat
+
+    lines = iter(["first", "second"])
+
+    def read(prompt):
+        try:
+            return next(lines)
+        except StopIteration:
+            raise EOFError from None
+
+    def interrupted(self, text):
+        if text == "first":
+            raise KeyboardInterrupt
+        print("asked", text)
+
+    monkeypatch.setattr("builtins.input", read)
+    monkeypatch.setattr(chat.Talk, "ask", interrupted)
+    run("chat", talkative, "--device", "cpu", "--recipe", "max")
+    assert re.search("forgotten.*asked second", capsys.readouterr().out, re.S)
+
+
+@pytest.mark.parametrize("room", [[0, 0, 0], [1 << 30, 1 << 30, 1, 1 << 30]], ids=["cpu", "graphs"])  # bytes
+def test_chat_answers_the_whole_conversation(room, talkative, request, monkeypatch, caplog):
+    """Each reply is the model's answer to everything before it, with keys and values computed anew."""
+    from transformers import AutoTokenizer
+
+    from moe_nvfp4.cli.chat import Talk
+    from moe_nvfp4.integrations.huggingface import swap_experts
+
+    N = 4
+    model = swap_experts(make(qwen3_moe, torch.float32), recipe="max").eval()  # bf16 has near ties
+    tokenizer = AutoTokenizer.from_pretrained(talkative)
+    counts = request.getfixturevalue("recorded")
+    model._valid_auto_compile_criteria = lambda given, c: c.use_cache and given["past_key_values"].is_compileable
+    talk, text, seen = Talk(model, tokenizer, "short", 0.0, N), "s:short;", []
+    read = []  # tokens in each forward pass
+    model.register_forward_pre_hook(lambda _, args, given: read.append(given["input_ids"].shape[1]), with_kwargs=True)
+    said = []
+    for asked, free in zip(("Hi there", "more", "and more", "yet more"), room, strict=False):
+        monkeypatch.setattr(answers, "_free_memory", lambda device, free=free: free)
+        inputs = tokenizer(f"{text}u:{asked};a:", return_tensors="pt")
+        prompt = inputs["input_ids"].shape[1]
+        read.clear()
+        said.append(talk.ask(asked))
+        assert read[0] == prompt - (0 if free == 1 else len(seen)), "what was seen is not read again, if there is room"
+        new = model.generate(**inputs, do_sample=False, max_new_tokens=N, use_cache=False)[0, prompt:]
+        assert tokenizer.decode(new, skip_special_tokens=True) == said[-1]
+        text, seen = f"{text}u:{asked};a:{said[-1]};", talk.seen
+    assert len(seen) == prompt + N - 1, "the last token was not fed back"
+    assert counts == {"captured": sum(free > 1 for free in room), "replayed": (N - 2) * sum(free > 1 for free in room)}
+    assert ("a smaller --max-new-tokens" in caplog.text) == (1 in room)
+    talk.forget()
+    assert talk.ask("Hi there") == said[0]
+
+
+@pytest.mark.parametrize("setting", [dict(cache_implementation="static"), dict(use_cache=False)], ids=str)
+def test_chat_with_a_cache_of_the_models_own(setting, talkative, monkeypatch):
+    """What generation_config.json says of the cache: the second answer still follows from the whole conversation."""
+    from transformers import AutoTokenizer
+
+    from moe_nvfp4.cli.chat import Talk
+    from moe_nvfp4.integrations.huggingface import swap_experts
+
+    model, tokenizer = swap_experts(make(qwen3_moe), recipe="max").eval(), AutoTokenizer.from_pretrained(talkative)
+    first = Talk(model, tokenizer, None, 0.0, 4)
+    want = [first.ask("Hi there"), first.ask("more")]
+    model.generation_config.update(**setting)
+    talk = Talk(model, tokenizer, None, 0.0, 4)
+    assert [talk.ask("Hi there"), talk.ask("more")] == want

@@ -1,0 +1,271 @@
+"""Commands that read and write checkpoints: quantize, calibrate, info and verify."""
+
+import io
+import math
+import os
+import re
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from moe_nvfp4 import demo
+from moe_nvfp4.cli import info
+from tests.cli.commands import Terminal, run
+from tests.models import make, qwen3_moe, tensors
+
+
+def test_quantize_info_generate(folder, tmp_path, capsys):
+    destination = tmp_path / "out" / "nvfp4"
+    run("quantize", folder, destination, "--recipe", "max", "--exclude", "model.layers.0.*")
+    assert (destination / "NOTES.txt").read_text() == "kept"
+    assert (destination / "tokenizer.json").is_file()
+    keys = tensors(destination)
+    assert keys["model.layers.1.mlp.experts.0.up_proj.weight"].dtype == torch.uint8
+    assert keys["model.layers.0.mlp.experts.0.up_proj.weight"].dtype == torch.bfloat16
+    assert [p.name for p in destination.parent.iterdir()] == ["nvfp4"]
+
+    capsys.readouterr()
+    run("info", destination)
+    said = capsys.readouterr().out
+    assert re.search(r"1 layers of experts, NVFP4 of modelopt", said)
+    assert re.search(r"model.layers.1.mlp.experts +Qwen3MoeExperts +E 8  H 64  I 48 +silu", said)
+    assert re.search(r"model.layers.0.mlp.experts +left as it is: excluded", said)
+    run("info", folder)
+    said = capsys.readouterr().out
+    assert len(re.findall(r"mlp.experts", said)) == 1
+    assert re.search(r"  2 x model.layers.0-1.mlp.experts +Qwen3MoeExperts +E 8  H 64  I 48 +silu", said)
+    # 2 layers of 8 * 3 * 64 * 48 weights: 2 bytes each, then 9 bytes for 16 and 3 scales per expert
+    assert "2 layers of experts, bf16, would become NVFP4" in said
+    assert f"experts: {2 * 147456 / 1e3:.1f} KB in bf16" in said
+
+    other = tmp_path / "out" / "other"
+    run("quantize", destination, other, "--dialect", "compressed-tensors")
+    capsys.readouterr()
+    run("info", other)
+    assert "1 layers of experts, NVFP4 of compressed-tensors" in capsys.readouterr().out
+    for source, *more in ((folder,), (destination,), (other,), (other, "--map-files")):
+        run("generate", source, "--raw", "--prompt", "Hello", "--max-new-tokens", 5, "--device", "cpu", *more)
+        said = capsys.readouterr().out
+        assert re.search(r"speed: +[\d.]+ tokens/s over 5 tokens", said)
+        assert re.search(r"experts: [\d.]+ KB in bf16, [\d.]+ KB in NVFP4 \(3\.\d\dx smaller\)", said)
+
+
+def test_quantize_verify_and_back(folder, tmp_path, capsys):
+    """bf16 -> compressed-tensors -> ModelOpt equals bf16 -> ModelOpt, and verify says so."""
+    run("quantize", folder, tmp_path / "ct", "--dialect", "compressed-tensors", "--device", "cpu", "--workers", 2)
+    run("quantize", tmp_path / "ct", tmp_path / "back")
+    run("quantize", folder, tmp_path / "direct")
+    back, direct = tensors(tmp_path / "back"), tensors(tmp_path / "direct")
+    assert back.keys() == direct.keys() and all(torch.equal(back[k], direct[k]) for k in back if "scale_2" not in k)
+    capsys.readouterr()
+    run("verify", tmp_path / "direct", "--against", folder)
+    assert re.search(r"model.layers.1.mlp.experts +24 +0\.0\d+ +2\d\.\d+", capsys.readouterr().out)
+    run("verify", folder, expect=2)
+    assert "is not an NVFP4 checkpoint" in capsys.readouterr().err
+
+
+def test_every_command_takes_demo_and_hub_names(folder, tmp_path, monkeypatch, capsys):
+    """'demo' is our small checkpoint here; the hub returns a folder, and is asked only for a checkpoint's files."""
+    monkeypatch.setattr(demo, "demo_path", lambda: folder)
+    run("quantize", "demo", tmp_path / "nvfp4", "--recipe", "max", "--device", "cpu")
+    capsys.readouterr()
+    run("verify", tmp_path / "nvfp4", "--against", "demo")
+    assert re.search(r"model.layers.1.mlp.experts +24 +0\.\d+", capsys.readouterr().out)
+
+    import huggingface_hub
+    from huggingface_hub.utils import filter_repo_objects
+
+    asked = []
+
+    def snapshot(name, **patterns):
+        files = ["config.json", "model-00001-of-00002.safetensors", "model.safetensors.index.json", "tokenizer.model",
+                 "merges.txt", "chat_template.jinja", "modeling_x.py", "LICENSE.md", "original/params.json",
+                 "original/consolidated.safetensors", "metal/model.bin", "pytorch_model.bin", "model.gguf",
+                 "additional_chat_templates/tools.jinja", "figure.png"]  # fmt: skip
+        asked.append((name, list(filter_repo_objects(files, **patterns))))
+        return str(folder)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+    run("verify", tmp_path / "nvfp4", "--against", "some/model")
+    run("quantize", "some/model", tmp_path / "other", "--dry-run")
+    wanted = ["config.json", "model-00001-of-00002.safetensors", "model.safetensors.index.json", "tokenizer.model",
+              "merges.txt", "chat_template.jinja", "modeling_x.py", "LICENSE.md"]  # fmt: skip
+    assert asked == [("some/model", ["additional_chat_templates/tools.jinja"]), ("some/model", wanted)] * 2
+
+
+def test_names_and_letters_that_cannot_be_printed(folder, tmp_path, monkeypatch):
+    """Under LC_ALL=C: a name of bytes that are no text, and letters that the terminal has no code for."""
+    destination = tmp_path / os.fsdecode(b"\xe9 caf\xc3\xa9")
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(io.BytesIO(), "ascii"))
+    run("quantize", folder, destination, "--recipe", "max")
+    sys.stdout.flush()
+    assert rb"\udce9 caf\xe9" in sys.stdout.buffer.getvalue()
+    assert "# \ufffd café\n" in (destination / "README.md").read_text("utf-8")
+
+
+def test_the_model_card(folder, tmp_path, capsys):
+    """The Hub's own parser finds the original's metadata and ours; the figures are those that verify prints."""
+    from huggingface_hub import ModelCard
+
+    source = tmp_path / "source"
+    source.mkdir()
+    for file in folder.iterdir():
+        (source / file.name).hardlink_to(file)
+    metadata = "license: apache-2.0\ntags: [chat, moe]\nlanguage: [nn, no]"
+    (source / "README.md").write_text(f"---\n{metadata}\n---\n# Original\nIts text.\n")
+    run("quantize", source, tmp_path / "plain", "--exclude", "model.layers.0.*", "--recipe", "max")
+    run("quantize", source, tmp_path / "checked", "--verify", "--activations", "nvfp4", "--recipe", "max")
+    said = capsys.readouterr().out
+    plain, checked = (ModelCard.load(tmp_path / name / "README.md") for name in ("plain", "checked"))
+    for card in (plain, checked):
+        assert card.data.license == "apache-2.0" and card.data.tags == ["chat", "moe", "nvfp4"]
+        assert card.data.language == ["nn", "no"]
+        assert card.data.base_model_relation == "quantized" and card.data.base_model is None, "not a name on the Hub"
+        assert card.text.count("Its text.") == 1
+    assert "| not quantized: `model.layers.0.mlp.experts` | excluded |" in plain.text
+    assert "24 matrices in NVFP4, recipe `max`" in plain.text and "W4A16" in plain.text
+    note = "SGLang 0.5.23 on a Blackwell GPU takes these W4A16 weights for W4A4"
+    assert note in plain.text and said.count(f"note: {note}") == 2  # without static scales both are W4A16 to servers
+    assert "moe-nvfp4 verify plain --against ORIGINAL" in plain.text
+    for layer in (0, 1):
+        error, snr = re.search(rf"model.layers.{layer}.mlp.experts +24 +([\d.]+) +([\d.]+)", said).groups()
+        row = re.search(rf"\| `model.layers.{layer}.mlp.experts` \| ([\d.]+) \| ([\d.]+) \|", checked.text)
+        assert float(row[1]) == pytest.approx(float(error), abs=1e-4) and float(row[2]) == pytest.approx(
+            float(snr), abs=0.1
+        )
+    assert "W4A4" in checked.text
+    # a carried folder keeps its activations; a card with unreadable metadata becomes part of the new text
+    for i, content in enumerate((b"\xff\xfe", b"---\n: : :\n---\nIts text.", b"---\n- a\n---\nIts text.")):
+        (tmp_path / "checked" / "README.md").write_bytes(content)
+        run("quantize", tmp_path / "checked", tmp_path / f"carried-{i}", "--dialect", "compressed-tensors")
+        card = ModelCard.load(tmp_path / f"carried-{i}" / "README.md")
+        assert card.data.tags == ["nvfp4", "moe"] and "| activations | NVFP4 (W4A4) |" in card.text
+        assert content.decode(errors="replace") in card.text
+
+
+def test_a_checkpoint_is_exactly_itself(folder, tmp_path, capsys):
+    run("quantize", folder, tmp_path / "made", "--recipe", "max")
+    run("quantize", tmp_path / "made", tmp_path / "carried", "--dialect", "compressed-tensors", "--verify")
+    said = capsys.readouterr().out
+    assert re.search(r"model.layers.1.mlp.experts +24 +0\.00000 +exact$", said, re.M) and "inf" not in said
+    assert "| `model.layers.1.mlp.experts` | 0.0000 | exact |" in (tmp_path / "carried" / "README.md").read_text()
+
+
+def test_layers_are_sorted_as_numbers(tmp_path, capsys):
+    make(partial(qwen3_moe, num_hidden_layers=12)).save_pretrained(tmp_path / "bf16")
+    run("quantize", tmp_path / "bf16", tmp_path / "made", "--recipe", "max", "--exclude", "model.layers.[0-9].*")
+    said = capsys.readouterr().out
+    assert re.findall(r"left alone: model.layers.(\d+)", said) == [str(i) for i in range(10)]
+    run("quantize", tmp_path / "bf16", tmp_path / "all", "--recipe", "max", "--verify")
+    said = capsys.readouterr().out
+    assert re.findall(r"^model.layers.(\d+)", said, re.M) == [str(i) for i in range(12)]
+    card = (tmp_path / "all" / "README.md").read_text()
+    assert re.findall(r"^\| `model.layers.(\d+)", card, re.M) == [str(i) for i in range(12)]
+
+
+@pytest.mark.parametrize(
+    ("names", "lines"),
+    [
+        (["model.layers.3.mlp.experts"], ["model.layers.3.mlp.experts"]),
+        ([f"layers.{i}.mlp" for i in (1, 2, 3, 7, 9, 10)], ["6 x layers.1-3,7,9-10.mlp"]),
+        (["a.0.x", "b.0.x", "a.1.x", "a.1.y"], ["2 x a.0-1.x", "b.0.x", "a.1.y"]),
+        (["experts", "layers.0.mlp.experts.0"], ["experts", "layers.0.mlp.experts.0"]),
+    ],
+)
+def test_equal_layers_are_one_line(names, lines):
+    assert list(info.grouped((name, "same") for name in names)) == [(line, "same") for line in lines]
+    assert len(list(info.grouped(zip(names, "abcdefg", strict=False)))) == len(names), "different ones are not"
+
+
+@pytest.mark.parametrize("columns", [60, 200])
+def test_a_narrow_terminal(columns, folder, tmp_path, monkeypatch):
+    """Lines are no longer than the terminal, no word is broken, and every number is there."""
+    run("quantize", folder, tmp_path / "made", "--recipe", "max", "--quiet")
+    pipe, terminal = io.StringIO(), Terminal()
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.chdir(tmp_path)
+    for stream in (pipe, terminal):
+        monkeypatch.setattr(sys, "stdout", stream)
+        run("info", folder)
+        run("verify", "made", "--against", folder)
+    text = re.sub(r"\x1b\[\d*m", "", terminal.getvalue())
+    words = [set(re.split(r"[,:\s]+", shown)) for shown in (pipe.getvalue(), text)]
+    assert words[0] <= words[1]
+    assert columns == 200 or max(map(len, text.splitlines())) <= max(60, len(str(folder)) + 1)
+
+
+def test_an_interrupted_quantize_leaves_nothing(folder, tmp_path, monkeypatch, capsys):
+    from moe_nvfp4.quantize.files import ShardWriter
+
+    def fails(self, name, data, offset=0):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(ShardWriter, "write", fails)
+    run("quantize", folder, tmp_path / "nvfp4", "--recipe", "max", expect=2)
+    assert "No space left on device" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_interrupted_conversion_says_how_to_go_on(folder, tmp_path, monkeypatch, capsys):
+    from moe_nvfp4.quantize import verify
+    from moe_nvfp4.quantize.files import ShardWriter
+
+    written, write = [], ShardWriter.write
+
+    def stop(self, name, data, offset=0):
+        written.append(name)
+        if len(written) >= stop.after:
+            raise KeyboardInterrupt
+        write(self, name, data, offset)
+
+    def interrupted(*options):
+        run("quantize", folder, tmp_path / "made", "--recipe", "max", "--workers", 1, *options, expect=130)
+        return capsys.readouterr().err.splitlines()[-1]
+
+    monkeypatch.setattr(ShardWriter, "write", stop)
+    stop.after = 1
+    assert interrupted() == "moe-nvfp4: interrupted: nothing was written"
+    stop.after = 60
+    line = interrupted()
+    assert "the same command goes on from here" in line and str(tmp_path / ".made.partial") in line
+    stop.after = math.inf
+    monkeypatch.setattr(verify, "verify_checkpoint", lambda *folders: (_ for _ in ()).throw(KeyboardInterrupt))
+    line = interrupted("--verify")
+    assert f"made is complete; moe-nvfp4 verify {tmp_path / 'made'} --against {folder}" in line
+    assert (tmp_path / "made" / "README.md").exists()
+
+
+def test_calibrate(folder, tmp_path, capsys):
+    text = tmp_path / "text.txt"
+    text.write_text("abcdefgh ijkl mnop " * 20)
+    run("calibrate", folder, tmp_path / "static", "--text", text, "--window", 32, "--windows", 3, "--device", "cpu")
+    assert "static scales from 96 tokens" in capsys.readouterr().out
+    found = tensors(tmp_path / "static")
+    scales = {k: v.item() for k, v in found.items() if k.endswith("up_proj.input_scale")}
+    assert len(scales) == 16 and len(set(scales.values())) == 2, "every expert has its layer's"
+    run("verify", tmp_path / "static")
+    run("generate", tmp_path / "static", "--raw", "--prompt", "Hello", "--max-new-tokens", 5, "--device", "cpu")
+    run("calibrate", folder, tmp_path / "static", "--text", text, expect=2)
+    assert "exists: name a folder that does not" in capsys.readouterr().err
+
+
+def test_calibrate_on_a_full_disk_leaves_nothing(folder, tmp_path, monkeypatch, capsys):
+    """And shows no traceback of safetensors' own error. ~ is expanded where the shell does not do it."""
+    from safetensors import SafetensorError
+    from transformers import PreTrainedModel
+
+    def fails(model, path):
+        Path(path).mkdir(exist_ok=True)
+        (Path(path) / "config.json").touch()
+        raise SafetensorError("No space left on device")
+
+    monkeypatch.setattr(PreTrainedModel, "save_pretrained", fails)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "text.txt").write_text("abcdefgh ijkl mnop " * 20)
+    options = ["--text=~/text.txt", "--window", 32, "--recipe", "max", "--device", "cpu"]
+    run("calibrate", folder, "~/static", *options, expect=2)
+    assert capsys.readouterr().err.endswith("moe-nvfp4 calibrate: error: No space left on device\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]

@@ -1,0 +1,152 @@
+"""What cannot be done ends in one line, which says what to do, and in exit code 2."""
+
+import json
+import os
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tests.cli.commands import mistake, run
+from tests.common import ROOT
+from tests.models import tensors
+
+
+def test_mistakes_are_one_line_and_exit_code_2(folder, tmp_path, monkeypatch, capsys):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    small = dict(vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+    LlamaForCausalLM(LlamaConfig(**small)).save_pretrained(tmp_path / "dense")
+    run("quantize", folder, tmp_path / "done", "--recipe", "max")
+    (tmp_path / "short.txt").write_text("short")
+    (tmp_path / "utf16.txt").write_text("of another encoding", "utf-16")
+    shutil.copytree(tmp_path / "done", tmp_path / "lacking")
+    save_file({n: t for n, t in tensors(tmp_path / "done").items() if "q_norm" not in n},
+              tmp_path / "lacking" / "model.safetensors")  # fmt: skip
+    fp8 = json.loads((folder / "config.json").read_text()) | {"quantization_config": {"quant_method": "fp8"}}
+    (tmp_path / "fp8").mkdir()
+    (tmp_path / "fp8" / "config.json").write_text(json.dumps(fp8))
+    for name, pattern, cut in (("cut", "*.safetensors", 100), ("no-tokenizer", "tokenizer.json", 5)):
+        shutil.copytree(folder, tmp_path / name)
+        path = next((tmp_path / name).glob(pattern))
+        path.write_bytes(path.read_bytes()[:-cut])
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("MOE_NVFP4_CACHE", os.environ.get("MOE_NVFP4_CACHE", ""))  # the last case sets another
+    cases = [
+        (("quantize", folder, tmp_path / "x", "--verify", "--dry-run"), "--verify would have no effect with --dry-run"),
+        (
+            ("quantize", folder, tmp_path / "x", "--recipe", "gptq", "--importance", tmp_path / "file"),
+            "--importance would have no effect on recipe gptq",
+        ),
+        (("bench", folder, "--layer-only"), "MODEL and --max-new-tokens would have no effect with --layer-only"),
+        (("importance", folder, tmp_path / "file" / "x"), "file is read-only or not a folder; name another place"),
+        (("calibrate", folder, tmp_path / "file" / "x"), "file is read-only or not a folder; name another place"),
+        (("compare", tmp_path / "cut", "--text", ROOT / "README.md"), "is truncated or is not a safetensors file"),
+        (("importance", tmp_path / "cut", tmp_path / "x"), "is truncated or is not a safetensors file"),
+        (("importance", tmp_path / "no-tokenizer", tmp_path / "x", "--text", ROOT / "README.md"), "the tokenizer of"),
+        (("importance", folder, tmp_path / "x", "--text", tmp_path / "utf16.txt"), "utf16.txt is not UTF-8 text"),
+        (("info", tmp_path / "nothing"), "does not exist"),
+        (("serve", tmp_path / "nothing"), "does not exist"),
+        (("bench", "--shape", "17", "8", "3", "1"), "H 17 and I 8 must be multiples of 8 for the bf16 product"),
+        (("generate", folder, "--cpu-experts", "all", "--device", "cpu"), "keeps experts beside a GPU, and the model"),
+        (("generate", folder, "--map-files", "--device", "cpu"), "map_files: the experts of these files are dense"),
+        (("info", tmp_path), "has no config.json"),
+        (("info", tmp_path / "dense"), "no experts"),
+        (("info", tmp_path / "lacking"), "the files lack 2 of the 25 tensors of Qwen3MoeForCausalLM"),
+        (("quantize", tmp_path / "dense", tmp_path / "x"), "LlamaForCausalLM has no experts to quantize"),
+        (("quantize", folder, tmp_path / "done"), "exists: name a folder that does not"),
+        (("quantize", tmp_path / "done", tmp_path / "x"), "is quantized already"),
+        (
+            ("quantize", folder, tmp_path / "x", "--include", "nope*"),
+            "model.layers.0.mlp.experts, model.layers.1.mlp.experts, ... (2) are all excluded, or not included",
+        ),
+        (
+            ("quantize", tmp_path / "done", tmp_path / "x", "--dialect", "compressed-tensors", "--recipe", "max"),
+            "--recipe would have no effect",
+        ),
+        (
+            ("quantize", tmp_path / "done", tmp_path / "x", "--dialect", "compressed-tensors", "--activations", "bf16"),
+            "--activations would have no effect",
+        ),
+        (("info", "nobody/nothing"), "'nobody/nothing' is no folder here, and the Hugging Face Hub does not give it"),
+        (("verify", "nobody/nothing"), "'nobody/nothing' is no folder here"),
+        (("generate", tmp_path / "fp8"), "is quantized with 'fp8', not with NVFP4: FP8 and MXFP4 are converted by"),
+        (("info", folder, "--exclude", "nope*"), "--exclude 'nope*' matches no experts module"),
+        (("info", tmp_path / "done", "--exclude", "model.layers.0.*"), "--exclude would have no effect"),
+        (
+            ("generate", tmp_path / "done", "--recipe", "max", "--exclude", "*"),
+            "--recipe and --exclude would have no effect",
+        ),
+        (
+            ("calibrate", tmp_path / "done", tmp_path / "x", "--text", ROOT / "README.md", "--recipe", "mse"),
+            "--recipe would have no effect",
+        ),
+        (("compare", folder), "--text FILE"),
+        (("compare", folder, "--text", tmp_path / "short.txt"), "less than one window of 128"),
+        (("compare", tmp_path / "done", "--text", tmp_path / "short.txt"), "needs the original"),
+        (("compile", "Qwen/Qwen3-30B-A3B", "--arch", "sm_80", "--out", tmp_path / "file"), "Not a directory"),
+    ]
+    for args, message in cases:
+        assert message in mistake(args, capsys)
+    assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="a machine with a GPU has some of these")
+@pytest.mark.parametrize("device", ["cuda", "cuda:1", "mps", "meta", "foo"])
+@pytest.mark.parametrize("command", ["generate", "quantize", "calibrate", "compare"])
+def test_a_device_that_is_not_there(command, device, folder, tmp_path, capsys):
+    destination = {"quantize": [tmp_path / "x"], "calibrate": [tmp_path / "x"]}.get(command, [])
+    text = ["--text", ROOT / "README.md"] if command in ("calibrate", "compare") else []
+    error = mistake([command, folder, *destination, *text, "--device", device], capsys)
+    assert {"foo": "write cpu, cuda or cuda:1", "meta": "write cpu or cuda"}.get(device, "finds cpu") in error
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["generate", "X", "--prompt", ""], "the prompt is empty"),
+        (["generate", "X", "--prompt", " \n"], "the prompt is empty"),
+        (["generate", "X", "--max-new-tokens", 0], "'0' is not a whole number from 1"),
+        (["generate", "X", "--max-new-tokens", 10**30], "is not a whole number from 1 to 2147483647"),
+        (["generate", "X", "--temperature", "nan"], "'nan' is not a number of at least 0"),
+        (["generate", "X", "--temperature", "-1"], "'-1' is not a number of at least 0"),
+        (["generate", "X", "--temperature", "inf"], "'inf' is not a number of at least 0"),
+        (["generate", "X", "--temperature", "hot"], "'hot' is not a number of at least 0"),
+        (["generate", "X", "--recipe", "best"], "invalid choice: 'best'"),
+        (["generate", "X", "--cpu-experts", "most"], "'most' is not a number of layers, all or auto"),
+        (["chat", "X", "--cpu-experts", "-1"], "'-1' is not a number of layers, all or auto"),
+        (["quantize", "X", "Y", "--workers", 0], "'0' is not a whole number from 1 to 256"),
+        (["quantize", "X", "Y", "--workers", 1000], "'1000' is not a whole number from 1 to 256"),
+        (["calibrate", "X", "Y", "--window", 0], "'0' is not a whole number from 1"),
+        (["calibrate", "X", "Y", "--windows", "-1"], "'-1' is not a whole number from 1"),
+        (["compare", "X", "--windows", "x"], "'x' is not a whole number from 1"),
+        (["compare", "X", "--window", 1], "'1' is not a whole number from 2"),
+    ],
+)
+def test_values_out_of_range(args, message, capsys):
+    error = mistake(args, capsys)
+    assert message in error and f"(see moe-nvfp4 {args[0]} --help)" in error
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ('{"a": ' * 100_000 + "1" + "}" * 100_000, "RecursionError"),
+        ("3", "TypeError"),
+        ({"hidden_act": "foo"}, "KeyError: 'foo'"),
+        ({"num_hidden_layers": "two"}, "expected int, got str"),
+        ({"dtype": "float3"}, "float3"),
+        ({"architectures": ["AutoConfig"]}, "has no model ['AutoConfig']"),
+        ({"architectures": None}, "config.json has no architectures"),
+    ],
+    ids=["nested", "number", "gate", "layers", "dtype", "auto class", "no class"],
+)
+def test_a_config_that_makes_no_sense(changes, message, folder, tmp_path, capsys):
+    config = json.loads((folder / "config.json").read_text())
+    text = changes if isinstance(changes, str) else json.dumps(config | changes)
+    (tmp_path / "config.json").write_text(text)
+    for command in ("info", "generate"):
+        error = mistake([command, tmp_path], capsys)
+        assert message in error and len(error) < 600
