@@ -92,9 +92,9 @@ class Layer:
             return ggml["scale"](ctx, ggml["mul_mat_id"](ctx, weight(codes, sf, K), x, self.ids), float(scale[0]))
 
         self.x, self.ids, self.p = tensor(F32, H, 1, T), tensor(I32, top_k, T, 1), tensor(F32, 1, top_k, T)
-        gate = matmul(w.w13[:, :I], w.w13_sf[:, :I], H, self.x, w.gate_scale)
-        up = matmul(w.w13[:, I:], w.w13_sf[:, I:], H, self.x, w.up_scale)
-        down = matmul(w.w2, w.w2_sf, I, ggml["swiglu_split"](ctx, gate, up), w.w2_scale)
+        gate = matmul(w.w13.codes[:, :I], w.w13.sf[:, :I], H, self.x, w.w13.gate_scale)
+        up = matmul(w.w13.codes[:, I:], w.w13.sf[:, I:], H, self.x, w.w13.global_scale)
+        down = matmul(w.w2.codes, w.w2.sf, I, ggml["swiglu_split"](ctx, gate, up), w.w2.global_scale)
         down = ggml["mul"](ctx, down, self.p)
         slots = [ggml["view_2d"](ctx, down, H, T, 4 * H * top_k, 4 * H * j) for j in range(top_k)]
         self.y = slots[0]

@@ -260,7 +260,7 @@ def with_shared_experts(name, device):
 
 def copy_rate(layer):
     """GB/s of copies to the GPU from the memory of a layer's weights."""
-    codes = layer.weights.w13
+    codes = layer.weights.w13.codes
     pin(codes, offload._do)
     to = torch.empty_like(codes, device="cuda")
     return codes.nbytes / min(timed(lambda: to.copy_(codes, non_blocking=True)) for _ in range(5)) / 1e9

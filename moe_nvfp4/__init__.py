@@ -9,9 +9,18 @@ if TYPE_CHECKING:
     from moe_nvfp4.experts import NVFP4Experts
     from moe_nvfp4.ops import moe_forward
     from moe_nvfp4.routing import Groups, group_by_expert
-    from moe_nvfp4.weights import ExpertWeights, Gate
+    from moe_nvfp4.weights import ExpertWeights, Gate, Matrices
 
-__all__ = ["ExpertWeights", "Gate", "Groups", "NVFP4Experts", "__version__", "group_by_expert", "moe_forward"]
+__all__ = [
+    "ExpertWeights",
+    "Gate",
+    "Groups",
+    "Matrices",
+    "NVFP4Experts",
+    "__version__",
+    "group_by_expert",
+    "moe_forward",
+]
 
 # The same names for the interpreter, imported on first use (PEP 562): importing torch takes seconds, and
 # `moe-nvfp4 --help` needs none of it.
@@ -22,6 +31,7 @@ _MODULES = {
     "group_by_expert": "routing",
     "ExpertWeights": "weights",
     "Gate": "weights",
+    "Matrices": "weights",
 }
 
 

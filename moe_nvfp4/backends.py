@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, lru_cache
@@ -31,9 +31,8 @@ from moe_nvfp4 import reference
 from moe_nvfp4.checks import check_activations
 from moe_nvfp4.kernels import cpu, portable, sm90, sm100
 from moe_nvfp4.kernels.backend import PACKAGES, Backend, Device, Gpu, Problem
-from moe_nvfp4.weights import ExpertWeights, LinearWeights
 
-__all__ = ["BACKENDS", "PACKAGES", "Backend", "Choice", "Device", "Gpu", "Problem", "Row", "Use", "compile_ahead",
+__all__ = ["BACKENDS", "PACKAGES", "Backend", "Choice", "Device", "Gpu", "Problem", "Report",
            "explain", "named", "registered", "report", "select"]  # fmt: skip
 
 
@@ -187,30 +186,7 @@ def _warn(text: str) -> None:
     warnings.warn(text, stacklevel=8)
 
 
-class Use(NamedTuple):
-    """What all calls of a layer or linear have in common, for `compile_ahead`. dtype: of x; fused: as in `Problem`."""
-
-    backend: Backend
-    weights: ExpertWeights | LinearWeights
-    dtype: torch.dtype
-    top_k: int = 1
-    fused: bool = True
-
-
-def compile_ahead(uses: Iterable[Use], gpu: Gpu, progress: bool = True) -> int:
-    """Compile every kernel that such calls launch on `gpu`, for any number of tokens, and load it there, so that no
-    call waits for a compiler. Several processes compile; weights may be on meta. Returns how many were not cached.
-
-    RuntimeError with the compiler's message if a compilation fails.
-    """
-    if not (uses := [use for use in uses if use.backend.packages]):
-        return 0
-    from moe_nvfp4.kernels.calls import call, compile_calls
-
-    return compile_calls(((use.backend, call(*use[1:])) for use in uses), gpu, progress)
-
-
-class Row(NamedTuple):
+class Report(NamedTuple):
     """One backend on one device: what it would run there, or why it runs nothing."""
 
     device: Device
@@ -219,7 +195,7 @@ class Row(NamedTuple):
     reason: str
 
 
-def report() -> list[Row]:
+def report() -> list[Report]:
     """What each backend would run on each device of this machine, for usual sizes in bf16. Where MOE_NVFP4_BACKEND
     names a backend, the others run nothing."""
     problems = {
@@ -244,7 +220,7 @@ def report() -> list[Row]:
             else:
                 runs, reasons = (), {f"MOE_NVFP4_BACKEND={forced.name} is set"}
             reason = "; ".join(sorted(reasons)) or ("" if runs else "a faster one is there")
-            rows.append(Row(device, backend.name, runs, reason))
+            rows.append(Report(device, backend.name, runs, reason))
     return rows
 
 

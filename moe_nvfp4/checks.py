@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from moe_nvfp4.routing import Groups, check_ids
-from moe_nvfp4.weights import ACTIVATIONS, ExpertWeights, Gate, LinearWeights
+from moe_nvfp4.weights import ACTIVATIONS, ExpertWeights, Gate, LinearWeights, Matrices
 
 ROWS = (torch.bfloat16, torch.float16, torch.float32)  # dtypes of x, h, y and biases
 ROUTER = (*ROWS, torch.float64)
@@ -53,30 +53,37 @@ def check_rows(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: E
 def check_weights(weights: ExpertWeights, device: torch.device) -> None:
     """Check the dtypes and shapes of all tensors of `weights` against each other, and that they are on `device`."""
     w = weights
-    for name, codes in (("w13", w.w13), ("w2", w.w2)):
+    for name, codes in (("w13", w.w13.codes), ("w2", w.w2.codes)):
         if codes is None or codes.dim() != (3 if w.layout is None else 4):
             shape = None if codes is None else tuple(codes.shape)
             raise ValueError(f"{name} has shape {shape}, expected [experts, rows, bytes]: take NVFP4Experts.weights")
     E, H, I = w.num_experts, w.hidden_size, w.intermediate_size
-    N13 = I * (2 if w.gate.gated else 1)
-    if w.layout is None:
-        for name, codes, sf, N, K in (("w13", w.w13, w.w13_sf, N13, H), ("w2", w.w2, w.w2_sf, H, I)):
-            K16 = -(-K // 16)
-            _check(name, codes, (E, N, 8 * K16), _BYTES, device)
-            _check(f"{name}_sf", sf, (E, N, K16), _BYTES, device)
-    else:
-        _check("w13", w.w13, (E, *w.layout.w13), _BYTES, device)
-        _check("w2", w.w2, (E, *w.layout.w2), _BYTES, device)
-    if w.gate.gated:
-        _check("gate_scale", w.gate_scale, (E,), _FP32, device)
-    _check("up_scale", w.up_scale, (E,), _FP32, device)
-    _check("w2_scale", w.w2_scale, (E,), _FP32, device)
+    for name, m, N, K in (("w13", w.w13, I * (2 if w.gate.gated else 1), H), ("w2", w.w2, H, I)):
+        if (m.N, m.K, m.layout) != (N, K, w.layout):
+            raise ValueError(
+                f"{name} is [{m.N}, {m.K}] in layout {m.layout}, expected {[N, K]} in {w.layout}: w13 is [2 I, H] "
+                "([I, H] without a gate projection), w2 [H, I], both in one layout"
+            )
+        _check_matrices(name, m, (E,), device)
+    if w.gate.gated and w.w13.gate_scale is None:
+        raise ValueError(f"w13.gate_scale is missing: pass it, in {_names(_FP32)}")
     for name, scale in (("x_scale", w.x_scale), ("h_scale", w.h_scale)):
         if scale is not None:
             _check(name, scale, (E,), _FP32, device)
-    for name, bias, N in (("b13", w.b13, N13), ("b2", w.b2, H)):
-        if bias is not None:
-            _check(name, bias, (E, N), ROWS, device)
+
+
+def _check_matrices(name: str, m: Matrices, E: tuple[int, ...], device: torch.device) -> None:
+    """E: (E,), or () for the matrix of a linear. A backend checks the shape of its own layout when it runs."""
+    if m.layout is None:
+        _check(f"{name}.codes", m.codes, (*E, m.N, 8 * m.blocks), _BYTES, device)
+        _check(f"{name}.sf", m.sf, (*E, m.N, m.blocks), _BYTES, device)
+    else:
+        _check(f"{name}.codes", m.codes, (*(E or m.codes.shape[:1]), *m.codes.shape[1:]), _BYTES, device)
+    _check(f"{name}.global_scale", m.global_scale, E or (1,), _FP32, device)
+    if m.gate_scale is not None:
+        _check(f"{name}.gate_scale", m.gate_scale, E, _FP32, device)
+    if m.bias is not None:
+        _check(f"{name}.bias", m.bias, (*E, m.N), ROWS, device)
 
 
 def check_stage(
@@ -101,8 +108,8 @@ def check_stage(
         raise ValueError(f"offsets are for {E} experts, but the weights for {w.num_experts}")
     if dtype not in ROWS:
         raise TypeError(f"the result's dtype is {dtype}, expected {_names(ROWS)}: {_WAYS_OUT[ROWS]}")
-    projection = w.projection("w13" if name == "x" else "w2")
-    N, K, p = projection.rows, projection.width, top_k_weights
+    matrices, p = w.w13 if name == "x" else w.w2, top_k_weights
+    N, K = matrices.N, matrices.K
     if rows.dim() != 2 or rows.shape[0] * (groups.top_k if name == "x" else 1) != R:
         raise ValueError(f"{name} has shape {tuple(rows.shape)}, but there are {R} assignments, {groups.top_k} a token")
     _check(name, rows, (rows.shape[0], K), ROWS, device)
@@ -127,32 +134,19 @@ def check_groups(groups: Groups) -> None:
 
 def check_linear(x: Tensor, weights: LinearWeights) -> None:
     """Check that x [T, K] and the tensors of `weights` fit each other and are on one device."""
-    codes, sf, scale, bias, x_scale, activations, sizes = weights
-    device = x.device
-    check_activations(activations)
-    if codes.dim() != (2 if sizes is None else 4) or x.dim() != 2 or x.shape[1] != weights.shape[1]:
+    m, device = weights.matrix, x.device
+    check_activations(weights.activations)
+    if m.codes.dim() != (2 if m.layout is None else 4) or x.dim() != 2 or x.shape[1] != m.K:
         raise ValueError(
             "x must be [tokens, in_features] and weight [out_features, in_features / 2] codes, got "
-            f"{tuple(x.shape)} and {tuple(codes.shape)}" + ("" if sizes is None else f" for weights {sizes}")
+            f"{tuple(x.shape)} and {tuple(m.codes.shape)} for weights {(m.N, m.K)}"
         )
-    N, K = weights.shape
-    if K % 16:
-        raise ValueError(f"in_features = {K} is not a multiple of 16, the NVFP4 block")
-    if (sf is None) == (sizes is None):
-        raise ValueError(
-            "weight_sf goes with codes in the checkpoint's layout, sizes with codes in a backend's layout: give one"
-        )
+    if m.K % 16:
+        raise ValueError(f"in_features = {m.K} is not a multiple of 16, the NVFP4 block")
     _check("x", x, x.shape, ROWS, device)
-    if sizes is None:
-        _check("weight", codes, (N, K // 2), _BYTES, device)
-        _check("weight_sf", weights.block_scales(), (N, K // 16), _BYTES, device)
-    else:
-        _check("weight", codes, codes.shape, _BYTES, device)
-    _check("weight_global_scale", scale, (1,), _FP32, device)
-    if bias is not None:
-        _check("bias", bias, (N,), ROWS, device)
-    if x_scale is not None:
-        _check("input_scale", x_scale, (1,), _FP32, device)
+    _check_matrices("weight", m, (), device)
+    if weights.input_scale is not None:
+        _check("input_scale", weights.input_scale, (1,), _FP32, device)
 
 
 def check_gate(gate: Gate) -> None:

@@ -46,7 +46,7 @@ def layer_op(arguments: str, returns: str, fake: Callable, check: Callable, tags
     def decorate(run: Callable) -> Any:
         def real(*args: Any) -> Any:
             name, w, arguments = opened(args)
-            return run(named_on(name, w.w13.device), w, *arguments)
+            return run(named_on(name, w.w13.codes.device), w, *arguments)
 
         def traced(*args: Any) -> Any:
             _, w, arguments = opened(args)

@@ -30,7 +30,7 @@ from moe_nvfp4.layer import ExpertsLayer
 from moe_nvfp4.mapped import Matrix, StandIn, table
 from moe_nvfp4.ops import Adapters, refuse_transforms
 from moe_nvfp4.prepared import Packed, Prepared, autocast
-from moe_nvfp4.weights import ExpertWeights, Layout
+from moe_nvfp4.weights import ExpertWeights
 
 _CPU = torch.device("cpu")
 
@@ -61,7 +61,7 @@ class NVFP4Experts(ExpertsLayer):
     @property
     def mapped(self) -> bool:
         """Whether the weights stay in their files."""
-        return self._packed is not None and self._packed.backend == "cpu" and self.packed
+        return self.packed_for == "cpu"
 
     @property
     def mapped_bytes(self) -> int:
@@ -78,16 +78,13 @@ class NVFP4Experts(ExpertsLayer):
         NotImplementedError where the CPU kernels cannot be compiled; ValueError for files that are too short.
         """
         notes: dict[str, tuple[Any, tuple[int, ...]]] = {}
-        shapes = []
         for name, experts in projections.items():
             E, rows, half = self._here(name).shape
             addresses, note = table(experts, rows, 2 * half)
             notes[name] = note, (E, rows)
-            shapes.append(tuple(addresses.shape[1:]))
             for key, tensor in ((name, addresses), (f"{name}_sf", addresses.new_empty(0))):
                 setattr(self, key, nn.Parameter(tensor, requires_grad=False))
         self._packed = Packed("cpu", notes, self.up_name)
-        self._layout = Layout("cpu", self.hidden_size, self.intermediate_size, *shapes)
         self.on_cpu = True
         self.backend()  # raises if the CPU kernels cannot run
         return self

@@ -13,7 +13,7 @@ from moe_nvfp4.checks import check_activations, check_bias_dtype, check_gate, ch
 from moe_nvfp4.ops import Adapters, Hooks, run_experts
 from moe_nvfp4.prepared import Prepared, autocast
 from moe_nvfp4.quantize.recipes import DEFAULT_RECIPE, quantize_expert
-from moe_nvfp4.weights import SILU, ExpertWeights, Gate, Layout, check_global_scale, is_quantized
+from moe_nvfp4.weights import SILU, ExpertWeights, Gate, Matrices, check_global_scale, is_quantized
 
 
 class ExpertsLayer(Prepared):
@@ -63,7 +63,6 @@ class ExpertsLayer(Prepared):
         self.observer: Callable[[Tensor, Tensor], None] | None = None  # while scales are calibrated
         self.largest: Callable[[Tensor], Tensor] | None = None  # see share_rows
         self.recipe = DEFAULT_RECIPE  # by which adapters are merged
-        self._layout: Layout | None = None  # that of the weights while they are `packed`
         self.up_name = "gate_up_proj" if gate.gated else "up_proj"
         E, N13 = num_experts, intermediate_size * (2 if gate.gated else 1)
 
@@ -197,27 +196,14 @@ class ExpertsLayer(Prepared):
     def weights(self) -> ExpertWeights:
         """The parameters as they are now: read at every call, so sharding and offloading just work."""
         p: dict[str, Any] = self._parameters  # getattr would take twice as long
-        up = self.up_name
-        w13, w2, w13_sf, w2_sf = p[up], p["down_proj"], p[f"{up}_sf"], p["down_proj_sf"]
-        layout = self._layout if self.packed else None
-        if layout is not None:
-            w13_sf = w2_sf = None
-        return ExpertWeights(
-            gate=self.gate,
-            activations=self.activations,
-            layout=layout,
-            w13=w13,
-            w13_sf=w13_sf,
-            gate_scale=p.get("gate_proj_global_scale"),
-            up_scale=p["up_proj_global_scale"],
-            w2=w2,
-            w2_sf=w2_sf,
-            w2_scale=p["down_proj_global_scale"],
-            b13=p.get(f"{up}_bias"),
-            b2=p.get("down_proj_bias"),
-            x_scale=p.get("up_proj_input_scale"),
-            h_scale=p.get("down_proj_input_scale"),
-        )
+        up, (N13, H) = self.up_name, (self._rows(name) for name in (self.up_name, "down_proj"))
+        I, layout = N13 // (2 if self.gate.gated else 1), self.packed_for
+        sf13, sf2 = (p[f"{up}_sf"], p["down_proj_sf"]) if layout is None else (None, None)
+        scales = p["up_proj_global_scale"], p.get("gate_proj_global_scale"), p["down_proj_global_scale"]
+        w13 = Matrices(p[up], sf13, scales[0], N13, H, scales[1], p.get(f"{up}_bias"), layout)
+        w2 = Matrices(p["down_proj"], sf2, scales[2], H, I, None, p.get("down_proj_bias"), layout)
+        x_scale, h_scale = p.get("up_proj_input_scale"), p.get("down_proj_input_scale")
+        return ExpertWeights(self.gate, self.activations, w13, w2, x_scale, h_scale)
 
     def _hooks(self, adapters: Adapters = ((), ())) -> Hooks:
         p = self._parameters.get
@@ -233,11 +219,8 @@ class ExpertsLayer(Prepared):
 
     def _problem(self, dtype: torch.dtype, fused: bool) -> tuple[Problem, torch.device]:
         """The problem to run, and the device of the weights."""
-        w13, w2 = self._here(self.up_name), self._here("down_proj")
-        if self._layout is not None and self.packed:
-            H, I = self._layout.hidden_size, self._layout.intermediate_size
-        else:
-            H, I = w2.shape[1], w13.shape[1] // (2 if self.gate.gated else 1)
+        w13, H = self._here(self.up_name), self._rows("down_proj")
+        I = self._rows(self.up_name) // (2 if self.gate.gated else 1)
         return Problem("experts", w13.shape[0], H, I, self.gate.kind, self.activations, dtype, fused), w13.device
 
     def prepare(self, dtype: torch.dtype = torch.bfloat16) -> None:
@@ -250,11 +233,7 @@ class ExpertsLayer(Prepared):
         self._for_call(dtype, self._hooks().fused)
 
     def _prepare_for(self, chosen: Selected) -> None:
-        problem, _ = self._problem(torch.bfloat16, True)
-        if self._pack(chosen, **{self.up_name: self.gate.gated, "down_proj": False}):
-            assert chosen.layout is not None
-            shapes = (tuple(self._here(name).shape[1:]) for name in (self.up_name, "down_proj"))
-            self._layout = Layout(chosen.layout, problem.hidden_size, problem.intermediate_size, *shapes)
+        self._pack(chosen, **{self.up_name: self.gate.gated, "down_proj": False})
 
     def share_rows(self, group: Any) -> None:
         """Say that this layer computes a part of each row of h, and the ranks of `group` (a ProcessGroup) the others.

@@ -12,7 +12,7 @@ from moe_nvfp4 import ops
 from moe_nvfp4.backends import Backend, Problem, Selected, select, shown
 from moe_nvfp4.checks import check_activations, check_bias_dtype, check_sizes
 from moe_nvfp4.prepared import Prepared, autocast
-from moe_nvfp4.weights import LinearWeights, check_global_scale
+from moe_nvfp4.weights import LinearWeights, Matrices, check_global_scale
 
 
 class NVFP4Linear(Prepared):
@@ -95,12 +95,11 @@ class NVFP4Linear(Prepared):
     def weights(self) -> LinearWeights:
         """The parameters as they are now."""
         p: dict[str, Any] = self._parameters
-        sf, sizes = p["weight_sf"], None
-        if self.packed:
-            sf, sizes = None, (self.out_features, self.in_features)
-        return LinearWeights(
-            p["weight"], sf, p["weight_global_scale"], p["bias"], p["input_scale"], self.activations, sizes
-        )
+        layout = self.packed_for
+        sf = p["weight_sf"] if layout is None else None
+        sizes = self.out_features, self.in_features
+        matrix = Matrices(p["weight"], sf, p["weight_global_scale"], *sizes, None, p["bias"], layout)
+        return LinearWeights(matrix, p["input_scale"], self.activations)
 
     def backend(self, dtype: torch.dtype = torch.bfloat16) -> Backend:
         """The backend that runs this linear on its device, for x of `dtype`."""

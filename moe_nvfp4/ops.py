@@ -9,7 +9,6 @@ Where neither autograd nor a tracer looks on, `experts` is called without torch'
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -22,7 +21,7 @@ from moe_nvfp4.checks import check_layer, check_linear
 from moe_nvfp4.door import define, differentiate, layer_op, like, no_gradients, refuse_gradient, saved
 from moe_nvfp4.routing import group_by_expert
 from moe_nvfp4.stages import Adapter, down, joined, scaled, up
-from moe_nvfp4.weights import ExpertWeights, LinearWeights
+from moe_nvfp4.weights import ExpertWeights, LinearWeights, read_spec
 
 _OTHER_LAYOUT = (
     "x is {} on {}, but these weights are in the layout of {} kernels, which do not take it: call unpack() on the {} "
@@ -36,7 +35,7 @@ _LAYER = "Tensor x, Tensor top_k_index, Tensor top_k_weights, Tensor? b13, Tenso
 
 
 def _check_experts(w, x, top_k_index, top_k_weights, b13, b2):
-    w.b13, w.b2 = b13, b2
+    w.w13, w.w2 = w.w13._replace(bias=b13), w.w2._replace(bias=b2)
     check_layer(x, top_k_index, top_k_weights, w)
 
 
@@ -77,43 +76,43 @@ refuse_gradient(experts_backward)
 _MATRIX = "Tensor weight, Tensor? weight_sf, Tensor weight_global_scale"
 
 
-def _linear_weights(x, weight, sf, global_scale, bias, input_scale, activations, sizes, backend):
-    weights = LinearWeights(weight, sf, global_scale, bias, input_scale, activations, sizes and tuple(sizes))
+def _linear(x, *tensors_and_spec):
+    *tensors, spec = tensors_and_spec
+    weights = LinearWeights.from_tensors(tensors, read_spec(spec))
     check_linear(x, weights)
     return weights
 
 
 linear = define(
-    f"linear(Tensor x, {_MATRIX}, Tensor? bias, Tensor? input_scale, str activations, int[]? sizes, str backend) "
-    "-> Tensor",
-    lambda x, *args: named_on(args[-1], x.device).linear(x, _linear_weights(x, *args)),
-    lambda x, *args: x.new_empty(x.shape[0], _linear_weights(x, *args).shape[0]),
+    f"linear(Tensor x, {_MATRIX}, Tensor? bias, Tensor? input_scale, str spec) -> Tensor",
+    lambda x, *args: named_on(read_spec(args[-1]).backend, x.device).linear(x, _linear(x, *args)),
+    lambda x, *args: x.new_empty(x.shape[0], _linear(x, *args).matrix.N),
 )
 
 
-def _linear_backward(dy, weight, sf, global_scale, sizes, backend):
-    weights = LinearWeights(weight, sf, global_scale, None, None, "bf16", sizes and tuple(sizes))
-    return stages.linear_gradient(dy, weights, named_on(backend, dy.device))
+def _linear_backward(dy, *matrix_and_spec):
+    *matrix, spec = matrix_and_spec
+    read = read_spec(spec)
+    weights = LinearWeights.from_tensors((*matrix, None, None), read)
+    return stages.times_weights(dy, weights.matrix.stacked(), None, named_on(read.backend, dy.device))
 
 
 linear_backward = define(
-    f"linear_backward(Tensor dy, {_MATRIX}, int[]? sizes, str backend) -> Tensor", _linear_backward,
-    lambda dy, weight, sf, global_scale, sizes, backend: dy.new_empty(
-        dy.shape[0], sizes[1] if sizes else 2 * weight.shape[1]
-    ),
+    f"linear_backward(Tensor dy, {_MATRIX}, str spec) -> Tensor", _linear_backward,
+    lambda dy, *args: dy.new_empty(dy.shape[0], read_spec(args[-1]).sizes[1]),
 )  # fmt: skip
 
 
 def _remember_linear(ctx, inputs, output):
-    _, weight, weight_sf, weight_global_scale, bias, _, _, ctx.sizes, ctx.backend = inputs
+    _, weight, weight_sf, weight_global_scale, bias, _, ctx.spec = inputs
     ctx.save_for_backward(weight, weight_sf, weight_global_scale)
     ctx.bias_dtype = None if bias is None else bias.dtype
 
 
 def _linear_gradients(ctx, dy):
-    dx = linear_backward(dy, *ctx.saved_tensors, ctx.sizes, ctx.backend) if ctx.needs_input_grad[0] else None
+    dx = linear_backward(dy, *ctx.saved_tensors, ctx.spec) if ctx.needs_input_grad[0] else None
     d_bias = dy.float().sum(0).to(ctx.bias_dtype) if ctx.needs_input_grad[4] else None
-    return dx, None, None, None, d_bias, None, None, None, None
+    return dx, None, None, None, d_bias, None, None
 
 
 differentiate(linear, _remember_linear, _linear_gradients)
@@ -181,21 +180,21 @@ def run_experts(
     """`moe_forward` on a backend that was chosen before."""
     refuse_transforms()
     w, ids, p, (backend, layout) = weights, top_k_index, top_k_weights, (chosen.name, chosen.layout)
-    if w.layout is not None and w.layout.backend != layout:
-        raise TypeError(_OTHER_LAYOUT.format(x.dtype, x.device, f"the {w.layout.backend}", "NVFP4Experts"))
+    if w.layout not in (None, layout):
+        raise TypeError(_OTHER_LAYOUT.format(x.dtype, x.device, f"the {w.layout}", "NVFP4Experts"))
     if w.gate.kind == "raw" and hooks.own_gate is None:
         raise ValueError(
             "the gate of these weights is 'raw', the model's own: pass own_gate, a function of GEMM 1's output"
         )
     training = torch.is_grad_enabled()
-    if training and (x.requires_grad or p.requires_grad or _trained(w.b13) or _trained(w.b2)):
-        refuse_scales(w.gate_scale, w.up_scale, w.w2_scale, w.x_scale, w.h_scale)
+    if training and (x.requires_grad or p.requires_grad or _trained(w.w13.bias) or _trained(w.w2.bias)):
+        refuse_scales(w.w13.gate_scale, w.w13.global_scale, w.w2.global_scale, w.x_scale, w.h_scale)
         direct = False
     else:
         direct = not torch.compiler.is_compiling() and type(x) is Tensor and not (x.is_meta or _watched())
-    b13, b2 = w.b13, w.b2
+    b13, b2 = w.w13.bias, w.w2.bias
     if hooks.fused and not direct:
-        return experts(x, ids, p, b13, b2, replace(w, b13=None, b2=None).tensors(), w.spec(backend))
+        return experts(x, ids, p, b13, b2, w.biased(None, None).tensors(), w.spec(backend))
     check_layer(x, ids, p, w)
     if hooks.fused:
         return named_on(backend, x.device).experts(x, ids, p, w)
@@ -205,8 +204,8 @@ def run_experts(
     groups = group_by_expert(ids, w.num_experts)
     sorted_ids = groups.order, groups.offsets, groups.top_k
     # each stage gets its own bias as an argument, and the other's, since kernels take both or none
-    first = replace(w, b13=None, b2=_frozen(b2)).tensors(), spec
-    second = replace(w, b13=_frozen(b13), b2=None).tensors(), spec
+    first = w.biased(None, _frozen(b2)).tensors(), spec
+    second = w.biased(_frozen(b13), None).tensors(), spec
     # h that is quantized with a static scale is not rounded before
     dtype = torch.float32 if w.quantizes_h and h_factor is None and not adapters[0] else x.dtype
     h = up(x, x_factor, *joined(adapters[0], x.dtype), b13, *sorted_ids, dtype, *first)[0]
@@ -243,12 +242,12 @@ def _watched() -> bool:
 
 def run_linear(x: Tensor, weights: LinearWeights, chosen: Selected) -> Tensor:
     """`linear` on a backend that was chosen before."""
-    backend, layout = chosen.name, chosen.layout
-    if weights.sizes is not None and layout is None:
-        raise TypeError(_OTHER_LAYOUT.format(x.dtype, x.device, "other", "NVFP4Linear"))
+    layout = weights.matrix.layout
+    if layout not in (None, chosen.layout):
+        raise TypeError(_OTHER_LAYOUT.format(x.dtype, x.device, f"the {layout}", "NVFP4Linear"))
     if torch.is_grad_enabled():
-        refuse_scales(weights.global_scale, weights.input_scale)
-    return linear(x, *weights, backend)
+        refuse_scales(weights.matrix.global_scale, weights.input_scale)
+    return linear(x, *weights.tensors(), weights.spec(chosen.name))
 
 
 def refuse_scales(*scales: Tensor | None) -> None:

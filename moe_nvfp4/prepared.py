@@ -22,12 +22,14 @@ _last: WeakKeyDictionary[Prepared, tuple[tuple | None, Selected, Any]] = WeakKey
 
 @dataclass
 class Packed:
-    """backend   the name of the backend whose layout it is
-    matrices  name -> (the note that `Backend.restore` needs, dimensions of the codes without the last)
-    first     the first of these names
+    """What is known of parameters in a backend's layout.
+
+    layout    the name of the backend
+    matrices  parameter -> (the note that `Backend.unpack` needs, dimensions of its codes without the last: [E,] N)
+    first     the first of these parameters
     """
 
-    backend: str
+    layout: str
     matrices: dict[str, tuple[Any, tuple[int, ...]]]
     first: str
 
@@ -54,7 +56,7 @@ class Prepared(FP32Scales):
             if last is not None and last[0] == now:
                 return last[1], last[2]
             chosen = self._select(*problem)
-            if (self._packed.backend if self._packed is not None and self.packed else None) != chosen.layout:
+            if self.packed_for != chosen.layout:
                 self._prepare_for(chosen)
             weights = self.weights.held()
             if now is not None:
@@ -89,46 +91,57 @@ class Prepared(FP32Scales):
     @property
     def packed(self) -> bool:
         """Whether the weights are in a backend's layout."""
-        return self._packed is not None and self._here(self._packed.first).dim() == 4
+        return self.packed_for is not None
+
+    @property
+    def packed_for(self) -> str | None:
+        """None, or the name of the backend in whose layout the weights are."""
+        packed = self._packed
+        return packed.layout if packed is not None and self._here(packed.first).dim() == 4 else None
+
+    def _rows(self, name: str) -> int:
+        """N of a matrix, of this rank's part if it is split over ranks."""
+        if self._packed is not None and self.packed:
+            return self._packed.matrices[name][1][-1]
+        return self._here(name).shape[-2]
 
     def unpack(self) -> None:
         """Bring the weights back into the checkpoint's bytes."""
         self._changed()  # what `_last` has holds the weights
         if self._packed is not None and self.packed:
             _refuse_captured(self._here(self._packed.first))
-            backend = named(self._packed.backend)
+            backend = named(self._packed.layout)
             for name, (note, rows) in self._packed.matrices.items():
                 codes, sf = self._here(name), self._here(f"{name}_sf")
                 prepared = codes.data.transpose(0, 1) if len(rows) == 1 else codes.data
-                codes.data, sf.data = (t.view(*rows, -1) for t in backend.restore(prepared, note))
+                codes.data, sf.data = (t.view(*rows, -1) for t in backend.unpack(prepared, note))
             self._packed = None
 
-    def _pack(self, chosen: Selected, **matrices: bool) -> bool:
-        """Bring these matrices into the layout of the backend `chosen`; name=whether its rows are [gate; up].
-        Returns whether it did: not if they are in that layout already, or if there is none.
+    def _pack(self, chosen: Selected, **matrices: bool) -> None:
+        """Bring these matrices into the layout of the backend `chosen`, if it has one; name=whether its rows are
+        [gate; up].
 
         Parameters that last for one call only are left alone: hooks bring them and take them away, and where
         transformers splits them over ranks, plain tensors stand in for DTensors during a call.
         """
         if self._packed is not None and self.packed:
-            if self._packed.backend == chosen.layout:
-                return False
+            if self._packed.layout == chosen.layout:
+                return
             self.unpack()
         lasting = all(isinstance(self._parameters[name], nn.Parameter) for name in matrices) and not self._offloaded
         if chosen.layout is None or not lasting:
-            return False
+            return
         _refuse_captured(self._here(next(iter(matrices))))
         backend, notes = named(chosen.name), {}
         for name, interleaved in matrices.items():
             codes, sf = self._here(name), self._here(f"{name}_sf")
             rows, one = tuple(codes.shape[:-1]), codes.dim() == 2
             stacks = (codes.data[None], sf.data[None]) if one else (codes.data, sf.data)
-            prepared, note = backend.prepare(*stacks, interleaved)
+            prepared, note = backend.pack(*stacks, interleaved)
             codes.data = prepared.transpose(0, 1) if one else prepared  # FSDP splits the first dimension
             sf.data = sf.data.new_empty(0)
             notes[name] = note, rows
         self._packed = Packed(chosen.layout, notes, next(iter(matrices)))
-        return True
 
     @property
     def _offloaded(self) -> bool:

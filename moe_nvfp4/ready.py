@@ -8,8 +8,9 @@ from collections import defaultdict
 import torch
 from torch import nn
 
-from moe_nvfp4.backends import PACKAGES, Device, Gpu, Selected, Use, compile_ahead, explain
+from moe_nvfp4.backends import PACKAGES, Backend, Device, Gpu, Selected, explain
 from moe_nvfp4.experts import NVFP4Experts
+from moe_nvfp4.kernels.calls import Call, compile_ahead
 from moe_nvfp4.linear import NVFP4Linear
 
 
@@ -21,22 +22,22 @@ def prepare(model: nn.Module, top_k: int | None = None, dtype: torch.dtype = tor
     Several processes compile, with a progress bar, for some seconds on 16 cores; the next start finds all kernels on
     disk. MOE_NVFP4_COMPILE=lazy leaves compiling to the calls. Returns how many kernels were compiled.
     """
-    uses: dict[torch.device, list[Use]] = defaultdict(list)
+    calls: dict[torch.device, list[tuple[Backend, Call]]] = defaultdict(list)
     for module in model.modules():
         if isinstance(module, NVFP4Experts):
             module.prepare(dtype)
             if top_k is not None:
-                use = Use(module.backend(dtype), module.weights, dtype, top_k, module._hooks().fused)
-                uses[module.down_proj.device].append(use)
+                call = Call.of(module.weights, dtype, top_k, module._hooks().fused)
+                calls[module.down_proj.device].append((module.backend(dtype), call))
         elif isinstance(module, NVFP4Linear):
             module.prepare(dtype)
-            uses[module.weight.device].append(Use(module.backend(dtype), module.weights, dtype))
+            calls[module.weight.device].append((module.backend(dtype), Call.of(module.weights, dtype)))
     how = os.environ.get("MOE_NVFP4_COMPILE") or "ahead"
     if how not in ("ahead", "lazy"):
         raise ValueError(f"MOE_NVFP4_COMPILE={how} is unknown: ahead or lazy")
-    if any(device.type == "cuda" for device in uses):
+    if any(device.type == "cuda" for device in calls):
         import torch._dynamo  # noqa: F401  # else the first call of a custom op would import it, for seconds
-    gpus = {device: these for device, these in uses.items() if device.type == "cuda" and how == "ahead"}
+    gpus = {device: these for device, these in calls.items() if device.type == "cuda" and how == "ahead"}
     return sum(compile_ahead(these, Gpu.of(device)) for device, these in gpus.items())
 
 
@@ -47,20 +48,20 @@ def compile_for(model: nn.Module, gpu: Gpu, top_k: int | None = None, dtype: tor
     This library, Triton and CuTe DSL need the same versions on both machines: they are part of a kernel's key.
     """
     device = Device("cuda", "a GPU", gpu.capability, frozenset(PACKAGES))
-    forced, uses = os.environ.get("MOE_NVFP4_BACKEND"), []
+    forced, calls = os.environ.get("MOE_NVFP4_BACKEND"), []
     for module in model.modules():
         if isinstance(module, NVFP4Experts) and top_k is not None:
             problem, _ = module._problem(dtype, module._hooks().fused)
             backend = explain(problem, device, forced).backend
             module._prepare_for(Selected(backend.name, backend.layout))
-            uses.append(Use(backend, module.weights, dtype, top_k, problem.fused))
+            calls.append((backend, Call.of(module.weights, dtype, top_k, problem.fused)))
         elif isinstance(module, NVFP4Linear):
             problem, _ = module._problem(dtype)
             backend = explain(problem, device, forced).backend
             module._prepare_for(Selected(backend.name, backend.layout))
-            uses.append(Use(backend, module.weights, dtype))
+            calls.append((backend, Call.of(module.weights, dtype)))
     if (
-        missing := {package for use in uses for package in use.backend.packages}
+        missing := {package for backend, _ in calls for package in backend.packages}
         - Device.of(torch.device("cpu")).packages
     ):
         install = ["'moe-nvfp4[gpu]'"] * bool(missing - {"triton"}) + ["triton"] * ("triton" in missing)
@@ -68,4 +69,4 @@ def compile_for(model: nn.Module, gpu: Gpu, top_k: int | None = None, dtype: tor
             f"compiling for {device} needs {' and '.join(sorted(missing))}: pip install {' '.join(install)}, or choose "
             "other kernels with MOE_NVFP4_BACKEND, on both machines"
         )
-    return compile_ahead(uses, gpu)
+    return compile_ahead(calls, gpu)

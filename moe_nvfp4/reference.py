@@ -50,27 +50,27 @@ def gemm1_swiglu(rows: Rows, weights: ExpertWeights, groups: Groups, dtype: torc
     Unrouted rows come back as zeros.
     """
     w, I = weights, weights.intermediate_size
-    width = w.w13.shape[1] if w.gate.kind == "raw" else I
+    width = w.w13.N if w.gate.kind == "raw" else I
     R, device = groups.num_rows, rows.values.device
     h_scale = w.h_scale if w.quantizes_h else None
-    assert w.w13_sf is not None, "in a backend's layout"
+    codes13, sf13 = w.w13.codes, w.w13.block_scales()
     if h_scale is not None:
-        K2 = w.w2.shape[-1] * 2
+        K2 = 16 * w.w2.blocks
         codes = torch.zeros(R, K2 // 2, dtype=torch.uint8, device=device)
         sf = torch.zeros(R, K2 // 16, dtype=torch.uint8, device=device)
     else:
         h = torch.zeros(R, width, dtype=dtype, device=device)
     for e, live, x in _rows_by_expert(rows, groups):
-        out = _matmul(x, w.w13[e], w.w13_sf[e])
-        if w.gate_scale is not None:
-            out[:, :I] *= w.gate_scale[e]
-            out[:, I:] *= w.up_scale[e]
+        out = _matmul(x, codes13[e], sf13[e])
+        if w.w13.gate_scale is not None:
+            out[:, :I] *= w.w13.gate_scale[e]
+            out[:, I:] *= w.w13.global_scale[e]
         else:
-            out *= w.up_scale[e]
+            out *= w.w13.global_scale[e]
         if rows.scale is not None:
             out *= rows.scale[live, None]
-        if w.b13 is not None:
-            out += w.b13[e].float()
+        if w.w13.bias is not None:
+            out += w.w13.bias[e].float()
         out = w.gate(out)
         if h_scale is not None:
             codes[live], sf_e, _ = nvfp4.quantize(nvfp4.pad_k(out), h_scale[e], False, w.four_over_six)
@@ -87,15 +87,15 @@ def gemm2_combine(h: Rows, weights: ExpertWeights, groups: Groups, top_k_weights
     """y[t] = sum over slots j of top_k_weights[t, j] * (h · w2ᵀ), in `dtype` [T, H]."""
     w = weights
     T, top_k = top_k_weights.shape
-    assert w.w2_sf is not None, "in a backend's layout"
+    codes, sf = w.w2.codes, w.w2.block_scales()
     out = torch.zeros(T * top_k, w.hidden_size, dtype=torch.float32, device=h.values.device)
     for e, live, x in _rows_by_expert(h, groups):
-        y = _matmul(x, w.w2[e], w.w2_sf[e])
-        y *= w.w2_scale[e]
+        y = _matmul(x, codes[e], sf[e])
+        y *= w.w2.global_scale[e]
         if h.scale is not None:
             y *= h.scale[live, None]
-        if w.b2 is not None:
-            y += w.b2[e].float()
+        if w.w2.bias is not None:
+            y += w.w2.bias[e].float()
         out[groups.order[live]] = y
     out = out.view(T, top_k, w.hidden_size)
     total = torch.zeros(T, w.hidden_size, dtype=torch.float32, device=out.device)
@@ -118,15 +118,15 @@ def experts(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: Expe
 
 def linear(x: Tensor, weights: LinearWeights) -> Tensor:
     """y = x · wᵀ + bias: x [T, K] -> [T, N] in x's dtype. Nothing is read back to the host."""
-    w, scale = weights, weights.global_scale
+    w, m, scale = weights, weights.matrix, weights.matrix.global_scale
     rows = x.float()
     if w.quantized:
         four_over_six = w.four_over_six
         row_scale = nvfp4.row_scales(x, four_over_six) if w.input_scale is None else w.input_scale.expand(len(x))
         codes, sf, _ = nvfp4.quantize(x, row_scale, False, four_over_six)
         rows, scale = nvfp4.dequantize(codes, sf, None), scale * row_scale[:, None]
-    y = _matmul(rows, w.codes, w.block_scales()) * scale
-    return (y if w.bias is None else y + w.bias.float()).to(x.dtype)
+    y = _matmul(rows, m.codes, m.block_scales()) * scale
+    return (y if m.bias is None else y + m.bias.float()).to(x.dtype)
 
 
 def _rows_by_expert(rows: Rows, groups: Groups) -> Iterator[tuple[int, slice, Tensor]]:

@@ -29,7 +29,7 @@ from moe_nvfp4.backends import Backend, Device, Problem, explain, named
 from moe_nvfp4.checks import check_stage
 from moe_nvfp4.door import differentiate, layer_op, like, no_gradients, present, refuse_gradient, saved, spread
 from moe_nvfp4.routing import Groups, Rows, group_by_expert
-from moe_nvfp4.weights import ExpertWeights, Gate, LinearWeights, Projection
+from moe_nvfp4.weights import ExpertWeights, Gate, Matrices
 
 SCRATCH = 1 << 29  # bytes of weights dequantized at a time; more only where 64 columns need more
 MAX_ROWS = 1 << 16  # rows of a fused layer's gradient at a time: it holds several fp32 copies of GEMM 1's output
@@ -111,7 +111,7 @@ def up_gradients(
 ) -> Gradients:
     """dh [R, I] of `up_rows`, whose `sums` were z -> the gradients of x [T, H] and all else (of the bias if asked)."""
     dz = dh if w.gate.kind == "raw" else backend.gate_gradient(w.gate, z, dh)[1]
-    d_rows, d_factor, da, db = times_weights(dz, w.projection("w13"), groups.offsets, backend), None, None, None
+    d_rows, d_factor, da, db = times_weights(dz, w.w13, groups.offsets, backend), None, None, None
     if extras.factor is not None:
         d_factor = groups.sum_by_expert(d_rows * groups.gather(x))
         d_rows = scaled(d_rows, extras.factor, groups)
@@ -127,13 +127,13 @@ def _adapter(a: Tensor | None, b: Tensor | None) -> Adapter | None:
 
 
 def _check_up(w, x, factor, a, b, bias, order, offsets, top_k, dtype) -> None:
-    assert w.b13 is None, "it is an argument of its own"
-    w.b13 = bias
+    assert w.w13.bias is None, "it is an argument of its own"
+    w.w13 = w.w13._replace(bias=bias)
     check_stage("x", x, factor, _adapter(a, b), w, Groups(order, offsets, top_k), dtype)
 
 
 def _fake_up(w, x, factor, a, b, bias, order, offsets, top_k, dtype):
-    R, N13, I = order.shape[0], w.projection("w13").rows, w.intermediate_size
+    R, N13, I = order.shape[0], w.w13.N, w.intermediate_size
     raw = w.gate.kind == "raw"
     return [x.new_empty(R, N13 if raw else I, dtype=dtype), *([] if raw or a is None else [x.new_empty(R, N13)])]
 
@@ -223,7 +223,7 @@ def down_gradients(
     weight = None if p is None else p.reshape(-1, 1)[groups.order].float()
     dy = dy[groups.order] if p is None else groups.gather(dy)
     weighted = lambda t: t if weight is None else (t * weight).to(t.dtype)
-    du = times_weights(dy, w.projection("w2"), groups.offsets, backend)  # of weight * given
+    du = times_weights(dy, w.w2, groups.offsets, backend)  # of weight * given
     given = h if factor is None else scaled(h, factor, groups)
     dp = None if p is None else _dot(du, _straight(given, amax, w, groups, backend) if w.quantized else given)
     dh = weighted(du)
@@ -234,8 +234,8 @@ def down_gradients(
         added, da, db = _adapter_gradients(dy, h, adapter, weight, groups)
         dh = dh + weighted(added)
         dp = None if dp is None else dp + _dot(added, h)
-    if dp is not None and w.b2 is not None:
-        dp += _dot(dy, F.pad(w.b2, (0, 0, 0, 1))[groups.expert_of_row()])
+    if dp is not None and w.w2.bias is not None:
+        dp += _dot(dy, F.pad(w.w2.bias, (0, 0, 0, 1))[groups.expert_of_row()])
     d_bias = groups.sum_by_expert(weighted(dy)) if bias else None
     found = Gradients(dh.to(h.dtype).masked_fill_(groups.unrouted, 0), d_bias, d_factor, da, db)
     return found, None if dp is None or p is None else groups.slots(dp).view(p.shape).to(p.dtype)
@@ -268,8 +268,8 @@ _DOWN = f"Tensor h, Tensor? top_k_weights, Tensor? amax, {_EXTRAS}, {_GROUPS}"
 
 
 def _check_down(w, h, p, amax, factor, a, b, bias, order, offsets, top_k, dtype):
-    assert w.b2 is None, "it is an argument of its own"
-    w.b2 = bias
+    assert w.w2.bias is None, "it is an argument of its own"
+    w.w2 = w.w2._replace(bias=bias)
     check_stage("h", h, factor, _adapter(a, b), w, Groups(order, offsets, top_k), dtype, p, amax)
 
 
@@ -346,19 +346,17 @@ def gradients(
     return [t for t in (above.rows, dp, above.bias, below.bias) if t is not None]
 
 
-def linear_gradient(dy: Tensor, weights: LinearWeights, backend: Backend) -> Tensor:
-    """dy [T, N] -> dx [T, K]."""
-    return times_weights(dy, weights.projection(), None, backend)
-
-
 def staged(w: ExpertWeights, dtype: torch.dtype, backend: Backend) -> tuple[Backend, ExpertWeights]:
     """A backend that can run GEMM 1 by itself, and the weights in the layout that it reads."""
-    device = Device.of(w.w13.device)
+    device = Device.of(w.w13.codes.device)
     sizes = w.num_experts, w.hidden_size, w.intermediate_size
     problem = Problem("experts", *sizes, "raw", w.activations, dtype, fused=False)
     if backend.unsupported(device, problem) is None:
         return backend, w
-    return explain(problem, device).backend, w if w.layout is None else named(w.layout.backend).unpacked(w)
+    if w.layout is not None:
+        values = named(w.layout).values
+        w = replace(w, w13=values(w.w13), w2=values(w.w2))
+    return explain(problem, device).backend, w
 
 
 # ---- products ------------------------------------------------------------------------------------
@@ -370,12 +368,12 @@ def scaled(rows: Tensor, factor: Tensor, groups: Groups) -> Tensor:
     return rows * factor[expert].to(rows.dtype)
 
 
-def times_weights(rows: Tensor, weights: Projection, offsets: Tensor | None, backend: Backend) -> Tensor:
+def times_weights(rows: Tensor, weights: Matrices, offsets: Tensor | None, backend: Backend) -> Tensor:
     """rows [R, N] times their expert's matrix [N, K] -> [R, K] in their dtype.
 
     Without offsets, all rows belong to a single expert.
     """
-    R, N, K, E = rows.shape[0], weights.rows, weights.width, weights.scale.shape[0]
+    R, N, K, E = rows.shape[0], weights.N, weights.K, len(weights.global_scale)
     if R and rows.is_cuda and rows.dtype != torch.float32 and (offsets is None or N % 8 == 0 == K % 8):
         return _times_windows(rows, weights, offsets, backend)
     ends = [0, R] if offsets is None else offsets.tolist()
@@ -388,9 +386,9 @@ def times_weights(rows: Tensor, weights: Projection, offsets: Tensor | None, bac
     return out
 
 
-def _times_windows(rows: Tensor, weights: Projection, offsets: Tensor | None, backend: Backend) -> Tensor:
+def _times_windows(rows: Tensor, weights: Matrices, offsets: Tensor | None, backend: Backend) -> Tensor:
     """`times_weights` by windows of columns of all experts, one after the other: nothing waits for the offsets."""
-    N, K, E = weights.rows, weights.width, weights.scale.shape[0]
+    N, K, E = weights.N, weights.K, len(weights.global_scale)
     step = max(64, SCRATCH // (E * N * rows.element_size()) // 64 * 64)
     out = rows.new_empty(rows.shape[0], K)
     for first in range(0, K, step):

@@ -1,13 +1,14 @@
-"""ExpertWeights: the 4-bit weights of one MoE layer, as every backend reads them; LinearWeights: those of a linear."""
+"""4-bit matrices as every backend reads them: `Matrices`, `ExpertWeights` of a layer, `LinearWeights` of a linear."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from math import inf, pi, sqrt
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -118,90 +119,114 @@ class Gate:
 SILU = Gate()
 
 
-@dataclass(frozen=True)
-class Layout:
-    """How a backend keeps the weights of a layer [H, I] once `prepare` has brought them into its own order.
+class Matrices(NamedTuple):
+    """A 4-bit matrix [N, K] for each of E experts; `value = code * sf * global_scale`.
 
-    w13, w2  the dimensions of the two tensors without E, in bytes
+    codes         uint8 [E, N, K/2]   low nibble = even k
+    sf            uint8 [E, N, K/16]  e4m3 bytes, row-major
+    global_scale  fp32 [E]
+    N, K
+    gate_scale    fp32 [E] or None    of the gate rows, where the rows are [gate; up]; `global_scale` is that of up
+    bias          [E, N] or None
+    layout        None, or the name of a backend: codes are then what its `pack` made of codes and sf, uint8 with four
+                  dimensions, and sf is None
+
+    The tensors' K is rounded up to a multiple of 16. The padding holds zero codes, so it changes no result.
+
+    The matrix of a linear has no E: codes [N, K/2], sf [N, K/16], bias [N], but global_scale [1]. Its codes in a
+    backend's layout have their first two dimensions exchanged, so that FSDP splits the second.
     """
 
-    backend: str
-    hidden_size: int
-    intermediate_size: int
-    w13: tuple[int, ...]
-    w2: tuple[int, ...]
-    spec: str = dataclasses.field(init=False, repr=False, compare=False)
+    codes: Tensor
+    sf: Tensor | None
+    global_scale: Tensor
+    N: int
+    K: int
+    gate_scale: Tensor | None = None
+    bias: Tensor | None = None
+    layout: str | None = None
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "spec", json.dumps({f.name: getattr(self, f.name) for f in fields(self) if f.init}))
+    @property
+    def gated(self) -> bool:
+        """Whether the rows are [gate; up]; a backend's layout interleaves the two halves."""
+        return self.gate_scale is not None
+
+    @property
+    def blocks(self) -> int:
+        """Of a row: ceil(K / 16)."""
+        return -(-self.K // 16)
+
+    def block_scales(self) -> Tensor:
+        """sf of weights in the checkpoint's layout."""
+        assert self.sf is not None, "in a backend's layout they are in codes"
+        return self.sf
+
+    def held(self) -> Matrices:
+        """The present tensors of parameters: giving a parameter other data later does not change them."""
+        return self._replace(codes=self.codes.detach(), sf=None if self.sf is None else self.sf.detach())
+
+    def of(self, experts: slice) -> Matrices:
+        """Those of some experts, without biases."""
+        part = lambda t: None if t is None else t[experts]
+        scales = self.global_scale[experts], part(self.gate_scale)
+        return self._replace(
+            codes=self.codes[experts], sf=part(self.sf), global_scale=scales[0], gate_scale=scales[1], bias=None
+        )
+
+    def stacked(self) -> Matrices:
+        """The matrix of a linear, with E = 1."""
+        bias = None if self.bias is None else self.bias[None]
+        if self.layout is not None:
+            return self._replace(codes=self.codes.transpose(0, 1), bias=bias)
+        return self._replace(codes=self.codes[None], sf=self.block_scales()[None], bias=bias)
 
 
-@dataclass(eq=False)  # not frozen, which would make construction (twice per call) four times as slow
+@dataclass(eq=False)  # not frozen, which would make construction four times as slow
 class ExpertWeights:
-    """The weights of E experts; `value = code * sf * global_scale`. Do not modify one: use dataclasses.replace.
+    """The weights of E experts. Do not modify one: use dataclasses.replace.
 
-    w13         uint8 [E, N13, K13/2]   codes, low nibble = even k; rows [gate; up] as in Hugging
-                                        Face checkpoints (N13 = 2I), or up only (N13 = I)
-    w13_sf      uint8 [E, N13, K13/16]  e4m3 bytes, row-major
-    gate_scale  fp32 [E] or None        global scale of the gate rows (None: no gate projection)
-    up_scale    fp32 [E]                global scale of the up rows
-    w2, w2_sf   uint8 [E, H, K2/2], [E, H, K2/16]
-    w2_scale    fp32 [E]
-    b13, b2     [E, N13], [E, H] or None
-    x_scale     fp32 [E] or None        static global scale of the activations x, decode direction
-    h_scale     fp32 [E] or None        the same for h; None: dynamic, one scale per token
-
-    gate        what happens between the GEMMs
-    activations "bf16" (W4A16), or W4A4: "nvfp4", or "nvfp4_four_over_six" (see `format.quantize`)
-    layout      None, or the layout of a backend: w13 and w2 are then uint8 [E, *layout.w13] and
-                [E, *layout.w2] with the block scales inside, and w13_sf and w2_sf are None
-
-    K13 and K2 are H and I rounded up to a multiple of 16. The padding holds zero codes, so it changes no result.
+    gate         what happens between the GEMMs
+    activations  "bf16" (W4A16), or W4A4: "nvfp4", or "nvfp4_four_over_six" (see `format.quantize`)
+    w13          [N13, H]: rows [gate; up] as in Hugging Face checkpoints (N13 = 2I), or up only (N13 = I)
+    w2           [H, I]
+    x_scale      fp32 [E] or None        static global scale of the activations x, decode direction
+    h_scale      fp32 [E] or None        the same for h; None: dynamic, one scale per token
     """
 
     gate: Gate
     activations: str
-    w13: Tensor
-    w13_sf: Tensor | None
-    gate_scale: Tensor | None
-    up_scale: Tensor
-    w2: Tensor
-    w2_sf: Tensor | None
-    w2_scale: Tensor
-    b13: Tensor | None = None
-    b2: Tensor | None = None
+    w13: Matrices
+    w2: Matrices
     x_scale: Tensor | None = None
     h_scale: Tensor | None = None
-    layout: Layout | None = None
 
     checked_on: torch.device | None = dataclasses.field(default=None, init=False)  # `checks.check_weights` did, there
 
     def held(self) -> ExpertWeights:
         """Self, with the parameters' present tensors: giving a parameter other data later does not change them."""
-        self.w13, self.w2 = self.w13.detach(), self.w2.detach()
-        if self.layout is None:
-            w13_sf, w2_sf = self.block_scales()
-            self.w13_sf, self.w2_sf = w13_sf.detach(), w2_sf.detach()
+        self.w13, self.w2 = self.w13.held(), self.w2.held()
         return self
 
-    def block_scales(self) -> tuple[Tensor, Tensor]:
-        """w13_sf and w2_sf of weights in the checkpoint's layout."""
-        assert self.w13_sf is not None and self.w2_sf is not None, "in a backend's layout they are in w13 and w2"
-        return self.w13_sf, self.w2_sf
+    def biased(self, b13: Tensor | None, b2: Tensor | None) -> ExpertWeights:
+        """The same weights with these biases."""
+        return dataclasses.replace(self, w13=self.w13._replace(bias=b13), w2=self.w2._replace(bias=b2))
 
     @property
     def num_experts(self) -> int:
-        return self.w13.shape[0]
+        return self.w13.codes.shape[0]
 
     @property
     def hidden_size(self) -> int:
-        return self.w2.shape[1] if self.layout is None else self.layout.hidden_size
+        return self.w2.N
 
     @property
     def intermediate_size(self) -> int:
-        if self.layout is not None:
-            return self.layout.intermediate_size
-        return self.w13.shape[1] // (2 if self.gate.gated else 1)
+        return self.w2.K
+
+    @property
+    def layout(self) -> str | None:
+        """None, or the name of the backend in whose layout the weights are."""
+        return self.w13.layout
 
     @property
     def quantized(self) -> bool:
@@ -216,28 +241,25 @@ class ExpertWeights:
         """Whether GEMM 1 returns NVFP4 rows: if their scales are static and nothing runs between it and GEMM 2."""
         return self.quantized and self.h_scale is not None and self.gate.kind != "raw"
 
-    def projection(self, name: str) -> Projection:
-        """The projection of this name, "w13" or "w2"."""
-        H, I, gated = self.hidden_size, self.intermediate_size, self.gate.gated
-        if name == "w2":
-            return Projection(self.w2, self.w2_sf, None, self.w2_scale, H, I)
-        return Projection(self.w13, self.w13_sf, self.gate_scale, self.up_scale, I * (2 if gated else 1), H, gated)
-
     def tensors(self) -> list[Tensor | None]:
-        """The tensor fields in order; with `spec` all that `from_tensors` needs."""
-        return [getattr(self, name) for name in _TENSORS]
+        """All tensors in order; with `spec` all that `from_tensors` needs."""
+        a, b = self.w13, self.w2
+        return [
+            a.codes, a.sf, a.global_scale, a.gate_scale, a.bias, b.codes, b.sf, b.global_scale, b.bias,
+            self.x_scale, self.h_scale,
+        ]  # fmt: skip
 
     def spec(self, backend: str) -> str:
-        """What a torch op must know besides the tensors, as JSON: gate, activations, layout, and its backend."""
-        layout = "null" if self.layout is None else self.layout.spec
-        return (
-            f'{{"version": {_VERSION}, "backend": "{backend}", "activations": "{self.activations}", '
-            f'"layout": {layout}, "gate": {self.gate.spec}}}'
-        )
+        """What a torch op must know besides the tensors, as JSON (see `Spec`), and the backend that runs it."""
+        return _spec(backend, self.activations, self.w2, self.gate.spec)
 
     @classmethod
-    def from_tensors(cls, tensors: list[Tensor | None], spec: Spec) -> ExpertWeights:
-        return cls(spec.gate, spec.activations, *tensors, spec.layout)  # type: ignore[arg-type, call-arg]
+    def from_tensors(cls, tensors: Sequence[Any], spec: Spec) -> ExpertWeights:
+        codes13, sf13, up_scale, gate_scale, b13, codes2, sf2, scale2, b2, x_scale, h_scale = tensors
+        (H, I), layout = spec.sizes, spec.layout
+        w13 = Matrices(codes13, sf13, up_scale, I * (2 if spec.gate.gated else 1), H, gate_scale, b13, layout)
+        w2 = Matrices(codes2, sf2, scale2, H, I, None, b2, layout)
+        return cls(spec.gate, spec.activations, w13, w2, x_scale, h_scale)
 
     def validate(self, name: str = "experts") -> ExpertWeights:
         """Check the values of all scales; returns self. Every call checks dtypes and shapes (`moe_nvfp4.checks`).
@@ -245,84 +267,30 @@ class ExpertWeights:
         Reads the scales back to the host: call it once, after loading. ValueError names the tensor, the rule and the
         way out.
         """
-        for field, tensor in vars(self).items():
-            if tensor is not None and field.endswith("_scale"):
-                check_global_scale(tensor, f"{name}.{field}")
-            elif tensor is not None and field.endswith("_sf"):
-                check_block_scales(tensor, f"{name}.{field}")
+        for which in ("w13", "w2"):
+            matrices: Matrices = getattr(self, which)
+            check_global_scale(matrices.global_scale, f"{name}.{which}.global_scale")
+            if matrices.gate_scale is not None:
+                check_global_scale(matrices.gate_scale, f"{name}.{which}.gate_scale")
+            if matrices.sf is not None:
+                check_block_scales(matrices.sf, f"{name}.{which}.sf")
+        for which in ("x_scale", "h_scale"):
+            if getattr(self, which) is not None:
+                check_global_scale(getattr(self, which), f"{name}.{which}")
         return self
 
 
-_TENSORS = tuple(f.name for f in fields(ExpertWeights) if f.type.startswith("Tensor"))
-_VERSION = 1
-
-
-class Spec(NamedTuple):
-    """What `ExpertWeights.spec` says, parsed."""
-
-    backend: str
-    activations: str
-    gate: Gate
-    layout: Layout | None
-
-
-@lru_cache(maxsize=256)
-def read_spec(spec: str) -> Spec:
-    """Parse `ExpertWeights.spec`. ValueError for a string that another version of the package wrote."""
-    read = json.loads(spec)
-    if read.pop("version") != _VERSION:
-        raise ValueError(f"the spec of a torch op is not of version {_VERSION}, got {spec}: compile the model again")
-    layout = read["layout"]
-    if layout is not None:
-        layout = Layout(**layout | {name: tuple(layout[name]) for name in ("w13", "w2")})
-    return Spec(read["backend"], read["activations"], Gate(**read["gate"]), layout)
-
-
-class Projection(NamedTuple):
-    """One projection of E experts, [N, K] each: what a backward pass multiplies by.
-
-    codes, sf    as in `ExpertWeights`, in the same layout
-    first_scale  fp32 [E] or None: the global scale of the first half of the rows (gate), if it has its own
-    scale        fp32 [E]: the global scale of the other rows
-    rows, width  N and K, without padding
-    interleaved  whether a backend's layout interleaves the two halves of the rows
-    """
-
-    codes: Tensor
-    sf: Tensor | None
-    first_scale: Tensor | None
-    scale: Tensor
-    rows: int
-    width: int
-    interleaved: bool = False
-
-
 class LinearWeights(NamedTuple):
-    """The weights of one linear; `value = code * sf * global_scale`.
+    """The weights of one linear.
 
-    codes         uint8 [N, K/2]   K a multiple of 16
-    sf            uint8 [N, K/16]  e4m3 bytes
-    global_scale  fp32 [1]
-    bias          [N] or None
-    input_scale   fp32 [1] or None: the static global scale of the rows for activations="nvfp4"
-    activations   as in `ExpertWeights`
-    sizes         None, or (N, K) of weights in a backend's layout: codes are then what `Backend.prepare` returned for
-                  them as a single expert, block scales included, with its first two dimensions exchanged, so that FSDP
-                  splits the second; sf is None
+    matrix       [N, K], K a multiple of 16
+    input_scale  fp32 [1] or None: the static global scale of the rows for activations="nvfp4"
+    activations  as in `ExpertWeights`
     """
 
-    codes: Tensor
-    sf: Tensor | None
-    global_scale: Tensor
-    bias: Tensor | None
+    matrix: Matrices
     input_scale: Tensor | None
     activations: str
-    sizes: tuple[int, int] | None = None
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(N, K)."""
-        return self.sizes or (self.codes.shape[0], 2 * self.codes.shape[1])
 
     @property
     def quantized(self) -> bool:
@@ -334,19 +302,55 @@ class LinearWeights(NamedTuple):
 
     def held(self) -> LinearWeights:
         """A copy with the parameters' present tensors: giving a parameter other data later does not change it."""
-        return self._replace(codes=self.codes.detach(), sf=None if self.sf is None else self.sf.detach())
+        return self._replace(matrix=self.matrix.held())
 
-    def block_scales(self) -> Tensor:
-        """sf of weights in the checkpoint's layout."""
-        assert self.sf is not None, "in a backend's layout they are in codes"
-        return self.sf
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """All tensors in order; with `spec` all that `from_tensors` needs."""
+        m = self.matrix
+        return m.codes, m.sf, m.global_scale, m.bias, self.input_scale
 
-    def projection(self) -> Projection:
-        """The weights as the projection of a single expert."""
-        N, K = self.shape
-        if self.sizes is not None:
-            return Projection(self.codes.transpose(0, 1), None, None, self.global_scale, N, K)
-        return Projection(self.codes[None], self.block_scales()[None], None, self.global_scale, N, K)
+    def spec(self, backend: str) -> str:
+        """As `ExpertWeights.spec`."""
+        return _spec(backend, self.activations, self.matrix, "null")
+
+    @classmethod
+    def from_tensors(cls, tensors: Sequence[Any], spec: Spec) -> LinearWeights:
+        codes, sf, global_scale, bias, input_scale = tensors
+        matrix = Matrices(codes, sf, global_scale, *spec.sizes, None, bias, spec.layout)
+        return cls(matrix, input_scale, spec.activations)
+
+
+# ---- what an op must know besides tensors --------------------------------------------------------
+
+_VERSION = 2
+
+
+class Spec(NamedTuple):
+    """sizes: of experts H and I, of a linear N and K; gate: None for a linear."""
+
+    backend: str
+    activations: str
+    sizes: tuple[int, int]
+    layout: str | None
+    gate: Any
+
+
+def _spec(backend: str, activations: str, m: Matrices, gate: str) -> str:
+    layout = "null" if m.layout is None else f'"{m.layout}"'
+    return (
+        f'{{"version": {_VERSION}, "backend": "{backend}", "activations": "{activations}", "sizes": [{m.N}, {m.K}], '
+        f'"layout": {layout}, "gate": {gate}}}'
+    )
+
+
+@lru_cache(maxsize=256)
+def read_spec(spec: str) -> Spec:
+    """Parse the `spec` of experts or of a linear. ValueError for a string that another version of the package wrote."""
+    read = json.loads(spec)
+    if read.pop("version") != _VERSION:
+        raise ValueError(f"the spec of a torch op is not of version {_VERSION}, got {spec}: compile the model again")
+    gate = None if read["gate"] is None else Gate(**read["gate"])
+    return Spec(read["backend"], read["activations"], tuple(read["sizes"]), read["layout"], gate)
 
 
 def check_global_scale(scale: Tensor, name: str) -> None:

@@ -16,9 +16,8 @@ from torch import Tensor
 from moe_nvfp4 import NVFP4Experts, backends, demo, reference
 from moe_nvfp4 import format as nvfp4
 from moe_nvfp4.kernels.sm90 import BACKEND, Hopper
-from moe_nvfp4.kernels.sm90 import pack as sm90_pack
 from moe_nvfp4.routing import Groups, Rows, group_by_expert
-from moe_nvfp4.weights import SILU, ExpertWeights, Gate, Layout
+from moe_nvfp4.weights import SILU, ExpertWeights, Gate
 
 ROOT = Path(__file__).parents[1]
 
@@ -175,6 +174,11 @@ def peak_while_loading(path, arguments: str = "") -> tuple[int, int]:
     return peak, result
 
 
+def unpacked(backend, weights):
+    """ExpertWeights in the layout of `backend`, with the same values in the checkpoint's layout."""
+    return replace(weights, w13=backend.values(weights.w13), w2=backend.values(weights.w2))
+
+
 class Kernels(Hopper):
     """A backend that makes this machine's CPU look like a Hopper GPU to layers: it has Hopper's layout and limits, and
     computes with the reference on weights restored from that layout."""
@@ -185,24 +189,18 @@ class Kernels(Hopper):
         return None
 
     def experts(self, x, ids, top_k_weights, weights):
-        assert weights.layout == Layout("sm90", weights.hidden_size, weights.intermediate_size,
-                                        tuple(weights.w13.shape[1:]), tuple(weights.w2.shape[1:]))  # fmt: skip
+        assert weights.layout == "sm90"
         Kernels.calls += 1
-        H, I = weights.hidden_size, weights.intermediate_size
-        rows = (2 if weights.gate.gated else 1) * I
-        w13, w13_sf = self.restore(weights.w13, sm90_pack.Packed(None, None, rows, H, weights.gate.gated))
-        w2, w2_sf = self.restore(weights.w2, sm90_pack.Packed(None, None, H, I, False))
-        weights = replace(weights, layout=None, w13=w13, w13_sf=w13_sf, w2=w2, w2_sf=w2_sf)
+        weights = unpacked(self, weights)
         groups = group_by_expert(ids, weights.num_experts)
         h = reference.gemm1_swiglu(Rows(x, index=groups.token), weights, groups, x.dtype)
         return reference.gemm2_combine(h, weights, groups, top_k_weights, x.dtype)
 
     def linear(self, x, weights):
-        if weights.sizes is not None:
+        if weights.matrix.layout is not None:
             Kernels.calls += 1
-            note = sm90_pack.Packed(None, None, *weights.sizes, False)
-            (codes,), (sf,) = self.restore(weights.codes.transpose(0, 1), note)
-            weights = weights._replace(codes=codes, sf=sf, sizes=None)
+            m = self.values(weights.matrix.stacked())
+            weights = weights._replace(matrix=m._replace(codes=m.codes[0], sf=m.sf[0], bias=weights.matrix.bias))
         return reference.linear(x, weights)
 
 

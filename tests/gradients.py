@@ -21,10 +21,10 @@ CLOSE = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 1e-2}
 def dense(layer):
     """float64 w13 [E, N13, H] and w2 [E, H, I]."""
     w, H, I = layer.weights, layer.hidden_size, layer.intermediate_size
-    parts = [s for s in (w.gate_scale, w.up_scale) if s is not None]
+    parts = [s for s in (w.w13.gate_scale, w.w13.global_scale) if s is not None]
     scale = torch.cat([s[:, None].expand(-1, I) for s in parts], dim=1)
-    w13 = dequantize(w.w13, w.w13_sf, scale)[..., :H]
-    return w13.double(), dequantize(w.w2, w.w2_sf, w.w2_scale[:, None].expand(-1, H))[..., :I].double()
+    w13 = dequantize(w.w13.codes, w.w13.sf, scale)[..., :H]
+    return w13.double(), dequantize(w.w2.codes, w.w2.sf, w.w2.global_scale[:, None].expand(-1, H))[..., :I].double()
 
 
 def straight(row, scale, activations):

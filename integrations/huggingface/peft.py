@@ -214,19 +214,19 @@ class ParamWrapper(_Merging, lora.ParamWrapper):
 
     def _merged(self, adapters: list[str]) -> dict[str, Tensor]:
         base, name = self.get_base_layer(), self.parameter_name
-        w = base.weights.projection("w2" if name == "down_proj" else "w13")
+        w = base.weights.w2 if name == "down_proj" else base.weights.w13
         factor = base.pre_quant_scales[1 if name == "down_proj" else 0]
         added = [self.adapter(adapter) for adapter in adapters]
         experts = []
         for e in range(self.num_experts):
-            halves = [w.scale[e]] if w.first_scale is None else [w.first_scale[e], w.scale[e]]
-            dense = dequantize(w.codes[e], w.sf[e], torch.cat([s.expand(w.rows // len(halves)) for s in halves]))
+            halves = [s[e] for s in (w.gate_scale, w.global_scale) if s is not None]
+            dense = dequantize(w.codes[e], w.sf[e], torch.cat([s.expand(w.N // len(halves)) for s in halves]))
             for a, b in added:
                 delta = b[e].float() @ a[e].float()
                 if factor is not None:  # the base layer multiplies x by it, the adapter does not
                     delta = delta / factor[e].float()
-                dense[:, : w.width] += delta
-            experts.append(quantize_expert(dense[:, : w.width], name, base.recipe))
+                dense[:, : w.K] += delta
+            experts.append(quantize_expert(dense[:, : w.K], name, base.recipe))
         return {key: torch.stack([expert[key] for expert in experts]) for key in experts[0]}
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from moe_nvfp4 import format as nvfp4
 from moe_nvfp4.routing import Groups, Rows
-from moe_nvfp4.weights import ExpertWeights, Gate, LinearWeights, Projection
+from moe_nvfp4.weights import ExpertWeights, Gate, LinearWeights, Matrices
 
 PACKAGES = ("cutlass", "tvm_ffi", "triton")
 OLDEST = {"cutlass": ("nvidia-cutlass-dsl", (4, 8))}  # the kernels import modules that older versions lack
@@ -109,7 +109,7 @@ class Backend:
     name         the name of its folder, and its value of MOE_NVFP4_BACKEND
     device_type  the type of the devices it is for
     packages     those of PACKAGES that compile its kernels, on first use or ahead (see `kernels.calls`)
-    layout       its name, if `prepare` brings weights into its own layout; None: its kernels read the checkpoint's
+    layout       its name, if `pack` brings weights into its own layout; None: its kernels read the checkpoint's
     """
 
     name: ClassVar[str]
@@ -156,7 +156,7 @@ class Backend:
         """As `reference.linear`, up to the order of fp32 sums: x [T, K] -> [T, N] in x's dtype."""
         return self.functions.linear(x, weights)
 
-    def dequantize(self, weights: Projection, experts: slice, columns: slice, dtype: torch.dtype) -> Tensor:
+    def dequantize(self, weights: Matrices, experts: slice, columns: slice, dtype: torch.dtype) -> Tensor:
         """Dense weights [experts, N, columns] in `dtype`, also from this backend's own layout. Backward passes multiply
         by them, one window after the other. Columns begin at multiples of 64."""
         return dequantized(weights, experts, columns, dtype)
@@ -169,31 +169,29 @@ class Backend:
         """As `Gate.gradient`."""
         return gate.gradient(w13_out, dh)
 
-    def unpacked(self, weights: ExpertWeights) -> ExpertWeights:
-        """The same values in the checkpoint's layout, as new tensors."""
-        raise NotImplementedError(f"{self.name} reads the checkpoint's layout")
+    # A backend's own layout. One matrix at a time, so that there are never two copies of all the weights.
 
-    # A backend's own layout. One projection at a time, so that there are never two copies of all the weights.
-
-    def prepare(self, codes: Tensor, sf: Tensor, interleaved: bool) -> tuple[Tensor, Any]:
+    def pack(self, codes: Tensor, sf: Tensor, interleaved: bool) -> tuple[Tensor, Any]:
         """Codes [E, N, K/2] and block scales [E, N, K/16] -> (uint8 with four dimensions that holds both, a note of
-        what else `restore` needs); interleaved: the rows are [gate; up]."""
+        what else `unpack` needs); interleaved: the rows are [gate; up]."""
         raise NotImplementedError(f"{self.name} reads the checkpoint's layout")
 
-    def restore(self, prepared: Tensor, note: Any) -> tuple[Tensor, Tensor]:
-        """The exact inverse of `prepare`: (codes, sf)."""
+    def unpack(self, packed: Tensor, note: Any) -> tuple[Tensor, Tensor]:
+        """The exact inverse of `pack`: (codes, sf)."""
+        raise NotImplementedError(f"{self.name} reads the checkpoint's layout")
+
+    def values(self, weights: Matrices) -> Matrices:
+        """Packed weights, with the same values in the checkpoint's layout, as new tensors."""
         raise NotImplementedError(f"{self.name} reads the checkpoint's layout")
 
 
-def dequantized(weights: Projection, experts: slice, columns: slice, dtype: torch.dtype) -> Tensor:
+def dequantized(weights: Matrices, experts: slice, columns: slice, dtype: torch.dtype) -> Tensor:
     """`Backend.dequantize` for the checkpoint's layout, in torch."""
-    w, (first, last) = weights, (columns.start, min(columns.stop, weights.width))
-    assert w.sf is not None
-    scale = w.scale[experts, None].expand(-1, w.rows)
-    if w.first_scale is not None:
-        halves = [s[experts, None].expand(-1, w.rows // 2) for s in (w.first_scale, w.scale)]
-        scale = torch.cat(halves, dim=1)
-    codes, sf = w.codes[experts, :, first // 2 : -(-last // 16) * 8], w.sf[experts, :, first // 16 : -(-last // 16)]
+    w, (first, last) = weights.of(experts), (columns.start, min(columns.stop, weights.K))
+    scale = w.global_scale[:, None].expand(-1, w.N)
+    if w.gate_scale is not None:
+        scale = torch.cat([s[:, None].expand(-1, w.N // 2) for s in (w.gate_scale, w.global_scale)], dim=1)
+    codes, sf = w.codes[..., first // 2 : -(-last // 16) * 8], w.block_scales()[..., first // 16 : -(-last // 16)]
     return nvfp4.dequantize(codes, sf, scale, dtype)[..., : last - first]
 
 

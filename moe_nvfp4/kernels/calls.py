@@ -15,7 +15,7 @@ from moe_nvfp4 import reference
 from moe_nvfp4.format import grouped_sf_rows
 from moe_nvfp4.kernels.backend import Backend, Gpu
 from moe_nvfp4.kernels.common import ahead
-from moe_nvfp4.kernels.common.ahead import Job, token_counts
+from moe_nvfp4.kernels.common.ahead import Build, token_counts
 from moe_nvfp4.routing import Groups, Rows
 from moe_nvfp4.weights import ExpertWeights, LinearWeights, read_spec
 
@@ -27,41 +27,29 @@ Kind = (
 _IDS = torch.int64, torch.int32  # transformers' and vLLM's
 
 
-class ExpertsCall(NamedTuple):
-    """Calls of one layer: `weights` and `spec` come from an `ExpertWeights`.
+class Call(NamedTuple):
+    """Calls of one layer or linear: all that their kernels depend on, except the number of tokens.
 
-    fused   as in `Problem`
-    dtype   of x
+    weights, spec  of an `ExpertWeights` or a `LinearWeights`
+    dtype          of x
+    top_k          0 for a linear
+    fused          as in `Problem`
     """
 
     weights: tuple[Kind, ...]
     spec: str
-    fused: bool
-    top_k: int
     dtype: torch.dtype
+    top_k: int
+    fused: bool
 
     @property
     def router(self) -> set[torch.dtype]:
         """Dtypes of top_k_weights."""
         return {torch.float32, self.dtype}
 
-
-class LinearCall(NamedTuple):
-    """Calls of one linear: `weights` are the tensors of a `LinearWeights`; dtype is that of x."""
-
-    weights: tuple[Kind, ...]
-    activations: str
-    sizes: tuple[int, int] | None
-    dtype: torch.dtype
-
-
-def call(
-    weights: ExpertWeights | LinearWeights, dtype: torch.dtype, top_k: int, fused: bool
-) -> ExpertsCall | LinearCall:
-    """Everything that the kernels of calls with x of `dtype` depend on, except the number of tokens."""
-    if isinstance(weights, LinearWeights):
-        return LinearCall(_kinds(weights[:5]), weights.activations, weights.sizes, dtype)
-    return ExpertsCall(_kinds(weights.tensors()), weights.spec(""), fused, top_k, dtype)
+    @staticmethod
+    def of(weights: ExpertWeights | LinearWeights, dtype: torch.dtype, top_k: int = 0, fused: bool = True) -> Call:
+        return Call(_kinds(weights.tensors()), weights.spec(""), dtype, top_k, fused)
 
 
 def _kinds(tensors: Iterable[Tensor | None]) -> tuple[Kind, ...]:
@@ -73,12 +61,17 @@ def _kind(t: Tensor) -> Kind:
     return tuple(t.shape), t.dtype, 0 if t.is_meta else t.data_ptr() % 16 // t.element_size()
 
 
-def compile_calls(calls: Iterable[tuple[Backend, ExpertsCall | LinearCall]], gpu: Gpu, progress: bool) -> int:
-    """Build the kernels of such calls that are not in the cache folder, and load all of them if that GPU is there.
-    Returns how many were built."""
-    jobs: dict[Job, None] = {}
+def compile_ahead(calls: Iterable[tuple[Backend, Call]], gpu: Gpu, progress: bool = True) -> int:
+    """Compile every kernel that such calls launch on `gpu`, for any number of tokens, into the cache folder, and load
+    all of them if that GPU is there, so that no call waits for a compiler. Several processes compile; weights may be on
+    meta. Returns how many were not cached.
+
+    RuntimeError with the compiler's message if a compilation fails.
+    """
+    jobs: dict[Build, None] = {}
     for backend, call in dict.fromkeys(calls):
-        jobs |= kernels_of(backend, call, gpu)
+        if backend.packages:
+            jobs |= kernels_of(backend, call, gpu)
     built = ahead.build(jobs, gpu, progress=progress)
     if gpu.ordinal is not None:
         with torch.cuda.device(gpu.ordinal):
@@ -88,13 +81,14 @@ def compile_calls(calls: Iterable[tuple[Backend, ExpertsCall | LinearCall]], gpu
 
 
 @lru_cache(maxsize=256)
-def kernels_of(backend: Backend, call: ExpertsCall | LinearCall, gpu: Gpu) -> dict[Job, None]:
+def kernels_of(backend: Backend, call: Call, gpu: Gpu) -> dict[Build, None]:
     """Every kernel that such calls can need on `gpu`, as an ordered set: found by making the calls on meta tensors."""
     with ahead.noting(gpu) as jobs:
-        if isinstance(call, LinearCall):
-            _linear(backend, call)
+        tensors, spec = [_meta(kind) for kind in call.weights], read_spec(call.spec)
+        if spec.gate is None:
+            _linear(backend, call, LinearWeights.from_tensors(tensors, spec))
         else:
-            w = ExpertWeights.from_tensors([_meta(kind) for kind in call.weights], read_spec(call.spec))
+            w = ExpertWeights.from_tensors(tensors, spec)
             if call.fused and w.gate.kind != "raw":
                 _experts(backend, call, w)
             else:
@@ -102,13 +96,13 @@ def kernels_of(backend: Backend, call: ExpertsCall | LinearCall, gpu: Gpu) -> di
     return jobs
 
 
-def _experts(backend: Backend, call: ExpertsCall, w: ExpertWeights) -> None:
+def _experts(backend: Backend, call: Call, w: ExpertWeights) -> None:
     for ids, router, T in product(_IDS, call.router, token_counts(call.top_k)):
         shape = T, call.top_k
         backend.experts(_empty((T, w.hidden_size), call.dtype), _empty(shape, ids), _empty(shape, router), w)
 
 
-def _stages(backend: Backend, call: ExpertsCall, w: ExpertWeights) -> None:
+def _stages(backend: Backend, call: Call, w: ExpertWeights) -> None:
     """The products of `stages`: GEMM 1 does not depend on top_k, GEMM 2 may get one slot."""
     E, H, I, quantized, fp32 = w.num_experts, w.hidden_size, w.intermediate_size, w.quantized, torch.float32
     offsets, first = _empty((E + 1,), torch.int32), replace(w, h_scale=None)
@@ -139,12 +133,9 @@ def _quantized(
     return Rows(_empty((R, K // 2), torch.uint8), sf, _empty((R,), torch.float32))
 
 
-def _linear(backend: Backend, call: LinearCall) -> None:
-    codes, sf, scale, bias, input_scale = map(_meta, call.weights)
-    assert codes is not None and scale is not None
-    w = LinearWeights(codes, sf, scale, bias, input_scale, call.activations, call.sizes)
+def _linear(backend: Backend, call: Call, w: LinearWeights) -> None:
     for T in token_counts():
-        backend.linear(_empty((T, w.shape[1]), call.dtype), w)
+        backend.linear(_empty((T, w.matrix.K), call.dtype), w)
 
 
 def _meta(kind: Kind) -> Tensor | None:

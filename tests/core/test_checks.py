@@ -1,7 +1,6 @@
 """Misuse: every wrong shape, dtype and device is named, and nothing reaches a backend unchecked."""
 
 import copy
-from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -59,20 +58,20 @@ def arguments(op, activations, static, bias):
     """Legal arguments of torch.ops.moe_nvfp4.`op`."""
     if op == "linear":
         layer, (x, _, _) = make_linear(activations, static, bias), batch()
-        return [x, layer.weight, layer.weight_sf, layer.weight_global_scale, layer.bias, layer.input_scale, activations,
-                None, layer.backend().name]  # fmt: skip
+        return [x, *layer.weights.tensors(), layer.weights.spec(layer.backend().name)]
     layer, (x, ids, p) = make(activations, static, bias), batch()
     w, groups = layer.weights, group_by_expert(ids, E)
     spec = w.spec(layer.backend(torch.float32).name)
     if op == "experts":
-        return [x, ids, p, w.b13, w.b2, replace(w, b13=None, b2=None).tensors(), spec]
+        return [x, ids, p, w.w13.bias, w.w2.bias, w.biased(None, None).tensors(), spec]
     own = [groups.order, groups.offsets, K, torch.float32]
     exact = lambda *shape: torch.randint(1, 9, shape) / 8
-    first = [x, exact(E, H), None, None, w.b13, *own, replace(w, b13=None).tensors(), spec]
+    first = [x, exact(E, H), None, None, w.w13.bias, *own, w.biased(None, w.w2.bias).tensors(), spec]
     if op == "up":
         return first
     (h,) = torch.ops.moe_nvfp4.up(*first)
-    return [h, p, None, exact(E, I), exact(E, 8, I), exact(E, H, 8), w.b2, *own, replace(w, b2=None).tensors(), spec]
+    second = w.biased(w.w13.bias, None).tensors()
+    return [h, p, None, exact(E, I), exact(E, 8, I), exact(E, H, 8), w.w2.bias, *own, second, spec]
 
 
 def tensors(args):
@@ -165,15 +164,17 @@ def test_the_layer_names_what_is_wrong(reference, monkeypatch):
             layer(x, ids.index_fill(0, torch.tensor(3), wrong), p)
     with pytest.raises(TypeError, match="x is torch.float64, expected bfloat16 or float16 or float32"):
         layer(x.double(), ids, p)
-    with pytest.raises(ValueError, match="w13 is on cpu.* on meta: move them to one device"):
+    with pytest.raises(ValueError, match="w13.codes is on cpu.* on meta: move them to one device"):
         layer(x.to("meta"), ids, p)
-    with pytest.raises(ValueError, match="w13 is on meta"):
+    with pytest.raises(ValueError, match="w13.codes is on meta"):
         copy.deepcopy(layer).to("meta")(x, ids, p)
     layer.double()
-    with pytest.raises(TypeError, match="b13 is torch.float64"):
+    with pytest.raises(TypeError, match="w13.bias is torch.float64"):
         layer(x, ids, p)
     assert layer.float()(x, ids, p.double()).isfinite().all()
-    with pytest.raises(TypeError, match="w13 is torch.bfloat16, expected uint8: codes and block scales are bytes"):
+    with pytest.raises(
+        TypeError, match="w13.codes is torch.bfloat16, expected uint8: codes and block scales are bytes"
+    ):
         make().type(torch.bfloat16)(x, ids, p)
     linear = make_linear()
     for width in (H // 2, 2 * H, 1):
@@ -225,9 +226,13 @@ def test_arguments_that_are_no_tensors():
         with pytest.raises(TypeError, match="result's dtype is torch.float64, expected bfloat16"):
             results(op, args)
     args = [*arguments("linear", "bf16", False, True)]
-    for at, wrong, rule in ((6, "fp8", "activations must be one of"), (7, [I, H], "codes, got|sizes to those")):
+    for right, wrong, rule in (
+        ('"activations": "bf16"', '"activations": "fp8"', "activations must be one of"),
+        (f'"sizes": [{I}, {H}]', f'"sizes": [{H}, {I}]', "codes, got"),
+        (f'"sizes": [{I}, {H}]', f'"sizes": [{I + 16}, {H}]', "weight.codes has shape"),
+    ):
         with pytest.raises(ValueError, match=rule):
-            results("linear", [*args[:at], wrong, *args[at + 1 :]])
+            results("linear", [*args[:-1], args[-1].replace(right, wrong)])
 
 
 # ---- scales --------------------------------------------------------------------------------------
@@ -327,7 +332,7 @@ except TypeError as error:
 def test_mixed_precision_of_fsdp():
     """It never rounds scales silently, and leaves them alone when it is told to."""
     done = python(SHARDED)
-    assert "named gate_scale is torch.bfloat16" in done.stdout and "fp32_parameters(model)" in done.stdout, done.stderr
+    assert "named w13.global_scale is torch.bfloat16" in done.stdout and "fp32_parameters(model)" in done.stdout, done.stderr
 
 
 # ---- compiling and transforms ---------------------------------------------------------------------

@@ -81,12 +81,12 @@ def naive_moe(x, ids, weights, w: ExpertWeights, pre_quant_scales=None):
             if quantized:
                 row = fake_quantize(x_t, None if w.x_scale is None else w.x_scale[e], w.activations)
             if w.gate.gated:
-                scale = torch.cat([w.gate_scale[e].expand(I), w.up_scale[e].expand(I)])[:, None]
+                scale = torch.cat([w.w13.gate_scale[e].expand(I), w.w13.global_scale[e].expand(I)])[:, None]
             else:
-                scale = w.up_scale[e]
-            v = dense(w.w13[e], w.w13_sf[e], scale) @ row
-            if w.b13 is not None:
-                v = v + w.b13[e].double()
+                scale = w.w13.global_scale[e]
+            v = dense(w.w13.codes[e], w.w13.sf[e], scale) @ row
+            if w.w13.bias is not None:
+                v = v + w.w13.bias[e].double()
             h = torch.tensor(naive_gate(w.gate, v.tolist(), I), dtype=torch.float64, device="cpu")
             if pre_quant_scales is not None:
                 h = h.to(x.dtype).double() * pre_quant_scales[1][e].double()
@@ -96,9 +96,9 @@ def naive_moe(x, ids, weights, w: ExpertWeights, pre_quant_scales=None):
                 h = fake_quantize(h.to(x.dtype), None, w.activations)
             else:
                 h = fake_quantize(h, w.h_scale[e], w.activations)
-            out = dense(w.w2[e], w.w2_sf[e], w.w2_scale[e]) @ h
-            if w.b2 is not None:
-                out = out + w.b2[e].double()
+            out = dense(w.w2.codes[e], w.w2.sf[e], w.w2.global_scale[e]) @ h
+            if w.w2.bias is not None:
+                out = out + w.w2.bias[e].double()
             y[t] += p * out
     return y
 
@@ -240,7 +240,7 @@ def test_a_linear_in_the_layout_of_kernels_gives_the_checkpoints_bytes_back(N, K
         assert layer.packed and layer.weight_sf.numel() == 0
         assert layer.weight.is_contiguous() and len(layer.weight) == -(-N // 4)  # FSDP splits rows over ranks
         every = slice(0, 1), slice(0, 16 * K)
-        matrix = named("sm90").dequantize(layer.weights.projection(), *every, torch.float32)[0]  # of gradients
+        matrix = named("sm90").dequantize(layer.weights.matrix.stacked(), *every, torch.float32)[0]  # of gradients
         assert torch.equal(matrix.double(), dense(before["weight"], before["weight_sf"], torch.tensor(2.0**-7)))
         with pytest.raises(TypeError, match="unpack"):  # inside of torch.compile it cannot be unpacked
             run_linear(x, layer.weights, Selected("cpu", None))
@@ -340,9 +340,9 @@ def test_the_scale_of_a_row_belongs_to_the_whole_row(activations):
     whole.observer = None
     for columns in (slice(0, I // 2), slice(I // 2, I)):
         part = NVFP4Experts(4, 64, I // 2, activations=activations)
-        for name, codes in (("gate_up_proj", w.w13), ("gate_up_proj_sf", w.w13_sf)):
+        for name, codes in (("gate_up_proj", w.w13.codes), ("gate_up_proj_sf", w.w13.sf)):
             getattr(part, name).copy_(torch.cat([half[:, columns] for half in codes.chunk(2, 1)], 1))
-        for name, codes, n in (("down_proj", w.w2, 2), ("down_proj_sf", w.w2_sf, 16)):
+        for name, codes, n in (("down_proj", w.w2.codes, 2), ("down_proj_sf", w.w2.sf, 16)):
             getattr(part, name).copy_(codes[..., columns.start // n : columns.stop // n])
         for name in ("gate_proj_global_scale", "up_proj_global_scale", "down_proj_global_scale"):
             getattr(part, name).copy_(getattr(whole, name))
@@ -381,7 +381,7 @@ def test_ops_pass_torchs_own_check():
         g, rest = group_by_expert(ids, 4), (w.tensors(), w.spec(layer.backend(x.dtype).name))
         check(ops.experts, (x, ids, p, None, None, *rest))
         own = (g.order, g.offsets, 2, x.dtype, *rest)
-        for a, b in ((None, None), (torch.randn(4, 8, 64), torch.randn(4, w.w13.shape[1], 8))):
+        for a, b in ((None, None), (torch.randn(4, 8, 64), torch.randn(4, w.w13.codes.shape[1], 8))):
             args = (x, torch.rand(4, 64), a, b, None, *own)
             check(ops.up, args)
             h = ops.up(*args)[0]
@@ -409,11 +409,11 @@ def test_bad_weights_are_named():
     layer = make()
     for bad in (0.0, float("inf"), float("nan"), -1.0):
         layer.up_proj_global_scale[2] = bad
-        with pytest.raises(ValueError, match="experts.up_scale of expert 2 is"):
+        with pytest.raises(ValueError, match="experts.w13.global_scale of expert 2 is"):
             layer.weights.validate()
     layer = make()
     layer.down_proj_sf[1, 2, 0] = 0x7F
-    with pytest.raises(ValueError, match="w2_sf holds NaN or negative"):
+    with pytest.raises(ValueError, match="w2.sf holds NaN or negative"):
         layer.weights.validate()
     with pytest.raises(ValueError, match="of expert 0.*NaN or Inf"):
         NVFP4Experts.from_dense(torch.full((1, 32, 16), float("nan")), torch.zeros(1, 16, 16))
@@ -488,8 +488,8 @@ def test_packed_weights_come_back_wherever_they_are_asked_for(hopper, gate):
 
 def test_threads_do_not_meet_weights_that_change_their_layout(hopper, monkeypatch):
     """Calls in bf16 pack weights, calls in fp32 and state_dict restore them; no call sees them half changed."""
-    prepare = Kernels.prepare
-    monkeypatch.setattr(Kernels, "prepare", lambda *args: (time.sleep(0.002), prepare(*args))[1])
+    pack = Kernels.pack
+    monkeypatch.setattr(Kernels, "pack", lambda *args: (time.sleep(0.002), pack(*args))[1])
     torch.manual_seed(0)
     layer = NVFP4Experts.from_dense(torch.randn(4, 96, 64), torch.randn(4, 64, 48))
     linear = NVFP4Linear(64, 80)

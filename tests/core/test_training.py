@@ -14,7 +14,7 @@ from moe_nvfp4.format import dequantize
 from moe_nvfp4.linear import NVFP4Linear
 from moe_nvfp4.ops import Adapter
 from moe_nvfp4.weights import SILU, Gate
-from tests.common import Kernels, random_layer, relative_error
+from tests.common import Kernels, random_layer, relative_error, unpacked
 from tests.gradients import CLOSE, GATES, E, H, I, batch, compare, dense, leaf, oracle
 
 
@@ -108,15 +108,15 @@ def test_windows_of_columns(name, scratch, monkeypatch):
     """As on GPUs: one window of all experts' columns at a time, and all at once; also for a linear."""
     monkeypatch.setattr(stages, "SCRATCH", scratch)
     layer, backend = random_layer(4, 200, 136), backends.named("cpu")
-    weights, w = layer.weights.projection(name), dense(layer)[name == "w2"]
-    rows, offsets = torch.randn(9, weights.rows).bfloat16(), torch.tensor([0, 2, 2, 6, 8], dtype=torch.int32)
+    weights, w = getattr(layer.weights, name), dense(layer)[name == "w2"]
+    rows, offsets = torch.randn(9, weights.N).bfloat16(), torch.tensor([0, 2, 2, 6, 8], dtype=torch.int32)
     got = stages._times_windows(rows, weights, offsets, backend)
     for e, (first, last) in enumerate(pairwise(offsets.tolist())):
         if first < last:  # the ninth row has no expert
             assert relative_error(got[first:last], rows[first:last].double() @ w[e]) < CLOSE[torch.bfloat16]
-    one = weights._replace(codes=weights.codes[:1], sf=weights.sf[:1], scale=weights.scale[:1], first_scale=None)
+    one = weights.of(slice(1))._replace(gate_scale=None)
     got = stages._times_windows(rows, one, None, backend)
-    matrix = dequantize(one.codes[0], one.sf[0], one.scale)[:, : weights.width]
+    matrix = dequantize(one.codes[0], one.sf[0], one.global_scale)[:, : weights.K]
     assert relative_error(got, rows.double() @ matrix.double()) < CLOSE[torch.bfloat16]
 
 
@@ -134,10 +134,10 @@ class Stages(Kernels):
     """A stand-in for Hopper that has stages, too."""
 
     def gemm1_swiglu(self, rows, weights, groups, dtype):
-        return reference.gemm1_swiglu(rows, self.unpacked(weights), groups, dtype)
+        return reference.gemm1_swiglu(rows, unpacked(self, weights), groups, dtype)
 
     def gemm2_combine(self, h, weights, groups, top_k_weights, dtype):
-        return reference.gemm2_combine(h, self.unpacked(weights), groups, top_k_weights, dtype)
+        return reference.gemm2_combine(h, unpacked(self, weights), groups, top_k_weights, dtype)
 
 
 @pytest.mark.parametrize("activations", ["bf16", "nvfp4"])
@@ -156,12 +156,11 @@ def test_weights_in_hoppers_layout(activations):
             kernels = backends.named("sm90" if backend else "cpu")
             grads.append(stages.gradients(dy, a.detach(), ids, b.detach(), w, kernels, False))
             if backend:
-                unpacked = backend[0].unpacked(w)
+                values = unpacked(backend[0], w)
                 layer.unpack()
     for name in ("w13", "w2"):
-        codes, sf = (getattr(unpacked, name), getattr(unpacked, f"{name}_sf"))
-        want = dequantize(getattr(layer.weights, name), getattr(layer.weights, f"{name}_sf"), None)
-        assert torch.equal(dequantize(codes, sf, None), want)
+        found, want = (dequantize(m.codes, m.sf, None) for m in (getattr(values, name), getattr(layer.weights, name)))
+        assert torch.equal(found, want)
     for mine, theirs in zip(*grads, strict=True):
         assert relative_error(mine, theirs) < CLOSE[torch.bfloat16]
 
@@ -240,7 +239,7 @@ def test_adapters_add_their_products_to_the_weights(gate, r, activations):
     """Values and gradients of W + B A in float64, for two adapters and for one; W4A4 does not quantize their rows."""
     layer = random_layer(E, H, I, GATES[gate], activations)
     x, ids, p = batch(torch.float32)
-    N13 = layer.weights.w13.shape[1]
+    N13 = layer.weights.w13.codes.shape[1]
     g = torch.Generator().manual_seed(2)
 
     def adapter(N, K):

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM, Step3p7ForConditionalGeneration
 
-from moe_nvfp4 import ExpertWeights, Gate, reference
+from moe_nvfp4 import ExpertWeights, Gate, Matrices, reference
 from moe_nvfp4.integrations.huggingface import MoeNvfp4Config, checkpoint_config, set_activations
 from moe_nvfp4.integrations.huggingface.experts import HFExperts
 from moe_nvfp4.linear import NVFP4Linear
@@ -97,7 +97,8 @@ def test_outputs_are_exactly_those_of_the_dequantized_weights(dialect, tmp_path,
             for part in ("gate", "up", "down")
         )
         one, w13 = torch.ones(8), torch.cat([gate, up], dim=1)
-        weights = ExpertWeights(Gate(), "bf16", w13, w13, one, one, down, down, one)
+        w2 = Matrices(down, down, one, *down.shape[1:])
+        weights = ExpertWeights(Gate(), "bf16", Matrices(w13, w13, one, *w13.shape[1:], one), w2)
         actual, projected = experts(x, ids, p), linear(x)
         with monkeypatch.context() as patch:
             patch.setattr(reference, "_matmul", lambda x, w, _: torch.mm(x, w.T, out=torch.empty(len(x), len(w))))

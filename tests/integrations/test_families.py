@@ -101,10 +101,10 @@ def dequantized(packed, layout):
     """The dense weights that the 4-bit module stands for, [out, in] per expert."""
     w = packed.weights
     for e in range(w.num_experts):
-        parts = [w.up_scale[e]] if w.gate_scale is None else [w.gate_scale[e], w.up_scale[e]]
-        rows = w.w13[e].chunk(len(parts)), w.w13_sf[e].chunk(len(parts))
+        parts = [w.w13.global_scale[e]] if w.w13.gate_scale is None else [w.w13.gate_scale[e], w.w13.global_scale[e]]
+        rows = w.w13.codes[e].chunk(len(parts)), w.w13.sf[e].chunk(len(parts))
         w13 = torch.cat([nvfp4.dequantize(c, s, g) for c, s, g in zip(*rows, parts, strict=True)])
-        w2 = nvfp4.dequantize(w.w2[e], w.w2_sf[e], w.w2_scale[e])
+        w2 = nvfp4.dequantize(w.w2.codes[e], w.w2.sf[e], w.w2.global_scale[e])
         yield w13[:, : layout.hidden_size], w2[:, : layout.intermediate_size]
 
 

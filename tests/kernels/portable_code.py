@@ -21,7 +21,7 @@ import triton
 from moe_nvfp4.kernels.portable import backend, config, dense
 from moe_nvfp4.kernels.portable.launch import compile_variant
 from moe_nvfp4.routing import Groups
-from moe_nvfp4.weights import SILU, ExpertWeights, Gate, LinearWeights
+from moe_nvfp4.weights import SILU, ExpertWeights, Gate, LinearWeights, Matrices
 from tests.common import reference_layer, reference_rows, relative_error
 from tests.emulator import EmulatorError, emulate
 
@@ -79,11 +79,11 @@ def weights(E, H, I, gate=SILU, bias=False, device="cpu", **more):
         return torch.empty(E, device=device).uniform_(v, 2 * v)
 
     N = 2 * I
-    return ExpertWeights(
-        gate, "bf16", u8(0, 256, E, N, H // 2), u8(0, 80, E, N, H // 16), scale(5e-3), scale(1e-2),
-        u8(0, 256, E, H, I // 2), u8(0, 80, E, H, I // 16), scale(5e-3),
-        *((torch.randn(E, N).bfloat16(), torch.randn(E, H).bfloat16()) if bias else (None, None)),
-    )  # fmt: skip
+    codes, sf, gate_scale, up_scale = u8(0, 256, E, N, H // 2), u8(0, 80, E, N, H // 16), scale(5e-3), scale(1e-2)
+    w13 = Matrices(codes, sf, up_scale, N, H, gate_scale)
+    w2 = Matrices(u8(0, 256, E, H, I // 2), u8(0, 80, E, H, I // 16), scale(5e-3), H, I)
+    biases = (torch.randn(E, N).bfloat16(), torch.randn(E, H).bfloat16()) if bias else (None, None)
+    return ExpertWeights(gate, "bf16", w13, w2).biased(*biases)
 
 
 @contextmanager
@@ -109,7 +109,8 @@ def layer(schedule, T=5, w=None, dtype=torch.bfloat16, capability=None, **change
 
 def linear(schedule):
     codes, sf = torch.randint(0, 256, (80, 1024), dtype=torch.uint8), torch.randint(0, 80, (80, 128), dtype=torch.uint8)
-    w = LinearWeights(codes, sf, torch.full((1,), 1e-2), torch.randn(80).bfloat16(), None, "bf16")
+    matrix = Matrices(codes, sf, torch.full((1,), 1e-2), 80, 2048, bias=torch.randn(80).bfloat16())
+    w = LinearWeights(matrix, None, "bf16")
     x = torch.randn(2, 2048).bfloat16()
     kept, config.split_k = config.split_k, lambda *arguments: 4
     try:
@@ -117,7 +118,7 @@ def linear(schedule):
             got = backend.linear(x, w)
     finally:
         config.split_k = kept
-    want = backend.reference._matmul(x.float(), codes, sf) * 1e-2 + w.bias.float()
+    want = backend.reference._matmul(x.float(), codes, sf) * 1e-2 + w.matrix.bias.float()
     return relative_error(got, want)
 
 

@@ -15,7 +15,7 @@ from moe_nvfp4 import NVFP4Experts, stages
 from moe_nvfp4.backends import Gpu, Selected, named
 from moe_nvfp4.kernels import calls
 from moe_nvfp4.kernels.common import ahead
-from moe_nvfp4.kernels.common.ahead import Job, planned_tokens, token_counts
+from moe_nvfp4.kernels.common.ahead import Build, planned_tokens, token_counts
 from moe_nvfp4.linear import NVFP4Linear
 from moe_nvfp4.routing import Groups
 from moe_nvfp4.stages import Extras
@@ -49,7 +49,7 @@ def check(name, sizes, top_k, gate, activations, static, bias, fused, counts):
     backend, gpu, (E, H, I) = named(name), GPUS[name], sizes
     layer = NVFP4Experts(E, H, I, gate, activations, torch.bfloat16 if bias else None, static, device="meta")
     layer._prepare_for(Selected(name, backend.layout))
-    call = calls.call(layer.weights, torch.bfloat16, top_k, fused)
+    call = calls.Call.of(layer.weights, torch.bfloat16, top_k, fused)
     listed = set(calls.kernels_of(backend, call, gpu))
     assert listed
     w, offsets = layer.weights, empty(E + 1, dtype=torch.int32)
@@ -74,7 +74,7 @@ def check_linear(name, linear, counts):
     backend, gpu = named(name), GPUS[name]
     linear._prepare_for(Selected(name, backend.layout))
     w = linear.weights
-    listed = set(calls.kernels_of(backend, calls.call(w, torch.bfloat16, 1, True), gpu))
+    listed = set(calls.kernels_of(backend, calls.Call.of(w, torch.bfloat16), gpu))
     assert listed
     for T in counts:
         assert noted(gpu, backend.linear, empty(T, linear.in_features), w) <= listed
@@ -148,8 +148,8 @@ def test_portable(E, H, I, bias, static, activations, gate, counts, data):
 
 
 JOBS = [
-    Job("moe_nvfp4.kernels.sm90.backend", "_gather", (True,)),
-    Job("moe_nvfp4.kernels.sm90.backend", "_combine_kernel", (2, 1, torch.float32, torch.float32)),
+    Build("moe_nvfp4.kernels.sm90.backend", "_gather", (True,)),
+    Build("moe_nvfp4.kernels.sm90.backend", "_combine_kernel", (2, 1, torch.float32, torch.float32)),
 ]
 
 
@@ -173,7 +173,7 @@ def test_kernels_are_built_once(own_cache):
 @pytest.mark.slow
 def test_what_a_compiler_says_is_raised(own_cache, monkeypatch):
     pytest.importorskip("cutlass", reason="CuTe DSL compiles the kernels")
-    broken = Job("tests.kernels.test_ahead", "BROKEN", ("why",))
+    broken = Build("tests.kernels.test_ahead", "BROKEN", ("why",))
     with pytest.raises(RuntimeError, match="ZeroDivisionError: why"):
         ahead.build([broken], GPUS["sm90"], progress=False)
 

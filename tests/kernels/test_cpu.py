@@ -145,9 +145,9 @@ def test_every_gate_and_row_type(path, T):
 def test_special_block_scales(path, T):
     """NaN stays in its row, zero and subnormals are exact, however a number of tokens is multiplied."""
     w, x, _, p, _ = make(1, 320, 64, T, 1, Gate("raw"), None, torch.bfloat16, "bf16", False, T)
-    w.w13_sf[0] = torch.arange(w.w13_sf[0].numel()).reshape(w.w13_sf[0].shape) % 12
-    w.w13_sf[0, 5, 3], w.w13_sf[0, 70, 19] = 0x7F, 0x7F
-    w.w13_sf[0, 9] = 0
+    w.w13.sf[0] = torch.arange(w.w13.sf[0].numel()).reshape(w.w13.sf[0].shape) % 12
+    w.w13.sf[0, 5, 3], w.w13.sf[0, 70, 19] = 0x7F, 0x7F
+    w.w13.sf[0, 9] = 0
     groups = group_by_expert(torch.zeros(T, 1, dtype=torch.long), 1)
     ours, y = (b.gemm1_swiglu(Rows(x), w, groups, torch.float32).values for b in (cpu, reference))
     assert torch.equal(ours.isnan(), y.isnan()) and ours[:, [5, 70]].isnan().all() and not ours[:, 9].any()
@@ -300,8 +300,10 @@ def test_the_layer_uses_it_and_can_be_told_not_to(path, monkeypatch):
 def test_strided_weights_and_rows():
     w, x, ids, p, groups = make(3, 64, 32, 9, 2, GATES[0], None, torch.float32, "bf16", False, 0)
     a = cpu.gemm1_swiglu(Rows(x, index=groups.token), w, groups, x.dtype).values
-    strided, wide = (torch.stack([t, t], -1)[..., 0] for t in (w.w13, x))
-    b = cpu.gemm1_swiglu(Rows(wide, index=groups.token), replace(w, w13=strided), groups, x.dtype).values
+    strided, wide = (torch.stack([t, t], -1)[..., 0] for t in (w.w13.codes, x))
+    b = cpu.gemm1_swiglu(
+        Rows(wide, index=groups.token), replace(w, w13=w.w13._replace(codes=strided)), groups, x.dtype
+    ).values
     assert torch.equal(a, b)
 
 

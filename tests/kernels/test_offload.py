@@ -80,7 +80,7 @@ def test_a_layer_takes_x_on_a_gpu_if_it_was_told_to_stay(monkeypatch):
     with FakeTensorMode(allow_non_fake_inputs=True):
         x = torch.empty(3, SIZES["H"], dtype=torch.bfloat16, device="cuda")
         ids, p = torch.zeros(3, 2, dtype=torch.long, device="cuda"), torch.ones(3, 2, device="cuda")
-        with pytest.raises(ValueError, match=r"w13 is on cpu.*keep_on_cpu\(\)"):
+        with pytest.raises(ValueError, match=r"w13.codes is on cpu.*keep_on_cpu\(\)"):
             torch.ops.moe_nvfp4.experts(x, ids, p, None, None, layer.weights.tensors(), layer.weights.spec("portable"))
         y = stays(x, ids, p)
         assert y.device.type == "cuda" and y.shape == x.shape and y.dtype == x.dtype
@@ -516,16 +516,19 @@ def test_the_gpu_takes_many_tokens_of_weights_in_files(driver, monkeypatch, tmp_
 of_bytes = lambda t: t.nbytes
 
 
+FROM_FILES = 0, 1, 5, 6  # codes and block scales of w13 and of w2 in `ExpertWeights.tensors`
+
+
 @needs_library
 @pytest.mark.parametrize("gated", [True, False])
 def test_matrices_of_files_come_in_their_order(tmp_path, gated):
     """Matrices of any size, also larger than what a thread copies at a time; of some experts, and of none."""
     layer = random_layer(3, 1040, 1000, gate=Gate("silu") if gated else Gate("relu2", gated=False))
     mapped, _ = in_files(layer, tmp_path)
-    weights, found = files.sources(mapped.weights)
-    assert weights.layout is None
-    for name in ("w13", "w13_sf", "w2", "w2_sf"):
-        want, source = getattr(layer.weights, name), found[name]
+    sources, tensors = files.sources(mapped.weights), layer.weights.tensors()
+    assert [i for i, source in enumerate(sources) if isinstance(source, files.InFiles)] == [*FROM_FILES]
+    assert len(sources) == len(tensors)
+    for source, want in ((sources[i], tensors[i]) for i in FROM_FILES):
         assert (tuple(source.shape), source.nbytes) == (tuple(want.shape), want.nbytes)
         for part in (slice(0, 3), slice(1, 3), slice(2, 2)):
             memory = torch.full((source[part].nbytes,), 77, dtype=torch.uint8)
@@ -537,7 +540,7 @@ def test_matrices_of_files_come_in_their_order(tmp_path, gated):
 def test_a_pinned_buffer_is_filled_when_the_gpu_has_it_no_more(monkeypatch, tmp_path, staged):
     layer = random_layer(**SIZES)
     mapped, _ = in_files(layer, tmp_path)
-    _, found = files.sources(mapped.weights)
+    found = files.sources(mapped.weights)
     copies, allocated = [], []
 
     class Event:
@@ -568,13 +571,13 @@ def test_a_pinned_buffer_is_filled_when_the_gpu_has_it_no_more(monkeypatch, tmp_
     monkeypatch.setattr(files, "_pinned", lambda size: allocated.append(size) or torch.empty(size, dtype=torch.uint8))
     monkeypatch.setattr(torch.cuda, "Event", Event)
     staging, there = files.Staging(None), {}
-    for name in ("w13", "w13_sf", "w2", "w2_sf") * 2:
-        there[name] = torch.zeros(found[name].shape, dtype=torch.uint8)
-        staging.send(found[name], OnGPU(there[name]))
+    for i in FROM_FILES * 2:
+        there[i] = torch.zeros(found[i].shape, dtype=torch.uint8)
+        staging.send(found[i], OnGPU(there[i]))
     for copy_ in copies:
         copy_()
-    assert all(torch.equal(t, getattr(layer.weights, name)) for name, t in there.items())
-    assert max(allocated) <= max(staged, found["w13"].nbytes // SIZES["E"])
+    assert all(torch.equal(t, layer.weights.tensors()[i]) for i, t in there.items())
+    assert max(allocated) <= max(staged, found[0].nbytes // SIZES["E"])
 
 
 def test_a_buffer_that_grows_is_free_when_the_work_with_it_is_over(monkeypatch):

@@ -1,7 +1,6 @@
 """Experts on the CPU beside a real GPU: bits, graphs, prompts and gradients."""
 
 import time
-from dataclasses import replace
 from os import truncate
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 from moe_nvfp4.kernels.offload import backend as offload
 from moe_nvfp4.kernels.offload import files, pages, upload
 from moe_nvfp4.ops import Adapter
-from moe_nvfp4.weights import Gate
+from moe_nvfp4.weights import ExpertWeights, Gate, read_spec
 from tests.common import THRESHOLDS, random_layer, relative_error
 from tests.kernels.test_mapped import in_files
 from tests.kernels.test_offload import SIZES, inputs
@@ -28,7 +27,8 @@ def test_on_a_gpu_the_bits_of_the_cpu_backend(activations):
 
 
 def moved(weights):
-    return replace(weights, **{name: t.cuda() for name, t in vars(weights).items() if isinstance(t, torch.Tensor)})
+    tensors = [None if t is None else t.cuda() for t in weights.tensors()]
+    return ExpertWeights.from_tensors(tensors, read_spec(weights.spec("")))
 
 
 @pytest.mark.parametrize("activations, limit", [("bf16", "half"), ("nvfp4", "w4a4")])
@@ -82,15 +82,15 @@ def test_the_next_weights_come_while_the_gpu_works():
     with torch.cuda.stream(ours):
         for layer in layers:
             for _, w in upload.pieces(layer.weights, device, offload._do):
-                found.append((w.w13, upload._buffers(device).stream.record_event()))
+                found.append((w.w13.codes, upload._buffers(device).stream.record_event()))
                 torch.cuda._sleep(1 << 30)  # half a second of work with them
         until = time.monotonic() + 0.3
         while time.monotonic() < until and not found[1][1].query():
             time.sleep(0.001)
         assert [event.query() for _, event in found] == [True, True, False]
         ours.synchronize()
-    assert torch.equal(found[2][0].cpu(), layers[2].weights.w13) and torch.equal(
-        found[1][0].cpu(), layers[1].weights.w13
+    assert torch.equal(found[2][0].cpu(), layers[2].weights.w13.codes) and torch.equal(
+        found[1][0].cpu(), layers[1].weights.w13.codes
     )
 
 

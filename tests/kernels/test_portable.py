@@ -16,7 +16,7 @@ from moe_nvfp4.kernels.portable import config, dense, rows  # noqa: E402
 from moe_nvfp4.kernels.portable.dequantize import how  # noqa: E402
 from moe_nvfp4.kernels.portable.launch import launch  # noqa: E402
 from moe_nvfp4.routing import Rows, group_by_expert  # noqa: E402
-from moe_nvfp4.weights import SILU, ExpertWeights, Gate, LinearWeights  # noqa: E402
+from moe_nvfp4.weights import SILU, ExpertWeights, Gate, LinearWeights, Matrices  # noqa: E402
 from tests.common import THRESHOLDS, reference_layer, reference_rows, relative_error  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -49,12 +49,13 @@ def make_weights(E, H, I, gate=SILU, activations="bf16", bias=False, x_scale=Non
     N13 = I * (2 if gate.gated else 1)
     (w13, w13_sf), (w2, w2_sf) = matrix(N13, H), matrix(H, I)
     gate_scale, up_scale = (vector(0.05 / H**0.5, 0.15 / H**0.5, E) for _ in range(2))
-    return ExpertWeights(
-        gate, activations, w13, w13_sf, gate_scale if gate.gated else None, up_scale,
-        w2, w2_sf, vector(0.01, 0.03, E),
-        *((vector(-1, 1, E, N13).bfloat16(), vector(-1, 1, E, H).bfloat16()) if bias else (None, None)),
-        *(None if s is None else vector(s, 2 * s, E) for s in (x_scale, h_scale)),
-    )  # fmt: skip
+    matrices = (
+        Matrices(w13, w13_sf, up_scale, N13, H, gate_scale if gate.gated else None),
+        Matrices(w2, w2_sf, vector(0.01, 0.03, E), H, I),
+    )
+    biases = (vector(-1, 1, E, N13).bfloat16(), vector(-1, 1, E, H).bfloat16()) if bias else (None, None)
+    scales = (None if s is None else vector(s, 2 * s, E) for s in (x_scale, h_scale))
+    return ExpertWeights(gate, activations, *matrices, *scales).biased(*biases)
 
 
 def batch(T, H, E, top_k, dtype=torch.bfloat16, ids=torch.int64):
@@ -329,7 +330,8 @@ def check_linear(activations, T, K, bias):
     sf = torch.randint(30, 80, (N, K // 16), dtype=torch.uint8, device=DEVICE)
     b = torch.randn(N, device=DEVICE).bfloat16() if bias else None
     for input_scale in (None, torch.tensor([2e-3], device=DEVICE)):
-        w = LinearWeights(codes, sf, torch.full((1,), 1e-2, device=DEVICE), b, input_scale, activations)
+        matrix = Matrices(codes, sf, torch.full((1,), 1e-2, device=DEVICE), N, K, bias=b)
+        w = LinearWeights(matrix, input_scale, activations)
         x = torch.randn(T, K, device=DEVICE).bfloat16()
         rows = x.float()
         if w.quantized:
@@ -365,8 +367,14 @@ def test_views():
     x, ids, weights = batch(5, 64, 3, 2)
     want = portable.experts(x, ids, weights, w)
     odd = torch.empty(5, 67, dtype=x.dtype, device=DEVICE)[:, 3:].copy_(x)
-    shifted = torch.empty(w.w13.numel() + 1, dtype=torch.uint8, device=DEVICE)[1:].view_as(w.w13).copy_(w.w13)
-    got = portable.experts(odd, ids.T.contiguous().T, weights.T.contiguous().T, replace(w, w13=shifted))
+    shifted = (
+        torch.empty(w.w13.codes.numel() + 1, dtype=torch.uint8, device=DEVICE)[1:]
+        .view_as(w.w13.codes)
+        .copy_(w.w13.codes)
+    )
+    got = portable.experts(
+        odd, ids.T.contiguous().T, weights.T.contiguous().T, replace(w, w13=w.w13._replace(codes=shifted))
+    )
     assert torch.equal(got, want)
 
 

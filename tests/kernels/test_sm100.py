@@ -34,7 +34,7 @@ from moe_nvfp4.kernels.sm100.config import (
 )
 from moe_nvfp4.kernels.sm100.pack import pack_sf, unpack_sf
 from moe_nvfp4.routing import Rows, group_by_expert
-from tests.common import THRESHOLDS, random_ids, random_layer, relative_error
+from tests.common import THRESHOLDS, random_ids, random_layer, relative_error, unpacked
 from tests.emulator import EmulatorError
 from tests.emulator.launch import programs
 from tests.kernels.emulator_sm100 import RUNS, on_emulator
@@ -83,15 +83,15 @@ def test_weights_come_back(gate, I):
     plain = random_layer(3, 160, I, GATES[gate], "nvfp4", scale=2e-3)
     layer = prepared(plain)
     want, got, experts = plain.weights, layer.weights, slice(1, 3)
-    assert got.w13_sf is None and got.w2.numel() % (3 * 16) == 0
+    assert got.w13.sf is None and got.w2.codes.numel() % (3 * 16) == 0
     for name in ("w13", "w2"):
-        width = want.projection(name).width
+        width = getattr(want, name).K
         for columns in (slice(0, width), slice(0, 64), slice(64, 128), slice(64, 192)):
             if columns.start < width:
-                windows = [BACKEND.dequantize(w.projection(name), experts, columns, torch.float32) for w in (got, want)]
+                windows = [BACKEND.dequantize(getattr(w, name), experts, columns, torch.float32) for w in (got, want)]
                 assert torch.equal(*windows)
-    unpacked = BACKEND.unpacked(got)
-    assert all(torch.equal(getattr(unpacked, n), getattr(want, n)) for n in ("w13", "w13_sf", "w2", "w2_sf"))
+    for a, b in zip(unpacked(BACKEND, got).tensors(), want.tensors(), strict=True):
+        assert a is b is None or torch.equal(a, b)
     layer.unpack()
     state = plain.state_dict()
     assert all(torch.equal(tensor, state[name]) for name, tensor in layer.state_dict().items())
@@ -421,9 +421,9 @@ def check_layer(emulator, problem: Problem):
 
     emulator.before(rows)
     h = sm100.gemm1_swiglu(rows, packed, groups, dtype)
-    scales = [w.gate_scale, w.up_scale] if gate.gated else [w.up_scale]
+    scales = [w.w13.gate_scale, w.w13.global_scale] if gate.gated else [w.w13.global_scale]
     scales = torch.cat([s[:, None].expand(E, I) for s in scales], 1)
-    exact, bound = exact_gate(gate, *exact_projection(rows, w.w13, w.w13_sf, groups, scales, w.b13))
+    exact, bound = exact_gate(gate, *exact_projection(rows, w.w13.codes, w.w13.sf, groups, scales, w.w13.bias))
     if static and gate.kind != "raw":
         h_scale = torch.cat([w.h_scale, torch.ones(1)])[groups.expert_of_row()]
         assert torch.equal(h.scale, h_scale) and not h.values[~live].any()
@@ -438,7 +438,7 @@ def check_layer(emulator, problem: Problem):
     h = with_noise(h, groups)
     emulator.before(h)
     y = sm100.gemm2_combine(h, packed, groups, weights, dtype)
-    exact, bound = exact_projection(h, w.w2, w.w2_sf, groups, w.w2_scale[:, None].expand(E, H), w.b2)
+    exact, bound = exact_projection(h, w.w2.codes, w.w2.sf, groups, w.w2.global_scale[:, None].expand(E, H), w.w2.bias)
     check_close(y, *combined(exact, bound, live, groups, weights), torch.ones(len(y), dtype=torch.bool))
     return lambda: (sm100.gemm2_combine(h, packed, groups, weights, dtype), y)
 
@@ -604,7 +604,7 @@ def test_layer(emulator, layer_call):
     layer, (x, *routing), right = layer_call
     found = layer(x, *routing)
     assert layer.packed and relative_error(found, right) < THRESHOLDS["w4a4"]
-    plain = BACKEND.unpacked(layer.weights)
+    plain = unpacked(BACKEND, layer.weights)
     warn_unpacked.cache_clear()
     with pytest.warns(UserWarning, match="at every call"):
         assert torch.equal(moe_forward(x, *routing, plain), found)

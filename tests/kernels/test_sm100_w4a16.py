@@ -164,16 +164,20 @@ def check_layer(emulator, problem: Problem):
 
     emulator.before(Rows(x))
     h = sm100.gemm1_swiglu(Rows(x, index=groups.token), packed, groups, problem.dtype).values
-    scales = [w.gate_scale, w.up_scale] if gate.gated and w.gate_scale is not None else [w.up_scale] * (1 + gate.gated)
+    scales = (
+        [w.w13.gate_scale, w.w13.global_scale]
+        if gate.gated and w.w13.gate_scale is not None
+        else [w.w13.global_scale] * (1 + gate.gated)
+    )
     scales = torch.cat([s[:, None].expand(E, I) for s in scales], 1)
-    projected = exact_projection(x[groups.token], w.w13, w.w13_sf, groups, scales, w.b13)
+    projected = exact_projection(x[groups.token], w.w13.codes, w.w13.sf, groups, scales, w.w13.bias)
     check_close(h, *exact_gate(gate, *projected), live)
 
     weights = torch.rand(ids.shape, generator=generator) - 0.3
     h = torch.randn(groups.num_rows, I, generator=generator).bfloat16()
     emulator.before(Rows(h))
     y = sm100.gemm2_combine(Rows(h), packed, groups, weights, problem.dtype)
-    exact, bound = exact_projection(h, w.w2, w.w2_sf, groups, w.w2_scale[:, None].expand(E, H), w.b2)
+    exact, bound = exact_projection(h, w.w2.codes, w.w2.sf, groups, w.w2.global_scale[:, None].expand(E, H), w.w2.bias)
     check_close(y, *combined(exact, bound, live, groups, weights), torch.ones(len(y), dtype=torch.bool))
     return lambda: (sm100.gemm2_combine(Rows(h), packed, groups, weights, problem.dtype), y)
 
@@ -245,7 +249,7 @@ def test_weights_are_exact(emulator):
     w = layer.weights
     groups = group_by_expert(torch.zeros(I, 1, dtype=torch.int), 1)
     y = sm100.gemm2_combine(Rows(torch.eye(I).bfloat16()), w, groups, torch.ones(I, 1), torch.float32)
-    assert torch.equal(y.T, nvfp4.dequantize(w.w2[0], w.w2_sf[0], w.w2_scale))
+    assert torch.equal(y.T, nvfp4.dequantize(w.w2.codes[0], w.w2.sf[0], w.w2.global_scale))
 
 
 @pytest.fixture(params=[64, 272], ids=lambda H: f"{H} columns")

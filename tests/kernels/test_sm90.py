@@ -31,7 +31,7 @@ from moe_nvfp4.kernels.sm90.plan import (  # noqa: E402
     plan_for,
 )
 from moe_nvfp4.routing import Rows, group_by_expert  # noqa: E402
-from moe_nvfp4.weights import SILU, Gate, LinearWeights  # noqa: E402
+from moe_nvfp4.weights import SILU, Gate, LinearWeights, Matrices  # noqa: E402
 from tests.common import (  # noqa: E402
     THRESHOLDS,
     random_ids,
@@ -312,7 +312,8 @@ def test_linears(emulator, monkeypatch, name):
     codes = torch.randint(0, 256, (N, K // 2), generator=g, dtype=torch.uint8)
     sf = torch.randint(40, 72, (N, K // 16), generator=g, dtype=torch.uint8)
     bias = torch.randn(N, generator=g).bfloat16() if N // 16 % 2 else None
-    w = LinearWeights(codes, sf, torch.tensor([1 / (8 * K**0.5)]), bias, None, "bf16" if static is None else "nvfp4")
+    matrix = Matrices(codes, sf, torch.tensor([1 / (8 * K**0.5)]), N, K, bias=bias)
+    w = LinearWeights(matrix, None, "bf16" if static is None else "nvfp4")
     x = torch.randn(T, K, generator=g).bfloat16()
     rows = x.double()
     if static is not None:
@@ -320,10 +321,10 @@ def test_linears(emulator, monkeypatch, name):
         w = w._replace(input_scale=torch.tensor([1.5e-3]) if static else None)
         scale = w.input_scale.expand(T) if static else nvfp4.global_scale_for(x.abs().amax(1).float())
         rows = nvfp4.dequantize(*nvfp4.quantize(x, scale, check=False)).double()
-    want = rows @ nvfp4.dequantize(codes, sf, w.global_scale).double().T
+    want = rows @ nvfp4.dequantize(codes, sf, matrix.global_scale).double().T
     want += 0 if bias is None else bias.double()
     monkeypatch.setattr(sm90, "plan_linear", lambda *_: (tile, parts))
-    packed, results = sm90.pack_linear(w), []
+    packed, results = w._replace(matrix=sm90.pack_linear(matrix)), []
     settle(x.device)  # weights are older than the kernel before
     for emulator.schedule in ("random:5", "eager") if name == "8, K in 4" else ("random:5",):
         results.append(sm90.linear(x, packed))

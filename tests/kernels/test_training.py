@@ -23,9 +23,9 @@ def projections(H, I, gated):
     layer = random_layer(3, H, I, SILU if gated else Gate("relu2", gated=False)).to(DEVICE)
     layer.unpack()
     for name in ("w13", "w2"):
-        w = layer.weights.projection(name)
-        for columns in (slice(0, w.width), slice(64, 128)):
-            if columns.start < min(columns.stop, w.width):
+        w = getattr(layer.weights, name)
+        for columns in (slice(0, w.K), slice(64, 128)):
+            if columns.start < min(columns.stop, w.K):
                 yield w, columns
 
 
@@ -44,8 +44,8 @@ def test_dense_weights(H, I, gated):
 def test_dense_weights_from_hoppers_layout(H, I, gated):
     """Exact in fp32, also the zeros of blocks whose scale is zero."""
     for w, columns in projections(H, I, gated):
-        packed = pack(w.codes, w.sf, w.interleaved)
-        units = w._replace(codes=packed.units.view(torch.uint8), sf=None)
+        units, _ = pack(w.codes, w.sf, w.gated)
+        units = w._replace(codes=units.view(torch.uint8), sf=None, layout="sm90")
         want = dequantized(w, ALL, columns, torch.float32)
         assert (want == 0).any() and torch.equal(window(units, columns, torch.float32), want)
 

@@ -164,12 +164,12 @@ def test_dense_weights_of_every_layout(backend):
     runs = backends.named(backend)
     for name in ("w13", "w2"):
         layer.unpack()
-        plain = layer.weights.projection(name)
+        plain = getattr(layer.weights, name)
         plain = plain._replace(codes=plain.codes.clone(), sf=plain.sf.clone())
         layer.prepare()
-        w = layer.weights.projection(name)
+        w = getattr(layer.weights, name)
         assert layer.packed == (backend == "sm90")
-        for columns in (slice(0, w.width), slice(64, w.width)):
+        for columns in (slice(0, w.K), slice(64, w.K)):
             for dtype in (torch.bfloat16, torch.float16):
                 want = dequantized(plain, slice(0, 3), columns, dtype)
                 assert torch.equal(runs.dequantize(w, slice(0, 3), columns, dtype), want)
@@ -192,6 +192,4 @@ def test_linear(T, monkeypatch):
 
 
 def layer_weights(layer):
-    from moe_nvfp4.weights import LinearWeights
-
-    return LinearWeights(layer.weight, layer.weight_sf, layer.weight_global_scale, None, None, "bf16").projection()
+    return layer.weights.matrix.stacked()

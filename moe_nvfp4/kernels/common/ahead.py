@@ -17,7 +17,7 @@ import random
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -56,7 +56,7 @@ def token_counts(top_k: int = 1) -> Iterator[int]:
 # ---- what is launched ----------------------------------------------------------------------------
 
 
-class Job(NamedTuple):
+class Build(NamedTuple):
     """One kernel to build: the `Variants` of this module and name, with these arguments."""
 
     module: str
@@ -87,14 +87,14 @@ class Variants:
 
 class _Notes(NamedTuple):
     gpu: Gpu
-    jobs: dict[Job, None]
+    jobs: dict[Build, None]
 
 
 _notes: ContextVar[_Notes | None] = ContextVar("notes", default=None)
 
 
 @contextmanager
-def noting(gpu: Gpu) -> Iterator[dict[Job, None]]:
+def noting(gpu: Gpu) -> Iterator[dict[Build, None]]:
     """Inside the context, launches are noted in the set that it yields instead of made. Meta tensors stand for tensors
     on `gpu`."""
     token = _notes.set(notes := _Notes(gpu, {}))
@@ -111,45 +111,10 @@ def noted_gpu() -> Gpu | None:
 
 
 def note(module: str, name: str, *arguments: Any) -> None:
-    """Note the launch of this `Job`."""
+    """Note the launch of this `Build`."""
     notes = _notes.get()
     assert notes is not None
-    notes.jobs[Job(module, name, arguments)] = None
-
-
-class CuteKernels(Variants):
-    """A decorator for functions that return (kernel, placeholders, architecture), the arguments of `launch.compiled`.
-    The decorated function returns a callable that launches this kernel, compiled on first use."""
-
-    def __init__(self, make: Callable[..., tuple[object, tuple, str]]):
-        self.make = make
-        self.compiled = cache(lambda *arguments: _launches().compiled(*make(*arguments)))
-        self.cache_clear = self.compiled.cache_clear
-
-    def __call__(self, *arguments: Any) -> Callable[..., None]:
-        if noted_gpu() is not None:
-            note(self.make.__module__, self.make.__name__, *arguments)
-            return _nothing
-        launch: Callable[..., None] = self.compiled(*arguments)
-        return launch
-
-    def file(self, *arguments: Any) -> Path | None:
-        file: Path | None = _launches().file(*self.make(*arguments))
-        return file
-
-    def build(self, *arguments: Any) -> None:
-        _launches().build(*self.make(*arguments))
-
-    def load(self, gpu: Gpu, *arguments: Any) -> None:
-        self.compiled(*arguments)
-
-
-def _launches() -> Any:
-    return import_module("moe_nvfp4.kernels.common.launch")  # needs CuTe DSL
-
-
-def _nothing(*values: object) -> None:
-    """Stands in for a launch that is only noted."""
+    notes.jobs[Build(module, name, arguments)] = None
 
 
 # ---- files ---------------------------------------------------------------------------------------
@@ -192,7 +157,7 @@ def count_compilation(what: str) -> None:
     print(f"moe_nvfp4: compiling {what}, a few seconds, once", file=sys.stderr)
 
 
-def build(jobs: Iterable[Job], gpu: Gpu, workers: int | None = None, progress: bool = True) -> int:
+def build(jobs: Iterable[Build], gpu: Gpu, workers: int | None = None, progress: bool = True) -> int:
     """Build the kernels for `gpu` that are not in the cache folder, in separate processes; returns how many.
 
     Several ranks of one machine share the work: each has a random order, and skips files that exist by then.
@@ -211,7 +176,7 @@ def build(jobs: Iterable[Job], gpu: Gpu, workers: int | None = None, progress: b
             started.append(_Worker(gpu))
             idle.put(started[-1])
 
-        def run(item: tuple[Job, Path]) -> None:
+        def run(item: tuple[Build, Path]) -> None:
             worker = idle.get()
             try:
                 if not item[1].exists():
@@ -248,7 +213,7 @@ class _Worker:
             stderr=self.log,
         )  # fmt: skip
 
-    def build(self, job: Job) -> None:
+    def build(self, job: Build) -> None:
         assert self.process.stdin is not None and self.process.stdout is not None
         try:
             pickle.dump(tuple(job), self.process.stdin)

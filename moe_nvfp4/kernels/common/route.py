@@ -90,7 +90,7 @@ def _load_of(rank: int, pointer: cute.Pointer) -> Int32:
     )
 
 
-class Groups(NamedTuple):
+class Routed(NamedTuple):
     """What routing reads (ids, int32 or int64 [R]) and writes (all int32; see `routing.Groups`)."""
 
     mIds: cute.Tensor  # [R]
@@ -126,7 +126,7 @@ class Route:
         if const_expr(self.quantize is not None):
             each = self.warps // self.quantize.warps  # rows per CTA
             ctas += (mRows.shape[0] + each * self.ctas - 1) // (each * self.ctas) * self.ctas  # whole clusters
-        groups = Groups(mIds, mOrder, mPosition, mToken, mOffsets, mSync)
+        groups = Routed(mIds, mOrder, mPosition, mToken, mOffsets, mSync)
         self.kernel(groups, mX, mScale, mRows, mRowScale, E, top_k).launch(
             grid=[ctas, 1, 1],
             block=[self.warps * 32, 1, 1],
@@ -139,7 +139,7 @@ class Route:
     @cute.kernel
     def kernel(
         self,
-        groups: Groups,
+        groups: Routed,
         mX: cute.Tensor | None,  # [T, K]; this and the next three as in `sm90.quantize.Quantize`
         mScale: cute.Tensor | None,
         mRows: cute.Tensor | None,
@@ -157,7 +157,7 @@ class Route:
                 self.quantize.rows(cta - self.ctas, self.warps, mX, groups.mIds, mScale, mRows, mRowScale, top_k)
 
     @cute.jit
-    def group(self, cta: Int32, groups: Groups, E: Int32, top_k: Int32):
+    def group(self, cta: Int32, groups: Routed, E: Int32, top_k: Int32):
         """The work of one of the CTAs that sort."""
         mIds, mOrder, mPosition, mToken, mOffsets, mSync = groups
         threads, each = self.warps * 32, self.each

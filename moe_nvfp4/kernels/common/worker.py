@@ -7,7 +7,7 @@ import pickle
 import sys
 import traceback
 
-from moe_nvfp4.kernels.common.ahead import Job
+from moe_nvfp4.kernels.common.ahead import Build
 
 
 def main() -> None:
@@ -15,7 +15,7 @@ def main() -> None:
     os.dup2(2, 1)  # compilers print to stdout, which carries the answers
     while True:
         try:
-            job = Job(*pickle.load(sys.stdin.buffer))
+            job = Build(*pickle.load(sys.stdin.buffer))
         except EOFError:
             return
         try:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from moe_nvfp4 import mapped
 from moe_nvfp4.kernels.backend import Backend, Device, dequantized
-from moe_nvfp4.weights import Projection
+from moe_nvfp4.weights import Matrices
 
 
 class CPU(Backend):
@@ -20,17 +20,16 @@ class CPU(Backend):
 
     # For weights that stay in their files.
 
-    def restore(self, prepared: Tensor, note: Any) -> tuple[Tensor, Tensor]:
-        return mapped.read(prepared, note.rows, note.columns)
+    def unpack(self, packed: Tensor, note: Any) -> tuple[Tensor, Tensor]:
+        return mapped.read(packed, note.rows, note.columns)
 
-    def dequantize(self, weights: Projection, experts: slice, columns: slice, dtype: torch.dtype) -> Tensor:
-        if weights.sf is None:
-            first, scale = weights.first_scale, weights.scale[experts]
-            codes, sf = mapped.read(weights.codes[experts], weights.rows, -(-weights.width // 16) * 16)
-            weights = weights._replace(
-                codes=codes, sf=sf, scale=scale, first_scale=first if first is None else first[experts]
-            )
-            experts = slice(None)
+    def values(self, weights: Matrices) -> Matrices:
+        codes, sf = mapped.read(weights.codes, weights.N, 16 * weights.blocks)
+        return weights._replace(codes=codes, sf=sf, layout=None)
+
+    def dequantize(self, weights: Matrices, experts: slice, columns: slice, dtype: torch.dtype) -> Tensor:
+        if weights.layout is not None:
+            weights, experts = self.values(weights.of(experts)), slice(None)
         return dequantized(weights, experts, columns, dtype)
 
 

@@ -37,7 +37,7 @@ from moe_nvfp4.cache import cache_folder, is_whole, keep, own_folder
 from moe_nvfp4.kernels.common.tensors import floating
 from moe_nvfp4.kernels.cpu.sources import FLAGS, FOLDER, SOURCES, checksum
 from moe_nvfp4.routing import Groups, Rows, group_by_expert
-from moe_nvfp4.weights import SILU, ExpertWeights, LinearWeights
+from moe_nvfp4.weights import ExpertWeights, LinearWeights, Matrices
 
 PATHS = ("portable", "avx2", "avx512", "avx512bf16", "neon", "amx")  # as in cpu.c; of several, the last is best
 
@@ -155,7 +155,7 @@ def _layer(
     h = _gemm1(program, rows, weights, groups, x.dtype)
     if weights.quantized and not h.is_nvfp4:
         h = _quantize(program, h.values, None, None, groups, rounding)
-    return _gemm2(program, h, weights, groups, p, x.dtype, y)
+    return _gemm2(program, h, weights.w2, groups, p, x.dtype, y)
 
 
 class _Call(ctypes.Structure):
@@ -267,7 +267,7 @@ def gemm1_swiglu(rows: Rows, weights: ExpertWeights, groups: Groups, dtype: torc
 def gemm2_combine(h: Rows, weights: ExpertWeights, groups: Groups, top_k_weights: Tensor, dtype: torch.dtype) -> Tensor:
     """As `reference.gemm2_combine`: `dtype` [T, H]."""
     program = _Program()
-    y = _gemm2(program, h, weights, groups, top_k_weights, dtype)
+    y = _gemm2(program, h, weights.w2, groups, top_k_weights, dtype)
     program.run()
     return y
 
@@ -279,10 +279,7 @@ def linear(x: Tensor, weights: LinearWeights) -> Tensor:
     order = torch.arange(T, dtype=torch.int32, device="cpu")
     groups = Groups(order, torch.tensor([0, T], dtype=torch.int32, device="cpu"), 1)
     rows = _quantize(program, x, None, w.input_scale, groups, w.four_over_six) if w.quantized else Rows(x)
-    codes, sf, scale = w.codes[None], w.block_scales()[None], w.global_scale
-    bias = None if w.bias is None else w.bias[None]
-    experts = ExpertWeights(SILU, w.activations, codes, sf, scale, scale, codes, sf, scale, None, bias)
-    y = _gemm2(program, rows, experts, groups, torch.ones(T, 1, dtype=torch.float32, device="cpu"), x.dtype)
+    y = _gemm2(program, rows, w.matrix.stacked(), groups, torch.ones(T, 1, dtype=torch.float32, device="cpu"), x.dtype)
     program.run()
     return y
 
@@ -317,38 +314,26 @@ def _gemm1(program: _Program, rows: Rows, weights: ExpertWeights, groups: Groups
     static = w.quantizes_h
     width = w.intermediate_size * (2 if gate.gated and not paired else 1)
     h = program.empty(groups.num_rows, width, dtype=torch.float32 if static else dtype, device="cpu")
-    split = 0 if w.gate_scale is None else w.intermediate_size
-    tensors = [w.w13, w.w13_sf, w.gate_scale if split else w.up_scale, w.up_scale, w.b13, h]
     numbers = (_GATES.index(gate.kind), gate.alpha, gate.limit, gate.up_offset, gate.clamp_after)
-    sizes = (*_sizes(w, w.w13, w.intermediate_size * (2 if gate.gated else 1), w.hidden_size), split)
-    _gemm(program, rows, groups, None, tensors, sizes, paired, *numbers)
+    _gemm(program, rows, groups, None, w.w13, h, paired, *numbers)
     return _quantize(program, h, None, w.h_scale, groups, w.four_over_six) if static else Rows(h)
 
 
 def _gemm2(
     program: _Program,
     h: Rows,
-    w: ExpertWeights,
+    w2: Matrices,
     groups: Groups,
     top_k_weights: Tensor,
     dtype: torch.dtype,
     y: Tensor | None = None,
 ) -> Tensor:
-    (T, top_k), H = top_k_weights.shape, w.hidden_size
+    (T, top_k), H = top_k_weights.shape, w2.N
     slots = program.empty(T * top_k, H, dtype=torch.float32, device="cpu")
-    tensors = [w.w2, w.w2_sf, w.w2_scale, w.w2_scale, w.b2, slots]
-    sizes = (*_sizes(w, w.w2, H, w.intermediate_size), 0)
-    _gemm(program, h, groups, groups.order, tensors, sizes, False, 0, 1.0, 0.0, 0.0, 0)
+    _gemm(program, h, groups, groups.order, w2, slots, False, 0, 1.0, 0.0, 0.0, 0)
     top_k_weights, y = floating(top_k_weights), torch.empty(T, H, dtype=dtype, device="cpu") if y is None else y
     program.add(_Combine, [slots, top_k_weights, y], T, top_k, H, _TYPES[top_k_weights.dtype], _TYPES[dtype])
     return y
-
-
-def _sizes(w: ExpertWeights, codes: Tensor, N: int, K: int) -> tuple[int, int, int]:
-    """Of a projection: N, K in whole blocks of 16, and `parts` of cpu.c (0 unless the weights stay in their files)."""
-    if w.layout is None:
-        return codes.shape[1], codes.shape[2] * 2, 0
-    return N, -(-K // 16) * 16, codes.shape[1]
 
 
 def _gemm(
@@ -356,22 +341,35 @@ def _gemm(
     rows: Rows,
     groups: Groups,
     target: Tensor | None,
-    tensors: list,
-    sizes: tuple[int, int, int, int],
+    w: Matrices,
+    out: Tensor,
     paired: bool,
     *gate: float,
 ) -> None:
-    """Add a GEMM to `program`. sizes: those of `_sizes`, and the number of gate rows."""
-    N, K, parts, split = sizes
-    codes, sf, first, rest, bias, out = tensors
+    """Add a GEMM to `program`. paired: the gate is applied to pairs of rows of [gate; up]."""
+    first, split = (w.gate_scale, w.N // 2) if w.gate_scale is not None else (w.global_scale, 0)
+    parts = 0 if w.layout is None else w.codes.shape[1]  # matrices of an expert in files, see `mapped`
     x = rows.values if rows.is_nvfp4 else floating(rows.values)
     if program.path in ("avx512bf16", "amx") and x.dtype not in (torch.bfloat16, torch.uint8):
         program.path = "avx512"  # those two take only rows that are bf16 or NVFP4
-    tensors = [x, rows.sf, rows.scale, rows.index, groups.offsets, target, codes, sf, first, rest, bias, out]
+    tensors = [
+        x,
+        rows.sf,
+        rows.scale,
+        rows.index,
+        groups.offsets,
+        target,
+        w.codes,
+        w.sf,
+        first,
+        w.global_scale,
+        w.bias,
+        out,
+    ]
     numbers = (
         *((_NVFP4, x.shape[0], x.shape[1] * 2) if rows.is_nvfp4 else (_TYPES[x.dtype], *x.shape)),
-        *(groups.num_rows, groups.num_experts, N, K, split),
-        *(0 if bias is None else _TYPES[bias.dtype], _TYPES[out.dtype], paired, out.shape[1]),
+        *(groups.num_rows, groups.num_experts, w.N, 16 * w.blocks, split),
+        *(0 if w.bias is None else _TYPES[w.bias.dtype], _TYPES[out.dtype], paired, out.shape[1]),
     )
     kind, *rest = gate
     program.add(_Gemm, tensors, *numbers, kind, parts, mapped.known(), *rest)

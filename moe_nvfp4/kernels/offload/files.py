@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from moe_nvfp4.kernels.cpu import backend as cpu
-from moe_nvfp4.weights import ExpertWeights
+from moe_nvfp4.weights import ExpertWeights, Matrices
 
 STAGED = 64 << 20  # the most bytes of a pinned buffer, unless a single matrix needs more
 
@@ -47,16 +47,16 @@ class InFiles:
         return to.view(self.shape)
 
 
-def sources(weights: ExpertWeights) -> tuple[ExpertWeights, dict[str, Tensor | InFiles]]:
-    """`weights` without a layout, and its tensors by name, each on the CPU or in files."""
-    tensors: dict[str, Tensor | InFiles] = {n: t for n, t in vars(weights).items() if isinstance(t, Tensor)}
-    if weights.layout is not None:
-        for name in ("w13", "w2"):
-            of = weights.projection(name)
-            blocks = -(-of.width // 16)
-            tensors[name] = InFiles(of.codes, 0, of.rows, 8 * blocks)
-            tensors[f"{name}_sf"] = InFiles(of.codes, 1, of.rows, blocks)
-    return replace(weights, layout=None), tensors
+def sources(weights: ExpertWeights) -> list[Tensor | InFiles | None]:
+    """`weights.tensors()` in the checkpoint's layout, each on the CPU or in files."""
+    if weights.layout is None:
+        return [*weights.tensors()]
+
+    def in_files(m: Matrices) -> list[InFiles]:
+        return [InFiles(m.codes, 0, m.N, 8 * m.blocks), InFiles(m.codes, 1, m.N, m.blocks)]
+
+    _, _, *of_w13, _, _, scale, bias, x_scale, h_scale = weights.tensors()
+    return [*in_files(weights.w13), *of_w13, *in_files(weights.w2), scale, bias, x_scale, h_scale]
 
 
 class Staging:

@@ -8,16 +8,14 @@ ahead, except for weights in files (see `files`). docs/small_gpus.md has the tim
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from moe_nvfp4.kernels.offload.files import InFiles, Staging, sources
 from moe_nvfp4.kernels.offload.pages import HUGE, pin
-from moe_nvfp4.weights import ExpertWeights
+from moe_nvfp4.weights import ExpertWeights, read_spec
 
 PIECE = 1 << 30  # the most bytes of a buffer, unless a single expert needs more
 _ALIGNED = 256  # bytes
@@ -30,22 +28,24 @@ def pieces(
     must put its work with a piece on the current stream before it asks for the next one. do: calls a function of CUDA's
     driver by name.
     """
-    weights, tensors = sources(weights)
+    found = sources(weights)
+    tensors = {place: t for place, t in enumerate(found) if t is not None}
+    spec = read_spec(weights.spec(""))._replace(layout=None)
+    made = lambda here: ExpertWeights.from_tensors([here.get(place) for place in range(len(found))], spec)
     for t in tensors.values():
         if isinstance(t, Tensor):
             pin(t, do)
     count = -(-sum(t.nbytes for t in tensors.values()) // PIECE)
     step = -(-weights.num_experts // count)
     for first in range(0, weights.num_experts, step):
-        part = {name: t[first : first + step] for name, t in tensors.items()}
+        part = {place: t[first : first + step] for place, t in tensors.items()}
         if device.type != "cuda":
-            here: Any = {name: _whole(t).to(device, non_blocking=True) for name, t in part.items()}
-            yield first, replace(weights, **here)
+            yield first, made({place: _whole(t).to(device, non_blocking=True) for place, t in part.items()})
             continue
         buffers = _buffers(device)
         here = buffers.fill(part)
         try:
-            yield first, replace(weights, **here)
+            yield first, made(here)
         finally:
             buffers.emptied()
 
@@ -65,7 +65,7 @@ class _Buffers:
         self.turn = 0
         self.staging = Staging(self.stream)
 
-    def fill(self, tensors: dict[str, Tensor | InFiles]) -> dict[str, Tensor]:
+    def fill(self, tensors: dict[int, Tensor | InFiles]) -> dict[int, Tensor]:
         """Copy `tensors` into the buffer whose turn it is; later work on the current stream waits for them."""
         sizes = [-(-t.nbytes // _ALIGNED) * _ALIGNED for t in tensors.values()]
         current, memory = torch.cuda.current_stream(self.device), self.memory[self.turn]
@@ -77,14 +77,14 @@ class _Buffers:
             self.stream.wait_stream(current)  # its work may still use what this memory held before
         with torch.cuda.stream(self.stream):
             found = {}
-            for (name, t), place in zip(
+            for (place, t), room in zip(
                 tensors.items(), memory.split([*sizes, memory.numel() - sum(sizes)]), strict=False
             ):
-                found[name] = place[: t.nbytes].view(t.dtype).view(t.shape)
+                found[place] = room[: t.nbytes].view(t.dtype).view(t.shape)
                 if isinstance(t, InFiles):
-                    self.staging.send(t, found[name])
+                    self.staging.send(t, found[place])
                 else:  # a copy from memory that is not pinned would make the host wait for the whole stream
-                    found[name].copy_(t if t.nbytes >= HUGE else t.pin_memory(), non_blocking=True)
+                    found[place].copy_(t if t.nbytes >= HUGE else t.pin_memory(), non_blocking=True)
         current.wait_stream(self.stream)
         return found
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from moe_nvfp4.kernels.backend import Backend, Device, Problem, dequantized, not_installed
-from moe_nvfp4.weights import Gate, Projection
+from moe_nvfp4.weights import Gate, Matrices
 
 
 class Portable(Backend):
@@ -32,8 +32,8 @@ class Portable(Backend):
     def gate_gradient(self, gate: Gate, w13_out: Tensor, dh: Tensor) -> tuple[Tensor, Tensor]:
         return self.functions.gate(gate, w13_out, dh)
 
-    def dequantize(self, weights: Projection, experts: slice, columns: slice, dtype: torch.dtype) -> Tensor:
-        if dtype == torch.float32 or experts != slice(0, weights.scale.shape[0]):
+    def dequantize(self, weights: Matrices, experts: slice, columns: slice, dtype: torch.dtype) -> Tensor:
+        if dtype == torch.float32 or experts != slice(0, len(weights.global_scale)):
             return dequantized(weights, experts, columns, dtype)
         return self.functions.dequantize(weights, columns, dtype)
 

@@ -30,13 +30,13 @@ from moe_nvfp4.kernels.common.ahead import planned_tokens
 from moe_nvfp4.kernels.common.tensors import aligned, capability, expert_ids, floating, multiprocessors
 from moe_nvfp4.kernels.portable import config, dense
 from moe_nvfp4.kernels.portable import gate as gates
-from moe_nvfp4.kernels.portable.config import Plan, Tile, next_power_of_2
+from moe_nvfp4.kernels.portable.config import Plan, TileShape, next_power_of_2
 from moe_nvfp4.kernels.portable.dequantize import how
 from moe_nvfp4.kernels.portable.gemm import gemm_kernel
 from moe_nvfp4.kernels.portable.launch import launch
 from moe_nvfp4.kernels.portable.rows import combine_kernel, quantize_kernel, route_kernel
 from moe_nvfp4.routing import Groups, Rows
-from moe_nvfp4.weights import ExpertWeights, Gate, LinearWeights, Projection
+from moe_nvfp4.weights import ExpertWeights, Gate, LinearWeights, Matrices
 
 _RAW = Gate("raw")
 _TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -84,21 +84,21 @@ def _experts_dense(
 ) -> Tensor:
     """`experts` by torch's grouped product with weights dequantized to bf16, `dense.SCRATCH` bytes at a time. Rows are
     bf16: x, or code * sf of NVFP4 rows."""
-    (R,), E, I, (sf13, sf2) = ids.shape, w.num_experts, w.intermediate_size, w.block_scales()
+    (R,), E, I, w13, w2 = ids.shape, w.num_experts, w.intermediate_size, w.w13, w.w2
     nvfp4, r = w.quantized, route(ids, E, R, planned, row_expert=True, position=True)
     rows = _Values(x, index=r.order, index_div=R // x.shape[0])
     rows = _gathered(_quantize(rows, w.x_scale, r, w.four_over_six) if nvfp4 else rows)
     h = x.new_empty(R, I, dtype=torch.float32 if nvfp4 and w.h_scale is not None else x.dtype)
-    for first, n, product in dense.products(rows.values, aligned(w.w13), aligned(sf13), r.offsets, w.gate.gated):
+    for first, n, product in dense.products(rows.values, w13, r.offsets):
         block = min(1024, next_power_of_2(n))
         launch(
-            dense.gate_kernel, (R, -(-n // block)), product, r.row_expert, r.live, w.gate_scale, w.up_scale, rows.scale,
-            w.b13, h, first, I, n, *_gate(w.gate), block, how(), num_warps=4,
+            dense.gate_kernel, (R, -(-n // block)), product, r.row_expert, r.live, w13.gate_scale, w13.global_scale,
+            rows.scale, w13.bias, h, first, I, n, *_gate(w.gate), block, how(), num_warps=4,
         )  # fmt: skip
     rows = _quantize(_Values(h), w.h_scale, r, w.four_over_six) if nvfp4 else _Values(h)
-    for first, _, product in dense.products(rows.values, aligned(w.w2), aligned(sf2), r.offsets, False):
-        bias = None if w.b2 is None else w.b2[:, first:]
-        _combine(product[None], ids, top_k_weights, out[:, first:], E, (r.position, w.w2_scale, rows.scale, bias))
+    for first, _, product in dense.products(rows.values, w2, r.offsets):
+        bias = None if w2.bias is None else w2.bias[:, first:]
+        _combine(product[None], ids, top_k_weights, out[:, first:], E, (r.position, w2.global_scale, rows.scale, bias))
     return out
 
 
@@ -114,7 +114,7 @@ def gemm1_swiglu(rows: Rows, weights: ExpertWeights, groups: Groups, dtype: torc
     plan = _plan(w, planned_tokens(groups.num_rows), dtype, device)
     with _on(device):
         h = _up(_values(rows, groups), w, _Routing.of(groups, plan.BM), plan, torch.float32 if static else dtype)
-    h = h[:, : w.w13.shape[1] if w.gate.kind == "raw" else w.intermediate_size]
+    h = h[:, : w.w13.N if w.gate.kind == "raw" else w.intermediate_size]
     return reference.quantize_rows(h, None, w.h_scale, groups, w.four_over_six) if static else Rows(h)
 
 
@@ -140,7 +140,7 @@ def gate(gate: Gate, w13_out: Tensor, dh: Tensor | None = None) -> tuple[Tensor,
         return gates.gate(_gate(gate), w13_out, dh)
 
 
-def dequantize(weights: Projection, columns: slice, dtype: torch.dtype) -> Tensor:
+def dequantize(weights: Matrices, columns: slice, dtype: torch.dtype) -> Tensor:
     """`Backend.dequantize` of all experts, in bf16 or fp16."""
     with _on(weights.codes.device):
         return dense.window(weights, columns, dtype)
@@ -149,22 +149,21 @@ def dequantize(weights: Projection, columns: slice, dtype: torch.dtype) -> Tenso
 def linear(x: Tensor, weights: LinearWeights) -> Tensor:
     """y [T, N] = x [T, K] · wᵀ (+ bias), in x's dtype bf16 or fp16."""
     if x.shape[0] == 0:
-        return x.new_empty(0, weights.codes.shape[0])
-    w, T, (N, K), sf = weights, x.shape[0], weights.shape, weights.block_scales()
-    out = x.new_empty(T, N)
-    x, scale = _columns(x), w.global_scale.view(-1)
+        return x.new_empty(0, weights.matrix.N)
+    w, m, T = weights, weights.matrix, x.shape[0]
+    out, x = x.new_empty(T, m.N), _columns(x)
     with _on(x.device):
         rows, found = _Values(x), capability(x.device)
         native = w.quantized and config.multiplies_nvfp4(found)
         if w.quantized:
             rows = _quantize(rows, w.input_scale, None, w.four_over_six, native)
         if T > config.linear_limit(found) and not native:
-            return dense.linear(rows.values, rows.scale, aligned(w.codes), aligned(sf), scale, w.bias, out)
-        BM, tile, splits = config.plan_linear(N, K, planned_tokens(T), _sms(x.device), native)
-        part = config.part_of(K, splits, tile.BK)
-        splits = -(-K // part)
-        y = out[None] if splits == 1 else x.new_empty(splits, T, N, dtype=torch.float32)
-        _gemm(rows, _Matrices(w.codes, sf, None, scale, w.bias), y, _Tiling(tile, BM, 1, part))
+            return dense.linear(rows.values, rows.scale, m, out)
+        BM, tile, splits = config.plan_linear(m.N, m.K, planned_tokens(T), _sms(x.device), native)
+        part = config.part_of(m.K, splits, tile.BK)
+        splits = -(-m.K // part)
+        y = out[None] if splits == 1 else x.new_empty(splits, T, m.N, dtype=torch.float32)
+        _gemm(rows, m, y, _Tiling(tile, BM, 1, part))
         if splits > 1:
             _combine(y, None, None, out, 1)
     return out
@@ -323,65 +322,55 @@ def _quantize(
 
 def _up(rows: _Values, w: ExpertWeights, routing: _Routing | _Unsorted, plan: Plan, dtype: torch.dtype) -> Tensor:
     """GEMM 1 and the gate: [R, I], padded with zeros to whole blocks; [R, N13] for a raw gate."""
-    width = w.w13.shape[1] if w.gate.kind == "raw" else w.w2.shape[2] * 2
+    width = w.w13.N if w.gate.kind == "raw" else 16 * w.w2.blocks
     h = rows.values.new_empty(1, routing.num_rows, width, dtype=dtype)
-    matrices = _Matrices(w.w13, w.block_scales()[0], w.gate_scale, w.up_scale, w.b13)
-    _gemm(rows, matrices, h, _Tiling(plan.up, plan.BM, plan.group, w.w13.shape[2] * 2), routing, gate=w.gate)
+    _gemm(rows, w.w13, h, _Tiling(plan.up, plan.BM, plan.group, 16 * w.w13.blocks), routing, gate=w.gate)
     return h[0]
 
 
 def _down(h: _Values, w: ExpertWeights, routing: _Routing | _Unsorted, plan: Plan) -> Tensor:
     """GEMM 2: expert outputs [parts of K, R, H], in the order of assignments."""
-    K, tile = w.w2.shape[2] * 2, plan.down
+    K, tile = 16 * w.w2.blocks, plan.down
     part = config.part_of(K, plan.splits, tile.BK)
     y = h.values.new_empty(-(-K // part), routing.num_rows, w.hidden_size, dtype=plan.rows)
-    matrices = _Matrices(w.w2, w.block_scales()[1], None, w.w2_scale, w.b2)
-    _gemm(h, matrices, y, _Tiling(tile, plan.BM, plan.group, part), routing, routing.order)
+    _gemm(h, w.w2, y, _Tiling(tile, plan.BM, plan.group, part), routing, routing.order)
     return y
-
-
-class _Matrices(NamedTuple):
-    """A matrix for each expert, or a single one: codes [E, N, K / 2], sf [E, N, K / 16], global scales fp32 [E] (with
-    `first_scale` for the first half of the rows, if it has its own) and bias [E, N]."""
-
-    codes: Tensor
-    sf: Tensor
-    first_scale: Tensor | None
-    scale: Tensor
-    bias: Tensor | None
 
 
 class _Tiling(NamedTuple):
     """A tile; its BM tokens; how many token tiles in a row use the same weights; columns of K that a program sums."""
 
-    tile: Tile
+    tile: TileShape
     BM: int
     group: int
     part: int
 
 
 def _gemm(
-    rows: _Values, w: _Matrices, out: Tensor, tiling: _Tiling, routing: _Routing | _Unsorted | None = None,
+    rows: _Values, w: Matrices, out: Tensor, tiling: _Tiling, routing: _Routing | _Unsorted | None = None,
     out_index: Tensor | None = None, gate: Gate = _RAW,
 ) -> None:  # fmt: skip
     """Launch `gemm_kernel` into out [parts, R, N]; without routing, one matrix has all rows."""
     x, R, r, native, (tile, BM, group, part) = rows.values, out.shape[1], routing, rows.sf is not None, tiling
-    N, K, split_at = w.codes.shape[-2], w.codes.shape[-1] * 2, 0
+    N, K, split_at = w.N, 16 * w.blocks, 0
     if gate.kind in config.GATED:
         N //= 2
-    elif w.first_scale is not None:
+    elif w.gate_scale is not None:
         split_at = N // 2
     token_tiles: tuple[Tensor | None, ...] = (None,) * 4
     ids, E, tiles = 0, 0, -(-R // BM)
     if isinstance(r, _Unsorted):
-        ids, E, tiles, group, token_tiles = r.most, w.codes.shape[0], R, 1, (r.ids, None, None, None)
+        ids, E, tiles, group, token_tiles = r.most, len(w.global_scale), R, 1, (r.ids, None, None, None)
     elif r is not None:
-        tiles, token_tiles = max_tiles(R, w.codes.shape[0], BM), (r.tile_expert, r.tile_row, r.tile_end, r.tile_count)
+        tiles, token_tiles = (
+            max_tiles(R, len(w.global_scale), BM),
+            (r.tile_expert, r.tile_row, r.tile_end, r.tile_count),
+        )
     tiles = -(-tiles // group) * group
     launch(
         gemm_kernel, (tiles * -(-N // tile.BN), out.shape[0]),
-        x if native else x.view(torch.int32), rows.sf, rows.index, aligned(w.codes), aligned(w.sf), w.first_scale,
-        w.scale, w.bias, rows.scale, out, out_index, *token_tiles, R,
+        x if native else x.view(torch.int32), rows.sf, rows.index, aligned(w.codes), aligned(w.block_scales()),
+        w.gate_scale, w.global_scale, w.bias, rows.scale, out, out_index, *token_tiles, R,
         N, K, part // 2, out.shape[2], split_at, rows.index_div, *_gate(gate),
         tile.BN, BM, tile.BK, group, ids, E, _TYPES.get(x.dtype), how(), num_warps=tile.warps, num_stages=tile.stages,
         arch=_architecture(x.device) if native else None,

@@ -1,4 +1,4 @@
-"""Tile shapes by number of tokens, measured on an H200 with the sm_80 code that all GPUs share."""
+"""TileShape shapes by number of tokens, measured on an H200 with the sm_80 code that all GPUs share."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ GATED = ("silu", "gelu_tanh")  # gates for which one tile computes both products
 
 
 @dataclass(frozen=True)
-class Tile:
+class TileShape:
     """BN weight rows times BK columns, computed by `warps` warps with `stages` stages of loads in flight."""
 
     BN: int
@@ -38,8 +38,8 @@ class Plan:
     """
 
     BM: int
-    up: Tile
-    down: Tile
+    up: TileShape
+    down: TileShape
     splits: int = 1
     group: int = 1
     most_ids: int = 0
@@ -49,21 +49,21 @@ class Plan:
 # For up to this many rows per expert with rows: BM, GEMM 1's tile, GEMM 2's tile, group. (16.5, because a mean of 16
 # over all experts is a little more over those with rows.)
 _TILES = (
-    (6, 8, Tile(32, 256, 2, 3), Tile(64, 256, 4, 3), 1),
-    (12.5, 16, Tile(64, 128, 4, 3), Tile(64, 128, 4, 3), 8),
-    (16.5, 16, Tile(64, 128, 2, 3), Tile(128, 128, 4, 3), 8),
-    (40, 32, Tile(64, 128, 2, 3), Tile(128, 128, 4, 3), 8),
-    (float("inf"), 64, Tile(64, 128, 4, 3), Tile(128, 128, 4, 3), 8),
+    (6, 8, TileShape(32, 256, 2, 3), TileShape(64, 256, 4, 3), 1),
+    (12.5, 16, TileShape(64, 128, 4, 3), TileShape(64, 128, 4, 3), 8),
+    (16.5, 16, TileShape(64, 128, 2, 3), TileShape(128, 128, 4, 3), 8),
+    (40, 32, TileShape(64, 128, 2, 3), TileShape(128, 128, 4, 3), 8),
+    (float("inf"), 64, TileShape(64, 128, 4, 3), TileShape(128, 128, 4, 3), 8),
 )
 
 
 # The same where tensor cores multiply NVFP4 by NVFP4. Not measured: the tiles are as large as registers allow.
 _NATIVE_TILES = (
-    (6, 8, Tile(32, 256, 2, 3), Tile(64, 256, 4, 3), 1),
-    (12, 16, Tile(64, 128, 4, 3), Tile(64, 128, 4, 3), 8),
-    (40, 32, Tile(64, 128, 4, 3), Tile(128, 128, 4, 3), 8),
-    (100, 64, Tile(64, 128, 4, 3), Tile(128, 128, 4, 3), 8),
-    (float("inf"), 128, Tile(128, 128, 8, 3), Tile(128, 128, 8, 3), 8),
+    (6, 8, TileShape(32, 256, 2, 3), TileShape(64, 256, 4, 3), 1),
+    (12, 16, TileShape(64, 128, 4, 3), TileShape(64, 128, 4, 3), 8),
+    (40, 32, TileShape(64, 128, 4, 3), TileShape(128, 128, 4, 3), 8),
+    (100, 64, TileShape(64, 128, 4, 3), TileShape(128, 128, 4, 3), 8),
+    (float("inf"), 128, TileShape(128, 128, 8, 3), TileShape(128, 128, 8, 3), 8),
 )
 
 
@@ -80,9 +80,11 @@ def plan_experts(E: int, H: int, I: int, rows: int, dtype: torch.dtype, sms: int
 
 
 @lru_cache(maxsize=4096)
-def plan_linear(N: int, K: int, rows: int, sms: int, native: bool = False) -> tuple[int, Tile, int]:
+def plan_linear(N: int, K: int, rows: int, sms: int, native: bool = False) -> tuple[int, TileShape, int]:
     """(BM, tile, parts of K) for a linear."""
-    BM, _, tile, _ = _tiles(rows, native) if rows > 16 else (8 if rows <= 8 else 16, None, Tile(64, 256, 4, 3), None)
+    BM, _, tile, _ = (
+        _tiles(rows, native) if rows > 16 else (8 if rows <= 8 else 16, None, TileShape(64, 256, 4, 3), None)
+    )
     return BM, tile, split_k(K, tile, -(-rows // BM) * -(-N // tile.BN), sms)
 
 
@@ -115,12 +117,12 @@ def _experts_hit(E: int, rows: int) -> float:
     return E * (1 - (1 - 1 / E) ** rows)
 
 
-def _tiles(rows: float, native: bool) -> tuple[int, Tile, Tile, int]:
+def _tiles(rows: float, native: bool) -> tuple[int, TileShape, TileShape, int]:
     """(BM, GEMM 1's tile, GEMM 2's tile, group) for this many rows per expert."""
     return next(entry[1:] for entry in (_NATIVE_TILES if native else _TILES) if rows <= entry[0])
 
 
-def split_k(K: int, tile: Tile, tiles: float, sms: int) -> int:
+def split_k(K: int, tile: TileShape, tiles: float, sms: int) -> int:
     """How many parts of K to use if tiles are too few for the GPU; each part has enough blocks to fill the stages."""
     splits = 1
     while tiles * splits < 5 * sms and K >= 6 * splits * tile.BK and splits < 4:

@@ -17,19 +17,19 @@ from moe_nvfp4.kernels.portable.config import next_power_of_2
 from moe_nvfp4.kernels.portable.dequantize import UNIT, dequantize, how, rounded
 from moe_nvfp4.kernels.portable.gemm import gated
 from moe_nvfp4.kernels.portable.launch import launch
-from moe_nvfp4.weights import Projection
+from moe_nvfp4.weights import Matrices
 
 SCRATCH = 1 << 29  # bytes of weights dequantized at a time; more only where ALIGNED rows of every expert need more
 ALIGNED = 64  # rows
 
 
-def products(x: Tensor, codes: Tensor, sf: Tensor, offsets: Tensor, halves: bool) -> Iterator[tuple[int, int, Tensor]]:
+def products(x: Tensor, w: Matrices, offsets: Tensor) -> Iterator[tuple[int, int, Tensor]]:
     """Yield (first row, number of rows, x [R, K] times these rows of its expert's code * sf: bf16 [R, rows]).
 
-    codes uint8 [E, N, K / 2]. With `halves`, the rows are taken from each half of N, and products are [R, 2 * rows].
+    Where the rows are [gate; up], they are taken from each half of N, and products are [R, 2 * rows].
     """
-    count = 2 if halves else 1
-    E, N, K = codes.shape[0], codes.shape[1] // count, codes.shape[2] * 2
+    codes, sf, count = aligned(w.codes), aligned(w.block_scales()), 2 if w.gated else 1
+    E, N, K = codes.shape[0], w.N // count, w.K
     rows = min(N, max(ALIGNED, SCRATCH // (E * count * K * 2) // ALIGNED * ALIGNED))
     scratch = x.new_empty(E, count * rows, K)
     for first in range(0, N, rows):
@@ -40,26 +40,24 @@ def products(x: Tensor, codes: Tensor, sf: Tensor, offsets: Tensor, halves: bool
         yield first, rows, torch._grouped_mm(x, scratch.transpose(1, 2), offs=offsets[1:])
 
 
-def linear(
-    x: Tensor, row_scale: Tensor | None, codes: Tensor, sf: Tensor, scale: Tensor, bias: Tensor | None, out: Tensor
-) -> Tensor:
-    """out [T, N] = x [T, K] times the weights' values in x's dtype, codes uint8 [N, K / 2].
+def linear(x: Tensor, row_scale: Tensor | None, w: Matrices, out: Tensor) -> Tensor:
+    """out [T, N] = x [T, K] times the weights' values in x's dtype.
 
     With `row_scale` fp32 [T] (NVFP4 rows), both operands are exact code * sf, and the product is rounded before it is
     scaled.
     """
-    N, K = codes.shape[0], codes.shape[1] * 2
+    codes, sf, scale, N, K = aligned(w.codes), aligned(w.block_scales()), w.global_scale, w.N, w.K
     rows = min(N, max(ALIGNED, SCRATCH // (K * 2) // ALIGNED * ALIGNED))
     scratch = x.new_empty(rows, K)
     for first in range(0, N, rows):
         n = min(rows, N - first)
         _dequantize(codes, sf, scale if row_scale is None else None, scratch, first, N, K, n, 1)
-        columns, w = out[:, first : first + n], scratch[:n].T
+        columns, values = out[:, first : first + n], scratch[:n].T
         if row_scale is None:
-            torch.mm(x, w, out=columns)
+            torch.mm(x, values, out=columns)
         else:
-            torch.mul(x @ w, row_scale[:, None] * scale, out=columns)
-    return out if bias is None else out.add_(bias)
+            torch.mul(x @ values, row_scale[:, None] * scale, out=columns)
+    return out if w.bias is None else out.add_(w.bias)
 
 
 def _dequantize(codes, sf, scale, scratch, first, N, K, rows, matrices) -> None:
@@ -97,15 +95,15 @@ def dequantize_kernel(
     tl.store(to, rounded(value, out.dtype.element_ty, HOW), mask=(local < ROWS)[:, None] & (columns < K)[None, :])
 
 
-def window(w: Projection, columns: slice, dtype: torch.dtype) -> Tensor:
+def window(w: Matrices, columns: slice, dtype: torch.dtype) -> Tensor:
     """[E, N, columns] of the weights' values in 16-bit `dtype`; columns begin at a multiple of 64."""
-    E, N, count = w.scale.shape[0], w.rows, min(columns.stop, w.width) - columns.start
+    E, N, count = len(w.global_scale), w.N, min(columns.stop, w.K) - columns.start
     out = w.codes.new_empty(E, N, count, dtype=dtype)
     BN, BK = 32, min(256, max(32, next_power_of_2(count)))
-    split = N if w.first_scale is None else N // 2
+    split = N // 2 if w.gated else N
     launch(
-        window_kernel, (-(-N // BN), -(-count // BK), E), aligned(w.codes), aligned(w.sf), w.first_scale, w.scale, out,
-        columns.start, N, w.codes.shape[2] * 2, count, split, BN, BK, how(), num_warps=4,
+        window_kernel, (-(-N // BN), -(-count // BK), E), aligned(w.codes), aligned(w.block_scales()),
+        w.gate_scale, w.global_scale, out, columns.start, N, 16 * w.blocks, count, split, BN, BK, how(), num_warps=4,
     )  # fmt: skip
     return out
 

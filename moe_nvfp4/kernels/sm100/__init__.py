@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from moe_nvfp4.kernels.backend import Backend, Device, Problem, dequantized, not_installed, other_gpu
-from moe_nvfp4.weights import ExpertWeights, Projection
+from moe_nvfp4.weights import Matrices
 
 
 class Blackwell(Backend):
@@ -33,33 +32,31 @@ class Blackwell(Backend):
             return f"takes sizes that are multiples of 16, not H = {p.hidden_size} and I = {p.intermediate_size}"
         return None
 
-    def prepare(self, codes: Tensor, sf: Tensor, interleaved: bool) -> tuple[Tensor, Any]:
+    def pack(self, codes: Tensor, sf: Tensor, interleaved: bool) -> tuple[Tensor, Any]:
         from moe_nvfp4.kernels.sm100.pack import pack
 
         _, rows, K16 = sf.shape
         projections = 2 if interleaved else 1
         return pack(codes, sf, projections), (rows, K16, projections)
 
-    def restore(self, prepared: Tensor, note: Any) -> tuple[Tensor, Tensor]:
+    def unpack(self, packed: Tensor, note: Any) -> tuple[Tensor, Tensor]:
         from moe_nvfp4.kernels.sm100.pack import unpack
 
-        return unpack(prepared, *note)
+        return unpack(packed, *note)
 
-    def unpacked(self, weights: ExpertWeights) -> ExpertWeights:
+    def values(self, weights: Matrices) -> Matrices:
         from moe_nvfp4.kernels.sm100.pack import unpack
 
-        (w13, w13_sf), (w2, w2_sf) = (
-            unpack(p.codes, p.rows, -(-p.width // 16), 2 if p.interleaved else 1)
-            for p in (weights.projection("w13"), weights.projection("w2"))
-        )
-        return replace(weights, w13=w13, w13_sf=w13_sf, w2=w2, w2_sf=w2_sf, layout=None)
+        w = weights
+        codes, sf = unpack(w.codes, w.N, w.blocks, 2 if w.gated else 1)
+        return w._replace(codes=codes, sf=sf, layout=None)
 
-    def dequantize(self, weights: Projection, experts: slice, columns: slice, dtype: torch.dtype) -> Tensor:
-        if weights.sf is None:
+    def dequantize(self, weights: Matrices, experts: slice, columns: slice, dtype: torch.dtype) -> Tensor:
+        if weights.layout is not None:
             from moe_nvfp4.kernels.sm100.pack import window
 
             weights = window(weights, experts, columns)
-            experts, columns = slice(0, len(weights.codes)), slice(0, weights.width)
+            experts, columns = slice(None), slice(0, weights.K)
         return dequantized(weights, experts, columns, dtype)
 
 

@@ -28,7 +28,8 @@ import torch
 from torch import Tensor
 
 from moe_nvfp4 import format as nvfp4
-from moe_nvfp4.kernels.common.ahead import MAX_ROWS, CuteKernels, planned_tokens
+from moe_nvfp4.kernels.common.ahead import MAX_ROWS, planned_tokens
+from moe_nvfp4.kernels.common.cute import CuteKernels
 from moe_nvfp4.kernels.common.tensors import (
     aligned,
     capability,
@@ -54,7 +55,7 @@ from moe_nvfp4.kernels.sm100.config import (
 from moe_nvfp4.kernels.sm100.model import plan_gemm
 from moe_nvfp4.kernels.sm100.pack import pack_codes, pack_sf, pad_rows, parts
 from moe_nvfp4.routing import Groups, Rows, check_ids, group_by_expert
-from moe_nvfp4.weights import ExpertWeights, Projection
+from moe_nvfp4.weights import ExpertWeights, Matrices
 
 ARCHITECTURES = {(10, 0): "sm_100a", (10, 3): "sm_103a"}
 OUT_DTYPES = ("bfloat16", "float16", "float32")
@@ -151,39 +152,39 @@ def _operand(rows: Rows, w: ExpertWeights, groups: Groups) -> Rows:
 def _gemm1(rows: Rows, w: ExpertWeights, groups: Groups, dtype: torch.dtype, out: str) -> Rows:
     R, E, I = groups.num_rows, groups.num_experts, w.intermediate_size
     projections = 2 if w.gate.gated else 1
-    codes, sf = _operands(w.projection("w13"))
+    codes, sf = _operands(w.w13)
     out = "nvfp4" if w.quantizes_h else out
     tile, parts = _plan(rows, planned_tokens(R), (E, I, codes.shape[-1] * 2, projections, out))
-    config = GemmConfig(E, I, codes.shape[-1] * 2, projections, out, w.gate, _bias_name(w.b13), tile)
+    config = GemmConfig(E, I, codes.shape[-1] * 2, projections, out, w.gate, _bias_name(w.w13.bias), tile)
     if w.quantizes_h and w.four_over_six:
         config = replace(config, four_over_six=True)
-    scales = (w.gate_scale if projections == 2 else w.up_scale, w.up_scale)
+    scales = (w.w13.gate_scale if projections == 2 else w.w13.global_scale, w.w13.global_scale)
     if parts > 1:
         config, total = replace(config, out="float32", gate=None, parts=parts), SumConfig(parts, E, I, w.gate, out)
-        sums = _gemm(config, rows, groups, (codes, sf), scales, w.b13, Rows(_sums(rows, R, config)))
+        sums = _gemm(config, rows, groups, (codes, sf), scales, w.w13.bias, Rows(_sums(rows, R, config)))
         h = rows.values.new_empty(R, total.width, dtype=dtype)
         if R:
             launch(total, (sums.values, h, groups.offsets))
         return Rows(h)
     if not w.quantizes_h:
         h = rows.values.new_empty(R, config.width, dtype=dtype)
-        return _gemm(config, rows, groups, (codes, sf), scales, w.b13, Rows(h))
+        return _gemm(config, rows, groups, (codes, sf), scales, w.w13.bias, Rows(h))
     h = rows.values.new_empty(R, I // 2)
     h_sf = rows.values.new_empty(nvfp4.grouped_sf_rows(R, E) * (-(-I // 64) * 4))
     scale = rows.values.new_empty(R, dtype=torch.float32)
-    return _gemm(config, rows, groups, (codes, sf), scales, w.b13, Rows(h, h_sf, scale), w.h_scale)
+    return _gemm(config, rows, groups, (codes, sf), scales, w.w13.bias, Rows(h, h_sf, scale), w.h_scale)
 
 
 def _gemm2(h: Rows, w: ExpertWeights, groups: Groups, top_k_weights: Tensor, dtype: torch.dtype) -> Tensor:
     R, E, H, (T, top_k) = groups.num_rows, groups.num_experts, w.hidden_size, top_k_weights.shape
-    codes, sf = _operands(w.projection("w2"))
+    codes, sf = _operands(w.w2)
     exact = dtype != torch.bfloat16 or planned_tokens(T, top_k) * top_k * H * 4 <= EXACT_BYTES
     out = "assignments" if exact else "assignments bfloat16"
     tile, parts = _plan(h, planned_tokens(T, top_k) * top_k, (E, H, codes.shape[-1] * 2, 1, out))
-    config = GemmConfig(E, H, codes.shape[-1] * 2, 1, out, None, _bias_name(w.b2), tile, parts)
+    config = GemmConfig(E, H, codes.shape[-1] * 2, 1, out, None, _bias_name(w.w2.bias), tile, parts)
     y = h.values.new_empty(T, H, dtype=dtype)
     assignments = _sums(h, R, config) if exact else h.values.new_empty(R, H, dtype=dtype)
-    _gemm(config, h, groups, (codes, sf), (w.w2_scale, w.w2_scale), w.b2, Rows(assignments))
+    _gemm(config, h, groups, (codes, sf), (w.w2.global_scale, w.w2.global_scale), w.w2.bias, Rows(assignments))
     if T:
         top_k_weights = aligned(floating(top_k_weights))
         weights, out, rows = (_name(t.dtype) for t in (top_k_weights, y, assignments))
@@ -277,13 +278,13 @@ def _bias_name(bias: Tensor | None) -> str | None:
 # ---- weights -------------------------------------------------------------------------------------
 
 
-def _operands(w: Projection) -> tuple[Tensor, Tensor]:
+def _operands(w: Matrices) -> tuple[Tensor, Tensor]:
     """(codes, sf) of `sm100.pack`; made at every call for weights that no module has prepared."""
-    if w.sf is None:
-        return parts(w.codes, w.rows, -(-w.width // 16))
+    if w.layout is not None:
+        return parts(w.codes, w.N, w.blocks)
     warn_unpacked("Blackwell")
-    projections = 2 if w.interleaved else 1
-    codes, sf = pack_codes(w.codes, projections), pack_sf(w.sf, projections)
+    projections = 2 if w.gated else 1
+    codes, sf = pack_codes(w.codes, projections), pack_sf(w.block_scales(), projections)
     settle(sf.device)
     return codes, sf
 

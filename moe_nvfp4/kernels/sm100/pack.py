@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from moe_nvfp4 import format as nvfp4
 from moe_nvfp4.kernels.sm100.config import TOGETHER
-from moe_nvfp4.weights import Projection
+from moe_nvfp4.weights import Matrices
 
 
 def pack(codes: Tensor, sf: Tensor, projections: int) -> Tensor:
@@ -43,20 +43,16 @@ def parts(packed: Tensor, rows: int, K16: int) -> tuple[Tensor, Tensor]:
     return flat[:size].view(shape), flat[size:]
 
 
-def window(w: Projection, experts: slice, columns: slice) -> Projection:
+def window(w: Matrices, experts: slice, columns: slice) -> Matrices:
     """These experts and columns of packed weights in the checkpoint's layout. Columns begin at multiples of 64."""
-    projections, (codes, sf) = 2 if w.interleaved else 1, parts(w.codes, w.rows, -(-w.width // 16))
-    first, width = columns.start, min(columns.stop, w.width) - columns.start
+    projections, (codes, sf) = 2 if w.gated else 1, parts(w.codes, w.N, w.blocks)
+    first, width = columns.start, min(columns.stop, w.K) - columns.start
     # A tile of scales has 128 rows and 64 columns, in 512 bytes.
-    tiles = sf.view(w.codes.shape[0], -1, -(-w.width // 64), 512)[experts]
+    tiles = sf.view(w.codes.shape[0], -1, -(-w.K // 64), 512)[experts]
     tiles, K16 = tiles[:, :, first // 64 : -(-columns.stop // 64)], -(-width // 16)
-    return w._replace(
-        codes=apart(codes[experts, :, first // 2 : first // 2 + 8 * K16], projections),
-        sf=unpack_sf(tiles.flatten(), tiles.shape[0], projections, w.rows, K16),
-        first_scale=None if w.first_scale is None else w.first_scale[experts],
-        scale=w.scale[experts],
-        width=width,
-    )
+    codes = apart(codes[experts, :, first // 2 : first // 2 + 8 * K16], projections)
+    sf = unpack_sf(tiles.flatten(), tiles.shape[0], projections, w.N, K16)
+    return w.of(experts)._replace(codes=codes, sf=sf, K=width, layout=None)
 
 
 def pack_sf(sf: Tensor, projections: int) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor
 
 from moe_nvfp4.kernels.backend import Backend, Device, Problem, dequantized, not_installed, other_gpu
 from moe_nvfp4.kernels.portable import BACKEND as portable
-from moe_nvfp4.weights import ExpertWeights, Gate, LinearWeights, Projection
+from moe_nvfp4.weights import Gate, LinearWeights, Matrices
 
 
 class Hopper(Backend):
@@ -38,23 +37,23 @@ class Hopper(Backend):
             )
         return None
 
-    def prepare(self, codes: Tensor, sf: Tensor, interleaved: bool) -> tuple[Tensor, Any]:
+    def pack(self, codes: Tensor, sf: Tensor, interleaved: bool) -> tuple[Tensor, Any]:
         from moe_nvfp4.kernels.common.tensors import settle
         from moe_nvfp4.kernels.sm90.pack import pack
 
-        packed = pack(codes, sf, interleaved)
-        settle(packed.units.device)
-        return packed.units.view(torch.uint8), replace(packed, units=None)
+        units, escapes = pack(codes, sf, interleaved)
+        settle(units.device)
+        return units.view(torch.uint8), (escapes, codes.shape[1], 2 * codes.shape[2], interleaved)
 
-    def restore(self, prepared: Tensor, note: Any) -> tuple[Tensor, Tensor]:
+    def unpack(self, packed: Tensor, note: Any) -> tuple[Tensor, Tensor]:
         from moe_nvfp4.kernels.sm90.pack import unpack
 
-        return unpack(replace(note, units=prepared.view(torch.int32)))
+        return unpack(packed.view(torch.int32), *note)
 
     def linear(self, x: Tensor, weights: LinearWeights) -> Tensor:
         # Offloaded weights, which a hook brings for each call, cannot be prepared. Packing them each time would take
         # longer than the Triton kernels, which read the checkpoint's layout.
-        unprepared = weights.sf is not None and "triton" in Device.of(x.device).packages
+        unprepared = weights.matrix.layout is None and "triton" in Device.of(x.device).packages
         return (portable if unprepared else super()).linear(x, weights)
 
     def gate(self, gate: Gate, w13_out: Tensor) -> Tensor:
@@ -63,29 +62,22 @@ class Hopper(Backend):
     def gate_gradient(self, gate: Gate, w13_out: Tensor, dh: Tensor) -> tuple[Tensor, Tensor]:
         return (portable if w13_out.is_cuda else super()).gate_gradient(gate, w13_out, dh)
 
-    def unpacked(self, weights: ExpertWeights) -> ExpertWeights:
-        (w13, w13_sf), (w2, w2_sf) = (_values(weights.projection(name)) for name in ("w13", "w2"))
-        return replace(weights, w13=w13, w13_sf=w13_sf, w2=w2, w2_sf=w2_sf, layout=None)
+    def values(self, weights: Matrices) -> Matrices:
+        from moe_nvfp4.kernels.sm90.pack import unpack
 
-    def dequantize(self, weights: Projection, experts: slice, columns: slice, dtype: torch.dtype) -> Tensor:
         w = weights
-        if w.sf is None:
-            first = None if w.first_scale is None else w.first_scale[experts]
-            w = w._replace(codes=w.codes[experts], first_scale=first, scale=w.scale[experts])
+        codes, sf = unpack(w.codes.view(torch.int32), None, w.N, 16 * w.blocks, w.gated)
+        return w._replace(codes=codes, sf=sf, layout=None)
+
+    def dequantize(self, weights: Matrices, experts: slice, columns: slice, dtype: torch.dtype) -> Tensor:
+        w = weights.of(experts)
+        if w.layout is not None:
             if w.codes.is_cuda:
                 from moe_nvfp4.kernels.sm90.dequantize import window
 
                 return window(w, columns, dtype)
-            codes, sf = _values(w)
-            w, experts = w._replace(codes=codes, sf=sf), slice(0, len(codes))
-        return dequantized(w, experts, columns, dtype)
-
-
-def _values(w: Projection) -> tuple[Tensor, Tensor]:
-    """(codes, sf) with the same values. Blocks whose scale is zero get zero codes, whatever their codes were."""
-    from moe_nvfp4.kernels.sm90.pack import Packed, unpack
-
-    return unpack(Packed(w.codes.view(torch.int32), None, w.rows, -(-w.width // 16) * 16, w.interleaved))
+            w = self.values(w)
+        return dequantized(w, slice(None), columns, dtype)
 
 
 BACKEND = Hopper()

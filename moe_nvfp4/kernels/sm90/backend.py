@@ -24,7 +24,8 @@ from cutlass import BFloat16, Float32, Int32
 from torch import Tensor
 
 from moe_nvfp4.kernels.common import launch
-from moe_nvfp4.kernels.common.ahead import MAX_ROWS, CuteKernels, planned_tokens
+from moe_nvfp4.kernels.common.ahead import MAX_ROWS, planned_tokens
+from moe_nvfp4.kernels.common.cute import CuteKernels
 from moe_nvfp4.kernels.common.route import Route, route_shape
 from moe_nvfp4.kernels.common.rows import SumParts
 from moe_nvfp4.kernels.common.tensors import aligned, expert_ids, floating, multiprocessors, settle, warn_unpacked
@@ -35,7 +36,7 @@ from moe_nvfp4.kernels.sm90.plan import LaunchPlan, choose_plan, plan_linear, to
 from moe_nvfp4.kernels.sm90.quantize import Quantize
 from moe_nvfp4.kernels.sm90.rows import Combine, Gather
 from moe_nvfp4.routing import Groups, Rows
-from moe_nvfp4.weights import ExpertWeights, Layout, LinearWeights
+from moe_nvfp4.weights import ExpertWeights, LinearWeights, Matrices
 
 ARCHITECTURE = "sm_90a"
 
@@ -102,8 +103,8 @@ def linear(x: Tensor, weights: LinearWeights) -> Tensor:
     torch multiplies weights dequantized to bf16; for NVFP4 rows these are exact code * sf, and the product is rounded
     twice.
     """
-    w, T, (N, K) = pack_linear(weights), x.shape[0], weights.shape
-    out = x.new_empty(T, N)
+    w, m, T = weights, pack_linear(weights.matrix), x.shape[0]
+    N, K, out = m.N, m.K, x.new_empty(T, m.N)
     if T == 0:
         return out
     x, row_scale = aligned(x), None
@@ -111,15 +112,13 @@ def linear(x: Tensor, weights: LinearWeights) -> Tensor:
     if w.quantized:
         x, row_scale = _quantize_rows(x, w.input_scale, w.four_over_six)
     if tile is None:
-        return _linear_dense(x, row_scale, w, out)
+        return _linear_dense(x, row_scale, m, out)
     y = out if split_k == 1 else x.new_empty(split_k * T, N, dtype=torch.float32)
     config = GemmConfig(
-        None, True, False, w.bias is not None, row_scale is not None, out=launch.DTYPES[y.dtype], grouped=False
+        None, True, False, m.bias is not None, row_scale is not None, out=launch.DTYPES[y.dtype], grouped=False
     )  # fmt: skip
-    if w.codes.shape != (-(-N // UNIT), 1, -(-K // UNIT), 4 * UNIT_WORDS):
-        raise ValueError(f"weights {tuple(w.codes.shape)} do not fit a linear {(N, K)} in Hopper's layout")
-    units, scale = w.codes.transpose(0, 1).view(torch.int32).flatten(2), w.global_scale
-    unused, bias = units.view(-1)[:1], x if w.bias is None else w.bias[None]
+    units, scale = _units(m.stacked()), m.global_scale
+    unused, bias = units.view(-1)[:1], x if m.bias is None else m.bias[None]
     tiles = -(-T // tile.BN) * -(-units.shape[1] // tile.m_blocks) * split_k
     _kernel(tile, config, bias.dtype)(
         units, units, x, unused, x, x, x, y, unused, scale, scale, scale, bias, bias, scale,
@@ -131,13 +130,11 @@ def linear(x: Tensor, weights: LinearWeights) -> Tensor:
     return out
 
 
-def _linear_dense(x: Tensor, row_scale: Tensor | None, w: LinearWeights, out: Tensor) -> Tensor:
+def _linear_dense(x: Tensor, row_scale: Tensor | None, w: Matrices, out: Tensor) -> Tensor:
     from moe_nvfp4.kernels.sm90.dequantize import window
 
-    weights = w.projection()
-    if row_scale is not None:
-        weights = weights._replace(scale=torch.ones_like(weights.scale))
-    torch.mm(x, window(weights, slice(0, w.shape[1]), x.dtype)[0].T, out=out)
+    exact = w if row_scale is None else w._replace(global_scale=torch.ones_like(w.global_scale))
+    torch.mm(x, window(exact.stacked(), slice(0, w.K), x.dtype)[0].T, out=out)
     if row_scale is not None:
         out.mul_(row_scale[:, None] * w.global_scale)
     return out if w.bias is None else out.add_(w.bias)
@@ -172,12 +169,12 @@ def _sum_parts(parts: int) -> Any:
     return SumParts(parts), (launch.rows(Float32, 16), launch.rows(BFloat16, 16), None), ARCHITECTURE
 
 
-def pack_linear(weights: LinearWeights) -> LinearWeights:
-    """The weights in Hopper's layout: themselves if they are in it already, else new tensors."""
-    if weights.sizes is not None:
-        return weights
-    codes = pack(weights.codes[None], weights.block_scales()[None], False).units.view(torch.uint8)
-    return weights._replace(codes=codes.transpose(0, 1), sf=None, sizes=weights.shape)
+def pack_linear(matrix: Matrices) -> Matrices:
+    """The matrix of a linear in Hopper's layout: itself if it is in it already, else new tensors."""
+    if matrix.layout is not None:
+        return matrix
+    codes = _in_units(matrix.stacked()).codes.transpose(0, 1)
+    return matrix._replace(codes=codes, sf=None, layout="sm90")
 
 
 def _packed(weights: ExpertWeights) -> ExpertWeights:
@@ -189,11 +186,12 @@ def _packed(weights: ExpertWeights) -> ExpertWeights:
 
 def pack_weights(weights: ExpertWeights) -> ExpertWeights:
     """The weights in Hopper's layout, as new tensors."""
-    w, (sf13, sf2) = weights, weights.block_scales()
-    w13 = pack(w.w13, sf13, w.gate.gated).units.view(torch.uint8)
-    w2 = pack(w.w2, sf2, False).units.view(torch.uint8)
-    layout = Layout("sm90", w.hidden_size, w.intermediate_size, tuple(w13.shape[1:]), tuple(w2.shape[1:]))
-    return replace(w, w13=w13, w13_sf=None, w2=w2, w2_sf=None, layout=layout)
+    return replace(weights, w13=_in_units(weights.w13), w2=_in_units(weights.w2))
+
+
+def _in_units(m: Matrices) -> Matrices:
+    units, _ = pack(m.codes, m.block_scales(), m.gated)
+    return m._replace(codes=units.view(torch.uint8), sf=None, layout="sm90")
 
 
 # ---- launches ------------------------------------------------------------------------------------
@@ -264,34 +262,46 @@ def _gemms(rows: Rows, groups: Groups, w: ExpertWeights, h: Tensor, y: Tensor, s
     """GEMM 1 from rows of x to h, GEMM 2 from h to y, or one of them. Unused tensors may be any of the right dtype."""
     x, R, tile, config = rows.values, groups.num_rows, plan.tile, plan.config
     index = groups.offsets if rows.index is None else rows.index
-    units13, units2 = _units(w)
-    b13, b2 = (x, x) if w.b13 is None else (w.b13, w.b2)
-    row_scale = w.up_scale if rows.scale is None else rows.scale
-    gate_scale = w.up_scale if w.gate_scale is None else w.gate_scale
-    h_scale, raw, quantized = w.up_scale, x, h
+    units13, units2 = _units_of(w)
+    b13, b2 = (x, x) if w.w13.bias is None else (w.w13.bias, w.w2.bias)
+    up_scale = w.w13.global_scale
+    row_scale = up_scale if rows.scale is None else rows.scale
+    gate_scale = up_scale if w.w13.gate_scale is None else w.w13.gate_scale
+    h_scale, raw, quantized = up_scale, x, h
     if config.row_scale:
         h_scale = sync[-R:].view(torch.float32) if w.h_scale is None else w.h_scale
         raw = h.view(torch.bfloat16)
     if h.dtype != torch.bfloat16:
         quantized = x.new_empty(h.shape)
-    weight_tiles = (-(-w.w13.shape[1] // tile.m_blocks) if config.gate else 0) + (
-        -(-w.w2.shape[1] // tile.m_blocks) * plan.split_k if config.down else 0
+    weight_tiles = (-(-w.w13.codes.shape[1] // tile.m_blocks) if config.gate else 0) + (
+        -(-w.w2.codes.shape[1] // tile.m_blocks) * plan.split_k if config.down else 0
     )
     tiles = token_tiles(R, w.num_experts, tile) * weight_tiles
     grid = min(multiprocessors(x.device) * tile.ctas, tiles)
     _kernel(tile, config, b13.dtype)(
-        units13, units2, x, index, h, raw, quantized, y, groups.offsets, gate_scale, w.up_scale, w.w2_scale,
+        units13, units2, x, index, h, raw, quantized, y, groups.offsets, gate_scale, up_scale, w.w2.global_scale,
         b13, b2, row_scale, h_scale, sync, plan.split_k.bit_length() - 1, grid,
     )  # fmt: skip
 
 
-def _units(w: ExpertWeights) -> tuple[Tensor, Tensor]:
-    """w13 and w2 as the kernels take them, int32 [E, blocks, words]: made once for weights that many calls take."""
+def _units_of(w: ExpertWeights) -> tuple[Tensor, Tensor]:
+    """`_units` of w13 and w2: made once for weights that many calls take."""
     kept = vars(w)
     if "units" not in kept:
-        kept["units"] = tuple(t.view(torch.int32).flatten(2) for t in (w.w13, w.w2))
+        kept["units"] = _units(w.w13), _units(w.w2)
     units: tuple[Tensor, Tensor] = kept["units"]
     return units
+
+
+def _units(m: Matrices) -> Tensor:
+    """Packed codes as the kernels take them: int32 [E, M64, words]. ValueError if they are not the size of [N, K]."""
+    M64 = -(-m.N // 2 // 32) if m.gated else -(-m.N // UNIT)
+    if m.layout != "sm90" or m.codes.shape[1:] != (M64, -(-m.K // UNIT), 4 * UNIT_WORDS):
+        raise ValueError(
+            f"weights {tuple(m.codes.shape)} in the layout of {m.layout} are not [{m.N}, {m.K}] in that of sm90: load "
+            "the layer again"
+        )
+    return m.codes.view(torch.int32).flatten(2)
 
 
 @CuteKernels

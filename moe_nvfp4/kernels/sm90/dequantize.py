@@ -9,19 +9,19 @@ from torch import Tensor
 
 from moe_nvfp4.kernels.portable.launch import launch
 from moe_nvfp4.kernels.sm90.pack import UNIT, UNIT_WORDS
-from moe_nvfp4.weights import Projection
+from moe_nvfp4.weights import Matrices
 
 
-def window(w: Projection, columns: slice, dtype: torch.dtype) -> Tensor:
+def window(w: Matrices, columns: slice, dtype: torch.dtype) -> Tensor:
     """[E, N, columns] of the weights' values in `dtype`; columns begin at a multiple of 64."""
     units = w.codes.view(torch.int32)
     E, M64, K64, _ = units.shape
-    count = min(columns.stop, w.width) - columns.start
-    out = units.new_empty(E, w.rows, count, dtype=dtype)
+    count = min(columns.stop, w.K) - columns.start
+    out = units.new_empty(E, w.N, count, dtype=dtype)
     with torch.cuda.device(units.device) if units.is_cuda else nullcontext():
         launch(
-            window_kernel, (-(-count // UNIT), M64, E), units, w.scale if w.first_scale is None else w.first_scale,
-            w.scale, out, columns.start // UNIT, w.rows, M64, K64, count, w.interleaved, UNIT_WORDS, num_warps=4,
+            window_kernel, (-(-count // UNIT), M64, E), units, w.gate_scale if w.gated else w.global_scale,
+            w.global_scale, out, columns.start // UNIT, w.N, M64, K64, count, w.gated, UNIT_WORDS, num_warps=4,
         )  # fmt: skip
     return out
 

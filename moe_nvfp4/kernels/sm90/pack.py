@@ -28,7 +28,6 @@ neighbours in the matrix, 2g and 2g + 1. Rows are padded to whole units and K to
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -42,24 +41,12 @@ _MAGNITUDE = (6, 3, 0, 9)
 _CHUNK = 1 << 25  # codes packed at a time: some hundred MB of temporaries
 
 
-@dataclass(frozen=True)
-class Packed:
-    """One projection's weights of all experts in Hopper's layout.
-
-    units    int32 [E, M64, K64, 576]  M64 and K64: units along rows and columns
-    escapes  None, or (int64 [n] flat indices of blocks among [E, N, K/16], uint8 [n, 8] their codes)
-    rows, k  N and K of the matrix
-    """
-
-    units: Tensor
-    escapes: tuple[Tensor, Tensor] | None
-    rows: int
-    k: int
-    interleaved: bool
+Escapes = tuple[Tensor, Tensor]  # int64 [n] flat indices of blocks among [E, N, K/16], uint8 [n, 8] their codes
 
 
-def pack(codes: Tensor, sf: Tensor, interleaved: bool) -> Packed:
-    """uint8 codes [E, N, K/2] and e4m3 bytes [E, N, K/16] -> `Packed`.
+def pack(codes: Tensor, sf: Tensor, interleaved: bool) -> tuple[Tensor, Escapes | None]:
+    """uint8 codes [E, N, K/2] and e4m3 bytes [E, N, K/16] -> units, int32 [E, M64, K64, 576], with M64 and K64 units
+    along rows and columns, and escapes.
 
     Reads values back to the host, to find the escapes. ValueError for NaN or negative scales, and
     for interleaved halves with an odd N.
@@ -72,7 +59,7 @@ def pack(codes: Tensor, sf: Tensor, interleaved: bool) -> Packed:
     M64 = -(-N // 2 // 32) if interleaved else -(-N // UNIT)
     units = torch.empty(E, M64, -(-half // 32), UNIT_WORDS, dtype=torch.int32, device=codes.device)
     if codes.is_meta:
-        return Packed(units, None, N, 2 * half, interleaved)
+        return units, None
     encode = torch.tensor(_SCALE_CODES, dtype=torch.int32, device=codes.device)
     indices, lost = [], []
     for at, to in _chunks(units, N, interleaved):
@@ -87,12 +74,11 @@ def pack(codes: Tensor, sf: Tensor, interleaved: bool) -> Packed:
         units[to][..., :512] = _code_words(_unit_rows(c, interleaved, 32))
         units[to][..., 512:] = _scale_words(encode[_unit_rows(s, interleaved, 4).long()])
     escapes = (torch.cat(indices), torch.cat(lost)) if indices else None
-    return Packed(units, escapes, N, 2 * half, interleaved)
+    return units, escapes
 
 
-def unpack(packed: Packed) -> tuple[Tensor, Tensor]:
-    """The exact inverse of `pack`: (codes, sf)."""
-    units, N, K = packed.units, packed.rows, packed.k
+def unpack(units: Tensor, escapes: Escapes | None, N: int, K: int, interleaved: bool) -> tuple[Tensor, Tensor]:
+    """The exact inverse of `pack`: (codes, sf). Without escapes, blocks whose scale is zero get zero codes."""
     E = units.shape[0]
     codes = torch.empty(E, N, K // 2, dtype=torch.uint8, device=units.device)
     sf = torch.empty(E, N, K // 16, dtype=torch.uint8, device=units.device)
@@ -100,12 +86,12 @@ def unpack(packed: Packed) -> tuple[Tensor, Tensor]:
     decode[torch.tensor(_SCALE_CODES[:127], device=units.device)] = torch.arange(
         127, dtype=torch.uint8, device=units.device
     )
-    for at, to in _chunks(units, N, packed.interleaved):
+    for at, to in _chunks(units, N, interleaved):
         part, rows = units[to], at[1].stop - at[1].start
-        codes[at] = _matrix_rows(_codes(part[..., :512]), packed.interleaved, rows, K // 2)
-        sf[at] = _matrix_rows(decode[_scales(part[..., 512:]).long()], packed.interleaved, rows, K // 16)
-    if packed.escapes is not None:
-        index, lost = packed.escapes
+        codes[at] = _matrix_rows(_codes(part[..., :512]), interleaved, rows, K // 2)
+        sf[at] = _matrix_rows(decode[_scales(part[..., 512:]).long()], interleaved, rows, K // 16)
+    if escapes is not None:
+        index, lost = escapes
         codes.view(-1, 8)[index] = lost
     return codes, sf
 

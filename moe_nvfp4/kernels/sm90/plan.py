@@ -66,7 +66,8 @@ def choose_plan(w: ExpertWeights, T: int, top_k: int, multiprocessors: int) -> L
     nvfp4 = w.quantized
     static_h = nvfp4 and w.h_scale is not None
     layer = LayerShape(
-        w.gate, w.b13 is not None, nvfp4, static_h, w.four_over_six, w.num_experts, w.hidden_size, w.intermediate_size
+        w.gate, w.w13.bias is not None, nvfp4, static_h, w.four_over_six, w.num_experts, w.hidden_size,
+        w.intermediate_size,
     )  # fmt: skip
     return plan_for(layer, T, top_k, multiprocessors)
 
