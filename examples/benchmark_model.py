@@ -6,7 +6,9 @@ time goes, parts of the model are left out, one after the other, and the differe
 
 Without a graph, a layer is 70 kernel launches, and the model often waits for the host. So steps are also timed without
 a graph. For the prompt (in a graph, transformers would write out its causal mask) both its time and the time that the
-GPU is busy are measured. torch.compile makes 23 kernels per layer; with it, only whole steps are timed.
+GPU is busy are measured. The latter takes a profiler, which makes every later launch slower (5.0 to 6.3 ms a step of
+`tiny`, H200, 2026-11-24), so prompts come when all steps have been timed. torch.compile makes 23 kernels per layer; with
+it, only whole steps are timed.
 """
 
 import datetime
@@ -70,6 +72,11 @@ def build(name, device, activations=None):
             swap_experts(nn.ModuleList([part]), activations, recipe="max", progress=False)
     inner.embed_tokens.weight.normal_()  # large enough that tokens differ, and with them their experts
     return model
+
+
+def set_activations(model, activations):
+    for experts in (m for m in model.modules() if isinstance(m, NVFP4Experts)):
+        experts.activations = activations  # layers were swapped one by one: no config knows
 
 
 def check_layer(layer, activations):
@@ -195,7 +202,7 @@ class Decoder:
     def measure(self):
         """Seconds of a step with and without a graph, and whether both decode the same tokens."""
         tokens = self.run(self.step, COMPARED)
-        eager = seconds(partial(self.run, self.step, COMPARED), 1, self.device) / COMPARED
+        eager = min(seconds(partial(self.run, self.step, COMPARED), 1, self.device) for _ in range(5)) / COMPARED
         equal = torch.equal(tokens, self.run(captured(self.step, self.device), COMPARED))
         return {"step": self.time(), "eager": eager, "equal": equal}
 
@@ -241,9 +248,9 @@ def compiled(model):
 # ---- reports -------------------------------------------------------------------------------------
 
 
-def measure(title, model, device, steps, long, experts=None, how=nullcontext):
-    """One row of each table. experts: decode with this implementation of transformers, and do not time the prefill;
-    how=compiled: time steps of the compiled model only."""
+def measure(title, model, device, steps, experts=None, how=nullcontext):
+    """One row of each table. experts: decode with this implementation of transformers; how=compiled: time steps of the
+    compiled model only."""
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     if device == "cuda":
         torch.cuda.empty_cache()
@@ -256,14 +263,21 @@ def measure(title, model, device, steps, long, experts=None, how=nullcontext):
         with how(model):
             found = decoder.measure()
         row["batches"][batch] = found if how is compiled else found | decoder.measure_parts(found["step"])
-    if experts is None and how is not compiled:
-        ids = torch.randint(model.config.vocab_size, (1, long), device=device)
-        row["prefill"] = time_prefill(model, ids, device)
     if device == "cuda":
         row["peak"] = torch.cuda.max_memory_allocated() / 1e9
     speeds = ", ".join(f"{batch / b['step']:.0f} tokens/s at batch {batch}" for batch, b in row["batches"].items())
     print(f"{title}: {speeds}", file=sys.stderr, flush=True)
     return row
+
+
+def measure_prefill(row, model, device, long):
+    """Add to a row what a prompt of `long` tokens takes."""
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    ids = torch.randint(model.config.vocab_size, (1, long), device=device)
+    row["prefill"] = time_prefill(model, ids, device)
+    if device == "cuda":
+        row["peak"] = max(row["peak"], torch.cuda.max_memory_allocated() / 1e9)
 
 
 def table(head, rows):
@@ -341,19 +355,28 @@ def benchmark(name, device, steps=64, long=4096):
     print(f"{steps} steps of decoding, after prompts of {prompts}\n", flush=True)
     rows, checks = [], []
     model = build(name, device)
-    rows.append(measure("bf16, grouped_mm", model, device, steps, long))
-    rows.append(measure("bf16, batched_mm (generate's choice)", model, device, steps, long, "batched_mm"))
+    rows.append(measure("bf16, grouped_mm", model, device, steps))
+    rows.append(measure("bf16, batched_mm (generate's choice)", model, device, steps, "batched_mm"))
     del model  # the next one needs its memory
     gc.collect()
-    model = build(name, device, "nvfp4")
+    model, quantized = build(name, device, "nvfp4"), {}
     for title, activations in (("W4A4", "nvfp4"), ("W4A16", "bf16")):
-        for experts in (m for m in model.modules() if isinstance(m, NVFP4Experts)):
-            experts.activations = activations  # layers were swapped one by one: no config knows
+        set_activations(model, activations)
         error, limit = check_layer(model.model.layers[0], activations), THRESHOLDS[activations]
         checks.append((f"{title}, experts of layer 0 against the reference: {error:.1e} < {limit}", error < limit))
-        rows.append(measure(title, model, device, steps, long))
+        rows.append(measure(title, model, device, steps))
+        quantized[activations] = rows[-1]
     if device == "cuda":
-        rows.append(measure("W4A16, torch.compile", model, device, steps, long, how=compiled))
+        rows.append(measure("W4A16, torch.compile", model, device, steps, how=compiled))
+    for activations, row in quantized.items():
+        set_activations(model, activations)
+        measure_prefill(row, model, device, long)
+    for row, how in ((rows[-2], nullcontext), (rows[-1], compiled)) if device == "cuda" else ():
+        for batch, b in row["batches"].items():
+            report_kernels(row["title"], model, device, steps, batch, b["step"] * 1e6, how)
+    del model
+    gc.collect()
+    measure_prefill(rows[0], build(name, device), device, long)
     report(rows, long)
     for row in rows if device == "cuda" else ():
         # only at batch 1: at 32, attention and the bf16 experts give other bits from run to run, graph or not
@@ -361,7 +384,4 @@ def benchmark(name, device, steps=64, long=4096):
         checks.append((f"{row['title']}, {COMPARED} tokens with a graph are those without", equal))
     for text, passed in checks:
         print(f"{text}: {passed}", flush=True)
-    for row, how in ((rows[-2], nullcontext), (rows[-1], compiled)) if device == "cuda" else ():
-        for batch, b in row["batches"].items():
-            report_kernels(row["title"], model, device, steps, batch, b["step"] * 1e6, how)
     assert all(passed for _, passed in checks)
