@@ -2,8 +2,9 @@
 
     python docs/generated.py
 
-cli.md, families.md and fits.md come from the code. Measured figures come from results.json: a table between
-`<!-- results: NAME -->` and `<!-- end -->` in any page is the record of that name (`rows=0,3`: some of its rows), and
+cli.md, families.md and fits.md come from the code, proven.md from reports of self-tests. Measured figures come from
+results.json: a table between `<!-- results: NAME -->` and `<!-- end -->` in any page is the record of that name
+(`rows=0,3`: some of its rows), and
 speed.svg is drawn from it. A paragraph after `<!-- quotes: NAME ... -->` has no number that is not in these records.
 """
 
@@ -260,6 +261,39 @@ other model, `moe-nvfp4 info MODEL` computes the bytes from its configuration an
 """
 
 
+# ---- proven.md -------------------------------------------------------------------------------------
+
+
+def proven() -> str:
+    """What self-tests have shown, from their reports in docs/proven."""
+    rows = []
+    for path in sorted((DOCS / "proven").glob("*.json")):
+        report = json.loads(path.read_text("utf-8"))
+        counts: dict[tuple[str, str], list[int]] = {}
+        for group in report["groups"]:
+            cases = counts.setdefault((group["device"], group["backend"]), [0, 0])
+            cases[0] += group["right"]
+            cases[1] += len(group["wrong"])
+        packages = report["packages"]
+        for (device, backend), (right, wrong) in counts.items():
+            versions = [f"torch {packages['torch']}"]
+            if device != "cpu":
+                versions += [f"driver {packages['NVIDIA driver']}"]
+                versions += [f"{p} {packages[p]}" for p in ("triton", "nvidia-cutlass-dsl")]
+            rows.append(
+                [report["names"][device], f"`{backend}`", str(right), str(wrong), ", ".join(versions), report["date"]]
+            )
+    return f"""# Proven on
+
+{MADE}
+Where `moe-nvfp4 selftest` has run, and what it found: cases that gave what the reference gives, and cases that did not.
+
+{table(["device", "backend", "right", "wrong", "with", "date"], rows)}
+Is yours missing? Run `moe-nvfp4 selftest --report mine.json`, and attach `mine.md` to an issue ("Hardware report"). It
+has no paths and no names.
+"""
+
+
 # ---- results.json ----------------------------------------------------------------------------------
 
 RESULTS: dict[str, Any] = json.loads((DOCS / "results.json").read_text("utf-8"))
@@ -332,7 +366,9 @@ def stray_numbers(text: str) -> list[str]:
     return stray
 
 
-PAGES = {"cli.md": command_line, "families.md": families, "fits.md": fits, "speed.svg": speed_plot}
+PAGES = {
+    "cli.md": command_line, "families.md": families, "fits.md": fits, "proven.md": proven, "speed.svg": speed_plot,
+}  # fmt: skip
 
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))

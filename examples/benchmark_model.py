@@ -7,8 +7,8 @@ time goes, parts of the model are left out, one after the other, and the differe
 Without a graph, a layer is 70 kernel launches, and the model often waits for the host. So steps are also timed without
 a graph. For the prompt (in a graph, transformers would write out its causal mask) both its time and the time that the
 GPU is busy are measured. The latter takes a profiler, which makes every later launch slower (5.0 to 6.3 ms a step of
-`tiny`, H200, 2026-11-24), so prompts come when all steps have been timed. torch.compile makes 23 kernels per layer; with
-it, only whole steps are timed.
+`tiny`, H200, 2026-11-24), so prompts come when all steps have been timed. torch.compile makes 23 kernels per layer;
+with it, only whole steps are timed.
 """
 
 import datetime

@@ -161,14 +161,24 @@ def time_layer(
     Routing weights are bf16, as Qwen3's router makes them: fp32 ones cost the bf16 experts more (on an H200 a tenth at
     T = 4096).
     """
-    H, I, E, top_k = shape
     device = next(theirs.parameters()).device
     for T in tokens:
-        torch.manual_seed(T)
-        scores, ids = torch.rand(T, E, device=device).topk(top_k)
-        batch = torch.randn(T, H, device=device).bfloat16(), ids, scores.bfloat16()
-        size, flops = ids.unique().numel() * 3 * H * I * 9 / 16, 6.0 * H * I * T * top_k
+        batch = random_batch(shape, T, device)
         nvfp4, bf16 = (clock(partial(layer, *batch)) for layer in (ours, theirs))
-        least = {"memory": size / roof.bandwidth, "arithmetic": flops / roof.flops}
-        bound = max(least, key=least.__getitem__)
-        yield Row(T, nvfp4, bf16, size, flops, least[bound], bound)
+        yield Row(T, nvfp4, bf16, *least_time(shape, batch[1], roof))
+
+
+def random_batch(shape: Shape, T: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """x bf16 [T, H], ids and bf16 routing weights [T, top_k], of which every expert is equally likely."""
+    torch.manual_seed(T)
+    scores, ids = torch.rand(T, shape.num_experts, device=device).topk(shape.top_k)
+    return torch.randn(T, shape.hidden_size, device=device).bfloat16(), ids, scores.bfloat16()
+
+
+def least_time(shape: Shape, ids: torch.Tensor, roof: Roof) -> tuple[float, float, float, str]:
+    """For a call with these ids: `bytes`, `flops`, `least` and `bound` of `Row`."""
+    H, I, _, top_k = shape
+    size, flops = ids.unique().numel() * 3 * H * I * 9 / 16, 6.0 * H * I * len(ids) * top_k
+    least = {"memory": size / roof.bandwidth, "arithmetic": flops / roof.flops}
+    bound = max(least, key=least.__getitem__)
+    return size, flops, least[bound], bound

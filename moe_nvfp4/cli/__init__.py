@@ -21,6 +21,7 @@ from moe_nvfp4.cli import (
     info,
     output,
     quantize,
+    selftest,
     serve,
     verify,
 )
@@ -37,6 +38,7 @@ COMMANDS = (
     compare,
     serve,
     bench,
+    selftest,
     compile,
     env,
     completion,

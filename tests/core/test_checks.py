@@ -332,7 +332,9 @@ except TypeError as error:
 def test_mixed_precision_of_fsdp():
     """It never rounds scales silently, and leaves them alone when it is told to."""
     done = python(SHARDED)
-    assert "named w13.global_scale is torch.bfloat16" in done.stdout and "fp32_parameters(model)" in done.stdout, done.stderr
+    assert "named w13.global_scale is torch.bfloat16" in done.stdout and "fp32_parameters(model)" in done.stdout, (
+        done.stderr
+    )
 
 
 # ---- compiling and transforms ---------------------------------------------------------------------

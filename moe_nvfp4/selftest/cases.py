@@ -1,0 +1,283 @@
+"""The cases of the self-test: small layers and linears on one backend, compared with the reference on the CPU.
+
+A group is a function of a `Place` that yields findings; each runs in a process of its own (see `run`). Weights are
+random bytes, of which all occur; the reference (`moe_nvfp4.reference`) gets copies of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from moe_nvfp4 import reference
+from moe_nvfp4.backends import named
+from moe_nvfp4.experts import NVFP4Experts
+from moe_nvfp4.format import dequantize
+from moe_nvfp4.kernels.backend import Backend, Device
+from moe_nvfp4.linear import NVFP4Linear
+from moe_nvfp4.routing import Rows, group_by_expert
+from moe_nvfp4.selftest.compare import LIMITS, Finding, compare, same_bits
+from moe_nvfp4.weights import SILU, ExpertWeights, Gate, is_quantized
+
+Findings = Iterator[Finding]
+GATES = {
+    "silu": SILU,
+    "swiglu_oai": Gate("silu", alpha=1.702, limit=7.0, up_offset=1.0),
+    "gelu_tanh": Gate("gelu_tanh"),
+    "relu2": Gate("relu2", gated=False),
+    "clamped": Gate("silu", limit=2.0, clamp_after=True),
+}
+TOKENS = (1, 16, 70)  # few, in the kernels for few tokens; more than a tile
+
+
+class Place(NamedTuple):
+    """Where cases run; `quick` leaves out most of them."""
+
+    backend: Backend
+    device: torch.device
+    quick: bool = False
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        return (torch.bfloat16,) if self.quick else (torch.bfloat16, torch.float16, torch.float32)
+
+
+def layer_of(
+    E: int, H: int, I: int, gate: Gate = SILU, activations: str = "bf16", bias: bool = False, static: bool = False
+) -> NVFP4Experts:
+    """A layer of random bytes on the CPU; y is of the size of x."""
+    g = torch.Generator().manual_seed(E * H + I)
+    layer = NVFP4Experts(E, H, I, gate, activations, torch.bfloat16 if bias else None, input_scale=static)
+    for name, p in layer.named_parameters():
+        if name.endswith("_input_scale"):
+            p.copy_((torch.rand(p.shape, generator=g) + 0.5) * 2e-3)
+        elif name.endswith("global_scale"):  # codes and block scales have a mean square of 9 and 1.4
+            p.copy_((torch.rand(p.shape, generator=g) + 0.5) / (3.6 * (I if name.startswith("down") else H) ** 0.5))
+        elif name.endswith("_sf"):
+            p.copy_(torch.randint(0x30, 0x40, p.shape, generator=g))
+        elif p.dtype == torch.uint8:
+            p.copy_(torch.randint(0, 256, p.shape, generator=g))
+        else:
+            p.copy_(torch.randn(p.shape, generator=g))
+    for name, K in ((layer.up_name, H), ("down_proj", I)):
+        getattr(layer, name)[..., K // 2 :] = 0  # the padding of K
+    return layer
+
+
+def batch_of(T: int, H: int, E: int, top_k: int, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor, Tensor]:
+    """x, ids and routing weights on the CPU; some ids are "not here"."""
+    g = torch.Generator().manual_seed(T)
+    x, ids = torch.randn(T, H, generator=g).to(dtype), torch.rand(T, E, generator=g).topk(top_k).indices
+    ids[T // 2, -1] = -1
+    return x, ids, torch.rand(T, top_k, generator=g) + 0.1
+
+
+def reference_of(x: Tensor, ids: Tensor, p: Tensor, w: ExpertWeights, gate: Any = None) -> Tensor:
+    """The layer by the reference's stages: fp32, with h in x's dtype."""
+    groups = group_by_expert(ids, w.num_experts)
+    rows = Rows(x, index=groups.token)
+    if w.quantized:
+        rows = reference.quantize_rows(x, groups.token, w.x_scale, groups, w.four_over_six)
+    h = reference.gemm1_swiglu(rows, w, groups, x.dtype)
+    if gate is not None:
+        h = Rows(gate(h.values))
+    if w.quantized and not h.is_nvfp4:
+        h = reference.quantize_rows(h.values, None, None, groups, w.four_over_six)
+    return reference.gemm2_combine(h, w, groups, p, torch.float32)
+
+
+def limit_of(activations: str, dtype: torch.dtype) -> Any:
+    if is_quantized(activations):
+        return LIMITS["w4a4"]
+    return LIMITS["fp32" if dtype == torch.float32 else "half"]
+
+
+def check(at: Place, case: str, layer: NVFP4Experts, batch: tuple[Tensor, Tensor, Tensor]) -> Findings:
+    """One layer, one batch, beside the reference; not run where the backend does not take it."""
+    x, ids, p = batch
+    here = layer.to(at.device)
+    problem, _ = here._problem(x.dtype, here._hooks().fused)
+    if refusal := at.backend.unsupported(Device.of(at.device), problem):
+        yield Finding(case, None, f"{at.backend.name} {refusal}")
+        return
+    with torch.no_grad():
+        y = here(x.to(at.device), ids.to(at.device), p.to(at.device))
+        want = reference_of(x, ids, p, layer.to("cpu").weights, None if layer.gate.kind != "raw" else layer.own_gate)
+    yield compare(case, y, want, limit_of(layer.activations, x.dtype))
+
+
+# ---- groups --------------------------------------------------------------------------------------
+
+
+def gates(at: Place) -> Findings:
+    """W4A16: every gate, with and without biases, in every dtype."""
+    for name, gate in GATES.items():
+        for bias in (False, True)[: 1 if at.quick else 2]:
+            for dtype in at.dtypes:
+                for T in TOKENS[1:]:
+                    case = f"{name}{', biases' * bias}, {_name(dtype)}, T {T}"
+                    yield from check(at, case, layer_of(8, 192, 144, gate, bias=bias), batch_of(T, 192, 8, 2, dtype))
+    layer = layer_of(4, 128, 96, Gate("raw"))
+    layer.own_gate = lambda z: torch.tanh(z[:, ::2]) * z[:, 1::2]  # type: ignore[method-assign, assignment]
+    yield from check(at, "the model's own gate", layer, batch_of(24, 128, 4, 2))
+
+
+def w4a4(at: Place) -> Findings:
+    """W4A4: dynamic and static scales, four over six."""
+    for activations in ("nvfp4", "nvfp4_four_over_six"):
+        for static in (False, True):
+            for gate in ("silu", "relu2"):
+                for T in TOKENS:
+                    case = f"{activations}, {'static' if static else 'dynamic'}, {gate}, T {T}"
+                    layer = layer_of(8, 256, 192, GATES[gate], activations, static=static)
+                    yield from check(at, case, layer, batch_of(T, 256, 8, 2))
+
+
+def routing(at: Place) -> Findings:
+    """Ragged and empty groups, and numbers of experts that are no power of two."""
+    for E, top_k, sizes in ((8, 2, (70, 0, 1, 0, 33, 2, 0, 6)), (5, 1, (0, 0, 41, 0, 1)), (1, 1, (19,)),
+                            (60, 4, (1,) * 40 + (0,) * 20), (8, 8, (9,) * 8)):  # fmt: skip
+        flat = [e for e, n in enumerate(sizes) for _ in range(n)]
+        flat += [E, -1] * 3 + [-1] * (-(len(flat) + 6) % top_k)
+        order = torch.randperm(len(flat), generator=torch.Generator().manual_seed(E))
+        ids = torch.tensor(flat)[order].view(-1, top_k)
+        x, _, p = batch_of(len(ids), 128, max(E, top_k), top_k)
+        yield from check(at, f"E {E}, top_k {top_k}, rows {sizes[:8]}", layer_of(E, 128, 64), (x, ids, p))
+    nobody = batch_of(3, 128, 8, 2)
+    yield from check(at, "no token has an expert", layer_of(8, 128, 64), (nobody[0], torch.full((3, 2), -1), nobody[2]))
+    none = torch.empty(0, 128).bfloat16(), torch.empty(0, 2, dtype=torch.int64), torch.empty(0, 2)
+    yield from check(at, "no tokens", layer_of(8, 128, 64), none)
+    many = batch_of(40, 128, 8, 2)
+    yield from check(at, "int32 ids", layer_of(8, 128, 64), (many[0], many[1].int(), many[2]))
+
+
+def sizes(at: Place) -> Findings:
+    """Sizes that fit no tile, and those of gpt-oss."""
+    for H, I in ((16, 16), (48, 80), (208, 176), (100, 52), (2880, 2880)):
+        for activations in ("bf16", "nvfp4"):
+            layer = layer_of(3, H, I, activations=activations)
+            yield from check(at, f"H {H}, I {I}, {activations}", layer, batch_of(9, H, 3, 2))
+
+
+def linears(at: Place) -> Findings:
+    """Single linears."""
+    for N, K in ((256, 192), (72, 48), (1000, 2048)):
+        for activations in ("bf16", "nvfp4"):
+            for dtype in at.dtypes:
+                g = torch.Generator().manual_seed(N)
+                linear = NVFP4Linear(K, N, torch.bfloat16, activations)
+                linear.weight.data.copy_(torch.randint(0, 256, (N, K // 2), generator=g))
+                linear.get_parameter("weight_sf").copy_(torch.randint(0x30, 0x40, (N, K // 16), generator=g))
+                linear.get_parameter("weight_global_scale").fill_(1 / (3.6 * K**0.5))
+                problem, _ = linear._problem(dtype)
+                for T in TOKENS:
+                    case, x = f"[{N}, {K}], {activations}, {_name(dtype)}, T {T}", batch_of(T, K, 2, 1, dtype)[0]
+                    if refusal := at.backend.unsupported(Device.of(at.device), problem):
+                        yield Finding(case, None, f"{at.backend.name} {refusal}")
+                        break
+                    with torch.no_grad():
+                        y = linear.to(at.device)(x.to(at.device))
+                        want = reference.linear(x.float(), linear.to("cpu").weights)
+                    yield compare(case, y, want, limit_of(activations, dtype))
+
+
+def gradients(at: Place) -> Findings:
+    """Gradients of x and of the routing weights, beside those of dense matrices in float64; y has the same bits."""
+    for name in ("silu", "relu2"):
+        layer, (x, ids, p) = layer_of(5, 128, 96, GATES[name]), batch_of(33, 128, 5, 2)
+        here = layer.to(at.device)
+        problem, _ = here._problem(x.dtype, True)
+        if refusal := at.backend.unsupported(Device.of(at.device), problem):
+            yield Finding(name, None, f"{at.backend.name} {refusal}")
+            continue
+        a, b = (t.to(at.device, copy=True).requires_grad_() for t in (x, p))
+        with torch.no_grad():
+            plain = here(a, ids.to(at.device), b)
+        y = here(a, ids.to(at.device), b)
+        y.float().square().sum().backward()
+        yield same_bits(f"{name}: y with gradients", y.detach(), plain)
+        c, d = (t.double().requires_grad_() for t in (x, p))
+        _dense(c, ids, d, layer.to("cpu").weights).square().sum().backward()
+        for what, got, want in (("x", a.grad, c.grad), ("the routing weights", b.grad, d.grad)):
+            assert got is not None and want is not None
+            yield compare(f"{name}: gradient of {what}", got, want, LIMITS["gradient"])
+
+
+def _dense(x: Tensor, ids: Tensor, p: Tensor, w: ExpertWeights) -> Tensor:
+    """The layer in x's dtype, one slot after the other."""
+    m13, m2, rows = w.w13, w.w2, []
+    scales = [s for s in (m13.gate_scale, m13.global_scale) if s is not None]
+    for t in range(len(x)):
+        y = x.new_zeros(m2.N)
+        for j, e in enumerate(ids[t].tolist()):
+            if 0 <= e < w.num_experts:
+                scale = torch.cat([s[e].expand(m13.N // len(scales)) for s in scales])
+                w13 = dequantize(m13.codes[e], m13.block_scales()[e], scale).to(x.dtype)[:, : m13.K]
+                w2 = dequantize(m2.codes[e], m2.block_scales()[e], m2.global_scale[e]).to(x.dtype)[:, : m2.K]
+                y = y + p[t, j] * (w2 @ w.gate((w13 @ x[t])[None])[0])
+        rows.append(y)
+    return torch.stack(rows)
+
+
+def repeated(at: Place) -> Findings:
+    """The same bits at every call: on one stream, in a chain, on two streams at once, and from a CUDA graph."""
+    layer, batch = layer_of(8, 256, 192), batch_of(45, 256, 8, 2)
+    here, (x, ids, p) = layer.to(at.device), (t.to(at.device) for t in batch)
+    problem, _ = here._problem(x.dtype, True)
+    if refusal := at.backend.unsupported(Device.of(at.device), problem):
+        yield Finding("repeated calls", None, f"{at.backend.name} {refusal}")
+        return
+    with torch.no_grad():
+        yield same_bits("ten calls", *(here(x, ids, p) for _ in range(10)))
+
+        def chain() -> Tensor:
+            y = x
+            for _ in range(6):
+                y = here(y, ids, p)
+                y = y / y.float().norm(dim=-1, keepdim=True).clamp(min=1e-6).to(y.dtype)
+            return y
+
+        first = chain()
+        yield same_bits("a chain of six calls", first, *(chain() for _ in range(4)))
+        if at.device.type != "cuda":
+            return
+        streams = [torch.cuda.Stream(at.device) for _ in range(2)]
+        results = []
+        for stream in streams * 3:
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                results.append(chain())
+        torch.cuda.synchronize()
+        yield same_bits("chains on two streams at once", first, *results)
+        with torch.cuda.stream(streams[0]):
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=streams[0]):
+                captured = chain()
+            replays = []
+            for _ in range(3):
+                captured.zero_()
+                graph.replay()
+                replays.append(captured.clone())
+            x.mul_(0.5)
+            graph.replay()
+            torch.cuda.synchronize()
+            yield same_bits("replays of a CUDA graph", first, *replays)
+            yield same_bits("a CUDA graph with another x", chain(), captured)
+
+
+GROUPS: dict[str, Callable[[Place], Findings]] = {
+    "gates": gates, "w4a4": w4a4, "routing": routing, "sizes": sizes, "linears": linears, "gradients": gradients,
+    "repeated": repeated,
+}  # fmt: skip
+QUICK = ("gates", "w4a4", "routing", "repeated")
+
+
+def place(backend: str, device: str, quick: bool) -> Place:
+    return Place(named(backend), torch.device(device), quick)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

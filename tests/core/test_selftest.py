@@ -1,0 +1,134 @@
+"""The self-test passes here, and finds what is planted: a wrong element, a hang, a crash."""
+
+import json
+import os
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from moe_nvfp4.cli import main
+from moe_nvfp4.kernels.cpu import backend as cpu
+from moe_nvfp4.selftest import cases, report, run
+from moe_nvfp4.selftest.compare import LIMITS, Finding, Limit, compare, same_bits
+
+needs_library = pytest.mark.skipif(not cpu.available(), reason=f"the CPU kernels cannot be compiled: {cpu.missing()}")
+# Python runs it first in every process that finds it, such as those of the groups.
+PLANTED = """
+import ctypes, os, time
+from moe_nvfp4.kernels.cpu import CPU
+right = CPU.experts
+def experts(self, x, ids, p, w):
+    y = right(self, x, ids, p, w)
+    if len(y) >= 40:
+        {mistake}
+    return y
+CPU.experts = experts
+"""
+MISTAKES = {
+    "y[3, 7] += 0.5 * y[3].norm() / y.shape[1] ** 0.5": r"element \[3, 7\] is",
+    "y[-1] = float('nan')": r"elements are NaN or Inf",
+    "y += 1e-2 * y.norm() / y.numel() ** 0.5 * (time.time_ns() % 7)": r"relative error|other bits",
+    "time.sleep(1000)": r"not over after 8 s",
+    "os.abort()": r"ended by SIGABRT",
+    "ctypes.string_at(0)": r"ended by SIGSEGV",
+    "raise RuntimeError('/home/somebody/kernels/gone.so')": r"exit code 1: RuntimeError",
+}
+
+
+# ---- what is right -------------------------------------------------------------------------------
+
+
+def test_one_wrong_element_is_enough():
+    g = torch.Generator().manual_seed(0)
+    want = torch.randn(64, 4096, generator=g).double()
+    noise = want * (1 + (torch.rand(want.shape, generator=g) - 0.5) * 2**-8)
+    limit = LIMITS["half"]
+    assert compare("", noise, want, limit).right
+    for change in (0.1, -0.5, 3.0):  # too small for the whole, all of them
+        wrong = noise.clone()
+        wrong[9, 17] += change
+        assert abs(change) < limit.of_all * want.norm()
+        found = compare("", wrong, want, limit)
+        assert found.right is False and "[9, 17]" in found.why
+    small = want.clone()
+    small[5] *= 1e-2  # a row of small numbers has limits of its own
+    wrong = small.clone()
+    wrong[5, 0] += 0.01
+    assert compare("", small, small, limit).right and compare("", wrong, small, limit).right is False
+
+
+def test_what_is_no_result_at_all():
+    want, limit = torch.ones(2, 3), Limit(1.0, 1.0)
+    assert "shape" in compare("", torch.ones(3, 2), want, limit).why
+    for bad in (torch.nan, torch.inf):
+        assert compare("", torch.tensor([[1, 1, 1], [1, bad, 1]]), want, limit).right is False
+    assert compare("", torch.zeros(2, 3), want, Limit(0.5, 2.0)).right is False
+    assert compare("", torch.ones(0, 3), torch.ones(0, 3), limit).right
+    assert same_bits("", want, want.clone()).right and not same_bits("", want, want, want + 1e-7).right
+
+
+# ---- this machine --------------------------------------------------------------------------------
+
+
+@needs_library
+@pytest.mark.parametrize("name", cases.GROUPS)
+def test_this_cpu(name):
+    found = list(cases.GROUPS[name](cases.place("cpu", "cpu", True)))
+    assert found and not [finding for finding in found if finding.right is not True]
+
+
+def test_a_backend_that_does_not_take_a_case_is_not_wrong():
+    """Hopper's kernels take no fp32; nothing runs, so that no GPU is needed."""
+    place = cases.Place(cases.named("sm90"), torch.device("cpu"))
+    x, *routing = cases.batch_of(3, 64, 4, 2, torch.float32)
+    (found,) = cases.check(place, "fp32", cases.layer_of(4, 64, 32), (x, *routing))
+    assert found.right is None and "sm90 takes bfloat16" in found.why
+
+
+# ---- what is planted -----------------------------------------------------------------------------
+
+
+@needs_library
+@pytest.mark.slow_after(2)
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_planted_mistakes_are_found(mistake, tmp_path, monkeypatch):
+    (tmp_path / "sitecustomize.py").write_text(PLANTED.format(mistake=mistake))
+    monkeypatch.syspath_prepend(tmp_path)
+    group = run.run_group("cpu", "cpu", "repeated", limit=8 if "sleep" in mistake else 120)
+    if "element" in MISTAKES[mistake]:  # calls that are all wrong in the same way have the same bits
+        group = run.run_group("cpu", "cpu", "gates")
+    assert any(re.search(MISTAKES[mistake], finding.why) for finding in group.wrong), group
+    assert "/home" not in json.dumps([report.scrubbed(finding.why) for finding in group.wrong])
+
+
+@needs_library
+def test_the_command(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["selftest", "--device", "cpu", "--quick", "--no-speed", "--report", "mine.json"]) == 0
+    assert "0 wrong" in capsys.readouterr().out
+    text = Path("mine.json").read_text() + Path("mine.md").read_text()
+    found = json.loads(Path("mine.json").read_text())
+    assert found["summary"]["right"] > 40 and {g["name"] for g in found["groups"]} == set(cases.QUICK)
+    for private in (str(Path.home()), str(tmp_path), sys.prefix, os.environ.get("USER") or "\0"):
+        assert private not in text
+    wrong = run.Group("cpu", "cpu", "gates", 1.0, (Finding("a case", False, "element [0, 0] is 1, not 2"),))
+    monkeypatch.setattr(run, "run", lambda *_: [wrong])
+    assert main(["selftest", "--device", "cpu", "--no-speed"]) == 2
+    said = capsys.readouterr()
+    assert "WRONG: a case: element [0, 0]" in said.out and "do not use these kernels" in said.err
+    assert main(["selftest", "--report", "missing/mine.json"]) == 2
+    assert "does not exist" in capsys.readouterr().err
+
+
+@needs_library
+@pytest.mark.slow
+def test_speeds():
+    (roof, *rows), crash = run.run_speed("cpu", "cpu", quick=True)
+    assert not crash and roof["bandwidth"] > 1e9 and roof["flops"] > 1e9
+    assert [row["tokens"] for row in rows] == [1, 16] and all(0 < row["of_roof"] < 5 for row in rows)
+    one = rows[0]  # of eight experts, whose weights have 4.5 bits each
+    assert one["GB/s"] * one["us"] * 1e3 == pytest.approx(8 * 3 * 2048 * 768 * 9 / 16)
+    assert one["TFLOP/s"] * one["us"] * 1e6 == pytest.approx(8 * 2 * 3 * 2048 * 768)
