@@ -37,7 +37,7 @@ def mxfp4_matrix(blocks: TensorSlice, scales: TensorSlice, e: int, first: int, s
         return torch.ldexp(decode(codes), exponents[..., None].to(torch.int32) - 127).flatten(1)
 
     def power_of_two() -> Tensor:
-        used = (code_bytes(0, N // step) & 0x77).any(dim=2)  # blocks of zeros may have any scale
+        used = (code_bytes(0, N // step) & 0x77 != 0).any(dim=2)  # blocks of zeros may have any scale
         if not used.any():
             return torch.zeros(())
         largest = scale_bytes(0, N // step)[used].max().to(torch.int32) - 127 - 8
