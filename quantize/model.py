@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from moe_nvfp4.quantize.files import Checkpoint, expert_counts, sizes
+from moe_nvfp4.quantize.files import Checkpoint, expert_counts
 from moe_nvfp4.quantize.layouts.base import Given, one_too_many
 from moe_nvfp4.quantize.names import KV_SCALE, PER_EXPERT, PLAIN_NAMES
 
@@ -22,17 +22,6 @@ class UnknownModel(Exception):
 
     def __init__(self, why: str):
         super().__init__(" ".join(why.split()))
-
-
-def check_layers(config: Mapping, names: Iterable[str]) -> None:
-    """ValueError if `config` names far more layers than the tensors `names` are numbered for: building such a model
-    takes minutes and gigabytes, whatever is in the files."""
-    last = max((int(n) for name in names for n in re.findall(r"(?<=\.)\d+(?=\.)", name)), default=0)
-    for key in (r"\w*layers?", r"\w*depth", r"\w*blocks"):
-        for n in sizes(config, key):
-            if n > 2 * last + 200:
-                raise ValueError(f"config.json names {n} layers, and the tensors of the files are numbered to {last} "
-                                 "at most: it belongs to another model, download both again")  # fmt: skip
 
 
 # What files hold for the experts of one module: projection (or its bias) -> expert -> what
@@ -73,14 +62,12 @@ class ModelTensors:
         """The tensors of the model that a checkpoint's config describes, built without memory (on meta).
 
         Raises UnknownModel where transformers does not know the model, or cannot build it; its own code is not run.
-        ValueError where the config names far more layers than the files can have.
         """
         try:
             import torch
             import transformers
         except ImportError as error:
             raise UnknownModel(f"transformers is not installed ({error})") from None
-        check_layers(source.config, source.tensors)
         here = f"transformers {transformers.__version__}"
         try:
             config = transformers.AutoConfig.from_pretrained(source.folder, trust_remote_code=False)

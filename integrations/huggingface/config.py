@@ -113,7 +113,13 @@ class MoeNvfp4Config(QuantizationConfigMixin):
             config.pop("ignore", None)
         elif not own:  # the fields of `cls` without a method
             own, config = config, {}
-        result = cls(**{**own, **kwargs})
+        try:
+            result = cls(**{**own, **kwargs})
+        except TypeError as error:
+            if method is None or kwargs:
+                raise
+            raise ValueError(f"moe_nvfp4 in the quantization_config of config.json makes no sense ({error}): download "
+                             "it again") from None  # fmt: skip
         result.unknown, result.chosen = config, {}
         return (result, {}) if return_unused_kwargs else result
 

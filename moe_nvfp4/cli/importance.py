@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from moe_nvfp4.cli.models import check_headers, folder, model_config, text_of, tokenizer_of, windows_of
+from moe_nvfp4.cli.models import folder, model_config, text_of, tokenizer_of, windows_of
 from moe_nvfp4.cli.options import MODEL_HELP, Commands, add_device, add_texts, check_writable, command, path
 from moe_nvfp4.cli.output import note
 
@@ -31,7 +31,6 @@ def run(args: argparse.Namespace) -> None:
     check_writable(args.out)
     source = folder(args.model)
     config = model_config(source)
-    check_headers(source)
     if args.text is None:
         batches = random_batches(config, args.windows, args.window)
     else:

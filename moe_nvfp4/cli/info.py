@@ -8,7 +8,7 @@ from collections.abc import Hashable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from moe_nvfp4.cli.models import empty_model, model_config, quantization_of, resolve
+from moe_nvfp4.cli.models import check_whole, empty_model, model_config, quantization_of, resolve
 from moe_nvfp4.cli.options import MODEL_HELP, Commands, add_exclude, add_json, command
 from moe_nvfp4.cli.output import say, show_json, table
 
@@ -47,10 +47,12 @@ def run(args: argparse.Namespace) -> None:
     model = empty_model(config, source)
     modules, skipped = _experts_modules(model)
     checkpoint, stored = None, dict[str, ExpertLayout]()  # what the files hold, whatever their config says
-    if quantization is not None and any(Path(source).glob("*.safetensors")):
+    there = any(Path(source).glob("*.safetensors"))
+    if there and quantization is None:  # these two refuse what loading refuses
+        check_whole(model, source)
+    elif there:
         checkpoint = open_checkpoint(source)
-        found = read_layout(checkpoint, model, list(modules), chosen.activations)  # refuses what loading refuses
-        stored = found.experts
+        stored = read_layout(checkpoint, model, list(modules), chosen.activations).experts
     experts = dict[str, _Row]()
     for name, (module, layout) in modules.items():
         if why := _left_as_it_is(stored.get(name), chosen.excludes(name)):

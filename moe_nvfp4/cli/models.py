@@ -73,12 +73,15 @@ def check_folder(source: str) -> None:
 
 def model_config(source: str) -> Any:
     """transformers' config object of a model. It has a quantization_config even where only hf_quant_config.json says
-    that the files are NVFP4."""
+    that the files are NVFP4. ValueError for files that are cut off, and for a config that cannot be theirs."""
     from transformers import AutoConfig
 
     from moe_nvfp4.integrations.huggingface.config import checkpoint_config, files_info
+    from moe_nvfp4.quantize.files import check_config
 
     check_folder(source)
+    if Path(source).is_dir():
+        check_config(source)
     with hub_errors(source), config_errors(source):
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
         silent = getattr(config, "quantization_config", None) is None
@@ -99,14 +102,6 @@ def config_errors(source: str) -> Iterator[None]:
         raise ValueError(
             f"the config.json of {source} is damaged, or transformers {version} is too old for it ({what})"
         ) from None
-
-
-def check_headers(source: str) -> None:
-    """ValueError, naming the file, if a safetensors file in the folder `source` was cut off."""
-    from moe_nvfp4.quantize.files import read_header
-
-    for path in sorted(Path(source).glob("*.safetensors")):
-        read_header(path)
 
 
 def check_whole(model: Any, source: str) -> None:
@@ -141,11 +136,6 @@ def empty_model(config: Any, source: str) -> Any:
     """The model that config.json describes, on the meta device; ValueError if it describes none."""
     import torch
 
-    from moe_nvfp4.quantize.files import read_header
-    from moe_nvfp4.quantize.model import check_layers
-
-    if files := sorted(Path(source).glob("*.safetensors")):
-        check_layers(config.to_dict(), (name for file in files for name in read_header(file)[0]))
     with torch.device("meta"), config_errors(source):
         return model_class(config)._from_config(config, dtype=torch.bfloat16)
 
@@ -194,7 +184,6 @@ def load(args: argparse.Namespace, activations: str | None, tokenizer: bool = Tr
         )
     elif beside is not None or map_files:
         kwargs["quantization_config"] = MoeNvfp4Config(cpu_experts=beside, map_files=map_files)
-    check_headers(source)
     empty = empty_model(config, source)  # else a config that makes no sense ends in a traceback of transformers
     if not quantized and activations is None:
         check_whole(empty, source)

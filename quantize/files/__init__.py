@@ -5,6 +5,7 @@ from moe_nvfp4.quantize.files.checkpoint import (
     Checkpoint,
     TensorSlice,
     TensorView,
+    check_config,
     expert_counts,
     open_checkpoint,
     read_json,
@@ -17,7 +18,7 @@ from moe_nvfp4.quantize.files.shards import ShardWriter
 from moe_nvfp4.quantize.files.staging import StagingDir, lock, unlock
 
 __all__ = [
-    "INDEX", "TORCH_DTYPES", "Checkpoint", "ShardWriter", "StagingDir", "TensorSlice", "TensorView", "expert_counts",
-    "lock", "open_checkpoint", "read_header", "read_json", "read_tensors", "sizes", "sub_configs", "tensor_bytes",
-    "unlock",
+    "INDEX", "TORCH_DTYPES", "Checkpoint", "ShardWriter", "StagingDir", "TensorSlice", "TensorView", "check_config",
+    "expert_counts", "lock", "open_checkpoint", "read_header", "read_json", "read_tensors", "sizes", "sub_configs",
+    "tensor_bytes", "unlock",
 ]  # fmt: skip

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
+from types import NoneType
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from torch import Tensor
 from moe_nvfp4.quantize.files.headers import TORCH_DTYPES, read_header, twice
 
 INDEX = "model.safetensors.index.json"
+EXPERT_COUNTS = r"(moe_)?(num|n)_(local_|routed_)?experts"  # keys of configs
 ENDS = 64  # bytes that `Checkpoint.state` reads at each end of a tensor
 
 
@@ -161,7 +163,7 @@ def sizes(config: Mapping, name: str) -> set[int]:
 
 def expert_counts(config: Mapping) -> set[int]:
     """All numbers of experts that a config and its sub-configs name."""
-    return sizes(config, r"(moe_)?(num|n)_(local_|routed_)?experts")
+    return sizes(config, EXPERT_COUNTS)
 
 
 def open_checkpoint(folder: str | os.PathLike) -> Checkpoint:
@@ -174,30 +176,66 @@ def open_checkpoint(folder: str | os.PathLike) -> Checkpoint:
         raise ValueError(f"{folder} does not exist or is not a folder: name the folder of a checkpoint")
     if not (folder / "config.json").is_file():
         raise ValueError(f"{folder} has no config.json: name the folder of a Hugging Face checkpoint")
-    config = read_json(folder / "config.json")
-    _check_config(folder / "config.json", config)
+    config = _read_config(folder / "config.json")
     found = sorted(folder.glob("*.safetensors"))
     index = _read_index(folder, found)
     files = tuple(sorted({folder / name for name in index.values()})) if index is not None else _single(folder, found)
     tensors = read_tensors(files)
     if index is not None:
         _check_index(folder / INDEX, index, tensors)
+    _check_sizes(folder / "config.json", config, {name: t.shape for name, t in tensors.items()})
     return Checkpoint(folder, config, tensors, files, tuple(p for p in found if p not in files))
 
 
-def _check_config(path: Path, config: Mapping) -> None:
-    """ValueError where an entry that this package reads has another type. transformers reads the other entries."""
+def check_config(folder: str | os.PathLike) -> None:
+    """ValueError if config.json in `folder` has an entry of another type than its name says, or names sizes that the
+    safetensors files there cannot have. To be asked before transformers makes lists and modules of what it says.
+    """
+    path = Path(folder, "config.json")
+    headers = [read_header(file)[0] for file in sorted(path.parent.glob("*.safetensors"))]
+    shapes = {name: tuple(info["shape"]) for header in headers for name, info in header.items()}
+    _check_sizes(path, _read_config(path), shapes)
+
+
+def _check_sizes(path: Path, config: Mapping, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """ValueError if the config in `path` names far larger sizes than the tensors of these shapes have: building such a
+    model takes minutes and gigabytes, whatever is in the files. shapes: empty if there are no files."""
+    last = max((int(n) for name in shapes for n in re.findall(r"(?<=\.)\d+(?=\.)", name)), default=0)
+    widest = max((n for shape in shapes.values() for n in shape), default=0)
+    most = 2 * last + 200 if shapes else 1000  # layers: those of several modules may be numbered from 0
+    for what, key, limit, there in (
+        ("layers", r"\w*layers?|\w*depth|\w*blocks", most, f"are numbered to {last} at most"),
+        ("experts", EXPERT_COUNTS, max(last, widest) + 1000, f"are for {max(last + 1, widest)} at most"),
+        ("columns (hidden_size)", r"hidden_size|d_model|n_embd", 2 * widest + 1000, f"have {widest} at most"),
+    ):
+        n = max(sizes(config, key), default=0)
+        if n > limit and (shapes or limit == most):
+            there = f"the tensors of the files {there}" if shapes else f"no model has more than {most}"
+            raise ValueError(f"{path} names {n} {what}, and {there}: it is damaged, or belongs to another model; "
+                             "download both again")  # fmt: skip
+
+
+def _read_config(path: Path) -> dict:
+    """The config in `path`. ValueError where an entry has another type than its name says; transformers checks the
+    other entries."""
+    config = read_json(path)
+    _check_objects(path, config)
     quantization, names = config.get("quantization_config") or {}, config.get("architectures") or []
-    if not isinstance(quantization, dict):
-        raise ValueError(f"{path}: quantization_config is {quantization!r:.200}, no object: download it again, or "
-                         "remove it if the files are dense")  # fmt: skip
     if not isinstance(own := quantization.get("moe_nvfp4") or {}, dict):
         raise ValueError(f"{path}: moe_nvfp4 in quantization_config is {own!r:.200}, no object: download it again")
-    for key in ("text_config", "ffn_config"):
-        if not isinstance(config.get(key) or {}, dict):
-            raise ValueError(f"{path}: {key} is {config[key]!r:.200}, no object: download it again")
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ValueError(f"{path}: architectures is {names!r:.200}, no list of names: download it again")
+    return config
+
+
+def _check_objects(path: Path, config: Mapping, above: str = "") -> None:
+    """ValueError where a part of `config` that all models name as an object (or null) is none."""
+    for key, value in config.items():
+        if re.search(r"_config$|^rope_(parameters|scaling)$", key) and not isinstance(value, (dict, NoneType)):
+            way = ", or remove it if the files are dense" if key == "quantization_config" else ""
+            raise ValueError(f"{path}: {above}{key} is {value!r:.200}, no object: download it again{way}")
+        if isinstance(value, dict):
+            _check_objects(path, value, f"{above}{key}.")
 
 
 def _single(folder: Path, found: list[Path]) -> tuple[Path, ...]:

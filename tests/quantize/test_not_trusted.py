@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -16,7 +17,7 @@ from moe_nvfp4.quantize.files import StagingDir, open_checkpoint, read_header
 from moe_nvfp4.quantize.verify import verify_checkpoint
 from tests.checkpoints import ENVIRONMENT, config_of, converted, edit_config, experts, folder, same_files
 from tests.folders import awq, change_config, quantized
-from tests.models import make, qwen3_moe, tensors
+from tests.models import deepseek, gemma4, make, qwen3_moe, tensors
 from tests.quantize.test_damaged import entry, raw
 
 
@@ -56,16 +57,41 @@ def test_long_headers(tmp_path):
     assert time.perf_counter() - start < 5
 
 
-def test_models_of_very_many_layers(tmp_path, capsys):
-    """config.json is compared with the tensors' names before anything is built."""
-    make(small).save_pretrained(tmp_path / "a")
+@pytest.mark.parametrize("family, key, message", [
+    (small, "num_hidden_layers", "names 10000000 layers, and the tensors of the files are numbered to 1"),
+    (gemma4, "num_hidden_layers", "names 10000000 layers, and the tensors of the files are numbered to 3"),
+    (small, "num_local_experts", "names 10000000 experts, and the tensors of the files are for 96 at most"),
+    (deepseek, "n_routed_experts", "names 10000000 experts, and the tensors of the files are for 128 at most"),
+    (small, "hidden_size", "names 10000000 columns .hidden_size., and the tensors of the files have 96 at most"),
+], ids=lambda value: getattr(value, "__name__", str(value)[:20]))  # fmt: skip
+@pytest.mark.parametrize("command", ["verify", "info", "quantize"])
+def test_sizes_that_files_cannot_have(command, family, key, message, tmp_path, capsys):
+    """config.json is compared with the tensors' names before anything is built of it, a list of layers either."""
+    make(family).save_pretrained(tmp_path / "a")
     path = converted(tmp_path / "a", tmp_path / "b")
-    change_config(path, num_hidden_layers=60000)
+    change_config(path, **{key: 10_000_000})
+    arguments = [tmp_path / "c", "--dialect", "compressed-tensors"] if command == "quantize" else []
     start = time.perf_counter()
-    for command in ("verify", "info"):
-        assert cli.main([command, str(path)]) == 2
-        assert "names 60000 layers, and the tensors of the files are numbered to 1" in capsys.readouterr().err
+    assert cli.main([command, *map(str, (path, *arguments))]) == 2
+    assert re.search(message, capsys.readouterr().err)
     assert time.perf_counter() - start < 10
+
+
+def test_a_config_of_very_many_layers_alone(tmp_path, capsys):
+    """info needs no weights."""
+    make(small).save_pretrained(tmp_path / "a")
+    (tmp_path / "a" / "model.safetensors").unlink()
+    assert cli.main(["info", str(tmp_path / "a")]) == 0
+    change_config(tmp_path / "a", num_hidden_layers=10_000_000)
+    assert cli.main(["info", str(tmp_path / "a")]) == 2
+    assert "names 10000000 layers, and no model has more than 1000" in capsys.readouterr().err
+
+
+def test_info_refuses_dense_files_of_another_model(tmp_path, capsys):
+    make(small).save_pretrained(tmp_path / "a")
+    change_config(tmp_path / "a", moe_intermediate_size=96)
+    assert cli.main(["info", str(tmp_path / "a")]) == 2
+    assert "by config.json Qwen3MoeForCausalLM has [64, 96] there" in capsys.readouterr().err
 
 
 def test_files_that_are_none(tmp_path):
@@ -172,7 +198,6 @@ def config_text(text):
 
 E0 = "model.layers.0.mlp.experts.0"
 FORMS = {
-    "text_config": (lambda p: edit_config(p, text_config="x"), "config.json: text_config is 'x', no object"),
     "half a surrogate pair": (lambda p: edit_config(p, note="\ud800"), "config.json has half of a surrogate pair"),
     "a byte order mark": (
         lambda p: (p / "config.json").write_bytes(b"\xef\xbb\xbf" + (p / "config.json").read_bytes()),
@@ -194,6 +219,36 @@ FORMS = {
         lambda p: save_file({n: t.long() if n.startswith(f"{E0}.up") else t for n, t in tensors(p).items()},
                             p / "model.safetensors"), f"{E0}.up_proj.weight is I64 and 1 of 2 experts"),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("key", [
+    "text_config", "vision_config", "quantization_config", "rope_parameters", "rope_scaling",
+    "text_config.audio_config", "text_config.rope_parameters",
+])  # fmt: skip
+@pytest.mark.parametrize("value", ["x", 3, [1]], ids=str)
+def test_parts_of_a_config_that_are_no_objects(key, value, tmp_path, capsys):
+    """The key is named by every command, for dense and for 4-bit files."""
+    source = folder(tmp_path / "a", experts(E=2))
+    path = converted(source, tmp_path / "b")
+    *above, last = key.split(".")
+    for place in (source, path):
+        edit_config(place, **({above[0]: {last: value}} if above else {last: value}))
+    for command in (["info", source], ["info", path], ["verify", path], ["verify", path, "--against", source],
+                    ["quantize", source, tmp_path / "c"]):  # fmt: skip
+        assert cli.main([*map(str, command)]) == 2
+        assert f"config.json: {key} is {value!r}, no object" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("own, message", [
+    (3, "moe_nvfp4 in quantization_config is 3, no object"),
+    ({"exclude": 3}, "moe_nvfp4 in the quantization_config of config.json makes no sense .exclude is a pattern"),
+], ids=str)  # fmt: skip
+def test_our_own_part_of_a_config(own, message, tmp_path, capsys):
+    make(small).save_pretrained(tmp_path / "a")
+    path = converted(tmp_path / "a", tmp_path / "b")
+    change_config(path, quantization_config=config_of(path)["quantization_config"] | {"moe_nvfp4": own})
+    assert cli.main(["info", str(path)]) == 2
+    assert re.search(message, capsys.readouterr().err)
 
 
 @pytest.mark.parametrize("case", FORMS)
