@@ -8,11 +8,8 @@ import json
 import math
 import os
 import re
-import socket
 import subprocess
 import sys
-import time
-import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -26,6 +23,7 @@ from tests.folders import quantized, qwen2_moe
 from tests.integrations.vllm_engine import NEW, PROMPTS, SETTINGS, ask, generate
 from tests.integrations.vllm_engine import engine as start
 from tests.models import folder, gpt_oss, llama4, mixtral, qwen3_moe, tensors
+from tests.servers import Server, free_port
 
 vllm = pytest.importorskip("vllm", reason="needs vLLM, which .ci/run has in an environment of its own")
 os.environ |= SETTINGS | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
@@ -235,7 +233,7 @@ def two_ranks(folders, tmp_path_factory):
     for left in Path("/dev/shm").glob("-*-cpushm_*"):  # left by killed ranks: vLLM uses the same names again
         left.unlink()
     env = os.environ | SETTINGS | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-    forms = json.dumps({form: (_free_port(), options) for form, options in RANKS.items()})
+    forms = json.dumps({form: (free_port(), options) for form, options in RANKS.items()})
     command = [sys.executable, "-m", "tests.integrations.vllm_engine", str(folders / "modelopt"), forms]
     ranks = [
         subprocess.Popen([*command, str(out)], cwd=ROOT, env=env | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
@@ -471,57 +469,7 @@ def test_vllms_own_kernels_read_the_right_numbers(folders):
 
 
 # ---------------------------------------------------------------- the server
-def _free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
-class Server:
-    """`moe-nvfp4 serve` on loopback, in a process group of its own."""
-
-    def __init__(self, path, *options, engine="vllm"):
-        port = _free_port()
-        self.url, self.log = f"http://127.0.0.1:{port}", Path(f"{path}.log")
-        command = [sys.executable, "-m", "moe_nvfp4", "serve", "--engine", engine, str(path)]
-        command += ["--host", "127.0.0.1", "--port", str(port)]
-        with open(self.log, "w") as log:
-            self.process = subprocess.Popen(
-                [*command, *options], cwd=ROOT, env=os.environ | SETTINGS | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"},
-                stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
-            )  # fmt: skip
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error):
-        self.process.terminate()
-        try:
-            self.process.wait(60)
-        except subprocess.TimeoutExpired:
-            os.killpg(self.process.pid, 9)
-
-    def wait(self, seconds=300):
-        for _ in range(seconds):
-            if self.process.poll() is not None:
-                return False
-            try:
-                urllib.request.urlopen(f"{self.url}/health", timeout=2)
-                return True
-            except OSError:
-                time.sleep(1)
-        raise TimeoutError(self.log.read_text()[-3000:])
-
-    def client(self):
-        from openai import OpenAI
-
-        return OpenAI(base_url=f"{self.url}/v1", api_key="none", timeout=120, max_retries=0)
-
-    def post(self, **body):
-        data = json.dumps({"temperature": 0, "max_tokens": NEW, **body}).encode()
-        request = urllib.request.Request(f"{self.url}/v1/completions", data, {"Content-Type": "application/json"})
-        with urllib.request.urlopen(request, timeout=120) as answer:
-            return answer.read().decode()
+IN_VLLM = SETTINGS | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
 
 
 def words(tokens):
@@ -535,11 +483,13 @@ OTHERS = [pytest.param(form, marks=pytest.mark.slow) for form in ("bf16", "compr
 @pytest.mark.parametrize("form", ["modelopt", *OTHERS])
 def test_serve(folders, form):
     """Tokens and log-probabilities through the openai client, in a stream, and from 32 requests at once."""
+    from openai import OpenAI
+
     tokens, logprobs = by_transformers(folders / ("modelopt" if form == "bf16" else form))
     with Server(folders / form, "--dtype", "float32", "--max-model-len", "64", "--enforce-eager",
-                "--served-model-name", "tiny") as server:  # fmt: skip
+                "--served-model-name", "tiny", engine="vllm", env=IN_VLLM) as server:  # fmt: skip
         assert server.wait(), server.log.read_text()[-3000:]
-        with server.client() as client:
+        with OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=120, max_retries=0) as client:
             ask = partial(client.completions.create, model="tiny", temperature=0, max_tokens=NEW, seed=0,
                           extra_body={"ignore_eos": True})  # fmt: skip
             whole = ask(prompt=PROMPTS[0], echo=True, logprobs=1).choices[0]
@@ -575,11 +525,11 @@ def test_the_server_of_transformers(folders):
     """It reads the same folder, because our package is imported first."""
     path = folders / "modelopt"
     tokens, _ = by_transformers(path)
-    with Server(path, "--dtype", "float32", engine="transformers") as server:
+    with Server(path, "--dtype", "float32") as server:
         assert server.wait(), server.log.read_text()[-3000:]
         for prompt, expected in zip(PROMPTS[:2], tokens[:2], strict=True):
-            answer = json.loads(server.post(model=str(path), prompt=words(prompt)))["choices"][0]["text"]
-            found = answer.split()
+            answer = server.post("/v1/completions", model=str(path), prompt=words(prompt), max_tokens=NEW)
+            found = answer["choices"][0]["text"].split()
             assert found == words(expected).split()[: len(found)]
             assert len(found) == NEW or expected[len(found)] == 2  # it stops at the end token
 
