@@ -36,6 +36,7 @@ import torch
 from tqdm import tqdm
 
 from moe_nvfp4.progress import progress_bar
+from moe_nvfp4.quantize.dense import dense_tensors
 from moe_nvfp4.quantize.files import (
     INDEX,
     Checkpoint,
@@ -45,8 +46,10 @@ from moe_nvfp4.quantize.files import (
     tensor_bytes,
 )
 from moe_nvfp4.quantize.jobs import Job
+from moe_nvfp4.quantize.layouts.base import Given
+from moe_nvfp4.quantize.model import ModelTensors, UnknownModel
 from moe_nvfp4.quantize.options import Options
-from moe_nvfp4.quantize.plan import ConversionPlan, nvfp4_info, plan
+from moe_nvfp4.quantize.plan import ConversionPlan, nvfp4_files, nvfp4_info, plan
 from moe_nvfp4.quantize.report import ConversionReport, readable_size
 
 OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
@@ -101,6 +104,7 @@ def convert_checkpoint(
         )
     others, left_out = _other_files(checkpoint)
     report = _report(todo, destination, left_out)
+    report.not_compared = _check_whole(checkpoint)
     if dry_run:
         return report
     state = checkpoint.state()
@@ -116,6 +120,20 @@ def convert_checkpoint(
         place.publish(names)
     report.seconds = time.perf_counter() - began
     return report
+
+
+def _check_whole(source: Checkpoint) -> str:
+    """ValueError if the files lack a tensor of their model, which would be random numbers in all that is loaded from
+    the new files. Returns why that is not known, where transformers does not know the model; else ""."""
+    if nvfp4_info(source) is None:
+        found = {name: Given("dense", t.shape, t.file.name) for name, t in dense_tensors(source).items()}
+    else:
+        found = nvfp4_files(source)[1].given()
+    try:
+        ModelTensors.of(source).check(found)
+    except UnknownModel as error:
+        return str(error)
+    return ""
 
 
 def _report(plan: ConversionPlan, destination: Path, left_out: Mapping[str, str]) -> ConversionReport:

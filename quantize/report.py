@@ -23,6 +23,7 @@ class ConversionReport:
     dequantized: int = 0  # FP8 matrices and MXFP4 stacks that became dense
     modules: tuple[str, ...] = ()  # the experts modules that are quantized, as files name them
     skipped: dict[str, str] = field(default_factory=dict)  # name -> why it was left alone
+    not_compared: str = ""  # why the source's tensors could not be compared with its model's own list
     bytes_before: int = 0
     bytes_after: int = 0
     experts_before: int = 0
@@ -46,6 +47,8 @@ class ConversionReport:
                 yield f"  {count:7d} {what}"
         yield from self.rescaled_lines()
         yield from (f"  left alone: {name}: {why}" for name, why in self.skipped.items())
+        if self.not_compared:
+            yield f"  not compared with the model's own list of tensors: {self.not_compared}"
         yield f"  experts {readable_size(self.experts_before)} -> {readable_size(self.experts_after)}"
         yield f"  all     {readable_size(self.bytes_before)} -> {readable_size(self.bytes_after)}"
 

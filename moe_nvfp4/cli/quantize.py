@@ -118,6 +118,8 @@ def run(args: argparse.Namespace) -> None:
         return
     for name, why in report.skipped.items():
         note(f"left alone: {name}: {why}")
+    if report.not_compared:
+        note(f"tensors that SRC may lack were not noticed: {report.not_compared}")
     before, after = readable_size(report.experts_before), readable_size(report.experts_after)
     experts = f"; experts {before} -> {after} ({recipe})" if report.quantized else ""
     resumed = f", {readable_size(report.resumed)} of the source by an earlier run" if report.resumed else ""

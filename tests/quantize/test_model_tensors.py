@@ -4,7 +4,9 @@ import re
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
+from moe_nvfp4 import cli
 from moe_nvfp4.quantize.convert import convert_checkpoint
 from moe_nvfp4.quantize.options import Options
 from moe_nvfp4.quantize.verify import verify_checkpoint
@@ -21,7 +23,20 @@ from tests.folders import (
     stacked_by_projection,
     write,
 )
-from tests.models import FAMILIES, folder, gpt_oss, granite, llama4, load, mixtral, qwen3_moe, step3p7, tensors
+from tests.models import (
+    FAMILIES,
+    deepseek,
+    folder,
+    gpt_oss,
+    granite,
+    llama4,
+    load,
+    mixtral,
+    qwen3_moe,
+    step3p7,
+    tensors,
+)
+from tests.quantize.test_against import MADE
 
 OTHER = "compressed-tensors"
 EXPERT = "model.layers.1.mlp.experts"
@@ -99,6 +114,40 @@ def test_what_is_incomplete_is_not_carried(case, good, tmp_path):
     assert not (tmp_path / "x").exists()
 
 
+LOST = [
+    (qwen3_moe, "layers.0.self_attn.o_proj"), (qwen2_moe, "layers.1.mlp.shared_expert.down_proj"),
+    (deepseek, "layers.1.mlp.gate.e_score_correction_bias"), (gpt_oss, "layers.1.post_attention_layernorm"),
+    (granite, "embed_tokens"), (llama4, "layers.0.feed_forward.router"), (mixtral, "model.norm"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("family, name", LOST, ids=lambda value: getattr(value, "__name__", value))
+def test_sources_that_lack_a_tensor_are_not_quantized(family, name, tmp_path, capsys):
+    """No text is needed for this: a loaded model would have random numbers there."""
+    source = folder(tmp_path, family)
+    convert_checkpoint(source, tmp_path / "good", Options("max"), progress=False)
+    files = tensors(source)
+    kept = {n: t for n, t in files.items() if name not in n}
+    assert len(kept) == len(files) - 1
+    write(source, kept, config_of(source), None)
+    for dry in ([], ["--dry-run"]):
+        assert cli.main(["quantize", str(source), str(tmp_path / "x"), *dry]) == 2
+        assert re.search(rf"the files lack 1 of the \d+ tensors of .*{name}", capsys.readouterr().err)
+    assert not list(tmp_path.glob("*x*"))
+
+
+@pytest.mark.parametrize("form", ["MXFP4", "FP8", "carried from ModelOpt", "carried from compressed-tensors"])
+def test_quantized_sources_that_lack_a_tensor(form, tmp_path):
+    make, options = MADE[form]
+    source = make(tmp_path / "a")
+    convert_checkpoint(source, tmp_path / "good", Options(**options), progress=False)
+    files = drop("layers.0.input_layernorm")(tensors(source))
+    save_file(files, source / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match="the files lack 1 of .*: model.layers.0.input_layernorm.weight"):
+        convert_checkpoint(source, tmp_path / "x", Options(**options), progress=False)
+    assert not (tmp_path / "x").exists()
+
+
 def test_a_stack_of_biases_next_to_experts_one_by_one_is_refused(tmp_path):
     """Rows of gate and up alternate in gpt-oss's stack, but perhaps not in files whose experts have been split."""
     convert_checkpoint(folder(tmp_path, gpt_oss), tmp_path / "good", progress=False)
@@ -161,6 +210,17 @@ def test_other_layouts_pass(kind, tmp_path):
         verify_checkpoint(source)
 
 
+def test_sources_of_models_that_are_not_known_say_so(tmp_path, capsys):
+    source = folder(tmp_path, qwen3_moe)
+    change_config(source, architectures=["MyOwnModel"])
+    assert cli.main(["quantize", str(source), str(tmp_path / "x"), "--dry-run"]) == 0
+    said = capsys.readouterr().out
+    assert "not compared with the model's own list of tensors" in said and "does not know MyOwnModel" in said
+    assert cli.main(["quantize", str(source), str(tmp_path / "x")]) == 0
+    assert "tensors that SRC may lack were not noticed" in capsys.readouterr().out
+
+
+@pytest.mark.slow_after(1)
 def test_models_that_are_not_known_say_so(good, tmp_path):
     config = config_of(good) | {"architectures": ["SomethingNew"]}
     path = write(tmp_path / "new", drop("layers.1.mlp.gate")(tensors(good)), config, config["quantization_config"])
