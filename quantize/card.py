@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,16 +51,16 @@ model = AutoModelForCausalLM.from_pretrained("{name}", dtype="auto")
 """
 
 
-def write_card(report: ConversionReport, source: str, verified: VerificationReport | None) -> Path:
-    """Write README.md into `report.destination` and return its path. It keeps the original card's metadata, and ends
-    with the original's text.
+def write_card(report: ConversionReport, source: str, folder: Path, verified: VerificationReport | None = None) -> Path:
+    """Write README.md and return its path. It keeps the original card's metadata, and ends with the original's text.
 
     source    the source of the conversion, as the user named it
+    folder    the new files: `report.destination`, or the place where they are made
     verified  what `verify_checkpoint(destination, source)` found, if it ran
     """
     import yaml
 
-    card, before = report.destination / "README.md", report.source / "README.md"
+    card, before = folder / "README.md", report.source / "README.md"
     original = _original(before.read_text("utf-8", "replace") if before.is_file() else "")
     data = original.data.to_dict() | {"base_model_relation": "quantized"}
     if "language" in data:
@@ -78,14 +79,16 @@ def write_card(report: ConversionReport, source: str, verified: VerificationRepo
     text = CARD.format(
         name=report.destination.name, source=Path(source).name if Path(source).exists() else source,
         version=__version__, rows="\n".join(f"| {what} | {value} |" for what, value in rows.items()),
-        cautions="".join(f"\n{line}.\n" for line in misread_by(report.destination)),
+        cautions="".join(f"\n{line}.\n" for line in misread_by(folder)),
         errors=_errors(report.destination.name, verified),
     )  # fmt: skip
     if original.text.strip():
         text += f"\n---\n\nThe card of the original model:\n\n{original.text.strip()}\n"
     text = f"---\n{yaml.safe_dump(data, sort_keys=False, allow_unicode=True)}---\n{text}"
     text = text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")  # names of files, under LC_ALL=C
-    card.write_text(text, "utf-8")
+    part = card.with_name(f".{card.name}.partial")
+    part.write_text(text, "utf-8")
+    os.replace(part, card)  # whoever stops in between leaves a whole card
     return card
 
 

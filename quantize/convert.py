@@ -36,6 +36,7 @@ import torch
 from tqdm import tqdm
 
 from moe_nvfp4.progress import progress_bar
+from moe_nvfp4.quantize.card import write_card
 from moe_nvfp4.quantize.dense import dense_tensors
 from moe_nvfp4.quantize.files import (
     INDEX,
@@ -64,12 +65,14 @@ def convert_checkpoint(
     workers: int | None = None,
     dry_run: bool = False,
     progress: bool = True,
+    card: str | None = None,
 ) -> ConversionReport:
     """Write the checkpoint in folder `source` to the new folder `destination`, with NVFP4 experts.
 
     options      recipe, dialect, exclusions and the rest (default: `Options()`)
     workers      threads (default: one per core, at most 4, or 8 with a GPU)
     dry_run      plan only, write nothing
+    card         the name of `source` for a model card (README.md), which is then written too (default: none)
 
     Memory stays below 1.5 GB. The destination appears at the end, complete; until then everything is in
     `.NAME.partial` next to it. An interrupted run leaves its work there, and the same call resumes it, tensor
@@ -115,6 +118,8 @@ def convert_checkpoint(
             print(f"starting again: {place.restarted}", file=sys.stderr)
         _run(todo.jobs, place, report, options.place, workers or _default_workers(options.place), progress)
         names = _write_small_files(place.files, todo, others)
+        if card is not None:
+            names.add(write_card(report, card, place.files).name)
         if checkpoint.state() != state:
             raise ValueError(f"{source} changed while it was read: run the same command again")
         place.publish(names)

@@ -180,12 +180,14 @@ def convert_gptq(
     workers: int | None = None,
     progress: bool = True,
     recipe: str = "gptq",
+    card: str | None = None,
 ) -> tuple[ConversionReport, GptqReport]:
     """`convert_checkpoint` by a recipe that needs a text, from the checkpoint in folder `source`, dense or FP8.
 
     batches  token ids int64 [B, T], at least 8 for each expert and column; the report says where they were fewer
     options  with a recipe that needs nothing, which `recipe` replaces; its activations decide whether Hessians are
              those of quantized rows
+    card     as for `convert_checkpoint`
 
     Finished work stays in `.NAME.RECIPE` next to the destination until the end; after an interruption or an error the
     same call resumes it.
@@ -200,7 +202,7 @@ def convert_gptq(
     held = lock(codes.folder / "lock", destination)
     try:
         found = gptq_files(source, codes, batches, options, planned.modules, progress, recipe)
-        report = convert_checkpoint(source, destination, made, workers, progress=progress)
+        report = convert_checkpoint(source, destination, made, workers, progress=progress, card=card)
         report.seconds = time.perf_counter() - began  # with all that the text took
         shutil.rmtree(codes.folder, ignore_errors=True)
     except BaseException:

@@ -104,7 +104,7 @@ def run(args: argparse.Namespace) -> None:
         if needs.text:
             report = _gptq(args, source, options)
         else:
-            report = convert_checkpoint(source, args.destination, options, args.workers, args.dry_run)
+            report = convert_checkpoint(source, args.destination, options, args.workers, args.dry_run, card=args.source)
     except KeyboardInterrupt:
         kept = StagingDir.beside(args.destination)
         if not kept.exists():
@@ -128,7 +128,6 @@ def run(args: argparse.Namespace) -> None:
     note(f"wrote {args.destination}: {readable_size(report.bytes_after)}{experts} in {report.seconds:.1f} s{resumed}")
     for line in misread_by(report.destination):
         note(f"note: {line}")
-    write_card(report, args.source, None)  # before verifying, in case that is interrupted
     if args.verify:
         try:
             verified = verify_checkpoint(args.destination, source)
@@ -136,7 +135,7 @@ def run(args: argparse.Namespace) -> None:
             raise KeyboardInterrupt(
                 f"{args.destination} is complete; moe-nvfp4 verify {args.destination} --against {args.source} checks it"
             ) from None
-        write_card(report, args.source, verified)
+        write_card(report, args.source, report.destination, verified)
         show(verified)
 
 
@@ -152,7 +151,7 @@ def _gptq(args: argparse.Namespace, source: str, options: Options) -> Conversion
     args.windows = args.windows or WINDOWS
     windows = windows_of(args, tokenizer_of(source), text_of(args), model_config(source))
     report, found = convert_gptq(
-        source, args.destination, in_batches(windows), options, args.workers, recipe=args.recipe
+        source, args.destination, in_batches(windows), options, args.workers, recipe=args.recipe, card=args.source
     )
     for line in found.lines():
         note(line)

@@ -146,6 +146,31 @@ def test_the_model_card(folder, tmp_path, capsys):
         assert content.decode(errors="replace") in card.text
 
 
+@pytest.mark.parametrize("recipe", ["max", "gptq"])
+def test_the_card_appears_with_the_folder(recipe, folder, tmp_path, monkeypatch):
+    """A run that is killed as soon as DST is there leaves its card, and not the source's own."""
+    from moe_nvfp4.quantize.files import StagingDir
+
+    publish = StagingDir.publish
+
+    def killed(self, names):
+        publish(self, names)
+        raise KeyboardInterrupt
+
+    source, text = tmp_path / "source", tmp_path / "text.txt"
+    source.mkdir()
+    for file in folder.iterdir():
+        (source / file.name).hardlink_to(file)
+    (source / "README.md").write_text("# Original\n")
+    text.write_text("abcdefgh ijkl mnop " * 20)
+    options = ["--text", text, "--windows", 2, "--window", 16, "--device", "cpu"] if recipe == "gptq" else []
+    monkeypatch.setattr(StagingDir, "publish", killed)
+    run("quantize", source, tmp_path / "made", "--recipe", recipe, *options, expect=130)
+    card = (tmp_path / "made" / "README.md").read_text()
+    assert f"recipe `{recipe}`" in card and "# Original" in card
+    assert not [p.name for p in (tmp_path / "made").iterdir() if p.name.startswith(".")]
+
+
 def test_a_checkpoint_is_exactly_itself(folder, tmp_path, capsys):
     run("quantize", folder, tmp_path / "made", "--recipe", "max")
     run("quantize", tmp_path / "made", tmp_path / "carried", "--dialect", "compressed-tensors", "--verify")
