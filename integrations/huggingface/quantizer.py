@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -100,6 +101,7 @@ class MoeNvfp4Quantizer(HfQuantizer):
         # The converters of experts, which `attach` replaces by the right ones
         self.conversions = Conversions({}, quantization_config.recipe, self.pre_quantized)
         self.mtp = MtpTensors()
+        self._model: weakref.ref | None = None  # the model, but not of a copy
         self._plan: LoadPlan | None = None  # while a model loads
         self._gpu: torch.device | None = None  # where all goes after loading, but for experts that stay on the CPU
         # experts that stay in files, while a model loads -> their parameters on meta, and where the files have them
@@ -224,6 +226,7 @@ class MoeNvfp4Quantizer(HfQuantizer):
         """
         config, dialect = self.quantization_config, DIALECTS[self.quantization_config.dialect]
         prefix = getattr(model, "base_model_prefix", "")
+        self._model = weakref.ref(model)
         self.conversions = Conversions(
             experts, config.recipe, self.pre_quantized, dialect, self.importance, layout, prefix, fp8
         )
@@ -378,20 +381,10 @@ class MoeNvfp4Quantizer(HfQuantizer):
     # ------------------------------------------------------------ saving
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Tensor] | None, dict]:
         """The model's state dict, with the multi-token prediction layers of its files, which it does not load. None if
-        there are none of these. NotImplementedError for a model that FSDP has split, not transformers (it gathers)."""
+        there are none of these. Raises what `_check_savable` does."""
         self._look_again(model)
-        adapters = getattr(model, "_hf_peft_config_loaded", False)  # only these are saved then
-        if not adapters and any(isinstance(m, HFExperts) and m.mapped for m in model.modules()):
-            raise NotImplementedError(SAVED)
-        state = model.state_dict()  # raises for weights that are not saved, before transformers writes config.json
-        own = getattr(model.config, "distributed_config", None) or getattr(model, "_tp_size", None)
-        if not own and any(isinstance(p, DTensor) for p in model.parameters()):
-            raise NotImplementedError(
-                "fully_shard has split this model over ranks, and transformers ignores state_dict= if a model "
-                "is quantized: gather it on all ranks (torch.distributed.checkpoint.state_dict.get_model_state_dict, "
-                "full_state_dict=True), then, in one process, load_state_dict into the model as it was before, and "
-                "save that; or load with DistributedConfig(fsdp_size=...), which saves"
-            )
+        self._check_savable(model)
+        state = model.state_dict()  # may raise, before transformers writes config.json
         if not self.mtp.names:
             return None, {}
         try:
@@ -403,6 +396,21 @@ class MoeNvfp4Quantizer(HfQuantizer):
                 "the original"
             )
             return None, {}
+
+    def _check_savable(self, model: Any) -> None:
+        """NotImplementedError for experts that stay in files, and for a model that FSDP has split, not transformers
+        (it gathers)."""
+        adapters = getattr(model, "_hf_peft_config_loaded", False)  # only these are saved then
+        if not adapters and any(isinstance(m, HFExperts) and m.mapped for m in model.modules()):
+            raise NotImplementedError(SAVED)
+        own = getattr(model.config, "distributed_config", None) or getattr(model, "_tp_size", None)
+        if not own and any(isinstance(p, DTensor) for p in model.parameters()):
+            raise NotImplementedError(
+                "fully_shard has split this model over ranks, and transformers ignores state_dict= if a model "
+                "is quantized: gather it on all ranks (torch.distributed.checkpoint.state_dict.get_model_state_dict, "
+                "full_state_dict=True), then, in one process, load_state_dict into the model as it was before, and "
+                "save that; or load with DistributedConfig(fsdp_size=...), which saves"
+            )
 
     def _look_again(self, model: Any) -> None:
         """Find out what is 4-bit now: a user may have replaced 4-bit modules by dense ones, or removed layers."""
@@ -423,7 +431,14 @@ class MoeNvfp4Quantizer(HfQuantizer):
             self._name_dense(model, experts, [n for n in dense if not isinstance(modules[n], nn.Linear)])
 
     def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
+        """True. transformers asks before it makes the folder, so this raises what `_check_savable` does."""
+        model = self._model and self._model()
+        if model is not None:
+            self._check_savable(model)
         return True
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_model": None}
 
     @property
     def is_trainable(self) -> bool:
