@@ -323,7 +323,7 @@ def speed_plot() -> str:
     series = [("moe_nvfp4, NVFP4", [ours[T] for T in tokens], "#00897b")]
     for row, color in zip(peers["rows"][:2], ("#8e99a4", "#b9c2ca"), strict=True):
         series.append((row[1], [ours[T] / float(r) for T, r in zip(tokens, row[2:], strict=True)], color))
-    width, height, left, bottom, unit = 760, 300, 40, 250, 34  # unit: pixels for "as fast as bf16"
+    width, height, left, bottom, unit = 760, 322, 40, 250, 34  # unit: pixels for "as fast as bf16"
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
         'font-family="sans-serif" font-size="12">',
@@ -354,6 +354,11 @@ def speed_plot() -> str:
     for j, (name, _, color) in enumerate(series):
         parts.append(f'<rect x="{left + 14 + 210 * j}" y="280" width="12" height="12" fill="{color}"/>')
         parts.append(f'<text x="{left + 32 + 210 * j}" y="290">{name}</text>')
+    caption = (
+        f"Two runs: ours of {layers['date']}, and for the other libraries that bar divided by their time relative to "
+        f"ours of {peers['date']}"
+    )
+    parts.append(f'<text x="{left + 14}" y="311" font-size="11" fill="#555">{caption}</text>')
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 

@@ -6,15 +6,20 @@ import re
 import shlex
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
+from transformers.utils.import_utils import is_serve_available
 
 from moe_nvfp4.cli import make_parser
 from tests.common import made_demo
+from tests.servers import Server
 
 ROOT = Path(__file__).parents[2]
 PAGES = [p for p in [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))] if "```console" in p.read_text("utf-8")]
+ENVIRONMENT = {"PYTHONPATH": str(ROOT), "TQDM_DISABLE": "1", "CUDA_VISIBLE_DEVICES": ""}
 PROSE = 4  # words of a model's answer that are compared: what follows may differ between instruction sets
 
 
@@ -22,8 +27,17 @@ def shown(page):
     """(command, lines printed) of each console block."""
     for block in re.findall(r"^```console\n(.*?)^```", page.read_text("utf-8"), re.M | re.S):
         for part in re.split(r"^\$ ", block, flags=re.M)[1:]:
-            command, _, printed = part.partition("\n")
-            yield command, printed.strip().split("\n")
+            lines = part.strip("\n").split("\n")
+            first = next(i for i in range(1, len(lines) + 1) if whole("\n".join(lines[:i])))
+            yield "\n".join(lines[:first]), lines[first:]
+
+
+def whole(command):
+    """Whether all its quotes are closed."""
+    try:
+        return bool(shlex.split(command))
+    except ValueError:
+        return False
 
 
 def comparable(line):
@@ -43,18 +57,63 @@ def test_comparing_notices_another_number_of_layers_word_or_line():
     assert not same(["a 1.5 ms"], ["a 2 s"]) and not same(["a", "b"], ["a"]) and not same(["The x y u"], ["The x y z"])
 
 
+def as_piped(lines):
+    """(what is typed, lines printed) of a conversation: where input is no terminal, it is not seen in the output."""
+    typed = "".join(f"{line[2:]}\n" for line in lines if line.startswith("> "))
+    return typed, re.sub(r"^> .*\n?", "> ", "\n".join(lines), flags=re.M).split("\n")
+
+
+def test_a_conversation_is_compared_without_what_is_typed():
+    assert as_piped(["a", "> b", "c", "", "> /quit"]) == ("b\n/quit\n", ["a", "> c", "", "> "])
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_command_prints_what_is_beside_it(page, tmp_path):
+def test_every_command_prints_what_is_beside_it(tmp_path, monkeypatch):
+    """Those of the first page in its order, in one folder, then those of other pages that it does not have."""
     made_demo()
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "TQDM_DISABLE": "1", "CUDA_VISIBLE_DEVICES": ""}
-    for command, expected in shown(page):
-        program, *arguments = shlex.split(command)
-        assert program == "moe-nvfp4", f"{command}: the test runs only this library's commands"
-        run = [sys.executable, "-m", "moe_nvfp4", *arguments]
-        result = subprocess.run(run, capture_output=True, text=True, cwd=tmp_path, env=environment)
-        assert result.returncode == 0, result.stderr
-        assert same(result.stdout.strip().split("\n"), expected), f"{command} printed\n{result.stdout}"
+    monkeypatch.chdir(tmp_path)
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    pages = sorted(PAGES, key=lambda page: page.name != "index.md")
+    server = None
+    with ExitStack() as running:
+        for command, expected in dict.fromkeys((c, tuple(lines)) for page in pages for c, lines in shown(page)):
+            match shlex.split(command):
+                case ["curl", url, *_, body]:
+                    check_answer(server, urlsplit(url).path, json.loads(body), json.loads("".join(expected)))
+                case ["moe-nvfp4", "serve", model, *_]:
+                    if not is_serve_available():
+                        pytest.skip("moe-nvfp4 serve: needs transformers[serving]")
+                    server = running.enter_context(Server(model))
+                    check_start(server, expected)
+                case ["moe-nvfp4", *arguments]:
+                    check_output(arguments, expected)
+                case _:
+                    raise AssertionError(f"{command}: the test runs only this library's commands and curl")
+
+
+def check_output(arguments, expected):
+    typed, expected = as_piped(expected) if arguments[0] == "chat" else (None, expected)
+    run = [sys.executable, "-m", "moe_nvfp4", *arguments]
+    result = subprocess.run(run, capture_output=True, text=True, input=typed)
+    assert result.returncode == 0, result.stderr
+    printed, expected = result.stdout.strip().split("\n"), "\n".join(expected).strip().split("\n")
+    assert same(printed, expected), f"{arguments} printed\n{result.stdout}"
+
+
+def check_start(server, expected):
+    assert server.wait(), server.log.read_text()
+    log = server.log.read_text().replace("127.0.0.1", "localhost").split("\n")
+    assert {comparable(line) for line in expected} - {"..."} <= {comparable(line) for line in log}, log
+
+
+def check_answer(server, path, body, expected):
+    found = server.post(path, **body)
+    for reply in (found, expected):
+        for name in ("id", "created", "usage"):
+            del reply[name]
+    said, should = (reply["choices"][0]["message"].pop("content").split("\n") for reply in (found, expected))
+    assert found == expected and same(said, should), said
 
 
 @pytest.mark.slow
@@ -74,12 +133,7 @@ def test_the_notebook_prints_what_it_shows(tmp_path):
     cells = json.loads((ROOT / "examples/quickstart.ipynb").read_text("utf-8"))["cells"]
     cells = [cell for cell in cells if cell["cell_type"] == "code"]
     (tmp_path / "notebook.py").write_text("\n\n".join("".join(cell["source"]) for cell in cells), "utf-8")
-    environment = os.environ | {
-        "PYTHONPATH": str(ROOT),
-        "TQDM_DISABLE": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-        "MPLBACKEND": "agg",
-    }
+    environment = os.environ | ENVIRONMENT | {"MPLBACKEND": "agg"}
     run = [sys.executable, "notebook.py"]
     result = subprocess.run(run, capture_output=True, text=True, cwd=tmp_path, env=environment)
     assert result.returncode == 0, result.stderr
