@@ -209,7 +209,7 @@ def _check_sizes(path: Path, config: Mapping, shapes: Mapping[str, tuple[int, ..
         ("columns (hidden_size)", r"hidden_size|d_model|n_embd", 2 * widest + 1000, f"have {widest} at most"),
     ):
         n = max(sizes(config, key), default=0)
-        if n > limit and (shapes or limit == most):
+        if n > limit and (shapes or what == "layers"):
             there = f"the tensors of the files {there}" if shapes else f"no model has more than {most}"
             raise ValueError(f"{path} names {n} {what}, and {there}: it is damaged, or belongs to another model; "
                              "download both again")  # fmt: skip
