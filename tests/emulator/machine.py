@@ -124,7 +124,7 @@ class Cta:
         grid = machine.grid
         self.number = index[0] + grid[0] * (index[1] + grid[1] * index[2])
         self.shared = Shared(rank, machine.shared_size, machine.shared_state)
-        self.tmem = Tmem()
+        self.tmem = Tmem(0 if machine.eager else Tmem.COLUMNS // 2)
         self.mbarriers = {}
         self.named = {}
         threads = int(np.prod(machine.block))

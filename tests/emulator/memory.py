@@ -299,11 +299,13 @@ class Global:
 
 
 class Tmem:
-    """Tensor Memory of one CTA: 128 lanes by 512 columns of 32 bits, allocated by columns."""
+    """Tensor Memory of one CTA: 128 lanes by 512 columns of 32 bits, allocated by columns, from `first` on if there is
+    room: kernels may not rely on column 0."""
 
     LANES, COLUMNS = 128, 512
 
-    def __init__(self):
+    def __init__(self, first=0):
+        self.first = first
         self.words = np.full((self.LANES, self.COLUMNS), 0xFFFFFFFF, np.uint32)
         self.written = np.zeros((self.LANES, self.COLUMNS), bool)
         self.owner = np.zeros(self.COLUMNS, np.int64)  # number of the allocation, 0: free
@@ -319,16 +321,22 @@ class Tmem:
             raise Violation(f"tcgen05.alloc of {columns} columns: it must be a power of two from 32 to 512")
         if not self.may_allocate:
             raise Violation("tcgen05.alloc after tcgen05.relinquish_alloc_permit")
-        for start in range(0, self.COLUMNS, columns):
-            if not self.owner[start : start + columns].any():
-                self.allocations += 1
-                self.owner[start : start + columns] = self.allocations
-                self.sizes[start] = columns
-                return start
-        return None
+        start = next(self.rooms(columns), None)
+        if start is not None:
+            self.allocations += 1
+            self.owner[start : start + columns] = self.allocations
+            self.sizes[start] = columns
+        return start
 
     def has_room(self, columns):
-        return any(not self.owner[s : s + columns].any() for s in range(0, self.COLUMNS, columns))
+        return any(True for _ in self.rooms(columns))
+
+    def rooms(self, columns):
+        """First columns of free places, from `first` on."""
+        starts = range(0, self.COLUMNS, columns)
+        for start in sorted(starts, key=lambda start: (start < self.first, start)):
+            if not self.owner[start : start + columns].any():
+                yield start
 
     def free(self, start, columns):
         if self.sizes.get(start) != columns:

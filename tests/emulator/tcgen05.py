@@ -84,9 +84,9 @@ def build_tcgen05_fence(build, match):
     return lambda warp, mask: fence(warp)
 
 
-def order_of(warp):
+def order_of(warp, lane):
     """The order key: cp, mma and commit of one thread happen in the order of issue."""
-    return ("tcgen05", warp)
+    return ("tcgen05", warp, lane)
 
 
 @operation(
@@ -109,7 +109,7 @@ def build_commit(build, match, place, *more):
             stages = [lambda barriers=barriers: [b.arrive(1) for b in barriers]]
             # The ISA orders commits after what they wait for, not after each other.
             last = not warp.cta.machine.lenient
-            one = Operation(warp, stages, signals=barriers, order=order_of(warp), last=last)
+            one = Operation(warp, stages, signals=barriers, order=order_of(warp, lane), last=last)
             one.clocks[TCGEN05, warp.slot] = one.clocks[0, warp.slot]  # it is a fence::before_thread_sync, too
             warp.cta.machine.issue(one)
 
@@ -129,12 +129,12 @@ def build_cp(build, match, target, descriptor):
                 raise Violation(f"tcgen05.cp to lane {address >> 16 & 0x3FFF}")
             value = int(warp.R[source][lane])
             for cta in pair_of(warp, match):
-                copy_scales(warp, cta, column, value)
+                copy_scales(warp, cta, column, value, order_of(warp, lane))
 
     return run
 
 
-def copy_scales(warp, cta, column, descriptor):
+def copy_scales(warp, cta, column, descriptor, order):
     """Copy 32 rows of 16 bytes to 32 lanes of 4 columns, the same in each quarter of the lanes."""
     shared, tmem = cta.shared, cta.tmem
     lanes, columns = slice(0, 128), slice(column, column + 4)
@@ -148,11 +148,11 @@ def copy_scales(warp, cta, column, descriptor):
         tmem.words[:, columns] = np.tile(np.ascontiguousarray(rows).view(np.uint32), (4, 1))
         tmem.written[:, columns] = True
 
-    one = Operation(warp, [copy], order=order_of(warp), owner=cta)
+    one = Operation(warp, [copy], order=order, owner=cta)
     if not warp.cta.machine.eager:
         shared.check_fenced(granules.ravel())
         shared.claim(one, np.unique(granules), writes=False)
-        tmem.claim(one, order_of(warp), lanes, columns, writes=True)
+        tmem.claim(one, order, lanes, columns, writes=True)
     warp.cta.machine.issue(one)
 
 
@@ -299,13 +299,18 @@ class Product:
             if self.a >> 16 != self.path.lane:
                 raise Violation(f"A at TMEM lane {self.a >> 16} and D at lane {self.path.lane}")
             self.columns.append((self.a & 0xFFFF, self.A_WORDS, False))
-        else:
+        for what, column, step in (
+            ("D", d, 2), *(("scale factors", column, 2) for column in scales), *[("A", self.a, 4)] * self.a_in_tmem
+        ):  # fmt: skip
+            if (column & 0xFFFF) % step:
+                raise Violation(f"{what} from TMEM column {column & 0xFFFF} on: it must be a multiple of {step}")
+        if not self.a_in_tmem:
             self.a_granules = [matrix_granules(cta.shared, self.a, self.path.rows) for cta in ctas]
 
-    def issue(self):
-        warp, lanes = self.warp, slice(0, 128)
+    def issue(self, lane):
+        warp, lanes, order = self.warp, slice(0, 128), order_of(self.warp, lane)
         self.collect()
-        one = Operation(warp, [self.run], order=order_of(warp))
+        one = Operation(warp, [self.run], order=order)
         one.owners = list(self.ctas)
         for cta, *pieces in zip(self.ctas, self.a_granules, self.b_granules, strict=True):
             granules = np.unique(np.concatenate([np.ravel(p) for p in pieces]).astype(np.intp))
@@ -318,7 +323,7 @@ class Product:
                 cta.tmem.check(lanes, columns, reads=False)
                 cta.tmem.history.use(warp, lanes, columns, writes)
                 if not warp.cta.machine.eager:
-                    cta.tmem.claim(one, order_of(warp), lanes, columns, writes)
+                    cta.tmem.claim(one, order, lanes, columns, writes)
         warp.cta.machine.issue(one)
 
     def collect(self):
@@ -378,7 +383,7 @@ def build_scaled_mma(build, match, target, left, right, instruction, left_scale,
             if any(address >> 16 for address in (d, *scales)):
                 raise Violation(f"TMEM addresses {[hex(x) for x in (d, *scales)]}: lane 0 and no id are modelled")
             Product(warp, pair_of(warp, match), shape, d, (int(R[a][lane]), False), int(R[b][lane]),
-                    bool(R[accumulate][lane]) != negated, scales, match["collector"]).issue()  # fmt: skip
+                    bool(R[accumulate][lane]) != negated, scales, match["collector"]).issue(lane)  # fmt: skip
 
     return run
 
@@ -409,7 +414,7 @@ def build_mma(build, match, target, left, right, instruction, *more):
                 kept = np.unpackbits(words.view(np.uint8), bitorder="little").astype(bool).reshape(group, 128)
             Product(warp, pair_of(warp, match), Half(int(R[described][lane]), group), lane_value(warp, *d, lane),
                     (lane_value(warp, *a, lane), in_tmem), int(R[b][lane]), bool(R[accumulate][lane]) != negated,
-                    (), match["collector"], kept, down).issue()  # fmt: skip
+                    (), match["collector"], kept, down).issue(lane)  # fmt: skip
 
     return run
 

@@ -168,6 +168,12 @@ def described(flip):
     return lambda s: without(s, right, f"%r24, {FROM_SHARED.instruction ^ flip};")
 
 
+def small(text):
+    """The kernel with 256 columns of Tensor Memory, which need not be the first ones."""
+    text = without(text, "%r19, 512", "%r19, 256").replace("%r20, 512", "%r20, 256")
+    return text.replace(f"%r21, {A_COLUMN};", "%r21, 0;").replace(f"%r31, {A_COLUMN};", "%r31, 128;")
+
+
 SPOILT = {
     "no wait for the stores": (IN_TMEM, lambda s: without(s, STORED), "still writing|never written"),
     "no fence after the stores": (IN_TMEM, lambda s: without(s, STORED + FENCE, STORED), "without tcgen05.fence"),
@@ -188,7 +194,18 @@ SPOILT = {
     "M of 256": (FROM_SHARED, described(24 << 24), "M = 256, N = 16"),
     "beyond the allocation": (
         FROM_SHARED, lambda s: without(s, "%r19, 512", "%r19, 256").replace("%r20, 512", "%r20, 256")
-        .replace("@%p6 tcgen05.mma", "add.u32 %r21, %r21, 248; @%p6 tcgen05.mma"), "not allocated"),
+        .replace("@%p6 tcgen05.mma", "add.u32 %r21, %r21, 248; @%p6 tcgen05.mma"), "are outside of|not allocated"),
+    "columns without the allocation's first": (
+        FROM_SHARED, lambda s: small(s).replace("@%p6 tcgen05.mma", "mov.b32 %r21, 0; @%p6 tcgen05.mma"),
+        "column 0 is not allocated"),
+    "D in an odd column": (
+        FROM_SHARED, lambda s: without(s, "%r21, %r20, 0", "%r21, %r20, 1"), "D from TMEM column .* multiple of 2"),
+    "A in column 2": (
+        IN_TMEM, lambda s: without(s, f"%r22, %r21, {A_COLUMN}", f"%r22, %r21, {A_COLUMN + 2}"),
+        "A from TMEM column .* multiple of 4"),
+    "another thread commits": (
+        FROM_SHARED, lambda s: without(s, "@%p6 tcgen05.commit", "setp.eq.u32 %p7, %t, 1; @%p7 tcgen05.commit"),
+        "still writing"),
 }  # fmt: skip
 
 
@@ -227,7 +244,7 @@ def test_relaxed_arrivals_hand_over_tensor_memory(schedule):
     # The lane that arrives must have met the others after their waits; elect.sync would do.
     met, elected = "bar.warp.sync -1;\n    @%p1", "elect.sync %r9|%p1, -1;\n    @%p1"
     run(RELAXED.replace(met, elected), np.zeros(32, np.uint32), threads=160, schedule=schedule)
-    with pytest.raises(EmulatorError, match="TMEM column 0, written by CTA 0 warp 0"):
+    with pytest.raises(EmulatorError, match=r"TMEM column (0|256), written by CTA 0 warp 0"):
         run(without(RELAXED, met, "@%p1"), np.zeros(32, np.uint32), threads=160, schedule=schedule)
 
 

@@ -285,6 +285,7 @@ MUTATIONS = {
     "scale factors swapped": lambda s: without(s, "[%r21], [%r22]", "[%r22], [%r21]"),
     "another warp's lanes": lambda s: without(s, "shl.b32 %r30, %r30, 21;", "shl.b32 %r30, %r30, 22;"),
     "columns beyond the allocation": lambda s: without(s, "%r19, 512", "%r19, 256").replace("%r20, 512", "%r20, 256"),
+    "scale factors in an odd column": lambda s: without(s, "%r22, %r20, 260", "%r22, %r20, 261"),
     "A and B swapped": lambda s: without(s, "%x10, %x11", "%x11, %x10"),
     "a swizzle of 64": lambda s: without(s, MAJOR, str(descriptor(DATA, 1024, 64, False))),
     "half of the stride": lambda s: without(s, MAJOR, str(descriptor(DATA, 512, 128, False))),

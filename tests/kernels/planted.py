@@ -93,6 +93,8 @@ def mistakes(ptx):
             )
         if opcode.startswith("tcgen05.ld"):
             yield f"the next column, {line}", put(re.sub(r"\[(%r\d+)\]", r"[\1+1]", text, count=1))
+        if load := re.search(r"ld\.shared\.[bu]32\s+(%r\d+),", text):  # of Tensor Memory's first column, among others
+            yield f"zero in place of {line}", put(f"mov.b32 {load[1]}, 0;")
         if opcode.startswith("mapa"):
             yield f"to itself, {line}", put(re.sub(r", 0;", ", 1;", text))
         if opcode == "and.b32" and PEER_BIT in text:

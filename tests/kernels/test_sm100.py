@@ -126,11 +126,13 @@ def test_tiles():
 
 
 def test_the_model(capsys):
-    """No layer beats its bound; published times are within 25 %, and exact for the two that the model was fitted to."""
+    """No layer beats its bound; published times are within 25 %, and exact for the two that the model was fitted to;
+    FlashInfer's layers are within 12 %."""
     sm100_model.main()
     published, layers = capsys.readouterr().out.split("Layers")
     off = [int(n) for n in re.findall(r"([+-]\d+)%", published)]
-    assert len(off) == 8 and off[0] == 0 and abs(off[3]) <= 1 and max(map(abs, off)) < 25
+    assert len(off) == 8 + 10 and off[0] == 0 and abs(off[3]) <= 1 and max(map(abs, off[:8])) < 25
+    assert max(map(abs, off[8:])) <= 12
     shares = [int(n) for n in re.findall(r"(\d+)%", layers)]
     assert len(shares) == 3 * 7 * 2 + 6 and all(0 < n <= 100 for n in shares)
 

@@ -12,8 +12,9 @@ sum, one after the other.
 Where numbers come from: B200's data sheet (HBM, products); counts by the emulator that runs the compiled kernels (bytes
 through shared memory, instructions; `tests/kernels/test_sm100_model.py` compares them); an H200 (LAUNCH); and a
 published kernel, to which START and REACHED are fitted: the fastest NVFP4 grouped GEMM of GPU MODE's hackathon, for its
-longest and its shortest problem. Its tile is like ours: weights are M, pairs of CTAs, 128 tokens. `main` prints how far
-off the model is for the other problems, and for layers of LightMoE, another library with published B200 numbers.
+longest and its shortest problem. Its tile is like ours: weights are M, pairs of CTAs, 128 tokens. DENSE is fitted to
+FlashInfer's W4A16 layer on a B300, which has the same memory. `main` prints how far off the model is for the other
+problems, for FlashInfer's layers, and for those of LightMoE, another library with published B200 numbers.
 """
 
 from __future__ import annotations
@@ -40,6 +41,9 @@ SHARED = 128  # bytes per SM and cycle, read or written
 ISSUE = 2  # cycles per instruction of a single warp: an assumption, between 1 and 5 (if each needs the previous one)
 LAUNCH = 3e-6  # seconds of an empty CUDA graph on an H200
 START, REACHED = 4.5e-6, 0.773  # fitted: seconds of a GEMM besides its slowest resource; reached share of HBM's rate
+# Fitted: how busy W4A16 can keep all but HBM. Without it the model is 11 to 21 % too good from 1024 tokens on; the
+# residues with it are 9 % too good at 1024, 6 % at 2048, and 5 % too bad at 4096.
+DENSE = 0.82
 # Instructions of an epilogue warp for a chunk of tokens: CHUNK_LOOP, and per block, by (activations, projections,
 # output). These, and the numbers in `of_step` and `of_chunk`, are counts by the emulator: PTX instructions without mov,
 # which usually becomes no machine instruction.
@@ -145,7 +149,8 @@ def busy(launch: Launch, sms: int = SMS) -> dict[str, float]:
     outputs = launch.n * (2 if launch.projections == 2 and launch.out == "float32" else 1)
     size = hit * launch.n * launch.projections * launch.k * NVFP4
     size += rows * (launch.k * (2 if dense else NVFP4) + outputs * launch.out_bytes * launch.parts)
-    return {**{name: n / CLOCK for name, n in cycles.items()}, "hbm": size / (HBM * REACHED)}
+    rate = CLOCK * (DENSE if dense else 1)
+    return {**{name: n / rate for name, n in cycles.items()}, "hbm": size / (HBM * REACHED)}
 
 
 def gemm(launch: Launch) -> float:
@@ -276,6 +281,15 @@ LIGHTMOE = {
     "Qwen3.5-35B-A3B": ((2048, 512, 16, 8), {1: 14.4, 128: 28.8, 8192: 252.5}),
     "Qwen3.5-397B-A17B": ((4096, 1024, 16, 10), {1: 20.5, 128: 53.6, 8192: 770.7}),
 }
+# FlashInfer's CuTe DSL layers of DeepSeek-V3 on a B300 (pull requests 4985 and 5301, 2026): H, I, the 32 experts of one
+# of eight ranks, about one of them per token; activations -> {tokens: us}
+FLASHINFER = (
+    (7168, 2048, 32, 1),
+    {
+        "bf16": {16: 83.6, 64: 150.2, 256: 161.8, 1024: 185, 2048: 224, 4096: 328},
+        "nvfp4": {16: 80.7, 64: 143.6, 256: 155.7, 1024: 163.1},
+    },
+)
 
 
 def main() -> None:
@@ -291,6 +305,13 @@ def main() -> None:
             print(f"{f'{name} {len(groups)} x {n} x {k}, {sum(groups)} rows':34} {published:9.1f} {us:7.1f} "
                   f"{us / published - 1:+7.0%} {gemm(ours) * 1e6:7.1f}  {described(ours)}, "
                   f"{max(resources, key=lambda r: resources[r])}")  # fmt: skip
+    print(f"\n{'FlashInfer, DeepSeek-V3, 32 experts':34} {'published':>9} {'model':>7} {'off by':>7}")
+    sizes, published_layers = FLASHINFER
+    for activations, times in published_layers.items():
+        for T, published in times.items():
+            us = layer(*sizes, T, activations)["total"] * 1e6
+            label = f"T={T} {'W4A4' if activations == 'nvfp4' else 'W4A16'}"
+            print(f"{label:34} {published:9.1f} {us:7.1f} {us / published - 1:+7.0%}")
     columns = ("route", "rows", "gemm1", "gemm2", "combine", "total", "bound")
     print(f"\n{'Layers':34}", *(f"{c:>8}" for c in columns), "of bound   tiles of both GEMMs")
     cases = [(name, sizes, T, a, 0.0) for name, sizes in LAYERS.items() for a in ("nvfp4", "bf16")
