@@ -19,17 +19,18 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, lru_cache
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 
 from moe_nvfp4 import reference
 from moe_nvfp4.checks import check_activations
-from moe_nvfp4.kernels import cpu, portable, sm90, sm100
+from moe_nvfp4.kernels import cpu, portable, proof, sm90, sm100
 from moe_nvfp4.kernels.backend import PACKAGES, Backend, Device, Gpu, Problem
 
 __all__ = ["BACKENDS", "PACKAGES", "Backend", "Choice", "Device", "Gpu", "Problem", "Report",
@@ -65,7 +66,11 @@ def select(problem: Problem, device: torch.device) -> Backend:
 
 @lru_cache(maxsize=4096)
 def _select(problem: Problem, device: torch.device, forced: str | None) -> Backend:
-    choice = explain(problem, found := Device.of(device), forced)
+    found, objections = Device.of(device), dict[str, str]()
+    while (choice := explain(problem, found, forced, objections)).backend is not REFERENCE:
+        if (reason := proof.objection(choice.backend, problem, device)) is None:
+            break
+        objections[choice.backend.name] = reason
     what = "linears" if problem.kind == "linear" else "experts"
     complete = replace(found, packages=frozenset(PACKAGES), old=())
     if choice.backend is REFERENCE and not forced and device.type != "meta":
@@ -84,20 +89,22 @@ def _select(problem: Problem, device: torch.device, forced: str | None) -> Backe
     return choice.backend
 
 
-def explain(problem: Problem, device: Device, forced: str | None = None) -> Choice:
-    """What runs `problem` on a device like this one, and why the others do not.
+def explain(
+    problem: Problem, device: Device, forced: str | None = None, objections: Mapping[str, str] = MappingProxyType({})
+) -> Choice:
+    """What runs `problem` on a device like this one, and why the others do not; objections: why else some must not.
 
     ValueError if `forced` cannot run it, and for unknown activations.
     """
     check_activations(problem.activations)
     if forced:
         backend = named(forced)
-        if reason := _refusal(backend, device, problem):
+        if reason := _refusal(backend, device, problem) or objections.get(forced):
             raise ValueError(f"MOE_NVFP4_BACKEND={forced} on {device}: {forced} {reason}; or unset the variable")
         return Choice(backend)
     rejected: list[tuple[str, str]] = []
     for backend in BACKENDS:
-        reason = _refusal(backend, device, problem)
+        reason = _refusal(backend, device, problem) or objections.get(backend.name)
         if reason is None:
             return Choice(backend, tuple(rejected))
         rejected.append((backend.name, reason))
@@ -187,12 +194,13 @@ def _warn(text: str) -> None:
 
 
 class Report(NamedTuple):
-    """One backend on one device: what it would run there, or why it runs nothing."""
+    """One backend on one device: what it would run there, or why it runs nothing; whether it is proven there."""
 
     device: Device
     backend: str
     runs: tuple[str, ...]
     reason: str
+    proof: str = ""
 
 
 def report() -> list[Report]:
@@ -207,7 +215,7 @@ def report() -> list[Report]:
     devices = [torch.device("cpu"), *(torch.device("cuda", i) for i in range(torch.cuda.device_count()))]
     forced = next((backend for backend in BACKENDS if backend.name == _forced()), None)
     rows = []
-    for device in map(Device.of, devices):
+    for place, device in ((place, Device.of(place)) for place in devices):
         chosen = {name: explain(problem, device) for name, problem in problems.items()}
         for backend in BACKENDS:
             if forced is None:
@@ -220,7 +228,8 @@ def report() -> list[Report]:
             else:
                 runs, reasons = (), {f"MOE_NVFP4_BACKEND={forced.name} is set"}
             reason = "; ".join(sorted(reasons)) or ("" if runs else "a faster one is there")
-            rows.append(Report(device, backend.name, runs, reason))
+            known = proof.state(backend, place) if runs and backend is not REFERENCE else ""
+            rows.append(Report(device, backend.name, runs, reason, known))
     return rows
 
 
@@ -243,4 +252,5 @@ def forget() -> None:
     _select.cache_clear()
     _selected.cache_clear()
     named_on.cache_clear()
+    proof.forget()
     _warn.cache_clear()

@@ -119,7 +119,7 @@ def measure_roof(clock: Clock, device: torch.device) -> Roof:
         a, b = (torch.randn(N, N, device=device).to(dtype) for _ in range(2))
         return clock(lambda: a @ b) / (2 * N**3)
 
-    dtype = torch.bfloat16 if gpu else min((torch.bfloat16, torch.float32), key=lambda dtype: product(256, dtype))
+    dtype = torch.bfloat16 if gpu else min((torch.bfloat16, torch.float32), key=lambda dtype: product(512, dtype))
     return Roof(numbers.nbytes / clock(lambda: numbers.sum()), 1 / product(8192 if gpu else 2048, dtype))
 
 

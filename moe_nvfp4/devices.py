@@ -1,6 +1,8 @@
-"""Devices by name, looked up before any work begins; and whether a graph is being captured."""
+"""Devices by name, looked up before any work begins; how many cores; and whether a graph is being captured."""
 
 from __future__ import annotations
+
+import os
 
 import torch
 
@@ -44,3 +46,8 @@ def _count(kind: str) -> int:
 def capturing(device: torch.device) -> bool:
     """Whether work on `device` is being captured into a CUDA graph, by the current stream; False on CPUs."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def cores() -> int:
+    """How many of the machine's cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -76,8 +76,10 @@ class Environment:
         packages |= {"NVIDIA driver": _first_line(*driver), "C compiler": _first_line(*compiler.split(), "--version")}
         found: dict[str, dict[str, dict[str, Any]]] = {}
         for row in backends.report():
-            rows = found.setdefault(str(row.device), {"offload": {"runs": [], "reason": beside(row.device)}})
-            rows[row.backend] = {"runs": list(row.runs), "reason": row.reason}
+            rows = found.setdefault(
+                str(row.device), {"offload": {"runs": [], "reason": beside(row.device), "proof": ""}}
+            )
+            rows[row.backend] = {"runs": list(row.runs), "reason": row.reason, "proof": row.proof}
         error = None
         if forced := os.environ.get("MOE_NVFP4_BACKEND"):
             try:
@@ -103,7 +105,7 @@ class Environment:
         for device, rows in self.backends.items():
             yield f"{device}:"
             for name, row in rows.items():
-                yield f"  {name:10s} {'; '.join(filter(None, (', '.join(row['runs']), row['reason'])))}"
+                yield f"  {name:10s} {'; '.join(filter(None, (', '.join(row['runs']), row['reason'], row['proof'])))}"
         if self.error is not None:
             yield f"error: {self.error}"
         yield ""

@@ -24,16 +24,14 @@ Kind = (
 )  # of a tensor: shape, dtype, and how many elements its address is past a multiple of 16 bytes
 
 
-_IDS = torch.int64, torch.int32  # transformers' and vLLM's
-
-
 class Call(NamedTuple):
-    """Calls of one layer or linear: all that their kernels depend on, except the number of tokens.
+    """Calls of one layer or linear: all that their kernels depend on.
 
     weights, spec  of an `ExpertWeights` or a `LinearWeights`
     dtype          of x
     top_k          0 for a linear
     fused          as in `Problem`
+    tokens         how many, with int64 ids and fp32 router weights; None: any number, with all dtypes of these
     """
 
     weights: tuple[Kind, ...]
@@ -41,15 +39,28 @@ class Call(NamedTuple):
     dtype: torch.dtype
     top_k: int
     fused: bool
+    tokens: int | None = None
+
+    @property
+    def ids(self) -> tuple[torch.dtype, ...]:
+        """Dtypes of top_k_index: transformers' and vLLM's."""
+        return (torch.int64, torch.int32) if self.tokens is None else (torch.int64,)
 
     @property
     def router(self) -> set[torch.dtype]:
         """Dtypes of top_k_weights."""
-        return {torch.float32, self.dtype}
+        return {torch.float32, self.dtype} if self.tokens is None else {torch.float32}
+
+    def counts(self, top_k: int = 1, rows: int = 1) -> Iterable[int]:
+        """Numbers of tokens with top_k assignments; rows: how many each of `tokens` gives."""
+        return token_counts(top_k) if self.tokens is None else [self.tokens * rows]
 
     @staticmethod
-    def of(weights: ExpertWeights | LinearWeights, dtype: torch.dtype, top_k: int = 0, fused: bool = True) -> Call:
-        return Call(_kinds(weights.tensors()), weights.spec(""), dtype, top_k, fused)
+    def of(
+        weights: ExpertWeights | LinearWeights, dtype: torch.dtype, top_k: int = 0, fused: bool = True,
+        tokens: int | None = None,
+    ) -> Call:  # fmt: skip
+        return Call(_kinds(weights.tensors()), weights.spec(""), dtype, top_k, fused, tokens)
 
 
 def _kinds(tensors: Iterable[Tensor | None]) -> tuple[Kind, ...]:
@@ -62,7 +73,7 @@ def _kind(t: Tensor) -> Kind:
 
 
 def compile_ahead(calls: Iterable[tuple[Backend, Call]], gpu: Gpu, progress: bool = True) -> int:
-    """Compile every kernel that such calls launch on `gpu`, for any number of tokens, into the cache folder, and load
+    """Compile every kernel that such calls launch on `gpu` into the cache folder, and load
     all of them if that GPU is there, so that no call waits for a compiler. Several processes compile; weights may be on
     meta. Returns how many were not cached.
 
@@ -97,7 +108,7 @@ def kernels_of(backend: Backend, call: Call, gpu: Gpu) -> dict[Build, None]:
 
 
 def _experts(backend: Backend, call: Call, w: ExpertWeights) -> None:
-    for ids, router, T in product(_IDS, call.router, token_counts(call.top_k)):
+    for ids, router, T in product(call.ids, call.router, call.counts(call.top_k)):
         shape = T, call.top_k
         backend.experts(_empty((T, w.hidden_size), call.dtype), _empty(shape, ids), _empty(shape, router), w)
 
@@ -106,7 +117,7 @@ def _stages(backend: Backend, call: Call, w: ExpertWeights) -> None:
     """The products of `stages`: GEMM 1 does not depend on top_k, GEMM 2 may get one slot."""
     E, H, I, quantized, fp32 = w.num_experts, w.hidden_size, w.intermediate_size, w.quantized, torch.float32
     offsets, first = _empty((E + 1,), torch.int32), replace(w, h_scale=None)
-    for R, dtype in product(token_counts(), {call.dtype, fp32} if w.quantizes_h else {call.dtype}):
+    for R, dtype in product(call.counts(rows=call.top_k), {call.dtype, fp32} if w.quantizes_h else {call.dtype}):
         groups, x = Groups(_empty((R,), torch.int32), offsets, 1), _empty((R, H), call.dtype)
         for index in (groups.order, None):
             rows = (
@@ -116,7 +127,7 @@ def _stages(backend: Backend, call: Call, w: ExpertWeights) -> None:
         if quantized:
             _quantized(backend, _empty((R, I), dtype), None, w.h_scale, groups, w.four_over_six)
     for top_k, router in product({1, call.top_k}, call.router):
-        for T in token_counts(top_k):
+        for T in call.counts(top_k, call.top_k // top_k):
             order = _empty((T * top_k,), torch.int32)
             groups, h = Groups(order, offsets, top_k, position=order), _empty((T * top_k, I), call.dtype)
             rows = _quantized(backend, h, None, w.h_scale, groups, w.four_over_six) if quantized else Rows(h)
@@ -134,7 +145,7 @@ def _quantized(
 
 
 def _linear(backend: Backend, call: Call, w: LinearWeights) -> None:
-    for T in token_counts():
+    for T in call.counts():
         backend.linear(_empty((T, w.matrix.K), call.dtype), w)
 
 

@@ -1,12 +1,13 @@
 """The cases of the self-test: small layers and linears on one backend, compared with the reference on the CPU.
 
-A group is a function of a `Place` that yields findings; each runs in a process of its own (see `run`). Weights are
-random bytes, of which all occur; the reference (`moe_nvfp4.reference`) gets copies of them.
+A group is a function of a `Place`: it yields cases, whose kernels are then compiled together, or findings of its own.
+Each group runs in a process of its own (see `run`). Weights are random bytes, of which all occur; the reference
+(`moe_nvfp4.reference`) gets copies of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +17,8 @@ from moe_nvfp4 import reference
 from moe_nvfp4.backends import named
 from moe_nvfp4.experts import NVFP4Experts
 from moe_nvfp4.format import dequantize
-from moe_nvfp4.kernels.backend import Backend, Device
+from moe_nvfp4.kernels.backend import Backend, Device, Gpu, Problem
+from moe_nvfp4.kernels.calls import Call, compile_ahead
 from moe_nvfp4.linear import NVFP4Linear
 from moe_nvfp4.routing import Rows, group_by_expert
 from moe_nvfp4.selftest.compare import LIMITS, Finding, compare, same_bits
@@ -34,15 +36,21 @@ TOKENS = (1, 16, 70)  # few, in the kernels for few tokens; more than a tile
 
 
 class Place(NamedTuple):
-    """Where cases run; `quick` leaves out most of them."""
+    """Where cases run, and where the reference does; `quick` leaves out most of them."""
 
     backend: Backend
     device: torch.device
     quick: bool = False
+    judge: torch.device = torch.device("cpu")
 
     @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
         return (torch.bfloat16,) if self.quick else (torch.bfloat16, torch.float16, torch.float32)
+
+    def refusal(self, problem: Problem) -> str | None:
+        """None if the backend takes `problem`, else why not."""
+        reason = self.backend.unsupported(Device.of(self.device), problem)
+        return f"{self.backend.name} {reason}" if reason else None
 
 
 def layer_of(
@@ -65,6 +73,16 @@ def layer_of(
     for name, K in ((layer.up_name, H), ("down_proj", I)):
         getattr(layer, name)[..., K // 2 :] = 0  # the padding of K
     return layer
+
+
+def linear_of(N: int, K: int, activations: str) -> NVFP4Linear:
+    """A linear of random bytes on the CPU."""
+    g = torch.Generator().manual_seed(N)
+    linear = NVFP4Linear(K, N, torch.bfloat16, activations)
+    linear.weight.data.copy_(torch.randint(0, 256, (N, K // 2), generator=g))
+    linear.get_parameter("weight_sf").copy_(torch.randint(0x30, 0x40, (N, K // 16), generator=g))
+    linear.get_parameter("weight_global_scale").fill_(1 / (3.6 * K**0.5))
+    return linear
 
 
 def batch_of(T: int, H: int, E: int, top_k: int, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor, Tensor]:
@@ -95,37 +113,86 @@ def limit_of(activations: str, dtype: torch.dtype) -> Any:
     return LIMITS["fp32" if dtype == torch.float32 else "half"]
 
 
-def check(at: Place, case: str, layer: NVFP4Experts, batch: tuple[Tensor, Tensor, Tensor]) -> Findings:
-    """One layer, one batch, beside the reference; not run where the backend does not take it."""
-    x, ids, p = batch
-    here = layer.to(at.device)
-    problem, _ = here._problem(x.dtype, here._hooks().fused)
-    if refusal := at.backend.unsupported(Device.of(at.device), problem):
-        yield Finding(case, None, f"{at.backend.name} {refusal}")
-        return
-    with torch.no_grad():
-        y = here(x.to(at.device), ids.to(at.device), p.to(at.device))
-        want = reference_of(x, ids, p, layer.to("cpu").weights, None if layer.gate.kind != "raw" else layer.own_gate)
-    yield compare(case, y, want, limit_of(layer.activations, x.dtype))
+class Case(NamedTuple):
+    """A layer with a batch, or a linear with x."""
+
+    name: str
+    module: NVFP4Experts | NVFP4Linear
+    inputs: tuple[Tensor, ...]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.inputs[0].dtype
+
+    @property
+    def problem(self) -> Problem:
+        if isinstance(self.module, NVFP4Linear):
+            return self.module._problem(self.dtype)[0]
+        return self.module._problem(self.dtype, self.module._hooks().fused)[0]
+
+    def call(self, at: Place) -> Call:
+        """What the kernels depend on. Brings the weights there, into their kernels' layout."""
+        self.module.to(at.device).prepare(self.dtype)
+        if isinstance(self.module, NVFP4Linear):
+            return Call.of(self.module.weights, self.dtype, tokens=len(self.inputs[0]))
+        T, top_k = self.inputs[1].shape
+        return Call.of(self.module.weights, self.dtype, top_k, self.problem.fused, T)
+
+    @torch.no_grad()
+    def check(self, at: Place) -> Finding:
+        """Beside the reference."""
+        y = self.module.to(at.device)(*(t.to(at.device) for t in self.inputs))
+        x, *routing = (t.to(at.judge) for t in self.inputs)
+        module = self.module.to(at.judge)
+        if isinstance(module, NVFP4Linear):
+            want = reference.linear(x.float(), module.weights)
+        else:
+            own_gate = module.own_gate if module.gate.kind == "raw" else None
+            want = reference_of(x, routing[0], routing[1], module.weights, own_gate)
+        return compare(self.name, y, want, limit_of(self.module.activations, self.dtype))
+
+
+def check(at: Place, cases: Iterable[Case]) -> Findings:
+    """Each case beside the reference; a finding says why if the backend does not take a case."""
+    mine = []
+    for case in cases:
+        if refusal := at.refusal(case.problem):
+            yield Finding(case.name, None, refusal)
+        else:
+            mine.append(case)
+    compile_for(at, mine)
+    for case in mine:
+        yield case.check(at)
+
+
+def compile_for(at: Place, cases: list[Case]) -> None:
+    """Compile the kernels of these cases, in several processes."""
+    if at.device.type == "cuda":
+        calls = [(at.backend, case.call(at)) for case in cases if len(case.inputs[0])]
+        compile_ahead(calls, Gpu.of(at.device), progress=False)
 
 
 # ---- groups --------------------------------------------------------------------------------------
 
 
-def gates(at: Place) -> Findings:
+def gates(at: Place) -> Iterator[Case]:
     """W4A16: every gate, with and without biases, in every dtype."""
     for name, gate in GATES.items():
         for bias in (False, True)[: 1 if at.quick else 2]:
             for dtype in at.dtypes:
                 for T in TOKENS[1:]:
                     case = f"{name}{', biases' * bias}, {_name(dtype)}, T {T}"
-                    yield from check(at, case, layer_of(8, 192, 144, gate, bias=bias), batch_of(T, 192, 8, 2, dtype))
+                    yield Case(case, layer_of(8, 192, 144, gate, bias=bias), batch_of(T, 192, 8, 2, dtype))
     layer = layer_of(4, 128, 96, Gate("raw"))
-    layer.own_gate = lambda z: torch.tanh(z[:, ::2]) * z[:, 1::2]  # type: ignore[method-assign, assignment]
-    yield from check(at, "the model's own gate", layer, batch_of(24, 128, 4, 2))
+    layer.own_gate = _own_gate  # type: ignore[method-assign, assignment]
+    yield Case("the model's own gate", layer, batch_of(24, 128, 4, 2))
 
 
-def w4a4(at: Place) -> Findings:
+def _own_gate(z: Tensor) -> Tensor:
+    return torch.tanh(z[:, ::2]) * z[:, 1::2]
+
+
+def w4a4(at: Place) -> Iterator[Case]:
     """W4A4: dynamic and static scales, four over six."""
     for activations in ("nvfp4", "nvfp4_four_over_six"):
         for static in (False, True):
@@ -133,10 +200,10 @@ def w4a4(at: Place) -> Findings:
                 for T in TOKENS:
                     case = f"{activations}, {'static' if static else 'dynamic'}, {gate}, T {T}"
                     layer = layer_of(8, 256, 192, GATES[gate], activations, static=static)
-                    yield from check(at, case, layer, batch_of(T, 256, 8, 2))
+                    yield Case(case, layer, batch_of(T, 256, 8, 2))
 
 
-def routing(at: Place) -> Findings:
+def routing(at: Place) -> Iterator[Case]:
     """Ragged and empty groups, and numbers of experts that are no power of two."""
     for E, top_k, sizes in ((8, 2, (70, 0, 1, 0, 33, 2, 0, 6)), (5, 1, (0, 0, 41, 0, 1)), (1, 1, (19,)),
                             (60, 4, (1,) * 40 + (0,) * 20), (8, 8, (9,) * 8)):  # fmt: skip
@@ -145,43 +212,32 @@ def routing(at: Place) -> Findings:
         order = torch.randperm(len(flat), generator=torch.Generator().manual_seed(E))
         ids = torch.tensor(flat)[order].view(-1, top_k)
         x, _, p = batch_of(len(ids), 128, max(E, top_k), top_k)
-        yield from check(at, f"E {E}, top_k {top_k}, rows {sizes[:8]}", layer_of(E, 128, 64), (x, ids, p))
+        yield Case(f"E {E}, top_k {top_k}, rows {sizes[:8]}", layer_of(E, 128, 64), (x, ids, p))
     nobody = batch_of(3, 128, 8, 2)
-    yield from check(at, "no token has an expert", layer_of(8, 128, 64), (nobody[0], torch.full((3, 2), -1), nobody[2]))
+    yield Case("no token has an expert", layer_of(8, 128, 64), (nobody[0], torch.full((3, 2), -1), nobody[2]))
     none = torch.empty(0, 128).bfloat16(), torch.empty(0, 2, dtype=torch.int64), torch.empty(0, 2)
-    yield from check(at, "no tokens", layer_of(8, 128, 64), none)
+    yield Case("no tokens", layer_of(8, 128, 64), none)
     many = batch_of(40, 128, 8, 2)
-    yield from check(at, "int32 ids", layer_of(8, 128, 64), (many[0], many[1].int(), many[2]))
+    yield Case("int32 ids", layer_of(8, 128, 64), (many[0], many[1].int(), many[2]))
 
 
-def sizes(at: Place) -> Findings:
+def sizes(at: Place) -> Iterator[Case]:
     """Sizes that fit no tile, and those of gpt-oss."""
     for H, I in ((16, 16), (48, 80), (208, 176), (100, 52), (2880, 2880)):
         for activations in ("bf16", "nvfp4"):
             layer = layer_of(3, H, I, activations=activations)
-            yield from check(at, f"H {H}, I {I}, {activations}", layer, batch_of(9, H, 3, 2))
+            yield Case(f"H {H}, I {I}, {activations}", layer, batch_of(9, H, 3, 2))
 
 
-def linears(at: Place) -> Findings:
+def linears(at: Place) -> Iterator[Case]:
     """Single linears."""
     for N, K in ((256, 192), (72, 48), (1000, 2048)):
         for activations in ("bf16", "nvfp4"):
             for dtype in at.dtypes:
-                g = torch.Generator().manual_seed(N)
-                linear = NVFP4Linear(K, N, torch.bfloat16, activations)
-                linear.weight.data.copy_(torch.randint(0, 256, (N, K // 2), generator=g))
-                linear.get_parameter("weight_sf").copy_(torch.randint(0x30, 0x40, (N, K // 16), generator=g))
-                linear.get_parameter("weight_global_scale").fill_(1 / (3.6 * K**0.5))
-                problem, _ = linear._problem(dtype)
+                linear = linear_of(N, K, activations)
                 for T in TOKENS:
-                    case, x = f"[{N}, {K}], {activations}, {_name(dtype)}, T {T}", batch_of(T, K, 2, 1, dtype)[0]
-                    if refusal := at.backend.unsupported(Device.of(at.device), problem):
-                        yield Finding(case, None, f"{at.backend.name} {refusal}")
-                        break
-                    with torch.no_grad():
-                        y = linear.to(at.device)(x.to(at.device))
-                        want = reference.linear(x.float(), linear.to("cpu").weights)
-                    yield compare(case, y, want, limit_of(activations, dtype))
+                    case = f"[{N}, {K}], {activations}, {_name(dtype)}, T {T}"
+                    yield Case(case, linear, batch_of(T, K, 2, 1, dtype)[:1])
 
 
 def gradients(at: Place) -> Findings:
@@ -190,8 +246,8 @@ def gradients(at: Place) -> Findings:
         layer, (x, ids, p) = layer_of(5, 128, 96, GATES[name]), batch_of(33, 128, 5, 2)
         here = layer.to(at.device)
         problem, _ = here._problem(x.dtype, True)
-        if refusal := at.backend.unsupported(Device.of(at.device), problem):
-            yield Finding(name, None, f"{at.backend.name} {refusal}")
+        if refusal := at.refusal(problem):
+            yield Finding(name, None, refusal)
             continue
         a, b = (t.to(at.device, copy=True).requires_grad_() for t in (x, p))
         with torch.no_grad():
@@ -223,13 +279,24 @@ def _dense(x: Tensor, ids: Tensor, p: Tensor, w: ExpertWeights) -> Tensor:
 
 
 def repeated(at: Place) -> Findings:
-    """The same bits at every call: on one stream, in a chain, on two streams at once, and from a CUDA graph."""
-    layer, batch = layer_of(8, 256, 192), batch_of(45, 256, 8, 2)
-    here, (x, ids, p) = layer.to(at.device), (t.to(at.device) for t in batch)
-    problem, _ = here._problem(x.dtype, True)
-    if refusal := at.backend.unsupported(Device.of(at.device), problem):
-        yield Finding("repeated calls", None, f"{at.backend.name} {refusal}")
-        return
+    """The same bits at every call: on one stream, in a chain, on two streams at once, and from a CUDA graph. The
+    larger layer has tiles for all multiprocessors, several times over."""
+    for E, H, I, activations in ((8, 256, 192, "bf16"), (64, 1024, 768, "nvfp4"), (64, 1024, 768, "bf16")):
+        case = Case(f"E {E}, H {H}, I {I}, {activations}", layer_of(E, H, I, activations=activations),
+                    batch_of(45, H, E, 2 if E == 8 else 8))  # fmt: skip
+        if refusal := at.refusal(case.problem):
+            yield Finding(case.name, None, refusal)
+            continue
+        compile_for(at, [case])
+        yield case.check(at)
+        for finding in _repeated(at, case.module.to(at.device), [t.to(at.device) for t in case.inputs]):
+            yield finding._replace(case=f"{case.name}: {finding.case}")
+        if at.quick:
+            return
+
+
+def _repeated(at: Place, here: NVFP4Experts | NVFP4Linear, batch: list[Tensor]) -> Findings:
+    x, ids, p = batch
     with torch.no_grad():
         yield same_bits("ten calls", *(here(x, ids, p) for _ in range(10)))
 
@@ -268,11 +335,66 @@ def repeated(at: Place) -> Findings:
             yield same_bits("a CUDA graph with another x", chain(), captured)
 
 
-GROUPS: dict[str, Callable[[Place], Findings]] = {
+GROUPS: dict[str, Callable[[Place], Iterator[Case]] | Callable[[Place], Findings]] = {
     "gates": gates, "w4a4": w4a4, "routing": routing, "sizes": sizes, "linears": linears, "gradients": gradients,
     "repeated": repeated,
 }  # fmt: skip
 QUICK = ("gates", "w4a4", "routing", "repeated")
+
+
+def findings(at: Place, name: str) -> Findings:
+    """What a group shows."""
+    group: Any = GROUPS[name]
+    yield from group(at) if group in (gradients, repeated) else check(at, group(at))
+
+
+# ---- the first layer on a device -------------------------------------------------------------------
+
+SECONDS = 60.0  # that the cases of `first` may take once their kernels are compiled
+FIRST_TOKENS = (1, 16, 300)
+EXPERTS = 4
+
+
+def first(at: Place, problem: Problem) -> Iterator[Finding | dict[str, Any]]:
+    """For `kernels.proof`: layers of the sizes of `problem`, with few experts. When kernels are compiled it yields
+    {"patience": seconds}, for as long as the rest may take; {"unchecked": why} if there is too little memory."""
+    try:
+        if at.device.type == "cuda":
+            at = at._replace(judge=at.device)
+        cases = list(_first(at, problem))
+        try:
+            compile_for(at, cases)
+        except RuntimeError as error:  # of a compiler
+            yield Finding("compilation", False, str(error))
+            return
+        yield {"patience": SECONDS}
+        for case in cases:
+            yield case.check(at)
+        module, inputs = cases[-1].module.to(at.device), [t.to(at.device) for t in cases[-1].inputs]
+        with torch.no_grad():
+            yield same_bits("five calls", *(module(*inputs) for _ in range(5)))
+    except torch.OutOfMemoryError:
+        yield {"unchecked": "there was too little free memory"}
+
+
+def _first(at: Place, problem: Problem) -> Iterator[Case]:
+    _, E, H, I, gate, activations, dtype, fused = problem
+    if problem.kind == "linear":
+        linear = linear_of(H, I, activations)
+        for T in FIRST_TOKENS:
+            yield Case(f"[{H}, {I}], {activations}, {_name(dtype)}, T {T}", linear, batch_of(T, I, 2, 1, dtype)[:1])
+        return
+    E = min(E, EXPERTS)
+    of_kind = next((g for g in GATES.values() if g.kind == gate), Gate(gate, gated=gate != "relu2"))
+    for bias in (False, True):
+        layer = layer_of(E, H, I, of_kind, activations, bias)
+        if gate == "raw":
+            layer.own_gate = _own_gate  # type: ignore[method-assign, assignment]
+        elif not fused:
+            layer.add_pre_quant_scales(dtype)
+        for T in FIRST_TOKENS:
+            name = f"E {E}, H {H}, I {I}, {gate}{', biases' * bias}, {activations}, {_name(dtype)}, T {T}"
+            yield Case(name, layer, batch_of(T, H, E, min(2, E), dtype))
 
 
 def place(backend: str, device: str, quick: bool) -> Place:

@@ -8,10 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import subprocess
-import sys
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +16,9 @@ from typing import Any, NamedTuple
 import torch
 
 from moe_nvfp4 import backends
-from moe_nvfp4.kernels.backend import Backend, Device
+from moe_nvfp4.child import run_child
+from moe_nvfp4.devices import cores
+from moe_nvfp4.kernels.backend import Backend, Device, Problem
 from moe_nvfp4.progress import progress_bar
 from moe_nvfp4.selftest import cases
 from moe_nvfp4.selftest.compare import Finding
@@ -50,19 +48,22 @@ def candidates(device: torch.device) -> list[Backend]:
 
 
 def run(devices: list[torch.device], quick: bool = False, limit: float = LIMIT) -> Iterator[Group]:
-    """Run all groups of all candidates on these devices, some at a time, since most of them wait for compilers; yield
-    each in order when it is over."""
+    """Run all groups of all candidates on these devices, some at a time where there are cores for it, since imports and
+    compilers take most of the time; yield each in order when it is over."""
     names = cases.QUICK if quick else tuple(cases.GROUPS)
     plan = [(b.name, str(device), name) for device in devices for b in candidates(device) for name in names]
-    with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 4)) as pool:
-        over = pool.map(lambda one: run_group(one[0], one[1], one[2], quick, limit), plan)
+    lanes = max(1, min(8, cores() // 2) if quick else min(4, cores() // 4))
+    with ThreadPoolExecutor(lanes) as pool:
+        over = pool.map(lambda one: run_group(one[0], one[1], one[2], quick, limit, cores() // lanes), plan)
         yield from progress_bar(over, total=len(plan), desc="selftest", unit="group", show=True)
 
 
-def run_group(backend: str, device: str, name: str, quick: bool = False, limit: float = LIMIT) -> Group:
+def run_group(
+    backend: str, device: str, name: str, quick: bool = False, limit: float = LIMIT, threads: int | None = None
+) -> Group:
     """One group in a process of its own, which is killed after `limit` seconds."""
     start = time.monotonic()
-    lines, crash = _run([backend, device, name, *["--quick"] * quick], backend, limit)
+    lines, crash = _run([backend, device, name, *["--quick"] * quick], backend, limit, threads)
     found = [Finding(**line) for line in lines]
     if crash:
         after = f" (after {found[-1].case!r})" if found else ""
@@ -75,47 +76,14 @@ def run_speed(backend: str, device: str, quick: bool = False, limit: float = LIM
     return _run([backend, device, "speed", *["--quick"] * quick], backend, limit)
 
 
-def _run(arguments: list[str], backend: str, limit: float) -> tuple[list[dict[str, Any]], str]:
+def _run(
+    arguments: list[str], backend: str, limit: float, threads: int | None = None
+) -> tuple[list[dict[str, Any]], str]:
     """Run a child; (the objects it printed, how it ended before its time, or "")."""
-    env = {
-        **os.environ, "MOE_NVFP4_BACKEND": backend, "MOE_NVFP4_COMPILE": "lazy",
-        "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
-    }  # fmt: skip
-    command = [sys.executable, "-m", "moe_nvfp4.selftest", *arguments]
-    process = subprocess.Popen(
-        command, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        start_new_session=True,
-    )  # fmt: skip
-    late = threading.Timer(limit, _kill, (process,))
-    late.start()
-    try:
-        out, err = process.communicate()
-    finally:
-        over = not late.is_alive()
-        late.cancel()
-        _kill(process)
-    found = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
-    return found, _ending(process.returncode, err, over, limit)
-
-
-def _kill(process: subprocess.Popen) -> None:
-    """End the process with all that it started."""
-    if process.poll() is None:
-        if hasattr(os, "killpg"):
-            os.killpg(process.pid, signal.SIGKILL)
-        else:
-            process.kill()
-
-
-def _ending(code: int | None, err: str, over: bool, limit: float) -> str:
-    if over:
-        return f"not over after {limit:.0f} s: it hangs, or kernels compile very slowly"
-    if code == 0:
-        return ""
-    if code is not None and code < 0:
-        return f"the process was ended by {signal.Signals(-code).name}"
-    lines = [line for line in err.splitlines() if line.strip()]
-    return f"the process ended with exit code {code}: {lines[-1].strip() if lines else 'it printed nothing'}"
+    env = {"MOE_NVFP4_BACKEND": backend, "MOE_NVFP4_COMPILE": "lazy", "MOE_NVFP4_CHECK": "0"}
+    if threads is not None and "OMP_NUM_THREADS" not in os.environ:
+        env["OMP_NUM_THREADS"] = str(threads)  # processes that run at once share the cores
+    return run_child("moe_nvfp4.selftest", arguments, env, limit)
 
 
 def child(arguments: list[str]) -> None:
@@ -123,13 +91,23 @@ def child(arguments: list[str]) -> None:
     backend, device, name, *rest = arguments
     quick = "--quick" in rest
     lines = (
-        measure(backend, torch.device(device), quick) if name == "speed"
-        else (finding._asdict() for finding in cases.GROUPS[name](cases.place(backend, device, quick)))
+        measure(torch.device(device), quick) if name == "speed"
+        else (finding._asdict() for finding in cases.findings(cases.place(backend, device, quick), name))
     )  # fmt: skip
     for line in lines:
         print(json.dumps(line), flush=True)
     if device.startswith("cuda"):
         torch.cuda.synchronize()  # an illegal address of the last launch
+
+
+def first(asked: str) -> None:
+    """The process of `kernels.proof`: check a backend for a problem, both as JSON."""
+    backend, device, fields = json.loads(asked)
+    fields["dtype"] = getattr(torch, fields["dtype"])
+    for line in cases.first(cases.place(backend, device, False), Problem(**fields)):
+        print(json.dumps(line if isinstance(line, dict) else line._asdict()), flush=True)
+    if device.startswith("cuda"):
+        torch.cuda.synchronize()
 
 
 def summary(groups: list[Group]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ PATIENCE = 1.5  # seconds that a call may take: slower ones are left out
 
 
 @torch.inference_mode()
-def measure(backend: str, device: torch.device, quick: bool = False) -> Iterator[dict[str, Any]]:
+def measure(device: torch.device, quick: bool = False) -> Iterator[dict[str, Any]]:
     """First the device's roof (bytes/s, FLOP/s), then a row for each layer and number of tokens: microseconds, GB/s,
     TFLOP/s, and the share of the roof. What is too large or too slow here is left out."""
     clock = CudaClock() if device.type == "cuda" else CpuClock(3)

@@ -18,7 +18,7 @@ FOLDERS = ("quantize", "integrations")  # at the top of the checkout, symlinked 
 
 # Who may import whom: a file imports only from lines above its own, or from its own folder.
 ORDER = [
-    ["_version", "cache", "devices", "progress"],
+    ["_version", "cache", "child", "devices", "progress"],
     ["demo"],
     ["format", "mapped", "routing", "scales"],
     ["weights"],
@@ -37,12 +37,13 @@ ORDER = [
     ["integrations"],
     ["environment"],
     ["selftest"],
+    ["conformance"],
     ["cli"],
     ["__main__"],
     ["examples", "tests"],
 ]
 RANK = {name: rank for rank, names in enumerate(ORDER) for name in names}
-ALONE = {"_version", "cache", "devices", "progress"}  # import nothing of ours
+ALONE = {"_version", "cache", "child", "devices", "progress"}  # import nothing of ours
 OUTSIDE = ORDER[-1]
 BLOCKS = ("body", "orelse", "finalbody", "handlers", "cases")  # the statements within one
 

@@ -76,15 +76,15 @@ def test_what_is_no_result_at_all():
 @needs_library
 @pytest.mark.parametrize("name", cases.GROUPS)
 def test_this_cpu(name):
-    found = list(cases.GROUPS[name](cases.place("cpu", "cpu", True)))
+    found = list(cases.findings(cases.place("cpu", "cpu", True), name))
     assert found and not [finding for finding in found if finding.right is not True]
 
 
 def test_a_backend_that_does_not_take_a_case_is_not_wrong():
     """Hopper's kernels take no fp32; nothing runs, so that no GPU is needed."""
     place = cases.Place(cases.named("sm90"), torch.device("cpu"))
-    x, *routing = cases.batch_of(3, 64, 4, 2, torch.float32)
-    (found,) = cases.check(place, "fp32", cases.layer_of(4, 64, 32), (x, *routing))
+    case = cases.Case("fp32", cases.layer_of(4, 64, 32), cases.batch_of(3, 64, 4, 2, torch.float32))
+    (found,) = cases.check(place, [case])
     assert found.right is None and "sm90 takes bfloat16" in found.why
 
 

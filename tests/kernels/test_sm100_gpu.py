@@ -8,6 +8,7 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 10:
 pytest.importorskip("cutlass", reason="the CuTe DSL is not installed")
 
 from moe_nvfp4.kernels.sm100 import backend as sm100
+from moe_nvfp4.selftest import cases
 from tests.kernels.emulator_sm100 import OnEmulator, in_place_of_launch, outputs_of
 from tests.kernels.test_sm100 import (  # noqa: F401 (pytest finds them here)
     test_gates,
@@ -26,6 +27,13 @@ from tests.kernels.test_sm100_w4a16 import test_parts_of_k as test_w4a16_parts_o
 from tests.kernels.test_sm100_w4a16 import test_routings as test_w4a16_routings  # noqa: F401
 from tests.kernels.test_sm100_w4a16 import test_tiles as test_w4a16_tiles  # noqa: F401
 from tests.kernels.test_sm100_w4a16 import test_weights_are_exact as test_w4a16_weights_are_exact  # noqa: F401
+
+
+@pytest.mark.parametrize("group", cases.GROUPS)
+def test_as_a_model_runs_it(group):
+    """The self-test's cases: on all multiprocessors, with launches that overlap."""
+    found = list(cases.findings(cases.place("sm100", "cuda", False), group))
+    assert found and not [finding for finding in found if finding.right is False]
 
 
 class OnGpu(OnEmulator):

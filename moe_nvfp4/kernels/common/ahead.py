@@ -28,6 +28,7 @@ from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 from moe_nvfp4.cache import own_folder
+from moe_nvfp4.devices import cores
 from moe_nvfp4.kernels.backend import Gpu
 from moe_nvfp4.progress import progress_bar
 
@@ -168,7 +169,7 @@ def build(jobs: Iterable[Build], gpu: Gpu, workers: int | None = None, progress:
     if not missing:
         return 0
     random.shuffle(missing)
-    workers = min(len(missing), workers or min(16, _cores()))
+    workers = min(len(missing), workers or min(16, cores()))
     idle: SimpleQueue[_Worker] = SimpleQueue()
     started = []
     try:
@@ -192,10 +193,6 @@ def build(jobs: Iterable[Build], gpu: Gpu, workers: int | None = None, progress:
         for worker in started:
             worker.end()
     return len(missing)
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class _Worker:

@@ -24,7 +24,6 @@ and 13. Results equal those of the CPU backend, or of the portable one, bit for 
 from __future__ import annotations
 
 import ctypes
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
@@ -35,13 +34,14 @@ import torch
 from torch import Tensor
 
 from moe_nvfp4 import mapped
-from moe_nvfp4.devices import capturing
+from moe_nvfp4.devices import capturing, cores
 from moe_nvfp4.kernels.backend import Device, Problem
 from moe_nvfp4.kernels.common.tensors import floating
 from moe_nvfp4.kernels.cpu import backend as cpu
 from moe_nvfp4.kernels.offload.upload import pieces
 from moe_nvfp4.kernels.portable import BACKEND as PORTABLE
 from moe_nvfp4.kernels.portable.driver import INVALID_CONTEXT, use_context
+from moe_nvfp4.kernels.proof import objection
 from moe_nvfp4.weights import ExpertWeights
 
 # The average number of tokens per expert from which on the weights are copied. How much the CPU reads depends on how
@@ -110,7 +110,9 @@ def _better_on_gpu(x: Tensor, routed: int, w: ExpertWeights) -> bool:
         return False
     device, sizes = Device.of(x.device), (w.num_experts, w.hidden_size, w.intermediate_size)
     problem = Problem("experts", *sizes, w.gate.kind, w.activations, x.dtype)
-    return not (PORTABLE.unavailable(device) or PORTABLE.unsupported(device, problem))
+    if PORTABLE.unavailable(device) or PORTABLE.unsupported(device, problem):
+        return False
+    return objection(PORTABLE, problem, x.device) is None
 
 
 def _on_gpu(x: Tensor, ids: Tensor, p: Tensor, weights: ExpertWeights) -> Tensor:
@@ -138,8 +140,7 @@ def check() -> None:
 def _threads() -> int:
     """As many threads as torch has, but with SPARE cores left to the program's other threads: if one of ours had to
     wait for those, all would."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(torch.get_num_threads(), cores - SPARE))
+    return max(1, min(torch.get_num_threads(), cores() - SPARE))
 
 
 def _run(call: cpu.Call, mailbox: cpu.Mailbox | None, stream: int, meanwhile: Callable[[], None] | None) -> None:
