@@ -2,7 +2,8 @@
 
     python docs/generated.py
 
-cli.md, families.md and fits.md come from the code, proven.md from reports of self-tests. Measured figures come from
+cli.md, families.md and fits.md come from the code, proven.md from reports of self-tests, conformance.md from those of
+moe_nvfp4.conformance. Measured figures come from
 results.json: a table between `<!-- results: NAME -->` and `<!-- end -->` in any page is the record of that name
 (`rows=0,3`: some of its rows), and
 speed.svg is drawn from it. A paragraph after `<!-- quotes: NAME ... -->` has no number that is not in these records.
@@ -44,7 +45,8 @@ def command_line() -> str:
     summary = {choice.dest: choice.help for choice in commands._choices_actions}
     page = [
         f"# Command line\n\n{MADE}\nEach command also describes itself: `moe-nvfp4 COMMAND --help`. Exit codes: 0; "
-        "2 for an error whose message says what to do; 130 after Ctrl-C.\n",
+        "1 where `verify --server` finds a wrong server; 2 for an error whose message says what to do; 130 after "
+        "Ctrl-C.\n",
         table(["command", "what it does"], [[f"[`{n}`](#{n})", plain(summary[n])] for n in commands.choices]),
     ]
     for name, sub in commands.choices.items():
@@ -266,6 +268,8 @@ other model, `moe-nvfp4 info MODEL` computes the bytes from its configuration an
 
 def proven() -> str:
     """What self-tests have shown, from their reports in docs/proven."""
+    from moe_nvfp4.selftest.cases import EXPERTS, FIRST_TOKENS, SECONDS
+
     rows = []
     for path in sorted((DOCS / "proven").glob("*.json")):
         report = json.loads(path.read_text("utf-8"))
@@ -291,7 +295,82 @@ Where `moe-nvfp4 selftest` has run, and what it found: cases that gave what the 
 {table(["device", "backend", "right", "wrong", "with", "date"], rows)}
 Is yours missing? Run `moe-nvfp4 selftest --report mine.json`, and attach `mine.md` to an issue ("Hardware report"). It
 has no paths and no names.
+
+## On a device that is not in the table
+
+Where the table lacks a GPU, a path of the CPU kernels, or the version of the compiler (Triton, CuTe DSL), the first
+layer that would run there is checked: a process of its own compares the backend with the reference, on layers with
+{EXPERTS} experts of this layer's sizes, for {", ".join(map(str, FIRST_TOKENS))} tokens. It may take {SECONDS:.0f} s
+besides the time to compile kernels.
+
+* Right results are noted in the cache folder, for this device, driver, compiler and version of the library. Neither
+  the next process nor another rank checks again. One linear stands for all linears of a model.
+* After wrong results, a hang or a crash, the next backend runs (`sm90` or `sm100`, then `portable`, then plain
+  torch). A warning names the case and asks for a report.
+* Where no check is possible (too little free memory, say), a warning gives the reason, and the backend runs.
+
+`moe-nvfp4 env` shows what is proven and what was checked. [`MOE_NVFP4_CHECK`](environment.md) leaves the check out or
+repeats it.
 """
+
+
+# ---- conformance.md --------------------------------------------------------------------------------
+
+
+def conformance() -> str:
+    """What implementations gave for the cases of moe_nvfp4.conformance, from the reports in docs/conformance."""
+    from moe_nvfp4.conformance.vectors import RECIPES
+
+    rows, not_right = [], []
+    for path in sorted((DOCS / "conformance").glob("*.json")):
+        report = json.loads(path.read_text("utf-8"))
+        for result in report["results"]:
+            if result["unavailable"]:
+                continue
+            by = {right: [c for c in result["cases"] if c["right"] is right] for right in (True, False, None)}
+            versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+            counts = [str(len(cases)) for cases in by.values()]
+            rows.append([result["name"], *counts, result["device"], versions, report["date"]])
+            not_right += [[result["name"], c["case"], f"**wrong**: {c['why']}"] for c in by[False]]
+            for why in dict.fromkeys(c["why"] for c in by[None]):
+                cases = ", ".join(c["case"] for c in by[None] if c["why"] == why)
+                not_right.append([result["name"], cases, why])
+    head = ["implementation", "right", "wrong", "not run", "device", "with", "date"]
+    return f"""# Conformance
+
+{MADE}
+`moe_nvfp4.conformance` tests anybody's NVFP4 experts on {len(RECIPES)} small layers, each made for something that goes
+wrong elsewhere. The layers are integers from a counter, the same bits on every machine (checksums are compared), and
+the expected results come from a loop in float64 that shares nothing with this library's kernels. A result is right if
+the relative error of its norm is at most 2^-7, and each element within 8 standard deviations of the roundings to bf16
+that an implementation may make (`moe_nvfp4/conformance/expected.py`). W4A4 may be 6 % off, since a value between two
+codes may get either.
+
+```
+python -m moe_nvfp4.conformance mine:experts --device cuda     # your function, in mine.py
+python -m moe_nvfp4.conformance --device cuda --json NAME.json # all below that run there
+python -m moe_nvfp4.conformance --write DIR                    # as safetensors, 40 MB
+```
+
+The function gets a named tuple of tensors (`Given` of `moe_nvfp4/conformance/vectors.py`) and returns y. What it does
+not compute, it raises as NotImplementedError; that is "not run". NAME.json, put into docs/conformance, becomes a part
+of the tables by `python docs/generated.py`.
+
+{table(head, rows)}
+Not right, or not run:
+
+{table(["implementation", "case", ""], not_right)}
+"Dense weights" are the exact values, rounded once to bf16: what is tested is transformers' arithmetic.
+"Dequantization" is the library's own, and what follows it a loop in torch; vLLM's is followed by its own experts for
+bf16 weights. vLLM's loader uses gate's global scale for up, too, which is what its wrong case is about.
+
+Not connected: triton_kernels, whose published version has blocks of 32 (MXFP4) and whose name on PyPI is another
+project's; finegrained-kernels, which transformers 5.23 does not have yet. Not run here: this library's GPU backends
+and vLLM's `fused_experts`, which need a GPU.
+
+## Cases
+
+{table(["case", "what it is for"], [[name, recipe.about] for name, recipe in RECIPES.items()])}"""
 
 
 # ---- results.json ----------------------------------------------------------------------------------
@@ -372,7 +451,8 @@ def stray_numbers(text: str) -> list[str]:
 
 
 PAGES = {
-    "cli.md": command_line, "families.md": families, "fits.md": fits, "proven.md": proven, "speed.svg": speed_plot,
+    "cli.md": command_line, "families.md": families, "fits.md": fits, "proven.md": proven,
+    "conformance.md": conformance, "speed.svg": speed_plot,
 }  # fmt: skip
 
 if __name__ == "__main__":

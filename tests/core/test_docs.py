@@ -76,7 +76,8 @@ def generated():
     return runpy.run_path(str(ROOT / "docs/generated.py"))
 
 
-@pytest.mark.parametrize("page", ["cli.md", "speed.svg", pytest.param("families.md", marks=pytest.mark.slow),
+@pytest.mark.parametrize("page", ["cli.md", "conformance.md", "proven.md", "speed.svg",
+                                  pytest.param("families.md", marks=pytest.mark.slow),
                                   pytest.param("fits.md", marks=pytest.mark.slow)])  # fmt: skip
 def test_generated_pages_are_those_of_the_code(page):
     made = generated()["PAGES"][page]()
