@@ -46,7 +46,8 @@ COMMANDS = (
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command and return its exit code (2: an error whose message says what to do)."""
+    """Run one command and return its exit code (1: `verify` found a wrong server; 2: an error whose message says what
+    to do)."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # LC_ALL=C: a letter that cannot be printed must not end a command
             stream.reconfigure(errors="backslashreplace")
@@ -58,7 +59,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.command != "env":  # which shows the variables that the user has set
         output.set_up(args.quiet)
     try:
-        args.run(args)
+        code = args.run(args)
     except KeyboardInterrupt as stop:  # a command that can go on later says how
         print(f"\nmoe-nvfp4: interrupted{''.join(f': {why}' for why in stop.args)}", file=sys.stderr)
         return 130
@@ -69,7 +70,7 @@ def main(argv: list[str] | None = None) -> int:
         message = " ".join(str(error).split()) or type(error).__name__
         print(f"moe-nvfp4 {args.command}: error: {output.printable(message)}", file=sys.stderr)
         return 2
-    return 0
+    return code or 0
 
 
 def _explained() -> tuple[type[Exception], ...]:

@@ -78,6 +78,8 @@ def answer(
 
     streamer = Streamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
     sampling = dict(do_sample=True, temperature=temperature) if temperature > 0 else dict(do_sample=False)
+    # Whatever generation_config.json asks for: one text is shown as it comes
+    sampling |= dict(num_beams=1, num_return_sequences=1, tokenizer=tokenizer)
     inputs = {name: tensor.to(model.device) for name, tensor in inputs.items()}
     prompt = inputs["input_ids"].shape[1]
     start = time.perf_counter()

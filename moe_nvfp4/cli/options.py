@@ -27,9 +27,9 @@ Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def command(
-    commands: Commands, name: str, run: Callable[[argparse.Namespace], None], help: str, description: str
+    commands: Commands, name: str, run: Callable[[argparse.Namespace], int | None], help: str, description: str
 ) -> argparse.ArgumentParser:
-    """Add a command with the options that every command has."""
+    """Add a command with the options that every command has. run: returns the exit code, if it is not 0."""
     sub = commands.add_parser(name, help=help, description=description)
     sub.add_argument("--quiet", action="store_true", help="no progress bars, notes or warnings")
     sub.set_defaults(run=run)
@@ -76,7 +76,7 @@ def add_texts(
     )  # fmt: skip
 
 
-def add_device(sub: argparse.ArgumentParser) -> None:
+def add_device(sub: argparse._ActionsContainer) -> None:
     sub.add_argument("--device", default=None, help="cpu, cuda, cuda:1 (default: cuda where there is one)")
 
 

@@ -1,10 +1,11 @@
-"""moe-nvfp4 verify: check a 4-bit checkpoint."""
+"""moe-nvfp4 verify: check a 4-bit checkpoint, or a server of it."""
 
 from __future__ import annotations
 
 import argparse
 from typing import TYPE_CHECKING, Any
 
+from moe_nvfp4.cli import served
 from moe_nvfp4.cli.models import folder
 from moe_nvfp4.cli.options import Commands, add_json, command, path
 from moe_nvfp4.cli.output import note, say, show_json, table
@@ -15,9 +16,11 @@ if TYPE_CHECKING:
 
 def add(commands: Commands) -> None:
     sub = command(
-        commands, "verify", run, "check a 4-bit checkpoint",
+        commands, "verify", run, "check a 4-bit checkpoint, or a server of it",
         "Read every tensor of the NVFP4 checkpoint DST and check names, shapes, dtypes, scales, and that every expert "
-        "is complete. With --against, also show the error of each layer against the original. Exit code 0 (good) or 2.",
+        "is complete. With --against, also show the error of each layer against the original. With --server, ask a "
+        "server of DST for log-probabilities instead, compare them with the model computed here in fp32, and say "
+        "whether it misreads DST, and how. Exit code 0 (good, or a right server), 1 (a wrong server) or 2.",
     )  # fmt: skip
     sub.add_argument("destination", metavar="DST", help="folder or Hub name of a 4-bit checkpoint")
     sub.add_argument("--against", default=None, metavar="SRC", help="the checkpoint it was made from, or 'demo'")
@@ -26,13 +29,17 @@ def add(commands: Commands) -> None:
         help="with --against: plot the error of every layer and expert (pip install matplotlib); the numbers go to "
         "OUT.json",
     )  # fmt: skip
+    served.add(sub)
     add_json(sub)
 
 
-def run(args: argparse.Namespace) -> None:
+def run(args: argparse.Namespace) -> int:
     from moe_nvfp4.cli import judging
     from moe_nvfp4.quantize.verify import verify_checkpoint
 
+    if args.server is not None:
+        return served.run(args)
+    served.refuse(args)
     if args.plot is not None:
         judging.check_plot(args.plot)
         if args.against is None:
@@ -47,6 +54,7 @@ def run(args: argparse.Namespace) -> None:
         judging.plot_experts(args.plot, report.experts)
         if not args.json:
             note(f"wrote {args.plot} and {args.plot.with_suffix('.json')}")
+    return 0
 
 
 def show(report: VerificationReport) -> None:

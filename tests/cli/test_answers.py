@@ -154,6 +154,8 @@ def test_chat_in_a_terminal(tmp_path):
                         shown += read()
                     time.sleep(0.5)  # until readline waits for the next key, as it does while a person thinks
                     os.write(end, b"\x03")
+                    while not select.select([end], [], [], 5)[0]:  # a busy machine takes longer
+                        os.write(end, b"\x03")
             while piece := read():
                 shown += piece
         except OSError:  # Linux's way to say that the other end was closed
@@ -233,9 +235,13 @@ def test_chat_answers_the_whole_conversation(room, talkative, request, monkeypat
     assert talk.ask("Hi there") == said[0]
 
 
-@pytest.mark.parametrize("setting", [dict(cache_implementation="static"), dict(use_cache=False)], ids=str)
-def test_chat_with_a_cache_of_the_models_own(setting, talkative, monkeypatch):
-    """What generation_config.json says of the cache: the second answer still follows from the whole conversation."""
+@pytest.mark.parametrize("setting", [
+    dict(cache_implementation="static"), dict(use_cache=False), dict(num_beams=3),
+    dict(stop_strings=["a string that never comes"]),
+], ids=str)  # fmt: skip
+def test_chat_with_settings_of_the_models_own(setting, talkative, monkeypatch):
+    """What generation_config.json says of caches, beams and ends: the second answer still follows from the whole
+    conversation."""
     from transformers import AutoTokenizer
 
     from moe_nvfp4.cli.chat import Talk

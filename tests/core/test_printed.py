@@ -87,6 +87,9 @@ def test_every_command_prints_what_is_beside_it(tmp_path, monkeypatch):
                     server = running.enter_context(Server(model))
                     check_start(server, expected)
                 case ["moe-nvfp4", *arguments]:
+                    if "--server" in arguments:
+                        url = arguments[at := arguments.index("--server") + 1]
+                        arguments[at], expected = server.url, [line.replace(url, server.url) for line in expected]
                     check_output(arguments, expected)
                 case _:
                     raise AssertionError(f"{command}: the test runs only this library's commands and curl")

@@ -33,6 +33,7 @@ from vllm.platforms import current_platform  # noqa: E402
 if not current_platform.is_cpu():
     pytest.skip("vLLM's build for CPUs is what this compares", allow_module_level=True)
 
+from moe_nvfp4 import cli  # noqa: E402
 from moe_nvfp4.integrations.vllm import config as vllm_config  # noqa: E402
 from moe_nvfp4.integrations.vllm import engine  # noqa: E402
 from moe_nvfp4.quantize.convert import convert_checkpoint  # noqa: E402
@@ -500,6 +501,11 @@ def test_serve(folders, form):
             pieces = [event.choices[0].text for event in ask(prompt=PROMPTS[1], stream=True)]
             assert len(pieces) >= NEW // 2
             assert "".join(pieces).split() == words(tokens[1]).split()
+
+            if form != "bf16":  # of which there are no files to verify
+                (folders / "text").write_text(words(i for prompt in PROMPTS for i in prompt))
+                asked = ["verify", "--server", server.url, "--text", folders / "text", "--tokens", 24, folders / form]
+                assert cli.main([str(a) for a in asked]) == 0
 
             with ThreadPoolExecutor(32) as pool:
                 answers = list(pool.map(lambda i: ask(prompt=PROMPTS[i % 8]).choices[0].text, range(32)))

@@ -1,0 +1,233 @@
+"""Is a server's model the one of its NVFP4 folder, or what it would be if the folder's numbers were misread?
+
+The server's log-probabilities (`moe_nvfp4.integrations.endpoint`) are compared with those of the same model here, in
+fp32: once as the folder says, and once for each known way to misread NVFP4 experts. What bf16 may change is measured:
+it is what the model here changes between bf16 and fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moe_nvfp4.format import pack, unpack
+from moe_nvfp4.integrations.endpoint import Asked
+from moe_nvfp4.integrations.huggingface.experts import HFExperts
+from moe_nvfp4.integrations.huggingface.swap import set_activations
+from moe_nvfp4.linear import NVFP4Linear
+from moe_nvfp4.weights import is_quantized
+
+TOGETHER = 1024  # tokens in a batch
+NOISE = 3.0  # a right server is at most so many times as far from fp32 as bf16 here
+FLOOR = 1e-3  # nats: less is no difference
+CLEARLY = 0.75  # a misreading is named if it is at most so many times as far from the server as the folder is
+ALIKE = 0.25  # the cosine between errors from which they are of one kind
+MOST = 0.1  # the share of log-probabilities that may be missing
+LEAST = -9999.0  # what vLLM writes in place of -Inf
+
+Changes = Callable[[HFExperts], dict[str, Tensor]]
+
+
+# ---- the misreadings -----------------------------------------------------------------------------
+
+
+def _global_scales(new: Callable[[Tensor], Tensor]) -> Changes:
+    return lambda layer: {
+        f"{part}_global_scale": new(layer.get_parameter(f"{part}_global_scale").data) for part in layer.projections
+    }
+
+
+def _gates_for_up(layer: HFExperts) -> dict[str, Tensor]:
+    gate = layer.gate.gated
+    return {"up_proj_global_scale": layer.get_parameter("gate_proj_global_scale").data} if gate else {}
+
+
+def _rows(order: Callable[[Tensor], Tensor]) -> Changes:
+    """Codes and block scales of [gate; up] in another order of rows; biases and global scales stay."""
+
+    def changes(layer: HFExperts) -> dict[str, Tensor]:
+        names = (layer.up_name, f"{layer.up_name}_sf") if layer.gate.gated else ()
+        return {name: order(layer.get_parameter(name).data) for name in names}
+
+    return changes
+
+
+def _nibbles(layer: HFExperts) -> dict[str, Tensor]:
+    return {
+        name: pack(unpack(layer.get_parameter(name).data).unflatten(-1, (-1, 2)).flip(-1).flatten(-2))
+        for name in (layer.up_name, "down_proj")
+    }
+
+
+MISREADINGS: dict[str, Changes] = {
+    "gate's global scale is used for up": _gates_for_up,
+    "global scales are ignored": _global_scales(torch.ones_like),
+    "global scales are taken for their reciprocals": _global_scales(lambda scales: 1 / scales),
+    "rows of gate and up, concatenated, are read as interleaved": _rows(
+        lambda t: torch.cat([t[:, ::2], t[:, 1::2]], dim=1)
+    ),
+    "rows of gate and up, interleaved, are read as concatenated": _rows(
+        lambda t: torch.stack(t.chunk(2, dim=1), dim=2).flatten(1, 2)
+    ),
+    "gate and up are exchanged": _rows(lambda t: torch.cat(t.chunk(2, dim=1)[::-1], dim=1)),
+    "the two codes of a byte are exchanged": _nibbles,
+}
+PRECISIONS = {
+    "bf16": "activations stay bf16 (W4A16), not NVFP4 as asked",
+    "nvfp4": "activations are quantized to NVFP4 (W4A4), not bf16 as asked",
+}
+
+
+@contextmanager
+def misread(model: nn.Module, changes: Changes) -> Iterator[None]:
+    """While this lasts, each experts layer of `model` runs with these parameters in place of its own: changed before
+    each call and changed back after it, so that no two copies of all experts are in memory."""
+    kept: dict[nn.Module, dict[str, Tensor]] = {}
+
+    def before(layer: HFExperts, args: Any) -> None:
+        layer.unpack()
+        new = changes(layer)
+        kept[layer] = {name: layer.get_parameter(name).data for name in new}
+        for name, tensor in new.items():
+            layer.get_parameter(name).data = tensor.contiguous()
+
+    def after(layer: HFExperts, args: Any, y: Any) -> None:
+        layer.unpack()
+        for name, tensor in kept.pop(layer).items():
+            layer.get_parameter(name).data = tensor
+
+    handles = [hook for layer in _experts(model) for hook in (
+        layer.register_forward_pre_hook(before), layer.register_forward_hook(after))]  # fmt: skip
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _experts(model: nn.Module) -> list[HFExperts]:
+    return [module for module in model.modules() if isinstance(module, HFExperts)]
+
+
+def _without_effect(model: nn.Module, changes: Changes) -> bool:
+    """Whether `changes` leaves the numbers of every layer of `model` as they are."""
+
+    def same(layer: HFExperts) -> bool:
+        layer.unpack()
+        return all(torch.equal(layer.get_parameter(name).data, new) for name, new in changes(layer).items())
+
+    return all(map(same, _experts(model)))
+
+
+# ---- the verdict ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What was found about a server. Differences are means of |difference| of log-probabilities, in nats.
+
+    right           whether the server computes what the folder says
+    numbers         how many log-probabilities were compared
+    missing         how many more the server gave as NaN, or not at all
+    noise           between the model here in bf16 and in fp32
+    difference      between the server and the model here in fp32
+    misreadings     name -> between the server and the model here if it is misread in this way
+    without_effect  names of misreadings that leave this folder's numbers as they are
+    fits            the misreading that fits best, where the server is wrong; None: none does
+    """
+
+    right: bool
+    numbers: int
+    missing: int
+    noise: float
+    difference: float
+    misreadings: Mapping[str, float] = field(default_factory=dict)
+    without_effect: Sequence[str] = ()
+    fits: str | None = None
+
+    @property
+    def limit(self) -> float:
+        """The largest difference of a right server."""
+        return max(NOISE * self.noise, FLOOR)
+
+
+@torch.no_grad()
+def judge(model: Any, asked: Sequence[Asked], progress: Callable[[Iterable], Iterable] = iter) -> Verdict:
+    """Compare what a server gave with `model`, which is in bf16 and is in fp32 afterwards.
+
+    The server is right if its difference is within `Verdict.limit` and no misreading fits clearly better than the
+    folder (`CLEARLY`). Activations in NVFP4 round differently after the least change before them, so two such models
+    are as far from each other as from one with bf16 activations. But their errors have a part in common, by which they
+    are recognised (`ALIKE`). progress: wraps the models that are computed.
+    """
+    given = torch.cat([a.logprobs.flatten() for a in asked])
+    known = given > LEAST
+    mine = _activations(model)
+    other = "bf16" if is_quantized(mine) else "nvfp4"
+
+    def both() -> tuple[Tensor, Tensor]:
+        """The model's numbers, and those with the other activations."""
+        numbers = log_probabilities(model, asked)
+        changed = log_probabilities(set_activations(model, other), asked)
+        set_activations(model, mine)
+        return numbers[known], changed[known]
+
+    missing, given = int((~known).sum()), given[known]
+    rounded = both()
+    model.to(torch.float32)  # transformers refuses .float() of 4-bit models
+    exact, changed = both()
+    changed = (changed + rounded[1]) / 2
+    nothing = [name for name, changes in MISREADINGS.items() if _without_effect(model, changes)]
+    found = {PRECISIONS[other]: _apart(given, changed)}
+    for name in progress([name for name in MISREADINGS if name not in nothing]):
+        with misread(model, MISREADINGS[name]):
+            found[name] = _apart(given, log_probabilities(model, asked)[known])
+    difference, noise = _apart(given, exact), _apart(rounded[0], exact)
+    fits = None
+    if difference > FLOOR:
+        best = min(found, key=lambda name: found[name])
+        if found[best] < CLEARLY * difference:
+            fits = best
+        elif difference > NOISE * noise and _alike(given - exact, changed - exact):
+            fits = PRECISIONS[other]
+    verdict = Verdict(False, len(given), missing, noise, difference, found, nothing, fits)
+    right = missing <= MOST * len(known) and fits is None and difference <= verdict.limit
+    return replace(verdict, right=right)
+
+
+def _apart(a: Tensor, b: Tensor) -> float:
+    return (a - b).abs().nan_to_num(nan=torch.inf).mean().item() if len(a) else torch.inf
+
+
+def _alike(a: Tensor, b: Tensor) -> bool:
+    """Whether errors a and b are of one size, and have a part in common."""
+    size = b.abs().mean().item()
+    a, b = (t.clamp(-4 * size, 4 * size) for t in (a, b))  # else a few outliers decide
+    common = (a * b).sum() / (a.norm() * b.norm()).clamp(min=torch.finfo(a.dtype).tiny)
+    return size / 2 < a.abs().mean().item() < 2 * size and common.item() > ALIKE
+
+
+def _activations(model: nn.Module) -> str:
+    return next(m.activations for m in model.modules() if isinstance(m, (HFExperts, NVFP4Linear)))
+
+
+def log_probabilities(model: Any, asked: Sequence[Asked]) -> Tensor:
+    """float64 [all numbers of `asked`]: those of `model`."""
+    found = []
+    for length, group in groupby(asked, key=lambda a: len(a.ids)):
+        same = list(group)
+        for some in (same[i : i + max(1, TOGETHER // length)] for i in range(0, len(same), max(1, TOGETHER // length))):
+            ids = torch.stack([a.ids for a in some]).to(model.device)
+            for a, logits in zip(some, model(input_ids=ids, use_cache=False).logits, strict=True):
+                rows, tokens = logits[a.rows.to(logits.device)].double().cpu(), a.tokens
+                if a.among:
+                    found.append(rows.gather(1, tokens).log_softmax(-1).flatten())
+                else:
+                    found.append((rows.gather(1, tokens) - rows.logsumexp(-1, keepdim=True)).flatten())
+    return torch.cat(found)

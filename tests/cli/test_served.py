@@ -1,0 +1,233 @@
+"""`moe-nvfp4 verify --server` names what a server misreads, and accuses no right one.
+
+The servers here are threads that answer in the forms of vLLM and SGLang, or of llama.cpp. What they compute comes from
+folders whose files were changed (`tests/misread.py`). Real servers are in tests/integrations.
+"""
+
+import json
+import shutil
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+from transformers.utils.import_utils import is_serve_available
+
+import moe_nvfp4.integrations.huggingface  # noqa: F401  (reads NVFP4 folders)
+from moe_nvfp4.quantize.convert import convert_checkpoint
+from moe_nvfp4.quantize.options import Options
+from tests.cli.commands import mistake, run
+from tests.folders import quantized
+from tests.misread import PLANTED, W4A4, planted
+from tests.models import load
+from tests.servers import Server
+
+
+@pytest.fixture(scope="module")
+def separate(folder, tmp_path_factory):
+    """An NVFP4 folder in which gate and up of an expert have global scales of their own."""
+    root = tmp_path_factory.mktemp("separate")
+    shutil.copytree(folder, root / "bf16")
+    found, _ = quantized(root, None, "modelopt", ignore=["lm_head", "*self_attn*", "*.gate"])
+    for file in folder.glob("token*"):
+        shutil.copy(file, found)
+    config = json.loads((found / "config.json").read_text())
+    config["quantization_config"]["moe_nvfp4"] = {"activations": "bf16"}  # no scales were calibrated
+    (found / "config.json").write_text(json.dumps(config))
+    return found
+
+
+class Handler(BaseHTTPRequestHandler):
+    def log_message(self, *args):
+        pass
+
+    def answer(self, status, found):
+        body = json.dumps(found).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def do_GET(self):
+        self.answer(200, {"data": [{"id": name} for name in self.server.names]})
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.requests.append((self.path, body, self.headers))
+        try:
+            if self.path != "/v1/completions":
+                raise ValueError(404, "Not Found")
+            if body.get("model", "tiny") not in self.server.names:
+                raise ValueError(404, f"The model {body['model']} does not exist.")
+            self.answer(200, {"choices": [{"text": "", "logprobs": self.server.form(self.server.model, body)}]})
+        except ValueError as error:
+            status, message = error.args
+            self.answer(status, {"error": {"message": message}})
+
+
+def logits_of(model, ids):
+    with torch.no_grad():
+        return model(torch.tensor([ids])).logits[0].float().log_softmax(-1)
+
+
+def vllm(model, body):
+    """The prompt's tokens, then a new one."""
+    ids, logprobs = body["prompt"], logits_of(model, body["prompt"])
+    new = int(logprobs[-1].argmax())
+    values = [None, *logprobs[:-1].gather(1, torch.tensor(ids)[1:, None])[:, 0].tolist(), logprobs[-1, new].item()]
+    return {"tokens": [word(i) for i in [*ids, new]], "token_logprobs": values}
+
+
+def llama_cpp(model, body):
+    if body.get("echo"):
+        raise ValueError(400, "Only no echo is supported")
+    values, ids = logits_of(model, body["prompt"])[-1].topk(body["logprobs"])
+    tops = [{"id": i, "token": word(i), "logprob": x} for i, x in zip(ids.tolist(), values.tolist(), strict=True)]
+    return {"content": [tops[0] | {"top_logprobs": tops}]}
+
+
+def openai(model, body):
+    """As `llama_cpp`, in the form of OpenAI's old endpoint, which names tokens by their text."""
+    (content,) = llama_cpp(model, {**body, "echo": False})["content"]
+    return {"tokens": [content["token"]], "token_logprobs": [content["logprob"]],
+            "top_logprobs": [{top["token"]: top["logprob"] for top in content["top_logprobs"]}]}  # fmt: skip
+
+
+def not_numbers(model, body):
+    found = vllm(model, body)
+    return found | {"token_logprobs": [None] * len(found["tokens"])}
+
+
+def word(i):
+    return chr(i + 32) if i < 95 else "<unk>"
+
+
+@contextmanager
+def serving(path, form=vllm, names=("tiny",), dtype=torch.bfloat16):
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.model, server.form, server.names, server.requests = path and load(path, dtype), form, names, []
+    Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield server, f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def verdict(capsys, expect, *args):
+    capsys.readouterr()
+    run("verify", "--json", "--device", "cpu", "--prompts", "6", *args, expect=expect)
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("dialect", ["modelopt", "compressed-tensors"])
+def test_right_servers(dialect, dtype, folder, tmp_path, capsys):
+    convert_checkpoint(folder, tmp_path / "nvfp4", Options(dialect=dialect))
+    with serving(tmp_path / "nvfp4", dtype=dtype) as (_, url):
+        found = verdict(capsys, 0, "--server", url, tmp_path / "nvfp4")
+        assert found["right"] and found["fits"] is None and found["numbers"] == 6 * 63
+        assert found["difference"] < 3 * found["bf16_noise"] == found["limit"]
+        assert found["without_effect"] == ["gate's global scale is used for up"]  # ours share it
+        run("verify", "--device", "cpu", "--server", f"{url}/v1/", tmp_path / "nvfp4")
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[-1] == "right: the server computes what this folder says"
+
+
+@pytest.mark.parametrize("name", [*PLANTED, W4A4])
+def test_misreadings_are_named(name, separate, tmp_path, capsys):
+    wrong = planted(separate, name, tmp_path / "wrong")
+    dtype = torch.float16 if name == W4A4 else torch.bfloat16  # not the roundings of the model it is compared with
+    with serving(wrong, dtype=dtype) as (_, url):
+        found = verdict(capsys, 1, "--server", url, separate)
+        assert not found["right"] and found["fits"] == name, found
+        if name == W4A4:
+            assert verdict(capsys, 0, "--server", url, wrong)["right"]  # it serves that folder rightly
+
+
+def test_w4a16_where_w4a4_was_asked(separate, capsys):
+    with serving(separate) as (_, url):
+        run("verify", "--device", "cpu", "--server", url, "--activations", "nvfp4", separate, expect=1)
+        last = capsys.readouterr().out.splitlines()[-1]
+        assert last == "WRONG: activations stay bf16 (W4A16), not NVFP4 as asked"
+
+
+@pytest.mark.parametrize("form", [llama_cpp, openai])
+def test_servers_without_echo(form, separate, tmp_path, capsys):
+    with serving(separate, form) as (server, url):
+        found = verdict(capsys, 0, "--server", url, separate)
+        assert found["way"] == "log-probabilities of next tokens" and found["numbers"] == 6 * 8 * 5
+        assert server.requests[-1][1]["prompt"] == server.requests[-1][1]["prompt"][:64]
+    name = "gate and up are exchanged"
+    with serving(planted(separate, name, tmp_path / "wrong"), form) as (_, url):
+        assert verdict(capsys, 1, "--server", url, separate)["fits"] == name
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not is_serve_available(), reason="needs transformers[serving]")
+def test_transformers_server(separate, tmp_path, monkeypatch, capsys):
+    """It has no log-probabilities, but answers questions with probabilities."""
+    pytest.importorskip("transformers.decision")
+    right = shutil.copytree(separate, tmp_path / "right")
+    tokenizer = AutoTokenizer.from_pretrained(right)
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}: "
+    tokenizer.save_pretrained(right)
+    name = "gate's global scale is used for up"
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    for path, expect, fits in ((right, 0, None), (planted(right, name, tmp_path / "wrong"), 1, name)):
+        with Server(path) as server:
+            assert server.wait(), server.log.read_text()[-3000:]
+            found = verdict(capsys, expect, "--server", server.url, right)
+            assert found["way"] == "probabilities of labels" and found["numbers"] == 6 * 26 and found["fits"] == fits
+
+
+def test_another_fault_is_wrong_without_a_name(separate, tmp_path, capsys):
+    """Attention that lost a matrix is no misreading of NVFP4."""
+    with serving(separate) as (server, url):
+        for layer in server.model.model.layers:
+            layer.self_attn.o_proj.weight.data.zero_()
+        found = verdict(capsys, 1, "--server", url, separate)
+        assert not found["right"] and found["fits"] is None
+        run("verify", "--device", "cpu", "--server", url, separate, expect=1)
+        assert "no known misreading explains it" in capsys.readouterr().out
+
+
+def test_numbers_that_are_none(separate, capsys):
+    with serving(separate, not_numbers) as (_, url):
+        found = verdict(capsys, 1, "--server", url, separate)
+        assert found["numbers"] == 0 and found["missing"] == 6 * 63 and found["difference"] is None
+        run("verify", "--device", "cpu", "--server", url, separate, expect=1)
+        assert "are no numbers" in capsys.readouterr().out.splitlines()[-1]
+
+
+def test_what_cannot_be_asked_is_an_error(separate, folder, monkeypatch, capsys):
+    def error(*args):
+        return mistake(["verify", *args], capsys)
+
+    with serving(separate) as (server, url):
+        assert "no model 'big': name one of them with --model" in error("--server", url, "--model", "big", separate)
+        verdict(capsys, 0, "--server", url, "--model", "tiny", separate)
+        server.form = lambda model, body: None
+        said = error("--server", url, separate)
+        assert "gives no log-probabilities" in said and "`echo` with `logprobs`" in said and "404: Not Found" in said
+        server.names = ("tiny", "large")
+        assert "has 'tiny', 'large': name the one that serves this folder" in error("--server", url, separate)
+        shifted = lambda model, body: vllm(model, body) | {"tokens": [word(i + 1) for i in body["prompt"]]}
+        server.form = shifted
+        assert "it serves another model; serve this folder" in error("--server", url, separate)
+        assert "not an NVFP4 checkpoint: name the 4-bit folder" in error("--server", url, folder)
+        assert "--against compares folders" in error("--server", url, "--against", folder, separate)
+        monkeypatch.setenv("OPENAI_API_KEY", "secret")
+        error("--server", url, separate)
+        assert server.requests[-1][2]["Authorization"] == "Bearer secret"
+
+        def locked(model, body):
+            raise ValueError(401, "Unauthorized")
+
+        server.form = locked
+        assert "(HTTP 401): set OPENAI_API_KEY" in error("--server", url, separate)
+    assert "no server answers at" in error("--server", url, separate)
+    assert "begins with http://" in error("--server", "localhost:8000", separate)
+    assert "--model and --tokens would have no effect" in error("--model", "tiny", "--tokens", "32", separate)
