@@ -59,7 +59,13 @@ def layer_op(arguments: str, returns: str, fake: Callable, check: Callable, tags
 
 
 def differentiate(op: Any, remember: Callable, backward: Callable) -> None:
-    torch.library.register_autograd(op._schema.name, backward, setup_context=remember, lib=_LIBRARY)
+    """Give `op` a gradient. Autocast that is on during backward() would round sums inside it."""
+
+    def without_autocast(ctx: Any, *grads: Any) -> Any:
+        with torch._C._DisableAutocast():
+            return backward(ctx, *grads)
+
+    torch.library.register_autograd(op._schema.name, without_autocast, setup_context=remember, lib=_LIBRARY)
 
 
 # In place of a formula for second derivatives there is an op that raises: compiled code then works where nobody asks.

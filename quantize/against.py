@@ -335,7 +335,8 @@ def _expected(stem: str, judged: Mapping[str, _Judged], theirs: ConversionPlan) 
     if stem in theirs.carried:
         return rules | {"its own": [float(judged[stem].original.known_scale())]}
     for alone, amax in ("", max(found.amax for found in group)), (" alone", judged[stem].amax):
-        casts = [torch.tensor(amax).to(dtype).float() for dtype in (torch.float32, torch.bfloat16, torch.float16)]
+        largest = torch.tensor(amax, dtype=torch.float32)
+        casts = [largest.to(dtype).float() for dtype in (torch.float32, torch.bfloat16, torch.float16)]
         for sf_max in {r.sf_max: None for r in REGISTRY}:
             rules[f"{sf_max:g}{alone}"] = [float(global_scale_for(a, sf_max)) for a in casts]
     return rules

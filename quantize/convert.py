@@ -131,7 +131,7 @@ def _check_whole(source: Checkpoint) -> str:
     """ValueError if the files lack a tensor of their model, which would be random numbers in all that is loaded from
     the new files. Returns why that is not known, where transformers does not know the model; else ""."""
     if nvfp4_info(source) is None:
-        found = {name: Given("dense", t.shape, t.file.name) for name, t in dense_tensors(source).items()}
+        found = {name: Given(t.dtype, t.shape, t.file.name) for name, t in dense_tensors(source).items()}
     else:
         found = nvfp4_files(source)[1].given()
     try:

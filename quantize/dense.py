@@ -21,11 +21,13 @@ class DenseTensor:
     """A tensor that is read when it is indexed, as transformers does with the slices of safetensors.
 
     file   the file that it lies in
+    dtype  in that file; of what is dequantized, F32
     exact  whether NVFP4 holds it without a loss (MXFP4)
     """
 
     shape: tuple[int, ...]
     file: Path
+    dtype: str
     read: Callable[[], Tensor]
     exact: bool = False
 
@@ -53,7 +55,7 @@ def dense_tensors(source: Checkpoint) -> dict[str, DenseTensor]:
     for name, stored in left.items():
         if stored.dtype.startswith("F8"):
             raise ValueError(f"{name} is {stored.dtype} without {name}_scale_inv: download the checkpoint again")
-        found[name] = DenseTensor(stored.shape, stored.file, stored.tensor)
+        found[name] = DenseTensor(stored.shape, stored.file, stored.dtype, stored.tensor)
     return found
 
 
@@ -63,7 +65,7 @@ def _dense(source: Checkpoint, what: Matrix | list[Matrix]) -> DenseTensor:
     first = matrices[0]
     shape = (first.rows, first.columns) if isinstance(what, Matrix) else (len(matrices), first.columns, first.rows)
     exact = first.global_scale is not None
-    return DenseTensor(shape, source.folder / first.shard, partial(_read, what), exact)
+    return DenseTensor(shape, source.folder / first.shard, "F32", partial(_read, what), exact)
 
 
 def _read(what: Matrix | list[Matrix]) -> Tensor:

@@ -11,17 +11,20 @@ E[x_k^2] is the importance of column k. There is one vector for each expert and 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from moe_nvfp4.quantize.files import TensorSlice
 from moe_nvfp4.quantize.names import PER_EXPERT
+from moe_nvfp4.quantize.settings import different, settings
 
 FORMAT = "moe_nvfp4 importance 1"
 # For an expert that saw this many rows, its own data and the prior count half each. Measured: `weighted` needs few
@@ -67,16 +70,23 @@ class Importance:
 
     source       what it was measured on, for people
     fingerprint  `fingerprint` of the files of that model; None: not known
+    settings     `settings` of its config; empty: not known
     """
 
-    def __init__(self, layers: Mapping[str, LayerImportance], source: str = "", fingerprint: str | None = None):
-        self.layers, self.source, self.fingerprint = dict(layers), source, fingerprint
+    def __init__(
+        self,
+        layers: Mapping[str, LayerImportance],
+        source: str = "",
+        fingerprint: str | None = None,
+        settings: Mapping[str, Any] | None = None,
+    ):
+        self.layers, self.source, self.fingerprint, self.settings = dict(layers), source, fingerprint, settings or {}
         self._in_model: Callable[[str], str | None] = lambda module: module
 
     def renamed(self, in_model: Callable[[str], str | None]) -> Importance:
         """The same importance, found by other names, such as those in files. in_model: such a name of a module -> its
         name in the model that was measured, or None where it is not a part of it."""
-        found = Importance(self.layers, self.source, self.fingerprint)
+        found = Importance(self.layers, self.source, self.fingerprint, self.settings)
         found._in_model = in_model
         return found
 
@@ -90,6 +100,17 @@ class Importance:
             warnings.warn(
                 f"the importance was measured on other weights ({self.source}) than those of {name}: run moe-nvfp4 "
                 "importance on this model, unless one is a slight change of the other",
+                stacklevel=2,
+            )
+
+    def check_config(self, config: Any, name: object) -> None:
+        """A warning if the importance was measured with other settings than those of `config`, a transformers config of
+        the model `name`."""
+        if self.settings and (other := list(different(self.settings, settings(config)))):
+            said = ", ".join(f"{key} {was!r}, and {name} has {now!r}" for key, was, now in other[:3])
+            warnings.warn(
+                f"the importance was measured ({self.source}) with {said}{', ...' if len(other) > 3 else ''}: run "
+                "moe-nvfp4 importance on this model",
                 stacklevel=2,
             )
 
@@ -157,7 +178,7 @@ def save_importance(importance: Importance, path: str | os.PathLike) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     tensors = {f"{n}.{k}": t.contiguous() for n, layer in importance.layers.items() for k, t in vars(layer).items()}
     part = path.with_name(f".{path.name}.partial")
-    metadata = {"format": FORMAT, "source": importance.source}
+    metadata = {"format": FORMAT, "source": importance.source, "settings": json.dumps(importance.settings)}
     if importance.fingerprint is not None:
         metadata["fingerprint"] = importance.fingerprint
     save_file(tensors, part, metadata=metadata)
@@ -187,7 +208,8 @@ def load_importance(path: str | os.PathLike) -> Importance:
             raise ValueError(f"{path} is damaged ({name} has zeros for all columns of an expert, or numbers that are "
                              "negative, NaN or Inf): make it again with moe-nvfp4 importance")  # fmt: skip
     layers = {m: LayerImportance(**{k: tensors[f"{m}.{k}"] for k in ("x", "h", "rows")}) for m in modules}
-    return Importance(layers, metadata.get("source", ""), metadata.get("fingerprint"))
+    settings = json.loads(metadata.get("settings", "{}"))
+    return Importance(layers, metadata.get("source", ""), metadata.get("fingerprint"), settings)
 
 
 def _is_importance(tensor: Tensor) -> bool:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from moe_nvfp4.quantize.files import Checkpoint, expert_counts
 from moe_nvfp4.quantize.layouts.base import Given, one_too_many
-from moe_nvfp4.quantize.names import KV_SCALE, PER_EXPERT, PLAIN_NAMES
+from moe_nvfp4.quantize.names import DENSE, KV_SCALE, PER_EXPERT, PLAIN_NAMES
 
 if TYPE_CHECKING:
     from torch import nn
@@ -22,6 +23,18 @@ class UnknownModel(Exception):
 
     def __init__(self, why: str):
         super().__init__(" ".join(why.split()))
+
+
+def model_config(folder: str | os.PathLike) -> Any:
+    """The config in `folder` as transformers reads it; its own code is not run. UnknownModel where it cannot."""
+    try:
+        import transformers
+    except ImportError as error:
+        raise UnknownModel(f"transformers is not installed ({error})") from None
+    try:
+        return transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # a stranger's config may raise anything
+        raise UnknownModel(f"transformers {transformers.__version__} cannot read config.json ({error})") from None
 
 
 # What files hold for the experts of one module: projection (or its bias) -> expert -> what
@@ -40,7 +53,7 @@ class ModelTensors:
         from transformers.core_model_loading import WeightConverter
 
         whole: Any = model  # nn.Module does not declare transformers' attributes
-        self.name = type(model).__name__
+        self.name, self.config = type(model).__name__, whole.config
         self.state = {n: t for n, t in model.state_dict(keep_vars=True).items() if not n.endswith("_extra_state")}
         self.shapes = {name: tuple(t.shape) for name, t in self.state.items()}
         self._modules = {name[: at.start()] for name in self.state for at in re.finditer(r"\.", name)}
@@ -63,16 +76,11 @@ class ModelTensors:
 
         Raises UnknownModel where transformers does not know the model, or cannot build it; its own code is not run.
         """
-        try:
-            import torch
-            import transformers
-        except ImportError as error:
-            raise UnknownModel(f"transformers is not installed ({error})") from None
+        config = model_config(source.folder)
+        import torch
+        import transformers
+
         here = f"transformers {transformers.__version__}"
-        try:
-            config = transformers.AutoConfig.from_pretrained(source.folder, trust_remote_code=False)
-        except Exception as error:  # a stranger's config may raise anything
-            raise UnknownModel(f"{here} cannot read config.json ({error})") from None
         names = config.architectures or []
         kind: Any = next((getattr(transformers, n) for n in names if hasattr(transformers, n)), None)
         if kind is None:
@@ -150,6 +158,8 @@ class ModelTensors:
             target, pattern = self.place(name)
             places = self._all_places(target, pattern)
             expert = self._expert(name, target) if len(places) == 1 else None
+            if expert is not None or (target in self.state and self.state[target].is_floating_point()):
+                self._check_kind(name, what)
             if expert is not None:
                 module, e, part = expert
                 experts.setdefault(module, {}).setdefault(part, {})[e] = what
@@ -191,6 +201,14 @@ class ModelTensors:
         outside = (n for n in self.state if not n.startswith(f"{self._prefix}."))
         return {n for n in outside if all(self.state[n] is not p for p in speaks)}
 
+    def _check_kind(self, name: str, what: Given) -> None:
+        """ValueError for a weight that is stored as integers, or in 8 bits without a scale: loading would cast it."""
+        if what.kind not in (*DENSE, "NVFP4", "FP8"):
+            raise ValueError(
+                f"{name} in {what.file} is {what.kind}, and {self.name} has floating-point numbers there: it is "
+                "quantized, and its scale or config.json's quantization_config is missing; download the original"
+            )
+
     def _check_shape(self, name: str, target: str, what: Given) -> None:
         if what.shape is not None and self.shapes[target] != what.shape:
             raise ValueError(
@@ -230,7 +248,8 @@ class ModelTensors:
                 raise ValueError(f"{module}.{missing}.{part} is missing: {len(numbers)} of {E} experts have it; a "
                                  "shard or a tensor is missing, download the files or quantize again")  # fmt: skip
         weights = {part: experts for part, experts in found.items() if not part.endswith(".bias")}
-        kinds = {(what.kind, part) for part, experts in weights.items() for what in experts.values()}
+        of = lambda kind: "dense" if kind in DENSE else kind
+        kinds = {(of(what.kind), part) for part, experts in weights.items() for what in experts.values()}
         if len({kind for kind, _ in kinds}) > 1:
             said = ", ".join(f"{part} {kind}" for kind, part in sorted(kinds, key=lambda k: k[::-1]))
             raise ValueError(f"{module} is neither quantized nor dense: {said}. All projections of all experts of a "

@@ -49,8 +49,9 @@ PROJECTION_FIRST = re.compile(r"(?P<module>(?:.+\.)?experts)\.(?P<part>gate_proj
 _LASTS = {last for dialect in DIALECTS.values() for last in dialect.suffixes}
 # What 4-bit and 8-bit formats keep next to a weight; the numbers are wrong if one of these is not read
 SCALES = re.compile(
-    r"(_scale_inv|_scales|_blocks|activation_scale|_global_scale|pre_quant_scale|svdquant_lora_[ab]|weight_g_idx|"
-    rf"weight_zero_point|smooth_scale|{'|'.join(sorted(_LASTS - {'weight'}))})$"
+    r"(_scale_inv|_scales|_blocks|activation_scale|_global_scale|pre_quant_scale|svdquant_lora_[ab]|[._]g_idx|"
+    r"weight_zero_point|smooth_scale|\.(qweight|qzeros|SCB)|absmax|quant_map|quant_state\.\w+|"
+    rf"{'|'.join(sorted(_LASTS - {'weight'}))})$"
 )
 PRE_QUANT_SCALE = "pre_quant_scale"  # AWQ: x is multiplied with it before the layer
 # Linears that read the same rows, which servers fuse into one

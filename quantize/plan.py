@@ -200,6 +200,7 @@ def _importance_for_files(source: Checkpoint, importance: Importance) -> Importa
     except UnknownModel as error:
         raise ValueError(f"{source.folder}: {error}, so importance cannot be matched with its experts: use a recipe "
                          "without data (mse)") from None  # fmt: skip
+    importance.check_config(names.config, source.folder)
     return importance.renamed(names.experts_module)
 
 
@@ -225,6 +226,10 @@ def _quantize(draft: _Draft) -> None:
         for name, stored in draft.left.items():
             if stored.dtype.startswith("F8"):
                 raise ValueError(f"{name} is {stored.dtype} without {name}_scale_inv: download the checkpoint again")
+    for name in draft.left:
+        stem, _, last = name.rpartition(".")
+        if stem in draft.to_quantize and last != "bias":
+            raise ValueError(nvfp4.UNREAD.format(name))
     _check_nothing_missed(draft)
 
 
@@ -248,6 +253,8 @@ def _quantize_experts(draft: _Draft, experts: Experts) -> None:
         if name not in draft.left:
             raise ValueError(f"{name} is missing: download the checkpoint again")
         stored, rows = draft.left[name], sum(matrices[stem.format(e=0)].rows for stem in stems)
+        if stored.dtype not in DENSE:
+            raise ValueError(f"{name} is {stored.dtype}, and biases are read as {', '.join(DENSE)}: download it again")
         need(stored.shape == (E, rows), name, stored, f"[{E}, {rows}]")
         for new, part in bias_parts(stored, stems, experts.interleaved):
             draft.copy(name, part, new)
@@ -275,7 +282,8 @@ def _why_not(module: str, source: Checkpoint, options: Options) -> str | None:
 def _check_nothing_missed(draft: _Draft) -> None:
     """ValueError unless every tensor that looks like experts is planned, or left alone on purpose."""
     types, config = draft.source.types, draft.source.config
-    for name, stored in draft.left.items():
+    # Of a stack that is no dense one, its partner is left, too: that one is not to blame
+    for name, stored in sorted(draft.left.items(), key=lambda item: item[1].dtype in DENSE):
         in_stack = len(stored.shape) >= 3 and re.search(r"moe|expert", name)
         inside = len(stored.shape) == 2 and re.search(r"(^|\.)\w*(?<!shared_)experts?\.", name)
         if re.search(r"shared?_expert", name) or not (in_stack or inside) or name.endswith("norm.weight"):

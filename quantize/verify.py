@@ -15,9 +15,10 @@ from moe_nvfp4.quantize.against import compare, layer_of
 from moe_nvfp4.quantize.dialects import EMBEDDING, QuantizationInfo
 from moe_nvfp4.quantize.files import TORCH_DTYPES, Checkpoint, TensorSlice, open_checkpoint
 from moe_nvfp4.quantize.layouts import ErrorSums, nvfp4
-from moe_nvfp4.quantize.model import ModelTensors, UnknownModel
+from moe_nvfp4.quantize.model import ModelTensors, UnknownModel, model_config
 from moe_nvfp4.quantize.names import DENSE, PRE_QUANT_SCALE, by_number, is_dense_linear, is_scale, up_of
 from moe_nvfp4.quantize.plan import nothing_there, nvfp4_files, scale_warnings
+from moe_nvfp4.quantize.settings import different, settings
 from moe_nvfp4.weights import check_block_scales, check_global_scale
 
 PIECE = 1 << 22  # bytes read at once
@@ -68,7 +69,9 @@ def verify_checkpoint(folder: str | os.PathLike, against: str | os.PathLike | No
     report.tensors, report.size = len(files.left), sum(t.size for t in checkpoint.tensors.values())
     report.warnings += [*_unlisted(files, info), *_without_input_scales(files, info), *scale_warnings(checkpoint)]
     if against is not None:
-        found = compare(checkpoint, open_checkpoint(against), info)
+        source = open_checkpoint(against)
+        report.warnings += _other_settings(checkpoint, source)
+        found = compare(checkpoint, source, info)
         report.experts = {name: found[name] for name in sorted(found, key=by_number)}
         for name, expert in report.experts.items():
             report.layers.setdefault(layer_of(name), ErrorSums()).include(expert)
@@ -81,6 +84,17 @@ def _surplus(model: ModelTensors, files: nvfp4.NVFP4Files) -> Iterator[str]:
         some = ", ".join(surplus[:3]) + (", ..." if len(surplus) > 3 else "")
         yield (f"warning: {len(surplus)} tensors are none of {model.name}'s, by config.json, and nothing reads them: "
                f"{some}")  # fmt: skip
+
+
+def _other_settings(checkpoint: Checkpoint, source: Checkpoint) -> Iterator[str]:
+    """Yield a warning if config.json has other settings than that of the source, where transformers knows both."""
+    try:
+        mine, theirs = (settings(model_config(c.folder)) for c in (checkpoint, source))
+    except UnknownModel:
+        return
+    if found := [f"{key} {now!r} (there {was!r})" for key, now, was in different(mine, theirs)]:
+        yield (f"warning: config.json has other settings than that of {source.folder}: {', '.join(sorted(found)[:5])}"
+               f"{', ...' if len(found) > 5 else ''}. The model computes something else with them")  # fmt: skip
 
 
 def _unlisted(files: nvfp4.NVFP4Files, info: QuantizationInfo) -> Iterator[str]:

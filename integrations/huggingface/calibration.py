@@ -17,6 +17,7 @@ from moe_nvfp4.integrations.huggingface.layerwise import LayerFiles, LayerWalk, 
 from moe_nvfp4.integrations.huggingface.statistics import SquareSums, watch
 from moe_nvfp4.progress import progress_bar
 from moe_nvfp4.quantize.importance import Importance, fingerprint, load_importance
+from moe_nvfp4.quantize.settings import settings
 
 # Token ids [n] or [B, T], or a text, or a list of either; None: random token ids.
 Calibration: TypeAlias = "Tensor | Sequence[Tensor] | Sequence[str] | str | None"
@@ -171,13 +172,14 @@ def streamed_importance(
     layers = files.use_layers(name)
     walk, sums = LayerWalk(files.model, layers, batches, files.device), SquareSums()
     last = max(int(module.removeprefix(f"{name}.").split(".")[0]) for module in modules)
-    with watch(modules, sums):
+    with watch(modules, sums), torch.autocast(files.device.type, enabled=False):
         for i in progress_bar(range(last + 1), desc="importance", unit="layer", show=progress):
             files.load(i)
             walk.run(i)
             files.drop(i)
     measured = f"{files.checkpoint.folder}, {sum(ids.numel() for ids in batches)} tokens"
-    return Importance(sums.importance().layers, measured, fingerprint(files.checkpoint.tensors))
+    tied_to = fingerprint(files.checkpoint.tensors), settings(files.model.config)
+    return Importance(sums.importance().layers, measured, *tied_to)
 
 
 def importance_of_file(path: str | os.PathLike, model: Any) -> Importance:

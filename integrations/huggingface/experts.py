@@ -30,6 +30,10 @@ from moe_nvfp4.weights import Gate
 
 logger = logging.get_logger(__name__)
 IMPLEMENTATION = "moe_nvfp4"  # the experts implementation in the configs of 4-bit models
+HALF_SWAPPED = (
+    "swap_experts was interrupted: some experts are 4-bit, others dense, and nothing reads such files: call "
+    "swap_experts again, which finishes the rest, then save"
+)
 
 
 @dataclass(frozen=True)
@@ -272,10 +276,7 @@ class HFExperts(NVFP4Experts):
 
     def _save_to_state_dict(self, *args: Any) -> None:
         if self.half_swapped:
-            raise RuntimeError(
-                "swap_experts was interrupted: some experts are 4-bit, others dense, and nothing reads such files: "
-                "call swap_experts again, which finishes the rest, then save"
-            )
+            raise RuntimeError(HALF_SWAPPED)
         super()._save_to_state_dict(*args)
 
     def own_gate(self, w13_out: Tensor) -> Tensor:

@@ -112,10 +112,10 @@ def shrink(sums: _Sums) -> None:
     ``mse``.
     """
     rows, H = sums.rows.to(sums.x.device), sums.x.shape[-1]
-    sums.x += sums.x.sum(dim=0) * (H / rows.sum().clamp(min=1))
+    sums.x += sums.x.sum(dim=0) * (H / rows.sum().clamp(min=1).float())
     for total, seen in ((sums.x, rows.max()), (sums.h, rows[:, None])):
         diagonal = total.diagonal(dim1=1, dim2=2)
-        diagonal *= 1 + ENOUGH * total.shape[-1] / seen.clamp(min=1)
+        diagonal *= 1 + ENOUGH * total.shape[-1] / seen.clamp(min=1).float()
 
 
 def quantize_experts(module: nn.Module, layout: ModuleLayout, sums: _Sums, recipe: str = "gptq") -> dict[str, Tensor]:
@@ -201,7 +201,8 @@ def convert_gptq(
     codes.folder.mkdir(parents=True, exist_ok=True)
     held = lock(codes.folder / "lock", destination)
     try:
-        found = gptq_files(source, codes, batches, options, planned.modules, progress, recipe)
+        with torch.autocast(options.place.type, enabled=False):
+            found = gptq_files(source, codes, batches, options, planned.modules, progress, recipe)
         report = convert_checkpoint(source, destination, made, workers, progress=progress, card=card)
         report.seconds = time.perf_counter() - began  # with all that the text took
         shutil.rmtree(codes.folder, ignore_errors=True)
@@ -314,7 +315,7 @@ def _quantize_layer(
 
 def _no_rows(layout: ModuleLayout, device: torch.device | str) -> _Sums:
     E, H, I = layout.num_experts, layout.hidden_size, layout.intermediate_size
-    new = lambda K: torch.zeros(E, K, K, device=device)
+    new = lambda K: torch.zeros(E, K, K, dtype=torch.float32, device=device)
     return _Sums(new(H), new(I), torch.zeros(E, dtype=torch.int64))
 
 

@@ -170,7 +170,7 @@ class LayerFiles:
         self._tensors = dense_tensors(checkpoint)
         self._conversions = model_conversions(model, loading=True)
         self.names = ModelTensors(model, self._conversions, as_saved)
-        given = {name: Given("dense", found.shape, found.file.name) for name, found in self._tensors.items()}
+        given = {name: Given(found.dtype, found.shape, found.file.name) for name, found in self._tensors.items()}
         self.names.check(given)
 
     @classmethod

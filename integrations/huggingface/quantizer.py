@@ -101,7 +101,7 @@ class MoeNvfp4Quantizer(HfQuantizer):
         # The converters of experts, which `attach` replaces by the right ones
         self.conversions = Conversions({}, quantization_config.recipe, self.pre_quantized)
         self.mtp = MtpTensors()
-        self._model: weakref.ref | None = None  # the model, but not of a copy
+        self._model: weakref.ref | None = None
         self._plan: LoadPlan | None = None  # while a model loads
         self._gpu: torch.device | None = None  # where all goes after loading, but for experts that stay on the CPU
         # experts that stay in files, while a model loads -> their parameters on meta, and where the files have them
@@ -166,6 +166,7 @@ class MoeNvfp4Quantizer(HfQuantizer):
         if recipe_named(config.recipe).model and not self.pre_quantized:
             self.importance = _importance(source, model, config)
             self.importance.check_model([name for name, *_ in modules], tensors, type(model).__name__)
+            self.importance.check_config(model.config, type(model).__name__)
         made: dict[int, HFExperts] = {}  # by the module they replace, which layers may share
         experts = {}
         for name, module, layout in modules:
@@ -398,11 +399,16 @@ class MoeNvfp4Quantizer(HfQuantizer):
             return None, {}
 
     def _check_savable(self, model: Any) -> None:
-        """NotImplementedError for experts that stay in files, and for a model that FSDP has split, not transformers
-        (it gathers)."""
+        """NotImplementedError for experts that stay in files, for layers of several activations, and for a model that
+        FSDP has split, not transformers (it gathers)."""
         adapters = getattr(model, "_hf_peft_config_loaded", False)  # only these are saved then
         if not adapters and any(isinstance(m, HFExperts) and m.mapped for m in model.modules()):
             raise NotImplementedError(SAVED)
+        if not adapters and len(found := _activations(model)) > 1:
+            raise NotImplementedError(
+                f"some 4-bit layers have activations {found[0]!r}, others {found[1]!r}, and config.json has one for "
+                "all: set_activations(model, one of them)"
+            )
         own = getattr(model.config, "distributed_config", None) or getattr(model, "_tp_size", None)
         if not own and any(isinstance(p, DTensor) for p in model.parameters()):
             raise NotImplementedError(
@@ -413,7 +419,11 @@ class MoeNvfp4Quantizer(HfQuantizer):
             )
 
     def _look_again(self, model: Any) -> None:
-        """Find out what is 4-bit now: a user may have replaced 4-bit modules by dense ones, or removed layers."""
+        """Find out what is 4-bit now, and how it is computed: a user may have replaced 4-bit modules by dense ones,
+        removed layers, set the activations of all layers, or replaced the model's config."""
+        for activations in _activations(model):
+            self.quantization_config.activations = activations
+        model.config.quantization_config = self.quantization_config
         modules = dict(model.named_modules(remove_duplicate=False))
         experts = {name: m for name, m in modules.items() if isinstance(m, HFExperts)}
         linears = {name for name, m in modules.items() if isinstance(m, NVFP4Linear)}
@@ -438,7 +448,12 @@ class MoeNvfp4Quantizer(HfQuantizer):
         return True
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_model": None}
+        return {**vars(self), "_model": self._model and self._model()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy belongs to the copied model, of which it is a part."""
+        model = state["_model"]
+        vars(self).update(state, _model=None if model is None else weakref.ref(model))
 
     @property
     def is_trainable(self) -> bool:
@@ -485,6 +500,11 @@ class MoeNvfp4Quantizer(HfQuantizer):
 
 def _tensors(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
     return (*model.named_parameters(), *model.named_buffers())
+
+
+def _activations(model: nn.Module) -> list[str]:
+    """What the 4-bit layers of `model` have as activations, each once."""
+    return list(dict.fromkeys(m.activations for m in model.modules() if isinstance(m, (HFExperts, NVFP4Linear))))
 
 
 def _dtypes(model: Any) -> dict[str, torch.dtype]:

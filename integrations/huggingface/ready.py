@@ -9,11 +9,9 @@ from torch import nn
 
 from moe_nvfp4 import ready
 from moe_nvfp4.integrations.huggingface.graphs import decode_by_graphs
+from moe_nvfp4.quantize.files import TOP_K
 
 Model = TypeVar("Model", bound=nn.Module)
-
-# Names of the number of experts per token in configs. It is a list where layers differ.
-TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "top_k_experts", "moe_k")
 
 
 def prepare_model(model: Model) -> Model:

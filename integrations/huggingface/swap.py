@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig, PreTrainedModel
+from transformers.quantizers.base import HfQuantizer
 
 from moe_nvfp4.calibrate import observe
 from moe_nvfp4.checks import check_activations
@@ -27,6 +28,7 @@ from moe_nvfp4.integrations.huggingface.calibration import (
 from moe_nvfp4.integrations.huggingface.config import MoeNvfp4Config, check_cpu_experts
 from moe_nvfp4.integrations.huggingface.converters import model_conversions
 from moe_nvfp4.integrations.huggingface.experts import (
+    HALF_SWAPPED,
     HFExperts,
     ModuleLayout,
     dense_experts,
@@ -78,7 +80,8 @@ def swap_experts(
     """
     config = MoeNvfp4Config(activations, recipe, exclude, calibration=calibration, cpu_experts=cpu_experts)
     given, model = model, _inside(model)
-    if (other := getattr(model, "hf_quantizer", None)) is not None:
+    other = getattr(model, "hf_quantizer", None)
+    if other is not None and not isinstance(other, _Interrupted):
         raise ValueError(
             f"{type(model).__name__} is quantized already "
             f"({other.quantization_config.quant_method}): load the original checkpoint"
@@ -103,10 +106,11 @@ def swap_experts(
 
     left = deque(groups.values())
     groups.clear()  # it would keep replaced modules alive
+    whole: Any = model  # nn.Module does not declare transformers' attributes
     for _ in progress_bar(range(len(left)), desc="NVFP4 experts", unit="layer", show=progress):
         names, module, layout = left.popleft()
         experts = _quantized(module, layout, config, known.get(names[0]))
-        experts.half_swapped = True
+        experts.half_swapped, whole.hf_quantizer = True, _Interrupted(config)
         for name in names:
             model.set_submodule(name, experts)
     swapped = {n: m for n, m in model.named_modules(remove_duplicate=False) if isinstance(m, HFExperts)}
@@ -116,7 +120,6 @@ def swap_experts(
     for experts in swapped.values():
         experts.half_swapped = False
     quantizer.conversions.build(list(base or []))
-    whole: Any = model  # nn.Module does not declare transformers' attributes
     whole._weight_conversions = quantizer.conversions.for_saving(list(base or []))
     whole.hf_quantizer, whole.is_quantized = quantizer, True
     whole.quantization_method = config.quant_method
@@ -126,6 +129,15 @@ def swap_experts(
         keep_experts_on_cpu(model, cpu_experts)
     prepare_model(model)
     return given
+
+
+class _Interrupted(HfQuantizer):
+    """The quantizer of a model whose experts are partly 4-bit. transformers asks it before it makes a folder."""
+
+    is_trainable = False
+
+    def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
+        raise RuntimeError(HALF_SWAPPED)
 
 
 def _inside(model: Any) -> Any:
@@ -230,6 +242,7 @@ def _learn(
     if isinstance(config.calibration, os.PathLike):
         importance = importance_of_file(config.calibration, model)
         importance.check_model([name for name, *_ in find_experts(model, config)], {}, type(model).__name__)
+        importance.check_config(whole.config, type(model).__name__)
     else:
         tokenizer = getattr(whole.config, "name_or_path", None)
         batches = calibration_batches(config.calibration, whole.config, tokenizer)

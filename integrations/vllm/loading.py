@@ -44,7 +44,9 @@ class ExpertLoader:
         self.experts, self.name, self.dialect, self.tp, self.recipe = experts, name, dialect, tp, recipe
         self._seen: set[tuple[str, str, int]] = set()  # kind, projection, expert
         self._halves: dict[int, dict[str, Tensor]] = {}  # dense gate or up of an expert, until the other one comes
-        self._input_scales = {p: torch.zeros(experts.num_experts, device="cpu") for p in ("up_proj", "down_proj")}
+        # vLLM makes the model's dtype the default
+        none = torch.zeros(experts.num_experts, dtype=torch.float32, device="cpu")
+        self._input_scales = {"up_proj": none, "down_proj": none.clone()}
         if tp[1] > 1 and experts.intermediate_size % 16:
             raise ValueError(
                 f"{name}: a rank of {tp[1]} has {experts.intermediate_size} channels, which is not a multiple of 16, "

@@ -2,6 +2,7 @@
 
 from moe_nvfp4.quantize.files.checkpoint import (
     INDEX,
+    TOP_K,
     Checkpoint,
     TensorSlice,
     TensorView,
@@ -18,7 +19,7 @@ from moe_nvfp4.quantize.files.shards import ShardWriter
 from moe_nvfp4.quantize.files.staging import StagingDir, lock, unlock
 
 __all__ = [
-    "INDEX", "TORCH_DTYPES", "Checkpoint", "ShardWriter", "StagingDir", "TensorSlice", "TensorView", "check_config",
-    "expert_counts", "lock", "open_checkpoint", "read_header", "read_json", "read_tensors", "sizes", "sub_configs",
-    "tensor_bytes", "unlock",
+    "INDEX", "TOP_K", "TORCH_DTYPES", "Checkpoint", "ShardWriter", "StagingDir", "TensorSlice", "TensorView",
+    "check_config", "expert_counts", "lock", "open_checkpoint", "read_header", "read_json", "read_tensors", "sizes",
+    "sub_configs", "tensor_bytes", "unlock",
 ]  # fmt: skip

@@ -8,6 +8,7 @@ from __future__ import annotations
 import codecs
 import hashlib
 import json
+import math
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -23,6 +24,10 @@ from moe_nvfp4.quantize.files.headers import TORCH_DTYPES, read_header, twice
 
 INDEX = "model.safetensors.index.json"
 EXPERT_COUNTS = r"(moe_)?(num|n)_(local_|routed_)?experts"  # keys of configs
+# Keys of configs, the number of experts per token. It is a list where layers differ.
+TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "top_k_experts", "moe_k")
+# Keys of rope_parameters, or of configs if they begin with rope_: numbers, or lists of them
+ROPE_NUMBERS = r"\w*theta|\w*factor|\w*freq|beta_(fast|slow)|mscale\w*|original_max_position_embeddings"
 ENDS = 64  # bytes that `Checkpoint.state` reads at each end of a tensor
 
 
@@ -220,6 +225,8 @@ def _read_config(path: Path) -> dict:
     other entries."""
     config = read_json(path)
     _check_objects(path, config)
+    for part in sub_configs(config):
+        _check_top_k(path, part)
     quantization, names = config.get("quantization_config") or {}, config.get("architectures") or []
     if not isinstance(own := quantization.get("moe_nvfp4") or {}, dict):
         raise ValueError(f"{path}: moe_nvfp4 in quantization_config is {own!r:.200}, no object: download it again")
@@ -228,12 +235,30 @@ def _read_config(path: Path) -> dict:
     return config
 
 
+def _check_top_k(path: Path, config: Mapping) -> None:
+    """ValueError where `config` has more experts per token than experts, or none."""
+    experts = max((n for key, n in config.items() if re.fullmatch(EXPERT_COUNTS, key) and type(n) is int), default=0)
+    most = experts + (config.get("zero_expert_num") or 0)  # LongCat's identity experts
+    for key in TOP_K if experts else ():
+        for k in config[key] if isinstance(config.get(key), list) else [config.get(key)]:
+            if type(k) is int and not 0 < k <= most:
+                raise ValueError(f"{path}: {key} is {k}, and a token has 1 to {most} experts, as many as there are: "
+                                 "download it again")  # fmt: skip
+
+
 def _check_objects(path: Path, config: Mapping, above: str = "") -> None:
-    """ValueError where a part of `config` that all models name as an object (or null) is none."""
+    """ValueError where a part of `config` that all models name as an object (or null) is none, where a value is NaN,
+    and where a number of RoPE, whose angles would be NaN or turn backwards, is not positive."""
     for key, value in config.items():
         if re.search(r"_config$|^rope_(parameters|scaling)$", key) and not isinstance(value, (dict, NoneType)):
             way = ", or remove it if the files are dense" if key == "quantization_config" else ""
             raise ValueError(f"{path}: {above}{key} is {value!r:.200}, no object: download it again{way}")
+        if value != value:
+            raise ValueError(f"{path}: {above}{key} is NaN, which no setting is: download it again")
+        if re.fullmatch(ROPE_NUMBERS, key) and (key.startswith("rope_") or "rope_" in above) and value is not None:
+            numbers, least = value if isinstance(value, list) else [value], 0 if key.startswith("mscale") else 1e-9
+            if not all(type(n) in (int, float) and least <= n < math.inf for n in numbers):
+                raise ValueError(f"{path}: {above}{key} is {value!r:.200}, no positive number: download it again")
         if isinstance(value, dict):
             _check_objects(path, value, f"{above}{key}.")
 

@@ -39,9 +39,10 @@ def mxfp4_matrix(blocks: TensorSlice, scales: TensorSlice, e: int, first: int, s
     def power_of_two() -> Tensor:
         used = (code_bytes(0, N // step) & 0x77 != 0).any(dim=2)  # blocks of zeros may have any scale
         if not used.any():
-            return torch.zeros(())
+            return torch.zeros((), dtype=torch.float32)
         largest = scale_bytes(0, N // step)[used].max().to(torch.int32) - 127 - 8
-        return torch.ldexp(torch.ones(()), largest.clamp(min=-126))  # a normal number, as is its reciprocal
+        one = torch.ones((), dtype=torch.float32)
+        return torch.ldexp(one, largest.clamp(min=-126))  # a normal number, as is its reciprocal
 
     size = (blocks.size + scales.size) // blocks.shape[0] // step
     return Matrix(N // step, groups * 32, size, blocks.file.name, lambda: rows, global_scale=power_of_two)

@@ -173,7 +173,8 @@ def _check_stack(name: str, found: Mapping[str, TensorSlice], dialect: Dialect, 
     """ValueError unless the tensors of a stack fit each other."""
     codes, sf = found[dialect.weight], found[dialect.sf]
     wanted: list[float] = [*codes.shape]  # the shape of sf; where 8 does not divide, a fraction that no sf has
-    wanted[1 if transposed else -1] /= 8
+    if len(wanted) == 3:
+        wanted[1 if transposed else 2] /= 8
     if len(wanted) != 3 or [*sf.shape] != wanted or (codes.dtype, sf.dtype) != ("U8", "F8_E4M3") or not codes.size:
         raise ValueError(f"{name}: {codes.dtype} {list(codes.shape)} with block scales {sf.dtype} {list(sf.shape)} is "
                          "no stack of NVFP4 matrices: the file is damaged, or not known here; download it again"

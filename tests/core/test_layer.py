@@ -330,6 +330,21 @@ def test_what_is_not_finite_in_x(monkeypatch):
                 assert bool(y[2].isfinite().all()) == (static and value == math.inf)
 
 
+@pytest.mark.parametrize("activations", ["bf16", "nvfp4"])
+@pytest.mark.parametrize("gradients", [False, True])
+def test_a_routing_weight_of_nan(gradients, activations, monkeypatch):
+    """Its token's output is NaN, also in a slot without an expert; no other token's is."""
+    x, ids, p = batch(6, 4, 2, 64)
+    ids[2, 1], bad = 4, p.clone()
+    bad[2, 1] = math.nan
+    for backend in ("", "reference"):
+        monkeypatch.setenv("MOE_NVFP4_BACKEND", backend)
+        layer = make(activations=activations)
+        y = layer(x.clone().requires_grad_(gradients), ids, bad).detach()
+        others = [0, 1, 3, 4, 5]
+        assert y[2].isnan().all() and torch.equal(y[others], layer(x, ids, p)[others])
+
+
 @pytest.mark.parametrize("activations", ["nvfp4", "nvfp4_four_over_six"])
 def test_the_scale_of_a_row_belongs_to_the_whole_row(activations):
     """Two ranks with half of I each add up to the layer, values and gradients; by scales of their own they do not."""

@@ -369,6 +369,21 @@ def test_autocast_chooses_the_dtype():
     assert a.grad.dtype == torch.float32 and a.grad.isfinite().all()
 
 
+@pytest.mark.parametrize("activations", ["bf16", "nvfp4"])
+def test_autocast_during_backward_changes_no_bit(activations):
+    """Torch's products inside the gradient are of fp32, and would be rounded."""
+    x, ids, p = batch(torch.bfloat16)
+    layer, nn_linear, grads = random_layer(E, H, I, activations=activations), linear(), []
+    for inside in (False, True):
+        a, b = leaf(x, x.dtype), leaf(p, p.dtype)
+        loss = layer(a, ids, b).float().square().sum() + nn_linear(a).float().square().sum()
+        with torch.autocast("cpu", torch.bfloat16, enabled=inside):
+            loss.backward()
+        grads.append((a.grad, b.grad))
+    for mine, theirs in zip(*grads, strict=True):
+        assert torch.equal(mine, theirs)
+
+
 @pytest.mark.slow
 def test_compiled():
     x, ids, p = batch(torch.float32)

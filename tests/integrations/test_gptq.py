@@ -3,7 +3,7 @@
 import json
 import shutil
 import time
-import warnings
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -16,14 +16,14 @@ from moe_nvfp4 import format as nvfp4
 from moe_nvfp4.cli import main
 from moe_nvfp4.integrations.huggingface import MoeNvfp4Config, swap_experts
 from moe_nvfp4.integrations.huggingface import gptq as module
-from moe_nvfp4.integrations.huggingface.calibration import dense_modules
+from moe_nvfp4.integrations.huggingface.calibration import dense_modules, files_importance
 from moe_nvfp4.integrations.huggingface.gptq import HessianSums, convert_gptq, gptq_model, shrink
 from moe_nvfp4.integrations.huggingface.statistics import watch
 from moe_nvfp4.quantize.gptq import quantize_gptq
 from moe_nvfp4.quantize.options import Options
 from moe_nvfp4.quantize.recipes import quantize_matrix
 from moe_nvfp4.quantize.verify import verify_checkpoint
-from tests.models import folder, gpt_oss, load, make, mixtral, nemotron_h, qwen3_moe, same_tensors, tensors
+from tests.models import as_bytes, folder, gpt_oss, load, make, mixtral, nemotron_h, qwen3_moe, same_tensors, tensors
 
 CPU = Options(device="cpu")
 
@@ -272,16 +272,39 @@ def test_few_tokens_are_said_with_the_numbers():
         swap_experts(make(qwen3_moe), recipe="gptq", calibration=torch.tensor([[3]]), progress=False)
 
 
-def test_autocast_changes_no_byte():
-    """Neither of the codes of gptq, nor of what weighted learns."""
-    for recipe in ("gptq", "weighted"):
-        models = [make(qwen3_moe, torch.float32) for _ in range(2)]
-        for model, on in zip(models, (False, True), strict=True):
-            with torch.autocast("cpu", torch.bfloat16, enabled=on), warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                swap_experts(model, recipe=recipe, calibration=batches(), progress=False)
-        for a, b in zip(*(model.state_dict().values() for model in models), strict=True):
-            assert torch.equal(a, b)
+@contextmanager
+def default_dtype(dtype):
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.filterwarnings("ignore:.*experts saw fewer than 8 rows")
+@pytest.mark.parametrize("state", [
+    partial(torch.autocast, "cpu", torch.bfloat16), partial(default_dtype, torch.bfloat16),
+    partial(default_dtype, torch.float64),
+], ids=["autocast", "bf16", "fp64"])  # fmt: skip
+def test_what_torch_is_set_to_changes_no_byte(state, tmp_path):
+    """Neither of the codes of gptq, nor of what weighted learns, of models and of files."""
+    source = folder(tmp_path, qwen3_moe, dtype=torch.float32)
+
+    def made(out):
+        found = {}
+        for recipe in ("gptq", "weighted"):
+            model = swap_experts(load(source, torch.float32), recipe=recipe, calibration=batches(), progress=False)
+            found |= {f"{recipe} {key}": tensor for key, tensor in model.state_dict().items()}
+        convert_gptq(source, tmp_path / out, batches(), CPU, progress=False)
+        for name, layer in files_importance(source, batches(), device="cpu", progress=False).layers.items():
+            found |= {f"{name}.{key}": tensor for key, tensor in vars(layer).items()}
+        return found | tensors(tmp_path / out)
+
+    want = made("want")
+    with state():
+        found = made("found")
+    assert found.keys() == want.keys()
+    assert [name for name, tensor in want.items() if as_bytes(found[name]) != as_bytes(tensor)] == []
 
 
 def test_the_command_says_what_it_did(tmp_path, capsys, monkeypatch):

@@ -1,6 +1,7 @@
 """Inputs of experts, collected from models of every kind, against the same collected by hand."""
 
 import json
+import warnings
 from argparse import Namespace
 
 import pytest
@@ -456,3 +457,27 @@ def test_command(tmp_path, capsys):
     saved = json.loads((tmp_path / "new/config.json").read_text())
     assert saved["quantization_config"]["moe_nvfp4"]["recipe"] == "weighted"
     assert AutoModelForCausalLM.from_pretrained(new).config.quantization_config.recipe == "weighted"
+
+
+def test_importance_of_other_settings_is_said(tmp_path):
+    """Of the same weights with other settings, wherever they come from; not of another dtype or class."""
+    source, out = folder(tmp_path, qwen3_moe), tmp_path / "file"
+    save_importance(files_importance(source, BATCHES, device="cpu", progress=False), out)
+    recipe = dict(recipe="weighted", calibration=out)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        convert_checkpoint(source, tmp_path / "x", Options("weighted", importance=load_importance(out)))
+        load(source, dtype=torch.float32, quantization_config=MoeNvfp4Config(**recipe))
+        swap_experts(AutoModel.from_pretrained(source, dtype=torch.bfloat16), **recipe, progress=False)
+    said = r"was measured \(.*bf16, 14 tokens\) with num_experts_per_tok 2, and Qwen3MoeForCausalLM has 4: run"
+    with pytest.warns(UserWarning, match=said):
+        load(source, num_experts_per_tok=4, quantization_config=MoeNvfp4Config(**recipe))
+    with pytest.warns(UserWarning, match=said):
+        swap_experts(load(source, num_experts_per_tok=4), **recipe, progress=False)
+    config = json.loads((source / "config.json").read_text())
+    config["rope_parameters"]["rope_theta"] = 5e5
+    (source / "config.json").write_text(json.dumps(config | {"transformers_version": "4.0", "pad_token_id": 5}))
+    with pytest.warns(UserWarning, match=r"rope_parameters.rope_theta \d+.0, and .*bf16 has 500000.0: run") as warned:
+        convert_checkpoint(source, tmp_path / "y", Options("weighted", importance=load_importance(out)))
+    assert "pad_token_id" not in str(warned[0].message)

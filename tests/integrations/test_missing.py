@@ -12,9 +12,11 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceCl
 from moe_nvfp4.cli import main
 from moe_nvfp4.cli.models import load as load_original
 from moe_nvfp4.integrations.huggingface import MoeNvfp4Config
+from moe_nvfp4.integrations.huggingface.calibration import files_importance
 from moe_nvfp4.integrations.huggingface.packed import PackedConverter
+from moe_nvfp4.quantize.convert import convert_checkpoint
 from tests.folders import change_config, is_expert, is_linear, quantized, qwen2_moe
-from tests.models import IDS, folder, logits, qwen3_moe, tensors
+from tests.models import IDS, folder, gpt_oss, logits, qwen3_moe, tensors
 
 ONE = "model.layers.1.mlp.experts"
 
@@ -135,6 +137,37 @@ def test_dense_files_that_are_quantized_while_they_load_are_whole(tmp_path, caps
     write(source, whole)
     quantized = load(source, AutoModelForSequenceClassification, num_labels=3, quantization_config=MoeNvfp4Config())
     assert quantized.score.weight.shape == (3, 64)
+
+
+@pytest.mark.parametrize("family, name", [
+    (qwen3_moe, "model.layers.0.self_attn.o_proj.weight"), (qwen3_moe, "model.layers.0.mlp.experts.3.up_proj.weight"),
+    (gpt_oss, "model.layers.0.mlp.experts.gate_up_proj"), (gpt_oss, "model.layers.0.mlp.experts.down_proj_bias"),
+], ids=lambda value: value if isinstance(value, str) else "")  # fmt: skip
+@pytest.mark.parametrize("dtype", [torch.int32, torch.bool, torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_weights_that_are_no_floating_point_numbers(dtype, family, name, tmp_path):
+    """torch casts them to bf16 without a word, and they are half of a quantized weight."""
+    source = folder(tmp_path, family)
+    files = tensors(source)
+    write(source, files | {name: files[name].to(dtype)})
+    for read in (
+        lambda: convert_checkpoint(source, tmp_path / "new", progress=False),
+        lambda: load(source, quantization_config=MoeNvfp4Config()),
+        lambda: files_importance(source, [IDS], device="cpu", progress=False),
+    ):
+        with pytest.raises(ValueError, match=f"^{name} .*(I32|BOOL|F8_E4M3|F8_E5M2)"):
+            read()
+    assert not (tmp_path / "new").exists()
+
+
+def test_experts_of_several_dtypes(tmp_path):
+    """They are quantized in the config's dtype, from files and while they load."""
+    source = folder(tmp_path, qwen3_moe)
+    files, name = tensors(source), "model.layers.0.mlp.experts.3.up_proj.weight"
+    write(source, files | {name: files[name].float() * 1.001})
+    convert_checkpoint(source, tmp_path / "new", progress=False)
+    model = AutoModelForCausalLM.from_pretrained(source, dtype="auto", quantization_config=MoeNvfp4Config())
+    want = AutoModelForCausalLM.from_pretrained(tmp_path / "new", dtype="auto")
+    assert torch.equal(logits(model.eval()), logits(want.eval()))
 
 
 def test_parameters_that_no_converter_reaches_are_named(tmp_path, monkeypatch):

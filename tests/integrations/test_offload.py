@@ -178,9 +178,10 @@ def test_experts_stay_in_their_files(tmp_path, monkeypatch, family, dialect):
     assert torch.equal(logits(model), want)
     before = {file: file.read_bytes() for file in path.iterdir()}
     set_activations(model, "nvfp4")
-    for where in (path, tmp_path / "new" / "folder"):
-        with pytest.raises(NotImplementedError, match="are saved already"):
-            model.save_pretrained(where)
+    for one in (model, copy.deepcopy(model)):
+        for where in (path, tmp_path / "new" / "folder"):
+            with pytest.raises(NotImplementedError, match="are saved already"):
+                one.save_pretrained(where)
     assert {file: file.read_bytes() for file in path.iterdir()} == before  # config.json, too
     assert not (tmp_path / "new").exists()
 

@@ -2,13 +2,14 @@
 
 import copy
 import gc
+import pickle
 import weakref
 
 import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
-from transformers import AutoModel, FineGrainedFP8Config
+from transformers import AutoConfig, AutoModel, FineGrainedFP8Config
 from transformers.models.aria.modeling_aria import AriaExperts
 
 from moe_nvfp4.integrations.huggingface import MoeNvfp4Config, checkpoint_config, set_activations, swap_experts
@@ -115,8 +116,10 @@ def test_an_interrupted_swap_goes_on_where_it_was(monkeypatch, tmp_path):
         swap_experts(model, progress=False)
     assert kinds(model) == ["HFExperts", "Qwen3MoeExperts"]
     mixed = logits(model)
-    with pytest.raises(RuntimeError, match="call swap_experts again"):
-        model.save_pretrained(tmp_path / "half")
+    for half in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        with pytest.raises(RuntimeError, match="call swap_experts again"):
+            half.save_pretrained(tmp_path / "half")
+        assert not (tmp_path / "half").exists()
     monkeypatch.undo()
     reference = make(qwen3_moe)
     swap_experts(reference, exclude=EXPERTS.format(1), progress=False)
@@ -124,6 +127,21 @@ def test_an_interrupted_swap_goes_on_where_it_was(monkeypatch, tmp_path):
     swap_experts(model, progress=False)
     assert torch.equal(logits(model), logits(whole))
     model.save_pretrained(tmp_path / "whole")
+
+
+def test_what_a_model_computes_is_what_is_saved(tmp_path):
+    """Activations that were set module by module, and a config that was replaced."""
+    source = folder(tmp_path, qwen3_moe)
+    model = swap_experts(load(source), progress=False)
+    experts = [layer.mlp.experts for layer in model.model.layers]
+    experts[0].activations = "nvfp4"
+    with pytest.raises(NotImplementedError, match="activations 'nvfp4', others 'bf16', .* set_activations"):
+        model.save_pretrained(tmp_path / "mixed")
+    assert not (tmp_path / "mixed").exists()
+    experts[1].activations = "nvfp4"
+    model.config = AutoConfig.from_pretrained(source)
+    model.save_pretrained(tmp_path / "both")
+    assert torch.equal(logits(load(tmp_path / "both")), logits(model))
 
 
 @pytest.mark.slow

@@ -73,6 +73,19 @@ def test_the_files_numbers_arrive(dialect):
         assert torch.equal(of(experts, part, e), dequantize(codes, sf, scale)), (part, e)
 
 
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_static_scales_are_not_rounded_to_the_models_dtype(dialect):
+    """vLLM makes it torch's default while it builds a model."""
+    stored = files(dialect, matrices(), 0.0123)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        experts = fill(stored, dialect, activations="nvfp4")
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for part in ("up_proj", "down_proj"):
+        torch.testing.assert_close(getattr(experts, f"{part}_input_scale"), torch.full((E,), 0.0123), rtol=1e-6, atol=0)
+
+
 @pytest.mark.parametrize("dialect", [None, *DIALECTS])
 @pytest.mark.parametrize("gate", [Gate(), Gate("relu2", gated=False)], ids=["gated", "not gated"])
 def test_ranks_hold_the_bytes_of_one_rank(dialect, gate):

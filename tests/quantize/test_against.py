@@ -6,12 +6,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from moe_nvfp4.integrations.huggingface import swap_experts
 from moe_nvfp4.quantize.gptq import quantize_gptq
 from moe_nvfp4.quantize.recipes import RECIPES
 from moe_nvfp4.quantize.verify import verify_checkpoint
 from tests.checkpoints import config_of, converted, edit_config, experts, folder
 from tests.folders import change_config, fp8, fused, is_expert, is_linear, quantized
-from tests.models import as_bytes, gpt_oss, make, qwen3_moe, tensors
+from tests.models import as_bytes, dbrx, gpt_oss, load, make, qwen3_moe, tensors
 
 MODULE = "model.layers.0.mlp.experts"
 UNKNOWN = {"architectures": ["SomethingNew"]}  # so that only the original tells
@@ -215,6 +216,27 @@ def test_input_scales_of_a_carried_folder(tmp_path):
     config["quantization_config"]["config_groups"]["group_0"]["input_activations"] = None
     edit_config(path, **config)
     verify_checkpoint(path, source)
+
+
+def test_settings_that_differ_are_said(tmp_path):
+    """Not those that change no result: names, dtypes, versions."""
+    source = dense(tmp_path / "a")
+    path = converted(source, tmp_path / "b")
+    change_config(path, transformers_version="4.0", pad_token_id=3, dtype="float16")
+    assert verify_checkpoint(path, source).warnings == []
+    rope = {"rope_type": "default", "rope_theta": 5e5}
+    change_config(path, num_experts_per_tok=1, norm_topk_prob=True, rope_parameters=rope)
+    (said,) = verify_checkpoint(path, source).warnings
+    for setting in (r"num_experts_per_tok 1 \(there 2\)", r"norm_topk_prob True \(there False\)",
+                    r"rope_parameters.rope_theta 500000.0 \(there 10000.0\)"):  # fmt: skip
+        assert re.search(setting, said), said
+
+
+def test_a_saved_model_has_the_settings_of_its_source(tmp_path):
+    """DBRX's config has a dtype in each of its parts once it was saved."""
+    make(dbrx).save_pretrained(tmp_path / "a")
+    swap_experts(load(tmp_path / "a"), progress=False).save_pretrained(tmp_path / "b")
+    assert verify_checkpoint(tmp_path / "b", tmp_path / "a").warnings == []
 
 
 def test_tensors_that_the_source_lacks(tmp_path):

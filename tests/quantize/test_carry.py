@@ -338,6 +338,7 @@ def test_damaged_stacks_are_named(tmp_path):
     source, _ = fused(tmp_path, gpt_oss)
     stem = "model.layers.1.mlp.experts.down_proj"
     for change, message in (
+        (lambda f: f.update({stem: f[stem].flatten()}), "is no stack of NVFP4 matrices"),
         (lambda f: f.update({f"{stem}_weight_scale": torch.zeros(4, 2, 2)}), "is no stack of NVFP4 matrices"),
         (lambda f: f.pop(f"{stem}_weight_scale_2"), f"{stem}_weight_scale_2 is missing"),
     ):

@@ -50,10 +50,10 @@ def test_few_rows_say_little():
 
 
 def test_file(tmp_path):
-    importance = Importance(importance_for(MODULES).layers, "a test", "abc")
+    importance = Importance(importance_for(MODULES).layers, "a test", "abc", {"num_experts_per_tok": 2})
     save_importance(importance, tmp_path / "a")
     again = load_importance(tmp_path / "a")
-    assert (again.source, again.fingerprint) == ("a test", "abc")
+    assert (again.source, again.fingerprint, again.settings) == ("a test", "abc", {"num_experts_per_tok": 2})
     assert again.digest() == importance.digest() != importance_for(MODULES, seed=1).digest()
     for name, layer in importance.layers.items():
         for key, tensor in vars(layer).items():

@@ -17,8 +17,10 @@ from moe_nvfp4.quantize.files import StagingDir, open_checkpoint, read_header
 from moe_nvfp4.quantize.verify import verify_checkpoint
 from tests.checkpoints import ENVIRONMENT, config_of, converted, edit_config, experts, folder, same_files
 from tests.folders import awq, change_config, quantized
-from tests.models import deepseek, gemma4, make, qwen3_moe, tensors
+from tests.models import dbrx, deepseek, gemma4, make, qwen3_moe, tensors
 from tests.quantize.test_damaged import entry, raw
+
+NAN, INF = float("nan"), float("inf")
 
 
 def small():
@@ -237,6 +239,30 @@ def test_parts_of_a_config_that_are_no_objects(key, value, tmp_path, capsys):
                     ["quantize", source, tmp_path / "c"]):  # fmt: skip
         assert cli.main([*map(str, command)]) == 2
         assert f"config.json: {key} is {value!r}, no object" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("family, changes, message", [
+    (small, {"num_experts_per_tok": 3}, "num_experts_per_tok is 3, and a token has 1 to 2 experts"),
+    (small, {"num_experts_per_tok": 0}, "num_experts_per_tok is 0, and a token has 1 to 2 experts"),
+    (dbrx, {"ffn_config": {"moe_top_k": -1}}, "moe_top_k is -1, and a token has 1 to 4 experts"),
+    (small, {"rope_parameters": {"rope_theta": -1e4}}, "rope_parameters.rope_theta is -10000.0, no positive number"),
+    (small, {"rope_parameters": {"rope_theta": "10000"}}, "rope_parameters.rope_theta is '10000', no positive number"),
+    (small, {"rope_parameters": {"rope_theta": NAN}}, "rope_parameters.rope_theta is NaN"),
+    (small, {"rope_parameters": {"factor": True}}, "rope_parameters.factor is True, no positive number"),
+    (small, {"rope_scaling": {"long_factor": [1.0, INF]}}, "rope_scaling.long_factor is .1.0, inf., no positive"),
+    (gemma4, {"rope_parameters": {"full_attention": {"rope_theta": 0}}}, "full_attention.rope_theta is 0, no positive"),
+    (small, {"rope_theta": -1}, "rope_theta is -1, no positive number"),
+    (small, {"rms_norm_eps": NAN}, "rms_norm_eps is NaN"),
+], ids=lambda value: getattr(value, "__name__", str(value)[:40]))  # fmt: skip
+@pytest.mark.parametrize("command", ["verify", "info", "quantize"])
+def test_settings_that_no_model_can_have(command, family, changes, message, tmp_path, capsys):
+    make(family).save_pretrained(tmp_path / "a")
+    path = tmp_path / "a" if command == "quantize" else converted(tmp_path / "a", tmp_path / "b")
+    config = config_of(path)
+    for key, value in changes.items():
+        change_config(path, **{key: {**(config.get(key) or {}), **value} if isinstance(value, dict) else value})
+    assert cli.main([command, str(path), *([str(tmp_path / "c")] if command == "quantize" else [])]) == 2
+    assert re.search(f"config.json: .*{message}", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize("own, message", [

@@ -75,7 +75,13 @@ def test_tensors_beside_nvfp4_weights(dialect, last, tmp_path):
             read(source)
 
 
-def test_dense_sources_with_a_part_of_a_quantized_weight(tmp_path):
-    files = experts(E=2) | {"model.layers.0.self_attn.q_proj.weight_g_idx": torch.arange(64)}
-    with pytest.raises(ValueError, match="q_proj.weight_g_idx is a scale that nothing reads"):
+@pytest.mark.parametrize("name", [
+    "model.layers.0.self_attn.q_proj.weight_g_idx", "model.layers.0.self_attn.q_proj.qzeros",  # GPTQ's, AWQ's
+    "model.layers.0.self_attn.q_proj.weight.absmax", f"{DOWN}.g_idx", f"{DOWN}.anything",  # bitsandbytes'
+])  # fmt: skip
+def test_dense_sources_with_a_part_of_a_quantized_weight(name, tmp_path):
+    """Such a name anywhere; beside an expert's matrix that becomes 4-bit, any name."""
+    files = experts(E=2) | {name: torch.arange(64)}
+    with pytest.raises(ValueError, match=f"{name} is a scale that nothing reads"):
         converted(folder(tmp_path / "a", files), tmp_path / "b")
+    assert not (tmp_path / "b").exists()
