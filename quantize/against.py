@@ -22,7 +22,8 @@ from moe_nvfp4.quantize.dialects import QuantizationInfo
 from moe_nvfp4.quantize.files import TORCH_DTYPES, Checkpoint, TensorSlice, TensorView, sub_configs
 from moe_nvfp4.quantize.layouts import ErrorSums, Matrix
 from moe_nvfp4.quantize.layouts.base import dense
-from moe_nvfp4.quantize.names import DENSE, KV_SCALE, PRE_QUANT_SCALE, gate_of, up_of
+from moe_nvfp4.quantize.linears import fused_in_files
+from moe_nvfp4.quantize.names import DENSE, KV_SCALE, PRE_QUANT_SCALE
 from moe_nvfp4.quantize.plan import ConversionPlan, plan_of, separate_scales
 from moe_nvfp4.quantize.recipes import REGISTRY
 
@@ -165,10 +166,12 @@ def _check_bytes(source: Checkpoint, ours: ConversionPlan, theirs: ConversionPla
     made = (ours.matrices.keys() - theirs.carried.keys()) | set(_rescaled(ours, theirs))
     again = {f"{stem}.{last}" for stem in made for last in ours.options.target.suffixes[:3]}
     for name, stored in ours.copies.items():
+        if name in again:
+            continue
         found, original = theirs.dequantized.get(name), theirs.copies.get(name)
         if found is not None and not _is_dense(stored, found):
             raise ValueError(f"{name} is not what it is in {source.folder}: it should have been made dense exactly")
-        if found is None and original is not None and name not in again and not _same(stored, original):
+        if found is None and original is not None and not _same(stored, original):
             raise ValueError(f"{name} is not what it is in {source.folder}: it should have been copied"
                              + ("" if stored.dtype == original.dtype else f", rounded to {stored.dtype}"))  # fmt: skip
     for name in (ours.scales.keys() & theirs.scales.keys()) - again:
@@ -290,7 +293,8 @@ def _check_errors(
     """ValueError where a matrix or one of its blocks is farther from its original than its recipe can move it, or its
     global scale does not follow from it."""
     last = ours.options.target.global_scale
-    expected = {stem: _expected(stem, judged, theirs) for stem in judged}
+    fused = fused_in_files(source, judged.keys())
+    expected = {stem: _expected(stem, fused[stem], judged, theirs) for stem in judged}
     agree = Counter(rule for stem, rules in expected.items() for rule, values in rules.items()
                     if _equal(judged[stem].global_scale, values))  # fmt: skip
     rule, count = max(agree.items(), key=lambda item: item[1], default=("", 0))
@@ -323,13 +327,15 @@ def _check_errors(
                              "damaged, or was made from another checkpoint")  # fmt: skip
 
 
-def _expected(stem: str, judged: Mapping[str, _Judged], theirs: ConversionPlan) -> dict[str, list[float]]:
+def _expected(
+    stem: str, fused: Iterable[str], judged: Mapping[str, _Judged], theirs: ConversionPlan
+) -> dict[str, list[float]]:
     """The global scales that a matrix may have: rule -> values, one for each dtype that a loader may have cast to.
 
-    Rules: that of an MXFP4 or NVFP4 source; of a recipe, for the largest magnitude of gate and up together, or its own.
+    Rules: that of an MXFP4 or NVFP4 source; of a recipe, for the largest magnitude of the matrices that servers fuse
+    with it (`fused`), or its own.
     """
-    partner = gate_of(stem) or up_of(stem) or stem
-    group = [judged[s] for s in (stem, partner) if s in judged]
+    group = [judged[s] for s in fused]
     given = [float(found.original.known_scale()) for found in group if found.original.global_scale is not None]
     rules = {"given": [max(given) or 1.0]} if given else {}
     if stem in theirs.carried:

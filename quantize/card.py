@@ -24,7 +24,7 @@ HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 CARD = """
 # {name}
 
-{source} with NVFP4 experts, made by moe-nvfp4 {version}.
+{source} with NVFP4 {what}, made by moe-nvfp4 {version}.
 
 | | |
 |---|---|
@@ -73,12 +73,17 @@ def write_card(report: ConversionReport, source: str, folder: Path, verified: Ve
     rows = {
         "experts": f"{report.quantized} matrices in NVFP4, recipe `{report.recipe}`" if report.quantized else
                    f"{report.carried} NVFP4 matrices of the original, the same codes and block scales",
+    }  # fmt: skip
+    if report.linears:
+        rows["linears"] = f"{report.linears} in NVFP4, recipe `{report.recipe}`"
+    rows |= {
         "activations": ACTIVATIONS.get(report.activations, report.activations),
         "size": f"{readable_size(report.bytes_after)}, of {readable_size(report.bytes_before)}",
-    } | {f"not quantized: `{name}`": why for name, why in report.skipped.items()}  # fmt: skip
+    } | {f"not quantized: `{name}`": why for name, why in report.skipped.items()}
     text = CARD.format(
         name=report.destination.name, source=Path(source).name if Path(source).exists() else source,
-        version=__version__, rows="\n".join(f"| {what} | {value} |" for what, value in rows.items()),
+        what="experts and linears" if report.linears else "experts", version=__version__,
+        rows="\n".join(f"| {what} | {value} |" for what, value in rows.items()),
         cautions="".join(f"\n{line}.\n" for line in misread_by(folder)),
         errors=_errors(report.destination.name, verified),
     )  # fmt: skip

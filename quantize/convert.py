@@ -14,6 +14,7 @@ A tensor's name, its header and config.model_type alone decide what happens to i
 * FP8 tensors outside the experts, and the FP8 and MXFP4 tensors of excluded experts, become dense in the
   config's dtype (one quantization_config cannot describe them next to NVFP4);
 * experts of layers beyond num_hidden_layers (multi-token prediction) are not quantized: their readers take them dense;
+* linears that `Options.linears` names are quantized (quantize.linears); those that servers fuse share a global scale;
 * everything else is copied byte for byte, in its own dtype.
 
 A tensor that cannot be identified with certainty is an error that names it.
@@ -28,7 +29,7 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
@@ -97,7 +98,8 @@ def convert_checkpoint(
     todo = plan(checkpoint, options)
     if todo.unmatched:
         raise ValueError(
-            f"the pattern {todo.unmatched[0]!r} matches no experts module: there are "
+            f"the pattern {todo.unmatched[0]!r} matches no experts module"
+            + (", and none of the linears that are asked for: there are " if options.linears else ": there are ")
             + ", ".join([*todo.modules[:3], *["..."] * (len(todo.modules) > 3)])
         )
     if todo.unchanged:
@@ -143,18 +145,24 @@ def _check_whole(source: Checkpoint) -> str:
 
 def _report(plan: ConversionPlan, destination: Path, left_out: Mapping[str, str]) -> ConversionReport:
     """What `plan` will do; left_out: files that are not copied, and why."""
-    checkpoint, count = plan.source, len(plan.matrices) - len(plan.carried)
+    checkpoint = plan.source
     sizes = {name: tensor_bytes(*out) for job in plan.jobs for name, out in job.outputs.items()}
-    experts = [m for stem, m in plan.matrices.items() if stem not in plan.carried]
-    new = {f"{stem}.{s}" for stem in plan.matrices.keys() - plan.carried.keys() for s in plan.options.target.suffixes}
+    experts = plan.matrices.keys() - plan.carried.keys() - plan.linears
+
+    def before_and_after(stems: Collection[str]) -> tuple[int, int]:
+        new = [f"{stem}.{suffix}" for stem in stems for suffix in plan.options.target.suffixes]
+        return sum(plan.matrices[stem].size for stem in stems), sum(sizes[name] for name in new if name in sizes)
+
+    (experts_before, experts_after), of_linears = before_and_after(experts), before_and_after(plan.linears)
     return ConversionReport(
         checkpoint.folder, destination, plan.options.recipe,
-        quantized=count, carried=len(plan.carried),
+        quantized=len(experts), linears=len(plan.linears), carried=len(plan.carried),
         copied=len(plan.copied), dequantized=len(plan.dequantized),
         activations=plan.config["quantization_config"]["moe_nvfp4"]["activations"],
         skipped={**plan.skipped, **left_out},
         bytes_before=sum(f.stat().st_size for f in checkpoint.files), bytes_after=sum(sizes.values()),
-        experts_before=sum(m.size for m in experts), experts_after=sum(sizes[name] for name in new if name in sizes),
+        experts_before=experts_before, experts_after=experts_after,
+        linears_before=of_linears[0], linears_after=of_linears[1],
         modules=tuple(m for m in plan.modules if m not in plan.skipped),
         shards=len({job.shard for job in plan.jobs}), rescaled=plan.rescaled[0], rescaling=plan.rescaled[1],
     )  # fmt: skip
@@ -172,7 +180,7 @@ def _default_workers(device: torch.device) -> int:
 def _key(checkpoint: Checkpoint, options: Options, state: list) -> dict:
     """Two runs with equal keys write the same bytes."""
     o = options
-    settings = [o.recipe, o.exclude, o.include, o.dialect, o.activations, o.dtype, o.share_scales, 3]
+    settings = [o.recipe, o.exclude, o.include, o.dialect, o.activations, o.dtype, o.share_scales, o.linears, 4]
     settings += [data.digest() for data in (o.importance, o.codes) if data is not None]
     return {
         "the settings": hashlib.sha256(json.dumps(settings).encode()).hexdigest(),

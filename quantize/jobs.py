@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -223,6 +224,62 @@ class _Reader:
 
     def forget(self, lot: range) -> None:
         self.kept.pop(lot, None)
+
+
+def linear_job(fused: Mapping[str, Matrix], options: Options) -> Job:
+    """Quantize linears, by stem, that servers fuse into one and that so share a global scale. They read the same rows,
+    have the same K, and are quantized as one matrix with the rows of all. All go into the file of the first."""
+    stems, matrices, target = list(fused), list(fused.values()), options.target
+    if len(fused) == 1:
+        return _quantize_job([dict(fused)], options)
+    together = ", ".join([stems[0], *(stem.rpartition(".")[2] for stem in stems[1:])])
+    job = _quantize_job([{together: _stack_rows(matrices)}], options)
+    outputs: Outputs = {}
+    for stem, matrix in fused.items():
+        outputs |= _outputs(stem, matrix.rows, -(-matrix.columns // 16) * 16, target)
+    rows = sum(matrix.rows for matrix in matrices)
+
+    def run(write: Write) -> None:
+        def split(name: str, data: Tensor, at: int) -> None:
+            """Pass a piece of the whole on to the linears that it belongs to."""
+            last = name.removeprefix(f"{together}.")
+            if last == target.global_scale:
+                for stem in stems:
+                    write(f"{stem}.{last}", data, 0)
+                return
+            data, start = data.flatten(), 0
+            width = math.prod(job.outputs[name][1]) // rows
+            for stem, matrix in fused.items():
+                stop = start + matrix.rows * width
+                if at < stop and start < at + len(data):
+                    write(f"{stem}.{last}", data[max(start - at, 0) : stop - at], max(at - start, 0))
+                start = stop
+
+        job.run(split)
+
+    return replace(job, outputs=outputs, run=run)
+
+
+def _stack_rows(matrices: Sequence[Matrix]) -> Matrix:
+    """Matrices with the same columns, one below the other."""
+
+    def open() -> Callable[[int, int], Tensor]:
+        opened = [matrix.open() for matrix in matrices]
+
+        def rows(a: int, b: int) -> Tensor:
+            found, start = [], 0
+            for read, matrix in zip(opened, matrices, strict=True):
+                first, last = max(a - start, 0), min(b - start, matrix.rows)
+                if first < last:
+                    found.append(read(first, last))
+                start += matrix.rows
+            return torch.cat(found)
+
+        return rows
+
+    first = matrices[0]
+    size, held = sum(m.size for m in matrices), sum(m.held for m in matrices)
+    return Matrix(sum(m.rows for m in matrices), first.columns, size, first.shard, open, held)
 
 
 def _ready_job(stem: str, matrix: Matrix, made: CodesFolder, target: Dialect) -> Job:

@@ -15,6 +15,10 @@ from moe_nvfp4.quantize.names import DENSE, KV_SCALE, PER_EXPERT, PLAIN_NAMES
 if TYPE_CHECKING:
     from torch import nn
 
+TIED = (
+    "it is the embedding (tie_word_embeddings), which stays as it is; for a 4-bit head, save the model with one of its "
+    "own (tie_word_embeddings false)"
+)
 EXPERT_WEIGHTS = re.compile(r"(gate_up_proj|up_proj|down_proj)(_bias)?|mlp\.(w1|v1|w2)")
 
 
@@ -49,8 +53,9 @@ class ModelTensors:
     """
 
     def __init__(self, model: nn.Module, conversions: list | None = None, as_saved: bool = False):
+        from torch import nn
         from transformers.conversion_mapping import get_model_conversion_mapping
-        from transformers.core_model_loading import WeightConverter
+        from transformers.core_model_loading import WeightConverter, build_glob_alternation
 
         whole: Any = model  # nn.Module does not declare transformers' attributes
         self.name, self.config = type(model).__name__, whole.config
@@ -67,6 +72,9 @@ class ModelTensors:
         self.tied = dict(getattr(model, "all_tied_weights_keys", None) or {})
         self._optional = _expressions(model, "_keys_to_ignore_on_load_missing")
         self._surplus = _expressions(model, "_keys_to_ignore_on_load_unexpected")
+        self._linears = {n for n, m in model.named_modules(remove_duplicate=False) if type(m) is nn.Linear}
+        wide = list(whole._get_dtype_plan(whole.dtype))  # what transformers keeps in float32
+        self._wide: re.Pattern | None = build_glob_alternation(wide)[0] if wide else None
         heads = set() if as_saved else self._heads(whole)
         self._resized, self._new = heads, set() if self.name in (whole.config.architectures or [self.name]) else heads
 
@@ -125,6 +133,31 @@ class ModelTensors:
         from transformers.core_model_loading import rename_source_key
 
         return str(rename_source_key(name, self._renamings, self._converters)[0])
+
+    def why_dense(self, weight: str, stem: str, pattern: str | None = None) -> str | None:
+        """Why the model's tensor `weight` cannot be the weight of a 4-bit linear, which files call `stem`; None: it
+        can. pattern: as `place` returns it."""
+        module = weight.removesuffix(".weight")
+        if weight not in self.state:
+            return f"it is no part of {self.name}"
+        if module not in self._linears:
+            return f"{self.name} has no nn.Linear there, but a module that may do more than one product"
+        if pattern is not None or any(f".{weight}".endswith(f".{target}") for target in self._rearranged()):
+            return f"{self.name} rearranges it while it loads, which is not known here"
+        if not self.renames_module(stem):
+            return f"{self.name} renames its weight alone, and would not find the scales beside it"
+        if weight in self.tied:
+            return TIED
+        return "transformers keeps it in float32" if self._wide is not None and self._wide.search(weight) else None
+
+    def renames_module(self, stem: str) -> bool:
+        """Whether the model renames all tensors of the files' module `stem` alike, not only one called `weight`."""
+        return len({self.renamed(f"{stem}.{last}").rpartition(".")[0] for last in ("weight", "weight_scale")}) == 1
+
+    def _rearranged(self) -> Iterator[str]:
+        """The ends of the names of tensors that converters make."""
+        for converter in self._converters:
+            yield from (target.replace("\\", "").lstrip(".") for target in converter._original_target_patterns)
 
     def reached(self, names: Iterable[str]) -> set[str]:
         """The tensors of the model that a file's tensors `names` fill."""

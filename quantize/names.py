@@ -39,6 +39,19 @@ def up_of(stem: str) -> str | None:
     return next((f"{module}.{up}" for up, gate in GATES.items() if gate == part), None)
 
 
+def fused_names(stem: str) -> tuple[str, ...]:
+    """The names that linears have which servers fuse into one with the linear `stem`; itself included."""
+    above, dot, last = stem.rpartition(".")
+    parts = next((parts for parts in FUSED_LINEARS if last in parts), (last,))
+    return tuple(f"{above}{dot}{part}" for part in parts)
+
+
+def is_mtp(name: str, layers: int | None) -> bool:
+    """Whether `name` is in a layer of multi-token prediction: named mtp, or after the last of `layers` layers."""
+    layer = re.search(r"(?:^|\.)(?:layers|blocks|h)\.(\d+)\.", name)
+    return re.match(r"(model\.)?mtp\b", name) is not None or bool(layer and layers and int(layer[1]) >= layers)
+
+
 # ModelOpt's stacks of NVFP4 experts, [E, in/2, out]
 FUSED = re.compile(r"(^|\.)experts\.(gate_up_proj|up_proj|down_proj)$")
 # ModelOpt's stacks for each projection, [E, out, in/2]
@@ -56,7 +69,8 @@ SCALES = re.compile(
 PRE_QUANT_SCALE = "pre_quant_scale"  # AWQ: x is multiplied with it before the layer
 # Linears that read the same rows, which servers fuse into one
 FUSED_LINEARS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("q_a_proj", "kv_a_proj_with_mqa"),
-                 ("in_proj_qkv", "in_proj_z"), ("in_proj_b", "in_proj_a"))  # fmt: skip
+                 ("in_proj_qkv", "in_proj_z"), ("in_proj_b", "in_proj_a"), ("w1", "w3"))  # fmt: skip
+MTP = "a multi-token prediction layer, which transformers reads dense, for generate(use_mtp=True)"
 KV_SCALE = re.compile(r"\.(k|v|q|kv)_((global_)?scale|zero_point)$")
 
 

@@ -13,6 +13,7 @@ from moe_nvfp4.quantize.codes import CodesFolder
 from moe_nvfp4.quantize.dialects import DIALECTS, Dialect, as_patterns
 from moe_nvfp4.quantize.files import TORCH_DTYPES
 from moe_nvfp4.quantize.importance import Importance
+from moe_nvfp4.quantize.linears import as_wanted
 from moe_nvfp4.quantize.recipes import DEFAULT_RECIPE, REGISTRY, recipe_named
 from moe_nvfp4.weights import ACTIVATIONS
 
@@ -24,6 +25,8 @@ class Options:
     recipe       how block scales are chosen (quantize.recipes)
     exclude      experts modules to leave as they are: a name or wildcard, or several
     include      quantize only these experts modules: a name or wildcard, or several
+    linears      quantize these linears too: "attention", "shared", "mlp", "lm_head", "all" (quantize.linears), a name
+                 or wildcard, or several; `exclude` counts for them, too
     dialect      "modelopt" or "compressed-tensors": the names and the config of the files
     activations  what the files ask loaders for: "bf16" (W4A16), "nvfp4" or "nvfp4_four_over_six" (W4A4)
     share_scales for an NVFP4 source: give gate and up of an expert one global scale, as servers expect; the one with
@@ -45,6 +48,7 @@ class Options:
     device: str | None = None
     importance: Importance | None = None
     codes: CodesFolder | None = None
+    linears: Sequence[str] = ()
     dtype: str | None = None
 
     def __post_init__(self) -> None:
@@ -61,9 +65,12 @@ class Options:
                 raise ValueError(f"{what} would have no effect on recipe {recipe.name!r}: it is for {takers}")
             if given is None and getattr(recipe, need):
                 raise ValueError(f"recipe {recipe.name!r} needs {what}: {way}")
+        if recipe.model and self.linears:
+            raise ValueError(f"recipe {recipe.name!r} is for experts only: leave out linears, or choose mse")
         include = None if self.include is None else tuple(as_patterns(self.include, "include"))
         object.__setattr__(self, "exclude", tuple(as_patterns(self.exclude, "exclude")))
         object.__setattr__(self, "include", include)
+        object.__setattr__(self, "linears", tuple(as_wanted(self.linears)))
         object.__setattr__(self, "device", str(usable_device(self.device)))
 
     @property

@@ -27,6 +27,7 @@ from moe_nvfp4.quantize.jobs import (
     copy_job,
     dense_job,
     dense_stack_job,
+    linear_job,
     quantize_jobs,
     rescale_job,
     scale_job,
@@ -44,12 +45,14 @@ from moe_nvfp4.quantize.layouts import (
     one_by_one,
     stacked,
 )
-from moe_nvfp4.quantize.layouts.base import check_experts, need
+from moe_nvfp4.quantize.layouts.base import check_experts, dense, need
+from moe_nvfp4.quantize.linears import choose, linears_in_files
 from moe_nvfp4.quantize.model import ModelTensors, UnknownModel
 from moe_nvfp4.quantize.names import (
     DENSE,
     FUSED_LINEARS,
     KV_SCALE,
+    MTP,
     PER_EXPERT,
     PRE_QUANT_SCALE,
     aliases,
@@ -57,6 +60,7 @@ from moe_nvfp4.quantize.names import (
     experts_module,
     ignore_patterns,
     is_dense_linear,
+    is_mtp,
     is_scale,
     up_of,
 )
@@ -76,6 +80,7 @@ class ConversionPlan:
     jobs         write the new files
     config       the new config.json
     matrices     the NVFP4 matrices of the new files, by name; times pre_quant_scale, where there is one
+    linears      the names of those of `matrices` that are quantized and no experts
     carried      those of `matrices` whose bytes are copied; without pre_quant_scale
     dequantized  FP8 and MXFP4 tensors that become dense, by name: a matrix, or the matrices of a stack
     copied       names of the tensors that are copied unchanged
@@ -83,7 +88,7 @@ class ConversionPlan:
     scales       new name -> the scale of `carried` that is written there, in the target dialect
     skipped      name -> reason, of what is left alone
     modules      the experts modules of a source that is not NVFP4 yet
-    unmatched    the patterns of `exclude` and `include` that match none of `modules`
+    unmatched    the patterns of `exclude` and `include` that match none of `modules`, and no linear that was asked for
     rescaled     how many carried matrices are quantized again, and the error that this adds
     unchanged    whether the source is NVFP4 already, in the dialect and the layout of new files
     """
@@ -93,6 +98,7 @@ class ConversionPlan:
     jobs: tuple[Job, ...]
     config: dict
     matrices: Mapping[str, Matrix]
+    linears: frozenset[str]
     carried: Mapping[str, Matrix]
     dequantized: Mapping[str, Matrix | list[Matrix]]
     copied: tuple[str, ...]
@@ -115,6 +121,10 @@ class _Draft:
     jobs: list[Job] = field(default_factory=list)
     to_quantize: dict[str, Matrix] = field(default_factory=dict)
     matrices: dict[str, Matrix] = field(default_factory=dict)
+    linears: set[str] = field(default_factory=set)
+    unmatched: tuple[str, ...] | None = (
+        None  # patterns of `exclude` that match no linear; None: no linears are asked for
+    )
     carried: dict[str, Matrix] = field(default_factory=dict)
     dequantized: dict[str, Matrix | list[Matrix]] = field(default_factory=dict)
     copies: dict[str, TensorSlice] = field(default_factory=dict)
@@ -186,10 +196,12 @@ def plan(checkpoint: Checkpoint, options: Options) -> ConversionPlan:
     patterns = (*options.exclude, *(options.include or ()))
     modules = tuple(sorted(draft.modules, key=by_number))
     skipped = {name: draft.skipped[name] for name in sorted(draft.skipped, key=by_number)}
-    unmatched = tuple(p for p in patterns if not any(_names(p, module) for module in draft.modules))
+    unmatched = tuple(p for p in patterns if not any(_names(p, module) for module in draft.modules)
+                      and (draft.unmatched is None or p not in options.exclude or p in draft.unmatched))  # fmt: skip
     return ConversionPlan(
-        draft.source, options, tuple(draft.jobs), config, draft.matrices, draft.carried, draft.dequantized,
-        tuple(draft.left), draft.copies, draft.scales, skipped, modules, unmatched, draft.rescaled, draft.unchanged,
+        draft.source, options, tuple(draft.jobs), config, draft.matrices, frozenset(draft.linears), draft.carried,
+        draft.dequantized, tuple(draft.left), draft.copies, draft.scales, skipped, modules, unmatched, draft.rescaled,
+        draft.unchanged,
     )  # fmt: skip
 
 
@@ -218,8 +230,13 @@ def _quantize(draft: _Draft) -> None:
     for layout in (quantized, *DENSE_LAYOUTS) if quantized else DENSE_LAYOUTS:
         for experts in list(layout.recognise(source, draft.left)):
             _quantize_experts(draft, experts)
+    in_fp8 = fp8.block_weights(source, draft.left) if method == "fp8" else {}
+    if options.linears:
+        _quantize_linears(draft, in_fp8)
     if method == "fp8":
-        for stem, (matrix, names) in fp8.block_weights(source, draft.left).items():
+        for stem, (matrix, names) in in_fp8.items():
+            if stem in draft.linears:
+                continue
             draft.dequantize(f"{stem}.weight", matrix)
             draft.dense.add(stem)
             draft.take(names)
@@ -228,9 +245,32 @@ def _quantize(draft: _Draft) -> None:
                 raise ValueError(f"{name} is {stored.dtype} without {name}_scale_inv: download the checkpoint again")
     for name in draft.left:
         stem, _, last = name.rpartition(".")
-        if stem in draft.to_quantize and last != "bias":
+        if (stem in draft.to_quantize or stem in draft.linears) and last != "bias":
             raise ValueError(nvfp4.UNREAD.format(name))
     _check_nothing_missed(draft)
+
+
+def _quantize_linears(draft: _Draft, in_fp8: Mapping[str, tuple[Matrix, tuple[str, str]]]) -> None:
+    """Plan to quantize the linears that the options ask for. in_fp8: those that are FP8, with their tensors' names."""
+    source, options = draft.source, draft.options
+    try:
+        model = ModelTensors.of(source)
+    except UnknownModel:
+        model = None
+    weights = {name.removesuffix(".weight"): stored for name, stored in draft.left.items() if name.endswith(".weight")}
+    weights = {stem: stored for stem, stored in weights.items() if stored.dtype in DENSE or stem in in_fp8}
+    shapes = {stem: stored.shape for stem, stored in weights.items()}
+    chosen = choose(linears_in_files(source, shapes, model), options.linears, options.exclude, str(source.folder))
+    draft.skipped |= chosen.left
+    draft.unmatched = chosen.unmatched
+    for fused in chosen.fused:
+        matrices = {}
+        for stem in (linear.name for linear in fused):
+            matrices[stem], names = in_fp8.get(stem) or (dense(weights[stem]), (f"{stem}.weight",))
+            draft.take(names)
+        draft.jobs.append(linear_job(matrices, options))
+        draft.matrices |= matrices
+        draft.linears |= matrices.keys()
 
 
 def _quantize_experts(draft: _Draft, experts: Experts) -> None:
@@ -273,10 +313,7 @@ def _why_not(module: str, source: Checkpoint, options: Options) -> str | None:
         return "excluded"
     if options.include is not None and not any(_names(pattern, module) for pattern in options.include):
         return "not included"
-    layer = re.search(r"(?:^|\.)(?:layers|blocks|h)\.(\d+)\.", module)
-    if re.match(r"(model\.)?mtp\b", module) or (layer and source.layers and int(layer[1]) >= source.layers):
-        return "a multi-token prediction layer, which transformers reads dense, for generate(use_mtp=True)"
-    return None
+    return MTP if is_mtp(module, source.layers) else None
 
 
 def _check_nothing_missed(draft: _Draft) -> None:
@@ -300,7 +337,7 @@ def _check_nothing_missed(draft: _Draft) -> None:
             f"model_type {types[0] if types else None!r}: quantize it while it loads "
             f"(from_pretrained with MoeNvfp4Config), or leave it as it is with exclude=['{module}']"
         )
-    if not draft.matrices:
+    if not draft.to_quantize:
         model = (config.get("architectures") or types or ["this model"])[0]
         why = "; dense models are not what this library is for"
         if draft.excluded:
@@ -319,9 +356,9 @@ def _carry(draft: _Draft, source: Dialect) -> None:
     if options.activations != "bf16":
         raise ValueError(f"activations={options.activations!r} would have no effect: these weights are NVFP4 already, "
                          "and keep what their config says; choose when loading (checkpoint_config)")  # fmt: skip
-    if options.exclude or options.include is not None:
-        raise ValueError("--exclude and --include choose what is quantized, and these weights are NVFP4 already: "
-                         "leave them out")  # fmt: skip
+    if options.exclude or options.include is not None or options.linears:
+        raise ValueError("--exclude, --include and --linears choose what is quantized, and these weights are NVFP4 "
+                         "already: leave them out, or quantize the original checkpoint")  # fmt: skip
     files = nvfp4.read(draft.source, source)
     _fp8_next_to_nvfp4(draft, files)
     for name, matrix in files.matrices.items():

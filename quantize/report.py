@@ -17,7 +17,8 @@ class ConversionReport:
     destination: Path
     recipe: str
     activations: str = "bf16"  # what the new files ask loaders for
-    quantized: int = 0  # matrices
+    quantized: int = 0  # matrices of experts
+    linears: int = 0  # other linears that were quantized
     carried: int = 0  # NVFP4 matrices whose bytes were carried into another dialect
     copied: int = 0  # tensors
     dequantized: int = 0  # FP8 matrices and MXFP4 stacks that became dense
@@ -28,6 +29,8 @@ class ConversionReport:
     bytes_after: int = 0
     experts_before: int = 0
     experts_after: int = 0
+    linears_before: int = 0
+    linears_after: int = 0
     shards: int = 0
     resumed: int = 0  # source bytes that an earlier run had converted
     rescaled: int = 0  # carried matrices that were quantized again, so that gate and up share a global scale
@@ -39,6 +42,7 @@ class ConversionReport:
         yield f"{self.source} -> {self.destination}: {self.shards} file(s)"
         for count, what in (
             (self.quantized, f"expert matrices quantized ({self.recipe})"),
+            (self.linears, f"linears quantized ({self.recipe})"),
             (self.carried, "NVFP4 matrices carried over, the same bytes"),
             (self.dequantized, "FP8 and MXFP4 tensors made dense"),
             (self.copied, "tensors copied as they are"),
@@ -50,6 +54,8 @@ class ConversionReport:
         if self.not_compared:
             yield f"  not compared with the model's own list of tensors: {self.not_compared}"
         yield f"  experts {readable_size(self.experts_before)} -> {readable_size(self.experts_after)}"
+        if self.linears:
+            yield f"  linears {readable_size(self.linears_before)} -> {readable_size(self.linears_after)}"
         yield f"  all     {readable_size(self.bytes_before)} -> {readable_size(self.bytes_after)}"
 
     def rescaled_lines(self) -> Iterator[str]:

@@ -15,6 +15,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from moe_nvfp4._version import __version__
 from moe_nvfp4.quantize.dialects import DIALECTS, QuantizationInfo, as_patterns, matches, read_config
 from moe_nvfp4.quantize.files import read_json
+from moe_nvfp4.quantize.linears import as_wanted
 from moe_nvfp4.quantize.recipes import DEFAULT_RECIPE, recipe_named
 from moe_nvfp4.weights import ACTIVATIONS
 
@@ -38,9 +39,12 @@ class MoeNvfp4Config(QuantizationConfigMixin):
                  file of moe-nvfp4 importance, or None: random token ids. The model runs once, layer by layer
     exclude      experts modules to leave as they are: a name or wildcard of the model's modules, such as
                  "model.layers.0.*", or several; each must match a module
-    linears      what to do with linears that 4-bit files hold quantized too (attention, shared experts, lm_head):
-                 "packed" (the default) keeps them NVFP4 (`NVFP4Linear`, the memory that the file promises);
-                 "dense" dequantizes them to the model's dtype as they are read (faster where there is no kernel)
+    linears      for dense weights: which linears become 4-bit besides the experts, "attention", "shared", "mlp",
+                 "lm_head", "all" (quantize.linears), a name or wildcard of the model's modules, or several (default:
+                 none; `exclude` counts for them, too).
+                 For 4-bit files, which may hold linears quantized: "packed" (the default) keeps them NVFP4
+                 (`NVFP4Linear`, the memory that the file promises); "dense" dequantizes them to the model's dtype as
+                 they are read (faster where there is no kernel)
     dialect      the names and the config of files: "modelopt" (the default) or "compressed-tensors"
     cpu_experts  layers whose experts stay on the CPU, and are computed there, when the model goes to a GPU: a number
                  (the first ones), "all", or "auto": as many as the GPU has no room for. This is about the machine, so
@@ -63,7 +67,7 @@ class MoeNvfp4Config(QuantizationConfigMixin):
         activations: str | None = None,
         recipe: str | None = None,
         exclude: str | Iterable[str] | None = None,
-        linears: str | None = None,
+        linears: str | Iterable[str] | None = None,
         dialect: str | None = None,
         calibration: Any = None,
         cpu_experts: int | str | None = None,
@@ -78,13 +82,17 @@ class MoeNvfp4Config(QuantizationConfigMixin):
         chosen = dict(activations=activations, recipe=recipe, exclude=exclude, linears=linears, dialect=dialect,
                       calibration=calibration, cpu_experts=cpu_experts, map_files=map_files or None)  # fmt: skip
         self.chosen = {name: value for name, value in chosen.items() if value is not None}
-        self.activations, self.linears = activations or "bf16", linears or "packed"
+        self.activations = activations or "bf16"
+        wanted = as_wanted(linears)
+        self.linears: str | list[str] = wanted[0] if wanted and wanted[0] in LINEARS else wanted or "packed"
         self.recipe, self.dialect = recipe or DEFAULT_RECIPE, dialect or "modelopt"
         self.exclude = as_patterns(exclude, "exclude")
-        for value, known, what in ((self.activations, ACTIVATIONS, "activations"), (self.linears, LINEARS, "linears"),
+        for value, known, what in ((self.activations, ACTIVATIONS, "activations"),
                                    (self.dialect, tuple(DIALECTS), "dialect")):  # fmt: skip
             if value not in known:
                 raise ValueError(f"{what} must be one of {known}, got {value!r}")
+        if recipe_named(self.recipe).model and not isinstance(self.linears, str):
+            raise ValueError(f"recipe {self.recipe!r} is for experts only: leave out linears, or choose 'mse'")
         if not recipe_named(self.recipe).model and calibration is not None:
             raise ValueError(f"calibration has no effect on recipe {self.recipe!r}: choose 'weighted', or leave it out")
         if cpu_experts is not None:
@@ -130,7 +138,7 @@ class MoeNvfp4Config(QuantizationConfigMixin):
             "exclude": self.exclude,
             "input_scale": self.input_scale,
         }
-        if self.linears != "packed":
+        if self.linears == "dense":
             own["linears"] = self.linears
         written = DIALECTS[self.dialect].write(self.ignore, self.input_scale, own, __version__, self.pre_quant_scale)
         return {**self.unknown, **written}
@@ -166,6 +174,11 @@ def loading_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
             f"{', '.join(others)} would have no effect: the files are 4-bit already, and only activations, linears, "
             "cpu_experts and map_files can be chosen for them. Quantize the original checkpoint for another recipe or "
             "exclude, and convert these files for another dialect (moe-nvfp4 quantize SRC DST --dialect ...)"
+        )
+    if (linears := fields.get("linears", "packed")) not in LINEARS:
+        raise ValueError(
+            f"linears={linears!r} would have no effect: the files are 4-bit already, so it is one of {LINEARS}; "
+            "quantize the original checkpoint for more 4-bit linears"
         )
     return dict(fields)
 

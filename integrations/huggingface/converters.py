@@ -23,12 +23,15 @@ from transformers.core_model_loading import (
     WeightRenaming,
 )
 
+from moe_nvfp4.integrations.huggingface.config import MoeNvfp4Config
 from moe_nvfp4.integrations.huggingface.experts import HFExperts
 from moe_nvfp4.integrations.huggingface.linears import copy_of
 from moe_nvfp4.integrations.huggingface.packed import PackedConverter, check_sharding, splits_matrices
+from moe_nvfp4.linear import NVFP4Linear
 from moe_nvfp4.quantize.dialects import MODELOPT, Dialect
 from moe_nvfp4.quantize.importance import Importance
 from moe_nvfp4.quantize.layouts import ExpertLayout, dbrx
+from moe_nvfp4.quantize.linears import Chosen, choose, linears_of_model
 from moe_nvfp4.quantize.names import PER_EXPERT
 from moe_nvfp4.quantize.recipes import quantize_expert
 
@@ -343,9 +346,8 @@ def model_conversions(model: Any, loading: bool = False) -> list:
     return [c for c in conversions if loading or not isinstance(c, PrefixChange)]
 
 
-def with_names_in_files(model: nn.Module, modules: Iterable[str]) -> set[str]:
-    """`modules`, names of modules in `model`, and their names in files, which servers use."""
-    modules = set(modules)
+def names_in_files(model: nn.Module, modules: Iterable[str]) -> dict[str, str]:
+    """The names in files of `modules`, by their names in `model`."""
     conversions = model_conversions(model) if hasattr(model, "config") else []
     back = [c.reverse_transform() for c in conversions[::-1] if not isinstance(c, WeightConverter)]
 
@@ -355,4 +357,19 @@ def with_names_in_files(model: nn.Module, modules: Iterable[str]) -> set[str]:
             key, _ = renaming.rename_source_key(key)
         return key.removesuffix(".weight")
 
-    return modules | {name_in_files(module) for module in modules}
+    return {module: name_in_files(module) for module in modules}
+
+
+def choose_linears(model: Any, config: MoeNvfp4Config) -> Chosen:
+    """The linears of a dense `model` that `config` asks for; none where it does not. NVFP4 linears count as chosen."""
+    if isinstance(config.linears, str):
+        return Chosen()
+    done = {name for name, m in model.named_modules(remove_duplicate=False) if isinstance(m, NVFP4Linear)}
+    names = names_in_files(model, (name for name, _ in model.named_modules(remove_duplicate=False)))
+    return choose(linears_of_model(model, names, done), config.linears, config.exclude, type(model).__name__)
+
+
+def with_names_in_files(model: nn.Module, modules: Iterable[str]) -> set[str]:
+    """`modules`, names of modules in `model`, and their names in files, which servers use."""
+    names = names_in_files(model, modules)
+    return {*names, *names.values()}

@@ -24,6 +24,7 @@ from moe_nvfp4.experts import NVFP4Experts
 from moe_nvfp4.format import dequantize
 from moe_nvfp4.integrations.huggingface.config import MoeNvfp4Config, names_experts
 from moe_nvfp4.ops import Adapters
+from moe_nvfp4.quantize.dialects import matches
 from moe_nvfp4.quantize.layouts import dbrx
 from moe_nvfp4.quantize.layouts.base import split_rows
 from moe_nvfp4.weights import Gate
@@ -415,7 +416,10 @@ def _check_excluded(model: nn.Module, config: MoeNvfp4Config, found: list) -> No
     what = type(model).__name__
     if not names:
         raise ValueError(f"{what} has no experts to quantize; dense models are not what this library is for")
-    if useless := [p for p in config.exclude if not any(names_experts(p, name) for name in names)]:
+    useless = [p for p in config.exclude if not any(names_experts(p, name) for name in names)]
+    if not isinstance(config.linears, str):  # `exclude` is for them, too
+        useless = [p for p in useless if not any(matches(p, name) for name, _ in model.named_modules())]
+    if useless:
         listed = ", ".join(names[:3]) + (f", ... ({len(names)})" if len(names) > 3 else "")
         raise ValueError(f"exclude: {', '.join(map(repr, useless))} matches no experts module; {what} has {listed}")
     if all(layout is None for _, _, layout in found):

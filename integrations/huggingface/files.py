@@ -185,6 +185,11 @@ def _add_linear(found: CheckpointLayout, model: Any, names: ModelTensors, files:
             f"{name} is quantized, but {type(model).__name__} rearranges it while it loads (or has no weight there), "
             "which is not known here: use a checkpoint in which this layer is dense"
         )
+    if not names.renames_module(name.removesuffix(".weight")):
+        raise NotImplementedError(
+            f"{name} is quantized, but {type(model).__name__} renames it while it loads, and not the scales beside it: "
+            "use a checkpoint in which this layer is dense"
+        )
     if f"{linear}.weight" in names.tied:
         raise ValueError(
             f"{linear} is quantized in the files, but config.json ties it to the embedding: set tie_word_embeddings to "

@@ -1,13 +1,15 @@
-"""The linears that 4-bit checkpoints quantize besides experts: attention, shared experts, lm_head.
+"""4-bit linears besides experts: attention, shared experts, MLPs, lm_head.
 
-A packed linear is an `NVFP4Linear`; a dense one gets its weights dequantized while they are read, in the
-model's dtype. FP8 linears (mixed precision) always become dense.
+They are in 4-bit checkpoints, or are made of the linears of a dense model (`quantize_linears`). A packed linear is an
+`NVFP4Linear`; a dense one gets its weights dequantized while they are read, in the model's dtype. FP8 linears (mixed
+precision) always become dense.
 """
 
 from __future__ import annotations
 
 import copy
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,12 +18,16 @@ from torch.distributed.tensor import DTensor
 from transformers.core_model_loading import ConversionOps, WeightConverter
 
 from moe_nvfp4.format import dequantize
+from moe_nvfp4.integrations.huggingface.experts import refuse_elsewhere
 from moe_nvfp4.integrations.huggingface.files import QuantizedLinear
 from moe_nvfp4.linear import NVFP4Linear
+from moe_nvfp4.progress import progress_bar
 from moe_nvfp4.quantize.dialects import Dialect
 from moe_nvfp4.quantize.layouts.base import cast_finite
 from moe_nvfp4.quantize.layouts.fp8 import FP8_SCALES, fp8_block, fp8_dense
+from moe_nvfp4.quantize.linears import Chosen
 from moe_nvfp4.quantize.names import PRE_QUANT_SCALE
+from moe_nvfp4.quantize.recipes import quantize_matrix
 from moe_nvfp4.weights import check_block_scales, check_global_scale
 
 FP8_TENSORS = ("weight", *FP8_SCALES, "input_scale")
@@ -47,6 +53,50 @@ def replace_linears(
             pre_quant_scale, "meta",
         ).train(module.training)  # fmt: skip
         model.set_submodule(name, made[name])
+    return made
+
+
+def quantize_linears(model: nn.Module, chosen: Chosen, recipe: str, activations: str, progress: bool) -> list[str]:
+    """Replace the linears of `model` that were chosen by NVFP4 linears. Returns their names.
+
+    Linears that are 4-bit already stay. NotImplementedError for weights that are split over ranks or not here,
+    ValueError for NaN and Inf. Linears that servers fuse are all dense or all 4-bit, also after an error.
+    """
+    names: dict[nn.Module, list[str]] = {}  # layers may share a module
+    for name, module in model.named_modules(remove_duplicate=False):
+        names.setdefault(module, []).append(name)
+    for fused in progress_bar(chosen.fused, desc="NVFP4 linears", unit="linear", show=progress):
+        modules: list[Any] = [model.get_submodule(linear.model) for linear in fused]
+        if any(isinstance(module, NVFP4Linear) for module in modules):
+            continue
+        for module in modules:
+            refuse_elsewhere(module.weight, "quantized")
+        try:
+            made = _quantized(modules, recipe, activations)
+        except ValueError as error:
+            raise ValueError(f"{', '.join(linear.model for linear in fused)}: {error}") from None
+        for module, new in zip(modules, made, strict=True):
+            for name in names.pop(module):
+                model.set_submodule(name, new)
+    return [linear.model for fused in chosen.fused for linear in fused]
+
+
+def _quantized(modules: Sequence[Any], recipe: str, activations: str) -> list[NVFP4Linear]:
+    """4-bit linears with the weights of `modules`, which have one global scale."""
+    weights = [module.weight.detach() for module in modules]
+    codes, sf, scale = quantize_matrix(torch.cat(weights) if len(weights) > 1 else weights[0], recipe)
+    sizes, made = [len(w) for w in weights], []
+    for module, part, part_sf in zip(modules, codes.split(sizes), sf.split(sizes), strict=True):
+        bias = None if module.bias is None else module.bias.dtype
+        new = NVFP4Linear(
+            module.in_features, module.out_features, bias, activations, device=part.device
+        ).train(module.training)  # fmt: skip
+        parameters = {"weight": part, "weight_sf": part_sf.view(torch.uint8), "weight_global_scale": scale.reshape(1)}
+        if bias is not None:
+            parameters["bias"] = module.bias.detach()
+        for name, tensor in parameters.items():
+            new.get_parameter(name).data.copy_(tensor)
+        made.append(new)
     return made
 
 

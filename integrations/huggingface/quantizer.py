@@ -20,7 +20,7 @@ from moe_nvfp4.devices import usable_device
 from moe_nvfp4.format import is_global_scale
 from moe_nvfp4.integrations.huggingface.calibration import calibration_batches, importance_of_file, streamed_importance
 from moe_nvfp4.integrations.huggingface.config import MoeNvfp4Config
-from moe_nvfp4.integrations.huggingface.converters import Conversions, with_names_in_files
+from moe_nvfp4.integrations.huggingface.converters import Conversions, choose_linears, with_names_in_files
 from moe_nvfp4.integrations.huggingface.experts import (
     HFExperts,
     ModuleLayout,
@@ -42,7 +42,12 @@ from moe_nvfp4.integrations.huggingface.files import (
     read_layout,
 )
 from moe_nvfp4.integrations.huggingface.layerwise import LayerFiles, on_meta
-from moe_nvfp4.integrations.huggingface.linears import LinearConverter, replace_linears, to_linear
+from moe_nvfp4.integrations.huggingface.linears import (
+    LinearConverter,
+    quantize_linears,
+    replace_linears,
+    to_linear,
+)
 from moe_nvfp4.integrations.huggingface.offload import describe_placement, keep_experts_on_cpu, layers_on_cpu
 from moe_nvfp4.integrations.huggingface.packed import PackedConverter, ranks_of_a_row
 from moe_nvfp4.integrations.huggingface.ready import prepare_model
@@ -52,6 +57,7 @@ from moe_nvfp4.quantize.dialects import DIALECTS, GLOBAL_SCALES
 from moe_nvfp4.quantize.files import Checkpoint
 from moe_nvfp4.quantize.importance import Importance
 from moe_nvfp4.quantize.layouts import ExpertLayout
+from moe_nvfp4.quantize.linears import Chosen
 from moe_nvfp4.quantize.names import KV_SCALE, PER_EXPERT, PRE_QUANT_SCALE, ignore_patterns, projections
 from moe_nvfp4.quantize.recipes import recipe_named
 from moe_nvfp4.weights import check_block_scales, check_global_scale
@@ -97,6 +103,7 @@ class MoeNvfp4Quantizer(HfQuantizer):
             quantization_config = plain
         super().__init__(quantization_config, **kwargs)
         self.linears: LinearConverter | None = None  # converts quantized linears in files, for loading and saving
+        self.chosen = Chosen()  # the linears of a dense model that become 4-bit, after it is loaded
         self.importance: Importance | None = None  # for a recipe that uses data, while it quantizes
         # The converters of experts, which `attach` replaces by the right ones
         self.conversions = Conversions({}, quantization_config.recipe, self.pre_quantized)
@@ -163,6 +170,12 @@ class MoeNvfp4Quantizer(HfQuantizer):
             config.pre_quant_scale = found.pre_quant_scale or in_linears
         else:
             check_dense(source, model)
+            self.chosen = choose_linears(model, config)
+        if self.chosen.fused and getattr(model.config, "distributed_config", None) is not None:
+            raise NotImplementedError(
+                "quantized linears are not split over ranks yet, and this model is (tp_plan, distributed_config): "
+                "leave out linears, or load in one process"
+            )
         if recipe_named(config.recipe).model and not self.pre_quantized:
             self.importance = _importance(source, model, config)
             self.importance.check_model([name for name, *_ in modules], tensors, type(model).__name__)
@@ -176,7 +189,7 @@ class MoeNvfp4Quantizer(HfQuantizer):
                 experts[name] = made[id(module)]
                 model.set_submodule(name, experts[name])
         if found.linears:
-            wanted = found.linears if config.linears == "packed" else {}
+            wanted = {} if config.linears == "dense" else found.linears
             linears = replace_linears(model, wanted, found.dialect, config.activations)
             by_source = {linear.source: linear for linear in found.linears.values()}
             self.linears = LinearConverter(by_source, set(linears), found.dialect)
@@ -239,6 +252,8 @@ class MoeNvfp4Quantizer(HfQuantizer):
         linears = {n for n, m in model.named_modules() if isinstance(m, nn.Linear)}
         routers = {n for n, m in model.named_modules() if n.endswith((".gate", ".router"))}
         packed = {n for n, m in model.named_modules() if isinstance(m, NVFP4Linear)}
+        packed |= {linear.model for fused in self.chosen.fused for linear in fused}
+        linears -= packed
         quantized = packed.union(f"{n}.0.down_proj" for n in experts)
         mtp_experts = {m["module"] for name in self.mtp.dense if (m := PER_EXPERT.fullmatch(name))}
         mtp_others = {name for name in self.mtp.dense if PER_EXPERT.fullmatch(name) is None}
@@ -352,12 +367,10 @@ class MoeNvfp4Quantizer(HfQuantizer):
                 elif key in (experts.up_name, "down_proj"):  # on disk: it is read back in this dtype
                     setattr(experts, key, nn.Parameter(param.to(torch.uint8), requires_grad=False))
             experts.prepare(model.dtype)
-        saving = [c for c in self.conversions.for_saving(model._weight_conversions) if c is not self.linears]
-        if self.linears and self.linears.nvfp4:
-            for name in self.linears.nvfp4:
-                model.get_submodule(name).requires_grad_(False)
-            saving.append(self.linears)
-        model._weight_conversions = saving
+        self.quantize_linears(model)
+        for name in self.linears.nvfp4 if self.linears else ():
+            model.get_submodule(name).requires_grad_(False)
+        model._weight_conversions = self.for_saving(model._weight_conversions)
         self._plan = None
         if self.quantization_config.cpu_experts is not None:
             keep_experts_on_cpu(model, self._stay(model, self.quantization_config.cpu_experts))
@@ -365,6 +378,18 @@ class MoeNvfp4Quantizer(HfQuantizer):
             if self._gpu is not None:
                 model.to(self._gpu)
         return self._dequantize(model) if self.quantization_config.dequantize else prepare_model(model)
+
+    def quantize_linears(self, model: nn.Module, progress: bool = False) -> None:
+        """Replace the linears that were chosen by 4-bit ones."""
+        if self.chosen.fused:
+            config = self.quantization_config
+            names = quantize_linears(model, self.chosen, config.recipe, config.activations, progress)
+            self.linears = LinearConverter({}, set(names), DIALECTS[config.dialect])
+
+    def for_saving(self, used: list) -> list:
+        """The conversions for saving. used: those that were used for loading."""
+        saving = [c for c in self.conversions.for_saving(used) if c is not self.linears]
+        return [*saving, self.linears] if self.linears and self.linears.nvfp4 else saving
 
     def _leave_bad_input_scales(self) -> None:
         """Drop all static activation scales if some are not valid: W4A16 does not need them."""

@@ -26,7 +26,7 @@ from moe_nvfp4.integrations.huggingface.calibration import (
     model_importance,
 )
 from moe_nvfp4.integrations.huggingface.config import MoeNvfp4Config, check_cpu_experts
-from moe_nvfp4.integrations.huggingface.converters import model_conversions
+from moe_nvfp4.integrations.huggingface.converters import choose_linears, model_conversions
 from moe_nvfp4.integrations.huggingface.experts import (
     HALF_SWAPPED,
     HFExperts,
@@ -44,6 +44,7 @@ from moe_nvfp4.integrations.huggingface.ready import prepare_model
 from moe_nvfp4.linear import NVFP4Linear
 from moe_nvfp4.progress import progress_bar
 from moe_nvfp4.quantize.importance import LayerImportance
+from moe_nvfp4.quantize.linears import Chosen
 from moe_nvfp4.quantize.recipes import DEFAULT_RECIPE, recipe_named
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -57,8 +58,10 @@ def swap_experts(
     progress: bool = True,
     calibration: Any = None,
     cpu_experts: int | str | None = None,
+    linears: str | Iterable[str] | None = None,
 ) -> Model:
-    """Make the experts of a transformers `model` 4-bit, in place. Returns the model.
+    """Make the experts of a transformers `model` 4-bit, and the `linears` that are asked for, in place. Returns the
+    model.
 
     The whole model is walked, composite ones too. Every weight is checked before the first layer is replaced, so an
     error leaves the model as it was. Then layer after layer is replaced: the peak of memory is one layer's dense
@@ -73,12 +76,15 @@ def swap_experts(
                  column of its weights; "weighted" also takes the pathlib.Path of a file of moe-nvfp4 importance, or
                  None: random token ids
     cpu_experts  how many layers' experts stay on the CPU when the model goes to a GPU, see `keep_experts_on_cpu`
+    linears      the linears that become 4-bit, too: "attention", "shared", "mlp", "lm_head", "all" (quantize.linears),
+                 names or wildcards; `exclude` counts for them, too
 
     Raises NotImplementedError for experts in an unknown form, naming their class and the way out; ValueError if the
     model has no experts or is a part of another model, if weights are NaN or Inf, of another dtype than bf16, fp16 and
-    fp32, or not here (meta device, offloaded, split over ranks), and if a pattern of `exclude` matches nothing.
+    fp32, or not here (meta device, offloaded, split over ranks), and if a pattern of `exclude` or `linears` matches
+    nothing.
     """
-    config = MoeNvfp4Config(activations, recipe, exclude, calibration=calibration, cpu_experts=cpu_experts)
+    config = MoeNvfp4Config(activations, recipe, exclude, linears, calibration=calibration, cpu_experts=cpu_experts)
     given, model = model, _inside(model)
     other = getattr(model, "hf_quantizer", None)
     if other is not None and not isinstance(other, _Interrupted):
@@ -97,6 +103,9 @@ def swap_experts(
         check_cpu_experts(cpu_experts, model, len(groups))
     for names, module, layout in groups.values():
         _check_weights(names[0], module, layout)
+    quantizer = MoeNvfp4Quantizer(config, pre_quantized=False)
+    quantizer.chosen = choose_linears(model, config)
+    _check_linears(model, quantizer.chosen)
     _stand_alone(model)
     base = getattr(model, "_weight_conversions", None)
     if hasattr(model, "config") and (base is None or any(map(_dequantizes, base))):
@@ -107,6 +116,9 @@ def swap_experts(
     left = deque(groups.values())
     groups.clear()  # it would keep replaced modules alive
     whole: Any = model  # nn.Module does not declare transformers' attributes
+    if quantizer.chosen.fused:
+        whole.hf_quantizer = _Interrupted(config)
+        quantizer.quantize_linears(model, progress)
     for _ in progress_bar(range(len(left)), desc="NVFP4 experts", unit="layer", show=progress):
         names, module, layout = left.popleft()
         experts = _quantized(module, layout, config, known.get(names[0]))
@@ -115,12 +127,11 @@ def swap_experts(
             model.set_submodule(name, experts)
     swapped = {n: m for n, m in model.named_modules(remove_duplicate=False) if isinstance(m, HFExperts)}
     set_implementation(model)
-    quantizer = MoeNvfp4Quantizer(config, pre_quantized=False)
     quantizer.attach(model, swapped, excluded)
     for experts in swapped.values():
         experts.half_swapped = False
     quantizer.conversions.build(list(base or []))
-    whole._weight_conversions = quantizer.conversions.for_saving(list(base or []))
+    whole._weight_conversions = quantizer.for_saving(list(base or []))
     whole.hf_quantizer, whole.is_quantized = quantizer, True
     whole.quantization_method = config.quant_method
     if hasattr(model, "config"):
@@ -129,6 +140,20 @@ def swap_experts(
         keep_experts_on_cpu(model, cpu_experts)
     prepare_model(model)
     return given
+
+
+def _check_linears(model: nn.Module, chosen: Chosen) -> None:
+    """ValueError unless the linears that were `chosen` can be quantized."""
+    for name in (linear.model for fused in chosen.fused for linear in fused):
+        module: Any = model.get_submodule(name)
+        if isinstance(module, NVFP4Linear):
+            continue
+        _check_here(name, module)
+        if bad := int((~module.weight.isfinite()).sum()):
+            raise ValueError(
+                f"{name}: {bad} of {module.weight.numel()} weights are NaN or Inf, which NVFP4 cannot hold: look at "
+                "the checkpoint, or replace them (torch.nan_to_num). The model is as it was"
+            )
 
 
 class _Interrupted(HfQuantizer):
@@ -186,8 +211,8 @@ def _dequantizes(conversion: Any) -> bool:
     return any(type(operation).__module__.startswith("transformers.integrations.") for operation in operations)
 
 
-def _check_weights(name: str, module: nn.Module, layout: ModuleLayout) -> None:
-    """ValueError unless `_quantized` can quantize the experts `module`."""
+def _check_here(name: str, module: nn.Module) -> None:
+    """ValueError unless the weights of `module` are its own, whole, here and of a known dtype."""
     if name.endswith(".base_layer") or hasattr(module, "parametrizations"):
         raise ValueError(
             f"{name}: the weights are parametrized, or have adapters that PEFT made for dense experts: call "
@@ -208,6 +233,11 @@ def _check_weights(name: str, module: nn.Module, layout: ModuleLayout) -> None:
             )
         if p.dtype not in (torch.bfloat16, torch.float16, torch.float32):
             raise ValueError(f"{name}: weights are {p.dtype}; bf16, fp16 and fp32 are quantized: model.to(one of them)")
+
+
+def _check_weights(name: str, module: nn.Module, layout: ModuleLayout) -> None:
+    """ValueError unless `_quantized` can quantize the experts `module`."""
+    _check_here(name, module)
     for e, matrices in enumerate(dense_experts(module, layout)):
         for part, matrix in zip((layout.up_name, "down_proj"), matrices, strict=True):
             finite = matrix.isfinite()

@@ -39,7 +39,7 @@ def add(commands: Commands) -> None:
     sub.add_argument("--activations", choices=ACTIVATIONS, default="bf16", help=ACTIVATIONS_HELP)
     sub.add_argument("--max-new-tokens", type=whole(2), metavar="N", help="tokens that MODEL generates (default 48)")
     sub.add_argument("--layer-only", action="store_true", help="do not run MODEL")
-    sub.set_defaults(text=None, recipe=None, exclude=[])
+    sub.set_defaults(text=None, recipe=None, exclude=[], linears=None)
     add_device(sub)
     add_json(sub)
 

@@ -28,15 +28,14 @@ def add(commands: Commands) -> None:
     sub.add_argument("model", metavar="MODEL", help=MODEL_HELP)
     add_exclude(sub)
     add_json(sub)
-    sub.set_defaults(recipe=None)
+    sub.set_defaults(recipe=None, linears=None)
 
 
 def run(args: argparse.Namespace) -> None:
     from moe_nvfp4.integrations.huggingface import MoeNvfp4Config
     from moe_nvfp4.integrations.huggingface.config import names_experts
-    from moe_nvfp4.integrations.huggingface.files import read_layout
+    from moe_nvfp4.integrations.huggingface.files import CheckpointLayout, read_layout
     from moe_nvfp4.quantize.files import open_checkpoint
-    from moe_nvfp4.quantize.layouts import ExpertLayout
     from moe_nvfp4.quantize.plan import scale_warnings
     from moe_nvfp4.quantize.report import readable_size
 
@@ -46,21 +45,24 @@ def run(args: argparse.Namespace) -> None:
     chosen = MoeNvfp4Config(exclude=args.exclude) if quantization is None else MoeNvfp4Config.from_dict(quantization)
     model = empty_model(config, source)
     modules, skipped = _experts_modules(model)
-    checkpoint, stored = None, dict[str, ExpertLayout]()  # what the files hold, whatever their config says
+    checkpoint, found = None, CheckpointLayout()  # what the files hold, whatever their config says
     there = any(Path(source).glob("*.safetensors"))
     if there and quantization is None:  # these two refuse what loading refuses
         check_whole(model, source)
     elif there:
         checkpoint = open_checkpoint(source)
-        stored = read_layout(checkpoint, model, list(modules), chosen.activations).experts
+        found = read_layout(checkpoint, model, list(modules), chosen.activations)
     experts = dict[str, _Row]()
     for name, (module, layout) in modules.items():
-        if why := _left_as_it_is(stored.get(name), chosen.excludes(name)):
+        if why := _left_as_it_is(found.experts.get(name), chosen.excludes(name)):
             skipped.append((name, why))
         else:
             experts[name] = _row(module, layout, chosen.activations)
     total = 2 * sum(p.numel() for p in model.parameters())
     dense, packed = (sum(getattr(row, key) for row in experts.values()) for key in ("bytes_bf16", "bytes_nvfp4"))
+    linears = [model.get_submodule(name).weight.shape for name, of in found.linears.items() if of.kind == "nvfp4"]
+    of_linears = sum(2 * N * K for N, K in linears), sum(N * K // 2 + N * -(-K // 16) + 4 for N, K in linears)
+    smaller = total - dense + packed - of_linears[0] + of_linears[1]
     names = [*experts, *(name for name, _ in skipped)]
     unknown = next((p for p in args.exclude if not any(names_experts(p, name) for name in names)), None)
     warnings = [] if checkpoint is None or not experts else list(scale_warnings(checkpoint))
@@ -68,9 +70,9 @@ def run(args: argparse.Namespace) -> None:
         show_json({
             "model": args.model, "class": type(model).__name__, "dialect": quantization and chosen.dialect,
             "experts": [{"name": name, **row._asdict()} for name, row in experts.items()],
-            "left_as_it_is": dict(skipped), "warnings": warnings,
-            "bytes": {"experts_bf16": dense, "experts_nvfp4": packed, "model_bf16": total,
-                      "model_nvfp4": total - dense + packed},
+            "linears": len(linears), "left_as_it_is": dict(skipped), "warnings": warnings,
+            "bytes": {"experts_bf16": dense, "experts_nvfp4": packed, "linears_bf16": of_linears[0],
+                      "linears_nvfp4": of_linears[1], "model_bf16": total, "model_nvfp4": smaller},
         })  # fmt: skip
         return
     if not args.json:
@@ -87,8 +89,10 @@ def run(args: argparse.Namespace) -> None:
         raise ValueError(f"{args.model} has no experts that this library can quantize")
     for line in warnings:
         say(line)
-    say(f"experts: {readable_size(dense)} in bf16, {readable_size(packed)} in NVFP4; "
-        f"whole model {readable_size(total)} -> {readable_size(total - dense + packed)}")  # fmt: skip
+    sizes = f"experts: {readable_size(dense)} in bf16, {readable_size(packed)} in NVFP4; "
+    if linears:
+        sizes += f"{len(linears)} linears: {readable_size(of_linears[0])}, {readable_size(of_linears[1])}; "
+    say(f"{sizes}whole model {readable_size(total)} -> {readable_size(smaller)}")
 
 
 class _Row(NamedTuple):

@@ -152,7 +152,7 @@ def quantization_of(config: Any, args: argparse.Namespace) -> dict[str, Any] | N
     if read_config(quantization) is None:
         raise ValueError(f"{args.model} is quantized with {quantization.get('quant_method')!r}, not with NVFP4: FP8 "
                          "and MXFP4 are converted by moe-nvfp4 quantize")  # fmt: skip
-    if given := [f"--{name}" for name in ("recipe", "exclude") if getattr(args, name)]:
+    if given := [f"--{name}" for name in ("recipe", "exclude", "linears") if getattr(args, name)]:
         raise ValueError(f"{' and '.join(given)} would have no effect: {args.model} is 4-bit already; name the "
                          f"original model, or leave out {' and '.join(given)}")  # fmt: skip
     return quantization
@@ -180,8 +180,9 @@ def load(args: argparse.Namespace, activations: str | None, tokenizer: bool = Tr
         kwargs["config"] = checkpoint_config(source, activations=chosen) if isinstance(chosen, str) else config
     if not quantized and activations is not None:
         kwargs["quantization_config"] = MoeNvfp4Config(
-            activations=activations, recipe=args.recipe, exclude=args.exclude, cpu_experts=beside, map_files=map_files
-        )
+            activations=activations, recipe=args.recipe, exclude=args.exclude, linears=args.linears, cpu_experts=beside,
+            map_files=map_files,
+        )  # fmt: skip
     elif beside is not None or map_files:
         kwargs["quantization_config"] = MoeNvfp4Config(cpu_experts=beside, map_files=map_files)
     empty = empty_model(config, source)  # else a config that makes no sense ends in a traceback of transformers

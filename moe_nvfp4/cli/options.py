@@ -45,13 +45,18 @@ def add_quantizing(sub: argparse.ArgumentParser) -> None:
         help=f"how dense weights are quantized (default {DEFAULT_RECIPE}); weighted: errors count by how large the "
         "experts' inputs are; gptq: by their effect on the outputs for a text (only in moe-nvfp4 quantize)",
     )  # fmt: skip
+    sub.add_argument(
+        "--linears", action="append", default=None, metavar="WHICH",
+        help="linears to quantize besides the experts: attention, shared (experts), mlp, lm_head, all, or a name that "
+        "may have wildcards; several with commas between them (default: none)",
+    )  # fmt: skip
     add_exclude(sub)
 
 
 def add_exclude(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "--exclude", action="append", default=[], metavar="NAME",
-        help="experts modules to leave as they are; may have wildcards: 'model.layers.0.*'",
+        help="experts modules, or --linears, to leave as they are; may have wildcards: 'model.layers.0.*'",
     )  # fmt: skip
 
 

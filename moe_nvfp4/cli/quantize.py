@@ -34,8 +34,8 @@ WINDOWS = 128  # the default for --recipe gptq
 def add(commands: Commands) -> None:
     sub = command(
         commands, "quantize", run, "write a 4-bit checkpoint",
-        "Quantize the experts of the checkpoint SRC (bf16, fp16, fp32, FP8 in blocks, MXFP4) and write DST, "
-        "or convert NVFP4 files from one dialect to another. No model is built: memory stays below 1.5 GB. "
+        "Quantize the experts (and --linears) of the checkpoint SRC (bf16, fp16, fp32, FP8 in blocks, MXFP4) and write "
+        "DST, or convert NVFP4 files from one dialect to another. No model is built: memory stays below 1.5 GB. "
         "DST appears when it is complete; the same command resumes an interrupted run; SRC is only read.",
     )  # fmt: skip
     sub.add_argument("source", metavar="SRC", help=MODEL_HELP)
@@ -98,7 +98,7 @@ def run(args: argparse.Namespace) -> None:
     options = Options(
         DEFAULT_RECIPE if needs.text else recipe, args.exclude, args.include, args.dialect,
         args.activations or "bf16", args.share_scales, args.device,
-        None if args.importance is None else load_importance(args.importance),
+        None if args.importance is None else load_importance(args.importance), linears=args.linears or (),
     )  # fmt: skip
     try:
         if needs.text:
@@ -121,11 +121,14 @@ def run(args: argparse.Namespace) -> None:
     if report.not_compared:
         note(f"tensors that SRC may lack were not noticed: {report.not_compared}")
     before, after = readable_size(report.experts_before), readable_size(report.experts_after)
-    experts = f"; experts {before} -> {after} ({recipe})" if report.quantized else ""
+    made = f"; experts {before} -> {after}" if report.quantized else ""
+    if report.linears:
+        made += f", linears {readable_size(report.linears_before)} -> {readable_size(report.linears_after)}"
+    made += f" ({recipe})" if report.quantized else ""
     resumed = f", {readable_size(report.resumed)} of the source by an earlier run" if report.resumed else ""
     for line in report.rescaled_lines():
         note(line)
-    note(f"wrote {args.destination}: {readable_size(report.bytes_after)}{experts} in {report.seconds:.1f} s{resumed}")
+    note(f"wrote {args.destination}: {readable_size(report.bytes_after)}{made} in {report.seconds:.1f} s{resumed}")
     for line in misread_by(report.destination):
         note(f"note: {line}")
     if args.verify:

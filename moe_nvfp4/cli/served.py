@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     check_ids(torch.stack(windows), config)
     way, asked = ask(server, tokenizer, windows)
     loading = argparse.Namespace(
-        model=source, device=args.device, activations=args.activations, recipe=None, exclude=[]
+        model=source, device=args.device, activations=args.activations, recipe=None, exclude=[], linears=None
     )
     model, _ = load(loading, None, tokenizer=False)
     bar = lambda names: progress_bar(names, desc="misreadings", unit="model", show=not args.json)

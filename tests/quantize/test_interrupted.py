@@ -134,7 +134,7 @@ def test_every_option_starts_again(tmp_path):
     source, importance = open_checkpoint(folder(tmp_path / "a", experts())), importance_for(["experts"])
     changes = dict(
         recipe="max", exclude="a", include="b", dialect="compressed-tensors", activations="nvfp4", share_scales=True,
-        dtype="F32", importance=importance, codes=CodesFolder(tmp_path),
+        linears="attention", dtype="F32", importance=importance, codes=CodesFolder(tmp_path),
     )  # fmt: skip
     assert changes.keys() == {field.name for field in fields(Options)} - {"device"}
     recipes = {"importance": "weighted", "codes": "gptq"}
