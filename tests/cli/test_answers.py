@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -130,12 +131,16 @@ def test_chat_in_a_terminal(tmp_path):
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "MOE_NVFP4_CACHE": str(tmp_path), "TERM": "dumb"}
 
+    def begin():
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # what a shell starts in the background ignores Ctrl-C
+
     def talk(*typed):
         """What the terminal shows while these lines are typed, each after a prompt."""
         end, terminal = pty.openpty()
         process = subprocess.Popen(
             [sys.executable, "-c", code], stdin=terminal, stdout=terminal, stderr=terminal, env=environment,
-            start_new_session=True, preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+            start_new_session=True, preexec_fn=begin,
         )  # fmt: skip
         os.close(terminal)
         shown = b""
@@ -153,9 +158,10 @@ def test_chat_in_a_terminal(tmp_path):
                     while NEVER not in shown:
                         shown += read()
                     time.sleep(0.5)  # until readline waits for the next key, as it does while a person thinks
-                    os.write(end, b"\x03")
-                    while not select.select([end], [], [], 5)[0]:  # a busy machine takes longer
+                    for _ in range(12):  # a busy machine takes longer
                         os.write(end, b"\x03")
+                        if select.select([end], [], [], 5)[0]:
+                            break
             while piece := read():
                 shown += piece
         except OSError:  # Linux's way to say that the other end was closed
