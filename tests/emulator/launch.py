@@ -149,7 +149,9 @@ def pack(program, arguments, memory):
             f"{kernel.name} has {len(kernel.parameters)} parameters, {len(arguments)} arguments were given"
         )
     for parameter, value in zip(kernel.parameters, arguments, strict=True):
-        if is_tensor(value):
+        if isinstance(value, Far):
+            raw = struct.pack("<Q", value.address)
+        elif is_tensor(value):
             raw = struct.pack("<Q", address_of(value, memory))
         elif isinstance(value, float):
             raw = struct.pack("<f" if parameter.size == 4 else "<d", value)

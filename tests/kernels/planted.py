@@ -7,7 +7,6 @@ is not noticed should do no harm: see "How it was validated" in tests/emulator/R
 """
 
 import argparse
-import re
 import time
 
 import pytest
@@ -29,6 +28,7 @@ from moe_nvfp4.routing import Rows, group_by_expert
 from tests.common import random_ids, random_layer
 from tests.emulator import Emulated, EmulatorError, PtxError, compiling_for
 from tests.emulator.launch import programs
+from tests.emulator.mistakes import mistakes
 from tests.kernels.emulator_sm100 import outputs_of
 from tests.kernels.test_sm100 import prepared, with_noise
 
@@ -49,58 +49,6 @@ PROBLEMS = {
     "sum": ((272, 48, [3, 0, 5]), DenseTile(64, 2), 1, lambda c: isinstance(c, SumConfig)),
 }
 IN_PARTS = "bf16, parts", "sum"  # K is in two parts
-INSTRUCTION = re.compile(r"^\s*(?:\{\s*)?(?:@!?%p\d+ )?\s*([a-z][\w.:]*)[^;]*;", re.M)
-LEFT_OUT = re.compile(
-    r"bar\.|barrier\.|fence\.|membar|griddepcontrol|cp\.async|mbarrier\.(arrive|init)|st\.(shared|global)"
-    r"|tcgen05\.(fence|wait|commit|cp|mma|st|dealloc)"
-)
-PEER_BIT = "-16777224;"  # what the mask leaves out of an mbarrier's address: the rank in a pair
-WEAKER = (
-    (".release.cluster", ".relaxed.cluster"), (".release.cluster", ".release.cta"), (".acquire.cluster", ""),
-    (".relaxed.cluster", ".relaxed.cta"),
-)  # fmt: skip
-
-
-def mistakes(ptx):
-    """(what is wrong, the spoilt text)"""
-    for match in INSTRUCTION.finditer(ptx):
-        opcode, text = match[1], match[0]
-        line = f"line {ptx.count(chr(10), 0, match.start(1)) + 1}: {' '.join(text.split())[:90]}"
-
-        def put(new, match=match):
-            return ptx[: match.start()] + new + ptx[match.end() :]
-
-        if LEFT_OUT.match(opcode):
-            yield f"without {line}", put("")
-        if opcode.startswith("mbarrier.try_wait"):
-            operands = re.search(r"(mbarrier\.\S+)\s+(\S+), (\[[^]]*\]), ([^,;]+)", text)
-            yield f"no waiting, {line}", put(f"setp.eq.u32 {operands[2]}, 0, 0;")
-            wait, done, place, parity = operands.groups()
-            other = f"xor.b32 other, {parity}, 1; {wait} {done}, {place}, other;"
-            yield f"other parity, {line}", put(f"{{ .reg .b32 other; {other} }}")
-            if ".relaxed" not in opcode:
-                relaxed = re.sub(r"(try_wait\.parity)(\.acquire\.\w+)?", r"\1.relaxed.cluster", text)
-                yield f"relaxed, {line}", put(relaxed)
-        for strong, weak in WEAKER:
-            if opcode.startswith("mbarrier") and strong in opcode:
-                yield f"{strong} as {weak or 'nothing'}, {line}", put(text.replace(strong, weak))
-        if opcode.startswith("barrier.cluster.arrive"):
-            yield f"relaxed, {line}", put(text.replace("cluster.arrive", "cluster.arrive.relaxed"))
-        if "expect_tx" in opcode and (size := re.search(r", (%r\d+);", text)):
-            yield (
-                f"16 bytes more, {line}",
-                put(f"add.s32 {size[1]}, {size[1]}, 16; {text} sub.s32 {size[1]}, {size[1]}, 16;"),
-            )
-        if opcode.startswith("tcgen05.ld"):
-            yield f"the next column, {line}", put(re.sub(r"\[(%r\d+)\]", r"[\1+1]", text, count=1))
-        if load := re.search(r"ld\.shared\.[bu]32\s+(%r\d+),", text):  # of Tensor Memory's first column, among others
-            yield f"zero in place of {line}", put(f"mov.b32 {load[1]}, 0;")
-        if opcode.startswith("mapa"):
-            yield f"to itself, {line}", put(re.sub(r", 0;", ", 1;", text))
-        if opcode == "and.b32" and PEER_BIT in text:
-            yield f"in its own CTA, {line}", put(text.replace(PEER_BIT, "-8;"))
-        if opcode.startswith("cp.async.bulk.tensor") and ".cta_group::2" in opcode:
-            yield f"of one CTA, {line}", put(text.replace(".cta_group::2", ""))
 
 
 def launches(problem, tile, multiprocessors, parts=1):

@@ -2,6 +2,10 @@
 them.
 
 A process of its own, since in the tests' own Triton interprets: `python -m tests.kernels.portable_code` prints JSON.
+Tests run it with "emulate", "same" and "tiles". By hand, with TRITON_INTERPRET=0 TRITON_DISABLE_LINE_INFO=1 (minutes):
+
+    spoilt    sm_120's GEMMs of NVFP4 times NVFP4, with a mistake in each instruction: how many, and the unnoticed ones
+    large     a layer of DeepSeek's sizes on sm_120, whose weights are beyond 2**31 bytes: its error
 """
 
 import json
@@ -14,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
+from unittest import mock
 
 import torch
 import triton
@@ -23,7 +28,9 @@ from moe_nvfp4.kernels.portable.launch import compile_variant
 from moe_nvfp4.routing import Groups
 from moe_nvfp4.weights import SILU, ExpertWeights, Gate, LinearWeights, Matrices
 from tests.common import reference_layer, reference_rows, relative_error
-from tests.emulator import EmulatorError, emulate
+from tests.emulator import EmulatorError, PtxError, emulate
+from tests.emulator.launch import Far
+from tests.emulator.mistakes import mistakes
 
 ARCHITECTURES = (80, 86, 89, 90, 100, 103, 120, 121)
 OAI = Gate("silu", alpha=1.702, limit=0.7, up_offset=1.0)
@@ -55,7 +62,8 @@ class Launches:
         code = compiled(kernel, arguments, options, int((arch or "sm80")[2:]))
         values = [v for p, v in zip(kernel.params, arguments, strict=True) if not p.is_constexpr and v is not None]
         block = (32 * options["num_warps"], 1, 1)
-        emulate(code.asm["ptx"], [*values, 0, 0], grid, block, code.metadata.shared, schedule=self.schedule)
+        seen = map(in_memory, values)
+        emulate(code.asm["ptx"], [*seen, 0, 0], grid, block, code.metadata.shared, schedule=self.schedule)
 
     def __enter__(self):
         self.kept = backend.launch
@@ -64,6 +72,14 @@ class Launches:
 
     def __exit__(self, *_):
         backend.launch = dense.launch = self.kept
+
+
+def in_memory(value):
+    """Of an expanded tensor only the last expert is in memory, where a kernel would find it."""
+    if not isinstance(value, torch.Tensor) or value.ndim != 3 or value.stride(0):
+        return value
+    one = value[0].numpy()
+    return Far(value.shape, {(len(value) - 1) * one.size: one})
 
 
 # ---- on the emulator -----------------------------------------------------------------------------
@@ -122,6 +138,25 @@ def linear(schedule):
     return relative_error(got, want)
 
 
+def last_of_many(schedule="reverse-lazy"):
+    """DeepSeek's sizes; the last expert's weights are beyond 2**31 bytes."""
+    E, T, few = 150, 3, weights(1, 7168, 2048)
+    few = replace(few, activations="nvfp4", x_scale=torch.full((1,), 2e-3), h_scale=torch.full((1,), 5e-3))
+
+    def many(value):
+        if isinstance(value, Matrices):
+            return Matrices(*map(many, value))
+        if isinstance(value, torch.Tensor):
+            return value.expand(E, *value.shape[1:]) if value.ndim == 3 else value.repeat(E)
+        return value
+
+    w = replace(few, **{name: many(getattr(few, name)) for name in ("w13", "w2", "x_scale", "h_scale")})
+    x, ids, top_k_weights = torch.randn(T, 7168).bfloat16(), torch.zeros(T, 1, dtype=torch.int64), torch.rand(T, 1)
+    with Launches(schedule), on((12, 0)), mock.patch.object(backend, "aligned", lambda t: t):  # which would copy
+        got = backend.experts(x, ids + E - 1, top_k_weights, w)
+    return relative_error(got, reference_layer(x, ids, top_k_weights, few))
+
+
 def nan_stays(schedule):
     """A block scale that is NaN makes its row NaN in the tensor cores too."""
     w, x = replace(weights(2, 128, 64), activations="nvfp4"), torch.randn(3, 128).bfloat16()
@@ -169,6 +204,60 @@ CASES = {
     "an illegal id": partial(illegal_id, few=False),
     "an illegal id, unsorted": partial(illegal_id, few=True),
 }
+
+
+# ---- mistakes in the GEMMs of NVFP4 times NVFP4 ----
+
+
+class Spoilt(Launches):
+    """Runs each launch; the first CTA of GEMMs of NVFP4 times NVFP4 also once with each of `mistakes`. found: for each
+    of these GEMMs how many mistakes, and those that neither stop the emulator nor change what is stored, in any
+    schedule."""
+
+    def __init__(self):
+        super().__init__("lazy")
+        self.found = []
+
+    def __call__(self, kernel, grid, *arguments, arch=None, **options):
+        if arch is None:
+            return super().__call__(kernel, grid, *arguments, **options)
+        code = compiled(kernel, arguments, options | {"arch": arch}, int(arch[2:]))
+        values = [v for p, v in zip(kernel.params, arguments, strict=True) if not p.is_constexpr and v is not None]
+        out = arguments[[p.name for p in kernel.params].index("out")]
+
+        def run(ptx, schedule):
+            out.view(torch.uint8).fill_(0xFF)
+            emulate(ptx, [*values, 0, 0], grid, (32 * options["num_warps"], 1, 1), code.metadata.shared,
+                    schedule=schedule, unwritten=[out], only=[0], max_steps=400_000)  # fmt: skip
+            return out.clone()
+
+        def noticed(ptx):
+            try:
+                return not all(same_bytes(run(ptx, schedule), right) for schedule in ("lazy", "slow:1", "random:3"))
+            except (EmulatorError, PtxError):
+                return True
+
+        right, count, survivors = run(code.asm["ptx"], "lazy"), 0, []
+        for what, ptx in mistakes(code.asm["ptx"]):
+            count += 1
+            if not noticed(ptx):
+                survivors.append(what)
+        self.found.append([count, survivors])
+        return super().__call__(kernel, grid, *arguments, arch=arch, **options)
+
+
+def same_bytes(a, b):
+    return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+def spoilt():
+    torch.manual_seed(0)
+    scales = {"x_scale": torch.full((2,), 2e-3), "h_scale": torch.full((2,), 5e-3)}
+    w = replace(weights(2, 528, 272), activations="nvfp4", **scales)
+    ids = torch.tensor([[0]] * 40 + [[1]])  # the first tile of tokens is full
+    with Spoilt() as launches, on((12, 0)):
+        backend.experts(torch.randn(41, 528).bfloat16(), ids, torch.rand(41, 1), w)
+    return launches.found
 
 
 # ---- what ptxas makes of them --------------------------------------------------------------------
@@ -251,7 +340,7 @@ def main(what):
                 except Exception as error:
                     result[f"{name}, {schedule}"] = f"{type(error).__name__}: {error}"
     else:
-        result = {"same": same_everywhere, "tiles": tiles}[what]()
+        result = {"same": same_everywhere, "tiles": tiles, "spoilt": spoilt, "large": last_of_many}[what]()
     print(json.dumps(result))
 
 
