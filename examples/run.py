@@ -31,7 +31,7 @@ BY_PIP = [*PIP, "install", "--progress-bar=raw"]
 # As pip does it: the newest version of all indexes, and the system's certificates.
 BY_UV = [PYTHON, "-I", "-m", "uv", "pip", "install", "--python", PYTHON, "--index-strategy=unsafe-best-match",
          "--system-certs"]  # fmt: skip
-SHARED = {"index-url", "extra-index-url", "find-links", "no-index", "trusted-host", "cert"}  # settings that uv has too
+SHARED = {"index-url", "extra-index-url", "find-links", "no-index", "trusted-host", "cert", "constraint"}  # uv has them
 UNSHARED = {"break-system-packages", "cache-dir", "config-file", "default-timeout", "disable-pip-version-check",
             "no-cache-dir", "no-color", "no-input", "progress-bar", "quiet", "require-virtualenv", "retries",
             "root-user-action", "timeout"}  # that change nothing in what is installed  # fmt: skip

@@ -15,6 +15,7 @@ timeout = 60
 [install]
 extra-index-url = https://b.example/simple
     https://c.example/simple
+constraint = x.example
 [freeze]
 timeout = 10
 """
@@ -29,6 +30,7 @@ def run(tmp_path, monkeypatch):
             monkeypatch.delenv(name)
     (tmp_path / "pip.conf").write_text(CONFIGURED)
     monkeypatch.setenv("PIP_CONFIG_FILE", str(tmp_path / "pip.conf"))
+    monkeypatch.setenv("XDG_CONFIG_DIRS", str(tmp_path))  # in place of this machine's
     names = runpy.run_path(str(ROOT / "examples/run.py"))["installer"].__globals__
     names["PIP"] = [sys.executable, "-I", "-m", "pip"]
     return names
@@ -42,6 +44,7 @@ def test_uv_is_told_how_pip_is_configured(run, monkeypatch):
     assert settings["timeout"] == "60"
     options = run["uv_options"](settings)
     assert [option for option in options if ".example" in option] == [
+        "--constraint=x.example",
         "--extra-index-url=https://b.example/simple",
         "--extra-index-url=https://c.example/simple",
         "--index-url=https://variable.example/simple",

@@ -1,7 +1,16 @@
-"""Mistakes to plant into PTX: one in every instruction that synchronizes, copies, multiplies or stores."""
+"""Mistakes to plant into PTX: one in every instruction that synchronizes, copies, multiplies or stores.
+
+A spoilt kernel is noticed when the emulator stops it, or when it stores something else, in one of three schedules.
+"""
 
 import re
 
+import torch
+
+from tests.emulator.machine import EmulatorError
+from tests.emulator.parser import PtxError
+
+SCHEDULES = "lazy", "slow:1", "random:3"
 INSTRUCTION = re.compile(r"^\s*(?:\{\s*)?(?:@!?%p\d+ )?\s*([a-z][\w.:]*)[^;]*;", re.M)
 LEFT_OUT = re.compile(
     r"bar\.|barrier\.|fence\.|membar|griddepcontrol|cp\.async|mbarrier\.(arrive|init)|st\.(shared|global)"
@@ -59,3 +68,21 @@ def mistakes(ptx):
             yield f"in its own CTA, {line}", put(text.replace(PEER_BIT, "-8;"))
         if opcode.startswith("cp.async.bulk.tensor") and ".cta_group::2" in opcode:
             yield f"of one CTA, {line}", put(text.replace(".cta_group::2", ""))
+
+
+def unnoticed(ptx, run):
+    """(the number of mistakes in `ptx`, those that nothing noticed). run(ptx, schedule) returns what is stored."""
+    right, count, survivors = [stored.view(torch.uint8) for stored in run(ptx, "lazy")], 0, []
+
+    def noticed(text):
+        try:
+            found = (stored.view(torch.uint8) for s in SCHEDULES for stored in run(text, s))
+            return not all(torch.equal(a, b) for a, b in zip(found, right * len(SCHEDULES), strict=True))
+        except (EmulatorError, PtxError):
+            return True
+
+    for what, text in mistakes(ptx):
+        count += 1
+        if not noticed(text):
+            survivors.append(what)
+    return count, survivors

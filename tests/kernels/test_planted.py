@@ -9,7 +9,8 @@ pytest.importorskip("tvm_ffi", reason="the kernels' host code is TVM-FFI's")
 if shutil.which("cc") is None:
     pytest.skip("the emulator links the compiled host code with cc", allow_module_level=True)
 
-from tests.kernels.planted import mistakes, unnoticed
+from tests.emulator.mistakes import mistakes
+from tests.kernels.planted import unnoticed
 
 WAITING = """
     mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 %p1, [%r1+8], %r2, 10000000;

@@ -6,6 +6,9 @@ import re
 import pytest
 import torch
 
+if not torch.cuda.is_available():
+    pytest.skip("needs a GPU", allow_module_level=True)
+
 from moe_nvfp4 import NVFP4Experts, backends
 from moe_nvfp4.kernels import proof
 from moe_nvfp4.selftest.cases import batch_of, reference_of
