@@ -19,7 +19,7 @@ Every result is plain NVFP4 that any reader of the format decodes, so a recipe c
                    importance, E[x_k^2]: if columns of inputs are uncorrelated, the sum is the
                    error of the output (moe_nvfp4.quantize.importance).
 ``gptq``           Works on the experts of a layer at once, with the Hessians of their inputs for a text
-                   (moe_nvfp4.quantize.gptq).
+                   (moe_nvfp4.quantize.gptq). A matrix that is not `better` by it keeps the codes of mse.
 =================  ==============================================================================
 
 The global scale decides which block scales e4m3 can hold. With amax / (6 * 448), ``max`` gives the block
@@ -29,15 +29,28 @@ that has amax the largest e4m3 number, and no larger scale can be tried. So sear
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from moe_nvfp4.format import E4M3_MAX, SEARCH_SF_MAX, as_scale, check_x, encode, global_scale_for, pad_k, quantize
+from moe_nvfp4.format import (
+    E4M3_MAX,
+    SEARCH_SF_MAX,
+    as_scale,
+    check_x,
+    dequantize,
+    encode,
+    global_scale_for,
+    pad_k,
+    quantize,
+)
 from moe_nvfp4.quantize.gptq import quantize_gptq
 from moe_nvfp4.quantize.search import Candidates, best_scales, four_over_six, neighbours
+
+Quantized: TypeAlias = tuple[Tensor, Tensor, Tensor]  # codes, sf and global scales of matrices
 
 
 @dataclass(frozen=True)
@@ -145,6 +158,24 @@ def quantize_matrix(
     else:
         sf = best_scales(w, global_scale, chosen.candidates, importance)
         codes = encode(w, sf, of_rows, check=False)
+    return codes, sf, global_scale
+
+
+def better(w: Tensor, made: Quantized, other: Quantized, rows: Sequence[Tensor]) -> Quantized:
+    """Of two ways to quantize each of n matrices w, floating ``[n, N, K]``, the one with the smaller error of outputs.
+
+    made, other  codes, sf and global scales of the n matrices, as `quantize_matrix` returns them
+    rows         for each matrix inputs fp32 ``[r, K]`` from which neither was made; `other` is kept without any, and
+                 where both are equal
+    """
+
+    def error(of: Quantized, i: int) -> float:
+        codes, sf, global_scale = (t[i] for t in of)
+        change = dequantize(codes, sf, global_scale) - pad_k(w[i].detach().float())
+        return (pad_k(rows[i]) @ change.T).square().sum().item()
+
+    chosen = [made if error(made, i) < error(other, i) else other for i in range(len(w))]
+    codes, sf, global_scale = (torch.stack([of[part][i] for i, of in enumerate(chosen)]) for part in range(3))
     return codes, sf, global_scale
 
 

@@ -29,12 +29,14 @@ from moe_nvfp4.quantize.codes import CodesFolder
 from moe_nvfp4.quantize.convert import check_space, convert_checkpoint
 from moe_nvfp4.quantize.files import StagingDir, lock, unlock
 from moe_nvfp4.quantize.options import Options
-from moe_nvfp4.quantize.recipes import recipe_named
+from moe_nvfp4.quantize.recipes import better, quantize_matrix, recipe_named
 from moe_nvfp4.quantize.report import ConversionReport
 from moe_nvfp4.weights import is_four_over_six, is_quantized
 
 ENOUGH = 8  # rows for each column of a Hessian; with fewer, gptq overfits to the calibration text
 SAVE_EVERY = 60.0  # seconds between writes of the states that an interrupted run resumes from
+HELD_OUT = 8  # one row of so many is kept from an expert's sums, to judge what was made from them
+MOST_HELD = 256  # rows of an expert that are kept from its sums
 TOGETHER = 1 << 29  # elements of experts that are quantized at once
 
 Modules: TypeAlias = dict[str, tuple[nn.Module, ModuleLayout]]
@@ -44,7 +46,9 @@ Modules: TypeAlias = dict[str, tuple[nn.Module, ModuleLayout]]
 class _Sums:
     x: Tensor  # fp32 [E, H, H]
     h: Tensor  # fp32 [E, I, I]
-    rows: Tensor  # int64 [E]
+    rows: Tensor  # int64 [E], rows in the sums
+    held_x: list[Tensor]  # of each expert: rows [n, H] that are not in the sums
+    held_h: list[Tensor]  # rows [n, I]
 
 
 @dataclass(frozen=True)
@@ -52,7 +56,7 @@ class GptqReport:
     """What the experts saw.
 
     tokens   the tokens of all batches
-    rows     module -> int64 [E], the rows that each expert saw
+    rows     module -> int64 [E], the rows that each expert learned from
     columns  module -> the columns of its widest matrix
     """
 
@@ -76,7 +80,8 @@ class GptqReport:
 
 
 class HessianSums:
-    """A visitor (`statistics.watch`) that adds up x x^T and h h^T of every expert.
+    """A visitor (`statistics.watch`) that adds up x x^T and h h^T of every expert, and keeps the last rows of each
+    call, an eighth, to judge by.
 
     activations: with those of W4A4, rows are quantized first, as the layer will quantize them.
     """
@@ -89,10 +94,12 @@ class HessianSums:
         if name not in self.layers:
             self.layers[name] = _no_rows(layout, x.device)
         sums = self.layers[name]
-        for total, rows in ((sums.x[e], x), (sums.h[e], h)):
+        n = len(x) - min(len(x) // HELD_OUT, MOST_HELD - len(sums.held_x[e]))
+        for total, held, rows in ((sums.x[e], sums.held_x, x), (sums.h[e], sums.held_h, h)):
             rows = _as_nvfp4(rows, self.activations) if is_quantized(self.activations) else rows.float()
-            total.addmm_(rows.T, rows)
-        sums.rows[e] += len(x)
+            total.addmm_(rows[:n].T, rows[:n])
+            held[e] = torch.cat([held[e], rows[n:]])
+        sums.rows[e] += n
 
 
 def _as_nvfp4(rows: Tensor, activations: str) -> Tensor:
@@ -119,8 +126,9 @@ def shrink(sums: _Sums) -> None:
 
 
 def quantize_experts(module: nn.Module, layout: ModuleLayout, sums: _Sums, recipe: str = "gptq") -> dict[str, Tensor]:
-    """Quantize a dense experts `module` by a recipe that needs a text. Returns the parameters of `NVFP4Experts` by
-    name, on its device, and `rows`, int64 [E]. ValueError naming the projection that cannot be quantized."""
+    """Quantize a dense experts `module` by a recipe that needs a text; matrices that are not better by it, on rows that
+    it did not see, by the default recipe. Returns the parameters of `NVFP4Experts` by name, on its device, and `rows`,
+    int64 [E]. ValueError naming the projection that cannot be quantized."""
     make = recipe_named(recipe).from_hessians
     assert make is not None, "the callers asked the recipe"
     shrink(sums)
@@ -128,11 +136,13 @@ def quantize_experts(module: nn.Module, layout: ModuleLayout, sums: _Sums, recip
     step = max(1, TOGETHER // size)
     parts: dict[str, list[Tensor]] = {}
     matrices = list(dense_experts(module, layout))  # views
-    for i, (name, hessian) in enumerate(((layout.up_name, sums.x), ("down_proj", sums.h))):
+    of_names = ((layout.up_name, sums.x, _of_layer(sums.held_x)), ("down_proj", sums.h, sums.held_h))
+    for i, (name, hessian, held) in enumerate(of_names):
         for a in range(0, layout.num_experts, step):
             w = torch.stack([pair[i] for pair in matrices[a : a + step]])
             try:
-                codes, sf, scale = make(w, hessian[a : a + step])
+                made = make(w, hessian[a : a + step])
+                codes, sf, scale = better(w, made, quantize_matrix(nvfp4.pad_k(w)), held[a : a + step])
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from None
             tensors = {name: codes, f"{name}_sf": sf.view(torch.uint8)}
@@ -141,6 +151,12 @@ def quantize_experts(module: nn.Module, layout: ModuleLayout, sums: _Sums, recip
             for key, tensor in tensors.items():
                 parts.setdefault(key, []).append(tensor)
     return {key: torch.cat(tensors) for key, tensors in parts.items()} | {"rows": sums.rows}
+
+
+def _of_layer(held: list[Tensor]) -> list[Tensor]:
+    """Rows of x by expert. An expert without any gets those of all, since all experts read the same hidden states."""
+    every = torch.cat(held)
+    return [rows if len(rows) else every for rows in held]
 
 
 def gptq_model(
@@ -316,7 +332,8 @@ def _quantize_layer(
 def _no_rows(layout: ModuleLayout, device: torch.device | str) -> _Sums:
     E, H, I = layout.num_experts, layout.hidden_size, layout.intermediate_size
     new = lambda K: torch.zeros(E, K, K, dtype=torch.float32, device=device)
-    return _Sums(new(H), new(I), torch.zeros(E, dtype=torch.int64))
+    none = lambda K: [torch.zeros(0, K, dtype=torch.float32, device=device) for _ in range(E)]
+    return _Sums(new(H), new(I), torch.zeros(E, dtype=torch.int64), none(H), none(I))
 
 
 def _digest(batches: Sequence[Tensor]) -> str:

@@ -21,7 +21,7 @@ from moe_nvfp4.integrations.huggingface.gptq import HessianSums, convert_gptq, g
 from moe_nvfp4.integrations.huggingface.statistics import watch
 from moe_nvfp4.quantize.gptq import quantize_gptq
 from moe_nvfp4.quantize.options import Options
-from moe_nvfp4.quantize.recipes import quantize_matrix
+from moe_nvfp4.quantize.recipes import quantize_matrix, recipe_named
 from moe_nvfp4.quantize.verify import verify_checkpoint
 from tests.models import as_bytes, folder, gpt_oss, load, make, mixtral, nemotron_h, qwen3_moe, same_tensors, tensors
 
@@ -55,7 +55,10 @@ def test_hessians_are_those_of_a_loop(activations):
 
     for e in (0, 5):
         rows = x[(ids == e).any(dim=1)]
-        assert found.rows[e] == len(rows) > 2
+        rows, held = rows.split([len(rows) - len(rows) // 8, len(rows) // 8])  # the last eighth is to judge by
+        assert found.rows[e] == len(rows) > 2 and len(held) > 0
+        error = (found.held_x[e].double() - torch.stack([row(t) for t in held])).norm() / held.norm()
+        assert error < 1e-5 and found.held_h[e].shape == (len(held), 48)
         want_x, want_h = torch.zeros(64, 64).double(), torch.zeros(48, 48).double()
         for t in rows:
             gate, up = (experts.gate_up_proj[e] @ t).detach().chunk(2)
@@ -71,13 +74,48 @@ def test_rare_experts_lean_on_their_layer():
     g = torch.Generator().manual_seed(0)
     rows = [torch.randn(n, 8, generator=g) * torch.arange(1, 9) for n in (4000, 2, 0)]
     hessian = torch.stack([r.T @ r for r in rows])
-    sums = module._Sums(hessian.clone(), hessian.clone(), torch.tensor([4000, 2, 0]))
+    sums = module._Sums(hessian.clone(), hessian.clone(), torch.tensor([4000, 2, 0]), [], [])
     shrink(sums)
     average = hessian.sum(dim=0) / 4002
     for e, n in enumerate((4000, 2, 0)):
         want = hessian[e] + 8 * average
         torch.testing.assert_close(sums.x[e], want + 64 / 4000 * torch.diag(want.diagonal()))
         torch.testing.assert_close(sums.h[e], hessian[e] + 64 / max(n, 1) * torch.diag(hessian[e].diagonal()))
+
+
+def test_codes_stay_those_of_mse_where_they_are_better(monkeypatch):
+    """Expert 0's sums lack half of the directions that its other rows have, so that gptq moves errors into them; expert
+    1's are of the same kind as its other rows; expert 2 has no rows. Then a recipe that is worse everywhere."""
+    model = make(partial(qwen3_moe, experts=4), torch.float32)
+    experts, layout = dense_modules(model)["model.layers.0.mlp.experts"]
+    g = torch.Generator().manual_seed(0)
+    H, I = layout.hidden_size, layout.intermediate_size
+
+    def planted():
+        sums = module._no_rows(layout, "cpu")
+        sums.rows[:2] = 4000
+        for e in (0, 1):
+            for total, held, K in ((sums.x, sums.held_x, H), (sums.h, sums.held_h, I)):
+                few = torch.randn(4000, K // 4, generator=g) @ torch.randn(K // 4, K, generator=g)
+                total[e] = few.T @ few
+                held[e] = torch.randn(64, K, generator=g) if e == 0 else few[:64]
+        return sums
+
+    made = module.quantize_experts(experts, layout, planted())
+    mse = swap_experts(make(partial(qwen3_moe, experts=4), torch.float32), progress=False)
+    by_mse = dict(mse.model.layers[0].mlp.experts.named_parameters())
+    same = {(name, e): torch.equal(made[name][e], by_mse[name][e]) for name in ("gate_up_proj", "down_proj")
+            for e in (0, 1)}  # fmt: skip
+    assert same == {(name, e): e == 0 for name in ("gate_up_proj", "down_proj") for e in (0, 1)}
+
+    def zeros(w, hessian):
+        codes, sf, scale = quantize_gptq(w, hessian)
+        return torch.zeros_like(codes), sf, scale
+
+    monkeypatch.setattr(module, "recipe_named", lambda name: replace(recipe_named(name), from_hessians=zeros))
+    made = module.quantize_experts(experts, layout, planted())
+    for name in by_mse:
+        assert torch.equal(made[name][:2], by_mse[name].view(made[name].dtype)[:2]), name
 
 
 def outputs_error(w, codes, sf, global_scale, covariance):
@@ -93,7 +131,7 @@ def test_little_data_is_no_worse_than_weighted(rows):
     covariance = mixing @ mixing.T + torch.diag(torch.rand(64, generator=g).double() * 8)
     x = torch.randn(rows, 64, generator=g) @ torch.linalg.cholesky(covariance).T.float()
     w = torch.randn(96, 64, generator=g)
-    sums = module._Sums((x.T @ x)[None], (x.T @ x)[None], torch.tensor([rows]))
+    sums = module._Sums((x.T @ x)[None], (x.T @ x)[None], torch.tensor([rows]), [], [])
     by_weighted = quantize_matrix(w, "weighted", importance=x.square().mean(dim=0))
     weighted = outputs_error(w, *by_weighted, covariance)
     shrink(sums)
