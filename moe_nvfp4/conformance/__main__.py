@@ -23,6 +23,7 @@ from moe_nvfp4 import __version__
 from moe_nvfp4.conformance.adapters import ADAPTERS, Adapter
 from moe_nvfp4.conformance.expected import Expected, expected
 from moe_nvfp4.conformance.vectors import RECIPES, Case, Given, make
+from moe_nvfp4.devices import usable_device
 from moe_nvfp4.environment import cpu_name
 from moe_nvfp4.selftest.compare import Finding, Limit, compare
 from moe_nvfp4.selftest.report import scrubbed
@@ -35,8 +36,11 @@ def judge(case: Case, want: Expected, function: Callable[[Given], Any], device: 
             y = function(case.on(device))
     except NotImplementedError as refusal:
         return Finding(case.name, None, scrubbed(str(refusal)))
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         return Finding(case.name, False, scrubbed(f"{type(error).__name__}: {error}")[:300])
+    if not isinstance(y, torch.Tensor) or not y.is_floating_point() or y.layout != torch.strided or y.is_meta:
+        got = f"{y.dtype}, {y.layout}, on {y.device}" if isinstance(y, torch.Tensor) else type(y).__name__
+        return Finding(case.name, False, f"the result is no dense tensor of floating-point numbers: {got}")
     found = compare(case.name, y, torch.from_numpy(want.y), Limit(want.of_all, np.inf))
     if not found.right:
         return found
@@ -56,7 +60,10 @@ def named(name: str) -> Adapter:
     if not function:
         raise ValueError(f"{name!r} is neither MODULE:FUNCTION nor an adapter: {', '.join(map(repr, ADAPTERS))}")
     sys.path.insert(0, os.getcwd())
-    return Adapter(getattr(importlib.import_module(module), function))
+    found = getattr(importlib.import_module(module), function)
+    if not callable(found) or isinstance(found, type):
+        raise ValueError(f"{name!r} is {found!r:.100}, no function: name one that takes a Given and returns y")
+    return Adapter(found)
 
 
 def run(names: list[str], device: torch.device) -> Iterator[dict[str, Any]]:
@@ -98,18 +105,20 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found to FILE")
     parser.add_argument("--write", type=Path, metavar="DIR", help="write the cases as safetensors, and run nothing")
     args = parser.parse_args(argv)
-    if args.write is not None:
-        write(args.write)
-        return 0
     try:
-        results = list(run(args.implementation, torch.device(args.device)))
-    except (ValueError, ImportError, AttributeError) as error:
+        if args.write is not None:
+            write(args.write)
+            return 0
+        if args.json is not None and (args.json.is_dir() or not os.access(args.json.parent, os.W_OK)):
+            raise ValueError(f"{args.json} cannot be written: name a file in a folder that can")
+        results = list(run(args.implementation, usable_device(args.device)))
+    except (ValueError, ImportError, AttributeError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    wrong = 0
+    wrong = ran = 0
     for result in results:
         counts = {right: sum(case["right"] is right for case in result["cases"]) for right in (True, False, None)}
-        wrong += counts[False]
+        wrong, ran = wrong + counts[False], ran + counts[True] + counts[False]
         if result["unavailable"]:
             print(f"{result['name']}: {result['unavailable']}")
             continue
@@ -120,6 +129,9 @@ def main(argv: list[str] | None = None) -> int:
     if args.json is not None:
         found = {"library": __version__, "date": str(date.today()), "results": results}
         args.json.write_text(json.dumps(found, indent=1) + "\n", "utf-8")
+    if not ran:
+        print("error: no case was run, so nothing is known", file=sys.stderr)
+        return 2
     return int(wrong > 0)
 
 

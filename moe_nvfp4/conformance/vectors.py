@@ -162,8 +162,8 @@ class Case:
         return digest.hexdigest()
 
     def on(self, device: torch.device | str) -> Given:
-        """The tensors that a function gets."""
-        found: dict[str, Any] = {name: torch.from_numpy(array).to(device) for name, array in self.arrays().items()}
+        """The tensors that a function gets: copies, since it may change them in place."""
+        found: dict[str, Any] = {name: torch.tensor(array, device=device) for name, array in self.arrays().items()}
         for name in {"x", "bias13", "bias2"} & set(found):
             found[name] = found[name].to(torch.bfloat16)  # exact
         absent = dict.fromkeys(set(Given._fields) - set(found))

@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 
 import pytest
 import torch
@@ -174,6 +175,7 @@ def test_the_command(tmp_path, monkeypatch, capsys):
         "def experts(given): return given.x\ndef none(given): raise NotImplementedError('no')"
     )
     monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
     monkeypatch.setattr(runner, "RECIPES", {name: vectors.RECIPES[name] for name in ("plain", "W4A4")})
     assert runner.main(["mine:experts", "mine:none", "--json", "found.json"]) == 1
     said = capsys.readouterr().out
@@ -185,6 +187,50 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     assert runner.main(["--write", "cases"]) == 0
     files = load_file(tmp_path / "cases/plain.safetensors")
     assert files["y"].dtype == torch.float64 and files["codes13"].shape == (8, 256, 128)
+
+
+@pytest.mark.parametrize("result, why", [
+    (lambda y: None, "NoneType"), (lambda y: (y,), "tuple"), (lambda y: y.float().numpy(), "ndarray"),
+    (lambda y: y.to(torch.complex64), "complex64"), (lambda y: y.long(), "int64"), (lambda y: y.to("meta"), "on meta"),
+    (lambda y: y.to_sparse(), "sparse"), (lambda y: sys.exit(0), "SystemExit"), (lambda y: y.T, "shape"),
+    (lambda y: y * math.nan, "NaN"),
+], ids=["none", "tuple", "array", "complex", "integers", "meta", "sparse", "exit", "transposed", "nan"])  # fmt: skip
+def test_results_of_another_kind(result, why, wanted):
+    """They are wrong, and end nothing: other implementations are judged."""
+    found = runner.judge(*wanted("plain"), lambda given: result(right(given)), CPU)
+    assert found.right is False and why in found.why, found
+
+
+def test_functions_that_change_their_inputs(wanted):
+    """Such as those that bring weights into another layout in place: the next one gets the case as it was."""
+
+    def function(given):
+        y = right(given)
+        for tensor in given:
+            if isinstance(tensor, torch.Tensor):
+                tensor.zero_()
+        return y
+
+    for implementation in (function, right):
+        assert runner.judge(*wanted("absent experts"), implementation, CPU).right
+
+
+@pytest.mark.parametrize("arguments, message", [
+    (["mine:none"], "no case was run"), (["mine:number"], "is 3, no function"), (["mine:Experts"], "no function"),
+    (["moe_nvfp4, reference", "--device", "nothing"], "'nothing' is not a device"),
+    (["moe_nvfp4, reference", "--device", "meta"], "'meta' has shapes but no numbers"),
+    (["moe_nvfp4, reference", "--json", "there/is/none.json"], "cannot be written"),
+    (["--write", "mine.py/cases"], "Not a directory"),
+])  # fmt: skip
+def test_what_cannot_be_run_is_no_success(arguments, message, tmp_path, monkeypatch, capsys):
+    (tmp_path / "mine.py").write_text(
+        "def none(given): raise NotImplementedError('no')\nnumber = 3\nclass Experts: pass\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
+    monkeypatch.setattr(runner, "RECIPES", {"plain": vectors.RECIPES["plain"]})
+    assert runner.main(arguments) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_other_numbers_are_noticed(monkeypatch):
