@@ -10,8 +10,10 @@ from __future__ import annotations
 import json
 import os
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from http.client import HTTPException
 from string import ascii_uppercase
 from typing import Any, NamedTuple
@@ -46,6 +48,13 @@ class Refused(Exception):
     """The server does not take a request: its HTTP status and what it says."""
 
 
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """urllib would follow with a GET of another address, and give that one the key."""
+
+    def redirect_request(self, *args: Any) -> None:
+        return None
+
+
 class Endpoint:
     """An OpenAI endpoint at `url`, such as http://127.0.0.1:8000; model: its name there, or None for the only one. A
     key is sent if OPENAI_API_KEY is set."""
@@ -53,6 +62,10 @@ class Endpoint:
     def __init__(self, url: str, model: str | None = None):
         if not url.startswith(("http://", "https://")):
             raise ValueError(f"--server {url}: an address begins with http:// or https://: http://127.0.0.1:8000")
+        try:
+            urllib.parse.urlsplit(url)
+        except ValueError as error:
+            raise ValueError(f"--server {url}: {error}; an address is like http://127.0.0.1:8000") from None
         self.url, self.model = url.rstrip("/").removesuffix("/v1"), model
 
     def post(self, path: str, **body: Any) -> dict[str, Any]:
@@ -69,25 +82,33 @@ class Endpoint:
 
     def _open(self, path: str, data: bytes | None = None) -> dict[str, Any]:
         headers = {"Content-Type": "application/json"}
-        if key := os.environ.get("OPENAI_API_KEY"):
+        if key := os.environ.get("OPENAI_API_KEY", "").strip():
+            if not (key.isascii() and key.isprintable()):
+                raise ValueError("OPENAI_API_KEY has a line break, or characters that are not ASCII: set it to the key")
             headers["Authorization"] = f"Bearer {key}"
-        request = urllib.request.Request(self.url + path, data, headers)
         try:
-            with urllib.request.urlopen(request, timeout=TIMEOUT) as answer:
-                found = json.load(answer)
+            request = urllib.request.Request(self.url + path, data, headers)
+            with urllib.request.build_opener(_NoRedirects).open(request, timeout=TIMEOUT) as answer:
+                body = answer.read()
         except urllib.error.HTTPError as error:
             said = error.read().decode("utf-8", "replace")
+            if place := error.headers.get("Location"):
+                raise ValueError(
+                    f"{self.url} redirects to {place} (HTTP {error.code}): write the address of the server itself"
+                ) from None
             if error.code in (401, 403):
                 raise ValueError(
                     f"{self.url} refuses (HTTP {error.code}): set OPENAI_API_KEY to a key that it takes"
                 ) from None
             raise Refused(f"HTTP {error.code}: {_message(said)}") from None
-        except (OSError, HTTPException) as error:
+        except (OSError, HTTPException, UnicodeError) as error:
             why = getattr(error, "reason", None) or error
             raise ConnectionError(
                 f"no server answers at {self.url} ({why}): start one (moe-nvfp4 serve FOLDER), or write its address"
             ) from None
-        except ValueError:
+        try:
+            found = json.loads(body)
+        except (ValueError, RecursionError):
             raise Refused("its answer is not JSON") from None
         if not isinstance(found, dict):
             raise Refused("its answer is not an object")
@@ -137,13 +158,14 @@ def _prompts(server: Endpoint, tokenizer: Any, windows: list[Tensor]) -> Iterato
     """The log-probability of every token but the first."""
     for ids in windows:
         answer = server.post("/v1/completions", prompt=ids.tolist(), max_tokens=1, temperature=0, echo=True, logprobs=1)
-        found = _logprobs(answer)
-        values, words = found.get("token_logprobs") or [], found.get("tokens") or []
-        if len(values) < len(ids):
-            raise Refused(f"{len(values)} log-probabilities for a prompt of {len(ids)} tokens")
-        _check_words(words[: len(ids)], ids, tokenizer)
-        last = len(ids) - 1
-        yield Asked(ids, torch.arange(last), ids[1:, None], _numbers(values[1 : last + 1])[:, None])
+        with _another_form():
+            found = _logprobs(answer)
+            values, words = found.get("token_logprobs") or [], found.get("tokens") or []
+            if len(values) < len(ids):
+                raise Refused(f"{len(values)} log-probabilities for a prompt of {len(ids)} tokens")
+            numbers, words = _numbers(values[1 : len(ids)]), list(words)[: len(ids)]
+        _check_words(words, ids, tokenizer)
+        yield Asked(ids, torch.arange(len(ids) - 1), ids[1:, None], numbers[:, None])
 
 
 def _next_tokens(server: Endpoint, tokenizer: Any, windows: list[Tensor]) -> Iterator[Asked]:
@@ -154,20 +176,16 @@ def _next_tokens(server: Endpoint, tokenizer: Any, windows: list[Tensor]) -> Ite
         tokens, logprobs = torch.zeros(len(rows), NEXT, dtype=torch.int64), torch.full((len(rows), NEXT), torch.nan)
         for i, row in enumerate(rows):
             prompt = ids[: row + 1].tolist()
-            found = _logprobs(server.post("/v1/completions", prompt=prompt, max_tokens=1, temperature=0, logprobs=NEXT))
-            if content := found.get("content"):  # llama.cpp's form
-                pairs = [(top.get("id"), top["token"], top["logprob"]) for top in content[0]["top_logprobs"]]
-            elif tops := found.get("top_logprobs"):
-                pairs = [(None, word, logprob) for word, logprob in tops[0].items()]
-            else:
-                raise Refused("no log-probabilities in its answer")
-            if known is None:
-                known = _words(tokenizer)
-            of = {known.get(word, -1) if token is None else token: value for token, word, value in pairs[:NEXT]}
-            of.pop(-1, None)
-            if not of or max(of) >= len(tokenizer):
+            answer = server.post("/v1/completions", prompt=prompt, max_tokens=1, temperature=0, logprobs=NEXT)
+            known = _words(tokenizer) if known is None else known
+            with _another_form():
+                pairs = _likeliest(_logprobs(answer))[:NEXT]
+                of = {known.get(word, -1) if token is None else int(token): value for token, word, value in pairs}
+                of.pop(-1, None)
+                numbers = _numbers(of.values())
+            if not of or min(of) < 0 or max(of) >= len(tokenizer):
                 raise _other_vocabulary(pairs[0][1])
-            tokens[i, : len(of)], logprobs[i, : len(of)] = torch.tensor([*of]), _numbers(of.values()).float()
+            tokens[i, : len(of)], logprobs[i, : len(of)] = torch.tensor([*of]), numbers.float()
         yield Asked(ids, torch.tensor(rows), tokens, logprobs.double())
 
 
@@ -192,19 +210,16 @@ def _decisions(server: Endpoint, tokenizer: Any, windows: list[Tensor]) -> Itera
             labels = label_token_ids(tokenizer, tuple(ascii_uppercase))
         except ValueError as error:
             raise Refused(f"this folder's tokenizer cannot ask it ({error})") from None
-        try:
+        with _another_form():
             found = answer["answers"]["next"]["probabilities"]
-            values, tokens = [found[option] for option in options], answer["usage"]["input_tokens"]
-        except (KeyError, TypeError):
-            raise Refused("no probabilities in its answer") from None
+            values, tokens = _numbers(found[option] for option in options), answer["usage"]["input_tokens"]
         ids = inputs["input_ids"][0]
         if tokens != len(ids):
             raise ValueError(
                 f"the server makes {tokens} tokens of a question, this folder's tokenizer {len(ids)}: it has another "
                 "tokenizer or chat template; serve this folder, or verify the folder that is served"
             )
-        logprobs = _numbers(values).log()[None]
-        yield Asked(ids, torch.tensor([len(ids) - 1]), torch.tensor([labels]), logprobs, among=True)
+        yield Asked(ids, torch.tensor([len(ids) - 1]), torch.tensor([labels]), values.log()[None], among=True)
 
 
 WAYS: dict[str, Callable[[Endpoint, Any, list[Tensor]], Iterator[Asked]]] = {
@@ -214,14 +229,31 @@ WAYS: dict[str, Callable[[Endpoint, Any, list[Tensor]], Iterator[Asked]]] = {
 }
 
 
-def _logprobs(answer: dict[str, Any]) -> dict[str, Any]:
+@contextmanager
+def _another_form() -> Iterator[None]:
+    """`Refused` where an answer cannot be read: nothing in it is what it should be by the API."""
     try:
-        found = answer["choices"][0]["logprobs"]
-    except (KeyError, IndexError, TypeError):
-        found = None
+        yield
+    except (LookupError, TypeError, AttributeError, ValueError, OverflowError):
+        raise Refused("no log-probabilities in its answer, or in another form") from None
+
+
+def _logprobs(answer: dict[str, Any]) -> dict[str, Any]:
+    found = answer["choices"][0]["logprobs"]
     if not isinstance(found, dict):
         raise Refused("no log-probabilities in its answer")
     return found
+
+
+def _likeliest(found: dict[str, Any]) -> list[tuple[int | None, str, float]]:
+    """(id, text, log-probability) of the likeliest next tokens."""
+    if content := found.get("content"):  # llama.cpp's form
+        pairs = [(top.get("id"), top["token"], top["logprob"]) for top in content[0]["top_logprobs"]]
+    else:
+        pairs = [(None, word, logprob) for word, logprob in found["top_logprobs"][0].items()]
+    if not pairs:
+        raise Refused("no log-probabilities in its answer")
+    return pairs
 
 
 def _numbers(values: Iterable[Any]) -> Tensor:

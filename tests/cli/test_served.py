@@ -202,6 +202,55 @@ def test_numbers_that_are_none(separate, capsys):
         assert "are no numbers" in capsys.readouterr().out.splitlines()[-1]
 
 
+def top(**changes):
+    return {"content": [{"top_logprobs": [{"id": 5, "token": "a", "logprob": -1.0} | changes]}]}
+
+
+@pytest.mark.parametrize("found", [
+    {"token_logprobs": 5}, {"token_logprobs": ["a"] * 99}, {"token_logprobs": [[1]] * 99},
+    {"token_logprobs": [10**400] * 99}, {"token_logprobs": [-1.0] * 99, "tokens": 3}, {"content": 5},
+    {"content": [{}]}, {"content": [{"top_logprobs": []}]}, top(id="a"), top(logprob="x"),
+    {"content": [{"top_logprobs": [{"id": 3}]}]}, {"top_logprobs": [{}]}, {"top_logprobs": [None]},
+    {"top_logprobs": [["a", 1]]}, top(id=-5), top(id=10**6),
+], ids=lambda found: json.dumps(found)[:50])  # fmt: skip
+def test_answers_in_another_form(found, separate, capsys):
+    with serving(None, lambda model, body: found) as (_, url):
+        said = mistake(["verify", "--server", url, separate], capsys)
+    assert "gives no log-probabilities" in said or "it serves another model" in said
+
+
+@pytest.mark.parametrize("status, headers, body, message", [
+    (200, {}, b"data: {}", "its answer is not JSON"), (200, {}, b"[" * 100_000, "its answer is not JSON"),
+    (301, {"Location": "http://127.0.0.1:1/v1"}, b"", "redirects to http://127.0.0.1:1/v1 (HTTP 301): write the addr"),
+])  # fmt: skip
+def test_answers_of_other_servers(status, headers, body, message, separate, monkeypatch, capsys):
+    def answer(self):
+        self.send_response(status)
+        for name, value in {"Content-Length": str(len(body)), **headers}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body)
+
+    monkeypatch.setattr(Handler, "do_POST", answer)
+    with serving(None) as (_, url):
+        assert message in mistake(["verify", "--server", url, separate], capsys)
+
+
+def test_keys_and_addresses_that_are_none(separate, monkeypatch, capsys):
+    """urllib's errors of these are ValueErrors, as are those of JSON; one of them shows the key."""
+    with serving(separate) as (server, url):
+        monkeypatch.setenv("OPENAI_API_KEY", "secret\n")  # as from a file
+        verdict(capsys, 0, "--server", url, separate)
+        assert server.requests[-1][2]["Authorization"] == "Bearer secret"
+        monkeypatch.setenv("OPENAI_API_KEY", "se\ncret")
+        said = mistake(["verify", "--server", url, separate], capsys)
+        assert "OPENAI_API_KEY has a line break" in said and "cret" not in said
+    monkeypatch.delenv("OPENAI_API_KEY")
+    for address in ("http://[::1", "http://a\tb:1", "http://"):
+        said = mistake(["verify", "--server", address, separate], capsys)
+        assert "an address is like" in said or "no server answers at" in said
+
+
 def test_what_cannot_be_asked_is_an_error(separate, folder, monkeypatch, capsys):
     def error(*args):
         return mistake(["verify", *args], capsys)
