@@ -19,7 +19,7 @@ from moe_nvfp4.quantize.dialects import (
     QuantizationInfo,
     read_config,
 )
-from moe_nvfp4.quantize.files import Checkpoint, TensorSlice, expert_counts, read_json
+from moe_nvfp4.quantize.files import INDEX, Checkpoint, TensorSlice, expert_counts, read_json
 from moe_nvfp4.quantize.importance import Importance
 from moe_nvfp4.quantize.jobs import (
     Job,
@@ -198,11 +198,20 @@ def plan(checkpoint: Checkpoint, options: Options) -> ConversionPlan:
     skipped = {name: draft.skipped[name] for name in sorted(draft.skipped, key=by_number)}
     unmatched = tuple(p for p in patterns if not any(_names(p, module) for module in draft.modules)
                       and (draft.unmatched is None or p not in options.exclude or p in draft.unmatched))  # fmt: skip
+    jobs = tuple(_in_files_that_load(draft))
     return ConversionPlan(
-        draft.source, options, tuple(draft.jobs), config, draft.matrices, frozenset(draft.linears), draft.carried,
+        draft.source, options, jobs, config, draft.matrices, frozenset(draft.linears), draft.carried,
         draft.dequantized, tuple(draft.left), draft.copies, draft.scales, skipped, modules, unmatched, draft.rescaled,
         draft.unchanged,
     )  # fmt: skip
+
+
+def _in_files_that_load(draft: _Draft) -> list[Job]:
+    """The jobs. Where there is no index, readers look for model.safetensors only; the source's one file may be named
+    otherwise (model.fp16.safetensors)."""
+    if (draft.source.folder / INDEX).is_file():
+        return draft.jobs
+    return [replace(job, shard="model.safetensors") for job in draft.jobs]
 
 
 def _importance_for_files(source: Checkpoint, importance: Importance) -> Importance:

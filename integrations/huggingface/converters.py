@@ -42,14 +42,20 @@ class QuantizingConverter(WeightConverter):
 
     It works expert by expert, before merging if the file has one tensor per expert, so that a layer's bf16 weights are
     never in memory together. Its errors leave `from_pretrained` unchanged (transformers collects those of operations).
+
+    PEFT makes converters of its class for the adapters of experts; these have no `owner`, and quantize nothing.
     """
 
-    def __init__(
-        self, owner: Conversions, sources: Sequence[str], targets: Sequence[str], operations: list[ConversionOps],
+    owner: Conversions | None = None
+
+    @classmethod
+    def of(
+        cls, owner: Conversions, sources: Sequence[str], targets: Sequence[str], operations: list[ConversionOps],
         force_cpu: bool = False,
-    ):  # fmt: skip
-        super().__init__(list(sources), list(targets), operations, force_cpu)
-        self.owner = owner
+    ) -> QuantizingConverter:  # fmt: skip
+        new = cls(list(sources), list(targets), operations, force_cpu)
+        new.owner = owner
+        return new
 
     @classmethod
     def like(cls, owner: Conversions, c: WeightConverter) -> QuantizingConverter:
@@ -57,7 +63,7 @@ class QuantizingConverter(WeightConverter):
         sources, targets = c._original_source_patterns, c._original_target_patterns
         turned = [isinstance(op, Transpose) and op.check_dims for op in c.operations]
         operations = [_Turned(owner, op) if turn else op for turn, op in zip(turned, c.operations, strict=True)]
-        new = cls(owner, sources, targets, operations, c.force_cpu)
+        new = cls.of(owner, sources, targets, operations, c.force_cpu)
         new.scope_prefix, new.base_model_prefix = c.scope_prefix, c.base_model_prefix
         return new
 
@@ -67,11 +73,13 @@ class QuantizingConverter(WeightConverter):
     def _scoped_match(self, source_key: str) -> Any:
         match = super()._scoped_match(source_key)
         # `down_proj` must not match `down_proj_bias`: older transformers have no name boundary
-        return match if match and match[2].end() == len(match[1]) else None
+        return match if not self.owner or match and match[2].end() == len(match[1]) else None
 
     def convert(
         self, layer_name: str, model: Any = None, config: Any = None, hf_quantizer: Any = None, loading_info: Any = None
     ) -> dict[str, Tensor]:
+        if self.owner is None:
+            return super().convert(layer_name, model, config, hf_quantizer, loading_info)
         module_name, _, name = layer_name.rpartition(".")
         experts = self.owner.experts.get(module_name)
         self.quantization_operation = None
@@ -246,9 +254,9 @@ class Conversions:
         if experts.source_class.__name__ == "DbrxExperts":
             sources = [f"{module}.mlp.{part}" for part in (("w1", "v1") if name == "gate_up_proj" else ("w2",))]
             operation = _Stacked(experts.layout.num_experts)
-        found = [QuantizingConverter(self, sources, [target], [operation])]
+        found = [QuantizingConverter.of(self, sources, [target], [operation])]
         if experts.layout.bias is not None and experts.layout.interleaved and name == "gate_up_proj":
-            found.append(QuantizingConverter(self, [f"{target}_bias"], [f"{target}_bias"], [_Stacked()]))
+            found.append(QuantizingConverter.of(self, [f"{target}_bias"], [f"{target}_bias"], [_Stacked()]))
         return found
 
     def for_saving(self, used: list) -> list:

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from moe_nvfp4.quantize.dialects import GLOBAL_SCALES, MODELOPT, Dialect, dialect_of_files
-from moe_nvfp4.quantize.files import Checkpoint, TensorSlice, read_tensors
+from moe_nvfp4.quantize.files import INDEX, Checkpoint, TensorSlice, read_json, read_tensors
 from moe_nvfp4.quantize.layouts import ExpertLayout, nvfp4
 from moe_nvfp4.quantize.model import ModelTensors
 from moe_nvfp4.quantize.names import DENSE, KV_SCALE, PER_EXPERT, PRE_QUANT_SCALE, is_scale, projections
@@ -61,7 +61,15 @@ class CheckpointLayout:
 
 
 def open_files(files: Iterable[str | os.PathLike], model: Any) -> Checkpoint:
-    """The files that transformers is about to load into `model`."""
+    """The files that transformers is about to load into `model`. ValueError where a sharded checkpoint is beside them,
+    which may be the newer one: saving one leaves an older model.safetensors, and transformers prefers that."""
+    files = [Path(file) for file in files]
+    index = files[0].with_name(INDEX) if [file.name for file in files] == ["model.safetensors"] else None
+    if index is not None and index.is_file():
+        shards = {index.with_name(str(name)) for name in (read_json(index).get("weight_map") or {}).values()}
+        if files[0] not in shards and all(shard.is_file() for shard in shards):
+            raise ValueError(f"{index.parent} has model.safetensors and {INDEX}: two checkpoints are mixed; keep one "
+                             "of them")  # fmt: skip
     tensors = read_tensors(files)
     config = model.config.get_text_config()
     if identity := getattr(config, "zero_expert_num", 0):

@@ -425,8 +425,11 @@ class MoeNvfp4Quantizer(HfQuantizer):
 
     def _check_savable(self, model: Any) -> None:
         """NotImplementedError for experts that stay in files, for layers of several activations, and for a model that
-        FSDP has split, not transformers (it gathers)."""
+        FSDP has split, not transformers (it gathers); ValueError for parameters without numbers."""
         adapters = getattr(model, "_hf_peft_config_loaded", False)  # only these are saved then
+        no_numbers = next((name for name, p in model.named_parameters() if p.is_meta), None)
+        if no_numbers and not adapters and not hasattr(model, "hf_device_map"):  # with it they are offloaded
+            raise ValueError(f"{no_numbers} is on the meta device, where there are no numbers to save: load the model")
         if not adapters and any(isinstance(m, HFExperts) and m.mapped for m in model.modules()):
             raise NotImplementedError(SAVED)
         if not adapters and len(found := _activations(model)) > 1:

@@ -111,7 +111,9 @@ def path(text: str) -> Path:
 
 
 def check_writable(path: Path) -> None:
-    """ValueError if the file or folder `path` cannot be created; to be asked before the work, not after it."""
+    """ValueError if the file `path`, or a new folder, cannot be made; to be asked before the work, not after it."""
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder: name a file")
     place = next(parent for parent in path.absolute().parents if parent.exists())
     if not (place.is_dir() and os.access(place, os.W_OK)):
         raise ValueError(f"{path} cannot be written: {place} is read-only or not a folder; name another place")

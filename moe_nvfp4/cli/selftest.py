@@ -6,7 +6,7 @@ import argparse
 import json
 from pathlib import Path
 
-from moe_nvfp4.cli.options import Commands, add_json, command
+from moe_nvfp4.cli.options import Commands, add_json, check_writable, command
 from moe_nvfp4.cli.output import note, say, show_json, table
 
 
@@ -34,6 +34,8 @@ def run(args: argparse.Namespace) -> None:
     from moe_nvfp4.selftest import report
     from moe_nvfp4.selftest.run import candidates, run, run_speed
 
+    if args.report is not None:
+        check_writable(args.report)
     if args.report is not None and not args.report.parent.is_dir():
         raise ValueError(f"--report {args.report}: the folder {args.report.parent} does not exist: create it")
     if args.device is not None:

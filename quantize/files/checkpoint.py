@@ -223,6 +223,10 @@ def _check_sizes(path: Path, config: Mapping, shapes: Mapping[str, tuple[int, ..
 def _read_config(path: Path) -> dict:
     """The config in `path`. ValueError where an entry has another type than its name says; transformers checks the
     other entries."""
+    if (adapter := path.with_name("adapter_config.json")).is_file():
+        raise ValueError(f"{adapter} is an adapter's: transformers would load its base model and it, not the files "
+                         "here. Merge it into them (PEFT's merge_and_unload, then save_pretrained), or move the "
+                         "adapter to another folder")  # fmt: skip
     config = read_json(path)
     _check_objects(path, config)
     for part in sub_configs(config):

@@ -120,6 +120,7 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     said = capsys.readouterr()
     assert "WRONG: a case: element [0, 0]" in said.out and "do not use these kernels" in said.err
     assert main(["selftest", "--report", "missing/mine.json"]) == 2
+    assert main(["selftest", "--report", "."]) == 2  # before all cases ran
     assert "does not exist" in capsys.readouterr().err
 
 

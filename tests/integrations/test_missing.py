@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from argparse import Namespace
 
 import pytest
@@ -156,6 +157,30 @@ def test_weights_that_are_no_floating_point_numbers(dtype, family, name, tmp_pat
     ):
         with pytest.raises(ValueError, match=f"^{name} .*(I32|BOOL|F8_E4M3|F8_E5M2)"):
             read()
+    assert not (tmp_path / "new").exists()
+
+
+def test_an_older_file_beside_shards(tmp_path):
+    """transformers reads model.safetensors, and leaves it there when it saves shards. It removes shards when it saves
+    one file, but not their index."""
+    source = folder(tmp_path, qwen3_moe)
+    model = load(source, quantization_config=MoeNvfp4Config())
+    path, settings = tmp_path / "new", {"quantization_config": MoeNvfp4Config()}
+    for model, kwargs in ((model, {}), (load(source), settings)):  # noqa: B020
+        model.save_pretrained(path, max_shard_size="50KB")
+        model.save_pretrained(path)
+        assert torch.equal(logits(load(path, **kwargs)), logits(load(source, **settings)))
+        model.save_pretrained(path, max_shard_size="50KB")
+        with pytest.raises(ValueError, match="has model.safetensors and .*index.json: two checkpoints are mixed"):
+            load(path, **kwargs)
+        shutil.rmtree(path)
+
+
+def test_models_on_meta_are_not_saved(tmp_path):
+    model = load(folder(tmp_path, qwen3_moe), quantization_config=MoeNvfp4Config())
+    model.model.layers[1].mlp.experts.to("meta")
+    with pytest.raises(ValueError, match="layers.1.mlp.experts.gate_up_proj is on the meta device, where there are no"):
+        model.save_pretrained(tmp_path / "new")
     assert not (tmp_path / "new").exists()
 
 

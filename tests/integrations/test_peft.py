@@ -36,6 +36,7 @@ from tests.common import relative_error  # noqa: E402
 from tests.folders import awq, is_linear, quantized  # noqa: E402
 from tests.models import (  # noqa: E402
     IDS,
+    folder,
     gemma4,
     gpt_oss,
     granite,
@@ -106,6 +107,20 @@ def test_adapters_of_dense_experts_load_onto_4bit_ones_and_back(family, tmp_path
     mine.save_pretrained(tmp_path / "4bit")
     back = PeftModel.from_pretrained(dense.unload(), tmp_path / "4bit")
     assert relative_error(logits(back), logits(mine)) < CLOSE
+
+
+@pytest.mark.parametrize("family", [qwen3_moe, gpt_oss])
+def test_a_folder_of_an_adapter_is_loaded_as_its_base(family, tmp_path):
+    """transformers loads the base that the folder names, quantizes it, and adds the adapter."""
+    base = folder(tmp_path, family)
+    dense = get_peft_model(load(base), config())
+    dense.peft_config["default"].base_model_name_or_path = str(base)
+    dense.save_pretrained(tmp_path / "adapter")
+    model = load(tmp_path / "adapter", quantization_config=MoeNvfp4Config())
+    want = load(base, quantization_config=MoeNvfp4Config())
+    without = logits(want)
+    want.load_adapter(tmp_path / "adapter")
+    assert torch.equal(logits(model), logits(want)) and not torch.equal(logits(want), without)
 
 
 def test_routers_norms_and_embeddings_get_their_gradients():

@@ -177,6 +177,19 @@ def test_what_is_one_checkpoint(tmp_path):
     (path / "model-00001-of-00001.safetensors").rename(path / "adapter.safetensors")
     found = open_checkpoint(path)
     assert [*found.tensors] == ["b"] and [f.name for f in found.ignored] == ["adapter.safetensors"]
+    (path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ValueError, match="would load its base model and it, not the files here"):
+        open_checkpoint(path)
+
+
+@pytest.mark.parametrize("name", ["model.fp16.safetensors", "model-00001-of-00001.safetensors"])
+def test_new_files_have_the_name_that_readers_look_for(name, tmp_path):
+    """They look for model.safetensors where there is no index."""
+    source = folder(tmp_path / "a", experts(E=2))
+    (source / "model.safetensors").rename(source / name)
+    path = converted(source, tmp_path / "b")
+    assert sorted(file.name for file in path.glob("*.safetensors")) == ["model.safetensors"]
+    verify_checkpoint(path, source)
 
 
 E3 = "model.layers.0.mlp.experts.3"
