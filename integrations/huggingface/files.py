@@ -63,14 +63,14 @@ class CheckpointLayout:
 def open_files(files: Iterable[str | os.PathLike], model: Any) -> Checkpoint:
     """The files that transformers is about to load into `model`. ValueError where a sharded checkpoint is beside them,
     which may be the newer one: saving one leaves an older model.safetensors, and transformers prefers that."""
-    files = [Path(file) for file in files]
-    index = files[0].with_name(INDEX) if [file.name for file in files] == ["model.safetensors"] else None
+    paths = [Path(file) for file in files]
+    index = paths[0].with_name(INDEX) if [path.name for path in paths] == ["model.safetensors"] else None
     if index is not None and index.is_file():
         shards = {index.with_name(str(name)) for name in (read_json(index).get("weight_map") or {}).values()}
-        if files[0] not in shards and all(shard.is_file() for shard in shards):
+        if paths[0] not in shards and all(shard.is_file() for shard in shards):
             raise ValueError(f"{index.parent} has model.safetensors and {INDEX}: two checkpoints are mixed; keep one "
                              "of them")  # fmt: skip
-    tensors = read_tensors(files)
+    tensors = read_tensors(paths)
     config = model.config.get_text_config()
     if identity := getattr(config, "zero_expert_num", 0):
         # transformers' LongCat has gate and up for the experts that return their input, too, and saves them
