@@ -49,6 +49,11 @@ REFERENCE = _Reference()
 BACKENDS: tuple[Backend, ...] = (sm90.BACKEND, sm100.BACKEND, portable.BACKEND, cpu.BACKEND, REFERENCE)
 
 
+VARIABLES = ("MOE_NVFP4_BACKEND", "MOE_NVFP4_CACHE", "MOE_NVFP4_CHECK", "MOE_NVFP4_COMPILE", "MOE_NVFP4_CPU")
+for _name in sorted(_name for _name in os.environ if _name.startswith("MOE_NVFP4_") and _name not in VARIABLES):
+    warnings.warn(f"{_name} is set, and nothing reads it: the variables are {', '.join(VARIABLES)}", stacklevel=2)
+
+
 class Choice(NamedTuple):
     """The backend that runs, and (name, reason) for each one before it that cannot."""
 

@@ -48,6 +48,7 @@ COMMANDS = (
 def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit code (1: `verify` found a wrong server; 2: an error whose message says what
     to do)."""
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # None where it is closed, as by >&-
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # LC_ALL=C: a letter that cannot be printed must not end a command
             stream.reconfigure(errors="backslashreplace")

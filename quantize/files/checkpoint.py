@@ -20,7 +20,7 @@ from types import NoneType
 import torch
 from torch import Tensor
 
-from moe_nvfp4.quantize.files.headers import TORCH_DTYPES, read_header, twice
+from moe_nvfp4.quantize.files.headers import TORCH_DTYPES, named_errors, read_header, twice
 
 INDEX = "model.safetensors.index.json"
 EXPERT_COUNTS = r"(moe_)?(num|n)_(local_|routed_)?experts"  # keys of configs
@@ -46,7 +46,7 @@ class TensorSlice:
         size = self.size - offset if size is None else size
         data = torch.empty(size, dtype=torch.uint8, device="cpu")
         view, done = data.numpy().data, 0
-        with open(self.file, "rb", buffering=0) as f:
+        with open(self.file, "rb", buffering=0) as f, named_errors(self.file):
             f.seek(self.start + offset)
             while done < size:
                 count = f.readinto(view[done:])

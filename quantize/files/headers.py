@@ -9,7 +9,8 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -31,6 +32,17 @@ TORCH_DTYPES = {
 LARGE_NUMBER = re.compile(r"(?<![^.])\d{6,}(?![^.])")
 # Also there: control characters, which a terminal obeys, and what has no UTF-8
 UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+@contextmanager
+def named_errors(path: Path) -> Iterator[None]:
+    """Make errors of reading and writing (a full disk) name the file, as those of opening it do."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None or error.filename is not None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 def read_header(path: Path) -> tuple[dict[str, dict], int]:

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from moe_nvfp4.quantize.files.headers import BITS, tensor_bytes
+from moe_nvfp4.quantize.files.headers import BITS, named_errors, tensor_bytes
 
 
 class ShardWriter:
@@ -33,7 +33,7 @@ class ShardWriter:
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         self._data, self.size = 8 + len(text), 8 + len(text) + end
-        with open(path, "r+b" if path.exists() else "w+b") as f:
+        with named_errors(path), open(path, "r+b" if path.exists() else "w+b") as f:
             begun = f.read(self._data) == len(text).to_bytes(8, "little") + text
             if not begun or os.fstat(f.fileno()).st_size != self.size:
                 f.truncate(0)
@@ -45,7 +45,7 @@ class ShardWriter:
         """Write bytes of tensor `name`, from its byte `offset` on. OSError when the disk is full."""
         raw = data.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
         view, done = raw.data, 0
-        with open(self.path, "r+b", buffering=0) as f:
+        with open(self.path, "r+b", buffering=0) as f, named_errors(self.path):
             f.seek(self._data + self._place[name][0] + offset)
             while done < len(view):
                 done += f.write(view[done:])

@@ -56,6 +56,11 @@ class StagingDir:
                              "link, or name another destination")  # fmt: skip
         self._lock = lock(self.folder / "lock", self.destination)
         try:
+            if self.destination.exists():
+                if not (self.folder / "journal.jsonl").exists():
+                    shutil.rmtree(self.folder, ignore_errors=True)
+                raise ValueError(f"{self.destination} was made by someone else meanwhile: name another folder, or "
+                                 "remove it first")  # fmt: skip
             self._resume()
             self.files.mkdir(exist_ok=True)
         except BaseException:

@@ -165,6 +165,13 @@ def test_interrupted_while_importing(tmp_path):
     assert (result.returncode, result.stdout, result.stderr) == (130, "", "\nmoe-nvfp4: interrupted\n")
 
 
+def test_without_stdout():
+    """As after >&-, and under some services."""
+    code = "import os; os.close(1); os.execv(sys.executable, [sys.executable, '-m', 'moe_nvfp4', 'env'])"
+    result = subprocess.run([sys.executable, "-c", f"import sys; {code}"], cwd=ROOT, capture_output=True, text=True)
+    assert (result.returncode, result.stderr) == (0, "")
+
+
 def test_a_reader_that_has_enough():
     code = (
         "import sys; from moe_nvfp4 import cli; cli.env.run = lambda args: print('x', flush=True)\n"

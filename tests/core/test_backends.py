@@ -1,5 +1,8 @@
 """Which backend runs where, and what users are told where nothing fast runs, on devices that exist only in tests."""
 
+import os
+import subprocess
+import sys
 import warnings
 from dataclasses import replace
 
@@ -110,6 +113,14 @@ def test_packages_that_are_too_old_are_named(monkeypatch):
             backends._warn.cache_clear()
             assert [f"portable kernels: sm90 {reason}" in str(w.message) for w in caught] == [True] * slower
         monkeypatch.undo()
+
+
+def test_variables_that_nothing_reads_are_said():
+    code = "import moe_nvfp4.backends"
+    environment = os.environ | {"MOE_NVFP4_BACKENDS": "cpu", "MOE_NVFP4_CPU": "portable"}
+    said = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert said.stderr.count("is set, and nothing reads it") == 1
+    assert "MOE_NVFP4_BACKENDS is set, and nothing reads it: the variables are MOE_NVFP4_BACKEND, " in said.stderr
 
 
 def test_unknown_names_list_the_known_ones():

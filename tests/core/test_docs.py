@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from moe_nvfp4 import cli
+from moe_nvfp4.backends import VARIABLES
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob(".github/*.md")])
@@ -70,6 +71,7 @@ def test_every_environment_variable_is_described():
     ours, _ = text.split("Those of other libraries")
     assert used - set(re.findall(r"\w+", text)) == set()
     assert set(re.findall(r"^\| `(\w+)`", ours, re.M)) - used == set()
+    assert set(re.findall(r"^\| `(MOE_NVFP4_\w+)`", ours, re.M)) == set(VARIABLES)
 
 
 def generated():

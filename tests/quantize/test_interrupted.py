@@ -17,7 +17,7 @@ import pytest
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from moe_nvfp4.quantize import jobs
+from moe_nvfp4.quantize import convert, jobs
 from moe_nvfp4.quantize.codes import CodesFolder
 from moe_nvfp4.quantize.convert import _key, convert_checkpoint
 from moe_nvfp4.quantize.files import ShardWriter, open_checkpoint, read_header
@@ -193,6 +193,27 @@ def test_two_converters_on_one_destination(split, tmp_path, monkeypatch):
     assert second.returncode == 2
     assert "being written by another converter" in second.stderr and f"process {os.getpid()}" in second.stderr
     same_files(whole, tmp_path / "x")
+
+
+def test_a_destination_that_another_converter_has_finished(tmp_path, monkeypatch):
+    """It may appear after this one has looked for it, and then nothing is converted in vain, or left."""
+    source = folder(tmp_path / "a", experts(E=2))
+    monkeypatch.setattr(convert, "check_space", lambda *args: (tmp_path / "x").mkdir())
+    monkeypatch.setattr(convert, "_run", lambda *args: pytest.fail("work in vain"))
+    with pytest.raises(ValueError, match="x was made by someone else meanwhile: name another folder"):
+        converted(source, tmp_path / "x")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "x"]
+
+
+def test_files_that_cannot_be_written_are_named(tmp_path):
+    """As on a full disk; the limit is one of the operating system."""
+    source = folder(tmp_path / "a", experts(E=8, layers=4))
+    code = "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))\n"
+    code += "from moe_nvfp4 import cli; sys.exit(cli.main(sys.argv[1:]))"
+    run = [sys.executable, "-c", code, *command(source, tmp_path / "x")[3:]]
+    result = subprocess.run(run, env=ENVIRONMENT, capture_output=True, text=True)
+    assert result.returncode == 2
+    assert f"File too large: '{tmp_path}/.x.partial/files/model.safetensors'" in result.stderr
 
 
 def replaced(path):
