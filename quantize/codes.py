@@ -1,7 +1,8 @@
-"""A folder of experts that the recipe ``gptq`` has quantized, module by module; a conversion copies from it.
+"""A folder of modules that the recipe ``gptq`` has quantized, one by one; a conversion copies from it.
 
 FOLDER/model.layers.0.mlp.experts.safetensors, named as the module in new files, has the parameters of `NVFP4Experts`,
-by their names, and `rows`, int64 [E]: how many rows of the calibration data each expert saw.
+by their names, and `rows`, int64 [E]: how many rows of the calibration data each expert saw. The file of a linear has
+the parameters of `NVFP4Linear`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from moe_nvfp4.quantize.names import PER_EXPERT, PLAIN_NAMES
 
 
 class CodesFolder:
-    """Quantized experts by module, in a folder."""
+    """Quantized experts and linears by module, in a folder."""
 
     def __init__(self, folder: str | os.PathLike):
         self.folder = Path(folder)
@@ -45,9 +46,13 @@ class CodesFolder:
         shape: N and K. ValueError where the folder does not have it, or has it in another shape.
         """
         match = PER_EXPERT.fullmatch(stem)
-        if match is None or not self._file(match["module"]).is_file():
-            raise ValueError(f"{stem} has not been quantized: the model has other experts than its files")
-        module = match["module"]
+        module = match["module"] if match else stem
+        if not self._file(module).is_file():
+            raise ValueError(f"{stem} has not been quantized: the model has other modules than its files")
+        if match is None:
+            with safe_open(self._file(module), framework="pt") as file:
+                codes, sf, scale = (file.get_tensor(f"weight{last}") for last in ("", "_sf", "_global_scale"))
+            return _checked(stem, codes, shape), sf, scale.reshape(())
         e, part = int(match["e"]), PLAIN_NAMES.get(match["part"], match["part"])
         with safe_open(self._file(module), framework="pt") as file:
             stacked = part != "down_proj" and "gate_up_proj" in file.keys()
@@ -56,10 +61,7 @@ class CodesFolder:
             scale = file.get_slice(f"{part}_global_scale")[e]
         if stacked:
             codes, sf = (t.chunk(2)[part == "up_proj"] for t in (codes, sf))
-        N, K = shape
-        if codes.shape != (N, -(-K // 16) * 8):
-            raise ValueError(f"{stem} is [{N}, {K}], but [{codes.shape[0]}, {codes.shape[1] * 2}] was quantized")
-        return codes.contiguous(), sf.contiguous(), scale.clone()
+        return _checked(stem, codes, shape).contiguous(), sf.contiguous(), scale.clone()
 
     def digest(self) -> str:
         """A string that changes when a file does."""
@@ -68,3 +70,11 @@ class CodesFolder:
 
     def _file(self, module: str) -> Path:
         return self.folder / f"{module}.safetensors"
+
+
+def _checked(stem: str, codes: Tensor, shape: tuple[int, int]) -> Tensor:
+    """`codes`. ValueError unless they are of a matrix of this shape."""
+    N, K = shape
+    if codes.shape != (N, -(-K // 16) * 8):
+        raise ValueError(f"{stem} is [{N}, {K}], but [{codes.shape[0]}, {codes.shape[1] * 2}] was quantized")
+    return codes

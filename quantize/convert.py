@@ -147,16 +147,17 @@ def _report(plan: ConversionPlan, destination: Path, left_out: Mapping[str, str]
     """What `plan` will do; left_out: files that are not copied, and why."""
     checkpoint = plan.source
     sizes = {name: tensor_bytes(*out) for job in plan.jobs for name, out in job.outputs.items()}
-    experts = plan.matrices.keys() - plan.carried.keys() - plan.linears
+    linears = {linear.name for fused in plan.fused for linear in fused}
+    experts = plan.matrices.keys() - plan.carried.keys() - linears
 
     def before_and_after(stems: Collection[str]) -> tuple[int, int]:
         new = [f"{stem}.{suffix}" for stem in stems for suffix in plan.options.target.suffixes]
         return sum(plan.matrices[stem].size for stem in stems), sum(sizes[name] for name in new if name in sizes)
 
-    (experts_before, experts_after), of_linears = before_and_after(experts), before_and_after(plan.linears)
+    (experts_before, experts_after), of_linears = before_and_after(experts), before_and_after(linears)
     return ConversionReport(
         checkpoint.folder, destination, plan.options.recipe,
-        quantized=len(experts), linears=len(plan.linears), carried=len(plan.carried),
+        quantized=len(experts), fused=plan.fused, carried=len(plan.carried),
         copied=len(plan.copied), dequantized=len(plan.dequantized),
         activations=plan.config["quantization_config"]["moe_nvfp4"]["activations"],
         skipped={**plan.skipped, **left_out},

@@ -1,4 +1,4 @@
-"""How much the error of each input column of an expert counts, for the recipe ``weighted``.
+"""How much the error of each input column of an expert, or of a linear, counts, for the recipe ``weighted``.
 
 An error D of a weight matrix makes the error D x of its outputs. For each row of D its mean square is
 sum_jk D_j D_k E[x_j x_k]; without the products of different columns it is sum_k D_k^2 E[x_k^2].
@@ -30,6 +30,7 @@ FORMAT = "moe_nvfp4 importance 1"
 # For an expert that saw this many rows, its own data and the prior count half each. Measured: `weighted` needs few
 # rows (the same KL for 1k and 16k tokens of text), so the prior matters only for experts that hardly any token reaches.
 PRIOR_ROWS = 64
+COLUMNS = "columns"  # the last part of the names of linears' tensors
 SAMPLES = 64  # tensors of which a fingerprint has the first bytes
 ANOTHER_MODEL = "it was made with another model; run moe-nvfp4 importance on this one"
 
@@ -65,9 +66,17 @@ def layer_importance(x: Tensor, h: Tensor, rows: Tensor) -> LayerImportance:
     return LayerImportance(x.float(), h.float(), rows.long().cpu())
 
 
-class Importance:
-    """The importance of a model's experts, by the names of their modules in transformers.
+def linear_importance(squares: Tensor, rows: int) -> Tensor:
+    """The importance of a linear's input columns, fp32 [K], from sums of squares [K] over `rows` rows. The prior is
+    that of h."""
+    return layer_importance(squares[None], squares[None], torch.tensor([rows])).h[0]
 
+
+class Importance:
+    """The importance of a model's experts and linears, by the names of their modules in transformers.
+
+    layers       of experts
+    linears      fp32 [K] of each linear, of those that servers fuse only the first
     source       what it was measured on, for people
     fingerprint  `fingerprint` of the files of that model; None: not known
     settings     `settings` of its config; empty: not known
@@ -79,14 +88,16 @@ class Importance:
         source: str = "",
         fingerprint: str | None = None,
         settings: Mapping[str, Any] | None = None,
+        linears: Mapping[str, Tensor] | None = None,
     ):
+        self.linears = dict(linears or {})
         self.layers, self.source, self.fingerprint, self.settings = dict(layers), source, fingerprint, settings or {}
         self._in_model: Callable[[str], str | None] = lambda module: module
 
     def renamed(self, in_model: Callable[[str], str | None]) -> Importance:
         """The same importance, found by other names, such as those in files. in_model: such a name of a module -> its
         name in the model that was measured, or None where it is not a part of it."""
-        found = Importance(self.layers, self.source, self.fingerprint, self.settings)
+        found = Importance(self.layers, self.source, self.fingerprint, self.settings, self.linears)
         found._in_model = in_model
         return found
 
@@ -128,7 +139,21 @@ class Importance:
             hashed.update(name.encode())
             for tensor in (layer.x, layer.h):
                 hashed.update(tensor.contiguous().numpy().tobytes())
+        for name, tensor in sorted(self.linears.items()):
+            hashed.update(name.encode() + tensor.contiguous().numpy().tobytes())
         return hashed.hexdigest()
+
+    def of_linear(self, name: str, columns: int) -> Tensor:
+        """Importance fp32 [columns] of the linear `name`, of fused ones the first. ValueError if it is unknown, or has
+        another shape."""
+        # A model may be the body of the one that was measured, or have it as its body
+        names = [n for n in self.linears if n == name or f".{n}".endswith(f".{name}") or f".{name}".endswith(f".{n}")]
+        found = self.linears[names[0]] if len(names) == 1 else None
+        if found is None:
+            raise ValueError(f"{name} has no importance: no token reached it, or {ANOTHER_MODEL}")
+        if len(found) != columns:
+            raise ValueError(f"{name} has {columns} input columns, the importance is of {len(found)}: {ANOTHER_MODEL}")
+        return found
 
     def of(self, module: str, e: int, part: str, columns: int) -> Tensor:
         """Importance fp32 [columns] for the matrix `part` (gate_proj, down_proj, w2, ...) of expert `e`.
@@ -171,12 +196,13 @@ def fingerprint(tensors: Mapping[str, TensorSlice]) -> str:
 
 
 def save_importance(importance: Importance, path: str | os.PathLike) -> None:
-    """Write a safetensors file with `module`.x, .h and .rows."""
+    """Write a safetensors file with `module`.x, .h and .rows of experts, and `module`.columns of linears."""
     from safetensors.torch import save_file
 
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     tensors = {f"{n}.{k}": t.contiguous() for n, layer in importance.layers.items() for k, t in vars(layer).items()}
+    tensors |= {f"{name}.{COLUMNS}": t.contiguous() for name, t in importance.linears.items()}
     part = path.with_name(f".{path.name}.partial")
     metadata = {"format": FORMAT, "source": importance.source, "settings": json.dumps(importance.settings)}
     if importance.fingerprint is not None:
@@ -200,7 +226,8 @@ def load_importance(path: str | os.PathLike) -> Importance:
         raise ValueError(f"{path} is damaged ({error}): make it again with moe-nvfp4 importance") from None
     if not tensors:
         raise ValueError(f"{path} was not written by moe-nvfp4 importance")
-    modules = {name.rpartition(".")[0]: None for name in tensors}
+    linears = {n.removesuffix(f".{COLUMNS}"): t for n, t in tensors.items() if n.endswith(f".{COLUMNS}")}
+    modules = {name.rpartition(".")[0]: None for name in tensors if not name.endswith(f".{COLUMNS}")}
     if missing := [f"{m}.{k}" for m in modules for k in ("x", "h", "rows") if f"{m}.{k}" not in tensors]:
         raise ValueError(f"{path} is damaged ({missing[0]} is missing): make it again with moe-nvfp4 importance")
     for name, tensor in tensors.items():
@@ -209,7 +236,7 @@ def load_importance(path: str | os.PathLike) -> Importance:
                              "negative, NaN or Inf): make it again with moe-nvfp4 importance")  # fmt: skip
     layers = {m: LayerImportance(**{k: tensors[f"{m}.{k}"] for k in ("x", "h", "rows")}) for m in modules}
     settings = json.loads(metadata.get("settings", "{}"))
-    return Importance(layers, metadata.get("source", ""), metadata.get("fingerprint"), settings)
+    return Importance(layers, metadata.get("source", ""), metadata.get("fingerprint"), settings, linears)
 
 
 def _is_importance(tensor: Tensor) -> bool:

@@ -105,10 +105,12 @@ def _outputs(stem: str, N: int, K: int, target: Dialect) -> Outputs:
     return {f"{stem}.{last}": out for last, out in zip(target.suffixes, shapes, strict=False)}
 
 
-def _quantize_job(groups: list[dict[str, Matrix]], options: Options) -> Job:
+def _quantize_job(groups: list[dict[str, Matrix]], options: Options, importance: Tensor | None = None) -> Job:
     """Quantize groups of matrices, by stem; a group shares a global scale. All matrices have one shape, and several
-    groups together are no larger than a chunk. A matrix gets the same bytes as in a job of its group alone."""
-    batch = _Batch(groups, options)
+    groups together are no larger than a chunk. A matrix gets the same bytes as in a job of its group alone.
+
+    importance: fp32 [K] of a matrix that is no expert's, for a recipe that needs it."""
+    batch = _Batch(groups, options, importance)
     (N, K), matrices, target = batch.shape, batch.matrices, options.target
 
     def run(write: Write) -> None:
@@ -132,7 +134,7 @@ class _Batch:
     """The matrices of a job, [N, K] with K padded to whole blocks, quantized one after another in steps of `step` rows,
     or all stacked."""
 
-    def __init__(self, groups: list[dict[str, Matrix]], options: Options):
+    def __init__(self, groups: list[dict[str, Matrix]], options: Options, importance: Tensor | None):
         self.options, self.sharing, self.stacked = options, len(groups[0]), len(groups) > 1
         self.stems = [stem for group in groups for stem in group]
         self.matrices = [m for group in groups for m in group.values()]
@@ -142,8 +144,8 @@ class _Batch:
         self.step = N if self.stacked else max(1, (CUDA_CHUNK if self.cuda else CHUNK) // K)
         n = len(self.matrices)
         self.lots = [range(n)] if self.stacked else [range(i, i + 1) for i in range(n)]  # indices quantized at once
-        self.importance = None  # or fp32 [matrices, K]
-        if options.importance is not None:
+        self.importance = None if importance is None else pad_k(importance[None])  # or fp32 [matrices, K]
+        if options.importance is not None and importance is None:
             sizes = zip(self.stems, self.matrices, strict=True)
             vectors = [options.importance.of_matrix(stem, m.columns) for stem, m in sizes]
             self.importance = pad_k(torch.stack(vectors))
@@ -226,14 +228,24 @@ class _Reader:
         self.kept.pop(lot, None)
 
 
-def linear_job(fused: Mapping[str, Matrix], options: Options) -> Job:
-    """Quantize linears, by stem, that servers fuse into one and that so share a global scale. They read the same rows,
-    have the same K, and are quantized as one matrix with the rows of all. All go into the file of the first."""
+def linear_jobs(fused: Mapping[str, Matrix], options: Options, importance: Tensor | None = None) -> Iterator[Job]:
+    """Jobs that quantize linears, by stem, which servers fuse into one and which so share a global scale.
+
+    importance: fp32 [K], for a recipe that needs it.
+    """
+    if options.codes is not None:
+        yield from (_ready_job(stem, m, options.codes, options.target) for stem, m in fused.items())
+    elif len(fused) == 1:
+        yield _quantize_job([dict(fused)], options, importance)
+    else:
+        yield _fused_job(fused, options, importance)
+
+
+def _fused_job(fused: Mapping[str, Matrix], options: Options, importance: Tensor | None) -> Job:
+    """Quantize linears that read the same rows as one matrix, with the rows of all. All go into the first's file."""
     stems, matrices, target = list(fused), list(fused.values()), options.target
-    if len(fused) == 1:
-        return _quantize_job([dict(fused)], options)
     together = ", ".join([stems[0], *(stem.rpartition(".")[2] for stem in stems[1:])])
-    job = _quantize_job([{together: _stack_rows(matrices)}], options)
+    job = _quantize_job([{together: _stack_rows(matrices)}], options, importance)
     outputs: Outputs = {}
     for stem, matrix in fused.items():
         outputs |= _outputs(stem, matrix.rows, -(-matrix.columns // 16) * 16, target)

@@ -65,8 +65,6 @@ class Options:
                 raise ValueError(f"{what} would have no effect on recipe {recipe.name!r}: it is for {takers}")
             if given is None and getattr(recipe, need):
                 raise ValueError(f"recipe {recipe.name!r} needs {what}: {way}")
-        if recipe.model and self.linears:
-            raise ValueError(f"recipe {recipe.name!r} is for experts only: leave out linears, or choose mse")
         include = None if self.include is None else tuple(as_patterns(self.include, "include"))
         object.__setattr__(self, "exclude", tuple(as_patterns(self.exclude, "exclude")))
         object.__setattr__(self, "include", include)

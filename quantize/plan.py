@@ -27,7 +27,7 @@ from moe_nvfp4.quantize.jobs import (
     copy_job,
     dense_job,
     dense_stack_job,
-    linear_job,
+    linear_jobs,
     quantize_jobs,
     rescale_job,
     scale_job,
@@ -46,7 +46,7 @@ from moe_nvfp4.quantize.layouts import (
     stacked,
 )
 from moe_nvfp4.quantize.layouts.base import check_experts, dense, need
-from moe_nvfp4.quantize.linears import choose, linears_in_files
+from moe_nvfp4.quantize.linears import Linear, choose, linears_in_files
 from moe_nvfp4.quantize.model import ModelTensors, UnknownModel
 from moe_nvfp4.quantize.names import (
     DENSE,
@@ -80,7 +80,7 @@ class ConversionPlan:
     jobs         write the new files
     config       the new config.json
     matrices     the NVFP4 matrices of the new files, by name; times pre_quant_scale, where there is one
-    linears      the names of those of `matrices` that are quantized and no experts
+    fused        those of `matrices` that are quantized and no experts; each tuple shares a global scale
     carried      those of `matrices` whose bytes are copied; without pre_quant_scale
     dequantized  FP8 and MXFP4 tensors that become dense, by name: a matrix, or the matrices of a stack
     copied       names of the tensors that are copied unchanged
@@ -98,7 +98,7 @@ class ConversionPlan:
     jobs: tuple[Job, ...]
     config: dict
     matrices: Mapping[str, Matrix]
-    linears: frozenset[str]
+    fused: tuple[tuple[Linear, ...], ...]
     carried: Mapping[str, Matrix]
     dequantized: Mapping[str, Matrix | list[Matrix]]
     copied: tuple[str, ...]
@@ -121,7 +121,7 @@ class _Draft:
     jobs: list[Job] = field(default_factory=list)
     to_quantize: dict[str, Matrix] = field(default_factory=dict)
     matrices: dict[str, Matrix] = field(default_factory=dict)
-    linears: set[str] = field(default_factory=set)
+    fused: tuple[tuple[Linear, ...], ...] = ()
     unmatched: tuple[str, ...] | None = (
         None  # patterns of `exclude` that match no linear; None: no linears are asked for
     )
@@ -200,7 +200,7 @@ def plan(checkpoint: Checkpoint, options: Options) -> ConversionPlan:
                       and (draft.unmatched is None or p not in options.exclude or p in draft.unmatched))  # fmt: skip
     jobs = tuple(_in_files_that_load(draft))
     return ConversionPlan(
-        draft.source, options, jobs, config, draft.matrices, frozenset(draft.linears), draft.carried,
+        draft.source, options, jobs, config, draft.matrices, draft.fused, draft.carried,
         draft.dequantized, tuple(draft.left), draft.copies, draft.scales, skipped, modules, unmatched, draft.rescaled,
         draft.unchanged,
     )  # fmt: skip
@@ -244,7 +244,7 @@ def _quantize(draft: _Draft) -> None:
         _quantize_linears(draft, in_fp8)
     if method == "fp8":
         for stem, (matrix, names) in in_fp8.items():
-            if stem in draft.linears:
+            if stem in draft.matrices:
                 continue
             draft.dequantize(f"{stem}.weight", matrix)
             draft.dense.add(stem)
@@ -254,7 +254,7 @@ def _quantize(draft: _Draft) -> None:
                 raise ValueError(f"{name} is {stored.dtype} without {name}_scale_inv: download the checkpoint again")
     for name in draft.left:
         stem, _, last = name.rpartition(".")
-        if (stem in draft.to_quantize or stem in draft.linears) and last != "bias":
+        if stem in draft.matrices and last != "bias":
             raise ValueError(nvfp4.UNREAD.format(name))
     _check_nothing_missed(draft)
 
@@ -271,15 +271,17 @@ def _quantize_linears(draft: _Draft, in_fp8: Mapping[str, tuple[Matrix, tuple[st
     shapes = {stem: stored.shape for stem, stored in weights.items()}
     chosen = choose(linears_in_files(source, shapes, model), options.linears, options.exclude, str(source.folder))
     draft.skipped |= chosen.left
-    draft.unmatched = chosen.unmatched
-    for fused in chosen.fused:
+    draft.fused, draft.unmatched = chosen.fused, chosen.unmatched
+    for fused in draft.fused:
         matrices = {}
         for stem in (linear.name for linear in fused):
             matrices[stem], names = in_fp8.get(stem) or (dense(weights[stem]), (f"{stem}.weight",))
             draft.take(names)
-        draft.jobs.append(linear_job(matrices, options))
+        columns = None  # the importance of each
+        if options.importance is not None:
+            columns = options.importance.of_linear(fused[0].model, fused[0].columns)
+        draft.jobs += linear_jobs(matrices, options, columns)
         draft.matrices |= matrices
-        draft.linears |= matrices.keys()
 
 
 def _quantize_experts(draft: _Draft, experts: Experts) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from moe_nvfp4.quantize.layouts import ErrorSums
+from moe_nvfp4.quantize.linears import Linear
 
 
 @dataclass
@@ -18,7 +19,7 @@ class ConversionReport:
     recipe: str
     activations: str = "bf16"  # what the new files ask loaders for
     quantized: int = 0  # matrices of experts
-    linears: int = 0  # other linears that were quantized
+    fused: tuple[tuple[Linear, ...], ...] = ()  # linears that were quantized; each tuple shares a global scale
     carried: int = 0  # NVFP4 matrices whose bytes were carried into another dialect
     copied: int = 0  # tensors
     dequantized: int = 0  # FP8 matrices and MXFP4 stacks that became dense
@@ -36,6 +37,11 @@ class ConversionReport:
     rescaled: int = 0  # carried matrices that were quantized again, so that gate and up share a global scale
     rescaling: ErrorSums = field(default_factory=ErrorSums)  # the error that this added
     seconds: float = 0.0
+
+    @property
+    def linears(self) -> int:
+        """How many linears were quantized."""
+        return sum(map(len, self.fused))
 
     def lines(self) -> Iterator[str]:
         """The report, line by line."""

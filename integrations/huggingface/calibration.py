@@ -12,11 +12,23 @@ from torch import Tensor, nn
 
 from moe_nvfp4.devices import usable_device
 from moe_nvfp4.integrations.huggingface.config import MoeNvfp4Config
+from moe_nvfp4.integrations.huggingface.converters import names_in_files
 from moe_nvfp4.integrations.huggingface.experts import ModuleLayout, find_experts
-from moe_nvfp4.integrations.huggingface.layerwise import LayerFiles, LayerWalk, check_ids, decoder_layers, positions
-from moe_nvfp4.integrations.huggingface.statistics import SquareSums, watch
+from moe_nvfp4.integrations.huggingface.layerwise import (
+    LayerFiles,
+    LayerWalk,
+    check_ids,
+    decoder_layers,
+    on_meta,
+    positions,
+)
+from moe_nvfp4.integrations.huggingface.statistics import SquareSums, watch, watch_linears
 from moe_nvfp4.progress import progress_bar
+from moe_nvfp4.quantize.files import Checkpoint
 from moe_nvfp4.quantize.importance import Importance, fingerprint, load_importance
+from moe_nvfp4.quantize.linears import linears_of_model
+from moe_nvfp4.quantize.names import by_number, fused_names
+from moe_nvfp4.quantize.recipes import recipe_named
 from moe_nvfp4.quantize.settings import settings
 
 # Token ids [n] or [B, T], or a text, or a list of either; None: random token ids.
@@ -140,13 +152,20 @@ def evaluating(model: nn.Module, by_autocast: bool = True) -> Iterator[None]:
 
 
 def model_importance(
-    model: nn.Module, batches: Sequence[Tensor], exclude: Iterable[str] = (), progress: bool = True
+    model: nn.Module,
+    batches: Sequence[Tensor],
+    exclude: Iterable[str] = (),
+    progress: bool = True,
+    linears: Iterable[str] = (),
 ) -> Importance:
-    """The importance of the dense experts of a `model` in memory, from a forward pass over batches of ids [B, T]."""
+    """The importance of the dense experts, and of these `linears`, of a `model` in memory, from a forward pass over
+    batches of ids [B, T]."""
     modules = dense_modules(model, exclude)
-    sums = SquareSums()
+    sums, watched = SquareSums(), {name: model.get_submodule(name) for name in linears}
     whole: Any = model
-    with evaluating(model, by_autocast=False), watch(modules, sums), torch.no_grad():
+    with (
+        evaluating(model, by_autocast=False), watch(modules, sums), watch_linears(watched, sums.linear), torch.no_grad()
+    ):  # fmt: skip
         for ids in progress_bar(batches, desc="importance", unit="batch", show=progress):
             whole(input_ids=ids.to(whole.device), use_cache=False)
     return sums.importance()
@@ -159,27 +178,75 @@ def files_importance(
     device: str | None = None,
     progress: bool = True,
 ) -> Importance:
-    """The importance of the experts of the checkpoint in `folder`, one decoder layer in memory at a time."""
+    """The importance of experts and linears of the checkpoint in `folder`, one decoder layer in memory at a time."""
     return streamed_importance(LayerFiles.open(folder, usable_device(device)), batches, exclude, progress)
 
 
 def streamed_importance(
-    files: LayerFiles, batches: Sequence[Tensor], exclude: Iterable[str] = (), progress: bool = True
+    files: LayerFiles,
+    batches: Sequence[Tensor],
+    exclude: Iterable[str] = (),
+    progress: bool = True,
+    linears: Iterable[str] | None = None,
 ) -> Importance:
-    """`files_importance` of a model that is read from `files`."""
+    """`files_importance` of a model that is read from `files`. linears: names of those to measure (default: all)."""
     modules = dense_modules(files.model, exclude)
     name, _ = decoder_layers(files.model, modules)
     layers = files.use_layers(name)
     walk, sums = LayerWalk(files.model, layers, batches, files.device), SquareSums()
-    last = max(int(module.removeprefix(f"{name}.").split(".")[0]) for module in modules)
+    at = linears_by_layer(files.model, name, first_linears(files.model) if linears is None else linears)
+    experts = max(int(module.removeprefix(f"{name}.").split(".")[0]) for module in modules)
+    last = max(experts, *(len(layers) - 1 if i is None else i for i in at), 0)
     with watch(modules, sums), torch.autocast(files.device.type, enabled=False):
         for i in progress_bar(range(last + 1), desc="importance", unit="layer", show=progress):
             files.load(i)
-            walk.run(i)
+            with watch_linears(at.get(i, {}), sums.linear):
+                walk.run(i)
             files.drop(i)
+        for module_name, head in at.get(None, {}).items():
+            with watch_linears({module_name: head}, sums.linear):
+                walk.run_head(head)
+    found = sums.importance()
     measured = f"{files.checkpoint.folder}, {sum(ids.numel() for ids in batches)} tokens"
     tied_to = fingerprint(files.checkpoint.tensors), settings(files.model.config)
-    return Importance(sums.importance().layers, measured, *tied_to)
+    return Importance(found.layers, measured, *tied_to, found.linears)
+
+
+def importance_for_load(source: Checkpoint, model: Any, config: MoeNvfp4Config, linears: Iterable[str]) -> Importance:
+    """The importance of the experts and `linears` of `model`, which is about to be loaded from the dense files
+    `source`: read from the file `config.calibration`, or measured on a twin of this class, with this config and dtype.
+    """
+    if recipe_named(name := config.recipe).text:
+        raise ValueError(
+            f"recipe {name!r} does not quantize while a model loads: moe-nvfp4 quantize SRC DST --recipe {name} --text "
+            f"FILE writes 4-bit files, swap_experts(model, recipe={name!r}, calibration=...) takes a model in memory"
+        )
+    if isinstance(config.calibration, os.PathLike):
+        return importance_of_file(config.calibration, model)
+    folder = next(iter(source.tensors.values())).file.parent
+    with torch.device("cpu"):  # transformers calls with meta as the default
+        batches = calibration_batches(config.calibration, model.config, folder)
+        files = LayerFiles(source, on_meta(type(model), model.config, model.dtype), usable_device())
+        return streamed_importance(files, batches, config.exclude, linears=linears)
+
+
+def first_linears(model: nn.Module) -> list[str]:
+    """The linears of a dense `model` that can be 4-bit, of those that servers fuse the first."""
+    names = names_in_files(model, (name for name, _ in model.named_modules(remove_duplicate=False)))
+    able = {linear.model for linear in linears_of_model(model, names) if linear.why is None}
+    return [name for name in sorted(able, key=by_number) if name == next(n for n in fused_names(name) if n in able)]
+
+
+def linears_by_layer(model: Any, layers: str, names: Iterable[str]) -> dict[int | None, dict[str, nn.Module]]:
+    """Group linears by the number of their layer in the list `layers`; None: the output embedding. Drops others."""
+    found: dict[int | None, dict[str, nn.Module]] = {}
+    for name in names:
+        module = model.get_submodule(name)
+        if name.startswith(f"{layers}."):
+            found.setdefault(int(name.removeprefix(f"{layers}.").split(".")[0]), {})[name] = module
+        elif module is model.get_output_embeddings():
+            found.setdefault(None, {})[name] = module
+    return found
 
 
 def importance_of_file(path: str | os.PathLike, model: Any) -> Importance:

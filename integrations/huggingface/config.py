@@ -91,8 +91,6 @@ class MoeNvfp4Config(QuantizationConfigMixin):
                                    (self.dialect, tuple(DIALECTS), "dialect")):  # fmt: skip
             if value not in known:
                 raise ValueError(f"{what} must be one of {known}, got {value!r}")
-        if recipe_named(self.recipe).model and not isinstance(self.linears, str):
-            raise ValueError(f"recipe {self.recipe!r} is for experts only: leave out linears, or choose 'mse'")
         if not recipe_named(self.recipe).model and calibration is not None:
             raise ValueError(f"calibration has no effect on recipe {self.recipe!r}: choose 'weighted', or leave it out")
         if cpu_experts is not None:

@@ -1,4 +1,5 @@
-"""Recipes that need a text (``gptq``), one decoder layer at a time: Hessians of each expert's inputs, then codes."""
+"""Recipes that need a text (``gptq``), one decoder layer at a time: Hessians of the inputs of experts and linears, then
+codes."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -20,14 +21,16 @@ from torch import Tensor, nn
 
 from moe_nvfp4 import format as nvfp4
 from moe_nvfp4._version import __version__
-from moe_nvfp4.integrations.huggingface.calibration import dense_modules, evaluating
+from moe_nvfp4.integrations.huggingface.calibration import dense_modules, evaluating, linears_by_layer
 from moe_nvfp4.integrations.huggingface.experts import ModuleLayout, dense_experts
 from moe_nvfp4.integrations.huggingface.layerwise import LayerFiles, LayerWalk, decoder_layers
-from moe_nvfp4.integrations.huggingface.statistics import watch
+from moe_nvfp4.integrations.huggingface.linears import quantize_fused
+from moe_nvfp4.integrations.huggingface.statistics import watch, watch_linears
 from moe_nvfp4.progress import progress_bar
 from moe_nvfp4.quantize.codes import CodesFolder
 from moe_nvfp4.quantize.convert import check_space, convert_checkpoint
 from moe_nvfp4.quantize.files import StagingDir, lock, unlock
+from moe_nvfp4.quantize.linears import Linear
 from moe_nvfp4.quantize.options import Options
 from moe_nvfp4.quantize.recipes import better, quantize_matrix, recipe_named
 from moe_nvfp4.quantize.report import ConversionReport
@@ -40,6 +43,7 @@ MOST_HELD = 256  # rows of an expert that are kept from its sums
 TOGETHER = 1 << 29  # elements of experts that are quantized at once
 
 Modules: TypeAlias = dict[str, tuple[nn.Module, ModuleLayout]]
+Fused: TypeAlias = tuple[Linear, ...]  # linears that share a global scale, and read the same rows
 
 
 @dataclass
@@ -49,6 +53,13 @@ class _Sums:
     rows: Tensor  # int64 [E], rows in the sums
     held_x: list[Tensor]  # of each expert: rows [n, H] that are not in the sums
     held_h: list[Tensor]  # rows [n, I]
+
+
+@dataclass
+class _LinearSums:
+    x: Tensor  # fp32 [K, K]
+    rows: int  # rows in the sum
+    held: Tensor  # rows [n, K] that are not in the sum
 
 
 @dataclass(frozen=True)
@@ -89,6 +100,7 @@ class HessianSums:
     def __init__(self, activations: str = "bf16"):
         self.activations = activations
         self.layers: dict[str, _Sums] = {}
+        self.linears: dict[str, _LinearSums] = {}
 
     def __call__(self, name: str, layout: ModuleLayout, e: int, x: Tensor, h: Tensor) -> None:
         if name not in self.layers:
@@ -96,10 +108,23 @@ class HessianSums:
         sums = self.layers[name]
         n = len(x) - min(len(x) // HELD_OUT, MOST_HELD - len(sums.held_x[e]))
         for total, held, rows in ((sums.x[e], sums.held_x, x), (sums.h[e], sums.held_h, h)):
-            rows = _as_nvfp4(rows, self.activations) if is_quantized(self.activations) else rows.float()
+            rows = self._as_multiplied(rows)
             total.addmm_(rows[:n].T, rows[:n])
             held[e] = torch.cat([held[e], rows[n:]])
         sums.rows[e] += n
+
+    def linear(self, name: str, x: Tensor) -> None:
+        """Add rows x [n, K] of the linear `name`."""
+        rows, K = self._as_multiplied(x), x.shape[1]
+        if name not in self.linears:
+            self.linears[name] = _LinearSums(rows.new_zeros(K, K), 0, rows[:0])
+        sums = self.linears[name]
+        n = len(x) - min(len(x) // HELD_OUT, MOST_HELD - len(sums.held))
+        sums.x.addmm_(rows[:n].T, rows[:n])
+        sums.rows, sums.held = sums.rows + n, torch.cat([sums.held, rows[n:]])
+
+    def _as_multiplied(self, rows: Tensor) -> Tensor:
+        return _as_nvfp4(rows, self.activations) if is_quantized(self.activations) else rows.float()
 
 
 def _as_nvfp4(rows: Tensor, activations: str) -> Tensor:
@@ -159,6 +184,27 @@ def _of_layer(held: list[Tensor]) -> list[Tensor]:
     return [rows if len(rows) else every for rows in held]
 
 
+def quantize_chosen(
+    model: nn.Module, fused: Sequence[Fused], sums: HessianSums, recipe: str
+) -> Iterator[tuple[Linear, dict[str, Tensor]]]:
+    """Yield (linear, parameters of its `NVFP4Linear`) for every linear of `fused`.
+
+    sums: of the first of each tuple. They are shrunk as those of h, and what is not better on rows that were not seen
+    is quantized by the default recipe.
+    """
+    for linears in fused:
+        weights = [model.get_parameter(f"{linear.model}.weight").detach() for linear in linears]
+        seen = sums.linears.pop(linears[0].model, None)
+        if seen is None:
+            none = torch.zeros(0, weights[0].shape[1], dtype=torch.float32, device=weights[0].device)
+            seen = _LinearSums(none.T @ none, 0, none)
+        seen.x.diagonal().mul_(1 + ENOUGH * len(seen.x) / max(seen.rows, 1))
+        try:
+            yield from zip(linears, quantize_fused(weights, recipe, None, (seen.x, seen.held)), strict=True)
+        except ValueError as error:
+            raise ValueError(f"{', '.join(linear.model for linear in linears)}: {error}") from None
+
+
 def gptq_model(
     model: nn.Module,
     batches: Sequence[Tensor],
@@ -166,8 +212,10 @@ def gptq_model(
     exclude: Sequence[str] = (),
     progress: bool = True,
     recipe: str = "gptq",
+    fused: Sequence[Fused] = (),
 ) -> dict[str, dict[str, Tensor]]:
-    """`quantize_experts` for every dense experts module of a `model` in memory: name -> its results, on the host.
+    """`quantize_experts` for every dense experts module of a `model` in memory, and `quantize_chosen` for its linears
+    `fused`: name -> its results, on the host.
 
     batches: token ids int64 [B, T]. Each layer's inputs come from the dense layers in front of it; inputs from
     quantized layers made no measurable difference. Warns, with the numbers, where experts saw few tokens.
@@ -177,12 +225,12 @@ def gptq_model(
     name, layers = decoder_layers(model, modules)
     walk = LayerWalk(model, layers, batches, whole.device)
     made: dict[str, dict[str, Tensor]] = {}
-    at = _layers_of(modules, name)
+    at = _layers_of(model, modules, fused, name, len(layers))
     with evaluating(model, by_autocast=False):
         for i in progress_bar(range(max(at) + 1), desc=recipe, unit="layer", show=progress):
-            for module, tensors in _quantize_layer(walk, i, at.get(i, {}), activations, recipe):
+            for module, tensors in _quantize_layer(walk, i, at.get(i, _Work()), activations, recipe):
                 made[module] = {key: tensor.cpu() for key, tensor in tensors.items()}
-    found = _report(batches, modules, {module: tensors["rows"] for module, tensors in made.items()})
+    found = _report(batches, modules, {module: made[module]["rows"] for module in modules})
     if lines := list(found.lines()):
         warnings.warn(f"recipe {recipe}: " + "; ".join(lines), stacklevel=2)
     return made
@@ -212,13 +260,15 @@ def convert_gptq(
     planned = plan_gptq(source, destination, options, workers, recipe)  # raises now what it would later
     codes = CodesFolder(destination.parent / f".{destination.name}.{recipe}")
     begun = codes.folder, StagingDir(destination, {}).files
-    check_space(destination, planned.bytes_after + planned.experts_after, *begun)  # codes are on disk twice
+    twice = planned.experts_after + planned.linears_after  # codes are on disk twice
+    check_space(destination, planned.bytes_after + twice, *begun)
     made = replace(options, recipe=recipe, codes=codes)
     codes.folder.mkdir(parents=True, exist_ok=True)
     held = lock(codes.folder / "lock", destination)
     try:
         with torch.autocast(options.place.type, enabled=False):
-            found = gptq_files(source, codes, batches, options, planned.modules, progress, recipe)
+            chosen = planned.modules, planned.fused
+            found = gptq_files(source, codes, batches, options, chosen, progress, recipe)
         report = convert_checkpoint(source, destination, made, workers, progress=progress, card=card)
         report.seconds = time.perf_counter() - began  # with all that the text took
         shutil.rmtree(codes.folder, ignore_errors=True)
@@ -226,8 +276,9 @@ def convert_gptq(
         if not codes.modules:
             shutil.rmtree(codes.folder, ignore_errors=True)
         elif progress:
-            print(f"{len(codes.modules)} layers of experts are done, and lie in {codes.folder}: the same command goes "
-                  "on with them; remove that folder if you do not run it again", file=sys.stderr)  # fmt: skip
+            print(f"{len(codes.modules)} layers of experts{' and linears' * bool(planned.fused)} are done, and lie in "
+                  f"{codes.folder}: the same command goes on with them; remove that folder if you do not run it again",
+                  file=sys.stderr)  # fmt: skip
         raise
     finally:
         unlock(held, codes.folder / "lock")
@@ -247,13 +298,13 @@ def gptq_files(
     codes: CodesFolder,
     batches: Sequence[Tensor],
     options: Options,
-    chosen: Sequence[str],
+    chosen: tuple[Sequence[str], Sequence[Fused]],
     progress: bool = True,
     recipe: str = "gptq",
 ) -> GptqReport:
-    """Quantize the experts of the checkpoint in folder `source` into the folder `codes`.
+    """Quantize experts and linears of the checkpoint in folder `source` into the folder `codes`.
 
-    options: only activations and device matter; chosen: experts modules, as new files name them.
+    options: only activations and device matter; chosen: experts modules, as new files name them, and linears.
     One decoder layer at a time is on the device, with its experts' Hessians. The hidden states of all batches are on
     the host, and are written to disk from time to time. An interrupted run is resumed with the first layer that is not
     done, if `source` has not changed. ValueError if it changes meanwhile, and for a module that the model does not run.
@@ -264,25 +315,31 @@ def gptq_files(
         raise ValueError(f"{source} is MXFP4, of which NVFP4 holds every value: recipe mse keeps them all, and "
                          f"{recipe} could only change them; use mse")  # fmt: skip
     state = files.checkpoint.state()
-    name_in_files = _names_in_files(files, chosen)
+    name_in_files, fused = _names_in_files(files, chosen[0]), chosen[1]
     found = dense_modules(files.model).items()
     modules = {name: known for name, known in found if name in name_in_files}
     name, _ = decoder_layers(files.model, modules)
-    walk = LayerWalk(files.model, files.use_layers(name), batches, place)
+    layers = files.use_layers(name)
+    walk = LayerWalk(files.model, layers, batches, place)
     versions = [__version__, transformers.__version__, str(files.dtype)]
     key = [str(Path(source).resolve()), state, options.activations, [*modules], _digest(batches), versions]
+    name_in_files |= {linear.model: linear.name for linears in fused for linear in linears}
+    key += [linear.name for linears in fused for linear in linears]
     begun = _Begun(codes, key)
     left = {module: known for module, known in modules.items() if name_in_files[module] not in codes.modules}
-    first, at = begun.resume(walk), _layers_of(left, name)
+    still = [f for f in fused if any(linear.name not in codes.modules for linear in f)]
+    first, at = begun.resume(walk), _layers_of(files.model, left, still, name, len(layers))
     last = max(at, default=-1)
     for i in progress_bar(
         range(first, last + 1), desc=recipe, unit="layer", show=progress, initial=first, total=last + 1
     ):
-        files.load(i)
-        for module, tensors in _quantize_layer(walk, i, at.get(i, {}), options.activations, recipe):
+        if i < len(layers):
+            files.load(i)
+        for module, tensors in _quantize_layer(walk, i, at.get(i, _Work()), options.activations, recipe):
             codes.save(name_in_files[module], tensors)
-        files.drop(i)
-        begun.keep(i, walk)
+        if i < len(layers):
+            files.drop(i)
+            begun.keep(i, walk)
     if files.checkpoint.state() != state:
         raise ValueError(f"{source} changed while it was read: run the same command again")
     begun.drop_states()
@@ -306,27 +363,51 @@ def _report(batches: Sequence[Tensor], modules: Modules, rows: dict[str, Tensor]
     return GptqReport(sum(ids.numel() for ids in batches), rows, widest)
 
 
-def _layers_of(modules: Modules, name: str) -> dict[int, Modules]:
-    """Group the experts modules by the number of their layer in the list `name`."""
-    found: dict[int, Modules] = {}
+@dataclass
+class _Work:
+    """What is quantized after a layer ran; after the last layer, the output embedding is."""
+
+    modules: Modules = field(default_factory=dict)
+    fused: list[Fused] = field(default_factory=list)
+
+
+def _layers_of(model: nn.Module, modules: Modules, fused: Sequence[Fused], name: str, count: int) -> dict[int, _Work]:
+    """Group experts modules and linears by the number of their layer in the list `name` of `count` layers; the output
+    embedding counts as one more. ValueError for linears elsewhere."""
+    found: dict[int, _Work] = {}
     for module, known in modules.items():
-        found.setdefault(int(module.removeprefix(f"{name}.").split(".")[0]), {})[module] = known
+        layer = int(module.removeprefix(f"{name}.").split(".")[0])
+        found.setdefault(layer, _Work()).modules[module] = known
+    for linears in fused:
+        placed = linears_by_layer(model, name, [linears[0].model])
+        if not placed:
+            raise ValueError(f"{linears[0].name} is in no decoder layer, so no text is followed to it: leave it out of "
+                             "linears, or use another recipe (mse)")  # fmt: skip
+        (at,) = placed
+        found.setdefault(count if at is None else at, _Work()).fused.append(linears)
     return found
 
 
 def _quantize_layer(
-    walk: LayerWalk, i: int, modules: Modules, activations: str, recipe: str
+    walk: LayerWalk, i: int, work: _Work, activations: str, recipe: str
 ) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """Run layer i, and quantize `modules`, the experts in it."""
+    """Run layer i, or what follows the last one, and quantize the experts and linears in it."""
     sums = HessianSums(activations)
-    with watch(modules, sums):
-        walk.run(i)
-    for name, (module, layout) in modules.items():
+    linears = {fused[0].model: walk.model.get_submodule(fused[0].model) for fused in work.fused}
+    with watch(work.modules, sums), watch_linears(linears, sums.linear):
+        if i < len(walk.layers):
+            walk.run(i)
+        else:
+            (head,) = linears.values()
+            walk.run_head(head)
+    for name, (module, layout) in work.modules.items():
         try:
             seen = sums.layers.pop(name) if name in sums.layers else _no_rows(layout, walk.device)
             yield name, quantize_experts(module, layout, seen, recipe)
         except ValueError as error:
             raise ValueError(f"{name}.{error}") from None
+    for linear, parameters in quantize_chosen(walk.model, work.fused, sums, recipe):
+        yield linear.model, parameters
 
 
 def _no_rows(layout: ModuleLayout, device: torch.device | str) -> _Sums:

@@ -100,6 +100,37 @@ class LayerWalk:
             states.append(tree_map(_to("cpu"), self._run(i, b, ids.to(self.device))))
         self.states = states
 
+    @torch.no_grad()
+    def run_head(self, head: nn.Module) -> None:
+        """Run what follows the last layer, which ran before, until `head`, a linear, is called: its hooks see its
+        inputs, but it does not run."""
+        assert self.states is not None, "all layers ran"
+
+        def stop(*args: Any) -> None:
+            raise _LayerDone
+
+        outputs = [output for output, _ in self.states]
+        handle = head.register_forward_pre_hook(stop)
+        try:
+            for ids, output in zip(self.batches, outputs, strict=True):
+                self._replay_all(ids.to(self.device), output)
+        finally:
+            handle.remove()
+
+    def _replay_all(self, ids: Tensor, output: Any) -> None:
+        before = [vars(module).get("forward") for module in self.layers]
+        for module in self.layers:
+            module.forward = lambda *args, **kwargs: tree_map(_to(self.device), output)
+        try:
+            self.model(input_ids=ids, use_cache=False)
+        except _LayerDone:
+            pass
+        finally:
+            for module, own in zip(self.layers, before, strict=True):
+                del module.forward
+                if own is not None:
+                    module.forward = own
+
     def _run(self, i: int, b: int, ids: Tensor) -> tuple[Any, dict[str, dict]]:
         done: list[tuple[Any, dict[str, dict]]] = []
         before_output, before_shared = (None, {}) if self.states is None else self.states[b]

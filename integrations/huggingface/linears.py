@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,7 @@ from moe_nvfp4.quantize.layouts.base import cast_finite
 from moe_nvfp4.quantize.layouts.fp8 import FP8_SCALES, fp8_block, fp8_dense
 from moe_nvfp4.quantize.linears import Chosen
 from moe_nvfp4.quantize.names import PRE_QUANT_SCALE
-from moe_nvfp4.quantize.recipes import quantize_matrix
+from moe_nvfp4.quantize.recipes import better, quantize_matrix, recipe_named
 from moe_nvfp4.weights import check_block_scales, check_global_scale
 
 FP8_TENSORS = ("weight", *FP8_SCALES, "input_scale")
@@ -56,8 +56,16 @@ def replace_linears(
     return made
 
 
-def quantize_linears(model: nn.Module, chosen: Chosen, recipe: str, activations: str, progress: bool) -> list[str]:
-    """Replace the linears of `model` that were chosen by NVFP4 linears. Returns their names.
+# What is known about linears, by name: importance fp32 [K], for fused ones under the first's name, or the parameters of
+# an `NVFP4Linear`
+Known: TypeAlias = Mapping[str, Any]
+
+
+def quantize_linears(
+    model: nn.Module, chosen: Chosen, recipe: str, activations: str, known: Known, progress: bool = False
+) -> list[str]:
+    """Replace the linears of `model` that were chosen by NVFP4 linears. Returns their names. known: what the recipe
+    needs to know of them.
 
     Linears that are 4-bit already stay. NotImplementedError for weights that are split over ranks or not here,
     ValueError for NaN and Inf. Linears that servers fuse are all dense or all 4-bit, also after an error.
@@ -71,33 +79,56 @@ def quantize_linears(model: nn.Module, chosen: Chosen, recipe: str, activations:
             continue
         for module in modules:
             refuse_elsewhere(module.weight, "quantized")
+        ready = [known[linear.model] for linear in fused if isinstance(known.get(linear.model), Mapping)]
         try:
-            made = _quantized(modules, recipe, activations)
+            parts = ready or quantize_fused([m.weight.detach() for m in modules], recipe, known.get(fused[0].model))
         except ValueError as error:
             raise ValueError(f"{', '.join(linear.model for linear in fused)}: {error}") from None
-        for module, new in zip(modules, made, strict=True):
+        for module, parameters in zip(modules, parts, strict=True):
+            new = _with_parameters(module, parameters, activations)
             for name in names.pop(module):
                 model.set_submodule(name, new)
     return [linear.model for fused in chosen.fused for linear in fused]
 
 
-def _quantized(modules: Sequence[Any], recipe: str, activations: str) -> list[NVFP4Linear]:
-    """4-bit linears with the weights of `modules`, which have one global scale."""
-    weights = [module.weight.detach() for module in modules]
-    codes, sf, scale = quantize_matrix(torch.cat(weights) if len(weights) > 1 else weights[0], recipe)
-    sizes, made = [len(w) for w in weights], []
-    for module, part, part_sf in zip(modules, codes.split(sizes), sf.split(sizes), strict=True):
-        bias = None if module.bias is None else module.bias.dtype
-        new = NVFP4Linear(
-            module.in_features, module.out_features, bias, activations, device=part.device
-        ).train(module.training)  # fmt: skip
-        parameters = {"weight": part, "weight_sf": part_sf.view(torch.uint8), "weight_global_scale": scale.reshape(1)}
-        if bias is not None:
-            parameters["bias"] = module.bias.detach()
-        for name, tensor in parameters.items():
-            new.get_parameter(name).data.copy_(tensor)
-        made.append(new)
-    return made
+def quantize_fused(
+    weights: Sequence[Tensor],
+    recipe: str,
+    importance: Tensor | None = None,
+    of_text: tuple[Tensor, Tensor] | None = None,
+) -> list[dict[str, Tensor]]:
+    """Quantize dense weights [N, K] of linears that read the same rows, with one global scale. Returns the parameters
+    of an `NVFP4Linear` for each.
+
+    importance  fp32 [K]: of the rows' columns, for a recipe that needs it
+    of_text     the Hessian of the rows, fp32 [K, K], and other rows [n, K] to judge by, for a recipe that needs a text
+
+    ValueError for NaN and Inf.
+    """
+    whole = torch.cat([*weights]) if len(weights) > 1 else weights[0]
+    make = recipe_named(recipe).from_hessians
+    if make is None:
+        codes, sf, scale = quantize_matrix(whole, recipe, None, importance)
+    else:
+        assert of_text is not None, "the callers asked the recipe"
+        (hessian, held), w = of_text, whole[None]
+        codes, sf, scale = (t[0] for t in better(w, make(w, hessian[None]), quantize_matrix(w), [held]))
+    sizes = [len(w) for w in weights]
+    return [
+        {"weight": part, "weight_sf": part_sf.view(torch.uint8), "weight_global_scale": scale.reshape(1)}
+        for part, part_sf in zip(codes.split(sizes), sf.split(sizes), strict=True)
+    ]
+
+
+def _with_parameters(linear: Any, parameters: Mapping[str, Tensor], activations: str) -> NVFP4Linear:
+    """A 4-bit linear with these parameters, and the bias of the dense `linear`, on its device."""
+    bias, place = linear.bias, linear.weight.device
+    new = NVFP4Linear(
+        linear.in_features, linear.out_features, None if bias is None else bias.dtype, activations, device=place
+    )
+    for name, tensor in {**parameters, **({} if bias is None else {"bias": bias.detach()})}.items():
+        new.get_parameter(name).data.copy_(tensor)
+    return new.train(linear.training)
 
 
 def to_linear(linear: NVFP4Linear, dtype: torch.dtype) -> nn.Linear:

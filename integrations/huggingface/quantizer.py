@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import weakref
 from collections.abc import Iterable, Mapping
@@ -16,9 +15,8 @@ from transformers.core_model_loading import build_glob_alternation
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils import logging
 
-from moe_nvfp4.devices import usable_device
 from moe_nvfp4.format import is_global_scale
-from moe_nvfp4.integrations.huggingface.calibration import calibration_batches, importance_of_file, streamed_importance
+from moe_nvfp4.integrations.huggingface.calibration import importance_for_load
 from moe_nvfp4.integrations.huggingface.config import MoeNvfp4Config
 from moe_nvfp4.integrations.huggingface.converters import Conversions, choose_linears, with_names_in_files
 from moe_nvfp4.integrations.huggingface.experts import (
@@ -41,8 +39,8 @@ from moe_nvfp4.integrations.huggingface.files import (
     open_files,
     read_layout,
 )
-from moe_nvfp4.integrations.huggingface.layerwise import LayerFiles, on_meta
 from moe_nvfp4.integrations.huggingface.linears import (
+    Known,
     LinearConverter,
     quantize_linears,
     replace_linears,
@@ -177,7 +175,9 @@ class MoeNvfp4Quantizer(HfQuantizer):
                 "leave out linears, or load in one process"
             )
         if recipe_named(config.recipe).model and not self.pre_quantized:
-            self.importance = _importance(source, model, config)
+            self.importance = importance_for_load(
+                source, model, config, [fused[0].model for fused in self.chosen.fused]
+            )
             self.importance.check_model([name for name, *_ in modules], tensors, type(model).__name__)
             self.importance.check_config(model.config, type(model).__name__)
         made: dict[int, HFExperts] = {}  # by the module they replace, which layers may share
@@ -367,7 +367,11 @@ class MoeNvfp4Quantizer(HfQuantizer):
                 elif key in (experts.up_name, "down_proj"):  # on disk: it is read back in this dtype
                     setattr(experts, key, nn.Parameter(param.to(torch.uint8), requires_grad=False))
             experts.prepare(model.dtype)
-        self.quantize_linears(model)
+        known = {}
+        if self.importance is not None:
+            firsts = (fused[0] for fused in self.chosen.fused)
+            known = {linear.model: self.importance.of_linear(linear.model, linear.columns) for linear in firsts}
+        self.quantize_linears(model, known)
         for name in self.linears.nvfp4 if self.linears else ():
             model.get_submodule(name).requires_grad_(False)
         model._weight_conversions = self.for_saving(model._weight_conversions)
@@ -379,11 +383,11 @@ class MoeNvfp4Quantizer(HfQuantizer):
                 model.to(self._gpu)
         return self._dequantize(model) if self.quantization_config.dequantize else prepare_model(model)
 
-    def quantize_linears(self, model: nn.Module, progress: bool = False) -> None:
-        """Replace the linears that were chosen by 4-bit ones."""
+    def quantize_linears(self, model: nn.Module, known: Known, progress: bool = False) -> None:
+        """Replace the linears that were chosen by 4-bit ones. known: what the recipe needs to know of them."""
         if self.chosen.fused:
             config = self.quantization_config
-            names = quantize_linears(model, self.chosen, config.recipe, config.activations, progress)
+            names = quantize_linears(model, self.chosen, config.recipe, config.activations, known, progress)
             self.linears = LinearConverter({}, set(names), DIALECTS[config.dialect])
 
     def for_saving(self, used: list) -> list:
@@ -541,23 +545,6 @@ def _dtypes(model: Any) -> dict[str, torch.dtype]:
     kept = build_glob_alternation(list(wide))[0] if wide else None
     found = {name: t.dtype for name, t in _tensors(model)}
     return {n: torch.float32 if kept and d.is_floating_point and kept.search(n) else d for n, d in found.items()}
-
-
-def _importance(source: Checkpoint, model: Any, config: MoeNvfp4Config) -> Importance:
-    """The importance of the experts of `model`, which is about to be loaded from the dense files `source`: read from
-    the file `config.calibration`, or measured on a twin of this class, with this config and dtype."""
-    if recipe_named(name := config.recipe).text:
-        raise ValueError(
-            f"recipe {name!r} does not quantize while a model loads: moe-nvfp4 quantize SRC DST --recipe {name} --text "
-            f"FILE writes 4-bit files, swap_experts(model, recipe={name!r}, calibration=...) takes a model in memory"
-        )
-    if isinstance(config.calibration, os.PathLike):
-        return importance_of_file(config.calibration, model)
-    folder = next(iter(source.tensors.values())).file.parent
-    with torch.device("cpu"):  # transformers calls with meta as the default
-        batches = calibration_batches(config.calibration, model.config, folder)
-        files = LayerFiles(source, on_meta(type(model), model.config, model.dtype), usable_device())
-        return streamed_importance(files, batches, config.exclude)
 
 
 def _check_scales(name: str, param: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Statistics of the rows that the experts of a dense model multiply with their weights, while it runs on some data.
+"""Statistics of the rows that experts and linears of a dense model multiply with their weights, while it runs on data.
 
 sums = SquareSums()
 with watch(experts_modules, sums):
@@ -8,7 +8,7 @@ importance = sums.importance()
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -17,12 +17,31 @@ import torch
 from torch import Tensor, nn
 
 from moe_nvfp4.integrations.huggingface.experts import ModuleLayout, dense_experts, own_gate
-from moe_nvfp4.quantize.importance import Importance, layer_importance
+from moe_nvfp4.quantize.importance import Importance, layer_importance, linear_importance
 
 
 class Visitor(Protocol):
     def __call__(self, name: str, layout: ModuleLayout, e: int, x: Tensor, h: Tensor) -> None:
         """Rows x [n, H] and h [n, I], n >= 1, that expert `e` of module `name` multiplies with [gate; up] and down."""
+
+
+@contextmanager
+def watch_linears(linears: Mapping[str, nn.Module], visit: Callable[[str, Tensor], None]) -> Iterator[None]:
+    """Call `visit(name, rows [n, K])` whenever one of the dense `linears` runs."""
+
+    def hook(name: str) -> Any:
+        def before(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+            with torch.no_grad():
+                visit(name, args[0].reshape(-1, args[0].shape[-1]))
+
+        return before
+
+    handles = [module.register_forward_pre_hook(hook(name)) for name, module in linears.items()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 @contextmanager
@@ -84,10 +103,11 @@ class _Sums:
 
 
 class SquareSums:
-    """A visitor that adds up squares of x and h, column by column, in float64."""
+    """A visitor that adds up squares of x and h, column by column, in float64. linears: their sums [K] and rows."""
 
     def __init__(self) -> None:
         self.layers: dict[str, _Sums] = {}
+        self.linears: dict[str, tuple[Tensor, int]] = {}
 
     def __call__(self, name: str, layout: ModuleLayout, e: int, x: Tensor, h: Tensor) -> None:
         if name not in self.layers:
@@ -99,10 +119,18 @@ class SquareSums:
         sums.h[e] += h.float().square().sum(dim=0, dtype=torch.float64)
         sums.rows[e] += len(x)
 
+    def linear(self, name: str, rows: Tensor) -> None:
+        """Add rows [n, K] of the linear `name`."""
+        squares = rows.float().square().sum(dim=0, dtype=torch.float64)
+        before, n = self.linears.get(name, (torch.zeros_like(squares), 0))
+        self.linears[name] = before + squares, n + len(rows)
+
     def importance(self) -> Importance:
         """The importance of all modules that had rows. ValueError for NaN or Inf."""
-        for name, sums in self.layers.items():
-            if not (sums.x.isfinite().all() and sums.h.isfinite().all()):
+        all_sums = [(name, t) for name, sums in self.layers.items() for t in (sums.x, sums.h)]
+        for name, sums in [*all_sums, *((name, total) for name, (total, _) in self.linears.items())]:
+            if not sums.isfinite().all():
                 raise ValueError(f"{name} got activations with NaN or Inf: look for the text, or the layer, that makes "
                                  "them")  # fmt: skip
-        return Importance({name: layer_importance(s.x, s.h, s.rows) for name, s in self.layers.items()})
+        layers = {name: layer_importance(s.x, s.h, s.rows) for name, s in self.layers.items()}
+        return Importance(layers, linears={name: linear_importance(*sums) for name, sums in self.linears.items()})

@@ -111,14 +111,15 @@ def swap_experts(
     if hasattr(model, "config") and (base is None or any(map(_dequantizes, base))):
         base = model_conversions(model)
 
-    known = _learn(model, config, {names[0]: layout for names, _, layout in groups.values()}, progress)
+    layouts = {names[0]: layout for names, _, layout in groups.values()}
+    known = _learn(model, config, layouts, quantizer.chosen, progress)
 
     left = deque(groups.values())
     groups.clear()  # it would keep replaced modules alive
     whole: Any = model  # nn.Module does not declare transformers' attributes
     if quantizer.chosen.fused:
         whole.hf_quantizer = _Interrupted(config)
-        quantizer.quantize_linears(model, progress)
+        quantizer.quantize_linears(model, known, progress)
     for _ in progress_bar(range(len(left)), desc="NVFP4 experts", unit="layer", show=progress):
         names, module, layout = left.popleft()
         experts = _quantized(module, layout, config, known.get(names[0]))
@@ -256,9 +257,10 @@ def _check_weights(name: str, module: nn.Module, layout: ModuleLayout) -> None:
 
 
 def _learn(
-    model: nn.Module, config: MoeNvfp4Config, layouts: Mapping[str, ModuleLayout], progress: bool
-) -> Mapping[str, LayerImportance | dict[str, Tensor]]:
-    """What a recipe that uses data learns about each experts module: importance, or codes. Empty for other recipes."""
+    model: nn.Module, config: MoeNvfp4Config, layouts: Mapping[str, ModuleLayout], chosen: Chosen, progress: bool
+) -> Mapping[str, Any]:
+    """What a recipe that uses data learns about each experts module, LayerImportance or parameters by name, and about
+    the `chosen` linears (`linears.Known`). Empty for other recipes."""
     recipe = recipe_named(config.recipe)
     if not recipe.model:
         return {}
@@ -268,7 +270,7 @@ def _learn(
             raise ValueError(f"recipe {recipe.name!r} learns from text how inputs correlate: give calibration= texts "
                              "or token ids, or use recipe='weighted', for which random token ids do")  # fmt: skip
         batches = calibration_batches(config.calibration, whole.config, getattr(whole.config, "name_or_path", None))
-        return gptq_model(model, batches, config.activations, config.exclude, progress, recipe.name)
+        return gptq_model(model, batches, config.activations, config.exclude, progress, recipe.name, chosen.fused)
     if isinstance(config.calibration, os.PathLike):
         importance = importance_of_file(config.calibration, model)
         importance.check_model([name for name, *_ in find_experts(model, config)], {}, type(model).__name__)
@@ -276,11 +278,14 @@ def _learn(
     else:
         tokenizer = getattr(whole.config, "name_or_path", None)
         batches = calibration_batches(config.calibration, whole.config, tokenizer)
-        importance = model_importance(model, batches, config.exclude, progress)
+        linears = [fused[0].model for fused in chosen.fused]
+        importance = model_importance(model, batches, config.exclude, progress, linears)
     for name, layout in layouts.items():
         for part, columns in (("up_proj", layout.hidden_size), ("down_proj", layout.intermediate_size)):
             importance.of(name, layout.num_experts - 1, part, columns)
-    return {name: importance.layer(name, layout.num_experts) for name, layout in layouts.items()}
+    known: dict[str, Any] = {n: importance.layer(n, layout.num_experts) for n, layout in layouts.items()}
+    firsts = (fused[0] for fused in chosen.fused)
+    return known | {first.model: importance.of_linear(first.model, first.columns) for first in firsts}
 
 
 def _quantized(

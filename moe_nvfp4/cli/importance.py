@@ -13,8 +13,8 @@ def add(commands: Commands) -> None:
     sub = command(
         commands, "importance", run, "measure how large the inputs of the experts are",
         "Run the dense MODEL over a text, layer by layer (one layer's weights in memory), and write how large each "
-        "input column of its experts' matrices is, for moe-nvfp4 quantize --recipe weighted --importance OUT. Without "
-        "--text, random token ids are used, which do nearly as well.",
+        "input column of its experts' matrices, and of its linears, is, for moe-nvfp4 quantize --recipe weighted "
+        "--importance OUT. Without --text, random token ids are used, which do nearly as well.",
     )  # fmt: skip
     sub.add_argument("model", metavar="MODEL", help=MODEL_HELP)
     sub.add_argument("out", metavar="OUT", type=path, help="safetensors file to make; must not exist")
@@ -40,7 +40,8 @@ def run(args: argparse.Namespace) -> None:
     tokens = sum(batch.numel() for batch in batches)
     importance.source = f"{args.model}, {tokens} tokens: {data}"
     save_importance(importance, args.out)
-    note(f"wrote {args.out}: {len(importance.layers)} layers of experts, from {tokens} tokens of {data}")
+    found = f"{len(importance.layers)} layers of experts and {len(importance.linears)} inputs of linears"
+    note(f"wrote {args.out}: {found}, from {tokens} tokens of {data}")
     for name, layer in importance.layers.items():
         if unseen := int((layer.rows == 0).sum()):
             note(f"  {name}: {unseen} of {len(layer.rows)} experts had no token, and get their layer's average")

@@ -42,8 +42,8 @@ def command(
 def add_quantizing(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "--recipe", choices=(*RECIPES, *CALIBRATED_RECIPES), default=None,
-        help=f"how dense weights are quantized (default {DEFAULT_RECIPE}); weighted: errors count by how large the "
-        "experts' inputs are; gptq: by their effect on the outputs for a text (only in moe-nvfp4 quantize)",
+        help=f"how dense weights are quantized (default {DEFAULT_RECIPE}); weighted: errors count by how large "
+        "inputs are; gptq: by their effect on the outputs for a text (only in moe-nvfp4 quantize)",
     )  # fmt: skip
     sub.add_argument(
         "--linears", action="append", default=None, metavar="WHICH",

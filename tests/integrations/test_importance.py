@@ -124,9 +124,9 @@ def test_layer_by_layer_from_files_is_the_whole_model(family, tmp_path):
     checkpoint are ignored."""
     source = folder(tmp_path, family)
     save_file({name: torch.zeros_like(tensor) for name, tensor in tensors(source).items()}, source / "old.safetensors")
-    whole = model_importance(load(source), BATCHES, progress=False)
     streamed = files_importance(source, BATCHES, device="cpu", progress=False)
-    assert whole.layers.keys() == streamed.layers.keys() and whole.digest() == streamed.digest()
+    whole = model_importance(load(source), BATCHES, progress=False, linears=streamed.linears)
+    assert streamed.linears and whole.layers.keys() == streamed.layers.keys() and whole.digest() == streamed.digest()
     first = next(iter(whole.layers.values()))
     assert (first.rows >= 0).all() and first.rows.sum() > 0
     assert len({layer.x.sum().item() for layer in whole.layers.values()}) == len(whole.layers)
@@ -360,7 +360,8 @@ def test_skipped_tokens_are_rows_of_no_expert(tmp_path):
     rewrite(source, balance)
     model = load(source)
     streamed = files_importance(source, BATCHES, device="cpu", progress=False)
-    assert model_importance(model, BATCHES, progress=False).digest() == streamed.digest()
+    whole = model_importance(model, BATCHES, progress=False, linears=streamed.linears)
+    assert whole.digest() == streamed.digest()
     for layer in model.model.layers:
         layer.mlp.gate.balancing_biases[-1] = 0.0
     seen = []
@@ -443,7 +444,8 @@ def test_experts_that_are_no_part_of_the_model_have_no_importance(extra, tmp_pat
 def test_command(tmp_path, capsys):
     source, out = str(folder(tmp_path, qwen3_moe)), tmp_path / "importance"
     assert main(["importance", source, str(out), "--device", "cpu"]) == 0
-    assert "2 layers of experts, from 1024 tokens of random token ids" in capsys.readouterr().out  # 8 windows of 128
+    said = "2 layers of experts and 5 inputs of linears, from 1024 tokens of random token ids"  # 8 windows of 128
+    assert said in capsys.readouterr().out
     assert load_importance(out).layers["model.layers.1.mlp.experts"].rows.sum() == 2 * 1024
     assert main(["importance", source, str(out)]) == 2
     assert "exists" in capsys.readouterr().err

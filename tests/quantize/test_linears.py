@@ -439,12 +439,6 @@ def test_nan_is_named_before_anything_changes():
     assert not any(isinstance(m, NVFP4Linear) for m in model.modules())
 
 
-def test_recipes_that_learn_refuse_linears():
-    for recipe in ("weighted", "gptq"):
-        with pytest.raises(ValueError, match=f"recipe '{recipe}' is for experts only"):
-            MoeNvfp4Config(recipe=recipe, linears="attention")
-
-
 def test_what_commands_print(tmp_path, capsys):
     from moe_nvfp4 import cli
 
