@@ -482,7 +482,10 @@ def nvfp4_files(checkpoint: Checkpoint) -> tuple[QuantizationInfo, nvfp4.NVFP4Fi
 
 def nothing_there(folder: str, files: nvfp4.NVFP4Files, dialect: Dialect) -> str:
     """The error message for files without an NVFP4 matrix whose config says that they are NVFP4."""
-    why = "a shard is missing, or the config is of other files"
+    why = (
+        "a shard is missing, or the config is of other files; if they are dense (a model that from_config made of a "
+        "4-bit folder's config was saved), remove its quantization_config"
+    )
     if files.parameters:
         why = (
             "they have the parameters of 4-bit layers under their own names (torch.save, save_original_format=False), "

@@ -376,13 +376,17 @@ def test_skipped_tokens_are_rows_of_no_expert(tmp_path):
         assert torch.equal(layer.rows, rows)
 
 
-@pytest.mark.parametrize("given", ["override", "config", "dtype"])
+@pytest.mark.parametrize("given", ["override", "config", "dtype", "variant"])
 def test_what_is_measured_is_the_model_that_is_loaded(given, tmp_path):
     """The same codes as from `swap_experts` on the same model."""
     source = folder(tmp_path, qwen3_moe)
     config = AutoConfig.from_pretrained(source)
     config.num_experts_per_tok = 4
-    kwargs = {"override": {"num_experts_per_tok": 4}, "config": {"config": config}, "dtype": {}}[given]
+    kwargs = {"override": {"num_experts_per_tok": 4}, "config": {"config": config}, "variant": {"variant": "other"}}
+    kwargs = kwargs.get(given, {})
+    if given == "variant":  # which differs only in the layer before
+        other = {name: t * 2 if "layers.0.self_attn.o_proj" in name else t for name, t in tensors(source).items()}
+        save_file(other, source / "model.other.safetensors", metadata={"format": "pt"})
     kwargs["dtype"] = torch.float32 if given == "dtype" else torch.bfloat16
     ids = torch.arange(96)[None]
     loaded = load(source, quantization_config=MoeNvfp4Config(recipe="weighted", calibration=ids), **kwargs)

@@ -8,7 +8,7 @@ from argparse import Namespace
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from moe_nvfp4.cli import main
 from moe_nvfp4.cli.models import load as load_original
@@ -174,6 +174,23 @@ def test_an_older_file_beside_shards(tmp_path):
         with pytest.raises(ValueError, match="has model.safetensors and .*index.json: two checkpoints are mixed"):
             load(path, **kwargs)
         shutil.rmtree(path)
+
+
+@pytest.mark.parametrize("dialect", ["modelopt", "compressed-tensors"])
+def test_dense_files_with_a_4_bit_config_say_what_they_are(dialect, tmp_path, capsys):
+    """transformers gives a model that from_config makes the quantization_config, and saves it beside dense files."""
+    path, _ = quantized(tmp_path, qwen3_moe, dialect)
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path)).save_pretrained(tmp_path / "new")
+    for read in (load, lambda new: load(new, quantization_config=MoeNvfp4Config())):
+        with pytest.raises(ValueError, match="from_config made of a 4-bit folder's config.*remove its quantization_co"):
+            read(tmp_path / "new")
+    for command in (["verify"], ["quantize", str(tmp_path / "x")]):
+        assert main([command[0], str(tmp_path / "new"), *command[1:]]) == 2
+        assert "if they are dense" in capsys.readouterr().err
+    config = json.loads((tmp_path / "new/config.json").read_text())
+    del config["quantization_config"]
+    (tmp_path / "new/config.json").write_text(json.dumps(config))
+    load(tmp_path / "new", quantization_config=MoeNvfp4Config())
 
 
 def test_models_on_meta_are_not_saved(tmp_path):

@@ -217,6 +217,9 @@ FORMS = {
         lambda p, dtype=dtype: save_file({n: t.to(dtype) if ".experts." in n else t for n, t in tensors(p).items()},
                                          p / "model.safetensors"), f"{E0}.* is {name}, and experts are read as BF16")
        for dtype, name in ((torch.int64, "I64"), (torch.bool, "BOOL"), (torch.float8_e5m2, "F8_E5M2"))},
+    "experts in F4": (
+        lambda p: save_file({n: t.view(torch.uint8).view(torch.float4_e2m1fn_x2) if ".experts." in n else t
+                             for n, t in tensors(p).items()}, p / "model.safetensors"), f"{E0}.* is F4, and experts"),
     "one matrix in I64": (
         lambda p: save_file({n: t.long() if n.startswith(f"{E0}.up") else t for n, t in tensors(p).items()},
                             p / "model.safetensors"), f"{E0}.up_proj.weight is I64 and 1 of 2 experts"),
