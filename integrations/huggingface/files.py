@@ -13,7 +13,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from moe_nvfp4.quantize.dialects import GLOBAL_SCALES, MODELOPT, Dialect, dialect_of_files
-from moe_nvfp4.quantize.files import INDEX, Checkpoint, TensorSlice, read_json, read_tensors
+from moe_nvfp4.quantize.files import INDEX, Checkpoint, TensorSlice, read_json, read_tensors, without_identity_experts
 from moe_nvfp4.quantize.layouts import ExpertLayout, nvfp4
 from moe_nvfp4.quantize.model import ModelTensors
 from moe_nvfp4.quantize.names import DENSE, KV_SCALE, PER_EXPERT, PRE_QUANT_SCALE, is_scale, projections
@@ -70,14 +70,8 @@ def open_files(files: Iterable[str | os.PathLike], model: Any) -> Checkpoint:
         if paths[0] not in shards and all(shard.is_file() for shard in shards):
             raise ValueError(f"{index.parent} has model.safetensors and {INDEX}: two checkpoints are mixed; keep one "
                              "of them")  # fmt: skip
-    tensors = read_tensors(paths)
-    config = model.config.get_text_config()
-    if identity := getattr(config, "zero_expert_num", 0):
-        # transformers' LongCat has gate and up for the experts that return their input, too, and saves them
-        unused = range(config.n_routed_experts, config.n_routed_experts + identity)
-        expert = {name: PER_EXPERT.fullmatch(name.removesuffix(".weight")) for name in tensors}
-        tensors = {name: t for name, t in tensors.items() if not ((m := expert[name]) and int(m["e"]) in unused)}
-    return Checkpoint(Path(), model.config.to_dict(), tensors)
+    config = model.config.to_dict()
+    return Checkpoint(Path(), config, without_identity_experts(read_tensors(paths), config))
 
 
 def is_nvfp4(tensors: Iterable[str]) -> bool:

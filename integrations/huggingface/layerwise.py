@@ -17,7 +17,10 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 from collections.abc import Iterable, MutableMapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,7 +34,7 @@ from transformers.utils import logging
 
 from moe_nvfp4.integrations.huggingface.converters import model_conversions
 from moe_nvfp4.quantize.dense import dense_tensors
-from moe_nvfp4.quantize.files import Checkpoint, open_checkpoint
+from moe_nvfp4.quantize.files import Checkpoint, identity_experts, open_checkpoint
 from moe_nvfp4.quantize.layouts.base import Given
 from moe_nvfp4.quantize.model import ModelTensors
 from moe_nvfp4.quantize.plan import nvfp4_info
@@ -203,6 +206,11 @@ class LayerFiles:
         self.names = ModelTensors(model, self._conversions, as_saved)
         given = {name: Given(found.dtype, found.shape, found.file.name) for name, found in self._tensors.items()}
         self.names.check(given)
+        for e in identity_experts(checkpoint.config):  # of which the module has rows that nothing reads
+            for name, first in [*self._tensors.items()]:
+                if re.search(r"\.experts\.0\.(gate|up)_proj\.weight$", name):
+                    zeros = partial(torch.zeros, first.shape, dtype=self.dtype)
+                    self._tensors[name.replace(".experts.0.", f".experts.{e}.")] = replace(first, read=zeros)
 
     @classmethod
     def open(cls, folder: str | os.PathLike, device: torch.device | str) -> LayerFiles:

@@ -8,11 +8,13 @@ from moe_nvfp4.quantize.files.checkpoint import (
     TensorView,
     check_config,
     expert_counts,
+    identity_experts,
     open_checkpoint,
     read_json,
     read_tensors,
     sizes,
     sub_configs,
+    without_identity_experts,
 )
 from moe_nvfp4.quantize.files.headers import TORCH_DTYPES, read_header, tensor_bytes
 from moe_nvfp4.quantize.files.shards import ShardWriter
@@ -20,6 +22,6 @@ from moe_nvfp4.quantize.files.staging import StagingDir, lock, unlock
 
 __all__ = [
     "INDEX", "TOP_K", "TORCH_DTYPES", "Checkpoint", "ShardWriter", "StagingDir", "TensorSlice", "TensorView",
-    "check_config", "expert_counts", "lock", "open_checkpoint", "read_header", "read_json", "read_tensors", "sizes",
-    "sub_configs", "tensor_bytes", "unlock",
+    "check_config", "expert_counts", "identity_experts", "lock", "open_checkpoint", "read_header", "read_json",
+    "read_tensors", "sizes", "sub_configs", "tensor_bytes", "unlock", "without_identity_experts",
 ]  # fmt: skip

@@ -189,7 +189,25 @@ def open_checkpoint(folder: str | os.PathLike) -> Checkpoint:
     if index is not None:
         _check_index(folder / INDEX, index, tensors)
     _check_sizes(folder / "config.json", config, {name: t.shape for name, t in tensors.items()})
+    tensors = without_identity_experts(tensors, config)
     return Checkpoint(folder, config, tensors, files, tuple(p for p in found if p not in files))
+
+
+def identity_experts(config: Mapping) -> range:
+    """The numbers of the experts that return their input: LongCat's, after the routed ones."""
+    for part in sub_configs(config):
+        routed, identity = part.get("n_routed_experts"), part.get("zero_expert_num")
+        if type(routed) is int and type(identity) is int:
+            return range(routed, routed + identity)
+    return range(0)
+
+
+def without_identity_experts(tensors: dict[str, TensorSlice], config: Mapping) -> dict[str, TensorSlice]:
+    """`tensors` without gate and up of identity experts: transformers' class has and saves these, and reads none."""
+    unused, last = identity_experts(config), re.compile(r".*\.experts\.(\d+)\.(?:gate|up)_proj\.weight")
+    if not unused:
+        return tensors
+    return {name: t for name, t in tensors.items() if not ((m := last.fullmatch(name)) and int(m[1]) in unused)}
 
 
 def check_config(folder: str | os.PathLike) -> None:

@@ -1,6 +1,7 @@
 """Whole models: swap, quantize while loading, save, load, generate, compile, offload."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,10 @@ from packaging.version import Version
 from safetensors.torch import save_file
 
 from moe_nvfp4.integrations.huggingface import MoeNvfp4Config, checkpoint_config, set_activations, swap_experts
+from moe_nvfp4.integrations.huggingface.calibration import files_importance
 from moe_nvfp4.integrations.huggingface.experts import HFExperts
+from moe_nvfp4.quantize.convert import convert_checkpoint
+from moe_nvfp4.quantize.options import Options
 from moe_nvfp4.quantize.verify import verify_checkpoint
 from tests.common import THRESHOLDS, peak_while_loading, relative_error, stand_for_hopper
 from tests.models import (
@@ -202,6 +206,25 @@ def test_other_rows_and_other_experts(family, tmp_path):
     assert torch.equal(logits(load(tmp_path / "nvfp4", torch.float32)), found)
     assert relative_error(found, logits(model.dequantize())) < 10 * THRESHOLDS["fp32"]
     assert relative_error(found, logits(load(source, torch.float32))) > 0.01  # the experts count
+
+
+@pytest.mark.parametrize("rows", ["as transformers saves them", "of routed experts only"])
+def test_rows_of_identity_experts(rows, tmp_path):
+    """transformers' LongCat has gate and up for experts that return their input; published files have none."""
+    source = folder(tmp_path, longcat)
+    want = logits(load(source, quantization_config=MoeNvfp4Config()))
+    if "only" in rows:
+        files = {name: t for name, t in tensors(source).items() if not re.search(r"experts\.[45]\.", name)}
+        assert len(tensors(source)) - len(files) == 2 * 2 * 2
+        save_file(files, source / "model.safetensors", metadata={"format": "pt"})
+    convert_checkpoint(source, tmp_path / "new", progress=False)
+    assert verify_checkpoint(tmp_path / "new", source).warnings == []
+    assert torch.equal(logits(load(tmp_path / "new")), want)
+    importance = files_importance(source, [IDS], device="cpu", progress=False)
+    assert [*importance.layers] == [f"model.layers.{i}.mlp.experts" for i in range(2)]
+    loaded = load(source, quantization_config=MoeNvfp4Config(recipe="weighted", calibration=IDS))
+    convert_checkpoint(source, tmp_path / "weighted", Options("weighted", importance=importance), progress=False)
+    assert torch.equal(logits(load(tmp_path / "weighted")), logits(loaded))
 
 
 def test_experts_of_two_modules_in_one_list(tmp_path):
