@@ -40,3 +40,9 @@ def different(one: Mapping[str, Any], other: Mapping[str, Any], above: str = "")
             yield from different(was, now, f"{above}{key}.")
         elif was != now:
             yield f"{above}{key}", was, now
+
+
+def differences(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
+    """'key 3 (there 2), ...': the first five settings in which `mine` differs from `theirs`; "" if there are none."""
+    found = sorted(f"{key} {now!r} (there {was!r})" for key, now, was in different(mine, theirs))
+    return ", ".join(found[:5]) + ", ..." * (len(found) > 5)

@@ -18,7 +18,7 @@ from moe_nvfp4.quantize.layouts import ErrorSums, nvfp4
 from moe_nvfp4.quantize.model import ModelTensors, UnknownModel, model_config
 from moe_nvfp4.quantize.names import DENSE, PRE_QUANT_SCALE, by_number, is_dense_linear, is_scale, up_of
 from moe_nvfp4.quantize.plan import nothing_there, nvfp4_files, scale_warnings
-from moe_nvfp4.quantize.settings import different, settings
+from moe_nvfp4.quantize.settings import differences, settings
 from moe_nvfp4.weights import check_block_scales, check_global_scale
 
 PIECE = 1 << 22  # bytes read at once
@@ -92,9 +92,9 @@ def _other_settings(checkpoint: Checkpoint, source: Checkpoint) -> Iterator[str]
         mine, theirs = (settings(model_config(c.folder)) for c in (checkpoint, source))
     except UnknownModel:
         return
-    if found := [f"{key} {now!r} (there {was!r})" for key, now, was in different(mine, theirs)]:
-        yield (f"warning: config.json has other settings than that of {source.folder}: {', '.join(sorted(found)[:5])}"
-               f"{', ...' if len(found) > 5 else ''}. The model computes something else with them")  # fmt: skip
+    if found := differences(mine, theirs):
+        yield (f"warning: config.json has other settings than that of {source.folder}: {found}. The model computes "
+               "something else with them")  # fmt: skip
 
 
 def _unlisted(files: nvfp4.NVFP4Files, info: QuantizationInfo) -> Iterator[str]:

@@ -70,6 +70,7 @@ def run(args: argparse.Namespace) -> None:
     text = text_of(args)
     original, tokenizer = load(args, None)
     model = _quantized(args)
+    warnings = [] if args.quantized is None else _of_another_model(args, original, model)
     windows = windows_of(args, tokenizer, text, original.config).to(original.device)
 
     chosen = {a: LABELS[a] for a in args.activations}
@@ -92,7 +93,7 @@ def run(args: argparse.Namespace) -> None:
                 labels[name]: {"perplexity": of.perplexity, "kl": of.kl, "kl_median": of.kl_median, "top1": of.top1}
                 for name, of in found.items()
             },
-            "tasks": scores,
+            "tasks": scores, "warnings": warnings,
         })  # fmt: skip
         return
     of_what = args.quantized or f"recipe {recipe}"
@@ -104,12 +105,26 @@ def run(args: argparse.Namespace) -> None:
             for name, of in found.items()
         ],
     )
+    for warning in warnings:
+        say(f"warning: {warning}")
     if args.plot is not None:
         note(f"wrote {args.plot} and {args.plot.with_suffix('.json')}")
     if scores:
         say()
         rows = [[task, *(f"{of[task]:.4f}" for of in scores.values())] for task in scores["bf16"]]
         table(["", *scores], rows)
+
+
+def _of_another_model(args: argparse.Namespace, original: Any, model: Any) -> list[str]:
+    """A warning if `model`, of the folder --quantized, has other settings than `original`. ValueError if its class is
+    another."""
+    from moe_nvfp4.quantize.settings import differences, settings
+
+    one, other = type(model).__name__, type(original).__name__
+    if one != other:
+        raise ValueError(f"{args.quantized} is a {one}, {args.model} a {other}: name a folder that was made from it")
+    found = differences(settings(model.config), settings(original.config))
+    return [f"config.json of {args.quantized} has other settings than that of {args.model}: {found}"] if found else []
 
 
 def _quantized(args: argparse.Namespace) -> Any:

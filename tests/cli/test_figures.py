@@ -10,8 +10,11 @@ import torch
 
 from moe_nvfp4 import backends
 from moe_nvfp4.cli import bench
+from moe_nvfp4.quantize.convert import convert_checkpoint
 from tests.cli.commands import mistake, run
 from tests.common import ROOT
+from tests.folders import change_config
+from tests.models import make, mixtral
 
 
 @pytest.mark.slow
@@ -67,6 +70,26 @@ def test_compare(folder, tmp_path, capsys):
     said = capsys.readouterr().out
     plain, better = (float(re.search(rf"^{name} +[\d.]+ +([\d.]+)", said, re.M)[1]) for name in ("W4A4", "W4A4 4/6"))
     assert plain == rows["W4A4"][1] != better and "W4A16" not in said
+
+
+def test_compare_with_another_model(folder, tmp_path, capsys):
+    """It may have the same vocabulary, and then has numbers."""
+    text = tmp_path / "text.txt"
+    text.write_text("abcdefgh ijkl mnop " * 20)
+    make(mixtral).save_pretrained(tmp_path / "other")
+    convert_checkpoint(folder, tmp_path / "mine", progress=False)
+    convert_checkpoint(tmp_path / "other", tmp_path / "theirs", progress=False)
+    options = ["--text", text, "--window", 32, "--windows", 1, "--device", "cpu", "--quantized"]
+    run("compare", folder, *options, tmp_path / "theirs", expect=2)
+    assert "is a MixtralForCausalLM, " in capsys.readouterr().err
+    for changes in ({}, {"num_experts_per_tok": 3}):
+        change_config(tmp_path / "mine", **changes)
+        run("compare", folder, *options, tmp_path / "mine")
+        said = capsys.readouterr().out
+        assert ("warning: " in said) is bool(changes)
+        assert not changes or "num_experts_per_tok 3 (there 2)" in said
+    run("compare", folder, *options, tmp_path / "mine", "--json")
+    assert len(json.loads(capsys.readouterr().out)["warnings"]) == 1
 
 
 def test_env(tmp_path, monkeypatch, capsys):
