@@ -32,6 +32,7 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig, StaticCache
 
 from moe_nvfp4 import NVFP4Experts, reference
 from moe_nvfp4.integrations.huggingface import swap_experts
+from moe_nvfp4.integrations.huggingface.graphs import CACHE
 from moe_nvfp4.routing import Rows, group_by_expert
 
 CONFIGS = {
@@ -123,7 +124,7 @@ def captured(step, device):
 def prefill(model, ids, room):
     """(a cache with `ids` [B, T] and room for `room` more tokens, the next token [B, 1])."""
     cache = StaticCache(config=model.config, max_cache_len=ids.shape[1] + room)
-    logits = model(ids, past_key_values=cache, logits_to_keep=1).logits
+    logits = model(ids, **{CACHE: cache}, logits_to_keep=1).logits
     assert logits.isfinite().all(), "the model makes NaN or Inf"
     return cache, logits[:, -1].argmax(-1, keepdim=True)
 
@@ -169,7 +170,7 @@ class Decoder:
             model.set_experts_implementation(experts)
 
     def step(self):
-        logits = self.model(self.token, past_key_values=self.cache).logits
+        logits = self.model(self.token, **{CACHE: self.cache}).logits
         self.token.copy_(logits[:, -1].argmax(-1, keepdim=True))
 
     def run(self, step, steps):

@@ -26,6 +26,7 @@ from moe_nvfp4 import NVFP4Experts
 from moe_nvfp4.integrations.huggingface import use_cuda_graphs
 from moe_nvfp4.integrations.huggingface.config import MoeNvfp4Config
 from moe_nvfp4.integrations.huggingface.experts import describe, experts_for
+from moe_nvfp4.integrations.huggingface.graphs import CACHE
 from moe_nvfp4.integrations.huggingface.offload import SharedAhead
 from moe_nvfp4.kernels.cpu import backend as cpu
 from moe_nvfp4.kernels.offload import backend as offload
@@ -286,7 +287,7 @@ def time_prompts(model, vocabulary, device):
 
         def call(ids=ids, past=past):
             past.reset()
-            model(ids, past_key_values=past, logits_to_keep=1)
+            model(ids, **{CACHE: past}, logits_to_keep=1)
 
         for copied in (False, True):
             with weights_are_copied(copied):

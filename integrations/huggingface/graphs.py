@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
+from inspect import signature
 from threading import Lock
 from typing import Any
 from weakref import finalize
@@ -11,13 +12,16 @@ from weakref import finalize
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
-from transformers import StaticCache
+from transformers import GenerationMixin, StaticCache
 from transformers.cache_utils import Cache, StaticLayer
 from transformers.utils import logging
 
 from moe_nvfp4.experts import NVFP4Experts
 
 logger = logging.get_logger(__name__)
+# What `generate` and models call their cache: "past_key_values" until transformers 5.23
+_parameters = signature(GenerationMixin.prepare_inputs_for_generation).parameters
+CACHE = "cache" if "cache" in _parameters else "past_key_values"
 
 
 def use_cuda_graphs(model: Any) -> Any:
@@ -78,7 +82,7 @@ class Hint:
 
     def __call__(self, kwargs: dict[str, Any], config: Any) -> bool:
         found: bool = type(self.model)._valid_auto_compile_criteria(self.model, kwargs, config)
-        cache = kwargs.get("past_key_values")
+        cache = kwargs.get(CACHE)
         if not (found or Hint.said or getattr(cache, "is_compileable", cache is None)) and _on_gpu(self.model):
             try:
                 _check(self.model)

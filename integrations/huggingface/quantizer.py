@@ -504,6 +504,14 @@ class MoeNvfp4Quantizer(HfQuantizer):
         # transformers would take the config's dtype, which saving turns into a string
         return super().dequantize(model, wanted)
 
+    def remove_quantization_config(self, model: Any) -> None:
+        """Also for transformers 5.24, which takes the conversions away: `_dequantize` has put in those of a dense
+        model, and loading needs them until then."""
+        kept = getattr(model, "_weight_conversions", None)
+        super().remove_quantization_config(model)
+        if kept is not None:
+            model._weight_conversions = kept
+
     def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
         dtype = dtype or model.dtype
         modules = model.named_modules(remove_duplicate=False)

@@ -16,7 +16,7 @@ Entry of transformers.integrations.moe
 Entry of peft
     PEFT_TYPE_TO_TUNER_MAPPING         LORA, where PEFT 0.21 or newer is installed: a subclass of PEFT's own (peft.py)
 
-Also used, though transformers does not document it (tested with 5.17 and 5.23, which have it unless noted)
+Also used, though transformers does not document it (tested with 5.17 and 5.24, which have it unless noted)
     core_model_loading    WeightConverter and its _original_source_patterns, _original_target_patterns, _scoped_match,
                           scope_prefix, base_model_prefix, collected_tensors, layer_targets, _was_used,
                           materialize_tensors;
@@ -24,9 +24,9 @@ Also used, though transformers does not document it (tested with 5.17 and 5.23, 
                           rename_source_key, build_glob_alternation
     conversion_mapping    get_model_conversion_mapping
     quantizers.base       HfQuantizer._process_model_before_weight_loading, _process_model_after_weight_loading,
-                          dequantize, _dequantize, update_weight_conversions (5.17 does not pass the model),
-                          get_new_dtype, param_needs_quantization, param_element_size, update_parallel_plan,
-                          get_quantize_ops, get_state_dict_and_metadata
+                          dequantize, _dequantize, remove_quantization_config, update_weight_conversions (5.17 does not
+                          pass the model), get_new_dtype, param_needs_quantization, param_element_size,
+                          update_parallel_plan, get_quantize_ops, get_state_dict_and_metadata
     utils.import_utils    is_serve_available
     a model               _weight_conversions, hf_quantizer, is_quantized, quantization_method, _ep_plan, _tp_size,
                           all_tied_weights_keys, _keys_to_ignore_on_load_missing, _keys_to_ignore_on_load_unexpected,

@@ -64,6 +64,8 @@ def answer(
     import torch
     from transformers.generation.streamers import TextStreamer
 
+    from moe_nvfp4.integrations.huggingface.graphs import CACHE
+
     class Streamer(TextStreamer):
         times: list[float] = []
 
@@ -84,10 +86,10 @@ def answer(
     prompt = inputs["input_ids"].shape[1]
     start = time.perf_counter()
     with torch.no_grad():
-        options |= dict(max_new_tokens=max_new_tokens, past_key_values=_cache(model, prompt + max_new_tokens, cache))
+        options |= {"max_new_tokens": max_new_tokens, CACHE: _cache(model, prompt + max_new_tokens, cache)}
         made = model.generate(**inputs, **options, **sampling, streamer=streamer, return_dict_in_generate=True)
     times = streamer.times[1:]  # the first is the prompt
-    return Answer(made.sequences[0].cpu(), prompt, times[0] - start, times[-1] - start, made.past_key_values)
+    return Answer(made.sequences[0].cpu(), prompt, times[0] - start, times[-1] - start, made.get(CACHE))
 
 
 def _cache(model: Any, tokens: int, old: Any) -> Any:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from moe_nvfp4.cli import answers
+from moe_nvfp4.integrations.huggingface.graphs import CACHE
 from tests.cli.commands import run
 from tests.common import ROOT, made_demo
 from tests.integrations.test_graphs import recorded  # noqa: F401
@@ -21,7 +22,7 @@ def test_generate_says_the_same_by_graphs(folder, request, monkeypatch, capsys):
     from transformers import Qwen3MoeForCausalLM
 
     counts = request.getfixturevalue("recorded")
-    criteria = lambda self, given, config: given["past_key_values"].is_compileable
+    criteria = lambda self, given, config: given[CACHE].is_compileable
     monkeypatch.setattr(Qwen3MoeForCausalLM, "_valid_auto_compile_criteria", criteria)
     said = []
     for n, free in ((4, 0), (4, 1 << 30), (1, 1 << 30)):
@@ -219,7 +220,7 @@ def test_chat_answers_the_whole_conversation(room, talkative, request, monkeypat
     model = swap_experts(make(qwen3_moe, torch.float32), recipe="max").eval()  # bf16 has near ties
     tokenizer = AutoTokenizer.from_pretrained(talkative)
     counts = request.getfixturevalue("recorded")
-    model._valid_auto_compile_criteria = lambda given, c: c.use_cache and given["past_key_values"].is_compileable
+    model._valid_auto_compile_criteria = lambda given, c: c.use_cache and given[CACHE].is_compileable
     talk, text, seen = Talk(model, tokenizer, "short", 0.0, N), "s:short;", []
     read = []  # tokens in each forward pass
     model.register_forward_pre_hook(lambda _, args, given: read.append(given["input_ids"].shape[1]), with_kwargs=True)

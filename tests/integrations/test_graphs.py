@@ -212,7 +212,7 @@ def test_a_cache_that_moves_its_tensors_is_not_captured(recorded):
     cache.offloading = True  # cache_implementation="offloaded_static", which asks for a GPU
     step = graphs.GraphedStep(lambda **inputs: inputs["input_ids"] + 1)
     for i in range(4):
-        assert step(input_ids=torch.tensor([i]), past_key_values=cache) == i + 1
+        assert step(input_ids=torch.tensor([i]), **{graphs.CACHE: cache}) == i + 1
     assert recorded["captured"] == 0
 
 
