@@ -365,7 +365,7 @@ Not right, or not run:
 bf16 weights. vLLM's loader uses gate's global scale for up, too, which is what its wrong case is about.
 
 Not connected: triton_kernels, whose published version has blocks of 32 (MXFP4) and whose name on PyPI is another
-project's; finegrained-kernels, which transformers 5.23 does not have yet. Not run here: this library's GPU backends
+project's; finegrained-kernels, which transformers 5.24 does not have yet. Not run here: this library's GPU backends
 and vLLM's `fused_experts`, which need a GPU.
 
 ## Cases

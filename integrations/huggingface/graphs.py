@@ -19,7 +19,7 @@ from transformers.utils import logging
 from moe_nvfp4.experts import NVFP4Experts
 
 logger = logging.get_logger(__name__)
-# What `generate` and models call their cache: "past_key_values" until transformers 5.23
+# What `generate` and models call their cache: "past_key_values" before transformers 5.24
 _parameters = signature(GenerationMixin.prepare_inputs_for_generation).parameters
 CACHE = "cache" if "cache" in _parameters else "past_key_values"
 

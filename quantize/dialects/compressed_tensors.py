@@ -100,5 +100,5 @@ class CompressedTensors(Dialect):
         return found if isinstance(found, Mapping) else None  # numbers of bits; ModelOpt's names are of other formats
 
     def misread_by(self, q: Mapping) -> list[str]:
-        return ["transformers 5.23 by itself loads these experts with wrong numbers: "
+        return ["transformers 5.24 by itself loads these experts with wrong numbers: "
                 "import moe_nvfp4.integrations.huggingface first"]  # fmt: skip
