@@ -228,7 +228,7 @@ def test_the_language_model_of_llama4_loads_from_files_of_all_of_it(tmp_path):
     whole = transformers.Llama4ForConditionalGeneration.from_pretrained(tmp_path / "nvfp4", dtype=torch.float32).eval()
     model = load(tmp_path / "nvfp4")
     assert type(model).__name__ == "Llama4ForCausalLM" and len(packed(model, HFExperts)) == 2
-    assert torch.equal(logits(model), logits(whole))
+    assert torch.equal(logits(model), logits(whole.language_model))  # transformers 5.24 fails to call the whole
     found = checkpoint_config(tmp_path / "nvfp4").quantization_config  # which the text's own config has not
     named = transformers.Llama4ForCausalLM.from_pretrained(
         tmp_path / "nvfp4", dtype=torch.float32, quantization_config=found
