@@ -37,10 +37,10 @@ def run_child(module: str, arguments: list[str], env: Mapping[str, str], limit: 
         reader.start()
         try:
             while (line := lines.get(timeout=max(0.0, deadline - time.monotonic()))) is not None:
-                if line.startswith("{"):
-                    found.append(json.loads(line))
-                    if "patience" in found[-1]:
-                        limit = found[-1]["patience"]
+                if (one := _object(line)) is not None:
+                    found.append(one)
+                    if "patience" in one:
+                        limit = one["patience"]
                         deadline = time.monotonic() + limit
             process.wait(max(0.0, deadline - time.monotonic()))
         except (Empty, subprocess.TimeoutExpired):
@@ -50,6 +50,14 @@ def run_child(module: str, arguments: list[str], env: Mapping[str, str], limit: 
             reader.join()
         errors.seek(0)
         return found, late or _ending(process.returncode, errors.read())
+
+
+def _object(line: str) -> dict[str, Any] | None:
+    """The JSON object in `line`; None for what else the process prints, and for half a line, in which it crashed."""
+    try:
+        return json.loads(line) if line.startswith("{") else None
+    except ValueError:
+        return None
 
 
 def _read(pipe: IO[str], lines: SimpleQueue[str | None]) -> None:

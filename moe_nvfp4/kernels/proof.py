@@ -17,7 +17,7 @@ import os
 import subprocess
 import sys
 import warnings
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from datetime import date
 from functools import cache
 from importlib import metadata
@@ -75,9 +75,10 @@ def _verdict(backend: Backend, problem: Problem, device: torch.device, subject: 
         file = own_folder("checks") / f"{name}.json"
     except OSError:  # each process checks for itself
         file = None
-    with FileLock(file.with_suffix(".lock")) if file else nullcontext():  # ranks of one machine share the check
-        if file and file.exists() and not again:
-            note = json.loads(file.read_text("utf-8"))
+    writable = file is not None and os.access(file.parent, os.W_OK)
+    with FileLock(file.with_suffix(".lock")) if file and writable else nullcontext():  # ranks of a machine share it
+        if file and not again and (known := _noted(file)):
+            note = known
         else:
             print(
                 f"moe_nvfp4: the {backend.name} kernels have not been proven on {note['device']}: checking them, once "
@@ -91,8 +92,9 @@ def _verdict(backend: Backend, problem: Problem, device: torch.device, subject: 
                 )  # fmt: skip
                 return None
             note |= {"date": str(date.today()), "right": right, "why": why}
-            if file:
-                _write(file, note)
+            if file and writable:
+                with suppress(OSError):  # a full disk: the next process checks again
+                    _write(file, note)
     if note["right"]:
         return None
     return (
@@ -118,6 +120,15 @@ def _check(backend: str, problem: Problem, device: torch.device) -> tuple[bool |
     return True, ""
 
 
+def _noted(file: Path) -> dict[str, Any] | None:
+    """What a check has found; None if there is no note of one, or half a note."""
+    try:
+        note = json.loads(file.read_text("utf-8"))
+    except (OSError, ValueError):
+        return None
+    return note if isinstance(note, dict) and {"right", "why", "date", "subject"} <= note.keys() else None
+
+
 def _write(file: Path, note: dict[str, Any]) -> None:
     made = file.with_suffix(f".{os.getpid()}")
     made.write_text(json.dumps(note, indent=1) + "\n", "utf-8")
@@ -136,8 +147,8 @@ def state(backend: Backend, device: torch.device) -> str:
     if proven(backend, device):
         return "proven"
     here = _identity(backend, device).items()
-    notes = [json.loads(file.read_text("utf-8")) for file in sorted((cache_folder() / "checks").glob("*.json"))]
-    if not (notes := [note for note in notes if here <= note.items()]):
+    found = map(_noted, sorted((cache_folder() / "checks").glob("*.json")))
+    if not (notes := [note for note in found if note and here <= note.items()]):
         return "its first layer will be checked"
     return "; ".join(
         f"checked on {note['date']} ({note['subject']}): {'right' if note['right'] else 'WRONG: ' + note['why']}"

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from moe_nvfp4 import NVFP4Experts, backends
+from moe_nvfp4.child import run_child
 from moe_nvfp4.kernels import proof
 from moe_nvfp4.kernels.cpu import backend as cpu
 from moe_nvfp4.linear import NVFP4Linear
@@ -114,6 +115,46 @@ def test_what_cannot_be_checked_runs_with_a_warning(unproven, monkeypatch):
     with pytest.warns(UserWarning, match="could not be checked on .* and run unchecked: the process ended"):
         assert layer().backend().name == "cpu"
     assert notes(unproven) == []
+
+
+@pytest.mark.parametrize("damage", ["", "{", "[]", '{"right": true}', "\0" * 20])
+def test_half_a_note_is_made_again(damage, unproven, monkeypatch):
+    """As after a power failure."""
+    monkeypatch.setattr(proof, "_check", lambda *arguments: (True, ""))
+    assert layer().backend().name == "cpu"
+    (file,) = (unproven / "cache/checks").glob("*.json")
+    file.write_text(damage)
+    assert proof.state(backends.named("cpu"), torch.device("cpu")) == "its first layer will be checked"
+    backends.forget()
+    assert layer().backend().name == "cpu" and notes(unproven)[0]["right"] is True
+
+
+def test_notes_that_cannot_be_written(unproven, monkeypatch):
+    """The check counts for this process. A folder that is read-only, of a container say, is still read."""
+    runs = []
+    monkeypatch.setattr(proof, "_check", lambda *arguments: runs.append(1) or (True, ""))
+    monkeypatch.setattr(proof.os, "replace", refused)
+    assert layer().backend().name == layer().backend().name == "cpu" and len(runs) == 1
+    monkeypatch.undo()
+    monkeypatch.setenv("MOE_NVFP4_CACHE", str(unproven / "cache"))
+    monkeypatch.delenv("MOE_NVFP4_CHECK", raising=False)
+    monkeypatch.setattr(proof, "PROVEN", {})
+    monkeypatch.setattr(proof, "_check", lambda *arguments: runs.append(1) or (True, ""))
+    for _ in range(2):
+        backends.forget()
+        assert layer().backend().name == "cpu" and len(runs) == 2
+        monkeypatch.setattr(proof.os, "access", lambda *arguments: False)
+        monkeypatch.setattr(proof, "FileLock", refused)
+
+
+def refused(*arguments):
+    raise OSError(28, "No space left on device")
+
+
+def test_lines_of_a_child_that_are_no_objects():
+    code = """print("{not json"); print('{"case": 1}'); print('{"case": ', end="")"""
+    found, ended = run_child("timeit", ["-n", "1", "-r", "1", code], {}, 60)
+    assert found == [{"case": 1}] and ended == ""
 
 
 def test_what_is_proven_is_not_checked(monkeypatch):
