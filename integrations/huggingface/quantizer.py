@@ -147,7 +147,8 @@ class MoeNvfp4Quantizer(HfQuantizer):
         if model.dtype == torch.float64 and not config.dequantize:
             raise ValueError(
                 "dtype=torch.float64: 4-bit experts take bfloat16, float16 and float32, and their sums are fp32 in any "
-                "case: load in one of these; dequantize(torch.float64) of that model is dense and exact"
+                "case: load in one of these; dequantize(torch.float64) of that model is dense and exact, and runs "
+                "after set_experts_implementation('eager')"
             )
         source = open_files(checkpoint_files or [], model)
         tensors = source.tensors
@@ -496,13 +497,18 @@ class MoeNvfp4Quantizer(HfQuantizer):
         return True
 
     def dequantize(self, model: Any, dtype: torch.dtype | str | None = None) -> Any:
-        """Replace 4-bit experts and linears by dense ones, in `dtype` or the model's dtype. What quantization lost
-        stays lost. ValueError for a `dtype` that weights cannot have."""
+        """Replace 4-bit experts and linears by dense ones, in the model's dtype; with `dtype`, all parameters get that
+        in place of the model's. What quantization lost stays lost. ValueError for a `dtype` that weights cannot have.
+        """
         wanted = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype or model.dtype
         if wanted not in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
             raise ValueError(f"dequantize(dtype={dtype!r}): bfloat16, float16 or float32 is expected")
+        before = model.dtype
         # transformers would take the config's dtype, which saving turns into a string
-        return super().dequantize(model, wanted)
+        model = super().dequantize(model, wanted)
+        for p in model.parameters() if wanted != before else ():
+            p.data = p.data.to(wanted) if p.dtype == before else p.data  # not those that transformers keeps in fp32
+        return model
 
     def remove_quantization_config(self, model: Any) -> None:
         """Also for transformers 5.24, which takes the conversions away: `_dequantize` has put in those of a dense

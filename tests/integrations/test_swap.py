@@ -407,6 +407,24 @@ def test_a_dequantized_model_is_a_dense_model(family, tmp_path):
         assert all(p.grad is not None for n, p in model.named_parameters() if "experts" in n)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+def test_a_model_is_dequantized_in_one_dtype(dtype, tmp_path):
+    """What is saved is what ran, and computes what the 4-bit model does in this dtype."""
+    from tests.folders import is_expert, is_linear, quantized, qwen2_moe
+
+    path, _ = quantized(tmp_path, qwen2_moe, "modelopt", lambda k: is_expert(k) or is_linear(k))
+    change_config(path, quantization_config={"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4"})
+    model = load(path).dequantize(dtype)
+    assert {p.dtype for p in model.parameters()} == {model.dtype} == {dtype}
+    model.set_experts_implementation("eager")
+    found, single = logits(model), load(path, torch.float32)
+    assert relative_error(found, logits(single)) < (1e-2 if dtype == torch.float16 else 1e-5)
+    model.save_pretrained(tmp_path / "dense")
+    again = load(tmp_path / "dense", "auto")
+    again.set_experts_implementation("eager")
+    assert torch.equal(logits(again), found)
+
+
 def test_a_dequantized_model_has_dense_linears(tmp_path):
     from tests.folders import is_expert, is_linear, quantized, qwen2_moe
 
