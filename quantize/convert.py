@@ -166,6 +166,7 @@ def _report(plan: ConversionPlan, destination: Path, left_out: Mapping[str, str]
         linears_before=of_linears[0], linears_after=of_linears[1],
         modules=tuple(m for m in plan.modules if m not in plan.skipped),
         shards=len({job.shard for job in plan.jobs}), rescaled=plan.rescaled[0], rescaling=plan.rescaled[1],
+        cast=plan.cast,
     )  # fmt: skip
 
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from moe_nvfp4.quantize.files import Checkpoint
-from moe_nvfp4.quantize.layouts import Matrix, fp8
-from moe_nvfp4.quantize.plan import QUANTIZED_LAYOUTS
+from moe_nvfp4.quantize.layouts import Matrix
+from moe_nvfp4.quantize.plan import quantized_layouts, quantized_weights
 
 
 @dataclass(frozen=True)
@@ -42,13 +42,13 @@ def dense_tensors(source: Checkpoint) -> dict[str, DenseTensor]:
     """
     found: dict[str, DenseTensor] = {}
     left = dict(source.tensors)
-    layout = QUANTIZED_LAYOUTS.get(str((source.config.get("quantization_config") or {}).get("quant_method")))
-    for experts in list(layout.recognise(source, left)) if layout else ():
+    layouts = quantized_layouts(source.config.get("quantization_config") or {})
+    for experts in [experts for layout in layouts for experts in layout.recognise(source, left)]:
         assert experts.dense is not None, "quantized experts know their dense form"
         found |= {name: _dense(source, what) for name, what in experts.dense().items()}
         for name in experts.tensors:
             del left[name]
-    for stem, (matrix, names) in fp8.block_weights(source, left).items() if layout is fp8 else ():
+    for stem, (matrix, names) in quantized_weights(source, left).items():
         found[f"{stem}.weight"] = _dense(source, matrix)
         for name in names:
             del left[name]

@@ -14,7 +14,7 @@ from moe_nvfp4.format import dequantize, pad_k
 from moe_nvfp4.quantize.codes import CodesFolder
 from moe_nvfp4.quantize.dialects import Dialect
 from moe_nvfp4.quantize.files import TORCH_DTYPES, TensorSlice
-from moe_nvfp4.quantize.layouts import ErrorSums, Matrix
+from moe_nvfp4.quantize.layouts import CastSums, ErrorSums, Matrix
 from moe_nvfp4.quantize.layouts.base import cast_finite, parts_of_expert
 from moe_nvfp4.quantize.names import gate_of, up_of
 from moe_nvfp4.quantize.options import Options
@@ -76,8 +76,10 @@ def scale_job(name: str, stored: TensorSlice, new_name: str, source: Dialect, ta
     return Job(stored.file.name, 4, 64, {new_name: ("F32", target.scale_shape)}, run)
 
 
-def quantize_jobs(matrices: Mapping[str, Matrix], options: Options) -> Iterator[Job]:
-    """Jobs that quantize dense matrices, by stem, to `stem`.weight and its scales in the options' dialect.
+def quantize_jobs(matrices: Mapping[str, Matrix], options: Options, cast: CastSums) -> Iterator[Job]:
+    """Jobs that quantize matrices, by stem, to `stem`.weight and its scales in the options' dialect.
+
+    cast: receives what becomes of MXFP4 matrices.
 
     Gate and up of an expert share a global scale, since servers read gate's for both. Both go into the file of gate.
     """
@@ -94,9 +96,9 @@ def quantize_jobs(matrices: Mapping[str, Matrix], options: Options) -> Iterator[
         group.append(sharing)
         room = TOGETHER.get(options.place.type, 1)
         if (len(group) + 1) * len(sharing) * m.rows * m.columns > room:
-            yield _quantize_job(group[:], options)
+            yield _quantize_job(group[:], options, cast)
             group.clear()
-    yield from (_quantize_job(group, options) for group in waiting.values() if group)
+    yield from (_quantize_job(group, options, cast) for group in waiting.values() if group)
 
 
 def _outputs(stem: str, N: int, K: int, target: Dialect) -> Outputs:
@@ -105,12 +107,14 @@ def _outputs(stem: str, N: int, K: int, target: Dialect) -> Outputs:
     return {f"{stem}.{last}": out for last, out in zip(target.suffixes, shapes, strict=False)}
 
 
-def _quantize_job(groups: list[dict[str, Matrix]], options: Options, importance: Tensor | None = None) -> Job:
+def _quantize_job(
+    groups: list[dict[str, Matrix]], options: Options, cast: CastSums, importance: Tensor | None = None
+) -> Job:
     """Quantize groups of matrices, by stem; a group shares a global scale. All matrices have one shape, and several
     groups together are no larger than a chunk. A matrix gets the same bytes as in a job of its group alone.
 
     importance: fp32 [K] of a matrix that is no expert's, for a recipe that needs it."""
-    batch = _Batch(groups, options, importance)
+    batch = _Batch(groups, options, cast, importance)
     (N, K), matrices, target = batch.shape, batch.matrices, options.target
 
     def run(write: Write) -> None:
@@ -118,7 +122,7 @@ def _quantize_job(groups: list[dict[str, Matrix]], options: Options, importance:
             batch.quantize(write)
         except ValueError:
             for group in groups if batch.stacked else ():  # again group by group, so that the error names the matrix
-                _quantize_job([group], options).run(write)
+                _quantize_job([group], options, cast).run(write)
             raise
 
     outputs: Outputs = {}
@@ -134,7 +138,10 @@ class _Batch:
     """The matrices of a job, [N, K] with K padded to whole blocks, quantized one after another in steps of `step` rows,
     or all stacked."""
 
-    def __init__(self, groups: list[dict[str, Matrix]], options: Options, importance: Tensor | None):
+    def __init__(
+        self, groups: list[dict[str, Matrix]], options: Options, cast: CastSums, importance: Tensor | None
+    ):  # fmt: skip
+        self.cast = cast
         self.options, self.sharing, self.stacked = options, len(groups[0]), len(groups) > 1
         self.stems = [stem for group in groups for stem in group]
         self.matrices = [m for group in groups for m in group.values()]
@@ -153,6 +160,7 @@ class _Batch:
     def quantize(self, write: Write) -> None:
         read, (N, K) = _Reader(self), self.shape
         given, exact = self.global_scales(read)
+        lost: set[int] = set()  # matrices whose values change, although they should not
         for lot in self.lots:
             at = slice(lot.start, lot.stop)
             scale = None if given is None else given[at]
@@ -163,7 +171,8 @@ class _Batch:
                     codes, sf, global_scale = quantize_matrix(w, self.options.recipe, scale, importance)
                 except ValueError as error:
                     raise ValueError(f"{self.stems[lot.start]}: {error}") from None
-                if exact and not torch.equal(dequantize(codes, sf, global_scale[:, None]), w.float()):
+                if exact and (changed := self.changed(dequantize(codes, sf, global_scale[:, None]), w.float())):
+                    lost |= {lot[i] for i in changed}
                     warnings.warn(
                         f"{self.stems[lot.start]}: its MXFP4 scales, with those of the projection that shares its "
                         "global scale, span more powers of two than an e4m3 scale holds: the smallest values are "
@@ -177,6 +186,16 @@ class _Batch:
             for i, number in zip(lot, global_scale.cpu(), strict=True):
                 write(self.names[i][2], _encoded(self.names[i][2], number, self.options.target), 0)
             read.forget(lot)
+
+        if exact:
+            self.cast.count(len(self.stems), len(lost))
+
+    def changed(self, values: Tensor, w: Tensor) -> list[int]:
+        """Which of n matrices are not what they were; `cast` gets their errors."""
+        found = [i for i in range(len(w)) if not torch.equal(values[i], w[i])]
+        for i in found:
+            self.cast.add(values[i], w[i])
+        return found
 
     def global_scales(self, read: _Reader) -> tuple[Tensor | None, bool]:
         """(Global scales, fp32 [matrices], or None where the recipe finds each from its matrix; whether the values must
@@ -228,24 +247,26 @@ class _Reader:
         self.kept.pop(lot, None)
 
 
-def linear_jobs(fused: Mapping[str, Matrix], options: Options, importance: Tensor | None = None) -> Iterator[Job]:
+def linear_jobs(
+    fused: Mapping[str, Matrix], options: Options, cast: CastSums, importance: Tensor | None = None
+) -> Iterator[Job]:
     """Jobs that quantize linears, by stem, which servers fuse into one and which so share a global scale.
 
-    importance: fp32 [K], for a recipe that needs it.
+    cast: as for `quantize_jobs`; importance: fp32 [K], for a recipe that needs it.
     """
     if options.codes is not None:
         yield from (_ready_job(stem, m, options.codes, options.target) for stem, m in fused.items())
     elif len(fused) == 1:
-        yield _quantize_job([dict(fused)], options, importance)
+        yield _quantize_job([dict(fused)], options, cast, importance)
     else:
-        yield _fused_job(fused, options, importance)
+        yield _fused_job(fused, options, cast, importance)
 
 
-def _fused_job(fused: Mapping[str, Matrix], options: Options, importance: Tensor | None) -> Job:
+def _fused_job(fused: Mapping[str, Matrix], options: Options, cast: CastSums, importance: Tensor | None) -> Job:
     """Quantize linears that read the same rows as one matrix, with the rows of all. All go into the first's file."""
     stems, matrices, target = list(fused), list(fused.values()), options.target
     together = ", ".join([stems[0], *(stem.rpartition(".")[2] for stem in stems[1:])])
-    job = _quantize_job([{together: _stack_rows(matrices)}], options, importance)
+    job = _quantize_job([{together: _stack_rows(matrices)}], options, cast, importance)
     outputs: Outputs = {}
     for stem, matrix in fused.items():
         outputs |= _outputs(stem, matrix.rows, -(-matrix.columns // 16) * 16, target)
@@ -289,9 +310,11 @@ def _stack_rows(matrices: Sequence[Matrix]) -> Matrix:
 
         return rows
 
-    first = matrices[0]
-    size, held = sum(m.size for m in matrices), sum(m.held for m in matrices)
-    return Matrix(sum(m.rows for m in matrices), first.columns, size, first.shard, open, held)
+    first, sizes = matrices[0], [(m.rows, m.size, m.held) for m in matrices]
+    rows, size, held = (sum(of) for of in zip(*sizes, strict=True))
+    known = [m.global_scale for m in matrices if m.global_scale is not None]
+    largest = (lambda: torch.stack([scale() for scale in known]).amax()) if len(known) == len(matrices) else None
+    return Matrix(rows, first.columns, size, first.shard, open, held, largest)
 
 
 def _ready_job(stem: str, matrix: Matrix, made: CodesFolder, target: Dialect) -> Job:

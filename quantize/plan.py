@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import partial
+from types import ModuleType
 
 from torch import Tensor
 
@@ -34,6 +35,7 @@ from moe_nvfp4.quantize.jobs import (
     without,
 )
 from moe_nvfp4.quantize.layouts import (
+    CastSums,
     ErrorSums,
     ExpertLayout,
     Experts,
@@ -68,9 +70,21 @@ from moe_nvfp4.quantize.options import Options
 from moe_nvfp4.quantize.recipes import recipe_named
 from moe_nvfp4.weights import check_block_scales
 
-# Layouts of quantized experts, by quant_method of the source; layouts of dense experts, which any source may have.
-QUANTIZED_LAYOUTS = {"mxfp4": mxfp4, "fp8": fp8}
-DENSE_LAYOUTS = (one_by_one, stacked, dbrx)
+DENSE_LAYOUTS = (one_by_one, stacked, dbrx)  # which any source may have
+
+
+def quantized_layouts(q: Mapping) -> tuple[ModuleType, ...]:
+    """The layouts of quantized weights in files with this quantization_config; none: they are dense, or unknown."""
+    if mxfp4.describes(q):
+        return (mxfp4,)
+    return (fp8, mxfp4) if q.get("quant_method") == "fp8" else ()  # DeepSeek V4 has both
+
+
+def quantized_weights(source: Checkpoint, left: Mapping[str, TensorSlice]) -> dict[str, tuple[Matrix, tuple[str, str]]]:
+    """The quantized weights of a source that files keep one by one: stem -> matrix, its tensors' names."""
+    layouts = quantized_layouts(source.config.get("quantization_config") or {})
+    found = fp8.block_weights(source, left) if fp8 in layouts else {}
+    return found | (mxfp4.weights(left) if mxfp4 in layouts else {})
 
 
 @dataclass(frozen=True)
@@ -90,6 +104,7 @@ class ConversionPlan:
     modules      the experts modules of a source that is not NVFP4 yet
     unmatched    the patterns of `exclude` and `include` that match none of `modules`, and no linear that was asked for
     rescaled     how many carried matrices are quantized again, and the error that this adds
+    cast         what becomes of MXFP4 matrices, known when the jobs have run
     unchanged    whether the source is NVFP4 already, in the dialect and the layout of new files
     """
 
@@ -108,6 +123,7 @@ class ConversionPlan:
     modules: tuple[str, ...]
     unmatched: tuple[str, ...]
     rescaled: tuple[int, ErrorSums]
+    cast: CastSums
     unchanged: bool
 
 
@@ -134,6 +150,7 @@ class _Draft:
     dense: set[str] = field(default_factory=set)  # modules that keep, or get, dense weights
     excluded: set[str] = field(default_factory=set)  # experts modules left alone
     rescaled: tuple[int, ErrorSums] = field(default_factory=lambda: (0, ErrorSums()))
+    cast: CastSums = field(default_factory=CastSums)
     unchanged: bool = False
 
     def take(self, names: Iterable[str]) -> None:
@@ -181,7 +198,7 @@ def plan(checkpoint: Checkpoint, options: Options) -> ConversionPlan:
         _carry(draft, info.dialect)
     else:
         _quantize(draft)
-    draft.jobs += quantize_jobs(draft.to_quantize, options)
+    draft.jobs += quantize_jobs(draft.to_quantize, options, draft.cast)
     of_experts = {experts_module(name) for name, stored in draft.left.items() if stored.dtype in DENSE}
     draft.excluded |= {module for module in of_experts if module is not None}
     for name, stored in draft.left.items():
@@ -202,7 +219,7 @@ def plan(checkpoint: Checkpoint, options: Options) -> ConversionPlan:
     return ConversionPlan(
         draft.source, options, jobs, config, draft.matrices, draft.fused, draft.carried,
         draft.dequantized, tuple(draft.left), draft.copies, draft.scales, skipped, modules, unmatched, draft.rescaled,
-        draft.unchanged,
+        draft.cast, draft.unchanged,
     )  # fmt: skip
 
 
@@ -234,24 +251,21 @@ def _quantize(draft: _Draft) -> None:
     if (scale := next((name for name in draft.left if name.endswith(GLOBAL_SCALES)), None)) is not None:
         raise ValueError(f"{scale} is of NVFP4 files, and neither config.json (its quantization_config, not one of "
                          "text_config) nor hf_quant_config.json says so: download them again")  # fmt: skip
-    method = (source.config.get("quantization_config") or {}).get("quant_method")
-    quantized = QUANTIZED_LAYOUTS.get(str(method))
-    for layout in (quantized, *DENSE_LAYOUTS) if quantized else DENSE_LAYOUTS:
+    quantized = quantized_layouts(source.config.get("quantization_config") or {})
+    for layout in (*quantized, *DENSE_LAYOUTS):
         for experts in list(layout.recognise(source, draft.left)):
             _quantize_experts(draft, experts)
-    in_fp8 = fp8.block_weights(source, draft.left) if method == "fp8" else {}
+    others = quantized_weights(source, draft.left)
     if options.linears:
-        _quantize_linears(draft, in_fp8)
-    if method == "fp8":
-        for stem, (matrix, names) in in_fp8.items():
-            if stem in draft.matrices:
-                continue
+        _quantize_linears(draft, others)
+    for stem, (matrix, names) in others.items():
+        if stem not in draft.matrices:
             draft.dequantize(f"{stem}.weight", matrix)
             draft.dense.add(stem)
             draft.take(names)
-        for name, stored in draft.left.items():
-            if stored.dtype.startswith("F8"):
-                raise ValueError(f"{name} is {stored.dtype} without {name}_scale_inv: download the checkpoint again")
+    for name, stored in draft.left.items() if fp8 in quantized else ():
+        if stored.dtype.startswith("F8"):
+            raise ValueError(f"{name} is {stored.dtype} without {name}_scale_inv: download the checkpoint again")
     for name in draft.left:
         stem, _, last = name.rpartition(".")
         if stem in draft.matrices and last != "bias":
@@ -259,28 +273,30 @@ def _quantize(draft: _Draft) -> None:
     _check_nothing_missed(draft)
 
 
-def _quantize_linears(draft: _Draft, in_fp8: Mapping[str, tuple[Matrix, tuple[str, str]]]) -> None:
-    """Plan to quantize the linears that the options ask for. in_fp8: those that are FP8, with their tensors' names."""
+def _quantize_linears(draft: _Draft, others: Mapping[str, tuple[Matrix, tuple[str, str]]]) -> None:
+    """Plan to quantize the linears that the options ask for. others: those that are FP8 or MXFP4, with their tensors'
+    names."""
     source, options = draft.source, draft.options
     try:
         model = ModelTensors.of(source)
     except UnknownModel:
         model = None
-    weights = {name.removesuffix(".weight"): stored for name, stored in draft.left.items() if name.endswith(".weight")}
-    weights = {stem: stored for stem, stored in weights.items() if stored.dtype in DENSE or stem in in_fp8}
+    weights = {name.removesuffix(".weight"): stored for name, stored in draft.left.items()
+               if name.endswith(".weight") and stored.dtype in DENSE}  # fmt: skip
     shapes = {stem: stored.shape for stem, stored in weights.items()}
+    shapes |= {stem: (matrix.rows, matrix.columns) for stem, (matrix, _) in others.items()}
     chosen = choose(linears_in_files(source, shapes, model), options.linears, options.exclude, str(source.folder))
     draft.skipped |= chosen.left
     draft.fused, draft.unmatched = chosen.fused, chosen.unmatched
     for fused in draft.fused:
         matrices = {}
         for stem in (linear.name for linear in fused):
-            matrices[stem], names = in_fp8.get(stem) or (dense(weights[stem]), (f"{stem}.weight",))
+            matrices[stem], names = others.get(stem) or (dense(weights[stem]), (f"{stem}.weight",))
             draft.take(names)
         columns = None  # the importance of each
         if options.importance is not None:
             columns = options.importance.of_linear(fused[0].model, fused[0].columns)
-        draft.jobs += linear_jobs(matrices, options, columns)
+        draft.jobs += linear_jobs(matrices, options, draft.cast, columns)
         draft.matrices |= matrices
 
 
@@ -464,9 +480,11 @@ def nvfp4_info(source: Checkpoint) -> QuantizationInfo | None:
     method, hf = q.get("quant_method"), source.folder / "hf_quant_config.json"
     if not q and not hf.is_file():
         return None
+    if mxfp4.describes(q):
+        return None
     info = read_config(source.config, read_json(hf) if hf.is_file() else None)
-    if info is None and str(method) not in QUANTIZED_LAYOUTS:
-        raise ValueError(f"{source.folder} is quantized with {method!r}; this library reads fp8 (in blocks), mxfp4, "
+    if info is None and not quantized_layouts(q):
+        raise ValueError(f"{source.folder} is quantized with {method!r}; this library reads fp8 (in blocks), MXFP4, "
                          f"and NVFP4 of {' or '.join(DIALECTS)}: quantize the original checkpoint")  # fmt: skip
     return info
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from moe_nvfp4.quantize.layouts import ErrorSums
+from moe_nvfp4.quantize.layouts import CastSums, ErrorSums
 from moe_nvfp4.quantize.linears import Linear
 
 
@@ -36,6 +36,7 @@ class ConversionReport:
     resumed: int = 0  # source bytes that an earlier run had converted
     rescaled: int = 0  # carried matrices that were quantized again, so that gate and up share a global scale
     rescaling: ErrorSums = field(default_factory=ErrorSums)  # the error that this added
+    cast: CastSums = field(default_factory=CastSums)  # what became of MXFP4 matrices in this run
     seconds: float = 0.0
 
     @property
@@ -55,6 +56,7 @@ class ConversionReport:
         ):
             if count:
                 yield f"  {count:7d} {what}"
+        yield from self.cast_lines()
         yield from self.rescaled_lines()
         yield from (f"  left alone: {name}: {why}" for name, why in self.skipped.items())
         if self.not_compared:
@@ -63,6 +65,13 @@ class ConversionReport:
         if self.linears:
             yield f"  linears {readable_size(self.linears_before)} -> {readable_size(self.linears_after)}"
         yield f"  all     {readable_size(self.bytes_before)} -> {readable_size(self.bytes_after)}"
+
+    def cast_lines(self) -> Iterator[str]:
+        """What became of MXFP4 matrices, if this run did all of it."""
+        if self.cast.matrices and not self.resumed:
+            error = f"{self.cast.lost} of them with a relative error of {self.cast.relative:.3g}"
+            lost = error if self.cast.lost else "none lost anything"
+            yield f"  {self.cast.matrices:7d} MXFP4 matrices cast to NVFP4, {lost}"
 
     def rescaled_lines(self) -> Iterator[str]:
         """What --share-scales did, with the error that it added if this run did all of it."""

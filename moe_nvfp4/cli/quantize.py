@@ -126,7 +126,7 @@ def run(args: argparse.Namespace) -> None:
         made += f", linears {readable_size(report.linears_before)} -> {readable_size(report.linears_after)}"
     made += f" ({recipe})" if report.quantized else ""
     resumed = f", {readable_size(report.resumed)} of the source by an earlier run" if report.resumed else ""
-    for line in report.rescaled_lines():
+    for line in (*report.rescaled_lines(), *report.cast_lines()):
         note(line)
     note(f"wrote {args.destination}: {readable_size(report.bytes_after)}{made} in {report.seconds:.1f} s{resumed}")
     for line in misread_by(report.destination):

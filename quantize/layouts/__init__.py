@@ -4,6 +4,6 @@ In each module `recognise` finds the experts of a checkpoint by names and header
 pieces (`base.Matrix`). To add a layout, add a module here and a line in `plan.py`.
 """
 
-from moe_nvfp4.quantize.layouts.base import ErrorSums, ExpertLayout, Experts, Matrix
+from moe_nvfp4.quantize.layouts.base import CastSums, ErrorSums, ExpertLayout, Experts, Matrix
 
-__all__ = ["ErrorSums", "ExpertLayout", "Experts", "Matrix"]
+__all__ = ["CastSums", "ErrorSums", "ExpertLayout", "Experts", "Matrix"]

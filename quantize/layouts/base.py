@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -93,6 +94,21 @@ class ErrorSums:
         return 10 * math.log10(self.square / self.error) if self.error and self.square else math.inf
 
 
+@dataclass
+class CastSums(ErrorSums):
+    """What became of MXFP4 matrices. The sums are of those that lost something. Threads may add at the same time.
+
+    lost  how many of the `matrices` lost something
+    """
+
+    lost: int = 0
+
+    def count(self, matrices: int, lost: int) -> None:
+        with self._lock:
+            self.matrices += matrices
+            self.lost += lost
+
+
 @dataclass(frozen=True)
 class Experts:
     """The experts of one layer of files that are not NVFP4.
@@ -125,6 +141,19 @@ class Given:
     kind: str
     shape: tuple[int, ...] | None
     file: str
+
+
+def one_by_one(weights: Mapping[str, tuple[Matrix, tuple[str, str]]]) -> Iterator[Experts]:
+    """The experts among quantized `weights`: stem -> matrix, its tensors' names."""
+    modules: dict[str, dict[str, Matrix]] = {}
+    names: dict[str, list[str]] = {}
+    for stem, (matrix, pair) in weights.items():
+        if match := PER_EXPERT.fullmatch(stem):
+            modules.setdefault(match["module"], {})[stem] = matrix
+            names.setdefault(match["module"], []).extend(pair)
+    for module, matrices in modules.items():
+        dense = {f"{stem}.weight": matrix for stem, matrix in matrices.items()}
+        yield Experts(module, tuple(names[module]), partial(dict, matrices), dense=partial(dict, dense))
 
 
 def check_experts(

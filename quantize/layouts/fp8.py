@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from moe_nvfp4.quantize.files import Checkpoint, TensorSlice
-from moe_nvfp4.quantize.layouts.base import Experts, Matrix
-from moe_nvfp4.quantize.names import PER_EXPERT
+from moe_nvfp4.quantize.layouts.base import Experts, Matrix, one_by_one
 
 # The names of the scales: of ModelOpt and compressed-tensors; of DeepSeek V3; of DeepSeek V4
 FP8_SCALES = ("weight_scale", "weight_scale_inv", "scale")
@@ -78,9 +77,11 @@ def block_weights(source: Checkpoint, left: Mapping[str, TensorSlice]) -> dict[s
     if not (isinstance(block, list) and len(block) == 2 and all(type(b) is int and b > 0 for b in block)):
         raise ValueError(f"FP8 without blocks (weight_block_size {block!r}) is not read: use the original")
     found = {}
-    for name in [n for n in left if n.endswith(".weight_scale_inv")]:
-        stem = name.removesuffix(".weight_scale_inv")
+    for name in [n for n in left if n.endswith((".weight_scale_inv", ".scale"))]:
+        stem, _, last = name.rpartition(".")
         weight, scale = left.get(f"{stem}.weight"), left[name]
+        if last == "scale" and (weight is None or weight.dtype != "F8_E4M3"):
+            continue  # of a norm, or of other codes
         if weight is None or weight.dtype != "F8_E4M3" or scale.dtype not in ("F32", "BF16", "F8_E8M0"):
             raise ValueError(f"{name} has no F8_E4M3 {stem}.weight: a shard is missing; download it again")
         found[stem] = fp8_matrix(weight, scale, tuple(block), stem), (f"{stem}.weight", name)
@@ -89,17 +90,4 @@ def block_weights(source: Checkpoint, left: Mapping[str, TensorSlice]) -> dict[s
 
 def recognise(source: Checkpoint, left: Mapping[str, TensorSlice]) -> Iterator[Experts]:
     """Find FP8 experts one by one, with scales for blocks."""
-    modules: dict[str, dict[str, tuple[Matrix, tuple[str, str]]]] = {}
-    for stem, weight in block_weights(source, left).items():
-        if match := PER_EXPERT.fullmatch(stem):
-            modules.setdefault(match["module"], {})[stem] = weight
-    for module, weights in modules.items():
-        names = tuple(name for _, pair in weights.values() for name in pair)
-        yield _experts(module, names, {stem: matrix for stem, (matrix, _) in weights.items()})
-
-
-def _experts(module: str, names: tuple[str, ...], weights: dict[str, Matrix]) -> Experts:
-    def dense() -> dict[str, Matrix]:
-        return {f"{stem}.weight": matrix for stem, matrix in weights.items()}
-
-    return Experts(module, names, lambda: weights, dense=dense)
+    yield from one_by_one(block_weights(source, left))

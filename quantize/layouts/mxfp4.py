@@ -1,15 +1,79 @@
-"""MXFP4 experts of gpt-oss: stacks of e2m1 codes with e8m0 scales; rows of gate and up alternate."""
+"""MXFP4: e2m1 codes, of which 32 in a row share an e8m0 scale, a power of two.
+
+                          codes                          scales
+    gpt-oss, stacks       `_blocks` U8 [E, N, K/32, 16]  `_scales` U8 [E, N, K/32]; rows of gate and up alternate
+    compressed-tensors    `weight_packed` U8 [N, K/2]    `weight_scale` U8 [N, K/32]
+    ModelOpt, AMD Quark   `weight` U8 [N, K/2]           `weight_scale` U8 [N, K/32]
+    DeepSeek V4           `weight` I8 [N, K/2]           `scale` F8_E8M0 [N, K/32]
+
+Sources: compressed-tensors 0.20 (`compressors/mxfp4`), nvidia-modelopt 0.47 (`qtensor/mxfp4_tensor.py`), the OCP
+Microscaling specification.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from moe_nvfp4.format import decode
 from moe_nvfp4.quantize.files import Checkpoint, TensorSlice
-from moe_nvfp4.quantize.layouts.base import Experts, Matrix
+from moe_nvfp4.quantize.layouts.base import Experts, Matrix, one_by_one
+
+PAIRS = (("weight_packed", "weight_scale"), ("weight", "weight_scale"), ("weight", "scale"))  # names of codes, scales
+ALGOS = ("MXFP4", "W4A16_MXFP4", "W4A8_MXFP4_FP8")  # quant_algo of ModelOpt
+FORMAT = "mxfp4-pack-quantized"  # of compressed-tensors
+
+
+def _of_compressed_tensors(q: Mapping) -> bool:
+    if FORMAT not in {q.get("format"), *(group.get("format") for group in (q.get("config_groups") or {}).values())}:
+        return False
+    if (q.get("transform_config") or {}).get("config_groups"):
+        raise ValueError(f"{FORMAT} with transforms (rotations) is not read: quantize the original checkpoint")
+    return True
+
+
+def _of_quark(q: Mapping) -> bool:
+    weight: Any = (q.get("global_quant_config") or {}).get("weight") or {}
+    weight = weight[0] if isinstance(weight, list) else weight
+    return (weight.get("dtype"), weight.get("group_size")) == ("fp4", 32)
+
+
+METHODS: dict[str, Callable[[Mapping], bool]] = {  # quant_method -> whether its config says MXFP4
+    "mxfp4": lambda q: True,
+    "compressed-tensors": _of_compressed_tensors,
+    "quark": _of_quark,
+    "modelopt": lambda q: str(q.get("quant_algo")).upper() in ALGOS,
+}
+
+
+def describes(q: Mapping) -> bool:
+    """Whether a quantization_config says MXFP4. ValueError for weights that are more than codes and scales."""
+    says = METHODS.get(str(q.get("quant_method")))
+    return says is not None and says(q)
+
+
+def weights(left: Mapping[str, TensorSlice]) -> dict[str, tuple[Matrix, tuple[str, str]]]:
+    """The MXFP4 matrices that files keep one by one: stem -> matrix, its tensors' names."""
+    found = {}
+    for name, scales in left.items():
+        stem, _, last = name.rpartition(".")
+        pair = next((f"{stem}.{codes}" for codes, of in PAIRS if of == last and f"{stem}.{codes}" in left), None)
+        if pair is None or scales.dtype not in ("U8", "F8_E8M0") or left[pair].dtype not in ("U8", "I8"):
+            continue
+        codes = left[pair]
+        if len(codes.shape) != 2 or codes.shape != (scales.shape[0], 16 * scales.shape[-1]) or not codes.size:
+            raise ValueError(f"{pair}: {codes.dtype} {list(codes.shape)} with scales {scales.dtype} "
+                             f"{list(scales.shape)} is no MXFP4 matrix ([N, K/2] codes and [N, K/32] scales): the file "
+                             "is damaged, or in a layout that is not known here; use the original")  # fmt: skip
+        N, groups = scales.shape
+        blocks = replace(codes, dtype="U8", shape=(1, N, groups, 16))
+        scales = replace(scales, dtype="U8", shape=(1, N, groups))
+        found[stem] = mxfp4_matrix(blocks, scales, 0, 0, 1, stem), (pair, name)
+    return found
 
 
 def mxfp4_matrix(blocks: TensorSlice, scales: TensorSlice, e: int, first: int, step: int, name: str) -> Matrix:
@@ -33,7 +97,8 @@ def mxfp4_matrix(blocks: TensorSlice, scales: TensorSlice, e: int, first: int, s
     def rows(a: int, b: int) -> Tensor:
         codes, exponents = code_bytes(a, b), scale_bytes(a, b)
         if (exponents == 255).any():
-            raise ValueError(f"{name}, expert {e}: an MXFP4 scale is NaN: download the checkpoint again")
+            where = f"{name}, expert {e}" if blocks.shape[0] > 1 else name
+            raise ValueError(f"{where}: an MXFP4 scale is NaN: download the checkpoint again")
         return torch.ldexp(decode(codes), exponents[..., None].to(torch.int32) - 127).flatten(1)
 
     def power_of_two() -> Tensor:
@@ -49,10 +114,17 @@ def mxfp4_matrix(blocks: TensorSlice, scales: TensorSlice, e: int, first: int, s
 
 
 def recognise(source: Checkpoint, left: Mapping[str, TensorSlice]) -> Iterator[Experts]:
-    if "gpt_oss" not in source.types:
-        raise ValueError(f"MXFP4 experts are known for gpt_oss only, not for model_type {(*source.types, None)[0]!r}")
-    for name in [n for n in left if n.endswith("experts.gate_up_proj_blocks")]:
+    stacks = [n for n in left if n.endswith("experts.gate_up_proj_blocks")]
+    if stacks and "gpt_oss" not in source.types:
+        raise ValueError(f"stacks of MXFP4 experts are known for gpt_oss only, not for model_type "
+                         f"{(*source.types, None)[0]!r}")  # fmt: skip
+    found = weights(left)
+    if not stacks and not found and describes(source.config["quantization_config"]):
+        raise ValueError("config.json says MXFP4, and the files hold no MXFP4 weights, or in a layout that is not "
+                         "known here: download the checkpoint again, or use the original")  # fmt: skip
+    for name in stacks:
         yield _experts(left, name.removesuffix(".gate_up_proj_blocks"))
+    yield from one_by_one(found)
 
 
 def _experts(left: Mapping[str, TensorSlice], module: str) -> Experts:

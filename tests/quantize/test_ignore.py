@@ -182,6 +182,21 @@ def test_dense_experts_of_files_that_are_nvfp4_already(family, experts, tmp_path
         assert verify_checkpoint(path).warnings == []
 
 
+@pytest.mark.slow_after(2)
+@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize("linears", ["attention", "shared", "all"])
+def test_servers_find_which_linears_are_quantized(linears, dialect, tmp_path):
+    path = tmp_path / "nvfp4"
+    convert_checkpoint(folder(tmp_path, qwen2_moe), path, Options(dialect=dialect, linears=linears), progress=False)
+    groups = {"attention": ATTENTION, "shared": ("mlp.shared_expert.gate_up_proj", "mlp.shared_expert.down_proj")}
+    named = {f"model.layers.{i}.{name}": group for group in groups for name in groups[group] for i in range(2)}
+    named |= {"lm_head": "lm_head", "model.layers.0.mlp.gate": None, "model.layers.1.mlp.shared_expert_gate": None}
+    quantized = [name for name, group in named.items() if group and linears in (group, "all")]
+    experts = [f"model.layers.{i}.mlp.experts" for i in range(2)]
+    dense = [name for name in named if name not in quantized]
+    check(config_of(path)["quantization_config"]["ignore"], dialect, dense, quantized + experts)
+
+
 @pytest.mark.slow
 def test_expressions_of_strangers():
     """An ignore list comes from strangers: no expression in it may run forever or raise an unexpected error."""

@@ -206,7 +206,7 @@ FORMS = {
         "config.json begins with a byte order mark"),
     "MXFP4 of no model": (
         config_text('{"architectures": ["A"], "quantization_config": {"quant_method": "mxfp4"}}'),
-        "MXFP4 experts are known for gpt_oss only, not for model_type None"),
+        "config.json says MXFP4, and the files hold no MXFP4 weights"),
     "experts of nothing": (
         lambda p: save_file({n: t[:0] if ".experts." in n else t for n, t in tensors(p).items()},
                             p / "model.safetensors"), "a matrix without elements"),
