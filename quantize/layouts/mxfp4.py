@@ -53,7 +53,10 @@ METHODS: dict[str, Callable[[Mapping], bool]] = {  # quant_method -> whether its
 def describes(q: Mapping) -> bool:
     """Whether a quantization_config says MXFP4. ValueError for weights that are more than codes and scales."""
     says = METHODS.get(str(q.get("quant_method")))
-    return says is not None and says(q)
+    try:
+        return says is not None and says(q)
+    except (AttributeError, KeyError, TypeError):  # not the structure that the tools write
+        return False
 
 
 def weights(left: Mapping[str, TensorSlice]) -> dict[str, tuple[Matrix, tuple[str, str]]]:
@@ -65,7 +68,8 @@ def weights(left: Mapping[str, TensorSlice]) -> dict[str, tuple[Matrix, tuple[st
         if pair is None or scales.dtype not in ("U8", "F8_E8M0") or left[pair].dtype not in ("U8", "I8"):
             continue
         codes = left[pair]
-        if len(codes.shape) != 2 or codes.shape != (scales.shape[0], 16 * scales.shape[-1]) or not codes.size:
+        fits = len(scales.shape) == 2 and codes.shape == (scales.shape[0], 16 * scales.shape[1])
+        if not fits or not codes.size:
             raise ValueError(f"{pair}: {codes.dtype} {list(codes.shape)} with scales {scales.dtype} "
                              f"{list(scales.shape)} is no MXFP4 matrix ([N, K/2] codes and [N, K/32] scales): the file "
                              "is damaged, or in a layout that is not known here; use the original")  # fmt: skip

@@ -167,6 +167,7 @@ def test_damaged_files_are_named(tool, tmp_path):
     nan = good[scale].view(torch.uint8).clone().fill_(255).view(good[scale].dtype)
     for i, (change, message) in enumerate((
         ({scale: good[scale][:, :1].contiguous()}, r"up_proj.* is no MXFP4 matrix \(\[N, K/2\] codes"),
+        ({scale: good[scale].reshape(-1)[0].clone()}, "up_proj.* is no MXFP4 matrix"),
         ({scale: nan}, "up_proj: an MXFP4 scale is NaN"),
         ({scale: None}, "up_proj"),
     )):  # fmt: skip
@@ -209,6 +210,7 @@ def test_forms_that_are_not_read(tmp_path):
     rotated = {**CONFIGS["compressed-tensors"], "transform_config": {"config_groups": {"R1": {}}}}
     with pytest.raises(ValueError, match="mxfp4-pack-quantized with transforms .rotations. is not read"):
         converted(folder(tmp_path / "b", files, {"quantization_config": rotated}), tmp_path / "c")
-    other = {"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "int4", "group_size": 32}}}
-    with pytest.raises(ValueError, match="is quantized with 'quark'; this library reads fp8 .in blocks., MXFP4"):
-        converted(folder(tmp_path / "d", files, {"quantization_config": other}), tmp_path / "c")
+    for i, weight in enumerate(({"dtype": "int4", "group_size": 32}, ["fp4"], 4)):
+        other = {"quant_method": "quark", "global_quant_config": {"weight": weight}}
+        with pytest.raises(ValueError, match="is quantized with 'quark'; this library reads fp8 .in blocks., MXFP4"):
+            converted(folder(tmp_path / f"d{i}", files, {"quantization_config": other}), tmp_path / "c")
