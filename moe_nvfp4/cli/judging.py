@@ -120,8 +120,13 @@ def tasks_of(text: str) -> Tasks:
         if not found:
             raise ValueError(f"--tasks {text}: it has no line 'task: NAME', as the YAML file of a task has")
         names = [found[0].strip("'\"")]
-    from lm_eval.tasks import TaskManager
-
+    try:
+        from lm_eval.tasks import TaskManager
+    except Exception as error:  # lm-eval before 0.4.11 asks transformers 5 for what it no longer has
+        raise ValueError(
+            f"--tasks: the installed lm-eval cannot be imported ({type(error).__name__}: {error}): "
+            "pip install -U lm-eval"
+        ) from None
     manager = TaskManager(include_path=None if own is None else own.name)
     if unknown := [name for name in names if not manager.match_tasks([name])]:
         near = ", ".join(get_close_matches(unknown[0], manager.all_tasks, n=3)) or "none"

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 
 import pytest
 import torch
@@ -141,6 +142,16 @@ def test_tasks_are_looked_up_before_models_run(folder, text, tmp_path, capsys): 
     assert tasks.names == ["mine"] and "mine" in tasks.manager.all_tasks
     assert "not_asked_for" not in tasks.manager.all_tasks
     assert list(tasks.manager.load_task_or_group(tasks.names)) == ["mine"]
+
+
+def test_what_cannot_be_imported_is_named(folder, text, tmp_path, monkeypatch, capsys):  # noqa: F811
+    (tmp_path / "lm_eval").mkdir()
+    (tmp_path / "lm_eval/__init__.py").write_text("import transformers; transformers.AutoModelForVision2Seq")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "lm_eval"]:
+        monkeypatch.delitem(sys.modules, name)
+    assert main(["compare", str(folder), "--text", str(text), "--tasks", "arc_easy"]) == 2
+    assert "the installed lm-eval cannot be imported (AttributeError: " in capsys.readouterr().err
 
 
 def test_what_is_not_installed_is_named(folder, text, monkeypatch, capsys):  # noqa: F811
