@@ -106,6 +106,11 @@ def cut_blocks(path):
     return path / "bf16"
 
 
+def dense(path):
+    make(qwen).save_pretrained(path / "bf16")
+    return path / "bf16"
+
+
 def linears_too(path):
     return quantized(path, qwen, "modelopt", lambda k: is_expert(k) or is_linear(k))[0]
 
@@ -123,6 +128,7 @@ IN_FILES = "map_files keeps whole experts beside one GPU, and this model is spli
 REFUSED = {
     "cut blocks": (cut_blocks, "tp", {}, "does not split over 2 ranks into whole blocks of 16"),
     "linears too": (linears_too, "tp", None, "quantized linears are not split over ranks yet"),
+    "linears while loading": (dense, "tp", {"linears": "attention"}, "quantized linears are not split over ranks yet"),
     "scales of others": (
         scales_of_others, "ep all-reduce", None,
         "compressed-tensors's scales cannot be split over ranks as they are read",
