@@ -1,5 +1,7 @@
 """All recipes on one model: perplexity, KL, top-1 and changed routing on held-out texts, W4A16 and W4A4.
 
+The KL has its 95 % interval over all windows of all texts. The time is that of quantizing.
+
 The last four numbers are the errors of the experts' outputs, for quarters of each layer's experts: from the experts
 with the fewest tokens of the texts to those with the most.
 
@@ -119,7 +121,7 @@ def recipes_of(calibrations: dict[str, Tensor]) -> Iterator[tuple[str, str, dict
         yield activations, "weighted, random ids", dict(recipe="weighted")
         for name, ids in cuts.items():
             if activations == "bf16" or name.startswith(first) and len(ids) == 32:
-                for recipe in ("weighted", "gptq"):
+                for recipe in ("weighted", "gptq", "distill"):
                     yield activations, f"{recipe}, {name}", dict(recipe=recipe, calibration=in_batches(ids))
 
 
@@ -136,19 +138,25 @@ def main() -> None:
     parser.add_argument("--windows", type=int, default=6, help="windows of each text to judge on")
     parser.add_argument("--window", type=int, default=512, help="tokens per window")
     parser.add_argument("--only", action="append", help="only rows whose name contains this; may be repeated")
+    parser.add_argument(
+        "--dtype", default="bfloat16", help="of all but the 4-bit weights (float32: faster on most CPUs)"
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
 
     source = demo_path() if args.model == "demo" else args.model
     tokenizer = AutoTokenizer.from_pretrained(source)
-    original = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16).to(args.device).eval()
+    original = AutoModelForCausalLM.from_pretrained(source, dtype=getattr(torch, args.dtype)).to(args.device).eval()
     cut: Callable[[Path, int], Tensor] = lambda file, count: windows_of(file, tokenizer, count, args.window)
     texts = {file.stem: cut(file, args.windows).to(args.device) for file in args.text}
     first, *others = args.calibration
     calibrations = {first.stem: cut(first, max(LENGTHS))} | {file.stem: cut(file, 32) for file in others}
 
-    print(f"{'':34s}{'mean KL':>9s}{'median':>8s}{'trimmed':>8s}{'top-1':>7s}{'routing':>8s}  " + "  ".join(texts))
+    print(
+        f"{'':34s}{'mean KL':>9s}{'95 %':>16s}{'median':>8s}{'trimmed':>8s}{'top-1':>7s}{'routing':>8s}  "
+        + "  ".join(texts)
+    )
     for activations, name, settings in recipes_of(calibrations):
         label = f"{LABELS[activations]} {name}"
         if args.only and not any(part in label for part in args.only):
@@ -160,16 +168,19 @@ def main() -> None:
         set_activations(model, activations)
         found = {text: judge(original, model, windows) for text, windows in texts.items()}
         kls = torch.cat([metrics.kls for metrics, _ in found.values()])
-        whole = Metrics(len(kls), 0.0, kls.mean().item(), 0.0, kls)
+        windows = sum((metrics.windows for metrics, _ in found.values()), ())
+        whole = Metrics(len(kls), 0.0, kls.mean().item(), 0.0, kls, windows)
         top1 = sum(metrics.top1 for metrics, _ in found.values()) / len(found)
         changed = sum(share for _, share in found.values()) / len(found)
-        print(f"{label:34s}{whole.kl:9.4f}{whole.kl_median:8.4f}{whole.kl_trimmed:8.4f}{top1:7.1%}{changed:8.2%}  "
-              + "  ".join(f"{m.kl:.4f} ({m.perplexity:.2f})" for m, _ in found.values())
+        interval = "{:.4f}-{:.4f}".format(*whole.kl_interval)
+        print(f"{label:34s}{whole.kl:9.4f}{interval:>16s}{whole.kl_median:8.4f}{whole.kl_trimmed:8.4f}{top1:7.1%}"
+              + f"{changed:8.2%}  " + "  ".join(f"{m.kl:.4f} ({m.perplexity:.2f})" for m, _ in found.values())
               + f"  {seconds:.0f} s  " + " ".join(f"{error:.4f}" for error in errors),
               flush=True)  # fmt: skip
         if args.out:
             line = dict(
-                model=args.model, activations=activations, recipe=name, kl=whole.kl, median=whole.kl_median,
+                model=args.model, activations=activations, recipe=name, kl=whole.kl, interval=whole.kl_interval,
+                median=whole.kl_median,
                 trimmed=whole.kl_trimmed, top1=top1, routing_changed=changed, seconds=seconds,
                 errors_by_popularity=errors,
                 texts={text: dict(kl=m.kl, perplexity=m.perplexity, top1=m.top1, median=m.kl_median)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 STEP = 1 << 22  # logits taken to float64 at once: 32 MiB
+RESAMPLES = 2000  # of windows, for intervals
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class Metrics:
     kl: float  # KL(original || model) of the distributions of the next token, in nats
     top1: float  # the share of tokens for which both models rank the same next token first, 0 to 1
     kls: Tensor = field(repr=False, compare=False)  # float32 [tokens], window after window
+    windows: tuple[int, ...] = field(repr=False, compare=False)  # how many of the tokens are in each window
 
     @property
     def kl_median(self) -> float:
@@ -35,6 +37,17 @@ class Metrics:
     def kl_trimmed(self) -> float:
         """The mean without the largest 5 %."""
         return self.kls.sort().values[: max(1, len(self.kls) * 95 // 100)].mean().item()
+
+    @property
+    def kl_interval(self) -> tuple[float, float]:
+        """Where the KL of as many other windows of such a text would be, 95 times of 100: the percentile bootstrap over
+        windows, whose tokens are not independent. Always the same for the same windows; of one window, its KL twice."""
+        sums = torch.stack([part.double().sum() for part in self.kls.split(list(self.windows))])
+        lengths, generator = torch.tensor(self.windows, dtype=torch.float64), torch.Generator().manual_seed(0)
+        drawn = torch.randint(len(sums), (RESAMPLES, len(sums)), generator=generator)
+        means = (sums[drawn].sum(dim=1) / lengths[drawn].sum(dim=1)).sort().values
+        outside = RESAMPLES // 40
+        return means[outside].item(), means[-1 - outside].item()
 
 
 @torch.no_grad()
@@ -57,11 +70,11 @@ def evaluate(
             raise ValueError(f"{name} is in train mode, in which dropout is random: call eval() first")
     sums = {name: torch.zeros(3, dtype=torch.float64) for name in ("original", *models)}
     kls: dict[str, list[Tensor]] = {name: [] for name in sums}
-    tokens = 0
+    lengths: list[int] = []
     for ids in windows:
         if ids.dim() != 1 or len(ids) < 2:
             raise ValueError(f"a window of shape {list(ids.shape)} predicts nothing: ids [n] with n >= 2 are needed")
-        tokens += len(ids) - 1
+        lengths.append(len(ids) - 1)
         expected = original(ids[None]).logits[0, :-1]
         sums["original"] += _sums(expected, expected, ids[1:], "original", kls["original"])
         for name, model in models.items():
@@ -69,11 +82,12 @@ def evaluate(
             if logits.shape != expected.shape:
                 raise ValueError(f"{name} has logits {list(logits.shape)}, the original {list(expected.shape)}")
             sums[name] += _sums(logits, expected, ids[1:], name, kls[name])
-    if not tokens:
+    if not lengths:
         raise ValueError("there are no windows to evaluate on")
+    tokens = sum(lengths)
     means = {name: (total / tokens) for name, total in sums.items()}
     return {
-        name: Metrics(tokens, nll.exp().item(), kl.item(), same.item(), torch.cat(kls[name]))
+        name: Metrics(tokens, nll.exp().item(), kl.item(), same.item(), torch.cat(kls[name]), tuple(lengths))
         for name, (nll, kl, same) in means.items()
     }
 

@@ -1,4 +1,4 @@
-"""A folder of modules that the recipe ``gptq`` has quantized, one by one; a conversion copies from it.
+"""A folder of modules that a recipe with a text has quantized, one by one; a conversion copies from it.
 
 FOLDER/model.layers.0.mlp.experts.safetensors, named as the module in new files, has the parameters of `NVFP4Experts`,
 by their names, and `rows`, int64 [E]: how many rows of the calibration data each expert saw. The file of a linear has
@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from moe_nvfp4.quantize.names import PER_EXPERT, PLAIN_NAMES
@@ -35,6 +35,10 @@ class CodesFolder:
         part = self.folder / f".{module}.partial"
         save_file({name: tensor.contiguous().cpu() for name, tensor in tensors.items()}, part)
         os.replace(part, self._file(module))
+
+    def load(self, module: str) -> dict[str, Tensor]:
+        """The tensors of a module that is complete."""
+        return load_file(self._file(module))
 
     def rows(self, module: str) -> Tensor:
         with safe_open(self._file(module), framework="pt") as file:

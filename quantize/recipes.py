@@ -20,6 +20,8 @@ Every result is plain NVFP4 that any reader of the format decodes, so a recipe c
                    error of the output (moe_nvfp4.quantize.importance).
 ``gptq``           Works on the experts of a layer at once, with the Hessians of their inputs for a text
                    (moe_nvfp4.quantize.gptq). A matrix that is not `better` by it keeps the codes of mse.
+``distill``        gptq's scales. Its codes are then learned, layer by layer, so that a layer gives what the dense one
+                   gives (moe_nvfp4.integrations.huggingface.distill).
 =================  ==============================================================================
 
 The global scale decides which block scales e4m3 can hold. With amax / (6 * 448), ``max`` gives the block
@@ -61,13 +63,15 @@ class Recipe:
     sf_max         the block scale of the block with the largest magnitude, which decides the global scale
     importance     whether it needs the importance of input columns, from a file or a run of the model on any tokens
     from_hessians  how it makes codes from a text: a function like `quantize_gptq`; None: without one
+    learned        whether these codes are then learned from what the dense layers give for the text
     """
 
     name: str
     candidates: Candidates | None = None
     sf_max: float = SEARCH_SF_MAX
     importance: bool = False
-    from_hessians: Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]] | None = None
+    from_hessians: Callable[[Tensor, Tensor], Quantized] | None = None
+    learned: bool = False
 
     @property
     def text(self) -> bool:
@@ -86,6 +90,7 @@ REGISTRY = (
     Recipe("mse", neighbours),
     Recipe("weighted", neighbours, importance=True),
     Recipe("gptq", from_hessians=quantize_gptq),
+    Recipe("distill", from_hessians=quantize_gptq, learned=True),
 )
 RECIPES = tuple(r.name for r in REGISTRY if not r.model)  # need no data
 CALIBRATED_RECIPES = tuple(r.name for r in REGISTRY if r.model)  # need statistics of the model's activations

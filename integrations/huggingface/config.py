@@ -34,7 +34,7 @@ class MoeNvfp4Config(QuantizationConfigMixin):
                  file's `input_scale` if it has one, else one scale per token), or "nvfp4_four_over_six": W4A4 in
                  which each block has the better of two scales (docs/numerics.md)
     recipe       how block scales are chosen when bf16 weights are quantized: one of
-                 moe_nvfp4.quantize.recipes.RECIPES ("mse") or "weighted"; files may also say "gptq"
+                 moe_nvfp4.quantize.recipes.RECIPES ("mse") or "weighted"; files may also say "gptq" or "distill"
     calibration  data for the recipe "weighted": a text or several, token ids [B, T] or several, the pathlib.Path of a
                  file of moe-nvfp4 importance, or None: random token ids. The model runs once, layer by layer
     exclude      experts modules to leave as they are: a name or wildcard of the model's modules, such as

@@ -1,5 +1,4 @@
-"""Recipes that need a text (``gptq``), one decoder layer at a time: Hessians of the inputs of experts and linears, then
-codes."""
+"""Recipes that need a text (``gptq``, ``distill``), one decoder layer at a time, of models in memory and of files."""
 
 from __future__ import annotations
 
@@ -10,7 +9,8 @@ import shutil
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -19,47 +19,24 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from moe_nvfp4 import format as nvfp4
 from moe_nvfp4._version import __version__
 from moe_nvfp4.integrations.huggingface.calibration import dense_modules, evaluating, linears_by_layer
-from moe_nvfp4.integrations.huggingface.experts import ModuleLayout, dense_experts
+from moe_nvfp4.integrations.huggingface.distill import Distillation
+from moe_nvfp4.integrations.huggingface.experts import ModuleLayout
+from moe_nvfp4.integrations.huggingface.hessians import ENOUGH, Fused, HessianSums, Made, quantize_chosen
 from moe_nvfp4.integrations.huggingface.layerwise import LayerFiles, LayerWalk, decoder_layers
-from moe_nvfp4.integrations.huggingface.linears import quantize_fused
 from moe_nvfp4.integrations.huggingface.statistics import watch, watch_linears
 from moe_nvfp4.progress import progress_bar
 from moe_nvfp4.quantize.codes import CodesFolder
 from moe_nvfp4.quantize.convert import check_space, convert_checkpoint
 from moe_nvfp4.quantize.files import StagingDir, lock, unlock
-from moe_nvfp4.quantize.linears import Linear
 from moe_nvfp4.quantize.options import Options
-from moe_nvfp4.quantize.recipes import better, quantize_matrix, recipe_named
+from moe_nvfp4.quantize.recipes import recipe_named
 from moe_nvfp4.quantize.report import ConversionReport
-from moe_nvfp4.weights import is_four_over_six, is_quantized
 
-ENOUGH = 8  # rows for each column of a Hessian; with fewer, gptq overfits to the calibration text
 SAVE_EVERY = 60.0  # seconds between writes of the states that an interrupted run resumes from
-HELD_OUT = 8  # one row of so many is kept from an expert's sums, to judge what was made from them
-MOST_HELD = 256  # rows of an expert that are kept from its sums
-TOGETHER = 1 << 29  # elements of experts that are quantized at once
 
 Modules: TypeAlias = dict[str, tuple[nn.Module, ModuleLayout]]
-Fused: TypeAlias = tuple[Linear, ...]  # linears that share a global scale, and read the same rows
-
-
-@dataclass
-class _Sums:
-    x: Tensor  # fp32 [E, H, H]
-    h: Tensor  # fp32 [E, I, I]
-    rows: Tensor  # int64 [E], rows in the sums
-    held_x: list[Tensor]  # of each expert: rows [n, H] that are not in the sums
-    held_h: list[Tensor]  # rows [n, I]
-
-
-@dataclass
-class _LinearSums:
-    x: Tensor  # fp32 [K, K]
-    rows: int  # rows in the sum
-    held: Tensor  # rows [n, K] that are not in the sum
 
 
 @dataclass(frozen=True)
@@ -90,121 +67,6 @@ class GptqReport:
         yield f"{-(-self.tokens * need // middle):,} tokens of text, not {self.tokens:,}, would do for half of them"
 
 
-class HessianSums:
-    """A visitor (`statistics.watch`) that adds up x x^T and h h^T of every expert, and keeps the last rows of each
-    call, an eighth, to judge by.
-
-    activations: with those of W4A4, rows are quantized first, as the layer will quantize them.
-    """
-
-    def __init__(self, activations: str = "bf16"):
-        self.activations = activations
-        self.layers: dict[str, _Sums] = {}
-        self.linears: dict[str, _LinearSums] = {}
-
-    def __call__(self, name: str, layout: ModuleLayout, e: int, x: Tensor, h: Tensor) -> None:
-        if name not in self.layers:
-            self.layers[name] = _no_rows(layout, x.device)
-        sums = self.layers[name]
-        n = len(x) - min(len(x) // HELD_OUT, MOST_HELD - len(sums.held_x[e]))
-        for total, held, rows in ((sums.x[e], sums.held_x, x), (sums.h[e], sums.held_h, h)):
-            rows = self._as_multiplied(rows)
-            total.addmm_(rows[:n].T, rows[:n])
-            held[e] = torch.cat([held[e], rows[n:]])
-        sums.rows[e] += n
-
-    def linear(self, name: str, x: Tensor) -> None:
-        """Add rows x [n, K] of the linear `name`."""
-        rows, K = self._as_multiplied(x), x.shape[1]
-        if name not in self.linears:
-            self.linears[name] = _LinearSums(rows.new_zeros(K, K), 0, rows[:0])
-        sums = self.linears[name]
-        n = len(x) - min(len(x) // HELD_OUT, MOST_HELD - len(sums.held))
-        sums.x.addmm_(rows[:n].T, rows[:n])
-        sums.rows, sums.held = sums.rows + n, torch.cat([sums.held, rows[n:]])
-
-    def _as_multiplied(self, rows: Tensor) -> Tensor:
-        return _as_nvfp4(rows, self.activations) if is_quantized(self.activations) else rows.float()
-
-
-def _as_nvfp4(rows: Tensor, activations: str) -> Tensor:
-    """Rows [n, K], quantized with one scale each as in W4A4, and dequantized: fp32 [n, K]."""
-    padded, four_over_six = nvfp4.pad_k(rows), is_four_over_six(activations)
-    scale = nvfp4.row_scales(padded, four_over_six)
-    codes, sf, _ = nvfp4.quantize(padded, scale, False, four_over_six)
-    return nvfp4.dequantize(codes, sf, scale)[:, : rows.shape[1]]
-
-
-def shrink(sums: _Sums) -> None:
-    """Add rows to `sums`, in place, since few rows say little.
-
-    First x gets H rows like the layer's average, since all experts read the same hidden states. Then x and h get
-    `ENOUGH` rows for each column, in which columns are uncorrelated: the fewer rows were seen (for x by the layer, for
-    h by the expert), the closer gptq comes to ``weighted``. If there were none, all columns of h count alike, as with
-    ``mse``.
-    """
-    rows, H = sums.rows.to(sums.x.device), sums.x.shape[-1]
-    sums.x += sums.x.sum(dim=0) * (H / rows.sum().clamp(min=1).float())
-    for total, seen in ((sums.x, rows.max()), (sums.h, rows[:, None])):
-        diagonal = total.diagonal(dim1=1, dim2=2)
-        diagonal *= 1 + ENOUGH * total.shape[-1] / seen.clamp(min=1).float()
-
-
-def quantize_experts(module: nn.Module, layout: ModuleLayout, sums: _Sums, recipe: str = "gptq") -> dict[str, Tensor]:
-    """Quantize a dense experts `module` by a recipe that needs a text; matrices that are not better by it, on rows that
-    it did not see, by the default recipe. Returns the parameters of `NVFP4Experts` by name, on its device, and `rows`,
-    int64 [E]. ValueError naming the projection that cannot be quantized."""
-    make = recipe_named(recipe).from_hessians
-    assert make is not None, "the callers asked the recipe"
-    shrink(sums)
-    size = layout.hidden_size * layout.intermediate_size * (2 if layout.gated else 1)
-    step = max(1, TOGETHER // size)
-    parts: dict[str, list[Tensor]] = {}
-    matrices = list(dense_experts(module, layout))  # views
-    of_names = ((layout.up_name, sums.x, _of_layer(sums.held_x)), ("down_proj", sums.h, sums.held_h))
-    for i, (name, hessian, held) in enumerate(of_names):
-        for a in range(0, layout.num_experts, step):
-            w = torch.stack([pair[i] for pair in matrices[a : a + step]])
-            try:
-                made = make(w, hessian[a : a + step])
-                codes, sf, scale = better(w, made, quantize_matrix(nvfp4.pad_k(w)), held[a : a + step])
-            except ValueError as error:
-                raise ValueError(f"{name}: {error}") from None
-            tensors = {name: codes, f"{name}_sf": sf.view(torch.uint8)}
-            shared = ("gate_proj", "up_proj") if name == "gate_up_proj" else (name,)
-            tensors |= {f"{part}_global_scale": scale for part in shared}
-            for key, tensor in tensors.items():
-                parts.setdefault(key, []).append(tensor)
-    return {key: torch.cat(tensors) for key, tensors in parts.items()} | {"rows": sums.rows}
-
-
-def _of_layer(held: list[Tensor]) -> list[Tensor]:
-    """Rows of x by expert. An expert without any gets those of all, since all experts read the same hidden states."""
-    every = torch.cat(held)
-    return [rows if len(rows) else every for rows in held]
-
-
-def quantize_chosen(
-    model: nn.Module, fused: Sequence[Fused], sums: HessianSums, recipe: str
-) -> Iterator[tuple[Linear, dict[str, Tensor]]]:
-    """Yield (linear, parameters of its `NVFP4Linear`) for every linear of `fused`.
-
-    sums: of the first of each tuple. They are shrunk as those of h, and what is not better on rows that were not seen
-    is quantized by the default recipe.
-    """
-    for linears in fused:
-        weights = [model.get_parameter(f"{linear.model}.weight").detach() for linear in linears]
-        seen = sums.linears.pop(linears[0].model, None)
-        if seen is None:
-            none = torch.zeros(0, weights[0].shape[1], dtype=torch.float32, device=weights[0].device)
-            seen = _LinearSums(none.T @ none, 0, none)
-        seen.x.diagonal().mul_(1 + ENOUGH * len(seen.x) / max(seen.rows, 1))
-        try:
-            yield from zip(linears, quantize_fused(weights, recipe, None, (seen.x, seen.held)), strict=True)
-        except ValueError as error:
-            raise ValueError(f"{', '.join(linear.model for linear in linears)}: {error}") from None
-
-
 def gptq_model(
     model: nn.Module,
     batches: Sequence[Tensor],
@@ -217,18 +79,18 @@ def gptq_model(
     """`quantize_experts` for every dense experts module of a `model` in memory, and `quantize_chosen` for its linears
     `fused`: name -> its results, on the host.
 
-    batches: token ids int64 [B, T]. Each layer's inputs come from the dense layers in front of it; inputs from
-    quantized layers made no measurable difference. Warns, with the numbers, where experts saw few tokens.
+    batches: token ids int64 [B, T]. For ``gptq``, each layer's inputs come from the dense layers in front of it; inputs
+    from quantized layers made no measurable difference. Warns, with the numbers, where experts saw few tokens.
     """
     whole: Any = model
     modules = dense_modules(model, exclude)
     name, layers = decoder_layers(model, modules)
-    walk = LayerWalk(model, layers, batches, whole.device)
-    made: dict[str, dict[str, Tensor]] = {}
+    quantizer = _quantizer(LayerWalk(model, layers, batches, whole.device), activations, recipe)
+    made: dict[str, Made] = {}
     at = _layers_of(model, modules, fused, name, len(layers))
     with evaluating(model, by_autocast=False):
         for i in progress_bar(range(max(at) + 1), desc=recipe, unit="layer", show=progress):
-            for module, tensors in _quantize_layer(walk, i, at.get(i, _Work()), activations, recipe):
+            for module, tensors in _quantize_layer(quantizer, i, at.get(i, _Work()), {}):
                 made[module] = {key: tensor.cpu() for key, tensor in tensors.items()}
     found = _report(batches, modules, {module: made[module]["rows"] for module in modules})
     if lines := list(found.lines()):
@@ -320,7 +182,7 @@ def gptq_files(
     modules = {name: known for name, known in found if name in name_in_files}
     name, _ = decoder_layers(files.model, modules)
     layers = files.use_layers(name)
-    walk = LayerWalk(files.model, layers, batches, place)
+    quantizer = _quantizer(LayerWalk(files.model, layers, batches, place), options.activations, recipe)
     versions = [__version__, transformers.__version__, str(files.dtype)]
     key = [str(Path(source).resolve()), state, options.activations, [*modules], _digest(batches), versions]
     name_in_files |= {linear.model: linear.name for linears in fused for linear in linears}
@@ -328,18 +190,20 @@ def gptq_files(
     begun = _Begun(codes, key)
     left = {module: known for module, known in modules.items() if name_in_files[module] not in codes.modules}
     still = [f for f in fused if any(linear.name not in codes.modules for linear in f)]
-    first, at = begun.resume(walk), _layers_of(files.model, left, still, name, len(layers))
-    last = max(at, default=-1)
+    at, at_left = (_layers_of(files.model, m, still, name, len(layers)) for m in (modules, left))
+    first, last = begun.resume(quantizer), max(at_left, default=-1)
     for i in progress_bar(
         range(first, last + 1), desc=recipe, unit="layer", show=progress, initial=first, total=last + 1
     ):
         if i < len(layers):
             files.load(i)
-        for module, tensors in _quantize_layer(walk, i, at.get(i, _Work()), options.activations, recipe):
+        work = at.get(i, _Work())
+        done = {module: codes.load(name_in_files[module]) for module in work.modules if module not in left}
+        for module, tensors in _quantize_layer(quantizer, i, work, done):
             codes.save(name_in_files[module], tensors)
         if i < len(layers):
             files.drop(i)
-            begun.keep(i, walk)
+            begun.keep(i, quantizer)
     if files.checkpoint.state() != state:
         raise ValueError(f"{source} changed while it was read: run the same command again")
     begun.drop_states()
@@ -388,33 +252,51 @@ def _layers_of(model: nn.Module, modules: Modules, fused: Sequence[Fused], name:
     return found
 
 
-def _quantize_layer(
-    walk: LayerWalk, i: int, work: _Work, activations: str, recipe: str
-) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """Run layer i, or what follows the last one, and quantize the experts and linears in it."""
-    sums = HessianSums(activations)
+class _LayerByLayer:
+    """Quantizes the experts of a model by a recipe for which each layer stands alone: `run` the layers in order."""
+
+    def __init__(self, walk: LayerWalk, activations: str, recipe: str):
+        self.walk, self.activations, self.recipe = walk, activations, recipe
+
+    @property
+    def states(self) -> Any:
+        return self.walk.states
+
+    @states.setter
+    def states(self, states: Any) -> None:
+        self.walk.states = states
+
+    def run(
+        self, i: int, modules: Modules, done: Mapping[str, Made], beside: AbstractContextManager
+    ) -> Iterator[tuple[str, Made]]:
+        """As `Distillation.run`."""
+        left, sums = {name: known for name, known in modules.items() if name not in done}, HessianSums(self.activations)
+        with watch(left, sums), beside:
+            self.walk.run(i)
+        for name, known in left.items():
+            yield name, sums.quantize(name, *known, self.recipe, self.walk.device)
+
+
+Quantizer: TypeAlias = "_LayerByLayer | Distillation"
+
+
+def _quantizer(walk: LayerWalk, activations: str, recipe: str) -> Quantizer:
+    return (Distillation if recipe_named(recipe).learned else _LayerByLayer)(walk, activations, recipe)
+
+
+def _quantize_layer(quantizer: Quantizer, i: int, work: _Work, done: Mapping[str, Made]) -> Iterator[tuple[str, Made]]:
+    """Run layer i, or what follows the last one, and quantize the experts and linears in it; not the experts `done`."""
+    walk, sums = quantizer.walk, HessianSums(quantizer.activations)
     linears = {fused[0].model: walk.model.get_submodule(fused[0].model) for fused in work.fused}
-    with watch(work.modules, sums), watch_linears(linears, sums.linear):
-        if i < len(walk.layers):
-            walk.run(i)
-        else:
-            (head,) = linears.values()
+    watching = watch_linears(linears, sums.linear)
+    if i < len(walk.layers):
+        yield from quantizer.run(i, work.modules, done, watching)
+    else:
+        (head,) = linears.values()
+        with watching:
             walk.run_head(head)
-    for name, (module, layout) in work.modules.items():
-        try:
-            seen = sums.layers.pop(name) if name in sums.layers else _no_rows(layout, walk.device)
-            yield name, quantize_experts(module, layout, seen, recipe)
-        except ValueError as error:
-            raise ValueError(f"{name}.{error}") from None
-    for linear, parameters in quantize_chosen(walk.model, work.fused, sums, recipe):
+    for linear, parameters in quantize_chosen(walk.model, work.fused, sums, quantizer.recipe):
         yield linear.model, parameters
-
-
-def _no_rows(layout: ModuleLayout, device: torch.device | str) -> _Sums:
-    E, H, I = layout.num_experts, layout.hidden_size, layout.intermediate_size
-    new = lambda K: torch.zeros(E, K, K, dtype=torch.float32, device=device)
-    none = lambda K: [torch.zeros(0, K, dtype=torch.float32, device=device) for _ in range(E)]
-    return _Sums(new(H), new(I), torch.zeros(E, dtype=torch.int64), none(H), none(I))
 
 
 def _digest(batches: Sequence[Tensor]) -> str:
@@ -436,19 +318,19 @@ class _Begun:
                 old.unlink()
             file.write_text(text)
 
-    def resume(self, walk: LayerWalk) -> int:
-        """The number of the first layer that is left; `walk` gets the states of the one before."""
+    def resume(self, quantizer: Quantizer) -> int:
+        """The number of the first layer that is left; `quantizer` gets the states of the one before."""
         saved = sorted(self.folder.glob("states-*"))
         if not saved:
             return 0
-        walk.states = torch.load(saved[-1], weights_only=True)
+        quantizer.states = torch.load(saved[-1], weights_only=True)
         return int(saved[-1].name.removeprefix("states-")) + 1
 
-    def keep(self, i: int, walk: LayerWalk) -> None:
+    def keep(self, i: int, quantizer: Quantizer) -> None:
         if time.monotonic() - self.last_save >= SAVE_EVERY:
             part = self.folder / "partial"
             try:
-                torch.save(walk.states, part)
+                torch.save(quantizer.states, part)
             except RuntimeError as error:  # torch's, where the disk is full
                 raise OSError(f"{part} cannot be written, as on a full disk: {error}") from None
             self.drop_states()

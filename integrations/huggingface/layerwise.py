@@ -99,8 +99,8 @@ class LayerWalk:
     def run(self, i: int) -> None:
         """Run layer i; the last that ran must be layer i - 1."""
         states = []
-        for b, ids in enumerate(self.batches):
-            states.append(tree_map(_to("cpu"), self._run(i, b, ids.to(self.device))))
+        for b in range(len(self.batches)):
+            states.append(tree_map(_to("cpu"), self.run_batch(i, b)))
         self.states = states
 
     @torch.no_grad()
@@ -134,7 +134,9 @@ class LayerWalk:
                 if own is not None:
                     module.forward = own
 
-    def _run(self, i: int, b: int, ids: Tensor) -> tuple[Any, dict[str, dict]]:
+    @torch.no_grad()
+    def run_batch(self, i: int, b: int) -> tuple[Any, dict[str, dict]]:
+        """Run layer i over one batch: its state, on the device. `states` stay as they are."""
         done: list[tuple[Any, dict[str, dict]]] = []
         before_output, before_shared = (None, {}) if self.states is None else self.states[b]
         running = self.layers[: i + 1]
@@ -161,7 +163,7 @@ class LayerWalk:
         for j, module in enumerate(running):
             module.forward = run if j == i else replay_last if j == i - 1 else replay
         try:
-            self.model(input_ids=ids, use_cache=False)
+            self.model(input_ids=self.batches[b].to(self.device), use_cache=False)
         except _LayerDone:
             return done[0]
         finally:

@@ -70,10 +70,10 @@ def swap_experts(
     a model that was quantized while loading.
 
     activations  "bf16" (W4A16), "nvfp4" or "nvfp4_four_over_six" (W4A4)
-    recipe       one of moe_nvfp4.quantize.recipes.RECIPES, or "weighted" or "gptq", which run the model on data
+    recipe       one of moe_nvfp4.quantize.recipes.RECIPES, or "weighted", "gptq" or "distill" (run on data)
     exclude      experts modules to leave dense: a name or wildcard, or several
-    calibration  a text or several, or token ids [B, T] or several. "gptq" needs at least 8 tokens for each expert and
-                 column of its weights; "weighted" also takes the pathlib.Path of a file of moe-nvfp4 importance, or
+    calibration  a text or several, or token ids [B, T] or several. "gptq" and "distill" need 8 tokens for each expert
+                 and column of its weights; "weighted" also takes the pathlib.Path of a file of moe-nvfp4 importance, or
                  None: random token ids
     cpu_experts  how many layers' experts stay on the CPU when the model goes to a GPU, see `keep_experts_on_cpu`
     linears      the linears that become 4-bit, too: "attention", "shared", "mlp", "lm_head", "all" (quantize.linears),

@@ -90,7 +90,8 @@ def run(args: argparse.Namespace) -> None:
             "model": args.model, "quantized": args.quantized, "recipe": None if args.quantized else recipe,
             "tokens": found["original"].tokens, "window": windows.shape[1],
             "models": {
-                labels[name]: {"perplexity": of.perplexity, "kl": of.kl, "kl_median": of.kl_median, "top1": of.top1}
+                labels[name]: {"perplexity": of.perplexity, "kl": of.kl, "kl_interval": of.kl_interval,
+                               "kl_median": of.kl_median, "top1": of.top1}
                 for name, of in found.items()
             },
             "tasks": scores, "warnings": warnings,
@@ -99,9 +100,16 @@ def run(args: argparse.Namespace) -> None:
     of_what = args.quantized or f"recipe {recipe}"
     say(f"{args.model}, {of_what}, {found['original'].tokens} tokens in windows of {windows.shape[1]}")
     table(
-        ["", "perplexity", "KL (nats)", "median", "top-1"],
+        ["", "perplexity", "KL (nats)", "95 % interval", "median", "top-1"],
         [
-            [labels[name], f"{of.perplexity:.3f}", f"{of.kl:.5f}", f"{of.kl_median:.5f}", f"{of.top1:.2%}"]
+            [
+                labels[name],
+                f"{of.perplexity:.3f}",
+                f"{of.kl:.5f}",
+                "{:.5f} to {:.5f}".format(*of.kl_interval),
+                f"{of.kl_median:.5f}",
+                f"{of.top1:.2%}",
+            ]
             for name, of in found.items()
         ],
     )

@@ -13,7 +13,7 @@ from typing import TypeAlias
 # torch and transformers take seconds to import, so each command imports what it needs, and --help needs neither. For
 # that these constants are repeated here; a test compares them with the modules that they come from.
 RECIPES, DEFAULT_RECIPE = ("max", "four_over_six", "mse"), "mse"
-CALIBRATED_RECIPES = ("weighted", "gptq")
+CALIBRATED_RECIPES = ("weighted", "gptq", "distill")
 DIALECTS = ("modelopt", "compressed-tensors")
 ACTIVATIONS = ("bf16", "nvfp4", "nvfp4_four_over_six")
 ACTIVATIONS_HELP = "bf16: W4A16; nvfp4: W4A4; nvfp4_four_over_six: W4A4 with the better of two scales for each block"
@@ -43,7 +43,8 @@ def add_quantizing(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "--recipe", choices=(*RECIPES, *CALIBRATED_RECIPES), default=None,
         help=f"how dense weights are quantized (default {DEFAULT_RECIPE}); weighted: errors count by how large "
-        "inputs are; gptq: by their effect on the outputs for a text (only in moe-nvfp4 quantize)",
+        "inputs are; gptq: by their effect on the outputs for a text; distill: gptq's, then learned from the outputs "
+        "of the original's layers (both only in moe-nvfp4 quantize)",
     )  # fmt: skip
     sub.add_argument(
         "--linears", action="append", default=None, metavar="WHICH",

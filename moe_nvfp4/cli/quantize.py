@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from moe_nvfp4.quantize.report import ConversionReport
 
 
-WINDOWS = 128  # the default for --recipe gptq
+WINDOWS = 128  # the default for recipes that learn from a text
 
 
 def add(commands: Commands) -> None:
@@ -45,8 +45,10 @@ def add(commands: Commands) -> None:
     sub.add_argument(
         "--importance", type=path, metavar="FILE", help="for --recipe weighted: what moe-nvfp4 importance wrote"
     )
-    add_texts(sub, WINDOWS, shortest=2, default="for --recipe gptq; it should resemble the model's later use")
-    sub.set_defaults(windows=None)  # to tell whether it is given: only gptq takes it
+    add_texts(
+        sub, WINDOWS, shortest=2, default="for --recipe gptq or distill; it should resemble the model's later use"
+    )
+    sub.set_defaults(windows=None)  # to tell whether it is given: only recipes with a text take it
     sub.add_argument(
         "--include", action="append", default=None, metavar="NAME",
         help="quantize only these experts modules; may have wildcards (default: all)",
@@ -89,8 +91,8 @@ def run(args: argparse.Namespace) -> None:
                          f"not change its numbers; name the original model, or leave out {given[0]}")  # fmt: skip
     of_text = [f"--{name}" for name in ("text", "windows", "window") if getattr(args, name) is not None]
     if of_text and not needs.text:
-        raise ValueError(f"{of_text[0]} would have no effect on recipe {recipe}: --recipe gptq learns from a text, and "
-                         "moe-nvfp4 importance reads one for --recipe weighted")  # fmt: skip
+        raise ValueError(f"{of_text[0]} would have no effect on recipe {recipe}: --recipe gptq and distill learn "
+                         "from a text, and moe-nvfp4 importance reads one for --recipe weighted")  # fmt: skip
     if args.importance is not None and not needs.importance:
         raise ValueError(f"--importance would have no effect on recipe {recipe}: it is for --recipe weighted")
     if args.verify and args.dry_run:
@@ -102,7 +104,7 @@ def run(args: argparse.Namespace) -> None:
     )  # fmt: skip
     try:
         if needs.text:
-            report = _gptq(args, source, options)
+            report = _from_text(args, source, options)
         else:
             report = convert_checkpoint(source, args.destination, options, args.workers, args.dry_run, card=args.source)
     except KeyboardInterrupt:
@@ -142,7 +144,7 @@ def run(args: argparse.Namespace) -> None:
         show(verified)
 
 
-def _gptq(args: argparse.Namespace, source: str, options: Options) -> ConversionReport:
+def _from_text(args: argparse.Namespace, source: str, options: Options) -> ConversionReport:
     from moe_nvfp4.integrations.huggingface.calibration import in_batches
     from moe_nvfp4.integrations.huggingface.gptq import convert_gptq, plan_gptq
 

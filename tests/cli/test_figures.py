@@ -59,10 +59,15 @@ def test_compare(folder, tmp_path, capsys):
     text.write_text("abcdefgh ijkl mnop " * 20)
     run("compare", folder, "--text", text, "--window", 32, "--windows", 3, "--recipe", "max", "--device", "cpu")
     said = capsys.readouterr().out
-    rows = {m[1]: [float(v) for v in m.groups()[1:]] for m in
-            re.finditer(r"^(bf16|W4A16|W4A4) +([\d.]+) +([\d.]+) +([\d.]+) +([\d.]+)%$", said, re.M)}  # fmt: skip
-    assert rows["bf16"][1:] == [0.0, 0.0, 100.0]
-    assert 0 < rows["W4A16"][2] < rows["W4A16"][1], "the median is of the less surprising half"
+    rows = {
+        m[1]: [float(v) for v in m.groups()[1:]]
+        for m in re.finditer(
+            r"^(bf16|W4A16|W4A4)" + 3 * r" +([\d.]+)" + r" to ([\d.]+) +([\d.]+) +([\d.]+)%$", said, re.M
+        )
+    }
+    assert rows["bf16"][1:] == [0.0, 0.0, 0.0, 0.0, 100.0]
+    assert 0 < rows["W4A16"][2] < rows["W4A16"][1] < rows["W4A16"][3], "the mean is inside of its interval"
+    assert 0 < rows["W4A16"][4] < rows["W4A16"][1], "the median is of the less surprising half"
     assert 0 < rows["W4A16"][1] < rows["W4A4"][1], "activations in 4 bits cost more"
     assert "93 tokens in windows of 32" in said
     run("compare", folder, "--text", text, "--window", 32, "--windows", 3, "--recipe", "max", "--device", "cpu",
@@ -160,7 +165,8 @@ def test_json(folder, tmp_path, capsys):
     said = capsys.readouterr().out
     assert list(shown["models"]) == ["bf16", "W4A16", "W4A4"]
     for name, of in shown["models"].items():
-        row = f"{name} +{of['perplexity']:.3f} +{of['kl']:.5f} +{of['kl_median']:.5f} +{of['top1']:.2%}"
+        interval = "{:.5f} to {:.5f}".format(*of["kl_interval"])
+        row = f"{name} +{of['perplexity']:.3f} +{of['kl']:.5f} +{interval} +{of['kl_median']:.5f} +{of['top1']:.2%}"
         assert re.search(f"^{row}$", said, re.M)
     shown = found("env")
     assert shown["packages"]["torch"] == torch.__version__ and shown["backends"]["cpu"]["reference"]

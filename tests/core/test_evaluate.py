@@ -1,5 +1,6 @@
 """Metrics against a loop over tokens in Python floats, against transformers' own loss, and by hand."""
 
+import itertools
 import math
 from types import SimpleNamespace
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 
 from moe_nvfp4 import evaluate as evaluation
-from moe_nvfp4.evaluate import evaluate
+from moe_nvfp4.evaluate import Metrics, evaluate
 from tests.models import make, qwen3_moe
 
 VOCABULARY = 11
@@ -55,8 +56,34 @@ def test_against_a_loop(dtype, step, monkeypatch):
         each = [by_hand(table, original, [w[t : t + 2]])[2] for w in windows for t in range(len(w) - 1)]
         assert metrics.kls.tolist() == pytest.approx(each, rel=1e-6, abs=1e-7)
         assert metrics.kl_median == pytest.approx(sorted(each)[17], rel=1e-6, abs=1e-7)
+        assert metrics.windows == (1, 6, 29)
         assert metrics.kl_trimmed == pytest.approx(math.fsum(sorted(each)[:34]) / 34, rel=1e-6, abs=1e-7)
     assert (found["original"].kl, found["original"].top1) == (0, 1) and 0 < found["near"].kl < found["far"].kl
+
+
+def test_intervals_are_those_of_a_loop():
+    """Over all 4^4 ways to draw four windows out of four; and many windows have the normal distribution's."""
+    kls = torch.tensor([0.1, 0.3, 0.2, 0.2, 0.2, 0.9, 0.4])
+    lengths = (2, 3, 1, 1)
+    metrics = Metrics(7, 0.0, kls.mean().item(), 0.0, kls, lengths)
+    parts = [part.tolist() for part in kls.split(list(lengths))]
+    means = []
+    for drawn in itertools.product(parts, repeat=4):
+        values = [value for part in drawn for value in part]
+        means.append(sum(values) / len(values))
+    means.sort()
+    # 2.5 % of 256 are 6.4 of them; draws are random, so one of the values beside it is right, too
+    low, high = metrics.kl_interval
+    assert min(means[4:10]) - 1e-6 <= low <= max(means[4:10]) + 1e-6
+    assert min(means[-10:-4]) - 1e-6 <= high <= max(means[-10:-4]) + 1e-6
+    assert metrics.kl_interval == (low, high)
+
+    kls = torch.randn(400, generator=torch.Generator().manual_seed(0)) * 0.01 + 0.1
+    low, high = Metrics(400, 0.0, 0.0, 0.0, kls, (1,) * 400).kl_interval
+    mean, error = kls.mean().item(), kls.std().item() / 20
+    assert [low, high] == pytest.approx([mean - 1.96 * error, mean + 1.96 * error], abs=0.2 * error)
+    low, high = Metrics(3, 0.0, 0.0, 0.0, kls[:3], (3,)).kl_interval
+    assert low == high == pytest.approx(kls[:3].mean().item(), rel=1e-6)
 
 
 def test_by_hand():

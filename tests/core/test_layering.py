@@ -137,7 +137,7 @@ def test_the_core_runs_weights_where_x_is(tmp_path):
     assert len(list(mentions(tmp_path))) == len(CORE)
 
 
-NAMES = {"max", "four_over_six", "mse", "weighted", "gptq", "modelopt", "compressed-tensors"}
+NAMES = {"max", "four_over_six", "mse", "weighted", "gptq", "distill", "modelopt", "compressed-tensors"}
 
 
 def compared(tree):

@@ -263,10 +263,10 @@ def test_a_recipe(copy):
     copy.change(here, "quantize/search.py", "\n\ndef scales_of_mse", CANDIDATES + "\n\ndef scales_of_mse")
     copy.change(here, "quantize/recipes.py", "four_over_six, neighbours\n", "four_over_six, lower, neighbours\n")
     copy.change(here, "quantize/recipes.py", "\n\nREGISTRY = (", PATIENT)
-    copy.change(here, "quantize/recipes.py", '    Recipe("gptq", from_hessians=quantize_gptq),\n)\n',
-                '    Recipe("gptq", from_hessians=quantize_gptq),\n' + RECIPES)  # fmt: skip
+    last = '    Recipe("distill", from_hessians=quantize_gptq, learned=True),\n'
+    copy.change(here, "quantize/recipes.py", last + ")\n", last + RECIPES)
     copy.change(here, "moe_nvfp4/cli/options.py", '"mse"), "mse"', '"mse", "lower"), "mse"')
-    copy.change(here, "moe_nvfp4/cli/options.py", '("weighted", "gptq")', '("weighted", "gptq", "patient")')
+    copy.change(here, "moe_nvfp4/cli/options.py", '"gptq", "distill")', '"gptq", "distill", "patient")')
     copy.works(IMPORTS + MODEL + RECIPE_WORKS)
 
 

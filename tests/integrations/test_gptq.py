@@ -14,10 +14,11 @@ from torch.nn import functional as F
 
 from moe_nvfp4 import format as nvfp4
 from moe_nvfp4.cli import main
-from moe_nvfp4.integrations.huggingface import MoeNvfp4Config, swap_experts
+from moe_nvfp4.integrations.huggingface import MoeNvfp4Config, hessians, swap_experts
 from moe_nvfp4.integrations.huggingface import gptq as module
 from moe_nvfp4.integrations.huggingface.calibration import dense_modules, files_importance
-from moe_nvfp4.integrations.huggingface.gptq import HessianSums, convert_gptq, gptq_model, shrink
+from moe_nvfp4.integrations.huggingface.gptq import convert_gptq, gptq_model
+from moe_nvfp4.integrations.huggingface.hessians import HessianSums, Sums, shrink
 from moe_nvfp4.integrations.huggingface.statistics import watch
 from moe_nvfp4.quantize.gptq import quantize_gptq
 from moe_nvfp4.quantize.options import Options
@@ -74,7 +75,7 @@ def test_rare_experts_lean_on_their_layer():
     g = torch.Generator().manual_seed(0)
     rows = [torch.randn(n, 8, generator=g) * torch.arange(1, 9) for n in (4000, 2, 0)]
     hessian = torch.stack([r.T @ r for r in rows])
-    sums = module._Sums(hessian.clone(), hessian.clone(), torch.tensor([4000, 2, 0]), [], [])
+    sums = Sums(hessian.clone(), hessian.clone(), torch.tensor([4000, 2, 0]), [], [])
     shrink(sums)
     average = hessian.sum(dim=0) / 4002
     for e, n in enumerate((4000, 2, 0)):
@@ -92,7 +93,7 @@ def test_codes_stay_those_of_mse_where_they_are_better(monkeypatch):
     H, I = layout.hidden_size, layout.intermediate_size
 
     def planted():
-        sums = module._no_rows(layout, "cpu")
+        sums = hessians.no_rows(layout, "cpu")
         sums.rows[:2] = 4000
         for e in (0, 1):
             for total, held, K in ((sums.x, sums.held_x, H), (sums.h, sums.held_h, I)):
@@ -101,7 +102,7 @@ def test_codes_stay_those_of_mse_where_they_are_better(monkeypatch):
                 held[e] = torch.randn(64, K, generator=g) if e == 0 else few[:64]
         return sums
 
-    made = module.quantize_experts(experts, layout, planted())
+    made = hessians.quantize_experts(experts, layout, planted())
     mse = swap_experts(make(partial(qwen3_moe, experts=4), torch.float32), progress=False)
     by_mse = dict(mse.model.layers[0].mlp.experts.named_parameters())
     same = {(name, e): torch.equal(made[name][e], by_mse[name][e]) for name in ("gate_up_proj", "down_proj")
@@ -112,8 +113,8 @@ def test_codes_stay_those_of_mse_where_they_are_better(monkeypatch):
         codes, sf, scale = quantize_gptq(w, hessian)
         return torch.zeros_like(codes), sf, scale
 
-    monkeypatch.setattr(module, "recipe_named", lambda name: replace(recipe_named(name), from_hessians=zeros))
-    made = module.quantize_experts(experts, layout, planted())
+    monkeypatch.setattr(hessians, "recipe_named", lambda name: replace(recipe_named(name), from_hessians=zeros))
+    made = hessians.quantize_experts(experts, layout, planted())
     for name in by_mse:
         assert torch.equal(made[name][:2], by_mse[name].view(made[name].dtype)[:2]), name
 
@@ -131,7 +132,7 @@ def test_little_data_is_no_worse_than_weighted(rows):
     covariance = mixing @ mixing.T + torch.diag(torch.rand(64, generator=g).double() * 8)
     x = torch.randn(rows, 64, generator=g) @ torch.linalg.cholesky(covariance).T.float()
     w = torch.randn(96, 64, generator=g)
-    sums = module._Sums((x.T @ x)[None], (x.T @ x)[None], torch.tensor([rows]), [], [])
+    sums = Sums((x.T @ x)[None], (x.T @ x)[None], torch.tensor([rows]), [], [])
     by_weighted = quantize_matrix(w, "weighted", importance=x.square().mean(dim=0))
     weighted = outputs_error(w, *by_weighted, covariance)
     shrink(sums)

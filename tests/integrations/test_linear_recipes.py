@@ -9,7 +9,8 @@ from moe_nvfp4.format import dequantize
 from moe_nvfp4.integrations.huggingface import MoeNvfp4Config, swap_experts
 from moe_nvfp4.integrations.huggingface import gptq as module
 from moe_nvfp4.integrations.huggingface.calibration import files_importance, first_linears, model_importance
-from moe_nvfp4.integrations.huggingface.gptq import HessianSums, convert_gptq
+from moe_nvfp4.integrations.huggingface.gptq import convert_gptq
+from moe_nvfp4.integrations.huggingface.hessians import HessianSums
 from moe_nvfp4.integrations.huggingface.statistics import watch_linears
 from moe_nvfp4.quantize.codes import CodesFolder
 from moe_nvfp4.quantize.convert import convert_checkpoint

@@ -1,0 +1,242 @@
+"""The recipe distill on whole models: nearer than gptq on other texts, never worse, the same bytes in every way."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from moe_nvfp4 import format as nvfp4
+from moe_nvfp4.cli import main
+from moe_nvfp4.integrations.huggingface import distill, swap_experts
+from moe_nvfp4.integrations.huggingface import gptq as module
+from moe_nvfp4.integrations.huggingface.calibration import dense_modules
+from moe_nvfp4.integrations.huggingface.gptq import convert_gptq, gptq_model
+from moe_nvfp4.integrations.huggingface.hessians import HessianSums
+from moe_nvfp4.integrations.huggingface.statistics import expert_rows
+from moe_nvfp4.quantize.options import Options
+from tests.models import (
+    dbrx,
+    deepseek,
+    folder,
+    gemma4,
+    gpt_oss,
+    granite,
+    llama4,
+    load,
+    make,
+    mixtral,
+    nemotron_h,
+    qwen3_moe,
+    same_tensors,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*experts saw fewer than 8 rows")
+CPU = Options(device="cpu")
+
+
+def batches(n=8, seed=0):
+    return list(torch.randint(0, 96, (n, 48), generator=torch.Generator().manual_seed(seed)).split(max(4, n // 4)))
+
+
+FAMILIES = [qwen3_moe, mixtral, gpt_oss, granite, gemma4, nemotron_h, dbrx, deepseek]
+
+
+@pytest.mark.slow_after(3)
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda f: f.__name__)
+def test_with_the_dense_weights_it_computes_what_transformers_does(family):
+    """Routing, biases, layouts and gates, for every kind of module; and the targets are what the dense layer adds."""
+    model = make(family, torch.float32)
+    for name, (experts, layout) in dense_modules(model).items():
+        calls = []
+        with experts.register_forward_hook(lambda m, args, y: calls.append((*args, y))), torch.no_grad():  # noqa: B023
+            model(batches(4)[0])
+        ((x, index, weights, want),) = calls
+        pairs = [torch.stack(w) for w in zip(*distill.dense_experts(experts, layout), strict=True)]
+        found = distill.Experts(experts, layout, "bf16")(0, tuple(pairs), x.flatten(0, -2), index, weights)
+        torch.testing.assert_close(found, want.flatten(0, -2), rtol=1e-4, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("activations", ["nvfp4", "nvfp4_four_over_six"])
+def test_with_quantized_activations_it_computes_what_the_layer_does(activations):
+    """Codes of h may differ where sums in another order round to the other side."""
+    model = make(qwen3_moe, torch.float32)
+    (name, (experts, layout)), *_ = dense_modules(model).items()
+    swapped = swap_experts(make(qwen3_moe, torch.float32), activations, progress=False).get_submodule(name)
+    x = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
+    index = torch.randint(0, 8, (64, 2), generator=torch.Generator().manual_seed(1))
+    weights = torch.rand(64, 2, generator=torch.Generator().manual_seed(2))
+    values = distill._values(dict(swapped.state_dict()), range(8), layout)
+    found = distill.Experts(experts, layout, activations)(0, values, x, index, weights)
+    with torch.no_grad():
+        want = swapped(x, index, weights)
+    assert (found - want).norm() < 0.02 * want.norm()
+    plain = distill.Experts(experts, layout, "bf16")(0, values, x, index, weights)
+    assert (plain - want).norm() > 0.05 * want.norm()
+
+
+def some_experts(activations="bf16"):
+    return distill.Experts(*dense_modules(make(qwen3_moe, torch.float32))["model.layers.0.mlp.experts"], activations)
+
+
+def given(T, seed=0, chosen=2):
+    """x [T, 64], whose columns are correlated, index and weights [T, chosen]."""
+    g = torch.Generator().manual_seed(seed)
+    mixing = torch.randn(16, 64, generator=torch.Generator().manual_seed(9))
+    x = torch.randn(T, 16, generator=g) @ mixing / 4 + torch.randn(T, 64, generator=g) / 4
+    index = torch.stack([torch.randperm(8, generator=g)[:chosen] for _ in range(T)])
+    return x, index, torch.rand(T, chosen, generator=g)
+
+
+def dense(experts, rows):
+    """What the experts give with the dense weights, in fp32."""
+    pairs = zip(*distill.dense_experts(experts.module, experts.layout), strict=True)
+    plain = distill.Experts(experts.module, experts.layout, "bf16")
+    return plain(0, tuple(torch.stack(w) for w in pairs), *rows).detach()
+
+
+def rows_of(target, *rows):
+    T = len(target)
+    return distill.Rows(*rows, target, torch.arange(T) >= T - T // 8)
+
+
+def error_of(experts, made, rows):
+    found = experts(0, distill._values(made, range(8), experts.layout), *rows)
+    want = dense(experts, rows)
+    return ((found - want).square().sum() / want.square().sum()).item()
+
+
+def test_outputs_for_other_rows_are_nearer_than_by_gptq():
+    """Where errors of experts can cancel, since each token chooses all of them."""
+    experts, rows = some_experts(), given(3000, chosen=8)
+    sums = HessianSums()
+    with torch.no_grad():
+        for e, x, h in expert_rows(experts.module, experts.layout, *rows):
+            sums("experts", experts.layout, e, x, h)
+    gptq = sums.quantize("experts", experts.module, experts.layout, "gptq", "cpu")
+    made = distill.learn(experts, gptq, rows_of(dense(experts, rows), *rows), "cpu")
+    others = given(1000, seed=1, chosen=8)
+    assert error_of(experts, made, others) < 0.98 * error_of(experts, gptq, others)
+
+
+def start_of(recipe):
+    swapped = swap_experts(make(qwen3_moe, torch.float32), recipe=recipe, progress=False)
+    return {key: t.view(torch.uint8) if t.dtype == torch.float8_e4m3fn else t
+            for key, t in swapped.model.layers[0].mlp.experts.state_dict().items()}  # fmt: skip
+
+
+def test_what_is_worse_on_rows_held_out_is_not_kept():
+    """Expert 0's targets are noise for the rows to learn from, and its dense outputs for those held out; the other
+    experts can be learned. Where all targets are noise, nothing changes."""
+    experts, start, rows = some_experts(), start_of("mse"), given(1600)
+    want = dense(experts, rows)
+    noise = 3 * want.std() * torch.randn(want.shape, generator=torch.Generator().manual_seed(1))
+    noise[1400:] = 0
+    made = distill.learn(experts, start, rows_of(want + noise * (rows[1] == 0).any(dim=1)[:, None], *rows), "cpu")
+    changed = [e for e in range(8) if any(not torch.equal(made[key][e], start[key][e]) for key in start)]
+    assert 0 not in changed and len(changed) >= 4
+    made = distill.learn(experts, start, rows_of(want + 3 * noise, *rows), "cpu")
+    assert all(torch.equal(made[key], start[key]) for key in start)
+
+
+@pytest.mark.parametrize("together", [1, 1 << 28])
+def test_experts_in_groups(together, monkeypatch):
+    """One expert after another, beside what the others give; and all at once."""
+    monkeypatch.setattr(distill, "TOGETHER", together)
+    experts, start, rows = some_experts(), start_of("mse"), given(1600)
+    made = distill.learn(experts, start, rows_of(dense(experts, rows), *rows), "cpu")
+    assert error_of(experts, made, given(400, seed=1)) < 0.97 * error_of(experts, start, given(400, seed=1))
+    changed = nvfp4.unpack(made["gate_up_proj"]) != nvfp4.unpack(start["gate_up_proj"])
+    assert 0.005 < changed.float().mean() < 0.3
+    assert all(torch.equal(made[key], start[key]) for key in start if key.endswith(("_sf", "_scale")))
+
+
+@pytest.mark.slow_after(1)
+@pytest.mark.parametrize("family", [qwen3_moe, gpt_oss, mixtral], ids=lambda f: f.__name__)
+def test_converted_and_swapped_models_are_the_same(family, tmp_path):
+    source = folder(tmp_path, family)
+    report, _ = convert_gptq(source, tmp_path / "converted", batches(), CPU, progress=False, recipe="distill")
+    assert report.recipe == "distill" and report.quantized > 0
+    swapped = swap_experts(load(source), recipe="distill", calibration=batches(), progress=False)
+    swapped.save_pretrained(tmp_path / "swap")
+    same_tensors(tmp_path / "converted", tmp_path / "swap")
+    assert not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.parametrize("save_every", [0.0, 1e9], ids=["states saved", "codes only"])
+def test_an_interrupted_run_goes_on(save_every, tmp_path, monkeypatch):
+    """Interrupted in the third of four layers; with states from the second, or with codes alone, whose layers are run
+    again, not learned."""
+    source = folder(tmp_path, partial(qwen3_moe, num_hidden_layers=4))
+    convert_gptq(source, tmp_path / "whole", batches(), CPU, progress=False, recipe="distill")
+    monkeypatch.setattr(module, "SAVE_EVERY", save_every)
+    learned, learn = [], distill.learn
+
+    def counted(*args):
+        learned.append(len(learned))
+        if len(learned) == 3:
+            raise KeyboardInterrupt
+        return learn(*args)
+
+    monkeypatch.setattr(distill, "learn", counted)
+    with pytest.raises(KeyboardInterrupt):
+        convert_gptq(source, tmp_path / "new", batches(), CPU, progress=False, recipe="distill")
+    convert_gptq(source, tmp_path / "new", batches(), CPU, progress=False, recipe="distill")
+    assert len(learned) == 3 + 2
+    same_tensors(tmp_path / "whole", tmp_path / "new")
+
+
+@pytest.mark.parametrize("family, adds", [(mixtral, True), (granite, False)], ids=["added", "multiplied"])
+def test_targets_are_what_the_layer_lacks(family, adds, monkeypatch):
+    """Of the second layer, computed from two models: the first layer's experts are dense, or dequantized. Granite
+    multiplies what its experts give; there they are to give what the dense ones give."""
+    model, data, seen = make(family, torch.float32), batches(), []
+    if family is granite:
+        for layer in model.model.layers:
+            layer.residual_multiplier = 0.5
+    learn = distill.learn
+    monkeypatch.setattr(distill, "learn", lambda *args: (seen.append((args, learn(*args))), seen[-1][1])[1])
+    gptq_model(model, data, progress=False, recipe="distill")
+    (_, first), ((experts, _, rows, _), _) = seen
+    layers, outputs = model.model.layers, {}
+
+    def second(name, zero):
+        """The output of the second layer, and what its experts get and give."""
+        module, calls, after = experts.module, [], []
+        hooks = [module.register_forward_hook(lambda m, args, y: calls.append((*args, y)) or (0 * y if zero else y)),
+                 layers[1].register_forward_hook(lambda m, args, y: after.append(y))]  # fmt: skip
+        with torch.no_grad():
+            for ids in data:
+                model(ids)
+        for hook in hooks:
+            hook.remove()
+        outputs[name] = torch.cat([y.flatten(0, -2) for y in after])
+        return [torch.cat([part.flatten(0, -2) for part in parts]) for parts in zip(*calls, strict=True)]
+
+    *_, given_by_dense = second("dense", zero=False)
+    of_first, layout = seen[0][0][0].module, experts.layout
+    w13, w2 = distill._values(first, range(4), layout)
+    of_first.gate_up_proj.data.copy_(w13), of_first.down_proj.data.copy_(w2)
+    x, index, weights, _ = second("quantized", zero=True)
+    torch.testing.assert_close(rows.x, x, rtol=1e-4, atol=1e-5)
+    assert torch.equal(rows.index, index)
+    torch.testing.assert_close(rows.weights, weights, rtol=1e-4, atol=1e-5)
+    want = outputs["dense"] - outputs["quantized"] if adds else given_by_dense
+    torch.testing.assert_close(rows.target, want, rtol=1e-4, atol=1e-4)
+
+
+def test_what_cannot_be_learned_is_said(tmp_path, capsys):
+    with pytest.raises(NotImplementedError, match="use recipe gptq"):
+        swap_experts(make(llama4), recipe="distill", calibration=batches(), progress=False)
+    source = folder(tmp_path, qwen3_moe)
+    assert main(["quantize", str(source), str(tmp_path / "x"), "--recipe", "distill", "--device", "cpu"]) == 2
+    assert "--recipe distill learns from a text" in capsys.readouterr().err
+
+
+def test_no_gradient_mode_changes_the_result():
+    made = [gptq_model(make(mixtral, torch.float32), batches(), progress=False, recipe="distill")]
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            made.append(gptq_model(make(mixtral, torch.float32), batches(), progress=False, recipe="distill"))
+    for other in made[1:]:
+        for name, tensors in made[0].items():
+            assert all(torch.equal(other[name][key], tensor) for key, tensor in tensors.items())
