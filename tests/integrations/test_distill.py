@@ -34,6 +34,12 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*experts saw fewer than 8 rows"
 CPU = Options(device="cpu")
 
 
+@pytest.fixture
+def few_steps(monkeypatch):
+    """For tests that do not ask how near the outputs come."""
+    monkeypatch.setattr(distill, "STEPS", 4)
+
+
 def batches(n=8, seed=0):
     return list(torch.randint(0, 96, (n, 48), generator=torch.Generator().manual_seed(seed)).split(max(4, n // 4)))
 
@@ -129,12 +135,12 @@ def test_what_is_worse_on_rows_held_out_is_not_kept():
     experts can be learned. Where all targets are noise, nothing changes."""
     experts, start, rows = some_experts(), start_of("mse"), given(1600)
     want = dense(experts, rows)
-    noise = 3 * want.std() * torch.randn(want.shape, generator=torch.Generator().manual_seed(1))
+    noise = 0.5 * want.std() * torch.randn(want.shape, generator=torch.Generator().manual_seed(1))
     noise[1400:] = 0
     made = distill.learn(experts, start, rows_of(want + noise * (rows[1] == 0).any(dim=1)[:, None], *rows), "cpu")
     changed = [e for e in range(8) if any(not torch.equal(made[key][e], start[key][e]) for key in start)]
     assert 0 not in changed and len(changed) >= 4
-    made = distill.learn(experts, start, rows_of(want + 3 * noise, *rows), "cpu")
+    made = distill.learn(experts, start, rows_of(want + 20 * noise, *rows), "cpu")
     assert all(torch.equal(made[key], start[key]) for key in start)
 
 
@@ -152,7 +158,7 @@ def test_experts_in_groups(together, monkeypatch):
 
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize("family", [qwen3_moe, gpt_oss, mixtral], ids=lambda f: f.__name__)
-def test_converted_and_swapped_models_are_the_same(family, tmp_path):
+def test_converted_and_swapped_models_are_the_same(family, tmp_path, few_steps):
     source = folder(tmp_path, family)
     report, _ = convert_gptq(source, tmp_path / "converted", batches(), CPU, progress=False, recipe="distill")
     assert report.recipe == "distill" and report.quantized > 0
@@ -163,7 +169,7 @@ def test_converted_and_swapped_models_are_the_same(family, tmp_path):
 
 
 @pytest.mark.parametrize("save_every", [0.0, 1e9], ids=["states saved", "codes only"])
-def test_an_interrupted_run_goes_on(save_every, tmp_path, monkeypatch):
+def test_an_interrupted_run_goes_on(save_every, tmp_path, monkeypatch, few_steps):
     """Interrupted in the third of four layers; with states from the second, or with codes alone, whose layers are run
     again, not learned."""
     source = folder(tmp_path, partial(qwen3_moe, num_hidden_layers=4))
@@ -186,7 +192,7 @@ def test_an_interrupted_run_goes_on(save_every, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("family, adds", [(mixtral, True), (granite, False)], ids=["added", "multiplied"])
-def test_targets_are_what_the_layer_lacks(family, adds, monkeypatch):
+def test_targets_are_what_the_layer_lacks(family, adds, monkeypatch, few_steps):
     """Of the second layer, computed from two models: the first layer's experts are dense, or dequantized. Granite
     multiplies what its experts give; there they are to give what the dense ones give."""
     model, data, seen = make(family, torch.float32), batches(), []
@@ -232,7 +238,7 @@ def test_what_cannot_be_learned_is_said(tmp_path, capsys):
     assert "--recipe distill learns from a text" in capsys.readouterr().err
 
 
-def test_no_gradient_mode_changes_the_result():
+def test_no_gradient_mode_changes_the_result(few_steps):
     made = [gptq_model(make(mixtral, torch.float32), batches(), progress=False, recipe="distill")]
     for mode in (torch.no_grad, torch.inference_mode):
         with mode():
