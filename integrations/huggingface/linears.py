@@ -213,13 +213,14 @@ class LinearConverter(WeightConverter):
         self, layer_name: str, model: Any = None, config: Any = None, hf_quantizer: Any = None, loading_info: Any = None
     ) -> dict[str, Tensor]:
         module = layer_name.rpartition(".")[0]
-        weight = model.get_submodule(module).weight
+        tensors = {last: found[0] for last, found in self.materialize_tensors().items()}
+        # When it saves, transformers 5.17 gives the name in the files, by which the model may have no module
+        weight = tensors["weight"] if self.saving else model.get_submodule(module).weight
         if isinstance(weight, DTensor):
             raise NotImplementedError(
                 f"{module} is quantized in the files, and quantized linears are not split over ranks yet: load with "
                 "linears='dense' in one process, save, and start from those files"
             )
-        tensors = {last: found[0] for last, found in self.materialize_tensors().items()}
         if self.saving:
             return {f"{module}.{last}": tensor for last, tensor in self._stored(module, tensors).items()}
         found = self._parameters(module, tensors)
