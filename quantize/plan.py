@@ -138,9 +138,7 @@ class _Draft:
     to_quantize: dict[str, Matrix] = field(default_factory=dict)
     matrices: dict[str, Matrix] = field(default_factory=dict)
     fused: tuple[tuple[Linear, ...], ...] = ()
-    unmatched: tuple[str, ...] | None = (
-        None  # patterns of `exclude` that match no linear; None: no linears are asked for
-    )
+    unmatched: tuple[str, ...] | None = None  # patterns of `exclude` that match no linear; None: none are asked for
     carried: dict[str, Matrix] = field(default_factory=dict)
     dequantized: dict[str, Matrix | list[Matrix]] = field(default_factory=dict)
     copies: dict[str, TensorSlice] = field(default_factory=dict)

@@ -19,6 +19,7 @@ from moe_nvfp4.integrations.huggingface.layerwise import (
     LayerWalk,
     check_ids,
     decoder_layers,
+    layer_number,
     on_meta,
     positions,
 )
@@ -195,8 +196,8 @@ def streamed_importance(
     layers = files.use_layers(name)
     walk, sums = LayerWalk(files.model, layers, batches, files.device), SquareSums()
     at = linears_by_layer(files.model, name, first_linears(files.model) if linears is None else linears)
-    experts = max(int(module.removeprefix(f"{name}.").split(".")[0]) for module in modules)
-    last = max(experts, *(len(layers) - 1 if i is None else i for i in at), 0)
+    numbers = [*(layer_number(module, name) for module in modules), *at]
+    last = max(len(layers) - 1 if i is None else i for i in numbers)
     with watch(modules, sums), torch.autocast(files.device.type, enabled=False):
         for i in progress_bar(range(last + 1), desc="importance", unit="layer", show=progress):
             files.load(i)
@@ -242,8 +243,8 @@ def linears_by_layer(model: Any, layers: str, names: Iterable[str]) -> dict[int 
     found: dict[int | None, dict[str, nn.Module]] = {}
     for name in names:
         module = model.get_submodule(name)
-        if name.startswith(f"{layers}."):
-            found.setdefault(int(name.removeprefix(f"{layers}.").split(".")[0]), {})[name] = module
+        if (layer := layer_number(name, layers)) is not None:
+            found.setdefault(layer, {})[name] = module
         elif module is model.get_output_embeddings():
             found.setdefault(None, {})[name] = module
     return found

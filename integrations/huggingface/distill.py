@@ -9,8 +9,8 @@ these, a matrix that was learned must be better than the one before, and so must
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from moe_nvfp4.format import dequantize
 from moe_nvfp4.integrations.huggingface.experts import ModuleLayout, dense_experts, own_gate
 from moe_nvfp4.integrations.huggingface.hessians import HELD_OUT, HessianSums, Made, as_nvfp4
-from moe_nvfp4.integrations.huggingface.layerwise import LayerWalk
+from moe_nvfp4.integrations.huggingface.layerwise import LayerWalk, stand_in
 from moe_nvfp4.integrations.huggingface.statistics import watch
 from moe_nvfp4.quantize.learned import LearnedMatrices
 from moe_nvfp4.quantize.recipes import Quantized
@@ -357,21 +357,10 @@ class _Calls:
         return Rows(x, index, weights, torch.cat(targets), torch.cat(held))
 
 
-@contextmanager
-def _stand_in(functions: Mapping[str, Callable], modules: Modules) -> Iterator[None]:
+def _stand_in(functions: Mapping[str, Callable], modules: Modules) -> AbstractContextManager:
     """Call functions in place of modules: (the module's forward, its arguments) -> its output."""
-    before = {name: vars(modules[name][0]).get("forward") for name in functions}  # accelerate's
-    for name, function in functions.items():
-        module: Any = modules[name][0]
-        module.forward = partial(_by_position, partial(function, module.forward))
-    try:
-        yield
-    finally:
-        for name, own in before.items():
-            module = modules[name][0]
-            del module.forward
-            if own is not None:
-                module.forward = own
+    pairs = [(modules[name][0], function) for name, function in functions.items()]
+    return stand_in([(module, partial(_by_position, partial(run, module.forward))) for module, run in pairs])
 
 
 def _by_position(run: Callable, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from moe_nvfp4.integrations.huggingface.calibration import dense_modules, evalua
 from moe_nvfp4.integrations.huggingface.distill import Distillation
 from moe_nvfp4.integrations.huggingface.experts import ModuleLayout
 from moe_nvfp4.integrations.huggingface.hessians import ENOUGH, Fused, HessianSums, Made, quantize_chosen
-from moe_nvfp4.integrations.huggingface.layerwise import LayerFiles, LayerWalk, decoder_layers
+from moe_nvfp4.integrations.huggingface.layerwise import LayerFiles, LayerWalk, decoder_layers, layer_number
 from moe_nvfp4.integrations.huggingface.statistics import watch, watch_linears
 from moe_nvfp4.progress import progress_bar
 from moe_nvfp4.quantize.codes import CodesFolder
@@ -240,7 +240,8 @@ def _layers_of(model: nn.Module, modules: Modules, fused: Sequence[Fused], name:
     embedding counts as one more. ValueError for linears elsewhere."""
     found: dict[int, _Work] = {}
     for module, known in modules.items():
-        layer = int(module.removeprefix(f"{name}.").split(".")[0])
+        layer = layer_number(module, name)
+        assert layer is not None, "decoder_layers looked"
         found.setdefault(layer, _Work()).modules[module] = known
     for linears in fused:
         placed = linears_by_layer(model, name, [linears[0].model])

@@ -18,7 +18,8 @@ from __future__ import annotations
 import copy
 import os
 import re
-from collections.abc import Iterable, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -62,6 +63,29 @@ def _first_list(model: nn.Module, name: str) -> str | None:
     parts = name.split(".")
     above = (".".join(parts[:i]) for i in range(1, len(parts)))
     return next((a for a in above if isinstance(model.get_submodule(a), nn.ModuleList)), None)
+
+
+def layer_number(name: str, layers: str) -> int | None:
+    """The number of the layer, in the list `layers`, that the module or tensor `name` is in; None: it is in none."""
+    inside = name.removeprefix(f"{layers}.")
+    return None if inside == name else int(inside.split(".")[0])
+
+
+@contextmanager
+def stand_in(functions: Iterable[tuple[nn.Module, Callable]]) -> Iterator[None]:
+    """Call functions in place of the forward methods of modules."""
+    before = []
+    try:
+        for module, function in functions:
+            whole: Any = module
+            before.append((whole, vars(whole).get("forward")))  # accelerate's, which moves tensors to the module
+            whole.forward = function
+        yield
+    finally:
+        for whole, own in before:
+            del whole.forward
+            if own is not None:
+                whole.forward = own
 
 
 def positions(config: Any) -> int | None:
@@ -121,18 +145,9 @@ class LayerWalk:
             handle.remove()
 
     def _replay_all(self, ids: Tensor, output: Any) -> None:
-        before = [vars(module).get("forward") for module in self.layers]
-        for module in self.layers:
-            module.forward = lambda *args, **kwargs: tree_map(_to(self.device), output)
-        try:
+        replay = lambda *args, **kwargs: tree_map(_to(self.device), output)
+        with stand_in((module, replay) for module in self.layers), suppress(_LayerDone):
             self.model(input_ids=ids, use_cache=False)
-        except _LayerDone:
-            pass
-        finally:
-            for module, own in zip(self.layers, before, strict=True):
-                del module.forward
-                if own is not None:
-                    module.forward = own
 
     @torch.no_grad()
     def run_batch(self, i: int, b: int) -> tuple[Any, dict[str, dict]]:
@@ -141,7 +156,6 @@ class LayerWalk:
         before_output, before_shared = (None, {}) if self.states is None else self.states[b]
         running = self.layers[: i + 1]
         forward = running[i].forward
-        before = [vars(module).get("forward") for module in running]  # accelerate's, which moves tensors to the layer
 
         def replay(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
             # Layers of GLM-5 return a tuple, which the model unpacks
@@ -160,20 +174,13 @@ class LayerWalk:
             done.append((output, {key: own for key, own in added.items() if own}))
             raise _LayerDone
 
-        for j, module in enumerate(running):
-            module.forward = run if j == i else replay_last if j == i - 1 else replay
-        try:
+        functions = [run if j == i else replay_last if j == i - 1 else replay for j in range(i + 1)]
+        with stand_in(zip(running, functions, strict=True)), suppress(_LayerDone):
             self.model(input_ids=self.batches[b].to(self.device), use_cache=False)
-        except _LayerDone:
-            return done[0]
-        finally:
-            for module, own in zip(running, before, strict=True):
-                del module.forward
-                if own is not None:
-                    module.forward = own
-        raise NotImplementedError(
-            f"{type(self.model).__name__} does not run its layers in order: use a recipe without data (mse)"
-        )
+            raise NotImplementedError(
+                f"{type(self.model).__name__} does not run its layers in order: use a recipe without data (mse)"
+            )
+        return done[0]
 
 
 def _to(device: torch.device | str) -> Any:
@@ -237,8 +244,7 @@ class LayerFiles:
         self._layer_of: dict[str, int | None] = {}
         for tensor in self._tensors:
             target, _ = self.names.place(tensor)
-            inside = target.removeprefix(f"{name}.") if target.startswith(f"{name}.") else ""
-            self._layer_of[tensor] = int(inside.split(".")[0]) if inside else None
+            self._layer_of[tensor] = layer_number(target, name)
         self._load(None)
         self.layers = self.model.get_submodule(name)
         assert isinstance(self.layers, nn.ModuleList)

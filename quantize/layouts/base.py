@@ -143,7 +143,7 @@ class Given:
     file: str
 
 
-def one_by_one(weights: Mapping[str, tuple[Matrix, tuple[str, str]]]) -> Iterator[Experts]:
+def experts_of(weights: Mapping[str, tuple[Matrix, tuple[str, str]]]) -> Iterator[Experts]:
     """The experts among quantized `weights`: stem -> matrix, its tensors' names."""
     modules: dict[str, dict[str, Matrix]] = {}
     names: dict[str, list[str]] = {}

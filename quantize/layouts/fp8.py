@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from moe_nvfp4.quantize.files import Checkpoint, TensorSlice
-from moe_nvfp4.quantize.layouts.base import Experts, Matrix, one_by_one
+from moe_nvfp4.quantize.layouts.base import Experts, Matrix, experts_of
 
 # The names of the scales: of ModelOpt and compressed-tensors; of DeepSeek V3; of DeepSeek V4
 FP8_SCALES = ("weight_scale", "weight_scale_inv", "scale")
@@ -90,4 +90,4 @@ def block_weights(source: Checkpoint, left: Mapping[str, TensorSlice]) -> dict[s
 
 def recognise(source: Checkpoint, left: Mapping[str, TensorSlice]) -> Iterator[Experts]:
     """Find FP8 experts one by one, with scales for blocks."""
-    yield from one_by_one(block_weights(source, left))
+    yield from experts_of(block_weights(source, left))

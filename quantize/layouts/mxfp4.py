@@ -21,7 +21,7 @@ from torch import Tensor
 
 from moe_nvfp4.format import decode
 from moe_nvfp4.quantize.files import Checkpoint, TensorSlice
-from moe_nvfp4.quantize.layouts.base import Experts, Matrix, one_by_one
+from moe_nvfp4.quantize.layouts.base import Experts, Matrix, experts_of
 
 PAIRS = (("weight_packed", "weight_scale"), ("weight", "weight_scale"), ("weight", "scale"))  # names of codes, scales
 ALGOS = ("MXFP4", "W4A16_MXFP4", "W4A8_MXFP4_FP8")  # quant_algo of ModelOpt
@@ -128,7 +128,7 @@ def recognise(source: Checkpoint, left: Mapping[str, TensorSlice]) -> Iterator[E
                          "known here: download the checkpoint again, or use the original")  # fmt: skip
     for name in stacks:
         yield _experts(left, name.removesuffix(".gate_up_proj_blocks"))
-    yield from one_by_one(found)
+    yield from experts_of(found)
 
 
 def _experts(left: Mapping[str, TensorSlice], module: str) -> Experts:

@@ -60,10 +60,19 @@ class Launches:
         if self.schedule is None:
             return
         code = compiled(kernel, arguments, options, int((arch or "sm80")[2:]))
-        values = [v for p, v in zip(kernel.params, arguments, strict=True) if not p.is_constexpr and v is not None]
-        block = (32 * options["num_warps"], 1, 1)
-        seen = map(in_memory, values)
-        emulate(code.asm["ptx"], [*seen, 0, 0], grid, block, code.metadata.shared, schedule=self.schedule)
+        named = {p.name: v for p, v in zip(kernel.params, arguments, strict=True) if not p.is_constexpr}
+        seen = [in_memory(value) for value in named.values() if value is not None]
+
+        def run(ptx, schedule, **more):
+            block = (32 * options["num_warps"], 1, 1)
+            emulate(ptx, [*seen, 0, 0], grid, block, code.metadata.shared, schedule=schedule, **more)
+
+        if "arch" in options:
+            self.before(code.asm["ptx"], run, named["out"])
+        run(code.asm["ptx"], self.schedule)
+
+    def before(self, ptx, run, out):
+        """What comes before the launch of a GEMM of NVFP4 times NVFP4."""
 
     def __enter__(self):
         self.kept = backend.launch
@@ -217,22 +226,13 @@ class Spoilt(Launches):
         super().__init__("lazy")
         self.found = []
 
-    def __call__(self, kernel, grid, *arguments, arch=None, **options):
-        if arch is None:
-            super().__call__(kernel, grid, *arguments, **options)
-            return
-        code = compiled(kernel, arguments, options | {"arch": arch}, int(arch[2:]))
-        values = [v for p, v in zip(kernel.params, arguments, strict=True) if not p.is_constexpr and v is not None]
-        out = arguments[[p.name for p in kernel.params].index("out")]
-
-        def run(ptx, schedule):
+    def before(self, ptx, run, out):
+        def stored(ptx, schedule):
             out.view(torch.uint8).fill_(0xFF)
-            emulate(ptx, [*values, 0, 0], grid, (32 * options["num_warps"], 1, 1), code.metadata.shared,
-                    schedule=schedule, unwritten=[out], only=[0], max_steps=400_000)  # fmt: skip
+            run(ptx, schedule, unwritten=[out], only=[0], max_steps=400_000)
             return [out.clone()]
 
-        self.found.append(unnoticed(code.asm["ptx"], run))
-        super().__call__(kernel, grid, *arguments, arch=arch, **options)
+        self.found.append(unnoticed(ptx, stored))
 
 
 def spoilt():
