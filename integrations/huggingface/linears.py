@@ -213,16 +213,16 @@ class LinearConverter(WeightConverter):
         self, layer_name: str, model: Any = None, config: Any = None, hf_quantizer: Any = None, loading_info: Any = None
     ) -> dict[str, Tensor]:
         module = layer_name.rpartition(".")[0]
-        tensors = {last: found[0] for last, found in self.materialize_tensors().items()}
-        # When it saves, transformers 5.17 gives the name in the files, by which the model may have no module
-        weight = tensors["weight"] if self.saving else model.get_submodule(module).weight
-        if isinstance(weight, DTensor):
+        if self.saving:  # transformers 5.17 gives the name in the files, by which the model may have no module
+            tensors = {last: found[0] for last, found in self.materialize_tensors().items()}
+            return {f"{module}.{last}": tensor for last, tensor in self._stored(module, tensors).items()}
+        weight = model.get_submodule(module).weight
+        if isinstance(weight, DTensor):  # before the tensors are read: a scale cannot be split as the weight is
             raise NotImplementedError(
                 f"{module} is quantized in the files, and quantized linears are not split over ranks yet: load with "
                 "linears='dense' in one process, save, and start from those files"
             )
-        if self.saving:
-            return {f"{module}.{last}": tensor for last, tensor in self._stored(module, tensors).items()}
+        tensors = {last: found[0] for last, found in self.materialize_tensors().items()}
         found = self._parameters(module, tensors)
         if module not in self.nvfp4:
             found = {"weight": cast_finite(_dense(found), weight.dtype, f"{module}.weight")}
