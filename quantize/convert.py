@@ -25,6 +25,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import sys
 import threading
@@ -209,7 +210,7 @@ def _other_files(checkpoint: Checkpoint) -> tuple[list[Path], dict[str, str]]:
     anew, folder = {"config.json", "hf_quant_config.json"}, checkpoint.folder
     files = sorted(f for f in folder.iterdir() if f.is_file() and f.name not in anew)
     weights = (".safetensors", *OTHER_WEIGHTS)
-    other = [f for f in files if f.suffix not in weights and not f.name.endswith(".index.json")]
+    other = [f for f in files if f.suffix not in weights and not re.search(r"\.index(\..+)?\.json$", f.name)]
     left = {f.name: "weights in another format" for f in files if f.suffix in OTHER_WEIGHTS}
     left |= {f.name: "a weight file that belongs to no part of this checkpoint" for f in checkpoint.ignored}
     left |= {f.name: "a link to a file that is not there" for f in folder.iterdir() if not f.exists()}
@@ -240,7 +241,7 @@ def _write_small_files(folder: Path, plan: ConversionPlan, others: list[Path]) -
         shutil.copyfile(file, new)  # without the mode, which may be read-only: README.md is written again later
     (folder / "config.json").write_text(json.dumps(plan.config, indent=2, ensure_ascii=False) + "\n", "utf-8")
     places = {name: job.shard for job in plan.jobs for name in job.outputs}
-    if len(set(places.values())) > 1 or (plan.source.folder / INDEX).is_file():
+    if len(set(places.values())) > 1 or plan.source.index is not None:
         total = sum(tensor_bytes(*out) for job in plan.jobs for out in job.outputs.values())
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", "utf-8")

@@ -20,7 +20,7 @@ from moe_nvfp4.quantize.dialects import (
     QuantizationInfo,
     read_config,
 )
-from moe_nvfp4.quantize.files import INDEX, Checkpoint, TensorSlice, expert_counts, read_json
+from moe_nvfp4.quantize.files import Checkpoint, TensorSlice, expert_counts, read_json
 from moe_nvfp4.quantize.importance import Importance
 from moe_nvfp4.quantize.jobs import (
     Job,
@@ -224,7 +224,7 @@ def plan(checkpoint: Checkpoint, options: Options) -> ConversionPlan:
 def _in_files_that_load(draft: _Draft) -> list[Job]:
     """The jobs. Where there is no index, readers look for model.safetensors only; the source's one file may be named
     otherwise (model.fp16.safetensors)."""
-    if (draft.source.folder / INDEX).is_file():
+    if draft.source.index is not None:
         return draft.jobs
     return [replace(job, shard="model.safetensors") for job in draft.jobs]
 

@@ -52,7 +52,7 @@ from moe_nvfp4.integrations.huggingface.ready import prepare_model
 from moe_nvfp4.linear import NVFP4Linear
 from moe_nvfp4.mapped import SAVED, Matrix
 from moe_nvfp4.quantize.dialects import DIALECTS, GLOBAL_SCALES
-from moe_nvfp4.quantize.files import Checkpoint
+from moe_nvfp4.quantize.files import Checkpoint, expert_counts
 from moe_nvfp4.quantize.importance import Importance
 from moe_nvfp4.quantize.layouts import ExpertLayout
 from moe_nvfp4.quantize.linears import Chosen
@@ -430,7 +430,8 @@ class MoeNvfp4Quantizer(HfQuantizer):
 
     def _check_savable(self, model: Any) -> None:
         """NotImplementedError for experts that stay in files, for layers of several activations, and for a model that
-        FSDP has split, not transformers (it gathers); ValueError for parameters without numbers."""
+        FSDP has split, not transformers (it gathers); ValueError for parameters without numbers, and for another number
+        of experts than the config's."""
         adapters = getattr(model, "_hf_peft_config_loaded", False)  # only these are saved then
         no_numbers = next((name for name, p in model.named_parameters() if p.is_meta), None)
         if no_numbers and not adapters and not hasattr(model, "hf_device_map"):  # with it they are offloaded
@@ -442,6 +443,15 @@ class MoeNvfp4Quantizer(HfQuantizer):
                 f"some 4-bit layers have activations {found[0]!r}, others {found[1]!r}, and config.json has one for "
                 "all: set_activations(model, one of them)"
             )
+        counts = expert_counts(model.config.to_dict())
+        experts = {name: m for name, m in model.named_modules() if isinstance(m, HFExperts)}
+        for name, n in ((name, m.down_proj.shape[0]) for name, m in experts.items() if counts and not adapters):
+            if n not in counts:
+                raise ValueError(
+                    f"{name} has {n} experts, and the config says {', '.join(map(str, sorted(counts)))}, for all "
+                    "layers, so no program could load the files: give every layer as many, set the config's number to "
+                    "that, and then save; or keep the model as it is with torch.save(model, file)"
+                )
         own = getattr(model.config, "distributed_config", None) or getattr(model, "_tp_size", None)
         if not own and any(isinstance(p, DTensor) for p in model.parameters()):
             raise NotImplementedError(

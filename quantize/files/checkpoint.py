@@ -119,13 +119,15 @@ def read_tensors(files: Iterable[str | os.PathLike]) -> dict[str, TensorSlice]:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A folder with config.json and safetensors files. ignored: weight files that do not belong to the checkpoint."""
+    """A folder with config.json and safetensors files. ignored: weight files that do not belong to the checkpoint;
+    index: the file that says which tensor is in which shard, if there is one."""
 
     folder: Path
     config: dict
     tensors: dict[str, TensorSlice]
     files: tuple[Path, ...] = ()
     ignored: tuple[Path, ...] = ()
+    index: Path | None = None
 
     @property
     def types(self) -> list[str]:
@@ -183,14 +185,15 @@ def open_checkpoint(folder: str | os.PathLike) -> Checkpoint:
         raise ValueError(f"{folder} has no config.json: name the folder of a Hugging Face checkpoint")
     config = _read_config(folder / "config.json")
     found = sorted(folder.glob("*.safetensors"))
-    index = _read_index(folder, found)
-    files = tuple(sorted({folder / name for name in index.values()})) if index is not None else _single(folder, found)
+    path = _find_index(folder)
+    index = _read_index(path, found) if path is not None else {}
+    files = tuple(sorted({folder / name for name in index.values()})) if index else _single(folder, found)
     tensors = read_tensors(files)
-    if index is not None:
-        _check_index(folder / INDEX, index, tensors)
+    if path is not None:
+        _check_index(path, index, tensors)
     _check_sizes(folder / "config.json", config, {name: t.shape for name, t in tensors.items()})
     tensors = without_identity_experts(tensors, config)
-    return Checkpoint(folder, config, tensors, files, tuple(p for p in found if p not in files))
+    return Checkpoint(folder, config, tensors, files, tuple(p for p in found if p not in files), path)
 
 
 def identity_experts(config: Mapping) -> range:
@@ -288,7 +291,8 @@ def _check_objects(path: Path, config: Mapping, above: str = "") -> None:
 def _single(folder: Path, found: list[Path]) -> tuple[Path, ...]:
     if len(found) == 1 and not re.search(r"-of-0*([2-9]|1\d)\d*\.", found[0].name):
         return (found[0],)
-    if folder / "model.safetensors" in found and not any("-of-" in p.name for p in found):
+    shards = [p for p in found if "-of-" in p.name and not p.name.startswith("model.")]  # model.VARIANT-00001-of-2
+    if folder / "model.safetensors" in found and not shards:
         return (folder / "model.safetensors",)
     if not found:
         raise ValueError(f"{folder} has no .safetensors file: save the model with safetensors first")
@@ -298,16 +302,30 @@ def _single(folder: Path, found: list[Path]) -> tuple[Path, ...]:
     )
 
 
-def _read_index(folder: Path, found: list[Path]) -> dict[str, str] | None:
-    """Tensor name -> file name, or None without an index."""
-    path = folder / INDEX
-    if not path.is_file():
+def _find_index(folder: Path) -> Path | None:
+    """The index of the files that a folder is loaded from; None: they are one file. transformers names that of a
+    variant (save_pretrained(variant=...)) otherwise, and reads it only where there are no other weights."""
+    if (folder / INDEX).is_file():
+        return folder / INDEX
+    variants = sorted(folder.glob(INDEX.replace(".json", ".*.json")))
+    if (folder / "model.safetensors").is_file() or not variants:
         return None
+    if len(variants) > 1:
+        raise ValueError(
+            f"{folder} has the weights of {len(variants)} variants ({variants[0].name}, "
+            f"{variants[1].name}), and no others: move those of one, and config.json, to another folder"
+        )
+    return variants[0]
+
+
+def _read_index(path: Path, found: list[Path]) -> dict[str, str]:
+    """Tensor name -> file name, from the index in `path`. ValueError unless its files are all there."""
+    folder = path.parent
     index = read_json(path).get("weight_map")
     if not isinstance(index, dict) or not index or not all(isinstance(v, str) for v in index.values()):
         raise ValueError(f"{path} has no weight_map of tensor names and file names: download it again")
     if folder / "model.safetensors" in found and "model.safetensors" not in index.values():
-        raise ValueError(f"{folder} has model.safetensors and {INDEX}: two checkpoints are mixed; keep one of them")
+        raise ValueError(f"{folder} has model.safetensors and {path.name}: two checkpoints are mixed; keep one of them")
     for name in sorted(set(index.values())):
         if not re.fullmatch(r"[\w.\-]+\.safetensors", name) or name.startswith("."):
             raise ValueError(f"{path} names the file {name!r}: shards must be .safetensors files in the same folder")

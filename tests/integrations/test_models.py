@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from packaging.version import Version
 from safetensors.torch import save_file
 
+from moe_nvfp4 import cli
 from moe_nvfp4.integrations.huggingface import MoeNvfp4Config, checkpoint_config, set_activations, swap_experts
 from moe_nvfp4.integrations.huggingface.calibration import files_importance
 from moe_nvfp4.integrations.huggingface.experts import HFExperts
@@ -302,6 +303,31 @@ def test_shards_and_missing_index(tmp_path):
     model.save_pretrained(tmp_path / "nvfp4", max_shard_size="30KB")
     assert len(list((tmp_path / "nvfp4").glob("*.safetensors"))) > 2
     same_experts(load(tmp_path / "nvfp4"), model)
+
+
+def test_shards_of_a_variant(tmp_path, capsys):
+    """transformers names the index of a variant in another way: every command reads it, and quantize writes files that
+    load without a variant."""
+    args = dict(variant="four", max_shard_size="30KB")
+    source = folder(tmp_path, qwen3_moe, **args)
+    assert sorted(source.glob("*.json"))[-1].name == "model.safetensors.index.four.json"
+    model = load(source, variant="four", quantization_config=MoeNvfp4Config())
+    model.save_pretrained(tmp_path / "nvfp4", **args)
+    assert verify_checkpoint(tmp_path / "nvfp4", source).layers
+    convert_checkpoint(source, tmp_path / "converted", Options(), progress=False)
+    same_tensors(tmp_path / "converted", tmp_path / "nvfp4")
+    again = load(tmp_path / "converted")
+    same_experts(again, model)
+    assert torch.equal(logits(again), logits(model))
+    assert {p.name for p in (tmp_path / "converted").glob("*.json")} == {
+        "config.json", "generation_config.json", "model.safetensors.index.json"}  # fmt: skip
+    assert cli.main(["info", str(tmp_path / "nvfp4")]) == 0
+    assert "4 shards" not in capsys.readouterr().err
+    make(mixtral).save_pretrained(source, variant="other", max_shard_size="30KB")
+    with pytest.raises(ValueError, match=r"index.four.json, model.safetensors.index.other.json\), and no others: move"):
+        verify_checkpoint(source)
+    model.save_pretrained(source)  # files without a variant are the checkpoint's, as from_pretrained reads it
+    assert verify_checkpoint(source, tmp_path / "nvfp4").layers
 
 
 # ---------------------------------------------------------------- generate
@@ -631,6 +657,32 @@ def test_unknown_settings_are_named(tmp_path):
         swap_experts(make(qwen3_moe), exclude=["*"], progress=False)
     with pytest.raises(ValueError, match="quantized already"):
         swap_experts(swap_experts(make(qwen3_moe), progress=False), progress=False)
+
+
+@pytest.mark.parametrize("what", ["before", "after", "config"])
+def test_layers_with_other_numbers_of_experts_are_not_saved(what, tmp_path):
+    """No program loads files with fewer experts in one layer than the config says."""
+    model = make(qwen3_moe)
+    experts = model.model.layers[1].mlp.experts
+
+    def prune(names):
+        for name in names:
+            p = getattr(experts, name)
+            setattr(experts, name, torch.nn.Parameter(p[:6].clone(), requires_grad=False))
+        experts.num_experts = 6
+
+    if what == "before":
+        prune(["gate_up_proj", "down_proj"])
+    swap_experts(model, progress=False)
+    if what == "after":
+        experts = model.model.layers[1].mlp.experts
+        prune([name for name, _ in experts.named_parameters()])
+    if what == "config":
+        model.config.num_experts = 6
+    counts = ("layers.0.mlp.experts has 8", "says 6") if what == "config" else ("layers.1.mlp.experts has 6", "says 8")
+    with pytest.raises(ValueError, match=".* experts, and the config ".join(counts)):
+        model.save_pretrained(tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()
 
 
 def test_saving_is_refused_nothing(tmp_path):

@@ -3,6 +3,7 @@
 import re
 import zlib
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -10,10 +11,11 @@ from transformers import AutoModelForCausalLM
 
 from moe_nvfp4.integrations.huggingface import set_activations
 from moe_nvfp4.quantize.convert import convert_checkpoint
-from moe_nvfp4.quantize.dialects import COMPRESSED_TENSORS
+from moe_nvfp4.quantize.dialects import COMPRESSED_TENSORS, MODELOPT
 from moe_nvfp4.quantize.layouts.fp8 import fp8_block, fp8_dense
 from moe_nvfp4.quantize.options import Options
 from moe_nvfp4.quantize.verify import verify_checkpoint
+from tests.checkpoints import converted, experts, folder, same_files
 from tests.folders import (
     CONFIGS,
     change_config,
@@ -163,6 +165,42 @@ def test_reciprocals_are_written_as_they_were_read():
         assert COMPRESSED_TENSORS.carry_scale(stored, COMPRESSED_TENSORS) == stored
         assert 1.0 / COMPRESSED_TENSORS.encode_scale(scale) == scale
         assert 1.0 / COMPRESSED_TENSORS.encode_scale(scale, stored[None] * 2) == scale
+
+
+def test_reciprocals_keep_scales_where_float32_can():
+    """From ModelOpt's scale x to compressed-tensors' c = 1/x and back: x where any float32 c has 1/c = x, else the next
+    one. A second round changes nothing. In numpy, for all mantissas."""
+    x = np.arange(0x3F800000, 0x40000000, dtype=np.int32).view(np.float32)
+    one = np.float32(1)
+    c = one / x
+    back = one / c
+    for other in (np.nextafter(c, np.float32(0)), np.nextafter(c, np.float32(2))):
+        assert not np.any((back != x) & (one / other == x))
+    moved = np.abs(back.view(np.int32) - x.view(np.int32))
+    assert moved.max() == 1 and round(moved.mean(), 4) == 0.1716  # 3 - 2√2
+    assert np.array_equal(one / (one / back), back)
+    some = torch.from_numpy(x[::100_003])
+    for scale, wanted in zip(some, torch.from_numpy(back[::100_003]), strict=True):
+        there = MODELOPT.carry_scale(scale, COMPRESSED_TENSORS)
+        assert COMPRESSED_TENSORS.carry_scale(there, MODELOPT) == wanted
+
+
+def test_a_second_round_through_the_other_dialect_changes_no_byte(tmp_path):
+    """And the first one changes nothing but the last bit of global scales."""
+    torch.manual_seed(0)
+    source = folder(tmp_path / "bf16", experts(E=24, I=16, H=32))
+    places = [converted(source, tmp_path / "0")]
+    for i, dialect in enumerate(["compressed-tensors", "modelopt"] * 2):
+        places.append(converted(places[-1], tmp_path / f"{i + 1}", dialect=dialect))
+    first, second, third = (tensors(places[i]) for i in (0, 2, 4))
+    for name, value in first.items():
+        if name.endswith("weight_scale_2"):
+            assert abs(int(value.view(torch.int32)) - int(second[name].view(torch.int32))) <= 1
+        else:
+            assert as_bytes(value) == as_bytes(second[name]), name
+    assert any(as_bytes(value) != as_bytes(second[name]) for name, value in first.items())
+    same_files(places[2], places[4])
+    assert tensors(places[1]).keys() == tensors(places[3]).keys()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
