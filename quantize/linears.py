@@ -25,6 +25,7 @@ from moe_nvfp4.quantize.names import MTP, by_number, fused_names, is_mtp
 
 GROUPS = ("attention", "shared", "mlp", "lm_head")
 ALL = "all"
+EXCLUDED = "excluded"
 
 TOWER = re.compile(r"vision|visual|vit\b|audio|speech|image|video|encoder|projector")
 ROUTER = re.compile(r"(^|\.)((\w+_)?gate|(\w+_)?router|wg)(\.|$)")
@@ -140,6 +141,11 @@ def linears_of_model(model: Any, in_files: Mapping[str, str], done: Collection[s
         if name not in done:
             why = _why_by_name(name) or tensors.why_dense(weight, stem) or _why_by_size(shape[1])
         found.append(Linear(stem, name, shape[1], why))
+    for name, module in model.named_modules():
+        columns = getattr(module, "in_features", None)
+        if isinstance(columns, int) and "weight" not in module._parameters and not EXPERTS.search(f"{name}."):
+            why = "its weight is no plain parameter (an adapter, a parametrization, pruning); make it one first"
+            found.append(Linear(in_files.get(name, name), name, columns, why))
     return found
 
 
@@ -187,7 +193,7 @@ def choose(linears: Sequence[Linear], wanted: Sequence[str], exclude: Sequence[s
         asked |= dict.fromkeys(matched)
     left = {_folded(linear.name): linear.why for linear in asked if linear.why}
     excluded = [linear for linear in asked if any(linear.named(p) for p in exclude)]
-    left |= {_folded(linear.name): "excluded" for linear in excluded if not linear.why}
+    left |= {_folded(linear.name): EXCLUDED for linear in excluded if not linear.why}
     chosen = {linear.model: linear for linear in asked if not linear.why and linear not in excluded}
     if wanted and not chosen:
         raise ValueError(f"linears: of those that {', '.join(wanted)} names in {model}, none can be 4-bit: "
@@ -198,7 +204,7 @@ def choose(linears: Sequence[Linear], wanted: Sequence[str], exclude: Sequence[s
     for name in chosen:
         names = tuple(n for n in fused_names(name) if n in by_model)
         if missing := [by_model[n] for n in names if n not in chosen]:
-            why = missing[0].why or ("excluded" if missing[0] in excluded else "not asked for")
+            why = missing[0].why or (EXCLUDED if missing[0] in excluded else "not asked for")
             raise ValueError(f"linears: servers fuse {name} and {missing[0].model}, of which the second stays dense "
                              f"({why}): ask for both or for neither")  # fmt: skip
         fused[names] = tuple(chosen[n] for n in names)

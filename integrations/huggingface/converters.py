@@ -22,6 +22,7 @@ from transformers.core_model_loading import (
     WeightConverter,
     WeightRenaming,
 )
+from transformers.utils import logging
 
 from moe_nvfp4.integrations.huggingface.config import MoeNvfp4Config
 from moe_nvfp4.integrations.huggingface.experts import HFExperts
@@ -31,9 +32,11 @@ from moe_nvfp4.linear import NVFP4Linear
 from moe_nvfp4.quantize.dialects import MODELOPT, Dialect
 from moe_nvfp4.quantize.importance import Importance
 from moe_nvfp4.quantize.layouts import ExpertLayout, dbrx
-from moe_nvfp4.quantize.linears import Chosen, choose, linears_of_model
+from moe_nvfp4.quantize.linears import EXCLUDED, Chosen, choose, linears_of_model
 from moe_nvfp4.quantize.names import PER_EXPERT
 from moe_nvfp4.quantize.recipes import quantize_expert
+
+logger = logging.get_logger(__name__)
 
 
 # ---------------------------------------------------------------- quantizing on the way in
@@ -374,7 +377,11 @@ def choose_linears(model: Any, config: MoeNvfp4Config) -> Chosen:
         return Chosen()
     done = {name for name, m in model.named_modules(remove_duplicate=False) if isinstance(m, NVFP4Linear)}
     names = names_in_files(model, (name for name, _ in model.named_modules(remove_duplicate=False)))
-    return choose(linears_of_model(model, names, done), config.linears, config.exclude, type(model).__name__)
+    chosen = choose(linears_of_model(model, names, done), config.linears, config.exclude, type(model).__name__)
+    for name, why in chosen.left.items():
+        if why != EXCLUDED:
+            logger.warning(f"linears: {name} stays dense: {why}")
+    return chosen
 
 
 def with_names_in_files(model: nn.Module, modules: Iterable[str]) -> set[str]:

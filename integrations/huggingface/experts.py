@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig
+from transformers.integrations import moe
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.utils import logging
 
@@ -30,6 +31,7 @@ from moe_nvfp4.quantize.layouts.base import split_rows
 from moe_nvfp4.weights import Gate
 
 logger = logging.get_logger(__name__)
+GATE = ("act_fn", "limit", "alpha", "_apply_gate")  # how the names of attributes end that a gate computes with
 IMPLEMENTATION = "moe_nvfp4"  # the experts implementation in the configs of 4-bit models
 HALF_SWAPPED = (
     "swap_experts was interrupted: some experts are 4-bit, others dense, and nothing reads such files: call "
@@ -110,6 +112,12 @@ def _looks_like_experts(module: nn.Module) -> bool:
 
 
 def _decorated(m: Any) -> ModuleLayout:
+    if getattr(type(m).forward, "__globals__", None) is not vars(moe):  # the decorator's
+        raise NotImplementedError(
+            f"{type(m).__name__} has a forward of its own, over that of transformers' use_experts_implementation, and "
+            "4-bit experts would not do what it does: put that into a module around the experts, decorate the class "
+            "itself, or leave it as it is with exclude=['<its module name>']"
+        )
     up = m.gate_up_proj if m.has_gate else m.up_proj
     shape = tuple(up.shape)
     E, N13, H = shape if not m.is_transposed else (shape[0], shape[2], shape[1])
@@ -187,9 +195,18 @@ def empty_like(module: nn.Module, device: torch.device | str, dtype: torch.dtype
     return new
 
 
+def keep_hooks(new: nn.Module, old: nn.Module) -> nn.Module:
+    """`new`, which replaces `old`, with the hooks that were registered on that. Their handles remove them as before."""
+    vars(new).update(
+        {name: hooks for name, hooks in vars(old).items() if re.match(r"_(is_full_)?(for|back)ward_", name)}
+    )
+    return new
+
+
 # ---------------------------------------------------------------- the gate, by what it computes
-def recognise_gate(module: nn.Module, layout: ModuleLayout) -> Gate:
-    """The fused gate that computes the same as `module`'s own gate; Gate("raw") if there is none.
+def recognise_gate(module: nn.Module, layout: ModuleLayout, source_class: Any = None) -> Gate:
+    """The fused gate that computes the same as `module`'s own gate; Gate("raw") if there is none. source_class: the
+    class whose gate it is, if not that of `module`.
 
     Configs mislead (gpt-oss and MiniMax-M3 say "silu" and mean SwiGLU-OAI). So candidates are built from the
     module's attributes, and compared with the module's own function on probe values far beyond every clamp.
@@ -212,7 +229,7 @@ def recognise_gate(module: nn.Module, layout: ModuleLayout) -> Gate:
     concatenated = pairs.T.contiguous()  # rows of [gate, up]; since I = 1, interleaving them changes nothing
     with torch.no_grad(), torch.device("cpu"):
         try:
-            expected = own_gate(module, type(module), layout, concatenated).float()
+            expected = own_gate(module, source_class or type(module), layout, concatenated).float()
         except Exception:  # a gate with parameters, which runs unfused
             return Gate("raw", gated=layout.gated)
         for gate in candidates:
@@ -233,6 +250,8 @@ def own_gate(module: Any, source_class: Any, layout: ModuleLayout, w13_out: Tens
         return module.act_fn(w13_out)
     if layout.interleaved:
         w13_out = torch.stack(w13_out.chunk(2, dim=-1), dim=-1).flatten(-2)
+    if (assigned := vars(module).get("_apply_gate")) is not None:  # to this module, not to its class
+        return assigned(w13_out)
     apply_gate = getattr(source_class, "_apply_gate", None)
     if apply_gate is not None:
         return apply_gate(module, w13_out)
@@ -274,6 +293,11 @@ class HFExperts(NVFP4Experts):
         self._source = (empty_like(source, "meta"),)  # in a tuple, so that it is no submodule
         self.implementation: str | None = None  # the config's before `set_implementation` changed it
         self.half_swapped = False  # True while `swap_experts` works, and after it was interrupted
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name.endswith(GATE) and "half_swapped" in vars(self):  # what the gate computes
+            self.gate = recognise_gate(self, self.layout, self.source_class)
 
     def _save_to_state_dict(self, *args: Any) -> None:
         if self.half_swapped:
@@ -355,9 +379,9 @@ class HFExperts(NVFP4Experts):
             dense.down_proj.data[e] = layout.stored("down_proj", w2)
             for name in (self.up_name, "down_proj") if layout.bias is not None else ():
                 getattr(dense, f"{name}_bias").data[e] = layout.stored(f"{name}_bias", p[f"{name}_bias"][e])
-        for name, child in self.named_children():
-            setattr(dense, name, child)
-        return dense.train(self.training)
+        for name, value in (*self.named_children(), *((n, v) for n, v in vars(self).items() if n.endswith(GATE))):
+            setattr(dense, name, value)
+        return keep_hooks(dense.train(self.training), self)
 
 
 def refuse_elsewhere(parameter: Tensor, what: str) -> None:

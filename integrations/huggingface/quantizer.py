@@ -430,21 +430,27 @@ class MoeNvfp4Quantizer(HfQuantizer):
 
     def _check_savable(self, model: Any) -> None:
         """NotImplementedError for experts that stay in files, for layers of several activations, and for a model that
-        FSDP has split, not transformers (it gathers); ValueError for parameters without numbers, and for another number
-        of experts than the config's."""
+        FSDP has split, not transformers (it gathers); ValueError for parameters without numbers, codes that are no
+        bytes, and another number of experts than the config's."""
         adapters = getattr(model, "_hf_peft_config_loaded", False)  # only these are saved then
         no_numbers = next((name for name, p in model.named_parameters() if p.is_meta), None)
         if no_numbers and not adapters and not hasattr(model, "hf_device_map"):  # with it they are offloaded
             raise ValueError(f"{no_numbers} is on the meta device, where there are no numbers to save: load the model")
         if not adapters and any(isinstance(m, HFExperts) and m.mapped for m in model.modules()):
             raise NotImplementedError(SAVED)
+        layers = {name: m for name, m in model.named_modules() if isinstance(m, (HFExperts, NVFP4Linear))}
+        for name, m in layers.items():
+            for key in (m.up_name, "down_proj") if isinstance(m, HFExperts) else ("weight",):
+                if (dtype := m.get_parameter(key).dtype) != torch.uint8:
+                    raise ValueError(f"{name}.{key} is {dtype}: 4-bit codes are bytes, which a cast of all parameters "
+                                     "(type(), not to()) has destroyed: load the model again")  # fmt: skip
         if not adapters and len(found := _activations(model)) > 1:
             raise NotImplementedError(
                 f"some 4-bit layers have activations {found[0]!r}, others {found[1]!r}, and config.json has one for "
                 "all: set_activations(model, one of them)"
             )
         counts = expert_counts(model.config.to_dict())
-        experts = {name: m for name, m in model.named_modules() if isinstance(m, HFExperts)}
+        experts = {name: m for name, m in layers.items() if isinstance(m, HFExperts)}
         for name, n in ((name, m.down_proj.shape[0]) for name, m in experts.items() if counts and not adapters):
             if n not in counts:
                 raise ValueError(

@@ -34,6 +34,7 @@ from moe_nvfp4.integrations.huggingface.experts import (
     dense_experts,
     experts_for,
     find_experts,
+    keep_hooks,
     set_implementation,
 )
 from moe_nvfp4.integrations.huggingface.gptq import gptq_model
@@ -213,13 +214,25 @@ def _dequantizes(conversion: Any) -> bool:
 
 
 def _check_here(name: str, module: nn.Module) -> None:
-    """ValueError unless the weights of `module` are its own, whole, here and of a known dtype."""
-    if name.endswith(".base_layer") or hasattr(module, "parametrizations"):
+    """ValueError unless `module` computes what its class does, from weights that are its own, whole, here and of a
+    known dtype."""
+    old = any(type(h).__module__.startswith("torch.nn.utils.") for h in module._forward_pre_hooks.values())
+    if name.endswith(".base_layer") or hasattr(module, "parametrizations") or old:
         raise ValueError(
             f"{name}: the weights are parametrized, or have adapters that PEFT made for dense experts: call "
             "swap_experts first and then get_peft_model, which puts adapters on 4-bit experts, or make them a part of "
-            "the weights (merge_and_unload, remove_parametrizations). The model is as it was"
+            "the weights (merge_and_unload, remove_parametrizations, prune.remove). The model is as it was"
         )
+    own = {key: vars(module)[key] for key in ("_old_forward", "forward", "_apply_gate") if key in vars(module)}
+    if "_old_forward" in own:  # accelerate's hooks call it
+        own.pop("forward")
+    for key, function in own.items():
+        if getattr(function, "__func__", None) is not getattr(type(module), key.removeprefix("_old_"), None):
+            raise ValueError(
+                f"{name}: {key.removeprefix('_old_')} was assigned to this module, and 4-bit weights would not run it: "
+                "assign it after swapping, or put it into a hook (register_forward_hook), which swapping keeps. The "
+                "model is as it was"
+            )
     for p in module.parameters():
         if isinstance(p, DTensor):
             raise ValueError(
@@ -305,6 +318,7 @@ def _quantized(
         bias = [layout.canonical(f"{key}_bias", b) for b in getattr(module, f"{key}_bias").detach()]
         getattr(experts, f"{key}_bias").data.copy_(torch.stack(bias))
     experts.prepare(dense.dtype)
+    keep_hooks(experts, module)
     return experts
 
 

@@ -7,10 +7,13 @@ import weakref
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
 from torch import nn
+from torch.nn.utils import prune
 from transformers import AutoConfig, AutoModel, FineGrainedFP8Config
 from transformers.models.aria.modeling_aria import AriaExperts
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from moe_nvfp4.integrations.huggingface import MoeNvfp4Config, checkpoint_config, set_activations, swap_experts
 from moe_nvfp4.integrations.huggingface.experts import HFExperts
@@ -29,6 +32,7 @@ from tests.models import (
     logits,
     make,
     mixtral,
+    nemotron_h,
     qwen3_moe,
     same_tensors,
     tensors,
@@ -160,6 +164,125 @@ def test_dense_experts_go_one_layer_after_the_other(monkeypatch):
     monkeypatch.setattr(HFExperts, "load_expert", watched)
     swap_experts(model, progress=False)
     assert alive == [4, 3, 2, 1]
+
+
+def dense_twin(model):
+    """A dense model with the same weights, hooks and settings of gates."""
+    return copy.deepcopy(model).dequantize()
+
+
+def test_hooks_stay_where_a_layer_is_replaced():
+    """By 4-bit experts and linears, and by dense ones again; their handles still remove them."""
+    model, seen = make(qwen3_moe, torch.float32), []
+
+    def look(module, args):
+        seen.append(type(module).__name__)
+
+    def double(module, args, output):
+        return 2 * output
+
+    layer = model.model.layers[0]
+    handles = [layer.mlp.experts.register_forward_pre_hook(look), layer.self_attn.v_proj.register_forward_hook(double)]
+    swap_experts(model, linears=["attention"], progress=False)
+    hooked = logits(model)
+    assert seen == ["HFExperts"]
+    for name, p in (twin := dense_twin(model)).named_parameters():
+        if name == "model.layers.0.self_attn.v_proj.weight":
+            p.data *= 2
+    twin.model.layers[0].self_attn.v_proj._forward_hooks.clear()
+    assert relative_error(hooked, logits(twin)) < 1e-5
+    seen.clear()
+    model.dequantize()
+    assert relative_error(logits(model), hooked) < 1e-5 and seen == ["Qwen3MoeExperts"]
+    for handle in handles:
+        handle.remove()
+    assert relative_error(logits(model), hooked) > 0.01 and seen == ["Qwen3MoeExperts"]
+
+
+@pytest.mark.parametrize("name", ["forward", "_apply_gate"])
+def test_functions_of_a_single_module_are_refused_or_run(name):
+    model = make(qwen3_moe, torch.float32)
+    experts = model.model.layers[1].mlp.experts
+    setattr(experts, name, lambda *args: args[0])
+    with pytest.raises(ValueError, match=f"layers.1.mlp.experts: {name} was assigned to this module.*assign it after"):
+        swap_experts(model, progress=False)
+    assert kinds(model) == ["Qwen3MoeExperts"] * 2
+    delattr(experts, name)
+    swap_experts(model, progress=False)
+    twin = dense_twin(model)
+    for m in (model, twin):
+        change = {"forward": lambda x, *args: -x, "_apply_gate": lambda x: x.chunk(2, -1)[0] - x.chunk(2, -1)[1]}[name]
+        setattr(m.model.layers[1].mlp.experts, name, change)
+    assert relative_error(logits(model), logits(twin)) < 1e-5
+
+
+def test_linears_with_a_forward_of_their_own_are_refused():
+    model = make(qwen3_moe)
+    linear = model.model.layers[1].self_attn.o_proj
+    linear.forward = lambda x: x
+    with pytest.raises(ValueError, match="layers.1.self_attn.o_proj: forward was assigned to this module"):
+        swap_experts(model, linears=["attention"], progress=False)
+    del linear.forward
+    prune.l1_unstructured(linear, "weight", 0.5)
+    with pytest.raises(ValueError, match="o_proj.* stays dense: its weight is no plain parameter"):
+        swap_experts(model, linears=["*.layers.1.*.o_proj"], progress=False)
+    with pytest.raises(ValueError, match="experts: the weights are parametrized.*prune.remove"):
+        pruned = make(qwen3_moe)
+        prune.l1_unstructured(pruned.model.layers[1].mlp.experts, "down_proj", 0.5)
+        swap_experts(pruned, progress=False)
+
+
+def test_linears_that_stay_dense_are_named(caplog):
+    """In a group, too: one warning for each, as quantize reports them."""
+    model = make(qwen3_moe)
+    prune.l1_unstructured(model.model.layers[1].self_attn.o_proj, "weight", 0.5)
+    swap_experts(model, linears=["attention", "lm_head"], exclude="lm_head", progress=False)
+    left = [r.message for r in caplog.records if "stays dense" in r.message]
+    assert len(left) == 1 and left[0].startswith(
+        "linears: model.layers.*.self_attn.o_proj stays dense: its weight is no"
+    )
+    model = get_peft_model(make(qwen3_moe), LoraConfig(target_modules=["q_proj"]))
+    with pytest.raises(
+        ValueError, match="fuse .*k_proj and .*q_proj, of which the second stays dense .its weight is no"
+    ):
+        swap_experts(model, linears="attention", progress=False)
+
+
+def test_a_subclass_with_a_forward_of_its_own_is_refused():
+    class Doubled(Qwen3MoeExperts):
+        def forward(self, *args):
+            return 2 * super().forward(*args)
+
+    model = make(qwen3_moe)
+    model.model.layers[1].mlp.experts.__class__ = Doubled
+    with pytest.raises(NotImplementedError, match="Doubled has a forward of its own"):
+        swap_experts(model, progress=False)
+    swap_experts(model, exclude="model.layers.1.*", progress=False)
+    assert kinds(model) == ["HFExperts", "Doubled"]
+
+
+@pytest.mark.parametrize("family, name, value", [
+    (qwen3_moe, "act_fn", nn.GELU(approximate="tanh")), (qwen3_moe, "act_fn", nn.Tanh()),
+    (qwen3_moe, "act_fn", nn.SiLU()), (gpt_oss, "limit", 1.0), (gpt_oss, "alpha", 0.5),
+    (nemotron_h, "act_fn", nn.ReLU()),
+])  # fmt: skip
+def test_a_gate_that_is_changed_later_counts(family, name, value):
+    model = swap_experts(make(family, torch.float32), progress=False)
+    twin, before = dense_twin(model), logits(model)
+    for m in (model, twin):
+        for module in m.modules():
+            if type(module).__name__ in ("HFExperts", "Qwen3MoeExperts", "GptOssExperts", "NemotronHExperts"):
+                setattr(module, name, value)
+    assert relative_error(logits(model), logits(twin)) < 1e-5
+    assert relative_error(logits(model.dequantize()), logits(twin)) < 1e-5
+    assert isinstance(value, nn.SiLU) or relative_error(logits(twin), before) > 1e-3
+
+
+def test_codes_that_a_cast_destroyed_are_not_saved(tmp_path):
+    model = swap_experts(make(qwen3_moe), progress=False).type(torch.bfloat16)
+    with pytest.raises(ValueError, match="experts.gate_up_proj is torch.bfloat16: 4-bit codes are bytes"):
+        model.save_pretrained(tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()
 
 
 def test_experts_that_two_layers_share_are_swapped_for_both():
