@@ -30,7 +30,7 @@ from moe_nvfp4.format import dequantize
 from moe_nvfp4.integrations.huggingface.experts import HFExperts, refuse_elsewhere
 from moe_nvfp4.linear import NVFP4Linear
 from moe_nvfp4.ops import Adapter, Adapters
-from moe_nvfp4.quantize.recipes import quantize_expert, quantize_matrix
+from moe_nvfp4.quantize.recipes import DEFAULT_RECIPE, quantize_expert, quantize_matrix, recipe_named
 
 logger = logging.get_logger(__name__)
 
@@ -82,7 +82,8 @@ class _Merging:
 
     @torch.no_grad()
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        """Dequantize, add, and quantize again by the layer's recipe. ValueError for NaN and Inf; nothing changes then.
+        """Dequantize, add, and quantize again by the layer's recipe, or by mse where that needs data. ValueError for
+        NaN and Inf; nothing changes then.
 
         The sum is rounded to the same 4-bit grid as the weights. So an adapter that changes them by 3 % of their norm
         is lost, and of one that changes them by 10 %, three quarters are left (docs/training.md). Better keep the
@@ -217,6 +218,7 @@ class ParamWrapper(_Merging, lora.ParamWrapper):
         w = base.weights.w2 if name == "down_proj" else base.weights.w13
         factor = base.pre_quant_scales[1 if name == "down_proj" else 0]
         added = [self.adapter(adapter) for adapter in adapters]
+        recipe = DEFAULT_RECIPE if recipe_named(base.recipe).model else base.recipe
         experts = []
         for e in range(self.num_experts):
             halves = [s[e] for s in (w.gate_scale, w.global_scale) if s is not None]
@@ -226,7 +228,7 @@ class ParamWrapper(_Merging, lora.ParamWrapper):
                 if factor is not None:  # the base layer multiplies x by it, the adapter does not
                     delta = delta / factor[e].float()
                 dense[:, : w.K] += delta
-            experts.append(quantize_expert(dense[:, : w.K], name, base.recipe))
+            experts.append(quantize_expert(dense[:, : w.K], name, recipe))
         return {key: torch.stack([expert[key] for expert in experts]) for key in experts[0]}
 
 

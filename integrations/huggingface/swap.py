@@ -223,6 +223,11 @@ def _check_here(name: str, module: nn.Module) -> None:
             "swap_experts first and then get_peft_model, which puts adapters on 4-bit experts, or make them a part of "
             "the weights (merge_and_unload, remove_parametrizations, prune.remove). The model is as it was"
         )
+    if name.endswith("._orig_mod"):
+        raise ValueError(
+            f"{name}: torch.compile has made a program of this module by itself, which would go on with the dense "
+            "weights: swap first and then compile. The model is as it was"
+        )
     own = {key: vars(module)[key] for key in ("_old_forward", "forward", "_apply_gate") if key in vars(module)}
     if "_old_forward" in own:  # accelerate's hooks call it
         own.pop("forward")

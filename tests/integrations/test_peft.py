@@ -220,6 +220,18 @@ def test_merging_quantizes_the_sums_by_the_layers_recipe(family, tmp_path):
     assert relative_error(logits(load(tmp_path / "merged", torch.float32)), logits(merged)) < CLOSE
 
 
+def test_merging_into_experts_whose_recipe_needs_data_takes_mse():
+    model = swapped(qwen3_moe, recipe="weighted")
+    mine = get_peft_model(model, config())
+    wrapper = next(m for m in mine.modules() if getattr(m, "parameter_name", None) == "down_proj")
+    experts, (a, b) = wrapper.get_base_layer(), wrapper.adapter("default")
+    w = experts.weights.w2
+    dense = dequantize(w.codes[1], w.sf[1], w.global_scale[1])[:, : w.K] + b[1] @ a[1]
+    mine.merge_adapter()
+    for key, value in quantize_expert(dense, "down_proj", "mse").items():
+        assert torch.equal(getattr(experts, key)[1], value), key
+
+
 def test_awq_scales_count_for_the_base_and_not_for_adapters(tmp_path):
     folder, twin = awq(tmp_path, qwen3_moe)
     models = set_activations(load(folder, torch.float32), "bf16"), load(twin, torch.float32)

@@ -248,6 +248,18 @@ def test_linears_that_stay_dense_are_named(caplog):
         swap_experts(model, linears="attention", progress=False)
 
 
+def test_experts_that_are_compiled_by_themselves_are_refused():
+    model = make(qwen3_moe)
+    experts = model.model.layers[1].mlp.experts
+    model.model.layers[1].mlp.experts = torch.compile(experts)
+    with pytest.raises(ValueError, match="experts._orig_mod: torch.compile has made a program.*swap first"):
+        swap_experts(model, progress=False)
+    model.model.layers[1].mlp.experts = experts
+    model.model.layers[1].self_attn.o_proj = torch.compile(model.model.layers[1].self_attn.o_proj)
+    with pytest.raises(ValueError, match="o_proj._orig_mod: torch.compile has made"):
+        swap_experts(model, linears="*.layers.1.*.o_proj", progress=False)
+
+
 def test_a_subclass_with_a_forward_of_its_own_is_refused():
     class Doubled(Qwen3MoeExperts):
         def forward(self, *args):
