@@ -1,0 +1,300 @@
+"""Put the experts of an NVFP4 checkpoint into a GGUF file, for llama.cpp.
+
+llama.cpp computes with NVFP4, and cannot quantize to it. Here it gets a checkpoint's codes and scales as they are. All
+else (settings, tokenizer, attention, ...) is that of another GGUF file of the same model, byte for byte.
+
+A row of NVFP4 in GGUF (block_nvfp4 of ggml-common.h) is blocks of 36 bytes for 64 columns: four block scales (e4m3
+without a sign), then eight bytes for each 16 columns, with the codes of columns 0 to 7 in their low halves and of 8 to
+15 in their high ones. The experts' global scales are a tensor fp32 [E] of their own, named `.scale` instead of
+`.weight`. As everywhere, value = code * sf * global_scale.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from moe_nvfp4.progress import progress_bar
+from moe_nvfp4.quantize.convert import check_space
+from moe_nvfp4.quantize.files import open_checkpoint
+from moe_nvfp4.quantize.layouts.nvfp4 import NVFP4Matrix
+from moe_nvfp4.quantize.names import PER_EXPERT, PLAIN_NAMES, PRE_QUANT_SCALE, is_mtp
+from moe_nvfp4.quantize.plan import nvfp4_files
+
+if TYPE_CHECKING:
+    import numpy as np
+    from gguf import GGUFReader, GGUFWriter, ReaderTensor
+
+BLOCK = 64  # columns of one block in GGUF
+PARTS = {"gate_proj": "ffn_gate_exps", "up_proj": "ffn_up_exps", "down_proj": "ffn_down_exps"}
+GATE_UP = "ffn_gate_up_exps"
+# Values of general.architecture whose graph multiplies with `.scale`, as seen by running llama.cpp 0c1e57098. Others
+# load the tensor and do not use it: they would compute with global scales of 1.
+USE_SCALES = frozenset({"llama", "qwen3moe"})
+# NVFP4 moves a matrix by about 0.1 of its norm, and the types of GGUF files (Q8_0, Q4_K, ...) by less. The matrix of
+# another expert or model, or one in another order, is off by more than 1.
+FAR = 0.35
+MOSTLY_NVFP4 = 39  # general.file_type (llama.h)
+# Names of tensors, and whether each may be multiplied with 4-bit activations, as llama.cpp does on Blackwell GPUs
+EXTRA = ("general.tensor_extra.name", "general.tensor_extra.prec_a4")
+
+
+@dataclass
+class ExportReport:
+    """What `export_gguf` did. Sizes are bytes of experts."""
+
+    matrices: int = 0
+    layers: int = 0
+    before: int = 0
+    after: int = 0
+    error: float = 0.0  # the largest relative distance of a matrix from that of the base
+    left: list[str] = field(default_factory=list)  # quantized modules of the checkpoint that stay as the base has them
+
+
+@dataclass(frozen=True)
+class Stack:
+    """A tensor of the base that is replaced. parts: the matrices of each expert in it, one, or gate and up."""
+
+    stored: ReaderTensor
+    parts: list[list[NVFP4Matrix]]
+
+    @property
+    def scale_name(self) -> str:
+        return f"{self.stored.name.removesuffix('.weight')}.scale"
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """E, rows, bytes of a row."""
+        columns, rows, E = map(int, self.stored.shape)  # GGUF names the innermost dimension first
+        return E, rows, columns // BLOCK * 36
+
+
+def export_gguf(
+    folder: str | os.PathLike,
+    base: str | os.PathLike,
+    destination: str | os.PathLike,
+    any_architecture: bool = False,
+    progress: bool = True,
+) -> ExportReport:
+    """Write a GGUF file: the file `base`, with its experts replaced by those of the NVFP4 checkpoint in `folder`.
+
+    base              a GGUF file of the same model, in one piece, of any type (Q8_0, BF16, Q4_K, ...)
+    any_architecture  also where llama.cpp was not seen to multiply with global scales
+
+    Each matrix is compared with the one that it replaces. Memory holds one stack of experts at a time. The destination
+    appears at the end, complete; an interrupted run leaves nothing. Raises ValueError for what does not fit, naming the
+    tensor, the rule and the way out; ImportError without the package gguf.
+    """
+    gguf = _package()
+    base, destination = Path(base), Path(os.path.abspath(destination))
+    if destination.exists() or destination.is_symlink():
+        raise ValueError(f"{destination} exists: name a file that does not, or remove it first")
+    reader = _open(gguf, base, any_architecture)
+    checkpoint = open_checkpoint(folder)
+    info, files = nvfp4_files(checkpoint)
+    asked = {"activations": info.activations, **(checkpoint.config["quantization_config"].get("moe_nvfp4") or {})}
+    report = ExportReport()
+    stacks = {stack.stored.name: stack for stack in _stacks(reader, files.matrices, report)}
+    if not stacks:
+        raise ValueError(f"{folder} has no NVFP4 experts that are in {base}: nothing to do")
+    kept = sum(int(t.n_bytes) for t in reader.tensors if t.name not in stacks)
+    report.before = sum(int(stack.stored.n_bytes) for stack in stacks.values())
+    report.after = sum(E * rows * size + 4 * E for E, rows, size in (stack.shape for stack in stacks.values()))
+    check_space(destination, kept + report.after)
+
+    work = destination.with_name(f".{destination.name}.partial")
+    writer = gguf.GGUFWriter(work, _field(reader, "general.architecture"))
+    try:
+        _copy_fields(gguf, reader, writer, stacks if asked["activations"] == "bf16" else ())
+        writes = list(_writes(gguf, reader, writer, stacks, report))
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        with progress_bar(total=kept + report.after, desc="export", unit="B", unit_scale=True, show=progress) as bar:
+            for data in writes:
+                found = data()
+                writer.write_tensor_data(found)
+                bar.update(found.nbytes)
+        writer.close()
+        os.replace(work, destination)
+    finally:
+        writer.close()
+        work.unlink(missing_ok=True)
+    return report
+
+
+# ---------------------------------------------------------------- what is written
+def _copy_fields(gguf: Any, reader: GGUFReader, writer: GGUFWriter, only_16_bit: Iterable[str]) -> None:
+    """Copy the settings of the base. only_16_bit: tensors that are not to be multiplied with 4-bit activations."""
+    for name, stored in reader.fields.items():
+        if name.startswith("GGUF.") or name in ("general.architecture", *EXTRA):
+            continue  # the writer's own
+        value = MOSTLY_NVFP4 if name == "general.file_type" else stored.contents()
+        inner = stored.types[-1] if stored.types[0] == gguf.GGUFValueType.ARRAY else None
+        writer.add_key_value(name, value, stored.types[0], sub_type=inner)
+    names, values = (_field(reader, name) or [] for name in EXTRA)
+    allowed = dict(zip(names, values, strict=True)) | dict.fromkeys(only_16_bit, False)
+    if allowed:
+        writer.add_array(EXTRA[0], list(allowed))
+        writer.add_array(EXTRA[1], list(allowed.values()))
+
+
+def _writes(
+    gguf: Any, reader: GGUFReader, writer: GGUFWriter, stacks: Mapping[str, Stack], report: ExportReport
+) -> Iterator[Callable[[], np.ndarray]]:
+    """Announce each tensor to the writer, and yield what makes its data."""
+    import numpy as np
+
+    nvfp4 = gguf.GGMLQuantizationType.NVFP4
+    for stored in reader.tensors:
+        if (stack := stacks.get(stored.name)) is None:
+            data = stored.data
+            writer.add_tensor_info(stored.name, data.shape, data.dtype, data.nbytes, stored.tensor_type)
+            yield partial(np.asarray, data)
+            continue
+        E, rows, size = stack.shape
+        writer.add_tensor_info(stored.name, stack.shape, np.dtype(np.uint8), E * rows * size, nvfp4)
+        yield partial(_data, gguf, stack, report)
+        writer.add_tensor_info(stack.scale_name, (E,), np.dtype(np.float32), 4 * E)
+        yield partial(_scales, stack)
+
+
+def _data(gguf: Any, stack: Stack, report: ExportReport) -> np.ndarray:
+    """uint8 [E, rows, bytes of a row], compared with what the base has."""
+    found = []
+    for e, parts in enumerate(stack.parts):
+        before = gguf.quants.dequantize(stack.stored.data[e], stack.stored.tensor_type)
+        values = torch.cat([part.matrix().open()(0, part.shape[0]) for part in parts])
+        report.error = max(report.error, _distance(values, torch.tensor(before), parts[0].stem, stack.stored.name))
+        found.append(torch.cat([blocks_of(*_codes_and_sf(part)) for part in parts]))
+        report.matrices += len(parts)
+    return torch.stack(found).numpy()
+
+
+def _scales(stack: Stack) -> np.ndarray:
+    """fp32 [E]. Gate and up in one stack have one."""
+    return torch.stack([parts[0].matrix().known_scale() for parts in stack.parts]).float().numpy()
+
+
+def _codes_and_sf(matrix: NVFP4Matrix) -> tuple[Tensor, Tensor]:
+    dialect = matrix.dialect
+    return matrix.tensors[dialect.weight].tensor(), matrix.tensors[dialect.sf].tensor().view(torch.uint8)
+
+
+def blocks_of(codes: Tensor, sf: Tensor) -> Tensor:
+    """Codes uint8 [N, K/2], the even column in the low half of a byte, and sf uint8 [N, K/16] -> uint8 [N, K/64*36]."""
+    N = codes.shape[0]
+    of_block = torch.stack((codes & 15, codes >> 4), dim=-1).view(N, -1, 4, 2, 8)
+    packed = of_block[..., 0, :] | of_block[..., 1, :] << 4
+    return torch.cat((sf.view(N, -1, 4), packed.flatten(2)), dim=-1).flatten(1)
+
+
+def _distance(values: Tensor, before: Tensor, stem: str, name: str) -> float:
+    """||values - before|| / ||before||. ValueError if they cannot be the same matrix."""
+    norm = float(before.double().norm())
+    error = float((values.double() - before.double()).norm())
+    if error > FAR * norm:
+        share = f"{error / norm:.2f} of its norm" if norm else "everything: it is zero there"
+        raise ValueError(f"{stem} differs from its place in {name} of the base by {share}, and 4-bit weights by about "
+                         "0.1: the two are of different models, or the base has the experts in another order; name a "
+                         "GGUF file of the model that was quantized")  # fmt: skip
+    return error / norm if norm else 0.0
+
+
+# ---------------------------------------------------------------- what belongs where
+def _stacks(reader: GGUFReader, matrices: Mapping[str, NVFP4Matrix], report: ExportReport) -> Iterator[Stack]:
+    """The tensors of the base that experts replace. ValueError where a layer's do not fit."""
+    layers: dict[int, dict[tuple[int, str], NVFP4Matrix]] = {}
+    for stem, matrix in matrices.items():
+        expert, layer = PER_EXPERT.fullmatch(stem), re.search(r"(?:^|\.)layers\.(\d+)\.", stem)
+        if expert is None or layer is None or is_mtp(stem, None):
+            report.left.append(stem)
+            continue
+        part = PLAIN_NAMES.get(expert["part"], expert["part"])
+        layers.setdefault(int(layer[1]), {})[int(expert["e"]), part] = matrix
+    there = {t.name: t for t in reader.tensors}
+    for number, found in sorted(layers.items()):
+        names = {part: f"blk.{number}.{last}.weight" for part, last in PARTS.items()}
+        if (together := f"blk.{number}.{GATE_UP}.weight") in there:
+            yield _stack(there, together, found, ("gate_proj", "up_proj"))
+            names = {"down_proj": names["down_proj"]}
+        for part in sorted({part for _, part in found} & set(names)):
+            yield _stack(there, names[part], found, (part,))
+        report.layers += 1
+
+
+def _stack(
+    there: Mapping[str, ReaderTensor], name: str, found: Mapping[tuple[int, str], NVFP4Matrix], parts: tuple[str, ...]
+) -> Stack:
+    of_experts = [[found[e, part] for part in parts] for e in range(1 + max(e for e, _ in found))]
+    first, stored = of_experts[0][0], there.get(name)
+    if stored is None:
+        raise ValueError(
+            f"the base has no {name}, where {first.stem} belongs: it is of another model, or an old file "
+            "with a tensor for each expert; convert the original with llama.cpp's convert_hf_to_gguf.py"
+        )
+    (N, K), have = first.shape, tuple(map(int, reversed(stored.shape)))
+    if have != (len(of_experts), N * len(parts), K):
+        raise ValueError(f"{name} of the base is {list(have)}, and {first.stem} is one of {len(of_experts)} experts "
+                         f"of {[N * len(parts), K]}: name a GGUF file of the model that was quantized")  # fmt: skip
+    if f"{name.removesuffix('.weight')}.scale" in there:
+        raise ValueError(f"{name} of the base has a scale of its own: it is NVFP4 already; name a file of another type")
+    if K % BLOCK:
+        raise ValueError(f"{first.stem} has {K} columns: NVFP4 in GGUF is blocks of {BLOCK}, so this model has no such "
+                         "file; quantize it with llama.cpp's llama-quantize to another type")  # fmt: skip
+    for matrix in (m for expert in of_experts for m in expert):
+        if PRE_QUANT_SCALE in matrix.tensors:
+            raise ValueError(f"{matrix.names[PRE_QUANT_SCALE]}: AWQ's scales have no place in GGUF; quantize the "
+                             "original model with moe-nvfp4")  # fmt: skip
+    for gate, up in (expert for expert in of_experts if len(expert) == 2):
+        if gate.matrix().known_scale() != up.matrix().known_scale():
+            raise ValueError(f"{gate.stem} and up have different global scales, and {name} of the base has one for "
+                             "both: moe-nvfp4 quantize SRC DST --share-scales makes files with one")  # fmt: skip
+    return Stack(stored, of_experts)
+
+
+# ---------------------------------------------------------------- the base
+def _package() -> Any:
+    try:
+        import gguf
+    except ImportError as error:
+        raise ImportError("GGUF files are read and written by the package gguf: pip install 'gguf>=0.19'") from error
+    if not hasattr(gguf.GGMLQuantizationType, "NVFP4"):
+        raise ImportError("this version of the package gguf does not know NVFP4: pip install 'gguf>=0.19'")
+    return gguf
+
+
+def _open(gguf: Any, base: Path, any_architecture: bool) -> GGUFReader:
+    """ValueError unless `base` is a GGUF file that experts can be put into."""
+    if not base.is_file():
+        raise ValueError(f"{base} is no file: name a GGUF file of the model, as llama.cpp's convert_hf_to_gguf.py "
+                         "makes it of the original")  # fmt: skip
+    try:
+        reader = gguf.GGUFReader(base)
+    except ValueError as error:
+        raise ValueError(f"{base} is no GGUF file, or damaged ({error}): download it again") from error
+    if (pieces := _field(reader, "split.count") or 1) > 1:
+        raise ValueError(f"{base} is one of {pieces} pieces: put them together with llama.cpp's "
+                         "llama-gguf-split --merge")  # fmt: skip
+    if reader.endianess != gguf.GGUFEndian.LITTLE:
+        raise ValueError(f"{base} is big-endian: convert it with gguf-convert-endian")
+    architecture = _field(reader, "general.architecture")
+    if architecture not in USE_SCALES and not any_architecture:
+        raise ValueError(f"llama.cpp's graph for {architecture!r} was not seen to multiply with the experts' global "
+                         f"scales, and would compute something else without a word; it does for "
+                         f"{', '.join(sorted(USE_SCALES))}. If yours does, add --any-architecture")  # fmt: skip
+    return reader
+
+
+def _field(reader: GGUFReader, name: str) -> Any:
+    """A setting; None if it is not there."""
+    found = reader.get_field(name)
+    return None if found is None else found.contents()

@@ -1,0 +1,298 @@
+"""GGUF files with our experts: decoded by ggml-org's own package, and by hand."""
+
+import sys
+
+import pytest
+import torch
+
+from moe_nvfp4.cli import main
+from moe_nvfp4.quantize import export
+from moe_nvfp4.quantize.export import blocks_of, export_gguf
+from tests.checkpoints import converted
+from tests.folders import awq, is_expert, quantized
+from tests.models import make, qwen3_moe
+
+gguf = pytest.importorskip("gguf", reason="needs the package gguf")
+if not hasattr(gguf.GGMLQuantizationType, "NVFP4"):
+    pytest.skip("this version of gguf does not know NVFP4", allow_module_level=True)
+
+PARTS = ("gate", "up", "down")
+E, LAYERS = 4, 2
+
+
+def qwen(intermediate=64):
+    return qwen3_moe(E, intermediate)
+
+
+def weight(model, layer, part, e):
+    """An expert's matrix as transformers has it."""
+    experts = model.model.layers[layer].mlp.experts
+    if part == "down":
+        return experts.down_proj[e].detach()
+    return experts.gate_up_proj[e].detach().chunk(2)[part == "up"]
+
+
+def write_base(path, model, kind="Q8_0", together=False, architecture="qwen3moe", change=lambda name, w: w, more=()):
+    """What llama.cpp's converter makes of `model`, as far as it matters here."""
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_block_count(LAYERS)
+    writer.add_file_type(7)
+    writer.add_array("tokenizer.ggml.tokens", ["a", "b", "é"])
+    writer.add_array("some.numbers", [1.5, -2.0])
+    writer.add_bool("some.flag", True)
+    dtype = gguf.GGMLQuantizationType[kind]
+    writer.add_tensor("token_embd.weight", model.model.embed_tokens.weight.detach().float().numpy())
+    for layer in range(LAYERS):
+        stacks = {part: torch.stack([weight(model, layer, part, e) for e in range(E)]) for part in PARTS}
+        if together:
+            stacks = {"gate_up": torch.cat([stacks["gate"], stacks["up"]], dim=1), "down": stacks["down"]}
+        for part, stack in stacks.items():
+            name = f"blk.{layer}.ffn_{part}_exps.weight"
+            data = gguf.quants.quantize(change(name, stack.float()).contiguous().numpy(), dtype)
+            writer.add_tensor(name, data, raw_dtype=dtype)
+        writer.add_tensor(f"blk.{layer}.attn_norm.weight", torch.randn(64).numpy())
+    for name, data in more:
+        writer.add_tensor(name, data)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.fixture(scope="module")
+def model():
+    return make(qwen)
+
+
+@pytest.fixture(scope="module")
+def made(model, tmp_path_factory):
+    """Folder with the dense model, 4-bit folders of both dialects and of W4A4, and bases."""
+    path = tmp_path_factory.mktemp("export")
+    model.save_pretrained(path / "dense")
+    for dialect in ("modelopt", "compressed-tensors"):
+        converted(path / "dense", path / dialect, recipe="mse", dialect=dialect)
+    converted(path / "dense", path / "W4A4", recipe="max", activations="nvfp4")
+    for kind in ("Q8_0", "BF16", "F16", "F32", "Q4_0"):
+        write_base(path / f"{kind}.gguf", model, kind)
+    write_base(path / "together.gguf", model, together=True)
+    return path
+
+
+E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6]
+
+
+def stored(folder, dialect, layer, part, e):
+    """value = code * sf * global_scale, from the files by themselves."""
+    from safetensors import safe_open
+
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        stem = f"model.layers.{layer}.mlp.experts.{e}.{part}_proj."
+        if dialect == "modelopt":
+            codes, sf, scale = (file.get_tensor(stem + s) for s in ("weight", "weight_scale", "weight_scale_2"))
+        else:
+            names = ("weight_packed", "weight_scale", "weight_global_scale")
+            codes, sf, scale = (file.get_tensor(stem + s) for s in names)
+            scale = 1 / scale
+    halves = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(1).long()
+    return torch.tensor(E2M1)[halves] * sf.float().repeat_interleave(16, dim=1) * scale
+
+
+def read(path):
+    reader = gguf.GGUFReader(path)
+    return reader, {t.name: t for t in reader.tensors}
+
+
+def value(tensors, layer, part, e):
+    name = f"blk.{layer}.ffn_{part}_exps"
+    found = tensors[f"{name}.weight"]
+    assert found.tensor_type == gguf.GGMLQuantizationType.NVFP4
+    return torch.from_numpy(gguf.quants.dequantize(found.data[e], found.tensor_type) * tensors[f"{name}.scale"].data[e])
+
+
+@pytest.mark.parametrize("dialect", ["modelopt", "compressed-tensors"])
+@pytest.mark.parametrize("kind", ["Q8_0", "BF16", "F16", "F32", "Q4_0"])
+def test_ggml_reads_the_numbers_of_the_checkpoint(dialect, kind, made, tmp_path):
+    report = export_gguf(made / dialect, made / f"{kind}.gguf", tmp_path / "out.gguf")
+    _, tensors = read(tmp_path / "out.gguf")
+    for layer in range(LAYERS):
+        for part in PARTS:
+            for e in range(E):
+                assert torch.equal(value(tensors, layer, part, e), stored(made / dialect, dialect, layer, part, e))
+    assert report.matrices == LAYERS * 3 * E and 0.05 < report.error < 0.2 and not report.left
+    assert report.after == LAYERS * E * 3 * (64 * 36 + 4)
+    assert [p.name for p in tmp_path.iterdir()] == ["out.gguf"]
+
+
+def test_gate_and_up_in_one_stack(made, tmp_path):
+    export_gguf(made / "modelopt", made / "together.gguf", tmp_path / "out.gguf")
+    _, tensors = read(tmp_path / "out.gguf")
+    for e in range(E):
+        both = [stored(made / "modelopt", "modelopt", 1, part, e) for part in ("gate", "up")]
+        assert torch.equal(value(tensors, 1, "gate_up", e), torch.cat(both))
+
+
+def test_all_else_is_the_base(made, tmp_path):
+    export_gguf(made / "modelopt", made / "Q8_0.gguf", tmp_path / "out.gguf")
+    (base, before), (out, after) = read(made / "Q8_0.gguf"), read(tmp_path / "out.gguf")
+    stacks = [name for name in before if "_exps" in name]
+    assert [n for n in after if not n.endswith(".scale")] == list(before)  # in the same order
+    assert {n for n in after if n.endswith(".scale")} == {n.replace(".weight", ".scale") for n in stacks}
+    for name in set(before) - set(stacks):
+        assert before[name].tensor_type == after[name].tensor_type
+        assert before[name].data.tobytes() == after[name].data.tobytes()
+    fields = {name: (f.types, f.contents()) for name, f in base.fields.items() if not name.startswith("GGUF.")}
+    found = {name: (f.types, f.contents()) for name, f in out.fields.items() if not name.startswith("GGUF.")}
+    extra = {name: found.pop(name)[1] for name in export.EXTRA}
+    assert found.pop("general.file_type")[1] == 39 == fields.pop("general.file_type")[1] + 32
+    assert found == fields
+    assert extra == {export.EXTRA[0]: sorted(stacks), export.EXTRA[1]: [False] * len(stacks)}  # W4A16 stays W4A16
+
+
+def test_w4a4_may_be_w4a4(made, tmp_path):
+    export_gguf(made / "W4A4", made / "Q8_0.gguf", tmp_path / "out.gguf")
+    assert not set(export.EXTRA) & set(read(tmp_path / "out.gguf")[0].fields)
+
+
+def test_what_the_base_allows_other_tensors_is_kept(model, made, tmp_path, monkeypatch):
+    add = gguf.GGUFWriter.add_file_type
+
+    def with_extra(writer, kind):
+        add(writer, kind)
+        writer.add_array(export.EXTRA[0], ["a.weight", "blk.0.ffn_up_exps.weight"])
+        writer.add_array(export.EXTRA[1], [False, True])
+
+    monkeypatch.setattr(gguf.GGUFWriter, "add_file_type", with_extra)
+    base = write_base(tmp_path / "base.gguf", model)
+    export_gguf(made / "modelopt", base, tmp_path / "out.gguf")
+    names, allowed = (read(tmp_path / "out.gguf")[0].get_field(name).contents() for name in export.EXTRA)
+    assert names[0] == "a.weight" and len(set(names)) == len(names) == 7 and not any(allowed)
+
+
+def test_a_block_by_hand():
+    """64 columns with codes 0, 1, ..., 15, four times, and block scales 1, 2, 3, 4."""
+    codes = torch.tensor([[0x10, 0x32, 0x54, 0x76, 0x98, 0xBA, 0xDC, 0xFE] * 4], dtype=torch.uint8)
+    sf = torch.tensor([[1, 2, 3, 4]], dtype=torch.uint8)
+    of_16 = [0x80, 0x91, 0xA2, 0xB3, 0xC4, 0xD5, 0xE6, 0xF7]
+    assert blocks_of(codes, sf).tolist() == [[1, 2, 3, 4, *of_16 * 4]]
+
+
+def test_what_else_is_quantized_stays_as_the_base_has_it(model, made, tmp_path, capsys):
+    folder, _ = quantized(tmp_path, qwen, "modelopt", lambda key: is_expert(key) or key.endswith("q_proj.weight"))
+    base = write_base(tmp_path / "base.gguf", model)
+    report = export_gguf(folder, base, tmp_path / "out.gguf")
+    assert report.left == [f"model.layers.{layer}.self_attn.q_proj" for layer in range(LAYERS)]
+    assert main(["export", str(folder), str(tmp_path / "again.gguf"), "--base", str(base)]) == 0
+    assert "note: 2 other 4-bit matrices of" in capsys.readouterr().out
+
+
+# ---- what does not fit ------------------------------------------------------------------------------------------
+
+
+def refused(made, base, out, match, folder="modelopt", **settings):
+    with pytest.raises(ValueError, match=match):
+        export_gguf(made / folder, base, out, **settings)
+    assert not out.exists() and not list(out.parent.glob(f".{out.name}*"))
+
+
+def swap(name, w):
+    return w[[1, 0, 2, 3]] if name == "blk.1.ffn_up_exps.weight" else w
+
+
+def turn(name, w):
+    return w.transpose(1, 2) if name == "blk.0.ffn_down_exps.weight" else w
+
+
+def zero(name, w):
+    return w * (torch.arange(E)[:, None, None] != 2)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (swap, r"1.mlp.experts.0.up_proj differs from its place in blk.1.ffn_up_exps.weight of the base by 1\.\d+"),
+        (turn, "layers.0.mlp.experts.0.down_proj differs"),
+        (zero, "layers.0.mlp.experts.2.gate_proj differs from .* by everything: it is zero there"),
+        (lambda name, w: 2 * w if name == "blk.1.ffn_down_exps.weight" else w, "layers.1.mlp.experts.0.down_proj"),
+    ],
+)  # fmt: skip
+def test_another_model(change, named, model, made, tmp_path):
+    base = write_base(tmp_path / "base.gguf", model, change=change)
+    refused(made, base, tmp_path / "out.gguf", named)
+
+
+def test_an_expert_that_was_pruned_in_both(tmp_path, model):
+    """Zero is no distance from zero."""
+    pruned = make(qwen)
+    for layer in pruned.model.layers:
+        layer.mlp.experts.gate_up_proj.data[1] = 0
+        layer.mlp.experts.down_proj.data[1] = 0
+    pruned.save_pretrained(tmp_path / "dense")
+    converted(tmp_path / "dense", tmp_path / "4-bit", recipe="mse")
+    base = write_base(tmp_path / "base.gguf", pruned)
+    export_gguf(tmp_path / "4-bit", base, tmp_path / "out.gguf")
+    assert not value(read(tmp_path / "out.gguf")[1], 0, "up", 1).any()
+
+
+def test_bases_that_do_not_fit(model, made, tmp_path):
+    out = tmp_path / "out.gguf"
+    base = write_base(tmp_path / "other.gguf", model, architecture="deepseek2")
+    refused(made, base, out, "graph for 'deepseek2' was not seen to multiply .* add --any-architecture")
+    export_gguf(made / "modelopt", base, tmp_path / "any.gguf", any_architecture=True)
+    refused(made, tmp_path / "no.gguf", out, "no.gguf is no file")
+    (tmp_path / "text.gguf").write_text("This is a text and not a file of numbers.")
+    refused(made, tmp_path / "text.gguf", out, "text.gguf is no GGUF file, or damaged")
+    refused(made, tmp_path / "any.gguf", out, "has a scale of its own: it is NVFP4 already", any_architecture=True)
+    fewer = write_base(tmp_path / "fewer.gguf", model, change=lambda name, w: w[:3])
+    refused(made, fewer, out, r"ffn_down_exps.weight of the base is \[3, 64, 64\], and .* one of 4 experts")
+    old = write_base(tmp_path / "old.gguf", model, change=lambda name, w: w)
+    out.write_text("kept")
+    with pytest.raises(ValueError, match="out.gguf exists"):
+        export_gguf(made / "modelopt", old, out)
+    assert out.read_text() == "kept"
+
+
+def test_checkpoints_that_do_not_fit(model, made, tmp_path):
+    base, out = made / "Q8_0.gguf", tmp_path / "out.gguf"
+    refused(made, base, out, "is not an NVFP4 checkpoint", folder="dense")
+    make(lambda: qwen(48)).save_pretrained(tmp_path / "48")
+    converted(tmp_path / "48", tmp_path / "4-bit", recipe="max")
+    narrow = write_base(tmp_path / "narrow.gguf", make(lambda: qwen(48)), "F16")
+    refused(tmp_path, narrow, out, "down_proj has 48 columns: NVFP4 in GGUF is blocks of 64", folder="4-bit")
+    awq(tmp_path, qwen)
+    refused(tmp_path, base, out, "pre_quant_scale: AWQ's scales have no place in GGUF")
+
+
+def test_stopped_in_the_middle_it_leaves_nothing(made, tmp_path, monkeypatch):
+    before, seen = export.blocks_of, []
+
+    def stop(codes, sf):
+        seen.append(1)
+        if len(seen) == 5:
+            raise KeyboardInterrupt
+        return before(codes, sf)
+
+    monkeypatch.setattr(export, "blocks_of", stop)
+    with pytest.raises(KeyboardInterrupt):
+        export_gguf(made / "modelopt", made / "Q8_0.gguf", tmp_path / "out.gguf")
+    assert not list(tmp_path.iterdir())
+
+
+def test_without_the_package(made, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(ImportError, match="pip install 'gguf>=0.19'"):
+        export_gguf(made / "modelopt", made / "Q8_0.gguf", tmp_path / "out.gguf")
+    monkeypatch.setitem(sys.modules, "gguf", type("old", (), {"GGMLQuantizationType": object}))
+    with pytest.raises(ImportError, match="does not know NVFP4"):
+        export_gguf(made / "modelopt", made / "Q8_0.gguf", tmp_path / "out.gguf")
+
+
+def test_the_command(made, tmp_path, capsys):
+    out = tmp_path / "out.gguf"
+    assert main(["export", str(made / "modelopt"), str(out), "--base", str(made / "Q8_0.gguf")]) == 0
+    assert (
+        capsys.readouterr().out
+        == f"wrote {out}: 24 matrices of 2 layers, 104.4 KB -> 55.4 KB, at most 0.082 away from the base\n"
+    )
+    assert main(["export", str(made / "modelopt"), str(out), "--base", str(made / "Q8_0.gguf")]) == 2
+    assert "exists: name a file that does not" in capsys.readouterr().err
