@@ -38,7 +38,7 @@ PARTS = {"gate_proj": "ffn_gate_exps", "up_proj": "ffn_up_exps", "down_proj": "f
 GATE_UP = "ffn_gate_up_exps"
 # Values of general.architecture whose graph multiplies with `.scale`, as seen by running llama.cpp 0c1e57098. Others
 # load the tensor and do not use it: they would compute with global scales of 1.
-USE_SCALES = frozenset({"llama", "qwen3moe"})
+USE_SCALES = frozenset({"llama", "nemotron_h_moe", "qwen3moe", "qwen3next"})
 # NVFP4 moves a matrix by about 0.1 of its norm, and the types of GGUF files (Q8_0, Q4_K, ...) by less. The matrix of
 # another expert or model, or one in another order, is off by more than 1.
 FAR = 0.35
@@ -61,14 +61,19 @@ class ExportReport:
 
 @dataclass(frozen=True)
 class Stack:
-    """A tensor of the base that is replaced. parts: the matrices of each expert in it, one, or gate and up."""
+    """A tensor of the base that is replaced.
+
+    parts  the matrices of each expert in it: one, or gate and up
+    scale  the base's own factors of the experts' outputs, fp32 [E], as Gemma 4 has them
+    """
 
     stored: ReaderTensor
     parts: list[list[NVFP4Matrix]]
+    scale: ReaderTensor | None
 
-    @property
-    def scale_name(self) -> str:
-        return f"{self.stored.name.removesuffix('.weight')}.scale"
+    @staticmethod
+    def scale_of(name: str) -> str:
+        return f"{name.removesuffix('.weight')}.scale"
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -153,8 +158,10 @@ def _writes(
     """Announce each tensor to the writer, and yield what makes its data."""
     import numpy as np
 
-    nvfp4 = gguf.GGMLQuantizationType.NVFP4
+    nvfp4, scales = gguf.GGMLQuantizationType.NVFP4, set(map(Stack.scale_of, stacks))
     for stored in reader.tensors:
+        if stored.name in scales:
+            continue
         if (stack := stacks.get(stored.name)) is None:
             data = stored.data
             writer.add_tensor_info(stored.name, data.shape, data.dtype, data.nbytes, stored.tensor_type)
@@ -163,7 +170,7 @@ def _writes(
         E, rows, size = stack.shape
         writer.add_tensor_info(stored.name, stack.shape, np.dtype(np.uint8), E * rows * size, nvfp4)
         yield partial(_data, gguf, stack, report)
-        writer.add_tensor_info(stack.scale_name, (E,), np.dtype(np.float32), 4 * E)
+        writer.add_tensor_info(Stack.scale_of(stored.name), (E,), np.dtype(np.float32), 4 * E)
         yield partial(_scales, stack)
 
 
@@ -181,7 +188,8 @@ def _data(gguf: Any, stack: Stack, report: ExportReport) -> np.ndarray:
 
 def _scales(stack: Stack) -> np.ndarray:
     """fp32 [E]. Gate and up in one stack have one."""
-    return torch.stack([parts[0].matrix().known_scale() for parts in stack.parts]).float().numpy()
+    found = torch.stack([parts[0].matrix().known_scale() for parts in stack.parts]).float().numpy()
+    return found if stack.scale is None else found * stack.scale.data
 
 
 def _codes_and_sf(matrix: NVFP4Matrix) -> tuple[Tensor, Tensor]:
@@ -245,8 +253,8 @@ def _stack(
     if have != (len(of_experts), N * len(parts), K):
         raise ValueError(f"{name} of the base is {list(have)}, and {first.stem} is one of {len(of_experts)} experts "
                          f"of {[N * len(parts), K]}: name a GGUF file of the model that was quantized")  # fmt: skip
-    if f"{name.removesuffix('.weight')}.scale" in there:
-        raise ValueError(f"{name} of the base has a scale of its own: it is NVFP4 already; name a file of another type")
+    if stored.tensor_type.name == "NVFP4":
+        raise ValueError(f"{name} of the base is NVFP4 already: name a file of another type")
     if K % BLOCK:
         raise ValueError(f"{first.stem} has {K} columns: NVFP4 in GGUF is blocks of {BLOCK}, so this model has no such "
                          "file; quantize it with llama.cpp's llama-quantize to another type")  # fmt: skip
@@ -258,7 +266,7 @@ def _stack(
         if gate.matrix().known_scale() != up.matrix().known_scale():
             raise ValueError(f"{gate.stem} and up have different global scales, and {name} of the base has one for "
                              "both: moe-nvfp4 quantize SRC DST --share-scales makes files with one")  # fmt: skip
-    return Stack(stored, of_experts)
+    return Stack(stored, of_experts, there.get(Stack.scale_of(name)))
 
 
 # ---------------------------------------------------------------- the base

@@ -169,6 +169,18 @@ def test_what_the_base_allows_other_tensors_is_kept(model, made, tmp_path, monke
     assert names[0] == "a.weight" and len(set(names)) == len(names) == 7 and not any(allowed)
 
 
+def test_factors_of_the_base_stay(model, made, tmp_path):
+    """Gemma 4's experts have a factor each, under the name of the global scale."""
+    factors = torch.tensor([1.0, 2.0, 0.5, 3.0]).numpy()
+    base = write_base(tmp_path / "base.gguf", model, more=[("blk.1.ffn_down_exps.scale", factors)])
+    export_gguf(made / "modelopt", base, tmp_path / "out.gguf")
+    reader, tensors = read(tmp_path / "out.gguf")
+    assert len(tensors) == len(reader.tensors)
+    for e in range(E):
+        want = stored(made / "modelopt", "modelopt", 1, "down", e) * factors[e]
+        assert torch.allclose(value(tensors, 1, "down", e), want, rtol=1e-6)
+
+
 def test_a_block_by_hand():
     """64 columns with codes 0, 1, ..., 15, four times, and block scales 1, 2, 3, 4."""
     codes = torch.tensor([[0x10, 0x32, 0x54, 0x76, 0x98, 0xBA, 0xDC, 0xFE] * 4], dtype=torch.uint8)
@@ -242,7 +254,7 @@ def test_bases_that_do_not_fit(model, made, tmp_path):
     refused(made, tmp_path / "no.gguf", out, "no.gguf is no file")
     (tmp_path / "text.gguf").write_text("This is a text and not a file of numbers.")
     refused(made, tmp_path / "text.gguf", out, "text.gguf is no GGUF file, or damaged")
-    refused(made, tmp_path / "any.gguf", out, "has a scale of its own: it is NVFP4 already", any_architecture=True)
+    refused(made, tmp_path / "any.gguf", out, "of the base is NVFP4 already", any_architecture=True)
     fewer = write_base(tmp_path / "fewer.gguf", model, change=lambda name, w: w[:3])
     refused(made, fewer, out, r"ffn_down_exps.weight of the base is \[3, 64, 64\], and .* one of 4 experts")
     old = write_base(tmp_path / "old.gguf", model, change=lambda name, w: w)
@@ -292,7 +304,7 @@ def test_the_command(made, tmp_path, capsys):
     assert main(["export", str(made / "modelopt"), str(out), "--base", str(made / "Q8_0.gguf")]) == 0
     assert (
         capsys.readouterr().out
-        == f"wrote {out}: 24 matrices of 2 layers, 104.4 KB -> 55.4 KB, at most 0.082 away from the base\n"
+        == f"wrote {out}: 24 matrices of 2 layers, 104.4 KB -> 55.4 KB, at most 0.082 from the base\n"
     )
     assert main(["export", str(made / "modelopt"), str(out), "--base", str(made / "Q8_0.gguf")]) == 2
     assert "exists: name a file that does not" in capsys.readouterr().err
