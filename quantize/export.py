@@ -105,7 +105,8 @@ def export_gguf(
     reader = _open(gguf, base, any_architecture)
     checkpoint = open_checkpoint(folder)
     info, files = nvfp4_files(checkpoint)
-    asked = {"activations": info.activations, **(checkpoint.config["quantization_config"].get("moe_nvfp4") or {})}
+    own = (checkpoint.config.get("quantization_config") or {}).get("moe_nvfp4") or {}
+    activations = own.get("activations", info.activations)
     report = ExportReport()
     stacks = {stack.stored.name: stack for stack in _stacks(reader, files.matrices, report)}
     if not stacks:
@@ -116,9 +117,10 @@ def export_gguf(
     check_space(destination, kept + report.after)
 
     work = destination.with_name(f".{destination.name}.partial")
+    work.unlink(missing_ok=True)  # a link would be followed
     writer = gguf.GGUFWriter(work, _field(reader, "general.architecture"))
     try:
-        _copy_fields(gguf, reader, writer, stacks if asked["activations"] == "bf16" else ())
+        _copy_fields(gguf, reader, writer, stacks if activations == "bf16" else ())
         writes = list(_writes(gguf, reader, writer, stacks, report))
         writer.write_header_to_file()
         writer.write_kv_data_to_file()

@@ -150,8 +150,11 @@ def test_all_else_is_the_base(made, tmp_path):
 
 
 def test_w4a4_may_be_w4a4(made, tmp_path):
+    (tmp_path / "kept").write_text("of someone else")
+    (tmp_path / ".out.gguf.partial").symlink_to(tmp_path / "kept")
     export_gguf(made / "W4A4", made / "Q8_0.gguf", tmp_path / "out.gguf")
     assert not set(export.EXTRA) & set(read(tmp_path / "out.gguf")[0].fields)
+    assert (tmp_path / "kept").read_text() == "of someone else" and len(list(tmp_path.iterdir())) == 2
 
 
 def test_what_the_base_allows_other_tensors_is_kept(model, made, tmp_path, monkeypatch):
