@@ -66,6 +66,7 @@ NO_STATIC = (
     "the static activation scales of experts are left out, and not saved either, because {}: W4A16 does not need them, "
     "and calibrate(model, batches) makes new ones"
 )
+WRAPPED = re.compile(r"(\.(base_layer|original_module|token_adapter))+$")  # modules inside PEFT's
 MAPPABLE = (ExpertLayout.ONE_BY_ONE, ExpertLayout.PROJECTION_FIRST, ExpertLayout.FP8, ExpertLayout.DENSE)
 
 
@@ -431,13 +432,20 @@ class MoeNvfp4Quantizer(HfQuantizer):
     def _check_savable(self, model: Any) -> None:
         """NotImplementedError for experts that stay in files, for layers of several activations, and for a model that
         FSDP has split, not transformers (it gathers); ValueError for parameters without numbers, codes that are no
-        bytes, and another number of experts than the config's."""
+        bytes, another number of experts than the config's, and adapters inside the model."""
         adapters = getattr(model, "_hf_peft_config_loaded", False)  # only these are saved then
         no_numbers = next((name for name, p in model.named_parameters() if p.is_meta), None)
         if no_numbers and not adapters and not hasattr(model, "hf_device_map"):  # with it they are offloaded
             raise ValueError(f"{no_numbers} is on the meta device, where there are no numbers to save: load the model")
         if not adapters and any(isinstance(m, HFExperts) and m.mapped for m in model.modules()):
             raise NotImplementedError(SAVED)
+        wrapped = next((n for n, _ in model.named_modules() if WRAPPED.search(n)), None)
+        if wrapped and not adapters:
+            raise ValueError(
+                f"{WRAPPED.sub('', wrapped)} has adapters of PEFT, for which the files of a model have no place: save "
+                "them with save_pretrained of the PeftModel, or make them a part of the weights (merge_and_unload), or "
+                "take them off (unload), and then save the model that this returns"
+            )
         layers = {name: m for name, m in model.named_modules() if isinstance(m, (HFExperts, NVFP4Linear))}
         for name, m in layers.items():
             for key in (m.up_name, "down_proj") if isinstance(m, HFExperts) else ("weight",):

@@ -220,6 +220,26 @@ def test_merging_quantizes_the_sums_by_the_layers_recipe(family, tmp_path):
     assert relative_error(logits(load(tmp_path / "merged", torch.float32)), logits(merged)) < CLOSE
 
 
+@pytest.mark.parametrize("where", [
+    dict(target_parameters=["experts.gate_up_proj", "experts.down_proj"]), dict(target_modules=["q_proj"]),
+    dict(target_modules=["q_proj"], modules_to_save=["lm_head"]),
+])  # fmt: skip
+@pytest.mark.parametrize("merged", [False, True])
+def test_a_model_with_adapters_inside_is_not_saved(where, merged, tmp_path):
+    """Its files would load without the adapters."""
+    mine = get_peft_model(swapped(qwen3_moe), LoraConfig(r=2, **where, init_lora_weights=False)).eval()
+    if merged:
+        mine.merge_adapter()
+    with pytest.raises(ValueError, match=r"model.layers.0.\w+.(experts|q_proj) has adapters of PEFT.*merge_and_unload"):
+        mine.get_base_model().save_pretrained(tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()
+    mine.save_pretrained(tmp_path / "adapter")
+    again = PeftModel.from_pretrained(swapped(qwen3_moe), tmp_path / "adapter").eval()
+    mine.unmerge_adapter()
+    assert relative_error(logits(again), logits(mine)) < CLOSE
+    mine.merge_and_unload().save_pretrained(tmp_path / "saved")
+
+
 def test_merging_into_experts_whose_recipe_needs_data_takes_mse():
     model = swapped(qwen3_moe, recipe="weighted")
     mine = get_peft_model(model, config())
