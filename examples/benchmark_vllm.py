@@ -24,7 +24,7 @@ SHAPES = dict(
     num_attention_heads=32, num_key_value_heads=4, head_dim=128, norm_topk_prob=True,
 )  # fmt: skip
 IGNORE = ["lm_head", "*.self_attn*", "*.gate"]
-QUANTIZATION = {"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4", "ignore": IGNORE, "exclude_modules": IGNORE}
+LINEARS_TOO = ["*.gate"]
 GIB = 1 << 30
 
 
@@ -36,7 +36,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=16, help="tokens that each request decodes")
     parser.add_argument("--prefill", type=int, default=512, help="tokens of the single long prompt")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--engines", nargs="+", choices=("bf16", "Marlin", "NVFP4"), help="NVFP4 are our experts")
+    parser.add_argument("--engines", nargs="+", choices=("bf16", "Marlin", "NVFP4", "all-NVFP4"),
+                        help="NVFP4 are our experts; all-NVFP4: with 4-bit attention and head")  # fmt: skip
     parser.add_argument("--tensor-parallel", type=int, default=1, metavar="N", help="GPUs that share each layer")
     parser.add_argument("--expert-parallel", action="store_true", help="these GPUs split the experts, not each expert")
     args = parser.parse_args()
@@ -71,7 +72,7 @@ def engine(name: str, gpu: bool, args: argparse.Namespace) -> Any:
         **SHAPES, vocab_size=151936 if gpu else 1024, num_hidden_layers=args.layers, max_position_embeddings=longest
     )
     config = {**config.to_dict(), "architectures": ["Qwen3MoeForCausalLM"], "torch_dtype": "bfloat16"}
-    options: dict[str, Any] = {"enforce_eager": True}
+    options: dict[str, Any] = {"enforce_eager": True, "kv_cache_memory_bytes": GIB}  # several engines share the memory
     if gpu:  # several engines share it
         spread_random_weights()
         options = dict(
@@ -80,10 +81,12 @@ def engine(name: str, gpu: bool, args: argparse.Namespace) -> Any:
             tensor_parallel_size=args.tensor_parallel, enable_expert_parallel=args.expert_parallel,
         )  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
-        quantized = {} if name == "bf16" else {"quantization_config": QUANTIZATION}
+        ignore = LINEARS_TOO if name == "all-NVFP4" else IGNORE
+        quantization = {"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4", "ignore": ignore}
+        quantized = {} if name == "bf16" else {"quantization_config": quantization | {"exclude_modules": ignore}}
         Path(folder, "config.json").write_text(json.dumps(config | quantized))
         return LLM(
-            folder, quantization="moe_nvfp4" if name == "NVFP4" else None, load_format="dummy", dtype="bfloat16",
+            folder, quantization="moe_nvfp4" if name.endswith("NVFP4") else None, load_format="dummy", dtype="bfloat16",
             max_model_len=longest, skip_tokenizer_init=True, enable_prefix_caching=False, **options,
         )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""vLLM plugin: experts run on this library's kernels, everything else on vLLM's.
+"""vLLM plugin: experts run on this library's kernels, and linears where vLLM has no kernel for them.
 
 `vllm.general_plugins` (the entry point in pyproject.toml) calls `register` in every process of vLLM:
 
@@ -8,6 +8,7 @@ FOLDER holds NVFP4 experts (ModelOpt or compressed-tensors), or bf16 ones, which
 
     config.py   the quantization config: which layers are ours, and which options and files are errors
     method.py   one MoE layer: its parameters and its forward
+    linear.py   one linear, or several that vLLM fuses
     loading.py  fills an `NVFP4Experts` from single tensors; does not import vLLM
     engine.py   uses vLLM's internals, which change with its versions
 """

@@ -1,4 +1,4 @@
-"""The quantization config "moe_nvfp4": NVFP4 experts are ours, everything else is vLLM's."""
+"""The quantization config "moe_nvfp4": NVFP4 experts are ours, linears if vLLM has no kernel, all else is vLLM's."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ from moe_nvfp4.weights import ACTIVATIONS
 VERSIONS = (0, 26), (0, 33)  # the oldest and the newest version whose interfaces were compared
 # quant_method -> variants of vLLM's own reader of it, which handles everything but experts
 READERS: dict[str, tuple[str, ...]] = {"modelopt": ("modelopt_mixed", "modelopt_fp4"), "compressed-tensors": ()}
-OPTIONS = ("activations", "recipe", "exclude")
+VLLM = "vllm"
+LINEARS = (NAME, VLLM)
+OPTIONS = ("activations", "recipe", "exclude", "linears")
 
 
 def check_version() -> None:
@@ -48,6 +50,8 @@ class MoeNvfp4Config(QuantizationConfig):
                  "bf16" for bf16 files
     recipe       how block scales are chosen when bf16 experts are quantized
     exclude      with bf16 files: names or wildcards of experts modules that stay as they are
+    linears      with NVFP4 files: whose kernels run NVFP4 linears, "vllm" or "moe_nvfp4"; default: vLLM's, except on a
+                 CPU, where it has none
     """
 
     def __init__(self, base: QuantizationConfig | None = None, info: QuantizationInfo | None = None):
@@ -56,6 +60,7 @@ class MoeNvfp4Config(QuantizationConfig):
         self.base, self.info = base, info
         self.ignore = [] if info is None else list(info.ignore)
         self.activations, self.recipe, self.exclude = None, DEFAULT_RECIPE, []
+        self.linears: str | None = None
         self.experts: list[str] = []  # the experts modules that vLLM has asked about
         if base is not None:
             self.packed_modules_mapping = base.packed_modules_mapping
@@ -111,11 +116,14 @@ class MoeNvfp4Config(QuantizationConfig):
         for key, value in options.items():
             if key == "exclude" and not (isinstance(value, list) and all(isinstance(name, str) for name in value)):
                 raise ValueError(f"moe_nvfp4: exclude={value!r}: it is a list of names or wildcards")
-            known = {"activations": ACTIVATIONS, "recipe": RECIPES}.get(key)
+            known = {"activations": ACTIVATIONS, "recipe": RECIPES, "linears": LINEARS}.get(key)
             if key not in OPTIONS or (known and value not in known):
                 rule = f"{key} must be one of {', '.join(known)}" if known else f"options are {', '.join(OPTIONS)}"
                 raise ValueError(f"moe_nvfp4: {key}={value!r}: {rule}")
-            if self.base is not None and key != "activations":
+            if self.base is None and key == "linears":
+                raise ValueError(f"moe_nvfp4: linears={value!r}: the linears of these files are bf16, and stay so: "
+                                 "moe-nvfp4 quantize SRC DST --linears all makes them 4-bit")  # fmt: skip
+            if self.base is not None and key in ("recipe", "exclude"):
                 raise ValueError(f"moe_nvfp4: {key}={value!r}: these experts are NVFP4 already; it is for bf16 folders")
             setattr(self, key, value)
         return self
@@ -148,6 +156,7 @@ class MoeNvfp4Config(QuantizationConfig):
         from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
         from moe_nvfp4.integrations.vllm import engine
+        from moe_nvfp4.integrations.vllm.linear import NVFP4LinearMethod
         from moe_nvfp4.integrations.vllm.method import DenseLinearMethod, MoeNvfp4Method
 
         prefix = prefix.removeprefix("draft_model.")  # a draft model's prefix, which ignore lists do not have
@@ -159,6 +168,10 @@ class MoeNvfp4Config(QuantizationConfig):
             # vLLM's ModelOpt reader compares wildcards with fused names only: "*.q_proj" does not exclude "qkv_proj"
             if isinstance(layer, LinearBase) and self.ignores(prefix):
                 return UnquantizedLinearMethod()
+            if isinstance(layer, LinearBase | ParallelLMHead) and self.info is not None and self.runs_linears():
+                activations = engine.linear_activations(self.base, prefix, self.info.activations)
+                if activations is not None:
+                    return NVFP4LinearMethod(prefix, self.info.dialect, self.activations or activations)
             return None if self.base is None else self.base.get_quant_method(layer, prefix)
         self.experts.append(prefix)
         if self.base is None:
@@ -170,6 +183,12 @@ class MoeNvfp4Config(QuantizationConfig):
         if activations is None:
             return self.base.get_quant_method(layer, prefix)
         return MoeNvfp4Method(layer, self.info.dialect, self.activations or activations, self.recipe)
+
+    def runs_linears(self) -> bool:
+        """Whether NVFP4 linears are ours to run."""
+        from vllm.platforms import current_platform
+
+        return self.linears == NAME or (self.linears is None and current_platform.is_cpu())
 
     def check_effect(self, whole: bool, dense: bool) -> None:
         """ValueError if the model has no experts, or if a pattern of `exclude` matches none of them. Called when all

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from vllm.config import get_current_vllm_config
 from vllm.distributed import get_tp_group
 from vllm.model_executor.layers.fused_moe import RoutedExperts
+from vllm.model_executor.layers.linear import LinearBase, RowParallelLinear
 from vllm.model_executor.layers.quantization import get_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 from vllm.model_executor.models.utils import PPMissingLayer
@@ -52,13 +53,35 @@ def activations_of(base: QuantizationConfig, layer: RoutedExperts, prefix: str, 
     """
     if hasattr(base, "get_scheme_dict"):  # compressed-tensors
         base._add_fused_moe_to_target_scheme_map()
-        scheme = base.get_scheme_dict(layer, f"{prefix}.0.{layer.ckpt_down_proj_name}")
-        if scheme is None or scheme["format"] != FORMAT:
-            return None
-        return "bf16" if scheme.get("input_activations") is None else "nvfp4"
+        return _of_scheme(base.get_scheme_dict(layer, f"{prefix}.0.{layer.ckpt_down_proj_name}"))
     if hasattr(base, "_resolve_quant_algo"):  # ModelOpt, mixed precision
         return ALGOS.get(base._resolve_quant_algo(prefix))
     return default
+
+
+def linear_activations(base: QuantizationConfig, prefix: str, default: str) -> str | None:
+    """The activations that the linear or head `prefix` was made for; None if it is not NVFP4."""
+    if hasattr(base, "get_scheme_dict"):
+        file = torch.nn.Linear(1, 1, device="meta")  # what it is in files; vLLM would not find a head
+        return _of_scheme(base.get_scheme_dict(file, prefix))
+    if base.is_layer_excluded(prefix):
+        return None
+    return ALGOS.get(base._resolve_quant_algo(prefix)) if hasattr(base, "_resolve_quant_algo") else default
+
+
+def _of_scheme(scheme: dict | None) -> str | None:
+    """The activations of a scheme of compressed-tensors; None if it is not NVFP4."""
+    if scheme is None or scheme["format"] != FORMAT:
+        return None
+    return "bf16" if scheme.get("input_activations") is None else "nvfp4"
+
+
+def added_bias(layer: torch.nn.Module) -> Tensor | None:
+    """The bias that a linear's method is asked to add on this rank."""
+    elsewhere = isinstance(layer, RowParallelLinear) and layer.tp_rank > 0
+    if not isinstance(layer, LinearBase) or layer.bias is None or layer.skip_bias_add or elsewhere:
+        return None
+    return layer.bias.data
 
 
 def gate_of(layer: RoutedExperts) -> tuple[Gate, Callable[[Tensor], Tensor] | None]:

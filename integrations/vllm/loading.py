@@ -235,8 +235,8 @@ def check_files(folder: str | os.PathLike, info: QuantizationInfo) -> None:
     wanted = {d.weight: "U8", d.sf: "F8_E4M3", d.global_scale: "F32"}
     for name, found in tensors.items():
         stem, _, suffix = name.rpartition(".")
-        nvfp4 = suffix == d.global_scale or (suffix == d.weight and found.dtype == "U8")
-        if not nvfp4 or not PER_EXPERT.fullmatch(stem) or info.ignores(stem):
+        codes = suffix == d.weight and found.dtype == "U8" and PER_EXPERT.fullmatch(stem)  # a linear's may be others'
+        if not (codes or suffix == d.global_scale) or info.ignores(stem):
             continue
         for last, dtype in wanted.items():
             stored = tensors.get(f"{stem}.{last}")
@@ -246,4 +246,7 @@ def check_files(folder: str | os.PathLike, info: QuantizationInfo) -> None:
                     "scale. Download the folder again, or quantize again"
                 )
             if stored.dtype != dtype:
-                raise ValueError(f"{folder}: {stem}.{last} has dtype {stored.dtype}, expected {dtype}")
+                raise ValueError(
+                    f"{folder}: {stem}.{last} has dtype {stored.dtype}, expected {dtype}: the config calls this "
+                    "NVFP4. If it is not, name it in the config's ignore list; else download the folder again"
+                )

@@ -227,17 +227,15 @@ RANKS = {
 }
 
 
-@pytest.fixture(scope="module")
-def two_ranks(folders, tmp_path_factory):
-    """What each of two processes answers in every form of parallelism, one form after another."""
-    out = tmp_path_factory.mktemp("ranks")
+def on_two_ranks(forms, out):
+    """form -> what each of two processes answers, one form after another. forms: form -> (folder, options)."""
     for left in Path("/dev/shm").glob("-*-cpushm_*"):  # left by killed ranks: vLLM uses the same names again
         left.unlink()
     env = os.environ | SETTINGS | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-    forms = json.dumps({form: (free_port(), options) for form, options in RANKS.items()})
-    command = [sys.executable, "-m", "tests.integrations.vllm_engine", str(folders / "modelopt"), forms]
+    given = json.dumps({form: (str(path), free_port(), options) for form, (path, options) in forms.items()})
+    command = [sys.executable, "-m", "tests.integrations.vllm_engine", given, str(out)]
     ranks = [
-        subprocess.Popen([*command, str(out)], cwd=ROOT, env=env | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+        subprocess.Popen(command, cwd=ROOT, env=env | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         for rank in range(2)
     ]  # fmt: skip
@@ -247,7 +245,13 @@ def two_ranks(folders, tmp_path_factory):
         for rank in ranks:
             rank.kill()
     assert not any(rank.returncode for rank in ranks), "".join(log[-3000:] for log in logs)
-    return out
+    return {form: [json.loads((out / f"{form}-{rank}.json").read_text()) for rank in range(2)] for form in forms}
+
+
+@pytest.fixture(scope="module")
+def two_ranks(folders, tmp_path_factory):
+    forms = {form: (folders / "modelopt", options) for form, options in RANKS.items()}
+    return on_two_ranks(forms, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize("form", RANKS)
@@ -255,8 +259,7 @@ def test_two_ranks(two_ranks, one_rank, w4a4, form):
     """Tensor parallelism (channels of every expert), expert parallelism (half of the experts), and data parallelism, in
     which every rank answers all prompts, and the experts see the tokens of both. In W4A4 the scale of a row is that of
     both ranks' parts."""
-    for rank in range(2):
-        found = json.loads((two_ranks / f"{form}-{rank}.json").read_text())
+    for found in two_ranks[form]:
         same(found, *((w4a4, 1e-3, MOST) if "hf_overrides" in RANKS[form] else (one_rank,)))
 
 

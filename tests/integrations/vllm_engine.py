@@ -1,4 +1,4 @@
-"""vLLM for the tests. As one of several ranks: RANK=0 ... python -m tests.integrations.vllm_engine FOLDER FORMS OUT"""
+"""vLLM for the tests. As one of several ranks: RANK=0 ... python -m tests.integrations.vllm_engine FORMS OUT"""
 
 import json
 import os
@@ -72,8 +72,8 @@ def gather_on_cpus():
 if __name__ == "__main__":
     os.environ |= SETTINGS | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     gather_on_cpus()
-    for form, (port, options) in json.loads(sys.argv[2]).items():
+    for form, (folder, port, options) in json.loads(sys.argv[1]).items():
         os.environ["MASTER_PORT"] = str(port)  # ranks leave the last engine's at different times
-        found = generate(sys.argv[1], **options, distributed_executor_backend="external_launcher")
-        with open(f"{sys.argv[3]}/{form}-{os.environ['RANK']}.json", "w") as file:
+        found = generate(folder, **options, distributed_executor_backend="external_launcher")
+        with open(f"{sys.argv[2]}/{form}-{os.environ['RANK']}.json", "w") as file:
             json.dump(found, file)

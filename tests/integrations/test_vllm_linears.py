@@ -1,0 +1,210 @@
+"""4-bit linears in vLLM on a CPU, where it has no kernels for them: the numbers of this library under transformers."""
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tests.folders import is_expert, is_linear, quantized, qwen2_moe
+from tests.models import folder, load, tensors
+
+pytest.importorskip("vllm", reason="needs vLLM, which .ci/run has in an environment of its own")
+
+from moe_nvfp4.integrations.vllm.config import MoeNvfp4Config  # noqa: E402
+from moe_nvfp4.quantize.convert import convert_checkpoint  # noqa: E402
+from moe_nvfp4.quantize.dialects import DIALECTS  # noqa: E402
+from moe_nvfp4.quantize.options import Options  # noqa: E402
+from tests.integrations.test_vllm import MOST, by_transformers, on_two_ranks, same, tiny  # noqa: E402
+from tests.integrations.vllm_engine import PROMPTS, engine, generate  # noqa: E402
+
+IGNORE = {"modelopt": ["lm_head", "*.gate", "*.shared_expert_gate"], "compressed-tensors": ["lm_head", "re:.*gate$"]}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    root = tmp_path_factory.mktemp("linears")
+    folder(root, tiny())
+    for name, dialect, linears in (("modelopt", "modelopt", "all"), ("attention", "compressed-tensors", "attention"),
+                                   ("compressed-tensors", "compressed-tensors", "all")):  # fmt: skip
+        convert_checkpoint(root / "bf16", root / name, Options(dialect=dialect, linears=linears), progress=False)
+    return root
+
+
+@pytest.fixture(scope="module")
+def one_rank(folders):
+    return generate(folders / "modelopt")
+
+
+@pytest.mark.parametrize("name", ["modelopt", "compressed-tensors", "attention"])
+def test_folders_of_ours(folders, one_rank, name):
+    """With attention and head, and with attention only; q, k and v share a scale."""
+    files = tensors(folders / name)
+    assert any("q_proj.weight_scale" in key for key in files)
+    assert any("lm_head.weight_scale" in key for key in files) == (name != "attention")
+    same(one_rank if name == "modelopt" else generate(folders / name), by_transformers(folders / name))
+
+
+def biased():
+    """Biases of q, k and v; a shared expert with its own gate; heads that vLLM's attention on a CPU has."""
+    small = qwen2_moe()
+    small.config.hidden_size = 128
+    model = type(small)(small.config)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if name.endswith(".bias"):
+                p.normal_()
+    return model
+
+
+@pytest.mark.parametrize("input_scale", [None, 0.01], ids=["dynamic scales", "static scales"])
+@pytest.mark.parametrize("dialect", ["modelopt", "compressed-tensors"])
+def test_folders_of_others(tmp_path, dialect, input_scale):
+    """Each linear has a scale of its own; vLLM's kernels would use one for all that it fuses. W4A4, then W4A16."""
+    path, _ = quantized(tmp_path, biased, dialect, lambda key: is_expert(key) or is_linear(key), input_scale,
+                        ignore=IGNORE[dialect])  # fmt: skip
+    found = tensors(path)
+    scale = "weight_scale_2" if dialect == "modelopt" else "weight_global_scale"
+    q, k = (found[f"model.layers.0.self_attn.{part}.{scale}"] for part in ("q_proj", "k_proj"))
+    assert not torch.equal(q, k)
+    same(generate(path), by_transformers(path), prompts=MOST)
+    if input_scale is None:
+        from transformers import AutoConfig
+
+        config = AutoConfig.from_pretrained(path)
+        config.quantization_config["moe_nvfp4"] = {"activations": "bf16"}
+        w4a16 = generate(path, hf_overrides={"moe_nvfp4": {"activations": "bf16"}})
+        same(w4a16, by_transformers(path, config=config))
+
+
+@pytest.mark.slow
+def test_mla(tmp_path):
+    """vLLM fuses q_a and kv_a, and takes kv_b apart by multiplying it by the identity."""
+    from transformers import AutoModelForCausalLM, DeepseekV3Config, DeepseekV3ForCausalLM
+
+    from tests.integrations.test_vllm_families import DENSE, GROUPS, LATENT, ROUTED, SIZES
+
+    def family():
+        return DeepseekV3ForCausalLM(DeepseekV3Config(
+            **SIZES | LATENT | DENSE | GROUPS | ROUTED, norm_topk_prob=True, topk_method="noaux_tc"))  # fmt: skip
+
+    convert_checkpoint(folder(tmp_path, family), tmp_path / "nvfp4", Options(linears="all"), progress=False)
+    assert any("kv_b_proj.weight_scale" in key for key in tensors(tmp_path / "nvfp4"))
+    dense = AutoModelForCausalLM.from_pretrained(tmp_path / "nvfp4", dtype=torch.float32)
+    dense.dequantize()
+    dense.save_pretrained(tmp_path / "dense")
+    same(generate(tmp_path / "nvfp4"), generate(tmp_path / "dense"))
+
+
+def test_two_ranks(folders, one_rank, tmp_path):
+    """Tensor parallelism: rows of q, k, v and of the head, columns of o."""
+    forms = {"tensors": (folders / "modelopt", {"tensor_parallel_size": 2})}
+    for found in on_two_ranks(forms, tmp_path)["tensors"]:
+        same(found, one_rank)
+
+
+def test_adapters_on_4_bit_linears(folders, tmp_path):
+    """LoRA on 4-bit attention answers as in PEFT."""
+    from peft import LoraConfig, get_peft_model
+    from vllm import SamplingParams
+    from vllm.lora.request import LoRARequest
+
+    import moe_nvfp4.integrations.huggingface  # noqa: F401
+
+    attention = ["q_proj", "o_proj"]
+    config = LoraConfig(r=4, target_modules=attention, init_lora_weights=False)
+    model = get_peft_model(load(folders / "modelopt", torch.float32), config).eval()
+    model.save_pretrained(tmp_path)
+    with torch.no_grad():
+        logprobs = model(torch.tensor(PROMPTS[:1])).logits[0, -1].log_softmax(-1)
+    llm = engine(folders / "modelopt", enable_lora=True, lora_target_modules=attention)
+    sampling = SamplingParams(temperature=0, max_tokens=1, logprobs=1, detokenize=False)
+    prompt, request = {"prompt_token_ids": PROMPTS[0]}, LoRARequest("attention", 1, str(tmp_path))
+    (output,) = llm.generate([prompt], sampling, use_tqdm=False, lora_request=request)
+    ((token, found),) = output.outputs[0].logprobs[0].items()
+    assert token == int(logprobs.argmax()) and abs(found.logprob - logprobs.max().item()) < 1e-4
+    llm.llm_engine.engine_core.shutdown()
+
+
+# ---------------------------------------------------------------- what is refused
+def changed(folders, path, change):
+    """A copy of a folder whose tensors `change` has changed."""
+    path.mkdir()
+    for file in (folders / "modelopt").iterdir():
+        (path / file.name).write_bytes(file.read_bytes())
+    files = tensors(path)
+    change(files)
+    save_file(files, path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
+K = "model.layers.1.self_attn.k_proj"
+
+
+def without(files, name):
+    del files[name]
+
+
+def dense(files):
+    """A dense linear, which the config's ignore list does not name."""
+    for last in ("weight_scale", "weight_scale_2"):
+        del files[f"{K}.{last}"]
+    files[f"{K}.weight"] = torch.zeros(64, 128, dtype=torch.bfloat16)
+
+
+CHANGES = [
+    (lambda files: without(files, f"{K}.weight_scale"), rf"{K}\.weight_scale is missing: every NVFP4 matrix"),
+    (lambda files: without(files, f"{K}.weight_scale_2"),
+     r"layers\.1\.self_attn\.qkv_proj: weight_scale_2 did not come from the files \(of 3 fused linears: q, v\)"),
+    (lambda files: files.update({f"{K}.weight": torch.zeros(64, 128, dtype=torch.bfloat16)}),
+     rf"{K}\.weight has dtype BF16, expected U8: .*ignore list"),
+    (dense, r"layers\.1\.self_attn\.qkv_proj: weight of k is torch\.bfloat16 \[64, 128\].*ignore list"),
+    (lambda files: files.update({f"{K}.weight": torch.zeros(64, 32, dtype=torch.uint8)}),
+     r"qkv_proj: weight of k is torch\.uint8 \[64, 32\], the model's config needs 128 columns"),
+    (lambda files: files.update({f"{K}.weight_scale_2": torch.tensor(float("inf"))}),
+     r"qkv_proj\.weight_scale_2 .*is inf"),
+    (lambda files: files[f"{K}.weight_scale"].view(torch.uint8).fill_(0xFF), r"qkv_proj\.weight_scale holds NaN"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "text"), CHANGES, ids=range(len(CHANGES)))
+def test_what_is_missing_or_wrong_is_named(folders, tmp_path, change, text):
+    with pytest.raises(ValueError, match=text):
+        generate(changed(folders, tmp_path / "changed", change))
+
+
+def test_rows_of_w4a4_that_ranks_would_scale_in_parts(monkeypatch):
+    """And columns that are no multiple of 16 on a rank."""
+    from moe_nvfp4.integrations.vllm import engine
+    from moe_nvfp4.integrations.vllm.linear import NVFP4LinearMethod
+
+    monkeypatch.setattr(engine, "dummy_weights", lambda: False)
+
+    def made(activations, here, columns, dialect=DIALECTS["modelopt"]):
+        layer, method = torch.nn.Module(), NVFP4LinearMethod("model.layers.0.self_attn.o_proj", dialect, activations)
+        method.create_weights(layer, here, [32], columns, 32, torch.float32, lambda p, w: p.data.copy_(w[:, :p.shape[1]]
+                              if p.dim() == 2 else w.reshape(1)))  # fmt: skip
+        files = {"weight": torch.zeros(32, columns // 2, dtype=torch.uint8), "weight_scale_2": torch.ones(()),
+                 "weight_scale": torch.ones(32, columns // 16).to(torch.float8_e4m3fn)}  # fmt: skip
+        for name, tensor in files.items():
+            parameter = layer.get_parameter(name)
+            parameter.weight_loader(parameter, tensor)
+        method.process_weights_after_loading(layer)
+
+    with pytest.raises(NotImplementedError, match="o_proj: W4A4 without a static scale.*moe-nvfp4 calibrate"):
+        made("nvfp4", 32, 64)
+    with pytest.raises(ValueError, match="o_proj: a rank has 24 of 48 columns.*16.*tensor-parallel-size"):
+        made("bf16", 24, 48)
+
+
+def test_whose_kernels():
+    """On a CPU these; vLLM's where it is told, and on bf16 files the option has no meaning."""
+    config = MoeNvfp4Config.from_config({"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]})
+    assert config.runs_linears() and config.choose({"linears": "moe_nvfp4"}).runs_linears()
+    assert not config.choose({"linears": "vllm"}).runs_linears()
+    with pytest.raises(ValueError, match="linears='marlin': linears must be one of moe_nvfp4, vllm"):
+        config.choose({"linears": "marlin"})
+    with pytest.raises(ValueError, match="linears='vllm': the linears of these files are bf16.*--linears all"):
+        MoeNvfp4Config().choose({"linears": "vllm"})
+
+
+def test_random_weights(folders):
+    generate(folders / "modelopt", load_format="dummy")
