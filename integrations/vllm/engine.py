@@ -179,6 +179,27 @@ def refuse(layer: RoutedExperts, dense: bool = False) -> None:
         )
 
 
+def awaits(parameter: torch.nn.Parameter, numbers: int) -> None:
+    """Tell vLLM how many numbers of files come for a parameter. Loading weights again, it counts them, and prepares a
+    layer when all have come, or at the end; till then the layer is on meta, and vLLM keeps what came."""
+    parameter.weight_loader_numel = numbers
+
+
+def is_announced(param: Tensor) -> bool:
+    """Whether vLLM only counts the numbers of a tensor, and brings it again when the layer is complete."""
+    return param.is_meta
+
+
+def announce(tensor: Tensor) -> None:
+    """Have vLLM count the numbers of `tensor`: it counts what is copied."""
+    torch.empty(tensor.shape, device="meta").copy_(tensor)
+
+
+def hide(layer: torch.nn.Module, experts: NVFP4Experts) -> None:
+    """Make `experts` layer.nvfp4, unseen by vLLM: it would empty what modules hold before it loads weights again."""
+    object.__setattr__(layer, "nvfp4", experts)
+
+
 def check_adapters() -> None:
     """Have vLLM's adapters checked in this process: by itself it leaves out their tensors for any module that
     --lora-target-modules does not name, and answers with the rest."""
@@ -195,7 +216,7 @@ def check_adapters() -> None:
             super()._create_merged_loras_inplace(lora_model)
             used = {id(self._get_lora_layer_weights(lora_model, name)) for name in self.modules}
             left = [n for n, w in lora_model.loras.items() if id(w) not in used and _is_here(self.model, n)]
-            if left and any(isinstance(module, NVFP4Experts) for module in self.model.modules()):
+            if left and any(hasattr(module, "nvfp4") for module in self.model.modules()):
                 raise ValueError(
                     f"this LoRA adapter changes {left[0]} and others ({len(left)} in all), and would be served without "
                     f"them: --lora-target-modules has {' '.join(self.lora_config.target_modules)}. Name the missing "

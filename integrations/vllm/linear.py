@@ -11,7 +11,7 @@ from vllm.model_executor.layers.linear import LinearMethodBase, register_weight_
 from vllm.model_executor.parameter import GroupQuantScaleParameter, ModelWeightParameter, PerTensorScaleParameter
 
 from moe_nvfp4.integrations.vllm import engine
-from moe_nvfp4.integrations.vllm.loading import DTYPES
+from moe_nvfp4.integrations.vllm.loading import DTYPES, OUTSIDE, refresh
 from moe_nvfp4.linear import NVFP4Linear
 from moe_nvfp4.quantize.dialects import Dialect
 from moe_nvfp4.ready import prepare
@@ -64,11 +64,12 @@ class NVFP4LinearMethod(LinearMethodBase):
         rows, d = {"input_dim": 1, "output_dim": 0}, self.dialect
         codes = torch.empty(N, K // PER_ELEMENT["weight"], dtype=DTYPES["weight"])
         sf = torch.empty(N, K // PER_ELEMENT["sf"], dtype=DTYPES["sf"])
-        scales = torch.full((matrices,), torch.nan, dtype=torch.float32)
         layer.register_parameter(d.weight, ModelWeightParameter(data=codes, **rows, **attributes("weight")))
         layer.register_parameter(d.sf, GroupQuantScaleParameter(data=sf, **rows, **attributes("sf")))
         for kind in ("global_scale", "input_scale"):
-            parameter = PerTensorScaleParameter(data=scales.clone(), **attributes(kind))
+            scales = torch.empty(matrices, dtype=torch.float32)
+            parameter = PerTensorScaleParameter(data=scales, **attributes(kind))
+            engine.awaits(parameter, matrices * (kind == "global_scale" or is_quantized(self.activations)))
             layer.register_parameter(getattr(d, kind), parameter)
 
     def _loader(self, kind: str, weight_loader: Callable[..., Any]) -> Callable[..., Any]:
@@ -99,19 +100,29 @@ class NVFP4LinearMethod(LinearMethodBase):
             last = getattr(self.dialect, kind)
             found[kind] = layer.get_parameter(last).data
             delattr(layer, last)
-        if self.dummy:
+        again = hasattr(layer, "nvfp4")
+        if self.dummy and not again:
             _randomize(found)
         else:
             self._check(found)
-        layer.nvfp4 = self._made(found, engine.added_bias(layer))  # a list: `apply` computes, vLLM need not see them
-        for linear in layer.nvfp4:
+        made = self._made(found, engine.added_bias(layer))
+        for linear in made:
             prepare(linear, dtype=self.dtype)
+        if again:
+            refresh(nn.ModuleList(layer.nvfp4), nn.ModuleList(made), self.name)
+        else:
+            layer.nvfp4 = made  # a list, whose modules vLLM does not see
         layer.weight = layer.nvfp4[0].weight  # whose device and dtype LoRA, MLA and some models ask for
+        layer.weight.weight_loader = self._refuse
+
+    def _refuse(self, param: nn.Parameter, loaded_weight: Tensor, *shard: Any) -> None:
+        raise NotImplementedError(f"{self.name}.weight {OUTSIDE}")
 
     def _check(self, found: dict[str, Tensor]) -> None:
         """ValueError if a tensor has not come, or is not valid. Makes global scales the numbers that multiply."""
         d = self.dialect
-        for kind in ("weight", "sf", "global_scale"):
+        static = is_quantized(self.activations) and "input_scale" in self.came
+        for kind in ("weight", "sf", "global_scale", "input_scale")[: 4 if static else 3]:
             came = self.came.get(kind, set())
             if None not in came and len(came) < len(self.sizes):
                 of = f" (of {len(self.sizes)} fused linears: {', '.join(sorted(map(str, came)))})" if came else ""
@@ -123,12 +134,12 @@ class NVFP4LinearMethod(LinearMethodBase):
         check_block_scales(found["sf"].view(torch.uint8), f"{self.name}.{d.sf}")
         found["global_scale"] = d.decode_scale(found["global_scale"])
         check_global_scale(found["global_scale"], f"{self.name}.{d.global_scale}")
-        found["input_scale"] = d.decode_scale(found["input_scale"])
-        if not is_quantized(self.activations):
-            found["input_scale"].fill_(torch.nan)
-        elif "input_scale" in self.came:
+        if static:
+            found["input_scale"] = d.decode_scale(found["input_scale"])
             check_global_scale(found["input_scale"], f"{self.name}.{d.input_scale}")
-        elif not self.whole:
+        else:
+            found["input_scale"].fill_(torch.nan)
+        if is_quantized(self.activations) and not static and not self.whole:
             raise NotImplementedError(
                 f"{self.name}: W4A4 without a static scale, with rows split over ranks: a row's scale would belong to "
                 "a part of it. Add scales (moe-nvfp4 calibrate), serve with one rank, or with "

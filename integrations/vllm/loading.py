@@ -23,6 +23,11 @@ from moe_nvfp4.weights import is_quantized
 DENSE = (torch.bfloat16, torch.float16, torch.float32)
 DTYPES = {"weight": torch.uint8, "sf": torch.float8_e4m3fn}
 
+OUTSIDE = (
+    'comes outside of a reload: replace weights by vLLM\'s collective_rpc("reload_weights", ...) or its weight '
+    "transfer, which hand over a layer as a whole"
+)
+
 
 class ExpertLoader:
     """Puts tensors into `experts`, and in the end checks that none is missing.
@@ -213,6 +218,21 @@ class ExpertLoader:
             raise ValueError(f"{where} has shape {list(tensor.shape)}, which {size} ranks cannot share evenly")
         width = tensor.shape[dim] // size
         return tensor.narrow(dim, rank * width, width).contiguous()
+
+
+def refresh(here: nn.Module, new: nn.Module, name: str) -> None:
+    """Copy the weights of `new` to where those of `here` are, which CUDA graphs know; both are in the layout of their
+    kernels. NotImplementedError, and nothing is changed, unless they have the same parameters."""
+    old, fresh = dict(here.named_parameters()), dict(new.named_parameters())
+    shapes = [{key: (p.shape, p.dtype) for key, p in found.items()} for found in (old, fresh)]
+    if shapes[0] != shapes[1]:
+        differ = sorted(key for key in {**old, **fresh} if shapes[0].get(key) != shapes[1].get(key))
+        raise NotImplementedError(
+            f"{name}: the new weights have another form than those that they would replace ({', '.join(differ)}): "
+            "start the server again with them"
+        )
+    for key, p in old.items():
+        p.data.copy_(fresh[key].data)
 
 
 def _fill(place: Tensor, tensor: Tensor, where: str) -> None:

@@ -13,9 +13,10 @@ from vllm.model_executor.utils import set_weight_attrs
 
 from moe_nvfp4.experts import NVFP4Experts
 from moe_nvfp4.integrations.vllm import engine
-from moe_nvfp4.integrations.vllm.loading import ExpertLoader
+from moe_nvfp4.integrations.vllm.loading import OUTSIDE, ExpertLoader, refresh
 from moe_nvfp4.quantize.dialects import Dialect
 from moe_nvfp4.ready import prepare
+from moe_nvfp4.weights import is_quantized
 
 KINDS = ("weight", "sf", "global_scale", "input_scale")
 
@@ -38,38 +39,59 @@ class MoeNvfp4Method(FusedMoEMethodBase):
         params_dtype: torch.dtype,
         **extra_weight_attrs,
     ) -> None:
-        layer.nvfp4 = experts = NVFP4Experts(
-            num_experts, hidden_size, intermediate_size_per_partition, self.gate, self.activations,
-            params_dtype if self.moe.has_bias else None,
-        )  # fmt: skip
-        if self.own_gate is not None:
-            experts.own_gate = self.own_gate
         tp = (self.moe.tp_rank, self.moe.tp_size)
-        if tp[1] > 1:
-            experts.share_rows(engine.tp_group())
-        self.loader: ExpertLoader | None = ExpertLoader(experts, layer.layer_name, self.dialect, tp, self.recipe)
+        device = torch.get_default_device()
+
+        def loader() -> ExpertLoader:
+            """An empty layer, to be filled."""
+            experts = NVFP4Experts(
+                num_experts, hidden_size, intermediate_size_per_partition, self.gate, self.activations,
+                params_dtype if self.moe.has_bias else None, device=device,
+            )  # fmt: skip
+            if self.own_gate is not None:
+                experts.own_gate = self.own_gate
+            if tp[1] > 1:
+                experts.share_rows(engine.tp_group())
+            return ExpertLoader(experts, layer.layer_name, self.dialect, tp, self.recipe)
+
+        self.new_loader, self.loader = loader, loader()
+        self.sizes = hidden_size, intermediate_size_per_partition * tp[1], num_experts
+        self.failed = False  # whether weights were loaded again, and not all of them came
+        engine.hide(layer, self.loader.experts)
         self.dummy, self.folder = engine.dummy_weights(), engine.model_folder()
         # Empty parameters under the names into which vLLM translates the files' names: their loaders are ours.
         suffixes = {"bias": "bias", "weight": "weight"}
         if self.dialect is not None:
             suffixes |= {getattr(self.dialect, kind): kind for kind in KINDS}
-        self.names = [f"{stack}_{suffix}" for stack in ("w13", "w2") for suffix in suffixes]
-        for name in self.names:
-            parameter = nn.Parameter(torch.empty(0), requires_grad=False)
-            suffix = name.partition("_")[2]
-            set_weight_attrs(parameter, {"weight_loader": self._loader(layer, suffixes[suffix], suffix)})
-            layer.register_parameter(name, parameter)
+        for stack in ("w13", "w2"):
+            for suffix, kind in suffixes.items():
+                parameter = nn.Parameter(torch.empty(0), requires_grad=False)
+                set_weight_attrs(parameter, {"weight_loader": self._loader(layer, kind, suffix)})
+                engine.awaits(parameter, self._numbers(stack, suffix))
+                layer.register_parameter(f"{stack}_{suffix}", parameter)
+
+    def _numbers(self, stack: str, suffix: str) -> int:
+        """How many numbers the files have under this name for this rank's experts, with all of their channels."""
+        H, I, E = self.sizes
+        projections = 2 if stack == "w13" and self.gate.gated else 1
+        rows, columns = (H, I) if stack == "w2" else (I, H)
+        matrix, d = E * projections * rows * columns, self.dialect
+        found = {"bias": E * projections * rows * bool(self.moe.has_bias)}
+        if d is None:
+            return (found | {"weight": matrix})[suffix]
+        found |= {d.weight: matrix // 2, d.sf: matrix // 16, d.global_scale: E * projections}
+        return (found | {d.input_scale: E * projections * is_quantized(self.activations)}).get(suffix, 0)
 
     def _loader(self, layer: RoutedExperts, kind: str, suffix: str) -> Callable[..., bool | None]:
         """The function that vLLM calls with each expert's tensor of this kind."""
         parts = {"w1": "gate_proj" if self.gate.gated else "up_proj", "w2": "down_proj", "w3": "up_proj"}
 
         def load(param, loaded_weight: Tensor, weight_name: str, shard_id: str, expert_id: int, return_success=False):
-            if self.loader is None:
-                raise NotImplementedError(
-                    f"{layer.layer_name}: reloading is not supported, experts are packed for this device: let the "
-                    "server sleep at level 1, which keeps them, or start the server again"
-                )
+            again = engine.is_announced(param)
+            if again and self.loader is None:
+                self.loader = self.new_loader()
+            if self.loader is None or self.failed or (again and shard_id.startswith("gpt_oss")):
+                raise NotImplementedError(self._why_not(layer, weight_name))
             if shard_id.startswith("gpt_oss"):  # only down comes, not gate and up: `ExpertLoader.read` loads all three
                 return False if return_success else None
             stacked = loaded_weight.dim() == 3  # Llama 4's bf16 experts: all of this rank, in order
@@ -79,7 +101,9 @@ class MoeNvfp4Method(FusedMoEMethodBase):
                     "in one tensor: moe-nvfp4 quantize SRC DST writes them one by one"
                 )
             e = engine.local_expert(layer, expert_id)
-            if e >= 0:
+            if e >= 0 and again:
+                engine.announce(loaded_weight)
+            elif e >= 0:
                 where = f"{layer.layer_name}.{expert_id}.{parts[shard_id]}.{suffix}"
                 for i, tensor in enumerate(loaded_weight if stacked else [loaded_weight]):
                     self.loader.load(kind, parts[shard_id], e + i, tensor, where)
@@ -88,17 +112,27 @@ class MoeNvfp4Method(FusedMoEMethodBase):
         load.supports_moe_loading = True  # vLLM's Llama 4 looks for this
         return load
 
+    def _why_not(self, layer: RoutedExperts, weight_name: str) -> str:
+        """Why a tensor that comes after the model was loaded is refused."""
+        if self.failed:
+            return f"{layer.layer_name}: loading its weights again failed before, in part: start the server again"
+        if self.loader is None:
+            return f"{weight_name} {OUTSIDE}"
+        return f"{layer.layer_name}: vLLM's gpt-oss drops gate and up of new weights: start the server again"
+
     def process_weights_after_loading(self, layer: RoutedExperts) -> None:
-        for name in self.names:
-            delattr(layer, name)
-        if self.dummy:
+        loader, again = self.loader, self.loader is not None and self.loader.experts is not layer.nvfp4
+        self.failed = again  # until all is done
+        if self.dummy and not again:
             _randomize(layer.nvfp4)
         else:
-            if self.folder is not None:
-                self.loader.read(self.folder, partial(engine.local_expert, layer))
-            self.loader.finish()
-        self.loader = None
-        prepare(layer.nvfp4, self.moe.experts_per_token, self.moe.in_dtype)
+            if self.folder is not None and not again:
+                loader.read(self.folder, partial(engine.local_expert, layer))
+            loader.finish()
+        prepare(loader.experts, self.moe.experts_per_token, self.moe.in_dtype)
+        if again:
+            refresh(layer.nvfp4, loader.experts, layer.layer_name)
+        self.loader, self.failed = None, False
 
     def get_fused_moe_quant_config(self, layer: RoutedExperts) -> None:
         return None  # only vLLM's own kernels need one

@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 
 from moe_nvfp4 import Gate, NVFP4Experts
 from moe_nvfp4.format import dequantize
-from moe_nvfp4.integrations.vllm.loading import ExpertLoader, check_files
+from moe_nvfp4.integrations.vllm.loading import ExpertLoader, check_files, refresh
 from moe_nvfp4.quantize.convert import convert_checkpoint
 from moe_nvfp4.quantize.dialects import DIALECTS, read_config
 from moe_nvfp4.quantize.options import Options
@@ -132,6 +132,25 @@ def test_biases_are_added_by_one_rank():
         loop[t] += weights[t, j] * (down @ h + b_down)
     assert torch.allclose(y.double(), loop, rtol=1e-4, atol=1e-4 * loop.abs().max())
     assert torch.allclose(sum(parts), y, rtol=1e-4, atol=1e-4 * y.abs().max())
+
+
+def test_new_weights_of_another_form_are_refused():
+    """Static scales are parameters of a layer: one that has none gets none later."""
+
+    def made(scale):
+        return fill(files("modelopt", matrices(), scale), "modelopt", activations="nvfp4")
+
+    static, dynamic = made(0.5), made(None)
+    before = {name: p.clone() for name, p in static.named_parameters()}
+    for here, new in ((static, dynamic), (dynamic, static)):
+        with pytest.raises(NotImplementedError, match=r"layer: .*\(down_proj_input_scale, up_proj_input_scale\)"):
+            refresh(here, new, "layer")
+    assert all(torch.equal(p, before[name]) for name, p in static.named_parameters())
+    new = made(0.25)
+    places = [p.data_ptr() for p in static.parameters()]
+    refresh(static, new, "layer")
+    assert all(torch.equal(p, new.get_parameter(name)) for name, p in static.named_parameters())
+    assert places == [p.data_ptr() for p in static.parameters()]
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)

@@ -1,0 +1,140 @@
+"""Weights that are loaded again in a running vLLM: the same bits, at the same addresses, as after a fresh start."""
+
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tests.folders import is_expert, is_linear, quantized
+from tests.models import folder, tensors
+
+pytest.importorskip("vllm", reason="needs vLLM, which .ci/run has in an environment of its own")
+
+from moe_nvfp4.quantize.convert import convert_checkpoint  # noqa: E402
+from moe_nvfp4.quantize.options import Options  # noqa: E402
+from tests.integrations.test_vllm import tiny  # noqa: E402
+from tests.integrations.vllm_engine import ask, engine  # noqa: E402
+
+
+def made(**options):
+    def make(dense, path):
+        convert_checkpoint(dense, path / "nvfp4", Options(**options), progress=False)
+        return path / "nvfp4"
+
+    return make
+
+
+def w4a4(input_scale):
+    """As another tool writes it, with a scale of its own for each matrix."""
+
+    def make(dense, path):
+        shutil.copytree(dense, path / "bf16")
+        return quantized(path, None, "modelopt", lambda key: is_expert(key) or is_linear(key), input_scale,
+                         ignore=["lm_head", "*.gate"])[0]  # fmt: skip
+
+    return make
+
+
+NAMES = ("one", "two")
+FORMS = {  # form -> function that makes it, options of vLLM
+    "experts": (made(dialect="compressed-tensors"), {}),
+    "all": (made(linears="all"), {}),
+    "w4a4": (w4a4(0.01), {}),
+    "w4a4, dynamic": (w4a4(None), {}),
+    "bf16": (lambda dense, path: dense, {"quantization": "moe_nvfp4"}),
+}
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory):
+    """Two folders of one model with different weights."""
+    root = tmp_path_factory.mktemp("reload")
+    folder(root, tiny(), "one")
+    shutil.copytree(root / "one", root / "two")
+    torch.manual_seed(1)
+    files = {n: t if t.dim() < 2 else (torch.randn(t.shape) * t.float().std()).to(t.dtype)
+             for n, t in tensors(root / "one").items()}  # fmt: skip
+    save_file(files, root / "two" / "model.safetensors", metadata={"format": "pt"})
+    return root
+
+
+def ours(llm):
+    """name -> (address, bytes) of every tensor of our layers."""
+
+    def look(model):
+        found = {}
+        for name, module in model.named_modules():
+            layers = getattr(module, "nvfp4", ())
+            for i, layer in enumerate(layers if isinstance(layers, list) else [layers]):
+                for key, p in layer.named_parameters() if isinstance(layer, torch.nn.Module) else ():
+                    found[f"{name}.{i}.{key}"] = p.data_ptr(), p.view(torch.uint8).numpy().tobytes()
+        return found
+
+    (found,) = llm.apply_model(look)
+    assert found
+    return found
+
+
+def load_again(llm, **weights):
+    llm.collective_rpc("reload_weights", kwargs=weights)
+    llm.reset_prefix_cache()
+
+
+def by_layer(path):
+    """The tensors of a folder, those of layer 0 first."""
+    return sorted(tensors(path).items(), key=lambda item: "layers.0." not in item[0])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_as_after_a_fresh_start(dense, tmp_path, form):
+    """From files, and tensor by tensor as a trainer sends them: each layer is ready as soon as all of it has come, if
+    that can be known: of static scales there may be none."""
+    make, options = FORMS[form]
+    for name in NAMES:
+        (tmp_path / name).mkdir()
+    paths = [make(dense / name, tmp_path / name) for name in NAMES]
+    fresh = engine(paths[1], **options)
+    want, answers = ours(fresh), ask(fresh)
+    fresh.llm_engine.engine_core.shutdown()
+    llm = engine(paths[0], **options)
+    before, first = ours(llm), ask(llm)
+    load_again(llm, weights_path=str(paths[1]))
+    after = ours(llm)
+    assert {name: place for name, (place, _) in after.items()} == {name: place for name, (place, _) in before.items()}
+    assert {name: found for name, (_, found) in after.items()} == {name: found for name, (_, found) in want.items()}
+    assert ask(llm) == answers != first
+
+    layers = []
+
+    def sent():
+        for name, tensor in by_layer(paths[0]):
+            if "layers.0." not in name and not layers:
+                now = ours(llm)
+                layers.extend(n for n in now if now[n] == before[n] != after[n])
+            yield name, tensor
+
+    load_again(llm, weights_iterator=sent())
+    assert ours(llm) == before and ask(llm) == first
+    ready = [name for name in before if ".layers.0." in name and before[name] != after[name]]
+    assert ready and layers == ([] if form == "w4a4, dynamic" else ready)
+    llm.llm_engine.engine_core.shutdown()
+
+
+def test_what_is_refused(dense, tmp_path):
+    """Tensors outside of a reload; a layer of which one is missing, and whatever comes after that."""
+    (tmp_path / "one").mkdir()
+    path = made(linears="attention")(dense / "one", tmp_path / "one")
+    llm = engine(path)
+    before = ours(llm)
+    files = tensors(path)
+    for part, name in ((".experts.", r"w2_weight"), ("o_proj.weight", r"o_proj\.weight")):
+        with pytest.raises(NotImplementedError, match=rf"{name} comes outside of a reload.*reload_weights"):
+            llm.apply_model(lambda model, part=part: model.load_weights(t for t in files.items() if part in t[0]))
+    missing = "model.layers.1.mlp.experts.3.up_proj.weight_scale_2"
+    with pytest.raises(ValueError, match=r"layers\.1\.mlp\.experts: up_proj\.weight_scale_2 of expert 3 .* verify"):
+        load_again(llm, weights_iterator=iter([item for item in files.items() if item[0] != missing]))
+    assert ours(llm) == before  # what has come of the layer has not replaced anything
+    with pytest.raises(NotImplementedError, match="failed before, in part: start the server again"):
+        load_again(llm, weights_path=str(path))
+    llm.llm_engine.engine_core.shutdown()
