@@ -49,10 +49,11 @@ from moe_nvfp4.integrations.huggingface.linears import (
 from moe_nvfp4.integrations.huggingface.offload import describe_placement, keep_experts_on_cpu, layers_on_cpu
 from moe_nvfp4.integrations.huggingface.packed import PackedConverter, ranks_of_a_row
 from moe_nvfp4.integrations.huggingface.ready import prepare_model
+from moe_nvfp4.integrations.huggingface.savable import activations_of, check_savable
 from moe_nvfp4.linear import NVFP4Linear
-from moe_nvfp4.mapped import SAVED, Matrix
+from moe_nvfp4.mapped import Matrix
 from moe_nvfp4.quantize.dialects import DIALECTS, GLOBAL_SCALES
-from moe_nvfp4.quantize.files import Checkpoint, expert_counts
+from moe_nvfp4.quantize.files import Checkpoint
 from moe_nvfp4.quantize.importance import Importance
 from moe_nvfp4.quantize.layouts import ExpertLayout
 from moe_nvfp4.quantize.linears import Chosen
@@ -66,7 +67,6 @@ NO_STATIC = (
     "the static activation scales of experts are left out, and not saved either, because {}: W4A16 does not need them, "
     "and calibrate(model, batches) makes new ones"
 )
-WRAPPED = re.compile(r"(\.(base_layer|original_module|token_adapter))+$")  # modules inside PEFT's
 MAPPABLE = (ExpertLayout.ONE_BY_ONE, ExpertLayout.PROJECTION_FIRST, ExpertLayout.FP8, ExpertLayout.DENSE)
 
 
@@ -413,9 +413,9 @@ class MoeNvfp4Quantizer(HfQuantizer):
     # ------------------------------------------------------------ saving
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Tensor] | None, dict]:
         """The model's state dict, with the multi-token prediction layers of its files, which it does not load. None if
-        there are none of these. Raises what `_check_savable` does."""
+        there are none of these. Raises what `check_savable` does."""
         self._look_again(model)
-        self._check_savable(model)
+        check_savable(model)
         state = model.state_dict()  # may raise, before transformers writes config.json
         if not self.mtp.names:
             return None, {}
@@ -429,56 +429,10 @@ class MoeNvfp4Quantizer(HfQuantizer):
             )
             return None, {}
 
-    def _check_savable(self, model: Any) -> None:
-        """NotImplementedError for experts that stay in files, for layers of several activations, and for a model that
-        FSDP has split, not transformers (it gathers); ValueError for parameters without numbers, codes that are no
-        bytes, another number of experts than the config's, and adapters inside the model."""
-        adapters = getattr(model, "_hf_peft_config_loaded", False)  # only these are saved then
-        no_numbers = next((name for name, p in model.named_parameters() if p.is_meta), None)
-        if no_numbers and not adapters and not hasattr(model, "hf_device_map"):  # with it they are offloaded
-            raise ValueError(f"{no_numbers} is on the meta device, where there are no numbers to save: load the model")
-        if not adapters and any(isinstance(m, HFExperts) and m.mapped for m in model.modules()):
-            raise NotImplementedError(SAVED)
-        wrapped = next((n for n, _ in model.named_modules() if WRAPPED.search(n)), None)
-        if wrapped and not adapters:
-            raise ValueError(
-                f"{WRAPPED.sub('', wrapped)} has adapters of PEFT, for which the files of a model have no place: save "
-                "them with save_pretrained of the PeftModel, or make them a part of the weights (merge_and_unload), or "
-                "take them off (unload), and then save the model that this returns"
-            )
-        layers = {name: m for name, m in model.named_modules() if isinstance(m, (HFExperts, NVFP4Linear))}
-        for name, m in layers.items():
-            for key in (m.up_name, "down_proj") if isinstance(m, HFExperts) else ("weight",):
-                if (dtype := m.get_parameter(key).dtype) != torch.uint8:
-                    raise ValueError(f"{name}.{key} is {dtype}: 4-bit codes are bytes, which a cast of all parameters "
-                                     "(type(), not to()) has destroyed: load the model again")  # fmt: skip
-        if not adapters and len(found := _activations(model)) > 1:
-            raise NotImplementedError(
-                f"some 4-bit layers have activations {found[0]!r}, others {found[1]!r}, and config.json has one for "
-                "all: set_activations(model, one of them)"
-            )
-        counts = expert_counts(model.config.to_dict())
-        experts = {name: m for name, m in layers.items() if isinstance(m, HFExperts)}
-        for name, n in ((name, m.down_proj.shape[0]) for name, m in experts.items() if counts and not adapters):
-            if n not in counts:
-                raise ValueError(
-                    f"{name} has {n} experts, and the config says {', '.join(map(str, sorted(counts)))}, for all "
-                    "layers, so no program could load the files: give every layer as many, set the config's number to "
-                    "that, and then save; or keep the model as it is with torch.save(model, file)"
-                )
-        own = getattr(model.config, "distributed_config", None) or getattr(model, "_tp_size", None)
-        if not own and any(isinstance(p, DTensor) for p in model.parameters()):
-            raise NotImplementedError(
-                "fully_shard has split this model over ranks, and transformers ignores state_dict= if a model "
-                "is quantized: gather it on all ranks (torch.distributed.checkpoint.state_dict.get_model_state_dict, "
-                "full_state_dict=True), then, in one process, load_state_dict into the model as it was before, and "
-                "save that; or load with DistributedConfig(fsdp_size=...), which saves"
-            )
-
     def _look_again(self, model: Any) -> None:
         """Find out what is 4-bit now, and how it is computed: a user may have replaced 4-bit modules by dense ones,
         removed layers, set the activations of all layers, or replaced the model's config."""
-        for activations in _activations(model):
+        for activations in activations_of(model):
             self.quantization_config.activations = activations
         model.config.quantization_config = self.quantization_config
         modules = dict(model.named_modules(remove_duplicate=False))
@@ -498,10 +452,10 @@ class MoeNvfp4Quantizer(HfQuantizer):
             self._name_dense(model, experts, [n for n in dense if not isinstance(modules[n], nn.Linear)])
 
     def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
-        """True. transformers asks before it makes the folder, so this raises what `_check_savable` does."""
+        """True. transformers asks before it makes the folder, so this raises what `check_savable` does."""
         model = self._model and self._model()
         if model is not None:
-            self._check_savable(model)
+            check_savable(model)
         return True
 
     def __getstate__(self) -> dict[str, Any]:
@@ -570,11 +524,6 @@ class MoeNvfp4Quantizer(HfQuantizer):
 
 def _tensors(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
     return (*model.named_parameters(), *model.named_buffers())
-
-
-def _activations(model: nn.Module) -> list[str]:
-    """What the 4-bit layers of `model` have as activations, each once."""
-    return list(dict.fromkeys(m.activations for m in model.modules() if isinstance(m, (HFExperts, NVFP4Linear))))
 
 
 def _dtypes(model: Any) -> dict[str, torch.dtype]:

@@ -144,6 +144,28 @@ class QuantizationInfo:
         return any(matches(pattern, module) for pattern in self.ignore)
 
 
+def check_group(group: Mapping) -> None:
+    """ValueError unless `group`, one of NVFP4 of a config's config_groups, says what is computed here."""
+    weights, inputs = (group.get(key) or {} for key in ("weights", "input_activations"))
+    for numbers in (weights, inputs):
+        if numbers.get("group_size") not in (16, None):
+            raise ValueError(f"NVFP4 has blocks of 16, the config group says {numbers}: these are files of another "
+                             "format; load them with the tool that wrote them")  # fmt: skip
+    if weights.get("num_bits", 4) != 4:
+        raise ValueError(f"NVFP4 weights have 4 bits, the config group says {weights}: these are files of another "
+                         "format; load them with the tool that wrote them")  # fmt: skip
+    if group.get("output_activations"):
+        raise ValueError(
+            "NVFP4 layers whose outputs are quantized (output_activations) are not computed here: load them "
+            "with the tool that wrote them, or set it to null in config.json"
+        )
+    if (bits := inputs.get("num_bits", 4)) != 4:
+        raise ValueError(
+            f"NVFP4 weights with activations of {bits} bits (W4A{bits}) are not computed here: load them with "
+            "the tool that wrote them, or set input_activations to null in config.json (W4A16)"
+        )
+
+
 def as_patterns(given: str | Iterable[str] | None, name: str) -> list[str]:
     """The value of an argument `name`, which takes one pattern or several, as a list. TypeError for anything else."""
     if given is None:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from moe_nvfp4.quantize.dialects.base import EMBEDDING, Dialect, QuantizationInfo, as_patterns
+from moe_nvfp4.quantize.dialects.base import EMBEDDING, Dialect, QuantizationInfo, as_patterns, check_group
 
 FORMAT = "nvfp4-pack-quantized"
 
@@ -40,23 +40,9 @@ class CompressedTensors(Dialect):
         for group in groups.values():
             if (group.get("format") or q.get("format")) != FORMAT:
                 continue
-            weights = group.get("weights") or {}
-            if weights.get("group_size", 16) != 16 or weights.get("num_bits", 4) != 4:
-                raise ValueError(f"{FORMAT} has 4 bits in blocks of 16, the config group says {weights}")
-            inputs = group.get("input_activations")
-            if group.get("output_activations"):
-                raise ValueError(
-                    "NVFP4 layers whose outputs are quantized (output_activations) are not computed here: load them "
-                    "with the tool that wrote them, or set it to null in config.json"
-                )
-            if inputs and inputs.get("num_bits", 4) != 4:
-                bits = inputs["num_bits"]
-                raise ValueError(
-                    f"NVFP4 weights with activations of {bits} bits (W4A{bits}) are not computed here: load them with "
-                    "the tool that wrote them, or set input_activations to null in config.json (W4A16)"
-                )
+            check_group(group)
             if not (targets := group.get("targets")) or not all(map(EMBEDDING.search, targets)):
-                activations.add("nvfp4" if inputs else "bf16")
+                activations.add("nvfp4" if group.get("input_activations") else "bf16")
         whole = any("Linear" in (group.get("targets") or ()) for group in groups.values())
         return QuantizationInfo(
             self, tuple(as_patterns(q.get("ignore"), "ignore")), None, max(activations, default="bf16"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from moe_nvfp4.quantize.dialects.base import EMBEDDING, Dialect, QuantizationInfo, as_patterns
+from moe_nvfp4.quantize.dialects.base import EMBEDDING, Dialect, QuantizationInfo, as_patterns, check_group
 
 # quant_algo of ModelOpt -> activations
 ALGOS = {"NVFP4": "nvfp4", "W4A16_NVFP4": "bf16", "NVFP4_AWQ": "nvfp4"}
@@ -47,7 +47,9 @@ class ModelOpt(Dialect):
         if size != 16:
             raise ValueError(f"NVFP4 has blocks of 16, the checkpoint says group_size {size}")
         activations = ALGOS[algo]
-        groups = q.get("config_groups")
+        groups = q.get("config_groups") or {}
+        for group in groups.values() if layers is None else ():  # those of other layers may be FP8
+            check_group(group)
         if algo == "NVFP4" and groups and not any(group.get("input_activations") for group in groups.values()):
             activations = "bf16"  # ModelOpt would write W4A16_NVFP4; vLLM reads this as the same
         if isinstance(kv, str):

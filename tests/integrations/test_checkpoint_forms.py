@@ -443,11 +443,20 @@ def test_what_is_not_supported_is_refused_by_name(tmp_path):
     with pytest.raises(ValueError, match="has W4A4 and W4A16 layers, and new files name one for all"):
         convert_checkpoint(folder, tmp_path / "new", Options(dialect="compressed-tensors"))
     layers["lm_head"] = "NVFP4"
+
+    def group(**numbers):
+        return {**CONFIGS["modelopt"], "config_groups": {"group_0": numbers}}
+
     for change, message in (
         ({**mixed, "quantized_layers": layers}, r"makes no sense .TypeError"),
         ({**CONFIGS["modelopt"], "config_groups": {"group_0": None}}, r"makes no sense .AttributeError"),
         ({**CONFIGS["modelopt"], "ignore": [None]}, "makes no sense .TypeError: ignore is a pattern"),
         ({**CONFIGS["modelopt"], "moe_nvfp4": {"later": 1}}, "later under moe_nvfp4, .* upgrade"),
+        (group(weights={"num_bits": 4, "group_size": 32}), "NVFP4 has blocks of 16, the config group says"),
+        (group(weights={"num_bits": 8, "group_size": 16}), "NVFP4 weights have 4 bits"),
+        (group(input_activations={"num_bits": 4, "group_size": 128}), "NVFP4 has blocks of 16"),
+        (group(input_activations={"num_bits": 8}), r"activations of 8 bits \(W4A8\) are not computed here"),
+        (group(output_activations={"num_bits": 8}), "outputs are quantized"),
     ):
         change_config(folder, quantization_config=change)
         with pytest.raises(ValueError, match=message):

@@ -15,7 +15,13 @@ from transformers import AutoConfig, AutoModel, FineGrainedFP8Config
 from transformers.models.aria.modeling_aria import AriaExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from moe_nvfp4.integrations.huggingface import MoeNvfp4Config, checkpoint_config, set_activations, swap_experts
+from moe_nvfp4.integrations.huggingface import (
+    MoeNvfp4Config,
+    calibrate,
+    checkpoint_config,
+    set_activations,
+    swap_experts,
+)
 from moe_nvfp4.integrations.huggingface.experts import HFExperts
 from moe_nvfp4.quantize.verify import verify_checkpoint
 from tests.common import THRESHOLDS, relative_error, stand_for_hopper
@@ -288,6 +294,19 @@ def test_a_gate_that_is_changed_later_counts(family, name, value):
     assert relative_error(logits(model), logits(twin)) < 1e-5
     assert relative_error(logits(model.dequantize()), logits(twin)) < 1e-5
     assert isinstance(value, nn.SiLU) or relative_error(logits(twin), before) > 1e-3
+
+
+@pytest.mark.parametrize("activations", ["bf16", "nvfp4"])
+def test_static_scales_in_one_layer_are_not_saved(activations, tmp_path):
+    """Neither verify nor from_pretrained would take the files."""
+    model = set_activations(swap_experts(make(qwen3_moe, torch.float32), progress=False), activations)
+    model.model.layers[1].mlp.experts.set_input_scales(torch.tensor(0.1), torch.tensor(0.2))
+    with pytest.raises(ValueError, match="layers.0.mlp.experts has no static activation scale, and other layers have"):
+        model.save_pretrained(tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()
+    calibrate(model, [IDS], progress=False).save_pretrained(tmp_path / "saved")
+    verify_checkpoint(tmp_path / "saved")
+    assert torch.equal(logits(load(tmp_path / "saved", torch.float32)), logits(model))
 
 
 def test_codes_that_a_cast_destroyed_are_not_saved(tmp_path):

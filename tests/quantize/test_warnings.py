@@ -157,7 +157,7 @@ def test_configs_of_compressed_tensors():
     assert not read_config({**theirs, "config_groups": {"group_0": {**group, "targets": ["re:.*experts.*"]}}}).whole
     assert read_config({**theirs, "kv_cache_scheme": KV_SCHEMES["FP8"]}).kv_cache == KV_SCHEMES["FP8"]
     for numbers in ({"group_size": 32}, {"num_bits": 8}):
-        with pytest.raises(ValueError, match="nvfp4-pack-quantized has 4 bits in blocks of 16"):
+        with pytest.raises(ValueError, match="NVFP4 has blocks of 16|NVFP4 weights have 4 bits"):
             read_config({**theirs, "config_groups": {"group_0": {**group, "weights": {**NUMBERS, **numbers}}}})
 
     written = COMPRESSED_TENSORS.write(theirs["ignore"], True, {}, "1")

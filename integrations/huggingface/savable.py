@@ -1,0 +1,89 @@
+"""Whether files of a model would be read again as what it is now: a user may have changed it since it became 4-bit."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from moe_nvfp4.integrations.huggingface.experts import HFExperts
+from moe_nvfp4.linear import NVFP4Linear
+from moe_nvfp4.mapped import SAVED
+from moe_nvfp4.quantize.files import expert_counts
+
+WRAPPED = re.compile(r"(\.(base_layer|original_module|token_adapter))+$")  # modules inside PEFT's
+
+
+def check_savable(model: Any) -> None:
+    """NotImplementedError for experts that stay in files, for layers of several activations, and for a model that
+    FSDP has split, not transformers (it gathers); ValueError for parameters without numbers, codes that are no bytes,
+    adapters inside the model, static activation scales in some layers only, and another number of experts than the
+    config's."""
+    own = getattr(model.config, "distributed_config", None) or getattr(model, "_tp_size", None)
+    if not own and any(isinstance(p, DTensor) for p in model.parameters()):
+        raise NotImplementedError(
+            "fully_shard has split this model over ranks, and transformers ignores state_dict= if a model "
+            "is quantized: gather it on all ranks (torch.distributed.checkpoint.state_dict.get_model_state_dict, "
+            "full_state_dict=True), then, in one process, load_state_dict into the model as it was before, and "
+            "save that; or load with DistributedConfig(fsdp_size=...), which saves"
+        )
+    if getattr(model, "_hf_peft_config_loaded", False):
+        return  # only adapters are saved then
+    no_numbers = next((name for name, p in model.named_parameters() if p.is_meta), None)
+    if no_numbers and not hasattr(model, "hf_device_map"):  # with it they are offloaded
+        raise ValueError(f"{no_numbers} is on the meta device, where there are no numbers to save: load the model")
+    if any(isinstance(m, HFExperts) and m.mapped for m in model.modules()):
+        raise NotImplementedError(SAVED)
+    if wrapped := next((name for name, _ in model.named_modules() if WRAPPED.search(name)), None):
+        raise ValueError(
+            f"{WRAPPED.sub('', wrapped)} has adapters of PEFT, for which the files of a model have no place: save "
+            "them with save_pretrained of the PeftModel, or make them a part of the weights (merge_and_unload), or "
+            "take them off (unload), and then save the model that this returns"
+        )
+    if len(found := activations_of(model)) > 1:
+        raise NotImplementedError(
+            f"some 4-bit layers have activations {found[0]!r}, others {found[1]!r}, and config.json has one for "
+            "all: set_activations(model, one of them)"
+        )
+    for name, m in model.named_modules():
+        codes = (
+            (m.up_name, "down_proj") if isinstance(m, HFExperts) else ("weight",) if isinstance(m, NVFP4Linear) else ()
+        )
+        _check_codes({f"{name}.{key}": m.get_parameter(key).dtype for key in codes})
+    experts = {name: m for name, m in model.named_modules() if isinstance(m, HFExperts)}
+    _check_alike(experts, expert_counts(model.config.to_dict()))
+
+
+def _check_codes(dtypes: Mapping[str, torch.dtype]) -> None:
+    """ValueError unless codes, name -> dtype, are bytes."""
+    for name, dtype in dtypes.items():
+        if dtype != torch.uint8:
+            raise ValueError(f"{name} is {dtype}: 4-bit codes are bytes, which a cast of all parameters (type(), not "
+                             "to()) has destroyed: load the model again")  # fmt: skip
+
+
+def _check_alike(experts: Mapping[str, HFExperts], counts: set[int]) -> None:
+    """ValueError unless all `experts`, by name, have what a config says once for all: static activation scales or none,
+    and as many experts as one of `counts`, if there are any."""
+    without = [name for name, m in experts.items() if m._parameters.get("down_proj_input_scale") is None]
+    if 0 < len(without) < len(experts):
+        raise ValueError(
+            f"{without[0]} has no static activation scale, and other layers have one, which no program reads from "
+            "files: calibrate(model, batches) gives all layers one"
+        )
+    for name, m in experts.items():
+        if counts and (n := m.down_proj.shape[0]) not in counts:
+            raise ValueError(
+                f"{name} has {n} experts, and the config says {', '.join(map(str, sorted(counts)))}, for all layers, "
+                "so no program could load the files: give every layer as many, set the config's number to that, and "
+                "then save; or keep the model as it is with torch.save(model, file)"
+            )
+
+
+def activations_of(model: nn.Module) -> list[str]:
+    """What the 4-bit layers of `model` have as activations, each once."""
+    return list(dict.fromkeys(m.activations for m in model.modules() if isinstance(m, (HFExperts, NVFP4Linear))))
