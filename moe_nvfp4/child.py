@@ -11,13 +11,33 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import IO, Any
 
+# `-m` for a package that is not found by its name: one that was loaded from a folder, as a kernel of the Hub
+_FROM_FOLDER = """
+import importlib.util, runpy, sys
+name, folder, module = sys.argv[1:4]
+spec = importlib.util.spec_from_file_location(name, folder + "/__init__.py", submodule_search_locations=[folder])
+sys.modules[name] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(sys.modules[name])
+sys.argv[1:4] = []
+runpy.run_module(module, run_name="__main__")
+"""
+
+
+def interpreter(module: str) -> list[str]:
+    """The command that runs `module`, by its name in this process, in another one."""
+    package, folder = __name__.partition(".")[0], Path(__file__).parent
+    if package != folder.name and module.partition(".")[0] == package:
+        return [sys.executable, "-c", _FROM_FOLDER, package, str(folder), module]
+    return [sys.executable, "-m", module]
+
 
 def run_child(module: str, arguments: list[str], env: Mapping[str, str], limit: float) -> tuple[list[dict], str]:
-    """Run `python -m module arguments` with these variables besides this process's own: (the JSON objects that it
+    """Run a module with these arguments, and with these variables besides this process's own: (the JSON objects that it
     printed, one in a line; how it ended before its time, or "").
 
     It is killed after `limit` seconds; or, once it prints {"patience": seconds}, after so many more.
@@ -29,7 +49,7 @@ def run_child(module: str, arguments: list[str], env: Mapping[str, str], limit: 
     with (
         tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors,
         subprocess.Popen(
-            [sys.executable, "-m", module, *arguments], env={**os.environ, "PYTHONPATH": path, **env}, text=True,
+            [*interpreter(module), *arguments], env={**os.environ, "PYTHONPATH": path, **env}, text=True,
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors, start_new_session=True,
         ) as process,
     ):  # fmt: skip

@@ -17,7 +17,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from moe_nvfp4.backends import named_on
 from moe_nvfp4.weights import ExpertWeights, read_spec
 
-_LIBRARY = torch.library.Library("moe_nvfp4", "FRAGMENT")
+NAMESPACE = __name__.partition(".")[0]  # moe_nvfp4; as a kernel of the Hub, a name that no other version has
+_LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
 _TWICE = (
     "second derivatives of 4-bit experts and linears are not implemented: call backward without create_graph, or "
     "differentiate the dense model"
@@ -29,8 +30,8 @@ def define(schema: str, real: Callable, fake: Callable, tags: tuple = ()) -> Any
     name = schema.partition("(")[0]
     _LIBRARY.define(schema, tags=tags)
     _LIBRARY.impl(name, real, "CompositeExplicitAutograd")  # custom_op would cost 9 us more a call
-    torch.library.register_fake(f"moe_nvfp4::{name}", fake, lib=_LIBRARY)
-    return getattr(torch.ops.moe_nvfp4, name).default
+    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_LIBRARY)
+    return getattr(getattr(torch.ops, NAMESPACE), name).default
 
 
 def layer_op(arguments: str, returns: str, fake: Callable, check: Callable, tags: tuple = ()) -> Callable[..., Any]:

@@ -108,7 +108,7 @@ def _check(backend: str, problem: Problem, device: torch.device) -> tuple[bool |
     """(whether the results are right, and what is wrong; None: why that could not be found out)."""
     asked = json.dumps([backend, str(device), problem._asdict() | {"dtype": _name(problem.dtype)}])
     env = {"MOE_NVFP4_BACKEND": backend, "MOE_NVFP4_COMPILE": "lazy", "MOE_NVFP4_CHECK": "0"}
-    found, ended = run_child("moe_nvfp4.selftest", ["first", asked], env, LIMIT)
+    found, ended = run_child(f"{__name__.partition('.')[0]}.selftest", ["first", asked], env, LIMIT)
     cases = [one for one in found if "case" in one]
     if wrong := next((one for one in cases if one["right"] is False), None):
         return False, f"{wrong['case']}: {wrong['why']}"

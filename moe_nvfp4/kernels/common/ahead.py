@@ -28,11 +28,12 @@ from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 from moe_nvfp4.cache import own_folder
+from moe_nvfp4.child import interpreter
 from moe_nvfp4.devices import cores
 from moe_nvfp4.kernels.backend import Gpu
 from moe_nvfp4.progress import progress_bar
 
-_WORKER = "moe_nvfp4.kernels.common.worker"
+_WORKER = f"{__name__.rpartition('.')[0]}.worker"
 
 
 # ---- numbers of tokens ---------------------------------------------------------------------------
@@ -206,7 +207,7 @@ class _Worker:
             "TRITON_INTERPRET": "0",
         }  # fmt: skip
         self.process = subprocess.Popen(
-            [sys.executable, "-m", _WORKER], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            interpreter(_WORKER), env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             stderr=self.log,
         )  # fmt: skip
 

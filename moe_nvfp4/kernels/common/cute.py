@@ -39,7 +39,7 @@ class CuteKernels(Variants):
 
 
 def _launches() -> Any:
-    return import_module("moe_nvfp4.kernels.common.launch")
+    return import_module(f"{__name__.rpartition('.')[0]}.launch")
 
 
 def _nothing(*values: object) -> None:

@@ -24,7 +24,7 @@ def unavailable(device: Device) -> str | None:
 
 def functions() -> ModuleType:
     """The module with `experts`, imported on first use."""
-    return import_module("moe_nvfp4.kernels.offload.backend")
+    return import_module(f"{__name__}.backend")
 
 
 def place(tensor: Tensor) -> Tensor:
