@@ -13,6 +13,7 @@ import vllm
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
 from moe_nvfp4.integrations.vllm import NAME
+from moe_nvfp4.integrations.vllm.adapters import ExpertsAdapter
 from moe_nvfp4.integrations.vllm.loading import check_files
 from moe_nvfp4.quantize.dialects import QuantizationInfo, matches, read_config
 from moe_nvfp4.quantize.recipes import DEFAULT_RECIPE, RECIPES
@@ -23,7 +24,7 @@ VERSIONS = (0, 26), (0, 33)  # the oldest and the newest version whose interface
 READERS: dict[str, tuple[str, ...]] = {"modelopt": ("modelopt_mixed", "modelopt_fp4"), "compressed-tensors": ()}
 VLLM = "vllm"
 LINEARS = (NAME, VLLM)
-OPTIONS = ("activations", "recipe", "exclude", "linears")
+OPTIONS = ("activations", "recipe", "exclude", "linears", "adapter")
 
 
 def check_version() -> None:
@@ -52,6 +53,7 @@ class MoeNvfp4Config(QuantizationConfig):
     exclude      with bf16 files: names or wildcards of experts modules that stay as they are
     linears      with NVFP4 files: whose kernels run NVFP4 linears, "vllm" or "moe_nvfp4"; default: vLLM's, except on a
                  CPU, where it has none
+    adapter      a folder with a LoRA adapter of experts, which all requests get
     """
 
     def __init__(self, base: QuantizationConfig | None = None, info: QuantizationInfo | None = None):
@@ -61,6 +63,7 @@ class MoeNvfp4Config(QuantizationConfig):
         self.ignore = [] if info is None else list(info.ignore)
         self.activations, self.recipe, self.exclude = None, DEFAULT_RECIPE, []
         self.linears: str | None = None
+        self.adapter: ExpertsAdapter | None = None
         self.experts: list[str] = []  # the experts modules that vLLM has asked about
         if base is not None:
             self.packed_modules_mapping = base.packed_modules_mapping
@@ -116,6 +119,8 @@ class MoeNvfp4Config(QuantizationConfig):
         for key, value in options.items():
             if key == "exclude" and not (isinstance(value, list) and all(isinstance(name, str) for name in value)):
                 raise ValueError(f"moe_nvfp4: exclude={value!r}: it is a list of names or wildcards")
+            if key == "adapter" and not isinstance(value, str):
+                raise ValueError(f"moe_nvfp4: adapter={value!r}: it is the folder of one adapter")
             known = {"activations": ACTIVATIONS, "recipe": RECIPES, "linears": LINEARS}.get(key)
             if key not in OPTIONS or (known and value not in known):
                 rule = f"{key} must be one of {', '.join(known)}" if known else f"options are {', '.join(OPTIONS)}"
@@ -125,11 +130,13 @@ class MoeNvfp4Config(QuantizationConfig):
                                  "moe-nvfp4 quantize SRC DST --linears all makes them 4-bit")  # fmt: skip
             if self.base is not None and key in ("recipe", "exclude"):
                 raise ValueError(f"moe_nvfp4: {key}={value!r}: these experts are NVFP4 already; it is for bf16 folders")
-            setattr(self, key, value)
+            setattr(self, key, ExpertsAdapter(value) if key == "adapter" else value)
         return self
 
     def maybe_update_config(self, model_name: str, hf_config=None, revision: str | None = None) -> None:
         self.choose(getattr(hf_config, "moe_nvfp4", None) or {})
+        if self.adapter is not None:
+            self.adapter.check_layers(hf_config.get_text_config().num_hidden_layers)
         if self.base is not None:
             self.base.maybe_update_config(model_name, hf_config=hf_config, revision=revision)
             if os.path.isdir(model_name) and any(Path(model_name).glob("*.safetensors")):
@@ -174,15 +181,23 @@ class MoeNvfp4Config(QuantizationConfig):
                     return NVFP4LinearMethod(prefix, self.info.dialect, self.activations or activations)
             return None if self.base is None else self.base.get_quant_method(layer, prefix)
         self.experts.append(prefix)
+        activations: str | None = self.activations or "bf16"
         if self.base is None:
-            excluded = any(matches(pattern, prefix) for pattern in self.exclude)
-            return None if excluded else MoeNvfp4Method(layer, None, self.activations or "bf16", self.recipe)
-        if self.ignores(prefix):
+            theirs = any(matches(pattern, prefix) for pattern in self.exclude)
+        else:
+            activations = engine.activations_of(self.base, layer, prefix, self.info.activations)
+            theirs = self.ignores(prefix) or activations is None
+        if theirs and self.adapter is not None and self.adapter.changes(prefix):
+            raise NotImplementedError(
+                f"{prefix} is not 4-bit here, and the adapter changes it: quantize it as well, or serve with "
+                "transformers (PEFT)"
+            )
+        if not theirs:
+            dialect = None if self.base is None else self.info.dialect
+            return MoeNvfp4Method(layer, dialect, self.activations or activations, self.recipe, self.adapter)
+        if self.base is None or self.ignores(prefix):
             return None  # vLLM runs them unquantized
-        activations = engine.activations_of(self.base, layer, prefix, self.info.activations)
-        if activations is None:
-            return self.base.get_quant_method(layer, prefix)
-        return MoeNvfp4Method(layer, self.info.dialect, self.activations or activations, self.recipe)
+        return self.base.get_quant_method(layer, prefix)
 
     def runs_linears(self) -> bool:
         """Whether NVFP4 linears are ours to run."""

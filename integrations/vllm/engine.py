@@ -138,10 +138,11 @@ def _situ(moe) -> Callable[[Tensor], Tensor]:
     return gate
 
 
-def refuse(layer: RoutedExperts, dense: bool = False) -> None:
+def refuse(layer: RoutedExperts, dense: bool = False, adapter: bool = False) -> None:
     """NotImplementedError or ValueError if vLLM is set up in a way that this layer does not support.
 
-    dense: the files' experts are bf16, and are quantized as they are read
+    dense    the files' experts are bf16, and are quantized as they are read
+    adapter  experts get an adapter
     """
     moe, name = layer.moe_config, layer.layer_name
     parallel, lora = moe.moe_parallel_config, get_current_vllm_config().lora_config
@@ -156,8 +157,13 @@ def refuse(layer: RoutedExperts, dense: bool = False) -> None:
         )
     if lora is not None and (lora.target_modules is None or "experts" in lora.target_modules):
         raise NotImplementedError(
-            f"{name}: LoRA on 4-bit experts is not supported: name the modules that adapters change, "
-            "--lora-target-modules q_proj k_proj v_proj o_proj"
+            f"{name}: adapters on 4-bit experts cannot be chosen by request: name the modules that adapters change, "
+            "--lora-target-modules q_proj k_proj v_proj o_proj, and give all requests one of the experts by "
+            """--hf-overrides '{"moe_nvfp4": {"adapter": "FOLDER"}}'"""
+        )
+    if adapter and layer.activation.value == "swigluoai":
+        raise NotImplementedError(
+            f"{name}: gpt-oss's adapters are of rows of gate and up in turn: serve them with transformers (PEFT)"
         )
     if lora is not None:
         check_adapters()
@@ -220,8 +226,8 @@ def check_adapters() -> None:
                 raise ValueError(
                     f"this LoRA adapter changes {left[0]} and others ({len(left)} in all), and would be served without "
                     f"them: --lora-target-modules has {' '.join(self.lora_config.target_modules)}. Name the missing "
-                    "ones, too; for experts, serve with transformers (PEFT), or merge the adapter into the original "
-                    "model and quantize that (docs/training.md)"
+                    "ones, too; one of experts is for all requests: "
+                    """--hf-overrides '{"moe_nvfp4": {"adapter": "FOLDER"}}' (docs/serving.md)"""
                 )
 
     LRUCacheWorkerLoRAManager._manager_cls = Manager
@@ -240,6 +246,12 @@ def _is_here(model: torch.nn.Module, name: str) -> bool:
 def local_expert(layer: RoutedExperts, expert: int) -> int:
     """The index on this rank of the model's expert number `expert`; -1 if it is on another rank."""
     return layer._map_global_expert_id_to_local_expert_id(expert)
+
+
+def experts_here(layer: RoutedExperts, count: int) -> list[int]:
+    """The numbers of this rank's experts, which are `count`, in order."""
+    places = {local_expert(layer, e): e for e in range(layer.moe_config.num_experts)}
+    return [places[i] for i in range(count)]
 
 
 def model_folder() -> str | None:

@@ -7,13 +7,16 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase, RoutedExperts
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.utils import set_weight_attrs
 
 from moe_nvfp4.experts import NVFP4Experts
 from moe_nvfp4.integrations.vllm import engine
+from moe_nvfp4.integrations.vllm.adapters import ExpertsAdapter
 from moe_nvfp4.integrations.vllm.loading import OUTSIDE, ExpertLoader, refresh
+from moe_nvfp4.ops import Adapters
 from moe_nvfp4.quantize.dialects import Dialect
 from moe_nvfp4.ready import prepare
 from moe_nvfp4.weights import is_quantized
@@ -24,9 +27,17 @@ KINDS = ("weight", "sf", "global_scale", "input_scale")
 class MoeNvfp4Method(FusedMoEMethodBase):
     """Runs the experts of `layer`, from NVFP4 files in `dialect`; if that is None, quantized as they are read."""
 
-    def __init__(self, layer: RoutedExperts, dialect: Dialect | None, activations: str, recipe: str):
+    def __init__(
+        self,
+        layer: RoutedExperts,
+        dialect: Dialect | None,
+        activations: str,
+        recipe: str,
+        adapter: ExpertsAdapter | None = None,
+    ):
         super().__init__(layer.moe_config)
-        engine.refuse(layer, dense=dialect is None)
+        engine.refuse(layer, dense=dialect is None, adapter=adapter is not None)
+        self.adapter = adapter
         self.gate, self.own_gate = engine.gate_of(layer)
         self.dialect, self.activations, self.recipe = dialect, activations, recipe
 
@@ -56,6 +67,12 @@ class MoeNvfp4Method(FusedMoEMethodBase):
 
         self.new_loader, self.loader = loader, loader()
         self.sizes = hidden_size, intermediate_size_per_partition * tp[1], num_experts
+        self.adapters: Adapters = ((), ())
+        if self.adapter is not None:
+            mine = engine.experts_here(layer, num_experts)
+            sizes = self.moe.num_experts, *self.sizes[:2]
+            found = self.adapter.of(layer.layer_name, sizes, self.gate.gated, mine, tp)
+            self.adapters = tree_map(lambda t: t.to(device, params_dtype), found)
         self.failed = False  # whether weights were loaded again, and not all of them came
         engine.hide(layer, self.loader.experts)
         self.dummy, self.folder = engine.dummy_weights(), engine.model_folder()
@@ -151,7 +168,7 @@ class MoeNvfp4Method(FusedMoEMethodBase):
             topk_ids = layer.expert_map[topk_ids]
         if layer.apply_router_weight_on_input:
             x, topk_weights = x * topk_weights.to(x.dtype), torch.ones_like(topk_weights)
-        return layer.nvfp4(x, topk_ids, topk_weights)
+        return layer.nvfp4(x, topk_ids, topk_weights, self.adapters)
 
 
 class DenseLinearMethod(UnquantizedLinearMethod):

@@ -78,17 +78,21 @@ def _tokenizer(path):
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>").save_pretrained(path)
 
 
-def by_transformers(path, prompts=PROMPTS, dtype=torch.float32, **kwargs):
-    """The same as `generate`, computed with this library under transformers."""
+def by_transformers(path, prompts=PROMPTS, dtype=torch.float32, adapter=None, **kwargs):
+    """The same as `generate`, computed with this library under transformers, and PEFT."""
     import moe_nvfp4.integrations.huggingface  # noqa: F401
     from tests.models import load
 
     model = load(path, dtype, **kwargs)
+    if adapter is not None:
+        from peft import PeftModel
+
+        model = PeftModel.from_pretrained(model, adapter).eval()
     ids = torch.tensor(prompts)
     with torch.no_grad():
         logprobs = model(ids).logits.float().log_softmax(-1)[:, :-1].gather(2, ids[:, 1:, None])[..., 0]
         model.generation_config.eos_token_id = None  # a token as any other
-        tokens = model.generate(ids, max_new_tokens=NEW, do_sample=False)[:, ids.shape[1] :]
+        tokens = model.generate(input_ids=ids, max_new_tokens=NEW, do_sample=False)[:, ids.shape[1] :]
     return tokens.tolist(), logprobs.tolist()
 
 
@@ -351,7 +355,7 @@ def test_other_versions_are_refused_in_one_line(monkeypatch, version):
 def test_unknown_options_are_named():
     with pytest.raises(ValueError, match="activations='fp8': activations must be one of bf16, nvfp4"):
         Config().choose({"activations": "fp8"})
-    with pytest.raises(ValueError, match="actvations=.*options are activations, recipe, exclude, linears"):
+    with pytest.raises(ValueError, match="actvations=.*options are activations, recipe, exclude, linears, adapter"):
         Config().choose({"actvations": "bf16"})
     for exclude in ("model.layers.0.*", None, [0]):  # of a string, "*" alone would exclude every layer
         with pytest.raises(ValueError, match="exclude=.*: it is a list of names or wildcards"):
@@ -416,7 +420,8 @@ def test_names_that_ignore_lists_have():
     [
         (dict(enable_eplb=True), "EPLB"),
         (dict(use_all2all_kernels=True, all2all_backend="deepep_low_latency"), "deepep_low_latency.*allgather"),
-        (dict(lora=SimpleNamespace(target_modules=None)), "--lora-target-modules q_proj"),
+        (dict(lora=SimpleNamespace(target_modules=None)), "--lora-target-modules q_proj.*adapter.*FOLDER"),
+        (dict(kind="swigluoai", adapter=True), "gpt-oss's adapters.*PEFT"),
         (dict(fused=1), "shared experts fused"),
         (dict(on_input=True), "router weights on the input, with 2"),
         (dict(width=32), "100 channels.*2 ranks"),
@@ -436,8 +441,10 @@ def test_what_is_not_built_is_refused_by_name(monkeypatch, changes, text):
 
     engine.refuse(layer())
     engine.refuse(layer(lora=SimpleNamespace(target_modules=["q_proj"])))
+    changes = dict(changes)
+    adapter = changes.pop("adapter", False)
     with pytest.raises((NotImplementedError, ValueError), match=f"layer: .*{text}"):
-        engine.refuse(layer(**changes))
+        engine.refuse(layer(**changes), adapter=adapter)
 
 
 # ---------------------------------------------------------------- vLLM without the plug-in
