@@ -5,7 +5,6 @@ import json
 import os
 import subprocess
 import sys
-import sysconfig
 from pathlib import Path
 
 import pytest
@@ -53,7 +52,7 @@ def given(tmp_path_factory):
 
 def run(folder, given, code, **env):
     """Run `code` after LOAD, without this package; returns what it says."""
-    path = sysconfig.get_path("purelib")
+    path = os.pathsep.join(place for place in sys.path if Path(place).name == "site-packages")
     done = subprocess.run(
         [sys.executable, "-S", "-c", LOAD + code, str(folder), str(given)], cwd=folder.parent, text=True,
         capture_output=True, env={**os.environ, "PYTHONPATH": path, **env},
