@@ -22,6 +22,8 @@ from moe_nvfp4.weights import ACTIVATIONS
 VERSIONS = (0, 26), (0, 33)  # the oldest and the newest version whose interfaces were compared
 # quant_method -> variants of vLLM's own reader of it, which handles everything but experts
 READERS: dict[str, tuple[str, ...]] = {"modelopt": ("modelopt_mixed", "modelopt_fp4"), "compressed-tensors": ()}
+# model types whose head is dense in vLLM, whatever the files have
+DENSE_HEADS = ("gpt_oss", "jamba", "qwen3_next", "step3_text")
 VLLM = "vllm"
 LINEARS = (NAME, VLLM)
 OPTIONS = ("activations", "recipe", "exclude", "linears", "adapter")
@@ -138,9 +140,21 @@ class MoeNvfp4Config(QuantizationConfig):
         if self.adapter is not None:
             self.adapter.check_layers(hf_config.get_text_config().num_hidden_layers)
         if self.base is not None:
+            self.check_head(hf_config)
             self.base.maybe_update_config(model_name, hf_config=hf_config, revision=revision)
             if os.path.isdir(model_name) and any(Path(model_name).glob("*.safetensors")):
                 check_files(model_name, self.info)
+
+    def check_head(self, hf_config: Any) -> None:
+        """NotImplementedError for a 4-bit head in a model of vLLM's that cannot have one."""
+        model_type = hf_config.get_text_config().model_type
+        packed = any(name.endswith("lm_head") for name in self.info.layers or ())
+        packed |= self.info.whole and not self.info.ignores("lm_head")
+        if packed and model_type in DENSE_HEADS:
+            raise NotImplementedError(
+                f"lm_head is 4-bit in the files, and vLLM's {model_type} has a dense one only: quantize with --linears "
+                "attention, or serve with transformers (moe-nvfp4 serve MODEL --engine transformers)"
+            )
 
     def get_name(self) -> str:
         return NAME

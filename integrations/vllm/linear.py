@@ -171,6 +171,12 @@ class NVFP4LinearMethod(LinearMethodBase):
             made.append(linear)
         return made
 
+    def tie_weights(self, layer: nn.Module, embed_tokens: nn.Module) -> nn.Module:
+        raise NotImplementedError(
+            f"{self.name} is 4-bit in the files, and vLLM's model takes the embedding for it: quantize with --exclude "
+            f"{self.name}, or serve with transformers (moe-nvfp4 serve MODEL --engine transformers)"
+        )
+
     def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [..., K] -> [..., N]."""
         parts = [linear(x) for linear in layer.nvfp4]

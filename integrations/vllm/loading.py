@@ -118,7 +118,10 @@ class ExpertLoader:
     # ---------------------------------------------------------------- one kind of tensor each
     def _scale(self, kind: str, part: str, e: int, tensor: Tensor, where: str) -> None:
         if tensor.numel() != 1 or not tensor.is_floating_point():
-            raise ValueError(f"{where} is {tensor.dtype} {list(tensor.shape)}, expected one floating-point number")
+            stacked = ": stacks of all experts become single ones by moe-nvfp4 quantize SRC DST" if tensor.dim() else ""
+            raise ValueError(
+                f"{where} is {tensor.dtype} {list(tensor.shape)}, expected one floating-point number{stacked}"
+            )
         scale = self.dialect.decode_scale(tensor.reshape(()))
         if kind == "global_scale":
             self.experts.get_parameter(f"{part}_global_scale").data[e] = scale

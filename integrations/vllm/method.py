@@ -104,12 +104,16 @@ class MoeNvfp4Method(FusedMoEMethodBase):
         parts = {"w1": "gate_proj" if self.gate.gated else "up_proj", "w2": "down_proj", "w3": "up_proj"}
 
         def load(param, loaded_weight: Tensor, weight_name: str, shard_id: str, expert_id: int, return_success=False):
+            gpt_oss = shard_id.startswith("gpt_oss")  # only down comes: `ExpertLoader.read` loads all three
+            e = -1 if gpt_oss else engine.local_expert(layer, expert_id)
+            if e < 0 and not gpt_oss:  # of another rank; it may come when this one's layer is complete
+                return False if return_success else None
             again = engine.is_announced(param)
             if again and self.loader is None:
                 self.loader = self.new_loader()
-            if self.loader is None or self.failed or (again and shard_id.startswith("gpt_oss")):
+            if self.loader is None or self.failed or (again and gpt_oss):
                 raise NotImplementedError(self._why_not(layer, weight_name))
-            if shard_id.startswith("gpt_oss"):  # only down comes, not gate and up: `ExpertLoader.read` loads all three
+            if gpt_oss:
                 return False if return_success else None
             stacked = loaded_weight.dim() == 3  # Llama 4's bf16 experts: all of this rank, in order
             if shard_id not in parts or stacked and len(loaded_weight) != layer.nvfp4.num_experts:
@@ -117,14 +121,13 @@ class MoeNvfp4Method(FusedMoEMethodBase):
                     f"{layer.layer_name}: {weight_name} comes as {shard_id!r} {list(loaded_weight.shape)}, all experts "
                     "in one tensor: moe-nvfp4 quantize SRC DST writes them one by one"
                 )
-            e = engine.local_expert(layer, expert_id)
-            if e >= 0 and again:
+            if again:
                 engine.announce(loaded_weight)
-            elif e >= 0:
+            else:
                 where = f"{layer.layer_name}.{expert_id}.{parts[shard_id]}.{suffix}"
                 for i, tensor in enumerate(loaded_weight if stacked else [loaded_weight]):
                     self.loader.load(kind, parts[shard_id], e + i, tensor, where)
-            return e >= 0 if return_success else None
+            return True if return_success else None
 
         load.supports_moe_loading = True  # vLLM's Llama 4 looks for this
         return load

@@ -336,6 +336,8 @@ def test_which_checkpoints_are_taken(monkeypatch):
     assert taken(NVFP4, "modelopt_fp4") is None and taken(FP8, None) is None
     with pytest.raises(ValueError, match="'fp8'.*moe-nvfp4 quantize"):
         taken({"quant_method": "fp8"}, "moe_nvfp4")
+    with pytest.raises(ValueError, match="'mxfp4'.*moe-nvfp4 quantize"):  # gpt-oss as it is on the Hub
+        taken({"quant_method": "mxfp4"}, "moe_nvfp4")
     with pytest.raises(ValueError, match="'FP8'"):
         taken(FP8, "moe_nvfp4")
     with pytest.raises(NotImplementedError, match="NVFP4_AWQ.*pre_quant_scale"):

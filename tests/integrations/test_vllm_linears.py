@@ -1,5 +1,7 @@
 """4-bit linears in vLLM on a CPU, where it has no kernels for them: the numbers of this library under transformers."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -73,25 +75,6 @@ def test_folders_of_others(tmp_path, dialect, input_scale):
         config.quantization_config["moe_nvfp4"] = {"activations": "bf16"}
         w4a16 = generate(path, hf_overrides={"moe_nvfp4": {"activations": "bf16"}})
         same(w4a16, by_transformers(path, config=config))
-
-
-@pytest.mark.slow
-def test_mla(tmp_path):
-    """vLLM fuses q_a and kv_a, and takes kv_b apart by multiplying it by the identity."""
-    from transformers import AutoModelForCausalLM, DeepseekV3Config, DeepseekV3ForCausalLM
-
-    from tests.integrations.test_vllm_families import DENSE, GROUPS, LATENT, ROUTED, SIZES
-
-    def family():
-        return DeepseekV3ForCausalLM(DeepseekV3Config(
-            **SIZES | LATENT | DENSE | GROUPS | ROUTED, norm_topk_prob=True, topk_method="noaux_tc"))  # fmt: skip
-
-    convert_checkpoint(folder(tmp_path, family), tmp_path / "nvfp4", Options(linears="all"), progress=False)
-    assert any("kv_b_proj.weight_scale" in key for key in tensors(tmp_path / "nvfp4"))
-    dense = AutoModelForCausalLM.from_pretrained(tmp_path / "nvfp4", dtype=torch.float32)
-    dense.dequantize()
-    dense.save_pretrained(tmp_path / "dense")
-    same(generate(tmp_path / "nvfp4"), generate(tmp_path / "dense"))
 
 
 def test_two_ranks(folders, one_rank, tmp_path):
@@ -204,6 +187,26 @@ def test_whose_kernels():
         config.choose({"linears": "marlin"})
     with pytest.raises(ValueError, match="linears='vllm': the linears of these files are bf16.*--linears all"):
         MoeNvfp4Config().choose({"linears": "vllm"})
+
+
+def test_heads_that_vllms_models_do_not_have():
+    """Dense whatever the config says, or the embedding."""
+    from moe_nvfp4.integrations.vllm.linear import NVFP4LinearMethod
+
+    def check(model_type, **changes):
+        given = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": []} | changes
+        text = SimpleNamespace(model_type=model_type)
+        MoeNvfp4Config.from_config(given).check_head(SimpleNamespace(get_text_config=lambda: text))
+
+    check("qwen3_moe")
+    check("gpt_oss", ignore=["lm_head"])
+    mixed = {"quant_algo": "MIXED_PRECISION", "quantized_layers": {"lm_head": {"quant_algo": "NVFP4"}}}
+    for changes in ({}, mixed):
+        with pytest.raises(NotImplementedError, match="lm_head is 4-bit.*gpt_oss has a dense one.*--linears attention"):
+            check("gpt_oss", **changes)
+    method = NVFP4LinearMethod("lm_head", DIALECTS["modelopt"], "bf16")
+    with pytest.raises(NotImplementedError, match="takes the embedding for it: quantize with --exclude lm_head"):
+        method.tie_weights(torch.nn.Module(), torch.nn.Module())
 
 
 def test_random_weights(folders):

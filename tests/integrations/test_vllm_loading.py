@@ -220,7 +220,11 @@ def test_a_missing_half_and_a_missing_bias_are_named():
         (("weight", "up_proj", 0), torch.zeros(I, H // 4, dtype=torch.uint8), r"shape \[96, 16\].* needs \[96, 32\]"),
         (("sf", "down_proj", 0), torch.zeros(H, I // 16), "float32, expected torch.float8_e4m3fn"),
         (("global_scale", "gate_proj", 1), torch.tensor(float("nan")), "gate_scale of expert 1 is nan"),
-        (("global_scale", "gate_proj", 1), torch.ones(2), r"float32 \[2\], expected one floating-point number"),
+        (
+            ("global_scale", "gate_proj", 1),
+            torch.ones(2),
+            r"float32 \[2\], expected one floating-point number.*quantize",
+        ),
         (("sf", "down_proj", 2), torch.full((H, I // 16), 1).neg().to(torch.float8_e4m3fn), "negative block scales"),
     ],
 )

@@ -13,8 +13,8 @@ pytest.importorskip("vllm", reason="needs vLLM, which .ci/run has in an environm
 
 from moe_nvfp4.quantize.convert import convert_checkpoint  # noqa: E402
 from moe_nvfp4.quantize.options import Options  # noqa: E402
-from tests.integrations.test_vllm import tiny  # noqa: E402
-from tests.integrations.vllm_engine import ask, engine  # noqa: E402
+from tests.integrations.test_vllm import on_two_ranks, same, tiny  # noqa: E402
+from tests.integrations.vllm_engine import ask, engine, generate  # noqa: E402
 
 
 def made(**options):
@@ -119,6 +119,19 @@ def test_as_after_a_fresh_start(dense, tmp_path, form):
     ready = [name for name in before if ".layers.0." in name and before[name] != after[name]]
     assert ready and layers == ([] if form == "w4a4, dynamic" else ready)
     llm.llm_engine.engine_core.shutdown()
+
+
+def test_two_ranks(dense, tmp_path):
+    """Each loads its channels again, or its experts: the answers of one rank with the new weights."""
+    for name in NAMES:
+        convert_checkpoint(dense / name, tmp_path / name, Options(linears="attention"), progress=False)
+    options = {"tensor_parallel_size": 2, "again": str(tmp_path / "two")}
+    forms = {"tensors": options, "experts": options | {"enable_expert_parallel": True}}
+    found = on_two_ranks({form: (tmp_path / "one", given) for form, given in forms.items()}, tmp_path)
+    want = generate(tmp_path / "two")
+    for form in forms:
+        for rank in found[form]:
+            same(rank, want)
 
 
 def test_what_is_refused(dense, tmp_path):

@@ -39,8 +39,11 @@ def ask(llm, prompts=PROMPTS):
     return tokens, logprobs
 
 
-def generate(folder, prompts=PROMPTS, **options):
+def generate(folder, prompts=PROMPTS, again=None, **options):
+    """What an engine answers; with `again`, after it has loaded the weights of that folder."""
     llm = engine(folder, **options)
+    if again is not None:
+        llm.collective_rpc("reload_weights", kwargs={"weights_path": str(again)})
     answers = ask(llm, prompts)
     llm.llm_engine.engine_core.shutdown()
     return answers
