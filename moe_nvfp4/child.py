@@ -30,7 +30,7 @@ runpy.run_module(module, run_name="__main__")
 
 def interpreter(module: str) -> list[str]:
     """The command that runs `module`, by its name in this process, in another one."""
-    package, folder = __name__.partition(".")[0], Path(__file__).parent
+    package, folder = __package__, Path(__file__).parent
     if package != folder.name and module.partition(".")[0] == package:
         return [sys.executable, "-c", _FROM_FOLDER, package, str(folder), module]
     return [sys.executable, "-m", module]

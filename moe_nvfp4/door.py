@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from moe_nvfp4.backends import named_on
 from moe_nvfp4.weights import ExpertWeights, read_spec
 
-NAMESPACE = __name__.partition(".")[0]  # moe_nvfp4; as a kernel of the Hub, a name that no other version has
+NAMESPACE = __package__  # moe_nvfp4; as a kernel of the Hub, a name that no other version has
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
 _TWICE = (
     "second derivatives of 4-bit experts and linears are not implemented: call backward without create_graph, or "

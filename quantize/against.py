@@ -81,7 +81,7 @@ def compare(checkpoint: Checkpoint, source: Checkpoint, info: QuantizationInfo) 
 
     info: what the config of `checkpoint` says. ValueError, naming the tensor, where the two do not belong together.
     """
-    ours, own = plan_of(checkpoint), checkpoint.config.get("quantization_config", {}).get("moe_nvfp4") or {}
+    ours, own = plan_of(checkpoint), checkpoint.own
     theirs = plan_of(source, {layer_of(stem) for stem in ours.matrices}, info.dialect)
     _Names(checkpoint, source, info, ours, theirs).check()
     judged = _judge_all(source, ours, theirs)

@@ -105,8 +105,7 @@ def export_gguf(
     reader = _open(gguf, base, any_architecture)
     checkpoint = open_checkpoint(folder)
     info, files = nvfp4_files(checkpoint)
-    own = (checkpoint.config.get("quantization_config") or {}).get("moe_nvfp4") or {}
-    activations = own.get("activations", info.activations)
+    activations = checkpoint.own.get("activations", info.activations)
     report = ExportReport()
     stacks = {stack.stored.name: stack for stack in _stacks(reader, files.matrices, report)}
     if not stacks:

@@ -452,13 +452,13 @@ def _fp8_next_to_nvfp4(draft: _Draft, files: nvfp4.NVFP4Files) -> None:
 
 # ---------------------------------------------------------------- the rest
 def _quantization_config(draft: _Draft, info: QuantizationInfo | None) -> dict:
-    o, q = draft.options, draft.source.config.get("quantization_config") or {}
+    o = draft.options
     written = [name for job in draft.jobs for name in job.outputs]
     has_input_scale = info is not None and any(name.endswith(f".{o.target.input_scale}") for name in written)
     has_pre_quant_scale = info is not None and any(name.endswith(f".{PRE_QUANT_SCALE}") for name in written)
     own = {"activations": o.activations, "recipe": o.recipe, "exclude": list(o.exclude), "input_scale": False}
     if info is not None:
-        own = {"activations": info.activations, **(q.get("moe_nvfp4") or {}), "input_scale": has_input_scale}
+        own = {"activations": info.activations, **draft.source.own, "input_scale": has_input_scale}
     dense = draft.dense | (set() if any(name.endswith("lm_head") for name in draft.matrices) else {"lm_head"})
     ignore = ignore_patterns(dense, set(draft.matrices), draft.excluded, o.target)
     new = o.target.write(ignore, has_input_scale, own, __version__, has_pre_quant_scale)

@@ -49,21 +49,22 @@ def check_savable(model: Any) -> None:
             f"some 4-bit layers have activations {found[0]!r}, others {found[1]!r}, and config.json has one for "
             "all: set_activations(model, one of them)"
         )
+    experts: dict[str, HFExperts] = {}
     for name, m in model.named_modules():
-        codes = (
-            (m.up_name, "down_proj") if isinstance(m, HFExperts) else ("weight",) if isinstance(m, NVFP4Linear) else ()
-        )
-        _check_codes({f"{name}.{key}": m.get_parameter(key).dtype for key in codes})
-    experts = {name: m for name, m in model.named_modules() if isinstance(m, HFExperts)}
+        if isinstance(m, HFExperts):
+            experts[name] = m
+            _check_codes(name, m, m.up_name, "down_proj")
+        elif isinstance(m, NVFP4Linear):
+            _check_codes(name, m, "weight")
     _check_alike(experts, expert_counts(model.config.to_dict()))
 
 
-def _check_codes(dtypes: Mapping[str, torch.dtype]) -> None:
-    """ValueError unless codes, name -> dtype, are bytes."""
-    for name, dtype in dtypes.items():
-        if dtype != torch.uint8:
-            raise ValueError(f"{name} is {dtype}: 4-bit codes are bytes, which a cast of all parameters (type(), not "
-                             "to()) has destroyed: load the model again")  # fmt: skip
+def _check_codes(name: str, module: nn.Module, *keys: str) -> None:
+    """ValueError unless these parameters of the module `name`, which are codes, are bytes."""
+    for key in keys:
+        if (dtype := module.get_parameter(key).dtype) != torch.uint8:
+            raise ValueError(f"{name}.{key} is {dtype}: 4-bit codes are bytes, which a cast of all parameters (type(), "
+                             "not to()) has destroyed: load the model again")  # fmt: skip
 
 
 def _check_alike(experts: Mapping[str, HFExperts], counts: set[int]) -> None:

@@ -70,8 +70,7 @@ class ExpertsAdapter:
 
     def changes(self, module: str) -> bool:
         """Whether it changes the experts module of this name."""
-        found = LAYER.match(f"{module}.")
-        return found is not None and int(found[1]) in self.names
+        return bool(self._names(module))
 
     def of(
         self, module: str, sizes: tuple[int, int, int], gated: bool, mine: Sequence[int], tp: tuple[int, int]
@@ -88,8 +87,7 @@ class ExpertsAdapter:
         rows = 2 * I if gated else I
         up: tuple[Adapter, ...] = ()
         down: tuple[Adapter, ...] = ()
-        found = LAYER.match(f"{module}.")
-        names = self.names.get(int(found[1]), {}) if found else {}
+        names = self._names(module)
         for inner in {inner for inner, _ in names}:
             A, B = (self._tensor(names, inner, side) for side in "AB")
             shapes, a_side, b_side = f"{list(A.shape)} and {list(B.shape)}", A.shape[1], B.shape[0]
@@ -115,6 +113,11 @@ class ExpertsAdapter:
             else:  # the ranks' sums are added
                 down = (*down, Adapter(a.chunk(size, dim=2)[rank].contiguous(), b))
         return up, down
+
+    def _names(self, module: str) -> dict[tuple[bool, str], str]:
+        """(inner, side) -> name of the tensors that change the experts module of this name."""
+        found = LAYER.match(f"{module}.")
+        return self.names.get(int(found[1]), {}) if found else {}
 
     def _tensor(self, names: dict[tuple[bool, str], str], inner: bool, side: str) -> Tensor:
         if (inner, side) not in names:

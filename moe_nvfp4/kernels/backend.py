@@ -128,7 +128,7 @@ class Backend:
     @property
     def functions(self) -> ModuleType:
         """The module with the functions below, imported on first use."""
-        return import_module(f"{__name__.rpartition('.')[0]}.{self.name}.backend")
+        return import_module(f"{__package__}.{self.name}.backend")
 
     # The arguments have been checked (`moe_nvfp4.checks`). Tensors may be strided.
 

@@ -83,7 +83,7 @@ def _run(
     env = {"MOE_NVFP4_BACKEND": backend, "MOE_NVFP4_COMPILE": "lazy", "MOE_NVFP4_CHECK": "0"}
     if threads is not None and "OMP_NUM_THREADS" not in os.environ:
         env["OMP_NUM_THREADS"] = str(threads)  # processes that run at once share the cores
-    return run_child(__name__.rpartition(".")[0], arguments, env, limit)
+    return run_child(__package__, arguments, env, limit)
 
 
 def child(arguments: list[str]) -> None:

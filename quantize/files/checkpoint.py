@@ -130,6 +130,11 @@ class Checkpoint:
     index: Path | None = None
 
     @property
+    def own(self) -> dict:
+        """What this library has written into the quantization_config of its own files; empty for those of others."""
+        return (self.config.get("quantization_config") or {}).get("moe_nvfp4") or {}
+
+    @property
     def types(self) -> list[str]:
         """Every model_type in the config, the outermost first."""
         return [c["model_type"] for c in sub_configs(self.config) if isinstance(c.get("model_type"), str)]

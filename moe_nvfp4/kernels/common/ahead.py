@@ -33,7 +33,7 @@ from moe_nvfp4.devices import cores
 from moe_nvfp4.kernels.backend import Gpu
 from moe_nvfp4.progress import progress_bar
 
-_WORKER = f"{__name__.rpartition('.')[0]}.worker"
+_WORKER = f"{__package__}.worker"
 
 
 # ---- numbers of tokens ---------------------------------------------------------------------------

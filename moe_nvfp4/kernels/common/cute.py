@@ -39,7 +39,7 @@ class CuteKernels(Variants):
 
 
 def _launches() -> Any:
-    return import_module(f"{__name__.rpartition('.')[0]}.launch")
+    return import_module(f"{__package__}.launch")
 
 
 def _nothing(*values: object) -> None:
