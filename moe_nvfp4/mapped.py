@@ -1,9 +1,10 @@
 """Experts whose weights stay in their files, for models that are larger than the memory.
 
 A table takes the place of a projection's codes and block scales: uint8 [E, parts, 2, 8], for each expert the addresses
-of its codes and of its block scales in memory that the files are mapped to. parts is 2 where gate and up are separate
-matrices. This is the cpu backend's `Layout`. The kernels read the files' bytes unchanged: the system loads them when
-the kernels ask (kernels/cpu/cpu_mapped.h), keeps them as long as it has room, and shares them between processes.
+of its codes and of its block scales in memory that the files are mapped to, each with a checksum. parts is 2 where gate
+and up are separate matrices. This is the cpu backend's `Layout`. The kernels read the files' bytes unchanged: the
+system loads them when the kernels ask (kernels/cpu/cpu_mapped.h), keeps them as long as it has room, and shares them
+between processes.
 """
 
 from __future__ import annotations
@@ -110,15 +111,29 @@ def table(experts: Sequence[Sequence[Matrix]], rows: int, columns: int) -> tuple
             for (path, start), size in zip(matrix, (count // 2, count // 16), strict=True):
                 if path not in files:
                     files[path] = _open(path)
-                addresses.append(files[path].at(start, size))
+                addresses.append(_sealed(files[path].at(start, size)))
     found = torch.tensor(addresses, dtype=torch.int64, device="cpu").view(len(experts), -1, 2, 1)
     return found.view(torch.uint8), MappedProjection(rows, columns, tuple(files.values()))
+
+
+def _sealed(address: int) -> int:
+    """The entry of a table for `address`: its 48 bits, below 16 that belong to them. cpu.c checks these, since whoever
+    averages or rescales parameters would change the addresses."""
+    assert 0 <= address < 1 << 48
+    seal = (address * 0x9E3779B97F4A7C15 >> 48 & 0xFFFF) ^ 0x5EA1
+    return address | (seal - (seal >> 15 << 16)) << 48  # as int64
+
+
+EDITED = (
+    "a parameter that was edited has the addresses of experts that stay in their files (map_files), not weights: load "
+    "the model again, without map_files to change its experts, and leave uint8 parameters out of averages and casts"
+)
 
 
 def read(addresses: Tensor, rows: int, columns: int) -> tuple[Tensor, Tensor]:
     """Copies of the codes [E, N, K/2] and block scales [E, N, K/16] that a table points to.
 
-    OSError if a file does not have them any more.
+    OSError if a file does not have them any more; ValueError if the table was edited.
     """
     if any(not file.whole for file in _files.values()):
         raise OSError(loss())
@@ -129,8 +144,10 @@ def read(addresses: Tensor, rows: int, columns: int) -> tuple[Tensor, Tensor]:
     )
     for e, of_parts in enumerate(addresses.view(torch.int64).view(E, parts, 2).tolist()):
         for part, where in enumerate(of_parts):
-            for to, address in zip(found, where, strict=True):
-                to = to[e].chunk(parts)[part]
+            for to, entry in zip(found, where, strict=True):
+                to, address = to[e].chunk(parts)[part], entry & ((1 << 48) - 1)
+                if _sealed(address) != entry:
+                    raise ValueError(EDITED)
                 ctypes.memmove(to.data_ptr(), address, to.nbytes)
     return found
 

@@ -138,6 +138,44 @@ def test_a_file_that_is_too_short_is_not_mapped(tmp_path):
         layer.map_files({"gate_up_proj": [[matrix, matrix]], "down_proj": [[matrix]]})
 
 
+def edits():
+    """What is done to parameters in place, and whether the result is still a table."""
+    random = lambda p: torch.randint(256, p.shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(3))
+    yield lambda p: p.zero_()
+    yield lambda p: p.fill_(255)
+    yield lambda p: p.copy_(random(p))
+    yield lambda p: p.copy_((p.float() * 0.999).to(torch.uint8))  # an average that was rounded down
+    for byte in range(8):
+        yield lambda p, byte=byte: p[..., byte].add_(1)
+
+
+@pytest.mark.parametrize("name", ["gate_up_proj", "down_proj"])
+def test_a_table_that_was_edited_is_an_error(path, tmp_path, name):  # noqa: F811
+    """Not a SIGSEGV, and not the weights at another address. Experts may change places."""
+    layer = random_layer(4, 64, 48)
+    mapped, _ = in_files(layer, tmp_path)
+    x, _, p = batch(layer, 30)
+    inputs = x, torch.arange(60).view(30, 2) % 4, p
+    table, want = getattr(mapped, name).data, mapped(*inputs)
+    before = table.clone()
+    for edit in edits():
+        edit(table)
+        for call in (lambda: mapped(*inputs), lambda: copy.deepcopy(mapped).keep_on_cpu(False).to("cpu")):
+            with pytest.raises(ValueError, match="was edited has the addresses of experts that stay in their files"):
+                call()
+        for kind, columns in ((0, 2), (1, 16)):
+            to = torch.empty(layer.state_dict()[name].numel() * 2 // columns, dtype=torch.uint8)
+            with pytest.raises(ValueError, match="load the model again"):
+                cpu.gather(table, kind, to)
+        table.copy_(before)
+        assert torch.equal(mapped(*inputs), want)
+    for name in ("gate_up_proj", "gate_up_proj_sf", "down_proj", "down_proj_sf"):
+        for experts in (layer, mapped):
+            if (tensor := getattr(experts, name).data).numel():
+                tensor.copy_(tensor.flip(0))
+    assert torch.equal(mapped(*inputs), layer(*inputs)) and not torch.equal(mapped(*inputs), want)
+
+
 def resident():
     """The bytes of this process that are its own, and those that are of files."""
     with open("/proc/self/status") as f:

@@ -128,6 +128,7 @@ _FAILURES = {  # what cpu.c's run returns
         "order, offsets or index do not belong to one `Groups`: offsets must ascend from 0 to at most the "
         "number of rows, and each index must be that of a row: take them from routing.group_by_expert"
     ),
+    -5: ValueError(mapped.EDITED),
 }
 
 
@@ -286,12 +287,15 @@ def linear(x: Tensor, weights: LinearWeights) -> Tensor:
 
 def gather(table: Tensor, kind: int, to: Tensor) -> None:
     """Copy the codes (kind 0) or block scales (kind 1) of matrices that stay in their files, one after the other, to
-    `to`, uint8 of their total size. table: `mapped.table`, uint8 [E, parts, 2, 8]. OSError if a file lost one of them.
+    `to`, uint8 of their total size. table: `mapped.table`, uint8 [E, parts, 2, 8]. OSError if a file lost one of them,
+    ValueError if the table was edited.
     """
     count = table.shape[0] * table.shape[1]
     begin, threads = table.data_ptr() + 8 * kind, torch.get_num_threads()
-    if count and _library(path()).gather(begin, count, to.numel() // count, to.data_ptr(), threads, _parallel()):
-        raise OSError(mapped.loss())
+    if not count:
+        return
+    if failed := _library(path()).gather(begin, count, to.numel() // count, to.data_ptr(), threads, _parallel()):
+        raise _failure(failed)
 
 
 def _quantize(

@@ -170,8 +170,8 @@ typedef struct {
     int64_t paired;         /* weight rows n and n + split make one output (gate and up) */
     int64_t width;          /* of out: N, or N / 2 where paired */
     int64_t gate;
-    int64_t parts;          /* 0; or, for mapped files: codes is [E, parts, 2], the addresses of the codes and of the
-                               block scales of each half (parts = 2) or of all (1) of an expert's rows; sf is NULL */
+    int64_t parts;          /* 0; or, for mapped files: codes is [E, parts, 2], the sealed addresses of the codes and of
+                               the block scales of each half (parts = 2) or of all (1) of an expert's rows; sf is NULL */
     int64_t known;          /* mapped: whether the system tells which pages are in memory (see `there`) */
     float alpha, limit, up_offset;
     int32_t clamp_after;
@@ -182,7 +182,7 @@ typedef struct {
     int64_t *padded;        /* NVFP4: where an expert's rows begin among the padded ones */
     int64_t tile, tiles, K_steps, stride, few;
     uint8_t *there;         /* mapped: for each of hit, whether each of its 2 * parts matrices is in memory */
-    _Atomic int64_t *lost;  /* mapped: becomes 1 if memory has no file behind it any more */
+    _Atomic int64_t *lost;  /* mapped: becomes 1 if memory has no file behind it any more, 2 if an address was edited */
     char *work;             /* scratch, work_bytes for each thread */
     int64_t work_bytes;
 } Gemm;
@@ -262,6 +262,13 @@ typedef struct {
 enum { PART = 512 };
 INLINE int64_t parts_of(const Combine *c) { return (c->H + PART - 1) / PART; }
 
+/* Entry i of a table of mapped.py: an address in 48 bits, under 16 bits that tell whether anybody edited the entry (an
+   average of weights, say), which would end in a SIGSEGV or in other weights. */
+INLINE const uint8_t *address(const uint64_t *table, int64_t i) { return (const uint8_t *)(table[i] << 16 >> 16); }
+INLINE int edited(const uint64_t *table, int64_t i) {
+    return (((table[i] << 16 >> 16) * 0x9e3779b97f4a7c15u >> 48) ^ 0x5ea1) != table[i] >> 48;
+}
+
 /* Where a weight row's codes and block scales lie, and where the memory of the block scales ends. */
 typedef struct { const uint8_t *codes, *sf, *end; } Row;
 
@@ -271,8 +278,8 @@ INLINE Row row_at(const Gemm *g, int64_t e, int64_t n) {
     int64_t row = e * g->N + n, rows = g->E * g->N;
     if (g->parts) {
         int64_t part = (rows = g->parts == 2 ? g->N / 2 : g->N) <= n;
-        const uint8_t *const *at = (const uint8_t *const *)(const void *)g->codes + 2 * (e * g->parts + part);
-        codes = at[0], sf = at[1], row = n - part * rows;
+        const uint64_t *at = (const uint64_t *)(const void *)g->codes + 2 * (e * g->parts + part);
+        codes = address(at, 0), sf = address(at, 1), row = n - part * rows;
     }
     return (Row){codes + row * g->K / 2, sf + row * g->K / 16, sf + rows * g->K / 16};
 }
@@ -769,7 +776,7 @@ static void add_gemm(Job *job, Gemm *g, const Path *p, char *memory, int64_t thr
 
 /* Runs the stages of a program: for each stage its kind, the number of 8-byte words in its struct, and the struct. The
    threads go through all stages together. Returns 0; -1 if out of memory; -2 if a Group finds an illegal id; -3 if
-   offsets or indices do not fit; -4 if mapped weights are not in their file any more. */
+   offsets or indices do not fit; -4 if mapped weights are not in their file any more, -5 if their table was edited. */
 int64_t run(const int64_t *program, int64_t count, int64_t path, int64_t threads, Parallel *parallel) {
     struct { int64_t kind, bytes; union { Group group; Quantize quantize; Gemm gemm; Combine combine; }; }
         stages[MAX_STAGES], *end = stages + count, *s;
@@ -814,7 +821,7 @@ int64_t run(const int64_t *program, int64_t count, int64_t path, int64_t threads
         }
     if (!failed) run_job(&job, threads, parallel);
     give_back(memory);
-    return lost ? -4 : failed;
+    return lost ? -3 - lost : failed;
 }
 
 #include "cpu_calls.h"

@@ -30,12 +30,17 @@ static int in_memory(const uint8_t *from, int64_t bytes) {
     return 1;
 }
 
-/* Asks the system for item i: the codes or block scales of one part of an expert's rows. */
+/* Asks the system for item i: the codes or block scales of one part of an expert's rows. Checks its address. */
 static void ask_for(const void *problem, int64_t i, int64_t next, int thread) {
     (void)next, (void)thread;
     const Gemm *g = problem;
     int64_t of_expert = 2 * g->parts, bytes = g->N / g->parts * g->K / (i % 2 ? 16 : 2);
-    const uint8_t *at = ((const uint8_t *const *)(const void *)g->codes)[g->hit[i / of_expert] * of_expert + i % of_expert];
+    const uint64_t *entry = (const uint64_t *)(const void *)g->codes + g->hit[i / of_expert] * of_expert + i % of_expert;
+    if (edited(entry, 0)) {
+        atomic_store(g->lost, 2);
+        return;
+    }
+    const uint8_t *at = address(entry, 0);
     g->there[i] = g->known && in_memory(at, bytes);
     if (g->there[i]) return;
     for (int64_t done = 0; done < bytes; done += ASKED) advise(at + done, MIN(ASKED, bytes - done), MADV_WILLNEED);
@@ -61,9 +66,10 @@ static int bring(const Gemm *g, int64_t e, int64_t first, int64_t end) {
 /* Waits for the weights of a GEMM's item; returns whether they can be read. */
 static int brought(const Gemm *g, int64_t item) {
     int64_t e = g->hit[item / g->tiles], n0 = item % g->tiles * g->tile, n = MIN(g->tile, g->width - n0);
-    int64_t middle = g->parts == 2 ? g->N / 2 : g->N, there = !atomic_load(g->lost), missing = 0;
+    int64_t middle = g->parts == 2 ? g->N / 2 : g->N, there = 1, missing = 0;
+    if (atomic_load(g->lost)) return 0;
     for (int64_t i = 0; i < 2 * g->parts; i++) missing |= !g->there[item / g->tiles * 2 * g->parts + i];
-    if (there && !missing) return 1;
+    if (!missing) return 1;
     for (int half = 0; there && half <= g->paired; half++, n0 += g->split)
         there = bring(g, e, n0, MIN(n0 + n, middle)) && bring(g, e, n0 > middle ? n0 : middle, n0 + n);
     if (!there) atomic_store(g->lost, 1);
@@ -73,20 +79,22 @@ static int brought(const Gemm *g, int64_t item) {
 /* ---- copying matrices out of their files ---- */
 
 enum { GATHERED = 256 << 10 }; /* bytes per item */
-typedef struct { const uint8_t *const *from; uint8_t *to; int64_t bytes, parts; _Atomic int64_t *lost; } Gather;
+typedef struct { const uint64_t *from; uint8_t *to; int64_t bytes, parts; _Atomic int64_t *lost; } Gather;
 
 static void gather_part(const void *problem, int64_t i, int64_t next, int thread) {
     (void)next, (void)thread;
     const Gather *g = problem;
     int64_t matrix = i / g->parts, start = i % g->parts * GATHERED, n = MIN(GATHERED, g->bytes - start);
-    const uint8_t *from = g->from[2 * matrix] + start;
-    if (!atomic_load(g->lost) && populate(from, n)) memcpy(g->to + matrix * g->bytes + start, from, (size_t)n);
+    const uint8_t *from = address(g->from, 2 * matrix) + start;
+    if (atomic_load(g->lost)) return;
+    if (edited(g->from, 2 * matrix)) atomic_store(g->lost, 2);
+    else if (populate(from, n)) memcpy(g->to + matrix * g->bytes + start, from, (size_t)n);
     else atomic_store(g->lost, 1);
 }
 
 /* Copies `count` matrices of `bytes` bytes each, at from[0], from[2], from[4], ..., one after the other to `to`.
-   Returns 0, or -4 if one is not in its file any more. */
-int64_t gather(const uint8_t *const *from, int64_t count, int64_t bytes, uint8_t *to, int64_t threads, Parallel *parallel) {
+   Returns 0; -4 if one is not in its file any more, -5 if its address was edited. */
+int64_t gather(const uint64_t *from, int64_t count, int64_t bytes, uint8_t *to, int64_t threads, Parallel *parallel) {
     _Atomic int64_t lost = 0;
     Gather g = {from, to, bytes, (bytes + GATHERED - 1) / GATHERED, &lost};
     Job job;
@@ -94,5 +102,5 @@ int64_t gather(const uint8_t *const *from, int64_t count, int64_t bytes, uint8_t
     atomic_init(&job.joined, 0);
     add_phase(&job, gather_part, &g, count * g.parts, count * bytes, threads);
     run_job(&job, MIN(threads, MAX_THREADS), parallel);
-    return lost ? -4 : 0;
+    return lost ? -3 - lost : 0;
 }
