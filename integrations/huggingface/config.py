@@ -191,11 +191,6 @@ def _check_known(fields: Iterable[str]) -> None:
 
 def _said(info: QuantizationInfo, own: Mapping[str, Any]) -> dict[str, Any]:
     """The fields that a checkpoint's config sets; `own`, its "moe_nvfp4" part, takes precedence."""
-    if newer := set(own) - {*FIELDS, "input_scale", "pre_quant_scale"}:
-        raise ValueError(
-            f"config.json has {', '.join(sorted(newer))} under moe_nvfp4, which version {__version__} does not know: "
-            "upgrade (pip install -U moe-nvfp4)"
-        )
     if info.mixed and "activations" not in own:
         raise ValueError(
             "these files have NVFP4 layers for quantized activations (W4A4) and others for bf16 ones (W4A16), and here "

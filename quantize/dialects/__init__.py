@@ -14,11 +14,15 @@ But neighbouring numbers may have the same reciprocal, so a scale that has been 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
+from moe_nvfp4._version import __version__
 from moe_nvfp4.quantize.dialects.base import EMBEDDING, Dialect, QuantizationInfo, as_patterns, matches
 from moe_nvfp4.quantize.dialects.compressed_tensors import CompressedTensors
 from moe_nvfp4.quantize.dialects.modelopt import ModelOpt
+from moe_nvfp4.quantize.recipes import recipe_named
+from moe_nvfp4.weights import ACTIVATIONS
 
 __all__ = [
     "COMPRESSED_TENSORS", "DIALECTS", "EMBEDDING", "GLOBAL_SCALES", "MODELOPT", "Dialect", "QuantizationInfo",
@@ -57,7 +61,7 @@ def read_config(config: Mapping, hf_quant_config: Mapping | None = None) -> Quan
     """Read what a checkpoint's configs say about NVFP4. None: it is not an NVFP4 checkpoint.
 
     config: config.json, or its quantization_config; hf_quant_config: hf_quant_config.json, if there is one.
-    ValueError for NVFP4 in a form that is not supported, naming it.
+    ValueError for NVFP4 in a form that is not supported, naming it, and for unknown settings of ours.
     """
     q = config.get("quantization_config", config if "quant_method" in config else None)
     hf = (hf_quant_config or {}).get("quantization", {})
@@ -66,9 +70,33 @@ def read_config(config: Mapping, hf_quant_config: Mapping | None = None) -> Quan
     q = q or {}
     dialect = dialect_of_method(q.get("quant_method"))  # hf_quant_config.json, ModelOpt's file, names no method
     try:
-        return None if dialect is None else dialect.read(q, hf)
+        info = None if dialect is None else dialect.read(q, hf)
+        if info is not None:
+            _check_own(q.get("moe_nvfp4") or {})
+        return info
     except (AttributeError, KeyError, TypeError) as error:  # not the structure that the tools write
         raise ValueError(
             f"the quantization_config of these files makes no sense ({type(error).__name__}: {error}): download "
             "config.json again, or compare it with what the tool writes"
         ) from None
+
+
+def _check_own(own: Mapping) -> None:
+    """ValueError unless `own`, what a quantization_config has under "moe_nvfp4", is what this version may write."""
+    known: dict[str, Callable[[Any], bool]] = {
+        "activations": ACTIVATIONS.__contains__,
+        "recipe": lambda name: bool(recipe_named(name)),
+        "exclude": lambda patterns: isinstance(patterns, list) and as_patterns(patterns, "exclude") == patterns,
+        "linears": ("packed", "dense").__contains__,
+        "input_scale": lambda there: isinstance(there, bool),
+    }
+    if newer := set(own) - known.keys():
+        raise ValueError(
+            f"config.json has {', '.join(sorted(newer))} under moe_nvfp4, which version {__version__} does not know: "
+            "upgrade (pip install -U moe-nvfp4)"
+        )
+    for name, value in own.items():
+        if not known[name](value):
+            raise ValueError(
+                f"config.json has {name} {value!r} under moe_nvfp4, which makes no sense: download it again"
+            )

@@ -17,7 +17,7 @@ from moe_nvfp4.quantize.files import StagingDir, open_checkpoint, read_header
 from moe_nvfp4.quantize.verify import verify_checkpoint
 from tests.checkpoints import ENVIRONMENT, config_of, converted, edit_config, experts, folder, same_files
 from tests.folders import awq, change_config, quantized
-from tests.models import dbrx, deepseek, gemma4, make, qwen3_moe, tensors
+from tests.models import dbrx, deepseek, gemma4, load, make, qwen3_moe, tensors
 from tests.quantize.test_damaged import entry, raw
 
 NAN, INF = float("nan"), float("inf")
@@ -270,14 +270,23 @@ def test_settings_that_no_model_can_have(command, family, changes, message, tmp_
 
 @pytest.mark.parametrize("own, message", [
     (3, "moe_nvfp4 in quantization_config is 3, no object"),
-    ({"exclude": 3}, "moe_nvfp4 in the quantization_config of config.json makes no sense .exclude is a pattern"),
+    ({"exclude": 3}, "config.json has exclude 3 under moe_nvfp4, which makes no sense"),
+    ({"linears": "all"}, "config.json has linears 'all' under moe_nvfp4, which makes no sense"),
+    ({"activations": "int3"}, "config.json has activations 'int3' under moe_nvfp4, which makes no sense"),
+    ({"input_scale": "no"}, "config.json has input_scale 'no' under moe_nvfp4, which makes no sense"),
+    ({"recipe": "best"}, "unknown recipe 'best': choose one of max, "),
+    ({"recipe": "max", "later": 1}, "config.json has later under moe_nvfp4, which version .* does not know: upgrade"),
 ], ids=str)  # fmt: skip
-def test_our_own_part_of_a_config(own, message, tmp_path, capsys):
+@pytest.mark.parametrize("command", ["verify", "info", "quantize"])
+def test_our_own_part_of_a_config(command, own, message, tmp_path, capsys):
     make(small).save_pretrained(tmp_path / "a")
     path = converted(tmp_path / "a", tmp_path / "b")
     change_config(path, quantization_config=config_of(path)["quantization_config"] | {"moe_nvfp4": own})
-    assert cli.main(["info", str(path)]) == 2
+    to = [str(tmp_path / "c"), "--dialect", "compressed-tensors"] if command == "quantize" else []
+    assert cli.main([command, str(path), *to]) == 2
     assert re.search(message, capsys.readouterr().err)
+    with pytest.raises(ValueError, match=message if isinstance(own, dict) else "makes no sense"):
+        load(path)
 
 
 @pytest.mark.parametrize("case", FORMS)
