@@ -29,7 +29,7 @@ from moe_nvfp4.kernels import offload
 from moe_nvfp4.layer import ExpertsLayer
 from moe_nvfp4.mapped import Matrix, StandIn, table
 from moe_nvfp4.ops import Adapters, refuse_transforms
-from moe_nvfp4.prepared import Packed, Prepared, autocast
+from moe_nvfp4.prepared import Packed, Prepared, autocast, check_plain
 from moe_nvfp4.weights import ExpertWeights
 
 _CPU = torch.device("cpu")
@@ -195,7 +195,8 @@ def beside(device: Device) -> str:
 
 
 def _checked(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, layer: int) -> tuple[ModuleType, ExpertWeights]:
-    kernels, w = _kernels(x.device), _layers[layer].weights
+    check_plain(module := _layers[layer])
+    kernels, w = _kernels(x.device), module.weights
     check_weights(w, _CPU)
     check_rows(x, top_k_index, top_k_weights, w)
     return kernels, w

@@ -50,11 +50,13 @@ class Prepared(FP32Scales):
         """The backend for a call (arguments: those of `_problem`), and `weights` in its layout. These stay as they are
         even if other threads change the module's weights meanwhile (another dtype, `state_dict`, `to`)."""
         if torch.compiler.is_compiling():
+            check_plain(self)
             return self._select(*problem), self.weights
         with _changing:
             now, last = self._state(problem), _last.get(self)
             if last is not None and last[0] == now:
                 return last[1], last[2]
+            check_plain(self)
             chosen = self._select(*problem)
             if self.packed_for != chosen.layout:
                 self._prepare_for(chosen)
@@ -86,7 +88,8 @@ class Prepared(FP32Scales):
             return None
         attributes = self.__dict__
         chosen = attributes["activations"], attributes.get("gate"), backends_now()
-        return problem, addresses, codes.shape, chosen
+        computing = len(attributes["_modules"]), len(attributes["_forward_pre_hooks"])  # see `computes_parameters`
+        return problem, addresses, codes.shape, chosen, computing
 
     @property
     def packed(self) -> bool:
@@ -152,7 +155,9 @@ class Prepared(FP32Scales):
 
     def _here(self, name: str) -> Tensor:
         """A parameter, or this rank's part of one that is split over ranks (a DTensor), in whatever layout it has."""
-        parameter: Any = self._parameters[name]
+        parameter: Any = self._parameters.get(name)
+        if parameter is None:  # parametrized, which only `repr` may meet
+            parameter = getattr(self, name)
         return getattr(parameter, "_local_tensor", parameter)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
@@ -170,6 +175,23 @@ class Prepared(FP32Scales):
             if any(prefix + name in state_dict for name in self._parameters):  # not if it is an adapter's
                 self.unpack()
             super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def computes_parameters(module: nn.Module) -> bool:
+    """Whether torch.nn.utils computes parameters of `module` from others at each call."""
+    hooks = module._forward_pre_hooks.values()
+    return "parametrizations" in module._modules or any(type(h).__module__.startswith("torch.nn.utils.") for h in hooks)
+
+
+def check_plain(module: nn.Module, name: str = "4-bit weights") -> None:
+    """ValueError for a module that `computes_parameters`: what it computes is no longer among its parameters, where a
+    bias or a scale is optional and would be left out."""
+    if computes_parameters(module):
+        raise ValueError(
+            f"{name}: the parameters are parametrized or pruned (torch.nn.utils), and kernels read codes, scales and "
+            "biases as they are: make this a part of them (remove_parametrizations, prune.remove), or do it to the "
+            "dense model and quantize the result"
+        )
 
 
 def _refuse_captured(weight: Tensor) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 from transformers.core_model_loading import build_glob_alternation
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils import logging
@@ -52,6 +53,7 @@ from moe_nvfp4.integrations.huggingface.ready import prepare_model
 from moe_nvfp4.integrations.huggingface.savable import activations_of, check_savable
 from moe_nvfp4.linear import NVFP4Linear
 from moe_nvfp4.mapped import Matrix
+from moe_nvfp4.prepared import check_plain
 from moe_nvfp4.quantize.dialects import DIALECTS, GLOBAL_SCALES
 from moe_nvfp4.quantize.files import Checkpoint
 from moe_nvfp4.quantize.importance import Importance
@@ -247,6 +249,8 @@ class MoeNvfp4Quantizer(HfQuantizer):
             experts, config.recipe, self.pre_quantized, dialect, self.importance, layout, prefix, fp8
         )
         self._name_dense(model, experts, excluded)
+        if isinstance(model, PreTrainedModel):
+            model._get_resized_lm_head = self.resized_head
 
     def _name_dense(self, model: nn.Module, experts: Iterable[str], excluded: Iterable[str]) -> None:
         """Add the modules of `model` that are dense to the config's ignore list."""
@@ -410,6 +414,15 @@ class MoeNvfp4Quantizer(HfQuantizer):
             for key in INPUT_SCALES:
                 layer._parameters.pop(key, None)
 
+    def resized_head(self, head: Any, new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> Any:
+        """In place of the model's `_get_resized_lm_head`, which takes dense heads only: a 4-bit one becomes dense."""
+        assert self._model is not None, "the model calls it"
+        model: Any = self._model()
+        if isinstance(head, NVFP4Linear) and new_num_tokens not in (None, head.out_features):
+            logger.warning("the output head becomes dense, because new rows are added to it or taken away")
+            head = to_linear(head, model.dtype)
+        return type(model)._get_resized_lm_head(model, head, new_num_tokens, *args, **kwargs)
+
     # ------------------------------------------------------------ saving
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Tensor] | None, dict]:
         """The model's state dict, with the multi-token prediction layers of its files, which it does not load. None if
@@ -492,6 +505,7 @@ class MoeNvfp4Quantizer(HfQuantizer):
         """Also for transformers 5.24, which takes the conversions away: `_dequantize` has put in those of a dense
         model, and loading needs them until then."""
         kept = getattr(model, "_weight_conversions", None)
+        vars(model).pop("_get_resized_lm_head", None)
         super().remove_quantization_config(model)
         if kept is not None:
             model._weight_conversions = kept
@@ -507,6 +521,7 @@ class MoeNvfp4Quantizer(HfQuantizer):
                     "(save_pretrained), take them off (unload() of the PeftModel, or load the model anew), dequantize, "
                     "and load them onto the dense model (PeftModel.from_pretrained). The model is as it was"
                 )
+            check_plain(module, name)
             for p in module.parameters():
                 refuse_elsewhere(p, "dequantized")
         dense: dict[int, nn.Module] = {}  # layers may share a module

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from moe_nvfp4.integrations.huggingface.experts import HFExperts
 from moe_nvfp4.linear import NVFP4Linear
 from moe_nvfp4.mapped import SAVED
+from moe_nvfp4.prepared import check_plain
 from moe_nvfp4.quantize.files import expert_counts
 
 WRAPPED = re.compile(r"(\.(base_layer|original_module|token_adapter))+$")  # modules inside PEFT's
@@ -21,8 +22,8 @@ WRAPPED = re.compile(r"(\.(base_layer|original_module|token_adapter))+$")  # mod
 def check_savable(model: Any) -> None:
     """NotImplementedError for experts that stay in files, for layers of several activations, and for a model that
     FSDP has split, not transformers (it gathers); ValueError for parameters without numbers, codes that are no bytes,
-    adapters inside the model, static activation scales in some layers only, and another number of experts than the
-    config's."""
+    parameters that are parametrized, adapters inside the model, static activation scales in some layers only, and
+    another number of experts than the config's."""
     own = getattr(model.config, "distributed_config", None) or getattr(model, "_tp_size", None)
     if not own and any(isinstance(p, DTensor) for p in model.parameters()):
         raise NotImplementedError(
@@ -51,6 +52,8 @@ def check_savable(model: Any) -> None:
         )
     experts: dict[str, HFExperts] = {}
     for name, m in model.named_modules():
+        if isinstance(m, (HFExperts, NVFP4Linear)):
+            check_plain(m, name)
         if isinstance(m, HFExperts):
             experts[name] = m
             _check_codes(name, m, m.up_name, "down_proj")

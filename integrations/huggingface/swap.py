@@ -43,6 +43,7 @@ from moe_nvfp4.integrations.huggingface.offload import keep_experts_on_cpu
 from moe_nvfp4.integrations.huggingface.quantizer import MoeNvfp4Quantizer
 from moe_nvfp4.integrations.huggingface.ready import prepare_model
 from moe_nvfp4.linear import NVFP4Linear
+from moe_nvfp4.prepared import computes_parameters
 from moe_nvfp4.progress import progress_bar
 from moe_nvfp4.quantize.importance import LayerImportance
 from moe_nvfp4.quantize.linears import Chosen
@@ -216,8 +217,7 @@ def _dequantizes(conversion: Any) -> bool:
 def _check_here(name: str, module: nn.Module) -> None:
     """ValueError unless `module` computes what its class does, from weights that are its own, whole, here and of a
     known dtype."""
-    old = any(type(h).__module__.startswith("torch.nn.utils.") for h in module._forward_pre_hooks.values())
-    if name.endswith(".base_layer") or hasattr(module, "parametrizations") or old:
+    if name.endswith(".base_layer") or computes_parameters(module):
         raise ValueError(
             f"{name}: the weights are parametrized, or have adapters that PEFT made for dense experts: call "
             "swap_experts first and then get_peft_model, which puts adapters on 4-bit experts, or make them a part of "

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn.utils import parametrize, prune
 
 from moe_nvfp4 import ExpertWeights, Gate, NVFP4Experts, moe_forward, ops, reference
 from moe_nvfp4 import format as nvfp4
@@ -557,3 +558,36 @@ def test_packed_weights_refuse_other_dtypes(hopper):
     layer.prepare()
     with pytest.raises(TypeError, match="call unpack"):
         moe_forward(torch.randn(3, 32), torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1), layer.weights)
+
+
+def every_parameter():
+    """Modules with all that is optional, and the names of their parameters."""
+    biases = torch.randn(4, 32), torch.randn(4, 32)
+    experts = NVFP4Experts.from_dense(torch.randn(4, 32, 32), torch.randn(4, 32, 16), Gate(), "nvfp4", biases)
+    experts.set_input_scales(torch.tensor(0.01), torch.tensor(0.02))
+    experts.add_pre_quant_scales(torch.float32)
+    linear = NVFP4Linear(32, 48, torch.float32, "nvfp4", input_scale=True, pre_quant_scale=torch.float32)
+    linear.set_input_scales(torch.tensor(0.01))
+    return [(module, name) for module in (experts, linear) for name, _ in module.named_parameters()]
+
+
+@pytest.mark.parametrize("module, name", every_parameter(), ids=lambda x: x if isinstance(x, str) else type(x).__name__)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_parameters_that_are_computed_are_refused(module, name, compiled):
+    """Codes and scales would be a KeyError, and biases and static scales be left out without a word."""
+    x, routing = torch.randn(3, 32), (torch.tensor([[0, 1], [2, 3], [1, 2]]), torch.rand(3, 2))
+    inputs = (x, *routing) if isinstance(module, NVFP4Experts) else (x,)
+    ways = [lambda m: parametrize.register_parametrization(m, name, torch.nn.Identity(), unsafe=True)]
+    if module._parameters[name].is_floating_point():
+        ways.append(lambda m: prune.l1_unstructured(m, name, 1))
+    for change in ways:
+        changed = copy.deepcopy(module)
+        want = changed(*inputs)
+        change(changed)
+        assert type(module).__name__ in repr(changed)
+        call = torch.compile(changed, backend="eager", fullgraph=True) if compiled else changed
+        with pytest.raises(Exception, match="parametrized or pruned .torch.nn.utils.*remove_parametrizations"):
+            call(*inputs)
+        if hasattr(changed, "parametrizations"):
+            parametrize.remove_parametrizations(changed, name)
+            assert torch.equal(changed(*inputs), want)

@@ -1,8 +1,11 @@
 """4-bit folders of other tools load directly into transformers, with the same numbers, and are saved unchanged."""
 
+import copy
 import json
+import pickle
 import zlib
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,11 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import nn
+from torch.nn.utils import parametrize
 from transformers import AutoModel, AutoModelForCausalLM, Step3p7ForConditionalGeneration
 
 from moe_nvfp4 import ExpertWeights, Gate, Matrices, reference
-from moe_nvfp4.integrations.huggingface import MoeNvfp4Config, checkpoint_config, set_activations
+from moe_nvfp4.integrations.huggingface import MoeNvfp4Config, checkpoint_config, set_activations, swap_experts
 from moe_nvfp4.integrations.huggingface.experts import HFExperts
+from moe_nvfp4.integrations.huggingface.linears import to_linear
 from moe_nvfp4.linear import NVFP4Linear
 from moe_nvfp4.quantize.convert import convert_checkpoint
 from moe_nvfp4.quantize.options import Options
@@ -292,6 +297,50 @@ def test_what_a_user_made_dense_is_saved_dense(tmp_path):
     ignore = json.loads((tmp_path / "mixed/config.json").read_text())["quantization_config"]["ignore"]
     assert {"lm_head", "model.layers.1.mlp.experts*"} <= set(ignore)
     assert not any(fnmatchcase("model.layers.0.mlp.experts.0.up_proj", pattern) for pattern in ignore)
+
+
+@pytest.mark.parametrize("quantize", ["files", "loading", "swapped"])
+def test_more_and_fewer_tokens_with_a_packed_head(tmp_path, quantize, caplog):
+    """transformers resizes dense heads only: a packed one becomes dense, with the values that it had."""
+    if quantize == "files":
+        path, _ = quantized(tmp_path, qwen3_moe, "modelopt", lambda k: is_expert(k) or k == "lm_head.weight")
+        model = set_activations(load(path, torch.bfloat16), "bf16")
+    elif quantize == "loading":
+        path = folder(tmp_path, qwen3_moe)
+        model = load(path, torch.bfloat16, quantization_config=MoeNvfp4Config(linears="lm_head"))
+    else:
+        model = swap_experts(make(qwen3_moe), linears="lm_head", progress=False)
+    copied = copy.deepcopy(model)
+    model = pickle.loads(pickle.dumps(model)) if quantize == "swapped" else model
+    assert isinstance(model.resize_token_embeddings(96), nn.Embedding) and isinstance(model.lm_head, NVFP4Linear)
+    hidden = torch.randn(5, 64).bfloat16()
+    want, before, other = (f(hidden) for f in (model.lm_head, to_linear(model.lm_head, torch.bfloat16), copied.lm_head))
+    assert relative_error(before, want) < 5e-3
+    for size in (100, 90):
+        model.resize_token_embeddings(size)
+        assert isinstance(model.lm_head, nn.Linear) and logits(model).shape[-1] == model.config.vocab_size == size
+        assert torch.equal(model.lm_head(hidden)[:, :90], before[:, :90])
+    assert sum("output head becomes dense" in r.message for r in caplog.records) == 1
+    model.save_pretrained(tmp_path / "fewer")
+    again, state = load(tmp_path / "fewer", model.dtype), model.state_dict()
+    assert isinstance(again.lm_head, nn.Linear)
+    assert {n: as_bytes(t) for n, t in again.state_dict().items()} == {n: as_bytes(t) for n, t in state.items()}
+    assert isinstance(copied.lm_head, NVFP4Linear) and torch.equal(copied.lm_head(hidden), other)
+    copied.resize_token_embeddings(104)
+    assert torch.equal(copied.lm_head(hidden)[:, :96], before) and torch.equal(model.lm_head(hidden), before[:, :90])
+    dense = again.dequantize()
+    assert dense.resize_token_embeddings(95).weight.shape == (95, 64) and "_get_resized_lm_head" not in vars(dense)
+
+
+def test_parametrized_layers_are_neither_saved_nor_made_dense(tmp_path):
+    """Their parameters have other names, which nothing reads."""
+    for module, name in (("model.layers.1.mlp.experts", "down_proj_bias"), ("lm_head", "weight_global_scale")):
+        model = swap_experts(make(gpt_oss), linears="lm_head", progress=False)
+        parametrize.register_parametrization(model.get_submodule(module), name, nn.Identity(), unsafe=True)
+        for refused in (partial(model.save_pretrained, tmp_path / "saved"), model.dequantize):
+            with pytest.raises(ValueError, match=f"{module}: the parameters are parametrized.*remove_parametrizations"):
+                refused()
+        assert not (tmp_path / "saved").exists()
 
 
 KINDS = ("q_proj", "k_proj", "v_proj", "o_proj", "lm_head")
