@@ -2,7 +2,8 @@
 
 The server's log-probabilities (`moe_nvfp4.integrations.endpoint`) are compared with those of the same model here, in
 fp32: once as the folder says, and once for each known way to misread NVFP4 experts. What bf16 may change is measured:
-it is what the model here changes between bf16 and fp32.
+it is what the model here changes between bf16 and fp32. A misreading is computed until it is ruled out, mostly by the
+first batch.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from moe_nvfp4.integrations.huggingface.swap import set_activations
 from moe_nvfp4.linear import NVFP4Linear
 from moe_nvfp4.weights import is_quantized
 
-TOGETHER = 1024  # tokens in a batch
+TOGETHER = 256  # tokens in a batch: after each, a misreading may be ruled out
 NOISE = 3.0  # a right server is at most so many times as far from fp32 as bf16 here
 FLOOR = 1e-3  # nats: less is no difference
 CLEARLY = 0.75  # a misreading is named if it is at most so many times as far from the server as the folder is
@@ -137,7 +138,8 @@ class Verdict:
     missing         how many more the server gave as NaN, or not at all
     noise           between the model here in bf16 and in fp32
     difference      between the server and the model here in fp32
-    misreadings     name -> between the server and the model here if it is misread in this way
+    misreadings     name -> between the server and the model here if it is misread in this way; where few of the numbers
+                    rule it out, over these
     without_effect  names of misreadings that leave this folder's numbers as they are
     fits            the misreading that fits best, where the server is wrong; None: none does
     """
@@ -170,39 +172,54 @@ def judge(model: Any, asked: Sequence[Asked], progress: Callable[[Iterable], Ite
     known = given > LEAST
     mine = _activations(model)
     other = "bf16" if is_quantized(mine) else "nvfp4"
-
-    def both() -> tuple[Tensor, Tensor]:
-        """The model's numbers, and those with the other activations."""
-        numbers = log_probabilities(model, asked)
-        changed = log_probabilities(set_activations(model, other), asked)
-        set_activations(model, mine)
-        return numbers[known], changed[known]
-
-    missing, given = int((~known).sum()), given[known]
-    rounded = both()
+    rounded = log_probabilities(model, asked)
+    rounded_other = log_probabilities(set_activations(model, other), asked)
+    set_activations(model, mine)
     model.to(torch.float32)  # transformers refuses .float() of 4-bit models
-    exact, changed = both()
-    changed = (changed + rounded[1]) / 2
+    exact = log_probabilities(model, asked)
+    difference, noise = _apart(given, [exact], known), _apart(rounded, [exact], known)
+    changed: list[Tensor] = []
+
+    def with_other() -> Iterator[Tensor]:
+        """The model's numbers with the other activations, from bf16 and fp32."""
+        at = 0
+        for numbers in _by_batch(set_activations(model, other), asked):
+            changed.append((numbers + rounded_other[at : at + len(numbers)]) / 2)
+            at += len(numbers)
+            yield changed[-1]
+
+    limit = CLEARLY * difference
+    whole = difference > NOISE * noise  # then the errors themselves are compared too
+    found = {PRECISIONS[other]: _apart(given, with_other(), known, torch.inf if whole else limit)}
+    set_activations(model, mine)
     nothing = [name for name, changes in MISREADINGS.items() if _without_effect(model, changes)]
-    found = {PRECISIONS[other]: _apart(given, changed)}
     for name in progress([name for name in MISREADINGS if name not in nothing]):
         with misread(model, MISREADINGS[name]):
-            found[name] = _apart(given, log_probabilities(model, asked)[known])
-    difference, noise = _apart(given, exact), _apart(rounded[0], exact)
+            found[name] = _apart(given, _by_batch(model, asked), known, min(limit, *found.values()))
     fits = None
     if difference > FLOOR:
         best = min(found, key=lambda name: found[name])
-        if found[best] < CLEARLY * difference:
+        if found[best] < limit:
             fits = best
-        elif difference > NOISE * noise and _alike(given - exact, changed - exact):
+        elif whole and _alike((given - exact)[known], (torch.cat(changed) - exact)[known]):
             fits = PRECISIONS[other]
-    verdict = Verdict(False, len(given), missing, noise, difference, found, nothing, fits)
+    missing = int((~known).sum())
+    verdict = Verdict(False, len(known) - missing, missing, noise, difference, found, nothing, fits)
     right = missing <= MOST * len(known) and fits is None and difference <= verdict.limit
     return replace(verdict, right=right)
 
 
-def _apart(a: Tensor, b: Tensor) -> float:
-    return (a - b).abs().nan_to_num(nan=torch.inf).mean().item() if len(a) else torch.inf
+def _apart(given: Tensor, batches: Iterable[Tensor], known: Tensor, limit: float = torch.inf) -> float:
+    """The mean |difference| between the `known` of `given`, float64 [n], and the n numbers of `batches`. Once the mean of
+    all must be above `limit`, the rest is not computed: it is then that of the batches before, also above `limit`."""
+    errors, most, at = given.new_empty(0), limit * int(known.sum()), 0
+    for numbers in batches:
+        part = slice(at, at := at + len(numbers))
+        new = (given[part] - numbers)[known[part]].abs().nan_to_num(nan=torch.inf)
+        errors = torch.cat([errors, new])
+        if errors.sum().item() > most:
+            break
+    return errors.mean().item() if len(errors) else torch.inf
 
 
 def _alike(a: Tensor, b: Tensor) -> bool:
@@ -219,15 +236,18 @@ def _activations(model: nn.Module) -> str:
 
 def log_probabilities(model: Any, asked: Sequence[Asked]) -> Tensor:
     """float64 [all numbers of `asked`]: those of `model`."""
-    found = []
+    return torch.cat([*_by_batch(model, asked)])
+
+
+def _by_batch(model: Any, asked: Sequence[Asked]) -> Iterator[Tensor]:
     for length, group in groupby(asked, key=lambda a: len(a.ids)):
         same = list(group)
         for some in (same[i : i + max(1, TOGETHER // length)] for i in range(0, len(same), max(1, TOGETHER // length))):
-            ids = torch.stack([a.ids for a in some]).to(model.device)
+            ids, found = torch.stack([a.ids for a in some]).to(model.device), []
             for a, logits in zip(some, model(input_ids=ids, use_cache=False).logits, strict=True):
                 rows, tokens = logits[a.rows.to(logits.device)].double().cpu(), a.tokens
                 if a.among:
                     found.append(rows.gather(1, tokens).log_softmax(-1).flatten())
                 else:
                     found.append((rows.gather(1, tokens) - rows.logsumexp(-1, keepdim=True)).flatten())
-    return torch.cat(found)
+            yield torch.cat(found)

@@ -16,6 +16,7 @@ from transformers import AutoTokenizer
 from transformers.utils.import_utils import is_serve_available
 
 import moe_nvfp4.integrations.huggingface  # noqa: F401  (reads NVFP4 folders)
+from moe_nvfp4.integrations.huggingface.misread import _apart
 from moe_nvfp4.quantize.convert import convert_checkpoint
 from moe_nvfp4.quantize.options import Options
 from tests.cli.commands import mistake, run
@@ -280,3 +281,15 @@ def test_what_cannot_be_asked_is_an_error(separate, folder, monkeypatch, capsys)
     assert "no server answers at" in error("--server", url, separate)
     assert "begins with http://" in error("--server", "localhost:8000", separate)
     assert "--model and --tokens would have no effect" in error("--model", "tiny", "--tokens", "32", separate)
+
+
+def test_a_misreading_is_computed_until_it_is_ruled_out():
+    given = torch.tensor([0, 0, torch.nan, 0, 0, 0], dtype=torch.float64)
+    known = ~given.isnan()
+    batches = [torch.tensor(part, dtype=torch.float64) for part in ([1, -1, 9], [2], [torch.nan, 4])]
+    left = iter(batches)
+    assert _apart(given, left, known, 0.3) == 1 and len(list(left)) == 2  # two of five numbers: 0.4 at least
+    left = iter(batches)
+    assert _apart(given, left, known, 0.7) == 4 / 3 and len(list(left)) == 1
+    assert _apart(given, batches, known, 0.9) == _apart(given, batches, known) == torch.inf
+    assert _apart(given, batches[:2], known, 0.9) == 4 / 3 and _apart(given, batches, ~known & False) == torch.inf
