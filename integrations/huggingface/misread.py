@@ -210,8 +210,8 @@ def judge(model: Any, asked: Sequence[Asked], progress: Callable[[Iterable], Ite
 
 
 def _apart(given: Tensor, batches: Iterable[Tensor], known: Tensor, limit: float = torch.inf) -> float:
-    """The mean |difference| between the `known` of `given`, float64 [n], and the n numbers of `batches`. Once the mean of
-    all must be above `limit`, the rest is not computed: it is then that of the batches before, also above `limit`."""
+    """The mean |difference| between the `known` of `given`, float64 [n], and the n of `batches`. Once that of all is
+    sure to exceed `limit`, the rest is not computed: it is that of the batches before, which exceeds `limit` too."""
     errors, most, at = given.new_empty(0), limit * int(known.sum()), 0
     for numbers in batches:
         part = slice(at, at := at + len(numbers))
