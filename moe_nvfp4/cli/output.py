@@ -17,10 +17,12 @@ _quiet = False
 
 
 def set_up(quiet: bool) -> None:
-    """What --quiet leaves out, and that nobody draws a bar into a file or pipe. To be called before torch, transformers
-    and tqdm are imported, which read these variables once."""
+    """What --quiet leaves out, that nobody draws a bar into a file or pipe, and how threads wait. To be called before
+    torch, transformers and tqdm are imported, which read these variables once."""
     global _quiet
     _quiet = quiet
+    # With one other busy process on two cores, threads that wait by spinning take a hundred times as long.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if quiet:
         warnings.simplefilter("ignore")
         os.environ["TRANSFORMERS_VERBOSITY"] = "error"

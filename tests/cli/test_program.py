@@ -151,6 +151,19 @@ def test_quiet_hides_the_bars_of_all_libraries(given, shown):
     assert ("theirs: 100%" in done.stdout, "ours: 100%" in done.stdout) == (shown, shown)
 
 
+@pytest.mark.parametrize("set_by_user", [{}, {"OMP_WAIT_POLICY": "ACTIVE"}])
+def test_threads_sleep_while_they_wait_unless_the_user_has_set_it(set_by_user):
+    """In a process of its own: OpenMP reads the variable when torch is imported."""
+    code = (
+        "import os, sys; from moe_nvfp4 import cli\n"
+        "cli.info.run = lambda args: print(os.environ['OMP_WAIT_POLICY'], 'torch' in sys.modules)\n"
+        "cli.main(['info', 'X'])"
+    )
+    environment = {k: v for k, v in os.environ.items() if k != "OMP_WAIT_POLICY"} | set_by_user
+    done = subprocess.run([sys.executable, "-c", code], env=environment, cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == f"{set_by_user.get('OMP_WAIT_POLICY', 'PASSIVE')} False\n", done.stderr
+
+
 @pytest.mark.slow
 def test_interrupted_while_importing(tmp_path):
     """Ctrl-C reaches a process that is still importing torch."""
