@@ -1,4 +1,4 @@
-"""A whole model with 4-bit experts against the same model with transformers' bf16 experts: `generate.py --random NAME`.
+"""A whole model in 4 bits (experts, or linears too) against the same model in bf16: `generate.py --random NAME`.
 
 It has the real config and random weights, made layer by layer, so that the 4-bit model is never in bf16 as a whole.
 Decoding is greedy, with transformers' static cache and one CUDA graph per step (eager on a CPU). To see where a step's
@@ -30,9 +30,11 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, StaticCache
 
-from moe_nvfp4 import NVFP4Experts, reference
+from moe_nvfp4 import NVFP4Experts, ready, reference
 from moe_nvfp4.integrations.huggingface import swap_experts
 from moe_nvfp4.integrations.huggingface.graphs import CACHE
+from moe_nvfp4.linear import NVFP4Linear
+from moe_nvfp4.quantize.recipes import quantize_matrix
 from moe_nvfp4.routing import Rows, group_by_expert
 
 CONFIGS = {
@@ -47,6 +49,7 @@ CONFIGS = {
     ),
 }  # fmt: skip
 PROMPTS = {1: 32, 32: 128}  # batch: tokens of each prompt. 32 and 4096 rows occur elsewhere, too: fewer kernels
+LINEARS = "4-bit linears"  # of attention, and the head
 COMPARED = 8  # steps that are also decoded without a graph
 # Relative error of a layer against the reference backend, as in tests/common.py
 THRESHOLDS = {"bf16": 4e-3, "nvfp4": 2e-2}
@@ -58,8 +61,9 @@ PARTS = {
 }
 
 
-def build(name, device, activations=None):
-    """The model with random weights; with `activations`, a layer's experts are 4-bit before the next layer is made."""
+def build(name, device, activations=None, linears=False):
+    """The model with random weights; with `activations`, a layer's experts are 4-bit before the next layer is made, and
+    with `linears`, those of attention and the head too."""
     config = Qwen3MoeConfig(norm_topk_prob=True, **CONFIGS[name])
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, experts_implementation="grouped_mm")
@@ -71,8 +75,23 @@ def build(name, device, activations=None):
             parameter.fill_(1) if parameter.dim() == 1 else parameter.normal_(std=0.02)
         if activations and hasattr(part, "mlp"):  # the choice of scales does not matter here: the fastest recipe
             swap_experts(nn.ModuleList([part]), activations, recipe="max", progress=False)
+        if linears and hasattr(part, "self_attn"):
+            for child in ("q_proj", "k_proj", "v_proj", "o_proj"):
+                setattr(part.self_attn, child, four_bit(getattr(part.self_attn, child)))
+            ready.prepare(part.self_attn)
+    if linears:
+        model.lm_head = four_bit(model.lm_head)
+        ready.prepare(model.lm_head)
     inner.embed_tokens.weight.normal_()  # large enough that tokens differ, and with them their experts
     return model
+
+
+def four_bit(linear):
+    codes, sf, scale = quantize_matrix(linear.weight, "max")
+    new = NVFP4Linear(linear.in_features, linear.out_features, device=linear.weight.device).eval()
+    new.weight.data, new.weight_sf.data = codes, sf.view(torch.uint8)
+    new.weight_global_scale.data.copy_(scale)
+    return new
 
 
 def set_activations(model, activations):
@@ -367,15 +386,23 @@ def benchmark(name, device, steps=64, long=4096):
         checks.append((f"{title}, experts of layer 0 against the reference: {error:.1e} < {limit}", error < limit))
         rows.append(measure(title, model, device, steps))
         quantized[activations] = rows[-1]
+    whole = build(name, device, "bf16", linears=True)
+    shown = [(rows[-1], model, nullcontext)]
+    rows.append(whole_row := measure(f"W4A16, {LINEARS}", whole, device, steps))
     if device == "cuda":
-        rows.append(measure("W4A16, torch.compile", model, device, steps, how=compiled))
+        for title, of in (("W4A16, torch.compile", model), (f"W4A16, {LINEARS}, torch.compile", whole)):
+            rows.append(measure(title, of, device, steps, how=compiled))
+            shown.append((rows[-1], of, compiled))
+    # the profiler makes launches slower: what follows comes after all steps
     for activations, row in quantized.items():
         set_activations(model, activations)
         measure_prefill(row, model, device, long)
-    for row, how in ((rows[-2], nullcontext), (rows[-1], compiled)) if device == "cuda" else ():
+    measure_prefill(whole_row, whole, device, long)
+    for row, of, how in shown if device == "cuda" else ():
         for batch, b in row["batches"].items():
-            report_kernels(row["title"], model, device, steps, batch, b["step"] * 1e6, how)
-    del model
+            report_kernels(row["title"], of, device, steps, batch, b["step"] * 1e6, how)
+    of = shown = None
+    del model, whole
     gc.collect()
     measure_prefill(rows[0], build(name, device), device, long)
     report(rows, long)
