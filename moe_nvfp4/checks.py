@@ -72,14 +72,15 @@ def check_weights(weights: ExpertWeights, device: torch.device) -> None:
             _check(name, scale, (E,), _FP32, device)
 
 
-def _check_matrices(name: str, m: Matrices, E: tuple[int, ...], device: torch.device) -> None:
-    """E: (E,), or () for the matrix of a linear. A backend checks the shape of its own layout when it runs."""
+def _check_matrices(name: str, m: Matrices, E: tuple[int, ...], device: torch.device, linears: int = 1) -> None:
+    """E: (E,), or () for the matrix of a linear, or of `linears`. A backend checks the shape of its own layout when it
+    runs."""
     if m.layout is None:
         _check(f"{name}.codes", m.codes, (*E, m.N, 8 * m.blocks), _BYTES, device)
         _check(f"{name}.sf", m.sf, (*E, m.N, m.blocks), _BYTES, device)
     else:
         _check(f"{name}.codes", m.codes, (*(E or m.codes.shape[:1]), *m.codes.shape[1:]), _BYTES, device)
-    _check(f"{name}.global_scale", m.global_scale, E or (1,), _FP32, device)
+    _check(f"{name}.global_scale", m.global_scale, E or (linears,), _FP32, device)
     if m.gate_scale is not None:
         _check(f"{name}.gate_scale", m.gate_scale, E, _FP32, device)
     if m.bias is not None:
@@ -144,7 +145,7 @@ def check_linear(x: Tensor, weights: LinearWeights) -> None:
     if m.K % 16:
         raise ValueError(f"in_features = {m.K} is not a multiple of 16, the NVFP4 block")
     _check("x", x, x.shape, ROWS, device)
-    _check_matrices("weight", m, (), device)
+    _check_matrices("weight", m, (), device, len(weights.parts) or 1)
     if weights.input_scale is not None:
         _check("input_scale", weights.input_scale, (1,), _FP32, device)
 

@@ -62,6 +62,7 @@ class NVFP4Linear(Prepared):
             zeros = None if dtype is None else torch.zeros(shape, dtype=dtype, device=device)
             self.register_parameter(name, None if zeros is None else nn.Parameter(zeros, requires_grad=False))
         self.observer: Callable[..., None] | None = None  # while scales are calibrated
+        self.joined: Any = None  # a `joined.Joined`, if it runs with others as one
 
     def set_input_scales(self, x_scale: Tensor) -> None:
         """Set the static activation scale, one fp32 number. ValueError unless it is finite and positive."""
@@ -73,20 +74,27 @@ class NVFP4Linear(Prepared):
         ops.refuse_transforms()
         if x.dim() == 0 or x.shape[-1] != self.in_features:
             raise ValueError(f"x must be [..., {self.in_features}], this linear's in_features, got {tuple(x.shape)}")
-        x = autocast(x)
+        given, x = x, autocast(x)
         rows = x.reshape(-1, self.in_features)
         if self.pre_quant_scale is not None:
             rows = rows * self.pre_quant_scale.to(rows.dtype)
         if self.observer is not None:
             self.observer(rows)
-        chosen, weights = self._for_call(x.dtype, x.device)
-        y = ops.run_linear(rows, weights, chosen)
+        y = None if self.joined is None else self.joined.columns(self, given, rows)
+        if y is None:
+            chosen, weights = self._for_call(x.dtype, x.device)
+            y = ops.run_linear(rows, weights, chosen)
         return y.view(*x.shape[:-1], self.out_features)
 
     def prepare(self, dtype: torch.dtype = torch.bfloat16) -> None:
         """Bring the weights into the layout of the kernels that run activations of `dtype`, as
         `NVFP4Experts.prepare` does; `unpack` is its exact inverse."""
         self._for_call(dtype)
+
+    def unpack(self) -> None:
+        super().unpack()
+        if self.joined is not None:
+            self.joined.separate(self)
 
     def _prepare_for(self, chosen: Selected) -> None:
         self._pack(chosen, weight=False)

@@ -8,7 +8,7 @@ Where neither autograd nor a tracer looks on, `experts` is called without torch'
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -117,6 +117,29 @@ def _linear_gradients(ctx, dy):
 
 differentiate(linear, _remember_linear, _linear_gradients)
 refuse_gradient(linear_backward)
+
+
+def _linears(x: Tensor, tensors: list[Tensor | None], spec: str) -> tuple[LinearWeights, ...]:
+    read, each = read_spec(spec), iter(tensors)
+    sizes = [read._replace(sizes=(N, read.sizes[1]), parts=()) for N in read.parts]
+    found = tuple(LinearWeights.from_tensors([next(each) for _ in range(5)], size) for size in sizes)
+    for weights in found:
+        check_linear(x, weights)
+    return found
+
+
+def _run_linears(x: Tensor, tensors: list[Tensor | None], spec: str) -> Tensor:
+    linears, backend = _linears(x, tensors, spec), named_on(read_spec(spec).backend, x.device)
+    whole = LinearWeights.joined(linears)
+    return backend.linear(x, whole) if whole else torch.cat([backend.linear(x, w) for w in linears], dim=1)
+
+
+# For compiled code: whether the linears' tensors follow one another in memory is seen when it runs.
+linears = define(
+    "linears(Tensor x, Tensor?[] weights, str spec) -> Tensor", _run_linears,
+    lambda x, tensors, spec: x.new_empty(x.shape[0], sum(w.matrix.N for w in _linears(x, tensors, spec))),
+)  # fmt: skip
+refuse_gradient(linears)
 
 
 # ---- the layer -----------------------------------------------------------------------------------
@@ -248,6 +271,19 @@ def run_linear(x: Tensor, weights: LinearWeights, chosen: Selected) -> Tensor:
     if torch.is_grad_enabled():
         refuse_scales(weights.matrix.global_scale, weights.input_scale)
     return linear(x, *weights.tensors(), weights.spec(chosen.name))
+
+
+def run_linears(
+    x: Tensor, parts: Sequence[LinearWeights], chosen: Selected, whole: LinearWeights | None = None
+) -> Tensor:
+    """`run_linear` of several linears for the same x, without gradients: [T, sum of N]. whole: `LinearWeights.joined`
+    of them, if it is known."""
+    if whole is not None and not torch.compiler.is_compiling() and type(x) is Tensor and not (x.is_meta or _watched()):
+        check_linear(x, whole)
+        return named_on(chosen.name, x.device).linear(x, whole)
+    rows = tuple(w.matrix.N for w in parts)
+    one = parts[0]._replace(matrix=parts[0].matrix._replace(N=sum(rows)), parts=rows)
+    return linears(x, [t for w in parts for t in w.tensors()], one.spec(chosen.name))
 
 
 def refuse_scales(*scales: Tensor | None) -> None:

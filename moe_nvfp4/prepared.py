@@ -15,7 +15,7 @@ from moe_nvfp4.backends import Selected, backends_now, named, selected, selected
 from moe_nvfp4.devices import capturing
 from moe_nvfp4.scales import FP32Scales
 
-_changing = threading.RLock()  # held while weights change their layout, or are taken out of their module
+changing = threading.RLock()  # held while weights change their layout, or are taken out of their module
 # For each module: its state at its last call, and what that call got.
 _last: WeakKeyDictionary[Prepared, tuple[tuple | None, Selected, Any]] = WeakKeyDictionary()
 
@@ -52,7 +52,7 @@ class Prepared(FP32Scales):
         if torch.compiler.is_compiling():
             check_plain(self)
             return self._select(*problem), self.weights
-        with _changing:
+        with changing:
             now, last = self._state(problem), _last.get(self)
             if last is not None and last[0] == now:
                 return last[1], last[2]
@@ -131,8 +131,7 @@ class Prepared(FP32Scales):
             if self._packed.layout == chosen.layout:
                 return
             self.unpack()
-        lasting = all(isinstance(self._parameters[name], nn.Parameter) for name in matrices) and not self._offloaded
-        if chosen.layout is None or not lasting:
+        if chosen.layout is None or not self.lasting:
             return
         _refuse_captured(self._here(next(iter(matrices))))
         backend, notes = named(chosen.name), {}
@@ -145,6 +144,11 @@ class Prepared(FP32Scales):
             sf.data = sf.data.new_empty(0)
             notes[name] = note, rows
         self._packed = Packed(chosen.layout, notes, next(iter(matrices)))
+
+    @property
+    def lasting(self) -> bool:
+        """Whether the parameters outlast a call."""
+        return all(p is None or isinstance(p, nn.Parameter) for p in self._parameters.values()) and not self._offloaded
 
     @property
     def _offloaded(self) -> bool:
@@ -161,17 +165,17 @@ class Prepared(FP32Scales):
         return getattr(parameter, "_local_tensor", parameter)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        with _changing:
+        with changing:
             self.unpack()  # to another device, say
             return super()._apply(fn, recurse)
 
     def _save_to_state_dict(self, *args: Any) -> None:
-        with _changing:
+        with changing:
             self.unpack()
             super()._save_to_state_dict(*args)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        with _changing:
+        with changing:
             if any(prefix + name in state_dict for name in self._parameters):  # not if it is an adapter's
                 self.unpack()
             super()._load_from_state_dict(state_dict, prefix, *args)

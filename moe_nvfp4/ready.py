@@ -10,6 +10,7 @@ from torch import nn
 
 from moe_nvfp4.backends import PACKAGES, Backend, Device, Gpu, Selected, explain
 from moe_nvfp4.experts import NVFP4Experts
+from moe_nvfp4.joined import as_one, join, siblings
 from moe_nvfp4.kernels.calls import Call, compile_ahead
 from moe_nvfp4.linear import NVFP4Linear
 
@@ -32,6 +33,8 @@ def prepare(model: nn.Module, top_k: int | None = None, dtype: torch.dtype = tor
         elif isinstance(module, NVFP4Linear):
             module.prepare(dtype)
             calls[module.weight.device].append((module.backend(dtype), Call.of(module.weights, dtype)))
+    for linears in join(model, dtype):
+        calls[linears[0].weight.device].append((linears[0].backend(dtype), Call.of(as_one(linears), dtype)))
     how = os.environ.get("MOE_NVFP4_COMPILE") or "ahead"
     if how not in ("ahead", "lazy"):
         raise ValueError(f"MOE_NVFP4_COMPILE={how} is unknown: ahead or lazy")
@@ -60,6 +63,10 @@ def compile_for(model: nn.Module, gpu: Gpu, top_k: int | None = None, dtype: tor
             backend = explain(problem, device, forced).backend
             module._prepare_for(Selected(backend.name, backend.layout))
             calls.append((backend, Call.of(module.weights, dtype)))
+    for _, linears in siblings(model):
+        backend = explain(linears[0]._problem(dtype)[0], device, forced).backend
+        if backend.joins(tuple(linear.out_features for linear in linears)):
+            calls.append((backend, Call.of(as_one(linears), dtype)))
     if (
         missing := {package for backend, _ in calls for package in backend.packages}
         - Device.of(torch.device("cpu")).packages

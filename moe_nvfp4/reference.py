@@ -119,6 +119,8 @@ def experts(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: Expe
 def linear(x: Tensor, weights: LinearWeights) -> Tensor:
     """y = x · wᵀ + bias: x [T, K] -> [T, N] in x's dtype. Nothing is read back to the host."""
     w, m, scale = weights, weights.matrix, weights.matrix.global_scale
+    if w.parts:
+        scale = torch.cat([s.expand(N) for s, N in zip(scale.split(1), w.parts, strict=True)])
     rows = x.float()
     if w.quantized:
         four_over_six = w.four_over_six

@@ -16,6 +16,9 @@ from torch.nn import functional as F
 
 from moe_nvfp4.format import is_global_scale
 
+# Linears that read the same rows: servers fuse them into one
+FUSED_LINEARS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("q_a_proj", "kv_a_proj_with_mqa"),
+                 ("in_proj_qkv", "in_proj_z"), ("in_proj_b", "in_proj_a"), ("w1", "w3"))  # fmt: skip
 ACTIVATIONS = ("bf16", "nvfp4", "nvfp4_four_over_six")
 GATE_KINDS = ("silu", "gelu_tanh", "relu2", "raw")
 
@@ -281,16 +284,18 @@ class ExpertWeights:
 
 
 class LinearWeights(NamedTuple):
-    """The weights of one linear.
+    """The weights of one linear, or of several that read the same rows, as one matrix.
 
     matrix       [N, K], K a multiple of 16
     input_scale  fp32 [1] or None: the static global scale of the rows for activations="nvfp4"
     activations  as in `ExpertWeights`
+    parts        N of each of several linears, in the order of the matrix's rows; global_scale is then fp32 [len(parts)]
     """
 
     matrix: Matrices
     input_scale: Tensor | None
     activations: str
+    parts: tuple[int, ...] = ()
 
     @property
     def quantized(self) -> bool:
@@ -311,35 +316,64 @@ class LinearWeights(NamedTuple):
 
     def spec(self, backend: str) -> str:
         """As `ExpertWeights.spec`."""
-        return _spec(backend, self.activations, self.matrix, "null")
+        return _spec(backend, self.activations, self.matrix, "null", self.parts)
 
     @classmethod
     def from_tensors(cls, tensors: Sequence[Any], spec: Spec) -> LinearWeights:
         codes, sf, global_scale, bias, input_scale = tensors
         matrix = Matrices(codes, sf, global_scale, *spec.sizes, None, bias, spec.layout)
-        return cls(matrix, input_scale, spec.activations)
+        return cls(matrix, input_scale, spec.activations, spec.parts)
+
+    @classmethod
+    def joined(cls, linears: Sequence[LinearWeights]) -> LinearWeights | None:
+        """Several linears as one, without a copy. None if their tensors of one kind do not follow one another in
+        memory, or they have static scales of their own for the rows."""
+        first, parts = linears[0], tuple(w.matrix.N for w in linears)
+        *kinds, input_scales = zip(*(w.tensors() for w in linears), strict=True)
+        whole = [None if kind[0] is None else _in_one(kind) for kind in kinds]
+        if any(t is None and kind[0] is not None for t, kind in zip(whole, kinds, strict=True)) or any(
+            scale is not None for scale in input_scales
+        ):
+            return None
+        codes, sf, global_scale, bias = whole
+        assert codes is not None and global_scale is not None, "every linear has them"
+        matrix = first.matrix._replace(codes=codes, sf=sf, global_scale=global_scale, bias=bias, N=sum(parts))
+        return cls(matrix, None, first.activations, parts)
+
+
+def _in_one(tensors: Sequence[Any]) -> Tensor | None:
+    """One tensor of all their elements, along the first dimension, if they follow one another in memory; else None."""
+    first, end = tensors[0], tensors[0].data_ptr()
+    for t in tensors:
+        if t is None or t.data_ptr() != end or not t.is_contiguous() or t.shape[1:] != first.shape[1:]:
+            return None
+        if t.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
+            return None
+        end += t.nbytes
+    return first.as_strided((sum(map(len, tensors)), *first.shape[1:]), first.stride())
 
 
 # ---- what an op must know besides tensors --------------------------------------------------------
 
-_VERSION = 2
+_VERSION = 3
 
 
 class Spec(NamedTuple):
-    """sizes: of experts H and I, of a linear N and K; gate: None for a linear."""
+    """sizes: of experts H and I, of a linear N and K; gate: None for a linear; parts: as in `LinearWeights`."""
 
     backend: str
     activations: str
     sizes: tuple[int, int]
     layout: str | None
     gate: Any
+    parts: tuple[int, ...] = ()
 
 
-def _spec(backend: str, activations: str, m: Matrices, gate: str) -> str:
+def _spec(backend: str, activations: str, m: Matrices, gate: str, parts: tuple[int, ...] = ()) -> str:
     layout = "null" if m.layout is None else f'"{m.layout}"'
     return (
         f'{{"version": {_VERSION}, "backend": "{backend}", "activations": "{activations}", "sizes": [{m.N}, {m.K}], '
-        f'"layout": {layout}, "gate": {gate}}}'
+        f'"layout": {layout}, "gate": {gate}, "parts": {list(parts)}}}'
     )
 
 
@@ -350,7 +384,7 @@ def read_spec(spec: str) -> Spec:
     if read.pop("version") != _VERSION:
         raise ValueError(f"the spec of a torch op is not of version {_VERSION}, got {spec}: compile the model again")
     gate = None if read["gate"] is None else Gate(**read["gate"])
-    return Spec(read["backend"], read["activations"], tuple(read["sizes"]), read["layout"], gate)
+    return Spec(read["backend"], read["activations"], tuple(read["sizes"]), read["layout"], gate, tuple(read["parts"]))
 
 
 def check_global_scale(scale: Tensor, name: str) -> None:

@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 
 from moe_nvfp4.quantize.dialects import DIALECTS, EMBEDDING, Dialect
 from moe_nvfp4.quantize.files import TensorSlice
+from moe_nvfp4.weights import FUSED_LINEARS
 
 DENSE = ("BF16", "F16", "F32", "F64")
 PER_EXPERT = re.compile(r"(?P<module>(?:.+\.)?experts)\.(?P<e>0|[1-9]\d*)\."
@@ -67,9 +68,6 @@ SCALES = re.compile(
     rf"{'|'.join(sorted(_LASTS - {'weight'}))})$"
 )
 PRE_QUANT_SCALE = "pre_quant_scale"  # AWQ: x is multiplied with it before the layer
-# Linears that read the same rows, which servers fuse into one
-FUSED_LINEARS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("q_a_proj", "kv_a_proj_with_mqa"),
-                 ("in_proj_qkv", "in_proj_z"), ("in_proj_b", "in_proj_a"), ("w1", "w3"))  # fmt: skip
 MTP = "a multi-token prediction layer, which transformers reads dense, for generate(use_mtp=True)"
 KV_SCALE = re.compile(r"\.(k|v|q|kv)_((global_)?scale|zero_point)$")
 

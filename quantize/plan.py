@@ -52,7 +52,6 @@ from moe_nvfp4.quantize.linears import Linear, choose, linears_in_files
 from moe_nvfp4.quantize.model import ModelTensors, UnknownModel
 from moe_nvfp4.quantize.names import (
     DENSE,
-    FUSED_LINEARS,
     KV_SCALE,
     MTP,
     PER_EXPERT,
@@ -68,7 +67,7 @@ from moe_nvfp4.quantize.names import (
 )
 from moe_nvfp4.quantize.options import Options
 from moe_nvfp4.quantize.recipes import recipe_named
-from moe_nvfp4.weights import check_block_scales
+from moe_nvfp4.weights import FUSED_LINEARS, check_block_scales
 
 DENSE_LAYOUTS = (one_by_one, stacked, dbrx)  # which any source may have
 

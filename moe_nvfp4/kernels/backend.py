@@ -169,6 +169,10 @@ class Backend:
         """As `Gate.gradient`."""
         return gate.gradient(w13_out, dh)
 
+    def joins(self, parts: tuple[int, ...]) -> bool:
+        """Whether `linear` takes, in this backend's layout, `LinearWeights` of such parts: one launch for all."""
+        return False
+
     # A backend's own layout. One matrix at a time, so that there are never two copies of all the weights.
 
     def pack(self, codes: Tensor, sf: Tensor, interleaved: bool) -> tuple[Tensor, Any]:

@@ -266,13 +266,13 @@ def test_specs_come_back(gate, layout):
 
     w = layers()[0].weights
     w = replace(w, gate=gate, w2=w.w2._replace(N=64, K=48, layout=layout), activations="nvfp4")
-    assert read_spec(w.spec("cpu")) == ("cpu", "nvfp4", (64, 48), layout, gate)
+    assert read_spec(w.spec("cpu")) == ("cpu", "nvfp4", (64, 48), layout, gate, ())
 
 
 def test_ops_refuse_what_they_were_not_made_for():
     experts, x = layers()[0], torch.randn(3, 32)
     args = x, torch.tensor([[0], [1], [1]]), torch.ones(3, 1), None, None, experts.weights.tensors()
-    with pytest.raises(ValueError, match="not of version 2"):
-        ops.experts(*args, experts.weights.spec("cpu").replace('"version": 2', '"version": 1'))
+    with pytest.raises(ValueError, match="not of version 3"):
+        ops.experts(*args, experts.weights.spec("cpu").replace('"version": 3', '"version": 1'))
     with pytest.raises(ValueError, match="the sm90 kernels were chosen for tensors on cpu: sm90 runs on compute"):
         ops.experts(*args, experts.weights.spec("sm90"))

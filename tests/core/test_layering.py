@@ -31,7 +31,7 @@ ORDER = [
     ["ops"],
     ["prepared"],
     ["layer", "linear"],
-    ["experts"],
+    ["experts", "joined"],
     ["bench", "calibrate", "evaluate", "ready"],
     ["__init__"],
     ["integrations"],

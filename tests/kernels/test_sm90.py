@@ -332,6 +332,33 @@ def test_linears(emulator, monkeypatch, name):
     assert torch.equal(results[0], results[-1])
 
 
+@pytest.mark.slow_after(1)
+@pytest.mark.parametrize("tile, split_k, T, bias, static", [
+    (NARROW[0], 2, 3, True, None), (NARROW[2], 1, 9, False, False), (TILE_SHAPES[3], 1, 7, True, None),
+    (None, 1, 5, True, False),
+], ids=["8", "16", "48", "dense"])  # fmt: skip
+def test_joined_linears(emulator, monkeypatch, tile, split_k, T, bias, static):
+    """One launch gives each linear's columns, with its own global scale."""
+    g, K, parts = torch.Generator().manual_seed(T), 64 * tile.KB * split_k - 48 if tile else 80, (128, 256, 80)
+    linears, activations = [], "bf16" if static is None else "nvfp4"
+    for i, N in enumerate(parts):
+        codes = torch.randint(0, 256, (N, K // 2), generator=g, dtype=torch.uint8)
+        sf = torch.randint(40, 72, (N, K // 16), generator=g, dtype=torch.uint8)
+        b = torch.randn(N, generator=g).bfloat16() if bias else None
+        matrix = Matrices(codes, sf, torch.tensor([0.01 * 5.0**i]), N, K, bias=b)
+        linears.append(LinearWeights(matrix, None, activations))
+    x, packed = torch.randn(T, K, generator=g).bfloat16(), [sm90.pack_linear(w.matrix) for w in linears]
+    codes, scales = torch.cat([m.codes for m in packed]), torch.cat([m.global_scale for m in packed])
+    b = torch.cat([m.bias for m in packed]) if bias else None
+    whole = packed[0]._replace(codes=codes, global_scale=scales, bias=b, N=sum(parts))
+    monkeypatch.setattr(sm90, "plan_linear", lambda *_: (tile, split_k))
+    settle(x.device)
+    emulator.schedule = "random:3"
+    found = sm90.linear(x, LinearWeights(whole, None, activations, parts)).split(parts, dim=1)
+    for y, w in zip(found, linears, strict=True):
+        assert relative_error(y, reference.linear(x.float(), w)) < (1 if tile else 1.5) * THRESHOLDS["half"]
+
+
 @pytest.mark.parametrize("static, four_over_six", [(False, False), (True, False), (False, True)])
 def test_rows_of_linears_are_quantized_to_the_bit(emulator, static, four_over_six):
     x, scale = hard_rows(15, 528).bfloat16(), torch.tensor([2.0**-6]) if static else None

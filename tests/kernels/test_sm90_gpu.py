@@ -1,5 +1,6 @@
 """The Hopper kernels against the reference, on a machine that has one."""
 
+import copy
 import os
 import random
 import subprocess
@@ -383,6 +384,50 @@ def test_linears_of_nvfp4_rows(N, K, T, static):
     assert linear.packed and got.dtype == torch.bfloat16
     assert relative_error(got, want) < 1.5 * THRESHOLDS["half"]  # dense weights: another rounding
     assert torch.equal(linear(x), got)
+
+
+class Attention(torch.nn.Module):
+    """q, k and v, which read the same rows."""
+
+    def __init__(self, K, activations, bias):
+        super().__init__()
+        for i, (name, N) in enumerate({"q_proj": 1024, "k_proj": 256, "v_proj": 208}.items()):
+            self.add_module(name, make_linear(N, K, bias, activations))
+            getattr(self, name).weight_global_scale.data.mul_(3**i)
+
+    def forward(self, x):
+        return [linear(x) for linear in self.children()]
+
+
+@pytest.mark.parametrize("activations, bias", [("bf16", True), ("bf16", False), ("nvfp4", True)])
+@torch.no_grad()
+def test_joined_linears(monkeypatch, activations, bias):
+    """Eager, in graphs and compiled; after `ready.prepare` nothing compiles, and the bytes come back."""
+    from moe_nvfp4.kernels.common import ahead
+
+    monkeypatch.setenv("MOE_NVFP4_COMPILE", "ahead")
+    model = Attention(2048, activations, bias)
+    before = {name: t.clone() for name, t in model.state_dict().items()}
+    weights = [copy.deepcopy(linear).weights for linear in model.children()]
+    ready.prepare(model)
+    compiled, count = torch.compile(model, fullgraph=True), ahead.compilations
+    for T in (1, 7, 20, 50, 90, 333, 2000):
+        x = tokens(T, 2048)
+        found = model(x)
+        for y, w, again in zip(found, weights, compiled(x), strict=True):
+            assert relative_error(y, reference.linear(x.float(), w)) < 1.5 * THRESHOLDS["half"]
+            assert torch.equal(again, y)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = model(x)
+        x.copy_(tokens(T, 2048, seed=1))
+        graph.replay()
+        assert all(map(torch.equal, y, model(x))) and not torch.equal(y[2], found[2])
+    assert ahead.compilations == count
+    model.k_proj.weight_global_scale.mul_(2)
+    assert torch.equal(model(x)[1], y[1] * 2) if not bias else not torch.equal(model(x)[1], y[1])
+    model.k_proj.weight_global_scale.div_(2)
+    assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
 
 
 @pytest.mark.parametrize("activations", ["bf16", "nvfp4"])

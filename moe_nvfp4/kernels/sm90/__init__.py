@@ -56,6 +56,9 @@ class Hopper(Backend):
         unprepared = weights.matrix.layout is None and "triton" in Device.of(x.device).packages
         return (portable if unprepared else super()).linear(x, weights)
 
+    def joins(self, parts: tuple[int, ...]) -> bool:
+        return all(N % 128 == 0 for N in parts[:-1])  # the rows of a warpgroup, 64 or 128, have one global scale
+
     def gate(self, gate: Gate, w13_out: Tensor) -> Tensor:
         return (portable if w13_out.is_cuda else super()).gate(gate, w13_out)
 

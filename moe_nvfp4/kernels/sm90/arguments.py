@@ -15,7 +15,8 @@ class Tensors(NamedTuple):
     mW1: cute.Tensor  # int32 [E, M64, K64 * 576], `sm90.pack`
     mW2: cute.Tensor
     mX: cute.Tensor  # bf16 [T, K]
-    mIndex: cute.Tensor  # int32 [R]: row r of GEMM 1 is mX[mIndex[r]]
+    mIndex: cute.Tensor  # int32 [R]: row r of GEMM 1 is mX[mIndex[r]]; of joined linears, which one each 64-row block
+    # of the matrix belongs to
     mH: cute.Tensor  # [R, I] (raw gate: [R, 2I])
     mRaw: cute.Tensor  # what is quantized: mH viewed as bf16, so that an fp32 value has two columns
     mQ: cute.Tensor  # bf16 [R, I], what GEMM 2 reads: mH, or its quantized rows, which may overwrite those of mH
@@ -23,7 +24,7 @@ class Tensors(NamedTuple):
     mOffsets: cute.Tensor  # int32 [E + 1]
     mGateScale: cute.Tensor  # fp32 [E], global scales of the gate rows
     mUpScale: cute.Tensor
-    mDownScale: cute.Tensor
+    mDownScale: cute.Tensor  # of joined linears, one for each
     mBias1: cute.Tensor  # [E, rows of the matrix]
     mBias2: cute.Tensor
     mRowScale: cute.Tensor  # fp32 [T], the global scales of the rows of mX

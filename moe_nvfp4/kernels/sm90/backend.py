@@ -16,13 +16,16 @@ rounded to bf16 before the combine adds them in fp32.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 import torch
 from cutlass import BFloat16, Float32, Int32
 from torch import Tensor
 
+from moe_nvfp4.devices import capturing
 from moe_nvfp4.kernels.common import launch
 from moe_nvfp4.kernels.common.ahead import MAX_ROWS, planned_tokens
 from moe_nvfp4.kernels.common.cute import CuteKernels
@@ -32,7 +35,7 @@ from moe_nvfp4.kernels.common.tensors import aligned, expert_ids, floating, mult
 from moe_nvfp4.kernels.sm90.config import GemmConfig
 from moe_nvfp4.kernels.sm90.gemm import GroupedGemm
 from moe_nvfp4.kernels.sm90.pack import UNIT, UNIT_WORDS, pack
-from moe_nvfp4.kernels.sm90.plan import LaunchPlan, choose_plan, plan_linear, token_tiles
+from moe_nvfp4.kernels.sm90.plan import LINEAR_TILES, LaunchPlan, choose_plan, plan_linear, token_tiles
 from moe_nvfp4.kernels.sm90.quantize import Quantize
 from moe_nvfp4.kernels.sm90.rows import Combine, Gather
 from moe_nvfp4.routing import Groups, Rows
@@ -101,7 +104,7 @@ def gemm2_combine(h: Rows, weights: ExpertWeights, groups: Groups, top_k_weights
 def linear(x: Tensor, weights: LinearWeights) -> Tensor:
     """As `reference.linear`: bf16 x [T, K] -> bf16 [T, N], as GEMM 2 of a single expert. Where `plan_linear` says so,
     torch multiplies weights dequantized to bf16; for NVFP4 rows these are exact code * sf, and the product is rounded
-    twice.
+    twice. Several linears take one launch.
     """
     w, m, T = weights, pack_linear(weights.matrix), x.shape[0]
     N, K, out = m.N, m.K, x.new_empty(T, m.N)
@@ -112,22 +115,52 @@ def linear(x: Tensor, weights: LinearWeights) -> Tensor:
     if w.quantized:
         x, row_scale = _quantize_rows(x, w.input_scale, w.four_over_six)
     if tile is None:
-        return _linear_dense(x, row_scale, m, out)
+        for matrix, columns in _parts(m, out, w.parts):
+            _linear_dense(x, row_scale, matrix, columns)
+        return out
     y = out if split_k == 1 else x.new_empty(split_k * T, N, dtype=torch.float32)
     config = GemmConfig(
-        None, True, False, m.bias is not None, row_scale is not None, out=launch.DTYPES[y.dtype], grouped=False
+        None, True, False, m.bias is not None, row_scale is not None, out=launch.DTYPES[y.dtype], grouped=False,
+        joined=bool(w.parts),
     )  # fmt: skip
     units, scale = _units(m.stacked()), m.global_scale
     unused, bias = units.view(-1)[:1], x if m.bias is None else m.bias[None]
+    index = _part_of_block(w.parts, x.device) if w.parts else unused
     tiles = -(-T // tile.BN) * -(-units.shape[1] // tile.m_blocks) * split_k
     _kernel(tile, config, bias.dtype)(
-        units, units, x, unused, x, x, x, y, unused, scale, scale, scale, bias, bias, scale,
+        units, units, x, index, x, x, x, y, unused, scale, scale, scale, bias, bias, scale,
         scale if row_scale is None else row_scale, unused, split_k.bit_length() - 1,
         min(multiprocessors(x.device) * tile.ctas, tiles),
     )  # fmt: skip
     if split_k > 1:
         _sum_parts(split_k)(y, out, None)
     return out
+
+
+def _part_of_block(parts: tuple[int, ...], device: torch.device) -> Tensor:
+    """Which linear each 64-row block of joined linears belongs to, int32. A tile may reach beyond the last block."""
+    if (parts, device) in _parts_of_blocks:
+        return _parts_of_blocks[parts, device]
+    blocks = -(-sum(parts) // UNIT) + max(tile.m_blocks for tile in LINEAR_TILES)
+    part = torch.zeros(blocks, dtype=torch.int32, device=device)
+    for end in accumulate(parts[:-1]):
+        part[end // UNIT :] += 1
+    if not capturing(device):  # else it is a part of the graph, which fills it in each replay
+        _parts_of_blocks[parts, device] = part
+    return part
+
+
+_parts_of_blocks: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}
+
+
+def _parts(m: Matrices, out: Tensor, parts: tuple[int, ...]) -> Iterator[tuple[Matrices, Tensor]]:
+    """Each linear of a matrix of several, with its columns of the output."""
+    if not parts:
+        yield m, out
+    for i, (end, N) in enumerate(zip(accumulate(parts), parts, strict=True)):
+        rows, units = slice(end - N, end), slice((end - N) // UNIT, -(-end // UNIT))
+        bias = None if m.bias is None else m.bias[rows]
+        yield m._replace(codes=m.codes[units], global_scale=m.global_scale[i : i + 1], N=N, bias=bias), out[:, rows]
 
 
 def _linear_dense(x: Tensor, row_scale: Tensor | None, w: Matrices, out: Tensor) -> Tensor:

@@ -118,6 +118,7 @@ class GemmConfig:
     down       whether there is GEMM 2
     gathered   whether rows of x are found by index; else they lie in order
     grouped    whether rows belong to experts, by the group offsets; else all belong to one: GEMM 2 of a linear
+    joined     whether the matrix is that of several linears, each of which has a global scale
     bias       whether the matrices have biases
     row_scale  whether rows (of x, or of a linear) have a global scale each: NVFP4 activations. h is then quantized by
                separate tiles between those of GEMM 1 and GEMM 2: bf16 h with a scale per row, fp32 h with its expert's
@@ -134,6 +135,7 @@ class GemmConfig:
     h: type = BFloat16
     out: type = BFloat16
     grouped: bool = True
+    joined: bool = False
 
     @property
     def gathers_x(self) -> bool:

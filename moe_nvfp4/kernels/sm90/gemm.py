@@ -434,7 +434,8 @@ class GroupedGemm:
         consumer = consumer._replace(wk=wg // t.m_warpgroups, wm=wg % t.m_warpgroups)
         expert, second, rows = tile.expert, tile.kind == GEMM2, tile.rows
         where = self.scheduler.k_range(tile.m_index, tile.kind, extents)
-        scales = self.global_scales(tensors, expert, second)
+        block = (where.m_tile * t.m_warpgroups + consumer.wm) * t.MB
+        scales = self.global_scales(tensors, tensors.mIndex[block] if const_expr(config.joined) else expert, second)
         acc = cute.make_rmem_tensor(t.MB * N // 2, Float32)
         acc.fill(0.0)
         if const_expr(t.uses_mma_sync):
@@ -445,7 +446,6 @@ class GroupedGemm:
         if const_expr(t.KS > 1):
             self.sum_over_k(acc, consumer)
         if consumer.wk == 0:
-            block = (where.m_tile * t.m_warpgroups + consumer.wm) * t.MB
             row = tile.row + where.part * (tensors.mY.shape[0] >> extents.log2_split_k)
             place = Place(expert, block, row, rows, where.part)
             of_rows = (s.sRowScale, s.sLargest, slot.index)

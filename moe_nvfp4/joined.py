@@ -1,0 +1,196 @@
+"""Linears that read the same rows run as one: q, k and v of an attention, gate and up of an MLP.
+
+Inside the forward of the module that has them, the first that is called computes for all, in one launch, and the others
+take their columns of the result. With few tokens a launch costs more than the product, and this is one in place of
+three.
+
+Their weights are brought to follow one another in memory, so that nothing is there twice. Each linear remains one by
+itself for everything that reads, moves, saves or edits its parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moe_nvfp4 import ops
+from moe_nvfp4.backends import named
+from moe_nvfp4.devices import capturing
+from moe_nvfp4.linear import NVFP4Linear
+from moe_nvfp4.prepared import changing
+from moe_nvfp4.weights import FUSED_LINEARS, LinearWeights
+
+IN_VAIN = 2  # forwards in a row in which not all took their columns, after which each linear computes for itself
+
+
+def join(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[NVFP4Linear, ...]]:
+    """Join all linears inside `model` that read the same rows, where their kernels for rows of `dtype` can compute them
+    as one. Yields those that are joined."""
+    for parent, linears in siblings(model):
+        if not named(linears[0].backend(dtype).name).joins(tuple(linear.out_features for linear in linears)):
+            continue
+        joined = linears[0].joined
+        if joined is None or joined.linears != linears:
+            joined = Joined(parent, linears)
+        with changing:
+            joined.bring_together()
+        yield linears
+
+
+def siblings(model: nn.Module) -> Iterator[tuple[nn.Module, tuple[NVFP4Linear, ...]]]:
+    """(module, its linears that read the same rows and can be one matrix) for all modules inside `model`."""
+    for parent in model.modules():
+        for names in FUSED_LINEARS:
+            found = [parent._modules.get(name) for name in names]
+            linears = tuple(linear for linear in found if isinstance(linear, NVFP4Linear))
+            if len(linears) > 1 and _alike(linears):
+                yield parent, linears
+
+
+def as_one(linears: Sequence[NVFP4Linear]) -> LinearWeights:
+    """The weights of several linears as those of one, on meta."""
+    first, parts = linears[0].weights, tuple(linear.out_features for linear in linears)
+    matrices = [linear.weights.matrix for linear in linears]
+    on_meta: dict[str, Any] = {
+        name: torch.cat([getattr(m, name).to("meta") for m in matrices])
+        for name in ("codes", "sf", "global_scale", "bias")
+        if getattr(matrices[0], name) is not None
+    }
+    matrix = first.matrix._replace(**on_meta, N=sum(parts))
+    return first._replace(matrix=matrix, parts=parts)
+
+
+def _alike(linears: Sequence[NVFP4Linear]) -> bool:
+    """Whether they differ in N and in the values of their weights only, and do nothing else to x."""
+    first = linears[0]
+    for linear in linears:
+        if (linear.in_features, linear.activations) != (first.in_features, first.activations):
+            return False
+        if linear.input_scale is not None or linear.pre_quant_scale is not None:
+            return False
+        for name, p in linear._parameters.items():
+            other = first._parameters[name]
+            if p is None or other is None:
+                if p is not other:
+                    return False
+            elif type(p) is not nn.Parameter or p.dtype != other.dtype:
+                return False
+    return True
+
+
+class Joined:
+    """Linears that are computed as one inside the forward of their parent, in the order of their columns.
+
+    Only where there are no gradients: there, nothing depends on what the model does in place to some of the columns.
+    """
+
+    def __init__(self, parent: nn.Module, linears: Sequence[NVFP4Linear]) -> None:
+        self.linears = tuple(linears)
+        self.open, self.in_vain = False, 0
+        self.left: Any = None  # the tensor of the last call, its version, and the columns, None where they were taken
+        self.whole: tuple[list[LinearWeights], LinearWeights] | None = None  # of the last call
+        for linear in linears:
+            if linear.joined is not None:
+                linear.joined.in_vain = IN_VAIN
+            linear.joined = self
+        parent.register_forward_pre_hook(_Hook(self, True))
+        parent.register_forward_hook(_Hook(self, False), always_call=True)
+
+    def __reduce__(self) -> tuple:
+        return type(None), ()  # copies of linears are not joined
+
+    def columns(self, linear: NVFP4Linear, x: Tensor, rows: Tensor) -> Tensor | None:
+        """y [T, N] of one of the linears for x, whose rows are `rows` [T, K]; None if it is to compute for itself."""
+        if not self.open or self.in_vain >= IN_VAIN or torch.is_grad_enabled() and x.requires_grad:
+            return None
+        tracing = torch.compiler.is_compiling()
+        version = rows.dtype, None if tracing or x.is_inference() else x._version
+        left, i = self.left, [other is linear for other in self.linears].index(True)
+        if left is not None and left[0] is x and left[1] == version and left[2][i] is not None:
+            columns = left[2]
+        else:
+            y = self._compute(rows, tracing)
+            if y is None:
+                return None
+            columns, end = [], 0
+            for other in self.linears:
+                columns.append(y[:, end : end + other.out_features])
+                end += other.out_features
+        self.left = x, version, [None if j == i else column for j, column in enumerate(columns)]
+        return columns[i]
+
+    def close(self) -> None:
+        """The parent's forward is over."""
+        taken = self.left is None or all(column is None for column in self.left[2])
+        self.open, self.left, self.in_vain = False, None, 0 if taken else self.in_vain + 1
+
+    def _compute(self, rows: Tensor, tracing: bool) -> Tensor | None:
+        """y [T, sum of N] of all; None if they cannot be one now."""
+        linears, problem = self.linears, (rows.dtype, rows.device)
+        trained = [linear.bias is not None and linear.bias.requires_grad for linear in linears]
+        if torch.is_grad_enabled() and any(trained) or not _alike(linears):
+            return None
+        chosen = linears[0]._select(*problem)
+        if not named(chosen.name).joins(tuple(linear.out_features for linear in linears)):
+            return None
+        if tracing:
+            return ops.run_linears(rows, [linear.weights for linear in linears], chosen)
+        with changing:
+            parts = self._parts(problem)
+            if self.whole is None or any(a is not b for a, b in zip(self.whole[0], parts, strict=True)):
+                whole = LinearWeights.joined(parts)
+                if whole is None and self.bring_together():
+                    parts = self._parts(problem)
+                    whole = LinearWeights.joined(parts)
+                if whole is None:
+                    return None
+                self.whole = parts, whole
+            whole = self.whole[1]
+        return ops.run_linears(rows, parts, chosen, whole)
+
+    def _parts(self, problem: tuple) -> list[LinearWeights]:
+        return [linear._for_call(*problem)[1] for linear in self.linears]
+
+    def bring_together(self) -> bool:
+        """Move the linears' tensors of each kind to follow one another in memory. False if they are not in a backend's
+        layout, last for one call only, or a CUDA graph is being captured."""
+        linears = self.linears
+        if capturing(linears[0].weight.device) or not all(linear.packed and linear.lasting for linear in linears):
+            return False
+        for name in ("weight", "weight_global_scale", "bias"):
+            parameters = [p for linear in linears if (p := linear._parameters[name]) is not None]
+            if parameters:
+                whole = torch.cat([p.data for p in parameters])
+                for p, part in zip(parameters, whole.split([len(p) for p in parameters]), strict=True):
+                    p.data = part
+        for linear in linears:
+            linear._changed()
+        return True
+
+    def separate(self, linear: NVFP4Linear) -> None:
+        """Give one of the linears memory of its own again."""
+        for name in ("weight_global_scale", "bias"):  # `weight` has left its layout
+            p = linear._parameters[name]
+            if p is not None and p.untyped_storage().nbytes() > p.nbytes:
+                p.data = p.data.clone()
+
+
+class _Hook:
+    """Before and after the forward of the linears' parent."""
+
+    def __init__(self, joined: Joined | None, before: bool) -> None:
+        self.joined, self.before = joined, before
+
+    def __call__(self, *_: Any) -> None:
+        if self.joined is None:  # of a copy
+            return
+        if self.before:
+            self.joined.open, self.joined.left = True, None  # an interrupt may have ended the last forward
+        else:
+            self.joined.close()
+
+    def __reduce__(self) -> tuple:
+        return _Hook, (None, self.before)

@@ -1,0 +1,239 @@
+"""Linears that read the same rows, computed as one: the numbers of each by itself, whatever happens around them."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from moe_nvfp4 import format as nvfp4
+from moe_nvfp4 import ready
+from moe_nvfp4.joined import IN_VAIN, join
+from moe_nvfp4.linear import NVFP4Linear
+from tests.common import THRESHOLDS, Kernels, relative_error, stand_for_hopper
+
+K = 96
+ROWS = {"q_proj": 256, "k_proj": 128, "v_proj": 80}
+
+
+class Attention(nn.Module):
+    """q, k and v of the same rows; `between` is done to x after q."""
+
+    def __init__(self, rows=ROWS, bias=True, activations="bf16"):
+        super().__init__()
+        torch.manual_seed(0)
+        for i, (name, N) in enumerate(rows.items()):
+            linear = NVFP4Linear(K, N, torch.bfloat16 if bias else None, activations)
+            linear.weight.random_(0, 256), linear.weight_sf.random_(32, 64)
+            linear.weight_global_scale.fill_(0.01 * 3**i)
+            if bias:
+                linear.bias.normal_()
+            self.add_module(name, linear)
+
+    def forward(self, x, between=lambda x: x):
+        names = list(self._modules)
+        first = getattr(self, names[0])(x)
+        x = between(x)
+        return [first, *(getattr(self, name)(x) for name in names[1:])]
+
+
+def alone(model, x):
+    """What each linear gives by itself: copies are not joined."""
+    return [copy.deepcopy(linear)(x) for linear in model.children()]
+
+
+def counted(model, *args):
+    before, found = Kernels.calls, model(*args)
+    return Kernels.calls - before, found
+
+
+def same(found, want):
+    return len(found) == len(want) and all(map(torch.equal, found, want))
+
+
+def tokens(*shape):
+    return torch.randn(*shape, K, generator=torch.Generator().manual_seed(1)).bfloat16()
+
+
+@pytest.fixture(autouse=True)
+def hopper(monkeypatch):
+    monkeypatch.delenv("MOE_NVFP4_BACKEND", raising=False)
+    with stand_for_hopper():
+        yield
+
+
+@pytest.fixture
+def model():
+    made = Attention()
+    ready.prepare(made)
+    with torch.no_grad():
+        yield made
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("activations", ["bf16", "nvfp4", "nvfp4_four_over_six"])
+def test_one_launch_computes_all(bias, activations):
+    model, x = Attention(bias=bias, activations=activations), tokens(2, 5)
+    assert counted(model, x)[0] == 3
+    weights = [nvfp4.dequantize(m.weight, m.weight_sf, m.weight_global_scale) for m in alone_modules(model)]
+    want = alone(model, x)
+    ready.prepare(model)
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            launches, found = counted(model, x)
+            assert launches == 1 and same(found, want)
+            assert [y.shape for y in found] == [(2, 5, N) for N in ROWS.values()]
+            assert [y.shape for y in model(tokens(0))] == [(0, N) for N in ROWS.values()]
+    if activations == "bf16":
+        for y, w, linear in zip(found, weights, model.children(), strict=True):
+            y64 = x.double() @ w.double().T + (linear.bias.double() if bias else 0)
+            assert relative_error(y, y64) < THRESHOLDS["half"]
+
+
+def alone_modules(model):
+    copies = [copy.deepcopy(linear) for linear in model.children()]
+    for linear in copies:
+        linear.unpack()
+    return copies
+
+
+def test_nothing_is_in_memory_twice(model):
+    for name in ("weight", "weight_global_scale", "bias"):
+        parameters = [linear.get_parameter(name) for linear in model.children()]
+        (storage,) = {p.untyped_storage().data_ptr(): p.untyped_storage() for p in parameters}.values()
+        assert storage.nbytes() == sum(p.nbytes for p in parameters)
+
+
+def test_other_rows_are_computed_anew(model):
+    x = tokens(7)
+    for between in (torch.clone, lambda x: x.mul_(2), lambda x: x[:3], lambda x: x.half()):
+        want = [*alone(model, x)[:1], *alone(model, between(x.clone()))[1:]]
+        assert same(model(x.clone(), between), want)
+        model(x)  # takes all, so that the next is not the second in vain
+    with torch.autocast("cpu", torch.bfloat16):
+        assert same(model(x.float()), alone(model, x.float()))
+
+
+def test_outside_the_forward_each_is_alone(model):
+    x = tokens(3)
+    q = model.q_proj(x)
+    model.k_proj.weight_global_scale.data.mul_(2)
+    model.v_proj.bias.data.zero_()
+    assert same([q, model.k_proj(x), model.v_proj(x)], alone(model, x))
+
+
+def test_where_an_error_ends_the_forward(model):
+    x = tokens(3)
+
+    def fail(x):
+        raise MemoryError
+
+    with pytest.raises(MemoryError):
+        model(x, fail)
+    assert model.q_proj.joined.left is None
+    launches, found = counted(model, x)
+    assert launches == 1 and same(found, alone(model, x))
+
+
+def test_those_who_do_not_take_their_part_compute_for_themselves(model):
+    """Layers that share keys and values call q only; adapters may give each linear rows of its own."""
+    x, k = tokens(3), model.k_proj
+    for _ in range(IN_VAIN):
+        assert counted(model, x, torch.clone)[0] == 2
+    launches, found = counted(model, x)
+    assert launches == 3 and same(found, alone(model, x)) and k.joined.left is None
+
+
+@pytest.mark.parametrize("edit", [
+    lambda m: m.k_proj.weight_global_scale.data.mul_(2),
+    lambda m: m.v_proj.bias.data.add_(1),
+    lambda m: setattr(m.q_proj.weight_global_scale, "data", torch.full((1,), 0.5)),
+    lambda m: m.load_state_dict({k: v.flip(0) for k, v in m.state_dict().items()}),
+    lambda m: m.k_proj.unpack(),
+    lambda m: m.float(),
+    lambda m: m.bfloat16(),
+    lambda m: m.q_proj.set_input_scales(torch.tensor(0.1)),
+    lambda m: setattr(m.v_proj, "activations", "nvfp4"),
+    lambda m: m.state_dict(),
+    lambda m: m.add_module("k_proj", copy.deepcopy(m.v_proj)),
+    lambda m: m.v_proj.register_forward_hook(lambda module, args, y: y * 2),
+    lambda m: m.v_proj.register_forward_pre_hook(lambda module, args: (args[0] * 2,)),
+])  # fmt: skip
+def test_edits_are_seen(model, edit):
+    x = tokens(4)
+    before = model(x)
+    edit(model)
+    for _ in range(3):
+        assert same(model(x), alone(model, x))
+    assert len(before) == 3
+
+
+def test_state_dicts_and_copies(model):
+    x, storage = tokens(4), model.k_proj.bias.untyped_storage().nbytes()
+    want = model(x)
+    fresh = Attention()
+    torch.manual_seed(5)
+    fresh.load_state_dict(model.state_dict())
+    for tensor in model.state_dict().values():
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes < storage or tensor.nbytes > storage
+    for other in (fresh, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert all(linear.joined is None for linear in other.children())
+        assert same(other(x), want)
+        ready.prepare(other)
+        launches, found = counted(other, x)
+        assert launches == 1 and same(found, want)
+    launches, found = counted(model, x)
+    assert launches == 1 and same(found, want)
+
+
+def test_gradients(model):
+    x, y = tokens(6).requires_grad_(), tokens(6).requires_grad_()
+    with torch.enable_grad():
+        launches, found = counted(model, x)
+        assert launches == 3
+        sum(f.float().square().sum() for f in found).backward()
+        sum(f.float().square().sum() for f in alone(model, y)).backward()
+        assert torch.equal(x.grad, y.grad) and x.grad.any()
+        model.v_proj.bias.requires_grad_(True)
+        found = model(tokens(6))
+        assert found[2].requires_grad and not found[0].requires_grad
+
+
+def test_who_is_joined():
+    """Rows of a warpgroup have one global scale, and x is the same for all."""
+    for rows, want in (
+        ({"gate_proj": 128, "up_proj": 16}, [("gate_proj", "up_proj")]),
+        ({"gate_proj": 192, "up_proj": 128}, []),
+        ({"q_proj": 128, "o_proj": 128}, []),
+        ({"q_proj": 128, "v_proj": 144}, [("q_proj", "v_proj")]),
+    ):
+        model = Attention(rows)
+        joined = list(join(model, torch.bfloat16))
+        assert [tuple(n for n, m in model.named_children() if m in linears) for linears in joined] == want
+        assert list(join(model, torch.bfloat16)) == joined and len(model._forward_hooks) == len(want)
+        with torch.no_grad():
+            launches, found = counted(model, tokens(3))
+            assert launches == (1 if want else 2) and same(found, alone(model, tokens(3)))
+    model = Attention()
+    model.k_proj.set_input_scales(torch.tensor(0.5))
+    assert not list(join(model, torch.bfloat16)) and not list(join(Attention(), torch.float16))
+
+
+@pytest.mark.slow_after(5)
+def test_compiled(model):
+    x = tokens(4)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for edit in (
+        lambda: None,
+        lambda: model.k_proj.weight_global_scale.data.mul_(2),
+        lambda: setattr(model.v_proj.bias, "data", torch.ones(80).bfloat16()),
+        lambda: model.state_dict(),
+    ):
+        edit()
+        model(x)  # brings edited tensors together again
+        launches, found = counted(compiled, x)
+        assert launches == 1 and same(found, alone(model, x))
+    model.v_proj.bias.data = model.v_proj.bias.data.clone()
+    launches, found = counted(compiled, x)
+    assert launches == 3 and same(found, alone(model, x))
