@@ -34,8 +34,8 @@ from moe_nvfp4.kernels.backend import OLDEST, Backend, Device, Problem
 
 # backend -> GPU's name, or path of the CPU kernels -> major and minor versions of the package that compiles the kernels
 PROVEN: dict[str, dict[str, tuple[str, ...]]] = {
-    "sm90": {"NVIDIA H200": ("4.8",)},
-    "portable": {"NVIDIA H200": ("3.6",)},
+    "sm90": dict.fromkeys(("NVIDIA H200", "NVIDIA H100 80GB HBM3"), ("4.8",)),
+    "portable": dict.fromkeys(("NVIDIA H200", "NVIDIA H100 80GB HBM3"), ("3.6",)),
     "cpu": dict.fromkeys(("portable", "avx2", "avx512", "avx512bf16", "amx"), ()),
 }
 LIMIT = 600.0  # seconds for a check, of which compilers take the most
