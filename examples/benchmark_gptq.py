@@ -1,6 +1,6 @@
-"""Time and memory of `moe-nvfp4 quantize --recipe gptq` for a few layers of random weights in a real model's shape.
+"""Time and memory of `moe-nvfp4 quantize --recipe gptq` or distill for a few layers of random weights of a real shape.
 
-python examples/benchmark_gptq.py --layers 3 --folder /tmp
+python examples/benchmark_gptq.py --layers 3 --folder /tmp [--recipe distill]
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=3, help="layers to measure; the first is not counted")
     parser.add_argument("--of", type=int, default=48, help="layers of the whole model, to extrapolate to")
     parser.add_argument("--shape", type=int, nargs=3, default=(2048, 768, 128), metavar=("H", "I", "E"))
+    parser.add_argument("--recipe", choices=("gptq", "distill"), default="gptq")
     parser.add_argument("--windows", type=int, default=128)
     parser.add_argument("--window", type=int, default=2048)
     parser.add_argument("--folder", type=Path, help="where to make a temporary folder for the files")
@@ -49,7 +50,9 @@ def main() -> None:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
         began = time.time()
-        gptq_files(source, codes, ids.split(max(1, 16384 // args.window)), Options(device=args.device))
+        batches = ids.split(max(1, 16384 // args.window))
+        experts = [f"model.layers.{i}.mlp.experts" for i in range(args.layers)]
+        gptq_files(source, codes, batches, Options(device=args.device), (experts, []), recipe=args.recipe)
         ends = sorted(file.stat().st_mtime for file in codes.folder.glob("*.safetensors"))
         whole = time.time() - began
         seconds = [b - a for a, b in zip(ends, ends[1:], strict=False)]
