@@ -222,16 +222,19 @@ def compiling_for(architecture):
     """A context in which cute.compile makes code for sm_90a, sm_100a, ... and keeps PTX and cubin; no GPU is needed."""
     from cutlass.cutlass_dsl import CuTeDSL
 
-    settings = CuTeDSL._get_dsl().envar
+    dsl = CuTeDSL._get_dsl()
+    settings = dsl.envar
     with tempfile.TemporaryDirectory() as folder:
         wanted = {"arch": architecture, "dump_dir": folder, "disable_file_caching": True}
         wanted |= {"keep_ptx": True, "keep_cubin": True}
         kept = {name: settings._arch if name == "arch" else getattr(settings, name) for name in wanted}
+        dsl._runtime_can_run_compiled = lambda *architectures: False  # else it also links a function to call here
         try:
             for name, value in wanted.items():
                 setattr(settings, name, value)
             yield
         finally:
+            del dsl._runtime_can_run_compiled
             for name, value in kept.items():
                 setattr(settings, name, value)
 
