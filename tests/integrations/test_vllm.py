@@ -8,8 +8,6 @@ import json
 import math
 import os
 import re
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -20,10 +18,10 @@ import torch
 
 from tests.common import made_demo
 from tests.folders import quantized, qwen2_moe
-from tests.integrations.vllm_engine import NEW, PROMPTS, SETTINGS, ask, generate
+from tests.integrations.vllm_engine import NEW, PROMPTS, SETTINGS, ask, generate, on_two_ranks
 from tests.integrations.vllm_engine import engine as start
 from tests.models import folder, gpt_oss, llama4, mixtral, qwen3_moe, tensors
-from tests.servers import Server, free_port
+from tests.servers import Server
 
 vllm = pytest.importorskip("vllm", reason="needs vLLM, which .ci/run has in an environment of its own")
 os.environ |= SETTINGS | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
@@ -227,27 +225,6 @@ RANKS = {
     "data": {"data_parallel_size": 2},
     "data and experts": {"data_parallel_size": 2, "enable_expert_parallel": True},
 }
-
-
-def on_two_ranks(forms, out):
-    """form -> what each of two processes answers, one form after another. forms: form -> (folder, options)."""
-    for left in Path("/dev/shm").glob("-*-cpushm_*"):  # left by killed ranks: vLLM uses the same names again
-        left.unlink()
-    env = os.environ | SETTINGS | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-    given = json.dumps({form: (str(path), free_port(), options) for form, (path, options) in forms.items()})
-    command = [sys.executable, "-m", "tests.integrations.vllm_engine", given, str(out)]
-    ranks = [
-        subprocess.Popen(command, cwd=ROOT, env=env | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-                         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        for rank in range(2)
-    ]  # fmt: skip
-    try:
-        logs = [rank.communicate(timeout=400)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert not any(rank.returncode for rank in ranks), "".join(log[-3000:] for log in logs)
-    return {form: [json.loads((out / f"{form}-{rank}.json").read_text()) for rank in range(2)] for form in forms}
 
 
 @pytest.fixture(scope="module")

@@ -123,8 +123,8 @@ def test_answers(model, tmp_path):
     channels or the experts. Without the adapter they are others."""
     pytest.importorskip("vllm", reason="needs vLLM, which .ci/run has in an environment of its own")
     from moe_nvfp4.quantize.convert import convert_checkpoint
-    from tests.integrations.test_vllm import by_transformers, on_two_ranks, same
-    from tests.integrations.vllm_engine import generate
+    from tests.integrations.test_vllm import by_transformers, same
+    from tests.integrations.vllm_engine import generate, on_two_ranks
 
     convert_checkpoint(model / "bf16", tmp_path / "nvfp4", progress=False)
     options = {"hf_overrides": {"moe_nvfp4": {"adapter": str(model / "both")}}}

@@ -15,8 +15,8 @@ from moe_nvfp4.integrations.vllm.config import MoeNvfp4Config  # noqa: E402
 from moe_nvfp4.quantize.convert import convert_checkpoint  # noqa: E402
 from moe_nvfp4.quantize.dialects import DIALECTS  # noqa: E402
 from moe_nvfp4.quantize.options import Options  # noqa: E402
-from tests.integrations.test_vllm import MOST, by_transformers, on_two_ranks, same, tiny  # noqa: E402
-from tests.integrations.vllm_engine import PROMPTS, engine, generate  # noqa: E402
+from tests.integrations.test_vllm import MOST, by_transformers, same, tiny  # noqa: E402
+from tests.integrations.vllm_engine import PROMPTS, engine, generate, on_two_ranks  # noqa: E402
 
 IGNORE = {"modelopt": ["lm_head", "*.gate", "*.shared_expert_gate"], "compressed-tensors": ["lm_head", "re:.*gate$"]}
 

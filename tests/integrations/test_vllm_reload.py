@@ -13,8 +13,8 @@ pytest.importorskip("vllm", reason="needs vLLM, which .ci/run has in an environm
 
 from moe_nvfp4.quantize.convert import convert_checkpoint  # noqa: E402
 from moe_nvfp4.quantize.options import Options  # noqa: E402
-from tests.integrations.test_vllm import on_two_ranks, same, tiny  # noqa: E402
-from tests.integrations.vllm_engine import ask, engine, generate  # noqa: E402
+from tests.integrations.test_vllm import same, tiny  # noqa: E402
+from tests.integrations.vllm_engine import ask, engine, generate, on_two_ranks  # noqa: E402
 
 
 def made(**options):

@@ -1,8 +1,18 @@
-"""vLLM for the tests. As one of several ranks: RANK=0 ... python -m tests.integrations.vllm_engine FORMS OUT"""
+"""vLLM for the tests: engines in this process, and on two ranks, processes that serve all tests."""
 
+import atexit
+import gc
 import json
 import os
+import subprocess
 import sys
+import tempfile
+import time
+from pathlib import Path
+
+from tests.servers import free_port
+
+ROOT = Path(__file__).parents[2]
 
 SETTINGS = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -20,7 +30,10 @@ NEW = 12
 def engine(folder, **options):
     """A small engine in this process."""
     from vllm import LLM
+    from vllm.model_executor.models import registry
 
+    registry._run_in_subprocess = lambda look: look()  # else another process imports vLLM for each class of models
+    gc.freeze()  # vLLM collects garbage five times while it starts; it undoes this when it ends
     return LLM(str(folder), **{"dtype": "float32", "max_model_len": 64, "enforce_eager": True, "seed": 0,
                                "kv_cache_memory_bytes": 1 << 26, "skip_tokenizer_init": True} | options)  # fmt: skip
 
@@ -72,11 +85,66 @@ def gather_on_cpus():
     CpuCommunicator.all_gatherv, CpuCommunicator.reduce_scatterv = all_gatherv, reduce_scatterv
 
 
+class Ranks:
+    """Two processes that run engines together. Importing vLLM takes longer than most of their answers."""
+
+    def __init__(self):
+        for left in Path("/dev/shm").glob("-*-cpushm_*"):  # left by killed ranks: vLLM uses the same names again
+            left.unlink()
+        env = os.environ | SETTINGS | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+        self.log = tempfile.TemporaryFile("w+")
+        self.processes = [
+            subprocess.Popen([sys.executable, "-m", "tests.integrations.vllm_engine"], cwd=ROOT, text=True,
+                             env=env | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+                             stdin=subprocess.PIPE, stdout=self.log, stderr=subprocess.STDOUT)
+            for rank in range(2)
+        ]  # fmt: skip
+        atexit.register(self.end)
+
+    def answers(self, forms, out, seconds=400):
+        """form -> what each rank answers, one form after another. forms: form -> (folder, options); out: a folder."""
+        given = {form: (str(path), free_port(), options) for form, (path, options) in forms.items()}
+        for process in self.processes:
+            print(json.dumps([given, str(out)]), file=process.stdin, flush=True)
+        files = {form: [Path(out) / f"{form}-{rank}.json" for rank in range(2)] for form in forms}
+        for _ in range(10 * seconds):
+            if all(file.exists() for pair in files.values() for file in pair):
+                return {form: [json.loads(file.read_text()) for file in pair] for form, pair in files.items()}
+            if self.ended:
+                break
+            time.sleep(0.1)
+        self.end()
+        self.log.seek(0)
+        raise AssertionError(self.log.read()[-6000:])
+
+    def end(self):
+        for process in self.processes:
+            process.kill()
+            process.wait()
+
+    @property
+    def ended(self):
+        return any(process.poll() is not None for process in self.processes)
+
+
+ranks = []  # those that run, if any
+
+
+def on_two_ranks(forms, out):
+    """`Ranks.answers`, of new processes where the last ones have failed."""
+    if not ranks or ranks[-1].ended:
+        ranks.append(Ranks())
+    return ranks[-1].answers(forms, out)
+
+
 if __name__ == "__main__":
     os.environ |= SETTINGS | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     gather_on_cpus()
-    for form, (folder, port, options) in json.loads(sys.argv[1]).items():
-        os.environ["MASTER_PORT"] = str(port)  # ranks leave the last engine's at different times
-        found = generate(folder, **options, distributed_executor_backend="external_launcher")
-        with open(f"{sys.argv[2]}/{form}-{os.environ['RANK']}.json", "w") as file:
-            json.dump(found, file)
+    for line in sys.stdin:
+        given, out = json.loads(line)
+        for form, (folder, port, options) in given.items():
+            os.environ["MASTER_PORT"] = str(port)  # ranks leave the last engine's at different times
+            found = generate(folder, **options, distributed_executor_backend="external_launcher")
+            file = Path(out) / f"{form}-{os.environ['RANK']}"
+            file.write_text(json.dumps(found))
+            file.rename(file.with_suffix(".json"))  # seen when it is whole
