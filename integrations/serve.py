@@ -5,12 +5,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
+from pathlib import Path
 
 from moe_nvfp4.quantize.dialects import read_config
 
 ENGINES = ("vllm", "transformers")
-# The first import teaches transformers to read our folders
+# The first import teaches transformers to read our folders. {} is the folder of this package, for checkouts.
 TRANSFORMERS = """
+import sys
+sys.path.append({!r})
 import moe_nvfp4.integrations.huggingface
 from transformers.cli.transformers import app
 app(prog_name="transformers")
@@ -18,7 +21,8 @@ app(prog_name="transformers")
 
 
 def serve_command(model: str, engine: str | None = None, options: Sequence[str] = ()) -> list[str]:
-    """The command that serves `model` (a folder, or a name on the Hub) with 4-bit experts.
+    """The command that serves `model` (a folder, or a name on the Hub) with 4-bit experts. Python imports nothing from
+    the current folder (-P): in a checkout, that would be another copy of this library than the installed one.
 
     engine   "vllm" or "transformers"; None: vLLM if it is installed
     options  passed on to the engine
@@ -34,7 +38,7 @@ def serve_command(model: str, engine: str | None = None, options: Sequence[str] 
         raise ImportError(f"{engine} is not installed: pip install {engine}")
     if engine == "vllm":
         # `vllm serve` reads the metadata of a package named "vllm", which CPU builds do not have
-        server = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
+        server = [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server", "--model", model]
         return [*server, "--quantization", "moe_nvfp4", *options]
     from transformers import PretrainedConfig
     from transformers.utils.import_utils import is_serve_available
@@ -48,4 +52,5 @@ def serve_command(model: str, engine: str | None = None, options: Sequence[str] 
             f"{model} is not an NVFP4 checkpoint, and transformers' server quantizes no experts: make one first "
             f"(moe-nvfp4 quantize {model} DST), or install vLLM, which quantizes as it loads"
         )
-    return [sys.executable, "-c", TRANSFORMERS, "serve", model, *options]
+    code = TRANSFORMERS.format(str(Path(__file__).parents[2]))
+    return [sys.executable, "-P", "-c", code, "serve", model, *options]

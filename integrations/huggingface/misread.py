@@ -172,10 +172,16 @@ def judge(model: Any, asked: Sequence[Asked], progress: Callable[[Iterable], Ite
     known = given > LEAST
     mine = _activations(model)
     other = "bf16" if is_quantized(mine) else "nvfp4"
+    nothing = [name for name, changes in MISREADINGS.items() if _without_effect(model, changes)]
+    effective = [name for name in MISREADINGS if name not in nothing]
+    passes = iter(progress(["bf16", f"bf16, {other}", "fp32", PRECISIONS[other], *effective]))
+    next(passes)
     rounded = log_probabilities(model, asked)
+    next(passes)
     rounded_other = log_probabilities(set_activations(model, other), asked)
     set_activations(model, mine)
     model.to(torch.float32)  # transformers refuses .float() of 4-bit models
+    next(passes)
     exact = log_probabilities(model, asked)
     difference, noise = _apart(given, [exact], known), _apart(rounded, [exact], known)
     changed: list[Tensor] = []
@@ -189,11 +195,11 @@ def judge(model: Any, asked: Sequence[Asked], progress: Callable[[Iterable], Ite
             yield changed[-1]
 
     limit = CLEARLY * difference
+    next(passes)
     whole = difference > NOISE * noise  # then the errors themselves are compared too
     found = {PRECISIONS[other]: _apart(given, with_other(), known, torch.inf if whole else limit)}
     set_activations(model, mine)
-    nothing = [name for name, changes in MISREADINGS.items() if _without_effect(model, changes)]
-    for name in progress([name for name in MISREADINGS if name not in nothing]):
+    for name in passes:
         with misread(model, MISREADINGS[name]):
             found[name] = _apart(given, _by_batch(model, asked), known, min(limit, *found.values()))
     fits = None

@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
         model=source, device=args.device, activations=args.activations, recipe=None, exclude=[], linears=None
     )
     model, _ = load(loading, None, tokenizer=False)
-    bar = lambda names: progress_bar(names, desc="misreadings", unit="model", show=not args.json)
+    bar = lambda names: progress_bar(names, desc="computed here", unit="model", show=not args.json)
     verdict = judge(model, asked, bar)
     if args.json:
         show_json({"folder": source, "server": server.url, "way": way, **as_json(verdict)})

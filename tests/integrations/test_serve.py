@@ -24,24 +24,26 @@ def test_vllm_where_it_is_installed(monkeypatch):
     installed(monkeypatch, "vllm", "transformers")
     for engine in (None, "vllm"):
         command = serve.serve_command("some/model", engine, ["--port", "1"])
-        assert command[:3] == [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
-        assert command[3:] == ["--model", "some/model", "--quantization", "moe_nvfp4", "--port", "1"]
+        assert command[:4] == [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server"]
+        assert command[4:] == ["--model", "some/model", "--quantization", "moe_nvfp4", "--port", "1"]
 
 
 @pytest.mark.slow
 def test_else_transformers_which_reads_nvfp4_folders(monkeypatch, tmp_path):
-    """Our import precedes its command line, so that its loader finds our reader."""
+    """Our import precedes its command line, so that its loader finds our reader. What is in the current folder is not
+    imported: in a checkout that is another copy."""
     bf16 = folder(tmp_path, qwen3_moe)
     convert_checkpoint(bf16, tmp_path / "nvfp4")
     installed(monkeypatch, "transformers", "fastapi", "accelerate")
     command = serve.serve_command(str(tmp_path / "nvfp4"), options=["--port", "1"])
-    assert command[3:] == ["serve", str(tmp_path / "nvfp4"), "--port", "1"]
+    assert command[4:] == ["serve", str(tmp_path / "nvfp4"), "--port", "1"]
     with pytest.raises(ValueError, match="not an NVFP4 checkpoint.*moe-nvfp4 quantize .*bf16 DST.*install vLLM"):
         serve.serve_command(str(bf16))
     if importlib.util.find_spec("typer") is None:
         pytest.skip("the command line of transformers needs typer")
     command[command.index("serve") + 1 :] = ["--help"]
-    found = subprocess.run(command, capture_output=True, text=True)
+    (tmp_path / "moe_nvfp4.py").write_text("raise SystemExit('of the current folder')")
+    found = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert found.returncode == 0 and "continuous-batching" in found.stdout, found.stderr
 
 
