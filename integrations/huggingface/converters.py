@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     Concatenate,
@@ -372,9 +373,15 @@ def names_in_files(model: nn.Module, modules: Iterable[str]) -> dict[str, str]:
 
 
 def choose_linears(model: Any, config: MoeNvfp4Config) -> Chosen:
-    """The linears of a dense `model` that `config` asks for; none where it does not. NVFP4 linears count as chosen."""
+    """The linears of a dense `model` that `config` asks for; none where it does not. NVFP4 linears count as chosen.
+    ValueError for a part of a model, whose linears have no names."""
     if isinstance(config.linears, str):
         return Chosen()
+    if not isinstance(model, PreTrainedModel):
+        raise ValueError(
+            f"linears={config.linears} are chosen by their names in a transformers model, and a {type(model).__name__} "
+            "is a part of one: pass the whole model, or leave linears out"
+        )
     done = {name for name, m in model.named_modules(remove_duplicate=False) if isinstance(m, NVFP4Linear)}
     names = names_in_files(model, (name for name, _ in model.named_modules(remove_duplicate=False)))
     chosen = choose(linears_of_model(model, names, done), config.linears, config.exclude, type(model).__name__)

@@ -329,6 +329,14 @@ def test_experts_that_two_layers_share_are_swapped_for_both():
     assert model.model.layers[0].mlp.experts is model.model.layers[1].mlp.experts
 
 
+def test_linears_of_a_part_have_no_names():
+    layer = nn.ModuleList([make(qwen3_moe).model.layers[0]])
+    with pytest.raises(ValueError, match=r"linears=.*attention.* a ModuleList is a part of one"):
+        swap_experts(layer, linears="attention", progress=False)
+    assert type(layer[0].mlp.experts) is Qwen3MoeExperts
+    assert isinstance(swap_experts(layer, progress=False)[0].mlp.experts, HFExperts)
+
+
 def test_a_part_of_a_model_is_refused(tmp_path):
     """The whole model would save it without this library: codes by expert, but scales in stacks."""
     whole = make(granite, torch.float32)
