@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from moe_nvfp4.backends import Selected, backends_now, named, selected, selected_now
 from moe_nvfp4.devices import capturing
 from moe_nvfp4.scales import FP32Scales
+from moe_nvfp4.weights import check_block_scales
 
 changing = threading.RLock()  # held while weights change their layout, or are taken out of their module
 # For each module: its state at its last call, and what that call got.
@@ -175,8 +176,16 @@ class Prepared(FP32Scales):
             super()._save_to_state_dict(*args)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        given = {name: state_dict[prefix + name] for name in self._parameters if prefix + name in state_dict}
+        for name, t in given.items():
+            if name.endswith("_sf") and type(t) in (Tensor, nn.Parameter) and t.dtype == torch.uint8 and not t.is_meta:
+                try:
+                    check_block_scales(t, prefix + name)  # kernels read other bytes as anything
+                except ValueError as error:
+                    args[-1].append(str(error))  # error_msgs
+                    return
         with changing:
-            if any(prefix + name in state_dict for name in self._parameters):  # not if it is an adapter's
+            if given:  # not if it is an adapter's
                 self.unpack()
             super()._load_from_state_dict(state_dict, prefix, *args)
 

@@ -303,6 +303,12 @@ def test_a_state_dict_that_was_cast_is_refused(linear, assign):
     with pytest.raises(RuntimeError, match=f"{name} is torch.float8_e4m3fn, expected torch.uint8"):
         layer.load_state_dict(e4m3, assign=assign)
     assert all(torch.equal(t, before[key]) for key, t in layer.state_dict().items())
+    for byte in (0x7F, 0x80, 0xB8, 0xFF):  # NaN and negative block scales, which kernels would read as something else
+        sf = next(name for name in before if name.endswith("_sf"))
+        damaged = {**before, sf: before[sf].clone()}
+        damaged[sf].view(-1)[3] = byte
+        with pytest.raises(RuntimeError, match=f"{sf} holds NaN or negative block scales: the file is damaged"):
+            layer.load_state_dict(damaged, assign=assign)
     layer.load_state_dict(before, assign=assign)
     assert layer.load_state_dict({}, strict=False, assign=assign).missing_keys == list(before)
 
