@@ -96,6 +96,22 @@ def test_info_refuses_dense_files_of_another_model(tmp_path, capsys):
     assert "by config.json Qwen3MoeForCausalLM has [64, 96] there" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("family, changes, there", [
+    (qwen3_moe, {"moe_intermediate_size": 32}, "[64, 32]"),
+    (qwen3_moe, {"hidden_size": 32}, "[96, 32]"),
+    (deepseek, {"moe_intermediate_size": 96}, "[64, 96]"),
+    (dbrx, {"ffn_config": {"ffn_hidden_size": 96}}, "[64, 96]"),
+], ids=lambda value: getattr(value, "__name__", str(value)))  # fmt: skip
+@pytest.mark.parametrize("command", ["verify", "info"])
+def test_4_bit_files_of_other_sizes_than_their_config(command, family, changes, there, tmp_path, capsys):
+    make(family).save_pretrained(tmp_path / "a")
+    config = config_of(converted(tmp_path / "a", tmp_path / "b"))
+    new = {key: {**config[key], **value} if isinstance(value, dict) else value for key, value in changes.items()}
+    change_config(tmp_path / "b", **new)
+    assert cli.main([command, str(tmp_path / "b")]) == 2
+    assert re.search(rf"by config.json \w+ has {re.escape(there)} there", capsys.readouterr().err)
+
+
 def test_files_that_are_none(tmp_path):
     source = folder(tmp_path / "a", experts(E=2))
     (source / "model.safetensors").unlink()
