@@ -71,6 +71,10 @@ def _alike(linears: Sequence[NVFP4Linear]) -> bool:
             return False
         if linear.input_scale is not None or linear.pre_quant_scale is not None:
             return False
+        if (
+            linear._forward_hooks or linear._forward_pre_hooks
+        ):  # they may change x in place
+            return False
         for name, p in linear._parameters.items():
             other = first._parameters[name]
             if p is None or other is None:
@@ -85,6 +89,8 @@ class Joined:
     """Linears that are computed as one inside the forward of their parent, in the order of their columns.
 
     Only where there are no gradients: there, nothing depends on what the model does in place to some of the columns.
+    What it does to x in place between two of them is seen by x's version. In inference mode and in compiled code there
+    is none: a forward that does this there is not supported (none of transformers' models does).
     """
 
     def __init__(self, parent: nn.Module, linears: Sequence[NVFP4Linear]) -> None:
@@ -108,7 +114,9 @@ class Joined:
             return None
         tracing = torch.compiler.is_compiling()
         version = rows.dtype, None if tracing or x.is_inference() else x._version
-        left, i = self.left, [other is linear for other in self.linears].index(True)
+        left, i = self.left, next((i for i, other in enumerate(self.linears) if other is linear), None)
+        if i is None:  # a shallow copy, as nn.DataParallel makes
+            return None
         if left is not None and left[0] is x and left[1] == version and left[2][i] is not None:
             columns = left[2]
         else:
@@ -124,7 +132,8 @@ class Joined:
 
     def close(self) -> None:
         """The parent's forward is over."""
-        taken = self.left is None or all(column is None for column in self.left[2])
+        left = self.left  # another thread may change it
+        taken = left is None or all(column is None for column in left[2])
         self.open, self.left, self.in_vain = False, None, 0 if taken else self.in_vain + 1
 
     def _compute(self, rows: Tensor, tracing: bool) -> Tensor | None:

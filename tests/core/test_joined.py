@@ -115,6 +115,29 @@ def test_other_rows_are_computed_anew(model):
         assert same(model(x.float()), alone(model, x.float()))
 
 
+@pytest.mark.parametrize("mode", ["no_grad", "inference_mode", "compiled"])
+@pytest.mark.parametrize("name, before", [("q_proj", False), ("k_proj", True), ("v_proj", True)])
+def test_hooks_that_change_x_in_place(mode, name, before):
+    """Inference mode and compiled code have no version that would show it."""
+    model, linear = Attention(), NVFP4Linear.register_forward_pre_hook
+    change = linear if before else NVFP4Linear.register_forward_hook
+    twin = copy.deepcopy(model)
+    ready.prepare(model)
+    for made in (model, twin):
+        change(getattr(made, name), lambda module, args, *y: (args[0].mul_(2), None)[1])
+    run = torch.compile(model, fullgraph=True, backend="eager") if mode == "compiled" else model
+    with torch.inference_mode() if mode == "inference_mode" else torch.no_grad():
+        assert same(run(tokens(4)), twin(tokens(4)))
+
+
+def test_replicas_compute_for_themselves(model):
+    replica = model._replicate_for_data_parallel()
+    for name, linear in model.named_children():
+        replica._modules[name] = linear._replicate_for_data_parallel()
+        replica._modules[name]._parameters = dict(linear._parameters)
+    assert same(replica(tokens(3)), alone(model, tokens(3)))
+
+
 def test_outside_the_forward_each_is_alone(model):
     x = tokens(3)
     q = model.q_proj(x)
