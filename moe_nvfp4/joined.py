@@ -71,9 +71,7 @@ def _alike(linears: Sequence[NVFP4Linear]) -> bool:
             return False
         if linear.input_scale is not None or linear.pre_quant_scale is not None:
             return False
-        if (
-            linear._forward_hooks or linear._forward_pre_hooks
-        ):  # they may change x in place
+        if linear._forward_hooks or linear._forward_pre_hooks:  # they may change x in place
             return False
         for name, p in linear._parameters.items():
             other = first._parameters[name]
