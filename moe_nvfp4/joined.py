@@ -21,7 +21,7 @@ from moe_nvfp4.backends import named
 from moe_nvfp4.devices import capturing
 from moe_nvfp4.linear import NVFP4Linear
 from moe_nvfp4.prepared import changing
-from moe_nvfp4.weights import FUSED_LINEARS, LinearWeights
+from moe_nvfp4.weights import FUSED_LINEARS, LinearWeights, in_one
 
 IN_VAIN = 2  # forwards in a row in which not all took their columns, after which each linear computes for itself
 
@@ -96,6 +96,7 @@ class Joined:
         self.open, self.in_vain = False, 0
         self.left: Any = None  # the tensor of the last call, its version, and the columns, None where they were taken
         self.whole: tuple[list[LinearWeights], LinearWeights] | None = None  # of the last call
+        self.before: list[list[Tensor]] = []  # scales and biases that were moved: captured graphs may read them
         for linear in linears:
             if linear.joined is not None:
                 linear.joined.in_vain = IN_VAIN
@@ -162,27 +163,39 @@ class Joined:
         return [linear._for_call(*problem)[1] for linear in self.linears]
 
     def bring_together(self) -> bool:
-        """Move the linears' tensors of each kind to follow one another in memory. False if they are not in a backend's
-        layout, last for one call only, or a CUDA graph is being captured."""
+        """Make the linears' tensors of each kind follow one another in memory, if they do not. False if they are not in
+        a backend's layout, last for one call only, or a CUDA graph is being captured, or was: some weights are where
+        they were brought together, and others no longer."""
         linears = self.linears
         if capturing(linears[0].weight.device) or not all(linear.packed and linear.lasting for linear in linears):
             return False
         for name in ("weight", "weight_global_scale", "bias"):
             parameters = [p for linear in linears if (p := linear._parameters[name]) is not None]
-            if parameters:
-                whole = torch.cat([p.data for p in parameters])
-                for p, part in zip(parameters, whole.split([len(p) for p in parameters]), strict=True):
-                    p.data = part
+            tensors = [p.data for p in parameters]
+            if not tensors or in_one(tensors) is not None:
+                continue
+            if name != "weight":
+                self.before.append(tensors)
+            elif any(_shared(t) for t in tensors):
+                return False
+            for p, part in zip(parameters, torch.cat(tensors).split([len(t) for t in tensors]), strict=True):
+                p.data = part
         for linear in linears:
             linear._changed()
         return True
 
     def separate(self, linear: NVFP4Linear) -> None:
-        """Give one of the linears memory of its own again."""
-        for name in ("weight_global_scale", "bias"):  # `weight` has left its layout
+        """Give one of the linears, which has left the layout, memory of its own again."""
+        self.left = self.whole = None  # they hold the memory of all
+        for name in ("weight_global_scale", "bias"):
             p = linear._parameters[name]
-            if p is not None and p.untyped_storage().nbytes() > p.nbytes:
+            if p is not None and _shared(p):
                 p.data = p.data.clone()
+
+
+def _shared(t: Tensor) -> bool:
+    """Whether other tensors are in the memory of t, too."""
+    return t.untyped_storage().nbytes() > t.nbytes
 
 
 class _Hook:

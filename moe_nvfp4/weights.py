@@ -330,7 +330,7 @@ class LinearWeights(NamedTuple):
         memory, or they have static scales of their own for the rows."""
         first, parts = linears[0], tuple(w.matrix.N for w in linears)
         *kinds, input_scales = zip(*(w.tensors() for w in linears), strict=True)
-        whole = [None if kind[0] is None else _in_one(kind) for kind in kinds]
+        whole = [None if kind[0] is None else in_one(kind) for kind in kinds]
         if any(t is None and kind[0] is not None for t, kind in zip(whole, kinds, strict=True)) or any(
             scale is not None for scale in input_scales
         ):
@@ -341,7 +341,7 @@ class LinearWeights(NamedTuple):
         return cls(matrix, None, first.activations, parts)
 
 
-def _in_one(tensors: Sequence[Any]) -> Tensor | None:
+def in_one(tensors: Sequence[Any]) -> Tensor | None:
     """One tensor of all their elements, along the first dimension, if they follow one another in memory; else None."""
     first, end = tensors[0], tensors[0].data_ptr()
     for t in tensors:

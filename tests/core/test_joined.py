@@ -1,7 +1,9 @@
 """Linears that read the same rows, computed as one: the numbers of each by itself, whatever happens around them."""
 
 import copy
+import gc
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -208,6 +210,25 @@ def test_state_dicts_and_copies(model):
         assert launches == 1 and same(found, want)
     launches, found = counted(model, x)
     assert launches == 1 and same(found, want)
+
+
+def test_memory(model):
+    """Nothing moves without need, since captured graphs read addresses, and nothing is kept that nobody reads."""
+    x, addresses = tokens(4), [p.data_ptr() for p in model.parameters()]
+    model(x)
+    ready.prepare(model)
+    assert [p.data_ptr() for p in model.parameters()] == addresses
+    old = weakref.ref(model.k_proj.weight_global_scale.data.untyped_storage())
+    model.k_proj.weight_global_scale.data = torch.full((1,), 0.25)
+    assert same(model(x), alone(model, x)) and counted(model, x)[0] == 1 and old() is not None
+    assert [m.weight.data_ptr() for m in model.children()] == addresses[::4]
+    packed = weakref.ref(model.q_proj.weight.data.untyped_storage())
+    model.state_dict()
+    gc.collect()
+    assert packed() is None
+    model.q_proj.prepare(), model.k_proj.prepare()
+    model.v_proj.weight.data = model.v_proj.weight.data.clone()
+    assert same(model(x), alone(model, x)) and counted(model, x)[0] == 1
 
 
 def test_gradients(model):
