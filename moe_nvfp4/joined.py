@@ -113,9 +113,10 @@ class Joined:
             return None
         tracing = torch.compiler.is_compiling()
         version = rows.dtype, None if tracing or x.is_inference() else x._version
-        left, i = self.left, next((i for i, other in enumerate(self.linears) if other is linear), None)
-        if i is None:  # a shallow copy, as nn.DataParallel makes
+        same = [other is linear for other in self.linears]
+        if not any(same):  # a shallow copy, as nn.DataParallel makes
             return None
+        left, i = self.left, same.index(True)
         if left is not None and left[0] is x and left[1] == version and left[2][i] is not None:
             columns = left[2]
         else:
