@@ -170,6 +170,8 @@ class Joined:
         linears = self.linears
         if capturing(linears[0].weight.device) or not all(linear.packed and linear.lasting for linear in linears):
             return False
+        for linear in linears:
+            linear.warn_of_graphs()
         for name in ("weight", "weight_global_scale", "bias"):
             parameters = [p for linear in linears if (p := linear._parameters[name]) is not None]
             tensors = [p.data for p in parameters]

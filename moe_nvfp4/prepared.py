@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Self
 from weakref import WeakKeyDictionary
@@ -28,11 +30,13 @@ class Packed:
     layout    the name of the backend
     matrices  parameter -> (the note that `Backend.unpack` needs, dimensions of its codes without the last: [E,] N)
     first     the first of these parameters
+    captured  whether a CUDA graph reads them, which will not follow if they move in memory
     """
 
     layout: str
     matrices: dict[str, tuple[Any, tuple[int, ...]]]
     first: str
+    captured: bool = False
 
 
 class Prepared(FP32Scales):
@@ -56,11 +60,13 @@ class Prepared(FP32Scales):
         with changing:
             now, last = self._state(problem), _last.get(self)
             if last is not None and last[0] == now:
+                self._note_capture()
                 return last[1], last[2]
             check_plain(self)
             chosen = self._select(*problem)
             if self.packed_for != chosen.layout:
                 self._prepare_for(chosen)
+            self._note_capture()
             weights = self.weights.held()
             if now is not None:
                 _last[self] = self._state(problem), chosen, weights
@@ -109,11 +115,27 @@ class Prepared(FP32Scales):
             return self._packed.matrices[name][1][-1]
         return self._here(name).shape[-2]
 
+    def _note_capture(self) -> None:
+        packed = self._packed
+        if packed is not None and not packed.captured and not _held and capturing(self._here(packed.first).device):
+            packed.captured = True
+
+    def warn_of_graphs(self) -> None:
+        """To be called before the weights move in memory: warn if a CUDA graph reads them."""
+        if self._packed is not None and self._packed.captured:
+            self._packed.captured = False
+            warnings.warn(
+                "4-bit weights move in memory (state_dict, saving, loading and moving a model do this), and a CUDA graph was "
+                "captured that reads them where they were: call the model once and capture the graph again",
+                stacklevel=3,
+            )
+
     def unpack(self) -> None:
         """Bring the weights back into the checkpoint's bytes."""
         self._changed()  # what `_last` has holds the weights
         if self._packed is not None and self.packed:
             _refuse_captured(self._here(self._packed.first))
+            self.warn_of_graphs()
             backend = named(self._packed.layout)
             for name, (note, rows) in self._packed.matrices.items():
                 codes, sf = self._here(name), self._here(f"{name}_sf")
@@ -188,6 +210,20 @@ class Prepared(FP32Scales):
             if given:  # not if it is an adapter's
                 self.unpack()
             super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+_held = 0  # how many captures hold the weights' memory themselves
+
+
+@contextmanager
+def weights_are_held() -> Iterator[None]:
+    """For captures of CUDA graphs that keep the weights' memory as long as they are replayed."""
+    global _held
+    _held += 1
+    try:
+        yield
+    finally:
+        _held -= 1
 
 
 def computes_parameters(module: nn.Module) -> bool:

@@ -17,6 +17,7 @@ from transformers.cache_utils import Cache, StaticLayer
 from transformers.utils import logging
 
 from moe_nvfp4.experts import NVFP4Experts
+from moe_nvfp4.prepared import weights_are_held
 
 logger = logging.get_logger(__name__)
 # What `generate` and models call their cache: "past_key_values" before transformers 5.24
@@ -130,7 +131,8 @@ class GraphedStep:
             held = tree_map(_clone, inputs, is_leaf=_no_dict)
             self.weights = [t.detach() for t in (*self.model.parameters(), *self.model.buffers())]
             try:
-                self.held, self.replay = _leaves(held), record(lambda: self.model(**held), self.model.device)
+                with weights_are_held():
+                    self.held, self.replay = _leaves(held), record(lambda: self.model(**held), self.model.device)
             except RuntimeError as error:  # nothing was computed
                 self.failed, why = True, str(error).partition("\n")[0]
                 logger.warning(

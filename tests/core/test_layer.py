@@ -3,6 +3,7 @@
 import copy
 import math
 import time
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
 from functools import partial
@@ -19,6 +20,7 @@ from moe_nvfp4 import format as nvfp4
 from moe_nvfp4.backends import Selected, named
 from moe_nvfp4.linear import NVFP4Linear
 from moe_nvfp4.ops import run_linear
+from moe_nvfp4.prepared import weights_are_held
 from moe_nvfp4.routing import group_by_expert
 from moe_nvfp4.weights import ACTIVATIONS
 from tests.common import THRESHOLDS, Kernels, relative_error, stand_for_hopper
@@ -535,6 +537,33 @@ def test_weights_change_no_layout_while_a_graph_is_captured(hopper, monkeypatch)
                 layer(x, ids, p)
         assert layer.packed == prepared
     assert torch.equal(layer.state_dict()["down_proj"], codes)
+
+
+def test_weights_that_a_graph_reads_do_not_move_silently(hopper, monkeypatch):
+    """A graph that was captured would go on to read their old memory."""
+    layer = NVFP4Experts.from_dense(torch.randn(2, 64, 32), torch.randn(2, 32, 32))
+    x, ids, p = batch(3, 2, 1, 32, torch.bfloat16)
+
+    def capture():
+        layer(x, ids, p)
+        with monkeypatch.context() as patch:
+            patch.setattr("moe_nvfp4.prepared.capturing", lambda device: True)
+            layer(x, ids, p)
+
+    state = {name: t.clone() for name, t in layer.state_dict().items()}
+    moves = [layer.state_dict, lambda: layer.load_state_dict(state), lambda: layer.to("cpu"),
+             lambda: layer(x.float(), ids, p)]  # fmt: skip
+    for move in moves:
+        capture()
+        with pytest.warns(UserWarning, match="a CUDA graph was captured that reads them"):
+            move()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            layer(x, ids, p)
+            move()  # no graph was captured since
+            with weights_are_held():
+                capture()
+            move()
 
 
 def test_weights_that_an_offloading_hook_brings_are_left_alone(hopper):
