@@ -125,8 +125,8 @@ class Prepared(FP32Scales):
         if self._packed is not None and self._packed.captured:
             self._packed.captured = False
             warnings.warn(
-                "4-bit weights move in memory (state_dict, saving, loading and moving a model do this), and a CUDA graph was "
-                "captured that reads them where they were: call the model once and capture the graph again",
+                "4-bit weights move in memory (state_dict, saving, loading and moving a model do this), and a CUDA "
+                "graph was captured that reads them where they were: call the model once and capture the graph again",
                 stacklevel=3,
             )
 
