@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from moe_nvfp4 import ops
 from moe_nvfp4.backends import named
 from moe_nvfp4.devices import capturing
+from moe_nvfp4.kernels.common.tensors import settle
 from moe_nvfp4.linear import NVFP4Linear
 from moe_nvfp4.prepared import changing
 from moe_nvfp4.weights import FUSED_LINEARS, LinearWeights, in_one
@@ -30,7 +31,7 @@ def join(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[NVFP4Linear, ..
     """Join all linears inside `model` that read the same rows, where their kernels for rows of `dtype` can compute them
     as one. Yields those that are joined."""
     for parent, linears in siblings(model):
-        if not named(linears[0].backend(dtype).name).joins(tuple(linear.out_features for linear in linears)):
+        if not linears[0].backend(dtype).joins(parts_of(linears)):
             continue
         joined = linears[0].joined
         if joined is None or joined.linears != linears:
@@ -52,15 +53,15 @@ def siblings(model: nn.Module) -> Iterator[tuple[nn.Module, tuple[NVFP4Linear, .
 
 def as_one(linears: Sequence[NVFP4Linear]) -> LinearWeights:
     """The weights of several linears as those of one, on meta."""
-    first, parts = linears[0].weights, tuple(linear.out_features for linear in linears)
-    matrices = [linear.weights.matrix for linear in linears]
-    on_meta: dict[str, Any] = {
-        name: torch.cat([getattr(m, name).to("meta") for m in matrices])
-        for name in ("codes", "sf", "global_scale", "bias")
-        if getattr(matrices[0], name) is not None
-    }
-    matrix = first.matrix._replace(**on_meta, N=sum(parts))
-    return first._replace(matrix=matrix, parts=parts)
+    copied = lambda tensors: torch.cat([t.to("meta") for t in tensors])
+    whole = LinearWeights.joined([linear.weights for linear in linears], copied)
+    assert whole is not None, "they are alike"
+    return whole
+
+
+def parts_of(linears: Sequence[NVFP4Linear]) -> tuple[int, ...]:
+    """As in `LinearWeights`."""
+    return tuple(linear.out_features for linear in linears)
 
 
 def _alike(linears: Sequence[NVFP4Linear]) -> bool:
@@ -124,9 +125,9 @@ class Joined:
             if y is None:
                 return None
             columns, end = [], 0
-            for other in self.linears:
-                columns.append(y[:, end : end + other.out_features])
-                end += other.out_features
+            for N in parts_of(self.linears):
+                columns.append(y[:, end : end + N])
+                end += N
         self.left = x, version, [None if j == i else column for j, column in enumerate(columns)]
         return columns[i]
 
@@ -143,7 +144,7 @@ class Joined:
         if torch.is_grad_enabled() and any(trained) or not _alike(linears):
             return None
         chosen = linears[0]._select(*problem)
-        if not named(chosen.name).joins(tuple(linear.out_features for linear in linears)):
+        if not named(chosen.name).joins(parts_of(linears)):
             return None
         if tracing:
             return ops.run_linears(rows, [linear.weights for linear in linears], chosen)
@@ -170,21 +171,24 @@ class Joined:
         linears = self.linears
         if capturing(linears[0].weight.device) or not all(linear.packed and linear.lasting for linear in linears):
             return False
-        for linear in linears:
-            linear.warn_of_graphs()
+        apart: dict[str, list[nn.Parameter]] = {}
         for name in ("weight", "weight_global_scale", "bias"):
             parameters = [p for linear in linears if (p := linear._parameters[name]) is not None]
-            tensors = [p.data for p in parameters]
-            if not tensors or in_one(tensors) is not None:
-                continue
+            if parameters and in_one([p.data for p in parameters]) is None:
+                apart[name] = parameters
+        if any(_shared(p) for p in apart.get("weight", ())):
+            return False
+        for linear in linears if apart else ():
+            linear.warn_of_graphs()
+            linear._changed()
+        for name, moved in apart.items():
+            tensors = [p.data for p in moved]
             if name != "weight":
                 self.before.append(tensors)
-            elif any(_shared(t) for t in tensors):
-                return False
-            for p, part in zip(parameters, torch.cat(tensors).split([len(t) for t in tensors]), strict=True):
+            for p, part in zip(moved, torch.cat(tensors).split([len(t) for t in tensors]), strict=True):
                 p.data = part
-        for linear in linears:
-            linear._changed()
+        if apart:
+            settle(linears[0].weight.device)
         return True
 
     def separate(self, linear: NVFP4Linear) -> None:

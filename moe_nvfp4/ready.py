@@ -10,7 +10,7 @@ from torch import nn
 
 from moe_nvfp4.backends import PACKAGES, Backend, Device, Gpu, Selected, explain
 from moe_nvfp4.experts import NVFP4Experts
-from moe_nvfp4.joined import as_one, join, siblings
+from moe_nvfp4.joined import as_one, join, parts_of, siblings
 from moe_nvfp4.kernels.calls import Call, compile_ahead
 from moe_nvfp4.linear import NVFP4Linear
 
@@ -65,7 +65,7 @@ def compile_for(model: nn.Module, gpu: Gpu, top_k: int | None = None, dtype: tor
             calls.append((backend, Call.of(module.weights, dtype)))
     for _, linears in siblings(model):
         backend = explain(linears[0]._problem(dtype)[0], device, forced).backend
-        if backend.joins(tuple(linear.out_features for linear in linears)):
+        if backend.joins(parts_of(linears)):
             calls.append((backend, Call.of(as_one(linears), dtype)))
     if (
         missing := {package for backend, _ in calls for package in backend.packages}

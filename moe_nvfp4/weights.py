@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from math import inf, pi, sqrt
@@ -325,12 +325,14 @@ class LinearWeights(NamedTuple):
         return cls(matrix, input_scale, spec.activations, spec.parts)
 
     @classmethod
-    def joined(cls, linears: Sequence[LinearWeights]) -> LinearWeights | None:
-        """Several linears as one, without a copy. None if their tensors of one kind do not follow one another in
-        memory, or they have static scales of their own for the rows."""
+    def joined(
+        cls, linears: Sequence[LinearWeights], one: Callable[[Sequence[Any]], Tensor | None] | None = None
+    ) -> LinearWeights | None:
+        """Several linears as one. None if they have static scales of their own for the rows, or if `one` finds no
+        tensor for those of one kind. Default: `in_one`, without a copy."""
         first, parts = linears[0], tuple(w.matrix.N for w in linears)
         *kinds, input_scales = zip(*(w.tensors() for w in linears), strict=True)
-        whole = [None if kind[0] is None else in_one(kind) for kind in kinds]
+        whole = [None if kind[0] is None else (one or in_one)(kind) for kind in kinds]
         if any(t is None and kind[0] is not None for t, kind in zip(whole, kinds, strict=True)) or any(
             scale is not None for scale in input_scales
         ):

@@ -3,6 +3,7 @@
 import copy
 import gc
 import pickle
+import warnings
 import weakref
 
 import pytest
@@ -229,6 +230,21 @@ def test_memory(model):
     model.q_proj.prepare(), model.k_proj.prepare()
     model.v_proj.weight.data = model.v_proj.weight.data.clone()
     assert same(model(x), alone(model, x)) and counted(model, x)[0] == 1
+
+
+def test_graphs_are_warned_of_only_where_something_moves(model, monkeypatch):
+    x = tokens(4)
+    with monkeypatch.context() as patch:
+        patch.setattr("moe_nvfp4.prepared.capturing", lambda device: True)
+        patch.setattr("moe_nvfp4.joined.capturing", lambda device: True)
+        model(x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ready.prepare(model)
+        model(x)
+    model.k_proj.weight_global_scale.data = torch.full((1,), 0.25)
+    with pytest.warns(UserWarning, match="a CUDA graph was captured that reads them"):
+        model(x)
 
 
 def test_gradients(model):

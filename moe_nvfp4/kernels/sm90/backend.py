@@ -145,6 +145,7 @@ def _part_of_block(parts: tuple[int, ...], device: torch.device) -> Tensor:
     part = torch.zeros(blocks, dtype=torch.int32, device=device)
     for end in accumulate(parts[:-1]):
         part[end // UNIT :] += 1
+    settle(device)  # the kernel reads it before it waits for the launch before
     if not capturing(device):  # else it is a part of the graph, which fills it in each replay
         _parts_of_blocks[parts, device] = part
     return part
