@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from moe_nvfp4 import ops
 from moe_nvfp4.backends import named
 from moe_nvfp4.devices import capturing
-from moe_nvfp4.kernels.common.tensors import settle
 from moe_nvfp4.linear import NVFP4Linear
 from moe_nvfp4.prepared import changing
 from moe_nvfp4.weights import FUSED_LINEARS, LinearWeights, in_one
@@ -188,7 +187,7 @@ class Joined:
             for p, part in zip(moved, torch.cat(tensors).split([len(t) for t in tensors]), strict=True):
                 p.data = part
         if apart:
-            settle(linears[0].weight.device)
+            named(str(linears[0].packed_for)).settle(linears[0].weight.device)
         return True
 
     def separate(self, linear: NVFP4Linear) -> None:

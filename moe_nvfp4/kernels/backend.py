@@ -173,6 +173,9 @@ class Backend:
         """Whether `linear` takes, in this backend's layout, `LinearWeights` of such parts: one launch for all."""
         return False
 
+    def settle(self, device: torch.device) -> None:
+        """To be called after torch has written to weights outside `pack`, for kernels that begin early."""
+
     # A backend's own layout. One matrix at a time, so that there are never two copies of all the weights.
 
     def pack(self, codes: Tensor, sf: Tensor, interleaved: bool) -> tuple[Tensor, Any]:

@@ -59,6 +59,11 @@ class Hopper(Backend):
     def joins(self, parts: tuple[int, ...]) -> bool:
         return all(N % 128 == 0 for N in parts[:-1])  # the rows of a warpgroup, 64 or 128, have one global scale
 
+    def settle(self, device: torch.device) -> None:
+        from moe_nvfp4.kernels.common.tensors import settle
+
+        settle(device)
+
     def gate(self, gate: Gate, w13_out: Tensor) -> Tensor:
         return (portable if w13_out.is_cuda else super()).gate(gate, w13_out)
 
