@@ -118,6 +118,7 @@ def export_gguf(
     work = destination.with_name(f".{destination.name}.partial")
     work.unlink(missing_ok=True)  # a link would be followed
     writer = gguf.GGUFWriter(work, _field(reader, "general.architecture"))
+    writer.data_alignment = int(reader.alignment)  # the setting that says so is copied
     try:
         _copy_fields(gguf, reader, writer, stacks if activations == "bf16" else ())
         writes = list(_writes(gguf, reader, writer, stacks, report))
@@ -143,6 +144,10 @@ def _copy_fields(gguf: Any, reader: GGUFReader, writer: GGUFWriter, only_16_bit:
     for name, stored in reader.fields.items():
         if name.startswith("GGUF.") or name in ("general.architecture", *EXTRA):
             continue  # the writer's own
+        if stored.types[:2] == 2 * [gguf.GGUFValueType.ARRAY]:  # the reader has lost where the inner ones end
+            raise ValueError(
+                f"{name} of the base is an array of arrays, which cannot be copied: name a file without it"
+            )
         value = MOSTLY_NVFP4 if name == "general.file_type" else stored.contents()
         inner = stored.types[-1] if stored.types[0] == gguf.GGUFValueType.ARRAY else None
         writer.add_key_value(name, value, stored.types[0], sub_type=inner)
@@ -210,7 +215,7 @@ def _distance(values: Tensor, before: Tensor, stem: str, name: str) -> float:
     """||values - before|| / ||before||. ValueError if they cannot be the same matrix."""
     norm = float(before.double().norm())
     error = float((values.double() - before.double()).norm())
-    if error > FAR * norm:
+    if not error <= FAR * norm:  # NaN is far
         share = f"{error / norm:.2f} of its norm" if norm else "everything: it is zero there"
         raise ValueError(f"{stem} differs from its place in {name} of the base by {share}, and 4-bit weights by about "
                          "0.1: the two are of different models, or the base has the experts in another order; name a "

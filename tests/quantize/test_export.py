@@ -60,6 +60,17 @@ def write_base(path, model, kind="Q8_0", together=False, architecture="qwen3moe"
     return path
 
 
+@pytest.fixture
+def settings(monkeypatch):
+    """A function, after which `write_base` adds settings."""
+    add = gguf.GGUFWriter.add_file_type
+
+    def also(more):
+        monkeypatch.setattr(gguf.GGUFWriter, "add_file_type", lambda writer, kind: (add(writer, kind), more(writer)))
+
+    return also
+
+
 @pytest.fixture(scope="module")
 def model():
     return make(qwen)
@@ -157,19 +168,35 @@ def test_w4a4_may_be_w4a4(made, tmp_path):
     assert (tmp_path / "kept").read_text() == "of someone else" and len(list(tmp_path.iterdir())) == 2
 
 
-def test_what_the_base_allows_other_tensors_is_kept(model, made, tmp_path, monkeypatch):
-    add = gguf.GGUFWriter.add_file_type
-
-    def with_extra(writer, kind):
-        add(writer, kind)
+def test_what_the_base_allows_other_tensors_is_kept(model, made, tmp_path, settings):
+    def with_extra(writer):
         writer.add_array(export.EXTRA[0], ["a.weight", "blk.0.ffn_up_exps.weight"])
         writer.add_array(export.EXTRA[1], [False, True])
 
-    monkeypatch.setattr(gguf.GGUFWriter, "add_file_type", with_extra)
+    settings(with_extra)
     base = write_base(tmp_path / "base.gguf", model)
     export_gguf(made / "modelopt", base, tmp_path / "out.gguf")
     names, allowed = (read(tmp_path / "out.gguf")[0].get_field(name).contents() for name in export.EXTRA)
     assert names[0] == "a.weight" and len(set(names)) == len(names) == 7 and not any(allowed)
+
+
+@pytest.mark.parametrize("alignment", [8, 64, 4096])
+def test_tensors_are_aligned_as_the_base_says(alignment, model, made, tmp_path, settings):
+    settings(lambda writer: writer.add_custom_alignment(alignment))
+    base = write_base(tmp_path / "base.gguf", model)
+    export_gguf(made / "modelopt", base, tmp_path / "out.gguf")
+    reader, tensors = read(tmp_path / "out.gguf")
+    assert reader.alignment == alignment
+    assert tensors["token_embd.weight"].data.tobytes() == read(base)[1]["token_embd.weight"].data.tobytes()
+    for e in range(E):
+        assert torch.equal(value(tensors, 1, "up", e), stored(made / "modelopt", "modelopt", 1, "up", e))
+
+
+def test_arrays_of_arrays_are_refused(model, made, tmp_path, settings):
+    """gguf's reader gives their elements in a row."""
+    settings(lambda writer: writer.add_array("some.pairs", [[1, 2], [3, 4]]))
+    base = write_base(tmp_path / "base.gguf", model)
+    refused(made, base, tmp_path / "out.gguf", "some.pairs of the base is an array of arrays")
 
 
 def test_factors_of_the_base_stay(model, made, tmp_path):
@@ -228,6 +255,7 @@ def zero(name, w):
         (swap, r"1.mlp.experts.0.up_proj differs from its place in blk.1.ffn_up_exps.weight of the base by 1\.\d+"),
         (turn, "layers.0.mlp.experts.0.down_proj differs"),
         (zero, "layers.0.mlp.experts.2.gate_proj differs from .* by everything: it is zero there"),
+        (lambda name, w: w * torch.nan if "down" in name else w, "down_proj differs from .* by nan"),
         (lambda name, w: 2 * w if name == "blk.1.ffn_down_exps.weight" else w, "layers.1.mlp.experts.0.down_proj"),
     ],
 )  # fmt: skip
