@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import groupby
+from functools import partial
+from itertools import groupby, product
 from typing import Any
 
 import torch
@@ -22,7 +23,8 @@ from moe_nvfp4.integrations.endpoint import Asked
 from moe_nvfp4.integrations.huggingface.experts import HFExperts
 from moe_nvfp4.integrations.huggingface.swap import set_activations
 from moe_nvfp4.linear import NVFP4Linear
-from moe_nvfp4.weights import is_quantized
+from moe_nvfp4.prepared import Prepared
+from moe_nvfp4.weights import FUSED_LINEARS, is_quantized
 
 TOGETHER = 256  # tokens in a batch: after each, a misreading may be ruled out
 NOISE = 3.0  # a right server is at most so many times as far from fp32 as bf16 here
@@ -33,6 +35,7 @@ MOST = 0.1  # the share of log-probabilities that may be missing
 LEAST = -9999.0  # what vLLM writes in place of -Inf
 
 Changes = Callable[[HFExperts], dict[str, Tensor]]
+Misreading = Mapping[Prepared, Callable[[Any], dict[str, Tensor]]]  # layer -> its parameters that are read as others
 
 
 # ---- the misreadings -----------------------------------------------------------------------------
@@ -66,7 +69,26 @@ def _nibbles(layer: HFExperts) -> dict[str, Tensor]:
     }
 
 
-MISREADINGS: dict[str, Changes] = {
+def _scale(scale: Tensor, linear: NVFP4Linear) -> dict[str, Tensor]:
+    return {"weight_global_scale": scale}
+
+
+def _one_for_all(pick: Callable[[Tensor], Tensor]) -> Callable[[nn.Module], Misreading]:
+    """One of the global scales of linears that servers fuse, such as q, k and v, is used for each of them."""
+
+    def of(model: nn.Module) -> Misreading:
+        found: dict[Prepared, Callable[[Any], dict[str, Tensor]]] = {}
+        for parent, names in product(model.modules(), FUSED_LINEARS):
+            linears = [m for name in names if isinstance(m := parent._modules.get(name), NVFP4Linear)]
+            if len(linears) > 1:
+                scales = [linear.get_parameter("weight_global_scale").data for linear in linears]
+                found |= dict.fromkeys(linears, partial(_scale, pick(torch.cat(scales)).reshape(1)))
+        return found
+
+    return of
+
+
+OF_EXPERTS: dict[str, Changes] = {
     "gate's global scale is used for up": _gates_for_up,
     "global scales are ignored": _global_scales(torch.ones_like),
     "global scales are taken for their reciprocals": _global_scales(lambda scales: 1 / scales),
@@ -79,31 +101,42 @@ MISREADINGS: dict[str, Changes] = {
     "gate and up are exchanged": _rows(lambda t: torch.cat(t.chunk(2, dim=1)[::-1], dim=1)),
     "the two codes of a byte are exchanged": _nibbles,
 }
+OF_LINEARS = {
+    "the largest global scale of fused linears is used for all": _one_for_all(torch.amax),
+    "the smallest global scale of fused linears is used for all": _one_for_all(torch.amin),
+}
 PRECISIONS = {
     "bf16": "activations stay bf16 (W4A16), not NVFP4 as asked",
     "nvfp4": "activations are quantized to NVFP4 (W4A4), not bf16 as asked",
 }
 
 
+def misreadings(model: nn.Module) -> dict[str, Misreading]:
+    """All that are known, for the layers of `model`; none of linears where it has none that servers fuse."""
+    experts = [module for module in model.modules() if isinstance(module, HFExperts)]
+    of_experts: dict[str, Misreading] = {name: dict.fromkeys(experts, changes) for name, changes in OF_EXPERTS.items()}
+    return of_experts | {name: found for name, of in OF_LINEARS.items() if (found := of(model))}
+
+
 @contextmanager
-def misread(model: nn.Module, changes: Changes) -> Iterator[None]:
-    """While this lasts, each experts layer of `model` runs with these parameters in place of its own: changed before
-    each call and changed back after it, so that no two copies of all experts are in memory."""
+def misread(misreading: Misreading) -> Iterator[None]:
+    """While this lasts, each layer runs with these parameters in place of its own: changed before each call and changed
+    back after it, so that no two copies of all experts are in memory."""
     kept: dict[nn.Module, dict[str, Tensor]] = {}
 
-    def before(layer: HFExperts, args: Any) -> None:
+    def before(layer: Prepared, args: Any) -> None:
         layer.unpack()
-        new = changes(layer)
+        new = misreading[layer](layer)
         kept[layer] = {name: layer.get_parameter(name).data for name in new}
         for name, tensor in new.items():
             layer.get_parameter(name).data = tensor.contiguous()
 
-    def after(layer: HFExperts, args: Any, y: Any) -> None:
+    def after(layer: Prepared, args: Any, y: Any) -> None:
         layer.unpack()
         for name, tensor in kept.pop(layer).items():
             layer.get_parameter(name).data = tensor
 
-    handles = [hook for layer in _experts(model) for hook in (
+    handles = [hook for layer in misreading for hook in (
         layer.register_forward_pre_hook(before), layer.register_forward_hook(after))]  # fmt: skip
     try:
         yield
@@ -112,18 +145,15 @@ def misread(model: nn.Module, changes: Changes) -> Iterator[None]:
             handle.remove()
 
 
-def _experts(model: nn.Module) -> list[HFExperts]:
-    return [module for module in model.modules() if isinstance(module, HFExperts)]
+def _without_effect(misreading: Misreading) -> bool:
+    """Whether the numbers of every layer stay as they are."""
 
-
-def _without_effect(model: nn.Module, changes: Changes) -> bool:
-    """Whether `changes` leaves the numbers of every layer of `model` as they are."""
-
-    def same(layer: HFExperts) -> bool:
+    def same(layer: Prepared) -> bool:
         layer.unpack()
-        return all(torch.equal(layer.get_parameter(name).data, new) for name, new in changes(layer).items())
+        new = misreading[layer](layer)
+        return all(torch.equal(layer.get_parameter(name).data, tensor) for name, tensor in new.items())
 
-    return all(map(same, _experts(model)))
+    return all(map(same, misreading))
 
 
 # ---- the verdict ---------------------------------------------------------------------------------
@@ -142,6 +172,7 @@ class Verdict:
                     rule it out, over these
     without_effect  names of misreadings that leave this folder's numbers as they are
     fits            the misreading that fits best, where the server is wrong; None: none does
+    undecided       where the server is right: names of misreadings that fit about as well
     """
 
     right: bool
@@ -152,6 +183,7 @@ class Verdict:
     misreadings: Mapping[str, float] = field(default_factory=dict)
     without_effect: Sequence[str] = ()
     fits: str | None = None
+    undecided: Sequence[str] = ()
 
     @property
     def limit(self) -> float:
@@ -172,8 +204,9 @@ def judge(model: Any, asked: Sequence[Asked], progress: Callable[[Iterable], Ite
     known = given > LEAST
     mine = _activations(model)
     other = "bf16" if is_quantized(mine) else "nvfp4"
-    nothing = [name for name, changes in MISREADINGS.items() if _without_effect(model, changes)]
-    effective = [name for name in MISREADINGS if name not in nothing]
+    known_ways = misreadings(model)
+    nothing = [name for name, misreading in known_ways.items() if _without_effect(misreading)]
+    effective = [name for name in known_ways if name not in nothing]
     passes = iter(progress(["bf16", f"bf16, {other}", "fp32", PRECISIONS[other], *effective]))
     next(passes)
     rounded = log_probabilities(model, asked)
@@ -194,25 +227,28 @@ def judge(model: Any, asked: Sequence[Asked], progress: Callable[[Iterable], Ite
             at += len(numbers)
             yield changed[-1]
 
-    limit = CLEARLY * difference
+    limit = difference / CLEARLY  # from which one is ruled out
     next(passes)
     whole = difference > NOISE * noise  # then the errors themselves are compared too
     found = {PRECISIONS[other]: _apart(given, with_other(), known, torch.inf if whole else limit)}
     set_activations(model, mine)
     for name in passes:
-        with misread(model, MISREADINGS[name]):
-            found[name] = _apart(given, _by_batch(model, asked), known, min(limit, *found.values()))
+        with misread(known_ways[name]):
+            found[name] = _apart(given, _by_batch(model, asked), known, limit)
     fits = None
     if difference > FLOOR:
         best = min(found, key=lambda name: found[name])
-        if found[best] < limit:
+        if found[best] < CLEARLY * difference:
             fits = best
         elif whole and _alike((given - exact)[known], (torch.cat(changed) - exact)[known]):
             fits = PRECISIONS[other]
     missing = int((~known).sum())
     verdict = Verdict(False, len(known) - missing, missing, noise, difference, found, nothing, fits)
-    right = missing <= MOST * len(known) and fits is None and difference <= verdict.limit
-    return replace(verdict, right=right)
+    if missing > MOST * len(known) or fits is not None or difference > verdict.limit:
+        return verdict
+    if is_quantized(mine):
+        found = {name: apart for name, apart in found.items() if name != PRECISIONS[other]}  # would fit much better
+    return replace(verdict, right=True, undecided=[name for name, apart in found.items() if apart <= limit])
 
 
 def _apart(given: Tensor, batches: Iterable[Tensor], known: Tensor, limit: float = torch.inf) -> float:

@@ -80,6 +80,7 @@ def as_json(verdict: Verdict) -> dict[str, Any]:
         "right": verdict.right, "fits": verdict.fits, "numbers": verdict.numbers, "missing": verdict.missing,
         "difference": verdict.difference, "limit": verdict.limit, "bf16_noise": verdict.noise,
         "misreadings": dict(verdict.misreadings), "without_effect": list(verdict.without_effect),
+        "undecided": list(verdict.undecided),
     }  # fmt: skip
 
 
@@ -100,7 +101,8 @@ def show(verdict: Verdict, url: str, way: str) -> None:
 
 def conclusion(verdict: Verdict) -> str:
     if verdict.right:
-        return "right: the server computes what this folder says"
+        or_else = "; with these prompts, it could as well be that " * bool(verdict.undecided)
+        return f"right: the server computes what this folder says{or_else}{', or that '.join(verdict.undecided)}"
     if verdict.fits is not None:
         return f"WRONG: {verdict.fits}"
     if verdict.missing > verdict.numbers:

@@ -12,6 +12,7 @@ from threading import Thread
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import AutoTokenizer
 from transformers.utils.import_utils import is_serve_available
 
@@ -20,24 +21,38 @@ from moe_nvfp4.integrations.huggingface.misread import _apart
 from moe_nvfp4.quantize.convert import convert_checkpoint
 from moe_nvfp4.quantize.options import Options
 from tests.cli.commands import mistake, run
-from tests.folders import quantized
+from tests.folders import is_expert, quantized
 from tests.misread import PLANTED, W4A4, planted
-from tests.models import load
+from tests.models import load, tensors
 from tests.servers import Server
 
 
-@pytest.fixture(scope="module")
-def separate(folder, tmp_path_factory):
-    """An NVFP4 folder in which gate and up of an expert have global scales of their own."""
-    root = tmp_path_factory.mktemp("separate")
-    shutil.copytree(folder, root / "bf16")
-    found, _ = quantized(root, None, "modelopt", ignore=["lm_head", "*self_attn*", "*.gate"])
+def with_tokenizer(folder, root, which, ignore, change=lambda name, t: t):
+    """An NVFP4 folder of W4A16, in which gate and up of an expert have global scales of their own."""
+    files = tensors(shutil.copytree(folder, root / "bf16"))
+    files = {name: change(name, t) for name, t in files.items()}
+    save_file(files, root / "bf16/model.safetensors", metadata={"format": "pt"})
+    found, _ = quantized(root, None, "modelopt", which, ignore=ignore)
     for file in folder.glob("token*"):
         shutil.copy(file, found)
     config = json.loads((found / "config.json").read_text())
     config["quantization_config"]["moe_nvfp4"] = {"activations": "bf16"}  # no scales were calibrated
     (found / "config.json").write_text(json.dumps(config))
     return found
+
+
+@pytest.fixture(scope="module")
+def separate(folder, tmp_path_factory):
+    return with_tokenizer(folder, tmp_path_factory.mktemp("separate"), is_expert, ["lm_head", "*self_attn*", "*.gate"])
+
+
+@pytest.fixture(scope="module")
+def with_attention(folder, tmp_path_factory):
+    """q, k and v are 4-bit too, and have global scales of their own."""
+    which = lambda key: is_expert(key) or key.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight"))
+    smaller = lambda name, t: t / 2 if "k_proj" in name else t
+    root = tmp_path_factory.mktemp("attention")
+    return with_tokenizer(folder, root, which, ["lm_head", "*o_proj", "*.gate"], smaller)
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -146,6 +161,36 @@ def test_misreadings_are_named(name, separate, tmp_path, capsys):
         assert not found["right"] and found["fits"] == name, found
         if name == W4A4:
             assert verdict(capsys, 0, "--server", url, wrong)["right"]  # it serves that folder rightly
+
+
+@pytest.mark.parametrize("which", ["largest", "smallest"])
+def test_one_global_scale_for_fused_linears(which, with_attention, capsys):
+    """As vLLM 0.32 reads ModelOpt's and compressed-tensors' folders. On average it changes not much more than bf16."""
+    with serving(with_attention) as (server, url):
+        assert verdict(capsys, 0, "--server", url, with_attention)["right"]
+        for layer in server.model.model.layers:
+            attention = layer.self_attn
+            scales = [attention.get_submodule(f"{name}_proj").weight_global_scale.data for name in "qkv"]
+            one = (max if which == "largest" else min)(scales).clone()
+            for scale in scales:
+                scale.copy_(one)
+        found = verdict(capsys, 1, "--server", url, with_attention)
+        assert found["fits"] == f"the {which} global scale of fused linears is used for all", found
+
+
+def test_what_bf16_hides_is_said(folder, tmp_path, capsys):
+    """Experts of a new model change so little that both orders of gate and up would be right."""
+    quiet = lambda name, t: t * 0.1 if ".mlp." in name or "lm_head" in name else t
+    nvfp4 = with_tokenizer(folder, tmp_path, is_expert, ["lm_head", "*self_attn*", "*.gate"], quiet)
+    with serving(nvfp4) as (_, url):
+        found = verdict(capsys, 0, "--server", url, nvfp4)
+        assert "gate and up are exchanged" in found["undecided"]
+        assert "global scales are ignored" not in found["undecided"]
+        run("verify", "--device", "cpu", "--server", url, nvfp4)
+        last = capsys.readouterr().out.splitlines()[-1]
+        assert last.startswith("right: ") and "it could as well be that" in last and "gate and up are exchanged" in last
+    with serving(nvfp4, dtype=torch.float32) as (_, url):
+        assert verdict(capsys, 0, "--server", url, nvfp4)["undecided"] == []
 
 
 def test_w4a16_where_w4a4_was_asked(separate, capsys):
