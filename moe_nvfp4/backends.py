@@ -27,6 +27,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from moe_nvfp4 import reference
 from moe_nvfp4.checks import check_activations
@@ -191,6 +192,25 @@ def named_on(name: str, device: torch.device) -> Backend:
     if reason := backend.unavailable(Device.of(device)):
         raise ValueError(f"the {name} kernels were chosen for tensors on {device}: {name} {reason}")
     return backend
+
+
+# ---- routers -------------------------------------------------------------------------------------
+
+
+def has_top_k(device: torch.device) -> bool:
+    """Whether `top_k` runs on `device`: it has kernels, and they have given right results there."""
+    backend, forced = portable.BACKEND, _forced()
+    if forced == REFERENCE.name or backend.unavailable(Device.of(device)):
+        return False
+    return proof.objection(backend, Problem("top_k", 128, 0, 0, "", "bf16", torch.float32), device) is None
+
+
+has_top_k._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as `_constant`
+
+
+def top_k(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k largest scores [..., N] of each row, and where they are, as `torch.topk`."""
+    return portable.BACKEND.top_k(scores, k)
 
 
 @cache

@@ -12,6 +12,9 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 
 from moe_nvfp4.backends import Selected, backends_now, named, selected, selected_now
 from moe_nvfp4.devices import capturing
@@ -229,7 +232,10 @@ def weights_are_held() -> Iterator[None]:
 def computes_parameters(module: nn.Module) -> bool:
     """Whether torch.nn.utils computes parameters of `module` from others at each call."""
     hooks = module._forward_pre_hooks.values()
-    return "parametrizations" in module._modules or any(type(h).__module__.startswith("torch.nn.utils.") for h in hooks)
+    return "parametrizations" in module._modules or any(isinstance(hook, _COMPUTING) for hook in hooks)
+
+
+_COMPUTING = BasePruningMethod, SpectralNorm, WeightNorm  # torch 2.11 cannot trace what module a hook is from
 
 
 def check_plain(module: nn.Module, name: str = "4-bit weights") -> None:

@@ -8,8 +8,10 @@ import torch
 from torch import nn
 
 from moe_nvfp4 import ready
+from moe_nvfp4.experts import NVFP4Experts
 from moe_nvfp4.integrations.huggingface.graphs import decode_by_graphs
 from moe_nvfp4.quantize.files import TOP_K
+from moe_nvfp4.topk import in_one_launch
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -27,6 +29,9 @@ def prepare_model(model: Model) -> Model:
     for top_k in experts_per_token(getattr(model, "config", None)) or (None,):
         ready.prepare(model, top_k, getattr(whole, "dtype", torch.bfloat16))  # a layer by itself has no dtype
     decode_by_graphs(model)
+    for module in model.modules():
+        if any(isinstance(child, NVFP4Experts) for child in module.children()):
+            in_one_launch(module)
     return model
 
 

@@ -278,6 +278,26 @@ def _dense(x: Tensor, ids: Tensor, p: Tensor, w: ExpertWeights) -> Tensor:
     return torch.stack(rows)
 
 
+def top_k(at: Place) -> Findings:
+    """What routers choose, beside a stable sort: with equal scores, infinities and NaN."""
+    choose = getattr(at.backend, "top_k", None)
+    if choose is None:
+        yield Finding("top-k", None, f"{at.backend.name} has none: the portable kernels run there")
+        return
+    g = torch.Generator().manual_seed(0)
+    for N, k in ((8, 2), (60, 4), (128, 8), (256, 8), (1024, 32)):
+        for dtype in at.dtypes:
+            scores = torch.randn(33, N, generator=g).to(dtype)
+            scores[11:22] = (4 * scores[11:22]).round() + 0.0  # equal ones, and no -0
+            scores[0, 1:], scores[1, ::3], scores[2] = -torch.inf, torch.inf, torch.nan
+            scores[12, N // 2] = -torch.nan
+            want = scores.float().sort(dim=-1, descending=True, stable=True)
+            values, indices = (t.cpu() for t in choose(scores.to(at.device), k))
+            right = torch.equal(indices, want.indices[:, :k])
+            right &= torch.equal(values.float().nan_to_num(7), want.values[:, :k].nan_to_num(7))
+            yield Finding(f"top-k, {k} of {N}, {_name(dtype)}", right, "" if right else "it chose others")
+
+
 def repeated(at: Place) -> Findings:
     """The same bits at every call: on one stream, in a chain, on two streams at once, and from a CUDA graph. The
     larger layer has tiles for all multiprocessors, several times over."""
@@ -337,7 +357,7 @@ def _repeated(at: Place, here: NVFP4Experts | NVFP4Linear, batch: list[Tensor]) 
 
 GROUPS: dict[str, Callable[[Place], Iterator[Case]] | Callable[[Place], Findings]] = {
     "gates": gates, "w4a4": w4a4, "routing": routing, "sizes": sizes, "linears": linears, "gradients": gradients,
-    "repeated": repeated,
+    "top_k": top_k, "repeated": repeated,
 }  # fmt: skip
 QUICK = ("gates", "w4a4", "routing", "repeated")
 
@@ -345,7 +365,7 @@ QUICK = ("gates", "w4a4", "routing", "repeated")
 def findings(at: Place, name: str) -> Findings:
     """What a group shows."""
     group: Any = GROUPS[name]
-    yield from group(at) if group in (gradients, repeated) else check(at, group(at))
+    yield from group(at) if group in (gradients, top_k, repeated) else check(at, group(at))
 
 
 # ---- the first layer on a device -------------------------------------------------------------------
@@ -356,11 +376,16 @@ EXPERTS = 4
 
 
 def first(at: Place, problem: Problem) -> Iterator[Finding | dict[str, Any]]:
-    """For `kernels.proof`: layers of the sizes of `problem`, with few experts. When kernels are compiled it yields
-    {"patience": seconds}, for as long as the rest may take; {"unchecked": why} if there is too little memory."""
+    """For `kernels.proof`: layers of the sizes of `problem`, with few experts, or what routers choose. When kernels are
+    compiled it yields {"patience": seconds}, for as long as the rest may take; {"unchecked": why} if there is too
+    little memory."""
     try:
         if at.device.type == "cuda":
             at = at._replace(judge=at.device)
+        if problem.kind == "top_k":
+            yield {"patience": SECONDS}
+            yield from top_k(at)
+            return
         cases = list(_first(at, problem))
         try:
             compile_for(at, cases)

@@ -28,7 +28,7 @@ ORDER = [
     ["backends"],
     ["door"],
     ["stages"],
-    ["ops"],
+    ["ops", "topk"],
     ["prepared"],
     ["layer", "linear"],
     ["experts", "joined"],

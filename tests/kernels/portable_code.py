@@ -23,7 +23,7 @@ from unittest import mock
 import torch
 import triton
 
-from moe_nvfp4.kernels.portable import backend, config, dense
+from moe_nvfp4.kernels.portable import backend, config, dense, topk
 from moe_nvfp4.kernels.portable.launch import compile_variant
 from moe_nvfp4.routing import Groups
 from moe_nvfp4.weights import SILU, ExpertWeights, Gate, LinearWeights, Matrices
@@ -76,11 +76,11 @@ class Launches:
 
     def __enter__(self):
         self.kept = backend.launch
-        backend.launch = dense.launch = self
+        backend.launch = dense.launch = topk.launch = self
         return self
 
     def __exit__(self, *_):
-        backend.launch = dense.launch = self.kept
+        backend.launch = dense.launch = topk.launch = self.kept
 
 
 def in_memory(value):
@@ -147,6 +147,18 @@ def linear(schedule):
     return relative_error(got, want)
 
 
+def chosen(schedule):
+    """How many of a router's choices differ from a stable sort, among equal, infinite and subnormal scores and NaN."""
+    scores = torch.randn(3, 300)
+    scores[1] = (2 * scores[1]).round() + 0.0
+    scores[2, ::7], scores[2, 3], scores[2, 5], scores[0] = torch.inf, torch.nan, -torch.nan, scores[0] * 1e-39
+    with Launches(schedule):
+        values, indices = backend.top_k(scores, 10)
+    want = scores.sort(dim=-1, descending=True, stable=True)
+    assert torch.equal(scores.gather(1, indices).view(torch.int32), values.view(torch.int32))
+    return int((indices != want.indices[:, :10]).sum())
+
+
 def last_of_many(schedule="reverse-lazy"):
     """DeepSeek's sizes; the last expert's weights are beyond 2**31 bytes."""
     E, T, few = 150, 3, weights(1, 7168, 2048)
@@ -210,6 +222,7 @@ CASES = {
     "four over six": four_over_six,
     "sixteen rows a tile": lambda schedule: layer(schedule, T=14),
     "split K": linear,
+    "top-k": chosen,
     "an illegal id": partial(illegal_id, few=False),
     "an illegal id, unsorted": partial(illegal_id, few=True),
 }
@@ -287,6 +300,7 @@ def same_everywhere():
     with Launches() as launches:
         x, ids = torch.empty(2, 64, dtype=torch.bfloat16), torch.empty(2, 2, dtype=torch.int64)
         backend.experts(x, ids, torch.empty(2, 2), weights(3, 64, 48))
+        backend.top_k(torch.empty(2, 8), 2)
     different = {}
     for kernel, *rest in launches.all:
         texts = {a: body(compiled(kernel, *rest, architecture=a).asm["ptx"]) for a in ARCHITECTURES}

@@ -26,6 +26,10 @@ class Portable(Backend):
             return f"takes bfloat16 and float16 activations, not {name}: run the model in bfloat16"
         return None
 
+    def top_k(self, scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """As torch.topk of each row, see `topk.top_k`."""
+        return self.functions.top_k(scores, k)
+
     def gate(self, gate: Gate, w13_out: Tensor) -> Tensor:
         return self.functions.gate(gate, w13_out)[0]
 

@@ -28,7 +28,7 @@ from moe_nvfp4 import format as nvfp4
 from moe_nvfp4 import reference
 from moe_nvfp4.kernels.common.ahead import planned_tokens
 from moe_nvfp4.kernels.common.tensors import aligned, capability, expert_ids, floating, multiprocessors
-from moe_nvfp4.kernels.portable import config, dense
+from moe_nvfp4.kernels.portable import config, dense, topk
 from moe_nvfp4.kernels.portable import gate as gates
 from moe_nvfp4.kernels.portable.config import Plan, TileShape, next_power_of_2
 from moe_nvfp4.kernels.portable.dequantize import how
@@ -132,6 +132,12 @@ def gemm2_combine(h: Rows, weights: ExpertWeights, groups: Groups, top_k_weights
         y = _down(_values(h, groups), w, _Routing.of(groups, plan.BM), plan)
         _combine(y, ids, aligned(floating(top_k_weights)), out, w.num_experts)
     return out
+
+
+def top_k(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """As `topk.top_k`."""
+    with _on(scores.device):
+        return topk.top_k(scores, k)
 
 
 def gate(gate: Gate, w13_out: Tensor, dh: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
