@@ -105,7 +105,8 @@ def export_gguf(
     reader = _open(gguf, base, any_architecture)
     checkpoint = open_checkpoint(folder)
     info, files = nvfp4_files(checkpoint)
-    activations = checkpoint.own.get("activations", info.activations)
+    # a file may allow 4-bit activations; where only some layers were made for them, all stay exact
+    activations = checkpoint.own.get("activations", "bf16" if info.mixed else info.activations)
     report = ExportReport()
     stacks = {stack.stored.name: stack for stack in _stacks(reader, files.matrices, report)}
     if not stacks:

@@ -1,5 +1,6 @@
 """GGUF files with our experts: decoded by ggml-org's own package, and by hand."""
 
+import shutil
 import sys
 
 import pytest
@@ -8,9 +9,9 @@ import torch
 from moe_nvfp4.cli import main
 from moe_nvfp4.quantize import export
 from moe_nvfp4.quantize.export import blocks_of, export_gguf
-from tests.checkpoints import converted
+from tests.checkpoints import converted, edit_config
 from tests.folders import awq, is_expert, quantized
-from tests.models import make, qwen3_moe
+from tests.models import make, qwen3_moe, tensors
 
 gguf = pytest.importorskip("gguf", reason="needs the package gguf")
 if not hasattr(gguf.GGMLQuantizationType, "NVFP4"):
@@ -166,6 +167,18 @@ def test_w4a4_may_be_w4a4(made, tmp_path):
     export_gguf(made / "W4A4", made / "Q8_0.gguf", tmp_path / "out.gguf")
     assert not set(export.EXTRA) & set(read(tmp_path / "out.gguf")[0].fields)
     assert (tmp_path / "kept").read_text() == "of someone else" and len(list(tmp_path.iterdir())) == 2
+
+
+def test_w4a16_layers_beside_w4a4_ones_stay_w4a16(made, tmp_path):
+    folder = shutil.copytree(made / "W4A4", tmp_path / "mixed")
+    algos = {"0": "NVFP4", "1": "W4A16_NVFP4"}  # by layer
+    stems = [name.removesuffix(".weight_scale_2") for name in tensors(folder) if name.endswith("weight_scale_2")]
+    layers = {stem: {"quant_algo": algos[stem.split(".")[2]], "group_size": 16} for stem in stems}
+    edit_config(folder, quantization_config={
+        "quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": layers})  # fmt: skip
+    export_gguf(folder, made / "Q8_0.gguf", tmp_path / "out.gguf")
+    names, allowed = (read(tmp_path / "out.gguf")[0].get_field(name).contents() for name in export.EXTRA)
+    assert {f"blk.1.ffn_{part}_exps.weight" for part in PARTS} <= set(names) and not any(allowed)
 
 
 def test_what_the_base_allows_other_tensors_is_kept(model, made, tmp_path, settings):
