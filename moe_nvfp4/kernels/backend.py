@@ -78,6 +78,12 @@ class Gpu(NamedTuple):
     multiprocessors: int
     ordinal: int | None = None
 
+    @property
+    def architecture(self) -> str:
+        """Its name for NVIDIA's compilers, with all instructions that it has."""
+        major, minor = self.capability
+        return f"sm_{major}{minor}{'a' if major >= 9 else ''}"
+
     @staticmethod
     def of(device: torch.device) -> Gpu:
         properties = torch.cuda.get_device_properties(device)
@@ -110,7 +116,8 @@ class Backend:
     name         the name of its folder, and its value of MOE_NVFP4_BACKEND
     device_type  the type of the devices it is for
     packages     those of PACKAGES that compile its kernels, on first use or ahead (see `kernels.calls`)
-    layout       its name, if `pack` brings weights into its own layout; None: its kernels read the checkpoint's
+    layout       the backend, its own or another's, into whose layout `pack` brings weights; None: its kernels read the
+                 checkpoint's
     """
 
     name: ClassVar[str]

@@ -184,7 +184,7 @@ def test_quantized_rows_are_the_reference_s_bit_by_bit(static, native, four_over
     x[4, :16] *= 1e-3  # a subnormal block scale
     groups, scale = group_by_expert(ids, E), torch.tensor([1e-3, 4e-4, 1e-7], device=DEVICE) if static else None
     routing = portable.route(ids.view(-1), E, 8, row_expert=True)
-    got = portable._quantize(portable._Values(x, index=routing.order), scale, routing, four_over_six, native)
+    got = portable.quantize(portable.Values(x, index=routing.order), scale, routing, four_over_six, native)
     want, row_scale = reference_rows(x, groups.token, scale, groups, four_over_six)
     live = len(want)
     at = slice(live) if static else groups.token[:live]

@@ -203,7 +203,7 @@ class _Worker:
         self.log = tempfile.TemporaryFile()
         environment = {
             **os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
-            "CUDA_VISIBLE_DEVICES": "", "CUTE_DSL_ARCH": "sm_{}{}a".format(*gpu.capability), "OMP_NUM_THREADS": "1",
+            "CUDA_VISIBLE_DEVICES": "", "CUTE_DSL_ARCH": gpu.architecture, "OMP_NUM_THREADS": "1",
             "TRITON_INTERPRET": "0",
         }  # fmt: skip
         self.process = subprocess.Popen(

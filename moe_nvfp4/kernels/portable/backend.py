@@ -57,25 +57,25 @@ def experts(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: Expe
         return torch.cat([experts(a, ids, p, w) for a, ids, p in zip(*parts, strict=True)], out=out)
     ids, x, top_k_weights = aligned(expert_ids(top_k_index)), _columns(x), aligned(floating(top_k_weights))
     planned = planned_tokens(T, top_k) * top_k
-    with _on(x.device):
+    with on(x.device):
         if _dense_pays(w, planned, x):
             return _experts_dense(x, ids, top_k_weights, w, out, planned)
         native = w.quantized and config.multiplies_nvfp4(capability(x.device))
         plan = _plan(w, planned, x.dtype, x.device, native)
         static = w.quantized and (w.x_scale is not None or w.h_scale is not None)
-        routing: _Routing | _Unsorted
+        routing: Routing | Unsorted
         if plan.most_ids and not static:
-            routing = _Unsorted(ids, plan.most_ids)
+            routing = Unsorted(ids, plan.most_ids)
         else:
             routing = route(ids, w.num_experts, plan.BM, planned, row_expert=static)
-        rows = _Values(x, index=routing.order, index_div=top_k)
+        rows = Values(x, index=routing.order, index_div=top_k)
         if w.quantized:
-            rows = _quantize(rows, w.x_scale, routing, w.four_over_six, native)
+            rows = quantize(rows, w.x_scale, routing, w.four_over_six, native)
         fp32 = w.quantized and w.h_scale is not None
-        h = _Values(_up(rows, w, routing, plan, torch.float32 if fp32 else x.dtype))
+        h = Values(_up(rows, w, routing, plan, torch.float32 if fp32 else x.dtype))
         if w.quantized:
-            h = _quantize(h, w.h_scale, routing, w.four_over_six, native)
-        _combine(_down(h, w, routing, plan), ids, top_k_weights, out, w.num_experts, check=routing.order is None)
+            h = quantize(h, w.h_scale, routing, w.four_over_six, native)
+        combine(_down(h, w, routing, plan), ids, top_k_weights, out, w.num_experts, check=routing.order is None)
     return out
 
 
@@ -86,8 +86,8 @@ def _experts_dense(
     bf16: x, or code * sf of NVFP4 rows."""
     (R,), E, I, w13, w2 = ids.shape, w.num_experts, w.intermediate_size, w.w13, w.w2
     nvfp4, r = w.quantized, route(ids, E, R, planned, row_expert=True, position=True)
-    rows = _Values(x, index=r.order, index_div=R // x.shape[0])
-    rows = _gathered(_quantize(rows, w.x_scale, r, w.four_over_six) if nvfp4 else rows)
+    rows = Values(x, index=r.order, index_div=R // x.shape[0])
+    rows = _gathered(quantize(rows, w.x_scale, r, w.four_over_six) if nvfp4 else rows)
     h = x.new_empty(R, I, dtype=torch.float32 if nvfp4 and w.h_scale is not None else x.dtype)
     for first, n, product in dense.products(rows.values, w13, r.offsets):
         block = min(1024, next_power_of_2(n))
@@ -95,10 +95,10 @@ def _experts_dense(
             dense.gate_kernel, (R, -(-n // block)), product, r.row_expert, r.live, w13.gate_scale, w13.global_scale,
             rows.scale, w13.bias, h, first, I, n, *_gate(w.gate), block, how(), num_warps=4,
         )  # fmt: skip
-    rows = _quantize(_Values(h), w.h_scale, r, w.four_over_six) if nvfp4 else _Values(h)
+    rows = quantize(Values(h), w.h_scale, r, w.four_over_six) if nvfp4 else Values(h)
     for first, _, product in dense.products(rows.values, w2, r.offsets):
         bias = None if w2.bias is None else w2.bias[:, first:]
-        _combine(product[None], ids, top_k_weights, out[:, first:], E, (r.position, w2.global_scale, rows.scale, bias))
+        combine(product[None], ids, top_k_weights, out[:, first:], E, (r.position, w2.global_scale, rows.scale, bias))
     return out
 
 
@@ -112,8 +112,8 @@ def gemm1_swiglu(rows: Rows, weights: ExpertWeights, groups: Groups, dtype: torc
         return reference.gemm1_swiglu(rows, weights, groups, dtype)
     static = w.quantizes_h
     plan = _plan(w, planned_tokens(groups.num_rows), dtype, device)
-    with _on(device):
-        h = _up(_values(rows, groups), w, _Routing.of(groups, plan.BM), plan, torch.float32 if static else dtype)
+    with on(device):
+        h = _up(values_of(rows, groups), w, Routing.of(groups, plan.BM), plan, torch.float32 if static else dtype)
     h = h[:, : w.w13.N if w.gate.kind == "raw" else w.intermediate_size]
     return reference.quantize_rows(h, None, w.h_scale, groups, w.four_over_six) if static else Rows(h)
 
@@ -124,31 +124,28 @@ def gemm2_combine(h: Rows, weights: ExpertWeights, groups: Groups, top_k_weights
     out = torch.empty(T, w.hidden_size, dtype=dtype, device=device)
     if R == 0:
         return out.zero_()
-    ids = torch.empty_like(groups.order)
-    if not ids.is_meta:
-        ids.index_copy_(0, groups.order.long(), groups.expert_of_row())
     plan = _plan(w, planned_tokens(T, top_k) * top_k, dtype, device)
-    with _on(device):
-        y = _down(_values(h, groups), w, _Routing.of(groups, plan.BM), plan)
-        _combine(y, ids, aligned(floating(top_k_weights)), out, w.num_experts)
+    with on(device):
+        y = _down(values_of(h, groups), w, Routing.of(groups, plan.BM), plan)
+        combine(y, ids_of(groups), aligned(floating(top_k_weights)), out, w.num_experts)
     return out
 
 
 def top_k(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """As `topk.top_k`."""
-    with _on(scores.device):
+    with on(scores.device):
         return topk.top_k(scores, k)
 
 
 def gate(gate: Gate, w13_out: Tensor, dh: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
     """`Gate.__call__`, and if dh is given, `Gate.gradient`."""
-    with _on(w13_out.device):
+    with on(w13_out.device):
         return gates.gate(_gate(gate), w13_out, dh)
 
 
 def dequantize(weights: Matrices, columns: slice, dtype: torch.dtype) -> Tensor:
     """`Backend.dequantize` of all experts, in bf16 or fp16."""
-    with _on(weights.codes.device):
+    with on(weights.codes.device):
         return dense.window(weights, columns, dtype)
 
 
@@ -158,11 +155,11 @@ def linear(x: Tensor, weights: LinearWeights) -> Tensor:
         return x.new_empty(0, weights.matrix.N)
     w, m, T = weights, weights.matrix, x.shape[0]
     out, x = x.new_empty(T, m.N), _columns(x)
-    with _on(x.device):
-        rows, found = _Values(x), capability(x.device)
+    with on(x.device):
+        rows, found = Values(x), capability(x.device)
         native = w.quantized and config.multiplies_nvfp4(found)
         if w.quantized:
-            rows = _quantize(rows, w.input_scale, None, w.four_over_six, native)
+            rows = quantize(rows, w.input_scale, None, w.four_over_six, native)
         if T > config.linear_limit(found) and not native:
             return dense.linear(rows.values, rows.scale, m, out)
         BM, tile, splits = config.plan_linear(m.N, m.K, planned_tokens(T), _sms(x.device), native)
@@ -171,14 +168,14 @@ def linear(x: Tensor, weights: LinearWeights) -> Tensor:
         y = out[None] if splits == 1 else x.new_empty(splits, T, m.N, dtype=torch.float32)
         _gemm(rows, m, y, _Tiling(tile, BM, 1, part))
         if splits > 1:
-            _combine(y, None, None, out, 1)
+            combine(y, None, None, out, 1)
     return out
 
 
 # ---- rows, routing -------------------------------------------------------------------------------
 
 
-class _Values(NamedTuple):
+class Values(NamedTuple):
     """Row r of a GEMM is values[index[r] // index_div], or values[r // index_div] without an index; values [*, K], K a
     multiple of 16. scale fp32 [*] if quantized. With block scales sf uint8 [*, K / 16], values are codes [*, K / 2]."""
 
@@ -189,7 +186,7 @@ class _Values(NamedTuple):
     sf: Tensor | None = None
 
 
-class _Routing(NamedTuple):
+class Routing(NamedTuple):
     """`routing.Groups` and their tiles of BM rows: expert (-1: no tile), first row, end of the expert's rows. The
     tensors of tiles may be longer than needed."""
 
@@ -203,7 +200,7 @@ class _Routing(NamedTuple):
     position: Tensor | None = None  # the row of each routed assignment, if asked for
 
     @classmethod
-    def of(cls, groups: Groups, BM: int) -> _Routing:
+    def of(cls, groups: Groups, BM: int) -> Routing:
         if groups.order.is_meta:  # launches are noted
             empty = groups.order.new_empty
             expert, row, end = (empty(max_tiles(groups.num_rows, groups.num_experts, BM)) for _ in range(3))
@@ -217,12 +214,16 @@ class _Routing(NamedTuple):
         return self.order.shape[0]
 
     @property
+    def num_experts(self) -> int:
+        return self.offsets.shape[0] - 1
+
+    @property
     def live(self) -> Tensor:
         """How many rows have an expert, on the device."""
         return self.offsets[-1:]
 
 
-class _Unsorted(NamedTuple):
+class Unsorted(NamedTuple):
     """At most `most` assignments, which are the rows in their own order: the GEMMs search for those of an expert."""
 
     ids: Tensor
@@ -236,7 +237,7 @@ class _Unsorted(NamedTuple):
 
 def route(
     ids: Tensor, E: int, BM: int, planned: int | None = None, row_expert: bool = False, position: bool = False
-) -> _Routing:
+) -> Routing:
     """Sort assignments, int32 or int64 [R], by expert. With `position`, unrouted rows have order 0.
 
     An id outside the legal range stops the kernel with a message, and the next synchronization raises.
@@ -256,7 +257,7 @@ def route(
         route_kernel, (E,), ids, order, of_slot, of_row, offsets, tile_expert, tile_row, tile_end, tile_count, R, BM,
         tiles, E, EP, chunk, histogram, num_warps=8 if chunk >= 1024 else 4, debug=True, sanitize_overflow=False,
     )  # fmt: skip
-    return _Routing(order, offsets, tile_expert, tile_row, tile_end, tile_count, of_row, of_slot)
+    return Routing(order, offsets, tile_expert, tile_row, tile_end, tile_count, of_row, of_slot)
 
 
 def max_tiles(R: int, E: int, BM: int) -> int:
@@ -264,15 +265,15 @@ def max_tiles(R: int, E: int, BM: int) -> int:
     return R // BM + min(E, R)
 
 
-def _gathered(rows: _Values) -> _Values:
+def _gathered(rows: Values) -> Values:
     if rows.index is None:
         return rows
     if rows.values.is_meta:
         values, scale = rows.values, rows.scale
         R = rows.index.shape[0]
-        return _Values(values.new_empty(R, values.shape[1]), None if scale is None else scale.new_empty(R))
+        return Values(values.new_empty(R, values.shape[1]), None if scale is None else scale.new_empty(R))
     at = rows.index // rows.index_div
-    return _Values(rows.values[at], None if rows.scale is None else rows.scale[at])
+    return Values(rows.values[at], None if rows.scale is None else rows.scale[at])
 
 
 def _columns(x: Tensor) -> Tensor:
@@ -280,24 +281,31 @@ def _columns(x: Tensor) -> Tensor:
     return aligned(nvfp4.pad_k(x))
 
 
-def _values(rows: Rows, groups: Groups) -> _Values:
+def ids_of(groups: Groups) -> Tensor:
+    """int32 [R]: the expert of each assignment, E if it has none."""
+    ids = torch.empty_like(groups.order)
+    return ids if ids.is_meta else ids.index_copy_(0, groups.order.long(), groups.expert_of_row())
+
+
+def values_of(rows: Rows, groups: Groups) -> Values:
+    """Rows of other backends, with NVFP4 ones as bf16 code * sf."""
     if rows.sf is None:
-        return _Values(_columns(rows.values), index=rows.index)
+        return Values(_columns(rows.values), index=rows.index)
     if rows.values.is_meta:
-        return _Values(
+        return Values(
             rows.values.new_empty(groups.num_rows, 2 * rows.values.shape[1], dtype=torch.bfloat16), rows.scale
         )
     sf = nvfp4.unswizzle_sf_grouped(rows.sf, groups.offsets, groups.num_rows, rows.values.shape[1] // 8)
-    return _Values(nvfp4.dequantize(rows.values, sf, None, torch.bfloat16), rows.scale)
+    return Values(nvfp4.dequantize(rows.values, sf, None, torch.bfloat16), rows.scale)
 
 
-def _quantize(
-    rows: _Values,
+def quantize(
+    rows: Values,
     expert_scale: Tensor | None,
-    routing: _Routing | _Unsorted | None,
+    routing: Routing | Unsorted | None,
     four_over_six: bool,
     native: bool = False,
-) -> _Values:
+) -> Values:
     """`reference.quantize_rows` with values as bf16 code * sf or, if `native`, as codes and block scales.
 
     If experts have scales, rows are gathered first, because a token has different values for different experts.
@@ -307,10 +315,10 @@ def _quantize(
     if expert_scale is not None and routing is None:  # a linear: one expert
         expert = torch.zeros(n, dtype=torch.int32, device=x.device)
     elif expert_scale is not None:
-        assert isinstance(routing, _Routing)
+        assert isinstance(routing, Routing)
         n, index, index_div = routing.order.shape[0], rows.index, rows.index_div
         expert, live = routing.row_expert, routing.live
-        rows = _Values(x)
+        rows = Values(x)
     scale, sf, block = x.new_empty(n, dtype=torch.float32), None, min(2048, next_power_of_2(K))
     if native:
         values, sf = (x.new_empty(n, width, dtype=torch.uint8) for width in (K // 2, K // 16))
@@ -320,13 +328,13 @@ def _quantize(
         quantize_kernel, (n,), x, index, expert, expert_scale, live, values, sf, scale, K, index_div, block, how(),
         four_over_six, num_warps=4 if block >= 1024 else 1,
     )  # fmt: skip
-    return _Values(values, scale, rows.index, rows.index_div, sf)
+    return Values(values, scale, rows.index, rows.index_div, sf)
 
 
 # ---- GEMMs ---------------------------------------------------------------------------------------
 
 
-def _up(rows: _Values, w: ExpertWeights, routing: _Routing | _Unsorted, plan: Plan, dtype: torch.dtype) -> Tensor:
+def _up(rows: Values, w: ExpertWeights, routing: Routing | Unsorted, plan: Plan, dtype: torch.dtype) -> Tensor:
     """GEMM 1 and the gate: [R, I], padded with zeros to whole blocks; [R, N13] for a raw gate."""
     width = w.w13.N if w.gate.kind == "raw" else 16 * w.w2.blocks
     h = rows.values.new_empty(1, routing.num_rows, width, dtype=dtype)
@@ -334,7 +342,7 @@ def _up(rows: _Values, w: ExpertWeights, routing: _Routing | _Unsorted, plan: Pl
     return h[0]
 
 
-def _down(h: _Values, w: ExpertWeights, routing: _Routing | _Unsorted, plan: Plan) -> Tensor:
+def _down(h: Values, w: ExpertWeights, routing: Routing | Unsorted, plan: Plan) -> Tensor:
     """GEMM 2: expert outputs [parts of K, R, H], in the order of assignments."""
     K, tile = 16 * w.w2.blocks, plan.down
     part = config.part_of(K, plan.splits, tile.BK)
@@ -353,7 +361,7 @@ class _Tiling(NamedTuple):
 
 
 def _gemm(
-    rows: _Values, w: Matrices, out: Tensor, tiling: _Tiling, routing: _Routing | _Unsorted | None = None,
+    rows: Values, w: Matrices, out: Tensor, tiling: _Tiling, routing: Routing | Unsorted | None = None,
     out_index: Tensor | None = None, gate: Gate = _RAW,
 ) -> None:  # fmt: skip
     """Launch `gemm_kernel` into out [parts, R, N]; without routing, one matrix has all rows."""
@@ -365,7 +373,7 @@ def _gemm(
         split_at = N // 2
     token_tiles: tuple[Tensor | None, ...] = (None,) * 4
     ids, E, tiles = 0, 0, -(-R // BM)
-    if isinstance(r, _Unsorted):
+    if isinstance(r, Unsorted):
         ids, E, tiles, group, token_tiles = r.most, len(w.global_scale), R, 1, (r.ids, None, None, None)
     elif r is not None:
         tiles, token_tiles = (
@@ -387,7 +395,7 @@ def _gate(gate: Gate) -> tuple:
     return gate.kind, gate.alpha, 0.0 if gate.limit == inf else gate.limit, gate.up_offset, gate.clamp_after
 
 
-def _combine(
+def combine(
     y: Tensor, ids: Tensor | None, weights: Tensor | None, out: Tensor, E: int, late: tuple = (None, None, None, None),
     check: bool = False,
 ) -> None:  # fmt: skip
@@ -428,6 +436,6 @@ def _sms(device: torch.device) -> int:
 _HERE = nullcontext()
 
 
-def _on(device: torch.device) -> AbstractContextManager[Any]:
+def on(device: torch.device) -> AbstractContextManager[Any]:
     """Make `device` current, because launches go to the current device."""
     return _HERE if device.type != "cuda" or device.index == torch.cuda.current_device() else torch.cuda.device(device)

@@ -34,7 +34,7 @@ from moe_nvfp4.kernels.common.rows import SumParts
 from moe_nvfp4.kernels.common.tensors import aligned, expert_ids, floating, multiprocessors, settle, warn_unpacked
 from moe_nvfp4.kernels.sm90.config import GemmConfig
 from moe_nvfp4.kernels.sm90.gemm import GroupedGemm
-from moe_nvfp4.kernels.sm90.pack import UNIT, UNIT_WORDS, pack
+from moe_nvfp4.kernels.sm90.pack import UNIT, UNIT_WORDS, in_units, pack_linear, words
 from moe_nvfp4.kernels.sm90.plan import LINEAR_TILES, LaunchPlan, choose_plan, plan_linear, token_tiles
 from moe_nvfp4.kernels.sm90.quantize import Quantize
 from moe_nvfp4.kernels.sm90.rows import Combine, Gather
@@ -123,7 +123,7 @@ def linear(x: Tensor, weights: LinearWeights) -> Tensor:
         None, True, False, m.bias is not None, row_scale is not None, out=launch.DTYPES[y.dtype], grouped=False,
         joined=bool(w.parts),
     )  # fmt: skip
-    units, scale = _units(m.stacked()), m.global_scale
+    units, scale = words(m.stacked()), m.global_scale
     unused, bias = units.view(-1)[:1], x if m.bias is None else m.bias[None]
     index = _part_of_block(w.parts, x.device) if w.parts else unused
     tiles = -(-T // tile.BN) * -(-units.shape[1] // tile.m_blocks) * split_k
@@ -203,14 +203,6 @@ def _sum_parts(parts: int) -> Any:
     return SumParts(parts), (launch.rows(Float32, 16), launch.rows(BFloat16, 16), None), ARCHITECTURE
 
 
-def pack_linear(matrix: Matrices) -> Matrices:
-    """The matrix of a linear in Hopper's layout: itself if it is in it already, else new tensors."""
-    if matrix.layout is not None:
-        return matrix
-    codes = _in_units(matrix.stacked()).codes.transpose(0, 1)
-    return matrix._replace(codes=codes, sf=None, layout="sm90")
-
-
 def _packed(weights: ExpertWeights) -> ExpertWeights:
     if weights.layout is not None:
         return weights
@@ -220,12 +212,7 @@ def _packed(weights: ExpertWeights) -> ExpertWeights:
 
 def pack_weights(weights: ExpertWeights) -> ExpertWeights:
     """The weights in Hopper's layout, as new tensors."""
-    return replace(weights, w13=_in_units(weights.w13), w2=_in_units(weights.w2))
-
-
-def _in_units(m: Matrices) -> Matrices:
-    units, _ = pack(m.codes, m.block_scales(), m.gated)
-    return m._replace(codes=units.view(torch.uint8), sf=None, layout="sm90")
+    return replace(weights, w13=in_units(weights.w13), w2=in_units(weights.w2))
 
 
 # ---- launches ------------------------------------------------------------------------------------
@@ -319,23 +306,12 @@ def _gemms(rows: Rows, groups: Groups, w: ExpertWeights, h: Tensor, y: Tensor, s
 
 
 def _units_of(w: ExpertWeights) -> tuple[Tensor, Tensor]:
-    """`_units` of w13 and w2: made once for weights that many calls take."""
+    """`words` of w13 and w2: made once for weights that many calls take."""
     kept = vars(w)
     if "units" not in kept:
-        kept["units"] = _units(w.w13), _units(w.w2)
+        kept["units"] = words(w.w13), words(w.w2)
     units: tuple[Tensor, Tensor] = kept["units"]
     return units
-
-
-def _units(m: Matrices) -> Tensor:
-    """Packed codes as the kernels take them: int32 [E, M64, words]. ValueError if they are not the size of [N, K]."""
-    M64 = -(-m.N // 2 // 32) if m.gated else -(-m.N // UNIT)
-    if m.layout != "sm90" or m.codes.shape[1:] != (M64, -(-m.K // UNIT), 4 * UNIT_WORDS):
-        raise ValueError(
-            f"weights {tuple(m.codes.shape)} in the layout of {m.layout} are not [{m.N}, {m.K}] in that of sm90: load "
-            "the layer again"
-        )
-    return m.codes.view(torch.int32).flatten(2)
 
 
 @CuteKernels

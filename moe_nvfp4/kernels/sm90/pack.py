@@ -33,6 +33,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from moe_nvfp4.weights import Matrices
+
 UNIT = 64  # rows, and columns
 UNIT_WORDS = 576  # 512 of codes and 64 of scales
 ZERO = 0xF0  # stands for a scale of zero; as bf16 it is finite
@@ -107,6 +109,33 @@ def _chunks(units: Tensor, N: int, interleaved: bool) -> Iterator[tuple[tuple[sl
         for m in range(0, M64, blocks):
             rows = slice(0, N) if blocks == M64 else slice(m * UNIT, min((m + blocks) * UNIT, N))
             yield (here, rows), (here, slice(m, m + blocks))
+
+
+# ---- matrices ------------------------------------------------------------------------------------
+
+
+def in_units(m: Matrices) -> Matrices:
+    """Matrices of experts in this layout, as new tensors."""
+    units, _ = pack(m.codes, m.block_scales(), m.gated)
+    return m._replace(codes=units.view(torch.uint8), sf=None, layout="sm90")
+
+
+def pack_linear(m: Matrices) -> Matrices:
+    """The matrix of a linear in this layout: itself if it is in it already, else new tensors."""
+    if m.layout is not None:
+        return m
+    return m._replace(codes=in_units(m.stacked()).codes.transpose(0, 1), sf=None, layout="sm90")
+
+
+def words(m: Matrices) -> Tensor:
+    """Packed codes as kernels take them: int32 [E, M64, words]. ValueError if they are not the size of [N, K]."""
+    M64 = -(-m.N // 2 // 32) if m.gated else -(-m.N // UNIT)
+    if m.layout != "sm90" or m.codes.shape[1:] != (M64, -(-m.K // UNIT), 4 * UNIT_WORDS):
+        raise ValueError(
+            f"weights {tuple(m.codes.shape)} in the layout of {m.layout} are not [{m.N}, {m.K}] in that of sm90: load "
+            "the layer again"
+        )
+    return m.codes.view(torch.int32).flatten(2)
 
 
 # ---- inside: rows of the matrix <-> [E, M64, w, g, row half, K64, bytes of 64 columns] ------------

@@ -76,7 +76,7 @@ def choose_plan(w: ExpertWeights, T: int, top_k: int, multiprocessors: int) -> L
 def plan_for(layer: LayerShape, T: int, top_k: int, multiprocessors: int) -> LaunchPlan:
     R, E, H, I = T * top_k, layer.E, layer.H, layer.I
     hit = E * (1 - (1 - 1 / E) ** R)  # experts with tokens, under uniform routing
-    tile = min(TILE_SHAPES, key=lambda t: _expected(lambda n: _cost(t, n), R / hit))
+    tile = min(TILE_SHAPES, key=lambda t: expected(lambda n: _cost(t, n), R / hit))
     I_units = -(-I // (UNIT // 2 if layer.gate.gated else UNIT))
     if tile.BN == 8:
         tiles = hit * I_units / 4
@@ -96,7 +96,7 @@ def plan_for(layer: LayerShape, T: int, top_k: int, multiprocessors: int) -> Lau
 def _split_k(tile: TileShape, hit: float, R: int, H: int, I: int, multiprocessors: int) -> int:
     """How many parts of K for GEMM 2, which has few rows and a long K where experts are few. Parts have at least 1024
     columns, and none is empty."""
-    tiles = hit * _expected(lambda n: -(-n // tile.BN), R / hit) * -(-H // UNIT // tile.m_blocks)
+    tiles = hit * expected(lambda n: -(-n // tile.BN), R / hit) * -(-H // UNIT // tile.m_blocks)
     split_k = 4 if tiles < 0.75 * multiprocessors else 2 if tiles < 4 * multiprocessors else 1
     blocks = -(-I // UNIT)
     while split_k > 1:
@@ -118,7 +118,7 @@ def _cost(tile: TileShape, n: int) -> int:
     return (full + 1) * TILE_COST + full * tile.BN + (tile.small if rest < tile.small else tile.BN)
 
 
-def _expected(f, mean: float) -> float:
+def expected(f, mean: float) -> float:
     """The mean of f(n) over experts with tokens, for Poisson-distributed n, by the normal approximation."""
     deviation = math.sqrt(mean)
     first, last = max(1, round(mean - 4 * deviation)), round(mean + 4 * deviation)
