@@ -305,7 +305,7 @@ besides the time to compile kernels.
 
 * Right results are noted in the cache folder, for this device, driver, compiler and version of the library. Neither
   the next process nor another rank checks again. One linear stands for all linears of a model.
-* After wrong results, a hang or a crash, the next backend runs (`sm90` or `sm100`, then `portable`, then plain
+* After wrong results, a hang or a crash, the next backend runs (`sm90`, `sm100` or `sm80`, then `portable`, then plain
   torch). A warning names the case and asks for a report.
 * Where no check is possible (too little free memory, say), a warning gives the reason, and the backend runs.
 

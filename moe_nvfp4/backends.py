@@ -4,10 +4,12 @@
     CPU with a C compiler or our wheel     cpu                       cpu                       cpu
     Hopper (9.0: H100, H200)               sm90, x in bf16           sm90, x in bf16           sm90, x in bf16 (*)
     Blackwell (10.0, 10.3: B200, B300)     sm100, x in bf16          sm100                     portable
+    A100, RTX 30, 40, L40S (8.0, 8.6, 8.9) sm80, x in bf16           sm80, x in bf16           sm80, x in bf16 (**)
+    RTX 50, RTX PRO 6000 (12.0)            sm80, x in bf16           portable                  sm80, W4A16 (**)
     any other GPU from 8.0, with Triton    portable                  portable                  portable
     any other                              reference                 reference                 reference
 
-(*) x in fp16: portable.
+(*) x in fp16: portable. (**) The same for linears of less than 2^26 weights.
 
 Each backend says what it cannot run (`Backend.unavailable`, `Backend.unsupported`), and the first of BACKENDS that has
 no objection runs. If MOE_NVFP4_BACKEND names a backend, that one runs, or the call is an error with its reason. The
@@ -31,7 +33,7 @@ from torch import Tensor
 
 from moe_nvfp4 import reference
 from moe_nvfp4.checks import check_activations
-from moe_nvfp4.kernels import cpu, portable, proof, sm90, sm100
+from moe_nvfp4.kernels import cpu, portable, proof, sm80, sm90, sm100
 from moe_nvfp4.kernels.backend import PACKAGES, Backend, Device, Gpu, Problem
 
 __all__ = ["BACKENDS", "PACKAGES", "Backend", "Choice", "Device", "Gpu", "Problem", "Report",
@@ -47,7 +49,7 @@ class _Reference(Backend):
 
 REFERENCE = _Reference()
 # In order of preference: the first that can run a problem runs it.
-BACKENDS: tuple[Backend, ...] = (sm90.BACKEND, sm100.BACKEND, portable.BACKEND, cpu.BACKEND, REFERENCE)
+BACKENDS: tuple[Backend, ...] = (sm90.BACKEND, sm100.BACKEND, sm80.BACKEND, portable.BACKEND, cpu.BACKEND, REFERENCE)
 
 
 VARIABLES = ("MOE_NVFP4_BACKEND", "MOE_NVFP4_CACHE", "MOE_NVFP4_CHECK", "MOE_NVFP4_COMPILE", "MOE_NVFP4_CPU")

@@ -49,15 +49,21 @@ def test_the_device_table():
     assert chosen(GPUS["H200"], fused=False) == "sm90"
     assert chosen(GPUS["B200"], **w4a4) == chosen(GPUS["B300"], **w4a4) == "sm100"
     for name in ("A100", "RTX 3090", "RTX 4090", "RTX 5090"):
-        for changes in (dict(), w4a4, dict(kind="linear"), dict(fused=False), dict(dtype=torch.float16)):
+        linear = dict(kind="linear", num_experts=1, hidden_size=8192)
+        for changes in (dict(), linear | dict(intermediate_size=8192), dict(fused=False)):
+            assert chosen(GPUS[name], **changes) == "sm80"
+            assert chosen(replace(GPUS[name], packages=frozenset({"triton"})), **changes) == "portable"
+        smaller = linear | dict(intermediate_size=8176)
+        for changes in (dict(dtype=torch.float16), dict(hidden_size=2056), dict(fused=False, **w4a4), smaller):
             assert chosen(GPUS[name], **changes) == "portable"
+        for changes in (w4a4, FOUR_OVER_SIX):
+            assert chosen(GPUS[name], **changes) == ("portable" if name == "RTX 5090" else "sm80")
         assert chosen(GPUS[name], dtype=torch.float32) == "reference"
     assert chosen(GPUS["B200"]) == chosen(GPUS["B300"], fused=False) == "sm100"
     assert chosen(GPUS["B200"], dtype=torch.float16) == chosen(GPUS["B200"], kind="linear") == "portable"
     assert chosen(GPUS["H200"], kind="linear") == chosen(GPUS["H200"], kind="linear", **w4a4) == "sm90"
     assert chosen(GPUS["H200"], dtype=torch.float16) == "portable"
     assert chosen(Device("cuda", "MI300X", packages=ALL)) == "portable"
-    assert chosen(GPUS["A100"], **FOUR_OVER_SIX) == "portable"
     assert (chosen(GPUS["H200"], **FOUR_OVER_SIX), chosen(GPUS["B200"], **FOUR_OVER_SIX)) == ("sm90", "sm100")
     assert chosen(GPUS["V100"]) == chosen(Device("mps")) == chosen(Device("meta")) == "reference"
 
@@ -73,6 +79,9 @@ def test_the_device_table():
         ("B200", dict(activations="nvfp4", intermediate_size=776), "sm100", "of 16, not H = 2048 and I = 776"),
         ("B200", dict(), "sm90", r"runs on compute capability 9.0 \(H100, H200\)"),
         ("RTX 4090", dict(), "sm100", r"runs on compute capability 10.0 or 10.3 \(B200, B300\)"),
+        ("B200", dict(), "sm80", r"runs on compute capability 8.0 or 8.6 or 8.9 or 9.0 or 12.0 \(A100, RTX 30"),
+        ("A100", dict(dtype=torch.float16), "sm80", "takes bfloat16 activations, not float16: run the model in"),
+        ("RTX 5090", dict(activations="nvfp4"), "sm80", "multiplies NVFP4 rows as bf16, where the portable kernels"),
         ("A100", dict(), "cpu", "runs on CPUs"),
         ("A100", dict(dtype=torch.float32), "portable", "takes bfloat16 and float16 activations, not float32: run"),
         ("V100", dict(), "portable", "runs on compute capability 8.0 and above"),

@@ -22,7 +22,7 @@ from moe_nvfp4.stages import Extras
 from moe_nvfp4.weights import SILU, Gate
 from tests.common import ROOT
 
-GPUS = {"sm90": Gpu((9, 0), 132), "sm100": Gpu((10, 0), 148), "portable": Gpu((8, 6), 82)}
+GPUS = {"sm90": Gpu((9, 0), 132), "sm100": Gpu((10, 0), 148), "sm80": Gpu((8, 0), 108), "portable": Gpu((8, 6), 82)}
 
 
 @pytest.mark.slow_after(1)
@@ -117,6 +117,13 @@ def test_blackwell(E, H, I, bias, static, activations, gate, counts, data):
     check("sm100", (E, H, I), top_k, gate, activations, static, bias, data.draw(st.booleans()), counts)
 
 
+def sm80(example):
+    """One example of `test_sm80`, in a process where Triton does not interpret."""
+    sizes, top_k, gate, activations, *rest = example
+    check("sm80", sizes, top_k, Gate(**gate), activations, *rest)
+    check_linear("sm80", NVFP4Linear(sizes[1], sizes[2], activations=activations, device="meta"), rest[-1])
+
+
 def portable(example):
     """One example of `test_portable`, in a process where Triton does not interpret."""
     sizes, top_k, gate, *rest = example
@@ -135,6 +142,17 @@ def fresh(code, **environment):
     done = subprocess.run([sys.executable, "-c", code], env=environment, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+@pytest.mark.slow  # another process
+@settings(max_examples=2, deadline=None, phases=PHASES)
+@given(**LAYERS)
+def test_sm80(E, H, I, bias, static, activations, gate, counts, data):
+    pytest.importorskip("cutlass", reason="CuTe DSL compiles the GEMMs")
+    pytest.importorskip("triton", reason="all kernels but the GEMMs are Triton's")
+    top_k, fused = data.draw(st.integers(1, min(E, 16))), activations == "nvfp4" or data.draw(st.booleans())
+    example = ((E, H, I), top_k, json.loads(gate.spec), activations, static, bias, fused, counts)
+    fresh(f"from math import inf; Infinity = inf; from tests.kernels.test_ahead import sm80; sm80({example!r})")
 
 
 @pytest.mark.slow  # another process
