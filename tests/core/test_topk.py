@@ -141,6 +141,7 @@ def test_compiled_routers_take_one_launch(here, name):
 
 
 @torch.no_grad()
+@pytest.mark.slow
 def test_a_graph_break_inside(here):
     """Hooks are then compiled by themselves, and the mode is on in code that runs as it is."""
     model, ids = swapped("qwen3_moe"), models.IDS.to(DEVICE)
@@ -153,6 +154,7 @@ def test_a_graph_break_inside(here):
 
 
 @torch.no_grad()
+@pytest.mark.slow
 def test_copies_and_errors(here):
     """Copies have hooks of their own, one pair each, and an error leaves no mode behind."""
     model, ids = swapped("qwen3_moe"), models.IDS.to(DEVICE)
