@@ -42,11 +42,16 @@ def join(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[NVFP4Linear, ..
 
 def siblings(model: nn.Module) -> Iterator[tuple[nn.Module, tuple[NVFP4Linear, ...]]]:
     """(module, its linears that read the same rows and can be one matrix) for all modules inside `model`."""
+    return (found for found in same_rows(model) if _alike(found[1]))
+
+
+def same_rows(model: nn.Module) -> Iterator[tuple[nn.Module, tuple[NVFP4Linear, ...]]]:
+    """(module, its linears that read the same rows, two or more) for all modules inside `model`."""
     for parent in model.modules():
         for names in FUSED_LINEARS:
             found = [parent._modules.get(name) for name in names]
             linears = tuple(linear for linear in found if isinstance(linear, NVFP4Linear))
-            if len(linears) > 1 and _alike(linears):
+            if len(linears) > 1:
                 yield parent, linears
 
 

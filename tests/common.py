@@ -106,6 +106,20 @@ def random_ids(sizes: list[int], unrouted: int, top_k: int, seed: int = 0) -> Te
     return ids[torch.randperm(len(ids), generator=g)].view(-1, top_k)
 
 
+def check_stages(backend, w: ExpertWeights, packed: ExpertWeights, ids: Tensor) -> None:
+    """The stages of a backend whose layout is that of `packed`, each by itself, beside the reference's with `w`."""
+    groups, x = group_by_expert(ids, w.num_experts), torch.randn(len(ids), w.hidden_size).bfloat16()
+    h, live = torch.randn(groups.num_rows, w.intermediate_size).bfloat16(), int(groups.offsets[-1])
+    for rows in (Rows(x, index=groups.token), Rows(x[groups.token.long()].contiguous())):
+        want = reference.gemm1_swiglu(rows, w, groups, torch.float32).values
+        got = backend.gemm1_swiglu(rows, packed, groups, torch.bfloat16).values
+        assert relative_error(got[:live], want[:live]) < THRESHOLDS["half"]
+    top_k_weights = torch.rand(ids.shape)
+    want = reference.gemm2_combine(Rows(h), w, groups, top_k_weights, torch.float32)
+    got = backend.gemm2_combine(Rows(h), packed, groups, top_k_weights, torch.bfloat16)
+    assert relative_error(got, want) < THRESHOLDS["half"]
+
+
 def python(code: str, **env: object) -> subprocess.CompletedProcess[str]:
     """Run code in a fresh interpreter in the checkout, with these additional environment variables."""
     full = {**os.environ, "PYTHONPATH": str(ROOT), **{k: str(v) for k, v in env.items()}}

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import groupby, product
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -22,9 +22,10 @@ from moe_nvfp4.format import pack, unpack
 from moe_nvfp4.integrations.endpoint import Asked
 from moe_nvfp4.integrations.huggingface.experts import HFExperts
 from moe_nvfp4.integrations.huggingface.swap import set_activations
+from moe_nvfp4.joined import same_rows
 from moe_nvfp4.linear import NVFP4Linear
 from moe_nvfp4.prepared import Prepared
-from moe_nvfp4.weights import FUSED_LINEARS, is_quantized
+from moe_nvfp4.weights import is_quantized
 
 TOGETHER = 256  # tokens in a batch: after each, a misreading may be ruled out
 NOISE = 3.0  # a right server is at most so many times as far from fp32 as bf16 here
@@ -78,11 +79,9 @@ def _one_for_all(pick: Callable[[Tensor], Tensor]) -> Callable[[nn.Module], Misr
 
     def of(model: nn.Module) -> Misreading:
         found: dict[Prepared, Callable[[Any], dict[str, Tensor]]] = {}
-        for parent, names in product(model.modules(), FUSED_LINEARS):
-            linears = [m for name in names if isinstance(m := parent._modules.get(name), NVFP4Linear)]
-            if len(linears) > 1:
-                scales = [linear.get_parameter("weight_global_scale").data for linear in linears]
-                found |= dict.fromkeys(linears, partial(_scale, pick(torch.cat(scales)).reshape(1)))
+        for _, linears in same_rows(model):
+            scales = [linear.get_parameter("weight_global_scale").data for linear in linears]
+            found |= dict.fromkeys(linears, partial(_scale, pick(torch.cat(scales)).reshape(1)))
         return found
 
     return of

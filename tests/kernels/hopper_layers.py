@@ -14,6 +14,7 @@ from moe_nvfp4.experts import NVFP4Experts
 from moe_nvfp4.kernels.common import launch
 from moe_nvfp4.kernels.sm90 import backend as sm90
 from moe_nvfp4.kernels.sm90.config import TileShape
+from moe_nvfp4.kernels.sm90.pack import pack_weights
 from moe_nvfp4.kernels.sm90.plan import TILE_SHAPES
 from moe_nvfp4.routing import Rows
 from moe_nvfp4.weights import SILU, Gate
@@ -96,7 +97,7 @@ def quantized_h(module, ids, tile=None):
 
     Since x has global scales of 1, the same kernel computes h from its bf16 rows, for the reference to quantize.
     """
-    w = sm90.pack_weights(module.weights)
+    w = pack_weights(module.weights)
     T, top_k = ids.shape
     x = nvfp4_tokens(T, w.hidden_size, sf_max=256 if w.four_over_six else 448).to(ids.device)
     plan = sm90.choose_plan(w, T, top_k, sm90.multiprocessors(x.device))
@@ -158,7 +159,7 @@ class Layer:
     def run(self, device):
         """Run the layer on `device`, and return the outputs of every launch."""
         module, *rest = self.inputs()
-        packed = sm90.pack_weights(module.to(device).weights)
+        packed = pack_weights(module.to(device).weights)
         x, ids, weights = (t.to(device) for t in rest)
         plan = sm90.choose_plan(packed, *ids.shape, sm90.multiprocessors(x.device))
         config = replace(plan.config, gathered=self.gathered)

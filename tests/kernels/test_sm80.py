@@ -15,15 +15,14 @@ if shutil.which("cc") is None:
     pytest.skip("the emulator links the compiled host code with cc", allow_module_level=True)
 
 from moe_nvfp4 import format as nvfp4  # noqa: E402
-from moe_nvfp4 import reference  # noqa: E402
 from moe_nvfp4.kernels.backend import Gpu  # noqa: E402
 from moe_nvfp4.kernels.sm80 import backend as sm80  # noqa: E402
 from moe_nvfp4.kernels.sm80 import plan as plans  # noqa: E402
 from moe_nvfp4.kernels.sm80.config import GemmConfig, TileShape  # noqa: E402
 from moe_nvfp4.kernels.sm80.plan import Gemm, LayerPlan  # noqa: E402
-from moe_nvfp4.routing import Rows, group_by_expert  # noqa: E402
+from moe_nvfp4.kernels.sm90.pack import pack_weights  # noqa: E402
 from moe_nvfp4.weights import SILU, Gate, LinearWeights, Matrices  # noqa: E402
-from tests.common import THRESHOLDS, random_ids, random_layer, reference_layer, relative_error  # noqa: E402
+from tests.common import THRESHOLDS, check_stages, random_ids, random_layer, reference_layer, relative_error  # noqa: E402
 from tests.kernels.emulator_sm80 import on_emulator  # noqa: E402
 from tests.kernels.machine_code import machine_code  # noqa: E402
 
@@ -53,7 +52,7 @@ def check(emulator, layer, ids, schedules=("random:1",)):
     g = torch.Generator().manual_seed(1)
     x = torch.randn(ids.shape[0], w.hidden_size, generator=g).bfloat16()
     top_k_weights = torch.rand(ids.shape, generator=g)
-    want, packed, results = reference_layer(x, ids, top_k_weights, w), sm80.pack_weights(w), []
+    want, packed, results = reference_layer(x, ids, top_k_weights, w), pack_weights(w), []
     for emulator.schedule in schedules:
         emulator.kernels = []
         results.append(sm80.experts(x, ids, top_k_weights, packed))
@@ -133,18 +132,7 @@ def test_stages_of_their_own(emulator):
     """gemm1_swiglu with a raw gate, and gemm2_combine, for models whose gate or norm runs in between."""
     emulator.schedule = "random:3"
     layer = make_layer(2, 96, 80, RAW, bias=torch.bfloat16)
-    w, packed, ids = layer.weights, sm80.pack_weights(layer.weights), random_ids([9, 2], 2, 2)
-    groups = group_by_expert(ids, 2)
-    live = int(groups.offsets[-1])
-    x, h = torch.randn(len(ids), 96).bfloat16(), torch.randn(groups.num_rows, 80).bfloat16()
-    for rows in (Rows(x, index=groups.token), Rows(x[groups.token.long()].contiguous())):
-        want = reference.gemm1_swiglu(rows, w, groups, torch.float32).values
-        got = sm80.gemm1_swiglu(rows, packed, groups, torch.bfloat16).values
-        assert relative_error(got[:live], want[:live]) < THRESHOLDS["half"]
-    top_k_weights = torch.rand(ids.shape)
-    want = reference.gemm2_combine(Rows(h), w, groups, top_k_weights, torch.float32)
-    got = sm80.gemm2_combine(Rows(h), packed, groups, top_k_weights, torch.bfloat16)
-    assert relative_error(got, want) < THRESHOLDS["half"]
+    check_stages(sm80, layer.weights, pack_weights(layer.weights), random_ids([9, 2], 2, 2))
 
 
 @pytest.mark.parametrize("activations, static, sizes", [

@@ -21,6 +21,7 @@ from moe_nvfp4 import reference  # noqa: E402
 from moe_nvfp4.kernels.common.tensors import settle  # noqa: E402
 from moe_nvfp4.kernels.sm90 import backend as sm90  # noqa: E402
 from moe_nvfp4.kernels.sm90.config import GemmConfig  # noqa: E402
+from moe_nvfp4.kernels.sm90.pack import pack_weights  # noqa: E402
 from moe_nvfp4.kernels.sm90.plan import (  # noqa: E402
     K_IN_2,
     K_IN_4,
@@ -34,6 +35,7 @@ from moe_nvfp4.routing import Rows, group_by_expert  # noqa: E402
 from moe_nvfp4.weights import SILU, Gate, LinearWeights, Matrices  # noqa: E402
 from tests.common import (  # noqa: E402
     THRESHOLDS,
+    check_stages,
     random_ids,
     random_layer,
     reference_layer,
@@ -69,7 +71,7 @@ def check(emulator, layer, ids, tile=None, split_k=None, schedules=("eager",), w
     x = torch.randn(ids.shape[0], w.hidden_size, generator=g).bfloat16()
     top_k_weights = torch.rand(ids.shape, generator=g).to(weights)
     want = reference_layer(x, ids, top_k_weights, w)
-    packed = sm90.pack_weights(w)
+    packed = pack_weights(w)
     results, as_planned = [], nullcontext()
     if tile is not None or split_k is not None:
         plan = sm90.choose_plan(w, *ids.shape, sm90.multiprocessors(x.device))
@@ -171,18 +173,7 @@ def test_stages_of_their_own(emulator):
     """gemm1_swiglu with a raw gate, and gemm2_combine, for models whose gate or norm runs in between."""
     emulator.schedule = "random:3"
     layer = make_layer(2, 96, 80, RAW, bias=torch.bfloat16)
-    w, packed, ids = layer.weights, sm90.pack_weights(layer.weights), random_ids([9, 2], 2, 2)
-    groups = group_by_expert(ids, 2)
-    live = int(groups.offsets[-1])
-    x, h = torch.randn(len(ids), 96).bfloat16(), torch.randn(groups.num_rows, 80).bfloat16()
-    for rows in (Rows(x, index=groups.token), Rows(x[groups.token.long()].contiguous())):
-        want = reference.gemm1_swiglu(rows, w, groups, torch.float32).values
-        got = sm90.gemm1_swiglu(rows, packed, groups, torch.bfloat16).values
-        assert relative_error(got[:live], want[:live]) < THRESHOLDS["half"]
-    top_k_weights = torch.rand(ids.shape)
-    want = reference.gemm2_combine(Rows(h), w, groups, top_k_weights, torch.float32)
-    got = sm90.gemm2_combine(Rows(h), packed, groups, top_k_weights, torch.bfloat16)
-    assert relative_error(got, want) < THRESHOLDS["half"]
+    check_stages(sm90, layer.weights, pack_weights(layer.weights), random_ids([9, 2], 2, 2))
 
 
 # ---- NVFP4 rows ----------------------------------------------------------------------------------

@@ -14,7 +14,6 @@ in fp32.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,13 +25,13 @@ from moe_nvfp4.kernels.backend import Gpu
 from moe_nvfp4.kernels.common import launch
 from moe_nvfp4.kernels.common.ahead import MAX_ROWS, planned_tokens
 from moe_nvfp4.kernels.common.cute import CuteKernels
-from moe_nvfp4.kernels.common.tensors import aligned, capability, expert_ids, floating, multiprocessors, warn_unpacked
+from moe_nvfp4.kernels.common.tensors import aligned, capability, expert_ids, floating, multiprocessors
 from moe_nvfp4.kernels.portable import backend as portable
 from moe_nvfp4.kernels.portable.backend import Routing, Unsorted, Values
 from moe_nvfp4.kernels.sm80.config import FEW, GemmConfig
 from moe_nvfp4.kernels.sm80.gemm import GroupedGemm
 from moe_nvfp4.kernels.sm80.plan import Gemm, LayerPlan, plan_experts, plan_linear
-from moe_nvfp4.kernels.sm90.pack import UNIT_WORDS, in_units, pack_linear, words
+from moe_nvfp4.kernels.sm90.pack import UNIT_WORDS, pack_linear, packed, words
 from moe_nvfp4.routing import Groups, Rows
 from moe_nvfp4.weights import ExpertWeights, Gate, LinearWeights, Matrices
 
@@ -44,7 +43,7 @@ quantize_rows = reference.quantize_rows
 
 def experts(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: ExpertWeights) -> Tensor:
     """The whole layer: x bf16 [T, H], ids and weights [T, top_k] -> bf16 [T, H]."""
-    w, (T, top_k) = _packed(weights), top_k_index.shape
+    w, (T, top_k) = packed(weights, "sm_80"), top_k_index.shape
     out = x.new_empty(T, w.hidden_size)
     if T == 0 or top_k == 0:
         return out.zero_()
@@ -79,7 +78,7 @@ def experts(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: Expe
 
 def gemm1_swiglu(rows: Rows, weights: ExpertWeights, groups: Groups, dtype: torch.dtype) -> Rows:
     """As `reference.gemm1_swiglu`, for bf16 rows. Unrouted rows of the result hold arbitrary values."""
-    w, R = _packed(weights), groups.num_rows
+    w, R = packed(weights, "sm_80"), groups.num_rows
     h = rows.values.new_empty(R, w.w13.N if w.gate.kind == "raw" else w.intermediate_size)
     if R:
         with portable.on(h.device):
@@ -91,7 +90,7 @@ def gemm1_swiglu(rows: Rows, weights: ExpertWeights, groups: Groups, dtype: torc
 
 def gemm2_combine(h: Rows, weights: ExpertWeights, groups: Groups, top_k_weights: Tensor, dtype: torch.dtype) -> Tensor:
     """As `reference.gemm2_combine`, for bf16 rows."""
-    w, R, (T, top_k) = _packed(weights), groups.num_rows, top_k_weights.shape
+    w, R, (T, top_k) = packed(weights, "sm_80"), groups.num_rows, top_k_weights.shape
     out = h.values.new_empty(T, w.hidden_size, dtype=dtype)
     if R == 0:
         return out.zero_()
@@ -117,18 +116,6 @@ def linear(x: Tensor, weights: LinearWeights) -> Tensor:
             gemm = plan_linear(m.N, m.K, planned_tokens(T), _gpu(x.device))
             _gemm(rows, m, out, gemm, sync=_zeros(x, gemm))
     return out
-
-
-def _packed(weights: ExpertWeights) -> ExpertWeights:
-    if weights.layout is not None:
-        return weights
-    warn_unpacked("sm_80")
-    return pack_weights(weights)
-
-
-def pack_weights(weights: ExpertWeights) -> ExpertWeights:
-    """The weights in the layout of the kernels, as new tensors."""
-    return replace(weights, w13=in_units(weights.w13), w2=in_units(weights.w2))
 
 
 def _plan(w: ExpertWeights, R: int, device: torch.device) -> LayerPlan:

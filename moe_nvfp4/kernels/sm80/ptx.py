@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from cutlass import Float32, Int32, Uint32, cute
 
-from moe_nvfp4.kernels.sm90.ptx import FIELDS, SCALE_FIELDS, SCALE_HIGH
+from moe_nvfp4.kernels.sm90.ptx import SCALE_HIGH, factors
 
 _ptx = cute.arch.inline_ptx
-# For `dequantize`, in registers: immediates cost instructions. The last is -0.0 twice, which changes no sum.
+# For `dequantize`, in registers: immediates cost instructions.
 DEQUANTIZE_CONSTANTS = (SCALE_HIGH, 8, 4)
 
 
@@ -25,15 +25,7 @@ def _mul_half(a, s, half):
 def dequantize(w, s, constants):
     """A word of 8 codes and the scales of its two rows -> the four registers of an m16k16 A fragment: code * sf, exact
     but for the factor that `sm90.ptx.UNSCALE` takes back."""
-    high, eight, four = constants
-    s = (s & SCALE_FIELDS) | high
-    fields = (
-        w & FIELDS,
-        (w * eight) & FIELDS,
-        ((w & 0x40074007) * 66) & FIELDS,  # two shifts, by 6 and by 1, in one multiplication
-        ((w >> 3) & 0x01C001C0) | ((w * four) & 0x80008000),
-    )
-    return [_mul_half(f, s, j % 2) for j, f in enumerate(fields)]
+    return [_mul_half(f, s, half) for f, s, half in factors(w, s, constants)]
 
 
 def here(value):

@@ -31,10 +31,10 @@ from moe_nvfp4.kernels.common.ahead import MAX_ROWS, planned_tokens
 from moe_nvfp4.kernels.common.cute import CuteKernels
 from moe_nvfp4.kernels.common.route import Route, route_shape
 from moe_nvfp4.kernels.common.rows import SumParts
-from moe_nvfp4.kernels.common.tensors import aligned, expert_ids, floating, multiprocessors, settle, warn_unpacked
+from moe_nvfp4.kernels.common.tensors import aligned, expert_ids, floating, multiprocessors, settle
 from moe_nvfp4.kernels.sm90.config import GemmConfig
 from moe_nvfp4.kernels.sm90.gemm import GroupedGemm
-from moe_nvfp4.kernels.sm90.pack import UNIT, UNIT_WORDS, in_units, pack_linear, words
+from moe_nvfp4.kernels.sm90.pack import UNIT, UNIT_WORDS, pack_linear, packed, words
 from moe_nvfp4.kernels.sm90.plan import LINEAR_TILES, LaunchPlan, choose_plan, plan_linear, token_tiles
 from moe_nvfp4.kernels.sm90.quantize import Quantize
 from moe_nvfp4.kernels.sm90.rows import Combine, Gather
@@ -49,7 +49,7 @@ ARCHITECTURE = "sm_90a"
 
 def experts(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: ExpertWeights) -> Tensor:
     """The whole layer: x bf16 [T, H], ids and weights [T, top_k] -> bf16 [T, H]."""
-    w = _packed(weights)
+    w = packed(weights, "Hopper")
     (T, top_k), E = top_k_index.shape, w.num_experts
     out = torch.empty(T, w.hidden_size, dtype=x.dtype, device=x.device)
     if T == 0:
@@ -74,7 +74,7 @@ def experts(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: Expe
 
 def gemm1_swiglu(rows: Rows, weights: ExpertWeights, groups: Groups, dtype: torch.dtype) -> Rows:
     """As `reference.gemm1_swiglu`, for bf16 rows. Unrouted rows of the result hold arbitrary values."""
-    w, x, R = _packed(weights), aligned(rows.values), groups.num_rows
+    w, x, R = packed(weights, "Hopper"), aligned(rows.values), groups.num_rows
     rows = replace(rows, values=x)
     h = x.new_empty(R, w.intermediate_size * (2 if w.gate.kind == "raw" and w.gate.gated else 1))
     if R:
@@ -88,7 +88,7 @@ def gemm1_swiglu(rows: Rows, weights: ExpertWeights, groups: Groups, dtype: torc
 
 def gemm2_combine(h: Rows, weights: ExpertWeights, groups: Groups, top_k_weights: Tensor, dtype: torch.dtype) -> Tensor:
     """As `reference.gemm2_combine`, for bf16 rows."""
-    w, x, (T, top_k) = _packed(weights), aligned(h.values), top_k_weights.shape
+    w, x, (T, top_k) = packed(weights, "Hopper"), aligned(h.values), top_k_weights.shape
     out = x.new_empty(T, w.hidden_size)
     if T == 0:
         return out
@@ -201,18 +201,6 @@ def _quantize(static: bool, warps: int, each: int, four_over_six: bool) -> Any:
 @CuteKernels
 def _sum_parts(parts: int) -> Any:
     return SumParts(parts), (launch.rows(Float32, 16), launch.rows(BFloat16, 16), None), ARCHITECTURE
-
-
-def _packed(weights: ExpertWeights) -> ExpertWeights:
-    if weights.layout is not None:
-        return weights
-    warn_unpacked("Hopper")
-    return pack_weights(weights)
-
-
-def pack_weights(weights: ExpertWeights) -> ExpertWeights:
-    """The weights in Hopper's layout, as new tensors."""
-    return replace(weights, w13=in_units(weights.w13), w2=in_units(weights.w2))
 
 
 # ---- launches ------------------------------------------------------------------------------------

@@ -28,12 +28,14 @@ neighbours in the matrix, 2g and 2g + 1. Rows are padded to whole units and K to
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from moe_nvfp4.weights import Matrices
+from moe_nvfp4.kernels.common.tensors import warn_unpacked
+from moe_nvfp4.weights import ExpertWeights, Matrices
 
 UNIT = 64  # rows, and columns
 UNIT_WORDS = 576  # 512 of codes and 64 of scales
@@ -118,6 +120,19 @@ def in_units(m: Matrices) -> Matrices:
     """Matrices of experts in this layout, as new tensors."""
     units, _ = pack(m.codes, m.block_scales(), m.gated)
     return m._replace(codes=units.view(torch.uint8), sf=None, layout="sm90")
+
+
+def pack_weights(weights: ExpertWeights) -> ExpertWeights:
+    """The weights of experts in this layout, as new tensors."""
+    return replace(weights, w13=in_units(weights.w13), w2=in_units(weights.w2))
+
+
+def packed(weights: ExpertWeights, kernels: str) -> ExpertWeights:
+    """The weights in this layout. If they are not, each call packs them, and a warning names the kernels."""
+    if weights.layout is not None:
+        return weights
+    warn_unpacked(kernels)
+    return pack_weights(weights)
 
 
 def pack_linear(m: Matrices) -> Matrices:

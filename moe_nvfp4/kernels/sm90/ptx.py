@@ -31,6 +31,14 @@ def dequantize(w, s, constants):
 
     constants: DEQUANTIZE_CONSTANTS, in registers.
     """
+    return [_mul_half(f, s, half) for f, s, half in factors(w, s, constants)]
+
+
+def factors(w, s, constants):
+    """What `dequantize` multiplies: (codes as bf16x2, scales as bf16x2, which of the scales' halves) for each register.
+
+    constants: the first three of DEQUANTIZE_CONSTANTS, in registers.
+    """
     high, eight, four = constants
     s = (s & SCALE_FIELDS) | high
     fields = (
@@ -39,7 +47,7 @@ def dequantize(w, s, constants):
         ((w & 0x40074007) * 66) & FIELDS,  # two shifts, by 6 and by 1, in one multiplication
         ((w >> 3) & 0x01C001C0) | ((w * four) & 0x80008000),
     )
-    return [_mul_half(f, s, j % 2) for j, f in enumerate(fields)]
+    return [(f, s, j % 2) for j, f in enumerate(fields)]
 
 
 def _pack_bf16(low, high):
