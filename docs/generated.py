@@ -342,9 +342,9 @@ def conformance() -> str:
 `moe_nvfp4.conformance` tests anybody's NVFP4 experts on {len(RECIPES)} small layers, each made for something that goes
 wrong elsewhere. The layers are integers from a counter, the same bits on every machine (checksums are compared), and
 the expected results come from a loop in float64 that shares nothing with this library's kernels. A result is right if
-the relative error of its norm is at most 2^-7, and each element within 8 standard deviations of the roundings to bf16
-that an implementation may make (`moe_nvfp4/conformance/expected.py`). W4A4 may be 6 % off, since a value between two
-codes may get either.
+the relative error of its norm is at most 2^-7, or that of all roundings to bf16 that an implementation may make if it
+is more, and each element within 8 standard deviations of these roundings (`moe_nvfp4/conformance/expected.py`). W4A4
+may be 6 % off, since a value between two codes may get either.
 
 ```
 python -m moe_nvfp4.conformance mine:experts --device cuda     # your function, in mine.py

@@ -78,6 +78,8 @@ class Recipe:
     zeros              of 8 blocks, how many have a block scale of 0
     ids                the experts of each token, where they matter
     static             whether activations are quantized
+    signed             whether routing weights have either sign
+    tail               whether gate's sums are all near -3.5, where gelu by tanh and by erf differ by a quarter
     """
 
     about: str
@@ -94,6 +96,8 @@ class Recipe:
     zeros: int = 0
     ids: tuple[tuple[int, ...], ...] | None = None
     static: bool = False
+    signed: bool = False
+    tail: bool = False
 
 
 OAI = {"kind": "silu", "alpha": 1.702, "limit": 7.0, "up_offset": 1.0}
@@ -108,6 +112,7 @@ RECIPES = {
     "gpt-oss": Recipe("its gate: clamped, with biases", gate=OAI, bias=True, scale=(4.0, 0.25)),
     "clamped silu": Recipe("gate and up clamped before silu", gate={"kind": "silu", "limit": 2.0}, scale=(2.0, 1.0)),
     "gelu": Recipe("gelu by tanh", gate={"kind": "gelu_tanh"}),
+    "gelu of -3.5": Recipe("gelu by tanh, not by erf", gate={"kind": "gelu_tanh"}, scale=(1.0, 2.0**10), tail=True),
     "relu2": Recipe("no gate projection: the square of relu", gate={"kind": "relu2", "gated": False}),
     "absent experts": Recipe("ids of -1", ids=((0, -1), (-1, -1), (-1, 3), (7, 2), (5, -1), (-1, 0))),
     "nobody": Recipe("no token has an expert: y is 0", ids=((-1, -1),) * 3),
@@ -116,6 +121,8 @@ RECIPES = {
     "one expert": Recipe("E = 1", E=1, top_k=1),
     "one token each": Recipe("each expert has one token, or none", E=16, top_k=1, T=11,
                              ids=tuple((3 * t % 16,) for t in range(11))),
+    "twice": Recipe("a token's slots name one expert twice, with two weights", ids=((3, 3), (0, 5), (7, 7), (3, 0))),
+    "negative weights": Recipe("routing weights of either sign", signed=True),
     "all experts": Recipe("top_k = E", top_k=8, T=5),
     "one for all": Recipe("all tokens have the same experts", T=40, ids=((6, 1),) * 40),
     "2880": Recipe("gpt-oss's sizes, which are no multiple of 128", E=2, H=2880, I=2880, T=3, gate=OAI, bias=True),
@@ -200,22 +207,33 @@ def _make(name: str, r: Recipe) -> Case:
         """Multiples of `unit`, up to 127 of them, of either sign."""
         return ((_bits(f"{name} {what}", *shape) % 255).astype(np.float32) - 127) * np.float32(unit)
 
-    up = scales("up", H, r.scale[0])
+    codes13 = (_bits(f"{name} codes13", E, N13, H // 2) % 256).astype(np.uint8)
+    x = halves("x", T, H)
+    up = gate = scales("up", H, r.scale[0])
+    if r.separate:
+        gate = scales("gate", H, r.scale[0])
+    if r.tail:  # products of x and gate are not positive: |x| is 1, a code 2.25 and a block scale 1.08, in the mean
+        x, up = np.abs(x), np.full(E, np.float32(3.5 / (1.08 * 2.25 * H)))
+        codes13[:, :I] |= 0x88
+        gate = up
+    routing = (1 + _bits(f"{name} routing", *ids.shape) % 255) / 256
+    if r.signed:
+        routing *= 1 - 2 * (_bits(f"{name} signs", *ids.shape) % 2).astype(np.float64)
     static = np.full(E, 2.0**-9, dtype=np.float32) if r.static else None
     return Case(
         name, r.about, r.gate,
-        codes13=(_bits(f"{name} codes13", E, N13, H // 2) % 256).astype(np.uint8),
+        codes13=codes13,
         sf13=sf("sf13", E, N13, H // 16),
-        gate_scale=(scales("gate", H, r.scale[0]) if r.separate else up) if gated else None,
+        gate_scale=gate if gated else None,
         up_scale=up,
         codes2=(_bits(f"{name} codes2", E, H, I // 2) % 256).astype(np.uint8),
         sf2=sf("sf2", E, H, I // 16),
         down_scale=scales("down", I, r.scale[1]),
         bias13=halves("bias13", E, N13) if r.bias else None,
         bias2=halves("bias2", E, H) if r.bias else None,
-        x=halves("x", T, H),
+        x=x,
         ids=ids,
-        routing=((1 + _bits(f"{name} routing", *ids.shape) % 255) / 256).astype(np.float32),
+        routing=routing.astype(np.float32),
         x_scale=static,
         h_scale=static,
     )  # fmt: skip
