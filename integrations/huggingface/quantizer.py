@@ -109,6 +109,7 @@ class MoeNvfp4Quantizer(HfQuantizer):
         # The converters of experts, which `attach` replaces by the right ones
         self.conversions = Conversions({}, quantization_config.recipe, self.pre_quantized)
         self.mtp = MtpTensors()
+        self._given: Mapping[str, Tensor] | None = None  # the argument state_dict, while a model is saved
         self._model: weakref.ref | None = None
         self._plan: LoadPlan | None = None  # while a model loads
         self._gpu: torch.device | None = None  # where all goes after loading, but for experts that stay on the CPU
@@ -251,6 +252,7 @@ class MoeNvfp4Quantizer(HfQuantizer):
         self._name_dense(model, experts, excluded)
         if isinstance(model, PreTrainedModel):
             model._get_resized_lm_head = self.resized_head
+            model.save_pretrained = self.save_pretrained
 
     def _name_dense(self, model: nn.Module, experts: Iterable[str], excluded: Iterable[str]) -> None:
         """Add the modules of `model` that are dense to the config's ignore list."""
@@ -424,14 +426,32 @@ class MoeNvfp4Quantizer(HfQuantizer):
         return type(model)._get_resized_lm_head(model, head, new_num_tokens, *args, **kwargs)
 
     # ------------------------------------------------------------ saving
+    def save_pretrained(
+        self,
+        save_directory: Any,
+        is_main_process: bool = True,
+        state_dict: Mapping[str, Tensor] | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        """In place of the model's `save_pretrained`, which leaves its state_dict out if a model is quantized."""
+        assert self._model is not None, "the model calls it"
+        model: Any = self._model()
+        self._given = state_dict
+        try:
+            type(model).save_pretrained(model, save_directory, is_main_process, state_dict, *args, **kwargs)
+        finally:
+            self._given = None
+
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Tensor] | None, dict]:
-        """The model's state dict, with the multi-token prediction layers of its files, which it does not load. None if
-        there are none of these. Raises what `check_savable` does."""
+        """What is saved: the state dict that was given, or the model's (None: it alone), with multi-token prediction
+        layers of its files, which the model does not load. Raises what `check_savable` does."""
         self._look_again(model)
-        check_savable(model)
-        state = model.state_dict()  # may raise, before transformers writes config.json
+        check_savable(model, self._given)
+        alone = None if self._given is None else dict(self._given)
+        state = model.state_dict() if alone is None else alone  # may raise, before transformers writes config.json
         if not self.mtp.names:
-            return None, {}
+            return alone, {}
         try:
             return state | self.mtp.read(), {}
         except KeyError as error:
@@ -440,7 +460,7 @@ class MoeNvfp4Quantizer(HfQuantizer):
                 f"because {self.mtp.files[0]}, which the model was loaded from, is gone: generate(use_mtp=True) needs "
                 "the original"
             )
-            return None, {}
+            return alone, {}
 
     def _look_again(self, model: Any) -> None:
         """Find out what is 4-bit now, and how it is computed: a user may have replaced 4-bit modules by dense ones,
@@ -468,7 +488,7 @@ class MoeNvfp4Quantizer(HfQuantizer):
         """True. transformers asks before it makes the folder, so this raises what `check_savable` does."""
         model = self._model and self._model()
         if model is not None:
-            check_savable(model)
+            check_savable(model, self._given)
         return True
 
     def __getstate__(self) -> dict[str, Any]:
@@ -505,7 +525,8 @@ class MoeNvfp4Quantizer(HfQuantizer):
         """Also for transformers 5.24, which takes the conversions away: `_dequantize` has put in those of a dense
         model, and loading needs them until then."""
         kept = getattr(model, "_weight_conversions", None)
-        vars(model).pop("_get_resized_lm_head", None)
+        for name in ("_get_resized_lm_head", "save_pretrained"):
+            vars(model).pop(name, None)
         super().remove_quantization_config(model)
         if kept is not None:
             model._weight_conversions = kept

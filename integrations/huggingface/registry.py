@@ -31,8 +31,8 @@ Also used, though transformers does not document it (tested with 5.17 and 5.24, 
     a model               _weight_conversions, hf_quantizer, is_quantized, quantization_method, _ep_plan, _tp_size,
                           all_tied_weights_keys, _keys_to_ignore_on_load_missing, _keys_to_ignore_on_load_unexpected,
                           _can_compile_fullgraph, _get_dtype_plan;
-                          get_compiled_call, which `use_cuda_graphs` replaces, and _get_resized_lm_head, which a 4-bit
-                          model has of its own
+                          get_compiled_call, which `use_cuda_graphs` replaces, and _get_resized_lm_head and
+                          save_pretrained, which a 4-bit model has of its own
     a config              _experts_implementation, _experts_implementation_internal
     an experts module     what `use_experts_implementation` gives it: _apply_gate, has_gate, has_bias, is_transposed,
                           is_concatenated; _hf_quantized_needs_local_tp and _is_expert_parallel (not in 5.17), which

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from moe_nvfp4.integrations.huggingface.experts import HFExperts
@@ -19,18 +19,17 @@ from moe_nvfp4.quantize.files import expert_counts
 WRAPPED = re.compile(r"(\.(base_layer|original_module|token_adapter))+$")  # modules inside PEFT's
 
 
-def check_savable(model: Any) -> None:
+def check_savable(model: Any, state: Mapping[str, Tensor] | None = None) -> None:
     """NotImplementedError for experts that stay in files, for layers of several activations, and for a model that
-    FSDP has split, not transformers (it gathers); ValueError for parameters without numbers, codes that are no bytes,
-    parameters that are parametrized, adapters inside the model, static activation scales in some layers only, and
-    another number of experts than the config's."""
+    FSDP has split, not transformers (it gathers), unless its `state` is given; ValueError for parameters without
+    numbers, codes that are no bytes, parameters that are parametrized, adapters inside the model, static activation
+    scales in some layers only, another number of experts than the config's, and a `state` of something else."""
     own = getattr(model.config, "distributed_config", None) or getattr(model, "_tp_size", None)
-    if not own and any(isinstance(p, DTensor) for p in model.parameters()):
+    if state is None and not own and any(isinstance(p, DTensor) for p in model.parameters()):
         raise NotImplementedError(
-            "fully_shard has split this model over ranks, and transformers ignores state_dict= if a model "
-            "is quantized: gather it on all ranks (torch.distributed.checkpoint.state_dict.get_model_state_dict, "
-            "full_state_dict=True), then, in one process, load_state_dict into the model as it was before, and "
-            "save that; or load with DistributedConfig(fsdp_size=...), which saves"
+            "fully_shard has split this model over ranks: gather it on all ranks "
+            "(torch.distributed.checkpoint.state_dict.get_model_state_dict, full_state_dict=True), then save on one, "
+            "save_pretrained(folder, state_dict=that); or load with DistributedConfig(fsdp_size=...), which saves"
         )
     if getattr(model, "_hf_peft_config_loaded", False):
         return  # only adapters are saved then
@@ -60,6 +59,25 @@ def check_savable(model: Any) -> None:
         elif isinstance(m, NVFP4Linear):
             _check_codes(name, m, "weight")
     _check_alike(experts, expert_counts(model.config.to_dict()))
+    if state is not None:
+        _check_state(model, state)
+
+
+def _check_state(model: Any, state: Mapping[str, Tensor]) -> None:
+    """ValueError unless a state dict of `model` that was given for saving has its names, shapes and dtypes, as files
+    with anything else would not be read again."""
+    own: dict[str, Tensor] = model.state_dict()
+    missing = own.keys() - state.keys() - (model.all_tied_weights_keys or {}).keys()
+    way_out = "pass what state_dict() of this model returns, with other numbers, or leave state_dict out"
+    if wrong := sorted(missing | (state.keys() - own.keys())):
+        has = "lacks" if wrong[0] in missing else "has"
+        raise ValueError(f"state_dict {has} {wrong[0]}, and the model is saved as a whole: {way_out}")
+    for name, t in state.items():
+        if (t.shape, t.dtype) != (own[name].shape, own[name].dtype):
+            raise ValueError(
+                f"{name} in state_dict is {t.dtype} {tuple(t.shape)}, in the model {own[name].dtype} "
+                f"{tuple(own[name].shape)}: {way_out}"
+            )
 
 
 def _check_codes(name: str, module: nn.Module, *keys: str) -> None:

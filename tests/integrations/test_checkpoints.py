@@ -48,6 +48,7 @@ from tests.models import (
     mixtral,
     nemotron_h,
     qwen3_moe,
+    same_tensors,
     step3p7,
     tensors,
 )
@@ -330,6 +331,38 @@ def test_more_and_fewer_tokens_with_a_packed_head(tmp_path, quantize, caplog):
     assert torch.equal(copied.lm_head(hidden)[:, :96], before) and torch.equal(model.lm_head(hidden), before[:, :90])
     dense = again.dequantize()
     assert dense.resize_token_embeddings(95).weight.shape == (95, 64) and "_get_resized_lm_head" not in vars(dense)
+
+
+@pytest.mark.parametrize("family", [qwen3_moe, gpt_oss], ids=lambda f: f.__name__)
+def test_a_state_dict_that_is_given_is_what_is_saved(tmp_path, family):
+    """transformers leaves it out if a model is quantized. Copies save themselves."""
+    model = swap_experts(load(folder(tmp_path, family), torch.bfloat16), progress=False)
+    state = {name: t.roll(1, 0) for name, t in model.state_dict().items()}
+    (other := copy.deepcopy(model)).load_state_dict(state)
+    for saved in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        saved.save_pretrained(tmp_path / "given", state_dict=state)
+        saved.save_pretrained(tmp_path / "own")
+    other.save_pretrained(tmp_path / "want")
+    model.save_pretrained(tmp_path / "model", True, state)
+    same_tensors(tmp_path / "given", tmp_path / "want")
+    same_tensors(tmp_path / "model", tmp_path / "want")
+    assert torch.equal(logits(load(tmp_path / "own", torch.bfloat16)), logits(model))
+    assert state.keys() == model.state_dict().keys()  # it remains the caller's
+    assert "save_pretrained" not in vars(model.dequantize())
+
+
+@pytest.mark.parametrize("change, message", [
+    (lambda s: s.pop("model.norm.weight"), "state_dict lacks model.norm.weight, and"),
+    (lambda s: s.update(x=torch.ones(1)), "state_dict has x, and"),
+    (lambda s: s.update({"lm_head.weight": s["lm_head.weight"].float()}), r"float32 \(96, 64\), in the model"),
+    (lambda s: s.update({"lm_head.weight": s["lm_head.weight"][1:]}), r"\(95, 64\), in the model"),
+], ids=["lacks", "has", "dtype", "shape"])  # fmt: skip
+def test_a_state_dict_of_something_else_is_not_saved(tmp_path, change, message):
+    model = swap_experts(make(qwen3_moe), progress=False)
+    change(state := model.state_dict())
+    with pytest.raises(ValueError, match=message):
+        model.save_pretrained(tmp_path / "saved", state_dict=state)
+    assert not (tmp_path / "saved").exists()
 
 
 def test_parametrized_layers_are_neither_saved_nor_made_dense(tmp_path):

@@ -35,7 +35,7 @@ from moe_nvfp4.scales import fp32_parameters
 from moe_nvfp4.integrations.huggingface import swap_experts
 from tests.common import relative_error
 from tests.integrations.test_peft import config, swapped
-from tests.models import make, qwen3_moe
+from tests.models import load, make, qwen3_moe
 
 def gradients(model, ids):
     model(input_ids=ids, labels=ids).loss.backward()
@@ -75,7 +75,7 @@ try:
     inner.save_pretrained(path)
     raise AssertionError("was saved")
 except NotImplementedError as error:
-    assert "get_model_state_dict, full_state_dict=True), then, in one process, load_state_dict" in str(error)
+    assert "get_model_state_dict, full_state_dict=True), then save on one, save_pretrained(folder, state" in str(error)
 whole = get_model_state_dict(inner, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
 if rank == 0:
     as_before = copy.deepcopy(split).base_model.model
@@ -83,6 +83,15 @@ if rank == 0:
         parameter.data.zero_()
     as_before.load_state_dict(whole)
     assert torch.equal(as_before(ids).logits, alone(ids).logits)
+
+torch.manual_seed(0)
+plain = swapped()
+split = copy.deepcopy(plain)
+fully_shard(split, mesh=mesh)
+whole = get_model_state_dict(split, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+if rank == 0:
+    split.save_pretrained(path, state_dict=whole)
+    assert torch.equal(load(path, plain.dtype)(ids).logits, plain(ids).logits)
 dist.barrier()
 print("done")
 dist.destroy_process_group()
