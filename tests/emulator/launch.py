@@ -239,6 +239,16 @@ def compiling_for(architecture):
                 setattr(settings, name, value)
 
 
+def compile_for(architecture, kernel, arguments):
+    """The compiled function of `kernel`, which takes `arguments` and a stream, with its PTX and cubin; see Emulated."""
+    import cutlass.cute as cute
+    from cutlass.cute.runtime import make_fake_stream
+
+    stream = make_fake_stream(use_tvm_ffi_env_stream=True)
+    with compiling_for(architecture):
+        return cute.compile(kernel, *arguments, stream, options="--enable-tvm-ffi")
+
+
 class _DLTensor(ctypes.Structure):
     _fields_ = [
         ("data", ctypes.c_void_p), ("device_type", ctypes.c_int32), ("device_id", ctypes.c_int32),

@@ -4,7 +4,7 @@ from contextlib import contextmanager
 
 from moe_nvfp4.kernels.common import launch
 from moe_nvfp4.kernels.sm80 import backend as sm80
-from tests.emulator import Emulated, compiling_for
+from tests.emulator import Emulated, compile_for
 from tests.emulator.stream import blank
 
 RUNS = {}  # kernel -> its emulated form
@@ -18,14 +18,9 @@ class OnEmulator:
         self.schedule, self.multiprocessors, self.capability, self.kernels, self.cubins = "eager", 3, (8, 0), [], {}
 
     def compiled(self, kernel, arguments, architecture):
-        import cutlass.cute as cute
-        from cutlass.cute.runtime import make_fake_stream
-
         key = repr(kernel), repr([str(a) for a in arguments]), architecture
         if key not in RUNS:
-            stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-            with compiling_for(architecture):
-                function = cute.compile(kernel, *arguments, stream, options="--enable-tvm-ffi")
+            function = compile_for(architecture, kernel, arguments)
             RUNS[key] = Emulated(function)
             RUNS[key].cubin, RUNS[key].ptx = function.__cubin__, function.__ptx__
         self.cubins[repr(kernel)] = RUNS[key].cubin

@@ -4,7 +4,7 @@ from contextlib import contextmanager
 
 from moe_nvfp4.kernels.common import launch
 from moe_nvfp4.kernels.sm90 import backend as sm90
-from tests.emulator import Emulated, compiling_for
+from tests.emulator import Emulated, compile_for
 from tests.emulator.stream import Stream
 from tests.kernels.hopper_layers import fresh_kernels, outputs_of
 
@@ -20,14 +20,9 @@ class OnEmulator:
         self.cubins = {}
 
     def compiled(self, kernel, arguments, architecture):
-        import cutlass.cute as cute
-        from cutlass.cute.runtime import make_fake_stream
-
         key = repr(kernel), repr([str(a) for a in arguments])
         if key not in RUNS:
-            stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-            with compiling_for(architecture):
-                function = cute.compile(kernel, *arguments, stream, options="--enable-tvm-ffi")
+            function = compile_for(architecture, kernel, arguments)
             RUNS[key] = Emulated(function)
             RUNS[key].cubin = function.__cubin__
         self.cubins[repr(kernel)] = RUNS[key].cubin

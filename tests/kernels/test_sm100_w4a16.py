@@ -25,10 +25,10 @@ from moe_nvfp4.kernels.sm100.config import (
 from moe_nvfp4.routing import Rows, group_by_expert
 from moe_nvfp4.weights import Gate
 from tests.common import THRESHOLDS, random_ids, random_layer, relative_error
-from tests.emulator import EmulatorError
+from tests.emulator import EmulatorError, compiling_for
 from tests.emulator.launch import programs
 from tests.kernels.emulator_sm100 import RUNS, on_emulator
-from tests.kernels.machine_code import machine_code
+from tests.kernels.machine_code import counts
 from tests.kernels.test_sm100 import GATES, UNIT, Problem, check_close, combined, exact_gate, prepared
 
 TILES = [DenseTile(tokens, blocks) for tokens in (64, 128) for blocks in (1, 2)]
@@ -60,21 +60,17 @@ def shipped_configs(architecture: str) -> list:
     return configs if architecture == "sm_100a" else configs[3:4]
 
 
-def compile_all(architecture: str):
-    for config in shipped_configs(architecture):
-        yield lambda config=config: sm100.compile_kernel(config, "--enable-tvm-ffi")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["sm_100a", "sm_103a"])
-def test_compiles_without_a_gpu(architecture, tmp_path, record_property):
+def test_compiles_without_a_gpu(architecture, record_property):
     """No spills; and a stream of weights that keeps up with the memory: a step of K = 64 is 1152 bytes for each block
     and warp, a multiprocessor issues four instructions a clock, and a B200 delivers at most 29 bytes in one."""
     pytest.importorskip("cutlass", reason="the CuTe DSL is not installed")
     names = ("UTCHMMA", "UTCCP", "UTMALDG", "STTM", "LDTM", "LDL", "STL", "loop STTM")
-    table = machine_code("test_sm100_w4a16", architecture, names, tmp_path)
     lines = []
-    for config, found in zip(shipped_configs(architecture), table, strict=True):
+    for config in shipped_configs(architecture):
+        with compiling_for(architecture):
+            found = counts(sm100.compile_kernel(config, "--enable-tvm-ffi").__cubin__, names)
         assert found["STACK"] == found["LOCAL"] == found["LDL"] == found["STL"] == 0
         line = f"{found['REG']:4} registers {found['instructions']:5} instructions"
         if isinstance(config, GemmConfig):

@@ -23,8 +23,9 @@ from moe_nvfp4.kernels.sm80.plan import Gemm, LayerPlan  # noqa: E402
 from moe_nvfp4.kernels.sm90.pack import pack_weights  # noqa: E402
 from moe_nvfp4.weights import SILU, Gate, LinearWeights, Matrices  # noqa: E402
 from tests.common import THRESHOLDS, check_stages, random_ids, random_layer, reference_layer, relative_error  # noqa: E402
+from tests.emulator import compile_for  # noqa: E402
 from tests.kernels.emulator_sm80 import on_emulator  # noqa: E402
-from tests.kernels.machine_code import machine_code  # noqa: E402
+from tests.kernels.machine_code import counts  # noqa: E402
 
 OAI = Gate("silu", alpha=1.702, limit=1.5, up_offset=1.0)
 RELU2 = Gate("relu2", gated=False)
@@ -171,33 +172,30 @@ def test_linears(emulator, T, static, WK):
 # ---- machine code --------------------------------------------------------------------------------
 
 
-def compile_all(architecture):
-    """By each tile that this GPU has (8.6 and 8.9, whose tiles are the 5090's: the largest one), GEMM 1 without sharing
-    and GEMM 2 with it."""
-    gpu = next(g for g in (Gpu(capability, 100) for capability in GPUS.values()) if g.architecture == architecture)
+def kernels_of(gpu):
+    """(kernel, arguments, architecture) by each tile that this GPU has (8.6 and 8.9, whose tiles are the 5090's: the
+    largest one), of GEMM 1 without sharing and GEMM 2 with it."""
     every = (*plans._SHAPES.values(), plans._DEEP)
     for shapes in (plans._SHAPES[128],) if gpu.capability in ((8, 6), (8, 9)) else every:
         tile = plans._fitting(shapes, gpu)
         for gate in (SILU, None):
             config = GemmConfig("sorted", gate, shares=gate is None)
-            arguments = architecture, tile, config, (gate is not None, gate is None, False), None, None
-            yield lambda arguments=arguments: sm80._kernel(*arguments)
+            present = gate is not None, gate is None, False
+            yield sm80._kernel.make(gpu.architecture, tile, config, present, None, None)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("gpu", ["A100", "RTX 3090", "L40S", "RTX 5090"])
-def test_machine_code(gpu, tmp_path, monkeypatch, record_property):
+def test_machine_code(gpu, record_property):
     """ptxas keeps all in registers, unless CTAs share tiles: then it puts up to 12 words aside."""
-    monkeypatch.setenv("MOE_NVFP4_CACHE", str(tmp_path / "cache"))
-    folder = tmp_path / "cubins"
-    folder.mkdir()
-    architecture = Gpu(GPUS[gpu], 100).architecture
-    found = machine_code("test_sm80", architecture, ("HMMA", "LDL", "STL"), folder)
-    assert len(found) == 2 * (1 if gpu in ("RTX 3090", "L40S") else 1 + len(plans._SHAPES))
-    for i, kernel in enumerate(found):
-        assert kernel["HMMA"] and kernel["LOCAL"] == 0
-        assert kernel["STACK"] <= (48 if i % 2 else 0), kernel
-    record_property("table", "\n".join(map(str, found)))
+    table = []
+    for kernel, arguments, architecture in kernels_of(Gpu(GPUS[gpu], 100)):
+        found = counts(compile_for(architecture, kernel, arguments).__cubin__, ("HMMA", "LDL", "STL"))
+        assert found["HMMA"] and found["LOCAL"] == 0
+        assert found["STACK"] <= (48 if kernel.config.shares else 0), found
+        table.append(found)
+    assert len(table) == 2 * (1 if gpu in ("RTX 3090", "L40S") else 1 + len(plans._SHAPES))
+    record_property("table", "\n".join(map(str, table)))
 
 
 @pytest.mark.parametrize("gpu", GPUS)
