@@ -1,11 +1,9 @@
 """The pages print what the commands print: every ```console block of README.md and docs/ is run."""
 
+import io
 import json
-import os
 import re
 import shlex
-import subprocess
-import sys
 from contextlib import ExitStack
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -13,13 +11,12 @@ from urllib.parse import urlsplit
 import pytest
 from transformers.utils.import_utils import is_serve_available
 
-from moe_nvfp4.cli import make_parser
+from moe_nvfp4 import cli
 from tests.common import made_demo
 from tests.servers import Server
 
 ROOT = Path(__file__).parents[2]
 PAGES = [p for p in [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))] if "```console" in p.read_text("utf-8")]
-ENVIRONMENT = {"PYTHONPATH": str(ROOT), "TQDM_DISABLE": "1", "CUDA_VISIBLE_DEVICES": ""}
 PROSE = 4  # words of a model's answer that are compared: what follows may differ between instruction sets
 
 
@@ -67,13 +64,18 @@ def test_a_conversation_is_compared_without_what_is_typed():
     assert as_piped(["a", "> b", "c", "", "> /quit"]) == ("b\n/quit\n", ["a", "> c", "", "> "])
 
 
+@pytest.fixture
+def on_cpu(monkeypatch):
+    """No GPU, here and in a process that is started: what is shown was printed without one."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
 @pytest.mark.slow
-def test_every_command_prints_what_is_beside_it(tmp_path, monkeypatch):
+def test_every_command_prints_what_is_beside_it(on_cpu, tmp_path, monkeypatch, capsys):
     """Those of the first page in its order, in one folder, then those of other pages that it does not have."""
     made_demo()
     monkeypatch.chdir(tmp_path)
-    for name, value in ENVIRONMENT.items():
-        monkeypatch.setenv(name, value)
     pages = sorted(PAGES, key=lambda page: page.name != "index.md")
     server = None
     with ExitStack() as running:
@@ -90,18 +92,19 @@ def test_every_command_prints_what_is_beside_it(tmp_path, monkeypatch):
                     if "--server" in arguments:
                         url = arguments[at := arguments.index("--server") + 1]
                         arguments[at], expected = server.url, [line.replace(url, server.url) for line in expected]
-                    check_output(arguments, expected)
+                    if arguments[0] == "chat":
+                        typed, expected = as_piped(expected)
+                        monkeypatch.setattr("sys.stdin", io.StringIO(typed))
+                    capsys.readouterr()
+                    assert cli.main(arguments) == 0, capsys.readouterr().err
+                    check_output(capsys.readouterr().out, expected)
                 case _:
                     raise AssertionError(f"{command}: the test runs only this library's commands and curl")
 
 
-def check_output(arguments, expected):
-    typed, expected = as_piped(expected) if arguments[0] == "chat" else (None, expected)
-    run = [sys.executable, "-m", "moe_nvfp4", *arguments]
-    result = subprocess.run(run, capture_output=True, text=True, input=typed)
-    assert result.returncode == 0, result.stderr
-    printed, expected = result.stdout.strip().split("\n"), "\n".join(expected).strip().split("\n")
-    assert same(printed, expected), f"{arguments} printed\n{result.stdout}"
+def check_output(printed, expected):
+    lines = [text.strip().split("\n") for text in (printed, "\n".join(expected))]
+    assert same(*lines), printed
 
 
 def check_start(server, expected):
@@ -121,25 +124,21 @@ def check_answer(server, path, body, expected):
 
 @pytest.mark.slow
 def test_the_first_example_of_help_answers_rightly(capsys):
-    from moe_nvfp4 import cli
-
     made_demo()
-    example = next(line for line in make_parser().epilog.split("\n") if "generate demo" in line)
+    example = next(line for line in cli.make_parser().epilog.split("\n") if "generate demo" in line)
     assert cli.main([*shlex.split(example)[1:], "--device", "cpu"]) == 0
     said = capsys.readouterr().out
     assert all(color in said for color in ("Red", "Blue", "Yellow"))
 
 
 @pytest.mark.slow
-def test_the_notebook_prints_what_it_shows(tmp_path):
+def test_the_notebook_prints_what_it_shows(on_cpu, tmp_path, monkeypatch, capsys):
     made_demo()
     cells = json.loads((ROOT / "examples/quickstart.ipynb").read_text("utf-8"))["cells"]
     cells = [cell for cell in cells if cell["cell_type"] == "code"]
-    (tmp_path / "notebook.py").write_text("\n\n".join("".join(cell["source"]) for cell in cells), "utf-8")
-    environment = os.environ | ENVIRONMENT | {"MPLBACKEND": "agg"}
-    run = [sys.executable, "notebook.py"]
-    result = subprocess.run(run, capture_output=True, text=True, cwd=tmp_path, env=environment)
-    assert result.returncode == 0, result.stderr
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MPLBACKEND", "agg")
+    exec("\n\n".join("".join(cell["source"]) for cell in cells), {})
     shown = [text for cell in cells for out in cell["outputs"] if out.get("name") == "stdout" for text in out["text"]]
     assert len(shown) > 8
-    assert same(result.stdout.strip().split("\n"), "".join(shown).strip().split("\n")), result.stdout
+    check_output(capsys.readouterr().out, "".join(shown).split("\n"))
