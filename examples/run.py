@@ -152,6 +152,8 @@ def main(arguments: list[str]) -> int:
     set_up(job)
     # On a busy machine, torch's threads, which wait by spinning, slow each other down a hundredfold.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # Dozens of processes import the same modules, which are compiled once.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     if job == "test":
         workers = ["-n", str(min(4, os.cpu_count() or 1)), "--dist", "worksteal"]  # a worker takes about 2 GB
         chosen = rest[1:] if everything else ["-m", "not slow", *rest]
