@@ -361,6 +361,17 @@ def test_nan_and_infinity_stay():
 
 
 @pytest.mark.slow
+def test_one_row_of_any_stride():
+    """torch calls it contiguous, and an odd stride cannot be that of pairs of numbers."""
+    w, (x, ids, weights) = make_weights(4, 32, 32), batch(1, 32, 4, 2)
+    apart = torch.zeros(1, 45, device=DEVICE).bfloat16()[:, 5:37].copy_(x)
+    assert apart.stride(0) == 45
+    assert torch.equal(portable.experts(apart, ids, weights, w), portable.experts(x, ids, weights, w))
+    matrix = w.w2._replace(codes=w.w2.codes[0], sf=w.w2.sf[0], global_scale=w.w2.global_scale[:1])
+    linear = LinearWeights(matrix, None, "bf16")
+    assert torch.equal(portable.linear(apart, linear), portable.linear(x, linear))
+
+
 def test_views():
     """x, codes and ids need not be contiguous, nor aligned."""
     w = make_weights(3, 64, 48)

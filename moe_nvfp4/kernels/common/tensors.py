@@ -12,6 +12,8 @@ from moe_nvfp4.kernels.common.ahead import noted_gpu
 def aligned(x: Tensor) -> Tensor:
     """x, contiguous and at an address that TMA and 16-byte loads can read."""
     x = x.contiguous()
+    if x.shape[0] == 1 and x.stride(0) != x.numel():  # contiguous for torch, whatever the stride of the only row
+        x = x.view(-1).view(x.shape)
     return x.clone() if x.data_ptr() % 16 else x
 
 
