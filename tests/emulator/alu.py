@@ -310,9 +310,12 @@ def _bf16(f):
 
 def _odd_f32(exact, nearest):
     """float64 to float32, rounded to odd."""
-    bits = nearest.view(U32).copy()
     error = exact - nearest.astype(F64)
-    inexact = (error != 0) & (bits & U32(1) == 0) & np.isfinite(nearest)
+    rounded = error != 0
+    if not np.count_nonzero(rounded):
+        return nearest
+    bits = nearest.view(U32)
+    inexact = rounded & (bits & U32(1) == 0) & np.isfinite(nearest)
     away = (error > 0) != np.signbit(nearest)
     bits = np.where(inexact, np.where(away, bits + U32(1), bits - U32(1)), bits).astype(U32)
     return bits.view(F32)

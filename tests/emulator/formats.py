@@ -84,8 +84,11 @@ def bf16_decode(bits):
 
 def to_odd(total, error):
     """`total`, with its rounding error `error`, rounded to odd: rounding that again to fewer bits is exact."""
+    rounded = error != 0
+    if not np.count_nonzero(rounded):
+        return total
     bits = np.ascontiguousarray(total, F64).view(np.int64)
-    inexact = (error != 0) & (bits & 1 == 0) & np.isfinite(total)
+    inexact = rounded & (bits & 1 == 0) & np.isfinite(total)
     toward = np.where((error > 0) == (total >= 0), 1, -1)
     toward = np.where(total == 0, 0, toward)
     return np.where(inexact, bits + toward, bits).view(F64)

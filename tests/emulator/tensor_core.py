@@ -74,10 +74,11 @@ def multiply_add(a, b, c):
     """
     exponent = lambda x: x.view(np.int64) >> 52 & 2047  # plus BIAS; that of 0 is the smallest
     wide = c.astype(np.float64)
-    largest = (exponent(a)[:, None, :] + exponent(b)).max(2) - BIAS
+    a_k, b_k = np.ascontiguousarray(a.T)[:, :, None], np.ascontiguousarray(b.T)[:, None, :]  # NumPy adds rows fastest
+    largest = (exponent(a_k) + exponent(b_k)).max(0) - BIAS
     largest = np.maximum(np.maximum(largest, exponent(wide)), BIAS - 300)
     unit = (25 + 2 * BIAS - largest << 52).view(np.float64)  # 2**25 over the largest's
-    total = np.trunc(a[:, None, :] * b * unit[..., None]).sum(2)
+    total = np.trunc(a_k * b_k * unit).sum(0)
     total = (total + np.trunc(wide * unit)) / unit
     result = (total.view(np.uint64) & CUT).view(np.float64).astype(np.float32)
     tiny = (np.abs(total) < 2.0**-126) & (total != 0)
