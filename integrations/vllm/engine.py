@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from collections.abc import Callable
 
 import torch
@@ -18,7 +19,9 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 from vllm.model_executor.models.utils import PPMissingLayer
 
 from moe_nvfp4.experts import NVFP4Experts
+from moe_nvfp4.integrations.vllm import NAME
 from moe_nvfp4.integrations.vllm.config import READERS
+from moe_nvfp4.integrations.vllm.loading import check_folder, checked
 from moe_nvfp4.quantize.dialects.compressed_tensors import FORMAT
 from moe_nvfp4.quantize.dialects.modelopt import ALGOS
 from moe_nvfp4.weights import Gate
@@ -165,6 +168,7 @@ def refuse(layer: RoutedExperts, dense: bool = False, adapter: bool = False) -> 
         raise NotImplementedError(
             f"{name}: gpt-oss's adapters are of rows of gate and up in turn: serve them with transformers (PEFT)"
         )
+    check_reloads()
     if lora is not None:
         check_adapters()
     if dense and layer.activation.value == "swigluoai":
@@ -204,6 +208,29 @@ def announce(tensor: Tensor) -> None:
 def hide(layer: torch.nn.Module, experts: NVFP4Experts) -> None:
     """Make `experts` layer.nvfp4, unseen by vLLM: it would empty what modules hold before it loads weights again."""
     object.__setattr__(layer, "nvfp4", experts)
+
+
+def check_reloads() -> None:
+    """Have weights that are loaded again checked in this process, a folder before anything is replaced: vLLM itself
+    ends in an assertion, with half of the model on meta, if linears come in another form, or unknown names."""
+    for name in ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner"):
+        runner = getattr(sys.modules.get(name), "GPUModelRunner", None)
+        if hasattr(runner, "reload_weights") and not hasattr(runner.reload_weights, "checks"):
+            runner.reload_weights = _checking(runner.reload_weights)
+
+
+def _checking(reload: Callable[..., None]) -> Callable[..., None]:
+    def reload_weights(self, weights_iterator=None, weights_path=None, is_checkpoint_format=True) -> None:
+        config = self.vllm_config.quant_config
+        if config is not None and config.get_name() == NAME and is_checkpoint_format:
+            if weights_iterator is not None:
+                weights_iterator = checked(weights_iterator, config.info)
+            elif weights_path is not None:
+                check_folder(weights_path, config.info, self.vllm_config.model_config.model)
+        reload(self, weights_iterator, weights_path, is_checkpoint_format)
+
+    reload_weights.checks = True  # type: ignore[attr-defined]
+    return reload_weights
 
 
 def check_adapters() -> None:

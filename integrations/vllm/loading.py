@@ -7,14 +7,15 @@ matrices, so all ranks together hold exactly the bytes that a single rank would.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from moe_nvfp4 import format as nvfp4
 from moe_nvfp4.experts import NVFP4Experts
-from moe_nvfp4.quantize.dialects import Dialect, QuantizationInfo
+from moe_nvfp4.quantize.dialects import DIALECTS, Dialect, QuantizationInfo
 from moe_nvfp4.quantize.files import open_checkpoint
 from moe_nvfp4.quantize.names import PER_EXPERT, PLAIN_NAMES
 from moe_nvfp4.quantize.recipes import DEFAULT_RECIPE, quantize_matrix, recipe_global_scale
@@ -27,6 +28,7 @@ OUTSIDE = (
     'comes outside of a reload: replace weights by vLLM\'s collective_rpc("reload_weights", ...) or its weight '
     "transfer, which hand over a layer as a whole"
 )
+OTHER = "with which this server was started: load files of that form, or start the server again with these"
 
 
 class ExpertLoader:
@@ -245,6 +247,48 @@ def _fill(place: Tensor, tensor: Tensor, where: str) -> None:
             "config.json and the weights are not of one model"
         )
     place.copy_(tensor)
+
+
+def check_form(name: str, dtype: str, info: QuantizationInfo | None) -> None:
+    """ValueError if a tensor that is loaded again is of another form than what a running server has for it.
+
+    dtype  as safetensors calls it
+    info   what the config of the files said with which the server was started; None: their experts were bf16
+    """
+    stem, _, suffix = name.rpartition(".")
+    packed = [d for d in DIALECTS.values() if suffix == d.global_scale or (suffix == d.weight and dtype == "U8")]
+    dense = suffix == "weight" and dtype in ("BF16", "F16", "F32") and PER_EXPERT.fullmatch(stem)
+    wanted = "dense" if info is None or info.ignores(stem) else f"NVFP4 of {info.dialect.name}"
+    found = f"NVFP4 of {packed[0].name}" if packed else "dense" if dense else wanted
+    if found != wanted:
+        raise ValueError(
+            f"{name} comes as {found}, and {stem} is {wanted} in the files with which this server was started: load "
+            "files of that form (moe-nvfp4 quantize SRC DST --dialect ...), or start the server again with these"
+        )
+
+
+def check_folder(folder: str | os.PathLike, info: QuantizationInfo | None, before: str | os.PathLike) -> None:
+    """`check_form` of all tensors of a folder, by their headers; and ValueError if they differ in shape from those of
+    the folder `before`, or if a matrix that is NVFP4 there is not. Either may be no folder of safetensors."""
+    headers = lambda path: open_checkpoint(path).tensors if any(Path(path).glob("*.safetensors")) else {}
+    if not (tensors := headers(folder)):
+        return
+    for name, stored in tensors.items():
+        check_form(name, stored.dtype, info)
+    for name, old in headers(before).items():
+        if name not in tensors and info is not None and name.endswith(f".{info.dialect.global_scale}"):
+            raise ValueError(f"{folder} lacks {name}, which {before} has, {OTHER}")
+        if name in tensors and tensors[name].shape != old.shape:
+            shapes = list(tensors[name].shape), list(old.shape)
+            raise ValueError(f"{name} is {shapes[0]} in {folder}, and {shapes[1]} in {before}, {OTHER}")
+
+
+def checked(tensors: Iterable[tuple[str, Tensor]], info: QuantizationInfo | None) -> Iterator[tuple[str, Tensor]]:
+    """The same tensors, each after `check_form`."""
+    names = {torch.uint8: "U8", torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
+    for name, tensor in tensors:
+        check_form(name, names.get(tensor.dtype, ""), info)
+        yield name, tensor
 
 
 def check_files(folder: str | os.PathLike, info: QuantizationInfo) -> None:

@@ -134,6 +134,34 @@ def test_two_ranks(dense, tmp_path):
             same(rank, want)
 
 
+def test_other_forms(dense, tmp_path):
+    """A folder is refused before anything is replaced; tensors are when they come."""
+    small = folder(tmp_path, tiny(intermediate=32), "small")
+    forms = {"mine": {"linears": "attention"}, "experts": {}, "dialect": {"dialect": "compressed-tensors"},
+             "all": {"linears": "all"}, "small": {"linears": "attention"}}  # fmt: skip
+    for name, options in forms.items():
+        source = small if name == "small" else dense / "one"
+        convert_checkpoint(source, tmp_path / f"{name}-4", Options(**options), progress=False)
+    llm = engine(tmp_path / "mine-4")
+    before, answers = ours(llm), ask(llm)
+    refused = {
+        dense
+        / "one": r"0\.down_proj\.weight comes as dense, and .*0\.down_proj is NVFP4 of modelopt in the files with",
+        tmp_path
+        / "dialect-4": r"weight_global_scale comes as NVFP4 of compressed-tensors, and .* is NVFP4 of modelopt",
+        tmp_path / "all-4": r"lm_head\.weight_scale_2 comes as NVFP4 of modelopt, and lm_head is dense in the files",
+        tmp_path / "experts-4": r"experts-4 lacks .*\.k_proj\.weight_scale_2, which .*mine-4 has",
+        tmp_path / "small-4": r"0\.down_proj\.weight is \[128, 16\] in .*small-4, and \[128, 32\] in .*mine-4",
+    }
+    for path, message in refused.items():
+        with pytest.raises(ValueError, match=f"{message}.*start the server again"):
+            load_again(llm, weights_path=str(path))
+    assert ours(llm) == before and ask(llm) == answers
+    with pytest.raises(ValueError, match="comes as NVFP4 of compressed-tensors"):
+        load_again(llm, weights_iterator=iter(tensors(tmp_path / "dialect-4").items()))
+    llm.llm_engine.engine_core.shutdown()
+
+
 def test_what_is_refused(dense, tmp_path):
     """Tensors outside of a reload; a layer of which one is missing, and whatever comes after that."""
     (tmp_path / "one").mkdir()
