@@ -18,13 +18,11 @@ import torch
 import torch.distributed as dist
 torch.set_num_threads(1)
 dist.init_process_group("gloo")
-rank, path = dist.get_rank(), sys.argv[1]
+rank, path, nvfp4 = dist.get_rank(), *sys.argv[1:3]
 ids = torch.tensor([[3, 17, 40, 5, 9, 11, 2, 8], [4, 1, 77, 30, 9, 12, 60, 5]])
 """
 
-DATA_PARALLEL = (
-    START
-    + """
+DATA_PARALLEL = """
 from peft import LoraConfig, get_peft_model
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -93,22 +91,17 @@ if rank == 0:
     split.save_pretrained(path, state_dict=whole)
     assert torch.equal(load(path, plain.dtype)(ids).logits, plain(ids).logits)
 dist.barrier()
-print("done")
-dist.destroy_process_group()
+print("data parallel: done", flush=True)
 """
-)
-
-MODEL_PARALLEL = (
-    START
-    + """
+MODEL_PARALLEL = """
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 from moe_nvfp4.integrations.huggingface.experts import HFExperts
 
-for name, mode in eval(sys.argv[2]).items():
+for name, mode in eval(sys.argv[3]).items():
     model = AutoModelForCausalLM.from_pretrained(
-        path, dtype=torch.float32, distributed_config=DistributedConfig(**mode)).eval()
+        nvfp4, dtype=torch.float32, distributed_config=DistributedConfig(**mode)).eval()
     assert all(m.down_proj.requires_grad is False for m in model.modules() if isinstance(m, HFExperts))
     leaf = model.get_input_embeddings()(ids)
     leaf = (leaf.full_tensor() if isinstance(leaf, DTensor) else leaf).detach().requires_grad_()
@@ -117,47 +110,47 @@ for name, mode in eval(sys.argv[2]).items():
     grads = {n: g.full_tensor() if isinstance(g, DTensor) else g for n, g in grads.items()}
     if rank == 0:
         torch.save((leaf.grad, {n: g for n, g in grads.items() if "norm" in n or n.endswith("gate.weight")}),
-                   f"{path}/{name}.pt")
+                   f"{nvfp4}/{name}.pt")
 dist.barrier()
-print("done")
-dist.destroy_process_group()
 """
-)
 MODES = {
     "tp": dict(tp_size=2),
     "ep all-reduce": dict(tp_size=2, ep_size=2),
     "ep all-to-all": dict(tp_size=2, ep_size=2, ep_implementation="all_to_all"),
 }
-needs_ep = pytest.mark.skipif(
-    Version(transformers.__version__) < Version("5.20"),
-    reason="DistributedConfig's expert parallelism came after transformers 5.17",
-)
+HAS_EP = Version(transformers.__version__) >= Version("5.20")
 
 
-def launch(tmp_path, code, *arguments):
-    codes, outputs = two_processes(tmp_path, code, *arguments)
-    assert codes == [0, 0], "\n".join(o[-3000:] for o in outputs)
-
-
-def test_ddp_and_fsdp_give_the_gradients_of_one_process(tmp_path):
-    launch(tmp_path, DATA_PARALLEL, tmp_path)
-
-
-@needs_ep
-def test_tensor_and_expert_parallel_give_the_gradients_of_one_process(tmp_path):
-    """The gradients of the embeddings, the norms and the routers."""
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    """(the folder of an NVFP4 model, exit codes, outputs) of two processes that have run all of the above: each takes
+    seconds to import what it needs."""
     from moe_nvfp4.integrations.huggingface import swap_experts
 
-    source = folder(tmp_path, lambda: qwen3_moe(intermediate=64), dtype=torch.float32)
-    swap_experts(load(source, torch.float32), progress=False).save_pretrained(tmp_path / "nvfp4")
-    launch(tmp_path, MODEL_PARALLEL, tmp_path / "nvfp4", MODES)
-    model = load(tmp_path / "nvfp4", torch.float32)
+    path = tmp_path_factory.mktemp("ranks")
+    source = folder(path, lambda: qwen3_moe(intermediate=64), dtype=torch.float32)
+    swap_experts(load(source, torch.float32), progress=False).save_pretrained(path / "nvfp4")
+    code = START + DATA_PARALLEL + (MODEL_PARALLEL if HAS_EP else "") + "\ndist.destroy_process_group()\n"
+    return path / "nvfp4", *two_processes(path, code, path / "saved", path / "nvfp4", MODES)
+
+
+def test_ddp_and_fsdp_give_the_gradients_of_one_process(ranks):
+    _, _, outputs = ranks
+    assert all("data parallel: done" in o for o in outputs), "\n".join(o[-3000:] for o in outputs)
+
+
+@pytest.mark.skipif(not HAS_EP, reason="DistributedConfig's expert parallelism came after transformers 5.17")
+def test_tensor_and_expert_parallel_give_the_gradients_of_one_process(ranks):
+    """The gradients of the embeddings, the norms and the routers."""
+    nvfp4, codes, outputs = ranks
+    assert codes == [0, 0], "\n".join(o[-3000:] for o in outputs)
+    model = load(nvfp4, torch.float32)
     ids = torch.cat([IDS, torch.tensor([[4, 1, 77, 30, 9, 12, 60, 5]])])
     leaf = model.get_input_embeddings()(ids).detach().requires_grad_()
     model(inputs_embeds=leaf, labels=ids).loss.backward()
     want = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     for mode in MODES:
-        of_leaf, grads = torch.load(tmp_path / "nvfp4" / f"{mode}.pt")
+        of_leaf, grads = torch.load(nvfp4 / f"{mode}.pt")
         assert relative_error(of_leaf, leaf.grad) < 1e-4, mode
         assert any(name.endswith("gate.weight") for name in grads)
         for name, grad in grads.items():
