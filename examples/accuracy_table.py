@@ -33,7 +33,7 @@ from moe_nvfp4.integrations.huggingface.calibration import dense_modules, in_bat
 from moe_nvfp4.integrations.huggingface.experts import HFExperts, ModuleLayout, dense_experts, describe, own_gate
 from moe_nvfp4.integrations.huggingface.statistics import watch
 
-LENGTHS = (32, 128, 8, 2)  # windows of the first calibration text
+LENGTHS = (32, 128, 512, 8, 2)  # windows of the first calibration text
 
 
 class Routing:
@@ -120,7 +120,7 @@ def recipes_of(calibrations: dict[str, Tensor]) -> Iterator[tuple[str, str, dict
             yield activations, recipe, dict(recipe=recipe)
         yield activations, "weighted, random ids", dict(recipe="weighted")
         for name, ids in cuts.items():
-            if activations == "bf16" or name.startswith(first) and len(ids) == 32:
+            if activations == "bf16" or name.startswith(first) and len(ids) in (32, 512):
                 for recipe in ("weighted", "gptq", "distill"):
                     yield activations, f"{recipe}, {name}", dict(recipe=recipe, calibration=in_batches(ids))
 

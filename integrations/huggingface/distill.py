@@ -3,8 +3,9 @@
 A layer gets its inputs from the quantized layers in front of it, and is to give what the dense layer gives for dense
 inputs. So its experts also make up for what the layers in front changed, as far as their inputs tell. They begin as
 `quantize_experts` makes them, of these inputs. Then steps of Adam change their codes (quantize.learned), for the
-squared error of the layer's outputs on a few tokens each. An eighth of the tokens is not learned from: for
-these, a matrix that was learned must be better than the one before, and so must the layer.
+squared error of the layer's outputs on a few tokens each. Errors count less where hidden states are large, as norms
+divide by their size. An eighth of the tokens is not learned from: for these, a matrix that was learned must be better
+than the one before, and so must the layer.
 """
 
 from __future__ import annotations
@@ -28,10 +29,11 @@ from moe_nvfp4.quantize.learned import LearnedMatrices
 from moe_nvfp4.quantize.recipes import Quantized
 from moe_nvfp4.weights import is_quantized
 
-STEPS = 64  # of Adam
-TOKENS = 512  # in a step
+STEPS = 64  # of Adam, at least
+TOKENS = 512  # in a step: as many steps as it takes to see each token once
 RATE = 5e-3  # of weights, in units of their block's scale
 TOGETHER = 1 << 28  # weights that are learned at once; each takes about 40 bytes, with its gradient and Adam's moments
+TINY = torch.finfo(torch.float32).tiny
 CHUNK = 8192  # tokens whose outputs are computed at once
 
 Modules: TypeAlias = Mapping[str, tuple[nn.Module, ModuleLayout]]
@@ -56,16 +58,19 @@ class Experts:
         """The weighted sum fp32 [T, H] over experts from `first` on, of x [T, H], index [T, k] and weights [T, k]. On a
         CPU in fp32, which most CPUs multiply faster than bf16."""
         x = x.float() if x.device.type == "cpu" else x
-        chosen = [index == e for e in range(first, first + len(values[0]))]
-        rows = [of.any(dim=-1).nonzero()[:, 0] for of in chosen]
+        w13, w2 = (w.to(x.dtype).unbind() for w in values)  # one gradient of all, where w[j] has n
+        inside = (index >= first) & (index < first + len(w13))
+        expert = torch.where(inside, index - first, len(w13)).flatten()
+        counts = expert.bincount(minlength=len(w13))[: len(w13)].tolist()
+        slots = expert.argsort(stable=True)[: sum(counts)]
+        tokens = (slots // index.shape[1]).split(counts)
+        share = weights.float().flatten()[slots, None].split(counts)
         rounded = self._rounded(x)
-        h = torch.cat([self._up(first + j, w13.to(x.dtype), rounded[rows[j]]) for j, w13 in enumerate(values[0])])
+        h = torch.cat([self._up(first + j, w13[j], rounded[rows]) for j, rows in enumerate(tokens)])
         y = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-        parts = self._rounded(h).split([len(of) for of in rows])
-        for j, (part, w2) in enumerate(zip(parts, values[1], strict=True)):
-            share = (weights.float() * chosen[j]).sum(dim=-1)[rows[j], None]
-            part = self._with_bias("down_proj_bias", first + j, part @ w2.to(x.dtype).T)
-            y = y.index_add(0, rows[j], part.float() * share)
+        for j, part in enumerate(self._rounded(h).split(counts)):
+            part = self._with_bias("down_proj_bias", first + j, part @ w2[j].T)
+            y = y.index_add(0, tokens[j], part.float() * share[j])
         return y
 
     def _up(self, e: int, w13: Tensor, x: Tensor) -> Tensor:
@@ -100,6 +105,7 @@ class Rows:
     index   int64 [T, k]: the experts of each token; E and more are none
     weights [T, k]: routing weights
     target  fp32 [T, H]
+    weight  fp32 [T]: of a token's squared error
     held    bool [T]: not to be learned from
     """
 
@@ -107,6 +113,7 @@ class Rows:
     index: Tensor
     weights: Tensor
     target: Tensor
+    weight: Tensor
     held: Tensor
 
     def given(self, which: Tensor, device: torch.device | str) -> tuple[Tensor, Tensor, Tensor]:
@@ -186,17 +193,18 @@ def _learn_group(
         return up, down
     trained = [up.t.requires_grad_(), down.t.requires_grad_()]
     optimizer = torch.optim.Adam(trained, betas=(0.9, 0.95))
-    norm = target[tokens].square().mean().clamp(min=torch.finfo(torch.float32).tiny).item()
+    weight = rows.weight[:, None] / (rows.weight[tokens, None] * target[tokens].square()).mean().clamp(min=TINY)
     generator, order = torch.Generator().manual_seed(0), tokens[:0]
-    for k in range(STEPS):
+    steps = max(STEPS, len(tokens) // TOKENS)
+    for k in range(steps):
         if len(order) < TOKENS:
             order = torch.cat([order, tokens[torch.randperm(len(tokens), generator=generator)]])
         which, order = order[:TOKENS], order[TOKENS:]
         y = experts(group.start, (up.values(), down.values()), *rows.given(which, device))
-        loss = (y - target[which].to(device)).square().sum() / norm
+        loss = (weight[which].to(device) * (y - target[which].to(device)).square()).sum()
         for tensor, gradient in zip(trained, torch.autograd.grad(loss, trained), strict=True):
             tensor.grad = gradient
-        optimizer.param_groups[0]["lr"] = RATE * (1 - k / STEPS)
+        optimizer.param_groups[0]["lr"] = RATE * (1 - k / steps)
         optimizer.step()
     for tensor in trained:
         tensor.requires_grad_(False).grad = None
@@ -214,6 +222,7 @@ def _better(
     stays.
     """
     given, wanted = rows.given(rows.held, device), target[rows.held].to(device)
+    weight = rows.weight[rows.held].to(device)
     before = wanted - experts(group.start, values[0], *given)
     left = wanted - experts(group.start, values[1], *given)
     chosen = []
@@ -223,11 +232,12 @@ def _better(
         outputs = {c: experts(e, (values[c[0]][0][j : j + 1], values[c[1]][1][j : j + 1]), *own)
                    for c in product((0, 1), repeat=2)}  # fmt: skip
         without = left[theirs] + outputs[1, 1]
-        gains = {c: _squares(without - outputs[0, 0]) - _squares(without - y) for c, y in outputs.items()}
+        old, of = _squares(without - outputs[0, 0]), weight[theirs]
+        gains = {c: of * (old - _squares(without - y)) for c, y in outputs.items()}
         better = [c for c, gain in gains.items() if _surely(gain)]
         chosen.append(max(better, key=lambda c: gains[c].sum().item()) if better else (0, 0))
         left[theirs] = without - outputs[chosen[-1]]
-    return chosen if _surely(_squares(before) - _squares(left)) else [(0, 0)] * len(group)
+    return chosen if _surely(weight * (_squares(before) - _squares(left))) else [(0, 0)] * len(group)
 
 
 def _squares(errors: Tensor) -> Tensor:
@@ -275,9 +285,11 @@ class Distillation:
             with _stand_in(stand_ins, modules), watch(left, sums):
                 self.quantized.run(i)
             wanted = self._wanted() if len(modules) == 1 and self._adds(i, before, *calls.values()) else None
+            weight = torch.cat([_hidden(dense).square().mean(dim=-1) for dense, _ in self.walk.states or ()])
+            weight = weight.clamp(min=TINY).rsqrt()
             for name, known in left.items():
                 start = sums.quantize(name, *known, self.recipe, self.walk.device)
-                made[name] = learn(calls[name].experts, start, calls[name].rows(wanted), self.walk.device)
+                made[name] = learn(calls[name].experts, start, calls[name].rows(wanted, weight), self.walk.device)
         self.quantized.states = before
         with _stand_in({name: calls[name].of(made[name]) for name in modules}, modules):
             self.quantized.run(i)
@@ -347,14 +359,16 @@ class _Calls:
 
         return torch.no_grad()(run)
 
-    def rows(self, wanted: list[Tensor] | None) -> Rows:
-        """wanted: by batch, the sum that the experts are to give; None: what the dense ones gave."""
+    def rows(self, wanted: list[Tensor] | None, weight: Tensor) -> Rows:
+        """wanted: by batch, the sum that the experts are to give; None: what the dense ones gave. weight: as in `Rows`,
+        for the tokens of the layer."""
         held, targets = [], []
         for args, target in zip(self.args, wanted or self.outputs, strict=True):
             targets.append(target - self.experts.identity(*args))
             held.append(torch.arange(len(target)) >= len(target) - len(target) // HELD_OUT)
         x, index, weights = (torch.cat(parts) for parts in zip(*self.args, strict=True))
-        return Rows(x, index, weights, torch.cat(targets), torch.cat(held))
+        weight = weight if len(weight) == len(x) else torch.ones(len(x))  # a layer may give its experts other rows
+        return Rows(x, index, weights, torch.cat(targets), weight, torch.cat(held))
 
 
 def _stand_in(functions: Mapping[str, Callable], modules: Modules) -> AbstractContextManager:

@@ -100,9 +100,9 @@ def dense(experts, rows):
     return plain(0, tuple(torch.stack(w) for w in pairs), *rows).detach()
 
 
-def rows_of(target, *rows):
+def rows_of(target, *rows, weight=None):
     T = len(target)
-    return distill.Rows(*rows, target, torch.arange(T) >= T - T // 8)
+    return distill.Rows(*rows, target, torch.ones(T) if weight is None else weight, torch.arange(T) >= T - T // 8)
 
 
 def error_of(experts, made, rows):
@@ -112,16 +112,37 @@ def error_of(experts, made, rows):
 
 
 def test_outputs_for_other_rows_are_nearer_than_by_gptq():
-    """Where errors of experts can cancel, since each token chooses all of them."""
-    experts, rows = some_experts(), given(3000, chosen=8)
+    """Where errors of experts can cancel, since each token chooses all of them. A third of the tokens has a target that
+    none should learn, and no weight."""
+    experts, rows = some_experts(), given(4500, chosen=8)
     sums = HessianSums()
     with torch.no_grad():
         for e, x, h in expert_rows(experts.module, experts.layout, *rows):
             sums("experts", experts.layout, e, x, h)
     gptq = sums.quantize("experts", experts.module, experts.layout, "gptq", "cpu")
-    made = distill.learn(experts, gptq, rows_of(dense(experts, rows), *rows), "cpu")
+    weight = (torch.arange(4500) % 3 > 0).float()
+    target = torch.where(weight[:, None] > 0, dense(experts, rows), 10.0)
+    made = distill.learn(experts, gptq, rows_of(target, *rows, weight=weight), "cpu")
     others = given(1000, seed=1, chosen=8)
     assert error_of(experts, made, others) < 0.98 * error_of(experts, gptq, others)
+
+
+def test_each_token_is_learned_from_once(monkeypatch):
+    """Or more often, if there are few: by whole steps, and never from a token that is held out."""
+    for name, value in dict(STEPS=4, TOKENS=64).items():
+        monkeypatch.setattr(distill, name, value)
+    experts, seen = some_experts(), []
+    for T, times in ((800, 10), (160, 4)):
+        rows = rows_of(torch.zeros(T, 64), *given(T))
+        monkeypatch.setattr(
+            rows, "given", lambda which, device, rows=rows: seen.append(which) or type(rows).given(rows, which, device)
+        )
+        distill._learn_group(experts, range(8), start_of("mse"), rows, rows.target, "cpu")
+        counts = torch.cat(seen).bincount(minlength=T)
+        learned, held = counts[: T - T // 8], counts[T - T // 8 :]
+        assert len(seen) == times and held.sum() == 0 and learned.sum() == 64 * times
+        assert learned.max() - learned.min() <= 1
+        seen.clear()
 
 
 def start_of(recipe):
