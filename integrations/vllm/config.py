@@ -14,7 +14,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 
 from moe_nvfp4.integrations.vllm import NAME
 from moe_nvfp4.integrations.vllm.adapters import ExpertsAdapter
-from moe_nvfp4.integrations.vllm.loading import check_files
+from moe_nvfp4.integrations.vllm.loading import check_files, dense_names
 from moe_nvfp4.quantize.dialects import QuantizationInfo, matches, read_config
 from moe_nvfp4.quantize.recipes import DEFAULT_RECIPE, RECIPES
 from moe_nvfp4.weights import ACTIVATIONS
@@ -66,6 +66,7 @@ class MoeNvfp4Config(QuantizationConfig):
         self.activations, self.recipe, self.exclude = None, DEFAULT_RECIPE, []
         self.linears: str | None = None
         self.adapter: ExpertsAdapter | None = None
+        self.dense: list[str] = []  # matrices that stay dense, as the files name them, if these are here
         self.experts: list[str] = []  # the experts modules that vLLM has asked about
         if base is not None:
             self.packed_modules_mapping = base.packed_modules_mapping
@@ -144,6 +145,7 @@ class MoeNvfp4Config(QuantizationConfig):
             self.base.maybe_update_config(model_name, hf_config=hf_config, revision=revision)
             if os.path.isdir(model_name) and any(Path(model_name).glob("*.safetensors")):
                 check_files(model_name, self.info)
+                self.dense = dense_names(model_name, self.info)
 
     def check_head(self, hf_config: Any) -> None:
         """NotImplementedError for a 4-bit head in a model of vLLM's that cannot have one."""
@@ -259,6 +261,9 @@ class MoeNvfp4Config(QuantizationConfig):
         if self.base is not None:
             self.base.apply_vllm_mapper(mapper)
             self.ignore += engine.ignored_names(self.base)
+            # vLLM translates names, not expressions, which compressed-tensors' lists consist of
+            names = mapper.apply_list([f"{name}.weight" for name in self.dense])
+            self.ignore += [name.removesuffix(".weight") for name in names]
 
 
 def _read(config: dict) -> QuantizationInfo | None:

@@ -291,6 +291,16 @@ def checked(tensors: Iterable[tuple[str, Tensor]], info: QuantizationInfo | None
         yield name, tensor
 
 
+def dense_names(folder: str | os.PathLike, info: QuantizationInfo) -> list[str]:
+    """The matrices of a folder that its config's ignore list leaves dense, as the files name them."""
+    found = []
+    for name, stored in open_checkpoint(folder).tensors.items():
+        stem, _, suffix = name.rpartition(".")
+        if suffix == "weight" and stored.dtype in ("BF16", "F16", "F32") and len(stored.shape) == 2:
+            found.append(stem)
+    return [stem for stem in found if info.ignores(stem)]
+
+
 def check_files(folder: str | os.PathLike, info: QuantizationInfo) -> None:
     """Compare the headers of a folder with its config, before a worker reads it.
 
