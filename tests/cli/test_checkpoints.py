@@ -282,7 +282,7 @@ def test_calibrate_on_a_full_disk_leaves_nothing(folder, tmp_path, monkeypatch, 
     from safetensors import SafetensorError
     from transformers import PreTrainedModel
 
-    def fails(model, path):
+    def fails(model, path, *args):
         Path(path).mkdir(exist_ok=True)
         (Path(path) / "config.json").touch()
         raise SafetensorError("No space left on device")
