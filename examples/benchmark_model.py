@@ -182,7 +182,7 @@ class Decoder:
     def __init__(self, model, batch, steps, device, experts=None):
         torch.manual_seed(batch)
         ids = torch.randint(model.config.vocab_size, (batch, PROMPTS[batch]), device=device)
-        self.model, self.steps, self.device, self.prompt = model, max(steps, COMPARED), device, PROMPTS[batch]
+        self.model, self.steps, self.device, self.prompt = model, steps, device, PROMPTS[batch]
         self.cache, self.first = prefill(model, ids, self.steps)
         self.token = self.first.clone()
         if experts:
@@ -365,6 +365,10 @@ def benchmark(name, device, steps=64, long=4096):
     """Measure and print. long: tokens of the prefill."""
     if name not in CONFIGS:
         raise SystemExit(f"--random {name}: choose one of {', '.join(CONFIGS)}")
+    if steps < COMPARED or long < 1:
+        raise SystemExit(
+            f"--steps {steps} --prefill {long}: {COMPARED} steps or more are timed, and a prompt has tokens"
+        )
     if device == "cuda":
         torch.cuda.set_stream(torch.cuda.Stream())  # graphs are not captured on the default stream
     torch.manual_seed(0)

@@ -298,3 +298,12 @@ def test_the_benchmark_generates(capsys, monkeypatch):
     runpy.run_path(str(ROOT / "examples" / "benchmark_offload.py"))["time_generate"](model, 96, "cpu", 2)
     said = capsys.readouterr().out
     assert said.count(" tokens/s, ") == 5 and said.endswith("without it: True\n")
+
+
+@pytest.mark.parametrize("steps, prefill", [(0, 8), (7, 8), (8, 0)])
+def test_the_benchmark_times_what_it_says(monkeypatch, steps, prefill):
+    """examples/benchmark_model.py needs 8 steps, and had taken as many where fewer were asked for."""
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    benchmark = runpy.run_path(str(ROOT / "examples" / "benchmark_model.py"))["benchmark"]
+    with pytest.raises(SystemExit, match=f"--steps {steps} --prefill {prefill}: 8 steps or more"):
+        benchmark("tiny", "cpu", steps, prefill)
