@@ -138,6 +138,7 @@ def verdict(capsys, expect, *args):
     return json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("dialect", ["modelopt", "compressed-tensors"])
 def test_right_servers(dialect, dtype, folder, tmp_path, capsys):
@@ -152,7 +153,8 @@ def test_right_servers(dialect, dtype, folder, tmp_path, capsys):
         assert lines[-1] == "right: the server computes what this folder says"
 
 
-@pytest.mark.parametrize("name", [*PLANTED, W4A4])
+@pytest.mark.slow_after(2)
+@pytest.mark.parametrize("name", [W4A4, *PLANTED])
 def test_misreadings_are_named(name, separate, tmp_path, capsys):
     wrong = planted(separate, name, tmp_path / "wrong")
     dtype = torch.float16 if name == W4A4 else torch.bfloat16  # not the roundings of the model it is compared with

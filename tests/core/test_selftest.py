@@ -105,6 +105,7 @@ def test_planted_mistakes_are_found(mistake, tmp_path, monkeypatch):
 
 
 @needs_library
+@pytest.mark.slow  # a process for each group
 def test_the_command(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["selftest", "--device", "cpu", "--quick", "--no-speed", "--report", "mine.json"]) == 0

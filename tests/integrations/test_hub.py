@@ -106,6 +106,7 @@ say(ops=[op for op in dir(torch.ops) if op.startswith("moe_nvfp4")])
     assert torch.equal(y, want) and torch.equal(grad, x.grad)
 
 
+@pytest.mark.slow
 def test_two_versions_in_one_process(folder, given, tmp_path, monkeypatch):
     """The other has one more comment, and so another name."""
     relative = hub.relative
@@ -121,6 +122,7 @@ say(same=torch.equal(experts(*call), theirs(*call)), names=[kernel.__name__, oth
     assert found["same"] and len(set(found["names"])) == 2
 
 
+@pytest.mark.slow
 def test_processes_that_it_starts(folder, given, tmp_path):
     """Checks in a process of their own, and compilers: both import the kernel from its folder."""
     code = """
