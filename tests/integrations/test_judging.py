@@ -9,6 +9,7 @@ import torch
 
 from moe_nvfp4.cli import main
 from moe_nvfp4.cli.judging import tasks_of
+from moe_nvfp4.demo import demo_text
 from moe_nvfp4.integrations.huggingface import set_activations, swap_experts
 from tests.cli.conftest import folder  # noqa: F401  (a fixture: a small checkpoint with a tokenizer)
 from tests.models import load
@@ -142,6 +143,36 @@ def test_tasks_are_looked_up_before_models_run(folder, text, tmp_path, capsys): 
     assert tasks.names == ["mine"] and "mine" in tasks.manager.all_tasks
     assert "not_asked_for" not in tasks.manager.all_tasks
     assert list(tasks.manager.load_task_or_group(tasks.names)) == ["mine"]
+
+
+def test_tasks_made_offline(tmp_path):
+    """Passages are the text's own, up to the last word of a sentence; of four sums one is right: the answer."""
+    sys.path.insert(0, "examples")
+    try:
+        import offline_tasks
+    finally:
+        sys.path.remove("examples")
+    text = demo_text()
+    offline_tasks.write(tmp_path, text, 50)
+    read = lambda name: [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
+    words = " ".join(text.split())
+    assert len(read("cloze")) == 50 and len({p["text"] for p in read("cloze")}) == 50
+    for passage in read("cloze"):
+        whole = f"{passage['text']} {passage['word']}"
+        assert whole in words and words[words.index(whole) + len(whole)] in ".!?"
+        assert 17 <= len(whole.split()) <= 65
+    for question in read("sums"):
+        *_, asked = question["text"].split("\n")
+        a, b = asked.removesuffix(" =").split(" + ")
+        right = [int(choice) == int(a) + int(b) for choice in question["choices"]]
+        assert len(right) == 4 and sum(right) == 1 and right[question["answer"]]
+        assert all(eval(line.replace("=", "==")) for line in question["text"].split("\n")[:-1])
+    with pytest.raises(ValueError, match="no paragraph"):
+        offline_tasks.write(tmp_path / "none", "Too short.", 5)
+    pytest.importorskip("lm_eval", reason="lm-eval is not installed")
+    tasks = tasks_of(str(tmp_path / "offline.yaml"))
+    (found,) = tasks.manager.load_task_or_group(tasks.names).values()
+    assert {name: len(task.test_docs()) for name, task in found.items()} == {"cloze": 50, "sums": 50}
 
 
 def test_what_cannot_be_imported_is_named(folder, text, tmp_path, monkeypatch, capsys):  # noqa: F811
