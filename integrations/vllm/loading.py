@@ -292,13 +292,15 @@ def checked(tensors: Iterable[tuple[str, Tensor]], info: QuantizationInfo | None
 
 
 def dense_names(folder: str | os.PathLike, info: QuantizationInfo) -> list[str]:
-    """The matrices of a folder that its config's ignore list leaves dense, as the files name them."""
-    found = []
+    """The matrices of a folder that its config's ignore list leaves dense, as the files name them; experts by the name
+    of all."""
+    found = {}
     for name, stored in open_checkpoint(folder).tensors.items():
         stem, _, suffix = name.rpartition(".")
         if suffix == "weight" and stored.dtype in ("BF16", "F16", "F32") and len(stored.shape) == 2:
-            found.append(stem)
-    return [stem for stem in found if info.ignores(stem)]
+            expert = PER_EXPERT.fullmatch(stem)
+            found[expert["module"] if expert else stem] = stem
+    return [name for name, stem in found.items() if info.ignores(stem)]
 
 
 def check_files(folder: str | os.PathLike, info: QuantizationInfo) -> None:

@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 
 from moe_nvfp4 import Gate, NVFP4Experts
 from moe_nvfp4.format import dequantize
-from moe_nvfp4.integrations.vllm.loading import ExpertLoader, check_files, refresh
+from moe_nvfp4.integrations.vllm.loading import ExpertLoader, check_files, dense_names, refresh
 from moe_nvfp4.quantize.convert import convert_checkpoint
 from moe_nvfp4.quantize.dialects import DIALECTS, read_config
 from moe_nvfp4.quantize.options import Options
@@ -265,3 +265,15 @@ def test_headers_are_compared_with_the_config(tmp_path, dialect):
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(ValueError, match="truncated"):
         check_files(tmp_path / "nvfp4", info)
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_names_of_what_stays_dense(tmp_path, dialect):
+    """Those that the ignore list's expressions mean, which vLLM translates into names of its own modules."""
+    options = Options(dialect=dialect, linears="attention", exclude="model.layers.1.*")
+    convert_checkpoint(folder(tmp_path, qwen3_moe), tmp_path / "nvfp4", options, progress=False)
+    info = read_config(json.loads((tmp_path / "nvfp4/config.json").read_text()))
+    attention = [f"model.layers.1.self_attn.{part}_proj" for part in "qkvo"]
+    routers = [f"model.layers.{i}.mlp.gate" for i in range(2)]
+    want = ["lm_head", "model.layers.1.mlp.experts", *attention, *routers]
+    assert sorted(dense_names(tmp_path / "nvfp4", info)) == sorted(want)
