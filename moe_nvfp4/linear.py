@@ -66,6 +66,8 @@ class NVFP4Linear(Prepared):
 
     def set_input_scales(self, x_scale: Tensor) -> None:
         """Set the static activation scale, one fp32 number. ValueError unless it is finite and positive."""
+        if x_scale.numel() != 1:
+            raise ValueError(f"input_scale is one number, got shape {tuple(x_scale.shape)}")
         check_global_scale(x_scale.detach().float(), "input_scale")
         scale = x_scale.detach().float().reshape(1).to(self.weight.device)
         self.register_parameter("input_scale", nn.Parameter(scale, requires_grad=False))

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
-from math import inf, pi, sqrt
+from math import inf, isfinite, pi, sqrt
 from typing import Any, NamedTuple
 
 import torch
@@ -43,6 +43,7 @@ class Gate:
     relu2      relu(u)^2, without a gate projection (Nemotron-H)
     raw        nothing: GEMM 1 returns its fp32 sums in the rows' dtype, and the caller applies the gate
 
+    alpha is of silu; the other numbers are of both gated kinds, and an error for relu2 and raw.
     With a finite `limit`, g <= limit and |u| <= limit: before the activation, or, with
     `clamp_after`, on act(g) (Step-3.7). SwiGLU-OAI (gpt-oss, MiniMax-M3) is
     Gate("silu", alpha=1.702, limit=7.0, up_offset=1.0). `gated` is False where the experts have
@@ -71,6 +72,16 @@ class Gate:
             raise ValueError(f"{self.kind} needs a gate projection: pass gated=True or kind 'raw'")
         if not self.limit > 0:
             raise ValueError(f"limit must be positive, got {self.limit}")
+        for name in ("alpha", "up_offset"):
+            if not isfinite(getattr(self, name)):
+                raise ValueError(f"{name} must be a finite number, got {getattr(self, name)}")
+        numbers = ("alpha", "limit", "up_offset", "clamp_after")
+        used = {"silu": numbers, "gelu_tanh": numbers[1:]}.get(self.kind, ())
+        for f in fields(self):
+            if f.name in numbers and f.name not in used and (value := getattr(self, f.name)) != f.default:
+                raise ValueError(
+                    f"{f.name}={value} has no effect on {self.kind}: leave it out, or use kind 'raw' and an own gate"
+                )
 
     def __hash__(self) -> int:  # of one string, which keeps its hash: gates are part of the keys of kernels
         return hash(self.spec)

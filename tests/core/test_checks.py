@@ -454,6 +454,8 @@ def test_what_fails_leaves_the_layer_as_it_was():
                         (torch.ones(E), r"is one number, for all experts, got shape \(5,\)")]:  # fmt: skip
         with pytest.raises(ValueError, match=f"down_proj_input_scale.* {rule}"):
             layer.set_input_scales(one, scale)
+    with pytest.raises(ValueError, match=r"input_scale is one number, got shape \(2,\)"):
+        NVFP4Linear(32, 8).set_input_scales(torch.ones(2))
     assert all(torch.equal(t, before[key]) for key, t in layer.state_dict().items())
 
 

@@ -416,6 +416,12 @@ def test_bad_weights_are_named():
         (dict(kind="relu2"), "relu2 has no gate projection: pass gated=False"),
         (dict(kind="gelu_tanh", gated=False), "gelu_tanh needs a gate projection"),
         (dict(limit=0.0), "limit must be positive"),
+        (dict(alpha=float("nan")), "alpha must be a finite number, got nan"),
+        (dict(up_offset=float("inf")), "up_offset must be a finite number"),
+        (dict(kind="gelu_tanh", alpha=1.702), "alpha=1.702 has no effect on gelu_tanh: leave it out"),
+        (dict(kind="relu2", gated=False, limit=7.0), "limit=7.0 has no effect on relu2"),
+        (dict(kind="raw", up_offset=1.0), "up_offset=1.0 has no effect on raw"),
+        (dict(kind="raw", clamp_after=True), "clamp_after=True has no effect on raw"),
     ]:
         with pytest.raises(ValueError, match=rule):
             Gate(**wrong)
