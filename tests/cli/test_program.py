@@ -178,6 +178,7 @@ def test_interrupted_while_importing(tmp_path):
     assert (result.returncode, result.stdout, result.stderr) == (130, "", "\nmoe-nvfp4: interrupted\n")
 
 
+@pytest.mark.slow
 def test_without_stdout():
     """As after >&-, and under some services."""
     code = "import os; os.close(1); os.execv(sys.executable, [sys.executable, '-m', 'moe_nvfp4', 'env'])"

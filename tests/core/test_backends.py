@@ -124,6 +124,7 @@ def test_packages_that_are_too_old_are_named(monkeypatch):
         monkeypatch.undo()
 
 
+@pytest.mark.slow
 def test_variables_that_nothing_reads_are_said():
     code = "import moe_nvfp4.backends"
     environment = os.environ | {"MOE_NVFP4_BACKENDS": "cpu", "MOE_NVFP4_CPU": "portable"}

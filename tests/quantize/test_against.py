@@ -114,7 +114,7 @@ def flipped(files, name):
 DAMAGE = [times, without_row, swapped, flipped]
 
 
-@pytest.mark.slow_after(2)
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("made", MADE)
 def test_every_tensor_is_compared(made, tmp_path):
     """Each tensor of a converted folder is damaged in four ways, one at a time, and `verify` names it."""

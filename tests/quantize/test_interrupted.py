@@ -205,6 +205,7 @@ def test_a_destination_that_another_converter_has_finished(tmp_path, monkeypatch
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "x"]
 
 
+@pytest.mark.slow
 def test_files_that_cannot_be_written_are_named(tmp_path):
     """As on a full disk; the limit is one of the operating system."""
     source = folder(tmp_path / "a", experts(E=8, layers=4))

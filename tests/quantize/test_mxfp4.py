@@ -130,6 +130,7 @@ def test_lines_of_the_report(tmp_path):
                for line in report.lines())  # fmt: skip
 
 
+@pytest.mark.slow
 def test_files_of_the_tools_themselves(tmp_path):
     """Values are those that compressed-tensors and ModelOpt decompress."""
     if not all(map(importlib.util.find_spec, ("compressed_tensors", "modelopt"))):

@@ -175,6 +175,7 @@ def test_files_of_an_earlier_run_are_not_published(tmp_path, monkeypatch):
     same_files(converted(source, tmp_path / "b"), whole)
 
 
+@pytest.mark.slow
 def test_many_shards_and_few_open_files(tmp_path):
     source = folder(tmp_path / "a", experts(E=24), shards=69)
     code = (
