@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 
-from moe_nvfp4.quantize.dialects import DIALECTS, EMBEDDING, Dialect
+from moe_nvfp4.quantize.dialects import DIALECTS, EMBEDDING, Dialect, matches
 from moe_nvfp4.quantize.files import TensorSlice
 from moe_nvfp4.weights import FUSED_LINEARS
 
@@ -100,6 +100,13 @@ def aliases(module: str) -> list[str]:
     for theirs, ours in ALIASES:
         names += [n.replace(theirs, ours) for n in names if theirs in n]
     return names
+
+
+def names_experts(pattern: str, module: str, experts: Sequence[int] = (0, 1)) -> bool:
+    """Whether a name or wildcard matches the experts module `module`, or the names of these experts in it. By default a
+    pattern for all experts does, and one for expert 0 alone (*.0.*, which means layer 0) does not."""
+    parts = [[f"{module}.{e}.{part}" for e in experts] for part in ("down_proj", "w2")]
+    return any(all(matches(pattern, name) for name in names) for names in ([module], *parts))
 
 
 def ignore_patterns(dense: set[str], quantized: set[str], excluded: set[str], dialect: Dialect) -> list[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
 from functools import partial
 from types import ModuleType
 
@@ -63,6 +62,7 @@ from moe_nvfp4.quantize.names import (
     is_dense_linear,
     is_mtp,
     is_scale,
+    names_experts,
     up_of,
 )
 from moe_nvfp4.quantize.options import Options
@@ -326,9 +326,8 @@ def _quantize_experts(draft: _Draft, experts: Experts) -> None:
 
 
 def _names(pattern: str, module: str) -> bool:
-    """Whether a pattern of exclude or include matches the name of an experts module in files or in transformers."""
-    names = [name for m in aliases(module) for name in (m, f"{m}.0.down_proj", f"{m}.0.w2")]
-    return any(fnmatchcase(name, pattern) or name.startswith(f"{pattern}.") for name in names)
+    """Whether a pattern of exclude or include matches an experts module, by its name in files or in transformers."""
+    return any(names_experts(pattern, name) for name in aliases(module))
 
 
 def _why_not(module: str, source: Checkpoint, options: Options) -> str | None:

@@ -13,9 +13,10 @@ from transformers.utils.hub import cached_file
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from moe_nvfp4._version import __version__
-from moe_nvfp4.quantize.dialects import DIALECTS, QuantizationInfo, as_patterns, matches, read_config
+from moe_nvfp4.quantize.dialects import DIALECTS, QuantizationInfo, as_patterns, read_config
 from moe_nvfp4.quantize.files import read_json
 from moe_nvfp4.quantize.linears import as_wanted
+from moe_nvfp4.quantize.names import names_experts
 from moe_nvfp4.quantize.recipes import DEFAULT_RECIPE, recipe_named
 from moe_nvfp4.weights import ACTIVATIONS
 
@@ -147,8 +148,10 @@ class MoeNvfp4Config(QuantizationConfigMixin):
 
     def excludes(self, module_name: str) -> bool:
         """Whether the experts module `module_name` is to be left alone."""
-        patterns = [*self.exclude, *(p for p in self.ignore if "expert" in p)]
-        return any(names_experts(p, module_name) for p in patterns)
+        if any(names_experts(p, module_name) for p in self.exclude):
+            return True
+        # Other tools name experts one by one: the first stands for all
+        return any(names_experts(p, module_name, experts=(0,)) for p in self.ignore if "expert" in p)
 
 
 def check_cpu_experts(layers: int | str, model: Any = None, there: int | None = None) -> None:
@@ -157,11 +160,6 @@ def check_cpu_experts(layers: int | str, model: Any = None, there: int | None = 
         raise ValueError(f"cpu_experts must be a number of layers, 'all' or 'auto', got {layers!r}")
     if there is not None and isinstance(layers, int) and layers > there:
         raise ValueError(f"cpu_experts={layers}: {type(model).__name__} has {there} layers of experts")
-
-
-def names_experts(pattern: str, module_name: str) -> bool:
-    """Whether an entry of `exclude` or `ignore` matches the experts module `module_name`, or its first expert."""
-    return any(matches(pattern, f"{module_name}{part}") for part in ("", ".0.down_proj", ".0.w2"))
 
 
 def loading_fields(fields: Mapping[str, Any]) -> dict[str, Any]:

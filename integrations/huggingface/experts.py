@@ -23,11 +23,12 @@ from transformers.utils import logging
 
 from moe_nvfp4.experts import NVFP4Experts
 from moe_nvfp4.format import dequantize
-from moe_nvfp4.integrations.huggingface.config import MoeNvfp4Config, names_experts
+from moe_nvfp4.integrations.huggingface.config import MoeNvfp4Config
 from moe_nvfp4.ops import Adapters
 from moe_nvfp4.quantize.dialects import matches
 from moe_nvfp4.quantize.layouts import dbrx
 from moe_nvfp4.quantize.layouts.base import split_rows
+from moe_nvfp4.quantize.names import names_experts
 from moe_nvfp4.weights import Gate
 
 logger = logging.get_logger(__name__)

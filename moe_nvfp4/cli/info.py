@@ -33,9 +33,9 @@ def add(commands: Commands) -> None:
 
 def run(args: argparse.Namespace) -> None:
     from moe_nvfp4.integrations.huggingface import MoeNvfp4Config
-    from moe_nvfp4.integrations.huggingface.config import names_experts
     from moe_nvfp4.integrations.huggingface.files import CheckpointLayout, read_layout
     from moe_nvfp4.quantize.files import open_checkpoint
+    from moe_nvfp4.quantize.names import names_experts
     from moe_nvfp4.quantize.plan import scale_warnings
     from moe_nvfp4.quantize.report import readable_size
 

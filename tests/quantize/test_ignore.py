@@ -168,6 +168,32 @@ def test_excluded_experts(tmp_path):
     assert torch.isfinite(load(path).lm_head.weight).all()
 
 
+def test_a_pattern_for_layer_0_does_not_name_expert_0_of_the_others(tmp_path):
+    """Patterns are compared with the names of experts, too, of which each layer has a number 0."""
+    source = folder(tmp_path, qwen3_moe)
+    layers = [f"model.layers.{i}.mlp.experts" for i in range(2)]
+    for pattern, chosen in (
+        ("*.0.*", layers[:1]),
+        ("*.1.*", layers[1:]),
+        ("*.experts.*", layers),
+        ("*.down_proj", layers),
+    ):
+        others = [name for name in layers if name not in chosen]
+        for options, expected in ((Options(include=[pattern]), chosen), (Options(exclude=[pattern]), others)):
+            if expected:
+                path = tmp_path / f"{pattern.strip('*.')}{options.include is None}"
+                convert_checkpoint(source, path, options, progress=False)
+                assert [*verify_checkpoint(path, source).layers] == expected
+        config = MoeNvfp4Config(exclude=[pattern])
+        assert [name for name in layers if config.excludes(name)] == chosen
+    with pytest.raises(ValueError, match="matches no experts module"):
+        convert_checkpoint(source, tmp_path / "x", Options(exclude=["model.layers.1.mlp.experts.0.*"]), progress=False)
+    # An ignore list may name experts one by one
+    config = MoeNvfp4Config()
+    config.ignore = [f"{layers[1]}.{e}.{part}" for e in range(8) for part in ("gate_proj", "up_proj", "down_proj")]
+    assert [name for name in layers if config.excludes(name)] == layers[1:]
+
+
 @pytest.mark.parametrize("family, experts", [(mixtral, "block_sparse_moe.experts"), (gpt_oss, "mlp.experts")])
 def test_dense_experts_of_files_that_are_nvfp4_already(family, experts, tmp_path):
     """Converted to another dialect, or loaded and saved, they stay in the ignore list, under their name in files."""
