@@ -372,6 +372,7 @@ def test_one_row_of_any_stride():
     assert torch.equal(portable.linear(apart, linear), portable.linear(x, linear))
 
 
+@pytest.mark.slow
 def test_views():
     """x, codes and ids need not be contiguous, nor aligned."""
     w = make_weights(3, 64, 48)
