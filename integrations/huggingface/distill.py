@@ -27,6 +27,7 @@ from moe_nvfp4.integrations.huggingface.layerwise import LayerWalk, stand_in
 from moe_nvfp4.integrations.huggingface.statistics import watch
 from moe_nvfp4.quantize.learned import LearnedMatrices
 from moe_nvfp4.quantize.recipes import Quantized
+from moe_nvfp4.routing import group_by_expert
 from moe_nvfp4.weights import is_quantized
 
 STEPS = 64  # of Adam, at least
@@ -59,11 +60,11 @@ class Experts:
         CPU in fp32, which most CPUs multiply faster than bf16."""
         x = x.float() if x.device.type == "cpu" else x
         w13, w2 = (w.to(x.dtype).unbind() for w in values)  # one gradient of all, where w[j] has n
-        inside = (index >= first) & (index < first + len(w13))
-        expert = torch.where(inside, index - first, len(w13)).flatten()
-        counts = expert.bincount(minlength=len(w13))[: len(w13)].tolist()
-        slots = expert.argsort(stable=True)[: sum(counts)]
-        tokens = (slots // index.shape[1]).split(counts)
+        n = len(w13)
+        groups = group_by_expert(torch.where((index >= first) & (index < first + n), index - first, n), n)
+        counts = groups.offsets.diff().tolist()
+        slots = groups.order[: sum(counts)].long()
+        tokens = (slots // groups.top_k).split(counts)
         share = weights.float().flatten()[slots, None].split(counts)
         rounded = self._rounded(x)
         h = torch.cat([self._up(first + j, w13[j], rounded[rows]) for j, rows in enumerate(tokens)])
