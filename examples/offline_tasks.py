@@ -16,31 +16,32 @@ import re
 from pathlib import Path
 
 WORDS = 64  # of a passage, at most
-CLOZE = """\
-task: cloze
+TASK = """\
+task: NAME
 dataset_path: json
 dataset_kwargs: {data_files: {test: FILE}}
 test_split: test
-output_type: loglikelihood
 doc_to_text: "{{text}}"
-doc_to_target: " {{word}}"
 target_delimiter: ""
+"""
+CLOZE = """\
+output_type: loglikelihood
+doc_to_target: " {{word}}"
 metric_list:
   - {metric: acc, aggregation: mean, higher_is_better: true}
   - {metric: perplexity, aggregation: perplexity, higher_is_better: false}
 """
 SUMS = """\
-task: sums
-dataset_path: json
-dataset_kwargs: {data_files: {test: FILE}}
-test_split: test
 output_type: multiple_choice
-doc_to_text: "{{text}}"
 doc_to_choice: "{{choices}}"
 doc_to_target: "{{answer}}"
-target_delimiter: ""
 metric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]
 """
+
+
+def task_file(name: str, questions: Path | str, how: str) -> str:
+    """The YAML of a task whose `questions` are a JSON file, asked and judged as CLOZE or SUMS says."""
+    return TASK.replace("NAME", name).replace("FILE", json.dumps(str(questions))) + how
 
 
 def cloze(text: str, count: int, draw: random.Random) -> list[dict[str, str]]:
@@ -80,10 +81,10 @@ def write(folder: Path, text: str, count: int, seed: int = 0) -> None:
             "the text has no paragraph with a sentence of 17 words or more that ends in a word of 4 letters"
         )
     folder.mkdir(parents=True, exist_ok=True)
-    for name, task, questions in (("cloze", CLOZE, passages), ("sums", SUMS, sums(count, draw))):
+    for name, how, questions in (("cloze", CLOZE, passages), ("sums", SUMS, sums(count, draw))):
         file = folder.resolve() / f"{name}.jsonl"
         file.write_text("".join(json.dumps(question) + "\n" for question in questions), "utf-8")
-        (folder / f"{name}.yaml").write_text(task.replace("FILE", json.dumps(str(file))), "utf-8")
+        (folder / f"{name}.yaml").write_text(task_file(name, file, how), "utf-8")
         print(f"{folder / name}.yaml: {len(questions)} questions")
     (folder / "offline.yaml").write_text("group: offline\ntask: [cloze, sums]\n", "utf-8")
 

@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 
+from examples import offline_tasks
 from moe_nvfp4.cli import main
 from moe_nvfp4.cli.judging import tasks_of
 from moe_nvfp4.demo import demo_text
@@ -15,18 +16,7 @@ from tests.cli.conftest import folder  # noqa: F401  (a fixture: a small checkpo
 from tests.models import load
 
 TEXT = "the quick brown fox jumps over the lazy dog, and then it sleeps; " * 6
-TASK = """
-task: tiny_words
-dataset_path: json
-dataset_kwargs: {data_files: {test: QUESTIONS}}
-test_split: test
-output_type: multiple_choice
-doc_to_text: "{{text}}"
-doc_to_choice: "{{choices}}"
-doc_to_target: "{{answer}}"
-target_delimiter: ""
-metric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]
-"""
+TASK = offline_tasks.task_file("tiny_words", "QUESTIONS", offline_tasks.SUMS)
 
 
 def run(*arguments):
@@ -147,11 +137,6 @@ def test_tasks_are_looked_up_before_models_run(folder, text, tmp_path, capsys): 
 
 def test_tasks_made_offline(tmp_path):
     """Passages are the text's own, up to the last word of a sentence; of four sums one is right: the answer."""
-    sys.path.insert(0, "examples")
-    try:
-        import offline_tasks
-    finally:
-        sys.path.remove("examples")
     text = demo_text()
     offline_tasks.write(tmp_path, text, 50)
     read = lambda name: [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
