@@ -16,6 +16,7 @@ from moe_nvfp4.integrations.vllm import NAME
 from moe_nvfp4.integrations.vllm.adapters import ExpertsAdapter
 from moe_nvfp4.integrations.vllm.loading import check_files, dense_names
 from moe_nvfp4.quantize.dialects import QuantizationInfo, matches, read_config
+from moe_nvfp4.quantize.files import open_checkpoint
 from moe_nvfp4.quantize.recipes import DEFAULT_RECIPE, RECIPES
 from moe_nvfp4.weights import ACTIVATIONS
 
@@ -144,8 +145,9 @@ class MoeNvfp4Config(QuantizationConfig):
             self.check_head(hf_config)
             self.base.maybe_update_config(model_name, hf_config=hf_config, revision=revision)
             if os.path.isdir(model_name) and any(Path(model_name).glob("*.safetensors")):
-                check_files(model_name, self.info)
-                self.dense = dense_names(model_name, self.info)
+                source = open_checkpoint(model_name)  # ValueError unless headers and index are whole
+                check_files(source, self.info)
+                self.dense = dense_names(source, self.info)
 
     def check_head(self, hf_config: Any) -> None:
         """NotImplementedError for a 4-bit head in a model of vLLM's that cannot have one."""

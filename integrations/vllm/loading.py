@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from moe_nvfp4 import format as nvfp4
 from moe_nvfp4.experts import NVFP4Experts
 from moe_nvfp4.quantize.dialects import DIALECTS, Dialect, QuantizationInfo
-from moe_nvfp4.quantize.files import open_checkpoint
+from moe_nvfp4.quantize.files import TORCH_DTYPES, Checkpoint, open_checkpoint
 from moe_nvfp4.quantize.names import PER_EXPERT, PLAIN_NAMES
 from moe_nvfp4.quantize.recipes import DEFAULT_RECIPE, quantize_matrix, recipe_global_scale
 from moe_nvfp4.weights import is_quantized
@@ -249,15 +249,15 @@ def _fill(place: Tensor, tensor: Tensor, where: str) -> None:
     place.copy_(tensor)
 
 
-def check_form(name: str, dtype: str, info: QuantizationInfo | None) -> None:
+def check_form(name: str, dtype: torch.dtype | None, info: QuantizationInfo | None) -> None:
     """ValueError if a tensor that is loaded again is of another form than what a running server has for it.
 
-    dtype  as safetensors calls it
+    dtype  None: one that torch does not have
     info   what the config of the files said with which the server was started; None: their experts were bf16
     """
     stem, _, suffix = name.rpartition(".")
-    packed = [d for d in DIALECTS.values() if suffix == d.global_scale or (suffix == d.weight and dtype == "U8")]
-    dense = suffix == "weight" and dtype in ("BF16", "F16", "F32") and PER_EXPERT.fullmatch(stem)
+    packed = [d for d in DIALECTS.values() if suffix == d.global_scale or (suffix == d.weight and dtype == torch.uint8)]
+    dense = suffix == "weight" and dtype in DENSE and PER_EXPERT.fullmatch(stem)
     wanted = "dense" if info is None or info.ignores(stem) else f"NVFP4 of {info.dialect.name}"
     found = f"NVFP4 of {packed[0].name}" if packed else "dense" if dense else wanted
     if found != wanted:
@@ -274,7 +274,7 @@ def check_folder(folder: str | os.PathLike, info: QuantizationInfo | None, befor
     if not (tensors := headers(folder)):
         return
     for name, stored in tensors.items():
-        check_form(name, stored.dtype, info)
+        check_form(name, TORCH_DTYPES.get(stored.dtype), info)
     for name, old in headers(before).items():
         if name not in tensors and info is not None and name.endswith(f".{info.dialect.global_scale}"):
             raise ValueError(f"{folder} lacks {name}, which {before} has, {OTHER}")
@@ -285,31 +285,29 @@ def check_folder(folder: str | os.PathLike, info: QuantizationInfo | None, befor
 
 def checked(tensors: Iterable[tuple[str, Tensor]], info: QuantizationInfo | None) -> Iterator[tuple[str, Tensor]]:
     """The same tensors, each after `check_form`."""
-    names = {torch.uint8: "U8", torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
     for name, tensor in tensors:
-        check_form(name, names.get(tensor.dtype, ""), info)
+        check_form(name, tensor.dtype, info)
         yield name, tensor
 
 
-def dense_names(folder: str | os.PathLike, info: QuantizationInfo) -> list[str]:
-    """The matrices of a folder that its config's ignore list leaves dense, as the files name them; experts by the name
+def dense_names(source: Checkpoint, info: QuantizationInfo) -> list[str]:
+    """The matrices of files that their config's ignore list leaves dense, as the files name them; experts by the name
     of all."""
     found = {}
-    for name, stored in open_checkpoint(folder).tensors.items():
+    for name, stored in source.tensors.items():
         stem, _, suffix = name.rpartition(".")
-        if suffix == "weight" and stored.dtype in ("BF16", "F16", "F32") and len(stored.shape) == 2:
+        if suffix == "weight" and TORCH_DTYPES.get(stored.dtype) in DENSE and len(stored.shape) == 2:
             expert = PER_EXPERT.fullmatch(stem)
             found[expert["module"] if expert else stem] = stem
     return [name for name, stem in found.items() if info.ignores(stem)]
 
 
-def check_files(folder: str | os.PathLike, info: QuantizationInfo) -> None:
+def check_files(source: Checkpoint, info: QuantizationInfo) -> None:
     """Compare the headers of a folder with its config, before a worker reads it.
 
-    ValueError unless headers and index are whole, and every NVFP4 matrix of an expert has codes, block scales and a
-    global scale.
+    ValueError unless every NVFP4 matrix of an expert has codes, block scales and a global scale.
     """
-    tensors = open_checkpoint(folder).tensors
+    folder, tensors = source.folder, source.tensors
     d = info.dialect
     wanted = {d.weight: "U8", d.sf: "F8_E4M3", d.global_scale: "F32"}
     for name, found in tensors.items():

@@ -12,6 +12,7 @@ from moe_nvfp4.format import dequantize
 from moe_nvfp4.integrations.vllm.loading import ExpertLoader, check_files, dense_names, refresh
 from moe_nvfp4.quantize.convert import convert_checkpoint
 from moe_nvfp4.quantize.dialects import DIALECTS, read_config
+from moe_nvfp4.quantize.files import open_checkpoint
 from moe_nvfp4.quantize.options import Options
 from moe_nvfp4.quantize.recipes import quantize_matrix
 from tests.folders import stored
@@ -248,23 +249,23 @@ def test_what_cannot_be_quantized_or_shared_is_named():
 def test_headers_are_compared_with_the_config(tmp_path, dialect):
     convert_checkpoint(folder(tmp_path, qwen3_moe), tmp_path / "nvfp4", Options(dialect=dialect))
     info = read_config(json.loads((tmp_path / "nvfp4/config.json").read_text()))
-    check_files(tmp_path / "nvfp4", info)
+    check_files(open_checkpoint(tmp_path / "nvfp4"), info)
     files, file = tensors(tmp_path / "nvfp4"), tmp_path / "nvfp4/model.safetensors"
     stem = "model.layers.1.mlp.experts.5.up_proj"
     for last in (info.dialect.weight, info.dialect.sf, info.dialect.global_scale):
         save_file({name: t for name, t in files.items() if name != f"{stem}.{last}"}, file)
         with pytest.raises(ValueError, match=f"{stem}.{last} is missing: every NVFP4 matrix"):
-            check_files(tmp_path / "nvfp4", info)
+            check_files(open_checkpoint(tmp_path / "nvfp4"), info)
     save_file(files | {f"{stem}.{info.dialect.sf}": torch.zeros(48, 4)}, file)
     with pytest.raises(ValueError, match=f"{stem}.{info.dialect.sf} has dtype F32, expected F8_E4M3"):
-        check_files(tmp_path / "nvfp4", info)
+        check_files(open_checkpoint(tmp_path / "nvfp4"), info)
     # experts of another precision beside them are not ours to judge
     other = {f"{stem}.weight": torch.zeros(48, 64).to(torch.float8_e4m3fn), f"{stem}.weight_scale": torch.ones(())}
     save_file({name: t for name, t in files.items() if not name.startswith(stem)} | other, file)
-    check_files(tmp_path / "nvfp4", info)
+    check_files(open_checkpoint(tmp_path / "nvfp4"), info)
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(ValueError, match="truncated"):
-        check_files(tmp_path / "nvfp4", info)
+        check_files(open_checkpoint(tmp_path / "nvfp4"), info)
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
@@ -276,4 +277,4 @@ def test_names_of_what_stays_dense(tmp_path, dialect):
     attention = [f"model.layers.1.self_attn.{part}_proj" for part in "qkvo"]
     routers = [f"model.layers.{i}.mlp.gate" for i in range(2)]
     want = ["lm_head", "model.layers.1.mlp.experts", *attention, *routers]
-    assert sorted(dense_names(tmp_path / "nvfp4", info)) == sorted(want)
+    assert sorted(dense_names(open_checkpoint(tmp_path / "nvfp4"), info)) == sorted(want)
