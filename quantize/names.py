@@ -117,6 +117,9 @@ def ignore_patterns(dense: set[str], quantized: set[str], excluded: set[str], di
     k_proj and v_proj become qkv_proj) and matches the fused name. Where something in it is quantized, linears that are
     fused are named one by one, because vLLM looks up their parts by name, not by wildcard.
     Excluded experts are named with everything in them, and also as transformers names them.
+
+    Where programs rename modules, which they do with names and not with expressions (`Dialect.renamed`), each module is
+    named by itself, too, and of excluded experts number 0, which stands for all.
     """
     few = {re.sub(r"experts\.\d+\.", "experts.0.", name) for name in quantized}
     free = lambda pattern: not any(fnmatchcase(name, pattern) for name in few)
@@ -142,4 +145,8 @@ def ignore_patterns(dense: set[str], quantized: set[str], excluded: set[str], di
         found |= {pattern} if left and fold else left
     found |= {p.removesuffix(".layer") for p in found if p.endswith(".router.layer")}
     found |= {f"{name}*" for module in excluded for name in aliases(module)}
+    if dialect.renamed:
+        found |= dense | {name.removesuffix(".layer") for name in dense if name.endswith(".router.layer")}
+        parts = {*PLAIN_NAMES, *PLAIN_NAMES.values()}
+        found |= {f"{name}.0.{part}" for module in excluded for name in aliases(module) for part in parts}
     return sorted(map(dialect.pattern, found))

@@ -7,6 +7,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -30,6 +32,7 @@ class Dialect(ABC):
     scale_shape      of a stored global scale
     reciprocal       whether stored global scales divide
     pre_quant_scale  whether files may hold AWQ's scales
+    renamed          whether programs rename the modules in `ignore` as they rename the model's, but not in expressions
     """
 
     name: str
@@ -42,6 +45,7 @@ class Dialect(ABC):
     scale_shape: tuple[int, ...] = ()
     reciprocal = False
     pre_quant_scale = False
+    renamed = False
 
     # ---- the config
     @abstractmethod
@@ -141,7 +145,15 @@ class QuantizationInfo:
     awq: bool = False
 
     def ignores(self, module: str) -> bool:
-        return any(matches(pattern, module) for pattern in self.ignore)
+        names, patterns = self._ignore
+        above = accumulate(module.split("."), "{}.{}".format)
+        return any(name in names for name in above) or any(matches(pattern, module) for pattern in patterns)
+
+    @cached_property
+    def _ignore(self) -> tuple[frozenset[str], tuple[str, ...]]:
+        """The names in `ignore`, of which there may be hundreds, and the patterns."""
+        patterns = tuple(p for p in self.ignore if p.startswith("re:") or re.search(r"[*?[]|\.$", p))
+        return frozenset(self.ignore).difference(patterns), patterns
 
 
 def check_group(group: Mapping) -> None:

@@ -19,6 +19,7 @@ class CompressedTensors(Dialect):
     input_scale = "input_global_scale"
     scale_shape = (1,)
     reciprocal = True
+    renamed = True  # by vLLM (CompressedTensorsConfig.apply_vllm_mapper)
 
     def read(self, q: Mapping, hf: Mapping) -> QuantizationInfo | None:
         groups = q.get("config_groups") or {}
