@@ -50,7 +50,7 @@ from moe_nvfp4.integrations.huggingface.linears import (
 from moe_nvfp4.integrations.huggingface.offload import describe_placement, keep_experts_on_cpu, layers_on_cpu
 from moe_nvfp4.integrations.huggingface.packed import PackedConverter, ranks_of_a_row
 from moe_nvfp4.integrations.huggingface.ready import prepare_model
-from moe_nvfp4.integrations.huggingface.savable import activations_of, check_savable
+from moe_nvfp4.integrations.huggingface.savable import activations_of, check_format, check_savable
 from moe_nvfp4.linear import NVFP4Linear
 from moe_nvfp4.mapped import Matrix
 from moe_nvfp4.prepared import check_plain
@@ -434,9 +434,11 @@ class MoeNvfp4Quantizer(HfQuantizer):
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        """In place of the model's `save_pretrained`, which leaves its state_dict out if a model is quantized."""
+        """In place of the model's `save_pretrained`, which leaves its state_dict out if a model is quantized. Raises
+        what `check_format` does."""
         assert self._model is not None, "the model calls it"
         model: Any = self._model()
+        check_format(model, kwargs)
         self._given = state_dict
         try:
             type(model).save_pretrained(model, save_directory, is_main_process, state_dict, *args, **kwargs)

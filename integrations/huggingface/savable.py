@@ -63,6 +63,22 @@ def check_savable(model: Any, state: Mapping[str, Tensor] | None = None) -> None
         _check_state(model, state)
 
 
+def check_format(model: nn.Module, arguments: Mapping[str, Any]) -> None:
+    """NotImplementedError for `arguments` of save_pretrained with which nothing would read the files."""
+    if arguments.get("distributed_checkpoint"):
+        raise NotImplementedError(
+            "distributed_checkpoint=True: transformers writes such files of a 4-bit model, and refuses to load them "
+            "(\"Quantization is not supported\"): leave it out, and the whole is gathered on rank 0; in training, save "
+            "the adapters"
+        )
+    linear = next((name for name, m in model.named_modules() if isinstance(m, NVFP4Linear)), None)
+    if linear and not arguments.get("save_original_format", True):
+        raise NotImplementedError(
+            f"save_original_format=False: {linear} is 4-bit, and its tensors would have names that nothing reads: "
+            "leave it out"
+        )
+
+
 def _check_state(model: Any, state: Mapping[str, Tensor]) -> None:
     """ValueError unless a state dict of `model` that was given for saving has its names, shapes and dtypes, as files
     with anything else would not be read again."""

@@ -365,6 +365,19 @@ def test_a_state_dict_of_something_else_is_not_saved(tmp_path, change, message):
     assert not (tmp_path / "saved").exists()
 
 
+def test_files_that_nothing_reads_are_not_saved(tmp_path):
+    """transformers would write them without a word; experts alone are read under their own names, too."""
+    model = swap_experts(make(qwen3_moe), linears="attention", progress=False)
+    with pytest.raises(NotImplementedError, match="transformers writes such files of a 4-bit model, and refuses"):
+        model.save_pretrained(tmp_path / "saved", distributed_checkpoint=True)
+    with pytest.raises(NotImplementedError, match=r"layers\.0\.self_attn\.q_proj is 4-bit, and its tensors"):
+        model.save_pretrained(tmp_path / "saved", save_original_format=False)
+    assert not (tmp_path / "saved").exists()
+    experts = swap_experts(load(folder(tmp_path, qwen3_moe), torch.bfloat16), progress=False)
+    experts.save_pretrained(tmp_path / "experts", save_original_format=False)
+    assert torch.equal(logits(load(tmp_path / "experts", torch.bfloat16)), logits(experts))
+
+
 def test_parametrized_layers_are_neither_saved_nor_made_dense(tmp_path):
     """Their parameters have other names, which nothing reads."""
     for module, name in (("model.layers.1.mlp.experts", "down_proj_bias"), ("lm_head", "weight_global_scale")):
