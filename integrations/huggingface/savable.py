@@ -68,7 +68,7 @@ def check_format(model: nn.Module, arguments: Mapping[str, Any]) -> None:
     if arguments.get("distributed_checkpoint"):
         raise NotImplementedError(
             "distributed_checkpoint=True: transformers writes such files of a 4-bit model, and refuses to load them "
-            "(\"Quantization is not supported\"): leave it out, and the whole is gathered on rank 0; in training, save "
+            '("Quantization is not supported"): leave it out, and the whole is gathered on rank 0; in training, save '
             "the adapters"
         )
     linear = next((name for name, m in model.named_modules() if isinstance(m, NVFP4Linear)), None)
