@@ -242,6 +242,7 @@ def test_chat_answers_the_whole_conversation(room, talkative, request, monkeypat
     assert talk.ask("Hi there") == said[0]
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("setting", [
     dict(cache_implementation="static"), dict(use_cache=False), dict(num_beams=3),
     dict(stop_strings=["a string that never comes"]),

@@ -179,6 +179,7 @@ def test_a_checkpoint_is_exactly_itself(folder, tmp_path, capsys):
     assert "| `model.layers.1.mlp.experts` | 0.0000 | exact |" in (tmp_path / "carried" / "README.md").read_text()
 
 
+@pytest.mark.slow
 def test_layers_are_sorted_as_numbers(tmp_path, capsys):
     make(partial(qwen3_moe, num_hidden_layers=12)).save_pretrained(tmp_path / "bf16")
     run("quantize", tmp_path / "bf16", tmp_path / "made", "--recipe", "max", "--exclude", "model.layers.[0-9].*")
@@ -205,6 +206,7 @@ def test_equal_layers_are_one_line(names, lines):
     assert len(list(info.grouped(zip(names, "abcdefg", strict=False)))) == len(names), "different ones are not"
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("columns", [60, 200])
 def test_a_narrow_terminal(columns, folder, tmp_path, monkeypatch):
     """Lines are no longer than the terminal, no word is broken, and every number is there."""

@@ -131,6 +131,7 @@ def test_env_says_that_a_backend_is_unknown(monkeypatch, capsys):
     )
 
 
+@pytest.mark.slow
 def test_json(folder, tmp_path, capsys):
     """info, verify, compare and env print one JSON object each, with the numbers of their lines."""
     text = tmp_path / "text.txt"

@@ -17,6 +17,7 @@ from transformers import AutoTokenizer
 from transformers.utils.import_utils import is_serve_available
 
 import moe_nvfp4.integrations.huggingface  # noqa: F401  (reads NVFP4 folders)
+from moe_nvfp4 import demo
 from moe_nvfp4.integrations.huggingface.misread import _apart
 from moe_nvfp4.quantize.convert import convert_checkpoint
 from moe_nvfp4.quantize.options import Options
@@ -53,6 +54,13 @@ def with_attention(folder, tmp_path_factory):
     smaller = lambda name, t: t / 2 if "k_proj" in name else t
     root = tmp_path_factory.mktemp("attention")
     return with_tokenizer(folder, root, which, ["lm_head", "*o_proj", "*.gate"], smaller)
+
+
+@pytest.fixture(autouse=True)
+def beginning(monkeypatch):
+    """Only the beginning of the demo's text: here each character is a token, and few of them are asked."""
+    text = demo.demo_text()[:2000]
+    monkeypatch.setattr(demo, "demo_text", lambda: text)
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -124,7 +132,7 @@ def word(i):
 def serving(path, form=vllm, names=("tiny",), dtype=torch.bfloat16):
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.model, server.form, server.names, server.requests = path and load(path, dtype), form, names, []
-    Thread(target=server.serve_forever, daemon=True).start()
+    Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()  # seconds until it sees that it should end
     try:
         yield server, f"http://127.0.0.1:{server.server_port}"
     finally:
@@ -138,7 +146,7 @@ def verdict(capsys, expect, *args):
     return json.loads(capsys.readouterr().out)
 
 
-@pytest.mark.slow_after(2)
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("dialect", ["modelopt", "compressed-tensors"])
 def test_right_servers(dialect, dtype, folder, tmp_path, capsys):
@@ -153,7 +161,7 @@ def test_right_servers(dialect, dtype, folder, tmp_path, capsys):
         assert lines[-1] == "right: the server computes what this folder says"
 
 
-@pytest.mark.slow_after(2)
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("name", [W4A4, *PLANTED])
 def test_misreadings_are_named(name, separate, tmp_path, capsys):
     wrong = planted(separate, name, tmp_path / "wrong")
@@ -165,6 +173,7 @@ def test_misreadings_are_named(name, separate, tmp_path, capsys):
             assert verdict(capsys, 0, "--server", url, wrong)["right"]  # it serves that folder rightly
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("which", ["largest", "smallest"])
 def test_one_global_scale_for_fused_linears(which, with_attention, capsys):
     """As vLLM 0.32 reads ModelOpt's and compressed-tensors' folders. On average it changes not much more than bf16."""
@@ -180,6 +189,7 @@ def test_one_global_scale_for_fused_linears(which, with_attention, capsys):
         assert found["fits"] == f"the {which} global scale of fused linears is used for all", found
 
 
+@pytest.mark.slow
 def test_what_bf16_hides_is_said(folder, tmp_path, capsys):
     """Experts of a new model change so little that both orders of gate and up would be right."""
     quiet = lambda name, t: t * 0.1 if ".mlp." in name or "lm_head" in name else t
@@ -202,6 +212,7 @@ def test_w4a16_where_w4a4_was_asked(separate, capsys):
         assert last == "WRONG: activations stay bf16 (W4A16), not NVFP4 as asked"
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("form", [llama_cpp, openai])
 def test_servers_without_echo(form, separate, tmp_path, capsys):
     with serving(separate, form) as (server, url):

@@ -372,6 +372,7 @@ def test_compiled_layers_give_the_same(kind):
         assert relative_error(mine, theirs) < THRESHOLDS["fp32"]
 
 
+@pytest.mark.slow
 def test_transforms_are_refused_by_name():
     layer, linear, (x, ids, p) = make(), make_linear(), batch()
     for f, args in ((layer, (x, ids, p)), (linear, (x,))):

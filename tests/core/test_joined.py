@@ -118,6 +118,7 @@ def test_other_rows_are_computed_anew(model):
         assert same(model(x.float()), alone(model, x.float()))
 
 
+@pytest.mark.slow_after(3)
 @pytest.mark.parametrize("mode", ["no_grad", "inference_mode", "compiled"])
 @pytest.mark.parametrize("name, before", [("q_proj", False), ("k_proj", True), ("v_proj", True)])
 def test_hooks_that_change_x_in_place(mode, name, before):
@@ -280,7 +281,7 @@ def test_who_is_joined():
     assert not list(join(model, torch.bfloat16)) and not list(join(Attention(), torch.float16))
 
 
-@pytest.mark.slow_after(5)
+@pytest.mark.slow
 def test_compiled(model):
     x = tokens(4)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")

@@ -606,6 +606,7 @@ def every_parameter():
     return [(module, name) for module in (experts, linear) for name, _ in module.named_parameters()]
 
 
+@pytest.mark.slow_after(12)
 @pytest.mark.parametrize("module, name", every_parameter(), ids=lambda x: x if isinstance(x, str) else type(x).__name__)
 @pytest.mark.parametrize("compiled", [False, True])
 def test_parameters_that_are_computed_are_refused(module, name, compiled):

@@ -54,6 +54,7 @@ def test_uv_is_told_how_pip_is_configured(run, monkeypatch):
     assert run["uv_options"](run["pip_settings"]()) == options[:-1]
 
 
+@pytest.mark.slow
 def test_pip_installs_where_uv_cannot_do_what_it_is_told(run, monkeypatch, capsys):
     monkeypatch.setitem(run, "step", lambda title, command, remedy: False)
     assert run["installer"]() is run["BY_PIP"] and "no uv here" in capsys.readouterr().out

@@ -92,7 +92,7 @@ def test_a_backend_that_does_not_take_a_case_is_not_wrong():
 
 
 @needs_library
-@pytest.mark.slow_after(2)
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_planted_mistakes_are_found(mistake, tmp_path, monkeypatch):
     (tmp_path / "sitecustomize.py").write_text(PLANTED.format(mistake=mistake))

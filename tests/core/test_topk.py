@@ -129,7 +129,7 @@ def compiled(model, **options):
 
 
 @torch.no_grad()
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_compiled_routers_take_one_launch(here, name):
     """Whoever's router it is, with the numbers of the model that is not compiled; DeepSeek's chooses groups, too."""

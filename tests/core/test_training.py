@@ -30,6 +30,7 @@ def test_gradients_equal_those_of_dequantized_float64(gate, dtype, backend, monk
     compare(layer, *batch(dtype), CLOSE[dtype], train_biases=True)
 
 
+@pytest.mark.slow_after(8)
 @pytest.mark.parametrize("backend", ["", "reference"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("hook", ["none", "biases", "own gate", "norm", "factors", "observer", "up", "down"])

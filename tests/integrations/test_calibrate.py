@@ -135,6 +135,7 @@ def test_a_model_in_train_mode_is_calibrated_without_dropout():
         assert torch.equal(a, b)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("family", [qwen3_moe, llama4, gpt_oss], ids=lambda f: f.__name__)
 def test_padding_does_not_count(family):
     """Prompts of several lengths in one batch, as a tokenizer pads them, are as good as one by one."""

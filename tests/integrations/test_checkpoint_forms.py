@@ -87,6 +87,7 @@ def test_config_variants(variant, tmp_path):
     assert relative_error(logits(set_activations(model, "bf16")), logits(load(twin))) < 10 * THRESHOLDS["fp32"]
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("config", ["hf_quant_config.json", "nothing"])
 def test_a_folder_whose_config_is_silent(config, tmp_path, capsys):
     """Older exports have only hf_quant_config.json; without that, tensor names tell what the files are."""
@@ -138,7 +139,7 @@ def test_the_files_count_where_the_config_excludes_too_much(dialect, tmp_path):
     assert relative_error(logits(model), logits(load(twin))) < 10 * THRESHOLDS["fp32"]
 
 
-@pytest.mark.slow_after(3)
+@pytest.mark.slow_after(1)
 @both
 @pytest.mark.parametrize("kind", ["tensor", "row", "mx", "block"])
 def test_mixed_precision_fp8_linears_become_dense(kind, dialect, tmp_path, caplog):
@@ -337,7 +338,7 @@ def test_fused_stacks(family, inputs, tmp_path):
         load(folder, quantization_config=MoeNvfp4Config(map_files=True))
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("inputs", [False, True], ids=["W4A16", "input scales"])
 def test_a_stack_for_each_projection(inputs, tmp_path):
     """Step-3: moe.gate_proj.weight [E, out, in/2], and scales [E]."""

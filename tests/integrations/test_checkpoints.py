@@ -221,6 +221,7 @@ def test_a_whole_model_loads_from_files_of_its_body(tmp_path):
     assert torch.equal(logits(load(tmp_path / "body")), logits(load(tmp_path / "nvfp4")))
 
 
+@pytest.mark.slow
 def test_the_language_model_of_llama4_loads_from_files_of_all_of_it(tmp_path):
     """AutoModelForCausalLM loads it. The files' names have a prefix, which transformers removes only from whole
     names."""
@@ -300,6 +301,7 @@ def test_what_a_user_made_dense_is_saved_dense(tmp_path):
     assert not any(fnmatchcase("model.layers.0.mlp.experts.0.up_proj", pattern) for pattern in ignore)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("quantize", ["files", "loading", "swapped"])
 def test_more_and_fewer_tokens_with_a_packed_head(tmp_path, quantize, caplog):
     """transformers resizes dense heads only: a packed one becomes dense, with the values that it had."""
@@ -333,6 +335,7 @@ def test_more_and_fewer_tokens_with_a_packed_head(tmp_path, quantize, caplog):
     assert dense.resize_token_embeddings(95).weight.shape == (95, 64) and "_get_resized_lm_head" not in vars(dense)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("family", [qwen3_moe, gpt_oss], ids=lambda f: f.__name__)
 def test_a_state_dict_that_is_given_is_what_is_saved(tmp_path, family):
     """transformers leaves it out if a model is quantized. Copies save themselves."""
@@ -351,6 +354,7 @@ def test_a_state_dict_that_is_given_is_what_is_saved(tmp_path, family):
     assert "save_pretrained" not in vars(model.dequantize())
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("change, message", [
     (lambda s: s.pop("model.norm.weight"), "state_dict lacks model.norm.weight, and"),
     (lambda s: s.update(x=torch.ones(1)), "state_dict has x, and"),

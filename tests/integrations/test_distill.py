@@ -151,6 +151,7 @@ def start_of(recipe):
             for key, t in swapped.model.layers[0].mlp.experts.state_dict().items()}  # fmt: skip
 
 
+@pytest.mark.slow
 def test_what_is_worse_on_rows_held_out_is_not_kept():
     """Expert 0's targets are noise for the rows to learn from, and its dense outputs for those held out; the other
     experts can be learned. Where all targets are noise, nothing changes."""
@@ -165,6 +166,7 @@ def test_what_is_worse_on_rows_held_out_is_not_kept():
     assert all(torch.equal(made[key], start[key]) for key in start)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("together", [1, 1 << 28])
 def test_experts_in_groups(together, monkeypatch):
     """One expert after another, beside what the others give; and all at once."""
@@ -177,7 +179,7 @@ def test_experts_in_groups(together, monkeypatch):
     assert all(torch.equal(made[key], start[key]) for key in start if key.endswith(("_sf", "_scale")))
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("family", [qwen3_moe, gpt_oss, mixtral], ids=lambda f: f.__name__)
 def test_converted_and_swapped_models_are_the_same(family, tmp_path, few_steps):
     source = folder(tmp_path, family)
@@ -189,6 +191,7 @@ def test_converted_and_swapped_models_are_the_same(family, tmp_path, few_steps):
     assert not list(tmp_path.glob(".*"))
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("save_every", [0.0, 1e9], ids=["states saved", "codes only"])
 def test_an_interrupted_run_goes_on(save_every, tmp_path, monkeypatch, few_steps):
     """Interrupted in the third of four layers; with states from the second, or with codes alone, whose layers are run
@@ -259,6 +262,7 @@ def test_what_cannot_be_learned_is_said(tmp_path, capsys):
     assert "--recipe distill learns from a text" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_no_gradient_mode_changes_the_result(few_steps):
     made = [gptq_model(make(mixtral, torch.float32), batches(), progress=False, recipe="distill")]
     for mode in (torch.no_grad, torch.inference_mode):

@@ -137,7 +137,7 @@ def swapped(experts):
     return holder.experts, layout
 
 
-@pytest.mark.slow_after(12)
+@pytest.mark.slow_after(6)
 @pytest.mark.parametrize("family, file, name", CLASSES, ids=[c[2] for c in CLASSES])
 def test_decorated_class_equals_its_eager_forward(family, file, name):
     module = importlib.import_module(f"transformers.models.{family}.{file}")

@@ -320,6 +320,7 @@ def default_dtype(dtype):
         torch.set_default_dtype(torch.float32)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.filterwarnings("ignore:.*experts saw fewer than 8 rows")
 @pytest.mark.parametrize("state", [
     partial(torch.autocast, "cpu", torch.bfloat16), partial(default_dtype, torch.bfloat16),
@@ -346,6 +347,7 @@ def test_what_torch_is_set_to_changes_no_byte(state, tmp_path):
     assert [name for name, tensor in want.items() if as_bytes(found[name]) != as_bytes(tensor)] == []
 
 
+@pytest.mark.slow
 def test_the_command_says_what_it_did(tmp_path, capsys, monkeypatch):
     """A dry run names the recipe; the time is that of all the work."""
     source = folder(tmp_path, qwen3_moe)

@@ -88,6 +88,7 @@ def said(model, **options):
     return model.generate(ids, attention_mask=mask, cache_implementation="static", **how, **options)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("family", [qwen3_moe, granite, deepseek], ids=lambda f: f.__name__)
 def test_the_same_as_without(family, recorded):
     model = ready(family)
@@ -100,6 +101,7 @@ def test_the_same_as_without(family, recorded):
     assert not any(torch.equal(a, b) for a, b in zip(last, last[1:], strict=False))  # each step has its own
 
 
+@pytest.mark.slow
 def test_nobody_needs_to_ask(recorded, monkeypatch, caplog):
     """A swapped model on a GPU decodes by graphs if its cache is static, and so do its copies. With a dynamic cache
     there is a hint, once; a compile_config, and a model that graphs do not take, get transformers' own step."""

@@ -83,6 +83,7 @@ def test_every_import_finds_its_file(folder):
             assert target.with_suffix(".py").is_file() or (target / "__init__.py").is_file(), f"{file}:{node.lineno}"
 
 
+@pytest.mark.slow
 def test_the_same_bits_without_the_package(folder, given):
     path, inputs = given
     layer = NVFP4Experts.from_dense(inputs["gate_up"], inputs["down"], activations=inputs["activations"])

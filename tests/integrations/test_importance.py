@@ -115,7 +115,7 @@ def gemma4_shared():
         global_head_dim=16))  # fmt: skip
 
 
-@pytest.mark.slow_after(5)
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize(
     "family", [gemma4_shared, glm_moe_dsa, *FAMILIES[::-1]]
 )  # nemotron_h is quick: its routers have buffers
@@ -221,6 +221,7 @@ def test_every_window_of_a_text_begins_with_bos(tmp_path):
         assert torch.equal(windows_of(args, tokenizer_at(tmp_path), text, config), torch.cat(windows[:2]))
 
 
+@pytest.mark.slow
 def test_windows_that_the_model_does_not_take_are_refused(tmp_path, capsys):
     """Tokens beyond the vocabulary, too many in a row, no tokenizer."""
     source = folder(tmp_path, qwen3_moe)
@@ -376,6 +377,7 @@ def test_skipped_tokens_are_rows_of_no_expert(tmp_path):
         assert torch.equal(layer.rows, rows)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("given", ["override", "config", "dtype", "variant"])
 def test_what_is_measured_is_the_model_that_is_loaded(given, tmp_path):
     """The same codes as from `swap_experts` on the same model."""
@@ -421,6 +423,7 @@ def test_the_body_of_the_model_that_was_measured_takes_its_file(tmp_path):
 EXTRA = ("mtp_layers.0", "model.nextn_predict_layers.0", "draft.layers.0")
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("extra", EXTRA)
 def test_experts_that_are_no_part_of_the_model_have_no_importance(extra, tmp_path):
     """A layer that shares its number with one of the model's is another layer."""
@@ -465,6 +468,7 @@ def test_command(tmp_path, capsys):
     assert AutoModelForCausalLM.from_pretrained(new).config.quantization_config.recipe == "weighted"
 
 
+@pytest.mark.slow
 def test_importance_of_other_settings_is_said(tmp_path):
     """Of the same weights with other settings, wherever they come from; not of another dtype or class."""
     source, out = folder(tmp_path, qwen3_moe), tmp_path / "file"

@@ -66,7 +66,7 @@ def test_sums_are_those_of_a_loop(tmp_path):
     assert all(torch.equal(again.linears[name], found.linears[name]) for name in found.linears)
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("family", [qwen2_moe, deepseek, nemotron_h, llama4], ids=lambda f: f.__name__)
 def test_weighted(family, tmp_path):
     """The bytes of each matrix alone with its importance; and the same by every way, also through a file."""
@@ -126,6 +126,7 @@ def test_gptq(family, tmp_path):
     assert verify_checkpoint(tmp_path / "files", source).warnings == []
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("after", [3, 10, 14], ids=["in a layer", "in the last layer", "before the head"])
 def test_an_interrupted_gptq_goes_on(after, tmp_path, monkeypatch, capsys):
     source, options = folder(tmp_path, qwen2_moe), Options(linears="all", device="cpu")

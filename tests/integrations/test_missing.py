@@ -140,6 +140,7 @@ def test_dense_files_that_are_quantized_while_they_load_are_whole(tmp_path, caps
     assert quantized.score.weight.shape == (3, 64)
 
 
+@pytest.mark.slow_after(4)
 @pytest.mark.parametrize("family, name", [
     (qwen3_moe, "model.layers.0.self_attn.o_proj.weight"), (qwen3_moe, "model.layers.0.mlp.experts.3.up_proj.weight"),
     (gpt_oss, "model.layers.0.mlp.experts.gate_up_proj"), (gpt_oss, "model.layers.0.mlp.experts.down_proj_bias"),
@@ -160,6 +161,7 @@ def test_weights_that_are_no_floating_point_numbers(dtype, family, name, tmp_pat
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.slow
 def test_an_older_file_beside_shards(tmp_path):
     """transformers reads model.safetensors, and leaves it there when it saves shards. It removes shards when it saves
     one file, but not their index."""

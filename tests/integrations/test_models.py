@@ -78,6 +78,7 @@ def test_round_trip(family, tmp_path):
     assert_same_files(tmp_path / "nvfp4-0", tmp_path / "nvfp4-2")
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16], ids=str)
 def test_dtypes_are_those_of_a_dense_load(stored, tmp_path):
     """Also for files with renamed tensors, and for what the family keeps in fp32."""
@@ -196,6 +197,7 @@ def longcat():
     ))  # fmt: skip
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("family", [nemotron_3, longcat], ids=lambda f: f.__name__)
 def test_other_rows_and_other_experts(family, tmp_path):
     """Quantized while loading and in memory, saved, loaded: the logits are those of the dequantized weights."""
@@ -209,6 +211,7 @@ def test_other_rows_and_other_experts(family, tmp_path):
     assert relative_error(found, logits(load(source, torch.float32))) > 0.01  # the experts count
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("rows", ["as transformers saves them", "of routed experts only"])
 def test_rows_of_identity_experts(rows, tmp_path):
     """transformers' LongCat has gate and up for experts that return their input; published files have none."""
@@ -305,6 +308,7 @@ def test_shards_and_missing_index(tmp_path):
     same_experts(load(tmp_path / "nvfp4"), model)
 
 
+@pytest.mark.slow
 def test_shards_of_a_variant(tmp_path, capsys):
     """transformers names the index of a variant in another way: every command reads it, and quantize writes files that
     load without a variant."""
@@ -458,6 +462,7 @@ def test_dense_stacks_under_the_modules_names(family, tmp_path):
         load(tmp_path / "bf16", quantization_config=MoeNvfp4Config())
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("orientation", ["hub", "saved"])
 def test_qwen3_vl_moe_is_quantized_from_either_orientation(orientation, tmp_path):
     """Its files on the Hub have [E, in, out]; those that transformers saves have [E, out, in]."""
@@ -579,7 +584,7 @@ def test_damaged_files_are_named(damage, tmp_path):
         load(source)
 
 
-@pytest.mark.slow_after(2)
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("value", [None, float("nan"), 0.0, float("inf")])
 def test_bad_and_missing_input_scales_are_named(value, tmp_path, caplog):
     """They are an error for W4A4, and left out for W4A16, which does not need them."""

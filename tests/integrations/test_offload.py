@@ -285,6 +285,7 @@ def blocks(model):
     return [block for block, _ in names]
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("family, ahead", [(nemotron_h, True), (llama4, True), newer(aria, True), (step3p7, False)])
 def test_shared_experts_run_while_the_cpu_does(family, ahead, events):
     model = swap_experts(make(family), recipe="max", progress=False)

@@ -111,6 +111,7 @@ def test_adapters_of_dense_experts_load_onto_4bit_ones_and_back(family, tmp_path
     assert relative_error(logits(back), logits(mine)) < CLOSE
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("family", [qwen3_moe, gpt_oss])
 def test_a_folder_of_an_adapter_is_loaded_as_its_base(family, tmp_path):
     """transformers loads the base that the folder names, quantizes it, and adds the adapter."""
@@ -220,6 +221,7 @@ def test_merging_quantizes_the_sums_by_the_layers_recipe(family, tmp_path):
     assert relative_error(logits(load(tmp_path / "merged", torch.float32)), logits(merged)) < CLOSE
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("where", [
     dict(target_parameters=["experts.gate_up_proj", "experts.down_proj"]), dict(target_modules=["q_proj"]),
     dict(target_modules=["q_proj"], modules_to_save=["lm_head"]),
@@ -334,6 +336,7 @@ def test_compiled_whole():
 # ---- what is refused -----------------------------------------------------------------------------
 
 
+@pytest.mark.slow_after(3)
 @pytest.mark.parametrize(
     ("settings", "error", "message"),
     [

@@ -64,6 +64,7 @@ def test_importance_is_that_of_the_dequantized_twin(make, tmp_path):
     assert found.digest() == want.digest() and all(layer.rows.sum() > 0 for layer in found.layers.values())
 
 
+@pytest.mark.slow
 def test_fp8_is_quantized_by_gptq_and_weighted_as_its_twin(tmp_path):
     source, twin = fp8_folder(tmp_path)
     for path in (source, twin):

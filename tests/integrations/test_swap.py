@@ -83,7 +83,7 @@ def test_a_bias_that_is_not_finite_is_refused(name):
     assert not any(isinstance(module, HFExperts) for module in model.modules())
 
 
-@pytest.mark.slow_after(3)
+@pytest.mark.slow_after(1)
 def test_verify_passes_what_a_swapped_model_saves(family, tmp_path):
     """And it finds the original's weights in the files."""
     make(family).save_pretrained(tmp_path / "bf16")
@@ -205,6 +205,7 @@ def test_hooks_stay_where_a_layer_is_replaced():
     assert relative_error(logits(model), hooked) > 0.01 and seen == ["Qwen3MoeExperts"]
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("name", ["forward", "_apply_gate"])
 def test_functions_of_a_single_module_are_refused_or_run(name):
     model = make(qwen3_moe, torch.float32)
@@ -254,6 +255,7 @@ def test_linears_that_stay_dense_are_named(caplog):
         swap_experts(model, linears="attention", progress=False)
 
 
+@pytest.mark.slow
 def test_experts_that_are_compiled_by_themselves_are_refused():
     model = make(qwen3_moe)
     experts = model.model.layers[1].mlp.experts
@@ -279,6 +281,7 @@ def test_a_subclass_with_a_forward_of_its_own_is_refused():
     assert kinds(model) == ["HFExperts", "Doubled"]
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("family, name, value", [
     (qwen3_moe, "act_fn", nn.GELU(approximate="tanh")), (qwen3_moe, "act_fn", nn.Tanh()),
     (qwen3_moe, "act_fn", nn.SiLU()), (gpt_oss, "limit", 1.0), (gpt_oss, "alpha", 0.5),
@@ -296,6 +299,7 @@ def test_a_gate_that_is_changed_later_counts(family, name, value):
     assert isinstance(value, nn.SiLU) or relative_error(logits(twin), before) > 1e-3
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("activations", ["bf16", "nvfp4"])
 def test_static_scales_in_one_layer_are_not_saved(activations, tmp_path):
     """Neither verify nor from_pretrained would take the files."""
@@ -352,6 +356,7 @@ def test_a_part_of_a_model_is_refused(tmp_path):
     assert torch.equal(*same)
 
 
+@pytest.mark.slow
 def test_a_part_of_a_model_that_was_loaded_is_refused(tmp_path):
     """Layers of it, and a body that was loaded by itself and put into a whole."""
     whole = load(path := folder(tmp_path, granite))
@@ -370,6 +375,7 @@ def test_float64_is_refused_before_anything_is_read(tmp_path):
             load(path, torch.float64, **config)
 
 
+@pytest.mark.slow
 def test_two_models_of_one_config_say_what_each_is(tmp_path):
     one = make(qwen3_moe, torch.float32)
     other = type(one)(one.config).eval()
@@ -397,6 +403,7 @@ def test_weights_that_are_not_there_or_of_another_dtype_are_named():
 
 
 # ---------------------------------------------------------------- exclude
+@pytest.mark.slow
 def test_exclude_is_a_pattern_or_several(tmp_path):
     source = folder(tmp_path, qwen3_moe)
     for exclude in ("model.layers.0.*", ["model.layers.0.*"], ("model.layers.0",)):
@@ -569,6 +576,7 @@ def test_a_dequantized_model_is_a_dense_model(family, tmp_path):
         assert all(p.grad is not None for n, p in model.named_parameters() if "experts" in n)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
 def test_a_model_is_dequantized_in_one_dtype(dtype, tmp_path):
     """What is saved is what ran, and computes what the 4-bit model does in this dtype."""

@@ -388,6 +388,7 @@ def test_weights_that_stay_in_files(driver, tmp_path):
         offload.check()
 
 
+@pytest.mark.slow_after(1)
 @needs_library
 @pytest.mark.parametrize("files", [False, True])
 def test_weights_stay_until_the_call_that_reads_them_has_run(driver, tmp_path, files):

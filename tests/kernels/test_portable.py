@@ -107,7 +107,7 @@ def test_random_layers(E, H, I, T, gate, bias, dtype, ids, sort, data):
         check(w, x, index, weights)
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("activations", ["bf16", "nvfp4"])
 def test_sorting_few_tokens_gives_the_same_bits(activations, monkeypatch):
     w, (x, ids, weights) = make_weights(12, 64, 48, activations=activations, bias=True), batch(5, 64, 12, 2)
@@ -159,7 +159,7 @@ def multiplies_nvfp4(monkeypatch):
     monkeypatch.setattr(portable, "capability", lambda device: (12, 0))
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("x_scale", "h_scale", "gate", "T", "top_k"),
     [(None, None, "oai", 5, 2), (2e-3, 5e-3, "relu2", 16, 3), (2e-3, None, "silu", 14, 3), (None, 5e-3, "gelu", 1, 1)],

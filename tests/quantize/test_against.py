@@ -114,7 +114,7 @@ def flipped(files, name):
 DAMAGE = [times, without_row, swapped, flipped]
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("made", MADE)
 def test_every_tensor_is_compared(made, tmp_path):
     """Each tensor of a converted folder is damaged in four ways, one at a time, and `verify` names it."""
@@ -157,6 +157,7 @@ def test_sums_of_very_small_and_very_large_numbers(size, tmp_path):
         verify_checkpoint(path, source)
 
 
+@pytest.mark.slow_after(3)
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_what_recipes_do_is_let_pass(recipe, dtype, tmp_path):

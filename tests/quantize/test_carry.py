@@ -252,6 +252,7 @@ def error_against(folder, twin):
     return max(layer.relative for layer in verify_checkpoint(folder, twin).layers.values())
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("family", [gpt_oss, llama4], ids=lambda f: f.__name__)
 def test_verify_stacks(family, tmp_path):
     """Against their dequantized weights, against their original, and with damage, which the error names."""

@@ -210,6 +210,7 @@ def test_qwen3_vl_moe_in_both_orientations(transposed, tmp_path):
         converted(source, tmp_path / "c")
 
 
+@pytest.mark.slow_after(8)
 @pytest.mark.parametrize("kind", sorted(STACKS))
 def test_every_stacked_family_by_hand(kind, tmp_path):
     """Every entry of the table of layouts, against tensors that are laid out here."""
@@ -359,7 +360,7 @@ def quantized_together(monkeypatch):
     return found
 
 
-@pytest.mark.slow_after(3)
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("family", [qwen3_moe, gpt_oss, dbrx])
 def test_several_matrices_in_a_job(family, recipe, tmp_path, monkeypatch):
@@ -457,6 +458,7 @@ def test_fp8_blocks(tmp_path):
         converted(source, tmp_path / "c")
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_mxfp4(recipe, tmp_path):
     """gpt-oss, whose rows of gate and up alternate: a searching recipe reproduces every value exactly."""

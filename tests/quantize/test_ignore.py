@@ -183,6 +183,7 @@ def test_excluded_experts(tmp_path):
     assert torch.isfinite(load(path).lm_head.weight).all()
 
 
+@pytest.mark.slow
 def test_a_pattern_for_layer_0_does_not_name_expert_0_of_the_others(tmp_path):
     """Patterns are compared with the names of experts, too, of which each layer has a number 0."""
     source = folder(tmp_path, qwen3_moe)

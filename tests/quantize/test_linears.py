@@ -102,7 +102,7 @@ def test_bytes(recipe, dialect, tmp_path):
     assert verify_checkpoint(tmp_path / "b", source).warnings == []
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk", [64 * 5, 64 * 64, 64 * 97])
 def test_pieces_end_anywhere_in_fused_linears(chunk, tmp_path, monkeypatch):
     source = folder(tmp_path, qwen2_moe)
@@ -162,7 +162,7 @@ def in_layer(stem):
     return re.sub(r"^.*?(layers|blocks)\.\d+\.", "", stem)
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("family", [*MEANT, inkling, inkling2], ids=lambda f: f.__name__)
 def test_groups_of_families(family, tmp_path):
     """The groups, and the same bytes by every way: converted, while loading, swapped, loaded and saved again."""
@@ -252,6 +252,7 @@ def test_columns_that_are_no_whole_blocks(tmp_path):
     assert not (tmp_path / "d").exists()
 
 
+@pytest.mark.slow
 def test_patterns(tmp_path):
     """Names in files and in transformers, wildcards, modules, commas, exclusions."""
     source = folder(tmp_path, qwen2_moe)

@@ -121,6 +121,7 @@ LOST = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("family, name", LOST, ids=lambda value: getattr(value, "__name__", value))
 def test_sources_that_lack_a_tensor_are_not_quantized(family, name, tmp_path, capsys):
     """No text is needed for this: a loaded model would have random numbers there."""
@@ -173,7 +174,7 @@ def test_a_config_of_fewer_experts_is_refused_before_anything_is_written(tmp_pat
         convert_checkpoint(source, tmp_path / "x", progress=False)
 
 
-@pytest.mark.slow_after(4)
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("dialect", CONFIGS)
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda f: f.__name__)
 def test_whole_folders_pass(family, dialect, tmp_path):

@@ -1,5 +1,6 @@
 """Files of strangers: no code of theirs runs, nothing blocks or takes long, and links lead nowhere."""
 
+import io
 import json
 import os
 import re
@@ -27,9 +28,8 @@ def small():
     return qwen3_moe(experts=2, num_hidden_layers=1)
 
 
-@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("command", ["verify", "info", "quantize"])
-def test_code_of_a_checkpoint_is_not_run(command, tmp_path):
+def test_code_of_a_checkpoint_is_not_run(command, tmp_path, monkeypatch, capsys):
     """Neither by config.json's auto_map nor by the tokenizer's, whatever is typed."""
     source = folder(tmp_path / "a", experts(E=2))
     path = converted(source, tmp_path / "b")
@@ -37,16 +37,14 @@ def test_code_of_a_checkpoint_is_not_run(command, tmp_path):
         (place / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Config:\n    pass\n")
         edit_config(place, model_type="not_known", auto_map={"AutoConfig": "evil.Config"})
     arguments = {"verify": [path], "info": [path], "quantize": [source, tmp_path / "c", "--verify"]}[command]
-    done = subprocess.run(
-        [sys.executable, "-m", "moe_nvfp4", command, *map(str, arguments)], input="y\ny\n", text=True,
-        capture_output=True, env=ENVIRONMENT, timeout=120,
-    )  # fmt: skip
-    assert not (tmp_path / "ran").exists(), done.stdout
-    assert "Traceback" not in done.stderr
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\ny\n"))
+    code = cli.main([command, *map(str, arguments)])
+    said = capsys.readouterr()
+    assert not (tmp_path / "ran").exists(), said.out
     if command != "info":
-        assert "not compared with the model's own list" in done.stdout
+        assert "not compared with the model's own list" in said.out
     else:
-        assert done.returncode == 2 and "error: " in done.stderr
+        assert code == 2 and "error: " in said.err
 
 
 def test_long_headers(tmp_path):
@@ -59,6 +57,7 @@ def test_long_headers(tmp_path):
     assert time.perf_counter() - start < 5
 
 
+@pytest.mark.slow_after(5)
 @pytest.mark.parametrize("family, key, message", [
     (small, "num_hidden_layers", "names 10000000 layers, and the tensors of the files are numbered to 1"),
     (gemma4, "num_hidden_layers", "names 10000000 layers, and the tensors of the files are numbered to 3"),
@@ -96,6 +95,7 @@ def test_info_refuses_dense_files_of_another_model(tmp_path, capsys):
     assert "by config.json Qwen3MoeForCausalLM has [64, 96] there" in capsys.readouterr().err
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("family, changes, there", [
     (qwen3_moe, {"moe_intermediate_size": 32}, "[64, 32]"),
     (qwen3_moe, {"hidden_size": 32}, "[96, 32]"),
@@ -243,6 +243,7 @@ FORMS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow_after(7)
 @pytest.mark.parametrize("key", [
     "text_config", "vision_config", "quantization_config", "rope_parameters", "rope_scaling",
     "text_config.audio_config", "text_config.rope_parameters",
@@ -261,6 +262,7 @@ def test_parts_of_a_config_that_are_no_objects(key, value, tmp_path, capsys):
         assert f"config.json: {key} is {value!r}, no object" in capsys.readouterr().err
 
 
+@pytest.mark.slow_after(9)
 @pytest.mark.parametrize("family, changes, message", [
     (small, {"num_experts_per_tok": 3}, "num_experts_per_tok is 3, and a token has 1 to 2 experts"),
     (small, {"num_experts_per_tok": 0}, "num_experts_per_tok is 0, and a token has 1 to 2 experts"),
@@ -285,6 +287,7 @@ def test_settings_that_no_model_can_have(command, family, changes, message, tmp_
     assert re.search(f"config.json: .*{message}", capsys.readouterr().err)
 
 
+@pytest.mark.slow_after(7)
 @pytest.mark.parametrize("own, message", [
     (3, "moe_nvfp4 in quantization_config is 3, no object"),
     ({"exclude": 3}, "config.json has exclude 3 under moe_nvfp4, which makes no sense"),

@@ -104,7 +104,7 @@ def test_separate_scales_are_repaired(dialect, tmp_path, capsys):
         convert_checkpoint(tmp_path / "bf16", tmp_path / "again", Options(share_scales=True), progress=False)
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["stacks", "AWQ"])
 def test_other_layouts_are_repaired(kind, tmp_path):
     """Their input scales and pre_quant_scale are kept."""
