@@ -128,7 +128,7 @@ def python(code: str, **env: object) -> subprocess.CompletedProcess[str]:
 
 SANITIZED = """
 from moe_nvfp4.kernels.cpu import backend as cpu
-cpu.FLAGS = (*(f for f in cpu.FLAGS if f != "-O3"), "-O1", "-g1", "-fsanitize=address,undefined",
+cpu.FLAGS = (*(f for f in cpu.FLAGS if f != "-O3"), "-O0", "-g1", "-fsanitize=address,undefined",
              "-fno-sanitize-recover=all")
 cpu._shipped = lambda: None
 """
