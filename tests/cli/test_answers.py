@@ -18,6 +18,7 @@ from tests.integrations.test_graphs import recorded  # noqa: F401
 from tests.models import make, qwen3_moe
 
 
+@pytest.mark.slow
 def test_generate_says_the_same_by_graphs(folder, request, monkeypatch, capsys):
     from transformers import Qwen3MoeForCausalLM
 
@@ -115,6 +116,7 @@ def test_a_command_of_chat_never_reaches_the_model(talkative, monkeypatch, capsy
 NEVER = b"never sent"  # Ctrl-C follows
 
 
+@pytest.mark.slow
 def test_chat_in_a_terminal(tmp_path):
     """Ctrl-C at the prompt does not end the program, and the arrow up brings back a line of an earlier run."""
     for module in ("pty", "fcntl", "termios", "readline"):

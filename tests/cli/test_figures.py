@@ -77,6 +77,7 @@ def test_compare(folder, tmp_path, capsys):
     assert plain == rows["W4A4"][1] != better and "W4A16" not in said
 
 
+@pytest.mark.slow
 def test_compare_with_another_model(folder, tmp_path, capsys):
     """It may have the same vocabulary, and then has numbers."""
     text = tmp_path / "text.txt"

@@ -87,7 +87,7 @@ def test_right_results_are_noted_once(unproven, monkeypatch, capfd):
         assert layer().backend().name == "cpu" and len(runs) == 4
 
 
-@pytest.mark.slow_after(1)  # a process takes five seconds to start
+@pytest.mark.slow  # a process takes five seconds to start
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_wrong_results_are_not_used(mistake, unproven, monkeypatch):
     planted = PLANTED.format(mistake=mistake, seconds=2.0 if "sleep" in mistake else 60.0)

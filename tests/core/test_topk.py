@@ -43,6 +43,7 @@ def taken(work):
     return made, count.own, count.torchs
 
 
+@pytest.mark.slow
 @settings(max_examples=15, deadline=None)
 @given(
     rows=st.integers(0, 4), N=st.integers(1, 300), dtype=st.sampled_from(topk._DTYPES),

@@ -162,7 +162,7 @@ def test_mixed_precision_fp8_linears_become_dense(kind, dialect, tmp_path, caplo
     assert relative_error(logits(model), logits(load(twin))) < 10 * THRESHOLDS["fp32"]
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @both
 @pytest.mark.parametrize("kind, family", [
     ("tensor", qwen3_moe), ("row", qwen3_moe), ("block", mixtral),

@@ -212,6 +212,7 @@ def test_linears_stay_packed_or_become_dense(family, dialect, tmp_path):
     assert torch.equal(logits(again), logits(dense)) and not packed(again, NVFP4Linear)
 
 
+@pytest.mark.slow
 def test_a_whole_model_loads_from_files_of_its_body(tmp_path):
     """Its head is tied to the embedding."""
     folder(tmp_path, gemma4)
@@ -286,6 +287,7 @@ def test_whether_a_quantized_lm_head_is_tied_says_the_whole_config(tmp_path):
         load(folder)
 
 
+@pytest.mark.slow
 def test_what_a_user_made_dense_is_saved_dense(tmp_path):
     """A new head where linears are packed, and the original experts in a layer that 4 bits hurt."""
     folder, twin = quantized(tmp_path, qwen3_moe, "modelopt", lambda k: is_expert(k) or k == "lm_head.weight")

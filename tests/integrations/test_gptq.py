@@ -141,7 +141,7 @@ def test_little_data_is_no_worse_than_weighted(rows):
         assert outputs_error(w, codes, sf, scale, covariance) < (1.0 if rows < 256 else 0.8) * weighted
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("family", [qwen3_moe, gpt_oss, mixtral, nemotron_h], ids=lambda f: f.__name__)
 def test_converted_and_swapped_models_are_the_same(family, tmp_path):
     source = folder(tmp_path, family)

@@ -125,6 +125,7 @@ def test_nobody_needs_to_ask(recorded, monkeypatch, caplog):
     assert model.get_compiled_call(CompileConfig()) == other.get_compiled_call() == "transformers' own"
 
 
+@pytest.mark.slow
 def test_each_call_of_generate_has_a_graph_of_its_own(recorded):
     model = use_cuda_graphs(ready(qwen3_moe))
     assert torch.equal(said(model).sequences, said(model).sequences)
@@ -284,6 +285,7 @@ def test_graphs_that_live_together_have_streams_of_their_own(streams):
     assert state == before
 
 
+@pytest.mark.slow
 def test_a_sliding_window_would_be_wrong(recorded, monkeypatch):
     """Its cache counts in Python, which a graph does not run, so the comparison above would fail."""
     monkeypatch.setattr(graphs, "_check", lambda model: None)

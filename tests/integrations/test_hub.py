@@ -70,6 +70,7 @@ def runtime_imports(tree):
             yield from runtime_imports(node)
 
 
+@pytest.mark.slow
 def test_every_import_finds_its_file(folder):
     """Those of functions, too, which are not called here."""
     files = list((folder / "build").glob("torch-*/**/*.py"))

@@ -408,6 +408,7 @@ def test_a_classifier_is_measured_without_its_new_head(tmp_path):
         assert torch.equal(a.mlp.experts.gate_up_proj, b.mlp.experts.gate_up_proj)
 
 
+@pytest.mark.slow
 def test_the_body_of_the_model_that_was_measured_takes_its_file(tmp_path):
     source = folder(tmp_path, qwen3_moe)
     save_importance(files_importance(source, BATCHES, device="cpu", progress=False), path := tmp_path / "file")

@@ -231,6 +231,7 @@ def test_rows_of_identity_experts(rows, tmp_path):
     assert torch.equal(logits(load(tmp_path / "weighted")), logits(loaded))
 
 
+@pytest.mark.slow
 def test_experts_of_two_modules_in_one_list(tmp_path):
     """ERNIE 4.5 VL's files have the experts for text and for images in one list, which is halved."""
     from transformers import Ernie4_5_VLMoeConfig, Ernie4_5_VLMoeForConditionalGeneration

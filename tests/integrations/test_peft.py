@@ -137,7 +137,7 @@ def test_routers_norms_and_embeddings_get_their_gradients():
     same_gradients(found, gradients(dense))
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("r", [4, 5])
 def test_packed_linears(r, tmp_path):
     """The case of QLoRA: the linears of attention are 4-bit too."""
@@ -254,6 +254,7 @@ def test_merging_into_experts_whose_recipe_needs_data_takes_mse():
         assert torch.equal(getattr(experts, key)[1], value), key
 
 
+@pytest.mark.slow
 def test_awq_scales_count_for_the_base_and_not_for_adapters(tmp_path):
     folder, twin = awq(tmp_path, qwen3_moe)
     models = set_activations(load(folder, torch.float32), "bf16"), load(twin, torch.float32)

@@ -111,6 +111,7 @@ def test_a_model_that_transformers_made_dense_is_saved_dense(tmp_path):
     assert torch.equal(logits(load(tmp_path / "nvfp4")), logits(model))
 
 
+@pytest.mark.slow
 def test_an_interrupted_swap_goes_on_where_it_was(monkeypatch, tmp_path):
     model, whole = make(qwen3_moe), swap_experts(make(qwen3_moe), progress=False)
     quantize, calls = HFExperts.load_expert, []
@@ -341,6 +342,7 @@ def test_linears_of_a_part_have_no_names():
     assert isinstance(swap_experts(layer, progress=False)[0].mlp.experts, HFExperts)
 
 
+@pytest.mark.slow
 def test_a_part_of_a_model_is_refused(tmp_path):
     """The whole model would save it without this library: codes by expert, but scales in stacks."""
     whole = make(granite, torch.float32)

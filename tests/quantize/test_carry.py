@@ -60,7 +60,7 @@ def same_model(a, b, ulp=0.0):
         assert torch.equal(first, second)
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("dialect", CONFIGS)
 def test_linears_are_carried_with_the_experts_and_back(dialect, tmp_path):
     source, _ = quantized(tmp_path, qwen2_moe, dialect, lambda k: is_expert(k) or is_linear(k), 0.003)

@@ -122,6 +122,7 @@ def value(tensors, layer, part, e):
     return torch.from_numpy(gguf.quants.dequantize(found.data[e], found.tensor_type) * tensors[f"{name}.scale"].data[e])
 
 
+@pytest.mark.slow_after(5)
 @pytest.mark.parametrize("dialect", ["modelopt", "compressed-tensors"])
 @pytest.mark.parametrize("kind", ["Q8_0", "BF16", "F16", "F32", "Q4_0"])
 def test_ggml_reads_the_numbers_of_the_checkpoint(dialect, kind, made, tmp_path):

@@ -358,6 +358,7 @@ def test_readers_of_other_tools(tmp_path):
                               rtol=3e-7, atol=0), stem  # fmt: skip
 
 
+@pytest.mark.slow
 def test_dialects_carry_them(tmp_path):
     source = folder(tmp_path, qwen2_moe)
     first = converted(source, tmp_path / "first", linears="all")
@@ -387,6 +388,7 @@ def test_verify_names_a_damaged_linear(tmp_path):
 
 
 # ---------------------------------------------------------------- interrupted
+@pytest.mark.slow
 def test_an_interrupted_conversion_goes_on(tmp_path, monkeypatch):
     source = folder(tmp_path, qwen2_moe)
     whole = converted(source, tmp_path / "whole", linears="all")
@@ -407,6 +409,7 @@ def test_an_interrupted_conversion_goes_on(tmp_path, monkeypatch):
     same_files(tmp_path / "b", whole)
 
 
+@pytest.mark.slow
 def test_an_interrupted_swap_goes_on(tmp_path, monkeypatch):
     from moe_nvfp4.integrations.huggingface import linears
 
