@@ -222,7 +222,12 @@ def check_reloads() -> None:
 def _checking(reload: Callable[..., None]) -> Callable[..., None]:
     def reload_weights(self, weights_iterator=None, weights_path=None, is_checkpoint_format=True) -> None:
         config = self.vllm_config.quant_config
-        if config is not None and config.get_name() == NAME and is_checkpoint_format:
+        if config is not None and config.get_name() == NAME:
+            if not is_checkpoint_format:
+                raise NotImplementedError(
+                    "is_checkpoint_format=False: 4-bit layers keep their weights in a layout of their own, in which no "
+                    "tensors come: leave it out, and send tensors as files have them"
+                )
             if weights_iterator is not None:
                 weights_iterator = checked(weights_iterator, config.info)
             elif weights_path is not None:

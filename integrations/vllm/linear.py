@@ -11,7 +11,7 @@ from vllm.model_executor.layers.linear import LinearMethodBase, register_weight_
 from vllm.model_executor.parameter import GroupQuantScaleParameter, ModelWeightParameter, PerTensorScaleParameter
 
 from moe_nvfp4.integrations.vllm import engine
-from moe_nvfp4.integrations.vllm.loading import DTYPES, OUTSIDE, refresh
+from moe_nvfp4.integrations.vllm.loading import CAST, DTYPES, OUTSIDE, refresh
 from moe_nvfp4.linear import NVFP4Linear
 from moe_nvfp4.quantize.dialects import Dialect
 from moe_nvfp4.ready import prepare
@@ -85,6 +85,8 @@ class NVFP4LinearMethod(LinearMethodBase):
                     f"{where} is {found}, expected {DTYPES[kind]}: the config calls this linear NVFP4. If it is not, "
                     "name it in the config's ignore list, or quantize the checkpoint again"
                 )
+            if kind not in DTYPES and loaded_weight.dtype != torch.float32:
+                raise ValueError(f"{where} is {found}, expected float32{CAST}")
             if kind in DTYPES and loaded_weight.shape[-1] * PER_ELEMENT[kind] != self.columns:
                 raise ValueError(f"{where} is {found}, the model's config needs {self.columns} columns: config.json "
                                  "and the weights are not of one model")  # fmt: skip

@@ -28,6 +28,7 @@ OUTSIDE = (
     'comes outside of a reload: replace weights by vLLM\'s collective_rpc("reload_weights", ...) or its weight '
     "transfer, which hand over a layer as a whole"
 )
+CAST = ": a global scale that is rounded is another one; send it as the files have it"
 OTHER = "with which this server was started: load files of that form, or start the server again with these"
 
 
@@ -119,11 +120,10 @@ class ExpertLoader:
 
     # ---------------------------------------------------------------- one kind of tensor each
     def _scale(self, kind: str, part: str, e: int, tensor: Tensor, where: str) -> None:
-        if tensor.numel() != 1 or not tensor.is_floating_point():
-            stacked = ": stacks of all experts become single ones by moe-nvfp4 quantize SRC DST" if tensor.dim() else ""
-            raise ValueError(
-                f"{where} is {tensor.dtype} {list(tensor.shape)}, expected one floating-point number{stacked}"
-            )
+        if tensor.numel() != 1 or tensor.dtype != torch.float32:
+            why = ": stacks of all experts become single ones by moe-nvfp4 quantize SRC DST" if tensor.dim() else ""
+            why = why if tensor.dtype == torch.float32 else CAST
+            raise ValueError(f"{where} is {tensor.dtype} {list(tensor.shape)}, expected one float32 number{why}")
         scale = self.dialect.decode_scale(tensor.reshape(()))
         if kind == "global_scale":
             self.experts.get_parameter(f"{part}_global_scale").data[e] = scale

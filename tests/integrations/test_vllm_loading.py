@@ -224,8 +224,10 @@ def test_a_missing_half_and_a_missing_bias_are_named():
         (
             ("global_scale", "gate_proj", 1),
             torch.ones(2),
-            r"float32 \[2\], expected one floating-point number.*quantize",
+            r"float32 \[2\], expected one float32 number.*quantize",
         ),
+        (("global_scale", "up_proj", 1), torch.tensor(0.1).bfloat16(), r"bfloat16 \[\], expected one float32.*rounded"),
+        (("input_scale", "down_proj", 2), torch.tensor(0.1).half(), r"float16 \[\], expected one float32.*rounded"),
         (("sf", "down_proj", 2), torch.full((H, I // 16), 1).neg().to(torch.float8_e4m3fn), "negative block scales"),
     ],
 )

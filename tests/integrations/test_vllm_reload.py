@@ -159,6 +159,13 @@ def test_other_forms(dense, tmp_path):
     assert ours(llm) == before and ask(llm) == answers
     with pytest.raises(ValueError, match="comes as NVFP4 of compressed-tensors"):
         load_again(llm, weights_iterator=iter(tensors(tmp_path / "dialect-4").items()))
+    for part, named in ((".mlp.experts.3.up_proj", "experts.3.up_proj"), (".self_attn.k_proj", "k")):
+        name = f"model.layers.0{part}.weight_scale_2"
+        rounded = tensors(tmp_path / "mine-4") | {name: torch.tensor(0.1).bfloat16()}
+        with pytest.raises(
+            ValueError, match=rf"{named}.* is torch\.bfloat16 \[\], expected .*that is rounded is another"
+        ):
+            load_again(llm, weights_iterator=iter(rounded.items()))
     llm.llm_engine.engine_core.shutdown()
 
 
@@ -172,6 +179,10 @@ def test_what_is_refused(dense, tmp_path):
     for part, name in ((".experts.", r"w2_weight"), ("o_proj.weight", r"o_proj\.weight")):
         with pytest.raises(NotImplementedError, match=rf"{name} comes outside of a reload.*reload_weights"):
             llm.apply_model(lambda model, part=part: model.load_weights(t for t in files.items() if part in t[0]))
+    with pytest.raises(
+        NotImplementedError, match="is_checkpoint_format=False: 4-bit layers keep their weights in a layo"
+    ):
+        load_again(llm, weights_iterator=iter(files.items()), is_checkpoint_format=False)
     missing = "model.layers.1.mlp.experts.3.up_proj.weight_scale_2"
     with pytest.raises(ValueError, match=r"layers\.1\.mlp\.experts: up_proj\.weight_scale_2 of expert 3 .* verify"):
         load_again(llm, weights_iterator=iter([item for item in files.items() if item[0] != missing]))
