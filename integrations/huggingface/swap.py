@@ -35,6 +35,7 @@ from moe_nvfp4.integrations.huggingface.experts import (
     experts_for,
     find_experts,
     keep_hooks,
+    refuse_elsewhere,
     set_implementation,
 )
 from moe_nvfp4.integrations.huggingface.gptq import gptq_model
@@ -359,15 +360,16 @@ def calibrate(model: Model, batches: Iterable[Tensor | Mapping[str, Tensor]], pr
     batches: inputs of the model, token ids [B, T] or dictionaries; a few hundred tokens of the kind that the model is
     meant for. Positions where a dictionary's attention_mask [B, T] is 0 do not count. All experts of a layer get one
     scale. The scales are used with activations="nvfp4", and are saved by `save_pretrained`. ValueError if no token
-    reached a layer, if a layer got NaN or Inf, and for token ids [B, T] that the model does not take.
+    reached a layer, if a layer got NaN or Inf, and for token ids [B, T] that the model does not take;
+    NotImplementedError if layers are split over ranks or offloaded.
     """
     layers: dict[str, Any] = {name: m for name, m in model.named_modules() if isinstance(m, HFExperts)}
     config = _config(model, bool(layers))
     # Servers that read a scale for experts want one for every 4-bit layer
     linears = {name: m for name, m in model.named_modules() if isinstance(m, NVFP4Linear)}
     layers |= {name: m for name, m in linears.items() if m.input_scale is None}
-    if any(isinstance(p, DTensor) for layer in layers.values() for p in layer.parameters()):
-        raise NotImplementedError("a model that is split over ranks is not calibrated: do it in one process, and save")
+    for parameter in (p for layer in layers.values() for p in layer.parameters()):
+        refuse_elsewhere(parameter, "calibrated")  # a hook brings the parameters that were there when the model loaded
 
     whole: Any = model
 

@@ -201,6 +201,18 @@ def test_static_w4a4_is_about_as_good_as_dynamic(family, tmp_path):
     assert tensors(tmp_path / "again").keys() == tensors(tmp_path / "static").keys()
 
 
+def test_a_model_on_disk_is_not_calibrated(tmp_path):
+    """Its hooks bring the parameters of the files, which the scales are not."""
+    swap_experts(make(qwen3_moe), progress=False).save_pretrained(tmp_path / "nvfp4")
+    parts = ("model.embed_tokens", "model.norm", "model.rotary_emb", "model.layers.0", "lm_head")
+    where = dict.fromkeys(parts, "cpu") | {"model.layers.1": "disk"}
+    model = load(tmp_path / "nvfp4", device_map=where, offload_folder=tmp_path / "offload")
+    before = logits(model, "bf16")
+    with pytest.raises(NotImplementedError, match="weights on disk or on meta is not calibrated: load it without"):
+        calibrate(model, PROMPTS, progress=False)
+    assert torch.equal(logits(model, "bf16"), before)
+
+
 def test_what_cannot_be_calibrated_is_named(tmp_path):
     with pytest.raises(ValueError, match="has no 4-bit experts: call swap_experts first"):
         calibrate(make(qwen3_moe), PROMPTS)
