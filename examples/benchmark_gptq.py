@@ -32,7 +32,7 @@ def make_model(folder: Path, layers: int, hidden: int, intermediate: int, expert
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--layers", type=int, default=3, help="layers to measure; the first is not counted")
+    parser.add_argument("--layers", type=int, default=3, help="layers to measure; of several, the first is not counted")
     parser.add_argument("--of", type=int, default=48, help="layers of the whole model, to extrapolate to")
     parser.add_argument("--shape", type=int, nargs=3, default=(2048, 768, 128), metavar=("H", "I", "E"))
     parser.add_argument("--recipe", choices=("gptq", "distill"), default="gptq")
@@ -58,7 +58,7 @@ def main() -> None:
         seconds = [b - a for a, b in zip(ends, ends[1:], strict=False)]
         rows = codes.rows(codes.modules[-1])
     peak = torch.cuda.max_memory_allocated() / 1e9 if args.device != "cpu" else float("nan")
-    each = sum(seconds) / len(seconds)
+    each = sum(seconds) / len(seconds) if seconds else whole
     H, I, E = args.shape
     print(f"H {H}, I {I}, {E} experts; {args.windows} x {args.window} tokens, {rows.min()} to {rows.max()} per expert")
     print(f"layers {', '.join(f'{s:.1f}' for s in seconds)} s (the first {ends[0] - began:.1f} s; all {whole:.1f} s)")

@@ -23,18 +23,18 @@ from moe_nvfp4.quantize.search import round_to_e2m1
 INSIDE = 0.45  # of a step between codes: how far from its code a weight may begin; from 0.5 on it is another code
 
 
-class RoundToCodes(torch.autograd.Function):
-    """t, fp32, in units of the scale -> the nearest e2m1 values, fp32."""
+class Rounded(torch.autograd.Function):
+    """t, fp32 in units of the scale, and the two scales -> values, fp32. In place where it can be: memory is slow."""
 
     @staticmethod
-    def forward(ctx: Any, t: Tensor) -> Tensor:
-        ctx.save_for_backward(t.abs() <= E2M1_MAX)
-        return round_to_e2m1(t)
+    def forward(ctx: Any, t: Tensor, sf: Tensor, global_scale: Tensor) -> Tensor:
+        ctx.save_for_backward(t, sf, global_scale)
+        return round_to_e2m1(t).mul_(sf).mul_(global_scale)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        (inside,) = ctx.saved_tensors
-        return grads[0] * inside
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        t, sf, global_scale = ctx.saved_tensors
+        return (grads[0] * sf).mul_(global_scale).masked_fill_(t.abs() > E2M1_MAX, 0), None, None
 
 
 class LearnedMatrices:
@@ -60,8 +60,8 @@ class LearnedMatrices:
 
     def values(self) -> Tensor:
         """The weights, fp32 [n, N, K]; differentiable."""
-        codes: Tensor = RoundToCodes.apply(self.t)
-        return ((codes * self._sf) * self._global_scale).flatten(-2)[..., : self.columns]
+        values: Tensor = Rounded.apply(self.t, self._sf, self._global_scale)
+        return values.flatten(-2)[..., : self.columns]
 
     @torch.no_grad()
     def quantized(self) -> Quantized:

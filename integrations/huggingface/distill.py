@@ -19,6 +19,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from moe_nvfp4.format import dequantize
 from moe_nvfp4.integrations.huggingface.experts import ModuleLayout, dense_experts, own_gate
@@ -58,31 +59,32 @@ class Experts:
     def __call__(self, first: int, values: Pair, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """The weighted sum fp32 [T, H] over experts from `first` on, of x [T, H], index [T, k] and weights [T, k]. On a
         CPU in fp32, which most CPUs multiply faster than bf16."""
+        if len(x) > CHUNK:
+            parts = zip(*(t.split(CHUNK) for t in (x, index, weights)), strict=True)
+            return torch.cat([self(first, values, *part) for part in parts])
         x = x.float() if x.device.type == "cpu" else x
-        w13, w2 = (w.to(x.dtype).unbind() for w in values)  # one gradient of all, where w[j] has n
-        n = len(w13)
+        n = len(values[0])
         groups = group_by_expert(torch.where((index >= first) & (index < first + n), index - first, n), n)
         counts = groups.offsets.diff().tolist()
         slots = groups.order[: sum(counts)].long()
-        tokens = (slots // groups.top_k).split(counts)
-        share = weights.float().flatten()[slots, None].split(counts)
-        rounded = self._rounded(x)
-        h = torch.cat([self._up(first + j, w13[j], rounded[rows]) for j, rows in enumerate(tokens)])
-        y = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-        for j, part in enumerate(self._rounded(h).split(counts)):
-            part = self._with_bias("down_proj_bias", first + j, part @ w2[j].T)
-            y = y.index_add(0, tokens[j], part.float() * share[j])
-        return y
+        experts = index.flatten()[slots]
+        w13, w2 = (w.to(x.dtype) for w in values)
+        up = grouped_matmul(self._rounded(x)[slots // groups.top_k], w13, counts)
+        up = self._with_bias(self.layout.up_name, experts, up)
+        h = own_gate(self.module, type(self.module), self.layout, up)
+        y = self._with_bias("down_proj", experts, grouped_matmul(self._rounded(h), w2, counts))
+        # not index_add by token, which adds in any order on a GPU
+        of_slots = torch.zeros(index.numel(), x.shape[1], device=x.device)
+        of_slots = of_slots.index_copy(0, slots, y.float() * weights.float().flatten()[slots, None])
+        return of_slots.view(*index.shape, -1).sum(dim=1)
 
-    def _up(self, e: int, w13: Tensor, x: Tensor) -> Tensor:
-        """Expert e's h [n, I] of its rows x [n, H]."""
-        up = self._with_bias(f"{self.layout.up_name}_bias", e, x @ w13.T)
-        return own_gate(self.module, type(self.module), self.layout, up)
-
-    def _with_bias(self, name: str, e: int, y: Tensor) -> Tensor:
+    def _with_bias(self, name: str, experts: Tensor, y: Tensor) -> Tensor:
+        """y [n, N], a row each of `experts` [n], with their biases."""
         if self.layout.bias is None:
             return y
-        return y + self.layout.canonical(name, getattr(self.module, name)[e].detach()).to(y.dtype)
+        name = f"{name}_bias"
+        bias = torch.stack([self.layout.canonical(name, row) for row in getattr(self.module, name).detach()])
+        return y + bias.to(y.dtype)[experts]
 
     def _rounded(self, rows: Tensor) -> Tensor:
         if not is_quantized(self.activations):
@@ -95,6 +97,14 @@ class Experts:
             return 0.0
         none = index >= self.layout.num_experts
         return (x * weights.masked_fill(~none, 0).sum(dim=-1, keepdim=True)).to(x.dtype)
+
+
+def grouped_matmul(x: Tensor, w: Tensor, counts: list[int]) -> Tensor:
+    """The first counts[0] rows of x [n, K] times w[0].T, the next counts[1] times w[1].T and so on: [n, N]."""
+    if x.is_cuda and x.dtype == torch.bfloat16 and w.shape[1] % 8 == w.shape[2] % 8 == 0:  # as its loads need it
+        ends = torch.tensor(counts, dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        return functional.grouped_mm(x, w.mT, offs=ends.to(x.device, non_blocking=True))
+    return torch.cat([rows @ matrix.T for rows, matrix in zip(x.split(counts), w.unbind(), strict=True)])
 
 
 # ---------------------------------------------------------------- the experts of a layer
@@ -193,7 +203,7 @@ def _learn_group(
     if not len(tokens):
         return up, down
     trained = [up.t.requires_grad_(), down.t.requires_grad_()]
-    optimizer = torch.optim.Adam(trained, betas=(0.9, 0.95))
+    optimizer = torch.optim.Adam(trained, betas=(0.9, 0.95), fused=True)
     weight = rows.weight[:, None] / (rows.weight[tokens, None] * target[tokens].square()).mean().clamp(min=TINY)
     generator, order = torch.Generator().manual_seed(0), tokens[:0]
     steps = max(STEPS, len(tokens) // TOKENS)

@@ -167,10 +167,11 @@ def test_what_is_worse_on_rows_held_out_is_not_kept():
 
 
 @pytest.mark.slow_after(1)
-@pytest.mark.parametrize("together", [1, 1 << 28])
-def test_experts_in_groups(together, monkeypatch):
-    """One expert after another, beside what the others give; and all at once."""
+@pytest.mark.parametrize("together, chunk", [(1, 300), (1 << 28, 8192)])
+def test_experts_in_groups(together, chunk, monkeypatch):
+    """One expert after another, beside what the others give; and all at once. Rows in chunks, and all at once."""
     monkeypatch.setattr(distill, "TOGETHER", together)
+    monkeypatch.setattr(distill, "CHUNK", chunk)
     experts, start, rows = some_experts(), start_of("mse"), given(1600)
     made = distill.learn(experts, start, rows_of(dense(experts, rows), *rows), "cpu")
     assert error_of(experts, made, given(400, seed=1)) < 0.97 * error_of(experts, start, given(400, seed=1))

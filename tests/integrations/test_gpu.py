@@ -9,6 +9,7 @@ import transformers
 from packaging.version import Version
 
 from moe_nvfp4.integrations.huggingface import MoeNvfp4Config, set_activations, swap_experts
+from moe_nvfp4.integrations.huggingface.distill import grouped_matmul
 from moe_nvfp4.integrations.huggingface.experts import HFExperts
 from tests.common import on_gpu, on_two_gpus, relative_error
 from tests.models import FAMILIES, IDS, folder, load, logits, mixtral, qwen3_moe, same_tensors
@@ -139,3 +140,20 @@ def test_layers_on_two_gpus(activations, tmp_path):
     model.save_pretrained(tmp_path / "b")
     whole.save_pretrained(tmp_path / "a")
     same_tensors(tmp_path / "a", tmp_path / "b")
+
+
+@pytest.mark.parametrize("counts", [[0, 5, 0, 700, 3, 0], [0, 0, 0], [1, 0, 2047]], ids=str)
+@pytest.mark.parametrize("K", [256, 20])
+def test_products_of_recipe_distill(counts, K):
+    """Experts without rows get a gradient of zero, whatever was in the memory before."""
+    g = torch.Generator("cuda").manual_seed(0)
+    new = lambda *shape: torch.randn(shape, generator=g, device="cuda").bfloat16()
+    x, w, dy = new(sum(counts), K), new(len(counts), 128, K).requires_grad_(), new(sum(counts), 128)
+    dirty = [torch.full_like(w, torch.nan) for _ in range(20)]
+    del dirty
+    y = grouped_matmul(x, w, counts)
+    (gradient,) = torch.autograd.grad(y, w, dy)
+    for e, (rows, found, d) in enumerate(zip(x.split(counts), y.split(counts), dy.split(counts), strict=True)):
+        want = rows.double() @ w[e].detach().double().T, d.double().T @ rows.double()
+        for value, reference in zip((found, gradient[e]), want, strict=True):
+            assert (value - reference).abs().max() <= 2**-8 * reference.abs().max() if len(rows) else not value.any()
