@@ -48,8 +48,12 @@ def quantize_gptq(w: Tensor, hessian: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     padded = w.shape[-1]
     codes = torch.empty(n, N, padded // 2, dtype=torch.uint8, device=w.device)
     sf = torch.empty(n, N, padded // SF_VEC_SIZE, dtype=torch.uint8, device=w.device)
-    hessian = torch.nn.functional.pad(hessian, (0, padded - K, 0, padded - K))
-    factors = torch.cat([inverse_factor(part) for part in hessian.split(max(1, _FACTORED // padded**2))])
+    if padded > K:
+        hessian = torch.nn.functional.pad(hessian, (0, padded - K, 0, padded - K))
+    factors = torch.empty_like(hessian)
+    step = max(1, _FACTORED // padded**2)
+    for a in range(0, n, step):
+        factors[a : a + step] = inverse_factor(hessian[a : a + step])
     rows = max(1, (_CUDA_ELEMENTS if w.is_cuda else _CPU_ELEMENTS) // (16 * 9 * n))
     for a in range(0, N, rows):
         codes[:, a : a + rows], sf[:, a : a + rows] = _columns(w[:, a : a + rows], factors, global_scale)

@@ -181,12 +181,17 @@ def _put(tensors: Made, name: str, e: int, made: Sequence[Tensor]) -> None:
         tensors[f"{part}_global_scale"][e] = made[2]
 
 
+def _reached(rows: Rows, group: range) -> Tensor:
+    """Which tokens are given to some of the experts: bool [T]."""
+    return ((rows.index >= group.start) & (rows.index < group.stop)).any(dim=-1)
+
+
 @torch.no_grad()
 def _add(
     total: Tensor, experts: Experts, group: range, values: Pair, rows: Rows, device: torch.device | str, sign: int
 ) -> None:
     """Add `sign` times what some experts give to `total` [T, H]."""
-    for which in torch.arange(len(total)).split(CHUNK):
+    for which in _reached(rows, group).nonzero()[:, 0].split(CHUNK):
         total[which] += sign * experts(group.start, values, *rows.given(which, device)).cpu()
 
 
@@ -198,8 +203,7 @@ def _learn_group(
     weights = zip(*(p for e, p in enumerate(dense_experts(experts.module, experts.layout)) if e in group), strict=True)
     up, down = (LearnedMatrices(torch.stack(w), _take(start, name, group)) for w, name in
                 zip(weights, (experts.layout.up_name, "down_proj"), strict=True))  # fmt: skip
-    theirs = ((rows.index >= group.start) & (rows.index < group.stop)).any(dim=-1)
-    tokens = (theirs & ~rows.held).nonzero()[:, 0]
+    tokens = (_reached(rows, group) & ~rows.held).nonzero()[:, 0]
     if not len(tokens):
         return up, down
     trained = [up.t.requires_grad_(), down.t.requires_grad_()]
